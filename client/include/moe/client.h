@@ -1,0 +1,99 @@
+/* libmoeclient: the C client of moed.
+ *
+ * Shapes: T tokens, H hidden width, K experts per token, E experts; row-major, little-endian.
+ * Threads: every function may be called from any thread; one client object may be shared.
+ * Errors: a `struct moe_status` (base/status.h) with the code, reason and text the server sent. */
+#ifndef MOE_CLIENT_H
+#define MOE_CLIENT_H
+
+#include "base/status.h"
+#include "moe/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct moe_client;
+
+struct moe_client_config {
+    const char *endpoint;    /* "host:port" of any worker of the group */
+    bool spread;             /* learn the other workers and spread requests and batches over them */
+    uint32_t spread_tokens;  /* with spread: a batch of more tokens than this is split, 0 = 512 */
+    uint32_t connections;    /* connections per worker, 0 = 1 */
+    uint64_t timeout_ms;     /* default per call, 0 = 60000 */
+    uint32_t max_attempts;   /* tries of a forward that fails with UNAVAILABLE, 0 = 4 */
+};
+
+/* Connects, and asks the server for its limits and model. */
+struct moe_status moe_client_connect(const struct moe_client_config *config,
+                                     struct moe_client **out) MOE_CHECKED;
+/* Waits for calls in flight. Not from a callback. NULL is ignored. */
+void moe_client_close(struct moe_client *c);
+
+struct moe_client_layer {
+    uint32_t layer, hidden, experts, zero_experts, top_k, intermediate, shared_intermediate;
+};
+struct moe_client_info {
+    const char *model, *family, *version, *backend, *coordinator; /* owned by the client */
+    uint64_t epoch, weights_version, max_message_bytes;
+    uint32_t max_tokens_per_request, max_tokens_per_step;
+    const char *const *workers; /* endpoints by slot */
+    size_t worker_count;
+    const struct moe_client_layer *layers;
+    size_t layer_count;
+};
+/* As of moe_client_connect. */
+const struct moe_client_info *moe_client_get_info(const struct moe_client *c);
+
+/* Nanoseconds on the server that answered; see StageTimes in moe/v1/types.proto. A batch that was
+ * split reports the slowest of its parts. */
+struct moe_client_stages {
+    uint64_t queue_ns, copy_in_ns, router_ns, prepare_ns, dispatch_ns, gemm1_ns, gemm2_ns,
+        shared_ns, combine_ns, step_ns, copy_out_ns, server_ns;
+    uint32_t step_tokens, steps;
+};
+
+/* One forward pass. All memory is the caller's and must stay until the call is finished. */
+struct moe_client_forward {
+    /* request */
+    uint32_t layer;            /* the model's layer index */
+    uint32_t tokens, hidden;   /* T >= 1, H */
+    enum moe_dtype dtype;      /* of x and y */
+    const void *x;             /* [T,H] */
+    const int32_t *topk_ids_in;      /* [T,K] or NULL = the server routes; -1 = not routed */
+    const float *topk_weights_in;    /* [T,K] or NULL = the server weighs */
+    uint64_t epoch, weights_version; /* 0 = any */
+    uint64_t timeout_ms;             /* 0 = the client's default */
+    /* answer */
+    void *y;                   /* [T,H] */
+    int32_t *topk_ids;         /* [T,K], or NULL when not wanted (NULL together with the weights) */
+    float *topk_weights;       /* [T,K] */
+    uint64_t answered_epoch, answered_weights_version;
+    struct moe_client_stages stages;
+};
+
+/* Blocks until y is there. */
+struct moe_status moe_client_forward(struct moe_client *c,
+                                     struct moe_client_forward *f) MOE_CHECKED;
+
+/* Returns at once; `done` is called exactly once, on a thread of the client (it must not block),
+ * after which `f` is the caller's again. */
+typedef void (*moe_client_done)(void *ctx, struct moe_client_forward *f, struct moe_status status);
+void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f,
+                              moe_client_done done, void *ctx);
+
+/* One long-lived stream to one worker: less cost per call, no automatic retry, no splitting. */
+struct moe_client_stream;
+struct moe_status moe_client_stream_open(struct moe_client *c,
+                                         struct moe_client_stream **out) MOE_CHECKED;
+/* As moe_client_forward_async; answers may come in any order. */
+void moe_client_stream_forward(struct moe_client_stream *s, struct moe_client_forward *f,
+                               moe_client_done done, void *ctx);
+/* Waits for what is in flight. Not from a callback. */
+void moe_client_stream_close(struct moe_client_stream *s);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

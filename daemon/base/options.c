@@ -1,0 +1,217 @@
+#include "base/options.h"
+
+#include <errno.h>
+#include <getopt.h>
+#include <ini.h>
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { OPTION_MAX = 64, LONG_BASE = 256 };
+
+static struct moe_status bad_value(const struct moe_option *o, const char *text, const char *want)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "%s: '%.64s' is not %s",
+                     o->name, text, want);
+}
+
+static struct moe_status parse_uint(const struct moe_option *o, const char *text)
+{
+    if (text[0] < '0' || text[0] > '9')
+        return bad_value(o, text, "a number");
+    char *end;
+    errno = 0;
+    unsigned long long v = strtoull(text, &end, 10);
+    uint64_t scale = 1;
+    if (o->kind == MOE_OPTION_BYTES && *end != '\0') {
+        static const char suffix[] = "KMGT";
+        const char *s = strchr(suffix, *end);
+        if (s == NULL || end[1] != '\0')
+            return bad_value(o, text, "a size such as 64M");
+        scale = UINT64_C(1) << (10 * (s - suffix + 1));
+    } else if (*end != '\0') {
+        return bad_value(o, text, "a number");
+    }
+    uint64_t n;
+    if (errno == ERANGE || __builtin_mul_overflow((uint64_t)v, scale, &n) || n < o->min ||
+        (o->max != 0 && n > o->max))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "%s: %.64s is outside [%" PRIu64 ", %" PRIu64 "]", o->name, text, o->min,
+                         o->max != 0 ? o->max : UINT64_MAX);
+    *(uint64_t *)o->value = n;
+    return moe_ok();
+}
+
+static struct moe_status parse_double(const struct moe_option *o, const char *text)
+{
+    char *end;
+    double v = strtod(text, &end);
+    if (end == text || *end != '\0' || !isfinite(v) || v < (double)o->min ||
+        (o->max != 0 && v > (double)o->max))
+        return bad_value(o, text, "a number in range");
+    *(double *)o->value = v;
+    return moe_ok();
+}
+
+static struct moe_status parse_bool(const struct moe_option *o, const char *text)
+{
+    bool yes = strcmp(text, "true") == 0 || strcmp(text, "yes") == 0 || strcmp(text, "1") == 0;
+    bool no = strcmp(text, "false") == 0 || strcmp(text, "no") == 0 || strcmp(text, "0") == 0;
+    if (!yes && !no)
+        return bad_value(o, text, "true or false");
+    *(bool *)o->value = yes;
+    return moe_ok();
+}
+
+static struct moe_status assign(const struct moe_option *o, const char *text)
+{
+    switch (o->kind) {
+    case MOE_OPTION_BOOL: return parse_bool(o, text);
+    case MOE_OPTION_UINT:
+    case MOE_OPTION_BYTES: return parse_uint(o, text);
+    case MOE_OPTION_DOUBLE: return parse_double(o, text);
+    case MOE_OPTION_STRING: *(const char **)o->value = text; return moe_ok();
+    }
+    return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "option %s has no kind", o->name);
+}
+
+struct file_context {
+    const struct moe_option *table;
+    size_t count;
+    const bool *given; /* set on the command line: the file may not overwrite it */
+    struct moe_options *out;
+    struct moe_status status;
+};
+
+/* inih calls this for each `name = value`; 0 stops it at that line. */
+static int on_file_value(void *user, const char *section, const char *name, const char *value)
+{
+    struct file_context *f = user;
+    (void)section; /* sections only group lines for the reader */
+    for (size_t i = 0; i < f->count; i++) {
+        if (strcmp(f->table[i].name, name) != 0)
+            continue;
+        if (f->given[i])
+            return 1;
+        char *copy = strdup(value);
+        char **grown = realloc(f->out->owned, (f->out->owned_count + 1) * sizeof *grown);
+        if (grown != NULL)
+            f->out->owned = grown;
+        if (copy == NULL || grown == NULL) {
+            free(copy);
+            f->status = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "options");
+            return 0;
+        }
+        f->out->owned[f->out->owned_count++] = copy;
+        f->status = assign(&f->table[i], copy);
+        return f->status.code == MOE_OK;
+    }
+    f->status = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                          "unknown setting '%.64s'", name);
+    return 0;
+}
+
+static struct moe_status read_file(const char *path, struct file_context *f)
+{
+    f->status = moe_ok();
+    int line = ini_parse(path, on_file_value, f);
+    if (line < 0)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "cannot read %s", path);
+    if (f->status.code != MOE_OK)
+        return moe_error_context(f->status, "%s:%d", path, line);
+    if (line > 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "%s:%d: not 'name = value'",
+                         path, line);
+    return moe_ok();
+}
+
+struct moe_status moe_options_parse(const struct moe_option *table, size_t count,
+                                    const char *config_name, int argc, char **argv, int *first,
+                                    struct moe_options *out)
+{
+    struct option longs[OPTION_MAX + 1] = {0};
+    char shorts[2 * OPTION_MAX + 2] = ":";
+    bool given[OPTION_MAX] = {false};
+    size_t at = 1;
+    *out = (struct moe_options){0};
+    MOE_INVARIANT(count <= OPTION_MAX);
+    for (size_t i = 0; i < count; i++) {
+        bool flag = table[i].kind == MOE_OPTION_BOOL;
+        longs[i] = (struct option){table[i].name, flag ? no_argument : required_argument, NULL,
+                                   LONG_BASE + (int)i};
+        if (table[i].letter != 0) {
+            shorts[at++] = table[i].letter;
+            if (!flag)
+                shorts[at++] = ':';
+        }
+    }
+
+    opterr = 0;
+    optind = 0; /* glibc: start afresh, so that a program may parse more than once */
+    int c;
+    while ((c = getopt_long(argc, argv, shorts, longs, NULL)) != -1) {
+        if (c == '?')
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                             "unknown option '%.64s'", argv[optind - 1]);
+        if (c == ':')
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                             "option '%.64s' needs a value", argv[optind - 1]);
+        size_t i = 0;
+        while (i < count && c != LONG_BASE + (int)i && c != table[i].letter)
+            i++;
+        MOE_INVARIANT(i < count);
+        given[i] = true;
+        MOE_TRY(assign(&table[i], table[i].kind == MOE_OPTION_BOOL ? "true" : optarg));
+    }
+    *first = optind;
+
+    for (size_t i = 0; config_name != NULL && i < count; i++) {
+        const char *path =
+            strcmp(table[i].name, config_name) == 0 ? *(const char **)table[i].value : NULL;
+        if (path == NULL)
+            continue;
+        struct file_context f = {.table = table, .count = count, .given = given, .out = out};
+        struct moe_status st = read_file(path, &f);
+        if (st.code != MOE_OK) {
+            moe_options_free(out);
+            return st;
+        }
+    }
+    return moe_ok();
+}
+
+static void print_default(FILE *to, const struct moe_option *o)
+{
+    const char *text = o->kind == MOE_OPTION_STRING ? *(const char *const *)o->value : NULL;
+    if (text != NULL)
+        fprintf(to, " [%s]", text);
+    else if (o->kind == MOE_OPTION_UINT)
+        fprintf(to, " [%" PRIu64 "]", *(uint64_t *)o->value);
+    else if (o->kind == MOE_OPTION_DOUBLE)
+        fprintf(to, " [%g]", *(double *)o->value);
+    else if (o->kind == MOE_OPTION_BYTES)
+        fprintf(to, " [%" PRIu64 "M]", *(uint64_t *)o->value >> 20);
+}
+
+void moe_options_print(FILE *to, const struct moe_option *table, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        const struct moe_option *o = &table[i];
+        char head[64];
+        snprintf(head, sizeof head, "%c%c%s --%s %s", o->letter != 0 ? '-' : ' ',
+                 o->letter != 0 ? o->letter : ' ', o->letter != 0 ? "," : " ", o->name,
+                 o->metavar != NULL ? o->metavar : "");
+        fprintf(to, "  %-34s %s", head, o->help);
+        print_default(to, o);
+        fputc('\n', to);
+    }
+}
+
+void moe_options_free(struct moe_options *o)
+{
+    for (size_t i = 0; i < o->owned_count; i++)
+        free(o->owned[i]);
+    free(o->owned);
+    *o = (struct moe_options){0};
+}

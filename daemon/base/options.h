@@ -1,0 +1,53 @@
+/* Command-line flags and INI files from one table.
+ *
+ * A program describes its settings once, in a `struct moe_option` array; this file then parses
+ * `--long-name VALUE` / `--long-name=VALUE` (getopt_long) and an INI file of `long-name = value`
+ * lines (inih), prints the help text, and refuses unknown names. A flag beats the file, the file
+ * beats the default. */
+#ifndef MOE_BASE_OPTIONS_H
+#define MOE_BASE_OPTIONS_H
+
+#include "base/status.h"
+
+#include <stddef.h>
+#include <stdio.h>
+
+enum moe_option_kind {
+    MOE_OPTION_BOOL,   /* bool; a flag without a value, or true/false in a file */
+    MOE_OPTION_UINT,   /* uint64_t, decimal, within [min, max] */
+    MOE_OPTION_DOUBLE, /* double, finite, within [min, max] */
+    MOE_OPTION_BYTES,  /* uint64_t; 4096, 64K, 16M, 2G (powers of 1024) */
+    MOE_OPTION_STRING, /* const char *: points into argv or into memory owned by the result */
+};
+
+struct moe_option {
+    const char *name; /* long name without dashes */
+    char letter;      /* short flag, or 0 */
+    enum moe_option_kind kind;
+    void *value;         /* preset with the default */
+    uint64_t min, max;   /* UINT, DOUBLE and BYTES; max = 0 means no upper bound */
+    const char *metavar; /* "DIR"; NULL for BOOL */
+    const char *help;    /* one sentence, no full stop needed */
+};
+
+/* What parsing owns: strings that came from a file. Free with moe_options_free. */
+struct moe_options {
+    char **owned;
+    size_t owned_count;
+};
+
+/* Parses argv[1..]; positional arguments are moved to the end as getopt does, and `*first` is the
+ * index of the first of them. `config_name` is the option that names an INI file ("config"), or
+ * NULL when the program takes none.
+ * Errors: MOE_INVALID_ARGUMENT (unknown name, bad value) with a text to show to the user. */
+struct moe_status moe_options_parse(const struct moe_option *table, size_t count,
+                                    const char *config_name, int argc, char **argv, int *first,
+                                    struct moe_options *out) MOE_CHECKED;
+
+/* One line per option: name, metavar, help and default. Call before parsing (defaults are read
+ * from the values). */
+void moe_options_print(FILE *to, const struct moe_option *table, size_t count);
+
+void moe_options_free(struct moe_options *o);
+
+#endif

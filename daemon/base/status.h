@@ -1,0 +1,145 @@
+/* Errors as values.
+ *
+ * Every call that can fail returns a `struct moe_status`: a code (numerically a gRPC status code,
+ * so that no table is needed at the wire), a machine-readable reason, and one sentence for a
+ * person. Texts never name internal paths, shared-memory names, pointers or secrets: they reach
+ * clients. */
+#ifndef MOE_BASE_STATUS_H
+#define MOE_BASE_STATUS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* Put on every function that returns a status: an unlooked-at error does not compile. */
+#define MOE_CHECKED           __attribute__((warn_unused_result))
+#define MOE_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
+
+/* Values are those of google.rpc.Code. */
+enum moe_code {
+    MOE_OK = 0,
+    MOE_CANCELLED = 1,
+    MOE_UNKNOWN = 2,
+    MOE_INVALID_ARGUMENT = 3,
+    MOE_DEADLINE_EXCEEDED = 4,
+    MOE_NOT_FOUND = 5,
+    MOE_ALREADY_EXISTS = 6,
+    MOE_PERMISSION_DENIED = 7,
+    MOE_RESOURCE_EXHAUSTED = 8,
+    MOE_FAILED_PRECONDITION = 9,
+    MOE_ABORTED = 10,
+    MOE_OUT_OF_RANGE = 11,
+    MOE_UNIMPLEMENTED = 12,
+    MOE_INTERNAL = 13,
+    MOE_UNAVAILABLE = 14,
+    MOE_DATA_LOSS = 15,
+    MOE_UNAUTHENTICATED = 16,
+};
+
+/* One list for the enum, for ErrorInfo.reason on the wire (the name without MOE_REASON_), and for
+ * metrics labels. Names are a contract with clients: add, never rename. */
+#define MOE_REASONS(X)                                                                             \
+    X(NONE)               /* nothing more to say than the code */                                  \
+    X(MALFORMED)          /* not the protobuf, JSON or safetensors it claims to be */              \
+    X(TRUNCATED)          /* ends inside a field */                                                \
+    X(TOO_LARGE)          /* over a fixed size limit */                                            \
+    X(DUPLICATE_TENSOR)   /* a tensor field occurs twice in one message */                         \
+    X(SHAPE_MISMATCH)     /* tokens, hidden or top-k disagree with the layer or with the bytes */  \
+    X(DTYPE_UNSUPPORTED)  /* dtype unknown or not served */                                        \
+    X(ROUTING_INVALID)    /* ids or weights missing, superfluous or contradictory */               \
+    X(EXPERT_INDEX_RANGE) /* an expert id is >= E */                                               \
+    X(NONFINITE_LOGITS)   /* router logits of a token are NaN or infinite */                       \
+    X(MODEL_NOT_FOUND)    /* no such model is served here */                                       \
+    X(LAYER_NOT_FOUND)    /* the model has no MoE layer of that number */                          \
+    X(TOKEN_LIMIT)        /* more tokens than a request may carry */                               \
+    X(QUEUE_FULL)         /* queue, byte budget or staging memory exhausted: retry later */        \
+    X(DRAINING)           /* the worker is leaving: use another one */                             \
+    X(REFORMING)          /* no committed view at the moment: retry */                             \
+    X(EXPERT_UNAVAILABLE) /* no live slot holds a needed expert */                                 \
+    X(PEER_LOST)          /* a peer died or did not answer within its budget */                    \
+    X(STALE_EPOCH)        /* the caller speaks of an epoch that is not the current one */          \
+    X(VERSION_MISMATCH)   /* weights version, model fingerprint or protocol version differs */     \
+    X(CONFIG_UNKNOWN_KEY) /* a setting or model key that changes results and is not understood */  \
+    X(CONFIG_INVALID)     /* a setting or model key with an impossible value */                    \
+    X(TENSOR_MISSING)     /* the checkpoint lacks a tensor that the layer needs */                 \
+    X(TENSOR_INVALID)     /* a tensor has the wrong shape, dtype or place */                       \
+    X(OUT_OF_MEMORY)      /* an allocation failed or would not fit */                              \
+    X(IO)                 /* the operating system refused a file or socket operation */            \
+    X(ABORTED)            /* the waiting was called off by its owner */                            \
+    X(UNSUPPORTED)        /* well understood, and deliberately not offered */
+
+enum moe_reason {
+#define X(name) MOE_REASON_##name,
+    MOE_REASONS(X)
+#undef X
+        MOE_REASON_COUNT
+};
+
+enum { MOE_STATUS_TEXT = 232 };
+
+struct moe_status {
+    enum moe_code code;
+    enum moe_reason reason;
+    uint32_t retry_after_ms; /* > 0: safe to try again after this long (RetryInfo) */
+    char text[MOE_STATUS_TEXT];
+};
+
+/* Success. Only the head of the struct is meaningful then: `text` is not written. */
+static inline struct moe_status moe_ok(void)
+{
+    struct moe_status s;
+    s.code = MOE_OK;
+    s.reason = MOE_REASON_NONE;
+    s.retry_after_ms = 0;
+    s.text[0] = '\0';
+    return s;
+}
+
+static inline bool moe_failed(const struct moe_status *s)
+{
+    return s->code != MOE_OK;
+}
+
+/* A failure with a formatted sentence (cut at MOE_STATUS_TEXT - 1 bytes). */
+struct moe_status moe_error(enum moe_code code, enum moe_reason reason, const char *fmt, ...)
+    MOE_PRINTF(3, 4) MOE_CHECKED;
+
+/* The same with a retry hint. */
+struct moe_status moe_error_retry(enum moe_code code, enum moe_reason reason,
+                                  uint32_t retry_after_ms, const char *fmt, ...)
+    MOE_PRINTF(4, 5) MOE_CHECKED;
+
+/* `s` with "context: " put before its text; success stays success. */
+struct moe_status moe_error_context(struct moe_status s, const char *fmt, ...)
+    MOE_PRINTF(2, 3) MOE_CHECKED;
+
+/* "RESOURCE_EXHAUSTED", "QUEUE_FULL"; "?" for values outside the enums. Never NULL. */
+const char *moe_code_name(enum moe_code code);
+const char *moe_reason_name(enum moe_reason reason);
+/* The reverse; MOE_REASON_NONE for unknown names (a newer server). */
+enum moe_reason moe_reason_from_name(const char *name);
+
+#define MOE_GLUE2(a, b) a##b
+#define MOE_GLUE(a, b)  MOE_GLUE2(a, b)
+
+/* Return the failure of `expr` to the caller, or go on. For functions that own nothing yet. */
+#define MOE_TRY(expr)                                                                              \
+    do {                                                                                           \
+        struct moe_status MOE_GLUE(moe_try_, __LINE__) = (expr);                                   \
+        if (MOE_GLUE(moe_try_, __LINE__).code != MOE_OK)                                           \
+            return MOE_GLUE(moe_try_, __LINE__);                                                   \
+    } while (0)
+
+/* Keep the status in `st` and jump to the one cleanup label on failure. */
+#define MOE_TRY_GOTO(st, expr, label)                                                              \
+    do {                                                                                           \
+        (st) = (expr);                                                                             \
+        if ((st).code != MOE_OK)                                                                   \
+            goto label;                                                                            \
+    } while (0)
+
+/* An invariant of our own code, always on: logs file, line and condition, then aborts. Never for
+ * input, sizes, or what a library or a peer answered. */
+#define MOE_INVARIANT(cond) ((cond) ? (void)0 : moe_invariant_failed(__FILE__, __LINE__, #cond))
+_Noreturn void moe_invariant_failed(const char *file, int line, const char *cond);
+
+#endif

@@ -1,0 +1,51 @@
+/* A model directory as Hugging Face writes it: config.json, safetensors, index.
+ *
+ * Opening reads the configuration and the headers of the tensor files, and turns them into one
+ * `struct moe_layer_spec` per MoE layer; nothing of the weights is read before
+ * moe_model_load_layer. Settings that would change results and are not understood are refused by
+ * name. The twelve families and the tensor names are in daemon/model/README.md. */
+#ifndef MOE_MODEL_H
+#define MOE_MODEL_H
+
+#include "base/status.h"
+#include "moe/layer_spec.h"
+
+struct moe_model;
+
+/* Errors: MOE_NOT_FOUND/IO (no such directory or file), MOE_INVALID_ARGUMENT with reason
+ * CONFIG_UNKNOWN_KEY, CONFIG_INVALID, MALFORMED, TENSOR_MISSING, TENSOR_INVALID; texts name the key
+ * or tensor, not the path. Threads: one model object per thread at a time. */
+struct moe_status moe_model_open(const char *directory, struct moe_model **out) MOE_CHECKED;
+void moe_model_close(struct moe_model *m);
+
+const char *moe_model_name(const struct moe_model *m);        /* last component of the directory */
+const char *moe_model_family(const struct moe_model *m);      /* model_type */
+/* Hex digest over the configuration and the names, dtypes, shapes and places of the layers'
+ * tensors: equal on all workers that read the same checkpoint. */
+const char *moe_model_fingerprint(const struct moe_model *m);
+
+/* MoE layers, ascending by spec.layer. */
+size_t moe_model_layer_count(const struct moe_model *m);
+const struct moe_layer_spec *moe_model_layer(const struct moe_model *m, size_t i);
+
+/* Receives one weight in canonical form (moe/layer_spec.h); `data` is valid during the call. */
+typedef struct moe_status (*moe_weight_sink)(void *ctx, enum moe_weight weight, uint32_t expert,
+                                             enum moe_dtype dtype, const void *data, size_t bytes);
+
+/* Bytes read from disk so far and rows to come, for a progress line. Called after each tensor. */
+typedef void (*moe_load_progress)(void *ctx, uint64_t read_bytes);
+
+/* Bytes that moe_model_load_layer will read from disk for these experts. */
+uint64_t moe_model_layer_bytes(const struct moe_model *m, size_t i, const uint32_t *experts,
+                               size_t expert_count);
+
+/* Reads the weights of layer `i` that one slot needs, router, biases and shared experts included,
+ * and only the rows of `experts` (ascending global ids) out of fused tensors. Each weight the spec
+ * announces is given to `sink` exactly once (experts: once per listed expert). */
+struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i,
+                                       const uint32_t *experts, size_t expert_count,
+                                       moe_weight_sink sink, void *ctx,
+                                       moe_load_progress progress,
+                                       void *progress_ctx) MOE_CHECKED;
+
+#endif

@@ -1,0 +1,71 @@
+/* The safetensors file format: reading with every duty of a careful reader, and writing.
+ *
+ * Layout: u64 little-endian N, N bytes of JSON header, then tensor bytes; offsets in the header
+ * count from the end of the header. Files are read with pread, never mapped: a file truncated under
+ * a mapping would kill the process. */
+#ifndef MOE_MODEL_SAFETENSORS_H
+#define MOE_MODEL_SAFETENSORS_H
+
+#include "base/status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { MOE_TENSOR_RANK_MAX = 8 };
+
+/* All number formats of the format; only some can be computed with. */
+enum moe_st_dtype {
+    MOE_ST_BOOL, MOE_ST_F4, MOE_ST_F6_E2M3, MOE_ST_F6_E3M2, MOE_ST_U8, MOE_ST_I8,
+    MOE_ST_F8_E5M2, MOE_ST_F8_E4M3, MOE_ST_F8_E8M0, MOE_ST_F8_E4M3FNUZ, MOE_ST_F8_E5M2FNUZ,
+    MOE_ST_I16, MOE_ST_U16, MOE_ST_F16, MOE_ST_BF16, MOE_ST_I32, MOE_ST_U32, MOE_ST_F32,
+    MOE_ST_C64, MOE_ST_F64, MOE_ST_I64, MOE_ST_U64,
+    MOE_ST_DTYPE_COUNT
+};
+const char *moe_st_dtype_name(enum moe_st_dtype d);
+
+struct moe_tensor {
+    const char *name; /* owned by the file */
+    enum moe_st_dtype dtype;
+    uint32_t rank;
+    uint64_t shape[MOE_TENSOR_RANK_MAX];
+    uint64_t offset; /* first byte, from the start of the file */
+    uint64_t bytes;
+};
+
+struct moe_st_file;
+
+/* Opens and checks the header in full. Errors: MOE_INVALID_ARGUMENT with MALFORMED, TRUNCATED,
+ * TOO_LARGE or TENSOR_INVALID; MOE_NOT_FOUND/IO. */
+struct moe_status moe_st_open(const char *path, struct moe_st_file **out) MOE_CHECKED;
+/* The same for one name inside an open directory; links and names with '/' are refused. */
+struct moe_status moe_st_open_at(int directory, const char *name,
+                                 struct moe_st_file **out) MOE_CHECKED;
+void moe_st_close(struct moe_st_file *f);
+
+size_t moe_st_count(const struct moe_st_file *f);
+const struct moe_tensor *moe_st_tensor(const struct moe_st_file *f, size_t i); /* by offset */
+const struct moe_tensor *moe_st_find(const struct moe_st_file *f, const char *name); /* or NULL */
+/* Value of a __metadata__ key, or NULL. */
+const char *moe_st_metadata(const struct moe_st_file *f, const char *key);
+
+/* Reads bytes [first, first + length) of tensor `t`, counted from its start. */
+struct moe_status moe_st_read(const struct moe_st_file *f, const struct moe_tensor *t,
+                              uint64_t first, uint64_t length, void *to) MOE_CHECKED;
+
+/* One tensor to write; bytes are taken from `data`. */
+struct moe_st_out {
+    const char *name;
+    enum moe_st_dtype dtype;
+    uint32_t rank;
+    uint64_t shape[MOE_TENSOR_RANK_MAX];
+    const void *data;
+};
+
+/* Writes a whole file through a temporary one in the same directory, fsync, rename, fsync of the
+ * directory: readers see the old file or the new one. The header is padded so that data starts at a
+ * multiple of 8; tensors are sorted by descending element size, then name. `metadata` is
+ * key, value, key, value, ..., NULL; or NULL. */
+struct moe_status moe_st_write(const char *path, const struct moe_st_out *tensors, size_t count,
+                               const char *const *metadata) MOE_CHECKED;
+
+#endif

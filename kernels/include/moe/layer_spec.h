@@ -1,0 +1,150 @@
+/* What one MoE layer computes: plain data, no pointers into weights.
+ *
+ * For a token x [H], with E routed experts and Z zero (identity) experts:
+ *
+ *   logit  = W_r x + logit_bias                             [E+Z], fp32
+ *   score  = score function of logit                        see enum moe_score
+ *   key    = score + select_bias  (for choosing only)       [E+Z]
+ *   S      = the K best by key, inside the `topk_group` best of `groups` groups;
+ *            one total order: key descending, then expert id ascending; NaN refuses the token
+ *   w_e    = renormalise(score_e, e in S) * scale
+ *   y      = sum over e in S of  w_e * ffn_e(x)              weighting OUTPUT
+ *            (early weighting multiplies the activation and the down bias instead: same value)
+ *   y      = sum over e in S of  ffn_e(w_e * x)              weighting INPUT (Llama-4)
+ *   y     += shared(x) [* sigmoid(shared_gate . x)]
+ *   a zero expert is ffn_e(x) = x
+ *
+ *   ffn_e(x) = down_e( act(gate_e x + gate_bias_e, up_e x + up_bias_e) ) + down_bias_e
+ *
+ * Sources: moe-block-spec and the families of daemon/model/README.md. The residual add, norms and
+ * any outer factor belong to the caller. */
+#ifndef MOE_LAYER_SPEC_H
+#define MOE_LAYER_SPEC_H
+
+#include "moe/types.h"
+
+#include <stdbool.h>
+
+enum moe_score {
+    MOE_SCORE_SOFTMAX,      /* softmax over all E+Z, then choose (Mixtral, Qwen, DeepSeek-V2) */
+    MOE_SCORE_SOFTMAX_TOPK, /* choose by logit, softmax over the K chosen (GPT-OSS) */
+    MOE_SCORE_SIGMOID,      /* DeepSeek-V3, GLM-4.5, MiniMax-M2, Llama-4 */
+    MOE_SCORE_SQRTSOFTPLUS, /* sqrt(softplus(logit)); softplus(z) = z for z > 20 (DeepSeek-V4) */
+};
+
+enum moe_renorm {
+    MOE_RENORM_NONE,
+    MOE_RENORM_SUM,     /* w = s / (sum_S s + renorm_eps); renorm_eps is 0 or 1e-20 */
+    MOE_RENORM_CLAMPED, /* w = s / max(sum_S s, renorm_eps)   (ERNIE-4.5) */
+};
+
+enum moe_weighting {
+    MOE_WEIGHT_OUTPUT_LATE,  /* multiply the expert's output, bias included */
+    MOE_WEIGHT_OUTPUT_EARLY, /* multiply the activation, and the down bias by the same weight */
+    MOE_WEIGHT_INPUT,        /* multiply the expert's input */
+};
+
+/* g, u: gate and up halves after their biases; limit and alpha are fields of the spec. */
+enum moe_activation {
+    MOE_ACT_SWIGLU,         /* silu(g) * u */
+    MOE_ACT_SWIGLU_CLAMPED, /* g = min(g, limit), u = clamp(u, +-limit), silu(g) * u */
+    MOE_ACT_SWIGLU_OAI,     /* same clamps, g * sigmoid(alpha g) * (u + 1) */
+};
+
+struct moe_router_spec {
+    enum moe_score score;
+    uint32_t top_k;        /* K, 1..MOE_MAX_TOP_K */
+    bool logit_bias;       /* a bias of the router's linear layer exists: changes weights */
+    bool select_bias;      /* a bias added to the score for choosing only exists */
+    uint32_t groups;       /* 1 = no groups; divides E */
+    uint32_t topk_group;   /* groups that stay, 1..groups */
+    uint32_t group_best;   /* group score = sum of this many best keys (1 = max, 2 = DeepSeek-V3) */
+    enum moe_renorm renorm;
+    float renorm_eps;
+    float scale;           /* applied last */
+    uint32_t zero_experts; /* Z: ids E..E+Z-1 are the identity (LongCat); 0 otherwise */
+};
+
+struct moe_layer_spec {
+    uint32_t layer;        /* the model's layer index, as clients name it */
+    uint32_t hidden;       /* H */
+    uint32_t experts;      /* E */
+    uint32_t intermediate; /* I of one routed expert */
+    struct moe_router_spec router;
+    enum moe_weighting weighting;
+    enum moe_activation activation;
+    float swiglu_limit;    /* CLAMPED and OAI */
+    float swiglu_alpha;    /* OAI */
+    bool gate_up_bias;     /* gate_bias, up_bias [I] exist */
+    bool down_bias;        /* down_bias [H] exists */
+    uint32_t shared_intermediate; /* I of the shared expert, 0 = none (several are one wide one) */
+    bool shared_gated;     /* its output is multiplied by sigmoid(shared_gate . x) */
+    enum moe_activation shared_activation; /* with the same limit and alpha */
+};
+
+/* Expert -> slots that hold a copy. Slot lists are ascending; the first is the primary. Row r of
+ * an expert with n copies goes to slot[offset[e] + (source token id) % n]. */
+struct moe_placement {
+    uint32_t version;       /* rises with every change */
+    uint32_t experts;       /* E */
+    uint32_t slots;         /* N */
+    const uint32_t *offset; /* [E+1] into `slot` */
+    const uint16_t *slot;   /* [offset[E]] */
+};
+
+/* Weights of a layer, each in one canonical form: row-major [out, in], C order. */
+enum moe_weight {
+    MOE_WEIGHT_ROUTER,      /* [E+Z, H] */
+    MOE_WEIGHT_LOGIT_BIAS,  /* [E+Z] */
+    MOE_WEIGHT_SELECT_BIAS, /* [E+Z] */
+    MOE_WEIGHT_GATE,        /* expert e: [I, H] */
+    MOE_WEIGHT_UP,          /* expert e: [I, H] */
+    MOE_WEIGHT_DOWN,        /* expert e: [H, I] */
+    MOE_WEIGHT_GATE_BIAS,   /* expert e: [I] */
+    MOE_WEIGHT_UP_BIAS,     /* expert e: [I] */
+    MOE_WEIGHT_DOWN_BIAS,   /* expert e: [H] */
+    MOE_WEIGHT_SHARED_GATE, /* [Is, H] */
+    MOE_WEIGHT_SHARED_UP,   /* [Is, H] */
+    MOE_WEIGHT_SHARED_DOWN, /* [H, Is] */
+    MOE_WEIGHT_SHARED_GATE_VECTOR, /* [1, H] */
+    MOE_WEIGHT_COUNT
+};
+
+static inline bool moe_weight_is_expert(enum moe_weight w)
+{
+    return w >= MOE_WEIGHT_GATE && w <= MOE_WEIGHT_DOWN_BIAS;
+}
+
+/* Rows and columns of a weight of this layer (columns = 1 for a vector of `rows`); rows = 0 when
+ * the layer has no such weight. */
+static inline void moe_weight_shape(const struct moe_layer_spec *s, enum moe_weight w,
+                                    size_t *rows, size_t *columns)
+{
+    size_t all = (size_t)s->experts + s->router.zero_experts;
+    *rows = 0;
+    *columns = 1;
+    switch (w) {
+    case MOE_WEIGHT_ROUTER: *rows = all; *columns = s->hidden; break;
+    case MOE_WEIGHT_LOGIT_BIAS: *rows = s->router.logit_bias ? all : 0; break;
+    case MOE_WEIGHT_SELECT_BIAS: *rows = s->router.select_bias ? all : 0; break;
+    case MOE_WEIGHT_GATE:
+    case MOE_WEIGHT_UP: *rows = s->intermediate; *columns = s->hidden; break;
+    case MOE_WEIGHT_DOWN: *rows = s->hidden; *columns = s->intermediate; break;
+    case MOE_WEIGHT_GATE_BIAS:
+    case MOE_WEIGHT_UP_BIAS: *rows = s->gate_up_bias ? s->intermediate : 0; break;
+    case MOE_WEIGHT_DOWN_BIAS: *rows = s->down_bias ? s->hidden : 0; break;
+    case MOE_WEIGHT_SHARED_GATE:
+    case MOE_WEIGHT_SHARED_UP: *rows = s->shared_intermediate; *columns = s->hidden; break;
+    case MOE_WEIGHT_SHARED_DOWN:
+        *rows = s->shared_intermediate != 0 ? s->hidden : 0;
+        *columns = s->shared_intermediate;
+        break;
+    case MOE_WEIGHT_SHARED_GATE_VECTOR:
+        *rows = s->shared_gated ? 1 : 0;
+        *columns = s->hidden;
+        break;
+    case MOE_WEIGHT_COUNT: break;
+    }
+}
+
+#endif
