@@ -1,0 +1,109 @@
+/* The engine: runs tickets. Requests are submitted to it from any thread and wait in the batcher;
+ * a ticket from the sequencer takes what fits into its bucket, and the engine's thread runs the
+ * step on the backend, at most two at once: rows of step n+1 are copied in and rows of step n-1 are
+ * copied out while step n runs.
+ *
+ * The engine knows nothing of gRPC, of the coordinator, or of how tickets travel. */
+#ifndef MOE_WORKER_ENGINE_H
+#define MOE_WORKER_ENGINE_H
+
+#include "moe/backend.h"
+
+struct moe_engine;
+
+enum moe_step_kind { MOE_STEP_FORWARD = 1 }; /* values of moe.v1.StepKind */
+
+struct moe_ticket {
+    uint64_t epoch, seq;
+    uint32_t layer; /* the model's layer index */
+    enum moe_step_kind kind;
+    enum moe_dtype dtype;
+    uint32_t bucket;
+};
+
+/* One forward request. All memory belongs to the submitter and must stay until `done`, which is
+ * called exactly once for each accepted request, on the engine's thread (it must not block). */
+struct moe_work {
+    /* in */
+    uint32_t layer;              /* the model's layer index */
+    enum moe_dtype dtype;
+    uint32_t tokens;             /* T >= 1; split over steps where it exceeds the bucket */
+    enum moe_routing_mode mode;
+    const void *x;               /* [T,H] host memory (backend's MOE_MEM_HOST) */
+    const int32_t *ids_in;       /* [T,K] or NULL */
+    const float *weights_in;     /* [T,K] or NULL */
+    uint64_t deadline_ns;        /* not started after this: MOE_DEADLINE_EXCEEDED */
+    uint64_t epoch;              /* serve under this epoch only; 0 = any */
+    /* out */
+    void *y;                     /* [T,H] host memory */
+    int32_t *ids_out;            /* [T,K] or NULL */
+    float *weights_out;          /* [T,K] or NULL */
+    uint64_t answered_epoch;
+    struct moe_step_result step; /* of the last step that carried it; stage times summed over steps */
+    uint64_t submitted_ns, started_ns, copy_in_ns, copy_out_ns;
+    uint32_t step_tokens, steps;
+    /* A token that is not MOE_TOKEN_OK fails the whole request: NONFINITE_LOGITS,
+     * EXPERT_INDEX_RANGE or ROUTING_INVALID. */
+    void (*done)(struct moe_work *w, struct moe_status status);
+    void *user;
+    /* owned by the engine between submit and done */
+    struct moe_work *next;
+    uint32_t taken, finished; /* tokens handed to steps, tokens whose step ended */
+    bool cancelled;
+    struct moe_status failure;
+};
+
+struct moe_engine_config {
+    const struct moe_backend *backend;
+    struct moe_device *device;
+    struct moe_layer *const *layers;           /* runnable layers; borrowed, outlive the engine */
+    const struct moe_layer_spec *const *specs; /* of the same */
+    size_t layer_count;
+    uint32_t max_tokens_per_step;              /* largest bucket, power of two */
+    uint64_t max_queued_tokens;                /* more are refused with QUEUE_FULL */
+    /* Work was queued: the sequencer should hear of it. Any thread, may be called with locks held:
+     * must not call the engine back. */
+    void (*announce)(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
+                     uint32_t tokens);
+    /* A ticket has been run, in order of seq. Engine's thread. On failure the engine has stopped
+     * the view: tickets are refused until the next moe_engine_start_view. */
+    void (*finished)(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
+                     uint64_t lost_slots);
+    void *ctx;
+};
+
+struct moe_status moe_engine_create(const struct moe_engine_config *config,
+                                    struct moe_engine **out) MOE_CHECKED;
+/* Fails what is queued with UNAVAILABLE/DRAINING, stops the view, joins the thread. */
+void moe_engine_destroy(struct moe_engine *e);
+
+/* A view is in force: tickets of `epoch` may come. `session` is borrowed until stop_view returns.
+ * Everything that is queued is announced (again). */
+void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, uint64_t epoch,
+                           uint32_t max_tokens_per_step);
+/* The view is over: aborts the session's waits, waits until no step runs. Requests that were in a
+ * step go back to the head of the queue and run again under the next view. Idempotent. */
+void moe_engine_stop_view(struct moe_engine *e);
+
+/* Any thread. Errors: MOE_RESOURCE_EXHAUSTED/QUEUE_FULL, MOE_NOT_FOUND/LAYER_NOT_FOUND,
+ * MOE_UNAVAILABLE/DRAINING; the work is not accepted then and `done` is not called. */
+struct moe_status moe_engine_submit(struct moe_engine *e, struct moe_work *w) MOE_CHECKED;
+/* Any thread, also after `done`: a request that is still queued ends with MOE_CANCELLED; one that is
+ * in a step runs to its end. `w` must be alive. */
+void moe_engine_cancel(struct moe_engine *e, struct moe_work *w);
+
+/* Any thread. Tickets come in order of seq; those of another epoch are ignored. */
+void moe_engine_run(struct moe_engine *e, const struct moe_ticket *ticket);
+
+/* Refuses new work from now on; true once nothing is queued or running, false at `deadline_ns`. */
+bool moe_engine_drain(struct moe_engine *e, uint64_t deadline_ns);
+/* Fails everything that waits with `reason` (a group that will not come back). */
+void moe_engine_fail_queued(struct moe_engine *e, struct moe_status reason);
+
+struct moe_engine_counters {
+    uint64_t tokens, steps, requests, failed_requests; /* since start */
+    uint64_t queued_tokens;                            /* now */
+};
+void moe_engine_read_counters(struct moe_engine *e, struct moe_engine_counters *out);
+
+#endif
