@@ -1,0 +1,138 @@
+"""A group's life as an operator sees it: start, status, drain, death of a worker, end."""
+
+import json
+import os
+import signal
+import threading
+import time
+import unittest
+
+import grpc
+import numpy as np
+
+from group import Group, golden_cases, group, main, model_directory, moectl, relative_error
+import wire
+from wire import expert
+
+FAMILY = "qwen3_moe"
+
+
+def processes_of(g):
+    """Pids of the group's daemons that still run."""
+    pids = [entry["pid"] for entry in g.description()["processes"]]
+    return [pid for pid in pids if os.path.exists("/proc/%d" % pid)]
+
+
+def wait_until(condition, seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()
+
+
+def case():
+    return next(each for each in golden_cases(FAMILY) if each[1] == 37)
+
+
+def request():
+    layer, tokens, x, _ = case()
+    return expert.ForwardRequest(layer=layer, tokens=tokens, hidden=x.shape[1], dtype=1,
+                                 x_data=x.tobytes())
+
+
+class Lifecycle(unittest.TestCase):
+    def test_status_shows_a_serving_group(self):
+        with group(FAMILY, 3) as g:
+            status = json.loads(
+                moectl("status", "--endpoint", g.endpoint, "-o", "json").stdout)
+            self.assertEqual(status["state"], "SERVING")
+            self.assertEqual(len(status["workers"]), 3)
+            table = moectl("status", "--endpoint", g.endpoint).stdout
+            self.assertIn("SERVING", table)
+
+    def test_every_worker_serves_the_whole_layer(self):
+        layer, tokens, x, want = case()
+        with group(FAMILY, 4) as g:
+            with wire.open_channel(g.endpoint) as channel:
+                workers = wire.get_server_info(channel).workers
+            self.assertEqual(len(workers), 4)
+            for endpoint in workers:
+                with wire.open_channel(endpoint) as channel:
+                    answer = wire.forward(channel, request())
+                got = np.frombuffer(answer.y_data, np.float32).reshape(want.shape)
+                self.assertLessEqual(relative_error(got, want), 1e-5)
+
+    def test_ctrl_c_answers_what_is_in_flight_and_leaves_no_process(self):
+        g = Group(model_directory(FAMILY), 2)
+        pids = processes_of(g)
+        self.assertEqual(len(pids), 3)
+        failures, answers = [], []
+        stop = threading.Event()
+
+        def client():
+            with wire.open_channel(g.endpoint) as channel:
+                while not stop.is_set():
+                    try:
+                        wire.forward(channel, request())
+                        answers.append(1)
+                    except grpc.RpcError as error:
+                        failures.append((error.code().name, wire.error_reason(error)[0]))
+                        if error.code() == grpc.StatusCode.UNAVAILABLE:
+                            return
+
+        threads = [threading.Thread(target=client) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        self.assertTrue(wait_until(lambda: len(answers) > 20, 30))
+        code = g.stop()
+        stop.set()
+        for thread in threads:
+            thread.join()
+        print(len(answers), "answers, then", failures)
+        self.assertEqual(code, 0)
+        self.assertLessEqual({name for name, _ in failures}, {"UNAVAILABLE"})
+        self.assertEqual([pid for pid in pids if os.path.exists("/proc/%d" % pid)], [])
+
+    def test_detached_group_goes_down_by_command(self):
+        state = os.path.join(os.environ.get("TMPDIR", "/tmp"), "moed-test-%d" % os.getpid())
+        up = moectl("up", "--model", model_directory(FAMILY), "--workers", "2", "--backend", "cpu",
+                    "--port", "0", "--state-dir", state, "--detach")
+        endpoint = up.stdout.split()[0]
+        self.assertEqual(moectl("status", "--endpoint", endpoint).returncode, 0)
+        self.assertEqual(moectl("wait", "--endpoint", endpoint, "--for=serving").returncode, 0)
+        moectl("down", "--state-dir", state)
+        self.assertEqual(moectl("status", "--endpoint", endpoint, check=False).returncode, 5)
+
+    def test_a_killed_worker_gives_typed_errors_and_no_hang(self):
+        g = Group(model_directory(FAMILY), 3)
+        try:
+            with wire.open_channel(g.endpoint) as channel:
+                wire.forward(channel, request())
+                victim = [p["pid"] for p in g.description()["processes"]
+                          if p["name"].startswith("worker")][-1]
+                os.kill(victim, signal.SIGKILL)
+                begin = time.monotonic()
+                error = None
+                while time.monotonic() - begin < 20 and error is None:
+                    try:
+                        wire.forward(channel, request(), timeout=10)
+                    except grpc.RpcError as failure:
+                        error = failure
+                self.assertIsNotNone(error)
+                print("after %.2f s: %s %s" % (
+                    time.monotonic() - begin, error.code().name, error.details()))
+                self.assertIn(error.code(), (grpc.StatusCode.UNAVAILABLE,
+                                             grpc.StatusCode.DEADLINE_EXCEEDED))
+        finally:
+            code = g.stop()
+        self.assertEqual(code, 1, "moectl up must say that a daemon died")
+
+    def test_a_worker_that_cannot_load_its_model_is_reported(self):
+        with self.assertRaises(RuntimeError):
+            Group("/nonexistent/model", 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Raw access to moe.v1: our protos compiled for the test alone, calls that show the typed error."""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import grpc
+
+PROTOS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "proto")
+
+_out = tempfile.mkdtemp(prefix="moed-wire-")
+subprocess.run(
+    ["protoc", "-I", PROTOS, "--python_out", _out,
+     "moe/v1/types.proto", "moe/v1/expert.proto", "moe/v1/admin.proto"], check=True)
+sys.path.insert(0, _out)
+
+from moe.v1 import admin_pb2 as admin  # noqa: E402
+from moe.v1 import expert_pb2 as expert  # noqa: E402
+from moe.v1 import types_pb2 as types  # noqa: E402,F401
+
+
+def open_channel(endpoint):
+    return grpc.insecure_channel(endpoint, options=[
+        ("grpc.max_receive_message_length", 256 << 20),
+        ("grpc.max_send_message_length", 256 << 20)])
+
+
+def _varint(data, at):
+    value, shift = 0, 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if not byte & 0x80:
+            return value, at
+
+
+def fields(data):
+    """(number, value) of a message's top-level fields; value is an int or bytes."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        if tag & 7 == 0:
+            value, at = _varint(data, at)
+        elif tag & 7 == 2:
+            length, at = _varint(data, at)
+            value, at = data[at : at + length], at + length
+        else:
+            raise ValueError("unexpected wire type %d" % (tag & 7))
+        yield tag >> 3, value
+
+
+def error_reason(error):
+    """ErrorInfo.reason of a failed call ("" where there is none), and whether RetryInfo is there."""
+    reason, retry = "", False
+    for key, value in error.trailing_metadata() or ():
+        if key != "grpc-status-details-bin":
+            continue
+        for number, detail in fields(value):
+            if number != 3:
+                continue
+            parts = dict(fields(detail))
+            if parts[1].endswith(b"ErrorInfo"):
+                reason = dict(fields(parts[2]))[1].decode()
+            retry = retry or parts[1].endswith(b"RetryInfo")
+    return reason, retry
+
+
+def forward(channel, request, timeout=30):
+    """Forward of a message object or of raw bytes; returns the ForwardResponse."""
+    raw = request if isinstance(request, bytes) else request.SerializeToString()
+    call = channel.unary_unary(
+        "/moe.v1.ExpertService/Forward",
+        response_deserializer=expert.ForwardResponse.FromString)
+    return call(raw, timeout=timeout)
+
+
+def get_status(channel, timeout=10):
+    call = channel.unary_unary(
+        "/moe.v1.AdminService/GetStatus",
+        request_serializer=admin.GetStatusRequest.SerializeToString,
+        response_deserializer=admin.GetStatusResponse.FromString)
+    return call(admin.GetStatusRequest(), timeout=timeout)
+
+
+def get_server_info(channel, timeout=10):
+    call = channel.unary_unary(
+        "/moe.v1.ExpertService/GetServerInfo",
+        request_serializer=expert.GetServerInfoRequest.SerializeToString,
+        response_deserializer=expert.GetServerInfoResponse.FromString)
+    return call(expert.GetServerInfoRequest(), timeout=timeout)
