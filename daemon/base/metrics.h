@@ -1,0 +1,71 @@
+/* Metrics of one process in the Prometheus text format.
+ *
+ * Every series (a name with its label values) is registered once at start-up and updated through
+ * its handle, lock-free, from any thread. Registration takes a lock and may run while others
+ * update or render; handles live as long as the registry. Nothing here listens: see metrics_http.h.
+ */
+#ifndef MOE_BASE_METRICS_H
+#define MOE_BASE_METRICS_H
+
+#include "base/status.h"
+
+#include <stddef.h>
+
+struct moe_metrics;
+struct moe_counter;   /* only rises; by convention the name ends in _total */
+struct moe_gauge;     /* any finite or infinite number */
+struct moe_histogram; /* counts of observations per bucket, and their sum */
+
+enum {
+    MOE_METRIC_LABELS_MAX = 4,
+    MOE_METRIC_BUCKETS_MAX = 32, /* without the one for +Inf */
+};
+
+struct moe_metric_label {
+    const char *name, *value;
+};
+
+/* What a series is called. Everything is copied. Series of one name share kind and help. */
+struct moe_metric_desc {
+    const char *name;                                      /* [a-zA-Z_:][a-zA-Z0-9_:]* */
+    const char *help;                                      /* one sentence */
+    struct moe_metric_label labels[MOE_METRIC_LABELS_MAX]; /* ends at the first NULL name */
+};
+
+struct moe_status moe_metrics_create(struct moe_metrics **out) MOE_CHECKED;
+/* No handle may be used any more. NULL is ignored. */
+void moe_metrics_destroy(struct moe_metrics *m);
+
+/* Errors of the three: MOE_INVALID_ARGUMENT (name or label name; buckets not rising; the name is
+ * taken by another kind), MOE_ALREADY_EXISTS (same name and labels), OUT_OF_MEMORY. */
+struct moe_status moe_metrics_add_counter(struct moe_metrics *m, const struct moe_metric_desc *desc,
+                                          struct moe_counter **out) MOE_CHECKED;
+struct moe_status moe_metrics_add_gauge(struct moe_metrics *m, const struct moe_metric_desc *desc,
+                                        struct moe_gauge **out) MOE_CHECKED;
+/* `bounds`: upper bounds (inclusive) of the buckets, strictly rising and finite. */
+struct moe_status moe_metrics_add_histogram(struct moe_metrics *m,
+                                            const struct moe_metric_desc *desc,
+                                            const double *bounds, size_t bound_count,
+                                            struct moe_histogram **out) MOE_CHECKED;
+
+/* [any thread] Updates; lock-free, no allocation. */
+void moe_counter_add(struct moe_counter *c, uint64_t n);
+void moe_gauge_set(struct moe_gauge *g, double value);
+void moe_gauge_add(struct moe_gauge *g, double delta);
+/* NaN is ignored: it would spoil the sum for ever. */
+void moe_histogram_observe(struct moe_histogram *h, double value);
+
+/* [any thread] For tests and status answers. */
+uint64_t moe_counter_value(const struct moe_counter *c);
+double moe_gauge_value(const struct moe_gauge *g);
+
+/* [any thread] Text exposition format 0.0.4, series of one name together, in order of registration.
+ * `*text` is the caller's to free. Errors: OUT_OF_MEMORY. */
+struct moe_status moe_metrics_render(struct moe_metrics *m, char **text,
+                                     size_t *length) MOE_CHECKED;
+
+/* 100 us .. 10 s in steps of about 2.2: the default for request and step times in seconds. */
+extern const double moe_metrics_seconds_bounds[16];
+enum { MOE_METRIC_SECONDS_BOUNDS = 16 };
+
+#endif

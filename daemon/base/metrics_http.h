@@ -1,0 +1,26 @@
+/* The HTTP side of metrics: GET /metrics for Prometheus and GET /healthz for probes, on a thread of
+ * its own (libmicrohttpd). Plain HTTP without authentication: listen where only operators reach it.
+ */
+#ifndef MOE_BASE_METRICS_HTTP_H
+#define MOE_BASE_METRICS_HTTP_H
+
+#include "base/metrics.h"
+
+struct moe_metrics_http;
+
+struct moe_metrics_http_config {
+    const char *listen;          /* "host:port" or "[v6]:port", numeric; port 0 = any */
+    struct moe_metrics *metrics; /* borrowed; outlives the endpoint */
+    /* Answers /healthz, on the HTTP thread: true = 200, false = 503. NULL = always 200. */
+    bool (*healthy)(void *ctx);
+    void *ctx;
+};
+
+/* Errors: MOE_INVALID_ARGUMENT (address), MOE_UNAVAILABLE/IO (cannot bind). */
+struct moe_status moe_metrics_http_start(const struct moe_metrics_http_config *config,
+                                         struct moe_metrics_http **out) MOE_CHECKED;
+uint16_t moe_metrics_http_port(const struct moe_metrics_http *h);
+/* Waits for requests in work. NULL is ignored. */
+void moe_metrics_http_stop(struct moe_metrics_http *h);
+
+#endif
