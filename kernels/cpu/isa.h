@@ -1,0 +1,33 @@
+/* The kernels whose machine code depends on the instruction set, as one table per instruction set.
+ *
+ * isa_kernels.c is compiled once per table; nothing else in the backend is compiled for more than
+ * the baseline. Weights are packed for the panel width of the table that will read them
+ * (matrix.h). All arithmetic is fp32. A row's result does not depend on how many rows are computed
+ * with it: bit for bit the same. */
+#ifndef MOE_CPU_ISA_H
+#define MOE_CPU_ISA_H
+
+#include "moe/layer_spec.h"
+
+enum { MOE_CPU_MAX_PANEL = 32 };
+
+struct moe_cpu_isa {
+    const char *name; /* "avx512", for people */
+    uint32_t panel;   /* output columns of one weight panel, <= MOE_CPU_MAX_PANEL */
+
+    /* y[r * y_stride + c] = sum over k of x[r * x_stride + k] * w(c, k), for r < rows and all
+     * c < panel. `w` is one packed panel (matrix.h), aligned to 64; strides are in elements. */
+    void (*panel_bf16)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
+                       float *y, size_t y_stride);
+    void (*panel_f32)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
+                      float *y, size_t y_stride);
+
+    /* gate[i] = activation(gate[i], up[i]) for i < n; NaN in gives NaN out. */
+    void (*activate)(enum moe_activation activation, float limit, float alpha, size_t n,
+                     float *gate, const float *up);
+};
+
+/* Tables this build has and this processor can run, slowest first; `*count` >= 1. */
+const struct moe_cpu_isa *const *moe_cpu_isa_list(uint32_t *count);
+
+#endif

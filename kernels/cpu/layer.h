@@ -1,0 +1,55 @@
+/* One MoE layer on the CPU: its spec, who holds which expert, and the resident weights of the
+ * experts that its slot holds. Read-only after moe_cpu_layer_finish. */
+#ifndef MOE_CPU_LAYER_H
+#define MOE_CPU_LAYER_H
+
+#include "cpu/device.h"
+#include "cpu/matrix.h"
+
+struct moe_layer {
+    struct moe_device *device;
+    struct moe_layer_spec spec;
+    struct moe_placement placement; /* its arrays are this layer's own copies */
+    uint32_t slot;
+    bool finished;
+
+    uint32_t local_experts; /* experts placed on `slot`; may be 0 */
+    uint32_t *local;        /* [local_experts] global ids, ascending */
+    int32_t *local_index;   /* [E] global id -> index into `local`, -1 when placed elsewhere */
+
+    /* Everything of enum moe_weight with more than one column is packed; vectors [n] are held as
+     * plain F32. Expert weights are indexed by local expert, the others have one entry. */
+    struct moe_cpu_matrix *matrix[MOE_WEIGHT_COUNT];
+    float **vector[MOE_WEIGHT_COUNT];
+};
+
+/* Members of struct moe_backend. */
+struct moe_status moe_cpu_layer_create(struct moe_device *device, const struct moe_layer_spec *spec,
+                                       const struct moe_placement *placement, uint32_t slot,
+                                       struct moe_layer **out) MOE_CHECKED;
+struct moe_status moe_cpu_layer_upload(struct moe_layer *layer, enum moe_weight weight,
+                                       uint32_t expert, enum moe_dtype dtype, const void *data,
+                                       size_t bytes) MOE_CHECKED;
+struct moe_status moe_cpu_layer_finish(struct moe_layer *layer) MOE_CHECKED;
+void moe_cpu_layer_destroy(struct moe_layer *layer); /* NULL is ignored */
+
+/* The parts below want a finished layer. They do not change it, so several threads may run them on
+ * one layer at the same time. */
+
+/* router.c. A token that is not OK gets ids -1 and weights 0. T = 0 is legal. */
+struct moe_status moe_cpu_router_forward(struct moe_layer *layer, enum moe_dtype dtype,
+                                         uint32_t tokens, const void *x, const uint8_t *mode,
+                                         const int32_t *ids_in, const float *weights_in,
+                                         int32_t *ids, float *weights,
+                                         uint8_t *token_state) MOE_CHECKED;
+
+/* ffn.c. Input weighting is done here: rows->x holds the token as it was sent. Rows between
+ * experts are neither read nor written. */
+struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
+                                       const struct moe_rows *rows, float *hidden) MOE_CHECKED;
+struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, const struct moe_rows *rows,
+                                    const float *hidden, float *out) MOE_CHECKED;
+struct moe_status moe_cpu_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,
+                                         uint32_t tokens, const void *x, float *y) MOE_CHECKED;
+
+#endif
