@@ -25,21 +25,22 @@ struct moe_ticket {
  * called exactly once for each accepted request, on the engine's thread (it must not block). */
 struct moe_work {
     /* in */
-    uint32_t layer;              /* the model's layer index */
+    uint32_t layer; /* the model's layer index */
     enum moe_dtype dtype;
-    uint32_t tokens;             /* T >= 1; split over steps where it exceeds the bucket */
+    uint32_t tokens; /* T >= 1; split over steps where it exceeds the bucket */
     enum moe_routing_mode mode;
-    const void *x;               /* [T,H] host memory (backend's MOE_MEM_HOST) */
-    const int32_t *ids_in;       /* [T,K] or NULL */
-    const float *weights_in;     /* [T,K] or NULL */
-    uint64_t deadline_ns;        /* not started after this: MOE_DEADLINE_EXCEEDED */
-    uint64_t epoch;              /* serve under this epoch only; 0 = any */
+    const void *x;           /* [T,H] host memory (backend's MOE_MEM_HOST) */
+    const int32_t *ids_in;   /* [T,K] or NULL */
+    const float *weights_in; /* [T,K] or NULL */
+    uint64_t deadline_ns;    /* not started after this: MOE_DEADLINE_EXCEEDED */
+    uint64_t epoch;          /* serve under this epoch only; 0 = any */
     /* out */
-    void *y;                     /* [T,H] host memory */
-    int32_t *ids_out;            /* [T,K] or NULL */
-    float *weights_out;          /* [T,K] or NULL */
+    void *y;            /* [T,H] host memory */
+    int32_t *ids_out;   /* [T,K] or NULL */
+    float *weights_out; /* [T,K] or NULL */
     uint64_t answered_epoch;
-    struct moe_step_result step; /* of the last step that carried it; stage times summed over steps */
+    struct moe_step_result
+        step; /* of the last step that carried it; stage times summed over steps */
     uint64_t submitted_ns, started_ns, copy_in_ns, copy_out_ns;
     uint32_t step_tokens, steps;
     /* A token that is not MOE_TOKEN_OK fails the whole request: NONFINITE_LOGITS,
@@ -47,7 +48,9 @@ struct moe_work {
     void (*done)(struct moe_work *w, struct moe_status status);
     void *user;
     /* owned by the engine between submit and done */
-    struct moe_work *next;
+    struct moe_work *next, *prev;
+    uint32_t queue;           /* the batcher's queue that it is in, or was in last */
+    bool queued;              /* some of its tokens wait in that queue */
     uint32_t taken, finished; /* tokens handed to steps, tokens whose step ended */
     bool cancelled;
     struct moe_status failure;
@@ -59,8 +62,8 @@ struct moe_engine_config {
     struct moe_layer *const *layers;           /* runnable layers; borrowed, outlive the engine */
     const struct moe_layer_spec *const *specs; /* of the same */
     size_t layer_count;
-    uint32_t max_tokens_per_step;              /* largest bucket, power of two */
-    uint64_t max_queued_tokens;                /* more are refused with QUEUE_FULL */
+    uint32_t max_tokens_per_step; /* largest bucket, power of two */
+    uint64_t max_queued_tokens;   /* more are refused with QUEUE_FULL */
     /* Work was queued: the sequencer should hear of it. Any thread, may be called with locks held:
      * must not call the engine back. */
     void (*announce)(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
@@ -88,8 +91,8 @@ void moe_engine_stop_view(struct moe_engine *e);
 /* Any thread. Errors: MOE_RESOURCE_EXHAUSTED/QUEUE_FULL, MOE_NOT_FOUND/LAYER_NOT_FOUND,
  * MOE_UNAVAILABLE/DRAINING; the work is not accepted then and `done` is not called. */
 struct moe_status moe_engine_submit(struct moe_engine *e, struct moe_work *w) MOE_CHECKED;
-/* Any thread, also after `done`: a request that is still queued ends with MOE_CANCELLED; one that is
- * in a step runs to its end. `w` must be alive. */
+/* Any thread, also after `done`: a request that is still queued ends with MOE_CANCELLED; one that
+ * is in a step runs to its end. `w` must be alive. */
 void moe_engine_cancel(struct moe_engine *e, struct moe_work *w);
 
 /* Any thread. Tickets come in order of seq; those of another epoch are ignored. */

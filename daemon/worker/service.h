@@ -1,0 +1,63 @@
+/* moe.v1.ExpertService: checks requests, moves their tensors once into staging memory, hands them
+ * to the engine, and sends the answers by reference. It never computes, and never waits.
+ *
+ * A message is checked completely before anything is queued, in one fixed order, so that the same
+ * bad message always gets the same typed error; after any error the next good request is served. */
+#ifndef MOE_WORKER_SERVICE_H
+#define MOE_WORKER_SERVICE_H
+
+#include "base/metrics.h"
+#include "rpc/server.h"
+#include "worker/engine.h"
+#include "worker/staging.h"
+
+struct moe_service;
+
+enum {
+    MOE_SERVICE_METHODS = 4,
+    MOE_SERVICE_STREAM_REQUESTS = 64, /* of one stream, unanswered; reading pauses beyond */
+};
+
+/* What does not change while the worker runs. Strings and specs are borrowed and outlive the
+ * service. */
+struct moe_service_info {
+    const char *model, *family;                 /* as moe_model_name and moe_model_family say */
+    const char *backend;                        /* "cpu", "cuda" */
+    const struct moe_layer_spec *const *layers; /* ascending by layer */
+    size_t layer_count;
+    uint32_t slot;
+    uint64_t weights_version;        /* 1 after loading */
+    uint32_t max_message_bytes;      /* the server's, both directions */
+    uint32_t max_tokens_per_request; /* more are refused with TOKEN_LIMIT */
+    uint32_t max_tokens_per_step;    /* largest bucket */
+    uint64_t max_bytes_in_flight;    /* the staging pool's budget */
+};
+
+struct moe_service_config {
+    struct moe_service_info info;
+    struct moe_engine *engine; /* borrowed, as is the pool; see moe_service_destroy */
+    struct moe_staging *staging;
+    struct moe_metrics *metrics; /* where the request metrics are registered; NULL = nowhere */
+};
+
+struct moe_status moe_service_create(const struct moe_service_config *config,
+                                     struct moe_service **out) MOE_CHECKED;
+/* After moe_rpc_server_stop and moe_engine_destroy: nothing calls the service any more. The pool
+ * must still be there. NULL is ignored. */
+void moe_service_destroy(struct moe_service *s);
+
+/* The methods to start the server with; their `ctx` is the service. */
+void moe_service_methods(struct moe_service *s, struct moe_rpc_method out[MOE_SERVICE_METHODS]);
+
+/* [any thread] The committed view. epoch = 0: there is none, and new requests are refused with
+ * UNAVAILABLE/REFORMING (those accepted before wait for the next view). `workers` are the
+ * ExpertService endpoints by slot ("" where a slot is empty); copied. */
+struct moe_status moe_service_set_view(struct moe_service *s, uint64_t epoch,
+                                       const char *const *workers, size_t count) MOE_CHECKED;
+/* [any thread] Endpoint of the group's coordinator; copied. */
+struct moe_status moe_service_set_coordinator(struct moe_service *s,
+                                              const char *endpoint) MOE_CHECKED;
+/* [any thread] From now on new requests are refused with UNAVAILABLE/DRAINING. */
+void moe_service_set_draining(struct moe_service *s);
+
+#endif
