@@ -1,0 +1,49 @@
+"""Serving benchmarks through real daemons: overhead of a call, and what batching gains.
+
+Usage: serve.py BUILD_DIRECTORY GOLDEN_MODELS [SECONDS]
+
+Prints two tables. Nothing here passes or fails; results that are worth keeping go to RESULTS.md with
+date, versions and settings.
+"""
+
+import json
+import os
+import sys
+
+SECONDS = sys.argv.pop(3) if len(sys.argv) > 3 else "5"
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "integration"))
+
+from group import group, moectl  # noqa: E402
+
+FAMILY = "qwen3_moe"
+
+
+def bench(endpoint, tokens, concurrency, *extra):
+    """One `moectl bench` run per concurrency; the rows of its JSON answer."""
+    out = moectl("bench", "--endpoint", endpoint, "--layer", "0", "--tokens", str(tokens),
+                 "--concurrency", concurrency, "--duration", SECONDS, "-o", "json", *extra).stdout
+    return json.loads(out)["runs"]
+
+
+def overhead(workers):
+    with group(FAMILY, workers) as g:
+        for kind in ("--unary", "--stream"):
+            (run,) = bench(g.endpoint, 1, "1", kind)
+            print(workers, kind[2:], json.dumps(run))
+
+
+def batching(workers):
+    with group(FAMILY, workers) as g:
+        one, many = bench(g.endpoint, 4, "1,32")
+        ratio = many["tokensPerSecond"] / one["tokensPerSecond"]
+        print("%d workers: 1 client of 4 tokens %.0f tokens/s, 32 clients %.0f tokens/s, ratio %.2f" % (
+            workers, one["tokensPerSecond"], many["tokensPerSecond"], ratio))
+
+
+if __name__ == "__main__":
+    print("overhead at T = 1, one client")
+    for count in (1, 4):
+        overhead(count)
+    print("batching")
+    for count in (1, 2, 4):
+        batching(count)
