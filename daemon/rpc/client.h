@@ -67,8 +67,8 @@ struct moe_status moe_rpc_stream_open(struct moe_rpc_channel *ch, const char *pa
                                       struct moe_rpc_stream **out) MOE_CHECKED;
 /* Queues one message; `out` is taken over in every case. Errors: MOE_UNAVAILABLE when the stream is
  * already over. */
-struct moe_status moe_rpc_stream_send(struct moe_rpc_stream *s, const struct moe_rpc_out *out)
-    MOE_CHECKED;
+struct moe_status moe_rpc_stream_send(struct moe_rpc_stream *s,
+                                      const struct moe_rpc_out *out) MOE_CHECKED;
 /* Messages queued and not yet handed to the transport. */
 size_t moe_rpc_stream_backlog(const struct moe_rpc_stream *s);
 /* Half-close after everything queued. */

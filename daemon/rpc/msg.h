@@ -55,16 +55,24 @@ struct moe_status moe_rpc_msg_split(struct moe_rpc_msg *m, const uint32_t *part_
                                     size_t part_count, uint8_t *head, size_t *head_length,
                                     moe_rpc_sink sink, void *ctx) MOE_CHECKED;
 
+/* Value of the top-level varint `field` (the last one, if it occurs more than once), 0 where there
+ * is none; copies nothing. For what has to be known before the parts can be placed. `m` may be
+ * split afterwards. Errors: MALFORMED and TRUNCATED as above. */
+struct moe_status moe_rpc_msg_find_uint(const struct moe_rpc_msg *m, uint32_t field,
+                                        uint64_t *value) MOE_CHECKED;
+
 /* The whole message in one piece, for control messages: copied into `buffer` (`capacity` bytes).
  * Errors: MOE_INVALID_ARGUMENT/TOO_LARGE. */
-struct moe_status moe_rpc_msg_flatten(const struct moe_rpc_msg *m, uint8_t *buffer,
-                                      size_t capacity, size_t *length) MOE_CHECKED;
+struct moe_status moe_rpc_msg_flatten(const struct moe_rpc_msg *m, uint8_t *buffer, size_t capacity,
+                                      size_t *length) MOE_CHECKED;
 
 /* ----------------------------------------------------------------------- sent */
 
 /* Memory sent by reference. `release(owner)` is called exactly once per part of every message that
  * was handed to a sending function, whatever became of the message, on any thread, as soon as the
- * transport is done with the bytes; until then they must not change. NULL release = static data. */
+ * transport is done with the bytes; until then they must not change. NULL release = static data.
+ * `release` may run inside the sending call itself, so it must take no lock that is held around
+ * calls into this room. */
 struct moe_rpc_part {
     uint32_t field;
     const void *data;
@@ -92,13 +100,22 @@ size_t moe_rpc_put_part_prefix(uint8_t *to, uint32_t field, uint64_t length);
 /* Unpacking with a bound: a bump allocator over a fixed block, so that hostile input can use this
  * much and no more. Unpacked messages live inside it: nothing to free.
  *     struct moe_rpc_arena arena;
- *     ProtobufCAllocator a = moe_rpc_arena_allocator(&arena);
- *     Foo *q = foo__unpack(&a, n, bytes);        NULL: malformed, or too big */
+ *     ProtobufCAllocator allocator;
+ *     moe_rpc_arena_init(&arena, &allocator);
+ *     Foo *q = foo__unpack(&allocator, n, bytes);        NULL: malformed, or too big */
 struct moe_rpc_arena {
     size_t used;
     _Alignas(16) uint8_t memory[16384];
 };
 struct ProtobufCAllocator;
 void moe_rpc_arena_init(struct moe_rpc_arena *arena, struct ProtobufCAllocator *out);
+
+/* --------------------------------------------------------------------- allocator */
+
+/* Sets up glibc's malloc for large messages: memory that one message gave back is kept for the next
+ * instead of being returned to the kernel and faulted in again, which otherwise costs more than
+ * HTTP/2 does. Process-wide; call once from main, before any thread and any other function of this
+ * room. */
+void moe_rpc_tune_allocator(void);
 
 #endif

@@ -40,17 +40,18 @@ struct moe_rpc_method {
 };
 
 struct moe_rpc_server_config {
-    const char *listen;             /* "host:port"; port 0 = any */
-    bool insecure;                  /* allow an address that is not loopback without TLS */
-    uint32_t shards;                /* threads that run handlers; 0 = 1 */
-    uint32_t max_message_bytes;     /* both directions */
-    uint64_t max_reading_bytes;     /* bound on bytes of large messages being read at once */
-    uint32_t max_waiting_reads;     /* large calls that may wait for their turn to be read; more
-                                       are refused with RESOURCE_EXHAUSTED / QUEUE_FULL */
+    const char *listen;              /* "host:port"; port 0 = any */
+    bool insecure;                   /* allow an address that is not loopback without TLS */
+    uint32_t shards;                 /* threads that run handlers; 0 = 1 */
+    uint32_t max_message_bytes;      /* both directions */
+    uint64_t max_reading_bytes;      /* bound on bytes of large messages being read at once */
+    uint32_t max_waiting_reads;      /* large calls that may wait for their turn to be read; more
+                                        are refused with RESOURCE_EXHAUSTED / QUEUE_FULL */
     uint32_t max_concurrent_streams; /* calls per connection */
-    const struct moe_rpc_method *methods; /* copied; health and reflection are added by the server */
+    const struct moe_rpc_method
+        *methods; /* copied; health and reflection are added by the server */
     size_t method_count;
-    const uint8_t *descriptors;     /* serialised FileDescriptorSet for reflection; must stay */
+    const uint8_t *descriptors; /* serialised FileDescriptorSet for reflection; must stay */
     size_t descriptors_length;
 };
 

@@ -1,0 +1,70 @@
+/* The core as a library: its life, its clock, its log, and the allocator it lives on. */
+#include "base/clock.h"
+#include "base/log.h"
+#include "rpc/core.h"
+
+#include <grpc/support/log.h>
+#include <grpc/support/time.h>
+#include <malloc.h>
+#include <pthread.h>
+
+static void forward_log(gpr_log_func_args *line)
+{
+    /* What the core calls an error is mostly a peer's doing (a refused connection, a broken
+     * handshake) and reaches us as a status besides. */
+    if (line->severity == GPR_LOG_SEVERITY_ERROR)
+        moe_log_info("grpc: %s", line->message);
+    else
+        moe_log_debug("grpc: %s", line->message);
+}
+
+static void install_log(void)
+{
+    gpr_set_log_function(forward_log);
+}
+
+void moe_rpc_library_hold(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, install_log);
+    grpc_init();
+}
+
+void moe_rpc_library_release(void)
+{
+    grpc_shutdown_blocking();
+}
+
+gpr_timespec moe_rpc_time_to_core(uint64_t deadline_ns)
+{
+    if (deadline_ns == MOE_NEVER)
+        return gpr_inf_future(GPR_CLOCK_MONOTONIC);
+    uint64_t now = moe_clock_ns();
+    uint64_t left = deadline_ns > now ? deadline_ns - now : 0;
+    left = left < INT64_MAX ? left : INT64_MAX;
+    return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
+                        gpr_time_from_nanos((int64_t)left, GPR_TIMESPAN));
+}
+
+uint64_t moe_rpc_time_from_core(gpr_timespec deadline)
+{
+    if (gpr_time_cmp(deadline, gpr_inf_future(deadline.clock_type)) == 0)
+        return MOE_NEVER;
+    gpr_timespec left = gpr_time_sub(deadline, gpr_now(deadline.clock_type));
+    if (left.tv_sec < 0)
+        return moe_clock_ns();
+    uint64_t seconds = (uint64_t)left.tv_sec;
+    if (seconds > UINT32_MAX)
+        return MOE_NEVER;
+    return moe_clock_ns() + seconds * MOE_NS_PER_S + (uint64_t)left.tv_nsec;
+}
+
+void moe_rpc_tune_allocator(void)
+{
+    /* The three go together: setting any of them freezes the dynamic mmap threshold at 128 KiB
+     * unless it is set as well, and 32 MiB is the most that glibc takes. */
+    enum { KEEP_BYTES = 1 << 30, GROW_BYTES = 64 << 20, MMAP_BYTES = 32 << 20 };
+    if (mallopt(M_MMAP_THRESHOLD, MMAP_BYTES) == 0 || mallopt(M_TRIM_THRESHOLD, KEEP_BYTES) == 0 ||
+        mallopt(M_TOP_PAD, GROW_BYTES) == 0)
+        moe_log_debug("malloc is not glibc's and stays as it is");
+}
