@@ -60,16 +60,19 @@ struct moe_engine_config {
     const struct moe_backend *backend;
     struct moe_device *device;
     struct moe_layer *const *layers;           /* runnable layers; borrowed, outlive the engine */
-    const struct moe_layer_spec *const *specs; /* of the same */
+    const struct moe_layer_spec *const *specs; /* of the same; ascending by layer */
     size_t layer_count;
     uint32_t max_tokens_per_step; /* largest bucket, power of two */
     uint64_t max_queued_tokens;   /* more are refused with QUEUE_FULL */
-    /* Work was queued: the sequencer should hear of it. Any thread, may be called with locks held:
-     * must not call the engine back. */
+    /* Work was queued while a view is in force, or waited when it began: the sequencer should hear
+     * of it. Any thread; must not call the engine back. May tell of tokens that are gone when their
+     * ticket comes (cancelled, or taken by an earlier one), never leaves any out. */
     void (*announce)(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
                      uint32_t tokens);
-    /* A ticket has been run, in order of seq. Engine's thread. On failure the engine has stopped
-     * the view: tickets are refused until the next moe_engine_start_view. */
+    /* A ticket has been run, in order of seq. Engine's thread, no lock held; must not stop or start
+     * a view, and may come while moe_engine_stop_view waits. On failure the engine has stopped the
+     * view: tickets are ignored until the next moe_engine_start_view. Tickets that stop_view cut
+     * short, or that were never begun, are not reported. */
     void (*finished)(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
                      uint64_t lost_slots);
     void *ctx;
@@ -77,11 +80,14 @@ struct moe_engine_config {
 
 struct moe_status moe_engine_create(const struct moe_engine_config *config,
                                     struct moe_engine **out) MOE_CHECKED;
-/* Fails what is queued with UNAVAILABLE/DRAINING, stops the view, joins the thread. */
+/* Stops the view, fails what is queued with UNAVAILABLE/DRAINING, joins the thread. NULL is
+ * ignored.
+ */
 void moe_engine_destroy(struct moe_engine *e);
 
-/* A view is in force: tickets of `epoch` may come. `session` is borrowed until stop_view returns.
- * Everything that is queued is announced (again). */
+/* A view is in force: tickets of `epoch` may come, seq without gaps. `session` is borrowed until
+ * stop_view returns. Everything that is queued is announced (again), but requests that are pinned
+ * to another epoch fail with STALE_EPOCH. A view that still is in force is stopped first. */
 void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, uint64_t epoch,
                            uint32_t max_tokens_per_step);
 /* The view is over: aborts the session's waits, waits until no step runs. Requests that were in a
@@ -89,10 +95,11 @@ void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, ui
 void moe_engine_stop_view(struct moe_engine *e);
 
 /* Any thread. Errors: MOE_RESOURCE_EXHAUSTED/QUEUE_FULL, MOE_NOT_FOUND/LAYER_NOT_FOUND,
- * MOE_UNAVAILABLE/DRAINING; the work is not accepted then and `done` is not called. */
+ * MOE_FAILED_PRECONDITION/STALE_EPOCH, MOE_UNAVAILABLE/DRAINING; the work is not accepted then and
+ * `done` is not called. On success `done` may have been called already. */
 struct moe_status moe_engine_submit(struct moe_engine *e, struct moe_work *w) MOE_CHECKED;
-/* Any thread, also after `done`: a request that is still queued ends with MOE_CANCELLED; one that
- * is in a step runs to its end. `w` must be alive. */
+/* Any thread, also after `done`: what is still queued of a request is dropped and it ends with
+ * MOE_CANCELLED; one that is in a step as a whole runs to its end. `w` must be alive. */
 void moe_engine_cancel(struct moe_engine *e, struct moe_work *w);
 
 /* Any thread. Tickets come in order of seq; those of another epoch are ignored. */
