@@ -2,7 +2,12 @@
  *
  * Shapes: T tokens, H hidden width, K experts per token, E experts; row-major, little-endian.
  * Threads: every function may be called from any thread; one client object may be shared.
- * Errors: a `struct moe_status` (base/status.h) with the code, reason and text the server sent. */
+ * Errors: a `struct moe_status` (base/status.h) with the code, reason and text the server sent.
+ *
+ * Arguments are checked before anything is sent. x is sent from the caller's memory and y is
+ * written straight into it. A forward that fails with UNAVAILABLE is tried again, on another worker
+ * where there is one, after a growing pause or what the server asked for; nothing else is tried
+ * again. */
 #ifndef MOE_CLIENT_H
 #define MOE_CLIENT_H
 
@@ -16,18 +21,19 @@ extern "C" {
 struct moe_client;
 
 struct moe_client_config {
-    const char *endpoint;    /* "host:port" of any worker of the group */
-    bool spread;             /* learn the other workers and spread requests and batches over them */
-    uint32_t spread_tokens;  /* with spread: a batch of more tokens than this is split, 0 = 512 */
-    uint32_t connections;    /* connections per worker, 0 = 1 */
-    uint64_t timeout_ms;     /* default per call, 0 = 60000 */
-    uint32_t max_attempts;   /* tries of a forward that fails with UNAVAILABLE, 0 = 4 */
+    const char *endpoint;   /* "host:port" of any worker of the group */
+    bool spread;            /* learn the other workers and spread requests and batches over them */
+    uint32_t spread_tokens; /* with spread: a batch of more tokens than this is split over up to
+                               as many workers as keep the parts below it, 0 = 512 */
+    uint32_t connections;   /* connections per worker, 0 = 1 */
+    uint64_t timeout_ms;    /* default per call, 0 = 60000 */
+    uint32_t max_attempts;  /* tries of a forward that fails with UNAVAILABLE, 0 = 4 */
 };
 
 /* Connects, and asks the server for its limits and model. */
 struct moe_status moe_client_connect(const struct moe_client_config *config,
                                      struct moe_client **out) MOE_CHECKED;
-/* Waits for calls in flight. Not from a callback. NULL is ignored. */
+/* Waits for calls in flight. Streams must be closed first. Not from a callback. NULL is ignored. */
 void moe_client_close(struct moe_client *c);
 
 struct moe_client_layer {
@@ -53,21 +59,23 @@ struct moe_client_stages {
     uint32_t step_tokens, steps;
 };
 
-/* One forward pass. All memory is the caller's and must stay until the call is finished. */
+/* One forward pass. All memory is the caller's and must stay until the call is finished; a call
+ * that fails may leave anything in the memory of the answer. A call that runs out of time finishes
+ * as soon as the transport has let go of x, which with a server that does not read can be later. */
 struct moe_client_forward {
     /* request */
-    uint32_t layer;            /* the model's layer index */
-    uint32_t tokens, hidden;   /* T >= 1, H */
-    enum moe_dtype dtype;      /* of x and y */
-    const void *x;             /* [T,H] */
+    uint32_t layer;                  /* the model's layer index */
+    uint32_t tokens, hidden;         /* T >= 1, H */
+    enum moe_dtype dtype;            /* of x and y */
+    const void *x;                   /* [T,H] */
     const int32_t *topk_ids_in;      /* [T,K] or NULL = the server routes; -1 = not routed */
     const float *topk_weights_in;    /* [T,K] or NULL = the server weighs */
     uint64_t epoch, weights_version; /* 0 = any */
     uint64_t timeout_ms;             /* 0 = the client's default */
     /* answer */
-    void *y;                   /* [T,H] */
-    int32_t *topk_ids;         /* [T,K], or NULL when not wanted (NULL together with the weights) */
-    float *topk_weights;       /* [T,K] */
+    void *y;             /* [T,H] */
+    int32_t *topk_ids;   /* [T,K], or NULL when not wanted (NULL together with the weights) */
+    float *topk_weights; /* [T,K] */
     uint64_t answered_epoch, answered_weights_version;
     struct moe_client_stages stages;
 };
@@ -76,8 +84,9 @@ struct moe_client_forward {
 struct moe_status moe_client_forward(struct moe_client *c,
                                      struct moe_client_forward *f) MOE_CHECKED;
 
-/* Returns at once; `done` is called exactly once, on a thread of the client (it must not block),
- * after which `f` is the caller's again. */
+/* Returns at once; `done` is called exactly once, on a thread of the client (it must not block, and
+ * may start further calls), after which `f` is the caller's again. Only when there is no memory to
+ * begin with is it called before this returns. */
 typedef void (*moe_client_done)(void *ctx, struct moe_client_forward *f, struct moe_status status);
 void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f,
                               moe_client_done done, void *ctx);

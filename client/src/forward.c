@@ -1,0 +1,259 @@
+/* Forward calls: cut into pieces, sent, tried again, joined.
+ *
+ * A call has one piece, or with `spread` up to one per worker. A piece lives through attempts, one
+ * after another: send, answer, perhaps a pause and the next worker. The call is over when every
+ * piece has its final answer AND the transport has let go of every byte of x; `holds` counts both,
+ * because the caller may overwrite x as soon as `done` has been called. */
+#include "base/clock.h"
+#include "internal.h"
+#include "wire.h"
+
+#include <stdlib.h>
+
+enum {
+    BACKOFF_FIRST_MS = 10, /* pause before the second attempt; doubles from there */
+    BACKOFF_MAX_MS = 1000,
+    PIECES_MAX = 1024,
+};
+
+struct call;
+
+struct piece {
+    struct call *call;
+    struct moe_client_rows rows;
+    size_t lane;
+    uint32_t attempt; /* 1, 2, ... */
+    struct moe_client_timer pause;
+    struct moe_status status; /* of the last attempt */
+    struct moe_client_answer answer;
+};
+
+struct call {
+    struct moe_client *client;
+    struct moe_client_forward *f;
+    moe_client_done done;
+    void *ctx;
+    uint64_t deadline_ns;
+    _Atomic uint32_t holds; /* pieces without a final answer + parts that the transport holds */
+    struct moe_client_timer end;
+    size_t piece_count;
+    struct piece pieces[];
+};
+
+/* True for whoever gave back the last hold. */
+static bool let_go(struct call *call)
+{
+    return atomic_fetch_sub_explicit(&call->holds, 1, memory_order_acq_rel) == 1;
+}
+
+/* The call's status and answer from those of its pieces. */
+static struct moe_status join(struct call *call)
+{
+    struct moe_client_forward *f = call->f;
+    const struct moe_client_answer *first = &call->pieces[0].answer;
+    for (size_t i = 0; i < call->piece_count; i++) {
+        const struct piece *p = &call->pieces[i];
+        if (p->status.code != MOE_OK)
+            return p->status;
+        if (p->answer.weights_version != first->weights_version)
+            return moe_error_retry(MOE_ABORTED, MOE_REASON_VERSION_MISMATCH, BACKOFF_FIRST_MS,
+                                   "the weights changed while a batch was on several workers");
+    }
+    f->answered_epoch = first->epoch;
+    f->answered_weights_version = first->weights_version;
+    f->stages = first->stages;
+    for (size_t i = 1; i < call->piece_count; i++) {
+        const struct moe_client_answer *a = &call->pieces[i].answer;
+        if (a->epoch > f->answered_epoch)
+            f->answered_epoch = a->epoch;
+        if (a->stages.server_ns > f->stages.server_ns)
+            f->stages = a->stages;
+    }
+    return moe_ok();
+}
+
+static void finish(struct call *call)
+{
+    struct moe_client *client = call->client;
+    struct moe_status st = join(call);
+    call->done(call->ctx, call->f, st);
+    free(call);
+    moe_client_leave(client);
+}
+
+static void on_end(struct moe_client_timer *t)
+{
+    finish((struct call *)((char *)t - offsetof(struct call, end)));
+}
+
+/* The transport may hold its own locks here, so the user's callback goes to another thread. */
+static void part_released(void *owner)
+{
+    struct call *call = owner;
+    if (let_go(call))
+        moe_client_timers_set(call->client->timers, &call->end, 0, on_end);
+}
+
+static void conclude(struct piece *p, struct moe_status st)
+{
+    p->status = st;
+    if (let_go(p->call))
+        finish(p->call);
+}
+
+/* splitmix64 over a shared counter. */
+static uint64_t random_number(struct moe_client *c)
+{
+    uint64_t z =
+        atomic_fetch_add_explicit(&c->jitter, UINT64_C(0x9e3779b97f4a7c15), memory_order_relaxed);
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}
+
+/* The pause after the given attempt: doubling, between half and all of it at random, and never
+ * shorter than what the server asked for. */
+static uint64_t pause_ns(struct moe_client *c, uint32_t attempt, uint32_t retry_after_ms)
+{
+    uint64_t ms = BACKOFF_FIRST_MS;
+    for (uint32_t i = 1; i < attempt && ms < BACKOFF_MAX_MS; i++)
+        ms *= 2;
+    if (ms > BACKOFF_MAX_MS)
+        ms = BACKOFF_MAX_MS;
+    uint64_t half = ms * MOE_NS_PER_MS / 2;
+    uint64_t spread = random_number(c) % half;
+    return (retry_after_ms != 0 ? retry_after_ms * MOE_NS_PER_MS : half) + spread;
+}
+
+static void send_piece(struct piece *p);
+
+static void on_pause_over(struct moe_client_timer *t)
+{
+    send_piece((struct piece *)((char *)t - offsetof(struct piece, pause)));
+}
+
+/* Only UNAVAILABLE says that the request was not, and will not be, worked on. */
+static void retry_or_conclude(struct piece *p, struct moe_status st)
+{
+    struct moe_client *c = p->call->client;
+    uint64_t at = moe_clock_ns() + pause_ns(c, p->attempt, st.retry_after_ms);
+    if (st.code != MOE_UNAVAILABLE || p->attempt >= c->config.max_attempts ||
+        at >= p->call->deadline_ns) {
+        conclude(p, st);
+        return;
+    }
+    p->lane = (p->lane + 1) % c->lane_count;
+    moe_client_timers_set(c->timers, &p->pause, at, on_pause_over);
+}
+
+static void on_reply(void *ctx, struct moe_status st, struct moe_rpc_msg *reply)
+{
+    struct piece *p = ctx;
+    if (st.code == MOE_OK)
+        st = moe_client_wire_unpack(&p->rows, reply, &p->answer);
+    moe_rpc_msg_free(reply);
+    retry_or_conclude(p, st);
+}
+
+static void send_piece(struct piece *p)
+{
+    struct call *call = p->call;
+    uint8_t head[MOE_CLIENT_HEAD_MAX];
+    struct moe_rpc_out out;
+    moe_client_wire_pack(&p->rows, 0, head, part_released, call, &out);
+    atomic_fetch_add_explicit(&call->holds, (uint32_t)out.part_count, memory_order_relaxed);
+    p->attempt++;
+    struct moe_rpc_call_options options = {.deadline_ns = call->deadline_ns};
+    moe_rpc_call_unary(call->client->lanes[p->lane].channel, "/moe.v1.ExpertService/Forward",
+                       &options, &out, on_reply, p, NULL);
+}
+
+/* Pieces of a batch: one, or with `spread` enough that none has more than spread_tokens as long as
+ * there are workers for them. */
+static size_t count_pieces(const struct moe_client *c, uint32_t tokens)
+{
+    if (!c->config.spread)
+        return 1;
+    size_t wanted = ((size_t)tokens + c->config.spread_tokens - 1) / c->config.spread_tokens;
+    size_t most = c->worker_count < PIECES_MAX ? c->worker_count : PIECES_MAX;
+    return wanted < 1 ? 1 : wanted < most ? wanted : most;
+}
+
+static struct moe_status cut(struct call *call)
+{
+    const struct moe_client *c = call->client;
+    const struct moe_client_layer *layer;
+    MOE_TRY(moe_client_wire_check(&c->info, call->f, &layer));
+    uint64_t tokens = call->f->tokens;
+    for (size_t i = 0; i < call->piece_count; i++) {
+        uint32_t first = (uint32_t)(tokens * i / call->piece_count);
+        uint32_t end = (uint32_t)(tokens * (i + 1) / call->piece_count);
+        call->pieces[i].call = call;
+        call->pieces[i].rows = (struct moe_client_rows){
+            .f = call->f, .layer = layer, .first = first, .tokens = end - first};
+        MOE_TRY(moe_client_wire_check_rows(&c->info, &call->pieces[i].rows));
+    }
+    return moe_ok();
+}
+
+void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f,
+                              moe_client_done done, void *ctx)
+{
+    size_t count = count_pieces(c, f->tokens);
+    struct call *call = calloc(1, sizeof *call + count * sizeof call->pieces[0]);
+    if (call == NULL) {
+        done(ctx, f, moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "forward"));
+        return;
+    }
+    moe_client_enter(c);
+    call->client = c;
+    call->f = f;
+    call->done = done;
+    call->ctx = ctx;
+    call->deadline_ns = moe_client_deadline(c, f->timeout_ms);
+    call->piece_count = count;
+    struct moe_status st = cut(call);
+    if (st.code != MOE_OK) {
+        call->pieces[0].status = st;
+        moe_client_timers_set(c->timers, &call->end, 0, on_end);
+        return;
+    }
+    atomic_init(&call->holds, (uint32_t)count);
+    size_t lane = moe_client_take_lane(c);
+    for (size_t i = 0; i < count; i++) {
+        call->pieces[i].lane = (lane + i) % c->lane_count;
+        send_piece(&call->pieces[i]);
+    }
+}
+
+/* What a blocking call waits for. */
+struct waiter {
+    pthread_mutex_t lock;
+    pthread_cond_t over;
+    bool is_over;
+    struct moe_status status;
+};
+
+static void on_done(void *ctx, struct moe_client_forward *f, struct moe_status st)
+{
+    struct waiter *w = ctx;
+    (void)f;
+    pthread_mutex_lock(&w->lock);
+    w->status = st;
+    w->is_over = true;
+    pthread_cond_signal(&w->over);
+    pthread_mutex_unlock(&w->lock);
+}
+
+struct moe_status moe_client_forward(struct moe_client *c, struct moe_client_forward *f)
+{
+    struct waiter w = {.lock = PTHREAD_MUTEX_INITIALIZER, .over = PTHREAD_COND_INITIALIZER};
+    moe_client_forward_async(c, f, on_done, &w);
+    pthread_mutex_lock(&w.lock);
+    while (!w.is_over)
+        pthread_cond_wait(&w.over, &w.lock);
+    pthread_mutex_unlock(&w.lock);
+    pthread_cond_destroy(&w.over);
+    pthread_mutex_destroy(&w.lock);
+    return w.status;
+}

@@ -1,0 +1,55 @@
+/* The client object, shared by the files of libmoeclient and by nobody else. */
+#ifndef MOE_CLIENT_INTERNAL_H
+#define MOE_CLIENT_INTERNAL_H
+
+#include "moe/client.h"
+#include "moe/v1/expert.pb-c.h"
+#include "rpc/client.h"
+#include "timers.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+enum {
+    MOE_CLIENT_DEFAULT_TIMEOUT_MS = 60000,
+    MOE_CLIENT_DEFAULT_ATTEMPTS = 4,
+    MOE_CLIENT_DEFAULT_SPREAD_TOKENS = 512,
+    MOE_CLIENT_MAX_CONNECTIONS = 64, /* per worker */
+};
+
+/* One connection to one worker, with the thread that reads it. */
+struct moe_client_lane {
+    struct moe_rpc_client *rpc;
+    struct moe_rpc_channel *channel;
+};
+
+struct moe_client {
+    struct moe_client_config config;        /* defaults filled in; endpoint is NULL */
+    Moe__V1__GetServerInfoResponse *server; /* these two own the strings of `info` */
+    Moe__V1__GetModelResponse *model;
+    struct moe_client_info info;
+    struct moe_client_layer *layers;
+    /* Lane i belongs to worker i % worker_count, so that successive lanes are of different workers:
+     * taking them in turn spreads requests, and the next lane is the other worker to try. */
+    struct moe_client_lane *lanes;
+    size_t lane_count, worker_count;
+    _Atomic uint32_t next_lane;
+    _Atomic uint64_t jitter; /* state of the generator that spreads retries in time */
+    struct moe_client_timers *timers;
+
+    pthread_mutex_t lock;
+    pthread_cond_t idle;
+    size_t in_flight; /* calls not yet finished; under `lock` */
+};
+
+/* A call begins and ends; moe_client_close waits for the ends. */
+void moe_client_enter(struct moe_client *c);
+void moe_client_leave(struct moe_client *c);
+
+/* The lane whose turn it is. */
+size_t moe_client_take_lane(struct moe_client *c);
+
+/* Now + timeout_ms, or + the client's default when that is 0. */
+uint64_t moe_client_deadline(const struct moe_client *c, uint64_t timeout_ms);
+
+#endif

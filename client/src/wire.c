@@ -1,0 +1,294 @@
+/* Requests to messages, answers to tensors. It never keeps state and never sends: x goes out by
+ * reference, y comes in by one copy, straight to where the caller wants it. */
+#include "wire.h"
+
+#include "base/size.h"
+#include "moe/v1/expert.pb-c.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+/* Field numbers of moe/v1/expert.proto, the same in requests and answers. */
+enum { FIELD_TOPK_IDS = 12, FIELD_TOPK_WEIGHTS = 13, FIELD_TENSOR = 15 };
+
+enum {
+    /* Room for everything in a message that is not x or y: heads, tags, lengths, errors. */
+    MESSAGE_SLACK = 8192,
+};
+
+static struct moe_status invalid(enum moe_reason reason, const char *text)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, reason, "%s", text);
+}
+
+static bool returns_routing(const struct moe_client_forward *f)
+{
+    return f->topk_ids != NULL;
+}
+
+static struct moe_status check_ids(const struct moe_client_forward *f,
+                                   const struct moe_client_layer *layer)
+{
+    size_t count = (size_t)f->tokens * layer->top_k;
+    int64_t end = (int64_t)layer->experts + layer->zero_experts;
+    for (size_t i = 0; i < count; i++)
+        if (f->topk_ids_in[i] < -1 || f->topk_ids_in[i] >= end)
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
+                             "token %zu names expert %" PRId32 ", layer %" PRIu32
+                             " has experts 0 to %" PRId64,
+                             i / layer->top_k, f->topk_ids_in[i], layer->layer, end - 1);
+    return moe_ok();
+}
+
+struct moe_status moe_client_wire_check(const struct moe_client_info *info,
+                                        const struct moe_client_forward *f,
+                                        const struct moe_client_layer **layer)
+{
+    const struct moe_client_layer *l = NULL;
+    for (size_t i = 0; i < info->layer_count && l == NULL; i++)
+        if (info->layers[i].layer == f->layer)
+            l = &info->layers[i];
+    if (l == NULL)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND,
+                         "model %s has no MoE layer %" PRIu32, info->model, f->layer);
+    if (f->hidden != l->hidden)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "layer %" PRIu32 " is %" PRIu32 " wide, the request %" PRIu32, f->layer,
+                         l->hidden, f->hidden);
+    if (f->tokens == 0)
+        return invalid(MOE_REASON_SHAPE_MISMATCH, "a request needs at least one token");
+    if (moe_dtype_bytes(f->dtype) == 0)
+        return invalid(MOE_REASON_DTYPE_UNSUPPORTED, "dtype must be F32 or BF16");
+    if (f->x == NULL || f->y == NULL)
+        return invalid(MOE_REASON_SHAPE_MISMATCH, "x and y must not be NULL");
+    if (f->topk_weights_in != NULL && f->topk_ids_in == NULL)
+        return invalid(MOE_REASON_ROUTING_INVALID, "weights were given without expert ids");
+    if ((f->topk_ids == NULL) != (f->topk_weights == NULL))
+        return invalid(MOE_REASON_ROUTING_INVALID,
+                       "topk_ids and topk_weights are returned together or not at all");
+    if (f->topk_ids_in != NULL)
+        MOE_TRY(check_ids(f, l));
+    *layer = l;
+    return moe_ok();
+}
+
+struct moe_status moe_client_wire_check_rows(const struct moe_client_info *info,
+                                             const struct moe_client_rows *rows)
+{
+    const struct moe_client_forward *f = rows->f;
+    if (rows->tokens > info->max_tokens_per_request)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT,
+                         "%" PRIu32 " tokens in one request, the server takes %" PRIu32,
+                         rows->tokens, info->max_tokens_per_request);
+    size_t tensor, routing, all;
+    if (!moe_size_mul3(rows->tokens, f->hidden, moe_dtype_bytes(f->dtype), &tensor) ||
+        !moe_size_mul3(rows->tokens, rows->layer->top_k, sizeof(int32_t) + sizeof(float),
+                       &routing) ||
+        !moe_size_add(tensor, routing, &all) || !moe_size_add(all, MESSAGE_SLACK, &all) ||
+        all > info->max_message_bytes)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
+                         "%" PRIu32 " tokens do not fit a message of %" PRIu64 " bytes",
+                         rows->tokens, info->max_message_bytes);
+    return moe_ok();
+}
+
+static Moe__V1__RoutingMode routing_mode(const struct moe_client_forward *f)
+{
+    if (f->topk_ids_in == NULL)
+        return MOE__V1__ROUTING_MODE__ROUTING_MODE_SERVER;
+    return f->topk_weights_in == NULL ? MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS
+                                      : MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS;
+}
+
+void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id, uint8_t *head,
+                          void (*release)(void *owner), void *owner, struct moe_rpc_out *out)
+{
+    const struct moe_client_forward *f = rows->f;
+    Moe__V1__ForwardStreamRequest q = MOE__V1__FORWARD_STREAM_REQUEST__INIT;
+    q.layer = f->layer;
+    q.tokens = rows->tokens;
+    q.hidden = f->hidden;
+    q.dtype = f->dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
+                                        : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
+    q.routing_mode = routing_mode(f);
+    q.return_routing = returns_routing(f);
+    q.epoch = f->epoch;
+    q.weights_version = f->weights_version;
+    if (f->topk_ids_in != NULL)
+        q.topk_ids_dtype = MOE__V1__DATA_TYPE__DATA_TYPE_I32;
+    q.request_id = id;
+    size_t length = moe__v1__forward_stream_request__get_packed_size(&q);
+    MOE_INVARIANT(length <= MOE_CLIENT_HEAD_MAX);
+    moe__v1__forward_stream_request__pack(&q, head);
+
+    size_t first = (size_t)rows->first * rows->layer->top_k;
+    size_t count = (size_t)rows->tokens * rows->layer->top_k;
+    size_t row_bytes = f->hidden * moe_dtype_bytes(f->dtype);
+    *out = (struct moe_rpc_out){.head = head, .head_length = length};
+    struct moe_rpc_part part = {.release = release, .owner = owner};
+    if (f->topk_ids_in != NULL) {
+        part.field = FIELD_TOPK_IDS;
+        part.data = f->topk_ids_in + first;
+        part.length = count * sizeof *f->topk_ids_in;
+        out->parts[out->part_count++] = part;
+    }
+    if (f->topk_weights_in != NULL) {
+        part.field = FIELD_TOPK_WEIGHTS;
+        part.data = f->topk_weights_in + first;
+        part.length = count * sizeof *f->topk_weights_in;
+        out->parts[out->part_count++] = part;
+    }
+    part.field = FIELD_TENSOR;
+    part.data = (const char *)f->x + rows->first * row_bytes;
+    part.length = rows->tokens * row_bytes;
+    out->parts[out->part_count++] = part;
+}
+
+/* Lengths of the parts that came. */
+struct incoming {
+    const struct moe_client_rows *rows;
+    size_t ids_length, weights_length, y_length;
+};
+
+static struct moe_status broken(enum moe_reason reason, const char *what)
+{
+    return moe_error(MOE_INTERNAL, reason, "broken answer from the server: %s", what);
+}
+
+static struct moe_status take_ids(struct incoming *in, size_t length, size_t count, void **dst)
+{
+    /* Ids of any width go to the caller's memory first and are widened in place afterwards. */
+    if (length != count && length != count * sizeof(uint16_t) && length != count * sizeof(int32_t))
+        return broken(MOE_REASON_SHAPE_MISMATCH, "topk_ids has the wrong length");
+    *dst = in->rows->f->topk_ids + (size_t)in->rows->first * in->rows->layer->top_k;
+    in->ids_length = length;
+    return moe_ok();
+}
+
+static struct moe_status take_part(void *ctx, uint32_t field, size_t length, void **dst)
+{
+    struct incoming *in = ctx;
+    const struct moe_client_rows *rows = in->rows;
+    const struct moe_client_forward *f = rows->f;
+    size_t row_bytes = f->hidden * moe_dtype_bytes(f->dtype);
+    size_t count = (size_t)rows->tokens * rows->layer->top_k;
+    if (field == FIELD_TENSOR) {
+        if (length != rows->tokens * row_bytes)
+            return broken(MOE_REASON_SHAPE_MISMATCH, "y has the wrong length");
+        *dst = (char *)f->y + rows->first * row_bytes;
+        in->y_length = length;
+        return moe_ok();
+    }
+    if (!returns_routing(f))
+        return broken(MOE_REASON_ROUTING_INVALID, "routing that was not asked for");
+    if (field == FIELD_TOPK_IDS)
+        return take_ids(in, length, count, dst);
+    if (length != count * sizeof(float))
+        return broken(MOE_REASON_SHAPE_MISMATCH, "topk_weights has the wrong length");
+    *dst = f->topk_weights + (size_t)rows->first * rows->layer->top_k;
+    in->weights_length = length;
+    return moe_ok();
+}
+
+/* From the last to the first: an id is read before its place is overwritten. */
+static void widen_ids(int32_t *ids, size_t count, size_t width)
+{
+    const uint8_t *narrow = (const uint8_t *)ids;
+    for (size_t i = count; i-- > 0 && width < sizeof *ids;) {
+        uint16_t id = narrow[i * width];
+        if (width == sizeof id)
+            memcpy(&id, narrow + i * width, sizeof id);
+        ids[i] = id;
+    }
+}
+
+static struct moe_status finish_routing(const struct incoming *in,
+                                        const Moe__V1__ForwardStreamResponse *a)
+{
+    const struct moe_client_rows *rows = in->rows;
+    size_t width = a->topk_ids_dtype == MOE__V1__DATA_TYPE__DATA_TYPE_U8    ? 1
+                   : a->topk_ids_dtype == MOE__V1__DATA_TYPE__DATA_TYPE_U16 ? 2
+                   : a->topk_ids_dtype == MOE__V1__DATA_TYPE__DATA_TYPE_I32 ? 4
+                                                                            : 0;
+    size_t count = (size_t)rows->tokens * rows->layer->top_k;
+    if (width == 0)
+        return broken(MOE_REASON_DTYPE_UNSUPPORTED, "topk_ids of an unknown dtype");
+    if (a->top_k != rows->layer->top_k || in->ids_length != count * width ||
+        in->weights_length != count * sizeof(float))
+        return broken(MOE_REASON_SHAPE_MISMATCH, "routing of the wrong shape, or none");
+    widen_ids(rows->f->topk_ids + (size_t)rows->first * rows->layer->top_k, count, width);
+    return moe_ok();
+}
+
+static struct moe_client_stages stages_of(const Moe__V1__StageTimes *t)
+{
+    if (t == NULL)
+        return (struct moe_client_stages){0};
+    return (struct moe_client_stages){
+        .queue_ns = t->queue_ns,
+        .copy_in_ns = t->copy_in_ns,
+        .router_ns = t->router_ns,
+        .prepare_ns = t->prepare_ns,
+        .dispatch_ns = t->dispatch_ns,
+        .gemm1_ns = t->gemm1_ns,
+        .gemm2_ns = t->gemm2_ns,
+        .shared_ns = t->shared_ns,
+        .combine_ns = t->combine_ns,
+        .step_ns = t->step_ns,
+        .copy_out_ns = t->copy_out_ns,
+        .server_ns = t->server_ns,
+        .step_tokens = t->step_tokens,
+        .steps = t->steps,
+    };
+}
+
+/* The error of one item of a stream; never a success, whatever the server wrote. */
+static struct moe_status item_error(const Moe__V1__Error *e)
+{
+    enum moe_code code =
+        e->code > MOE_OK && e->code <= MOE_UNAUTHENTICATED ? (enum moe_code)e->code : MOE_UNKNOWN;
+    return moe_error_retry(code, moe_reason_from_name(e->reason), e->retry_after_ms, "%s",
+                           e->message);
+}
+
+struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, struct moe_rpc_msg *m,
+                                         struct moe_client_answer *answer)
+{
+    static const uint32_t parts[] = {FIELD_TOPK_IDS, FIELD_TOPK_WEIGHTS, FIELD_TENSOR};
+    const struct moe_client_forward *f = rows->f;
+    struct incoming in = {.rows = rows};
+    uint8_t head[MOE_RPC_HEAD_MAX];
+    size_t head_length;
+    struct moe_status st = moe_rpc_msg_split(m, parts, sizeof parts / sizeof *parts, head,
+                                             &head_length, take_part, &in);
+    if (st.code == MOE_INVALID_ARGUMENT) { /* the caller's arguments are not what is wrong */
+        st.code = MOE_INTERNAL;
+        st = moe_error_context(st, "broken answer from the server");
+    }
+    if (st.code != MOE_OK)
+        return st;
+
+    struct moe_rpc_arena arena;
+    ProtobufCAllocator allocator;
+    moe_rpc_arena_init(&arena, &allocator);
+    const Moe__V1__ForwardStreamResponse *a =
+        moe__v1__forward_stream_response__unpack(&allocator, head_length, head);
+    if (a == NULL)
+        return broken(MOE_REASON_MALFORMED, "not a ForwardResponse");
+    if (a->error != NULL)
+        return item_error(a->error);
+    Moe__V1__DataType dtype = f->dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
+                                                        : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
+    if (in.y_length == 0)
+        return broken(MOE_REASON_MALFORMED, "there is no y");
+    if (a->dtype != dtype)
+        return broken(MOE_REASON_DTYPE_UNSUPPORTED, "y has another dtype than x");
+    if (a->tokens != rows->tokens || a->hidden != f->hidden)
+        return broken(MOE_REASON_SHAPE_MISMATCH, "y has another shape than x");
+    if (returns_routing(f))
+        MOE_TRY(finish_routing(&in, a));
+    answer->epoch = a->epoch;
+    answer->weights_version = a->weights_version;
+    answer->stages = stages_of(a->stages);
+    return moe_ok();
+}
