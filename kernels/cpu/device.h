@@ -40,6 +40,14 @@ void moe_cpu_device_discharge(struct moe_device *device, size_t bytes);
 void moe_cpu_parallel(struct moe_device *device, uint32_t items,
                       void (*fn)(void *ctx, uint32_t item), void *ctx);
 
+/* How many units of work, each of `work` multiply-adds, make an item that is worth waking another
+ * thread for: a few microseconds. */
+static inline uint32_t moe_cpu_units_per_item(uint64_t work)
+{
+    const uint64_t enough = 1 << 17;
+    return work >= enough ? 1 : (uint32_t)(enough / (work + 1)) + 1;
+}
+
 /* Temporary memory that is kept for the next taker instead of going back to the system at once;
  * contents undefined, aligned to 4096. Counts as used until the device closes. */
 struct moe_status moe_cpu_scratch_take(struct moe_device *device, size_t bytes,

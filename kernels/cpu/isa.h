@@ -16,11 +16,14 @@ struct moe_cpu_isa {
     uint32_t panel;   /* output columns of one weight panel, <= MOE_CPU_MAX_PANEL */
 
     /* y[r * y_stride + c] = sum over k of x[r * x_stride + k] * w(c, k), for r < rows and all
-     * c < panel. `w` is one packed panel (matrix.h), aligned to 64; strides are in elements. */
+     * c < panel. `w` is one packed panel (matrix.h); strides are in elements. */
     void (*panel_bf16)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
                        float *y, size_t y_stride);
     void (*panel_f32)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
                       float *y, size_t y_stride);
+
+    /* to[i] = scale * from[i]; `from` is F32 or BF16. */
+    void (*widen)(enum moe_dtype dtype, size_t n, const void *from, float scale, float *to);
 
     /* gate[i] = activation(gate[i], up[i]) for i < n; NaN in gives NaN out. */
     void (*activate)(enum moe_activation activation, float limit, float alpha, size_t n,

@@ -17,11 +17,21 @@ struct moe_layer {
     uint32_t *local;        /* [local_experts] global ids, ascending */
     int32_t *local_index;   /* [E] global id -> index into `local`, -1 when placed elsewhere */
 
-    /* Everything of enum moe_weight with more than one column is packed; vectors [n] are held as
-     * plain F32. Expert weights are indexed by local expert, the others have one entry. */
+    /* Matrices are packed; biases are plain F32 [entries][n]. Expert weights have an entry for each
+     * local expert, the others one. NULL for weights that the layer does not have. */
     struct moe_cpu_matrix *matrix[MOE_WEIGHT_COUNT];
-    float **vector[MOE_WEIGHT_COUNT];
+    float *bias[MOE_WEIGHT_COUNT];
+    bool *uploaded[MOE_WEIGHT_COUNT]; /* [entries] */
 };
+
+/* Entry `index` of a bias vector, or NULL when the layer has no such bias. */
+static inline const float *moe_cpu_layer_bias(const struct moe_layer *layer, enum moe_weight weight,
+                                              uint32_t index)
+{
+    size_t n, columns;
+    moe_weight_shape(&layer->spec, weight, &n, &columns);
+    return layer->bias[weight] == NULL ? NULL : layer->bias[weight] + index * n;
+}
 
 /* Members of struct moe_backend. */
 struct moe_status moe_cpu_layer_create(struct moe_device *device, const struct moe_layer_spec *spec,
