@@ -65,8 +65,9 @@ struct moe_engine_config {
     uint32_t max_tokens_per_step; /* largest bucket, power of two */
     uint64_t max_queued_tokens;   /* more are refused with QUEUE_FULL */
     /* Work was queued while a view is in force, or waited when it began: the sequencer should hear
-     * of it. Any thread; must not call the engine back. May tell of tokens that are gone when their
-     * ticket comes (cancelled, or taken by an earlier one), never leaves any out. */
+     * of it. Any thread, no lock held: moe_engine_run may be called from within, and nothing else
+     * of the engine. May tell of tokens that are gone when their ticket comes (cancelled, or taken
+     * by an earlier one), never leaves any out. */
     void (*announce)(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
                      uint32_t tokens);
     /* A ticket has been run, in order of seq. Engine's thread, no lock held; must not stop or start
