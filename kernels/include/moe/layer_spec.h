@@ -5,6 +5,8 @@
  *   logit  = W_r x + logit_bias                             [E+Z], fp32
  *   score  = score function of logit                        see enum moe_score
  *   key    = score + select_bias  (for choosing only)       [E+Z]
+ *            without select_bias, and without sums of keys (groups = 1 or group_best = 1), the logit
+ *            itself: the same order, but scores saturate in fp32 and would tie
  *   S      = the K best by key, inside the `topk_group` best of `groups` groups;
  *            one total order: key descending, then expert id ascending; NaN refuses the token
  *   w_e    = renormalise(score_e, e in S) * scale

@@ -1,0 +1,450 @@
+/* The double-precision layer: weights are kept as doubles in canonical form, and each function is
+ * one formula of moe/layer_spec.h. Slow on purpose wherever speed would cost clarity. */
+#include "oracle/oracle.h"
+
+#include "base/size.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+struct moe_oracle_layer {
+    struct moe_layer_spec spec;
+    /* [experts] for expert weights, else one entry; each NULL until uploaded. */
+    double **weight[MOE_WEIGHT_COUNT];
+};
+
+static uint32_t entries_of(const struct moe_layer_spec *spec, enum moe_weight w)
+{
+    return moe_weight_is_expert(w) ? spec->experts : 1;
+}
+
+static struct moe_status out_of_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for the oracle");
+}
+
+static double element(enum moe_dtype dtype, const void *data, size_t i)
+{
+    if (dtype == MOE_DTYPE_F32) {
+        float f;
+        memcpy(&f, (const char *)data + i * sizeof f, sizeof f);
+        return (double)f;
+    }
+    uint16_t b;
+    memcpy(&b, (const char *)data + i * sizeof b, sizeof b);
+    return (double)moe_bf16_to_f32(b);
+}
+
+/* --------------------------------------------------------------------- weights */
+
+struct moe_status moe_oracle_create(const struct moe_layer_spec *spec,
+                                    struct moe_oracle_layer **out)
+{
+    struct moe_oracle_layer *layer = calloc(1, sizeof *layer);
+    if (layer == NULL)
+        return out_of_memory();
+    layer->spec = *spec;
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
+        layer->weight[w] = calloc(entries_of(spec, w), sizeof *layer->weight[w]);
+        if (layer->weight[w] == NULL) {
+            moe_oracle_destroy(layer);
+            return out_of_memory();
+        }
+    }
+    *out = layer;
+    return moe_ok();
+}
+
+void moe_oracle_destroy(struct moe_oracle_layer *layer)
+{
+    if (layer == NULL)
+        return;
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
+        for (uint32_t i = 0; layer->weight[w] != NULL && i < entries_of(&layer->spec, w); i++)
+            free(layer->weight[w][i]);
+        free(layer->weight[w]);
+    }
+    free(layer);
+}
+
+struct moe_status moe_oracle_upload(struct moe_oracle_layer *layer, enum moe_weight weight,
+                                    uint32_t expert, enum moe_dtype dtype, const void *data,
+                                    size_t bytes)
+{
+    size_t rows, columns, count;
+    uint32_t entry = moe_weight_is_expert(weight) ? expert : 0;
+    moe_weight_shape(&layer->spec, weight, &rows, &columns);
+    if (!moe_size_mul(rows, columns, &count) || count == 0 ||
+        bytes / moe_dtype_bytes(dtype) != count || entry >= entries_of(&layer->spec, weight))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                         "weight %d of expert %u with %zu bytes", (int)weight, expert, bytes);
+    double *w = calloc(count, sizeof *w);
+    if (w == NULL)
+        return out_of_memory();
+    for (size_t i = 0; i < count; i++)
+        w[i] = element(dtype, data, i);
+    free(layer->weight[weight][entry]);
+    layer->weight[weight][entry] = w;
+    return moe_ok();
+}
+
+static struct moe_status require(const struct moe_oracle_layer *layer, enum moe_weight w,
+                                 uint32_t entry)
+{
+    size_t rows, columns;
+    moe_weight_shape(&layer->spec, w, &rows, &columns);
+    if (rows != 0 && layer->weight[w][entry] == NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
+                         "weight %d of expert %u was not uploaded", (int)w, entry);
+    return moe_ok();
+}
+
+/* y [rows] = W x + b; b may be NULL. */
+static void linear(const double *w, const double *b, size_t rows, size_t columns, const double *x,
+                   double *y)
+{
+    for (size_t r = 0; r < rows; r++) {
+        double sum = 0;
+        for (size_t c = 0; c < columns; c++)
+            sum += w[r * columns + c] * x[c];
+        y[r] = b != NULL ? sum + b[r] : sum;
+    }
+}
+
+/* --------------------------------------------------------------------- routing */
+
+struct candidate {
+    double key;
+    uint32_t id;
+};
+
+/* The total order: key descending, then id ascending. */
+static int compare(const void *a, const void *b)
+{
+    const struct candidate *p = a, *q = b;
+    if (p->key != q->key)
+        return p->key > q->key ? -1 : 1;
+    return p->id < q->id ? -1 : p->id > q->id;
+}
+
+static void lower(double *margin, double gap)
+{
+    if (margin != NULL && gap < *margin)
+        *margin = gap;
+}
+
+static double sigmoid(double z)
+{
+    return 1.0 / (1.0 + exp(-z));
+}
+
+static void softmax(uint32_t n, const double *z, double *p)
+{
+    double max = -INFINITY, sum = 0;
+    for (uint32_t i = 0; i < n; i++)
+        max = fmax(max, z[i]);
+    for (uint32_t i = 0; i < n; i++)
+        sum += exp(z[i] - max);
+    for (uint32_t i = 0; i < n; i++)
+        p[i] = exp(z[i] - max) / sum;
+}
+
+static void scores_of(enum moe_score kind, uint32_t n, const double *logit, double *score)
+{
+    if (kind == MOE_SCORE_SOFTMAX)
+        softmax(n, logit, score);
+    for (uint32_t i = 0; i < n; i++) {
+        if (kind == MOE_SCORE_SOFTMAX_TOPK)
+            score[i] = logit[i];
+        else if (kind == MOE_SCORE_SIGMOID)
+            score[i] = sigmoid(logit[i]);
+        else if (kind == MOE_SCORE_SQRTSOFTPLUS)
+            score[i] = sqrt(logit[i] > 20 ? logit[i] : log1p(exp(logit[i])));
+    }
+}
+
+/* Group g stays: its `group_best` best keys sum to one of the `topk_group` largest sums. */
+static void keep_groups(const struct moe_layer_spec *spec, const double *key, bool *stays,
+                        double *margin)
+{
+    const struct moe_router_spec *r = &spec->router;
+    uint32_t size = spec->experts / r->groups;
+    struct candidate group[MOE_MAX_EXPERTS], member[MOE_MAX_EXPERTS];
+    for (uint32_t g = 0; g < r->groups; g++) {
+        for (uint32_t i = 0; i < size; i++)
+            member[i] = (struct candidate){key[g * size + i], i};
+        qsort(member, size, sizeof *member, compare);
+        group[g] = (struct candidate){0, g};
+        for (uint32_t i = 0; i < r->group_best; i++)
+            group[g].key += member[i].key;
+        stays[g] = false;
+    }
+    qsort(group, r->groups, sizeof *group, compare);
+    for (uint32_t i = 0; i < r->topk_group; i++)
+        stays[group[i].id] = true;
+    if (r->topk_group < r->groups)
+        lower(margin, group[r->topk_group - 1].key - group[r->topk_group].key);
+}
+
+static void choose(const struct moe_layer_spec *spec, const double *key, int32_t *ids,
+                   double *margin)
+{
+    const struct moe_router_spec *r = &spec->router;
+    struct candidate best[2 * MOE_MAX_EXPERTS];
+    bool stays[MOE_MAX_EXPERTS];
+    uint32_t n = 0;
+    if (r->groups > 1)
+        keep_groups(spec, key, stays, margin);
+    for (uint32_t e = 0; e < spec->experts + r->zero_experts; e++)
+        if (r->groups == 1 || stays[e / (spec->experts / r->groups)])
+            best[n++] = (struct candidate){key[e], e};
+    qsort(best, n, sizeof *best, compare);
+    for (uint32_t k = 0; k < r->top_k; k++) {
+        ids[k] = (int32_t)best[k].id;
+        if (k + 1 < n)
+            lower(margin, best[k].key - best[k + 1].key);
+    }
+}
+
+static void weigh(const struct moe_router_spec *r, const double *score, const int32_t *ids,
+                  double *weights)
+{
+    double s[MOE_MAX_TOP_K] = {0}, sum = 0, divisor = 1;
+    uint32_t n = 0;
+    for (uint32_t k = 0; k < r->top_k; k++)
+        if (ids[k] >= 0)
+            s[n++] = score[ids[k]];
+    if (r->score == MOE_SCORE_SOFTMAX_TOPK)
+        softmax(n, s, s);
+    for (uint32_t i = 0; i < n; i++)
+        sum += s[i];
+    if (r->renorm == MOE_RENORM_SUM)
+        divisor = sum + (double)r->renorm_eps;
+    if (r->renorm == MOE_RENORM_CLAMPED)
+        divisor = fmax(sum, (double)r->renorm_eps);
+    n = 0;
+    for (uint32_t k = 0; k < r->top_k; k++) {
+        weights[k] = 0;
+        if (ids[k] >= 0 && s[n++] != 0)
+            weights[k] = s[n - 1] / divisor * (double)r->scale;
+    }
+}
+
+static enum moe_token_state check_given(const struct moe_layer_spec *spec,
+                                        enum moe_routing_mode mode, const int32_t *ids,
+                                        const float *weights)
+{
+    int32_t choices = (int32_t)(spec->experts + spec->router.zero_experts);
+    for (uint32_t k = 0; k < spec->router.top_k; k++)
+        if (ids[k] < -1 || ids[k] >= choices)
+            return MOE_TOKEN_BAD_EXPERT;
+    for (uint32_t k = 0; mode == MOE_ROUTE_IDS_WEIGHTS && k < spec->router.top_k; k++)
+        if (ids[k] != -1 && !isfinite(weights[k]))
+            return MOE_TOKEN_BAD_WEIGHT;
+    return MOE_TOKEN_OK;
+}
+
+static enum moe_token_state route_by_logits(const struct moe_layer_spec *spec, const double *logit,
+                                            const double *select_bias, bool choosing, int32_t *ids,
+                                            double *weights, double *margin)
+{
+    const struct moe_router_spec *r = &spec->router;
+    uint32_t n = spec->experts + r->zero_experts;
+    double score[2 * MOE_MAX_EXPERTS], key[2 * MOE_MAX_EXPERTS];
+    for (uint32_t i = 0; i < n; i++)
+        if (!isfinite(logit[i]))
+            return MOE_TOKEN_NONFINITE_LOGITS;
+    scores_of(r->score, n, logit, score);
+    /* Without a selection bias and sums of keys, the order of scores is the order of logits. */
+    bool by_logit = select_bias == NULL && (r->groups == 1 || r->group_best == 1);
+    for (uint32_t i = 0; i < n; i++)
+        key[i] = by_logit ? logit[i] : score[i] + (select_bias != NULL ? select_bias[i] : 0);
+    if (choosing)
+        choose(spec, key, ids, margin);
+    weigh(r, score, ids, weights);
+    return MOE_TOKEN_OK;
+}
+
+enum moe_token_state moe_oracle_route(const struct moe_layer_spec *spec, const double *logit,
+                                      const double *select_bias, enum moe_routing_mode mode,
+                                      const int32_t *ids_in, const float *weights_in, int32_t *ids,
+                                      double *weights, double *margin)
+{
+    uint32_t top_k = spec->router.top_k;
+    enum moe_token_state state = MOE_TOKEN_OK;
+    if (margin != NULL)
+        *margin = INFINITY;
+    if (mode != MOE_ROUTE_SERVER) {
+        state = check_given(spec, mode, ids_in, weights_in);
+        memcpy(ids, ids_in, top_k * sizeof *ids);
+    }
+    if (state == MOE_TOKEN_OK && mode == MOE_ROUTE_IDS_WEIGHTS)
+        for (uint32_t k = 0; k < top_k; k++)
+            weights[k] = ids[k] == -1 ? 0 : (double)weights_in[k];
+    else if (state == MOE_TOKEN_OK)
+        state = route_by_logits(spec, logit, select_bias, mode == MOE_ROUTE_SERVER, ids, weights,
+                                margin);
+    for (uint32_t k = 0; state != MOE_TOKEN_OK && k < top_k; k++) {
+        ids[k] = -1;
+        weights[k] = 0;
+    }
+    return state;
+}
+
+struct moe_status moe_oracle_logits(const struct moe_oracle_layer *layer, const double *x,
+                                    double *logit)
+{
+    MOE_TRY(require(layer, MOE_WEIGHT_ROUTER, 0));
+    MOE_TRY(require(layer, MOE_WEIGHT_LOGIT_BIAS, 0));
+    linear(layer->weight[MOE_WEIGHT_ROUTER][0], layer->weight[MOE_WEIGHT_LOGIT_BIAS][0],
+           (size_t)layer->spec.experts + layer->spec.router.zero_experts, layer->spec.hidden, x,
+           logit);
+    return moe_ok();
+}
+
+/* --------------------------------------------------------------------- networks */
+
+double moe_oracle_activate(enum moe_activation activation, double limit, double alpha, double g,
+                           double u)
+{
+    if (activation != MOE_ACT_SWIGLU) {
+        g = g > limit ? limit : g; /* not fmin: NaN must stay NaN */
+        u = u > limit ? limit : u < -limit ? -limit : u;
+    }
+    if (activation == MOE_ACT_SWIGLU_OAI)
+        return g * sigmoid(alpha * g) * (u + 1);
+    return g * sigmoid(g) * u;
+}
+
+/* down( act(gate x + gate bias, up x + up bias) ) + down bias; biases may be NULL. */
+static struct moe_status network(const struct moe_layer_spec *spec, enum moe_activation activation,
+                                 size_t inner, const double *const w[6], const double *x, double *y)
+{
+    double *g = calloc(2 * inner, sizeof *g), *u = g + inner;
+    if (g == NULL)
+        return out_of_memory();
+    linear(w[0], w[3], inner, spec->hidden, x, g);
+    linear(w[1], w[4], inner, spec->hidden, x, u);
+    for (size_t i = 0; i < inner; i++)
+        g[i] = moe_oracle_activate(activation, (double)spec->swiglu_limit,
+                                   (double)spec->swiglu_alpha, g[i], u[i]);
+    linear(w[2], w[5], spec->hidden, inner, g, y);
+    free(g);
+    return moe_ok();
+}
+
+struct moe_status moe_oracle_expert(const struct moe_oracle_layer *layer, uint32_t expert,
+                                    const double *x, double *y)
+{
+    static const enum moe_weight kind[6] = {MOE_WEIGHT_GATE,    MOE_WEIGHT_UP,
+                                            MOE_WEIGHT_DOWN,    MOE_WEIGHT_GATE_BIAS,
+                                            MOE_WEIGHT_UP_BIAS, MOE_WEIGHT_DOWN_BIAS};
+    if (expert >= layer->spec.experts) {
+        memcpy(y, x, layer->spec.hidden * sizeof *y);
+        return moe_ok();
+    }
+    const double *w[6];
+    for (int i = 0; i < 6; i++) {
+        MOE_TRY(require(layer, kind[i], expert));
+        w[i] = layer->weight[kind[i]][expert];
+    }
+    return network(&layer->spec, layer->spec.activation, layer->spec.intermediate, w, x, y);
+}
+
+struct moe_status moe_oracle_shared(const struct moe_oracle_layer *layer, const double *x,
+                                    double *y)
+{
+    const struct moe_layer_spec *spec = &layer->spec;
+    memset(y, 0, spec->hidden * sizeof *y);
+    if (spec->shared_intermediate == 0)
+        return moe_ok();
+    for (enum moe_weight w = MOE_WEIGHT_SHARED_GATE; w <= MOE_WEIGHT_SHARED_GATE_VECTOR; w++)
+        MOE_TRY(require(layer, w, 0));
+    const double *w[6] = {layer->weight[MOE_WEIGHT_SHARED_GATE][0],
+                          layer->weight[MOE_WEIGHT_SHARED_UP][0],
+                          layer->weight[MOE_WEIGHT_SHARED_DOWN][0]};
+    MOE_TRY(network(spec, spec->shared_activation, spec->shared_intermediate, w, x, y));
+    if (!spec->shared_gated)
+        return moe_ok();
+    double gate;
+    linear(layer->weight[MOE_WEIGHT_SHARED_GATE_VECTOR][0], NULL, 1, spec->hidden, x, &gate);
+    for (uint32_t h = 0; h < spec->hidden; h++)
+        y[h] *= sigmoid(gate);
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------------- layer */
+
+/* y [H] = sum over k of the weighted experts + shared(x); `scratch` [2H]. */
+static struct moe_status token_output(const struct moe_oracle_layer *layer, const int32_t *ids,
+                                      const double *weights, const double *x, double *scratch,
+                                      double *y)
+{
+    const struct moe_layer_spec *spec = &layer->spec;
+    bool on_input = spec->weighting == MOE_WEIGHT_INPUT;
+    double *weighted = scratch, *part = scratch + spec->hidden;
+    MOE_TRY(moe_oracle_shared(layer, x, y));
+    for (uint32_t k = 0; k < spec->router.top_k; k++) {
+        if (ids[k] < 0)
+            continue;
+        for (uint32_t h = 0; h < spec->hidden; h++)
+            weighted[h] = on_input ? weights[k] * x[h] : x[h];
+        MOE_TRY(moe_oracle_expert(layer, (uint32_t)ids[k], weighted, part));
+        for (uint32_t h = 0; h < spec->hidden; h++)
+            y[h] += on_input ? part[h] : weights[k] * part[h];
+    }
+    return moe_ok();
+}
+
+static struct moe_status forward_token(const struct moe_oracle_layer *layer,
+                                       enum moe_routing_mode mode, const int32_t *ids_in,
+                                       const float *weights_in, const double *x, double *scratch,
+                                       int32_t *ids, double *weights, uint8_t *state,
+                                       double *margin, double *y)
+{
+    double logit[2 * MOE_MAX_EXPERTS];
+    if (mode != MOE_ROUTE_IDS_WEIGHTS)
+        MOE_TRY(moe_oracle_logits(layer, x, logit));
+    MOE_TRY(require(layer, MOE_WEIGHT_SELECT_BIAS, 0));
+    *state =
+        (uint8_t)moe_oracle_route(&layer->spec, logit, layer->weight[MOE_WEIGHT_SELECT_BIAS][0],
+                                  mode, ids_in, weights_in, ids, weights, margin);
+    memset(y, 0, layer->spec.hidden * sizeof *y);
+    if (*state != MOE_TOKEN_OK)
+        return moe_ok();
+    return token_output(layer, ids, weights, x, scratch, y);
+}
+
+struct moe_status moe_oracle_forward(const struct moe_oracle_layer *layer, enum moe_dtype dtype,
+                                     uint32_t tokens, const void *x, const uint8_t *mode,
+                                     const int32_t *ids_in, const float *weights_in,
+                                     int32_t *ids_out, double *weights_out, uint8_t *token_state,
+                                     double *margin, double *y)
+{
+    size_t h = layer->spec.hidden, top_k = layer->spec.router.top_k;
+    double *row = calloc(3 * h, sizeof *row); /* the token, and scratch */
+    if (row == NULL)
+        return out_of_memory();
+    struct moe_status st = moe_ok();
+    for (size_t t = 0; t < tokens && !moe_failed(&st); t++) {
+        int32_t ids[MOE_MAX_TOP_K];
+        double weights[MOE_MAX_TOP_K], gap;
+        uint8_t state = MOE_TOKEN_OK;
+        for (size_t i = 0; i < h; i++)
+            row[i] = element(dtype, x, t * h + i);
+        st = forward_token(layer, mode != NULL ? mode[t] : MOE_ROUTE_SERVER,
+                           ids_in != NULL ? ids_in + t * top_k : NULL,
+                           weights_in != NULL ? weights_in + t * top_k : NULL, row, row + h, ids,
+                           weights, &state, &gap, y + t * h);
+        if (ids_out != NULL)
+            memcpy(ids_out + t * top_k, ids, top_k * sizeof *ids);
+        if (weights_out != NULL)
+            memcpy(weights_out + t * top_k, weights, top_k * sizeof *weights);
+        if (token_state != NULL)
+            token_state[t] = state;
+        if (margin != NULL)
+            margin[t] = gap;
+    }
+    free(row);
+    return st;
+}
