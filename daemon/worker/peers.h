@@ -16,8 +16,8 @@ struct moe_peers;
 struct moe_peers_config {
     struct moe_rpc_client *client; /* borrowed */
     uint64_t incarnation;          /* of this process */
-    uint32_t join_budget_ms;       /* from start until all peers must have opened their streams */
-    /* Run this ticket. Called in order of seq, from any thread, one at a time. */
+    /* Run this ticket. Called in order of seq, from any thread, one at a time; must not call back.
+     */
     void (*run)(void *ctx, const struct moe_ticket *ticket);
     /* The view of `epoch` cannot go on: these peers (bit s: slot s; may be none, where the step
      * failed for another reason) are gone or broke the protocol. Any thread; must not call back. */
@@ -62,7 +62,7 @@ void moe_peers_stop(struct moe_peers *p);
  * is expected: the engine announces everything again when a view starts. */
 void moe_peers_announce(struct moe_peers *p, uint32_t layer, enum moe_step_kind kind,
                         enum moe_dtype dtype, uint32_t tokens);
-/* For moe_engine_config.finished: any thread, in order of seq. */
+/* For moe_engine_config.finished: any thread, in order of seq; may call `run`. */
 void moe_peers_finished(struct moe_peers *p, const struct moe_ticket *ticket,
                         const struct moe_status *status);
 
