@@ -18,8 +18,8 @@ struct moe_model;
 struct moe_status moe_model_open(const char *directory, struct moe_model **out) MOE_CHECKED;
 void moe_model_close(struct moe_model *m);
 
-const char *moe_model_name(const struct moe_model *m);        /* last component of the directory */
-const char *moe_model_family(const struct moe_model *m);      /* model_type */
+const char *moe_model_name(const struct moe_model *m);   /* last component of the directory */
+const char *moe_model_family(const struct moe_model *m); /* model_type */
 /* Hex digest over the configuration and the names, dtypes, shapes and places of the layers'
  * tensors: equal on all workers that read the same checkpoint. */
 const char *moe_model_fingerprint(const struct moe_model *m);
@@ -42,10 +42,8 @@ uint64_t moe_model_layer_bytes(const struct moe_model *m, size_t i, const uint32
 /* Reads the weights of layer `i` that one slot needs, router, biases and shared experts included,
  * and only the rows of `experts` (ascending global ids) out of fused tensors. Each weight the spec
  * announces is given to `sink` exactly once (experts: once per listed expert). */
-struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i,
-                                       const uint32_t *experts, size_t expert_count,
-                                       moe_weight_sink sink, void *ctx,
-                                       moe_load_progress progress,
-                                       void *progress_ctx) MOE_CHECKED;
+struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, const uint32_t *experts,
+                                       size_t expert_count, moe_weight_sink sink, void *ctx,
+                                       moe_load_progress progress, void *progress_ctx) MOE_CHECKED;
 
 #endif

@@ -8,6 +8,7 @@
 
 #include "base/status.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -15,13 +16,35 @@ enum { MOE_TENSOR_RANK_MAX = 8 };
 
 /* All number formats of the format; only some can be computed with. */
 enum moe_st_dtype {
-    MOE_ST_BOOL, MOE_ST_F4, MOE_ST_F6_E2M3, MOE_ST_F6_E3M2, MOE_ST_U8, MOE_ST_I8,
-    MOE_ST_F8_E5M2, MOE_ST_F8_E4M3, MOE_ST_F8_E8M0, MOE_ST_F8_E4M3FNUZ, MOE_ST_F8_E5M2FNUZ,
-    MOE_ST_I16, MOE_ST_U16, MOE_ST_F16, MOE_ST_BF16, MOE_ST_I32, MOE_ST_U32, MOE_ST_F32,
-    MOE_ST_C64, MOE_ST_F64, MOE_ST_I64, MOE_ST_U64,
+    MOE_ST_BOOL,
+    MOE_ST_F4,
+    MOE_ST_F6_E2M3,
+    MOE_ST_F6_E3M2,
+    MOE_ST_U8,
+    MOE_ST_I8,
+    MOE_ST_F8_E5M2,
+    MOE_ST_F8_E4M3,
+    MOE_ST_F8_E8M0,
+    MOE_ST_F8_E4M3FNUZ,
+    MOE_ST_F8_E5M2FNUZ,
+    MOE_ST_I16,
+    MOE_ST_U16,
+    MOE_ST_F16,
+    MOE_ST_BF16,
+    MOE_ST_I32,
+    MOE_ST_U32,
+    MOE_ST_F32,
+    MOE_ST_C64,
+    MOE_ST_F64,
+    MOE_ST_I64,
+    MOE_ST_U64,
     MOE_ST_DTYPE_COUNT
 };
-const char *moe_st_dtype_name(enum moe_st_dtype d);
+const char *moe_st_dtype_name(enum moe_st_dtype d); /* "BF16"; "?" outside the enum */
+uint32_t moe_st_dtype_bits(enum moe_st_dtype d);    /* of one element; 0 outside the enum */
+/* Bytes of a whole tensor; false when the number overflows or is not a whole one. */
+bool moe_st_tensor_bytes(enum moe_st_dtype d, uint32_t rank, const uint64_t *shape,
+                         uint64_t *bytes);
 
 struct moe_tensor {
     const char *name; /* owned by the file */
@@ -31,6 +54,9 @@ struct moe_tensor {
     uint64_t offset; /* first byte, from the start of the file */
     uint64_t bytes;
 };
+
+/* N, the length of the header, is at most this: a limit of the format itself. */
+#define MOE_ST_HEADER_MAX UINT64_C(100000000)
 
 struct moe_st_file;
 
@@ -43,7 +69,7 @@ struct moe_status moe_st_open_at(int directory, const char *name,
 void moe_st_close(struct moe_st_file *f);
 
 size_t moe_st_count(const struct moe_st_file *f);
-const struct moe_tensor *moe_st_tensor(const struct moe_st_file *f, size_t i); /* by offset */
+const struct moe_tensor *moe_st_tensor(const struct moe_st_file *f, size_t i);       /* by offset */
 const struct moe_tensor *moe_st_find(const struct moe_st_file *f, const char *name); /* or NULL */
 /* Value of a __metadata__ key, or NULL. */
 const char *moe_st_metadata(const struct moe_st_file *f, const char *key);

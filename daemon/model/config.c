@@ -1,0 +1,263 @@
+/* From config.json to one layer spec per MoE layer, driven by the family's row. Owns the meaning of
+ * the settings; never guesses one: what is neither understood nor harmless is refused by name. */
+#include "model/config.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Widths beyond this are a broken file, not a model. */
+enum { WIDTH_MAX = 1 << 17 };
+
+#define EXPERT_COUNT_KEYS "num_local_experts num_experts n_routed_experts moe_num_experts"
+#define TOP_K_KEYS        "num_experts_per_tok moe_topk moe_k experts_per_token num_experts_per_token"
+
+static struct moe_status invalid(const char *text)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "config.json: %s", text);
+}
+
+/* The outer model_type of a multimodal model may be one we need not know: its text model counts. */
+static struct moe_status find_family(const json_t *root, struct moe_config *out)
+{
+    const char *outer = json_string_value(json_object_get(root, "model_type"));
+    const char *inner =
+        json_string_value(json_object_get(json_object_get(root, "text_config"), "model_type"));
+    if (outer == NULL && inner == NULL)
+        return invalid("model_type is missing");
+    const char *type = outer;
+    out->family = outer != NULL ? moe_family_find(outer) : NULL;
+    if (out->family == NULL && inner != NULL) {
+        type = inner;
+        out->family = moe_family_find(inner);
+    }
+    if (out->family == NULL)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                         "config.json: model_type %.80s is not supported", type);
+    snprintf(out->model_type, sizeof out->model_type, "%s", type);
+    return moe_ok();
+}
+
+static struct moe_status refuse_quantisation(struct moe_keys *k)
+{
+    const json_t *q, *c;
+    MOE_TRY(moe_keys_get(k, "quantization_config", &q));
+    MOE_TRY(moe_keys_get(k, "compression_config", &c));
+    if (json_object_size(q) == 0 && c == NULL)
+        return moe_ok();
+    const char *method = json_string_value(json_object_get(q, "quant_method"));
+    return moe_error(
+        MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+        "config.json: quantization_config (%.60s): quantised weights are not supported",
+        method != NULL ? method : "no quant_method");
+}
+
+static struct moe_status read_score(struct moe_keys *k, const struct moe_family *f,
+                                    enum moe_score *score)
+{
+    static const struct {
+        const char *name;
+        enum moe_score score;
+    } names[] = {{"softmax", MOE_SCORE_SOFTMAX},
+                 {"sigmoid", MOE_SCORE_SIGMOID},
+                 {"sqrtsoftplus", MOE_SCORE_SQRTSOFTPLUS}};
+    const char *name = NULL;
+    *score = f->score;
+    if (f->scores == NULL)
+        return moe_ok();
+    MOE_TRY(moe_keys_word(k, "scoring_func", f->scores, &name));
+    for (size_t i = 0; name != NULL && i < sizeof names / sizeof names[0]; i++)
+        if (strcmp(name, names[i].name) == 0)
+            *score = names[i].score;
+    return moe_ok();
+}
+
+/* Groups as DeepSeek defines them: n_group of equal size, topk_group of which stay. */
+static struct moe_status read_groups(struct moe_keys *k, const struct moe_family *f,
+                                     struct moe_layer_spec *s)
+{
+    struct moe_router_spec *r = &s->router;
+    const char *method = "greedy";
+    r->groups = r->topk_group = r->group_best = 1;
+    if (f->methods != NULL)
+        MOE_TRY(moe_keys_word(k, "topk_method", f->methods, &method));
+    if (f->group_best == 0)
+        return moe_ok();
+    if (f->grouped_by_method && strcmp(method, "greedy") == 0) {
+        const json_t *without_effect;
+        MOE_TRY(moe_keys_get(k, "n_group", &without_effect));
+        return moe_keys_get(k, "topk_group", &without_effect);
+    }
+    MOE_TRY(moe_keys_need_uint(k, "n_group", 1, MOE_MAX_EXPERTS, &r->groups));
+    MOE_TRY(moe_keys_need_uint(k, "topk_group", 1, r->groups, &r->topk_group));
+    uint32_t group_size = s->experts / r->groups;
+    if (s->experts % r->groups != 0)
+        return invalid("n_group does not divide the number of experts");
+    if (r->groups == 1)
+        return moe_ok();
+    r->group_best = f->group_best;
+    if (group_size < r->group_best)
+        return invalid("n_group leaves too few experts in a group");
+    if (r->top_k > r->topk_group * group_size)
+        return invalid("topk_group leaves fewer experts than num_experts_per_tok");
+    return moe_ok();
+}
+
+static struct moe_status read_renorm(struct moe_keys *k, const struct moe_family *f,
+                                     struct moe_router_spec *r)
+{
+    bool assumed = f->renorm != MOE_FAMILY_RENORM_NEVER && f->renorm != MOE_FAMILY_RENORM_KEY_FALSE;
+    bool fixed =
+        f->renorm != MOE_FAMILY_RENORM_KEY_FALSE && f->renorm != MOE_FAMILY_RENORM_KEY_TRUE;
+    bool on = assumed;
+    MOE_TRY(moe_keys_bool(k, "norm_topk_prob", &on));
+    if (fixed && on != assumed)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                         "config.json: norm_topk_prob is %s, but this model family %s renormalises",
+                         on ? "true" : "false", assumed ? "always" : "never");
+    r->renorm_eps = f->renorm_eps;
+    r->renorm = on ? MOE_RENORM_SUM : MOE_RENORM_NONE;
+    if (f->renorm == MOE_FAMILY_RENORM_CLAMPED) {
+        r->renorm = MOE_RENORM_CLAMPED;
+        MOE_TRY(moe_keys_float(k, "moe_norm_min", &r->renorm_eps));
+    }
+    if (r->renorm == MOE_RENORM_NONE)
+        r->renorm_eps = 0;
+    r->scale = 1;
+    if (f->scaled)
+        MOE_TRY(moe_keys_need_float(k, "routed_scaling_factor", &r->scale));
+    if (f->scale_xor_renorm && r->renorm != MOE_RENORM_NONE)
+        r->scale = 1;
+    return moe_ok();
+}
+
+static struct moe_status read_router(struct moe_keys *k, const struct moe_family *f,
+                                     struct moe_layer_spec *s)
+{
+    struct moe_router_spec *r = &s->router;
+    if (f->zero_experts != NULL) {
+        const char *kind = "identity";
+        MOE_TRY(moe_keys_uint(k, f->zero_experts, 0, MOE_MAX_EXPERTS, &r->zero_experts));
+        MOE_TRY(moe_keys_word(k, "zero_expert_type", "identity", &kind));
+    }
+    MOE_TRY(moe_keys_need_uint(k, TOP_K_KEYS, 1, MOE_MAX_TOP_K, &r->top_k));
+    if (r->top_k > s->experts + r->zero_experts)
+        return invalid("num_experts_per_tok is larger than the number of experts");
+    MOE_TRY(read_score(k, f, &r->score));
+    r->logit_bias = f->logit_bias;
+    r->select_bias = f->select_bias;
+    if (f->select_bias_key != NULL)
+        MOE_TRY(moe_keys_bool(k, f->select_bias_key, &r->select_bias));
+    MOE_TRY(read_groups(k, f, s));
+    return read_renorm(k, f, r);
+}
+
+static struct moe_status read_shared(struct moe_keys *k, const struct moe_family *f,
+                                     struct moe_layer_spec *s)
+{
+    uint32_t count = 1, width = s->intermediate;
+    s->shared_activation = f->shared_unclamped ? MOE_ACT_SWIGLU : s->activation;
+    if (f->shared == MOE_SHARED_NONE)
+        return moe_ok();
+    if (f->shared == MOE_SHARED_WIDTH)
+        MOE_TRY(moe_keys_need_uint(k, "shared_expert_intermediate_size", 0, WIDTH_MAX, &width));
+    if (f->shared == MOE_SHARED_COUNT_WIDTH)
+        MOE_TRY(moe_keys_need_uint(k, "shared_intermediate_size", 0, WIDTH_MAX, &width));
+    if (f->shared_count_key != NULL) {
+        count = 0;
+        MOE_TRY(moe_keys_uint(k, f->shared_count_key, 0, MOE_MAX_EXPERTS, &count));
+    }
+    /* Several shared experts are stored, and computed, as one wide one. */
+    uint64_t all = (uint64_t)count * width;
+    if (all > WIDTH_MAX)
+        return invalid("the shared experts are too wide");
+    s->shared_intermediate = (uint32_t)all;
+    s->shared_gated = f->shared_gated && all != 0;
+    return moe_ok();
+}
+
+static struct moe_status read_experts(struct moe_keys *k, const struct moe_family *f,
+                                      struct moe_layer_spec *s)
+{
+    const char *act = f->hidden_act;
+    MOE_TRY(moe_keys_need_uint(k, f->inner_key, 1, WIDTH_MAX, &s->intermediate));
+    /* swish is another name of silu. */
+    MOE_TRY(moe_keys_word(k, "hidden_act",
+                          strcmp(f->hidden_act, "silu") == 0 ? "silu swish" : f->hidden_act, &act));
+    s->activation = f->activation;
+    s->weighting = f->weighting;
+    s->swiglu_limit = f->limit;
+    s->swiglu_alpha = f->alpha;
+    if (f->limit != 0)
+        MOE_TRY(moe_keys_float(k, "swiglu_limit", &s->swiglu_limit));
+    if (f->alpha != 0)
+        MOE_TRY(moe_keys_float(k, "swiglu_alpha", &s->swiglu_alpha));
+    bool biases = f->biases;
+    if (f->biases_key != NULL)
+        MOE_TRY(moe_keys_bool(k, f->biases_key, &biases));
+    s->gate_up_bias = s->down_bias = biases;
+    MOE_TRY(read_shared(k, f, s));
+    if (f->biases_key != NULL && biases && s->shared_intermediate != 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                         "config.json: %s: biases of shared experts are not supported",
+                         f->biases_key);
+    return moe_ok();
+}
+
+static struct moe_status read_spec(struct moe_keys *k, const struct moe_family *f,
+                                   struct moe_layer_spec *s)
+{
+    *s = (struct moe_layer_spec){0};
+    MOE_TRY(moe_keys_need_uint(k, "hidden_size", 1, MOE_MAX_HIDDEN, &s->hidden));
+    MOE_TRY(moe_keys_need_uint(k, EXPERT_COUNT_KEYS, 1, MOE_MAX_EXPERTS, &s->experts));
+    MOE_TRY(read_experts(k, f, s));
+    return read_router(k, f, s);
+}
+
+/* Copies `spec` once per MoE layer. */
+static struct moe_status add_layers(struct moe_keys *k, const struct moe_layer_spec *spec,
+                                    struct moe_config *out)
+{
+    uint32_t layer_count = 0;
+    MOE_TRY(
+        moe_keys_need_uint(k, out->family->layer_count_key, 1, MOE_MODEL_LAYERS_MAX, &layer_count));
+    bool *is_moe = calloc(layer_count, sizeof *is_moe);
+    if (is_moe == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "no memory to read config.json");
+    struct moe_status st = moe_config_select_layers(k, out->family, layer_count, is_moe);
+    out->layer_count = 0;
+    for (uint32_t l = 0; l < layer_count && !moe_failed(&st); l++) {
+        if (!is_moe[l])
+            continue;
+        if (out->layer_count == MOE_MAX_LAYERS) {
+            st = invalid("the model has too many MoE layers");
+            break;
+        }
+        out->layers[out->layer_count] = *spec;
+        out->layers[out->layer_count++].layer = l;
+    }
+    free(is_moe);
+    if (!moe_failed(&st) && out->layer_count == 0)
+        st = invalid("no layer of this model is a MoE layer");
+    return st;
+}
+
+static struct moe_status read_all(struct moe_keys *k, struct moe_config *out)
+{
+    struct moe_layer_spec spec;
+    MOE_TRY(refuse_quantisation(k));
+    MOE_TRY(read_spec(k, out->family, &spec));
+    MOE_TRY(add_layers(k, &spec, out));
+    return moe_keys_refuse_unread(k, out->family->ignored);
+}
+
+struct moe_status moe_config_read(const json_t *root, struct moe_config *out)
+{
+    struct moe_keys keys;
+    MOE_TRY(find_family(root, out));
+    MOE_TRY(moe_keys_open(&keys, root));
+    struct moe_status st = read_all(&keys, out);
+    moe_keys_close(&keys);
+    return st;
+}

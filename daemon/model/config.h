@@ -1,0 +1,63 @@
+/* config.json -> what each MoE layer computes. Owns no file; works on parsed JSON. Internal to
+ * daemon/model. */
+#ifndef MOE_MODEL_CONFIG_H
+#define MOE_MODEL_CONFIG_H
+
+#include "base/status.h"
+#include "model/families.h"
+
+#include <jansson.h>
+
+struct moe_config {
+    const struct moe_family *family;
+    char model_type[64];
+    struct moe_layer_spec layers[MOE_MAX_LAYERS]; /* ascending by .layer */
+    size_t layer_count;
+};
+
+/* Errors: MOE_INVALID_ARGUMENT with CONFIG_UNKNOWN_KEY (a setting that is not understood and could
+ * change results, by name) or CONFIG_INVALID (missing or impossible value). */
+struct moe_status moe_config_read(const json_t *root, struct moe_config *out) MOE_CHECKED;
+
+/* ---- config_keys.c: lookups that remember what was understood ---- */
+
+struct moe_keys {
+    const json_t *top;  /* the file */
+    const json_t *text; /* its text_config, or NULL */
+    json_t *read;       /* set of the keys that were looked up */
+};
+
+struct moe_status moe_keys_open(struct moe_keys *k, const json_t *root) MOE_CHECKED;
+void moe_keys_close(struct moe_keys *k);
+
+/* Value of the first present of the space-separated `names`, or NULL; null counts as absent. The
+ * aliases, and text_config and the top level, must not contradict each other. */
+struct moe_status moe_keys_get(struct moe_keys *k, const char *names,
+                               const json_t **value) MOE_CHECKED;
+/* The typed forms leave `*out`, preset with the default, alone when the key is absent. */
+struct moe_status moe_keys_uint(struct moe_keys *k, const char *names, uint32_t min, uint32_t max,
+                                uint32_t *out) MOE_CHECKED;
+struct moe_status moe_keys_float(struct moe_keys *k, const char *names, float *out) MOE_CHECKED;
+struct moe_status moe_keys_bool(struct moe_keys *k, const char *names, bool *out) MOE_CHECKED;
+/* The value must be one of `accepted`; `*out` points into the JSON. */
+struct moe_status moe_keys_word(struct moe_keys *k, const char *name, const char *accepted,
+                                const char **out) MOE_CHECKED;
+/* Required forms: absence is CONFIG_INVALID. */
+struct moe_status moe_keys_need_uint(struct moe_keys *k, const char *names, uint32_t min,
+                                     uint32_t max, uint32_t *out) MOE_CHECKED;
+struct moe_status moe_keys_need_float(struct moe_keys *k, const char *names,
+                                      float *out) MOE_CHECKED;
+
+/* Refuses, by name, a key that could change what a MoE layer computes and that nobody has looked
+ * up. `ignored`: keys without effect in this family, or NULL. */
+struct moe_status moe_keys_refuse_unread(const struct moe_keys *k, const char *ignored) MOE_CHECKED;
+
+/* ---- config_layers.c: which layers are MoE layers ---- */
+
+enum { MOE_MODEL_LAYERS_MAX = 4096 }; /* layers of any kind in one model */
+
+/* Fills `is_moe` [layer_count]. */
+struct moe_status moe_config_select_layers(struct moe_keys *k, const struct moe_family *family,
+                                           uint32_t layer_count, bool *is_moe) MOE_CHECKED;
+
+#endif

@@ -1,0 +1,263 @@
+/* Looking up keys of config.json, and refusing those that nobody understood.
+ *
+ * The one idea: every lookup is remembered. When a family has read all it knows, any key left over
+ * whose name smells of routing or experts is refused, unless it is listed here as having no effect
+ * or has the one value that means "off". No silent defaults: that is how wrong routing ships. */
+#include "model/config.h"
+
+#include <math.h>
+#include <string.h>
+
+/* A key with one of these in its name may change what a MoE layer computes. */
+static const char *const suspicious[] = {
+    "expert",      "moe",
+    "routing",     "route",
+    "gate",        "topk",
+    "group",       "scal",
+    "scor",        "swiglu",
+    "shared",      "norm_topk",
+    "hidden_act",  "activation",
+    "act_fn",      "mlp_bias",
+    "use_bias",    "mlp_layer",
+    "sparse_step", "mlp_only",
+    "num_hash",    "hash_",
+    "quant",       "dense_replace",
+    "bnb",         "compression_config",
+    "capacity",    "token_drop",
+    "limit",       "clamp",
+    "top_k_",      "ffn_",
+};
+
+/* ... except these: attention, positions, training, sizes of dense layers, precision hints. */
+static const char without_effect[] =
+    "attn_output_gate attention_output_gate attn_gate o_groups num_key_value_groups "
+    "index_topk index_topk_freq index_topk_pattern index_skip_topk_offset use_index_cache "
+    "rope_scaling attn_scale attention_scale floor_scale mla_scale_q_lora mla_scale_kv_lora "
+    "query_pre_attn_scalar embedding_scale logit_scale logits_scaling rope_scaling_factor "
+    "router_aux_loss_coef router_z_loss_coef output_router_logits router_jitter_noise "
+    "moe_router_dtype router_dtype moe_aux_loss_coef ffn_hidden_size intermediate_size "
+    "for_llm_compressor";
+
+/* Keys that mean something in some family, with the value (as compact JSON) that means "off". */
+static const struct {
+    const char *key, *off;
+} neutral[] = {
+    {"n_group", "1"},
+    {"topk_group", "1"},
+    {"num_expert_group", "1"},
+    {"n_shared_experts", "0"},
+    {"num_shared_experts", "0"},
+    {"moe_num_shared_experts", "0"},
+    {"shared_intermediate_size", "0"},
+    {"shared_expert_intermediate_size", "0"},
+    {"zero_expert_num", "0"},
+    {"zero_expert_type", "\"identity\""},
+    {"routed_scaling_factor", "1.0"},
+    {"router_bias", "false"},
+    {"use_bias", "false"},
+    {"mlp_bias", "false"},
+    {"moe_use_aux_free", "true"},
+    {"moe_gate", "\"topk\""},
+    {"moe_layer_freq", "1"},
+    {"first_k_dense_replace", "0"},
+    {"decoder_sparse_step", "1"},
+    {"mlp_only_layers", "[]"},
+    {"num_hash_layers", "0"},
+};
+
+enum { COUNT_SUSPICIOUS = sizeof suspicious / sizeof suspicious[0] };
+enum { COUNT_NEUTRAL = sizeof neutral / sizeof neutral[0] };
+
+static struct moe_status invalid(const char *key, const char *text)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "config.json: %.80s %s", key,
+                     text);
+}
+
+static struct moe_status no_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                     "no memory to read config.json");
+}
+
+struct moe_status moe_keys_open(struct moe_keys *k, const json_t *root)
+{
+    k->top = root;
+    k->text = json_object_get(root, "text_config");
+    if (k->text != NULL && !json_is_object(k->text))
+        return invalid("text_config", "is not an object");
+    k->read = json_object();
+    return k->read != NULL ? moe_ok() : no_memory();
+}
+
+void moe_keys_close(struct moe_keys *k)
+{
+    json_decref(k->read);
+}
+
+static const json_t *present(const json_t *object, const char *key)
+{
+    const json_t *v = json_object_get(object, key);
+    return json_is_null(v) ? NULL : v;
+}
+
+/* Numbers compare by value: 1 and 1.0 are no contradiction. */
+static bool same_value(const json_t *a, const json_t *b)
+{
+    if (json_is_number(a) && json_is_number(b))
+        return json_number_value(a) == json_number_value(b);
+    return json_equal(a, b);
+}
+
+static struct moe_status agree(const char *key, const json_t *found, const json_t **value)
+{
+    if (found == NULL)
+        return moe_ok();
+    if (*value != NULL && !same_value(found, *value))
+        return invalid(key, "contradicts another setting of the same thing");
+    *value = found;
+    return moe_ok();
+}
+
+struct moe_status moe_keys_get(struct moe_keys *k, const char *names, const json_t **value)
+{
+    char key[64];
+    *value = NULL;
+    for (const char *at = names; *at != '\0';) {
+        size_t n = strcspn(at, " ");
+        MOE_INVARIANT(n > 0 && n < sizeof key);
+        memcpy(key, at, n);
+        key[n] = '\0';
+        at += n + strspn(at + n, " ");
+        if (json_object_set_new(k->read, key, json_true()) != 0)
+            return no_memory();
+        MOE_TRY(agree(key, present(k->text, key), value));
+        MOE_TRY(agree(key, present(k->top, key), value));
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_keys_uint(struct moe_keys *k, const char *names, uint32_t min, uint32_t max,
+                                uint32_t *out)
+{
+    const json_t *v;
+    MOE_TRY(moe_keys_get(k, names, &v));
+    if (v == NULL)
+        return moe_ok();
+    if (!json_is_integer(v) || json_integer_value(v) < min || json_integer_value(v) > max)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "config.json: %.80s is not a whole number from %u to %u", names, min, max);
+    *out = (uint32_t)json_integer_value(v);
+    return moe_ok();
+}
+
+struct moe_status moe_keys_float(struct moe_keys *k, const char *names, float *out)
+{
+    const json_t *v;
+    MOE_TRY(moe_keys_get(k, names, &v));
+    if (v == NULL)
+        return moe_ok();
+    float f = (float)json_number_value(v);
+    if (!json_is_number(v) || !isfinite(f) || f <= 0)
+        return invalid(names, "is not a positive number");
+    *out = f;
+    return moe_ok();
+}
+
+struct moe_status moe_keys_bool(struct moe_keys *k, const char *names, bool *out)
+{
+    const json_t *v;
+    MOE_TRY(moe_keys_get(k, names, &v));
+    if (v == NULL)
+        return moe_ok();
+    if (!json_is_boolean(v))
+        return invalid(names, "is not true or false");
+    *out = json_is_true(v);
+    return moe_ok();
+}
+
+struct moe_status moe_keys_word(struct moe_keys *k, const char *name, const char *accepted,
+                                const char **out)
+{
+    const json_t *v;
+    MOE_TRY(moe_keys_get(k, name, &v));
+    if (v == NULL)
+        return moe_ok();
+    if (!json_is_string(v))
+        return invalid(name, "is not a string");
+    if (!moe_word_in(json_string_value(v), accepted))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                         "config.json: %.60s is %.60s, which is not understood (known: %s)", name,
+                         json_string_value(v), accepted);
+    *out = json_string_value(v);
+    return moe_ok();
+}
+
+static struct moe_status need(struct moe_keys *k, const char *names)
+{
+    const json_t *v;
+    MOE_TRY(moe_keys_get(k, names, &v));
+    return v != NULL ? moe_ok() : invalid(names, "is missing");
+}
+
+struct moe_status moe_keys_need_uint(struct moe_keys *k, const char *names, uint32_t min,
+                                     uint32_t max, uint32_t *out)
+{
+    MOE_TRY(need(k, names));
+    return moe_keys_uint(k, names, min, max, out);
+}
+
+struct moe_status moe_keys_need_float(struct moe_keys *k, const char *names, float *out)
+{
+    MOE_TRY(need(k, names));
+    return moe_keys_float(k, names, out);
+}
+
+static bool smells_of_routing(const char *key)
+{
+    for (size_t i = 0; i < COUNT_SUSPICIOUS; i++)
+        if (strstr(key, suspicious[i]) != NULL)
+            return true;
+    return false;
+}
+
+static bool is_off(const char *key, const json_t *value)
+{
+    if (json_is_null(value))
+        return true;
+    for (size_t i = 0; i < COUNT_NEUTRAL; i++) {
+        if (strcmp(key, neutral[i].key) != 0)
+            continue;
+        json_t *off = json_loads(neutral[i].off, JSON_DECODE_ANY, NULL);
+        bool same = off != NULL && same_value(off, value);
+        json_decref(off);
+        if (same)
+            return true;
+    }
+    return false;
+}
+
+static struct moe_status refuse_unread_in(const struct moe_keys *k, const json_t *object,
+                                          const char *ignored)
+{
+    const char *key;
+    json_t *value;
+    json_object_foreach((json_t *)object, key, value)
+    {
+        if (json_object_get(k->read, key) != NULL || !smells_of_routing(key) ||
+            moe_word_in(key, without_effect) || is_off(key, value) ||
+            (ignored != NULL && moe_word_in(key, ignored)))
+            continue;
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                         "config.json: %.100s may change what a MoE layer computes and is not "
+                         "understood for this model family",
+                         key);
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_keys_refuse_unread(const struct moe_keys *k, const char *ignored)
+{
+    MOE_TRY(refuse_unread_in(k, k->top, ignored));
+    return k->text != NULL ? refuse_unread_in(k, k->text, ignored) : moe_ok();
+}

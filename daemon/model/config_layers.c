@@ -1,0 +1,163 @@
+/* Which layers of a model are MoE layers: each family's rule, as its published code states it.
+ * Layers at or beyond the layer count (multi-token-prediction heads) are never looked at. */
+#include "model/config.h"
+
+#include <string.h>
+
+static struct moe_status invalid(const char *key, const char *text)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "config.json: %s %s", key,
+                     text);
+}
+
+/* True when the JSON list of layer numbers `v` holds `layer`; NULL holds nothing. */
+static bool lists_layer(const json_t *v, uint32_t layer)
+{
+    for (size_t i = 0; i < json_array_size(v); i++)
+        if (json_integer_value(json_array_get(v, i)) == layer)
+            return true;
+    return false;
+}
+
+static struct moe_status check_layer_list(const char *key, const json_t *v, uint32_t layer_count)
+{
+    if (v != NULL && !json_is_array(v))
+        return invalid(key, "is not a list of layer numbers");
+    if (json_array_size(v) > layer_count)
+        return invalid(key, "is longer than the model has layers");
+    for (size_t i = 0; i < json_array_size(v); i++) {
+        const json_t *e = json_array_get(v, i);
+        if (!json_is_integer(e) || json_integer_value(e) < 0 ||
+            json_integer_value(e) >= layer_count)
+            return invalid(key, "holds something that is not a layer number");
+    }
+    return moe_ok();
+}
+
+/* Entries beyond the layer count belong to multi-token-prediction heads. */
+static struct moe_status check_per_layer(const char *key, const json_t *v, uint32_t layer_count)
+{
+    return json_array_size(v) >= layer_count ? moe_ok()
+                                             : invalid(key, "does not have one entry per layer");
+}
+
+/* `dense` or a kind of MoE layer for each layer. */
+static struct moe_status by_type_list(const json_t *types, uint32_t layer_count, bool *is_moe)
+{
+    MOE_TRY(check_per_layer("mlp_layer_types", types, layer_count));
+    for (uint32_t l = 0; l < layer_count; l++) {
+        const char *type = json_string_value(json_array_get(types, l));
+        if (type == NULL || !moe_word_in(type, "dense sparse moe"))
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                             "config.json: mlp_layer_types has %.40s for layer %u, which is not "
+                             "supported",
+                             type != NULL ? type : "no string", l);
+        is_moe[l] = strcmp(type, "dense") != 0;
+    }
+    return moe_ok();
+}
+
+static struct moe_status by_frequency(const json_t *frequency, uint32_t first, uint32_t layer_count,
+                                      bool *is_moe)
+{
+    if (json_is_array(frequency)) {
+        MOE_TRY(check_per_layer("moe_layer_freq", frequency, layer_count));
+        for (uint32_t l = 0; l < layer_count; l++) {
+            const json_t *e = json_array_get(frequency, l);
+            if (!json_is_integer(e) || json_integer_value(e) < 0 || json_integer_value(e) > 1)
+                return invalid("moe_layer_freq", "is a list of something else than 0 and 1");
+            is_moe[l] = l >= first && json_integer_value(e) == 1;
+        }
+        return moe_ok();
+    }
+    json_int_t step = frequency != NULL ? json_integer_value(frequency) : 1;
+    if (step < 1) /* also what is not an integer */
+        return invalid("moe_layer_freq", "is neither a positive number nor a list");
+    for (uint32_t l = 0; l < layer_count; l++)
+        is_moe[l] = l >= first && l % step == 0;
+    return moe_ok();
+}
+
+/* Layers routed by token id come first in DeepSeek-V4; they need the ids, which a layer of this
+ * project does not see. */
+static struct moe_status refuse_hash_layers(struct moe_keys *k, const struct moe_family *family,
+                                            bool typed)
+{
+    uint32_t hashed = typed ? 0 : family->hash_layers;
+    if (family->hash_layers != 0)
+        MOE_TRY(moe_keys_uint(k, "num_hash_layers", 0, MOE_MODEL_LAYERS_MAX, &hashed));
+    if (hashed != 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                         "config.json: num_hash_layers is %u (or absent): hash routing is not "
+                         "supported",
+                         hashed);
+    return moe_ok();
+}
+
+static struct moe_status first_dense(struct moe_keys *k, const struct moe_family *family,
+                                     uint32_t layer_count, bool *is_moe)
+{
+    const json_t *types, *frequency;
+    uint32_t first = family->first_dense;
+    MOE_TRY(moe_keys_get(k, "mlp_layer_types", &types));
+    MOE_TRY(moe_keys_get(k, "moe_layer_freq", &frequency));
+    if (json_is_array(frequency))
+        first = 0;
+    MOE_TRY(moe_keys_uint(k, "first_k_dense_replace", 0, MOE_MODEL_LAYERS_MAX, &first));
+    MOE_TRY(refuse_hash_layers(k, family, types != NULL));
+    if (types != NULL)
+        return by_type_list(types, layer_count, is_moe);
+    return by_frequency(frequency, first, layer_count, is_moe);
+}
+
+static struct moe_status sparse_step(struct moe_keys *k, uint32_t layer_count, bool *is_moe)
+{
+    const json_t *dense;
+    uint32_t step = 1;
+    MOE_TRY(moe_keys_uint(k, "decoder_sparse_step", 1, MOE_MODEL_LAYERS_MAX, &step));
+    MOE_TRY(moe_keys_get(k, "mlp_only_layers", &dense));
+    MOE_TRY(check_layer_list("mlp_only_layers", dense, layer_count));
+    for (uint32_t l = 0; l < layer_count; l++)
+        is_moe[l] = (l + 1) % step == 0 && !lists_layer(dense, l);
+    return moe_ok();
+}
+
+static struct moe_status interleaved(struct moe_keys *k, uint32_t layer_count, bool *is_moe)
+{
+    const json_t *list;
+    uint32_t step = 1;
+    MOE_TRY(moe_keys_uint(k, "interleave_moe_layer_step", 1, MOE_MODEL_LAYERS_MAX, &step));
+    MOE_TRY(moe_keys_get(k, "moe_layers", &list));
+    MOE_TRY(check_layer_list("moe_layers", list, layer_count));
+    for (uint32_t l = 0; l < layer_count; l++)
+        is_moe[l] = list != NULL ? lists_layer(list, l) : (l + 1) % step == 0;
+    return moe_ok();
+}
+
+static struct moe_status interval(struct moe_keys *k, uint32_t layer_count, bool *is_moe)
+{
+    const json_t *end;
+    uint32_t first = 0, last = layer_count - 1, step = 1;
+    MOE_TRY(moe_keys_need_uint(k, "moe_layer_start_index", 0, MOE_MODEL_LAYERS_MAX, &first));
+    MOE_TRY(moe_keys_get(k, "moe_layer_end_index", &end));
+    if (!json_is_integer(end) || json_integer_value(end) != -1) /* -1: the last layer */
+        MOE_TRY(moe_keys_uint(k, "moe_layer_end_index", 0, MOE_MODEL_LAYERS_MAX, &last));
+    MOE_TRY(moe_keys_uint(k, "moe_layer_interval", 1, MOE_MODEL_LAYERS_MAX, &step));
+    for (uint32_t l = 0; l < layer_count; l++)
+        is_moe[l] = (l + 1) % step == 0 && l >= first && l <= last;
+    return moe_ok();
+}
+
+struct moe_status moe_config_select_layers(struct moe_keys *k, const struct moe_family *family,
+                                           uint32_t layer_count, bool *is_moe)
+{
+    switch (family->layers) {
+    case MOE_LAYERS_FIRST_DENSE: return first_dense(k, family, layer_count, is_moe);
+    case MOE_LAYERS_SPARSE_STEP: return sparse_step(k, layer_count, is_moe);
+    case MOE_LAYERS_INTERLEAVED: return interleaved(k, layer_count, is_moe);
+    case MOE_LAYERS_INTERVAL: return interval(k, layer_count, is_moe);
+    case MOE_LAYERS_ALL: break;
+    }
+    memset(is_moe, true, layer_count * sizeof *is_moe);
+    return moe_ok();
+}

@@ -1,0 +1,264 @@
+/* The table of model families. Adding a family whose parts are all known means adding a row here,
+ * a line in README.md and a test; code changes only for a new kind of computation. */
+#include "model/families.h"
+
+#include <string.h>
+
+#define QWEN_EXPERTS(block)                                                                        \
+    [MOE_WEIGHT_GATE] = block ".experts.*.gate_proj.weight",                                       \
+    [MOE_WEIGHT_UP] = block ".experts.*.up_proj.weight",                                           \
+    [MOE_WEIGHT_DOWN] = block ".experts.*.down_proj.weight",                                       \
+    [MOE_WEIGHT_GATE_BIAS] = block ".experts.*.gate_proj.bias",                                    \
+    [MOE_WEIGHT_UP_BIAS] = block ".experts.*.up_proj.bias",                                        \
+    [MOE_WEIGHT_DOWN_BIAS] = block ".experts.*.down_proj.bias"
+
+#define MIXTRAL_EXPERTS(block)                                                                     \
+    [MOE_WEIGHT_GATE] = block ".experts.*.w1.weight",                                              \
+    [MOE_WEIGHT_UP] = block ".experts.*.w3.weight",                                                \
+    [MOE_WEIGHT_DOWN] = block ".experts.*.w2.weight"
+
+#define SHARED_EXPERT(name)                                                                        \
+    [MOE_WEIGHT_SHARED_GATE] = name ".gate_proj.weight",                                           \
+    [MOE_WEIGHT_SHARED_UP] = name ".up_proj.weight",                                               \
+    [MOE_WEIGHT_SHARED_DOWN] = name ".down_proj.weight"
+
+static const struct moe_naming mixtral_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "block_sparse_moe.gate.weight",
+           [MOE_WEIGHT_SELECT_BIAS] = "block_sparse_moe.e_score_correction_bias",
+           MIXTRAL_EXPERTS("block_sparse_moe"),
+           SHARED_EXPERT("block_sparse_moe.shared_experts")},
+    .fused_block = "block_sparse_moe"};
+
+static const struct moe_naming qwen_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "mlp.gate.weight",
+           QWEN_EXPERTS("mlp"),
+           SHARED_EXPERT("mlp.shared_expert"),
+           [MOE_WEIGHT_SHARED_GATE_VECTOR] = "mlp.shared_expert_gate.weight"},
+    .fused_block = "mlp"};
+
+static const struct moe_naming deepseek_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "mlp.gate.weight",
+           [MOE_WEIGHT_SELECT_BIAS] = "mlp.gate.e_score_correction_bias",
+           QWEN_EXPERTS("mlp"),
+           SHARED_EXPERT("mlp.shared_experts")},
+    .fused_block = "mlp"};
+
+static const struct moe_naming deepseek_v4_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "ffn.gate.weight",
+           [MOE_WEIGHT_SELECT_BIAS] = "ffn.gate.bias",
+           MIXTRAL_EXPERTS("ffn"),
+           [MOE_WEIGHT_SHARED_GATE] = "ffn.shared_experts.w1.weight",
+           [MOE_WEIGHT_SHARED_UP] = "ffn.shared_experts.w3.weight",
+           [MOE_WEIGHT_SHARED_DOWN] = "ffn.shared_experts.w2.weight"},
+    .fused_block = "ffn"};
+
+static const struct moe_naming ernie_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "mlp.gate.weight",
+           [MOE_WEIGHT_SELECT_BIAS] = "mlp.moe_statics.e_score_correction_bias",
+           QWEN_EXPERTS("mlp"),
+           SHARED_EXPERT("mlp.shared_experts")},
+    .fused_block = "mlp"};
+
+static const struct moe_naming longcat_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "mlp.router.classifier.weight",
+           [MOE_WEIGHT_SELECT_BIAS] = "mlp.router.e_score_correction_bias",
+           QWEN_EXPERTS("mlp")},
+    .fused_block = "mlp"};
+
+static const struct moe_naming gpt_oss_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "mlp.router.weight", [MOE_WEIGHT_LOGIT_BIAS] = "mlp.router.bias"},
+    .fused_block = "mlp"};
+
+static const struct moe_naming llama4_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "feed_forward.router.weight",
+           SHARED_EXPERT("feed_forward.shared_expert")},
+    .fused_block = "feed_forward"};
+
+/* clang-format off */
+static const struct moe_family families[] = {
+    {
+        .model_types = "mixtral",
+        .naming = &mixtral_names, .layers = MOE_LAYERS_ALL,
+        .layer_count_key = "num_hidden_layers", .inner_key = "intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .renorm = MOE_FAMILY_RENORM_ALWAYS,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+    },
+    {
+        .model_types = "minimax minimax_text_01",
+        .naming = &mixtral_names, .layers = MOE_LAYERS_ALL,
+        .layer_count_key = "num_hidden_layers", .inner_key = "intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .renorm = MOE_FAMILY_RENORM_ALWAYS,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .ignored = "shared_moe_mode",
+    },
+    {
+        .model_types = "minimax_m2",
+        .naming = &mixtral_names, .layers = MOE_LAYERS_ALL,
+        .layer_count_key = "num_hidden_layers", .inner_key = "intermediate_size",
+        .score = MOE_SCORE_SIGMOID, .scores = "sigmoid",
+        .select_bias = true, .select_bias_key = "use_routing_bias",
+        .renorm = MOE_FAMILY_RENORM_ALWAYS,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .ignored = "shared_moe_mode",
+    },
+    {
+        .model_types = "minimax_m3 minimax_m3_text minimax_m3_vl",
+        .naming = &mixtral_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers", .inner_key = "intermediate_size",
+        .score = MOE_SCORE_SIGMOID, .scores = "sigmoid",
+        .select_bias = true, .select_bias_key = "use_routing_bias",
+        .renorm = MOE_FAMILY_RENORM_ALWAYS, .scaled = true,
+        .activation = MOE_ACT_SWIGLU_OAI, .hidden_act = "swigluoai", .limit = 7.0f, .alpha = 1.702f,
+        .shared = MOE_SHARED_COUNT_WIDTH, .shared_count_key = "n_shared_experts",
+    },
+    {
+        .model_types = "qwen2_moe",
+        .naming = &qwen_names, .layers = MOE_LAYERS_SPARSE_STEP,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .renorm = MOE_FAMILY_RENORM_KEY_FALSE,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_WIDTH, .shared_gated = true,
+    },
+    {
+        .model_types = "qwen3_moe",
+        .naming = &qwen_names, .layers = MOE_LAYERS_SPARSE_STEP,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .renorm = MOE_FAMILY_RENORM_KEY_FALSE,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+    },
+    {
+        .model_types = "qwen3_vl_moe qwen3_vl_moe_text",
+        .naming = &qwen_names, .layers = MOE_LAYERS_SPARSE_STEP,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .renorm = MOE_FAMILY_RENORM_ALWAYS,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+    },
+    {
+        .model_types = "qwen3_next",
+        .naming = &qwen_names, .layers = MOE_LAYERS_SPARSE_STEP,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .renorm = MOE_FAMILY_RENORM_KEY_TRUE,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_WIDTH, .shared_gated = true,
+    },
+    {
+        .model_types = "qwen3_5_moe qwen3_5_moe_text",
+        .naming = &qwen_names, .layers = MOE_LAYERS_SPARSE_STEP,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .renorm = MOE_FAMILY_RENORM_ALWAYS,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_WIDTH, .shared_gated = true,
+    },
+    {
+        .model_types = "olmoe",
+        .naming = &qwen_names, .layers = MOE_LAYERS_ALL,
+        .layer_count_key = "num_hidden_layers", .inner_key = "intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .renorm = MOE_FAMILY_RENORM_KEY_FALSE,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+    },
+    {
+        /* DeepSeek's own code renormalises or scales, never both. */
+        .model_types = "deepseek_v2",
+        .naming = &deepseek_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .scores = "softmax",
+        .methods = "greedy group_limited_greedy", .group_best = 1, .grouped_by_method = true,
+        .renorm = MOE_FAMILY_RENORM_KEY_FALSE, .renorm_eps = 1e-20f,
+        .scaled = true, .scale_xor_renorm = true,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts",
+    },
+    {
+        .model_types = "deepseek_v3 kimi_k2",
+        .naming = &deepseek_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SIGMOID, .scores = "sigmoid", .methods = "noaux_tc",
+        .select_bias = true, .group_best = 2,
+        .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-20f, .scaled = true,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts",
+        .first_dense = 3,
+    },
+    {
+        .model_types = "glm4_moe",
+        .naming = &deepseek_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SIGMOID, .scores = "sigmoid", .methods = "noaux_tc",
+        .select_bias = true, .group_best = 2,
+        .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-20f, .scaled = true,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts",
+        .first_dense = 1,
+    },
+    {
+        .model_types = "deepseek_v4",
+        .naming = &deepseek_v4_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SQRTSOFTPLUS, .scores = "sqrtsoftplus softmax sigmoid",
+        .methods = "noaux_tc", .select_bias = true,
+        .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-20f, .scaled = true,
+        .activation = MOE_ACT_SWIGLU_CLAMPED, .hidden_act = "silu", .limit = 10.0f,
+        .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts",
+        .shared_unclamped = true, .hash_layers = 3,
+    },
+    {
+        .model_types = "gpt_oss",
+        .naming = &gpt_oss_names, .layers = MOE_LAYERS_ALL,
+        .layer_count_key = "num_hidden_layers", .inner_key = "intermediate_size",
+        .score = MOE_SCORE_SOFTMAX_TOPK, .logit_bias = true, .renorm = MOE_FAMILY_RENORM_NEVER,
+        .activation = MOE_ACT_SWIGLU_OAI, .hidden_act = "silu", .limit = 7.0f, .alpha = 1.702f,
+        .biases = true, .interleaved = true,
+    },
+    {
+        .model_types = "llama4_text llama4",
+        .naming = &llama4_names, .layers = MOE_LAYERS_INTERLEAVED,
+        .layer_count_key = "num_hidden_layers", .inner_key = "intermediate_size",
+        .score = MOE_SCORE_SIGMOID, .renorm = MOE_FAMILY_RENORM_NEVER,
+        .weighting = MOE_WEIGHT_INPUT,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_SAME,
+    },
+    {
+        .model_types = "ernie4_5_moe",
+        .naming = &ernie_names, .layers = MOE_LAYERS_INTERVAL,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .select_bias = true, .renorm = MOE_FAMILY_RENORM_CLAMPED,
+        .renorm_eps = 1e-12f,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu", .biases_key = "use_bias",
+        .shared = MOE_SHARED_COUNT, .shared_count_key = "moe_num_shared_experts",
+        .ignored = "moe_capacity",
+    },
+    {
+        .model_types = "longcat_flash",
+        .naming = &longcat_names, .layers = MOE_LAYERS_ALL,
+        .layer_count_key = "num_layers", .inner_key = "expert_ffn_hidden_size",
+        .score = MOE_SCORE_SOFTMAX, .select_bias = true, .renorm = MOE_FAMILY_RENORM_NEVER,
+        .scaled = true, .zero_experts = "zero_expert_num",
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+    },
+};
+/* clang-format on */
+
+bool moe_word_in(const char *word, const char *words)
+{
+    size_t n = strlen(word);
+    if (n == 0 || strchr(word, ' ') != NULL)
+        return false;
+    for (const char *at = words; (at = strstr(at, word)) != NULL; at += n)
+        if ((at == words || at[-1] == ' ') && (at[n] == ' ' || at[n] == '\0'))
+            return true;
+    return false;
+}
+
+const struct moe_family *moe_family_at(size_t i)
+{
+    return i < sizeof families / sizeof families[0] ? &families[i] : NULL;
+}
+
+const struct moe_family *moe_family_find(const char *model_type)
+{
+    for (size_t i = 0; i < sizeof families / sizeof families[0]; i++)
+        if (moe_word_in(model_type, families[i].model_types))
+            return &families[i];
+    return NULL;
+}

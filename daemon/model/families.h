@@ -1,0 +1,90 @@
+/* What is known about each model family: one row of data, no code.
+ *
+ * A row says which keys of config.json a family reads, what its class assumes where a key is
+ * absent, and how its tensors are called. Sources: the configuration and modelling files that the
+ * vendors and Hugging Face transformers publish. Internal to daemon/model. */
+#ifndef MOE_MODEL_FAMILIES_H
+#define MOE_MODEL_FAMILIES_H
+
+#include "moe/layer_spec.h"
+
+/* Which layers are MoE layers. */
+enum moe_layer_rule {
+    MOE_LAYERS_ALL,
+    MOE_LAYERS_FIRST_DENSE, /* first_k_dense_replace, moe_layer_freq or mlp_layer_types */
+    MOE_LAYERS_SPARSE_STEP, /* decoder_sparse_step and mlp_only_layers */
+    MOE_LAYERS_INTERLEAVED, /* moe_layers or interleave_moe_layer_step */
+    MOE_LAYERS_INTERVAL,    /* moe_layer_start_index, _end_index, _interval */
+};
+
+enum moe_family_renorm {
+    MOE_FAMILY_RENORM_NEVER,
+    MOE_FAMILY_RENORM_ALWAYS,
+    MOE_FAMILY_RENORM_KEY_FALSE, /* norm_topk_prob; absent means false */
+    MOE_FAMILY_RENORM_KEY_TRUE,  /* norm_topk_prob; absent means true */
+    MOE_FAMILY_RENORM_CLAMPED,   /* sum not below moe_norm_min; absent means 1e-12 */
+};
+
+enum moe_family_shared {
+    MOE_SHARED_NONE,
+    MOE_SHARED_COUNT,       /* n_shared_experts experts of the routed experts' width */
+    MOE_SHARED_WIDTH,       /* one, shared_expert_intermediate_size wide */
+    MOE_SHARED_COUNT_WIDTH, /* n_shared_experts of shared_intermediate_size */
+    MOE_SHARED_SAME,        /* one, as wide as a routed expert */
+};
+
+/* Tensor names, behind "{prefix}{layer}."; '*' stands for the expert. NULL: no such tensor. Fused
+ * experts have the same names in every family: see layout.c. */
+struct moe_naming {
+    const char *of[MOE_WEIGHT_COUNT];
+    const char *fused_block; /* what "experts.gate_up_proj" stands behind */
+};
+
+struct moe_family {
+    const char *model_types; /* separated by spaces; the first is the canonical one */
+    const struct moe_naming *naming;
+    enum moe_layer_rule layers;
+    const char *layer_count_key;
+    const char *inner_key; /* I of a routed expert */
+
+    enum moe_score score;
+    const char *scores;  /* scoring_func values that are accepted, or NULL: no such key */
+    const char *methods; /* topk_method values that are accepted, or NULL: no such key */
+    bool logit_bias;
+    bool select_bias;
+    const char *select_bias_key; /* boolean that can turn select_bias off, or NULL */
+    uint32_t group_best;         /* 0: the family has no groups */
+    bool grouped_by_method;      /* groups count only with topk_method group_limited_greedy */
+    enum moe_family_renorm renorm;
+    float renorm_eps;
+    bool scaled;              /* routed_scaling_factor, which must be present */
+    bool scale_xor_renorm;    /* the scale is applied only where nothing is renormalised */
+    const char *zero_experts; /* key of Z, or NULL */
+
+    enum moe_weighting weighting;
+    enum moe_activation activation;
+    const char *hidden_act; /* the only accepted value, and what absence means */
+    float limit, alpha;     /* what absence of swiglu_limit and swiglu_alpha means; 0: no key */
+    bool biases;            /* gate_up and down biases always exist */
+    const char *biases_key; /* boolean that says whether they exist, or NULL */
+    bool interleaved;       /* fused: gate even, up odd, instead of halves */
+    enum moe_family_shared shared;
+    const char *shared_count_key;
+    bool shared_gated;
+    bool shared_unclamped; /* the shared expert is plain SwiGLU whatever the routed ones are */
+
+    uint32_t first_dense; /* what absence of first_k_dense_replace means */
+    uint32_t hash_layers; /* what absence of num_hash_layers means */
+    const char *ignored;  /* relevant-looking keys without effect in this family, or NULL */
+};
+
+/* The row of a model_type, or NULL. */
+const struct moe_family *moe_family_find(const char *model_type);
+
+/* All rows, for tests: NULL at the end of the table. */
+const struct moe_family *moe_family_at(size_t i);
+
+/* True when `word` is one of the space-separated `words`. */
+bool moe_word_in(const char *word, const char *words);
+
+#endif

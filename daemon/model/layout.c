@@ -1,0 +1,233 @@
+/* Names, shapes and strides: finds each weight in the checkpoint and says how to read it. Never
+ * reads a byte. A shape that is not exactly one of the known ones is refused, not reinterpreted. */
+#include "model/layout.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum { NAME_BYTES = 192 };
+
+static const char *const prefixes[] = {"model.layers.", "model.language_model.layers.",
+                                       "language_model.model.layers.", "language_model.layers.",
+                                       "layers."};
+
+static struct moe_status missing(const char *name)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_MISSING,
+                     "the checkpoint lacks tensor %.150s", name);
+}
+
+static struct moe_status wrong_shape(const struct moe_tensor *t)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                     "tensor %.150s does not have the shape that config.json implies", t->name);
+}
+
+/* prefix + layer + "." + pattern, with '*' replaced by the expert. */
+static void build_name(char name[NAME_BYTES], const char *prefix, uint32_t layer,
+                       const char *pattern, uint32_t expert)
+{
+    const char *star = strchr(pattern, '*');
+    int head = star != NULL ? (int)(star - pattern) : (int)strlen(pattern);
+    int n = snprintf(name, NAME_BYTES, "%s%u.%.*s", prefix, layer, head, pattern);
+    if (star != NULL && n > 0 && n < NAME_BYTES)
+        n += snprintf(name + n, (size_t)(NAME_BYTES - n), "%u%s", expert, star + 1);
+    MOE_INVARIANT(n > 0 && n < NAME_BYTES);
+}
+
+struct moe_status moe_layout_open(const struct moe_checkpoint *checkpoint,
+                                  const struct moe_config *config, struct moe_layout *out)
+{
+    char name[NAME_BYTES];
+    struct moe_checkpoint_tensor t;
+    *out = (struct moe_layout){.checkpoint = checkpoint, .family = config->family};
+    const char *router = config->family->naming->of[MOE_WEIGHT_ROUTER];
+    for (size_t i = 0; i < sizeof prefixes / sizeof prefixes[0]; i++) {
+        build_name(name, prefixes[i], config->layers[0].layer, router, 0);
+        if (moe_checkpoint_find(checkpoint, name, &t)) {
+            out->prefix = prefixes[i];
+            return moe_ok();
+        }
+    }
+    build_name(name, prefixes[0], config->layers[0].layer, router, 0);
+    return missing(name);
+}
+
+static struct moe_status find(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                              const char *pattern, uint32_t expert,
+                              struct moe_checkpoint_tensor *out)
+{
+    char name[NAME_BYTES];
+    build_name(name, l->prefix, spec->layer, pattern, expert);
+    if (!moe_checkpoint_find(l->checkpoint, name, out))
+        return missing(name);
+    enum moe_st_dtype d = out->tensor->dtype;
+    if (d != MOE_ST_F32 && d != MOE_ST_BF16 && d != MOE_ST_F16)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                         "tensor %.120s is %s; F32, BF16 and F16 can be loaded", name,
+                         moe_st_dtype_name(d));
+    return moe_ok();
+}
+
+/* Shapes are compared without dimensions of size 1 at either end: [1, E] and [E] are one vector. */
+static bool shape_is(const struct moe_tensor *t, const uint64_t *dims, uint32_t rank)
+{
+    const uint64_t *s = t->shape;
+    uint32_t n = t->rank;
+    for (; n > 0 && s[0] == 1; n--)
+        s++;
+    for (; n > 0 && s[n - 1] == 1;)
+        n--;
+    for (; rank > 0 && dims[0] == 1; rank--)
+        dims++;
+    for (; rank > 0 && dims[rank - 1] == 1;)
+        rank--;
+    return n == rank && memcmp(s, dims, n * sizeof *s) == 0;
+}
+
+/* A tensor that holds one weight and nothing else. */
+static struct moe_status whole(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                               const char *pattern, uint32_t expert, struct moe_piece *p)
+{
+    MOE_TRY(find(l, spec, pattern, expert, &p->at));
+    uint64_t dims[2] = {p->rows, p->columns};
+    if (!shape_is(p->at.tensor, dims, 2))
+        return wrong_shape(p->at.tensor);
+    p->first = 0;
+    p->bytes = p->at.tensor->bytes;
+    p->base = 0;
+    p->row_step = p->columns;
+    p->column_step = 1;
+    return moe_ok();
+}
+
+/* Narrows `p` to what expert `e` of E owns. Whole rows of a leading dimension, so always bytes. */
+static void take_expert(struct moe_piece *p, uint64_t experts, uint32_t e)
+{
+    p->bytes = p->at.tensor->bytes / experts;
+    p->first = e * p->bytes;
+}
+
+/* Gate (which = 0) or up (1) out of [2I, columns]: a half that is contiguous, or every other row.
+ */
+static void split_rows(struct moe_piece *p, uint32_t which, bool interleaved)
+{
+    p->column_step = 1;
+    if (interleaved) {
+        p->base = which * p->columns;
+        p->row_step = 2 * p->columns;
+        return;
+    }
+    p->bytes /= 2;
+    p->first += which * p->bytes;
+    p->base = 0;
+    p->row_step = p->columns;
+}
+
+/* The same out of [H, 2I]: columns of what is stored become rows. */
+static void split_columns(struct moe_piece *p, uint32_t which, bool interleaved)
+{
+    p->base = interleaved ? which : which * p->rows;
+    p->row_step = interleaved ? 2 : 1;
+    p->column_step = 2 * p->rows;
+}
+
+/* True for [E, H, 2I] and [E, I, H]. 2I = H and I = H cannot both hold, so that the two shapes
+ * together always tell the orientation. */
+static struct moe_status fused_is_transposed(const struct moe_layout *l,
+                                             const struct moe_layer_spec *spec, const char *gate_up,
+                                             const char *down, bool *transposed)
+{
+    struct moe_checkpoint_tensor g, d;
+    uint64_t e = spec->experts, h = spec->hidden, i = spec->intermediate;
+    MOE_TRY(find(l, spec, gate_up, 0, &g));
+    MOE_TRY(find(l, spec, down, 0, &d));
+    bool straight = shape_is(g.tensor, (uint64_t[]){e, 2 * i, h}, 3) &&
+                    shape_is(d.tensor, (uint64_t[]){e, h, i}, 3);
+    *transposed = shape_is(g.tensor, (uint64_t[]){e, h, 2 * i}, 3) &&
+                  shape_is(d.tensor, (uint64_t[]){e, i, h}, 3);
+    return straight || *transposed ? moe_ok() : wrong_shape(g.tensor);
+}
+
+struct fused_names {
+    char gate_up[64], down[64], gate_up_bias[64], down_bias[64];
+};
+
+static void name_fused(struct fused_names *n, const char *block)
+{
+    snprintf(n->gate_up, sizeof n->gate_up, "%s.experts.gate_up_proj", block);
+    snprintf(n->down, sizeof n->down, "%s.experts.down_proj", block);
+    snprintf(n->gate_up_bias, sizeof n->gate_up_bias, "%s.experts.gate_up_proj_bias", block);
+    snprintf(n->down_bias, sizeof n->down_bias, "%s.experts.down_proj_bias", block);
+}
+
+static struct moe_status fused_bias(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                                    const struct fused_names *names, enum moe_weight weight,
+                                    uint32_t expert, struct moe_piece *p)
+{
+    bool down = weight == MOE_WEIGHT_DOWN_BIAS;
+    MOE_TRY(find(l, spec, down ? names->down_bias : names->gate_up_bias, 0, &p->at));
+    uint64_t dims[2] = {spec->experts, down ? p->rows : 2 * p->rows};
+    if (!shape_is(p->at.tensor, dims, 2))
+        return wrong_shape(p->at.tensor);
+    take_expert(p, spec->experts, expert);
+    p->base = 0;
+    p->row_step = p->column_step = 1;
+    if (!down)
+        split_rows(p, weight == MOE_WEIGHT_UP_BIAS, l->family->interleaved);
+    return moe_ok();
+}
+
+static struct moe_status fused(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                               const struct fused_names *names, enum moe_weight weight,
+                               uint32_t expert, struct moe_piece *p)
+{
+    bool transposed = false, down = weight == MOE_WEIGHT_DOWN;
+    if (weight >= MOE_WEIGHT_GATE_BIAS && weight <= MOE_WEIGHT_DOWN_BIAS)
+        return fused_bias(l, spec, names, weight, expert, p);
+    MOE_TRY(fused_is_transposed(l, spec, names->gate_up, names->down, &transposed));
+    MOE_TRY(find(l, spec, down ? names->down : names->gate_up, 0, &p->at));
+    take_expert(p, spec->experts, expert);
+    if (down) {
+        p->base = 0;
+        p->row_step = transposed ? 1 : p->columns;
+        p->column_step = transposed ? p->rows : 1;
+    } else if (transposed) {
+        split_columns(p, weight == MOE_WEIGHT_UP, l->family->interleaved);
+    } else {
+        split_rows(p, weight == MOE_WEIGHT_UP, l->family->interleaved);
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_layout_locate(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                                    enum moe_weight weight, uint32_t expert, struct moe_piece *out)
+{
+    MOE_INVARIANT(weight < MOE_WEIGHT_COUNT);
+    *out = (struct moe_piece){0};
+    moe_weight_shape(spec, weight, &out->rows, &out->columns);
+    const char *pattern = l->family->naming->of[weight];
+    if (!moe_weight_is_expert(weight)) {
+        MOE_INVARIANT(pattern != NULL);
+        return whole(l, spec, pattern, 0, out);
+    }
+    char name[NAME_BYTES];
+    struct fused_names names;
+    struct moe_checkpoint_tensor t;
+    name_fused(&names, l->family->naming->fused_block);
+    build_name(name, l->prefix, spec->layer, names.gate_up, 0);
+    if (pattern == NULL || moe_checkpoint_find(l->checkpoint, name, &t))
+        return fused(l, spec, &names, weight, expert, out);
+    return whole(l, spec, pattern, expert, out);
+}
+
+bool moe_piece_is_plain(const struct moe_piece *p)
+{
+    return p->base == 0 && (p->columns == 1 || p->column_step == 1) &&
+           (p->rows == 1 || p->row_step == p->columns);
+}
+
+bool moe_piece_same_range(const struct moe_piece *a, const struct moe_piece *b)
+{
+    return a->at.tensor == b->at.tensor && a->first == b->first && a->bytes == b->bytes;
+}

@@ -1,0 +1,206 @@
+/* Brings the weights of one layer from disk into canonical form, for the experts of one slot.
+ *
+ * The idea: walk over the pieces of layout.h in one fixed order, read each byte range once into a
+ * staging buffer that is allocated once per call, and gather the canonical weight out of it unless
+ * it already lies there as it should. The same walk, without reading, counts the bytes. */
+#include "model/model_internal.h"
+
+#include "base/size.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+               "safetensors is little-endian and is read without swapping");
+
+enum { TILE = 32 }; /* elements; a tile of rows and columns stays in the first-level cache */
+
+/* What to do with one piece. */
+typedef struct moe_status (*piece_visitor)(void *ctx, enum moe_weight weight, uint32_t expert,
+                                           const struct moe_piece *piece);
+
+static struct moe_status visit_weight(const struct moe_model *m, const struct moe_layer_spec *spec,
+                                      enum moe_weight weight, uint32_t expert, piece_visitor visit,
+                                      void *ctx)
+{
+    struct moe_piece piece;
+    size_t rows, columns;
+    moe_weight_shape(spec, weight, &rows, &columns);
+    if (rows == 0)
+        return moe_ok();
+    MOE_TRY(moe_layout_locate(&m->layout, spec, weight, expert, &piece));
+    return visit(ctx, weight, expert, &piece);
+}
+
+/* Weights of the layer first, then expert by expert: gate and up of a fused expert, which may share
+ * a byte range, follow each other. */
+static struct moe_status visit_layer(const struct moe_model *m, size_t layer,
+                                     const uint32_t *experts, size_t expert_count,
+                                     piece_visitor visit, void *ctx)
+{
+    const struct moe_layer_spec *spec = moe_model_layer(m, layer);
+    if (spec == NULL)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "no such MoE layer");
+    for (unsigned w = 0; w < MOE_WEIGHT_COUNT; w++)
+        if (!moe_weight_is_expert((enum moe_weight)w))
+            MOE_TRY(visit_weight(m, spec, (enum moe_weight)w, 0, visit, ctx));
+    for (size_t i = 0; i < expert_count; i++) {
+        if (experts[i] >= spec->experts || (i > 0 && experts[i] <= experts[i - 1]))
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
+                             "experts to load are not ascending ids below %u", spec->experts);
+        for (unsigned w = MOE_WEIGHT_GATE; w <= MOE_WEIGHT_DOWN_BIAS; w++)
+            MOE_TRY(visit_weight(m, spec, (enum moe_weight)w, experts[i], visit, ctx));
+    }
+    return moe_ok();
+}
+
+/* ---- planning: how much is read, and how large the buffers must be ---- */
+
+struct plan {
+    uint64_t read_bytes;
+    size_t raw_bytes; /* largest range */
+    size_t out_bytes; /* largest canonical weight that needs gathering or conversion */
+    struct moe_piece last;
+};
+
+static enum moe_dtype output_dtype(const struct moe_piece *p)
+{
+    return p->at.tensor->dtype == MOE_ST_BF16 ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
+}
+
+static bool delivered_as_read(const struct moe_piece *p)
+{
+    return p->at.tensor->dtype != MOE_ST_F16 && moe_piece_is_plain(p);
+}
+
+static struct moe_status plan_piece(void *ctx, enum moe_weight weight, uint32_t expert,
+                                    const struct moe_piece *p)
+{
+    struct plan *plan = ctx;
+    size_t out;
+    (void)weight;
+    (void)expert;
+    if (!moe_size_mul3(p->rows, p->columns, moe_dtype_bytes(output_dtype(p)), &out) ||
+        p->bytes > SIZE_MAX)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "a weight is too large");
+    if (!moe_piece_same_range(p, &plan->last))
+        plan->read_bytes += p->bytes;
+    if (p->bytes > plan->raw_bytes)
+        plan->raw_bytes = (size_t)p->bytes;
+    if (!delivered_as_read(p) && out > plan->out_bytes)
+        plan->out_bytes = out;
+    plan->last = *p;
+    return moe_ok();
+}
+
+uint64_t moe_model_layer_bytes(const struct moe_model *m, size_t i, const uint32_t *experts,
+                               size_t expert_count)
+{
+    struct plan plan = {0};
+    struct moe_status st = visit_layer(m, i, experts, expert_count, plan_piece, &plan);
+    return moe_failed(&st) ? 0 : plan.read_bytes;
+}
+
+/* ---- loading ---- */
+
+struct load {
+    moe_weight_sink sink;
+    void *sink_ctx;
+    moe_load_progress progress;
+    void *progress_ctx;
+    uint64_t read_bytes;
+    char *raw, *out;
+    struct moe_piece last; /* what `raw` holds */
+};
+
+/* IEEE 754 half to single precision: every half has an exact single. */
+static uint32_t half_to_single_bits(uint16_t h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 0x3ff;
+    if (exponent == 31) /* infinity, NaN with its payload */
+        return sign | 0x7f800000 | mantissa << 13;
+    if (exponent != 0)
+        return sign | (exponent + 127 - 15) << 23 | mantissa << 13;
+    if (mantissa == 0)
+        return sign;
+    /* Subnormal: shift the leading one up to its implicit place. */
+    uint32_t shift = (uint32_t)__builtin_clz(mantissa) - 21;
+    return sign | (127 - 14 - shift) << 23 | (mantissa << shift & 0x3ff) << 13;
+}
+
+static void copy_element(const struct moe_piece *p, const char *raw, size_t from, char *out,
+                         size_t to)
+{
+    switch (p->at.tensor->dtype) {
+    case MOE_ST_F32: memcpy(out + 4 * to, raw + 4 * from, 4); return;
+    case MOE_ST_BF16: memcpy(out + 2 * to, raw + 2 * from, 2); return;
+    default: break;
+    }
+    uint16_t half;
+    memcpy(&half, raw + 2 * from, sizeof half);
+    uint32_t single = half_to_single_bits(half);
+    memcpy(out + 4 * to, &single, sizeof single);
+}
+
+static void gather_tile(const struct moe_piece *p, const char *raw, char *out, size_t row,
+                        size_t column)
+{
+    size_t row_end = row + TILE < p->rows ? row + TILE : p->rows;
+    size_t column_end = column + TILE < p->columns ? column + TILE : p->columns;
+    for (size_t r = row; r < row_end; r++)
+        for (size_t c = column; c < column_end; c++)
+            copy_element(p, raw, p->base + r * p->row_step + c * p->column_step, out,
+                         r * p->columns + c);
+}
+
+static void gather(const struct moe_piece *p, const char *raw, char *out)
+{
+    for (size_t r = 0; r < p->rows; r += TILE)
+        for (size_t c = 0; c < p->columns; c += TILE)
+            gather_tile(p, raw, out, r, c);
+}
+
+static struct moe_status load_piece(void *ctx, enum moe_weight weight, uint32_t expert,
+                                    const struct moe_piece *p)
+{
+    struct load *l = ctx;
+    if (!moe_piece_same_range(p, &l->last)) {
+        l->last = (struct moe_piece){0};
+        MOE_TRY(moe_st_read(p->at.file, p->at.tensor, p->first, p->bytes, l->raw));
+        l->last = *p;
+        l->read_bytes += p->bytes;
+        if (l->progress != NULL)
+            l->progress(l->progress_ctx, l->read_bytes);
+    }
+    enum moe_dtype dtype = output_dtype(p);
+    size_t bytes = p->rows * p->columns * moe_dtype_bytes(dtype);
+    if (delivered_as_read(p))
+        return l->sink(l->sink_ctx, weight, expert, dtype, l->raw, bytes);
+    gather(p, l->raw, l->out);
+    return l->sink(l->sink_ctx, weight, expert, dtype, l->out, bytes);
+}
+
+struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, const uint32_t *experts,
+                                       size_t expert_count, moe_weight_sink sink, void *ctx,
+                                       moe_load_progress progress, void *progress_ctx)
+{
+    struct plan plan = {0};
+    MOE_TRY(visit_layer(m, i, experts, expert_count, plan_piece, &plan));
+    struct load l = {.sink = sink,
+                     .sink_ctx = ctx,
+                     .progress = progress,
+                     .progress_ctx = progress_ctx,
+                     .raw = malloc(plan.raw_bytes + 1),
+                     .out = malloc(plan.out_bytes + 1)};
+    struct moe_status st;
+    if (l.raw == NULL || l.out == NULL) {
+        st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                       "no memory to stage weights");
+        goto done;
+    }
+    MOE_TRY_GOTO(st, visit_layer(m, i, experts, expert_count, load_piece, &l), done);
+done:
+    free(l.raw);
+    free(l.out);
+    return st;
+}

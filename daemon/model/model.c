@@ -1,0 +1,167 @@
+/* Opens a model directory: configuration, tensors, and proof that both fit together. After opening,
+ * every weight of every MoE layer is known to exist with the right shape and a readable dtype, so
+ * that loading a layer later can only fail on I/O or memory. */
+#include "model/model.h"
+
+#include "model/json_file.h"
+#include "model/model_internal.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { CONFIG_BYTES_MAX = 4 * 1024 * 1024 };
+
+static struct moe_status no_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for the model");
+}
+
+static void hash_text(struct moe_sha256 *sha, const char *text)
+{
+    moe_sha256_update(sha, text, strlen(text) + 1); /* the zero separates the parts */
+}
+
+static struct moe_status hash_config(struct moe_sha256 *sha, const json_t *root)
+{
+    char *text = json_dumps(root, JSON_COMPACT | JSON_SORT_KEYS | JSON_REAL_PRECISION(17));
+    if (text == NULL)
+        return no_memory();
+    hash_text(sha, text);
+    free(text);
+    return moe_ok();
+}
+
+static void hash_piece(struct moe_sha256 *sha, const struct moe_piece *p)
+{
+    char line[128];
+    const struct moe_tensor *t = p->at.tensor;
+    hash_text(sha, t->name);
+    hash_text(sha, moe_st_dtype_name(t->dtype));
+    hash_text(sha, p->at.shard);
+    for (uint32_t i = 0; i < t->rank; i++) {
+        snprintf(line, sizeof line, "%llu", (unsigned long long)t->shape[i]);
+        hash_text(sha, line);
+    }
+    snprintf(line, sizeof line, "%llu+%llu", (unsigned long long)(t->offset + p->first),
+             (unsigned long long)p->bytes);
+    hash_text(sha, line);
+}
+
+/* Locates, and thereby checks, every weight of one layer. */
+static struct moe_status check_layer(const struct moe_layout *layout,
+                                     const struct moe_layer_spec *spec, struct moe_sha256 *sha)
+{
+    for (unsigned w = 0; w < MOE_WEIGHT_COUNT; w++) {
+        size_t rows, columns;
+        enum moe_weight weight = (enum moe_weight)w;
+        moe_weight_shape(spec, weight, &rows, &columns);
+        uint32_t copies = rows == 0 ? 0 : moe_weight_is_expert(weight) ? spec->experts : 1;
+        for (uint32_t e = 0; e < copies; e++) {
+            struct moe_piece piece;
+            MOE_TRY(moe_layout_locate(layout, spec, weight, e, &piece));
+            hash_piece(sha, &piece);
+        }
+    }
+    return moe_ok();
+}
+
+static struct moe_status check_layers(struct moe_model *m, const json_t *root)
+{
+    struct moe_sha256 sha;
+    moe_sha256_init(&sha);
+    hash_text(&sha, "moed model 1");
+    MOE_TRY(hash_config(&sha, root));
+    for (size_t i = 0; i < m->config.layer_count; i++)
+        MOE_TRY(check_layer(&m->layout, &m->config.layers[i], &sha));
+    moe_sha256_finish(&sha, m->fingerprint);
+    return moe_ok();
+}
+
+static struct moe_status name_model(struct moe_model *m, const char *directory)
+{
+    char *full = realpath(directory, NULL);
+    if (full == NULL)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "the model directory cannot be found: %s",
+                         strerror(errno));
+    const char *slash = strrchr(full, '/');
+    m->name = strdup(slash != NULL ? slash + 1 : full);
+    free(full);
+    return m->name != NULL ? moe_ok() : no_memory();
+}
+
+static struct moe_status open_at(struct moe_model *m, int directory)
+{
+    struct moe_status st;
+    json_t *root = NULL;
+    MOE_TRY_GOTO(st, moe_json_read_at(directory, "config.json", CONFIG_BYTES_MAX, &root), done);
+    MOE_TRY_GOTO(st, moe_config_read(root, &m->config), done);
+    MOE_TRY_GOTO(st, moe_checkpoint_open(directory, &m->checkpoint), done);
+    MOE_TRY_GOTO(st, moe_layout_open(m->checkpoint, &m->config, &m->layout), done);
+    MOE_TRY_GOTO(st, check_layers(m, root), done);
+done:
+    json_decref(root);
+    return st;
+}
+
+struct moe_status moe_model_open(const char *directory, struct moe_model **out)
+{
+    struct moe_status st;
+    int fd = -1;
+    struct moe_model *m = calloc(1, sizeof *m);
+    if (m == NULL)
+        return no_memory();
+    MOE_TRY_GOTO(st, name_model(m, directory), fail);
+    fd = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) {
+        st = moe_error(errno == ENOENT ? MOE_NOT_FOUND : MOE_FAILED_PRECONDITION, MOE_REASON_IO,
+                       "the model directory cannot be opened: %s", strerror(errno));
+        goto fail;
+    }
+    MOE_TRY_GOTO(st, open_at(m, fd), fail);
+    close(fd);
+    *out = m;
+    return st;
+fail:
+    if (fd >= 0)
+        close(fd);
+    moe_model_close(m);
+    return st;
+}
+
+void moe_model_close(struct moe_model *m)
+{
+    if (m == NULL)
+        return;
+    moe_checkpoint_close(m->checkpoint);
+    free(m->name);
+    free(m);
+}
+
+const char *moe_model_name(const struct moe_model *m)
+{
+    return m->name;
+}
+
+const char *moe_model_family(const struct moe_model *m)
+{
+    return m->config.model_type;
+}
+
+const char *moe_model_fingerprint(const struct moe_model *m)
+{
+    return m->fingerprint;
+}
+
+size_t moe_model_layer_count(const struct moe_model *m)
+{
+    return m->config.layer_count;
+}
+
+const struct moe_layer_spec *moe_model_layer(const struct moe_model *m, size_t i)
+{
+    return i < m->config.layer_count ? &m->config.layers[i] : NULL;
+}
