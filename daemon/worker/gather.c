@@ -1,0 +1,151 @@
+/* A round is one array of blobs under a lock; it is complete when all live slots' bits are set. */
+#include "worker/gather.h"
+
+#include "base/clock.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct moe_gather {
+    moe_gather_send_fn send;
+    void *ctx;
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    uint64_t epoch, live;
+    bool aborted;
+    uint32_t round; /* that is waited for, or the next */
+    uint64_t have;  /* bit s: slot s's blob of this round is here */
+    size_t length[MOE_MAX_SLOTS];
+    uint8_t blob[MOE_MAX_SLOTS][MOE_GATHER_BLOB_MAX];
+};
+
+struct moe_status moe_gather_create(moe_gather_send_fn send, void *ctx, struct moe_gather **out)
+{
+    struct moe_gather *g = calloc(1, sizeof *g);
+    if (g == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "no memory for an all-gather");
+    g->send = send;
+    g->ctx = ctx;
+    g->aborted = true;
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&g->wake, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    pthread_mutex_init(&g->lock, NULL);
+    *out = g;
+    return moe_ok();
+}
+
+void moe_gather_destroy(struct moe_gather *g)
+{
+    if (g == NULL)
+        return;
+    pthread_cond_destroy(&g->wake);
+    pthread_mutex_destroy(&g->lock);
+    free(g);
+}
+
+void moe_gather_begin(struct moe_gather *g, uint64_t epoch, uint64_t live)
+{
+    pthread_mutex_lock(&g->lock);
+    g->epoch = epoch;
+    g->live = live;
+    g->aborted = false;
+    g->round = 0;
+    g->have = 0;
+    pthread_mutex_unlock(&g->lock);
+}
+
+void moe_gather_deliver(struct moe_gather *g, uint64_t epoch, uint32_t round, uint32_t slot,
+                        const void *data, size_t length)
+{
+    pthread_mutex_lock(&g->lock);
+    if (epoch == g->epoch && round == g->round && slot < MOE_MAX_SLOTS &&
+        length <= MOE_GATHER_BLOB_MAX) {
+        if (length > 0)
+            memcpy(g->blob[slot], data, length);
+        g->length[slot] = length;
+        g->have |= UINT64_C(1) << slot;
+        pthread_cond_broadcast(&g->wake);
+    }
+    pthread_mutex_unlock(&g->lock);
+}
+
+void moe_gather_abort(struct moe_gather *g, uint64_t epoch)
+{
+    pthread_mutex_lock(&g->lock);
+    if (epoch == g->epoch) {
+        g->aborted = true;
+        pthread_cond_broadcast(&g->wake);
+    }
+    pthread_mutex_unlock(&g->lock);
+}
+
+/* With the lock held. */
+static struct moe_status wait_for_round(struct moe_gather *g, uint64_t deadline_ns)
+{
+    const struct timespec until = {
+        .tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),
+        .tv_nsec = (long)(deadline_ns % MOE_NS_PER_S),
+    };
+    while (!g->aborted && (g->have & g->live) != g->live)
+        if (pthread_cond_timedwait(&g->wake, &g->lock, &until) != 0)
+            break;
+    if (g->aborted)
+        return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "epoch %llu was called off",
+                         (unsigned long long)g->epoch);
+    if ((g->have & g->live) != g->live)
+        return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                         "not all workers answered round %u of epoch %llu", g->round,
+                         (unsigned long long)g->epoch);
+    return moe_ok();
+}
+
+/* With the lock held: copies a complete round out, and opens the next. */
+static struct moe_status take_round(struct moe_gather *g, uint8_t *all, size_t stride,
+                                    size_t length, uint32_t slots)
+{
+    for (uint32_t s = 0; s < slots; s++) {
+        if ((g->live >> s & 1) == 0)
+            continue;
+        if (g->length[s] != length)
+            return moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED,
+                             "slot %u sent a blob of another length", s);
+        memcpy(all + s * stride, g->blob[s], length);
+    }
+    g->round++;
+    g->have = 0;
+    return moe_ok();
+}
+
+static struct moe_status exchange_part(struct moe_gather *g, const uint8_t *mine, uint8_t *all,
+                                       size_t stride, size_t length, uint32_t slots,
+                                       uint64_t deadline_ns)
+{
+    pthread_mutex_lock(&g->lock);
+    uint64_t epoch = g->epoch;
+    uint32_t round = g->round;
+    pthread_mutex_unlock(&g->lock);
+    MOE_TRY(g->send(g->ctx, epoch, round, mine, length));
+    pthread_mutex_lock(&g->lock);
+    struct moe_status st = wait_for_round(g, deadline_ns);
+    if (!moe_failed(&st))
+        st = take_round(g, all, stride, length, slots);
+    pthread_mutex_unlock(&g->lock);
+    return st;
+}
+
+struct moe_status moe_gather_exchange(struct moe_gather *g, const void *mine, void *all,
+                                      size_t bytes, uint32_t slots, uint64_t deadline_ns)
+{
+    memset(all, 0, bytes * slots);
+    for (size_t at = 0; at < bytes; at += MOE_GATHER_BLOB_MAX) {
+        size_t length = bytes - at < MOE_GATHER_BLOB_MAX ? bytes - at : MOE_GATHER_BLOB_MAX;
+        MOE_TRY(exchange_part(g, (const uint8_t *)mine + at, (uint8_t *)all + at, bytes, length,
+                              slots, deadline_ns));
+    }
+    return moe_ok();
+}
