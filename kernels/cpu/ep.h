@@ -1,0 +1,57 @@
+/* Prepare, dispatch and combine on the CPU: tokens to the slots of their experts and back, through
+ * the windows, as moe/window.h lays it out. Computes nothing but sums.
+ *
+ * A pass is prepare, send, receive, combine, in this order; all live slots must make the same
+ * passes. A pass that ends before combine is closed by the next prepare. */
+#ifndef MOE_CPU_EP_H
+#define MOE_CPU_EP_H
+
+#include "cpu/layer.h"
+
+struct moe_cpu_ep;
+
+/* One slot's part of a pass. Must stay until the pass is over. */
+struct moe_cpu_batch {
+    const struct moe_layer *layer;
+    enum moe_dtype dtype;
+    uint32_t bucket, tokens;
+    const void *x;              /* [T, H] */
+    const int32_t *ids;         /* [T, K]; < 0: this k is not routed; >= E: zero expert */
+    const float *weights;       /* [T, K] */
+    const uint8_t *token_state; /* [T] enum moe_token_state, or NULL = all MOE_TOKEN_OK */
+};
+
+struct moe_status moe_cpu_ep_create(struct moe_session *session,
+                                    struct moe_cpu_ep **out) MOE_CHECKED;
+void moe_cpu_ep_destroy(struct moe_cpu_ep *ep); /* NULL is ignored */
+
+/* Whether this session can run passes of this shape. Depends only on what is equal on all slots,
+ * but for `tokens`. */
+struct moe_status moe_cpu_ep_check(const struct moe_session *session, const struct moe_layer *layer,
+                                   enum moe_dtype dtype, uint32_t bucket,
+                                   uint32_t tokens) MOE_CHECKED;
+
+/* Decides where each (token, k) goes, and tells the peers how many rows to expect. */
+struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep,
+                                     const struct moe_cpu_batch *batch) MOE_CHECKED;
+/* Moves the rows into the peers' windows. Waits for no one: other work may follow before receive.
+ */
+void moe_cpu_ep_send(struct moe_cpu_ep *ep);
+/* Waits for the peers' rows and puts all rows of local experts into `out`.
+ * Errors: MOE_FAILED_PRECONDITION/SHAPE_MISMATCH, on all slots alike, when they do not agree on
+ * what this pass is; the session stays usable then. */
+struct moe_status moe_cpu_ep_receive(struct moe_cpu_ep *ep, struct moe_rows *out) MOE_CHECKED;
+/* Whether `batch` and `rows` are what the last receive was for. */
+struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
+                                       const struct moe_cpu_batch *batch,
+                                       const struct moe_rows *rows) MOE_CHECKED;
+/* After receive. Sums the experts' rows per token, sends the sums home, and finishes the own
+ * tokens: y [T,H] in the pass's dtype = base + sums in slot order + zero experts' w * x, rounded
+ * once. base [T,H] or NULL = zeros. A token that is not OK gets zeros. */
+struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_out,
+                                     const float *base, void *y) MOE_CHECKED;
+
+/* Rows computed on this slot in the current pass. */
+uint64_t moe_cpu_ep_rows(const struct moe_cpu_ep *ep);
+
+#endif

@@ -1,0 +1,309 @@
+/* Running whole steps; see step.h. The order of a step is the list in `run`, top to bottom.
+ *
+ * The shared expert runs between sending and receiving rows: that is when this slot would
+ * otherwise wait for its peers. */
+#include "cpu/step.h"
+
+#include "base/clock.h"
+#include "cpu/ep.h"
+#include "cpu/session.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+
+enum { MAX_STEPS = 2 };
+
+struct moe_step {
+    struct moe_cpu_steps *owner;
+    struct moe_step_args args;
+    struct moe_step_result result;
+    struct moe_status status;
+    bool finished;
+};
+
+struct moe_cpu_steps {
+    struct moe_session *session;
+    pthread_t thread;
+    pthread_mutex_t lock;             /* guards everything below */
+    pthread_cond_t work;              /* a step was enqueued, or `stop` */
+    pthread_cond_t done;              /* a step has finished */
+    struct moe_step *step[MAX_STEPS]; /* in order of arrival; step_wait takes them out */
+    uint32_t count;
+    bool stop;
+};
+
+/* ------------------------------------------------------------------ one step */
+
+/* Memory that lives as long as one step. */
+struct step_memory {
+    float *hidden; /* [rows, I] */
+    float *out;    /* [rows, H] */
+    float *base;   /* [T, H] the shared expert's output; NULL without one */
+};
+
+static void lap(struct moe_step_result *r, enum moe_stage stage, uint64_t *since)
+{
+    uint64_t now = moe_clock_ns();
+    r->stage_ns[stage] += now - *since;
+    *since = now;
+}
+
+static struct moe_status take_floats(struct moe_device *device, size_t rows, size_t columns,
+                                     float **out)
+{
+    size_t bytes;
+    if (!moe_size_mul3(rows, columns, sizeof(float), &bytes))
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "%zu rows of %zu do not fit in memory", rows, columns);
+    return moe_cpu_scratch_take(device, bytes, (void **)out);
+}
+
+static struct moe_status run_shared(struct moe_session *s, const struct moe_step_args *a,
+                                    struct step_memory *m)
+{
+    const struct moe_layer_spec *spec = &a->layer->spec;
+    if (spec->shared_intermediate == 0 || a->tokens == 0)
+        return moe_ok();
+    MOE_TRY(take_floats(s->device, a->tokens, spec->hidden, &m->base));
+    memset(m->base, 0, (size_t)a->tokens * spec->hidden * sizeof(float));
+    return moe_cpu_shared_forward(a->layer, a->dtype, a->tokens, a->x, m->base);
+}
+
+static struct moe_status run_stages(struct moe_session *s, const struct moe_step_args *a,
+                                    struct moe_step_result *r, struct step_memory *m)
+{
+    struct moe_layer *layer = a->layer;
+    uint64_t since = moe_clock_ns();
+    MOE_TRY(moe_cpu_session_usable(s));
+    MOE_TRY(moe_cpu_router_forward(layer, a->dtype, a->tokens, a->x, a->mode, a->ids_in,
+                                   a->weights_in, a->ids_out, a->weights_out, a->token_state));
+    lap(r, MOE_STAGE_ROUTER, &since);
+
+    struct moe_cpu_batch batch = {.layer = layer,
+                                  .dtype = a->dtype,
+                                  .bucket = a->bucket,
+                                  .tokens = a->tokens,
+                                  .x = a->x,
+                                  .ids = a->ids_out,
+                                  .weights = a->weights_out,
+                                  .token_state = a->token_state};
+    MOE_TRY(moe_cpu_ep_prepare(s->ep, &batch));
+    lap(r, MOE_STAGE_PREPARE, &since);
+    moe_cpu_ep_send(s->ep);
+    lap(r, MOE_STAGE_DISPATCH, &since);
+    MOE_TRY(run_shared(s, a, m));
+    lap(r, MOE_STAGE_SHARED, &since);
+    struct moe_rows rows;
+    MOE_TRY(moe_cpu_ep_receive(s->ep, &rows));
+    r->rows = moe_cpu_ep_rows(s->ep);
+    lap(r, MOE_STAGE_DISPATCH, &since);
+
+    uint32_t n = rows.start[rows.local_experts];
+    MOE_TRY(take_floats(s->device, n, layer->spec.intermediate, &m->hidden));
+    MOE_TRY(take_floats(s->device, n, layer->spec.hidden, &m->out));
+    MOE_TRY(moe_cpu_gemm_gate_up(layer, a->dtype, &rows, m->hidden));
+    lap(r, MOE_STAGE_GEMM1, &since);
+    MOE_TRY(moe_cpu_gemm_down(layer, &rows, m->hidden, m->out));
+    lap(r, MOE_STAGE_GEMM2, &since);
+    MOE_TRY(moe_cpu_ep_combine(s->ep, m->out, m->base, a->y));
+    lap(r, MOE_STAGE_COMBINE, &since);
+    return moe_ok();
+}
+
+/* A refused step leaves the session usable: all slots refuse it alike, and nothing is under way. */
+static bool refused_by_all(const struct moe_status *st)
+{
+    return st->code == MOE_FAILED_PRECONDITION && st->reason == MOE_REASON_SHAPE_MISMATCH;
+}
+
+static void run(struct moe_session *s, struct moe_step *step)
+{
+    struct step_memory memory = {0};
+    uint64_t start = moe_clock_ns();
+    step->result.missing_slot = -1;
+    step->status = run_stages(s, &step->args, &step->result, &memory);
+    moe_cpu_scratch_give(s->device, memory.hidden);
+    moe_cpu_scratch_give(s->device, memory.out);
+    moe_cpu_scratch_give(s->device, memory.base);
+    if (moe_failed(&step->status) && !refused_by_all(&step->status))
+        moe_cpu_session_fail(s, &step->status);
+    if (step->status.reason == MOE_REASON_PEER_LOST)
+        step->result.missing_slot = s->missing;
+    step->result.total_ns = moe_clock_ns() - start;
+}
+
+/* ------------------------------------------------------------------- thread */
+
+static struct moe_step *next_unfinished(const struct moe_cpu_steps *q)
+{
+    for (uint32_t i = 0; i < q->count; i++)
+        if (!q->step[i]->finished)
+            return q->step[i];
+    return NULL;
+}
+
+static void *run_steps(void *arg)
+{
+    struct moe_cpu_steps *q = arg;
+    pthread_mutex_lock(&q->lock);
+    for (;;) {
+        struct moe_step *step = next_unfinished(q);
+        if (step == NULL && q->stop)
+            break;
+        if (step == NULL) {
+            pthread_cond_wait(&q->work, &q->lock);
+            continue;
+        }
+        pthread_mutex_unlock(&q->lock);
+        run(q->session, step);
+        pthread_mutex_lock(&q->lock);
+        step->finished = true;
+        pthread_cond_broadcast(&q->done);
+    }
+    pthread_mutex_unlock(&q->lock);
+    return NULL;
+}
+
+struct moe_status moe_cpu_steps_create(struct moe_session *session, struct moe_cpu_steps **out)
+{
+    struct moe_cpu_steps *q = calloc(1, sizeof *q);
+    if (q == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for a session");
+    q->session = session;
+    pthread_mutex_init(&q->lock, NULL);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&q->work, &monotonic);
+    pthread_cond_init(&q->done, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    /* Signals are the main thread's business. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int rc = pthread_create(&q->thread, NULL, run_steps, q);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (rc != 0) {
+        free(q);
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread: %s",
+                         strerror(rc));
+    }
+    *out = q;
+    return moe_ok();
+}
+
+void moe_cpu_steps_destroy(struct moe_cpu_steps *q)
+{
+    if (q == NULL)
+        return;
+    pthread_mutex_lock(&q->lock);
+    q->stop = true;
+    pthread_cond_signal(&q->work);
+    pthread_mutex_unlock(&q->lock);
+    pthread_join(q->thread, NULL);
+    for (uint32_t i = 0; i < q->count; i++)
+        free(q->step[i]);
+    pthread_cond_destroy(&q->work);
+    pthread_cond_destroy(&q->done);
+    pthread_mutex_destroy(&q->lock);
+    free(q);
+}
+
+struct moe_status moe_cpu_steps_idle(struct moe_cpu_steps *q)
+{
+    pthread_mutex_lock(&q->lock);
+    bool idle = q->count == 0;
+    pthread_mutex_unlock(&q->lock);
+    return idle ? moe_ok()
+                : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                            "the session has unfinished steps");
+}
+
+/* -------------------------------------------------------------------- calls */
+
+/* A bad mode must be found here: inside a step it would cost all slots their session. */
+static struct moe_status check_modes(const struct moe_step_args *a)
+{
+    for (uint32_t t = 0; a->mode != NULL && t < a->tokens; t++) {
+        bool known = a->mode[t] <= MOE_ROUTE_IDS_WEIGHTS;
+        bool ids = a->mode[t] == MOE_ROUTE_SERVER || a->ids_in != NULL;
+        bool weights = a->mode[t] != MOE_ROUTE_IDS_WEIGHTS || a->weights_in != NULL;
+        if (!known || !ids || !weights)
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID,
+                             "token %u: routing mode %u lacks its ids or weights", t, a->mode[t]);
+    }
+    return moe_ok();
+}
+
+static struct moe_status check_args(const struct moe_session *s, const struct moe_step_args *a)
+{
+    MOE_TRY(moe_cpu_ep_check(s, a->layer, a->dtype, a->bucket, a->tokens));
+    if (a->tokens > 0 && (a->x == NULL || a->y == NULL || a->ids_out == NULL ||
+                          a->weights_out == NULL || a->token_state == NULL))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
+                         "a step with tokens needs x, y, ids, weights and token states");
+    return check_modes(a);
+}
+
+struct moe_status moe_cpu_step_enqueue(struct moe_session *s, const struct moe_step_args *args,
+                                       struct moe_step **out)
+{
+    MOE_TRY(check_args(s, args));
+    struct moe_cpu_steps *q = s->steps;
+    struct moe_step *step = calloc(1, sizeof *step);
+    if (step == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for a step");
+    step->owner = q;
+    step->args = *args;
+    pthread_mutex_lock(&q->lock);
+    bool room = q->count < MAX_STEPS;
+    if (room) {
+        q->step[q->count++] = step;
+        pthread_cond_signal(&q->work);
+    }
+    pthread_mutex_unlock(&q->lock);
+    if (!room) {
+        free(step);
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                         "a session runs at most %d steps at once", MAX_STEPS);
+    }
+    *out = step;
+    return moe_ok();
+}
+
+/* False when the deadline passed first. Called with the lock held. */
+static bool wait_finished(struct moe_cpu_steps *q, const struct moe_step *step,
+                          uint64_t deadline_ns)
+{
+    struct timespec until = {.tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),
+                             .tv_nsec = (long)(deadline_ns % MOE_NS_PER_S)};
+    int rc = 0;
+    while (!step->finished && rc == 0)
+        rc = deadline_ns == MOE_NEVER ? pthread_cond_wait(&q->done, &q->lock)
+                                      : pthread_cond_timedwait(&q->done, &q->lock, &until);
+    return step->finished;
+}
+
+struct moe_status moe_cpu_step_wait(struct moe_step *step, uint64_t deadline_ns,
+                                    struct moe_step_result *result)
+{
+    struct moe_cpu_steps *q = step->owner;
+    pthread_mutex_lock(&q->lock);
+    bool finished = wait_finished(q, step, deadline_ns);
+    if (finished) {
+        if (q->step[0] == step)
+            q->step[0] = q->step[1];
+        q->count--;
+    }
+    pthread_mutex_unlock(&q->lock);
+    if (!finished)
+        return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "the step is still running");
+    struct moe_status st = step->status;
+    if (result != NULL)
+        *result = step->result;
+    free(step);
+    return st;
+}

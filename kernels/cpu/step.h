@@ -1,0 +1,24 @@
+/* Whole steps: a queue of at most two, and the thread that runs them one after the other. */
+#ifndef MOE_CPU_STEP_H
+#define MOE_CPU_STEP_H
+
+#include "cpu/layer.h"
+
+struct moe_cpu_steps;
+
+struct moe_status moe_cpu_steps_create(struct moe_session *session,
+                                       struct moe_cpu_steps **out) MOE_CHECKED;
+/* Ends and frees what was enqueued and never waited for. NULL is ignored. */
+void moe_cpu_steps_destroy(struct moe_cpu_steps *steps);
+
+/* MOE_FAILED_PRECONDITION while steps are unfinished: parts and exchanges must not overlap them. */
+struct moe_status moe_cpu_steps_idle(struct moe_cpu_steps *steps) MOE_CHECKED;
+
+/* Members of struct moe_backend. */
+struct moe_status moe_cpu_step_enqueue(struct moe_session *session,
+                                       const struct moe_step_args *args,
+                                       struct moe_step **out) MOE_CHECKED;
+struct moe_status moe_cpu_step_wait(struct moe_step *step, uint64_t deadline_ns,
+                                    struct moe_step_result *result) MOE_CHECKED;
+
+#endif

@@ -1,0 +1,242 @@
+/* The window: memory of one slot that all other slots can load from and store to, and its layout.
+ *
+ * Every slot of a session has one window of the same layout; both backends use it (sealed memfds on
+ * the CPU, symmetric memory on CUDA). A slot writes into its peers' windows and reads its own, so
+ * data crosses once and a reader never asks. This file is plain data and address arithmetic.
+ *
+ * Words   Everything a reader polls is an 8-byte word {stamp:40, value:24}, stored at once: value
+ *         and validity travel together, and nothing has to be cleared between steps. A stamp is the
+ *         view's epoch (low 12 bits) and the step's number (28 bits), so what a writer of an older
+ *         view or step left behind, or stores late, never equals the stamp that is waited for.
+ *         Stores of words are releases, loads are acquires: who has seen a word sees all that its
+ *         writer stored before it.
+ *
+ * A step, as seen by slot s with a live peer p
+ *   prepare   s stores into p's window: counts[s][e] for each expert e that p holds, and head[s],
+ *             which says what s believes this step is. Heads that differ make all slots refuse
+ *             alike, because all slots see all heads.
+ *   dispatch  for every token t of s, wanted by p or not: the routing words of those k that go to
+ *             p, the token's row (once, however many experts of p want it), and then
+ *             sent[s][t] = number of routing words. The row's address needs no agreement: it is
+ *             (source slot, token). p waits for the words of a token and expands its row into one
+ *             row per expert; rows start from the counts, so the order is the same on every run.
+ *   combine   for every token of p that has rows on s: the fp32 sum of these rows, in k order,
+ *             stored in the step's dtype into partials[s][t] of p's window, then returned[s][t].
+ *             After its last partial, s stores done[s]. p adds the partials in slot order.
+ *
+ * Why no barrier is needed   s starts step n+1 after done[p] of step n came from every live p, and
+ * p stores done after it has read its slab of rows of step n: so rows of n+1 never overwrite rows
+ * still in use. s stores partials of step n+1 after head[p] of n+1 came from every live p, and p
+ * stores that head after it has summed its partials of step n. This needs every live slot to run
+ * every step, with T = 0 too, and to wait for the words of all live peers, also of those it has no
+ * rows for. Heads, counts and routing words are kept in two parities (of the step's number): a slot
+ * that refuses a step goes on without done words, and its peers may be one step ahead then. */
+#ifndef MOE_WINDOW_H
+#define MOE_WINDOW_H
+
+#include "base/size.h"
+#include "moe/types.h"
+
+enum {
+    MOE_WINDOW_VERSION = 1,
+    MOE_WINDOW_PAGE = 4096,
+    MOE_WINDOW_LINE = 64, /* what one slot writes never shares a line with another slot's */
+    MOE_WINDOW_VALUE_BITS = 24,
+    MOE_WINDOW_STEP_BITS = 28,
+    MOE_WINDOW_EXCHANGE_BYTES = 256,
+    MOE_WINDOW_MAX_TOKENS = 1 << 20, /* times MOE_MAX_TOP_K: counts fit into a word's value */
+};
+#define MOE_WINDOW_MAGIC UINT64_C(0x776f646e69772d65) /* "e-window" */
+
+/* What decides the layout; equal on all slots of a session. */
+struct moe_window_shape {
+    uint32_t slots, max_tokens, max_hidden, max_top_k, max_experts;
+};
+
+/* First bytes of a window. Written by its owner, except bell. */
+struct moe_window_header {
+    uint64_t magic;
+    uint32_t version, slot;
+    uint64_t epoch, bytes;
+    uint8_t pad0[MOE_WINDOW_LINE - 32];
+    uint32_t bell; /* raised by whoever stored words; a futex on the CPU */
+    uint8_t pad1[MOE_WINDOW_LINE - 4];
+    uint32_t sleepers; /* threads of the owner that sleep on the bell */
+    uint8_t pad2[MOE_WINDOW_LINE - 4];
+    /* {monotonic ms:56, slot + 1:8} while the owner waits for a slot, refreshed as long as it lives
+     * and waits; 0 otherwise. Lets a slot that waits in vain find who really holds the step up. */
+    uint64_t waiting;
+};
+
+struct moe_window_exchange {
+    uint64_t word; /* value: bytes used of `data` */
+    uint8_t data[MOE_WINDOW_EXCHANGE_BYTES];
+    uint8_t pad[MOE_WINDOW_LINE - 8];
+};
+
+/* Words of a head: each slot's idea of the step. All but TOKENS must be equal on all slots. */
+enum moe_window_head {
+    MOE_HEAD_TOKENS,    /* T of the source */
+    MOE_HEAD_LAYER,     /* the model's layer index */
+    MOE_HEAD_HIDDEN,    /* H */
+    MOE_HEAD_EXPERTS,   /* E */
+    MOE_HEAD_TOP_K,     /* K */
+    MOE_HEAD_DTYPE,     /* enum moe_dtype */
+    MOE_HEAD_BUCKET,    /* log2 of the bucket */
+    MOE_HEAD_PLACEMENT, /* version of the placement, low bits */
+    MOE_HEAD_WORDS
+};
+
+/* One (token, k) that goes to an expert of the window's owner. Valid by itself where it is moved
+ * with one 16-byte store; on the CPU it is ordered by the token's `sent` word. */
+struct moe_window_route {
+    uint64_t key; /* word: value = expert id */
+    float weight;
+    uint32_t k;
+};
+
+/* Byte offsets from the window's start; [source] and [token] are of the slot that writes. */
+struct moe_window_layout {
+    struct moe_window_shape shape;
+    size_t exchange; /* [2][slots] struct moe_window_exchange */
+    size_t head;     /* [2][slots][MOE_HEAD_WORDS] word */
+    size_t done;     /* [slots] word, a line each */
+    size_t counts;   /* [2][slots][max_experts] word: rows for this expert from this source */
+    size_t routing;  /* [2][slots][max_tokens][max_top_k] struct moe_window_route */
+    size_t sent;     /* [slots][max_tokens] word: routing words (and a row if > 0) are here */
+    size_t returned; /* [slots][max_tokens] word: the partial of the reader's token is here */
+    size_t rows;     /* [slots] regions of `region` bytes: rows by token of the source */
+    size_t partials; /* [slots] regions of `region` bytes: partials by token of the reader */
+    size_t region;
+    size_t bytes; /* of the whole window */
+};
+
+static inline uint64_t moe_window_stamp(uint64_t epoch, uint32_t step)
+{
+    uint64_t step_mask = (UINT64_C(1) << MOE_WINDOW_STEP_BITS) - 1;
+    return (epoch & 0xfff) << MOE_WINDOW_STEP_BITS | (step & step_mask);
+}
+
+static inline uint64_t moe_window_word(uint64_t stamp, uint32_t value)
+{
+    return stamp << MOE_WINDOW_VALUE_BITS | (value & ((1u << MOE_WINDOW_VALUE_BITS) - 1));
+}
+
+static inline uint64_t moe_window_word_stamp(uint64_t word)
+{
+    return word >> MOE_WINDOW_VALUE_BITS;
+}
+
+static inline uint32_t moe_window_word_value(uint64_t word)
+{
+    return (uint32_t)word & ((1u << MOE_WINDOW_VALUE_BITS) - 1);
+}
+
+/* Distance of two rows of a step inside a region, in bytes: never more than the region holds, since
+ * H <= max_hidden and no dtype is wider than F32. */
+static inline size_t moe_window_row_stride(uint32_t hidden, enum moe_dtype dtype)
+{
+    size_t bytes = hidden * moe_dtype_bytes(dtype);
+    return (bytes + MOE_WINDOW_LINE - 1) & ~(size_t)(MOE_WINDOW_LINE - 1);
+}
+
+/* Puts `count` things of `each` bytes on whole pages at `*at`, and moves `*at` behind them. */
+static inline bool moe_window_place(size_t *at, size_t *offset, size_t count, size_t each)
+{
+    size_t bytes;
+    *offset = *at;
+    return moe_size_mul(count, each, &bytes) && moe_size_add(*at, bytes, at) &&
+           moe_size_round_up(*at, MOE_WINDOW_PAGE, at);
+}
+
+/* False when the shape is out of range or the size does not fit a size_t. */
+static inline bool moe_window_layout_of(const struct moe_window_shape *s,
+                                        struct moe_window_layout *l)
+{
+    if (s->slots < 1 || s->slots > MOE_MAX_SLOTS || s->max_tokens < 1 ||
+        s->max_tokens > MOE_WINDOW_MAX_TOKENS || s->max_hidden < 1 ||
+        s->max_hidden > MOE_MAX_HIDDEN || s->max_top_k < 1 || s->max_top_k > MOE_MAX_TOP_K ||
+        s->max_experts < 1 || s->max_experts > MOE_MAX_EXPERTS)
+        return false;
+    size_t slots = s->slots, tokens = s->max_tokens, per_token, at = MOE_WINDOW_PAGE;
+    /* A page multiple keeps the words of two sources on different lines. */
+    if (!moe_size_round_up(tokens * sizeof(uint64_t), MOE_WINDOW_LINE, &per_token))
+        return false;
+    l->shape = *s;
+    return moe_window_place(&at, &l->exchange, 2 * slots, sizeof(struct moe_window_exchange)) &&
+           moe_window_place(&at, &l->head, 2 * slots, MOE_HEAD_WORDS * sizeof(uint64_t)) &&
+           moe_window_place(&at, &l->done, slots, MOE_WINDOW_LINE) &&
+           moe_window_place(&at, &l->counts, 2 * slots, s->max_experts * sizeof(uint64_t)) &&
+           moe_window_place(&at, &l->routing, 2 * slots * tokens,
+                            s->max_top_k * sizeof(struct moe_window_route)) &&
+           moe_window_place(&at, &l->sent, slots, per_token) &&
+           moe_window_place(&at, &l->returned, slots, per_token) &&
+           moe_size_mul(tokens, moe_window_row_stride(s->max_hidden, MOE_DTYPE_F32), &l->region) &&
+           moe_window_place(&at, &l->rows, slots, l->region) &&
+           moe_window_place(&at, &l->partials, slots, l->region) && ((l->bytes = at), true);
+}
+
+/* Addresses inside the window that starts at `base`. */
+static inline struct moe_window_exchange *moe_window_exchange_of(const struct moe_window_layout *l,
+                                                                 uint8_t *base, uint32_t parity,
+                                                                 uint32_t source)
+{
+    struct moe_window_exchange *e = (void *)(base + l->exchange);
+    return &e[parity * l->shape.slots + source];
+}
+
+static inline uint64_t *moe_window_head_of(const struct moe_window_layout *l, uint8_t *base,
+                                           uint32_t parity, uint32_t source)
+{
+    uint64_t *words = (void *)(base + l->head);
+    return &words[(size_t)(parity * l->shape.slots + source) * MOE_HEAD_WORDS];
+}
+
+static inline uint64_t *moe_window_done_of(const struct moe_window_layout *l, uint8_t *base,
+                                           uint32_t source)
+{
+    return (void *)(base + l->done + (size_t)source * MOE_WINDOW_LINE);
+}
+
+static inline uint64_t *moe_window_counts_of(const struct moe_window_layout *l, uint8_t *base,
+                                             uint32_t parity, uint32_t source)
+{
+    uint64_t *words = (void *)(base + l->counts);
+    return &words[(size_t)(parity * l->shape.slots + source) * l->shape.max_experts];
+}
+
+static inline struct moe_window_route *moe_window_routes_of(const struct moe_window_layout *l,
+                                                            uint8_t *base, uint32_t parity,
+                                                            uint32_t source, uint32_t token)
+{
+    struct moe_window_route *routes = (void *)(base + l->routing);
+    size_t row = (size_t)(parity * l->shape.slots + source) * l->shape.max_tokens + token;
+    return &routes[row * l->shape.max_top_k];
+}
+
+static inline uint64_t *moe_window_sent_of(const struct moe_window_layout *l, uint8_t *base,
+                                           uint32_t source, uint32_t token)
+{
+    size_t line = ((size_t)l->shape.max_tokens * 8 + MOE_WINDOW_LINE - 1) / MOE_WINDOW_LINE;
+    return (uint64_t *)(void *)(base + l->sent + source * line * MOE_WINDOW_LINE) + token;
+}
+
+static inline uint64_t *moe_window_returned_of(const struct moe_window_layout *l, uint8_t *base,
+                                               uint32_t source, uint32_t token)
+{
+    return moe_window_sent_of(l, base + (l->returned - l->sent), source, token);
+}
+
+static inline void *moe_window_row_of(const struct moe_window_layout *l, uint8_t *base,
+                                      uint32_t source, uint32_t token, size_t stride)
+{
+    return base + l->rows + source * l->region + token * stride;
+}
+
+static inline void *moe_window_partial_of(const struct moe_window_layout *l, uint8_t *base,
+                                          uint32_t source, uint32_t token, size_t stride)
+{
+    return base + l->partials + source * l->region + token * stride;
+}
+
+#endif
