@@ -24,7 +24,8 @@ enum moe_rpc_kind {
 struct moe_rpc_method {
     const char *path; /* "/moe.v1.ExpertService/Forward" */
     enum moe_rpc_kind kind;
-    bool large; /* messages may be as large as the limit: reading them is subject to admission */
+    bool large; /* unary: the request may be as large as the limit, and reading it is subject to
+                   admission. Streams read when their handler asks, without admission. */
     /* Headers arrived. May be NULL. May refuse by moe_rpc_fail: no message is read then. */
     void (*started)(struct moe_rpc_call *call, void *ctx);
     /* A message, owned by the handler from here on. Unary: called once. Stream: m = NULL once, when
@@ -47,6 +48,8 @@ struct moe_rpc_server_config {
     uint64_t max_reading_bytes;      /* bound on bytes of large messages being read at once */
     uint32_t max_waiting_reads;      /* large calls that may wait for their turn to be read; more
                                         are refused with RESOURCE_EXHAUSTED / QUEUE_FULL */
+    uint32_t max_read_ms;            /* a large message that takes longer to arrive fails its call
+                                        with DEADLINE_EXCEEDED; 0 = one minute */
     uint32_t max_concurrent_streams; /* calls per connection */
     const struct moe_rpc_method
         *methods; /* copied; health and reflection are added by the server */
@@ -67,7 +70,8 @@ void moe_rpc_server_set_health(struct moe_rpc_server *s, const char *service, bo
 /* Refuses new calls, lets those in flight finish until `deadline_ns`, then cancels them; returns
  * when every call's `done` has run. Not on a shard thread. Call once, before stop. */
 void moe_rpc_server_drain(struct moe_rpc_server *s, uint64_t deadline_ns);
-/* Frees everything. After drain. NULL is ignored. */
+/* Frees everything. After drain; waits until every hold on a call has been released, and every
+ * received message must have been freed. NULL is ignored. */
 void moe_rpc_server_stop(struct moe_rpc_server *s);
 
 /* ------------------------------------------------------------------ calls */
@@ -89,7 +93,8 @@ void moe_rpc_call_release(struct moe_rpc_call *c);
 /* [any thread] Unary: the answer. `out` is taken over in every case. */
 void moe_rpc_reply(struct moe_rpc_call *c, const struct moe_rpc_out *out);
 /* [any thread] Ends any call with an error, with ErrorInfo and RetryInfo in
- * grpc-status-details-bin. Later replies, sends and failures are ignored. */
+ * grpc-status-details-bin, after everything queued has been sent. Later replies, sends and failures
+ * are ignored. */
 void moe_rpc_fail(struct moe_rpc_call *c, struct moe_status error);
 /* [any thread] Stream: queues one message; `out` is taken over in every case. Queues without bound:
  * the handler bounds them by not reading on. */

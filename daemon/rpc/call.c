@@ -1,0 +1,543 @@
+/* Server calls: accepting, reading, sending, ending. Every batch of the core is started on the
+ * call's shard, so no call needs a lock; shard.c has the way there for other threads. */
+#include "base/clock.h"
+#include "base/log.h"
+#include "rpc/serving.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+struct moe_rpc_text {
+    struct moe_rpc_text *next;
+    char text[];
+};
+
+/* ------------------------------------------------------------------ life */
+
+static void call_free(struct moe_rpc_call *c)
+{
+    struct moe_rpc_server *server = c->shard->server;
+    while (c->texts != NULL) {
+        struct moe_rpc_text *next = c->texts->next;
+        free(c->texts);
+        c->texts = next;
+    }
+    grpc_metadata_array_destroy(&c->metadata);
+    grpc_call_details_destroy(&c->details);
+    if (c->end_message != NULL)
+        grpc_byte_buffer_destroy(c->end_message);
+    if (c->core != NULL)
+        grpc_call_unref(c->core);
+    free(c);
+    pthread_mutex_lock(&server->lock);
+    server->allocated--;
+    pthread_cond_broadcast(&server->changed);
+    pthread_mutex_unlock(&server->lock);
+}
+
+void moe_rpc_call_hold(struct moe_rpc_call *c)
+{
+    atomic_fetch_add_explicit(&c->references, 1, memory_order_relaxed);
+}
+
+void moe_rpc_call_release(struct moe_rpc_call *c)
+{
+    if (atomic_fetch_sub_explicit(&c->references, 1, memory_order_acq_rel) == 1)
+        call_free(c);
+}
+
+static void op_drop(struct moe_rpc_op *op)
+{
+    struct moe_rpc_call *c = op->call;
+    atomic_fetch_sub(&c->backlog, 1);
+    grpc_byte_buffer_destroy(op->message);
+    free(op);
+}
+
+static void drop_queue(struct moe_rpc_call *c)
+{
+    while (c->queue != NULL) {
+        struct moe_rpc_op *op = c->queue;
+        c->queue = op->next;
+        op_drop(op);
+    }
+    c->queue_end = &c->queue;
+}
+
+/* The call has one posted accept or one client less to wait for. */
+static void finished(struct moe_rpc_call *c)
+{
+    struct moe_rpc_server *server = c->shard->server;
+    pthread_mutex_lock(&server->lock);
+    if (c->linked_endless)
+        TAILQ_REMOVE(&server->endless, c, endless);
+    server->unfinished--;
+    pthread_cond_broadcast(&server->changed);
+    pthread_mutex_unlock(&server->lock);
+    moe_rpc_call_release(c);
+}
+
+/* Ends the life of a call on its shard once nothing of it is in flight. Called last by every event:
+ * `c` may be gone afterwards. */
+static void settle(struct moe_rpc_call *c)
+{
+    if (!c->closed || c->batches > 0)
+        return;
+    MOE_INVARIANT(!c->over);
+    c->over = true;
+    drop_queue(c);
+    if (c->entry->method.done != NULL)
+        c->entry->method.done(c, c->entry->method.ctx);
+    finished(c);
+}
+
+/* ------------------------------------------------------------------ reading */
+
+static void start_read(struct moe_rpc_call *c)
+{
+    grpc_op op = {.op = GRPC_OP_RECV_MESSAGE};
+    op.data.recv_message.recv_message = &c->received;
+    if (c->permit == MOE_RPC_PERMIT_HELD) {
+        c->reading_since_ns = moe_clock_ns();
+        c->in_reading = true;
+        TAILQ_INSERT_TAIL(&c->shard->reading, c, reading);
+    }
+    c->batches++;
+    MOE_RPC_START(c->core, &op, 1, &c->on_received);
+}
+
+static void stop_reading(struct moe_rpc_call *c)
+{
+    if (c->in_reading)
+        TAILQ_REMOVE(&c->shard->reading, c, reading);
+    c->in_reading = false;
+}
+
+static void deliver(struct moe_rpc_call *c, struct moe_rpc_msg *m)
+{
+    const struct moe_rpc_method *method = &c->entry->method;
+    if (atomic_load(&c->ended)) {
+        moe_rpc_msg_free(m);
+        return;
+    }
+    if (m == NULL && method->kind == MOE_RPC_UNARY) {
+        moe_rpc_fail(
+            c, moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TRUNCATED, "the request has no message"));
+        return;
+    }
+    c->half_closed = m == NULL;
+    atomic_store(&c->read_outstanding, false);
+    method->message(c, m, method->ctx);
+}
+
+static void on_received(struct moe_rpc_tag *tag, bool ok)
+{
+    struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, on_received, tag);
+    grpc_byte_buffer *message = c->received;
+    c->received = NULL;
+    stop_reading(c);
+    /* A read that fails (broken connection, message over the limit) also closes the call. */
+    if (ok)
+        deliver(c, moe_rpc_msg_from_buffer(message));
+    else if (message != NULL)
+        grpc_byte_buffer_destroy(message);
+    if (c->permit == MOE_RPC_PERMIT_HELD)
+        moe_rpc_admission_leave(&c->shard->server->admission, c);
+    c->batches--;
+    settle(c);
+}
+
+static void read_first(struct moe_rpc_call *c)
+{
+    const struct moe_rpc_method *method = &c->entry->method;
+    bool now = true;
+    if (method->large && method->kind == MOE_RPC_UNARY) {
+        struct moe_status st = moe_rpc_admission_enter(&c->shard->server->admission, c, &now);
+        if (moe_failed(&st)) {
+            moe_rpc_fail(c, st);
+            return;
+        }
+    }
+    if (now)
+        start_read(c);
+}
+
+uint64_t moe_rpc_expire_reads(struct moe_rpc_shard *shard)
+{
+    uint64_t limit = shard->server->read_limit_ns;
+    struct moe_rpc_call *c = TAILQ_FIRST(&shard->reading);
+    while (c != NULL) {
+        uint64_t at = c->reading_since_ns + limit;
+        if (moe_clock_ns() < at)
+            return at;
+        stop_reading(c);
+        moe_rpc_fail(c, moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                                  "the request did not arrive whole within %llu ms",
+                                  (unsigned long long)(limit / MOE_NS_PER_MS)));
+        c = TAILQ_FIRST(&shard->reading);
+    }
+    return MOE_NEVER;
+}
+
+/* ------------------------------------------------------------------ sending */
+
+static size_t put_headers(struct moe_rpc_call *c, grpc_op *op)
+{
+    if (c->headers_sent)
+        return 0;
+    c->headers_sent = true;
+    *op = (grpc_op){.op = GRPC_OP_SEND_INITIAL_METADATA};
+    return 1;
+}
+
+static void put_message(grpc_op *op, grpc_byte_buffer *message)
+{
+    *op = (grpc_op){.op = GRPC_OP_SEND_MESSAGE, .flags = GRPC_WRITE_NO_COMPRESS};
+    op->data.send_message.send_message = message;
+}
+
+/* Headers, the unary answer if there is one, and the status, in one batch. */
+static void start_end(struct moe_rpc_call *c)
+{
+    grpc_op ops[3];
+    size_t count = put_headers(c, ops);
+    if (c->end_message != NULL)
+        put_message(&ops[count++], c->end_message);
+
+    uint8_t details[MOE_RPC_DETAILS_BYTES];
+    grpc_slice text = grpc_empty_slice();
+    grpc_metadata trailing = {0};
+    grpc_op *op = &ops[count++];
+    *op = (grpc_op){.op = GRPC_OP_SEND_STATUS_FROM_SERVER};
+    op->data.send_status_from_server.status = (grpc_status_code)c->end_status.code;
+    op->data.send_status_from_server.status_details = &text;
+    if (moe_failed(&c->end_status)) {
+        size_t length = moe_rpc_details_put(&c->end_status, details);
+        text = grpc_slice_from_copied_string(c->end_status.text);
+        trailing.key = grpc_slice_from_static_string(moe_rpc_details_key);
+        trailing.value = grpc_slice_from_copied_buffer((const char *)details, length);
+        op->data.send_status_from_server.trailing_metadata = &trailing;
+        op->data.send_status_from_server.trailing_metadata_count = 1;
+    }
+    c->end_started = true;
+    c->batches++;
+    MOE_RPC_START(c->core, ops, count, &c->on_ended);
+    if (moe_failed(&c->end_status)) {
+        grpc_slice_unref(text);
+        grpc_slice_unref(trailing.value);
+    }
+}
+
+/* Starts the next send, or the end when nothing is left to send. At most one is in flight. */
+static void pump(struct moe_rpc_call *c)
+{
+    if (c->closed || c->sending != NULL || c->end_started)
+        return;
+    if (c->queue == NULL) {
+        if (c->ending)
+            start_end(c);
+        return;
+    }
+    c->sending = c->queue;
+    c->queue = c->sending->next;
+    if (c->queue == NULL)
+        c->queue_end = &c->queue;
+    grpc_op ops[2];
+    size_t count = put_headers(c, ops);
+    put_message(&ops[count++], c->sending->message);
+    c->batches++;
+    MOE_RPC_START(c->core, ops, count, &c->on_sent);
+}
+
+static void on_sent(struct moe_rpc_tag *tag, bool ok)
+{
+    struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, on_sent, tag);
+    op_drop(c->sending);
+    c->sending = NULL;
+    if (!ok)
+        drop_queue(c);
+    pump(c);
+    if (c->entry->method.sent != NULL)
+        c->entry->method.sent(c, c->entry->method.ctx);
+    c->batches--;
+    settle(c);
+}
+
+static void on_ended(struct moe_rpc_tag *tag, bool ok)
+{
+    struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, on_ended, tag);
+    (void)ok; /* a client that left meanwhile shows in on_closed */
+    c->batches--;
+    settle(c);
+}
+
+/* ------------------------------------------------------------------ accepting and closing */
+
+static void on_closed(struct moe_rpc_tag *tag, bool ok)
+{
+    struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, on_closed, tag);
+    (void)ok;
+    c->closed = true;
+    moe_rpc_admission_forget(&c->shard->server->admission, c);
+    if (c->core_cancelled) {
+        atomic_store(&c->cancelled, true);
+        if (c->entry->method.cancelled != NULL)
+            c->entry->method.cancelled(c, c->entry->method.ctx);
+    }
+    c->batches--;
+    settle(c);
+}
+
+/* False when the server drains already. */
+static bool link_endless(struct moe_rpc_call *c)
+{
+    struct moe_rpc_server *server = c->shard->server;
+    pthread_mutex_lock(&server->lock);
+    bool draining = server->draining;
+    if (!draining)
+        TAILQ_INSERT_TAIL(&server->endless, c, endless);
+    c->linked_endless = !draining;
+    pthread_mutex_unlock(&server->lock);
+    return !draining;
+}
+
+static void started(struct moe_rpc_call *c)
+{
+    const struct moe_rpc_method *method = &c->entry->method;
+    grpc_op op = {.op = GRPC_OP_RECV_CLOSE_ON_SERVER};
+    op.data.recv_close_on_server.cancelled = &c->core_cancelled;
+    c->batches++;
+    MOE_RPC_START(c->core, &op, 1, &c->on_closed);
+
+    if (c->entry->registered == NULL) {
+        moe_rpc_fail(c, moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                                  "there is no such method here"));
+        return;
+    }
+    if (c->entry->endless && !link_endless(c)) {
+        moe_rpc_fail(c, moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the server is leaving"));
+        return;
+    }
+    if (method->started != NULL)
+        method->started(c, method->ctx);
+    if (!atomic_load(&c->ended))
+        read_first(c);
+}
+
+static void on_accepted(struct moe_rpc_tag *tag, bool ok)
+{
+    struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, on_accepted, tag);
+    struct moe_rpc_shard *shard = c->shard;
+    size_t index = (size_t)(c->entry - shard->server->entries);
+    shard->accepting[index]--;
+    if (!ok) { /* the server shuts down */
+        c->core = NULL;
+        c->over = true;
+        finished(c);
+        return;
+    }
+    moe_rpc_accept(shard, index);
+    if (c->entry->registered == NULL)
+        c->core_deadline = c->details.deadline;
+    c->deadline_ns = moe_rpc_time_from_core(c->core_deadline);
+    started(c);
+}
+
+static struct moe_rpc_call *call_create(struct moe_rpc_shard *shard, size_t index)
+{
+    struct moe_rpc_server *server = shard->server;
+    struct moe_rpc_call *c = calloc(1, sizeof *c);
+    if (c == NULL)
+        return NULL;
+    c->shard = shard;
+    c->entry = &server->entries[index];
+    c->end_op = (struct moe_rpc_op){.kind = MOE_RPC_OP_END, .call = c};
+    c->read_op = (struct moe_rpc_op){.kind = MOE_RPC_OP_READ, .call = c};
+    c->grant_op = (struct moe_rpc_op){.kind = MOE_RPC_OP_GRANT, .call = c};
+    c->queue_end = &c->queue;
+    c->on_accepted.fn = on_accepted;
+    c->on_closed.fn = on_closed;
+    c->on_received.fn = on_received;
+    c->on_sent.fn = on_sent;
+    c->on_ended.fn = on_ended;
+    atomic_init(&c->references, 1);
+    atomic_init(&c->read_outstanding, true);
+    grpc_metadata_array_init(&c->metadata);
+    grpc_call_details_init(&c->details);
+    pthread_mutex_lock(&server->lock);
+    server->unfinished++;
+    server->allocated++;
+    pthread_mutex_unlock(&server->lock);
+    return c;
+}
+
+void moe_rpc_accept(struct moe_rpc_shard *shard, size_t index)
+{
+    struct moe_rpc_server *server = shard->server;
+    const struct moe_rpc_entry *entry = &server->entries[index];
+    while (shard->accepting[index] < MOE_RPC_ACCEPT_DEPTH) {
+        struct moe_rpc_call *c = call_create(shard, index);
+        if (c == NULL) {
+            /* Later accepts of this entry fill the gap. */
+            moe_log_error("out of memory: %u calls fewer can be accepted at once",
+                          MOE_RPC_ACCEPT_DEPTH - shard->accepting[index]);
+            return;
+        }
+        shard->accepting[index]++;
+        grpc_call_error error =
+            entry->registered == NULL
+                ? grpc_server_request_call(server->core, &c->core, &c->details, &c->metadata,
+                                           shard->queue, shard->queue, &c->on_accepted)
+                : grpc_server_request_registered_call(server->core, entry->registered, &c->core,
+                                                      &c->core_deadline, &c->metadata, NULL,
+                                                      shard->queue, shard->queue, &c->on_accepted);
+        MOE_INVARIANT(error == GRPC_CALL_OK);
+    }
+}
+
+/* ------------------------------------------------------------------ operations */
+
+static void apply_send(struct moe_rpc_call *c, struct moe_rpc_op *op)
+{
+    if (c->closed || c->end_started) {
+        op_drop(op);
+        return;
+    }
+    op->next = NULL;
+    *c->queue_end = op;
+    c->queue_end = &op->next;
+    pump(c);
+}
+
+static void apply_grant(struct moe_rpc_call *c)
+{
+    if (c->closed || atomic_load(&c->ended))
+        moe_rpc_admission_leave(&c->shard->server->admission, c);
+    else
+        start_read(c);
+}
+
+void moe_rpc_apply(struct moe_rpc_op *op)
+{
+    struct moe_rpc_call *c = op->call;
+    switch (op->kind) {
+    case MOE_RPC_OP_SEND: apply_send(c, op); break;
+    case MOE_RPC_OP_END:
+        c->ending = true;
+        moe_rpc_admission_forget(&c->shard->server->admission, c);
+        pump(c);
+        break;
+    case MOE_RPC_OP_READ:
+        if (!c->closed && !c->half_closed && !c->end_started)
+            start_read(c);
+        break;
+    case MOE_RPC_OP_GRANT: apply_grant(c); break;
+    }
+    moe_rpc_call_release(c);
+}
+
+/* ------------------------------------------------------------------ for handlers */
+
+void moe_rpc_call_set_user(struct moe_rpc_call *c, void *user)
+{
+    c->user = user;
+}
+
+void *moe_rpc_call_user(const struct moe_rpc_call *c)
+{
+    return c->user;
+}
+
+uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c)
+{
+    return c->deadline_ns;
+}
+
+bool moe_rpc_call_is_cancelled(const struct moe_rpc_call *c)
+{
+    return atomic_load(&c->cancelled);
+}
+
+const char *moe_rpc_call_metadata(struct moe_rpc_call *c, const char *key)
+{
+    for (size_t i = 0; i < c->metadata.count; i++) {
+        const grpc_metadata *m = &c->metadata.metadata[i];
+        if (grpc_slice_str_cmp(m->key, key) != 0)
+            continue;
+        size_t length = GRPC_SLICE_LENGTH(m->value);
+        struct moe_rpc_text *text = malloc(sizeof *text + length + 1);
+        if (text == NULL)
+            return NULL;
+        memcpy(text->text, GRPC_SLICE_START_PTR(m->value), length);
+        text->text[length] = '\0';
+        text->next = c->texts;
+        c->texts = text;
+        return text->text;
+    }
+    return NULL;
+}
+
+/* Ends the call unless it has been ended before. Takes `message` over. */
+static void end(struct moe_rpc_call *c, struct moe_status status, grpc_byte_buffer *message)
+{
+    if (atomic_exchange(&c->ended, true)) {
+        if (message != NULL)
+            grpc_byte_buffer_destroy(message);
+        return;
+    }
+    c->end_status = status;
+    c->end_message = message;
+    moe_rpc_call_hold(c);
+    moe_rpc_post(&c->end_op);
+}
+
+void moe_rpc_reply(struct moe_rpc_call *c, const struct moe_rpc_out *out)
+{
+    MOE_INVARIANT(c->entry->method.kind == MOE_RPC_UNARY);
+    end(c, moe_ok(), moe_rpc_out_to_buffer(out));
+}
+
+void moe_rpc_fail(struct moe_rpc_call *c, struct moe_status error)
+{
+    MOE_INVARIANT(moe_failed(&error));
+    end(c, error, NULL);
+}
+
+void moe_rpc_finish(struct moe_rpc_call *c)
+{
+    MOE_INVARIANT(c->entry->method.kind == MOE_RPC_STREAM);
+    end(c, moe_ok(), NULL);
+}
+
+void moe_rpc_send(struct moe_rpc_call *c, const struct moe_rpc_out *out)
+{
+    MOE_INVARIANT(c->entry->method.kind == MOE_RPC_STREAM);
+    if (atomic_load(&c->ended)) {
+        moe_rpc_out_discard(out);
+        return;
+    }
+    struct moe_rpc_op *op = calloc(1, sizeof *op);
+    if (op == NULL) {
+        moe_rpc_out_discard(out);
+        moe_rpc_fail(c, moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                                  "out of memory while sending"));
+        return;
+    }
+    *op = (struct moe_rpc_op){
+        .kind = MOE_RPC_OP_SEND, .call = c, .message = moe_rpc_out_to_buffer(out)};
+    atomic_fetch_add(&c->backlog, 1);
+    moe_rpc_call_hold(c);
+    moe_rpc_post(op);
+}
+
+size_t moe_rpc_send_backlog(const struct moe_rpc_call *c)
+{
+    return atomic_load(&c->backlog);
+}
+
+void moe_rpc_read_next(struct moe_rpc_call *c)
+{
+    MOE_INVARIANT(!atomic_exchange(&c->read_outstanding, true));
+    moe_rpc_call_hold(c);
+    moe_rpc_post(&c->read_op);
+}

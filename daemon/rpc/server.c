@@ -1,0 +1,320 @@
+/* Life of a server: checking the address, starting shards, draining, stopping. */
+#include "rpc/server.h"
+
+#include "base/clock.h"
+#include "rpc/serving.h"
+
+#include <arpa/inet.h>
+#include <grpc/impl/codegen/grpc_types.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* How long a client may take to send one large message before others get its permit. */
+enum { READ_LIMIT_MS = 60000 };
+
+/* ------------------------------------------------------------------ configuration */
+
+/* "host:port", "[v6]:port"; the host without brackets goes to `host`. */
+static struct moe_status split_address(const char *listen, char *host, size_t capacity)
+{
+    const char *colon = strrchr(listen, ':');
+    size_t length = colon == NULL ? 0 : (size_t)(colon - listen);
+    const char *from = listen;
+    if (length >= 2 && from[0] == '[' && from[length - 1] == ']') {
+        from++;
+        length -= 2;
+    } else if (memchr(from, ':', length) != NULL) {
+        length = 0; /* an IPv6 address needs brackets */
+    }
+    if (length == 0 || length >= capacity)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "listen address is not host:port");
+    char *end;
+    unsigned long port = strtoul(colon + 1, &end, 10);
+    if (colon[1] < '0' || colon[1] > '9' || *end != '\0' || port > UINT16_MAX)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "listen address has no port between 0 and 65535");
+    memcpy(host, from, length);
+    host[length] = '\0';
+    return moe_ok();
+}
+
+static bool is_loopback(const char *host)
+{
+    struct in_addr v4;
+    struct in6_addr v6;
+    if (inet_pton(AF_INET, host, &v4) == 1)
+        return ntohl(v4.s_addr) >> 24 == 127;
+    if (inet_pton(AF_INET6, host, &v6) == 1)
+        return IN6_IS_ADDR_LOOPBACK(&v6);
+    return strcmp(host, "localhost") == 0;
+}
+
+static struct moe_status check_config(const struct moe_rpc_server_config *config, bool *loopback)
+{
+    char host[256];
+    MOE_TRY(split_address(config->listen, host, sizeof host));
+    *loopback = is_loopback(host);
+    if (!*loopback && !config->insecure)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "%s is not a loopback address: listening there without TLS has to be "
+                         "allowed explicitly",
+                         host);
+    if (config->max_message_bytes == 0 || config->max_message_bytes > INT_MAX)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "largest message must be between 1 byte and 2 GiB - 1");
+    return moe_ok();
+}
+
+static grpc_arg int_arg(const char *key, int value)
+{
+    grpc_arg arg = {.type = GRPC_ARG_INTEGER, .key = (char *)(uintptr_t)key};
+    arg.value.integer = value;
+    return arg;
+}
+
+static grpc_server *core_create(const struct moe_rpc_server_config *config, bool loopback)
+{
+    int largest = (int)config->max_message_bytes;
+    uint32_t streams = config->max_concurrent_streams;
+    grpc_arg args[] = {
+        int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, largest),
+        int_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, largest),
+        int_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, streams > INT_MAX ? INT_MAX : (int)streams),
+        int_arg(GRPC_ARG_MAX_METADATA_SIZE, MOE_RPC_METADATA_BYTES),
+        int_arg(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, MOE_RPC_FRAME_BYTES),
+        /* A second server on the port is an error, not a silent partner. */
+        int_arg(GRPC_ARG_ALLOW_REUSEPORT, 0),
+        /* A small compressed message may inflate to any size before its length is checked. */
+        int_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1),
+        int_arg(GRPC_ARG_KEEPALIVE_TIME_MS, MOE_RPC_KEEPALIVE_MS),
+        int_arg(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, MOE_RPC_KEEPALIVE_WAIT_MS),
+        int_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
+        int_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
+        int_arg(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, MOE_RPC_KEEPALIVE_MS / 3),
+        int_arg(GRPC_ARG_ENABLE_CHANNELZ, 0),
+        /* Windows grow with the bandwidth-delay product: wanted on routed links; without delay it
+         * only defeats the bound that permits put on memory. */
+        int_arg(GRPC_ARG_HTTP2_BDP_PROBE, loopback ? 0 : 1),
+    };
+    return grpc_server_create(
+        &(grpc_channel_args){.num_args = sizeof args / sizeof *args, .args = args}, NULL);
+}
+
+/* ------------------------------------------------------------------ start */
+
+static struct moe_status no_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                     "out of memory while starting a server");
+}
+
+/* The configured methods, the built-in ones, and one that stands for all unknown ones. */
+static struct moe_status create_entries(struct moe_rpc_server *s,
+                                        const struct moe_rpc_server_config *config)
+{
+    bool reflects = config->descriptors != NULL;
+    size_t built_in = MOE_RPC_HEALTH_METHODS + (reflects ? MOE_RPC_REFLECTION_METHODS : 0);
+    s->entries = calloc(config->method_count + built_in + 1, sizeof *s->entries);
+    s->health = moe_rpc_health_create();
+    if (s->entries == NULL || s->health == NULL)
+        return no_memory();
+    for (size_t i = 0; i < config->method_count; i++)
+        s->entries[s->entry_count++].method = config->methods[i];
+    moe_rpc_health_methods(s->health, &s->entries[s->entry_count]);
+    s->entry_count += MOE_RPC_HEALTH_METHODS;
+    if (reflects) {
+        MOE_TRY(moe_rpc_reflection_create(config->descriptors, config->descriptors_length,
+                                          &s->reflection));
+        moe_rpc_reflection_methods(s->reflection, &s->entries[s->entry_count]);
+        s->entry_count += MOE_RPC_REFLECTION_METHODS;
+    }
+    for (size_t i = 0; i < s->entry_count; i++) {
+        struct moe_rpc_entry *e = &s->entries[i];
+        /* Without a payload here: nothing is read before the call has been looked at. */
+        e->registered =
+            grpc_server_register_method(s->core, e->method.path, NULL, GRPC_SRM_PAYLOAD_NONE, 0);
+        if (e->registered == NULL)
+            return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "method %s is registered twice",
+                             e->method.path);
+    }
+    s->entry_count++;
+    return moe_ok();
+}
+
+static struct moe_status create_shards(struct moe_rpc_server *s, uint32_t count)
+{
+    s->shards = calloc(count, sizeof *s->shards);
+    if (s->shards == NULL)
+        return no_memory();
+    s->shard_count = count;
+    for (uint32_t i = 0; i < count; i++) {
+        struct moe_rpc_shard *shard = &s->shards[i];
+        shard->server = s;
+        shard->accepting = calloc(s->entry_count, sizeof *shard->accepting);
+        if (shard->accepting == NULL)
+            return no_memory();
+        shard->queue = grpc_completion_queue_create_for_next(NULL);
+        grpc_server_register_completion_queue(s->core, shard->queue, NULL);
+        MOE_TRY(moe_rpc_shard_start(shard));
+    }
+    return moe_ok();
+}
+
+static struct moe_status bind_port(struct moe_rpc_server *s, const char *listen)
+{
+    grpc_server_credentials *plain = grpc_insecure_server_credentials_create();
+    int port = grpc_server_add_http2_port(s->core, listen, plain);
+    grpc_server_credentials_release(plain);
+    if (port <= 0)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot listen on %s", listen);
+    s->port = (uint16_t)port;
+    return moe_ok();
+}
+
+static void set_phase(struct moe_rpc_server *s, enum moe_rpc_phase phase)
+{
+    pthread_mutex_lock(&s->lock);
+    s->phase = phase;
+    pthread_cond_broadcast(&s->changed);
+    while (phase == MOE_RPC_SERVING && s->shards_ready < s->shard_count)
+        pthread_cond_wait(&s->changed, &s->lock);
+    pthread_mutex_unlock(&s->lock);
+}
+
+static void server_free(struct moe_rpc_server *s)
+{
+    if (s->core != NULL)
+        grpc_server_destroy(s->core);
+    for (uint32_t i = 0; i < s->shard_count; i++) {
+        moe_rpc_shard_stop(&s->shards[i]);
+        free(s->shards[i].accepting);
+    }
+    free(s->shards);
+    free(s->entries);
+    moe_rpc_health_destroy(s->health);
+    moe_rpc_reflection_destroy(s->reflection);
+    moe_rpc_admission_destroy(&s->admission);
+    pthread_cond_destroy(&s->changed);
+    pthread_mutex_destroy(&s->lock);
+    free(s);
+    moe_rpc_library_release();
+}
+
+static void on_shutdown(struct moe_rpc_tag *tag, bool ok)
+{
+    struct moe_rpc_server *s = MOE_RPC_OWNER(struct moe_rpc_server, on_shutdown, tag);
+    (void)ok;
+    pthread_mutex_lock(&s->lock);
+    s->shut_down = true;
+    pthread_cond_broadcast(&s->changed);
+    pthread_mutex_unlock(&s->lock);
+}
+
+static struct moe_rpc_server *server_create(const struct moe_rpc_server_config *config)
+{
+    struct moe_rpc_server *s = calloc(1, sizeof *s);
+    if (s == NULL)
+        return NULL;
+    uint64_t permits = config->max_reading_bytes / config->max_message_bytes;
+    permits = permits < 1 ? 1 : permits > UINT32_MAX ? UINT32_MAX : permits;
+    moe_rpc_admission_init(&s->admission, (uint32_t)permits, config->max_waiting_reads);
+    uint32_t limit_ms = config->max_read_ms > 0 ? config->max_read_ms : READ_LIMIT_MS;
+    s->read_limit_ns = limit_ms * MOE_NS_PER_MS;
+    s->on_shutdown.fn = on_shutdown;
+    TAILQ_INIT(&s->endless);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&s->changed, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    pthread_mutex_init(&s->lock, NULL);
+    moe_rpc_library_hold();
+    return s;
+}
+
+struct moe_status moe_rpc_server_start(const struct moe_rpc_server_config *config,
+                                       struct moe_rpc_server **out)
+{
+    bool loopback;
+    struct moe_status st;
+    *out = NULL;
+    MOE_TRY(check_config(config, &loopback));
+    struct moe_rpc_server *s = server_create(config);
+    if (s == NULL)
+        return no_memory();
+    s->core = core_create(config, loopback);
+    MOE_TRY_GOTO(st, create_entries(s, config), fail);
+    MOE_TRY_GOTO(st, create_shards(s, config->shards > 0 ? config->shards : 1), fail);
+    MOE_TRY_GOTO(st, bind_port(s, config->listen), fail);
+    grpc_server_start(s->core);
+    set_phase(s, MOE_RPC_SERVING);
+    *out = s;
+    return moe_ok();
+fail:
+    set_phase(s, MOE_RPC_ABANDONED);
+    server_free(s);
+    return st;
+}
+
+uint16_t moe_rpc_server_port(const struct moe_rpc_server *s)
+{
+    return s->port;
+}
+
+void moe_rpc_server_set_health(struct moe_rpc_server *s, const char *service, bool serving)
+{
+    moe_rpc_health_set(s->health, service, serving);
+}
+
+/* ------------------------------------------------------------------ drain and stop */
+
+static void fail_endless(struct moe_rpc_server *s)
+{
+    struct moe_rpc_call *c;
+    pthread_mutex_lock(&s->lock);
+    s->draining = true;
+    TAILQ_FOREACH(c, &s->endless, endless)
+    moe_rpc_fail(c, moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the server is leaving"));
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* True when all is over, false when `deadline_ns` came first. "Shut down" alone is not enough: the
+ * core says so while handlers still run. */
+static bool wait_until_over(struct moe_rpc_server *s, uint64_t deadline_ns)
+{
+    struct timespec at = {.tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),
+                          .tv_nsec = (long)(deadline_ns % MOE_NS_PER_S)};
+    int error = 0;
+    pthread_mutex_lock(&s->lock);
+    while ((!s->shut_down || s->unfinished > 0) && error == 0)
+        error = deadline_ns == MOE_NEVER ? pthread_cond_wait(&s->changed, &s->lock)
+                                         : pthread_cond_timedwait(&s->changed, &s->lock, &at);
+    bool over = s->shut_down && s->unfinished == 0;
+    pthread_mutex_unlock(&s->lock);
+    return over;
+}
+
+void moe_rpc_server_drain(struct moe_rpc_server *s, uint64_t deadline_ns)
+{
+    moe_rpc_health_shut(s->health); /* watchers hear of it before their streams end */
+    fail_endless(s);
+    grpc_server_shutdown_and_notify(s->core, s->shards[0].queue, &s->on_shutdown);
+    if (wait_until_over(s, deadline_ns))
+        return;
+    grpc_server_cancel_all_calls(s->core);
+    (void)wait_until_over(s, MOE_NEVER);
+}
+
+void moe_rpc_server_stop(struct moe_rpc_server *s)
+{
+    if (s == NULL)
+        return;
+    pthread_mutex_lock(&s->lock);
+    MOE_INVARIANT(s->shut_down);
+    while (s->allocated > 0)
+        pthread_cond_wait(&s->changed, &s->lock);
+    pthread_mutex_unlock(&s->lock);
+    server_free(s);
+}
