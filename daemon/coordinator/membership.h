@@ -1,0 +1,216 @@
+/* The coordinator's mind: seats, leases, epochs. Pure: no I/O, no clock, no allocation after
+ * create, one thread at a time. Inputs are messages, closed streams, finished writes and ticks;
+ * outputs are actions that the caller carries out in order.
+ *
+ * The rules that everything else follows from:
+ *  - a seat (slot) is held by one process (worker_id, incarnation) at most; a new incarnation of
+ * the same worker fences the old one;
+ *  - an epoch is durable before any worker hears of it, and so is a view before it is committed;
+ *  - a view is in force only as long as every one of its members lives: losing one ends the epoch
+ *    for all (ABORT), and the group forms again, under a new epoch, when the seat is filled;
+ *  - whoever a view came from (this process or, after a restart, the log), each member shows by its
+ *    first heartbeat whether it still belongs to it. */
+#ifndef MOE_COORDINATOR_MEMBERSHIP_H
+#define MOE_COORDINATOR_MEMBERSHIP_H
+
+#include "base/log.h"
+#include "coordinator/placement.h"
+
+enum {
+    MOE_MEMBERSHIP_ID_BYTES = 128, /* worker_id, model, fingerprint; with the final 0 */
+    MOE_MEMBERSHIP_ENDPOINT_BYTES = 256,
+    MOE_MEMBERSHIP_SHORT_BYTES = 32,   /* backend, family, version */
+    MOE_MEMBERSHIP_REASON_BYTES = 160, /* reasons for operators; longer ones are cut */
+    MOE_MEMBERSHIP_BLOB_BYTES = 1024,
+    MOE_MEMBERSHIP_ROUNDS_MAX = 64, /* all-gather rounds of one epoch */
+};
+
+struct moe_membership;
+
+struct moe_membership_config {
+    uint32_t slots;       /* seats, 1..MOE_PLACEMENT_SLOTS_MAX */
+    uint64_t lease_ns;    /* a worker not heard of for this long loses its seat; never sooner */
+    uint64_t form_ns;     /* from the start of an epoch to READY of all */
+    uint64_t shutdown_ns; /* time for a shutdown that names no limit */
+    uint64_t backoff_ns;  /* pause after the first failed attempt; doubles up to backoff_max_ns */
+    uint64_t backoff_max_ns;
+    uint32_t attempts_max; /* failed attempts in a row, then FAILED until a new worker registers */
+    const char *version;   /* release, "major.minor.patch"; lives as long as the machine */
+};
+
+/* All that outlives the process. */
+struct moe_membership_saved {
+    uint64_t epoch; /* highest epoch ever announced, or about to be */
+    uint32_t placement_version;
+    uint64_t placement_hash; /* moe_placement_content_hash */
+    uint64_t view_epoch;     /* view in force; 0 = none, and the fields below are empty */
+    uint32_t slots;
+    struct {
+        char worker_id[MOE_MEMBERSHIP_ID_BYTES];
+        uint64_t incarnation;
+    } members[MOE_PLACEMENT_SLOTS_MAX];
+};
+
+/* `saved`: from the store; zeroes for a new group. Members of a view found there have one lease,
+ * from `now`, to come back. Creating is an input: actions may follow. */
+struct moe_status moe_membership_create(const struct moe_membership_config *config,
+                                        const struct moe_membership_saved *saved, uint64_t now_ns,
+                                        struct moe_membership **out) MOE_CHECKED;
+/* NULL is ignored. */
+void moe_membership_destroy(struct moe_membership *m);
+
+/* ------------------------------------------------------------------ inputs
+ *
+ * `now_ns` never falls. `stream` is a number > 0 that the caller gives to each session stream and
+ * never uses again. After every input, all actions must be carried out before the next one. */
+
+struct moe_membership_layer { /* moe.v1.LayerInfo */
+    uint32_t layer, hidden, experts, top_k, intermediate, zero_experts, shared_intermediate;
+};
+
+struct moe_membership_register { /* moe.v1.Register; strings are copied */
+    const char *worker_id, *endpoint, *backend, *model, *fingerprint, *family, *version;
+    uint64_t incarnation;
+    uint32_t max_tokens_per_step, wanted_slot_plus_one;
+    const struct moe_membership_layer *layers;
+    size_t layer_count;
+};
+
+struct moe_membership_heartbeat {
+    uint64_t epoch, loaded_bytes, total_bytes, tokens, steps;
+};
+
+void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
+                                const struct moe_membership_register *r);
+void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
+                                 const struct moe_membership_heartbeat *h);
+/* `error`: code MOE_OK when all went well. */
+void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
+                              uint32_t placement_version, const struct moe_status *error);
+void moe_membership_on_blob(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
+                            uint64_t epoch, uint32_t round, const uint8_t *data, size_t length);
+void moe_membership_on_ready(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
+                             uint64_t epoch, const struct moe_status *error);
+void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
+                                 uint64_t epoch, uint64_t slots);
+void moe_membership_on_drain_notice(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
+                                    const char *reason);
+void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
+                               const char *reason);
+void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, uint64_t stream);
+/* Answer to MOE_MEMBERSHIP_SAVE. May come in the midst of carrying out actions. */
+void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t sequence,
+                             const struct moe_status *status);
+void moe_membership_on_tick(struct moe_membership *m, uint64_t now_ns);
+/* When the next tick is due at the latest; MOE_NEVER after MOE_MEMBERSHIP_EXIT. */
+uint64_t moe_membership_deadline(const struct moe_membership *m);
+
+/* Operators. `*epoch`: epoch in force, 0 = none. Errors: MOE_INVALID_ARGUMENT (no reason given),
+ * MOE_NOT_FOUND (no such seat, or empty). Repeating either is answered alike. */
+struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns, uint32_t slot,
+                                       const char *reason, uint32_t limit_ms,
+                                       uint64_t *epoch) MOE_CHECKED;
+struct moe_status moe_membership_shutdown(struct moe_membership *m, uint64_t now_ns,
+                                          const char *reason, uint32_t limit_ms,
+                                          uint64_t *epoch) MOE_CHECKED;
+
+/* ------------------------------------------------------------------ actions */
+
+enum moe_membership_action_kind {
+    MOE_MEMBERSHIP_SAVE,  /* make moe_membership_to_save() durable, then on_saved(sequence) */
+    MOE_MEMBERSHIP_SEND,  /* `message` to `stream` */
+    MOE_MEMBERSHIP_CLOSE, /* end `stream` with `status` (MOE_OK = in peace) */
+    MOE_MEMBERSHIP_LOG,   /* status.text at `level` */
+    MOE_MEMBERSHIP_EXIT,  /* the shutdown is complete; last action ever */
+};
+
+enum moe_membership_message {
+    MOE_MEMBERSHIP_REGISTERED, /* slot */
+    MOE_MEMBERSHIP_ASSIGN,     /* moe_membership_placement() */
+    MOE_MEMBERSHIP_PREPARE,    /* epoch; members: moe_membership_worker() */
+    MOE_MEMBERSHIP_BLOBS,      /* epoch, round; moe_membership_blob() */
+    MOE_MEMBERSHIP_COMMIT,     /* epoch */
+    MOE_MEMBERSHIP_ABORT,      /* epoch; status.text = reason */
+    MOE_MEMBERSHIP_DRAIN,      /* limit_ms; status.text = reason */
+};
+
+struct moe_membership_action {
+    enum moe_membership_action_kind kind;
+    enum moe_membership_message message;
+    enum moe_log_level level;
+    uint64_t stream, sequence, epoch;
+    uint32_t slot, round, limit_ms;
+    struct moe_status status;
+};
+
+/* The oldest action not yet taken; false when there is none. */
+bool moe_membership_next_action(struct moe_membership *m, struct moe_membership_action *out);
+
+/* ------------------------------------------------------------------ reading
+ *
+ * Pointers are valid until the next input. */
+
+enum moe_group_state { /* values of moe.v1.GroupState */
+                       MOE_GROUP_WAITING = 1,
+                       MOE_GROUP_LOADING,
+                       MOE_GROUP_FORMING,
+                       MOE_GROUP_SERVING,
+                       MOE_GROUP_DEGRADED,
+                       MOE_GROUP_DRAINING,
+                       MOE_GROUP_FAILED,
+};
+
+enum moe_worker_state { /* values of moe.v1.WorkerState */
+                        MOE_WORKER_REGISTERED = 1,
+                        MOE_WORKER_LOADING,
+                        MOE_WORKER_LOADED,
+                        MOE_WORKER_PREPARING,
+                        MOE_WORKER_SERVING,
+                        MOE_WORKER_DRAINING,
+                        MOE_WORKER_GONE,
+};
+
+/* Why views ended or did not come about; `moe_group_reforms_total{reason}`. */
+enum moe_membership_cause {
+    MOE_CAUSE_LEASE_EXPIRED,
+    MOE_CAUSE_REPLACED,  /* a new process of the same worker */
+    MOE_CAUSE_PEER_LOST, /* reported by a member */
+    MOE_CAUSE_LEFT,
+    MOE_CAUSE_OUT_OF_STEP, /* a member came back without the epoch */
+    MOE_CAUSE_NOT_FORMED,  /* a deadline, error or lost stream while forming */
+    MOE_CAUSE_COUNT
+};
+const char *moe_membership_cause_name(enum moe_membership_cause cause);
+
+struct moe_membership_group {
+    enum moe_group_state state;
+    char reason[MOE_MEMBERSHIP_REASON_BYTES];
+    uint64_t epoch; /* in force; 0 = none */
+    uint32_t slots, max_tokens_per_step;
+    const char *model, *family, *backend; /* "" until the first worker registered */
+    const struct moe_membership_layer *layers;
+    size_t layer_count;
+    uint64_t last_epoch;    /* highest ever announced */
+    const uint64_t *causes; /* [MOE_CAUSE_COUNT] */
+};
+
+struct moe_membership_worker {
+    uint32_t slot;
+    enum moe_worker_state state;
+    const char *worker_id, *endpoint;
+    uint64_t incarnation;
+    uint64_t lease_remaining_ns;          /* 0 when gone */
+    struct moe_membership_heartbeat last; /* epoch: as reported */
+    const struct moe_status *error;       /* last failure; code MOE_OK = none */
+};
+
+void moe_membership_group(const struct moe_membership *m, struct moe_membership_group *out);
+/* False when nobody ever held the seat. */
+bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
+                           struct moe_membership_worker *out);
+const struct moe_placement *moe_membership_placement(const struct moe_membership *m);
+const struct moe_membership_saved *moe_membership_to_save(const struct moe_membership *m);
+/* What `slot` gave in the round that was completed last. Never logged: may hold secrets. */
+const uint8_t *moe_membership_blob(const struct moe_membership *m, uint32_t slot, size_t *length);
+
+#endif

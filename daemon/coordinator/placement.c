@@ -1,0 +1,192 @@
+#include "coordinator/placement.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    EXPERTS_IN_ALL = MOE_PLACEMENT_LAYERS_MAX * MOE_PLACEMENT_EXPERTS_MAX,
+    HOLDERS_IN_ALL = 4 * EXPERTS_IN_ALL,
+};
+
+/* Expert e of layer i has row r = first_row[i] + e, and its holders are holders[start[r]] up to but
+ * not including holders[start[r + 1]]. */
+struct moe_placement {
+    uint32_t version, slots;
+    size_t layer_count;
+    struct moe_placement_layer layers[MOE_PLACEMENT_LAYERS_MAX];
+    uint32_t first_row[MOE_PLACEMENT_LAYERS_MAX + 1];
+    uint32_t start[EXPERTS_IN_ALL + 1];
+    uint8_t holders[HOLDERS_IN_ALL];
+};
+
+struct moe_status moe_placement_create(struct moe_placement **out)
+{
+    *out = calloc(1, sizeof **out);
+    if (*out == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "placement");
+    return moe_ok();
+}
+
+void moe_placement_destroy(struct moe_placement *p)
+{
+    free(p);
+}
+
+static struct moe_status invalid(const char *what)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "placement: %s", what);
+}
+
+struct moe_status moe_placement_begin(struct moe_placement *p, uint32_t version, uint32_t slots)
+{
+    if (slots < 1 || slots > MOE_PLACEMENT_SLOTS_MAX)
+        return invalid("number of slots out of range");
+    p->version = version;
+    p->slots = slots;
+    p->layer_count = 0;
+    p->first_row[0] = 0;
+    p->start[0] = 0;
+    return moe_ok();
+}
+
+static struct moe_status check_lists(const struct moe_placement *p, uint32_t experts,
+                                     const uint8_t *copies, const uint8_t *holders, size_t count)
+{
+    size_t at = 0;
+    for (uint32_t e = 0; e < experts; e++) {
+        if (copies[e] == 0 || copies[e] > p->slots)
+            return invalid("an expert needs 1 .. slots copies");
+        if (copies[e] > count - at)
+            return invalid("fewer holders than copies");
+        for (size_t c = 0; c < copies[e]; c++)
+            if (holders[at + c] >= p->slots || (c > 0 && holders[at + c] <= holders[at + c - 1]))
+                return invalid("holders must rise and be slots");
+        at += copies[e];
+    }
+    return at == count ? moe_ok() : invalid("more holders than copies");
+}
+
+struct moe_status moe_placement_add_layer(struct moe_placement *p,
+                                          const struct moe_placement_layer *layer,
+                                          const uint8_t *copies, const uint8_t *holders,
+                                          size_t holder_count)
+{
+    size_t i = p->layer_count;
+    if (i == MOE_PLACEMENT_LAYERS_MAX)
+        return invalid("too many layers");
+    if (layer->experts < 1 || layer->experts > MOE_PLACEMENT_EXPERTS_MAX)
+        return invalid("number of experts out of range");
+    if (i > 0 && layer->layer <= p->layers[i - 1].layer)
+        return invalid("layer indices must rise");
+    MOE_TRY(check_lists(p, layer->experts, copies, holders, holder_count));
+    uint32_t row = p->first_row[i];
+    if (holder_count > HOLDERS_IN_ALL - p->start[row])
+        return invalid("too many copies");
+
+    memcpy(p->holders + p->start[row], holders, holder_count);
+    for (uint32_t e = 0; e < layer->experts; e++)
+        p->start[row + e + 1] = p->start[row + e] + copies[e];
+    p->layers[i] = *layer;
+    p->first_row[i + 1] = row + layer->experts;
+    p->layer_count++;
+    return moe_ok();
+}
+
+struct moe_status moe_placement_set_linear(struct moe_placement *p, uint32_t version,
+                                           uint32_t slots, const struct moe_placement_layer *layers,
+                                           size_t count)
+{
+    uint8_t copies[MOE_PLACEMENT_EXPERTS_MAX], holders[MOE_PLACEMENT_EXPERTS_MAX];
+    memset(copies, 1, sizeof copies);
+    MOE_TRY(moe_placement_begin(p, version, slots));
+    for (size_t i = 0; i < count; i++) {
+        uint32_t experts = layers[i].experts;
+        if (experts > MOE_PLACEMENT_EXPERTS_MAX)
+            return invalid("number of experts out of range");
+        uint32_t base = experts / slots, larger = experts % slots, e = 0;
+        for (uint32_t s = 0; s < slots; s++)
+            for (uint32_t n = base + (s < larger ? 1 : 0); n > 0; n--)
+                holders[e++] = (uint8_t)s;
+        MOE_TRY(moe_placement_add_layer(p, &layers[i], copies, holders, experts));
+    }
+    return moe_ok();
+}
+
+void moe_placement_set_version(struct moe_placement *p, uint32_t version)
+{
+    p->version = version;
+}
+
+uint32_t moe_placement_version(const struct moe_placement *p)
+{
+    return p->version;
+}
+
+uint32_t moe_placement_slots(const struct moe_placement *p)
+{
+    return p->slots;
+}
+
+size_t moe_placement_layer_count(const struct moe_placement *p)
+{
+    return p->layer_count;
+}
+
+struct moe_placement_layer moe_placement_layer_at(const struct moe_placement *p, size_t index)
+{
+    MOE_INVARIANT(index < p->layer_count);
+    return p->layers[index];
+}
+
+bool moe_placement_find_layer(const struct moe_placement *p, uint32_t layer, size_t *index)
+{
+    for (size_t i = 0; i < p->layer_count; i++) {
+        if (p->layers[i].layer == layer) {
+            *index = i;
+            return true;
+        }
+    }
+    return false;
+}
+
+uint32_t moe_placement_holders(const struct moe_placement *p, size_t index, uint32_t expert,
+                               const uint8_t **holders)
+{
+    MOE_INVARIANT(index < p->layer_count && expert < p->layers[index].experts);
+    uint32_t row = p->first_row[index] + expert;
+    *holders = p->holders + p->start[row];
+    return p->start[row + 1] - p->start[row];
+}
+
+static uint64_t mix(uint64_t hash, uint32_t value)
+{
+    for (int shift = 0; shift < 32; shift += 8) {
+        hash ^= (value >> shift) & 0xff;
+        hash *= UINT64_C(0x100000001b3);
+    }
+    return hash;
+}
+
+uint64_t moe_placement_content_hash(const struct moe_placement *p)
+{
+    uint64_t hash = UINT64_C(0xcbf29ce484222325);
+    hash = mix(hash, p->slots);
+    hash = mix(hash, (uint32_t)p->layer_count);
+    for (size_t i = 0; i < p->layer_count; i++) {
+        hash = mix(hash, p->layers[i].layer);
+        hash = mix(hash, p->layers[i].experts);
+        for (uint32_t e = 0; e < p->layers[i].experts; e++) {
+            const uint8_t *holders;
+            uint32_t n = moe_placement_holders(p, i, e, &holders);
+            hash = mix(hash, n);
+            for (uint32_t c = 0; c < n; c++)
+                hash = mix(hash, holders[c]);
+        }
+    }
+    return hash;
+}
+
+uint64_t moe_placement_hash(const struct moe_placement *p)
+{
+    return mix(moe_placement_content_hash(p), p->version);
+}

@@ -1,0 +1,68 @@
+/* Which slots hold which experts: for every MoE layer and every expert the list of slots with a
+ * copy. Pure: no I/O, no clock, no allocation after create.
+ *
+ * Today every list has one entry (linear placement); lists are there because replicas are a matter
+ * of placement alone and nothing that reads a placement may assume otherwise. */
+#ifndef MOE_COORDINATOR_PLACEMENT_H
+#define MOE_COORDINATOR_PLACEMENT_H
+
+#include "base/status.h"
+
+#include <stddef.h>
+
+enum {
+    MOE_PLACEMENT_SLOTS_MAX = 16,
+    MOE_PLACEMENT_LAYERS_MAX = 256,
+    MOE_PLACEMENT_EXPERTS_MAX = 512, /* of one layer */
+};
+
+struct moe_placement;
+
+struct moe_placement_layer {
+    uint32_t layer;   /* the model's layer index */
+    uint32_t experts; /* E */
+};
+
+/* Empty: version 0, no slots, no layers. */
+struct moe_status moe_placement_create(struct moe_placement **out) MOE_CHECKED;
+/* NULL is ignored. */
+void moe_placement_destroy(struct moe_placement *p);
+
+/* Starts afresh with no layers. Errors: MOE_INVALID_ARGUMENT (slots outside 1..SLOTS_MAX). */
+struct moe_status moe_placement_begin(struct moe_placement *p, uint32_t version,
+                                      uint32_t slots) MOE_CHECKED;
+
+/* Adds a layer. `copies[e]` is the number of slots that hold expert e (at least 1); `holders` lists
+ * them for expert 0, then 1, ..., each list ascending.
+ * Errors: MOE_INVALID_ARGUMENT (limits, a list empty, out of order or out of range, layer indices
+ * not rising); the placement is unchanged then. */
+struct moe_status moe_placement_add_layer(struct moe_placement *p,
+                                          const struct moe_placement_layer *layer,
+                                          const uint8_t *copies, const uint8_t *holders,
+                                          size_t holder_count) MOE_CHECKED;
+
+/* One copy of each expert, contiguous ranges in slot order; where E is not divisible by the slots,
+ * the first E % slots slots hold one more. */
+struct moe_status moe_placement_set_linear(struct moe_placement *p, uint32_t version,
+                                           uint32_t slots, const struct moe_placement_layer *layers,
+                                           size_t count) MOE_CHECKED;
+
+void moe_placement_set_version(struct moe_placement *p, uint32_t version);
+uint32_t moe_placement_version(const struct moe_placement *p);
+uint32_t moe_placement_slots(const struct moe_placement *p);
+size_t moe_placement_layer_count(const struct moe_placement *p);
+/* `index` < layer_count. */
+struct moe_placement_layer moe_placement_layer_at(const struct moe_placement *p, size_t index);
+/* Index of the model's layer `layer`; false when it is no MoE layer. */
+bool moe_placement_find_layer(const struct moe_placement *p, uint32_t layer, size_t *index);
+/* Number of slots that hold the expert, and the slots, ascending. */
+uint32_t moe_placement_holders(const struct moe_placement *p, size_t index, uint32_t expert,
+                               const uint8_t **holders);
+
+/* FNV-1a over slots, layers and lists, each number as 32 bits little-endian: equal for equal
+ * content, whatever the version. */
+uint64_t moe_placement_content_hash(const struct moe_placement *p);
+/* The same with the version: what workers exchange to prove that they agree. */
+uint64_t moe_placement_hash(const struct moe_placement *p);
+
+#endif

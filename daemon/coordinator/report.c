@@ -1,0 +1,160 @@
+/* What operators may see of the machine: states, reasons, leases. Changes nothing. */
+#include "coordinator/membership_state.h"
+
+#include <stdio.h>
+#include <string.h>
+
+const char *moe_membership_cause_name(enum moe_membership_cause cause)
+{
+    static const char *const names[MOE_CAUSE_COUNT] = {
+        "lease_expired", "replaced", "peer_lost", "left", "out_of_step", "not_formed"};
+    size_t i = (size_t)cause;
+    return i < MOE_CAUSE_COUNT ? names[i] : "?";
+}
+
+/* A process that cannot load blocks the group until another one takes its seat. */
+static bool find_load_failure(const struct moe_membership *m, uint32_t *slot)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        if (m->seats[s].hold == SEAT_HELD && m->seats[s].load_failed) {
+            *slot = s;
+            return true;
+        }
+    }
+    return false;
+}
+
+static enum moe_group_state group_state(const struct moe_membership *m)
+{
+    if (m->shutting_down)
+        return MOE_GROUP_DRAINING;
+    if (m->view_epoch != 0)
+        return m->restoring ? MOE_GROUP_WAITING : MOE_GROUP_SERVING;
+    uint32_t slot;
+    if (m->failed || find_load_failure(m, &slot))
+        return MOE_GROUP_FAILED;
+    if (m->phase != PHASE_IDLE)
+        return MOE_GROUP_FORMING;
+    if (m->degraded)
+        return MOE_GROUP_DEGRADED;
+    return moe_membership__all_held(m) ? MOE_GROUP_LOADING : MOE_GROUP_WAITING;
+}
+
+static void describe_load_failure(const struct moe_membership *m, uint32_t slot, char *to,
+                                  size_t size)
+{
+    char clean[MOE_MEMBERSHIP_REASON_BYTES];
+    moe_membership__copy_text(clean, sizeof clean, m->seats[slot].error.text);
+    snprintf(to, size, "slot %u cannot load: %.130s", slot, clean);
+}
+
+static void describe(const struct moe_membership *m, struct moe_membership_group *out)
+{
+    uint32_t slot = 0;
+    const char *hindrance = "";
+    bool hindered = moe_membership__hindered(m, &slot, &hindrance);
+    size_t size = sizeof out->reason;
+    switch (out->state) {
+    case MOE_GROUP_SERVING: out->reason[0] = '\0'; break;
+    case MOE_GROUP_DRAINING:
+        snprintf(out->reason, size, "shutting down: %.120s", m->shutdown_reason);
+        break;
+    case MOE_GROUP_FAILED:
+        if (find_load_failure(m, &slot))
+            describe_load_failure(m, slot, out->reason, size);
+        else
+            snprintf(out->reason, size, "gave up: %.140s", m->trouble);
+        break;
+    case MOE_GROUP_FORMING:
+        snprintf(out->reason, size, "attempt %u%s%.120s", m->attempts + 1,
+                 m->trouble[0] != '\0' ? "; last: " : "", m->trouble);
+        break;
+    case MOE_GROUP_DEGRADED:
+        if (hindered)
+            snprintf(out->reason, size, "%.110s; slot %u %s", m->trouble, slot, hindrance);
+        else
+            snprintf(out->reason, size, "%.120s; trying again", m->trouble);
+        break;
+    case MOE_GROUP_WAITING:
+    case MOE_GROUP_LOADING:
+        if (m->restoring)
+            snprintf(out->reason, size, "the coordinator restarted: members have to come back");
+        else if (hindered)
+            snprintf(out->reason, size, "slot %u %s", slot, hindrance);
+        else
+            snprintf(out->reason, size, "%.120s; trying again", m->trouble);
+        break;
+    }
+}
+
+void moe_membership_group(const struct moe_membership *m, struct moe_membership_group *out)
+{
+    *out = (struct moe_membership_group){.state = group_state(m),
+                                         .epoch = m->view_epoch,
+                                         .slots = m->config.slots,
+                                         .model = m->model,
+                                         .family = m->family,
+                                         .backend = m->backend,
+                                         .layers = m->layers,
+                                         .layer_count = m->layer_count,
+                                         .last_epoch = m->announced_epoch,
+                                         .causes = m->causes};
+    describe(m, out);
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        uint32_t tokens = m->seats[s].hold == SEAT_HELD ? m->seats[s].max_tokens : 0;
+        if (tokens != 0 && (out->max_tokens_per_step == 0 || tokens < out->max_tokens_per_step))
+            out->max_tokens_per_step = tokens;
+    }
+}
+
+static enum moe_worker_state worker_state(const struct moe_membership *m, const struct seat *seat)
+{
+    if (seat->hold != SEAT_HELD || seat->load_failed)
+        return MOE_WORKER_GONE;
+    if (seat->draining || seat->leaving)
+        return MOE_WORKER_DRAINING;
+    if (m->view_epoch != 0 && !seat->unverified)
+        return MOE_WORKER_SERVING;
+    if (m->phase == PHASE_PREPARE || m->phase == PHASE_SAVE_VIEW)
+        return MOE_WORKER_PREPARING;
+    return seat->loaded     ? MOE_WORKER_LOADED
+           : seat->assigned ? MOE_WORKER_LOADING
+                            : MOE_WORKER_REGISTERED;
+}
+
+bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
+                           struct moe_membership_worker *out)
+{
+    if (slot >= m->config.slots || m->seats[slot].hold == SEAT_EMPTY)
+        return false;
+    const struct seat *seat = &m->seats[slot];
+    uint64_t end = seat->heard_ns + m->config.lease_ns;
+    bool held = seat->hold == SEAT_HELD;
+    *out = (struct moe_membership_worker){.slot = slot,
+                                          .state = worker_state(m, seat),
+                                          .worker_id = seat->worker_id,
+                                          .endpoint = seat->endpoint,
+                                          .incarnation = seat->incarnation,
+                                          .lease_remaining_ns =
+                                              held && end > m->now_ns ? end - m->now_ns : 0,
+                                          .last = seat->last,
+                                          .error = &seat->error};
+    return true;
+}
+
+const struct moe_placement *moe_membership_placement(const struct moe_membership *m)
+{
+    return m->placement;
+}
+
+const struct moe_membership_saved *moe_membership_to_save(const struct moe_membership *m)
+{
+    return &m->saved;
+}
+
+const uint8_t *moe_membership_blob(const struct moe_membership *m, uint32_t slot, size_t *length)
+{
+    MOE_INVARIANT(slot < m->config.slots);
+    *length = m->blobs[slot].length;
+    return m->blobs[slot].data;
+}

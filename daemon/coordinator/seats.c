@@ -1,0 +1,316 @@
+/* Who holds which seat, and on what terms: registration, fencing, agreement on the model. It never
+ * forms epochs; it only ends them when a seat is lost. */
+#include "coordinator/membership_state.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* ------------------------------------------------------------------ seats */
+
+bool moe_membership__find_stream(const struct moe_membership *m, uint64_t stream, uint32_t *slot)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        if (m->seats[s].hold == SEAT_HELD && m->seats[s].stream == stream) {
+            *slot = s;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The seat becomes free. `parting` is what its stream, if there still is one, ends with. */
+void moe_membership__lose(struct moe_membership *m, uint32_t slot, enum moe_membership_cause cause,
+                          const char *what, struct moe_status parting)
+{
+    struct seat *seat = &m->seats[slot];
+    char why[MOE_MEMBERSHIP_REASON_BYTES];
+    snprintf(why, sizeof why, "slot %u %s", slot, what);
+    if (seat->stream != 0)
+        moe_membership__close(m, seat->stream, parting);
+    seat->hold = SEAT_GONE;
+    seat->stream = 0;
+    seat->error = cause == MOE_CAUSE_LEFT
+                      ? moe_ok()
+                      : moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "%s", what);
+    moe_membership__log(m, MOE_LOG_WARN, "%s (%s)", why, seat->worker_id);
+    moe_membership__copy_text(m->trouble, sizeof m->trouble, why);
+    moe_membership__end_epoch(m, cause, why);
+}
+
+void moe_membership__remember(struct moe_membership *m, const struct seat *seat)
+{
+    size_t at = m->history_count++ % HISTORY_MAX;
+    memcpy(m->history[at].worker_id, seat->worker_id, sizeof m->history[at].worker_id);
+    m->history[at].incarnation = seat->incarnation;
+}
+
+static struct moe_status stale_process(void)
+{
+    return moe_error(MOE_ABORTED, MOE_REASON_STALE_EPOCH,
+                     "a newer process of this worker has registered");
+}
+
+/* True for a process that had a seat before a later process of the same worker had one. */
+static bool is_fenced(const struct moe_membership *m, const struct moe_membership_register *r)
+{
+    size_t kept = m->history_count < HISTORY_MAX ? m->history_count : HISTORY_MAX;
+    bool later = false;
+    for (size_t age = 1; age <= kept; age++) {
+        size_t at = (m->history_count - age) % HISTORY_MAX;
+        if (strcmp(m->history[at].worker_id, r->worker_id) != 0)
+            continue;
+        if (m->history[at].incarnation == r->incarnation)
+            return later;
+        later = true;
+    }
+    return false;
+}
+
+/* The worker's own seat, else the one it wishes for, else one nobody ever held, else any. */
+static bool choose_seat(const struct moe_membership *m, const struct moe_membership_register *r,
+                        uint32_t *slot)
+{
+    uint32_t best = 0;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct seat *seat = &m->seats[s];
+        if (seat->hold == SEAT_HELD)
+            continue;
+        bool own = seat->hold == SEAT_GONE && strcmp(seat->worker_id, r->worker_id) == 0;
+        uint32_t rank = own                                ? 4
+                        : r->wanted_slot_plus_one == s + 1 ? 3
+                        : seat->hold == SEAT_EMPTY         ? 2
+                                                           : 1;
+        if (rank > best) {
+            best = rank;
+            *slot = s;
+        }
+    }
+    return best > 0;
+}
+
+static bool find_worker(const struct moe_membership *m, const char *worker_id, uint32_t *slot)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        if (m->seats[s].hold == SEAT_HELD && strcmp(m->seats[s].worker_id, worker_id) == 0) {
+            *slot = s;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* ------------------------------------------------------------------ what workers must agree on */
+
+/* One word of printable ASCII that fits: it goes into logs, tables and file formats as it is. */
+static bool is_word(const char *s, size_t size)
+{
+    size_t n = 0;
+    for (; s[n] != '\0'; n++)
+        if (n + 1 >= size || s[n] <= ' ' || s[n] > '~' || s[n] == '"' || s[n] == '\\')
+            return false;
+    return n > 0;
+}
+
+static struct moe_status check_register(const struct moe_membership_register *r)
+{
+    const char *bad = !is_word(r->worker_id, MOE_MEMBERSHIP_ID_BYTES)        ? "worker_id"
+                      : !is_word(r->endpoint, MOE_MEMBERSHIP_ENDPOINT_BYTES) ? "endpoint"
+                      : !is_word(r->backend, MOE_MEMBERSHIP_SHORT_BYTES)     ? "backend"
+                      : !is_word(r->model, MOE_MEMBERSHIP_ID_BYTES)          ? "model"
+                      : !is_word(r->fingerprint, MOE_MEMBERSHIP_ID_BYTES)    ? "model_fingerprint"
+                      : !is_word(r->family, MOE_MEMBERSHIP_SHORT_BYTES)      ? "family"
+                      : !is_word(r->version, MOE_MEMBERSHIP_SHORT_BYTES)     ? "version"
+                      : r->incarnation == 0                                  ? "incarnation"
+                      : r->max_tokens_per_step == 0                          ? "max_tokens_per_step"
+                      : r->layer_count == 0 || r->layer_count > LAYERS_MAX   ? "layers"
+                                                                             : NULL;
+    if (bad != NULL)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
+                         "Register.%s is missing or not acceptable", bad);
+    return moe_ok();
+}
+
+/* Length of "major.minor" in "major.minor.patch". */
+static size_t release_length(const char *version)
+{
+    const char *dot = strchr(version, '.');
+    dot = dot != NULL ? strchr(dot + 1, '.') : NULL;
+    return dot != NULL ? (size_t)(dot - version) : strlen(version);
+}
+
+static struct moe_status check_version(const struct moe_membership *m, const char *version)
+{
+    size_t n = release_length(m->config.version);
+    if (release_length(version) == n && strncmp(version, m->config.version, n) == 0)
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                     "worker release %.31s does not go with coordinator release %.31s", version,
+                     m->config.version);
+}
+
+static struct moe_status check_model(const struct moe_membership *m,
+                                     const struct moe_membership_register *r)
+{
+    const char *differs =
+        strcmp(m->fingerprint, r->fingerprint) != 0 ? "model fingerprint"
+        : strcmp(m->model, r->model) != 0           ? "model name"
+        : strcmp(m->backend, r->backend) != 0       ? "backend"
+        : strcmp(m->family, r->family) != 0         ? "model family"
+        : m->layer_count != r->layer_count ||
+                memcmp(m->layers, r->layers, r->layer_count * sizeof *r->layers) != 0
+            ? "layer list"
+            : NULL;
+    if (differs == NULL)
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                     "the %s differs from that of the workers already in the group", differs);
+}
+
+/* Takes over the worker's model as the group's, with the placement that follows from it. */
+static struct moe_status adopt_model(struct moe_membership *m,
+                                     const struct moe_membership_register *r)
+{
+    struct moe_placement_layer layers[LAYERS_MAX];
+    for (size_t i = 0; i < r->layer_count; i++)
+        layers[i] = (struct moe_placement_layer){r->layers[i].layer, r->layers[i].experts};
+    m->model_known = false;
+    MOE_TRY(moe_placement_set_linear(m->placement, m->saved.placement_version, m->config.slots,
+                                     layers, r->layer_count));
+    uint64_t hash = moe_placement_content_hash(m->placement);
+    if (m->saved.placement_version == 0 || hash != m->saved.placement_hash) {
+        moe_membership__end_epoch(m, MOE_CAUSE_OUT_OF_STEP, "the model has changed");
+        m->saved.placement_version++;
+        m->saved.placement_hash = hash;
+        m->placement_durable = false;
+        m->awaited_save = 0;
+        moe_placement_set_version(m->placement, m->saved.placement_version);
+    }
+    moe_membership__copy_text(m->backend, sizeof m->backend, r->backend);
+    moe_membership__copy_text(m->family, sizeof m->family, r->family);
+    moe_membership__copy_text(m->model, sizeof m->model, r->model);
+    moe_membership__copy_text(m->fingerprint, sizeof m->fingerprint, r->fingerprint);
+    memcpy(m->layers, r->layers, r->layer_count * sizeof *r->layers);
+    m->layer_count = r->layer_count;
+    m->model_known = true;
+    return moe_ok();
+}
+
+/* The group's model is that of the workers that are here; a worker alone may bring another one. */
+static struct moe_status agree_on_model(struct moe_membership *m,
+                                        const struct moe_membership_register *r)
+{
+    bool alone = true;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct seat *seat = &m->seats[s];
+        bool here = seat->hold == SEAT_HELD && seat->endpoint[0] != '\0';
+        bool replaced =
+            strcmp(seat->worker_id, r->worker_id) == 0 && seat->incarnation != r->incarnation;
+        if (here && !replaced)
+            alone = false;
+    }
+    return m->model_known && !alone ? check_model(m, r) : adopt_model(m, r);
+}
+
+/* ------------------------------------------------------------------ register */
+
+static void welcome(struct moe_membership *m, uint32_t slot)
+{
+    struct moe_membership_action *a = moe_membership__send(m, slot, MOE_MEMBERSHIP_REGISTERED);
+    MOE_INVARIANT(a != NULL);
+    a->epoch = m->announced_epoch;
+}
+
+static void take_seat(struct moe_membership *m, uint64_t stream, uint32_t slot,
+                      const struct moe_membership_register *r)
+{
+    struct seat *seat = &m->seats[slot];
+    *seat = (struct seat){.hold = SEAT_HELD,
+                          .incarnation = r->incarnation,
+                          .stream = stream,
+                          .heard_ns = m->now_ns,
+                          .max_tokens = r->max_tokens_per_step};
+    moe_membership__copy_text(seat->worker_id, sizeof seat->worker_id, r->worker_id);
+    moe_membership__copy_text(seat->endpoint, sizeof seat->endpoint, r->endpoint);
+    m->attempts = 0;
+    m->failed = false;
+    m->next_try_ns = m->now_ns;
+    moe_membership__log(m, MOE_LOG_INFO, "slot %u: %s at %s", slot, seat->worker_id,
+                        seat->endpoint);
+    moe_membership__remember(m, seat);
+    welcome(m, slot);
+}
+
+void moe_membership__drain(struct moe_membership *m, uint32_t slot, const char *reason,
+                           uint32_t limit_ms)
+{
+    struct seat *seat = &m->seats[slot];
+    seat->draining = true;
+    seat->drain_limit_ms = limit_ms;
+    struct moe_membership_action *a = moe_membership__send(m, slot, MOE_MEMBERSHIP_DRAIN);
+    if (a == NULL)
+        return; /* told when it comes back */
+    a->limit_ms = limit_ms;
+    moe_membership__copy_text(a->status.text, sizeof a->status.text, reason);
+}
+
+/* The process that holds the seat speaks on a new stream, or once more. What was under way on the
+ * old stream may be lost: an epoch in work starts over, a view is confirmed by the next heartbeat.
+ */
+static void come_back(struct moe_membership *m, uint64_t stream, uint32_t slot,
+                      const struct moe_membership_register *r)
+{
+    struct seat *seat = &m->seats[slot];
+    if (seat->stream == stream) {
+        welcome(m, slot);
+        return;
+    }
+    char why[MOE_MEMBERSHIP_REASON_BYTES];
+    snprintf(why, sizeof why, "slot %u reconnected", slot);
+    if (seat->stream != 0)
+        moe_membership__close(
+            m, seat->stream, moe_error(MOE_ABORTED, MOE_REASON_NONE, "replaced by a newer stream"));
+    seat->stream = 0;
+    if (m->phase != PHASE_IDLE)
+        moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED, why);
+    seat->stream = stream;
+    seat->max_tokens = r->max_tokens_per_step;
+    moe_membership__copy_text(seat->endpoint, sizeof seat->endpoint, r->endpoint);
+    seat->unverified = m->view_epoch != 0;
+    seat->assigned = seat->loaded || seat->load_failed;
+    moe_membership__log(m, MOE_LOG_INFO, "%s", why);
+    welcome(m, slot);
+    if (seat->draining)
+        moe_membership__drain(m, slot, "asked before", seat->drain_limit_ms);
+}
+
+struct moe_status moe_membership__register(struct moe_membership *m, uint64_t stream,
+                                           const struct moe_membership_register *r)
+{
+    MOE_TRY(check_register(r));
+    MOE_TRY(check_version(m, r->version));
+    if (is_fenced(m, r))
+        return stale_process();
+    uint32_t slot = 0, other;
+    bool known = find_worker(m, r->worker_id, &slot);
+    bool same = known && m->seats[slot].incarnation == r->incarnation;
+    if (moe_membership__find_stream(m, stream, &other) && !(same && other == slot))
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                         "a stream registers one worker process");
+    if (m->shutting_down && !same)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group is shutting down");
+    if (!known && !choose_seat(m, r, &slot))
+        return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE,
+                               (uint32_t)(m->config.lease_ns / MOE_NS_PER_MS),
+                               "all %u seats are taken", m->config.slots);
+    MOE_TRY(agree_on_model(m, r));
+    if (same) {
+        m->seats[slot].heard_ns = m->now_ns;
+        come_back(m, stream, slot, r);
+        return moe_ok();
+    }
+    if (known)
+        moe_membership__lose(m, slot, MOE_CAUSE_REPLACED, "was replaced by a new process",
+                             stale_process());
+    take_seat(m, stream, slot, r);
+    return moe_ok();
+}

@@ -1,0 +1,342 @@
+#include "coordinator/store.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum {
+    FORMAT_VERSION = 1,
+    HEADER_BYTES = 16,
+    RECORD_HEAD_BYTES = 16,
+    KIND_STATE = 1,
+    STATE_FIXED_BYTES = 32,
+    MEMBER_MAX_BYTES = 2 + MOE_MEMBERSHIP_ID_BYTES + 8,
+    RECORD_MAX_BYTES =
+        RECORD_HEAD_BYTES + STATE_FIXED_BYTES + MOE_PLACEMENT_SLOTS_MAX * MEMBER_MAX_BYTES,
+    RECORD_MIN_BYTES = RECORD_HEAD_BYTES + STATE_FIXED_BYTES,
+    FILE_MAX_BYTES = MOE_STORE_COMPACT_BYTES + RECORD_MAX_BYTES,
+};
+
+static const uint8_t magic[8] = "moedlog\n";
+static const char log_name[] = "group.log", temp_name[] = "group.log.new", lock_name[] = "lock";
+
+struct moe_store {
+    int dir, lock;
+    int log;      /* -1: the next append writes a fresh file */
+    size_t bytes; /* of `log`, all of them good */
+};
+
+/* ------------------------------------------------------------------ encoding */
+
+/* CRC-32C (Castagnoli), reflected polynomial 0x82f63b78; bit by bit, because records are small. */
+static uint32_t checksum(const uint8_t *data, size_t length)
+{
+    uint32_t crc = UINT32_MAX;
+    for (size_t i = 0; i < length; i++) {
+        crc ^= data[i];
+        for (int bit = 0; bit < 8; bit++)
+            crc = (crc >> 1) ^ (UINT32_C(0x82f63b78) & (0 - (crc & 1)));
+    }
+    return ~crc;
+}
+
+static uint8_t *put(uint8_t *to, uint64_t value, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i++)
+        *to++ = (uint8_t)(value >> (8 * i));
+    return to;
+}
+
+static uint64_t get(const uint8_t **from, size_t bytes)
+{
+    uint64_t value = 0;
+    for (size_t i = 0; i < bytes; i++)
+        value |= (uint64_t) * (*from)++ << (8 * i);
+    return value;
+}
+
+static size_t encode_header(uint8_t to[HEADER_BYTES])
+{
+    memcpy(to, magic, sizeof magic);
+    put(to + 8, FORMAT_VERSION, 4);
+    put(to + 12, checksum(to, 12), 4);
+    return HEADER_BYTES;
+}
+
+static size_t encode_record(uint8_t to[RECORD_MAX_BYTES], const struct moe_membership_saved *state)
+{
+    uint8_t *payload = to + RECORD_HEAD_BYTES, *at = payload;
+    at = put(at, state->epoch, 8);
+    at = put(at, state->placement_hash, 8);
+    at = put(at, state->view_epoch, 8);
+    at = put(at, state->placement_version, 4);
+    at = put(at, state->slots, 4);
+    for (uint32_t s = 0; state->view_epoch != 0 && s < state->slots; s++) {
+        size_t n = strnlen(state->members[s].worker_id, MOE_MEMBERSHIP_ID_BYTES - 1);
+        at = put(at, n, 2);
+        memcpy(at, state->members[s].worker_id, n);
+        at = put(at + n, state->members[s].incarnation, 8);
+    }
+    size_t length = (size_t)(at - payload);
+    put(to, length, 4);
+    put(to + 4, KIND_STATE, 4);
+    put(to + 8, checksum(payload, length), 4);
+    put(to + 12, checksum(to, 12), 4);
+    return RECORD_HEAD_BYTES + length;
+}
+
+/* ------------------------------------------------------------------ decoding */
+
+static struct moe_status damaged(const char *what)
+{
+    return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, "group state: %s", what);
+}
+
+static struct moe_status decode_state(const uint8_t *at, size_t length,
+                                      struct moe_membership_saved *state)
+{
+    const uint8_t *end = at + length;
+    *state = (struct moe_membership_saved){0};
+    if (length < STATE_FIXED_BYTES)
+        return damaged("record too short");
+    state->epoch = get(&at, 8);
+    state->placement_hash = get(&at, 8);
+    state->view_epoch = get(&at, 8);
+    state->placement_version = (uint32_t)get(&at, 4);
+    state->slots = (uint32_t)get(&at, 4);
+    if (state->slots > MOE_PLACEMENT_SLOTS_MAX || state->view_epoch > state->epoch)
+        return damaged("impossible values");
+    for (uint32_t s = 0; state->view_epoch != 0 && s < state->slots; s++) {
+        size_t left = (size_t)(end - at);
+        size_t n = left >= 2 ? (size_t)get(&at, 2) : MOE_MEMBERSHIP_ID_BYTES;
+        if (n >= MOE_MEMBERSHIP_ID_BYTES || left < 2 + n + 8)
+            return damaged("member list cut");
+        memcpy(state->members[s].worker_id, at, n);
+        at += n;
+        state->members[s].incarnation = get(&at, 8);
+    }
+    return at == end ? moe_ok() : damaged("record too long");
+}
+
+/* Bytes of the intact record at the start of `at`; 0 when there is none. */
+static size_t whole_record(const uint8_t *at, size_t left)
+{
+    if (left < RECORD_HEAD_BYTES)
+        return 0;
+    const uint8_t *field = at;
+    uint64_t length = get(&field, 4);
+    (void)get(&field, 4);
+    uint32_t payload_sum = (uint32_t)get(&field, 4), head_sum = (uint32_t)get(&field, 4);
+    if (checksum(at, 12) != head_sum || length > left - RECORD_HEAD_BYTES ||
+        checksum(field, (size_t)length) != payload_sum)
+        return 0;
+    return RECORD_HEAD_BYTES + (size_t)length;
+}
+
+static struct moe_status check_header(const uint8_t *image, size_t length)
+{
+    if (length < HEADER_BYTES || memcmp(image, magic, sizeof magic) != 0)
+        return damaged("not a group log");
+    const uint8_t *field = image + 8;
+    uint64_t version = get(&field, 4);
+    if (get(&field, 4) != checksum(image, 12))
+        return damaged("header checksum");
+    if (version != FORMAT_VERSION)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                         "group state has format %u; this release reads %d", (unsigned)version,
+                         FORMAT_VERSION);
+    return moe_ok();
+}
+
+/* `left` bytes at the end of the file are no record. If one of ours follows inside them, the file
+ * is damaged in its middle, and nobody knows which epochs were announced; otherwise an append was
+ * cut short. Even that record may have been acknowledged (a bit may flip in the last record as well
+ * as in any other), so the epoch rises by as many as fit into the lost bytes, and the view is void.
+ */
+static struct moe_status drop_tail(const uint8_t *at, size_t left,
+                                   struct moe_membership_saved *state)
+{
+    for (size_t skip = 1; skip < left; skip++)
+        if (whole_record(at + skip, left - skip) > 0)
+            return damaged("a damaged record before good ones");
+    state->epoch += 1 + left / RECORD_MIN_BYTES;
+    state->view_epoch = 0;
+    memset(state->members, 0, sizeof state->members);
+    return moe_ok();
+}
+
+struct moe_status moe_store_decode(const uint8_t *image, size_t length,
+                                   struct moe_membership_saved *state, bool *torn)
+{
+    MOE_TRY(check_header(image, length));
+    const uint8_t *at = image + HEADER_BYTES, *end = image + length;
+    size_t bytes, records = 0;
+    *torn = false;
+    for (; at < end; at += bytes, records++) {
+        bytes = whole_record(at, (size_t)(end - at));
+        if (bytes == 0)
+            break;
+        const uint8_t *kind = at + 4;
+        if (get(&kind, 4) != KIND_STATE)
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                             "group state holds a record that only a newer release knows");
+        MOE_TRY(decode_state(at + RECORD_HEAD_BYTES, bytes - RECORD_HEAD_BYTES, state));
+    }
+    if (records == 0) /* a log is born with one record, under another name */
+        return damaged("no record");
+    *torn = at < end;
+    return *torn ? drop_tail(at, (size_t)(end - at), state) : moe_ok();
+}
+
+/* ------------------------------------------------------------------ files */
+
+static struct moe_status io_error(const char *what)
+{
+    return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "%s: %s", what, strerror(errno));
+}
+
+static bool write_all(int fd, const uint8_t *data, size_t length, size_t offset)
+{
+    while (length > 0) {
+        ssize_t n = pwrite(fd, data, length, (off_t)offset);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n <= 0)
+            return false;
+        data += n;
+        offset += (size_t)n;
+        length -= (size_t)n;
+    }
+    return true;
+}
+
+/* Replaces the log by one that holds `state` alone: at any moment either the old or the new file is
+ * there, whole. */
+static struct moe_status write_fresh(struct moe_store *s, const struct moe_membership_saved *state)
+{
+    uint8_t image[HEADER_BYTES + RECORD_MAX_BYTES];
+    size_t bytes = encode_header(image);
+    bytes += encode_record(image + bytes, state);
+    struct moe_status st = moe_ok();
+    int fd = openat(s->dir, temp_name, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd < 0)
+        return io_error("cannot create the group state");
+    if (!write_all(fd, image, bytes, 0) || fsync(fd) != 0)
+        st = io_error("cannot write the group state");
+    else if (renameat(s->dir, temp_name, s->dir, log_name) != 0 || fsync(s->dir) != 0)
+        st = io_error("cannot replace the group state");
+    if (s->log >= 0)
+        close(s->log);
+    s->log = st.code == MOE_OK ? fd : -1; /* which file has the name now is not known */
+    if (st.code != MOE_OK) {
+        close(fd);
+        return st;
+    }
+    s->bytes = bytes;
+    return st;
+}
+
+struct moe_status moe_store_append(struct moe_store *s, const struct moe_membership_saved *state)
+{
+    if (s->log < 0 || s->bytes > MOE_STORE_COMPACT_BYTES)
+        return write_fresh(s, state);
+    uint8_t record[RECORD_MAX_BYTES];
+    size_t bytes = encode_record(record, state);
+    if (write_all(s->log, record, bytes, s->bytes) && fdatasync(s->log) == 0) {
+        s->bytes += bytes;
+        return moe_ok();
+    }
+    /* What a failed write or sync left in the file is unknown: never append behind it. */
+    struct moe_status st = io_error("cannot write the group state");
+    if (ftruncate(s->log, (off_t)s->bytes) != 0)
+        st = moe_error_context(st, "and cannot undo it");
+    close(s->log);
+    s->log = -1;
+    return st;
+}
+
+static struct moe_status read_log(struct moe_store *s, struct moe_membership_saved *state)
+{
+    uint8_t *image = malloc(FILE_MAX_BYTES + 1);
+    if (image == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "group state");
+    struct moe_status st;
+    bool torn;
+    size_t length = 0;
+    ssize_t n;
+    while (length <= FILE_MAX_BYTES &&
+           (n = read(s->log, image + length, FILE_MAX_BYTES + 1 - length)) != 0) {
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0) {
+            st = io_error("cannot read the group state");
+            goto out;
+        }
+        length += (size_t)n;
+    }
+    st = length > FILE_MAX_BYTES ? damaged("file too large")
+                                 : moe_store_decode(image, length, state, &torn);
+    s->bytes = length;
+    if (st.code == MOE_OK && torn)
+        st = write_fresh(s, state);
+out:
+    free(image);
+    return st;
+}
+
+static struct moe_status open_files(struct moe_store *s, const char *directory,
+                                    struct moe_membership_saved *state)
+{
+    if (mkdir(directory, 0700) != 0 && errno != EEXIST)
+        return io_error("cannot create the state directory");
+    s->dir = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (s->dir < 0)
+        return io_error("cannot open the state directory");
+    s->lock = openat(s->dir, lock_name, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (s->lock < 0)
+        return io_error("cannot open the lock of the state directory");
+    if (flock(s->lock, LOCK_EX | LOCK_NB) != 0)
+        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_IO,
+                         "another coordinator uses this state directory");
+    s->log = openat(s->dir, log_name, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    if (s->log >= 0)
+        return read_log(s, state);
+    if (errno != ENOENT)
+        return io_error("cannot open the group state");
+    return write_fresh(s, state);
+}
+
+struct moe_status moe_store_open(const char *directory, struct moe_store **out,
+                                 struct moe_membership_saved *state)
+{
+    struct moe_store *s = malloc(sizeof *s);
+    if (s == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "group state");
+    *s = (struct moe_store){.dir = -1, .lock = -1, .log = -1};
+    *state = (struct moe_membership_saved){0};
+    struct moe_status st = open_files(s, directory, state);
+    if (st.code != MOE_OK) {
+        moe_store_close(s);
+        return st;
+    }
+    *out = s;
+    return st;
+}
+
+void moe_store_close(struct moe_store *s)
+{
+    if (s == NULL)
+        return;
+    if (s->log >= 0)
+        close(s->log);
+    if (s->lock >= 0)
+        close(s->lock);
+    if (s->dir >= 0)
+        close(s->dir);
+    free(s);
+}

@@ -1,0 +1,759 @@
+/* A seeded world around the membership machine: workers that follow the protocol, streams that
+ * delay, break and lose their tails, processes that are killed, stopped and started again, a
+ * coordinator that crashes between any two of its actions, a disk that refuses writes. Time is
+ * virtual.
+ *
+ * After every action the promises of the machine are checked; at the end the world becomes quiet
+ * and the group has to be SERVING. MOE_SEED=n replays one run, MOE_RUNS=n sets their number. */
+#include "base/clock.h"
+#include "coordinator/membership.h"
+
+#include <inttypes.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+enum {
+    IDS_MAX = 7,
+    PROCESSES_MAX = 400,
+    QUEUE_MAX = 256,
+    EPOCHS_MAX = 4000,
+    STEP_MS = 5,
+    LEASE_MS = 300,
+    FORM_MS = 400,
+    ATTEMPTS = 5,
+};
+
+enum kind {
+    M_REGISTERED,
+    M_ASSIGN,
+    M_PREPARE,
+    M_BLOBS,
+    M_COMMIT,
+    M_ABORT,
+    M_DRAIN,
+    M_CLOSED,
+    M_REGISTER,
+    M_HEARTBEAT,
+    M_LOADED,
+    M_BLOB,
+    M_READY,
+    M_PEER_LOST,
+    M_NOTICE,
+    M_LEAVING
+};
+
+struct message {
+    enum kind kind;
+    uint64_t at_ns; /* arrives then; rising within a queue */
+    uint64_t epoch, mask;
+    uint32_t slot, round, version;
+    bool error, stale;
+};
+
+struct queue {
+    struct message items[QUEUE_MAX];
+    size_t head, count;
+};
+
+/* One worker process. */
+struct process {
+    bool alive, broken_loader;
+    uint32_t id;
+    uint64_t incarnation;
+    uint64_t asleep_until_ns; /* stopped by a signal */
+    uint64_t stream;          /* 0 = none */
+    bool coordinator_end;     /* the coordinator knows the stream and has not ended it */
+    bool bad_stream_end;      /* the coordinator will learn of the end by the queue's last item */
+    struct queue up, down;
+    uint64_t connect_at_ns, heartbeat_at_ns;
+    bool registered, leaving;
+    uint32_t slot, loaded_slot, loaded_version;
+    uint64_t load_done_ns;
+    uint32_t load_version;
+    uint64_t highest_epoch, preparing, committed;
+    uint64_t leave_at_ns;
+};
+
+struct world {
+    uint64_t seed, random;
+    uint64_t now_ns;
+    uint32_t slots, ids, rounds;
+    bool quiet, async_saves;
+    struct moe_membership *machine;
+    struct moe_membership_config config;
+    struct moe_membership_saved durable;
+    uint64_t pending_save, pending_save_at_ns;
+    struct moe_membership_saved pending_state;
+    uint64_t next_stream, next_incarnation;
+    struct process *processes;
+    size_t process_count;
+    size_t current[IDS_MAX]; /* newest process of each id */
+    uint64_t latest_seated[IDS_MAX];
+    uint64_t holders[MOE_PLACEMENT_SLOTS_MAX]; /* incarnation in each seat; 0 = nobody */
+    uint64_t respawn_at_ns[IDS_MAX];
+    bool exited, crash_now;
+    /* What was seen of each epoch. */
+    struct {
+        uint64_t members[MOE_PLACEMENT_SLOTS_MAX]; /* incarnations told to PREPARE */
+        uint64_t ready[MOE_PLACEMENT_SLOTS_MAX];
+        uint64_t committed[MOE_PLACEMENT_SLOTS_MAX];
+        bool prepared, aborted;
+    } epochs[EPOCHS_MAX];
+    uint64_t highest_prepared;
+    uint32_t tries; /* epochs prepared since a worker came or a view lasted */
+    uint64_t commit_ns;
+    size_t commits, crashes, restores, adoptions;
+    uint64_t restored_epoch; /* the log held this view when the machine started; 0 = none */
+};
+
+static void fail_run(const struct world *w, const char *what)
+{
+    fail_msg("seed %" PRIu64 ", t = %.3f s: %s (replay with MOE_SEED=%" PRIu64 ")", w->seed,
+             (double)w->now_ns / 1e9, what, w->seed);
+}
+
+static void check(const struct world *w, bool holds, const char *promise)
+{
+    if (!holds)
+        fail_run(w, promise);
+}
+
+static uint64_t rnd(struct world *w, uint64_t below)
+{
+    w->random ^= w->random << 13;
+    w->random ^= w->random >> 7;
+    w->random ^= w->random << 17;
+    return (w->random >> 11) % below;
+}
+
+static bool chance(struct world *w, uint64_t in)
+{
+    return !w->quiet && rnd(w, in) == 0;
+}
+
+static void push(struct world *w, struct queue *q, struct message m)
+{
+    check(w, q->count < QUEUE_MAX, "a stream holds a bounded number of messages");
+    uint64_t last = q->count > 0 ? q->items[(q->head + q->count - 1) % QUEUE_MAX].at_ns : 0;
+    m.at_ns = w->now_ns + rnd(w, w->quiet ? 5 : chance(w, 30) ? 200 : 20) * MOE_NS_PER_MS;
+    if (m.at_ns < last)
+        m.at_ns = last;
+    q->items[(q->head + q->count++) % QUEUE_MAX] = m;
+}
+
+static bool pop_due(const struct world *w, struct queue *q, struct message *m)
+{
+    if (q->count == 0 || q->items[q->head].at_ns > w->now_ns)
+        return false;
+    *m = q->items[q->head];
+    q->head = (q->head + 1) % QUEUE_MAX;
+    q->count--;
+    return true;
+}
+
+/* ------------------------------------------------------------------ the coordinator's side */
+
+static struct process *by_stream(struct world *w, uint64_t stream)
+{
+    for (size_t i = 0; i < w->process_count; i++)
+        if (w->processes[i].stream == stream)
+            return &w->processes[i];
+    return NULL;
+}
+
+static const struct moe_membership_layer layers[2] = {
+    {.layer = 1, .hidden = 8, .experts = 7, .top_k = 2, .intermediate = 4},
+    {.layer = 3, .hidden = 8, .experts = 3, .top_k = 1, .intermediate = 4}};
+
+static void check_prepare(struct world *w, const struct moe_membership_action *a)
+{
+    uint64_t e = a->epoch;
+    check(w, e <= w->durable.epoch, "an epoch is durable before it is announced");
+    check(w, e < EPOCHS_MAX, "epochs do not run away");
+    if (!w->epochs[e].prepared) {
+        check(w, e > w->highest_prepared, "epochs only rise");
+        w->epochs[e].prepared = true;
+        w->highest_prepared = e;
+        if (w->commit_ns != 0 && w->now_ns - w->commit_ns >= w->config.lease_ns)
+            w->tries = 0;
+        w->commit_ns = 0;
+        w->tries++;
+        check(w, w->tries <= ATTEMPTS, "attempts are bounded");
+    }
+    check(w, w->highest_prepared == e, "one epoch is prepared at a time");
+    struct moe_membership_worker worker;
+    check(w, moe_membership_worker(w->machine, a->slot, &worker), "members are known");
+    check(w, w->epochs[e].members[a->slot] == 0, "PREPARE goes to each slot once");
+    w->epochs[e].members[a->slot] = worker.incarnation;
+}
+
+static void check_commit(struct world *w, const struct moe_membership_action *a)
+{
+    uint64_t e = a->epoch;
+    struct moe_membership_worker worker;
+    check(w, moe_membership_worker(w->machine, a->slot, &worker), "members are known");
+    check(w, w->durable.view_epoch == e, "a view is durable before it is committed");
+    check(w, !w->epochs[e].aborted, "an aborted epoch is never committed");
+    for (uint32_t s = 0; s < w->slots; s++)
+        check(w, w->epochs[e].members[s] != 0 && w->epochs[e].ready[s] == w->epochs[e].members[s],
+              "COMMIT comes after READY of all members");
+    check(w, w->epochs[e].members[a->slot] == worker.incarnation,
+          "a view is committed to those who prepared it");
+    check(w, w->epochs[e].committed[a->slot] == 0, "COMMIT goes to each slot once");
+    w->epochs[e].committed[a->slot] = worker.incarnation;
+    w->commit_ns = w->now_ns;
+    w->commits++;
+}
+
+static void check_seats(struct world *w)
+{
+    for (uint32_t s = 0; s < w->slots; s++) {
+        struct moe_membership_worker a, b;
+        bool held = moe_membership_worker(w->machine, s, &a) && a.lease_remaining_ns > 0;
+        uint64_t holder = held ? a.incarnation : 0;
+        if (held && w->holders[s] != holder)
+            w->tries = 0; /* somebody took the seat: attempts start anew */
+        w->holders[s] = holder;
+        if (!held)
+            continue;
+        uint32_t id = (uint32_t)(a.worker_id[1] - '0');
+        check(w, a.incarnation >= w->latest_seated[id], "a fenced process never comes back");
+        w->latest_seated[id] = a.incarnation;
+        for (uint32_t o = s + 1; o < w->slots; o++)
+            check(w,
+                  !moe_membership_worker(w->machine, o, &b) || b.lease_remaining_ns == 0 ||
+                      strcmp(a.worker_id, b.worker_id) != 0,
+                  "a worker holds one seat");
+    }
+}
+
+static void send_down(struct world *w, const struct moe_membership_action *a)
+{
+    static const enum kind kinds[] = {M_REGISTERED, M_ASSIGN, M_PREPARE, M_BLOBS,
+                                      M_COMMIT,     M_ABORT,  M_DRAIN};
+    struct message m = {
+        .kind = kinds[a->message], .epoch = a->epoch, .round = a->round, .slot = a->slot};
+    if (a->message == MOE_MEMBERSHIP_PREPARE)
+        check_prepare(w, a);
+    if (a->message == MOE_MEMBERSHIP_COMMIT)
+        check_commit(w, a);
+    if (a->message == MOE_MEMBERSHIP_REGISTERED)
+        check(w, a->epoch <= w->durable.epoch, "only durable epochs are told to newcomers");
+    if (a->message == MOE_MEMBERSHIP_ASSIGN) {
+        m.version = moe_placement_version(moe_membership_placement(w->machine));
+        check(w, m.version == w->durable.placement_version,
+              "a placement is durable before it is assigned");
+    }
+    if (a->message == MOE_MEMBERSHIP_ABORT && a->epoch < EPOCHS_MAX)
+        w->epochs[a->epoch].aborted = true;
+    for (uint32_t s = 0; a->message == MOE_MEMBERSHIP_BLOBS && s < w->slots; s++) {
+        size_t length;
+        const uint8_t *data = moe_membership_blob(w->machine, s, &length);
+        uint64_t want = w->epochs[a->epoch].members[s] * 1000 + a->round;
+        check(w, length == sizeof want && memcmp(data, &want, length) == 0,
+              "BLOBS holds what each member gave in this round");
+    }
+    struct process *p = by_stream(w, a->stream);
+    if (p != NULL && p->coordinator_end)
+        push(w, &p->down, m);
+}
+
+static void save(struct world *w, uint64_t sequence)
+{
+    struct moe_status st = moe_ok();
+    if (chance(w, 60)) {
+        st = moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "disk full");
+        moe_membership_on_saved(w->machine, w->now_ns, sequence, &st);
+        return;
+    }
+    const struct moe_membership_saved *state = moe_membership_to_save(w->machine);
+    check(w, state->epoch >= w->durable.epoch, "saved epochs never fall");
+    check(w, state->view_epoch <= state->epoch, "a view is no later than the epoch");
+    if (w->async_saves && w->pending_save == 0 && rnd(w, 2) == 0) {
+        w->pending_save = sequence;
+        w->pending_state = *state;
+        w->pending_save_at_ns = w->now_ns + rnd(w, 40) * MOE_NS_PER_MS;
+        return;
+    }
+    if (w->pending_save != 0) { /* writes are in order: the earlier one is done first */
+        w->durable = w->pending_state;
+        uint64_t earlier = w->pending_save;
+        w->pending_save = 0;
+        moe_membership_on_saved(w->machine, w->now_ns, earlier, &st);
+    }
+    w->durable = *state;
+    moe_membership_on_saved(w->machine, w->now_ns, sequence, &st);
+}
+
+static void crash_machine(struct world *w);
+
+static void carry_out(struct world *w)
+{
+    struct moe_membership_action a;
+    while (!w->crash_now && moe_membership_next_action(w->machine, &a)) {
+        check(w, !w->exited, "nothing follows EXIT");
+        struct process *p;
+        switch (a.kind) {
+        case MOE_MEMBERSHIP_SAVE: save(w, a.sequence); break;
+        case MOE_MEMBERSHIP_SEND: send_down(w, &a); break;
+        case MOE_MEMBERSHIP_CLOSE:
+            p = by_stream(w, a.stream);
+            if (p != NULL && p->coordinator_end) {
+                p->coordinator_end = false;
+                push(w, &p->down,
+                     (struct message){.kind = M_CLOSED,
+                                      .stale = a.status.reason == MOE_REASON_STALE_EPOCH});
+            }
+            break;
+        case MOE_MEMBERSHIP_LOG: break;
+        case MOE_MEMBERSHIP_EXIT: w->exited = true; break;
+        }
+        w->crash_now = chance(w, 1000);
+    }
+    if (w->crash_now)
+        crash_machine(w);
+    check_seats(w);
+    struct moe_membership_group g;
+    moe_membership_group(w->machine, &g);
+    if (g.state == MOE_GROUP_SERVING && g.epoch == w->restored_epoch) {
+        w->adoptions++;
+        w->restored_epoch = 0;
+    }
+}
+
+static void start_machine(struct world *w)
+{
+    struct moe_status st = moe_membership_create(&w->config, &w->durable, w->now_ns, &w->machine);
+    assert_int_equal(st.code, MOE_OK);
+    w->restored_epoch = w->durable.view_epoch;
+    w->restores += w->durable.view_epoch != 0;
+    w->tries = 0;
+    carry_out(w);
+}
+
+/* All streams break; what is durable stays. An unfinished write may or may not have happened. */
+static void crash_machine(struct world *w)
+{
+    w->crash_now = false;
+    w->crashes++;
+    if (w->pending_save != 0 && rnd(w, 2) == 0)
+        w->durable = w->pending_state;
+    w->pending_save = 0;
+    moe_membership_destroy(w->machine);
+    for (size_t i = 0; i < w->process_count; i++) {
+        struct process *p = &w->processes[i];
+        if (p->stream == 0)
+            continue;
+        if (p->coordinator_end)
+            push(w, &p->down, (struct message){.kind = M_CLOSED});
+        p->coordinator_end = false;
+        p->up.count = 0;
+    }
+    start_machine(w);
+}
+
+static void register_up(struct world *w, const struct process *p)
+{
+    char id[8], endpoint[32];
+    snprintf(id, sizeof id, "w%u", p->id);
+    snprintf(endpoint, sizeof endpoint, "127.0.0.1:%u", 7000 + p->id);
+    struct moe_membership_register r = {.worker_id = id,
+                                        .endpoint = endpoint,
+                                        .backend = "cpu",
+                                        .model = "m",
+                                        .fingerprint = "f00d",
+                                        .family = "mixtral",
+                                        .version = "1.2.3",
+                                        .incarnation = p->incarnation,
+                                        .max_tokens_per_step = 64,
+                                        .layers = layers,
+                                        .layer_count = 2};
+    moe_membership_on_register(w->machine, w->now_ns, p->stream, &r);
+}
+
+static void deliver_up(struct world *w, struct process *p, const struct message *m)
+{
+    struct moe_status error = moe_ok();
+    uint64_t blob = p->incarnation * 1000 + m->round;
+    if (m->error)
+        error = moe_error(MOE_INTERNAL, MOE_REASON_NONE, "as the dice want");
+    switch (m->kind) {
+    case M_REGISTER: register_up(w, p); break;
+    case M_HEARTBEAT: {
+        struct moe_membership_heartbeat h = {.epoch = m->epoch};
+        moe_membership_on_heartbeat(w->machine, w->now_ns, p->stream, &h);
+        break;
+    }
+    case M_LOADED:
+        moe_membership_on_loaded(w->machine, w->now_ns, p->stream, m->version, &error);
+        break;
+    case M_BLOB:
+        moe_membership_on_blob(w->machine, w->now_ns, p->stream, m->epoch, m->round,
+                               (const uint8_t *)&blob, sizeof blob);
+        break;
+    case M_READY:
+        if (!m->error)
+            w->epochs[m->epoch].ready[m->slot] = p->incarnation;
+        moe_membership_on_ready(w->machine, w->now_ns, p->stream, m->epoch, &error);
+        break;
+    case M_PEER_LOST:
+        moe_membership_on_peer_lost(w->machine, w->now_ns, p->stream, m->epoch, m->mask);
+        break;
+    case M_NOTICE: moe_membership_on_drain_notice(w->machine, w->now_ns, p->stream, "tired"); break;
+    case M_LEAVING: moe_membership_on_leaving(w->machine, w->now_ns, p->stream, "bye"); break;
+    default:
+        p->coordinator_end = false;
+        moe_membership_on_stream_closed(w->machine, w->now_ns, p->stream);
+        break;
+    }
+    carry_out(w);
+}
+
+/* ------------------------------------------------------------------ the workers' side */
+
+static void drop_stream(struct world *w, struct process *p)
+{
+    if (p->stream == 0)
+        return;
+    /* The tail of what was sent may be lost with the connection. */
+    if (p->up.count > 0)
+        p->up.count -= rnd(w, p->up.count + 1);
+    if (p->coordinator_end)
+        push(w, &p->up, (struct message){.kind = M_CLOSED});
+    p->down.count = 0;
+    p->bad_stream_end = true;
+    p->registered = false;
+}
+
+static void end_process(struct world *w, struct process *p)
+{
+    drop_stream(w, p);
+    p->alive = false;
+    if (w->current[p->id] == (size_t)(p - w->processes))
+        w->respawn_at_ns[p->id] = w->now_ns + (20 + rnd(w, 600)) * MOE_NS_PER_MS;
+}
+
+static void spawn(struct world *w, uint32_t id)
+{
+    check(w, w->process_count < PROCESSES_MAX, "the run spawns a bounded number of processes");
+    struct process *p = &w->processes[w->process_count];
+    *p = (struct process){.alive = true,
+                          .id = id,
+                          .incarnation = ++w->next_incarnation,
+                          .connect_at_ns = w->now_ns + rnd(w, 50) * MOE_NS_PER_MS,
+                          .broken_loader = chance(w, 40)};
+    w->current[id] = w->process_count++;
+    w->respawn_at_ns[id] = 0;
+}
+
+static void send_up(struct world *w, struct process *p, struct message m)
+{
+    m.slot = p->slot;
+    push(w, &p->up, m);
+}
+
+static void answer_round(struct world *w, struct process *p, uint32_t round)
+{
+    if (chance(w, 80))
+        return; /* says nothing until the deadline */
+    if (round < w->rounds)
+        send_up(w, p, (struct message){.kind = M_BLOB, .epoch = p->preparing, .round = round});
+    else
+        send_up(w, p,
+                (struct message){.kind = M_READY, .epoch = p->preparing, .error = chance(w, 25)});
+}
+
+static void on_assign(struct world *w, struct process *p, const struct message *m)
+{
+    if (p->loaded_version == m->version && p->loaded_slot == p->slot) {
+        send_up(w, p, (struct message){.kind = M_LOADED, .version = m->version});
+        return;
+    }
+    p->load_version = m->version;
+    p->load_done_ns = w->now_ns + (1 + rnd(w, 200)) * MOE_NS_PER_MS;
+}
+
+static void on_closed(struct world *w, struct process *p, bool stale)
+{
+    p->stream = 0;
+    p->coordinator_end = p->bad_stream_end = false;
+    p->up.count = p->down.count = 0;
+    p->registered = false;
+    p->connect_at_ns = w->now_ns + (5 + rnd(w, 60)) * MOE_NS_PER_MS;
+    if (stale || p->leaving)
+        end_process(w, p);
+}
+
+static void deliver_down(struct world *w, struct process *p, const struct message *m)
+{
+    switch (m->kind) {
+    case M_REGISTERED:
+        p->registered = true;
+        p->slot = m->slot;
+        send_up(w, p, (struct message){.kind = M_HEARTBEAT, .epoch = p->committed});
+        break;
+    case M_ASSIGN: on_assign(w, p, m); break;
+    case M_PREPARE:
+        check(w, m->epoch > p->highest_epoch, "a worker never sees an epoch twice");
+        p->highest_epoch = p->preparing = m->epoch;
+        p->committed = 0;
+        answer_round(w, p, 0);
+        break;
+    case M_BLOBS:
+        if (p->preparing == m->epoch)
+            answer_round(w, p, m->round + 1);
+        break;
+    case M_COMMIT:
+        check(w, p->preparing == m->epoch, "COMMIT is for the epoch that was prepared");
+        p->committed = m->epoch;
+        p->preparing = 0;
+        break;
+    case M_ABORT:
+        p->preparing = p->preparing == m->epoch ? 0 : p->preparing;
+        p->committed = p->committed == m->epoch ? 0 : p->committed;
+        break;
+    case M_DRAIN: p->leave_at_ns = w->now_ns + (1 + rnd(w, 100)) * MOE_NS_PER_MS; break;
+    default: on_closed(w, p, m->stale); break;
+    }
+}
+
+/* What a worker does of its own accord. */
+static void run_timers(struct world *w, struct process *p)
+{
+    if (p->stream == 0 && w->now_ns >= p->connect_at_ns && !w->exited) {
+        p->stream = ++w->next_stream;
+        p->coordinator_end = true;
+        p->preparing = 0; /* what was being prepared on the old stream is lost */
+        send_up(w, p, (struct message){.kind = M_REGISTER});
+        if (chance(w, 10))
+            send_up(w, p, (struct message){.kind = M_REGISTER}); /* repeated: answered alike */
+    }
+    if (!p->registered || p->bad_stream_end)
+        return;
+    if (w->now_ns >= p->heartbeat_at_ns) {
+        p->heartbeat_at_ns = w->now_ns + LEASE_MS / 4 * MOE_NS_PER_MS;
+        send_up(w, p, (struct message){.kind = M_HEARTBEAT, .epoch = p->committed});
+    }
+    if (p->load_done_ns != 0 && w->now_ns >= p->load_done_ns) {
+        p->load_done_ns = 0;
+        if (!p->broken_loader) {
+            p->loaded_version = p->load_version;
+            p->loaded_slot = p->slot;
+        }
+        send_up(w, p,
+                (struct message){
+                    .kind = M_LOADED, .version = p->load_version, .error = p->broken_loader});
+    }
+    if (p->leave_at_ns != 0 && w->now_ns >= p->leave_at_ns && !p->leaving) {
+        p->leaving = true;
+        send_up(w, p, (struct message){.kind = M_LEAVING});
+    }
+    if (p->committed != 0 && chance(w, 1500))
+        send_up(w, p,
+                (struct message){.kind = M_PEER_LOST,
+                                 .epoch = p->committed,
+                                 .mask = 1 + rnd(w, UINT64_C(1) << w->slots)});
+    if (chance(w, 8000))
+        send_up(w, p, (struct message){.kind = M_NOTICE});
+}
+
+static void disturb(struct world *w, struct process *p)
+{
+    if (p->stream != 0 && chance(w, 1200))
+        drop_stream(w, p);
+    if (chance(w, 1500))
+        p->asleep_until_ns = w->now_ns + rnd(w, 3 * LEASE_MS) * MOE_NS_PER_MS;
+    if (chance(w, 1500))
+        end_process(w, p);
+    /* The supervisor takes a stopped process for dead and starts another. */
+    if (p->asleep_until_ns > w->now_ns && w->current[p->id] == (size_t)(p - w->processes) &&
+        chance(w, 100))
+        spawn(w, p->id);
+}
+
+static void step_process(struct world *w, struct process *p)
+{
+    struct message m;
+    /* What was sent arrives also when the sender sleeps or is dead. */
+    while (p->stream != 0 && !w->exited && pop_due(w, &p->up, &m))
+        deliver_up(w, p, &m);
+    if (p->bad_stream_end && p->up.count == 0)
+        on_closed(w, p, false);
+    if (!p->alive || p->asleep_until_ns > w->now_ns)
+        return;
+    while (p->stream != 0 && !p->bad_stream_end && pop_due(w, &p->down, &m))
+        deliver_down(w, p, &m);
+    if (p->alive)
+        run_timers(w, p);
+    if (p->alive)
+        disturb(w, p);
+}
+
+/* ------------------------------------------------------------------ one run */
+
+static void step(struct world *w)
+{
+    w->now_ns += STEP_MS * MOE_NS_PER_MS;
+    if (w->pending_save != 0 && w->now_ns >= w->pending_save_at_ns) {
+        struct moe_status st = moe_ok();
+        uint64_t sequence = w->pending_save;
+        w->pending_save = 0;
+        w->durable = w->pending_state;
+        moe_membership_on_saved(w->machine, w->now_ns, sequence, &st);
+        carry_out(w);
+    }
+    for (size_t i = 0; i < w->process_count; i++)
+        if (w->processes[i].alive || w->processes[i].stream != 0)
+            step_process(w, &w->processes[i]);
+    for (uint32_t id = 0; id < w->ids; id++)
+        if (!w->processes[w->current[id]].alive && w->respawn_at_ns[id] != 0 &&
+            w->now_ns >= w->respawn_at_ns[id] && !w->exited)
+            spawn(w, id);
+    moe_membership_on_tick(w->machine, w->now_ns);
+    carry_out(w);
+    check(w, moe_membership_deadline(w->machine) > w->now_ns, "a tick leaves nothing due");
+    uint64_t epoch;
+    if (chance(w, 3000)) {
+        struct moe_status st = moe_membership_drain(w->machine, w->now_ns,
+                                                    (uint32_t)rnd(w, w->slots), "test", 0, &epoch);
+        (void)st.code; /* the seat may be empty */
+        carry_out(w);
+    }
+}
+
+static enum moe_group_state state_of(const struct world *w)
+{
+    struct moe_membership_group g;
+    moe_membership_group(w->machine, &g);
+    return g.state;
+}
+
+/* SERVING, and every member has committed the epoch in force. */
+static bool is_serving(const struct world *w)
+{
+    struct moe_membership_group g;
+    moe_membership_group(w->machine, &g);
+    uint32_t agree = 0;
+    for (size_t i = 0; i < w->process_count; i++)
+        if (w->processes[i].alive && g.epoch != 0 && w->processes[i].committed == g.epoch)
+            agree++;
+    return g.state == MOE_GROUP_SERVING && agree == w->slots;
+}
+
+static void expect_serving(struct world *w)
+{
+    w->quiet = true;
+    for (int i = 0; i < 250; i++)
+        step(w); /* stopped processes wake up, drains come to their end */
+    for (int i = 0; i < 1200 && !is_serving(w); i++) {
+        step(w);
+        /* The operator's part: a group that gave up, or workers that cannot load, need new ones. */
+        if (state_of(w) == MOE_GROUP_FAILED && i % 300 == 299)
+            for (uint32_t id = 0; id < w->ids; id++)
+                if (w->processes[w->current[id]].alive)
+                    end_process(w, &w->processes[w->current[id]]);
+    }
+    struct moe_membership_group g;
+    moe_membership_group(w->machine, &g);
+    if (!is_serving(w))
+        fail_msg("seed %" PRIu64 ": a quiet network does not lead to SERVING: state %d, %s",
+                 w->seed, g.state, g.reason);
+    for (int i = 0; i < 200; i++) {
+        step(w);
+        check(w, is_serving(w), "a quiet group stays SERVING");
+    }
+}
+
+static void expect_shutdown(struct world *w)
+{
+    uint64_t epoch;
+    struct moe_status st = moe_membership_shutdown(w->machine, w->now_ns, "test over", 500, &epoch);
+    assert_int_equal(st.code, MOE_OK);
+    carry_out(w);
+    for (int i = 0; i < 400 && !w->exited; i++)
+        step(w);
+    check(w, w->exited, "a shutdown ends in bounded time");
+    if (w->pending_save != 0)
+        w->durable = w->pending_state; /* writes under way are finished before the process ends */
+    check(w, w->durable.view_epoch == 0, "no view outlives a shutdown");
+    check(w, moe_membership_deadline(w->machine) == MOE_NEVER, "nothing is due after EXIT");
+}
+
+static void run_one(struct world *w, uint64_t seed)
+{
+    struct process *processes = w->processes;
+    memset(w, 0, sizeof *w);
+    w->processes = processes;
+    w->seed = seed;
+    w->random = seed * UINT64_C(0x9e3779b97f4a7c15) + 1;
+    for (int i = 0; i < 8; i++)
+        rnd(w, 2);
+    w->now_ns = MOE_NS_PER_S;
+    w->slots = 1 + (uint32_t)rnd(w, 5);
+    w->ids = w->slots + (uint32_t)rnd(w, 2);
+    w->rounds = (uint32_t)rnd(w, 4);
+    w->async_saves = rnd(w, 2) == 0;
+    w->config = (struct moe_membership_config){.slots = w->slots,
+                                               .lease_ns = LEASE_MS * MOE_NS_PER_MS,
+                                               .form_ns = FORM_MS * MOE_NS_PER_MS,
+                                               .shutdown_ns = MOE_NS_PER_S,
+                                               .backoff_ns = 20 * MOE_NS_PER_MS,
+                                               .backoff_max_ns = 200 * MOE_NS_PER_MS,
+                                               .attempts_max = ATTEMPTS,
+                                               .version = "1.2.0"};
+    start_machine(w);
+    for (uint32_t id = 0; id < w->ids; id++)
+        spawn(w, id);
+    uint64_t steps = 200 + rnd(w, 1800);
+    for (uint64_t i = 0; i < steps; i++)
+        step(w);
+    expect_serving(w);
+    if (rnd(w, 2) == 0)
+        expect_shutdown(w);
+    moe_membership_destroy(w->machine);
+}
+
+static void random_schedules_keep_every_promise(void **state)
+{
+    (void)state;
+    const char *seed_text = getenv("MOE_SEED"), *runs_text = getenv("MOE_RUNS");
+    uint64_t first = seed_text != NULL ? strtoull(seed_text, NULL, 10) : 1;
+    uint64_t runs = seed_text != NULL   ? 1
+                    : runs_text != NULL ? strtoull(runs_text, NULL, 10)
+                                        : 2000;
+    struct world *w = calloc(1, sizeof *w);
+    assert_non_null(w);
+    w->processes = calloc(PROCESSES_MAX, sizeof *w->processes);
+    assert_non_null(w->processes);
+    size_t commits = 0, crashes = 0, restores = 0, adoptions = 0, processes = 0;
+    for (uint64_t seed = first; seed < first + runs; seed++) {
+        run_one(w, seed);
+        commits += w->commits;
+        crashes += w->crashes;
+        restores += w->restores;
+        adoptions += w->adoptions;
+        processes += w->process_count;
+    }
+    print_message(
+        "%" PRIu64 " runs from seed %" PRIu64
+        ": %zu commits, %zu coordinator crashes (%zu with a view in force, %zu of them went on "
+        "under it), %zu worker processes\n",
+        runs, first, commits, crashes, restores, adoptions, processes);
+    if (runs >= 100) { /* the world is as rough as it claims to be */
+        assert_true(commits > runs && crashes > runs / 20);
+        assert_true(adoptions > 0 && adoptions < restores);
+    }
+    free(w->processes);
+    free(w);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(random_schedules_keep_every_promise)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
