@@ -1,4 +1,1 @@
-moe_test(test_placement SOURCES test_placement.c USES moe_coordinator)
-moe_test(test_store SOURCES test_store.c USES moe_coordinator)
-moe_test(test_membership SOURCES test_membership.c USES moe_coordinator)
 moe_test(test_membership_sim SOURCES test_membership_sim.c USES moe_coordinator TIMEOUT 240)
