@@ -1,0 +1,46 @@
+/* What the files of the client share: client.c (thread, channels, unary calls) and stream.c. */
+#ifndef MOE_RPC_CALLING_H
+#define MOE_RPC_CALLING_H
+
+#include "rpc/client.h"
+#include "rpc/core.h"
+
+#include <pthread.h>
+#include <sys/queue.h>
+
+/* A call of either kind while the core knows it. */
+struct moe_rpc_in_flight {
+    struct moe_rpc_client *client;
+    grpc_call *core; /* NULL once the call is over */
+    TAILQ_ENTRY(moe_rpc_in_flight) link;
+};
+
+struct moe_rpc_client {
+    grpc_completion_queue *queue;
+    pthread_t thread;
+    pthread_mutex_t lock; /* guards all that follows, and `core` of every call */
+    pthread_cond_t idle;
+    TAILQ_HEAD(, moe_rpc_in_flight) calls;
+    bool closing; /* new calls are cancelled at once */
+};
+
+struct moe_rpc_channel {
+    struct moe_rpc_client *client;
+    grpc_channel *core;
+};
+
+bool moe_rpc_client_is_this_thread(const struct moe_rpc_client *c);
+
+void moe_rpc_in_flight_begin(struct moe_rpc_in_flight *f, struct moe_rpc_channel *ch,
+                             const char *path, uint64_t deadline_ns);
+/* Any thread, at any time in the life of the client. */
+void moe_rpc_in_flight_cancel(struct moe_rpc_in_flight *f);
+/* Cancels a call that was begun while the client is being destroyed; after its first batch. */
+void moe_rpc_in_flight_check(struct moe_rpc_in_flight *f);
+/* After the last event of the call. */
+void moe_rpc_in_flight_end(struct moe_rpc_in_flight *f);
+
+/* The operation that opens every call. */
+grpc_op moe_rpc_open_op(const struct moe_rpc_call_options *options);
+
+#endif

@@ -1,0 +1,339 @@
+/* gRPC client: one completion queue and its thread, channels, and unary calls. Streams are in
+ * stream.c. Retries are the caller's: a retry inside the core would keep tensors alive behind our
+ * back. */
+#include "rpc/client.h"
+
+#include "base/clock.h"
+#include "rpc/calling.h"
+
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ------------------------------------------------------------------ client */
+
+static _Thread_local struct moe_rpc_client *this_client;
+
+static void *client_main(void *arg)
+{
+    struct moe_rpc_client *c = arg;
+    this_client = c;
+    for (;;) {
+        grpc_event event =
+            grpc_completion_queue_next(c->queue, gpr_inf_future(GPR_CLOCK_MONOTONIC), NULL);
+        if (event.type == GRPC_QUEUE_SHUTDOWN)
+            return NULL;
+        struct moe_rpc_tag *tag = event.tag;
+        tag->fn(tag, event.success != 0);
+    }
+}
+
+bool moe_rpc_client_is_this_thread(const struct moe_rpc_client *c)
+{
+    return this_client == c;
+}
+
+struct moe_status moe_rpc_client_create(struct moe_rpc_client **out)
+{
+    struct moe_status no_memory = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                                            "out of memory while starting a client");
+    *out = NULL;
+    struct moe_rpc_client *c = calloc(1, sizeof *c);
+    if (c == NULL)
+        return no_memory;
+    moe_rpc_library_hold();
+    pthread_mutex_init(&c->lock, NULL);
+    pthread_cond_init(&c->idle, NULL);
+    TAILQ_INIT(&c->calls);
+    c->queue = grpc_completion_queue_create_for_next(NULL);
+    if (pthread_create(&c->thread, NULL, client_main, c) != 0) {
+        grpc_completion_queue_shutdown(c->queue);
+        (void)client_main(c);
+        this_client = NULL;
+        grpc_completion_queue_destroy(c->queue);
+        moe_rpc_library_release();
+        free(c);
+        return no_memory;
+    }
+    pthread_setname_np(c->thread, "rpc-client");
+    *out = c;
+    return moe_ok();
+}
+
+void moe_rpc_client_destroy(struct moe_rpc_client *c)
+{
+    struct moe_rpc_in_flight *call;
+    if (c == NULL)
+        return;
+    MOE_INVARIANT(!moe_rpc_client_is_this_thread(c));
+    pthread_mutex_lock(&c->lock);
+    c->closing = true;
+    TAILQ_FOREACH(call, &c->calls, link)
+    grpc_call_cancel(call->core, NULL);
+    while (!TAILQ_EMPTY(&c->calls))
+        pthread_cond_wait(&c->idle, &c->lock);
+    pthread_mutex_unlock(&c->lock);
+    grpc_completion_queue_shutdown(c->queue);
+    pthread_join(c->thread, NULL);
+    grpc_completion_queue_destroy(c->queue);
+    pthread_cond_destroy(&c->idle);
+    pthread_mutex_destroy(&c->lock);
+    moe_rpc_library_release();
+    free(c);
+}
+
+/* ------------------------------------------------------------------ calls in flight */
+
+void moe_rpc_in_flight_begin(struct moe_rpc_in_flight *f, struct moe_rpc_channel *ch,
+                             const char *path, uint64_t deadline_ns)
+{
+    struct moe_rpc_client *c = ch->client;
+    f->client = c;
+    f->core = grpc_channel_create_call(ch->core, NULL, GRPC_PROPAGATE_DEFAULTS, c->queue,
+                                       grpc_slice_from_static_string(path), NULL,
+                                       moe_rpc_time_to_core(deadline_ns), NULL);
+    pthread_mutex_lock(&c->lock);
+    TAILQ_INSERT_TAIL(&c->calls, f, link);
+    pthread_mutex_unlock(&c->lock);
+}
+
+void moe_rpc_in_flight_cancel(struct moe_rpc_in_flight *f)
+{
+    struct moe_rpc_client *c = f->client;
+    pthread_mutex_lock(&c->lock);
+    grpc_call *core = f->core;
+    if (core != NULL)
+        grpc_call_ref(core);
+    pthread_mutex_unlock(&c->lock);
+    if (core == NULL)
+        return;
+    grpc_call_cancel(core, NULL);
+    grpc_call_unref(core);
+}
+
+void moe_rpc_in_flight_check(struct moe_rpc_in_flight *f)
+{
+    pthread_mutex_lock(&f->client->lock);
+    bool closing = f->client->closing;
+    pthread_mutex_unlock(&f->client->lock);
+    if (closing)
+        moe_rpc_in_flight_cancel(f);
+}
+
+void moe_rpc_in_flight_end(struct moe_rpc_in_flight *f)
+{
+    struct moe_rpc_client *c = f->client;
+    pthread_mutex_lock(&c->lock);
+    grpc_call *core = f->core;
+    f->core = NULL;
+    TAILQ_REMOVE(&c->calls, f, link);
+    pthread_cond_broadcast(&c->idle);
+    pthread_mutex_unlock(&c->lock);
+    grpc_call_unref(core);
+}
+
+grpc_op moe_rpc_open_op(const struct moe_rpc_call_options *options)
+{
+    grpc_op op = {.op = GRPC_OP_SEND_INITIAL_METADATA};
+    if (options->wait_for_ready)
+        op.flags = GRPC_INITIAL_METADATA_WAIT_FOR_READY |
+                   GRPC_INITIAL_METADATA_WAIT_FOR_READY_EXPLICITLY_SET;
+    return op;
+}
+
+/* ------------------------------------------------------------------ channels */
+
+static grpc_arg int_arg(const char *key, int value)
+{
+    grpc_arg arg = {.type = GRPC_ARG_INTEGER, .key = (char *)(uintptr_t)key};
+    arg.value.integer = value;
+    return arg;
+}
+
+struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
+                                       const struct moe_rpc_channel_config *config,
+                                       struct moe_rpc_channel **out)
+{
+    /* A group that restarts should be found again within seconds, not the default two minutes. */
+    enum { FIRST_BACKOFF_MS = 100, LONGEST_BACKOFF_MS = 5000 };
+    uint32_t largest = config->max_message_bytes;
+    *out = NULL;
+    if (largest == 0)
+        largest = MOE_RPC_DEFAULT_MESSAGE_BYTES;
+    if (largest > INT_MAX)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "largest message must be below 2 GiB");
+    grpc_arg args[] = {
+        int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, (int)largest),
+        int_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, (int)largest),
+        int_arg(GRPC_ARG_MAX_METADATA_SIZE, MOE_RPC_METADATA_BYTES),
+        int_arg(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, MOE_RPC_FRAME_BYTES),
+        int_arg(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, config->own_connection),
+        int_arg(GRPC_ARG_ENABLE_RETRIES, 0),
+        int_arg(GRPC_ARG_ENABLE_HTTP_PROXY, 0),
+        int_arg(GRPC_ARG_ENABLE_CHANNELZ, 0),
+        int_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1),
+        int_arg(GRPC_ARG_KEEPALIVE_TIME_MS, MOE_RPC_KEEPALIVE_MS),
+        int_arg(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, MOE_RPC_KEEPALIVE_WAIT_MS),
+        int_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
+        int_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
+        int_arg(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, FIRST_BACKOFF_MS),
+        int_arg(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, LONGEST_BACKOFF_MS),
+    };
+    struct moe_rpc_channel *ch = calloc(1, sizeof *ch);
+    if (ch == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for a channel");
+    grpc_channel_credentials *plain = grpc_insecure_credentials_create();
+    ch->client = c;
+    ch->core = grpc_channel_create(
+        config->target, plain,
+        &(grpc_channel_args){.num_args = sizeof args / sizeof *args, .args = args});
+    grpc_channel_credentials_release(plain);
+    *out = ch;
+    return moe_ok();
+}
+
+void moe_rpc_channel_close(struct moe_rpc_channel *ch)
+{
+    if (ch == NULL)
+        return;
+    grpc_channel_destroy(ch->core); /* its calls keep what they need */
+    free(ch);
+}
+
+/* ------------------------------------------------------------------ unary calls */
+
+struct moe_rpc_pending {
+    struct moe_rpc_in_flight flight;
+    atomic_uint references; /* one of the call in flight, one of the handle */
+    struct moe_rpc_tag on_done;
+    moe_rpc_reply_fn reply;
+    void *ctx;
+    grpc_metadata_array initial, trailing;
+    grpc_byte_buffer *message;
+    grpc_status_code code;
+    grpc_slice text;
+};
+
+void moe_rpc_pending_free(struct moe_rpc_pending *p)
+{
+    if (p != NULL && atomic_fetch_sub(&p->references, 1) == 1)
+        free(p);
+}
+
+void moe_rpc_cancel(struct moe_rpc_pending *p)
+{
+    moe_rpc_in_flight_cancel(&p->flight);
+}
+
+static void on_done(struct moe_rpc_tag *tag, bool ok)
+{
+    struct moe_rpc_pending *p = MOE_RPC_OWNER(struct moe_rpc_pending, on_done, tag);
+    (void)ok; /* the status says it all */
+    struct moe_status status = moe_rpc_status_from_core(p->code, p->text, &p->trailing);
+    grpc_byte_buffer *message = p->message;
+    if (!moe_failed(&status) && message == NULL)
+        status = moe_error(MOE_INTERNAL, MOE_REASON_NONE, "the server answered without a message");
+    if (moe_failed(&status) && message != NULL) {
+        grpc_byte_buffer_destroy(message);
+        message = NULL;
+    }
+    grpc_metadata_array_destroy(&p->initial);
+    grpc_metadata_array_destroy(&p->trailing);
+    grpc_slice_unref(p->text);
+    p->reply(p->ctx, status, moe_rpc_msg_from_buffer(message));
+    moe_rpc_in_flight_end(&p->flight);
+    moe_rpc_pending_free(p);
+}
+
+/* The whole call is one batch. */
+static void start_unary(struct moe_rpc_pending *p, const struct moe_rpc_call_options *options,
+                        grpc_byte_buffer *message)
+{
+    grpc_op ops[] = {
+        moe_rpc_open_op(options),
+        {.op = GRPC_OP_SEND_MESSAGE, .flags = GRPC_WRITE_NO_COMPRESS},
+        {.op = GRPC_OP_SEND_CLOSE_FROM_CLIENT},
+        {.op = GRPC_OP_RECV_INITIAL_METADATA},
+        {.op = GRPC_OP_RECV_MESSAGE},
+        {.op = GRPC_OP_RECV_STATUS_ON_CLIENT},
+    };
+    ops[1].data.send_message.send_message = message;
+    ops[3].data.recv_initial_metadata.recv_initial_metadata = &p->initial;
+    ops[4].data.recv_message.recv_message = &p->message;
+    ops[5].data.recv_status_on_client.trailing_metadata = &p->trailing;
+    ops[5].data.recv_status_on_client.status = &p->code;
+    ops[5].data.recv_status_on_client.status_details = &p->text;
+    MOE_RPC_START(p->flight.core, ops, sizeof ops / sizeof *ops, &p->on_done);
+}
+
+void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
+                        const struct moe_rpc_call_options *options, const struct moe_rpc_out *out,
+                        moe_rpc_reply_fn reply, void *ctx, struct moe_rpc_pending **pending)
+{
+    struct moe_rpc_pending *p = calloc(1, sizeof *p);
+    if (pending != NULL)
+        *pending = p;
+    if (p == NULL) {
+        moe_rpc_out_discard(out);
+        reply(
+            ctx,
+            moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory for a call"),
+            NULL);
+        return;
+    }
+    p->on_done.fn = on_done;
+    p->reply = reply;
+    p->ctx = ctx;
+    /* One for this function, so that the call may end at any time. */
+    atomic_init(&p->references, pending != NULL ? 3 : 2);
+    grpc_metadata_array_init(&p->initial);
+    grpc_metadata_array_init(&p->trailing);
+    moe_rpc_in_flight_begin(&p->flight, ch, path, options->deadline_ns);
+    grpc_byte_buffer *message = moe_rpc_out_to_buffer(out);
+    start_unary(p, options, message);
+    grpc_byte_buffer_destroy(message); /* the core has references of its own */
+    moe_rpc_in_flight_check(&p->flight);
+    moe_rpc_pending_free(p);
+}
+
+/* ------------------------------------------------------------------ blocking calls */
+
+struct waiter {
+    pthread_mutex_t lock;
+    pthread_cond_t answered;
+    bool done;
+    struct moe_status status;
+    struct moe_rpc_msg *reply;
+};
+
+static void wake_waiter(void *ctx, struct moe_status status, struct moe_rpc_msg *reply)
+{
+    struct waiter *w = ctx;
+    pthread_mutex_lock(&w->lock);
+    w->status = status;
+    w->reply = reply;
+    w->done = true;
+    pthread_cond_signal(&w->answered);
+    pthread_mutex_unlock(&w->lock);
+}
+
+struct moe_status moe_rpc_call_wait(struct moe_rpc_channel *ch, const char *path,
+                                    const struct moe_rpc_call_options *options,
+                                    const struct moe_rpc_out *out, struct moe_rpc_msg **reply)
+{
+    struct waiter w = {.done = false};
+    MOE_INVARIANT(!moe_rpc_client_is_this_thread(ch->client));
+    pthread_mutex_init(&w.lock, NULL);
+    pthread_cond_init(&w.answered, NULL);
+    moe_rpc_call_unary(ch, path, options, out, wake_waiter, &w, NULL);
+    pthread_mutex_lock(&w.lock);
+    while (!w.done)
+        pthread_cond_wait(&w.answered, &w.lock);
+    pthread_mutex_unlock(&w.lock);
+    pthread_cond_destroy(&w.answered);
+    pthread_mutex_destroy(&w.lock);
+    *reply = w.reply;
+    return w.status;
+}

@@ -1,0 +1,309 @@
+/* Bidirectional streams of the client: one message in flight each way, an unbounded send queue that
+ * its owner watches, and a handle that may be given back at any time. */
+#include "rpc/calling.h"
+
+#include <stdlib.h>
+
+/* A message that waits for its turn. */
+struct queued {
+    STAILQ_ENTRY(queued) link;
+    grpc_byte_buffer *message;
+};
+STAILQ_HEAD(send_queue, queued);
+
+struct moe_rpc_stream {
+    struct moe_rpc_in_flight flight;
+    struct moe_rpc_stream_events events;
+    void *ctx;
+    atomic_uint references; /* one of the call in flight, one of the handle */
+    struct moe_rpc_tag on_opened, on_received, on_sent, on_half_closed, on_status;
+
+    /* Written by the core. */
+    grpc_metadata_array initial, trailing;
+    grpc_byte_buffer *received;
+    grpc_status_code code;
+    grpc_slice text;
+
+    pthread_mutex_t lock; /* guards all that follows, and the starting of batches */
+    pthread_cond_t quiet; /* in_callback has become false */
+    unsigned batches;     /* in flight; `closed` comes when none is left */
+    struct send_queue queue;
+    struct queued *sending;
+    size_t backlog;   /* queued, and the one being sent */
+    bool close_asked; /* half-close after the queue */
+    bool half_closed; /* it has been started */
+    bool ended;       /* the status is here: nothing can be sent any more */
+    bool detached;    /* the handle is gone: no callback starts */
+    bool in_callback;
+};
+
+static void release(struct moe_rpc_stream *s)
+{
+    if (atomic_fetch_sub(&s->references, 1) > 1)
+        return;
+    pthread_cond_destroy(&s->quiet);
+    pthread_mutex_destroy(&s->lock);
+    free(s);
+}
+
+/* ------------------------------------------------------------------ sending */
+
+/* Starts the next send or the half-close. Under the lock. */
+static void pump(struct moe_rpc_stream *s)
+{
+    if (s->ended || s->sending != NULL || s->half_closed)
+        return;
+    s->sending = STAILQ_FIRST(&s->queue);
+    grpc_op op = {.op = GRPC_OP_SEND_CLOSE_FROM_CLIENT};
+    if (s->sending != NULL) {
+        STAILQ_REMOVE_HEAD(&s->queue, link);
+        op = (grpc_op){.op = GRPC_OP_SEND_MESSAGE, .flags = GRPC_WRITE_NO_COMPRESS};
+        op.data.send_message.send_message = s->sending->message;
+    } else if (s->close_asked) {
+        s->half_closed = true;
+    } else {
+        return;
+    }
+    s->batches++;
+    MOE_RPC_START(s->flight.core, &op, 1, s->sending != NULL ? &s->on_sent : &s->on_half_closed);
+}
+
+static void drop(struct queued *q)
+{
+    grpc_byte_buffer_destroy(q->message);
+    free(q);
+}
+
+/* Without the lock: parts are released on the way. */
+static void drop_all(struct send_queue *queue)
+{
+    struct queued *q;
+    while ((q = STAILQ_FIRST(queue)) != NULL) {
+        STAILQ_REMOVE_HEAD(queue, link);
+        drop(q);
+    }
+}
+
+struct moe_status moe_rpc_stream_send(struct moe_rpc_stream *s, const struct moe_rpc_out *out)
+{
+    struct queued *q = calloc(1, sizeof *q);
+    if (q == NULL) {
+        moe_rpc_out_discard(out);
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory while sending");
+    }
+    q->message = moe_rpc_out_to_buffer(out);
+    pthread_mutex_lock(&s->lock);
+    bool refused = s->ended || s->close_asked;
+    if (!refused) {
+        STAILQ_INSERT_TAIL(&s->queue, q, link);
+        s->backlog++;
+        pump(s);
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (!refused)
+        return moe_ok();
+    drop(q);
+    return moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "the stream is over");
+}
+
+size_t moe_rpc_stream_backlog(const struct moe_rpc_stream *s)
+{
+    struct moe_rpc_stream *locked = (struct moe_rpc_stream *)(uintptr_t)s;
+    pthread_mutex_lock(&locked->lock);
+    size_t backlog = s->backlog;
+    pthread_mutex_unlock(&locked->lock);
+    return backlog;
+}
+
+void moe_rpc_stream_close_send(struct moe_rpc_stream *s)
+{
+    pthread_mutex_lock(&s->lock);
+    s->close_asked = true;
+    pump(s);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* ------------------------------------------------------------------ events */
+
+/* False when the handle is gone. */
+static bool callback_begin(struct moe_rpc_stream *s)
+{
+    pthread_mutex_lock(&s->lock);
+    bool wanted = !s->detached;
+    s->in_callback = wanted;
+    pthread_mutex_unlock(&s->lock);
+    return wanted;
+}
+
+static void callback_end(struct moe_rpc_stream *s)
+{
+    pthread_mutex_lock(&s->lock);
+    s->in_callback = false;
+    pthread_cond_broadcast(&s->quiet);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* Called last by every event: `s` may be gone afterwards. */
+static void settle(struct moe_rpc_stream *s)
+{
+    struct send_queue unsent = STAILQ_HEAD_INITIALIZER(unsent);
+    pthread_mutex_lock(&s->lock);
+    bool over = --s->batches == 0 && s->ended;
+    if (over) {
+        STAILQ_CONCAT(&unsent, &s->queue);
+        s->backlog = 0;
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (!over)
+        return;
+    drop_all(&unsent);
+    struct moe_status status = moe_rpc_status_from_core(s->code, s->text, &s->trailing);
+    grpc_metadata_array_destroy(&s->initial);
+    grpc_metadata_array_destroy(&s->trailing);
+    grpc_slice_unref(s->text);
+    if (callback_begin(s)) {
+        s->events.closed(s->ctx, status);
+        callback_end(s);
+    }
+    moe_rpc_in_flight_end(&s->flight);
+    release(s);
+}
+
+static void on_opened(struct moe_rpc_tag *tag, bool ok)
+{
+    (void)ok;
+    settle(MOE_RPC_OWNER(struct moe_rpc_stream, on_opened, tag));
+}
+
+static void on_half_closed(struct moe_rpc_tag *tag, bool ok)
+{
+    (void)ok;
+    settle(MOE_RPC_OWNER(struct moe_rpc_stream, on_half_closed, tag));
+}
+
+static void on_status(struct moe_rpc_tag *tag, bool ok)
+{
+    struct moe_rpc_stream *s = MOE_RPC_OWNER(struct moe_rpc_stream, on_status, tag);
+    (void)ok;
+    pthread_mutex_lock(&s->lock);
+    s->ended = true;
+    pthread_mutex_unlock(&s->lock);
+    settle(s);
+}
+
+static void on_sent(struct moe_rpc_tag *tag, bool ok)
+{
+    struct moe_rpc_stream *s = MOE_RPC_OWNER(struct moe_rpc_stream, on_sent, tag);
+    (void)ok; /* a broken stream shows in on_status */
+    pthread_mutex_lock(&s->lock);
+    struct queued *sent = s->sending;
+    s->sending = NULL;
+    s->backlog--;
+    pump(s);
+    pthread_mutex_unlock(&s->lock);
+    drop(sent);
+    settle(s);
+}
+
+/* Under the lock. */
+static void start_read(struct moe_rpc_stream *s)
+{
+    grpc_op op = {.op = GRPC_OP_RECV_MESSAGE};
+    op.data.recv_message.recv_message = &s->received;
+    s->batches++;
+    MOE_RPC_START(s->flight.core, &op, 1, &s->on_received);
+}
+
+static void on_received(struct moe_rpc_tag *tag, bool ok)
+{
+    struct moe_rpc_stream *s = MOE_RPC_OWNER(struct moe_rpc_stream, on_received, tag);
+    grpc_byte_buffer *message = s->received;
+    (void)ok;
+    s->received = NULL;
+    if (message != NULL) {
+        if (callback_begin(s)) {
+            s->events.message(s->ctx, moe_rpc_msg_from_buffer(message));
+            callback_end(s);
+        } else {
+            grpc_byte_buffer_destroy(message);
+        }
+        pthread_mutex_lock(&s->lock);
+        start_read(s);
+        pthread_mutex_unlock(&s->lock);
+    }
+    settle(s);
+}
+
+/* ------------------------------------------------------------------ life */
+
+static void start(struct moe_rpc_stream *s, const struct moe_rpc_call_options *options)
+{
+    grpc_op open[] = {moe_rpc_open_op(options), {.op = GRPC_OP_RECV_INITIAL_METADATA}};
+    grpc_op status = {.op = GRPC_OP_RECV_STATUS_ON_CLIENT};
+    open[1].data.recv_initial_metadata.recv_initial_metadata = &s->initial;
+    status.data.recv_status_on_client.trailing_metadata = &s->trailing;
+    status.data.recv_status_on_client.status = &s->code;
+    status.data.recv_status_on_client.status_details = &s->text;
+    pthread_mutex_lock(&s->lock);
+    s->batches = 2;
+    MOE_RPC_START(s->flight.core, open, 2, &s->on_opened);
+    MOE_RPC_START(s->flight.core, &status, 1, &s->on_status);
+    start_read(s);
+    pthread_mutex_unlock(&s->lock);
+}
+
+struct moe_status moe_rpc_stream_open(struct moe_rpc_channel *ch, const char *path,
+                                      const struct moe_rpc_call_options *options,
+                                      const struct moe_rpc_stream_events *events, void *ctx,
+                                      struct moe_rpc_stream **out)
+{
+    struct moe_rpc_stream *s = calloc(1, sizeof *s);
+    *out = s;
+    if (s == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for a stream");
+    s->events = *events;
+    s->ctx = ctx;
+    s->on_opened.fn = on_opened;
+    s->on_received.fn = on_received;
+    s->on_sent.fn = on_sent;
+    s->on_half_closed.fn = on_half_closed;
+    s->on_status.fn = on_status;
+    atomic_init(&s->references, 2);
+    grpc_metadata_array_init(&s->initial);
+    grpc_metadata_array_init(&s->trailing);
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_cond_init(&s->quiet, NULL);
+    STAILQ_INIT(&s->queue);
+    moe_rpc_in_flight_begin(&s->flight, ch, path, options->deadline_ns);
+    start(s, options);
+    moe_rpc_in_flight_check(&s->flight);
+    return moe_ok();
+}
+
+void moe_rpc_stream_cancel(struct moe_rpc_stream *s)
+{
+    pthread_mutex_lock(&s->lock);
+    grpc_call *core = s->ended ? NULL : s->flight.core;
+    if (core != NULL)
+        grpc_call_ref(core);
+    pthread_mutex_unlock(&s->lock);
+    if (core == NULL)
+        return;
+    grpc_call_cancel(core, NULL);
+    grpc_call_unref(core);
+}
+
+void moe_rpc_stream_free(struct moe_rpc_stream *s)
+{
+    if (s == NULL)
+        return;
+    moe_rpc_stream_cancel(s);
+    pthread_mutex_lock(&s->lock);
+    s->detached = true;
+    while (s->in_callback && !moe_rpc_client_is_this_thread(s->flight.client))
+        pthread_cond_wait(&s->quiet, &s->lock);
+    pthread_mutex_unlock(&s->lock);
+    release(s);
+}
