@@ -1,0 +1,335 @@
+/* moectl bench: closed-loop load on one layer. Each of C clients sends a request, waits for the
+ * answer and sends the next one, for a warm-up that is not counted and then for a measured window.
+ * A client is a state on the library's threads, not a thread: what is measured is the service. */
+#include "bench_report.h"
+#include "commands.h"
+#include "state.h"
+
+#include "base/clock.h"
+#include "base/size.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    CONCURRENCY_MAX = 4096,
+    ERRORS_MAX = 100, /* a client that has seen so many stops asking */
+    WARM_UP_MAX_MS = 1000,
+};
+
+struct bench {
+    struct moectl_common common;
+    const char *dtype_name, *concurrency_list;
+    uint64_t layer, tokens, seed, connections;
+    double duration_s;
+    bool unary, stream, spread;
+
+    uint32_t concurrency[MOECTL_BENCH_RUNS_MAX];
+    size_t concurrency_count;
+    enum moe_dtype dtype;
+    struct moe_client *client;
+    struct moectl_bench_report report;
+};
+
+/* ------------------------------------------------------------------ load */
+
+struct load {
+    struct moe_client *client;
+    uint64_t measure_from_ns, end_ns;
+    pthread_mutex_t lock; /* guards everything below */
+    pthread_cond_t change;
+    struct moectl_bench_run *run;
+    uint32_t active;
+    struct moe_status first_error;
+};
+
+/* One closed loop. */
+struct loop {
+    struct load *load;
+    struct moe_client_stream *stream; /* with --stream */
+    struct moe_client_forward call;
+    void *x, *y;
+    uint64_t begin_ns, errors;
+};
+
+static void send_next(struct loop *l);
+
+static void on_answer(void *ctx, struct moe_client_forward *f, struct moe_status st)
+{
+    struct loop *l = ctx;
+    struct load *load = l->load;
+    uint64_t now = moe_clock_ns();
+    l->errors += st.code != MOE_OK;
+    bool again = now < load->end_ns && l->errors < ERRORS_MAX;
+    pthread_mutex_lock(&load->lock);
+    if (st.code != MOE_OK) {
+        if (load->run->errors++ == 0)
+            load->first_error = st;
+    } else if (now >= load->measure_from_ns && now < load->end_ns) {
+        moectl_bench_record(load->run, now - l->begin_ns, &f->stages);
+    }
+    if (!again) {
+        load->active--;
+        pthread_cond_signal(&load->change);
+    }
+    pthread_mutex_unlock(&load->lock);
+    if (again)
+        send_next(l);
+}
+
+static void send_next(struct loop *l)
+{
+    l->begin_ns = moe_clock_ns();
+    if (l->stream != NULL)
+        moe_client_stream_forward(l->stream, &l->call, on_answer, l);
+    else
+        moe_client_forward_async(l->load->client, &l->call, on_answer, l);
+}
+
+/* Standard normal numbers by Box and Muller, from splitmix64: the same on every machine. */
+static uint64_t next_random(uint64_t *state)
+{
+    uint64_t z = *state += UINT64_C(0x9e3779b97f4a7c15);
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}
+
+static void fill(void *x, enum moe_dtype dtype, size_t count, uint64_t seed)
+{
+    const double two_pi = 6.283185307179586;
+    const double unit = 1.0 / 9007199254740992.0; /* 2^-53 */
+    for (size_t i = 0; i < count; i++) {
+        double u = (double)((next_random(&seed) >> 11) + 1) * unit;
+        double v = (double)(next_random(&seed) >> 11) * unit;
+        float value = (float)(sqrt(-2.0 * log(u)) * cos(two_pi * v));
+        if (dtype == MOE_DTYPE_F32)
+            ((float *)x)[i] = value;
+        else
+            ((uint16_t *)x)[i] = moe_f32_to_bf16(value);
+    }
+}
+
+static void free_loops(struct loop *loops, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        moe_client_stream_close(loops[i].stream);
+        free(loops[i].x);
+        free(loops[i].y);
+    }
+    free(loops);
+}
+
+static struct moe_status make_loop(const struct bench *b, struct load *load, uint64_t number,
+                                   struct loop *l)
+{
+    size_t count, bytes;
+    uint32_t hidden = b->report.hidden;
+    if (!moe_size_mul(b->tokens, hidden, &count) ||
+        !moe_size_mul(count, moe_dtype_bytes(b->dtype), &bytes))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "too many tokens");
+    l->load = load;
+    l->x = malloc(bytes);
+    l->y = malloc(bytes);
+    if (l->x == NULL || l->y == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "tensors");
+    fill(l->x, b->dtype, count, b->seed + (number << 32));
+    l->call = (struct moe_client_forward){
+        .layer = (uint32_t)b->layer,
+        .tokens = (uint32_t)b->tokens,
+        .hidden = hidden,
+        .dtype = b->dtype,
+        .x = l->x,
+        .y = l->y,
+    };
+    return b->stream ? moe_client_stream_open(b->client, &l->stream) : moe_ok();
+}
+
+/* Runs the loops to their end. */
+static void drive(struct load *load, struct loop *loops, double duration_s)
+{
+    uint64_t measured = (uint64_t)(duration_s * (double)MOE_NS_PER_S);
+    uint64_t warm_up = measured / 4;
+    if (warm_up > WARM_UP_MAX_MS * MOE_NS_PER_MS)
+        warm_up = WARM_UP_MAX_MS * MOE_NS_PER_MS;
+    load->measure_from_ns = moe_clock_ns() + warm_up;
+    load->end_ns = load->measure_from_ns + measured;
+    uint32_t count = load->run->concurrency;
+    load->active = count;
+    for (uint32_t i = 0; i < count; i++)
+        send_next(&loops[i]);
+    pthread_mutex_lock(&load->lock);
+    while (load->active > 0)
+        pthread_cond_wait(&load->change, &load->lock);
+    pthread_mutex_unlock(&load->lock);
+}
+
+static struct moe_status measure(struct bench *b, uint32_t concurrency)
+{
+    struct load load = {.client = b->client,
+                        .lock = PTHREAD_MUTEX_INITIALIZER,
+                        .change = PTHREAD_COND_INITIALIZER,
+                        .first_error = moe_ok()};
+    struct loop *loops = calloc(concurrency, sizeof *loops);
+    load.run = calloc(1, sizeof *load.run);
+    if (loops == NULL || load.run == NULL) {
+        free(loops);
+        free(load.run);
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "clients");
+    }
+    load.run->concurrency = concurrency;
+    load.run->seconds = b->duration_s;
+    b->report.runs[b->report.run_count++] = load.run;
+    struct moe_status st = moe_ok();
+    for (uint32_t i = 0; i < concurrency && st.code == MOE_OK; i++)
+        st = make_loop(b, &load, i, &loops[i]);
+    if (st.code == MOE_OK)
+        drive(&load, loops, b->duration_s);
+    if (st.code == MOE_OK)
+        st = load.first_error;
+    if (st.code == MOE_OK && load.run->latency.count == 0)
+        st = moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                       "no request was answered in the measured time; try a longer --duration");
+    free_loops(loops, concurrency);
+    pthread_cond_destroy(&load.change);
+    pthread_mutex_destroy(&load.lock);
+    return moe_error_context(st, "concurrency %" PRIu32, concurrency);
+}
+
+/* ------------------------------------------------------------------ the command */
+
+static bool parse_list(struct bench *b)
+{
+    const char *at = b->concurrency_list;
+    for (;;) {
+        char *end;
+        unsigned long n = *at >= '0' && *at <= '9' ? strtoul(at, &end, 10) : 0;
+        if (n == 0 || n > CONCURRENCY_MAX || b->concurrency_count == MOECTL_BENCH_RUNS_MAX)
+            return false;
+        b->concurrency[b->concurrency_count++] = (uint32_t)n;
+        if (*end != ',')
+            return *end == '\0';
+        at = end + 1;
+    }
+}
+
+static struct moe_status connect_to_group(struct bench *b)
+{
+    char endpoint[MOECTL_ENDPOINT_MAX];
+    MOE_TRY(moectl_state_worker(&b->common, endpoint));
+    struct moe_client_config config = {
+        .endpoint = endpoint,
+        .spread = b->spread,
+        .connections = (uint32_t)b->connections,
+        .timeout_ms = (uint64_t)(b->common.timeout_s * 1000.0),
+        .max_attempts = 1, /* a retry would hide in the latency */
+    };
+    MOE_TRY(moe_client_connect(&config, &b->client));
+    const struct moe_client_info *info = moe_client_get_info(b->client);
+    b->report.info = info;
+    for (size_t i = 0; i < info->layer_count; i++)
+        if (info->layers[i].layer == b->layer)
+            b->report.hidden = info->layers[i].hidden;
+    if (b->report.hidden == 0)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND,
+                         "the model has no MoE layer %" PRIu64, b->layer);
+    return moe_ok();
+}
+
+static struct moe_status work(struct bench *b)
+{
+    MOE_TRY(connect_to_group(b));
+    struct moe_status first = moe_ok();
+    for (size_t i = 0; i < b->concurrency_count; i++) {
+        struct moe_status st = measure(b, b->concurrency[i]);
+        if (first.code == MOE_OK)
+            first = st;
+    }
+    return first;
+}
+
+static int check(struct bench *b)
+{
+    if (b->layer == UINT64_MAX)
+        return moectl_usage_error("--layer is missing");
+    if (b->unary && b->stream)
+        return moectl_usage_error("--unary and --stream exclude each other");
+    if (!(b->duration_s > 0))
+        return moectl_usage_error("--duration must be more than 0");
+    if (strcmp(b->dtype_name, "f32") != 0 && strcmp(b->dtype_name, "bf16") != 0)
+        return moectl_usage_error("--dtype must be f32 or bf16, not '%s'", b->dtype_name);
+    if (!parse_list(b))
+        return moectl_usage_error("--concurrency must be numbers from 1 to %d, as in 1,8,32",
+                                  CONCURRENCY_MAX);
+    return MOECTL_OK;
+}
+
+static int report(struct bench *b)
+{
+    struct moectl_bench_report *r = &b->report;
+    r->dtype = b->dtype_name;
+    r->mode = b->stream ? "stream" : "unary";
+    r->spread = b->spread;
+    r->layer = (uint32_t)b->layer;
+    r->tokens = (uint32_t)b->tokens;
+    r->seed = b->seed;
+    return b->common.json ? moectl_bench_print_json(r) : moectl_bench_print_table(r);
+}
+
+static int run(const struct moectl_command *self, int argc, char **argv)
+{
+    struct bench b = {
+        .common = {.output = "table", .timeout_s = 10},
+        .dtype_name = "bf16",
+        .concurrency_list = "1",
+        .layer = UINT64_MAX,
+        .tokens = 1,
+        .seed = 1,
+        .connections = 1,
+        .duration_s = 5,
+    };
+    const struct moe_option options[] = {
+        {"layer", 'l', MOE_OPTION_UINT, &b.layer, 0, UINT32_MAX, "L", "the model's layer index"},
+        {"tokens", 'T', MOE_OPTION_UINT, &b.tokens, 1, 1 << 20, "T", "tokens of one request"},
+        {"concurrency", 'c', MOE_OPTION_STRING, &b.concurrency_list, 0, 0, "C[,C..]",
+         "clients, each with one request in flight; one run per number"},
+        {"duration", 0, MOE_OPTION_DOUBLE, &b.duration_s, 0, 86400, "SECONDS",
+         "measured time of a run; a quarter of it, at most 1 s, is spent before on warming up"},
+        {"dtype", 0, MOE_OPTION_STRING, &b.dtype_name, 0, 0, "f32|bf16", "of x and y"},
+        {"unary", 0, MOE_OPTION_BOOL, &b.unary, 0, 0, NULL, "one call per request (default)"},
+        {"stream", 0, MOE_OPTION_BOOL, &b.stream, 0, 0, NULL, "one stream per client"},
+        {"spread", 0, MOE_OPTION_BOOL, &b.spread, 0, 0, NULL, "spread over all workers"},
+        {"connections", 0, MOE_OPTION_UINT, &b.connections, 1, 64, "N", "per worker"},
+        {"seed", 0, MOE_OPTION_UINT, &b.seed, 0, UINT32_MAX, "N", "of the random inputs"},
+    };
+    int code;
+    if (!moectl_parse(self, options, sizeof options / sizeof *options, &b.common, argc, argv,
+                      &code))
+        return code;
+    code = check(&b);
+    if (code != MOECTL_OK)
+        return code;
+    b.dtype = b.dtype_name[0] == 'f' ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
+    struct moe_status st = work(&b);
+    if (b.report.run_count > 0)
+        code = report(&b);
+    if (st.code != MOE_OK)
+        code = moectl_fail(&st);
+    moe_client_close(b.client);
+    for (size_t i = 0; i < b.report.run_count; i++)
+        free(b.report.runs[i]);
+    return code;
+}
+
+const struct moectl_command moectl_bench = {
+    .name = "bench",
+    .summary = "Measures latency, throughput and where the time goes.",
+    .usage = "--layer L [--tokens T] [--concurrency C[,C..]] [--duration S] [options]",
+    .examples =
+        "  moectl bench --endpoint 127.0.0.1:7600 --layer 3 --tokens 1 --concurrency 1,8,32\n"
+        "  moectl bench --layer 3 --tokens 2048 --stream --spread -o json\n",
+    .run = run,
+};

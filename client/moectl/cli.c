@@ -1,0 +1,146 @@
+/* The frame of every moectl command: options, messages, exit codes. It never talks to a group. */
+#include "cli.h"
+
+#include "base/clock.h"
+
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { TIMEOUT_MAX_S = 7 * 24 * 3600 };
+
+void moectl_say(const char *fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    fputs("moectl: ", stderr);
+    vfprintf(stderr, fmt, args);
+    fputc('\n', stderr);
+    va_end(args);
+}
+
+int moectl_usage_error(const char *fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    fputs("moectl: ", stderr);
+    vfprintf(stderr, fmt, args);
+    fputs("; see --help\n", stderr);
+    va_end(args);
+    return MOECTL_USAGE;
+}
+
+int moectl_exit_code(enum moe_code code)
+{
+    switch (code) {
+    case MOE_OK: return MOECTL_OK;
+    case MOE_NOT_FOUND: return MOECTL_NOT_FOUND;
+    case MOE_UNAVAILABLE:
+    case MOE_DEADLINE_EXCEEDED: return MOECTL_UNREACHABLE;
+    case MOE_PERMISSION_DENIED:
+    case MOE_UNAUTHENTICATED: return MOECTL_PERMISSION;
+    case MOE_ALREADY_EXISTS:
+    case MOE_FAILED_PRECONDITION:
+    case MOE_ABORTED: return MOECTL_CONFLICT;
+    default: return MOECTL_FAILED;
+    }
+}
+
+int moectl_fail(const struct moe_status *status)
+{
+    if (status->reason != MOE_REASON_NONE)
+        moectl_say("%s (%s, %s)", status->text, moe_code_name(status->code),
+                   moe_reason_name(status->reason));
+    else
+        moectl_say("%s (%s)", status->text, moe_code_name(status->code));
+    return moectl_exit_code(status->code);
+}
+
+static void print_help(const struct moectl_command *command, const struct moe_option *table,
+                       size_t count)
+{
+    printf("usage: moectl %s %s\n\n%s\n\noptions:\n", command->name, command->usage,
+           command->summary);
+    moe_options_print(stdout, table, count);
+    printf("\nexamples:\n%s", command->examples);
+}
+
+static bool wants_help(int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++)
+        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0)
+            return true;
+    return false;
+}
+
+bool moectl_parse(const struct moectl_command *command, const struct moe_option *own, size_t count,
+                  struct moectl_common *common, int argc, char **argv, int *code)
+{
+    bool help = false;
+    const struct moe_option shared[] = {
+        {"output", 'o', MOE_OPTION_STRING, &common->output, 0, 0, "FORMAT", "table or json"},
+        {"endpoint", 'e', MOE_OPTION_STRING, &common->endpoint, 0, 0, "H:P",
+         "any worker, or the coordinator; else $MOED_ENDPOINT, else the local group"},
+        {"state-dir", 0, MOE_OPTION_STRING, &common->state_dir, 0, 0, "DIR",
+         "of the local group; else $XDG_RUNTIME_DIR/moed or /tmp/moed-UID"},
+        {"timeout", 't', MOE_OPTION_DOUBLE, &common->timeout_s, 0, TIMEOUT_MAX_S, "SECONDS",
+         "limit for the whole operation, 0 = none"},
+        {"help", 'h', MOE_OPTION_BOOL, &help, 0, 0, NULL, "this text"},
+    };
+    struct moe_option table[MOECTL_OPTIONS_MAX];
+    size_t shared_count = sizeof shared / sizeof *shared;
+    MOE_INVARIANT(count + shared_count <= MOECTL_OPTIONS_MAX);
+    if (count > 0)
+        memcpy(table, own, count * sizeof *own);
+    memcpy(table + count, shared, sizeof shared);
+    count += shared_count;
+
+    *code = MOECTL_OK;
+    if (wants_help(argc, argv)) {
+        print_help(command, table, count);
+        return false;
+    }
+    struct moe_options owned;
+    int first;
+    struct moe_status st = moe_options_parse(table, count, NULL, argc, argv, &first, &owned);
+    if (st.code != MOE_OK) {
+        *code = moectl_usage_error("%s", st.text);
+        return false;
+    }
+    moe_options_free(&owned); /* there is no settings file, so nothing is kept in it */
+    common->json = strcmp(common->output, "json") == 0;
+    if (first < argc)
+        *code = moectl_usage_error("unexpected argument '%s'", argv[first]);
+    else if (!common->json && strcmp(common->output, "table") != 0)
+        *code = moectl_usage_error("--output must be table or json, not '%s'", common->output);
+    const char *from_environment = getenv("MOED_ENDPOINT");
+    if (common->endpoint == NULL && common->state_dir == NULL && from_environment != NULL &&
+        from_environment[0] != '\0')
+        common->endpoint = from_environment;
+    return *code == MOECTL_OK;
+}
+
+json_t *moectl_document(const char *kind)
+{
+    return json_pack("{s:s, s:s}", "apiVersion", MOECTL_API_VERSION, "kind", kind);
+}
+
+int moectl_print(json_t *document)
+{
+    int rc = document == NULL
+                 ? -1
+                 : json_dumpf(document, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
+    json_decref(document);
+    if (rc != 0 || putchar('\n') == EOF || fflush(stdout) != 0) {
+        moectl_say("cannot write the answer");
+        return MOECTL_FAILED;
+    }
+    return MOECTL_OK;
+}
+
+uint64_t moectl_deadline(const struct moectl_common *common)
+{
+    return common->timeout_s > 0
+               ? moe_clock_ns() + (uint64_t)(common->timeout_s * (double)MOE_NS_PER_S)
+               : MOE_NEVER;
+}

@@ -1,0 +1,10 @@
+/* The commands, one or two to a file. */
+#ifndef MOECTL_COMMANDS_H
+#define MOECTL_COMMANDS_H
+
+#include "cli.h"
+
+extern const struct moectl_command moectl_up, moectl_down, moectl_status, moectl_wait,
+    moectl_forward, moectl_bench, moectl_version;
+
+#endif

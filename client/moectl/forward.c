@@ -1,0 +1,253 @@
+/* moectl forward: one layer for the tokens of a safetensors file. */
+#include "commands.h"
+#include "histogram.h"
+#include "state.h"
+#include "tensor_io.h"
+
+#include "base/clock.h"
+#include "base/size.h"
+#include "moe/client.h"
+
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct forward {
+    struct moectl_common common;
+    struct moectl_tensor_names names;
+    const char *input, *output, *dtype;
+    uint64_t layer, repeat;
+    bool return_routing, stream, spread;
+
+    struct moe_client *client;
+    struct moe_client_stream *link; /* with --stream */
+    struct moectl_tokens x, y;
+    struct moe_client_forward call;
+    struct moectl_histogram latency_ns;
+};
+
+/* ------------------------------------------------------------------ one call */
+
+/* What the command waits for on a stream. */
+struct waiter {
+    pthread_mutex_t lock;
+    pthread_cond_t over;
+    bool is_over;
+    struct moe_status status;
+};
+
+static void on_done(void *ctx, struct moe_client_forward *f, struct moe_status st)
+{
+    struct waiter *w = ctx;
+    (void)f;
+    pthread_mutex_lock(&w->lock);
+    w->status = st;
+    w->is_over = true;
+    pthread_cond_signal(&w->over);
+    pthread_mutex_unlock(&w->lock);
+}
+
+static struct moe_status call_on_stream(struct moe_client_stream *s, struct moe_client_forward *f)
+{
+    struct waiter w = {.lock = PTHREAD_MUTEX_INITIALIZER, .over = PTHREAD_COND_INITIALIZER};
+    moe_client_stream_forward(s, f, on_done, &w);
+    pthread_mutex_lock(&w.lock);
+    while (!w.is_over)
+        pthread_cond_wait(&w.over, &w.lock);
+    pthread_mutex_unlock(&w.lock);
+    pthread_cond_destroy(&w.over);
+    pthread_mutex_destroy(&w.lock);
+    return w.status;
+}
+
+static struct moe_status call_once(struct forward *o)
+{
+    uint64_t begin = moe_clock_ns();
+    struct moe_status st = o->link != NULL ? call_on_stream(o->link, &o->call)
+                                           : moe_client_forward(o->client, &o->call);
+    moectl_histogram_add(&o->latency_ns, moe_clock_ns() - begin);
+    return st;
+}
+
+/* ------------------------------------------------------------------ the whole */
+
+static const struct moe_client_layer *find_layer(const struct moe_client_info *info, uint64_t layer)
+{
+    for (size_t i = 0; i < info->layer_count; i++)
+        if (info->layers[i].layer == layer)
+            return &info->layers[i];
+    return NULL;
+}
+
+/* Memory for the answer, and the call that fills it. */
+static struct moe_status prepare(struct forward *o)
+{
+    const struct moe_client_layer *layer = find_layer(moe_client_get_info(o->client), o->layer);
+    if (layer == NULL)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND,
+                         "the model has no MoE layer %" PRIu64, o->layer);
+    if (o->x.top_k != 0 && o->x.top_k != layer->top_k)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "the routing has %" PRIu32 " experts per token, the layer %" PRIu32,
+                         o->x.top_k, layer->top_k);
+    struct moectl_tokens *y = &o->y;
+    y->tokens = o->x.tokens;
+    y->width = o->x.width;
+    y->dtype = o->x.dtype;
+    y->data = calloc((size_t)y->tokens * y->width, moe_dtype_bytes(y->dtype));
+    if (o->return_routing) {
+        y->top_k = layer->top_k;
+        y->topk_ids = calloc((size_t)y->tokens * y->top_k, sizeof *y->topk_ids);
+        y->topk_weights = calloc((size_t)y->tokens * y->top_k, sizeof *y->topk_weights);
+    }
+    if (y->data == NULL || (o->return_routing && (y->topk_ids == NULL || y->topk_weights == NULL)))
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "answer");
+    o->call = (struct moe_client_forward){
+        .layer = (uint32_t)o->layer,
+        .tokens = o->x.tokens,
+        .hidden = o->x.width,
+        .dtype = o->x.dtype,
+        .x = o->x.data,
+        .topk_ids_in = o->x.topk_ids,
+        .topk_weights_in = o->x.topk_weights,
+        .y = y->data,
+        .topk_ids = y->topk_ids,
+        .topk_weights = y->topk_weights,
+    };
+    return moe_ok();
+}
+
+/* Calls `repeat` times; every answer must be the first one, bit for bit. */
+static struct moe_status call_all(struct forward *o)
+{
+    size_t bytes;
+    if (!moe_size_mul3(o->y.tokens, o->y.width, moe_dtype_bytes(o->y.dtype), &bytes))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "the input is too large");
+    MOE_TRY(call_once(o));
+    if (o->repeat == 1)
+        return moe_ok();
+    void *first = malloc(bytes);
+    if (first == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "answer");
+    memcpy(first, o->y.data, bytes);
+    struct moe_status st = moe_ok();
+    for (uint64_t i = 1; i < o->repeat && st.code == MOE_OK; i++) {
+        st = call_once(o);
+        if (st.code == MOE_OK && memcmp(first, o->y.data, bytes) != 0)
+            st = moe_error(MOE_DATA_LOSS, MOE_REASON_NONE,
+                           "answer %" PRIu64 " differs from the first one", i + 1);
+    }
+    free(first);
+    return st;
+}
+
+static struct moe_status work(struct forward *o)
+{
+    char endpoint[MOECTL_ENDPOINT_MAX];
+    MOE_TRY(moectl_tokens_read(o->input, &o->names, &o->x));
+    if (o->dtype != NULL)
+        MOE_TRY(moectl_tokens_convert(&o->x, o->dtype[0] == 'f' ? MOE_DTYPE_F32 : MOE_DTYPE_BF16));
+    MOE_TRY(moectl_state_worker(&o->common, endpoint));
+    struct moe_client_config config = {
+        .endpoint = endpoint,
+        .spread = o->spread,
+        .timeout_ms = (uint64_t)(o->common.timeout_s * 1000.0),
+    };
+    MOE_TRY(moe_client_connect(&config, &o->client));
+    MOE_TRY(prepare(o));
+    if (o->stream)
+        MOE_TRY(moe_client_stream_open(o->client, &o->link));
+    MOE_TRY(call_all(o));
+    return moectl_tokens_write(o->output, &o->y);
+}
+
+static int report(const struct forward *o)
+{
+    const char *dtype = o->y.dtype == MOE_DTYPE_F32 ? "f32" : "bf16";
+    double p50_us = (double)moectl_histogram_percentile(&o->latency_ns, 50) / 1000.0;
+    if (!o->common.json) {
+        printf("layer %" PRIu64 ", %" PRIu32 " tokens of %" PRIu32 " (%s), epoch %" PRIu64
+               ", %" PRIu64 " x %.1f us -> %s\n",
+               o->layer, o->y.tokens, o->y.width, dtype, o->call.answered_epoch, o->repeat, p50_us,
+               o->output);
+        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    }
+    char epoch[24], version[24];
+    snprintf(epoch, sizeof epoch, "%" PRIu64, o->call.answered_epoch);
+    snprintf(version, sizeof version, "%" PRIu64, o->call.answered_weights_version);
+    json_t *document = moectl_document("ForwardResult");
+    json_t *fields = json_pack("{s:s, s:I, s:I, s:I, s:s, s:s, s:s, s:I, s:f, s:s}", "model",
+                               moe_client_get_info(o->client)->model, "layer", (json_int_t)o->layer,
+                               "tokens", (json_int_t)o->y.tokens, "hidden", (json_int_t)o->y.width,
+                               "dtype", dtype, "epoch", epoch, "weightsVersion", version, "repeat",
+                               (json_int_t)o->repeat, "latencyUs", p50_us, "output", o->output);
+    if (document == NULL || fields == NULL || json_object_update(document, fields) != 0) {
+        json_decref(document);
+        document = NULL;
+    }
+    json_decref(fields);
+    return moectl_print(document);
+}
+
+static int check(const struct forward *o, bool layer_given)
+{
+    if (o->input == NULL || o->output == NULL || !layer_given)
+        return moectl_usage_error("--layer, --input and --output are needed");
+    if (o->dtype != NULL && strcmp(o->dtype, "f32") != 0 && strcmp(o->dtype, "bf16") != 0)
+        return moectl_usage_error("--dtype must be f32 or bf16, not '%s'", o->dtype);
+    if (o->names.topk_weights != NULL && o->names.topk_ids == NULL)
+        return moectl_usage_error("--topk-weights needs --topk-ids");
+    return MOECTL_OK;
+}
+
+static int run(const struct moectl_command *self, int argc, char **argv)
+{
+    struct forward o = {.common = {.output = "table", .timeout_s = 10}, .repeat = 1};
+    o.layer = UINT64_MAX;
+    const struct moe_option options[] = {
+        {"layer", 'l', MOE_OPTION_UINT, &o.layer, 0, UINT32_MAX, "L", "the model's layer index"},
+        {"input", 'i', MOE_OPTION_STRING, &o.input, 0, 0, "FILE", "safetensors with the tokens"},
+        {"tensor", 0, MOE_OPTION_STRING, &o.names.x, 0, 0, "NAME",
+         "[T,H] tensor of the input; not needed when there is only one"},
+        {"output", 0, MOE_OPTION_STRING, &o.output, 0, 0, "FILE", "safetensors to write"},
+        {"dtype", 0, MOE_OPTION_STRING, &o.dtype, 0, 0, "f32|bf16",
+         "convert the tokens before sending"},
+        {"topk-ids", 0, MOE_OPTION_STRING, &o.names.topk_ids, 0, 0, "NAME",
+         "I32 [T,K] tensor of the input: route by these ids"},
+        {"topk-weights", 0, MOE_OPTION_STRING, &o.names.topk_weights, 0, 0, "NAME",
+         "F32 [T,K] tensor of the input: and with these weights"},
+        {"return-routing", 0, MOE_OPTION_BOOL, &o.return_routing, 0, 0, NULL,
+         "also write topk_ids (I32) and topk_weights (F32)"},
+        {"repeat", 0, MOE_OPTION_UINT, &o.repeat, 1, 1000000, "N",
+         "send it N times; the answers must agree bit for bit"},
+        {"stream", 0, MOE_OPTION_BOOL, &o.stream, 0, 0, NULL, "send on a stream"},
+        {"spread", 0, MOE_OPTION_BOOL, &o.spread, 0, 0, NULL, "spread over all workers"},
+    };
+    int code;
+    if (!moectl_parse(self, options, sizeof options / sizeof *options, &o.common, argc, argv,
+                      &code))
+        return code;
+    code = check(&o, o.layer != UINT64_MAX);
+    if (code != MOECTL_OK)
+        return code;
+    struct moe_status st = work(&o);
+    code = st.code == MOE_OK ? report(&o) : moectl_fail(&st);
+    moe_client_stream_close(o.link);
+    moe_client_close(o.client);
+    moectl_tokens_free(&o.x);
+    moectl_tokens_free(&o.y);
+    return code;
+}
+
+const struct moectl_command moectl_forward = {
+    .name = "forward",
+    .summary =
+        "Sends the tokens of a safetensors file through one layer; writes the output as `y`.",
+    .usage = "--layer L --input FILE --output FILE [--tensor NAME] [options]",
+    .examples = "  moectl forward --endpoint 127.0.0.1:7600 --layer 3 --input x.safetensors "
+                "--output y.safetensors\n"
+                "  moectl forward --layer 3 --input x.safetensors --output y.safetensors "
+                "--return-routing --stream\n",
+    .run = run,
+};

@@ -1,0 +1,56 @@
+/* moectl: starts, looks at, uses and ends a group of moed daemons. This file only finds the
+ * command; each command's own file does the rest. */
+#include "commands.h"
+
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+
+static const struct moectl_command *const commands[] = {
+    &moectl_up,      &moectl_down,  &moectl_status,  &moectl_wait,
+    &moectl_forward, &moectl_bench, &moectl_version,
+};
+enum { COMMAND_COUNT = sizeof commands / sizeof *commands };
+
+static void print_help(FILE *to)
+{
+    fputs("usage: moectl COMMAND [options]\n\n", to);
+    for (size_t i = 0; i < COMMAND_COUNT; i++)
+        fprintf(to, "  %-8s %s\n", commands[i]->name, commands[i]->summary);
+    fputs("  help     this text; `moectl COMMAND --help` tells more\n"
+          "\n"
+          "exit codes: 0 done, 1 failed, 2 wrong command line, 3 the group does not serve,\n"
+          "4 not found, 5 unreachable or out of time, 6 not allowed, 7 conflict\n"
+          "\n"
+          "environment: MOED_ENDPOINT (default of --endpoint)\n",
+          to);
+}
+
+static const struct moectl_command *find(const char *name)
+{
+    for (size_t i = 0; i < COMMAND_COUNT; i++)
+        if (strcmp(commands[i]->name, name) == 0)
+            return commands[i];
+    return NULL;
+}
+
+int main(int argc, char **argv)
+{
+    signal(SIGPIPE, SIG_IGN);
+    if (argc < 2) {
+        print_help(stderr);
+        return MOECTL_USAGE;
+    }
+    const char *name = argv[1];
+    if (strcmp(name, "help") == 0 || strcmp(name, "--help") == 0 || strcmp(name, "-h") == 0) {
+        print_help(stdout);
+        return MOECTL_OK;
+    }
+    const struct moectl_command *command =
+        find(strcmp(name, "--version") == 0 ? moectl_version.name : name);
+    if (command == NULL) {
+        moectl_say("there is no command '%s'; see moectl help", name);
+        return MOECTL_USAGE;
+    }
+    return command->run(command, argc - 1, argv + 1);
+}

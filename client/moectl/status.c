@@ -1,0 +1,182 @@
+/* moectl status and moectl wait: what the coordinator says about the group, now or until it is what
+ * the user waits for. */
+#include "commands.h"
+#include "link.h"
+#include "proto_json.h"
+#include "state.h"
+
+#include "base/clock.h"
+
+#include <inttypes.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { POLL_MS = 100, CALL_LIMIT_MS = 2000 };
+
+static bool is_serving(const Moe__V1__GetStatusResponse *s)
+{
+    return s->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING;
+}
+
+static void print_workers(const Moe__V1__GetStatusResponse *s)
+{
+    printf("\n%4s  %-22s %-11s %12s %10s %10s %8s  %s\n", "SLOT", "ENDPOINT", "STATE", "TOKENS",
+           "STEPS", "WEIGHTS", "LEASE", "WORKER");
+    for (size_t i = 0; i < s->n_workers; i++) {
+        const Moe__V1__WorkerStatus *w = s->workers[i];
+        printf("%4" PRIu32 "  %-22s %-11s %12" PRIu64 " %10" PRIu64 " %6.1f MiB %6.1f s  %s\n",
+               w->slot, w->endpoint,
+               moectl_enum_name(&moe__v1__worker_state__descriptor, (int)w->state), w->tokens,
+               w->steps, (double)w->loaded_bytes / (1024.0 * 1024.0),
+               (double)w->lease_remaining_ms / 1000.0, w->worker_id);
+        if (w->error != NULL)
+            printf("      %s: %s\n", w->error->reason, w->error->message);
+    }
+}
+
+static void print_table(const Moe__V1__GetStatusResponse *s)
+{
+    printf("state    %s%s%s\n", moectl_enum_name(&moe__v1__group_state__descriptor, (int)s->state),
+           s->reason[0] != '\0' ? ": " : "", s->reason);
+    printf("model    %s (%s), %zu MoE layer%s\n", s->model, s->family, s->n_layers,
+           s->n_layers == 1 ? "" : "s");
+    printf("epoch    %" PRIu64 ", placement %" PRIu32 "\n", s->epoch, s->placement_version);
+    printf("workers  %zu of %" PRIu32 ", %s\n", s->n_workers, s->slots, s->backend);
+    printf("release  %s, up %.0f s\n", s->version, (double)s->uptime_ms / 1000.0);
+    if (s->n_workers > 0)
+        print_workers(s);
+}
+
+static int print_status(const struct moectl_common *common, const Moe__V1__GetStatusResponse *s)
+{
+    if (!common->json) {
+        print_table(s);
+        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    }
+    json_t *document = moectl_document("GroupStatus");
+    if (document != NULL && !moectl_proto_to_json(&s->base, document)) {
+        json_decref(document);
+        document = NULL;
+    }
+    return moectl_print(document);
+}
+
+static int run_status(const struct moectl_command *self, int argc, char **argv)
+{
+    struct moectl_common common = {.output = "table", .timeout_s = 10};
+    char endpoint[MOECTL_ENDPOINT_MAX];
+    int code;
+    if (!moectl_parse(self, NULL, 0, &common, argc, argv, &code))
+        return code;
+    struct moectl_link *link = NULL;
+    Moe__V1__GetStatusResponse *status = NULL;
+    struct moe_status st = moectl_state_endpoint(&common, endpoint);
+    if (st.code == MOE_OK)
+        st = moectl_admin_open(endpoint, moectl_deadline(&common), &link, &status);
+    if (st.code != MOE_OK)
+        return moectl_fail(&st);
+    code = print_status(&common, status);
+    if (code == MOECTL_OK && !is_serving(status))
+        code = MOECTL_UNHEALTHY;
+    moe__v1__get_status_response__free_unpacked(status, NULL);
+    moectl_link_close(link);
+    return code;
+}
+
+const struct moectl_command moectl_status = {
+    .name = "status",
+    .summary = "Shows the state of a group; exit code 0 only if it serves, 3 if it does not.",
+    .usage = "[--endpoint H:P] [-o json]",
+    .examples = "  moectl status\n"
+                "  moectl status --endpoint 127.0.0.1:7600 -o json | jq -r .state\n",
+    .run = run_status,
+};
+
+/* ------------------------------------------------------------------ wait */
+
+/* Where the group stands: serving, there, or gone. */
+struct sight {
+    bool serving, gone;
+    struct moe_status status; /* why it could not be asked */
+};
+
+/* Gone means that nobody answers at the address, and for a local group that no process is left. */
+static struct sight look(const struct moectl_common *common, uint64_t deadline_ns)
+{
+    struct sight sight = {0};
+    char endpoint[MOECTL_ENDPOINT_MAX], path[MOECTL_PATH_MAX];
+    int directory;
+    sight.status = moectl_state_endpoint(common, endpoint);
+    if (common->endpoint == NULL) {
+        struct moe_status st = moectl_state_open(common->state_dir, false, path, &directory);
+        sight.gone = st.code != MOE_OK || !moectl_state_is_alive(directory);
+        if (st.code == MOE_OK)
+            close(directory);
+    }
+    if (sight.status.code != MOE_OK || sight.gone)
+        return sight;
+    uint64_t limit = moe_clock_ns() + CALL_LIMIT_MS * MOE_NS_PER_MS;
+    struct moectl_link *link = NULL;
+    Moe__V1__GetStatusResponse *status = NULL;
+    sight.status =
+        moectl_admin_open(endpoint, limit < deadline_ns ? limit : deadline_ns, &link, &status);
+    /* A worker answers for a while after its coordinator has gone. */
+    sight.gone = common->endpoint != NULL && sight.status.code == MOE_UNAVAILABLE &&
+                 !moectl_link_answers(endpoint, limit);
+    if (status != NULL) {
+        sight.serving = is_serving(status);
+        moe__v1__get_status_response__free_unpacked(status, NULL);
+    }
+    moectl_link_close(link);
+    return sight;
+}
+
+static int wait_for(const struct moectl_common *common, bool gone)
+{
+    struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
+    uint64_t deadline = moectl_deadline(common);
+    for (;;) {
+        struct sight sight = look(common, deadline);
+        if (gone ? sight.gone : sight.serving)
+            return MOECTL_OK;
+        if (moe_clock_ns() >= deadline) {
+            moectl_say("out of time; %s", sight.status.code != MOE_OK
+                                              ? sight.status.text
+                                              : "the group is in another state");
+            return MOECTL_UNREACHABLE;
+        }
+        nanosleep(&pause, NULL);
+    }
+}
+
+static int run_wait(const struct moectl_command *self, int argc, char **argv)
+{
+    struct moectl_common common = {.output = "table", .timeout_s = 10};
+    const char *condition = "serving";
+    const struct moe_option options[] = {
+        {"for", 0, MOE_OPTION_STRING, &condition, 0, 0, "WHAT", "serving or gone"},
+    };
+    int code;
+    if (!moectl_parse(self, options, 1, &common, argc, argv, &code))
+        return code;
+    bool gone = strcmp(condition, "gone") == 0;
+    if (!gone && strcmp(condition, "serving") != 0)
+        return moectl_usage_error("--for must be serving or gone, not '%s'", condition);
+    code = wait_for(&common, gone);
+    if (code == MOECTL_OK && common.json) {
+        json_t *document = moectl_document("Wait");
+        json_object_set_new(document, "condition", json_string(condition));
+        code = moectl_print(document);
+    }
+    return code;
+}
+
+const struct moectl_command moectl_wait = {
+    .name = "wait",
+    .summary = "Waits until a group serves, or until it has gone.",
+    .usage = "[--for=serving|gone] [--timeout SECONDS]",
+    .examples = "  moectl wait --for=serving --timeout 300 --endpoint 127.0.0.1:7600\n"
+                "  moectl wait --for=gone\n",
+    .run = run_wait,
+};

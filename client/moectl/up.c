@@ -1,0 +1,375 @@
+/* moectl up: a group on this machine. Starts a coordinator and N workers, waits until they serve,
+ * then watches over them until the user or a death ends it; or leaves them running (--detach). */
+#include "commands.h"
+#include "daemons.h"
+#include "link.h"
+
+#include "base/clock.h"
+#include "proto_json.h"
+
+#include <inttypes.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum {
+    POLL_MS = 50,              /* between two looks at the group's state */
+    STATUS_LIMIT_MS = 2000,    /* for one answer of the coordinator */
+    TERMINATE_LIMIT_MS = 5000, /* between SIGTERM and SIGKILL */
+    ARGUMENT_MAX = 64,         /* bytes of a number or address on a daemon's command line */
+};
+
+struct up {
+    const struct moectl_command *command;
+    struct moectl_common common;
+    const char *model, *backend, *log_level;
+    uint64_t workers, port, threads, drain_s;
+    bool detach;
+
+    char coordinator_program[MOECTL_PATH_MAX], worker_program[MOECTL_PATH_MAX];
+    char state_path[MOECTL_PATH_MAX];
+    int directory, lock;
+    struct moectl_daemons daemons;
+    struct moectl_group group;
+    struct moectl_link *link; /* to the coordinator; NULL as long as daemons are being started */
+};
+
+static uint64_t in_ms(uint64_t ms)
+{
+    return moe_clock_ns() + ms * MOE_NS_PER_MS;
+}
+
+/* ------------------------------------------------------------------ starting */
+
+static uint64_t threads_per_worker(const struct up *u)
+{
+    if (u->threads > 0)
+        return u->threads;
+    cpu_set_t cpus;
+    uint64_t count = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? (uint64_t)CPU_COUNT(&cpus) : 1;
+    return count > u->workers ? count / u->workers : 1;
+}
+
+static void listen_address(const struct up *u, uint64_t offset, char out[ARGUMENT_MAX])
+{
+    snprintf(out, ARGUMENT_MAX, "127.0.0.1:%" PRIu64, u->port == 0 ? 0 : u->port + offset);
+}
+
+static struct moe_status start_coordinator(struct up *u)
+{
+    char listen[ARGUMENT_MAX], workers[ARGUMENT_MAX], state[MOECTL_PATH_MAX];
+    listen_address(u, u->workers, listen);
+    snprintf(workers, sizeof workers, "%" PRIu64, u->workers);
+    if (snprintf(state, sizeof state, "%s/coordinator", u->state_path) >= (int)sizeof state)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "the state directory's name");
+    if (mkdirat(u->directory, "coordinator", 0700) != 0 && access(state, W_OK) != 0)
+        return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO, "cannot write to %s", state);
+    const char *argv[] = {
+        u->coordinator_program, "--listen", listen,       "--workers",     workers,
+        "--state-dir",          state,      "--ready-fd", MOECTL_READY_FD, "--log-level",
+        u->log_level,           NULL};
+    return moectl_daemons_start(&u->daemons, "coordinator", u->coordinator_program, argv);
+}
+
+static struct moe_status start_worker(struct up *u, uint64_t number)
+{
+    char listen[ARGUMENT_MAX], threads[ARGUMENT_MAX], name[ARGUMENT_MAX];
+    listen_address(u, number, listen);
+    snprintf(threads, sizeof threads, "%" PRIu64, threads_per_worker(u));
+    snprintf(name, sizeof name, "worker-%" PRIu64, number);
+    const char *argv[] = {u->worker_program,
+                          "--model",
+                          u->group.model,
+                          "--coordinator",
+                          u->daemons.all[0].process.endpoint,
+                          "--listen",
+                          listen,
+                          "--backend",
+                          u->backend,
+                          "--threads",
+                          threads,
+                          "--ready-fd",
+                          MOECTL_READY_FD,
+                          "--log-level",
+                          u->log_level,
+                          NULL};
+    return moectl_daemons_start(&u->daemons, name, u->worker_program, argv);
+}
+
+/* What an event means while the group is being started. */
+static struct moe_status check_event(const struct up *u, enum moectl_event event,
+                                     uint64_t deadline_ns)
+{
+    if (event == MOECTL_EVENT_STOP)
+        return moe_error(MOE_CANCELLED, MOE_REASON_NONE, "interrupted");
+    if (event == MOECTL_EVENT_ENDED) {
+        const struct moectl_daemon *failed = moectl_daemons_failed(&u->daemons);
+        if (failed != NULL)
+            moectl_daemons_report(failed);
+        return moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "a daemon ended before the group served");
+    }
+    if (moe_clock_ns() >= deadline_ns)
+        return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                         "the group did not serve within the time limit");
+    return moe_ok();
+}
+
+/* Until all daemons from number `first` on have said their endpoints. */
+static struct moe_status await_ready(struct up *u, size_t first, uint64_t deadline_ns)
+{
+    for (size_t i = first; i < u->daemons.count;) {
+        if (u->daemons.all[i].process.endpoint[0] != '\0') {
+            i++;
+            continue;
+        }
+        MOE_TRY(check_event(u, moectl_daemons_wait(&u->daemons, deadline_ns), deadline_ns));
+    }
+    return moe_ok();
+}
+
+static struct moe_status start_all(struct up *u, uint64_t deadline_ns)
+{
+    MOE_TRY(moectl_daemons_init(&u->daemons, u->directory, u->state_path, u->detach));
+    MOE_TRY(start_coordinator(u));
+    MOE_TRY(await_ready(u, 0, deadline_ns));
+    for (uint64_t i = 0; i < u->workers; i++)
+        MOE_TRY(start_worker(u, i));
+    MOE_TRY(await_ready(u, 1, deadline_ns));
+    u->group.count = u->daemons.count;
+    for (size_t i = 0; i < u->daemons.count; i++)
+        u->group.processes[i] = u->daemons.all[i].process;
+    return moectl_state_write(u->directory, &u->group);
+}
+
+/* ------------------------------------------------------------------ until it serves */
+
+static void describe(const Moe__V1__GetStatusResponse *s, char *text, size_t size)
+{
+    uint64_t loaded = 0, total = 0;
+    for (size_t i = 0; i < s->n_workers; i++) {
+        loaded += s->workers[i]->loaded_bytes;
+        total += s->workers[i]->total_bytes;
+    }
+    const char *state = moectl_enum_name(&moe__v1__group_state__descriptor, (int)s->state);
+    if (s->state == MOE__V1__GROUP_STATE__GROUP_STATE_LOADING && total > 0)
+        snprintf(text, size, "%s %" PRIu64 " %% of %.1f MiB", state, loaded * 100 / total,
+                 (double)total / (1024.0 * 1024.0));
+    else
+        snprintf(text, size, "%s %s", state, s->reason);
+}
+
+/* One look at the group. */
+static struct moe_status look(struct up *u, char *last, size_t size, bool *serving)
+{
+    Moe__V1__GetStatusResponse *s = NULL;
+    struct moe_status st = moectl_link_status(u->link, in_ms(STATUS_LIMIT_MS), &s);
+    if (st.code != MOE_OK)
+        return st.code == MOE_UNAVAILABLE || st.code == MOE_DEADLINE_EXCEEDED ? moe_ok() : st;
+    char text[256];
+    describe(s, text, sizeof text);
+    if (strcmp(text, last) != 0)
+        moectl_say("%s", text);
+    snprintf(last, size, "%s", text);
+    *serving = s->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING;
+    if (s->state == MOE__V1__GROUP_STATE__GROUP_STATE_FAILED)
+        st = moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "the group gave up: %s", s->reason);
+    moe__v1__get_status_response__free_unpacked(s, NULL);
+    return st;
+}
+
+static struct moe_status await_serving(struct up *u, uint64_t deadline_ns)
+{
+    char last[256] = "";
+    bool serving = false;
+    MOE_TRY(moectl_link_open(u->group.processes[0].endpoint, &u->link));
+    for (;;) {
+        MOE_TRY(look(u, last, sizeof last, &serving));
+        if (serving)
+            return moe_ok();
+        MOE_TRY(check_event(u, moectl_daemons_wait(&u->daemons, in_ms(POLL_MS)), deadline_ns));
+    }
+}
+
+static int announce(const struct up *u)
+{
+    const struct moectl_group *g = &u->group;
+    if (!u->common.json) {
+        for (size_t i = 1; i < g->count; i++)
+            puts(g->processes[i].endpoint);
+        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    }
+    json_t *document = moectl_document("Group");
+    json_t *workers = json_array();
+    for (size_t i = 1; i < g->count; i++)
+        json_array_append_new(workers, json_string(g->processes[i].endpoint));
+    json_object_set_new(document, "endpoint", json_string(g->processes[1].endpoint));
+    json_object_set_new(document, "workers", workers);
+    json_object_set_new(document, "coordinator", json_string(g->processes[0].endpoint));
+    json_object_set_new(document, "stateDir", json_string(u->state_path));
+    return moectl_print(document);
+}
+
+/* ------------------------------------------------------------------ ending */
+
+static void await_end(struct up *u, uint64_t limit_ms)
+{
+    uint64_t deadline = in_ms(limit_ms);
+    while (moectl_daemons_running(&u->daemons) > 0) {
+        enum moectl_event event = moectl_daemons_wait(&u->daemons, deadline);
+        if (event == MOECTL_EVENT_TIME || event == MOECTL_EVENT_STOP)
+            return;
+    }
+}
+
+static bool ask_to_drain(struct up *u)
+{
+    Moe__V1__ShutdownRequest request = MOE__V1__SHUTDOWN_REQUEST__INIT;
+    ProtobufCMessage *answer = NULL;
+    request.reason = (char *)(uintptr_t) "moectl up was interrupted";
+    request.limit_ms = (uint32_t)(u->drain_s * 1000);
+    if (u->link == NULL)
+        return false;
+    struct moe_status st =
+        moectl_link_call(u->link, "/moe.v1.AdminService/Shutdown", &request.base,
+                         in_ms(STATUS_LIMIT_MS), &moe__v1__shutdown_response__descriptor, &answer);
+    if (answer != NULL)
+        protobuf_c_message_free_unpacked(answer, NULL);
+    return st.code == MOE_OK;
+}
+
+/* Drains where that can be asked for, then insists. Returns when no child is left. */
+static void end_all(struct up *u, bool drain)
+{
+    if (moectl_daemons_running(&u->daemons) == 0)
+        return;
+    if (drain && ask_to_drain(u))
+        await_end(u, u->drain_s * 1000);
+    if (moectl_daemons_running(&u->daemons) > 0) {
+        moectl_daemons_signal(&u->daemons, SIGTERM);
+        await_end(u, TERMINATE_LIMIT_MS);
+    }
+    while (moectl_daemons_running(&u->daemons) > 0) {
+        moectl_say("killing what is left");
+        moectl_daemons_signal(&u->daemons, SIGKILL);
+        await_end(u, TERMINATE_LIMIT_MS);
+    }
+}
+
+/* In the foreground, from serving to the end. */
+static int watch(struct up *u)
+{
+    enum moectl_event event = moectl_daemons_wait(&u->daemons, MOE_NEVER);
+    const struct moectl_daemon *failed = moectl_daemons_failed(&u->daemons);
+    if (event == MOECTL_EVENT_STOP && failed == NULL) {
+        moectl_say("draining");
+        end_all(u, true);
+    } else if (failed == NULL) { /* one has left in peace: someone has ended the group */
+        moectl_say("the group is being shut down");
+        await_end(u, u->drain_s * 1000);
+        end_all(u, false);
+    } else {
+        moectl_daemons_report(failed);
+        end_all(u, false);
+        return MOECTL_FAILED;
+    }
+    failed = moectl_daemons_failed(&u->daemons);
+    if (failed != NULL)
+        moectl_daemons_report(failed);
+    return failed == NULL ? MOECTL_OK : MOECTL_FAILED;
+}
+
+/* ------------------------------------------------------------------ the command */
+
+static struct moe_status prepare(struct up *u)
+{
+    if (realpath(u->model, u->group.model) == NULL)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "there is no directory %s", u->model);
+    MOE_TRY(moectl_daemons_find("moe-coordinator", u->coordinator_program));
+    MOE_TRY(moectl_daemons_find("moe-worker", u->worker_program));
+    MOE_TRY(moectl_state_open(u->common.state_dir, true, u->state_path, &u->directory));
+    return moectl_state_lock(u->directory, &u->lock);
+}
+
+static int bring_up(struct up *u)
+{
+    uint64_t deadline = moectl_deadline(&u->common);
+    struct moe_status st = prepare(u);
+    if (st.code != MOE_OK)
+        return moectl_fail(&st);
+    moectl_say("starting %" PRIu64 " worker%s on %s; logs in %s", u->workers,
+               u->workers == 1 ? "" : "s", u->group.model, u->state_path);
+    st = start_all(u, deadline);
+    if (st.code == MOE_OK)
+        st = await_serving(u, deadline);
+    int code = st.code == MOE_OK ? announce(u) : moectl_fail(&st);
+    if (code == MOECTL_OK && u->detach)
+        return code;
+    if (code == MOECTL_OK)
+        code = watch(u);
+    else
+        end_all(u, false);
+    moectl_state_remove(u->directory);
+    return code;
+}
+
+static int run(const struct moectl_command *self, int argc, char **argv)
+{
+    struct up u = {
+        .common = {.output = "table"},
+        .backend = "auto",
+        .log_level = "info",
+        .workers = 1,
+        .port = 7600,
+        .drain_s = 30,
+        .directory = -1,
+        .lock = -1,
+        .daemons = {.signals = -1},
+    };
+    const struct moe_option options[] = {
+        {"model", 'm', MOE_OPTION_STRING, &u.model, 0, 0, "DIR",
+         "directory with config.json and safetensors"},
+        {"workers", 'n', MOE_OPTION_UINT, &u.workers, 1, MOE_MAX_SLOTS, "N", "workers to start"},
+        {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME", "cpu, cuda or auto"},
+        {"port", 'p', MOE_OPTION_UINT, &u.port, 0, UINT16_MAX - MOE_MAX_SLOTS, "P",
+         "first port: the workers', then the coordinator's; 0 = any free ones"},
+        {"threads", 0, MOE_OPTION_UINT, &u.threads, 0, 1024, "N",
+         "threads of each worker; 0 = its share of the processors"},
+        {"detach", 'd', MOE_OPTION_BOOL, &u.detach, 0, 0, NULL,
+         "return when the group serves, and leave it running"},
+        {"drain", 0, MOE_OPTION_UINT, &u.drain_s, 0, 3600, "SECONDS",
+         "time to finish what is in flight when the group is ended"},
+        {"log-level", 0, MOE_OPTION_STRING, &u.log_level, 0, 0, "LEVEL",
+         "error, warn, info or debug"},
+    };
+    int code;
+    if (!moectl_parse(self, options, sizeof options / sizeof *options, &u.common, argc, argv,
+                      &code))
+        return code;
+    if (u.model == NULL)
+        return moectl_usage_error("--model is missing");
+    if (strcmp(u.backend, "cpu") != 0 && strcmp(u.backend, "cuda") != 0 &&
+        strcmp(u.backend, "auto") != 0)
+        return moectl_usage_error("--backend must be cpu, cuda or auto, not '%s'", u.backend);
+    code = bring_up(&u);
+    moectl_link_close(u.link);
+    moectl_daemons_free(&u.daemons);
+    if (u.lock >= 0)
+        close(u.lock);
+    if (u.directory >= 0)
+        close(u.directory);
+    return code;
+}
+
+const struct moectl_command moectl_up = {
+    .name = "up",
+    .summary = "Starts a group on this machine and prints the workers' endpoints when it serves.",
+    .usage = "--model DIR [--workers N] [--detach] [options]",
+    .examples =
+        "  moectl up --model Mixtral-8x7B --workers 4      # until Ctrl-C, which drains\n"
+        "  moectl up --model Mixtral-8x7B --workers 4 --detach && moectl status\n"
+        "  moectl up --model DIR --port 0 --state-dir /tmp/second   # beside another group\n",
+    .run = run,
+};
