@@ -13,9 +13,10 @@ struct moe_gather {
     pthread_mutex_t lock;
     pthread_cond_t wake;
     uint64_t epoch, live;
-    bool aborted;
-    uint32_t round; /* that is waited for, or the next */
-    uint64_t have;  /* bit s: slot s's blob of this round is here */
+    uint32_t slots;
+    uint64_t aborted; /* this epoch and all before it are called off */
+    uint32_t round;   /* that is waited for, or the next */
+    uint64_t have;    /* bit s: slot s's blob of this round is here */
     size_t length[MOE_MAX_SLOTS];
     uint8_t blob[MOE_MAX_SLOTS][MOE_GATHER_BLOB_MAX];
 };
@@ -28,7 +29,6 @@ struct moe_status moe_gather_create(moe_gather_send_fn send, void *ctx, struct m
                          "no memory for an all-gather");
     g->send = send;
     g->ctx = ctx;
-    g->aborted = true;
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -48,12 +48,12 @@ void moe_gather_destroy(struct moe_gather *g)
     free(g);
 }
 
-void moe_gather_begin(struct moe_gather *g, uint64_t epoch, uint64_t live)
+void moe_gather_begin(struct moe_gather *g, uint64_t epoch, uint32_t slots, uint64_t live)
 {
     pthread_mutex_lock(&g->lock);
     g->epoch = epoch;
+    g->slots = slots;
     g->live = live;
-    g->aborted = false;
     g->round = 0;
     g->have = 0;
     pthread_mutex_unlock(&g->lock);
@@ -77,8 +77,8 @@ void moe_gather_deliver(struct moe_gather *g, uint64_t epoch, uint32_t round, ui
 void moe_gather_abort(struct moe_gather *g, uint64_t epoch)
 {
     pthread_mutex_lock(&g->lock);
-    if (epoch == g->epoch) {
-        g->aborted = true;
+    if (epoch > g->aborted) {
+        g->aborted = epoch;
         pthread_cond_broadcast(&g->wake);
     }
     pthread_mutex_unlock(&g->lock);
@@ -91,10 +91,10 @@ static struct moe_status wait_for_round(struct moe_gather *g, uint64_t deadline_
         .tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),
         .tv_nsec = (long)(deadline_ns % MOE_NS_PER_S),
     };
-    while (!g->aborted && (g->have & g->live) != g->live)
+    while (g->epoch > g->aborted && (g->have & g->live) != g->live)
         if (pthread_cond_timedwait(&g->wake, &g->lock, &until) != 0)
             break;
-    if (g->aborted)
+    if (g->epoch <= g->aborted)
         return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "epoch %llu was called off",
                          (unsigned long long)g->epoch);
     if ((g->have & g->live) != g->live)
@@ -106,9 +106,9 @@ static struct moe_status wait_for_round(struct moe_gather *g, uint64_t deadline_
 
 /* With the lock held: copies a complete round out, and opens the next. */
 static struct moe_status take_round(struct moe_gather *g, uint8_t *all, size_t stride,
-                                    size_t length, uint32_t slots)
+                                    size_t length)
 {
-    for (uint32_t s = 0; s < slots; s++) {
+    for (uint32_t s = 0; s < g->slots; s++) {
         if ((g->live >> s & 1) == 0)
             continue;
         if (g->length[s] != length)
@@ -122,8 +122,7 @@ static struct moe_status take_round(struct moe_gather *g, uint8_t *all, size_t s
 }
 
 static struct moe_status exchange_part(struct moe_gather *g, const uint8_t *mine, uint8_t *all,
-                                       size_t stride, size_t length, uint32_t slots,
-                                       uint64_t deadline_ns)
+                                       size_t stride, size_t length, uint64_t deadline_ns)
 {
     pthread_mutex_lock(&g->lock);
     uint64_t epoch = g->epoch;
@@ -133,19 +132,19 @@ static struct moe_status exchange_part(struct moe_gather *g, const uint8_t *mine
     pthread_mutex_lock(&g->lock);
     struct moe_status st = wait_for_round(g, deadline_ns);
     if (!moe_failed(&st))
-        st = take_round(g, all, stride, length, slots);
+        st = take_round(g, all, stride, length);
     pthread_mutex_unlock(&g->lock);
     return st;
 }
 
 struct moe_status moe_gather_exchange(struct moe_gather *g, const void *mine, void *all,
-                                      size_t bytes, uint32_t slots, uint64_t deadline_ns)
+                                      size_t bytes, uint64_t deadline_ns)
 {
-    memset(all, 0, bytes * slots);
+    memset(all, 0, bytes * g->slots); /* set by begin, before this thread came here */
     for (size_t at = 0; at < bytes; at += MOE_GATHER_BLOB_MAX) {
         size_t length = bytes - at < MOE_GATHER_BLOB_MAX ? bytes - at : MOE_GATHER_BLOB_MAX;
         MOE_TRY(exchange_part(g, (const uint8_t *)mine + at, (uint8_t *)all + at, bytes, length,
-                              slots, deadline_ns));
+                              deadline_ns));
     }
     return moe_ok();
 }

@@ -20,19 +20,19 @@ struct moe_status moe_gather_create(moe_gather_send_fn send, void *ctx,
 /* Nobody may be waiting. NULL is ignored. */
 void moe_gather_destroy(struct moe_gather *g);
 
-/* Rounds of `epoch` begin, from 0. `live`: bit s: slot s takes part. */
-void moe_gather_begin(struct moe_gather *g, uint64_t epoch, uint64_t live);
+/* Rounds of `epoch` begin, from 0. By the thread that exchanges; epochs rise. `live`: bit s: slot s
+ * takes part. */
+void moe_gather_begin(struct moe_gather *g, uint64_t epoch, uint32_t slots, uint64_t live);
 /* One slot's blob of a round; those of another epoch or round are ignored. */
 void moe_gather_deliver(struct moe_gather *g, uint64_t epoch, uint32_t round, uint32_t slot,
                         const void *data, size_t length);
-/* Ends the wait of `epoch`, and every later one, with MOE_ABORTED. */
+/* Ends the wait of `epoch` and of all before it with MOE_ABORTED, even if it has not begun. */
 void moe_gather_abort(struct moe_gather *g, uint64_t epoch);
 
 /* Puts `bytes` of `mine` and of every other live slot at all[slot * bytes]; the rest of `all`
  * [slots * bytes] is zeroed. Errors: MOE_ABORTED, MOE_DEADLINE_EXCEEDED, MOE_INTERNAL/MALFORMED
  * (a blob has another length), or that of sending. */
 struct moe_status moe_gather_exchange(struct moe_gather *g, const void *mine, void *all,
-                                      size_t bytes, uint32_t slots,
-                                      uint64_t deadline_ns) MOE_CHECKED;
+                                      size_t bytes, uint64_t deadline_ns) MOE_CHECKED;
 
 #endif

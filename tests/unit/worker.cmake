@@ -1,0 +1,7 @@
+moe_test(test_batcher SOURCES test_batcher.c USES moe_worker_core)
+foreach(name engine staging service)
+  if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/test_${name}.c)
+    moe_test(test_${name} SOURCES test_${name}.c USES moe_worker_core moe_cpu)
+  endif()
+endforeach()
+include(worker_group.cmake OPTIONAL)
