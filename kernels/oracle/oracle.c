@@ -182,6 +182,7 @@ static void keep_groups(const struct moe_layer_spec *spec, const double *key, bo
     qsort(group, r->groups, sizeof *group, compare);
     for (uint32_t i = 0; i < r->topk_group; i++)
         stays[group[i].id] = true;
+    /* Equal sums count as a margin of 0: in other arithmetic they may well differ. */
     if (r->topk_group < r->groups)
         lower(margin, group[r->topk_group - 1].key - group[r->topk_group].key);
 }
@@ -201,7 +202,7 @@ static void choose(const struct moe_layer_spec *spec, const double *key, int32_t
     qsort(best, n, sizeof *best, compare);
     for (uint32_t k = 0; k < r->top_k; k++) {
         ids[k] = (int32_t)best[k].id;
-        if (k + 1 < n)
+        if (k + 1 < n && best[k].key != best[k + 1].key)
             lower(margin, best[k].key - best[k + 1].key);
     }
 }

@@ -25,9 +25,9 @@ double moe_oracle_activate(enum moe_activation activation, double limit, double 
 /* Routes one token. `logit` [E+Z] is final (bias added) and may be NULL for MOE_ROUTE_IDS_WEIGHTS;
  * `select_bias` [E+Z] or NULL. ids_in and weights_in [K] are read as the mode says.
  *
- * margin  NULL, or: the smallest distance between two keys (or group scores) on whose order the
- *         chosen ids depend; infinite when nothing was chosen. An implementation in fp32 may
- *         differ where this is of the size of its rounding errors. */
+ * margin  NULL, or: the smallest distance between two different keys, or two group scores, on whose
+ *         order the chosen ids depend; infinite when there is none. An implementation in fp32 may
+ *         choose otherwise where this is of the size of its rounding errors. */
 enum moe_token_state moe_oracle_route(const struct moe_layer_spec *spec, const double *logit,
                                       const double *select_bias, enum moe_routing_mode mode,
                                       const int32_t *ids_in, const float *weights_in, int32_t *ids,
