@@ -25,6 +25,7 @@ struct moe_keys {
     const json_t *top;  /* the file */
     const json_t *text; /* its text_config, or NULL */
     json_t *read;       /* set of the keys that were looked up */
+    char name[64];      /* the key that the last lookup found, or its first alias: for errors */
 };
 
 struct moe_status moe_keys_open(struct moe_keys *k, const json_t *root) MOE_CHECKED;

@@ -6,31 +6,20 @@
 #include "model/config.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
 
 /* A key with one of these in its name may change what a MoE layer computes. */
 static const char *const suspicious[] = {
-    "expert",      "moe",
-    "routing",     "route",
-    "gate",        "topk",
-    "group",       "scal",
-    "scor",        "swiglu",
-    "shared",      "norm_topk",
-    "hidden_act",  "activation",
-    "act_fn",      "mlp_bias",
-    "use_bias",    "mlp_layer",
-    "sparse_step", "mlp_only",
-    "num_hash",    "hash_",
-    "quant",       "dense_replace",
-    "bnb",         "compression_config",
-    "capacity",    "token_drop",
-    "limit",       "clamp",
-    "top_k_",      "ffn_",
+    "expert",        "moe",       "rout",       "gate",        "topk",       "group",  "scal",
+    "scor",          "swiglu",    "shared",     "hidden_act",  "activation", "act_fn", "mlp_bias",
+    "use_bias",      "mlp_layer", "mlp_only",   "sparse_step", "num_hash",   "hash_",  "quant",
+    "dense_replace", "capacity",  "token_drop", "limit",       "clamp",      "ffn_",
 };
 
 /* ... except these: attention, positions, training, sizes of dense layers, precision hints. */
 static const char without_effect[] =
-    "attn_output_gate attention_output_gate attn_gate o_groups num_key_value_groups "
+    "attn_output_gate attention_output_gate output_gate_type o_groups num_key_value_groups "
     "index_topk index_topk_freq index_topk_pattern index_skip_topk_offset use_index_cache "
     "rope_scaling attn_scale attention_scale floor_scale mla_scale_q_lora mla_scale_kv_lora "
     "query_pre_attn_scalar embedding_scale logit_scale logits_scaling rope_scaling_factor "
@@ -109,20 +98,23 @@ static bool same_value(const json_t *a, const json_t *b)
     return json_equal(a, b);
 }
 
-static struct moe_status agree(const char *key, const json_t *found, const json_t **value)
+static struct moe_status agree(struct moe_keys *k, const char *key, const json_t *found,
+                               const json_t **value)
 {
     if (found == NULL)
         return moe_ok();
     if (*value != NULL && !same_value(found, *value))
         return invalid(key, "contradicts another setting of the same thing");
     *value = found;
+    memcpy(k->name, key, strlen(key) + 1);
     return moe_ok();
 }
 
 struct moe_status moe_keys_get(struct moe_keys *k, const char *names, const json_t **value)
 {
-    char key[64];
+    char key[sizeof k->name];
     *value = NULL;
+    snprintf(k->name, sizeof k->name, "%.*s", (int)strcspn(names, " "), names);
     for (const char *at = names; *at != '\0';) {
         size_t n = strcspn(at, " ");
         MOE_INVARIANT(n > 0 && n < sizeof key);
@@ -131,8 +123,8 @@ struct moe_status moe_keys_get(struct moe_keys *k, const char *names, const json
         at += n + strspn(at + n, " ");
         if (json_object_set_new(k->read, key, json_true()) != 0)
             return no_memory();
-        MOE_TRY(agree(key, present(k->text, key), value));
-        MOE_TRY(agree(key, present(k->top, key), value));
+        MOE_TRY(agree(k, key, present(k->text, key), value));
+        MOE_TRY(agree(k, key, present(k->top, key), value));
     }
     return moe_ok();
 }
@@ -146,7 +138,7 @@ struct moe_status moe_keys_uint(struct moe_keys *k, const char *names, uint32_t 
         return moe_ok();
     if (!json_is_integer(v) || json_integer_value(v) < min || json_integer_value(v) > max)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "config.json: %.80s is not a whole number from %u to %u", names, min, max);
+                         "config.json: %s is not a whole number from %u to %u", k->name, min, max);
     *out = (uint32_t)json_integer_value(v);
     return moe_ok();
 }
@@ -159,7 +151,7 @@ struct moe_status moe_keys_float(struct moe_keys *k, const char *names, float *o
         return moe_ok();
     float f = (float)json_number_value(v);
     if (!json_is_number(v) || !isfinite(f) || f <= 0)
-        return invalid(names, "is not a positive number");
+        return invalid(k->name, "is not a positive number");
     *out = f;
     return moe_ok();
 }
@@ -171,7 +163,7 @@ struct moe_status moe_keys_bool(struct moe_keys *k, const char *names, bool *out
     if (v == NULL)
         return moe_ok();
     if (!json_is_boolean(v))
-        return invalid(names, "is not true or false");
+        return invalid(k->name, "is not true or false");
     *out = json_is_true(v);
     return moe_ok();
 }
@@ -197,7 +189,7 @@ static struct moe_status need(struct moe_keys *k, const char *names)
 {
     const json_t *v;
     MOE_TRY(moe_keys_get(k, names, &v));
-    return v != NULL ? moe_ok() : invalid(names, "is missing");
+    return v != NULL ? moe_ok() : invalid(k->name, "is missing");
 }
 
 struct moe_status moe_keys_need_uint(struct moe_keys *k, const char *names, uint32_t min,
@@ -216,7 +208,7 @@ struct moe_status moe_keys_need_float(struct moe_keys *k, const char *names, flo
 static bool smells_of_routing(const char *key)
 {
     for (size_t i = 0; i < COUNT_SUSPICIOUS; i++)
-        if (strstr(key, suspicious[i]) != NULL)
+        if (strcasestr(key, suspicious[i]) != NULL)
             return true;
     return false;
 }

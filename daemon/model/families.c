@@ -169,7 +169,7 @@ static const struct moe_family families[] = {
         .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts",
     },
     {
-        .model_types = "deepseek_v3 kimi_k2",
+        .model_types = "deepseek_v3 deepseek_v32 kimi_k2",
         .naming = &deepseek_names, .layers = MOE_LAYERS_FIRST_DENSE,
         .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
         .score = MOE_SCORE_SIGMOID, .scores = "sigmoid", .methods = "noaux_tc",

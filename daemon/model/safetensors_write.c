@@ -50,17 +50,16 @@ static struct moe_status add_entry(json_t *header, const struct moe_st_out *t, u
     if (strcmp(t->name, "__metadata__") == 0 || json_object_get(header, t->name) != NULL)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
                          "tensor %.120s: reserved or repeated name", t->name);
-    json_t *shape = json_array();
-    bool ok = shape != NULL;
+    json_t *entry = json_pack("{s:s, s:[], s:[I, I]}", "dtype", moe_st_dtype_name(t->dtype),
+                              "shape", "data_offsets", (json_int_t)*offset, (json_int_t)end);
+    /* The header owns the entry from here on, or has released it; NULL fails as well. */
+    if (json_object_set_new(header, t->name, entry) != 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                         "a tensor name is not valid UTF-8, or no memory for it");
+    json_t *shape = json_object_get(entry, "shape");
     for (uint32_t i = 0; i < t->rank; i++)
-        ok = ok && json_array_append_new(shape, json_integer((json_int_t)t->shape[i])) == 0;
-    json_t *entry = json_pack("{s:s, s:o, s:[I, I]}", "dtype", moe_st_dtype_name(t->dtype), "shape",
-                              shape, "data_offsets", (json_int_t)*offset, (json_int_t)end);
-    if (!ok || entry == NULL || json_object_set_new(header, t->name, entry) != 0) {
-        if (entry == NULL && shape != NULL)
-            json_decref(shape);
-        return no_memory();
-    }
+        if (json_array_append_new(shape, json_integer((json_int_t)t->shape[i])) != 0)
+            return no_memory();
     *offset = end;
     return moe_ok();
 }

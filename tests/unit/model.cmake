@@ -1,0 +1,9 @@
+# Reader of model directories: the file format, the configuration, the loader.
+foreach(part safetensors config)
+  moe_test(test_${part}
+    SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${part}.c ${CMAKE_CURRENT_LIST_DIR}/model_fixture.c
+    USES moe_model
+    LABELS model)
+  target_compile_definitions(test_${part} PRIVATE
+    MOE_GOLDEN_DIR="${PROJECT_SOURCE_DIR}/tests/golden/models")
+endforeach()

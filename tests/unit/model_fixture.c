@@ -1,0 +1,190 @@
+#include "model_fixture.h"
+
+#include <fcntl.h>
+#include <ftw.h>
+#include <inttypes.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+int fixture_setup(void **state)
+{
+    struct fixture *f = calloc(1, sizeof *f);
+    assert_non_null(f);
+    snprintf(f->directory, sizeof f->directory, "/tmp/moe-model-test-XXXXXX");
+    assert_non_null(mkdtemp(f->directory));
+    f->fd = open(f->directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    assert_true(f->fd >= 0);
+    *state = f;
+    return 0;
+}
+
+static int remove_entry(const char *path, const struct stat *st, int type, struct FTW *ftw)
+{
+    (void)st;
+    (void)type;
+    (void)ftw;
+    return remove(path);
+}
+
+int fixture_teardown(void **state)
+{
+    struct fixture *f = *state;
+    close(f->fd);
+    int rc = nftw(f->directory, remove_entry, 8, FTW_DEPTH | FTW_PHYS);
+    free(f);
+    return rc;
+}
+
+const char *fixture_path(const struct fixture *f, const char *name)
+{
+    static char path[256];
+    snprintf(path, sizeof path, "%s/%s", f->directory, name);
+    return path;
+}
+
+void fixture_write(const struct fixture *f, const char *name, const void *data, size_t bytes)
+{
+    FILE *file = fopen(fixture_path(f, name), "wb");
+    assert_non_null(file);
+    assert_int_equal(fwrite(data, 1, bytes, file), bytes);
+    assert_int_equal(fclose(file), 0);
+}
+
+void fixture_write_text(const struct fixture *f, const char *name, const char *text)
+{
+    fixture_write(f, name, text, strlen(text));
+}
+
+static void fill(void *data, enum moe_st_dtype dtype, size_t count, uint32_t first)
+{
+    for (size_t i = 0; i < count; i++) {
+        float v = (float)(first + i);
+        uint16_t b = moe_f32_to_bf16(v);
+        if (dtype == MOE_ST_F32)
+            memcpy((char *)data + 4 * i, &v, 4);
+        else
+            memcpy((char *)data + 2 * i, &b, 2);
+    }
+}
+
+void *tensors_add(struct tensors *t, enum moe_st_dtype dtype, uint32_t rank, const uint64_t *shape,
+                  const char *fmt, ...)
+{
+    assert_true(t->count < sizeof t->list / sizeof t->list[0]);
+    struct moe_st_out *out = &t->list[t->count++];
+    char *name = NULL;
+    va_list args;
+    va_start(args, fmt);
+    assert_true(vasprintf(&name, fmt, args) > 0);
+    va_end(args);
+    uint64_t bytes;
+    assert_true(moe_st_tensor_bytes(dtype, rank, shape, &bytes));
+    void *data = calloc(1, (size_t)bytes + 1);
+    assert_non_null(data);
+    size_t count = (size_t)bytes * 8 / moe_st_dtype_bits(dtype);
+    if (dtype == MOE_ST_F32 || dtype == MOE_ST_BF16)
+        fill(data, dtype, count, t->next);
+    t->next += (uint32_t)count;
+    *out = (struct moe_st_out){.name = name, .dtype = dtype, .rank = rank, .data = data};
+    memcpy(out->shape, shape, rank * sizeof *shape);
+    return data;
+}
+
+void tensors_write(struct tensors *t, const struct fixture *f, const char *name)
+{
+    check_ok(moe_st_write(fixture_path(f, name), t->list, t->count, NULL));
+}
+
+void tensors_free(struct tensors *t)
+{
+    for (size_t i = 0; i < t->count; i++) {
+        free((void *)(uintptr_t)t->list[i].name);
+        free((void *)(uintptr_t)t->list[i].data);
+    }
+    *t = (struct tensors){0};
+}
+
+struct moe_status deliveries_sink(void *ctx, enum moe_weight weight, uint32_t expert,
+                                  enum moe_dtype dtype, const void *data, size_t bytes)
+{
+    struct deliveries *d = ctx;
+    d->list = realloc(d->list, (d->count + 1) * sizeof *d->list);
+    assert_non_null(d->list);
+    void *copy = malloc(bytes + 1);
+    assert_non_null(copy);
+    memcpy(copy, data, bytes);
+    d->list[d->count++] = (struct delivery){
+        .weight = weight, .expert = expert, .dtype = dtype, .bytes = bytes, .data = copy};
+    return moe_ok();
+}
+
+void deliveries_progress(void *ctx, uint64_t read_bytes)
+{
+    struct deliveries *d = ctx;
+    assert_true(read_bytes > d->read_bytes);
+    d->read_bytes = read_bytes;
+    d->progress_calls++;
+}
+
+const struct delivery *deliveries_find(const struct deliveries *d, enum moe_weight weight,
+                                       uint32_t expert)
+{
+    const struct delivery *found = NULL;
+    for (size_t i = 0; i < d->count; i++) {
+        if (d->list[i].weight != weight || d->list[i].expert != expert)
+            continue;
+        if (found != NULL)
+            fail_msg("weight %d of expert %u came twice", weight, expert);
+        found = &d->list[i];
+    }
+    if (found == NULL)
+        fail_msg("weight %d of expert %u did not come", weight, expert);
+    return found;
+}
+
+void deliveries_free(struct deliveries *d)
+{
+    for (size_t i = 0; i < d->count; i++)
+        free(d->list[i].data);
+    free(d->list);
+    *d = (struct deliveries){0};
+}
+
+void check_ok(struct moe_status st)
+{
+    if (moe_failed(&st))
+        fail_msg("%s/%s: %s", moe_code_name(st.code), moe_reason_name(st.reason), st.text);
+}
+
+void check_reason(struct moe_status st, enum moe_reason reason)
+{
+    if (st.code == MOE_OK)
+        fail_msg("succeeded, but should fail with %s", moe_reason_name(reason));
+    print_message("    %s\n", st.text);
+    assert_string_equal(moe_reason_name(st.reason), moe_reason_name(reason));
+}
+
+uint64_t test_seed(void)
+{
+    const char *text = getenv("MOE_SEED");
+    uint64_t seed = text != NULL ? strtoull(text, NULL, 0) : (uint64_t)time(NULL);
+    print_message("    MOE_SEED=%" PRIu64 "\n", seed);
+    return seed;
+}
+
+/* splitmix64 */
+uint64_t test_random(uint64_t *state)
+{
+    uint64_t z = *state += UINT64_C(0x9e3779b97f4a7c15);
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}

@@ -1,0 +1,69 @@
+/* Model directories made by tests: a temporary directory, files in it, and a sink that keeps what a
+ * loader delivers. */
+#ifndef MODEL_FIXTURE_H
+#define MODEL_FIXTURE_H
+
+#include "base/status.h"
+#include "model/model.h"
+#include "model/safetensors.h"
+
+struct fixture {
+    char directory[64];
+    int fd; /* of the directory */
+};
+
+/* cmocka setup and teardown; `*state` becomes a struct fixture. Teardown removes everything. */
+int fixture_setup(void **state);
+int fixture_teardown(void **state);
+
+/* Path of `name` inside the directory; valid until the next call. */
+const char *fixture_path(const struct fixture *f, const char *name);
+void fixture_write(const struct fixture *f, const char *name, const void *data, size_t bytes);
+void fixture_write_text(const struct fixture *f, const char *name, const char *text);
+
+/* A tensor file being put together: values come from a counter, so that each is unique. */
+struct tensors {
+    struct moe_st_out list[512];
+    size_t count;
+    uint32_t next; /* first value of the next tensor */
+};
+
+/* Adds a tensor filled with next, next + 1, ... (BF16: only exact below 256). Returns its data. */
+void *tensors_add(struct tensors *t, enum moe_st_dtype dtype, uint32_t rank, const uint64_t *shape,
+                  const char *fmt, ...) MOE_PRINTF(5, 6);
+void tensors_write(struct tensors *t, const struct fixture *f, const char *name);
+void tensors_free(struct tensors *t);
+
+/* What a loader delivered, in order. */
+struct delivery {
+    enum moe_weight weight;
+    uint32_t expert;
+    enum moe_dtype dtype;
+    size_t bytes;
+    void *data;
+};
+
+struct deliveries {
+    struct delivery *list;
+    size_t count;
+    uint64_t read_bytes; /* last word of the progress callback */
+    size_t progress_calls;
+};
+
+struct moe_status deliveries_sink(void *ctx, enum moe_weight weight, uint32_t expert,
+                                  enum moe_dtype dtype, const void *data, size_t bytes);
+void deliveries_progress(void *ctx, uint64_t read_bytes);
+/* The one delivery of this weight; fails the test when there is none or more than one. */
+const struct delivery *deliveries_find(const struct deliveries *d, enum moe_weight weight,
+                                       uint32_t expert);
+void deliveries_free(struct deliveries *d);
+
+/* Fails the test with the text of the status unless it is a success / has this reason. */
+void check_ok(struct moe_status st);
+void check_reason(struct moe_status st, enum moe_reason reason);
+
+/* MOE_SEED or a fresh number; printed, so that a failing run can be replayed. */
+uint64_t test_seed(void);
+uint64_t test_random(uint64_t *state);
+
+#endif
