@@ -57,6 +57,8 @@ struct moe_status moe_service_set_view(struct moe_service *s, uint64_t epoch,
 /* [any thread] Endpoint of the group's coordinator; copied. */
 struct moe_status moe_service_set_coordinator(struct moe_service *s,
                                               const char *endpoint) MOE_CHECKED;
+/* [any thread] The seat that the coordinator gave; info.slot until then. */
+void moe_service_set_slot(struct moe_service *s, uint32_t slot);
 /* [any thread] From now on new requests are refused with UNAVAILABLE/DRAINING. */
 void moe_service_set_draining(struct moe_service *s);
 

@@ -1,0 +1,419 @@
+/* An assignment is first copied into tables of the backend's form and checked against the model, so
+ * that loading itself works on nothing that came over the wire. */
+#include "worker/loader.h"
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/size.h"
+
+#include <inttypes.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { BYTES_TEXT = 24 };
+
+/* Who holds what, as layer_create wants it. */
+struct table {
+    uint32_t slot; /* own */
+    uint64_t content_hash, hash;
+    size_t layer_count;
+    struct moe_placement *placements; /* [layer_count] */
+    uint32_t *offsets;                /* of all layers, one after the other */
+    uint16_t *slots;
+};
+
+struct moe_loader {
+    const struct moe_backend *backend;
+    struct moe_device *device;
+    const struct moe_model *model;
+    size_t layer_count;
+    const struct moe_layer_spec **specs; /* [layer_count] */
+    struct moe_layer **layers;           /* [layer_count] */
+    struct table table;                  /* of the layers; placements = NULL when none is loaded */
+    atomic_bool cancelled;
+    _Atomic uint64_t loaded_bytes, total_bytes;
+    uint64_t begun_ns, told_ns; /* of the load at work: its start, its last progress line */
+    uint64_t layer_base;        /* bytes read before the layer at work */
+    size_t layer_at_work;
+};
+
+/* ------------------------------------------------------------------------ tables */
+
+static void free_table(struct table *t)
+{
+    free(t->placements);
+    free(t->offsets);
+    free(t->slots);
+    *t = (struct table){0};
+}
+
+static uint64_t mix(uint64_t hash, uint32_t value)
+{
+    for (int shift = 0; shift < 32; shift += 8) {
+        hash ^= value >> shift & 0xff;
+        hash *= UINT64_C(0x100000001b3);
+    }
+    return hash;
+}
+
+static uint64_t hash_content(const struct table *t, const struct moe_group_assignment *a)
+{
+    uint64_t hash = UINT64_C(0xcbf29ce484222325);
+    hash = mix(hash, a->slots);
+    hash = mix(hash, (uint32_t)a->layer_count);
+    for (size_t i = 0; i < a->layer_count; i++) {
+        const struct moe_placement *p = &t->placements[i];
+        hash = mix(hash, a->layers[i].layer);
+        hash = mix(hash, p->experts);
+        for (uint32_t e = 0; e < p->experts; e++) {
+            hash = mix(hash, p->offset[e + 1] - p->offset[e]);
+            for (uint32_t c = p->offset[e]; c < p->offset[e + 1]; c++)
+                hash = mix(hash, p->slot[c]);
+        }
+    }
+    return hash;
+}
+
+static struct moe_status misfit(const struct moe_group_layer *layer)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
+                     "the placement of layer %u does not fit the model or the group", layer->layer);
+}
+
+/* Fills the part of one layer; `offsets` [E+1] and `slots` [slot_count] are its own. */
+static struct moe_status fill_layer(const struct moe_layer_spec *spec,
+                                    const struct moe_group_layer *layer, uint32_t slots,
+                                    uint32_t *offset, uint16_t *slot)
+{
+    if (layer->layer != spec->layer || layer->experts != spec->experts)
+        return misfit(layer);
+    size_t at = 0;
+    for (size_t e = 0; e < layer->experts; e++) {
+        offset[e] = (uint32_t)at;
+        if (layer->copies[e] == 0 || layer->copies[e] > slots ||
+            layer->copies[e] > layer->slot_count - at)
+            return misfit(layer);
+        for (size_t end = at + layer->copies[e], first = at; at < end; at++) {
+            if (layer->slots[at] >= slots ||
+                (at > first && layer->slots[at] <= layer->slots[at - 1]))
+                return misfit(layer);
+            slot[at] = (uint16_t)layer->slots[at];
+        }
+    }
+    offset[layer->experts] = (uint32_t)at;
+    return at == layer->slot_count ? moe_ok() : misfit(layer);
+}
+
+static struct moe_status allocate_table(const struct moe_group_assignment *a, struct table *out)
+{
+    size_t offsets = 0, slots = 0;
+    for (size_t i = 0; i < a->layer_count; i++) {
+        offsets += a->layers[i].experts + 1;
+        slots += a->layers[i].slot_count;
+    }
+    out->layer_count = a->layer_count;
+    out->placements = calloc(a->layer_count + 1, sizeof *out->placements);
+    out->offsets = calloc(offsets + 1, sizeof *out->offsets);
+    out->slots = calloc(slots + 1, sizeof *out->slots);
+    if (out->placements != NULL && out->offsets != NULL && out->slots != NULL)
+        return moe_ok();
+    free_table(out);
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                     "no memory for the placement");
+}
+
+/* The assignment in the backend's form, checked against the model. */
+static struct moe_status make_table(const struct moe_loader *l,
+                                    const struct moe_group_assignment *a, struct table *out)
+{
+    if (a->layer_count != l->layer_count)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
+                         "a placement of %zu layers for a model of %zu", a->layer_count,
+                         l->layer_count);
+    *out = (struct table){.slot = a->slot};
+    MOE_TRY(allocate_table(a, out));
+    uint32_t *offset = out->offsets;
+    uint16_t *slot = out->slots;
+    for (size_t i = 0; i < a->layer_count; i++) {
+        const struct moe_group_layer *layer = &a->layers[i];
+        struct moe_status st = fill_layer(l->specs[i], layer, a->slots, offset, slot);
+        if (moe_failed(&st)) {
+            free_table(out);
+            return st;
+        }
+        out->placements[i] = (struct moe_placement){
+            .version = a->placement_version,
+            .experts = (uint32_t)layer->experts,
+            .slots = a->slots,
+            .offset = offset,
+            .slot = slot,
+        };
+        offset += layer->experts + 1;
+        slot += layer->slot_count;
+    }
+    out->content_hash = hash_content(out, a);
+    out->hash = mix(out->content_hash, a->placement_version);
+    return moe_ok();
+}
+
+static bool same_content(const struct table *a, const struct table *b)
+{
+    if (a->placements == NULL || a->slot != b->slot || a->layer_count != b->layer_count ||
+        a->content_hash != b->content_hash)
+        return false;
+    for (size_t i = 0; i < a->layer_count; i++) {
+        const struct moe_placement *p = &a->placements[i], *q = &b->placements[i];
+        if (p->experts != q->experts || p->slots != q->slots ||
+            memcmp(p->offset, q->offset, (p->experts + 1) * sizeof *p->offset) != 0 ||
+            memcmp(p->slot, q->slot, p->offset[p->experts] * sizeof *p->slot) != 0)
+            return false;
+    }
+    return true;
+}
+
+/* Experts that `slot` holds, ascending; room for the layer's E. */
+static size_t list_own(const struct moe_placement *p, uint32_t slot, uint32_t *experts)
+{
+    size_t count = 0;
+    for (uint32_t e = 0; e < p->experts; e++)
+        for (uint32_t c = p->offset[e]; c < p->offset[e + 1]; c++)
+            if (p->slot[c] == slot)
+                experts[count++] = e;
+    return count;
+}
+
+/* ---------------------------------------------------------------------- progress */
+
+static void print_bytes(uint64_t bytes, char out[BYTES_TEXT])
+{
+    static const char *const units[] = {"KiB", "MiB", "GiB", "TiB"};
+    double value = (double)bytes / 1024;
+    size_t u = 0;
+    for (; value >= 1024 && u + 1 < sizeof units / sizeof *units; u++)
+        value /= 1024;
+    (void)snprintf(out, BYTES_TEXT, "%.1f %s", value, units[u]);
+}
+
+static void tell_progress(struct moe_loader *l, uint64_t now, uint64_t loaded)
+{
+    uint64_t total = atomic_load(&l->total_bytes);
+    double seconds = (double)(now - l->begun_ns) / (double)MOE_NS_PER_S;
+    double rate = seconds > 0 ? (double)loaded / seconds : 0;
+    char loaded_text[BYTES_TEXT], total_text[BYTES_TEXT], rate_text[BYTES_TEXT];
+    print_bytes(loaded, loaded_text);
+    print_bytes(total, total_text);
+    print_bytes((uint64_t)rate, rate_text);
+    if (loaded >= total) {
+        moe_log_info("loaded %s in %.2f s (%s/s)", total_text, seconds, rate_text);
+        return;
+    }
+    moe_log_info("loading: %s of %s (%.0f %%), %s/s, %.0f s left", loaded_text, total_text,
+                 100 * (double)loaded / (double)total, rate_text,
+                 rate > 0 ? (double)(total - loaded) / rate : 0);
+}
+
+/* moe_load_progress; `read_bytes` counts within the layer. */
+static void on_progress(void *ctx, uint64_t read_bytes)
+{
+    struct moe_loader *l = ctx;
+    uint64_t loaded = l->layer_base + read_bytes, now = moe_clock_ns();
+    atomic_store(&l->loaded_bytes, loaded);
+    if (now - l->told_ns < MOE_NS_PER_S || loaded >= atomic_load(&l->total_bytes))
+        return;
+    l->told_ns = now;
+    tell_progress(l, now, loaded);
+}
+
+/* ----------------------------------------------------------------------- loading */
+
+static void drop_layers(struct moe_loader *l)
+{
+    for (size_t i = 0; i < l->layer_count; i++) {
+        if (l->layers[i] != NULL)
+            l->backend->layer_destroy(l->layers[i]);
+        l->layers[i] = NULL;
+    }
+    free_table(&l->table);
+    atomic_store(&l->loaded_bytes, 0);
+    atomic_store(&l->total_bytes, 0);
+}
+
+/* moe_weight_sink */
+static struct moe_status upload(void *ctx, enum moe_weight weight, uint32_t expert,
+                                enum moe_dtype dtype, const void *data, size_t bytes)
+{
+    struct moe_loader *l = ctx;
+    if (atomic_load(&l->cancelled))
+        return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "loading was called off");
+    return l->backend->layer_upload(l->layers[l->layer_at_work], weight, expert, dtype, data,
+                                    bytes);
+}
+
+static struct moe_status load_layer(struct moe_loader *l, size_t i)
+{
+    uint32_t experts[MOE_MAX_EXPERTS];
+    size_t count = list_own(&l->table.placements[i], l->table.slot, experts);
+    l->layer_at_work = i;
+    MOE_TRY(l->backend->layer_create(l->device, l->specs[i], &l->table.placements[i], l->table.slot,
+                                     &l->layers[i]));
+    MOE_TRY(moe_model_load_layer(l->model, i, experts, count, upload, l, on_progress, l));
+    l->layer_base += moe_model_layer_bytes(l->model, i, experts, count);
+    return l->backend->layer_finish(l->layers[i]);
+}
+
+/* Memory that the host can give without swapping, as the kernel estimates it. */
+static uint64_t host_available_bytes(void)
+{
+    uint64_t kib = UINT64_MAX / 1024;
+    char line[128];
+    FILE *file = fopen("/proc/meminfo", "re");
+    if (file == NULL)
+        return UINT64_MAX;
+    while (fgets(line, sizeof line, file) != NULL)
+        if (sscanf(line, "MemAvailable: %" SCNu64, &kib) == 1)
+            break;
+    (void)fclose(file);
+    return kib < UINT64_MAX / 1024 ? kib * 1024 : UINT64_MAX;
+}
+
+static struct moe_status check_memory(const struct moe_loader *l, uint64_t needed)
+{
+    struct moe_device_info info;
+    l->backend->device_info(l->device, &info);
+    uint64_t free_bytes =
+        info.memory_bytes > info.used_bytes ? info.memory_bytes - info.used_bytes : 0;
+    if (strcmp(l->backend->name, "cpu") == 0) {
+        uint64_t available = host_available_bytes();
+        free_bytes = available < free_bytes ? available : free_bytes;
+    }
+    if (needed <= free_bytes)
+        return moe_ok();
+    char needed_text[BYTES_TEXT], free_text[BYTES_TEXT];
+    print_bytes(needed, needed_text);
+    print_bytes(free_bytes, free_text);
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                     "the experts of this slot take %s and %s are free: more workers, or less in "
+                     "use elsewhere, would help",
+                     needed_text, free_text);
+}
+
+static uint64_t count_bytes(const struct moe_loader *l)
+{
+    uint64_t total = 0;
+    for (size_t i = 0; i < l->layer_count; i++) {
+        uint32_t experts[MOE_MAX_EXPERTS];
+        size_t count = list_own(&l->table.placements[i], l->table.slot, experts);
+        total += moe_model_layer_bytes(l->model, i, experts, count);
+    }
+    return total;
+}
+
+static struct moe_status load_all(struct moe_loader *l)
+{
+    uint64_t total = count_bytes(l);
+    MOE_TRY(check_memory(l, total));
+    atomic_store(&l->total_bytes, total);
+    l->begun_ns = l->told_ns = moe_clock_ns();
+    l->layer_base = 0;
+    for (size_t i = 0; i < l->layer_count; i++)
+        MOE_TRY(moe_error_context(load_layer(l, i), "layer %u", l->specs[i]->layer));
+    atomic_store(&l->loaded_bytes, total);
+    tell_progress(l, moe_clock_ns(), total);
+    return moe_ok();
+}
+
+bool moe_loader_holds(const struct moe_loader *l, const struct moe_group_assignment *a)
+{
+    struct table t;
+    struct moe_status st = make_table(l, a, &t);
+    if (moe_failed(&st))
+        return false;
+    bool holds = same_content(&l->table, &t);
+    free_table(&t);
+    return holds;
+}
+
+struct moe_status moe_loader_load(struct moe_loader *l, const struct moe_group_assignment *a)
+{
+    struct table t;
+    MOE_TRY(make_table(l, a, &t));
+    if (same_content(&l->table, &t)) {
+        l->table.hash = t.hash; /* the version may be a new one */
+        free_table(&t);
+        return moe_ok();
+    }
+    drop_layers(l);
+    l->table = t;
+    struct moe_status st = load_all(l);
+    if (moe_failed(&st))
+        drop_layers(l);
+    return st;
+}
+
+void moe_loader_cancel(struct moe_loader *l)
+{
+    atomic_store(&l->cancelled, true);
+}
+
+/* ---------------------------------------------------------------- reading, lifetime */
+
+size_t moe_loader_layer_count(const struct moe_loader *l)
+{
+    return l->layer_count;
+}
+
+const struct moe_layer_spec *const *moe_loader_specs(const struct moe_loader *l)
+{
+    return l->specs;
+}
+
+struct moe_layer *const *moe_loader_layers(const struct moe_loader *l)
+{
+    return l->layers;
+}
+
+uint64_t moe_loader_placement_hash(const struct moe_loader *l)
+{
+    return l->table.hash;
+}
+
+void moe_loader_progress(const struct moe_loader *l, uint64_t *loaded, uint64_t *total)
+{
+    *loaded = atomic_load(&l->loaded_bytes);
+    *total = atomic_load(&l->total_bytes);
+}
+
+struct moe_status moe_loader_create(const struct moe_backend *backend, struct moe_device *device,
+                                    const struct moe_model *model, struct moe_loader **out)
+{
+    struct moe_loader *l = calloc(1, sizeof *l);
+    if (l == NULL)
+        goto no_memory;
+    l->backend = backend;
+    l->device = device;
+    l->model = model;
+    l->layer_count = moe_model_layer_count(model);
+    l->specs = calloc(l->layer_count + 1, sizeof *l->specs);
+    l->layers = calloc(l->layer_count + 1, sizeof *l->layers);
+    if (l->specs == NULL || l->layers == NULL)
+        goto no_memory;
+    for (size_t i = 0; i < l->layer_count; i++)
+        l->specs[i] = moe_model_layer(model, i);
+    *out = l;
+    return moe_ok();
+no_memory:
+    moe_loader_destroy(l);
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for the layers");
+}
+
+void moe_loader_destroy(struct moe_loader *l)
+{
+    if (l == NULL)
+        return;
+    drop_layers(l);
+    free(l->specs);
+    free(l->layers);
+    free(l);
+}
