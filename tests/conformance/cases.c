@@ -1,0 +1,285 @@
+/* Drawing cases; see cases.h. Shapes are small, so that thousands of them take seconds, and odd, so
+ * that no code can rely on round numbers. */
+#include "cases.h"
+
+#include "base/size.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+static void *must_alloc(size_t bytes)
+{
+    void *p = calloc(1, bytes > 0 ? bytes : 1);
+    MOE_INVARIANT(p != NULL);
+    return p;
+}
+
+static uint32_t smaller(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+double element(enum moe_dtype dtype, const void *data, size_t i)
+{
+    if (dtype == MOE_DTYPE_F32)
+        return (double)((const float *)data)[i];
+    return (double)moe_bf16_to_f32(((const uint16_t *)data)[i]);
+}
+
+static void set_element(enum moe_dtype dtype, void *data, size_t i, float v)
+{
+    if (dtype == MOE_DTYPE_F32)
+        ((float *)data)[i] = v;
+    else
+        ((uint16_t *)data)[i] = moe_f32_to_bf16(v);
+}
+
+/* -------------------------------------------------------------------- shapes */
+
+static void draw_router(struct rng *r, struct moe_layer_spec *s)
+{
+    struct moe_router_spec *o = &s->router;
+    o->score = (enum moe_score)rng_below(r, 4);
+    o->logit_bias = rng_chance(r, 30);
+    o->select_bias = rng_chance(r, 40);
+    o->groups = 1;
+    if (rng_chance(r, 35))
+        for (uint32_t g = rng_range(r, 1, smaller(8, s->experts)); g > 1 && o->groups == 1; g--)
+            o->groups = s->experts % g == 0 ? g : 1;
+    uint32_t group_size = s->experts / o->groups;
+    o->topk_group = rng_range(r, 1, o->groups);
+    o->group_best = rng_range(r, 1, smaller(3, group_size));
+    o->zero_experts = o->groups == 1 && rng_chance(r, 20) ? rng_range(r, 1, 9) : 0;
+    uint32_t choices = o->topk_group * group_size + o->zero_experts;
+    o->top_k = rng_range(r, 1, smaller(rng_chance(r, 10) ? MOE_MAX_TOP_K : 8, choices));
+    o->renorm = (enum moe_renorm)rng_below(r, 3);
+    o->renorm_eps = o->renorm == MOE_RENORM_CLAMPED ? (rng_chance(r, 50) ? 1e-12f : 0.3f)
+                    : rng_chance(r, 50)             ? 1e-20f
+                                                    : 0.0f;
+    o->scale = rng_chance(r, 50) ? 1.0f : 2.5f;
+}
+
+static void draw_spec(struct rng *r, struct moe_layer_spec *s)
+{
+    s->layer = rng_below(r, MOE_MAX_LAYERS);
+    s->hidden = rng_range(r, 1, rng_chance(r, 30) ? CASE_MAX_HIDDEN : 48);
+    s->intermediate = rng_range(r, 1, rng_chance(r, 30) ? 70 : 32);
+    s->experts = rng_range(r, 1, rng_chance(r, 20) ? CASE_MAX_EXPERTS : 16);
+    s->weighting = (enum moe_weighting)rng_below(r, 3);
+    s->activation = (enum moe_activation)rng_below(r, 3);
+    s->swiglu_limit = rng_chance(r, 50) ? 7.0f : 0.4f; /* the small one clamps often */
+    s->swiglu_alpha = 1.702f;
+    s->gate_up_bias = rng_chance(r, 40);
+    s->down_bias = rng_chance(r, 40);
+    if (rng_chance(r, 40)) {
+        s->shared_intermediate = rng_range(r, 1, 40);
+        s->shared_gated = rng_chance(r, 50);
+        s->shared_activation = (enum moe_activation)rng_below(r, 3);
+    }
+    draw_router(r, s);
+}
+
+/* Anything from one slot that holds all to every expert on every slot. */
+static void draw_placement(struct rng *r, struct test_case *c, uint32_t slots)
+{
+    uint32_t kind = rng_below(r, 4), lonely = rng_below(r, slots), n = 0;
+    for (uint32_t e = 0; e < c->spec.experts; e++) {
+        uint32_t linear = e * slots / c->spec.experts;
+        uint32_t home = kind == 0 ? linear : kind == 1 ? lonely : rng_below(r, slots);
+        bool copies = kind == 3 && rng_chance(r, 40);
+        c->offset[e] = n;
+        for (uint32_t s = 0; s < slots; s++)
+            if (s == home || (copies && rng_chance(r, 50)))
+                c->slot[n++] = (uint16_t)s;
+    }
+    c->offset[c->spec.experts] = n;
+    c->placement = (struct moe_placement){.version = rng_below(r, 1 << 20),
+                                          .experts = c->spec.experts,
+                                          .slots = slots,
+                                          .offset = c->offset,
+                                          .slot = c->slot};
+}
+
+/* ------------------------------------------------------------------- weights */
+
+static uint32_t entries_of(const struct test_case *c, enum moe_weight w)
+{
+    return moe_weight_is_expert(w) ? c->spec.experts : 1;
+}
+
+/* Experts with equal router rows and biases tie exactly: ids alone must decide between them. */
+static void make_ties(struct rng *r, struct test_case *c)
+{
+    static const enum moe_weight per_expert[] = {MOE_WEIGHT_ROUTER, MOE_WEIGHT_LOGIT_BIAS,
+                                                 MOE_WEIGHT_SELECT_BIAS};
+    uint32_t a = rng_below(r, c->spec.experts), b = rng_below(r, c->spec.experts);
+    for (uint32_t i = 0; i < sizeof per_expert / sizeof *per_expert; i++) {
+        enum moe_weight w = per_expert[i];
+        size_t rows, columns;
+        moe_weight_shape(&c->spec, w, &rows, &columns);
+        if (rows == 0 || a == b)
+            continue;
+        size_t bytes = columns * moe_dtype_bytes(c->weight_dtype[w]);
+        uint8_t *data = c->weight[w];
+        memcpy(data + a * bytes, data + b * bytes, bytes);
+    }
+}
+
+static void draw_weights(struct rng *r, struct test_case *c)
+{
+    bool mixed = rng_chance(r, 20);
+    enum moe_dtype all = rng_chance(r, 50) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
+    float router_scale = rng_chance(r, 50) ? 1.5f : 5.0f;
+    for (uint32_t i = 0; i < MOE_WEIGHT_COUNT; i++) {
+        enum moe_weight w = (enum moe_weight)i;
+        size_t rows, columns;
+        moe_weight_shape(&c->spec, w, &rows, &columns);
+        enum moe_dtype d = mixed ? (rng_chance(r, 50) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32) : all;
+        c->weight_dtype[w] = d;
+        if (rows == 0)
+            continue;
+        size_t n = entries_of(c, w) * rows * columns;
+        float scale = columns > 1 ? 1.7f / sqrtf((float)columns) : 0.5f;
+        if (w == MOE_WEIGHT_ROUTER)
+            scale = router_scale / sqrtf((float)columns);
+        c->weight[w] = must_alloc(n * moe_dtype_bytes(d));
+        for (size_t j = 0; j < n; j++)
+            set_element(d, c->weight[w], j, scale * rng_float(r));
+    }
+    if (rng_chance(r, 25))
+        make_ties(r, c);
+}
+
+const void *case_weight(const struct test_case *c, enum moe_weight w, uint32_t expert,
+                        size_t *bytes)
+{
+    size_t rows, columns;
+    moe_weight_shape(&c->spec, w, &rows, &columns);
+    *bytes = rows * columns * moe_dtype_bytes(c->weight_dtype[w]);
+    return c->weight[w] == NULL ? NULL : (const uint8_t *)c->weight[w] + expert * *bytes;
+}
+
+double case_weight_at(const struct test_case *c, enum moe_weight w, uint32_t expert, size_t i)
+{
+    size_t rows, columns;
+    moe_weight_shape(&c->spec, w, &rows, &columns);
+    return element(c->weight_dtype[w], c->weight[w], expert * rows * columns + i);
+}
+
+/* -------------------------------------------------------------------- inputs */
+
+static uint32_t draw_tokens(struct rng *r)
+{
+    uint32_t kind = rng_below(r, 100);
+    if (kind < 20)
+        return 0;
+    if (kind < 65)
+        return rng_range(r, 1, 8);
+    return rng_range(r, 1, kind < 94 ? 50 : CASE_MAX_TOKENS);
+}
+
+/* What a client may send for one token: any experts, repeated or -1, any finite weights; a token in
+ * fifty is wrong. `favourite` >= 0: everything goes to that expert. */
+static void draw_given(struct rng *r, const struct test_case *c, struct case_input *in, uint32_t t,
+                       int favourite)
+{
+    uint32_t top_k = c->spec.router.top_k, ids = c->spec.experts + c->spec.router.zero_experts;
+    for (size_t i = (size_t)t * top_k; i < (size_t)(t + 1) * top_k; i++) {
+        in->ids[i] = favourite >= 0 ? favourite : (int32_t)rng_below(r, ids);
+        if (rng_chance(r, 8))
+            in->ids[i] = -1;
+        in->weights[i] = rng_chance(r, 5) ? 0.0f : 1.5f * rng_float(r);
+    }
+    size_t one = (size_t)t * top_k + rng_below(r, top_k);
+    if (rng_chance(r, 2))
+        in->ids[one] = rng_chance(r, 50) ? (int32_t)ids : -2;
+    if (rng_chance(r, 2))
+        in->weights[one] = rng_chance(r, 50) ? NAN : INFINITY;
+}
+
+static void draw_input(struct rng *r, const struct test_case *c, struct case_input *in)
+{
+    in->tokens = draw_tokens(r);
+    if (in->tokens == 0)
+        return;
+    size_t n = (size_t)in->tokens * c->spec.hidden;
+    size_t pairs = (size_t)in->tokens * c->spec.router.top_k;
+    uint32_t modes = rng_below(r, 5); /* 0..2: one mode for all, else mixed */
+    int favourite = rng_chance(r, 25) ? (int)rng_below(r, c->spec.experts) : -1;
+    in->x = must_alloc(n * moe_dtype_bytes(c->dtype));
+    in->ids = must_alloc(pairs * sizeof *in->ids);
+    in->weights = must_alloc(pairs * sizeof *in->weights);
+    in->mode = must_alloc(in->tokens);
+    for (size_t i = 0; i < n; i++)
+        set_element(c->dtype, in->x, i, 2.0f * rng_float(r));
+    for (uint32_t t = 0; t < in->tokens; t++) {
+        in->mode[t] = (uint8_t)(modes < 3 ? modes : rng_below(r, 3));
+        draw_given(r, c, in, t, favourite);
+        size_t somewhere = (size_t)t * c->spec.hidden + rng_below(r, c->spec.hidden);
+        if (in->mode[t] != MOE_ROUTE_IDS_WEIGHTS && rng_chance(r, 2))
+            set_element(c->dtype, in->x, somewhere, rng_chance(r, 50) ? NAN : INFINITY);
+    }
+    if (modes == 0 && rng_chance(r, 50)) {
+        free(in->mode); /* NULL says the same */
+        in->mode = NULL;
+    }
+}
+
+struct test_case *case_draw(uint64_t seed, uint32_t slots)
+{
+    struct rng r = {.state = seed};
+    struct test_case *c = must_alloc(sizeof *c);
+    draw_spec(&r, &c->spec);
+    draw_placement(&r, c, slots);
+    c->dtype = rng_chance(&r, 50) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
+    draw_weights(&r, c);
+    uint32_t most = 1;
+    for (uint32_t s = 0; s < slots; s++) {
+        draw_input(&r, c, &c->input[s]);
+        most = c->input[s].tokens > most ? c->input[s].tokens : most;
+    }
+    c->bucket = moe_pow2_ceil(most);
+    if (c->bucket < 512 && rng_chance(&r, 30))
+        c->bucket *= 2;
+    return c;
+}
+
+void case_free(struct test_case *c)
+{
+    for (uint32_t w = 0; w < MOE_WEIGHT_COUNT; w++)
+        free(c->weight[w]);
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
+        free(c->input[s].x);
+        free(c->input[s].mode);
+        free(c->input[s].ids);
+        free(c->input[s].weights);
+    }
+    free(c);
+}
+
+void case_describe(const struct test_case *c, uint32_t slots, char *text, size_t cap)
+{
+    const struct moe_layer_spec *s = &c->spec;
+    const struct moe_router_spec *r = &s->router;
+    int n = snprintf(text, cap,
+                     "%s H %u I %u E %u+%u K %u score %d renorm %d(%g) scale %g bias %d/%d groups "
+                     "%u/%u best %u weighting %d act %d limit %g ffn bias %d/%d shared %u%s bucket "
+                     "%u copies %u T",
+                     c->dtype == MOE_DTYPE_F32 ? "f32" : "bf16", s->hidden, s->intermediate,
+                     s->experts, r->zero_experts, r->top_k, (int)r->score, (int)r->renorm,
+                     (double)r->renorm_eps, (double)r->scale, r->logit_bias, r->select_bias,
+                     r->topk_group, r->groups, r->group_best, (int)s->weighting, (int)s->activation,
+                     (double)s->swiglu_limit, s->gate_up_bias, s->down_bias, s->shared_intermediate,
+                     s->shared_gated ? " gated" : "", c->bucket, c->offset[s->experts]);
+    for (uint32_t i = 0; i < slots && n > 0 && (size_t)n < cap; i++)
+        n += snprintf(text + n, cap - (size_t)n, " %u", c->input[i].tokens);
+}
+
+int case_target(const struct test_case *c, uint32_t token, int32_t id)
+{
+    if (id < 0 || id >= (int32_t)c->spec.experts)
+        return -1;
+    uint32_t first = c->offset[id], copies = c->offset[id + 1] - first;
+    return c->slot[first + token % copies];
+}

@@ -1,0 +1,48 @@
+/* Random layers and inputs, drawn over everything that moe/layer_spec.h can express. The same seed
+ * gives the same case in every process, so each slot knows what all slots are given. */
+#ifndef MOE_TEST_CASES_H
+#define MOE_TEST_CASES_H
+
+#include "group.h"
+
+enum { CASE_MAX_TOKENS = 300, CASE_MAX_EXPERTS = 64, CASE_MAX_HIDDEN = 130 };
+
+/* What one slot brings to a step. */
+struct case_input {
+    uint32_t tokens;
+    void *x;        /* [T, H] of the case's dtype; NULL when T = 0, as all of the below */
+    uint8_t *mode;  /* [T], or NULL: the server routes all */
+    int32_t *ids;   /* [T, K] */
+    float *weights; /* [T, K] */
+};
+
+struct test_case {
+    struct moe_layer_spec spec;
+    struct moe_placement placement; /* into the arrays below */
+    uint32_t offset[CASE_MAX_EXPERTS + 1];
+    uint16_t slot[CASE_MAX_EXPERTS * MOE_MAX_SLOTS];
+    enum moe_dtype dtype;
+    uint32_t bucket;
+    enum moe_dtype weight_dtype[MOE_WEIGHT_COUNT];
+    void *weight[MOE_WEIGHT_COUNT]; /* [entries, rows, columns]; NULL where the layer has none */
+    struct case_input input[MOE_MAX_SLOTS];
+};
+
+struct test_case *case_draw(uint64_t seed, uint32_t slots);
+void case_free(struct test_case *c);
+
+/* One line that says what the case is. */
+void case_describe(const struct test_case *c, uint32_t slots, char *text, size_t cap);
+
+/* The weight of one expert (0 for others) as uploaded. */
+const void *case_weight(const struct test_case *c, enum moe_weight w, uint32_t expert,
+                        size_t *bytes);
+/* Its element i as a number. */
+double case_weight_at(const struct test_case *c, enum moe_weight w, uint32_t expert, size_t i);
+/* Element i of a tensor. */
+double element(enum moe_dtype dtype, const void *data, size_t i);
+
+/* Where the placement sends (token, k) of a source: the slot, or -1 when it makes no row. */
+int case_target(const struct test_case *c, uint32_t token, int32_t id);
+
+#endif

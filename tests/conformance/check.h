@@ -1,0 +1,57 @@
+/* What the conformance suite checks of a backend for one case: the whole step, then each part. */
+#ifndef MOE_TEST_CHECK_H
+#define MOE_TEST_CHECK_H
+
+#include "cases.h"
+#include "oracle/oracle.h"
+
+/* What was seen, for the last line of a run. */
+struct tally {
+    uint64_t cases, tokens, rows, refused, swaps;
+    double worst[3]; /* relative Frobenius error of y, by enum moe_dtype */
+};
+
+/* Memory of the backend that is handed out piece by piece and taken back all at once. */
+struct arena {
+    enum moe_mem kind;
+    uint8_t *base;
+    size_t bytes, used;
+};
+
+/* One backend on one slot with one case. */
+struct subject {
+    const struct moe_backend *backend;
+    struct moe_device *device;
+    struct moe_session *session;
+    struct member *member;
+    struct arena host, dev;
+    const struct test_case *c;
+    const struct case_input *in; /* of this slot */
+    struct moe_layer *layer;
+    struct moe_oracle_layer *oracle;
+    /* The step's routing, as the step gave it. */
+    int32_t *ids;
+    float *weights;
+    uint8_t *state;
+    struct tally *tally;
+};
+
+/* Each prints what is wrong and returns false. Collective: all slots call them in this order. */
+bool check_step(struct subject *s);
+bool check_parts(struct subject *s);
+
+/* ---- for the checks */
+
+/* Prints "slot N: ..." and returns false. */
+bool wrong(const struct subject *s, const char *fmt, ...) MOE_PRINTF(2, 3);
+/* True for success; prints the failure otherwise. */
+bool went_well(const struct subject *s, const char *what, struct moe_status st);
+/* `bytes` of the arena, aligned; aborts when it is used up. */
+void *take(struct arena *a, size_t bytes);
+/* Relative Frobenius error of `got` against `want`; the absolute one when `want` is all zeros. */
+double frobenius(size_t n, const double *got, const double *want);
+double tolerance(enum moe_dtype dtype);
+size_t tensor_bytes(const struct test_case *c, uint32_t tokens); /* of x or y */
+void *must(size_t bytes);                                        /* zeroed plain memory */
+
+#endif

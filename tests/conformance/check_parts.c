@@ -1,0 +1,370 @@
+/* Each part alone: the router gives what the step gave, dispatched rows are right to the byte,
+ * GEMMs, the shared expert and combine are compared with sums in double precision. */
+#include "check.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+enum { SAMPLE = 16 /* rows of which a GEMM is checked */ };
+
+/* One row that should arrive here. */
+struct expected_row {
+    uint32_t source, token, k, expert, row;
+};
+
+/* What dispatch should leave on this slot, worked out from everybody's routing. */
+struct expected_rows {
+    uint32_t local;
+    uint32_t expert[CASE_MAX_EXPERTS], start[CASE_MAX_EXPERTS + 1], count[CASE_MAX_EXPERTS];
+    struct expected_row *list;
+    uint32_t n;
+};
+
+/* Host copies of what dispatch returned. */
+struct received {
+    struct moe_rows rows; /* the backend's own */
+    uint32_t total;
+    uint8_t *x;
+    float *weight;
+};
+
+static void *put(struct subject *s, const void *data, size_t bytes)
+{
+    void *p = take(&s->dev, bytes);
+    if (bytes > 0) {
+        struct moe_status st = s->backend->mem_copy(s->device, p, data, bytes);
+        MOE_INVARIANT(st.code == MOE_OK);
+    }
+    return p;
+}
+
+static void *get(struct subject *s, const void *data, size_t bytes)
+{
+    void *p = must(bytes);
+    if (bytes > 0) {
+        struct moe_status st = s->backend->mem_copy(s->device, p, data, bytes);
+        MOE_INVARIANT(st.code == MOE_OK);
+    }
+    return p;
+}
+
+/* ------------------------------------------------------------------- router */
+
+static bool check_router(struct subject *s, const void *x)
+{
+    const struct case_input *in = s->in;
+    size_t pairs = (size_t)in->tokens * s->c->spec.router.top_k;
+    int32_t *ids = take(&s->dev, pairs * sizeof *ids);
+    float *weights = take(&s->dev, pairs * sizeof *weights);
+    uint8_t *state = take(&s->dev, in->tokens);
+    const uint8_t *mode = in->mode != NULL ? put(s, in->mode, in->tokens) : NULL;
+    const int32_t *ids_in = put(s, in->ids, pairs * sizeof *ids);
+    const float *weights_in = put(s, in->weights, pairs * sizeof *weights);
+    if (!went_well(s, "router",
+                   s->backend->router_forward(s->layer, s->c->dtype, in->tokens, x, mode, ids_in,
+                                              weights_in, ids, weights, state)))
+        return false;
+    int32_t *got_ids = get(s, ids, pairs * sizeof *ids);
+    float *got_weights = get(s, weights, pairs * sizeof *weights);
+    uint8_t *got_state = get(s, state, in->tokens);
+    bool same = memcmp(got_ids, s->ids, pairs * sizeof *ids) == 0 &&
+                memcmp(got_weights, s->weights, pairs * sizeof *weights) == 0 &&
+                memcmp(got_state, s->state, in->tokens) == 0;
+    free(got_ids);
+    free(got_weights);
+    free(got_state);
+    return same || wrong(s, "the router alone does not do what it does in the step");
+}
+
+/* ----------------------------------------------------------------- dispatch */
+
+static void expect_expert(const struct subject *s, uint32_t expert, struct expected_rows *e)
+{
+    uint32_t top_k = s->c->spec.router.top_k, at = e->start[e->local], first = e->n;
+    for (uint32_t p = 0; p < s->member->slots; p++)
+        for (uint32_t i = 0; i < s->c->input[p].tokens * top_k; i++) {
+            int32_t id = s->member->board->ids[p][i];
+            if (id == (int32_t)expert && case_target(s->c, i / top_k, id) == (int)s->member->slot)
+                e->list[e->n++] = (struct expected_row){
+                    .source = p, .token = i / top_k, .k = i % top_k, .expert = expert, .row = at++};
+        }
+    e->expert[e->local] = expert;
+    e->count[e->local] = e->n - first;
+    e->start[++e->local] = (at + MOE_ROW_ALIGN - 1) / MOE_ROW_ALIGN * MOE_ROW_ALIGN;
+}
+
+static void expect_rows(const struct subject *s, struct expected_rows *e)
+{
+    size_t most = 0;
+    for (uint32_t p = 0; p < s->member->slots; p++)
+        most += (size_t)s->c->input[p].tokens * s->c->spec.router.top_k;
+    *e = (struct expected_rows){.list = must(most * sizeof *e->list)};
+    for (uint32_t x = 0; x < s->c->spec.experts; x++)
+        for (uint32_t i = s->c->offset[x]; i < s->c->offset[x + 1]; i++)
+            if (s->c->slot[i] == s->member->slot)
+                expect_expert(s, x, e);
+}
+
+static bool same_table(struct subject *s, const char *what, const uint32_t *table,
+                       const uint32_t *want, uint32_t n)
+{
+    uint32_t *got = get(s, table, n * sizeof *got);
+    bool same = memcmp(got, want, n * sizeof *got) == 0;
+    free(got);
+    return same || wrong(s, "dispatch: %s of the local experts is wrong", what);
+}
+
+static bool check_dispatched(struct subject *s, const struct expected_rows *e,
+                             const struct received *r)
+{
+    size_t bytes = tensor_bytes(s->c, 1);
+    for (uint32_t i = 0; i < e->n; i++) {
+        const struct expected_row *w = &e->list[i];
+        const uint8_t *x = s->c->input[w->source].x;
+        size_t pair = (size_t)w->token * s->c->spec.router.top_k + w->k;
+        if (memcmp(r->x + w->row * bytes, x + w->token * bytes, bytes) != 0)
+            return wrong(s, "dispatch: row %u is not token %u of slot %u", w->row, w->token,
+                         w->source);
+        if (memcmp(&r->weight[w->row], &s->member->board->weights[w->source][pair],
+                   sizeof(float)) != 0)
+            return wrong(s, "dispatch: row %u has the wrong weight", w->row);
+    }
+    return true;
+}
+
+static bool dispatch(struct subject *s, const void *x, const int32_t *ids, const float *weights,
+                     const struct expected_rows *e, struct received *r)
+{
+    if (!went_well(s, "dispatch",
+                   s->backend->dispatch(s->session, s->layer, s->c->dtype, s->c->bucket,
+                                        s->in->tokens, x, ids, weights, &r->rows)))
+        return false;
+    if (r->rows.local_experts != e->local)
+        return wrong(s, "dispatch: %u local experts, not %u", r->rows.local_experts, e->local);
+    if (!same_table(s, "ids", r->rows.expert, e->expert, e->local) ||
+        !same_table(s, "starts", r->rows.start, e->start, e->local + 1) ||
+        !same_table(s, "counts", r->rows.count, e->count, e->local))
+        return false;
+    r->total = e->start[e->local];
+    r->x = get(s, r->rows.x, tensor_bytes(s->c, r->total));
+    r->weight = get(s, r->rows.weight, r->total * sizeof(float));
+    return check_dispatched(s, e, r);
+}
+
+/* -------------------------------------------------------------------- GEMMs */
+
+static double dot(const struct test_case *c, enum moe_weight w, uint32_t expert, size_t row,
+                  size_t n, const double *v)
+{
+    double sum = 0;
+    for (size_t i = 0; i < n; i++)
+        sum += case_weight_at(c, w, expert, row * n + i) * v[i];
+    return sum;
+}
+
+static double bias_at(const struct test_case *c, enum moe_weight w, uint32_t expert, size_t i)
+{
+    return c->weight[w] == NULL ? 0 : case_weight_at(c, w, expert, i);
+}
+
+static void expect_hidden(const struct test_case *c, const struct expected_row *w, double weight,
+                          const uint8_t *row, double *hidden)
+{
+    const struct moe_layer_spec *s = &c->spec;
+    double x[CASE_MAX_HIDDEN];
+    for (uint32_t i = 0; i < s->hidden; i++)
+        x[i] = element(c->dtype, row, i) * (s->weighting == MOE_WEIGHT_INPUT ? weight : 1);
+    for (uint32_t i = 0; i < s->intermediate; i++) {
+        double g = dot(c, MOE_WEIGHT_GATE, w->expert, i, s->hidden, x) +
+                   bias_at(c, MOE_WEIGHT_GATE_BIAS, w->expert, i);
+        double u = dot(c, MOE_WEIGHT_UP, w->expert, i, s->hidden, x) +
+                   bias_at(c, MOE_WEIGHT_UP_BIAS, w->expert, i);
+        hidden[i] = moe_oracle_activate(s->activation, (double)s->swiglu_limit,
+                                        (double)s->swiglu_alpha, g, u) *
+                    (s->weighting == MOE_WEIGHT_OUTPUT_EARLY ? weight : 1);
+    }
+}
+
+static void expect_down(const struct test_case *c, const struct expected_row *w, double weight,
+                        const float *hidden, double *out)
+{
+    const struct moe_layer_spec *s = &c->spec;
+    double h[128];
+    for (uint32_t i = 0; i < s->intermediate; i++)
+        h[i] = (double)hidden[i];
+    for (uint32_t i = 0; i < s->hidden; i++) {
+        double sum = dot(c, MOE_WEIGHT_DOWN, w->expert, i, s->intermediate, h);
+        double bias = bias_at(c, MOE_WEIGHT_DOWN_BIAS, w->expert, i);
+        out[i] = s->weighting == MOE_WEIGHT_OUTPUT_LATE    ? weight * (sum + bias)
+                 : s->weighting == MOE_WEIGHT_OUTPUT_EARLY ? sum + weight * bias
+                                                           : sum + bias;
+    }
+}
+
+/* Compares rows picked evenly over all that came; `hidden` and `out` as the backend made them. */
+static bool compare_gemms(struct subject *s, const struct expected_rows *e,
+                          const struct received *r, const float *hidden, const float *out)
+{
+    const struct moe_layer_spec *spec = &s->c->spec;
+    size_t inner = spec->intermediate, outer = spec->hidden;
+    uint32_t step = e->n / SAMPLE + 1, rows = 0;
+    double *want1 = must(SAMPLE * inner * sizeof(double)), *got1 = must(SAMPLE * inner * 8);
+    double *want2 = must(SAMPLE * outer * sizeof(double)), *got2 = must(SAMPLE * outer * 8);
+    for (uint32_t i = 0; i < e->n && rows < SAMPLE; i += step, rows++) {
+        const struct expected_row *w = &e->list[i];
+        double weight = (double)r->weight[w->row];
+        expect_hidden(s->c, w, weight, r->x + w->row * tensor_bytes(s->c, 1), want1 + rows * inner);
+        expect_down(s->c, w, weight, hidden + w->row * inner, want2 + rows * outer);
+        for (size_t j = 0; j < inner; j++)
+            got1[rows * inner + j] = (double)hidden[w->row * inner + j];
+        for (size_t j = 0; j < outer; j++)
+            got2[rows * outer + j] = (double)out[w->row * outer + j];
+    }
+    double error1 = frobenius(rows * inner, got1, want1);
+    double error2 = frobenius(rows * outer, got2, want2);
+    free(want1);
+    free(got1);
+    free(want2);
+    free(got2);
+    double limit = tolerance(s->c->dtype);
+    return (error1 <= limit || wrong(s, "gate and up are off by %g", error1)) &&
+           (error2 <= limit || wrong(s, "down is off by %g", error2));
+}
+
+static bool check_gemms(struct subject *s, const struct expected_rows *e, const struct received *r)
+{
+    size_t inner = (size_t)r->total * s->c->spec.intermediate;
+    size_t outer = (size_t)r->total * s->c->spec.hidden;
+    float *hidden = take(&s->dev, inner * sizeof *hidden);
+    float *out = take(&s->dev, outer * sizeof *out);
+    if (!went_well(s, "gate and up",
+                   s->backend->gemm_gate_up(s->layer, s->c->dtype, &r->rows, hidden)) ||
+        !went_well(s, "down", s->backend->gemm_down(s->layer, &r->rows, hidden, out)))
+        return false;
+    float *host_hidden = get(s, hidden, inner * sizeof *hidden);
+    float *host_out = get(s, out, outer * sizeof *out);
+    bool good = compare_gemms(s, e, r, host_hidden, host_out);
+    free(host_hidden);
+    free(host_out);
+    return good;
+}
+
+/* ------------------------------------------------------------------ combine */
+
+/* A value for each column of each (source, token, k) that every slot can work out for itself. */
+static float made_up(uint32_t source, uint32_t token, uint32_t k, uint32_t column)
+{
+    struct rng r = {.state = (uint64_t)source << 48 | (uint64_t)token << 24 | k << 16 | column};
+    return rng_float(&r);
+}
+
+static void expect_combined(const struct subject *s, double *want)
+{
+    const struct moe_layer_spec *spec = &s->c->spec;
+    uint32_t top_k = spec->router.top_k, hidden = spec->hidden;
+    for (uint32_t i = 0; i < s->in->tokens * top_k; i++) {
+        uint32_t t = i / top_k;
+        bool zero_expert = s->ids[i] >= (int32_t)spec->experts;
+        for (uint32_t h = 0; h < hidden && s->ids[i] >= 0; h++)
+            want[(size_t)t * hidden + h] +=
+                zero_expert
+                    ? (double)s->weights[i] * element(s->c->dtype, s->in->x, (size_t)t * hidden + h)
+                    : (double)made_up(s->member->slot, t, i % top_k, h);
+    }
+}
+
+static bool check_combine(struct subject *s, const struct expected_rows *e,
+                          const struct received *r, const void *x, const int32_t *ids,
+                          const float *weights)
+{
+    uint32_t hidden = s->c->spec.hidden;
+    size_t n = (size_t)s->in->tokens * hidden, made = (size_t)r->total * hidden;
+    float *out = must(made * sizeof *out);
+    memset(out, 0xff, made * sizeof *out); /* NaN between the experts must not be read */
+    for (uint32_t i = 0; i < e->n; i++)
+        for (uint32_t h = 0; h < hidden; h++)
+            out[(size_t)e->list[i].row * hidden + h] =
+                made_up(e->list[i].source, e->list[i].token, e->list[i].k, h);
+    void *y = take(&s->dev, tensor_bytes(s->c, s->in->tokens));
+    const float *dev_out = put(s, out, made * sizeof *out);
+    free(out);
+    if (!went_well(s, "combine",
+                   s->backend->combine(s->session, s->layer, s->c->dtype, s->c->bucket,
+                                       s->in->tokens, x, ids, weights, &r->rows, dev_out, y)))
+        return false;
+    void *host_y = get(s, y, tensor_bytes(s->c, s->in->tokens));
+    double *got = must(n * sizeof *got), *want = must(n * sizeof *want);
+    expect_combined(s, want);
+    for (size_t i = 0; i < n; i++)
+        got[i] = element(s->c->dtype, host_y, i);
+    double error = frobenius(n, got, want);
+    free(host_y);
+    free(got);
+    free(want);
+    return error <= tolerance(s->c->dtype) || wrong(s, "combine is off by %g", error);
+}
+
+/* ------------------------------------------------------------------- shared */
+
+static bool check_shared(struct subject *s, const void *x)
+{
+    uint32_t hidden = s->c->spec.hidden;
+    size_t n = (size_t)s->in->tokens * hidden;
+    float *start = must(n * sizeof *start);
+    double *want = must(n * sizeof *want), *got = must(n * sizeof *got);
+    bool good = true;
+    for (uint32_t t = 0; t < s->in->tokens && good; t++) {
+        double row[CASE_MAX_HIDDEN];
+        for (uint32_t h = 0; h < hidden; h++)
+            row[h] = element(s->c->dtype, s->in->x, (size_t)t * hidden + h);
+        good = went_well(s, "oracle", moe_oracle_shared(s->oracle, row, want + (size_t)t * hidden));
+        for (uint32_t h = 0; h < hidden; h++) {
+            start[(size_t)t * hidden + h] = made_up(s->member->slot, t, 99, h);
+            want[(size_t)t * hidden + h] += (double)start[(size_t)t * hidden + h];
+        }
+    }
+    float *y = put(s, start, n * sizeof *start);
+    good =
+        good && went_well(s, "shared",
+                          s->backend->shared_forward(s->layer, s->c->dtype, s->in->tokens, x, y));
+    float *host_y = get(s, y, n * sizeof *y);
+    size_t used = 0;
+    for (uint32_t t = 0; t < s->in->tokens; t++)
+        for (uint32_t h = 0; h < hidden && s->state[t] == MOE_TOKEN_OK; h++, used++) {
+            got[used] = (double)host_y[(size_t)t * hidden + h];
+            want[used] = want[(size_t)t * hidden + h]; /* used <= t * hidden + h */
+        }
+    double error = frobenius(used, got, want);
+    free(start);
+    free(want);
+    free(got);
+    free(host_y);
+    return good && (error <= tolerance(s->c->dtype) || wrong(s, "shared is off by %g", error));
+}
+
+bool check_parts(struct subject *s)
+{
+    const struct test_case *c = s->c;
+    size_t pairs = (size_t)s->in->tokens * c->spec.router.top_k;
+    const void *x = put(s, s->in->x, tensor_bytes(c, s->in->tokens));
+    const int32_t *ids = put(s, s->ids, pairs * sizeof *ids);
+    const float *weights = put(s, s->weights, pairs * sizeof *weights);
+    struct expected_rows e;
+    struct received r = {0};
+    expect_rows(s, &e);
+    /* A pass that is never combined must not disturb the next one. */
+    bool again = c->placement.version % 4 == 0;
+    bool good = check_router(s, x) && check_shared(s, x) && dispatch(s, x, ids, weights, &e, &r);
+    if (good && again) {
+        free(r.x);
+        free(r.weight);
+        r = (struct received){0};
+        good = dispatch(s, x, ids, weights, &e, &r);
+    }
+    good = good && check_gemms(s, &e, &r) && check_combine(s, &e, &r, x, ids, weights);
+    free(e.list);
+    free(r.x);
+    free(r.weight);
+    /* The board holds everybody's routing until all have read it. */
+    return good && (board_barrier(s->member, 60000) || wrong(s, "another slot gave up"));
+}

@@ -1,0 +1,268 @@
+/* The whole step against the oracle: verdicts, routing, outputs, and the same again bit for bit.
+ *
+ * Routing is compared by a margin rule: where keys differ by less than fp32 can tell, a backend may
+ * choose otherwise. y is therefore compared under the routing that the backend reports. */
+#include "check.h"
+
+#include "base/clock.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+/* Everything one step writes. */
+struct outcome {
+    void *y;
+    int32_t *ids;
+    float *weights;
+    uint8_t *state;
+    struct moe_step_result result;
+};
+
+/* Outputs start as NaN and as ids that do not exist, so that nothing unwritten can pass. */
+static struct outcome blank_outcome(struct subject *s)
+{
+    size_t pairs = (size_t)s->in->tokens * s->c->spec.router.top_k;
+    struct outcome o = {.y = take(&s->host, tensor_bytes(s->c, s->in->tokens)),
+                        .ids = take(&s->host, pairs * sizeof(int32_t)),
+                        .weights = take(&s->host, pairs * sizeof(float)),
+                        .state = take(&s->host, s->in->tokens)};
+    memset(o.y, 0xff, tensor_bytes(s->c, s->in->tokens));
+    memset(o.ids, 0x7f, pairs * sizeof(int32_t));
+    memset(o.weights, 0xff, pairs * sizeof(float));
+    memset(o.state, 0xff, s->in->tokens);
+    return o;
+}
+
+static struct moe_step_args step_args(struct subject *s, struct outcome *o)
+{
+    const struct case_input *in = s->in;
+    size_t pairs = (size_t)in->tokens * s->c->spec.router.top_k;
+    struct moe_step_args a = {
+        .layer = s->layer, .dtype = s->c->dtype, .bucket = s->c->bucket, .tokens = in->tokens};
+    if (in->tokens == 0)
+        return a; /* NULL pointers are legal then */
+    void *x = take(&s->host, tensor_bytes(s->c, in->tokens));
+    memcpy(x, in->x, tensor_bytes(s->c, in->tokens));
+    a.x = x;
+    a.y = o->y;
+    a.ids_out = o->ids;
+    a.weights_out = o->weights;
+    a.token_state = o->state;
+    if (in->mode == NULL)
+        return a;
+    uint8_t *mode = take(&s->host, in->tokens);
+    int32_t *ids = take(&s->host, pairs * sizeof *ids);
+    float *weights = take(&s->host, pairs * sizeof *weights);
+    memcpy(mode, in->mode, in->tokens);
+    memcpy(ids, in->ids, pairs * sizeof *ids);
+    memcpy(weights, in->weights, pairs * sizeof *weights);
+    a.mode = mode;
+    a.ids_in = ids;
+    a.weights_in = weights;
+    return a;
+}
+
+static bool finish_step(struct subject *s, struct moe_step *step, struct outcome *o)
+{
+    struct moe_status st = s->backend->step_wait(step, MOE_NEVER, &o->result);
+    return went_well(s, "step", st) &&
+           (o->result.missing_slot == -1 ||
+            wrong(s, "a good step misses slot %d", o->result.missing_slot));
+}
+
+static bool run_once(struct subject *s, struct outcome *o)
+{
+    struct moe_step *step;
+    *o = blank_outcome(s);
+    struct moe_step_args a = step_args(s, o);
+    return went_well(s, "enqueue", s->backend->step_enqueue(s->session, &a, &step)) &&
+           finish_step(s, step, o);
+}
+
+static bool same_outcome(struct subject *s, const struct outcome *a, const struct outcome *b)
+{
+    size_t pairs = (size_t)s->in->tokens * s->c->spec.router.top_k;
+    if (memcmp(a->y, b->y, tensor_bytes(s->c, s->in->tokens)) != 0)
+        return wrong(s, "y differs from run to run");
+    if (memcmp(a->ids, b->ids, pairs * sizeof *a->ids) != 0 ||
+        memcmp(a->weights, b->weights, pairs * sizeof *a->weights) != 0 ||
+        memcmp(a->state, b->state, s->in->tokens) != 0)
+        return wrong(s, "routing differs from run to run");
+    return true;
+}
+
+/* Two in flight give what one gave, and a third is refused. */
+static bool check_two_in_flight(struct subject *s, const struct outcome *first)
+{
+    struct outcome o[2] = {blank_outcome(s), blank_outcome(s)};
+    struct moe_step *step[3];
+    struct moe_step_args a[2] = {step_args(s, &o[0]), step_args(s, &o[1])};
+    for (int i = 0; i < 2; i++)
+        if (!went_well(s, "enqueue", s->backend->step_enqueue(s->session, &a[i], &step[i])))
+            return false;
+    struct moe_status third = s->backend->step_enqueue(s->session, &a[0], &step[2]);
+    if (third.code != MOE_FAILED_PRECONDITION)
+        return wrong(s, "a third step was answered with %s", moe_code_name(third.code));
+    return finish_step(s, step[0], &o[0]) && finish_step(s, step[1], &o[1]) &&
+           same_outcome(s, first, &o[0]) && same_outcome(s, first, &o[1]);
+}
+
+/* ------------------------------------------------------------------ routing */
+
+/* The oracle's routing of one token. */
+struct expectation {
+    enum moe_token_state state;
+    int32_t ids[MOE_MAX_TOP_K];
+    double weights[MOE_MAX_TOP_K];
+    double margin;
+    double largest_logit;
+};
+
+static bool expect_route(struct subject *s, uint32_t t, struct expectation *e)
+{
+    const struct test_case *c = s->c;
+    const struct case_input *in = s->in;
+    uint32_t hidden = c->spec.hidden, n = c->spec.experts + c->spec.router.zero_experts;
+    size_t first = (size_t)t * c->spec.router.top_k;
+    double x[CASE_MAX_HIDDEN], logit[2 * CASE_MAX_EXPERTS], bias[2 * CASE_MAX_EXPERTS];
+    for (uint32_t i = 0; i < hidden; i++)
+        x[i] = element(c->dtype, in->x, (size_t)t * hidden + i);
+    if (!went_well(s, "oracle", moe_oracle_logits(s->oracle, x, logit)))
+        return false;
+    e->largest_logit = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        e->largest_logit = fmax(e->largest_logit, fabs(logit[i]));
+        if (c->spec.router.select_bias)
+            bias[i] = case_weight_at(c, MOE_WEIGHT_SELECT_BIAS, 0, i);
+    }
+    e->state =
+        moe_oracle_route(&c->spec, logit, c->spec.router.select_bias ? bias : NULL,
+                         in->mode ? (enum moe_routing_mode)in->mode[t] : MOE_ROUTE_SERVER,
+                         in->ids + first, in->weights + first, e->ids, e->weights, &e->margin);
+    return true;
+}
+
+/* Ids that differ from the oracle's must be legal, distinct, and within rounding of its choice. */
+static bool near_tie(struct subject *s, const struct expectation *e, const int32_t *ids)
+{
+    const struct moe_layer_spec *spec = &s->c->spec;
+    for (uint32_t k = 0; k < spec->router.top_k; k++) {
+        if (ids[k] < 0 || ids[k] >= (int32_t)(spec->experts + spec->router.zero_experts))
+            return false;
+        for (uint32_t j = 0; j < k; j++)
+            if (ids[j] == ids[k])
+                return false;
+    }
+    return e->margin <= 3e-6 * (1 + e->largest_logit);
+}
+
+static bool check_routing(struct subject *s, const struct outcome *o)
+{
+    uint32_t top_k = s->c->spec.router.top_k;
+    size_t n = 0, pairs = (size_t)s->in->tokens * top_k;
+    double *got = must(pairs * sizeof *got), *want = must(pairs * sizeof *want);
+    bool good = true;
+    for (uint32_t t = 0; t < s->in->tokens && good; t++) {
+        struct expectation e;
+        const int32_t *ids = o->ids + (size_t)t * top_k;
+        good = expect_route(s, t, &e);
+        if (good && o->state[t] != e.state)
+            good = wrong(s, "token %u: state %u, not %d", t, o->state[t], (int)e.state);
+        if (!good || e.state != MOE_TOKEN_OK) {
+            s->tally->refused++;
+            continue;
+        }
+        bool same = memcmp(ids, e.ids, top_k * sizeof *ids) == 0;
+        if (!same && !near_tie(s, &e, ids))
+            good = wrong(s, "token %u: routed to %d %d .., not %d %d .. (margin %g)", t, ids[0],
+                         top_k > 1 ? ids[1] : -1, e.ids[0], top_k > 1 ? e.ids[1] : -1, e.margin);
+        s->tally->swaps += !same;
+        for (uint32_t k = 0; k < top_k && same; k++, n++) {
+            got[n] = (double)o->weights[(size_t)t * top_k + k];
+            want[n] = e.weights[k];
+        }
+    }
+    double error = frobenius(n, got, want);
+    if (good && !(error <= 1e-5))
+        good = wrong(s, "routing weights are off by %g", error);
+    free(got);
+    free(want);
+    return good;
+}
+
+/* ------------------------------------------------------------------- output */
+
+/* y of the oracle with the routing that the backend chose; refused tokens are zeros. */
+static bool expect_output(struct subject *s, const struct outcome *o, double *want)
+{
+    const struct test_case *c = s->c;
+    uint8_t *given = must(s->in->tokens);
+    memset(given, MOE_ROUTE_IDS_WEIGHTS, s->in->tokens);
+    struct moe_status st = moe_oracle_forward(s->oracle, c->dtype, s->in->tokens, s->in->x, given,
+                                              o->ids, o->weights, NULL, NULL, NULL, NULL, want);
+    free(given);
+    for (uint32_t t = 0; t < s->in->tokens; t++)
+        if (o->state[t] != MOE_TOKEN_OK)
+            memset(want + (size_t)t * c->spec.hidden, 0, c->spec.hidden * sizeof *want);
+    return went_well(s, "oracle", st);
+}
+
+static bool check_output(struct subject *s, const struct outcome *o)
+{
+    const struct test_case *c = s->c;
+    size_t n = (size_t)s->in->tokens * c->spec.hidden;
+    double *want = must(n * sizeof *want), *got = must(n * sizeof *got);
+    bool good = expect_output(s, o, want);
+    for (size_t i = 0; i < n; i++)
+        got[i] = element(c->dtype, o->y, i);
+    for (size_t i = 0; i < n && good; i++)
+        if (o->state[i / c->spec.hidden] != MOE_TOKEN_OK && got[i] != 0)
+            good = wrong(s, "y of the refused token %zu is %g", i / c->spec.hidden, got[i]);
+    double error = frobenius(n, got, want);
+    if (good && !(error <= tolerance(c->dtype)))
+        good = wrong(s, "y is off by %g", error);
+    if (error > s->tally->worst[c->dtype])
+        s->tally->worst[c->dtype] = error;
+    free(want);
+    free(got);
+    return good;
+}
+
+/* Rows that all slots' routing brings to this slot: what the step must have computed. */
+static bool check_rows(struct subject *s, const struct outcome *o)
+{
+    const struct board *b = s->member->board;
+    uint32_t top_k = s->c->spec.router.top_k;
+    uint64_t want = 0;
+    for (uint32_t p = 0; p < s->member->slots; p++)
+        for (uint32_t i = 0; i < s->c->input[p].tokens * top_k; i++)
+            want += case_target(s->c, i / top_k, b->ids[p][i]) == (int)s->member->slot;
+    s->tally->rows += want;
+    return o->result.rows == want ||
+           wrong(s, "the step computed %llu rows, not %llu", (unsigned long long)o->result.rows,
+                 (unsigned long long)want);
+}
+
+/* Shows the own routing to all slots; true when every slot has done so. */
+static bool share_routing(struct subject *s, const struct outcome *o)
+{
+    struct board *b = s->member->board;
+    size_t pairs = (size_t)s->in->tokens * s->c->spec.router.top_k;
+    memcpy(b->ids[s->member->slot], o->ids, pairs * sizeof *o->ids);
+    memcpy(b->weights[s->member->slot], o->weights, pairs * sizeof *o->weights);
+    return board_barrier(s->member, 60000) || wrong(s, "another slot gave up");
+}
+
+bool check_step(struct subject *s)
+{
+    struct outcome o;
+    if (!run_once(s, &o) || !check_routing(s, &o) || !check_output(s, &o) ||
+        !check_two_in_flight(s, &o) || !share_routing(s, &o) || !check_rows(s, &o))
+        return false;
+    s->tally->tokens += s->in->tokens;
+    s->ids = o.ids;
+    s->weights = o.weights;
+    s->state = o.state;
+    return true;
+}

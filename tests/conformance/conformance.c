@@ -1,0 +1,191 @@
+/* The conformance suite: any backend, any number of slots, random layers, against the oracle.
+ *
+ *     conformance --backend cpu --slots 3 --cases 500 --seed 7 [--first 0]
+ *
+ * Forks one process per slot; each runs the same cases on its own part of the tokens and checks its
+ * own results. Prints seed and number of a failing case: the same seed with --first N --cases 1
+ * runs it again. Exits with 0 only when every slot found every case right. */
+#include "check.h"
+
+#include "base/options.h"
+
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+
+enum {
+    CASES_PER_SESSION = 25,
+    HOST_BYTES = 16 << 20,
+    DEVICE_BYTES = 96 << 20,
+    BUDGET_MS = 20000, /* generous: these tests are not about time */
+};
+
+struct plan {
+    const struct moe_backend *backend;
+    uint64_t slots, cases, seed, first, timeout_s;
+};
+
+static uint64_t case_seed(uint64_t seed, uint64_t number)
+{
+    struct rng r = {.state = seed * UINT64_C(0x100000001b3) + number};
+    return rng_next(&r);
+}
+
+static bool upload_all(struct subject *s)
+{
+    const struct test_case *c = s->c;
+    for (uint32_t i = 0; i < MOE_WEIGHT_COUNT; i++) {
+        enum moe_weight w = (enum moe_weight)i;
+        uint32_t entries = moe_weight_is_expert(w) ? c->spec.experts : 1;
+        for (uint32_t e = 0; e < entries && c->weight[w] != NULL; e++) {
+            size_t bytes;
+            const void *data = case_weight(c, w, e, &bytes);
+            enum moe_dtype d = c->weight_dtype[w];
+            bool local = entries == 1 && !moe_weight_is_expert(w);
+            for (uint32_t j = c->offset[e]; !local && j < c->offset[e + 1]; j++)
+                local = c->slot[j] == s->member->slot;
+            if (!went_well(s, "oracle", moe_oracle_upload(s->oracle, w, e, d, data, bytes)))
+                return false;
+            if (local &&
+                !went_well(s, "upload", s->backend->layer_upload(s->layer, w, e, d, data, bytes)))
+                return false;
+        }
+    }
+    return went_well(s, "finish", s->backend->layer_finish(s->layer));
+}
+
+static bool run_case(struct subject *s, const struct plan *plan, uint64_t number)
+{
+    struct test_case *c = case_draw(case_seed(plan->seed, number), s->member->slots);
+    s->c = c;
+    s->in = &c->input[s->member->slot];
+    s->layer = NULL;
+    s->oracle = NULL;
+    s->host.used = s->dev.used = 0;
+    bool good = went_well(s, "oracle", moe_oracle_create(&c->spec, &s->oracle)) &&
+                went_well(s, "layer",
+                          s->backend->layer_create(s->device, &c->spec, &c->placement,
+                                                   s->member->slot, &s->layer)) &&
+                upload_all(s) && check_step(s) && check_parts(s);
+    if (!good) {
+        char text[512];
+        case_describe(c, s->member->slots, text, sizeof text);
+        fprintf(stderr,
+                "slot %u: case %llu failed: %s\nagain: --backend %s --slots %llu --seed %llu "
+                "--first %llu --cases 1\n",
+                s->member->slot, (unsigned long long)number, text, plan->backend->name,
+                (unsigned long long)plan->slots, (unsigned long long)plan->seed,
+                (unsigned long long)number);
+    }
+    s->tally->cases++;
+    s->backend->layer_destroy(s->layer);
+    moe_oracle_destroy(s->oracle);
+    case_free(c);
+    return good;
+}
+
+/* One session and its cases; the proof that every slot reaches every other comes first. */
+static bool run_session(struct subject *s, const struct plan *plan, uint64_t first, uint64_t end)
+{
+    struct moe_session_config config = member_session(s->member, 1 + first * 7919, BUDGET_MS);
+    if (!went_well(s, "join", s->backend->session_join(s->device, &config, &s->session)))
+        return false;
+    uint64_t mine = first * 100 + s->member->slot, all[MOE_MAX_SLOTS];
+    bool good =
+        went_well(s, "exchange", s->backend->session_exchange(s->session, &mine, all, sizeof mine));
+    for (uint32_t p = 0; p < s->member->slots && good; p++)
+        good = all[p] == first * 100 + p || wrong(s, "the exchange mixed up slot %u", p);
+    for (uint64_t i = first; i < end && good; i++)
+        good = run_case(s, plan, i);
+    if (good && s->backend->session_lost(s->session) != 0)
+        good = wrong(s, "slots are lost though all live");
+    s->backend->session_leave(s->session);
+    return good;
+}
+
+static bool open_device(struct subject *s, const struct plan *plan)
+{
+    struct moe_device_config config = {.ordinal = (int)s->member->slot,
+                                       .threads = 1 + (uint32_t)(plan->seed + s->member->slot) % 2};
+    void *host, *dev;
+    if (!went_well(s, "device", s->backend->device_open(&config, &s->device)) ||
+        !went_well(s, "memory",
+                   s->backend->mem_alloc(s->device, MOE_MEM_HOST, HOST_BYTES, &host)) ||
+        !went_well(s, "memory",
+                   s->backend->mem_alloc(s->device, MOE_MEM_DEVICE, DEVICE_BYTES, &dev)))
+        return false;
+    s->host = (struct arena){.kind = MOE_MEM_HOST, .base = host, .bytes = HOST_BYTES};
+    s->dev = (struct arena){.kind = MOE_MEM_DEVICE, .base = dev, .bytes = DEVICE_BYTES};
+    return true;
+}
+
+static void report(const struct subject *s)
+{
+    const struct tally *t = s->tally;
+    printf("%s, slot %u of %u: %llu cases, %llu tokens (%llu refused, %llu near ties), %llu rows, "
+           "worst error of y: f32 %.1e, bf16 %.1e\n",
+           s->backend->name, s->member->slot, s->member->slots, (unsigned long long)t->cases,
+           (unsigned long long)t->tokens, (unsigned long long)t->refused,
+           (unsigned long long)t->swaps, (unsigned long long)t->rows, t->worst[MOE_DTYPE_F32],
+           t->worst[MOE_DTYPE_BF16]);
+}
+
+static int run_member(struct member *m)
+{
+    const struct plan *plan = m->ctx;
+    struct tally tally = {0};
+    struct subject s = {.backend = plan->backend, .member = m, .tally = &tally};
+    if (!open_device(&s, plan))
+        return 1;
+    bool good = true;
+    uint64_t end = plan->first + plan->cases;
+    for (uint64_t at = plan->first; at < end && good; at += CASES_PER_SESSION)
+        good =
+            run_session(&s, plan, at, at + CASES_PER_SESSION < end ? at + CASES_PER_SESSION : end);
+    if (good && tally.swaps * 200 > tally.tokens + 1000)
+        good = wrong(&s, "too many choices differ from the oracle's: %llu of %llu",
+                     (unsigned long long)tally.swaps, (unsigned long long)tally.tokens);
+    report(&s);
+    s.backend->mem_free(s.device, MOE_MEM_HOST, s.host.base, HOST_BYTES);
+    s.backend->mem_free(s.device, MOE_MEM_DEVICE, s.dev.base, DEVICE_BYTES);
+    s.backend->device_close(s.device);
+    return good ? 0 : 1;
+}
+
+int main(int argc, char **argv)
+{
+    const char *backend = "cpu";
+    const char *from_environment = getenv("MOE_SEED");
+    struct plan plan = {.slots = 2, .cases = 100, .seed = 1, .timeout_s = 600};
+    if (from_environment != NULL)
+        plan.seed = strtoull(from_environment, NULL, 10);
+    const struct moe_option options[] = {
+        {"backend", 'b', MOE_OPTION_STRING, &backend, 0, 0, "NAME", "backend to test"},
+        {"slots", 'n', MOE_OPTION_UINT, &plan.slots, 1, MOE_MAX_SLOTS, "N", "processes"},
+        {"cases", 'c', MOE_OPTION_UINT, &plan.cases, 1, 0, "M", "random cases to run"},
+        {"seed", 's', MOE_OPTION_UINT, &plan.seed, 0, 0, "S", "which cases"},
+        {"first", 'f', MOE_OPTION_UINT, &plan.first, 0, 0, "I", "number of the first case"},
+        {"timeout", 't', MOE_OPTION_UINT, &plan.timeout_s, 1, 86400, "SECONDS", "watchdog"},
+    };
+    size_t count = sizeof options / sizeof *options;
+    struct moe_options parsed;
+    int first;
+    struct moe_status st = moe_options_parse(options, count, NULL, argc, argv, &first, &parsed);
+    if (moe_failed(&st) || (plan.backend = moe_backend_find(backend)) == NULL) {
+        fprintf(stderr, "%s\n", moe_failed(&st) ? st.text : "this build has no such backend");
+        moe_options_print(stderr, options, count);
+        return 2;
+    }
+    printf("seed %llu\n", (unsigned long long)plan.seed);
+    struct group group;
+    int status[MOE_MAX_SLOTS] = {0};
+    group_start(&group, (uint32_t)plan.slots, run_member, &plan);
+    bool good = group_finish(&group, (uint32_t)plan.timeout_s, status);
+    for (uint32_t s = 0; s < plan.slots; s++)
+        if (WIFSIGNALED(status[s]))
+            fprintf(stderr, "slot %u was ended by signal %d\n", s, WTERMSIG(status[s]));
+    moe_options_free(&parsed);
+    printf("%s\n", good ? "all right" : "FAILED");
+    return good ? 0 : 1;
+}

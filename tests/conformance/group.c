@@ -1,0 +1,155 @@
+/* Forking, waiting and the shared board; see group.h. */
+#include "group.h"
+
+#include "base/clock.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), void *ctx)
+{
+    *g = (struct group){.slots = slots};
+    g->board =
+        mmap(NULL, sizeof *g->board, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    MOE_INVARIANT(g->board != MAP_FAILED);
+    g->board->gather_ms = 20000;
+    fflush(NULL); /* or every member would print what is buffered again */
+    for (uint32_t s = 0; s < slots; s++) {
+        g->pid[s] = fork();
+        MOE_INVARIANT(g->pid[s] >= 0);
+        if (g->pid[s] > 0)
+            continue;
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        struct member m = {.board = g->board,
+                           .slot = s,
+                           .slots = slots,
+                           .live = (UINT64_C(1) << slots) - 1,
+                           .ctx = ctx};
+        int rc = fn(&m);
+        if (rc != 0)
+            __atomic_store_n(&g->board->failed, 1, __ATOMIC_RELEASE);
+        exit(rc); /* not _exit: leaks are looked for at exit */
+    }
+}
+
+static bool reap(struct group *g, int status[MOE_MAX_SLOTS])
+{
+    bool left = false;
+    for (uint32_t s = 0; s < g->slots; s++) {
+        if (g->pid[s] > 0 && waitpid(g->pid[s], &status[s], WNOHANG) == g->pid[s])
+            g->pid[s] = 0;
+        left = left || g->pid[s] > 0;
+    }
+    return !left;
+}
+
+bool group_finish(struct group *g, uint32_t seconds, int status[MOE_MAX_SLOTS])
+{
+    uint64_t deadline = moe_clock_ns() + seconds * MOE_NS_PER_S;
+    while (!reap(g, status)) {
+        if (moe_clock_ns() > deadline) {
+            fprintf(stderr, "members still run after %u s: killed\n", seconds);
+            for (uint32_t s = 0; s < g->slots; s++)
+                if (g->pid[s] > 0)
+                    kill(g->pid[s], SIGKILL);
+            deadline = MOE_NEVER;
+        }
+        usleep(2000);
+    }
+    bool good = true;
+    for (uint32_t s = 0; s < g->slots; s++)
+        good = good && WIFEXITED(status[s]) && WEXITSTATUS(status[s]) == 0;
+    munmap(g->board, sizeof *g->board);
+    return good;
+}
+
+bool board_barrier(struct member *m, uint32_t ms)
+{
+    struct board *b = m->board;
+    uint64_t deadline = moe_clock_ns() + ms * MOE_NS_PER_MS;
+    uint32_t generation = __atomic_load_n(&b->generation, __ATOMIC_ACQUIRE);
+    uint32_t all = (uint32_t)__builtin_popcountll(m->live);
+    if (__atomic_add_fetch(&b->arrived, 1, __ATOMIC_ACQ_REL) == all) {
+        __atomic_store_n(&b->arrived, 0, __ATOMIC_RELEASE);
+        __atomic_fetch_add(&b->generation, 1, __ATOMIC_ACQ_REL);
+        return true;
+    }
+    for (uint32_t turn = 0;; turn++) {
+        if (__atomic_load_n(&b->generation, __ATOMIC_ACQUIRE) != generation)
+            return true;
+        if (__atomic_load_n(&b->failed, __ATOMIC_ACQUIRE) || moe_clock_ns() > deadline)
+            return false;
+        if (turn < 1000)
+            sched_yield();
+        else
+            usleep(200);
+    }
+}
+
+struct moe_status board_allgather(void *ctx, const void *mine, void *all, size_t bytes)
+{
+    struct member *m = ctx;
+    struct board *b = m->board;
+    if (bytes > BOARD_BLOB)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "blob of %zu bytes", bytes);
+    memcpy(b->blob[m->slot], mine, bytes);
+    if (!board_barrier(m, b->gather_ms))
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "not all members gathered");
+    memset(all, 0, bytes * m->slots);
+    for (uint32_t s = 0; s < m->slots; s++)
+        if (m->live >> s & 1)
+            memcpy((uint8_t *)all + s * bytes, b->blob[s], bytes);
+    if (!board_barrier(m, b->gather_ms))
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "not all members gathered");
+    return moe_ok();
+}
+
+struct moe_session_config member_session(struct member *m, uint64_t epoch, uint32_t budget_ms)
+{
+    return (struct moe_session_config){.slot = m->slot,
+                                       .slots = m->slots,
+                                       .live = m->live,
+                                       .epoch = epoch,
+                                       .max_tokens = 512,
+                                       .max_hidden = 160,
+                                       .max_top_k = MOE_MAX_TOP_K,
+                                       .max_experts = 64,
+                                       .wait_budget_ms = budget_ms,
+                                       .allgather = board_allgather,
+                                       .allgather_ctx = m};
+}
+
+uint64_t rng_next(struct rng *r)
+{
+    uint64_t z = r->state += UINT64_C(0x9e3779b97f4a7c15);
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}
+
+uint32_t rng_below(struct rng *r, uint32_t n)
+{
+    return (uint32_t)((rng_next(r) >> 32) * n >> 32);
+}
+
+uint32_t rng_range(struct rng *r, uint32_t low, uint32_t high)
+{
+    return low + rng_below(r, high - low + 1);
+}
+
+bool rng_chance(struct rng *r, uint32_t percent)
+{
+    return rng_below(r, 100) < percent;
+}
+
+float rng_float(struct rng *r)
+{
+    return (float)(int32_t)(rng_next(r) >> 32) * 0x1p-31f;
+}

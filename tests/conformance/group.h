@@ -1,0 +1,65 @@
+/* A group of processes for tests, one per slot, and the board they share.
+ *
+ * Processes are forked before the test makes any thread, as a backend's sessions connect processes.
+ * The board is an anonymous shared mapping: the all-gather that a session_join needs, a barrier,
+ * and room for what members want to show each other outside the windows under test. */
+#ifndef MOE_TEST_GROUP_H
+#define MOE_TEST_GROUP_H
+
+#include "moe/backend.h"
+
+#include <sys/types.h>
+
+enum {
+    BOARD_BLOB = 4096,
+    BOARD_PAIRS = 512 * MOE_MAX_TOP_K, /* (token, k) of one slot */
+};
+
+struct board {
+    uint32_t arrived, generation; /* atomic: the barrier */
+    uint32_t failed;              /* atomic: some member gave up, nobody should wait on */
+    uint32_t flag[MOE_MAX_SLOTS]; /* atomic: free for the test */
+    uint32_t gather_ms;           /* how long an all-gather waits; set before the fork */
+    uint8_t blob[MOE_MAX_SLOTS][BOARD_BLOB];
+    int32_t ids[MOE_MAX_SLOTS][BOARD_PAIRS];
+    float weights[MOE_MAX_SLOTS][BOARD_PAIRS];
+};
+
+struct member {
+    struct board *board;
+    uint32_t slot, slots;
+    uint64_t live; /* who takes part in the all-gather and in barriers */
+    void *ctx;
+};
+
+struct group {
+    struct board *board;
+    uint32_t slots;
+    pid_t pid[MOE_MAX_SLOTS];
+};
+
+/* Starts `slots` processes; each runs fn and exits with what it returns. */
+void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), void *ctx);
+/* Waits for all; those that are still there after `seconds` are killed. status[slot] as from
+ * waitpid. True when every member returned 0. Frees the board. */
+bool group_finish(struct group *g, uint32_t seconds, int status[MOE_MAX_SLOTS]);
+
+/* False when a member failed or `ms` passed. */
+bool board_barrier(struct member *m, uint32_t ms);
+/* A moe_allgather_fn; ctx is a struct member. */
+struct moe_status board_allgather(void *ctx, const void *mine, void *all, size_t bytes);
+
+/* A session of the whole group with the smallest window that suits the tests. */
+struct moe_session_config member_session(struct member *m, uint64_t epoch, uint32_t budget_ms);
+
+/* Random numbers: splitmix64. */
+struct rng {
+    uint64_t state;
+};
+uint64_t rng_next(struct rng *r);
+uint32_t rng_below(struct rng *r, uint32_t n); /* 0 .. n - 1 */
+uint32_t rng_range(struct rng *r, uint32_t low, uint32_t high);
+bool rng_chance(struct rng *r, uint32_t percent);
+float rng_float(struct rng *r); /* -1 .. 1 */
+
+#endif
