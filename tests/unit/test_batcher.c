@@ -130,7 +130,14 @@ static void removed_and_expired_requests_are_never_taken(void **state)
 
 /* ------------------------------------------------------------------- simulation */
 
-enum { SIM_KEYS = 6, SIM_WORKS = 400, SIM_OPS = 3000, SIM_STEPS = 2, SIM_CAPACITY = 16 };
+enum {
+    SIM_KEYS = 6,
+    SIM_WORKS = 400,
+    SIM_OPS = 3000,
+    SIM_STEPS = 2,
+    SIM_CAPACITY = 16,
+    SIM_RUNS = 200
+};
 
 /* One simulated step that has been taken and not ended. */
 struct sim_step {
@@ -328,14 +335,12 @@ static void no_token_is_lost_doubled_or_reordered_whatever_happens(void **state)
     (void)state;
     const char *given = getenv("MOE_SEED");
     unsigned seed = given != NULL ? (unsigned)strtoul(given, NULL, 10) : (unsigned)moe_clock_ns();
-    unsigned runs = given != NULL ? 1 : 200;
     uint64_t tokens = 0, dropped = 0;
-    for (unsigned i = 0; i < runs; i++) {
-        print_message("MOE_SEED=%u\r", seed + i);
+    print_message("MOE_SEED=%u\n", seed);
+    for (unsigned i = 0; i < SIM_RUNS; i++)
         simulate(seed + i, &tokens, &dropped);
-    }
-    print_message("%u schedules from MOE_SEED=%u: %llu tokens finished, %llu requests dropped\n",
-                  runs, seed, (unsigned long long)tokens, (unsigned long long)dropped);
+    print_message("%d schedules: %llu tokens finished, %llu requests dropped\n", SIM_RUNS,
+                  (unsigned long long)tokens, (unsigned long long)dropped);
     assert_true(tokens > 0);
 }
 

@@ -1,0 +1,292 @@
+/* Promises of the engine on the CPU backend, in a group of one. Failures of steps, which need a
+ * backend that fails on demand, are in test_engine_failures.c. */
+#include "base/clock.h"
+#include "worker_fixture.h"
+
+#include <math.h>
+
+static struct worker worker;
+
+static int open_worker(void **state)
+{
+    (void)state;
+    worker_open(&worker);
+    return 0;
+}
+
+static int close_worker(void **state)
+{
+    (void)state;
+    worker_close(&worker);
+    return 0;
+}
+
+static enum moe_dtype random_dtype(void)
+{
+    return random_below(2) == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
+}
+
+static void requests_of_all_kinds_share_steps_and_each_gets_its_own_answer(void **state)
+{
+    (void)state;
+    enum { N = 120 };
+    struct request *r = calloc(N, sizeof *r);
+    assert_non_null(r);
+    for (int i = 0; i < N; i++) {
+        request_fill(&r[i], &worker, (int)random_below(WORKER_LAYERS), 1 + random_below(4),
+                     random_dtype(), (enum moe_routing_mode)random_below(3));
+        assert_ok(moe_engine_submit(worker.engine, &r[i].work));
+    }
+    worker_start_view(&worker);
+    uint32_t shared = 0;
+    for (int i = 0; i < N; i++) {
+        request_wait(&r[i]);
+        assert_ok(r[i].status);
+        request_check(&r[i], &worker);
+        assert_int_equal(r[i].work.answered_epoch, worker.epoch);
+        assert_true(r[i].work.started_ns >= r[i].work.submitted_ns);
+        assert_true(r[i].work.step.total_ns > 0);
+        shared += r[i].work.step_tokens > r[i].work.tokens;
+    }
+    print_message("%d requests in %llu steps; %u shared theirs\n", N,
+                  (unsigned long long)worker.tickets, shared);
+    assert_true(worker.tickets < N / 2);
+    for (int i = 0; i < N; i++) {
+        assert_int_equal(r[i].done, 1);
+        request_free(&r[i]);
+    }
+    free(r);
+}
+
+static void a_request_larger_than_the_bucket_is_split_and_joined(void **state)
+{
+    (void)state;
+    struct request r;
+    worker_start_view(&worker);
+    for (uint32_t tokens = WORKER_BUCKET; tokens <= 5 * WORKER_BUCKET + 3; tokens += 9) {
+        request_fill(&r, &worker, 0, tokens, random_dtype(), MOE_ROUTE_SERVER);
+        assert_ok(request_run(&r, &worker));
+        request_check(&r, &worker);
+        assert_int_equal(r.work.steps, (tokens + WORKER_BUCKET - 1) / WORKER_BUCKET);
+        assert_int_equal(r.work.copy_in_ns, 0); /* alone in its steps: used in place */
+        request_free(&r);
+    }
+}
+
+static void a_bad_token_fails_its_own_request_only(void **state)
+{
+    (void)state;
+    struct request r[6];
+    for (int i = 0; i < 6; i++)
+        request_fill(&r[i], &worker, 0, i == 4 ? 40 : 3, MOE_DTYPE_F32,
+                     i == 1 || i == 5 ? MOE_ROUTE_IDS_WEIGHTS : MOE_ROUTE_SERVER);
+    ((float *)r[0].x)[2 * 24 + 7] = NAN;
+    r[1].ids_in[3] = 8;
+    ((float *)r[4].x)[25 * 24] = INFINITY;
+    r[5].weights_in[1] = NAN;
+    for (int i = 0; i < 6; i++)
+        assert_ok(moe_engine_submit(worker.engine, &r[i].work));
+    worker_start_view(&worker);
+    for (int i = 0; i < 6; i++)
+        request_wait(&r[i]);
+    assert_refused(r[0].status, MOE_INVALID_ARGUMENT, MOE_REASON_NONFINITE_LOGITS);
+    assert_refused(r[1].status, MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE);
+    assert_refused(r[4].status, MOE_INVALID_ARGUMENT, MOE_REASON_NONFINITE_LOGITS);
+    assert_refused(r[5].status, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
+    for (int i = 2; i <= 3; i++) {
+        assert_ok(r[i].status);
+        request_check(&r[i], &worker);
+    }
+    struct moe_engine_counters counters;
+    assert_true(moe_engine_drain(worker.engine, moe_clock_ns() + 10 * MOE_NS_PER_S));
+    moe_engine_read_counters(worker.engine, &counters);
+    assert_int_equal(counters.requests, 6);
+    assert_int_equal(counters.failed_requests, 4);
+    assert_int_equal(counters.queued_tokens, 0);
+    for (int i = 0; i < 6; i++)
+        request_free(&r[i]);
+}
+
+static void a_cancelled_or_late_request_is_not_computed(void **state)
+{
+    (void)state;
+    struct request cancelled, late, good;
+    request_fill(&cancelled, &worker, 0, 3, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    request_fill(&late, &worker, 0, 3, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    request_fill(&good, &worker, 0, 3, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    late.work.deadline_ns = moe_clock_ns() + 5 * MOE_NS_PER_MS;
+    assert_ok(moe_engine_submit(worker.engine, &cancelled.work));
+    assert_ok(moe_engine_submit(worker.engine, &late.work));
+    assert_ok(moe_engine_submit(worker.engine, &good.work));
+    moe_engine_cancel(worker.engine, &cancelled.work);
+    request_wait(&cancelled);
+    request_wait(&late); /* there is no view: only its deadline can end it */
+    assert_refused(cancelled.status, MOE_CANCELLED, MOE_REASON_NONE);
+    assert_refused(late.status, MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE);
+    worker_start_view(&worker);
+    request_wait(&good);
+    assert_ok(good.status);
+    request_check(&good, &worker);
+    moe_engine_cancel(worker.engine, &good.work); /* too late: nothing happens */
+    assert_int_equal(good.work.step_tokens, 3);
+    assert_int_equal(good.done, 1);
+    struct moe_engine_counters counters;
+    moe_engine_read_counters(worker.engine, &counters);
+    assert_int_equal(counters.tokens, 3);
+    request_free(&cancelled);
+    request_free(&late);
+    request_free(&good);
+}
+
+static void a_full_queue_an_unknown_layer_and_a_stale_epoch_are_refused(void **state)
+{
+    (void)state;
+    struct request big, more, pinned;
+    request_fill(&big, &worker, 0, WORKER_QUEUE - 2, MOE_DTYPE_BF16, MOE_ROUTE_SERVER);
+    request_fill(&more, &worker, 1, 3, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    request_fill(&pinned, &worker, 1, 1, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    assert_ok(moe_engine_submit(worker.engine, &big.work));
+    assert_refused(moe_engine_submit(worker.engine, &more.work), MOE_RESOURCE_EXHAUSTED,
+                   MOE_REASON_QUEUE_FULL);
+    more.work.layer = 2;
+    assert_refused(moe_engine_submit(worker.engine, &more.work), MOE_NOT_FOUND,
+                   MOE_REASON_LAYER_NOT_FOUND);
+    more.work.layer = 4;
+    pinned.work.epoch = 99;
+    assert_ok(moe_engine_submit(worker.engine, &pinned.work)); /* nobody knows the next epoch */
+    worker_start_view(&worker);
+    request_wait(&pinned);
+    assert_refused(pinned.status, MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH);
+    assert_refused(moe_engine_submit(worker.engine, &pinned.work), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_STALE_EPOCH);
+    request_wait(&big);
+    assert_ok(request_run(&more, &worker));
+    request_check(&more, &worker);
+    pinned.work.epoch = worker.epoch;
+    pinned.done = 0;
+    assert_ok(request_run(&pinned, &worker));
+    assert_int_equal(big.done + more.done + pinned.done, 3);
+    request_free(&big);
+    request_free(&more);
+    request_free(&pinned);
+}
+
+static void draining_finishes_what_was_accepted_and_refuses_the_rest(void **state)
+{
+    (void)state;
+    struct request first, second;
+    request_fill(&first, &worker, 1, 50, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    request_fill(&second, &worker, 1, 1, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    assert_ok(moe_engine_submit(worker.engine, &first.work));
+    assert_false(moe_engine_drain(worker.engine, moe_clock_ns() + MOE_NS_PER_MS));
+    assert_refused(moe_engine_submit(worker.engine, &second.work), MOE_UNAVAILABLE,
+                   MOE_REASON_DRAINING);
+    worker_start_view(&worker);
+    assert_true(moe_engine_drain(worker.engine, moe_clock_ns() + 30 * MOE_NS_PER_S));
+    assert_int_equal(first.done, 1);
+    assert_ok(first.status);
+    request_check(&first, &worker);
+    request_free(&first);
+    request_free(&second);
+}
+
+static void destroying_the_engine_answers_what_waits(void **state)
+{
+    (void)state;
+    struct worker w;
+    struct request r[3];
+    worker_open(&w);
+    for (int i = 0; i < 3; i++) {
+        request_fill(&r[i], &w, 0, 2, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+        assert_ok(moe_engine_submit(w.engine, &r[i].work));
+        if (i == 0) {
+            moe_engine_fail_queued(
+                w.engine, moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING, "the group gave up"));
+            request_wait(&r[0]);
+            assert_refused(r[0].status, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
+        }
+    }
+    worker_close(&w);
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(r[i].done, 1);
+        if (i > 0)
+            assert_refused(r[i].status, MOE_UNAVAILABLE, MOE_REASON_DRAINING);
+        request_free(&r[i]);
+    }
+}
+
+/* ---------------------------------------------------------------- many threads at once */
+
+enum { CLIENTS = 3, REQUESTS_EACH = 60 };
+
+static void *client_thread(void *arg)
+{
+    struct request *r = arg;
+    for (int i = 0; i < REQUESTS_EACH; i++) {
+        struct moe_status st = moe_engine_submit(worker.engine, &r[i].work);
+        MOE_INVARIANT(!moe_failed(&st));
+        if (i % 7 == 3)
+            moe_engine_cancel(worker.engine, &r[i / 2].work);
+    }
+    return NULL;
+}
+
+static void every_request_ends_once_and_rightly_while_views_come_and_go(void **state)
+{
+    (void)state;
+    static struct request r[CLIENTS][REQUESTS_EACH];
+    pthread_t threads[CLIENTS];
+    for (int c = 0; c < CLIENTS; c++)
+        for (int i = 0; i < REQUESTS_EACH; i++)
+            request_fill(&r[c][i], &worker, (int)random_below(2), 1 + random_below(20),
+                         random_dtype(), (enum moe_routing_mode)random_below(3));
+    for (int c = 0; c < CLIENTS; c++)
+        assert_int_equal(pthread_create(&threads[c], NULL, client_thread, r[c]), 0);
+    for (int view = 0; view < 25; view++) {
+        struct timespec nap = {.tv_nsec = random_below(3000000)};
+        worker_start_view(&worker);
+        nanosleep(&nap, NULL);
+        worker_stop_view(&worker);
+    }
+    worker_start_view(&worker);
+    uint32_t cancelled = 0;
+    for (int c = 0; c < CLIENTS; c++) {
+        pthread_join(threads[c], NULL);
+        for (int i = 0; i < REQUESTS_EACH; i++) {
+            request_wait(&r[c][i]);
+            cancelled += r[c][i].status.code == MOE_CANCELLED;
+            if (r[c][i].status.code == MOE_CANCELLED)
+                continue;
+            assert_ok(r[c][i].status);
+            request_check(&r[c][i], &worker);
+        }
+    }
+    print_message("%d requests over %llu views, %u cancelled, %llu tickets\n",
+                  CLIENTS * REQUESTS_EACH, (unsigned long long)worker.epoch, cancelled,
+                  (unsigned long long)worker.tickets);
+    assert_true(moe_engine_drain(worker.engine, moe_clock_ns() + 30 * MOE_NS_PER_S));
+    for (int c = 0; c < CLIENTS; c++) {
+        for (int i = 0; i < REQUESTS_EACH; i++) {
+            assert_int_equal(r[c][i].done, 1);
+            request_free(&r[c][i]);
+        }
+    }
+}
+
+#define with_worker(test) cmocka_unit_test_setup_teardown(test, open_worker, close_worker)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        with_worker(requests_of_all_kinds_share_steps_and_each_gets_its_own_answer),
+        with_worker(a_request_larger_than_the_bucket_is_split_and_joined),
+        with_worker(a_bad_token_fails_its_own_request_only),
+        with_worker(a_cancelled_or_late_request_is_not_computed),
+        with_worker(a_full_queue_an_unknown_layer_and_a_stale_epoch_are_refused),
+        with_worker(draining_finishes_what_was_accepted_and_refuses_the_rest),
+        cmocka_unit_test(destroying_the_engine_answers_what_waits),
+        with_worker(every_request_ends_once_and_rightly_while_views_come_and_go),
+    };
+    seed_random();
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,86 @@
+/* A group of one worker for the tests of the request path: CPU backend, two small layers with
+ * random weights and their oracles, an engine, and a real sequencer behind it. */
+#ifndef WORKER_FIXTURE_H
+#define WORKER_FIXTURE_H
+
+#include "moe/backend.h"
+#include "oracle/oracle.h"
+#include "worker/engine.h"
+#include "worker/sequencer.h"
+
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <cmocka.h>
+
+/* Layer 1: softmax, renormalised, E = 8, K = 2, H = 24. Layer 4: sigmoid with selection bias and a
+ * shared expert, E = 300 and Z = 4 (ids need 16 bits), K = 3, H = 40. */
+enum { WORKER_LAYERS = 2, WORKER_BUCKET = 16, WORKER_QUEUE = 4096 };
+
+struct worker {
+    struct moe_device *device;
+    struct moe_layer_spec spec[WORKER_LAYERS];
+    const struct moe_layer_spec *specs[WORKER_LAYERS];
+    struct moe_layer *layers[WORKER_LAYERS];
+    struct moe_oracle_layer *oracles[WORKER_LAYERS];
+    struct moe_engine *engine;
+    struct moe_session *session;
+    uint64_t epoch;       /* of the last view */
+    pthread_mutex_t lock; /* of the sequencer */
+    struct moe_sequencer *sequencer;
+    _Atomic uint64_t tickets;
+};
+
+/* Seeds the generator from MOE_SEED, or the clock, and prints the seed. */
+void seed_random(void);
+uint64_t random_bits(void);
+uint32_t random_below(uint32_t n); /* 0 .. n-1 */
+float random_normal(void);
+
+void worker_open(struct worker *w); /* no view yet */
+void worker_start_view(struct worker *w);
+void worker_stop_view(struct worker *w); /* when there is one */
+void worker_close(struct worker *w);
+
+/* One request with all its tensors, filled at random. */
+struct request {
+    struct moe_work work;
+    int layer; /* index into the worker's */
+    void *x, *y;
+    int32_t *ids_in, *ids_out;
+    float *weights_in, *weights_out;
+    struct moe_status status;
+    _Atomic int done; /* times `done` was called */
+};
+
+void request_fill(struct request *r, const struct worker *w, int layer, uint32_t tokens,
+                  enum moe_dtype dtype, enum moe_routing_mode mode);
+void request_free(struct request *r);
+/* Waits until `done` was called; fails the test after half a minute. */
+void request_wait(struct request *r);
+/* Submits and waits. */
+struct moe_status request_run(struct request *r, struct worker *w);
+/* Fails unless the answer is what the oracle says, within the tolerance of its dtype. */
+void request_check(const struct request *r, const struct worker *w);
+
+#define assert_ok(expr)                                                                            \
+    do {                                                                                           \
+        struct moe_status ok_status = (expr);                                                      \
+        if (moe_failed(&ok_status))                                                                \
+            fail_msg("%s: %s %s", #expr, moe_code_name(ok_status.code), ok_status.text);           \
+    } while (0)
+
+/* The call fails with this code and reason; the sentence is printed. */
+#define assert_refused(expr, want_code, want_reason)                                               \
+    do {                                                                                           \
+        struct moe_status refused_status = (expr);                                                 \
+        print_message("  %s\n", refused_status.text);                                              \
+        assert_int_equal(refused_status.code, want_code);                                          \
+        assert_int_equal(refused_status.reason, want_reason);                                      \
+    } while (0)
+
+#endif
