@@ -274,7 +274,7 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
     if (error->code != MOE_OK) {
         char why[MOE_MEMBERSHIP_REASON_BYTES];
         snprintf(why, sizeof why, "slot %u: %.120s", slot, error->text);
-        m->seats[slot].error = *error;
+        moe_membership__keep_error(&m->seats[slot], error);
         moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED, why);
         return;
     }

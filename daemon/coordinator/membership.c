@@ -37,9 +37,15 @@ void moe_membership__copy_text(char *to, size_t size, const char *from)
     size_t n = 0;
     for (; from[n] != '\0' && n + 1 < size; n++) {
         unsigned char c = (unsigned char)from[n];
-        to[n] = c < 0x20 || c == 0x7f ? '?' : (char)c;
+        to[n] = c < 0x20 || c >= 0x7f ? '?' : (char)c;
     }
     to[n] = '\0';
+}
+
+void moe_membership__keep_error(struct seat *seat, const struct moe_status *error)
+{
+    seat->error = *error;
+    moe_membership__copy_text(seat->error.text, sizeof seat->error.text, error->text);
 }
 
 void moe_membership__list_slots(char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], uint64_t mask)
@@ -294,7 +300,7 @@ void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_
         seat->load_failed = false;
     } else if (ours && !seat->loaded) {
         seat->load_failed = true;
-        seat->error = *error;
+        moe_membership__keep_error(seat, error);
         moe_membership__log(m, MOE_LOG_ERROR, "slot %u cannot load: %s", slot, error->text);
     }
     end_input(m);

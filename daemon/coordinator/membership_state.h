@@ -120,9 +120,11 @@ struct moe_membership_action *moe_membership__send(struct moe_membership *m, uin
 void moe_membership__close(struct moe_membership *m, uint64_t stream, struct moe_status status);
 /* Makes `saved` durable; `await`: the machine goes on in on_saved. */
 void moe_membership__save(struct moe_membership *m, bool await);
-/* Copies at most `size` - 1 bytes, control characters replaced: the text may come from a peer. */
+/* Copies at most `size` - 1 bytes; anything but printable ASCII becomes '?', because the text may
+ * come from a peer and goes into logs and proto3 strings. */
 void moe_membership__copy_text(char *to, size_t size, const char *from);
 
+void moe_membership__keep_error(struct seat *seat, const struct moe_status *error);
 /* "1, 3" for mask 0b1010; at most SLOTS_MAX slots. */
 enum { MOE_MEMBERSHIP_SLOT_LIST_BYTES = 4 * SLOTS_MAX + 1 };
 void moe_membership__list_slots(char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], uint64_t mask);

@@ -1,0 +1,252 @@
+/* AdminService: what `moectl` asks for. Calls are answered by the owner thread, so that an answer
+ * is a state that the machine really was in. Every call that changes something is logged by the
+ * machine with the reason that was given. */
+#include "coordinator/service_state.h"
+
+#include "moe/v1/admin.pb-c.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { REQUEST_MAX_BYTES = 4096, ADMIN_CALLS_MAX = 64 };
+
+struct admin_call {
+    struct event event;
+    struct moe_rpc_call *call; /* one hold */
+    struct moe_rpc_msg *received;
+    enum admin_method method;
+};
+
+static char *text(const char *s)
+{
+    return (char *)(uintptr_t)s; /* packing only reads */
+}
+
+static void reply(struct moe_rpc_call *call, const ProtobufCMessage *m)
+{
+    size_t length;
+    uint8_t *bytes = moe_coordinator__pack(m, &length);
+    if (bytes == NULL)
+        moe_rpc_fail(call,
+                     moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "coordinator"));
+    else
+        moe_rpc_reply(call, &(struct moe_rpc_out){.head = bytes, .head_length = length});
+    free(bytes);
+}
+
+static struct moe_status malformed(void)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not the request of this method");
+}
+
+/* ------------------------------------------------------------------ methods */
+
+static void fill_worker(const struct moe_membership_worker *w, Moe__V1__WorkerStatus *out,
+                        Moe__V1__Error *error)
+{
+    moe__v1__worker_status__init(out);
+    out->slot = w->slot;
+    out->worker_id = text(w->worker_id);
+    out->incarnation = w->incarnation;
+    out->endpoint = text(w->endpoint);
+    out->state = (Moe__V1__WorkerState)w->state;
+    out->lease_remaining_ms = (int64_t)(w->lease_remaining_ns / MOE_NS_PER_MS);
+    out->loaded_bytes = w->last.loaded_bytes;
+    out->total_bytes = w->last.total_bytes;
+    out->tokens = w->last.tokens;
+    out->steps = w->last.steps;
+    if (w->error->code == MOE_OK)
+        return;
+    moe__v1__error__init(error);
+    error->code = (uint32_t)w->error->code;
+    if (w->error->reason != MOE_REASON_NONE)
+        error->reason = text(moe_reason_name(w->error->reason));
+    error->message = text(w->error->text);
+    error->retry_after_ms = w->error->retry_after_ms;
+    out->error = error;
+}
+
+static void fill_layer(const struct moe_membership_layer *l, Moe__V1__LayerInfo *out)
+{
+    moe__v1__layer_info__init(out);
+    out->layer = l->layer;
+    out->hidden = l->hidden;
+    out->experts = l->experts;
+    out->top_k = l->top_k;
+    out->intermediate = l->intermediate;
+    out->zero_experts = l->zero_experts;
+    out->shared_intermediate = l->shared_intermediate;
+}
+
+static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_call *call,
+                                    const uint8_t *bytes, size_t length, ProtobufCAllocator *memory)
+{
+    if (moe__v1__get_status_request__unpack(memory, length, bytes) == NULL)
+        return malformed();
+    struct moe_membership_group g;
+    moe_membership_group(c->machine, &g);
+    Moe__V1__WorkerStatus workers[MOE_PLACEMENT_SLOTS_MAX], *worker_list[MOE_PLACEMENT_SLOTS_MAX];
+    Moe__V1__Error errors[MOE_PLACEMENT_SLOTS_MAX];
+    Moe__V1__LayerInfo layers[MOE_PLACEMENT_LAYERS_MAX], *layer_list[MOE_PLACEMENT_LAYERS_MAX];
+    size_t worker_count = 0;
+    for (uint32_t s = 0; s < g.slots; s++) {
+        struct moe_membership_worker w;
+        if (!moe_membership_worker(c->machine, s, &w))
+            continue;
+        fill_worker(&w, &workers[worker_count], &errors[worker_count]);
+        worker_list[worker_count] = &workers[worker_count];
+        worker_count++;
+    }
+    for (size_t i = 0; i < g.layer_count; i++) {
+        fill_layer(&g.layers[i], &layers[i]);
+        layer_list[i] = &layers[i];
+    }
+    Moe__V1__GetStatusResponse m = MOE__V1__GET_STATUS_RESPONSE__INIT;
+    m.version = text(MOE_VERSION);
+    m.state = (Moe__V1__GroupState)g.state;
+    m.reason = g.reason;
+    m.epoch = g.epoch;
+    m.slots = g.slots;
+    m.n_workers = worker_count;
+    m.workers = worker_list;
+    m.model = text(g.model);
+    m.family = text(g.family);
+    m.n_layers = g.layer_count;
+    m.layers = layer_list;
+    m.placement_version = moe_placement_version(moe_membership_placement(c->machine));
+    m.backend = text(g.backend);
+    m.uptime_ms = (moe_clock_ns() - c->started_ns) / MOE_NS_PER_MS;
+    reply(call, &m.base);
+    return moe_ok();
+}
+
+/* Expert e's slots in numbers[e * SLOTS_MAX ...]. */
+static void fill_experts(const struct moe_placement *p, size_t index, uint32_t experts,
+                         Moe__V1__ExpertPlacement *out, uint32_t *numbers)
+{
+    for (uint32_t e = 0; e < experts; e++) {
+        const uint8_t *holders;
+        moe__v1__expert_placement__init(&out[e]);
+        out[e].expert = e;
+        out[e].n_slots = moe_placement_holders(p, index, e, &holders);
+        out[e].slots = numbers + (size_t)e * MOE_PLACEMENT_SLOTS_MAX;
+        for (size_t i = 0; i < out[e].n_slots; i++)
+            out[e].slots[i] = holders[i];
+    }
+}
+
+static struct moe_status get_placement(struct moe_coordinator *c, struct moe_rpc_call *call,
+                                       const uint8_t *bytes, size_t length,
+                                       ProtobufCAllocator *memory)
+{
+    const Moe__V1__GetPlacementRequest *request =
+        moe__v1__get_placement_request__unpack(memory, length, bytes);
+    if (request == NULL)
+        return malformed();
+    const struct moe_placement *p = moe_membership_placement(c->machine);
+    size_t index;
+    if (!moe_placement_find_layer(p, request->layer, &index))
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "layer %u is no MoE layer here",
+                         request->layer);
+    uint32_t experts = moe_placement_layer_at(p, index).experts;
+    Moe__V1__ExpertPlacement list[MOE_PLACEMENT_EXPERTS_MAX], *pointers[MOE_PLACEMENT_EXPERTS_MAX];
+    uint32_t numbers[MOE_PLACEMENT_EXPERTS_MAX * MOE_PLACEMENT_SLOTS_MAX];
+    fill_experts(p, index, experts, list, numbers);
+    for (uint32_t e = 0; e < experts; e++)
+        pointers[e] = &list[e];
+    Moe__V1__GetPlacementResponse m = MOE__V1__GET_PLACEMENT_RESPONSE__INIT;
+    m.placement_version = moe_placement_version(p);
+    m.n_experts = experts;
+    m.experts = pointers;
+    reply(call, &m.base);
+    return moe_ok();
+}
+
+static struct moe_status drain_worker(struct moe_coordinator *c, struct moe_rpc_call *call,
+                                      const uint8_t *bytes, size_t length,
+                                      ProtobufCAllocator *memory)
+{
+    const Moe__V1__DrainWorkerRequest *request =
+        moe__v1__drain_worker_request__unpack(memory, length, bytes);
+    if (request == NULL)
+        return malformed();
+    Moe__V1__DrainWorkerResponse m = MOE__V1__DRAIN_WORKER_RESPONSE__INIT;
+    MOE_TRY(moe_membership_drain(c->machine, moe_clock_ns(), request->slot, request->reason,
+                                 request->limit_ms, &m.epoch));
+    reply(call, &m.base);
+    return moe_ok();
+}
+
+static struct moe_status shut_down(struct moe_coordinator *c, struct moe_rpc_call *call,
+                                   const uint8_t *bytes, size_t length, ProtobufCAllocator *memory)
+{
+    const Moe__V1__ShutdownRequest *request =
+        moe__v1__shutdown_request__unpack(memory, length, bytes);
+    if (request == NULL)
+        return malformed();
+    Moe__V1__ShutdownResponse m = MOE__V1__SHUTDOWN_RESPONSE__INIT;
+    MOE_TRY(moe_membership_shutdown(c->machine, moe_clock_ns(), request->reason, request->limit_ms,
+                                    &m.epoch));
+    reply(call, &m.base);
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------ calls */
+
+static void run_call(struct moe_coordinator *c, struct event *e)
+{
+    static struct moe_status (*const methods[ADMIN_METHODS])(struct moe_coordinator *,
+                                                             struct moe_rpc_call *, const uint8_t *,
+                                                             size_t, ProtobufCAllocator *) = {
+        [ADMIN_STATUS] = get_status,
+        [ADMIN_PLACEMENT] = get_placement,
+        [ADMIN_DRAIN] = drain_worker,
+        [ADMIN_SHUTDOWN] = shut_down,
+    };
+    struct admin_call *a = (struct admin_call *)((char *)e - offsetof(struct admin_call, event));
+    uint8_t bytes[REQUEST_MAX_BYTES];
+    size_t length;
+    struct moe_rpc_arena arena;
+    ProtobufCAllocator memory;
+    moe_rpc_arena_init(&arena, &memory);
+    struct moe_status st = moe_rpc_msg_flatten(a->received, bytes, sizeof bytes, &length);
+    if (st.code == MOE_OK)
+        st = methods[a->method](c, a->call, bytes, length, &memory);
+    if (st.code != MOE_OK)
+        moe_rpc_fail(a->call, st);
+    moe_rpc_msg_free(a->received);
+    moe_rpc_call_release(a->call);
+    free(a);
+}
+
+/* On a gRPC thread. */
+static void on_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    const struct admin_context *method = ctx;
+    struct admin_call *a = calloc(1, sizeof *a);
+    if (a == NULL) {
+        moe_rpc_msg_free(m);
+        moe_rpc_fail(call,
+                     moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "coordinator"));
+        return;
+    }
+    *a = (struct admin_call){
+        .event.run = run_call, .call = call, .received = m, .method = method->method};
+    moe_rpc_call_hold(call);
+    moe_coordinator__post(method->coordinator, &a->event);
+}
+
+void moe_coordinator__admin_methods(struct moe_coordinator *c, struct moe_rpc_method *out)
+{
+    static const char *const paths[ADMIN_METHODS] = {
+        [ADMIN_STATUS] = "/moe.v1.AdminService/GetStatus",
+        [ADMIN_PLACEMENT] = "/moe.v1.AdminService/GetPlacement",
+        [ADMIN_DRAIN] = "/moe.v1.AdminService/DrainWorker",
+        [ADMIN_SHUTDOWN] = "/moe.v1.AdminService/Shutdown",
+    };
+    for (int i = 0; i < ADMIN_METHODS; i++) {
+        c->admin[i] = (struct admin_context){.coordinator = c, .method = (enum admin_method)i};
+        out[i] = (struct moe_rpc_method){
+            .path = paths[i], .kind = MOE_RPC_UNARY, .message = on_message, .ctx = &c->admin[i]};
+    }
+}

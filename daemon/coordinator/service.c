@@ -1,0 +1,298 @@
+/* Life of the service, the inbox of its owner thread, and the actions of the machine. */
+#include "coordinator/service_state.h"
+
+#include "descriptors.h"
+
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    MESSAGE_MAX_BYTES = 4 << 20, /* the largest ASSIGN stays well below */
+    STREAMS_PER_CONNECTION = 64,
+    ATTEMPTS_MAX = 8,
+};
+#define SHUTDOWN_NS    (60 * MOE_NS_PER_S)
+#define BACKOFF_NS     (250 * MOE_NS_PER_MS)
+#define BACKOFF_MAX_NS (8 * MOE_NS_PER_S)
+#define GOODBYE_NS     (2 * MOE_NS_PER_S) /* for answers under way when the service ends */
+
+/* ------------------------------------------------------------------ inbox */
+
+void moe_coordinator__post(struct moe_coordinator *c, struct event *e)
+{
+    pthread_mutex_lock(&c->inbox_lock);
+    e->next = NULL;
+    if (c->inbox_last != NULL)
+        c->inbox_last->next = e;
+    else
+        c->inbox_first = e;
+    c->inbox_last = e;
+    pthread_mutex_unlock(&c->inbox_lock);
+    (void)uv_async_send(&c->wake); /* fails only on a closing handle: nobody listens then */
+}
+
+static void run_inbox(struct moe_coordinator *c)
+{
+    pthread_mutex_lock(&c->inbox_lock);
+    struct event *e = c->inbox_first;
+    c->inbox_first = c->inbox_last = NULL;
+    pthread_mutex_unlock(&c->inbox_lock);
+    while (e != NULL) {
+        struct event *next = e->next; /* running an event may free it */
+        e->run(c, e);
+        moe_coordinator__act(c);
+        e = next;
+    }
+}
+
+/* ------------------------------------------------------------------ actions */
+
+uint8_t *moe_coordinator__pack(const ProtobufCMessage *m, size_t *length)
+{
+    *length = protobuf_c_message_get_packed_size(m);
+    uint8_t *bytes = malloc(*length > 0 ? *length : 1);
+    if (bytes != NULL)
+        (void)protobuf_c_message_pack(m, bytes);
+    return bytes;
+}
+
+static void save(struct moe_coordinator *c, uint64_t sequence)
+{
+    struct moe_status st = moe_ok();
+    uint64_t begun = moe_clock_ns();
+    if (c->store != NULL)
+        st = moe_store_append(c->store, moe_membership_to_save(c->machine));
+    uint64_t now = moe_clock_ns();
+    moe_histogram_observe(c->seen.save_seconds, (double)(now - begun) / (double)MOE_NS_PER_S);
+    if (st.code != MOE_OK)
+        moe_counter_add(c->seen.save_failures, 1);
+    moe_membership_on_saved(c->machine, now, sequence, &st);
+}
+
+void moe_coordinator__act(struct moe_coordinator *c)
+{
+    struct moe_membership_action a;
+    while (moe_membership_next_action(c->machine, &a)) {
+        switch (a.kind) {
+        case MOE_MEMBERSHIP_SAVE: save(c, a.sequence); break;
+        case MOE_MEMBERSHIP_SEND: moe_coordinator__send(c, &a); break;
+        case MOE_MEMBERSHIP_CLOSE: moe_coordinator__close(c, a.stream, &a.status); break;
+        case MOE_MEMBERSHIP_LOG: moe_log_write(a.level, "%s", a.status.text); break;
+        case MOE_MEMBERSHIP_EXIT: c->exited = true; break;
+        }
+    }
+}
+
+/* ------------------------------------------------------------------ loop */
+
+static void on_timer(uv_timer_t *timer);
+
+/* After everything that may have changed the machine: the next tick, the metrics, the end. */
+static void settle(struct moe_coordinator *c)
+{
+    moe_coordinator__observe(c);
+    if (c->exited || c->quit) {
+        uv_stop(&c->loop);
+        return;
+    }
+    uint64_t due = moe_membership_deadline(c->machine), now = moe_clock_ns();
+    uint64_t wait_ms = due > now ? (due - now) / MOE_NS_PER_MS + 1 : 1;
+    (void)uv_timer_start(&c->timer, on_timer, wait_ms, 0); /* fails without a callback only */
+}
+
+static void on_timer(uv_timer_t *timer)
+{
+    struct moe_coordinator *c = timer->data;
+    uint64_t now = moe_clock_ns();
+    moe_membership_on_tick(c->machine, now);
+    moe_coordinator__act(c);
+    moe_coordinator__drop_silent(c, now);
+    settle(c);
+}
+
+static void stop_once(struct moe_coordinator *c)
+{
+    if (c->stops_done++ > 0) {
+        moe_log_warn("told to stop again: leaving at once");
+        c->quit = true;
+        return;
+    }
+    uint64_t epoch;
+    struct moe_status st = moe_membership_shutdown(c->machine, moe_clock_ns(),
+                                                   "coordinator was told to stop", 0, &epoch);
+    MOE_INVARIANT(st.code == MOE_OK);
+    moe_coordinator__act(c);
+}
+
+static void on_wake(uv_async_t *wake)
+{
+    struct moe_coordinator *c = wake->data;
+    run_inbox(c);
+    while (c->stops_done < atomic_load(&c->stops_requested) && !c->quit)
+        stop_once(c);
+    settle(c);
+}
+
+static void on_signal(uv_signal_t *s, int number)
+{
+    struct moe_coordinator *c = s->data;
+    moe_log_info("signal %d", number);
+    stop_once(c);
+    settle(c);
+}
+
+void moe_coordinator_request_stop(struct moe_coordinator *c)
+{
+    atomic_fetch_add(&c->stops_requested, 1);
+    (void)uv_async_send(&c->wake);
+}
+
+struct moe_status moe_coordinator_run(struct moe_coordinator *c)
+{
+    settle(c);
+    if (!c->exited && !c->quit)
+        (void)uv_run(&c->loop, UV_RUN_DEFAULT); /* ends by uv_stop; says how many handles remain */
+    if (c->quit)
+        return moe_error(MOE_CANCELLED, MOE_REASON_ABORTED, "the shutdown was cut short");
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------ create, destroy */
+
+static struct moe_status uv_error(const char *what, int code)
+{
+    return moe_error(MOE_INTERNAL, MOE_REASON_IO, "%s: %s", what, uv_strerror(code));
+}
+
+static struct moe_status make_loop(struct moe_coordinator *c, bool signals)
+{
+    int r = uv_loop_init(&c->loop);
+    if (r != 0)
+        return uv_error("event loop", r);
+    c->loop_made = true;
+    c->wake.data = c->timer.data = c->signals[0].data = c->signals[1].data = c;
+    r = uv_async_init(&c->loop, &c->wake, on_wake);
+    if (r == 0)
+        r = uv_timer_init(&c->loop, &c->timer);
+    if (r == 0 && signals)
+        r = uv_signal_init(&c->loop, &c->signals[0]);
+    if (r == 0 && signals)
+        r = uv_signal_init(&c->loop, &c->signals[1]);
+    if (r == 0 && signals)
+        r = uv_signal_start(&c->signals[0], on_signal, SIGTERM);
+    if (r == 0 && signals)
+        r = uv_signal_start(&c->signals[1], on_signal, SIGINT);
+    return r == 0 ? moe_ok() : uv_error("event loop", r);
+}
+
+static struct moe_status make_machine(struct moe_coordinator *c,
+                                      const struct moe_coordinator_config *config)
+{
+    struct moe_membership_saved saved = {0};
+    if (config->state_dir != NULL)
+        MOE_TRY(moe_store_open(config->state_dir, &c->store, &saved));
+    else
+        moe_log_warn("no state directory: epochs start at 1 and a restart is a new group");
+    struct moe_membership_config machine = {
+        .slots = config->slots,
+        .lease_ns = config->lease_ms * MOE_NS_PER_MS,
+        .form_ns = config->form_timeout_ms * MOE_NS_PER_MS,
+        .shutdown_ns = SHUTDOWN_NS,
+        .backoff_ns = BACKOFF_NS,
+        .backoff_max_ns = BACKOFF_MAX_NS,
+        .attempts_max = ATTEMPTS_MAX,
+        .version = MOE_VERSION,
+    };
+    return moe_membership_create(&machine, &saved, moe_clock_ns(), &c->machine);
+}
+
+static struct moe_status make_server(struct moe_coordinator *c,
+                                     const struct moe_coordinator_config *config)
+{
+    struct moe_rpc_method methods[1 + ADMIN_METHODS];
+    methods[0] = moe_coordinator__session_method(c);
+    moe_coordinator__admin_methods(c, methods + 1);
+    struct moe_rpc_server_config server = {
+        .listen = config->listen,
+        .insecure = config->insecure,
+        .shards = 1,
+        .max_message_bytes = MESSAGE_MAX_BYTES,
+        .max_reading_bytes = MESSAGE_MAX_BYTES,
+        .max_waiting_reads = STREAMS_PER_CONNECTION,
+        .max_concurrent_streams = STREAMS_PER_CONNECTION,
+        .methods = methods,
+        .method_count = 1 + ADMIN_METHODS,
+        .descriptors = moe_proto_descriptors,
+        .descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors),
+    };
+    MOE_TRY(moe_rpc_server_start(&server, &c->server));
+    moe_rpc_server_set_health(c->server, "", true);
+    moe_rpc_server_set_health(c->server, "moe.v1.CoordinatorService", true);
+    moe_rpc_server_set_health(c->server, "moe.v1.AdminService", true);
+    return moe_ok();
+}
+
+struct moe_status moe_coordinator_create(const struct moe_coordinator_config *config,
+                                         struct moe_coordinator **out)
+{
+    struct moe_coordinator *c = calloc(1, sizeof *c);
+    if (c == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "coordinator");
+    c->lease_ms = config->lease_ms;
+    c->started_ns = moe_clock_ns();
+    pthread_mutex_init(&c->inbox_lock, NULL);
+    struct moe_status st;
+    MOE_TRY_GOTO(st, make_loop(c, config->handle_signals), fail);
+    MOE_TRY_GOTO(st, make_machine(c, config), fail);
+    MOE_TRY_GOTO(st, moe_coordinator__observe_start(c, config->metrics_listen), fail);
+    moe_coordinator__act(c); /* no stream exists yet: this is what the machine has to log */
+    MOE_TRY_GOTO(st, make_server(c, config), fail);
+    *out = c;
+    return moe_ok();
+fail:
+    moe_coordinator_destroy(c);
+    return st;
+}
+
+uint16_t moe_coordinator_port(const struct moe_coordinator *c)
+{
+    return moe_rpc_server_port(c->server);
+}
+
+uint16_t moe_coordinator_metrics_port(const struct moe_coordinator *c)
+{
+    return c->seen.http != NULL ? moe_metrics_http_port(c->seen.http) : 0;
+}
+
+static void close_handle(uv_handle_t *handle, void *arg)
+{
+    (void)arg;
+    if (!uv_is_closing(handle))
+        uv_close(handle, NULL);
+}
+
+/* The server first: gRPC threads post events until it has ended. What is in the inbox then is the
+ * end of calls, and frees them. */
+void moe_coordinator_destroy(struct moe_coordinator *c)
+{
+    if (c == NULL)
+        return;
+    if (c->server != NULL) {
+        c->quit = true;
+        moe_rpc_server_set_health(c->server, "", false);
+        moe_rpc_server_drain(c->server, moe_clock_ns() + GOODBYE_NS);
+        run_inbox(c);
+        moe_rpc_server_stop(c->server);
+    }
+    if (c->loop_made) {
+        uv_walk(&c->loop, close_handle, NULL);
+        (void)uv_run(&c->loop, UV_RUN_DEFAULT);
+        (void)uv_loop_close(&c->loop);
+    }
+    moe_coordinator__observe_stop(c);
+    moe_membership_destroy(c->machine);
+    moe_store_close(c->store);
+    pthread_mutex_destroy(&c->inbox_lock);
+    free(c);
+}

@@ -1,0 +1,110 @@
+/* Insides of the service: service.c (life, inbox, actions), session.c (streams of workers),
+ * admin.c (operators), observe.c (metrics). Nothing else includes this.
+ *
+ * "Owner thread" is the one in moe_coordinator_run; everything not marked otherwise runs there. */
+#ifndef MOE_COORDINATOR_SERVICE_STATE_H
+#define MOE_COORDINATOR_SERVICE_STATE_H
+
+#include "base/clock.h"
+#include "base/metrics.h"
+#include "base/metrics_http.h"
+#include "coordinator/membership.h"
+#include "coordinator/service.h"
+#include "coordinator/store.h"
+#include "rpc/server.h"
+
+#include <protobuf-c/protobuf-c.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <uv.h>
+
+/* Something a gRPC thread has to say. Embedded in what it is about, so that it never fails to be
+ * said: a stream has at most one message under way, a call ends once. */
+struct event {
+    struct event *next; /* in the inbox */
+    void (*run)(struct moe_coordinator *c, struct event *e);
+};
+
+/* One Session stream. Made on a gRPC thread, then only touched by the owner thread, except for
+ * `received`, which is handed over with its event. */
+struct session {
+    struct event opened_event, message_event, done_event;
+    struct session *previous, *next; /* in the coordinator's list */
+    struct moe_rpc_call *call;       /* one hold */
+    struct moe_rpc_msg *received;    /* NULL: the worker has half-closed */
+    uint64_t stream;                 /* its number towards the machine */
+    uint64_t opened_ns;
+    bool spoke; /* a message has come */
+    bool ended; /* finish or fail was called: the machine has no more business with it */
+};
+
+struct observed {
+    struct moe_metrics *registry;
+    struct moe_metrics_http *http; /* NULL when off */
+    struct moe_gauge *epoch, *last_epoch, *state[MOE_GROUP_FAILED + 1], *taken;
+    struct moe_gauge *lease[MOE_PLACEMENT_SLOTS_MAX];
+    struct moe_counter *reforms[MOE_CAUSE_COUNT];
+    struct moe_histogram *save_seconds;
+    struct moe_counter *save_failures;
+    struct moe_counter *messages, *malformed;
+};
+
+enum admin_method { ADMIN_STATUS, ADMIN_PLACEMENT, ADMIN_DRAIN, ADMIN_SHUTDOWN, ADMIN_METHODS };
+
+/* What a method's handlers get as context. */
+struct admin_context {
+    struct moe_coordinator *coordinator;
+    enum admin_method method;
+};
+
+struct moe_coordinator {
+    struct moe_membership *machine;
+    struct moe_store *store; /* NULL: nothing is kept */
+    uint32_t lease_ms;
+    uint64_t started_ns;
+    struct observed seen;
+
+    uv_loop_t loop;
+    uv_async_t wake;
+    uv_timer_t timer;
+    uv_signal_t signals[2];
+    bool loop_made, quit, exited;
+    atomic_uint stops_requested; /* any thread */
+    unsigned stops_done;
+
+    pthread_mutex_t inbox_lock;
+    struct event *inbox_first, *inbox_last; /* under inbox_lock */
+
+    struct moe_rpc_server *server;
+    struct admin_context admin[ADMIN_METHODS];
+    struct session *sessions;
+    atomic_uint session_count; /* any thread */
+    atomic_uint_fast64_t next_stream;
+    uint8_t received[32768]; /* the message being looked at, in one piece */
+};
+
+/* [any thread] */
+void moe_coordinator__post(struct moe_coordinator *c, struct event *e);
+/* Carries out what the machine wants. After every input. */
+void moe_coordinator__act(struct moe_coordinator *c);
+/* `m` in memory that the caller frees; NULL when there is none. */
+uint8_t *moe_coordinator__pack(const ProtobufCMessage *m, size_t *length);
+
+/* session.c */
+struct moe_rpc_method moe_coordinator__session_method(struct moe_coordinator *c);
+void moe_coordinator__send(struct moe_coordinator *c, const struct moe_membership_action *a);
+void moe_coordinator__close(struct moe_coordinator *c, uint64_t stream,
+                            const struct moe_status *status);
+/* Ends streams that were opened long ago and never said a word. */
+void moe_coordinator__drop_silent(struct moe_coordinator *c, uint64_t now_ns);
+
+/* admin.c; fills ADMIN_METHODS entries. */
+void moe_coordinator__admin_methods(struct moe_coordinator *c, struct moe_rpc_method *out);
+
+/* observe.c */
+struct moe_status moe_coordinator__observe_start(struct moe_coordinator *c,
+                                                 const char *listen) MOE_CHECKED;
+void moe_coordinator__observe(struct moe_coordinator *c);
+void moe_coordinator__observe_stop(struct moe_coordinator *c);
+
+#endif

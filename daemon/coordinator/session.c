@@ -1,0 +1,463 @@
+/* Session streams of workers: protobuf on the wire on one side, inputs and actions of the machine
+ * on the other. Bytes of blobs pass through and are never logged. A message that is no
+ * SessionRequest ends its stream, and nothing else. */
+#include "coordinator/service_state.h"
+
+#include "moe/v1/coordinator.pb-c.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    SESSIONS_MAX = 256,
+    BACKLOG_MAX = 256, /* messages that a worker may leave unread */
+};
+#define SILENCE_MAX_NS (10 * MOE_NS_PER_S) /* from the opening of a stream to its first message */
+
+/* ------------------------------------------------------------------ sending */
+
+static struct session *find_session(const struct moe_coordinator *c, uint64_t stream)
+{
+    for (struct session *s = c->sessions; s != NULL; s = s->next)
+        if (s->stream == stream)
+            return s;
+    return NULL;
+}
+
+static void end_session(struct session *s, const struct moe_status *status)
+{
+    if (s->ended)
+        return;
+    s->ended = true;
+    if (status->code == MOE_OK)
+        moe_rpc_finish(s->call);
+    else
+        moe_rpc_fail(s->call, *status);
+}
+
+void moe_coordinator__close(struct moe_coordinator *c, uint64_t stream,
+                            const struct moe_status *status)
+{
+    struct session *s = find_session(c, stream);
+    if (s != NULL)
+        end_session(s, status);
+}
+
+static void send_message(struct session *s, const Moe__V1__SessionResponse *m)
+{
+    struct moe_status st;
+    size_t length;
+    uint8_t *bytes = moe_coordinator__pack(&m->base, &length);
+    if (bytes == NULL) {
+        st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "coordinator");
+        end_session(s, &st);
+    } else if (moe_rpc_send_backlog(s->call) >= BACKLOG_MAX) {
+        st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL,
+                       "the worker does not read its messages");
+        end_session(s, &st);
+    } else {
+        moe_rpc_send(s->call, &(struct moe_rpc_out){.head = bytes, .head_length = length});
+    }
+    free(bytes);
+}
+
+static void send_registered(struct moe_coordinator *c, struct session *s,
+                            const struct moe_membership_action *a)
+{
+    struct moe_membership_group g;
+    moe_membership_group(c->machine, &g);
+    Moe__V1__Registered body = MOE__V1__REGISTERED__INIT;
+    body.slot = a->slot;
+    body.slots = g.slots;
+    body.lease_ms = c->lease_ms;
+    body.epoch = a->epoch;
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_REGISTERED;
+    m.registered = &body;
+    send_message(s, &m);
+}
+
+/* One layer's lists, written behind `numbers`; returns the end of what was written. */
+static uint32_t *fill_layer(const struct moe_placement *p, size_t index, uint32_t *numbers,
+                            Moe__V1__LayerPlacement *out)
+{
+    struct moe_placement_layer layer = moe_placement_layer_at(p, index);
+    moe__v1__layer_placement__init(out);
+    out->layer = layer.layer;
+    out->copies = numbers;
+    out->n_copies = layer.experts;
+    out->slots = numbers + layer.experts;
+    for (uint32_t e = 0; e < layer.experts; e++) {
+        const uint8_t *holders;
+        uint32_t n = moe_placement_holders(p, index, e, &holders);
+        out->copies[e] = n;
+        for (uint32_t i = 0; i < n; i++)
+            out->slots[out->n_slots++] = holders[i];
+    }
+    return out->slots + out->n_slots;
+}
+
+static size_t count_numbers(const struct moe_placement *p)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < moe_placement_layer_count(p); i++) {
+        uint32_t experts = moe_placement_layer_at(p, i).experts;
+        const uint8_t *holders;
+        count += experts;
+        for (uint32_t e = 0; e < experts; e++)
+            count += moe_placement_holders(p, i, e, &holders);
+    }
+    return count;
+}
+
+static void send_assign(struct moe_coordinator *c, struct session *s)
+{
+    const struct moe_placement *p = moe_membership_placement(c->machine);
+    size_t count = moe_placement_layer_count(p);
+    Moe__V1__LayerPlacement *layers = calloc(count, sizeof *layers);
+    Moe__V1__LayerPlacement **list = calloc(count, sizeof *list);
+    uint32_t *numbers = calloc(count_numbers(p), sizeof *numbers);
+    if (layers == NULL || list == NULL || numbers == NULL) {
+        struct moe_status st =
+            moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "coordinator");
+        end_session(s, &st);
+        goto out;
+    }
+    uint32_t *at = numbers;
+    for (size_t i = 0; i < count; i++) {
+        at = fill_layer(p, i, at, &layers[i]);
+        list[i] = &layers[i];
+    }
+    Moe__V1__Assign body = MOE__V1__ASSIGN__INIT;
+    body.placement_version = moe_placement_version(p);
+    body.n_layers = count;
+    body.layers = list;
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_ASSIGN;
+    m.assign = &body;
+    send_message(s, &m);
+out:
+    free(numbers);
+    free(list);
+    free(layers);
+}
+
+/* protobuf-c's structs want char *; packing only reads. */
+static char *text(const char *s)
+{
+    return (char *)(uintptr_t)s;
+}
+
+static void send_prepare(struct moe_coordinator *c, struct session *s,
+                         const struct moe_membership_action *a)
+{
+    struct moe_membership_group g;
+    moe_membership_group(c->machine, &g);
+    const struct moe_placement *p = moe_membership_placement(c->machine);
+    Moe__V1__Member members[MOE_PLACEMENT_SLOTS_MAX], *list[MOE_PLACEMENT_SLOTS_MAX];
+    for (uint32_t i = 0; i < g.slots; i++) {
+        struct moe_membership_worker w;
+        MOE_INVARIANT(moe_membership_worker(c->machine, i, &w));
+        moe__v1__member__init(&members[i]);
+        members[i].slot = i;
+        members[i].worker_id = text(w.worker_id);
+        members[i].incarnation = w.incarnation;
+        members[i].endpoint = text(w.endpoint);
+        list[i] = &members[i];
+    }
+    Moe__V1__Prepare body = MOE__V1__PREPARE__INIT;
+    body.epoch = a->epoch;
+    body.slots = g.slots;
+    body.n_members = g.slots;
+    body.members = list;
+    body.placement_version = moe_placement_version(p);
+    body.placement_hash = moe_placement_hash(p);
+    body.max_tokens_per_step = g.max_tokens_per_step;
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_PREPARE;
+    m.prepare = &body;
+    send_message(s, &m);
+}
+
+static void send_blobs(struct moe_coordinator *c, struct session *s,
+                       const struct moe_membership_action *a)
+{
+    struct moe_membership_group g;
+    moe_membership_group(c->machine, &g);
+    Moe__V1__SlotBlob blobs[MOE_PLACEMENT_SLOTS_MAX], *list[MOE_PLACEMENT_SLOTS_MAX];
+    for (uint32_t i = 0; i < g.slots; i++) {
+        moe__v1__slot_blob__init(&blobs[i]);
+        blobs[i].slot = i;
+        blobs[i].data.data =
+            (uint8_t *)(uintptr_t)moe_membership_blob(c->machine, i, &blobs[i].data.len);
+        list[i] = &blobs[i];
+    }
+    Moe__V1__Blobs body = MOE__V1__BLOBS__INIT;
+    body.epoch = a->epoch;
+    body.round = a->round;
+    body.n_blobs = g.slots;
+    body.blobs = list;
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_BLOBS;
+    m.blobs = &body;
+    send_message(s, &m);
+}
+
+static void send_commit(struct session *s, const struct moe_membership_action *a)
+{
+    Moe__V1__Commit body = MOE__V1__COMMIT__INIT;
+    body.epoch = a->epoch;
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_COMMIT;
+    m.commit = &body;
+    send_message(s, &m);
+}
+
+static void send_abort(struct session *s, const struct moe_membership_action *a)
+{
+    Moe__V1__Abort body = MOE__V1__ABORT__INIT;
+    body.epoch = a->epoch;
+    body.reason = text(a->status.text);
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_ABORT;
+    m.abort = &body;
+    send_message(s, &m);
+}
+
+static void send_drain(struct session *s, const struct moe_membership_action *a)
+{
+    Moe__V1__Drain body = MOE__V1__DRAIN__INIT;
+    body.reason = text(a->status.text);
+    body.limit_ms = a->limit_ms;
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_DRAIN;
+    m.drain = &body;
+    send_message(s, &m);
+}
+
+void moe_coordinator__send(struct moe_coordinator *c, const struct moe_membership_action *a)
+{
+    struct session *s = find_session(c, a->stream);
+    if (s == NULL || s->ended)
+        return; /* its end is in the inbox already */
+    switch (a->message) {
+    case MOE_MEMBERSHIP_REGISTERED: send_registered(c, s, a); break;
+    case MOE_MEMBERSHIP_ASSIGN: send_assign(c, s); break;
+    case MOE_MEMBERSHIP_PREPARE: send_prepare(c, s, a); break;
+    case MOE_MEMBERSHIP_BLOBS: send_blobs(c, s, a); break;
+    case MOE_MEMBERSHIP_COMMIT: send_commit(s, a); break;
+    case MOE_MEMBERSHIP_ABORT: send_abort(s, a); break;
+    case MOE_MEMBERSHIP_DRAIN: send_drain(s, a); break;
+    }
+}
+
+/* ------------------------------------------------------------------ receiving */
+
+static void receive_register(struct moe_coordinator *c, uint64_t stream, uint64_t now,
+                             const Moe__V1__Register *r)
+{
+    struct moe_membership_layer layers[MOE_PLACEMENT_LAYERS_MAX];
+    size_t count = r->n_layers; /* one too many is refused by the machine without a look at them */
+    for (size_t i = 0; i < count && count <= MOE_PLACEMENT_LAYERS_MAX; i++) {
+        const Moe__V1__LayerInfo *l = r->layers[i];
+        layers[i] = (struct moe_membership_layer){.layer = l->layer,
+                                                  .hidden = l->hidden,
+                                                  .experts = l->experts,
+                                                  .top_k = l->top_k,
+                                                  .intermediate = l->intermediate,
+                                                  .zero_experts = l->zero_experts,
+                                                  .shared_intermediate = l->shared_intermediate};
+    }
+    struct moe_membership_register in = {.worker_id = r->worker_id,
+                                         .endpoint = r->endpoint,
+                                         .backend = r->backend,
+                                         .model = r->model,
+                                         .fingerprint = r->model_fingerprint,
+                                         .family = r->family,
+                                         .version = r->version,
+                                         .incarnation = r->incarnation,
+                                         .max_tokens_per_step = r->max_tokens_per_step,
+                                         .wanted_slot_plus_one = r->wanted_slot_plus_one,
+                                         .layers = layers,
+                                         .layer_count = count};
+    moe_membership_on_register(c->machine, now, stream, &in);
+}
+
+static struct moe_status status_of(const Moe__V1__Error *e)
+{
+    if (e == NULL)
+        return moe_ok();
+    bool known = e->code > MOE_OK && e->code <= MOE_UNAUTHENTICATED;
+    return moe_error(known ? (enum moe_code)e->code : MOE_UNKNOWN, moe_reason_from_name(e->reason),
+                     "%s", e->message);
+}
+
+/* False when the message says nothing that this release knows. */
+static bool receive(struct moe_coordinator *c, uint64_t stream, const Moe__V1__SessionRequest *m)
+{
+    struct moe_membership *machine = c->machine;
+    uint64_t now = moe_clock_ns();
+    struct moe_status st;
+    switch (m->body_case) {
+    case MOE__V1__SESSION_REQUEST__BODY_REGISTER:
+        receive_register(c, stream, now, m->register_);
+        return true;
+    case MOE__V1__SESSION_REQUEST__BODY_HEARTBEAT: {
+        const Moe__V1__Heartbeat *h = m->heartbeat;
+        struct moe_membership_heartbeat in = {.epoch = h->epoch,
+                                              .loaded_bytes = h->loaded_bytes,
+                                              .total_bytes = h->total_bytes,
+                                              .tokens = h->tokens,
+                                              .steps = h->steps};
+        moe_membership_on_heartbeat(machine, now, stream, &in);
+        return true;
+    }
+    case MOE__V1__SESSION_REQUEST__BODY_LOADED:
+        st = status_of(m->loaded->error);
+        moe_membership_on_loaded(machine, now, stream, m->loaded->placement_version, &st);
+        return true;
+    case MOE__V1__SESSION_REQUEST__BODY_BLOB:
+        moe_membership_on_blob(machine, now, stream, m->blob->epoch, m->blob->round,
+                               m->blob->data.data, m->blob->data.len);
+        return true;
+    case MOE__V1__SESSION_REQUEST__BODY_READY:
+        st = status_of(m->ready->error);
+        moe_membership_on_ready(machine, now, stream, m->ready->epoch, &st);
+        return true;
+    case MOE__V1__SESSION_REQUEST__BODY_PEER_LOST:
+        moe_membership_on_peer_lost(machine, now, stream, m->peer_lost->epoch, m->peer_lost->slots);
+        return true;
+    case MOE__V1__SESSION_REQUEST__BODY_DRAIN_NOTICE:
+        moe_membership_on_drain_notice(machine, now, stream, m->drain_notice->reason);
+        return true;
+    case MOE__V1__SESSION_REQUEST__BODY_LEAVING:
+        moe_membership_on_leaving(machine, now, stream, m->leaving->reason);
+        return true;
+    default: return false;
+    }
+}
+
+static void receive_bytes(struct moe_coordinator *c, struct session *s)
+{
+    size_t length = 0;
+    struct moe_status st =
+        moe_rpc_msg_flatten(s->received, c->received, sizeof c->received, &length);
+    struct moe_rpc_arena arena;
+    ProtobufCAllocator allocator;
+    moe_rpc_arena_init(&arena, &allocator);
+    Moe__V1__SessionRequest *m = NULL;
+    if (st.code == MOE_OK)
+        m = moe__v1__session_request__unpack(&allocator, length, c->received);
+    moe_counter_add(c->seen.messages, 1);
+    if (m != NULL && receive(c, s->stream, m))
+        return;
+    moe_counter_add(c->seen.malformed, 1);
+    st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a SessionRequest");
+    end_session(s, &st);
+    moe_membership_on_stream_closed(c->machine, moe_clock_ns(), s->stream);
+}
+
+static void run_message(struct moe_coordinator *c, struct event *e)
+{
+    struct session *s = (struct session *)((char *)e - offsetof(struct session, message_event));
+    s->spoke = true;
+    if (s->received == NULL && !s->ended) { /* half-closed: nothing will come any more */
+        struct moe_status peace = moe_ok();
+        end_session(s, &peace);
+        moe_membership_on_stream_closed(c->machine, moe_clock_ns(), s->stream);
+    } else if (!s->ended) {
+        receive_bytes(c, s);
+        moe_coordinator__act(c); /* the answer may be the end of this stream */
+    }
+    moe_rpc_msg_free(s->received);
+    s->received = NULL;
+    if (!s->ended)
+        moe_rpc_read_next(s->call);
+}
+
+static void run_opened(struct moe_coordinator *c, struct event *e)
+{
+    struct session *s = (struct session *)((char *)e - offsetof(struct session, opened_event));
+    s->opened_ns = moe_clock_ns();
+    s->next = c->sessions;
+    if (s->next != NULL)
+        s->next->previous = s;
+    c->sessions = s;
+}
+
+static void run_done(struct moe_coordinator *c, struct event *e)
+{
+    struct session *s = (struct session *)((char *)e - offsetof(struct session, done_event));
+    moe_membership_on_stream_closed(c->machine, moe_clock_ns(), s->stream);
+    moe_coordinator__act(c);
+    if (s->previous != NULL)
+        s->previous->next = s->next;
+    else
+        c->sessions = s->next;
+    if (s->next != NULL)
+        s->next->previous = s->previous;
+    moe_rpc_call_release(s->call);
+    free(s);
+    atomic_fetch_sub(&c->session_count, 1);
+}
+
+void moe_coordinator__drop_silent(struct moe_coordinator *c, uint64_t now_ns)
+{
+    struct moe_status st =
+        moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "no Register came in time");
+    for (struct session *s = c->sessions; s != NULL; s = s->next)
+        if (!s->spoke && now_ns - s->opened_ns > SILENCE_MAX_NS)
+            end_session(s, &st);
+}
+
+/* ------------------------------------------------------------------ on gRPC threads */
+
+static void on_started(struct moe_rpc_call *call, void *ctx)
+{
+    struct moe_coordinator *c = ctx;
+    struct session *s = NULL;
+    if (atomic_fetch_add(&c->session_count, 1) < SESSIONS_MAX)
+        s = calloc(1, sizeof *s);
+    if (s == NULL) {
+        atomic_fetch_sub(&c->session_count, 1);
+        moe_rpc_fail(call, moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, 1000,
+                                           "too many sessions"));
+        return;
+    }
+    s->opened_event.run = run_opened;
+    s->message_event.run = run_message;
+    s->done_event.run = run_done;
+    s->call = call;
+    s->stream = atomic_fetch_add(&c->next_stream, 1) + 1;
+    moe_rpc_call_hold(call);
+    moe_rpc_call_set_user(call, s);
+    moe_coordinator__post(c, &s->opened_event);
+}
+
+static void on_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    struct session *s = moe_rpc_call_user(call);
+    if (s == NULL) { /* refused in on_started */
+        moe_rpc_msg_free(m);
+        return;
+    }
+    s->received = m;
+    moe_coordinator__post(ctx, &s->message_event);
+}
+
+static void on_done(struct moe_rpc_call *call, void *ctx)
+{
+    struct session *s = moe_rpc_call_user(call);
+    if (s != NULL)
+        moe_coordinator__post(ctx, &s->done_event);
+}
+
+struct moe_rpc_method moe_coordinator__session_method(struct moe_coordinator *c)
+{
+    return (struct moe_rpc_method){.path = "/moe.v1.CoordinatorService/Session",
+                                   .kind = MOE_RPC_STREAM,
+                                   .started = on_started,
+                                   .message = on_message,
+                                   .done = on_done,
+                                   .ctx = c};
+}
