@@ -819,13 +819,14 @@ struct moe_status moe_group_start(const struct moe_group_config *config, struct 
     MOE_TRY_GOTO(st, moe_gather_create(send_blob, g, &g->gather), fail);
     MOE_TRY_GOTO(st, moe_rpc_channel_open(config->client, &channel, &g->channel), fail);
     MOE_TRY_GOTO(st, moe_jobs_create(&g->jobs), fail);
+    *out = g; /* hooks may need it as soon as the thread runs */
     if (pthread_create(&g->thread, NULL, thread_main, g) != 0) {
         st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread");
         goto fail;
     }
-    *out = g;
     return st;
 fail:
+    *out = NULL;
     moe_jobs_destroy(g->jobs);
     free_group(g);
     return st;
