@@ -1,0 +1,14 @@
+# libmoeclient against fake workers, and the pure parts of moectl.
+foreach(name client client_stream)
+  moe_test(test_${name}
+    SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${name}.c ${CMAKE_CURRENT_LIST_DIR}/client_fixture.c
+            ${CMAKE_CURRENT_LIST_DIR}/fake_expert.c
+    USES moe_client moe_rpc moe_proto moe_base
+    LABELS client)
+endforeach()
+moe_test(test_histogram
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_histogram.c ${CMAKE_CURRENT_LIST_DIR}/client_fixture.c
+          ${PROJECT_SOURCE_DIR}/client/moectl/histogram.c
+  USES moe_client moe_rpc moe_proto moe_base
+  LABELS client)
+target_include_directories(test_histogram PRIVATE ${PROJECT_SOURCE_DIR}/client/moectl)

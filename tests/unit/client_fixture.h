@@ -1,0 +1,45 @@
+/* What the tests of libmoeclient share: a group of fake workers, a client, random requests. */
+#ifndef MOE_TEST_CLIENT_FIXTURE_H
+#define MOE_TEST_CLIENT_FIXTURE_H
+
+#include "fake_expert.h"
+#include "moe/client.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+/* From MOE_SEED, or the clock; printed. */
+void seed_random(void);
+uint32_t random_below(uint32_t n);
+
+/* A request with random rows, and room for its answer. */
+struct request {
+    struct moe_client_forward f;
+    bool done; /* under the lock of client_fixture.c, as is `status` */
+    uint32_t done_count;
+    struct moe_status status;
+};
+
+struct request *make_request(uint32_t tokens, enum moe_dtype dtype, bool return_routing);
+void free_request(struct request *r);
+/* Poison in y and in the routing, so that what was not written shows. */
+void poison_answer(struct request *r);
+bool is_poisoned(const struct request *r);
+/* y = 2 x, and the routing is what the fake server gives to pieces of `piece` rows. */
+void assert_answer(const struct request *r);
+
+/* A moe_client_done for a request. */
+void on_request_done(void *ctx, struct moe_client_forward *f, struct moe_status st);
+void await_request(struct request *r);
+
+/* A client of fakes[0]. */
+struct moe_client *connect_client(struct fake *fakes, const struct moe_client_config *with);
+
+/* Fails unless `st` has this code and reason, and shows it. */
+void assert_status(struct moe_status st, enum moe_code code, enum moe_reason reason);
+
+#endif

@@ -1,0 +1,75 @@
+/* A server with the ExpertService of a worker, in the test's own process: it computes y = 2 x,
+ * keeps count of what it was asked, and misbehaves on demand. */
+#ifndef MOE_TEST_FAKE_EXPERT_H
+#define MOE_TEST_FAKE_EXPERT_H
+
+#include "rpc/server.h"
+
+#include <pthread.h>
+
+enum {
+    FAKE_LAYER = 3,
+    FAKE_HIDDEN = 24,
+    FAKE_EXPERTS = 8,
+    FAKE_TOP_K = 2,
+    FAKE_MAX_TOKENS = 4096,
+    FAKE_CALLS_MAX = 512,
+    FAKE_SCRIPT_MAX = 16,
+};
+
+/* What to do with one request. */
+enum fake_mood {
+    FAKE_GOOD,
+    FAKE_FAIL,       /* with fake->failure */
+    FAKE_SILENT,     /* never answers */
+    FAKE_HELD,       /* stream: answers together with the next request, after it */
+    FAKE_END,        /* stream: ends the stream instead */
+    FAKE_NO_ID,      /* stream: bytes that are no message */
+    FAKE_UNKNOWN_ID, /* stream: first an answer to a request that nobody sent, then the right one */
+    FAKE_LAST_ID,    /* stream: the id comes after the tensors */
+    /* broken answers */
+    FAKE_SHORT_Y,
+    FAKE_LONG_Y,
+    FAKE_NO_Y,
+    FAKE_TWO_Y,
+    FAKE_OTHER_TOKENS,
+    FAKE_OTHER_DTYPE,
+    FAKE_NOT_PROTOBUF,
+    FAKE_TRUNCATED,
+    FAKE_UNASKED_ROUTING,
+    FAKE_SHORT_IDS,
+    FAKE_NO_WEIGHTS,
+    FAKE_OTHER_K,
+    FAKE_ODD_IDS_DTYPE,
+};
+
+struct fake {
+    struct moe_rpc_server *server;
+    char endpoint[32];
+    uint32_t slot, worker_count; /* of the group it claims to belong to */
+    const struct fake *workers;
+    uint64_t weights_version;
+    uint32_t ids_dtype; /* of returned ids: 3 U8, 4 U16, 5 I32 */
+    struct moe_status failure;
+
+    pthread_mutex_t lock;                   /* guards everything below */
+    enum fake_mood script[FAKE_SCRIPT_MAX]; /* for the first requests; afterwards `mood` */
+    uint32_t script_length;
+    enum fake_mood mood;
+    uint32_t calls;
+    uint32_t tokens[FAKE_CALLS_MAX]; /* of each call */
+};
+
+/* Starts `count` servers that know one another as one group. */
+void fake_start(struct fake *fakes, uint32_t count);
+void fake_stop(struct fake *fakes, uint32_t count);
+uint32_t fake_calls(struct fake *f);
+/* The script starts anew, and so does the count. */
+void fake_script(struct fake *f, enum fake_mood then, uint32_t length,
+                 const enum fake_mood *script);
+
+/* The id and weight that the server "routes" token row to, as its k-th choice. */
+int32_t fake_id(uint32_t row, uint32_t k);
+float fake_weight(uint32_t k);
+
+#endif

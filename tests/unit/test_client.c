@@ -1,0 +1,497 @@
+/* libmoeclient against fake workers: what it sends, what it makes of answers, what it tries again,
+ * how it spreads a batch. */
+#include "client_fixture.h"
+
+#include "base/clock.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+static struct fake fakes[3];
+
+static int start(void **state)
+{
+    (void)state;
+    fake_start(fakes, 3);
+    return 0;
+}
+
+static int stop(void **state)
+{
+    (void)state;
+    fake_stop(fakes, 3);
+    return 0;
+}
+
+static struct moe_status forward(struct moe_client *c, struct request *r)
+{
+    return moe_client_forward(c, &r->f);
+}
+
+static void limits_and_layers_are_known_after_connecting(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_client(fakes, NULL);
+    const struct moe_client_info *info = moe_client_get_info(c);
+    assert_string_equal(info->model, "fake");
+    assert_string_equal(info->version, "9.8.7");
+    assert_int_equal(info->max_tokens_per_request, FAKE_MAX_TOKENS);
+    assert_int_equal(info->worker_count, 3);
+    assert_string_equal(info->workers[2], fakes[2].endpoint);
+    assert_int_equal(info->layer_count, 1);
+    assert_int_equal(info->layers[0].layer, FAKE_LAYER);
+    assert_int_equal(info->layers[0].top_k, FAKE_TOP_K);
+    moe_client_close(c);
+}
+
+static void nobody_there_is_unavailable(void **state)
+{
+    (void)state;
+    struct moe_client_config config = {.endpoint = "127.0.0.1:1", .timeout_ms = 5000};
+    struct moe_client *c = NULL;
+    assert_status(moe_client_connect(&config, &c), MOE_UNAVAILABLE, MOE_REASON_NONE);
+    assert_null(c);
+    config.endpoint = "";
+    assert_status(moe_client_connect(&config, &c), MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID);
+}
+
+static void rows_come_back_where_they_belong(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_client(fakes, NULL);
+    for (int i = 0; i < 60; i++) {
+        bool routing = random_below(2) == 1;
+        struct request *r = make_request(
+            1 + random_below(300), random_below(2) == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16, routing);
+        fakes[0].ids_dtype = 3 + random_below(3);
+        assert_status(forward(c, r), MOE_OK, MOE_REASON_NONE);
+        assert_answer(r);
+        for (uint32_t row = 0; routing && row < r->f.tokens; row++) {
+            for (uint32_t k = 0; k < FAKE_TOP_K; k++) {
+                assert_int_equal(r->f.topk_ids[row * FAKE_TOP_K + k], fake_id(row, k));
+                assert_true(r->f.topk_weights[row * FAKE_TOP_K + k] == fake_weight(k));
+            }
+        }
+        free_request(r);
+    }
+    moe_client_close(c);
+}
+
+/* The fake returns the routing that it was sent. */
+static void routing_of_the_caller_is_sent(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_client(fakes, NULL);
+    struct request *r = make_request(37, MOE_DTYPE_F32, true);
+    int32_t *ids = malloc(37 * FAKE_TOP_K * sizeof *ids);
+    float *weights = malloc(37 * FAKE_TOP_K * sizeof *weights);
+    assert_true(ids != NULL && weights != NULL);
+    for (int i = 0; i < 37 * FAKE_TOP_K; i++) {
+        ids[i] = (int32_t)random_below(FAKE_EXPERTS + 1) - 1;
+        weights[i] = (float)random_below(1000);
+    }
+    r->f.topk_ids_in = ids;
+    r->f.topk_weights_in = weights;
+    fakes[0].ids_dtype = 5;
+    assert_status(forward(c, r), MOE_OK, MOE_REASON_NONE);
+    assert_answer(r);
+    assert_memory_equal(r->f.topk_ids, ids, 37 * FAKE_TOP_K * sizeof *ids);
+    assert_memory_equal(r->f.topk_weights, weights, 37 * FAKE_TOP_K * sizeof *weights);
+    free_request(r);
+    moe_client_close(c);
+}
+
+/* ------------------------------------------------------------------ trying again */
+
+static void unavailable_is_tried_again_until_it_works(void **state)
+{
+    (void)state;
+    const enum fake_mood script[] = {FAKE_FAIL, FAKE_FAIL};
+    struct moe_client *c = connect_client(fakes, NULL);
+    struct request *r = make_request(5, MOE_DTYPE_F32, false);
+    fake_script(fakes, FAKE_GOOD, 2, script);
+    assert_status(forward(c, r), MOE_OK, MOE_REASON_NONE);
+    assert_answer(r);
+    assert_int_equal(fake_calls(fakes), 3);
+    free_request(r);
+    moe_client_close(c);
+}
+
+static void attempts_are_bounded(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.max_attempts = 3};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(5, MOE_DTYPE_F32, false);
+    fake_script(fakes, FAKE_FAIL, 0, NULL);
+    assert_status(forward(c, r), MOE_UNAVAILABLE, MOE_REASON_DRAINING);
+    assert_int_equal(fake_calls(fakes), 3);
+    assert_true(is_poisoned(r));
+    free_request(r);
+    moe_client_close(c);
+}
+
+static void the_servers_wish_for_a_pause_is_heeded(void **state)
+{
+    (void)state;
+    const enum fake_mood script[] = {FAKE_FAIL};
+    struct moe_client *c = connect_client(fakes, NULL);
+    struct request *r = make_request(1, MOE_DTYPE_F32, false);
+    fakes[0].failure = moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 300, "soon");
+    fake_script(fakes, FAKE_GOOD, 1, script);
+    uint64_t begin = moe_clock_ns();
+    assert_status(forward(c, r), MOE_OK, MOE_REASON_NONE);
+    assert_true(moe_clock_ns() - begin >= 300 * MOE_NS_PER_MS);
+    assert_int_equal(fake_calls(fakes), 2);
+    free_request(r);
+    moe_client_close(c);
+}
+
+/* The pause would end after the deadline: the failure is told at once instead. */
+static void no_pause_outlasts_the_deadline(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_client(fakes, NULL);
+    struct request *r = make_request(1, MOE_DTYPE_F32, false);
+    r->f.timeout_ms = 5000;
+    fakes[0].failure = moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 60000, "later");
+    fake_script(fakes, FAKE_FAIL, 0, NULL);
+    struct moe_status st = forward(c, r);
+    assert_status(st, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
+    assert_int_equal(st.retry_after_ms, 60000);
+    assert_int_equal(fake_calls(fakes), 1);
+    free_request(r);
+    moe_client_close(c);
+}
+
+static void nothing_else_is_tried_again(void **state)
+{
+    (void)state;
+    static const struct {
+        enum moe_code code;
+        enum moe_reason reason;
+    } cases[] = {
+        {MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
+        {MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL},
+        {MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH},
+        {MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND},
+        {MOE_INTERNAL, MOE_REASON_NONE},
+        {MOE_ABORTED, MOE_REASON_ABORTED},
+    };
+    struct moe_client *c = connect_client(fakes, NULL);
+    struct request *r = make_request(2, MOE_DTYPE_BF16, false);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        fakes[0].failure = moe_error_retry(cases[i].code, cases[i].reason, 1, "as wished");
+        fake_script(fakes, FAKE_FAIL, 0, NULL);
+        assert_status(forward(c, r), cases[i].code, cases[i].reason);
+        assert_int_equal(fake_calls(fakes), 1);
+    }
+    free_request(r);
+    moe_client_close(c);
+}
+
+static void the_next_attempt_goes_to_another_worker(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.spread = true};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(4, MOE_DTYPE_F32, false);
+    fake_script(&fakes[0], FAKE_FAIL, 0, NULL);
+    fake_script(&fakes[1], FAKE_FAIL, 0, NULL);
+    fake_script(&fakes[2], FAKE_GOOD, 0, NULL);
+    for (int i = 0; i < 9; i++) {
+        poison_answer(r);
+        assert_status(forward(c, r), MOE_OK, MOE_REASON_NONE);
+        assert_answer(r);
+    }
+    print_message("    calls: %u, %u, %u\n", fake_calls(&fakes[0]), fake_calls(&fakes[1]),
+                  fake_calls(&fakes[2]));
+    assert_int_equal(fake_calls(&fakes[0]), 3); /* 3 requests began here */
+    assert_int_equal(fake_calls(&fakes[1]), 6); /* 3 began here, 3 came from the first */
+    assert_int_equal(fake_calls(&fakes[2]), 9);
+    free_request(r);
+    moe_client_close(c);
+}
+
+/* ------------------------------------------------------------------ spreading */
+
+static void requests_go_round_the_workers(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.spread = true, .connections = 2};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(4, MOE_DTYPE_F32, false);
+    for (int i = 0; i < 12; i++)
+        assert_status(forward(c, r), MOE_OK, MOE_REASON_NONE);
+    for (int i = 0; i < 3; i++)
+        assert_int_equal(fake_calls(&fakes[i]), 4);
+    free_request(r);
+    moe_client_close(c);
+}
+
+static void a_large_batch_is_cut_and_joined_exactly(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.spread = true, .spread_tokens = 100};
+    struct moe_client *c = connect_client(fakes, &with);
+    for (int i = 0; i < 40; i++) {
+        uint32_t tokens = 1 + random_below(1000);
+        struct request *r = make_request(
+            tokens, random_below(2) == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16, random_below(2) == 1);
+        for (int w = 0; w < 3; w++) {
+            fakes[w].ids_dtype = 3 + random_below(3);
+            fake_script(&fakes[w], FAKE_GOOD, 0, NULL);
+        }
+        assert_status(forward(c, r), MOE_OK, MOE_REASON_NONE);
+        assert_answer(r);
+        uint32_t pieces = 0, sum = 0, largest = 0;
+        for (int w = 0; w < 3; w++) {
+            assert_true(fake_calls(&fakes[w]) <= 1);
+            if (fake_calls(&fakes[w]) == 0)
+                continue;
+            pieces++;
+            sum += fakes[w].tokens[0];
+            largest = fakes[w].tokens[0] > largest ? fakes[w].tokens[0] : largest;
+        }
+        print_message("    %" PRIu32 " tokens in %" PRIu32 " pieces\n", tokens, pieces);
+        assert_int_equal(sum, tokens);
+        assert_int_equal(pieces, tokens <= 100 ? 1 : tokens <= 200 ? 2 : 3);
+        assert_int_equal(r->f.stages.server_ns, 1000 + largest); /* the slowest piece's */
+        for (uint32_t k = 0; k < tokens * FAKE_TOP_K && r->f.topk_weights != NULL; k++)
+            assert_true(r->f.topk_weights[k] == fake_weight(k % FAKE_TOP_K));
+        free_request(r);
+    }
+    moe_client_close(c);
+}
+
+static void a_failed_piece_fails_the_batch(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.spread = true, .spread_tokens = 10};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(100, MOE_DTYPE_F32, false);
+    fakes[1].failure = moe_error(MOE_INTERNAL, MOE_REASON_PEER_LOST, "as wished");
+    fake_script(&fakes[1], FAKE_FAIL, 0, NULL);
+    assert_status(forward(c, r), MOE_INTERNAL, MOE_REASON_PEER_LOST);
+    free_request(r);
+    moe_client_close(c);
+}
+
+static void pieces_of_different_weights_are_not_joined(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.spread = true, .spread_tokens = 10};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(100, MOE_DTYPE_F32, false);
+    fakes[2].weights_version = 2;
+    assert_status(forward(c, r), MOE_ABORTED, MOE_REASON_VERSION_MISMATCH);
+    free_request(r);
+    moe_client_close(c);
+}
+
+/* ------------------------------------------------------------------ limits and errors */
+
+static void a_deadline_ends_a_call(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_client(fakes, NULL);
+    struct request *r = make_request(1, MOE_DTYPE_F32, false);
+    r->f.timeout_ms = 50;
+    fake_script(fakes, FAKE_SILENT, 0, NULL);
+    assert_status(forward(c, r), MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE);
+    assert_int_equal(fake_calls(fakes), 1);
+    free_request(r);
+    moe_client_close(c);
+}
+
+static void broken_answers_are_typed_errors(void **state)
+{
+    (void)state;
+    static const struct {
+        enum fake_mood mood;
+        enum moe_reason reason;
+    } cases[] = {
+        {FAKE_SHORT_Y, MOE_REASON_SHAPE_MISMATCH},
+        {FAKE_LONG_Y, MOE_REASON_SHAPE_MISMATCH},
+        {FAKE_NO_Y, MOE_REASON_MALFORMED},
+        {FAKE_TWO_Y, MOE_REASON_DUPLICATE_TENSOR},
+        {FAKE_OTHER_TOKENS, MOE_REASON_SHAPE_MISMATCH},
+        {FAKE_OTHER_DTYPE, MOE_REASON_DTYPE_UNSUPPORTED},
+        {FAKE_NOT_PROTOBUF, MOE_REASON_MALFORMED},
+        {FAKE_TRUNCATED, MOE_REASON_TRUNCATED},
+        {FAKE_UNASKED_ROUTING, MOE_REASON_ROUTING_INVALID},
+        {FAKE_SHORT_IDS, MOE_REASON_SHAPE_MISMATCH},
+        {FAKE_NO_WEIGHTS, MOE_REASON_SHAPE_MISMATCH},
+        {FAKE_OTHER_K, MOE_REASON_SHAPE_MISMATCH},
+        {FAKE_ODD_IDS_DTYPE, MOE_REASON_DTYPE_UNSUPPORTED},
+    };
+    struct moe_client *c = connect_client(fakes, NULL);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct request *r = make_request(9, MOE_DTYPE_F32, cases[i].mood != FAKE_UNASKED_ROUTING);
+        fake_script(fakes, cases[i].mood, 0, NULL);
+        assert_status(forward(c, r), MOE_INTERNAL, cases[i].reason);
+        assert_int_equal(fake_calls(fakes), 1);
+        fake_script(fakes, FAKE_GOOD, 0, NULL);
+        assert_status(forward(c, r), MOE_OK, MOE_REASON_NONE);
+        assert_answer(r);
+        free_request(r);
+    }
+    moe_client_close(c);
+}
+
+static void wrong_arguments_are_refused_before_anything_is_sent(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_client(fakes, NULL);
+    struct request *r = make_request(3, MOE_DTYPE_F32, true);
+    int32_t ids[3 * FAKE_TOP_K] = {0, 1, 2, -1, 3, 4};
+    float weights[3 * FAKE_TOP_K] = {0};
+    const struct moe_client_forward good = r->f;
+    static const int32_t beyond[3 * FAKE_TOP_K] = {0, 1, 2, FAKE_EXPERTS, 3, 4};
+    static const int32_t below[3 * FAKE_TOP_K] = {0, 1, 2, 3, -2, 4};
+
+#define REFUSED(change, code, reason)                                                              \
+    do {                                                                                           \
+        r->f = good;                                                                               \
+        change;                                                                                    \
+        assert_status(moe_client_forward(c, &r->f), code, reason);                                 \
+    } while (0)
+    REFUSED(r->f.layer = 4, MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND);
+    REFUSED(r->f.hidden = 25, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH);
+    REFUSED(r->f.tokens = 0, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH);
+    REFUSED(r->f.tokens = FAKE_MAX_TOKENS + 1, MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT);
+    REFUSED(r->f.tokens = UINT32_MAX, MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT);
+    REFUSED(r->f.dtype = MOE_DTYPE_NONE, MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED);
+    REFUSED(r->f.x = NULL, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH);
+    REFUSED(r->f.y = NULL, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH);
+    REFUSED(r->f.topk_ids = NULL, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
+    REFUSED(r->f.topk_weights_in = weights, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
+    REFUSED(r->f.topk_ids_in = beyond, MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE);
+    REFUSED(r->f.topk_ids_in = below, MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE);
+#undef REFUSED
+    assert_int_equal(fake_calls(fakes), 0);
+
+    r->f = good;
+    r->f.topk_ids_in = ids;
+    fakes[0].ids_dtype = 5;
+    assert_status(moe_client_forward(c, &r->f), MOE_OK, MOE_REASON_NONE);
+    r->f = good;
+    free_request(r);
+    moe_client_close(c);
+}
+
+/* ------------------------------------------------------------------ many at once */
+
+enum { CHAIN_LENGTH = 200 };
+
+struct chain {
+    struct moe_client *client;
+    struct request *request;
+    uint32_t left;
+};
+
+static void on_link(void *ctx, struct moe_client_forward *f, struct moe_status st)
+{
+    struct chain *chain = ctx;
+    if (st.code == MOE_OK && --chain->left > 0)
+        moe_client_forward_async(chain->client, f, on_link, chain);
+    else
+        on_request_done(chain->request, f, st);
+}
+
+static void a_callback_may_start_the_next_call(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_client(fakes, NULL);
+    struct chain chain = {.client = c, .left = CHAIN_LENGTH};
+    chain.request = make_request(2, MOE_DTYPE_BF16, false);
+    moe_client_forward_async(c, &chain.request->f, on_link, &chain);
+    await_request(chain.request);
+    assert_status(chain.request->status, MOE_OK, MOE_REASON_NONE);
+    assert_int_equal(chain.left, 0);
+    assert_int_equal(fake_calls(fakes), CHAIN_LENGTH);
+    moe_client_close(c);
+    free_request(chain.request);
+}
+
+static void closing_waits_for_what_is_in_flight(void **state)
+{
+    (void)state;
+    enum { COUNT = 100 };
+    struct moe_client_config with = {.spread = true, .spread_tokens = 8};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *all[COUNT];
+    for (int i = 0; i < COUNT; i++) {
+        all[i] = make_request(1 + random_below(30), MOE_DTYPE_F32, false);
+        moe_client_forward_async(c, &all[i]->f, on_request_done, all[i]);
+    }
+    moe_client_close(c);
+    for (int i = 0; i < COUNT; i++) {
+        assert_int_equal(all[i]->done_count, 1);
+        assert_true(all[i]->status.code == MOE_OK);
+        assert_answer(all[i]);
+        free_request(all[i]);
+    }
+}
+
+static void *call_often(void *arg)
+{
+    struct moe_client *c = arg;
+    struct request *r = make_request(3, MOE_DTYPE_F32, true);
+    uintptr_t bad = 0;
+    for (int i = 0; i < 40; i++) {
+        struct moe_status st = moe_client_forward(c, &r->f);
+        bad += st.code != MOE_OK;
+    }
+    free_request(r);
+    return (void *)bad;
+}
+
+static void threads_may_share_a_client(void **state)
+{
+    (void)state;
+    enum { THREADS = 4 };
+    struct moe_client_config with = {.spread = true};
+    struct moe_client *c = connect_client(fakes, &with);
+    pthread_t threads[THREADS];
+    for (int i = 0; i < THREADS; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, call_often, c), 0);
+    for (int i = 0; i < THREADS; i++) {
+        void *bad;
+        assert_int_equal(pthread_join(threads[i], &bad), 0);
+        assert_null(bad);
+    }
+    assert_int_equal(fake_calls(&fakes[0]) + fake_calls(&fakes[1]) + fake_calls(&fakes[2]),
+                     THREADS * 40);
+    moe_client_close(c);
+}
+
+int main(void)
+{
+#define TEST(name) cmocka_unit_test_setup_teardown(name, start, stop)
+    const struct CMUnitTest tests[] = {
+        TEST(limits_and_layers_are_known_after_connecting),
+        TEST(nobody_there_is_unavailable),
+        TEST(rows_come_back_where_they_belong),
+        TEST(routing_of_the_caller_is_sent),
+        TEST(unavailable_is_tried_again_until_it_works),
+        TEST(attempts_are_bounded),
+        TEST(the_servers_wish_for_a_pause_is_heeded),
+        TEST(no_pause_outlasts_the_deadline),
+        TEST(nothing_else_is_tried_again),
+        TEST(the_next_attempt_goes_to_another_worker),
+        TEST(requests_go_round_the_workers),
+        TEST(a_large_batch_is_cut_and_joined_exactly),
+        TEST(a_failed_piece_fails_the_batch),
+        TEST(pieces_of_different_weights_are_not_joined),
+        TEST(a_deadline_ends_a_call),
+        TEST(broken_answers_are_typed_errors),
+        TEST(wrong_arguments_are_refused_before_anything_is_sent),
+        TEST(a_callback_may_start_the_next_call),
+        TEST(closing_waits_for_what_is_in_flight),
+        TEST(threads_may_share_a_client),
+    };
+    seed_random();
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
