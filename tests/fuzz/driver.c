@@ -1,31 +1,29 @@
 /* The plain runner for fuzz targets: owns mutation and replay, never the target itself.
  *
- * A target is one file that defines
+ * A target is one file that includes driver.h and defines
  *
  *     int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);  // must return 0
- *     size_t moe_fuzz_seed(size_t i, const uint8_t **data);          // built-in seeds, i = 0, 1,
- * ...
+ *     size_t moe_fuzz_seed(size_t i, const uint8_t **data);          // built-in seeds; optional
  *
  * `moe_fuzz_seed` returns the length of seed i and points `*data` at it (valid until the next
- * call), or 0 when there are no more; a target without built-in seeds leaves it out. Linked with
- * this file, the target is an ordinary program that mutates the seeds a fixed number of times: a
- * deterministic ctest test that any compiler can build. Linked with -fsanitize=fuzzer instead of
- * this file (option MOE_FUZZ), it is a libFuzzer target.
+ * call), or 0 when there are no more. Linked with this file, the target is an ordinary program that
+ * mutates the seeds a fixed number of times: a deterministic ctest test that any compiler can
+ * build. Linked with -fsanitize=fuzzer instead of this file (option MOE_FUZZ), it is a libFuzzer
+ * target.
  *
  *     fuzz_x [-n MUTATIONS] [-m MAX_BYTES] [FILE ...]    mutate the seeds and the files
  *     fuzz_x -n 0 FILE ...                               only run the files: replays a finding
  *
  * MOE_SEED chooses the random sequence (printed at the start). On a crash, the last words name the
  * number of the mutation: the same seed and `-n` lead back to it. */
+#include "driver.h"
+
 #include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-__attribute__((weak)) size_t moe_fuzz_seed(size_t i, const uint8_t **data);
 
 struct input {
     uint8_t *data;

@@ -1,0 +1,15 @@
+/* What a fuzz target defines; driver.c tells the whole story. */
+#ifndef MOE_FUZZ_DRIVER_H
+#define MOE_FUZZ_DRIVER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Runs one input; returns 0. A broken promise of the code under test is an abort. */
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+/* Length of built-in seed `i`, with `*data` pointing at it until the next call; 0 = no more. A
+ * target may leave this out. */
+__attribute__((weak)) size_t moe_fuzz_seed(size_t i, const uint8_t **data);
+
+#endif

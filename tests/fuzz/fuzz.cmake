@@ -1,0 +1,27 @@
+include_guard()
+
+# One fuzz target = one ctest test that mutates its seeds a fixed number of times (driver.c); with
+# -DMOE_FUZZ=ON (clang) the same source becomes a libFuzzer program.
+#   moe_fuzz(NAME SOURCES a.c ... USES rooms ... [SEEDS files ...] [MUTATIONS n] [TIMEOUT s])
+function(moe_fuzz name)
+  cmake_parse_arguments(FUZZ "" "MUTATIONS;TIMEOUT" "SOURCES;USES;SEEDS" ${ARGN})
+  if(NOT FUZZ_MUTATIONS)
+    set(FUZZ_MUTATIONS 20000)
+  endif()
+  if(NOT FUZZ_TIMEOUT)
+    set(FUZZ_TIMEOUT 120)
+  endif()
+  add_executable(${name} ${FUZZ_SOURCES})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests/fuzz)
+  target_link_libraries(${name} PRIVATE ${FUZZ_USES} moe_strict)
+  if(MOE_FUZZ)
+    target_link_options(${name} PRIVATE -fsanitize=fuzzer)
+    list(JOIN FUZZ_SEEDS "," seeds)
+    add_test(NAME ${name}
+             COMMAND ${name} -seed=1 -runs=${FUZZ_MUTATIONS} -max_len=65536 -seed_inputs=${seeds})
+  else()
+    target_sources(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests/fuzz/driver.c)
+    add_test(NAME ${name} COMMAND ${name} -n ${FUZZ_MUTATIONS} ${FUZZ_SEEDS})
+  endif()
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${FUZZ_TIMEOUT} LABELS fuzz)
+endfunction()

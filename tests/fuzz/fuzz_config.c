@@ -1,0 +1,46 @@
+/* config.json of any bytes: it is refused with a reason, or gives layer specs that every other part
+ * may rely on. */
+#include "driver.h"
+#include "model/config.h"
+#include "model/json_file.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void check_layer(const struct moe_layer_spec *s)
+{
+    const struct moe_router_spec *r = &s->router;
+    MOE_INVARIANT(s->hidden >= 1 && s->hidden <= MOE_MAX_HIDDEN);
+    MOE_INVARIANT(s->experts >= 1 && s->experts <= MOE_MAX_EXPERTS && s->intermediate >= 1);
+    MOE_INVARIANT(r->top_k >= 1 && r->top_k <= MOE_MAX_TOP_K);
+    MOE_INVARIANT(r->top_k <= s->experts + r->zero_experts);
+    MOE_INVARIANT(r->groups >= 1 && s->experts % r->groups == 0);
+    MOE_INVARIANT(r->topk_group >= 1 && r->topk_group <= r->groups);
+    MOE_INVARIANT(r->groups == 1 || r->topk_group * (s->experts / r->groups) >= r->top_k);
+    MOE_INVARIANT(r->group_best >= 1 && r->group_best <= s->experts / r->groups);
+    MOE_INVARIANT(isfinite(r->scale) && isfinite(r->renorm_eps) && r->renorm_eps >= 0);
+    MOE_INVARIANT(!s->shared_gated || s->shared_intermediate > 0);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    static struct moe_config config;
+    json_t *root = NULL;
+    struct moe_status st = moe_json_parse((const char *)data, size, "config.json", &root);
+    if (moe_failed(&st))
+        return 0;
+    st = moe_config_read(root, &config);
+    json_decref(root);
+    if (moe_failed(&st)) {
+        MOE_INVARIANT(st.reason == MOE_REASON_CONFIG_UNKNOWN_KEY ||
+                      st.reason == MOE_REASON_CONFIG_INVALID);
+        return 0;
+    }
+    MOE_INVARIANT(config.layer_count >= 1 && config.layer_count <= MOE_MAX_LAYERS);
+    for (size_t i = 0; i < config.layer_count; i++) {
+        check_layer(&config.layers[i]);
+        MOE_INVARIANT(i == 0 || config.layers[i].layer > config.layers[i - 1].layer);
+    }
+    return 0;
+}

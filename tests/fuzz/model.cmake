@@ -1,0 +1,7 @@
+include(${CMAKE_CURRENT_LIST_DIR}/fuzz.cmake)
+
+file(GLOB golden_configs ${PROJECT_SOURCE_DIR}/tests/golden/models/*/config.json)
+moe_fuzz(fuzz_safetensors SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_safetensors.c USES moe_model)
+moe_fuzz(fuzz_index SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_index.c USES moe_model)
+moe_fuzz(fuzz_config SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_config.c USES moe_model
+         SEEDS ${golden_configs})
