@@ -63,7 +63,8 @@ static void draw_router(struct rng *r, struct moe_layer_spec *s)
 static void draw_spec(struct rng *r, struct moe_layer_spec *s)
 {
     s->layer = rng_below(r, MOE_MAX_LAYERS);
-    s->hidden = rng_range(r, 1, rng_chance(r, 30) ? CASE_MAX_HIDDEN : 48);
+    uint32_t width = rng_below(r, 100);
+    s->hidden = rng_range(r, 1, width < 70 ? 48 : width < 95 ? 150 : CASE_MAX_HIDDEN);
     s->intermediate = rng_range(r, 1, rng_chance(r, 30) ? 70 : 32);
     s->experts = rng_range(r, 1, rng_chance(r, 20) ? CASE_MAX_EXPERTS : 16);
     s->weighting = (enum moe_weighting)rng_below(r, 3);
@@ -169,12 +170,12 @@ double case_weight_at(const struct test_case *c, enum moe_weight w, uint32_t exp
 
 /* -------------------------------------------------------------------- inputs */
 
-static uint32_t draw_tokens(struct rng *r)
+static uint32_t draw_tokens(struct rng *r, uint32_t hidden)
 {
     uint32_t kind = rng_below(r, 100);
     if (kind < 20)
         return 0;
-    if (kind < 65)
+    if (kind < 65 || hidden > 200) /* wide and many would take too long */
         return rng_range(r, 1, 8);
     return rng_range(r, 1, kind < 94 ? 50 : CASE_MAX_TOKENS);
 }
@@ -200,7 +201,7 @@ static void draw_given(struct rng *r, const struct test_case *c, struct case_inp
 
 static void draw_input(struct rng *r, const struct test_case *c, struct case_input *in)
 {
-    in->tokens = draw_tokens(r);
+    in->tokens = draw_tokens(r, c->spec.hidden);
     if (in->tokens == 0)
         return;
     size_t n = (size_t)in->tokens * c->spec.hidden;

@@ -5,7 +5,7 @@
 
 #include "group.h"
 
-enum { CASE_MAX_TOKENS = 300, CASE_MAX_EXPERTS = 64, CASE_MAX_HIDDEN = 130 };
+enum { CASE_MAX_TOKENS = 300, CASE_MAX_EXPERTS = 64, CASE_MAX_HIDDEN = 600 };
 
 /* What one slot brings to a step. */
 struct case_input {
