@@ -26,6 +26,7 @@ struct moe_staging {
     struct moe_device *device;
     uint64_t budget;
     pthread_mutex_t lock;
+    pthread_cond_t unused; /* in_use_bytes has become 0 */
     struct moe_buffer *idle[CLASSES];
     struct moe_staging_counters counters; /* in_use_bytes + idle_bytes <= budget */
 };
@@ -56,6 +57,7 @@ struct moe_status moe_staging_create(const struct moe_backend *backend, struct m
     s->device = device;
     s->budget = budget;
     pthread_mutex_init(&s->lock, NULL);
+    pthread_cond_init(&s->unused, NULL);
     *out = s;
     return moe_ok();
 }
@@ -88,13 +90,17 @@ void moe_staging_destroy(struct moe_staging *s)
 {
     if (s == NULL)
         return;
-    MOE_INVARIANT(s->counters.in_use_bytes == 0);
+    pthread_mutex_lock(&s->lock);
+    while (s->counters.in_use_bytes > 0)
+        pthread_cond_wait(&s->unused, &s->lock);
+    pthread_mutex_unlock(&s->lock);
     for (unsigned i = 0; i < CLASSES; i++) {
         for (struct moe_buffer *next, *b = s->idle[i]; b != NULL; b = next) {
             next = b->next;
             free_buffer(b);
         }
     }
+    pthread_cond_destroy(&s->unused);
     pthread_mutex_destroy(&s->lock);
     free(s);
 }
@@ -172,6 +178,8 @@ void moe_buffer_release(struct moe_buffer *b)
     s->counters.idle_bytes += class_bytes(b->size_class);
     b->next = s->idle[b->size_class];
     s->idle[b->size_class] = b;
+    if (s->counters.in_use_bytes == 0)
+        pthread_cond_signal(&s->unused);
     pthread_mutex_unlock(&s->lock);
 }
 

@@ -17,7 +17,8 @@ struct moe_buffer;
 /* `budget` is in bytes; the device outlives the pool. */
 struct moe_status moe_staging_create(const struct moe_backend *backend, struct moe_device *device,
                                      uint64_t budget, struct moe_staging **out) MOE_CHECKED;
-/* All buffers must have been released. NULL is ignored. */
+/* Waits until every buffer has been released (the transport may let go of an answer a little after
+ * its call is over), then frees all. NULL is ignored. */
 void moe_staging_destroy(struct moe_staging *s);
 
 /* A buffer of at least `bytes` bytes with one reference; contents undefined, aligned to 4096.

@@ -1,0 +1,443 @@
+/* Parsing, checking and answering; see worker/request.h. The parts of a message go straight from
+ * the transport's slices into staging memory; the head goes through protobuf-c in a fixed arena.
+ * Nothing that a client says is used as a size before it has been compared with what the layer
+ * wants. */
+#include "worker/request.h"
+
+#include "base/clock.h"
+#include "base/size.h"
+#include "moe/v1/expert.pb-c.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+typedef Moe__V1__ForwardStreamRequest Head;
+
+enum { FIELD_IDS = 12, FIELD_WEIGHTS = 13, FIELD_TOKEN_IDS = 14, FIELD_DATA = 15, FIELD_ID = 30 };
+static const uint32_t part_fields[] = {FIELD_IDS, FIELD_WEIGHTS, FIELD_TOKEN_IDS, FIELD_DATA};
+
+enum { REFORMING_RETRY_MS = 100, DRAINING_RETRY_MS = 100 };
+
+#define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
+
+/* ------------------------------------------------------------------------ splitting */
+
+/* A message on its way in. */
+struct parse {
+    const struct moe_request_context *context;
+    struct moe_request *request;
+    size_t x_bytes, ids_bytes, weights_bytes, token_ids_bytes;
+};
+
+static struct moe_status take_memory(struct parse *p, size_t length, struct moe_buffer **buffer,
+                                     void **dst)
+{
+    if (length == 0)
+        return moe_ok();
+    if (length > p->context->info->max_message_bytes)
+        return invalid(TOO_LARGE, "a tensor of %zu bytes where a message may have %u", length,
+                       p->context->info->max_message_bytes);
+    MOE_TRY(moe_staging_take(p->context->staging, length, buffer));
+    *dst = moe_buffer_data(*buffer);
+    return moe_ok();
+}
+
+static struct moe_status place_part(void *ctx, uint32_t field, size_t length, void **dst)
+{
+    struct parse *p = ctx;
+    struct moe_request *r = p->request;
+    switch (field) {
+    case FIELD_IDS: p->ids_bytes = length; return take_memory(p, length, &r->ids, dst);
+    case FIELD_WEIGHTS: p->weights_bytes = length; return take_memory(p, length, &r->weights, dst);
+    case FIELD_DATA: p->x_bytes = length; return take_memory(p, length, &r->x, dst);
+    default: break;
+    }
+    return length == 0 ? moe_ok()
+                       : invalid(ROUTING_INVALID, "token_ids: no layer here routes by token id");
+}
+
+/* -------------------------------------------------------------------------- checks */
+
+static struct moe_status check_layer(struct parse *p, const Head *h)
+{
+    const struct moe_service_info *info = p->context->info;
+    if (h->model[0] != '\0' && strcmp(h->model, info->model) != 0)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
+                         "this model is not served here; %s is", info->model);
+    for (size_t i = 0; i < info->layer_count && p->request->spec == NULL; i++)
+        if (info->layers[i]->layer == h->layer)
+            p->request->spec = info->layers[i];
+    if (p->request->spec == NULL)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "the model has no MoE layer %u",
+                         h->layer);
+    if (h->dtype != MOE__V1__DATA_TYPE__DATA_TYPE_F32 &&
+        h->dtype != MOE__V1__DATA_TYPE__DATA_TYPE_BF16)
+        return invalid(DTYPE_UNSUPPORTED, "dtype must be F32 or BF16");
+    return moe_ok();
+}
+
+static bool has_reference(const Head *h)
+{
+    return h->x_case == MOE__V1__FORWARD_STREAM_REQUEST__X_X_SHARED_MEMORY ||
+           h->x_case == MOE__V1__FORWARD_STREAM_REQUEST__X_X_CUDA;
+}
+
+static struct moe_status check_shape(struct parse *p, const Head *h)
+{
+    const struct moe_layer_spec *spec = p->request->spec;
+    struct moe_work *w = &p->request->work;
+    w->dtype = h->dtype == MOE__V1__DATA_TYPE__DATA_TYPE_F32 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
+    w->tokens = h->tokens;
+    if (h->hidden != spec->hidden)
+        return invalid(SHAPE_MISMATCH, "hidden is %u; layer %u has %u", h->hidden, spec->layer,
+                       spec->hidden);
+    if (h->tokens == 0)
+        return invalid(SHAPE_MISMATCH, "a request needs at least one token");
+    if (h->tokens > p->context->info->max_tokens_per_request)
+        return invalid(TOKEN_LIMIT, "%u tokens; a request may have %u", h->tokens,
+                       p->context->info->max_tokens_per_request);
+    size_t want;
+    if (!moe_size_mul3(h->tokens, spec->hidden, moe_dtype_bytes(w->dtype), &want))
+        return invalid(TOO_LARGE, "x would be too large");
+    if (p->x_bytes != want && !has_reference(h))
+        return invalid(SHAPE_MISMATCH, "x has %zu bytes; %u tokens of %u elements have %zu",
+                       p->x_bytes, h->tokens, h->hidden, want);
+    return moe_ok();
+}
+
+static struct moe_status check_mode(struct parse *p, const Head *h)
+{
+    struct moe_work *w = &p->request->work;
+    switch (h->routing_mode) {
+    case MOE__V1__ROUTING_MODE__ROUTING_MODE_UNSPECIFIED:
+    case MOE__V1__ROUTING_MODE__ROUTING_MODE_SERVER: w->mode = MOE_ROUTE_SERVER; break;
+    case MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS: w->mode = MOE_ROUTE_IDS; break;
+    case MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS:
+        w->mode = MOE_ROUTE_IDS_WEIGHTS;
+        break;
+    default: return invalid(ROUTING_INVALID, "unknown routing mode %d", (int)h->routing_mode);
+    }
+    if ((p->ids_bytes != 0) != (w->mode != MOE_ROUTE_SERVER))
+        return invalid(ROUTING_INVALID, w->mode == MOE_ROUTE_SERVER
+                                            ? "topk_ids are given, and the server is to route"
+                                            : "topk_ids are missing");
+    if ((p->weights_bytes != 0) != (w->mode == MOE_ROUTE_IDS_WEIGHTS))
+        return invalid(ROUTING_INVALID, w->mode == MOE_ROUTE_IDS_WEIGHTS
+                                            ? "topk_weights are missing"
+                                            : "topk_weights are given, and the server is to weigh");
+    return moe_ok();
+}
+
+/* Bytes of one expert id on the wire; 0 for what is no format of ids. */
+static size_t id_bytes(Moe__V1__DataType dtype)
+{
+    switch (dtype) {
+    case MOE__V1__DATA_TYPE__DATA_TYPE_U8: return 1;
+    case MOE__V1__DATA_TYPE__DATA_TYPE_U16: return 2;
+    case MOE__V1__DATA_TYPE__DATA_TYPE_I32: return 4;
+    default: return 0;
+    }
+}
+
+static int32_t read_id(const void *ids, size_t i, size_t size)
+{
+    if (size == 1)
+        return ((const uint8_t *)ids)[i];
+    return size == 2 ? ((const uint16_t *)ids)[i] : ((const int32_t *)ids)[i];
+}
+
+static struct moe_status check_ids(const struct parse *p, const Head *h)
+{
+    const struct moe_layer_spec *spec = p->request->spec;
+    size_t size = id_bytes(h->topk_ids_dtype), k = spec->router.top_k, pairs = h->tokens * k;
+    int32_t all = (int32_t)(spec->experts + spec->router.zero_experts);
+    if (size == 0)
+        return invalid(DTYPE_UNSUPPORTED, "topk_ids_dtype must be U8, U16 or I32");
+    if (p->ids_bytes != pairs * size)
+        return invalid(SHAPE_MISMATCH, "topk_ids has %zu bytes; %u tokens of %zu ids have %zu",
+                       p->ids_bytes, h->tokens, k, pairs * size);
+    const void *ids = moe_buffer_data(p->request->ids);
+    for (size_t i = 0; i < pairs; i++) {
+        int32_t id = read_id(ids, i, size);
+        if (id < -1 || id >= all)
+            return invalid(EXPERT_INDEX_RANGE, "token %zu: expert %d; the layer has 0 to %d", i / k,
+                           id, all - 1);
+    }
+    return moe_ok();
+}
+
+static struct moe_status check_weights(const struct parse *p, const Head *h)
+{
+    size_t k = p->request->spec->router.top_k, pairs = h->tokens * k;
+    if (p->weights_bytes != pairs * sizeof(float))
+        return invalid(SHAPE_MISMATCH, "topk_weights has %zu bytes; %u tokens of %zu have %zu",
+                       p->weights_bytes, h->tokens, k, pairs * sizeof(float));
+    const float *weights = moe_buffer_data(p->request->weights);
+    for (size_t i = 0; i < pairs; i++)
+        if (!isfinite(weights[i]))
+            return invalid(ROUTING_INVALID, "token %zu: a routing weight is not finite", i / k);
+    return moe_ok();
+}
+
+static struct moe_status check_routing(struct parse *p, const Head *h)
+{
+    const struct moe_work *w = &p->request->work;
+    MOE_TRY(check_mode(p, h));
+    if (w->mode != MOE_ROUTE_SERVER)
+        MOE_TRY(check_ids(p, h));
+    if (w->mode == MOE_ROUTE_IDS_WEIGHTS)
+        MOE_TRY(check_weights(p, h));
+    if (has_reference(h))
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "x by reference is not offered here");
+    return moe_ok();
+}
+
+static struct moe_status check_state(struct parse *p, const Head *h)
+{
+    const struct moe_request_context *c = p->context;
+    if (h->epoch != 0 && c->epoch != 0 && h->epoch != c->epoch)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH,
+                         "epoch %llu was asked for; the epoch is %llu",
+                         (unsigned long long)h->epoch, (unsigned long long)c->epoch);
+    if (h->weights_version != 0 && h->weights_version != c->info->weights_version)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                         "weights version %llu was asked for; it is %llu",
+                         (unsigned long long)h->weights_version,
+                         (unsigned long long)c->info->weights_version);
+    if (c->draining)
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, DRAINING_RETRY_MS,
+                               "this worker is leaving");
+    if (c->epoch == 0)
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
+                               "the group is forming");
+    return moe_ok();
+}
+
+/* -------------------------------------------------------------------------- memory */
+
+enum { ALIGN = 64 };
+
+/* Offsets into the results buffer; a part that is not needed has no bytes. */
+struct layout {
+    size_t y, ids_out, weights_out, ids_in, end;
+};
+
+static bool append_part(size_t *end, size_t bytes, size_t *offset)
+{
+    *offset = *end;
+    return moe_size_add(*end, bytes, end) && moe_size_round_up(*end, ALIGN, end);
+}
+
+static struct moe_status lay_out(const struct parse *p, const Head *h, struct layout *l)
+{
+    size_t pairs = h->tokens * (size_t)p->request->spec->router.top_k * sizeof(int32_t);
+    size_t routing = h->return_routing ? pairs : 0;
+    size_t widened = p->ids_bytes != 0 && p->ids_bytes != pairs ? pairs : 0;
+    size_t limit = p->context->info->max_message_bytes;
+    *l = (struct layout){0};
+    if (!append_part(&l->end, p->x_bytes, &l->y) || !append_part(&l->end, routing, &l->ids_out) ||
+        !append_part(&l->end, routing, &l->weights_out) || l->end > limit - MOE_REQUEST_HEAD_MAX)
+        return invalid(TOO_LARGE, "the answer would be larger than a message may be");
+    return append_part(&l->end, widened, &l->ids_in) ? moe_ok() : invalid(TOO_LARGE, "too large");
+}
+
+static void widen_ids(int32_t *to, const void *from, size_t size, size_t pairs)
+{
+    for (size_t i = 0; i < pairs; i++)
+        to[i] = read_id(from, i, size);
+}
+
+static struct moe_status prepare_work(struct parse *p, const Head *h)
+{
+    struct moe_request *r = p->request;
+    struct moe_work *w = &r->work;
+    struct layout l;
+    MOE_TRY(lay_out(p, h, &l));
+    MOE_TRY(moe_staging_take(p->context->staging, l.end, &r->results));
+    uint8_t *base = moe_buffer_data(r->results);
+    w->layer = h->layer;
+    w->epoch = h->epoch;
+    w->x = moe_buffer_data(r->x);
+    w->y = base + l.y;
+    if (h->return_routing) {
+        w->ids_out = (int32_t *)(void *)(base + l.ids_out);
+        w->weights_out = (float *)(void *)(base + l.weights_out);
+    }
+    if (l.ids_in != l.end) {
+        int32_t *ids = (int32_t *)(void *)(base + l.ids_in);
+        widen_ids(ids, moe_buffer_data(r->ids), id_bytes(h->topk_ids_dtype),
+                  h->tokens * (size_t)r->spec->router.top_k);
+        w->ids_in = ids;
+    } else if (r->ids != NULL) {
+        w->ids_in = moe_buffer_data(r->ids);
+    }
+    if (r->weights != NULL)
+        w->weights_in = moe_buffer_data(r->weights);
+    return moe_ok();
+}
+
+/* -------------------------------------------------------------------------- parsing */
+
+static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t length)
+{
+    struct moe_rpc_arena arena;
+    ProtobufCAllocator allocator;
+    moe_rpc_arena_init(&arena, &allocator);
+    const Head *h = moe__v1__forward_stream_request__unpack(&allocator, length, head);
+    if (h == NULL)
+        return invalid(MALFORMED, "malformed message");
+    p->request->id = h->request_id;
+    MOE_TRY(check_layer(p, h));
+    MOE_TRY(check_shape(p, h));
+    MOE_TRY(check_routing(p, h));
+    MOE_TRY(check_state(p, h));
+    return prepare_work(p, h);
+}
+
+struct moe_status moe_request_parse(struct moe_request *r,
+                                    const struct moe_request_context *context,
+                                    struct moe_rpc_msg *m)
+{
+    struct parse p = {.context = context, .request = r};
+    uint8_t head[MOE_RPC_HEAD_MAX];
+    size_t length;
+    *r = (struct moe_request){.received_ns = moe_clock_ns()};
+    struct moe_status st = moe_rpc_msg_split(
+        m, part_fields, sizeof part_fields / sizeof *part_fields, head, &length, place_part, &p);
+    if (!moe_failed(&st)) {
+        st = check_head(&p, head, length);
+    } else {
+        /* An item of a stream is answered by its number even if its tensors were not wanted; one
+         * too broken to have a number is answered as number 0. */
+        struct moe_status broken = moe_rpc_msg_find_uint(m, FIELD_ID, &r->id);
+        if (moe_failed(&broken))
+            r->id = 0;
+    }
+    if (moe_failed(&st))
+        moe_request_release(r);
+    return st;
+}
+
+void moe_request_release(struct moe_request *r)
+{
+    moe_buffer_release(r->x);
+    moe_buffer_release(r->ids);
+    moe_buffer_release(r->weights);
+    moe_buffer_release(r->results);
+    r->x = r->ids = r->weights = r->results = NULL;
+}
+
+/* -------------------------------------------------------------------------- answers */
+
+static void release_part(void *owner)
+{
+    moe_buffer_release(owner);
+}
+
+static void add_part(struct moe_request *r, struct moe_rpc_out *out, uint32_t field,
+                     const void *data, size_t length)
+{
+    moe_buffer_hold(r->results);
+    out->parts[out->part_count++] = (struct moe_rpc_part){.field = field,
+                                                          .data = data,
+                                                          .length = length,
+                                                          .release = release_part,
+                                                          .owner = r->results};
+}
+
+/* Narrows the ids in place to the smallest format that holds them. */
+static Moe__V1__DataType narrow_ids(const struct moe_request *r, size_t pairs)
+{
+    const int32_t *ids = r->work.ids_out;
+    uint8_t *bytes = (uint8_t *)r->work.ids_out;
+    for (size_t i = 0; i < pairs; i++)
+        if (ids[i] < 0)
+            return MOE__V1__DATA_TYPE__DATA_TYPE_I32;
+    bool small = r->spec->experts + r->spec->router.zero_experts <= 256;
+    for (size_t i = 0; i < pairs; i++) {
+        uint16_t id = (uint16_t)ids[i]; /* id i is read before anything is written behind it */
+        if (small)
+            bytes[i] = (uint8_t)id;
+        else
+            memcpy(bytes + 2 * i, &id, sizeof id);
+    }
+    return small ? MOE__V1__DATA_TYPE__DATA_TYPE_U8 : MOE__V1__DATA_TYPE__DATA_TYPE_U16;
+}
+
+static void fill_stages(const struct moe_request *r, Moe__V1__StageTimes *to)
+{
+    const struct moe_work *w = &r->work;
+    const uint64_t *ns = w->step.stage_ns;
+    moe__v1__stage_times__init(to);
+    to->queue_ns = w->started_ns - w->submitted_ns;
+    to->copy_in_ns = w->copy_in_ns;
+    to->router_ns = ns[MOE_STAGE_ROUTER];
+    to->prepare_ns = ns[MOE_STAGE_PREPARE];
+    to->dispatch_ns = ns[MOE_STAGE_DISPATCH];
+    to->gemm1_ns = ns[MOE_STAGE_GEMM1];
+    to->gemm2_ns = ns[MOE_STAGE_GEMM2];
+    to->shared_ns = ns[MOE_STAGE_SHARED];
+    to->combine_ns = ns[MOE_STAGE_COMBINE];
+    to->step_ns = w->step.total_ns;
+    to->copy_out_ns = w->copy_out_ns;
+    to->server_ns = moe_clock_ns() - r->received_ns;
+    to->step_tokens = w->step_tokens;
+    to->steps = w->steps;
+}
+
+static void pack_head(const Moe__V1__ForwardStreamResponse *answer, uint8_t *head,
+                      struct moe_rpc_out *out)
+{
+    out->head = head;
+    out->head_length = moe__v1__forward_stream_response__get_packed_size(answer);
+    MOE_INVARIANT(out->head_length <= MOE_REQUEST_HEAD_MAX);
+    moe__v1__forward_stream_response__pack(answer, head);
+}
+
+void moe_request_answer(struct moe_request *r, const struct moe_service_info *info, uint8_t *head,
+                        struct moe_rpc_out *out)
+{
+    const struct moe_work *w = &r->work;
+    size_t pairs = w->tokens * (size_t)r->spec->router.top_k;
+    Moe__V1__StageTimes stages;
+    Moe__V1__ForwardStreamResponse answer;
+    *out = (struct moe_rpc_out){0};
+    moe__v1__forward_stream_response__init(&answer);
+    answer.epoch = w->answered_epoch;
+    answer.weights_version = info->weights_version;
+    answer.tokens = w->tokens;
+    answer.hidden = r->spec->hidden;
+    answer.dtype = w->dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
+                                             : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
+    answer.top_k = r->spec->router.top_k;
+    answer.request_id = r->id;
+    answer.stages = &stages;
+    if (w->ids_out != NULL) {
+        answer.topk_ids_dtype = narrow_ids(r, pairs);
+        add_part(r, out, FIELD_IDS, w->ids_out, pairs * id_bytes(answer.topk_ids_dtype));
+        add_part(r, out, FIELD_WEIGHTS, w->weights_out, pairs * sizeof(float));
+    }
+    add_part(r, out, FIELD_DATA, w->y,
+             w->tokens * (size_t)r->spec->hidden * moe_dtype_bytes(w->dtype));
+    fill_stages(r, &stages);
+    pack_head(&answer, head, out);
+}
+
+void moe_request_answer_error(uint64_t id, const struct moe_status *error, uint8_t *head,
+                              struct moe_rpc_out *out)
+{
+    Moe__V1__Error e;
+    Moe__V1__ForwardStreamResponse answer;
+    *out = (struct moe_rpc_out){0};
+    moe__v1__forward_stream_response__init(&answer);
+    moe__v1__error__init(&e);
+    e.code = error->code;
+    e.reason =
+        (char *)(uintptr_t)(error->reason == MOE_REASON_NONE ? "" : moe_reason_name(error->reason));
+    e.message = (char *)(uintptr_t)error->text;
+    e.retry_after_ms = error->retry_after_ms;
+    answer.request_id = id;
+    answer.error = &e;
+    pack_head(&answer, head, out);
+}
