@@ -71,6 +71,7 @@ static void finished(struct moe_rpc_call *c)
     pthread_mutex_lock(&server->lock);
     if (c->linked_endless)
         TAILQ_REMOVE(&server->endless, c, endless);
+    server->active -= c->counted;
     server->unfinished--;
     pthread_cond_broadcast(&server->changed);
     pthread_mutex_unlock(&server->lock);
@@ -288,17 +289,20 @@ static void on_closed(struct moe_rpc_tag *tag, bool ok)
     settle(c);
 }
 
-/* False when the server drains already. */
-static bool link_endless(struct moe_rpc_call *c)
+/* False when the server drains. */
+static bool let_in(struct moe_rpc_call *c)
 {
     struct moe_rpc_server *server = c->shard->server;
+    const struct moe_rpc_entry *entry = c->entry;
     pthread_mutex_lock(&server->lock);
     bool draining = server->draining;
-    if (!draining)
+    c->counted = !draining && !entry->built_in;
+    c->linked_endless = !draining && entry->endless;
+    server->active += c->counted;
+    if (c->linked_endless)
         TAILQ_INSERT_TAIL(&server->endless, c, endless);
-    c->linked_endless = !draining;
     pthread_mutex_unlock(&server->lock);
-    return !draining;
+    return !draining || (entry->built_in && !entry->endless);
 }
 
 static void started(struct moe_rpc_call *c)
@@ -314,8 +318,8 @@ static void started(struct moe_rpc_call *c)
                                   "there is no such method here"));
         return;
     }
-    if (c->entry->endless && !link_endless(c)) {
-        moe_rpc_fail(c, moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the server is leaving"));
+    if (!let_in(c)) {
+        moe_rpc_fail(c, moe_rpc_draining());
         return;
     }
     if (method->started != NULL)
@@ -393,6 +397,13 @@ void moe_rpc_accept(struct moe_rpc_shard *shard, size_t index)
                                                       shard->queue, shard->queue, &c->on_accepted);
         MOE_INVARIANT(error == GRPC_CALL_OK);
     }
+}
+
+struct moe_status moe_rpc_draining(void)
+{
+    enum { RETRY_MS = 100 };
+    return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, RETRY_MS,
+                           "the server is leaving: use another one");
 }
 
 /* ------------------------------------------------------------------ operations */

@@ -237,15 +237,18 @@ void moe_rpc_health_methods(struct moe_rpc_health *h, struct moe_rpc_entry *out)
     out[0] = (struct moe_rpc_entry){.method = {.path = "/grpc.health.v1.Health/Check",
                                                .kind = MOE_RPC_UNARY,
                                                .message = check,
-                                               .ctx = h}};
+                                               .ctx = h},
+                                    .built_in = true};
     out[1] = (struct moe_rpc_entry){.method = {.path = "/grpc.health.v1.Health/List",
                                                .kind = MOE_RPC_UNARY,
                                                .message = list,
-                                               .ctx = h}};
+                                               .ctx = h},
+                                    .built_in = true};
     out[2] = (struct moe_rpc_entry){.method = {.path = "/grpc.health.v1.Health/Watch",
                                                .kind = MOE_RPC_STREAM,
                                                .message = watch,
                                                .done = watch_done,
                                                .ctx = h},
+                                    .built_in = true,
                                     .endless = true};
 }

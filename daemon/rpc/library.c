@@ -11,11 +11,8 @@
 static void forward_log(gpr_log_func_args *line)
 {
     /* What the core calls an error is mostly a peer's doing (a refused connection, a broken
-     * handshake) and reaches us as a status besides. */
-    if (line->severity == GPR_LOG_SEVERITY_ERROR)
-        moe_log_info("grpc: %s", line->message);
-    else
-        moe_log_debug("grpc: %s", line->message);
+     * handshake), and reaches us as a status besides. */
+    moe_log_debug("grpc: %s", line->message);
 }
 
 static void install_log(void)

@@ -406,5 +406,6 @@ void moe_rpc_reflection_methods(struct moe_rpc_reflection *r, struct moe_rpc_ent
                                                    .message = on_message,
                                                    .sent = on_sent,
                                                    .ctx = r},
+                                        .built_in = true,
                                         .endless = true};
 }

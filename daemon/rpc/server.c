@@ -270,41 +270,55 @@ void moe_rpc_server_set_health(struct moe_rpc_server *s, const char *service, bo
 
 /* ------------------------------------------------------------------ drain and stop */
 
-static void fail_endless(struct moe_rpc_server *s)
+static void begin_draining(struct moe_rpc_server *s)
 {
     struct moe_rpc_call *c;
+    moe_rpc_health_shut(s->health); /* watchers hear of it before their streams end */
     pthread_mutex_lock(&s->lock);
     s->draining = true;
     TAILQ_FOREACH(c, &s->endless, endless)
-    moe_rpc_fail(c, moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the server is leaving"));
+    moe_rpc_fail(c, moe_rpc_draining());
     pthread_mutex_unlock(&s->lock);
 }
 
-/* True when all is over, false when `deadline_ns` came first. "Shut down" alone is not enough: the
- * core says so while handlers still run. */
-static bool wait_until_over(struct moe_rpc_server *s, uint64_t deadline_ns)
+static bool nothing_active(const struct moe_rpc_server *s)
+{
+    return s->active == 0;
+}
+
+/* "Shut down" alone is not enough: the core says so while handlers still run. */
+static bool all_over(const struct moe_rpc_server *s)
+{
+    return s->shut_down && s->unfinished == 0;
+}
+
+/* False when `deadline_ns` came first. */
+static bool wait_until(struct moe_rpc_server *s, bool (*reached)(const struct moe_rpc_server *s),
+                       uint64_t deadline_ns)
 {
     struct timespec at = {.tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),
                           .tv_nsec = (long)(deadline_ns % MOE_NS_PER_S)};
     int error = 0;
     pthread_mutex_lock(&s->lock);
-    while ((!s->shut_down || s->unfinished > 0) && error == 0)
+    while (!reached(s) && error == 0)
         error = deadline_ns == MOE_NEVER ? pthread_cond_wait(&s->changed, &s->lock)
                                          : pthread_cond_timedwait(&s->changed, &s->lock, &at);
-    bool over = s->shut_down && s->unfinished == 0;
+    bool yes = reached(s);
     pthread_mutex_unlock(&s->lock);
-    return over;
+    return yes;
 }
 
+/* First with the core still open: a core that shuts down cancels what arrives, while we can tell
+ * clients why they are refused and when to come back. */
 void moe_rpc_server_drain(struct moe_rpc_server *s, uint64_t deadline_ns)
 {
-    moe_rpc_health_shut(s->health); /* watchers hear of it before their streams end */
-    fail_endless(s);
+    begin_draining(s);
+    (void)wait_until(s, nothing_active, deadline_ns);
     grpc_server_shutdown_and_notify(s->core, s->shards[0].queue, &s->on_shutdown);
-    if (wait_until_over(s, deadline_ns))
+    if (wait_until(s, all_over, deadline_ns))
         return;
     grpc_server_cancel_all_calls(s->core);
-    (void)wait_until_over(s, MOE_NEVER);
+    (void)wait_until(s, all_over, MOE_NEVER);
 }
 
 void moe_rpc_server_stop(struct moe_rpc_server *s)

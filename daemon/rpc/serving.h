@@ -34,6 +34,7 @@ enum moe_rpc_permit { MOE_RPC_PERMIT_NONE, MOE_RPC_PERMIT_WAITING, MOE_RPC_PERMI
 
 struct moe_rpc_entry {
     struct moe_rpc_method method;
+    bool built_in;    /* answered by this room, also while the server drains */
     bool endless;     /* has no end of its own: failed at once when the server drains */
     void *registered; /* NULL: stands for all unknown methods */
 };
@@ -68,6 +69,7 @@ struct moe_rpc_call {
     bool headers_sent;   /* initial metadata has been put into a batch */
     bool half_closed;    /* the client sends no more */
     int core_cancelled;  /* written by the core */
+    bool counted;        /* in the server's `active` */
     bool linked_endless; /* in the server's list of endless calls */
     grpc_byte_buffer *received;
     struct moe_rpc_op *queue, **queue_end, *sending;
@@ -87,6 +89,8 @@ TAILQ_HEAD(moe_rpc_calls, moe_rpc_call);
 /* Posts accepts until the shard has MOE_RPC_ACCEPT_DEPTH of them for entry `index`. */
 enum { MOE_RPC_ACCEPT_DEPTH = 4 };
 void moe_rpc_accept(struct moe_rpc_shard *shard, size_t index);
+/* What clients of a draining server are told. */
+struct moe_status moe_rpc_draining(void) MOE_CHECKED;
 /* Does what `op` says and gives its reference back. Never runs a handler. Shard thread. */
 void moe_rpc_apply(struct moe_rpc_op *op);
 /* Fails calls that have held a permit for too long; returns when to look again. Shard thread. */
@@ -156,6 +160,7 @@ struct moe_rpc_server {
     enum moe_rpc_phase phase;
     uint32_t shards_ready; /* shards that have posted their accepts */
     size_t unfinished;     /* calls posted for acceptance or started, `done` not run */
+    size_t active;         /* calls let in by a server that did not drain, `done` not run */
     size_t allocated;      /* call structs */
     bool draining;
     bool shut_down; /* the core has let go of all connections */

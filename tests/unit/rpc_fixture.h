@@ -1,0 +1,90 @@
+/* For the tests of daemon/rpc: random data, and an echo server with a client over loopback that
+ * counts the parts it lends to the transport. */
+#ifndef RPC_FIXTURE_H
+#define RPC_FIXTURE_H
+
+#include "base/clock.h"
+#include "rpc/client.h"
+#include "rpc/server.h"
+
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <cmocka.h>
+
+/* Seeds the generator from MOE_SEED, or the clock, and prints the seed. */
+void seed_random(void);
+uint64_t random_bits(void);
+uint32_t random_below(uint32_t n); /* 0 .. n-1; 0 for n = 0 */
+bool one_in(uint32_t n);
+void fill_random(void *to, size_t length);
+
+#define assert_ok(expr)                                                                            \
+    do {                                                                                           \
+        struct moe_status ok_status = (expr);                                                      \
+        if (moe_failed(&ok_status))                                                                \
+            fail_msg("%s: %s %s", #expr, moe_code_name(ok_status.code), ok_status.text);           \
+    } while (0)
+
+/* The call fails with this code and reason; the sentence is printed. */
+#define assert_refused(expr, want_code, want_reason)                                               \
+    do {                                                                                           \
+        struct moe_status refused_status = (expr);                                                 \
+        print_message("  %s/%s: %s\n", moe_code_name(refused_status.code),                         \
+                      moe_reason_name(refused_status.reason), refused_status.text);                \
+        assert_int_equal(refused_status.code, want_code);                                          \
+        assert_int_equal(refused_status.reason, want_reason);                                      \
+    } while (0)
+
+/* ------------------------------------------------------------------ echo */
+
+#define UNARY_PATH  "/moe.v1.ExpertService/Forward"
+#define STREAM_PATH "/moe.v1.ExpertService/ForwardStream"
+
+/* The server answers a ForwardRequest (unary, "large") with its x as y, by reference. What else it
+ * does, the request's `model` says:
+ *   ""        answer at once              "thread"  answer from a thread of its own
+ *   "sink"    answer without the tensor   "hang"    keep the call until fixture_answer_held
+ *   "fail:R"  fail with reason number R
+ * A stream is echoed message by message, one at a time; a message "stop" stops reading for good. */
+struct fixture {
+    struct moe_rpc_server *server;
+    struct moe_rpc_client *client;
+    struct moe_rpc_channel *channel;
+
+    atomic_uint lent, released; /* parts, both sides */
+    atomic_uint started, done, cancelled, stream_messages;
+
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    struct moe_rpc_call *held[64]; /* calls that hang, with a hold on each */
+    unsigned held_count;
+};
+
+/* The server's settings before it starts: 2 shards, 64 MiB messages, 256 MiB reading. */
+struct moe_rpc_server_config fixture_config(void);
+void fixture_start(struct fixture *f, const struct moe_rpc_server_config *config);
+/* Drains, stops, and checks that every part that was lent came back once. */
+void fixture_stop(struct fixture *f);
+/* Waits until *counter >= at_least; fails the test after 20 s. */
+void fixture_await(const char *what, const atomic_uint *counter, unsigned at_least);
+void fixture_await_held(struct fixture *f, unsigned count);
+/* Answers (or tries to) every call that hangs. */
+void fixture_answer_held(struct fixture *f);
+/* A second channel to the same server, with a connection of its own. */
+struct moe_rpc_channel *fixture_channel(struct fixture *f, uint32_t max_message_bytes);
+
+/* A request with model and x by reference; `head` is filled and referred to. */
+struct moe_rpc_out fixture_request(struct fixture *f, const char *model, const void *x,
+                                   size_t length, uint8_t head[256]);
+struct moe_rpc_call_options fixture_options(uint64_t ms);
+/* A blocking unary call; `y` (`length` bytes, may be NULL) must equal the answer's tensor. */
+struct moe_status fixture_call(struct fixture *f, struct moe_rpc_channel *ch, const char *model,
+                               const void *x, size_t length, uint64_t ms, const void *y,
+                               size_t y_length);
+
+#endif

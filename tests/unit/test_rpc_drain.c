@@ -1,0 +1,214 @@
+/* Starting and ending servers: which addresses are accepted, what a drain waits for, and what it
+ * cuts off. */
+#include "rpc_fixture.h"
+
+#include <string.h>
+
+struct drain {
+    struct moe_rpc_server *server;
+    uint64_t limit_ms, took_ms;
+    atomic_uint over;
+    pthread_t thread;
+};
+
+static void *run_drain(void *arg)
+{
+    struct drain *d = arg;
+    uint64_t began = moe_clock_ns();
+    moe_rpc_server_drain(d->server, began + d->limit_ms * MOE_NS_PER_MS);
+    d->took_ms = (moe_clock_ns() - began) / MOE_NS_PER_MS;
+    atomic_fetch_add(&d->over, 1);
+    return NULL;
+}
+
+static void start_drain(struct fixture *f, struct drain *d, uint64_t limit_ms)
+{
+    memset(d, 0, sizeof *d);
+    d->server = f->server;
+    d->limit_ms = limit_ms;
+    assert_int_equal(pthread_create(&d->thread, NULL, run_drain, d), 0);
+}
+
+static void end_drain(struct fixture *f, struct drain *d)
+{
+    pthread_join(d->thread, NULL);
+    print_message("  drained in %llu ms\n", (unsigned long long)d->took_ms);
+    fixture_answer_held(f);
+    moe_rpc_server_stop(f->server);
+    f->server = NULL;
+}
+
+struct outcome {
+    atomic_uint over;
+    struct moe_status status;
+    size_t bytes;
+};
+
+static void keep_outcome(void *ctx, struct moe_status status, struct moe_rpc_msg *reply)
+{
+    struct outcome *o = ctx;
+    o->status = status;
+    o->bytes = reply != NULL ? moe_rpc_msg_length(reply) : 0;
+    moe_rpc_msg_free(reply);
+    atomic_fetch_add(&o->over, 1);
+}
+
+static void start_call(struct fixture *f, const char *model, struct outcome *o)
+{
+    uint8_t head[256];
+    static uint8_t x[1 << 20];
+    struct moe_rpc_call_options options = fixture_options(0);
+    struct moe_rpc_out out = fixture_request(f, model, x, sizeof x, head);
+    memset(o, 0, sizeof *o);
+    moe_rpc_call_unary(f->channel, UNARY_PATH, &options, &out, keep_outcome, o, NULL);
+}
+
+static void a_drain_lets_calls_in_flight_finish(void **state)
+{
+    struct fixture f;
+    struct drain d;
+    struct outcome o[4];
+    (void)state;
+    fixture_start(&f, NULL);
+    for (int i = 0; i < 4; i++)
+        start_call(&f, "hang", &o[i]);
+    fixture_await_held(&f, 4);
+    start_drain(&f, &d, 20000);
+    /* From some moment on nobody is let in; until then calls are answered. */
+    struct moe_status st;
+    uint64_t give_up = moe_clock_ns() + 20 * MOE_NS_PER_S;
+    do {
+        struct moe_rpc_channel *late = fixture_channel(&f, 0);
+        st = fixture_call(&f, late, "", "x", 1, 5000, NULL, 0);
+        moe_rpc_channel_close(late);
+        assert_true(moe_clock_ns() < give_up);
+    } while (!moe_failed(&st));
+    print_message("  a new call: %s %s\n", moe_code_name(st.code), st.text);
+    assert_int_equal(st.code, MOE_UNAVAILABLE);
+    assert_int_equal(st.reason, MOE_REASON_DRAINING);
+    assert_true(st.retry_after_ms > 0);
+    assert_int_equal(d.over, 0);
+    fixture_answer_held(&f);
+    for (int i = 0; i < 4; i++) {
+        fixture_await("an answer", &o[i].over, 1);
+        assert_ok(o[i].status);
+        assert_true(o[i].bytes > 1 << 20);
+    }
+    end_drain(&f, &d);
+    assert_int_equal(f.cancelled, 0);
+    fixture_stop(&f);
+}
+
+static void a_drain_cancels_what_outlasts_its_limit(void **state)
+{
+    struct fixture f;
+    struct drain d;
+    struct outcome o[4];
+    (void)state;
+    fixture_start(&f, NULL);
+    for (int i = 0; i < 4; i++)
+        start_call(&f, "hang", &o[i]);
+    fixture_await_held(&f, 4);
+    start_drain(&f, &d, 100);
+    for (int i = 0; i < 4; i++) {
+        fixture_await("the end of a call", &o[i].over, 1);
+        assert_true(moe_failed(&o[i].status));
+        print_message("  %s: %s\n", moe_code_name(o[i].status.code), o[i].status.text);
+    }
+    end_drain(&f, &d);
+    assert_true(d.took_ms >= 100);
+    assert_int_equal(f.done, 4);
+    assert_int_equal(f.cancelled, 4);
+    fixture_stop(&f);
+}
+
+static void an_idle_server_drains_at_once_and_its_port_can_be_bound_again(void **state)
+{
+    struct fixture f;
+    struct drain d;
+    char listen[32];
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        struct moe_rpc_server_config config = fixture_config();
+        if (i > 0)
+            config.listen = listen;
+        fixture_start(&f, &config);
+        snprintf(listen, sizeof listen, "127.0.0.1:%u", moe_rpc_server_port(f.server));
+        assert_ok(fixture_call(&f, f.channel, "", "x", 1, 20000, "x", 1));
+        start_drain(&f, &d, 20000);
+        end_drain(&f, &d);
+        assert_true(d.took_ms < 10000);
+        fixture_stop(&f);
+    }
+}
+
+static struct moe_status try_start(const char *listen, bool insecure)
+{
+    struct moe_rpc_server *s;
+    struct moe_rpc_server_config config = fixture_config();
+    config.listen = listen;
+    config.insecure = insecure;
+    struct moe_status st = moe_rpc_server_start(&config, &s);
+    assert_true((s == NULL) == moe_failed(&st));
+    if (s != NULL) {
+        assert_int_not_equal(moe_rpc_server_port(s), 0);
+        moe_rpc_server_drain(s, moe_clock_ns() + MOE_NS_PER_S);
+        moe_rpc_server_stop(s);
+    }
+    return st;
+}
+
+static void only_loopback_is_listened_on_unless_told_otherwise(void **state)
+{
+    static const char *const refused[] = {"0.0.0.0:0",  "[::]:0",          "192.0.2.1:0",
+                                          "example:0",  "[2001:db8::1]:0", "128.0.0.1:0",
+                                          "127.0.0.x:0"};
+    static const char *const malformed[] = {
+        "",     "127.0.0.1",   "127.0.0.1:",      ":1",     "[::1]",        "::1:0",
+        "[]:1", "127.0.0.1:x", "127.0.0.1:65536", "[::1:0", "127.0.0.1:-1", "127.0.0.1: 1"};
+    (void)state;
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
+        assert_refused(try_start(refused[i], false), MOE_INVALID_ARGUMENT,
+                       MOE_REASON_CONFIG_INVALID);
+    for (size_t i = 0; i < sizeof malformed / sizeof *malformed; i++)
+        assert_refused(try_start(malformed[i], true), MOE_INVALID_ARGUMENT,
+                       MOE_REASON_CONFIG_INVALID);
+    assert_ok(try_start("127.0.0.1:0", false));
+    assert_ok(try_start("127.9.9.9:0", false));
+    assert_ok(try_start("localhost:0", false));
+    assert_ok(try_start("0.0.0.0:0", true));
+}
+
+static void a_port_in_use_and_bad_settings_are_errors(void **state)
+{
+    struct fixture f;
+    char listen[32];
+    struct moe_rpc_server *s;
+    (void)state;
+    fixture_start(&f, NULL);
+    snprintf(listen, sizeof listen, "127.0.0.1:%u", moe_rpc_server_port(f.server));
+    assert_refused(try_start(listen, false), MOE_UNAVAILABLE, MOE_REASON_IO);
+    struct moe_rpc_server_config config = fixture_config();
+    config.max_message_bytes = 0;
+    assert_refused(moe_rpc_server_start(&config, &s), MOE_INVALID_ARGUMENT,
+                   MOE_REASON_CONFIG_INVALID);
+    config = fixture_config();
+    config.descriptors = (const uint8_t *)"\x0a\x05xyz";
+    config.descriptors_length = 5;
+    assert_refused(moe_rpc_server_start(&config, &s), MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED);
+    assert_ok(fixture_call(&f, f.channel, "", "x", 1, 20000, "x", 1));
+    fixture_stop(&f);
+}
+
+int main(void)
+{
+    seed_random();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_drain_lets_calls_in_flight_finish),
+        cmocka_unit_test(a_drain_cancels_what_outlasts_its_limit),
+        cmocka_unit_test(an_idle_server_drains_at_once_and_its_port_can_be_bound_again),
+        cmocka_unit_test(only_loopback_is_listened_on_unless_told_otherwise),
+        cmocka_unit_test(a_port_in_use_and_bad_settings_are_errors),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
