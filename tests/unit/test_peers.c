@@ -1,0 +1,482 @@
+/* Promises of the peers: real servers and streams over loopback, an engine that only reports, and a
+ * hand-written caller who does not keep the rules. */
+#include "base/clock.h"
+#include "moe/v1/worker.pb-c.h"
+#include "worker/control.h"
+#include "worker/peers.h"
+
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <cmocka.h>
+
+enum { SLOTS = 3, TICKETS_MAX = 4096, EPOCH = 5, WAIT_MS = 20000 };
+
+#define assert_ok(expr)                                                                            \
+    do {                                                                                           \
+        struct moe_status ok_status = (expr);                                                      \
+        if (moe_failed(&ok_status))                                                                \
+            fail_msg("%s: %s %s", #expr, moe_code_name(ok_status.code), ok_status.text);           \
+    } while (0)
+
+/* A worker without an engine: its thread reports each ticket as run, in order. */
+struct node {
+    uint32_t slot;
+    uint64_t incarnation;
+    struct moe_peers *peers;
+    struct moe_rpc_server *server;
+    struct moe_rpc_client *client;
+    char endpoint[32];
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    bool quit;
+    struct moe_ticket tickets[TICKETS_MAX];
+    size_t count, finished;
+    uint64_t lost_slots;
+    unsigned lost_count;
+};
+
+static void on_run(void *ctx, const struct moe_ticket *ticket)
+{
+    struct node *n = ctx;
+    pthread_mutex_lock(&n->lock);
+    if (n->count < TICKETS_MAX)
+        n->tickets[n->count++] = *ticket;
+    pthread_cond_broadcast(&n->changed);
+    pthread_mutex_unlock(&n->lock);
+}
+
+static void on_lost(void *ctx, uint64_t epoch, uint64_t slots, struct moe_status why)
+{
+    struct node *n = ctx;
+    print_message("  slot %u, epoch %llu, lost %llx: %s\n", n->slot, (unsigned long long)epoch,
+                  (unsigned long long)slots, why.text);
+    pthread_mutex_lock(&n->lock);
+    n->lost_slots |= slots;
+    n->lost_count++;
+    pthread_cond_broadcast(&n->changed);
+    pthread_mutex_unlock(&n->lock);
+}
+
+static void *report_tickets(void *arg)
+{
+    struct node *n = arg;
+    const struct moe_status fine = moe_ok();
+    pthread_mutex_lock(&n->lock);
+    while (!n->quit) {
+        if (n->finished == n->count) {
+            pthread_cond_wait(&n->changed, &n->lock);
+            continue;
+        }
+        struct moe_ticket t = n->tickets[n->finished++];
+        pthread_mutex_unlock(&n->lock);
+        moe_peers_finished(n->peers, &t, &fine);
+        pthread_mutex_lock(&n->lock);
+    }
+    pthread_mutex_unlock(&n->lock);
+    return NULL;
+}
+
+static void start_node(struct node *n, uint32_t slot)
+{
+    *n = (struct node){.slot = slot, .incarnation = 1000 + slot};
+    pthread_mutex_init(&n->lock, NULL);
+    pthread_cond_init(&n->changed, NULL);
+    assert_ok(moe_rpc_client_create(&n->client));
+    const struct moe_peers_config peers = {
+        .client = n->client,
+        .incarnation = n->incarnation,
+        .run = on_run,
+        .lost = on_lost,
+        .ctx = n,
+    };
+    assert_ok(moe_peers_create(&peers, &n->peers));
+    struct moe_rpc_method method;
+    moe_peers_method(n->peers, &method);
+    const struct moe_rpc_server_config server = {
+        .listen = "127.0.0.1:0",
+        .shards = 1,
+        .max_message_bytes = 1 << 20,
+        .max_reading_bytes = 1 << 20,
+        .max_waiting_reads = 4,
+        .max_concurrent_streams = 16,
+        .methods = &method,
+        .method_count = 1,
+    };
+    assert_ok(moe_rpc_server_start(&server, &n->server));
+    (void)snprintf(n->endpoint, sizeof n->endpoint, "127.0.0.1:%u", moe_rpc_server_port(n->server));
+    assert_int_equal(pthread_create(&n->thread, NULL, report_tickets, n), 0);
+}
+
+static void stop_node(struct node *n)
+{
+    pthread_mutex_lock(&n->lock);
+    n->quit = true;
+    pthread_cond_broadcast(&n->changed);
+    pthread_mutex_unlock(&n->lock);
+    pthread_join(n->thread, NULL);
+    moe_peers_stop(n->peers);
+    moe_rpc_server_drain(n->server, moe_clock_ns() + 100 * MOE_NS_PER_MS);
+    moe_rpc_server_stop(n->server);
+    moe_peers_destroy(n->peers);
+    moe_rpc_client_destroy(n->client);
+    pthread_cond_destroy(&n->changed);
+    pthread_mutex_destroy(&n->lock);
+}
+
+static void expect(struct node *nodes, uint32_t self, uint64_t epoch)
+{
+    struct moe_peers_view view = {
+        .epoch = epoch, .live = (1u << SLOTS) - 1, .slot = self, .max_bucket = 16};
+    for (uint32_t s = 0; s < SLOTS; s++)
+        view.members[s] = (struct moe_peer){nodes[s].incarnation, nodes[s].endpoint};
+    assert_ok(moe_peers_expect(nodes[self].peers, &view));
+}
+
+static void start_group(struct node *nodes)
+{
+    for (uint32_t s = 0; s < SLOTS; s++)
+        start_node(&nodes[s], s);
+    for (uint32_t s = 0; s < SLOTS; s++)
+        expect(nodes, s, EPOCH);
+}
+
+static void stop_group(struct node *nodes)
+{
+    for (uint32_t s = 0; s < SLOTS; s++)
+        stop_node(&nodes[s]);
+}
+
+/* Waits until `*value` >= at_least, under the node's lock; a hang fails the test. */
+static void await(struct node *n, const size_t *value, size_t at_least)
+{
+    uint64_t deadline = moe_clock_ns() + WAIT_MS * MOE_NS_PER_MS;
+    for (;;) {
+        pthread_mutex_lock(&n->lock);
+        bool there = *value >= at_least;
+        pthread_mutex_unlock(&n->lock);
+        if (there)
+            return;
+        if (moe_clock_ns() > deadline)
+            fail_msg("slot %u waited too long", n->slot);
+        nanosleep(&(struct timespec){0, 1000000}, NULL);
+    }
+}
+
+static void await_lost(struct node *n, uint64_t slots)
+{
+    uint64_t deadline = moe_clock_ns() + WAIT_MS * MOE_NS_PER_MS;
+    for (;;) {
+        pthread_mutex_lock(&n->lock);
+        bool there = n->lost_count > 0 && n->lost_slots == slots;
+        pthread_mutex_unlock(&n->lock);
+        if (there)
+            return;
+        if (moe_clock_ns() > deadline)
+            fail_msg("slot %u never lost %llx", n->slot, (unsigned long long)slots);
+        nanosleep(&(struct timespec){0, 1000000}, NULL);
+    }
+}
+
+/* ----------------------------------------------------------------------- tickets */
+
+static void announce_at_random(struct node *nodes, unsigned *seed, uint64_t announced[SLOTS])
+{
+    for (int i = 0; i < 300; i++) {
+        uint32_t slot = (uint32_t)rand_r(seed) % SLOTS;
+        uint32_t tokens = 1 + (uint32_t)rand_r(seed) % 20;
+        announced[slot] += tokens;
+        moe_peers_announce(nodes[slot].peers, 2, MOE_STEP_FORWARD, MOE_DTYPE_F32, tokens);
+        if (rand_r(seed) % 8 == 0)
+            nanosleep(&(struct timespec){0, 200000}, NULL);
+    }
+}
+
+/* Sum of the buckets is what the tickets can carry for one slot. */
+static uint64_t covered(const struct node *n, size_t tickets)
+{
+    uint64_t sum = 0;
+    for (size_t i = 0; i < tickets; i++)
+        sum += n->tickets[i].bucket;
+    return sum;
+}
+
+static void all_slots_get_the_same_tickets_for_all_that_was_announced(void **state)
+{
+    (void)state;
+    static struct node nodes[SLOTS];
+    const char *given = getenv("MOE_SEED");
+    unsigned seed = given != NULL ? (unsigned)strtoul(given, NULL, 0) : (unsigned)time(NULL);
+    uint64_t announced[SLOTS] = {0};
+    print_message("MOE_SEED=%u\n", seed);
+    start_group(nodes);
+    /* The members' view is committed before the sequencer's. */
+    for (uint32_t s = SLOTS; s-- > 0;)
+        assert_ok(moe_peers_start(nodes[s].peers));
+    announce_at_random(nodes, &seed, announced);
+
+    uint64_t most = 0;
+    for (uint32_t s = 0; s < SLOTS; s++)
+        most = announced[s] > most ? announced[s] : most;
+    size_t count = 0;
+    while (covered(&nodes[0], count) < most)
+        await(&nodes[0], &nodes[0].count, ++count);
+    for (uint32_t s = 1; s < SLOTS; s++)
+        await(&nodes[s], &nodes[s].count, count);
+    print_message("%zu tickets for %llu tokens\n", count, (unsigned long long)most);
+    for (size_t i = 0; i < count; i++) {
+        assert_int_equal(nodes[0].tickets[i].seq, i + 1);
+        assert_int_equal(nodes[0].tickets[i].epoch, EPOCH);
+        assert_int_equal(nodes[0].tickets[i].layer, 2);
+        for (uint32_t s = 1; s < SLOTS; s++)
+            assert_memory_equal(&nodes[s].tickets[i], &nodes[0].tickets[i],
+                                sizeof nodes[0].tickets[i]);
+    }
+    for (uint32_t s = 0; s < SLOTS; s++)
+        assert_int_equal(nodes[s].lost_count, 0);
+    stop_group(nodes);
+}
+
+static void no_ticket_comes_before_all_have_joined(void **state)
+{
+    (void)state;
+    static struct node nodes[SLOTS];
+    start_group(nodes);
+    assert_ok(moe_peers_start(nodes[0].peers));
+    assert_ok(moe_peers_start(nodes[1].peers));
+    moe_peers_announce(nodes[0].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_BF16, 3);
+    moe_peers_announce(nodes[2].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_BF16, 9);
+    nanosleep(&(struct timespec){0, 50000000}, NULL);
+    assert_int_equal(nodes[0].count, 0);
+    assert_ok(moe_peers_start(nodes[2].peers));
+    for (uint32_t s = 0; s < SLOTS; s++)
+        await(&nodes[s], &nodes[s].count, 1);
+    assert_int_equal(nodes[0].tickets[0].dtype, MOE_DTYPE_BF16);
+    stop_group(nodes);
+}
+
+static void a_new_view_begins_at_the_first_ticket(void **state)
+{
+    (void)state;
+    static struct node nodes[SLOTS];
+    start_group(nodes);
+    for (uint64_t epoch = EPOCH + 1; epoch < EPOCH + 4; epoch++) {
+        for (uint32_t s = 0; s < SLOTS; s++)
+            expect(nodes, s, epoch);
+        for (uint32_t s = 0; s < SLOTS; s++)
+            assert_ok(moe_peers_start(nodes[s].peers));
+        size_t before = nodes[1].count;
+        moe_peers_announce(nodes[1].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_F32, 4);
+        for (uint32_t s = 0; s < SLOTS; s++)
+            await(&nodes[s], &nodes[s].count, before + 1);
+        assert_int_equal(nodes[2].tickets[before].epoch, epoch);
+        assert_int_equal(nodes[2].tickets[before].seq, 1);
+        for (uint32_t s = 0; s < SLOTS; s++)
+            moe_peers_stop(nodes[s].peers);
+    }
+    stop_group(nodes);
+}
+
+/* ------------------------------------------------------------------------ losses */
+
+static void a_member_that_goes_away_is_reported_by_the_sequencer(void **state)
+{
+    (void)state;
+    static struct node nodes[SLOTS];
+    start_group(nodes);
+    for (uint32_t s = 0; s < SLOTS; s++)
+        assert_ok(moe_peers_start(nodes[s].peers));
+    moe_peers_announce(nodes[1].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_F32, 4);
+    await(&nodes[1], &nodes[1].count, 1);
+    moe_peers_stop(nodes[1].peers);
+    await_lost(&nodes[0], 1 << 1);
+    assert_int_equal(nodes[1].lost_count, 0); /* it left by itself */
+    stop_group(nodes);
+}
+
+static void a_sequencer_that_goes_away_is_reported_by_all_members(void **state)
+{
+    (void)state;
+    static struct node nodes[SLOTS];
+    start_group(nodes);
+    for (uint32_t s = 0; s < SLOTS; s++)
+        assert_ok(moe_peers_start(nodes[s].peers));
+    moe_peers_announce(nodes[1].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_F32, 4);
+    await(&nodes[2], &nodes[2].count, 1);
+    moe_peers_stop(nodes[0].peers);
+    await_lost(&nodes[1], 1 << 0);
+    await_lost(&nodes[2], 1 << 0);
+    stop_group(nodes);
+}
+
+static void a_sequencer_that_is_not_there_is_reported(void **state)
+{
+    (void)state;
+    static struct node nodes[SLOTS];
+    start_group(nodes);
+    struct moe_peers_view view = {.epoch = EPOCH + 1, .live = 0x3, .slot = 1, .max_bucket = 16};
+    view.members[0] = (struct moe_peer){1, "127.0.0.1:1"}; /* nobody listens */
+    view.members[1] = (struct moe_peer){nodes[1].incarnation, nodes[1].endpoint};
+    assert_ok(moe_peers_expect(nodes[1].peers, &view));
+    assert_ok(moe_peers_start(nodes[1].peers));
+    await_lost(&nodes[1], 1 << 0);
+    stop_group(nodes);
+}
+
+static void a_step_that_failed_on_a_member_stops_the_tickets(void **state)
+{
+    (void)state;
+    static struct node nodes[SLOTS];
+    start_group(nodes);
+    for (uint32_t s = 0; s < SLOTS; s++)
+        assert_ok(moe_peers_start(nodes[s].peers));
+    pthread_mutex_lock(&nodes[2].lock); /* slot 2 says nothing of its own */
+    nodes[2].finished = 1;
+    pthread_mutex_unlock(&nodes[2].lock);
+    moe_peers_announce(nodes[0].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_F32, 4);
+    await(&nodes[2], &nodes[2].count, 1);
+    struct moe_status failure =
+        moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot 1 did not answer");
+    moe_peers_finished(nodes[2].peers, &nodes[2].tickets[0], &failure);
+    await_lost(&nodes[0], 0);
+    moe_peers_announce(nodes[0].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_F32, 4);
+    nanosleep(&(struct timespec){0, 20000000}, NULL);
+    assert_int_equal(nodes[0].count, 1);
+    stop_group(nodes);
+}
+
+/* -------------------------------------------------------- a caller without manners */
+
+struct caller {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    bool closed;
+    struct moe_status status;
+};
+
+static void caller_message(void *ctx, struct moe_rpc_msg *m)
+{
+    (void)ctx;
+    moe_rpc_msg_free(m);
+}
+
+static void caller_closed(void *ctx, struct moe_status status)
+{
+    struct caller *c = ctx;
+    pthread_mutex_lock(&c->lock);
+    c->closed = true;
+    c->status = status;
+    pthread_cond_signal(&c->changed);
+    pthread_mutex_unlock(&c->lock);
+}
+
+/* Sends one message on a stream of its own to slot 0, and returns how the stream ended. */
+static struct moe_status say(struct node *nodes, const uint8_t *bytes, size_t length)
+{
+    struct caller c = {.closed = false};
+    pthread_mutex_init(&c.lock, NULL);
+    pthread_cond_init(&c.changed, NULL);
+    struct moe_rpc_channel *channel;
+    struct moe_rpc_stream *stream;
+    const struct moe_rpc_channel_config config = {.target = nodes[0].endpoint};
+    const struct moe_rpc_call_options options = {
+        .deadline_ns = moe_clock_ns() + WAIT_MS * MOE_NS_PER_MS, .wait_for_ready = true};
+    const struct moe_rpc_stream_events events = {caller_message, caller_closed};
+    assert_ok(moe_rpc_channel_open(nodes[1].client, &config, &channel));
+    assert_ok(moe_rpc_stream_open(channel, "/moe.v1.WorkerService/Sequence", &options, &events, &c,
+                                  &stream));
+    const struct moe_rpc_out out = {.head = bytes, .head_length = length};
+    assert_ok(moe_rpc_stream_send(stream, &out));
+    pthread_mutex_lock(&c.lock);
+    while (!c.closed)
+        pthread_cond_wait(&c.changed, &c.lock);
+    pthread_mutex_unlock(&c.lock);
+    moe_rpc_stream_free(stream);
+    moe_rpc_channel_close(channel);
+    pthread_cond_destroy(&c.changed);
+    pthread_mutex_destroy(&c.lock);
+    print_message("  %s/%s: %s\n", moe_code_name(c.status.code), moe_reason_name(c.status.reason),
+                  c.status.text);
+    return c.status;
+}
+
+static struct moe_status say_hello(struct node *nodes, uint32_t slot, uint64_t epoch,
+                                   uint64_t incarnation)
+{
+    Moe__V1__SequenceHello hello = MOE__V1__SEQUENCE_HELLO__INIT;
+    hello.slot = slot;
+    hello.epoch = epoch;
+    hello.incarnation = incarnation;
+    Moe__V1__SequenceRequest q = MOE__V1__SEQUENCE_REQUEST__INIT;
+    q.body_case = MOE__V1__SEQUENCE_REQUEST__BODY_HELLO;
+    q.hello = &hello;
+    uint8_t bytes[64];
+    return say(nodes, bytes, moe__v1__sequence_request__pack(&q, bytes));
+}
+
+static void a_caller_of_another_epoch_or_process_is_refused(void **state)
+{
+    (void)state;
+    static struct node nodes[SLOTS];
+    start_group(nodes);
+    struct moe_status st = say_hello(nodes, 1, EPOCH - 1, nodes[1].incarnation);
+    assert_int_equal(st.code, MOE_FAILED_PRECONDITION);
+    assert_int_equal(st.reason, MOE_REASON_STALE_EPOCH);
+    st = say_hello(nodes, 1, EPOCH + 1, nodes[1].incarnation);
+    assert_int_equal(st.reason, MOE_REASON_STALE_EPOCH);
+    st = say_hello(nodes, 1, EPOCH, nodes[1].incarnation + 1);
+    assert_int_equal(st.reason, MOE_REASON_STALE_EPOCH);
+    st = say_hello(nodes, 0, EPOCH, nodes[0].incarnation); /* the sequencer itself */
+    assert_int_equal(st.reason, MOE_REASON_STALE_EPOCH);
+    st = say_hello(nodes, 77, EPOCH, nodes[1].incarnation);
+    assert_int_equal(st.reason, MOE_REASON_STALE_EPOCH);
+    /* None of this has cost anyone the view. */
+    for (uint32_t s = 0; s < SLOTS; s++)
+        assert_ok(moe_peers_start(nodes[s].peers));
+    moe_peers_announce(nodes[1].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_F32, 1);
+    await(&nodes[2], &nodes[2].count, 1);
+    assert_int_equal(nodes[0].lost_count, 0);
+    moe_peers_stop(nodes[0].peers);
+    st = say_hello(nodes, 1, EPOCH, nodes[1].incarnation); /* the view is over */
+    assert_int_equal(st.reason, MOE_REASON_STALE_EPOCH);
+    stop_group(nodes);
+}
+
+static void a_message_that_makes_no_sense_ends_its_stream_only(void **state)
+{
+    (void)state;
+    static struct node nodes[SLOTS];
+    static const uint8_t garbage[] = {0xff, 0xff, 0xff, 0xff, 0x01, 0x02};
+    static const uint8_t long_one[4096];
+    start_group(nodes);
+    struct moe_status st = say(nodes, garbage, sizeof garbage);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    st = say(nodes, long_one, sizeof long_one);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    st = say(nodes, garbage, 0); /* an empty message is no hello */
+    assert_int_equal(st.code, MOE_FAILED_PRECONDITION);
+    assert_int_equal(nodes[0].lost_count, 0);
+    stop_group(nodes);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(all_slots_get_the_same_tickets_for_all_that_was_announced),
+        cmocka_unit_test(no_ticket_comes_before_all_have_joined),
+        cmocka_unit_test(a_new_view_begins_at_the_first_ticket),
+        cmocka_unit_test(a_member_that_goes_away_is_reported_by_the_sequencer),
+        cmocka_unit_test(a_sequencer_that_goes_away_is_reported_by_all_members),
+        cmocka_unit_test(a_sequencer_that_is_not_there_is_reported),
+        cmocka_unit_test(a_step_that_failed_on_a_member_stops_the_tickets),
+        cmocka_unit_test(a_caller_of_another_epoch_or_process_is_refused),
+        cmocka_unit_test(a_message_that_makes_no_sense_ends_its_stream_only),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
