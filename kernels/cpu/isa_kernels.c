@@ -23,7 +23,7 @@
 #define VECTOR_BYTES 16
 #define ROWS         10 /* 20 accumulators + 4 weight vectors of 32 registers */
 #else
-#define ISA_NAME     "generic"
+#define ISA_NAME     "sse2"
 #define VECTOR_BYTES 16
 #define ROWS         4 /* 8 accumulators + 4 weight vectors + products of 16 registers */
 #endif

@@ -1,0 +1,182 @@
+/* Speed of the expert networks on the CPU: gate_up and down of one expert (or of eight) with cold
+ * weights, for every instruction set that this processor has.
+ *
+ *   gemm_bench [THREADS [SECONDS_PER_LINE [INSTRUCTION_SET]]]
+ *
+ * Every call takes the next expert of a pool that does not fit into the caches, so that weights
+ * come from memory as they do in service. Printed is the best call of each line: on a shared
+ * machine the others say more about the neighbours. */
+#include "base/clock.h"
+#include "cpu/layer.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { POOL_BYTES = 256 << 20, GROUP = 8 };
+
+struct shape {
+    const char *model;
+    uint32_t hidden, intermediate;
+};
+
+static const struct shape shapes[] = {
+    {"Qwen3-30B-A3B", 2048, 768},
+    {"DeepSeek-V3", 7168, 2048},
+    {"Mixtral-8x7B", 4096, 14336},
+};
+
+static void require_ok(struct moe_status st)
+{
+    if (!moe_failed(&st))
+        return;
+    fprintf(stderr, "gemm_bench: %s\n", st.text);
+    exit(1);
+}
+
+/* Values in [-1, 1) from a small generator: speed does not depend on them, denormals would. */
+static void *random_values(enum moe_dtype dtype, size_t n)
+{
+    char *p = malloc(n * moe_dtype_bytes(dtype));
+    uint32_t bits = 1;
+    for (size_t i = 0; p != NULL && i < n; i++) {
+        bits = bits * 1664525 + 1013904223;
+        float f = (float)(int32_t)bits * 0x1p-31f;
+        uint16_t b = moe_f32_to_bf16(f);
+        if (dtype == MOE_DTYPE_F32)
+            memcpy(p + i * sizeof f, &f, sizeof f);
+        else
+            memcpy(p + i * sizeof b, &b, sizeof b);
+    }
+    if (p == NULL)
+        require_ok(moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory"));
+    return p;
+}
+
+static struct moe_layer *make_layer(struct moe_device *device, const struct shape *shape,
+                                    enum moe_dtype dtype, uint32_t *experts)
+{
+    size_t count = (size_t)shape->hidden * shape->intermediate;
+    size_t bytes = count * moe_dtype_bytes(dtype);
+    *experts = (uint32_t)(POOL_BYTES / (3 * bytes)) + 1;
+    if (*experts < GROUP)
+        *experts = GROUP;
+    struct moe_layer_spec spec = {
+        .hidden = shape->hidden,
+        .experts = *experts,
+        .intermediate = shape->intermediate,
+        .router = {.top_k = 1, .groups = 1, .topk_group = 1, .group_best = 1, .scale = 1},
+    };
+    uint32_t offset[MOE_MAX_EXPERTS + 1];
+    uint16_t slot[MOE_MAX_EXPERTS] = {0};
+    for (uint32_t e = 0; e <= *experts; e++)
+        offset[e] = e;
+    struct moe_placement placement = {.experts = *experts, .slots = 1, offset, slot};
+    struct moe_layer *layer;
+    require_ok(moe_cpu_layer_create(device, &spec, &placement, 0, &layer));
+    void *data = random_values(dtype, count);
+    for (uint32_t e = 0; e < *experts; e++)
+        for (enum moe_weight w = MOE_WEIGHT_GATE; w <= MOE_WEIGHT_DOWN; w++)
+            require_ok(moe_cpu_layer_upload(layer, w, e, dtype, data, bytes));
+    free(data);
+    data = random_values(MOE_DTYPE_F32, (size_t)*experts * shape->hidden);
+    require_ok(moe_cpu_layer_upload(layer, MOE_WEIGHT_ROUTER, 0, MOE_DTYPE_F32, data,
+                                    (size_t)*experts * shape->hidden * sizeof(float)));
+    free(data);
+    require_ok(moe_cpu_layer_finish(layer));
+    return layer;
+}
+
+/* `m` rows for each of `group` experts from `first` on. */
+struct batch {
+    struct moe_rows rows;
+    uint32_t expert[GROUP], start[GROUP + 1], count[GROUP];
+    float *weight, *hidden, *out;
+};
+
+static void make_batch(const struct shape *shape, uint32_t group, uint32_t m, struct batch *b)
+{
+    uint32_t stride = (m + MOE_ROW_ALIGN - 1) / MOE_ROW_ALIGN * MOE_ROW_ALIGN;
+    for (uint32_t g = 0; g < group; g++) {
+        b->start[g] = g * stride;
+        b->count[g] = m;
+    }
+    size_t rows = b->start[group] = group * stride;
+    b->weight = random_values(MOE_DTYPE_F32, rows);
+    b->hidden = random_values(MOE_DTYPE_F32, rows * shape->intermediate);
+    b->out = random_values(MOE_DTYPE_F32, rows * shape->hidden);
+    b->rows = (struct moe_rows){.local_experts = group,
+                                .expert = b->expert,
+                                .start = b->start,
+                                .count = b->count,
+                                .x = random_values(MOE_DTYPE_BF16, rows * shape->hidden),
+                                .weight = b->weight};
+}
+
+static void free_batch(struct batch *b)
+{
+    free(b->rows.x);
+    free(b->weight);
+    free(b->hidden);
+    free(b->out);
+}
+
+static void bench_line(struct moe_layer *layer, const struct shape *shape, uint32_t group,
+                       uint32_t m, double seconds)
+{
+    struct batch b;
+    make_batch(shape, group, m, &b);
+    uint64_t best_up = UINT64_MAX, best_down = UINT64_MAX;
+    uint64_t end = moe_clock_ns() + (uint64_t)(seconds * 1e9);
+    uint32_t next = 0;
+    for (uint32_t call = 0; call < 3 || moe_clock_ns() < end; call++) {
+        if (next + group > layer->local_experts)
+            next = 0;
+        for (uint32_t g = 0; g < group; g++)
+            b.expert[g] = next++;
+        uint64_t t0 = moe_clock_ns();
+        require_ok(moe_cpu_gemm_gate_up(layer, MOE_DTYPE_BF16, &b.rows, b.hidden));
+        uint64_t t1 = moe_clock_ns();
+        require_ok(moe_cpu_gemm_down(layer, &b.rows, b.hidden, b.out));
+        uint64_t t2 = moe_clock_ns();
+        best_up = t1 - t0 < best_up ? t1 - t0 : best_up;
+        best_down = t2 - t1 < best_down ? t2 - t1 : best_down;
+    }
+    double flop = 2.0 * group * m * shape->hidden * shape->intermediate;
+    printf("  %u x %4u rows   gate_up %8.1f us %6.1f GFLOP/s   down %8.1f us %6.1f GFLOP/s\n",
+           group, m, (double)best_up / 1e3, 2 * flop / (double)best_up, (double)best_down / 1e3,
+           flop / (double)best_down);
+    fflush(stdout);
+    free_batch(&b);
+}
+
+int main(int argc, char **argv)
+{
+    static const uint32_t row_counts[] = {1, 8, 64, 512};
+    struct moe_device_config config = {.threads = argc > 1 ? (uint32_t)atoi(argv[1]) : 0};
+    double seconds = argc > 2 ? atof(argv[2]) : 0.3;
+    uint32_t isas;
+    const struct moe_cpu_isa *const *isa = moe_cpu_isa_list(&isas);
+    for (uint32_t i = 0; i < isas; i++) {
+        if (argc > 3 && strcmp(argv[3], isa[i]->name) != 0)
+            continue;
+        struct moe_device *device;
+        struct moe_device_info info;
+        require_ok(moe_cpu_device_open_isa(&config, isa[i], &device));
+        moe_cpu_device_info(device, &info);
+        for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
+            for (enum moe_dtype dtype = MOE_DTYPE_BF16; dtype >= MOE_DTYPE_F32; dtype--) {
+                uint32_t experts;
+                struct moe_layer *layer = make_layer(device, &shapes[s], dtype, &experts);
+                printf("%s; %s, hidden %u, intermediate %u, %s weights of %u experts\n", info.name,
+                       shapes[s].model, shapes[s].hidden, shapes[s].intermediate,
+                       dtype == MOE_DTYPE_BF16 ? "bf16" : "f32", experts);
+                for (size_t r = 0; r < sizeof row_counts / sizeof *row_counts; r++)
+                    bench_line(layer, &shapes[s], 1, row_counts[r], seconds);
+                bench_line(layer, &shapes[s], GROUP, 1, seconds);
+                moe_cpu_layer_destroy(layer);
+            }
+        }
+        moe_cpu_device_close(device);
+    }
+    return 0;
+}
