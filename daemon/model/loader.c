@@ -128,36 +128,50 @@ static uint32_t half_to_single_bits(uint16_t h)
     return sign | (127 - 14 - shift) << 23 | (mantissa << shift & 0x3ff) << 13;
 }
 
-static void copy_element(const struct moe_piece *p, const char *raw, size_t from, char *out,
-                         size_t to)
+static inline __attribute__((always_inline)) void
+copy_element(enum moe_st_dtype dtype, const char *raw, size_t from, char *out, size_t to)
 {
-    switch (p->at.tensor->dtype) {
+    uint16_t half;
+    uint32_t single;
+    switch (dtype) {
     case MOE_ST_F32: memcpy(out + 4 * to, raw + 4 * from, 4); return;
     case MOE_ST_BF16: memcpy(out + 2 * to, raw + 2 * from, 2); return;
     default: break;
     }
-    uint16_t half;
     memcpy(&half, raw + 2 * from, sizeof half);
-    uint32_t single = half_to_single_bits(half);
+    single = half_to_single_bits(half);
     memcpy(out + 4 * to, &single, sizeof single);
 }
 
-static void gather_tile(const struct moe_piece *p, const char *raw, char *out, size_t row,
-                        size_t column)
+static inline __attribute__((always_inline)) void gather_tile(enum moe_st_dtype dtype,
+                                                              const struct moe_piece *p,
+                                                              const char *raw, char *out,
+                                                              size_t row, size_t column)
 {
     size_t row_end = row + TILE < p->rows ? row + TILE : p->rows;
     size_t column_end = column + TILE < p->columns ? column + TILE : p->columns;
     for (size_t r = row; r < row_end; r++)
         for (size_t c = column; c < column_end; c++)
-            copy_element(p, raw, p->base + r * p->row_step + c * p->column_step, out,
+            copy_element(dtype, raw, p->base + r * p->row_step + c * p->column_step, out,
                          r * p->columns + c);
+}
+
+/* Inlined once per dtype, so that the choice of it is not made per element. */
+static inline __attribute__((always_inline)) void
+gather_all(enum moe_st_dtype dtype, const struct moe_piece *p, const char *raw, char *out)
+{
+    for (size_t r = 0; r < p->rows; r += TILE)
+        for (size_t c = 0; c < p->columns; c += TILE)
+            gather_tile(dtype, p, raw, out, r, c);
 }
 
 static void gather(const struct moe_piece *p, const char *raw, char *out)
 {
-    for (size_t r = 0; r < p->rows; r += TILE)
-        for (size_t c = 0; c < p->columns; c += TILE)
-            gather_tile(p, raw, out, r, c);
+    switch (p->at.tensor->dtype) {
+    case MOE_ST_F32: gather_all(MOE_ST_F32, p, raw, out); return;
+    case MOE_ST_BF16: gather_all(MOE_ST_BF16, p, raw, out); return;
+    default: gather_all(MOE_ST_F16, p, raw, out); return;
+    }
 }
 
 static struct moe_status load_piece(void *ctx, enum moe_weight weight, uint32_t expert,
