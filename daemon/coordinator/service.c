@@ -281,6 +281,7 @@ void moe_coordinator_destroy(struct moe_coordinator *c)
     if (c->server != NULL) {
         c->quit = true;
         moe_rpc_server_set_health(c->server, "", false);
+        moe_coordinator__end_sessions(c);
         moe_rpc_server_drain(c->server, moe_clock_ns() + GOODBYE_NS);
         run_inbox(c);
         moe_rpc_server_stop(c->server);

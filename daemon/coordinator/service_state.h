@@ -95,6 +95,7 @@ struct moe_rpc_method moe_coordinator__session_method(struct moe_coordinator *c)
 void moe_coordinator__send(struct moe_coordinator *c, const struct moe_membership_action *a);
 void moe_coordinator__close(struct moe_coordinator *c, uint64_t stream,
                             const struct moe_status *status);
+void moe_coordinator__end_sessions(struct moe_coordinator *c);
 /* Ends streams that were opened long ago and never said a word. */
 void moe_coordinator__drop_silent(struct moe_coordinator *c, uint64_t now_ns);
 

@@ -401,6 +401,14 @@ static void run_done(struct moe_coordinator *c, struct event *e)
     atomic_fetch_sub(&c->session_count, 1);
 }
 
+void moe_coordinator__end_sessions(struct moe_coordinator *c)
+{
+    struct moe_status st =
+        moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the coordinator is leaving");
+    for (struct session *s = c->sessions; s != NULL; s = s->next)
+        end_session(s, &st);
+}
+
 void moe_coordinator__drop_silent(struct moe_coordinator *c, uint64_t now_ns)
 {
     struct moe_status st =

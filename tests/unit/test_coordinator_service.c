@@ -1,0 +1,756 @@
+/* The coordinator over real gRPC, with workers that this file plays: a group's whole life,
+ * refusals, a restart in the middle, and streams that send rubbish. */
+#include "base/clock.h"
+#include "base/queue.h"
+#include "coordinator/service.h"
+#include "moe/v1/admin.pb-c.h"
+#include "moe/v1/coordinator.pb-c.h"
+#include "rpc/client.h"
+
+#include <arpa/inet.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+enum { SLOTS = 3, PATIENCE_S = 20 };
+
+static char directory[] = "/tmp/moe-coordinator-XXXXXX";
+static struct moe_coordinator *coordinator;
+static pthread_t coordinator_thread;
+static struct moe_status coordinator_end;
+static struct moe_rpc_client *client;
+static struct moe_rpc_channel *channel;
+
+static uint64_t patience(void)
+{
+    return moe_clock_ns() + PATIENCE_S * MOE_NS_PER_S;
+}
+
+static void succeed(struct moe_status st)
+{
+    if (st.code != MOE_OK)
+        fail_msg("%s: %s", moe_code_name(st.code), st.text);
+}
+
+/* ------------------------------------------------------------------ the coordinator */
+
+static void *run_coordinator(void *unused)
+{
+    (void)unused;
+    coordinator_end = moe_coordinator_run(coordinator);
+    return NULL;
+}
+
+static void start_coordinator(uint32_t slots, uint32_t lease_ms)
+{
+    struct moe_coordinator_config config = {.listen = "127.0.0.1:0",
+                                            .slots = slots,
+                                            .lease_ms = lease_ms,
+                                            .form_timeout_ms = 10000,
+                                            .state_dir = directory,
+                                            .metrics_listen = "127.0.0.1:0"};
+    succeed(moe_coordinator_create(&config, &coordinator));
+    assert_int_equal(pthread_create(&coordinator_thread, NULL, run_coordinator, NULL), 0);
+    char target[32];
+    snprintf(target, sizeof target, "127.0.0.1:%u", moe_coordinator_port(coordinator));
+    struct moe_rpc_channel_config to = {.target = target};
+    succeed(moe_rpc_channel_open(client, &to, &channel));
+}
+
+static void join_coordinator(enum moe_code want)
+{
+    pthread_join(coordinator_thread, NULL);
+    assert_int_equal(coordinator_end.code, want);
+    moe_coordinator_destroy(coordinator);
+    coordinator = NULL;
+    moe_rpc_channel_close(channel);
+    channel = NULL;
+}
+
+static void quit_coordinator(void)
+{
+    moe_coordinator_request_stop(coordinator);
+    moe_coordinator_request_stop(coordinator);
+    pthread_join(coordinator_thread, NULL);
+    moe_coordinator_destroy(coordinator);
+    coordinator = NULL;
+    moe_rpc_channel_close(channel);
+    channel = NULL;
+}
+
+/* Leaves the log as it is at this moment, as a crash would: a coordinator that is told to stop
+ * shuts its group down, and that is written too. */
+static void crash_coordinator(void)
+{
+    char path[80];
+    uint8_t image[65536];
+    snprintf(path, sizeof path, "%s/group.log", directory);
+    FILE *f = fopen(path, "rb");
+    assert_non_null(f);
+    size_t length = fread(image, 1, sizeof image, f);
+    fclose(f);
+    quit_coordinator();
+    f = fopen(path, "wb");
+    assert_non_null(f);
+    assert_int_equal(fwrite(image, 1, length, f), length);
+    assert_int_equal(fclose(f), 0);
+}
+
+static int make_directory(void **unused)
+{
+    (void)unused;
+    strcpy(directory + strlen(directory) - 6, "XXXXXX");
+    if (mkdtemp(directory) == NULL)
+        return -1;
+    struct moe_status st = moe_rpc_client_create(&client);
+    return st.code == MOE_OK ? 0 : -1;
+}
+
+static int remove_directory(void **unused)
+{
+    (void)unused;
+    moe_rpc_client_destroy(client);
+    char path[80];
+    snprintf(path, sizeof path, "%s/group.log", directory);
+    (void)unlink(path);
+    snprintf(path, sizeof path, "%s/lock", directory);
+    (void)unlink(path);
+    return rmdir(directory);
+}
+
+/* ------------------------------------------------------------------ admin calls */
+
+/* The answer's bytes; the call's end in `*st`. */
+static size_t call_admin(const char *path, const ProtobufCMessage *request, uint8_t *bytes,
+                         size_t capacity, struct moe_status *st)
+{
+    uint8_t out[512];
+    size_t length = protobuf_c_message_pack(request, out);
+    struct moe_rpc_call_options options = {.deadline_ns = patience(), .wait_for_ready = true};
+    struct moe_rpc_msg *reply = NULL;
+    *st = moe_rpc_call_wait(channel, path, &options,
+                            &(struct moe_rpc_out){.head = out, .head_length = length}, &reply);
+    if (st->code != MOE_OK)
+        return 0;
+    succeed(moe_rpc_msg_flatten(reply, bytes, capacity, &length));
+    moe_rpc_msg_free(reply);
+    return length;
+}
+
+static Moe__V1__GetStatusResponse *get_status(void)
+{
+    static uint8_t bytes[65536];
+    struct moe_status st;
+    Moe__V1__GetStatusRequest request = MOE__V1__GET_STATUS_REQUEST__INIT;
+    size_t length =
+        call_admin("/moe.v1.AdminService/GetStatus", &request.base, bytes, sizeof bytes, &st);
+    succeed(st);
+    Moe__V1__GetStatusResponse *r = moe__v1__get_status_response__unpack(NULL, length, bytes);
+    assert_non_null(r);
+    return r;
+}
+
+static void wait_for_state(Moe__V1__GroupState want)
+{
+    uint64_t until = patience();
+    for (;;) {
+        Moe__V1__GetStatusResponse *r = get_status();
+        bool there = r->state == want;
+        if (there || moe_clock_ns() > until)
+            print_message("  state %d: epoch %" PRIu64 ", %s\n", r->state, r->epoch, r->reason);
+        moe__v1__get_status_response__free_unpacked(r, NULL);
+        if (there)
+            return;
+        assert_true(moe_clock_ns() < until);
+        usleep(10000);
+    }
+}
+
+static struct moe_status drain(uint32_t slot, const char *reason)
+{
+    uint8_t bytes[64];
+    struct moe_status st;
+    Moe__V1__DrainWorkerRequest request = MOE__V1__DRAIN_WORKER_REQUEST__INIT;
+    request.slot = slot;
+    request.reason = (char *)(uintptr_t)reason;
+    call_admin("/moe.v1.AdminService/DrainWorker", &request.base, bytes, sizeof bytes, &st);
+    return st;
+}
+
+/* ------------------------------------------------------------------ workers */
+
+struct worker {
+    struct moe_rpc_stream *stream;
+    struct moe_queue *inbox; /* Moe__V1__SessionResponse, then one `the_end` */
+    struct moe_status end;   /* read after the_end */
+    uint32_t id, slot;
+    uint64_t incarnation, hash;
+};
+
+static char the_end; /* its address marks the end of a stream in an inbox */
+
+static void on_message(void *ctx, struct moe_rpc_msg *m)
+{
+    struct worker *w = ctx;
+    uint8_t bytes[8192];
+    size_t length;
+    struct moe_status st = moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length);
+    moe_rpc_msg_free(m);
+    Moe__V1__SessionResponse *r =
+        st.code == MOE_OK ? moe__v1__session_response__unpack(NULL, length, bytes) : NULL;
+    if (r != NULL && !moe_queue_push(w->inbox, r))
+        moe__v1__session_response__free_unpacked(r, NULL);
+}
+
+static void on_closed(void *ctx, struct moe_status status)
+{
+    struct worker *w = ctx;
+    w->end = status;
+    (void)moe_queue_push(w->inbox, &the_end);
+}
+
+static void open_stream(struct worker *w)
+{
+    static const struct moe_rpc_stream_events events = {.message = on_message, .closed = on_closed};
+    succeed(moe_queue_create(1024, &w->inbox));
+    struct moe_rpc_call_options options = {.deadline_ns = MOE_NEVER, .wait_for_ready = true};
+    succeed(moe_rpc_stream_open(channel, "/moe.v1.CoordinatorService/Session", &options, &events, w,
+                                &w->stream));
+}
+
+static void free_stream(struct worker *w)
+{
+    moe_rpc_stream_free(w->stream);
+    void *item;
+    while ((item = moe_queue_pop(w->inbox, 0)) != NULL)
+        if (item != &the_end)
+            moe__v1__session_response__free_unpacked(item, NULL);
+    moe_queue_destroy(w->inbox);
+}
+
+static void send_bytes(struct worker *w, const uint8_t *bytes, size_t length)
+{
+    struct moe_status st =
+        moe_rpc_stream_send(w->stream, &(struct moe_rpc_out){.head = bytes, .head_length = length});
+    (void)st.code; /* the stream may be over: whoever waits for `closed` sees why */
+}
+
+static void send_request(struct worker *w, const Moe__V1__SessionRequest *m)
+{
+    uint8_t bytes[4096];
+    send_bytes(w, bytes, moe__v1__session_request__pack(m, bytes));
+}
+
+/* The next message, which has to be of this kind; the caller frees it. */
+static Moe__V1__SessionResponse *expect(struct worker *w, Moe__V1__SessionResponse__BodyCase want)
+{
+    void *item = moe_queue_pop(w->inbox, patience());
+    if (item == NULL)
+        fail_msg("worker %u: no message %d in time", w->id, want);
+    if (item == &the_end)
+        fail_msg("worker %u: the stream ended: %s", w->id, w->end.text);
+    Moe__V1__SessionResponse *r = item;
+    if (r->body_case != want)
+        fail_msg("worker %u: message %d instead of %d", w->id, r->body_case, want);
+    return r;
+}
+
+static void expect_and_free(struct worker *w, Moe__V1__SessionResponse__BodyCase want)
+{
+    moe__v1__session_response__free_unpacked(expect(w, want), NULL);
+}
+
+static void expect_end(struct worker *w, enum moe_code code, enum moe_reason reason)
+{
+    void *item = moe_queue_pop(w->inbox, patience());
+    if (item == NULL || item != &the_end)
+        fail_msg("worker %u: the stream goes on", w->id);
+    print_message("  worker %u: %s %s\n", w->id, moe_code_name(w->end.code), w->end.text);
+    assert_int_equal(w->end.code, code);
+    assert_int_equal(w->end.reason, reason);
+    free_stream(w);
+}
+
+/* What a test may want to get wrong. */
+struct identity {
+    const char *fingerprint, *version, *backend;
+};
+static const struct identity honest = {"f00d", MOE_VERSION, "cpu"};
+
+static size_t pack_register(const struct worker *w, const struct identity *as, uint8_t *bytes)
+{
+    char id[32];
+    snprintf(id, sizeof id, "worker-%u", w->id);
+    Moe__V1__LayerInfo layers[2] = {MOE__V1__LAYER_INFO__INIT, MOE__V1__LAYER_INFO__INIT};
+    Moe__V1__LayerInfo *list[2] = {&layers[0], &layers[1]};
+    for (uint32_t i = 0; i < 2; i++) {
+        layers[i].layer = 1 + i;
+        layers[i].hidden = 64;
+        layers[i].experts = 8;
+        layers[i].top_k = 2;
+        layers[i].intermediate = 32;
+    }
+    Moe__V1__Register r = MOE__V1__REGISTER__INIT;
+    r.worker_id = id;
+    r.incarnation = w->incarnation;
+    r.endpoint = (char *)(uintptr_t) "127.0.0.1:7001";
+    r.backend = (char *)(uintptr_t)as->backend;
+    r.model = (char *)(uintptr_t) "tiny";
+    r.model_fingerprint = (char *)(uintptr_t)as->fingerprint;
+    r.family = (char *)(uintptr_t) "mixtral";
+    r.version = (char *)(uintptr_t)as->version;
+    r.n_layers = 2;
+    r.layers = list;
+    r.max_tokens_per_step = 128 << w->id % 3;
+    Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
+    m.body_case = MOE__V1__SESSION_REQUEST__BODY_REGISTER;
+    m.register_ = &r;
+    return moe__v1__session_request__pack(&m, bytes);
+}
+
+static void send_register(struct worker *w, const struct identity *as)
+{
+    uint8_t bytes[1024];
+    open_stream(w);
+    send_bytes(w, bytes, pack_register(w, as, bytes));
+}
+
+static void join(struct worker *w, uint32_t id, uint64_t incarnation)
+{
+    *w = (struct worker){.id = id, .incarnation = incarnation};
+    send_register(w, &honest);
+    Moe__V1__SessionResponse *r = expect(w, MOE__V1__SESSION_RESPONSE__BODY_REGISTERED);
+    w->slot = r->registered->slot;
+    moe__v1__session_response__free_unpacked(r, NULL);
+}
+
+static void send_heartbeat(struct worker *w, uint64_t epoch)
+{
+    Moe__V1__Heartbeat h = MOE__V1__HEARTBEAT__INIT;
+    h.epoch = epoch;
+    h.tokens = 1234;
+    Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
+    m.body_case = MOE__V1__SESSION_REQUEST__BODY_HEARTBEAT;
+    m.heartbeat = &h;
+    send_request(w, &m);
+}
+
+static void send_blob(struct worker *w, uint64_t epoch, uint32_t round)
+{
+    uint32_t data[2] = {w->slot, round};
+    Moe__V1__Blob b = MOE__V1__BLOB__INIT;
+    b.epoch = epoch;
+    b.round = round;
+    b.data = (ProtobufCBinaryData){.len = sizeof data, .data = (uint8_t *)data};
+    Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
+    m.body_case = MOE__V1__SESSION_REQUEST__BODY_BLOB;
+    m.blob = &b;
+    send_request(w, &m);
+}
+
+static void send_ready(struct worker *w, uint64_t epoch)
+{
+    Moe__V1__Ready ready = MOE__V1__READY__INIT;
+    ready.epoch = epoch;
+    Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
+    m.body_case = MOE__V1__SESSION_REQUEST__BODY_READY;
+    m.ready = &ready;
+    send_request(w, &m);
+}
+
+static void send_leaving(struct worker *w)
+{
+    Moe__V1__Leaving leaving = MOE__V1__LEAVING__INIT;
+    leaving.reason = (char *)(uintptr_t) "test";
+    Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
+    m.body_case = MOE__V1__SESSION_REQUEST__BODY_LEAVING;
+    m.leaving = &leaving;
+    send_request(w, &m);
+}
+
+/* 8 experts on 3 slots: 3, 3 and 2. */
+static void check_assign(const Moe__V1__Assign *a)
+{
+    assert_int_equal(a->n_layers, 2);
+    for (size_t l = 0; l < 2; l++) {
+        static const uint32_t want[8] = {0, 0, 0, 1, 1, 1, 2, 2};
+        assert_int_equal(a->layers[l]->layer, l + 1);
+        assert_int_equal(a->layers[l]->n_copies, 8);
+        assert_int_equal(a->layers[l]->n_slots, 8);
+        for (size_t e = 0; e < 8; e++) {
+            assert_int_equal(a->layers[l]->copies[e], 1);
+            assert_int_equal(a->layers[l]->slots[e], want[e]);
+        }
+    }
+}
+
+static void load(struct worker *w)
+{
+    Moe__V1__SessionResponse *r = expect(w, MOE__V1__SESSION_RESPONSE__BODY_ASSIGN);
+    check_assign(r->assign);
+    Moe__V1__Loaded loaded = MOE__V1__LOADED__INIT;
+    loaded.placement_version = r->assign->placement_version;
+    moe__v1__session_response__free_unpacked(r, NULL);
+    Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
+    m.body_case = MOE__V1__SESSION_REQUEST__BODY_LOADED;
+    m.loaded = &loaded;
+    send_request(w, &m);
+}
+
+static void check_prepare(struct worker *w, const Moe__V1__Prepare *p)
+{
+    assert_int_equal(p->slots, SLOTS);
+    assert_int_equal(p->n_members, SLOTS);
+    assert_int_equal(p->max_tokens_per_step, 128); /* the smallest of 128, 256, 512 */
+    for (uint32_t s = 0; s < SLOTS; s++)
+        assert_int_equal(p->members[s]->slot, s);
+    assert_true(p->members[w->slot]->incarnation == w->incarnation);
+    w->hash = p->placement_hash;
+}
+
+/* From PREPARE to COMMIT, with two all-gather rounds; returns the epoch. */
+static uint64_t form(struct worker *workers)
+{
+    uint64_t epoch = 0;
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        Moe__V1__SessionResponse *r = expect(&workers[i], MOE__V1__SESSION_RESPONSE__BODY_PREPARE);
+        check_prepare(&workers[i], r->prepare);
+        assert_true(i == 0 || r->prepare->epoch == epoch);
+        assert_true(workers[i].hash == workers[0].hash);
+        epoch = r->prepare->epoch;
+        moe__v1__session_response__free_unpacked(r, NULL);
+    }
+    for (uint32_t round = 0; round < 2; round++) {
+        for (uint32_t i = 0; i < SLOTS; i++)
+            send_blob(&workers[i], epoch, round);
+        for (uint32_t i = 0; i < SLOTS; i++) {
+            Moe__V1__SessionResponse *r =
+                expect(&workers[i], MOE__V1__SESSION_RESPONSE__BODY_BLOBS);
+            assert_int_equal(r->blobs->round, round);
+            assert_int_equal(r->blobs->n_blobs, SLOTS);
+            for (uint32_t s = 0; s < SLOTS; s++) {
+                uint32_t want[2] = {s, round};
+                assert_int_equal(r->blobs->blobs[s]->slot, s);
+                assert_int_equal(r->blobs->blobs[s]->data.len, sizeof want);
+                assert_memory_equal(r->blobs->blobs[s]->data.data, want, sizeof want);
+            }
+            moe__v1__session_response__free_unpacked(r, NULL);
+        }
+    }
+    for (uint32_t i = 0; i < SLOTS; i++)
+        send_ready(&workers[i], epoch);
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        Moe__V1__SessionResponse *r = expect(&workers[i], MOE__V1__SESSION_RESPONSE__BODY_COMMIT);
+        assert_true(r->commit->epoch == epoch);
+        moe__v1__session_response__free_unpacked(r, NULL);
+    }
+    return epoch;
+}
+
+static uint64_t bring_up(struct worker *workers)
+{
+    for (uint32_t i = 0; i < SLOTS; i++)
+        join(&workers[i], i, 100 + i);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        load(&workers[i]);
+    return form(workers);
+}
+
+static void shut_down(struct worker *workers)
+{
+    uint8_t bytes[64];
+    struct moe_status st;
+    Moe__V1__ShutdownRequest request = MOE__V1__SHUTDOWN_REQUEST__INIT;
+    request.reason = (char *)(uintptr_t) "test over";
+    request.limit_ms = 10000;
+    call_admin("/moe.v1.AdminService/Shutdown", &request.base, bytes, sizeof bytes, &st);
+    succeed(st);
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        Moe__V1__SessionResponse *r = expect(&workers[i], MOE__V1__SESSION_RESPONSE__BODY_DRAIN);
+        assert_string_equal(r->drain->reason, "test over");
+        assert_int_equal(r->drain->limit_ms, 10000);
+        moe__v1__session_response__free_unpacked(r, NULL);
+    }
+    wait_for_state(MOE__V1__GROUP_STATE__GROUP_STATE_DRAINING);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        send_leaving(&workers[i]);
+    for (uint32_t i = 0; i < SLOTS; i++) /* not before the last one has said that it leaves */
+        expect_end(&workers[i], MOE_OK, MOE_REASON_NONE);
+    join_coordinator(MOE_OK);
+}
+
+/* ------------------------------------------------------------------ tests */
+
+static void check_serving(uint64_t epoch)
+{
+    Moe__V1__GetStatusResponse *r = get_status();
+    assert_int_equal(r->state, MOE__V1__GROUP_STATE__GROUP_STATE_SERVING);
+    assert_true(r->epoch == epoch);
+    assert_int_equal(r->slots, SLOTS);
+    assert_int_equal(r->n_workers, SLOTS);
+    assert_string_equal(r->model, "tiny");
+    assert_string_equal(r->family, "mixtral");
+    assert_string_equal(r->backend, "cpu");
+    assert_string_equal(r->version, MOE_VERSION);
+    assert_int_equal(r->n_layers, 2);
+    assert_int_equal(r->layers[1]->experts, 8);
+    for (uint32_t s = 0; s < SLOTS; s++) {
+        assert_int_equal(r->workers[s]->slot, s);
+        assert_int_equal(r->workers[s]->state, MOE__V1__WORKER_STATE__WORKER_STATE_SERVING);
+        assert_true(r->workers[s]->lease_remaining_ms > 0);
+    }
+    moe__v1__get_status_response__free_unpacked(r, NULL);
+}
+
+static void check_placement(void)
+{
+    uint8_t bytes[1024];
+    struct moe_status st;
+    Moe__V1__GetPlacementRequest request = MOE__V1__GET_PLACEMENT_REQUEST__INIT;
+    request.layer = 2;
+    size_t length =
+        call_admin("/moe.v1.AdminService/GetPlacement", &request.base, bytes, sizeof bytes, &st);
+    succeed(st);
+    Moe__V1__GetPlacementResponse *r = moe__v1__get_placement_response__unpack(NULL, length, bytes);
+    assert_non_null(r);
+    assert_int_equal(r->n_experts, 8);
+    assert_int_equal(r->experts[7]->n_slots, 1);
+    assert_int_equal(r->experts[7]->slots[0], 2);
+    moe__v1__get_placement_response__free_unpacked(r, NULL);
+    request.layer = 3;
+    call_admin("/moe.v1.AdminService/GetPlacement", &request.base, bytes, sizeof bytes, &st);
+    assert_int_equal(st.code, MOE_NOT_FOUND);
+    assert_int_equal(st.reason, MOE_REASON_LAYER_NOT_FOUND);
+}
+
+static void check_metrics(const char *want)
+{
+    char text[16384] = "";
+    size_t length = 0;
+    ssize_t n;
+    struct sockaddr_in to = {.sin_family = AF_INET,
+                             .sin_port = htons(moe_coordinator_metrics_port(coordinator)),
+                             .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    static const char request[] = "GET /metrics HTTP/1.0\r\n\r\n";
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    assert_int_equal(connect(fd, (struct sockaddr *)&to, sizeof to), 0);
+    assert_int_equal(write(fd, request, sizeof request - 1), sizeof request - 1);
+    while ((n = read(fd, text + length, sizeof text - 1 - length)) > 0)
+        length += (size_t)n;
+    close(fd);
+    text[length] = '\0';
+    if (strstr(text, want) == NULL)
+        fail_msg("no '%s' in the metrics:\n%s", want, text);
+}
+
+static void a_group_lives_from_register_to_shutdown(void **unused)
+{
+    (void)unused;
+    struct worker w[SLOTS];
+    start_coordinator(SLOTS, 60000);
+    wait_for_state(MOE__V1__GROUP_STATE__GROUP_STATE_WAITING);
+    assert_int_equal(bring_up(w), 1);
+    check_serving(1);
+    check_placement();
+    check_metrics("\nmoe_group_epoch 1\n");
+    check_metrics("\nmoe_group_state{state=\"serving\"} 1\n");
+
+    assert_int_equal(drain(1, "").code, MOE_INVALID_ARGUMENT);
+    assert_int_equal(drain(9, "because").code, MOE_NOT_FOUND);
+    succeed(drain(1, "because"));
+    succeed(drain(1, "because")); /* repeating it changes nothing */
+    expect_and_free(&w[1], MOE__V1__SESSION_RESPONSE__BODY_DRAIN);
+    send_leaving(&w[1]);
+    expect_end(&w[1], MOE_OK, MOE_REASON_NONE);
+    expect_and_free(&w[0], MOE__V1__SESSION_RESPONSE__BODY_ABORT);
+    expect_and_free(&w[2], MOE__V1__SESSION_RESPONSE__BODY_ABORT);
+    wait_for_state(MOE__V1__GROUP_STATE__GROUP_STATE_DEGRADED);
+
+    join(&w[1], 1, 555); /* another process takes the seat */
+    assert_int_equal(w[1].slot, 1);
+    load(&w[1]);
+    assert_int_equal(form(w), 2);
+    check_serving(2);
+    check_metrics("\nmoe_group_reforms_total{reason=\"left\"} 1\n");
+    shut_down(w);
+}
+
+static void workers_that_do_not_fit_are_refused(void **unused)
+{
+    (void)unused;
+    static const struct identity other_model = {"beef", MOE_VERSION, "cpu"},
+                                 other_backend = {"f00d", MOE_VERSION, "cuda"},
+                                 other_release = {"f00d", "99.0.0", "cpu"};
+    struct worker w[SLOTS], x = {.id = 7, .incarnation = 1};
+    start_coordinator(SLOTS, 60000);
+    for (uint32_t i = 0; i < 2; i++)
+        join(&w[i], i, 100 + i);
+    send_register(&x, &other_model);
+    expect_end(&x, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH);
+    send_register(&x, &other_backend);
+    expect_end(&x, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH);
+    send_register(&x, &other_release);
+    expect_end(&x, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH);
+    open_stream(&x);
+    send_heartbeat(&x, 0);
+    expect_end(&x, MOE_FAILED_PRECONDITION, MOE_REASON_NONE);
+    x.incarnation = 0;
+    send_register(&x, &honest);
+    expect_end(&x, MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED);
+    x.incarnation = 1;
+
+    join(&w[2], 2, 102);
+    send_register(&x, &honest);
+    expect_end(&x, MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE);
+    /* A new process of worker 2 puts the old one out, and a late message of it changes nothing. */
+    struct worker successor;
+    join(&successor, 2, 202);
+    assert_int_equal(successor.slot, w[2].slot);
+    expect_and_free(&w[2], MOE__V1__SESSION_RESPONSE__BODY_ASSIGN);
+    expect_end(&w[2], MOE_ABORTED, MOE_REASON_STALE_EPOCH);
+    send_register(&w[2], &honest);
+    expect_end(&w[2], MOE_ABORTED, MOE_REASON_STALE_EPOCH);
+    w[2] = successor;
+    for (uint32_t i = 0; i < SLOTS; i++)
+        load(&w[i]);
+    form(w);
+    shut_down(w);
+}
+
+static void a_lost_lease_ends_the_view(void **unused)
+{
+    (void)unused;
+    struct worker w[SLOTS];
+    start_coordinator(SLOTS, 60000);
+    bring_up(w);
+    crash_coordinator();
+    for (uint32_t i = 0; i < SLOTS; i++)
+        free_stream(&w[i]);
+    start_coordinator(SLOTS, 300); /* nobody comes back within the lease */
+    wait_for_state(MOE__V1__GROUP_STATE__GROUP_STATE_DEGRADED);
+    quit_coordinator();
+}
+
+static void a_restarted_coordinator_goes_on_under_the_same_epoch(void **unused)
+{
+    (void)unused;
+    struct worker w[SLOTS];
+    start_coordinator(SLOTS, 60000);
+    uint64_t epoch = bring_up(w);
+    crash_coordinator();
+    for (uint32_t i = 0; i < SLOTS; i++)
+        free_stream(&w[i]);
+    start_coordinator(SLOTS, 60000);
+    wait_for_state(MOE__V1__GROUP_STATE__GROUP_STATE_WAITING);
+    for (uint32_t i = SLOTS; i-- > 0;) { /* in another order, and still each in its own seat */
+        join(&w[i], i, 100 + i);
+        assert_int_equal(w[i].slot, i);
+        send_heartbeat(&w[i], epoch);
+    }
+    wait_for_state(MOE__V1__GROUP_STATE__GROUP_STATE_SERVING);
+    check_serving(epoch);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        load(&w[i]); /* ASSIGN, and no PREPARE after it */
+    shut_down(w);
+}
+
+static uint64_t seed, random_word;
+
+static uint32_t rnd(uint32_t below)
+{
+    random_word ^= random_word << 13;
+    random_word ^= random_word >> 7;
+    random_word ^= random_word << 17;
+    return (uint32_t)(random_word >> 20) % below;
+}
+
+/* A packed request of a random kind with random small numbers, and a few bytes changed. */
+static size_t rubbish(const struct worker *w, uint8_t *bytes)
+{
+    size_t length = 0;
+    if (rnd(3) == 0) {
+        length = pack_register(w, &honest, bytes);
+    } else {
+        uint32_t parts = rnd(4);
+        bytes[0] = (uint8_t)(rnd(10) << 3 | 2);
+        length = 2;
+        for (uint32_t i = 0; i < parts; i++) {
+            bytes[length++] = (uint8_t)(rnd(5) << 3 | (rnd(4) == 0 ? 2 : 0));
+            bytes[length++] = (uint8_t)rnd(rnd(2) == 0 ? 4 : 256);
+        }
+        bytes[1] = (uint8_t)(length - 2);
+    }
+    for (uint32_t i = rnd(4); i > 0; i--)
+        bytes[rnd((uint32_t)length)] ^= (uint8_t)(1 + rnd(255));
+    return rnd(8) == 0 ? rnd((uint32_t)length) : length;
+}
+
+static void rubbish_costs_the_stream_and_nothing_else(void **unused)
+{
+    (void)unused;
+    enum { ROUNDS = 200, STREAMS = 10, MESSAGES = 4 };
+    start_coordinator(SLOTS, 2000);
+    size_t ends[MOE_UNAUTHENTICATED + 1] = {0};
+    for (int round = 0; round < ROUNDS; round++) {
+        struct worker w[STREAMS];
+        for (uint32_t i = 0; i < STREAMS; i++) {
+            w[i] = (struct worker){.id = 10 + rnd(20), .incarnation = 1 + rnd(1000)};
+            if (rnd(2) == 0)
+                send_register(&w[i], &honest);
+            else
+                open_stream(&w[i]);
+            for (int k = 0; k < MESSAGES; k++) {
+                uint8_t bytes[1024];
+                send_bytes(&w[i], bytes, rubbish(&w[i], bytes));
+            }
+            moe_rpc_stream_close_send(w[i].stream);
+        }
+        for (uint32_t i = 0; i < STREAMS; i++) {
+            void *item;
+            while ((item = moe_queue_pop(w[i].inbox, patience())) != NULL && item != &the_end)
+                moe__v1__session_response__free_unpacked(item, NULL);
+            assert_ptr_equal(item, &the_end);
+            ends[w[i].end.code]++;
+            free_stream(&w[i]);
+        }
+    }
+    print_message("  MOE_SEED=%" PRIu64 ": %d messages; streams ended", seed,
+                  ROUNDS * STREAMS * MESSAGES);
+    for (size_t code = 0; code <= MOE_UNAUTHENTICATED; code++)
+        if (ends[code] > 0)
+            print_message(" %s %zu", moe_code_name((enum moe_code)code), ends[code]);
+    print_message("\n");
+    assert_true(ends[MOE_INVALID_ARGUMENT] > 0 && ends[MOE_UNAVAILABLE] == 0);
+    moe__v1__get_status_response__free_unpacked(get_status(), NULL);
+    check_metrics("moe_session_malformed_total");
+    quit_coordinator();
+
+    start_coordinator(SLOTS, 60000); /* what the rubbish left in the log is good too */
+    struct worker w[SLOTS];
+    bring_up(w);
+    shut_down(w);
+}
+
+int main(void)
+{
+    const char *text = getenv("MOE_SEED");
+    seed = text != NULL ? strtoull(text, NULL, 10) : (uint64_t)time(NULL);
+    random_word = seed | 1;
+#define SERVICE_TEST(f) cmocka_unit_test_setup_teardown(f, make_directory, remove_directory)
+    const struct CMUnitTest tests[] = {
+        SERVICE_TEST(a_group_lives_from_register_to_shutdown),
+        SERVICE_TEST(workers_that_do_not_fit_are_refused),
+        SERVICE_TEST(a_lost_lease_ends_the_view),
+        SERVICE_TEST(a_restarted_coordinator_goes_on_under_the_same_epoch),
+        SERVICE_TEST(rubbish_costs_the_stream_and_nothing_else),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,329 @@
+/* The coordinator's log: what was acknowledged survives, what was not is dropped, damage is never
+ * taken for good data, and no reading of a damaged file makes an epoch fall. */
+#include "coordinator/store.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+static char directory[] = "/tmp/moe-store-XXXXXX";
+static char log_path[64];
+
+static int fresh_directory(void **unused)
+{
+    (void)unused;
+    strcpy(directory + strlen(directory) - 6, "XXXXXX");
+    if (mkdtemp(directory) == NULL)
+        return -1;
+    snprintf(log_path, sizeof log_path, "%s/group.log", directory);
+    return 0;
+}
+
+static int remove_directory(void **unused)
+{
+    (void)unused;
+    static const char *const names[] = {"group.log", "group.log.new", "lock"};
+    char path[80];
+    for (size_t i = 0; i < 3; i++) {
+        snprintf(path, sizeof path, "%s/%s", directory, names[i]);
+        (void)unlink(path);
+    }
+    return rmdir(directory);
+}
+
+static struct moe_membership_saved state_of(uint64_t epoch, bool view)
+{
+    struct moe_membership_saved s = {
+        .epoch = epoch, .placement_version = 3, .placement_hash = 0x123456789abcdef0, .slots = 2};
+    if (!view)
+        return s;
+    s.view_epoch = epoch;
+    strcpy(s.members[0].worker_id, "host-a/gpu0");
+    s.members[0].incarnation = 77;
+    strcpy(s.members[1].worker_id, "host-b/gpu0");
+    s.members[1].incarnation = UINT64_MAX;
+    return s;
+}
+
+static struct moe_store *open_store(struct moe_membership_saved *state)
+{
+    struct moe_store *s = NULL;
+    struct moe_status st = moe_store_open(directory, &s, state);
+    if (st.code != MOE_OK)
+        fail_msg("cannot open: %s", st.text);
+    return s;
+}
+
+static void append(struct moe_store *s, struct moe_membership_saved state)
+{
+    struct moe_status st = moe_store_append(s, &state);
+    if (st.code != MOE_OK)
+        fail_msg("cannot append: %s", st.text);
+}
+
+static size_t read_file(uint8_t *image, size_t capacity)
+{
+    int fd = open(log_path, O_RDONLY);
+    assert_true(fd >= 0);
+    ssize_t n = read(fd, image, capacity);
+    assert_true(n >= 0);
+    close(fd);
+    return (size_t)n;
+}
+
+static void write_file(const uint8_t *image, size_t length)
+{
+    int fd = open(log_path, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    assert_true(fd >= 0);
+    assert_int_equal(write(fd, image, length), length);
+    close(fd);
+}
+
+static void a_restart_finds_the_last_state(void **unused)
+{
+    (void)unused;
+    struct moe_membership_saved found, want = state_of(2, true);
+    struct moe_store *s = open_store(&found);
+    assert_int_equal(found.epoch, 0);
+    append(s, state_of(1, false));
+    append(s, want);
+    moe_store_close(s);
+    for (int i = 0; i < 3; i++) {
+        s = open_store(&found);
+        assert_memory_equal(&found, &want, sizeof want);
+        moe_store_close(s);
+    }
+}
+
+static void only_one_process_has_it_open(void **unused)
+{
+    (void)unused;
+    struct moe_membership_saved found;
+    struct moe_store *s = open_store(&found), *second = NULL;
+    struct moe_status st = moe_store_open(directory, &second, &found);
+    assert_int_equal(st.code, MOE_ALREADY_EXISTS);
+    assert_null(second);
+    moe_store_close(s);
+}
+
+static void the_file_stays_small(void **unused)
+{
+    (void)unused;
+    struct moe_membership_saved found;
+    struct moe_store *s = open_store(&found);
+    off_t largest = 0;
+    for (uint64_t e = 1; e <= 3000; e++) {
+        append(s, state_of(e, e % 2 == 0));
+        struct stat info;
+        assert_int_equal(stat(log_path, &info), 0);
+        largest = info.st_size > largest ? info.st_size : largest;
+    }
+    moe_store_close(s);
+    print_message("  largest file %ld bytes\n", (long)largest);
+    assert_true(largest > MOE_STORE_COMPACT_BYTES / 2 && largest < MOE_STORE_COMPACT_BYTES + 4096);
+    moe_store_close(open_store(&found));
+    assert_int_equal(found.epoch, 3000);
+}
+
+/* A file with three records, epochs 10, 11 and 12; `ends[i]` is where record i ends. */
+static size_t make_log(uint8_t *image, size_t capacity, size_t ends[3])
+{
+    struct moe_membership_saved found;
+    struct moe_store *s = open_store(&found);
+    size_t length = read_file(image, capacity);
+    for (size_t i = 0; i < 3; i++) {
+        append(s, state_of(10 + i, i == 1));
+        ends[i] = length = read_file(image, capacity);
+    }
+    moe_store_close(s);
+    return length;
+}
+
+/* Cut anywhere: what is whole counts, and the epoch is above all that was ever acknowledged there.
+ */
+static void a_torn_tail_loses_no_acknowledged_epoch(void **unused)
+{
+    (void)unused;
+    uint8_t image[4096];
+    size_t ends[3], length = make_log(image, sizeof image, ends), refused = 0;
+    for (size_t cut = 0; cut <= length; cut++) {
+        write_file(image, cut);
+        struct moe_membership_saved found;
+        struct moe_store *s = NULL;
+        struct moe_status st = moe_store_open(directory, &s, &found);
+        if (st.code != MOE_OK) {
+            /* A log is born with a header and a record: less than that is no torn append. */
+            assert_int_equal(st.code, MOE_DATA_LOSS);
+            assert_true(cut < ends[0]);
+            refused++;
+            continue;
+        }
+        uint64_t whole = cut >= ends[2] ? 12 : cut >= ends[1] ? 11 : cut >= ends[0] ? 10 : 0;
+        bool clean = cut == ends[2] || cut == ends[1] || cut == ends[0] || found.epoch == 0;
+        assert_true(clean ? found.epoch == whole : found.epoch > whole);
+        assert_true(clean || found.view_epoch == 0);
+        /* The store goes on from there, and the next start finds a clean file. */
+        append(s, state_of(found.epoch + 1, true));
+        moe_store_close(s);
+        struct moe_membership_saved again;
+        moe_store_close(open_store(&again));
+        assert_int_equal(again.epoch, found.epoch + 1);
+        assert_int_equal(again.view_epoch, found.epoch + 1);
+    }
+    print_message("  %zu cuts, %zu refused\n", length + 1, refused);
+}
+
+static void no_flipped_bit_makes_an_epoch_fall(void **unused)
+{
+    (void)unused;
+    uint8_t image[4096], bad[4096];
+    size_t ends[3], length = make_log(image, sizeof image, ends), refused = 0, repaired = 0;
+    for (size_t bit = 0; bit < 8 * length; bit++) {
+        memcpy(bad, image, length);
+        bad[bit / 8] ^= (uint8_t)(1u << (bit % 8));
+        struct moe_membership_saved found;
+        bool torn;
+        struct moe_status st = moe_store_decode(bad, length, &found, &torn);
+        if (st.code != MOE_OK) {
+            refused++;
+            continue;
+        }
+        assert_true(torn);
+        assert_true(found.epoch > 12);
+        assert_int_equal(found.view_epoch, 0);
+        repaired++;
+    }
+    print_message("  %zu flips refused, %zu repaired\n", refused, repaired);
+    assert_true(refused > 0 && repaired > 0);
+}
+
+static void garbage_behind_the_last_record_is_dropped(void **unused)
+{
+    (void)unused;
+    uint8_t image[8192] = {0};
+    size_t ends[3], length = make_log(image, 4096, ends);
+    write_file(image, length + 512); /* a file system may extend a file before it writes */
+    struct moe_membership_saved found;
+    moe_store_close(open_store(&found));
+    assert_true(found.epoch > 12);
+}
+
+static void files_of_other_releases_are_refused_by_name(void **unused)
+{
+    (void)unused;
+    uint8_t image[4096];
+    size_t ends[3], length = make_log(image, sizeof image, ends);
+    struct moe_membership_saved found;
+    bool torn;
+    image[0] ^= 1;
+    struct moe_status st = moe_store_decode(image, length, &found, &torn);
+    assert_int_equal(st.code, MOE_DATA_LOSS);
+    print_message("  %s\n", st.text);
+    /* Format 2, and record kind 2, with good checksums. The kind of the first record is at 20. */
+    static const uint8_t format_2[16] = {'m', 'o', 'e', 'd', 'l', 'o', 'g', '\n', 2, 0, 0, 0};
+    uint8_t kind_2[32];
+    memcpy(kind_2, "moedlog\n\1\0\0\0", 12);
+    image[0] ^= 1;
+    memcpy(kind_2 + 12, image + 12, 4);
+    const uint8_t head[12] = {0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0};
+    memcpy(kind_2 + 16, head, 12);
+    uint8_t newer[16];
+    memcpy(newer, format_2, 16);
+    for (int which = 0; which < 2; which++) { /* CRC-32C of the 12 bytes before */
+        uint8_t *at = which == 0 ? newer : kind_2 + 16;
+        uint32_t crc = UINT32_MAX;
+        for (int i = 0; i < 12; i++)
+            for (int bit = (crc ^= at[i], 0); bit < 8; bit++)
+                crc = (crc >> 1) ^ (UINT32_C(0x82f63b78) & (0 - (crc & 1)));
+        for (int i = 0; i < 4; i++)
+            at[12 + i] = (uint8_t)(~crc >> (8 * i));
+    }
+    st = moe_store_decode(newer, sizeof newer, &found, &torn);
+    assert_int_equal(st.reason, MOE_REASON_VERSION_MISMATCH);
+    print_message("  %s\n", st.text);
+    st = moe_store_decode(kind_2, sizeof kind_2, &found, &torn);
+    assert_int_equal(st.reason, MOE_REASON_VERSION_MISMATCH);
+    print_message("  %s\n", st.text);
+}
+
+/* A full disk, as a file size limit: the failed append leaves nothing behind, and the store goes on
+ * when there is room again. */
+static void a_failed_write_changes_nothing(void **unused)
+{
+    (void)unused;
+    struct moe_membership_saved found, state = state_of(5, true), next = state_of(6, false);
+    struct moe_store *s = open_store(&found);
+    append(s, state);
+    struct rlimit old, small;
+    struct stat info;
+    assert_int_equal(stat(log_path, &info), 0);
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &old), 0);
+    small = (struct rlimit){.rlim_cur = (rlim_t)info.st_size + 10, .rlim_max = old.rlim_max};
+    void (*before)(int) = signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
+    struct moe_status st = moe_store_append(s, &next);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &old), 0);
+    signal(SIGXFSZ, before);
+    assert_int_equal(st.code, MOE_UNAVAILABLE);
+    print_message("  %s\n", st.text);
+    uint8_t image[4096];
+    bool torn;
+    size_t length = read_file(image, sizeof image);
+    st = moe_store_decode(image, length, &found, &torn);
+    assert_int_equal(st.code, MOE_OK);
+    assert_false(torn);
+    assert_memory_equal(&found, &state, sizeof state);
+    append(s, next);
+    moe_store_close(s);
+    moe_store_close(open_store(&found));
+    assert_memory_equal(&found, &next, sizeof next);
+}
+
+static void random_bytes_are_never_good_data(void **unused)
+{
+    (void)unused;
+    uint8_t image[4096];
+    size_t ends[3], length = make_log(image, sizeof image, ends);
+    uint64_t word = 88172645463325252u;
+    for (int i = 0; i < 20000; i++) {
+        uint8_t bad[4096];
+        memcpy(bad, image, length);
+        for (int k = 0; k < 4; k++) {
+            word ^= word << 13, word ^= word >> 7, word ^= word << 17;
+            bad[word % length] = (uint8_t)(word >> 40);
+        }
+        struct moe_membership_saved found;
+        bool torn;
+        struct moe_status st = moe_store_decode(bad, (word >> 20) % (length + 1), &found, &torn);
+        if (st.code == MOE_OK)
+            assert_true(found.epoch <= 12 + 64);
+    }
+}
+
+int main(void)
+{
+#define STORE_TEST(f) cmocka_unit_test_setup_teardown(f, fresh_directory, remove_directory)
+    const struct CMUnitTest tests[] = {
+        STORE_TEST(a_restart_finds_the_last_state),
+        STORE_TEST(only_one_process_has_it_open),
+        STORE_TEST(the_file_stays_small),
+        STORE_TEST(a_torn_tail_loses_no_acknowledged_epoch),
+        STORE_TEST(no_flipped_bit_makes_an_epoch_fall),
+        STORE_TEST(garbage_behind_the_last_record_is_dropped),
+        STORE_TEST(files_of_other_releases_are_refused_by_name),
+        STORE_TEST(a_failed_write_changes_nothing),
+        STORE_TEST(random_bytes_are_never_good_data),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
