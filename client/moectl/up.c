@@ -76,26 +76,32 @@ static struct moe_status start_coordinator(struct up *u)
 
 static struct moe_status start_worker(struct up *u, uint64_t number)
 {
-    char listen[ARGUMENT_MAX], threads[ARGUMENT_MAX], name[ARGUMENT_MAX];
+    char listen[ARGUMENT_MAX], threads[ARGUMENT_MAX], name[ARGUMENT_MAX], seat[ARGUMENT_MAX],
+        drain[ARGUMENT_MAX];
     listen_address(u, number, listen);
     snprintf(threads, sizeof threads, "%" PRIu64, threads_per_worker(u));
     snprintf(name, sizeof name, "worker-%" PRIu64, number);
-    const char *argv[] = {u->worker_program,
-                          "--model",
-                          u->group.model,
-                          "--coordinator",
-                          u->daemons.all[0].process.endpoint,
-                          "--listen",
-                          listen,
-                          "--backend",
-                          u->backend,
-                          "--threads",
-                          threads,
-                          "--ready-fd",
-                          MOECTL_READY_FD,
-                          "--log-level",
-                          u->log_level,
-                          NULL};
+    snprintf(seat, sizeof seat, "%" PRIu64, number); /* its GPU too, where there are any */
+    snprintf(drain, sizeof drain, "%" PRIu64, u->drain_s * 1000);
+    const char *const options[][2] = {
+        {"--model", u->group.model},
+        {"--coordinator", u->daemons.all[0].process.endpoint},
+        {"--listen", listen},
+        {"--backend", u->backend},
+        {"--threads", threads},
+        {"--worker-id", name},
+        {"--slot", seat},
+        {"--device", seat},
+        {"--drain-ms", drain},
+        {"--log-level", u->log_level},
+        {"--ready-fd", MOECTL_READY_FD},
+    };
+    enum { COUNT = sizeof options / sizeof *options };
+    const char *argv[2 * COUNT + 2] = {u->worker_program};
+    for (size_t i = 0; i < COUNT; i++) {
+        argv[2 * i + 1] = options[i][0];
+        argv[2 * i + 2] = options[i][1];
+    }
     return moectl_daemons_start(&u->daemons, name, u->worker_program, argv);
 }
 

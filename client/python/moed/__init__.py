@@ -1,0 +1,24 @@
+"""moed: Python client of the expert-parallel MoE daemon.
+
+    import moed, numpy as np
+
+    client = moed.Client("127.0.0.1:7600")
+    layer = client.layers[0]
+    x = np.random.randn(16, layer.hidden).astype(np.float32)
+    y = client.forward(layer.layer, x)
+
+Shapes: T tokens, H hidden width, K experts per token; arrays are row-major.
+
+bfloat16: numpy has no such dtype. Where the package ml_dtypes is installed, its bfloat16 is used;
+without it, a BF16 tensor is a numpy array of uint16 that holds the bits. Both are accepted as
+input everywhere, and the answer has the dtype of the input. `bf16` and `f32` convert.
+"""
+
+from ._client import Client, ForwardResult, Layer, ServerInfo, Stream
+from ._dtypes import bf16, f32
+from ._errors import MoeError
+from ._version import __version__
+
+__all__ = [
+    "Client", "ForwardResult", "Layer", "MoeError", "ServerInfo", "Stream", "__version__", "bf16", "f32",
+]

@@ -1,0 +1,287 @@
+"""The client: unary calls with retries, spreading over workers, and streams."""
+
+import collections
+import itertools
+import queue
+import random
+import threading
+import time
+
+import grpc
+
+from . import _errors, _wire
+from ._proto import expert_pb2
+
+_SERVICE = "/moe.v1.ExpertService/"
+_MAX_MESSAGE = 2**31 - 1
+_ATTEMPTS = 4
+_PAUSE_FIRST, _PAUSE_MAX = 0.01, 1.0
+
+Layer = collections.namedtuple(
+    "Layer", "layer hidden experts top_k intermediate zero_experts shared_intermediate")
+Layer.__doc__ = """One MoE layer of the model.
+
+layer                index in the model, what Client.forward wants
+hidden               H, width of x and y
+experts              E, routed experts
+top_k                K, experts per token
+intermediate         inner width of one expert
+zero_experts         identity experts with ids E ... E + zero_experts - 1
+shared_intermediate  inner width of the shared expert, 0 where there is none
+"""
+
+ServerInfo = collections.namedtuple(
+    "ServerInfo",
+    "model family version backend coordinator workers epoch weights_version max_message_bytes "
+    "max_tokens_per_request max_tokens_per_step extensions")
+ServerInfo.__doc__ = """The server and its model, as of the time of connecting."""
+
+ForwardResult = collections.namedtuple(
+    "ForwardResult", "y topk_ids topk_weights epoch weights_version stages")
+ForwardResult.__doc__ = """An answer with the routing that was used.
+
+y                [T,H], dtype of x
+topk_ids         [T,K] int32, in the router's order
+topk_weights     [T,K] float32
+epoch            of the view under which it was computed
+weights_version  version of the weights
+stages           dict: nanoseconds on the server by stage ("queue_ns", ..., "server_ns"), and
+                 "step_tokens", "steps"
+"""
+
+
+class _Worker:
+    """One channel and the calls on it."""
+
+    def __init__(self, endpoint):
+        self.endpoint = endpoint
+        self.channel = grpc.insecure_channel(endpoint, options=[
+            ("grpc.max_receive_message_length", _MAX_MESSAGE),
+            ("grpc.max_send_message_length", _MAX_MESSAGE),
+            # Spread over workers is done here, and a retry of the channel's own would hold a copy.
+            ("grpc.enable_retries", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+        ])
+        self.forward = self._unary("Forward", expert_pb2.ForwardRequest,
+                                   expert_pb2.ForwardResponse)
+        self.info = self._unary("GetServerInfo", expert_pb2.GetServerInfoRequest,
+                                expert_pb2.GetServerInfoResponse)
+        self.model = self._unary("GetModel", expert_pb2.GetModelRequest,
+                                 expert_pb2.GetModelResponse)
+        self.stream = self.channel.stream_stream(
+            _SERVICE + "ForwardStream",
+            request_serializer=expert_pb2.ForwardStreamRequest.SerializeToString,
+            response_deserializer=expert_pb2.ForwardStreamResponse.FromString)
+
+    def _unary(self, name, request, response):
+        return self.channel.unary_unary(
+            _SERVICE + name, request_serializer=request.SerializeToString,
+            response_deserializer=response.FromString)
+
+
+def _stages(answer):
+    return {field.name: getattr(answer.stages, field.name)
+            for field in answer.stages.DESCRIPTOR.fields}
+
+
+def _result(answer, x, return_routing):
+    y = _wire.read_y(answer, x)
+    if not return_routing:
+        return y
+    ids, weights = _wire.read_routing(answer, x)
+    return ForwardResult(y, ids, weights, answer.epoch, answer.weights_version, _stages(answer))
+
+
+class Client:
+    """A connection to a group of workers. May be shared between threads.
+
+    endpoint  "host:port" of any worker of the group
+    spread    send requests to all workers of the group in turn
+    timeout   default limit of a call, in seconds
+
+    Raises MoeError when nobody answers. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, endpoint, spread=False, timeout=60.0):
+        self._timeout = timeout
+        self._workers = [_Worker(endpoint)]
+        try:
+            info = self._workers[0].info(expert_pb2.GetServerInfoRequest(), timeout=timeout)
+            model = self._workers[0].model(expert_pb2.GetModelRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            self.close()
+            raise _errors.from_rpc_error(error) from None
+        except BaseException:
+            self.close()
+            raise
+        self._info = ServerInfo(
+            model.model, model.family, info.version, info.backend, info.coordinator,
+            tuple(info.workers), info.epoch, model.weights_version, info.max_message_bytes,
+            info.max_tokens_per_request, info.max_tokens_per_step, tuple(info.extensions))
+        self._layers = tuple(
+            Layer(each.layer, each.hidden, each.experts, each.top_k, each.intermediate,
+                  each.zero_experts, each.shared_intermediate) for each in model.layers)
+        self._layer_by_index = {layer.layer: layer for layer in self._layers}
+        if spread:
+            self._workers += [_Worker(each) for slot, each in enumerate(info.workers)
+                              if slot != info.slot]
+        self._turn = itertools.count(random.randrange(len(self._workers)))
+
+    @property
+    def info(self):
+        """ServerInfo: model, limits and addresses."""
+        return self._info
+
+    @property
+    def layers(self):
+        """Tuple of Layer, one for each MoE layer of the model, ascending."""
+        return self._layers
+
+    def layer(self, index):
+        """The Layer with that index in the model; KeyError where it is no MoE layer."""
+        return self._layer_by_index[index]
+
+    def _find(self, layer):
+        try:
+            return self._layer_by_index[layer]
+        except KeyError:
+            raise _errors.MoeError(
+                grpc.StatusCode.NOT_FOUND, "LAYER_NOT_FOUND",
+                "model %s has no MoE layer %s" % (self._info.model, layer)) from None
+
+    def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
+                timeout=None):
+        """The output of one MoE layer.
+
+        layer         index of the layer in the model
+        x             [T,H] float32 or bfloat16 (see the package's text on bfloat16)
+        topk_ids      [T,K] integers: use these experts (-1: none); None: the layer's router chooses
+        topk_weights  [T,K] floats: with these weights; None: the router's weights of those experts
+        timeout       limit in seconds, tries included; None: the client's
+
+        Returns y [T,H] with x's dtype, routed plus shared experts, without the residual; or with
+        `return_routing` a ForwardResult. The arrays are read-only.
+
+        A call that fails with UNAVAILABLE is tried again, on another worker where there is one.
+        Raises MoeError, and ValueError or TypeError for arguments that cannot be sent.
+        """
+        request = expert_pb2.ForwardRequest()
+        x = _wire.fill_request(request, self._find(layer), x, topk_ids, topk_weights,
+                               return_routing)
+        return _result(self._call(request, timeout), x, return_routing)
+
+    def _call(self, request, timeout):
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        start = next(self._turn)
+        for attempt in range(_ATTEMPTS):
+            worker = self._workers[(start + attempt) % len(self._workers)]
+            try:
+                return worker.forward(request, timeout=max(deadline - time.monotonic(), 0))
+            except grpc.RpcError as error:
+                failure = _errors.from_rpc_error(error)
+            half = min(_PAUSE_FIRST * 2**attempt, _PAUSE_MAX) / 2
+            pause = (failure.retry_after or half) + random.uniform(0, half)
+            if (failure.code != grpc.StatusCode.UNAVAILABLE or attempt == _ATTEMPTS - 1
+                    or time.monotonic() + pause >= deadline):
+                break
+            time.sleep(pause)
+        raise failure
+
+    def stream(self):
+        """A Stream to one worker: less cost per call, no retries. A context manager."""
+        return Stream(self, self._workers[next(self._turn) % len(self._workers)])
+
+    def close(self):
+        """Closes the connections; calls in flight fail."""
+        for worker in self._workers:
+            worker.channel.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+class _Pending:
+    """A request on a stream that has not been answered yet."""
+
+    def __init__(self):
+        self.over = threading.Event()
+        self.answer = None
+        self.failure = None
+
+
+class Stream:
+    """One long-lived stream to one worker. May be shared between threads: answers find their
+    requests in any order. From Client.stream; close it, or use it as a context manager."""
+
+    def __init__(self, client, worker):
+        self._client = client
+        self._lock = threading.Lock()
+        self._pending = {}  # request id -> _Pending
+        self._ids = itertools.count(1)
+        self._end = None  # MoeError once the stream is over
+        self._outgoing = queue.SimpleQueue()
+        self._call = worker.stream(iter(self._outgoing.get, None))
+        self._reader = threading.Thread(target=self._read, name="moed-stream", daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        end = _errors.MoeError(grpc.StatusCode.UNAVAILABLE, "", "the server ended the stream")
+        try:
+            for answer in self._call:
+                with self._lock:
+                    pending = self._pending.pop(answer.request_id, None)
+                if pending is None:  # it has run out of time
+                    continue
+                if answer.HasField("error"):
+                    pending.failure = _errors.from_item_error(answer.error)
+                pending.answer = answer
+                pending.over.set()
+        except grpc.RpcError as error:
+            end = _errors.from_rpc_error(error)
+        with self._lock:
+            self._end = end
+            left = list(self._pending.values())
+            self._pending.clear()
+        for pending in left:
+            pending.failure = end
+            pending.over.set()
+
+    def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
+                timeout=None):
+        """As Client.forward, without retries."""
+        request = expert_pb2.ForwardStreamRequest()
+        x = _wire.fill_request(request, self._client._find(layer), x, topk_ids, topk_weights,
+                               return_routing)
+        request.request_id = next(self._ids)
+        pending = _Pending()
+        with self._lock:
+            if self._end is not None:
+                raise self._end
+            self._pending[request.request_id] = pending
+        self._outgoing.put(request)
+        limit = self._client._timeout if timeout is None else timeout
+        if not pending.over.wait(limit):
+            with self._lock:
+                mine = self._pending.pop(request.request_id, None) is not None
+            if mine:
+                raise _errors.MoeError(grpc.StatusCode.DEADLINE_EXCEEDED, "",
+                                       "no answer on the stream within %g s" % limit)
+            pending.over.wait()
+        if pending.failure is not None:
+            raise pending.failure
+        return _result(pending.answer, x, return_routing)
+
+    def close(self):
+        """Ends the stream; requests in flight are still answered."""
+        self._outgoing.put(None)
+        self._reader.join(self._client._timeout)
+        self._call.cancel()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()

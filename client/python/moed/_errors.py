@@ -1,0 +1,59 @@
+"""Failures of calls, with the code and reason that the server sent."""
+
+import grpc
+
+from ._proto import rpc_status_pb2
+
+_DETAILS = "grpc-status-details-bin"
+_ERROR_INFO = "google.rpc.ErrorInfo"
+_RETRY_INFO = "google.rpc.RetryInfo"
+
+
+class MoeError(Exception):
+    """A call that failed.
+
+    code         grpc.StatusCode
+    reason       one of the reasons of moed ("SHAPE_MISMATCH", "QUEUE_FULL", ...); "" without one
+    message      one sentence for a person
+    retry_after  seconds after which the call may be sent again; None where the server says nothing
+    """
+
+    def __init__(self, code, reason, message, retry_after=None):
+        super().__init__("%s%s: %s" % (code.name, "/" + reason if reason else "", message))
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.retry_after = retry_after
+
+
+def _parse(message_type, data):
+    try:
+        return message_type.FromString(data)
+    except Exception:  # the bytes come from the wire, and protobuf versions differ in what they raise
+        return message_type()
+
+
+def from_rpc_error(error):
+    """The MoeError for a grpc.RpcError, ErrorInfo and RetryInfo included."""
+    reason, retry_after = "", None
+    for key, value in error.trailing_metadata() or ():
+        if key != _DETAILS:
+            continue
+        for detail in _parse(rpc_status_pb2.Status, value).details:
+            kind = detail.type_url.rpartition("/")[2]
+            if kind == _ERROR_INFO:
+                reason = _parse(rpc_status_pb2.ErrorInfo, detail.value).reason
+            elif kind == _RETRY_INFO:
+                delay = _parse(rpc_status_pb2.RetryInfo, detail.value).retry_delay
+                retry_after = delay.seconds + delay.nanos * 1e-9
+    return MoeError(error.code(), reason, error.details() or "", retry_after)
+
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def from_item_error(error):
+    """The MoeError for a moe.v1.Error inside a stream."""
+    return MoeError(
+        _CODES.get(error.code, grpc.StatusCode.UNKNOWN), error.reason, error.message,
+        error.retry_after_ms / 1e3 if error.retry_after_ms else None)

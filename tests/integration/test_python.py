@@ -1,0 +1,333 @@
+"""The Python package against a fake worker in the same process: what it sends, what it makes of
+answers and errors, what it tries again. Real daemons are the business of test_golden.py."""
+
+import concurrent.futures
+import contextlib
+import os
+import threading
+import time
+import unittest
+
+import grpc
+import numpy as np
+
+from group import main
+
+import moed
+from moed._proto import expert_pb2, rpc_status_pb2, types_pb2
+
+LAYER, HIDDEN, EXPERTS, TOP_K = 3, 16, 8, 2
+
+
+class Failure(Exception):
+    def __init__(self, code, reason="", message="as wished", retry_s=0.0):
+        super().__init__(message)
+        self.code, self.reason, self.message, self.retry_s = code, reason, message, retry_s
+
+    def details(self):
+        """grpc-status-details-bin as moed's server writes it."""
+        status = rpc_status_pb2.Status(code=self.code.value[0], message=self.message)
+        info = rpc_status_pb2.ErrorInfo(reason=self.reason, domain="moe")
+        status.details.add(type_url="type.googleapis.com/google.rpc.ErrorInfo",
+                           value=info.SerializeToString())
+        if self.retry_s:
+            retry = rpc_status_pb2.RetryInfo()
+            retry.retry_delay.seconds = int(self.retry_s)
+            retry.retry_delay.nanos = int(self.retry_s % 1 * 1e9)
+            status.details.add(type_url="type.googleapis.com/google.rpc.RetryInfo",
+                               value=retry.SerializeToString())
+        return status.SerializeToString()
+
+
+class Fake(grpc.GenericRpcHandler):
+    """y = 2 x; `script` holds failures for the first calls, or None for none."""
+
+    def __init__(self):
+        self.requests, self.script, self.workers = [], [], []
+        self.slot = 0
+        self.held = threading.Event()  # answers to layers' requests wait for it where `hold` is set
+        self.hold = False
+        self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(8))
+        self.server.add_generic_rpc_handlers((self,))
+        self.endpoint = "127.0.0.1:%d" % self.server.add_insecure_port("127.0.0.1:0")
+        self.server.start()
+
+    def service(self, details):
+        methods = {
+            "/moe.v1.ExpertService/Forward": (
+                grpc.unary_unary_rpc_method_handler, self.forward, expert_pb2.ForwardRequest),
+            "/moe.v1.ExpertService/ForwardStream": (
+                grpc.stream_stream_rpc_method_handler, self.stream,
+                expert_pb2.ForwardStreamRequest),
+            "/moe.v1.ExpertService/GetServerInfo": (
+                grpc.unary_unary_rpc_method_handler, self.info, expert_pb2.GetServerInfoRequest),
+            "/moe.v1.ExpertService/GetModel": (
+                grpc.unary_unary_rpc_method_handler, self.model, expert_pb2.GetModelRequest),
+        }
+        if details.method not in methods:
+            return None
+        handler, function, request = methods[details.method]
+        return handler(function, request_deserializer=request.FromString,
+                       response_serializer=lambda answer: answer.SerializeToString())
+
+    def info(self, _request, _context):
+        return expert_pb2.GetServerInfoResponse(
+            name="moe-worker", version="9.8.7", backend="cpu", slot=self.slot,
+            workers=self.workers, max_tokens_per_request=100, max_message_bytes=1 << 20)
+
+    def model(self, _request, _context):
+        layer = types_pb2.LayerInfo(layer=LAYER, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K,
+                                    intermediate=32)
+        return expert_pb2.GetModelResponse(model="fake", family="mixtral", layers=[layer],
+                                           weights_version=5)
+
+    def compute(self, request, answer):
+        self.requests.append(request)
+        failure = self.script.pop(0) if self.script else None
+        if failure is not None:
+            raise failure
+        answer.tokens, answer.hidden, answer.dtype = request.tokens, request.hidden, request.dtype
+        answer.epoch, answer.weights_version, answer.top_k = 7, 5, TOP_K
+        answer.stages.server_ns = 1234
+        if request.dtype == types_pb2.DATA_TYPE_F32:
+            answer.y_data = (2 * np.frombuffer(request.x_data, np.float32)).tobytes()
+        else:  # one more in the exponent
+            answer.y_data = (np.frombuffer(request.x_data, np.uint16) + 0x80).astype(
+                np.uint16).tobytes()
+        if request.return_routing:
+            ids = np.arange(request.tokens * TOP_K) % EXPERTS
+            if request.topk_ids:
+                ids = np.frombuffer(request.topk_ids, np.int32)
+            answer.topk_ids_dtype = types_pb2.DATA_TYPE_I32 if (ids < 0).any() else (
+                types_pb2.DATA_TYPE_U8)
+            answer.topk_ids = ids.astype(np.int32 if (ids < 0).any() else np.uint8).tobytes()
+            answer.topk_weights = request.topk_weights or np.full(
+                request.tokens * TOP_K, 0.5, np.float32).tobytes()
+        return answer
+
+    def forward(self, request, context):
+        try:
+            return self.compute(request, expert_pb2.ForwardResponse())
+        except Failure as failure:
+            context.set_trailing_metadata((("grpc-status-details-bin", failure.details()),))
+            context.abort(failure.code, failure.message)
+
+    def stream(self, requests, _context):
+        waiting = []
+        for request in requests:
+            answer = expert_pb2.ForwardStreamResponse(request_id=request.request_id)
+            try:
+                self.compute(request, answer)
+            except Failure as failure:
+                answer.error.code = failure.code.value[0]
+                answer.error.reason, answer.error.message = failure.reason, failure.message
+                answer.error.retry_after_ms = int(failure.retry_s * 1000)
+            waiting.append(answer)
+            if self.hold and len(waiting) < 4:
+                continue
+            yield from reversed(waiting)  # the newest overtake the oldest
+            waiting = []
+
+
+@contextlib.contextmanager
+def fakes(count=1):
+    all_of_them = [Fake() for _ in range(count)]
+    for slot, fake in enumerate(all_of_them):
+        fake.slot, fake.workers = slot, [each.endpoint for each in all_of_them]
+    try:
+        yield all_of_them[0] if count == 1 else all_of_them
+    finally:
+        for fake in all_of_them:
+            fake.server.stop(None).wait()
+
+
+SEED = int(os.environ.get("MOE_SEED", time.time_ns()))
+RNG = np.random.default_rng(SEED)
+
+
+def rows(tokens):
+    return RNG.standard_normal((tokens, HIDDEN)).astype(np.float32)
+
+
+class Calls(unittest.TestCase):
+    def test_info_and_layers(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client:
+            self.assertEqual(client.info.model, "fake")
+            self.assertEqual(client.info.version, "9.8.7")
+            self.assertEqual(client.info.workers, (fake.endpoint,))
+            self.assertEqual(client.info.weights_version, 5)
+            self.assertEqual([each.layer for each in client.layers], [LAYER])
+            self.assertEqual(client.layer(LAYER).hidden, HIDDEN)
+
+    def test_f32_in_f32_out(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
+            for tokens in (1, 5, 37):
+                x = rows(tokens)
+                for call in (client.forward, stream.forward):
+                    y = call(LAYER, x)
+                    self.assertEqual((y.dtype, y.shape), (np.float32, x.shape))
+                    np.testing.assert_array_equal(y, 2 * x)
+
+    def test_bf16_in_bf16_out(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
+            x = moed.bf16(rows(9))
+            for call in (client.forward, stream.forward):
+                y = call(LAYER, x)
+                self.assertEqual(y.dtype, x.dtype)
+                np.testing.assert_array_equal(moed.f32(np.asarray(y).view(np.uint16)),
+                                              2 * moed.f32(np.asarray(x).view(np.uint16)))
+
+    def test_bits_of_bf16_are_taken_as_they_are(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client:
+            bits = np.asarray(moed.bf16(rows(2))).view(np.uint16)
+            y = client.forward(LAYER, bits)
+            self.assertEqual(y.dtype, np.uint16)
+            self.assertEqual(fake.requests[-1].dtype, types_pb2.DATA_TYPE_BF16)
+            self.assertEqual(fake.requests[-1].x_data, bits.tobytes())
+
+    def test_rows_need_not_be_contiguous(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client:
+            x = rows(20)[::2]
+            np.testing.assert_array_equal(client.forward(LAYER, x), 2 * x)
+
+    def test_routing_is_returned_and_can_be_replayed(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
+            x = rows(4)
+            for call in (client.forward, stream.forward):
+                seen = call(LAYER, x, return_routing=True)
+                self.assertIsInstance(seen, moed.ForwardResult)
+                self.assertEqual((seen.topk_ids.dtype, seen.topk_ids.shape), (np.int32, (4, TOP_K)))
+                self.assertEqual(seen.topk_weights.shape, (4, TOP_K))
+                self.assertEqual((seen.epoch, seen.weights_version), (7, 5))
+                self.assertEqual(seen.stages["server_ns"], 1234)
+                self.assertEqual(fake.requests[-1].routing_mode, types_pb2.ROUTING_MODE_SERVER)
+
+                ids = np.array([[0, 1], [2, -1], [7, 6], [5, 5]])
+                weights = RNG.random((4, TOP_K))
+                again = call(LAYER, x, ids, weights, return_routing=True)
+                self.assertEqual(fake.requests[-1].routing_mode,
+                                 types_pb2.ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS)
+                np.testing.assert_array_equal(again.topk_ids, ids)
+                np.testing.assert_array_equal(again.topk_weights, weights.astype(np.float32))
+                call(LAYER, x, topk_ids=ids)
+                self.assertEqual(fake.requests[-1].routing_mode,
+                                 types_pb2.ROUTING_MODE_CLIENT_IDS)
+
+    def test_answers_overtake_on_a_stream(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
+            fake.hold = True
+            inputs = [rows(3) for _ in range(8)]
+            with concurrent.futures.ThreadPoolExecutor(8) as pool:
+                outputs = list(pool.map(lambda x: stream.forward(LAYER, x, timeout=20), inputs))
+            for x, y in zip(inputs, outputs):
+                np.testing.assert_array_equal(y, 2 * x)
+
+    def test_requests_go_round_the_workers(self):
+        with fakes(3) as group, moed.Client(group[0].endpoint, spread=True) as client:
+            for _ in range(9):
+                client.forward(LAYER, rows(1))
+            self.assertEqual([len(fake.requests) for fake in group], [3, 3, 3])
+
+
+class Errors(unittest.TestCase):
+    def expect(self, code, reason, call, *arguments, **options):
+        with self.assertRaises(moed.MoeError) as caught:
+            call(*arguments, **options)
+        print("   ", caught.exception)
+        self.assertEqual((caught.exception.code, caught.exception.reason), (code, reason))
+        return caught.exception
+
+    def test_nobody_there(self):
+        self.expect(grpc.StatusCode.UNAVAILABLE, "", moed.Client, "127.0.0.1:1", timeout=5)
+
+    def test_reason_and_pause_are_read(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
+            for call in (client.forward, stream.forward):
+                fake.script = [Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full", 1.5)]
+                error = self.expect(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", call, LAYER,
+                                    rows(1))
+                self.assertEqual((error.message, error.retry_after), ("full", 1.5))
+                np.testing.assert_array_equal(call(LAYER, np.ones((1, HIDDEN), np.float32)), 2.0)
+
+    def test_unavailable_is_tried_again(self):
+        unavailable = Failure(grpc.StatusCode.UNAVAILABLE, "REFORMING")
+        with fakes() as fake, moed.Client(fake.endpoint) as client:
+            fake.script = [unavailable, unavailable]
+            x = rows(2)
+            np.testing.assert_array_equal(client.forward(LAYER, x), 2 * x)
+            self.assertEqual(len(fake.requests), 3)
+
+    def test_attempts_are_bounded(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client:
+            fake.script = [Failure(grpc.StatusCode.UNAVAILABLE, "DRAINING")] * 20
+            self.expect(grpc.StatusCode.UNAVAILABLE, "DRAINING", client.forward, LAYER, rows(1))
+            self.assertEqual(len(fake.requests), 4)
+
+    def test_another_worker_is_tried(self):
+        with fakes(2) as group, moed.Client(group[0].endpoint, spread=True) as client:
+            group[0].script = [Failure(grpc.StatusCode.UNAVAILABLE, "DRAINING")] * 20
+            for _ in range(4):
+                client.forward(LAYER, rows(1))
+            self.assertEqual([len(fake.requests) for fake in group], [2, 4])
+
+    def test_nothing_else_is_tried_again(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client:
+            for code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED,
+                         grpc.StatusCode.INTERNAL, grpc.StatusCode.FAILED_PRECONDITION):
+                fake.requests.clear()
+                fake.script = [Failure(code, "STALE_EPOCH")]
+                self.expect(code, "STALE_EPOCH", client.forward, LAYER, rows(1))
+                self.assertEqual(len(fake.requests), 1)
+
+    def test_wrong_arguments_are_not_sent(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client:
+            self.expect(grpc.StatusCode.NOT_FOUND, "LAYER_NOT_FOUND", client.forward, 4, rows(1))
+            good = rows(2)
+            for error, arguments in (
+                    (TypeError, (good.astype(np.float64),)),
+                    (ValueError, (good[:, 1:],)),
+                    (ValueError, (good[:0],)),
+                    (ValueError, (good[0],)),
+                    (ValueError, (good, np.zeros((2, TOP_K + 1), int))),
+                    (TypeError, (good, np.zeros((2, TOP_K)))),
+                    (ValueError, (good, np.full((2, TOP_K), 2**31))),
+                    (ValueError, (good, None, np.zeros((2, TOP_K)))),
+                    (ValueError, (good, np.zeros((2, TOP_K), int), np.zeros((1, TOP_K))))):
+                with self.assertRaises(error):
+                    client.forward(LAYER, *arguments)
+            self.assertEqual(fake.requests, [])
+
+    def test_a_stream_request_runs_out_of_time_alone(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
+            fake.hold = True  # the first answer waits for three more requests
+            self.expect(grpc.StatusCode.DEADLINE_EXCEEDED, "", stream.forward, LAYER, rows(1),
+                        timeout=0.1)
+            fake.hold = False
+            x = rows(1)
+            np.testing.assert_array_equal(stream.forward(LAYER, x), 2 * x)
+
+    def test_the_end_of_the_server_ends_a_stream(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
+            stream.forward(LAYER, rows(1))
+            fake.server.stop(None).wait()
+            for _ in range(2):
+                with self.assertRaises(moed.MoeError) as caught:
+                    stream.forward(LAYER, rows(1), timeout=10)
+                print("   ", caught.exception)
+                self.assertIn(caught.exception.code,
+                              (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED))
+
+
+class Formats(unittest.TestCase):
+    def test_bf16_rounds_to_nearest_even(self):
+        wide = np.array([1.0, 1.00390625, 1.01171875, -1.00390625, np.inf, -np.inf, 3.4e38, 0.0],
+                        np.float32)
+        want = np.array([0x3F80, 0x3F80, 0x3F82, 0xBF80, 0x7F80, 0xFF80, 0x7F80, 0], np.uint16)
+        np.testing.assert_array_equal(np.asarray(moed.bf16(wide)).view(np.uint16), want)
+        self.assertTrue(np.isnan(moed.f32(np.asarray(moed.bf16(
+            np.array([np.nan], np.float32))).view(np.uint16)))[0])
+
+
+if __name__ == "__main__":
+    print("MOE_SEED=%d" % SEED)
+    main()
