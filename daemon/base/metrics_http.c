@@ -75,27 +75,35 @@ static enum MHD_Result on_request(void *ctx, struct MHD_Connection *to, const ch
                        well ? "ok\n" : "not healthy\n");
 }
 
+/* getaddrinfo takes any number for a port, cut to 16 bits. */
+static bool is_port(const char *s)
+{
+    unsigned value = 0;
+    size_t n = 0;
+    for (; s[n] >= '0' && s[n] <= '9' && n < 6; n++)
+        value = 10 * value + (unsigned)(s[n] - '0');
+    return n > 0 && s[n] == '\0' && value <= UINT16_MAX;
+}
+
 /* Splits "host:port" or "[v6]:port" and resolves it without asking a name server. */
 static struct moe_status resolve(const char *listen, struct addrinfo **out)
 {
+    struct moe_status bad = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                                      "'%.64s' is not an address like 127.0.0.1:9090", listen);
     char host[HOST_BYTES];
     const char *colon = strrchr(listen, ':');
     bool bracket = listen[0] == '[' && colon != NULL && colon > listen + 1 && colon[-1] == ']';
     size_t skip = bracket ? 1 : 0;
     size_t length = colon != NULL ? (size_t)(colon - listen) - 2 * skip : 0;
-    if (colon == NULL || length == 0 || length >= sizeof host)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "'%.64s' is not an address like 127.0.0.1:9090", listen);
+    if (length == 0 || length >= sizeof host || !is_port(colon + 1))
+        return bad;
     memcpy(host, listen + skip, length);
     host[length] = '\0';
     if (strcmp(host, "localhost") == 0)
         strcpy(host, "127.0.0.1");
     struct addrinfo hints = {.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV | AI_PASSIVE,
                              .ai_socktype = SOCK_STREAM};
-    if (getaddrinfo(host, colon + 1, &hints, out) != 0)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "'%.64s' is not an address like 127.0.0.1:9090", listen);
-    return moe_ok();
+    return getaddrinfo(host, colon + 1, &hints, out) == 0 ? moe_ok() : bad;
 }
 
 struct moe_status moe_metrics_http_start(const struct moe_metrics_http_config *config,

@@ -9,12 +9,20 @@
 
 static inline bool moe_size_add(size_t a, size_t b, size_t *out)
 {
-    return !__builtin_add_overflow(a, b, out);
+    size_t sum;
+    if (__builtin_add_overflow(a, b, &sum))
+        return false;
+    *out = sum;
+    return true;
 }
 
 static inline bool moe_size_mul(size_t a, size_t b, size_t *out)
 {
-    return !__builtin_mul_overflow(a, b, out);
+    size_t product;
+    if (__builtin_mul_overflow(a, b, &product))
+        return false;
+    *out = product;
+    return true;
 }
 
 /* a * b * c */

@@ -1,0 +1,296 @@
+/* Metrics: what is counted is what is rendered, in the text format, from any number of threads, and
+ * over HTTP. */
+#include "base/metrics.h"
+#include "base/metrics_http.h"
+
+#include <arpa/inet.h>
+#include <math.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+static struct moe_metrics *m;
+
+static int create(void **unused)
+{
+    (void)unused;
+    struct moe_status st = moe_metrics_create(&m);
+    return st.code == MOE_OK ? 0 : -1;
+}
+
+static int destroy(void **unused)
+{
+    (void)unused;
+    moe_metrics_destroy(m);
+    return 0;
+}
+
+static void ok(struct moe_status st)
+{
+    if (st.code != MOE_OK)
+        fail_msg("%s", st.text);
+}
+
+static char *render(void)
+{
+    char *text;
+    size_t length;
+    ok(moe_metrics_render(m, &text, &length));
+    assert_int_equal(strlen(text), length);
+    return text;
+}
+
+static void expect_text(const char *want)
+{
+    char *text = render();
+    assert_string_equal(text, want);
+    free(text);
+}
+
+static void the_text_is_the_exposition_format(void **unused)
+{
+    (void)unused;
+    struct moe_counter *good, *bad;
+    struct moe_gauge *g;
+    struct moe_histogram *h;
+    static const double bounds[] = {0.001, 0.25, 2};
+    ok(moe_metrics_add_counter(
+        m,
+        &(struct moe_metric_desc){.name = "moe_requests_total",
+                                  .help = "Calls.",
+                                  .labels = {{"rpc", "Forward"}, {"code", "OK"}}},
+        &good));
+    ok(moe_metrics_add_gauge(
+        m, &(struct moe_metric_desc){.name = "moe_epoch", .help = "Line\nand \\."}, &g));
+    ok(moe_metrics_add_counter(
+        m,
+        &(struct moe_metric_desc){.name = "moe_requests_total",
+                                  .labels = {{"rpc", "a\"b\\c\nd"}, {"code", "OK"}}},
+        &bad));
+    ok(moe_metrics_add_histogram(m, &(struct moe_metric_desc){.name = "moe_seconds", .help = "T."},
+                                 bounds, 3, &h));
+    moe_counter_add(good, 3);
+    moe_counter_add(good, UINT64_C(1) << 60);
+    moe_gauge_set(g, 1.5);
+    moe_gauge_add(g, -3);
+    static const double seen[] = {0.0005, 0.001, 0.0011, 2, 2.5, 100};
+    for (size_t i = 0; i < 6; i++)
+        moe_histogram_observe(h, seen[i]);
+    moe_histogram_observe(h, NAN);
+    expect_text("# HELP moe_requests_total Calls.\n"
+                "# TYPE moe_requests_total counter\n"
+                "moe_requests_total{rpc=\"Forward\",code=\"OK\"} 1152921504606846979\n"
+                "moe_requests_total{rpc=\"a\\\"b\\\\c\\nd\",code=\"OK\"} 0\n"
+                "# HELP moe_epoch Line\\nand \\\\.\n"
+                "# TYPE moe_epoch gauge\n"
+                "moe_epoch -1.5\n"
+                "# HELP moe_seconds T.\n"
+                "# TYPE moe_seconds histogram\n"
+                "moe_seconds_bucket{le=\"0.001\"} 2\n"
+                "moe_seconds_bucket{le=\"0.25\"} 3\n"
+                "moe_seconds_bucket{le=\"2\"} 4\n"
+                "moe_seconds_bucket{le=\"+Inf\"} 6\n"
+                "moe_seconds_sum 104.5026\n"
+                "moe_seconds_count 6\n");
+}
+
+static void odd_numbers_are_written_as_prometheus_reads_them(void **unused)
+{
+    (void)unused;
+    struct moe_gauge *g;
+    ok(moe_metrics_add_gauge(m, &(struct moe_metric_desc){.name = "g"}, &g));
+    static const struct {
+        double value;
+        const char *text;
+    } cases[] = {{INFINITY, "\ng +Inf\n"},
+                 {-INFINITY, "\ng -Inf\n"},
+                 {NAN, "\ng NaN\n"},
+                 {0, "\ng 0\n"},
+                 {123456789, "\ng 123456789\n"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        moe_gauge_set(g, cases[i].value);
+        char *text = render();
+        if (strstr(text, cases[i].text) == NULL)
+            fail_msg("%g became %s", cases[i].value, text);
+        free(text);
+    }
+    for (int i = 0; i < 1000; i++) { /* and comes back as it was */
+        double want = ldexp(1 + (double)i / 777, i % 200 - 100);
+        moe_gauge_set(g, want);
+        char *text = render();
+        assert_true(strtod(strstr(text, "\ng ") + 3, NULL) == want);
+        free(text);
+    }
+}
+
+static void bad_series_are_refused(void **unused)
+{
+    (void)unused;
+    struct moe_counter *c;
+    struct moe_gauge *g;
+    struct moe_histogram *h;
+    static const double falling[] = {2, 1}, infinite[] = {1, INFINITY};
+    static const struct moe_metric_desc good = {.name = "good", .labels = {{"a", "1"}}},
+                                        other = {.name = "good", .labels = {{"a", "2"}}},
+                                        digit = {.name = "1bad"}, empty = {.name = ""},
+                                        space = {.name = "b d"},
+                                        label = {.name = "x", .labels = {{"a-b", "1"}}},
+                                        value = {.name = "x", .labels = {{"a", NULL}}};
+    ok(moe_metrics_add_counter(m, &good, &c));
+    ok(moe_metrics_add_counter(m, &other, &c));
+    struct moe_status st = moe_metrics_add_counter(m, &good, &c);
+    assert_int_equal(st.code, MOE_ALREADY_EXISTS);
+    st = moe_metrics_add_gauge(m, &good, &g);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    const struct moe_metric_desc *bad[] = {&digit, &empty, &space, &label, &value};
+    for (size_t i = 0; i < 5; i++) {
+        st = moe_metrics_add_counter(m, bad[i], &c);
+        assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    }
+    st = moe_metrics_add_histogram(m, &digit, falling, 1, &h);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    st = moe_metrics_add_histogram(m, &(struct moe_metric_desc){.name = "h"}, falling, 2, &h);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    st = moe_metrics_add_histogram(m, &(struct moe_metric_desc){.name = "h"}, infinite, 2, &h);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    st = moe_metrics_add_histogram(m, &(struct moe_metric_desc){.name = "h"}, falling,
+                                   MOE_METRIC_BUCKETS_MAX + 1, &h);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+}
+
+enum { THREADS = 4, UPDATES = 20000 };
+static struct moe_counter *shared_counter;
+static struct moe_gauge *shared_gauge;
+static struct moe_histogram *shared_histogram;
+
+static void *update(void *unused)
+{
+    (void)unused;
+    for (int i = 0; i < UPDATES; i++) {
+        moe_counter_add(shared_counter, 2);
+        moe_gauge_add(shared_gauge, i % 2 == 0 ? 3 : -1);
+        moe_histogram_observe(shared_histogram, i % 2 == 0 ? 0.25 : 4);
+    }
+    return NULL;
+}
+
+static void no_update_is_lost_among_threads(void **unused)
+{
+    (void)unused;
+    static const double bounds[] = {1};
+    ok(moe_metrics_add_counter(m, &(struct moe_metric_desc){.name = "c"}, &shared_counter));
+    ok(moe_metrics_add_gauge(m, &(struct moe_metric_desc){.name = "g"}, &shared_gauge));
+    ok(moe_metrics_add_histogram(m, &(struct moe_metric_desc){.name = "h"}, bounds, 1,
+                                 &shared_histogram));
+    pthread_t threads[THREADS];
+    for (int i = 0; i < THREADS; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, update, NULL), 0);
+    for (int i = 0; i < 50; i++)
+        free(render()); /* a scrape in the midst of it */
+    for (int i = 0; i < THREADS; i++)
+        pthread_join(threads[i], NULL);
+    assert_int_equal(moe_counter_value(shared_counter), 2 * THREADS * UPDATES);
+    assert_true(moe_gauge_value(shared_gauge) == THREADS * UPDATES);
+    char *text = render();
+    assert_non_null(strstr(text, "h_bucket{le=\"1\"} 40000\nh_bucket{le=\"+Inf\"} 80000\n"
+                                 "h_sum 170000\nh_count 80000\n"));
+    free(text);
+}
+
+/* ------------------------------------------------------------------ HTTP */
+
+static bool well;
+
+static bool is_well(void *ctx)
+{
+    return *(bool *)ctx;
+}
+
+/* Sends `request` and returns the whole answer in a static buffer. */
+static const char *ask(uint16_t port, const char *request)
+{
+    static char answer[65536];
+    size_t length = 0;
+    ssize_t n;
+    struct sockaddr_in to = {
+        .sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    assert_int_equal(connect(fd, (struct sockaddr *)&to, sizeof to), 0);
+    assert_int_equal(write(fd, request, strlen(request)), strlen(request));
+    while ((n = read(fd, answer + length, sizeof answer - 1 - length)) > 0)
+        length += (size_t)n;
+    close(fd);
+    answer[length] = '\0';
+    return answer;
+}
+
+static void prometheus_and_probes_are_answered(void **unused)
+{
+    (void)unused;
+    struct moe_counter *c;
+    ok(moe_metrics_add_counter(m, &(struct moe_metric_desc){.name = "moe_c_total"}, &c));
+    moe_counter_add(c, 5);
+    struct moe_metrics_http_config config = {
+        .listen = "127.0.0.1:0", .metrics = m, .healthy = is_well, .ctx = &well};
+    struct moe_metrics_http *h;
+    ok(moe_metrics_http_start(&config, &h));
+    uint16_t port = moe_metrics_http_port(h);
+    assert_true(port != 0);
+    const char *a = ask(port, "GET /metrics HTTP/1.0\r\n\r\n");
+    assert_non_null(strstr(a, " 200 OK"));
+    assert_non_null(strstr(a, "text/plain; version=0.0.4"));
+    assert_non_null(strstr(a, "\nmoe_c_total 5\n"));
+    assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 503 "));
+    well = true;
+    assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 200 OK"));
+    assert_non_null(strstr(ask(port, "GET /etc/passwd HTTP/1.0\r\n\r\n"), " 404 "));
+    assert_non_null(
+        strstr(ask(port, "POST /metrics HTTP/1.0\r\nContent-Length: 3\r\n\r\nabc"), " 405 "));
+    (void)ask(port, "\r\n\r\n\x01\x02nonsense\r\n\r\n");
+    assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 200 OK"));
+
+    struct moe_metrics_http *second;
+    char taken[32];
+    snprintf(taken, sizeof taken, "127.0.0.1:%u", port);
+    config.listen = taken;
+    struct moe_status st = moe_metrics_http_start(&config, &second);
+    assert_int_equal(st.code, MOE_UNAVAILABLE);
+    moe_metrics_http_stop(h);
+}
+
+static void bad_addresses_are_refused(void **unused)
+{
+    (void)unused;
+    static const char *const cases[] = {"",           ":9090",       "9090",  "127.0.0.1",
+                                        "nowhere:80", "127.0.0.1:x", "[::1]", "127.0.0.1:99999999"};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct moe_metrics_http_config config = {.listen = cases[i], .metrics = m};
+        struct moe_metrics_http *h = NULL;
+        struct moe_status st = moe_metrics_http_start(&config, &h);
+        print_message("  '%s': %s\n", cases[i], st.text);
+        assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+        assert_null(h);
+    }
+    moe_metrics_http_stop(NULL);
+}
+
+int main(void)
+{
+#define METRICS_TEST(f) cmocka_unit_test_setup_teardown(f, create, destroy)
+    const struct CMUnitTest tests[] = {
+        METRICS_TEST(the_text_is_the_exposition_format),
+        METRICS_TEST(odd_numbers_are_written_as_prometheus_reads_them),
+        METRICS_TEST(bad_series_are_refused),
+        METRICS_TEST(no_update_is_lost_among_threads),
+        METRICS_TEST(prometheus_and_probes_are_answered),
+        METRICS_TEST(bad_addresses_are_refused),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

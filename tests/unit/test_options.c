@@ -1,0 +1,194 @@
+/* Settings: flags beat the file, the file beats the default, and nothing unknown slips through. */
+#include "base/options.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+static struct values {
+    bool verbose;
+    uint64_t workers, memory;
+    double rate;
+    const char *name, *config;
+} v;
+
+static const struct moe_option table[] = {
+    {"verbose", 'v', MOE_OPTION_BOOL, &v.verbose, 0, 0, NULL, "Say more"},
+    {"workers", 'n', MOE_OPTION_UINT, &v.workers, 1, 16, "N", "Seats"},
+    {"memory", 0, MOE_OPTION_BYTES, &v.memory, 4096, 0, "SIZE", "Budget"},
+    {"rate", 0, MOE_OPTION_DOUBLE, &v.rate, 0, 10, "X", "Rate"},
+    {"name", 0, MOE_OPTION_STRING, &v.name, 0, 0, "NAME", "Name"},
+    {"config", 'c', MOE_OPTION_STRING, &v.config, 0, 0, "FILE", "Settings"},
+};
+enum { COUNT = sizeof table / sizeof *table };
+
+static int first;
+static struct moe_options owned;
+static char file_path[] = "/tmp/moe-options-XXXXXX";
+
+/* Parses "prog" and the words after it, up to NULL. */
+static struct moe_status parse(char *word, ...)
+{
+    static char prog[] = "prog";
+    char *argv[16] = {prog};
+    int argc = 1;
+    va_list args;
+    va_start(args, word);
+    for (char *w = word; w != NULL && argc < 15; w = va_arg(args, char *))
+        argv[argc++] = w;
+    va_end(args);
+    v = (struct values){.workers = 2, .memory = 1 << 20, .rate = 0.5, .name = "default"};
+    return moe_options_parse(table, COUNT, "config", argc, argv, &first, &owned);
+}
+
+static char *write_config(const char *text)
+{
+    strcpy(file_path + strlen(file_path) - 6, "XXXXXX");
+    int fd = mkstemp(file_path);
+    assert_true(fd >= 0);
+    assert_int_equal(write(fd, text, strlen(text)), strlen(text));
+    close(fd);
+    return file_path;
+}
+
+static void ok(struct moe_status st)
+{
+    if (st.code != MOE_OK)
+        fail_msg("%s", st.text);
+}
+
+static char f_workers[] = "--workers", f_workers_3[] = "--workers=3", f_v[] = "-v", f_n[] = "-n",
+            f_memory[] = "--memory", f_rate[] = "--rate", f_name[] = "--name", f_c[] = "-c",
+            four[] = "4", rest[] = "rest";
+
+static void flags_are_read_in_every_spelling(void **unused)
+{
+    (void)unused;
+    ok(parse(NULL));
+    assert_int_equal(v.workers, 2);
+    assert_int_equal(first, 1);
+    ok(parse(f_workers, four, f_v, NULL));
+    assert_int_equal(v.workers, 4);
+    assert_true(v.verbose);
+    ok(parse(f_workers_3, rest, NULL));
+    assert_int_equal(v.workers, 3);
+    assert_int_equal(first, 2);
+    ok(parse(f_n, four, NULL));
+    assert_int_equal(v.workers, 4);
+    char size[] = "64M", rate[] = "2.5", name[] = "x y";
+    ok(parse(f_memory, size, f_rate, rate, f_name, name, NULL));
+    assert_int_equal(v.memory, 64 << 20);
+    assert_true(v.rate > 2.4 && v.rate < 2.6);
+    assert_string_equal(v.name, "x y");
+}
+
+static void bad_flags_are_refused_with_their_name(void **unused)
+{
+    (void)unused;
+    static const char *const cases[][3] = {
+        {"--worker-count", "4", "unknown"},
+        {"--workers", "0", "workers"},
+        {"--workers", "17", "workers"},
+        {"--workers", "-1", "workers"},
+        {"--workers", "4x", "workers"},
+        {"--workers", " 4", "workers"},
+        {"--workers", "", "workers"},
+        {"--workers", "99999999999999999999", "workers"},
+        {"--memory", "64Q", "memory"},
+        {"--memory", "64MM", "memory"},
+        {"--memory", "99999999999T", "memory"},
+        {"--memory", "1K", "memory"},
+        {"--rate", "nan", "rate"},
+        {"--rate", "11", "rate"},
+        {"--rate", "-1", "rate"},
+        {"--rate", "1,5", "rate"},
+        {"-x", "1", "unknown"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char flag[32], value[32];
+        strcpy(flag, cases[i][0]);
+        strcpy(value, cases[i][1]);
+        struct moe_status st = parse(flag, value, NULL);
+        print_message("  %s %s: %s\n", flag, value, st.text);
+        assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+        assert_non_null(strstr(st.text, cases[i][2]));
+    }
+    struct moe_status st = parse(f_workers, NULL);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+}
+
+static void a_flag_beats_the_file_and_the_file_the_default(void **unused)
+{
+    (void)unused;
+    char *path = write_config("; comment\nworkers = 7\n[expert-parallel]\nname = from file\n"
+                              "verbose = true\nmemory = 2G\n");
+    ok(parse(f_c, path, f_workers_3, NULL));
+    assert_int_equal(v.workers, 3);
+    assert_string_equal(v.name, "from file");
+    assert_true(v.verbose);
+    assert_true(v.memory == UINT64_C(2) << 30);
+    assert_true(v.rate > 0.4 && v.rate < 0.6);
+    moe_options_free(&owned);
+    unlink(path);
+}
+
+static void bad_files_are_refused_with_the_line(void **unused)
+{
+    (void)unused;
+    static const char *const cases[][2] = {
+        {"workers = 7\ncolour = red\n", "colour"},
+        {"workers = 77\n", ":1"},
+        {"workers = 7\nname = ok\nnonsense\n", ":3"},
+        {"verbose = perhaps\n", "verbose"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char *path = write_config(cases[i][0]);
+        struct moe_status st = parse(f_c, path, NULL);
+        print_message("  %s\n", st.text);
+        assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+        assert_non_null(strstr(st.text, cases[i][1]));
+        moe_options_free(&owned); /* nothing is left to free after a failure */
+        unlink(path);
+    }
+    char nowhere[] = "/nonexistent/settings";
+    struct moe_status st = parse(f_c, nowhere, NULL);
+    assert_int_equal(st.code, MOE_NOT_FOUND);
+}
+
+static void the_help_lists_every_option_with_its_default(void **unused)
+{
+    (void)unused;
+    char *text;
+    size_t length;
+    v = (struct values){.workers = 2, .memory = 1 << 20, .rate = 0.5, .name = "default"};
+    FILE *to = open_memstream(&text, &length);
+    assert_non_null(to);
+    moe_options_print(to, table, COUNT);
+    fclose(to);
+    print_message("%s", text);
+    for (size_t i = 0; i < COUNT; i++) {
+        assert_non_null(strstr(text, table[i].name));
+        assert_non_null(strstr(text, table[i].help));
+    }
+    assert_non_null(strstr(text, "-n, --workers N"));
+    assert_non_null(strstr(text, "[2]"));
+    assert_non_null(strstr(text, "[1M]"));
+    assert_non_null(strstr(text, "[default]"));
+    free(text);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(flags_are_read_in_every_spelling),
+        cmocka_unit_test(bad_flags_are_refused_with_their_name),
+        cmocka_unit_test(a_flag_beats_the_file_and_the_file_the_default),
+        cmocka_unit_test(bad_files_are_refused_with_the_line),
+        cmocka_unit_test(the_help_lists_every_option_with_its_default),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
