@@ -183,3 +183,13 @@ bool moe_checkpoint_find(const struct moe_checkpoint *c, const char *name,
     out->tensor = e->tensor;
     return true;
 }
+
+size_t moe_checkpoint_count(const struct moe_checkpoint *c)
+{
+    return c->entry_count;
+}
+
+const struct moe_tensor *moe_checkpoint_tensor(const struct moe_checkpoint *c, size_t i)
+{
+    return c->entries[i].tensor;
+}

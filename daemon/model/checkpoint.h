@@ -26,6 +26,10 @@ void moe_checkpoint_close(struct moe_checkpoint *c);
 bool moe_checkpoint_find(const struct moe_checkpoint *c, const char *name,
                          struct moe_checkpoint_tensor *out);
 
+/* All tensors, by name. */
+size_t moe_checkpoint_count(const struct moe_checkpoint *c);
+const struct moe_tensor *moe_checkpoint_tensor(const struct moe_checkpoint *c, size_t i);
+
 /* Checks a parsed index: {"weight_map": {tensor: file name}}, file names plain. `*map` is borrowed
  * from `index`. */
 struct moe_status moe_checkpoint_check_index(const json_t *index, json_t **map) MOE_CHECKED;

@@ -164,6 +164,10 @@ static struct moe_status read_shared(struct moe_keys *k, const struct moe_family
     if (f->shared == MOE_SHARED_COUNT_WIDTH)
         MOE_TRY(moe_keys_need_uint(k, "shared_intermediate_size", 0, WIDTH_MAX, &width));
     if (f->shared_count_key != NULL) {
+        /* null is none; absent is not, because the classes of the families disagree about it. */
+        if (!moe_keys_mention(k, f->shared_count_key))
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                             "config.json: %s is missing", f->shared_count_key);
         count = 0;
         MOE_TRY(moe_keys_uint(k, f->shared_count_key, 0, MOE_MAX_EXPERTS, &count));
     }

@@ -49,6 +49,9 @@ struct moe_status moe_keys_need_uint(struct moe_keys *k, const char *names, uint
 struct moe_status moe_keys_need_float(struct moe_keys *k, const char *names,
                                       float *out) MOE_CHECKED;
 
+/* True when the key is written down, even as null. */
+bool moe_keys_mention(const struct moe_keys *k, const char *name);
+
 /* Refuses, by name, a key that could change what a MoE layer computes and that nobody has looked
  * up. `ignored`: keys without effect in this family, or NULL. */
 struct moe_status moe_keys_refuse_unread(const struct moe_keys *k, const char *ignored) MOE_CHECKED;

@@ -52,6 +52,7 @@ static const struct {
     {"decoder_sparse_step", "1"},
     {"mlp_only_layers", "[]"},
     {"num_hash_layers", "0"},
+    {"is_quantized", "false"},
 };
 
 enum { COUNT_SUSPICIOUS = sizeof suspicious / sizeof suspicious[0] };
@@ -203,6 +204,11 @@ struct moe_status moe_keys_need_float(struct moe_keys *k, const char *names, flo
 {
     MOE_TRY(need(k, names));
     return moe_keys_float(k, names, out);
+}
+
+bool moe_keys_mention(const struct moe_keys *k, const char *name)
+{
+    return json_object_get(k->text, name) != NULL || json_object_get(k->top, name) != NULL;
 }
 
 static bool smells_of_routing(const char *key)

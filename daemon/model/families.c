@@ -27,21 +27,21 @@ static const struct moe_naming mixtral_names = {
            [MOE_WEIGHT_SELECT_BIAS] = "block_sparse_moe.e_score_correction_bias",
            MIXTRAL_EXPERTS("block_sparse_moe"),
            SHARED_EXPERT("block_sparse_moe.shared_experts")},
-    .fused_block = "block_sparse_moe"};
+    .block = "block_sparse_moe"};
 
 static const struct moe_naming qwen_names = {
     .of = {[MOE_WEIGHT_ROUTER] = "mlp.gate.weight",
            QWEN_EXPERTS("mlp"),
            SHARED_EXPERT("mlp.shared_expert"),
            [MOE_WEIGHT_SHARED_GATE_VECTOR] = "mlp.shared_expert_gate.weight"},
-    .fused_block = "mlp"};
+    .block = "mlp"};
 
 static const struct moe_naming deepseek_names = {
     .of = {[MOE_WEIGHT_ROUTER] = "mlp.gate.weight",
            [MOE_WEIGHT_SELECT_BIAS] = "mlp.gate.e_score_correction_bias",
            QWEN_EXPERTS("mlp"),
            SHARED_EXPERT("mlp.shared_experts")},
-    .fused_block = "mlp"};
+    .block = "mlp"};
 
 static const struct moe_naming deepseek_v4_names = {
     .of = {[MOE_WEIGHT_ROUTER] = "ffn.gate.weight",
@@ -50,29 +50,29 @@ static const struct moe_naming deepseek_v4_names = {
            [MOE_WEIGHT_SHARED_GATE] = "ffn.shared_experts.w1.weight",
            [MOE_WEIGHT_SHARED_UP] = "ffn.shared_experts.w3.weight",
            [MOE_WEIGHT_SHARED_DOWN] = "ffn.shared_experts.w2.weight"},
-    .fused_block = "ffn"};
+    .block = "ffn"};
 
 static const struct moe_naming ernie_names = {
     .of = {[MOE_WEIGHT_ROUTER] = "mlp.gate.weight",
            [MOE_WEIGHT_SELECT_BIAS] = "mlp.moe_statics.e_score_correction_bias",
            QWEN_EXPERTS("mlp"),
            SHARED_EXPERT("mlp.shared_experts")},
-    .fused_block = "mlp"};
+    .block = "mlp"};
 
 static const struct moe_naming longcat_names = {
     .of = {[MOE_WEIGHT_ROUTER] = "mlp.router.classifier.weight",
            [MOE_WEIGHT_SELECT_BIAS] = "mlp.router.e_score_correction_bias",
            QWEN_EXPERTS("mlp")},
-    .fused_block = "mlp"};
+    .block = "mlp"};
 
 static const struct moe_naming gpt_oss_names = {
     .of = {[MOE_WEIGHT_ROUTER] = "mlp.router.weight", [MOE_WEIGHT_LOGIT_BIAS] = "mlp.router.bias"},
-    .fused_block = "mlp"};
+    .block = "mlp"};
 
 static const struct moe_naming llama4_names = {
     .of = {[MOE_WEIGHT_ROUTER] = "feed_forward.router.weight",
            SHARED_EXPERT("feed_forward.shared_expert")},
-    .fused_block = "feed_forward"};
+    .block = "feed_forward"};
 
 /* clang-format off */
 static const struct moe_family families[] = {

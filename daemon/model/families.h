@@ -37,7 +37,7 @@ enum moe_family_shared {
  * experts have the same names in every family: see layout.c. */
 struct moe_naming {
     const char *of[MOE_WEIGHT_COUNT];
-    const char *fused_block; /* what "experts.gate_up_proj" stands behind */
+    const char *block; /* what all of them begin with, and fused experts as well */
 };
 
 struct moe_family {

@@ -3,6 +3,7 @@
 #include "model/layout.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { NAME_BYTES = 192 };
@@ -200,6 +201,16 @@ static struct moe_status fused(const struct moe_layout *l, const struct moe_laye
     return moe_ok();
 }
 
+static bool layer_is_fused(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                           const struct fused_names *names)
+{
+    char name[NAME_BYTES];
+    struct moe_checkpoint_tensor t;
+    build_name(name, l->prefix, spec->layer, names->gate_up, 0);
+    return l->family->naming->of[MOE_WEIGHT_GATE] == NULL ||
+           moe_checkpoint_find(l->checkpoint, name, &t);
+}
+
 struct moe_status moe_layout_locate(const struct moe_layout *l, const struct moe_layer_spec *spec,
                                     enum moe_weight weight, uint32_t expert, struct moe_piece *out)
 {
@@ -211,14 +222,87 @@ struct moe_status moe_layout_locate(const struct moe_layout *l, const struct moe
         MOE_INVARIANT(pattern != NULL);
         return whole(l, spec, pattern, 0, out);
     }
-    char name[NAME_BYTES];
     struct fused_names names;
-    struct moe_checkpoint_tensor t;
-    name_fused(&names, l->family->naming->fused_block);
-    build_name(name, l->prefix, spec->layer, names.gate_up, 0);
-    if (pattern == NULL || moe_checkpoint_find(l->checkpoint, name, &t))
+    name_fused(&names, l->family->naming->block);
+    if (layer_is_fused(l, spec, &names))
         return fused(l, spec, &names, weight, expert, out);
     return whole(l, spec, pattern, expert, out);
+}
+
+/* True when `name` is `pattern` with the number of one of the layer's experts for '*'. */
+static bool matches(const char *name, const char *pattern, uint32_t experts)
+{
+    const char *star = strchr(pattern, '*');
+    if (star == NULL)
+        return strcmp(name, pattern) == 0;
+    if (strncmp(name, pattern, (size_t)(star - pattern)) != 0)
+        return false;
+    char *end;
+    const char *digits = name + (star - pattern);
+    unsigned long e = strtoul(digits, &end, 10);
+    return *digits >= '0' && *digits <= '9' && e < experts && strcmp(end, star + 1) == 0;
+}
+
+static bool fused_reads(const struct moe_layer_spec *spec, const struct fused_names *names,
+                        const char *name)
+{
+    return strcmp(name, names->gate_up) == 0 || strcmp(name, names->down) == 0 ||
+           (spec->gate_up_bias && strcmp(name, names->gate_up_bias) == 0) ||
+           (spec->down_bias && strcmp(name, names->down_bias) == 0);
+}
+
+/* `name` counts from behind "{prefix}{layer}.". */
+static bool layer_reads(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                        const char *name)
+{
+    struct fused_names names;
+    name_fused(&names, l->family->naming->block);
+    bool is_fused = layer_is_fused(l, spec, &names);
+    if (is_fused && fused_reads(spec, &names, name))
+        return true;
+    for (unsigned w = 0; w < MOE_WEIGHT_COUNT; w++) {
+        size_t rows, columns;
+        const char *pattern = l->family->naming->of[w];
+        moe_weight_shape(spec, (enum moe_weight)w, &rows, &columns);
+        bool from_fused = is_fused && moe_weight_is_expert((enum moe_weight)w);
+        if (rows != 0 && pattern != NULL && !from_fused && matches(name, pattern, spec->experts))
+            return true;
+    }
+    return false;
+}
+
+/* The spec of the MoE layer in whose block tensor `name` lies, with the rest of the name; or NULL.
+ */
+static const struct moe_layer_spec *owner(const struct moe_layout *l,
+                                          const struct moe_config *config, const char *name,
+                                          const char **rest)
+{
+    char *end;
+    size_t n = strlen(l->prefix), block = strlen(l->family->naming->block);
+    if (strncmp(name, l->prefix, n) != 0 || name[n] < '0' || name[n] > '9')
+        return NULL;
+    unsigned long layer = strtoul(name + n, &end, 10);
+    if (*end != '.' || strncmp(end + 1, l->family->naming->block, block) != 0 ||
+        end[1 + block] != '.')
+        return NULL;
+    *rest = end + 1;
+    for (size_t i = 0; i < config->layer_count; i++)
+        if (config->layers[i].layer == layer)
+            return &config->layers[i];
+    return NULL;
+}
+
+struct moe_status moe_layout_refuse_unread(const struct moe_layout *l,
+                                           const struct moe_config *config)
+{
+    for (size_t i = 0; i < moe_checkpoint_count(l->checkpoint); i++) {
+        const char *rest, *name = moe_checkpoint_tensor(l->checkpoint, i)->name;
+        const struct moe_layer_spec *spec = owner(l, config, name, &rest);
+        if (spec != NULL && !layer_reads(l, spec, rest))
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                             "tensor %.120s belongs to a MoE layer and is not understood", name);
+    }
+    return moe_ok();
 }
 
 bool moe_piece_is_plain(const struct moe_piece *p)

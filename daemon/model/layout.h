@@ -36,6 +36,12 @@ struct moe_status moe_layout_locate(const struct moe_layout *layout,
                                     const struct moe_layer_spec *spec, enum moe_weight weight,
                                     uint32_t expert, struct moe_piece *out) MOE_CHECKED;
 
+/* Refuses a tensor that lies inside the block of a MoE layer and that no weight of the layer is
+ * read from: a scale or a bias that nobody asked for would change results. Errors: TENSOR_INVALID.
+ */
+struct moe_status moe_layout_refuse_unread(const struct moe_layout *layout,
+                                           const struct moe_config *config) MOE_CHECKED;
+
 /* True when the range holds exactly the canonical weight, element after element. */
 bool moe_piece_is_plain(const struct moe_piece *p);
 bool moe_piece_same_range(const struct moe_piece *a, const struct moe_piece *b);

@@ -102,6 +102,7 @@ static struct moe_status open_at(struct moe_model *m, int directory)
     MOE_TRY_GOTO(st, moe_checkpoint_open(directory, &m->checkpoint), done);
     MOE_TRY_GOTO(st, moe_layout_open(m->checkpoint, &m->config, &m->layout), done);
     MOE_TRY_GOTO(st, check_layers(m, root), done);
+    MOE_TRY_GOTO(st, moe_layout_refuse_unread(&m->layout, &m->config), done);
 done:
     json_decref(root);
     return st;

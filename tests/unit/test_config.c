@@ -689,6 +689,7 @@ static void impossible_values_are_refused_by_name(void **state)
         {"deepseek_v3", "{\"routed_scaling_factor\":null}", "routed_scaling_factor"},
         {"deepseek_v3", "{\"routed_scaling_factor\":0}", "routed_scaling_factor"},
         {"deepseek_v3", "{\"routed_scaling_factor\":1e300}", "routed_scaling_factor"},
+        {"deepseek_v3", "{\"n_shared_experts\":-1}", "n_shared_experts"},
         {"deepseek_v3", "{\"moe_layer_freq\":0}", "moe_layer_freq"},
         {"deepseek_v3", "{\"moe_layer_freq\":[1]}", "moe_layer_freq"},
         {"deepseek_v3", "{\"moe_layer_freq\":[0,2]}", "moe_layer_freq"},
@@ -731,6 +732,20 @@ static void settings_without_effect_are_accepted(void **state)
         json_decref(root);
     }
     json_decref(base);
+}
+
+/* How many shared experts there are is never assumed; null is a way to say none. */
+static void the_number_of_shared_experts_must_be_written_down(void **state)
+{
+    (void)state;
+    struct moe_config c;
+    json_t *root = golden("glm4_moe");
+    json_object_set_new(root, "n_shared_experts", json_null());
+    check_ok(moe_config_read(root, &c));
+    assert_int_equal(c.layers[0].shared_intermediate, 0);
+    json_object_del(root, "n_shared_experts");
+    check_reason(moe_config_read(root, &c), MOE_REASON_CONFIG_INVALID);
+    json_decref(root);
 }
 
 /* norm_topk_prob absent means what the class of the family means by it. */
@@ -786,6 +801,7 @@ int main(void)
         cmocka_unit_test(settings_that_are_not_understood_are_refused_by_name),
         cmocka_unit_test(impossible_values_are_refused_by_name),
         cmocka_unit_test(settings_without_effect_are_accepted),
+        cmocka_unit_test(the_number_of_shared_experts_must_be_written_down),
         cmocka_unit_test(absent_settings_mean_what_the_familys_class_says),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

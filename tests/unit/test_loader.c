@@ -618,6 +618,38 @@ static void a_wrong_shape_is_named_at_opening(void **state)
     refuse_model(*state, MOE_REASON_TENSOR_INVALID, "experts.gate_up_proj");
 }
 
+/* A scale, a bias or a fifth expert that nobody reads would mean that the outputs are wrong. */
+static void a_tensor_of_the_block_that_nobody_reads_is_refused(void **state)
+{
+    static const char *const names[] = {"model.layers.1.mlp.gate.bias",
+                                        "model.layers.1.mlp.experts.0.up_proj.bias",
+                                        "model.layers.1.mlp.experts.4.up_proj.weight",
+                                        "model.layers.1.mlp.experts.gate_up_proj_bias",
+                                        "model.layers.1.mlp.experts.0.down_proj.weight_scale_inv",
+                                        "model.layers.1.mlp.experts.x.down_proj.weight",
+                                        "model.layers.1.mlp.shared_expert_gate.weight"};
+    static const char *const elsewhere[] = {"model.layers.0.mlp.gate.bias",
+                                            "model.layers.2.mlp.gate.bias",
+                                            "model.layers.1.mlp_norm",
+                                            "model.layers.1.input_layernorm.weight",
+                                            "lm_head.weight",
+                                            "model.layers.x"};
+    for (size_t i = 0; i < 7 + 6; i++) {
+        struct tensors t = {0};
+        add_router(&t, "model.layers.", H);
+        for (int e = 0; e < E; e++)
+            add_expert(&t, MOE_ST_F32, e);
+        tensors_add(&t, MOE_ST_F32, 1, (uint64_t[]){3}, "%s", i < 7 ? names[i] : elsewhere[i - 7]);
+        tensors_write(&t, *state, "model.safetensors");
+        tensors_free(&t);
+        fixture_write_text(*state, "config.json", CONFIG("qwen3_moe", 6, 5, ""));
+        if (i < 7)
+            refuse_model(*state, MOE_REASON_TENSOR_INVALID, names[i]);
+        else
+            moe_model_close(open_model(*state));
+    }
+}
+
 static void a_broken_directory_is_refused(void **state)
 {
     struct fixture *f = *state;
@@ -763,6 +795,7 @@ int main(void)
         TEST(formats_that_cannot_be_computed_with_are_refused_by_name),
         TEST(a_missing_tensor_is_named_at_opening),
         TEST(a_wrong_shape_is_named_at_opening),
+        TEST(a_tensor_of_the_block_that_nobody_reads_is_refused),
         TEST(a_broken_directory_is_refused),
         TEST(bad_calls_and_a_failing_sink_end_the_load),
         TEST(sha256_agrees_with_the_published_vectors),
