@@ -18,9 +18,10 @@ const struct moe_cpu_isa *const *moe_cpu_isa_list(uint32_t *count)
     };
     *count = 1;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("x86-64-v3"))
+    /* The same features that CMakeLists.txt compiles the tables for. */
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         *count = 2;
-    if (__builtin_cpu_supports("x86-64-v4"))
+    if (*count == 2 && __builtin_cpu_supports("avx512f"))
         *count = 3;
 #endif
     return all;

@@ -31,6 +31,13 @@
 #define GLUE2(a, b) a##b
 #define GLUE(a, b)  GLUE2(a, b)
 
+/* Loops over rows and vectors must disappear, or accumulators live in memory. */
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 enum {
     LANES = VECTOR_BYTES / 4,
     VECTORS = 2,
@@ -48,9 +55,9 @@ typedef int32_t ivec __attribute__((vector_size(VECTOR_BYTES)));
 
 BLOCK store_block(uint32_t rows, vec acc[ROWS][VECTORS], float *y, size_t y_stride)
 {
-#pragma GCC unroll 16
+    UNROLL
     for (uint32_t r = 0; r < rows; r++) {
-#pragma GCC unroll 2
+        UNROLL
         for (int v = 0; v < VECTORS; v++)
             memcpy(y + r * y_stride + v * LANES, &acc[r][v], sizeof(vec));
     }
@@ -64,16 +71,16 @@ BLOCK block_bf16(uint32_t rows, const float *x, size_t x_stride, const void *w, 
     uint32_t i = 0;
     for (; i + 1 < k; i += 2, pairs += VECTORS) {
         vec even[VECTORS], odd[VECTORS];
-#pragma GCC unroll 2
+        UNROLL
         for (int v = 0; v < VECTORS; v++) {
             __builtin_prefetch((const char *)(pairs + v) + PREFETCH_BYTES);
             even[v] = (vec)(pairs[v] << 16);
             odd[v] = (vec)(pairs[v] & UINT32_C(0xffff0000));
         }
-#pragma GCC unroll 16
+        UNROLL
         for (uint32_t r = 0; r < rows; r++) {
             float a = x[r * x_stride + i], b = x[r * x_stride + i + 1];
-#pragma GCC unroll 2
+            UNROLL
             for (int v = 0; v < VECTORS; v++) {
                 acc[r][v] += a * even[v];
                 acc[r][v] += b * odd[v];
@@ -81,9 +88,9 @@ BLOCK block_bf16(uint32_t rows, const float *x, size_t x_stride, const void *w, 
         }
     }
     if (i < k) { /* odd k: the second weight of the last pair is padding, x has no such element */
-#pragma GCC unroll 16
+        UNROLL
         for (uint32_t r = 0; r < rows; r++) {
-#pragma GCC unroll 2
+            UNROLL
             for (int v = 0; v < VECTORS; v++)
                 acc[r][v] += x[r * x_stride + i] * (vec)(pairs[v] << 16);
         }
@@ -97,12 +104,12 @@ BLOCK block_f32(uint32_t rows, const float *x, size_t x_stride, const void *w, u
     vec acc[ROWS][VECTORS] = {0};
     const vec *weights = w;
     for (uint32_t i = 0; i < k; i++, weights += VECTORS) {
-#pragma GCC unroll 2
+        UNROLL
         for (int v = 0; v < VECTORS; v++)
             __builtin_prefetch((const char *)(weights + v) + PREFETCH_BYTES);
-#pragma GCC unroll 16
+        UNROLL
         for (uint32_t r = 0; r < rows; r++) {
-#pragma GCC unroll 2
+            UNROLL
             for (int v = 0; v < VECTORS; v++)
                 acc[r][v] += x[r * x_stride + i] * weights[v];
         }

@@ -7,22 +7,28 @@ static uint32_t isa_count;
 struct product {
     uint32_t rows, out, in;
     enum moe_dtype dtype; /* of the weights */
-    float *x;             /* [rows, in] */
-    void *w;              /* [out, in] */
-    double *want;         /* [rows, out] */
+    float *x;             /* [rows, x_stride]: `in` values, then NaN that nobody may read */
+    size_t x_stride;
+    void *w;      /* [out, in] */
+    double *want; /* [rows, out] */
 };
 
 static struct product random_product(uint32_t rows, uint32_t out, uint32_t in, enum moe_dtype dtype)
 {
     struct product p = {.rows = rows, .out = out, .in = in, .dtype = dtype};
-    p.x = random_tensor(MOE_DTYPE_F32, (size_t)rows * in, 1);
+    p.x_stride = (size_t)in + 3;
+    p.x = random_tensor(MOE_DTYPE_F32, rows * p.x_stride, 1);
+    for (size_t i = 0; i < rows * p.x_stride; i++)
+        if (i % p.x_stride >= in)
+            p.x[i] = NAN;
     p.w = random_tensor(dtype, (size_t)out * in, 1);
     p.want = calloc((size_t)rows * out, sizeof *p.want);
     assert_non_null(p.want);
     for (size_t r = 0; r < rows; r++)
         for (size_t o = 0; o < out; o++)
             for (size_t i = 0; i < in; i++)
-                p.want[r * out + o] += (double)p.x[r * in + i] * element_of(dtype, p.w, o * in + i);
+                p.want[r * out + o] +=
+                    (double)p.x[r * p.x_stride + i] * element_of(dtype, p.w, o * in + i);
     return p;
 }
 
@@ -40,7 +46,7 @@ static void multiply(const struct moe_cpu_isa *isa, const struct product *p,
     float *tile = calloc((size_t)rows * isa->panel, sizeof *tile);
     assert_non_null(tile);
     for (uint32_t panel = 0; panel < m->panels; panel++) {
-        moe_cpu_matrix_panel(isa, m, panel, rows, p->x + (size_t)first * p->in, p->in, tile,
+        moe_cpu_matrix_panel(isa, m, panel, rows, p->x + first * p->x_stride, p->x_stride, tile,
                              isa->panel);
         for (uint32_t r = 0; r < rows; r++)
             for (uint32_t c = 0; c < isa->panel && panel * isa->panel + c < p->out; c++)
