@@ -1,0 +1,205 @@
+/* The ExpertService over loopback; see service_fixture.h. */
+#include "service_fixture.h"
+
+#include "base/clock.h"
+#include "descriptors.h"
+
+static void open_server(struct service *s)
+{
+    struct moe_rpc_method methods[MOE_SERVICE_METHODS];
+    moe_service_methods(s->service, methods);
+    struct moe_rpc_server_config config = {
+        .listen = "127.0.0.1:0",
+        .max_message_bytes = SERVICE_MESSAGE,
+        .max_reading_bytes = 4 * SERVICE_MESSAGE,
+        .max_waiting_reads = 64,
+        .max_concurrent_streams = 128,
+        .methods = methods,
+        .method_count = MOE_SERVICE_METHODS,
+        .descriptors = moe_proto_descriptors,
+        .descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors),
+    };
+    assert_ok(moe_rpc_server_start(&config, &s->server));
+    char target[64];
+    snprintf(target, sizeof target, "127.0.0.1:%u", (unsigned)moe_rpc_server_port(s->server));
+    struct moe_rpc_channel_config channel = {.target = target};
+    assert_ok(moe_rpc_client_create(&s->client));
+    assert_ok(moe_rpc_channel_open(s->client, &channel, &s->channel));
+}
+
+void service_start_view(struct service *s)
+{
+    const char *workers[] = {"127.0.0.1:1"};
+    worker_start_view(&s->worker);
+    assert_ok(moe_service_set_view(s->service, s->worker.epoch, workers, 1));
+}
+
+void service_open(struct service *s)
+{
+    memset(s, 0, sizeof *s);
+    worker_open(&s->worker);
+    assert_ok(moe_staging_create(&moe_backend_cpu, s->worker.device, SERVICE_BUDGET, &s->staging));
+    assert_ok(moe_metrics_create(&s->metrics));
+    struct moe_service_config config = {
+        .info = {.model = "toy",
+                 .family = "mixtral",
+                 .backend = "cpu",
+                 .layers = s->worker.specs,
+                 .layer_count = WORKER_LAYERS,
+                 .weights_version = 1,
+                 .max_message_bytes = SERVICE_MESSAGE,
+                 .max_tokens_per_request = SERVICE_TOKENS,
+                 .max_tokens_per_step = WORKER_BUCKET,
+                 .max_bytes_in_flight = SERVICE_BUDGET},
+        .engine = s->worker.engine,
+        .staging = s->staging,
+        .metrics = s->metrics,
+    };
+    assert_ok(moe_service_create(&config, &s->service));
+    assert_ok(moe_service_set_coordinator(s->service, "127.0.0.1:2"));
+    service_start_view(s);
+    open_server(s);
+}
+
+void service_close(struct service *s)
+{
+    moe_rpc_channel_close(s->channel);
+    moe_rpc_client_destroy(s->client);
+    moe_rpc_server_drain(s->server, moe_clock_ns() + 5 * MOE_NS_PER_S);
+    moe_rpc_server_stop(s->server);
+    worker_stop_view(&s->worker);
+    moe_engine_destroy(s->worker.engine);
+    s->worker.engine = NULL;
+    moe_staging_destroy(s->staging); /* waits for the last buffer */
+    moe_service_destroy(s->service);
+    moe_metrics_destroy(s->metrics);
+    worker_close(&s->worker);
+}
+
+/* ----------------------------------------------------------------------- messages */
+
+static ProtobufCBinaryData borrow(void *data, size_t length)
+{
+    return (ProtobufCBinaryData){.len = length, .data = data};
+}
+
+void ask_fill(Ask *ask, const struct service *s, const struct request *r, bool return_routing)
+{
+    const struct moe_work *w = &r->work;
+    const struct moe_layer_spec *spec = s->worker.specs[r->layer];
+    size_t pairs = (size_t)w->tokens * spec->router.top_k;
+    moe__v1__forward_stream_request__init(ask);
+    ask->layer = w->layer;
+    ask->tokens = w->tokens;
+    ask->hidden = spec->hidden;
+    ask->dtype = w->dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
+                                           : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
+    ask->routing_mode = (Moe__V1__RoutingMode)(w->mode + 1);
+    ask->return_routing = return_routing;
+    if (w->mode != MOE_ROUTE_SERVER) {
+        ask->topk_ids_dtype = MOE__V1__DATA_TYPE__DATA_TYPE_I32;
+        ask->topk_ids = borrow(r->ids_in, pairs * sizeof *r->ids_in);
+    }
+    if (w->mode == MOE_ROUTE_IDS_WEIGHTS)
+        ask->topk_weights = borrow(r->weights_in, pairs * sizeof *r->weights_in);
+    ask->x_case = MOE__V1__FORWARD_STREAM_REQUEST__X_X_DATA;
+    ask->x_data = borrow(r->x, (size_t)w->tokens * spec->hidden * moe_dtype_bytes(w->dtype));
+}
+
+struct bytes ask_pack(const Ask *ask)
+{
+    struct bytes b = {.length = moe__v1__forward_stream_request__get_packed_size(ask)};
+    b.data = malloc(b.length + 1);
+    assert_non_null(b.data);
+    moe__v1__forward_stream_request__pack(ask, b.data);
+    return b;
+}
+
+Answer *answer_read(struct moe_rpc_msg *m)
+{
+    size_t length = moe_rpc_msg_length(m);
+    uint8_t *flat = malloc(length + 1);
+    assert_non_null(flat);
+    assert_ok(moe_rpc_msg_flatten(m, flat, length, &length));
+    Answer *answer = moe__v1__forward_stream_response__unpack(NULL, length, flat);
+    assert_non_null(answer);
+    free(flat);
+    moe_rpc_msg_free(m);
+    return answer;
+}
+
+void answer_free(Answer *answer)
+{
+    moe__v1__forward_stream_response__free_unpacked(answer, NULL);
+}
+
+struct moe_status call_forward(struct service *s, const struct bytes *message, Answer **answer)
+{
+    const struct moe_rpc_call_options options = {.deadline_ns = moe_clock_ns() + 30 * MOE_NS_PER_S,
+                                                 .wait_for_ready = true};
+    const struct moe_rpc_out out = {.head = message->data, .head_length = message->length};
+    struct moe_rpc_msg *reply;
+    MOE_TRY(moe_rpc_call_wait(s->channel, "/moe.v1.ExpertService/Forward", &options, &out, &reply));
+    *answer = answer_read(reply);
+    return moe_ok();
+}
+
+struct moe_status call_ask(struct service *s, const Ask *ask, Answer **answer)
+{
+    struct bytes b = ask_pack(ask);
+    struct moe_status st = call_forward(s, &b, answer);
+    free(b.data);
+    return st;
+}
+
+/* --------------------------------------------------------------------------- checks */
+
+static int32_t id_at(const Answer *answer, size_t i)
+{
+    const uint8_t *data = answer->topk_ids.data;
+    uint16_t wide;
+    int32_t full;
+    switch (answer->topk_ids_dtype) {
+    case MOE__V1__DATA_TYPE__DATA_TYPE_U8: return data[i];
+    case MOE__V1__DATA_TYPE__DATA_TYPE_U16: memcpy(&wide, data + 2 * i, 2); return wide;
+    default: memcpy(&full, data + 4 * i, 4); return full;
+    }
+}
+
+void answer_check(const struct service *s, struct request *r, const Answer *answer)
+{
+    const struct moe_work *w = &r->work;
+    const struct moe_layer_spec *spec = s->worker.specs[r->layer];
+    size_t pairs = (size_t)w->tokens * spec->router.top_k;
+    assert_int_equal(answer->epoch, s->worker.epoch);
+    assert_int_equal(answer->weights_version, 1);
+    assert_int_equal(answer->tokens, w->tokens);
+    assert_int_equal(answer->hidden, spec->hidden);
+    assert_int_equal(answer->dtype, w->dtype);
+    assert_int_equal(answer->top_k, spec->router.top_k);
+    assert_non_null(answer->stages);
+    assert_true(answer->stages->step_ns > 0);
+    assert_true(answer->stages->server_ns > answer->stages->queue_ns);
+    assert_true(answer->stages->step_tokens > 0 && answer->stages->steps > 0);
+    assert_int_equal(answer->y_data.len,
+                     pairs / spec->router.top_k * spec->hidden * moe_dtype_bytes(w->dtype));
+    memcpy(r->y, answer->y_data.data, answer->y_data.len);
+    assert_int_equal(answer->topk_weights.len, pairs * sizeof(float));
+    memcpy(r->weights_out, answer->topk_weights.data, answer->topk_weights.len);
+    for (size_t i = 0; i < pairs; i++)
+        r->ids_out[i] = id_at(answer, i);
+    request_check(r, &s->worker);
+}
+
+void assert_serves(struct service *s)
+{
+    struct request r;
+    Ask ask;
+    Answer *answer;
+    request_fill(&r, &s->worker, 0, 3, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    ask_fill(&ask, s, &r, true);
+    assert_ok(call_ask(s, &ask, &answer));
+    answer_check(s, &r, answer);
+    answer_free(answer);
+    request_free(&r);
+}

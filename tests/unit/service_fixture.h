@@ -1,0 +1,59 @@
+/* The ExpertService of a group of one, over loopback: server, client, and messages built and read
+ * by protobuf-c, which is the yardstick for the hand-made framing on both sides. */
+#ifndef SERVICE_FIXTURE_H
+#define SERVICE_FIXTURE_H
+
+#include "moe/v1/expert.pb-c.h"
+#include "rpc/client.h"
+#include "worker/service.h"
+#include "worker_fixture.h"
+
+struct service {
+    struct worker worker;
+    struct moe_staging *staging;
+    struct moe_metrics *metrics;
+    struct moe_service *service;
+    struct moe_rpc_server *server;
+    struct moe_rpc_client *client;
+    struct moe_rpc_channel *channel;
+};
+
+enum {
+    SERVICE_BUDGET = 1 << 20,
+    SERVICE_MESSAGE = 2 << 20,
+    SERVICE_TOKENS = 256, /* of one request */
+};
+
+/* With a view in force. */
+void service_open(struct service *s);
+/* Checks that every buffer came back. */
+void service_close(struct service *s);
+/* A view for engine and service, or none. */
+void service_start_view(struct service *s);
+
+typedef Moe__V1__ForwardStreamRequest Ask;
+typedef Moe__V1__ForwardStreamResponse Answer;
+
+/* A message asking for what `r` describes, ids as I32; its tensors are borrowed from `r`. */
+void ask_fill(Ask *ask, const struct service *s, const struct request *r, bool return_routing);
+
+/* Bytes of one message; freed with free(). */
+struct bytes {
+    uint8_t *data;
+    size_t length;
+};
+struct bytes ask_pack(const Ask *ask);
+
+/* One unary call. On success `*answer` is to be freed with answer_free. */
+struct moe_status call_forward(struct service *s, const struct bytes *message, Answer **answer);
+struct moe_status call_ask(struct service *s, const Ask *ask, Answer **answer);
+void answer_free(Answer *answer);
+Answer *answer_read(struct moe_rpc_msg *m); /* frees `m` */
+
+/* Copies the answer's tensors into `r` and compares them with the oracle's; `answer` must carry the
+ * routing. */
+void answer_check(const struct service *s, struct request *r, const Answer *answer);
+/* A good request is served. */
+void assert_serves(struct service *s);
+
+#endif

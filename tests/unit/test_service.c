@@ -1,0 +1,733 @@
+/* Promises of ExpertService's unary methods, over loopback, with the CPU backend. */
+#include "base/clock.h"
+#include "service_fixture.h"
+
+#include <math.h>
+
+static struct service service;
+
+static int open_service(void **state)
+{
+    (void)state;
+    service_open(&service);
+    return 0;
+}
+
+static int close_service(void **state)
+{
+    (void)state;
+    service_close(&service);
+    return 0;
+}
+
+/* ---------------------------------------------------------------------- good requests */
+
+/* Ids as U8 or U16 where they fit; returns what has to be freed. */
+static uint8_t *narrow(Ask *ask, const struct request *r)
+{
+    size_t pairs = ask->topk_ids.len / sizeof(int32_t);
+    size_t size = r->layer == 0 ? 1 : 2;
+    uint8_t *ids = malloc(pairs * size);
+    assert_non_null(ids);
+    for (size_t i = 0; i < pairs; i++) {
+        uint16_t id = (uint16_t)r->ids_in[i];
+        memcpy(ids + i * size, &id, size); /* little-endian */
+    }
+    ask->topk_ids_dtype =
+        size == 1 ? MOE__V1__DATA_TYPE__DATA_TYPE_U8 : MOE__V1__DATA_TYPE__DATA_TYPE_U16;
+    ask->topk_ids = (ProtobufCBinaryData){.len = pairs * size, .data = ids};
+    return ids;
+}
+
+static void check_id_format(const struct request *r, const Answer *answer)
+{
+    bool absent = false;
+    for (uint32_t i = 0; i < answer->tokens * answer->top_k; i++)
+        absent |= r->ids_out[i] < 0;
+    assert_int_equal(answer->topk_ids_dtype, absent          ? MOE__V1__DATA_TYPE__DATA_TYPE_I32
+                                             : r->layer == 0 ? MOE__V1__DATA_TYPE__DATA_TYPE_U8
+                                                             : MOE__V1__DATA_TYPE__DATA_TYPE_U16);
+}
+
+static void every_mode_dtype_and_layer_gives_the_oracles_answer(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 60; i++) {
+        struct request r;
+        Ask ask;
+        Answer *answer;
+        uint8_t *ids = NULL;
+        enum moe_routing_mode mode = (enum moe_routing_mode)(i % 3);
+        request_fill(&r, &service.worker, i / 3 % 2, 1 + random_below(40),
+                     i / 6 % 2 == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16, mode);
+        ask_fill(&ask, &service, &r, true);
+        if (mode == MOE_ROUTE_IDS)
+            ids = narrow(&ask, &r);
+        assert_ok(call_ask(&service, &ask, &answer));
+        answer_check(&service, &r, answer);
+        check_id_format(&r, answer);
+        answer_free(answer);
+        free(ids);
+        request_free(&r);
+    }
+}
+
+static void routing_is_returned_only_when_asked_for(void **state)
+{
+    (void)state;
+    struct request r;
+    Ask ask;
+    Answer *with, *without;
+    request_fill(&r, &service.worker, 1, 5, MOE_DTYPE_BF16, MOE_ROUTE_SERVER);
+    ask_fill(&ask, &service, &r, true);
+    assert_ok(call_ask(&service, &ask, &with));
+    ask_fill(&ask, &service, &r, false);
+    assert_ok(call_ask(&service, &ask, &without));
+    assert_int_equal(without->topk_ids.len, 0);
+    assert_int_equal(without->topk_weights.len, 0);
+    assert_int_equal(without->y_data.len, with->y_data.len);
+    assert_memory_equal(without->y_data.data, with->y_data.data, with->y_data.len);
+    answer_free(with);
+    answer_free(without);
+    request_free(&r);
+}
+
+/* --------------------------------------------------------------------------- bad input */
+
+enum { BAD_TOKENS = 5 };
+
+/* What a case starts from and spoils: CLIENT_IDS_AND_WEIGHTS, F32, layer 0 (H 24, E 8, K 2). */
+struct bad {
+    Ask ask;
+    float x[BAD_TOKENS * 24], weights[BAD_TOKENS * 2];
+    int32_t ids[BAD_TOKENS * 2];
+    Moe__V1__SharedMemoryRef memory;
+    Moe__V1__CudaRef cuda;
+};
+
+static void server_routes(Ask *a)
+{
+    a->routing_mode = MOE__V1__ROUTING_MODE__ROUTING_MODE_SERVER;
+    a->topk_ids.len = a->topk_weights.len = 0;
+}
+
+static void spoil_model(struct bad *b)
+{
+    b->ask.model = (char *)(uintptr_t) "other";
+}
+static void spoil_layer(struct bad *b)
+{
+    b->ask.layer = 2;
+}
+static void spoil_dtype_none(struct bad *b)
+{
+    b->ask.dtype = 0;
+}
+static void spoil_dtype_ids(struct bad *b)
+{
+    b->ask.dtype = MOE__V1__DATA_TYPE__DATA_TYPE_U8;
+}
+static void spoil_dtype_high(struct bad *b)
+{
+    b->ask.dtype = 77;
+}
+static void spoil_hidden(struct bad *b)
+{
+    b->ask.hidden = 25;
+}
+static void spoil_tokens_none(struct bad *b)
+{
+    b->ask.tokens = 0;
+}
+static void spoil_tokens_many(struct bad *b)
+{
+    b->ask.tokens = SERVICE_TOKENS + 1;
+}
+static void spoil_tokens_max(struct bad *b)
+{
+    b->ask.tokens = UINT32_MAX;
+}
+static void spoil_x_short(struct bad *b)
+{
+    b->ask.x_data.len -= 4;
+}
+static void spoil_x_long(struct bad *b)
+{
+    b->ask.tokens--;
+}
+static void spoil_x_width(struct bad *b)
+{
+    b->ask.dtype = MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
+}
+static void spoil_x_missing(struct bad *b)
+{
+    b->ask.x_case = MOE__V1__FORWARD_STREAM_REQUEST__X__NOT_SET;
+}
+static void spoil_mode(struct bad *b)
+{
+    b->ask.routing_mode = 9;
+}
+static void spoil_ids_missing(struct bad *b)
+{
+    b->ask.topk_ids.len = 0;
+}
+static void spoil_weights_missing(struct bad *b)
+{
+    b->ask.topk_weights.len = 0;
+}
+static void spoil_ids_unwanted(struct bad *b)
+{
+    server_routes(&b->ask);
+    b->ask.topk_ids.len = sizeof b->ids;
+}
+static void spoil_weights_unwanted(struct bad *b)
+{
+    b->ask.routing_mode = MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS;
+}
+static void spoil_ids_format(struct bad *b)
+{
+    b->ask.topk_ids_dtype = 0;
+}
+static void spoil_ids_float(struct bad *b)
+{
+    b->ask.topk_ids_dtype = MOE__V1__DATA_TYPE__DATA_TYPE_F32;
+}
+static void spoil_ids_length(struct bad *b)
+{
+    b->ask.topk_ids.len -= 4;
+}
+static void spoil_ids_high(struct bad *b)
+{
+    b->ids[7] = 8;
+}
+static void spoil_ids_low(struct bad *b)
+{
+    b->ids[0] = -2;
+}
+static void spoil_ids_huge(struct bad *b)
+{
+    b->ids[9] = INT32_MAX;
+}
+static void spoil_weights_length(struct bad *b)
+{
+    b->ask.topk_weights.len -= 4;
+}
+static void spoil_weights_nan(struct bad *b)
+{
+    b->weights[3] = NAN;
+}
+static void spoil_weights_infinite(struct bad *b)
+{
+    b->weights[9] = -INFINITY;
+}
+static void spoil_token_ids(struct bad *b)
+{
+    b->ask.token_ids = (ProtobufCBinaryData){.len = sizeof b->x, .data = (uint8_t *)b->x};
+}
+static void spoil_shared_memory(struct bad *b)
+{
+    moe__v1__shared_memory_ref__init(&b->memory);
+    b->ask.x_case = MOE__V1__FORWARD_STREAM_REQUEST__X_X_SHARED_MEMORY;
+    b->ask.x_shared_memory = &b->memory;
+}
+static void spoil_cuda(struct bad *b)
+{
+    moe__v1__cuda_ref__init(&b->cuda);
+    b->ask.x_case = MOE__V1__FORWARD_STREAM_REQUEST__X_X_CUDA;
+    b->ask.x_cuda = &b->cuda;
+}
+static void spoil_epoch(struct bad *b)
+{
+    b->ask.epoch = 1234;
+}
+static void spoil_version(struct bad *b)
+{
+    b->ask.weights_version = 2;
+}
+static void spoil_logits_nan(struct bad *b)
+{
+    server_routes(&b->ask);
+    b->x[30] = NAN;
+}
+static void spoil_logits_infinite(struct bad *b)
+{
+    server_routes(&b->ask);
+    b->x[4 * 24] = INFINITY;
+}
+static void spoil_logits_of_ids(struct bad *b)
+{
+    b->ask.routing_mode = MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS;
+    b->ask.topk_weights.len = 0;
+    b->x[0] = NAN;
+}
+
+static const struct {
+    void (*spoil)(struct bad *b);
+    enum moe_code code;
+    enum moe_reason reason;
+} bad_cases[] = {
+    {spoil_model, MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND},
+    {spoil_layer, MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND},
+    {spoil_dtype_none, MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED},
+    {spoil_dtype_ids, MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED},
+    {spoil_dtype_high, MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED},
+    {spoil_hidden, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
+    {spoil_tokens_none, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
+    {spoil_tokens_many, MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT},
+    {spoil_tokens_max, MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT},
+    {spoil_x_short, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
+    {spoil_x_long, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
+    {spoil_x_width, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
+    {spoil_x_missing, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
+    {spoil_mode, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_ids_missing, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_weights_missing, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_ids_unwanted, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_weights_unwanted, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_ids_format, MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED},
+    {spoil_ids_float, MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED},
+    {spoil_ids_length, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
+    {spoil_ids_high, MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE},
+    {spoil_ids_low, MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE},
+    {spoil_ids_huge, MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE},
+    {spoil_weights_length, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
+    {spoil_weights_nan, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_weights_infinite, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_token_ids, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_shared_memory, MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED},
+    {spoil_cuda, MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED},
+    {spoil_epoch, MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH},
+    {spoil_version, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH},
+    {spoil_logits_nan, MOE_INVALID_ARGUMENT, MOE_REASON_NONFINITE_LOGITS},
+    {spoil_logits_infinite, MOE_INVALID_ARGUMENT, MOE_REASON_NONFINITE_LOGITS},
+    {spoil_logits_of_ids, MOE_INVALID_ARGUMENT, MOE_REASON_NONFINITE_LOGITS},
+};
+
+static void fill_bad(struct bad *b)
+{
+    struct request r;
+    request_fill(&r, &service.worker, 0, BAD_TOKENS, MOE_DTYPE_F32, MOE_ROUTE_IDS_WEIGHTS);
+    ask_fill(&b->ask, &service, &r, false);
+    memcpy(b->x, r.x, sizeof b->x);
+    memcpy(b->ids, r.ids_in, sizeof b->ids);
+    memcpy(b->weights, r.weights_in, sizeof b->weights);
+    b->ask.x_data.data = (uint8_t *)b->x;
+    b->ask.topk_ids.data = (uint8_t *)b->ids;
+    b->ask.topk_weights.data = (uint8_t *)b->weights;
+    request_free(&r);
+}
+
+static void each_bad_input_gets_its_error_and_the_next_good_request_its_answer(void **state)
+{
+    (void)state;
+    struct bad b;
+    Answer *answer;
+    for (size_t i = 0; i < sizeof bad_cases / sizeof *bad_cases; i++) {
+        fill_bad(&b);
+        bad_cases[i].spoil(&b);
+        assert_refused(call_ask(&service, &b.ask, &answer), bad_cases[i].code, bad_cases[i].reason);
+        assert_serves(&service);
+    }
+    fill_bad(&b);
+    assert_ok(call_ask(&service, &b.ask, &answer));
+    answer_free(answer);
+}
+
+/* ------------------------------------------------------------------------ broken messages */
+
+static struct bytes good_message(void)
+{
+    struct request r;
+    Ask ask;
+    request_fill(&r, &service.worker, (int)random_below(2), 1 + random_below(4),
+                 random_below(2) == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16,
+                 (enum moe_routing_mode)random_below(3));
+    ask_fill(&ask, &service, &r, random_below(2) == 0);
+    struct bytes b = ask_pack(&ask);
+    request_free(&r);
+    return b;
+}
+
+static struct bytes joined(const struct bytes *a, const struct bytes *b)
+{
+    struct bytes all = {.data = malloc(a->length + b->length + 1), .length = a->length + b->length};
+    assert_non_null(all.data);
+    memcpy(all.data, a->data, a->length);
+    memcpy(all.data + a->length, b->data, b->length);
+    return all;
+}
+
+static void a_tensor_given_twice_is_refused(void **state)
+{
+    (void)state;
+    Answer *answer;
+    for (uint32_t field = 12; field <= 15; field++) {
+        uint8_t raw[2] = {(uint8_t)(field << 3 | 2), 0}; /* an empty second one is one too many */
+        struct bytes extra = {raw, sizeof raw}, twice = {0}, message = good_message();
+        twice = joined(&message, &extra);
+        struct bytes thrice = joined(&twice, &extra);
+        assert_refused(call_forward(&service, &thrice, &answer), MOE_INVALID_ARGUMENT,
+                       MOE_REASON_DUPLICATE_TENSOR);
+        free(message.data);
+        free(twice.data);
+        free(thrice.data);
+        assert_serves(&service);
+    }
+}
+
+static void a_message_cut_anywhere_is_refused(void **state)
+{
+    (void)state;
+    struct bytes message = good_message();
+    unsigned truncated = 0;
+    for (size_t length = 0; length < message.length; length += 1 + message.length / 97) {
+        struct bytes cut = {message.data, length};
+        Answer *answer;
+        struct moe_status st = call_forward(&service, &cut, &answer);
+        if (!moe_failed(&st))
+            fail_msg("%zu of %zu bytes were accepted", length, message.length);
+        truncated += st.reason == MOE_REASON_TRUNCATED;
+    }
+    print_message("%u cuts were inside a field\n", truncated);
+    assert_true(truncated > 0);
+    free(message.data);
+    assert_serves(&service);
+}
+
+static void broken_protobuf_is_refused(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *bytes;
+        size_t length;
+        enum moe_reason reason;
+    } cases[] = {
+        {"\x07", 1, MOE_REASON_MALFORMED},                     /* wire type 7 */
+        {"\x00\x01", 2, MOE_REASON_MALFORMED},                 /* field 0 */
+        {"\x0b", 1, MOE_REASON_MALFORMED},                     /* group */
+        {"\xff\xff\xff\xff\xff\xff", 6, MOE_REASON_MALFORMED}, /* over-long tag */
+        {"\x78\x01", 2, MOE_REASON_MALFORMED},                 /* x_data as a varint */
+        {"\x10", 1, MOE_REASON_TRUNCATED},
+        {"\x0a\x05"
+         "ab",
+         4, MOE_REASON_TRUNCATED},
+    };
+    Answer *answer;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct bytes b = {(uint8_t *)(uintptr_t)cases[i].bytes, cases[i].length};
+        assert_refused(call_forward(&service, &b, &answer), MOE_INVALID_ARGUMENT, cases[i].reason);
+    }
+    uint8_t *head = calloc(1, 6000);
+    assert_non_null(head);
+    memcpy(head, "\x0a\xec\x2e", 3); /* a model name of 5996 bytes */
+    struct bytes b = {head, 5999};
+    assert_refused(call_forward(&service, &b, &answer), MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE);
+    free(head);
+    assert_serves(&service);
+}
+
+static void mutate(struct bytes *b)
+{
+    unsigned changes = 1 + random_below(4);
+    for (unsigned i = 0; i < changes && b->length > 0; i++) {
+        size_t at = random_below((uint32_t)(random_below(2) == 0 ? b->length
+                                            : b->length < 40     ? b->length
+                                                                 : 40));
+        switch (random_below(5)) {
+        case 0: b->data[at] ^= (uint8_t)(1u << random_below(8)); break;
+        case 1: b->data[at] = (uint8_t)random_bits(); break;
+        case 2: b->length = at; break;
+        case 3:
+            memmove(b->data + at, b->data + at + 1, b->length - at - 1);
+            b->length--;
+            break;
+        default: b->data[at] = random_below(2) == 0 ? 0xff : 0x80; break;
+        }
+    }
+}
+
+static void ten_thousand_mutated_messages_are_answered_and_none_harms(void **state)
+{
+    (void)state;
+    unsigned codes[17] = {0};
+    for (int i = 0; i < 10000; i++) {
+        struct bytes b = good_message();
+        Answer *answer;
+        mutate(&b);
+        struct moe_status st = call_forward(&service, &b, &answer);
+        if (!moe_failed(&st))
+            answer_free(answer);
+        codes[st.code]++;
+        free(b.data);
+        if (st.code != MOE_OK && st.code != MOE_INVALID_ARGUMENT && st.code != MOE_NOT_FOUND &&
+            st.code != MOE_FAILED_PRECONDITION && st.code != MOE_UNIMPLEMENTED)
+            fail_msg("message %d: %s %s", i, moe_code_name(st.code), st.text);
+        if (i % 1000 == 999)
+            assert_serves(&service);
+    }
+    for (int c = 0; c < 17; c++)
+        if (codes[c] > 0)
+            print_message("  %-20s %u\n", moe_code_name((enum moe_code)c), codes[c]);
+    assert_true(codes[MOE_INVALID_ARGUMENT] > 1000);
+}
+
+/* ------------------------------------------------------------------ state of the worker */
+
+static void without_a_view_clients_are_told_to_retry(void **state)
+{
+    (void)state;
+    struct bad b;
+    Answer *answer;
+    assert_ok(moe_service_set_view(service.service, 0, NULL, 0));
+    fill_bad(&b);
+    struct moe_status st = call_ask(&service, &b.ask, &answer);
+    assert_true(st.retry_after_ms > 0);
+    assert_refused(st, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
+    service_start_view(&service);
+    assert_serves(&service);
+    moe_service_set_draining(service.service);
+    st = call_ask(&service, &b.ask, &answer);
+    assert_true(st.retry_after_ms > 0);
+    assert_refused(st, MOE_UNAVAILABLE, MOE_REASON_DRAINING);
+}
+
+struct outcome {
+    struct moe_status status;
+    struct moe_rpc_msg *reply;
+    atomic_int done;
+};
+
+static void on_reply(void *ctx, struct moe_status status, struct moe_rpc_msg *reply)
+{
+    struct outcome *o = ctx;
+    o->status = status;
+    o->reply = reply;
+    atomic_store(&o->done, 1);
+}
+
+static void start_call(struct outcome *o, const struct bytes *message, uint64_t deadline_ns,
+                       struct moe_rpc_pending **pending)
+{
+    const struct moe_rpc_call_options options = {.deadline_ns = deadline_ns};
+    const struct moe_rpc_out out = {.head = message->data, .head_length = message->length};
+    *o = (struct outcome){0};
+    moe_rpc_call_unary(service.channel, "/moe.v1.ExpertService/Forward", &options, &out, on_reply,
+                       o, pending);
+}
+
+static void wait_outcome(struct outcome *o)
+{
+    struct timespec nap = {.tv_nsec = 100000};
+    while (atomic_load(&o->done) == 0)
+        nanosleep(&nap, NULL);
+}
+
+static uint64_t queued_tokens(void)
+{
+    struct moe_engine_counters c;
+    moe_engine_read_counters(service.worker.engine, &c);
+    return c.queued_tokens;
+}
+
+static void wait_queued(uint64_t tokens)
+{
+    struct timespec nap = {.tv_nsec = 100000};
+    uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
+    while (queued_tokens() != tokens) {
+        if (moe_clock_ns() > limit)
+            fail_msg("%llu tokens are queued, not %llu", (unsigned long long)queued_tokens(),
+                     (unsigned long long)tokens);
+        nanosleep(&nap, NULL);
+    }
+}
+
+/* The service knows a view, the engine has none: requests are accepted and wait. */
+static void cancelled_and_late_calls_leave_the_queue(void **state)
+{
+    (void)state;
+    struct bytes message = good_message();
+    struct outcome cancelled, late;
+    struct moe_rpc_pending *pending;
+    assert_serves(&service);
+    worker_stop_view(&service.worker);
+    start_call(&cancelled, &message, MOE_NEVER, &pending);
+    struct moe_engine_counters c = {0};
+    uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
+    while (c.queued_tokens == 0 && moe_clock_ns() < limit)
+        moe_engine_read_counters(service.worker.engine, &c);
+    assert_true(c.queued_tokens > 0);
+    moe_rpc_cancel(pending);
+    wait_outcome(&cancelled);
+    assert_int_equal(cancelled.status.code, MOE_CANCELLED);
+    wait_queued(0);
+    moe_rpc_pending_free(pending);
+
+    start_call(&late, &message, moe_clock_ns() + 30 * MOE_NS_PER_MS, NULL);
+    wait_outcome(&late);
+    assert_int_equal(late.status.code, MOE_DEADLINE_EXCEEDED);
+    wait_queued(0);
+    free(message.data);
+    service_start_view(&service);
+    assert_serves(&service);
+}
+
+static void requests_beyond_the_byte_budget_are_told_to_retry(void **state)
+{
+    (void)state;
+    enum { CALLS = 80 };
+    static struct outcome outcomes[CALLS];
+    struct request r;
+    Ask ask;
+    request_fill(&r, &service.worker, 1, SERVICE_TOKENS, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    ask_fill(&ask, &service, &r, false);
+    struct bytes message = ask_pack(&ask);
+    assert_serves(&service);
+    worker_stop_view(&service.worker);
+    for (int i = 0; i < CALLS; i++)
+        start_call(&outcomes[i], &message, MOE_NEVER, NULL);
+    /* 80 KiB in and out each: 1 MiB of budget ends before the queue's 4096 tokens do. */
+    struct moe_staging_counters c;
+    int refused = 0;
+    uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
+    while (queued_tokens() + (uint64_t)refused * SERVICE_TOKENS < CALLS * SERVICE_TOKENS &&
+           moe_clock_ns() < limit) {
+        refused = 0;
+        for (int i = 0; i < CALLS; i++)
+            refused += atomic_load(&outcomes[i].done);
+        moe_staging_read_counters(service.staging, &c);
+        assert_true(c.in_use_bytes + c.idle_bytes <= SERVICE_BUDGET);
+    }
+    service_start_view(&service);
+    int answered = 0;
+    for (int i = 0; i < CALLS; i++) {
+        wait_outcome(&outcomes[i]);
+        if (!moe_failed(&outcomes[i].status)) {
+            answered++;
+            answer_free(answer_read(outcomes[i].reply));
+            continue;
+        }
+        assert_int_equal(outcomes[i].status.code, MOE_RESOURCE_EXHAUSTED);
+        assert_int_equal(outcomes[i].status.reason, MOE_REASON_QUEUE_FULL);
+        assert_true(outcomes[i].status.retry_after_ms > 0);
+    }
+    print_message("%d answered, %d refused\n", answered, CALLS - answered);
+    assert_true(answered > 0 && answered < CALLS);
+    moe_staging_read_counters(service.staging, &c);
+    assert_int_equal(c.refused, CALLS - answered);
+    free(message.data);
+    request_free(&r);
+    assert_serves(&service);
+}
+
+/* ------------------------------------------------------------------- what is told about it */
+
+static struct moe_status call_plain(const char *path, const struct bytes *message,
+                                    struct bytes *reply)
+{
+    const struct moe_rpc_call_options options = {.deadline_ns = moe_clock_ns() + 10 * MOE_NS_PER_S};
+    const struct moe_rpc_out out = {.head = message->data, .head_length = message->length};
+    struct moe_rpc_msg *m;
+    MOE_TRY(moe_rpc_call_wait(service.channel, path, &options, &out, &m));
+    reply->length = moe_rpc_msg_length(m);
+    reply->data = malloc(reply->length + 1);
+    assert_non_null(reply->data);
+    assert_ok(moe_rpc_msg_flatten(m, reply->data, reply->length, &reply->length));
+    moe_rpc_msg_free(m);
+    return moe_ok();
+}
+
+static void the_server_describes_itself_and_its_model(void **state)
+{
+    (void)state;
+    struct bytes empty = {(uint8_t *)(uintptr_t) "", 0}, reply;
+    moe_service_set_slot(service.service, 3);
+    assert_ok(call_plain("/moe.v1.ExpertService/GetServerInfo", &empty, &reply));
+    Moe__V1__GetServerInfoResponse *info =
+        moe__v1__get_server_info_response__unpack(NULL, reply.length, reply.data);
+    assert_non_null(info);
+    assert_string_equal(info->name, "moe-worker");
+    assert_string_equal(info->backend, "cpu");
+    assert_string_equal(info->coordinator, "127.0.0.1:2");
+    assert_int_equal(info->n_workers, 1);
+    assert_string_equal(info->workers[0], "127.0.0.1:1");
+    assert_int_equal(info->slot, 3);
+    assert_int_equal(info->epoch, service.worker.epoch);
+    assert_int_equal(info->max_tokens_per_request, SERVICE_TOKENS);
+    assert_int_equal(info->n_extensions, 3);
+    moe__v1__get_server_info_response__free_unpacked(info, NULL);
+    free(reply.data);
+
+    assert_ok(call_plain("/moe.v1.ExpertService/GetModel", &empty, &reply));
+    Moe__V1__GetModelResponse *model =
+        moe__v1__get_model_response__unpack(NULL, reply.length, reply.data);
+    assert_non_null(model);
+    assert_string_equal(model->model, "toy");
+    assert_string_equal(model->family, "mixtral");
+    assert_int_equal(model->n_layers, WORKER_LAYERS);
+    assert_int_equal(model->layers[1]->layer, 4);
+    assert_int_equal(model->layers[1]->zero_experts, 4);
+    assert_int_equal(model->layers[1]->hidden, 40);
+    moe__v1__get_model_response__free_unpacked(model, NULL);
+    free(reply.data);
+
+    struct bytes other = {(uint8_t *)(uintptr_t) "\x0a\x05other", 7};
+    assert_refused(call_plain("/moe.v1.ExpertService/GetModel", &other, &reply), MOE_NOT_FOUND,
+                   MOE_REASON_MODEL_NOT_FOUND);
+}
+
+/* Value of the series that `line` begins with, in the rendered text. */
+static double metric(const char *line)
+{
+    char *text, *end = NULL;
+    size_t length;
+    assert_ok(moe_metrics_render(service.metrics, &text, &length));
+    const char *at = strstr(text, line);
+    if (at == NULL)
+        fail_msg("no series %s", line);
+    double value = strtod(at + strlen(line), &end);
+    free(text);
+    return value;
+}
+
+static void requests_tokens_and_errors_are_counted(void **state)
+{
+    (void)state;
+    struct bad b;
+    Answer *answer;
+    assert_serves(&service);
+    assert_serves(&service);
+    fill_bad(&b);
+    spoil_logits_nan(&b);
+    assert_refused(call_ask(&service, &b.ask, &answer), MOE_INVALID_ARGUMENT,
+                   MOE_REASON_NONFINITE_LOGITS);
+    assert_true(metric("moe_requests_total{rpc=\"Forward\",code=\"OK\"} ") == 2);
+    assert_true(metric("moe_requests_total{rpc=\"Forward\",code=\"INVALID_ARGUMENT\"} ") == 1);
+    assert_true(metric("moe_request_seconds_count{rpc=\"Forward\"} ") == 3);
+    assert_true(metric("\nmoe_tokens_total ") == 6);
+    assert_true(metric("\nmoe_steps_total ") == 3);
+    assert_true(metric("\nmoe_queue_tokens ") == 0);
+    assert_true(metric("\nmoe_dropped_tokens_total ") == 0);
+    assert_true(metric("\nmoe_nonfinite_total ") == 1);
+}
+
+#define with_service(test) cmocka_unit_test_setup_teardown(test, open_service, close_service)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        with_service(every_mode_dtype_and_layer_gives_the_oracles_answer),
+        with_service(routing_is_returned_only_when_asked_for),
+        with_service(each_bad_input_gets_its_error_and_the_next_good_request_its_answer),
+        with_service(a_tensor_given_twice_is_refused),
+        with_service(a_message_cut_anywhere_is_refused),
+        with_service(broken_protobuf_is_refused),
+        with_service(ten_thousand_mutated_messages_are_answered_and_none_harms),
+        with_service(without_a_view_clients_are_told_to_retry),
+        with_service(cancelled_and_late_calls_leave_the_queue),
+        with_service(requests_beyond_the_byte_budget_are_told_to_retry),
+        with_service(the_server_describes_itself_and_its_model),
+        with_service(requests_tokens_and_errors_are_counted),
+    };
+    seed_random();
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
