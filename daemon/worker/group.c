@@ -319,7 +319,8 @@ static void end_view(struct moe_group *g, const char *why)
     if (g->forming == 0 && g->epoch == 0)
         return;
     uint64_t epoch = g->forming != 0 ? g->forming : g->epoch;
-    moe_log_warn("epoch %llu is over: %s", (unsigned long long)epoch, why);
+    moe_log_write(g->parting == STAYING ? MOE_LOG_WARN : MOE_LOG_INFO, "epoch %llu is over: %s",
+                  (unsigned long long)epoch, why);
     if (g->epoch != 0 || g->committed)
         g->give_up_ns = moe_clock_ns() + g->config.reform_ms * MOE_NS_PER_MS;
     if (g->parting != STAYING)

@@ -28,6 +28,7 @@ enum {
     STREAMS_MAX = 256,      /* calls per connection */
     LAST_ANSWERS_MS = 1000, /* time for answers to leave once everything is decided */
     GATHER_BUDGETS = 5,     /* an all-gather may take this many wait budgets */
+    NOTICE_MS = 200,        /* while clients still get a typed refusal; a closed door gives none */
     REFORM_MS = 5000,       /* requests wait this long for a new view */
 };
 
@@ -509,6 +510,7 @@ void moe_worker_stop(struct moe_worker *w)
         moe_service_set_draining(w->service);
         moe_engine_fail_queued(
             w->engine, moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "this worker has left"));
+        (void)nanosleep(&(struct timespec){.tv_nsec = NOTICE_MS * 1000000L}, NULL);
         moe_rpc_server_drain(w->server, moe_clock_ns() + LAST_ANSWERS_MS * MOE_NS_PER_MS);
         moe_rpc_server_stop(w->server);
     }
