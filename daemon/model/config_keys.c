@@ -70,10 +70,16 @@ static struct moe_status no_memory(void)
                      "no memory to read config.json");
 }
 
+static const json_t *present(const json_t *object, const char *key)
+{
+    const json_t *v = json_object_get(object, key);
+    return json_is_null(v) ? NULL : v;
+}
+
 struct moe_status moe_keys_open(struct moe_keys *k, const json_t *root)
 {
     k->top = root;
-    k->text = json_object_get(root, "text_config");
+    k->text = present(root, "text_config");
     if (k->text != NULL && !json_is_object(k->text))
         return invalid("text_config", "is not an object");
     k->read = json_object();
@@ -83,12 +89,6 @@ struct moe_status moe_keys_open(struct moe_keys *k, const json_t *root)
 void moe_keys_close(struct moe_keys *k)
 {
     json_decref(k->read);
-}
-
-static const json_t *present(const json_t *object, const char *key)
-{
-    const json_t *v = json_object_get(object, key);
-    return json_is_null(v) ? NULL : v;
 }
 
 /* Numbers compare by value: 1 and 1.0 are no contradiction. */

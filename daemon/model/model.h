@@ -3,7 +3,7 @@
  * Opening reads the configuration and the headers of the tensor files, and turns them into one
  * `struct moe_layer_spec` per MoE layer; nothing of the weights is read before
  * moe_model_load_layer. Settings that would change results and are not understood are refused by
- * name. The twelve families and the tensor names are in daemon/model/README.md. */
+ * name. The families and their tensor names are in daemon/model/README.md. */
 #ifndef MOE_MODEL_H
 #define MOE_MODEL_H
 
@@ -32,10 +32,11 @@ const struct moe_layer_spec *moe_model_layer(const struct moe_model *m, size_t i
 typedef struct moe_status (*moe_weight_sink)(void *ctx, enum moe_weight weight, uint32_t expert,
                                              enum moe_dtype dtype, const void *data, size_t bytes);
 
-/* Bytes read from disk so far and rows to come, for a progress line. Called after each tensor. */
+/* Bytes read from disk so far in this call, for a progress line. Called after each read. */
 typedef void (*moe_load_progress)(void *ctx, uint64_t read_bytes);
 
-/* Bytes that moe_model_load_layer will read from disk for these experts. */
+/* Bytes that moe_model_load_layer will read from disk for these experts; 0 for arguments that it
+ * refuses. */
 uint64_t moe_model_layer_bytes(const struct moe_model *m, size_t i, const uint32_t *experts,
                                size_t expert_count);
 

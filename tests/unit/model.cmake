@@ -1,8 +1,8 @@
 # Reader of model directories: the file format, the configuration, the loader.
-foreach(part safetensors config loader)
+foreach(part safetensors config loader golden_models)
   moe_test(test_${part}
     SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${part}.c ${CMAKE_CURRENT_LIST_DIR}/model_fixture.c
-    USES moe_model
+    USES moe_model moe_oracle
     LABELS model)
   target_compile_definitions(test_${part} PRIVATE
     MOE_GOLDEN_DIR="${PROJECT_SOURCE_DIR}/tests/golden/models")

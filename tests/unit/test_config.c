@@ -717,6 +717,7 @@ static void settings_without_effect_are_accepted(void **state)
         "{\"moe_novelty\":null,\"norm_topk_prob\":true,\"mlp_bias\":false}",
         "{\"experts_per_token\":2,\"num_experts\":8,\"hidden_act\":\"swish\"}",
         "{\"quantization_config\":null,\"vision_config\":{\"moe_novelty\":1}}",
+        "{\"text_config\":null,\"is_quantized\":false}",
     };
     struct moe_config plain, changed;
     json_t *base = golden("mixtral");
