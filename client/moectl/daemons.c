@@ -64,17 +64,17 @@ struct moe_status moectl_daemons_find(const char *name, char path[MOECTL_PATH_MA
     /* Relative to moectl: installed beside it, in libexec, or in the build tree, where
      * moe-worker is daemon/worker/moe-worker and moectl is client/moectl/moectl. */
     const char *room = strchr(name, '-') != NULL ? strchr(name, '-') + 1 : name;
-    char folder[MOECTL_PATH_MAX], built[128];
+    char folder[MOECTL_PATH_MAX], candidate[MOECTL_PATH_MAX], built[128];
     snprintf(built, sizeof built, "../../daemon/%s", room);
     const char *const places[] = {".", "../libexec/moed", built};
+    bool found = false;
     if (own_folder(folder)) {
-        for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
-            int n = snprintf(path, MOECTL_PATH_MAX, "%s/%s/%s", folder, places[i], name);
-            if (n < MOECTL_PATH_MAX && is_program(path))
-                return moe_ok();
+        for (size_t i = 0; i < sizeof places / sizeof *places && !found; i++) {
+            int n = snprintf(candidate, sizeof candidate, "%s/%s/%s", folder, places[i], name);
+            found = n < MOECTL_PATH_MAX && is_program(candidate);
         }
     }
-    if (find_in_path(name, path))
+    if ((found || find_in_path(name, candidate)) && realpath(candidate, path) != NULL)
         return moe_ok();
     return moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "cannot find the program %s", name);
 }

@@ -1,0 +1,390 @@
+"""moectl's command line: options, output and exit codes, as scripts rely on them."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import unittest
+
+import grpc
+import numpy as np
+
+from group import (MOECTL, Group, golden_cases, group, main, model_directory, moectl,
+                   read_safetensors, relative_error, to_bf16, write_safetensors)
+from wire import admin
+
+FAMILY = "qwen3_moe"
+OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = range(8)
+COMMANDS = ("up", "down", "status", "wait", "forward", "bench", "version")
+
+
+def run(*arguments):
+    """Runs moectl away from any group of the user's."""
+    environment = {key: value for key, value in os.environ.items() if key != "MOED_ENDPOINT"}
+    environment["XDG_RUNTIME_DIR"] = "/nonexistent"
+    return subprocess.run([MOECTL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, timeout=120, env=environment)
+
+
+@contextlib.contextmanager
+def folder():
+    path = tempfile.mkdtemp(prefix="moed-test-")
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def is_alive(pid):
+    try:
+        with open("/proc/%d/stat" % pid) as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not condition():
+        time.sleep(0.02)
+    return condition()
+
+
+class CommandLine(unittest.TestCase):
+    def expect(self, code, *arguments):
+        done = run(*arguments)
+        self.assertEqual(done.returncode, code, (arguments, done.stdout, done.stderr))
+        if code != OK:
+            self.assertEqual(done.stdout, "", "data only on success")
+            self.assertNotEqual(done.stderr, "")
+        return done
+
+    def test_help_names_every_command_and_exit_code(self):
+        text = self.expect(OK, "help").stdout
+        for command in COMMANDS:
+            self.assertIn("\n  " + command + " ", text)
+        self.assertIn("exit codes: 0 done, 1 failed, 2 wrong command line", text)
+        for command in COMMANDS:
+            text = self.expect(OK, command, "--help").stdout
+            self.assertIn("usage: moectl " + command, text)
+            self.assertIn("\nexamples:\n  moectl " + command, text)
+            self.assertIn("--timeout", text)
+
+    def test_wrong_command_lines(self):
+        for arguments in (
+                [], ["bogus"], ["status", "extra"], ["status", "--bogus"], ["status", "-o", "xml"],
+                ["status", "--timeout", "soon"], ["status", "--timeout", "-1"], ["up"],
+                ["up", "--model", "/tmp", "--workers", "0"],
+                ["up", "--model", "/tmp", "--workers", "17"],
+                ["up", "--model", "/tmp", "--backend", "tpu"],
+                ["up", "--model", "/tmp", "--port", "70000"],
+                ["wait", "--for", "ready"], ["forward", "--layer", "0"],
+                ["forward", "--layer", "x", "--input", "a", "--output", "b"],
+                ["forward", "--layer", "0", "--input", "a", "--output", "b", "--dtype", "f16"],
+                ["forward", "--layer", "0", "--input", "a", "--output", "b", "--topk-weights", "w"],
+                ["bench"], ["bench", "--layer", "0", "--concurrency", "1,,2"],
+                ["bench", "--layer", "0", "--concurrency", "0"],
+                ["bench", "--layer", "0", "--duration", "0"],
+                ["bench", "--layer", "0", "--unary", "--stream"],
+                ["bench", "--layer", "0", "--tokens", "0"]):
+            self.expect(USAGE, *arguments)
+
+    def test_nobody_there(self):
+        nobody = ("--endpoint", "127.0.0.1:1")
+        with folder() as path:
+            x = os.path.join(path, "x.safetensors")
+            write_safetensors(x, {"x": np.zeros((1, 8), np.float32)})
+            for arguments in (["status"], ["down"], ["version"], ["wait", "--timeout", "0.3"],
+                              ["bench", "--layer", "0"],
+                              ["forward", "--layer", "0", "--input", x, "--output", x + ".y"]):
+                done = run(*arguments, *nobody)
+                self.assertEqual(done.returncode, UNREACHABLE, (arguments, done.stderr))
+        self.expect(OK, "wait", "--for=gone", *nobody)
+
+    def test_no_group_here(self):
+        with folder() as path:
+            for arguments in (["status"], ["down"], ["bench", "--layer", "0"]):
+                self.expect(NOT_FOUND, *arguments, "--state-dir", path)
+            self.expect(OK, "wait", "--for=gone", "--state-dir", path)
+            self.expect(OK, "version", "--state-dir", path)
+            self.expect(NOT_FOUND, "up", "--model", os.path.join(path, "no"), "--state-dir", path)
+
+    def test_a_state_directory_that_others_may_write_to_is_refused(self):
+        with folder() as path:
+            os.chmod(path, 0o777)
+            self.expect(PERMISSION, "status", "--state-dir", path)
+            self.expect(PERMISSION, "up", "--model", model_directory(FAMILY), "--state-dir", path)
+            link = path + ".link"
+            os.symlink("/etc", link)
+            self.assertNotEqual(run("status", "--state-dir", link).returncode, OK)
+            os.unlink(link)
+
+    def test_version(self):
+        self.assertRegex(self.expect(OK, "version").stdout, r"^client +\d+\.\d+\.\d+\n$")
+        document = json.loads(self.expect(OK, "version", "-o", "json").stdout)
+        self.assertEqual((document["apiVersion"], document["kind"]), ("moed/v1", "Version"))
+
+
+class FakeAdmin(grpc.GenericRpcHandler):
+    """A coordinator whose group is in a state of our choice."""
+
+    def __init__(self, **status):
+        self.status = admin.GetStatusResponse(**status)
+        self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
+        self.server.add_generic_rpc_handlers((self,))
+        self.endpoint = "127.0.0.1:%d" % self.server.add_insecure_port("127.0.0.1:0")
+        self.server.start()
+
+    def service(self, details):
+        if details.method != "/moe.v1.AdminService/GetStatus":
+            return None
+        return grpc.unary_unary_rpc_method_handler(
+            lambda request, context: self.status,
+            response_serializer=lambda answer: answer.SerializeToString())
+
+
+class AgainstAFakeCoordinator(unittest.TestCase):
+    def test_a_group_that_does_not_serve_is_unhealthy(self):
+        fake = FakeAdmin(version="0.1.0", state=admin.GROUP_STATE_LOADING, epoch=2**60, slots=2)
+        fake.status.workers.add(slot=1, endpoint="127.0.0.1:9", lease_remaining_ms=-5,
+                                state=admin.WORKER_STATE_LOADING, loaded_bytes=2**40).error.code = 5
+        try:
+            done = run("status", "--endpoint", fake.endpoint)
+            self.assertEqual(done.returncode, UNHEALTHY, done.stderr)
+            self.assertIn("LOADING", done.stdout)
+            done = run("status", "--endpoint", fake.endpoint, "-o", "json")
+            self.assertEqual(done.returncode, UNHEALTHY)
+            status = json.loads(done.stdout)
+            self.assertEqual((status["apiVersion"], status["kind"]), ("moed/v1", "GroupStatus"))
+            self.assertEqual((status["state"], status["epoch"], status["slots"]),
+                             ("LOADING", str(2**60), 2))
+            worker = status["workers"][0]
+            self.assertEqual((worker["loadedBytes"], worker["leaseRemainingMs"]),
+                             (str(2**40), "-5"))
+            self.assertEqual((worker["state"], worker["error"]["code"]), ("LOADING", 5))
+            done = run("wait", "--endpoint", fake.endpoint, "--timeout", "0.3")
+            self.assertEqual(done.returncode, UNREACHABLE, done.stderr)
+        finally:
+            fake.server.stop(None).wait()
+
+    def test_another_release_is_warned_about(self):
+        fake = FakeAdmin(version="7.0.0", state=admin.GROUP_STATE_SERVING)
+        try:
+            done = run("version", "--endpoint", fake.endpoint)
+            self.assertEqual(done.returncode, OK, done.stderr)
+            self.assertIn("coordinator  7.0.0", done.stdout)
+            self.assertIn("warning", done.stderr)
+            fake.status.version = json.loads(run("version", "-o", "json").stdout)["client"]
+            self.assertNotIn("warning", run("version", "--endpoint", fake.endpoint).stderr)
+        finally:
+            fake.server.stop(None).wait()
+
+
+class UpAndDown(unittest.TestCase):
+    def up(self, state, *more):
+        return run("up", "--model", model_directory(FAMILY), "--workers", "2", "--port", "0",
+                   "--state-dir", state, *more)
+
+    def test_one_group_per_state_directory(self):
+        with folder() as state:
+            first = self.up(state, "--detach", "-o", "json")
+            self.assertEqual(first.returncode, OK, first.stderr)
+            document = json.loads(first.stdout)
+            self.assertEqual(len(document["workers"]), 2)
+            self.assertEqual(document["endpoint"], document["workers"][0])
+            self.assertEqual(self.up(state).returncode, CONFLICT)
+            for where in (("--state-dir", state), ("--endpoint", document["coordinator"]),
+                          ("--endpoint", document["workers"][1])):
+                self.assertEqual(run("status", *where).returncode, OK)
+                self.assertEqual(run("wait", *where).returncode, OK)
+                self.assertEqual(run("version", *where).stdout.count("\n"), 3)
+            self.assertEqual(run("wait", "--for=gone", "--timeout", "0.2", "--state-dir",
+                                 state).returncode, UNREACHABLE)
+            down = run("down", "--endpoint", document["workers"][1])
+            self.assertEqual(down.returncode, OK, down.stderr)
+            self.assertEqual(run("wait", "--for=gone", "--state-dir", state).returncode, OK)
+            self.assertEqual(run("down", "--state-dir", state).returncode, NOT_FOUND)
+
+    def test_down_ends_a_group_whose_coordinator_is_gone(self):
+        with folder() as state:
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            with open(os.path.join(state, "group.json")) as file:
+                processes = json.load(file)["processes"]
+            os.kill(processes[0]["pid"], signal.SIGKILL)
+            self.assertTrue(wait_until(lambda: not is_alive(processes[0]["pid"])))
+            down = run("down", "--state-dir", state, "--force")
+            self.assertEqual(down.returncode, OK, down.stderr)
+            self.assertEqual([p["pid"] for p in processes if is_alive(p["pid"])], [])
+
+    def test_no_daemon_outlives_a_killed_moectl(self):
+        g = Group(model_directory(FAMILY), 2)
+        pids = [process["pid"] for process in g.description()["processes"]]
+        self.assertEqual([pid for pid in pids if not is_alive(pid)], [])
+        g.process.kill()
+        self.assertTrue(wait_until(lambda: not any(map(is_alive, pids))))
+        g.stop()
+
+    def test_down_ends_a_group_in_the_foreground(self):
+        g = Group(model_directory(FAMILY), 2)
+        self.assertEqual(moectl("down", "--state-dir", g.state).returncode, OK)
+        self.assertEqual(g.process.wait(timeout=60), OK)
+        self.assertFalse(os.path.exists(os.path.join(g.state, "group.json")))
+        g.stop()
+
+    def test_sigterm_drains(self):
+        g = Group(model_directory(FAMILY), 2)
+        g.process.send_signal(signal.SIGTERM)
+        self.assertEqual(g.process.wait(timeout=60), OK)
+        g.stop()
+
+    def test_a_daemon_that_cannot_start_is_shown_with_its_log(self):
+        with folder() as state, folder() as model:
+            done = run("up", "--model", model, "--port", "0", "--state-dir", state)
+            self.assertEqual((done.returncode, done.stdout), (FAILED, ""), done.stderr)
+            self.assertIn("worker-0 ended with exit code", done.stderr)
+            self.assertIn("--- the end of " + os.path.join(state, "worker-0.log"), done.stderr)
+            self.assertIn("config.json", done.stderr)
+        with folder() as state, socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            done = run("up", "--model", model_directory(FAMILY), "--port", str(port),
+                       "--state-dir", state)
+            self.assertEqual(done.returncode, FAILED, done.stderr)
+            self.assertIn("worker-0", done.stderr)
+            self.assertEqual(run("down", "--state-dir", state).returncode, NOT_FOUND)
+
+    def test_a_limit_on_the_start(self):
+        with folder() as state:
+            done = self.up(state, "--timeout", "0.001")
+            self.assertEqual((done.returncode, done.stdout), (UNREACHABLE, ""), done.stderr)
+            self.assertEqual(run("status", "--state-dir", state).returncode, NOT_FOUND)
+
+
+class Forward(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.group = Group(model_directory(FAMILY), 2)
+        cls.folder = tempfile.mkdtemp(prefix="moed-test-")
+        cls.layer, _, cls.x, cls.want = next(
+            case for case in golden_cases(FAMILY) if case[1] == 37)
+        write_safetensors(cls.path("x"), {"x": cls.x})
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.folder, ignore_errors=True)
+        if cls.group.stop() != OK:
+            raise RuntimeError("moectl up did not end well")
+
+    @classmethod
+    def path(cls, name):
+        return os.path.join(cls.folder, name + ".safetensors")
+
+    def forward(self, *more, source="x", code=OK, layer=None):
+        done = run("forward", "--endpoint", self.group.endpoint, "--layer",
+                   str(self.layer if layer is None else layer), "--input", self.path(source),
+                   "--output", self.path("y"), *more)
+        self.assertEqual(done.returncode, code, done.stderr)
+        return read_safetensors(self.path("y")) if code == OK else done.stderr
+
+    def dtype_of_y(self):
+        with open(self.path("y"), "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return json.loads(file.read(length))["y"]["dtype"]
+
+    def test_every_way_gives_the_recorded_output(self):
+        for options in ([], ["--stream"], ["--spread"], ["--repeat", "20"],
+                        ["--stream", "--spread", "--repeat", "20"], ["--dtype", "f32"]):
+            y = self.forward(*options)["y"]
+            print("   ", options, "error %.1e" % relative_error(y, self.want))
+            self.assertLessEqual(relative_error(y, self.want), 1e-5)
+            self.assertEqual(self.dtype_of_y(), "F32")
+
+    def test_bf16_on_request_and_by_input(self):
+        y = self.forward("--dtype", "bf16")["y"]
+        self.assertEqual(self.dtype_of_y(), "BF16")
+        self.assertLessEqual(relative_error(y, self.want), 1e-2)
+        raw = to_bf16(self.x).tobytes()
+        header = json.dumps({"a": {"dtype": "BF16", "shape": list(self.x.shape),
+                                   "data_offsets": [0, len(raw)]}}).encode()
+        header += b" " * (-len(header) % 8)
+        with open(self.path("half"), "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header + raw)
+        again = self.forward(source="half")["y"]
+        self.assertEqual(self.dtype_of_y(), "BF16")
+        np.testing.assert_array_equal(again, y)
+
+    def test_routing_can_be_recorded_and_replayed(self):
+        seen = self.forward("--return-routing")
+        self.assertEqual(sorted(seen), ["topk_ids", "topk_weights", "y"])
+        self.assertEqual(seen["topk_ids"].dtype, np.int32)
+        self.assertEqual(seen["topk_ids"].shape, seen["topk_weights"].shape)
+        with open(self.path("y"), "rb") as file:
+            recorded = file.read()
+        length = int.from_bytes(recorded[:8], "little")
+        header = json.loads(recorded[8 : 8 + length])
+        header["x"] = dict(header.pop("y"))
+        blob = bytearray(recorded[8 + length :])
+        begin, end = header["x"]["data_offsets"]
+        blob[begin:end] = np.ascontiguousarray(self.x).tobytes()
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(self.path("replay"), "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text + bytes(blob))
+        again = self.forward("--tensor", "x", "--topk-ids", "topk_ids", "--topk-weights",
+                             "topk_weights", source="replay")
+        np.testing.assert_array_equal(again["y"], seen["y"])
+
+    def test_what_is_not_there(self):
+        self.forward(code=NOT_FOUND, source="nothing")
+        self.forward(code=NOT_FOUND, layer=99)
+        self.forward("--tensor", "z", code=NOT_FOUND)
+
+    def test_a_choice_of_tensors_is_listed(self):
+        write_safetensors(self.path("two"), {"first": self.x, "second": self.x})
+        text = self.forward(code=FAILED, source="two")
+        self.assertIn("first", text)
+        self.assertIn("second", text)
+        self.forward("--tensor", "second", source="two")
+
+    def test_a_wrong_width_is_told(self):
+        write_safetensors(self.path("narrow"), {"x": self.x[:, 1:]})
+        self.assertIn("SHAPE_MISMATCH", self.forward(code=FAILED, source="narrow"))
+
+    def test_bench_reports_what_scripts_read(self):
+        for options in ([], ["--stream", "--dtype", "f32"], ["--spread", "--connections", "2"]):
+            done = run("bench", "--endpoint", self.group.endpoint, "--layer", str(self.layer),
+                       "--tokens", "4", "--concurrency", "1,4", "--duration", "0.3", "-o", "json",
+                       *options)
+            self.assertEqual(done.returncode, OK, done.stderr)
+            result = json.loads(done.stdout)
+            self.assertEqual((result["apiVersion"], result["kind"]), ("moed/v1", "BenchResult"))
+            self.assertEqual((result["tokens"], result["workers"]), (4, 2))
+            self.assertEqual([each["concurrency"] for each in result["runs"]], [1, 4])
+            for each in result["runs"]:
+                self.assertEqual(each["errors"], "0")
+                self.assertGreater(int(each["requests"]), 0)
+                self.assertAlmostEqual(each["tokensPerS"], 4 * each["requestsPerS"], places=3)
+                for name in ("latencyUs", "overheadUs", "serverOverheadUs"):
+                    d = each[name]
+                    self.assertTrue(d["p50"] <= d["p90"] <= d["p99"] <= d["max"], d)
+                self.assertGreater(each["stagesUs"]["step"]["p50"], 0)
+                self.assertLessEqual(each["stagesUs"]["step"]["mean"],
+                                     each["stagesUs"]["server"]["mean"])
+                self.assertLessEqual(each["stagesUs"]["server"]["mean"], each["latencyUs"]["mean"])
+        table = run("bench", "--endpoint", self.group.endpoint, "--layer", str(self.layer),
+                    "--duration", "0.2")
+        self.assertEqual(table.returncode, OK, table.stderr)
+        self.assertIn("concurrency 1:", table.stdout)
+
+    def test_bench_of_a_layer_that_is_not_there(self):
+        done = run("bench", "--endpoint", self.group.endpoint, "--layer", "99")
+        self.assertEqual((done.returncode, done.stdout), (NOT_FOUND, ""))
+
+
+if __name__ == "__main__":
+    main()
