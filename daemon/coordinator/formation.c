@@ -295,7 +295,7 @@ void moe_membership__form_timeout(struct moe_membership *m)
 {
     char why[MOE_MEMBERSHIP_REASON_BYTES], slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
     moe_membership__list_slots(slots, all_slots(m) & ~m->ready_mask);
-    snprintf(why, sizeof why, "no READY in time from slots %s", slots);
+    snprintf(why, sizeof why, "no READY in time from %s", slots);
     moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED,
                               m->phase == PHASE_PREPARE ? why : "saving the state took too long");
 }

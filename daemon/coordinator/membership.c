@@ -50,12 +50,15 @@ void moe_membership__keep_error(struct seat *seat, const struct moe_status *erro
 
 void moe_membership__list_slots(char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], uint64_t mask)
 {
-    size_t at = 0;
-    to[0] = '\0';
-    for (unsigned s = 0; s < SLOTS_MAX; s++)
-        if (mask >> s & 1)
-            at += (size_t)snprintf(to + at, MOE_MEMBERSHIP_SLOT_LIST_BYTES - at, "%s%u",
-                                   at > 0 ? ", " : "", s);
+    bool many = (mask & (mask - 1)) != 0;
+    size_t at = (size_t)snprintf(to, MOE_MEMBERSHIP_SLOT_LIST_BYTES, "slot%s", many ? "s" : "");
+    const char *before = " ";
+    for (unsigned s = 0; s < SLOTS_MAX; s++) {
+        if ((mask >> s & 1) == 0)
+            continue;
+        at += (size_t)snprintf(to + at, MOE_MEMBERSHIP_SLOT_LIST_BYTES - at, "%s%u", before, s);
+        before = ", ";
+    }
 }
 
 void moe_membership__log(struct moe_membership *m, enum moe_log_level level, const char *fmt, ...)
@@ -338,7 +341,7 @@ void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint
     if (m->view_epoch != 0 && epoch == m->view_epoch) {
         char why[MOE_MEMBERSHIP_REASON_BYTES], missed[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
         moe_membership__list_slots(missed, slots);
-        snprintf(why, sizeof why, "slot %u got no answer from slots %s", slot, missed);
+        snprintf(why, sizeof why, "slot %u got no answer from %s", slot, missed);
         moe_membership__end_epoch(m, MOE_CAUSE_PEER_LOST, why);
         for (uint32_t s = 0; s < m->config.slots; s++)
             if ((slots >> s & 1) != 0 && m->seats[s].hold == SEAT_HELD && m->seats[s].stream == 0)

@@ -125,8 +125,8 @@ void moe_membership__save(struct moe_membership *m, bool await);
 void moe_membership__copy_text(char *to, size_t size, const char *from);
 
 void moe_membership__keep_error(struct seat *seat, const struct moe_status *error);
-/* "1, 3" for mask 0b1010; at most SLOTS_MAX slots. */
-enum { MOE_MEMBERSHIP_SLOT_LIST_BYTES = 4 * SLOTS_MAX + 1 };
+/* "slot 1" for mask 0b10, "slots 1, 3" for 0b1010. */
+enum { MOE_MEMBERSHIP_SLOT_LIST_BYTES = 6 + 4 * SLOTS_MAX };
 void moe_membership__list_slots(char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], uint64_t mask);
 
 /* ------------------------------------------------------------------ seats (seats.c) */

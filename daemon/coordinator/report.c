@@ -79,7 +79,7 @@ static void describe(const struct moe_membership *m, struct moe_membership_group
     case MOE_GROUP_LOADING:
         if (m->restoring)
             snprintf(out->reason, size, "the coordinator restarted: members have to come back");
-        else if (hindered)
+        else if (hindered && (m->placement_durable || m->trouble[0] == '\0'))
             snprintf(out->reason, size, "slot %u %s", slot, hindrance);
         else
             snprintf(out->reason, size, "%.120s; trying again", m->trouble);

@@ -111,12 +111,29 @@ static bool is_word(const char *s, size_t size)
     return n > 0;
 }
 
+/* A name for people: UTF-8 without control characters. Only the shape of sequences is looked at. */
+static bool is_name(const char *s, size_t size)
+{
+    size_t n = 0, follow = 0;
+    for (; s[n] != '\0'; n++) {
+        unsigned char c = (unsigned char)s[n];
+        bool continues = (c & 0xc0) == 0x80;
+        if (n + 1 >= size || c < ' ' || c == 0x7f || continues != (follow > 0))
+            return false;
+        if (continues)
+            follow--;
+        else
+            follow = c < 0x80 ? 0 : c >= 0xf0 ? 3 : c >= 0xe0 ? 2 : 1;
+    }
+    return n > 0 && follow == 0;
+}
+
 static struct moe_status check_register(const struct moe_membership_register *r)
 {
     const char *bad = !is_word(r->worker_id, MOE_MEMBERSHIP_ID_BYTES)        ? "worker_id"
                       : !is_word(r->endpoint, MOE_MEMBERSHIP_ENDPOINT_BYTES) ? "endpoint"
                       : !is_word(r->backend, MOE_MEMBERSHIP_SHORT_BYTES)     ? "backend"
-                      : !is_word(r->model, MOE_MEMBERSHIP_ID_BYTES)          ? "model"
+                      : !is_name(r->model, MOE_MEMBERSHIP_ID_BYTES)          ? "model"
                       : !is_word(r->fingerprint, MOE_MEMBERSHIP_ID_BYTES)    ? "model_fingerprint"
                       : !is_word(r->family, MOE_MEMBERSHIP_SHORT_BYTES)      ? "family"
                       : !is_word(r->version, MOE_MEMBERSHIP_SHORT_BYTES)     ? "version"
@@ -187,7 +204,7 @@ static struct moe_status adopt_model(struct moe_membership *m,
     }
     moe_membership__copy_text(m->backend, sizeof m->backend, r->backend);
     moe_membership__copy_text(m->family, sizeof m->family, r->family);
-    moe_membership__copy_text(m->model, sizeof m->model, r->model);
+    snprintf(m->model, sizeof m->model, "%s", r->model);
     moe_membership__copy_text(m->fingerprint, sizeof m->fingerprint, r->fingerprint);
     memcpy(m->layers, r->layers, r->layer_count * sizeof *r->layers);
     m->layer_count = r->layer_count;

@@ -285,9 +285,9 @@ static void receive_register(struct moe_coordinator *c, uint64_t stream, uint64_
 
 static struct moe_status status_of(const Moe__V1__Error *e)
 {
-    if (e == NULL)
+    if (e == NULL || e->code == MOE_OK)
         return moe_ok();
-    bool known = e->code > MOE_OK && e->code <= MOE_UNAUTHENTICATED;
+    bool known = e->code <= MOE_UNAUTHENTICATED;
     return moe_error(known ? (enum moe_code)e->code : MOE_UNKNOWN, moe_reason_from_name(e->reason),
                      "%s", e->message);
 }

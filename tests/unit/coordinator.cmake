@@ -1,4 +1,5 @@
 moe_test(test_placement SOURCES test_placement.c USES moe_coordinator)
 moe_test(test_store SOURCES test_store.c USES moe_coordinator)
+moe_test(test_membership SOURCES test_membership.c USES moe_coordinator)
 moe_test(test_membership_sim SOURCES test_membership_sim.c USES moe_coordinator TIMEOUT 240)
 moe_test(test_coordinator_service SOURCES test_coordinator_service.c USES moe_coordinator TIMEOUT 120)

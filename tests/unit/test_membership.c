@@ -1,0 +1,517 @@
+/* Single stories about the membership machine, each flat enough to be read; the simulation covers
+ * what nobody thought of. The world here answers every PREPARE at once and writes at once. */
+#include "base/clock.h"
+#include "coordinator/membership.h"
+
+#include <inttypes.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+enum { SLOTS = 3, LEASE_MS = 1000, ATTEMPTS = 3 };
+
+static struct moe_membership *m;
+static struct moe_membership_saved disk;
+static uint64_t now;
+/* What came out since the last look. */
+static size_t prepares, commits, aborts, drains, closes, assigns;
+static uint64_t last_epoch, closed_stream, last_stream;
+static struct moe_status closed_with;
+static bool exited, disk_full;
+
+static void carry_out(void)
+{
+    struct moe_membership_action a;
+    struct moe_status st = moe_ok();
+    while (moe_membership_next_action(m, &a)) {
+        switch (a.kind) {
+        case MOE_MEMBERSHIP_SAVE:
+            if (disk_full)
+                st = moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "no space left");
+            else
+                disk = *moe_membership_to_save(m);
+            moe_membership_on_saved(m, now, a.sequence, &st);
+            break;
+        case MOE_MEMBERSHIP_SEND:
+            prepares += a.message == MOE_MEMBERSHIP_PREPARE;
+            commits += a.message == MOE_MEMBERSHIP_COMMIT;
+            aborts += a.message == MOE_MEMBERSHIP_ABORT;
+            drains += a.message == MOE_MEMBERSHIP_DRAIN;
+            assigns += a.message == MOE_MEMBERSHIP_ASSIGN;
+            if (a.message == MOE_MEMBERSHIP_PREPARE)
+                last_epoch = a.epoch;
+            break;
+        case MOE_MEMBERSHIP_CLOSE:
+            closes++;
+            closed_stream = a.stream;
+            closed_with = a.status;
+            break;
+        case MOE_MEMBERSHIP_LOG: print_message("    %s\n", a.status.text); break;
+        case MOE_MEMBERSHIP_EXIT: exited = true; break;
+        }
+    }
+}
+
+static void forget(void)
+{
+    prepares = commits = aborts = drains = closes = assigns = 0;
+}
+
+static void create_for(uint32_t slots)
+{
+    struct moe_membership_config config = {.slots = slots,
+                                           .lease_ns = LEASE_MS * MOE_NS_PER_MS,
+                                           .form_ns = 500 * MOE_NS_PER_MS,
+                                           .shutdown_ns = 2000 * MOE_NS_PER_MS,
+                                           .backoff_ns = 100 * MOE_NS_PER_MS,
+                                           .backoff_max_ns = 300 * MOE_NS_PER_MS,
+                                           .attempts_max = ATTEMPTS,
+                                           .version = "1.2.0"};
+    struct moe_status st = moe_membership_create(&config, &disk, now, &m);
+    assert_int_equal(st.code, MOE_OK);
+    carry_out();
+    forget();
+}
+
+static int setup(void **unused)
+{
+    (void)unused;
+    memset(&disk, 0, sizeof disk);
+    now = MOE_NS_PER_S;
+    last_stream = 0;
+    exited = disk_full = false;
+    create_for(SLOTS);
+    return 0;
+}
+
+static int teardown(void **unused)
+{
+    (void)unused;
+    moe_membership_destroy(m);
+    return 0;
+}
+
+static uint32_t experts = 6;
+
+/* Worker `id`'s process `incarnation` registers on a new stream, whose number is returned. */
+static uint64_t join(uint32_t id, uint64_t incarnation)
+{
+    char name[16];
+    snprintf(name, sizeof name, "w%u", id);
+    struct moe_membership_layer layer = {.layer = 0, .hidden = 8, .experts = experts, .top_k = 2};
+    struct moe_membership_register r = {.worker_id = name,
+                                        .endpoint = "127.0.0.1:1",
+                                        .backend = "cpu",
+                                        .model = "Mod\xc3\xa8le 7 B",
+                                        .fingerprint = "f00d",
+                                        .family = "mixtral",
+                                        .version = "1.2.9",
+                                        .incarnation = incarnation,
+                                        .max_tokens_per_step = 64,
+                                        .layers = &layer,
+                                        .layer_count = 1};
+    moe_membership_on_register(m, now, ++last_stream, &r);
+    carry_out();
+    return last_stream;
+}
+
+static void loaded(uint64_t stream)
+{
+    struct moe_status st = moe_ok();
+    moe_membership_on_loaded(m, now, stream, moe_placement_version(moe_membership_placement(m)),
+                             &st);
+    carry_out();
+}
+
+static void heartbeat(uint64_t stream, uint64_t epoch)
+{
+    struct moe_membership_heartbeat h = {.epoch = epoch};
+    moe_membership_on_heartbeat(m, now, stream, &h);
+    carry_out();
+}
+
+static void ready(uint64_t stream, const char *error)
+{
+    struct moe_status st =
+        error != NULL ? moe_error(MOE_INTERNAL, MOE_REASON_NONE, "%s", error) : moe_ok();
+    moe_membership_on_ready(m, now, stream, last_epoch, &st);
+    carry_out();
+}
+
+/* Time passes in small steps, with heartbeats of the streams given. */
+static void pass(uint64_t ms, uint64_t epoch, const uint64_t *streams, size_t count)
+{
+    for (uint64_t t = 0; t < ms; t += 50) {
+        now += 50 * MOE_NS_PER_MS;
+        for (size_t i = 0; i < count; i++)
+            heartbeat(streams[i], epoch);
+        moe_membership_on_tick(m, now);
+        carry_out();
+    }
+}
+
+static struct moe_membership_group group(void)
+{
+    static struct moe_membership_group g;
+    moe_membership_group(m, &g);
+    return g;
+}
+
+static void expect_state(enum moe_group_state want)
+{
+    struct moe_membership_group g = group();
+    print_message("  state %d, epoch %" PRIu64 ": %s\n", g.state, g.epoch, g.reason);
+    assert_int_equal(g.state, want);
+}
+
+static void load_all(uint64_t s[SLOTS])
+{
+    for (uint32_t i = 0; i < SLOTS; i++)
+        s[i] = join(i, 10 + i);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        loaded(s[i]);
+}
+
+static void serve(uint64_t s[SLOTS])
+{
+    load_all(s);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    expect_state(MOE_GROUP_SERVING);
+    forget();
+}
+
+/* ------------------------------------------------------------------ stories */
+
+static void a_failing_group_gives_up_with_a_reason_until_a_new_worker_comes(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    load_all(s);
+    for (int attempt = 1; attempt <= ATTEMPTS; attempt++) {
+        assert_int_equal(last_epoch, attempt);
+        ready(s[1], "no memory\n\x1b[31m for windows");
+        pass(400, 0, s, SLOTS);
+    }
+    assert_int_equal(prepares, ATTEMPTS * SLOTS);
+    expect_state(MOE_GROUP_FAILED);
+    assert_non_null(strstr(group().reason, "slot 1: no memory??[31m for windows"));
+    pass(5000, 0, s, SLOTS);
+    assert_int_equal(prepares, ATTEMPTS * SLOTS);
+    s[1] = join(1, 99);
+    loaded(s[1]);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(group().epoch, ATTEMPTS + 1);
+}
+
+static void silence_while_forming_is_named(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    load_all(s);
+    ready(s[0], NULL);
+    pass(550, 0, s, SLOTS);
+    assert_int_equal(aborts, SLOTS);
+    assert_non_null(strstr(group().reason, "no READY in time from slots 1, 2"));
+}
+
+static void a_missed_peer_ends_the_view_but_not_its_worker(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    moe_membership_on_peer_lost(m, now, s[0], 7, 1 << 2); /* of an epoch that is not in force */
+    carry_out();
+    expect_state(MOE_GROUP_SERVING);
+    moe_membership_on_peer_lost(m, now, s[0], 1, 1 << 2);
+    carry_out();
+    assert_int_equal(aborts, SLOTS);
+    assert_int_equal(closes, 0);
+    expect_state(MOE_GROUP_DEGRADED);
+    pass(150, 0, s, SLOTS); /* after the pause, slot 2 has its chance to answer */
+    assert_int_equal(prepares, SLOTS);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(group().epoch, 2);
+}
+
+static void a_missed_peer_without_a_stream_is_lost_at_once(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    moe_membership_on_stream_closed(m, now, s[2]);
+    carry_out();
+    expect_state(MOE_GROUP_SERVING); /* it may come back within its lease */
+    moe_membership_on_peer_lost(m, now, s[0], 1, 1 << 2);
+    carry_out();
+    struct moe_membership_worker w;
+    assert_true(moe_membership_worker(m, 2, &w));
+    assert_int_equal(w.state, MOE_WORKER_GONE);
+    assert_int_equal(aborts, 2);
+    expect_state(MOE_GROUP_DEGRADED);
+}
+
+static void a_reconnect_within_the_lease_costs_nothing(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    moe_membership_on_stream_closed(m, now, s[2]);
+    carry_out();
+    pass(LEASE_MS / 2, 1, s, 2);
+    s[2] = join(2, 12);
+    heartbeat(s[2], 1);
+    pass(3 * LEASE_MS, 1, s, SLOTS);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(aborts + prepares + assigns + closes, 0);
+}
+
+static void a_worker_that_comes_back_without_the_epoch_ends_it(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    s[2] = join(2, 12); /* the new stream replaces the old one */
+    assert_int_equal(closes, 1);
+    assert_true(closed_stream != s[2]);
+    heartbeat(s[2], 0);
+    assert_int_equal(aborts, SLOTS);
+    expect_state(MOE_GROUP_DEGRADED);
+}
+
+static void a_silent_worker_loses_its_seat_and_not_before_its_lease(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    pass(LEASE_MS - 50, 1, s, 2);
+    expect_state(MOE_GROUP_SERVING);
+    pass(50, 1, s, 2);
+    expect_state(MOE_GROUP_DEGRADED);
+    assert_non_null(strstr(group().reason, "slot 2 lost: lease expired"));
+    assert_int_equal(aborts, 2);
+    assert_int_equal(closed_stream, s[2]);
+    heartbeat(s[2], 1); /* it wakes up, and is told that its stream is no seat */
+    assert_int_equal(closed_with.code, MOE_FAILED_PRECONDITION);
+}
+
+static void a_pause_of_the_coordinator_costs_no_worker_its_seat(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    now += 10 * LEASE_MS * MOE_NS_PER_MS; /* stopped, with the heartbeats of that time unread */
+    moe_membership_on_tick(m, now);
+    carry_out();
+    expect_state(MOE_GROUP_SERVING);
+    pass(2 * LEASE_MS, 1, s, SLOTS);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(aborts, 0);
+}
+
+static void a_worker_that_still_serves_an_ended_epoch_is_told_so(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    pass(LEASE_MS, 1, s, 2);
+    forget();
+    s[2] = join(2, 12); /* away while the epoch ended; the same process */
+    heartbeat(s[2], 1);
+    assert_int_equal(aborts, 1);
+}
+
+static void epochs_go_on_above_what_workers_know(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS]; /* the state was lost: the workers have been further than this machine */
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        s[i] = join(i, 10 + i);
+        heartbeat(s[i], 41);
+    }
+    heartbeat(s[0], UINT64_MAX); /* no plausible epoch */
+    for (uint32_t i = 0; i < SLOTS; i++)
+        loaded(s[i]);
+    assert_int_equal(last_epoch, 42);
+}
+
+static void a_full_disk_announces_nothing(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    disk_full = true;
+    for (uint32_t i = 0; i < SLOTS; i++)
+        s[i] = join(i, 10 + i);
+    pass(250, 0, s, SLOTS);
+    assert_int_equal(assigns + prepares, 0);
+    assert_non_null(strstr(group().reason, "no space left"));
+    disk_full = false;
+    pass(500, 0, s, SLOTS);
+    assert_int_equal(assigns, SLOTS);
+    disk_full = true;
+    for (uint32_t i = 0; i < SLOTS; i++)
+        loaded(s[i]);
+    assert_int_equal(prepares, 0);
+    disk_full = false;
+    pass(500, 0, s, SLOTS);
+    assert_int_equal(prepares, SLOTS);
+    assert_true(disk.epoch >= last_epoch);
+}
+
+static void a_worker_that_cannot_load_blocks_the_group_until_replaced(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    for (uint32_t i = 0; i < SLOTS; i++)
+        s[i] = join(i, 10 + i);
+    struct moe_status st = moe_error(MOE_NOT_FOUND, MOE_REASON_TENSOR_MISSING, "no tensor w1");
+    moe_membership_on_loaded(m, now, s[1], 1, &st);
+    carry_out();
+    loaded(s[0]);
+    loaded(s[2]);
+    expect_state(MOE_GROUP_FAILED);
+    assert_non_null(strstr(group().reason, "slot 1 cannot load: no tensor w1"));
+    s[1] = join(1, 99);
+    expect_state(MOE_GROUP_LOADING);
+    loaded(s[1]);
+    assert_int_equal(prepares, SLOTS);
+}
+
+static void another_model_gets_another_placement_version(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    assert_int_equal(disk.placement_version, 1);
+    moe_membership_destroy(m);
+    create_for(SLOTS); /* restarted; the old workers are gone and another model is to be served */
+    assert_int_equal(group().epoch, 1);
+    experts = 9;
+    join(7, 1);
+    experts = 6;
+    assert_int_equal(closed_with.code, MOE_RESOURCE_EXHAUSTED); /* the seats are kept for a lease */
+    pass(LEASE_MS, 0, NULL, 0);
+    experts = 9;
+    for (uint32_t i = 0; i < SLOTS; i++)
+        s[i] = join(7 + i, 1);
+    experts = 6;
+    assert_int_equal(assigns, SLOTS);
+    assert_int_equal(disk.placement_version, 2);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        loaded(s[i]);
+    assert_int_equal(last_epoch, 2);
+}
+
+static void a_group_of_another_size_starts_afresh_above_the_old_epochs(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    moe_membership_destroy(m);
+    create_for(1);
+    assert_int_equal(group().epoch, 0);
+    s[0] = join(0, 10);
+    loaded(s[0]);
+    assert_int_equal(last_epoch, 2);
+    assert_int_equal(moe_placement_version(moe_membership_placement(m)), 2);
+}
+
+static void a_shutdown_waits_for_all_and_not_for_ever(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS], epoch;
+    serve(s);
+    struct moe_status st = moe_membership_shutdown(m, now, "", 0, &epoch);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    st = moe_membership_shutdown(m, now, "done", 0, &epoch);
+    assert_int_equal(st.code, MOE_OK);
+    carry_out();
+    assert_int_equal(epoch, 1);
+    assert_int_equal(drains, SLOTS);
+    moe_membership_on_leaving(m, now, s[0], "drained");
+    carry_out();
+    assert_int_equal(aborts + closes, 0); /* the others may still need its experts */
+    assert_int_equal(group().epoch, 1);
+    join(9, 1);
+    assert_int_equal(closed_with.reason, MOE_REASON_DRAINING);
+    pass(1900, 1, s, SLOTS);
+    assert_false(exited);
+    pass(100, 1, s, SLOTS);
+    assert_true(exited);
+    assert_int_equal(disk.view_epoch, 0);
+    assert_int_equal(moe_membership_deadline(m), MOE_NEVER);
+}
+
+static void a_view_that_keeps_breaking_is_given_up(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    for (int i = 0; i < 10; i++) {
+        moe_membership_on_peer_lost(m, now, s[0], group().epoch, 2);
+        carry_out();
+        pass(350, 0, s, SLOTS);
+        for (uint32_t k = 0; k < SLOTS; k++)
+            ready(s[k], NULL);
+    }
+    expect_state(MOE_GROUP_FAILED);
+    assert_int_equal(prepares, (ATTEMPTS - 1) * SLOTS);
+}
+
+static void blobs_out_of_turn_end_the_attempt(void **unused)
+{
+    (void)unused;
+    static const uint8_t data[MOE_MEMBERSHIP_BLOB_BYTES + 1];
+    static const struct {
+        uint32_t round;
+        size_t length, count;
+        const char *why;
+    } cases[] = {{1, 4, 1, "of another round"},
+                 {0, sizeof data, 1, "too large"},
+                 {0, 4, 2, "more than asked for"}};
+    for (size_t c = 0; c < 3; c++) {
+        uint64_t s[SLOTS];
+        load_all(s);
+        for (size_t i = 0; i < cases[c].count; i++) {
+            moe_membership_on_blob(m, now, s[1], last_epoch, cases[c].round, data, cases[c].length);
+            carry_out();
+        }
+        expect_state(MOE_GROUP_LOADING);
+        assert_non_null(strstr(group().reason, cases[c].why));
+        teardown(NULL);
+        setup(NULL);
+    }
+}
+
+int main(void)
+{
+#define STORY(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
+    const struct CMUnitTest tests[] = {
+        STORY(a_failing_group_gives_up_with_a_reason_until_a_new_worker_comes),
+        STORY(silence_while_forming_is_named),
+        STORY(a_missed_peer_ends_the_view_but_not_its_worker),
+        STORY(a_missed_peer_without_a_stream_is_lost_at_once),
+        STORY(a_reconnect_within_the_lease_costs_nothing),
+        STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
+        STORY(a_silent_worker_loses_its_seat_and_not_before_its_lease),
+        STORY(a_pause_of_the_coordinator_costs_no_worker_its_seat),
+        STORY(a_worker_that_still_serves_an_ended_epoch_is_told_so),
+        STORY(epochs_go_on_above_what_workers_know),
+        STORY(a_full_disk_announces_nothing),
+        STORY(a_worker_that_cannot_load_blocks_the_group_until_replaced),
+        STORY(another_model_gets_another_placement_version),
+        STORY(a_group_of_another_size_starts_afresh_above_the_old_epochs),
+        STORY(a_shutdown_waits_for_all_and_not_for_ever),
+        STORY(a_view_that_keeps_breaking_is_given_up),
+        STORY(blobs_out_of_turn_end_the_attempt),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
