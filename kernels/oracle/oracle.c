@@ -74,8 +74,9 @@ struct moe_status moe_oracle_upload(struct moe_oracle_layer *layer, enum moe_wei
     size_t rows, columns, count;
     uint32_t entry = moe_weight_is_expert(weight) ? expert : 0;
     moe_weight_shape(&layer->spec, weight, &rows, &columns);
-    if (!moe_size_mul(rows, columns, &count) || count == 0 ||
-        bytes / moe_dtype_bytes(dtype) != count || entry >= entries_of(&layer->spec, weight))
+    if (!moe_size_mul(rows, columns, &count) || count == 0 || moe_dtype_bytes(dtype) == 0 ||
+        bytes % count != 0 || bytes / count != moe_dtype_bytes(dtype) ||
+        entry >= entries_of(&layer->spec, weight))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
                          "weight %d of expert %u with %zu bytes", (int)weight, expert, bytes);
     double *w = calloc(count, sizeof *w);
