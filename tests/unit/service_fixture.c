@@ -12,7 +12,7 @@ static void open_server(struct service *s)
         .listen = "127.0.0.1:0",
         .max_message_bytes = SERVICE_MESSAGE,
         .max_reading_bytes = 4 * SERVICE_MESSAGE,
-        .max_waiting_reads = 64,
+        .max_waiting_reads = 256,
         .max_concurrent_streams = 128,
         .methods = methods,
         .method_count = MOE_SERVICE_METHODS,

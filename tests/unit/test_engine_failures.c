@@ -1,0 +1,541 @@
+/* What the engine does when steps fail, hang or are refused. The backend here is a script: it says
+ * for each step how it ends, "computes" y = x + 1, and remembers what it was given. */
+#include "base/clock.h"
+#include "worker_fixture.h"
+
+enum { HIDDEN = 4, BUCKET = 8, STEPS_MAX = 32, REQUESTS_MAX = 8 };
+
+enum end {
+    END_WELL,
+    END_WHEN_NEXT_BEGINS, /* well, but not before the following step was enqueued */
+    END_LOST,             /* slot 2 did not answer */
+    END_NEVER,            /* until aborted */
+    END_REFUSED,          /* at once, by step_enqueue */
+};
+
+struct moe_step {
+    int number;
+    struct moe_step_args args;
+};
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    enum end script[STEPS_MAX];
+    struct moe_step_args seen[STEPS_MAX]; /* arguments of each step that was enqueued */
+    float first_x[STEPS_MAX];             /* its x[0], where it has tokens */
+    int enqueued, unfinished;
+    bool aborted;
+    int aborts;
+} backend;
+
+/* The engine passes these through; only their addresses matter. */
+static char device_memory, session_memory[8];
+
+static struct moe_session *session_of(int view)
+{
+    return (struct moe_session *)(void *)&session_memory[view];
+}
+
+static struct moe_status script_alloc(struct moe_device *device, enum moe_mem kind, size_t bytes,
+                                      void **out)
+{
+    (void)device;
+    assert_int_equal(kind, MOE_MEM_HOST);
+    *out = calloc(1, bytes);
+    return moe_ok();
+}
+
+static void script_free(struct moe_device *device, enum moe_mem kind, void *p, size_t bytes)
+{
+    (void)device;
+    (void)kind;
+    (void)bytes;
+    free(p);
+}
+
+static struct moe_status script_enqueue(struct moe_session *session,
+                                        const struct moe_step_args *args, struct moe_step **out)
+{
+    (void)session;
+    pthread_mutex_lock(&backend.lock);
+    int number = backend.enqueued++;
+    MOE_INVARIANT(number < STEPS_MAX && backend.unfinished < 2);
+    backend.seen[number] = *args;
+    if (args->tokens > 0)
+        backend.first_x[number] = *(const float *)args->x;
+    bool refused = backend.script[number] == END_REFUSED;
+    backend.unfinished += !refused;
+    pthread_cond_broadcast(&backend.changed);
+    pthread_mutex_unlock(&backend.lock);
+    if (refused)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "scripted");
+    *out = malloc(sizeof **out);
+    MOE_INVARIANT(*out != NULL);
+    **out = (struct moe_step){number, *args};
+    return moe_ok();
+}
+
+/* Lock held. */
+static bool has_ended(const struct moe_step *step)
+{
+    switch (backend.script[step->number]) {
+    case END_WHEN_NEXT_BEGINS: return backend.aborted || backend.enqueued > step->number + 1;
+    case END_NEVER: return backend.aborted;
+    default: return true;
+    }
+}
+
+static struct moe_status end_step(struct moe_step *step, struct moe_step_result *result)
+{
+    const struct moe_step_args *a = &step->args;
+    *result = (struct moe_step_result){.missing_slot = -1, .total_ns = 1};
+    if (backend.script[step->number] == END_LOST) {
+        result->missing_slot = 2;
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot 2 did not answer");
+    }
+    if (backend.aborted)
+        return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "called off");
+    for (uint32_t i = 0; i < a->tokens * HIDDEN; i++)
+        ((float *)a->y)[i] = ((const float *)a->x)[i] + 1;
+    if (a->tokens > 0)
+        memset(a->token_state, MOE_TOKEN_OK, a->tokens);
+    return moe_ok();
+}
+
+static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns,
+                                     struct moe_step_result *result)
+{
+    struct timespec until = {(time_t)(deadline_ns / MOE_NS_PER_S),
+                             (long)(deadline_ns % MOE_NS_PER_S)};
+    pthread_mutex_lock(&backend.lock);
+    while (!has_ended(step)) {
+        if (deadline_ns == MOE_NEVER) {
+            pthread_cond_wait(&backend.changed, &backend.lock);
+        } else if (pthread_cond_timedwait(&backend.changed, &backend.lock, &until) != 0) {
+            pthread_mutex_unlock(&backend.lock);
+            return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still running");
+        }
+    }
+    struct moe_status st = end_step(step, result);
+    backend.unfinished--;
+    pthread_mutex_unlock(&backend.lock);
+    free(step);
+    return st;
+}
+
+static void script_abort(struct moe_session *session)
+{
+    (void)session;
+    pthread_mutex_lock(&backend.lock);
+    backend.aborted = true;
+    backend.aborts++;
+    pthread_cond_broadcast(&backend.changed);
+    pthread_mutex_unlock(&backend.lock);
+}
+
+static uint64_t script_lost(struct moe_session *session)
+{
+    (void)session;
+    return 0;
+}
+
+static const struct moe_backend script = {
+    .name = "script",
+    .mem_alloc = script_alloc,
+    .mem_free = script_free,
+    .session_abort = script_abort,
+    .session_lost = script_lost,
+    .step_enqueue = script_enqueue,
+    .step_wait = script_wait,
+};
+
+/* ------------------------------------------------------------------------ the engine */
+
+struct report {
+    uint64_t seq, lost;
+    struct moe_status status;
+};
+
+static struct {
+    struct moe_engine *engine;
+    pthread_mutex_t lock; /* of the rest */
+    struct report reports[STEPS_MAX];
+    int report_count;
+    uint64_t announced; /* tokens */
+    struct moe_work work[REQUESTS_MAX];
+    float x[REQUESTS_MAX][64 * HIDDEN], y[REQUESTS_MAX][64 * HIDDEN];
+    struct moe_status status[REQUESTS_MAX];
+    int done[REQUESTS_MAX], order[REQUESTS_MAX], done_count;
+} test;
+
+static void on_announce(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
+                        uint32_t tokens)
+{
+    (void)ctx;
+    MOE_INVARIANT(layer == 7 && kind == MOE_STEP_FORWARD && dtype == MOE_DTYPE_F32);
+    pthread_mutex_lock(&test.lock);
+    test.announced += tokens;
+    pthread_mutex_unlock(&test.lock);
+}
+
+static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
+                        uint64_t lost_slots)
+{
+    (void)ctx;
+    pthread_mutex_lock(&test.lock);
+    test.reports[test.report_count++] = (struct report){ticket->seq, lost_slots, status};
+    pthread_mutex_unlock(&test.lock);
+}
+
+static void on_done(struct moe_work *w, struct moe_status status)
+{
+    long i = w - test.work;
+    pthread_mutex_lock(&test.lock);
+    test.status[i] = status;
+    test.done[i]++;
+    test.order[test.done_count++] = (int)i;
+    pthread_mutex_unlock(&test.lock);
+}
+
+static int open_engine(void **state)
+{
+    (void)state;
+    static const struct moe_layer_spec spec = {
+        .layer = 7, .hidden = HIDDEN, .experts = 2, .router = {.top_k = 1}};
+    static const struct moe_layer_spec *const specs[] = {&spec};
+    static struct moe_layer *const layers[] = {NULL};
+    memset(&backend, 0, sizeof backend);
+    memset(&test, 0, sizeof test);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&backend.changed, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    pthread_mutex_init(&backend.lock, NULL);
+    pthread_mutex_init(&test.lock, NULL);
+    const struct moe_engine_config config = {
+        .backend = &script,
+        .device = (struct moe_device *)(void *)&device_memory,
+        .layers = layers,
+        .specs = specs,
+        .layer_count = 1,
+        .max_tokens_per_step = BUCKET,
+        .max_queued_tokens = 1000,
+        .announce = on_announce,
+        .finished = on_finished,
+    };
+    assert_ok(moe_engine_create(&config, &test.engine));
+    return 0;
+}
+
+static int close_engine(void **state)
+{
+    (void)state;
+    moe_engine_destroy(test.engine);
+    assert_int_equal(backend.unfinished, 0);
+    for (int i = 0; i < REQUESTS_MAX; i++)
+        assert_int_equal(test.done[i], test.work[i].tokens > 0);
+    pthread_cond_destroy(&backend.changed);
+    pthread_mutex_destroy(&backend.lock);
+    pthread_mutex_destroy(&test.lock);
+    return 0;
+}
+
+/* x of request i is i * 1000 + token * 10 + column. */
+static void submit(int i, uint32_t tokens)
+{
+    for (uint32_t e = 0; e < tokens * HIDDEN; e++)
+        test.x[i][e] = (float)(i * 1000) + (float)(e / HIDDEN * 10 + e % HIDDEN);
+    test.work[i] = (struct moe_work){
+        .layer = 7,
+        .dtype = MOE_DTYPE_F32,
+        .tokens = tokens,
+        .x = test.x[i],
+        .y = test.y[i],
+        .deadline_ns = MOE_NEVER,
+        .done = on_done,
+    };
+    assert_ok(moe_engine_submit(test.engine, &test.work[i]));
+}
+
+static void begin_view(int view)
+{
+    pthread_mutex_lock(&backend.lock);
+    backend.aborted = false;
+    pthread_mutex_unlock(&backend.lock);
+    moe_engine_start_view(test.engine, session_of(view), (uint64_t)view + 1, BUCKET);
+}
+
+static void give_ticket(uint64_t epoch, uint64_t seq, uint32_t bucket)
+{
+    struct moe_ticket t = {epoch, seq, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, bucket};
+    moe_engine_run(test.engine, &t);
+}
+
+static void wait_until(int *value, int wanted, pthread_mutex_t *lock)
+{
+    uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
+    struct timespec nap = {.tv_nsec = 100000};
+    for (;;) {
+        pthread_mutex_lock(lock);
+        int now = *value;
+        pthread_mutex_unlock(lock);
+        if (now >= wanted)
+            return;
+        if (moe_clock_ns() > limit)
+            fail_msg("%d of %d after half a minute", now, wanted);
+        nanosleep(&nap, NULL);
+    }
+}
+
+static void wait_reports(int n)
+{
+    wait_until(&test.report_count, n, &test.lock);
+}
+
+static void wait_done(int n)
+{
+    wait_until(&test.done_count, n, &test.lock);
+}
+
+static void assert_answered(int i)
+{
+    assert_ok(test.status[i]);
+    for (uint32_t e = 0; e < test.work[i].tokens * HIDDEN; e++)
+        assert_true(test.y[i][e] == test.x[i][e] + 1);
+}
+
+/* ------------------------------------------------------------------------- promises */
+
+static void requests_of_a_failed_step_are_answered_under_the_next_view(void **state)
+{
+    (void)state;
+    backend.script[0] = END_LOST;
+    for (int i = 0; i < 3; i++)
+        submit(i, 2);
+    begin_view(0);
+    assert_int_equal(test.announced, 6);
+    give_ticket(1, 1, 8);
+    wait_reports(1);
+    assert_int_equal(test.reports[0].seq, 1);
+    assert_int_equal(test.reports[0].status.reason, MOE_REASON_PEER_LOST);
+    assert_int_equal(test.reports[0].lost, UINT64_C(1) << 2);
+    assert_int_equal(test.done_count, 0);
+    assert_int_equal(backend.aborts, 1);
+    give_ticket(1, 2, 8); /* the view is over: ignored */
+    begin_view(1);
+    assert_int_equal(test.announced, 12); /* told again */
+    give_ticket(1, 2, 8);                 /* of the old epoch: ignored */
+    give_ticket(2, 1, 8);
+    wait_done(3);
+    assert_int_equal(backend.enqueued, 2);
+    for (int i = 0; i < 3; i++) {
+        assert_answered(i);
+        assert_int_equal(test.order[i], i);
+        assert_int_equal(test.work[i].answered_epoch, 2);
+        assert_int_equal(test.work[i].steps, 1);
+    }
+}
+
+static void a_request_split_over_failing_steps_loses_no_token(void **state)
+{
+    (void)state;
+    /* 30 tokens, 8 a step: the first step ends well, the next two are in flight when the older of
+     * them fails. */
+    backend.script[1] = END_LOST;
+    submit(0, 30);
+    submit(1, 3);
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    wait_reports(1);
+    give_ticket(1, 2, 8);
+    give_ticket(1, 3, 8);
+    wait_reports(2);
+    assert_int_equal(test.reports[1].seq, 2);
+    assert_int_equal(test.reports[1].status.reason, MOE_REASON_PEER_LOST);
+    int before = backend.enqueued;
+    begin_view(1);
+    for (uint64_t seq = 1; seq <= 4; seq++)
+        give_ticket(2, seq, 8);
+    wait_done(2);
+    assert_answered(0);
+    assert_answered(1);
+    assert_int_equal(test.order[0], 0);
+    assert_true(backend.first_x[before] == 80); /* token 8 of request 0 comes first again */
+}
+
+static void the_next_step_is_enqueued_while_one_runs(void **state)
+{
+    (void)state;
+    backend.script[0] = END_WHEN_NEXT_BEGINS;
+    submit(0, 8);
+    submit(1, 8);
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    give_ticket(1, 2, 8);
+    wait_done(2); /* would never come if the second waited for the first */
+    assert_answered(0);
+    assert_answered(1);
+    assert_int_equal(test.reports[0].seq, 1);
+    assert_int_equal(test.reports[1].seq, 2);
+}
+
+static void a_request_alone_in_its_step_is_computed_in_place(void **state)
+{
+    (void)state;
+    submit(0, 8);
+    submit(1, 3);
+    submit(2, 4);
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    give_ticket(1, 2, 8);
+    give_ticket(1, 3, 8); /* nothing is left: the slot takes part with no token */
+    wait_done(3);
+    wait_reports(3);
+    assert_ptr_equal(backend.seen[0].x, test.x[0]);
+    assert_ptr_equal(backend.seen[0].y, test.y[0]);
+    assert_int_equal(backend.seen[1].tokens, 7);
+    assert_ptr_not_equal(backend.seen[1].x, test.x[1]);
+    assert_int_equal(backend.seen[2].tokens, 0);
+    assert_int_equal(backend.seen[2].bucket, 8);
+    for (int i = 0; i < 3; i++)
+        assert_answered(i);
+}
+
+static void a_step_that_cannot_begin_ends_the_view(void **state)
+{
+    (void)state;
+    backend.script[1] = END_REFUSED;
+    submit(0, 8);
+    submit(1, 8);
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    give_ticket(1, 2, 8);
+    wait_reports(2);
+    wait_done(1);
+    assert_answered(0);
+    assert_ok(test.reports[0].status);
+    assert_int_equal(test.reports[1].seq, 2);
+    assert_int_equal(test.reports[1].status.reason, MOE_REASON_OUT_OF_MEMORY);
+    begin_view(1);
+    give_ticket(2, 1, 8);
+    wait_done(2);
+    assert_answered(1);
+}
+
+static void tickets_that_make_no_sense_end_the_view(void **state)
+{
+    (void)state;
+    static const struct moe_ticket bad[] = {
+        {0, 2, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 2 * BUCKET},
+        {0, 2, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 3},
+        {0, 2, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 0},
+        {0, 2, 8, MOE_STEP_FORWARD, MOE_DTYPE_F32, 8},
+        {0, 2, 7, MOE_STEP_FORWARD, MOE_DTYPE_NONE, 8},
+        {0, 3, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 8}, /* leaves 2 out */
+        {0, 1, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 8}, /* again */
+    };
+    int views = sizeof bad / sizeof *bad, reports = 0;
+    submit(0, 20);
+    for (int v = 0; v < views; v++) {
+        struct moe_ticket t = bad[v];
+        begin_view(v);
+        give_ticket((uint64_t)v + 1, 1, 1); /* a good one first, of one token */
+        wait_reports(++reports);
+        assert_ok(test.reports[reports - 1].status);
+        t.epoch = (uint64_t)v + 1;
+        moe_engine_run(test.engine, &t);
+        wait_reports(++reports);
+        assert_refused(test.reports[reports - 1].status, MOE_INTERNAL, MOE_REASON_NONE);
+    }
+    begin_view(views);
+    for (uint64_t seq = 1; seq <= 2; seq++)
+        give_ticket((uint64_t)views + 1, seq, 8);
+    wait_done(1);
+    assert_answered(0);
+}
+
+static void stopping_a_view_calls_off_its_steps_without_reporting_them(void **state)
+{
+    (void)state;
+    backend.script[0] = backend.script[1] = END_NEVER;
+    submit(0, 12);
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    give_ticket(1, 2, 8);
+    wait_until(&backend.enqueued, 2, &backend.lock);
+    moe_engine_stop_view(test.engine);
+    assert_int_equal(backend.unfinished, 0);
+    moe_engine_stop_view(test.engine);
+    assert_int_equal(test.report_count, 0);
+    begin_view(1);
+    assert_int_equal(test.announced, 24);
+    give_ticket(2, 1, 8);
+    give_ticket(2, 2, 8);
+    wait_done(1);
+    assert_answered(0);
+    assert_int_equal(test.work[0].steps, 2);
+}
+
+static void a_request_cancelled_in_a_step_ends_with_the_step(void **state)
+{
+    (void)state;
+    backend.script[0] = END_NEVER;
+    backend.script[1] = END_WHEN_NEXT_BEGINS;
+    submit(0, 4);  /* wholly in the failing step */
+    submit(1, 10); /* half in it, half queued */
+    submit(2, 2);
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    wait_until(&backend.enqueued, 1, &backend.lock);
+    moe_engine_cancel(test.engine, &test.work[0]);
+    moe_engine_cancel(test.engine, &test.work[1]);
+    moe_engine_cancel(test.engine, &test.work[1]);
+    assert_int_equal(test.done_count, 0); /* the step still uses their memory */
+    moe_engine_stop_view(test.engine);
+    wait_done(2);
+    assert_refused(test.status[0], MOE_CANCELLED, MOE_REASON_NONE);
+    assert_refused(test.status[1], MOE_CANCELLED, MOE_REASON_NONE);
+    begin_view(1);
+    give_ticket(2, 1, 8);
+    wait_until(&backend.enqueued, 2, &backend.lock);
+    moe_engine_cancel(test.engine, &test.work[2]); /* wholly in a step that ends well */
+    give_ticket(2, 2, 8);
+    wait_done(3);
+    assert_answered(2);
+    assert_int_equal(backend.seen[1].tokens, 2);
+}
+
+static void destroying_the_engine_ends_a_hanging_step(void **state)
+{
+    (void)state;
+    backend.script[0] = END_NEVER;
+    submit(0, 2);
+    submit(1, 9);
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    wait_until(&backend.enqueued, 1, &backend.lock);
+    moe_engine_destroy(test.engine);
+    test.engine = NULL;
+    for (int i = 0; i < 2; i++)
+        assert_refused(test.status[i], MOE_UNAVAILABLE, MOE_REASON_DRAINING);
+}
+
+#define with_engine(name) cmocka_unit_test_setup_teardown(name, open_engine, close_engine)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        with_engine(requests_of_a_failed_step_are_answered_under_the_next_view),
+        with_engine(a_request_split_over_failing_steps_loses_no_token),
+        with_engine(the_next_step_is_enqueued_while_one_runs),
+        with_engine(a_request_alone_in_its_step_is_computed_in_place),
+        with_engine(a_step_that_cannot_begin_ends_the_view),
+        with_engine(tickets_that_make_no_sense_end_the_view),
+        with_engine(stopping_a_view_calls_off_its_steps_without_reporting_them),
+        with_engine(a_request_cancelled_in_a_step_ends_with_the_step),
+        with_engine(destroying_the_engine_ends_a_hanging_step),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
