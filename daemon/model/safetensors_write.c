@@ -12,10 +12,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-enum { LENGTH_BYTES = 8, DATA_ALIGN = 8 };
+enum { LENGTH_BYTES = 8, DATA_ALIGN = 8, TEMPORARY_NAMES_MAX = 100 };
 
 static struct moe_status no_memory(void)
 {
@@ -164,39 +163,53 @@ static struct moe_status write_file(int fd, const char *head, size_t head_bytes,
             moe_st_tensor_bytes(tensors[i]->dtype, tensors[i]->rank, tensors[i]->shape, &bytes));
         MOE_TRY(write_all(fd, tensors[i]->data, bytes));
     }
-    /* mkostemp makes 0600; a checkpoint is as readable as the user's umask allows elsewhere. */
-    mode_t mask = umask(0);
-    umask(mask);
-    if (fchmod(fd, 0666 & ~mask) != 0)
-        return io_failed("setting the mode");
     return fsync(fd) == 0 ? moe_ok() : io_failed("fsync");
 }
 
-/* Writes `temporary` (a mkostemp pattern beside `path`) and moves it to `path`. */
-static struct moe_status replace_file(const char *path, char *temporary, const char *head,
-                                      size_t head_bytes, const struct moe_st_out *const *tensors,
-                                      size_t count)
+/* A new file beside `path`, with the mode that the umask allows. Stale files of crashed writers may
+ * be in the way: try other names. The caller frees `*name`. */
+static struct moe_status create_temporary(const char *path, int *fd, char **name)
 {
-    int fd = mkostemp(temporary, O_CLOEXEC);
-    if (fd < 0)
-        return io_failed("creating a temporary file");
+    for (unsigned attempt = 0; attempt < TEMPORARY_NAMES_MAX; attempt++) {
+        if (asprintf(name, "%s.%ld.%u.tmp", path, (long)getpid(), attempt) < 0)
+            return no_memory();
+        *fd = open(*name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (*fd >= 0)
+            return moe_ok();
+        int error = errno;
+        free(*name);
+        errno = error;
+        if (error != EEXIST)
+            break;
+    }
+    return io_failed("creating a temporary file");
+}
+
+/* Writes a temporary file beside `path` and moves it there. */
+static struct moe_status replace_file(const char *path, const char *head, size_t head_bytes,
+                                      const struct moe_st_out *const *tensors, size_t count)
+{
+    int fd = -1;
+    char *temporary = NULL;
+    MOE_TRY(create_temporary(path, &fd, &temporary));
     struct moe_status st = write_file(fd, head, head_bytes, tensors, count);
     if (close(fd) != 0 && !moe_failed(&st))
         st = io_failed("closing");
     if (!moe_failed(&st) && rename(temporary, path) != 0)
         st = io_failed("renaming");
-    if (moe_failed(&st)) {
+    if (moe_failed(&st))
         unlink(temporary);
-        return st;
-    }
-    return sync_directory(path);
+    else
+        st = sync_directory(path);
+    free(temporary);
+    return st;
 }
 
 struct moe_status moe_st_write(const char *path, const struct moe_st_out *tensors, size_t count,
                                const char *const *metadata)
 {
     struct moe_status st;
-    char *head = NULL, *temporary = NULL;
+    char *head = NULL;
     size_t head_bytes = 0;
     const struct moe_st_out **sorted = calloc(count + 1, sizeof *sorted);
     if (sorted == NULL)
@@ -205,14 +218,8 @@ struct moe_status moe_st_write(const char *path, const struct moe_st_out *tensor
         sorted[i] = &tensors[i];
     qsort(sorted, count, sizeof *sorted, by_width_then_name);
     MOE_TRY_GOTO(st, build_header(sorted, count, metadata, &head, &head_bytes), done);
-    if (asprintf(&temporary, "%s.XXXXXX", path) < 0) {
-        temporary = NULL;
-        st = no_memory();
-        goto done;
-    }
-    st = replace_file(path, temporary, head, head_bytes, sorted, count);
+    st = replace_file(path, head, head_bytes, sorted, count);
 done:
-    free(temporary);
     free(head);
     free(sorted);
     return st;
