@@ -216,6 +216,8 @@ void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t
     switch (m->phase) {
     case PHASE_IDLE:
         m->placement_durable = true;
+        m->attempts = 0;
+        m->trouble[0] = '\0';
         moe_membership__advance(m);
         break;
     case PHASE_SAVE_EPOCH: prepare(m); break;
