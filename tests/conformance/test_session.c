@@ -337,6 +337,31 @@ static void a_slot_that_breaks_ends_the_waits_of_the_others(void **state)
     run_group(2, hear_of_a_failure);
 }
 
+/* Slot 2 waits for slot 0, which waits for slot 1: slot 1 is the one to name. */
+static int wait_in_a_chain(struct member *m)
+{
+    struct seat s;
+    uint32_t value;
+    EXPECT(sit_down(m, &s, m->slot == 2 ? 3 * SHORT_MS : LONG_MS));
+    if (m->slot != 1) {
+        uint32_t slot = m->slot == 2 ? 0 : 1;
+        const uint64_t *word =
+            moe_window_done_of(&s.session->layout, moe_cpu_session_own(s.session), slot);
+        EXPECT(is(moe_cpu_session_wait(s.session, word, moe_window_stamp(7, 1), slot, &value),
+                  MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
+        EXPECT(s.session->missing == 1);
+        raise_flag(m, 1);
+    }
+    EXPECT(await_flag(m->board, 0, 1) && await_flag(m->board, 2, 1));
+    return get_up(&s);
+}
+
+static void who_only_waits_for_another_is_not_blamed(void **state)
+{
+    (void)state;
+    run_group(3, wait_in_a_chain);
+}
+
 /* ------------------------------------------------------------------- abort */
 
 static void *abort_soon(void *session)
@@ -585,6 +610,48 @@ static void strangers_are_turned_away_and_do_not_hold_up_the_meeting(void **stat
     run_group(2, meet_a_liar);
 }
 
+static void ignore(void *ctx)
+{
+    (void)ctx;
+}
+
+/* Slot 1 says goodbye and closes with an unread message in its socket: the kernel reports that to
+ * slot 0 before the goodbye. */
+static int part_in_a_hurry(struct member *m)
+{
+    struct moe_cpu_peers *peers;
+    struct moe_cpu_card mine, cards[MOE_MAX_SLOTS];
+    int fds[MOE_MAX_SLOTS], window = memfd_create("test", MFD_CLOEXEC);
+    EXPECT(good(moe_cpu_peers_listen(m->slot, m->live, &peers, &mine)));
+    EXPECT(good(board_allgather(m, &mine, cards, sizeof mine)));
+    uint64_t deadline = moe_clock_ns() + LONG_MS * MOE_NS_PER_MS;
+    EXPECT(good(moe_cpu_peers_meet(peers, cards, window, deadline, fds)));
+    close(window);
+    close(fds[1 - m->slot]);
+    if (m->slot == 0) {
+        moe_cpu_peers_blame(peers, 0); /* never read */
+        raise_flag(m, 1);
+        EXPECT(await_flag(m->board, 1, 1));
+        EXPECT(good(moe_cpu_peers_watch(peers, ignore, NULL)));
+        while (moe_cpu_peers_gone(peers) == 0 && moe_cpu_peers_lost(peers) == 0)
+            usleep(1000);
+        EXPECT(moe_cpu_peers_lost(peers) == 0);
+        moe_cpu_peers_close(peers);
+        return 0;
+    }
+    EXPECT(await_flag(m->board, 0, 1));
+    moe_cpu_peers_blame(peers, 0); /* a goodbye */
+    moe_cpu_peers_close(peers);
+    raise_flag(m, 1);
+    return 0;
+}
+
+static void who_leaves_in_good_order_is_not_lost(void **state)
+{
+    (void)state;
+    run_group(2, part_in_a_hurry);
+}
+
 static void a_window_that_could_shrink_is_not_mapped(void **state)
 {
     (void)state;
@@ -757,12 +824,17 @@ static int run_through_the_last_step_number(struct member *m)
     EXPECT(good(run_step(s.session, &s.args, &result)));
     memcpy(first, s.tensors.y, sizeof first);
     s.session->step = (1u << MOE_WINDOW_STEP_BITS) - 4;
+    /* A word of an early step that no later one happened to overwrite. */
+    uint64_t *old = moe_window_sent_of(&s.session->layout, moe_cpu_session_own(s.session),
+                                       (m->slot + 1) % m->slots, 200);
+    moe_cpu_session_store(old, moe_window_stamp(7, 2), 1);
     for (int i = 0; i < 8; i++) {
         memset(s.tensors.y, 0xff, sizeof s.tensors.y);
         EXPECT(good(run_step(s.session, &s.args, &result)));
         EXPECT(memcmp(first, s.tensors.y, sizeof first) == 0);
     }
     EXPECT(s.session->step == 5);
+    EXPECT(*old == 0);
     return get_up(&s);
 }
 
@@ -778,11 +850,13 @@ int main(void)
         cmocka_unit_test(a_killed_peer_costs_the_survivors_one_step_and_no_weights),
         cmocka_unit_test(a_stopped_peer_is_named_by_all_when_the_budget_is_used_up),
         cmocka_unit_test(a_slot_that_breaks_ends_the_waits_of_the_others),
+        cmocka_unit_test(who_only_waits_for_another_is_not_blamed),
         cmocka_unit_test(abort_ends_present_and_later_waits),
         cmocka_unit_test(a_member_that_never_shows_up_fails_the_join_in_bounded_time),
         cmocka_unit_test(slots_of_different_views_do_not_join),
         cmocka_unit_test(fifty_joins_and_leaves_leak_nothing),
         cmocka_unit_test(strangers_are_turned_away_and_do_not_hold_up_the_meeting),
+        cmocka_unit_test(who_leaves_in_good_order_is_not_lost),
         cmocka_unit_test(a_window_that_could_shrink_is_not_mapped),
         cmocka_unit_test(windows_of_impossible_shapes_are_refused),
         cmocka_unit_test(words_of_another_view_or_step_satisfy_no_wait),
