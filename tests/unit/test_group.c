@@ -1,0 +1,739 @@
+/* Promises of the worker's session with the coordinator: a scripted coordinator on a real server,
+ * and hooks that only write down what they are asked to do. */
+#include "base/clock.h"
+#include "moe/v1/coordinator.pb-c.h"
+#include "rpc/server.h"
+#include "worker/control.h"
+#include "worker/group.h"
+
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <cmocka.h>
+
+enum { WAIT_MS = 20000, INCARNATION = 4711, EXPERTS = 4, LINE = 96, LINES = 64 };
+
+#define assert_ok(expr)                                                                            \
+    do {                                                                                           \
+        struct moe_status ok_status = (expr);                                                      \
+        if (moe_failed(&ok_status))                                                                \
+            fail_msg("%s: %s %s", #expr, moe_code_name(ok_status.code), ok_status.text);           \
+    } while (0)
+
+/* What happened, as text lines in order; lines are waited for. */
+struct journal {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    char lines[LINES][LINE];
+    size_t count, read;
+};
+
+static void note(struct journal *j, const char *fmt, ...) MOE_PRINTF(2, 3);
+static void note(struct journal *j, const char *fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    pthread_mutex_lock(&j->lock);
+    if (j->count < LINES)
+        (void)vsnprintf(j->lines[j->count++], LINE, fmt, args);
+    pthread_cond_broadcast(&j->changed);
+    pthread_mutex_unlock(&j->lock);
+    va_end(args);
+}
+
+/* Reads on until a line that begins with `want`; a hang fails the test. */
+static void await_line(struct journal *j, const char *want)
+{
+    uint64_t deadline = moe_clock_ns() + WAIT_MS * MOE_NS_PER_MS;
+    const struct timespec until = {(time_t)(deadline / MOE_NS_PER_S),
+                                   (long)(deadline % MOE_NS_PER_S)};
+    pthread_mutex_lock(&j->lock);
+    for (int rc = 0;;) {
+        if (j->read < j->count) {
+            const char *line = j->lines[j->read++];
+            bool found = strncmp(line, want, strlen(want)) == 0;
+            if (found)
+                break;
+            continue;
+        }
+        if (rc != 0) {
+            for (size_t i = 0; i < j->count; i++)
+                print_message("  %s\n", j->lines[i]);
+            fail_msg("\"%s\" never came", want);
+        }
+        rc = pthread_cond_timedwait(&j->changed, &j->lock, &until);
+    }
+    pthread_mutex_unlock(&j->lock);
+}
+
+/* The next line is this one. */
+static void assert_next(struct journal *j, const char *want)
+{
+    pthread_mutex_lock(&j->lock);
+    size_t at = j->read;
+    pthread_mutex_unlock(&j->lock);
+    await_line(j, want);
+    assert_int_equal(j->read, at + 1);
+}
+
+static bool has_line(struct journal *j, const char *want)
+{
+    bool found = false;
+    pthread_mutex_lock(&j->lock);
+    for (size_t i = 0; i < j->count; i++)
+        found = found || strncmp(j->lines[i], want, strlen(want)) == 0;
+    pthread_mutex_unlock(&j->lock);
+    return found;
+}
+
+static void init_journal(struct journal *j)
+{
+    *j = (struct journal){.count = 0};
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&j->changed, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    pthread_mutex_init(&j->lock, NULL);
+}
+
+static void free_journal(struct journal *j)
+{
+    pthread_cond_destroy(&j->changed);
+    pthread_mutex_destroy(&j->lock);
+}
+
+/* ------------------------------------------------------------- scripted coordinator */
+
+struct coordinator {
+    struct journal heard; /* heartbeats only when their epoch is new */
+    struct moe_rpc_server *server;
+    char endpoint[32];
+    pthread_mutex_t lock;
+    struct moe_rpc_call *call; /* of the session; one hold */
+    uint64_t last_epoch; /* the server's thread only, while it runs */
+};
+
+static void hear(struct coordinator *c, const Moe__V1__SessionRequest *q)
+{
+    struct journal *j = &c->heard;
+    switch (q->body_case) {
+    case MOE__V1__SESSION_REQUEST__BODY_REGISTER:
+        note(j, "register %s %llu %s wants %u", q->register_->worker_id,
+             (unsigned long long)q->register_->incarnation, q->register_->endpoint,
+             q->register_->wanted_slot_plus_one);
+        break;
+    case MOE__V1__SESSION_REQUEST__BODY_HEARTBEAT:
+        if (q->heartbeat->epoch != c->last_epoch)
+            note(j, "heartbeat %llu", (unsigned long long)q->heartbeat->epoch);
+        c->last_epoch = q->heartbeat->epoch;
+        break;
+    case MOE__V1__SESSION_REQUEST__BODY_LOADED:
+        note(j, "loaded %u %s", q->loaded->placement_version,
+             q->loaded->error != NULL ? q->loaded->error->message : "ok");
+        break;
+    case MOE__V1__SESSION_REQUEST__BODY_BLOB:
+        note(j, "blob %llu %u %.*s", (unsigned long long)q->blob->epoch, q->blob->round,
+             (int)q->blob->data.len, (const char *)q->blob->data.data);
+        break;
+    case MOE__V1__SESSION_REQUEST__BODY_READY:
+        note(j, "ready %llu %s", (unsigned long long)q->ready->epoch,
+             q->ready->error != NULL ? q->ready->error->reason : "ok");
+        break;
+    case MOE__V1__SESSION_REQUEST__BODY_PEER_LOST:
+        note(j, "peer lost %llu %llx", (unsigned long long)q->peer_lost->epoch,
+             (unsigned long long)q->peer_lost->slots);
+        break;
+    case MOE__V1__SESSION_REQUEST__BODY_DRAIN_NOTICE: note(j, "drain notice"); break;
+    case MOE__V1__SESSION_REQUEST__BODY_LEAVING: note(j, "leaving"); break;
+    default: note(j, "nonsense"); break;
+    }
+}
+
+static void session_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    struct coordinator *c = ctx;
+    uint8_t bytes[4096];
+    size_t length = 0;
+    if (m == NULL)
+        return;
+    struct moe_status st = moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length);
+    moe_rpc_msg_free(m);
+    Moe__V1__SessionRequest *q =
+        moe_failed(&st) ? NULL : moe__v1__session_request__unpack(NULL, length, bytes);
+    if (q == NULL) {
+        note(&c->heard, "malformed");
+    } else {
+        hear(c, q);
+        moe__v1__session_request__free_unpacked(q, NULL);
+    }
+    moe_rpc_read_next(call);
+}
+
+static void session_started(struct moe_rpc_call *call, void *ctx)
+{
+    struct coordinator *c = ctx;
+    moe_rpc_call_hold(call);
+    pthread_mutex_lock(&c->lock);
+    struct moe_rpc_call *old = c->call;
+    c->call = call;
+    pthread_mutex_unlock(&c->lock);
+    if (old != NULL)
+        moe_rpc_call_release(old);
+    note(&c->heard, "connected");
+}
+
+static void session_done(struct moe_rpc_call *call, void *ctx)
+{
+    struct coordinator *c = ctx;
+    pthread_mutex_lock(&c->lock);
+    bool ours = c->call == call;
+    if (ours)
+        c->call = NULL;
+    pthread_mutex_unlock(&c->lock);
+    if (ours)
+        moe_rpc_call_release(call);
+    note(&c->heard, "disconnected");
+}
+
+static void start_server(struct coordinator *c, const char *listen)
+{
+    const struct moe_rpc_method method = {
+        .path = "/moe.v1.CoordinatorService/Session",
+        .kind = MOE_RPC_STREAM,
+        .started = session_started,
+        .message = session_message,
+        .done = session_done,
+        .ctx = c,
+    };
+    const struct moe_rpc_server_config config = {
+        .listen = listen,
+        .shards = 1,
+        .max_message_bytes = 1 << 20,
+        .max_reading_bytes = 1 << 20,
+        .max_waiting_reads = 4,
+        .max_concurrent_streams = 16,
+        .methods = &method,
+        .method_count = 1,
+    };
+    assert_ok(moe_rpc_server_start(&config, &c->server));
+    (void)snprintf(c->endpoint, sizeof c->endpoint, "127.0.0.1:%u", moe_rpc_server_port(c->server));
+}
+
+static void stop_server(struct coordinator *c)
+{
+    moe_rpc_server_drain(c->server, moe_clock_ns());
+    moe_rpc_server_stop(c->server);
+    c->server = NULL;
+}
+
+static void say(struct coordinator *c, Moe__V1__SessionResponse *r)
+{
+    struct moe_control_out packed;
+    assert_ok(moe_control_pack(&r->base, &packed));
+    pthread_mutex_lock(&c->lock);
+    if (c->call != NULL)
+        moe_rpc_send(c->call, &packed.out);
+    pthread_mutex_unlock(&c->lock);
+    moe_control_free(&packed);
+}
+
+static void close_session(struct coordinator *c, struct moe_status why)
+{
+    pthread_mutex_lock(&c->lock);
+    if (c->call != NULL && moe_failed(&why))
+        moe_rpc_fail(c->call, why);
+    else if (c->call != NULL)
+        moe_rpc_finish(c->call);
+    pthread_mutex_unlock(&c->lock);
+}
+
+static void say_registered(struct coordinator *c)
+{
+    Moe__V1__Registered registered = MOE__V1__REGISTERED__INIT;
+    registered.slot = 1;
+    registered.slots = 2;
+    registered.lease_ms = 300;
+    Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
+    r.body_case = MOE__V1__SESSION_RESPONSE__BODY_REGISTERED;
+    r.registered = &registered;
+    say(c, &r);
+}
+
+static void say_assign(struct coordinator *c, uint32_t version)
+{
+    uint32_t copies[EXPERTS] = {1, 1, 1, 1}, slots[EXPERTS] = {0, 0, 1, 1};
+    Moe__V1__LayerPlacement layer = MOE__V1__LAYER_PLACEMENT__INIT, *layers[] = {&layer};
+    layer.layer = 3;
+    layer.copies = copies;
+    layer.n_copies = EXPERTS;
+    layer.slots = slots;
+    layer.n_slots = EXPERTS;
+    Moe__V1__Assign assign = MOE__V1__ASSIGN__INIT;
+    assign.placement_version = version;
+    assign.layers = layers;
+    assign.n_layers = 1;
+    Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
+    r.body_case = MOE__V1__SESSION_RESPONSE__BODY_ASSIGN;
+    r.assign = &assign;
+    say(c, &r);
+}
+
+static void say_prepare(struct coordinator *c, uint64_t epoch, uint64_t incarnation)
+{
+    Moe__V1__Member members[2] = {MOE__V1__MEMBER__INIT, MOE__V1__MEMBER__INIT};
+    Moe__V1__Member *pointers[] = {&members[0], &members[1]};
+    members[1].slot = 1;
+    members[1].incarnation = incarnation;
+    members[0].worker_id = members[1].worker_id = (char *)"some worker";
+    members[0].endpoint = members[1].endpoint = (char *)"127.0.0.1:9";
+    Moe__V1__Prepare prepare = MOE__V1__PREPARE__INIT;
+    prepare.epoch = epoch;
+    prepare.slots = 2;
+    prepare.members = pointers;
+    prepare.n_members = 2;
+    prepare.placement_version = 1;
+    prepare.max_tokens_per_step = 32;
+    Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
+    r.body_case = MOE__V1__SESSION_RESPONSE__BODY_PREPARE;
+    r.prepare = &prepare;
+    say(c, &r);
+}
+
+static void say_blobs(struct coordinator *c, uint64_t epoch, uint32_t round)
+{
+    Moe__V1__SlotBlob blob[2] = {MOE__V1__SLOT_BLOB__INIT, MOE__V1__SLOT_BLOB__INIT};
+    Moe__V1__SlotBlob *pointers[] = {&blob[0], &blob[1]};
+    blob[0].data = (ProtobufCBinaryData){4, (uint8_t *)"zero"};
+    blob[1].slot = 1;
+    blob[1].data = (ProtobufCBinaryData){4, (uint8_t *)"mine"};
+    Moe__V1__Blobs blobs = MOE__V1__BLOBS__INIT;
+    blobs.epoch = epoch;
+    blobs.round = round;
+    blobs.blobs = pointers;
+    blobs.n_blobs = 2;
+    Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
+    r.body_case = MOE__V1__SESSION_RESPONSE__BODY_BLOBS;
+    r.blobs = &blobs;
+    say(c, &r);
+}
+
+static void say_commit(struct coordinator *c, uint64_t epoch)
+{
+    Moe__V1__Commit commit = MOE__V1__COMMIT__INIT;
+    commit.epoch = epoch;
+    Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
+    r.body_case = MOE__V1__SESSION_RESPONSE__BODY_COMMIT;
+    r.commit = &commit;
+    say(c, &r);
+}
+
+static void say_abort(struct coordinator *c, uint64_t epoch)
+{
+    Moe__V1__Abort gone = MOE__V1__ABORT__INIT;
+    gone.epoch = epoch;
+    gone.reason = (char *)"the script says so";
+    Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
+    r.body_case = MOE__V1__SESSION_RESPONSE__BODY_ABORT;
+    r.abort = &gone;
+    say(c, &r);
+}
+
+static void say_drain(struct coordinator *c, uint32_t limit_ms)
+{
+    Moe__V1__Drain drain = MOE__V1__DRAIN__INIT;
+    drain.reason = (char *)"the script says so";
+    drain.limit_ms = limit_ms;
+    Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
+    r.body_case = MOE__V1__SESSION_RESPONSE__BODY_DRAIN;
+    r.drain = &drain;
+    say(c, &r);
+}
+
+/* ------------------------------------------------------------------------ a worker */
+
+struct fake_worker {
+    struct journal did;
+    struct moe_rpc_client *client;
+    struct moe_group *group;
+    bool joins; /* `form` does an all-gather of one round */
+    bool busy;  /* under did.lock: `drained` says no */
+    struct moe_status load_result;
+};
+
+static struct moe_status hook_load(void *ctx, const struct moe_group_assignment *a)
+{
+    struct fake_worker *w = ctx;
+    note(&w->did, "load slot %u of %u version %u: layer %u, %zu experts, last on %u", a->slot,
+         a->slots, a->placement_version, a->layers[0].layer, a->layers[0].experts,
+         a->layers[0].slots[a->layers[0].slot_count - 1]);
+    return w->load_result;
+}
+
+static struct moe_status hook_form(void *ctx, const struct moe_group_view *v,
+                                   moe_allgather_fn allgather, void *allgather_ctx)
+{
+    struct fake_worker *w = ctx;
+    note(&w->did, "form %llu live %llx", (unsigned long long)v->epoch, (unsigned long long)v->live);
+    if (!w->joins)
+        return moe_ok();
+    char all[2][4];
+    struct moe_status st = allgather(allgather_ctx, "mine", all, sizeof all[0]);
+    if (moe_failed(&st))
+        note(&w->did, "gather %s", moe_code_name(st.code));
+    else
+        note(&w->did, "gather %.4s %.4s", all[0], all[1]);
+    return st;
+}
+
+static struct moe_status hook_serve(void *ctx)
+{
+    struct fake_worker *w = ctx;
+    note(&w->did, "serve");
+    return moe_ok();
+}
+
+static void hook_leave(void *ctx)
+{
+    struct fake_worker *w = ctx;
+    note(&w->did, "leave");
+}
+
+static void hook_seated(void *ctx, uint32_t slot, uint32_t slots)
+{
+    struct fake_worker *w = ctx;
+    note(&w->did, "seated %u of %u", slot, slots);
+}
+
+static void hook_numbers(void *ctx, struct moe_group_numbers *out)
+{
+    (void)ctx;
+    out->tokens = 1;
+}
+
+static void hook_nothing(void *ctx)
+{
+    (void)ctx;
+}
+
+static void hook_give_up(void *ctx, struct moe_status why)
+{
+    struct fake_worker *w = ctx;
+    note(&w->did, "give up %s", moe_reason_name(why.reason));
+}
+
+static void hook_drain(void *ctx)
+{
+    struct fake_worker *w = ctx;
+    note(&w->did, "drain");
+}
+
+static bool hook_drained(void *ctx)
+{
+    struct fake_worker *w = ctx;
+    pthread_mutex_lock(&w->did.lock);
+    bool busy = w->busy;
+    pthread_mutex_unlock(&w->did.lock);
+    return !busy;
+}
+
+static void set_busy(struct fake_worker *w, bool busy)
+{
+    pthread_mutex_lock(&w->did.lock);
+    w->busy = busy;
+    pthread_mutex_unlock(&w->did.lock);
+}
+
+static void hook_ended(void *ctx, struct moe_status why)
+{
+    struct fake_worker *w = ctx;
+    note(&w->did, "ended %s", moe_code_name(why.code));
+}
+
+struct scene {
+    struct coordinator c;
+    struct fake_worker w;
+};
+
+static void start_scene(struct scene *s)
+{
+    static const struct moe_layer_spec spec = {
+        .layer = 3, .hidden = 8, .experts = EXPERTS, .intermediate = 8, .router = {.top_k = 2}};
+    static const struct moe_layer_spec *const specs[] = {&spec};
+    *s = (struct scene){.w = {.joins = true, .load_result = moe_ok()}};
+    init_journal(&s->c.heard);
+    init_journal(&s->w.did);
+    pthread_mutex_init(&s->c.lock, NULL);
+    start_server(&s->c, "127.0.0.1:0");
+    assert_ok(moe_rpc_client_create(&s->w.client));
+    const struct moe_group_config config = {
+        .client = s->w.client,
+        .coordinator = s->c.endpoint,
+        .identity = {.worker_id = "me",
+                     .incarnation = INCARNATION,
+                     .endpoint = "127.0.0.1:9",
+                     .backend = "cpu",
+                     .model = "m",
+                     .fingerprint = "f",
+                     .family = "mixtral",
+                     .version = "0.1.0",
+                     .layers = specs,
+                     .layer_count = 1,
+                     .max_tokens_per_step = 64},
+        .drain_ms = 300,
+        .gather_ms = WAIT_MS,
+        .reform_ms = 50,
+        .hooks = {hook_load, hook_form, hook_serve, hook_leave, hook_seated, hook_numbers,
+                  hook_nothing, hook_give_up, hook_drain, hook_drained, hook_ended, &s->w},
+    };
+    assert_ok(moe_group_start(&config, &s->w.group));
+}
+
+static void end_scene(struct scene *s)
+{
+    moe_group_destroy(s->w.group);
+    moe_rpc_client_destroy(s->w.client);
+    stop_server(&s->c);
+    free_journal(&s->c.heard);
+    free_journal(&s->w.did);
+    pthread_mutex_destroy(&s->c.lock);
+}
+
+/* Everything up to COMMIT of `epoch`. */
+static void lead_to_serving(struct scene *s, uint64_t epoch)
+{
+    await_line(&s->c.heard, "register me 4711 127.0.0.1:9 wants 0");
+    say_registered(&s->c);
+    say_assign(&s->c, 1);
+    await_line(&s->c.heard, "loaded 1 ok");
+    say_prepare(&s->c, epoch, INCARNATION);
+    await_line(&s->c.heard, "blob");
+    say_blobs(&s->c, epoch, 0);
+    await_line(&s->c.heard, "ready");
+    say_commit(&s->c, epoch);
+    char want[32];
+    (void)snprintf(want, sizeof want, "heartbeat %llu", (unsigned long long)epoch);
+    await_line(&s->c.heard, want);
+}
+
+/* -------------------------------------------------------------------------- tests */
+
+static void a_worker_registers_loads_joins_and_serves(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    lead_to_serving(&s, 4);
+    assert_next(&s.w.did, "seated 1 of 2");
+    assert_next(&s.w.did, "load slot 1 of 2 version 1: layer 3, 4 experts, last on 1");
+    assert_next(&s.w.did, "form 4 live 3");
+    assert_next(&s.w.did, "gather zero mine");
+    assert_next(&s.w.did, "serve");
+    assert_true(has_line(&s.c.heard, "blob 4 0 mine"));
+    end_scene(&s);
+    assert_true(has_line(&s.w.did, "serve"));
+}
+
+static void an_abort_ends_a_join_at_once_and_the_next_epoch_starts_afresh(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    await_line(&s.c.heard, "register");
+    say_registered(&s.c);
+    say_prepare(&s.c, 7, INCARNATION);
+    await_line(&s.c.heard, "blob 7 0");
+    uint64_t begin = moe_clock_ns();
+    say_abort(&s.c, 7);
+    say_prepare(&s.c, 8, INCARNATION); /* before the worker can have noticed */
+    await_line(&s.w.did, "gather ABORTED");
+    print_message("aborted after %.1f ms\n", (double)(moe_clock_ns() - begin) / 1e6);
+    await_line(&s.c.heard, "blob 8 0");
+    say_blobs(&s.c, 7, 0); /* of the past: ignored */
+    say_blobs(&s.c, 8, 0);
+    await_line(&s.c.heard, "ready 8 ok");
+    assert_false(has_line(&s.c.heard, "ready 7"));
+    await_line(&s.w.did, "leave");
+    await_line(&s.w.did, "form 8");
+    await_line(&s.w.did, "gather zero mine");
+    say_commit(&s.c, 7); /* nothing to commit */
+    say_commit(&s.c, 8);
+    await_line(&s.w.did, "serve");
+    end_scene(&s);
+}
+
+static void an_epoch_that_falls_is_refused(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    lead_to_serving(&s, 4);
+    say_prepare(&s.c, 4, INCARNATION);
+    await_line(&s.c.heard, "ready 4 STALE_EPOCH");
+    say_prepare(&s.c, 3, INCARNATION);
+    await_line(&s.c.heard, "ready 3 STALE_EPOCH");
+    say_prepare(&s.c, 9, INCARNATION + 1); /* means another process */
+    await_line(&s.c.heard, "ready 9 MALFORMED");
+    assert_false(has_line(&s.w.did, "leave")); /* and the view in force is not touched */
+    end_scene(&s);
+}
+
+static void a_view_outlives_its_coordinator(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    lead_to_serving(&s, 4);
+    char endpoint[32];
+    (void)snprintf(endpoint, sizeof endpoint, "%s", s.c.endpoint);
+    stop_server(&s.c);
+    nanosleep(&(struct timespec){0, 300000000}, NULL);
+    s.c.last_epoch = 0;
+    start_server(&s.c, endpoint);
+    await_line(&s.c.heard, "register me 4711 127.0.0.1:9 wants 2");
+    say_registered(&s.c);
+    await_line(&s.c.heard, "heartbeat 4");
+    say_assign(&s.c, 1);
+    await_line(&s.c.heard, "loaded 1 ok");
+    assert_false(has_line(&s.w.did, "leave"));
+    say_abort(&s.c, 4); /* but the new coordinator can end it */
+    await_line(&s.w.did, "leave");
+    end_scene(&s);
+}
+
+static void a_lost_peer_ends_the_view_here_and_is_reported(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    lead_to_serving(&s, 4);
+    moe_group_report_lost(s.w.group, 3, 1, moe_ok()); /* of an epoch long gone */
+    moe_group_report_lost(s.w.group, 4, 1,
+                          moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot 0"));
+    await_line(&s.c.heard, "peer lost 4 1");
+    await_line(&s.w.did, "leave");
+    await_line(&s.w.did, "give up REFORMING");
+    await_line(&s.c.heard, "heartbeat 0");
+    assert_false(has_line(&s.c.heard, "peer lost 3"));
+    end_scene(&s);
+}
+
+static void what_cannot_be_loaded_is_said(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    s.w.load_result = moe_error(MOE_NOT_FOUND, MOE_REASON_TENSOR_MISSING, "no tensor gate");
+    await_line(&s.c.heard, "register");
+    say_registered(&s.c);
+    say_assign(&s.c, 1);
+    await_line(&s.c.heard, "loaded 1 no tensor gate");
+    end_scene(&s);
+}
+
+static void a_drained_worker_stays_until_the_coordinator_lets_it_go(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    lead_to_serving(&s, 4);
+    set_busy(&s.w, true);
+    moe_group_drain(s.w.group, "because");
+    moe_group_drain(s.w.group, "because"); /* once is enough */
+    await_line(&s.c.heard, "drain notice");
+    say_drain(&s.c, WAIT_MS);
+    await_line(&s.w.did, "drain");
+    nanosleep(&(struct timespec){0, 30000000}, NULL);
+    assert_false(has_line(&s.c.heard, "leaving")); /* requests are still at work */
+    set_busy(&s.w, false);
+    await_line(&s.c.heard, "leaving");
+    nanosleep(&(struct timespec){0, 30000000}, NULL);
+    assert_false(has_line(&s.w.did, "leave")); /* others may still need it */
+    close_session(&s.c, moe_ok());
+    await_line(&s.w.did, "leave");
+    await_line(&s.w.did, "ended OK");
+    end_scene(&s);
+}
+
+static void a_drain_that_takes_too_long_is_cut_short(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    lead_to_serving(&s, 4);
+    set_busy(&s.w, true);
+    say_drain(&s.c, 50);
+    await_line(&s.w.did, "drain");
+    await_line(&s.w.did, "leave");
+    await_line(&s.w.did, "ended DEADLINE_EXCEEDED");
+    end_scene(&s);
+}
+
+static void a_worker_without_a_coordinator_can_leave(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    lead_to_serving(&s, 4);
+    stop_server(&s.c);
+    await_line(&s.c.heard, "disconnected");
+    moe_group_drain(s.w.group, "because");
+    await_line(&s.w.did, "drain");
+    await_line(&s.w.did, "ended OK");
+    start_server(&s.c, "127.0.0.1:0"); /* for end_scene */
+    end_scene(&s);
+}
+
+static void a_process_that_was_replaced_ends(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    lead_to_serving(&s, 4);
+    close_session(&s.c, moe_error(MOE_ABORTED, MOE_REASON_STALE_EPOCH, "a newer process"));
+    await_line(&s.w.did, "leave");
+    await_line(&s.w.did, "ended ABORTED");
+    end_scene(&s);
+}
+
+static void a_coordinator_that_talks_nonsense_is_left_and_tried_again(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    await_line(&s.c.heard, "register");
+    say_commit(&s.c, 1); /* before Registered */
+    await_line(&s.c.heard, "disconnected");
+    await_line(&s.c.heard, "register");
+    pthread_mutex_lock(&s.c.lock);
+    static const uint8_t garbage[] = {0xff, 0xff, 0xff};
+    const struct moe_rpc_out out = {.head = garbage, .head_length = sizeof garbage};
+    moe_rpc_send(s.c.call, &out);
+    pthread_mutex_unlock(&s.c.lock);
+    await_line(&s.c.heard, "disconnected");
+    lead_to_serving(&s, 4);
+    end_scene(&s);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_worker_registers_loads_joins_and_serves),
+        cmocka_unit_test(an_abort_ends_a_join_at_once_and_the_next_epoch_starts_afresh),
+        cmocka_unit_test(an_epoch_that_falls_is_refused),
+        cmocka_unit_test(a_view_outlives_its_coordinator),
+        cmocka_unit_test(a_lost_peer_ends_the_view_here_and_is_reported),
+        cmocka_unit_test(what_cannot_be_loaded_is_said),
+        cmocka_unit_test(a_drained_worker_stays_until_the_coordinator_lets_it_go),
+        cmocka_unit_test(a_drain_that_takes_too_long_is_cut_short),
+        cmocka_unit_test(a_worker_without_a_coordinator_can_leave),
+        cmocka_unit_test(a_process_that_was_replaced_ends),
+        cmocka_unit_test(a_coordinator_that_talks_nonsense_is_left_and_tried_again),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
