@@ -435,17 +435,21 @@ static void closing_waits_for_what_is_in_flight(void **state)
     }
 }
 
+struct caller {
+    pthread_t thread;
+    struct moe_client *client;
+    struct request *request;
+    uint32_t failures;
+};
+
 static void *call_often(void *arg)
 {
-    struct moe_client *c = arg;
-    struct request *r = make_request(3, MOE_DTYPE_F32, true);
-    uintptr_t bad = 0;
+    struct caller *caller = arg;
     for (int i = 0; i < 40; i++) {
-        struct moe_status st = moe_client_forward(c, &r->f);
-        bad += st.code != MOE_OK;
+        struct moe_status st = moe_client_forward(caller->client, &caller->request->f);
+        caller->failures += st.code != MOE_OK;
     }
-    free_request(r);
-    return (void *)bad;
+    return NULL;
 }
 
 static void threads_may_share_a_client(void **state)
@@ -454,13 +458,17 @@ static void threads_may_share_a_client(void **state)
     enum { THREADS = 4 };
     struct moe_client_config with = {.spread = true};
     struct moe_client *c = connect_client(fakes, &with);
-    pthread_t threads[THREADS];
-    for (int i = 0; i < THREADS; i++)
-        assert_int_equal(pthread_create(&threads[i], NULL, call_often, c), 0);
+    struct caller callers[THREADS] = {0};
     for (int i = 0; i < THREADS; i++) {
-        void *bad;
-        assert_int_equal(pthread_join(threads[i], &bad), 0);
-        assert_null(bad);
+        callers[i].client = c;
+        callers[i].request = make_request(3, MOE_DTYPE_F32, true);
+        assert_int_equal(pthread_create(&callers[i].thread, NULL, call_often, &callers[i]), 0);
+    }
+    for (int i = 0; i < THREADS; i++) {
+        assert_int_equal(pthread_join(callers[i].thread, NULL), 0);
+        assert_int_equal(callers[i].failures, 0);
+        assert_answer(callers[i].request);
+        free_request(callers[i].request);
     }
     assert_int_equal(fake_calls(&fakes[0]) + fake_calls(&fakes[1]) + fake_calls(&fakes[2]),
                      THREADS * 40);
