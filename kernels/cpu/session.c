@@ -154,7 +154,10 @@ struct moe_status moe_cpu_session_wait(struct moe_session *s, const uint64_t *wo
     if (word_ready(word, stamp, value))
         return moe_ok();
     struct moe_status st = wait_slowly(s, word, stamp, slot, value);
-    __atomic_store_n(&header_of(s, s->config.slot)->waiting, 0, __ATOMIC_RELEASE);
+    /* After a failure it goes on naming the missing slot: a peer may run out of budget at the same
+     * moment, before it has heard of this one's finding. */
+    if (!moe_failed(&st))
+        __atomic_store_n(&header_of(s, s->config.slot)->waiting, 0, __ATOMIC_RELEASE);
     return st;
 }
 

@@ -197,12 +197,17 @@ static bool await_flag(struct board *b, uint32_t slot, uint32_t at_least)
     return false;
 }
 
-static void run_group(uint32_t slots, int (*fn)(struct member *))
+static void run_group_with(uint32_t slots, int (*fn)(struct member *), void *ctx)
 {
     struct group g;
     int status[MOE_MAX_SLOTS] = {0};
-    group_start(&g, slots, fn, NULL);
+    group_start(&g, slots, fn, ctx);
     assert_true(group_finish(&g, PATIENCE_S, status));
+}
+
+static void run_group(uint32_t slots, int (*fn)(struct member *))
+{
+    run_group_with(slots, fn, NULL);
 }
 
 /* ------------------------------------------------------------- lost peers */
@@ -337,12 +342,14 @@ static void a_slot_that_breaks_ends_the_waits_of_the_others(void **state)
     run_group(2, hear_of_a_failure);
 }
 
-/* Slot 2 waits for slot 0, which waits for slot 1: slot 1 is the one to name. */
+/* Slot 2 waits for slot 0, which waits for slot 1: slot 1 is the one to name. ctx: budget in ms of
+ * each slot. */
 static int wait_in_a_chain(struct member *m)
 {
+    const uint32_t *budget_ms = m->ctx;
     struct seat s;
     uint32_t value;
-    EXPECT(sit_down(m, &s, m->slot == 2 ? 3 * SHORT_MS : LONG_MS));
+    EXPECT(sit_down(m, &s, budget_ms[m->slot]));
     if (m->slot != 1) {
         uint32_t slot = m->slot == 2 ? 0 : 1;
         const uint64_t *word =
@@ -359,7 +366,10 @@ static int wait_in_a_chain(struct member *m)
 static void who_only_waits_for_another_is_not_blamed(void **state)
 {
     (void)state;
-    run_group(3, wait_in_a_chain);
+    uint32_t one_waits_on[3] = {LONG_MS, LONG_MS, 3 * SHORT_MS};
+    uint32_t both_give_up[3] = {SHORT_MS, SHORT_MS, SHORT_MS};
+    run_group_with(3, wait_in_a_chain, one_waits_on);
+    run_group_with(3, wait_in_a_chain, both_give_up);
 }
 
 /* ------------------------------------------------------------------- abort */
