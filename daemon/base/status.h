@@ -10,6 +10,10 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#ifdef __cplusplus /* installed with libmoeclient */
+extern "C" {
+#endif
+
 /* Put on every function that returns a status: an unlooked-at error does not compile. */
 #define MOE_CHECKED           __attribute__((warn_unused_result))
 #define MOE_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
@@ -140,6 +144,10 @@ enum moe_reason moe_reason_from_name(const char *name);
 /* An invariant of our own code, always on: logs file, line and condition, then aborts. Never for
  * input, sizes, or what a library or a peer answered. */
 #define MOE_INVARIANT(cond) ((cond) ? (void)0 : moe_invariant_failed(__FILE__, __LINE__, #cond))
-_Noreturn void moe_invariant_failed(const char *file, int line, const char *cond);
+__attribute__((noreturn)) void moe_invariant_failed(const char *file, int line, const char *cond);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif
