@@ -23,6 +23,9 @@ enum {
     MOE_RPC_DEFAULT_MESSAGE_BYTES = 256 << 20,
     MOE_RPC_METADATA_BYTES = 16 << 10, /* all headers of one call */
     MOE_RPC_FRAME_BYTES = 1 << 20,     /* HTTP/2 frames that we accept */
+    /* What a peer may send of a message that nobody reads yet. The bound on memory per waiting
+     * call; large enough that most messages need not wait for a window update. */
+    MOE_RPC_LOOKAHEAD_BYTES = 1 << 20,
     MOE_RPC_KEEPALIVE_MS = 30000,      /* ping an idle or silent connection this often ... */
     MOE_RPC_KEEPALIVE_WAIT_MS = 10000, /* ... and give it up when no answer comes for this long */
 };

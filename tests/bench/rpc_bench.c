@@ -1,0 +1,412 @@
+/* What gRPC and our framing cost over a plain TCP socket: echo of 16 and 64 MiB tensors and of 256
+ * bytes, client and server as two processes on loopback. Raw and gRPC take turns within every
+ * round, because the machine's own speed drifts; the ratio is the median over the rounds.
+ *
+ *     rpc_bench [ROUNDS]        default 5
+ *
+ * Both sides do what the product does: tensors are sent by reference from memory that is there
+ * already and copied once, from the core's slices, when they arrive. */
+#include "base/clock.h"
+#include "rpc/client.h"
+#include "rpc/server.h"
+
+#include <arpa/inet.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define UNARY  "/moe.v1.ExpertService/Forward"
+#define STREAM "/moe.v1.ExpertService/ForwardStream"
+
+enum { LARGEST = 64 << 20, PING = 256, TENSOR = 15, BUFFERS = 4, ROUNDS_MAX = 101 };
+
+static void die(const char *what)
+{
+    perror(what);
+    exit(1);
+}
+
+static void must(struct moe_status st)
+{
+    if (!moe_failed(&st))
+        return;
+    fprintf(stderr, "%s: %s\n", moe_code_name(st.code), st.text);
+    exit(1);
+}
+
+static void *touched(size_t bytes)
+{
+    void *p = malloc(bytes);
+    if (p == NULL)
+        die("malloc");
+    memset(p, 1, bytes);
+    return p;
+}
+
+/* ------------------------------------------------------------------ staging buffers */
+
+static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
+static void *pool[BUFFERS];
+static size_t pool_count;
+
+static void pool_put(void *buffer)
+{
+    pthread_mutex_lock(&pool_lock);
+    pool[pool_count++] = buffer;
+    pthread_mutex_unlock(&pool_lock);
+}
+
+static void *pool_take(void)
+{
+    pthread_mutex_lock(&pool_lock);
+    void *buffer = pool_count > 0 ? pool[--pool_count] : NULL;
+    pthread_mutex_unlock(&pool_lock);
+    return buffer;
+}
+
+struct taken {
+    void *buffer;
+    size_t length;
+};
+
+static struct moe_status take(void *ctx, uint32_t field, size_t length, void **dst)
+{
+    struct taken *t = ctx;
+    (void)field;
+    t->buffer = length <= LARGEST ? pool_take() : NULL;
+    if (t->buffer == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, "no staging buffer");
+    t->length = length;
+    *dst = t->buffer;
+    return moe_ok();
+}
+
+static struct moe_status unload(struct moe_rpc_msg *m, struct taken *t)
+{
+    static const uint32_t fields[] = {TENSOR};
+    uint8_t head[MOE_RPC_HEAD_MAX];
+    size_t length;
+    *t = (struct taken){.buffer = NULL};
+    struct moe_status st = moe_rpc_msg_split(m, fields, 1, head, &length, take, t);
+    moe_rpc_msg_free(m);
+    if (!moe_failed(&st) && t->buffer == NULL)
+        st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "no tensor");
+    return st;
+}
+
+/* ------------------------------------------------------------------ server process */
+
+static struct moe_rpc_out loaded(const struct taken *t)
+{
+    return (struct moe_rpc_out){.parts[0] = {.field = TENSOR,
+                                             .data = t->buffer,
+                                             .length = t->length,
+                                             .release = pool_put,
+                                             .owner = t->buffer},
+                                .part_count = 1};
+}
+
+static void echo(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    struct taken t;
+    bool stream = ctx != NULL;
+    if (m == NULL) {
+        moe_rpc_finish(call);
+        return;
+    }
+    struct moe_status st = unload(m, &t);
+    if (moe_failed(&st)) {
+        moe_rpc_fail(call, st);
+        return;
+    }
+    struct moe_rpc_out out = loaded(&t);
+    if (stream) {
+        moe_rpc_send(call, &out);
+        moe_rpc_read_next(call);
+    } else {
+        moe_rpc_reply(call, &out);
+    }
+}
+
+static bool read_all(int fd, void *to, size_t length)
+{
+    for (size_t at = 0; at < length;) {
+        ssize_t n = read(fd, (char *)to + at, length - at);
+        if (n <= 0)
+            return false;
+        at += (size_t)n;
+    }
+    return true;
+}
+
+static void write_all(int fd, const void *from, size_t length)
+{
+    for (size_t at = 0; at < length;) {
+        ssize_t n = write(fd, (const char *)from + at, length - at);
+        if (n <= 0)
+            die("write");
+        at += (size_t)n;
+    }
+}
+
+/* Length, then as many bytes: answered by the same bytes. */
+static void *raw_echo(void *arg)
+{
+    int fd = accept(*(int *)arg, NULL, NULL), one = 1;
+    void *buffer = touched(LARGEST);
+    uint32_t length;
+    if (fd < 0)
+        die("accept");
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    while (read_all(fd, &length, sizeof length) && read_all(fd, buffer, length))
+        write_all(fd, buffer, length);
+    close(fd);
+    free(buffer);
+    return NULL;
+}
+
+static int raw_listen(uint16_t *port)
+{
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof at;
+    if (fd < 0 || bind(fd, (struct sockaddr *)&at, length) != 0 || listen(fd, 1) != 0 ||
+        getsockname(fd, (struct sockaddr *)&at, &length) != 0)
+        die("listen");
+    *port = ntohs(at.sin_port);
+    return fd;
+}
+
+/* Writes both ports to `tell` and serves until `stop` is closed at the other end. */
+static void serve(int tell, int stop)
+{
+    struct moe_rpc_method methods[] = {
+        {.path = UNARY, .kind = MOE_RPC_UNARY, .large = true, .message = echo},
+        {.path = STREAM, .kind = MOE_RPC_STREAM, .message = echo, .ctx = methods}};
+    struct moe_rpc_server_config config = {.listen = "127.0.0.1:0",
+                                           .max_message_bytes = LARGEST + 4096,
+                                           .max_reading_bytes = 4ull * LARGEST,
+                                           .max_waiting_reads = 16,
+                                           .max_concurrent_streams = 64,
+                                           .methods = methods,
+                                           .method_count = 2};
+    struct moe_rpc_server *server;
+    uint16_t ports[2];
+    pthread_t thread;
+    char byte;
+    moe_rpc_tune_allocator();
+    for (size_t i = 0; i < BUFFERS; i++)
+        pool_put(touched(LARGEST));
+    must(moe_rpc_server_start(&config, &server));
+    ports[0] = moe_rpc_server_port(server);
+    int listening = raw_listen(&ports[1]);
+    if (pthread_create(&thread, NULL, raw_echo, &listening) != 0)
+        die("thread");
+    write_all(tell, ports, sizeof ports);
+    if (read(stop, &byte, 1) < 0)
+        die("read");
+    pthread_join(thread, NULL);
+    moe_rpc_server_drain(server, moe_clock_ns() + MOE_NS_PER_S);
+    moe_rpc_server_stop(server);
+}
+
+/* ------------------------------------------------------------------ client process */
+
+struct bench {
+    int raw;
+    struct moe_rpc_channel *channel;
+    struct moe_rpc_stream *stream;
+    uint8_t *x, *y;
+    /* Answers on the stream. */
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    unsigned answers;
+};
+
+static void check(const struct bench *b, const struct taken *t, size_t length)
+{
+    const uint8_t *y = t->buffer;
+    if (t->length != length || y[0] != b->x[0] || y[length - 1] != b->x[length - 1]) {
+        fprintf(stderr, "the echo is not what was sent\n");
+        exit(1);
+    }
+    pool_put(t->buffer);
+}
+
+static void once_raw(struct bench *b, size_t length)
+{
+    uint32_t n = (uint32_t)length;
+    write_all(b->raw, &n, sizeof n);
+    write_all(b->raw, b->x, length);
+    if (!read_all(b->raw, b->y, length))
+        die("read");
+}
+
+static struct moe_rpc_out request(const struct bench *b, size_t length)
+{
+    return (struct moe_rpc_out){.parts[0] = {.field = TENSOR, .data = b->x, .length = length},
+                                .part_count = 1};
+}
+
+static void once_unary(struct bench *b, size_t length)
+{
+    struct moe_rpc_msg *m;
+    struct taken t;
+    struct moe_rpc_out out = request(b, length);
+    must(moe_rpc_call_wait(b->channel, UNARY,
+                           &(struct moe_rpc_call_options){.deadline_ns = MOE_NEVER}, &out, &m));
+    must(unload(m, &t));
+    check(b, &t, length);
+}
+
+static void stream_message(void *ctx, struct moe_rpc_msg *m)
+{
+    struct bench *b = ctx;
+    struct taken t;
+    must(unload(m, &t));
+    check(b, &t, t.length);
+    pthread_mutex_lock(&b->lock);
+    b->answers++;
+    pthread_cond_signal(&b->changed);
+    pthread_mutex_unlock(&b->lock);
+}
+
+static void stream_closed(void *ctx, struct moe_status status)
+{
+    (void)ctx;
+    (void)status;
+}
+
+static void once_stream(struct bench *b, size_t length)
+{
+    struct moe_rpc_out out = request(b, length);
+    pthread_mutex_lock(&b->lock);
+    unsigned want = b->answers + 1;
+    pthread_mutex_unlock(&b->lock);
+    must(moe_rpc_stream_send(b->stream, &out));
+    pthread_mutex_lock(&b->lock);
+    while (b->answers < want)
+        pthread_cond_wait(&b->changed, &b->lock);
+    pthread_mutex_unlock(&b->lock);
+}
+
+static int by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *values, size_t n)
+{
+    qsort(values, n, sizeof *values, by_value);
+    return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
+}
+
+typedef void (*once_fn)(struct bench *b, size_t length);
+
+/* Median time of one echo, in seconds. */
+static double measure(struct bench *b, once_fn once, size_t length, size_t repeats)
+{
+    static double seconds[10000];
+    for (size_t i = 0; i < repeats; i++) {
+        uint64_t began = moe_clock_ns();
+        once(b, length);
+        seconds[i] = (double)(moe_clock_ns() - began) / 1e9;
+    }
+    return median(seconds, repeats);
+}
+
+static void compare(struct bench *b, const char *what, once_fn once, size_t length, size_t repeats,
+                    size_t rounds)
+{
+    double raw[ROUNDS_MAX], rpc[ROUNDS_MAX], ratio[ROUNDS_MAX];
+    once_raw(b, length);
+    once(b, length);
+    for (size_t i = 0; i < rounds; i++) {
+        raw[i] = measure(b, once_raw, length, repeats);
+        rpc[i] = measure(b, once, length, repeats);
+        ratio[i] = raw[i] / rpc[i];
+    }
+    double r = median(raw, rounds), g = median(rpc, rounds);
+    if (length > 1 << 20)
+        printf("%-8s %9zu B   raw %6.2f GB/s   gRPC %6.2f GB/s   %.2f of raw\n", what, length,
+               2 * (double)length / r / 1e9, 2 * (double)length / g / 1e9, median(ratio, rounds));
+    else
+        printf("%-8s %9zu B   raw %6.1f us     gRPC %6.1f us     %.1f times raw\n", what, length,
+               r * 1e6, g * 1e6, 1 / median(ratio, rounds));
+    fflush(stdout);
+}
+
+static int raw_connect(uint16_t port)
+{
+    int fd = socket(AF_INET, SOCK_STREAM, 0), one = 1;
+    struct sockaddr_in at = {
+        .sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    if (fd < 0 || connect(fd, (struct sockaddr *)&at, sizeof at) != 0)
+        die("connect");
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    return fd;
+}
+
+static void run(const uint16_t ports[2], size_t rounds)
+{
+    struct bench b = {.raw = raw_connect(ports[1]), .x = touched(LARGEST), .y = touched(LARGEST)};
+    struct moe_rpc_client *client;
+    char target[32];
+    moe_rpc_tune_allocator();
+    for (size_t i = 0; i < BUFFERS; i++)
+        pool_put(touched(LARGEST));
+    pthread_mutex_init(&b.lock, NULL);
+    pthread_cond_init(&b.changed, NULL);
+    snprintf(target, sizeof target, "127.0.0.1:%u", ports[0]);
+    must(moe_rpc_client_create(&client));
+    must(moe_rpc_channel_open(client, &(struct moe_rpc_channel_config){.target = target},
+                              &b.channel));
+    must(moe_rpc_stream_open(
+        b.channel, STREAM, &(struct moe_rpc_call_options){.deadline_ns = MOE_NEVER},
+        &(struct moe_rpc_stream_events){.message = stream_message, .closed = stream_closed}, &b,
+        &b.stream));
+    compare(&b, "unary", once_unary, PING, 2000, rounds);
+    compare(&b, "stream", once_stream, PING, 2000, rounds);
+    compare(&b, "unary", once_unary, 16 << 20, 10, rounds);
+    compare(&b, "stream", once_stream, 16 << 20, 10, rounds);
+    compare(&b, "unary", once_unary, 64 << 20, 4, rounds);
+    compare(&b, "stream", once_stream, 64 << 20, 4, rounds);
+    moe_rpc_stream_free(b.stream);
+    moe_rpc_channel_close(b.channel);
+    moe_rpc_client_destroy(client);
+    close(b.raw);
+}
+
+int main(int argc, char **argv)
+{
+    int tell[2], stop[2];
+    uint16_t ports[2];
+    long rounds = argc > 1 ? atol(argv[1]) : 5;
+    if (rounds < 1 || rounds > ROUNDS_MAX || pipe(tell) != 0 || pipe(stop) != 0) {
+        fprintf(stderr, "usage: rpc_bench [ROUNDS up to %d]\n", ROUNDS_MAX);
+        return 2;
+    }
+    signal(SIGPIPE, SIG_IGN);
+    pid_t server = fork(); /* before the core has threads */
+    if (server < 0)
+        die("fork");
+    if (server == 0) {
+        close(stop[1]);
+        serve(tell[1], stop[0]);
+        return 0;
+    }
+    close(stop[0]);
+    if (!read_all(tell[0], ports, sizeof ports))
+        die("server");
+    run(ports, (size_t)rounds);
+    close(stop[1]);
+    waitpid(server, NULL, 0);
+    return 0;
+}
