@@ -37,8 +37,26 @@ void moe_membership__lose(struct moe_membership *m, uint32_t slot, enum moe_memb
     moe_membership__end_epoch(m, cause, why);
 }
 
+/* Looks through the history from its end. False when the worker is not in it. */
+static bool find_latest(const struct moe_membership *m, const char *worker_id,
+                        uint64_t *incarnation)
+{
+    size_t kept = m->history_count < HISTORY_MAX ? m->history_count : HISTORY_MAX;
+    for (size_t age = 1; age <= kept; age++) {
+        size_t at = (m->history_count - age) % HISTORY_MAX;
+        if (strcmp(m->history[at].worker_id, worker_id) == 0) {
+            *incarnation = m->history[at].incarnation;
+            return true;
+        }
+    }
+    return false;
+}
+
 void moe_membership__remember(struct moe_membership *m, const struct seat *seat)
 {
+    uint64_t latest;
+    if (find_latest(m, seat->worker_id, &latest) && latest == seat->incarnation)
+        return;
     size_t at = m->history_count++ % HISTORY_MAX;
     memcpy(m->history[at].worker_id, seat->worker_id, sizeof m->history[at].worker_id);
     m->history[at].incarnation = seat->incarnation;
@@ -53,16 +71,13 @@ static struct moe_status stale_process(void)
 /* True for a process that had a seat before a later process of the same worker had one. */
 static bool is_fenced(const struct moe_membership *m, const struct moe_membership_register *r)
 {
-    size_t kept = m->history_count < HISTORY_MAX ? m->history_count : HISTORY_MAX;
-    bool later = false;
-    for (size_t age = 1; age <= kept; age++) {
-        size_t at = (m->history_count - age) % HISTORY_MAX;
-        if (strcmp(m->history[at].worker_id, r->worker_id) != 0)
-            continue;
-        if (m->history[at].incarnation == r->incarnation)
-            return later;
-        later = true;
-    }
+    uint64_t latest;
+    if (!find_latest(m, r->worker_id, &latest) || latest == r->incarnation)
+        return false;
+    for (size_t i = 0; i < HISTORY_MAX; i++)
+        if (m->history[i].incarnation == r->incarnation &&
+            strcmp(m->history[i].worker_id, r->worker_id) == 0)
+            return true;
     return false;
 }
 

@@ -63,6 +63,7 @@ struct queue {
 /* One worker process. */
 struct process {
     bool alive, broken_loader;
+    bool replaced; /* another process of the same worker had a seat after this one */
     uint32_t id;
     uint64_t incarnation;
     uint64_t asleep_until_ns; /* stopped by a signal */
@@ -222,7 +223,9 @@ static void check_seats(struct world *w)
         if (!held)
             continue;
         uint32_t id = (uint32_t)(a.worker_id[1] - '0');
-        check(w, a.incarnation >= w->latest_seated[id], "a fenced process never comes back");
+        if (w->latest_seated[id] != 0 && w->latest_seated[id] != a.incarnation)
+            w->processes[w->latest_seated[id] - 1].replaced = true;
+        check(w, !w->processes[a.incarnation - 1].replaced, "a replaced process never comes back");
         w->latest_seated[id] = a.incarnation;
         for (uint32_t o = s + 1; o < w->slots; o++)
             check(w,
@@ -331,6 +334,10 @@ static void start_machine(struct world *w)
     struct moe_status st = moe_membership_create(&w->config, &w->durable, w->now_ns, &w->machine);
     assert_int_equal(st.code, MOE_OK);
     w->restored_epoch = w->durable.view_epoch;
+    /* Who was replaced is remembered for the life of the coordinator only. */
+    memset(w->latest_seated, 0, sizeof w->latest_seated);
+    for (size_t i = 0; i < w->process_count; i++)
+        w->processes[i].replaced = false;
     w->restores += w->durable.view_epoch != 0;
     w->tries = 0;
     carry_out(w);
