@@ -107,6 +107,22 @@ static void a_bad_token_fails_its_own_request_only(void **state)
         request_free(&r[i]);
 }
 
+/* Clients that pad their routing give one expert several times. */
+static void an_expert_given_twice_counts_twice(void **state)
+{
+    (void)state;
+    struct request r;
+    worker_start_view(&worker);
+    for (int layer = 0; layer < WORKER_LAYERS; layer++) {
+        request_fill(&r, &worker, layer, 3 * WORKER_BUCKET, MOE_DTYPE_F32, MOE_ROUTE_IDS_WEIGHTS);
+        for (uint32_t i = 0; i < r.work.tokens * worker.spec[layer].router.top_k; i++)
+            r.ids_in[i] = (int32_t)(i < 60 ? 3 : random_below(2));
+        assert_ok(request_run(&r, &worker));
+        request_check(&r, &worker);
+        request_free(&r);
+    }
+}
+
 static void a_cancelled_or_late_request_is_not_computed(void **state)
 {
     (void)state;
@@ -281,6 +297,7 @@ int main(void)
         with_worker(requests_of_all_kinds_share_steps_and_each_gets_its_own_answer),
         with_worker(a_request_larger_than_the_bucket_is_split_and_joined),
         with_worker(a_bad_token_fails_its_own_request_only),
+        with_worker(an_expert_given_twice_counts_twice),
         with_worker(a_cancelled_or_late_request_is_not_computed),
         with_worker(a_full_queue_an_unknown_layer_and_a_stale_epoch_are_refused),
         with_worker(draining_finishes_what_was_accepted_and_refuses_the_rest),
