@@ -208,7 +208,7 @@ static inline vec vec_exp(vec x)
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    return (vec)((ivec)p + ((ivec)shifted << 23)); /* times 2^n: n added to the exponent */
+    return (vec)((uvec)p + ((uvec)shifted << 23)); /* times 2^n: n added to the exponent */
 }
 
 static inline vec vec_sigmoid(vec x)
