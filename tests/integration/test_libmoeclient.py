@@ -1,0 +1,191 @@
+"""A stranger's C program, built against the installed libmoeclient, talks to a real group.
+
+The program below is compiled with what pkg-config says and nothing else. It sends one recorded input
+in three ways (blocking, many at once and spread over the workers, on a stream) and writes what came
+back; the same header also has to serve C++.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+import numpy as np
+
+from group import BUILD, golden_cases, group, main, relative_error
+
+FAMILY = "mixtral"
+CALLS = 32
+
+PROGRAM = r"""
+#include <moe/client.h>
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { CALLS = 32 };
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t change = PTHREAD_COND_INITIALIZER;
+static int left;
+
+static void finish(const struct moe_status *st)
+{
+    if (moe_failed(st)) {
+        fprintf(stderr, "%s %s: %s\n", moe_code_name(st->code), moe_reason_name(st->reason),
+                st->text);
+        exit(1);
+    }
+}
+
+static void on_done(void *ctx, struct moe_client_forward *f, struct moe_status st)
+{
+    (void)ctx;
+    (void)f;
+    finish(&st);
+    pthread_mutex_lock(&lock);
+    left--;
+    pthread_cond_signal(&change);
+    pthread_mutex_unlock(&lock);
+}
+
+static void wait_for_all(void)
+{
+    pthread_mutex_lock(&lock);
+    while (left > 0)
+        pthread_cond_wait(&change, &lock);
+    pthread_mutex_unlock(&lock);
+}
+
+/* program ENDPOINT LAYER TOKENS HIDDEN: F32 rows from stdin, 1 + 2 * CALLS answers to stdout */
+int main(int argc, char **argv)
+{
+    if (argc != 5)
+        return 2;
+    struct moe_client_forward f[1 + 2 * CALLS];
+    uint32_t tokens = (uint32_t)atoi(argv[3]), hidden = (uint32_t)atoi(argv[4]);
+    size_t bytes = (size_t)tokens * hidden * sizeof(float);
+    void *x = malloc(bytes);
+    if (x == NULL || fread(x, 1, bytes, stdin) != bytes)
+        return 2;
+    for (int i = 0; i < 1 + 2 * CALLS; i++) {
+        memset(&f[i], 0, sizeof f[i]);
+        f[i].layer = (uint32_t)atoi(argv[2]);
+        f[i].tokens = tokens;
+        f[i].hidden = hidden;
+        f[i].dtype = MOE_DTYPE_F32;
+        f[i].x = x;
+        f[i].y = malloc(bytes);
+        if (f[i].y == NULL)
+            return 2;
+    }
+
+    struct moe_client_config config = {.endpoint = argv[1], .spread = true, .spread_tokens = 8};
+    struct moe_client *c;
+    struct moe_client_stream *s;
+    struct moe_status st = moe_client_connect(&config, &c);
+    finish(&st);
+    st = moe_client_forward(c, &f[0]);
+    finish(&st);
+    left = CALLS;
+    for (int i = 1; i <= CALLS; i++)
+        moe_client_forward_async(c, &f[i], on_done, NULL);
+    wait_for_all();
+    st = moe_client_stream_open(c, &s);
+    finish(&st);
+    left = CALLS;
+    for (int i = 1 + CALLS; i <= 2 * CALLS; i++)
+        moe_client_stream_forward(s, &f[i], on_done, NULL);
+    wait_for_all();
+    moe_client_stream_close(s);
+    moe_client_close(c);
+
+    for (int i = 0; i < 1 + 2 * CALLS; i++) {
+        fwrite(f[i].y, 1, bytes, stdout);
+        free(f[i].y);
+    }
+    free(x);
+    return fflush(stdout) == 0 ? 0 : 1;
+}
+"""
+
+
+def sanitizer_flags():
+    with open(os.path.join(BUILD, "CMakeCache.txt")) as file:
+        on = "MOE_SANITIZE:BOOL=ON" in file.read()
+    return ["-fsanitize=address,undefined"] if on else []
+
+
+class InstalledLibrary(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.mkdtemp(prefix="moed-test-")
+        subprocess.run(["cmake", "--install", os.path.join(BUILD, "client"), "--prefix",
+                        cls.path("usr")], check=True, stdout=subprocess.DEVNULL)
+        for where, folders, _ in os.walk(cls.path("usr")):
+            if "pkgconfig" in folders:
+                cls.libraries = where
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.folder, ignore_errors=True)
+
+    @classmethod
+    def path(cls, name):
+        return os.path.join(cls.folder, name)
+
+    def flags(self):
+        environment = dict(os.environ, PKG_CONFIG_PATH=os.path.join(self.libraries, "pkgconfig"))
+        return subprocess.run(["pkg-config", "--cflags", "--libs", "moeclient"], env=environment,
+                              check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+
+    def test_a_c_program(self):
+        with open(self.path("app.c"), "w") as file:
+            file.write(PROGRAM)
+        subprocess.run(["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", self.path("app.c"), "-o",
+                        self.path("app"), "-pthread", *sanitizer_flags(), *self.flags()], check=True)
+        environment = dict(os.environ, LD_LIBRARY_PATH=self.libraries)
+        layer, tokens, x, want = next(case for case in golden_cases(FAMILY) if case[1] == 37)
+        with group(FAMILY, 3) as g:
+            done = subprocess.run(
+                [self.path("app"), g.endpoint, str(layer), str(tokens), str(x.shape[1])],
+                input=np.ascontiguousarray(x).tobytes(), stdout=subprocess.PIPE, env=environment,
+                timeout=60)
+        self.assertEqual(done.returncode, 0)
+        answers = np.frombuffer(done.stdout, np.float32).reshape(1 + 2 * CALLS, *want.shape)
+        errors = [relative_error(y, want) for y in answers]
+        print("    %d answers, largest error %.1e" % (len(errors), max(errors)))
+        self.assertLessEqual(max(errors), 1e-5)
+
+    def test_cxx_can_include_and_link(self):
+        with open(self.path("app.cc"), "w") as file:
+            file.write("""#include <moe/client.h>
+                int main()
+                {
+                    moe_client *c = nullptr;
+                    moe_client_config config{};
+                    config.endpoint = "127.0.0.1:1";
+                    moe_status st = moe_client_connect(&config, &c);
+                    return st.code == MOE_UNAVAILABLE && moe_code_name(st.code) ? 0 : 1;
+                }""")
+        subprocess.run(["c++", "-Wall", "-Wextra", "-Werror", self.path("app.cc"), "-o",
+                        self.path("appcc"), *sanitizer_flags(), *self.flags()], check=True)
+        environment = dict(os.environ, LD_LIBRARY_PATH=self.libraries)
+        subprocess.run([self.path("appcc")], check=True, env=environment, timeout=60)
+
+    def test_only_the_interface_is_exported(self):
+        library = os.path.join(self.libraries, "libmoeclient.so")
+        names = [line.split()[-1].split("@")[0] for line in subprocess.run(
+            ["nm", "-D", "--defined-only", library], check=True, stdout=subprocess.PIPE,
+            text=True).stdout.splitlines()]
+        public = ("moe_client_", "moe_error", "moe_code_name", "moe_reason_", "moe_invariant_failed",
+                  "MOECLIENT_")
+        self.assertIn("moe_client_forward", names)
+        self.assertEqual([name for name in names if not name.startswith(public)], [])
+
+
+if __name__ == "__main__":
+    main()
