@@ -1,0 +1,132 @@
+/* Any bytes as a ForwardRequest: they are refused with a typed error and leave no memory behind, or
+ * they are a request whose tensors all have the sizes that the layer wants. The answer to it is
+ * built as well, as if the engine had chosen expert 0 everywhere. */
+#include "driver.h"
+
+#include "moe/v1/expert.pb-c.h"
+#include "worker/request.h"
+
+#include <stdlib.h>
+
+enum { TOKENS = 3, HIDDEN = 4, TOP_K = 2, MESSAGE = 1 << 16 };
+
+static struct moe_status take(struct moe_device *device, enum moe_mem kind, size_t bytes,
+                              void **out)
+{
+    (void)device;
+    (void)kind;
+    *out = calloc(1, bytes);
+    MOE_INVARIANT(*out != NULL);
+    return moe_ok();
+}
+
+static void give(struct moe_device *device, enum moe_mem kind, void *p, size_t bytes)
+{
+    (void)device;
+    (void)kind;
+    (void)bytes;
+    free(p);
+}
+
+static const struct moe_backend memory = {.name = "memory", .mem_alloc = take, .mem_free = give};
+
+static const struct moe_layer_spec spec = {
+    .layer = 2, .hidden = HIDDEN, .experts = 8, .router = {.top_k = TOP_K}};
+static const struct moe_layer_spec *const specs[] = {&spec};
+static const struct moe_service_info info = {.model = "m",
+                                             .layers = specs,
+                                             .layer_count = 1,
+                                             .weights_version = 1,
+                                             .max_message_bytes = MESSAGE,
+                                             .max_tokens_per_request = 64};
+
+static struct moe_staging *staging;
+
+static void check_memory_is_back(void)
+{
+    struct moe_staging_counters c;
+    moe_staging_read_counters(staging, &c);
+    MOE_INVARIANT(c.in_use_bytes == 0);
+}
+
+/* The first byte of x, y and the routing and the last: the sanitizers see whether they are there.
+ */
+static void touch(const struct moe_work *w)
+{
+    size_t wide = (size_t)w->tokens * HIDDEN * moe_dtype_bytes(w->dtype);
+    size_t pairs = (size_t)w->tokens * TOP_K;
+    MOE_INVARIANT(w->tokens >= 1 && w->tokens <= info.max_tokens_per_request);
+    memcpy(w->y, w->x, wide);
+    for (size_t i = 0; i < pairs && w->mode != MOE_ROUTE_SERVER; i++)
+        MOE_INVARIANT(w->ids_in[i] >= -1 && w->ids_in[i] < 8);
+    for (size_t i = 0; i < pairs && w->ids_out != NULL; i++) {
+        w->ids_out[i] = 0;
+        w->weights_out[i] = w->mode == MOE_ROUTE_IDS_WEIGHTS ? w->weights_in[i] : 1;
+    }
+}
+
+static struct moe_rpc_msg *message_of(const uint8_t *data, size_t size)
+{
+    size_t first = size > 0 ? data[0] % (size + 1) : 0;
+    struct moe_rpc_piece pieces[3] = {
+        {data, first}, {data + first, 0}, {data + first, size - first}};
+    struct moe_rpc_msg *m = moe_rpc_msg_from_pieces(pieces, 3);
+    MOE_INVARIANT(m != NULL);
+    return m;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    if (staging == NULL) {
+        struct moe_status made = moe_staging_create(&memory, NULL, 1 << 20, &staging);
+        MOE_INVARIANT(!moe_failed(&made));
+    }
+    const struct moe_request_context context = {.info = &info, .staging = staging, .epoch = 5};
+    struct moe_request r;
+    struct moe_rpc_msg *m = message_of(data, size);
+    struct moe_status st = moe_request_parse(&r, &context, m);
+    moe_rpc_msg_free(m);
+    uint8_t head[MOE_REQUEST_HEAD_MAX];
+    struct moe_rpc_out out;
+    if (moe_failed(&st)) {
+        MOE_INVARIANT(st.reason != MOE_REASON_NONE);
+        check_memory_is_back();
+        moe_request_answer_error(r.id, &st, head, &out);
+    } else {
+        touch(&r.work);
+        moe_request_answer(&r, &info, head, &out);
+    }
+    moe_rpc_out_discard(&out);
+    moe_request_release(&r);
+    check_memory_is_back();
+    return 0;
+}
+
+size_t moe_fuzz_seed(size_t i, const uint8_t **data)
+{
+    static uint8_t packed[4096];
+    static uint8_t tensor[TOKENS * HIDDEN * 4], ids[TOKENS * TOP_K];
+    static float weights[TOKENS * TOP_K];
+    Moe__V1__ForwardStreamRequest q;
+    if (i >= 12)
+        return 0;
+    moe__v1__forward_stream_request__init(&q);
+    q.layer = 2;
+    q.tokens = TOKENS;
+    q.hidden = HIDDEN;
+    q.dtype = i % 2 == 0 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32 : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
+    q.routing_mode = (Moe__V1__RoutingMode)(i % 3 + 1);
+    q.return_routing = i % 4 < 2;
+    q.epoch = i > 6 ? 5 : 0;
+    q.request_id = i;
+    q.x_case = MOE__V1__FORWARD_STREAM_REQUEST__X_X_DATA;
+    q.x_data = (ProtobufCBinaryData){sizeof tensor / (i % 2 + 1), tensor};
+    if (i % 3 > 0) {
+        q.topk_ids_dtype = MOE__V1__DATA_TYPE__DATA_TYPE_U8;
+        q.topk_ids = (ProtobufCBinaryData){sizeof ids, ids};
+    }
+    if (i % 3 > 1)
+        q.topk_weights = (ProtobufCBinaryData){sizeof weights, (uint8_t *)weights};
+    *data = packed;
+    return moe__v1__forward_stream_request__pack(&q, packed);
+}
