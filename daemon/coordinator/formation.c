@@ -196,7 +196,7 @@ static void commit(struct moe_membership *m)
 void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t sequence,
                              const struct moe_status *status)
 {
-    MOE_INVARIANT(now_ns >= m->now_ns);
+    moe_membership__set_time(m, now_ns);
     if (status->code != MOE_OK)
         moe_membership__log(m, MOE_LOG_ERROR, "cannot save the group's state: %s", status->text);
     if (sequence != m->awaited_save || m->exited)

@@ -164,17 +164,21 @@ void moe_membership_destroy(struct moe_membership *m)
     free(m);
 }
 
-/* Opens every input. When nothing was heard by this machine for long, it was stopped itself and the
- * heartbeats of that time wait unread: the pause is no worker's fault. False after EXIT. */
-static bool begin_input(struct moe_membership *m, uint64_t now_ns)
+void moe_membership__set_time(struct moe_membership *m, uint64_t now_ns)
 {
     MOE_INVARIANT(now_ns >= m->now_ns);
-    MOE_INVARIANT(m->action_count == 0);
     uint64_t pause = now_ns - m->now_ns;
     if (pause > m->config.lease_ns / 2)
         for (uint32_t s = 0; s < m->config.slots; s++)
             m->seats[s].heard_ns += pause;
     m->now_ns = now_ns;
+}
+
+/* Opens every input but on_saved. False after EXIT. */
+static bool begin_input(struct moe_membership *m, uint64_t now_ns)
+{
+    MOE_INVARIANT(m->action_count == 0);
+    moe_membership__set_time(m, now_ns);
     return !m->exited;
 }
 
@@ -204,6 +208,7 @@ static void settle_shutdown(struct moe_membership *m)
         moe_membership__save(m, false);
     }
     m->exited = true;
+    moe_membership__log(m, MOE_LOG_INFO, "the group has shut down");
     moe_membership__emit(m, MOE_MEMBERSHIP_EXIT);
 }
 

@@ -106,6 +106,13 @@ struct moe_membership {
     size_t action_head, action_count;
 };
 
+/* ------------------------------------------------------------------ time (membership.c) */
+
+/* When nothing reached this machine for long, it was held up itself (stopped, or by a slow disk)
+ * and the heartbeats of that time wait unread: the pause is no worker's fault, and leases grow by
+ * it. */
+void moe_membership__set_time(struct moe_membership *m, uint64_t now_ns);
+
 /* ------------------------------------------------------------------ outputs (membership.c) */
 
 /* A zeroed action at the end of the queue, to be filled in. */
