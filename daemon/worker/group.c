@@ -1,19 +1,10 @@
-/* One thread owns the state of the session and never blocks; everything that happens reaches it as
- * an event in a queue: messages of the coordinator, ends of jobs, evidence of peers, the wish to
- * leave. What blocks (loading, joining) is done by the jobs thread. The one idea worth knowing:
- * `forming` and `epoch` are the only truth about views, and whatever ends a view zeroes them first
- * and then posts `leave` behind the jobs that may still be working on it. */
-#include "worker/group.h"
+/* The thread of the session: its events, its timers, and the stream to the coordinator. */
+#include "worker/group_state.h"
 
 #include "base/clock.h"
 #include "base/log.h"
-#include "moe/v1/coordinator.pb-c.h"
-#include "worker/control.h"
-#include "worker/gather.h"
-#include "worker/jobs.h"
 #include "worker/report.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,75 +14,10 @@ enum {
     MESSAGE_BYTES_MAX = 8 << 20, /* an assignment of 256 layers of 512 experts is well below */
     BACKOFF_MIN_MS = 100,
     BACKOFF_MAX_MS = 2000,
-    DRAIN_ANSWER_MS = 1000, /* wait for the answer to DrainNotice before draining anyway */
-    DRAIN_POLL_MS = 5,
-    LINGER_MS = 2000, /* a drained worker stays this long for others when nobody can
-                         tell it that they are done */
     REASON_BYTES = 160,
 };
 
 static const char session_path[] = "/moe.v1.CoordinatorService/Session";
-
-enum event_kind {
-    EVENT_MESSAGE, /* bytes */
-    EVENT_CLOSED,  /* status */
-    EVENT_LOADED,  /* number: placement version; status */
-    EVENT_FORMED,  /* number: epoch; status */
-    EVENT_SERVED,  /* number: epoch; status */
-    EVENT_LEFT,    /* the last job is done */
-    EVENT_LOST,    /* number: epoch; slots; status */
-    EVENT_DRAIN,   /* status.text: reason */
-};
-
-struct event {
-    struct event *next;
-    enum event_kind kind;
-    uint64_t number, slots;
-    struct moe_status status;
-    uint32_t generation; /* of the stream that a message or end belongs to */
-    size_t length;
-    uint8_t bytes[];
-};
-
-enum parting {
-    STAYING,
-    ASKED,    /* DrainNotice sent; drains at the answer, or at parting_ns */
-    DRAINING, /* polls `drained`; gives up at drain_limit_ns */
-    DRAINED,  /* Leaving sent; goes on taking part until the coordinator ends the stream */
-    GOING,    /* the last `leave` is under way */
-    GONE,
-};
-
-struct moe_group {
-    struct moe_group_config config;
-    pthread_t thread;
-    struct moe_jobs *jobs;
-    struct moe_gather *gather;
-    struct moe_rpc_channel *channel;
-
-    pthread_mutex_t lock;
-    pthread_cond_t wake;
-    struct event *first, **end;
-    size_t event_count;
-    bool quit;
-    struct moe_rpc_stream *stream; /* also read by the jobs thread, to send blobs */
-    uint32_t generation;           /* of the stream */
-
-    /* Everything below: group's thread only. */
-    bool registered; /* on the present stream */
-    bool seated;     /* ever */
-    uint32_t slot, slots, lease_ms;
-    uint64_t floor;   /* no epoch below this is accepted; only rises */
-    uint64_t forming; /* epoch that a job is joining, or that awaits COMMIT; 0 = none */
-    bool committed;   /* COMMIT of `forming` has come, `serve` is under way */
-    uint64_t epoch;   /* in force here; 0 = none */
-    uint64_t heartbeat_ns, reconnect_ns, give_up_ns; /* when due; MOE_NEVER = not */
-    uint32_t backoff_ms;
-    bool away_said; /* the log knows that the coordinator is not there */
-    enum parting parting;
-    uint64_t parting_ns, drain_limit_ns;
-    struct moe_status outcome;
-};
 
 /* ----------------------------------------------------------------------- events */
 
@@ -116,8 +42,8 @@ static struct event *new_event(enum event_kind kind, size_t length)
     return e;
 }
 
-static void post_event(struct moe_group *g, enum event_kind kind, uint64_t number, uint64_t slots,
-                       struct moe_status status)
+void moe_group__post(struct moe_group *g, enum event_kind kind, uint64_t number, uint64_t slots,
+                     struct moe_status status)
 {
     struct event *e = new_event(kind, 0);
     if (e == NULL)
@@ -199,215 +125,13 @@ static void stream_closed(void *ctx, struct moe_status status)
     pthread_mutex_unlock(&g->lock);
 }
 
-static void send_heartbeat(struct moe_group *g)
+void moe_group__send_heartbeat(struct moe_group *g)
 {
     struct moe_group_numbers numbers = {0};
     g->config.hooks.numbers(g->config.hooks.ctx, &numbers);
     moe_report_heartbeat(g->stream, g->epoch, &numbers);
     /* Two may be lost before the lease runs out. */
     g->heartbeat_ns = moe_clock_ns() + g->lease_ms * MOE_NS_PER_MS / 3;
-}
-
-/* ------------------------------------------------------------------------- jobs */
-
-/* moe_gather_send_fn; jobs thread. */
-static struct moe_status send_blob(void *ctx, uint64_t epoch, uint32_t round, const void *data,
-                                   size_t length)
-{
-    struct moe_group *g = ctx;
-    pthread_mutex_lock(&g->lock);
-    struct moe_status st =
-        g->stream != NULL
-            ? moe_report_blob(g->stream, epoch, round, data, length)
-            : moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "the coordinator is not connected");
-    pthread_mutex_unlock(&g->lock);
-    return st;
-}
-
-struct load_job {
-    uint32_t slot, slots;
-    Moe__V1__SessionResponse *response; /* holds the assignment */
-};
-
-static void run_load(void *ctx, void *argument)
-{
-    struct moe_group *g = ctx;
-    struct load_job *job = argument;
-    const Moe__V1__Assign *a = job->response->assign;
-    struct moe_group_layer *layers = calloc(a->n_layers + 1, sizeof *layers);
-    struct moe_status st;
-    if (layers == NULL) {
-        st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                       "no memory for an assignment");
-    } else {
-        for (size_t i = 0; i < a->n_layers; i++)
-            layers[i] = (struct moe_group_layer){
-                .layer = a->layers[i]->layer,
-                .copies = a->layers[i]->copies,
-                .experts = a->layers[i]->n_copies,
-                .slots = a->layers[i]->slots,
-                .slot_count = a->layers[i]->n_slots,
-            };
-        const struct moe_group_assignment assignment = {
-            job->slot, job->slots, a->placement_version, layers, a->n_layers,
-        };
-        st = g->config.hooks.load(g->config.hooks.ctx, &assignment);
-    }
-    post_event(g, EVENT_LOADED, a->placement_version, 0, st);
-    free(layers);
-    moe__v1__session_response__free_unpacked(job->response, NULL);
-    free(job);
-}
-
-static struct moe_status allgather(void *ctx, const void *mine, void *all, size_t bytes)
-{
-    struct moe_group *g = ctx;
-    uint64_t deadline_ns = moe_clock_ns() + g->config.gather_ms * MOE_NS_PER_MS;
-    return moe_gather_exchange(g->gather, mine, all, bytes, deadline_ns);
-}
-
-struct form_job {
-    struct moe_group_view view;         /* points into the response */
-    Moe__V1__SessionResponse *response; /* holds the members' texts */
-};
-
-static void run_form(void *ctx, void *argument)
-{
-    struct moe_group *g = ctx;
-    struct form_job *job = argument;
-    moe_gather_begin(g->gather, job->view.epoch, job->view.slots, job->view.live);
-    struct moe_status st = g->config.hooks.form(g->config.hooks.ctx, &job->view, allgather, g);
-    post_event(g, EVENT_FORMED, job->view.epoch, 0, st);
-    moe__v1__session_response__free_unpacked(job->response, NULL);
-    free(job);
-}
-
-static void run_serve(void *ctx, void *argument)
-{
-    struct moe_group *g = ctx;
-    uint64_t *epoch = argument;
-    struct moe_status st = g->config.hooks.serve(g->config.hooks.ctx);
-    post_event(g, EVENT_SERVED, *epoch, 0, st);
-    free(epoch);
-}
-
-static void run_leave(void *ctx, void *argument)
-{
-    struct moe_group *g = ctx;
-    (void)argument;
-    g->config.hooks.leave(g->config.hooks.ctx);
-}
-
-static void run_last_leave(void *ctx, void *argument)
-{
-    run_leave(ctx, argument);
-    post_event(ctx, EVENT_LEFT, 0, 0, moe_ok());
-}
-
-/* ------------------------------------------------------------------ ends of a view */
-
-static void post_leave(struct moe_group *g, moe_job_fn leave)
-{
-    struct moe_status st = moe_jobs_post(g->jobs, leave, g, NULL);
-    if (moe_failed(&st))
-        moe_log_error("group: %s", st.text);
-}
-
-/* The view that forms or is in force, if any, is over here. */
-static void end_view(struct moe_group *g, const char *why)
-{
-    if (g->forming == 0 && g->epoch == 0)
-        return;
-    uint64_t epoch = g->forming != 0 ? g->forming : g->epoch;
-    moe_log_write(g->parting == STAYING ? MOE_LOG_WARN : MOE_LOG_INFO, "epoch %llu is over: %s",
-                  (unsigned long long)epoch, why);
-    if (g->epoch != 0 || g->committed)
-        g->give_up_ns = moe_clock_ns() + g->config.reform_ms * MOE_NS_PER_MS;
-    if (g->parting != STAYING)
-        g->give_up_ns = moe_clock_ns(); /* no further view will have this worker */
-    g->forming = g->epoch = 0;
-    g->committed = false;
-    moe_gather_abort(g->gather, epoch);
-    post_leave(g, run_leave);
-}
-
-static void on_lost(struct moe_group *g, const struct event *e)
-{
-    bool current =
-        e->number != 0 && (e->number == g->epoch || (g->committed && e->number == g->forming));
-    if (!current)
-        return;
-    moe_report_peer_lost(g->stream, e->number, e->slots);
-    end_view(g, e->status.text);
-}
-
-/* -------------------------------------------------------------------------- leaving */
-
-static void go(struct moe_group *g, struct moe_status outcome)
-{
-    if (g->parting >= GOING)
-        return;
-    g->parting = GOING;
-    g->outcome = outcome;
-    g->config.hooks.cancel_load(g->config.hooks.ctx);
-    end_view(g, moe_failed(&outcome) ? outcome.text : "this worker has left");
-    post_leave(g, run_last_leave);
-}
-
-static void begin_drain(struct moe_group *g, uint32_t limit_ms, const char *reason)
-{
-    if (g->parting >= DRAINING)
-        return;
-    g->parting = DRAINING;
-    uint64_t now = moe_clock_ns();
-    g->drain_limit_ns = now + (limit_ms != 0 ? limit_ms : g->config.drain_ms) * MOE_NS_PER_MS;
-    g->parting_ns = now;
-    moe_log_info("draining: %s", reason);
-    g->config.hooks.drain(g->config.hooks.ctx);
-    if (g->epoch == 0 && !g->committed)
-        g->give_up_ns = now;
-}
-
-/* DRAINING and DRAINED, at parting_ns. */
-static void continue_drain(struct moe_group *g)
-{
-    uint64_t now = moe_clock_ns();
-    if (g->parting == DRAINING && g->config.hooks.drained(g->config.hooks.ctx)) {
-        g->parting = DRAINED;
-        moe_log_info("drained");
-        moe_report_leaving(g->stream, "drained");
-        if (!g->registered && g->drain_limit_ns > now + LINGER_MS * MOE_NS_PER_MS)
-            g->drain_limit_ns = now + LINGER_MS * MOE_NS_PER_MS;
-    }
-    if (now >= g->drain_limit_ns)
-        go(g, g->parting == DRAINED
-                  ? moe_ok()
-                  : moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_DRAINING,
-                              "the drain's time is up; requests that were left are cancelled"));
-    else
-        g->parting_ns =
-            g->parting == DRAINED ? g->drain_limit_ns : now + DRAIN_POLL_MS * MOE_NS_PER_MS;
-}
-
-static void on_drain_wish(struct moe_group *g, const char *reason)
-{
-    if (g->parting != STAYING)
-        return;
-    if (!g->registered) {
-        begin_drain(g, 0, reason);
-        return;
-    }
-    g->parting = ASKED;
-    g->parting_ns = moe_clock_ns() + DRAIN_ANSWER_MS * MOE_NS_PER_MS;
-    moe_report_drain_notice(g->stream, reason);
-}
-
-static void on_parting_timer(struct moe_group *g)
-{
-    if (g->parting == ASKED)
-        begin_drain(g, 0, "the coordinator does not answer");
-    else
-        continue_drain(g);
 }
 
 /* -------------------------------------------------------- messages of the coordinator */
@@ -420,7 +144,7 @@ static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
         return;
     }
     if (g->seated && (r->slot != g->slot || r->slots != g->slots))
-        end_view(g, "this worker has another seat now");
+        moe_group__end_view(g, "this worker has another seat now");
     g->registered = g->seated = true;
     g->slot = r->slot;
     g->slots = r->slots;
@@ -431,118 +155,12 @@ static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
         g->floor = r->epoch;
     g->config.hooks.seated(g->config.hooks.ctx, r->slot, r->slots);
     moe_log_info("registered: slot %u of %u, lease %u ms", r->slot, r->slots, r->lease_ms);
-    send_heartbeat(g);
+    moe_group__send_heartbeat(g);
     if (g->parting == DRAINING)
         moe_report_drain_notice(g->stream, "draining since before the coordinator came back");
     else if (g->parting == DRAINED)
         moe_report_leaving(g->stream, "drained");
 }
-
-/* Takes `response` over. */
-static void on_assign(struct moe_group *g, Moe__V1__SessionResponse *response)
-{
-    struct load_job *job = calloc(1, sizeof *job);
-    struct moe_status st =
-        moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for an assignment");
-    uint32_t version = response->assign->placement_version;
-    if (job != NULL) {
-        *job = (struct load_job){g->slot, g->slots, response};
-        st = moe_jobs_post(g->jobs, run_load, g, job);
-    }
-    if (!moe_failed(&st))
-        return;
-    free(job);
-    moe__v1__session_response__free_unpacked(response, NULL);
-    moe_report_loaded(g->stream, version, &st);
-}
-
-static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Prepare *p,
-                                   struct moe_group_view *view)
-{
-    if (p->epoch < g->floor)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH,
-                         "this worker accepts no epoch below %llu", (unsigned long long)g->floor);
-    uint32_t bucket = p->max_tokens_per_step;
-    bool sound = p->slots == g->slots && bucket != 0 && (bucket & (bucket - 1)) == 0 &&
-                 bucket <= g->config.identity.max_tokens_per_step;
-    *view = (struct moe_group_view){
-        .epoch = p->epoch,
-        .slot = g->slot,
-        .slots = p->slots,
-        .placement_version = p->placement_version,
-        .placement_hash = p->placement_hash,
-        .max_tokens_per_step = bucket,
-    };
-    for (size_t i = 0; sound && i < p->n_members; i++) {
-        const Moe__V1__Member *m = p->members[i];
-        sound = m->slot < p->slots && (view->live >> m->slot & 1) == 0;
-        if (!sound)
-            break;
-        view->live |= UINT64_C(1) << m->slot;
-        view->members[m->slot] =
-            (struct moe_group_member){m->worker_id, m->endpoint, m->incarnation};
-    }
-    if (!sound || (view->live >> g->slot & 1) == 0 ||
-        view->members[g->slot].incarnation != g->config.identity.incarnation)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
-                         "PREPARE of epoch %llu does not fit this worker",
-                         (unsigned long long)p->epoch);
-    return moe_ok();
-}
-
-/* Takes `response` over. */
-static void on_prepare(struct moe_group *g, Moe__V1__SessionResponse *response)
-{
-    uint64_t epoch = response->prepare->epoch;
-    struct form_job *job = calloc(1, sizeof *job);
-    struct moe_status st =
-        moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for a view");
-    if (job == NULL)
-        goto refuse;
-    job->response = response;
-    MOE_TRY_GOTO(st, read_view(g, response->prepare, &job->view), refuse);
-    end_view(g, "a new epoch is prepared");
-    MOE_TRY_GOTO(st, moe_jobs_post(g->jobs, run_form, g, job), refuse);
-    g->forming = epoch;
-    g->floor = epoch + 1;
-    return;
-refuse:
-    free(job);
-    moe__v1__session_response__free_unpacked(response, NULL);
-    moe_report_ready(g->stream, epoch, &st);
-}
-
-static void on_blobs(struct moe_group *g, const Moe__V1__Blobs *b)
-{
-    for (size_t i = 0; i < b->n_blobs; i++)
-        moe_gather_deliver(g->gather, b->epoch, b->round, b->blobs[i]->slot, b->blobs[i]->data.data,
-                           b->blobs[i]->data.len);
-}
-
-static void on_commit(struct moe_group *g, uint64_t epoch)
-{
-    if (epoch != g->forming || g->committed)
-        return;
-    struct moe_status st =
-        moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for a view");
-    uint64_t *argument = malloc(sizeof *argument);
-    g->committed = true;
-    if (argument != NULL) {
-        *argument = epoch;
-        st = moe_jobs_post(g->jobs, run_serve, g, argument);
-    }
-    if (!moe_failed(&st))
-        return;
-    free(argument);
-    post_event(g, EVENT_LOST, epoch, 0, st);
-}
-
-static void on_abort(struct moe_group *g, const Moe__V1__Abort *a)
-{
-    if (a->epoch != 0 && (a->epoch == g->forming || a->epoch == g->epoch))
-        end_view(g, a->reason);
-}
-
 /* Takes `r` over. */
 static void dispatch_message(struct moe_group *g, Moe__V1__SessionResponse *r)
 {
@@ -553,13 +171,15 @@ static void dispatch_message(struct moe_group *g, Moe__V1__SessionResponse *r)
         moe_rpc_stream_cancel(g->stream);
     } else {
         switch (r->body_case) {
-        case MOE__V1__SESSION_RESPONSE__BODY_ASSIGN: on_assign(g, r); return;
-        case MOE__V1__SESSION_RESPONSE__BODY_PREPARE: on_prepare(g, r); return;
-        case MOE__V1__SESSION_RESPONSE__BODY_BLOBS: on_blobs(g, r->blobs); break;
-        case MOE__V1__SESSION_RESPONSE__BODY_COMMIT: on_commit(g, r->commit->epoch); break;
-        case MOE__V1__SESSION_RESPONSE__BODY_ABORT: on_abort(g, r->abort); break;
+        case MOE__V1__SESSION_RESPONSE__BODY_ASSIGN: moe_group__on_assign(g, r); return;
+        case MOE__V1__SESSION_RESPONSE__BODY_PREPARE: moe_group__on_prepare(g, r); return;
+        case MOE__V1__SESSION_RESPONSE__BODY_BLOBS: moe_group__on_blobs(g, r->blobs); break;
+        case MOE__V1__SESSION_RESPONSE__BODY_COMMIT:
+            moe_group__on_commit(g, r->commit->epoch);
+            break;
+        case MOE__V1__SESSION_RESPONSE__BODY_ABORT: moe_group__on_abort(g, r->abort); break;
         case MOE__V1__SESSION_RESPONSE__BODY_DRAIN:
-            begin_drain(g, r->drain->limit_ms, r->drain->reason);
+            moe_group__begin_drain(g, r->drain->limit_ms, r->drain->reason);
             break;
         default: moe_log_warn("coordinator: a message of an unknown kind"); break;
         }
@@ -640,17 +260,17 @@ static void on_closed(struct moe_group *g, const struct event *e)
     bool was_registered = g->registered;
     moe_rpc_stream_free(take_stream(g));
     if (g->parting == DRAINED && was_registered) {
-        go(g, moe_ok());
+        moe_group__go(g, moe_ok());
         return;
     }
     if (is_final(&e->status)) {
-        go(g, moe_error_context(e->status, "refused by the coordinator"));
+        moe_group__go(g, moe_error_context(e->status, "refused by the coordinator"));
         return;
     }
     if (g->forming != 0 && !g->committed)
-        end_view(g, "the coordinator went away");
+        moe_group__end_view(g, "the coordinator went away");
     if (g->parting == ASKED)
-        begin_drain(g, 0, "the coordinator went away");
+        moe_group__begin_drain(g, 0, "the coordinator went away");
     if (was_registered || !g->away_said)
         moe_log_warn("coordinator: %s; trying again",
                      moe_failed(&e->status) ? e->status.text : "ended the session");
@@ -660,40 +280,6 @@ static void on_closed(struct moe_group *g, const struct event *e)
 
 /* ---------------------------------------------------------------------- the thread */
 
-static void on_loaded(struct moe_group *g, const struct event *e)
-{
-    if (moe_failed(&e->status))
-        moe_log_error("cannot load: %s", e->status.text);
-    moe_report_loaded(g->stream, (uint32_t)e->number, &e->status);
-}
-
-static void on_formed(struct moe_group *g, const struct event *e)
-{
-    if (e->number != g->forming)
-        return;
-    if (moe_failed(&e->status)) {
-        moe_log_warn("epoch %llu does not form: %s", (unsigned long long)e->number, e->status.text);
-        g->forming = 0;
-    }
-    moe_report_ready(g->stream, e->number, &e->status);
-}
-
-static void on_served(struct moe_group *g, const struct event *e)
-{
-    if (e->number != g->forming)
-        return;
-    if (moe_failed(&e->status)) {
-        on_lost(g, e);
-        return;
-    }
-    g->epoch = e->number;
-    g->forming = 0;
-    g->committed = false;
-    g->give_up_ns = MOE_NEVER;
-    moe_log_info("serving under epoch %llu", (unsigned long long)g->epoch);
-    send_heartbeat(g);
-}
-
 static void handle_event(struct moe_group *g, const struct event *e)
 {
     bool of_stream = e->kind == EVENT_MESSAGE || e->kind == EVENT_CLOSED;
@@ -702,11 +288,11 @@ static void handle_event(struct moe_group *g, const struct event *e)
     switch (e->kind) {
     case EVENT_MESSAGE: on_message(g, e); break;
     case EVENT_CLOSED: on_closed(g, e); break;
-    case EVENT_LOADED: on_loaded(g, e); break;
-    case EVENT_FORMED: on_formed(g, e); break;
-    case EVENT_SERVED: on_served(g, e); break;
-    case EVENT_LOST: on_lost(g, e); break;
-    case EVENT_DRAIN: on_drain_wish(g, e->status.text); break;
+    case EVENT_LOADED: moe_group__on_loaded(g, e); break;
+    case EVENT_FORMED: moe_group__on_formed(g, e); break;
+    case EVENT_SERVED: moe_group__on_served(g, e); break;
+    case EVENT_LOST: moe_group__on_lost(g, e); break;
+    case EVENT_DRAIN: moe_group__on_drain_wish(g, e->status.text); break;
     case EVENT_LEFT:
         g->parting = GONE;
         g->config.hooks.ended(g->config.hooks.ctx, g->outcome);
@@ -747,13 +333,13 @@ static void run_timers(struct moe_group *g)
         return;
     uint64_t now = moe_clock_ns();
     if (now >= g->heartbeat_ns)
-        send_heartbeat(g);
+        moe_group__send_heartbeat(g);
     if (now >= g->reconnect_ns)
         connect_stream(g);
     if (now >= g->give_up_ns)
         give_up(g);
     if (is_waiting_to_part(g) && now >= g->parting_ns)
-        on_parting_timer(g);
+        moe_group__on_parting_timer(g);
 }
 
 static void *thread_main(void *arg)
@@ -817,7 +403,7 @@ struct moe_status moe_group_start(const struct moe_group_config *config, struct 
         .own_connection = true,
     };
     struct moe_status st;
-    MOE_TRY_GOTO(st, moe_gather_create(send_blob, g, &g->gather), fail);
+    MOE_TRY_GOTO(st, moe_gather_create(moe_group__send_blob, g, &g->gather), fail);
     MOE_TRY_GOTO(st, moe_rpc_channel_open(config->client, &channel, &g->channel), fail);
     MOE_TRY_GOTO(st, moe_jobs_create(&g->jobs), fail);
     *out = g; /* hooks may need it as soon as the thread runs */
@@ -849,7 +435,7 @@ void moe_group_destroy(struct moe_group *g)
     g->config.hooks.cancel_load(g->config.hooks.ctx);
     moe_gather_abort(g->gather, UINT64_MAX);
     if (g->parting < GOING)
-        post_leave(g, run_leave);
+        moe_group__post_leave(g, false);
     moe_jobs_destroy(g->jobs);
     free_group(g);
 }
@@ -858,11 +444,11 @@ void moe_group_drain(struct moe_group *g, const char *reason)
 {
     struct moe_status why = {0};
     snprintf(why.text, sizeof why.text, "%.*s", REASON_BYTES, reason);
-    post_event(g, EVENT_DRAIN, 0, 0, why);
+    moe_group__post(g, EVENT_DRAIN, 0, 0, why);
 }
 
 void moe_group_report_lost(struct moe_group *g, uint64_t epoch, uint64_t slots,
                            struct moe_status why)
 {
-    post_event(g, EVENT_LOST, epoch, slots, why);
+    moe_group__post(g, EVENT_LOST, epoch, slots, why);
 }

@@ -370,9 +370,17 @@ static int host_length(const char *endpoint)
     return colon == NULL ? (int)strlen(endpoint) : (int)(colon - endpoint);
 }
 
+static bool is_wildcard(const char *endpoint)
+{
+    return strncmp(endpoint, "0.0.0.0:", 8) == 0 || strncmp(endpoint, "[::]:", 5) == 0;
+}
+
 static struct moe_status name_worker(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
+    if (c->advertise == NULL && is_wildcard(c->listen))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "peers cannot reach a wildcard address: --advertise says which to use");
     const char *host = c->advertise != NULL ? c->advertise : c->listen;
     unsigned port = moe_rpc_server_port(w->server);
     int n = c->advertise != NULL ? snprintf(w->endpoint, sizeof w->endpoint, "%s", c->advertise)
