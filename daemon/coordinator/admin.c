@@ -17,11 +17,6 @@ struct admin_call {
     enum admin_method method;
 };
 
-static char *text(const char *s)
-{
-    return (char *)(uintptr_t)s; /* packing only reads */
-}
-
 static void reply(struct moe_rpc_call *call, const ProtobufCMessage *m)
 {
     size_t length;
@@ -46,9 +41,9 @@ static void fill_worker(const struct moe_membership_worker *w, Moe__V1__WorkerSt
 {
     moe__v1__worker_status__init(out);
     out->slot = w->slot;
-    out->worker_id = text(w->worker_id);
+    out->worker_id = moe_coordinator__text(w->worker_id);
     out->incarnation = w->incarnation;
-    out->endpoint = text(w->endpoint);
+    out->endpoint = moe_coordinator__text(w->endpoint);
     out->state = (Moe__V1__WorkerState)w->state;
     out->lease_remaining_ms = (int64_t)(w->lease_remaining_ns / MOE_NS_PER_MS);
     out->loaded_bytes = w->last.loaded_bytes;
@@ -60,8 +55,8 @@ static void fill_worker(const struct moe_membership_worker *w, Moe__V1__WorkerSt
     moe__v1__error__init(error);
     error->code = (uint32_t)w->error->code;
     if (w->error->reason != MOE_REASON_NONE)
-        error->reason = text(moe_reason_name(w->error->reason));
-    error->message = text(w->error->text);
+        error->reason = moe_coordinator__text(moe_reason_name(w->error->reason));
+    error->message = moe_coordinator__text(w->error->text);
     error->retry_after_ms = w->error->retry_after_ms;
     out->error = error;
 }
@@ -102,19 +97,19 @@ static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_ca
         layer_list[i] = &layers[i];
     }
     Moe__V1__GetStatusResponse m = MOE__V1__GET_STATUS_RESPONSE__INIT;
-    m.version = text(MOE_VERSION);
+    m.version = moe_coordinator__text(MOE_VERSION);
     m.state = (Moe__V1__GroupState)g.state;
     m.reason = g.reason;
     m.epoch = g.epoch;
     m.slots = g.slots;
     m.n_workers = worker_count;
     m.workers = worker_list;
-    m.model = text(g.model);
-    m.family = text(g.family);
+    m.model = moe_coordinator__text(g.model);
+    m.family = moe_coordinator__text(g.family);
     m.n_layers = g.layer_count;
     m.layers = layer_list;
     m.placement_version = moe_placement_version(moe_membership_placement(c->machine));
-    m.backend = text(g.backend);
+    m.backend = moe_coordinator__text(g.backend);
     m.uptime_ms = (moe_clock_ns() - c->started_ns) / MOE_NS_PER_MS;
     reply(call, &m.base);
     return moe_ok();

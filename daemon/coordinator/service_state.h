@@ -90,6 +90,12 @@ void moe_coordinator__act(struct moe_coordinator *c);
 /* `m` in memory that the caller frees; NULL when there is none. */
 uint8_t *moe_coordinator__pack(const ProtobufCMessage *m, size_t *length);
 
+/* For protobuf-c's structs, which want char *; packing only reads. */
+static inline char *moe_coordinator__text(const char *s)
+{
+    return (char *)(uintptr_t)s;
+}
+
 /* session.c */
 struct moe_rpc_method moe_coordinator__session_method(struct moe_coordinator *c);
 void moe_coordinator__send(struct moe_coordinator *c, const struct moe_membership_action *a);

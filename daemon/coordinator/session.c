@@ -142,12 +142,6 @@ out:
     free(layers);
 }
 
-/* protobuf-c's structs want char *; packing only reads. */
-static char *text(const char *s)
-{
-    return (char *)(uintptr_t)s;
-}
-
 static void send_prepare(struct moe_coordinator *c, struct session *s,
                          const struct moe_membership_action *a)
 {
@@ -160,9 +154,9 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
         MOE_INVARIANT(moe_membership_worker(c->machine, i, &w));
         moe__v1__member__init(&members[i]);
         members[i].slot = i;
-        members[i].worker_id = text(w.worker_id);
+        members[i].worker_id = moe_coordinator__text(w.worker_id);
         members[i].incarnation = w.incarnation;
-        members[i].endpoint = text(w.endpoint);
+        members[i].endpoint = moe_coordinator__text(w.endpoint);
         list[i] = &members[i];
     }
     Moe__V1__Prepare body = MOE__V1__PREPARE__INIT;
@@ -217,7 +211,7 @@ static void send_abort(struct session *s, const struct moe_membership_action *a)
 {
     Moe__V1__Abort body = MOE__V1__ABORT__INIT;
     body.epoch = a->epoch;
-    body.reason = text(a->status.text);
+    body.reason = moe_coordinator__text(a->status.text);
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_ABORT;
     m.abort = &body;
@@ -227,7 +221,7 @@ static void send_abort(struct session *s, const struct moe_membership_action *a)
 static void send_drain(struct session *s, const struct moe_membership_action *a)
 {
     Moe__V1__Drain body = MOE__V1__DRAIN__INIT;
-    body.reason = text(a->status.text);
+    body.reason = moe_coordinator__text(a->status.text);
     body.limit_ms = a->limit_ms;
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_DRAIN;
