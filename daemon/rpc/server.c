@@ -10,8 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* How long a client may take to send one large message before others get its permit. */
-enum { READ_LIMIT_MS = 60000 };
+/* Defaults. A client that takes longer to send one large message gives its permit to others. */
+enum { STREAMS = 128, READ_LIMIT_MS = 60000 };
 
 /* ------------------------------------------------------------------ configuration */
 
@@ -78,10 +78,11 @@ static grpc_server *core_create(const struct moe_rpc_server_config *config, bool
 {
     int largest = (int)config->max_message_bytes;
     uint32_t streams = config->max_concurrent_streams;
+    streams = streams == 0 ? STREAMS : streams > INT_MAX ? INT_MAX : streams;
     grpc_arg args[] = {
         int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, largest),
         int_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, largest),
-        int_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, streams > INT_MAX ? INT_MAX : (int)streams),
+        int_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, (int)streams),
         int_arg(GRPC_ARG_MAX_METADATA_SIZE, MOE_RPC_METADATA_BYTES),
         int_arg(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, MOE_RPC_FRAME_BYTES),
         int_arg(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, MOE_RPC_LOOKAHEAD_BYTES),

@@ -50,7 +50,7 @@ struct moe_rpc_server_config {
                                         are refused with RESOURCE_EXHAUSTED / QUEUE_FULL */
     uint32_t max_read_ms;            /* a large message that takes longer to arrive fails its call
                                         with DEADLINE_EXCEEDED; 0 = one minute */
-    uint32_t max_concurrent_streams; /* calls per connection */
+    uint32_t max_concurrent_streams; /* calls per connection; 0 = 128 */
     const struct moe_rpc_method
         *methods; /* copied; health and reflection are added by the server */
     size_t method_count;

@@ -358,16 +358,16 @@ static void a_server_that_does_not_read_is_not_sent_to(void **state)
 static void a_stream_may_be_given_back_at_any_time(void **state)
 {
     struct fixture f;
-    struct listener l;
+    struct listener first, l;
     (void)state;
     fixture_start(&f, NULL);
-    open_stream(&f, STREAM_PATH, 0, &l);
-    l.free_after = 3;
+    open_stream(&f, STREAM_PATH, 0, &first);
+    first.free_after = 3;
     for (int i = 0; i < 3; i++)
-        assert_ok(stream_send(&f, &l, "", "abc", 3));
-    fixture_await("the third answer", &l.messages, 3); /* its callback gives the stream back */
+        assert_ok(stream_send(&f, &first, "", "abc", 3));
+    fixture_await("the third answer", &first.messages, 3); /* its callback gives the stream back */
     fixture_await("the call to be over", &f.done, 1);
-    assert_int_equal(l.closed, 0);
+    assert_int_equal(first.closed, 0);
     for (int i = 0; i < 100; i++) {
         open_stream(&f, STREAM_PATH, 0, &l);
         for (uint32_t n = random_below(5); n > 0; n--)
