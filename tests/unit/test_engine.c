@@ -83,6 +83,7 @@ static void a_bad_token_fails_its_own_request_only(void **state)
     ((float *)r[0].x)[2 * 24 + 7] = NAN;
     r[1].ids_in[3] = 8;
     ((float *)r[4].x)[25 * 24] = INFINITY;
+    r[5].ids_in[1] = 0;
     r[5].weights_in[1] = NAN;
     for (int i = 0; i < 6; i++)
         assert_ok(moe_engine_submit(worker.engine, &r[i].work));
