@@ -244,6 +244,73 @@ static void slots_that_mean_different_steps_all_refuse_and_go_on(void **state)
     assert_true(run_group(3, disagree));
 }
 
+/* Slot 1 plays a step by hand, and lies. ctx: how. */
+enum lie {
+    HONEST,
+    TOO_MANY_ROWS,
+    TOO_MANY_ROUTES,
+    FOREIGN_EXPERT,
+    NO_EXPERT,
+    STALE_ROUTE,
+    TOO_FEW
+};
+
+struct forged_step {
+    uint32_t count, routes, expert;
+    uint64_t route_stamp;
+};
+
+static void forge_step(struct seat *s, const struct forged_step *f)
+{
+    const struct moe_window_layout *l = &s->session->layout;
+    uint8_t *window = s->session->window[0].base;
+    const uint64_t stamp = moe_window_stamp(7, 1);
+    const uint32_t head[MOE_HEAD_WORDS] = {1, 3, HIDDEN, 4, TOP_K, MOE_DTYPE_F32, 3, 1};
+    for (uint32_t e = 0; e < 4; e++)
+        moe_cpu_session_store(moe_window_counts_of(l, window, 1, 1) + e, stamp,
+                              e == 0 ? f->count : 0);
+    struct moe_window_route *routes = moe_window_routes_of(l, window, 1, 1, 0);
+    routes[0] = (struct moe_window_route){.key = moe_window_word(f->route_stamp, f->expert)};
+    moe_cpu_session_store(moe_window_sent_of(l, window, 1, 0), stamp, f->routes);
+    for (uint32_t i = 0; i < MOE_HEAD_WORDS; i++)
+        moe_cpu_session_store(moe_window_head_of(l, window, 1, 1) + i, stamp, head[i]);
+    moe_cpu_session_store(moe_window_done_of(l, window, 1), stamp, 0);
+    moe_cpu_session_ring(s->session, 0);
+}
+
+static int lie_about_rows(struct member *m)
+{
+    enum lie lie = *(const enum lie *)m->ctx;
+    struct seat s;
+    struct moe_step_result result;
+    EXPECT(sit_down(m, &s, LONG_MS));
+    if (m->slot == 1) {
+        struct forged_step f = {
+            .count = 1, .routes = 1, .expert = 0, .route_stamp = moe_window_stamp(7, 1)};
+        f.count = lie == TOO_MANY_ROWS ? 0xffffff : lie == TOO_FEW ? 2 : 1;
+        f.routes = lie == TOO_MANY_ROUTES ? 0xffffff : 1;
+        f.expert = lie == FOREIGN_EXPERT ? 2 : lie == NO_EXPERT ? 0xfffff : 0;
+        f.route_stamp -= lie == STALE_ROUTE;
+        forge_step(&s, &f);
+        EXPECT(await_flag(m->board, 0, 1));
+        return get_up(&s);
+    }
+    s.args.tokens = 0; /* nothing that slot 1 would have to send back */
+    struct moe_status st = run_step(s.session, &s.args, &result);
+    EXPECT(lie == HONEST ? good(st) : is(st, MOE_INTERNAL, MOE_REASON_NONE));
+    raise_flag(m, 1);
+    return get_up(&s);
+}
+
+static void a_peer_that_lies_costs_a_step_and_not_the_process(void **state)
+{
+    (void)state;
+    for (enum lie lie = HONEST; lie <= TOO_FEW; lie++) {
+        print_message("lie %d\n", (int)lie);
+        assert_true(run_group_with(2, lie_about_rows, &lie));
+    }
+}
+
 static int bad_arguments(struct member *m)
 {
     struct seat s;
@@ -316,6 +383,7 @@ int main(void)
         cmocka_unit_test(windows_of_impossible_shapes_are_refused),
         cmocka_unit_test(words_of_another_view_or_step_satisfy_no_wait),
         cmocka_unit_test(slots_that_mean_different_steps_all_refuse_and_go_on),
+        cmocka_unit_test(a_peer_that_lies_costs_a_step_and_not_the_process),
         cmocka_unit_test(bad_arguments_are_refused_before_anything_is_run),
         cmocka_unit_test(steps_go_on_when_their_number_runs_out_of_bits),
     };
