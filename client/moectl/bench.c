@@ -224,7 +224,7 @@ static struct moe_status connect_to_group(struct bench *b)
         .endpoint = endpoint,
         .spread = b->spread,
         .connections = (uint32_t)b->connections,
-        .timeout_ms = (uint64_t)(b->common.timeout_s * 1000.0),
+        .timeout_ms = moectl_timeout_ms(&b->common),
         .max_attempts = 1, /* a retry would hide in the latency */
     };
     MOE_TRY(moe_client_connect(&config, &b->client));

@@ -84,7 +84,7 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
         {"state-dir", 0, MOE_OPTION_STRING, &common->state_dir, 0, 0, "DIR",
          "of the local group; else $XDG_RUNTIME_DIR/moed or /tmp/moed-UID"},
         {"timeout", 't', MOE_OPTION_DOUBLE, &common->timeout_s, 0, TIMEOUT_MAX_S, "SECONDS",
-         "limit for the whole operation, 0 = none"},
+         "limit for the operation (forward and bench: for each call), 0 = none"},
         {"help", 'h', MOE_OPTION_BOOL, &help, 0, 0, NULL, "this text"},
     };
     struct moe_option table[MOECTL_OPTIONS_MAX];
@@ -136,6 +136,13 @@ int moectl_print(json_t *document)
         return MOECTL_FAILED;
     }
     return MOECTL_OK;
+}
+
+uint64_t moectl_timeout_ms(const struct moectl_common *common)
+{
+    /* The library takes 0 for its own default, and what overflows for no limit. */
+    uint64_t ms = (uint64_t)(common->timeout_s * 1000.0);
+    return common->timeout_s <= 0 ? UINT64_MAX : ms > 0 ? ms : 1;
 }
 
 uint64_t moectl_deadline(const struct moectl_common *common)

@@ -63,5 +63,7 @@ int moectl_print(json_t *document);
 
 /* Monotonic deadline of an operation that begins now. */
 uint64_t moectl_deadline(const struct moectl_common *common);
+/* The limit of one call of libmoeclient. */
+uint64_t moectl_timeout_ms(const struct moectl_common *common);
 
 #endif

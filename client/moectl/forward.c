@@ -152,7 +152,7 @@ static struct moe_status work(struct forward *o)
     struct moe_client_config config = {
         .endpoint = endpoint,
         .spread = o->spread,
-        .timeout_ms = (uint64_t)(o->common.timeout_s * 1000.0),
+        .timeout_ms = moectl_timeout_ms(&o->common),
     };
     MOE_TRY(moe_client_connect(&config, &o->client));
     MOE_TRY(prepare(o));

@@ -66,6 +66,11 @@ static struct moe_status read_layers(struct moe_client *c)
     return moe_ok();
 }
 
+static struct moe_status check_workers(const struct moe_client *c)
+{
+    return c->server->n_workers <= MOE_MAX_SLOTS ? moe_ok() : broken("more workers than slots");
+}
+
 static void fill_info(struct moe_client *c)
 {
     c->info = (struct moe_client_info){
@@ -189,6 +194,7 @@ struct moe_status moe_client_connect(const struct moe_client_config *config,
     MOE_TRY_GOTO(st, moe_client_timers_create(&c->timers), failed);
     MOE_TRY_GOTO(st, learn(c, config->endpoint), failed);
     MOE_TRY_GOTO(st, read_layers(c), failed);
+    MOE_TRY_GOTO(st, check_workers(c), failed);
     fill_info(c);
     MOE_TRY_GOTO(st, open_lanes(c, config->endpoint), failed);
     *out = c;

@@ -13,7 +13,6 @@
 enum {
     BACKOFF_FIRST_MS = 10, /* pause before the second attempt; doubles from there */
     BACKOFF_MAX_MS = 1000,
-    PIECES_MAX = 1024,
 };
 
 struct call;
@@ -175,8 +174,7 @@ static size_t count_pieces(const struct moe_client *c, uint32_t tokens)
     if (!c->config.spread)
         return 1;
     size_t wanted = ((size_t)tokens + c->config.spread_tokens - 1) / c->config.spread_tokens;
-    size_t most = c->worker_count < PIECES_MAX ? c->worker_count : PIECES_MAX;
-    return wanted < 1 ? 1 : wanted < most ? wanted : most;
+    return wanted < 1 ? 1 : wanted < c->worker_count ? wanted : c->worker_count;
 }
 
 static struct moe_status cut(struct call *call)

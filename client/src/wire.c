@@ -248,7 +248,7 @@ static struct moe_status item_error(const Moe__V1__Error *e)
     enum moe_code code =
         e->code > MOE_OK && e->code <= MOE_UNAUTHENTICATED ? (enum moe_code)e->code : MOE_UNKNOWN;
     return moe_error_retry(code, moe_reason_from_name(e->reason), e->retry_after_ms, "%s",
-                           e->message);
+                           e->message[0] != '\0' ? e->message : "the server does not say why");
 }
 
 struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, struct moe_rpc_msg *m,
