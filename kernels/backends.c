@@ -1,9 +1,35 @@
 /* Finds a backend by name: the one place that knows which backends this build has. */
 #include "moe/backend.h"
 
+#ifdef MOE_HAVE_CUDA
+#include "cuda/backend.h"
+
+static const struct moe_backend *find_cuda(void)
+{
+    return &moe_backend_cuda;
+}
+
+static bool cuda_answers(void)
+{
+    return moe_cuda_available();
+}
+#else
+static const struct moe_backend *find_cuda(void)
+{
+    return NULL;
+}
+
+static bool cuda_answers(void)
+{
+    return false;
+}
+#endif
+
 const struct moe_backend *moe_backend_find(const char *name)
 {
-    if (strcmp(name, "cpu") == 0 || strcmp(name, "auto") == 0)
-        return &moe_backend_cpu;
-    return NULL;
+    if (strcmp(name, "auto") == 0)
+        return cuda_answers() ? find_cuda() : &moe_backend_cpu;
+    if (strcmp(name, "cuda") == 0)
+        return find_cuda();
+    return strcmp(name, "cpu") == 0 ? &moe_backend_cpu : NULL;
 }

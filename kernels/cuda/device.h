@@ -1,0 +1,84 @@
+/* One GPU: its streams, its cuBLASLt handle, its pinned staging and the account of all memory that
+ * is taken through it. Every byte of device and pinned memory in this folder goes through
+ * moe_cuda_mem_alloc, or is charged here when another library took it.
+ *
+ * The current CUDA device belongs to a thread, so each call that can come from outside starts with
+ * moe_cuda_device_use. */
+#ifndef MOE_CUDA_DEVICE_H
+#define MOE_CUDA_DEVICE_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#include "moe/backend.h"
+
+#include "cuda/check.h"
+
+#include <pthread.h>
+
+enum {
+    MOE_CUDA_WORKSPACE = 32 << 20, /* bytes of cuBLASLt's workspace: what it advises for Hopper */
+    MOE_CUDA_STAGING_BYTES = 8 << 20, /* of one of the two halves of pinned staging */
+};
+
+struct moe_device {
+    int ordinal;
+    int arch; /* 10 * major + minor of the compute capability: 90 = Hopper */
+    int multiprocessors;
+    char gpu_name[48];
+    uint64_t memory_bytes;
+    uint64_t used_bytes; /* atomic */
+
+    /* Parts and whole steps compute on `compute`. Rows come in and go out on streams of their own,
+     * so that they overlap the step between them. */
+    cudaStream_t compute, copy_in, copy_out;
+
+    cublasLtHandle_t lt;
+    void *workspace; /* [MOE_CUDA_WORKSPACE], used on `compute` only */
+
+    /* Uploads: host memory of any kind is copied into one half while the other is on its way. */
+    pthread_mutex_t staging_lock;
+    cudaStream_t upload;
+    void *staging[2];
+    cudaEvent_t staged[2]; /* the copy out of this half is done */
+    void *landing[2];      /* device side of each half: weights are laid out from here */
+};
+
+/* Members of struct moe_backend. */
+struct moe_status moe_cuda_device_open(const struct moe_device_config *config,
+                                       struct moe_device **out) MOE_CHECKED;
+void moe_cuda_device_close(struct moe_device *device);
+void moe_cuda_device_info(struct moe_device *device, struct moe_device_info *out);
+struct moe_status moe_cuda_mem_alloc(struct moe_device *device, enum moe_mem kind, size_t bytes,
+                                     void **out) MOE_CHECKED; /* 0 bytes: NULL */
+void moe_cuda_mem_free(struct moe_device *device, enum moe_mem kind, void *p, size_t bytes);
+struct moe_status moe_cuda_mem_copy(struct moe_device *device, void *dst, const void *src,
+                                    size_t bytes) MOE_CHECKED;
+
+/* Makes the device current on this thread. */
+struct moe_status moe_cuda_device_use(const struct moe_device *device) MOE_CHECKED;
+
+/* Waits for all that was enqueued on `compute`; parts end with it. */
+struct moe_status moe_cuda_device_finish(struct moe_device *device) MOE_CHECKED;
+
+/* Puts device memory that another library takes (NCCL's windows) on the account, before it is
+ * taken. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY when it cannot fit. */
+struct moe_status moe_cuda_device_charge(struct moe_device *device, size_t bytes) MOE_CHECKED;
+void moe_cuda_device_discharge(struct moe_device *device, size_t bytes);
+
+/* Device memory that grows and never shrinks, for one user at a time; contents are lost when it
+ * grows. Growing waits for the device, so a steady step never grows. */
+struct moe_cuda_buffer {
+    void *data;
+    size_t bytes;
+};
+struct moe_status moe_cuda_buffer_reserve(struct moe_device *device, struct moe_cuda_buffer *buffer,
+                                          size_t bytes) MOE_CHECKED;
+void moe_cuda_buffer_free(struct moe_device *device, struct moe_cuda_buffer *buffer);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,48 @@
+/* The experts' feed-forward networks on a GPU: enqueued, never waiting, driven by counts that are
+ * in device memory only. Picks the tensor-core grouped GEMM (ggemm.h) where dtype, shape and
+ * architecture allow, and exact fp32 otherwise. */
+#ifndef MOE_CUDA_FFN_H
+#define MOE_CUDA_FFN_H
+
+#include "cuda/layer.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* In all of these, rows->start, count, x and weight are device memory. */
+
+/* The dtype in which `hidden` travels from gate_up to down inside a step. */
+enum moe_dtype moe_cuda_ffn_hidden_dtype(const struct moe_layer *layer, enum moe_dtype dtype);
+
+/* hidden [start[local], I] of `hidden_dtype`, by the formulas of moe_backend.gemm_gate_up. */
+struct moe_status moe_cuda_ffn_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
+                                       const struct moe_rows *rows, void *hidden,
+                                       enum moe_dtype hidden_dtype,
+                                       cudaStream_t stream) MOE_CHECKED;
+/* out [start[local], H] f32, by the formulas of moe_backend.gemm_down. */
+struct moe_status moe_cuda_ffn_down(struct moe_layer *layer, const struct moe_rows *rows,
+                                    const void *hidden, enum moe_dtype hidden_dtype, float *out,
+                                    cudaStream_t stream) MOE_CHECKED;
+
+/* Bytes of scratch that moe_cuda_ffn_shared needs for `tokens`; 0 without a shared expert. */
+size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens);
+/* y [T, H] f32 += shared(x). */
+struct moe_status moe_cuda_ffn_shared(struct moe_layer *layer, enum moe_dtype dtype,
+                                      uint32_t tokens, const void *x, void *scratch, float *y,
+                                      cudaStream_t stream) MOE_CHECKED;
+
+/* Members of struct moe_backend. */
+struct moe_status moe_cuda_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
+                                        const struct moe_rows *rows, float *hidden) MOE_CHECKED;
+/* Always exact fp32: nothing says that `hidden` came from bf16 tokens. */
+struct moe_status moe_cuda_gemm_down(struct moe_layer *layer, const struct moe_rows *rows,
+                                     const float *hidden, float *out) MOE_CHECKED;
+struct moe_status moe_cuda_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,
+                                          uint32_t tokens, const void *x, float *y) MOE_CHECKED;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,142 @@
+/* What a grouped GEMM kernel is told, and the list of tiles that it makes of it on the device.
+ *
+ * The list is never written out: one warp scans the experts' row counts into a prefix of tile
+ * numbers in shared memory, and every warp then walks the tiles blockIdx, blockIdx + gridDim, ...
+ * by itself. All warps of a block see the same sequence, so none has to tell another. */
+#ifndef MOE_CUDA_GGEMM_PARAMS_CUH
+#define MOE_CUDA_GGEMM_PARAMS_CUH
+
+#include "moe/types.h"
+
+#include <cuda.h>
+#include <stdint.h>
+
+namespace ggemm
+{
+
+constexpr uint32_t DEPTH = 64;           /* of one pipeline step along K: 128 bytes of bf16 */
+constexpr uint32_t DEPTH_BYTES = 2 * DEPTH;
+constexpr uint32_t WARP = 32;
+constexpr uint32_t WARPGROUP = 128;
+constexpr uint32_t MMA_ROWS = 64;        /* of one warpgroup instruction; 16 to a warp */
+constexpr uint32_t STORE_ROWS = 16;      /* box of a store: what one warp holds */
+constexpr uint32_t STORE_COLUMNS = 64;
+constexpr uint32_t STORE_BYTES = STORE_ROWS * STORE_COLUMNS * 2;
+
+/* Passed by value as a __grid_constant__, because the copy engine reads the maps in place. */
+struct params {
+    CUtensorMap rows;       /* [row_capacity, k], box of a whole tile's rows */
+    CUtensorMap rows_short; /* the same with the box of a short tile's rows */
+    CUtensorMap weights;    /* [experts, n, k] */
+    CUtensorMap out;        /* [row_capacity, out_n], box of one warp's store; bf16 output only */
+    void *out_rows;         /* [row_capacity, out_n] */
+    const uint32_t *start, *count; /* [experts] */
+    const float *bias;       /* [experts, n] in the order of the weights' rows, or NULL */
+    const float *row_weight; /* [row_capacity], or NULL = 1 */
+    uint32_t experts, n, k;
+    uint32_t out_n;          /* n, or n / 2 where gate and up become one */
+    bool weigh_product;      /* the row weight multiplies product (or activation) ... */
+    bool weigh_bias;         /* ... and bias, of a layer without activation */
+    float limit, alpha, shift; /* activation, see ggemm_epilogue.cuh */
+};
+
+/* Row tiles of an expert that share a pass over its weights before the next columns come. */
+constexpr uint32_t STRIP = 8;
+
+/* first[e] = number of the first tile of expert e; first[experts] = number of tiles. By one warp;
+ * the block must synchronise afterwards. */
+template <uint32_t ROWS, uint32_t COLUMNS>
+__device__ __forceinline__ void list_tiles(const params &p, uint32_t *first)
+{
+    const uint32_t lane = threadIdx.x % WARP;
+    const uint32_t columns = (p.n + COLUMNS - 1) / COLUMNS;
+    uint32_t before = 0;
+    if (lane == 0)
+        first[0] = 0;
+#pragma unroll 4
+    for (uint32_t base = 0; base < p.experts; base += WARP) {
+        const uint32_t e = base + lane;
+        const uint32_t count = e < p.experts ? __ldg(p.count + e) : 0;
+        uint32_t sum = (count + ROWS - 1) / ROWS * columns;
+#pragma unroll
+        for (uint32_t step = 1; step < WARP; step *= 2) {
+            const uint32_t left = __shfl_up_sync(~0u, sum, step);
+            sum += lane >= step ? left : 0;
+        }
+        if (e < p.experts)
+            first[e + 1] = before + sum;
+        before += __shfl_sync(~0u, sum, WARP - 1);
+    }
+}
+
+/* The tiles of this block, in order. */
+template <uint32_t ROWS, uint32_t COLUMNS> class tile_walk
+{
+  public:
+    uint32_t expert = 0;
+    uint32_t row;    /* first row of the tile, in the buffer of all experts */
+    uint32_t rows;   /* of the tile that exist, 1..ROWS */
+    uint32_t column; /* first output column before gate and up become one */
+    bool only_row_tile; /* no other tile reads these weights */
+
+    __device__ __forceinline__ tile_walk(const params &p, const uint32_t *first)
+        : p_(p), first_(first), columns_((p.n + COLUMNS - 1) / COLUMNS), tile_(blockIdx.x)
+    {
+    }
+
+    __device__ __forceinline__ bool next()
+    {
+        const uint32_t tile = tile_;
+        if (tile >= first_[p_.experts])
+            return false;
+        tile_ += gridDim.x;
+        if (tile >= end_)
+            seek(tile);
+        place(tile - first_[expert]);
+        return true;
+    }
+
+  private:
+    const params &p_;
+    const uint32_t *first_;
+    uint32_t columns_, tile_;
+    uint32_t end_ = 0; /* first tile of the next expert */
+    uint32_t start_ = 0, count_ = 0;
+
+    /* The last expert whose first tile is not behind `tile`; experts without rows have none. */
+    __device__ __forceinline__ void seek(uint32_t tile)
+    {
+        uint32_t low = expert, high = p_.experts;
+        while (high - low > 1) {
+            const uint32_t middle = (low + high) / 2;
+            if (first_[middle] <= tile)
+                low = middle;
+            else
+                high = middle;
+        }
+        expert = low;
+        end_ = first_[low + 1];
+        start_ = __ldg(p_.start + low);
+        count_ = __ldg(p_.count + low);
+    }
+
+    /* Rows fastest inside a strip of row tiles, then columns: blocks that run at the same time
+     * share weights through L2. */
+    __device__ __forceinline__ void place(uint32_t index)
+    {
+        const uint32_t row_tiles = (count_ + ROWS - 1) / ROWS;
+        const uint32_t strip = index / (STRIP * columns_);
+        const uint32_t within = index - strip * STRIP * columns_;
+        const uint32_t height = min(STRIP, row_tiles - strip * STRIP);
+        const uint32_t column_tile = within / height;
+        const uint32_t row_tile = strip * STRIP + within - column_tile * height;
+        column = column_tile * COLUMNS;
+        row = start_ + row_tile * ROWS;
+        rows = min(ROWS, count_ - row_tile * ROWS);
+        only_row_tile = row_tiles == 1;
+    }
+};
+
+} // namespace ggemm
+
+#endif

@@ -1,0 +1,130 @@
+/* The ring of stages between the copy engine and the tensor cores: who fills a stage, who empties
+ * it, and in which order. Both kernels use it; they differ only in who owns which tile. */
+#ifndef MOE_CUDA_GGEMM_PIPELINE_CUH
+#define MOE_CUDA_GGEMM_PIPELINE_CUH
+
+#include "ggemm_params.cuh"
+#include "hopper.cuh"
+
+namespace ggemm
+{
+
+/* Shared memory of a block. A stage's rows are 128 bytes each, swizzled by the copy engine. */
+template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t CONSUMERS> struct shared {
+    alignas(1024) uint8_t a[STAGES][ROWS * DEPTH_BYTES];
+    alignas(1024) uint8_t b[STAGES][COLUMNS * DEPTH_BYTES];
+    alignas(1024) uint8_t staging[CONSUMERS * WARPGROUP / WARP][2][STORE_BYTES];
+    uint64_t full[STAGES];  /* the copy engine has delivered */
+    uint64_t empty[STAGES]; /* the four warps of the consumer are done reading */
+    uint32_t first[MOE_MAX_EXPERTS + 1];
+};
+
+/* Position in the ring. */
+template <uint32_t STAGES> struct ring {
+    uint32_t stage = 0, phase = 0;
+
+    __device__ __forceinline__ void advance()
+    {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+
+    __device__ __forceinline__ void skip(uint32_t steps)
+    {
+        const uint32_t to = stage + steps;
+        phase ^= to / STAGES & 1;
+        stage = to % STAGES;
+    }
+};
+
+template <uint32_t STAGES>
+__device__ __forceinline__ void init_barriers(uint64_t (&full)[STAGES], uint64_t (&empty)[STAGES])
+{
+    for (uint32_t i = 0; i < STAGES; i++) {
+        hopper::barrier_init(&full[i], 1);
+        hopper::barrier_init(&empty[i], WARPGROUP / WARP);
+    }
+    hopper::barrier_init_done();
+}
+
+/* One thread keeps the ring full, over all tiles of the block. One box of rows and one of weights
+ * per step: the engine's rate of instructions is a limit when a step lasts 512 cycles, so a short
+ * tile has a map of its own rather than several small boxes. */
+template <uint32_t ROWS, uint32_t SHORT_ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t CONSUMERS>
+__device__ __forceinline__ void
+produce(const params &p, shared<ROWS, COLUMNS, STAGES, CONSUMERS> &s)
+{
+    const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
+    const uint64_t once = hopper::policy_evict_first();
+    tile_walk<ROWS, COLUMNS> tile(p, s.first);
+    ring<STAGES> at;
+    while (tile.next()) {
+        const bool is_short = tile.rows <= SHORT_ROWS;
+        const CUtensorMap *rows = is_short ? &p.rows_short : &p.rows;
+        const uint32_t bytes = ((is_short ? SHORT_ROWS : ROWS) + COLUMNS) * DEPTH_BYTES;
+        for (uint32_t step = 0; step < steps; step++) {
+            uint64_t *full = &s.full[at.stage];
+            hopper::barrier_wait(&s.empty[at.stage], at.phase ^ 1);
+            hopper::barrier_expect(full, bytes);
+            if (ROWS == MMA_ROWS && tile.only_row_tile)
+                hopper::load_box3_once(s.b[at.stage], &p.weights, full, step * DEPTH, tile.column,
+                                       tile.expert, once);
+            else
+                hopper::load_box3(s.b[at.stage], &p.weights, full, step * DEPTH, tile.column,
+                                  tile.expert);
+            hopper::load_box(s.a[at.stage], rows, full, step * DEPTH, tile.row);
+            at.advance();
+        }
+    }
+}
+
+/* The main loop of one tile, by one warpgroup: reads `steps` stages, leaves the last product under
+ * way and returns its stage, which finish_product gives back. One product stays in flight while
+ * the next is issued, so a stage is released one step late. */
+template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t CONSUMERS>
+__device__ __forceinline__ uint32_t
+multiply_tile(shared<ROWS, COLUMNS, STAGES, CONSUMERS> &s, ring<STAGES> &at, uint32_t steps,
+              float (&acc)[ROWS / MMA_ROWS][COLUMNS / 2])
+{
+    const bool speaks = threadIdx.x % WARP == 0;
+    uint32_t previous = 0;
+    for (uint32_t step = 0; step < steps; step++) {
+        hopper::barrier_wait(&s.full[at.stage], at.phase);
+        hopper::multiply_fence();
+        const uint32_t a = hopper::shared_address(s.a[at.stage]);
+        const uint64_t b = hopper::operand(hopper::shared_address(s.b[at.stage]));
+#pragma unroll
+        for (uint32_t i = 0; i < DEPTH / 16; i++)
+#pragma unroll
+            for (uint32_t slab = 0; slab < ROWS / MMA_ROWS; slab++)
+                hopper::multiply(acc[slab],
+                                 hopper::operand(a + slab * MMA_ROWS * DEPTH_BYTES) + i * 2,
+                                 b + i * 2, (step | i) != 0);
+        hopper::multiply_commit();
+        hopper::multiply_wait<1>();
+        if (step > 0 && speaks)
+            hopper::barrier_arrive(&s.empty[previous]);
+        previous = at.stage;
+        at.advance();
+    }
+    return previous;
+}
+
+template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t CONSUMERS>
+__device__ __forceinline__ void
+finish_product(shared<ROWS, COLUMNS, STAGES, CONSUMERS> &s, uint32_t last_stage,
+               float (&acc)[ROWS / MMA_ROWS][COLUMNS / 2])
+{
+    hopper::multiply_wait<0>();
+    if (threadIdx.x % WARP == 0)
+        hopper::barrier_arrive(&s.empty[last_stage]);
+#pragma unroll
+    for (uint32_t slab = 0; slab < ROWS / MMA_ROWS; slab++)
+        hopper::multiply_done(acc[slab]);
+}
+
+} // namespace ggemm
+
+#endif

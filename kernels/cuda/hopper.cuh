@@ -1,0 +1,260 @@
+/* The few instructions of Hopper (sm_90a) that C++ has no words for: barriers in shared memory, the
+ * bulk tensor copy engine, the warpgroup matrix multiply. Each is one inline function named after
+ * what it does; nothing here knows what a GEMM is. Sources: PTX ISA 8.x, sections mbarrier,
+ * cp.async.bulk.tensor, wgmma, stmatrix.
+ *
+ * Waits have no bound on purpose: a barrier here waits for copies and arithmetic of its own block
+ * only, never for a peer, so it ends or the device reports an error. */
+#ifndef MOE_CUDA_HOPPER_CUH
+#define MOE_CUDA_HOPPER_CUH
+
+#include <cuda.h>
+#include <stdint.h>
+
+namespace hopper
+{
+
+__device__ __forceinline__ uint32_t shared_address(const void *p)
+{
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+/* ------------------------------------------------------------------ barriers */
+
+__device__ __forceinline__ void barrier_init(uint64_t *barrier, uint32_t arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+                 "r"(arrivals));
+}
+
+/* After barrier_init, before any other thread or the copy engine uses the barriers. */
+__device__ __forceinline__ void barrier_init_done()
+{
+    asm volatile("fence.mbarrier_init.release.cluster;\n"
+                 "fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t *barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+
+/* Arrives, and makes the phase last until the copy engine has delivered `bytes` more. */
+__device__ __forceinline__ void barrier_expect(uint64_t *barrier, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+/* Waits for the end of the phase of this parity. A parity tells only one phase from the previous:
+ * whoever may be two phases behind must be held back by other means. */
+__device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
+{
+    asm volatile("{\n.reg .pred done;\n"
+                 "AGAIN_%=:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@done bra READY_%=;\n"
+                 "bra AGAIN_%=;\n"
+                 "READY_%=:\n}" ::"r"(shared_address(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
+/* Named barriers of a block (1..15; 0 is __syncthreads): `threads` counts both sides. */
+__device__ __forceinline__ void named_wait(int id, int threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_arrive(int id, int threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* --------------------------------------------------------------- copy engine */
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap *map)
+{
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ uint64_t policy_evict_first()
+{
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+/* Box at (x, y) into `to`; elements outside the tensor arrive as zeros and count as bytes. */
+__device__ __forceinline__ void load_box(void *to, const CUtensorMap *map, uint64_t *barrier,
+                                         uint32_t x, uint32_t y)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y)
+                 : "memory");
+}
+
+/* Box at (x, y, z) into `to`, kept in L2 as usual. */
+__device__ __forceinline__ void load_box3(void *to, const CUtensorMap *map, uint64_t *barrier,
+                                          uint32_t x, uint32_t y, uint32_t z)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+/* The same for bytes that nobody will read again soon. */
+__device__ __forceinline__ void load_box3_once(void *to, const CUtensorMap *map, uint64_t *barrier,
+                                               uint32_t x, uint32_t y, uint32_t z, uint64_t policy)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "l"(policy)
+                 : "memory");
+}
+
+/* Shared memory written by ordinary stores before this is what a following store_box sends. */
+__device__ __forceinline__ void stores_before_copies()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, uint32_t x,
+                                          uint32_t y)
+{
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::
+                     "l"(map),
+                 "r"(from), "r"(x), "r"(y)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_commit()
+{
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* Until at most `PENDING` of this thread's committed stores still read shared memory. */
+template <int PENDING> __device__ __forceinline__ void store_wait_read()
+{
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ void store_wait_all()
+{
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+/* ------------------------------------------------------------ matrix multiply */
+
+/* Descriptor of a K-major operand in shared memory, 64 bf16 (128 bytes) to a row, with the copy
+ * engine's 128-byte swizzle: 8 rows to a group of 1024 bytes. 16 further along K is +2. */
+__device__ __forceinline__ uint64_t operand(uint32_t address)
+{
+    return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (UINT64_C(1) << 16) |
+           (static_cast<uint64_t>(1024 >> 4) << 32) | (UINT64_C(1) << 62);
+}
+
+__device__ __forceinline__ void multiply_fence()
+{
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void multiply_commit()
+{
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int PENDING> __device__ __forceinline__ void multiply_wait()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+#define MOE_ACC4(d, i)  "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
+#define MOE_ACC16(d, i)                                                                            \
+    MOE_ACC4(d, i), MOE_ACC4(d, (i) + 4), MOE_ACC4(d, (i) + 8), MOE_ACC4(d, (i) + 12)
+
+/* d [64, N] (+)= a [64, 16] b [N, 16]^T, asynchronously, by the 128 threads of a warpgroup.
+ * Thread t of warp w holds, for each 8 columns j, rows 16 w + t/4 (d[4j], d[4j+1]) and 8 below
+ * (d[4j+2], d[4j+3]), columns 8j + 2 (t%4) and the next. */
+__device__ __forceinline__ void multiply(float (&d)[64], uint64_t a, uint64_t b, int accumulate)
+{
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "setp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, p, 1, 1, 0, 0;\n}"
+        : MOE_ACC16(d, 0), MOE_ACC16(d, 16), MOE_ACC16(d, 32), MOE_ACC16(d, 48)
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b, int accumulate)
+{
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "setp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+        "%128, %129, p, 1, 1, 0, 0;\n}"
+        : MOE_ACC16(d, 0), MOE_ACC16(d, 16), MOE_ACC16(d, 32), MOE_ACC16(d, 48), MOE_ACC16(d, 64), MOE_ACC16(d, 80), MOE_ACC16(d, 96), MOE_ACC16(d, 112)
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+#undef MOE_ACC16
+#undef MOE_ACC4
+
+/* Keeps the compiler from moving a read of the accumulators before the wait that precedes it. */
+template <int N> __device__ __forceinline__ void multiply_done(float (&d)[N])
+{
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        asm volatile("" : "+f"(d[i])::"memory");
+}
+
+/* Four 8 x 8 blocks of 16-bit elements from accumulator layout to rows in shared memory. */
+__device__ __forceinline__ void store_matrix(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
+                                             uint32_t d)
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared16(uint32_t from)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+
+template <int COUNT> __device__ __forceinline__ void registers_give_back()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT> __device__ __forceinline__ void registers_take()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+} // namespace hopper
+
+#endif
