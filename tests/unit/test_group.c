@@ -116,7 +116,7 @@ struct coordinator {
     char endpoint[32];
     pthread_mutex_t lock;
     struct moe_rpc_call *call; /* of the session; one hold */
-    uint64_t last_epoch; /* the server's thread only, while it runs */
+    uint64_t last_epoch;       /* the server's thread only, while it runs */
 };
 
 static void hear(struct coordinator *c, const Moe__V1__SessionRequest *q)
