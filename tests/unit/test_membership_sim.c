@@ -659,11 +659,12 @@ static void expect_serving(struct world *w)
         step(w); /* stopped processes wake up, drains come to their end */
     for (int i = 0; i < 1200 && !is_serving(w); i++) {
         step(w);
-        /* The operator's part: a group that gave up, or workers that cannot load, need new ones. */
-        if (state_of(w) == MOE_GROUP_FAILED && i % 300 == 299)
-            for (uint32_t id = 0; id < w->ids; id++)
-                if (w->processes[w->current[id]].alive)
-                    end_process(w, &w->processes[w->current[id]]);
+        /* The operator's part: a group that gave up, or workers that cannot load, need new ones.
+         * Stopped predecessors that woke up and still ask for a seat go with them. */
+        bool restart = state_of(w) == MOE_GROUP_FAILED && i % 300 == 299;
+        for (size_t p = 0; restart && p < w->process_count; p++)
+            if (w->processes[p].alive)
+                end_process(w, &w->processes[p]);
     }
     struct moe_membership_group g;
     moe_membership_group(w->machine, &g);
