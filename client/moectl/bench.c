@@ -267,6 +267,14 @@ static int check(struct bench *b)
     return MOECTL_OK;
 }
 
+static bool has_answers(const struct moectl_bench_report *r)
+{
+    uint64_t answers = 0;
+    for (size_t i = 0; i < r->run_count; i++)
+        answers += r->runs[i]->latency.count;
+    return answers > 0;
+}
+
 static int report(struct bench *b)
 {
     struct moectl_bench_report *r = &b->report;
@@ -314,7 +322,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         return code;
     b.dtype = b.dtype_name[0] == 'f' ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
     struct moe_status st = work(&b);
-    if (b.report.run_count > 0)
+    if (has_answers(&b.report))
         code = report(&b);
     if (st.code != MOE_OK)
         code = moectl_fail(&st);

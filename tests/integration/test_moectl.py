@@ -255,7 +255,7 @@ class UpAndDown(unittest.TestCase):
             done = run("up", "--model", model_directory(FAMILY), "--port", str(port),
                        "--state-dir", state)
             self.assertEqual(done.returncode, FAILED, done.stderr)
-            self.assertIn("worker-0", done.stderr)
+            self.assertIn(" ended with exit code ", done.stderr)
             self.assertEqual(run("down", "--state-dir", state).returncode, NOT_FOUND)
 
     def test_a_limit_on_the_start(self):
@@ -380,6 +380,12 @@ class Forward(unittest.TestCase):
                     "--duration", "0.2")
         self.assertEqual(table.returncode, OK, table.stderr)
         self.assertIn("concurrency 1:", table.stdout)
+
+    def test_bench_without_an_answer_prints_no_figures(self):
+        done = run("bench", "--endpoint", self.group.endpoint, "--layer", str(self.layer),
+                   "--tokens", "1000000", "--duration", "0.2", "-o", "json")
+        self.assertEqual((done.returncode, done.stdout), (FAILED, ""))
+        self.assertIn("TOKEN_LIMIT", done.stderr)
 
     def test_bench_of_a_layer_that_is_not_there(self):
         done = run("bench", "--endpoint", self.group.endpoint, "--layer", "99")

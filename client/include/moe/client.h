@@ -98,7 +98,7 @@ struct moe_status moe_client_stream_open(struct moe_client *c,
 /* As moe_client_forward_async; answers may come in any order. */
 void moe_client_stream_forward(struct moe_client_stream *s, struct moe_client_forward *f,
                                moe_client_done done, void *ctx);
-/* Waits for what is in flight. Not from a callback. */
+/* Waits for what is in flight. Not from a callback. NULL is ignored. */
 void moe_client_stream_close(struct moe_client_stream *s);
 
 #ifdef __cplusplus
