@@ -87,7 +87,7 @@ static void settle(struct moe_rpc_call *c)
     MOE_INVARIANT(!c->over);
     c->over = true;
     drop_queue(c);
-    if (c->entry->method.done != NULL)
+    if (c->introduced && c->entry->method.done != NULL)
         c->entry->method.done(c, c->entry->method.ctx);
     finished(c);
 }
@@ -282,7 +282,7 @@ static void on_closed(struct moe_rpc_tag *tag, bool ok)
     moe_rpc_admission_forget(&c->shard->server->admission, c);
     if (c->core_cancelled) {
         atomic_store(&c->cancelled, true);
-        if (c->entry->method.cancelled != NULL)
+        if (c->introduced && c->entry->method.cancelled != NULL)
             c->entry->method.cancelled(c, c->entry->method.ctx);
     }
     c->batches--;
@@ -322,6 +322,7 @@ static void started(struct moe_rpc_call *c)
         moe_rpc_fail(c, moe_rpc_draining());
         return;
     }
+    c->introduced = true;
     if (method->started != NULL)
         method->started(c, method->ctx);
     if (!atomic_load(&c->ended))

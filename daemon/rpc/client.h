@@ -30,8 +30,9 @@ struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
 /* Calls in flight go on. NULL is ignored. */
 void moe_rpc_channel_close(struct moe_rpc_channel *ch);
 
-/* The end of a unary call, called exactly once. `reply` is NULL on failure and owned by the callee
- * otherwise. A server's ErrorInfo and RetryInfo are in `status`. */
+/* The end of a unary call, called exactly once (on the calling thread, before the call returns,
+ * where memory for it is exhausted). `reply` is NULL on failure and owned by the callee otherwise.
+ * A server's ErrorInfo and RetryInfo are in `status`. */
 typedef void (*moe_rpc_reply_fn)(void *ctx, struct moe_status status, struct moe_rpc_msg *reply);
 
 struct moe_rpc_call_options {
@@ -75,7 +76,8 @@ size_t moe_rpc_stream_backlog(const struct moe_rpc_stream *s);
 void moe_rpc_stream_close_send(struct moe_rpc_stream *s);
 void moe_rpc_stream_cancel(struct moe_rpc_stream *s);
 /* Gives the handle back. May be called before `closed`: the stream is cancelled then, and no
- * callback starts after this returns, unless it is called from a callback of the stream itself. */
+ * callback starts after this returns, unless it is called from a callback of the stream itself.
+ * Waits for a callback that is running: hold no lock that callbacks take. */
 void moe_rpc_stream_free(struct moe_rpc_stream *s);
 
 #endif

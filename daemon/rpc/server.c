@@ -86,6 +86,7 @@ static grpc_server *core_create(const struct moe_rpc_server_config *config, bool
         int_arg(GRPC_ARG_MAX_METADATA_SIZE, MOE_RPC_METADATA_BYTES),
         int_arg(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, MOE_RPC_FRAME_BYTES),
         int_arg(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, MOE_RPC_LOOKAHEAD_BYTES),
+        int_arg(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, MOE_RPC_KEEPALIVE_WAIT_MS),
         /* A second server on the port is an error, not a silent partner. */
         int_arg(GRPC_ARG_ALLOW_REUSEPORT, 0),
         /* A small compressed message may inflate to any size before its length is checked. */

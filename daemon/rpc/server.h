@@ -5,9 +5,10 @@
  * a call run on that shard's thread, one at a time, so handlers need no lock for their own state.
  * Functions marked [any thread] may be called from anywhere; they hand over to the shard.
  *
- * Life of a call: started -> message* -> (sent)* -> done. `done` is always called, exactly once and
- * last; user state is freed there. A unary call is answered by moe_rpc_reply or moe_rpc_fail, a
- * stream by any number of moe_rpc_send and then moe_rpc_finish. */
+ * Life of a call: started -> message* -> (sent)* -> done. `done` is called exactly once and last
+ * for every call that was started; user state is freed there. Calls that are refused before
+ * (unknown method, draining server) never reach a handler. A unary call is answered by
+ * moe_rpc_reply or moe_rpc_fail, a stream by any number of moe_rpc_send and then moe_rpc_finish. */
 #ifndef MOE_RPC_SERVER_H
 #define MOE_RPC_SERVER_H
 

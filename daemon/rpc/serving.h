@@ -69,6 +69,7 @@ struct moe_rpc_call {
     bool headers_sent;   /* initial metadata has been put into a batch */
     bool half_closed;    /* the client sends no more */
     int core_cancelled;  /* written by the core */
+    bool introduced;     /* the handler knows of the call */
     bool counted;        /* in the server's `active` */
     bool linked_endless; /* in the server's list of endless calls */
     grpc_byte_buffer *received;
