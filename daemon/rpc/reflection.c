@@ -221,6 +221,8 @@ void moe_rpc_reflection_destroy(struct moe_rpc_reflection *r)
 
 /* ------------------------------------------------------------------ answers */
 
+#define QUESTION(name) GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST_##name
+
 typedef Grpc__Reflection__V1__ServerReflectionRequest request_t;
 typedef Grpc__Reflection__V1__ServerReflectionResponse response_t;
 
@@ -247,19 +249,19 @@ static size_t collect(const struct moe_rpc_reflection *r, const struct file *fir
                       ProtobufCBinaryData out[FILES_MAX])
 {
     bool seen[FILES_MAX] = {false};
-    const struct file *todo[FILES_MAX];
+    const struct file *reached[FILES_MAX];
     size_t count = 0;
-    todo[count++] = first;
+    reached[count++] = first;
     seen[first - r->files] = true;
     for (size_t i = 0; i < count; i++) {
-        out[i] = (ProtobufCBinaryData){.data = (uint8_t *)(uintptr_t)todo[i]->content.bytes,
-                                       .len = todo[i]->content.length};
-        for (size_t d = 0; d < todo[i]->dependency_count; d++) {
-            const struct file *file = find_file(r, todo[i]->dependencies[d]);
+        out[i] = (ProtobufCBinaryData){.data = (uint8_t *)(uintptr_t)reached[i]->content.bytes,
+                                       .len = reached[i]->content.length};
+        for (size_t d = 0; d < reached[i]->dependency_count; d++) {
+            const struct file *file = find_file(r, reached[i]->dependencies[d]);
             if (file == NULL || seen[file - r->files])
                 continue;
             seen[file - r->files] = true;
-            todo[count++] = file;
+            reached[count++] = file;
         }
     }
     return count;
@@ -343,19 +345,17 @@ static void answer(struct moe_rpc_call *call, const struct moe_rpc_reflection *r
                    request_t *request)
 {
     switch (request->message_request_case) {
-    case GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST_LIST_SERVICES:
-        send_services(call, r, request);
-        break;
-    case GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST_FILE_BY_FILENAME:
+    case QUESTION(LIST_SERVICES): send_services(call, r, request); break;
+    case QUESTION(FILE_BY_FILENAME):
         send_file(call, r, request,
                   find_file(r, (struct span){(const uint8_t *)request->file_by_filename,
                                              strlen(request->file_by_filename)}));
         break;
-    case GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST_FILE_CONTAINING_SYMBOL:
+    case QUESTION(FILE_CONTAINING_SYMBOL):
         send_file(call, r, request, find_symbol(r, request->file_containing_symbol));
         break;
-    case GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST_FILE_CONTAINING_EXTENSION:
-    case GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST_ALL_EXTENSION_NUMBERS_OF_TYPE:
+    case QUESTION(FILE_CONTAINING_EXTENSION):
+    case QUESTION(ALL_EXTENSION_NUMBERS_OF_TYPE):
         send_error(call, request, MOE_NOT_FOUND, "there are no extensions here");
         break;
     default: send_error(call, request, MOE_INVALID_ARGUMENT, "no question was asked"); break;

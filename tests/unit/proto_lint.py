@@ -3,8 +3,8 @@ package moe.v1. First every rule is shown a file that breaks it and must say so.
 
     proto_lint.py DESCRIPTORS.pb
 
-Rule names are Buf's (https://buf.build/docs/lint/rules); those that start with SUBSET are ours: what
-protobuf-c 1.4 compiles, and what the tensor framing relies on."""
+Rule names are Buf's (https://buf.build/docs/lint/rules); those that start with SUBSET are ours:
+what protobuf-c 1.4 compiles, and what the tensor framing relies on."""
 
 import re
 import sys
@@ -239,7 +239,8 @@ BREAKS = {
     "IMPORT_USED": lambda f, e: f.message_type[1].field.remove(f.message_type[1].field[1]),
     "MESSAGE_PASCAL_CASE": lambda f, e: set_to(f.message_type[0], "name", "do_request"),
     "FIELD_LOWER_SNAKE_CASE": lambda f, e: set_to(f.message_type[0].field[0], "name", "Value"),
-    "ONEOF_LOWER_SNAKE_CASE": lambda f, e: set_to(f.message_type[1].oneof_decl[0], "name", "payLoad"),
+    "ONEOF_LOWER_SNAKE_CASE": lambda f, e: set_to(
+        f.message_type[1].oneof_decl[0], "name", "payLoad"),
     "ENUM_PASCAL_CASE": lambda f, e: set_to(e, "name", "Kind_Of_Thing"),
     "ENUM_NO_ALLOW_ALIAS": lambda f, e: set_to(e.options, "allow_alias", True),
     "ENUM_FIRST_VALUE_ZERO": lambda f, e: set_to(e.value[0], "number", 2),
