@@ -103,6 +103,8 @@ class Group:
         self.endpoint = self.process.stdout.readline().strip()
         if not self.endpoint:
             self.process.wait()
+            self.process.stdout.close()
+            shutil.rmtree(self.state, ignore_errors=True)
             raise RuntimeError("moectl up failed with exit code %d" % self.process.returncode)
 
     def description(self):

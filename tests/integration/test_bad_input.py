@@ -99,7 +99,7 @@ class BadInput(unittest.TestCase):
 
     def test_message_over_the_limit(self):
         with self.assertRaises(grpc.RpcError) as failure:
-            wire.forward(self.channel, self.request(x_data=bytes(80 << 20)))
+            wire.forward(self.channel, self.request(x_data=bytes(160 << 20)))
         self.assertEqual(failure.exception.code(), grpc.StatusCode.RESOURCE_EXHAUSTED)
 
     def test_expert_id_too_large(self):
