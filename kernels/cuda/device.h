@@ -7,15 +7,17 @@
 #ifndef MOE_CUDA_DEVICE_H
 #define MOE_CUDA_DEVICE_H
 
+#include "cuda/check.h"
+
+#include <pthread.h>
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 #include "moe/backend.h"
 
-#include "cuda/check.h"
-
-#include <pthread.h>
+struct moe_cuda_moved;
 
 enum {
     MOE_CUDA_WORKSPACE = 32 << 20, /* bytes of cuBLASLt's workspace: what it advises for Hopper */
@@ -28,7 +30,9 @@ struct moe_device {
     int multiprocessors;
     char gpu_name[48];
     uint64_t memory_bytes;
-    uint64_t used_bytes; /* atomic */
+    uint64_t used_bytes;          /* atomic */
+    pthread_mutex_t memory_lock;  /* guards the list */
+    struct moe_cuda_moved *moved; /* device memory that is not what the driver gave */
 
     /* Parts and whole steps compute on `compute`. Rows come in and go out on streams of their own,
      * so that they overlap the step between them. */
@@ -41,7 +45,8 @@ struct moe_device {
     pthread_mutex_t staging_lock;
     cudaStream_t upload;
     void *staging[2];
-    cudaEvent_t staged[2]; /* the copy out of this half is done */
+    uint32_t next_half;
+    cudaEvent_t staged[2]; /* what left this half is in its place */
     void *landing[2];      /* device side of each half: weights are laid out from here */
 };
 

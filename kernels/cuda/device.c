@@ -1,0 +1,305 @@
+/* Opens a GPU, takes and gives memory, and keeps the account of it; see device.h. It computes
+ * nothing itself. */
+#include "cuda/device.h"
+
+#include "cuda/backend.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+enum {
+    PAGE = 4096,     /* alignment of all memory that is handed out */
+    OLDEST_ARCH = 80 /* kernels are built for this and newer */
+};
+
+/* The driver's small allocations are not page aligned: where they were moved, and from where. */
+struct moe_cuda_moved {
+    struct moe_cuda_moved *next;
+    void *given, *base;
+};
+
+/* ---------------------------------------------------------------- open, close */
+
+static struct moe_status no_host_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for a device");
+}
+
+bool moe_cuda_available(void)
+{
+    int count = 0;
+    cudaError_t rc = cudaGetDeviceCount(&count);
+    return rc == cudaSuccess && count > 0;
+}
+
+struct moe_status moe_cuda_device_use(const struct moe_device *device)
+{
+    return MOE_CUDA(cudaSetDevice(device->ordinal));
+}
+
+static struct moe_status read_properties(struct moe_device *device)
+{
+    int count = 0;
+    MOE_TRY(MOE_CUDA(cudaGetDeviceCount(&count)));
+    if (device->ordinal < 0 || device->ordinal >= count)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "there is no CUDA device %d: %d are visible", device->ordinal, count);
+    struct cudaDeviceProp p;
+    MOE_TRY(moe_cuda_device_use(device));
+    MOE_TRY(MOE_CUDA(cudaGetDeviceProperties(&p, device->ordinal)));
+    device->arch = 10 * p.major + p.minor;
+    device->multiprocessors = p.multiProcessorCount;
+    device->memory_bytes = p.totalGlobalMem;
+    snprintf(device->gpu_name, sizeof device->gpu_name, "%.47s", p.name);
+    if (device->arch < OLDEST_ARCH)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "%s has compute capability %d.%d: at least %d.%d is needed", p.name,
+                         p.major, p.minor, OLDEST_ARCH / 10, OLDEST_ARCH % 10);
+    return moe_ok();
+}
+
+static struct moe_status make_streams(struct moe_device *device)
+{
+    cudaStream_t *streams[] = {&device->compute, &device->copy_in, &device->copy_out,
+                               &device->upload};
+    for (size_t i = 0; i < sizeof streams / sizeof *streams; i++)
+        MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(streams[i], cudaStreamNonBlocking)));
+    for (int i = 0; i < 2; i++)
+        MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&device->staged[i], cudaEventDisableTiming)));
+    return moe_ok();
+}
+
+static struct moe_status make_buffers(struct moe_device *device)
+{
+    MOE_TRY(MOE_CUBLAS(cublasLtCreate(&device->lt)));
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, MOE_CUDA_WORKSPACE, &device->workspace));
+    for (int i = 0; i < 2; i++) {
+        MOE_TRY(
+            moe_cuda_mem_alloc(device, MOE_MEM_HOST, MOE_CUDA_STAGING_BYTES, &device->staging[i]));
+        MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, MOE_CUDA_STAGING_BYTES,
+                                   &device->landing[i]));
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_cuda_device_open(const struct moe_device_config *config,
+                                       struct moe_device **out)
+{
+    struct moe_device *device = calloc(1, sizeof *device);
+    if (device == NULL)
+        return no_host_memory();
+    device->ordinal = config->ordinal;
+    pthread_mutex_init(&device->memory_lock, NULL);
+    pthread_mutex_init(&device->staging_lock, NULL);
+    struct moe_status st;
+    MOE_TRY_GOTO(st, read_properties(device), fail);
+    MOE_TRY_GOTO(st, make_streams(device), fail);
+    MOE_TRY_GOTO(st, make_buffers(device), fail);
+    *out = device;
+    return st;
+fail:
+    moe_cuda_device_close(device);
+    return st;
+}
+
+/* What goes wrong here has been reported by an earlier call, or concerns nobody any more. */
+void moe_cuda_device_close(struct moe_device *device)
+{
+    if (device == NULL)
+        return;
+    cudaStream_t streams[] = {device->compute, device->copy_in, device->copy_out, device->upload};
+    (void)cudaSetDevice(device->ordinal);
+    for (size_t i = 0; i < sizeof streams / sizeof *streams; i++)
+        if (streams[i] != NULL) {
+            (void)cudaStreamSynchronize(streams[i]);
+            (void)cudaStreamDestroy(streams[i]);
+        }
+    for (int i = 0; i < 2; i++) {
+        if (device->staged[i] != NULL)
+            (void)cudaEventDestroy(device->staged[i]);
+        moe_cuda_mem_free(device, MOE_MEM_HOST, device->staging[i], MOE_CUDA_STAGING_BYTES);
+        moe_cuda_mem_free(device, MOE_MEM_DEVICE, device->landing[i], MOE_CUDA_STAGING_BYTES);
+    }
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, device->workspace, MOE_CUDA_WORKSPACE);
+    if (device->lt != NULL)
+        (void)cublasLtDestroy(device->lt);
+    pthread_mutex_destroy(&device->memory_lock);
+    pthread_mutex_destroy(&device->staging_lock);
+    free(device);
+}
+
+void moe_cuda_device_info(struct moe_device *device, struct moe_device_info *out)
+{
+    snprintf(out->name, sizeof out->name, "%s, device %d", device->gpu_name, device->ordinal);
+    out->memory_bytes = device->memory_bytes;
+    out->used_bytes = __atomic_load_n(&device->used_bytes, __ATOMIC_RELAXED);
+}
+
+struct moe_status moe_cuda_device_finish(struct moe_device *device)
+{
+    return MOE_CUDA(cudaStreamSynchronize(device->compute));
+}
+
+/* --------------------------------------------------------------------- account */
+
+static struct moe_status does_not_fit(size_t bytes, size_t free_bytes)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                     "%zu bytes do not fit: %zu are free", bytes, free_bytes);
+}
+
+static void add_used(struct moe_device *device, size_t bytes)
+{
+    (void)__atomic_add_fetch(&device->used_bytes, bytes, __ATOMIC_RELAXED);
+}
+
+/* The driver's figure also counts what other libraries and other processes hold. */
+static struct moe_status check_room(size_t bytes)
+{
+    size_t free_bytes = 0, total = 0;
+    MOE_TRY(MOE_CUDA(cudaMemGetInfo(&free_bytes, &total)));
+    return bytes <= free_bytes ? moe_ok() : does_not_fit(bytes, free_bytes);
+}
+
+struct moe_status moe_cuda_device_charge(struct moe_device *device, size_t bytes)
+{
+    MOE_TRY(moe_cuda_device_use(device));
+    MOE_TRY(check_room(bytes));
+    add_used(device, bytes);
+    return moe_ok();
+}
+
+void moe_cuda_device_discharge(struct moe_device *device, size_t bytes)
+{
+    uint64_t before = __atomic_fetch_sub(&device->used_bytes, bytes, __ATOMIC_RELAXED);
+    MOE_INVARIANT(before >= bytes);
+}
+
+/* ---------------------------------------------------------------------- memory */
+
+static bool page_aligned(const void *p)
+{
+    return (uintptr_t)p % PAGE == 0;
+}
+
+/* Takes a page more than asked for and remembers what to give back. */
+static struct moe_status alloc_moved(struct moe_device *device, size_t bytes, void **out)
+{
+    struct moe_cuda_moved *m = malloc(sizeof *m);
+    if (m == NULL)
+        return no_host_memory();
+    struct moe_status st = MOE_CUDA(cudaMalloc(&m->base, bytes + PAGE));
+    if (moe_failed(&st)) {
+        free(m);
+        return st;
+    }
+    m->given = (void *)(((uintptr_t)m->base + PAGE - 1) / PAGE * PAGE);
+    pthread_mutex_lock(&device->memory_lock);
+    m->next = device->moved;
+    device->moved = m;
+    pthread_mutex_unlock(&device->memory_lock);
+    *out = m->given;
+    return moe_ok();
+}
+
+/* What the driver gave for `p`. */
+static void *base_of(struct moe_device *device, void *p)
+{
+    pthread_mutex_lock(&device->memory_lock);
+    struct moe_cuda_moved **at = &device->moved;
+    while (*at != NULL && (*at)->given != p)
+        at = &(*at)->next;
+    struct moe_cuda_moved *m = *at;
+    if (m != NULL)
+        *at = m->next;
+    pthread_mutex_unlock(&device->memory_lock);
+    if (m == NULL)
+        return p;
+    void *base = m->base;
+    free(m);
+    return base;
+}
+
+static struct moe_status alloc_device(struct moe_device *device, size_t bytes, void **out)
+{
+    void *p = NULL;
+    MOE_TRY(check_room(bytes));
+    MOE_TRY(MOE_CUDA(cudaMalloc(&p, bytes)));
+    if (!page_aligned(p)) {
+        (void)cudaFree(p);
+        MOE_TRY(alloc_moved(device, bytes, &p));
+    }
+    *out = p;
+    struct moe_status st = MOE_CUDA(cudaMemsetAsync(p, 0, bytes, device->upload));
+    return moe_failed(&st) ? st : MOE_CUDA(cudaStreamSynchronize(device->upload));
+}
+
+static struct moe_status alloc_host(size_t bytes, void **out)
+{
+    size_t physical = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    if (bytes > physical) /* the system would kill somebody rather than refuse */
+        return does_not_fit(bytes, physical);
+    MOE_TRY(MOE_CUDA(cudaHostAlloc(out, bytes, cudaHostAllocPortable)));
+    memset(*out, 0, bytes);
+    return moe_ok();
+}
+
+struct moe_status moe_cuda_mem_alloc(struct moe_device *device, enum moe_mem kind, size_t bytes,
+                                     void **out)
+{
+    *out = NULL;
+    if (bytes == 0)
+        return moe_ok();
+    MOE_TRY(moe_cuda_device_use(device));
+    void *p = NULL;
+    struct moe_status st =
+        kind == MOE_MEM_DEVICE ? alloc_device(device, bytes, &p) : alloc_host(bytes, &p);
+    if (p != NULL)
+        add_used(device, bytes);
+    if (moe_failed(&st)) {
+        moe_cuda_mem_free(device, kind, p, bytes);
+        return st;
+    }
+    *out = p;
+    return moe_ok();
+}
+
+void moe_cuda_mem_free(struct moe_device *device, enum moe_mem kind, void *p, size_t bytes)
+{
+    if (p == NULL)
+        return;
+    (void)cudaSetDevice(device->ordinal);
+    if (kind == MOE_MEM_DEVICE)
+        (void)cudaFree(base_of(device, p));
+    else
+        (void)cudaFreeHost(p);
+    moe_cuda_device_discharge(device, bytes);
+}
+
+struct moe_status moe_cuda_mem_copy(struct moe_device *device, void *dst, const void *src,
+                                    size_t bytes)
+{
+    if (bytes == 0)
+        return moe_ok();
+    MOE_TRY(moe_cuda_device_use(device));
+    MOE_TRY(MOE_CUDA(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, device->upload)));
+    return MOE_CUDA(cudaStreamSynchronize(device->upload));
+}
+
+struct moe_status moe_cuda_buffer_reserve(struct moe_device *device, struct moe_cuda_buffer *buffer,
+                                          size_t bytes)
+{
+    if (bytes <= buffer->bytes)
+        return moe_ok();
+    moe_cuda_buffer_free(device, buffer);
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &buffer->data));
+    buffer->bytes = bytes;
+    return moe_ok();
+}
+
+void moe_cuda_buffer_free(struct moe_device *device, struct moe_cuda_buffer *buffer)
+{
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, buffer->data, buffer->bytes);
+    *buffer = (struct moe_cuda_buffer){0};
+}

@@ -1,0 +1,37 @@
+/* What every backend demands of a layer before it computes anything: checked once, when the layer
+ * is created and when its weights come in, so that the compute parts need no checks of their own.
+ */
+#ifndef MOE_LAYER_RULES_H
+#define MOE_LAYER_RULES_H
+
+#include "base/status.h"
+#include "moe/layer_spec.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Spec and placement are possible, alone and together, and `slot` exists.
+ * Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID. */
+struct moe_status moe_layer_check(const struct moe_layer_spec *spec,
+                                  const struct moe_placement *placement, uint32_t slot) MOE_CHECKED;
+
+/* `bytes` of `dtype` are weight `weight` (of one expert, for an expert's) of such a layer.
+ * Errors: MOE_INVALID_ARGUMENT with TENSOR_INVALID or DTYPE_UNSUPPORTED. */
+struct moe_status moe_layer_check_tensor(const struct moe_layer_spec *spec, enum moe_weight weight,
+                                         enum moe_dtype dtype, size_t bytes) MOE_CHECKED;
+
+/* A vector of summands rather than a matrix: kept in fp32 by every backend. */
+bool moe_weight_is_bias(enum moe_weight weight);
+
+/* "shared gate vector"; for people. */
+const char *moe_weight_name(enum moe_weight weight);
+
+/* Whether the placement puts a copy of the expert on the slot. */
+bool moe_placement_has(const struct moe_placement *placement, uint32_t expert, uint32_t slot);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
