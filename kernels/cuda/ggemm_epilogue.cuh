@@ -55,14 +55,15 @@ __device__ __forceinline__ float activate(const params &p, float gate, float up)
     return __fdividef(gate, 1.0f + __expf(-p.alpha * gate)) * (up + p.shift);
 }
 
-/* Two columns of the bias that this thread's accumulators 4j.. belong to; zero behind the edge. */
-__device__ __forceinline__ float2 bias_pair(const params &p, uint32_t expert, uint32_t column,
-                                            uint32_t j)
+/* The bias of this thread's two columns of the output's block of 8 at `column`; zero behind the
+ * edge. */
+__device__ __forceinline__ float2 bias_pair(const params &p, const float *bias, uint32_t expert,
+                                            uint32_t column)
 {
-    const uint32_t at = column + 8 * j + threadIdx.x % 4 * 2;
-    if (at >= p.n)
+    const uint32_t at = column + threadIdx.x % 4 * 2;
+    if (at >= p.out_n)
         return make_float2(0.0f, 0.0f);
-    return __ldg(reinterpret_cast<const float2 *>(p.bias + size_t(expert) * p.n + at));
+    return __ldg(reinterpret_cast<const float2 *>(bias + size_t(expert) * p.out_n + at));
 }
 
 /* acc = w_product * acc + w_bias * bias, each weight being the row's or 1. */
@@ -80,7 +81,7 @@ __device__ __forceinline__ void finish_plain(const params &p, float (&acc)[N], u
     const float upper = p.weigh_bias ? w.upper : 1.0f, lower = p.weigh_bias ? w.lower : 1.0f;
 #pragma unroll
     for (uint32_t j = 0; j < N / 4; j++) {
-        const float2 b = bias_pair(p, expert, column, j);
+        const float2 b = bias_pair(p, p.bias, expert, column + 8 * j);
         acc[4 * j] += upper * b.x;
         acc[4 * j + 1] += upper * b.y;
         acc[4 * j + 2] += lower * b.x;
@@ -96,7 +97,8 @@ __device__ __forceinline__ void finish_gated(const params &p, float (&acc)[N], u
     if (p.bias != nullptr) {
 #pragma unroll
         for (uint32_t j = 0; j < N / 4; j++) {
-            const float2 b = bias_pair(p, expert, column, j);
+            const float2 b = bias_pair(p, j % 2 == 0 ? p.bias : p.up_bias, expert,
+                                       column + j / 2 * 8);
             acc[4 * j] += b.x;
             acc[4 * j + 1] += b.y;
             acc[4 * j + 2] += b.x;
@@ -200,26 +202,26 @@ __device__ __forceinline__ void store_f32(const params &p, const float (&v)[N], 
     }
 }
 
-/* One warp's 16 rows of a tile, of which `rows` exist (none or less: nothing happens). `column`
- * counts weight rows, that is, gate and up apart. */
+/* One warp's 16 rows of a tile, of which `rows` exist (none or less: nothing happens).
+ * `weight_row` is the tile's first; gate and up count apart there. */
 template <bool GATED, bool F32, uint32_t N>
 __device__ __forceinline__ void store_tile(const params &p, float (&acc)[N], staging &stage,
                                            uint32_t expert, uint32_t row, int rows,
-                                           uint32_t column, row_weights w)
+                                           uint32_t weight_row, row_weights w)
 {
     constexpr uint32_t COLUMNS = GATED ? N : 2 * N;
     const uint32_t exist = rows < int(STORE_ROWS) ? uint32_t(rows) : STORE_ROWS;
+    const uint32_t column = GATED ? weight_row / 2 : weight_row;
     if (rows <= 0)
         return;
     if constexpr (GATED)
         finish_gated(p, acc, expert, column, w);
     else
         finish_plain(p, acc, expert, column, w);
-    const uint32_t out_column = GATED ? column / 2 : column;
     if constexpr (F32)
-        store_f32<COLUMNS>(p, acc, row, exist, out_column);
+        store_f32<COLUMNS>(p, acc, row, exist, column);
     else
-        store_bf16<COLUMNS>(p, acc, stage, row, exist, out_column);
+        store_bf16<COLUMNS>(p, acc, stage, row, exist, column);
 }
 
 } // namespace ggemm

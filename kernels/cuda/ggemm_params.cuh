@@ -31,12 +31,14 @@ struct params {
     CUtensorMap out;        /* [row_capacity, out_n], box of one warp's store; bf16 output only */
     void *out_rows;         /* [row_capacity, out_n] */
     const uint32_t *start, *count; /* [experts] */
-    const float *bias;       /* [experts, n] in the order of the weights' rows, or NULL */
+    const float *bias;       /* [experts, out_n], or NULL; gated: of gate */
+    const float *up_bias;    /* gated: [experts, out_n] */
     const float *row_weight; /* [row_capacity], or NULL = 1 */
-    uint32_t experts, n, k;
+    uint32_t experts;
+    uint32_t n, k;           /* rows and columns of an expert's weights */
     uint32_t out_n;          /* n, or n / 2 where gate and up become one */
-    bool weigh_product;      /* the row weight multiplies product (or activation) ... */
-    bool weigh_bias;         /* ... and bias, of a layer without activation */
+    bool weigh_product;      /* the row weight multiplies the product; gated: the activation */
+    bool weigh_bias;         /* plain: it multiplies the bias */
     float limit, alpha, shift; /* activation, see ggemm_epilogue.cuh */
 };
 
@@ -76,7 +78,7 @@ template <uint32_t ROWS, uint32_t COLUMNS> class tile_walk
     uint32_t expert = 0;
     uint32_t row;    /* first row of the tile, in the buffer of all experts */
     uint32_t rows;   /* of the tile that exist, 1..ROWS */
-    uint32_t column; /* first output column before gate and up become one */
+    uint32_t weight_row; /* first of the expert's weight rows; one is one column of the product */
     bool only_row_tile; /* no other tile reads these weights */
 
     __device__ __forceinline__ tile_walk(const params &p, const uint32_t *first)
@@ -130,7 +132,7 @@ template <uint32_t ROWS, uint32_t COLUMNS> class tile_walk
         const uint32_t height = min(STRIP, row_tiles - strip * STRIP);
         const uint32_t column_tile = within / height;
         const uint32_t row_tile = strip * STRIP + within - column_tile * height;
-        column = column_tile * COLUMNS;
+        weight_row = column_tile * COLUMNS;
         row = start_ + row_tile * ROWS;
         rows = min(ROWS, count_ - row_tile * ROWS);
         only_row_tile = row_tiles == 1;

@@ -57,7 +57,7 @@ __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_share
 #pragma unroll
         for (uint32_t slab = 0; slab < SLABS; slab++)
             store_tile<GATED, F32>(p, acc[slab], stage, tile.expert, row + slab * MMA_ROWS,
-                                   rows - int(slab * MMA_ROWS), tile.column, w[slab]);
+                                   rows - int(slab * MMA_ROWS), tile.weight_row, w[slab]);
     }
     if (threadIdx.x % WARP == 0)
         hopper::store_wait_all();
@@ -67,6 +67,7 @@ template <bool GATED, bool F32>
 __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
     pingpong_kernel(const __grid_constant__ params p)
 {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t memory[];
     auto &s = *reinterpret_cast<pingpong_shared *>(memory);
     const uint32_t group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
@@ -86,6 +87,7 @@ __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
         hopper::registers_take<232>();
         pingpong_consume<GATED, F32>(p, s, group);
     }
+#endif
 }
 
 } // namespace ggemm

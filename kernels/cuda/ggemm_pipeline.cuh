@@ -69,10 +69,10 @@ produce(const params &p, shared<ROWS, COLUMNS, STAGES, CONSUMERS> &s)
             hopper::barrier_wait(&s.empty[at.stage], at.phase ^ 1);
             hopper::barrier_expect(full, bytes);
             if (ROWS == MMA_ROWS && tile.only_row_tile)
-                hopper::load_box3_once(s.b[at.stage], &p.weights, full, step * DEPTH, tile.column,
+                hopper::load_box3_once(s.b[at.stage], &p.weights, full, step * DEPTH, tile.weight_row,
                                        tile.expert, once);
             else
-                hopper::load_box3(s.b[at.stage], &p.weights, full, step * DEPTH, tile.column,
+                hopper::load_box3(s.b[at.stage], &p.weights, full, step * DEPTH, tile.weight_row,
                                   tile.expert);
             hopper::load_box(s.a[at.stage], rows, full, step * DEPTH, tile.row);
             at.advance();

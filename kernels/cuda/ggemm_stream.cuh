@@ -36,7 +36,7 @@ __device__ __forceinline__ void stream_consume(const params &p,
         const row_weights w = load_row_weights(p, row, rows > 0 ? uint32_t(rows) : 0);
         const uint32_t last = multiply_tile(s, at, steps, acc);
         finish_product(s, last, acc);
-        store_tile<GATED, F32>(p, acc[0], stage, tile.expert, row, rows, tile.column, w);
+        store_tile<GATED, F32>(p, acc[0], stage, tile.expert, row, rows, tile.weight_row, w);
     }
     if (threadIdx.x % WARP == 0)
         hopper::store_wait_all();
@@ -46,6 +46,7 @@ template <uint32_t COLUMNS, uint32_t STAGES, bool GATED, bool F32>
 __global__ void __launch_bounds__(STREAM_THREADS, 1)
     stream_kernel(const __grid_constant__ params p)
 {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t memory[];
     auto &s = *reinterpret_cast<stream_shared<COLUMNS, STAGES> *>(memory);
     const uint32_t warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
@@ -61,6 +62,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1)
         stream_consume<COLUMNS, STAGES, GATED, F32>(p, s);
     else if (threadIdx.x == WARPGROUP)
         produce<MMA_ROWS, STORE_ROWS>(p, s);
+#endif
 }
 
 } // namespace ggemm

@@ -1,0 +1,193 @@
+/* Host side of the grouped GEMM: checks the shape, describes the buffers to the copy engine, picks
+ * the instance and launches it. The kernels are in ggemm_stream.cuh and ggemm_pingpong.cuh. */
+#include "cuda/ggemm.h"
+
+#include "cuda/check.h"
+#include "ggemm_pingpong.cuh"
+#include "ggemm_stream.cuh"
+
+#include <cuda_runtime.h>
+#include <limits>
+
+namespace
+{
+
+constexpr uint32_t DECODE_COLUMNS = 128, DECODE_STAGES = 8;
+constexpr uint32_t MIDDLE_COLUMNS = 256, MIDDLE_STAGES = 5;
+constexpr uint64_t MAX_TILES = UINT64_C(1) << 31; /* tile numbers are 32 bits, with room to step */
+
+typedef void (*kernel)(const ggemm::params);
+
+struct instance {
+    kernel run[2][2]; /* [gated][fp32 output] */
+    uint32_t threads, short_rows;
+    size_t shared_bytes;
+};
+
+
+/* Indexed by enum moe_cuda_gemm_tile. */
+const instance instances[] = {
+    {{{ggemm::stream_kernel<DECODE_COLUMNS, DECODE_STAGES, false, false>,
+       ggemm::stream_kernel<DECODE_COLUMNS, DECODE_STAGES, false, true>},
+      {ggemm::stream_kernel<DECODE_COLUMNS, DECODE_STAGES, true, false>,
+       ggemm::stream_kernel<DECODE_COLUMNS, DECODE_STAGES, true, true>}},
+     ggemm::STREAM_THREADS,
+     ggemm::STORE_ROWS,
+     sizeof(ggemm::stream_shared<DECODE_COLUMNS, DECODE_STAGES>)},
+    {{{ggemm::stream_kernel<MIDDLE_COLUMNS, MIDDLE_STAGES, false, false>,
+       ggemm::stream_kernel<MIDDLE_COLUMNS, MIDDLE_STAGES, false, true>},
+      {ggemm::stream_kernel<MIDDLE_COLUMNS, MIDDLE_STAGES, true, false>,
+       ggemm::stream_kernel<MIDDLE_COLUMNS, MIDDLE_STAGES, true, true>}},
+     ggemm::STREAM_THREADS,
+     ggemm::STORE_ROWS,
+     sizeof(ggemm::stream_shared<MIDDLE_COLUMNS, MIDDLE_STAGES>)},
+    {{{ggemm::pingpong_kernel<false, false>, ggemm::pingpong_kernel<false, true>},
+      {ggemm::pingpong_kernel<true, false>, ggemm::pingpong_kernel<true, true>}},
+     ggemm::PINGPONG_THREADS,
+     ggemm::MMA_ROWS,
+     sizeof(ggemm::pingpong_shared)},
+};
+static_assert(sizeof instances / sizeof *instances == MOE_CUDA_TILE_COUNT, "one instance per tile");
+
+typedef decltype(&cuTensorMapEncodeTiled) encode_fn;
+
+moe_status find_encoder(encode_fn *out)
+{
+    void *entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    MOE_TRY(MOE_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
+                                                      cudaEnableDefault, &found)));
+    if (found != cudaDriverEntryPointSuccess || entry == nullptr)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "the CUDA driver is too old for tensor maps");
+    *out = reinterpret_cast<encode_fn>(entry);
+    return moe_ok();
+}
+
+struct buffer {
+    const void *data;
+    uint32_t rows, columns, entries;
+};
+
+/* Boxes are 64 columns (128 bytes, one swizzled row of a stage) by `box_rows`, of one entry.
+ * Elements outside are read as zeros and never written. */
+moe_status encode(encode_fn encoder, CUtensorMap *map, const buffer &b, uint32_t box_rows,
+                  uint32_t rank)
+{
+    const cuuint64_t row_bytes = cuuint64_t(b.columns) * 2;
+    const cuuint64_t sizes[3] = {b.columns, b.rows, b.entries};
+    const cuuint64_t strides[2] = {row_bytes, row_bytes * b.rows};
+    const cuuint32_t box[3] = {ggemm::DEPTH, box_rows, 1};
+    const cuuint32_t steps[3] = {1, 1, 1};
+    const CUresult rc = encoder(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank,
+                                const_cast<void *>(b.data), sizes, strides, box, steps,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (rc != CUDA_SUCCESS)
+        return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
+                         "cuTensorMapEncodeTiled: error %d for %u x %u x %u", int(rc), b.entries,
+                         b.rows, b.columns);
+    return moe_ok();
+}
+
+moe_status check_shape(const moe_cuda_ggemm &g)
+{
+    const uint64_t row_tiles = uint64_t(g.row_capacity) / ggemm::MMA_ROWS + g.experts;
+    const uint64_t column_tiles = (uint64_t(g.n) * 2 + DECODE_COLUMNS - 1) / DECODE_COLUMNS;
+    if (g.tile >= MOE_CUDA_TILE_COUNT || g.experts == 0 || g.experts > MOE_MAX_EXPERTS ||
+        g.row_capacity == 0 || g.n == 0 || g.k == 0 || g.n % 8 != 0 || g.k % 8 != 0 ||
+        g.n > UINT32_MAX / 4 || row_tiles * column_tiles > MAX_TILES)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "grouped GEMM: %u experts, %u rows, %u x %u is out of range", g.experts,
+                         g.row_capacity, g.n, g.k);
+    if (g.out_dtype != MOE_DTYPE_BF16 && g.out_dtype != MOE_DTYPE_F32)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
+                         "grouped GEMM: output dtype %d", int(g.out_dtype));
+    if (g.gated && (g.bias == nullptr) != (g.up_bias == nullptr))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "grouped GEMM: one bias of gate and up is missing");
+    return moe_ok();
+}
+
+void set_activation(const moe_cuda_ggemm &g, ggemm::params *p)
+{
+    const bool oai = g.activation == MOE_ACT_SWIGLU_OAI;
+    p->limit = g.activation == MOE_ACT_SWIGLU ? std::numeric_limits<float>::infinity() : g.limit;
+    p->alpha = oai ? g.alpha : 1.0f;
+    p->shift = oai ? 1.0f : 0.0f;
+}
+
+void set_weighting(const moe_cuda_ggemm &g, ggemm::params *p)
+{
+    const bool early = g.weighting == MOE_WEIGHT_OUTPUT_EARLY;
+    const bool late = g.weighting == MOE_WEIGHT_OUTPUT_LATE;
+    p->weigh_product = g.gated ? early : late;
+    p->weigh_bias = !g.gated && (early || late);
+    p->row_weight = p->weigh_product || p->weigh_bias ? g.row_weight : nullptr;
+}
+
+moe_status make_params(const moe_cuda_ggemm &g, const instance &use, ggemm::params *p)
+{
+    const struct moe_cuda_tile_shape shape = moe_cuda_tile_shape(g.tile);
+    const uint32_t weight_rows = g.gated ? 2 * g.n : g.n;
+    const buffer x = {g.x, g.row_capacity, g.k, 1};
+    const buffer weights = {g.weights, weight_rows, g.k, g.experts};
+    const buffer out = {g.out, g.row_capacity, g.n, 1};
+    encode_fn encoder;
+    MOE_TRY(find_encoder(&encoder));
+    MOE_TRY(encode(encoder, &p->rows, x, shape.rows, 2));
+    MOE_TRY(encode(encoder, &p->rows_short, x, use.short_rows, 2));
+    MOE_TRY(encode(encoder, &p->weights, weights, shape.columns, 3));
+    if (g.out_dtype == MOE_DTYPE_BF16)
+        MOE_TRY(encode(encoder, &p->out, out, ggemm::STORE_ROWS, 2));
+    p->out_rows = g.out;
+    p->start = g.start;
+    p->count = g.count;
+    p->bias = g.bias;
+    p->up_bias = g.up_bias;
+    p->experts = g.experts;
+    p->n = weight_rows;
+    p->k = g.k;
+    p->out_n = g.n;
+    set_weighting(g, p);
+    set_activation(g, p);
+    return moe_ok();
+}
+
+/* Of the device that is current on this thread. */
+moe_status device_facts(int *major, int *processors)
+{
+    int device;
+    MOE_TRY(MOE_CUDA(cudaGetDevice(&device)));
+    MOE_TRY(MOE_CUDA(cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, device)));
+    return MOE_CUDA(cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device));
+}
+
+} // namespace
+
+extern "C" bool moe_cuda_ggemm_serves(uint32_t n, uint32_t k)
+{
+    int major = 0, processors = 0;
+    const moe_status st = device_facts(&major, &processors);
+    return !moe_failed(&st) && major == 9 && n % 8 == 0 && k % 8 == 0 && n > 0 && k > 0;
+}
+
+extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_st *stream)
+{
+    int major, processors;
+    MOE_TRY(device_facts(&major, &processors));
+    if (major != 9)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "this grouped GEMM needs a Hopper GPU");
+    MOE_TRY(check_shape(*g));
+    const instance &use = instances[g->tile];
+    const kernel run = use.run[g->gated][g->out_dtype == MOE_DTYPE_F32];
+    ggemm::params p = {};
+    MOE_TRY(make_params(*g, use, &p));
+    MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          int(use.shared_bytes))));
+    run<<<unsigned(processors), use.threads, use.shared_bytes, stream>>>(p);
+    return MOE_LAUNCHED("grouped GEMM");
+}

@@ -1,0 +1,64 @@
+/* Grouped GEMM on Hopper's tensor cores: for every local expert e, and every row r of its rows,
+ *
+ *   gate and up   out[r] = act(x[r] Wg[e]^T + gate_bias[e], x[r] Wu[e]^T + up_bias[e]) [* weight[r]]
+ *   plain         out[r] = weighted(x[r] W[e]^T, bias[e], weight[r])          see enum moe_weighting
+ *
+ * bf16 in, fp32 accumulate and epilogue, bf16 or fp32 out. How many rows an expert has is read on
+ * the device when the kernel runs: nothing here waits, and a captured launch serves all counts.
+ * A row's bits depend on that row and its expert alone, for a given tile. */
+#ifndef MOE_CUDA_GGEMM_H
+#define MOE_CUDA_GGEMM_H
+
+#include "base/status.h"
+#include "cuda/gemm_choice.h"
+#include "moe/layer_spec.h"
+
+struct CUstream_st;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* All pointers are device memory, 16-byte aligned (start, count and row_weight: 4). */
+struct moe_cuda_ggemm {
+    enum moe_cuda_gemm_tile tile; /* see moe_cuda_choose_tile */
+    bool gated;                   /* gate and up with activation, or plain */
+    uint32_t experts;             /* local ones, 1..MOE_MAX_EXPERTS */
+    uint32_t row_capacity;        /* rows of x and out */
+    uint32_t n; /* columns of out, a multiple of 8; the weights have n rows, gated: 2n */
+    uint32_t k; /* a multiple of 8 */
+
+    /* Expert e owns rows start[e] .. start[e] + count[e] - 1 of x, row_weight and out, all below
+     * row_capacity and apart from each other's. No other row of out is written; the values of
+     * other rows of x do not matter. */
+    const uint32_t *start; /* [experts], any alignment of rows */
+    const uint32_t *count; /* [experts] */
+    const void *x;         /* bf16 [row_capacity, k] */
+    const void *weights;   /* bf16 [experts, n, k]; gated: [experts, 2n, k], rows gate 0-7, up 0-7,
+                              gate 8-15, ... */
+    const float *bias;     /* [experts, n], or NULL; gated: of gate, both biases or none */
+    const float *up_bias;  /* gated: [experts, n] */
+    const float *row_weight; /* [row_capacity], or NULL = 1 */
+    enum moe_weighting weighting; /* gated: only early weighting uses row_weight */
+    enum moe_activation activation; /* gated, with its limit and alpha */
+    float limit, alpha;
+    enum moe_dtype out_dtype; /* BF16 or F32 */
+    void *out;                /* [row_capacity, n] */
+};
+
+/* Whether the device that is current on this thread and these shapes are served at all; all
+ * others are the caller's fallback's. */
+bool moe_cuda_ggemm_serves(uint32_t n, uint32_t k);
+
+/* Encodes the tensor maps and launches one kernel on `stream`; capturable. Maps cost a few
+ * microseconds of host time, which a captured graph pays once.
+ * Errors: MOE_INVALID_ARGUMENT (a shape out of range), MOE_FAILED_PRECONDITION/UNSUPPORTED (no
+ * Hopper device, driver too old), MOE_INTERNAL (the launch was refused). */
+struct moe_status moe_cuda_ggemm_enqueue(const struct moe_cuda_ggemm *g,
+                                         struct CUstream_st *stream) MOE_CHECKED;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,36 @@
+/* What the grouped GEMM is held to: the formulas of ggemm.h in double precision, one output
+ * element to a thread, with no code of the product. All pointers are device memory; every call
+ * waits for its kernel. */
+#ifndef MOE_TESTS_GGEMM_REFERENCE_H
+#define MOE_TESTS_GGEMM_REFERENCE_H
+
+#include "cuda/ggemm.h"
+
+#include <stddef.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Values in (-scale, scale), a function of seed and index. 0 = success, as in CUDA. */
+int ggemm_fill_bf16(void *to, size_t count, uint64_t seed, float scale);
+int ggemm_fill_f32(float *to, size_t count, uint64_t seed, float scale);
+
+/* want [row_capacity, n]: rows of the experts; all others are left alone. */
+int ggemm_reference(const struct moe_cuda_ggemm *g, double *want);
+
+/* Largest |out - want| / (|want| + rms), over the experts' rows, where rms is that of all of want;
+ * infinity where one is NaN and the other is not. `stray` counts elements of other rows that are
+ * not all ones bits, which is what the test poisons them with. */
+struct ggemm_difference {
+    double worst;
+    unsigned long long stray;
+};
+int ggemm_compare(const struct moe_cuda_ggemm *g, const double *want,
+                  struct ggemm_difference *out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,370 @@
+/* Promises of the grouped GEMM (kernels/cuda/ggemm.h), each for every tile: right on any shape,
+ * nothing written outside the experts' rows, the same bits on every run, and a captured launch
+ * that follows the counts. Needs a Hopper GPU; without one the tests are skipped, and say so. */
+#include "ggemm_reference.h"
+
+#include <cuda_runtime_api.h>
+#include <inttypes.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <cmocka.h>
+
+enum { SKIP_CODE = 77, MAX_EXPERTS = MOE_MAX_EXPERTS, GUARD = 4096 };
+
+static const char *const tile_name[MOE_CUDA_TILE_COUNT] = {"decode", "middle", "pingpong"};
+static uint64_t random_state;
+
+static uint32_t random_below(uint32_t n)
+{
+    random_state = random_state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (uint32_t)((random_state >> 33) % n);
+}
+
+static void ok(struct moe_status st)
+{
+    if (moe_failed(&st))
+        fail_msg("%s", st.text);
+}
+
+static void *device_alloc(size_t bytes, int byte)
+{
+    void *p = NULL;
+    assert_int_equal(cudaMalloc(&p, bytes), cudaSuccess);
+    assert_int_equal(cudaMemset(p, byte, bytes), cudaSuccess);
+    return p;
+}
+
+/* Device copies that `g` points to, and the host's view of the groups. */
+struct problem {
+    struct moe_cuda_ggemm g;
+    uint32_t start[MAX_EXPERTS], count[MAX_EXPERTS];
+    size_t out_bytes;
+    double *want; /* device */
+};
+
+static size_t out_size(const struct moe_cuda_ggemm *g)
+{
+    return (size_t)g->row_capacity * g->n * moe_dtype_bytes(g->out_dtype);
+}
+
+static void upload_groups(struct problem *p)
+{
+    size_t bytes = p->g.experts * sizeof(uint32_t);
+    assert_int_equal(cudaMemcpy((void *)p->g.start, p->start, bytes, cudaMemcpyHostToDevice), 0);
+    assert_int_equal(cudaMemcpy((void *)p->g.count, p->count, bytes, cudaMemcpyHostToDevice), 0);
+}
+
+/* Lays groups of at most `most` rows behind each other, at multiples of 128 or, if `tight`,
+ * without a gap. A third are empty or have one row. */
+static void random_groups(struct problem *p, uint32_t most, bool tight)
+{
+    uint32_t at = 0;
+    for (uint32_t e = 0; e < p->g.experts; e++) {
+        uint32_t kind = random_below(6);
+        p->start[e] = at;
+        p->count[e] = kind < 2 ? kind : 1 + random_below(most);
+        at += tight ? p->count[e] : (p->count[e] + 127) / 128 * 128;
+    }
+    p->g.row_capacity = at > 0 ? at : 1;
+}
+
+/* Rows of x that belong to no expert are NaN, which nobody may notice. */
+static void make_buffers(struct problem *p)
+{
+    struct moe_cuda_ggemm *g = &p->g;
+    size_t row = (size_t)g->k * 2, weight_rows = (size_t)g->experts * g->n * (g->gated ? 2 : 1);
+    uint64_t seed = random_state;
+    char *x = device_alloc(g->row_capacity * row, 0xff);
+    for (uint32_t e = 0; e < g->experts; e++)
+        assert_int_equal(ggemm_fill_bf16(x + p->start[e] * row, (size_t)p->count[e] * g->k,
+                                         seed + e, 2.0f),
+                         0);
+    void *weights = device_alloc(weight_rows * row, 0);
+    assert_int_equal(ggemm_fill_bf16(weights, weight_rows * g->k, seed + 7000, 0.2f), 0);
+    float *row_weight = device_alloc(g->row_capacity * sizeof(float), 0);
+    assert_int_equal(ggemm_fill_f32(row_weight, g->row_capacity, seed + 7001, 1.0f), 0);
+    size_t biases = (size_t)g->experts * g->n;
+    float *bias = device_alloc(biases * sizeof(float), 0);
+    float *up_bias = device_alloc(biases * sizeof(float), 0);
+    assert_int_equal(ggemm_fill_f32(bias, biases, seed + 7002, 3.0f), 0);
+    assert_int_equal(ggemm_fill_f32(up_bias, biases, seed + 7003, 3.0f), 0);
+    g->x = x;
+    g->weights = weights;
+    g->row_weight = row_weight;
+    g->bias = bias;
+    g->up_bias = up_bias;
+    g->start = device_alloc(MAX_EXPERTS * sizeof(uint32_t), 0);
+    g->count = device_alloc(MAX_EXPERTS * sizeof(uint32_t), 0);
+    p->out_bytes = out_size(g) + GUARD;
+    g->out = device_alloc(p->out_bytes, 0xff);
+    p->want = device_alloc((size_t)g->row_capacity * g->n * sizeof(double), 0);
+    upload_groups(p);
+}
+
+static void free_buffers(struct problem *p)
+{
+    const void *all[] = {p->g.x,     p->g.weights, p->g.row_weight, p->g.bias, p->g.up_bias,
+                         p->g.start, p->g.count,   p->g.out,        p->want};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        assert_int_equal(cudaFree((void *)all[i]), cudaSuccess);
+}
+
+static void poison(struct problem *p)
+{
+    assert_int_equal(cudaMemset(p->g.out, 0xff, p->out_bytes), cudaSuccess);
+}
+
+static void finish(void)
+{
+    assert_int_equal(cudaDeviceSynchronize(), cudaSuccess);
+}
+
+static void guard_is_untouched(const struct problem *p)
+{
+    uint8_t guard[GUARD];
+    const char *end = (const char *)p->g.out + out_size(&p->g);
+    assert_int_equal(cudaMemcpy(guard, end, GUARD, cudaMemcpyDeviceToHost), cudaSuccess);
+    for (size_t i = 0; i < GUARD; i++)
+        assert_int_equal(guard[i], 0xff);
+}
+
+/* Worst element against the reference; the bound is two roundings to bf16, or, for fp32, what
+ * sums of a thousand products and the fast exponential leave. */
+static double check(struct problem *p)
+{
+    struct ggemm_difference d;
+    assert_int_equal(ggemm_reference(&p->g, p->want), 0);
+    assert_int_equal(ggemm_compare(&p->g, p->want, &d), 0);
+    double bound = p->g.out_dtype == MOE_DTYPE_F32 ? 1e-4 : 4e-3;
+    if (d.worst > bound || d.stray != 0)
+        fail_msg("tile %s, %s, %u experts, %u rows, n %u, k %u, activation %d, weighting %d, bias "
+                 "%d, fp32 %d: worst error %g, %llu strays",
+                 tile_name[p->g.tile], p->g.gated ? "gated" : "plain", p->g.experts,
+                 p->g.row_capacity, p->g.n, p->g.k, (int)p->g.activation, (int)p->g.weighting,
+                 p->g.bias != NULL, p->g.out_dtype == MOE_DTYPE_F32, d.worst, d.stray);
+    guard_is_untouched(p);
+    return d.worst;
+}
+
+static struct moe_cuda_ggemm random_task(enum moe_cuda_gemm_tile tile, bool gated,
+                                         enum moe_dtype dtype)
+{
+    return (struct moe_cuda_ggemm){
+        .tile = tile,
+        .gated = gated,
+        .experts = random_below(5) == 0 ? 1 + random_below(300) : 1 + random_below(24),
+        .n = 8 * (1 + random_below(80)),
+        .k = 8 * (1 + random_below(100)),
+        .weighting = (enum moe_weighting)random_below(3),
+        .activation = (enum moe_activation)random_below(3),
+        .limit = 1.5f,
+        .alpha = 1.702f,
+        .out_dtype = dtype,
+    };
+}
+
+static void random_case(enum moe_cuda_gemm_tile tile, bool gated, enum moe_dtype dtype,
+                        double *worst)
+{
+    struct problem p = {.g = random_task(tile, gated, dtype)};
+    random_groups(&p, p.g.experts > 24 ? 40 : 500, random_below(2) == 0);
+    make_buffers(&p);
+    const float *bias = p.g.bias, *up_bias = p.g.up_bias, *row_weight = p.g.row_weight;
+    if (random_below(2) == 0)
+        p.g.bias = p.g.up_bias = NULL;
+    if (random_below(3) == 0)
+        p.g.row_weight = NULL;
+    ok(moe_cuda_ggemm_enqueue(&p.g, NULL));
+    finish();
+    double error = check(&p);
+    if (error > *worst)
+        *worst = error;
+    p.g.bias = bias;
+    p.g.up_bias = up_bias;
+    p.g.row_weight = row_weight;
+    free_buffers(&p);
+}
+
+static void any_shape_matches_double_precision(void **state)
+{
+    (void)state;
+    enum { CASES = 12 };
+    for (int tile = 0; tile < MOE_CUDA_TILE_COUNT; tile++)
+        for (int variant = 0; variant < 4; variant++) {
+            double worst = 0;
+            enum moe_dtype dtype = variant % 2 == 0 ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
+            for (int i = 0; i < CASES; i++)
+                random_case((enum moe_cuda_gemm_tile)tile, variant >= 2, dtype, &worst);
+            printf("  %-8s %s %s: worst element of %d shapes %.2e\n", tile_name[tile],
+                   variant >= 2 ? "gated" : "plain", variant % 2 == 0 ? "bf16" : "fp32", CASES,
+                   worst);
+        }
+}
+
+/* A problem with enough tiles for every block to meet several. */
+static struct problem large_problem(enum moe_cuda_gemm_tile tile, bool gated)
+{
+    struct problem p = {.g = {.tile = tile,
+                              .gated = gated,
+                              .experts = 48,
+                              .n = 1032,
+                              .k = 520,
+                              .weighting = MOE_WEIGHT_OUTPUT_EARLY,
+                              .activation = MOE_ACT_SWIGLU_OAI,
+                              .limit = 7.0f,
+                              .alpha = 1.702f,
+                              .out_dtype = MOE_DTYPE_BF16}};
+    random_groups(&p, 400, false);
+    make_buffers(&p);
+    return p;
+}
+
+static void every_run_gives_the_same_bits(void **state)
+{
+    (void)state;
+    enum { RUNS = 30 };
+    for (int variant = 0; variant < 2 * MOE_CUDA_TILE_COUNT; variant++) {
+        struct problem p = large_problem((enum moe_cuda_gemm_tile)(variant / 2), variant % 2);
+        char *first = malloc(p.out_bytes), *again = malloc(p.out_bytes);
+        assert_non_null(first);
+        assert_non_null(again);
+        for (int run = 0; run < RUNS; run++) {
+            poison(&p);
+            ok(moe_cuda_ggemm_enqueue(&p.g, NULL));
+            finish();
+            assert_int_equal(cudaMemcpy(run == 0 ? first : again, p.g.out, p.out_bytes,
+                                        cudaMemcpyDeviceToHost),
+                             cudaSuccess);
+            if (run > 0)
+                assert_memory_equal(first, again, p.out_bytes);
+        }
+        (void)check(&p);
+        free(first);
+        free(again);
+        free_buffers(&p);
+    }
+}
+
+static void a_rows_bits_do_not_depend_on_its_neighbours(void **state)
+{
+    (void)state;
+    for (int variant = 0; variant < 2 * MOE_CUDA_TILE_COUNT; variant++) {
+        struct problem p = large_problem((enum moe_cuda_gemm_tile)(variant / 2), variant % 2);
+        size_t row = (size_t)p.g.n * 2;
+        char *full = malloc(p.out_bytes), *part = malloc(p.out_bytes);
+        assert_non_null(full);
+        assert_non_null(part);
+        ok(moe_cuda_ggemm_enqueue(&p.g, NULL));
+        finish();
+        assert_int_equal(cudaMemcpy(full, p.g.out, p.out_bytes, cudaMemcpyDeviceToHost), 0);
+        for (uint32_t e = 0; e < p.g.experts; e++) /* each expert keeps some of its last rows */
+            if (p.count[e] > 0) {
+                uint32_t fewer = random_below(p.count[e] + 1);
+                p.start[e] += p.count[e] - fewer;
+                p.count[e] = fewer;
+            }
+        upload_groups(&p);
+        poison(&p);
+        ok(moe_cuda_ggemm_enqueue(&p.g, NULL));
+        finish();
+        assert_int_equal(cudaMemcpy(part, p.g.out, p.out_bytes, cudaMemcpyDeviceToHost), 0);
+        for (uint32_t e = 0; e < p.g.experts; e++)
+            assert_memory_equal(full + p.start[e] * row, part + p.start[e] * row,
+                                p.count[e] * row);
+        free(full);
+        free(part);
+        free_buffers(&p);
+    }
+}
+
+static void a_captured_launch_follows_the_counts(void **state)
+{
+    (void)state;
+    for (int tile = 0; tile < MOE_CUDA_TILE_COUNT; tile++) {
+        struct problem p = large_problem((enum moe_cuda_gemm_tile)tile, true);
+        uint32_t most[MAX_EXPERTS];
+        cudaStream_t stream;
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        memcpy(most, p.count, sizeof most);
+        assert_int_equal(cudaStreamCreate(&stream), cudaSuccess);
+        assert_int_equal(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), 0);
+        ok(moe_cuda_ggemm_enqueue(&p.g, stream));
+        assert_int_equal(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+        assert_int_equal(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+        for (int replay = 0; replay < 5; replay++) {
+            for (uint32_t e = 0; e < p.g.experts; e++)
+                p.count[e] = replay == 4 ? 0 : random_below(most[e] + 1);
+            upload_groups(&p);
+            poison(&p);
+            assert_int_equal(cudaGraphLaunch(exec, stream), cudaSuccess);
+            finish();
+            (void)check(&p);
+        }
+        assert_int_equal(cudaGraphExecDestroy(exec), cudaSuccess);
+        assert_int_equal(cudaGraphDestroy(graph), cudaSuccess);
+        assert_int_equal(cudaStreamDestroy(stream), cudaSuccess);
+        free_buffers(&p);
+    }
+}
+
+static void nan_stays_in_its_row(void **state)
+{
+    (void)state;
+    for (int variant = 0; variant < 2 * MOE_CUDA_TILE_COUNT; variant++) {
+        struct problem p = large_problem((enum moe_cuda_gemm_tile)(variant / 2), variant % 2);
+        uint16_t nan = 0x7fc0;
+        uint32_t e = 0;
+        while (p.count[e] == 0)
+            e++;
+        size_t at = ((size_t)p.start[e] + random_below(p.count[e])) * p.g.k + random_below(p.g.k);
+        assert_int_equal(
+            cudaMemcpy((uint16_t *)p.g.x + at, &nan, sizeof nan, cudaMemcpyHostToDevice), 0);
+        ok(moe_cuda_ggemm_enqueue(&p.g, NULL));
+        finish();
+        (void)check(&p); /* the reference has NaN in that row too, and nowhere else */
+        free_buffers(&p);
+    }
+}
+
+static void impossible_shapes_are_refused(void **state)
+{
+    (void)state;
+    struct problem p = large_problem(MOE_CUDA_TILE_DECODE, false);
+    struct moe_cuda_ggemm wrong[] = {p.g, p.g, p.g, p.g, p.g};
+    wrong[0].n = 12;
+    wrong[1].k = 4;
+    wrong[2].experts = MOE_MAX_EXPERTS + 1;
+    wrong[3].tile = MOE_CUDA_TILE_COUNT;
+    wrong[4].out_dtype = MOE_DTYPE_NONE;
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        struct moe_status st = moe_cuda_ggemm_enqueue(&wrong[i], NULL);
+        assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    }
+    free_buffers(&p);
+}
+
+int main(void)
+{
+    const char *replay = getenv("MOE_SEED");
+    random_state = replay != NULL ? strtoull(replay, NULL, 10) : (uint64_t)time(NULL);
+    printf("MOE_SEED=%" PRIu64 "\n", random_state);
+    if (!moe_cuda_ggemm_serves(8, 8)) {
+        printf("skipped: no Hopper GPU\n");
+        return SKIP_CODE;
+    }
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(any_shape_matches_double_precision),
+        cmocka_unit_test(every_run_gives_the_same_bits),
+        cmocka_unit_test(a_rows_bits_do_not_depend_on_its_neighbours),
+        cmocka_unit_test(a_captured_launch_follows_the_counts),
+        cmocka_unit_test(nan_stays_in_its_row),
+        cmocka_unit_test(impossible_shapes_are_refused),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
