@@ -156,10 +156,8 @@ static int run_member(struct member *m)
 int main(int argc, char **argv)
 {
     const char *backend = "cpu";
-    const char *from_environment = getenv("MOE_SEED");
-    struct plan plan = {.slots = 2, .cases = 100, .seed = 1, .timeout_s = 600};
-    if (from_environment != NULL)
-        plan.seed = strtoull(from_environment, NULL, 10);
+    struct plan plan = {
+        .slots = 2, .cases = 100, .seed = seed_from_environment(1), .timeout_s = 600};
     const struct moe_option options[] = {
         {"backend", 'b', MOE_OPTION_STRING, &backend, 0, 0, "NAME", "backend to test"},
         {"slots", 'n', MOE_OPTION_UINT, &plan.slots, 1, MOE_MAX_SLOTS, "N", "processes"},

@@ -125,31 +125,3 @@ struct moe_session_config member_session(struct member *m, uint64_t epoch, uint3
                                        .allgather = board_allgather,
                                        .allgather_ctx = m};
 }
-
-uint64_t rng_next(struct rng *r)
-{
-    uint64_t z = r->state += UINT64_C(0x9e3779b97f4a7c15);
-    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return z ^ (z >> 31);
-}
-
-uint32_t rng_below(struct rng *r, uint32_t n)
-{
-    return (uint32_t)((rng_next(r) >> 32) * n >> 32);
-}
-
-uint32_t rng_range(struct rng *r, uint32_t low, uint32_t high)
-{
-    return low + rng_below(r, high - low + 1);
-}
-
-bool rng_chance(struct rng *r, uint32_t percent)
-{
-    return rng_below(r, 100) < percent;
-}
-
-float rng_float(struct rng *r)
-{
-    return (float)(int32_t)(rng_next(r) >> 32) * 0x1p-31f;
-}

@@ -7,6 +7,7 @@
 #define MOE_TEST_GROUP_H
 
 #include "moe/backend.h"
+#include "support/random.h"
 
 #include <sys/types.h>
 
@@ -51,15 +52,5 @@ struct moe_status board_allgather(void *ctx, const void *mine, void *all, size_t
 
 /* A session of the whole group with the smallest window that suits the tests. */
 struct moe_session_config member_session(struct member *m, uint64_t epoch, uint32_t budget_ms);
-
-/* Random numbers: splitmix64. */
-struct rng {
-    uint64_t state;
-};
-uint64_t rng_next(struct rng *r);
-uint32_t rng_below(struct rng *r, uint32_t n); /* 0 .. n - 1 */
-uint32_t rng_range(struct rng *r, uint32_t low, uint32_t high);
-bool rng_chance(struct rng *r, uint32_t percent);
-float rng_float(struct rng *r); /* -1 .. 1 */
 
 #endif

@@ -17,6 +17,7 @@
  * MOE_SEED chooses the random sequence (printed at the start). On a crash, the last words name the
  * number of the mutation: the same seed and `-n` lead back to it. */
 #include "driver.h"
+#include "support/random.h"
 
 #include <inttypes.h>
 #include <signal.h>
@@ -34,21 +35,12 @@ enum { SEEDS_MAX = 256, EDITS_MAX = 6, CHUNK_MAX = 32 };
 
 static struct input seeds[SEEDS_MAX];
 static size_t seed_count;
-static uint64_t random_state;
+static struct rng sequence;
 static volatile sig_atomic_t mutation_now;
-
-/* splitmix64 (Steele, Lea, Flood 2014): tiny, and any seed is a good one. */
-static uint64_t next_random(void)
-{
-    uint64_t z = random_state += UINT64_C(0x9e3779b97f4a7c15);
-    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return z ^ (z >> 31);
-}
 
 static size_t below(size_t n)
 {
-    return n == 0 ? 0 : (size_t)(next_random() % n);
+    return n == 0 ? 0 : (size_t)(rng_next(&sequence) % n);
 }
 
 static void die(const char *what)
@@ -164,7 +156,7 @@ static void edit(struct input *in, size_t max)
     uint8_t *b = in->data + at;
     switch (in->size == 0 ? 4 : below(8)) {
     case 0: *b ^= (uint8_t)(1u << below(8)); break;
-    case 1: *b = (uint8_t)next_random(); break;
+    case 1: *b = (uint8_t)rng_next(&sequence); break;
     case 2: *b = (uint8_t)(*b + (below(2) ? 1 : -1)); break;
     case 3: erase_chunk(in); break;
     case 4: insert_token(in, max); break;
@@ -252,9 +244,9 @@ int main(int argc, char **argv)
     if (seed_count == 0)
         add_seed(NULL, 0);
 
-    const char *text = getenv("MOE_SEED");
-    random_state = text != NULL ? strtoull(text, NULL, 0) : 1;
-    printf("seeds %zu, mutations %zu, MOE_SEED=%" PRIu64 "\n", seed_count, mutations, random_state);
+    sequence.state = seed_from_environment(1);
+    printf("seeds %zu, mutations %zu, MOE_SEED=%" PRIu64 "\n", seed_count, mutations,
+           sequence.state);
     fflush(stdout);
 #ifndef __SANITIZE_ADDRESS__
     signal(SIGSEGV, on_crash);

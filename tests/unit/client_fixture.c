@@ -9,22 +9,8 @@
 
 enum { POISON = 0xab };
 
-static uint64_t random_state;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t change = PTHREAD_COND_INITIALIZER;
-
-void seed_random(void)
-{
-    const char *text = getenv("MOE_SEED");
-    random_state = text != NULL ? strtoull(text, NULL, 10) : moe_clock_ns();
-    print_message("MOE_SEED=%" PRIu64 "\n", random_state);
-}
-
-uint32_t random_below(uint32_t n)
-{
-    random_state = random_state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (uint32_t)((random_state >> 33) % n);
-}
 
 static size_t tensor_bytes(const struct request *r)
 {
@@ -141,12 +127,4 @@ struct moe_client *connect_client(struct fake *fakes, const struct moe_client_co
     if (moe_failed(&st))
         fail_msg("connect: %s", st.text);
     return c;
-}
-
-void assert_status(struct moe_status st, enum moe_code code, enum moe_reason reason)
-{
-    print_message("    %s/%s: %s\n", moe_code_name(st.code), moe_reason_name(st.reason),
-                  st.code == MOE_OK ? "" : st.text);
-    assert_string_equal(moe_code_name(st.code), moe_code_name(code));
-    assert_string_equal(moe_reason_name(st.reason), moe_reason_name(reason));
 }

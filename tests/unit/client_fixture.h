@@ -4,17 +4,8 @@
 
 #include "fake_expert.h"
 #include "moe/client.h"
-
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
-
-/* From MOE_SEED, or the clock; printed. */
-void seed_random(void);
-uint32_t random_below(uint32_t n);
+#include "support/check.h"
+#include "support/random.h"
 
 /* A request with random rows, and room for its answer. */
 struct request {
@@ -38,8 +29,5 @@ void await_request(struct request *r);
 
 /* A client of fakes[0]. */
 struct moe_client *connect_client(struct fake *fakes, const struct moe_client_config *with);
-
-/* Fails unless `st` has this code and reason, and shows it. */
-void assert_status(struct moe_status st, enum moe_code code, enum moe_reason reason);
 
 #endif

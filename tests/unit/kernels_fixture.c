@@ -1,47 +1,6 @@
 /* Random layers, tensors and comparisons for the tests of the compute kernels. */
 #include "kernels_fixture.h"
 
-#include "base/clock.h"
-
-static uint64_t random_state;
-
-void seed_random(void)
-{
-    const char *seed = getenv("MOE_SEED");
-    random_state = seed != NULL ? strtoull(seed, NULL, 0) : moe_clock_ns();
-    print_message("MOE_SEED=%llu\n", (unsigned long long)random_state);
-}
-
-uint64_t random_bits(void) /* splitmix64 */
-{
-    uint64_t z = random_state += UINT64_C(0x9e3779b97f4a7c15);
-    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return z ^ (z >> 31);
-}
-
-uint32_t random_below(uint32_t n)
-{
-    return (uint32_t)(random_bits() % n);
-}
-
-uint32_t random_between(uint32_t low, uint32_t high)
-{
-    return low + random_below(high - low + 1);
-}
-
-bool one_in(uint32_t n)
-{
-    return random_below(n) == 0;
-}
-
-float random_normal(void)
-{
-    double u = ((double)(random_bits() >> 11) + 1) * 0x1p-53;
-    double v = (double)(random_bits() >> 11) * 0x1p-53;
-    return (float)(sqrt(-2 * log(u)) * cos(6.283185307179586 * v));
-}
-
 void *random_tensor(enum moe_dtype dtype, size_t n, float scale)
 {
     char *p = malloc(n * moe_dtype_bytes(dtype) + 1);

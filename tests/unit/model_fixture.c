@@ -3,16 +3,11 @@
 #include <fcntl.h>
 #include <ftw.h>
 #include <inttypes.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
-
-#include <cmocka.h>
 
 int fixture_setup(void **state)
 {
@@ -100,7 +95,7 @@ void *tensors_add(struct tensors *t, enum moe_st_dtype dtype, uint32_t rank, con
 
 void tensors_write(struct tensors *t, const struct fixture *f, const char *name)
 {
-    check_ok(moe_st_write(fixture_path(f, name), t->list, t->count, NULL));
+    assert_ok(moe_st_write(fixture_path(f, name), t->list, t->count, NULL));
 }
 
 void tensors_free(struct tensors *t)
@@ -158,33 +153,10 @@ void deliveries_free(struct deliveries *d)
     *d = (struct deliveries){0};
 }
 
-void check_ok(struct moe_status st)
-{
-    if (moe_failed(&st))
-        fail_msg("%s/%s: %s", moe_code_name(st.code), moe_reason_name(st.reason), st.text);
-}
-
 void check_reason(struct moe_status st, enum moe_reason reason)
 {
     if (st.code == MOE_OK)
         fail_msg("succeeded, but should fail with %s", moe_reason_name(reason));
     print_message("    %s\n", st.text);
     assert_string_equal(moe_reason_name(st.reason), moe_reason_name(reason));
-}
-
-uint64_t test_seed(void)
-{
-    const char *text = getenv("MOE_SEED");
-    uint64_t seed = text != NULL ? strtoull(text, NULL, 0) : (uint64_t)time(NULL);
-    print_message("    MOE_SEED=%" PRIu64 "\n", seed);
-    return seed;
-}
-
-/* splitmix64 */
-uint64_t test_random(uint64_t *state)
-{
-    uint64_t z = *state += UINT64_C(0x9e3779b97f4a7c15);
-    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return z ^ (z >> 31);
 }

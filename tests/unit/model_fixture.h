@@ -6,6 +6,7 @@
 #include "base/status.h"
 #include "model/model.h"
 #include "model/safetensors.h"
+#include "support/check.h"
 
 struct fixture {
     char directory[64];
@@ -58,12 +59,7 @@ const struct delivery *deliveries_find(const struct deliveries *d, enum moe_weig
                                        uint32_t expert);
 void deliveries_free(struct deliveries *d);
 
-/* Fails the test with the text of the status unless it is a success / has this reason. */
-void check_ok(struct moe_status st);
+/* Fails the test with the text of the status unless it has this reason. */
 void check_reason(struct moe_status st, enum moe_reason reason);
-
-/* MOE_SEED or a fresh number; printed, so that a failing run can be replayed. */
-uint64_t test_seed(void);
-uint64_t test_random(uint64_t *state);
 
 #endif

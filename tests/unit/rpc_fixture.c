@@ -9,44 +9,6 @@
 
 #include "descriptors.h"
 
-/* ------------------------------------------------------------------ random */
-
-static uint64_t random_state;
-
-void seed_random(void)
-{
-    const char *given = getenv("MOE_SEED");
-    random_state = given != NULL ? strtoull(given, NULL, 0) : moe_clock_ns();
-    print_message("MOE_SEED=%" PRIu64 "\n", random_state);
-}
-
-uint64_t random_bits(void) /* splitmix64 */
-{
-    uint64_t z = random_state += UINT64_C(0x9e3779b97f4a7c15);
-    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return z ^ (z >> 31);
-}
-
-uint32_t random_below(uint32_t n)
-{
-    return n == 0 ? 0 : (uint32_t)(random_bits() % n);
-}
-
-bool one_in(uint32_t n)
-{
-    return random_below(n) == 0;
-}
-
-void fill_random(void *to, size_t length)
-{
-    uint8_t *out = to;
-    for (size_t i = 0; i < length; i += 8) {
-        uint64_t bits = random_bits();
-        memcpy(out + i, &bits, length - i < 8 ? length - i : 8);
-    }
-}
-
 /* ------------------------------------------------------------------ parts */
 
 /* A tensor in memory of its own that goes back when the transport is done with it. */

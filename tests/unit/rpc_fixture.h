@@ -1,44 +1,18 @@
-/* For the tests of daemon/rpc: random data, and an echo server with a client over loopback that
- * counts the parts it lends to the transport. */
+/* For the tests of daemon/rpc: an echo server with a client over loopback that counts the parts it
+ * lends to the transport. */
 #ifndef RPC_FIXTURE_H
 #define RPC_FIXTURE_H
 
 #include "base/clock.h"
 #include "rpc/client.h"
 #include "rpc/server.h"
+#include "support/check.h"
+#include "support/random.h"
 
 #include <pthread.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
-
-#include <cmocka.h>
-
-/* Seeds the generator from MOE_SEED, or the clock, and prints the seed. */
-void seed_random(void);
-uint64_t random_bits(void);
-uint32_t random_below(uint32_t n); /* 0 .. n-1; 0 for n = 0 */
-bool one_in(uint32_t n);
-void fill_random(void *to, size_t length);
-
-#define assert_ok(expr)                                                                            \
-    do {                                                                                           \
-        struct moe_status ok_status = (expr);                                                      \
-        if (moe_failed(&ok_status))                                                                \
-            fail_msg("%s: %s %s", #expr, moe_code_name(ok_status.code), ok_status.text);           \
-    } while (0)
-
-/* The call fails with this code and reason; the sentence is printed. */
-#define assert_refused(expr, want_code, want_reason)                                               \
-    do {                                                                                           \
-        struct moe_status refused_status = (expr);                                                 \
-        print_message("  %s/%s: %s\n", moe_code_name(refused_status.code),                         \
-                      moe_reason_name(refused_status.reason), refused_status.text);                \
-        assert_int_equal(refused_status.code, want_code);                                          \
-        assert_int_equal(refused_status.reason, want_reason);                                      \
-    } while (0)
 
 /* ------------------------------------------------------------------ echo */
 

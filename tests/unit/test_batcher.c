@@ -1,14 +1,12 @@
 /* Promises of the batcher: plain cases one by one, then a seeded simulation against a model that
  * remembers every token. */
 #include "base/clock.h"
+#include "support/check.h"
+#include "support/random.h"
 #include "worker/batcher.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
-
-#include <cmocka.h>
 
 static const uint32_t layers[] = {0, 1, 5};
 static const struct moe_batch_key key_f32 = {1, MOE_STEP_FORWARD, MOE_DTYPE_F32};
@@ -153,7 +151,7 @@ struct sim_work {
 };
 
 struct sim {
-    unsigned random;
+    struct rng random;
     struct moe_batcher *b;
     struct moe_batch_key keys[SIM_KEYS];
     struct sim_work works[SIM_WORKS];
@@ -166,8 +164,7 @@ struct sim {
 
 static unsigned draw(struct sim *s, unsigned below)
 {
-    s->random = s->random * 1664525u + 1013904223u;
-    return (s->random >> 8) % below;
+    return rng_below(&s->random, below);
 }
 
 static struct sim_work *sim_of(struct moe_work *w)
@@ -289,11 +286,11 @@ static void sim_check_sums(struct sim *s)
     assert_int_equal(sum, s->queued);
 }
 
-static void simulate(unsigned seed, uint64_t *tokens, uint64_t *dropped)
+static void simulate(uint64_t seed, uint64_t *tokens, uint64_t *dropped)
 {
     struct sim *s = calloc(1, sizeof *s);
     assert_non_null(s);
-    s->random = seed;
+    s->random.state = seed;
     s->b = make();
     for (size_t i = 0; i < SIM_KEYS; i++) {
         uint64_t none;
@@ -333,10 +330,8 @@ static void simulate(unsigned seed, uint64_t *tokens, uint64_t *dropped)
 static void no_token_is_lost_doubled_or_reordered_whatever_happens(void **state)
 {
     (void)state;
-    const char *given = getenv("MOE_SEED");
-    unsigned seed = given != NULL ? (unsigned)strtoul(given, NULL, 10) : (unsigned)moe_clock_ns();
+    uint64_t seed = choose_seed();
     uint64_t tokens = 0, dropped = 0;
-    print_message("MOE_SEED=%u\n", seed);
     for (unsigned i = 0; i < SIM_RUNS; i++)
         simulate(seed + i, &tokens, &dropped);
     print_message("%d schedules: %llu tokens finished, %llu requests dropped\n", SIM_RUNS,

@@ -73,7 +73,7 @@ static void the_id_may_come_last(void **state)
     fake_script(fakes, FAKE_LAST_ID, 0, NULL);
     moe_client_stream_forward(s, &r->f, on_request_done, r);
     await_request(r);
-    assert_status(r->status, MOE_OK, MOE_REASON_NONE);
+    assert_ok(r->status);
     assert_answer(r);
     moe_client_stream_close(s);
     moe_client_close(c);
@@ -92,11 +92,11 @@ static void one_failure_does_not_end_the_stream(void **state)
         struct request *r = send_on(s, 4);
         await_request(r);
         if (i == 1) {
-            assert_status(r->status, MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL);
+            assert_refused(r->status, MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL);
             assert_int_equal(r->status.retry_after_ms, 40);
             assert_true(is_poisoned(r));
         } else {
-            assert_status(r->status, MOE_OK, MOE_REASON_NONE);
+            assert_ok(r->status);
             assert_answer(r);
         }
         free_request(r);
@@ -116,13 +116,13 @@ static void a_late_answer_touches_nothing(void **state)
     late->f.timeout_ms = 50;
     moe_client_stream_forward(s, &late->f, on_request_done, late);
     await_request(late);
-    assert_status(late->status, MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE);
+    assert_refused(late->status, MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE);
     struct request *next = send_on(s, 6); /* the late answer comes right behind this one's */
     await_request(next);
     struct request *after = send_on(s, 6);
     await_request(after);
-    assert_status(next->status, MOE_OK, MOE_REASON_NONE);
-    assert_status(after->status, MOE_OK, MOE_REASON_NONE);
+    assert_ok(next->status);
+    assert_ok(after->status);
     assert_answer(next);
     assert_answer(after);
     assert_true(is_poisoned(late));
@@ -143,7 +143,7 @@ static void an_answer_to_nobody_is_ignored(void **state)
     for (int i = 0; i < 5; i++) {
         struct request *r = send_on(s, 3);
         await_request(r);
-        assert_status(r->status, MOE_OK, MOE_REASON_NONE);
+        assert_ok(r->status);
         assert_answer(r);
         free_request(r);
     }
@@ -172,8 +172,8 @@ static void a_broken_answer_fails_its_request_alone(void **state)
         struct request *good = send_on(s, 5);
         await_request(broken);
         await_request(good);
-        assert_status(broken->status, MOE_INTERNAL, cases[i].reason);
-        assert_status(good->status, MOE_OK, MOE_REASON_NONE);
+        assert_refused(broken->status, MOE_INTERNAL, cases[i].reason);
+        assert_ok(good->status);
         assert_answer(good);
         free_request(broken);
         free_request(good);
@@ -196,7 +196,7 @@ static void check_end(enum fake_mood mood, enum moe_code code, enum moe_reason r
     all[3] = send_on(s, 2);
     for (int i = 0; i < 4; i++) {
         await_request(all[i]);
-        assert_status(all[i]->status, code, reason);
+        assert_refused(all[i]->status, code, reason);
         assert_int_equal(all[i]->done_count, 1);
         free_request(all[i]);
     }
@@ -244,7 +244,7 @@ static void wrong_arguments_are_refused_before_anything_is_sent(void **state)
     r->f.hidden++;
     moe_client_stream_forward(s, &r->f, on_request_done, r);
     await_request(r);
-    assert_status(r->status, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH);
+    assert_refused(r->status, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH);
     assert_int_equal(fake_calls(fakes), 0);
     moe_client_stream_close(s);
     moe_client_close(c);

@@ -6,20 +6,15 @@
 #include "model_fixture.h"
 
 #include <fcntl.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 static struct moe_status read_text(const char *text, struct moe_config *out)
 {
     json_t *root = NULL;
-    check_ok(moe_json_parse(text, strlen(text), "config.json", &root));
+    assert_ok(moe_json_parse(text, strlen(text), "config.json", &root));
     struct moe_status st = moe_config_read(root, out);
     json_decref(root);
     return st;
@@ -32,7 +27,7 @@ static json_t *golden(const char *family)
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     assert_true(fd >= 0);
     json_t *root = NULL;
-    check_ok(moe_json_read_at(fd, "config.json", 1 << 20, &root));
+    assert_ok(moe_json_read_at(fd, "config.json", 1 << 20, &root));
     close(fd);
     return root;
 }
@@ -88,7 +83,7 @@ static void check_golden(const char *family, uint32_t first, size_t count,
 {
     struct moe_config c;
     json_t *root = golden(family);
-    check_ok(moe_config_read(root, &c));
+    assert_ok(moe_config_read(root, &c));
     assert_string_equal(c.model_type, json_string_value(json_object_get(root, "model_type")));
     check_config(&c, first, count, want);
     json_decref(root);
@@ -287,16 +282,16 @@ static void deepseek_v2_keeps_the_best_groups_by_their_maximum(void **state)
 {
     (void)state;
     struct moe_config c;
-    check_ok(read_text("{\"model_type\":\"deepseek_v2\",\"hidden_size\":5120,"
-                       "\"intermediate_size\":12288,\"moe_intermediate_size\":1536,"
-                       "\"num_hidden_layers\":60,\"n_routed_experts\":160,\"n_shared_experts\":2,"
-                       "\"num_experts_per_tok\":6,\"n_group\":8,\"topk_group\":3,"
-                       "\"topk_method\":\"group_limited_greedy\",\"scoring_func\":\"softmax\","
-                       "\"routed_scaling_factor\":16.0,\"norm_topk_prob\":false,"
-                       "\"first_k_dense_replace\":1,\"moe_layer_freq\":1,\"aux_loss_alpha\":0.001,"
-                       "\"seq_aux\":true,\"ep_size\":1,\"rope_scaling\":{\"factor\":40},"
-                       "\"hidden_act\":\"silu\"}",
-                       &c));
+    assert_ok(read_text("{\"model_type\":\"deepseek_v2\",\"hidden_size\":5120,"
+                        "\"intermediate_size\":12288,\"moe_intermediate_size\":1536,"
+                        "\"num_hidden_layers\":60,\"n_routed_experts\":160,\"n_shared_experts\":2,"
+                        "\"num_experts_per_tok\":6,\"n_group\":8,\"topk_group\":3,"
+                        "\"topk_method\":\"group_limited_greedy\",\"scoring_func\":\"softmax\","
+                        "\"routed_scaling_factor\":16.0,\"norm_topk_prob\":false,"
+                        "\"first_k_dense_replace\":1,\"moe_layer_freq\":1,\"aux_loss_alpha\":0.001,"
+                        "\"seq_aux\":true,\"ep_size\":1,\"rope_scaling\":{\"factor\":40},"
+                        "\"hidden_act\":\"silu\"}",
+                        &c));
     check_config(
         &c, 1, 59,
         (struct moe_layer_spec){
@@ -316,7 +311,7 @@ static void deepseek_v2_scales_only_what_it_does_not_renormalise(void **state)
     json_t *root = golden("deepseek_v2");
     json_object_set_new(root, "norm_topk_prob", json_true());
     json_object_set_new(root, "routed_scaling_factor", json_real(16));
-    check_ok(moe_config_read(root, &c));
+    assert_ok(moe_config_read(root, &c));
     assert_int_equal(c.layers[0].router.renorm, MOE_RENORM_SUM);
     assert_true(c.layers[0].router.scale == 1.0f);
     json_decref(root);
@@ -326,15 +321,15 @@ static void kimi_k2(void **state)
 {
     (void)state;
     struct moe_config c;
-    check_ok(read_text("{\"model_type\":\"kimi_k2\",\"hidden_size\":7168,"
-                       "\"intermediate_size\":18432,\"moe_intermediate_size\":2048,"
-                       "\"num_hidden_layers\":61,\"n_routed_experts\":384,\"n_shared_experts\":1,"
-                       "\"num_experts_per_tok\":8,\"n_group\":1,\"topk_group\":1,"
-                       "\"topk_method\":\"noaux_tc\",\"scoring_func\":\"sigmoid\","
-                       "\"routed_scaling_factor\":2.827,\"norm_topk_prob\":true,"
-                       "\"first_k_dense_replace\":1,\"moe_layer_freq\":1,"
-                       "\"num_nextn_predict_layers\":0,\"hidden_act\":\"silu\"}",
-                       &c));
+    assert_ok(read_text("{\"model_type\":\"kimi_k2\",\"hidden_size\":7168,"
+                        "\"intermediate_size\":18432,\"moe_intermediate_size\":2048,"
+                        "\"num_hidden_layers\":61,\"n_routed_experts\":384,\"n_shared_experts\":1,"
+                        "\"num_experts_per_tok\":8,\"n_group\":1,\"topk_group\":1,"
+                        "\"topk_method\":\"noaux_tc\",\"scoring_func\":\"sigmoid\","
+                        "\"routed_scaling_factor\":2.827,\"norm_topk_prob\":true,"
+                        "\"first_k_dense_replace\":1,\"moe_layer_freq\":1,"
+                        "\"num_nextn_predict_layers\":0,\"hidden_act\":\"silu\"}",
+                        &c));
     check_config(
         &c, 1, 60,
         (struct moe_layer_spec){
@@ -351,13 +346,13 @@ static void minimax_text_01(void **state)
 {
     (void)state;
     struct moe_config c;
-    check_ok(read_text("{\"model_type\":\"minimax\",\"hidden_size\":6144,"
-                       "\"intermediate_size\":9216,\"num_hidden_layers\":80,"
-                       "\"num_local_experts\":32,\"num_experts_per_tok\":2,"
-                       "\"shared_intermediate_size\":0,\"shared_moe_mode\":\"sigmoid\","
-                       "\"router_aux_loss_coef\":0.001,\"router_jitter_noise\":0.0,"
-                       "\"layernorm_mlp_alpha\":3.5,\"hidden_act\":\"silu\"}",
-                       &c));
+    assert_ok(read_text("{\"model_type\":\"minimax\",\"hidden_size\":6144,"
+                        "\"intermediate_size\":9216,\"num_hidden_layers\":80,"
+                        "\"num_local_experts\":32,\"num_experts_per_tok\":2,"
+                        "\"shared_intermediate_size\":0,\"shared_moe_mode\":\"sigmoid\","
+                        "\"router_aux_loss_coef\":0.001,\"router_jitter_noise\":0.0,"
+                        "\"layernorm_mlp_alpha\":3.5,\"hidden_act\":\"silu\"}",
+                        &c));
     check_config(&c, 0, 80,
                  (struct moe_layer_spec){
                      .hidden = 6144,
@@ -371,17 +366,17 @@ static void minimax_m3(void **state)
 {
     (void)state;
     struct moe_config c;
-    check_ok(read_text("{\"model_type\":\"minimax_m3_vl\",\"image_token_index\":200025,"
-                       "\"vision_config\":{\"hidden_size\":32,\"hidden_act\":\"gelu\"},"
-                       "\"text_config\":{\"hidden_size\":6144,\"intermediate_size\":3072,"
-                       "\"dense_intermediate_size\":12288,\"shared_intermediate_size\":3072,"
-                       "\"num_hidden_layers\":6,\"num_local_experts\":128,"
-                       "\"num_experts_per_tok\":4,\"n_shared_experts\":1,"
-                       "\"scoring_func\":\"sigmoid\",\"use_routing_bias\":true,"
-                       "\"routed_scaling_factor\":2.0,\"moe_layer_freq\":[0,0,0,1,1,1],"
-                       "\"hidden_act\":\"swigluoai\",\"swiglu_alpha\":1.702,\"swiglu_limit\":7.0,"
-                       "\"attention_output_gate\":false}}",
-                       &c));
+    assert_ok(read_text("{\"model_type\":\"minimax_m3_vl\",\"image_token_index\":200025,"
+                        "\"vision_config\":{\"hidden_size\":32,\"hidden_act\":\"gelu\"},"
+                        "\"text_config\":{\"hidden_size\":6144,\"intermediate_size\":3072,"
+                        "\"dense_intermediate_size\":12288,\"shared_intermediate_size\":3072,"
+                        "\"num_hidden_layers\":6,\"num_local_experts\":128,"
+                        "\"num_experts_per_tok\":4,\"n_shared_experts\":1,"
+                        "\"scoring_func\":\"sigmoid\",\"use_routing_bias\":true,"
+                        "\"routed_scaling_factor\":2.0,\"moe_layer_freq\":[0,0,0,1,1,1],"
+                        "\"hidden_act\":\"swigluoai\",\"swiglu_alpha\":1.702,\"swiglu_limit\":7.0,"
+                        "\"attention_output_gate\":false}}",
+                        &c));
     check_config(&c, 3, 3,
                  (struct moe_layer_spec){
                      .hidden = 6144,
@@ -401,15 +396,15 @@ static void qwen3_vl_moe(void **state)
 {
     (void)state;
     struct moe_config c;
-    check_ok(read_text("{\"model_type\":\"qwen3_vl_moe\",\"tie_word_embeddings\":false,"
-                       "\"vision_config\":{\"hidden_act\":\"gelu_pytorch_tanh\"},"
-                       "\"text_config\":{\"model_type\":\"qwen3_vl_moe_text\","
-                       "\"hidden_size\":2048,\"intermediate_size\":6144,"
-                       "\"moe_intermediate_size\":768,\"num_hidden_layers\":48,"
-                       "\"num_experts\":128,\"num_experts_per_tok\":8,\"norm_topk_prob\":true,"
-                       "\"decoder_sparse_step\":1,\"mlp_only_layers\":[],"
-                       "\"hidden_act\":\"silu\"}}",
-                       &c));
+    assert_ok(read_text("{\"model_type\":\"qwen3_vl_moe\",\"tie_word_embeddings\":false,"
+                        "\"vision_config\":{\"hidden_act\":\"gelu_pytorch_tanh\"},"
+                        "\"text_config\":{\"model_type\":\"qwen3_vl_moe_text\","
+                        "\"hidden_size\":2048,\"intermediate_size\":6144,"
+                        "\"moe_intermediate_size\":768,\"num_hidden_layers\":48,"
+                        "\"num_experts\":128,\"num_experts_per_tok\":8,\"norm_topk_prob\":true,"
+                        "\"decoder_sparse_step\":1,\"mlp_only_layers\":[],"
+                        "\"hidden_act\":\"silu\"}}",
+                        &c));
     assert_string_equal(c.model_type, "qwen3_vl_moe");
     check_config(&c, 0, 48,
                  (struct moe_layer_spec){
@@ -424,13 +419,13 @@ static void qwen3_5_moe(void **state)
 {
     (void)state;
     struct moe_config c;
-    check_ok(read_text("{\"model_type\":\"qwen3_5_moe\",\"text_config\":{"
-                       "\"model_type\":\"qwen3_5_moe_text\",\"hidden_size\":2048,"
-                       "\"moe_intermediate_size\":512,\"shared_expert_intermediate_size\":512,"
-                       "\"num_hidden_layers\":40,\"num_experts\":256,\"num_experts_per_tok\":8,"
-                       "\"attn_output_gate\":true,\"mtp_num_hidden_layers\":1,"
-                       "\"router_aux_loss_coef\":0.001,\"hidden_act\":\"silu\"}}",
-                       &c));
+    assert_ok(read_text("{\"model_type\":\"qwen3_5_moe\",\"text_config\":{"
+                        "\"model_type\":\"qwen3_5_moe_text\",\"hidden_size\":2048,"
+                        "\"moe_intermediate_size\":512,\"shared_expert_intermediate_size\":512,"
+                        "\"num_hidden_layers\":40,\"num_experts\":256,\"num_experts_per_tok\":8,"
+                        "\"attn_output_gate\":true,\"mtp_num_hidden_layers\":1,"
+                        "\"router_aux_loss_coef\":0.001,\"hidden_act\":\"silu\"}}",
+                        &c));
     check_config(&c, 0, 40,
                  (struct moe_layer_spec){
                      .hidden = 2048,
@@ -446,13 +441,13 @@ static void longcat_flash(void **state)
 {
     (void)state;
     struct moe_config c;
-    check_ok(read_text("{\"model_type\":\"longcat_flash\",\"hidden_size\":6144,"
-                       "\"ffn_hidden_size\":12288,\"expert_ffn_hidden_size\":2048,"
-                       "\"num_layers\":28,\"num_hidden_layers\":56,\"n_routed_experts\":512,"
-                       "\"zero_expert_num\":256,\"zero_expert_type\":\"identity\","
-                       "\"moe_topk\":12,\"routed_scaling_factor\":6.0,\"router_bias\":false,"
-                       "\"mla_scale_q_lora\":true,\"mla_scale_kv_lora\":true}",
-                       &c));
+    assert_ok(read_text("{\"model_type\":\"longcat_flash\",\"hidden_size\":6144,"
+                        "\"ffn_hidden_size\":12288,\"expert_ffn_hidden_size\":2048,"
+                        "\"num_layers\":28,\"num_hidden_layers\":56,\"n_routed_experts\":512,"
+                        "\"zero_expert_num\":256,\"zero_expert_type\":\"identity\","
+                        "\"moe_topk\":12,\"routed_scaling_factor\":6.0,\"router_bias\":false,"
+                        "\"mla_scale_q_lora\":true,\"mla_scale_kv_lora\":true}",
+                        &c));
     check_config(
         &c, 0, 28,
         (struct moe_layer_spec){
@@ -467,14 +462,15 @@ static void llama4_maverick(void **state)
 {
     (void)state;
     struct moe_config c;
-    check_ok(read_text("{\"model_type\":\"llama4\",\"text_config\":{\"model_type\":\"llama4_text\","
-                       "\"hidden_size\":5120,\"intermediate_size\":8192,"
-                       "\"intermediate_size_mlp\":16384,\"num_hidden_layers\":4,"
-                       "\"num_local_experts\":128,\"num_experts_per_tok\":1,"
-                       "\"interleave_moe_layer_step\":2,\"moe_layers\":null,\"attn_scale\":0.1,"
-                       "\"floor_scale\":8192,\"for_llm_compressor\":false,"
-                       "\"hidden_act\":\"silu\"}}",
-                       &c));
+    assert_ok(
+        read_text("{\"model_type\":\"llama4\",\"text_config\":{\"model_type\":\"llama4_text\","
+                  "\"hidden_size\":5120,\"intermediate_size\":8192,"
+                  "\"intermediate_size_mlp\":16384,\"num_hidden_layers\":4,"
+                  "\"num_local_experts\":128,\"num_experts_per_tok\":1,"
+                  "\"interleave_moe_layer_step\":2,\"moe_layers\":null,\"attn_scale\":0.1,"
+                  "\"floor_scale\":8192,\"for_llm_compressor\":false,"
+                  "\"hidden_act\":\"silu\"}}",
+                  &c));
     assert_int_equal(c.layer_count, 2);
     assert_int_equal(c.layers[0].layer, 1);
     assert_int_equal(c.layers[1].layer, 3);
@@ -504,9 +500,9 @@ static void deepseek_v4_without_hash_layers(void **state)
         .shared_intermediate = 2048,
         .shared_activation = MOE_ACT_SWIGLU,
     };
-    check_ok(read_text(DEEPSEEK_V4(",\"num_hash_layers\":0"), &c));
+    assert_ok(read_text(DEEPSEEK_V4(",\"num_hash_layers\":0"), &c));
     check_config(&c, 0, 3, want);
-    check_ok(read_text(DEEPSEEK_V4(",\"mlp_layer_types\":[\"moe\",\"moe\",\"moe\"]"), &c));
+    assert_ok(read_text(DEEPSEEK_V4(",\"mlp_layer_types\":[\"moe\",\"moe\",\"moe\"]"), &c));
     check_config(&c, 0, 3, want);
 }
 
@@ -529,7 +525,7 @@ static void ernie_biases_are_taken_unless_shared_experts_would_have_them(void **
     json_object_set_new(root, "use_bias", json_true());
     check_reason(moe_config_read(root, &c), MOE_REASON_CONFIG_UNKNOWN_KEY);
     json_object_set_new(root, "moe_num_shared_experts", json_integer(0));
-    check_ok(moe_config_read(root, &c));
+    assert_ok(moe_config_read(root, &c));
     assert_true(c.layers[0].gate_up_bias && c.layers[0].down_bias);
     json_decref(root);
 }
@@ -540,7 +536,7 @@ static void a_text_model_is_found_behind_an_unknown_outer_type(void **state)
     struct moe_config c;
     json_t *inner = golden("qwen3_moe");
     json_t *root = json_pack("{s:s, s:o}", "model_type", "some_vision_model", "text_config", inner);
-    check_ok(moe_config_read(root, &c));
+    assert_ok(moe_config_read(root, &c));
     assert_string_equal(c.model_type, "qwen3_moe");
     assert_int_equal(c.layers[0].experts, 16);
     json_decref(root);
@@ -555,7 +551,7 @@ static void check_layers(const char *family, const char *changes, const char *wa
     json_t *patch = json_loads(changes, 0, NULL);
     assert_non_null(patch);
     assert_int_equal(json_object_update(root, patch), 0);
-    check_ok(moe_config_read(root, &c));
+    assert_ok(moe_config_read(root, &c));
     char got[256] = "";
     for (size_t i = 0; i < c.layer_count; i++)
         sprintf(got + strlen(got), "%s%u", i > 0 ? " " : "", c.layers[i].layer);
@@ -721,13 +717,13 @@ static void settings_without_effect_are_accepted(void **state)
     };
     struct moe_config plain, changed;
     json_t *base = golden("mixtral");
-    check_ok(moe_config_read(base, &plain));
+    assert_ok(moe_config_read(base, &plain));
     for (size_t i = 0; i < sizeof changes / sizeof changes[0]; i++) {
         json_t *root = json_deep_copy(base), *patch = json_loads(changes[i], 0, NULL);
         assert_non_null(patch);
         assert_int_equal(json_object_update(root, patch), 0);
         print_message("    %s\n", changes[i]);
-        check_ok(moe_config_read(root, &changed));
+        assert_ok(moe_config_read(root, &changed));
         check_config(&changed, 0, 2, plain.layers[0]);
         json_decref(patch);
         json_decref(root);
@@ -742,7 +738,7 @@ static void the_number_of_shared_experts_must_be_written_down(void **state)
     struct moe_config c;
     json_t *root = golden("glm4_moe");
     json_object_set_new(root, "n_shared_experts", json_null());
-    check_ok(moe_config_read(root, &c));
+    assert_ok(moe_config_read(root, &c));
     assert_int_equal(c.layers[0].shared_intermediate, 0);
     json_object_del(root, "n_shared_experts");
     check_reason(moe_config_read(root, &c), MOE_REASON_CONFIG_INVALID);
@@ -764,7 +760,7 @@ static void absent_settings_mean_what_the_familys_class_says(void **state)
         struct moe_config c;
         json_t *root = golden(cases[i].family);
         json_object_del(root, "norm_topk_prob");
-        check_ok(moe_config_read(root, &c));
+        assert_ok(moe_config_read(root, &c));
         assert_int_equal(c.layers[0].router.renorm, cases[i].renorm);
         json_decref(root);
     }

@@ -6,19 +6,17 @@
 #include "moe/v1/admin.pb-c.h"
 #include "moe/v1/coordinator.pb-c.h"
 #include "rpc/client.h"
+#include "support/check.h"
+#include "support/random.h"
 
 #include <arpa/inet.h>
 #include <inttypes.h>
 #include <pthread.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
-
-#include <cmocka.h>
 
 enum { SLOTS = 3, PATIENCE_S = 20 };
 
@@ -32,12 +30,6 @@ static struct moe_rpc_channel *channel;
 static uint64_t patience(void)
 {
     return moe_clock_ns() + PATIENCE_S * MOE_NS_PER_S;
-}
-
-static void succeed(struct moe_status st)
-{
-    if (st.code != MOE_OK)
-        fail_msg("%s: %s", moe_code_name(st.code), st.text);
 }
 
 /* ------------------------------------------------------------------ the coordinator */
@@ -57,12 +49,12 @@ static void start_coordinator(uint32_t slots, uint32_t lease_ms)
                                             .form_timeout_ms = 10000,
                                             .state_dir = directory,
                                             .metrics_listen = "127.0.0.1:0"};
-    succeed(moe_coordinator_create(&config, &coordinator));
+    assert_ok(moe_coordinator_create(&config, &coordinator));
     assert_int_equal(pthread_create(&coordinator_thread, NULL, run_coordinator, NULL), 0);
     char target[32];
     snprintf(target, sizeof target, "127.0.0.1:%u", moe_coordinator_port(coordinator));
     struct moe_rpc_channel_config to = {.target = target};
-    succeed(moe_rpc_channel_open(client, &to, &channel));
+    assert_ok(moe_rpc_channel_open(client, &to, &channel));
 }
 
 static void join_coordinator(enum moe_code want)
@@ -140,7 +132,7 @@ static size_t call_admin(const char *path, const ProtobufCMessage *request, uint
                             &(struct moe_rpc_out){.head = out, .head_length = length}, &reply);
     if (st->code != MOE_OK)
         return 0;
-    succeed(moe_rpc_msg_flatten(reply, bytes, capacity, &length));
+    assert_ok(moe_rpc_msg_flatten(reply, bytes, capacity, &length));
     moe_rpc_msg_free(reply);
     return length;
 }
@@ -152,7 +144,7 @@ static Moe__V1__GetStatusResponse *get_status(void)
     Moe__V1__GetStatusRequest request = MOE__V1__GET_STATUS_REQUEST__INIT;
     size_t length =
         call_admin("/moe.v1.AdminService/GetStatus", &request.base, bytes, sizeof bytes, &st);
-    succeed(st);
+    assert_ok(st);
     Moe__V1__GetStatusResponse *r = moe__v1__get_status_response__unpack(NULL, length, bytes);
     assert_non_null(r);
     return r;
@@ -220,10 +212,10 @@ static void on_closed(void *ctx, struct moe_status status)
 static void open_stream(struct worker *w)
 {
     static const struct moe_rpc_stream_events events = {.message = on_message, .closed = on_closed};
-    succeed(moe_queue_create(1024, &w->inbox));
+    assert_ok(moe_queue_create(1024, &w->inbox));
     struct moe_rpc_call_options options = {.deadline_ns = MOE_NEVER, .wait_for_ready = true};
-    succeed(moe_rpc_stream_open(channel, "/moe.v1.CoordinatorService/Session", &options, &events, w,
-                                &w->stream));
+    assert_ok(moe_rpc_stream_open(channel, "/moe.v1.CoordinatorService/Session", &options, &events,
+                                  w, &w->stream));
 }
 
 static void free_stream(struct worker *w)
@@ -472,7 +464,7 @@ static void shut_down(struct worker *workers)
     request.reason = (char *)(uintptr_t) "test over";
     request.limit_ms = 10000;
     call_admin("/moe.v1.AdminService/Shutdown", &request.base, bytes, sizeof bytes, &st);
-    succeed(st);
+    assert_ok(st);
     for (uint32_t i = 0; i < SLOTS; i++) {
         Moe__V1__SessionResponse *r = expect(&workers[i], MOE__V1__SESSION_RESPONSE__BODY_DRAIN);
         assert_string_equal(r->drain->reason, "test over");
@@ -518,7 +510,7 @@ static void check_placement(void)
     request.layer = 2;
     size_t length =
         call_admin("/moe.v1.AdminService/GetPlacement", &request.base, bytes, sizeof bytes, &st);
-    succeed(st);
+    assert_ok(st);
     Moe__V1__GetPlacementResponse *r = moe__v1__get_placement_response__unpack(NULL, length, bytes);
     assert_non_null(r);
     assert_int_equal(r->n_experts, 8);
@@ -565,8 +557,8 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
 
     assert_int_equal(drain(1, "").code, MOE_INVALID_ARGUMENT);
     assert_int_equal(drain(9, "because").code, MOE_NOT_FOUND);
-    succeed(drain(1, "because"));
-    succeed(drain(1, "because")); /* repeating it changes nothing */
+    assert_ok(drain(1, "because"));
+    assert_ok(drain(1, "because")); /* repeating it changes nothing */
     expect_and_free(&w[1], MOE__V1__SESSION_RESPONSE__BODY_DRAIN);
     send_leaving(&w[1]);
     expect_end(&w[1], MOE_OK, MOE_REASON_NONE);
@@ -662,35 +654,25 @@ static void a_restarted_coordinator_goes_on_under_the_same_epoch(void **unused)
     shut_down(w);
 }
 
-static uint64_t seed, random_word;
-
-static uint32_t rnd(uint32_t below)
-{
-    random_word ^= random_word << 13;
-    random_word ^= random_word >> 7;
-    random_word ^= random_word << 17;
-    return (uint32_t)(random_word >> 20) % below;
-}
-
 /* A packed request of a random kind with random small numbers, and a few bytes changed. */
 static size_t rubbish(const struct worker *w, uint8_t *bytes)
 {
     size_t length = 0;
-    if (rnd(3) == 0) {
+    if (random_below(3) == 0) {
         length = pack_register(w, &honest, bytes);
     } else {
-        uint32_t parts = rnd(4);
-        bytes[0] = (uint8_t)(rnd(10) << 3 | 2);
+        uint32_t parts = random_below(4);
+        bytes[0] = (uint8_t)(random_below(10) << 3 | 2);
         length = 2;
         for (uint32_t i = 0; i < parts; i++) {
-            bytes[length++] = (uint8_t)(rnd(5) << 3 | (rnd(4) == 0 ? 2 : 0));
-            bytes[length++] = (uint8_t)rnd(rnd(2) == 0 ? 4 : 256);
+            bytes[length++] = (uint8_t)(random_below(5) << 3 | (random_below(4) == 0 ? 2 : 0));
+            bytes[length++] = (uint8_t)random_below(random_below(2) == 0 ? 4 : 256);
         }
         bytes[1] = (uint8_t)(length - 2);
     }
-    for (uint32_t i = rnd(4); i > 0; i--)
-        bytes[rnd((uint32_t)length)] ^= (uint8_t)(1 + rnd(255));
-    return rnd(8) == 0 ? rnd((uint32_t)length) : length;
+    for (uint32_t i = random_below(4); i > 0; i--)
+        bytes[random_below((uint32_t)length)] ^= (uint8_t)(1 + random_below(255));
+    return random_below(8) == 0 ? random_below((uint32_t)length) : length;
 }
 
 static void rubbish_costs_the_stream_and_nothing_else(void **unused)
@@ -702,8 +684,9 @@ static void rubbish_costs_the_stream_and_nothing_else(void **unused)
     for (int round = 0; round < ROUNDS; round++) {
         struct worker w[STREAMS];
         for (uint32_t i = 0; i < STREAMS; i++) {
-            w[i] = (struct worker){.id = 10 + rnd(20), .incarnation = 1 + rnd(1000)};
-            if (rnd(2) == 0)
+            w[i] =
+                (struct worker){.id = 10 + random_below(20), .incarnation = 1 + random_below(1000)};
+            if (random_below(2) == 0)
                 send_register(&w[i], &honest);
             else
                 open_stream(&w[i]);
@@ -722,8 +705,7 @@ static void rubbish_costs_the_stream_and_nothing_else(void **unused)
             free_stream(&w[i]);
         }
     }
-    print_message("  MOE_SEED=%" PRIu64 ": %d messages; streams ended", seed,
-                  ROUNDS * STREAMS * MESSAGES);
+    print_message("  %d messages; streams ended", ROUNDS * STREAMS * MESSAGES);
     for (size_t code = 0; code <= MOE_UNAUTHENTICATED; code++)
         if (ends[code] > 0)
             print_message(" %s %zu", moe_code_name((enum moe_code)code), ends[code]);
@@ -741,9 +723,7 @@ static void rubbish_costs_the_stream_and_nothing_else(void **unused)
 
 int main(void)
 {
-    const char *text = getenv("MOE_SEED");
-    seed = text != NULL ? strtoull(text, NULL, 10) : (uint64_t)time(NULL);
-    random_word = seed | 1;
+    seed_random();
 #define SERVICE_TEST(f) cmocka_unit_test_setup_teardown(f, make_directory, remove_directory)
     const struct CMUnitTest tests[] = {
         SERVICE_TEST(a_group_lives_from_register_to_shutdown),

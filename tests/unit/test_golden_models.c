@@ -5,13 +5,8 @@
 #include "oracle/oracle.h"
 
 #include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
-
-#include <cmocka.h>
 
 static struct moe_status upload(void *ctx, enum moe_weight weight, uint32_t expert,
                                 enum moe_dtype dtype, const void *data, size_t bytes)
@@ -26,8 +21,8 @@ static struct moe_oracle_layer *load_layer(const struct moe_model *m, size_t i)
     uint32_t experts[MOE_MAX_EXPERTS];
     for (uint32_t e = 0; e < spec->experts; e++)
         experts[e] = e;
-    check_ok(moe_oracle_create(spec, &layer));
-    check_ok(moe_model_load_layer(m, i, experts, spec->experts, upload, layer, NULL, NULL));
+    assert_ok(moe_oracle_create(spec, &layer));
+    assert_ok(moe_model_load_layer(m, i, experts, spec->experts, upload, layer, NULL, NULL));
     return layer;
 }
 
@@ -41,7 +36,7 @@ static float *read_tensor(const struct moe_st_file *file, uint32_t layer, unsign
     assert_int_equal(t->dtype, MOE_ST_F32);
     float *data = malloc((size_t)t->bytes);
     assert_non_null(data);
-    check_ok(moe_st_read(file, t, 0, t->bytes, data));
+    assert_ok(moe_st_read(file, t, 0, t->bytes, data));
     return data;
 }
 
@@ -68,8 +63,8 @@ static void check_layer(const struct moe_model *m, size_t i, const struct moe_st
         size_t n = (size_t)tokens * spec->hidden;
         double *y = calloc(n, sizeof *y);
         assert_non_null(y);
-        check_ok(moe_oracle_forward(layer, MOE_DTYPE_F32, tokens, x, NULL, NULL, NULL, NULL, NULL,
-                                    NULL, NULL, y));
+        assert_ok(moe_oracle_forward(layer, MOE_DTYPE_F32, tokens, x, NULL, NULL, NULL, NULL, NULL,
+                                     NULL, NULL, y));
         double error = error_of(y, want, n);
         print_message("    %s layer %u, T = %u: relative error %.1e\n", moe_model_name(m),
                       spec->layer, tokens, error);
@@ -92,9 +87,9 @@ static void every_golden_model_gives_the_numbers_of_transformers(void **state)
         struct moe_model *m;
         struct moe_st_file *golden;
         snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s", families[f]);
-        check_ok(moe_model_open(path, &m));
+        assert_ok(moe_model_open(path, &m));
         snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s/golden.safetensors", families[f]);
-        check_ok(moe_st_open(path, &golden));
+        assert_ok(moe_st_open(path, &golden));
         for (size_t i = 0; i < moe_model_layer_count(m); i++)
             check_layer(m, i, golden);
         moe_st_close(golden);

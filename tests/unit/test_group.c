@@ -3,27 +3,17 @@
 #include "base/clock.h"
 #include "moe/v1/coordinator.pb-c.h"
 #include "rpc/server.h"
+#include "support/check.h"
 #include "worker/control.h"
 #include "worker/group.h"
 
 #include <pthread.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-#include <cmocka.h>
-
 enum { WAIT_MS = 20000, INCARNATION = 4711, EXPERTS = 4, LINE = 96, LINES = 64 };
-
-#define assert_ok(expr)                                                                            \
-    do {                                                                                           \
-        struct moe_status ok_status = (expr);                                                      \
-        if (moe_failed(&ok_status))                                                                \
-            fail_msg("%s: %s %s", #expr, moe_code_name(ok_status.code), ok_status.text);           \
-    } while (0)
 
 /* What happened, as text lines in order; lines are waited for. */
 struct journal {

@@ -5,16 +5,11 @@
 
 #include <fcntl.h>
 #include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-#include <cmocka.h>
 
 enum { E = 4, H = 6, I = 5, LAYER = 1 };
 
@@ -52,7 +47,7 @@ static void make_plain_model(const struct fixture *f, enum moe_st_dtype dtype)
 static struct moe_model *open_model(const struct fixture *f)
 {
     struct moe_model *m = NULL;
-    check_ok(moe_model_open(f->directory, &m));
+    assert_ok(moe_model_open(f->directory, &m));
     return m;
 }
 
@@ -68,7 +63,7 @@ static void refuse_model(const struct fixture *f, enum moe_reason reason, const 
 static void load(const struct moe_model *m, size_t layer, const uint32_t *experts, size_t count,
                  struct deliveries *d)
 {
-    check_ok(
+    assert_ok(
         moe_model_load_layer(m, layer, experts, count, deliveries_sink, d, deliveries_progress, d));
     assert_int_equal(d->read_bytes, moe_model_layer_bytes(m, layer, experts, count));
 }
@@ -133,7 +128,7 @@ static void every_golden_layer_delivers_each_weight_once(void **state)
         char path[512];
         struct moe_model *m;
         snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s/", families[i]);
-        check_ok(moe_model_open(path, &m));
+        assert_ok(moe_model_open(path, &m));
         assert_string_equal(moe_model_name(m), families[i]);
         for (size_t l = 0; l < moe_model_layer_count(m); l++) {
             struct deliveries some = {0}, none = {0};
@@ -155,12 +150,12 @@ static uint16_t *read_golden(const char *family, const char *tensor)
     char path[512];
     struct moe_st_file *file;
     snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s/model.safetensors", family);
-    check_ok(moe_st_open(path, &file));
+    assert_ok(moe_st_open(path, &file));
     const struct moe_tensor *t = moe_st_find(file, tensor);
     assert_non_null(t);
     uint16_t *data = malloc((size_t)t->bytes);
     assert_non_null(data);
-    check_ok(moe_st_read(file, t, 0, t->bytes, data));
+    assert_ok(moe_st_read(file, t, 0, t->bytes, data));
     moe_st_close(file);
     return data;
 }
@@ -170,7 +165,7 @@ static void load_golden(const char *family, uint32_t expert, struct deliveries *
     char path[512];
     struct moe_model *m;
     snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s", family);
-    check_ok(moe_model_open(path, &m));
+    assert_ok(moe_model_open(path, &m));
     load(m, moe_model_layer_count(m) - 1, &expert, 1, d);
     moe_model_close(m);
 }

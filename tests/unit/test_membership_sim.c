@@ -7,15 +7,13 @@
  * and the group has to be SERVING. MOE_SEED=n replays one run, MOE_RUNS=n sets their number. */
 #include "base/clock.h"
 #include "coordinator/membership.h"
+#include "support/check.h"
+#include "support/random.h"
 
 #include <inttypes.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include <cmocka.h>
 
 enum {
     IDS_MAX = 7,
@@ -81,7 +79,8 @@ struct process {
 };
 
 struct world {
-    uint64_t seed, random;
+    uint64_t seed;
+    struct rng random;
     uint64_t now_ns;
     uint32_t slots, ids, rounds;
     bool quiet, async_saves;
@@ -126,10 +125,7 @@ static void check(const struct world *w, bool holds, const char *promise)
 
 static uint64_t rnd(struct world *w, uint64_t below)
 {
-    w->random ^= w->random << 13;
-    w->random ^= w->random >> 7;
-    w->random ^= w->random << 17;
-    return (w->random >> 11) % below;
+    return rng_next(&w->random) % below;
 }
 
 static bool chance(struct world *w, uint64_t in)
@@ -698,9 +694,7 @@ static void run_one(struct world *w, uint64_t seed)
     memset(w, 0, sizeof *w);
     w->processes = processes;
     w->seed = seed;
-    w->random = seed * UINT64_C(0x9e3779b97f4a7c15) + 1;
-    for (int i = 0; i < 8; i++)
-        rnd(w, 2);
+    w->random.state = seed;
     w->now_ns = MOE_NS_PER_S;
     w->slots = 1 + (uint32_t)rnd(w, 5);
     w->ids = w->slots + (uint32_t)rnd(w, 2);
@@ -729,11 +723,11 @@ static void run_one(struct world *w, uint64_t seed)
 static void random_schedules_keep_every_promise(void **state)
 {
     (void)state;
-    const char *seed_text = getenv("MOE_SEED"), *runs_text = getenv("MOE_RUNS");
-    uint64_t first = seed_text != NULL ? strtoull(seed_text, NULL, 10) : 1;
-    uint64_t runs = seed_text != NULL   ? 1
-                    : runs_text != NULL ? strtoull(runs_text, NULL, 10)
-                                        : 2000;
+    const char *runs_text = getenv("MOE_RUNS");
+    uint64_t first = seed_from_environment(1);
+    uint64_t runs = getenv("MOE_SEED") != NULL ? 1
+                    : runs_text != NULL        ? strtoull(runs_text, NULL, 10)
+                                               : 2000;
     struct world *w = calloc(1, sizeof *w);
     assert_non_null(w);
     w->processes = calloc(PROCESSES_MAX, sizeof *w->processes);

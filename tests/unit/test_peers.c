@@ -2,27 +2,18 @@
  * hand-written caller who does not keep the rules. */
 #include "base/clock.h"
 #include "moe/v1/worker.pb-c.h"
+#include "support/check.h"
+#include "support/random.h"
 #include "worker/control.h"
 #include "worker/peers.h"
 
 #include <pthread.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-#include <cmocka.h>
-
 enum { SLOTS = 3, TICKETS_MAX = 4096, EPOCH = 5, WAIT_MS = 20000 };
-
-#define assert_ok(expr)                                                                            \
-    do {                                                                                           \
-        struct moe_status ok_status = (expr);                                                      \
-        if (moe_failed(&ok_status))                                                                \
-            fail_msg("%s: %s %s", #expr, moe_code_name(ok_status.code), ok_status.text);           \
-    } while (0)
 
 /* A worker without an engine: its thread reports each ticket as run, in order. */
 struct node {
@@ -186,14 +177,14 @@ static void await_lost(struct node *n, uint64_t slots)
 
 /* ----------------------------------------------------------------------- tickets */
 
-static void announce_at_random(struct node *nodes, unsigned *seed, uint64_t announced[SLOTS])
+static void announce_at_random(struct node *nodes, uint64_t announced[SLOTS])
 {
     for (int i = 0; i < 300; i++) {
-        uint32_t slot = (uint32_t)rand_r(seed) % SLOTS;
-        uint32_t tokens = 1 + (uint32_t)rand_r(seed) % 20;
+        uint32_t slot = random_below(SLOTS);
+        uint32_t tokens = 1 + random_below(20);
         announced[slot] += tokens;
         moe_peers_announce(nodes[slot].peers, 2, MOE_STEP_FORWARD, MOE_DTYPE_F32, tokens);
-        if (rand_r(seed) % 8 == 0)
+        if (one_in(8))
             nanosleep(&(struct timespec){0, 200000}, NULL);
     }
 }
@@ -211,15 +202,13 @@ static void all_slots_get_the_same_tickets_for_all_that_was_announced(void **sta
 {
     (void)state;
     static struct node nodes[SLOTS];
-    const char *given = getenv("MOE_SEED");
-    unsigned seed = given != NULL ? (unsigned)strtoul(given, NULL, 0) : (unsigned)time(NULL);
     uint64_t announced[SLOTS] = {0};
-    print_message("MOE_SEED=%u\n", seed);
+    seed_random();
     start_group(nodes);
     /* The members' view is committed before the sequencer's. */
     for (uint32_t s = SLOTS; s-- > 0;)
         assert_ok(moe_peers_start(nodes[s].peers));
-    announce_at_random(nodes, &seed, announced);
+    announce_at_random(nodes, announced);
 
     uint64_t most = 0;
     for (uint32_t s = 0; s < SLOTS; s++)

@@ -1,29 +1,16 @@
 /* Placement: linear shares, lists of copies, and a hash that changes when anything changes. */
 #include "coordinator/placement.h"
+#include "support/check.h"
+#include "support/random.h"
 
-#include <inttypes.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-
-#include <cmocka.h>
-
-static uint64_t seed, state_word;
-
-static uint32_t rnd(uint32_t below)
-{
-    state_word = state_word * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (uint32_t)(state_word >> 33) % below;
-}
 
 static struct moe_placement *new_placement(void)
 {
     struct moe_placement *p;
-    struct moe_status st = moe_placement_create(&p);
-    assert_int_equal(st.code, MOE_OK);
+    assert_ok(moe_placement_create(&p));
     return p;
 }
 
@@ -63,12 +50,13 @@ struct draft {
 static void draw(struct draft *d)
 {
     memset(d, 0, sizeof *d);
-    d->slots = 2 + rnd(MOE_PLACEMENT_SLOTS_MAX - 1);
-    d->layer_count = 1 + rnd(4);
+    d->slots = 2 + random_below(MOE_PLACEMENT_SLOTS_MAX - 1);
+    d->layer_count = 1 + random_below(4);
     for (uint32_t l = 0; l < d->layer_count; l++) {
-        d->layers[l] = (struct moe_placement_layer){.layer = 2 * l + 1, .experts = 1 + rnd(16)};
+        d->layers[l] =
+            (struct moe_placement_layer){.layer = 2 * l + 1, .experts = 1 + random_below(16)};
         for (uint32_t e = 0; e < d->layers[l].experts; e++) {
-            uint32_t mask = 1 + rnd((UINT32_C(1) << d->slots) - 1);
+            uint32_t mask = 1 + random_below((UINT32_C(1) << d->slots) - 1);
             for (uint32_t s = 0; s < d->slots; s++) {
                 if ((mask >> s & 1) == 0)
                     continue;
@@ -81,20 +69,18 @@ static void draw(struct draft *d)
 
 static void build(struct moe_placement *p, const struct draft *d)
 {
-    struct moe_status st = moe_placement_begin(p, 7, d->slots);
-    assert_int_equal(st.code, MOE_OK);
+    assert_ok(moe_placement_begin(p, 7, d->slots));
     for (uint32_t l = 0; l < d->layer_count; l++) {
-        st = moe_placement_add_layer(p, &d->layers[l], d->copies[l], d->holders[l],
-                                     d->holder_count[l]);
-        assert_int_equal(st.code, MOE_OK);
+        assert_ok(moe_placement_add_layer(p, &d->layers[l], d->copies[l], d->holders[l],
+                                          d->holder_count[l]));
     }
 }
 
 /* One change that keeps the draft legal. */
 static void change(struct draft *d)
 {
-    uint32_t l = rnd(d->layer_count);
-    switch (rnd(4)) {
+    uint32_t l = random_below(d->layer_count);
+    switch (random_below(4)) {
     case 0: /* one expert more, on slot 0 */
         if (d->layers[l].experts < 16) {
             d->copies[l][d->layers[l].experts++] = 1;
@@ -103,7 +89,7 @@ static void change(struct draft *d)
         }
         break;
     case 1: /* the last layer has another number */
-        d->layers[d->layer_count - 1].layer += 1 + rnd(5);
+        d->layers[d->layer_count - 1].layer += 1 + random_below(5);
         return;
     case 2: /* the group has another size; holders stay in range */
         if (d->slots < MOE_PLACEMENT_SLOTS_MAX) {
@@ -139,7 +125,7 @@ static void the_hash_changes_when_anything_changes(void **unused)
         change(&d);
         build(p, &d);
         if (content == moe_placement_content_hash(p))
-            fail_msg("seed %" PRIu64 ", round %d: a change went unnoticed", seed, i);
+            fail_msg("round %d: a change went unnoticed", i);
     }
     moe_placement_destroy(p);
 }
@@ -188,8 +174,7 @@ static void impossible_placements_are_refused(void **unused)
     const uint8_t good[2] = {0, 1}, out[2] = {0, 2}, falling[3] = {0, 1, 0}, twice[3] = {0, 1, 1};
     expect_refused(moe_placement_begin(p, 1, 0));
     expect_refused(moe_placement_begin(p, 1, MOE_PLACEMENT_SLOTS_MAX + 1));
-    struct moe_status st = moe_placement_begin(p, 1, 2);
-    assert_int_equal(st.code, MOE_OK);
+    assert_ok(moe_placement_begin(p, 1, 2));
     expect_refused(moe_placement_add_layer(p, &none, ones, good, 0));
     expect_refused(moe_placement_add_layer(p, &two, zero, good, 1));
     expect_refused(moe_placement_add_layer(p, &two, ones, out, 2));
@@ -198,8 +183,7 @@ static void impossible_placements_are_refused(void **unused)
     expect_refused(moe_placement_add_layer(p, &two, both, falling, 3));
     expect_refused(moe_placement_add_layer(p, &two, both, twice, 3));
     assert_int_equal(moe_placement_layer_count(p), 0);
-    st = moe_placement_add_layer(p, &two, ones, good, 2);
-    assert_int_equal(st.code, MOE_OK);
+    assert_ok(moe_placement_add_layer(p, &two, ones, good, 2));
     expect_refused(moe_placement_add_layer(p, &two, ones, good, 2)); /* the same layer again */
     expect_refused(moe_placement_set_linear(p, 1, 2, &huge, 1));
     moe_placement_destroy(p);
@@ -207,10 +191,7 @@ static void impossible_placements_are_refused(void **unused)
 
 int main(void)
 {
-    const char *text = getenv("MOE_SEED");
-    seed = text != NULL ? strtoull(text, NULL, 10) : (uint64_t)time(NULL);
-    state_word = seed;
-    printf("MOE_SEED=%" PRIu64 "\n", seed);
+    seed_random();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(linear_shares_differ_by_at_most_one),
         cmocka_unit_test(the_hash_changes_when_anything_changes),

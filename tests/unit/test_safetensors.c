@@ -1,19 +1,15 @@
 /* The safetensors reader refuses every file that breaks a rule of the format, each with a typed
  * error, and reads back whatever the writer wrote. */
 #include "model_fixture.h"
+#include "support/random.h"
 
 #include <fcntl.h>
 #include <inttypes.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-#include <cmocka.h>
 
 /* Writes length + header + `data_bytes` zeros as "t", and opens it. */
 static struct moe_status open_made(struct fixture *f, uint64_t length, const char *header,
@@ -210,7 +206,7 @@ static void refuses_links_directories_and_names_that_leave(void **state)
 {
     struct fixture *f = *state;
     struct moe_st_file *file;
-    check_ok(moe_st_write(fixture_path(f, "real"), NULL, 0, NULL));
+    assert_ok(moe_st_write(fixture_path(f, "real"), NULL, 0, NULL));
     assert_int_equal(symlinkat("real", f->fd, "link"), 0);
     assert_int_equal(mkdirat(f->fd, "folder", 0700), 0);
     assert_int_equal(mkfifoat(f->fd, "pipe", 0600), 0);
@@ -222,7 +218,7 @@ static void refuses_links_directories_and_names_that_leave(void **state)
                                         ".",       "",       ".hidden",     "a b",      "a\n"};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         check_reason(moe_st_open_at(f->fd, names[i], &file), MOE_REASON_MALFORMED);
-    check_ok(moe_st_open_at(f->fd, "real", &file));
+    assert_ok(moe_st_open_at(f->fd, "real", &file));
     assert_int_equal(moe_st_count(file), 0);
     moe_st_close(file);
 }
@@ -238,7 +234,7 @@ static void reads_scalars_empty_tensors_and_unaligned_data(void **state)
         "\"z\":{\"dtype\":\"BF16\",\"shape\":[0],\"data_offsets\":[5,5]},"
         "\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}  ";
     struct moe_st_file *file;
-    check_ok(open_header(*state, header, 5, &file));
+    assert_ok(open_header(*state, header, 5, &file));
     assert_int_equal(moe_st_count(file), 4);
     assert_string_equal(moe_st_tensor(file, 0)->name, "a");
     assert_string_equal(moe_st_tensor(file, 1)->name, "e");
@@ -251,9 +247,9 @@ static void reads_scalars_empty_tensors_and_unaligned_data(void **state)
     assert_int_equal(b->bytes, 4);
     assert_int_equal(b->offset, 8 + strlen(header) + 1);
     float value = 1;
-    check_ok(moe_st_read(file, b, 0, 4, &value));
+    assert_ok(moe_st_read(file, b, 0, 4, &value));
     assert_true(value == 0);
-    check_ok(moe_st_read(file, b, 4, 0, &value));
+    assert_ok(moe_st_read(file, b, 4, 0, &value));
     check_reason(moe_st_read(file, b, 1, 4, &value), MOE_REASON_TENSOR_INVALID);
     check_reason(moe_st_read(file, b, 5, 0, &value), MOE_REASON_TENSOR_INVALID);
     check_reason(moe_st_read(file, b, 1, UINT64_MAX, &value), MOE_REASON_TENSOR_INVALID);
@@ -269,7 +265,7 @@ static void reads_formats_narrower_than_a_byte(void **state)
                                  "[0,3]},\"g\":{\"dtype\":\"F4\",\"shape\":[2],\"data_offsets\":"
                                  "[3,4]}}";
     struct moe_st_file *file;
-    check_ok(open_header(*state, header, 4, &file));
+    assert_ok(open_header(*state, header, 4, &file));
     assert_int_equal(moe_st_find(file, "f")->bytes, 3);
     assert_int_equal(moe_st_find(file, "g")->bytes, 1);
     moe_st_close(file);
@@ -279,9 +275,9 @@ static void a_file_that_shrinks_while_open_is_an_error_not_a_signal(void **state
 {
     struct moe_st_file *file;
     char bytes[4096];
-    check_ok(open_header(*state,
-                         "{\"a\":{\"dtype\":\"U8\",\"shape\":[4096],\"data_offsets\":[0,4096]}}",
-                         4096, &file));
+    assert_ok(open_header(*state,
+                          "{\"a\":{\"dtype\":\"U8\",\"shape\":[4096],\"data_offsets\":[0,4096]}}",
+                          4096, &file));
     assert_int_equal(truncate(fixture_path(*state, "t"), 1000), 0);
     check_reason(moe_st_read(file, moe_st_find(file, "a"), 0, 4096, bytes), MOE_REASON_TRUNCATED);
     moe_st_close(file);
@@ -291,7 +287,7 @@ static void reads_the_golden_files_of_transformers(void **state)
 {
     (void)state;
     struct moe_st_file *file;
-    check_ok(moe_st_open(MOE_GOLDEN_DIR "/mixtral/golden.safetensors", &file));
+    assert_ok(moe_st_open(MOE_GOLDEN_DIR "/mixtral/golden.safetensors", &file));
     assert_string_equal(moe_st_metadata(file, "transformers"), "5.17.0");
     const struct moe_tensor *x = moe_st_find(file, "layer0.T37.x");
     assert_non_null(x);
@@ -304,14 +300,14 @@ static void reads_the_golden_files_of_transformers(void **state)
 
 /* ---- writing ---- */
 
-static struct moe_st_out random_tensor(uint64_t *rng, size_t i, char *name, uint8_t **data)
+static struct moe_st_out random_tensor(size_t i, char *name, uint8_t **data)
 {
     struct moe_st_out t = {.name = name};
-    sprintf(name, "%c.tensor \"%zu\" \xc3\xbc", (char)('a' + test_random(rng) % 26), i);
-    t.dtype = (enum moe_st_dtype)(test_random(rng) % MOE_ST_DTYPE_COUNT);
-    t.rank = (uint32_t)(test_random(rng) % 4);
+    sprintf(name, "%c.tensor \"%zu\" \xc3\xbc", (char)('a' + random_below(26)), i);
+    t.dtype = (enum moe_st_dtype)random_below(MOE_ST_DTYPE_COUNT);
+    t.rank = random_below(4);
     for (uint32_t d = 0; d < t.rank; d++)
-        t.shape[d] = test_random(rng) % 5;
+        t.shape[d] = random_below(5);
     /* Formats of 4 and 6 bits need a count that fills whole bytes. */
     if (moe_st_dtype_bits(t.dtype) < 8)
         t.shape[t.rank++] = 4;
@@ -319,8 +315,7 @@ static struct moe_st_out random_tensor(uint64_t *rng, size_t i, char *name, uint
     assert_true(moe_st_tensor_bytes(t.dtype, t.rank, t.shape, &bytes));
     *data = malloc((size_t)bytes + 1);
     assert_non_null(*data);
-    for (uint64_t b = 0; b < bytes; b++)
-        (*data)[b] = (uint8_t)test_random(rng);
+    fill_random(*data, (size_t)bytes);
     t.data = *data;
     return t;
 }
@@ -334,7 +329,7 @@ static void check_same(const struct moe_st_file *file, const struct moe_st_out *
     assert_memory_equal(got->shape, want->shape, want->rank * sizeof want->shape[0]);
     uint8_t *bytes = malloc((size_t)got->bytes + 1);
     assert_non_null(bytes);
-    check_ok(moe_st_read(file, got, 0, got->bytes, bytes));
+    assert_ok(moe_st_read(file, got, 0, got->bytes, bytes));
     assert_memory_equal(bytes, want->data, (size_t)got->bytes);
     free(bytes);
 }
@@ -343,16 +338,16 @@ static void what_is_written_is_read_back(void **state)
 {
     enum { COUNT = 40, ROUNDS = 20 };
     static const char *const metadata[] = {"format", "pt", "k\"ey", "va\nlue \xe2\x82\xac", NULL};
-    uint64_t rng = test_seed();
+    seed_random();
     struct moe_st_out tensors[COUNT];
     char names[COUNT][64];
     uint8_t *data[COUNT];
     for (int round = 0; round < ROUNDS; round++) {
         for (size_t i = 0; i < COUNT; i++)
-            tensors[i] = random_tensor(&rng, i, names[i], &data[i]);
-        check_ok(moe_st_write(fixture_path(*state, "w"), tensors, COUNT, metadata));
+            tensors[i] = random_tensor(i, names[i], &data[i]);
+        assert_ok(moe_st_write(fixture_path(*state, "w"), tensors, COUNT, metadata));
         struct moe_st_file *file;
-        check_ok(moe_st_open(fixture_path(*state, "w"), &file));
+        assert_ok(moe_st_open(fixture_path(*state, "w"), &file));
         assert_int_equal(moe_st_count(file), COUNT);
         for (size_t i = 0; i < COUNT; i++)
             check_same(file, &tensors[i]);
@@ -374,14 +369,14 @@ static void writing_replaces_a_file_without_disturbing_its_readers(void **state)
     uint8_t one = 1, two = 2, got = 0;
     struct moe_st_out t = {.name = "a", .dtype = MOE_ST_U8, .rank = 1, .shape = {1}, .data = &one};
     struct moe_st_file *before, *after;
-    check_ok(moe_st_write(fixture_path(*state, "w"), &t, 1, NULL));
-    check_ok(moe_st_open(fixture_path(*state, "w"), &before));
+    assert_ok(moe_st_write(fixture_path(*state, "w"), &t, 1, NULL));
+    assert_ok(moe_st_open(fixture_path(*state, "w"), &before));
     t.data = &two;
-    check_ok(moe_st_write(fixture_path(*state, "w"), &t, 1, NULL));
-    check_ok(moe_st_open(fixture_path(*state, "w"), &after));
-    check_ok(moe_st_read(before, moe_st_find(before, "a"), 0, 1, &got));
+    assert_ok(moe_st_write(fixture_path(*state, "w"), &t, 1, NULL));
+    assert_ok(moe_st_open(fixture_path(*state, "w"), &after));
+    assert_ok(moe_st_read(before, moe_st_find(before, "a"), 0, 1, &got));
     assert_int_equal(got, 1);
-    check_ok(moe_st_read(after, moe_st_find(after, "a"), 0, 1, &got));
+    assert_ok(moe_st_read(after, moe_st_find(after, "a"), 0, 1, &got));
     assert_int_equal(got, 2);
     moe_st_close(before);
     moe_st_close(after);
@@ -395,7 +390,7 @@ static void a_write_that_cannot_succeed_changes_nothing(void **state)
         {.name = "a", .dtype = MOE_ST_U8, .rank = 1, .shape = {1}, .data = &one},
         {.name = "a", .dtype = MOE_ST_U8, .rank = 1, .shape = {1}, .data = &one}};
     struct moe_st_file *file;
-    check_ok(moe_st_write(fixture_path(f, "w"), t, 1, NULL));
+    assert_ok(moe_st_write(fixture_path(f, "w"), t, 1, NULL));
     check_reason(moe_st_write(fixture_path(f, "w"), t, 2, NULL), MOE_REASON_TENSOR_INVALID);
     t[1].name = "__metadata__";
     check_reason(moe_st_write(fixture_path(f, "w"), t, 2, NULL), MOE_REASON_TENSOR_INVALID);
@@ -411,15 +406,15 @@ static void a_write_that_cannot_succeed_changes_nothing(void **state)
     check_reason(moe_st_write(fixture_path(f, "taken"), t, 1, NULL), MOE_REASON_IO);
     assert_int_equal(unlinkat(f->fd, "taken", AT_REMOVEDIR), 0);
 
-    check_ok(moe_st_open(fixture_path(f, "w"), &file));
-    check_ok(moe_st_read(file, moe_st_find(file, "a"), 0, 1, &got));
+    assert_ok(moe_st_open(fixture_path(f, "w"), &file));
+    assert_ok(moe_st_read(file, moe_st_find(file, "a"), 0, 1, &got));
     assert_int_equal(got, 1);
     moe_st_close(file);
     /* A temporary file that a crashed writer left is not in the way, and not touched. */
     char stale[64];
     snprintf(stale, sizeof stale, "w.%ld.0.tmp", (long)getpid());
     fixture_write_text(f, stale, "stale");
-    check_ok(moe_st_write(fixture_path(f, "w"), t, 1, NULL));
+    assert_ok(moe_st_write(fixture_path(f, "w"), t, 1, NULL));
     assert_int_equal(unlinkat(f->fd, stale, 0), 0);
     /* No temporary file stays behind: with "w" gone, the directory is empty. */
     assert_int_equal(unlinkat(f->fd, "w", 0), 0);

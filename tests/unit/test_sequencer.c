@@ -1,15 +1,12 @@
 /* Promises of the sequencer: a few plain cases, then seeded simulations of a whole group whose
  * slots announce and report in random order. */
 #include "base/size.h"
+#include "support/check.h"
+#include "support/random.h"
 #include "worker/sequencer.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
-
-#include <cmocka.h>
 
 static const struct moe_sequencer_key key_a = {3, MOE_STEP_FORWARD, MOE_DTYPE_F32};
 static const struct moe_sequencer_key key_b = {3, MOE_STEP_FORWARD, MOE_DTYPE_BF16};
@@ -164,20 +161,12 @@ enum { KEYS = 6, RUNS = 300, EVENTS = 400 };
 
 struct sim {
     struct moe_sequencer *s;
-    uint64_t random;
+    struct rng random;
     uint32_t slots[MOE_MAX_SLOTS], slot_count, max_bucket;
     uint64_t pending[KEYS][MOE_MAX_SLOTS]; /* announced, not covered; what the slots believe */
     uint64_t waited[KEYS];                 /* tickets of other keys since this one has waited */
     uint64_t done[MOE_MAX_SLOTS], issued;
 };
-
-static uint64_t next_random(struct sim *m) /* xorshift64 */
-{
-    m->random ^= m->random << 13;
-    m->random ^= m->random >> 7;
-    m->random ^= m->random << 17;
-    return m->random;
-}
 
 static struct moe_sequencer_key key_of(uint32_t k)
 {
@@ -241,9 +230,9 @@ static void collect_tickets(struct sim *m)
 
 static void announce_something(struct sim *m)
 {
-    uint32_t k = (uint32_t)(next_random(m) % KEYS);
-    uint32_t slot = m->slots[next_random(m) % m->slot_count];
-    uint32_t tokens = (uint32_t)(next_random(m) % (next_random(m) % 8 == 0 ? 200 : 10));
+    uint32_t k = rng_below(&m->random, KEYS);
+    uint32_t slot = m->slots[rng_below(&m->random, m->slot_count)];
+    uint32_t tokens = rng_below(&m->random, rng_below(&m->random, 8) == 0 ? 200 : 10);
     struct moe_sequencer_key key = key_of(k);
     uint64_t before = 0;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
@@ -256,25 +245,25 @@ static void announce_something(struct sim *m)
 
 static void report_something(struct sim *m)
 {
-    uint32_t slot = m->slots[next_random(m) % m->slot_count];
+    uint32_t slot = m->slots[rng_below(&m->random, m->slot_count)];
     if (m->done[slot] < m->issued)
         done(m->s, slot, ++m->done[slot]);
 }
 
 static void run_simulation(struct sim *m, uint64_t seed)
 {
-    m->random = seed * UINT64_C(0x9e3779b97f4a7c15) | 1;
+    m->random.state = seed;
     m->slot_count = 0;
     uint64_t live = 0;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-        if (next_random(m) % 4 == 0 || (s == MOE_MAX_SLOTS - 1 && m->slot_count == 0)) {
+        if (rng_below(&m->random, 4) == 0 || (s == MOE_MAX_SLOTS - 1 && m->slot_count == 0)) {
             m->slots[m->slot_count++] = s;
             live |= UINT64_C(1) << s;
         }
-    m->max_bucket = UINT32_C(1) << next_random(m) % 7;
+    m->max_bucket = UINT32_C(1) << rng_below(&m->random, 7);
     m->s = begin(live, m->max_bucket);
     for (int i = 0; i < EVENTS; i++) {
-        if (next_random(m) % 3 == 0)
+        if (rng_below(&m->random, 3) == 0)
             announce_something(m);
         else
             report_something(m);
@@ -293,10 +282,8 @@ static void run_simulation(struct sim *m, uint64_t seed)
 static void every_announced_token_is_covered_in_turn_by_two_steps_at_most(void **state)
 {
     (void)state;
-    const char *given = getenv("MOE_SEED");
-    uint64_t seed = given != NULL ? strtoull(given, NULL, 0) : (uint64_t)time(NULL);
+    uint64_t seed = choose_seed();
     uint64_t tickets = 0;
-    print_message("MOE_SEED=%llu\n", (unsigned long long)seed);
     for (uint64_t run = 0; run < RUNS; run++) {
         struct sim m = {0};
         run_simulation(&m, seed + run);

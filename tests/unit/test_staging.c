@@ -99,21 +99,20 @@ enum { THREADS = 4, ROUNDS = 3000 };
 static void *take_and_release(void *arg)
 {
     struct moe_staging *s = arg;
-    unsigned random = (unsigned)(uintptr_t)pthread_self();
+    struct rng random = {.state = (uintptr_t)pthread_self()};
     uintptr_t refused = 0;
     for (int i = 0; i < ROUNDS; i++) {
         struct moe_buffer *b;
-        random = random * 1664525u + 1013904223u;
-        struct moe_status st = moe_staging_take(s, 1 + (random >> 8) % 400000, &b);
+        struct moe_status st = moe_staging_take(s, 1 + rng_below(&random, 400000), &b);
         if (moe_failed(&st)) {
             refused++;
             continue;
         }
-        uint32_t *word = moe_buffer_data(b); /* nobody else may write here now */
-        *word = random;
+        uint64_t *word = moe_buffer_data(b); /* nobody else may write here now */
+        *word = random.state;
         moe_buffer_hold(b);
         moe_buffer_release(b);
-        MOE_INVARIANT(*word == random);
+        MOE_INVARIANT(*word == random.state);
         moe_buffer_release(b);
     }
     return (void *)refused;

@@ -1,21 +1,19 @@
 /* The coordinator's log: what was acknowledged survives, what was not is dropped, damage is never
  * taken for good data, and no reading of a damaged file makes an epoch fall. */
 #include "coordinator/store.h"
+#include "support/check.h"
+#include "support/random.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <setjmp.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-#include <cmocka.h>
 
 static char directory[] = "/tmp/moe-store-XXXXXX";
 static char log_path[64];
@@ -295,17 +293,17 @@ static void random_bytes_are_never_good_data(void **unused)
     (void)unused;
     uint8_t image[4096];
     size_t ends[3], length = make_log(image, sizeof image, ends);
-    uint64_t word = 88172645463325252u;
+    struct rng random = {.state = 1};
     for (int i = 0; i < 20000; i++) {
         uint8_t bad[4096];
         memcpy(bad, image, length);
         for (int k = 0; k < 4; k++) {
-            word ^= word << 13, word ^= word >> 7, word ^= word << 17;
-            bad[word % length] = (uint8_t)(word >> 40);
+            bad[rng_below(&random, (uint32_t)length)] = (uint8_t)rng_next(&random);
         }
         struct moe_membership_saved found;
         bool torn;
-        struct moe_status st = moe_store_decode(bad, (word >> 20) % (length + 1), &found, &torn);
+        struct moe_status st =
+            moe_store_decode(bad, rng_below(&random, (uint32_t)length + 1), &found, &torn);
         if (st.code == MOE_OK)
             assert_true(found.epoch <= 12 + 64);
     }

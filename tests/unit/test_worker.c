@@ -5,28 +5,18 @@
 #include "model/safetensors.h"
 #include "moe/v1/expert.pb-c.h"
 #include "rpc/client.h"
+#include "support/check.h"
 #include "worker/worker.h"
 
 #include <math.h>
 #include <pthread.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-#include <cmocka.h>
-
 enum { WORKERS_MAX = 3, WAIT_MS = 30000, LAYER = 0, TOKENS = 37 };
-
-#define assert_ok(expr)                                                                            \
-    do {                                                                                           \
-        struct moe_status ok_status = (expr);                                                      \
-        if (moe_failed(&ok_status))                                                                \
-            fail_msg("%s: %s %s", #expr, moe_code_name(ok_status.code), ok_status.text);           \
-    } while (0)
 
 /* ------------------------------------------------------------------------ golden */
 

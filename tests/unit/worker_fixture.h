@@ -5,17 +5,15 @@
 
 #include "moe/backend.h"
 #include "oracle/oracle.h"
+#include "support/check.h"
+#include "support/random.h"
 #include "worker/engine.h"
 #include "worker/sequencer.h"
 
 #include <pthread.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
-
-#include <cmocka.h>
 
 /* Layer 1: softmax, renormalised, E = 8, K = 2, H = 24. Layer 4: sigmoid with selection bias and a
  * shared expert, E = 300 and Z = 4 (ids need 16 bits), K = 3, H = 40. */
@@ -34,12 +32,6 @@ struct worker {
     struct moe_sequencer *sequencer;
     _Atomic uint64_t tickets;
 };
-
-/* Seeds the generator from MOE_SEED, or the clock, and prints the seed. */
-void seed_random(void);
-uint64_t random_bits(void);
-uint32_t random_below(uint32_t n); /* 0 .. n-1 */
-float random_normal(void);
 
 void worker_open(struct worker *w); /* no view yet */
 void worker_start_view(struct worker *w);
@@ -66,21 +58,5 @@ void request_wait(struct request *r);
 struct moe_status request_run(struct request *r, struct worker *w);
 /* Fails unless the answer is what the oracle says, within the tolerance of its dtype. */
 void request_check(const struct request *r, const struct worker *w);
-
-#define assert_ok(expr)                                                                            \
-    do {                                                                                           \
-        struct moe_status ok_status = (expr);                                                      \
-        if (moe_failed(&ok_status))                                                                \
-            fail_msg("%s: %s %s", #expr, moe_code_name(ok_status.code), ok_status.text);           \
-    } while (0)
-
-/* The call fails with this code and reason; the sentence is printed. */
-#define assert_refused(expr, want_code, want_reason)                                               \
-    do {                                                                                           \
-        struct moe_status refused_status = (expr);                                                 \
-        print_message("  %s\n", refused_status.text);                                              \
-        assert_int_equal(refused_status.code, want_code);                                          \
-        assert_int_equal(refused_status.reason, want_reason);                                      \
-    } while (0)
 
 #endif
