@@ -1,6 +1,6 @@
 /* The experts' feed-forward networks on a GPU: enqueued, never waiting, driven by counts that are
- * in device memory only. Picks the tensor-core grouped GEMM (ggemm.h) where dtype, shape and
- * architecture allow, and exact fp32 otherwise. */
+ * in device memory only. Picks the tensor-core grouped GEMM (ggemm.h) where dtype, shape and device
+ * allow, and exact fp32 (ffn_exact.h) otherwise. */
 #ifndef MOE_CUDA_FFN_H
 #define MOE_CUDA_FFN_H
 
@@ -10,18 +10,24 @@
 extern "C" {
 #endif
 
-/* In all of these, rows->start, count, x and weight are device memory. */
+/* Rows to compute on, and what the host knows of their number. */
+struct moe_cuda_batch_rows {
+    struct moe_rows rows;   /* every pointer is to device memory; one entry per local expert */
+    uint32_t capacity;      /* rows that rows.x, rows.weight and all outputs have room for */
+    uint32_t bucket, slots; /* of the step: what the choice of a tile goes by */
+};
 
-/* The dtype in which `hidden` travels from gate_up to down inside a step. */
+/* The dtype in which `hidden` travels from gate_up to down inside a step: BF16 where both run on
+ * tensor cores, else F32. The same for all steps of a layer and dtype. */
 enum moe_dtype moe_cuda_ffn_hidden_dtype(const struct moe_layer *layer, enum moe_dtype dtype);
 
-/* hidden [start[local], I] of `hidden_dtype`, by the formulas of moe_backend.gemm_gate_up. */
+/* hidden [capacity, I] of `hidden_dtype`, by the formulas of moe_backend.gemm_gate_up. */
 struct moe_status moe_cuda_ffn_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
-                                       const struct moe_rows *rows, void *hidden,
+                                       const struct moe_cuda_batch_rows *b, void *hidden,
                                        enum moe_dtype hidden_dtype,
                                        cudaStream_t stream) MOE_CHECKED;
-/* out [start[local], H] f32, by the formulas of moe_backend.gemm_down. */
-struct moe_status moe_cuda_ffn_down(struct moe_layer *layer, const struct moe_rows *rows,
+/* out [capacity, H] f32, by the formulas of moe_backend.gemm_down. */
+struct moe_status moe_cuda_ffn_down(struct moe_layer *layer, const struct moe_cuda_batch_rows *b,
                                     const void *hidden, enum moe_dtype hidden_dtype, float *out,
                                     cudaStream_t stream) MOE_CHECKED;
 

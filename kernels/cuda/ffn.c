@@ -1,0 +1,227 @@
+/* Which kernel computes an expert, and the parts that the backend offers alone; see ffn.h. */
+#include "cuda/ffn.h"
+
+#include "base/size.h"
+#include "cuda/ffn_exact.h"
+#include "cuda/ggemm.h"
+
+/* ---------------------------------------------------------------------- choice */
+
+static bool on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype,
+                            enum moe_cuda_matrices which)
+{
+    const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
+    bool gated = which == MOE_CUDA_GATE_UP;
+    uint32_t n = gated ? layer->spec.intermediate : m->rows;
+    return dtype == MOE_DTYPE_BF16 && m->dtype == MOE_DTYPE_BF16 &&
+           moe_cuda_ggemm_serves(n, m->columns);
+}
+
+/* Weighting the input multiplies a product before its bias, which only the exact kernel does. */
+static bool gate_up_on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype)
+{
+    return layer->spec.weighting != MOE_WEIGHT_INPUT &&
+           on_tensor_cores(layer, dtype, MOE_CUDA_GATE_UP);
+}
+
+enum moe_dtype moe_cuda_ffn_hidden_dtype(const struct moe_layer *layer, enum moe_dtype dtype)
+{
+    return on_tensor_cores(layer, dtype, MOE_CUDA_DOWN) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
+}
+
+static enum moe_cuda_gemm_tile tile_of(const struct moe_layer *layer,
+                                       const struct moe_cuda_batch_rows *b,
+                                       const struct moe_cuda_matrix *m)
+{
+    struct moe_cuda_gemm_facts facts = {.bucket = b->bucket,
+                                        .slots = b->slots,
+                                        .top_k = layer->spec.router.top_k,
+                                        .experts = layer->spec.experts,
+                                        .n = m->rows,
+                                        .k = m->columns};
+    return moe_cuda_choose_tile(&facts);
+}
+
+/* What both products have in common. */
+static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
+                                      const struct moe_cuda_batch_rows *b,
+                                      enum moe_cuda_matrices which)
+{
+    const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
+    return (struct moe_cuda_ggemm){.tile = tile_of(layer, b, m),
+                                   .experts = b->rows.local_experts,
+                                   .row_capacity = b->capacity,
+                                   .k = m->columns,
+                                   .start = b->rows.start,
+                                   .count = b->rows.count,
+                                   .weights = m->data,
+                                   .row_weight = b->rows.weight,
+                                   .weighting = layer->spec.weighting};
+}
+
+/* --------------------------------------------------------------- routed experts */
+
+struct moe_status moe_cuda_ffn_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
+                                       const struct moe_cuda_batch_rows *b, void *hidden,
+                                       enum moe_dtype hidden_dtype, cudaStream_t stream)
+{
+    if (b->rows.local_experts == 0 || b->capacity == 0)
+        return moe_ok();
+    if (!gate_up_on_tensor_cores(layer, dtype)) {
+        struct moe_cuda_exact exact = {.layer = layer,
+                                       .rows = &b->rows,
+                                       .in_dtype = dtype,
+                                       .in = b->rows.x,
+                                       .weight = b->rows.weight,
+                                       .out = hidden,
+                                       .out_dtype = hidden_dtype};
+        return moe_cuda_exact_gate_up(&exact, stream);
+    }
+    struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_GATE_UP);
+    g.gated = true;
+    g.n = layer->spec.intermediate;
+    g.x = b->rows.x;
+    g.bias = layer->desc.bias[MOE_WEIGHT_GATE_BIAS];
+    g.up_bias = layer->desc.bias[MOE_WEIGHT_UP_BIAS];
+    g.activation = layer->spec.activation;
+    g.limit = layer->spec.swiglu_limit;
+    g.alpha = layer->spec.swiglu_alpha;
+    g.out_dtype = hidden_dtype;
+    g.out = hidden;
+    return moe_cuda_ggemm_enqueue(&g, stream);
+}
+
+struct moe_status moe_cuda_ffn_down(struct moe_layer *layer, const struct moe_cuda_batch_rows *b,
+                                    const void *hidden, enum moe_dtype hidden_dtype, float *out,
+                                    cudaStream_t stream)
+{
+    if (b->rows.local_experts == 0 || b->capacity == 0)
+        return moe_ok();
+    if (!on_tensor_cores(layer, hidden_dtype, MOE_CUDA_DOWN)) {
+        struct moe_cuda_exact exact = {.layer = layer,
+                                       .rows = &b->rows,
+                                       .in_dtype = hidden_dtype,
+                                       .in = hidden,
+                                       .weight = b->rows.weight,
+                                       .out = out};
+        return moe_cuda_exact_down(&exact, stream);
+    }
+    struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_DOWN);
+    g.n = layer->spec.hidden;
+    g.x = hidden;
+    g.bias = layer->desc.bias[MOE_WEIGHT_DOWN_BIAS];
+    g.out_dtype = MOE_DTYPE_F32;
+    g.out = out;
+    return moe_cuda_ggemm_enqueue(&g, stream);
+}
+
+/* ---------------------------------------------------------------- shared expert */
+
+/* Scratch: hidden activations [T, Is] f32, then the weights of the tokens [T]. */
+size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens)
+{
+    size_t inner = layer->spec.shared_intermediate;
+    return inner == 0 ? 0 : tokens * (inner + 1) * sizeof(float);
+}
+
+struct moe_status moe_cuda_ffn_shared(struct moe_layer *layer, enum moe_dtype dtype,
+                                      uint32_t tokens, const void *x, void *scratch, float *y,
+                                      cudaStream_t stream)
+{
+    const struct moe_layer_spec *spec = &layer->spec;
+    if (spec->shared_intermediate == 0 || tokens == 0)
+        return moe_ok();
+    float *hidden = scratch, *weight = NULL;
+    if (spec->shared_gated) {
+        weight = hidden + (size_t)tokens * spec->shared_intermediate;
+        MOE_TRY(moe_cuda_shared_weights(layer, dtype, tokens, x, weight, stream));
+    }
+    struct moe_cuda_exact up = {.layer = layer,
+                                .tokens = tokens,
+                                .in_dtype = dtype,
+                                .in = x,
+                                .out = hidden,
+                                .out_dtype = MOE_DTYPE_F32};
+    struct moe_cuda_exact down = {.layer = layer,
+                                  .tokens = tokens,
+                                  .in_dtype = MOE_DTYPE_F32,
+                                  .in = hidden,
+                                  .weight = weight,
+                                  .out = y};
+    MOE_TRY(moe_cuda_exact_gate_up(&up, stream));
+    return moe_cuda_exact_down(&down, stream);
+}
+
+/* ------------------------------------------------------------------- parts alone */
+
+static struct moe_status check_part(const struct moe_layer *layer)
+{
+    if (!layer->finished)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
+                         "layer %u is not finished", layer->spec.layer);
+    return moe_cuda_device_use(layer->device);
+}
+
+static struct moe_status check_dtype(enum moe_dtype dtype)
+{
+    if (dtype != MOE_DTYPE_F32 && dtype != MOE_DTYPE_BF16)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
+                         "tokens are neither F32 nor BF16");
+    return moe_ok();
+}
+
+/* A part may wait: it reads how many rows there are. */
+static struct moe_status measure_rows(struct moe_layer *layer, const struct moe_rows *rows,
+                                      struct moe_cuda_batch_rows *b)
+{
+    *b = (struct moe_cuda_batch_rows){.rows = *rows, .slots = 1};
+    if (rows->local_experts != layer->local_experts)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "rows of %u experts, %u are here", rows->local_experts,
+                         layer->local_experts);
+    if (rows->local_experts == 0)
+        return moe_ok();
+    MOE_TRY(moe_cuda_mem_copy(layer->device, &b->capacity, rows->start + rows->local_experts,
+                              sizeof b->capacity));
+    b->bucket = b->capacity / layer->spec.router.top_k + 1;
+    return moe_ok();
+}
+
+struct moe_status moe_cuda_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
+                                        const struct moe_rows *rows, float *hidden)
+{
+    struct moe_cuda_batch_rows b;
+    MOE_TRY(check_part(layer));
+    MOE_TRY(check_dtype(dtype));
+    MOE_TRY(measure_rows(layer, rows, &b));
+    MOE_TRY(moe_cuda_ffn_gate_up(layer, dtype, &b, hidden, MOE_DTYPE_F32, layer->device->compute));
+    return moe_cuda_device_finish(layer->device);
+}
+
+struct moe_status moe_cuda_gemm_down(struct moe_layer *layer, const struct moe_rows *rows,
+                                     const float *hidden, float *out)
+{
+    struct moe_cuda_batch_rows b;
+    MOE_TRY(check_part(layer));
+    MOE_TRY(measure_rows(layer, rows, &b));
+    MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, MOE_DTYPE_F32, out, layer->device->compute));
+    return moe_cuda_device_finish(layer->device);
+}
+
+struct moe_status moe_cuda_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,
+                                          uint32_t tokens, const void *x, float *y)
+{
+    struct moe_device *device = layer->device;
+    size_t bytes = moe_cuda_ffn_shared_bytes(layer, tokens);
+    void *scratch;
+    MOE_TRY(check_part(layer));
+    MOE_TRY(check_dtype(dtype));
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &scratch));
+    struct moe_status st;
+    MOE_TRY_GOTO(st, moe_cuda_ffn_shared(layer, dtype, tokens, x, scratch, y, device->compute),
+                 done);
+    st = moe_cuda_device_finish(device);
+done:
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, scratch, bytes);
+    return st;
+}

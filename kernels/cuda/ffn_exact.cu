@@ -1,0 +1,237 @@
+/* The experts' networks in exact fp32, for what tensor cores do not serve: F32 tokens, F32 weights,
+ * odd shapes, other devices. simt.cuh multiplies; here are the epilogues. */
+#include "cuda/ffn_exact.h"
+
+#include "cuda/simt.cuh"
+
+using moe_simt::groups;
+using moe_simt::PER_THREAD;
+using moe_simt::THREADS;
+using moe_simt::tile;
+
+struct exact_args {
+    groups g;
+    moe_cuda_matrix matrix;
+    const void *in;
+    const float *weight;
+    void *out;
+    bool out_bf16;
+    uint32_t width; /* columns of out */
+    moe_weighting weighting;
+    const float *bias, *up_bias; /* [entries][width], or NULL */
+    moe_activation activation;
+    float limit, alpha;
+    bool add; /* down: to what `out` holds */
+};
+
+static __device__ float sigmoid(float z)
+{
+    return 1.0f / (1.0f + expf(-z));
+}
+
+/* NaN passes through the clamps, as it does on the CPU: fminf and fmaxf would swallow it. */
+static __device__ float activate(const exact_args &a, float g, float u)
+{
+    if (a.activation != MOE_ACT_SWIGLU) {
+        g = g > a.limit ? a.limit : g;
+        u = u > a.limit ? a.limit : u < -a.limit ? -a.limit : u;
+    }
+    if (a.activation == MOE_ACT_SWIGLU_OAI)
+        return g * sigmoid(a.alpha * g) * (u + 1.0f);
+    return g * sigmoid(g) * u;
+}
+
+static __device__ void store(const exact_args &a, size_t at, float v)
+{
+    if (a.out_bf16)
+        ((__nv_bfloat16 *)a.out)[at] = __float2bfloat16_rn(v);
+    else
+        ((float *)a.out)[at] = v;
+}
+
+/* ----------------------------------------------------------------- gate and up */
+
+/* One gate and its up. Weighting the input of a linear map is weighting its product. */
+static __device__ float gate_and_up(const exact_args &a, const tile &t, size_t row, uint32_t inner,
+                                    float g, float u)
+{
+    float w = a.weight != nullptr ? a.weight[row] : 1.0f;
+    if (a.weighting == MOE_WEIGHT_INPUT) {
+        g *= w;
+        u *= w;
+    }
+    if (a.bias != nullptr) {
+        g += a.bias[(size_t)t.entry * a.width + inner];
+        u += a.up_bias[(size_t)t.entry * a.width + inner];
+    }
+    float v = activate(a, g, u);
+    return a.weighting == MOE_WEIGHT_OUTPUT_EARLY ? v * w : v;
+}
+
+template <typename X, typename W>
+static __global__ void __launch_bounds__(THREADS) gate_up_kernel(const exact_args a)
+{
+    moe_simt::product<X, W>(a.g, a.in, a.matrix, [&](const tile &t, float acc[][PER_THREAD]) {
+        /* Eight gates, then their eight ups: the partner of a thread's columns is two on. */
+        const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+        const bool is_gate = tx / 2 % 2 == 0;
+        const uint32_t inner = t.column / 2 + tx / 4 * MOE_CUDA_INTERLEAVE + tx % 2 * PER_THREAD;
+        for (uint32_t i = 0; i < PER_THREAD; i++)
+            for (uint32_t j = 0; j < PER_THREAD; j++) {
+                float u = __shfl_xor_sync(~0u, acc[i][j], 2);
+                uint32_t r = 4 * ty + i;
+                if (!is_gate || r >= t.rows || inner + j >= a.width)
+                    continue;
+                size_t row = t.row + r;
+                store(a, row * a.width + inner + j,
+                      gate_and_up(a, t, row, inner + j, acc[i][j], u));
+            }
+    });
+}
+
+/* ------------------------------------------------------------------------ down */
+
+static __device__ float weigh(const exact_args &a, float w, float acc, float bias)
+{
+    switch (a.weighting) {
+    case MOE_WEIGHT_OUTPUT_LATE: return w * (acc + bias);
+    case MOE_WEIGHT_OUTPUT_EARLY: return acc + w * bias;
+    default: return acc + bias;
+    }
+}
+
+template <typename X, typename W>
+static __global__ void __launch_bounds__(THREADS) down_kernel(const exact_args a)
+{
+    moe_simt::product<X, W>(a.g, a.in, a.matrix, [&](const tile &t, float acc[][PER_THREAD]) {
+        const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+        for (uint32_t i = 0; i < PER_THREAD && 4 * ty + i < t.rows; i++) {
+            size_t row = t.row + 4 * ty + i;
+            float w = a.weight != nullptr ? a.weight[row] : 1.0f;
+            for (uint32_t j = 0; j < PER_THREAD; j++) {
+                uint32_t column = t.column + 4 * tx + j;
+                if (column >= a.width)
+                    break;
+                float b = a.bias != nullptr ? a.bias[(size_t)t.entry * a.width + column] : 0.0f;
+                float *out = (float *)a.out + row * a.width + column;
+                float v = weigh(a, w, acc[i][j], b);
+                *out = a.add ? *out + v : v;
+            }
+        }
+    });
+}
+
+/* --------------------------------------------------------------------- launches */
+
+template <typename X, typename W>
+static void launch_gate_up(const exact_args &a, unsigned blocks, cudaStream_t stream)
+{
+    gate_up_kernel<X, W><<<blocks, THREADS, 0, stream>>>(a);
+}
+
+template <typename X, typename W>
+static void launch_down(const exact_args &a, unsigned blocks, cudaStream_t stream)
+{
+    down_kernel<X, W><<<blocks, THREADS, 0, stream>>>(a);
+}
+
+static exact_args common_args(const moe_cuda_exact *e)
+{
+    const moe_cuda_layer_desc *d = &e->layer->desc;
+    exact_args a = {};
+    if (e->rows != nullptr) {
+        a.g = {e->rows->start,           e->rows->count,         e->rows->expert,
+               d->placement.local_index, e->rows->local_experts, 0};
+        a.weighting = d->spec.weighting;
+    } else {
+        a.g.rows = e->tokens;
+        a.add = true;
+    }
+    a.in = e->in;
+    a.out = e->out;
+    a.out_bf16 = e->out_dtype == MOE_DTYPE_BF16;
+    a.weight = e->weight;
+    a.limit = d->spec.swiglu_limit;
+    a.alpha = d->spec.swiglu_alpha;
+    return a;
+}
+
+/* Enough to fill the device with blocks that are resident at a time. */
+static unsigned blocks_of(const moe_cuda_exact *e)
+{
+    return 4 * (unsigned)e->layer->device->multiprocessors;
+}
+
+static bool nothing_to_do(const moe_cuda_exact *e)
+{
+    return e->rows != nullptr ? e->rows->local_experts == 0 : e->tokens == 0;
+}
+
+struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e, cudaStream_t stream)
+{
+    if (nothing_to_do(e))
+        return moe_ok();
+    const moe_cuda_layer_desc *d = &e->layer->desc;
+    bool routed = e->rows != nullptr;
+    exact_args a = common_args(e);
+    a.matrix = d->matrix[routed ? MOE_CUDA_GATE_UP : MOE_CUDA_SHARED_GATE_UP];
+    a.width = routed ? d->spec.intermediate : d->spec.shared_intermediate;
+    a.activation = routed ? d->spec.activation : d->spec.shared_activation;
+    if (routed) {
+        a.bias = d->bias[MOE_WEIGHT_GATE_BIAS];
+        a.up_bias = d->bias[MOE_WEIGHT_UP_BIAS];
+    }
+    MOE_SIMT_DISPATCH(e->in_dtype, a.matrix.dtype, launch_gate_up, a, blocks_of(e), stream);
+    return MOE_LAUNCHED("gate and up");
+}
+
+struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e, cudaStream_t stream)
+{
+    if (nothing_to_do(e))
+        return moe_ok();
+    const moe_cuda_layer_desc *d = &e->layer->desc;
+    bool routed = e->rows != nullptr;
+    exact_args a = common_args(e);
+    a.matrix = d->matrix[routed ? MOE_CUDA_DOWN : MOE_CUDA_SHARED_DOWN];
+    a.width = d->spec.hidden;
+    a.bias = routed ? d->bias[MOE_WEIGHT_DOWN_BIAS] : nullptr;
+    MOE_SIMT_DISPATCH(e->in_dtype, a.matrix.dtype, launch_down, a, blocks_of(e), stream);
+    return MOE_LAUNCHED("down");
+}
+
+/* --------------------------------------------------------------- shared weights */
+
+/* A warp per token. */
+template <typename X>
+static __global__ void shared_weights_kernel(const X *x, const float *vector, uint32_t tokens,
+                                             uint32_t columns, float *weight)
+{
+    uint32_t lane = threadIdx.x % 32, token = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    if (token >= tokens)
+        return;
+    float sum = 0;
+    for (uint32_t c = lane; c < columns; c += 32)
+        sum = fmaf((float)x[(size_t)token * columns + c], vector[c], sum);
+    for (int d = 16; d > 0; d /= 2)
+        sum += __shfl_xor_sync(~0u, sum, d);
+    if (lane == 0)
+        weight[token] = sigmoid(sum);
+}
+
+struct moe_status moe_cuda_shared_weights(const struct moe_layer *layer, enum moe_dtype dtype,
+                                          uint32_t tokens, const void *x, float *weight,
+                                          cudaStream_t stream)
+{
+    const float *vector = (const float *)layer->desc.matrix[MOE_CUDA_SHARED_VECTOR].data;
+    unsigned blocks = (tokens + THREADS / 32 - 1) / (THREADS / 32);
+    uint32_t hidden = layer->spec.hidden;
+    if (blocks == 0)
+        return moe_ok();
+    if (dtype == MOE_DTYPE_F32)
+        shared_weights_kernel<<<blocks, THREADS, 0, stream>>>((const float *)x, vector, tokens,
+                                                              hidden, weight);
+    else
+        shared_weights_kernel<<<blocks, THREADS, 0, stream>>>((const __nv_bfloat16 *)x, vector,
+                                                              tokens, hidden, weight);
+    return MOE_LAUNCHED("the shared expert's weights");
+}

@@ -1,0 +1,39 @@
+/* The exact fp32 experts: the launch functions of ffn_exact.cu. They enqueue only. */
+#ifndef MOE_CUDA_FFN_EXACT_H
+#define MOE_CUDA_FFN_EXACT_H
+
+#include "cuda/layer.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* rows == NULL: the shared expert on `tokens` rows, else the routed experts on their rows. */
+struct moe_cuda_exact {
+    const struct moe_layer *layer;
+    const struct moe_rows *rows; /* tables in device memory */
+    uint32_t tokens;
+    enum moe_dtype in_dtype;
+    const void *in;
+    const float *weight; /* of each row; NULL = 1 */
+    void *out;
+    enum moe_dtype out_dtype; /* of gate_up; down writes F32 */
+};
+
+/* out [rows, I] = activation, weighted as the layer says. */
+struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e,
+                                         cudaStream_t stream) MOE_CHECKED;
+/* out [rows, H] = result, weighted as the layer says; the shared expert's is added. */
+struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e,
+                                      cudaStream_t stream) MOE_CHECKED;
+
+/* weight [tokens] = sigmoid(shared gate vector . x). */
+struct moe_status moe_cuda_shared_weights(const struct moe_layer *layer, enum moe_dtype dtype,
+                                          uint32_t tokens, const void *x, float *weight,
+                                          cudaStream_t stream) MOE_CHECKED;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,55 @@
+/* The router on a GPU: logits, then one kernel from logits to ids and weights. Everything in fp32,
+ * and a token's routing depends on that token alone: not on its batch, nor on its place in it. */
+#ifndef MOE_CUDA_ROUTER_H
+#define MOE_CUDA_ROUTER_H
+
+#include "cuda/layer.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* All in device memory; as in struct moe_step_args. */
+struct moe_cuda_routing {
+    enum moe_dtype dtype;
+    uint32_t tokens;
+    bool need_logits;        /* false: every token brings ids and weights */
+    const void *x;           /* [T, H] */
+    const uint8_t *mode;     /* [T] or NULL */
+    const int32_t *ids_in;   /* [T, K] or NULL where no mode needs them */
+    const float *weights_in; /* [T, K], the same */
+    float *logits;           /* scratch of moe_cuda_router_bytes */
+    int32_t *ids;            /* [T, K] */
+    float *weights;          /* [T, K] */
+    uint8_t *token_state;    /* [T] */
+};
+
+size_t moe_cuda_router_bytes(const struct moe_layer *layer, uint32_t tokens);
+
+struct moe_status moe_cuda_router_enqueue(struct moe_layer *layer, const struct moe_cuda_routing *r,
+                                          cudaStream_t stream) MOE_CHECKED;
+
+/* Modes in host memory: each is known and has what it needs. *need_logits as above. */
+struct moe_status moe_cuda_router_check_modes(uint32_t tokens, const uint8_t *mode, bool has_ids,
+                                              bool has_weights, bool *need_logits) MOE_CHECKED;
+
+/* Member of struct moe_backend. */
+struct moe_status moe_cuda_router_forward(struct moe_layer *layer, enum moe_dtype dtype,
+                                          uint32_t tokens, const void *x, const uint8_t *mode,
+                                          const int32_t *ids_in, const float *weights_in,
+                                          int32_t *ids, float *weights,
+                                          uint8_t *token_state) MOE_CHECKED;
+
+/* router.cu: the two launches. `choose` reads the logits unless nobody needs them. */
+struct moe_status moe_cuda_router_logits(const struct moe_layer *layer,
+                                         const struct moe_cuda_routing *r,
+                                         cudaStream_t stream) MOE_CHECKED;
+struct moe_status moe_cuda_router_choose(const struct moe_layer *layer,
+                                         const struct moe_cuda_routing *r,
+                                         cudaStream_t stream) MOE_CHECKED;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
