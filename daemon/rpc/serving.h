@@ -127,6 +127,7 @@ struct moe_rpc_shard {
     bool started;
     _Atomic(struct moe_rpc_op *) inbox; /* newest first */
     struct moe_rpc_tag on_wake;
+    bool applying;                /* the inbox is being drained */
     struct moe_rpc_calls reading; /* calls that hold a permit, longest first */
     unsigned *accepting;          /* accepts posted, per entry */
 };

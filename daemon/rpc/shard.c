@@ -8,20 +8,43 @@ static _Thread_local struct moe_rpc_shard *this_shard;
 
 /* ------------------------------------------------------------------ inbox */
 
-static void drain_inbox(struct moe_rpc_shard *shard)
+/* True when the inbox was empty. */
+static bool push(struct moe_rpc_shard *shard, struct moe_rpc_op *op)
 {
-    struct moe_rpc_op *newest = atomic_exchange(&shard->inbox, NULL), *oldest = NULL;
+    struct moe_rpc_op *head = atomic_load(&shard->inbox);
+    do {
+        op->next = head;
+    } while (!atomic_compare_exchange_weak(&shard->inbox, &head, op));
+    return head == NULL;
+}
+
+static struct moe_rpc_op *oldest_first(struct moe_rpc_op *newest)
+{
+    struct moe_rpc_op *oldest = NULL;
     while (newest != NULL) {
         struct moe_rpc_op *next = newest->next;
         newest->next = oldest;
         oldest = newest;
         newest = next;
     }
-    while (oldest != NULL) {
-        struct moe_rpc_op *next = oldest->next;
-        moe_rpc_apply(oldest);
-        oldest = next;
+    return oldest;
+}
+
+/* Applies everything, in the order of posting. What an operation posts here in turn (a permit that
+ * goes on, an answer out of a part's release) waits for those taken out before it. */
+static void drain_inbox(struct moe_rpc_shard *shard)
+{
+    struct moe_rpc_op *op;
+    if (shard->applying)
+        return;
+    shard->applying = true;
+    while ((op = oldest_first(atomic_exchange(&shard->inbox, NULL))) != NULL) {
+        for (struct moe_rpc_op *next; op != NULL; op = next) {
+            next = op->next;
+            moe_rpc_apply(op);
+        }
     }
+    shard->applying = false;
 }
 
 static void on_wake(struct moe_rpc_tag *tag, bool ok)
@@ -31,29 +54,20 @@ static void on_wake(struct moe_rpc_tag *tag, bool ok)
 }
 
 /* An empty batch completes at once: the core's only public way to put an event of one's own into a
- * queue. An inbox that was not empty has such an event on its way already. */
-static void post_from_outside(struct moe_rpc_op *op)
+ * queue. An inbox that was not empty has such an event on its way already, or is being drained. */
+void moe_rpc_post(struct moe_rpc_op *op)
 {
     struct moe_rpc_call *c = op->call;
     struct moe_rpc_shard *shard = c->shard;
-    moe_rpc_call_hold(c); /* the op and its reference may be gone once it is in the inbox */
-    struct moe_rpc_op *head = atomic_load(&shard->inbox);
-    do {
-        op->next = head;
-    } while (!atomic_compare_exchange_weak(&shard->inbox, &head, op));
-    if (head == NULL)
-        MOE_RPC_START(c->core, NULL, 0, &shard->on_wake);
-    moe_rpc_call_release(c);
-}
-
-void moe_rpc_post(struct moe_rpc_op *op)
-{
-    if (this_shard != op->call->shard) {
-        post_from_outside(op);
+    if (this_shard == shard) {
+        (void)push(shard, op);
+        drain_inbox(shard);
         return;
     }
-    drain_inbox(this_shard); /* others may have posted for the same call before */
-    moe_rpc_apply(op);
+    moe_rpc_call_hold(c); /* the op and its reference may be gone once it is in the inbox */
+    if (push(shard, op))
+        MOE_RPC_START(c->core, NULL, 0, &shard->on_wake);
+    moe_rpc_call_release(c);
 }
 
 /* ------------------------------------------------------------------ thread */
