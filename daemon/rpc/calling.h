@@ -11,14 +11,15 @@
 /* A call of either kind while the core knows it. */
 struct moe_rpc_in_flight {
     struct moe_rpc_client *client;
-    grpc_call *core; /* NULL once the call is over */
+    grpc_call *core;   /* NULL once the call is over */
+    bool asked_to_end; /* by this side: a CANCELLED is our own */
     TAILQ_ENTRY(moe_rpc_in_flight) link;
 };
 
 struct moe_rpc_client {
     grpc_completion_queue *queue;
     pthread_t thread;
-    pthread_mutex_t lock; /* guards all that follows, and `core` of every call */
+    pthread_mutex_t lock; /* guards all that follows, and calls in flight */
     pthread_cond_t idle;
     TAILQ_HEAD(, moe_rpc_in_flight) calls;
     bool closing; /* new calls are cancelled at once */
@@ -35,6 +36,12 @@ void moe_rpc_in_flight_begin(struct moe_rpc_in_flight *f, struct moe_rpc_channel
                              const char *path, uint64_t deadline_ns);
 /* Any thread, at any time in the life of the client. */
 void moe_rpc_in_flight_cancel(struct moe_rpc_in_flight *f);
+/* What the caller is told of a call that has ended. A CANCELLED that nobody here asked for and that
+ * no handler explains is a server that reset the call as it went down: UNAVAILABLE, as if it had
+ * been gone already. */
+struct moe_status moe_rpc_in_flight_status(struct moe_rpc_in_flight *f, grpc_status_code code,
+                                           grpc_slice text,
+                                           const grpc_metadata_array *trailing) MOE_CHECKED;
 /* Cancels a call that was begun while the client is being destroyed; after its first batch. */
 void moe_rpc_in_flight_check(struct moe_rpc_in_flight *f);
 /* After the last event of the call. */

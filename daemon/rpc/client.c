@@ -69,7 +69,10 @@ void moe_rpc_client_destroy(struct moe_rpc_client *c)
     pthread_mutex_lock(&c->lock);
     c->closing = true;
     TAILQ_FOREACH(call, &c->calls, link)
-    grpc_call_cancel(call->core, NULL);
+    {
+        call->asked_to_end = true;
+        grpc_call_cancel(call->core, NULL);
+    }
     while (!TAILQ_EMPTY(&c->calls))
         pthread_cond_wait(&c->idle, &c->lock);
     pthread_mutex_unlock(&c->lock);
@@ -102,6 +105,7 @@ void moe_rpc_in_flight_cancel(struct moe_rpc_in_flight *f)
     struct moe_rpc_client *c = f->client;
     pthread_mutex_lock(&c->lock);
     grpc_call *core = f->core;
+    f->asked_to_end = true;
     if (core != NULL)
         grpc_call_ref(core);
     pthread_mutex_unlock(&c->lock);
@@ -118,6 +122,19 @@ void moe_rpc_in_flight_check(struct moe_rpc_in_flight *f)
     pthread_mutex_unlock(&f->client->lock);
     if (closing)
         moe_rpc_in_flight_cancel(f);
+}
+
+struct moe_status moe_rpc_in_flight_status(struct moe_rpc_in_flight *f, grpc_status_code code,
+                                           grpc_slice text, const grpc_metadata_array *trailing)
+{
+    enum { RETRY_MS = 100 };
+    pthread_mutex_lock(&f->client->lock);
+    bool ours = f->asked_to_end;
+    pthread_mutex_unlock(&f->client->lock);
+    if (code == GRPC_STATUS_CANCELLED && !ours && trailing->count == 0)
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_NONE, RETRY_MS,
+                               "the server dropped the call");
+    return moe_rpc_status_from_core(code, text, trailing);
 }
 
 void moe_rpc_in_flight_end(struct moe_rpc_in_flight *f)
@@ -232,7 +249,7 @@ static void on_done(struct moe_rpc_tag *tag, bool ok)
 {
     struct moe_rpc_pending *p = MOE_RPC_OWNER(struct moe_rpc_pending, on_done, tag);
     (void)ok; /* the status says it all */
-    struct moe_status status = moe_rpc_status_from_core(p->code, p->text, &p->trailing);
+    struct moe_status status = moe_rpc_in_flight_status(&p->flight, p->code, p->text, &p->trailing);
     grpc_byte_buffer *message = p->message;
     if (!moe_failed(&status) && message == NULL)
         status = moe_error(MOE_INTERNAL, MOE_REASON_NONE, "the server answered without a message");

@@ -158,7 +158,7 @@ static void settle(struct moe_rpc_stream *s)
     if (!over)
         return;
     drop_all(&unsent);
-    struct moe_status status = moe_rpc_status_from_core(s->code, s->text, &s->trailing);
+    struct moe_status status = moe_rpc_in_flight_status(&s->flight, s->code, s->text, &s->trailing);
     grpc_metadata_array_destroy(&s->initial);
     grpc_metadata_array_destroy(&s->trailing);
     grpc_slice_unref(s->text);
@@ -285,14 +285,10 @@ struct moe_status moe_rpc_stream_open(struct moe_rpc_channel *ch, const char *pa
 void moe_rpc_stream_cancel(struct moe_rpc_stream *s)
 {
     pthread_mutex_lock(&s->lock);
-    grpc_call *core = s->ended ? NULL : s->flight.core;
-    if (core != NULL)
-        grpc_call_ref(core);
+    bool ended = s->ended;
     pthread_mutex_unlock(&s->lock);
-    if (core == NULL)
-        return;
-    grpc_call_cancel(core, NULL);
-    grpc_call_unref(core);
+    if (!ended) /* the client may be gone otherwise */
+        moe_rpc_in_flight_cancel(&s->flight);
 }
 
 void moe_rpc_stream_free(struct moe_rpc_stream *s)

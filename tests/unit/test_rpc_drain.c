@@ -122,6 +122,65 @@ static void a_drain_cancels_what_outlasts_its_limit(void **state)
     fixture_stop(&f);
 }
 
+/* A channel that stays asks again and again, as one that is busy does. */
+struct caller {
+    struct fixture *f;
+    struct moe_rpc_channel *channel;
+    atomic_bool *enough;
+    unsigned answered, unavailable, other;
+    pthread_t thread;
+};
+
+static void *keep_asking(void *arg)
+{
+    struct caller *c = arg;
+    while (!atomic_load(c->enough)) {
+        struct moe_status st = fixture_call(c->f, c->channel, "", "x", 1, 20000, NULL, 0);
+        c->answered += !moe_failed(&st);
+        c->unavailable += st.code == MOE_UNAVAILABLE;
+        c->other += moe_failed(&st) && st.code != MOE_UNAVAILABLE;
+        if (moe_failed(&st) && st.code != MOE_UNAVAILABLE)
+            print_message("  %s: %s\n", moe_code_name(st.code), st.text);
+    }
+    return NULL;
+}
+
+static void who_calls_as_the_server_goes_down_is_answered_or_told_to_try_again(void **state)
+{
+    enum { ROUNDS = 8, CALLERS = 4 };
+    unsigned answered = 0, unavailable = 0, other = 0;
+    (void)state;
+    for (int round = 0; round < ROUNDS; round++) {
+        struct fixture f;
+        struct drain d;
+        struct caller callers[CALLERS];
+        atomic_bool enough = false;
+        fixture_start(&f, NULL);
+        for (int i = 0; i < CALLERS; i++) {
+            callers[i] =
+                (struct caller){.f = &f, .channel = fixture_channel(&f, 0), .enough = &enough};
+            assert_int_equal(pthread_create(&callers[i].thread, NULL, keep_asking, &callers[i]), 0);
+        }
+        fixture_await("calls to be answered", &f.done, 20);
+        start_drain(&f, &d, 20000);
+        fixture_await("the end of the drain", &d.over, 1);
+        atomic_store(&enough, true);
+        for (int i = 0; i < CALLERS; i++) {
+            pthread_join(callers[i].thread, NULL);
+            moe_rpc_channel_close(callers[i].channel);
+            answered += callers[i].answered;
+            unavailable += callers[i].unavailable;
+            other += callers[i].other;
+        }
+        end_drain(&f, &d);
+        fixture_stop(&f);
+    }
+    print_message("  %u answered, %u UNAVAILABLE, %u anything else\n", answered, unavailable,
+                  other);
+    assert_true(answered > 0);
+    assert_int_equal(other, 0);
+}
+
 static void an_idle_server_drains_at_once_and_its_port_can_be_bound_again(void **state)
 {
     struct fixture f;
@@ -206,6 +265,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_drain_lets_calls_in_flight_finish),
         cmocka_unit_test(a_drain_cancels_what_outlasts_its_limit),
+        cmocka_unit_test(who_calls_as_the_server_goes_down_is_answered_or_told_to_try_again),
         cmocka_unit_test(an_idle_server_drains_at_once_and_its_port_can_be_bound_again),
         cmocka_unit_test(only_loopback_is_listened_on_unless_told_otherwise),
         cmocka_unit_test(a_port_in_use_and_bad_settings_are_errors),
