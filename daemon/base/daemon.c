@@ -1,0 +1,132 @@
+#include "base/daemon.h"
+
+#include "base/log.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { EXIT_OK = 0, EXIT_FAILED = 1, EXIT_USAGE = 2 };
+enum { OPTIONS_MAX = 48 };
+
+static int usage(const struct moe_daemon *d, const char *text)
+{
+    fprintf(stderr, "%s: %s\nTry '%s --help'.\n", d->name, text, d->name);
+    return EXIT_USAGE;
+}
+
+/* The daemon's own options and the common ones behind them; returns their number. */
+static size_t join_options(const struct moe_daemon *d, struct moe_daemon_settings *s,
+                           struct moe_option table[OPTIONS_MAX])
+{
+    const struct moe_option common[] = {
+        {"metrics-listen", d->metrics_letter, MOE_OPTION_STRING, &s->metrics_listen, 0, 0,
+         "HOST:PORT", "Address of /metrics and /healthz; off by default"},
+        {"log-level", 0, MOE_OPTION_STRING, &s->log_level, 0, 0, "LEVEL",
+         "error, warn, info or debug"},
+        {"log-format", 0, MOE_OPTION_STRING, &s->log_format, 0, 0, "FORMAT", "text or json"},
+        {"insecure", 0, MOE_OPTION_BOOL, &s->insecure, 0, 0, NULL,
+         "Allow an address that is not loopback, without encryption"},
+        {"ready-fd", 0, MOE_OPTION_UINT, &s->ready_fd, 0, INT32_MAX, "FD",
+         "Write the address to this descriptor once listening; 0 = none"},
+        {"config", 'c', MOE_OPTION_STRING, &s->config, 0, 0, "FILE",
+         "Settings as 'name = value' lines"},
+        {"version", 'V', MOE_OPTION_BOOL, &s->version, 0, 0, NULL, "Print the release"},
+        {"help", 'h', MOE_OPTION_BOOL, &s->help, 0, 0, NULL, "Print this text"},
+    };
+    MOE_INVARIANT(d->option_count + sizeof common / sizeof *common <= OPTIONS_MAX);
+    memcpy(table, d->options, d->option_count * sizeof *table);
+    memcpy(table + d->option_count, common, sizeof common);
+    return d->option_count + sizeof common / sizeof *common;
+}
+
+/* The text of --help. It shows the defaults, so it has to be made before parsing overwrites them.
+ * NULL without memory. */
+static char *describe(const struct moe_daemon *d, const struct moe_option *table, size_t count)
+{
+    char *text = NULL;
+    size_t length;
+    FILE *to = open_memstream(&text, &length);
+    if (to == NULL)
+        return NULL;
+    fprintf(to, "Usage: %s %s\n%s\n\n", d->name, d->synopsis, d->purpose);
+    moe_options_print(to, table, count);
+    if (fclose(to) != 0) {
+        free(text);
+        return NULL;
+    }
+    return text;
+}
+
+static bool set_log(const struct moe_daemon *d, const struct moe_daemon_settings *s)
+{
+    enum moe_log_level level;
+    bool json = strcmp(s->log_format, "json") == 0;
+    if (!moe_log_level_from_name(s->log_level, &level) ||
+        (!json && strcmp(s->log_format, "text") != 0))
+        return false;
+    moe_log_set_component(d->component);
+    moe_log_set_level(level);
+    moe_log_set_format(json ? MOE_LOG_JSON : MOE_LOG_TEXT);
+    return true;
+}
+
+static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s)
+{
+    const char *wrong = d->check(d->ctx);
+    if (wrong != NULL)
+        return usage(d, wrong);
+    if (s->ready_fd != 0 && fcntl((int)s->ready_fd, F_GETFD) < 0)
+        return usage(d, "--ready-fd is not an open descriptor");
+    if (!set_log(d, s))
+        return usage(d, "--log-level is error, warn, info or debug; --log-format is text or json");
+    signal(SIGPIPE, SIG_IGN);
+    struct moe_status st = d->run(s, d->ctx);
+    if (moe_failed(&st))
+        moe_log_error("%s", st.text);
+    return moe_failed(&st) ? EXIT_FAILED : EXIT_OK;
+}
+
+int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
+{
+    struct moe_daemon_settings s = {.log_level = "info", .log_format = "text"};
+    struct moe_option table[OPTIONS_MAX];
+    size_t count = join_options(d, &s, table);
+    char *help = describe(d, table, count);
+    struct moe_options owned = {0};
+    int first, code;
+    struct moe_status st = moe_options_parse(table, count, "config", argc, argv, &first, &owned);
+    if (moe_failed(&st)) {
+        code = usage(d, st.text);
+    } else if (s.help) {
+        code = help != NULL && fputs(help, stdout) >= 0 ? EXIT_OK : EXIT_FAILED;
+    } else if (s.version) {
+        printf("%s %s\n", d->name, MOE_VERSION);
+        code = EXIT_OK;
+    } else if (first < argc) {
+        code = usage(d, "takes no arguments");
+    } else {
+        code = start(d, &s);
+    }
+    free(help);
+    moe_options_free(&owned);
+    return code;
+}
+
+struct moe_status moe_daemon_announce(const struct moe_daemon_settings *common,
+                                      const char *endpoint)
+{
+    if (common->ready_fd == 0)
+        return moe_ok();
+    char line[320];
+    int fd = (int)common->ready_fd, n = snprintf(line, sizeof line, "%s\n", endpoint);
+    if (n < 0 || (size_t)n >= sizeof line)
+        return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "the address is too long to announce");
+    ssize_t written = write(fd, line, (size_t)n);
+    if (close(fd) != 0 || written != n)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot write to --ready-fd");
+    return moe_ok();
+}
