@@ -37,6 +37,13 @@
 #include "base/size.h"
 #include "moe/types.h"
 
+/* Words and addresses are worked out by kernels too. */
+#ifdef __CUDACC__
+#define MOE_WINDOW_INLINE __host__ __device__ static inline
+#else
+#define MOE_WINDOW_INLINE static inline
+#endif
+
 enum {
     MOE_WINDOW_VERSION = 1,
     MOE_WINDOW_PAGE = 4096,
@@ -87,12 +94,19 @@ enum moe_window_head {
     MOE_HEAD_WORDS
 };
 
-/* One (token, k) that goes to an expert of the window's owner. Valid by itself where it is moved
- * with one 16-byte store; on the CPU it is ordered by the token's `sent` word. */
+/* One (token, k) that goes to an expert of the window's owner; ordered by the token's `sent` word.
+ *
+ * CPU   the first `sent` entries of a token are used, in k order; `k` says which.
+ * CUDA  entry k belongs to k, and the value of `sent` has bit k set where entry k is used. In place
+ *       of `k` stands the row's position among the rows that its source sends to this expert, so
+ *       that all rows of a pass can be placed at the same time. */
 struct moe_window_route {
     uint64_t key; /* word: value = expert id */
     float weight;
-    uint32_t k;
+    union {
+        uint32_t k;
+        uint32_t position;
+    };
 };
 
 /* Byte offsets from the window's start; [source] and [token] are of the slot that writes. */
@@ -111,23 +125,23 @@ struct moe_window_layout {
     size_t bytes; /* of the whole window */
 };
 
-static inline uint64_t moe_window_stamp(uint64_t epoch, uint32_t step)
+MOE_WINDOW_INLINE uint64_t moe_window_stamp(uint64_t epoch, uint32_t step)
 {
     uint64_t step_mask = (UINT64_C(1) << MOE_WINDOW_STEP_BITS) - 1;
     return (epoch & 0xfff) << MOE_WINDOW_STEP_BITS | (step & step_mask);
 }
 
-static inline uint64_t moe_window_word(uint64_t stamp, uint32_t value)
+MOE_WINDOW_INLINE uint64_t moe_window_word(uint64_t stamp, uint32_t value)
 {
     return stamp << MOE_WINDOW_VALUE_BITS | (value & ((1u << MOE_WINDOW_VALUE_BITS) - 1));
 }
 
-static inline uint64_t moe_window_word_stamp(uint64_t word)
+MOE_WINDOW_INLINE uint64_t moe_window_word_stamp(uint64_t word)
 {
     return word >> MOE_WINDOW_VALUE_BITS;
 }
 
-static inline uint32_t moe_window_word_value(uint64_t word)
+MOE_WINDOW_INLINE uint32_t moe_window_word_value(uint64_t word)
 {
     return (uint32_t)word & ((1u << MOE_WINDOW_VALUE_BITS) - 1);
 }
@@ -177,64 +191,64 @@ static inline bool moe_window_layout_of(const struct moe_window_shape *s,
 }
 
 /* Addresses inside the window that starts at `base`. */
-static inline struct moe_window_exchange *moe_window_exchange_of(const struct moe_window_layout *l,
-                                                                 uint8_t *base, uint32_t parity,
-                                                                 uint32_t source)
+MOE_WINDOW_INLINE struct moe_window_exchange *
+moe_window_exchange_of(const struct moe_window_layout *l, uint8_t *base, uint32_t parity,
+                       uint32_t source)
 {
-    struct moe_window_exchange *e = (void *)(base + l->exchange);
+    struct moe_window_exchange *e = (struct moe_window_exchange *)(void *)(base + l->exchange);
     return &e[parity * l->shape.slots + source];
 }
 
-static inline uint64_t *moe_window_head_of(const struct moe_window_layout *l, uint8_t *base,
-                                           uint32_t parity, uint32_t source)
+MOE_WINDOW_INLINE uint64_t *moe_window_head_of(const struct moe_window_layout *l, uint8_t *base,
+                                               uint32_t parity, uint32_t source)
 {
-    uint64_t *words = (void *)(base + l->head);
+    uint64_t *words = (uint64_t *)(void *)(base + l->head);
     return &words[(size_t)(parity * l->shape.slots + source) * MOE_HEAD_WORDS];
 }
 
-static inline uint64_t *moe_window_done_of(const struct moe_window_layout *l, uint8_t *base,
-                                           uint32_t source)
+MOE_WINDOW_INLINE uint64_t *moe_window_done_of(const struct moe_window_layout *l, uint8_t *base,
+                                               uint32_t source)
 {
-    return (void *)(base + l->done + (size_t)source * MOE_WINDOW_LINE);
+    return (uint64_t *)(void *)(base + l->done + (size_t)source * MOE_WINDOW_LINE);
 }
 
-static inline uint64_t *moe_window_counts_of(const struct moe_window_layout *l, uint8_t *base,
-                                             uint32_t parity, uint32_t source)
+MOE_WINDOW_INLINE uint64_t *moe_window_counts_of(const struct moe_window_layout *l, uint8_t *base,
+                                                 uint32_t parity, uint32_t source)
 {
-    uint64_t *words = (void *)(base + l->counts);
+    uint64_t *words = (uint64_t *)(void *)(base + l->counts);
     return &words[(size_t)(parity * l->shape.slots + source) * l->shape.max_experts];
 }
 
-static inline struct moe_window_route *moe_window_routes_of(const struct moe_window_layout *l,
-                                                            uint8_t *base, uint32_t parity,
-                                                            uint32_t source, uint32_t token)
+MOE_WINDOW_INLINE struct moe_window_route *moe_window_routes_of(const struct moe_window_layout *l,
+                                                                uint8_t *base, uint32_t parity,
+                                                                uint32_t source, uint32_t token)
 {
-    struct moe_window_route *routes = (void *)(base + l->routing);
+    struct moe_window_route *routes = (struct moe_window_route *)(void *)(base + l->routing);
     size_t row = (size_t)(parity * l->shape.slots + source) * l->shape.max_tokens + token;
     return &routes[row * l->shape.max_top_k];
 }
 
-static inline uint64_t *moe_window_sent_of(const struct moe_window_layout *l, uint8_t *base,
-                                           uint32_t source, uint32_t token)
+MOE_WINDOW_INLINE uint64_t *moe_window_sent_of(const struct moe_window_layout *l, uint8_t *base,
+                                               uint32_t source, uint32_t token)
 {
     size_t line = ((size_t)l->shape.max_tokens * 8 + MOE_WINDOW_LINE - 1) / MOE_WINDOW_LINE;
     return (uint64_t *)(void *)(base + l->sent + source * line * MOE_WINDOW_LINE) + token;
 }
 
-static inline uint64_t *moe_window_returned_of(const struct moe_window_layout *l, uint8_t *base,
-                                               uint32_t source, uint32_t token)
+MOE_WINDOW_INLINE uint64_t *moe_window_returned_of(const struct moe_window_layout *l, uint8_t *base,
+                                                   uint32_t source, uint32_t token)
 {
     return moe_window_sent_of(l, base + (l->returned - l->sent), source, token);
 }
 
-static inline void *moe_window_row_of(const struct moe_window_layout *l, uint8_t *base,
-                                      uint32_t source, uint32_t token, size_t stride)
+MOE_WINDOW_INLINE void *moe_window_row_of(const struct moe_window_layout *l, uint8_t *base,
+                                          uint32_t source, uint32_t token, size_t stride)
 {
     return base + l->rows + source * l->region + token * stride;
 }
 
-static inline void *moe_window_partial_of(const struct moe_window_layout *l, uint8_t *base,
-                                          uint32_t source, uint32_t token, size_t stride)
+MOE_WINDOW_INLINE void *moe_window_partial_of(const struct moe_window_layout *l, uint8_t *base,
+                                              uint32_t source, uint32_t token, size_t stride)
 {
     return base + l->partials + source * l->region + token * stride;
 }

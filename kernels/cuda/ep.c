@@ -1,0 +1,320 @@
+/* The host's part of passes: tables, memory for the rows, and the order of launches; see ep.h. Also
+ * the two parts of the backend's table, which are passes with a wait behind them. */
+#include "cuda/ep.h"
+
+#include "cuda/pass.h"
+#include "cuda/step.h"
+
+#include <stdlib.h>
+
+struct moe_cuda_ep {
+    struct moe_session *session;
+    struct moe_cuda_batch batch; /* of the last pass */
+    bool dispatched;             /* and it can be combined */
+    struct moe_cuda_pass pass;
+
+    uint32_t *position, *start, *count, *row_of; /* as in struct moe_cuda_pass */
+    struct moe_cuda_buffer rows, row_weight;
+};
+
+/* ------------------------------------------------------------------ tables */
+
+struct table {
+    uint32_t **at;
+    size_t bytes;
+};
+
+enum { TABLES = 4 };
+
+static void list_tables(struct moe_cuda_ep *ep, struct table out[TABLES])
+{
+    const struct moe_window_shape *w = &ep->session->layout.shape;
+    size_t pairs = (size_t)w->max_tokens * w->max_top_k;
+    out[0] = (struct table){&ep->position, pairs * sizeof(uint32_t)};
+    out[1] = (struct table){&ep->row_of, w->slots * pairs * sizeof(uint32_t)};
+    out[2] = (struct table){&ep->start, (w->max_experts + (size_t)1) * sizeof(uint32_t)};
+    out[3] = (struct table){&ep->count, w->max_experts * sizeof(uint32_t)};
+}
+
+struct moe_status moe_cuda_ep_create(struct moe_session *session, struct moe_cuda_ep **out)
+{
+    struct moe_cuda_ep *ep = calloc(1, sizeof *ep);
+    if (ep == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for a session's tables");
+    ep->session = session;
+    struct table tables[TABLES];
+    list_tables(ep, tables);
+    struct moe_status st = moe_ok();
+    for (uint32_t i = 0; i < TABLES; i++)
+        MOE_TRY_GOTO(st,
+                     moe_cuda_mem_alloc(session->device, MOE_MEM_DEVICE, tables[i].bytes,
+                                        (void **)tables[i].at),
+                     failed);
+    *out = ep;
+    return st;
+failed:
+    moe_cuda_ep_destroy(ep);
+    return st;
+}
+
+void moe_cuda_ep_destroy(struct moe_cuda_ep *ep)
+{
+    if (ep == NULL)
+        return;
+    struct moe_device *device = ep->session->device;
+    struct table tables[TABLES];
+    list_tables(ep, tables);
+    for (uint32_t i = 0; i < TABLES; i++)
+        moe_cuda_mem_free(device, MOE_MEM_DEVICE, *tables[i].at, tables[i].bytes);
+    moe_cuda_buffer_free(device, &ep->rows);
+    moe_cuda_buffer_free(device, &ep->row_weight);
+    free(ep);
+}
+
+/* ------------------------------------------------------------------ checks */
+
+/* Every copy must be on a live slot: replicas are chosen by token id, the same on every run. */
+static struct moe_status check_placement(const struct moe_session *s, const struct moe_layer *layer)
+{
+    const struct moe_placement *p = &layer->placement;
+    if (p->slots != s->config.slots || layer->slot != s->config.slot)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
+                         "the layer was placed for slot %u of %u, the session has slot %u of %u",
+                         layer->slot, p->slots, s->config.slot, s->config.slots);
+    for (uint32_t e = 0; e < p->experts; e++) {
+        bool available = p->offset[e] < p->offset[e + 1];
+        for (uint32_t i = p->offset[e]; i < p->offset[e + 1]; i++)
+            available = available && (s->config.live >> p->slot[i] & 1);
+        if (!available)
+            return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
+                             "expert %u has a copy on a slot that is not live, or none", e);
+    }
+    return moe_ok();
+}
+
+static struct moe_status check_shape(const struct moe_session *session,
+                                     const struct moe_layer *layer, enum moe_dtype dtype,
+                                     uint32_t bucket, uint32_t tokens)
+{
+    const struct moe_session_config *c = &session->config;
+    if (!layer->finished)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "layer %u has weights missing",
+                         layer->spec.layer);
+    if (moe_dtype_bytes(dtype) == 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED, "unknown dtype %d",
+                         (int)dtype);
+    if (layer->spec.hidden > c->max_hidden || layer->spec.router.top_k > c->max_top_k ||
+        layer->spec.experts > c->max_experts)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "hidden %u, top-k %u, %u experts exceed the session's %u, %u, %u",
+                         layer->spec.hidden, layer->spec.router.top_k, layer->spec.experts,
+                         c->max_hidden, c->max_top_k, c->max_experts);
+    if (bucket == 0 || (bucket & (bucket - 1)) != 0 || bucket > c->max_tokens || tokens > bucket)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT,
+                         "%u tokens in a bucket of %u: a bucket is a power of two, at most %u",
+                         tokens, bucket, c->max_tokens);
+    return check_placement(session, layer);
+}
+
+/* All choices of all slots may come here, each expert's rows filled up to whole blocks. */
+uint32_t moe_cuda_ep_most_rows(const struct moe_session *session, const struct moe_layer *layer,
+                               uint32_t bucket)
+{
+    uint32_t live = (uint32_t)__builtin_popcountll(session->config.live);
+    uint32_t rows = live * bucket * layer->spec.router.top_k;
+    uint32_t experts = layer->local_experts < rows ? layer->local_experts : rows;
+    if (experts == 0)
+        return 0;
+    rows += experts * (MOE_ROW_ALIGN - 1);
+    return rows / MOE_ROW_ALIGN * MOE_ROW_ALIGN;
+}
+
+struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct moe_layer *layer,
+                                      enum moe_dtype dtype, uint32_t bucket, uint32_t tokens)
+{
+    struct moe_cuda_ep *ep = session->ep;
+    MOE_TRY(check_shape(session, layer, dtype, bucket, tokens));
+    size_t rows = moe_cuda_ep_most_rows(session, layer, bucket);
+    MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->rows,
+                                    rows * layer->spec.hidden * moe_dtype_bytes(dtype)));
+    return moe_cuda_buffer_reserve(session->device, &ep->row_weight, rows * sizeof(float));
+}
+
+/* ------------------------------------------------------------------- passes */
+
+/* This pass as a head: what must be the same on all slots, and the own number of tokens. */
+static void fill_head(const struct moe_cuda_batch *b, uint32_t head[MOE_HEAD_WORDS])
+{
+    const uint32_t mask = (1u << MOE_WINDOW_VALUE_BITS) - 1;
+    head[MOE_HEAD_TOKENS] = b->tokens;
+    head[MOE_HEAD_LAYER] = b->layer->spec.layer & mask;
+    head[MOE_HEAD_HIDDEN] = b->layer->spec.hidden;
+    head[MOE_HEAD_EXPERTS] = b->layer->spec.experts;
+    head[MOE_HEAD_TOP_K] = b->layer->spec.router.top_k;
+    head[MOE_HEAD_DTYPE] = b->dtype;
+    head[MOE_HEAD_BUCKET] = (uint32_t)__builtin_ctz(b->bucket);
+    head[MOE_HEAD_PLACEMENT] = b->layer->placement.version & mask;
+}
+
+static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
+{
+    const struct moe_session *s = ep->session;
+    const struct moe_layer *layer = b->layer;
+    struct moe_cuda_pass *p = &ep->pass;
+    *p = (struct moe_cuda_pass){
+        .layout = s->layout,
+        .control = s->control,
+        .abort = &s->mailbox_on_device->abort,
+        .placement = layer->desc.placement,
+        .slot = s->config.slot,
+        .slots = s->config.slots,
+        .tokens = b->tokens,
+        .bucket = b->bucket,
+        .top_k = layer->spec.router.top_k,
+        .experts = layer->spec.experts,
+        .local_experts = layer->local_experts,
+        .hidden = layer->spec.hidden,
+        .dtype = b->dtype,
+        .row_bytes = (uint32_t)(layer->spec.hidden * moe_dtype_bytes(b->dtype)),
+        .stride = moe_window_row_stride(layer->spec.hidden, b->dtype),
+        .x = b->x,
+        .ids = b->ids,
+        .weights = b->weights,
+        .token_state = b->token_state,
+        .position = ep->position,
+        .start = ep->start,
+        .count = ep->count,
+        .row_of = ep->row_of,
+        .rows = ep->rows.data,
+        .row_weight = ep->row_weight.data,
+        .row_capacity = moe_cuda_ep_most_rows(s, layer, b->bucket),
+    };
+    fill_head(b, p->head);
+}
+
+static uint32_t ctas(const struct moe_cuda_ep *ep)
+{
+    return (uint32_t)ep->session->device->multiprocessors;
+}
+
+struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch)
+{
+    MOE_TRY(moe_cuda_session_usable(ep->session));
+    ep->batch = *batch;
+    ep->dispatched = false;
+    fill_pass(ep, batch);
+    return moe_cuda_launch_announce(&ep->pass, ep->session->device->compute);
+}
+
+struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *out)
+{
+    MOE_TRY(moe_cuda_launch_dispatch(&ep->pass, ctas(ep), ep->session->device->compute));
+    ep->dispatched = true;
+    *out = (struct moe_rows){.local_experts = ep->pass.local_experts,
+                             .expert = ep->pass.placement.local,
+                             .start = ep->start,
+                             .count = ep->count,
+                             .x = ep->pass.rows,
+                             .weight = ep->pass.row_weight};
+    return moe_ok();
+}
+
+struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep, const float *expert_out,
+                                      const float *base, void *y)
+{
+    MOE_INVARIANT(ep->dispatched);
+    ep->dispatched = false;
+    ep->pass.expert_out = expert_out;
+    ep->pass.base = base;
+    ep->pass.y = y;
+    return moe_cuda_launch_combine(&ep->pass, ctas(ep), ep->session->device->compute);
+}
+
+/* -------------------------------------------------------------------- parts */
+
+/* A step's router gives legal ids; here they come from anyone. */
+static struct moe_status check_ids(const struct moe_session *s, const struct moe_layer *layer,
+                                   uint32_t tokens, const int32_t *ids)
+{
+    uint32_t top_k = layer->spec.router.top_k;
+    int64_t limit = (int64_t)layer->spec.experts + layer->spec.router.zero_experts;
+    size_t pairs = (size_t)tokens * top_k;
+    if (pairs == 0)
+        return moe_ok();
+    int32_t *copy = malloc(pairs * sizeof *copy);
+    if (copy == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for a copy of the routing");
+    struct moe_status st = moe_cuda_mem_copy(s->device, copy, ids, pairs * sizeof *copy);
+    for (size_t i = 0; i < pairs && !moe_failed(&st); i++)
+        if (copy[i] >= limit)
+            st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
+                           "token %zu is routed to expert %d of %lld", i / top_k, copy[i],
+                           (long long)limit);
+    free(copy);
+    return st;
+}
+
+static struct moe_status enqueue_dispatch(struct moe_session *s, const struct moe_cuda_batch *batch,
+                                          struct moe_rows *out)
+{
+    MOE_TRY(moe_cuda_session_count_step(s));
+    MOE_TRY(moe_cuda_ep_prepare(s->ep, batch));
+    MOE_TRY(moe_cuda_ep_dispatch(s->ep, out));
+    return moe_cuda_session_finish(s);
+}
+
+struct moe_status moe_cuda_dispatch(struct moe_session *s, struct moe_layer *layer,
+                                    enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
+                                    const void *x, const int32_t *ids, const float *weights,
+                                    struct moe_rows *out)
+{
+    struct moe_cuda_batch batch = {.layer = layer,
+                                   .dtype = dtype,
+                                   .bucket = bucket,
+                                   .tokens = tokens,
+                                   .x = x,
+                                   .ids = ids,
+                                   .weights = weights};
+    MOE_TRY(moe_cuda_device_use(s->device));
+    MOE_TRY(moe_cuda_steps_idle(s->steps));
+    MOE_TRY(moe_cuda_session_usable(s));
+    MOE_TRY(moe_cuda_ep_reserve(s, layer, dtype, bucket, tokens));
+    MOE_TRY(check_ids(s, layer, tokens, ids));
+    struct moe_status st = enqueue_dispatch(s, &batch, out);
+    if (moe_failed(&st))
+        s->ep->dispatched = false;
+    return st;
+}
+
+static bool same_pass(const struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch,
+                      const struct moe_rows *rows)
+{
+    const struct moe_cuda_batch *b = &ep->batch;
+    return ep->dispatched && b->layer == batch->layer && b->dtype == batch->dtype &&
+           b->bucket == batch->bucket && b->tokens == batch->tokens && b->x == batch->x &&
+           b->ids == batch->ids && b->weights == batch->weights && rows->x == ep->pass.rows;
+}
+
+struct moe_status moe_cuda_combine(struct moe_session *s, struct moe_layer *layer,
+                                   enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
+                                   const void *x, const int32_t *ids, const float *weights,
+                                   const struct moe_rows *rows, const float *expert_out, void *y)
+{
+    struct moe_cuda_batch batch = {.layer = layer,
+                                   .dtype = dtype,
+                                   .bucket = bucket,
+                                   .tokens = tokens,
+                                   .x = x,
+                                   .ids = ids,
+                                   .weights = weights};
+    MOE_TRY(moe_cuda_device_use(s->device));
+    MOE_TRY(moe_cuda_steps_idle(s->steps));
+    if (!same_pass(s->ep, &batch, rows))
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                         "combine wants a dispatch with the same arguments before it");
+    MOE_TRY(moe_cuda_session_usable(s));
+    MOE_TRY(moe_cuda_ep_combine(s->ep, expert_out, NULL, y));
+    return moe_cuda_session_finish(s);
+}

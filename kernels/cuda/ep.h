@@ -1,0 +1,71 @@
+/* Prepare, dispatch and combine on GPUs: tokens to the slots of their experts and back, through the
+ * windows, as moe/window.h lays it out. Everything is enqueued; counts stay on the device.
+ *
+ * A pass is prepare, dispatch, combine, in this order, on the device's compute stream; all live
+ * slots must make the same passes. A pass may end before combine. */
+#ifndef MOE_CUDA_EP_H
+#define MOE_CUDA_EP_H
+
+#include "cuda/layer.h"
+#include "cuda/session.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* One slot's part of a pass. All pointers are device memory. */
+struct moe_cuda_batch {
+    const struct moe_layer *layer;
+    enum moe_dtype dtype;
+    uint32_t bucket, tokens;
+    const void *x;              /* [T, H] */
+    const int32_t *ids;         /* [T, K]; < 0: this k is not routed; >= E: zero expert */
+    const float *weights;       /* [T, K] */
+    const uint8_t *token_state; /* [T] enum moe_token_state, or NULL = all MOE_TOKEN_OK */
+};
+
+struct moe_status moe_cuda_ep_create(struct moe_session *session,
+                                     struct moe_cuda_ep **out) MOE_CHECKED;
+void moe_cuda_ep_destroy(struct moe_cuda_ep *ep); /* NULL is ignored */
+
+/* Whether this session can run passes of this shape, and memory for the most rows that they can
+ * bring: nothing overflows later. Depends only on what is equal on all slots, but for `tokens` and
+ * for the memory that is left. Waits for the device when memory has to grow. */
+struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct moe_layer *layer,
+                                      enum moe_dtype dtype, uint32_t bucket,
+                                      uint32_t tokens) MOE_CHECKED;
+
+/* Most rows, padding included, that passes of this shape can bring to this slot: the size to give
+ * to what is computed from moe_rows. */
+uint32_t moe_cuda_ep_most_rows(const struct moe_session *session, const struct moe_layer *layer,
+                               uint32_t bucket);
+
+/* Enqueues: where each (token, k) goes, and how many rows the peers may expect. After
+ * moe_cuda_ep_reserve for this shape, and moe_cuda_session_count_step. */
+struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep,
+                                      const struct moe_cuda_batch *batch) MOE_CHECKED;
+/* Enqueues: rows out, peers' rows in and expanded. `out`, all device memory, is valid from here on
+ * in stream order; a pass that fails or is refused has zero rows of every expert. */
+struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *out) MOE_CHECKED;
+/* Enqueues: sums of the experts' rows [start[local], H] f32 per token, home, and the own tokens:
+ * y [T,H] in the pass's dtype = base + sums in slot order + zero experts' w * x, rounded once.
+ * base [T,H] f32 or NULL = zeros. A token that is not OK gets zeros. */
+struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep, const float *expert_out,
+                                      const float *base, void *y) MOE_CHECKED;
+
+/* Members of struct moe_backend; synchronous. Of struct moe_rows all pointers are device memory. */
+struct moe_status moe_cuda_dispatch(struct moe_session *session, struct moe_layer *layer,
+                                    enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
+                                    const void *x, const int32_t *ids, const float *weights,
+                                    struct moe_rows *out) MOE_CHECKED;
+struct moe_status moe_cuda_combine(struct moe_session *session, struct moe_layer *layer,
+                                   enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
+                                   const void *x, const int32_t *ids, const float *weights,
+                                   const struct moe_rows *rows, const float *expert_out,
+                                   void *y) MOE_CHECKED;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

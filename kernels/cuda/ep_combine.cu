@@ -1,0 +1,288 @@
+/* Combine, one launch: sums of a token's local rows go home, and the own tokens are finished there.
+ *
+ * One CTA of 16 warps per multiprocessor, a warp per token. The first warps of each CTA sum rows
+ * for peers, the others finish own tokens; who has nothing left to sum for peers helps them. All
+ * sums are fp32 in one fixed order: rows of a token by k, then slots by number. */
+#include "cuda/rows.cuh"
+
+#include <cuda_bf16.h>
+
+constexpr uint32_t WIDE = 8; /* columns of a lane, where H is a multiple of it */
+
+/* -------------------------------------------------------------- columns */
+
+/* N neighbouring columns, in fp32. */
+template <uint32_t N> struct columns {
+    float v[N];
+};
+
+__device__ static void add(columns<1> &sum, const float *row)
+{
+    sum.v[0] += __ldcg(row);
+}
+
+__device__ static void add(columns<WIDE> &sum, const float *row)
+{
+    float4 a = __ldcg(reinterpret_cast<const float4 *>(row));
+    float4 b = __ldcg(reinterpret_cast<const float4 *>(row) + 1);
+    const float v[WIDE] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (uint32_t i = 0; i < WIDE; i++)
+        sum.v[i] += v[i];
+}
+
+__device__ static float widen(uint32_t bf16)
+{
+    return __uint_as_float(bf16 << 16);
+}
+
+__device__ static columns<1> load(const float *row, columns<1>)
+{
+    return {{__ldcg(row)}};
+}
+
+__device__ static columns<WIDE> load(const float *row, columns<WIDE>)
+{
+    columns<WIDE> c = {};
+    add(c, row);
+    return c;
+}
+
+__device__ static columns<1> load(const __nv_bfloat16 *row, columns<1>)
+{
+    return {{widen(__ldcg(reinterpret_cast<const unsigned short *>(row)))}};
+}
+
+__device__ static columns<WIDE> load(const __nv_bfloat16 *row, columns<WIDE>)
+{
+    uint4 u = __ldcg(reinterpret_cast<const uint4 *>(row));
+    return {{widen(u.x), __uint_as_float(u.x & 0xffff0000u), widen(u.y),
+             __uint_as_float(u.y & 0xffff0000u), widen(u.z), __uint_as_float(u.z & 0xffff0000u),
+             widen(u.w), __uint_as_float(u.w & 0xffff0000u)}};
+}
+
+__device__ static void store(float *row, const columns<1> &c)
+{
+    *row = c.v[0];
+}
+
+__device__ static void store(float *row, const columns<WIDE> &c)
+{
+    float4 *to = reinterpret_cast<float4 *>(row);
+    to[0] = {c.v[0], c.v[1], c.v[2], c.v[3]};
+    to[1] = {c.v[4], c.v[5], c.v[6], c.v[7]};
+}
+
+__device__ static void store(__nv_bfloat16 *row, const columns<1> &c)
+{
+    *row = __float2bfloat16_rn(c.v[0]);
+}
+
+__device__ static void store(__nv_bfloat16 *row, const columns<WIDE> &c)
+{
+    union {
+        __nv_bfloat162 pair[WIDE / 2];
+        uint4 all;
+    } u;
+#pragma unroll
+    for (uint32_t i = 0; i < WIDE / 2; i++)
+        u.pair[i] = __floats2bfloat162_rn(c.v[2 * i], c.v[2 * i + 1]);
+    *reinterpret_cast<uint4 *>(row) = u.all;
+}
+
+/* sum += scale * from */
+template <uint32_t N>
+__device__ static void add_scaled(columns<N> &sum, const columns<N> &from, float scale)
+{
+#pragma unroll
+    for (uint32_t i = 0; i < N; i++)
+        sum.v[i] += scale * from.v[i];
+}
+
+/* Rows of the choices in `lanes`, added in k order, from column h on. Lane k holds row k. */
+template <uint32_t N>
+__device__ static columns<N> sum_rows(const struct moe_cuda_pass &p, uint32_t lanes, uint32_t row,
+                                      uint32_t h)
+{
+    columns<N> sum = {};
+    for (uint32_t left = lanes; left != 0; left &= left - 1) {
+        size_t from = __shfl_sync(ALL_LANES, row, __ffs(left) - 1);
+        if (h < p.hidden)
+            add(sum, p.expert_out + from * p.hidden + h);
+    }
+    return sum;
+}
+
+/* ------------------------------------------------------------- for peers */
+
+template <typename Element, uint32_t N>
+__device__ static void return_token(const struct moe_cuda_pass &p, uint64_t stamp, uint32_t home,
+                                    uint32_t t)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t row = lane < p.top_k ? row_of_token(p, home, t)[lane] : MOE_CUDA_NO_ROW;
+    uint32_t lanes = __ballot_sync(ALL_LANES, row != MOE_CUDA_NO_ROW);
+    if (lanes == 0)
+        return;
+    uint8_t *window = p.control->window[home];
+    Element *to =
+        static_cast<Element *>(moe_window_partial_of(&p.layout, window, p.slot, t, p.stride));
+    for (uint32_t h = lane * N; h - lane * N < p.hidden; h += 32 * N) {
+        columns<N> sum = sum_rows<N>(p, lanes, row, h);
+        if (h < p.hidden)
+            store(to + h, sum);
+    }
+    __syncwarp();
+    if (lane != 0)
+        return;
+    fence_system();
+    store_relaxed(moe_window_returned_of(&p.layout, window, p.slot, t),
+                  moe_window_word(stamp, __popc(lanes)));
+}
+
+template <typename Element, uint32_t N>
+__device__ static void return_tokens(const struct moe_cuda_pass &p, uint64_t stamp)
+{
+    struct moe_cuda_control *c = p.control;
+    const uint32_t items = most_peer_tokens(p) * (p.slots - 1);
+    for (uint32_t i = take_item(&c->next_return); i < items; i = take_item(&c->next_return)) {
+        uint32_t home, t;
+        peer_item(p, i, true, &home, &t);
+        if (t < c->tokens_of[home])
+            return_token<Element, N>(p, stamp, home, t);
+    }
+}
+
+/* --------------------------------------------------------------- at home */
+
+/* What finishing a token needs: lane k has its k-th choice, lane s what slot s sends. */
+struct own_token {
+    uint32_t id_row; /* local row of choice k, or MOE_CUDA_NO_ROW */
+    uint32_t local;  /* bit k: choice k has a local row */
+    uint32_t wanted; /* bit s: slot s has rows of this token */
+    uint32_t zero;   /* bit k: choice k is a zero expert */
+    float weight;    /* of choice k */
+};
+
+__device__ static struct own_token describe_token(const struct moe_cuda_pass &p, uint32_t t)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    const size_t pair = static_cast<size_t>(t) * p.top_k + lane;
+    struct own_token o;
+    int32_t id = lane < p.top_k ? p.ids[pair] : -1;
+    uint32_t target = target_of(p, t, id);
+    o.weight = lane < p.top_k ? p.weights[pair] : 0.0f;
+    o.id_row = lane < p.top_k ? row_of_token(p, p.slot, t)[lane] : MOE_CUDA_NO_ROW;
+    o.local = __ballot_sync(ALL_LANES, o.id_row != MOE_CUDA_NO_ROW);
+    o.wanted = __reduce_or_sync(ALL_LANES, target == NOWHERE ? 0 : 1u << target);
+    o.zero = __ballot_sync(ALL_LANES, id >= static_cast<int32_t>(p.experts));
+    return o;
+}
+
+/* Columns h .. of an own token: base, then the slots in order, then zero experts. */
+template <typename Element, uint32_t N>
+__device__ static void finish_columns(const struct moe_cuda_pass &p, const struct own_token &o,
+                                      uint32_t t, uint32_t h)
+{
+    const bool inside = h < p.hidden;
+    const size_t at = static_cast<size_t>(t) * p.hidden + h;
+    columns<N> sum = {};
+    if (inside && p.base != nullptr)
+        add(sum, p.base + at);
+    for (uint32_t left = o.wanted; left != 0; left &= left - 1) {
+        uint32_t s = static_cast<uint32_t>(__ffs(left)) - 1;
+        columns<N> part = {};
+        if (s == p.slot)
+            part = sum_rows<N>(p, o.local, o.id_row, h);
+        else if (inside)
+            part = load(static_cast<const Element *>(moe_window_partial_of(
+                            &p.layout, p.control->window[p.slot], s, t, p.stride)) +
+                            h,
+                        part);
+        add_scaled(sum, part, 1.0f);
+    }
+    for (uint32_t left = o.zero; left != 0; left &= left - 1) {
+        float weight = __shfl_sync(ALL_LANES, o.weight, __ffs(left) - 1);
+        if (inside)
+            add_scaled(sum, load(static_cast<const Element *>(p.x) + at, columns<N>{}), weight);
+    }
+    if (inside)
+        store(static_cast<Element *>(p.y) + at, sum);
+}
+
+/* False when a wait failed. */
+template <typename Element, uint32_t N>
+__device__ static bool finish_token(const struct moe_cuda_pass &p, uint64_t stamp, uint32_t t)
+{
+    struct moe_cuda_control *c = p.control;
+    const uint32_t lane = threadIdx.x % 32;
+    struct own_token o = {};
+    if (token_counts(p, t))
+        o = describe_token(p, t);
+    uint32_t unused = 0;
+    bool here = true;
+    if (lane != p.slot && (o.wanted >> lane & 1))
+        here = wait_word(c, p.abort, moe_window_returned_of(&p.layout, c->window[p.slot], lane, t),
+                         stamp, lane, &unused);
+    if (!__all_sync(ALL_LANES, here))
+        return false;
+    if (!token_counts(p, t)) {
+        const columns<N> nothing = {};
+        for (uint32_t h = lane * N; h < p.hidden; h += 32 * N)
+            store(static_cast<Element *>(p.y) + static_cast<size_t>(t) * p.hidden + h, nothing);
+        return true;
+    }
+    for (uint32_t h = lane * N; h - lane * N < p.hidden; h += 32 * N)
+        finish_columns<Element, N>(p, o, t, h);
+    return true;
+}
+
+template <typename Element, uint32_t N>
+__device__ static void finish_tokens(const struct moe_cuda_pass &p, uint64_t stamp)
+{
+    struct moe_cuda_control *c = p.control;
+    bool good = true;
+    for (uint32_t t = take_item(&c->next_home); good && t < p.tokens; t = take_item(&c->next_home))
+        good = finish_token<Element, N>(p, stamp, t);
+}
+
+/* ---------------------------------------------------------------- kernel */
+
+template <typename Element, uint32_t N>
+__global__ void __launch_bounds__(CTA_THREADS, 1)
+    combine_kernel(const __grid_constant__ struct moe_cuda_pass p, uint32_t returners)
+{
+    struct moe_cuda_control *c = p.control;
+    const uint64_t stamp = moe_window_stamp(c->epoch, c->step);
+    if (load_volatile(&c->stop) == 0 && c->refused != c->step) {
+        if (threadIdx.x / 32 < returners)
+            return_tokens<Element, N>(p, stamp);
+        finish_tokens<Element, N>(p, stamp);
+    }
+    if (last_of_grid(c)) {
+        c->next_return = 0;
+        c->next_home = 0;
+    }
+}
+
+template <typename Element>
+static struct moe_status launch(const struct moe_cuda_pass *pass, uint32_t ctas,
+                                cudaStream_t stream)
+{
+    uint32_t returners = pass->slots == 1 ? 0 : 10;
+    uintptr_t all = reinterpret_cast<uintptr_t>(pass->x) | reinterpret_cast<uintptr_t>(pass->y) |
+                    reinterpret_cast<uintptr_t>(pass->expert_out) |
+                    reinterpret_cast<uintptr_t>(pass->base);
+    if (pass->hidden % WIDE == 0 && all % 16 == 0)
+        combine_kernel<Element, WIDE><<<ctas, CTA_THREADS, 0, stream>>>(*pass, returners);
+    else
+        combine_kernel<Element, 1><<<ctas, CTA_THREADS, 0, stream>>>(*pass, returners);
+    return MOE_LAUNCHED("combine_kernel");
+}
+
+extern "C" struct moe_status moe_cuda_launch_combine(const struct moe_cuda_pass *pass,
+                                                     uint32_t ctas, cudaStream_t stream)
+{
+    return pass->dtype == MOE_DTYPE_F32 ? launch<float>(pass, ctas, stream)
+                                        : launch<__nv_bfloat16>(pass, ctas, stream);
+}

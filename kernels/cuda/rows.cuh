@@ -1,0 +1,64 @@
+/* Moving and naming rows inside a pass: helpers that dispatch and combine share. A warp works on a
+ * token; lane k holds what concerns its k-th choice. */
+#ifndef MOE_CUDA_ROWS_CUH
+#define MOE_CUDA_ROWS_CUH
+
+#include "cuda/words.cuh"
+
+constexpr uint32_t NOWHERE = 0xffffffffu;
+constexpr uint32_t CTA_THREADS = 512;
+constexpr uint32_t CTA_WARPS = CTA_THREADS / 32;
+
+static_assert(MOE_MAX_TOP_K <= 32 && MOE_MAX_SLOTS <= 32, "a lane per choice, a lane per slot");
+
+/* Whether token t takes part at all. */
+__device__ inline bool token_counts(const struct moe_cuda_pass &p, uint32_t t)
+{
+    return p.token_state == nullptr || p.token_state[t] == MOE_TOKEN_OK;
+}
+
+/* Slot that computes expert `id` for token t of any source, or NOWHERE. */
+__device__ inline uint32_t target_of(const struct moe_cuda_pass &p, uint32_t t, int32_t id)
+{
+    if (id < 0 || id >= static_cast<int32_t>(p.experts))
+        return NOWHERE;
+    uint32_t first = p.placement.offset[id], copies = p.placement.offset[id + 1] - first;
+    return p.placement.slot[copies == 1 ? first : first + t % copies];
+}
+
+__device__ inline uint32_t *row_of_token(const struct moe_cuda_pass &p, uint32_t source, uint32_t t)
+{
+    const struct moe_window_shape &shape = p.layout.shape;
+    return p.row_of + (static_cast<size_t>(source) * shape.max_tokens + t) * shape.max_top_k;
+}
+
+/* The next number of a counter, the same in all lanes. */
+__device__ inline uint32_t take_item(uint32_t *counter)
+{
+    uint32_t item = 0;
+    if (threadIdx.x % 32 == 0)
+        item = atomicAdd(counter, 1u);
+    return __shfl_sync(ALL_LANES, item, 0);
+}
+
+/* (token, peer) of item i of a walk over the tokens of all peers: by token, and among peers in the
+ * order in which they send to this slot (`forward` false), or in which this slot sends to them. */
+__device__ inline void peer_item(const struct moe_cuda_pass &p, uint32_t i, bool forward,
+                                 uint32_t *source, uint32_t *t)
+{
+    uint32_t peers = p.slots - 1, distance = 1 + i % peers;
+    *t = i / peers;
+    *source = (forward ? p.slot + distance : p.slot + p.slots - distance) % p.slots;
+}
+
+/* Most tokens that any live peer brings. */
+__device__ inline uint32_t most_peer_tokens(const struct moe_cuda_pass &p)
+{
+    uint32_t most = 0;
+    for (uint32_t s = 0; s < p.slots; s++)
+        if (s != p.slot)
+            most = max(most, p.control->tokens_of[s]);
+    return most;
+}
+
+#endif

@@ -1,0 +1,133 @@
+/* Words between GPUs: how a kernel stores one into a peer's window, and the one way to wait for one
+ * in its own.
+ *
+ * A writer's lanes store data, meet in __syncwarp, and one lane fences at system scope and stores
+ * the word; the fence covers what the others stored before the meeting. A reader's lane loads the
+ * word with acquire and meets the others before they load the data, which they do past the first
+ * level cache, as it may hold lines of an earlier step.
+ *
+ * Waiting is bounded by the session's budget. The stop word in device memory is looked at often,
+ * the abort word in host memory at most once a millisecond per thread: reads over PCIe by thousands
+ * of waiting threads would slow NVLink itself down. */
+#ifndef MOE_CUDA_WORDS_CUH
+#define MOE_CUDA_WORDS_CUH
+
+#include "cuda/pass.h"
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+constexpr uint64_t LOOK_AT_HOST_NS = 1000000;
+constexpr uint32_t TRIES_BETWEEN_LOOKS = 64;
+
+__device__ inline uint64_t load_acquire(const uint64_t *word)
+{
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ inline void store_relaxed(uint64_t *word, uint64_t value)
+{
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ inline void fence_system()
+{
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+__device__ inline uint32_t load_volatile(const uint32_t *p)
+{
+    return *(const volatile uint32_t *)p;
+}
+
+__device__ inline uint64_t clock_ns()
+{
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+__device__ inline bool is_live(uint64_t live, uint32_t slot)
+{
+    return live >> slot & 1;
+}
+
+/* The session is over: the first one to say so leaves its verdict. */
+__device__ inline void give_up(struct moe_cuda_control *c, uint32_t code, uint32_t slot)
+{
+    if (atomicCAS(&c->stop, 0u, 1u) != 0)
+        return;
+    c->verdict.rows = 0;
+    c->verdict.slot = slot;
+    c->verdict.code = code;
+}
+
+/* True when the wait has failed. `since` and `looked` start at 0. */
+__device__ inline bool out_of_patience(struct moe_cuda_control *c, const uint32_t *abort,
+                                       uint32_t slot, uint64_t *since, uint64_t *looked)
+{
+    __nanosleep(40);
+    if (load_volatile(&c->stop) != 0)
+        return true;
+    uint64_t now = clock_ns();
+    if (*since == 0)
+        *since = *looked = now;
+    if (now - *looked < LOOK_AT_HOST_NS)
+        return false;
+    *looked = now;
+    if (load_volatile(abort) != 0)
+        give_up(c, MOE_CUDA_PASS_ABORTED, slot);
+    else if (now - *since > c->budget_ns)
+        give_up(c, MOE_CUDA_PASS_LOST, slot);
+    else
+        return false;
+    return true;
+}
+
+/* Waits until `word` carries `stamp`, which `slot` will store; false when it failed. */
+__device__ inline bool wait_word(struct moe_cuda_control *c, const uint32_t *abort,
+                                 const uint64_t *word, uint64_t stamp, uint32_t slot,
+                                 uint32_t *value)
+{
+    uint64_t since = 0, looked = 0;
+    for (uint32_t tries = 1;; tries++) {
+        uint64_t w = load_acquire(word);
+        if (moe_window_word_stamp(w) == stamp) {
+            *value = moe_window_word_value(w);
+            return true;
+        }
+        if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
+            return false;
+    }
+}
+
+/* Waits until `word` carries `stamp` or that of a later step of the same view. */
+__device__ inline bool wait_word_reached(struct moe_cuda_control *c, const uint32_t *abort,
+                                         const uint64_t *word, uint64_t stamp, uint32_t slot)
+{
+    uint64_t since = 0, looked = 0;
+    for (uint32_t tries = 1;; tries++) {
+        uint64_t seen = moe_window_word_stamp(load_acquire(word));
+        if (seen >> MOE_WINDOW_STEP_BITS == stamp >> MOE_WINDOW_STEP_BITS && seen >= stamp)
+            return true;
+        if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
+            return false;
+    }
+}
+
+/* True in the one thread that is the last of the grid to come here, and in no other; what all CTAs
+ * did before is visible to it. All threads of a CTA must call it. */
+__device__ inline bool last_of_grid(struct moe_cuda_control *c)
+{
+    __syncthreads();
+    if (threadIdx.x != 0)
+        return false;
+    __threadfence();
+    if (atomicAdd(&c->finished, 1u) != gridDim.x - 1)
+        return false;
+    __threadfence();
+    c->finished = 0;
+    return true;
+}
+
+#endif
