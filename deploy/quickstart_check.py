@@ -6,9 +6,7 @@ Prints one row per (layer, tokens) and exits 0 only if every relative error (Fro
 most 1e-5.
 """
 
-import json
 import os
-import struct
 import sys
 import time
 
@@ -20,24 +18,8 @@ TOLERANCE = 1e-5
 SECONDS_PER_ROW = 0.5
 
 
-def read_safetensors(path):
-    """All F32 tensors of a safetensors file, by name."""
-    with open(path, "rb") as file:
-        data = file.read()
-    (length,) = struct.unpack_from("<Q", data)
-    header = json.loads(data[8 : 8 + length])
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        raw = data[8 + length + begin : 8 + length + end]
-        if entry["dtype"] == "F32":
-            tensors[name] = np.frombuffer(raw, np.float32).reshape(entry["shape"])
-    return tensors
-
-
 def main(endpoint, directory):
-    golden = read_safetensors(os.path.join(directory, "golden.safetensors"))
+    golden = moed.read_safetensors(os.path.join(directory, "golden.safetensors"))
     model = os.path.basename(os.path.normpath(directory))
     client = moed.Client(endpoint)
     inputs = sorted(name for name in golden if name.endswith(".x"))

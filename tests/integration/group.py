@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ BUILD = sys.argv.pop(1)
 MODELS = sys.argv.pop(1)
 MOECTL = os.path.join(BUILD, "client", "moectl", "moectl")
 sys.path.insert(0, os.path.join(BUILD, "python"))
+import moed  # noqa: E402 (from the build directory)
 
 FAMILIES = sorted(
     name for name in os.listdir(MODELS) if os.path.isdir(os.path.join(MODELS, name))
@@ -31,49 +31,9 @@ def model_directory(family):
     return os.path.join(MODELS, family)
 
 
-def read_safetensors(path):
-    """All F32 and BF16 tensors of a file; BF16 is widened to F32."""
-    with open(path, "rb") as file:
-        data = file.read()
-    (length,) = struct.unpack_from("<Q", data)
-    header = json.loads(data[8 : 8 + length])
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        raw = data[8 + length + begin : 8 + length + end]
-        if entry["dtype"] == "F32":
-            flat = np.frombuffer(raw, np.float32)
-        elif entry["dtype"] == "BF16":
-            flat = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
-        elif entry["dtype"] == "I32":
-            flat = np.frombuffer(raw, np.int32)
-        else:
-            continue
-        tensors[name] = flat.reshape(entry["shape"])
-    return tensors
-
-
-def write_safetensors(path, tensors):
-    """Writes F32 arrays."""
-    header, blob = {}, b""
-    for name, array in tensors.items():
-        raw = np.ascontiguousarray(array, np.float32).tobytes()
-        header[name] = {
-            "dtype": "F32",
-            "shape": list(array.shape),
-            "data_offsets": [len(blob), len(blob) + len(raw)],
-        }
-        blob += raw
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text + blob)
-
-
 def golden_cases(family):
     """(layer, tokens, x, y) of a family's recorded passes, F32."""
-    golden = read_safetensors(os.path.join(model_directory(family), "golden.safetensors"))
+    golden = moed.read_safetensors(os.path.join(model_directory(family), "golden.safetensors"))
     for name in sorted(golden):
         if name.endswith(".x"):
             layer, tokens, _ = name.split(".")

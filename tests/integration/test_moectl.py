@@ -16,8 +16,10 @@ import grpc
 import numpy as np
 
 from group import (MOECTL, Group, golden_cases, group, main, model_directory, moectl,
-                   read_safetensors, relative_error, to_bf16, write_safetensors)
+                   relative_error, to_bf16)
 from wire import admin
+
+import moed
 
 FAMILY = "qwen3_moe"
 OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = range(8)
@@ -99,7 +101,7 @@ class CommandLine(unittest.TestCase):
         nobody = ("--endpoint", "127.0.0.1:1")
         with folder() as path:
             x = os.path.join(path, "x.safetensors")
-            write_safetensors(x, {"x": np.zeros((1, 8), np.float32)})
+            moed.write_safetensors(x, {"x": np.zeros((1, 8), np.float32)})
             for arguments in (["status"], ["down"], ["version"], ["wait", "--timeout", "0.3"],
                               ["bench", "--layer", "0"],
                               ["forward", "--layer", "0", "--input", x, "--output", x + ".y"]):
@@ -272,7 +274,7 @@ class Forward(unittest.TestCase):
         cls.folder = tempfile.mkdtemp(prefix="moed-test-")
         cls.layer, _, cls.x, cls.want = next(
             case for case in golden_cases(FAMILY) if case[1] == 37)
-        write_safetensors(cls.path("x"), {"x": cls.x})
+        moed.write_safetensors(cls.path("x"), {"x": cls.x})
 
     @classmethod
     def tearDownClass(cls):
@@ -289,7 +291,7 @@ class Forward(unittest.TestCase):
                    str(self.layer if layer is None else layer), "--input", self.path(source),
                    "--output", self.path("y"), *more)
         self.assertEqual(done.returncode, code, done.stderr)
-        return read_safetensors(self.path("y")) if code == OK else done.stderr
+        return moed.read_safetensors(self.path("y")) if code == OK else done.stderr
 
     def dtype_of_y(self):
         with open(self.path("y"), "rb") as file:
@@ -307,13 +309,8 @@ class Forward(unittest.TestCase):
     def test_bf16_on_request_and_by_input(self):
         y = self.forward("--dtype", "bf16")["y"]
         self.assertEqual(self.dtype_of_y(), "BF16")
-        self.assertLessEqual(relative_error(y, self.want), 1e-2)
-        raw = to_bf16(self.x).tobytes()
-        header = json.dumps({"a": {"dtype": "BF16", "shape": list(self.x.shape),
-                                   "data_offsets": [0, len(raw)]}}).encode()
-        header += b" " * (-len(header) % 8)
-        with open(self.path("half"), "wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header + raw)
+        self.assertLessEqual(relative_error(moed.f32(y), self.want), 1e-2)
+        moed.write_safetensors(self.path("half"), {"a": to_bf16(self.x)})
         again = self.forward(source="half")["y"]
         self.assertEqual(self.dtype_of_y(), "BF16")
         np.testing.assert_array_equal(again, y)
@@ -323,18 +320,8 @@ class Forward(unittest.TestCase):
         self.assertEqual(sorted(seen), ["topk_ids", "topk_weights", "y"])
         self.assertEqual(seen["topk_ids"].dtype, np.int32)
         self.assertEqual(seen["topk_ids"].shape, seen["topk_weights"].shape)
-        with open(self.path("y"), "rb") as file:
-            recorded = file.read()
-        length = int.from_bytes(recorded[:8], "little")
-        header = json.loads(recorded[8 : 8 + length])
-        header["x"] = dict(header.pop("y"))
-        blob = bytearray(recorded[8 + length :])
-        begin, end = header["x"]["data_offsets"]
-        blob[begin:end] = np.ascontiguousarray(self.x).tobytes()
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with open(self.path("replay"), "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text + bytes(blob))
+        recorded = {"x": self.x, "topk_ids": seen["topk_ids"], "topk_weights": seen["topk_weights"]}
+        moed.write_safetensors(self.path("replay"), recorded)
         again = self.forward("--tensor", "x", "--topk-ids", "topk_ids", "--topk-weights",
                              "topk_weights", source="replay")
         np.testing.assert_array_equal(again["y"], seen["y"])
@@ -345,14 +332,14 @@ class Forward(unittest.TestCase):
         self.forward("--tensor", "z", code=NOT_FOUND)
 
     def test_a_choice_of_tensors_is_listed(self):
-        write_safetensors(self.path("two"), {"first": self.x, "second": self.x})
+        moed.write_safetensors(self.path("two"), {"first": self.x, "second": self.x})
         text = self.forward(code=FAILED, source="two")
         self.assertIn("first", text)
         self.assertIn("second", text)
         self.forward("--tensor", "second", source="two")
 
     def test_a_wrong_width_is_told(self):
-        write_safetensors(self.path("narrow"), {"x": self.x[:, 1:]})
+        moed.write_safetensors(self.path("narrow"), {"x": self.x[:, 1:]})
         self.assertIn("SHAPE_MISMATCH", self.forward(code=FAILED, source="narrow"))
 
     def test_bench_reports_what_scripts_read(self):

@@ -3,7 +3,9 @@ answers and errors, what it tries again. Real daemons are the business of test_g
 
 import concurrent.futures
 import contextlib
+import json
 import os
+import tempfile
 import threading
 import time
 import unittest
@@ -326,6 +328,54 @@ class Formats(unittest.TestCase):
         np.testing.assert_array_equal(np.asarray(moed.bf16(wide)).view(np.uint16), want)
         self.assertTrue(np.isnan(moed.f32(np.asarray(moed.bf16(
             np.array([np.nan], np.float32))).view(np.uint16)))[0])
+
+
+class TensorFiles(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="moed-test-")
+        self.addCleanup(folder.cleanup)
+        self.path = os.path.join(folder.name, "t.safetensors")
+
+    def test_what_is_written_is_read_back(self):
+        wide = np.random.default_rng(SEED).standard_normal((3, 5)).astype(np.float32)
+        tensors = {"flags": wide > 0, "wide": wide, "half": wide.astype(np.float16),
+                   "bits": moed.bf16(wide), "part": wide[:, 1:3], "ids": np.arange(7),
+                   "scalar": np.array(2.5), "nothing": np.zeros((0, 4), np.int32)}
+        moed.write_safetensors(self.path, tensors)
+        back = moed.read_safetensors(self.path)
+        self.assertEqual(sorted(back), sorted(tensors))
+        for name, array in tensors.items():
+            self.assertEqual(back[name].dtype, array.dtype, name)
+            self.assertEqual(back[name].shape, array.shape, name)
+            np.testing.assert_array_equal(back[name], array)
+
+    def test_no_name_for_a_dtype(self):
+        with self.assertRaises(TypeError):
+            moed.write_safetensors(self.path, {"x": np.zeros(3, np.complex64)})
+
+    def test_damaged_files_are_refused(self):
+        def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+            return {"x": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+
+        def packed(header, data=b"12345678"):
+            text = header if isinstance(header, bytes) else json.dumps(header).encode()
+            return len(text).to_bytes(8, "little") + text + data
+
+        bad = [b"", b"1234567", b"\xff" * 16, packed(b"{"), packed(b"[]"), packed({"x": 1}),
+               packed(entry(dtype="F8_E4M3")), packed(entry(shape=(3,))),
+               packed(entry(shape=(-2,))), packed(entry(shape=("2",))),
+               packed(entry(offsets=(4, 12))), packed(entry(offsets=(-8, 0))),
+               packed(entry(offsets=(0,))), packed(entry(offsets=(0.0, 8))),
+               packed(entry(dtype=[])), packed(entry(), b"1234")]
+        for content in bad:
+            with open(self.path, "wb") as file:
+                file.write(content)
+            with self.assertRaises(ValueError) as caught:
+                moed.read_safetensors(self.path)
+            print("   ", caught.exception)
+        with open(self.path, "wb") as file:
+            file.write(packed({"__metadata__": {"format": "pt"}, **entry()}))
+        self.assertEqual(list(moed.read_safetensors(self.path)), ["x"])
 
 
 if __name__ == "__main__":

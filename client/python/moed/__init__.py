@@ -12,13 +12,17 @@ Shapes: T tokens, H hidden width, K experts per token; arrays are row-major.
 bfloat16: numpy has no such dtype. Where the package ml_dtypes is installed, its bfloat16 is used;
 without it, a BF16 tensor is a numpy array of uint16 that holds the bits. Both are accepted as
 input everywhere, and the answer has the dtype of the input. `bf16` and `f32` convert.
+
+Tensor files: `read_safetensors` and `write_safetensors`.
 """
 
 from ._client import Client, ForwardResult, Layer, ServerInfo, Stream
 from ._dtypes import bf16, f32
 from ._errors import MoeError
+from ._safetensors import read_safetensors, write_safetensors
 from ._version import __version__
 
 __all__ = [
-    "Client", "ForwardResult", "Layer", "MoeError", "ServerInfo", "Stream", "__version__", "bf16", "f32",
+    "Client", "ForwardResult", "Layer", "MoeError", "ServerInfo", "Stream", "__version__", "bf16",
+    "f32", "read_safetensors", "write_safetensors",
 ]
