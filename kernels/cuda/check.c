@@ -27,16 +27,6 @@ struct moe_status moe_cuda_status(cudaError_t rc, const char *call)
     }
 }
 
-struct moe_status moe_cuda_cublas_status(cublasStatus_t rc, const char *call)
-{
-    if (rc == CUBLAS_STATUS_SUCCESS)
-        return moe_ok();
-    if (rc == CUBLAS_STATUS_ALLOC_FAILED)
-        return failure(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, call,
-                       "the device has no room");
-    return failure(MOE_INTERNAL, MOE_REASON_NONE, call, cublasLtGetStatusString(rc));
-}
-
 struct moe_status moe_cuda_nccl_status(ncclResult_t rc, const char *call)
 {
     if (rc == ncclSuccess)

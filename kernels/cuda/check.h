@@ -1,4 +1,4 @@
-/* Every answer of CUDA, cuBLAS and NCCL becomes a moe_status: the one error idiom of this folder.
+/* Every answer of CUDA and NCCL becomes a moe_status: the one error idiom of this folder.
  *
  * An asynchronous failure of an earlier kernel may surface in any call; its text then names the
  * call that told us. Out-of-memory keeps its own code, so that callers can refuse instead of end.
@@ -8,7 +8,6 @@
 
 #include "base/status.h"
 
-#include <cublasLt.h>
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
@@ -18,13 +17,11 @@ extern "C" {
 
 /* `call` is the text of the call; only the function's name goes into the status. */
 struct moe_status moe_cuda_status(cudaError_t rc, const char *call) MOE_CHECKED;
-struct moe_status moe_cuda_cublas_status(cublasStatus_t rc, const char *call) MOE_CHECKED;
 struct moe_status moe_cuda_nccl_status(ncclResult_t rc, const char *call) MOE_CHECKED;
 
 /* As statuses, for MOE_TRY and MOE_TRY_GOTO. */
-#define MOE_CUDA(expr)   moe_cuda_status((expr), #expr)
-#define MOE_CUBLAS(expr) moe_cuda_cublas_status((expr), #expr)
-#define MOE_NCCL(expr)   moe_cuda_nccl_status((expr), #expr)
+#define MOE_CUDA(expr) moe_cuda_status((expr), #expr)
+#define MOE_NCCL(expr) moe_cuda_nccl_status((expr), #expr)
 
 /* The launch just made: its configuration was accepted. */
 #define MOE_LAUNCHED(kernel) moe_cuda_status(cudaGetLastError(), kernel)

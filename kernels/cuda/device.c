@@ -72,8 +72,6 @@ static struct moe_status make_streams(struct moe_device *device)
 
 static struct moe_status make_buffers(struct moe_device *device)
 {
-    MOE_TRY(MOE_CUBLAS(cublasLtCreate(&device->lt)));
-    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, MOE_CUDA_WORKSPACE, &device->workspace));
     for (int i = 0; i < 2; i++) {
         MOE_TRY(
             moe_cuda_mem_alloc(device, MOE_MEM_HOST, MOE_CUDA_STAGING_BYTES, &device->staging[i]));
@@ -121,9 +119,6 @@ void moe_cuda_device_close(struct moe_device *device)
         moe_cuda_mem_free(device, MOE_MEM_HOST, device->staging[i], MOE_CUDA_STAGING_BYTES);
         moe_cuda_mem_free(device, MOE_MEM_DEVICE, device->landing[i], MOE_CUDA_STAGING_BYTES);
     }
-    moe_cuda_mem_free(device, MOE_MEM_DEVICE, device->workspace, MOE_CUDA_WORKSPACE);
-    if (device->lt != NULL)
-        (void)cublasLtDestroy(device->lt);
     pthread_mutex_destroy(&device->memory_lock);
     pthread_mutex_destroy(&device->staging_lock);
     free(device);
@@ -292,6 +287,8 @@ struct moe_status moe_cuda_buffer_reserve(struct moe_device *device, struct moe_
 {
     if (bytes <= buffer->bytes)
         return moe_ok();
+    MOE_TRY(moe_cuda_device_use(device));
+    MOE_TRY(MOE_CUDA(cudaDeviceSynchronize())); /* enqueued work may use what is there */
     moe_cuda_buffer_free(device, buffer);
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &buffer->data));
     buffer->bytes = bytes;

@@ -1,4 +1,4 @@
-/* One GPU: its streams, its cuBLASLt handle, its pinned staging and the account of all memory that
+/* One GPU: its streams, its pinned staging and the account of all memory that
  * is taken through it. Every byte of device and pinned memory in this folder goes through
  * moe_cuda_mem_alloc, or is charged here when another library took it.
  *
@@ -20,7 +20,6 @@ extern "C" {
 struct moe_cuda_moved;
 
 enum {
-    MOE_CUDA_WORKSPACE = 32 << 20, /* bytes of cuBLASLt's workspace: what it advises for Hopper */
     MOE_CUDA_STAGING_BYTES = 8 << 20, /* of one of the two halves of pinned staging */
 };
 
@@ -37,9 +36,6 @@ struct moe_device {
     /* Parts and whole steps compute on `compute`. Rows come in and go out on streams of their own,
      * so that they overlap the step between them. */
     cudaStream_t compute, copy_in, copy_out;
-
-    cublasLtHandle_t lt;
-    void *workspace; /* [MOE_CUDA_WORKSPACE], used on `compute` only */
 
     /* Uploads: host memory of any kind is copied into one half while the other is on its way. */
     pthread_mutex_t staging_lock;

@@ -1,0 +1,450 @@
+/* Running whole steps; see step.h. The order of a step is the list in `enqueue_stages`, top to
+ * bottom.
+ *
+ * Rows come in on one stream, are computed on another and leave on a third, each waiting for an
+ * event of the one before: so the copies of two steps overlap each other's computing. A lane holds
+ * what belongs to one step; scratch is shared, because computing runs one step after the other.
+ * Memory grows with the largest step seen, so that a steady step allocates nothing. */
+#include "cuda/step.h"
+
+#include "base/clock.h"
+#include "base/size.h"
+#include "cuda/ep.h"
+#include "cuda/ffn.h"
+#include "cuda/router.h"
+
+#include <stdlib.h>
+#include <time.h>
+
+enum {
+    LANES = 2,
+    LINE = 256,                 /* alignment of tensors inside a buffer */
+    SPIN_NS = 100 * 1000,       /* a wait polls without sleeping for this long */
+    NAP_NS = 20 * 1000,         /* and then looks this often */
+    MARKS = MOE_STAGE_COUNT + 1 /* events between stages, in the order of enqueue_stages */
+};
+
+/* Offsets in a lane's buffer. */
+struct lane_layout {
+    size_t x, mode, ids_in, weights_in, y, ids, weights, state, bytes;
+};
+
+/* Offsets in the scratch buffer. */
+struct scratch_layout {
+    size_t logits, hidden, out, base, shared, bytes;
+};
+
+struct moe_step {
+    struct moe_cuda_steps *owner;
+    struct moe_step_args args;
+    bool taken;
+    bool need_logits;
+    struct lane_layout at;
+    struct moe_cuda_buffer tensors;
+    struct moe_cuda_verdict *verdict; /* pinned */
+    cudaEvent_t begun, came_in, left; /* on the copy streams */
+    cudaEvent_t mark[MARKS];          /* around the stages, on the compute stream */
+};
+
+struct moe_cuda_steps {
+    struct moe_session *session;
+    pthread_mutex_t lock; /* guards `taken` of the lanes */
+    struct moe_step lane[LANES];
+    struct moe_cuda_buffer scratch;
+    struct scratch_layout at; /* of the step that is being enqueued */
+};
+
+/* The stage that ends at each mark but the first. */
+static const enum moe_stage stage_at[MOE_STAGE_COUNT] = {
+    MOE_STAGE_ROUTER, MOE_STAGE_PREPARE, MOE_STAGE_DISPATCH, MOE_STAGE_GEMM1,
+    MOE_STAGE_GEMM2,  MOE_STAGE_SHARED,  MOE_STAGE_COMBINE};
+
+/* ------------------------------------------------------------- create, destroy */
+
+static struct moe_status create_lane(struct moe_cuda_steps *steps, struct moe_step *lane)
+{
+    struct moe_device *device = steps->session->device;
+    void *p;
+    lane->owner = steps;
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, sizeof *lane->verdict, &p));
+    lane->verdict = p;
+    MOE_TRY(MOE_CUDA(cudaEventCreate(&lane->begun)));
+    MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&lane->came_in, cudaEventDisableTiming)));
+    MOE_TRY(MOE_CUDA(cudaEventCreate(&lane->left)));
+    for (uint32_t i = 0; i < MARKS; i++)
+        MOE_TRY(MOE_CUDA(cudaEventCreate(&lane->mark[i])));
+    return moe_ok();
+}
+
+struct moe_status moe_cuda_steps_create(struct moe_session *session, struct moe_cuda_steps **out)
+{
+    struct moe_cuda_steps *steps = calloc(1, sizeof *steps);
+    if (steps == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for a session");
+    steps->session = session;
+    pthread_mutex_init(&steps->lock, NULL);
+    struct moe_status st;
+    MOE_TRY_GOTO(st, moe_cuda_device_use(session->device), fail);
+    for (uint32_t i = 0; i < LANES; i++)
+        MOE_TRY_GOTO(st, create_lane(steps, &steps->lane[i]), fail);
+    *out = steps;
+    return st;
+fail:
+    moe_cuda_steps_destroy(steps);
+    return st;
+}
+
+static void destroy_event(cudaEvent_t event)
+{
+    if (event != NULL)
+        (void)cudaEventDestroy(event);
+}
+
+static void destroy_lane(struct moe_device *device, struct moe_step *lane)
+{
+    destroy_event(lane->begun);
+    destroy_event(lane->came_in);
+    destroy_event(lane->left);
+    for (uint32_t i = 0; i < MARKS; i++)
+        destroy_event(lane->mark[i]);
+    moe_cuda_mem_free(device, MOE_MEM_HOST, lane->verdict, sizeof *lane->verdict);
+    moe_cuda_buffer_free(device, &lane->tensors);
+}
+
+static void wait_for_streams(struct moe_device *device)
+{
+    (void)cudaStreamSynchronize(device->copy_in);
+    (void)cudaStreamSynchronize(device->compute);
+    (void)cudaStreamSynchronize(device->copy_out);
+}
+
+void moe_cuda_steps_destroy(struct moe_cuda_steps *steps)
+{
+    if (steps == NULL)
+        return;
+    struct moe_device *device = steps->session->device;
+    (void)cudaSetDevice(device->ordinal);
+    wait_for_streams(device);
+    for (uint32_t i = 0; i < LANES; i++)
+        destroy_lane(device, &steps->lane[i]);
+    moe_cuda_buffer_free(device, &steps->scratch);
+    pthread_mutex_destroy(&steps->lock);
+    free(steps);
+}
+
+struct moe_status moe_cuda_steps_idle(struct moe_cuda_steps *steps)
+{
+    pthread_mutex_lock(&steps->lock);
+    bool idle = !steps->lane[0].taken && !steps->lane[1].taken;
+    pthread_mutex_unlock(&steps->lock);
+    return idle ? moe_ok()
+                : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                            "the session has unfinished steps");
+}
+
+static struct moe_step *take_lane(struct moe_cuda_steps *steps)
+{
+    struct moe_step *lane = NULL;
+    pthread_mutex_lock(&steps->lock);
+    for (uint32_t i = 0; i < LANES && lane == NULL; i++)
+        if (!steps->lane[i].taken)
+            lane = &steps->lane[i];
+    if (lane != NULL)
+        lane->taken = true;
+    pthread_mutex_unlock(&steps->lock);
+    return lane;
+}
+
+static void give_lane(struct moe_step *lane)
+{
+    pthread_mutex_lock(&lane->owner->lock);
+    lane->taken = false;
+    pthread_mutex_unlock(&lane->owner->lock);
+}
+
+/* ---------------------------------------------------------------------- memory */
+
+/* Puts rows x columns elements of `each` bytes at `*at`, and moves `*at` behind them. */
+static bool place(size_t *at, size_t *offset, size_t rows, size_t columns, size_t each)
+{
+    size_t bytes;
+    *offset = *at;
+    return moe_size_mul3(rows, columns, each, &bytes) && moe_size_add(*at, bytes, at) &&
+           moe_size_round_up(*at, LINE, at);
+}
+
+/* By bucket, so that all steps of a bucket fit. */
+static bool lay_out_lane(const struct moe_step_args *a, struct lane_layout *l)
+{
+    const struct moe_layer_spec *spec = &a->layer->spec;
+    size_t at = 0, n = a->bucket, k = spec->router.top_k, each = moe_dtype_bytes(a->dtype);
+    return place(&at, &l->x, n, spec->hidden, each) && place(&at, &l->y, n, spec->hidden, each) &&
+           place(&at, &l->mode, n, 1, 1) && place(&at, &l->state, n, 1, 1) &&
+           place(&at, &l->ids_in, n, k, sizeof(int32_t)) &&
+           place(&at, &l->ids, n, k, sizeof(int32_t)) &&
+           place(&at, &l->weights_in, n, k, sizeof(float)) &&
+           place(&at, &l->weights, n, k, sizeof(float)) && ((l->bytes = at), true);
+}
+
+static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows, struct scratch_layout *l)
+{
+    const struct moe_layer_spec *spec = &a->layer->spec;
+    size_t at = 0, hidden = moe_dtype_bytes(moe_cuda_ffn_hidden_dtype(a->layer, a->dtype));
+    size_t base_rows = spec->shared_intermediate != 0 ? a->bucket : 0;
+    return place(&at, &l->logits, moe_cuda_router_bytes(a->layer, a->bucket), 1, 1) &&
+           place(&at, &l->hidden, rows, spec->intermediate, hidden) &&
+           place(&at, &l->out, rows, spec->hidden, sizeof(float)) &&
+           place(&at, &l->base, base_rows, spec->hidden, sizeof(float)) &&
+           place(&at, &l->shared, moe_cuda_ffn_shared_bytes(a->layer, a->bucket), 1, 1) &&
+           ((l->bytes = at), true);
+}
+
+static struct moe_status reserve(struct moe_step *lane)
+{
+    struct moe_cuda_steps *steps = lane->owner;
+    struct moe_session *s = steps->session;
+    const struct moe_step_args *a = &lane->args;
+    MOE_TRY(moe_cuda_ep_reserve(s, a->layer, a->dtype, a->bucket, a->tokens));
+    uint32_t rows = moe_cuda_ep_most_rows(s, a->layer, a->bucket);
+    if (!lay_out_lane(a, &lane->at) || !lay_out_scratch(a, rows, &steps->at))
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "a step of %u tokens does not fit in memory", a->bucket);
+    MOE_TRY(moe_cuda_buffer_reserve(s->device, &lane->tensors, lane->at.bytes));
+    return moe_cuda_buffer_reserve(s->device, &steps->scratch, steps->at.bytes);
+}
+
+/* --------------------------------------------------------------------- enqueue */
+
+static void *tensor(const struct moe_step *lane, size_t offset)
+{
+    return (char *)lane->tensors.data + offset;
+}
+
+static void *scratch(const struct moe_cuda_steps *steps, size_t offset)
+{
+    return (char *)steps->scratch.data + offset;
+}
+
+static struct moe_status copy(void *dst, const void *src, size_t bytes, cudaStream_t stream)
+{
+    if (bytes == 0 || dst == NULL || src == NULL)
+        return moe_ok();
+    return MOE_CUDA(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream));
+}
+
+static struct moe_status enqueue_copy_in(struct moe_step *lane, struct moe_device *device)
+{
+    const struct moe_step_args *a = &lane->args;
+    size_t pairs = (size_t)a->tokens * a->layer->spec.router.top_k;
+    size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
+    cudaStream_t in = device->copy_in;
+    MOE_TRY(MOE_CUDA(cudaEventRecord(lane->begun, in)));
+    MOE_TRY(copy(tensor(lane, lane->at.x), a->x, rows, in));
+    MOE_TRY(copy(tensor(lane, lane->at.mode), a->mode, a->tokens, in));
+    if (a->mode != NULL) {
+        MOE_TRY(copy(tensor(lane, lane->at.ids_in), a->ids_in, pairs * sizeof *a->ids_in, in));
+        MOE_TRY(copy(tensor(lane, lane->at.weights_in), a->weights_in,
+                     pairs * sizeof *a->weights_in, in));
+    }
+    MOE_TRY(MOE_CUDA(cudaEventRecord(lane->came_in, in)));
+    return MOE_CUDA(cudaStreamWaitEvent(device->compute, lane->came_in, 0));
+}
+
+static struct moe_status enqueue_copy_out(struct moe_step *lane, struct moe_device *device)
+{
+    const struct moe_step_args *a = &lane->args;
+    size_t pairs = (size_t)a->tokens * a->layer->spec.router.top_k;
+    size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
+    cudaStream_t out = device->copy_out;
+    MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(out, lane->mark[MARKS - 1], 0)));
+    MOE_TRY(copy(a->y, tensor(lane, lane->at.y), rows, out));
+    MOE_TRY(copy(a->ids_out, tensor(lane, lane->at.ids), pairs * sizeof *a->ids_out, out));
+    MOE_TRY(
+        copy(a->weights_out, tensor(lane, lane->at.weights), pairs * sizeof *a->weights_out, out));
+    MOE_TRY(copy(a->token_state, tensor(lane, lane->at.state), a->tokens, out));
+    return MOE_CUDA(cudaEventRecord(lane->left, out));
+}
+
+static struct moe_status enqueue_router(struct moe_step *lane, cudaStream_t stream)
+{
+    const struct moe_step_args *a = &lane->args;
+    struct moe_cuda_routing r = {.dtype = a->dtype,
+                                 .tokens = a->tokens,
+                                 .need_logits = lane->need_logits,
+                                 .x = tensor(lane, lane->at.x),
+                                 .mode = a->mode != NULL ? tensor(lane, lane->at.mode) : NULL,
+                                 .ids_in = tensor(lane, lane->at.ids_in),
+                                 .weights_in = tensor(lane, lane->at.weights_in),
+                                 .logits = scratch(lane->owner, lane->owner->at.logits),
+                                 .ids = tensor(lane, lane->at.ids),
+                                 .weights = tensor(lane, lane->at.weights),
+                                 .token_state = tensor(lane, lane->at.state)};
+    return moe_cuda_router_enqueue(a->layer, &r, stream);
+}
+
+/* The shared expert's output, where there is one, in *base. */
+static struct moe_status enqueue_shared(struct moe_step *lane, cudaStream_t stream, float **base)
+{
+    const struct moe_step_args *a = &lane->args;
+    const struct moe_cuda_steps *steps = lane->owner;
+    *base = NULL;
+    if (a->layer->spec.shared_intermediate == 0 || a->tokens == 0)
+        return moe_ok();
+    *base = scratch(steps, steps->at.base);
+    size_t bytes = (size_t)a->tokens * a->layer->spec.hidden * sizeof **base;
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync(*base, 0, bytes, stream)));
+    return moe_cuda_ffn_shared(a->layer, a->dtype, a->tokens, tensor(lane, lane->at.x),
+                               scratch(steps, steps->at.shared), *base, stream);
+}
+
+static struct moe_status mark(struct moe_step *lane, uint32_t i, cudaStream_t stream)
+{
+    return MOE_CUDA(cudaEventRecord(lane->mark[i], stream));
+}
+
+static struct moe_status enqueue_stages(struct moe_step *lane)
+{
+    struct moe_session *s = lane->owner->session;
+    struct moe_layer *layer = lane->args.layer;
+    enum moe_dtype dtype = lane->args.dtype, inner = moe_cuda_ffn_hidden_dtype(layer, dtype);
+    cudaStream_t stream = s->device->compute;
+    void *hidden = scratch(lane->owner, lane->owner->at.hidden);
+    float *out = scratch(lane->owner, lane->owner->at.out), *base;
+    struct moe_cuda_batch batch = {.layer = layer,
+                                   .dtype = dtype,
+                                   .bucket = lane->args.bucket,
+                                   .tokens = lane->args.tokens,
+                                   .x = tensor(lane, lane->at.x),
+                                   .ids = tensor(lane, lane->at.ids),
+                                   .weights = tensor(lane, lane->at.weights),
+                                   .token_state = tensor(lane, lane->at.state)};
+    struct moe_cuda_batch_rows b = {.capacity = moe_cuda_ep_most_rows(s, layer, batch.bucket),
+                                    .bucket = batch.bucket,
+                                    .slots = (uint32_t)__builtin_popcountll(s->config.live)};
+    MOE_TRY(mark(lane, 0, stream));
+    MOE_TRY(enqueue_router(lane, stream));
+    MOE_TRY(mark(lane, 1, stream));
+    MOE_TRY(moe_cuda_session_count_step(s));
+    MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
+    MOE_TRY(mark(lane, 2, stream));
+    MOE_TRY(moe_cuda_ep_dispatch(s->ep, &b.rows));
+    MOE_TRY(mark(lane, 3, stream));
+    MOE_TRY(moe_cuda_ffn_gate_up(layer, dtype, &b, hidden, inner, stream));
+    MOE_TRY(mark(lane, 4, stream));
+    MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, inner, out, stream));
+    MOE_TRY(mark(lane, 5, stream));
+    MOE_TRY(enqueue_shared(lane, stream, &base));
+    MOE_TRY(mark(lane, 6, stream));
+    MOE_TRY(moe_cuda_ep_combine(s->ep, out, base, tensor(lane, lane->at.y)));
+    MOE_TRY(copy(lane->verdict, moe_cuda_session_verdict(s), sizeof *lane->verdict, stream));
+    return mark(lane, 7, stream);
+}
+
+static struct moe_status enqueue(struct moe_step *lane)
+{
+    struct moe_device *device = lane->owner->session->device;
+    MOE_TRY(enqueue_copy_in(lane, device));
+    MOE_TRY(enqueue_stages(lane));
+    return enqueue_copy_out(lane, device);
+}
+
+/* ----------------------------------------------------------------------- calls */
+
+/* What can be wrong with a step must be found here: inside it would cost all slots their session.
+ */
+static struct moe_status check_args(struct moe_session *s, const struct moe_step_args *a,
+                                    bool *need_logits)
+{
+    MOE_TRY(moe_cuda_session_usable(s));
+    if (!a->layer->finished)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
+                         "layer %u is not finished", a->layer->spec.layer);
+    if (a->tokens > 0 && (a->x == NULL || a->y == NULL || a->ids_out == NULL ||
+                          a->weights_out == NULL || a->token_state == NULL))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
+                         "a step with tokens needs x, y, ids, weights and token states");
+    return moe_cuda_router_check_modes(a->tokens, a->mode, a->ids_in != NULL, a->weights_in != NULL,
+                                       need_logits);
+}
+
+struct moe_status moe_cuda_step_enqueue(struct moe_session *s, const struct moe_step_args *args,
+                                        struct moe_step **out)
+{
+    bool need_logits;
+    MOE_TRY(check_args(s, args, &need_logits));
+    MOE_TRY(moe_cuda_device_use(s->device));
+    struct moe_step *lane = take_lane(s->steps);
+    if (lane == NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                         "a session runs at most %d steps at once", LANES);
+    lane->args = *args;
+    lane->need_logits = need_logits;
+    struct moe_status st;
+    MOE_TRY_GOTO(st, reserve(lane), refused);
+    MOE_TRY_GOTO(st, enqueue(lane), broken);
+    *out = lane;
+    return st;
+broken:
+    /* The peers may have begun to wait for rows that never come, and the caller's memory must be
+     * free again when this call has failed. */
+    moe_cuda_session_fail(s);
+    wait_for_streams(s->device);
+refused:
+    give_lane(lane);
+    return st;
+}
+
+static uint64_t elapsed_ns(cudaEvent_t from, cudaEvent_t to)
+{
+    float ms = 0;
+    if (cudaEventElapsedTime(&ms, from, to) != cudaSuccess || !(ms > 0))
+        return 0;
+    return (uint64_t)((double)ms * 1e6);
+}
+
+static void read_times(const struct moe_step *lane, struct moe_step_result *r)
+{
+    for (uint32_t i = 0; i < MOE_STAGE_COUNT; i++)
+        r->stage_ns[stage_at[i]] = elapsed_ns(lane->mark[i], lane->mark[i + 1]);
+    r->total_ns = elapsed_ns(lane->begun, lane->left);
+}
+
+/* cudaErrorNotReady when the deadline passed first. */
+static cudaError_t await(cudaEvent_t event, uint64_t deadline_ns)
+{
+    uint64_t start = moe_clock_ns();
+    for (;;) {
+        cudaError_t rc = cudaEventQuery(event);
+        uint64_t now = moe_clock_ns();
+        if (rc != cudaErrorNotReady || now >= deadline_ns)
+            return rc;
+        if (now - start > SPIN_NS)
+            nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+    }
+}
+
+struct moe_status moe_cuda_step_wait(struct moe_step *lane, uint64_t deadline_ns,
+                                     struct moe_step_result *result)
+{
+    struct moe_session *s = lane->owner->session;
+    struct moe_step_result r = {.missing_slot = -1};
+    MOE_TRY(moe_cuda_device_use(s->device));
+    cudaError_t rc = await(lane->left, deadline_ns);
+    if (rc == cudaErrorNotReady)
+        return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "the step is still running");
+    struct moe_status st = moe_cuda_status(rc, "a step");
+    if (moe_failed(&st)) {
+        moe_cuda_session_fail(s);
+    } else {
+        st = moe_cuda_session_judge(s, lane->verdict);
+        r.rows = lane->verdict->rows;
+        read_times(lane, &r);
+    }
+    if (st.reason == MOE_REASON_PEER_LOST)
+        r.missing_slot = s->missing;
+    if (result != NULL)
+        *result = r;
+    give_lane(lane);
+    return st;
+}
