@@ -13,6 +13,7 @@ struct moe_rpc_in_flight {
     struct moe_rpc_client *client;
     grpc_call *core;   /* NULL once the call is over */
     bool asked_to_end; /* by this side: a CANCELLED is our own */
+    bool starting;     /* the function that began it has not returned: the client has to stay */
     TAILQ_ENTRY(moe_rpc_in_flight) link;
 };
 
@@ -21,8 +22,8 @@ struct moe_rpc_client {
     pthread_t thread;
     pthread_mutex_t lock; /* guards all that follows, and calls in flight */
     pthread_cond_t idle;
-    TAILQ_HEAD(, moe_rpc_in_flight) calls;
-    bool closing; /* new calls are cancelled at once */
+    TAILQ_HEAD(, moe_rpc_in_flight) calls; /* not over, or still being started */
+    bool closing;                          /* new calls are cancelled at once */
 };
 
 struct moe_rpc_channel {
@@ -32,6 +33,7 @@ struct moe_rpc_channel {
 
 bool moe_rpc_client_is_this_thread(const struct moe_rpc_client *c);
 
+/* A call that is begun while the client is being destroyed is cancelled at once. */
 void moe_rpc_in_flight_begin(struct moe_rpc_in_flight *f, struct moe_rpc_channel *ch,
                              const char *path, uint64_t deadline_ns);
 /* Any thread, at any time in the life of the client. */
@@ -42,8 +44,9 @@ void moe_rpc_in_flight_cancel(struct moe_rpc_in_flight *f);
 struct moe_status moe_rpc_in_flight_status(struct moe_rpc_in_flight *f, grpc_status_code code,
                                            grpc_slice text,
                                            const grpc_metadata_array *trailing) MOE_CHECKED;
-/* Cancels a call that was begun while the client is being destroyed; after its first batch. */
-void moe_rpc_in_flight_check(struct moe_rpc_in_flight *f);
+/* By the thread that began the call, once it has started its batches. The call may be over by then,
+ * and the client gone afterwards. */
+void moe_rpc_in_flight_started(struct moe_rpc_in_flight *f);
 /* After the last event of the call. */
 void moe_rpc_in_flight_end(struct moe_rpc_in_flight *f);
 

@@ -71,7 +71,8 @@ void moe_rpc_client_destroy(struct moe_rpc_client *c)
     TAILQ_FOREACH(call, &c->calls, link)
     {
         call->asked_to_end = true;
-        grpc_call_cancel(call->core, NULL);
+        if (call->core != NULL)
+            grpc_call_cancel(call->core, NULL);
     }
     while (!TAILQ_EMPTY(&c->calls))
         pthread_cond_wait(&c->idle, &c->lock);
@@ -95,8 +96,12 @@ void moe_rpc_in_flight_begin(struct moe_rpc_in_flight *f, struct moe_rpc_channel
     f->core = grpc_channel_create_call(ch->core, NULL, GRPC_PROPAGATE_DEFAULTS, c->queue,
                                        grpc_slice_from_static_string(path), NULL,
                                        moe_rpc_time_to_core(deadline_ns), NULL);
+    f->starting = true;
     pthread_mutex_lock(&c->lock);
     TAILQ_INSERT_TAIL(&c->calls, f, link);
+    f->asked_to_end = c->closing;
+    if (c->closing)
+        grpc_call_cancel(f->core, NULL);
     pthread_mutex_unlock(&c->lock);
 }
 
@@ -115,13 +120,21 @@ void moe_rpc_in_flight_cancel(struct moe_rpc_in_flight *f)
     grpc_call_unref(core);
 }
 
-void moe_rpc_in_flight_check(struct moe_rpc_in_flight *f)
+/* With the lock held. */
+static void leave_list(struct moe_rpc_client *c, struct moe_rpc_in_flight *f)
 {
-    pthread_mutex_lock(&f->client->lock);
-    bool closing = f->client->closing;
-    pthread_mutex_unlock(&f->client->lock);
-    if (closing)
-        moe_rpc_in_flight_cancel(f);
+    TAILQ_REMOVE(&c->calls, f, link);
+    pthread_cond_broadcast(&c->idle);
+}
+
+void moe_rpc_in_flight_started(struct moe_rpc_in_flight *f)
+{
+    struct moe_rpc_client *c = f->client;
+    pthread_mutex_lock(&c->lock);
+    f->starting = false;
+    if (f->core == NULL)
+        leave_list(c, f);
+    pthread_mutex_unlock(&c->lock);
 }
 
 struct moe_status moe_rpc_in_flight_status(struct moe_rpc_in_flight *f, grpc_status_code code,
@@ -143,8 +156,8 @@ void moe_rpc_in_flight_end(struct moe_rpc_in_flight *f)
     pthread_mutex_lock(&c->lock);
     grpc_call *core = f->core;
     f->core = NULL;
-    TAILQ_REMOVE(&c->calls, f, link);
-    pthread_cond_broadcast(&c->idle);
+    if (!f->starting)
+        leave_list(c, f);
     pthread_mutex_unlock(&c->lock);
     grpc_call_unref(core);
 }
@@ -312,7 +325,7 @@ void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
     grpc_byte_buffer *message = moe_rpc_out_to_buffer(out);
     start_unary(p, options, message);
     grpc_byte_buffer_destroy(message); /* the core has references of its own */
-    moe_rpc_in_flight_check(&p->flight);
+    moe_rpc_in_flight_started(&p->flight);
     moe_rpc_pending_free(p);
 }
 

@@ -270,7 +270,8 @@ struct moe_status moe_rpc_stream_open(struct moe_rpc_channel *ch, const char *pa
     s->on_sent.fn = on_sent;
     s->on_half_closed.fn = on_half_closed;
     s->on_status.fn = on_status;
-    atomic_init(&s->references, 2);
+    /* One for this function: the call may end, and a callback free the handle, at any time. */
+    atomic_init(&s->references, 3);
     grpc_metadata_array_init(&s->initial);
     grpc_metadata_array_init(&s->trailing);
     pthread_mutex_init(&s->lock, NULL);
@@ -278,7 +279,8 @@ struct moe_status moe_rpc_stream_open(struct moe_rpc_channel *ch, const char *pa
     STAILQ_INIT(&s->queue);
     moe_rpc_in_flight_begin(&s->flight, ch, path, options->deadline_ns);
     start(s, options);
-    moe_rpc_in_flight_check(&s->flight);
+    moe_rpc_in_flight_started(&s->flight);
+    release(s);
     return moe_ok();
 }
 

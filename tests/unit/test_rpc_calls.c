@@ -180,6 +180,57 @@ static void cancelling_at_any_moment_is_safe(void **state)
     fixture_stop(&f);
 }
 
+/* A call that a thread of its own makes: it may be over before that thread is back from making it.
+ */
+struct errand {
+    struct fixture *f;
+    struct moe_rpc_channel *channel;
+    atomic_uint over;
+};
+
+static void errand_over(void *ctx, struct moe_status status, struct moe_rpc_msg *reply)
+{
+    struct errand *e = ctx;
+    moe_rpc_msg_free(reply);
+    assert_true(moe_failed(&status));
+    atomic_store(&e->over, 1);
+}
+
+static void *run_errand(void *arg)
+{
+    struct errand *e = arg;
+    uint8_t head[256];
+    struct moe_rpc_call_options options = {.deadline_ns = 1}; /* over before it has begun */
+    struct moe_rpc_out out = fixture_request(e->f, "sink", "x", 1, head);
+    moe_rpc_call_unary(e->channel, UNARY_PATH, &options, &out, errand_over, e, NULL);
+    return NULL;
+}
+
+static void a_client_may_go_as_soon_as_its_calls_are_over(void **state)
+{
+    enum { ROUNDS = 200 };
+    struct fixture f;
+    (void)state;
+    fixture_start(&f, NULL);
+    char target[32];
+    snprintf(target, sizeof target, "127.0.0.1:%u", moe_rpc_server_port(f.server));
+    for (int i = 0; i < ROUNDS; i++) {
+        struct errand e = {.f = &f};
+        struct moe_rpc_client *client;
+        struct moe_rpc_channel_config config = {.target = target};
+        pthread_t thread;
+        assert_ok(moe_rpc_client_create(&client));
+        assert_ok(moe_rpc_channel_open(client, &config, &e.channel));
+        assert_int_equal(pthread_create(&thread, NULL, run_errand, &e), 0);
+        while (atomic_load(&e.over) == 0)
+            ; /* the watchdog bounds this; a pause would hide what is looked for */
+        moe_rpc_channel_close(e.channel);
+        moe_rpc_client_destroy(client);
+        pthread_join(thread, NULL);
+    }
+    fixture_stop(&f);
+}
+
 /* ------------------------------------------------------------------ errors */
 
 static void errors_keep_code_reason_text_and_retry_hint(void **state)
@@ -422,6 +473,7 @@ int main(void)
         cmocka_unit_test(a_cancelled_call_reaches_the_server),
         cmocka_unit_test(destroying_the_client_cancels_what_is_in_flight),
         cmocka_unit_test(cancelling_at_any_moment_is_safe),
+        cmocka_unit_test(a_client_may_go_as_soon_as_its_calls_are_over),
         cmocka_unit_test(errors_keep_code_reason_text_and_retry_hint),
         cmocka_unit_test(unknown_methods_are_unimplemented),
         cmocka_unit_test(messages_over_the_limit_are_refused_and_the_server_goes_on),
