@@ -132,21 +132,34 @@ static struct moe_status learn(struct moe_client *c, const char *endpoint)
     return st;
 }
 
-/* Lanes to all workers with `spread`, else to `endpoint` alone. The worker that was asked is always
- * reached as the user named it, whatever it calls itself. */
+/* Where the lanes go: to all workers that there are (a seat may be empty) with `spread`, else to
+ * `endpoint` alone. The worker that was asked is always reached as the user named it, whatever it
+ * calls itself. */
+static size_t list_targets(const struct moe_client *c, const char *endpoint,
+                           const char *targets[MOE_MAX_SLOTS])
+{
+    size_t count = 0;
+    for (size_t i = 0; c->config.spread && i < c->info.worker_count; i++)
+        if (i == c->server->slot)
+            targets[count++] = endpoint;
+        else if (c->info.workers[i][0] != '\0')
+            targets[count++] = c->info.workers[i];
+    if (count == 0)
+        targets[count++] = endpoint;
+    return count;
+}
+
 static struct moe_status open_lanes(struct moe_client *c, const char *endpoint)
 {
-    bool many = c->config.spread && c->info.worker_count > 0;
-    c->worker_count = many ? c->info.worker_count : 1;
+    const char *targets[MOE_MAX_SLOTS];
+    c->worker_count = list_targets(c, endpoint, targets);
     size_t wanted = c->worker_count * c->config.connections;
     c->lanes = calloc(wanted, sizeof *c->lanes);
     if (c->lanes == NULL)
         return out_of_memory();
-    for (; c->lane_count < wanted; c->lane_count++) {
-        size_t worker = c->lane_count % c->worker_count;
-        const char *target = many && worker != c->server->slot ? c->info.workers[worker] : endpoint;
-        MOE_TRY(open_lane(target, c->info.max_message_bytes, &c->lanes[c->lane_count]));
-    }
+    for (; c->lane_count < wanted; c->lane_count++)
+        MOE_TRY(open_lane(targets[c->lane_count % c->worker_count], c->info.max_message_bytes,
+                          &c->lanes[c->lane_count]));
     return moe_ok();
 }
 

@@ -231,6 +231,29 @@ static void requests_go_round_the_workers(void **state)
     moe_client_close(c);
 }
 
+static void an_empty_seat_gets_no_requests(void **state)
+{
+    (void)state;
+    char kept[sizeof fakes[1].endpoint];
+    memcpy(kept, fakes[1].endpoint, sizeof kept);
+    fakes[1].endpoint[0] = '\0';
+    struct moe_client_config with = {.spread = true, .spread_tokens = 4, .max_attempts = 1};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(4, MOE_DTYPE_F32, false);
+    struct request *batch = make_request(40, MOE_DTYPE_F32, false);
+    for (int i = 0; i < 8; i++)
+        assert_ok(forward(c, r));
+    assert_int_equal(fake_calls(&fakes[0]), 4);
+    assert_int_equal(fake_calls(&fakes[2]), 4);
+    assert_ok(forward(c, batch));
+    assert_answer(batch);
+    assert_int_equal(fake_calls(&fakes[0]) + fake_calls(&fakes[2]), 10);
+    free_request(batch);
+    free_request(r);
+    moe_client_close(c);
+    memcpy(fakes[1].endpoint, kept, sizeof kept);
+}
+
 static void a_large_batch_is_cut_and_joined_exactly(void **state)
 {
     (void)state;
@@ -491,6 +514,7 @@ int main(void)
         TEST(nothing_else_is_tried_again),
         TEST(the_next_attempt_goes_to_another_worker),
         TEST(requests_go_round_the_workers),
+        TEST(an_empty_seat_gets_no_requests),
         TEST(a_large_batch_is_cut_and_joined_exactly),
         TEST(a_failed_piece_fails_the_batch),
         TEST(pieces_of_different_weights_are_not_joined),

@@ -124,7 +124,7 @@ class Client:
         self._layer_by_index = {layer.layer: layer for layer in self._layers}
         if spread:
             self._workers += [_Worker(each) for slot, each in enumerate(info.workers)
-                              if slot != info.slot]
+                              if slot != info.slot and each]  # a seat may be empty
         self._turn = itertools.count(random.randrange(len(self._workers)))
 
     @property
