@@ -212,17 +212,37 @@ static void run_call(struct moe_coordinator *c, struct event *e)
     moe_rpc_msg_free(a->received);
     moe_rpc_call_release(a->call);
     free(a);
+    atomic_fetch_sub(&c->admin_calls, 1);
+}
+
+/* On a gRPC thread. What waits for the owner thread is bounded in number and in size. */
+static struct moe_status admit(struct moe_coordinator *c, const struct moe_rpc_msg *m,
+                               struct admin_call **out)
+{
+    if (moe_rpc_msg_length(m) > REQUEST_MAX_BYTES)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "a request may have %d bytes",
+                         REQUEST_MAX_BYTES);
+    if (atomic_fetch_add(&c->admin_calls, 1) >= ADMIN_CALLS_MAX) {
+        atomic_fetch_sub(&c->admin_calls, 1);
+        return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, 100,
+                               "too many calls of operators are waiting");
+    }
+    *out = calloc(1, sizeof **out);
+    if (*out != NULL)
+        return moe_ok();
+    atomic_fetch_sub(&c->admin_calls, 1);
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "coordinator");
 }
 
 /* On a gRPC thread. */
 static void on_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
 {
     const struct admin_context *method = ctx;
-    struct admin_call *a = calloc(1, sizeof *a);
-    if (a == NULL) {
+    struct admin_call *a;
+    struct moe_status st = admit(method->coordinator, m, &a);
+    if (st.code != MOE_OK) {
         moe_rpc_msg_free(m);
-        moe_rpc_fail(call,
-                     moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "coordinator"));
+        moe_rpc_fail(call, st);
         return;
     }
     *a = (struct admin_call){

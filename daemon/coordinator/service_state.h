@@ -79,6 +79,7 @@ struct moe_coordinator {
     struct admin_context admin[ADMIN_METHODS];
     struct session *sessions;
     atomic_uint session_count; /* any thread */
+    atomic_uint admin_calls;   /* any thread; with the owner thread, or on their way there */
     atomic_uint_fast64_t next_stream;
     uint8_t received[32768]; /* the message being looked at, in one piece */
 };

@@ -336,14 +336,15 @@ static void receive_bytes(struct moe_coordinator *c, struct session *s)
     size_t length = 0;
     struct moe_status st =
         moe_rpc_msg_flatten(s->received, c->received, sizeof c->received, &length);
-    struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
-    moe_rpc_arena_init(&arena, &allocator);
     Moe__V1__SessionRequest *m = NULL;
+    /* From the heap: Register of a model with all the layers there may be does not fit an arena. */
     if (st.code == MOE_OK)
-        m = moe__v1__session_request__unpack(&allocator, length, c->received);
+        m = moe__v1__session_request__unpack(NULL, length, c->received);
     moe_counter_add(c->seen.messages, 1);
-    if (m != NULL && receive(c, s->stream, m))
+    bool understood = m != NULL && receive(c, s->stream, m);
+    if (m != NULL)
+        moe__v1__session_request__free_unpacked(m, NULL);
+    if (understood)
         return;
     moe_counter_add(c->seen.malformed, 1);
     st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a SessionRequest");
@@ -398,7 +399,7 @@ static void run_done(struct moe_coordinator *c, struct event *e)
 void moe_coordinator__end_sessions(struct moe_coordinator *c)
 {
     struct moe_status st =
-        moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the coordinator is leaving");
+        moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, 1000, "the coordinator is leaving");
     for (struct session *s = c->sessions; s != NULL; s = s->next)
         end_session(s, &st);
 }

@@ -2,6 +2,7 @@
  * refusals, a restart in the middle, and streams that send rubbish. */
 #include "base/clock.h"
 #include "base/queue.h"
+#include "coordinator/placement.h"
 #include "coordinator/service.h"
 #include "moe/v1/admin.pb-c.h"
 #include "moe/v1/coordinator.pb-c.h"
@@ -274,16 +275,19 @@ static void expect_end(struct worker *w, enum moe_code code, enum moe_reason rea
 /* What a test may want to get wrong. */
 struct identity {
     const char *fingerprint, *version, *backend;
+    uint32_t layers;
 };
-static const struct identity honest = {"f00d", MOE_VERSION, "cpu"};
+enum { LAYERS = 2 };
+static const struct identity honest = {"f00d", MOE_VERSION, "cpu", LAYERS};
 
 static size_t pack_register(const struct worker *w, const struct identity *as, uint8_t *bytes)
 {
     char id[32];
     snprintf(id, sizeof id, "worker-%u", w->id);
-    Moe__V1__LayerInfo layers[2] = {MOE__V1__LAYER_INFO__INIT, MOE__V1__LAYER_INFO__INIT};
-    Moe__V1__LayerInfo *list[2] = {&layers[0], &layers[1]};
-    for (uint32_t i = 0; i < 2; i++) {
+    Moe__V1__LayerInfo layers[MOE_PLACEMENT_LAYERS_MAX], *list[MOE_PLACEMENT_LAYERS_MAX];
+    for (uint32_t i = 0; i < as->layers; i++) {
+        moe__v1__layer_info__init(&layers[i]);
+        list[i] = &layers[i];
         layers[i].layer = 1 + i;
         layers[i].hidden = 64;
         layers[i].experts = 8;
@@ -299,7 +303,7 @@ static size_t pack_register(const struct worker *w, const struct identity *as, u
     r.model_fingerprint = (char *)(uintptr_t)as->fingerprint;
     r.family = (char *)(uintptr_t) "mixtral";
     r.version = (char *)(uintptr_t)as->version;
-    r.n_layers = 2;
+    r.n_layers = as->layers;
     r.layers = list;
     r.max_tokens_per_step = 128 << w->id % 3;
     Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
@@ -310,7 +314,7 @@ static size_t pack_register(const struct worker *w, const struct identity *as, u
 
 static void send_register(struct worker *w, const struct identity *as)
 {
-    uint8_t bytes[1024];
+    uint8_t bytes[16384];
     open_stream(w);
     send_bytes(w, bytes, pack_register(w, as, bytes));
 }
@@ -578,9 +582,9 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
 static void workers_that_do_not_fit_are_refused(void **unused)
 {
     (void)unused;
-    static const struct identity other_model = {"beef", MOE_VERSION, "cpu"},
-                                 other_backend = {"f00d", MOE_VERSION, "cuda"},
-                                 other_release = {"f00d", "99.0.0", "cpu"};
+    static const struct identity other_model = {"beef", MOE_VERSION, "cpu", LAYERS},
+                                 other_backend = {"f00d", MOE_VERSION, "cuda", LAYERS},
+                                 other_release = {"f00d", "99.0.0", "cpu", LAYERS};
     struct worker w[SLOTS], x = {.id = 7, .incarnation = 1};
     start_coordinator(SLOTS, 60000);
     for (uint32_t i = 0; i < 2; i++)
@@ -615,6 +619,23 @@ static void workers_that_do_not_fit_are_refused(void **unused)
         load(&w[i]);
     form(w);
     shut_down(w);
+}
+
+static void a_model_may_have_as_many_layers_as_the_limit_says(void **unused)
+{
+    (void)unused;
+    static const struct identity deep = {"deep", MOE_VERSION, "cpu", MOE_PLACEMENT_LAYERS_MAX};
+    struct worker w = {.id = 1, .incarnation = 1};
+    start_coordinator(1, 60000);
+    send_register(&w, &deep);
+    expect_and_free(&w, MOE__V1__SESSION_RESPONSE__BODY_REGISTERED);
+    Moe__V1__SessionResponse *r = expect(&w, MOE__V1__SESSION_RESPONSE__BODY_ASSIGN);
+    print_message("  %zu layers assigned\n", r->assign->n_layers);
+    assert_int_equal(r->assign->n_layers, MOE_PLACEMENT_LAYERS_MAX);
+    moe__v1__session_response__free_unpacked(r, NULL);
+    quit_coordinator();
+    expect_and_free(&w, MOE__V1__SESSION_RESPONSE__BODY_DRAIN);
+    expect_end(&w, MOE_UNAVAILABLE, MOE_REASON_DRAINING);
 }
 
 static void a_lost_lease_ends_the_view(void **unused)
@@ -728,6 +749,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         SERVICE_TEST(a_group_lives_from_register_to_shutdown),
         SERVICE_TEST(workers_that_do_not_fit_are_refused),
+        SERVICE_TEST(a_model_may_have_as_many_layers_as_the_limit_says),
         SERVICE_TEST(a_lost_lease_ends_the_view),
         SERVICE_TEST(a_restarted_coordinator_goes_on_under_the_same_epoch),
         SERVICE_TEST(rubbish_costs_the_stream_and_nothing_else),
