@@ -15,6 +15,7 @@ enum {
     BACKOFF_MIN_MS = 100,
     BACKOFF_MAX_MS = 2000,
     REASON_BYTES = 160,
+    GIVEN_UP_RETRY_MS = 500,
 };
 
 static const char session_path[] = "/moe.v1.CoordinatorService/Session";
@@ -302,9 +303,10 @@ static void handle_event(struct moe_group *g, const struct event *e)
 
 static void give_up(struct moe_group *g)
 {
-    g->config.hooks.give_up(g->config.hooks.ctx,
-                            moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING,
-                                      "the group has lost a worker and has not formed again"));
+    g->config.hooks.give_up(
+        g->config.hooks.ctx,
+        moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, GIVEN_UP_RETRY_MS,
+                        "the group has lost a worker and has not formed again"));
     /* Again, for what was accepted as the view ended. */
     g->give_up_ns = moe_clock_ns() + g->config.reform_ms * MOE_NS_PER_MS;
 }

@@ -63,7 +63,7 @@ static struct moe_request_context context_of(struct moe_service *s)
 
 static struct moe_status out_of_memory(void)
 {
-    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, 100, "out of memory");
+    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, 100, "out of memory");
 }
 
 static void drop_forward(struct forward *f)

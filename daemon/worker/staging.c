@@ -111,14 +111,14 @@ static struct moe_status new_buffer(struct moe_staging *s, unsigned size_class,
     struct moe_buffer *b = calloc(1, sizeof *b);
     struct moe_status st;
     if (b == NULL)
-        return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, RETRY_MS,
+        return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, RETRY_MS,
                                "out of memory");
     b->pool = s;
     b->size_class = size_class;
     st = s->backend->mem_alloc(s->device, MOE_MEM_HOST, class_bytes(size_class), &b->data);
     if (moe_failed(&st)) {
         free(b);
-        return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, RETRY_MS,
+        return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, RETRY_MS,
                                "the device has no staging memory left");
     }
     *out = b;

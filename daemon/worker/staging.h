@@ -23,7 +23,7 @@ void moe_staging_destroy(struct moe_staging *s);
 
 /* A buffer of at least `bytes` bytes with one reference; contents undefined, aligned to 4096.
  * Errors: MOE_RESOURCE_EXHAUSTED/QUEUE_FULL with a retry hint when the budget is used up, or
- * without one when `bytes` can never fit. */
+ * without one when `bytes` can never fit; MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
 struct moe_status moe_staging_take(struct moe_staging *s, size_t bytes,
                                    struct moe_buffer **out) MOE_CHECKED;
 

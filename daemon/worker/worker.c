@@ -30,6 +30,7 @@ enum {
     GATHER_BUDGETS = 5,     /* an all-gather may take this many wait budgets */
     NOTICE_MS = 200,        /* while clients still get a typed refusal; a closed door gives none */
     REFORM_MS = 5000,       /* requests wait this long for a new view */
+    LEFT_RETRY_MS = 100,
 };
 
 static const char *const health_services[] = {"", "moe.v1.ExpertService"};
@@ -235,7 +236,12 @@ static struct moe_status serve(void *ctx)
     MOE_TRY(moe_peers_start(w->peers));
     MOE_TRY(tell_service(w, w->view.epoch));
     set_epoch(w, w->view.epoch);
-    set_health(w, !atomic_load(&w->draining));
+    /* `drain` may come at any moment: it raises the flag first, so one of the two sees the other.
+     */
+    if (!atomic_load(&w->draining))
+        set_health(w, true);
+    if (atomic_load(&w->draining))
+        set_health(w, false);
     return moe_ok();
 }
 
@@ -516,8 +522,9 @@ void moe_worker_stop(struct moe_worker *w)
     moe_group_destroy(w->group); /* leaves the view: no step runs any more */
     if (w->server != NULL) {
         moe_service_set_draining(w->service);
-        moe_engine_fail_queued(
-            w->engine, moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "this worker has left"));
+        (void)moe_engine_drain(w->engine, 0); /* what passed the service before is refused there */
+        moe_engine_fail_queued(w->engine, moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING,
+                                                          LEFT_RETRY_MS, "this worker has left"));
         (void)nanosleep(&(struct timespec){.tv_nsec = NOTICE_MS * 1000000L}, NULL);
         moe_rpc_server_drain(w->server, moe_clock_ns() + LAST_ANSWERS_MS * MOE_NS_PER_MS);
         moe_rpc_server_stop(w->server);
