@@ -6,6 +6,7 @@
  * claims it under the lock decides its status. It is over when it is claimed AND the transport has
  * let go of its tensors (see forward.c). */
 #include "base/clock.h"
+#include "base/wait.h"
 #include "internal.h"
 #include "wire.h"
 
@@ -230,11 +231,7 @@ struct moe_status moe_client_stream_open(struct moe_client *c, struct moe_client
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "stream");
     s->client = c;
     pthread_mutex_init(&s->lock, NULL);
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&s->change, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    moe_wait_init(&s->change);
 
     struct moe_rpc_call_options options = {.deadline_ns = MOE_NEVER};
     pthread_mutex_lock(&s->lock); /* callbacks may come before the handle is stored */
@@ -321,14 +318,12 @@ void moe_client_stream_close(struct moe_client_stream *s)
 
     moe_rpc_stream_close_send(s->rpc);
     uint64_t until = moe_client_deadline(c, FAREWELL_MS);
-    struct timespec at = {.tv_sec = (time_t)(until / MOE_NS_PER_S),
-                          .tv_nsec = (long)(until % MOE_NS_PER_S)};
-    int rc = 0;
+    bool in_time = true;
     pthread_mutex_lock(&s->lock);
-    while (!s->closed && rc == 0)
-        rc = pthread_cond_timedwait(&s->change, &s->lock, &at);
+    while (!s->closed && in_time)
+        in_time = moe_wait_until(&s->change, &s->lock, until);
     pthread_mutex_unlock(&s->lock);
-    if (rc != 0)
+    if (!in_time)
         moe_rpc_stream_cancel(s->rpc);
     pthread_mutex_lock(&s->lock);
     while (!s->closed)

@@ -4,6 +4,7 @@
 #include "timers.h"
 
 #include "base/clock.h"
+#include "base/wait.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -30,14 +31,6 @@ static void unlink_timer(struct moe_client_timers *timers, struct moe_client_tim
     t->armed = false;
 }
 
-/* Waits under the lock until the list changes or `due_ns` has come. */
-static void wait_until(struct moe_client_timers *timers, uint64_t due_ns)
-{
-    struct timespec at = {.tv_sec = (time_t)(due_ns / MOE_NS_PER_S),
-                          .tv_nsec = (long)(due_ns % MOE_NS_PER_S)};
-    pthread_cond_timedwait(&timers->change, &timers->lock, &at);
-}
-
 static void *run(void *arg)
 {
     struct moe_client_timers *timers = arg;
@@ -47,7 +40,7 @@ static void *run(void *arg)
         if (t == NULL) {
             pthread_cond_wait(&timers->change, &timers->lock);
         } else if (t->due_ns > moe_clock_ns()) {
-            wait_until(timers, t->due_ns);
+            (void)moe_wait_until(&timers->change, &timers->lock, t->due_ns);
         } else {
             unlink_timer(timers, t);
             pthread_mutex_unlock(&timers->lock);
@@ -65,11 +58,7 @@ struct moe_status moe_client_timers_create(struct moe_client_timers **out)
     if (timers == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "timers");
     pthread_mutex_init(&timers->lock, NULL);
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&timers->change, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    moe_wait_init(&timers->change);
     if (pthread_create(&timers->thread, NULL, run, timers) != 0) {
         pthread_cond_destroy(&timers->change);
         pthread_mutex_destroy(&timers->lock);

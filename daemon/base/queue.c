@@ -1,7 +1,7 @@
 #include "base/queue.h"
 
-#include "base/clock.h"
 #include "base/size.h"
+#include "base/wait.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -25,12 +25,8 @@ struct moe_status moe_queue_create(size_t capacity, struct moe_queue **out)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "queue of %zu",
                          capacity);
     q->capacity = capacity;
-    pthread_condattr_t attr;
-    pthread_condattr_init(&attr);
-    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
     pthread_mutex_init(&q->lock, NULL);
-    pthread_cond_init(&q->ready, &attr);
-    pthread_condattr_destroy(&attr);
+    moe_wait_init(&q->ready);
     *out = q;
     return moe_ok();
 }
@@ -58,17 +54,11 @@ bool moe_queue_push(struct moe_queue *q, void *item)
 
 void *moe_queue_pop(struct moe_queue *q, uint64_t deadline_ns)
 {
-    struct timespec until = {.tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),
-                             .tv_nsec = (long)(deadline_ns % MOE_NS_PER_S)};
     void *item = NULL;
-    int waited = 0;
+    bool in_time = deadline_ns != 0;
     pthread_mutex_lock(&q->lock);
-    while (q->length == 0 && !q->closed && deadline_ns != 0 && waited == 0) {
-        if (deadline_ns == MOE_NEVER)
-            pthread_cond_wait(&q->ready, &q->lock);
-        else
-            waited = pthread_cond_timedwait(&q->ready, &q->lock, &until);
-    }
+    while (q->length == 0 && !q->closed && in_time)
+        in_time = moe_wait_until(&q->ready, &q->lock, deadline_ns);
     if (q->length > 0) {
         item = q->items[q->head];
         q->head = (q->head + 1) % q->capacity;

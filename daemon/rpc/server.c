@@ -2,6 +2,7 @@
 #include "rpc/server.h"
 
 #include "base/clock.h"
+#include "base/wait.h"
 #include "rpc/serving.h"
 
 #include <arpa/inet.h>
@@ -227,11 +228,7 @@ static struct moe_rpc_server *server_create(const struct moe_rpc_server_config *
     s->read_limit_ns = limit_ms * MOE_NS_PER_MS;
     s->on_shutdown.fn = on_shutdown;
     TAILQ_INIT(&s->endless);
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&s->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    moe_wait_init(&s->changed);
     pthread_mutex_init(&s->lock, NULL);
     moe_rpc_library_hold();
     return s;
@@ -299,13 +296,10 @@ static bool all_over(const struct moe_rpc_server *s)
 static bool wait_until(struct moe_rpc_server *s, bool (*reached)(const struct moe_rpc_server *s),
                        uint64_t deadline_ns)
 {
-    struct timespec at = {.tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),
-                          .tv_nsec = (long)(deadline_ns % MOE_NS_PER_S)};
-    int error = 0;
     pthread_mutex_lock(&s->lock);
-    while (!reached(s) && error == 0)
-        error = deadline_ns == MOE_NEVER ? pthread_cond_wait(&s->changed, &s->lock)
-                                         : pthread_cond_timedwait(&s->changed, &s->lock, &at);
+    bool in_time = true;
+    while (!reached(s) && in_time)
+        in_time = moe_wait_until(&s->changed, &s->lock, deadline_ns);
     bool yes = reached(s);
     pthread_mutex_unlock(&s->lock);
     return yes;

@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/wait.h"
 #include "worker/batcher.h"
 #include "worker/lane.h"
 
@@ -369,24 +370,6 @@ static void wait_for_oldest(struct moe_engine *e)
 
 /* ---------------------------------------------------------------------- the thread */
 
-static void to_timespec(uint64_t ns, struct timespec *out)
-{
-    out->tv_sec = (time_t)(ns / MOE_NS_PER_S);
-    out->tv_nsec = (long)(ns % MOE_NS_PER_S);
-}
-
-/* Lock held and given up meanwhile; false once `deadline_ns` has passed. */
-static bool wait_on(struct moe_engine *e, pthread_cond_t *cond, uint64_t deadline_ns)
-{
-    struct timespec until;
-    if (deadline_ns == MOE_NEVER) {
-        pthread_cond_wait(cond, &e->lock);
-        return true;
-    }
-    to_timespec(deadline_ns, &until);
-    return pthread_cond_timedwait(cond, &e->lock, &until) == 0;
-}
-
 static void *run_thread(void *arg)
 {
     struct moe_engine *e = arg;
@@ -406,7 +389,7 @@ static void *run_thread(void *arg)
         else if (e->quit)
             break;
         else
-            (void)wait_on(e, &e->wake, moe_batcher_next_expiry(e->batcher));
+            (void)moe_wait_until(&e->wake, &e->lock, moe_batcher_next_expiry(e->batcher));
     }
     pthread_mutex_unlock(&e->lock);
     return NULL;
@@ -443,13 +426,9 @@ static void free_memory(struct moe_engine *e)
 
 static struct moe_status start_thread(struct moe_engine *e)
 {
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&e->lock, NULL);
-    pthread_cond_init(&e->wake, &monotonic);
-    pthread_cond_init(&e->idle, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    moe_wait_init(&e->wake);
+    moe_wait_init(&e->idle);
     if (pthread_create(&e->thread, NULL, run_thread, e) == 0)
         return moe_ok();
     return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "cannot start a thread");
@@ -539,7 +518,7 @@ void moe_engine_stop_view(struct moe_engine *e)
         pthread_cond_signal(&e->wake);
     }
     while (e->session != NULL)
-        (void)wait_on(e, &e->idle, MOE_NEVER);
+        (void)moe_wait_until(&e->idle, &e->lock, MOE_NEVER);
     pthread_mutex_unlock(&e->lock);
 }
 
@@ -621,7 +600,7 @@ bool moe_engine_drain(struct moe_engine *e, uint64_t deadline_ns)
     e->refusing = true;
     bool in_time = true;
     while (e->unfinished > 0 && in_time)
-        in_time = wait_on(e, &e->idle, deadline_ns);
+        in_time = moe_wait_until(&e->idle, &e->lock, deadline_ns);
     bool drained = e->unfinished == 0;
     pthread_mutex_unlock(&e->lock);
     return drained;

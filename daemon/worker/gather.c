@@ -1,7 +1,7 @@
 /* A round is one array of blobs under a lock; it is complete when all live slots' bits are set. */
 #include "worker/gather.h"
 
-#include "base/clock.h"
+#include "base/wait.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -29,11 +29,7 @@ struct moe_status moe_gather_create(moe_gather_send_fn send, void *ctx, struct m
                          "no memory for an all-gather");
     g->send = send;
     g->ctx = ctx;
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&g->wake, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    moe_wait_init(&g->wake);
     pthread_mutex_init(&g->lock, NULL);
     *out = g;
     return moe_ok();
@@ -87,12 +83,8 @@ void moe_gather_abort(struct moe_gather *g, uint64_t epoch)
 /* With the lock held. */
 static struct moe_status wait_for_round(struct moe_gather *g, uint64_t deadline_ns)
 {
-    const struct timespec until = {
-        .tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),
-        .tv_nsec = (long)(deadline_ns % MOE_NS_PER_S),
-    };
     while (g->epoch > g->aborted && (g->have & g->live) != g->live)
-        if (pthread_cond_timedwait(&g->wake, &g->lock, &until) != 0)
+        if (!moe_wait_until(&g->wake, &g->lock, deadline_ns))
             break;
     if (g->epoch <= g->aborted)
         return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "epoch %llu was called off",

@@ -5,6 +5,7 @@
 #include "cpu/step.h"
 
 #include "base/clock.h"
+#include "base/wait.h"
 #include "cpu/ep.h"
 #include "cpu/session.h"
 
@@ -173,12 +174,8 @@ struct moe_status moe_cpu_steps_create(struct moe_session *session, struct moe_c
                          "out of memory for a session");
     q->session = session;
     pthread_mutex_init(&q->lock, NULL);
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&q->work, &monotonic);
-    pthread_cond_init(&q->done, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    moe_wait_init(&q->work);
+    moe_wait_init(&q->done);
     /* Signals are the main thread's business. */
     sigset_t all, before;
     sigfillset(&all);
@@ -278,12 +275,9 @@ struct moe_status moe_cpu_step_enqueue(struct moe_session *s, const struct moe_s
 static bool wait_finished(struct moe_cpu_steps *q, const struct moe_step *step,
                           uint64_t deadline_ns)
 {
-    struct timespec until = {.tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),
-                             .tv_nsec = (long)(deadline_ns % MOE_NS_PER_S)};
-    int rc = 0;
-    while (!step->finished && rc == 0)
-        rc = deadline_ns == MOE_NEVER ? pthread_cond_wait(&q->done, &q->lock)
-                                      : pthread_cond_timedwait(&q->done, &q->lock, &until);
+    bool in_time = true;
+    while (!step->finished && in_time)
+        in_time = moe_wait_until(&q->done, &q->lock, deadline_ns);
     return step->finished;
 }
 

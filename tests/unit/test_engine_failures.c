@@ -1,6 +1,7 @@
 /* What the engine does when steps fail, hang or are refused. The backend here is a script: it says
  * for each step how it ends, "computes" y = x + 1, and remembers what it was given. */
 #include "base/clock.h"
+#include "base/wait.h"
 #include "worker_fixture.h"
 
 enum { HIDDEN = 4, BUCKET = 8, STEPS_MAX = 32, REQUESTS_MAX = 8 };
@@ -106,13 +107,9 @@ static struct moe_status end_step(struct moe_step *step, struct moe_step_result 
 static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns,
                                      struct moe_step_result *result)
 {
-    struct timespec until = {(time_t)(deadline_ns / MOE_NS_PER_S),
-                             (long)(deadline_ns % MOE_NS_PER_S)};
     pthread_mutex_lock(&backend.lock);
     while (!has_ended(step)) {
-        if (deadline_ns == MOE_NEVER) {
-            pthread_cond_wait(&backend.changed, &backend.lock);
-        } else if (pthread_cond_timedwait(&backend.changed, &backend.lock, &until) != 0) {
+        if (!moe_wait_until(&backend.changed, &backend.lock, deadline_ns)) {
             pthread_mutex_unlock(&backend.lock);
             return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still running");
         }
@@ -207,11 +204,7 @@ static int open_engine(void **state)
     static struct moe_layer *const layers[] = {NULL};
     memset(&backend, 0, sizeof backend);
     memset(&test, 0, sizeof test);
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&backend.changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    moe_wait_init(&backend.changed);
     pthread_mutex_init(&backend.lock, NULL);
     pthread_mutex_init(&test.lock, NULL);
     const struct moe_engine_config config = {

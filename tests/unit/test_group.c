@@ -1,6 +1,7 @@
 /* Promises of the worker's session with the coordinator: a scripted coordinator on a real server,
  * and hooks that only write down what they are asked to do. */
 #include "base/clock.h"
+#include "base/wait.h"
 #include "moe/v1/coordinator.pb-c.h"
 #include "rpc/server.h"
 #include "support/check.h"
@@ -40,10 +41,8 @@ static void note(struct journal *j, const char *fmt, ...)
 static void await_line(struct journal *j, const char *want)
 {
     uint64_t deadline = moe_clock_ns() + WAIT_MS * MOE_NS_PER_MS;
-    const struct timespec until = {(time_t)(deadline / MOE_NS_PER_S),
-                                   (long)(deadline % MOE_NS_PER_S)};
     pthread_mutex_lock(&j->lock);
-    for (int rc = 0;;) {
+    for (bool in_time = true;;) {
         if (j->read < j->count) {
             const char *line = j->lines[j->read++];
             bool found = strncmp(line, want, strlen(want)) == 0;
@@ -51,12 +50,12 @@ static void await_line(struct journal *j, const char *want)
                 break;
             continue;
         }
-        if (rc != 0) {
+        if (!in_time) {
             for (size_t i = 0; i < j->count; i++)
                 print_message("  %s\n", j->lines[i]);
             fail_msg("\"%s\" never came", want);
         }
-        rc = pthread_cond_timedwait(&j->changed, &j->lock, &until);
+        in_time = moe_wait_until(&j->changed, &j->lock, deadline);
     }
     pthread_mutex_unlock(&j->lock);
 }
@@ -84,11 +83,7 @@ static bool has_line(struct journal *j, const char *want)
 static void init_journal(struct journal *j)
 {
     *j = (struct journal){.count = 0};
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&j->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    moe_wait_init(&j->changed);
     pthread_mutex_init(&j->lock, NULL);
 }
 

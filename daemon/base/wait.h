@@ -1,0 +1,32 @@
+/* Condition variables with deadlines on the clock of base/clock.h, which no change of the wall
+ * clock moves. */
+#ifndef MOE_BASE_WAIT_H
+#define MOE_BASE_WAIT_H
+
+#include "base/clock.h"
+
+#include <pthread.h>
+#include <stdbool.h>
+
+static inline void moe_wait_init(pthread_cond_t *cond)
+{
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(cond, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+}
+
+/* Waits with `lock` held, given up meanwhile; false once `deadline_ns` has passed. Like every wait
+ * on a condition variable it may end without a reason: call it in a loop. `cond` is from
+ * moe_wait_init. */
+static inline bool moe_wait_until(pthread_cond_t *cond, pthread_mutex_t *lock, uint64_t deadline_ns)
+{
+    if (deadline_ns == MOE_NEVER)
+        return pthread_cond_wait(cond, lock) == 0;
+    const struct timespec at = {.tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),
+                                .tv_nsec = (long)(deadline_ns % MOE_NS_PER_S)};
+    return pthread_cond_timedwait(cond, lock, &at) == 0;
+}
+
+#endif
