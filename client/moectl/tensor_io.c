@@ -6,7 +6,6 @@
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 static enum moe_dtype to_dtype(enum moe_st_dtype d)
 {

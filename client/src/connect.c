@@ -4,7 +4,6 @@
 #include "internal.h"
 
 #include <stdlib.h>
-#include <string.h>
 #include <sys/random.h>
 
 enum { INFO_MAX = 256 * 1024 }; /* bytes of a GetModel answer: thousands of layers */

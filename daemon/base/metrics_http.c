@@ -2,7 +2,6 @@
 
 #include <microhttpd.h>
 #include <netdb.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>

@@ -6,7 +6,6 @@
 #include "moe/v1/admin.pb-c.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 enum { REQUEST_MAX_BYTES = 4096, ADMIN_CALLS_MAX = 64 };
 

@@ -2,7 +2,6 @@
 #include "coordinator/membership_state.h"
 
 #include <stdio.h>
-#include <string.h>
 
 const char *moe_membership_cause_name(enum moe_membership_cause cause)
 {

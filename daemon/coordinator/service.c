@@ -5,7 +5,6 @@
 
 #include <signal.h>
 #include <stdlib.h>
-#include <string.h>
 
 enum {
     MESSAGE_MAX_BYTES = 4 << 20, /* the largest ASSIGN stays well below */

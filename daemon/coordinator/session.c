@@ -6,7 +6,6 @@
 #include "moe/v1/coordinator.pb-c.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 enum {
     SESSIONS_MAX = 256,

@@ -3,12 +3,11 @@
  * back. */
 #include "rpc/client.h"
 
-#include "base/clock.h"
 #include "rpc/calling.h"
 
 #include <limits.h>
+#include <stdatomic.h>
 #include <stdlib.h>
-#include <string.h>
 
 /* ------------------------------------------------------------------ client */
 

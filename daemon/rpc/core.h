@@ -9,7 +9,6 @@
 #include <grpc/grpc.h>
 #include <grpc/grpc_security.h>
 #include <grpc/slice.h>
-#include <stdatomic.h>
 
 /* The struct of which `member` is `pointer`. */
 #define MOE_RPC_OWNER(type, member, pointer) ((type *)((char *)(pointer)-offsetof(type, member)))

@@ -3,7 +3,6 @@
 #include "rpc/core.h"
 #include "rpc/wire.h"
 
-#include <stdio.h>
 #include <string.h>
 
 const char moe_rpc_details_key[] = "grpc-status-details-bin";

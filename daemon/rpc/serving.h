@@ -10,6 +10,7 @@
 #include "rpc/server.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <sys/queue.h>
 
 struct moe_rpc_shard;

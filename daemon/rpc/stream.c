@@ -2,6 +2,7 @@
  * its owner watches, and a handle that may be given back at any time. */
 #include "rpc/calling.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
 /* A message that waits for its turn. */

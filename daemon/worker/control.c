@@ -55,3 +55,15 @@ struct moe_status moe_control_status(const Moe__V1__Error *error)
     return moe_error_retry(code, moe_reason_from_name(error->reason), error->retry_after_ms, "%s",
                            error->message);
 }
+
+void moe_control_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out)
+{
+    moe__v1__layer_info__init(out);
+    out->layer = spec->layer;
+    out->hidden = spec->hidden;
+    out->experts = spec->experts;
+    out->top_k = spec->router.top_k;
+    out->intermediate = spec->intermediate;
+    out->zero_experts = spec->router.zero_experts;
+    out->shared_intermediate = spec->shared_intermediate;
+}

@@ -3,6 +3,7 @@
 #ifndef MOE_WORKER_CONTROL_H
 #define MOE_WORKER_CONTROL_H
 
+#include "moe/layer_spec.h"
 #include "moe/v1/types.pb-c.h"
 #include "rpc/client.h"
 #include "rpc/server.h"
@@ -25,6 +26,8 @@ struct moe_status moe_control_send(struct moe_rpc_stream *stream,
 
 /* `error` borrows the texts of `status`. */
 void moe_control_error(const struct moe_status *status, Moe__V1__Error *error);
+/* What messages say about a layer. */
+void moe_control_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out);
 /* What a peer reported; `error` = NULL is success. */
 struct moe_status moe_control_status(const Moe__V1__Error *error) MOE_CHECKED;
 

@@ -3,11 +3,11 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/wait.h"
 #include "worker/report.h"
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 enum {
     EVENTS_MAX = 1024,           /* of the coordinator, not yet handled; more end the stream */
@@ -57,24 +57,13 @@ void moe_group__post(struct moe_group *g, enum event_kind kind, uint64_t number,
     pthread_mutex_unlock(&g->lock);
 }
 
-static void to_timespec(uint64_t ns, struct timespec *out)
-{
-    out->tv_sec = (time_t)(ns / MOE_NS_PER_S);
-    out->tv_nsec = (long)(ns % MOE_NS_PER_S);
-}
-
 /* The next event, or NULL at `deadline_ns` or when told to quit. */
 static struct event *wait_for_event(struct moe_group *g, uint64_t deadline_ns, bool *quit)
 {
-    struct timespec until;
-    to_timespec(deadline_ns, &until);
+    bool in_time = true;
     pthread_mutex_lock(&g->lock);
-    while (g->first == NULL && !g->quit) {
-        if (deadline_ns == MOE_NEVER)
-            pthread_cond_wait(&g->wake, &g->lock);
-        else if (pthread_cond_timedwait(&g->wake, &g->lock, &until) != 0)
-            break;
-    }
+    while (g->first == NULL && !g->quit && in_time)
+        in_time = moe_wait_until(&g->wake, &g->lock, deadline_ns);
     *quit = g->quit;
     struct event *e = g->first;
     if (e != NULL) {
@@ -374,16 +363,6 @@ static void free_group(struct moe_group *g)
     free(g);
 }
 
-static void init_lock(struct moe_group *g)
-{
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&g->wake, &monotonic);
-    pthread_condattr_destroy(&monotonic);
-    pthread_mutex_init(&g->lock, NULL);
-}
-
 struct moe_status moe_group_start(const struct moe_group_config *config, struct moe_group **out)
 {
     if (config->identity.layer_count > MOE_MAX_LAYERS)
@@ -398,7 +377,8 @@ struct moe_status moe_group_start(const struct moe_group_config *config, struct 
     g->backoff_ms = BACKOFF_MIN_MS;
     g->heartbeat_ns = g->give_up_ns = MOE_NEVER;
     g->reconnect_ns = 0;
-    init_lock(g);
+    pthread_mutex_init(&g->lock, NULL);
+    moe_wait_init(&g->wake);
     const struct moe_rpc_channel_config channel = {
         .target = config->coordinator,
         .max_message_bytes = MESSAGE_BYTES_MAX,

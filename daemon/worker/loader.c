@@ -4,7 +4,6 @@
 
 #include "base/clock.h"
 #include "base/log.h"
-#include "base/size.h"
 
 #include <inttypes.h>
 #include <stdatomic.h>

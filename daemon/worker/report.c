@@ -14,25 +14,13 @@ static void send_message(struct moe_rpc_stream *stream, const Moe__V1__SessionRe
         moe_log_debug("coordinator: %s", st.text);
 }
 
-static void describe_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out)
-{
-    moe__v1__layer_info__init(out);
-    out->layer = spec->layer;
-    out->hidden = spec->hidden;
-    out->experts = spec->experts;
-    out->top_k = spec->router.top_k;
-    out->intermediate = spec->intermediate;
-    out->zero_experts = spec->router.zero_experts;
-    out->shared_intermediate = spec->shared_intermediate;
-}
-
 void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_identity *id,
                          uint32_t wanted_slot_plus_one)
 {
     Moe__V1__LayerInfo layers[MOE_MAX_LAYERS];
     Moe__V1__LayerInfo *pointers[MOE_MAX_LAYERS];
     for (size_t i = 0; i < id->layer_count; i++) {
-        describe_layer(id->layers[i], &layers[i]);
+        moe_control_layer(id->layers[i], &layers[i]);
         pointers[i] = &layers[i];
     }
     Moe__V1__Register r = MOE__V1__REGISTER__INIT;

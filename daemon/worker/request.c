@@ -9,7 +9,6 @@
 #include "moe/v1/expert.pb-c.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 typedef Moe__V1__ForwardStreamRequest Head;
 

@@ -4,9 +4,8 @@
  */
 #include "worker/service.h"
 
-#include "base/clock.h"
-#include "base/log.h"
 #include "moe/v1/expert.pb-c.h"
+#include "worker/control.h"
 #include "worker/request.h"
 #include "worker/service_metrics.h"
 
@@ -436,18 +435,6 @@ static struct moe_status check_model(const struct moe_service *s, struct moe_rpc
     return moe_ok();
 }
 
-static void fill_layer(Moe__V1__LayerInfo *to, const struct moe_layer_spec *spec)
-{
-    moe__v1__layer_info__init(to);
-    to->layer = spec->layer;
-    to->hidden = spec->hidden;
-    to->experts = spec->experts;
-    to->top_k = spec->router.top_k;
-    to->intermediate = spec->intermediate;
-    to->zero_experts = spec->router.zero_experts;
-    to->shared_intermediate = spec->shared_intermediate;
-}
-
 static void model_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
 {
     struct moe_service *s = ctx;
@@ -463,7 +450,7 @@ static void model_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void
         goto out;
     }
     for (size_t i = 0; i < n; i++) {
-        fill_layer(&layers[i], s->info.layers[i]);
+        moe_control_layer(s->info.layers[i], &layers[i]);
         list[i] = &layers[i];
     }
     Moe__V1__GetModelResponse answer;

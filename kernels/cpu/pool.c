@@ -7,7 +7,6 @@
  * nobody has to wait for threads that slept through it: a small job is cheap on a big pool. */
 #include "cpu/pool.h"
 
-#include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>

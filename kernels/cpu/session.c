@@ -10,7 +10,6 @@
 #include "cpu/ep.h"
 #include "cpu/step.h"
 
-#include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>

@@ -2,7 +2,6 @@
  * GEMMs, the shared expert and combine are compared with sums in double precision. */
 #include "check.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 enum { SAMPLE = 16 /* rows of which a GEMM is checked */ };

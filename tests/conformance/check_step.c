@@ -7,7 +7,6 @@
 #include "base/clock.h"
 
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 /* Everything one step writes. */

@@ -3,7 +3,6 @@
 
 #include "base/clock.h"
 
-#include <errno.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>

@@ -5,7 +5,6 @@
 #include "moe/v1/expert.pb-c.h"
 #include "wire.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 enum { HIDDEN = 6, TOP_K = 2, ROWS = 20, PIECES_MAX = 16, POISON = 0x5c, SETTINGS = 2 };

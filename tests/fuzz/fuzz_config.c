@@ -5,8 +5,6 @@
 #include "model/json_file.h"
 
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 static void check_layer(const struct moe_layer_spec *s)
 {

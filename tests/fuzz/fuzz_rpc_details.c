@@ -3,8 +3,6 @@
 #include "driver.h"
 #include "rpc/core.h"
 
-#include <string.h>
-
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     struct moe_status got = {.code = MOE_UNAVAILABLE}, again = {.code = MOE_UNAVAILABLE};

@@ -1,8 +1,6 @@
 /* See client_fixture.h. */
 #include "client_fixture.h"
 
-#include "base/clock.h"
-
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>

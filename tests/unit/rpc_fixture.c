@@ -2,7 +2,6 @@
 
 #include "moe/v1/expert.pb-c.h"
 
-#include <inttypes.h>
 #include <pthread.h>
 #include <string.h>
 #include <unistd.h>

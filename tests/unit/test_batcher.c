@@ -5,7 +5,6 @@
 #include "support/random.h"
 #include "worker/batcher.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 
 static const uint32_t layers[] = {0, 1, 5};

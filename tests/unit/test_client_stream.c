@@ -2,8 +2,6 @@
  * single requests, broken answers, and the stream's end. */
 #include "client_fixture.h"
 
-#include <stdlib.h>
-
 static struct fake fakes[1];
 
 static int start(void **state)

@@ -3,8 +3,6 @@
 #include "base/daemon.h"
 #include "support/check.h"
 
-#include <fcntl.h>
-#include <string.h>
 #include <unistd.h>
 
 static const char *name;

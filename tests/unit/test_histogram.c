@@ -3,7 +3,6 @@
 
 #include "client_fixture.h"
 
-#include <inttypes.h>
 #include <stdlib.h>
 
 enum { VALUES = 5000 };

@@ -3,8 +3,6 @@
 #include "support/check.h"
 #include "support/random.h"
 
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 static struct moe_placement *new_placement(void)

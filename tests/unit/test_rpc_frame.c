@@ -4,7 +4,6 @@
 #include "rpc/msg.h"
 #include "rpc_fixture.h"
 
-#include <inttypes.h>
 #include <string.h>
 
 enum { CASES = 100000, MESSAGE_MAX = 40960, PIECES_MAX = 64 };

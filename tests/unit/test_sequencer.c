@@ -5,9 +5,6 @@
 #include "support/random.h"
 #include "worker/sequencer.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-
 static const struct moe_sequencer_key key_a = {3, MOE_STEP_FORWARD, MOE_DTYPE_F32};
 static const struct moe_sequencer_key key_b = {3, MOE_STEP_FORWARD, MOE_DTYPE_BF16};
 

@@ -4,9 +4,7 @@
 #include "support/check.h"
 #include "support/random.h"
 
-#include <errno.h>
 #include <fcntl.h>
-#include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
