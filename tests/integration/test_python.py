@@ -111,7 +111,8 @@ class Fake(grpc.GenericRpcHandler):
         try:
             return self.compute(request, expert_pb2.ForwardResponse())
         except Failure as failure:
-            context.set_trailing_metadata((("grpc-status-details-bin", failure.details()),))
+            if failure.reason:
+                context.set_trailing_metadata((("grpc-status-details-bin", failure.details()),))
             context.abort(failure.code, failure.message)
 
     def stream(self, requests, _context):
@@ -258,6 +259,16 @@ class Errors(unittest.TestCase):
             x = rows(2)
             np.testing.assert_array_equal(client.forward(LAYER, x), 2 * x)
             self.assertEqual(len(fake.requests), 3)
+
+    def test_a_call_that_the_server_drops_is_tried_again(self):
+        dropped = Failure(grpc.StatusCode.CANCELLED, "")
+        with fakes() as fake, moed.Client(fake.endpoint) as client:
+            fake.script = [dropped]
+            x = rows(2)
+            np.testing.assert_array_equal(client.forward(LAYER, x), 2 * x)
+            self.assertEqual(len(fake.requests), 2)
+            fake.script = [Failure(grpc.StatusCode.CANCELLED, "ABORTED")]  # a server's own word
+            self.expect(grpc.StatusCode.CANCELLED, "ABORTED", client.forward, LAYER, x)
 
     def test_attempts_are_bounded(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client:

@@ -178,7 +178,7 @@ class Client:
             try:
                 return worker.forward(request, timeout=max(deadline - time.monotonic(), 0))
             except grpc.RpcError as error:
-                failure = _errors.from_rpc_error(error)
+                failure = _errors.from_dropped_call(error)
             half = min(_PAUSE_FIRST * 2**attempt, _PAUSE_MAX) / 2
             pause = (failure.retry_after or half) + random.uniform(0, half)
             if (failure.code != grpc.StatusCode.UNAVAILABLE or attempt == _ATTEMPTS - 1

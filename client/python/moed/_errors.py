@@ -49,6 +49,15 @@ def from_rpc_error(error):
     return MoeError(error.code(), reason, error.details() or "", retry_after)
 
 
+def from_dropped_call(error):
+    """As from_rpc_error, for a call that this side has not cancelled: CANCELLED without a word is a
+    server that reset the call as it went down, which is UNAVAILABLE."""
+    failure = from_rpc_error(error)
+    if failure.code == grpc.StatusCode.CANCELLED and not error.trailing_metadata():
+        return MoeError(grpc.StatusCode.UNAVAILABLE, "", "the server dropped the call")
+    return failure
+
+
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
