@@ -1,19 +1,22 @@
 #!/bin/sh
 # Installs what deploy/packages.txt lists for the given purposes and this machine lacks.
 #
-#   deploy/install-packages.sh [--yes] build|run|test ...
+#   deploy/install-packages.sh [--yes] [--log FILE] build|run|test ...
 #
-# Says which packages it will install. Asks first, unless --yes is given or nobody is at a terminal.
+# Says which packages it will install. Asks first if somebody is at the terminal and --yes is not
+# given. With --log the package manager's own output goes to FILE.
 set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)
 yes=no
+log=
 purposes=
-for argument in "$@"; do
-    case $argument in
-        --yes) yes=yes ;;
-        build|run|test) purposes="$purposes $argument" ;;
-        *) echo "usage: $0 [--yes] build|run|test ..." >&2; exit 2 ;;
+while [ $# -gt 0 ]; do
+    case $1 in
+        --yes) yes=yes; shift ;;
+        --log) log=$2; shift 2 ;;
+        build|run|test) purposes="$purposes $1"; shift ;;
+        *) echo "usage: $0 [--yes] [--log FILE] build|run|test ..." >&2; exit 2 ;;
     esac
 done
 
@@ -39,6 +42,14 @@ if [ "$(id -u)" -ne 0 ]; then
     sudo=sudo
 fi
 export DEBIAN_FRONTEND=noninteractive
-$sudo apt-get update -qq >&2
-# shellcheck disable=SC2086 # a list of words on purpose
-$sudo apt-get install -y -qq --no-install-recommends $missing >&2
+install_missing() {
+    # shellcheck disable=SC2086 # a list of words on purpose
+    $sudo apt-get update -qq && $sudo apt-get install -y -qq --no-install-recommends $missing
+}
+if [ -z "$log" ]; then
+    install_missing >&2
+elif ! install_missing >"$log" 2>&1; then
+    tail -n 20 "$log" >&2
+    echo "Installing failed; the whole log is in $log." >&2
+    exit 1
+fi

@@ -6,66 +6,98 @@
 #   --yes        install missing packages without asking
 #   --keep       leave the group running and say what to try next
 #   --model DIR  a golden model (default: tests/golden/models/qwen3_moe)
-#   --workers N  size of the group (default: 4)
+#   --workers N  size of the group, 1 to 16 (default: 4)
 #
 # Installs the packages it needs, builds, starts a group of CPU workers on a golden checkpoint, sends
 # the checkpoint's recorded inputs through gRPC, and compares with the recorded outputs. Exits 0 only
 # if every number is right.
 set -eu
 
-cd "$(dirname "$0")/.."
+usage() {
+    echo "$0: $1; see --help" >&2
+    exit 2
+}
+
 yes=
 keep=no
-model=tests/golden/models/qwen3_moe
+model=
 workers=4
 while [ $# -gt 0 ]; do
     case $1 in
         --yes) yes=--yes; shift ;;
         --keep) keep=yes; shift ;;
-        --model) model=$2; shift 2 ;;
-        --workers) workers=$2; shift 2 ;;
+        --model|--workers)
+            [ $# -ge 2 ] || usage "$1 needs a value"
+            if [ "$1" = --model ]; then model=$2; else workers=$2; fi
+            shift 2 ;;
         -h|--help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0 ;;
-        *) echo "unknown argument $1; see --help" >&2; exit 2 ;;
+        *) usage "unknown argument $1" ;;
     esac
 done
+case $workers in
+    [1-9]|1[0-6]) ;;
+    *) usage "--workers must be 1 to 16, not '$workers'" ;;
+esac
+[ -z "$model" ] || model=$(cd "$model" 2>/dev/null && pwd) || usage "--model: there is no such directory"
+cd "$(dirname "$0")/.."
+model=${model:-tests/golden/models/qwen3_moe}
+[ -f "$model/golden.safetensors" ] || usage "--model: $model has no golden.safetensors"
 
-deploy/install-packages.sh $yes build run
+# Runs a command with its output in a log, and shows the end of the log if it fails.
+quietly() {
+    log=$1
+    shift
+    if ! "$@" >"$log" 2>&1; then
+        tail -n 40 "$log" >&2
+        echo "That failed; the whole log is in $log." >&2
+        exit 1
+    fi
+}
 
-echo "Building (build/release) ..." >&2
 mkdir -p build
-log=build/quickstart.log
-if ! { cmake --preset release -DMOE_TESTS=OFF && cmake --build --preset release --parallel "$(nproc)"; } \
-        >"$log" 2>&1; then
-    tail -n 40 "$log" >&2
-    echo "The build failed; the whole log is in $log." >&2
-    exit 1
-fi
+deploy/install-packages.sh $yes --log build/packages.log build run
+echo "Building (build/release) ..." >&2
+quietly build/quickstart.log cmake --preset release -DMOE_TESTS=OFF
+quietly build/quickstart.log cmake --build --preset release --parallel "$(nproc)"
 
 moectl=build/release/client/moectl/moectl
-state=$(mktemp -d)
+scratch=$(mktemp -d)
+state=
+clean() { rm -rf "$scratch"; }
 stop() {
-    "$moectl" down --state-dir "$state" >&2 || true
-    rm -rf "$state"
+    "$moectl" down $state >&2 || true
+    clean
 }
-trap stop EXIT
+trap clean EXIT
 trap 'exit 130' INT TERM
 
-echo "Starting $workers CPU workers on $model ..." >&2
-"$moectl" up --model "$model" --workers "$workers" --backend cpu --port 0 --state-dir "$state" \
-    --detach >"$state/endpoints"
-endpoint=$(head -n 1 "$state/endpoints")
+# A group that stays gets the default state directory and ports, so that plain commands find it.
+up() {
+    "$moectl" up --model "$model" --workers "$workers" --backend cpu --detach "$@" \
+        >"$scratch/endpoints"
+}
+if [ "$keep" = yes ]; then
+    up || { echo "Trying again on any free ports ..." >&2; up --port 0; }
+else
+    state="--state-dir $scratch/state"
+    up --port 0 --state-dir "$scratch/state"
+fi
+trap stop EXIT
+endpoint=$(head -n 1 "$scratch/endpoints")
 
-PYTHONPATH=build/release/python /usr/bin/python3 deploy/quickstart_check.py "$endpoint" "$model"
+export PYTHONPATH=build/release/python
+/usr/bin/python3 deploy/quickstart_check.py "$endpoint" "$model"
 
 if [ "$keep" = yes ]; then
-    trap - EXIT
-    layer=$(PYTHONPATH=build/release/python /usr/bin/python3 -c \
+    trap clean EXIT
+    layer=$(/usr/bin/python3 -c \
         'import sys, moed; print(moed.Client(sys.argv[1]).layers[0].layer)' "$endpoint")
     cat <<END
 
-The group is still running. Try:
-  $moectl status --endpoint $endpoint
+The group is still running at $endpoint. Try:
+  $moectl status
   $moectl bench --endpoint $endpoint --layer $layer --tokens 8 --concurrency 1,8 --duration 5
-  $moectl down --state-dir $state
+  PYTHONPATH=build/release/python /usr/bin/python3 -c 'import moed; print(moed.Client("$endpoint").layers)'
+  $moectl down
 END
 fi

@@ -9,13 +9,11 @@ when all keys of the chosen groups are negative. The recorded DeepSeek-V3 tokens
 so both agree here; the router's own tests hold the difference.
 """
 
-import os
+import unittest
 
 import numpy as np
 
-from group import FAMILIES, golden_cases, group, main, model_directory, relative_error, to_bf16
-import unittest
-
+from group import FAMILIES, golden_cases, group, main, relative_error, to_bf16
 import moed
 
 F32_TOLERANCE = 1e-5

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 import unittest
@@ -96,7 +98,8 @@ class Lifecycle(unittest.TestCase):
         self.assertEqual([pid for pid in pids if os.path.exists("/proc/%d" % pid)], [])
 
     def test_detached_group_goes_down_by_command(self):
-        state = os.path.join(os.environ.get("TMPDIR", "/tmp"), "moed-test-%d" % os.getpid())
+        state = tempfile.mkdtemp(prefix="moed-test-")
+        self.addCleanup(shutil.rmtree, state, ignore_errors=True)
         up = moectl("up", "--model", model_directory(FAMILY), "--workers", "2", "--backend", "cpu",
                     "--port", "0", "--state-dir", state, "--detach")
         endpoint = up.stdout.split()[0]

@@ -15,11 +15,14 @@ from group import golden_cases, group, main, relative_error
 
 PUBLIC_PROTOS = "/usr/share/grpc-proto"
 FAMILY = "mixtral"
+_folders = []  # of compiled protos; they go with the process
 
 
 def compile_public(*names):
     """Python modules of the public protos, compiled to a temporary directory."""
-    out = tempfile.mkdtemp(prefix="moed-protos-")
+    folder = tempfile.TemporaryDirectory(prefix="moed-protos-")
+    _folders.append(folder)
+    out = folder.name
     subprocess.run(["protoc", "-I", PUBLIC_PROTOS, "--python_out", out, *names], check=True)
     return out
 

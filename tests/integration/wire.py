@@ -9,7 +9,8 @@ import grpc
 
 PROTOS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "proto")
 
-_out = tempfile.mkdtemp(prefix="moed-wire-")
+_folder = tempfile.TemporaryDirectory(prefix="moed-wire-")  # goes with the process
+_out = _folder.name
 subprocess.run(
     ["protoc", "-I", PROTOS, "--python_out", _out,
      "moe/v1/types.proto", "moe/v1/expert.proto", "moe/v1/admin.proto"], check=True)
