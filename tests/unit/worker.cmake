@@ -1,13 +1,11 @@
 # The request path of the worker, on the CPU backend in a group of one.
 moe_test(test_batcher SOURCES test_batcher.c USES moe_worker_core LABELS worker)
 foreach(part engine engine_failures staging)
-  if(EXISTS ${CMAKE_CURRENT_LIST_DIR}/test_${part}.c)
-    moe_test(test_${part} SOURCES test_${part}.c worker_fixture.c
-             USES moe_worker_core moe_cpu moe_oracle m LABELS worker)
-  endif()
+  moe_test(test_${part} SOURCES test_${part}.c worker_fixture.c
+           USES moe_worker_core moe_cpu moe_oracle m LABELS worker)
 endforeach()
 foreach(part service service_stream)
   moe_test(test_${part} SOURCES test_${part}.c service_fixture.c worker_fixture.c
            USES moe_worker_core moe_cpu moe_oracle m LABELS worker TIMEOUT 120)
 endforeach()
-include(worker_group.cmake OPTIONAL)
+include(worker_group.cmake)

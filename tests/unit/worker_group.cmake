@@ -1,8 +1,7 @@
 moe_test(test_sequencer SOURCES test_sequencer.c USES moe_worker_core)
 moe_test(test_peers SOURCES test_peers.c USES moe_worker_core)
 moe_test(test_group SOURCES test_group.c USES moe_worker_core)
-if(TARGET moe_coordinator AND TARGET moe_cpu)
-  moe_test(test_worker SOURCES test_worker.c USES moe_worker_core moe_coordinator moe_cpu m TIMEOUT 120)
-  target_compile_definitions(test_worker PRIVATE
-    MOE_GOLDEN_MODEL="${PROJECT_SOURCE_DIR}/tests/golden/models/qwen3_moe")
-endif()
+moe_test(test_worker SOURCES test_worker.c USES moe_worker_core moe_coordinator moe_cpu m
+  TIMEOUT 120)
+target_compile_definitions(test_worker PRIVATE
+  MOE_GOLDEN_MODEL="${PROJECT_SOURCE_DIR}/tests/golden/models/qwen3_moe")
