@@ -240,7 +240,8 @@ static struct moe_status open_window(struct moe_session *s)
 
 static struct moe_status write_control(struct moe_session *s)
 {
-    struct moe_cuda_control control = {.live = s->config.live,
+    struct moe_cuda_control control = {.slot = s->config.slot,
+                                       .live = s->config.live,
                                        .epoch = s->config.epoch,
                                        .budget_ns = s->config.wait_budget_ms * MOE_NS_PER_MS};
     memcpy(control.window, s->window.base, sizeof control.window);

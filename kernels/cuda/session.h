@@ -39,6 +39,7 @@ struct moe_cuda_control {
     uint32_t refused;  /* number of the last step that was refused */
     uint32_t exchange; /* number of the last exchange */
     uint32_t stop;     /* a wait failed: the session can only be left */
+    uint32_t slot;     /* the own one */
     uint64_t live, epoch, budget_ns;
     uint8_t *window[MOE_MAX_SLOTS]; /* NULL where not live */
     struct moe_cuda_verdict verdict;

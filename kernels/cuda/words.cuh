@@ -52,11 +52,48 @@ __device__ inline bool is_live(uint64_t live, uint32_t slot)
     return live >> slot & 1;
 }
 
+/* ----------------------------------------------------------------- giving up */
+
+/* The window's `waiting` word on CUDA: {ns:55, gave up:1, slot + 1:8}. A slot that waits stores
+ * how long it has done so, and who reads the word twice knows that it is alive; one that gave up
+ * leaves the bit and whom it missed. */
+constexpr uint64_t GAVE_UP = 1 << 8;
+constexpr uint64_t ONE_NS = 1 << 9;
+
+__device__ inline uint64_t *waiting_word(const struct moe_cuda_control *c, uint32_t slot)
+{
+    return &reinterpret_cast<struct moe_window_header *>(c->window[slot])->waiting;
+}
+
+/* The slot that really holds `slot` up: follows who waits for whom through the windows, as far as
+ * the waiting slots are seen to be alive. */
+__device__ inline uint32_t culprit(const struct moe_cuda_control *c, uint32_t slot)
+{
+    for (uint32_t hops = 0; hops < MOE_MAX_SLOTS; hops++) {
+        uint64_t first = load_acquire(waiting_word(c, slot));
+        for (uint64_t until = clock_ns() + 4 * LOOK_AT_HOST_NS; clock_ns() < until;)
+            __nanosleep(1000);
+        uint64_t later = load_acquire(waiting_word(c, slot));
+        uint32_t next = static_cast<uint32_t>(later & 0xff) - 1;
+        bool alive = later != first || (later & GAVE_UP) != 0;
+        if (!alive || next >= MOE_MAX_SLOTS || next == c->slot || !is_live(c->live, next))
+            break;
+        slot = next;
+    }
+    return slot;
+}
+
 /* The session is over: the first one to say so leaves its verdict. */
 __device__ inline void give_up(struct moe_cuda_control *c, uint32_t code, uint32_t slot)
 {
     if (atomicCAS(&c->stop, 0u, 1u) != 0)
         return;
+    if (code == MOE_CUDA_PASS_LOST) {
+        /* Named at once: a peer may run out of patience at the same moment. */
+        store_relaxed(waiting_word(c, c->slot), GAVE_UP | (slot + 1));
+        slot = culprit(c, slot);
+        store_relaxed(waiting_word(c, c->slot), GAVE_UP | (slot + 1));
+    }
     c->verdict.rows = 0;
     c->verdict.slot = slot;
     c->verdict.code = code;
@@ -75,6 +112,7 @@ __device__ inline bool out_of_patience(struct moe_cuda_control *c, const uint32_
     if (now - *looked < LOOK_AT_HOST_NS)
         return false;
     *looked = now;
+    store_relaxed(waiting_word(c, c->slot), (now - *since) * ONE_NS | (slot + 1));
     if (load_volatile(abort) != 0)
         give_up(c, MOE_CUDA_PASS_ABORTED, slot);
     else if (now - *since > c->budget_ns)

@@ -70,8 +70,9 @@ struct moe_window_header {
     uint8_t pad1[MOE_WINDOW_LINE - 4];
     uint32_t sleepers; /* threads of the owner that sleep on the bell */
     uint8_t pad2[MOE_WINDOW_LINE - 4];
-    /* {monotonic ms:56, slot + 1:8} while the owner waits for a slot, refreshed as long as it lives
-     * and waits; 0 otherwise. Lets a slot that waits in vain find who really holds the step up. */
+    /* {when:56, slot + 1:8} while the owner waits for a slot, refreshed as long as it lives and
+     * waits. Lets a slot that waits in vain find who really holds the step up. What `when` counts,
+     * and what the word is at other times, is the backend's own affair. */
     uint64_t waiting;
 };
 

@@ -1,0 +1,319 @@
+/* Speed of dispatch and combine between GPUs, with the routing known: what the wire and the row
+ * moves of one layer cost, without router and experts.
+ *
+ *   ep_bench [SLOTS]
+ *
+ * Forks one process per GPU. Each shape is first checked: experts that multiply by a number of
+ * their own must give y = x * sum of weight * number. Then ten passes are captured into a graph,
+ * which is replayed; printed is the median replay of the slowest slot, divided by ten, once for
+ * whole passes and once without combine. */
+#include "cuda/backend.h"
+#include "cuda/ep.h"
+#include "cuda/step.h"
+
+extern "C" {
+#include "group.h"
+}
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+namespace
+{
+
+constexpr uint32_t PASSES = 10, REPLAYS = 25, WARM_UP = 5, INNER = 8;
+
+struct shape {
+    const char *name;
+    uint32_t hidden, top_k, experts, tokens;
+};
+
+const shape shapes[] = {
+    {"H7168 K8 E256", 7168, 8, 256, 4096}, {"H7168 K8 E256", 7168, 8, 256, 512},
+    {"H7168 K8 E256", 7168, 8, 256, 128},  {"H2048 K8 E128", 2048, 8, 128, 4096},
+    {"H2048 K8 E128", 2048, 8, 128, 128},  {"H4096 K2 E8", 4096, 2, 8, 4096},
+};
+
+void require(struct moe_status st)
+{
+    if (!moe_failed(&st))
+        return;
+    fprintf(stderr, "ep_bench: %s\n", st.text);
+    exit(1);
+}
+
+float number_of(uint32_t expert)
+{
+    return 0.5f + static_cast<float>(expert % 13) / 16.0f;
+}
+
+__global__ void expert_kernel(const struct moe_rows rows, uint32_t hidden, float *out)
+{
+    for (uint32_t l = 0; l < rows.local_experts; l++) {
+        uint32_t e = rows.expert[l];
+        float number = 0.5f + static_cast<float>(e % 13) / 16.0f;
+        for (uint32_t i = blockIdx.x; i < rows.count[l]; i += gridDim.x) {
+            size_t row = rows.start[l] + i;
+            const unsigned short *x = static_cast<const unsigned short *>(rows.x) + row * hidden;
+            for (uint32_t h = threadIdx.x; h < hidden; h += blockDim.x)
+                out[row * hidden + h] = rows.weight[row] * number *
+                                        __uint_as_float(static_cast<uint32_t>(x[h]) << 16);
+        }
+    }
+}
+
+/* What one slot runs. */
+struct bench {
+    struct member *member;
+    struct moe_device *device;
+    struct moe_session *session;
+    struct moe_layer *layer;
+    shape s;
+    std::vector<uint16_t> x;
+    std::vector<int32_t> ids;
+    std::vector<float> weights;
+    void *dev_x, *dev_y;
+    int32_t *dev_ids;
+    float *dev_weights, *out;
+    size_t out_bytes;
+};
+
+void *on_device(bench &b, const void *data, size_t bytes)
+{
+    void *p;
+    require(moe_cuda_mem_alloc(b.device, MOE_MEM_DEVICE, bytes, &p));
+    if (data != nullptr)
+        require(moe_cuda_mem_copy(b.device, p, data, bytes));
+    return p;
+}
+
+void make_layer(bench &b)
+{
+    const uint32_t slots = b.member->slots;
+    struct moe_layer_spec spec = {};
+    spec.hidden = b.s.hidden;
+    spec.experts = b.s.experts;
+    spec.intermediate = INNER;
+    spec.router.score = MOE_SCORE_SOFTMAX;
+    spec.router.top_k = b.s.top_k;
+    spec.router.groups = spec.router.topk_group = spec.router.group_best = 1;
+    spec.router.scale = 1;
+    std::vector<uint32_t> offset(b.s.experts + 1);
+    std::vector<uint16_t> slot(b.s.experts);
+    for (uint32_t e = 0; e < b.s.experts; e++) {
+        offset[e + 1] = e + 1;
+        slot[e] = static_cast<uint16_t>(e * slots / b.s.experts);
+    }
+    struct moe_placement placement = {1, b.s.experts, slots, offset.data(), slot.data()};
+    require(moe_cuda_layer_create(b.device, &spec, &placement, b.member->slot, &b.layer));
+    std::vector<uint16_t> zeros(static_cast<size_t>(b.s.hidden) *
+                                std::max(b.s.experts, INNER));
+    for (uint32_t w : {MOE_WEIGHT_ROUTER, MOE_WEIGHT_GATE, MOE_WEIGHT_UP, MOE_WEIGHT_DOWN})
+        for (uint32_t e = 0; e < (w == MOE_WEIGHT_ROUTER ? 1 : b.s.experts); e++) {
+            size_t rows, columns;
+            moe_weight_shape(&spec, static_cast<enum moe_weight>(w), &rows, &columns);
+            if (w == MOE_WEIGHT_ROUTER || slot[e] == b.member->slot)
+                require(moe_cuda_layer_upload(b.layer, static_cast<enum moe_weight>(w), e,
+                                              MOE_DTYPE_BF16, zeros.data(), rows * columns * 2));
+        }
+    require(moe_cuda_layer_finish(b.layer));
+}
+
+/* Random rows; K different experts per token, uniformly. */
+void make_inputs(bench &b)
+{
+    struct rng r = {1000u * b.s.tokens + b.member->slot};
+    const size_t n = static_cast<size_t>(b.s.tokens) * b.s.hidden;
+    b.x.resize(n);
+    for (size_t i = 0; i < n; i += 2) {
+        uint64_t bits = rng_next(&r);
+        b.x[i] = moe_f32_to_bf16(static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-31f);
+        b.x[i + 1] =
+            moe_f32_to_bf16(static_cast<float>(static_cast<int32_t>(bits >> 32)) * 0x1p-31f);
+    }
+    for (uint32_t t = 0; t < b.s.tokens; t++)
+        for (uint32_t k = 0; k < b.s.top_k; k++) {
+            auto first = b.ids.end() - k;
+            int32_t e;
+            do
+                e = static_cast<int32_t>(rng_below(&r, b.s.experts));
+            while (std::find(first, b.ids.end(), e) != b.ids.end());
+            b.ids.push_back(e);
+            b.weights.push_back(0.5f + 0.5f * rng_float(&r));
+        }
+    b.dev_x = on_device(b, b.x.data(), n * 2);
+    b.dev_y = on_device(b, nullptr, n * 2);
+    b.dev_ids = static_cast<int32_t *>(on_device(b, b.ids.data(), b.ids.size() * 4));
+    b.dev_weights = static_cast<float *>(on_device(b, b.weights.data(), b.weights.size() * 4));
+}
+
+void pass(bench &b, bool combine, bool compute)
+{
+    struct moe_cuda_batch batch = {};
+    batch.layer = b.layer;
+    batch.dtype = MOE_DTYPE_BF16;
+    batch.bucket = batch.tokens = b.s.tokens;
+    batch.x = b.dev_x;
+    batch.ids = b.dev_ids;
+    batch.weights = b.dev_weights;
+    struct moe_rows rows;
+    require(moe_cuda_ep_prepare(b.session->ep, &batch));
+    require(moe_cuda_ep_dispatch(b.session->ep, &rows));
+    if (compute)
+        expert_kernel<<<1024, 256, 0, b.device->compute>>>(rows, b.s.hidden, b.out);
+    if (combine)
+        require(moe_cuda_ep_combine(b.session->ep, b.out, nullptr, b.dev_y));
+}
+
+/* Relative Frobenius error of y. */
+double check(bench &b)
+{
+    std::vector<uint16_t> y(b.x.size());
+    require(moe_cuda_session_count_step(b.session));
+    require(MOE_CUDA(cudaMemset(b.dev_y, 0xff, y.size() * 2)));
+    pass(b, true, true);
+    require(moe_cuda_session_finish(b.session));
+    require(moe_cuda_mem_copy(b.device, y.data(), b.dev_y, y.size() * 2));
+    double difference = 0, norm = 0;
+    for (uint32_t t = 0; t < b.s.tokens; t++) {
+        double scale = 0;
+        for (size_t i = t * b.s.top_k; i < (t + 1) * b.s.top_k; i++)
+            scale += static_cast<double>(b.weights[i]) *
+                     number_of(static_cast<uint32_t>(b.ids[i]));
+        for (size_t i = static_cast<size_t>(t) * b.s.hidden;
+             i < static_cast<size_t>(t + 1) * b.s.hidden; i++) {
+            double want = scale * moe_bf16_to_f32(b.x[i]), got = moe_bf16_to_f32(y[i]);
+            difference += (got - want) * (got - want);
+            norm += want * want;
+        }
+    }
+    return sqrt(difference / norm);
+}
+
+/* Median time of a pass in microseconds. */
+double time_passes(bench &b, bool combine)
+{
+    cudaStream_t stream = b.device->compute;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    cudaEvent_t begin, end;
+    require(MOE_CUDA(cudaEventCreate(&begin)));
+    require(MOE_CUDA(cudaEventCreate(&end)));
+    require(MOE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal)));
+    for (uint32_t i = 0; i < PASSES; i++)
+        pass(b, combine, false);
+    require(MOE_CUDA(cudaStreamEndCapture(stream, &graph)));
+    require(MOE_CUDA(cudaGraphInstantiate(&exec, graph, 0)));
+    std::vector<float> us;
+    for (uint32_t i = 0; i < WARM_UP + REPLAYS; i++) {
+        float ms = 0;
+        for (uint32_t j = 0; j < PASSES; j++)
+            require(moe_cuda_session_count_step(b.session));
+        require(MOE_CUDA(cudaEventRecord(begin, stream)));
+        require(MOE_CUDA(cudaGraphLaunch(exec, stream)));
+        require(MOE_CUDA(cudaEventRecord(end, stream)));
+        require(moe_cuda_session_finish(b.session));
+        require(MOE_CUDA(cudaEventElapsedTime(&ms, begin, end)));
+        if (i >= WARM_UP)
+            us.push_back(ms * 1000.0f / PASSES);
+    }
+    require(MOE_CUDA(cudaGraphExecDestroy(exec)));
+    require(MOE_CUDA(cudaGraphDestroy(graph)));
+    require(MOE_CUDA(cudaEventDestroy(begin)));
+    require(MOE_CUDA(cudaEventDestroy(end)));
+    std::sort(us.begin(), us.end());
+    return us[us.size() / 2];
+}
+
+/* Rows that leave this slot, in megabytes. */
+double wire_megabytes(const bench &b)
+{
+    size_t rows = 0;
+    for (uint32_t t = 0; t < b.s.tokens; t++) {
+        uint32_t wanted = 0;
+        for (size_t i = t * b.s.top_k; i < (t + 1) * b.s.top_k; i++)
+            wanted |= 1u << (static_cast<uint32_t>(b.ids[i]) * b.member->slots / b.s.experts);
+        rows += static_cast<size_t>(__builtin_popcount(wanted & ~(1u << b.member->slot)));
+    }
+    return static_cast<double>(rows * b.s.hidden * 2) / 1e6;
+}
+
+/* The largest of all slots' values, in place. */
+void slowest(bench &b, double *values, uint32_t n)
+{
+    double *mine = reinterpret_cast<double *>(b.member->board->weights[b.member->slot]);
+    std::copy(values, values + n, mine);
+    bool met = board_barrier(b.member, 60000);
+    for (uint32_t s = 0; met && s < b.member->slots; s++)
+        for (uint32_t i = 0; i < n; i++)
+            values[i] = std::max(
+                values[i], reinterpret_cast<double *>(b.member->board->weights[s])[i]);
+    if (!met || !board_barrier(b.member, 60000))
+        exit(1);
+}
+
+void run_shape(struct member *m, struct moe_device *device, const shape &s)
+{
+    bench b = {};
+    b.member = m;
+    b.device = device;
+    b.s = s;
+    struct moe_session_config config = member_session(m, 1, 10000);
+    config.max_tokens = s.tokens;
+    config.max_hidden = s.hidden;
+    config.max_top_k = s.top_k;
+    config.max_experts = s.experts;
+    make_layer(b);
+    make_inputs(b);
+    require(moe_cuda_session_join(device, &config, &b.session));
+    require(moe_cuda_ep_reserve(b.session, b.layer, MOE_DTYPE_BF16, s.tokens, s.tokens));
+    size_t rows = moe_cuda_ep_most_rows(b.session, b.layer, s.tokens);
+    b.out_bytes = rows * s.hidden * sizeof(float);
+    b.out = static_cast<float *>(on_device(b, nullptr, b.out_bytes));
+    double v[4] = {check(b), wire_megabytes(b), time_passes(b, false), time_passes(b, true)};
+    double after = check(b);
+    v[0] = std::max(v[0], after);
+    slowest(b, v, 4);
+    if (m->slot == 0)
+        printf("%-14s T %4u: error %.1e, wire %6.2f MB, prepare + dispatch %7.1f us (%5.1f GB/s), "
+               "with combine %7.1f us (%5.1f GB/s both ways)\n",
+               s.name, s.tokens, v[0], v[1], v[2], v[1] / v[2] * 1e3, v[3],
+               2 * v[1] / v[3] * 1e3);
+    fflush(stdout);
+    if (!(v[0] < 5e-3))
+        exit(1);
+    moe_cuda_session_leave(b.session);
+    moe_cuda_layer_destroy(b.layer);
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.out, b.out_bytes);
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.dev_x, b.x.size() * 2);
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.dev_y, b.x.size() * 2);
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.dev_ids, b.ids.size() * 4);
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.dev_weights, b.weights.size() * 4);
+}
+
+int run(struct member *m)
+{
+    struct moe_device_config config = {static_cast<int>(m->slot), 0};
+    struct moe_device *device;
+    require(moe_cuda_device_open(&config, &device));
+    for (const shape &s : shapes)
+        run_shape(m, device, s);
+    moe_cuda_device_close(device);
+    return 0;
+}
+
+} // namespace
+
+int main(int argc, char **argv)
+{
+    struct group group;
+    int status[MOE_MAX_SLOTS] = {};
+    uint32_t slots = argc > 1 ? static_cast<uint32_t>(atoi(argv[1])) : 4;
+    if (slots < 1 || slots > MOE_MAX_SLOTS)
+        return 2;
+    group_start(&group, slots, run, nullptr);
+    return group_finish(&group, 300, status) ? 0 : 1;
+}
