@@ -9,8 +9,10 @@
 /* Widths beyond this are a broken file, not a model. */
 enum { WIDTH_MAX = 1 << 17 };
 
-#define EXPERT_COUNT_KEYS "num_local_experts num_experts n_routed_experts moe_num_experts"
-#define TOP_K_KEYS        "num_experts_per_tok moe_topk moe_k experts_per_token num_experts_per_token"
+static const char expert_count_keys[] =
+    "num_local_experts num_experts n_routed_experts moe_num_experts";
+static const char top_k_keys[] =
+    "num_experts_per_tok moe_topk moe_k experts_per_token num_experts_per_token";
 
 static struct moe_status invalid(const char *text)
 {
@@ -140,7 +142,7 @@ static struct moe_status read_router(struct moe_keys *k, const struct moe_family
         MOE_TRY(moe_keys_uint(k, f->zero_experts, 0, MOE_MAX_EXPERTS, &r->zero_experts));
         MOE_TRY(moe_keys_word(k, "zero_expert_type", "identity", &kind));
     }
-    MOE_TRY(moe_keys_need_uint(k, TOP_K_KEYS, 1, MOE_MAX_TOP_K, &r->top_k));
+    MOE_TRY(moe_keys_need_uint(k, top_k_keys, 1, MOE_MAX_TOP_K, &r->top_k));
     if (r->top_k > s->experts + r->zero_experts)
         return invalid("num_experts_per_tok is larger than the number of experts");
     MOE_TRY(read_score(k, f, &r->score));
@@ -213,7 +215,7 @@ static struct moe_status read_spec(struct moe_keys *k, const struct moe_family *
 {
     *s = (struct moe_layer_spec){0};
     MOE_TRY(moe_keys_need_uint(k, "hidden_size", 1, MOE_MAX_HIDDEN, &s->hidden));
-    MOE_TRY(moe_keys_need_uint(k, EXPERT_COUNT_KEYS, 1, MOE_MAX_EXPERTS, &s->experts));
+    MOE_TRY(moe_keys_need_uint(k, expert_count_keys, 1, MOE_MAX_EXPERTS, &s->experts));
     MOE_TRY(read_experts(k, f, s));
     return read_router(k, f, s);
 }

@@ -423,7 +423,8 @@ static void a_write_that_cannot_succeed_changes_nothing(void **state)
 
 int main(void)
 {
-#define TEST(name)                          cmocka_unit_test_setup_teardown(name, fixture_setup, fixture_teardown)
+#define TEST(name) cmocka_unit_test_setup_teardown(name, fixture_setup, fixture_teardown)
+
 #define X(name, header, data_bytes, reason) TEST(refuses_##name),
     const struct CMUnitTest tests[] = {
         FAULTS(X) TEST(refuses_files_shorter_than_the_length_field),

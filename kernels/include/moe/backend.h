@@ -46,15 +46,14 @@ enum moe_mem { MOE_MEM_DEVICE, MOE_MEM_HOST };
 /* Collective: puts `bytes` of `mine` at all[slot * bytes] of every live slot's `all`
  * [slots * bytes]; entries of slots that are not live stay zero. Blocks; bounded by the caller of
  * session_join. This is how memfd names (CPU) and NCCL ids (CUDA) travel. */
-typedef struct moe_status (*moe_allgather_fn)(void *ctx, const void *mine, void *all,
-                                              size_t bytes);
+typedef struct moe_status (*moe_allgather_fn)(void *ctx, const void *mine, void *all, size_t bytes);
 
 struct moe_session_config {
-    uint32_t slot, slots;       /* own seat; seats in the group, 1..MOE_MAX_SLOTS */
-    uint64_t live;              /* bit s: slot s takes part; own bit is set */
-    uint64_t epoch;             /* of the view, 1..2^40-2 */
-    uint32_t max_tokens;        /* largest bucket: tokens one slot may bring to a step */
-    uint32_t max_hidden;        /* over all layers that will run in this session */
+    uint32_t slot, slots; /* own seat; seats in the group, 1..MOE_MAX_SLOTS */
+    uint64_t live;        /* bit s: slot s takes part; own bit is set */
+    uint64_t epoch;       /* of the view, 1..2^40-2 */
+    uint32_t max_tokens;  /* largest bucket: tokens one slot may bring to a step */
+    uint32_t max_hidden;  /* over all layers that will run in this session */
     uint32_t max_top_k;
     uint32_t max_experts;       /* routed */
     uint32_t wait_budget_ms;    /* per wait on a peer */
@@ -101,16 +100,16 @@ struct moe_step_args {
     const uint8_t *mode;     /* [T] enum moe_routing_mode; NULL = all MOE_ROUTE_SERVER */
     const int32_t *ids_in;   /* [T, K], read where mode != SERVER; -1 = this k is not routed */
     const float *weights_in; /* [T, K], read where mode == IDS_WEIGHTS */
-    int32_t *ids_out;        /* [T, K] as used; order: key descending, then id (given ids: as given) */
-    float *weights_out;      /* [T, K], scale included */
-    uint8_t *token_state;    /* [T] enum moe_token_state */
+    int32_t *ids_out;     /* [T, K] as used; order: key descending, then id (given ids: as given) */
+    float *weights_out;   /* [T, K], scale included */
+    uint8_t *token_state; /* [T] enum moe_token_state */
 };
 
 struct moe_step_result {
     uint64_t stage_ns[MOE_STAGE_COUNT];
-    uint64_t total_ns;     /* from start to finish on this slot, waits on peers included */
-    int missing_slot;      /* the slot that did not answer, or -1 */
-    uint64_t rows;         /* (token, expert) pairs computed on this slot */
+    uint64_t total_ns; /* from start to finish on this slot, waits on peers included */
+    int missing_slot;  /* the slot that did not answer, or -1 */
+    uint64_t rows;     /* (token, expert) pairs computed on this slot */
 };
 
 /* ----------------------------------------------------------------------- parts */
@@ -121,11 +120,11 @@ struct moe_step_result {
  * by the session, valid until the next prepare. */
 struct moe_rows {
     uint32_t local_experts;
-    const uint32_t *expert;  /* [local] global id, ascending */
-    const uint32_t *start;   /* [local + 1]; start[local] = rows in use, padding included */
-    const uint32_t *count;   /* [local] */
-    void *x;                 /* [start[local], H] of the step's dtype */
-    const float *weight;     /* [start[local]] routing weight of each row; undefined in padding */
+    const uint32_t *expert; /* [local] global id, ascending */
+    const uint32_t *start;  /* [local + 1]; start[local] = rows in use, padding included */
+    const uint32_t *count;  /* [local] */
+    void *x;                /* [start[local], H] of the step's dtype */
+    const float *weight;    /* [start[local]] routing weight of each row; undefined in padding */
 };
 
 struct moe_backend {
@@ -200,14 +199,14 @@ struct moe_backend {
                                       float *hidden);
     /* out [start[local], H] f32 = hidden Wd^T + bias, weighted: late by weight * (. + b), early
      * . + weight * b, input . + b. */
-    struct moe_status (*gemm_down)(struct moe_layer *, const struct moe_rows *,
-                                   const float *hidden, float *out);
+    struct moe_status (*gemm_down)(struct moe_layer *, const struct moe_rows *, const float *hidden,
+                                   float *out);
     /* Collective, after dispatch with the same arguments: y [T,H] = sum over k of the weighted
      * rows in fixed order (fp32), plus the zero experts' w * x; tokens with no row give 0. */
     struct moe_status (*combine)(struct moe_session *, struct moe_layer *, enum moe_dtype,
                                  uint32_t bucket, uint32_t tokens, const void *x,
-                                 const int32_t *ids, const float *weights,
-                                 const struct moe_rows *, const float *expert_out, void *y);
+                                 const int32_t *ids, const float *weights, const struct moe_rows *,
+                                 const float *expert_out, void *y);
     /* y [T,H] += shared(x); nothing when the layer has no shared expert. */
     struct moe_status (*shared_forward)(struct moe_layer *, enum moe_dtype, uint32_t tokens,
                                         const void *x, float *y);

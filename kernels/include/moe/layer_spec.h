@@ -5,8 +5,8 @@
  *   logit  = W_r x + logit_bias                             [E+Z], fp32
  *   score  = score function of logit                        see enum moe_score
  *   key    = score + select_bias  (for choosing only)       [E+Z]
- *            without select_bias, and without sums of keys (groups = 1 or group_best = 1), the logit
- *            itself: the same order, but scores saturate in fp32 and would tie
+ *            without select_bias, and without sums of keys (groups = 1 or group_best = 1), the
+ *            logit itself: the same order, but scores saturate in fp32 and would tie
  *   S      = the K best by key, inside the `topk_group` best of `groups` groups;
  *            one total order: key descending, then expert id ascending; NaN refuses the token
  *   w_e    = renormalise(score_e, e in S) * scale
@@ -55,12 +55,12 @@ enum moe_activation {
 
 struct moe_router_spec {
     enum moe_score score;
-    uint32_t top_k;        /* K, 1..MOE_MAX_TOP_K */
-    bool logit_bias;       /* a bias of the router's linear layer exists: changes weights */
-    bool select_bias;      /* a bias added to the score for choosing only exists */
-    uint32_t groups;       /* 1 = no groups; divides E */
-    uint32_t topk_group;   /* groups that stay, 1..groups */
-    uint32_t group_best;   /* group score = sum of this many best keys (1 = max, 2 = DeepSeek-V3) */
+    uint32_t top_k;      /* K, 1..MOE_MAX_TOP_K */
+    bool logit_bias;     /* a bias of the router's linear layer exists: changes weights */
+    bool select_bias;    /* a bias added to the score for choosing only exists */
+    uint32_t groups;     /* 1 = no groups; divides E */
+    uint32_t topk_group; /* groups that stay, 1..groups */
+    uint32_t group_best; /* group score = sum of this many best keys (1 = max, 2 = DeepSeek-V3) */
     enum moe_renorm renorm;
     float renorm_eps;
     float scale;           /* applied last */
@@ -75,12 +75,12 @@ struct moe_layer_spec {
     struct moe_router_spec router;
     enum moe_weighting weighting;
     enum moe_activation activation;
-    float swiglu_limit;    /* CLAMPED and OAI */
-    float swiglu_alpha;    /* OAI */
-    bool gate_up_bias;     /* gate_bias, up_bias [I] exist */
-    bool down_bias;        /* down_bias [H] exists */
+    float swiglu_limit;           /* CLAMPED and OAI */
+    float swiglu_alpha;           /* OAI */
+    bool gate_up_bias;            /* gate_bias, up_bias [I] exist */
+    bool down_bias;               /* down_bias [H] exists */
     uint32_t shared_intermediate; /* I of the shared expert, 0 = none (several are one wide one) */
-    bool shared_gated;     /* its output is multiplied by sigmoid(shared_gate . x) */
+    bool shared_gated;            /* its output is multiplied by sigmoid(shared_gate . x) */
     enum moe_activation shared_activation; /* with the same limit and alpha */
 };
 
@@ -96,18 +96,18 @@ struct moe_placement {
 
 /* Weights of a layer, each in one canonical form: row-major [out, in], C order. */
 enum moe_weight {
-    MOE_WEIGHT_ROUTER,      /* [E+Z, H] */
-    MOE_WEIGHT_LOGIT_BIAS,  /* [E+Z] */
-    MOE_WEIGHT_SELECT_BIAS, /* [E+Z] */
-    MOE_WEIGHT_GATE,        /* expert e: [I, H] */
-    MOE_WEIGHT_UP,          /* expert e: [I, H] */
-    MOE_WEIGHT_DOWN,        /* expert e: [H, I] */
-    MOE_WEIGHT_GATE_BIAS,   /* expert e: [I] */
-    MOE_WEIGHT_UP_BIAS,     /* expert e: [I] */
-    MOE_WEIGHT_DOWN_BIAS,   /* expert e: [H] */
-    MOE_WEIGHT_SHARED_GATE, /* [Is, H] */
-    MOE_WEIGHT_SHARED_UP,   /* [Is, H] */
-    MOE_WEIGHT_SHARED_DOWN, /* [H, Is] */
+    MOE_WEIGHT_ROUTER,             /* [E+Z, H] */
+    MOE_WEIGHT_LOGIT_BIAS,         /* [E+Z] */
+    MOE_WEIGHT_SELECT_BIAS,        /* [E+Z] */
+    MOE_WEIGHT_GATE,               /* expert e: [I, H] */
+    MOE_WEIGHT_UP,                 /* expert e: [I, H] */
+    MOE_WEIGHT_DOWN,               /* expert e: [H, I] */
+    MOE_WEIGHT_GATE_BIAS,          /* expert e: [I] */
+    MOE_WEIGHT_UP_BIAS,            /* expert e: [I] */
+    MOE_WEIGHT_DOWN_BIAS,          /* expert e: [H] */
+    MOE_WEIGHT_SHARED_GATE,        /* [Is, H] */
+    MOE_WEIGHT_SHARED_UP,          /* [Is, H] */
+    MOE_WEIGHT_SHARED_DOWN,        /* [H, Is] */
     MOE_WEIGHT_SHARED_GATE_VECTOR, /* [1, H] */
     MOE_WEIGHT_COUNT
 };
@@ -119,24 +119,36 @@ static inline bool moe_weight_is_expert(enum moe_weight w)
 
 /* Rows and columns of a weight of this layer (columns = 1 for a vector of `rows`); rows = 0 when
  * the layer has no such weight. */
-static inline void moe_weight_shape(const struct moe_layer_spec *s, enum moe_weight w,
-                                    size_t *rows, size_t *columns)
+static inline void moe_weight_shape(const struct moe_layer_spec *s, enum moe_weight w, size_t *rows,
+                                    size_t *columns)
 {
     size_t all = (size_t)s->experts + s->router.zero_experts;
     *rows = 0;
     *columns = 1;
     switch (w) {
-    case MOE_WEIGHT_ROUTER: *rows = all; *columns = s->hidden; break;
+    case MOE_WEIGHT_ROUTER:
+        *rows = all;
+        *columns = s->hidden;
+        break;
     case MOE_WEIGHT_LOGIT_BIAS: *rows = s->router.logit_bias ? all : 0; break;
     case MOE_WEIGHT_SELECT_BIAS: *rows = s->router.select_bias ? all : 0; break;
     case MOE_WEIGHT_GATE:
-    case MOE_WEIGHT_UP: *rows = s->intermediate; *columns = s->hidden; break;
-    case MOE_WEIGHT_DOWN: *rows = s->hidden; *columns = s->intermediate; break;
+    case MOE_WEIGHT_UP:
+        *rows = s->intermediate;
+        *columns = s->hidden;
+        break;
+    case MOE_WEIGHT_DOWN:
+        *rows = s->hidden;
+        *columns = s->intermediate;
+        break;
     case MOE_WEIGHT_GATE_BIAS:
     case MOE_WEIGHT_UP_BIAS: *rows = s->gate_up_bias ? s->intermediate : 0; break;
     case MOE_WEIGHT_DOWN_BIAS: *rows = s->down_bias ? s->hidden : 0; break;
     case MOE_WEIGHT_SHARED_GATE:
-    case MOE_WEIGHT_SHARED_UP: *rows = s->shared_intermediate; *columns = s->hidden; break;
+    case MOE_WEIGHT_SHARED_UP:
+        *rows = s->shared_intermediate;
+        *columns = s->hidden;
+        break;
     case MOE_WEIGHT_SHARED_DOWN:
         *rows = s->shared_intermediate != 0 ? s->hidden : 0;
         *columns = s->shared_intermediate;
