@@ -1,6 +1,6 @@
 /* Random layers, tensors and comparisons for the tests of the compute kernels. */
-#ifndef KERNELS_FIXTURE_H
-#define KERNELS_FIXTURE_H
+#ifndef MOE_TEST_KERNELS_FIXTURE_H
+#define MOE_TEST_KERNELS_FIXTURE_H
 
 #include "cpu/layer.h"
 #include "oracle/oracle.h"

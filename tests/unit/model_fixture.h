@@ -1,7 +1,7 @@
 /* Model directories made by tests: a temporary directory, files in it, and a sink that keeps what a
  * loader delivers. */
-#ifndef MODEL_FIXTURE_H
-#define MODEL_FIXTURE_H
+#ifndef MOE_TEST_MODEL_FIXTURE_H
+#define MOE_TEST_MODEL_FIXTURE_H
 
 #include "base/status.h"
 #include "model/model.h"

@@ -1,7 +1,7 @@
 /* For the tests of daemon/rpc: an echo server with a client over loopback that counts the parts it
  * lends to the transport. */
-#ifndef RPC_FIXTURE_H
-#define RPC_FIXTURE_H
+#ifndef MOE_TEST_RPC_FIXTURE_H
+#define MOE_TEST_RPC_FIXTURE_H
 
 #include "base/clock.h"
 #include "rpc/client.h"

@@ -1,7 +1,7 @@
 /* The ExpertService of a group of one, over loopback: server, client, and messages built and read
  * by protobuf-c, which is the yardstick for the hand-made framing on both sides. */
-#ifndef SERVICE_FIXTURE_H
-#define SERVICE_FIXTURE_H
+#ifndef MOE_TEST_SERVICE_FIXTURE_H
+#define MOE_TEST_SERVICE_FIXTURE_H
 
 #include "moe/v1/expert.pb-c.h"
 #include "rpc/client.h"

@@ -1,7 +1,7 @@
 /* A group of one worker for the tests of the request path: CPU backend, two small layers with
  * random weights and their oracles, an engine, and a real sequencer behind it. */
-#ifndef WORKER_FIXTURE_H
-#define WORKER_FIXTURE_H
+#ifndef MOE_TEST_WORKER_FIXTURE_H
+#define MOE_TEST_WORKER_FIXTURE_H
 
 #include "moe/backend.h"
 #include "oracle/oracle.h"
