@@ -7,14 +7,25 @@
 
 /* ---------------------------------------------------------------------- choice */
 
+static bool is_gated(enum moe_cuda_matrices which)
+{
+    return which == MOE_CUDA_GATE_UP || which == MOE_CUDA_SHARED_GATE_UP;
+}
+
+/* Columns of the product, after the activation. */
+static uint32_t width_of(const struct moe_layer *layer, enum moe_cuda_matrices which)
+{
+    if (!is_gated(which))
+        return layer->spec.hidden;
+    return which == MOE_CUDA_GATE_UP ? layer->spec.intermediate : layer->spec.shared_intermediate;
+}
+
 static bool on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype,
                             enum moe_cuda_matrices which)
 {
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
-    bool gated = which == MOE_CUDA_GATE_UP;
-    uint32_t n = gated ? layer->spec.intermediate : m->rows;
     return dtype == MOE_DTYPE_BF16 && m->dtype == MOE_DTYPE_BF16 &&
-           moe_cuda_ggemm_serves(n, m->columns);
+           moe_cuda_ggemm_serves(width_of(layer, which), m->columns);
 }
 
 /* Weighting the input multiplies a product before its bias, which only the exact kernel does. */
@@ -42,21 +53,26 @@ static enum moe_cuda_gemm_tile tile_of(const struct moe_layer *layer,
     return moe_cuda_choose_tile(&facts);
 }
 
-/* What both products have in common. */
+/* What both products of the routed experts have in common. */
 static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
                                       const struct moe_cuda_batch_rows *b,
                                       enum moe_cuda_matrices which)
 {
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
     return (struct moe_cuda_ggemm){.tile = tile_of(layer, b, m),
+                                   .gated = is_gated(which),
                                    .experts = b->rows.local_experts,
                                    .row_capacity = b->capacity,
+                                   .n = width_of(layer, which),
                                    .k = m->columns,
                                    .start = b->rows.start,
                                    .count = b->rows.count,
                                    .weights = m->data,
                                    .row_weight = b->rows.weight,
-                                   .weighting = layer->spec.weighting};
+                                   .weighting = layer->spec.weighting,
+                                   .activation = layer->spec.activation,
+                                   .limit = layer->spec.swiglu_limit,
+                                   .alpha = layer->spec.swiglu_alpha};
 }
 
 /* --------------------------------------------------------------- routed experts */
@@ -78,14 +94,9 @@ struct moe_status moe_cuda_ffn_gate_up(struct moe_layer *layer, enum moe_dtype d
         return moe_cuda_exact_gate_up(&exact, stream);
     }
     struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_GATE_UP);
-    g.gated = true;
-    g.n = layer->spec.intermediate;
     g.x = b->rows.x;
     g.bias = layer->desc.bias[MOE_WEIGHT_GATE_BIAS];
     g.up_bias = layer->desc.bias[MOE_WEIGHT_UP_BIAS];
-    g.activation = layer->spec.activation;
-    g.limit = layer->spec.swiglu_limit;
-    g.alpha = layer->spec.swiglu_alpha;
     g.out_dtype = hidden_dtype;
     g.out = hidden;
     return moe_cuda_ggemm_enqueue(&g, stream);
@@ -107,7 +118,6 @@ struct moe_status moe_cuda_ffn_down(struct moe_layer *layer, const struct moe_cu
         return moe_cuda_exact_down(&exact, stream);
     }
     struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_DOWN);
-    g.n = layer->spec.hidden;
     g.x = hidden;
     g.bias = layer->desc.bias[MOE_WEIGHT_DOWN_BIAS];
     g.out_dtype = MOE_DTYPE_F32;
@@ -117,39 +127,99 @@ struct moe_status moe_cuda_ffn_down(struct moe_layer *layer, const struct moe_cu
 
 /* ---------------------------------------------------------------- shared expert */
 
-/* Scratch: hidden activations [T, Is] f32, then the weights of the tokens [T]. */
-size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens)
+/* Its scratch: where its rows are, as the grouped GEMM wants to know it (first row, rows), the
+ * weights of the tokens, and the activations. */
+struct shared_scratch {
+    uint32_t *span;
+    float *weight;
+    void *hidden;
+};
+
+enum { LINE = 256 };
+
+static size_t in_lines(size_t bytes)
 {
-    size_t inner = layer->spec.shared_intermediate;
-    return inner == 0 ? 0 : tokens * (inner + 1) * sizeof(float);
+    return (bytes + LINE - 1) / LINE * LINE;
 }
 
-struct moe_status moe_cuda_ffn_shared(struct moe_layer *layer, enum moe_dtype dtype,
-                                      uint32_t tokens, const void *x, void *scratch, float *y,
-                                      cudaStream_t stream)
+size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens)
 {
-    const struct moe_layer_spec *spec = &layer->spec;
-    if (spec->shared_intermediate == 0 || tokens == 0)
-        return moe_ok();
-    float *hidden = scratch, *weight = NULL;
-    if (spec->shared_gated) {
-        weight = hidden + (size_t)tokens * spec->shared_intermediate;
-        MOE_TRY(moe_cuda_shared_weights(layer, dtype, tokens, x, weight, stream));
-    }
+    size_t inner = layer->spec.shared_intermediate, n = tokens;
+    return inner == 0 ? 0 : LINE + in_lines(n * sizeof(float)) + n * inner * sizeof(float);
+}
+
+static struct shared_scratch lay_out_shared(uint32_t tokens, void *scratch)
+{
+    char *base = scratch;
+    struct shared_scratch s = {.span = scratch, .weight = (void *)(base + LINE)};
+    s.hidden = base + LINE + in_lines((size_t)tokens * sizeof(float));
+    return s;
+}
+
+static struct moe_status shared_product(struct moe_layer *layer, enum moe_cuda_matrices which,
+                                        uint32_t bucket, uint32_t tokens,
+                                        const struct shared_scratch *s, const void *in,
+                                        enum moe_dtype out_dtype, void *out, cudaStream_t stream)
+{
+    const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
+    struct moe_cuda_gemm_facts facts = {
+        .bucket = bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
+    struct moe_cuda_ggemm g = {.tile = moe_cuda_choose_tile(&facts),
+                               .gated = is_gated(which),
+                               .experts = 1,
+                               .row_capacity = tokens,
+                               .n = width_of(layer, which),
+                               .k = m->columns,
+                               .start = s->span,
+                               .count = s->span + 1,
+                               .x = in,
+                               .weights = m->data,
+                               .weighting = MOE_WEIGHT_OUTPUT_LATE,
+                               .activation = layer->spec.shared_activation,
+                               .limit = layer->spec.swiglu_limit,
+                               .alpha = layer->spec.swiglu_alpha,
+                               .out_dtype = out_dtype,
+                               .out = out};
+    if (layer->spec.shared_gated)
+        g.row_weight = s->weight;
+    return moe_cuda_ggemm_enqueue(&g, stream);
+}
+
+static struct moe_status shared_exactly(struct moe_layer *layer, enum moe_dtype dtype,
+                                        uint32_t tokens, const struct shared_scratch *s,
+                                        const void *x, float *out, cudaStream_t stream)
+{
     struct moe_cuda_exact up = {.layer = layer,
                                 .tokens = tokens,
                                 .in_dtype = dtype,
                                 .in = x,
-                                .out = hidden,
+                                .out = s->hidden,
                                 .out_dtype = MOE_DTYPE_F32};
     struct moe_cuda_exact down = {.layer = layer,
                                   .tokens = tokens,
                                   .in_dtype = MOE_DTYPE_F32,
-                                  .in = hidden,
-                                  .weight = weight,
-                                  .out = y};
+                                  .in = s->hidden,
+                                  .weight = layer->spec.shared_gated ? s->weight : NULL,
+                                  .out = out};
     MOE_TRY(moe_cuda_exact_gate_up(&up, stream));
     return moe_cuda_exact_down(&down, stream);
+}
+
+struct moe_status moe_cuda_ffn_shared(struct moe_layer *layer, enum moe_dtype dtype,
+                                      uint32_t bucket, uint32_t tokens, const void *x,
+                                      void *scratch, float *out, cudaStream_t stream)
+{
+    struct shared_scratch s = lay_out_shared(tokens, scratch);
+    if (layer->spec.shared_gated)
+        MOE_TRY(moe_cuda_shared_weights(layer, dtype, tokens, x, s.weight, stream));
+    if (!on_tensor_cores(layer, dtype, MOE_CUDA_SHARED_GATE_UP) ||
+        !on_tensor_cores(layer, MOE_DTYPE_BF16, MOE_CUDA_SHARED_DOWN))
+        return shared_exactly(layer, dtype, tokens, &s, x, out, stream);
+    MOE_TRY(moe_cuda_write_span(s.span, tokens, stream));
+    MOE_TRY(shared_product(layer, MOE_CUDA_SHARED_GATE_UP, bucket, tokens, &s, x, MOE_DTYPE_BF16,
+                           s.hidden, stream));
+    return shared_product(layer, MOE_CUDA_SHARED_DOWN, bucket, tokens, &s, s.hidden, MOE_DTYPE_F32,
+                          out, stream);
 }
 
 /* ------------------------------------------------------------------- parts alone */
@@ -212,16 +282,22 @@ struct moe_status moe_cuda_shared_forward(struct moe_layer *layer, enum moe_dtyp
                                           uint32_t tokens, const void *x, float *y)
 {
     struct moe_device *device = layer->device;
-    size_t bytes = moe_cuda_ffn_shared_bytes(layer, tokens);
-    void *scratch;
     MOE_TRY(check_part(layer));
     MOE_TRY(check_dtype(dtype));
-    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &scratch));
+    if (layer->spec.shared_intermediate == 0 || tokens == 0)
+        return moe_ok();
+    size_t n = (size_t)tokens * layer->spec.hidden, out_bytes = in_lines(n * sizeof *y);
+    size_t bytes = out_bytes + moe_cuda_ffn_shared_bytes(layer, tokens);
+    void *out;
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &out));
     struct moe_status st;
-    MOE_TRY_GOTO(st, moe_cuda_ffn_shared(layer, dtype, tokens, x, scratch, y, device->compute),
+    MOE_TRY_GOTO(st,
+                 moe_cuda_ffn_shared(layer, dtype, moe_pow2_ceil(tokens), tokens, x,
+                                     (char *)out + out_bytes, out, device->compute),
                  done);
+    MOE_TRY_GOTO(st, moe_cuda_add(y, out, n, device->compute), done);
     st = moe_cuda_device_finish(device);
 done:
-    moe_cuda_mem_free(device, MOE_MEM_DEVICE, scratch, bytes);
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, out, bytes);
     return st;
 }

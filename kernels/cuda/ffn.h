@@ -31,12 +31,13 @@ struct moe_status moe_cuda_ffn_down(struct moe_layer *layer, const struct moe_cu
                                     const void *hidden, enum moe_dtype hidden_dtype, float *out,
                                     cudaStream_t stream) MOE_CHECKED;
 
-/* Bytes of scratch that moe_cuda_ffn_shared needs for `tokens`; 0 without a shared expert. */
+/* Bytes of scratch that moe_cuda_ffn_shared needs for up to `tokens`; 0 without a shared expert. */
 size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens);
-/* y [T, H] f32 += shared(x). */
+/* out [T, H] f32 = shared(x). bucket >= T: what the choice of a tile goes by. Only for layers that
+ * have a shared expert, T > 0. */
 struct moe_status moe_cuda_ffn_shared(struct moe_layer *layer, enum moe_dtype dtype,
-                                      uint32_t tokens, const void *x, void *scratch, float *y,
-                                      cudaStream_t stream) MOE_CHECKED;
+                                      uint32_t bucket, uint32_t tokens, const void *x,
+                                      void *scratch, float *out, cudaStream_t stream) MOE_CHECKED;
 
 /* Members of struct moe_backend. */
 struct moe_status moe_cuda_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,

@@ -21,7 +21,6 @@ struct exact_args {
     const float *bias, *up_bias; /* [entries][width], or NULL */
     moe_activation activation;
     float limit, alpha;
-    bool add; /* down: to what `out` holds */
 };
 
 static __device__ float sigmoid(float z)
@@ -113,9 +112,7 @@ static __global__ void __launch_bounds__(THREADS) down_kernel(const exact_args a
                 if (column >= a.width)
                     break;
                 float b = a.bias != nullptr ? a.bias[(size_t)t.entry * a.width + column] : 0.0f;
-                float *out = (float *)a.out + row * a.width + column;
-                float v = weigh(a, w, acc[i][j], b);
-                *out = a.add ? *out + v : v;
+                ((float *)a.out)[row * a.width + column] = weigh(a, w, acc[i][j], b);
             }
         }
     });
@@ -144,8 +141,7 @@ static exact_args common_args(const moe_cuda_exact *e)
                d->placement.local_index, e->rows->local_experts, 0};
         a.weighting = d->spec.weighting;
     } else {
-        a.g.rows = e->tokens;
-        a.add = true;
+        a.g.rows = e->tokens; /* and late weighting, by the gate vector */
     }
     a.in = e->in;
     a.out = e->out;
@@ -234,4 +230,31 @@ struct moe_status moe_cuda_shared_weights(const struct moe_layer *layer, enum mo
         shared_weights_kernel<<<blocks, THREADS, 0, stream>>>((const __nv_bfloat16 *)x, vector,
                                                               tokens, hidden, weight);
     return MOE_LAUNCHED("the shared expert's weights");
+}
+
+/* --------------------------------------------------------------------- helpers */
+
+static __global__ void span_kernel(uint32_t *span, uint32_t rows)
+{
+    span[0] = 0;
+    span[1] = rows;
+}
+
+struct moe_status moe_cuda_write_span(uint32_t *span, uint32_t rows, cudaStream_t stream)
+{
+    span_kernel<<<1, 1, 0, stream>>>(span, rows);
+    return MOE_LAUNCHED("the shared expert's rows");
+}
+
+static __global__ void add_kernel(float *y, const float *v, size_t n)
+{
+    size_t stride = (size_t)gridDim.x * THREADS;
+    for (size_t i = (size_t)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride)
+        y[i] += v[i];
+}
+
+struct moe_status moe_cuda_add(float *y, const float *v, size_t n, cudaStream_t stream)
+{
+    add_kernel<<<256, THREADS, 0, stream>>>(y, v, n);
+    return MOE_LAUNCHED("adding the shared expert");
 }

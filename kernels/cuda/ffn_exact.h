@@ -1,4 +1,5 @@
-/* The exact fp32 experts: the launch functions of ffn_exact.cu. They enqueue only. */
+/* The exact fp32 experts, and small helpers of ffn.c: the launch functions of ffn_exact.cu. They
+ * enqueue only. */
 #ifndef MOE_CUDA_FFN_EXACT_H
 #define MOE_CUDA_FFN_EXACT_H
 
@@ -23,7 +24,7 @@ struct moe_cuda_exact {
 /* out [rows, I] = activation, weighted as the layer says. */
 struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e,
                                          cudaStream_t stream) MOE_CHECKED;
-/* out [rows, H] = result, weighted as the layer says; the shared expert's is added. */
+/* out [rows, H] = result, weighted as the layer says. */
 struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e,
                                       cudaStream_t stream) MOE_CHECKED;
 
@@ -31,6 +32,12 @@ struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e,
 struct moe_status moe_cuda_shared_weights(const struct moe_layer *layer, enum moe_dtype dtype,
                                           uint32_t tokens, const void *x, float *weight,
                                           cudaStream_t stream) MOE_CHECKED;
+
+/* span = {0, rows}. */
+struct moe_status moe_cuda_write_span(uint32_t *span, uint32_t rows,
+                                      cudaStream_t stream) MOE_CHECKED;
+/* y [n] += v [n] */
+struct moe_status moe_cuda_add(float *y, const float *v, size_t n, cudaStream_t stream) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

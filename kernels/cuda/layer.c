@@ -329,11 +329,28 @@ static struct moe_status copy_tables(struct moe_layer *layer)
     return st;
 }
 
+/* Lets bf16 tokens use tensor cores with a router that came as F32. */
+static struct moe_status split_router(struct moe_layer *layer)
+{
+    const struct moe_cuda_matrix *whole = &layer->desc.matrix[MOE_CUDA_ROUTER];
+    struct moe_cuda_matrix *parts = &layer->desc.matrix[MOE_CUDA_ROUTER_PARTS];
+    if (whole->dtype != MOE_DTYPE_F32 || whole->columns % 8 != 0 || parts->data != NULL)
+        return moe_ok();
+    parts->entries = 3;
+    parts->rows = whole->rows;
+    parts->columns = whole->columns;
+    MOE_TRY(alloc_matrix(layer, parts, MOE_DTYPE_BF16));
+    return moe_cuda_weights_split(whole->data, (size_t)whole->rows * whole->columns, parts->data,
+                                  layer->device->upload);
+}
+
 struct moe_status moe_cuda_layer_finish(struct moe_layer *layer)
 {
     MOE_TRY(check_complete(layer));
     if (layer->finished)
         return moe_ok();
+    MOE_TRY(moe_cuda_device_use(layer->device));
+    MOE_TRY(split_router(layer));
     MOE_TRY(moe_cuda_weights_finish(layer->device));
     if (layer->tables == NULL) {
         size_t bytes = lay_out_tables(layer).bytes;

@@ -29,6 +29,7 @@ struct moe_cuda_matrix {
 
 enum moe_cuda_matrices {
     MOE_CUDA_ROUTER,         /* [1][E+Z][H] */
+    MOE_CUDA_ROUTER_PARTS,   /* [3][E+Z][H] bf16: an F32 router as a sum; see router_logits.cu */
     MOE_CUDA_GATE_UP,        /* [local][2 * round_up(I, 8)][H], interleaved */
     MOE_CUDA_DOWN,           /* [local][H][I] */
     MOE_CUDA_SHARED_GATE_UP, /* [1][2 * round_up(Is, 8)][H], interleaved */

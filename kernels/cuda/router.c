@@ -3,9 +3,25 @@
 
 #include <stdlib.h>
 
-size_t moe_cuda_router_bytes(const struct moe_layer *layer, uint32_t tokens)
+bool moe_cuda_router_on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype)
 {
-    return (size_t)tokens * layer->desc.matrix[MOE_CUDA_ROUTER].rows * sizeof(float);
+    const struct moe_cuda_matrix *m = layer->desc.matrix;
+    bool in_bf16 =
+        m[MOE_CUDA_ROUTER].dtype == MOE_DTYPE_BF16 || m[MOE_CUDA_ROUTER_PARTS].data != NULL;
+    return dtype == MOE_DTYPE_BF16 && in_bf16 && layer->spec.hidden % 8 == 0;
+}
+
+uint32_t moe_cuda_router_slices(const struct moe_layer *layer, enum moe_dtype dtype)
+{
+    if (!moe_cuda_router_on_tensor_cores(layer, dtype))
+        return 1;
+    return (layer->spec.hidden + MOE_CUDA_ROUTER_SLICE - 1) / MOE_CUDA_ROUTER_SLICE;
+}
+
+size_t moe_cuda_router_bytes(const struct moe_layer *layer, enum moe_dtype dtype, uint32_t tokens)
+{
+    return (size_t)moe_cuda_router_slices(layer, dtype) * tokens *
+           layer->desc.matrix[MOE_CUDA_ROUTER].rows * sizeof(float);
 }
 
 struct moe_status moe_cuda_router_enqueue(struct moe_layer *layer, const struct moe_cuda_routing *r,
@@ -82,7 +98,7 @@ struct moe_status moe_cuda_router_forward(struct moe_layer *layer, enum moe_dtyp
     if (tokens == 0)
         return moe_ok();
     MOE_TRY(check_device_modes(device, &r));
-    size_t bytes = moe_cuda_router_bytes(layer, tokens);
+    size_t bytes = moe_cuda_router_bytes(layer, dtype, tokens);
     void *logits;
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &logits));
     r.logits = logits;

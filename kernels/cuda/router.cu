@@ -1,58 +1,21 @@
-/* The router's kernels: exact logits, and a warp per token from logits to ids and weights.
+/* From logits to ids and weights: one warp per token.
  *
  * A warp keeps its token's scores and keys in shared memory and chooses by K rounds of "take the
  * best that is left" in the one total order: key descending, then id ascending (-0 equals +0). Sums
  * run in a fixed order, so the same token always gets the same bits. */
 #include "cuda/router.h"
 
-#include "cuda/simt.cuh"
-
 static constexpr unsigned WARPS = 4;  /* tokens of a block */
 static constexpr unsigned ALL = ~0u;  /* lanes of a warp */
 static constexpr unsigned ARRAYS = 3; /* per warp in shared memory: scores, keys, groups */
-
-/* ---------------------------------------------------------------------- logits */
-
-template <typename X, typename W>
-static __global__ void __launch_bounds__(moe_simt::THREADS)
-    logits_kernel(const moe_simt::groups g, const void *x, const moe_cuda_matrix m, float *logits)
-{
-    using moe_simt::PER_THREAD;
-    moe_simt::product<X, W>(g, x, m, [&](const moe_simt::tile &t, float acc[][PER_THREAD]) {
-        const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-        for (uint32_t i = 0; i < PER_THREAD && 4 * ty + i < t.rows; i++)
-            for (uint32_t j = 0; j < PER_THREAD; j++) {
-                uint32_t column = t.column + 4 * tx + j;
-                if (column < m.rows)
-                    logits[(t.row + 4 * ty + i) * m.rows + column] = acc[i][j];
-            }
-    });
-}
-
-template <typename X, typename W>
-static void launch_logits(const moe_simt::groups &g, const void *x, const moe_cuda_matrix &m,
-                          float *logits, unsigned blocks, cudaStream_t stream)
-{
-    logits_kernel<X, W><<<blocks, moe_simt::THREADS, 0, stream>>>(g, x, m, logits);
-}
-
-struct moe_status moe_cuda_router_logits(const struct moe_layer *layer,
-                                         const struct moe_cuda_routing *r, cudaStream_t stream)
-{
-    const moe_cuda_matrix &m = layer->desc.matrix[MOE_CUDA_ROUTER];
-    moe_simt::groups g = {};
-    g.rows = r->tokens;
-    MOE_SIMT_DISPATCH(r->dtype, m.dtype, launch_logits, g, r->x, m, r->logits,
-                      2 * (unsigned)layer->device->multiprocessors, stream);
-    return MOE_LAUNCHED("router logits");
-}
 
 /* ---------------------------------------------------------------------- choice */
 
 struct choose_args {
     moe_router_spec spec;
-    uint32_t tokens, experts, choices;     /* choices: E + Z */
-    const float *logits;                   /* [T, E+Z] */
+    uint32_t tokens, experts, choices; /* choices: E + Z */
+    const float *logits;               /* [slices][T][E+Z] */
+    uint32_t slices;
     const float *logit_bias, *select_bias; /* [E+Z] or NULL */
     const uint8_t *mode;
     const int32_t *ids_in;
@@ -182,9 +145,13 @@ static __device__ void softmax(float *v, uint32_t n, uint32_t lane)
 static __device__ bool score_token(const choose_args &a, const seat &s)
 {
     const float *logits = a.logits + (size_t)s.token * a.choices;
+    size_t slice = (size_t)a.tokens * a.choices;
     bool finite = true;
     for (uint32_t i = s.lane; i < a.choices; i += 32) {
-        float z = logits[i] + (a.logit_bias != nullptr ? a.logit_bias[i] : 0.0f);
+        float z = 0.0f;
+        for (uint32_t n = 0; n < a.slices; n++)
+            z += logits[n * slice + i];
+        z += a.logit_bias != nullptr ? a.logit_bias[i] : 0.0f;
         finite &= isfinite(z) != 0;
         s.key[i] = z;
         s.score[i] = score_of(a.spec.score, z);
@@ -316,6 +283,7 @@ struct moe_status moe_cuda_router_choose(const struct moe_layer *layer,
     a.experts = layer->spec.experts;
     a.choices = a.experts + a.spec.zero_experts;
     a.logits = r->logits;
+    a.slices = moe_cuda_router_slices(layer, r->dtype);
     a.logit_bias = layer->desc.bias[MOE_WEIGHT_LOGIT_BIAS];
     a.select_bias = layer->desc.bias[MOE_WEIGHT_SELECT_BIAS];
     a.mode = r->mode;

@@ -9,6 +9,10 @@
 extern "C" {
 #endif
 
+/* Columns of the router that one CTA multiplies: a fixed number, so that a token's logits are the
+ * same sums in every batch. */
+enum { MOE_CUDA_ROUTER_SLICE = 512 };
+
 /* All in device memory; as in struct moe_step_args. */
 struct moe_cuda_routing {
     enum moe_dtype dtype;
@@ -18,13 +22,13 @@ struct moe_cuda_routing {
     const uint8_t *mode;     /* [T] or NULL */
     const int32_t *ids_in;   /* [T, K] or NULL where no mode needs them */
     const float *weights_in; /* [T, K], the same */
-    float *logits;           /* scratch of moe_cuda_router_bytes */
+    float *logits;           /* [slices, T, E+Z] scratch of moe_cuda_router_bytes */
     int32_t *ids;            /* [T, K] */
     float *weights;          /* [T, K] */
     uint8_t *token_state;    /* [T] */
 };
 
-size_t moe_cuda_router_bytes(const struct moe_layer *layer, uint32_t tokens);
+size_t moe_cuda_router_bytes(const struct moe_layer *layer, enum moe_dtype dtype, uint32_t tokens);
 
 struct moe_status moe_cuda_router_enqueue(struct moe_layer *layer, const struct moe_cuda_routing *r,
                                           cudaStream_t stream) MOE_CHECKED;
@@ -40,7 +44,13 @@ struct moe_status moe_cuda_router_forward(struct moe_layer *layer, enum moe_dtyp
                                           int32_t *ids, float *weights,
                                           uint8_t *token_state) MOE_CHECKED;
 
-/* router.cu: the two launches. `choose` reads the logits unless nobody needs them. */
+/* bf16 tokens, and a router in whole 16-byte chunks. */
+bool moe_cuda_router_on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype);
+/* Partial sums that each logit consists of. */
+uint32_t moe_cuda_router_slices(const struct moe_layer *layer, enum moe_dtype dtype);
+
+/* The two launches, in router_logits.cu and router.cu. `choose` reads the logits unless nobody
+ * needs them. */
 struct moe_status moe_cuda_router_logits(const struct moe_layer *layer,
                                          const struct moe_cuda_routing *r,
                                          cudaStream_t stream) MOE_CHECKED;

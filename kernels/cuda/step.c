@@ -192,7 +192,7 @@ static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows, struct
     const struct moe_layer_spec *spec = &a->layer->spec;
     size_t at = 0, hidden = moe_dtype_bytes(moe_cuda_ffn_hidden_dtype(a->layer, a->dtype));
     size_t base_rows = spec->shared_intermediate != 0 ? a->bucket : 0;
-    return place(&at, &l->logits, moe_cuda_router_bytes(a->layer, a->bucket), 1, 1) &&
+    return place(&at, &l->logits, moe_cuda_router_bytes(a->layer, a->dtype, a->bucket), 1, 1) &&
            place(&at, &l->hidden, rows, spec->intermediate, hidden) &&
            place(&at, &l->out, rows, spec->hidden, sizeof(float)) &&
            place(&at, &l->base, base_rows, spec->hidden, sizeof(float)) &&
@@ -292,9 +292,7 @@ static struct moe_status enqueue_shared(struct moe_step *lane, cudaStream_t stre
     if (a->layer->spec.shared_intermediate == 0 || a->tokens == 0)
         return moe_ok();
     *base = scratch(steps, steps->at.base);
-    size_t bytes = (size_t)a->tokens * a->layer->spec.hidden * sizeof **base;
-    MOE_TRY(MOE_CUDA(cudaMemsetAsync(*base, 0, bytes, stream)));
-    return moe_cuda_ffn_shared(a->layer, a->dtype, a->tokens, tensor(lane, lane->at.x),
+    return moe_cuda_ffn_shared(a->layer, a->dtype, a->bucket, a->tokens, tensor(lane, lane->at.x),
                                scratch(steps, steps->at.shared), *base, stream);
 }
 

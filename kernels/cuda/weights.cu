@@ -50,3 +50,23 @@ struct moe_status moe_cuda_weights_place(const struct moe_cuda_weight *w, const 
         launch<__nv_bfloat16, __nv_bfloat16>(w, src, first, n, stream);
     return MOE_LAUNCHED("laying out a weight");
 }
+
+static __global__ void split(const float *__restrict__ src, size_t n,
+                             __nv_bfloat16 *__restrict__ dst)
+{
+    size_t stride = (size_t)gridDim.x * THREADS;
+    for (size_t i = (size_t)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
+        float rest = src[i];
+        for (int part = 0; part < 3; part++) {
+            __nv_bfloat16 b = __float2bfloat16_rn(rest);
+            dst[part * n + i] = b;
+            rest -= __bfloat162float(b);
+        }
+    }
+}
+
+struct moe_status moe_cuda_weights_split(const void *src, size_t n, void *dst, cudaStream_t stream)
+{
+    split<<<MOST_BLOCKS, THREADS, 0, stream>>>((const float *)src, n, (__nv_bfloat16 *)dst);
+    return MOE_LAUNCHED("splitting a weight");
+}

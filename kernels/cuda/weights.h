@@ -31,6 +31,10 @@ struct moe_status moe_cuda_weights_finish(struct moe_device *device) MOE_CHECKED
 struct moe_status moe_cuda_weights_place(const struct moe_cuda_weight *w, const void *src,
                                          size_t first, size_t n, cudaStream_t stream) MOE_CHECKED;
 
+/* Enqueues: n F32 values as the sum of three bf16, each at dst[part * n + i]. */
+struct moe_status moe_cuda_weights_split(const void *src, size_t n, void *dst,
+                                         cudaStream_t stream) MOE_CHECKED;
+
 #ifdef __cplusplus
 }
 #endif

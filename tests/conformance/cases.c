@@ -1,5 +1,5 @@
-/* Drawing cases; see cases.h. Shapes are small, so that thousands of them take seconds, and odd, so
- * that no code can rely on round numbers. */
+/* Drawing cases; see cases.h. Shapes are small, so that thousands of them take seconds, and mostly
+ * odd, so that no code can rely on round numbers. */
 #include "cases.h"
 
 #include "base/size.h"
@@ -67,6 +67,11 @@ static void draw_spec(struct rng *r, struct moe_layer_spec *s)
     s->hidden = rng_range(r, 1, width < 70 ? 48 : width < 95 ? 150 : CASE_MAX_HIDDEN);
     s->intermediate = rng_range(r, 1, rng_chance(r, 30) ? 70 : 32);
     s->experts = rng_range(r, 1, rng_chance(r, 20) ? CASE_MAX_EXPERTS : 16);
+    bool whole = rng_chance(r, 40); /* matrix units want whole 16-byte chunks */
+    if (whole) {
+        s->hidden = (s->hidden + 7) / 8 * 8;
+        s->intermediate = (s->intermediate + 7) / 8 * 8;
+    }
     s->weighting = (enum moe_weighting)rng_below(r, 3);
     s->activation = (enum moe_activation)rng_below(r, 3);
     s->swiglu_limit = rng_chance(r, 50) ? 7.0f : 0.4f; /* the small one clamps often */
@@ -74,7 +79,7 @@ static void draw_spec(struct rng *r, struct moe_layer_spec *s)
     s->gate_up_bias = rng_chance(r, 40);
     s->down_bias = rng_chance(r, 40);
     if (rng_chance(r, 40)) {
-        s->shared_intermediate = rng_range(r, 1, 40);
+        s->shared_intermediate = whole ? 8 * rng_range(r, 1, 5) : rng_range(r, 1, 40);
         s->shared_gated = rng_chance(r, 50);
         s->shared_activation = (enum moe_activation)rng_below(r, 3);
     }
