@@ -45,6 +45,7 @@ static void fill_worker(const struct moe_membership_worker *w, Moe__V1__WorkerSt
     out->endpoint = moe_coordinator__text(w->endpoint);
     out->state = (Moe__V1__WorkerState)w->state;
     out->lease_remaining_ms = (int64_t)(w->lease_remaining_ns / MOE_NS_PER_MS);
+    out->connected = w->connected;
     out->loaded_bytes = w->last.loaded_bytes;
     out->total_bytes = w->last.total_bytes;
     out->tokens = w->last.tokens;

@@ -13,25 +13,39 @@ static uint32_t all_slots(const struct moe_membership *m)
     return (UINT32_C(1) << m->config.slots) - 1;
 }
 
-bool moe_membership__all_held(const struct moe_membership *m)
+uint32_t moe_membership__count_held(const struct moe_membership *m)
 {
+    uint32_t held = 0;
     for (uint32_t s = 0; s < m->config.slots; s++)
-        if (m->seats[s].hold != SEAT_HELD)
-            return false;
-    return true;
+        held += m->seats[s].hold == SEAT_HELD;
+    return held;
 }
 
+bool moe_membership__all_held(const struct moe_membership *m)
+{
+    return moe_membership__count_held(m) == m->config.slots;
+}
+
+/* Why `seat` keeps the group from forming; NULL when it does not. */
+static const char *hindrance(const struct seat *seat)
+{
+    return seat->hold != SEAT_HELD           ? "is empty"
+           : seat->stream == 0               ? "is not connected"
+           : seat->draining || seat->leaving ? "is leaving"
+           : seat->load_failed               ? "cannot load"
+           : !seat->assigned                 ? "waits for its share of the experts"
+           : !seat->loaded                   ? "is loading"
+                                             : NULL;
+}
+
+/* An empty seat comes first: as long as there is one, nobody loads for want of anything else. */
 bool moe_membership__hindered(const struct moe_membership *m, uint32_t *slot, const char **why)
 {
+    bool complete = moe_membership__all_held(m);
     for (uint32_t s = 0; s < m->config.slots; s++) {
         const struct seat *seat = &m->seats[s];
         *slot = s;
-        *why = seat->hold != SEAT_HELD           ? "is empty"
-               : seat->stream == 0               ? "is not connected"
-               : seat->draining || seat->leaving ? "is leaving"
-               : seat->load_failed               ? "cannot load"
-               : !seat->loaded                   ? "is loading"
-                                                 : NULL;
+        *why = complete || seat->hold != SEAT_HELD ? hindrance(seat) : NULL;
         if (*why != NULL)
             return true;
     }

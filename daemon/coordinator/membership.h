@@ -200,6 +200,7 @@ struct moe_membership_worker {
     const char *worker_id, *endpoint;
     uint64_t incarnation;
     uint64_t lease_remaining_ns;          /* 0 when gone */
+    bool connected;                       /* its stream is open */
     struct moe_membership_heartbeat last; /* epoch: as reported */
     const struct moe_status *error;       /* last failure; code MOE_OK = none */
 };

@@ -164,6 +164,7 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
 void moe_membership__form_timeout(struct moe_membership *m);
 /* A seat that keeps the group from forming, and why; false when none does. */
 bool moe_membership__hindered(const struct moe_membership *m, uint32_t *slot, const char **why);
+uint32_t moe_membership__count_held(const struct moe_membership *m);
 bool moe_membership__all_held(const struct moe_membership *m);
 
 #endif

@@ -47,11 +47,26 @@ static void describe_load_failure(const struct moe_membership *m, uint32_t slot,
     snprintf(to, size, "slot %u cannot load: %.130s", slot, clean);
 }
 
+/* What keeps the group from forming: "slot 1 is empty (1 of 2 workers)". False when nothing does.
+ */
+static bool describe_hindrance(const struct moe_membership *m, char *to, size_t size)
+{
+    uint32_t slot, held = moe_membership__count_held(m);
+    const char *why;
+    if (!moe_membership__hindered(m, &slot, &why))
+        return false;
+    if (held < m->config.slots)
+        snprintf(to, size, "slot %u %s (%u of %u workers)", slot, why, held, m->config.slots);
+    else
+        snprintf(to, size, "slot %u %s", slot, why);
+    return true;
+}
+
 static void describe(const struct moe_membership *m, struct moe_membership_group *out)
 {
     uint32_t slot = 0;
-    const char *hindrance = "";
-    bool hindered = moe_membership__hindered(m, &slot, &hindrance);
+    char hindrance[64];
+    bool hindered = describe_hindrance(m, hindrance, sizeof hindrance);
     size_t size = sizeof out->reason;
     switch (out->state) {
     case MOE_GROUP_SERVING: out->reason[0] = '\0'; break;
@@ -70,7 +85,7 @@ static void describe(const struct moe_membership *m, struct moe_membership_group
         break;
     case MOE_GROUP_DEGRADED:
         if (hindered)
-            snprintf(out->reason, size, "%.110s; slot %u %s", m->trouble, slot, hindrance);
+            snprintf(out->reason, size, "%.90s; %s", m->trouble, hindrance);
         else
             snprintf(out->reason, size, "%.120s; trying again", m->trouble);
         break;
@@ -79,7 +94,7 @@ static void describe(const struct moe_membership *m, struct moe_membership_group
         if (m->restoring)
             snprintf(out->reason, size, "the coordinator restarted: members have to come back");
         else if (hindered && (m->placement_durable || m->trouble[0] == '\0'))
-            snprintf(out->reason, size, "slot %u %s", slot, hindrance);
+            snprintf(out->reason, size, "%s", hindrance);
         else
             snprintf(out->reason, size, "%.120s; trying again", m->trouble);
         break;
@@ -136,6 +151,7 @@ bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
                                           .incarnation = seat->incarnation,
                                           .lease_remaining_ns =
                                               held && end > m->now_ns ? end - m->now_ns : 0,
+                                          .connected = held && seat->stream != 0,
                                           .last = seat->last,
                                           .error = &seat->error};
     return true;

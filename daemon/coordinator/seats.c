@@ -315,6 +315,30 @@ static void come_back(struct moe_membership *m, uint64_t stream, uint32_t slot,
         moe_membership__drain(m, slot, "asked before", seat->drain_limit_ms);
 }
 
+/* Says when a seat may become free: that of a disconnected worker does as its lease ends. */
+static struct moe_status no_seat(const struct moe_membership *m)
+{
+    uint64_t first_ns = MOE_NEVER;
+    uint32_t slot = 0;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct seat *seat = &m->seats[s];
+        if (seat->stream == 0 && seat->heard_ns + m->config.lease_ns < first_ns) {
+            first_ns = seat->heard_ns + m->config.lease_ns;
+            slot = s;
+        }
+    }
+    if (first_ns == MOE_NEVER)
+        return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE,
+                               (uint32_t)(m->config.lease_ns / MOE_NS_PER_MS),
+                               "all %u seats are taken", m->config.slots);
+    uint64_t left_ns = first_ns > m->now_ns ? first_ns - m->now_ns : 0;
+    uint32_t left_ms = (uint32_t)(left_ns / MOE_NS_PER_MS) + 1;
+    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, left_ms,
+                           "all %u seats are taken; slot %u is not connected, its lease ends in "
+                           "%u.%u s",
+                           m->config.slots, slot, left_ms / 1000, left_ms % 1000 / 100);
+}
+
 struct moe_status moe_membership__register(struct moe_membership *m, uint64_t stream,
                                            const struct moe_membership_register *r)
 {
@@ -331,9 +355,7 @@ struct moe_status moe_membership__register(struct moe_membership *m, uint64_t st
     if (m->shutting_down && !same)
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group is shutting down");
     if (!known && !choose_seat(m, r, &slot))
-        return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE,
-                               (uint32_t)(m->config.lease_ns / MOE_NS_PER_MS),
-                               "all %u seats are taken", m->config.slots);
+        return no_seat(m);
     MOE_TRY(agree_on_model(m, r));
     if (same) {
         m->seats[slot].heard_ns = m->now_ns;

@@ -286,6 +286,42 @@ static void a_worker_that_comes_back_without_the_epoch_ends_it(void **unused)
     expect_state(MOE_GROUP_DEGRADED);
 }
 
+static void the_reason_names_the_seat_that_is_missing_and_why(void **unused)
+{
+    (void)unused;
+    expect_state(MOE_GROUP_WAITING);
+    assert_string_equal(group().reason, "slot 0 is empty (0 of 3 workers)");
+    join(0, 1);
+    join(1, 1);
+    expect_state(MOE_GROUP_WAITING);
+    assert_string_equal(group().reason, "slot 2 is empty (2 of 3 workers)");
+    assert_int_equal(assigns, 0);
+    join(2, 1);
+    assert_int_equal(assigns, SLOTS);
+    expect_state(MOE_GROUP_LOADING);
+    assert_string_equal(group().reason, "slot 0 is loading");
+}
+
+static void a_worker_too_many_hears_when_a_seat_may_become_free(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    struct moe_membership_worker w;
+    serve(s);
+    join(7, 1);
+    print_message("    refused: %s\n", closed_with.text);
+    assert_int_equal(closed_with.code, MOE_RESOURCE_EXHAUSTED);
+    assert_string_equal(closed_with.text, "all 3 seats are taken");
+    assert_true(moe_membership_worker(m, 1, &w) && w.connected);
+    moe_membership_on_stream_closed(m, now, s[1]);
+    carry_out();
+    assert_true(moe_membership_worker(m, 1, &w) && !w.connected);
+    join(7, 1);
+    print_message("    refused: %s\n", closed_with.text);
+    assert_non_null(strstr(closed_with.text, "slot 1 is not connected, its lease ends in 1.0 s"));
+    assert_in_range(closed_with.retry_after_ms, 1, LEASE_MS + 1);
+}
+
 static void a_silent_worker_loses_its_seat_and_not_before_its_lease(void **unused)
 {
     (void)unused;
@@ -500,6 +536,8 @@ int main(void)
         STORY(a_missed_peer_without_a_stream_is_lost_at_once),
         STORY(a_reconnect_within_the_lease_costs_nothing),
         STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
+        STORY(the_reason_names_the_seat_that_is_missing_and_why),
+        STORY(a_worker_too_many_hears_when_a_seat_may_become_free),
         STORY(a_silent_worker_loses_its_seat_and_not_before_its_lease),
         STORY(a_pause_of_the_coordinator_costs_no_worker_its_seat),
         STORY(a_worker_that_still_serves_an_ended_epoch_is_told_so),
