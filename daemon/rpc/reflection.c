@@ -5,6 +5,7 @@
 #include "rpc/serving.h"
 #include "rpc/wire.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -26,7 +27,7 @@ struct file {
 struct symbol {
     char *name; /* fully qualified, without a leading dot */
     uint16_t file;
-    bool service;
+    bool served; /* a service of which the server has a method */
 };
 
 struct moe_rpc_reflection {
@@ -34,7 +35,6 @@ struct moe_rpc_reflection {
     size_t file_count;
     struct symbol symbols[SYMBOLS_MAX]; /* sorted by name once the index is built */
     size_t symbol_count;
-    size_t service_count;
 };
 
 /* ------------------------------------------------------------------ index */
@@ -84,7 +84,7 @@ struct walk {
     uint16_t file;
 };
 
-static struct moe_status add(struct walk *w, const char *scope, struct span name, bool service,
+static struct moe_status add(struct walk *w, const char *scope, struct span name,
                              char full[NAME_BYTES])
 {
     struct moe_rpc_reflection *r = w->index;
@@ -100,9 +100,7 @@ static struct moe_status add(struct walk *w, const char *scope, struct span name
     if (copy == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "out of memory for the reflection index");
-    r->symbols[r->symbol_count++] =
-        (struct symbol){.name = copy, .file = w->file, .service = service};
-    r->service_count += service;
+    r->symbols[r->symbol_count++] = (struct symbol){.name = copy, .file = w->file};
     return moe_ok();
 }
 
@@ -132,12 +130,12 @@ static struct moe_status declare(struct walk *w, enum declaration kind, const ch
     char ignored[NAME_BYTES];
     struct moe_wire_field f;
     enum declaration inner;
-    MOE_TRY(add(w, scope, child(content, 1), kind == DECLARES_SERVICE, full));
+    MOE_TRY(add(w, scope, child(content, 1), full));
     for (size_t at = 0; moe_wire_next(content.bytes, content.length, &at, &f);) {
         if (f.type != MOE_WIRE_BYTES)
             continue;
         if (kind == DECLARES_ENUM && f.number == ENUM_VALUE)
-            MOE_TRY(add(w, scope, child(span_of(&f), 1), false, ignored));
+            MOE_TRY(add(w, scope, child(span_of(&f), 1), ignored));
         if (declares(kind, f.number, &inner))
             MOE_TRY(declare(w, inner, full, span_of(&f)));
     }
@@ -236,12 +234,26 @@ static const struct file *find_file(const struct moe_rpc_reflection *r, struct s
     return NULL;
 }
 
-static const struct file *find_symbol(const struct moe_rpc_reflection *r, const char *name)
+static struct symbol *find_symbol(struct moe_rpc_reflection *r, const char *name)
 {
     struct symbol key = {.name = (char *)(uintptr_t)name};
-    const struct symbol *s =
-        bsearch(&key, r->symbols, r->symbol_count, sizeof *r->symbols, by_name);
+    return bsearch(&key, r->symbols, r->symbol_count, sizeof *r->symbols, by_name);
+}
+
+static const struct file *find_file_of_symbol(struct moe_rpc_reflection *r, const char *name)
+{
+    const struct symbol *s = find_symbol(r, name);
     return s == NULL ? NULL : &r->files[s->file];
+}
+
+void moe_rpc_reflection_add_method(struct moe_rpc_reflection *r, const char *path)
+{
+    char service[NAME_BYTES];
+    int length = (int)strcspn(path + 1, "/");
+    int n = snprintf(service, sizeof service, "%.*s", length, path + 1);
+    struct symbol *s = n > 0 && n < NAME_BYTES ? find_symbol(r, service) : NULL;
+    if (s != NULL)
+        s->served = true;
 }
 
 /* `first` and all that it imports, directly or not; each once. */
@@ -326,7 +338,7 @@ static void send_services(struct moe_rpc_call *call, const struct moe_rpc_reflec
     Grpc__Reflection__V1__ServiceResponse *pointers[FILES_MAX];
     size_t count = 0;
     for (size_t i = 0; i < r->symbol_count && count < FILES_MAX; i++) {
-        if (!r->symbols[i].service)
+        if (!r->symbols[i].served)
             continue;
         grpc__reflection__v1__service_response__init(&entries[count]);
         entries[count].name = r->symbols[i].name;
@@ -341,8 +353,7 @@ static void send_services(struct moe_rpc_call *call, const struct moe_rpc_reflec
     send(call, request, &response);
 }
 
-static void answer(struct moe_rpc_call *call, const struct moe_rpc_reflection *r,
-                   request_t *request)
+static void answer(struct moe_rpc_call *call, struct moe_rpc_reflection *r, request_t *request)
 {
     switch (request->message_request_case) {
     case QUESTION(LIST_SERVICES): send_services(call, r, request); break;
@@ -352,7 +363,7 @@ static void answer(struct moe_rpc_call *call, const struct moe_rpc_reflection *r
                                              strlen(request->file_by_filename)}));
         break;
     case QUESTION(FILE_CONTAINING_SYMBOL):
-        send_file(call, r, request, find_symbol(r, request->file_containing_symbol));
+        send_file(call, r, request, find_file_of_symbol(r, request->file_containing_symbol));
         break;
     case QUESTION(FILE_CONTAINING_EXTENSION):
     case QUESTION(ALL_EXTENSION_NUMBERS_OF_TYPE):
