@@ -1,0 +1,19 @@
+/* The one place that says what an endpoint is: HOST:PORT, nothing else.
+ *
+ * gRPC would take a URI, a name without a port, or a port modulo 65536, and fail much later with a
+ * resolver's words or, worse, reach another server. Every program and library checks the text here
+ * before gRPC sees it. It checks the form only: no name is looked up. */
+#ifndef MOE_BASE_ENDPOINT_H
+#define MOE_BASE_ENDPOINT_H
+
+#include "base/status.h"
+
+/* An endpoint to connect to: a host name, an IPv4 address or a bracketed IPv6 address, and a port
+ * from 1 to 65535 ("node7:7601", "[::1]:7601"). `setting` is what the user calls it ("--endpoint");
+ * the text of the error starts with it. Errors: MOE_INVALID_ARGUMENT, CONFIG_INVALID. */
+struct moe_status moe_endpoint_check(const char *setting, const char *text) MOE_CHECKED;
+
+/* The same for an address to listen on, where port 0 means any free port. */
+struct moe_status moe_endpoint_check_listen(const char *setting, const char *text) MOE_CHECKED;
+
+#endif

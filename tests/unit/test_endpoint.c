@@ -1,0 +1,54 @@
+/* Endpoints: HOST:PORT is taken, and what gRPC would misread is refused with the setting's name. */
+#include "base/endpoint.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static void host_and_port_are_taken(void **state)
+{
+    static const char *const good[] = {"127.0.0.1:7600", "node-7.rack_2:1", "a:65535", "[::1]:7601",
+                                       "[fe80::1%eth0]:7"};
+    (void)state;
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
+        print_message("%s\n", good[i]);
+        assert_int_equal(moe_endpoint_check("--endpoint", good[i]).code, MOE_OK);
+        assert_int_equal(moe_endpoint_check_listen("listen", good[i]).code, MOE_OK);
+    }
+}
+
+static void anything_else_is_refused_by_its_name(void **state)
+{
+    static const char *const bad[] = {
+        "",           "foo",   "foo:",  ":7600",         "a:65536",  "a:99999", "a:-1",
+        "a:+1",       "a:1x",  "a: 1",  "a:00000000001", "::1:7600", "[]:1",    "unix:/tmp/a",
+        "dns:///a:1", "[::1]", "[x]:1", "http://a:80",   "a b:1",    "[::1:7"};
+    (void)state;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        struct moe_status st = moe_endpoint_check("--endpoint", bad[i]);
+        print_message("%s\n", st.text);
+        assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+        assert_ptr_equal(strstr(st.text, "--endpoint: '"), st.text);
+        assert_non_null(strstr(st.text, "is not HOST:PORT"));
+        assert_int_equal(moe_endpoint_check_listen("listen", bad[i]).code, MOE_INVALID_ARGUMENT);
+    }
+}
+
+static void only_a_listener_may_leave_the_port_open(void **state)
+{
+    (void)state;
+    assert_int_equal(moe_endpoint_check("--endpoint", "127.0.0.1:0").code, MOE_INVALID_ARGUMENT);
+    assert_int_equal(moe_endpoint_check_listen("listen", "127.0.0.1:0").code, MOE_OK);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(host_and_port_are_taken),
+        cmocka_unit_test(anything_else_is_refused_by_its_name),
+        cmocka_unit_test(only_a_listener_may_leave_the_port_open),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
