@@ -12,12 +12,13 @@ extern "C" {
 
 enum moe_cuda_gemm_tile {
     MOE_CUDA_TILE_DECODE,   /* few rows per expert: streams weights at memory speed */
-    MOE_CUDA_TILE_MIDDLE,   /* between: memory and tensor cores both matter */
-    MOE_CUDA_TILE_PINGPONG, /* many rows per expert: tensor cores are the limit */
+    MOE_CUDA_TILE_EVEN,     /* hundreds of rows: equal tiles that lose little to rounding */
+    MOE_CUDA_TILE_PINGPONG, /* many rows, or short K: the fastest full tile */
     MOE_CUDA_TILE_COUNT
 };
 
-/* A tile of the output, one step of K, and how many steps are in flight. */
+/* A tile of the output (at most so many rows of an expert), one step of K, and how many steps are
+ * in flight. */
 struct moe_cuda_tile_shape {
     uint32_t rows, columns, depth, stages;
 };

@@ -1,8 +1,10 @@
 /* Host side of the grouped GEMM: checks the shape, describes the buffers to the copy engine, picks
- * the instance and launches it. The kernels are in ggemm_stream.cuh and ggemm_pingpong.cuh. */
+ * the instance and launches it. The kernels are in ggemm_stream.cuh,
+ * ggemm_even.cuh and ggemm_pingpong.cuh. */
 #include "cuda/ggemm.h"
 
 #include "cuda/check.h"
+#include "ggemm_even.cuh"
 #include "ggemm_pingpong.cuh"
 #include "ggemm_stream.cuh"
 
@@ -12,39 +14,33 @@
 namespace
 {
 
-constexpr uint32_t DECODE_COLUMNS = 128, DECODE_STAGES = 8;
-constexpr uint32_t MIDDLE_COLUMNS = 256, MIDDLE_STAGES = 5;
 constexpr uint64_t MAX_TILES = UINT64_C(1) << 31; /* tile numbers are 32 bits, with room to step */
 
 typedef void (*kernel)(const ggemm::params);
 
 struct instance {
     kernel run[2][2]; /* [gated][fp32 output] */
-    uint32_t threads, short_rows;
+    uint32_t threads;
+    uint32_t row_step; /* of the boxes in which rows are read */
     size_t shared_bytes;
 };
 
-
 /* Indexed by enum moe_cuda_gemm_tile. */
 const instance instances[] = {
-    {{{ggemm::stream_kernel<DECODE_COLUMNS, DECODE_STAGES, false, false>,
-       ggemm::stream_kernel<DECODE_COLUMNS, DECODE_STAGES, false, true>},
-      {ggemm::stream_kernel<DECODE_COLUMNS, DECODE_STAGES, true, false>,
-       ggemm::stream_kernel<DECODE_COLUMNS, DECODE_STAGES, true, true>}},
+    {{{ggemm::stream_kernel<false, false>, ggemm::stream_kernel<false, true>},
+      {ggemm::stream_kernel<true, false>, ggemm::stream_kernel<true, true>}},
      ggemm::STREAM_THREADS,
-     ggemm::STORE_ROWS,
-     sizeof(ggemm::stream_shared<DECODE_COLUMNS, DECODE_STAGES>)},
-    {{{ggemm::stream_kernel<MIDDLE_COLUMNS, MIDDLE_STAGES, false, false>,
-       ggemm::stream_kernel<MIDDLE_COLUMNS, MIDDLE_STAGES, false, true>},
-      {ggemm::stream_kernel<MIDDLE_COLUMNS, MIDDLE_STAGES, true, false>,
-       ggemm::stream_kernel<MIDDLE_COLUMNS, MIDDLE_STAGES, true, true>}},
-     ggemm::STREAM_THREADS,
-     ggemm::STORE_ROWS,
-     sizeof(ggemm::stream_shared<MIDDLE_COLUMNS, MIDDLE_STAGES>)},
+     ggemm::STREAM_ROW_STEP,
+     sizeof(ggemm::stream_shared)},
+    {{{ggemm::even_kernel<false, false>, ggemm::even_kernel<false, true>},
+      {ggemm::even_kernel<true, false>, ggemm::even_kernel<true, true>}},
+     ggemm::EVEN_THREADS,
+     ggemm::EVEN_ROW_STEP,
+     sizeof(ggemm::even_shared)},
     {{{ggemm::pingpong_kernel<false, false>, ggemm::pingpong_kernel<false, true>},
       {ggemm::pingpong_kernel<true, false>, ggemm::pingpong_kernel<true, true>}},
      ggemm::PINGPONG_THREADS,
-     ggemm::MMA_ROWS,
+     ggemm::PINGPONG_ROW_STEP,
      sizeof(ggemm::pingpong_shared)},
 };
 static_assert(sizeof instances / sizeof *instances == MOE_CUDA_TILE_COUNT, "one instance per tile");
@@ -79,11 +75,10 @@ moe_status encode(encode_fn encoder, CUtensorMap *map, const buffer &b, uint32_t
     const cuuint64_t strides[2] = {row_bytes, row_bytes * b.rows};
     const cuuint32_t box[3] = {ggemm::DEPTH, box_rows, 1};
     const cuuint32_t steps[3] = {1, 1, 1};
-    const CUresult rc = encoder(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank,
-                                const_cast<void *>(b.data), sizes, strides, box, steps,
-                                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult rc =
+        encoder(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void *>(b.data), sizes,
+                strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (rc != CUDA_SUCCESS)
         return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
                          "cuTensorMapEncodeTiled: error %d for %u x %u x %u", int(rc), b.entries,
@@ -94,7 +89,8 @@ moe_status encode(encode_fn encoder, CUtensorMap *map, const buffer &b, uint32_t
 moe_status check_shape(const moe_cuda_ggemm &g)
 {
     const uint64_t row_tiles = uint64_t(g.row_capacity) / ggemm::MMA_ROWS + g.experts;
-    const uint64_t column_tiles = (uint64_t(g.n) * 2 + DECODE_COLUMNS - 1) / DECODE_COLUMNS;
+    const uint64_t column_tiles =
+        (uint64_t(g.n) * 2 + ggemm::STREAM_COLUMNS - 1) / ggemm::STREAM_COLUMNS;
     if (g.tile >= MOE_CUDA_TILE_COUNT || g.experts == 0 || g.experts > MOE_MAX_EXPERTS ||
         g.row_capacity == 0 || g.n == 0 || g.k == 0 || g.n % 8 != 0 || g.k % 8 != 0 ||
         g.n > UINT32_MAX / 4 || row_tiles * column_tiles > MAX_TILES)
@@ -136,8 +132,8 @@ moe_status make_params(const moe_cuda_ggemm &g, const instance &use, ggemm::para
     const buffer out = {g.out, g.row_capacity, g.n, 1};
     encode_fn encoder;
     MOE_TRY(find_encoder(&encoder));
-    MOE_TRY(encode(encoder, &p->rows, x, shape.rows, 2));
-    MOE_TRY(encode(encoder, &p->rows_short, x, use.short_rows, 2));
+    for (uint32_t i = 0; i < shape.rows / use.row_step; i++)
+        MOE_TRY(encode(encoder, &p->rows[i], x, (i + 1) * use.row_step, 2));
     MOE_TRY(encode(encoder, &p->weights, weights, shape.columns, 3));
     if (g.out_dtype == MOE_DTYPE_BF16)
         MOE_TRY(encode(encoder, &p->out, out, ggemm::STORE_ROWS, 2));

@@ -97,8 +97,8 @@ __device__ __forceinline__ void finish_gated(const params &p, float (&acc)[N], u
     if (p.bias != nullptr) {
 #pragma unroll
         for (uint32_t j = 0; j < N / 4; j++) {
-            const float2 b = bias_pair(p, j % 2 == 0 ? p.bias : p.up_bias, expert,
-                                       column + j / 2 * 8);
+            const float2 b =
+                bias_pair(p, j % 2 == 0 ? p.bias : p.up_bias, expert, column + j / 2 * 8);
             acc[4 * j] += b.x;
             acc[4 * j + 1] += b.y;
             acc[4 * j + 2] += b.x;
@@ -164,10 +164,9 @@ __device__ __forceinline__ void store_bf16(const params &p, const float (&v)[N],
 #pragma unroll
         for (uint32_t q = 0; q < 4; q++) {
             const float *x = v + (c * 4 + q) * 8;
-            hopper::store_matrix(buffer + lane % 16 * 128 +
-                                     (((q * 2 + lane / 16) ^ (lane % 8)) << 4),
-                                 pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]),
-                                 pack(x[6], x[7]));
+            hopper::store_matrix(
+                buffer + lane % 16 * 128 + (((q * 2 + lane / 16) ^ (lane % 8)) << 4),
+                pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
         }
         const uint32_t at = column + c * STORE_COLUMNS;
         if (rows == STORE_ROWS) {

@@ -1,6 +1,7 @@
-/* Grouped GEMM for many rows per expert, where the tensor cores are the limit.
+/* Grouped GEMM for many rows per expert, where the tensor cores are the limit, and for short K,
+ * where finishing a tile takes a good part of its time.
  *
- * Tile     128 x 128 x 64, 6 stages in flight. A tile of up to 64 rows is read in a box of 64.
+ * Tile     128 x 128 x 64, 6 stages in flight. Rows are read in boxes of 64 or 128.
  * Warps    0-3 and 4-7 are two consumers that take tiles in turn: while one stores, the other
  *          multiplies. Warp 8 keeps the copy engine busy and makes the list of tiles; 9-11 only
  *          lend their registers.
@@ -20,10 +21,11 @@ namespace ggemm
 {
 
 constexpr uint32_t PINGPONG_ROWS = 128, PINGPONG_COLUMNS = 128, PINGPONG_STAGES = 6;
-constexpr uint32_t PINGPONG_THREADS = 3 * WARPGROUP;
+constexpr uint32_t PINGPONG_THREADS = 3 * WARPGROUP, PINGPONG_ROW_STEP = 64;
 constexpr int TURN = 1;
 
-using pingpong_shared = shared<PINGPONG_ROWS, PINGPONG_COLUMNS, PINGPONG_STAGES, 2>;
+using pingpong_shared =
+    shared<PINGPONG_ROWS, PINGPONG_COLUMNS, PINGPONG_STAGES, 2 * WARPGROUP / WARP * WARP_STAGING>;
 
 template <bool GATED, bool F32>
 __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_shared &s,
@@ -32,7 +34,7 @@ __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_share
     constexpr uint32_t SLABS = PINGPONG_ROWS / MMA_ROWS;
     const uint32_t warp = threadIdx.x % WARPGROUP / WARP;
     const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
-    staging stage{hopper::shared_address(s.staging[threadIdx.x / WARP])};
+    staging stage{hopper::shared_address(s.staging + threadIdx.x / WARP * WARP_STAGING)};
     tile_walk<PINGPONG_ROWS, PINGPONG_COLUMNS> tile(p, s.first);
     ring<PINGPONG_STAGES> at;
     for (uint32_t number = 0; tile.next(); number++) {
@@ -72,9 +74,9 @@ __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
     auto &s = *reinterpret_cast<pingpong_shared *>(memory);
     const uint32_t group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
-        init_barriers(s.full, s.empty);
+        init_barriers(s.full, s.empty, WARPGROUP / WARP);
         hopper::prefetch_map(&p.weights);
-        hopper::prefetch_map(&p.rows);
+        hopper::prefetch_map(&p.rows[PINGPONG_ROWS / PINGPONG_ROW_STEP - 1]);
     }
     if (threadIdx.x / WARP == 2 * WARPGROUP / WARP)
         list_tiles<PINGPONG_ROWS, PINGPONG_COLUMNS>(p, s.first);
@@ -82,7 +84,7 @@ __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
     if (group == 2) {
         hopper::registers_give_back<40>();
         if (threadIdx.x == 2 * WARPGROUP)
-            produce<PINGPONG_ROWS, MMA_ROWS>(p, s);
+            produce<PINGPONG_ROW_STEP, false>(p, s);
     } else {
         hopper::registers_take<232>();
         pingpong_consume<GATED, F32>(p, s, group);

@@ -10,12 +10,12 @@ namespace ggemm
 {
 
 /* Shared memory of a block. A stage's rows are 128 bytes each, swizzled by the copy engine. */
-template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t CONSUMERS> struct shared {
+template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING> struct shared {
     alignas(1024) uint8_t a[STAGES][ROWS * DEPTH_BYTES];
     alignas(1024) uint8_t b[STAGES][COLUMNS * DEPTH_BYTES];
-    alignas(1024) uint8_t staging[CONSUMERS * WARPGROUP / WARP][2][STORE_BYTES];
-    uint64_t full[STAGES];  /* the copy engine has delivered */
-    uint64_t empty[STAGES]; /* the four warps of the consumer are done reading */
+    alignas(1024) uint8_t staging[STAGING]; /* results on their way out */
+    uint64_t full[STAGES];                  /* the copy engine has delivered */
+    uint64_t empty[STAGES];                 /* all warps that read the stage are done */
     uint32_t first[MOE_MAX_EXPERTS + 1];
 };
 
@@ -39,38 +39,42 @@ template <uint32_t STAGES> struct ring {
     }
 };
 
+/* `readers`: warps that read each stage. */
 template <uint32_t STAGES>
-__device__ __forceinline__ void init_barriers(uint64_t (&full)[STAGES], uint64_t (&empty)[STAGES])
+__device__ __forceinline__ void init_barriers(uint64_t (&full)[STAGES], uint64_t (&empty)[STAGES],
+                                              uint32_t readers)
 {
     for (uint32_t i = 0; i < STAGES; i++) {
         hopper::barrier_init(&full[i], 1);
-        hopper::barrier_init(&empty[i], WARPGROUP / WARP);
+        hopper::barrier_init(&empty[i], readers);
     }
     hopper::barrier_init_done();
 }
 
 /* One thread keeps the ring full, over all tiles of the block. One box of rows and one of weights
  * per step: the engine's rate of instructions is a limit when a step lasts 512 cycles, so a short
- * tile has a map of its own rather than several small boxes. */
-template <uint32_t ROWS, uint32_t SHORT_ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t CONSUMERS>
-__device__ __forceinline__ void
-produce(const params &p, shared<ROWS, COLUMNS, STAGES, CONSUMERS> &s)
+ * tile has a map of its own (a box of the next multiple of ROW_STEP) rather than several boxes.
+ * Weights that no other tile reads are marked evict-first. */
+template <uint32_t ROW_STEP, bool EVEN, uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES,
+          uint32_t STAGING>
+__device__ __forceinline__ void produce(const params &p, shared<ROWS, COLUMNS, STAGES, STAGING> &s)
 {
+    static_assert(ROWS / ROW_STEP <= ROW_BOXES, "a map for every height");
     const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
     const uint64_t once = hopper::policy_evict_first();
-    tile_walk<ROWS, COLUMNS> tile(p, s.first);
+    tile_walk<ROWS, COLUMNS, EVEN> tile(p, s.first);
     ring<STAGES> at;
     while (tile.next()) {
-        const bool is_short = tile.rows <= SHORT_ROWS;
-        const CUtensorMap *rows = is_short ? &p.rows_short : &p.rows;
-        const uint32_t bytes = ((is_short ? SHORT_ROWS : ROWS) + COLUMNS) * DEPTH_BYTES;
+        const uint32_t box = ((EVEN ? tile.height : tile.rows) - 1) / ROW_STEP;
+        const CUtensorMap *rows = &p.rows[box];
+        const uint32_t bytes = ((box + 1) * ROW_STEP + COLUMNS) * DEPTH_BYTES;
         for (uint32_t step = 0; step < steps; step++) {
             uint64_t *full = &s.full[at.stage];
             hopper::barrier_wait(&s.empty[at.stage], at.phase ^ 1);
             hopper::barrier_expect(full, bytes);
-            if (ROWS == MMA_ROWS && tile.only_row_tile)
-                hopper::load_box3_once(s.b[at.stage], &p.weights, full, step * DEPTH, tile.weight_row,
-                                       tile.expert, once);
+            if (tile.only_row_tile)
+                hopper::load_box3_once(s.b[at.stage], &p.weights, full, step * DEPTH,
+                                       tile.weight_row, tile.expert, once);
             else
                 hopper::load_box3(s.b[at.stage], &p.weights, full, step * DEPTH, tile.weight_row,
                                   tile.expert);
@@ -83,10 +87,10 @@ produce(const params &p, shared<ROWS, COLUMNS, STAGES, CONSUMERS> &s)
 /* The main loop of one tile, by one warpgroup: reads `steps` stages, leaves the last product under
  * way and returns its stage, which finish_product gives back. One product stays in flight while
  * the next is issued, so a stage is released one step late. */
-template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t CONSUMERS>
-__device__ __forceinline__ uint32_t
-multiply_tile(shared<ROWS, COLUMNS, STAGES, CONSUMERS> &s, ring<STAGES> &at, uint32_t steps,
-              float (&acc)[ROWS / MMA_ROWS][COLUMNS / 2])
+template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING>
+__device__ __forceinline__ uint32_t multiply_tile(shared<ROWS, COLUMNS, STAGES, STAGING> &s,
+                                                  ring<STAGES> &at, uint32_t steps,
+                                                  float (&acc)[ROWS / MMA_ROWS][COLUMNS / 2])
 {
     const bool speaks = threadIdx.x % WARP == 0;
     uint32_t previous = 0;
@@ -99,9 +103,9 @@ multiply_tile(shared<ROWS, COLUMNS, STAGES, CONSUMERS> &s, ring<STAGES> &at, uin
         for (uint32_t i = 0; i < DEPTH / 16; i++)
 #pragma unroll
             for (uint32_t slab = 0; slab < ROWS / MMA_ROWS; slab++)
-                hopper::multiply(acc[slab],
-                                 hopper::operand(a + slab * MMA_ROWS * DEPTH_BYTES) + i * 2,
-                                 b + i * 2, (step | i) != 0);
+                hopper::multiply<COLUMNS>::start(
+                    acc[slab], hopper::operand(a + slab * MMA_ROWS * DEPTH_BYTES) + i * 2,
+                    b + i * 2, (step | i) != 0);
         hopper::multiply_commit();
         hopper::multiply_wait<1>();
         if (step > 0 && speaks)
@@ -112,10 +116,10 @@ multiply_tile(shared<ROWS, COLUMNS, STAGES, CONSUMERS> &s, ring<STAGES> &at, uin
     return previous;
 }
 
-template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t CONSUMERS>
-__device__ __forceinline__ void
-finish_product(shared<ROWS, COLUMNS, STAGES, CONSUMERS> &s, uint32_t last_stage,
-               float (&acc)[ROWS / MMA_ROWS][COLUMNS / 2])
+template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING>
+__device__ __forceinline__ void finish_product(shared<ROWS, COLUMNS, STAGES, STAGING> &s,
+                                               uint32_t last_stage,
+                                               float (&acc)[ROWS / MMA_ROWS][COLUMNS / 2])
 {
     hopper::multiply_wait<0>();
     if (threadIdx.x % WARP == 0)

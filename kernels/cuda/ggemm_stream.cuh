@@ -1,11 +1,9 @@
 /* Grouped GEMM for few rows per expert, where reading the weights is the work.
  *
- * Tile     64 x COLUMNS x 64, STAGES in flight: 64 x 128 with 8 (decode) or 64 x 256 with 5
- *          (middle). A tile of up to 16 rows is read in a box of 16.
+ * Tile     64 x 128 x 64, 8 stages in flight. Rows are read in boxes of 16, 32, 48 or 64.
  * Warps    0-3 multiply and store, 4 keeps the copy engine busy and makes the list of tiles.
- * Shared   decode 215 KB, middle 223 KB: one block per SM, persistent.
- * Registers no cap below 255: 160 threads need none.
- * Weights of an expert with a single row tile are marked evict-first: nobody reads them again. */
+ * Shared   211 KB: one block per SM, persistent.
+ * Registers no cap below 255: 160 threads need none. */
 #ifndef MOE_CUDA_GGEMM_STREAM_CUH
 #define MOE_CUDA_GGEMM_STREAM_CUH
 
@@ -15,22 +13,22 @@
 namespace ggemm
 {
 
-constexpr uint32_t STREAM_THREADS = WARPGROUP + WARP;
+constexpr uint32_t STREAM_COLUMNS = 128, STREAM_STAGES = 8;
+constexpr uint32_t STREAM_THREADS = WARPGROUP + WARP, STREAM_ROW_STEP = 16;
 
-template <uint32_t COLUMNS, uint32_t STAGES>
-using stream_shared = shared<MMA_ROWS, COLUMNS, STAGES, 1>;
+using stream_shared =
+    shared<MMA_ROWS, STREAM_COLUMNS, STREAM_STAGES, WARPGROUP / WARP * WARP_STAGING>;
 
-template <uint32_t COLUMNS, uint32_t STAGES, bool GATED, bool F32>
-__device__ __forceinline__ void stream_consume(const params &p,
-                                               stream_shared<COLUMNS, STAGES> &s)
+template <bool GATED, bool F32>
+__device__ __forceinline__ void stream_consume(const params &p, stream_shared &s)
 {
     const uint32_t warp = threadIdx.x / WARP;
     const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
-    staging stage{hopper::shared_address(s.staging[warp])};
-    tile_walk<MMA_ROWS, COLUMNS> tile(p, s.first);
-    ring<STAGES> at;
+    staging stage{hopper::shared_address(s.staging + warp * WARP_STAGING)};
+    tile_walk<MMA_ROWS, STREAM_COLUMNS> tile(p, s.first);
+    ring<STREAM_STAGES> at;
     while (tile.next()) {
-        float acc[1][COLUMNS / 2];
+        float acc[1][STREAM_COLUMNS / 2];
         const uint32_t row = tile.row + warp * STORE_ROWS;
         const int rows = int(tile.rows) - int(warp * STORE_ROWS);
         const row_weights w = load_row_weights(p, row, rows > 0 ? uint32_t(rows) : 0);
@@ -42,26 +40,25 @@ __device__ __forceinline__ void stream_consume(const params &p,
         hopper::store_wait_all();
 }
 
-template <uint32_t COLUMNS, uint32_t STAGES, bool GATED, bool F32>
-__global__ void __launch_bounds__(STREAM_THREADS, 1)
-    stream_kernel(const __grid_constant__ params p)
+template <bool GATED, bool F32>
+__global__ void __launch_bounds__(STREAM_THREADS, 1) stream_kernel(const __grid_constant__ params p)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t memory[];
-    auto &s = *reinterpret_cast<stream_shared<COLUMNS, STAGES> *>(memory);
+    auto &s = *reinterpret_cast<stream_shared *>(memory);
     const uint32_t warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
     if (threadIdx.x == 0) {
-        init_barriers(s.full, s.empty);
+        init_barriers(s.full, s.empty, WARPGROUP / WARP);
         hopper::prefetch_map(&p.weights);
-        hopper::prefetch_map(&p.rows_short);
+        hopper::prefetch_map(&p.rows[0]);
     }
     if (warp == WARPGROUP / WARP)
-        list_tiles<MMA_ROWS, COLUMNS>(p, s.first);
+        list_tiles<MMA_ROWS, STREAM_COLUMNS>(p, s.first);
     __syncthreads();
     if (warp < WARPGROUP / WARP)
-        stream_consume<COLUMNS, STAGES, GATED, F32>(p, s);
+        stream_consume<GATED, F32>(p, s);
     else if (threadIdx.x == WARPGROUP)
-        produce<MMA_ROWS, STORE_ROWS>(p, s);
+        produce<STREAM_ROW_STEP, false>(p, s);
 #endif
 }
 

@@ -31,7 +31,8 @@ __device__ __forceinline__ void barrier_init(uint64_t *barrier, uint32_t arrival
 __device__ __forceinline__ void barrier_init_done()
 {
     asm volatile("fence.mbarrier_init.release.cluster;\n"
-                 "fence.proxy.async.shared::cta;" ::: "memory");
+                 "fence.proxy.async.shared::cta;" ::
+                     : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive(uint64_t *barrier)
@@ -43,10 +44,10 @@ __device__ __forceinline__ void barrier_arrive(uint64_t *barrier)
 /* Arrives, and makes the phase last until the copy engine has delivered `bytes` more. */
 __device__ __forceinline__ void barrier_expect(uint64_t *barrier, uint32_t bytes)
 {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     shared_address(barrier)),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+        "r"(bytes)
+        : "memory");
 }
 
 /* Waits for the end of the phase of this parity. A parity tells only one phase from the previous:
@@ -127,10 +128,10 @@ __device__ __forceinline__ void stores_before_copies()
 __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, uint32_t x,
                                           uint32_t y)
 {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::
-                     "l"(map),
-                 "r"(from), "r"(x), "r"(y)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+        "r"(from), "r"(x), "r"(y)
+        : "memory");
 }
 
 __device__ __forceinline__ void store_commit()
@@ -174,49 +175,83 @@ template <int PENDING> __device__ __forceinline__ void multiply_wait()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-#define MOE_ACC4(d, i)  "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
-#define MOE_ACC16(d, i)                                                                            \
-    MOE_ACC4(d, i), MOE_ACC4(d, (i) + 4), MOE_ACC4(d, (i) + 8), MOE_ACC4(d, (i) + 12)
+/* The instruction's text differs in nothing but the number of columns and of accumulators, eight
+ * for every 16 columns; lists of both grow by one macro per step. */
+#define MOE_NAMES_8   "%0, %1, %2, %3, %4, %5, %6, %7"
+#define MOE_NAMES_16  MOE_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define MOE_NAMES_24  MOE_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define MOE_NAMES_32  MOE_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define MOE_NAMES_40  MOE_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define MOE_NAMES_48  MOE_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define MOE_NAMES_56  MOE_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define MOE_NAMES_64  MOE_NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define MOE_NAMES_72  MOE_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define MOE_NAMES_80  MOE_NAMES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define MOE_NAMES_88  MOE_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define MOE_NAMES_96  MOE_NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define MOE_NAMES_104 MOE_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define MOE_NAMES_112 MOE_NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define MOE_NAMES_120 MOE_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define MOE_NAMES_128 MOE_NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define MOE_VALUES(i)                                                                              \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),    \
+        "+f"(d[i + 6]), "+f"(d[i + 7])
+#define MOE_VALUES_8   MOE_VALUES(0)
+#define MOE_VALUES_16  MOE_VALUES_8, MOE_VALUES(8)
+#define MOE_VALUES_24  MOE_VALUES_16, MOE_VALUES(16)
+#define MOE_VALUES_32  MOE_VALUES_24, MOE_VALUES(24)
+#define MOE_VALUES_40  MOE_VALUES_32, MOE_VALUES(32)
+#define MOE_VALUES_48  MOE_VALUES_40, MOE_VALUES(40)
+#define MOE_VALUES_56  MOE_VALUES_48, MOE_VALUES(48)
+#define MOE_VALUES_64  MOE_VALUES_56, MOE_VALUES(56)
+#define MOE_VALUES_72  MOE_VALUES_64, MOE_VALUES(64)
+#define MOE_VALUES_80  MOE_VALUES_72, MOE_VALUES(72)
+#define MOE_VALUES_88  MOE_VALUES_80, MOE_VALUES(80)
+#define MOE_VALUES_96  MOE_VALUES_88, MOE_VALUES(88)
+#define MOE_VALUES_104 MOE_VALUES_96, MOE_VALUES(96)
+#define MOE_VALUES_112 MOE_VALUES_104, MOE_VALUES(104)
+#define MOE_VALUES_120 MOE_VALUES_112, MOE_VALUES(112)
+#define MOE_VALUES_128 MOE_VALUES_120, MOE_VALUES(120)
 
 /* d [64, N] (+)= a [64, 16] b [N, 16]^T, asynchronously, by the 128 threads of a warpgroup.
  * Thread t of warp w holds, for each 8 columns j, rows 16 w + t/4 (d[4j], d[4j+1]) and 8 below
  * (d[4j+2], d[4j+3]), columns 8j + 2 (t%4) and the next. */
-__device__ __forceinline__ void multiply(float (&d)[64], uint64_t a, uint64_t b, int accumulate)
-{
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "setp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, p, 1, 1, 0, 0;\n}"
-        : MOE_ACC16(d, 0), MOE_ACC16(d, 16), MOE_ACC16(d, 32), MOE_ACC16(d, 48)
-        : "l"(a), "l"(b), "r"(accumulate));
-}
+template <uint32_t N> struct multiply;
 
-__device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b, int accumulate)
-{
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-        "%128, %129, p, 1, 1, 0, 0;\n}"
-        : MOE_ACC16(d, 0), MOE_ACC16(d, 16), MOE_ACC16(d, 32), MOE_ACC16(d, 48), MOE_ACC16(d, 64), MOE_ACC16(d, 80), MOE_ACC16(d, 96), MOE_ACC16(d, 112)
-        : "l"(a), "l"(b), "r"(accumulate));
-}
+#define MOE_MULTIPLY(n, count, a_name, b_name, p_name)                                             \
+    template <> struct multiply<n> {                                                               \
+        template <uint32_t SIZE>                                                                   \
+        static __device__ __forceinline__ void start(float (&d)[SIZE], uint64_t a, uint64_t b,     \
+                                                     int accumulate)                               \
+        {                                                                                          \
+            static_assert(SIZE >= count, "accumulators");                                          \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" p_name ", 0;\n"                      \
+                         "wgmma.mma_async.sync.aligned.m64n" #n                                    \
+                         "k16.f32.bf16.bf16 {" MOE_NAMES_##count "}, %" a_name ", %" b_name        \
+                                                                 ", p, 1, 1, 0, 0;\n}"             \
+                         : MOE_VALUES_##count                                                      \
+                         : "l"(a), "l"(b), "r"(accumulate));                                       \
+        }                                                                                          \
+    }
 
-#undef MOE_ACC16
-#undef MOE_ACC4
+MOE_MULTIPLY(16, 8, "8", "9", "10");
+MOE_MULTIPLY(32, 16, "16", "17", "18");
+MOE_MULTIPLY(48, 24, "24", "25", "26");
+MOE_MULTIPLY(64, 32, "32", "33", "34");
+MOE_MULTIPLY(80, 40, "40", "41", "42");
+MOE_MULTIPLY(96, 48, "48", "49", "50");
+MOE_MULTIPLY(112, 56, "56", "57", "58");
+MOE_MULTIPLY(128, 64, "64", "65", "66");
+MOE_MULTIPLY(144, 72, "72", "73", "74");
+MOE_MULTIPLY(160, 80, "80", "81", "82");
+MOE_MULTIPLY(176, 88, "88", "89", "90");
+MOE_MULTIPLY(192, 96, "96", "97", "98");
+MOE_MULTIPLY(208, 104, "104", "105", "106");
+MOE_MULTIPLY(224, 112, "112", "113", "114");
+MOE_MULTIPLY(240, 120, "120", "121", "122");
+MOE_MULTIPLY(256, 128, "128", "129", "130");
+
+#undef MOE_MULTIPLY
 
 /* Keeps the compiler from moving a read of the accumulators before the wait that precedes it. */
 template <int N> __device__ __forceinline__ void multiply_done(float (&d)[N])
@@ -226,11 +261,21 @@ template <int N> __device__ __forceinline__ void multiply_done(float (&d)[N])
         asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/* Four 8 x 8 blocks of 16-bit elements from accumulator layout to rows in shared memory. */
+/* Four 8 x 8 blocks of 16-bit elements from accumulator layout to rows of 16 bytes in shared
+ * memory: lane l names the place of row l%8 of block l/8. */
 __device__ __forceinline__ void store_matrix(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                              uint32_t d)
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+/* The same with columns as rows. */
+__device__ __forceinline__ void store_transposed(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
+                                                 uint32_t d)
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                  "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
 }

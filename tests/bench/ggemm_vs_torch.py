@@ -16,7 +16,7 @@ import sys
 
 import torch
 
-TILES = ["decode", "middle", "pingpong"]
+TILES = ["decode", "even", "pingpong"]
 BF16, SWIGLU, LATE = 2, 0, 0
 SPIN_CYCLES = 300_000  # about 0.15 ms: longer than any launch takes the host
 
@@ -164,6 +164,15 @@ def zipf(experts, total, empty, seed=1):
     return counts
 
 
+def routed(experts, mean, seed=1):
+    """Row counts as uniform random routing gives them."""
+    pick = random.Random(seed)
+    counts = [0] * experts
+    for _ in range(experts * mean):
+        counts[pick.randrange(experts)] += 1
+    return counts
+
+
 def shapes():
     """name, rows per expert, K, N, input sets, whether to time the fused activation too"""
     yield "64x512 7168->4096", [512] * 64, 7168, 4096, 1, True
@@ -175,9 +184,24 @@ def shapes():
     yield "ragged 64 7168->4096", zipf(64, 32768, 7), 7168, 4096, 1, False
     yield "ragged 32 2048->1536", zipf(32, 32768, 3), 2048, 1536, 2, False
     yield "ragged 32 768->2048", zipf(32, 32768, 3), 768, 2048, 2, False
-    for rows in (256, 200, 192, 128, 96, 64):
+    yield "routed 64x384 7168->4096", routed(64, 384), 7168, 4096, 1, False
+    yield "routed 64x768 7168->4096", routed(64, 768), 7168, 4096, 1, False
+    yield "routed 64x512 7168->4096", routed(64, 512), 7168, 4096, 1, False
+    yield "routed 64x512 2048->7168", routed(64, 512), 2048, 7168, 1, False
+    yield "routed 32x1024 2048->1536", routed(32, 1024), 2048, 1536, 2, False
+    yield "routed 32x1024 768->2048", routed(32, 1024), 768, 2048, 2, False
+    yield "routed 2x4096 4096->28672", routed(2, 4096), 4096, 28672, 1, False
+    yield "routed 2x4096 14336->4096", routed(2, 4096), 14336, 4096, 1, False
+    yield "routed 64x128 7168->4096", routed(64, 128), 7168, 4096, 1, False
+    yield "routed 32x128 2048->1536", routed(32, 128), 2048, 1536, 3, False
+    yield "routed 32x32 2048->1536", routed(32, 32), 2048, 1536, 3, False
+    yield "routed 64x200 7168->4096", routed(64, 200), 7168, 4096, 1, False
+    for rows in (400, 300, 256, 200, 192, 160, 128, 96, 64):
         yield f"64x{rows} 7168->4096", [rows] * 64, 7168, 4096, 1, False
-    yield "32x128 2048->1536", [128] * 32, 2048, 1536, 3, False
+    for rows in (256, 128):
+        yield f"32x{rows} 2048->1536", [rows] * 32, 2048, 1536, 3, False
+        yield f"32x{rows} 768->2048", [rows] * 32, 768, 2048, 3, False
+    yield "ragged 64 (128 mean) 7168->4096", zipf(64, 8192, 7), 7168, 4096, 1, False
     yield "64x16 7168->4096", [16] * 64, 7168, 4096, 1, True
     yield "64x4 7168->4096", [4] * 64, 7168, 4096, 1, False
     yield "32x32 2048->1536", [32] * 32, 2048, 1536, 3, True

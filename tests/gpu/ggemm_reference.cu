@@ -90,8 +90,8 @@ __global__ void reference(moe_cuda_ggemm g, double *want)
     const uint32_t column = blockIdx.x * blockDim.x + threadIdx.x;
     const int e = owner(g, row);
     if (e >= 0 && column < g.n)
-        want[size_t(row) * g.n + column] = g.gated ? gated(g, uint32_t(e), row, column)
-                                                   : plain(g, uint32_t(e), row, column);
+        want[size_t(row) * g.n + column] =
+            g.gated ? gated(g, uint32_t(e), row, column) : plain(g, uint32_t(e), row, column);
 }
 
 __device__ double element(const moe_cuda_ggemm &g, size_t i)
@@ -103,9 +103,8 @@ __device__ double element(const moe_cuda_ggemm &g, size_t i)
 
 __device__ bool poisoned(const moe_cuda_ggemm &g, size_t i)
 {
-    return g.out_dtype == MOE_DTYPE_F32
-               ? static_cast<const uint32_t *>(g.out)[i] == 0xffffffffu
-               : static_cast<const uint16_t *>(g.out)[i] == 0xffffu;
+    return g.out_dtype == MOE_DTYPE_F32 ? static_cast<const uint32_t *>(g.out)[i] == 0xffffffffu
+                                        : static_cast<const uint16_t *>(g.out)[i] == 0xffffu;
 }
 
 struct totals {

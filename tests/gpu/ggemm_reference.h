@@ -26,8 +26,7 @@ struct ggemm_difference {
     double worst;
     unsigned long long stray;
 };
-int ggemm_compare(const struct moe_cuda_ggemm *g, const double *want,
-                  struct ggemm_difference *out);
+int ggemm_compare(const struct moe_cuda_ggemm *g, const double *want, struct ggemm_difference *out);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,18 @@
+# The tile choice is plain C and tested everywhere; the kernels where they are built, and skipped
+# where no Hopper GPU answers.
+moe_test(test_gemm_choice
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_gemm_choice.c
+          ${PROJECT_SOURCE_DIR}/kernels/cuda/gemm_choice.c
+  USES moe_base
+  LABELS kernels)
+target_include_directories(test_gemm_choice PRIVATE ${PROJECT_SOURCE_DIR}/kernels)
+if(MOE_HAVE_CUDA)
+  moe_test(test_ggemm
+    SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_ggemm.c
+            ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_reference.cu
+    USES moe_cuda
+    TIMEOUT 120
+    LABELS gpu)
+  target_include_directories(test_ggemm PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  set_tests_properties(test_ggemm PROPERTIES SKIP_RETURN_CODE 77)
+endif()

@@ -1,0 +1,128 @@
+/* Promises of the tile choice (kernels/cuda/gemm_choice.h): pure, total, and what the measurements
+ * say it should be. */
+#include "cuda/gemm_choice.h"
+
+#include <inttypes.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include <cmocka.h>
+
+static uint64_t random_state;
+
+static uint32_t random_bits(void)
+{
+    random_state = random_state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (uint32_t)(random_state >> 32);
+}
+
+static struct moe_cuda_gemm_facts deepseek_v3(uint32_t bucket)
+{
+    return (struct moe_cuda_gemm_facts){
+        .bucket = bucket, .slots = 4, .top_k = 8, .experts = 256, .n = 4096, .k = 7168};
+}
+
+static void expected_rows_are_the_even_share_rounded_up(void **state)
+{
+    (void)state;
+    struct moe_cuda_gemm_facts f = deepseek_v3(4096);
+    assert_int_equal(moe_cuda_expected_rows(&f), 512);
+    f.bucket = 1;
+    assert_int_equal(moe_cuda_expected_rows(&f), 1); /* 32 rows for 256 experts */
+    f.bucket = 9;
+    assert_int_equal(moe_cuda_expected_rows(&f), 2); /* 288 for 256 */
+    f.bucket = 0;
+    assert_int_equal(moe_cuda_expected_rows(&f), 1);
+}
+
+static void expected_rows_do_not_overflow(void **state)
+{
+    (void)state;
+    struct moe_cuda_gemm_facts f = {UINT32_MAX, 16, 16, 1, 8, 8};
+    assert_int_equal(moe_cuda_expected_rows(&f), UINT32_MAX);
+    f.experts = 0;
+    assert_int_equal(moe_cuda_expected_rows(&f), UINT32_MAX);
+}
+
+static void few_rows_stream_weights(void **state)
+{
+    (void)state;
+    for (uint32_t bucket = 1; bucket <= 512; bucket *= 2) {
+        struct moe_cuda_gemm_facts f = deepseek_v3(bucket);
+        assert_int_equal(moe_cuda_choose_tile(&f), MOE_CUDA_TILE_DECODE);
+    }
+}
+
+static void hundreds_of_rows_use_even_tiles_unless_k_is_short(void **state)
+{
+    (void)state;
+    for (uint32_t bucket = 1024; bucket <= 4096; bucket *= 2) { /* 128, 256, 512 rows */
+        struct moe_cuda_gemm_facts f = deepseek_v3(bucket);
+        assert_int_equal(moe_cuda_choose_tile(&f), MOE_CUDA_TILE_EVEN);
+        f.k = 768;
+        assert_int_equal(moe_cuda_choose_tile(&f), MOE_CUDA_TILE_PINGPONG);
+    }
+}
+
+static void thousands_of_rows_use_full_tiles(void **state)
+{
+    (void)state;
+    for (uint32_t bucket = 8192; bucket <= 32768; bucket *= 2) {
+        struct moe_cuda_gemm_facts f = deepseek_v3(bucket);
+        assert_int_equal(moe_cuda_choose_tile(&f), MOE_CUDA_TILE_PINGPONG);
+    }
+}
+
+/* A bigger bucket never goes back to a tile for fewer rows. */
+static void choice_is_monotonic_in_the_bucket(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 2000; i++) {
+        struct moe_cuda_gemm_facts f = {.bucket = 1 + random_bits() % 32768,
+                                        .slots = 1 + random_bits() % 16,
+                                        .top_k = 1 + random_bits() % 16,
+                                        .experts = 1 + random_bits() % 512,
+                                        .n = 8 * (1 + random_bits() % 4096),
+                                        .k = 8 * (1 + random_bits() % 2048)};
+        enum moe_cuda_gemm_tile small = moe_cuda_choose_tile(&f);
+        f.bucket *= 2;
+        enum moe_cuda_gemm_tile large = moe_cuda_choose_tile(&f);
+        assert_true(small < MOE_CUDA_TILE_COUNT && large < MOE_CUDA_TILE_COUNT);
+        assert_true(large >= small);
+    }
+}
+
+/* What the kernels are built on: K steps of 128 bytes, and instructions of 64 rows. */
+static void tiles_have_shapes_that_kernels_can_have(void **state)
+{
+    (void)state;
+    for (int tile = 0; tile < MOE_CUDA_TILE_COUNT; tile++) {
+        struct moe_cuda_tile_shape s = moe_cuda_tile_shape((enum moe_cuda_gemm_tile)tile);
+        printf("  tile %d: %u x %u x %u, %u stages\n", tile, s.rows, s.columns, s.depth, s.stages);
+        assert_int_equal(s.depth, 64);
+        assert_int_equal(s.rows % 64, 0);
+        assert_int_equal(s.columns % 64, 0);
+        assert_true((s.rows + s.columns) * s.depth * 2 * s.stages <= 227 * 1024);
+    }
+}
+
+int main(void)
+{
+    const char *replay = getenv("MOE_SEED");
+    random_state = replay != NULL ? strtoull(replay, NULL, 10) : (uint64_t)time(NULL);
+    printf("MOE_SEED=%" PRIu64 "\n", random_state);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(expected_rows_are_the_even_share_rounded_up),
+        cmocka_unit_test(expected_rows_do_not_overflow),
+        cmocka_unit_test(few_rows_stream_weights),
+        cmocka_unit_test(hundreds_of_rows_use_even_tiles_unless_k_is_short),
+        cmocka_unit_test(thousands_of_rows_use_full_tiles),
+        cmocka_unit_test(choice_is_monotonic_in_the_bucket),
+        cmocka_unit_test(tiles_have_shapes_that_kernels_can_have),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
