@@ -3,7 +3,7 @@
  * A client is a state on the library's threads, not a thread: what is measured is the service. */
 #include "bench_report.h"
 #include "commands.h"
-#include "state.h"
+#include "link.h"
 
 #include "base/clock.h"
 #include "base/size.h"
@@ -219,7 +219,7 @@ static bool parse_list(struct bench *b)
 static struct moe_status connect_to_group(struct bench *b)
 {
     char endpoint[MOECTL_ENDPOINT_MAX];
-    MOE_TRY(moectl_state_worker(&b->common, endpoint));
+    MOE_TRY(moectl_worker_endpoint(&b->common, moectl_deadline(&b->common), endpoint));
     struct moe_client_config config = {
         .endpoint = endpoint,
         .spread = b->spread,
@@ -253,8 +253,9 @@ static struct moe_status work(struct bench *b)
 
 static int check(struct bench *b)
 {
-    if (b->layer == UINT64_MAX)
-        return moectl_usage_error("--layer is missing");
+    int code = moectl_require(&(struct moectl_required){"layer", b->layer != MOE_OPTION_UNSET}, 1);
+    if (code != MOECTL_OK)
+        return code;
     if (b->unary && b->stream)
         return moectl_usage_error("--unary and --stream exclude each other");
     if (!(b->duration_s > 0))
@@ -290,17 +291,18 @@ static int report(struct bench *b)
 static int run(const struct moectl_command *self, int argc, char **argv)
 {
     struct bench b = {
-        .common = {.output = "table", .timeout_s = 10},
+        .common = {.format = "table", .timeout_s = 10},
         .dtype_name = "bf16",
         .concurrency_list = "1",
-        .layer = UINT64_MAX,
+        .layer = MOE_OPTION_UNSET,
         .tokens = 1,
         .seed = 1,
         .connections = 1,
         .duration_s = 5,
     };
     const struct moe_option options[] = {
-        {"layer", 'l', MOE_OPTION_UINT, &b.layer, 0, UINT32_MAX, "L", "the model's layer index"},
+        {"layer", 'l', MOE_OPTION_UINT, &b.layer, 0, UINT32_MAX, "L",
+         "the model's layer index (required)"},
         {"tokens", 'T', MOE_OPTION_UINT, &b.tokens, 1, 1 << 20, "T", "tokens of one request"},
         {"concurrency", 'c', MOE_OPTION_STRING, &b.concurrency_list, 0, 0, "C[,C..]",
          "clients, each with one request in flight; one run per number"},

@@ -2,6 +2,7 @@
 #include "cli.h"
 
 #include "base/clock.h"
+#include "base/endpoint.h"
 
 #include <stdarg.h>
 #include <stdlib.h>
@@ -48,7 +49,9 @@ int moectl_exit_code(enum moe_code code)
 
 int moectl_fail(const struct moe_status *status)
 {
-    if (status->reason != MOE_REASON_NONE)
+    if (status->code == MOE_UNKNOWN && status->reason == MOE_REASON_NONE)
+        moectl_say("%s", status->text);
+    else if (status->reason != MOE_REASON_NONE)
         moectl_say("%s (%s, %s)", status->text, moe_code_name(status->code),
                    moe_reason_name(status->reason));
     else
@@ -73,26 +76,55 @@ static bool wants_help(int argc, char **argv)
     return false;
 }
 
+/* The one given, else the environment's; checked. */
+static int choose_endpoint(struct moectl_common *common)
+{
+    const char *setting = "--endpoint";
+    const char *from_environment = getenv("MOED_ENDPOINT");
+    if (common->endpoint == NULL && common->state_dir == NULL && from_environment != NULL &&
+        from_environment[0] != '\0') {
+        common->endpoint = from_environment;
+        setting = "$MOED_ENDPOINT";
+    }
+    if (common->endpoint == NULL)
+        return MOECTL_OK;
+    struct moe_status st = moe_endpoint_check(setting, common->endpoint);
+    return st.code == MOE_OK ? MOECTL_OK : moectl_usage_error("%s", st.text);
+}
+
+int moectl_require(const struct moectl_required *options, size_t count)
+{
+    char missing[256] = "";
+    size_t used = 0, found = 0;
+    for (size_t i = 0; i < count && used < sizeof missing; i++)
+        if (!options[i].given)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s--%s",
+                                     found++ > 0 ? ", " : "", options[i].name);
+    if (found == 0)
+        return MOECTL_OK;
+    return moectl_usage_error("%s %s missing", missing, found == 1 ? "is" : "are");
+}
+
 bool moectl_parse(const struct moectl_command *command, const struct moe_option *own, size_t count,
                   struct moectl_common *common, int argc, char **argv, int *code)
 {
     bool help = false;
     const struct moe_option shared[] = {
-        {"output", 'o', MOE_OPTION_STRING, &common->output, 0, 0, "FORMAT", "table or json"},
-        {"endpoint", 'e', MOE_OPTION_STRING, &common->endpoint, 0, 0, "H:P",
-         "any worker, or the coordinator; else $MOED_ENDPOINT, else the local group"},
+        {"format", 'o', MOE_OPTION_STRING, &common->format, 0, 0, "FORMAT", "table or json"},
         {"state-dir", 0, MOE_OPTION_STRING, &common->state_dir, 0, 0, "DIR",
          "of the local group; else $XDG_RUNTIME_DIR/moed or /tmp/moed-UID"},
         {"timeout", 't', MOE_OPTION_DOUBLE, &common->timeout_s, 0, TIMEOUT_MAX_S, "SECONDS",
          "limit for the operation (forward and bench: for each call), 0 = none"},
         {"help", 'h', MOE_OPTION_BOOL, &help, 0, 0, NULL, "this text"},
+        {"endpoint", 'e', MOE_OPTION_STRING, &common->endpoint, 0, 0, "H:P",
+         "any worker, or the coordinator; else $MOED_ENDPOINT, else the local group"},
     };
     struct moe_option table[MOECTL_OPTIONS_MAX];
-    size_t shared_count = sizeof shared / sizeof *shared;
+    size_t shared_count = sizeof shared / sizeof *shared - (command->local ? 1 : 0);
     MOE_INVARIANT(count + shared_count <= MOECTL_OPTIONS_MAX);
     if (count > 0)
         memcpy(table, own, count * sizeof *own);
-    memcpy(table + count, shared, sizeof shared);
+    memcpy(table + count, shared, shared_count * sizeof *shared);
     count += shared_count;
 
     *code = MOECTL_OK;
@@ -108,15 +140,13 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
         return false;
     }
     moe_options_free(&owned); /* there is no settings file, so nothing is kept in it */
-    common->json = strcmp(common->output, "json") == 0;
+    common->json = strcmp(common->format, "json") == 0;
     if (first < argc)
         *code = moectl_usage_error("unexpected argument '%s'", argv[first]);
-    else if (!common->json && strcmp(common->output, "table") != 0)
-        *code = moectl_usage_error("--output must be table or json, not '%s'", common->output);
-    const char *from_environment = getenv("MOED_ENDPOINT");
-    if (common->endpoint == NULL && common->state_dir == NULL && from_environment != NULL &&
-        from_environment[0] != '\0')
-        common->endpoint = from_environment;
+    else if (!common->json && strcmp(common->format, "table") != 0)
+        *code = moectl_usage_error("--format must be table or json, not '%s'", common->format);
+    if (*code == MOECTL_OK && !command->local)
+        *code = choose_endpoint(common);
     return *code == MOECTL_OK;
 }
 

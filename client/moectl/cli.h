@@ -29,12 +29,13 @@ struct moectl_command {
     const char *summary;  /* one line of `moectl help` */
     const char *usage;    /* what follows "moectl NAME" */
     const char *examples; /* lines of `moectl NAME --help`, each ending in a newline */
+    bool local;           /* has no --endpoint: it is about this machine */
     int (*run)(const struct moectl_command *self, int argc, char **argv);
 };
 
 /* Common options; preset with the command's defaults. */
 struct moectl_common {
-    const char *output;    /* "table" or "json" */
+    const char *format;    /* "table" or "json" */
     const char *endpoint;  /* --endpoint, else $MOED_ENDPOINT, else NULL */
     const char *state_dir; /* NULL = the default one */
     double timeout_s;
@@ -47,6 +48,13 @@ enum { MOECTL_OPTIONS_MAX = 32 };
  * code then, and the user has been told. Positional arguments are refused. */
 bool moectl_parse(const struct moectl_command *command, const struct moe_option *own, size_t count,
                   struct moectl_common *common, int argc, char **argv, int *code);
+
+struct moectl_required {
+    const char *name;
+    bool given;
+};
+/* MOECTL_OK, or MOECTL_USAGE after the user has been told which options are missing. */
+int moectl_require(const struct moectl_required *options, size_t count);
 
 /* Prints the failure and returns the exit code for it. */
 int moectl_fail(const struct moe_status *status);

@@ -129,6 +129,9 @@ static struct moe_status down_by_state(const struct down *d, uint64_t deadline_n
     char path[MOECTL_PATH_MAX];
     int directory;
     struct moe_status st = moectl_state_open(d->common.state_dir, false, path, &directory);
+    if (st.code == MOE_NOT_FOUND)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,
+                         "no group is running here, and no --endpoint was given");
     if (st.code == MOE_OK) {
         if (moectl_state_is_alive(directory))
             st = end_local(d, directory, deadline_ns);
@@ -143,7 +146,7 @@ static struct moe_status down_by_state(const struct down *d, uint64_t deadline_n
 
 static int run(const struct moectl_command *self, int argc, char **argv)
 {
-    struct down d = {.common = {.output = "table", .timeout_s = 30}, .reason = "moectl down"};
+    struct down d = {.common = {.format = "table", .timeout_s = 30}, .reason = "moectl down"};
     const struct moe_option options[] = {
         {"reason", 'r', MOE_OPTION_STRING, &d.reason, 0, 0, "TEXT", "for the daemons' logs"},
         {"force", 0, MOE_OPTION_BOOL, &d.force, 0, 0, NULL,

@@ -1,7 +1,7 @@
 /* moectl forward: one layer for the tokens of a safetensors file. */
 #include "commands.h"
 #include "histogram.h"
-#include "state.h"
+#include "link.h"
 #include "tensor_io.h"
 
 #include "base/clock.h"
@@ -148,7 +148,7 @@ static struct moe_status work(struct forward *o)
     MOE_TRY(moectl_tokens_read(o->input, &o->names, &o->x));
     if (o->dtype != NULL)
         MOE_TRY(moectl_tokens_convert(&o->x, o->dtype[0] == 'f' ? MOE_DTYPE_F32 : MOE_DTYPE_BF16));
-    MOE_TRY(moectl_state_worker(&o->common, endpoint));
+    MOE_TRY(moectl_worker_endpoint(&o->common, moectl_deadline(&o->common), endpoint));
     struct moe_client_config config = {
         .endpoint = endpoint,
         .spread = o->spread,
@@ -190,10 +190,16 @@ static int report(const struct forward *o)
     return moectl_print(document);
 }
 
-static int check(const struct forward *o, bool layer_given)
+static int check(const struct forward *o)
 {
-    if (o->input == NULL || o->output == NULL || !layer_given)
-        return moectl_usage_error("--layer, --input and --output are needed");
+    const struct moectl_required required[] = {
+        {"layer", o->layer != MOE_OPTION_UNSET},
+        {"input", o->input != NULL},
+        {"output", o->output != NULL},
+    };
+    int code = moectl_require(required, sizeof required / sizeof *required);
+    if (code != MOECTL_OK)
+        return code;
     if (o->dtype != NULL && strcmp(o->dtype, "f32") != 0 && strcmp(o->dtype, "bf16") != 0)
         return moectl_usage_error("--dtype must be f32 or bf16, not '%s'", o->dtype);
     if (o->names.topk_weights != NULL && o->names.topk_ids == NULL)
@@ -203,14 +209,17 @@ static int check(const struct forward *o, bool layer_given)
 
 static int run(const struct moectl_command *self, int argc, char **argv)
 {
-    struct forward o = {.common = {.output = "table", .timeout_s = 10}, .repeat = 1};
-    o.layer = UINT64_MAX;
+    struct forward o = {.common = {.format = "table", .timeout_s = 10}, .repeat = 1};
+    o.layer = MOE_OPTION_UNSET;
     const struct moe_option options[] = {
-        {"layer", 'l', MOE_OPTION_UINT, &o.layer, 0, UINT32_MAX, "L", "the model's layer index"},
-        {"input", 'i', MOE_OPTION_STRING, &o.input, 0, 0, "FILE", "safetensors with the tokens"},
+        {"layer", 'l', MOE_OPTION_UINT, &o.layer, 0, UINT32_MAX, "L",
+         "the model's layer index (required)"},
+        {"input", 'i', MOE_OPTION_STRING, &o.input, 0, 0, "FILE",
+         "safetensors with the tokens (required)"},
         {"tensor", 0, MOE_OPTION_STRING, &o.names.x, 0, 0, "NAME",
          "[T,H] tensor of the input; not needed when there is only one"},
-        {"output", 0, MOE_OPTION_STRING, &o.output, 0, 0, "FILE", "safetensors to write"},
+        {"output", 0, MOE_OPTION_STRING, &o.output, 0, 0, "FILE",
+         "safetensors to write (required)"},
         {"dtype", 0, MOE_OPTION_STRING, &o.dtype, 0, 0, "f32|bf16",
          "convert the tokens before sending"},
         {"topk-ids", 0, MOE_OPTION_STRING, &o.names.topk_ids, 0, 0, "NAME",
@@ -228,7 +237,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     if (!moectl_parse(self, options, sizeof options / sizeof *options, &o.common, argc, argv,
                       &code))
         return code;
-    code = check(&o, o.layer != UINT64_MAX);
+    code = check(&o);
     if (code != MOECTL_OK)
         return code;
     struct moe_status st = work(&o);

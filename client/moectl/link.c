@@ -147,3 +147,33 @@ struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
     *out = link;
     return st;
 }
+
+static const char *any_worker(const Moe__V1__GetStatusResponse *status)
+{
+    for (size_t i = 0; i < status->n_workers; i++)
+        if (status->workers[i]->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE)
+            return status->workers[i]->endpoint;
+    return NULL;
+}
+
+struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uint64_t deadline_ns,
+                                         char endpoint[MOECTL_ENDPOINT_MAX])
+{
+    MOE_TRY(moectl_state_worker(common, endpoint));
+    struct moectl_link *link = NULL;
+    Moe__V1__GetStatusResponse *status = NULL;
+    struct moe_status st = open_and_ask(endpoint, deadline_ns, &link, &status);
+    moectl_link_close(link);
+    if (st.code == MOE_UNIMPLEMENTED) /* a worker, as is wanted */
+        return moe_ok();
+    if (st.code != MOE_OK)
+        return moe_error_context(st, "%s", endpoint);
+    const char *worker = any_worker(status);
+    if (worker == NULL)
+        st = moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "coordinator %.200s has no workers",
+                       endpoint);
+    else if (snprintf(endpoint, MOECTL_ENDPOINT_MAX, "%s", worker) >= MOECTL_ENDPOINT_MAX)
+        st = moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED, "the worker's endpoint is too long");
+    moe__v1__get_status_response__free_unpacked(status, NULL);
+    return st;
+}

@@ -2,9 +2,9 @@
 #ifndef MOECTL_LINK_H
 #define MOECTL_LINK_H
 
-#include "cli.h"
 #include "moe/v1/admin.pb-c.h"
 #include "moe/v1/expert.pb-c.h"
+#include "state.h"
 
 struct moectl_link;
 
@@ -31,5 +31,10 @@ bool moectl_link_answers(const char *endpoint, uint64_t deadline_ns);
 struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
                                     struct moectl_link **out,
                                     Moe__V1__GetStatusResponse **status) MOE_CHECKED;
+
+/* Where to send forward passes: a worker of the group that the command is about, for a
+ * coordinator serves none. */
+struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uint64_t deadline_ns,
+                                         char endpoint[MOECTL_ENDPOINT_MAX]) MOE_CHECKED;
 
 #endif

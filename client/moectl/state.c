@@ -27,7 +27,7 @@ static struct moe_status io_error(const char *what, const char *name)
 static struct moe_status default_path(char path[MOECTL_PATH_MAX])
 {
     const char *runtime = getenv("XDG_RUNTIME_DIR");
-    int n = runtime != NULL && runtime[0] == '/'
+    int n = runtime != NULL && runtime[0] == '/' && access(runtime, F_OK) == 0
                 ? snprintf(path, MOECTL_PATH_MAX, "%s/moed", runtime)
                 : snprintf(path, MOECTL_PATH_MAX, "/tmp/moed-%u", (unsigned)getuid());
     if (n >= MOECTL_PATH_MAX)

@@ -14,6 +14,11 @@
 
 enum { POLL_MS = 100, CALL_LIMIT_MS = 2000 };
 
+static const char *state_name(const Moe__V1__GetStatusResponse *s)
+{
+    return moectl_enum_name(&moe__v1__group_state__descriptor, (int)s->state);
+}
+
 static bool is_serving(const Moe__V1__GetStatusResponse *s)
 {
     return s->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING;
@@ -35,14 +40,24 @@ static void print_workers(const Moe__V1__GetStatusResponse *s)
     }
 }
 
+static size_t count_live(const Moe__V1__GetStatusResponse *s)
+{
+    size_t live = 0;
+    for (size_t i = 0; i < s->n_workers; i++)
+        live += s->workers[i]->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE;
+    return live;
+}
+
 static void print_table(const Moe__V1__GetStatusResponse *s)
 {
-    printf("state    %s%s%s\n", moectl_enum_name(&moe__v1__group_state__descriptor, (int)s->state),
-           s->reason[0] != '\0' ? ": " : "", s->reason);
+    printf("state    %s%s%s\n", state_name(s), s->reason[0] != '\0' ? ": " : "", s->reason);
     printf("model    %s (%s), %zu MoE layer%s\n", s->model, s->family, s->n_layers,
            s->n_layers == 1 ? "" : "s");
-    printf("epoch    %" PRIu64 ", placement %" PRIu32 "\n", s->epoch, s->placement_version);
-    printf("workers  %zu of %" PRIu32 ", %s\n", s->n_workers, s->slots, s->backend);
+    if (s->epoch == 0)
+        printf("epoch    none\n");
+    else
+        printf("epoch    %" PRIu64 ", placement %" PRIu32 "\n", s->epoch, s->placement_version);
+    printf("workers  %zu of %" PRIu32 ", %s\n", count_live(s), s->slots, s->backend);
     printf("release  %s, up %.0f s\n", s->version, (double)s->uptime_ms / 1000.0);
     if (s->n_workers > 0)
         print_workers(s);
@@ -52,6 +67,9 @@ static int print_status(const struct moectl_common *common, const Moe__V1__GetSt
 {
     if (!common->json) {
         print_table(s);
+        if (count_live(s) < s->n_workers)
+            moectl_say("a worker has gone: start one again for its seat, or end the group with "
+                       "`moectl down` and start it anew");
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }
     json_t *document = moectl_document("GroupStatus");
@@ -64,7 +82,7 @@ static int print_status(const struct moectl_common *common, const Moe__V1__GetSt
 
 static int run_status(const struct moectl_command *self, int argc, char **argv)
 {
-    struct moectl_common common = {.output = "table", .timeout_s = 10};
+    struct moectl_common common = {.format = "table", .timeout_s = 10};
     char endpoint[MOECTL_ENDPOINT_MAX];
     int code;
     if (!moectl_parse(self, NULL, 0, &common, argc, argv, &code))
@@ -99,6 +117,7 @@ const struct moectl_command moectl_status = {
 struct sight {
     bool serving, gone;
     struct moe_status status; /* why it could not be asked */
+    char state[256]; /* what it said: "WAITING: slot 1 is empty"; empty without an answer */
 };
 
 /* Gone means that nobody answers at the address, and for a local group that no process is left. */
@@ -126,25 +145,38 @@ static struct sight look(const struct moectl_common *common, uint64_t deadline_n
                  !moectl_link_answers(endpoint, limit);
     if (status != NULL) {
         sight.serving = is_serving(status);
+        snprintf(sight.state, sizeof sight.state, "%s%s%s", state_name(status),
+                 status->reason[0] != '\0' ? ": " : "", status->reason);
         moe__v1__get_status_response__free_unpacked(status, NULL);
     }
     moectl_link_close(link);
     return sight;
 }
 
+static int out_of_time(const struct sight *sight)
+{
+    if (sight->status.code == MOE_OK && sight->state[0] != '\0')
+        moectl_say("out of time; the group is %s", sight->state);
+    else
+        moectl_say("out of time; %s",
+                   sight->status.code != MOE_OK ? sight->status.text : "the group still ends");
+    return sight->status.code == MOE_NOT_FOUND ? MOECTL_NOT_FOUND : MOECTL_UNREACHABLE;
+}
+
 static int wait_for(const struct moectl_common *common, bool gone)
 {
     struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
     uint64_t deadline = moectl_deadline(common);
+    char last[sizeof((struct sight *)NULL)->state] = "";
     for (;;) {
         struct sight sight = look(common, deadline);
         if (gone ? sight.gone : sight.serving)
             return MOECTL_OK;
-        if (moe_clock_ns() >= deadline) {
-            moectl_say("out of time; %s", sight.status.code != MOE_OK
-                                              ? sight.status.text
-                                              : "the group is in another state");
-            return MOECTL_UNREACHABLE;
+        if (moe_clock_ns() >= deadline)
+            return out_of_time(&sight);
+        if (sight.state[0] != '\0' && strcmp(sight.state, last) != 0) {
+            moectl_say("%s", sight.state);
+            memcpy(last, sight.state, sizeof last);
         }
         nanosleep(&pause, NULL);
     }
@@ -152,7 +184,7 @@ static int wait_for(const struct moectl_common *common, bool gone)
 
 static int run_wait(const struct moectl_command *self, int argc, char **argv)
 {
-    struct moectl_common common = {.output = "table", .timeout_s = 10};
+    struct moectl_common common = {.format = "table", .timeout_s = 10};
     const char *condition = "serving";
     const struct moe_option options[] = {
         {"for", 0, MOE_OPTION_STRING, &condition, 0, 0, "WHAT", "serving or gone"},

@@ -164,7 +164,7 @@ static void describe(const Moe__V1__GetStatusResponse *s, char *text, size_t siz
         snprintf(text, size, "%s %" PRIu64 " %% of %.1f MiB", state, loaded * 100 / total,
                  (double)total / (1024.0 * 1024.0));
     else
-        snprintf(text, size, "%s %s", state, s->reason);
+        snprintf(text, size, "%s%s%s", state, s->reason[0] != '\0' ? ": " : "", s->reason);
 }
 
 /* One look at the group. */
@@ -324,7 +324,7 @@ static int bring_up(struct up *u)
 static int run(const struct moectl_command *self, int argc, char **argv)
 {
     struct up u = {
-        .common = {.output = "table"},
+        .common = {.format = "table"},
         .backend = "auto",
         .log_level = "info",
         .workers = 1,
@@ -336,7 +336,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     };
     const struct moe_option options[] = {
         {"model", 'm', MOE_OPTION_STRING, &u.model, 0, 0, "DIR",
-         "directory with config.json and safetensors"},
+         "directory with config.json and safetensors (required)"},
         {"workers", 'n', MOE_OPTION_UINT, &u.workers, 1, MOE_MAX_SLOTS, "N", "workers to start"},
         {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME", "cpu, cuda or auto"},
         {"port", 'p', MOE_OPTION_UINT, &u.port, 0, UINT16_MAX - MOE_MAX_SLOTS, "P",
@@ -354,8 +354,9 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     if (!moectl_parse(self, options, sizeof options / sizeof *options, &u.common, argc, argv,
                       &code))
         return code;
-    if (u.model == NULL)
-        return moectl_usage_error("--model is missing");
+    code = moectl_require(&(struct moectl_required){"model", u.model != NULL}, 1);
+    if (code != MOECTL_OK)
+        return code;
     if (strcmp(u.backend, "cpu") != 0 && strcmp(u.backend, "cuda") != 0 &&
         strcmp(u.backend, "auto") != 0)
         return moectl_usage_error("--backend must be cpu, cuda or auto, not '%s'", u.backend);
@@ -377,5 +378,6 @@ const struct moectl_command moectl_up = {
         "  moectl up --model Mixtral-8x7B --workers 4      # until Ctrl-C, which drains\n"
         "  moectl up --model Mixtral-8x7B --workers 4 --detach && moectl status\n"
         "  moectl up --model DIR --port 0 --state-dir /tmp/second   # beside another group\n",
+    .local = true,
     .run = run,
 };

@@ -59,7 +59,7 @@ static int print_table(json_t *document)
 
 static int run(const struct moectl_command *self, int argc, char **argv)
 {
-    struct moectl_common common = {.output = "table", .timeout_s = 10};
+    struct moectl_common common = {.format = "table", .timeout_s = 10};
     char endpoint[MOECTL_ENDPOINT_MAX];
     int code;
     if (!moectl_parse(self, NULL, 0, &common, argc, argv, &code))

@@ -1,6 +1,7 @@
 /* Birth and death of a client: asks the server who it is and what it serves, opens the lanes. The
  * unpacked answers stay as they are, and moe_client_info points into them. */
 #include "base/clock.h"
+#include "base/endpoint.h"
 #include "internal.h"
 
 #include <stdlib.h>
@@ -123,6 +124,9 @@ static struct moe_status learn(struct moe_client *c, const char *endpoint)
                                &moe__v1__get_server_info_response__descriptor, &answer);
     c->server = (Moe__V1__GetServerInfoResponse *)answer;
     answer = NULL;
+    if (st.code == MOE_UNIMPLEMENTED)
+        st = moe_error(MOE_UNIMPLEMENTED, MOE_REASON_NONE,
+                       "this is no worker but, it seems, a coordinator; use a worker's endpoint");
     if (st.code == MOE_OK)
         st = ask(lane.channel, "/moe.v1.ExpertService/GetModel", deadline,
                  &moe__v1__get_model_response__descriptor, &answer);
@@ -166,6 +170,7 @@ static struct moe_status check_config(const struct moe_client_config *config)
 {
     if (config->endpoint == NULL || config->endpoint[0] == '\0')
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "no endpoint was given");
+    MOE_TRY(moe_endpoint_check("endpoint", config->endpoint));
     if (config->connections > MOE_CLIENT_MAX_CONNECTIONS)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "at most %d connections per worker", MOE_CLIENT_MAX_CONNECTIONS);

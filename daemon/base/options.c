@@ -10,16 +10,16 @@
 
 enum { OPTION_MAX = 64, LONG_BASE = 256 };
 
-static struct moe_status bad_value(const struct moe_option *o, const char *text, const char *want)
+static struct moe_status bad_value(const char *text, const char *want)
 {
-    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "%s: '%.64s' is not %s",
-                     o->name, text, want);
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "'%.64s' is not %s", text,
+                     want);
 }
 
 static struct moe_status parse_uint(const struct moe_option *o, const char *text)
 {
     if (text[0] < '0' || text[0] > '9')
-        return bad_value(o, text, "a number");
+        return bad_value(text, "a number");
     char *end;
     errno = 0;
     unsigned long long v = strtoull(text, &end, 10);
@@ -28,16 +28,16 @@ static struct moe_status parse_uint(const struct moe_option *o, const char *text
         static const char suffix[] = "KMGT";
         const char *s = strchr(suffix, *end);
         if (s == NULL || end[1] != '\0')
-            return bad_value(o, text, "a size such as 64M");
+            return bad_value(text, "a size such as 64M");
         scale = UINT64_C(1) << (10 * (s - suffix + 1));
     } else if (*end != '\0') {
-        return bad_value(o, text, "a number");
+        return bad_value(text, "a number");
     }
     uint64_t n;
     if (errno == ERANGE || __builtin_mul_overflow((uint64_t)v, scale, &n) || n < o->min ||
         (o->max != 0 && n > o->max))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "%s: %.64s is outside [%" PRIu64 ", %" PRIu64 "]", o->name, text, o->min,
+                         "%.64s is outside [%" PRIu64 ", %" PRIu64 "]", text, o->min,
                          o->max != 0 ? o->max : UINT64_MAX);
     *(uint64_t *)o->value = n;
     return moe_ok();
@@ -49,7 +49,7 @@ static struct moe_status parse_double(const struct moe_option *o, const char *te
     double v = strtod(text, &end);
     if (end == text || *end != '\0' || !isfinite(v) || v < (double)o->min ||
         (o->max != 0 && v > (double)o->max))
-        return bad_value(o, text, "a number in range");
+        return bad_value(text, "a number in range");
     *(double *)o->value = v;
     return moe_ok();
 }
@@ -59,7 +59,7 @@ static struct moe_status parse_bool(const struct moe_option *o, const char *text
     bool yes = strcmp(text, "true") == 0 || strcmp(text, "yes") == 0 || strcmp(text, "1") == 0;
     bool no = strcmp(text, "false") == 0 || strcmp(text, "no") == 0 || strcmp(text, "0") == 0;
     if (!yes && !no)
-        return bad_value(o, text, "true or false");
+        return bad_value(text, "true or false");
     *(bool *)o->value = yes;
     return moe_ok();
 }
@@ -88,7 +88,9 @@ struct file_context {
 static int on_file_value(void *user, const char *section, const char *name, const char *value)
 {
     struct file_context *f = user;
-    (void)section; /* sections only group lines for the reader */
+    (void)section;                /* sections only group lines for the reader */
+    if (f->status.code != MOE_OK) /* inih goes on after a refused line */
+        return 0;
     for (size_t i = 0; i < f->count; i++) {
         if (strcmp(f->table[i].name, name) != 0)
             continue;
@@ -104,7 +106,7 @@ static int on_file_value(void *user, const char *section, const char *name, cons
             return 0;
         }
         f->out->owned[f->out->owned_count++] = copy;
-        f->status = assign(&f->table[i], copy);
+        f->status = moe_error_context(assign(&f->table[i], copy), "%s", name);
         return f->status.code == MOE_OK;
     }
     f->status = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
@@ -162,7 +164,9 @@ struct moe_status moe_options_parse(const struct moe_option *table, size_t count
             i++;
         MOE_INVARIANT(i < count);
         given[i] = true;
-        MOE_TRY(assign(&table[i], table[i].kind == MOE_OPTION_BOOL ? "true" : optarg));
+        struct moe_status st =
+            assign(&table[i], table[i].kind == MOE_OPTION_BOOL ? "true" : optarg);
+        MOE_TRY(moe_error_context(st, "--%s", table[i].name));
     }
     *first = optind;
 
@@ -186,7 +190,7 @@ static void print_default(FILE *to, const struct moe_option *o)
     const char *text = o->kind == MOE_OPTION_STRING ? *(const char *const *)o->value : NULL;
     if (text != NULL)
         fprintf(to, " [%s]", text);
-    else if (o->kind == MOE_OPTION_UINT)
+    else if (o->kind == MOE_OPTION_UINT && *(uint64_t *)o->value != MOE_OPTION_UNSET)
         fprintf(to, " [%" PRIu64 "]", *(uint64_t *)o->value);
     else if (o->kind == MOE_OPTION_DOUBLE)
         fprintf(to, " [%g]", *(double *)o->value);

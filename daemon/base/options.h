@@ -2,8 +2,9 @@
  *
  * A program describes its settings once, in a `struct moe_option` array; this file then parses
  * `--long-name VALUE` / `--long-name=VALUE` (getopt_long) and an INI file of `long-name = value`
- * lines (inih), prints the help text, and refuses unknown names. A flag beats the file, the file
- * beats the default. */
+ * lines (inih; `;` and `#` begin a comment, a value is taken as it stands, without quoting),
+ * prints the help text, and refuses unknown names. A flag beats the file, the file beats the
+ * default. */
 #ifndef MOE_BASE_OPTIONS_H
 #define MOE_BASE_OPTIONS_H
 
@@ -19,6 +20,9 @@ enum moe_option_kind {
     MOE_OPTION_BYTES,  /* uint64_t; 4096, 64K, 16M, 2G (powers of 1024) */
     MOE_OPTION_STRING, /* const char *: points into argv or into memory owned by the result */
 };
+
+/* Preset of a UINT that has no default; the help prints none. */
+#define MOE_OPTION_UNSET UINT64_MAX
 
 struct moe_option {
     const char *name; /* long name without dashes */

@@ -11,7 +11,7 @@
 
 static struct values {
     bool verbose;
-    uint64_t workers, memory;
+    uint64_t workers, memory, layer;
     double rate;
     const char *name, *config;
 } v;
@@ -22,6 +22,7 @@ static const struct moe_option table[] = {
     {"memory", 0, MOE_OPTION_BYTES, &v.memory, 4096, 0, "SIZE", "Budget"},
     {"rate", 0, MOE_OPTION_DOUBLE, &v.rate, 0, 10, "X", "Rate"},
     {"name", 0, MOE_OPTION_STRING, &v.name, 0, 0, "NAME", "Name"},
+    {"layer", 0, MOE_OPTION_UINT, &v.layer, 0, 99, "L", "Layer (required)"},
     {"config", 'c', MOE_OPTION_STRING, &v.config, 0, 0, "FILE", "Settings"},
 };
 enum { COUNT = sizeof table / sizeof *table };
@@ -91,7 +92,7 @@ static void bad_flags_are_refused_with_their_name(void **unused)
     (void)unused;
     static const char *const cases[][3] = {
         {"--worker-count", "4", "unknown"},
-        {"--workers", "0", "workers"},
+        {"--workers", "0", "--workers: 0 is outside"},
         {"--workers", "17", "workers"},
         {"--workers", "-1", "workers"},
         {"--workers", "4x", "workers"},
@@ -142,6 +143,7 @@ static void bad_files_are_refused_with_the_line(void **unused)
     static const char *const cases[][2] = {
         {"workers = 7\ncolour = red\n", "colour"},
         {"workers = 77\n", ":1"},
+        {"colour = red\nworkers = 7\n", "unknown setting 'colour'"},
         {"workers = 7\nname = ok\nnonsense\n", ":3"},
         {"verbose = perhaps\n", "verbose"},
     };
@@ -164,7 +166,8 @@ static void the_help_lists_every_option_with_its_default(void **unused)
     (void)unused;
     char *text;
     size_t length;
-    v = (struct values){.workers = 2, .memory = 1 << 20, .rate = 0.5, .name = "default"};
+    v = (struct values){
+        .workers = 2, .memory = 1 << 20, .rate = 0.5, .name = "default", .layer = MOE_OPTION_UNSET};
     FILE *to = open_memstream(&text, &length);
     assert_non_null(to);
     moe_options_print(to, table, COUNT);
@@ -177,6 +180,7 @@ static void the_help_lists_every_option_with_its_default(void **unused)
     assert_non_null(strstr(text, "-n, --workers N"));
     assert_non_null(strstr(text, "[2]"));
     assert_non_null(strstr(text, "[1M]"));
+    assert_null(strstr(text, "[18446744073709551615]"));
     assert_non_null(strstr(text, "[default]"));
     free(text);
 }
