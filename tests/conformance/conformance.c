@@ -103,6 +103,21 @@ static bool run_session(struct subject *s, const struct plan *plan, uint64_t fir
     return good;
 }
 
+/* What cannot fit is refused before anything is taken. */
+static bool refuses_too_much(struct subject *s)
+{
+    struct moe_device_info before, after;
+    void *p = NULL;
+    s->backend->device_info(s->device, &before);
+    struct moe_status st =
+        s->backend->mem_alloc(s->device, MOE_MEM_DEVICE, (size_t)before.memory_bytes, &p);
+    s->backend->device_info(s->device, &after);
+    return (st.code == MOE_RESOURCE_EXHAUSTED && p == NULL &&
+            after.used_bytes == before.used_bytes) ||
+           wrong(s, "all memory of a device that is in use was answered with %s",
+                 moe_code_name(st.code));
+}
+
 static bool open_device(struct subject *s, const struct plan *plan)
 {
     struct moe_device_config config = {.ordinal = (int)s->member->slot,
@@ -116,7 +131,7 @@ static bool open_device(struct subject *s, const struct plan *plan)
         return false;
     s->host = (struct arena){.kind = MOE_MEM_HOST, .base = host, .bytes = HOST_BYTES};
     s->dev = (struct arena){.kind = MOE_MEM_DEVICE, .base = dev, .bytes = DEVICE_BYTES};
-    return true;
+    return refuses_too_much(s);
 }
 
 static void report(const struct subject *s)
