@@ -1,5 +1,6 @@
 #include "base/daemon.h"
 
+#include "base/endpoint.h"
 #include "base/log.h"
 
 #include <fcntl.h>
@@ -79,12 +80,17 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
     const char *wrong = d->check(d->ctx);
     if (wrong != NULL)
         return usage(d, wrong);
+    struct moe_status st = moe_ok();
+    if (s->metrics_listen != NULL)
+        st = moe_endpoint_check_listen("--metrics-listen", s->metrics_listen);
+    if (moe_failed(&st))
+        return usage(d, st.text);
     if (s->ready_fd != 0 && fcntl((int)s->ready_fd, F_GETFD) < 0)
         return usage(d, "--ready-fd is not an open descriptor");
     if (!set_log(d, s))
         return usage(d, "--log-level is error, warn, info or debug; --log-format is text or json");
     signal(SIGPIPE, SIG_IGN);
-    struct moe_status st = d->run(s, d->ctx);
+    st = d->run(s, d->ctx);
     if (moe_failed(&st))
         moe_log_error("%s", st.text);
     return moe_failed(&st) ? EXIT_FAILED : EXIT_OK;

@@ -1,5 +1,6 @@
 /* moe-coordinator: settings, then moe_coordinator_run. */
 #include "base/daemon.h"
+#include "base/endpoint.h"
 #include "base/log.h"
 #include "coordinator/placement.h"
 #include "coordinator/service.h"
@@ -16,7 +17,9 @@ struct settings {
 static const char *check_settings(const void *ctx)
 {
     const struct settings *s = ctx;
-    return strrchr(s->listen, ':') == NULL ? "--listen wants HOST:PORT" : NULL;
+    static struct moe_status wrong; /* outlives the answer */
+    wrong = moe_endpoint_check_listen("--listen", s->listen);
+    return moe_failed(&wrong) ? wrong.text : NULL;
 }
 
 static struct moe_status announce(const struct moe_daemon_settings *common, const char *listen,

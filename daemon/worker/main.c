@@ -1,5 +1,7 @@
 /* moe-worker: settings and signals around worker.h. A drain that was cut short is a failure. */
+#include "base/clock.h"
 #include "base/daemon.h"
+#include "base/endpoint.h"
 #include "base/log.h"
 #include "base/metrics_http.h"
 #include "base/size.h"
@@ -12,6 +14,8 @@
 #include <uv.h>
 
 enum { ANY_SLOT = MOE_MAX_SLOTS };
+
+#define ECHO_NS (100 * MOE_NS_PER_MS)
 
 struct settings {
     const char *model, *coordinator, *listen, *advertise, *backend, *worker_id;
@@ -29,6 +33,7 @@ struct run {
     uv_async_t ended;
     struct moe_worker *worker;
     unsigned signals_seen;
+    uint64_t first_signal_ns;
     struct moe_status outcome; /* set before `ended` is sent */
 };
 
@@ -52,12 +57,17 @@ static void stop_loop(uv_async_t *async)
     uv_stop(async->loop);
 }
 
-/* The first signal drains, the second gives up waiting, the third finds no handler any more. */
+/* The first signal drains, the second gives up waiting, the third finds no handler any more. One
+ * that comes right behind the first is the same wish: a group and its leader may both be told. */
 static void on_signal(uv_signal_t *handle, int signum)
 {
     struct run *run = handle->data;
     (void)signum;
+    uint64_t now = moe_clock_ns();
+    if (run->signals_seen > 0 && now - run->first_signal_ns < ECHO_NS)
+        return;
     if (run->signals_seen++ == 0) {
+        run->first_signal_ns = now;
         moe_worker_drain(run->worker, "stopped by a signal");
         return;
     }
@@ -185,13 +195,17 @@ static const char *check_settings(const void *ctx)
         return "--model is required";
     if (s->coordinator == NULL)
         return "--coordinator is required";
-    if (strrchr(s->listen, ':') == NULL)
-        return "--listen wants HOST:PORT";
     if (moe_pow2_ceil((uint32_t)s->max_tokens_per_step) != s->max_tokens_per_step)
         return "--max-tokens-per-step is a power of two";
     if (!known_backend)
         return "--backend is cpu, cuda or auto";
-    return NULL;
+    static struct moe_status wrong; /* outlives the answer */
+    wrong = moe_endpoint_check("--coordinator", s->coordinator);
+    if (!moe_failed(&wrong))
+        wrong = moe_endpoint_check_listen("--listen", s->listen);
+    if (!moe_failed(&wrong) && s->advertise != NULL)
+        wrong = moe_endpoint_check("--advertise", s->advertise);
+    return moe_failed(&wrong) ? wrong.text : NULL;
 }
 
 int main(int argc, char **argv)
