@@ -130,6 +130,17 @@ struct moe_status moe_keys_get(struct moe_keys *k, const char *names, const json
     return moe_ok();
 }
 
+static struct moe_status out_of_range(const struct moe_keys *k, const json_t *v, uint32_t min,
+                                      uint32_t max)
+{
+    char *text = json_dumps(v, JSON_ENCODE_ANY | JSON_COMPACT | JSON_ENSURE_ASCII);
+    struct moe_status st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                                     "config.json: %s is %.40s, not a whole number from %u to %u",
+                                     k->name, text != NULL ? text : "?", min, max);
+    free(text);
+    return st;
+}
+
 struct moe_status moe_keys_uint(struct moe_keys *k, const char *names, uint32_t min, uint32_t max,
                                 uint32_t *out)
 {
@@ -138,8 +149,7 @@ struct moe_status moe_keys_uint(struct moe_keys *k, const char *names, uint32_t 
     if (v == NULL)
         return moe_ok();
     if (!json_is_integer(v) || json_integer_value(v) < min || json_integer_value(v) > max)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "config.json: %s is not a whole number from %u to %u", k->name, min, max);
+        return out_of_range(k, v, min, max);
     *out = (uint32_t)json_integer_value(v);
     return moe_ok();
 }

@@ -2,11 +2,12 @@
  * reads a byte. A shape that is not exactly one of the known ones is refused, not reinterpreted. */
 #include "model/layout.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { NAME_BYTES = 192 };
+enum { NAME_BYTES = 192, SHAPE_BYTES = 56 };
 
 static const char *const prefixes[] = {"model.layers.", "model.language_model.layers.",
                                        "language_model.model.layers.", "language_model.layers.",
@@ -18,10 +19,24 @@ static struct moe_status missing(const char *name)
                      "the checkpoint lacks tensor %.150s", name);
 }
 
-static struct moe_status wrong_shape(const struct moe_tensor *t)
+/* "[8, 64]" */
+static void print_shape(char to[SHAPE_BYTES], const uint64_t *dims, uint32_t rank)
 {
+    size_t at = (size_t)snprintf(to, SHAPE_BYTES, "[");
+    for (uint32_t i = 0; i < rank && at < SHAPE_BYTES; i++)
+        at += (size_t)snprintf(to + at, SHAPE_BYTES - at, "%s%" PRIu64, i > 0 ? ", " : "", dims[i]);
+    if (at < SHAPE_BYTES)
+        snprintf(to + at, SHAPE_BYTES - at, "]");
+}
+
+static struct moe_status wrong_shape(const struct moe_tensor *t, const uint64_t *dims,
+                                     uint32_t rank)
+{
+    char has[SHAPE_BYTES], wanted[SHAPE_BYTES];
+    print_shape(has, t->shape, t->rank);
+    print_shape(wanted, dims, rank);
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
-                     "tensor %.150s does not have the shape that config.json implies", t->name);
+                     "tensor %.80s is %s; config.json implies %s", t->name, has, wanted);
 }
 
 /* prefix + layer + "." + pattern, with '*' replaced by the expert. */
@@ -93,7 +108,7 @@ static struct moe_status whole(const struct moe_layout *l, const struct moe_laye
     MOE_TRY(find(l, spec, pattern, expert, &p->at));
     uint64_t dims[2] = {p->rows, p->columns};
     if (!shape_is(p->at.tensor, dims, 2))
-        return wrong_shape(p->at.tensor);
+        return wrong_shape(p->at.tensor, dims, 2);
     p->first = 0;
     p->bytes = p->at.tensor->bytes;
     p->base = 0;
@@ -143,11 +158,15 @@ static struct moe_status fused_is_transposed(const struct moe_layout *l,
     uint64_t e = spec->experts, h = spec->hidden, i = spec->intermediate;
     MOE_TRY(find(l, spec, gate_up, 0, &g));
     MOE_TRY(find(l, spec, down, 0, &d));
-    bool straight = shape_is(g.tensor, (uint64_t[]){e, 2 * i, h}, 3) &&
-                    shape_is(d.tensor, (uint64_t[]){e, h, i}, 3);
+    const uint64_t gate_up_dims[] = {e, 2 * i, h}, down_dims[] = {e, h, i};
+    bool gate_up_straight = shape_is(g.tensor, gate_up_dims, 3);
+    bool straight = gate_up_straight && shape_is(d.tensor, down_dims, 3);
     *transposed = shape_is(g.tensor, (uint64_t[]){e, h, 2 * i}, 3) &&
                   shape_is(d.tensor, (uint64_t[]){e, i, h}, 3);
-    return straight || *transposed ? moe_ok() : wrong_shape(g.tensor);
+    if (straight || *transposed)
+        return moe_ok();
+    return gate_up_straight ? wrong_shape(d.tensor, down_dims, 3)
+                            : wrong_shape(g.tensor, gate_up_dims, 3);
 }
 
 struct fused_names {
@@ -170,7 +189,7 @@ static struct moe_status fused_bias(const struct moe_layout *l, const struct moe
     MOE_TRY(find(l, spec, down ? names->down_bias : names->gate_up_bias, 0, &p->at));
     uint64_t dims[2] = {spec->experts, down ? p->rows : 2 * p->rows};
     if (!shape_is(p->at.tensor, dims, 2))
-        return wrong_shape(p->at.tensor);
+        return wrong_shape(p->at.tensor, dims, 2);
     take_expert(p, spec->experts, expert);
     p->base = 0;
     p->row_step = p->column_step = 1;

@@ -220,8 +220,9 @@ static struct moe_status read_file(struct moe_st_file *f)
         length = length << 8 | raw[i];
     if (length > MOE_ST_HEADER_MAX)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
-                         "safetensors header larger than %llu bytes",
-                         (unsigned long long)MOE_ST_HEADER_MAX);
+                         "not a safetensors file: its header would be of %llu bytes, the largest "
+                         "is %llu",
+                         (unsigned long long)length, (unsigned long long)MOE_ST_HEADER_MAX);
     if (length > f->size - sizeof raw)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TRUNCATED,
                          "the file ends inside the safetensors header");

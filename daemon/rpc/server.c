@@ -6,10 +6,13 @@
 #include "rpc/serving.h"
 
 #include <arpa/inet.h>
+#include <errno.h>
 #include <grpc/impl/codegen/grpc_types.h>
 #include <limits.h>
+#include <netdb.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* Defaults. */
 enum { STREAMS = 128, TIME_LIMIT_MS = 60000 };
@@ -168,13 +171,39 @@ static struct moe_status create_shards(struct moe_rpc_server *s, uint32_t count)
     return moe_ok();
 }
 
+/* The core does not say why it could not listen: asks the system once more, without it. Empty when
+ * the address has become free meanwhile, or only a name server knows it. */
+static const char *why_not_listening(const char *listen)
+{
+    char host[256];
+    struct moe_status st = split_address(listen, host, sizeof host);
+    const char *name = strcmp(host, "localhost") == 0 ? "127.0.0.1" : host;
+    struct addrinfo hints = {.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV,
+                             .ai_socktype = SOCK_STREAM};
+    struct addrinfo *at = NULL;
+    if (moe_failed(&st) || getaddrinfo(name, strrchr(listen, ':') + 1, &hints, &at) != 0)
+        return "";
+    int error = 0, yes = 1;
+    int fd = socket(at->ai_family, at->ai_socktype | SOCK_CLOEXEC, 0);
+    if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes) != 0 ||
+        bind(fd, at->ai_addr, at->ai_addrlen) != 0)
+        error = errno;
+    if (fd >= 0)
+        close(fd);
+    freeaddrinfo(at);
+    return error != 0 ? strerror(error) : "";
+}
+
 static struct moe_status bind_port(struct moe_rpc_server *s, const char *listen)
 {
     grpc_server_credentials *plain = grpc_insecure_server_credentials_create();
     int port = grpc_server_add_http2_port(s->core, listen, plain);
     grpc_server_credentials_release(plain);
-    if (port <= 0)
-        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot listen on %s", listen);
+    if (port <= 0) {
+        const char *why = why_not_listening(listen);
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot listen on %.120s%s%s", listen,
+                         why[0] != '\0' ? ": " : "", why);
+    }
     s->port = (uint16_t)port;
     return moe_ok();
 }

@@ -209,7 +209,7 @@ static struct moe_status check_state(struct parse *p, const Head *h)
                                "this worker is leaving");
     if (c->epoch == 0)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
-                               "the group is forming");
+                               "no view is in force: the group is forming, or lacks a worker");
     return moe_ok();
 }
 

@@ -302,7 +302,7 @@ static void ended(void *ctx, struct moe_status why)
 static struct moe_status open_model(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
-    MOE_TRY(moe_model_open(c->model, &w->model));
+    MOE_TRY(moe_error_context(moe_model_open(c->model, &w->model), "%.100s", c->model));
     MOE_TRY(c->backend->device_open(&c->device, &w->device));
     MOE_TRY(moe_loader_create(c->backend, w->device, w->model, &w->loader));
     struct moe_device_info info;
