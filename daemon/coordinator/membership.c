@@ -11,6 +11,8 @@
  * one that claims more than this many is broken. */
 #define EPOCH_PLAUSIBLE (UINT64_C(1) << 48)
 
+#define REFUSALS_EVERY_NS (30 * MOE_NS_PER_S)
+
 /* ------------------------------------------------------------------ outputs */
 
 struct moe_membership_action *moe_membership__emit(struct moe_membership *m,
@@ -237,6 +239,25 @@ static bool begin_member_input(struct moe_membership *m, uint64_t now_ns, uint64
     return true;
 }
 
+/* A worker that is refused tries again and again: one line for all of a kind within
+ * REFUSALS_EVERY_NS. */
+static void log_refusal(struct moe_membership *m, const struct moe_status *st)
+{
+    bool said = m->refused_ns != 0 && m->refused_code == st->code;
+    if (said && m->now_ns < m->refused_ns + REFUSALS_EVERY_NS) {
+        m->refusals_unsaid++;
+        return;
+    }
+    if (m->refusals_unsaid > 0)
+        moe_membership__log(m, MOE_LOG_WARN, "refused a worker: %s (%u more before)", st->text,
+                            m->refusals_unsaid);
+    else
+        moe_membership__log(m, MOE_LOG_WARN, "refused a worker: %s", st->text);
+    m->refused_ns = m->now_ns;
+    m->refused_code = st->code;
+    m->refusals_unsaid = 0;
+}
+
 void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                 const struct moe_membership_register *r)
 {
@@ -244,7 +265,7 @@ void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint6
         return;
     struct moe_status st = moe_membership__register(m, stream, r);
     if (st.code != MOE_OK) {
-        moe_membership__log(m, MOE_LOG_WARN, "refused a worker: %s", st.text);
+        log_refusal(m, &st);
         uint32_t slot;
         if (!moe_membership__find_stream(m, stream, &slot))
             moe_membership__close(m, stream, st);

@@ -98,6 +98,10 @@ struct moe_membership {
     char trouble[MOE_MEMBERSHIP_REASON_BYTES]; /* why not serving; "" = nothing went wrong */
     uint64_t causes[MOE_CAUSE_COUNT];
 
+    uint64_t refused_ns; /* when a refusal was logged last; 0 = never */
+    enum moe_code refused_code;
+    uint32_t refusals_unsaid;
+
     bool shutting_down, exited;
     uint64_t shutdown_deadline_ns;
     char shutdown_reason[MOE_MEMBERSHIP_REASON_BYTES];

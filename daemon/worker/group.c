@@ -18,6 +18,8 @@ enum {
     GIVEN_UP_RETRY_MS = 500,
 };
 
+#define AWAY_SAID_EVERY_NS (30 * MOE_NS_PER_S)
+
 static const char session_path[] = "/moe.v1.CoordinatorService/Session";
 
 /* ----------------------------------------------------------------------- events */
@@ -140,7 +142,7 @@ static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
     g->slots = r->slots;
     g->lease_ms = r->lease_ms;
     g->backoff_ms = BACKOFF_MIN_MS;
-    g->away_said = false;
+    g->away_since_ns = 0;
     if (r->epoch > g->floor)
         g->floor = r->epoch;
     g->config.hooks.seated(g->config.hooks.ctx, r->slot, r->slots);
@@ -245,6 +247,22 @@ static bool is_final(const struct moe_status *st)
     }
 }
 
+/* At once when the coordinator goes away, then now and then for as long as it stays away. */
+static void say_away(struct moe_group *g, const char *why)
+{
+    uint64_t now = moe_clock_ns();
+    if (g->away_since_ns == 0) {
+        g->away_since_ns = now;
+        moe_log_warn("coordinator: %s; trying again", why);
+    } else if (now >= g->away_said_ns + AWAY_SAID_EVERY_NS) {
+        moe_log_warn("coordinator: %s; trying again, for %llu s by now", why,
+                     (unsigned long long)((now - g->away_since_ns) / MOE_NS_PER_S));
+    } else {
+        return;
+    }
+    g->away_said_ns = now;
+}
+
 static void on_closed(struct moe_group *g, const struct event *e)
 {
     bool was_registered = g->registered;
@@ -261,10 +279,9 @@ static void on_closed(struct moe_group *g, const struct event *e)
         moe_group__end_view(g, "the coordinator went away");
     if (g->parting == ASKED)
         moe_group__begin_drain(g, 0, "the coordinator went away");
-    if (was_registered || !g->away_said)
-        moe_log_warn("coordinator: %s; trying again",
-                     moe_failed(&e->status) ? e->status.text : "ended the session");
-    g->away_said = true;
+    if (was_registered)
+        g->away_since_ns = 0;
+    say_away(g, moe_failed(&e->status) ? e->status.text : "ended the session");
     plan_reconnect(g);
 }
 

@@ -374,7 +374,7 @@ static void stream_closed(void *ctx, struct moe_status status)
     if (p->phase == STARTED)
         report_lost(p, UINT64_C(1) << p->sequencer_slot,
                     moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST,
-                              "the stream to the sequencer has ended: %s",
+                              "the sequencer ended its stream: %s",
                               moe_failed(&status) ? status.text : "closed by the peer"));
     pthread_mutex_unlock(&p->lock);
 }
