@@ -241,7 +241,8 @@ class Errors(unittest.TestCase):
         return caught.exception
 
     def test_nobody_there(self):
-        self.expect(grpc.StatusCode.UNAVAILABLE, "", moed.Client, "127.0.0.1:1", timeout=5)
+        error = self.expect(grpc.StatusCode.UNAVAILABLE, "", moed.Client, "127.0.0.1:1", timeout=5)
+        self.assertEqual(error.message, "127.0.0.1:1: cannot connect: Connection refused")
 
     def test_reason_and_pause_are_read(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
@@ -309,6 +310,67 @@ class Errors(unittest.TestCase):
                 with self.assertRaises(error):
                     client.forward(LAYER, *arguments)
             self.assertEqual(fake.requests, [])
+
+    def test_a_layer_is_an_int_or_a_layer(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client:
+            x = rows(1)
+            for layer in (LAYER, np.int64(LAYER), client.layers[0]):
+                np.testing.assert_array_equal(client.forward(layer, x), 2 * x)
+            for layer in (str(LAYER), float(LAYER), None):
+                with self.assertRaisesRegex(TypeError, "Layer or an int"):
+                    client.forward(layer, x)
+
+    def test_too_many_tokens_are_not_sent(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
+            for call in (client.forward, stream.forward):
+                error = self.expect(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOKEN_LIMIT", call, LAYER,
+                                    rows(101))
+                self.assertIn("at most 100", error.message)
+            self.assertEqual(fake.requests, [])
+
+    def test_answers_may_be_written_to(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client:
+            y = client.forward(LAYER, rows(2))
+            y += 1
+            result = client.forward(LAYER, rows(2), return_routing=True)
+            result.topk_ids[:] = 0
+            result.topk_weights[:] = 0
+
+    def test_epoch_and_version_are_sent(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
+            for call in (client.forward, stream.forward):
+                call(LAYER, rows(1), epoch=7, weights_version=5)
+                self.assertEqual((fake.requests[-1].epoch, fake.requests[-1].weights_version),
+                                 (7, 5))
+
+    def test_what_is_closed_says_so(self):
+        with fakes() as fake:
+            client = moed.Client(fake.endpoint)
+            first, second = client.stream(), client.stream()
+            first.close()
+            error = self.expect(grpc.StatusCode.CANCELLED, "", first.forward, LAYER, rows(1))
+            self.assertEqual(error.message, "the stream has been closed")
+            client.close()
+            for call in (client.forward, second.forward):
+                error = self.expect(grpc.StatusCode.CANCELLED, "", call, LAYER, rows(1))
+                self.assertEqual(error.message, "the client has been closed")
+            second.close()
+
+    def test_endpoints_of_another_form_are_refused(self):
+        for endpoint in ("foo", "a:0", "127.0.0.1:99999", "unix:/tmp/a", ""):
+            with self.assertRaisesRegex(ValueError, "is not HOST:PORT"):
+                moed.Client(endpoint)
+
+    def test_a_server_without_experts_is_told(self):
+        server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            error = self.expect(grpc.StatusCode.UNIMPLEMENTED, "", moed.Client,
+                                "127.0.0.1:%d" % port)
+            self.assertIn("use a worker's endpoint", error.message)
+        finally:
+            server.stop(None).wait()
 
     def test_a_stream_request_runs_out_of_time_alone(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:

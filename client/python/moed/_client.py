@@ -2,12 +2,15 @@
 
 import collections
 import itertools
+import operator
 import queue
 import random
+import re
 import threading
 import time
 
 import grpc
+import numpy as np
 
 from . import _errors, _wire
 from ._proto import expert_pb2
@@ -16,6 +19,19 @@ _SERVICE = "/moe.v1.ExpertService/"
 _MAX_MESSAGE = 2**31 - 1
 _ATTEMPTS = 4
 _PAUSE_FIRST, _PAUSE_MAX = 0.01, 1.0
+_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.]+(%[^\]]+)?\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+def _check_endpoint(endpoint):
+    """gRPC would take a port modulo 65536, and a name without a port."""
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None or not 1 <= int(match[3]) <= 65535:
+        raise ValueError("endpoint: %r is not HOST:PORT with a port from 1 to 65535" % endpoint)
+
+
+def _closed(what):
+    return _errors.MoeError(grpc.StatusCode.CANCELLED, "", "the %s has been closed" % what)
+
 
 Layer = collections.namedtuple(
     "Layer", "layer hidden experts top_k intermediate zero_experts shared_intermediate")
@@ -99,18 +115,21 @@ class Client:
     spread    send requests to all workers of the group in turn
     timeout   default limit of a call, in seconds
 
-    Raises MoeError when nobody answers. Close it, or use it as a context manager.
+    Raises MoeError when nobody answers, ValueError for what is not "host:port". Close it, or use it
+    as a context manager.
     """
 
     def __init__(self, endpoint, spread=False, timeout=60.0):
+        _check_endpoint(endpoint)
         self._timeout = timeout
+        self._is_closed = False
         self._workers = [_Worker(endpoint)]
         try:
             info = self._workers[0].info(expert_pb2.GetServerInfoRequest(), timeout=timeout)
             model = self._workers[0].model(expert_pb2.GetModelRequest(), timeout=timeout)
         except grpc.RpcError as error:
             self.close()
-            raise _errors.from_rpc_error(error) from None
+            raise _errors.from_connect_error(error, endpoint) from None
         except BaseException:
             self.close()
             raise
@@ -142,6 +161,12 @@ class Client:
         return self._layer_by_index[index]
 
     def _find(self, layer):
+        if isinstance(layer, Layer):
+            layer = layer.layer
+        try:
+            layer = operator.index(layer)
+        except TypeError:
+            raise TypeError("layer must be a Layer or an int, not %r" % (layer,)) from None
         try:
             return self._layer_by_index[layer]
         except KeyError:
@@ -150,25 +175,39 @@ class Client:
                 "model %s has no MoE layer %s" % (self._info.model, layer)) from None
 
     def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-                timeout=None):
+                timeout=None, epoch=0, weights_version=0):
         """The output of one MoE layer.
 
-        layer         index of the layer in the model
+        layer         a Layer, or its index in the model
         x             [T,H] float32 or bfloat16 (see the package's text on bfloat16)
         topk_ids      [T,K] integers: use these experts (-1: none); None: the layer's router chooses
         topk_weights  [T,K] floats: with these weights; None: the router's weights of those experts
         timeout       limit in seconds, tries included; None: the client's
+        epoch, weights_version
+                      answer only under this epoch, with these weights (FAILED_PRECONDITION
+                      otherwise); 0: any
 
         Returns y [T,H] with x's dtype, routed plus shared experts, without the residual; or with
-        `return_routing` a ForwardResult. The arrays are read-only.
+        `return_routing` a ForwardResult. The arrays are the caller's own.
 
         A call that fails with UNAVAILABLE is tried again, on another worker where there is one.
         Raises MoeError, and ValueError or TypeError for arguments that cannot be sent.
         """
-        request = expert_pb2.ForwardRequest()
-        x = _wire.fill_request(request, self._find(layer), x, topk_ids, topk_weights,
-                               return_routing)
+        request = expert_pb2.ForwardRequest(epoch=epoch, weights_version=weights_version)
+        x = self._fill(request, layer, x, topk_ids, topk_weights, return_routing)
         return _result(self._call(request, timeout), x, return_routing)
+
+    def _fill(self, request, layer, x, topk_ids, topk_weights, return_routing):
+        """x as it is sent. What the server would refuse for its size is not sent."""
+        if self._is_closed:
+            raise _closed("client")
+        layer, x = self._find(layer), np.asarray(x)
+        limit = self._info.max_tokens_per_request
+        if x.ndim == 2 and 0 < limit < x.shape[0]:
+            raise _errors.MoeError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "TOKEN_LIMIT",
+                "%d tokens; the server takes at most %d in a request" % (x.shape[0], limit))
+        return _wire.fill_request(request, layer, x, topk_ids, topk_weights, return_routing)
 
     def _call(self, request, timeout):
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
@@ -179,6 +218,11 @@ class Client:
                 return worker.forward(request, timeout=max(deadline - time.monotonic(), 0))
             except grpc.RpcError as error:
                 failure = _errors.from_dropped_call(error)
+            except ValueError:  # gRPC's word for a channel that has been closed
+                if not self._is_closed:
+                    raise
+            if self._is_closed:
+                raise _closed("client")
             half = min(_PAUSE_FIRST * 2**attempt, _PAUSE_MAX) / 2
             pause = (failure.retry_after or half) + random.uniform(0, half)
             if (failure.code != grpc.StatusCode.UNAVAILABLE or attempt == _ATTEMPTS - 1
@@ -189,10 +233,13 @@ class Client:
 
     def stream(self):
         """A Stream to one worker: less cost per call, no retries. A context manager."""
+        if self._is_closed:
+            raise _closed("client")
         return Stream(self, self._workers[next(self._turn) % len(self._workers)])
 
     def close(self):
         """Closes the connections; calls in flight fail."""
+        self._is_closed = True
         for worker in self._workers:
             worker.channel.close()
 
@@ -221,7 +268,7 @@ class Stream:
         self._lock = threading.Lock()
         self._pending = {}  # request id -> _Pending
         self._ids = itertools.count(1)
-        self._end = None  # MoeError once the stream is over
+        self._end = None  # MoeError once the stream is over, or is being closed
         self._outgoing = queue.SimpleQueue()
         self._call = worker.stream(iter(self._outgoing.get, None))
         self._reader = threading.Thread(target=self._read, name="moed-stream", daemon=True)
@@ -240,8 +287,12 @@ class Stream:
                 pending.answer = answer
                 pending.over.set()
         except grpc.RpcError as error:
-            end = _errors.from_rpc_error(error)
+            end = _errors.from_dropped_call(error)
         with self._lock:
+            if self._client._is_closed:
+                end = _closed("client")
+            elif self._end is not None:
+                end = self._end
             self._end = end
             left = list(self._pending.values())
             self._pending.clear()
@@ -250,11 +301,10 @@ class Stream:
             pending.over.set()
 
     def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-                timeout=None):
+                timeout=None, epoch=0, weights_version=0):
         """As Client.forward, without retries."""
-        request = expert_pb2.ForwardStreamRequest()
-        x = _wire.fill_request(request, self._client._find(layer), x, topk_ids, topk_weights,
-                               return_routing)
+        request = expert_pb2.ForwardStreamRequest(epoch=epoch, weights_version=weights_version)
+        x = self._client._fill(request, layer, x, topk_ids, topk_weights, return_routing)
         request.request_id = next(self._ids)
         pending = _Pending()
         with self._lock:
@@ -276,6 +326,9 @@ class Stream:
 
     def close(self):
         """Ends the stream; requests in flight are still answered."""
+        with self._lock:
+            if self._end is None:
+                self._end = _closed("stream")
         self._outgoing.put(None)
         self._reader.join(self._client._timeout)
         self._call.cancel()

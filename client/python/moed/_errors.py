@@ -33,6 +33,13 @@ def _parse(message_type, data):
         return message_type()
 
 
+def _last_cause(text):
+    """A person wants "Connection refused", not the layers of gRPC that it came through."""
+    if text.startswith(("failed to connect to all addresses", "DNS resolution failed")):
+        return "cannot connect: " + text.rpartition(": ")[2]
+    return text
+
+
 def from_rpc_error(error):
     """The MoeError for a grpc.RpcError, ErrorInfo and RetryInfo included."""
     reason, retry_after = "", None
@@ -46,14 +53,27 @@ def from_rpc_error(error):
             elif kind == _RETRY_INFO:
                 delay = _parse(rpc_status_pb2.RetryInfo, detail.value).retry_delay
                 retry_after = delay.seconds + delay.nanos * 1e-9
-    return MoeError(error.code(), reason, error.details() or "", retry_after)
+    return MoeError(error.code(), reason, _last_cause(error.details() or ""), retry_after)
+
+
+def from_connect_error(error, endpoint):
+    """The MoeError for a server that could not be asked who it is."""
+    failure = from_rpc_error(error)
+    message = failure.message
+    if failure.code == grpc.StatusCode.UNIMPLEMENTED:
+        message = "this is no worker but, it seems, a coordinator; use a worker's endpoint"
+    return MoeError(failure.code, failure.reason, "%s: %s" % (endpoint, message),
+                    failure.retry_after)
 
 
 def from_dropped_call(error):
     """As from_rpc_error, for a call that this side has not cancelled: CANCELLED without a word is a
-    server that reset the call as it went down, which is UNAVAILABLE."""
+    server that reset the call as it went down, which is UNAVAILABLE, and so is gRPC's own text
+    about a server that cancels what it has."""
     failure = from_rpc_error(error)
-    if failure.code == grpc.StatusCode.CANCELLED and not error.trailing_metadata():
+    if not error.trailing_metadata() and (
+            failure.code == grpc.StatusCode.CANCELLED
+            or "Cancelling all calls" in failure.message):
         return MoeError(grpc.StatusCode.UNAVAILABLE, "", "the server dropped the call")
     return failure
 

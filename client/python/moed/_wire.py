@@ -51,11 +51,11 @@ def fill_request(request, layer, x, topk_ids, topk_weights, return_routing):
 def _array(data, dtype, shape, name):
     if len(data) != np.dtype(dtype).itemsize * shape[0] * shape[1]:
         raise ValueError("broken answer from the server: %s has %d bytes" % (name, len(data)))
-    return np.frombuffer(data, dtype).reshape(shape)
+    return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 def read_y(answer, x):
-    """y [T,H] with the dtype of x. Read-only: it shares the answer's memory."""
+    """y [T,H] with the dtype of x, in memory of its own that may be written to."""
     if (answer.tokens, answer.hidden) != x.shape:
         raise ValueError("broken answer from the server: y has another shape than x")
     return _array(answer.y_data, x.dtype, x.shape, "y")
@@ -67,5 +67,5 @@ def read_routing(answer, x):
     dtype = ID_DTYPES.get(answer.topk_ids_dtype)
     if dtype is None:
         raise ValueError("broken answer from the server: topk_ids of an unknown dtype")
-    ids = _array(answer.topk_ids, dtype, shape, "topk_ids").astype(np.int32)
+    ids = _array(answer.topk_ids, dtype, shape, "topk_ids").astype(np.int32, copy=False)
     return ids, _array(answer.topk_weights, np.float32, shape, "topk_weights")
