@@ -13,7 +13,8 @@ struct moe_cuda_ep {
     bool dispatched;             /* and it can be combined */
     struct moe_cuda_pass pass;
 
-    uint32_t *position, *start, *count, *row_of; /* as in struct moe_cuda_pass */
+    /* As in struct moe_cuda_pass. */
+    uint32_t *position, *start, *count, *row_of, *parts_ready;
     struct moe_cuda_buffer rows, row_weight;
 };
 
@@ -24,7 +25,7 @@ struct table {
     size_t bytes;
 };
 
-enum { TABLES = 4 };
+enum { TABLES = 5 };
 
 static void list_tables(struct moe_cuda_ep *ep, struct table out[TABLES])
 {
@@ -34,6 +35,7 @@ static void list_tables(struct moe_cuda_ep *ep, struct table out[TABLES])
     out[1] = (struct table){&ep->row_of, w->slots * pairs * sizeof(uint32_t)};
     out[2] = (struct table){&ep->start, (w->max_experts + (size_t)1) * sizeof(uint32_t)};
     out[3] = (struct table){&ep->count, w->max_experts * sizeof(uint32_t)};
+    out[4] = (struct table){&ep->parts_ready, (size_t)w->slots * w->max_tokens * sizeof(uint32_t)};
 }
 
 struct moe_status moe_cuda_ep_create(struct moe_session *session, struct moe_cuda_ep **out)
@@ -157,6 +159,14 @@ static void fill_head(const struct moe_cuda_batch *b, uint32_t head[MOE_HEAD_WOR
     head[MOE_HEAD_PLACEMENT] = b->layer->placement.version & mask;
 }
 
+/* Few tokens would leave warps without work, and long rows make a warp's turn long. */
+static uint32_t parts_of(const struct moe_cuda_batch *b)
+{
+    if (b->bucket <= 512)
+        return 8;
+    return b->layer->spec.hidden > 4096 ? 2 : 1;
+}
+
 static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
 {
     const struct moe_session *s = ep->session;
@@ -189,6 +199,8 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .rows = ep->rows.data,
         .row_weight = ep->row_weight.data,
         .row_capacity = moe_cuda_ep_most_rows(s, layer, b->bucket),
+        .parts = parts_of(b),
+        .parts_ready = ep->parts_ready,
     };
     fill_head(b, p->head);
 }

@@ -1,8 +1,8 @@
 /* Combine, one launch: sums of a token's local rows go home, and the own tokens are finished there.
  *
- * One CTA of 16 warps per multiprocessor, a warp per token. The first warps of each CTA sum rows
- * for peers, the others finish own tokens; who has nothing left to sum for peers helps them. All
- * sums are fp32 in one fixed order: rows of a token by k, then slots by number. */
+ * One CTA of 16 warps per multiprocessor, a warp per token or part of one. The first warps of each
+ * CTA sum rows for peers, the others finish own tokens; who has nothing left to sum for peers helps
+ * them. All sums are fp32 in one fixed order: rows of a token by k, then slots by number. */
 #include "cuda/rows.cuh"
 
 #include <cuda_bf16.h>
@@ -16,21 +16,6 @@ template <uint32_t N> struct columns {
     float v[N];
 };
 
-__device__ static void add(columns<1> &sum, const float *row)
-{
-    sum.v[0] += __ldcg(row);
-}
-
-__device__ static void add(columns<WIDE> &sum, const float *row)
-{
-    float4 a = __ldcg(reinterpret_cast<const float4 *>(row));
-    float4 b = __ldcg(reinterpret_cast<const float4 *>(row) + 1);
-    const float v[WIDE] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-    for (uint32_t i = 0; i < WIDE; i++)
-        sum.v[i] += v[i];
-}
-
 __device__ static float widen(uint32_t bf16)
 {
     return __uint_as_float(bf16 << 16);
@@ -43,9 +28,9 @@ __device__ static columns<1> load(const float *row, columns<1>)
 
 __device__ static columns<WIDE> load(const float *row, columns<WIDE>)
 {
-    columns<WIDE> c = {};
-    add(c, row);
-    return c;
+    float4 a = __ldcg(reinterpret_cast<const float4 *>(row));
+    float4 b = __ldcg(reinterpret_cast<const float4 *>(row) + 1);
+    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
 }
 
 __device__ static columns<1> load(const __nv_bfloat16 *row, columns<1>)
@@ -99,25 +84,49 @@ __device__ static void add_scaled(columns<N> &sum, const columns<N> &from, float
         sum.v[i] += scale * from.v[i];
 }
 
+constexpr uint32_t ROWS_AT_ONCE = 4; /* loads of different rows in flight */
+
 /* Rows of the choices in `lanes`, added in k order, from column h on. Lane k holds row k. */
 template <uint32_t N>
 __device__ static columns<N> sum_rows(const struct moe_cuda_pass &p, uint32_t lanes, uint32_t row,
                                       uint32_t h)
 {
     columns<N> sum = {};
-    for (uint32_t left = lanes; left != 0; left &= left - 1) {
-        size_t from = __shfl_sync(ALL_LANES, row, __ffs(left) - 1);
-        if (h < p.hidden)
-            add(sum, p.expert_out + from * p.hidden + h);
+    for (uint32_t left = lanes; left != 0;) {
+        columns<N> from[ROWS_AT_ONCE];
+#pragma unroll
+        for (uint32_t i = 0; i < ROWS_AT_ONCE; i++) {
+            from[i] = {};
+            if (left == 0)
+                continue;
+            size_t at = __shfl_sync(ALL_LANES, row, __ffs(left) - 1);
+            left &= left - 1;
+            if (h < p.hidden)
+                from[i] = load(p.expert_out + at * p.hidden + h, columns<N>{});
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < ROWS_AT_ONCE; i++)
+            add_scaled(sum, from[i], 1.0f);
     }
     return sum;
+}
+
+/* Columns of a part of a row: rows are cut where there are fewer tokens than warps. */
+template <uint32_t N>
+__device__ static void part_columns(const struct moe_cuda_pass &p, uint32_t part, uint32_t *begin,
+                                    uint32_t *end)
+{
+    uint32_t chunks = (p.hidden + 32 * N - 1) / (32 * N);
+    uint32_t width = (chunks + p.parts - 1) / p.parts * 32 * N;
+    *begin = part * width;
+    *end = min(*begin + width, p.hidden);
 }
 
 /* ------------------------------------------------------------- for peers */
 
 template <typename Element, uint32_t N>
 __device__ static void return_token(const struct moe_cuda_pass &p, uint64_t stamp, uint32_t home,
-                                    uint32_t t)
+                                    uint32_t t, uint32_t part)
 {
     const uint32_t lane = threadIdx.x % 32;
     uint32_t row = lane < p.top_k ? row_of_token(p, home, t)[lane] : MOE_CUDA_NO_ROW;
@@ -127,7 +136,9 @@ __device__ static void return_token(const struct moe_cuda_pass &p, uint64_t stam
     uint8_t *window = p.control->window[home];
     Element *to =
         static_cast<Element *>(moe_window_partial_of(&p.layout, window, p.slot, t, p.stride));
-    for (uint32_t h = lane * N; h - lane * N < p.hidden; h += 32 * N) {
+    uint32_t begin, end;
+    part_columns<N>(p, part, &begin, &end);
+    for (uint32_t h = begin + lane * N; h - lane * N < end; h += 32 * N) {
         columns<N> sum = sum_rows<N>(p, lanes, row, h);
         if (h < p.hidden)
             store(to + h, sum);
@@ -136,6 +147,13 @@ __device__ static void return_token(const struct moe_cuda_pass &p, uint64_t stam
     if (lane != 0)
         return;
     fence_system();
+    if (p.parts > 1) {
+        uint32_t *ready = p.parts_ready + home * p.layout.shape.max_tokens + t;
+        if (atomicAdd(ready, 1u) != p.parts - 1)
+            return;
+        *ready = 0;
+        fence_system();
+    }
     store_relaxed(moe_window_returned_of(&p.layout, window, p.slot, t),
                   moe_window_word(stamp, __popc(lanes)));
 }
@@ -144,12 +162,12 @@ template <typename Element, uint32_t N>
 __device__ static void return_tokens(const struct moe_cuda_pass &p, uint64_t stamp)
 {
     struct moe_cuda_control *c = p.control;
-    const uint32_t items = most_peer_tokens(p) * (p.slots - 1);
+    const uint32_t items = most_peer_tokens(p) * (p.slots - 1) * p.parts;
     for (uint32_t i = take_item(&c->next_return); i < items; i = take_item(&c->next_return)) {
         uint32_t home, t;
-        peer_item(p, i, true, &home, &t);
+        peer_item(p, i / p.parts, true, &home, &t);
         if (t < c->tokens_of[home])
-            return_token<Element, N>(p, stamp, home, t);
+            return_token<Element, N>(p, stamp, home, t, i % p.parts);
     }
 }
 
@@ -188,7 +206,7 @@ __device__ static void finish_columns(const struct moe_cuda_pass &p, const struc
     const size_t at = static_cast<size_t>(t) * p.hidden + h;
     columns<N> sum = {};
     if (inside && p.base != nullptr)
-        add(sum, p.base + at);
+        sum = load(p.base + at, sum);
     for (uint32_t left = o.wanted; left != 0; left &= left - 1) {
         uint32_t s = static_cast<uint32_t>(__ffs(left)) - 1;
         columns<N> part = {};
@@ -210,9 +228,10 @@ __device__ static void finish_columns(const struct moe_cuda_pass &p, const struc
         store(static_cast<Element *>(p.y) + at, sum);
 }
 
-/* False when a wait failed. */
+/* A part of an own token. False when a wait failed. */
 template <typename Element, uint32_t N>
-__device__ static bool finish_token(const struct moe_cuda_pass &p, uint64_t stamp, uint32_t t)
+__device__ static bool finish_token(const struct moe_cuda_pass &p, uint64_t stamp, uint32_t t,
+                                    uint32_t part)
 {
     struct moe_cuda_control *c = p.control;
     const uint32_t lane = threadIdx.x % 32;
@@ -226,13 +245,15 @@ __device__ static bool finish_token(const struct moe_cuda_pass &p, uint64_t stam
                          stamp, lane, &unused);
     if (!__all_sync(ALL_LANES, here))
         return false;
+    uint32_t begin, end;
+    part_columns<N>(p, part, &begin, &end);
     if (!token_counts(p, t)) {
         const columns<N> nothing = {};
-        for (uint32_t h = lane * N; h < p.hidden; h += 32 * N)
+        for (uint32_t h = begin + lane * N; h < end; h += 32 * N)
             store(static_cast<Element *>(p.y) + static_cast<size_t>(t) * p.hidden + h, nothing);
         return true;
     }
-    for (uint32_t h = lane * N; h - lane * N < p.hidden; h += 32 * N)
+    for (uint32_t h = begin + lane * N; h - lane * N < end; h += 32 * N)
         finish_columns<Element, N>(p, o, t, h);
     return true;
 }
@@ -242,8 +263,9 @@ __device__ static void finish_tokens(const struct moe_cuda_pass &p, uint64_t sta
 {
     struct moe_cuda_control *c = p.control;
     bool good = true;
-    for (uint32_t t = take_item(&c->next_home); good && t < p.tokens; t = take_item(&c->next_home))
-        good = finish_token<Element, N>(p, stamp, t);
+    for (uint32_t i = take_item(&c->next_home); good && i < p.tokens * p.parts;
+         i = take_item(&c->next_home))
+        good = finish_token<Element, N>(p, stamp, i / p.parts, i % p.parts);
 }
 
 /* ---------------------------------------------------------------- kernel */

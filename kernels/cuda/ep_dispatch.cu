@@ -1,7 +1,8 @@
 /* Prepare and dispatch. Two launches:
  *
- *   announce   a warp per expert walks over all choices of the own tokens in order: their positions
- *              among the rows for that expert, and the counts, which go to the peers with the head
+ *   announce   a CTA per expert walks over all choices of the own tokens: first each warp counts in
+ *              its share, then it knows the positions among all rows for that expert; the counts
+ *              go to the peers with the head
  *   dispatch   one CTA of 16 warps per multiprocessor. The first warps of each send tokens, the
  *              others wait for heads and counts, lay out the rows, and expand tokens as they come;
  *              warps that have nothing left to send help them. Rows are moved in registers, a warp
@@ -13,8 +14,8 @@
 
 /* ------------------------------------------------------------- announce */
 
-constexpr uint32_t ANNOUNCE_WARPS = 8;
-constexpr uint32_t ANNOUNCE_UNROLL = 8;
+constexpr uint32_t ANNOUNCE_WARPS = 16;
+constexpr uint32_t ANNOUNCE_UNROLL = 4;
 
 /* Lane i: head word i to every slot, the own one included. Also clears the pass's tables, so that a
  * pass that ends early has no rows. */
@@ -52,48 +53,65 @@ __device__ static uint32_t place_matches(uint32_t match, uint32_t copy, uint32_t
     return position;
 }
 
-__global__ void __launch_bounds__(32 * ANNOUNCE_WARPS)
-    announce_kernel(const __grid_constant__ struct moe_cuda_pass p)
+/* Walks over the pairs first .. end - 1 in order and counts expert e's rows by copy; with `place`
+ * their positions are stored as well. Lane j has copy j's count, before and after. */
+__device__ static uint32_t walk_pairs(const struct moe_cuda_pass &p, uint32_t e, uint32_t copies,
+                                      uint32_t first, uint32_t end, uint32_t running, bool place)
 {
-    struct moe_cuda_control *c = p.control;
-    if (load_volatile(&c->stop) != 0)
-        return;
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t e = blockIdx.x * ANNOUNCE_WARPS + threadIdx.x / 32;
-    const uint32_t step = c->step + 1, parity = step & 1;
-    const uint64_t stamp = moe_window_stamp(c->epoch, step);
-    if (e == 0)
-        open_pass(p, stamp, parity);
-    if (e >= p.experts)
-        return;
-    const uint32_t first = p.placement.offset[e], copies = p.placement.offset[e + 1] - first;
-    const uint32_t pairs = p.tokens * p.top_k;
-    uint32_t running = 0;
-    for (uint32_t at = 0; at < pairs; at += 32 * ANNOUNCE_UNROLL) {
+    for (uint32_t at = first; at < end; at += 32 * ANNOUNCE_UNROLL) {
         int32_t id[ANNOUNCE_UNROLL];
 #pragma unroll
         for (uint32_t u = 0; u < ANNOUNCE_UNROLL; u++) {
             uint32_t pair = at + u * 32 + lane;
-            id[u] = pair < pairs ? p.ids[pair] : -1;
+            id[u] = pair < end ? p.ids[pair] : -1;
         }
 #pragma unroll
         for (uint32_t u = 0; u < ANNOUNCE_UNROLL; u++) {
-            uint32_t pair = at + u * 32 + lane, t = pair / p.top_k;
-            bool mine = id[u] == static_cast<int32_t>(e) && token_counts(p, t);
+            uint32_t pair = at + u * 32 + lane;
+            bool mine = id[u] == static_cast<int32_t>(e) && token_counts(p, pair / p.top_k);
             uint32_t match = __ballot_sync(ALL_LANES, mine);
             if (match == 0)
                 continue;
-            uint32_t position =
-                place_matches(match, copies == 1 ? 0 : t % copies, copies, &running);
-            if (mine)
+            uint32_t copy = copies == 1 ? 0 : pair / p.top_k % copies;
+            uint32_t position = place_matches(match, copy, copies, &running);
+            if (mine && place)
                 p.position[pair] = position;
         }
     }
-    if (lane >= copies)
+    return running;
+}
+
+__global__ void __launch_bounds__(32 * ANNOUNCE_WARPS)
+    announce_kernel(const __grid_constant__ struct moe_cuda_pass p)
+{
+    __shared__ uint32_t counts[ANNOUNCE_WARPS][32];
+    struct moe_cuda_control *c = p.control;
+    if (__syncthreads_or(load_volatile(&c->stop) != 0))
         return;
-    uint32_t slot = p.placement.slot[first + lane];
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.x;
+    const uint32_t step = c->step + 1, parity = step & 1;
+    const uint64_t stamp = moe_window_stamp(c->epoch, step);
+    if (e == 0 && warp == 0)
+        open_pass(p, stamp, parity);
+    const uint32_t entry = p.placement.offset[e], copies = p.placement.offset[e + 1] - entry;
+    const uint32_t pairs = p.tokens * p.top_k;
+    const uint32_t share = (pairs + 32 * ANNOUNCE_WARPS - 1) / (32 * ANNOUNCE_WARPS) * 32;
+    const uint32_t first = min(warp * share, pairs), end = min(first + share, pairs);
+    counts[warp][lane] = walk_pairs(p, e, copies, first, end, 0, false);
+    __syncthreads();
+    uint32_t before = 0, all = 0;
+    for (uint32_t w = 0; w < ANNOUNCE_WARPS; w++) {
+        before += w < warp ? counts[w][lane] : 0;
+        all += counts[w][lane];
+    }
+    if (counts[warp][0] != 0 || copies > 1)
+        walk_pairs(p, e, copies, first, end, before, true);
+    if (warp != 0 || lane >= copies)
+        return;
+    uint32_t slot = p.placement.slot[entry + lane];
     store_relaxed(moe_window_counts_of(&p.layout, c->window[slot], parity, p.slot) + e,
-                  moe_window_word(stamp, running));
+                  moe_window_word(stamp, all));
 }
 
 /* ---------------------------------------------------------------- rows */
@@ -484,8 +502,7 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
 extern "C" struct moe_status moe_cuda_launch_announce(const struct moe_cuda_pass *pass,
                                                       cudaStream_t stream)
 {
-    uint32_t ctas = (pass->experts + ANNOUNCE_WARPS - 1) / ANNOUNCE_WARPS;
-    announce_kernel<<<ctas, 32 * ANNOUNCE_WARPS, 0, stream>>>(*pass);
+    announce_kernel<<<pass->experts, 32 * ANNOUNCE_WARPS, 0, stream>>>(*pass);
     return MOE_LAUNCHED("announce_kernel");
 }
 
@@ -506,7 +523,11 @@ static struct moe_status launch(const struct moe_cuda_pass *pass, uint32_t ctas,
     MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(dispatch_kernel<Unit>,
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(bytes))));
-    uint32_t senders = pass->slots == 1 ? 0 : 2;
+    /* Enough rows on their way to fill the links, but not so many that all come late together. */
+    uint32_t senders = pass->slots == 1          ? 0
+                       : pass->row_bytes > 12000 ? 2
+                       : pass->row_bytes > 6000  ? 3
+                                                 : 4;
     dispatch_kernel<Unit><<<ctas, CTA_THREADS, bytes, stream>>>(*pass, senders);
     return MOE_LAUNCHED("dispatch_kernel");
 }

@@ -39,6 +39,8 @@ struct moe_cuda_pass {
     float *row_weight;  /* [row_capacity] */
     uint32_t row_capacity;
 
+    uint32_t parts;        /* that combine cuts a row into */
+    uint32_t *parts_ready; /* [slots][max_tokens] parts of a partial that are stored; else zero */
     const float *expert_out, *base;
     void *y;
 };

@@ -210,7 +210,10 @@ static struct moe_status reserve(struct moe_step *lane)
     if (!lay_out_lane(a, &lane->at) || !lay_out_scratch(a, rows, &steps->at))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "a step of %u tokens does not fit in memory", a->bucket);
-    MOE_TRY(moe_cuda_buffer_reserve(s->device, &lane->tensors, lane->at.bytes));
+    /* For all lanes at once: growing waits for the device, and so for the peers of a step that the
+     * other lane may run by the time this one is used again. */
+    for (uint32_t i = 0; i < LANES; i++)
+        MOE_TRY(moe_cuda_buffer_reserve(s->device, &steps->lane[i].tensors, lane->at.bytes));
     return moe_cuda_buffer_reserve(s->device, &steps->scratch, steps->at.bytes);
 }
 
