@@ -1,6 +1,6 @@
 /* Host side of the grouped GEMM: checks the shape, describes the buffers to the copy engine, picks
- * the instance and launches it. The kernels are in ggemm_stream.cuh,
- * ggemm_even.cuh and ggemm_pingpong.cuh. */
+ * the instance and launches it. The kernels are in ggemm_stream.cuh, ggemm_even.cuh and
+ * ggemm_pingpong.cuh. */
 #include "cuda/ggemm.h"
 
 #include "cuda/check.h"
@@ -120,7 +120,8 @@ void set_weighting(const moe_cuda_ggemm &g, ggemm::params *p)
     const bool late = g.weighting == MOE_WEIGHT_OUTPUT_LATE;
     p->weigh_product = g.gated ? early : late;
     p->weigh_bias = !g.gated && (early || late);
-    p->row_weight = p->weigh_product || p->weigh_bias ? g.row_weight : nullptr;
+    p->weigh_input = g.gated && g.weighting == MOE_WEIGHT_INPUT;
+    p->row_weight = p->weigh_product || p->weigh_bias || p->weigh_input ? g.row_weight : nullptr;
 }
 
 moe_status make_params(const moe_cuda_ggemm &g, const instance &use, ggemm::params *p)

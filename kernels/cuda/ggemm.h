@@ -1,8 +1,10 @@
-/* Grouped GEMM on Hopper's tensor cores: for every local expert e, and every row r of its rows,
+/* Grouped GEMM on Hopper's tensor cores: for every local expert e, and every row r of its rows, one
+ * of two products of struct moe_layer_spec:
  *
- *   gate and up   out[r] = act(x[r] Wg[e]^T + gate_bias[e], x[r] Wu[e]^T + up_bias[e]) [*
- * weight[r]] plain         out[r] = weighted(x[r] W[e]^T, bias[e], weight[r])          see enum
- * moe_weighting
+ *   gate and up   act(x Wg[e]^T + gate_bias[e], x Wu[e]^T + up_bias[e]), times weight[r] for early
+ *                 weighting; for input weighting weight[r] multiplies both products before the bias
+ *   plain         y = x W[e]^T and b = bias[e]: late weight[r] (y + b), early y + weight[r] b,
+ *                 input y + b
  *
  * bf16 in, fp32 accumulate and epilogue, bf16 or fp32 out. How many rows an expert has is read on
  * the device when the kernel runs: nothing here waits, and a captured launch serves all counts.
@@ -39,8 +41,8 @@ struct moe_cuda_ggemm {
                               gate 8-15, ... */
     const float *bias;     /* [experts, n], or NULL; gated: of gate, both biases or none */
     const float *up_bias;  /* gated: [experts, n] */
-    const float *row_weight;        /* [row_capacity], or NULL = 1 */
-    enum moe_weighting weighting;   /* gated: only early weighting uses row_weight */
+    const float *row_weight; /* [row_capacity], or NULL = 1 */
+    enum moe_weighting weighting;
     enum moe_activation activation; /* gated, with its limit and alpha */
     float limit, alpha;
     enum moe_dtype out_dtype; /* BF16 or F32 */

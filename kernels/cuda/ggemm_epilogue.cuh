@@ -94,6 +94,11 @@ template <uint32_t N>
 __device__ __forceinline__ void finish_gated(const params &p, float (&acc)[N], uint32_t expert,
                                              uint32_t column, row_weights w)
 {
+    if (p.weigh_input) {
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++)
+            acc[i] *= i % 4 < 2 ? w.upper : w.lower;
+    }
     if (p.bias != nullptr) {
 #pragma unroll
         for (uint32_t j = 0; j < N / 4; j++) {

@@ -56,7 +56,8 @@ __device__ __forceinline__ void finish_pair(const params &p, const thread_column
         const float product = p.weigh_product ? w[i] : 1.0f;
         const float bias = p.weigh_bias ? w[i] : 1.0f;
         if constexpr (GATED) {
-            x[i] = activate(p, x[i] + c.bias, x[2 + i] + c.bias_8) * product;
+            const float input = p.weigh_input ? w[i] : 1.0f;
+            x[i] = activate(p, x[i] * input + c.bias, x[2 + i] * input + c.bias_8) * product;
         } else {
             x[i] = x[i] * product + bias * c.bias;
             x[2 + i] = x[2 + i] * product + bias * c.bias_8;

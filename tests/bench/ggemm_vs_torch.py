@@ -6,7 +6,8 @@ every buffer that it times, and prints one table. Each launch waits behind a sho
 that nobody's launch cost counts; candidates are interleaved in random order, so that all see the
 same clock and power; figures are medians.
 
-    ggemm_vs_torch.py path/to/libmoe_ggemm.so [--rounds 30] [--all-tiles] [--only TEXT] [--json FILE]
+    ggemm_vs_torch.py path/to/libmoe_ggemm.so [--rounds 30] [--all-tiles] [--only TEXT]
+                      [--json FILE]
 """
 import argparse
 import ctypes

@@ -63,13 +63,14 @@ __device__ double act(const moe_cuda_ggemm &g, double gate, double up)
 __device__ double gated(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint32_t column)
 {
     const size_t gate_row = size_t(e) * 2 * g.n + column / 8 * 16 + column % 8;
-    double gate = dot(g, row, gate_row), up = dot(g, row, gate_row + 8);
+    const double weight = g.row_weight != nullptr ? double(g.row_weight[row]) : 1.0;
+    const double input = g.weighting == MOE_WEIGHT_INPUT ? weight : 1.0;
+    double gate = input * dot(g, row, gate_row), up = input * dot(g, row, gate_row + 8);
     if (g.bias != nullptr) {
         gate += g.bias[size_t(e) * g.n + column];
         up += g.up_bias[size_t(e) * g.n + column];
     }
-    const bool weigh = g.weighting == MOE_WEIGHT_OUTPUT_EARLY && g.row_weight != nullptr;
-    return act(g, gate, up) * (weigh ? double(g.row_weight[row]) : 1.0);
+    return act(g, gate, up) * (g.weighting == MOE_WEIGHT_OUTPUT_EARLY ? weight : 1.0);
 }
 
 __device__ double plain(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint32_t column)
