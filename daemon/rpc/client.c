@@ -8,6 +8,7 @@
 #include <limits.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* ------------------------------------------------------------------ client */
 
@@ -136,6 +137,20 @@ void moe_rpc_in_flight_started(struct moe_rpc_in_flight *f)
     pthread_mutex_unlock(&c->lock);
 }
 
+/* The core wraps the cause in layers of its own ("...; last error: UNKNOWN: ...: Connection
+ * refused"); a person wants the cause alone. */
+static struct moe_status in_plain_words(struct moe_status st)
+{
+    static const char no_address[] = "failed to connect to all addresses";
+    static const char no_name[] = "DNS resolution failed";
+    const char *cause = strrchr(st.text, ':');
+    bool wrapped = strncmp(st.text, no_address, sizeof no_address - 1) == 0 ||
+                   strncmp(st.text, no_name, sizeof no_name - 1) == 0;
+    if (st.code != MOE_UNAVAILABLE || !wrapped || cause == NULL)
+        return st;
+    return moe_error(MOE_UNAVAILABLE, st.reason, "cannot connect:%s", cause + 1);
+}
+
 struct moe_status moe_rpc_in_flight_status(struct moe_rpc_in_flight *f, grpc_status_code code,
                                            grpc_slice text, const grpc_metadata_array *trailing)
 {
@@ -146,7 +161,7 @@ struct moe_status moe_rpc_in_flight_status(struct moe_rpc_in_flight *f, grpc_sta
     if (code == GRPC_STATUS_CANCELLED && !ours && trailing->count == 0)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_NONE, RETRY_MS,
                                "the server dropped the call");
-    return moe_rpc_status_from_core(code, text, trailing);
+    return in_plain_words(moe_rpc_status_from_core(code, text, trailing));
 }
 
 void moe_rpc_in_flight_end(struct moe_rpc_in_flight *f)
