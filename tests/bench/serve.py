@@ -29,19 +29,22 @@ def overhead(workers):
     with group(FAMILY, workers) as g:
         for kind in ("--unary", "--stream"):
             (run,) = bench(g.endpoint, 1, "1", kind)
-            print(workers, kind[2:], json.dumps(run))
+            print("%7d %-6s" % (workers, kind[2:]) + "".join(
+                "  %6.0f %6.0f" % (run[what]["p50"], run[what]["p99"])
+                for what in ("latencyUs", "overheadUs", "serverOverheadUs")))
 
 
 def batching(workers):
     with group(FAMILY, workers) as g:
         one, many = bench(g.endpoint, 4, "1,32")
-        ratio = many["tokensPerSecond"] / one["tokensPerSecond"]
+        ratio = many["tokensPerS"] / one["tokensPerS"]
         print("%d workers: 1 client of 4 tokens %.0f tokens/s, 32 clients %.0f tokens/s, ratio %.2f" % (
-            workers, one["tokensPerSecond"], many["tokensPerSecond"], ratio))
+            workers, one["tokensPerS"], many["tokensPerS"], ratio))
 
 
 if __name__ == "__main__":
-    print("overhead at T = 1, one client")
+    print("T = 1, one client; microseconds, p50 and p99 each")
+    print("workers kind         latency   beyond the step   server's share")
     for count in (1, 4):
         overhead(count)
     print("batching")
