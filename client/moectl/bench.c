@@ -43,6 +43,7 @@ struct load {
     pthread_cond_t change;
     struct moectl_bench_run *run;
     uint32_t active;
+    uint64_t last_answer_ns;
     struct moe_status first_error;
 };
 
@@ -70,6 +71,7 @@ static void on_answer(void *ctx, struct moe_client_forward *f, struct moe_status
             load->first_error = st;
     } else if (now >= load->measure_from_ns && now < load->end_ns) {
         moectl_bench_record(load->run, now - l->begin_ns, &f->stages);
+        load->last_answer_ns = now;
     }
     if (!again) {
         load->active--;
@@ -165,6 +167,13 @@ static void drive(struct load *load, struct loop *loops, double duration_s)
     while (load->active > 0)
         pthread_cond_wait(&load->change, &load->lock);
     pthread_mutex_unlock(&load->lock);
+    if (moe_clock_ns() < load->end_ns && load->last_answer_ns != 0) {
+        load->run->seconds =
+            (double)(load->last_answer_ns - load->measure_from_ns) / (double)MOE_NS_PER_S;
+        moectl_say("concurrency %" PRIu32 ": every client gave up after %d errors; the figures are "
+                   "of the %.1f s to the last answer",
+                   count, ERRORS_MAX, load->run->seconds);
+    }
 }
 
 static struct moe_status measure(struct bench *b, uint32_t concurrency)

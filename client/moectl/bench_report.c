@@ -4,25 +4,27 @@
 #include "cli.h"
 
 #include <inttypes.h>
+#include <math.h>
 #include <stddef.h>
 
 /* The stages of struct moe_client_stages, by the names under which they are reported. */
 static const struct {
-    const char *name;
+    const char *name;  /* in JSON */
+    const char *title; /* in the table */
     size_t offset;
 } stage_table[MOECTL_BENCH_STAGES] = {
-    {"queue", offsetof(struct moe_client_stages, queue_ns)},
-    {"copyIn", offsetof(struct moe_client_stages, copy_in_ns)},
-    {"router", offsetof(struct moe_client_stages, router_ns)},
-    {"prepare", offsetof(struct moe_client_stages, prepare_ns)},
-    {"dispatch", offsetof(struct moe_client_stages, dispatch_ns)},
-    {"gemm1", offsetof(struct moe_client_stages, gemm1_ns)},
-    {"gemm2", offsetof(struct moe_client_stages, gemm2_ns)},
-    {"shared", offsetof(struct moe_client_stages, shared_ns)},
-    {"combine", offsetof(struct moe_client_stages, combine_ns)},
-    {"step", offsetof(struct moe_client_stages, step_ns)},
-    {"copyOut", offsetof(struct moe_client_stages, copy_out_ns)},
-    {"server", offsetof(struct moe_client_stages, server_ns)},
+    {"queue", "queue", offsetof(struct moe_client_stages, queue_ns)},
+    {"copyIn", "copy in", offsetof(struct moe_client_stages, copy_in_ns)},
+    {"router", "router", offsetof(struct moe_client_stages, router_ns)},
+    {"prepare", "prepare", offsetof(struct moe_client_stages, prepare_ns)},
+    {"dispatch", "dispatch", offsetof(struct moe_client_stages, dispatch_ns)},
+    {"gemm1", "gemm1", offsetof(struct moe_client_stages, gemm1_ns)},
+    {"gemm2", "gemm2", offsetof(struct moe_client_stages, gemm2_ns)},
+    {"shared", "shared", offsetof(struct moe_client_stages, shared_ns)},
+    {"combine", "combine", offsetof(struct moe_client_stages, combine_ns)},
+    {"step", "step", offsetof(struct moe_client_stages, step_ns)},
+    {"copyOut", "copy out", offsetof(struct moe_client_stages, copy_out_ns)},
+    {"server", "server", offsetof(struct moe_client_stages, server_ns)},
 };
 
 static uint64_t minus(uint64_t a, uint64_t b)
@@ -43,6 +45,12 @@ void moectl_bench_record(struct moectl_bench_run *run, uint64_t latency_ns,
     }
 }
 
+/* To 1 / `parts`: more digits than that are noise. */
+static double round_to(double value, double parts)
+{
+    return round(value * parts) / parts;
+}
+
 static double us(const struct moectl_histogram *h, double percent)
 {
     return (double)moectl_histogram_percentile(h, percent) / 1000.0;
@@ -50,17 +58,19 @@ static double us(const struct moectl_histogram *h, double percent)
 
 static double mean_us(const struct moectl_histogram *h)
 {
-    return moectl_histogram_mean(h) / 1000.0;
+    return round_to(moectl_histogram_mean(h) / 1000.0, 1000);
 }
 
 static double requests_per_s(const struct moectl_bench_run *run)
 {
-    return (double)run->latency.count / run->seconds;
+    return run->seconds > 0 ? round_to((double)run->latency.count / run->seconds, 100) : 0;
 }
 
 static double step_tokens_mean(const struct moectl_bench_run *run)
 {
-    return run->latency.count > 0 ? (double)run->step_tokens / (double)run->latency.count : 0;
+    return run->latency.count > 0
+               ? round_to((double)run->step_tokens / (double)run->latency.count, 100)
+               : 0;
 }
 
 /* ------------------------------------------------------------------ JSON */
@@ -92,7 +102,7 @@ static json_t *run_to_json(const struct moectl_bench_report *report,
     double rate = requests_per_s(run);
     return json_pack("{s:I, s:s, s:s, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o}", "concurrency",
                      (json_int_t)run->concurrency, "requests", requests, "errors", errors,
-                     "durationS", run->seconds, "requestsPerS", rate, "tokensPerS",
+                     "durationS", round_to(run->seconds, 1000), "requestsPerS", rate, "tokensPerS",
                      rate * report->tokens, "stepTokensMean", step_tokens_mean(run), "latencyUs",
                      distribution(&run->latency), "overheadUs", distribution(&run->overhead),
                      "serverOverheadUs", distribution(&run->server_overhead), "stagesUs",
@@ -143,17 +153,20 @@ static void print_run(const struct moectl_bench_report *report, const struct moe
     print_distribution("overhead", &run->overhead);
     print_distribution("server overhead", &run->server_overhead);
     for (size_t i = 0; i < MOECTL_BENCH_STAGES; i++)
-        print_distribution(stage_table[i].name, &run->stages[i]);
+        print_distribution(stage_table[i].title, &run->stages[i]);
 }
 
 int moectl_bench_print_table(const struct moectl_bench_report *report)
 {
     const struct moe_client_info *info = report->info;
-    printf("%s layer %" PRIu32 ", %" PRIu32 " tokens of %" PRIu32 " (%s, %s%s), %zu %s worker%s\n",
-           info->model, report->layer, report->tokens, report->hidden, report->dtype, report->mode,
-           report->spread ? ", spread" : "", info->worker_count, info->backend,
-           info->worker_count == 1 ? "" : "s");
+    printf("%s layer %" PRIu32 ", %" PRIu32 " token%s of %" PRIu32 " (%s, %s%s), %zu %s worker%s\n",
+           info->model, report->layer, report->tokens, report->tokens == 1 ? "" : "s",
+           report->hidden, report->dtype, report->mode, report->spread ? ", spread" : "",
+           info->worker_count, info->backend, info->worker_count == 1 ? "" : "s");
     for (size_t i = 0; i < report->run_count; i++)
         print_run(report, report->runs[i]);
+    puts("\nrouter to combine are parts of step; queue, copy in, step and copy out of server; "
+         "server\n"
+         "of latency. overhead is latency minus step, server overhead is server minus step.");
     return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }

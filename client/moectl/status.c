@@ -153,14 +153,15 @@ static struct sight look(const struct moectl_common *common, uint64_t deadline_n
     return sight;
 }
 
-static int out_of_time(const struct sight *sight)
+/* `state` is the last that was heard of the group, "" for nothing. */
+static int out_of_time(const struct moe_status *st, const char *state)
 {
-    if (sight->status.code == MOE_OK && sight->state[0] != '\0')
-        moectl_say("out of time; the group is %s", sight->state);
+    bool known = st->code == MOE_OK || st->code == MOE_DEADLINE_EXCEEDED;
+    if (known && state[0] != '\0')
+        moectl_say("out of time; the group is %s", state);
     else
-        moectl_say("out of time; %s",
-                   sight->status.code != MOE_OK ? sight->status.text : "the group still ends");
-    return sight->status.code == MOE_NOT_FOUND ? MOECTL_NOT_FOUND : MOECTL_UNREACHABLE;
+        moectl_say("out of time; %s", st->code != MOE_OK ? st->text : "its daemons are ending");
+    return st->code == MOE_NOT_FOUND ? MOECTL_NOT_FOUND : MOECTL_UNREACHABLE;
 }
 
 static int wait_for(const struct moectl_common *common, bool gone)
@@ -172,12 +173,12 @@ static int wait_for(const struct moectl_common *common, bool gone)
         struct sight sight = look(common, deadline);
         if (gone ? sight.gone : sight.serving)
             return MOECTL_OK;
-        if (moe_clock_ns() >= deadline)
-            return out_of_time(&sight);
         if (sight.state[0] != '\0' && strcmp(sight.state, last) != 0) {
             moectl_say("%s", sight.state);
             memcpy(last, sight.state, sizeof last);
         }
+        if (moe_clock_ns() >= deadline)
+            return out_of_time(&sight.status, last);
         nanosleep(&pause, NULL);
     }
 }

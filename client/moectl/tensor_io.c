@@ -4,8 +4,11 @@
 #include "base/size.h"
 #include "model/safetensors.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
 
 static enum moe_dtype to_dtype(enum moe_st_dtype d)
 {
@@ -15,6 +18,19 @@ static enum moe_dtype to_dtype(enum moe_st_dtype d)
 static struct moe_status invalid(const char *name, const char *what)
 {
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID, "tensor %s %s", name, what);
+}
+
+/* A tensor that cannot be the tokens, and why. */
+static struct moe_status unfit(const struct moe_tensor *t)
+{
+    char shape[96] = "";
+    size_t used = 0;
+    for (uint32_t i = 0; i < (uint32_t)t->rank && used < sizeof shape; i++)
+        used += (size_t)snprintf(shape + used, sizeof shape - used, "%s%" PRIu64, i > 0 ? "," : "",
+                                 (uint64_t)t->shape[i]);
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                     "tensor %.100s is %s [%s]; a 2-D F32 or BF16 tensor is needed", t->name,
+                     moe_st_dtype_name(t->dtype), shape);
 }
 
 static bool is_candidate(const struct moe_tensor *t)
@@ -38,8 +54,10 @@ static struct moe_status choose(const struct moe_st_file *f, const struct moe_te
     }
     if (found == 1)
         return moe_ok();
+    if (found == 0 && moe_st_count(f) == 1)
+        return unfit(moe_st_tensor(f, 0));
     if (found == 0)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_TENSOR_MISSING,
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_MISSING,
                          "the file has no 2-D F32 or BF16 tensor");
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
                      "the file has %zu tensors that could be meant, say which by --tensor:%s",
@@ -53,7 +71,7 @@ static struct moe_status find(const struct moe_st_file *f, const char *name,
     if (*out == NULL)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_TENSOR_MISSING, "the file has no tensor %.100s",
                          name);
-    return (*out)->rank == 2 ? moe_ok() : invalid(name, "is not 2-D");
+    return moe_ok();
 }
 
 static struct moe_status read_all(const struct moe_st_file *f, const struct moe_tensor *t,
@@ -75,7 +93,7 @@ static struct moe_status read_x(const struct moe_st_file *f, const char *name,
     else
         MOE_TRY(find(f, name, &t));
     if (!is_candidate(t))
-        return invalid(t->name, "is neither F32 nor BF16");
+        return unfit(t);
     if (t->shape[0] == 0 || t->shape[0] > UINT32_MAX || t->shape[1] == 0 ||
         t->shape[1] > MOE_MAX_HIDDEN)
         return invalid(t->name, "has an impossible shape");
@@ -94,8 +112,8 @@ static struct moe_status read_routing(const struct moe_st_file *f, const char *n
     MOE_TRY(find(f, name, &t));
     if (t->dtype != dtype)
         return invalid(name, dtype == MOE_ST_I32 ? "is not I32" : "is not F32");
-    if (t->shape[0] != x->tokens || t->shape[1] == 0 || t->shape[1] > MOE_MAX_TOP_K ||
-        (x->top_k != 0 && t->shape[1] != x->top_k))
+    if (t->rank != 2 || t->shape[0] != x->tokens || t->shape[1] == 0 ||
+        t->shape[1] > MOE_MAX_TOP_K || (x->top_k != 0 && t->shape[1] != x->top_k))
         return invalid(name, "does not fit the tokens");
     x->top_k = (uint32_t)t->shape[1];
     return read_all(f, t, out);
@@ -150,6 +168,17 @@ void moectl_tokens_free(struct moectl_tokens *t)
     *t = (struct moectl_tokens){0};
 }
 
+/* Whether the directory of `path` is there. */
+static bool is_place(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    char *directory =
+        slash == NULL || slash == path ? strdup("/") : strndup(path, (size_t)(slash - path));
+    bool there = directory != NULL && access(directory, F_OK) == 0;
+    free(directory);
+    return there;
+}
+
 struct moe_status moectl_tokens_write(const char *path, const struct moectl_tokens *y)
 {
     struct moe_st_out tensors[3] = {
@@ -170,5 +199,9 @@ struct moe_status moectl_tokens_write(const char *path, const struct moectl_toke
          .data = y->topk_weights},
     };
     size_t count = y->topk_ids != NULL ? 3 : 1;
-    return moe_error_context(moe_st_write(path, tensors, count, NULL), "%s", path);
+    struct moe_status st = moe_st_write(path, tensors, count, NULL);
+    /* For scripts a place that is not there is "not found", and a full disk no conflict. */
+    if (st.code == MOE_FAILED_PRECONDITION)
+        st.code = is_place(path) ? MOE_UNKNOWN : MOE_NOT_FOUND;
+    return moe_error_context(st, "%s", path);
 }

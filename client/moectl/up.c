@@ -26,7 +26,7 @@ struct up {
     const struct moectl_command *command;
     struct moectl_common common;
     const char *model, *backend, *log_level;
-    uint64_t workers, port, threads, drain_s;
+    uint64_t workers, port, metrics_port, threads, drain_s;
     bool detach;
 
     char coordinator_program[MOECTL_PATH_MAX], worker_program[MOECTL_PATH_MAX];
@@ -58,27 +58,47 @@ static void listen_address(const struct up *u, uint64_t offset, char out[ARGUMEN
     snprintf(out, ARGUMENT_MAX, "127.0.0.1:%" PRIu64, u->port == 0 ? 0 : u->port + offset);
 }
 
+/* "" (off) without --metrics-port; the coordinator is number 0, worker i number i + 1. */
+static void metrics_address(const struct up *u, uint64_t number, char out[ARGUMENT_MAX])
+{
+    out[0] = '\0';
+    if (u->metrics_port != 0)
+        snprintf(out, ARGUMENT_MAX, "127.0.0.1:%" PRIu64, u->metrics_port + number);
+}
+
 static struct moe_status start_coordinator(struct up *u)
 {
-    char listen[ARGUMENT_MAX], workers[ARGUMENT_MAX], state[MOECTL_PATH_MAX];
+    char listen[ARGUMENT_MAX], metrics[ARGUMENT_MAX], workers[ARGUMENT_MAX], state[MOECTL_PATH_MAX];
     listen_address(u, u->workers, listen);
+    metrics_address(u, 0, metrics);
     snprintf(workers, sizeof workers, "%" PRIu64, u->workers);
     if (snprintf(state, sizeof state, "%s/coordinator", u->state_path) >= (int)sizeof state)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "the state directory's name");
     if (mkdirat(u->directory, "coordinator", 0700) != 0 && access(state, W_OK) != 0)
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO, "cannot write to %s", state);
-    const char *argv[] = {
-        u->coordinator_program, "--listen", listen,       "--workers",     workers,
-        "--state-dir",          state,      "--ready-fd", MOECTL_READY_FD, "--log-level",
-        u->log_level,           NULL};
+    const char *argv[] = {u->coordinator_program,
+                          "--listen",
+                          listen,
+                          "--workers",
+                          workers,
+                          "--state-dir",
+                          state,
+                          "--ready-fd",
+                          MOECTL_READY_FD,
+                          "--log-level",
+                          u->log_level,
+                          metrics[0] != '\0' ? "--metrics-listen" : NULL,
+                          metrics,
+                          NULL};
     return moectl_daemons_start(&u->daemons, "coordinator", u->coordinator_program, argv);
 }
 
 static struct moe_status start_worker(struct up *u, uint64_t number)
 {
     char listen[ARGUMENT_MAX], threads[ARGUMENT_MAX], name[ARGUMENT_MAX], seat[ARGUMENT_MAX],
-        drain[ARGUMENT_MAX];
+        drain[ARGUMENT_MAX], metrics[ARGUMENT_MAX];
     listen_address(u, number, listen);
+    metrics_address(u, number + 1, metrics);
     snprintf(threads, sizeof threads, "%" PRIu64, threads_per_worker(u));
     snprintf(name, sizeof name, "worker-%" PRIu64, number);
     snprintf(seat, sizeof seat, "%" PRIu64, number); /* its GPU too, where there are any */
@@ -95,6 +115,7 @@ static struct moe_status start_worker(struct up *u, uint64_t number)
         {"--drain-ms", drain},
         {"--log-level", u->log_level},
         {"--ready-fd", MOECTL_READY_FD},
+        {metrics[0] != '\0' ? "--metrics-listen" : NULL, metrics}, /* last: NULL ends the list */
     };
     enum { COUNT = sizeof options / sizeof *options };
     const char *argv[2 * COUNT + 2] = {u->worker_program};
@@ -341,6 +362,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME", "cpu, cuda or auto"},
         {"port", 'p', MOE_OPTION_UINT, &u.port, 0, UINT16_MAX - MOE_MAX_SLOTS, "P",
          "first port: the workers', then the coordinator's; 0 = any free ones"},
+        {"metrics-port", 0, MOE_OPTION_UINT, &u.metrics_port, 0, UINT16_MAX - MOE_MAX_SLOTS, "P",
+         "HTTP /metrics and /healthz: the coordinator on P, the workers on P+1...; 0 = off"},
         {"threads", 0, MOE_OPTION_UINT, &u.threads, 0, 1024, "N",
          "threads of each worker; 0 = its share of the processors"},
         {"detach", 'd', MOE_OPTION_BOOL, &u.detach, 0, 0, NULL,

@@ -26,10 +26,13 @@ OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = ran
 COMMANDS = ("up", "down", "status", "wait", "forward", "bench", "version")
 
 
-def run(*arguments):
-    """Runs moectl away from any group of the user's."""
+NOWHERE = tempfile.TemporaryDirectory(prefix="moed-test-")
+
+
+def run(*arguments, **more):
+    """Runs moectl away from any group of the user's, with `more` in the environment."""
     environment = {key: value for key, value in os.environ.items() if key != "MOED_ENDPOINT"}
-    environment["XDG_RUNTIME_DIR"] = "/nonexistent"
+    environment.update(XDG_RUNTIME_DIR=NOWHERE.name, **more)
     return subprocess.run([MOECTL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True, timeout=120, env=environment)
 
@@ -97,6 +100,33 @@ class CommandLine(unittest.TestCase):
                 ["bench", "--layer", "0", "--tokens", "0"]):
             self.expect(USAGE, *arguments)
 
+    def test_what_is_missing_is_named(self):
+        for arguments, text in (
+                (["forward"], "--layer, --input, --output are missing"),
+                (["forward", "--layer", "0", "--input", "a"], "--output is missing"),
+                (["bench"], "--layer is missing"), (["up"], "--model is missing")):
+            self.assertIn("moectl: " + text, self.expect(USAGE, *arguments).stderr)
+        for command in ("forward", "bench", "up"):
+            text = self.expect(OK, command, "--help").stdout
+            self.assertIn("(required)", text)
+            self.assertNotIn(str(2**64 - 1), text)
+            self.assertEqual("--endpoint" in text, command != "up")
+
+    def test_the_format_is_not_the_output(self):
+        text = self.expect(OK, "forward", "--help").stdout
+        self.assertIn("-o, --format FORMAT", text)
+        self.assertEqual(text.count("--output FILE "), 2, "in the usage, and in the list")
+        self.assertIn("--format must be", self.expect(USAGE, "status", "--format", "xml").stderr)
+
+    def test_endpoints_of_another_form_are_refused(self):
+        for endpoint in ("foo", "127.0.0.1:99999", "127.0.0.1:0", "unix:/tmp/a"):
+            for command in ("status", "down", "wait", "version"):
+                text = self.expect(USAGE, command, "-e", endpoint).stderr
+                self.assertIn("--endpoint: '%s' is not HOST:PORT" % endpoint, text)
+        done = run("status", MOED_ENDPOINT="foo")
+        self.assertEqual(done.returncode, USAGE)
+        self.assertIn("$MOED_ENDPOINT: 'foo' is not HOST:PORT", done.stderr)
+
     def test_nobody_there(self):
         nobody = ("--endpoint", "127.0.0.1:1")
         with folder() as path:
@@ -107,6 +137,8 @@ class CommandLine(unittest.TestCase):
                               ["forward", "--layer", "0", "--input", x, "--output", x + ".y"]):
                 done = run(*arguments, *nobody)
                 self.assertEqual(done.returncode, UNREACHABLE, (arguments, done.stderr))
+                self.assertIn("Connection refused", done.stderr)
+                self.assertNotIn("last error", done.stderr)
         self.expect(OK, "wait", "--for=gone", *nobody)
 
     def test_no_group_here(self):
@@ -114,6 +146,9 @@ class CommandLine(unittest.TestCase):
             for arguments in (["status"], ["down"], ["bench", "--layer", "0"]):
                 self.expect(NOT_FOUND, *arguments, "--state-dir", path)
             self.expect(OK, "wait", "--for=gone", "--state-dir", path)
+            self.expect(NOT_FOUND, "wait", "--timeout", "0.2", "--state-dir", path)
+            text = self.expect(NOT_FOUND, "down", "--state-dir", os.path.join(path, "no")).stderr
+            self.assertIn("no group is running here", text)
             self.expect(OK, "version", "--state-dir", path)
             self.expect(NOT_FOUND, "up", "--model", os.path.join(path, "no"), "--state-dir", path)
 
@@ -170,8 +205,24 @@ class AgainstAFakeCoordinator(unittest.TestCase):
             self.assertEqual((worker["loadedBytes"], worker["leaseRemainingMs"]),
                              (str(2**40), "-5"))
             self.assertEqual((worker["state"], worker["error"]["code"]), ("LOADING", 5))
+            fake.status.reason = "slot 0 is loading"
             done = run("wait", "--endpoint", fake.endpoint, "--timeout", "0.3")
             self.assertEqual(done.returncode, UNREACHABLE, done.stderr)
+            self.assertEqual(done.stderr, "moectl: LOADING: slot 0 is loading\n"
+                             "moectl: out of time; the group is LOADING: slot 0 is loading\n")
+        finally:
+            fake.server.stop(None).wait()
+
+    def test_workers_that_have_gone_do_not_count(self):
+        fake = FakeAdmin(version="0.1.0", state=admin.GROUP_STATE_WAITING, slots=2)
+        fake.status.workers.add(slot=0, state=admin.WORKER_STATE_LOADED)
+        fake.status.workers.add(slot=1, state=admin.WORKER_STATE_GONE)
+        try:
+            done = run("status", "--endpoint", fake.endpoint)
+            self.assertEqual(done.returncode, UNHEALTHY, done.stderr)
+            self.assertIn("workers  1 of 2", done.stdout)
+            self.assertIn("epoch    none\n", done.stdout)
+            self.assertIn("a worker has gone", done.stderr)
         finally:
             fake.server.stop(None).wait()
 
@@ -325,6 +376,25 @@ class Forward(unittest.TestCase):
         again = self.forward("--tensor", "x", "--topk-ids", "topk_ids", "--topk-weights",
                              "topk_weights", source="replay")
         np.testing.assert_array_equal(again["y"], seen["y"])
+
+    def test_the_coordinators_endpoint_finds_a_worker(self):
+        coordinator = self.group.description()["processes"][0]["endpoint"]
+        y = self.forward("--endpoint", coordinator)["y"]
+        self.assertLessEqual(relative_error(y, self.want), 1e-5)
+        self.assertEqual(run("bench", "--endpoint", coordinator, "--layer", str(self.layer),
+                             "--duration", "0.1").returncode, OK)
+
+    def test_files_that_cannot_be_used(self):
+        for name, x in (("wide", self.x.astype(np.float64)), ("half", self.x.astype(np.float16)),
+                        ("flat", self.x[0])):
+            moed.write_safetensors(self.path(name), {"x": x})
+            text = self.forward(code=FAILED, source=name)
+            shape = "[" + ",".join(map(str, x.shape)) + "]"
+            self.assertIn(shape + "; a 2-D F32 or BF16 tensor is needed", text)
+            self.assertEqual(text, self.forward("--tensor", "x", code=FAILED, source=name))
+        done = run("forward", "--endpoint", self.group.endpoint, "--layer", str(self.layer),
+                   "--input", self.path("x"), "--output", "/nosuch/y.safetensors")
+        self.assertEqual(done.returncode, NOT_FOUND, done.stderr)
 
     def test_what_is_not_there(self):
         self.forward(code=NOT_FOUND, source="nothing")
