@@ -34,7 +34,7 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
         {"ready-fd", 0, MOE_OPTION_UINT, &s->ready_fd, 0, INT32_MAX, "FD",
          "Write the address to this descriptor once listening; 0 = none"},
         {"config", 'c', MOE_OPTION_STRING, &s->config, 0, 0, "FILE",
-         "Settings as 'name = value' lines"},
+         "Lines 'name = value', names as here without --; # opens a comment line"},
         {"version", 'V', MOE_OPTION_BOOL, &s->version, 0, 0, NULL, "Print the release"},
         {"help", 'h', MOE_OPTION_BOOL, &s->help, 0, 0, NULL, "Print this text"},
     };

@@ -88,9 +88,14 @@ struct file_context {
 static int on_file_value(void *user, const char *section, const char *name, const char *value)
 {
     struct file_context *f = user;
-    (void)section;                /* sections only group lines for the reader */
     if (f->status.code != MOE_OK) /* inih goes on after a refused line */
         return 0;
+    if (section[0] != '\0') {
+        f->status =
+            moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                      "'%.64s' is in section [%.64s]; settings have no sections", name, section);
+        return 0;
+    }
     for (size_t i = 0; i < f->count; i++) {
         if (strcmp(f->table[i].name, name) != 0)
             continue;

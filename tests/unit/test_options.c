@@ -125,7 +125,7 @@ static void bad_flags_are_refused_with_their_name(void **unused)
 static void a_flag_beats_the_file_and_the_file_the_default(void **unused)
 {
     (void)unused;
-    char *path = write_config("; comment\nworkers = 7\n[expert-parallel]\nname = from file\n"
+    char *path = write_config("; comment\nworkers = 7\nname = from file\n"
                               "verbose = true\nmemory = 2G\n");
     ok(parse(f_c, path, f_workers_3, NULL));
     assert_int_equal(v.workers, 3);
@@ -144,6 +144,7 @@ static void bad_files_are_refused_with_the_line(void **unused)
         {"workers = 7\ncolour = red\n", "colour"},
         {"workers = 77\n", ":1"},
         {"colour = red\nworkers = 7\n", "unknown setting 'colour'"},
+        {"[group]\nworkers = 7\n", "'workers' is in section [group]"},
         {"workers = 7\nname = ok\nnonsense\n", ":3"},
         {"verbose = perhaps\n", "verbose"},
     };
