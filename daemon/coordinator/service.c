@@ -14,6 +14,7 @@ enum {
 #define SHUTDOWN_NS    (60 * MOE_NS_PER_S)
 #define BACKOFF_NS     (250 * MOE_NS_PER_MS)
 #define BACKOFF_MAX_NS (8 * MOE_NS_PER_S)
+#define ECHO_NS        (100 * MOE_NS_PER_MS)
 #define GOODBYE_NS     (2 * MOE_NS_PER_S) /* for answers under way when the service ends */
 
 /* ------------------------------------------------------------------ inbox */
@@ -133,9 +134,15 @@ static void on_wake(uv_async_t *wake)
     settle(c);
 }
 
+/* One right behind the first is the same wish: a group and its leader may both be told. */
 static void on_signal(uv_signal_t *s, int number)
 {
     struct moe_coordinator *c = s->data;
+    uint64_t now = moe_clock_ns();
+    if (c->first_signal_ns != 0 && now - c->first_signal_ns < ECHO_NS)
+        return;
+    if (c->first_signal_ns == 0)
+        c->first_signal_ns = now;
     moe_log_info("signal %d", number);
     stop_once(c);
     settle(c);

@@ -68,6 +68,7 @@ struct moe_coordinator {
     uv_async_t wake;
     uv_timer_t timer;
     uv_signal_t signals[2];
+    uint64_t first_signal_ns; /* 0 = none yet */
     bool loop_made, quit, exited;
     atomic_uint stops_requested; /* any thread */
     unsigned stops_done;

@@ -487,6 +487,13 @@ static struct moe_status add_metrics(struct moe_worker *w)
 {
     if (w->config.metrics == NULL)
         return moe_ok();
+    const struct moe_metric_desc build = {
+        .name = "moe_build_info",
+        .help = "Release and backend of the worker; always 1.",
+        .labels = {{"version", MOE_VERSION}, {"backend", w->config.backend->name}}};
+    struct moe_gauge *info;
+    MOE_TRY(moe_metrics_add_gauge(w->config.metrics, &build, &info));
+    moe_gauge_set(info, 1);
     const struct moe_metric_desc desc = {.name = "moe_epoch",
                                          .help = "Epoch of the view that is served; 0 = none."};
     return moe_metrics_add_gauge(w->config.metrics, &desc, &w->epoch_gauge);
