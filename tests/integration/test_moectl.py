@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 import unittest
+import urllib.request
 
 import grpc
 import numpy as np
@@ -289,6 +290,28 @@ class UpAndDown(unittest.TestCase):
         self.assertEqual(g.process.wait(timeout=60), OK)
         self.assertFalse(os.path.exists(os.path.join(g.state, "group.json")))
         g.stop()
+
+    def test_metrics_of_every_daemon(self):
+        with contextlib.ExitStack() as held:  # three free ports in a row
+            sockets = []
+            while len(sockets) < 3:
+                held.close()
+                first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+                port, sockets = first.getsockname()[1], [first]
+                try:
+                    sockets += [held.enter_context(socket.create_server(("127.0.0.1", port + i)))
+                                for i in (1, 2)]
+                except (OSError, OverflowError):
+                    continue
+        with folder() as state:
+            done = self.up(state, "--detach", "--metrics-port", str(port))
+            self.assertEqual(done.returncode, OK, done.stderr)
+            try:
+                for i in range(3):
+                    with urllib.request.urlopen("http://127.0.0.1:%d/metrics" % (port + i)) as page:
+                        self.assertIn(b"# TYPE moe_", page.read())
+            finally:
+                self.assertEqual(run("down", "--state-dir", state).returncode, OK)
 
     def test_sigterm_drains(self):
         g = Group(model_directory(FAMILY), 2)
