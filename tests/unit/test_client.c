@@ -55,6 +55,9 @@ static void nobody_there_is_unavailable(void **state)
     config.endpoint = "";
     assert_refused(moe_client_connect(&config, &c), MOE_INVALID_ARGUMENT,
                    MOE_REASON_CONFIG_INVALID);
+    config.endpoint = "127.0.0.1:99999"; /* the core would go to port 34463 */
+    assert_refused(moe_client_connect(&config, &c), MOE_INVALID_ARGUMENT,
+                   MOE_REASON_CONFIG_INVALID);
 }
 
 static void rows_come_back_where_they_belong(void **state)
