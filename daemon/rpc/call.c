@@ -98,20 +98,10 @@ static void start_read(struct moe_rpc_call *c)
 {
     grpc_op op = {.op = GRPC_OP_RECV_MESSAGE};
     op.data.recv_message.recv_message = &c->received;
-    if (c->permit == MOE_RPC_PERMIT_HELD) {
-        c->reading_since_ns = moe_clock_ns();
-        c->in_reading = true;
-        TAILQ_INSERT_TAIL(&c->shard->reading, c, reading);
-    }
+    if (c->permit == MOE_RPC_PERMIT_HELD)
+        moe_rpc_limit_start(&c->shard->reading, &c->reading);
     c->batches++;
     MOE_RPC_START(c->core, &op, 1, &c->on_received);
-}
-
-static void stop_reading(struct moe_rpc_call *c)
-{
-    if (c->in_reading)
-        TAILQ_REMOVE(&c->shard->reading, c, reading);
-    c->in_reading = false;
 }
 
 static void deliver(struct moe_rpc_call *c, struct moe_rpc_msg *m)
@@ -136,7 +126,7 @@ static void on_received(struct moe_rpc_tag *tag, bool ok)
     struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, on_received, tag);
     grpc_byte_buffer *message = c->received;
     c->received = NULL;
-    stop_reading(c);
+    moe_rpc_limit_stop(&c->shard->reading, &c->reading);
     /* A read that fails (broken connection, message over the limit) also closes the call. */
     if (ok)
         deliver(c, moe_rpc_msg_from_buffer(message));
@@ -163,21 +153,12 @@ static void read_first(struct moe_rpc_call *c)
         start_read(c);
 }
 
-uint64_t moe_rpc_expire_reads(struct moe_rpc_shard *shard)
+void moe_rpc_reading_passed(struct moe_rpc_limit *reading)
 {
-    uint64_t limit = shard->server->read_limit_ns;
-    struct moe_rpc_call *c = TAILQ_FIRST(&shard->reading);
-    while (c != NULL) {
-        uint64_t at = c->reading_since_ns + limit;
-        if (moe_clock_ns() < at)
-            return at;
-        stop_reading(c);
-        moe_rpc_fail(c, moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
-                                  "the request did not arrive whole within %llu ms",
-                                  (unsigned long long)(limit / MOE_NS_PER_MS)));
-        c = TAILQ_FIRST(&shard->reading);
-    }
-    return MOE_NEVER;
+    struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, reading, reading);
+    moe_rpc_fail(c, moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                              "the request did not arrive whole within %llu ms",
+                              (unsigned long long)(c->shard->reading.length_ns / MOE_NS_PER_MS)));
 }
 
 /* ------------------------------------------------------------------ sending */
@@ -195,6 +176,16 @@ static void put_message(grpc_op *op, grpc_byte_buffer *message)
 {
     *op = (grpc_op){.op = GRPC_OP_SEND_MESSAGE, .flags = GRPC_WRITE_NO_COMPRESS};
     op->data.send_message.send_message = message;
+}
+
+/* A failure would wait behind what the client does not take, so the call is cancelled: the core
+ * then drops what it holds of the call, but for what is part of a write to the connection already.
+ */
+void moe_rpc_taking_passed(struct moe_rpc_limit *taking)
+{
+    struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, taking, taking);
+    (void)grpc_call_cancel_with_status(c->core, GRPC_STATUS_DEADLINE_EXCEEDED,
+                                       "the client did not take in time what was sent to it", NULL);
 }
 
 /* Headers, the unary answer if there is one, and the status, in one batch. */
@@ -222,6 +213,7 @@ static void start_end(struct moe_rpc_call *c)
     }
     c->end_started = true;
     c->batches++;
+    moe_rpc_limit_start(&c->shard->taking, &c->taking);
     MOE_RPC_START(c->core, ops, count, &c->on_ended);
     if (moe_failed(&c->end_status)) {
         grpc_slice_unref(text);
@@ -247,12 +239,14 @@ static void pump(struct moe_rpc_call *c)
     size_t count = put_headers(c, ops);
     put_message(&ops[count++], c->sending->message);
     c->batches++;
+    moe_rpc_limit_start(&c->shard->taking, &c->taking);
     MOE_RPC_START(c->core, ops, count, &c->on_sent);
 }
 
 static void on_sent(struct moe_rpc_tag *tag, bool ok)
 {
     struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, on_sent, tag);
+    moe_rpc_limit_stop(&c->shard->taking, &c->taking);
     op_drop(c->sending);
     c->sending = NULL;
     if (!ok)
@@ -268,6 +262,7 @@ static void on_ended(struct moe_rpc_tag *tag, bool ok)
 {
     struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, on_ended, tag);
     (void)ok; /* a client that left meanwhile shows in on_closed */
+    moe_rpc_limit_stop(&c->shard->taking, &c->taking);
     c->batches--;
     settle(c);
 }

@@ -14,8 +14,8 @@
 #include <string.h>
 #include <unistd.h>
 
-/* Defaults. A client that takes longer to send one large message gives its permit to others. */
-enum { STREAMS = 128, READ_LIMIT_MS = 60000 };
+/* Defaults. */
+enum { STREAMS = 128, TIME_LIMIT_MS = 60000 };
 
 /* ------------------------------------------------------------------ configuration */
 
@@ -247,6 +247,11 @@ static void on_shutdown(struct moe_rpc_tag *tag, bool ok)
     pthread_mutex_unlock(&s->lock);
 }
 
+static uint64_t time_limit(uint32_t ms)
+{
+    return (ms > 0 ? ms : TIME_LIMIT_MS) * MOE_NS_PER_MS;
+}
+
 static struct moe_rpc_server *server_create(const struct moe_rpc_server_config *config)
 {
     struct moe_rpc_server *s = calloc(1, sizeof *s);
@@ -255,8 +260,8 @@ static struct moe_rpc_server *server_create(const struct moe_rpc_server_config *
     uint64_t permits = config->max_reading_bytes / config->max_message_bytes;
     permits = permits < 1 ? 1 : permits > UINT32_MAX ? UINT32_MAX : permits;
     moe_rpc_admission_init(&s->admission, (uint32_t)permits, config->max_waiting_reads);
-    uint32_t limit_ms = config->max_read_ms > 0 ? config->max_read_ms : READ_LIMIT_MS;
-    s->read_limit_ns = limit_ms * MOE_NS_PER_MS;
+    s->read_limit_ns = time_limit(config->max_read_ms);
+    s->send_limit_ns = time_limit(config->max_send_ms);
     s->on_shutdown.fn = on_shutdown;
     TAILQ_INIT(&s->endless);
     moe_wait_init(&s->changed);

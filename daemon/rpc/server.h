@@ -34,7 +34,8 @@ struct moe_rpc_method {
     void (*message)(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx);
     /* Stream: a message handed to moe_rpc_send has left the queue. May be NULL. */
     void (*sent)(struct moe_rpc_call *call, void *ctx);
-    /* The client cancelled, went away, or the deadline passed. May be NULL. `done` still comes. */
+    /* The client cancelled, went away, left what was sent for too long, or the deadline passed. May
+     * be NULL. `done` still comes. */
     void (*cancelled)(struct moe_rpc_call *call, void *ctx);
     /* Over. May be NULL. */
     void (*done)(struct moe_rpc_call *call, void *ctx);
@@ -51,6 +52,8 @@ struct moe_rpc_server_config {
                                         are refused with RESOURCE_EXHAUSTED / QUEUE_FULL */
     uint32_t max_read_ms;            /* a large message that takes longer to arrive fails its call
                                         with DEADLINE_EXCEEDED; 0 = one minute */
+    uint32_t max_send_ms;            /* a message or final status that the client leaves for longer
+                                        ends its call; 0 = one minute */
     uint32_t max_concurrent_streams; /* calls per connection; 0 = 128 */
     const struct moe_rpc_method
         *methods; /* copied; health and reflection are added by the server */
@@ -83,7 +86,7 @@ void moe_rpc_call_set_user(struct moe_rpc_call *c, void *user);
 void *moe_rpc_call_user(const struct moe_rpc_call *c);
 /* [any thread] Monotonic ns; MOE_NEVER when the client set none. */
 uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c);
-/* [any thread] True once the client cancelled, left, or the deadline passed. */
+/* [any thread] True as soon as `cancelled` is due. */
 bool moe_rpc_call_is_cancelled(const struct moe_rpc_call *c);
 /* Value of a metadata key of the request, or NULL; lives as long as the call. Shard thread. */
 const char *moe_rpc_call_metadata(struct moe_rpc_call *c, const char *key);

@@ -1,5 +1,6 @@
 /* What the files of the server share: server.c (life), shard.c (threads), call.c (calls),
- * admission.c (who may read a large message), health.c and reflection.c (built-in services).
+ * admission.c (who may read a large message), limits.c (how long a client may take), health.c and
+ * reflection.c (built-in services).
  *
  * The one idea: state of a call belongs to its shard's thread. Other threads put operations into
  * the shard's inbox, a lock-free stack, and wake the thread by an empty batch when it was empty. */
@@ -14,6 +15,30 @@
 #include <sys/queue.h>
 
 struct moe_rpc_shard;
+
+/* ------------------------------------------------------------------ time limits */
+
+/* One limit of one call. */
+struct moe_rpc_limit {
+    TAILQ_ENTRY(moe_rpc_limit) link;
+    uint64_t since_ns;
+    bool runs;
+};
+
+/* Limits of a shard that are equally long. Shard thread only. */
+struct moe_rpc_limits {
+    TAILQ_HEAD(, moe_rpc_limit) running; /* the first passes first */
+    uint64_t length_ns;
+    void (*passed)(struct moe_rpc_limit *limit);
+};
+
+void moe_rpc_limits_init(struct moe_rpc_limits *list, uint64_t length_ns,
+                         void (*passed)(struct moe_rpc_limit *limit));
+void moe_rpc_limit_start(struct moe_rpc_limits *list, struct moe_rpc_limit *limit);
+/* Nothing where it does not run. */
+void moe_rpc_limit_stop(struct moe_rpc_limits *list, struct moe_rpc_limit *limit);
+/* Calls `passed` for every limit that has; returns when to look again. */
+uint64_t moe_rpc_limits_expire(struct moe_rpc_limits *list);
 
 /* ------------------------------------------------------------------ calls */
 
@@ -76,13 +101,12 @@ struct moe_rpc_call {
     grpc_byte_buffer *received;
     struct moe_rpc_op *queue, **queue_end, *sending;
     struct moe_rpc_tag on_accepted, on_closed, on_received, on_sent, on_ended;
+    struct moe_rpc_limit reading; /* runs while a read uses a permit */
+    struct moe_rpc_limit taking;  /* runs while a message or the status is with the core */
 
     /* Guarded by the admission's lock while WAITING, else shard thread only. */
     enum moe_rpc_permit permit;
     TAILQ_ENTRY(moe_rpc_call) waiting;
-    TAILQ_ENTRY(moe_rpc_call) reading; /* in the shard's list while a permit is in use */
-    bool in_reading;
-    uint64_t reading_since_ns;
 
     TAILQ_ENTRY(moe_rpc_call) endless; /* guarded by the server's lock */
 };
@@ -95,8 +119,9 @@ void moe_rpc_accept(struct moe_rpc_shard *shard, size_t index);
 struct moe_status moe_rpc_draining(void) MOE_CHECKED;
 /* Does what `op` says and gives its reference back. Never runs a handler. Shard thread. */
 void moe_rpc_apply(struct moe_rpc_op *op);
-/* Fails calls that have held a permit for too long; returns when to look again. Shard thread. */
-uint64_t moe_rpc_expire_reads(struct moe_rpc_shard *shard);
+/* What becomes of a call that has used its permit, or has left what was sent, for too long. */
+void moe_rpc_reading_passed(struct moe_rpc_limit *reading);
+void moe_rpc_taking_passed(struct moe_rpc_limit *taking);
 
 /* ------------------------------------------------------------------ admission */
 
@@ -128,9 +153,9 @@ struct moe_rpc_shard {
     bool started;
     _Atomic(struct moe_rpc_op *) inbox; /* newest first */
     struct moe_rpc_tag on_wake;
-    bool applying;                /* the inbox is being drained */
-    struct moe_rpc_calls reading; /* calls that hold a permit, longest first */
-    unsigned *accepting;          /* accepts posted, per entry */
+    bool applying; /* the inbox is being drained */
+    struct moe_rpc_limits reading, taking;
+    unsigned *accepting; /* accepts posted, per entry */
 };
 
 /* Starts the thread. It waits for the server's phase to change, and then serves or ends. */
@@ -152,7 +177,8 @@ struct moe_rpc_server {
     struct moe_rpc_entry *entries; /* the last one stands for unknown methods */
     size_t entry_count;
     struct moe_rpc_admission admission;
-    uint64_t read_limit_ns; /* how long a call may hold a permit */
+    uint64_t read_limit_ns; /* how long a call may use a permit */
+    uint64_t send_limit_ns; /* how long a client may leave what was sent */
     struct moe_rpc_health *health;
     struct moe_rpc_reflection *reflection;
     uint16_t port;

@@ -102,7 +102,9 @@ static void *shard_main(void *arg)
         return NULL;
     post_accepts(shard);
     for (;;) {
-        uint64_t at = TAILQ_EMPTY(&shard->reading) ? MOE_NEVER : moe_rpc_expire_reads(shard);
+        uint64_t reading = moe_rpc_limits_expire(&shard->reading);
+        uint64_t taking = moe_rpc_limits_expire(&shard->taking);
+        uint64_t at = reading < taking ? reading : taking;
         grpc_event event = grpc_completion_queue_next(shard->queue, moe_rpc_time_to_core(at), NULL);
         if (event.type == GRPC_QUEUE_SHUTDOWN)
             return NULL;
@@ -115,7 +117,9 @@ static void *shard_main(void *arg)
 
 struct moe_status moe_rpc_shard_start(struct moe_rpc_shard *shard)
 {
-    TAILQ_INIT(&shard->reading);
+    const struct moe_rpc_server *server = shard->server;
+    moe_rpc_limits_init(&shard->reading, server->read_limit_ns, moe_rpc_reading_passed);
+    moe_rpc_limits_init(&shard->taking, server->send_limit_ns, moe_rpc_taking_passed);
     shard->on_wake.fn = on_wake;
     if (pthread_create(&shard->thread, NULL, shard_main, shard) != 0)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,

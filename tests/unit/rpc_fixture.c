@@ -166,6 +166,12 @@ static void unary_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void
     } else if (strcmp(model, "sink") == 0) {
         free(p.x);
         reply(call, NULL);
+    } else if (strncmp(model, "zeros:", 6) == 0) {
+        size_t length = strtoul(model + 6, NULL, 10);
+        free(p.x);
+        struct tensor *zeros = tensor_create(f, length);
+        memset(zeros->data, 0, length);
+        reply(call, zeros);
     } else if (strncmp(model, "fail:", 5) == 0) {
         unsigned reason = (unsigned)atoi(model + 5);
         free(p.x);

@@ -23,7 +23,7 @@
  * does, the request's `model` says:
  *   ""        answer at once              "thread"  answer from a thread of its own
  *   "sink"    answer without the tensor   "hang"    keep the call until fixture_answer_held
- *   "fail:R"  fail with reason number R
+ *   "fail:R"  fail with reason number R            "zeros:N" answer with N bytes of zeros
  * A stream is echoed message by message, one at a time; a message "stop" stops reading for good. */
 struct fixture {
     struct moe_rpc_server *server;
