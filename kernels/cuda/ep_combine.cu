@@ -245,6 +245,7 @@ __device__ static bool finish_token(const struct moe_cuda_pass &p, uint64_t stam
                          stamp, lane, &unused);
     if (!__all_sync(ALL_LANES, here))
         return false;
+    __syncwarp(); /* a vote orders no memory */
     uint32_t begin, end;
     part_columns<N>(p, part, &begin, &end);
     if (!token_counts(p, t)) {

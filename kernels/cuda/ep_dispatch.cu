@@ -388,6 +388,7 @@ __device__ static bool expand_peer(const struct moe_cuda_pass &p, struct arrival
                                        stamp, source, &choices);
     if (!__all_sync(ALL_LANES, came))
         return false;
+    __syncwarp(); /* a vote orders no memory */
     choices = __shfl_sync(ALL_LANES, choices, 0);
     bool here = lane < p.top_k && (choices >> lane & 1);
     uint4 route = {};

@@ -35,6 +35,7 @@ __global__ void exchange_kernel(struct moe_window_layout layout, struct moe_cuda
     bool here = lane != 0 || wait_word(c, &mailbox->abort, &from->word, stamp, peer, &came);
     if (!__all_sync(ALL_LANES, here))
         return;
+    __syncwarp(); /* a vote orders no memory */
     mailbox->all[peer][lane] =
         __ldcg(reinterpret_cast<const unsigned long long *>(from->data) + lane);
     if (lane == 0)
