@@ -26,6 +26,7 @@ enum {
     SERVER_SHARDS = 2,
     WAITING_READS = 256,    /* large calls that may wait for their turn to be read */
     STREAMS_MAX = 256,      /* calls per connection */
+    READ_MS = 15000,        /* a request that takes longer to arrive gives its permit to others */
     LAST_ANSWERS_MS = 1000, /* time for answers to leave once everything is decided */
     GATHER_BUDGETS = 5,     /* an all-gather may take this many wait budgets */
     NOTICE_MS = 200,        /* while clients still get a typed refusal; a closed door gives none */
@@ -419,6 +420,7 @@ static struct moe_status start_server(struct moe_worker *w)
         .max_message_bytes = c->max_message_bytes,
         .max_reading_bytes = c->max_bytes_in_flight,
         .max_waiting_reads = WAITING_READS,
+        .max_read_ms = READ_MS,
         .max_concurrent_streams = STREAMS_MAX,
         .methods = methods,
         .method_count = METHODS,
