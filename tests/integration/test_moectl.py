@@ -138,7 +138,8 @@ class CommandLine(unittest.TestCase):
                               ["forward", "--layer", "0", "--input", x, "--output", x + ".y"]):
                 done = run(*arguments, *nobody)
                 self.assertEqual(done.returncode, UNREACHABLE, (arguments, done.stderr))
-                self.assertIn("Connection refused", done.stderr)
+                if arguments[0] != "wait":  # its last look may be cut short
+                    self.assertIn("Connection refused", done.stderr)
                 self.assertNotIn("last error", done.stderr)
         self.expect(OK, "wait", "--for=gone", *nobody)
 
