@@ -59,8 +59,8 @@ __global__ void expert_kernel(const struct moe_rows rows, uint32_t hidden, float
             size_t row = rows.start[l] + i;
             const unsigned short *x = static_cast<const unsigned short *>(rows.x) + row * hidden;
             for (uint32_t h = threadIdx.x; h < hidden; h += blockDim.x)
-                out[row * hidden + h] = rows.weight[row] * number *
-                                        __uint_as_float(static_cast<uint32_t>(x[h]) << 16);
+                out[row * hidden + h] =
+                    rows.weight[row] * number * __uint_as_float(static_cast<uint32_t>(x[h]) << 16);
         }
     }
 }
@@ -109,8 +109,7 @@ void make_layer(bench &b)
     }
     struct moe_placement placement = {1, b.s.experts, slots, offset.data(), slot.data()};
     require(moe_cuda_layer_create(b.device, &spec, &placement, b.member->slot, &b.layer));
-    std::vector<uint16_t> zeros(static_cast<size_t>(b.s.hidden) *
-                                std::max(b.s.experts, INNER));
+    std::vector<uint16_t> zeros(static_cast<size_t>(b.s.hidden) * std::max(b.s.experts, INNER));
     for (uint32_t w : {MOE_WEIGHT_ROUTER, MOE_WEIGHT_GATE, MOE_WEIGHT_UP, MOE_WEIGHT_DOWN})
         for (uint32_t e = 0; e < (w == MOE_WEIGHT_ROUTER ? 1 : b.s.experts); e++) {
             size_t rows, columns;
@@ -181,8 +180,7 @@ double check(bench &b)
     for (uint32_t t = 0; t < b.s.tokens; t++) {
         double scale = 0;
         for (size_t i = t * b.s.top_k; i < (t + 1) * b.s.top_k; i++)
-            scale += static_cast<double>(b.weights[i]) *
-                     number_of(static_cast<uint32_t>(b.ids[i]));
+            scale += static_cast<double>(b.weights[i]) * number_of(static_cast<uint32_t>(b.ids[i]));
         for (size_t i = static_cast<size_t>(t) * b.s.hidden;
              i < static_cast<size_t>(t + 1) * b.s.hidden; i++) {
             double want = scale * moe_bf16_to_f32(b.x[i]), got = moe_bf16_to_f32(y[i]);
@@ -249,8 +247,8 @@ void slowest(bench &b, double *values, uint32_t n)
     bool met = board_barrier(b.member, 60000);
     for (uint32_t s = 0; met && s < b.member->slots; s++)
         for (uint32_t i = 0; i < n; i++)
-            values[i] = std::max(
-                values[i], reinterpret_cast<double *>(b.member->board->weights[s])[i]);
+            values[i] =
+                std::max(values[i], reinterpret_cast<double *>(b.member->board->weights[s])[i]);
     if (!met || !board_barrier(b.member, 60000))
         exit(1);
 }
@@ -280,8 +278,7 @@ void run_shape(struct member *m, struct moe_device *device, const shape &s)
     if (m->slot == 0)
         printf("%-14s T %4u: error %.1e, wire %6.2f MB, prepare + dispatch %7.1f us (%5.1f GB/s), "
                "with combine %7.1f us (%5.1f GB/s both ways)\n",
-               s.name, s.tokens, v[0], v[1], v[2], v[1] / v[2] * 1e3, v[3],
-               2 * v[1] / v[3] * 1e3);
+               s.name, s.tokens, v[0], v[1], v[2], v[1] / v[2] * 1e3, v[3], 2 * v[1] / v[3] * 1e3);
     fflush(stdout);
     if (!(v[0] < 5e-3))
         exit(1);
