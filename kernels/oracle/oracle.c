@@ -203,8 +203,12 @@ static void choose(const struct moe_layer_spec *spec, const double *key, int32_t
     qsort(best, n, sizeof *best, compare);
     for (uint32_t k = 0; k < r->top_k; k++) {
         ids[k] = (int32_t)best[k].id;
-        if (k + 1 < n && best[k].key != best[k + 1].key)
-            lower(margin, best[k].key - best[k + 1].key);
+        /* Past exact ties: fp32 may tie the next key with them, and then a lower id of it wins. */
+        uint32_t next = k + 1;
+        while (next < n && best[next].key == best[k].key)
+            next++;
+        if (next < n)
+            lower(margin, best[k].key - best[next].key);
     }
 }
 
