@@ -1,6 +1,7 @@
 /* Tables of a session's passes, and prepare: who sends what to whom; see ep.h, and moe/window.h for
  * the words and their order. Waits only to close an earlier pass. */
 #include "cpu/ep_pass.h"
+#include "session_rules.h"
 
 #include <stdlib.h>
 
@@ -75,46 +76,14 @@ uint64_t moe_cpu_ep_rows(const struct moe_cpu_ep *ep)
 
 /* --------------------------------------------------------------- prepare */
 
-/* Every copy must be on a live slot: replicas are chosen by token id, the same on every run. */
-static struct moe_status check_placement(const struct moe_session *s, const struct moe_layer *layer)
-{
-    const struct moe_placement *p = &layer->placement;
-    if (p->slots != s->config.slots || layer->slot != s->config.slot)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
-                         "the layer was placed for slot %u of %u, the session has slot %u of %u",
-                         layer->slot, p->slots, s->config.slot, s->config.slots);
-    for (uint32_t e = 0; e < p->experts; e++) {
-        bool available = p->offset[e] < p->offset[e + 1];
-        for (uint32_t i = p->offset[e]; i < p->offset[e + 1]; i++)
-            available = available && (s->config.live >> p->slot[i] & 1);
-        if (!available)
-            return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
-                             "expert %u has a copy on a slot that is not live, or none", e);
-    }
-    return moe_ok();
-}
-
 struct moe_status moe_cpu_ep_check(const struct moe_session *session, const struct moe_layer *layer,
                                    enum moe_dtype dtype, uint32_t bucket, uint32_t tokens)
 {
-    const struct moe_session_config *c = &session->config;
     if (!layer->finished)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "layer %u has weights missing",
                          layer->spec.layer);
-    if (moe_dtype_bytes(dtype) == 0)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED, "unknown dtype %d",
-                         (int)dtype);
-    if (layer->spec.hidden > c->max_hidden || layer->spec.router.top_k > c->max_top_k ||
-        layer->spec.experts > c->max_experts)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
-                         "hidden %u, top-k %u, %u experts exceed the session's %u, %u, %u",
-                         layer->spec.hidden, layer->spec.router.top_k, layer->spec.experts,
-                         c->max_hidden, c->max_top_k, c->max_experts);
-    if (bucket == 0 || (bucket & (bucket - 1)) != 0 || bucket > c->max_tokens || tokens > bucket)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT,
-                         "%u tokens in a bucket of %u: a bucket is a power of two, at most %u",
-                         tokens, bucket, c->max_tokens);
-    return check_placement(session, layer);
+    return moe_session_check_step(&session->config, &layer->spec, &layer->placement, layer->slot,
+                                  dtype, bucket, tokens);
 }
 
 /* Where the rows of the own tokens go. Errors leave the pass unbegun. */

@@ -9,6 +9,7 @@
 #include "base/clock.h"
 #include "cpu/ep.h"
 #include "cpu/step.h"
+#include "session_rules.h"
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -266,30 +267,6 @@ struct introduction {
     struct moe_cpu_card card;
 };
 
-static struct moe_status check_config(const struct moe_session_config *c,
-                                      struct moe_window_layout *layout)
-{
-    struct moe_window_shape shape = {.slots = c->slots,
-                                     .max_tokens = c->max_tokens,
-                                     .max_hidden = c->max_hidden,
-                                     .max_top_k = c->max_top_k,
-                                     .max_experts = c->max_experts};
-    if (!moe_window_layout_of(&shape, layout))
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "no window can be laid out for %u slots, %u tokens, hidden %u, top-k %u, "
-                         "%u experts",
-                         c->slots, c->max_tokens, c->max_hidden, c->max_top_k, c->max_experts);
-    uint64_t seats = (UINT64_C(1) << c->slots) - 1;
-    if (c->slot >= c->slots || !(c->live >> c->slot & 1) || (c->live & ~seats) != 0)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "slot %u of %u does not fit the live slots", c->slot, c->slots);
-    if (c->epoch < 1 || c->epoch > (UINT64_C(1) << 40) - 2 || c->wait_budget_ms < 1 ||
-        c->allgather == NULL)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "a session needs an epoch, a wait budget and an all-gather");
-    return moe_ok();
-}
-
 static struct introduction introduce(const struct moe_session *s, const struct moe_cpu_card *card)
 {
     const struct moe_session_config *c = &s->config;
@@ -373,7 +350,7 @@ struct moe_status moe_cpu_session_join(struct moe_device *device,
                                        struct moe_session **out)
 {
     struct moe_window_layout layout;
-    MOE_TRY(check_config(config, &layout));
+    MOE_TRY(moe_session_check(config, &layout));
     struct moe_session *s = calloc(1, sizeof *s);
     if (s == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
