@@ -55,8 +55,9 @@ struct moe_session_config {
     uint32_t max_tokens;  /* largest bucket: tokens one slot may bring to a step */
     uint32_t max_hidden;  /* over all layers that will run in this session */
     uint32_t max_top_k;
-    uint32_t max_experts;       /* routed */
-    uint32_t wait_budget_ms;    /* per wait on a peer */
+    uint32_t max_experts;    /* routed */
+    bool training;           /* backward passes will run: windows hold x, dy and fp32 gradients */
+    uint32_t wait_budget_ms; /* per wait on a peer */
     moe_allgather_fn allgather; /* used only inside session_join */
     void *allgather_ctx;
 };
@@ -127,8 +128,12 @@ struct moe_rows {
     const float *weight;    /* [start[local]] routing weight of each row; undefined in padding */
 };
 
+struct moe_training; /* moe/training.h */
+
 struct moe_backend {
     const char *name; /* "cpu", "cuda" */
+    /* NULL where this backend cannot train. */
+    const struct moe_training *training;
 
     struct moe_status (*device_open)(const struct moe_device_config *, struct moe_device **out);
     void (*device_close)(struct moe_device *);
