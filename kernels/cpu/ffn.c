@@ -11,6 +11,7 @@
 #include "base/size.h"
 
 #include <math.h>
+#include <string.h>
 
 enum {
     TILE_ROWS = 60,    /* a multiple of every register block's height */
@@ -34,8 +35,7 @@ struct span {
 /* Where a weight enters the result of the down projection. */
 enum epilogue {
     EPILOGUE_PLAIN,         /* acc + b: input weighting */
-    EPILOGUE_WEIGH_ALL,     /* w * (acc + b): late weighting */
-    EPILOGUE_WEIGH_BIAS,    /* acc + w * b: early weighting, acc has its weight already */
+    EPILOGUE_WEIGH_ALL,     /* w * (acc + b): late and early weighting */
     EPILOGUE_WEIGH_AND_ADD, /* out += w * acc: shared expert */
 };
 
@@ -46,7 +46,6 @@ struct ffn_job {
     enum moe_weight gate, up; /* which pair of matrices, for gate_up items */
     enum moe_weight down;     /* which matrix, for down items */
     enum moe_activation activation;
-    bool weigh_hidden;
     enum epilogue epilogue;
     const struct moe_cpu_matrix *shared_gate; /* [1, H]: row weights are made of it; or NULL */
 
@@ -197,9 +196,7 @@ static void gate_up_tile(const struct ffn_job *job, const struct span *span, uin
                        (size_t)rows * width, gate, up);
     for (uint32_t r = 0; r < rows; r++) {
         float *out = span->out + (size_t)(row + r) * wg->out + column;
-        float w = job->weigh_hidden ? span->weight[row + r] : 1.0f;
-        for (uint32_t c = 0; c < columns; c++)
-            out[c] = gate[r * width + c] * w;
+        memcpy(out, gate + r * width, columns * sizeof *out);
     }
 }
 
@@ -211,7 +208,6 @@ static void store_down_row(enum epilogue epilogue, float w, uint32_t columns, co
         switch (epilogue) {
         case EPILOGUE_PLAIN: out[c] = acc[c] + b; break;
         case EPILOGUE_WEIGH_ALL: out[c] = w * (acc[c] + b); break;
-        case EPILOGUE_WEIGH_BIAS: out[c] = acc[c] + w * b; break;
         case EPILOGUE_WEIGH_AND_ADD: out[c] += w * acc[c]; break;
         }
     }
@@ -291,6 +287,14 @@ static struct moe_status check_rows(const struct moe_layer *layer, const struct 
     return moe_ok();
 }
 
+static struct moe_status check_dtype(enum moe_dtype dtype)
+{
+    if (dtype != MOE_DTYPE_F32 && dtype != MOE_DTYPE_BF16)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
+                         "rows are neither F32 nor BF16");
+    return moe_ok();
+}
+
 static void init_job(struct ffn_job *job, struct moe_layer *layer)
 {
     job->layer = layer;
@@ -358,13 +362,10 @@ struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype d
                                        const struct moe_rows *rows, float *hidden)
 {
     MOE_TRY(check_rows(layer, rows));
-    if (dtype != MOE_DTYPE_F32 && dtype != MOE_DTYPE_BF16)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
-                         "rows are neither F32 nor BF16");
+    MOE_TRY(check_dtype(dtype));
     struct ffn_job job;
     init_job(&job, layer);
     job.dtype = dtype;
-    job.weigh_hidden = layer->spec.weighting == MOE_WEIGHT_OUTPUT_EARLY;
 
     /* bf16 rows and rows with a weight on the input are copied as fp32, so many at a time. */
     uint32_t most = UINT32_MAX;
@@ -389,18 +390,14 @@ struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype d
     return moe_ok();
 }
 
-struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, const struct moe_rows *rows,
-                                    const float *hidden, float *out)
+struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, enum moe_dtype dtype,
+                                    const struct moe_rows *rows, const float *hidden, float *out)
 {
-    static const enum epilogue epilogues[] = {
-        [MOE_WEIGHT_OUTPUT_LATE] = EPILOGUE_WEIGH_ALL,
-        [MOE_WEIGHT_OUTPUT_EARLY] = EPILOGUE_WEIGH_BIAS,
-        [MOE_WEIGHT_INPUT] = EPILOGUE_PLAIN,
-    };
     MOE_TRY(check_rows(layer, rows));
+    MOE_TRY(check_dtype(dtype)); /* hidden is fp32 here whatever the dtype */
     struct ffn_job job;
     init_job(&job, layer);
-    job.epilogue = epilogues[layer->spec.weighting];
+    job.epilogue = layer->spec.weighting == MOE_WEIGHT_INPUT ? EPILOGUE_PLAIN : EPILOGUE_WEIGH_ALL;
     struct cursor at = {0};
     if (!next_wave(&job, rows, &at, UINT32_MAX))
         return moe_ok();
@@ -449,9 +446,7 @@ struct moe_status moe_cpu_shared_forward(struct moe_layer *layer, enum moe_dtype
         return moe_ok();
     const struct moe_rows none = {0};
     MOE_TRY(check_rows(layer, &none));
-    if (dtype != MOE_DTYPE_F32 && dtype != MOE_DTYPE_BF16)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
-                         "tokens are neither F32 nor BF16");
+    MOE_TRY(check_dtype(dtype));
     struct ffn_job job;
     init_job(&job, layer);
     job.dtype = dtype;
@@ -459,7 +454,6 @@ struct moe_status moe_cpu_shared_forward(struct moe_layer *layer, enum moe_dtype
     job.up = MOE_WEIGHT_SHARED_UP;
     job.down = MOE_WEIGHT_SHARED_DOWN;
     job.activation = spec->shared_activation;
-    job.weigh_hidden = false;
     job.epilogue = EPILOGUE_WEIGH_AND_ADD;
     if (spec->shared_gated)
         job.shared_gate = &layer->matrix[MOE_WEIGHT_SHARED_GATE_VECTOR][0];

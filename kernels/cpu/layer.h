@@ -57,8 +57,9 @@ struct moe_status moe_cpu_router_forward(struct moe_layer *layer, enum moe_dtype
  * experts are neither read nor written. */
 struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
                                        const struct moe_rows *rows, float *hidden) MOE_CHECKED;
-struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, const struct moe_rows *rows,
-                                    const float *hidden, float *out) MOE_CHECKED;
+struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, enum moe_dtype dtype,
+                                    const struct moe_rows *rows, const float *hidden,
+                                    float *out) MOE_CHECKED;
 struct moe_status moe_cpu_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,
                                          uint32_t tokens, const void *x, float *y) MOE_CHECKED;
 

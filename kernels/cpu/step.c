@@ -105,7 +105,7 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     MOE_TRY(take_floats(s->device, n, layer->spec.hidden, &m->out));
     MOE_TRY(moe_cpu_gemm_gate_up(layer, a->dtype, &rows, m->hidden));
     lap(r, MOE_STAGE_GEMM1, &since);
-    MOE_TRY(moe_cpu_gemm_down(layer, &rows, m->hidden, m->out));
+    MOE_TRY(moe_cpu_gemm_down(layer, a->dtype, &rows, m->hidden, m->out));
     lap(r, MOE_STAGE_GEMM2, &since);
     MOE_TRY(moe_cpu_ep_combine(s->ep, m->out, m->base, a->y));
     lap(r, MOE_STAGE_COMBINE, &since);

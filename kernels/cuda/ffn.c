@@ -28,13 +28,6 @@ static bool on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype,
            moe_cuda_ggemm_serves(width_of(layer, which), m->columns);
 }
 
-/* Weighting the input multiplies a product before its bias, which only the exact kernel does. */
-static bool gate_up_on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype)
-{
-    return layer->spec.weighting != MOE_WEIGHT_INPUT &&
-           on_tensor_cores(layer, dtype, MOE_CUDA_GATE_UP);
-}
-
 enum moe_dtype moe_cuda_ffn_hidden_dtype(const struct moe_layer *layer, enum moe_dtype dtype)
 {
     return on_tensor_cores(layer, dtype, MOE_CUDA_DOWN) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
@@ -83,7 +76,7 @@ struct moe_status moe_cuda_ffn_gate_up(struct moe_layer *layer, enum moe_dtype d
 {
     if (b->rows.local_experts == 0 || b->capacity == 0)
         return moe_ok();
-    if (!gate_up_on_tensor_cores(layer, dtype)) {
+    if (!on_tensor_cores(layer, dtype, MOE_CUDA_GATE_UP)) {
         struct moe_cuda_exact exact = {.layer = layer,
                                        .rows = &b->rows,
                                        .in_dtype = dtype,
@@ -257,25 +250,67 @@ static struct moe_status measure_rows(struct moe_layer *layer, const struct moe_
     return moe_ok();
 }
 
+/* What both parts begin with. `narrow`: memory for hidden as it travels inside a step, where that
+ * is not F32; the caller gives it back. */
+struct part {
+    struct moe_cuda_batch_rows b;
+    enum moe_dtype inner;
+    size_t elements; /* of hidden */
+    void *narrow;
+};
+
+static struct moe_status begin_part(struct moe_layer *layer, enum moe_dtype dtype,
+                                    const struct moe_rows *rows, struct part *p)
+{
+    *p = (struct part){.inner = MOE_DTYPE_F32};
+    MOE_TRY(check_part(layer));
+    MOE_TRY(check_dtype(dtype));
+    MOE_TRY(measure_rows(layer, rows, &p->b));
+    p->inner = moe_cuda_ffn_hidden_dtype(layer, dtype);
+    p->elements = (size_t)p->b.capacity * layer->spec.intermediate;
+    if (p->inner == MOE_DTYPE_F32)
+        return moe_ok();
+    return moe_cuda_mem_alloc(layer->device, MOE_MEM_DEVICE, p->elements * sizeof(uint16_t),
+                              &p->narrow);
+}
+
+static void end_part(struct moe_layer *layer, struct part *p)
+{
+    moe_cuda_mem_free(layer->device, MOE_MEM_DEVICE, p->narrow, p->elements * sizeof(uint16_t));
+}
+
 struct moe_status moe_cuda_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
                                         const struct moe_rows *rows, float *hidden)
 {
-    struct moe_cuda_batch_rows b;
-    MOE_TRY(check_part(layer));
-    MOE_TRY(check_dtype(dtype));
-    MOE_TRY(measure_rows(layer, rows, &b));
-    MOE_TRY(moe_cuda_ffn_gate_up(layer, dtype, &b, hidden, MOE_DTYPE_F32, layer->device->compute));
-    return moe_cuda_device_finish(layer->device);
+    struct part p;
+    struct moe_status st;
+    MOE_TRY(begin_part(layer, dtype, rows, &p));
+    cudaStream_t stream = layer->device->compute;
+    void *to = p.narrow != NULL ? p.narrow : hidden;
+    MOE_TRY_GOTO(st, moe_cuda_ffn_gate_up(layer, dtype, &p.b, to, p.inner, stream), done);
+    if (p.narrow != NULL)
+        MOE_TRY_GOTO(st, moe_cuda_widen(p.narrow, hidden, p.elements, stream), done);
+    st = moe_cuda_device_finish(layer->device);
+done:
+    end_part(layer, &p);
+    return st;
 }
 
-struct moe_status moe_cuda_gemm_down(struct moe_layer *layer, const struct moe_rows *rows,
-                                     const float *hidden, float *out)
+struct moe_status moe_cuda_gemm_down(struct moe_layer *layer, enum moe_dtype dtype,
+                                     const struct moe_rows *rows, const float *hidden, float *out)
 {
-    struct moe_cuda_batch_rows b;
-    MOE_TRY(check_part(layer));
-    MOE_TRY(measure_rows(layer, rows, &b));
-    MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, MOE_DTYPE_F32, out, layer->device->compute));
-    return moe_cuda_device_finish(layer->device);
+    struct part p;
+    struct moe_status st;
+    MOE_TRY(begin_part(layer, dtype, rows, &p));
+    cudaStream_t stream = layer->device->compute;
+    const void *from = p.narrow != NULL ? p.narrow : hidden;
+    if (p.narrow != NULL)
+        MOE_TRY_GOTO(st, moe_cuda_narrow(hidden, p.narrow, p.elements, stream), done);
+    MOE_TRY_GOTO(st, moe_cuda_ffn_down(layer, &p.b, from, p.inner, out, stream), done);
+    st = moe_cuda_device_finish(layer->device);
+done:
+    end_part(layer, &p);
+    return st;
 }
 
 struct moe_status moe_cuda_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,

@@ -39,12 +39,12 @@ struct moe_status moe_cuda_ffn_shared(struct moe_layer *layer, enum moe_dtype dt
                                       uint32_t bucket, uint32_t tokens, const void *x,
                                       void *scratch, float *out, cudaStream_t stream) MOE_CHECKED;
 
-/* Members of struct moe_backend. */
+/* Members of struct moe_backend. They round hidden to what it is inside a step. */
 struct moe_status moe_cuda_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
                                         const struct moe_rows *rows, float *hidden) MOE_CHECKED;
-/* Always exact fp32: nothing says that `hidden` came from bf16 tokens. */
-struct moe_status moe_cuda_gemm_down(struct moe_layer *layer, const struct moe_rows *rows,
-                                     const float *hidden, float *out) MOE_CHECKED;
+struct moe_status moe_cuda_gemm_down(struct moe_layer *layer, enum moe_dtype dtype,
+                                     const struct moe_rows *rows, const float *hidden,
+                                     float *out) MOE_CHECKED;
 struct moe_status moe_cuda_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,
                                           uint32_t tokens, const void *x, float *y) MOE_CHECKED;
 

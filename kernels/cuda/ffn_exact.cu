@@ -13,11 +13,10 @@ struct exact_args {
     groups g;
     moe_cuda_matrix matrix;
     const void *in;
-    const float *weight;
+    const float *weight; /* of each row: of the input of gate and up, of the result of down */
     void *out;
     bool out_bf16;
-    uint32_t width; /* columns of out */
-    moe_weighting weighting;
+    uint32_t width;              /* columns of out */
     const float *bias, *up_bias; /* [entries][width], or NULL */
     moe_activation activation;
     float limit, alpha;
@@ -54,17 +53,15 @@ static __device__ void store(const exact_args &a, size_t at, float v)
 static __device__ float gate_and_up(const exact_args &a, const tile &t, size_t row, uint32_t inner,
                                     float g, float u)
 {
-    float w = a.weight != nullptr ? a.weight[row] : 1.0f;
-    if (a.weighting == MOE_WEIGHT_INPUT) {
-        g *= w;
-        u *= w;
+    if (a.weight != nullptr) {
+        g *= a.weight[row];
+        u *= a.weight[row];
     }
     if (a.bias != nullptr) {
         g += a.bias[(size_t)t.entry * a.width + inner];
         u += a.up_bias[(size_t)t.entry * a.width + inner];
     }
-    float v = activate(a, g, u);
-    return a.weighting == MOE_WEIGHT_OUTPUT_EARLY ? v * w : v;
+    return activate(a, g, u);
 }
 
 template <typename X, typename W>
@@ -90,15 +87,6 @@ static __global__ void __launch_bounds__(THREADS) gate_up_kernel(const exact_arg
 
 /* ------------------------------------------------------------------------ down */
 
-static __device__ float weigh(const exact_args &a, float w, float acc, float bias)
-{
-    switch (a.weighting) {
-    case MOE_WEIGHT_OUTPUT_LATE: return w * (acc + bias);
-    case MOE_WEIGHT_OUTPUT_EARLY: return acc + w * bias;
-    default: return acc + bias;
-    }
-}
-
 template <typename X, typename W>
 static __global__ void __launch_bounds__(THREADS) down_kernel(const exact_args a)
 {
@@ -112,7 +100,7 @@ static __global__ void __launch_bounds__(THREADS) down_kernel(const exact_args a
                 if (column >= a.width)
                     break;
                 float b = a.bias != nullptr ? a.bias[(size_t)t.entry * a.width + column] : 0.0f;
-                ((float *)a.out)[row * a.width + column] = weigh(a, w, acc[i][j], b);
+                ((float *)a.out)[row * a.width + column] = w * (acc[i][j] + b);
             }
         }
     });
@@ -139,14 +127,12 @@ static exact_args common_args(const moe_cuda_exact *e)
     if (e->rows != nullptr) {
         a.g = {e->rows->start,           e->rows->count,         e->rows->expert,
                d->placement.local_index, e->rows->local_experts, 0};
-        a.weighting = d->spec.weighting;
     } else {
-        a.g.rows = e->tokens; /* and late weighting, by the gate vector */
+        a.g.rows = e->tokens;
     }
     a.in = e->in;
     a.out = e->out;
     a.out_bf16 = e->out_dtype == MOE_DTYPE_BF16;
-    a.weight = e->weight;
     a.limit = d->spec.swiglu_limit;
     a.alpha = d->spec.swiglu_alpha;
     return a;
@@ -174,6 +160,7 @@ struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e, cudaStr
     a.width = routed ? d->spec.intermediate : d->spec.shared_intermediate;
     a.activation = routed ? d->spec.activation : d->spec.shared_activation;
     if (routed) {
+        a.weight = d->spec.weighting == MOE_WEIGHT_INPUT ? e->weight : nullptr;
         a.bias = d->bias[MOE_WEIGHT_GATE_BIAS];
         a.up_bias = d->bias[MOE_WEIGHT_UP_BIAS];
     }
@@ -190,6 +177,7 @@ struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e, cudaStream
     exact_args a = common_args(e);
     a.matrix = d->matrix[routed ? MOE_CUDA_DOWN : MOE_CUDA_SHARED_DOWN];
     a.width = d->spec.hidden;
+    a.weight = routed && d->spec.weighting == MOE_WEIGHT_INPUT ? nullptr : e->weight;
     a.bias = routed ? d->bias[MOE_WEIGHT_DOWN_BIAS] : nullptr;
     MOE_SIMT_DISPATCH(e->in_dtype, a.matrix.dtype, launch_down, a, blocks_of(e), stream);
     return MOE_LAUNCHED("down");
@@ -244,6 +232,26 @@ struct moe_status moe_cuda_write_span(uint32_t *span, uint32_t rows, cudaStream_
 {
     span_kernel<<<1, 1, 0, stream>>>(span, rows);
     return MOE_LAUNCHED("the shared expert's rows");
+}
+
+template <typename From, typename To>
+static __global__ void convert_kernel(const From *src, To *dst, size_t n)
+{
+    size_t stride = (size_t)gridDim.x * THREADS;
+    for (size_t i = (size_t)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride)
+        dst[i] = (To)src[i];
+}
+
+struct moe_status moe_cuda_narrow(const float *src, void *dst, size_t n, cudaStream_t stream)
+{
+    convert_kernel<<<256, THREADS, 0, stream>>>(src, (__nv_bfloat16 *)dst, n);
+    return MOE_LAUNCHED("rounding to bf16");
+}
+
+struct moe_status moe_cuda_widen(const void *src, float *dst, size_t n, cudaStream_t stream)
+{
+    convert_kernel<<<256, THREADS, 0, stream>>>((const __nv_bfloat16 *)src, dst, n);
+    return MOE_LAUNCHED("widening bf16");
 }
 
 static __global__ void add_kernel(float *y, const float *v, size_t n)

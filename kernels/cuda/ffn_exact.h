@@ -21,10 +21,10 @@ struct moe_cuda_exact {
     enum moe_dtype out_dtype; /* of gate_up; down writes F32 */
 };
 
-/* out [rows, I] = activation, weighted as the layer says. */
+/* out [rows, I] = activation; `weight` counts for input weighting only. */
 struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e,
                                          cudaStream_t stream) MOE_CHECKED;
-/* out [rows, H] = result, weighted as the layer says. */
+/* out [rows, H] = result; `weight` counts unless the layer weighs inputs. */
 struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e,
                                       cudaStream_t stream) MOE_CHECKED;
 
@@ -38,6 +38,12 @@ struct moe_status moe_cuda_write_span(uint32_t *span, uint32_t rows,
                                       cudaStream_t stream) MOE_CHECKED;
 /* y [n] += v [n] */
 struct moe_status moe_cuda_add(float *y, const float *v, size_t n, cudaStream_t stream) MOE_CHECKED;
+
+/* dst [n] = src [n], between F32 and BF16. */
+struct moe_status moe_cuda_narrow(const float *src, void *dst, size_t n,
+                                  cudaStream_t stream) MOE_CHECKED;
+struct moe_status moe_cuda_widen(const void *src, float *dst, size_t n,
+                                 cudaStream_t stream) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

@@ -116,12 +116,8 @@ void set_activation(const moe_cuda_ggemm &g, ggemm::params *p)
 
 void set_weighting(const moe_cuda_ggemm &g, ggemm::params *p)
 {
-    const bool early = g.weighting == MOE_WEIGHT_OUTPUT_EARLY;
-    const bool late = g.weighting == MOE_WEIGHT_OUTPUT_LATE;
-    p->weigh_product = g.gated ? early : late;
-    p->weigh_bias = !g.gated && (early || late);
-    p->weigh_input = g.gated && g.weighting == MOE_WEIGHT_INPUT;
-    p->row_weight = p->weigh_product || p->weigh_bias || p->weigh_input ? g.row_weight : nullptr;
+    const bool on_input = g.weighting == MOE_WEIGHT_INPUT;
+    p->row_weight = on_input == g.gated ? g.row_weight : nullptr;
 }
 
 moe_status make_params(const moe_cuda_ggemm &g, const instance &use, ggemm::params *p)

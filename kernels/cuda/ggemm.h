@@ -1,10 +1,9 @@
 /* Grouped GEMM on Hopper's tensor cores: for every local expert e, and every row r of its rows, one
  * of two products of struct moe_layer_spec:
  *
- *   gate and up   act(x Wg[e]^T + gate_bias[e], x Wu[e]^T + up_bias[e]), times weight[r] for early
- *                 weighting; for input weighting weight[r] multiplies both products before the bias
- *   plain         y = x W[e]^T and b = bias[e]: late weight[r] (y + b), early y + weight[r] b,
- *                 input y + b
+ *   gate and up   act(x Wg[e]^T + gate_bias[e], x Wu[e]^T + up_bias[e]); for input weighting
+ *                 weight[r] multiplies both products before the bias
+ *   plain         weight[r] (x W[e]^T + bias[e]), for input weighting without the weight
  *
  * bf16 in, fp32 accumulate and epilogue, bf16 or fp32 out. How many rows an expert has is read on
  * the device when the kernel runs: nothing here waits, and a captured launch serves all counts.

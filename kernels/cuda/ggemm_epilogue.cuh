@@ -66,27 +66,32 @@ __device__ __forceinline__ float2 bias_pair(const params &p, const float *bias, 
     return __ldg(reinterpret_cast<const float2 *>(bias + size_t(expert) * p.out_n + at));
 }
 
-/* acc = w_product * acc + w_bias * bias, each weight being the row's or 1. */
+template <uint32_t N>
+__device__ __forceinline__ void weigh(const params &p, float (&acc)[N], row_weights w)
+{
+    if (p.row_weight == nullptr)
+        return;
+#pragma unroll
+    for (uint32_t i = 0; i < N; i++)
+        acc[i] *= i % 4 < 2 ? w.upper : w.lower;
+}
+
+/* acc = weight * (acc + bias) */
 template <uint32_t N>
 __device__ __forceinline__ void finish_plain(const params &p, float (&acc)[N], uint32_t expert,
                                              uint32_t column, row_weights w)
 {
-    if (p.weigh_product) {
+    if (p.bias != nullptr) {
 #pragma unroll
-        for (uint32_t i = 0; i < N; i++)
-            acc[i] *= i % 4 < 2 ? w.upper : w.lower;
+        for (uint32_t j = 0; j < N / 4; j++) {
+            const float2 b = bias_pair(p, p.bias, expert, column + 8 * j);
+            acc[4 * j] += b.x;
+            acc[4 * j + 1] += b.y;
+            acc[4 * j + 2] += b.x;
+            acc[4 * j + 3] += b.y;
+        }
     }
-    if (p.bias == nullptr)
-        return;
-    const float upper = p.weigh_bias ? w.upper : 1.0f, lower = p.weigh_bias ? w.lower : 1.0f;
-#pragma unroll
-    for (uint32_t j = 0; j < N / 4; j++) {
-        const float2 b = bias_pair(p, p.bias, expert, column + 8 * j);
-        acc[4 * j] += upper * b.x;
-        acc[4 * j + 1] += upper * b.y;
-        acc[4 * j + 2] += lower * b.x;
-        acc[4 * j + 3] += lower * b.y;
-    }
+    weigh(p, acc, w);
 }
 
 /* Activation of gate (8 columns) and up (the next 8); results fill the first half of acc. */
@@ -94,11 +99,7 @@ template <uint32_t N>
 __device__ __forceinline__ void finish_gated(const params &p, float (&acc)[N], uint32_t expert,
                                              uint32_t column, row_weights w)
 {
-    if (p.weigh_input) {
-#pragma unroll
-        for (uint32_t i = 0; i < N; i++)
-            acc[i] *= i % 4 < 2 ? w.upper : w.lower;
-    }
+    weigh(p, acc, w);
     if (p.bias != nullptr) {
 #pragma unroll
         for (uint32_t j = 0; j < N / 4; j++) {
@@ -110,14 +111,11 @@ __device__ __forceinline__ void finish_gated(const params &p, float (&acc)[N], u
             acc[4 * j + 3] += b.y;
         }
     }
-    const float upper = p.weigh_product ? w.upper : 1.0f;
-    const float lower = p.weigh_product ? w.lower : 1.0f;
 #pragma unroll
     for (uint32_t j = 0; j < N / 8; j++)
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++)
-            acc[4 * j + i] =
-                activate(p, acc[8 * j + i], acc[8 * j + 4 + i]) * (i < 2 ? upper : lower);
+            acc[4 * j + i] = activate(p, acc[8 * j + i], acc[8 * j + 4 + i]);
 }
 
 __device__ __forceinline__ uint32_t pack(float x, float y)

@@ -35,13 +35,11 @@ struct params {
     const uint32_t *start, *count; /* [experts] */
     const float *bias;             /* [experts, out_n], or NULL; gated: of gate */
     const float *up_bias;          /* gated: [experts, out_n] */
-    const float *row_weight;       /* [row_capacity], or NULL = 1 */
+    /* [row_capacity], or NULL = 1: multiplies gate and up before their biases; plain: the result */
+    const float *row_weight;
     uint32_t experts;
-    uint32_t n, k;      /* rows and columns of an expert's weights */
-    uint32_t out_n;     /* n, or n / 2 where gate and up become one */
-    bool weigh_input;   /* the row weight multiplies gate and up before their biases; gated only */
-    bool weigh_product; /* the row weight multiplies the product; gated: the activation */
-    bool weigh_bias;    /* plain: it multiplies the bias */
+    uint32_t n, k;             /* rows and columns of an expert's weights */
+    uint32_t out_n;            /* n, or n / 2 where gate and up become one */
     float limit, alpha, shift; /* activation, see ggemm_epilogue.cuh */
 };
 

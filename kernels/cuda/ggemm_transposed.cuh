@@ -53,14 +53,11 @@ __device__ __forceinline__ void finish_pair(const params &p, const thread_column
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const float product = p.weigh_product ? w[i] : 1.0f;
-        const float bias = p.weigh_bias ? w[i] : 1.0f;
         if constexpr (GATED) {
-            const float input = p.weigh_input ? w[i] : 1.0f;
-            x[i] = activate(p, x[i] * input + c.bias, x[2 + i] * input + c.bias_8) * product;
+            x[i] = activate(p, x[i] * w[i] + c.bias, x[2 + i] * w[i] + c.bias_8);
         } else {
-            x[i] = x[i] * product + bias * c.bias;
-            x[2 + i] = x[2 + i] * product + bias * c.bias_8;
+            x[i] = w[i] * (x[i] + c.bias);
+            x[2 + i] = w[i] * (x[2 + i] + c.bias_8);
         }
     }
 }

@@ -136,7 +136,7 @@ static void bench_line(struct moe_layer *layer, const struct shape *shape, uint3
         uint64_t t0 = moe_clock_ns();
         require_ok(moe_cpu_gemm_gate_up(layer, MOE_DTYPE_BF16, &b.rows, b.hidden));
         uint64_t t1 = moe_clock_ns();
-        require_ok(moe_cpu_gemm_down(layer, &b.rows, b.hidden, b.out));
+        require_ok(moe_cpu_gemm_down(layer, MOE_DTYPE_BF16, &b.rows, b.hidden, b.out));
         uint64_t t2 = moe_clock_ns();
         best_up = t1 - t0 < best_up ? t1 - t0 : best_up;
         best_down = t2 - t1 < best_down ? t2 - t1 : best_down;

@@ -179,8 +179,7 @@ static void expect_hidden(const struct test_case *c, const struct expected_row *
         double u = dot(c, MOE_WEIGHT_UP, w->expert, i, s->hidden, x) +
                    bias_at(c, MOE_WEIGHT_UP_BIAS, w->expert, i);
         hidden[i] = moe_oracle_activate(s->activation, (double)s->swiglu_limit,
-                                        (double)s->swiglu_alpha, g, u) *
-                    (s->weighting == MOE_WEIGHT_OUTPUT_EARLY ? weight : 1);
+                                        (double)s->swiglu_alpha, g, u);
     }
 }
 
@@ -194,9 +193,7 @@ static void expect_down(const struct test_case *c, const struct expected_row *w,
     for (uint32_t i = 0; i < s->hidden; i++) {
         double sum = dot(c, MOE_WEIGHT_DOWN, w->expert, i, s->intermediate, h);
         double bias = bias_at(c, MOE_WEIGHT_DOWN_BIAS, w->expert, i);
-        out[i] = s->weighting == MOE_WEIGHT_OUTPUT_LATE    ? weight * (sum + bias)
-                 : s->weighting == MOE_WEIGHT_OUTPUT_EARLY ? sum + weight * bias
-                                                           : sum + bias;
+        out[i] = s->weighting == MOE_WEIGHT_INPUT ? sum + bias : weight * (sum + bias);
     }
 }
 
@@ -238,7 +235,7 @@ static bool check_gemms(struct subject *s, const struct expected_rows *e, const 
     float *out = take(&s->dev, outer * sizeof *out);
     if (!went_well(s, "gate and up",
                    s->backend->gemm_gate_up(s->layer, s->c->dtype, &r->rows, hidden)) ||
-        !went_well(s, "down", s->backend->gemm_down(s->layer, &r->rows, hidden, out)))
+        !went_well(s, "down", s->backend->gemm_down(s->layer, s->c->dtype, &r->rows, hidden, out)))
         return false;
     float *host_hidden = get(s, hidden, inner * sizeof *hidden);
     float *host_out = get(s, out, outer * sizeof *out);

@@ -70,7 +70,7 @@ __device__ double gated(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint3
         gate += g.bias[size_t(e) * g.n + column];
         up += g.up_bias[size_t(e) * g.n + column];
     }
-    return act(g, gate, up) * (g.weighting == MOE_WEIGHT_OUTPUT_EARLY ? weight : 1.0);
+    return act(g, gate, up);
 }
 
 __device__ double plain(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint32_t column)
@@ -78,11 +78,7 @@ __device__ double plain(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint3
     const double product = dot(g, row, size_t(e) * g.n + column);
     const double bias = g.bias != nullptr ? double(g.bias[size_t(e) * g.n + column]) : 0.0;
     const double weight = g.row_weight != nullptr ? double(g.row_weight[row]) : 1.0;
-    switch (g.weighting) {
-    case MOE_WEIGHT_OUTPUT_LATE: return weight * (product + bias);
-    case MOE_WEIGHT_OUTPUT_EARLY: return product + weight * bias;
-    default: return product + bias;
-    }
+    return g.weighting == MOE_WEIGHT_INPUT ? product + bias : weight * (product + bias);
 }
 
 __global__ void reference(moe_cuda_ggemm g, double *want)

@@ -135,7 +135,7 @@ static void random_experts_agree_with_the_oracle_and_ignore_what_lies_between(vo
         struct moe_layer *layer = random_layer(device, &spec, MOE_DTYPE_NONE, true, &oracle);
         struct rows *r = random_rows(&spec, dtype, one_in(10) ? 400 : 20);
         assert_ok(moe_cpu_gemm_gate_up(layer, dtype, &r->view, r->hidden));
-        assert_ok(moe_cpu_gemm_down(layer, &r->view, r->hidden, r->out));
+        assert_ok(moe_cpu_gemm_down(layer, dtype, &r->view, r->hidden, r->out));
         double error = check_rows(&spec, oracle, dtype, r);
         worst[isa] = fmax(worst[isa], error);
         if (!(error <= 1e-5))
@@ -213,7 +213,7 @@ static void a_row_does_not_depend_on_its_company(void **state)
         float *y = calloc((size_t)r->count[0] * spec.hidden + 1, sizeof *y);
         assert_non_null(y);
         assert_ok(moe_cpu_gemm_gate_up(layer, dtype, &r->view, r->hidden));
-        assert_ok(moe_cpu_gemm_down(layer, &r->view, r->hidden, r->out));
+        assert_ok(moe_cpu_gemm_down(layer, dtype, &r->view, r->hidden, r->out));
         assert_ok(moe_cpu_shared_forward(layer, dtype, r->count[0], r->view.x, y));
         for (uint32_t row = 0; row < r->count[0]; row += 1 + random_below(20)) {
             const uint32_t start[2] = {0, MOE_ROW_ALIGN}, one = 1;
@@ -224,7 +224,7 @@ static void a_row_does_not_depend_on_its_company(void **state)
             single.weight = r->weight + row;
             single.x = (char *)r->view.x + (size_t)row * spec.hidden * moe_dtype_bytes(dtype);
             assert_ok(moe_cpu_gemm_gate_up(layer, dtype, &single, hidden));
-            assert_ok(moe_cpu_gemm_down(layer, &single, hidden, out));
+            assert_ok(moe_cpu_gemm_down(layer, dtype, &single, hidden, out));
             assert_ok(moe_cpu_shared_forward(layer, dtype, 1, single.x, alone));
             size_t at = (size_t)row * spec.hidden, bytes = spec.hidden * sizeof(float);
             assert_memory_equal(out, r->out + at, bytes);
@@ -250,11 +250,11 @@ static void rows_of_experts_that_are_elsewhere_are_refused(void **state)
     assert_refused(moe_cpu_gemm_gate_up(layer, MOE_DTYPE_F32, &rows, hidden), MOE_INVALID_ARGUMENT,
                    MOE_REASON_EXPERT_INDEX_RANGE);
     rows.local_experts = 2;
-    assert_refused(moe_cpu_gemm_down(layer, &rows, hidden, hidden), MOE_INVALID_ARGUMENT,
-                   MOE_REASON_SHAPE_MISMATCH);
+    assert_refused(moe_cpu_gemm_down(layer, MOE_DTYPE_F32, &rows, hidden, hidden),
+                   MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH);
     rows.local_experts = 0;
     assert_ok(moe_cpu_gemm_gate_up(layer, MOE_DTYPE_F32, &rows, hidden));
-    assert_ok(moe_cpu_gemm_down(layer, &rows, hidden, hidden));
+    assert_ok(moe_cpu_gemm_down(layer, MOE_DTYPE_F32, &rows, hidden, hidden));
     moe_cpu_layer_destroy(layer);
     moe_cpu_device_close(device);
 }

@@ -198,14 +198,16 @@ struct moe_backend {
     struct moe_status (*dispatch)(struct moe_session *, struct moe_layer *, enum moe_dtype,
                                   uint32_t bucket, uint32_t tokens, const void *x,
                                   const int32_t *ids, const float *weights, struct moe_rows *out);
-    /* hidden [start[local], I] f32 = act(rows.x Wg^T + bg, rows.x Wu^T + bu), times the row weight
-     * for early weighting; for input weighting rows.x was multiplied before the GEMM. */
+    /* hidden [start[local], I] f32 = act(rows.x Wg^T + bg, rows.x Wu^T + bu); for input weighting
+     * with weight * rows.x instead of rows.x. With BF16 the values may have been rounded to it. */
     struct moe_status (*gemm_gate_up)(struct moe_layer *, enum moe_dtype, const struct moe_rows *,
                                       float *hidden);
-    /* out [start[local], H] f32 = hidden Wd^T + bias, weighted: late by weight * (. + b), early
-     * . + weight * b, input . + b. */
-    struct moe_status (*gemm_down)(struct moe_layer *, const struct moe_rows *, const float *hidden,
-                                   float *out);
+    /* out [start[local], H] f32 = weight * (hidden Wd^T + b), for input weighting without the
+     * weight. Early weighting too: multiplying here is multiplying activation and bias, but a
+     * weight that came before a rounding to BF16 would keep the rows of one expert from cancelling.
+     * The dtype is that of the step; with BF16 hidden may be rounded to it first. */
+    struct moe_status (*gemm_down)(struct moe_layer *, enum moe_dtype, const struct moe_rows *,
+                                   const float *hidden, float *out);
     /* Collective, after dispatch with the same arguments: y [T,H] = sum over k of the weighted
      * rows in fixed order (fp32), plus the zero experts' w * x; tokens with no row give 0. */
     struct moe_status (*combine)(struct moe_session *, struct moe_layer *, enum moe_dtype,

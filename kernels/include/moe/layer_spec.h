@@ -42,7 +42,8 @@ enum moe_renorm {
 
 enum moe_weighting {
     MOE_WEIGHT_OUTPUT_LATE,  /* multiply the expert's output, bias included */
-    MOE_WEIGHT_OUTPUT_EARLY, /* multiply the activation, and the down bias by the same weight */
+    MOE_WEIGHT_OUTPUT_EARLY, /* multiply the activation, and the down bias by the same weight; the
+                                value is that of LATE, and forward passes compute it so */
     MOE_WEIGHT_INPUT,        /* multiply the expert's input */
 };
 
