@@ -1,0 +1,25 @@
+#!/bin/sh
+# A whole MoE layer, moed and torch in one call on the same GPUs, and their ratios.
+#
+#   tests/bench/layer.sh BUILD_DIRECTORY [GPUS] [OUTPUT_DIRECTORY]
+#
+# SHAPES, TOKENS, REPEATS and EXPERTS in the environment narrow what is run; see moe_bench --help.
+# Writes moed.json and torch.json (one object a line) to the output directory. Fails when a result
+# is wrong. Needs a python3 with torch; multicast is off because shared hosts forbid it.
+set -eu
+
+build=$1
+gpus=${2:-$(nvidia-smi -L | wc -l)}
+out=${3:-.}
+here=$(dirname "$0")
+shapes=${SHAPES:-deepseek-v3,qwen3-30b,mixtral-8x7b}
+tokens=${TOKENS:-1,32,128,512,4096}
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
+
+rm -f "$out/moed.json" "$out/torch.json"
+"$build/tests/bench/moe_bench" --backend cuda --slots "$gpus" --shapes "$shapes" \
+    --tokens "$tokens" --repeats "${REPEATS:-50}" --experts "${EXPERTS:-0}" \
+    --routings "${ROUTINGS:-router}" --json "$out/moed.json"
+python3 "$here/torch_baseline.py" --gpus "$gpus" --shapes "$shapes" --tokens "$tokens" \
+    --repeats "${REPEATS:-50}" --experts "${EXPERTS:-0}" --json "$out/torch.json" \
+    --moed "$out/moed.json"

@@ -1,0 +1,221 @@
+/* A whole MoE layer on every backend: how long, where, and whether the numbers are right.
+ *
+ *     moe_bench --backend cuda --slots 2 [--shapes deepseek-v3,qwen3-30b] [--tokens 1,128,4096]
+ *               [--routings router,zipf] [--json FILE]
+ *
+ * Forks one process per slot (one GPU each). Every line is checked before and after it is timed,
+ * and the call fails when a number is wrong. Times are medians of the slowest slot:
+ *
+ *   layer   device time of one step from its router to its combine, two steps in flight
+ *   wall    time per step, two in flight, copies from and to host memory included
+ *   alone   one step from step_enqueue to its result, with nothing else in flight
+ *   gemm    gemm1 + gemm2 + shared; overhead = layer / gemm, both of the slowest slot
+ *   enqueue the calling thread's time in step_enqueue
+ *
+ * JSON: one object a line, appended to FILE. */
+#include "moe_bench.h"
+
+#include "base/options.h"
+
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+enum { BUDGET_MS = 20000 };
+
+void bench_require(const struct bench *b, const char *what, struct moe_status st)
+{
+    if (!moe_failed(&st))
+        return;
+    fprintf(stderr, "slot %u: %s: %s: %s\n", b->member->slot, what, moe_code_name(st.code),
+            st.text);
+    __atomic_store_n(&b->member->board->failed, 1, __ATOMIC_RELEASE);
+    exit(1);
+}
+
+void *bench_alloc(const struct bench *b, size_t bytes)
+{
+    void *p = calloc(1, bytes > 0 ? bytes : 1);
+    if (p == NULL)
+        bench_require(b, "memory",
+                      moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                                "no memory for %zu bytes", bytes));
+    return p;
+}
+
+void bench_meet(struct bench *b)
+{
+    if (!board_barrier(b->member, BENCH_BARRIER_MS))
+        bench_require(b, "barrier",
+                      moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "another slot gave up"));
+}
+
+/* Whether a comma-separated list names this; "all" names everything but the toy shape. */
+static bool listed(const char *list, const char *name)
+{
+    size_t n = strlen(name);
+    if (strcmp(list, "all") == 0)
+        return strcmp(name, "tiny") != 0;
+    for (const char *at = list; at != NULL; at = strchr(at, ',')) {
+        at += *at == ',';
+        if (strncmp(at, name, n) == 0 && (at[n] == ',' || at[n] == '\0'))
+            return true;
+    }
+    return false;
+}
+
+static void join(struct bench *b)
+{
+    const struct bench_plan *plan = b->plan;
+    struct moe_session_config config = member_session(b->member, 1, BUDGET_MS);
+    config.max_tokens = 1;
+    for (uint32_t i = 0; i < plan->lengths; i++)
+        while (config.max_tokens < plan->length[i] || config.max_tokens < BENCH_SAMPLES)
+            config.max_tokens *= 2;
+    config.max_hidden = b->shape->spec.hidden;
+    config.max_top_k = b->shape->spec.router.top_k;
+    config.max_experts = b->shape->spec.experts;
+    bench_require(b, "join", plan->backend->session_join(b->device, &config, &b->session));
+}
+
+static bool run_shape(struct bench *b, FILE *json)
+{
+    const struct bench_plan *plan = b->plan;
+    bool good = true;
+    b->slot_of = bench_alloc(b, b->shape->spec.experts * sizeof *b->slot_of);
+    bench_make_layer(b);
+    join(b);
+    bench_meet(b);
+    if (b->member->slot == 0)
+        bench_print_layer(b);
+    for (uint32_t r = 0; r < BENCH_ROUTINGS; r++) {
+        enum bench_routing routing = (enum bench_routing)r;
+        if (!listed(plan->routings, bench_routing_name(routing)))
+            continue;
+        for (uint32_t i = 0; i < plan->lengths && good; i++) {
+            good = bench_measure(b, plan->length[i], routing);
+            if (!good)
+                __atomic_store_n(&b->member->board->failed, 1, __ATOMIC_RELEASE);
+            bench_meet(b);
+            if (b->member->slot == 0)
+                bench_print(b, plan->length[i], routing, json);
+            bench_meet(b);
+        }
+    }
+    plan->backend->session_leave(b->session);
+    plan->backend->layer_destroy(b->layer);
+    free(b->slot_of);
+    return good;
+}
+
+static int run_member(struct member *m)
+{
+    const struct bench_plan *plan = m->ctx;
+    struct bench b = {.plan = plan, .member = m};
+    struct moe_device_config config = {.ordinal = (int)m->slot, .threads = plan->slots > 1};
+    FILE *json = plan->json != NULL && m->slot == 0 ? fopen(plan->json, "a") : NULL;
+    if (plan->json != NULL && m->slot == 0 && json == NULL) {
+        perror(plan->json);
+        return 1;
+    }
+    bench_require(&b, "device", plan->backend->device_open(&config, &b.device));
+    if (m->slot == 0)
+        bench_print_header();
+    bool good = true;
+    for (uint32_t i = 0; i < bench_shape_count && good; i++) {
+        struct bench_shape shape = bench_shapes[i];
+        if (!listed(plan->shapes, shape.name))
+            continue;
+        if (plan->experts != 0)
+            shape.spec.experts = (uint32_t)plan->experts;
+        b.shape = &shape;
+        good = run_shape(&b, json);
+    }
+    plan->backend->device_close(b.device);
+    if (json != NULL && fclose(json) != 0)
+        good = false;
+    return good ? 0 : 1;
+}
+
+static bool parse_lengths(const char *text, struct bench_plan *plan)
+{
+    while (plan->lengths < BENCH_MAX_LENGTHS) {
+        char *end;
+        unsigned long n = strtoul(text, &end, 10);
+        if (end == text || n < 1 || n > 65536)
+            return false;
+        plan->length[plan->lengths++] = (uint32_t)n;
+        if (*end == '\0')
+            return true;
+        if (*end != ',')
+            return false;
+        text = end + 1;
+    }
+    return false;
+}
+
+static bool names_something(const struct bench_plan *plan)
+{
+    bool shape = false, routing = false;
+    for (uint32_t i = 0; i < bench_shape_count; i++)
+        shape = shape || listed(plan->shapes, bench_shapes[i].name);
+    for (uint32_t i = 0; i < BENCH_ROUTINGS; i++)
+        routing = routing || listed(plan->routings, bench_routing_name((enum bench_routing)i));
+    return shape && routing;
+}
+
+int main(int argc, char **argv)
+{
+    const char *backend = "cuda", *lengths = "1,32,128,512,4096";
+    struct bench_plan plan = {.shapes = "all",
+                              .routings = "router",
+                              .slots = 2,
+                              .repeats = 50,
+                              .oracle_tokens = 1,
+                              .timeout_s = 3600};
+    const struct moe_option options[] = {
+        {"backend", 'b', MOE_OPTION_STRING, &backend, 0, 0, "NAME", "cuda or cpu"},
+        {"slots", 'n', MOE_OPTION_UINT, &plan.slots, 1, MOE_MAX_SLOTS, "N", "processes (GPUs)"},
+        {"shapes", 's', MOE_OPTION_STRING, &plan.shapes, 0, 0, "LIST",
+         "deepseek-v3, qwen3-30b, mixtral-8x7b, tiny, or all"},
+        {"experts", 'e', MOE_OPTION_UINT, &plan.experts, 0, MOE_MAX_EXPERTS, "E",
+         "experts of the layer instead of the preset's, 0 = the preset's"},
+        {"tokens", 't', MOE_OPTION_STRING, &lengths, 0, 0, "LIST", "tokens per slot"},
+        {"routings", 'r', MOE_OPTION_STRING, &plan.routings, 0, 0, "LIST",
+         "router, uniform, zipf, one-expert, one-slot, or all"},
+        {"repeats", 'c', MOE_OPTION_UINT, &plan.repeats, 2, BENCH_MAX_REPEATS, "R",
+         "timed steps per line"},
+        {"oracle-tokens", 'o', MOE_OPTION_UINT, &plan.oracle_tokens, 0, BENCH_SAMPLES, "M",
+         "sampled tokens that slot 0 also computes in double precision, on the first line"},
+        {"json", 'j', MOE_OPTION_STRING, &plan.json, 0, 0, "FILE", "appends one object a line"},
+        {"timeout", 0, MOE_OPTION_UINT, &plan.timeout_s, 1, 86400, "SECONDS", "watchdog"},
+    };
+    size_t count = sizeof options / sizeof *options;
+    struct moe_options parsed;
+    int first;
+    struct moe_status st = moe_options_parse(options, count, NULL, argc, argv, &first, &parsed);
+    /* "auto" would ask the driver, and processes forked after that could not use it. */
+    if (moe_failed(&st) || strcmp(backend, "auto") == 0 ||
+        (plan.backend = moe_backend_find(backend)) == NULL || !parse_lengths(lengths, &plan) ||
+        !names_something(&plan) || first != argc) {
+        fprintf(stderr, "%s\n",
+                moe_failed(&st)        ? st.text
+                : plan.backend == NULL ? "this build has no such backend"
+                                       : "a list names nothing, or a token count is impossible");
+        moe_options_print(stderr, options, count);
+        return 2;
+    }
+    size_t bytes = MOE_MAX_SLOTS * sizeof *plan.report;
+    plan.report = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (plan.report == MAP_FAILED || !bench_pool_make(&plan.pool)) {
+        fprintf(stderr, "no memory for weights\n");
+        return 1;
+    }
+    struct group group;
+    int status[MOE_MAX_SLOTS] = {0};
+    group_start(&group, (uint32_t)plan.slots, run_member, &plan);
+    bool good = group_finish(&group, (uint32_t)plan.timeout_s, status);
+    moe_options_free(&parsed);
+    printf("%s\n", good ? "all results right" : "FAILED");
+    return good ? 0 : 1;
+}

@@ -1,0 +1,118 @@
+/* Benchmark of a whole MoE layer through the backend interface alone: router, prepare, dispatch,
+ * both GEMMs, shared expert, combine, one process per slot.
+ *
+ * moe_bench.c        options, and the order of things on one slot
+ * moe_bench_shape.c  presets of layers, random weights, uploading them
+ * moe_bench_step.c   inputs and their routing, checking a step, timing it
+ * moe_bench_report.c what a run prints: one table row and one line of JSON */
+#ifndef MOE_BENCH_H
+#define MOE_BENCH_H
+
+#include "group.h"
+
+#include <stdio.h>
+
+enum {
+    BENCH_MAX_LENGTHS = 16,    /* token counts of one call */
+    BENCH_MAX_REPEATS = 10000, /* timed steps of one line */
+    BENCH_SAMPLES = 16,        /* tokens whose result is compared with exact arithmetic */
+    BENCH_WARM_UP = 5,         /* steps before the timed ones */
+    BENCH_BARRIER_MS = 10 * 60 * 1000,
+};
+
+/* How tokens choose experts. */
+enum bench_routing {
+    BENCH_ROUTER,     /* the layer's router on random weights: near uniform */
+    BENCH_UNIFORM,    /* ids given, K different ones, uniform */
+    BENCH_ZIPF,       /* ids given: expert of rank r with weight 1 / (r + 1), ranks shuffled */
+    BENCH_ONE_EXPERT, /* ids given: every token's first choice is expert 0, the others uniform */
+    BENCH_ONE_SLOT,   /* ids given: all choices among the experts of slot 0 */
+    BENCH_ROUTINGS
+};
+
+/* Random bf16 numbers that all weights are cut from, each at an offset of its own: so tens of
+ * gigabytes of weights need a fraction of a gigabyte of host memory, and any process can look one
+ * up. Shared by all slots. */
+struct bench_pool {
+    const uint16_t *values;
+    size_t count;
+};
+
+struct bench_shape {
+    const char *name;
+    struct moe_layer_spec spec;
+};
+
+/* What one slot measured, in microseconds (medians) where not said otherwise. */
+struct bench_slot_report {
+    double upload_gb_s;               /* weights from plain host memory to finished layer */
+    double pinned_gb_s;               /* one copy of pinned memory to the device */
+    double stage_us[MOE_STAGE_COUNT]; /* two steps in flight */
+    double layer_us;                  /* sum of a step's stages: device time of the layer */
+    double gemm_us;                   /* gemm1 + gemm2 + shared of a step */
+    double wall_us;                   /* time per step, two in flight, host copies included */
+    double alone_us;                  /* one step from enqueue to result, none other in flight */
+    double alone_layer_us;            /* sum of its stages */
+    double enqueue_us;                /* the calling thread's time in step_enqueue */
+    double exact_error;               /* sampled rows against exact fp32, relative Frobenius */
+    double oracle_error;              /* against double precision; negative: not compared */
+    uint64_t rows;                    /* (token, expert) pairs computed here */
+};
+
+struct bench_plan {
+    const struct moe_backend *backend;
+    const char *shapes, *routings; /* comma-separated names, or "all" */
+    const char *json;              /* NULL: none */
+    uint64_t slots;
+    uint64_t experts; /* overrides the preset's when not 0 */
+    uint64_t repeats, oracle_tokens, timeout_s;
+    uint32_t length[BENCH_MAX_LENGTHS], lengths; /* tokens per slot */
+    struct bench_pool pool;
+    struct bench_slot_report *report; /* [slots], shared memory */
+};
+
+/* One slot at work on one shape. */
+struct bench {
+    const struct bench_plan *plan;
+    struct member *member;
+    struct moe_device *device;
+    struct moe_session *session;
+    struct moe_layer *layer;
+    const struct bench_shape *shape;
+    uint16_t *slot_of; /* [E]: where each expert lives */
+};
+
+/* Ends the process with a message when the status is an error. */
+void bench_require(const struct bench *b, const char *what, struct moe_status st);
+/* Likewise when memory is missing; zeroed. */
+void *bench_alloc(const struct bench *b, size_t bytes);
+/* Waits for all slots; ends the process when one of them is gone. */
+void bench_meet(struct bench *b);
+
+/* ------------------------------------------------------------------ shape */
+
+extern const struct bench_shape bench_shapes[];
+extern const uint32_t bench_shape_count;
+
+/* The pool for all presets; false when there is no memory for it. */
+bool bench_pool_make(struct bench_pool *out);
+/* Where a weight's values begin: rows x columns of them follow. */
+const uint16_t *bench_weight(const struct bench *b, enum moe_weight w, uint32_t expert);
+/* b->layer with all weights of this slot, and both upload figures in the report. */
+void bench_make_layer(struct bench *b);
+
+/* ------------------------------------------------------------------- step */
+
+/* Measures one (tokens, routing) on all slots together; fills the slot's report. False, with a
+ * message, when a result is wrong. */
+bool bench_measure(struct bench *b, uint32_t tokens, enum bench_routing routing);
+
+/* ----------------------------------------------------------------- report */
+
+const char *bench_routing_name(enum bench_routing routing);
+void bench_print_layer(const struct bench *b);
+void bench_print_header(void);
+/* From all slots' reports; slot 0 calls it while the others wait. */
+void bench_print(const struct bench *b, uint32_t tokens, enum bench_routing routing, FILE *json);
+
+#endif

@@ -1,0 +1,130 @@
+/* One table row and one line of JSON per measurement; see moe_bench.h. */
+#include "moe_bench.h"
+
+static const char *const stage_names[MOE_STAGE_COUNT] = {
+    [MOE_STAGE_ROUTER] = "router",     [MOE_STAGE_PREPARE] = "prepare",
+    [MOE_STAGE_DISPATCH] = "dispatch", [MOE_STAGE_GEMM1] = "gemm1",
+    [MOE_STAGE_GEMM2] = "gemm2",       [MOE_STAGE_SHARED] = "shared",
+    [MOE_STAGE_COMBINE] = "combine"};
+
+const char *bench_routing_name(enum bench_routing routing)
+{
+    switch (routing) {
+    case BENCH_ROUTER: return "router";
+    case BENCH_UNIFORM: return "uniform";
+    case BENCH_ZIPF: return "zipf";
+    case BENCH_ONE_EXPERT: return "one-expert";
+    case BENCH_ONE_SLOT: return "one-slot";
+    case BENCH_ROUTINGS: break;
+    }
+    return "?";
+}
+
+/* The largest of all slots' values of a field. */
+#define LARGEST(b, field) largest(b, offsetof(struct bench_slot_report, field))
+
+static double largest(const struct bench *b, size_t offset)
+{
+    double most = 0;
+    for (uint32_t s = 0; s < b->member->slots; s++) {
+        const char *report = (const char *)&b->plan->report[s];
+        double value = *(const double *)(const void *)(report + offset);
+        most = value > most ? value : most;
+    }
+    return most;
+}
+
+/* The one that the others wait for. */
+static uint32_t busiest_slot(const struct bench *b)
+{
+    uint32_t busiest = 0;
+    for (uint32_t s = 1; s < b->member->slots; s++)
+        if (b->plan->report[s].gemm_us > b->plan->report[busiest].gemm_us)
+            busiest = s;
+    return busiest;
+}
+
+void bench_print_header(void)
+{
+    printf("times in us: medians of the slowest slot; stages of the slot with most GEMM time\n"
+           "%-13s %5s %-10s %9s %9s %9s %9s %6s %8s |",
+           "shape", "T", "routing", "layer", "wall", "alone", "gemm", "over", "enqueue");
+    for (int i = 0; i < MOE_STAGE_COUNT; i++)
+        printf(" %8s", stage_names[i]);
+    printf(" | error\n");
+    fflush(stdout);
+}
+
+void bench_print_layer(const struct bench *b)
+{
+    const struct moe_layer_spec *spec = &b->shape->spec;
+    double upload = b->plan->report[0].upload_gb_s, pinned = b->plan->report[0].pinned_gb_s;
+    for (uint32_t s = 1; s < b->member->slots; s++) {
+        const struct bench_slot_report *r = &b->plan->report[s];
+        upload = r->upload_gb_s < upload ? r->upload_gb_s : upload;
+        pinned = r->pinned_gb_s < pinned ? r->pinned_gb_s : pinned;
+    }
+    printf("%s: H %u, I %u, E %u on %u slots, K %u, shared %u; weights came in at %.1f GB/s, one "
+           "pinned copy at %.1f GB/s (slowest slot, all at once)\n",
+           b->shape->name, spec->hidden, spec->intermediate, spec->experts, b->member->slots,
+           spec->router.top_k, spec->shared_intermediate, upload, pinned);
+    fflush(stdout);
+}
+
+static void print_row(const struct bench *b, uint32_t tokens, enum bench_routing routing)
+{
+    const struct bench_slot_report *r = &b->plan->report[busiest_slot(b)];
+    double layer = LARGEST(b, layer_us), gemm = LARGEST(b, gemm_us);
+    printf("%-13s %5u %-10s %9.1f %9.1f %9.1f %9.1f %6.3f %8.1f |", b->shape->name, tokens,
+           bench_routing_name(routing), layer, LARGEST(b, wall_us), LARGEST(b, alone_us), gemm,
+           layer / gemm, LARGEST(b, enqueue_us));
+    for (int i = 0; i < MOE_STAGE_COUNT; i++)
+        printf(" %8.1f", r->stage_us[i]);
+    printf(" | %.1e", LARGEST(b, exact_error));
+    if (LARGEST(b, oracle_error) > 0)
+        printf(" (oracle %.1e)", LARGEST(b, oracle_error));
+    printf("\n");
+    fflush(stdout);
+}
+
+static void write_slot(const struct bench_slot_report *r, FILE *to)
+{
+    fprintf(to,
+            "{\"layer_us\": %.2f, \"wall_us\": %.2f, \"alone_us\": %.2f, \"alone_layer_us\": %.2f, "
+            "\"gemm_us\": %.2f, \"enqueue_us\": %.2f, \"rows\": %llu, \"upload_gb_s\": %.2f, "
+            "\"pinned_gb_s\": %.2f, \"exact_error\": %.3e, \"stages_us\": {",
+            r->layer_us, r->wall_us, r->alone_us, r->alone_layer_us, r->gemm_us, r->enqueue_us,
+            (unsigned long long)r->rows, r->upload_gb_s, r->pinned_gb_s, r->exact_error);
+    for (int i = 0; i < MOE_STAGE_COUNT; i++)
+        fprintf(to, "%s\"%s\": %.2f", i > 0 ? ", " : "", stage_names[i], r->stage_us[i]);
+    fprintf(to, "}}");
+}
+
+static void write_json(const struct bench *b, uint32_t tokens, enum bench_routing routing, FILE *to)
+{
+    const struct moe_layer_spec *spec = &b->shape->spec;
+    double layer = LARGEST(b, layer_us), gemm = LARGEST(b, gemm_us);
+    fprintf(to,
+            "{\"who\": \"moed\", \"backend\": \"%s\", \"shape\": \"%s\", \"hidden\": %u, "
+            "\"intermediate\": %u, \"experts\": %u, \"top_k\": %u, \"slots\": %u, \"tokens\": %u, "
+            "\"routing\": \"%s\", \"repeats\": %llu, \"layer_us\": %.2f, \"wall_us\": %.2f, "
+            "\"alone_us\": %.2f, \"alone_layer_us\": %.2f, \"gemm_us\": %.2f, \"overhead\": %.4f, "
+            "\"enqueue_us\": %.2f, \"slot\": [",
+            b->plan->backend->name, b->shape->name, spec->hidden, spec->intermediate, spec->experts,
+            spec->router.top_k, b->member->slots, tokens, bench_routing_name(routing),
+            (unsigned long long)b->plan->repeats, layer, LARGEST(b, wall_us), LARGEST(b, alone_us),
+            LARGEST(b, alone_layer_us), gemm, layer / gemm, LARGEST(b, enqueue_us));
+    for (uint32_t s = 0; s < b->member->slots; s++) {
+        fprintf(to, "%s", s > 0 ? ", " : "");
+        write_slot(&b->plan->report[s], to);
+    }
+    fprintf(to, "]}\n");
+    fflush(to);
+}
+
+void bench_print(const struct bench *b, uint32_t tokens, enum bench_routing routing, FILE *json)
+{
+    print_row(b, tokens, routing);
+    if (json != NULL)
+        write_json(b, tokens, routing, json);
+}

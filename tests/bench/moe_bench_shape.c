@@ -1,0 +1,156 @@
+/* Presets and weights; see moe_bench.h. */
+#include "moe_bench.h"
+
+#include "base/clock.h"
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+enum {
+    POOL_VALUES = 96 << 20, /* more than the largest matrix: 14336 x 4096 */
+    PINNED_BYTES = 256 << 20,
+    PINNED_COPIES = 4,
+};
+
+#define PLAIN_ROUTER(k)                                                                            \
+    {                                                                                              \
+        .score = MOE_SCORE_SOFTMAX, .top_k = (k), .groups = 1, .topk_group = 1, .group_best = 1,   \
+        .renorm = MOE_RENORM_SUM, .scale = 1                                                       \
+    }
+
+const struct bench_shape bench_shapes[] = {
+    {"deepseek-v3",
+     {.hidden = 7168,
+      .experts = 256,
+      .intermediate = 2048,
+      .shared_intermediate = 2048,
+      .router = {.score = MOE_SCORE_SIGMOID,
+                 .top_k = 8,
+                 .select_bias = true,
+                 .groups = 8,
+                 .topk_group = 4,
+                 .group_best = 2,
+                 .renorm = MOE_RENORM_SUM,
+                 .renorm_eps = 1e-20f,
+                 .scale = 2.5f}}},
+    {"qwen3-30b", {.hidden = 2048, .experts = 128, .intermediate = 768, .router = PLAIN_ROUTER(8)}},
+    {"mixtral-8x7b",
+     {.hidden = 4096, .experts = 8, .intermediate = 14336, .router = PLAIN_ROUTER(2)}},
+    {"tiny", /* for trying the benchmark itself */
+     {.hidden = 64,
+      .experts = 16,
+      .intermediate = 32,
+      .shared_intermediate = 32,
+      .router = PLAIN_ROUTER(4)}},
+};
+const uint32_t bench_shape_count = sizeof bench_shapes / sizeof *bench_shapes;
+
+bool bench_pool_make(struct bench_pool *out)
+{
+    size_t bytes = (size_t)POOL_VALUES * sizeof(uint16_t);
+    uint16_t *values = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (values == MAP_FAILED)
+        return false;
+    struct rng r = {.state = 1};
+    for (size_t i = 0; i < POOL_VALUES; i += 4) {
+        uint64_t bits = rng_next(&r);
+        for (size_t j = 0; j < 4; j++) /* uniform in +-1/32: outputs of the size of the inputs */
+            values[i + j] = moe_f32_to_bf16((float)(int16_t)(bits >> (16 * j)) * 0x1p-20f);
+    }
+    *out = (struct bench_pool){values, POOL_VALUES};
+    return true;
+}
+
+const uint16_t *bench_weight(const struct bench *b, enum moe_weight w, uint32_t expert)
+{
+    size_t rows, columns;
+    moe_weight_shape(&b->shape->spec, w, &rows, &columns);
+    struct rng r = {.state = (uint64_t)w * 4096 + expert};
+    size_t room = b->plan->pool.count - rows * columns;
+    return b->plan->pool.values + rng_next(&r) % room / 8 * 8;
+}
+
+/* The bias for choosing is small, or some experts would be chosen much more often. */
+static void upload_select_bias(struct bench *b)
+{
+    float bias[MOE_MAX_EXPERTS];
+    size_t n, columns;
+    moe_weight_shape(&b->shape->spec, MOE_WEIGHT_SELECT_BIAS, &n, &columns);
+    const uint16_t *values = bench_weight(b, MOE_WEIGHT_SELECT_BIAS, 0);
+    for (size_t i = 0; i < n; i++)
+        bias[i] = moe_bf16_to_f32(values[i]) / 64;
+    bench_require(b, "upload",
+                  b->plan->backend->layer_upload(b->layer, MOE_WEIGHT_SELECT_BIAS, 0, MOE_DTYPE_F32,
+                                                 bias, n * sizeof *bias));
+}
+
+static size_t upload_one(struct bench *b, enum moe_weight w)
+{
+    size_t rows, columns, sent = 0;
+    moe_weight_shape(&b->shape->spec, w, &rows, &columns);
+    size_t bytes = rows * columns * sizeof(uint16_t);
+    uint32_t entries = moe_weight_is_expert(w) ? b->shape->spec.experts : 1;
+    for (uint32_t e = 0; e < entries && rows > 0; e++) {
+        if (moe_weight_is_expert(w) && b->slot_of[e] != b->member->slot)
+            continue;
+        bench_require(b, "upload",
+                      b->plan->backend->layer_upload(b->layer, w, e, MOE_DTYPE_BF16,
+                                                     bench_weight(b, w, e), bytes));
+        sent += bytes;
+    }
+    return sent;
+}
+
+/* Gigabytes a second of one large copy of pinned memory: what the bus gives. All slots at once, as
+ * uploads are. */
+static double pinned_rate(struct bench *b)
+{
+    const struct moe_backend *k = b->plan->backend;
+    void *host, *device;
+    double best = 0;
+    bench_require(b, "memory", k->mem_alloc(b->device, MOE_MEM_HOST, PINNED_BYTES, &host));
+    bench_require(b, "memory", k->mem_alloc(b->device, MOE_MEM_DEVICE, PINNED_BYTES, &device));
+    bench_meet(b);
+    for (int i = 0; i < PINNED_COPIES; i++) {
+        uint64_t start = moe_clock_ns();
+        bench_require(b, "copy", k->mem_copy(b->device, device, host, PINNED_BYTES));
+        double rate = (double)PINNED_BYTES / (double)(moe_clock_ns() - start);
+        best = rate > best ? rate : best;
+    }
+    k->mem_free(b->device, MOE_MEM_HOST, host, PINNED_BYTES);
+    k->mem_free(b->device, MOE_MEM_DEVICE, device, PINNED_BYTES);
+    return best;
+}
+
+static void create_layer(struct bench *b)
+{
+    uint32_t experts = b->shape->spec.experts, slots = b->member->slots;
+    uint32_t *offset = bench_alloc(b, (experts + (size_t)1) * sizeof *offset);
+    for (uint32_t e = 0; e < experts; e++) {
+        b->slot_of[e] = (uint16_t)(e * slots / experts);
+        offset[e + 1] = e + 1;
+    }
+    struct moe_placement placement = {
+        .version = 1, .experts = experts, .slots = slots, .offset = offset, .slot = b->slot_of};
+    bench_require(b, "layer",
+                  b->plan->backend->layer_create(b->device, &b->shape->spec, &placement,
+                                                 b->member->slot, &b->layer));
+    free(offset);
+}
+
+void bench_make_layer(struct bench *b)
+{
+    struct bench_slot_report *report = &b->plan->report[b->member->slot];
+    report->pinned_gb_s = pinned_rate(b);
+    create_layer(b);
+    bench_meet(b);
+    uint64_t start = moe_clock_ns();
+    size_t bytes = 0;
+    for (uint32_t w = 0; w < MOE_WEIGHT_COUNT; w++)
+        if (w != MOE_WEIGHT_SELECT_BIAS)
+            bytes += upload_one(b, (enum moe_weight)w);
+    if (b->shape->spec.router.select_bias)
+        upload_select_bias(b);
+    bench_require(b, "finish", b->plan->backend->layer_finish(b->layer));
+    report->upload_gb_s = (double)bytes / (double)(moe_clock_ns() - start);
+}
