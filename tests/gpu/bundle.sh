@@ -1,0 +1,31 @@
+#!/bin/sh
+# Puts what tests/gpu/run.sh and tests/bench/layer.sh need from a build into one folder, stripped and
+# with the libraries that a machine with GPUs may lack, in the places where a build has them.
+#
+#   tests/gpu/bundle.sh BUILD_DIRECTORY TARGET_DIRECTORY
+#
+# On the other machine: LD_LIBRARY_PATH=TARGET/lib (plus NCCL's folder), and TARGET as the build
+# directory. Libraries of the driver, CUDA, NCCL and the C library are left out.
+set -eu
+
+build=$1
+target=$2
+rm -rf "$target"
+mkdir -p "$target/lib"
+
+for program in tests/conformance/conformance tests/conformance/faults tests/conformance/golden \
+    tests/bench/moe_bench tests/unit/test_ggemm tests/unit/test_steady \
+    daemon/coordinator/moe-coordinator daemon/worker/moe-worker client/moectl/moectl; do
+    [ -e "$build/$program" ] || continue
+    mkdir -p "$target/$(dirname $program)"
+    strip -o "$target/$program" "$build/$program"
+    ldd "$build/$program" | awk '$2 == "=>" && $3 ~ /^\// {print $3}' |
+        grep -Ev '/(libc|libm|libpthread|librt|libdl|libstdc\+\+|libgcc_s|libnccl|libcu[a-z]*|libnv[a-z]*)[.-]' |
+        while read -r library; do
+            name=$(basename "$library")
+            [ -e "$target/lib/$name" ] || strip -o "$target/lib/$name" "$library" ||
+                cp -L "$library" "$target/lib/$name"
+        done
+done
+[ ! -d "$build/python" ] || cp -R "$build/python" "$target/python"
+du -sh "$target"
