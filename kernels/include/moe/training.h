@@ -17,7 +17,8 @@
  * Low rank    With lora_rank r > 0 the expert matrices in lora_targets get an adapter and are
  *   themselves frozen: W = W0 + (alpha / r) B A, A [r, in], B [out, r], A and B trained. The
  *   resident weight is always the merged W (rounded once to its dtype), so a forward pass is what
- *   it was; dB = (alpha / r) dW A^T and dA = (alpha / r) B^T dW, dW being the gradient of W.
+ *   it was; dB = (alpha / r) dW A^T and dA = (alpha / r) B^T dW, dW being the gradient of W. Of an
+ *   expert nothing but its adapters is trained then: all its matrices and biases are frozen.
  *
  * Gradient of one token x with cotangent dy [H] (moe-block-spec 1.6, 4.2, 5), S its experts:
  *
@@ -31,7 +32,8 @@
  *     dx' = W_g^T dg + W_u^T du,  dw_e = dx' . x,  dx += w_e dx'
  *   zero expert: dw_e = dy . x,  dx += w_e dy
  *   router: dw -> dlogit through renormalisation, scale and score (1.6); non-selected experts get a
- *     gradient where the score is a softmax over all of them; dW_r += dlogit x^T,
+ *     gradient where the score is a softmax over all of them; a CLAMPED divisor is a constant
+ *     where renorm_eps is the larger; dW_r += dlogit x^T,
  *     dlogit_bias += dlogit, dx += W_r^T dlogit
  *   shared expert as an expert with weight 1 (times its gate, which has a gradient of its own)
  *   dx is summed in fp32 and rounded once to x's dtype.
@@ -42,9 +44,12 @@
  *
  * Load balance, over the tokens of all slots in one backward pass (moe-block-spec 2):
  *   loss = aux_coeff * E / (K * Tg^2) * sum over e of (sum over t of a[t,e]) * n_e
- *   a    = score normalised over all E, without biases: softmax of the logits, or s / (sum s +
- * 1e-20) n_e  = tokens of the whole group routed to e by the real router; Tg = tokens of the group
- * that went through the router. No gradient through n_e. */
+ *   a    = score of the logit normalised over the E routed experts: softmax, or
+ *          s / (sum s + 1e-20). The logit has its bias, selection biases and groups have no part,
+ *          nor have zero experts
+ *   n_e  = choices (t, k) of the whole group that are expert e, of tokens that went through the
+ *          router: MOE_ROUTE_IDS and MOE_TOKEN_OK; Tg = how many such tokens the group has
+ *   No gradient through n_e. The same n_e are the loads of the balance rule. */
 #ifndef MOE_TRAINING_H
 #define MOE_TRAINING_H
 
@@ -116,10 +121,11 @@ struct moe_backward_args {
     const int32_t *ids;   /* [T,K] the routing that the forward pass used */
     const float *weights; /* [T,K], read where mode == MOE_ROUTE_IDS_WEIGHTS */
     float aux_coeff;      /* load-balance loss; 0 = none. The same on all slots */
-    bool accumulate;      /* false: dx and dweights only, gradients stay as they are. The same on
-                             all slots */
+    bool accumulate;      /* false: dx and dweights only, gradients and counted loads stay as they
+                             are. The same on all slots */
     void *dx;             /* [T,H] */
-    float *dweights;      /* [T,K] gradient of each weight, or NULL */
+    float *dweights;      /* [T,K] gradient of each weight, in both modes; 0 where a k is not routed
+                             or the token is not OK; or NULL */
     uint8_t *token_state; /* [T] */
     double *aux_loss;     /* one number, or NULL: the group's loss, the same on all slots */
 };
@@ -130,17 +136,20 @@ struct moe_optimizer_args {
     double weight_decay;          /* decoupled: value -= learning_rate * weight_decay * value */
     double beta1, beta2, epsilon; /* AdamW */
     double momentum;              /* SGD: m = momentum * m + g; value -= lr * m */
-    double max_grad_norm;         /* clips all gradients by their common norm; 0 = never */
+    double max_grad_norm;         /* clips all gradients by their common norm: times
+                                     max_grad_norm / (norm + 1e-6) where that is below 1; 0 = never */
     double grad_scale;            /* multiplies gradients first, e.g. 1 / micro batches; not 0 */
-    double balance_rate; /* select_bias_e += rate * sign(mean load - load_e), with the loads counted
-                            since the last optimizer step over all slots; 0 = off */
+    double balance_rate; /* select_bias_e += rate * sign(mean load - load_e) for the routed experts,
+                            the mean being theirs, with the loads counted since the last optimizer
+                            step over all slots, in an fp32 master, whether or not the router is
+                            frozen; 0 = off */
     uint64_t number;     /* t of AdamW's bias correction: 1 for the first step */
 };
 
 struct moe_optimizer_result {
     double grad_norm; /* after grad_scale, before clipping: over all layers and slots */
-    bool nonfinite;   /* some gradient is NaN or infinite: nothing was changed but the gradients,
-                         which are zero now */
+    bool nonfinite;   /* some gradient is NaN or infinite: nothing was changed but the gradients and
+                         counted loads, which are zero now */
 };
 
 struct moe_training {
