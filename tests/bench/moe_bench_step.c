@@ -257,6 +257,8 @@ static double token_against_oracle(struct bench *b, const struct trial *t, uint3
             upload_to_oracle(b, oracle, (enum moe_weight)w, (uint32_t)t->ids[0][token * k + i]);
     for (uint32_t w = MOE_WEIGHT_SHARED_GATE; w <= MOE_WEIGHT_SHARED_DOWN; w++)
         upload_to_oracle(b, oracle, (enum moe_weight)w, 0);
+    for (uint32_t w = MOE_WEIGHT_ROUTER; w <= MOE_WEIGHT_SELECT_BIAS; w++)
+        upload_to_oracle(b, oracle, (enum moe_weight)w, 0); /* asked for, though routing is given */
     double *y = bench_alloc(b, hidden * sizeof *y);
     float *want = bench_alloc(b, hidden * sizeof *want);
     uint8_t mode = MOE_ROUTE_IDS_WEIGHTS;

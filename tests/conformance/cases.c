@@ -232,17 +232,96 @@ static void draw_input(struct rng *r, const struct test_case *c, struct case_inp
     }
 }
 
-struct test_case *case_draw(uint64_t seed, uint32_t slots)
+/* ---------------------------------------------------------------------- skew */
+
+/* How likely each expert is, by the kind of skew; sums up to a total that is returned. */
+static double likelihoods(struct rng *r, const struct test_case *c, uint32_t slots, double *of)
+{
+    uint32_t experts = c->spec.experts, home = rng_below(r, slots), favourite;
+    double total = 0;
+    favourite = rng_below(r, experts);
+    for (uint32_t e = 0; e < experts; e++) {
+        bool there = false;
+        for (uint32_t i = c->offset[e]; i < c->offset[e + 1]; i++)
+            there = there || c->slot[i] == home;
+        of[e] = c->skew == CASE_ONE_EXPERT ? e == favourite
+                : c->skew == CASE_ONE_SLOT ? there
+                : c->skew == CASE_ZIPF     ? 1.0 / (1 + (e + favourite) % experts)
+                                           : 1.0;
+        total += of[e];
+    }
+    if (total > 0)
+        return total;
+    of[favourite] = 1; /* a slot without experts: all to another one's */
+    return 1;
+}
+
+static int32_t draw_expert(struct rng *r, const double *of, double total, uint32_t experts)
+{
+    double at = (double)(rng_next(r) >> 11) * 0x1p-53 * total;
+    uint32_t last = 0;
+    for (uint32_t e = 0; e < experts; e++) {
+        if (of[e] <= 0)
+            continue;
+        last = e;
+        if (at < of[e])
+            break;
+        at -= of[e];
+    }
+    return (int32_t)last;
+}
+
+/* Given routing for all tokens. Other choices than the first are free in half of the cases, so that
+ * a crowded expert has neighbours. */
+static void draw_skewed_input(struct rng *r, const struct test_case *c, struct case_input *in,
+                              const double *of, double total, bool all_choices)
+{
+    uint32_t top_k = c->spec.router.top_k;
+    size_t n = (size_t)in->tokens * c->spec.hidden, pairs = (size_t)in->tokens * top_k;
+    if (in->tokens == 0)
+        return;
+    in->x = must_alloc(n * moe_dtype_bytes(c->dtype));
+    in->ids = must_alloc(pairs * sizeof *in->ids);
+    in->weights = must_alloc(pairs * sizeof *in->weights);
+    in->mode = must_alloc(in->tokens);
+    for (size_t i = 0; i < n; i++)
+        set_element(c->dtype, in->x, i, 2.0f * rng_float(r));
+    for (size_t i = 0; i < pairs; i++) {
+        in->ids[i] = all_choices || i % top_k == 0 ? draw_expert(r, of, total, c->spec.experts)
+                                                   : (int32_t)rng_below(r, c->spec.experts);
+        in->weights[i] = 0.1f + 0.5f * (1 + rng_float(r));
+    }
+    memset(in->mode, rng_chance(r, 50) ? MOE_ROUTE_IDS : MOE_ROUTE_IDS_WEIGHTS, in->tokens);
+}
+
+static void draw_skewed_inputs(struct rng *r, struct test_case *c, uint32_t slots)
+{
+    double of[CASE_MAX_EXPERTS], total = likelihoods(r, c, slots, of);
+    uint32_t source = rng_below(r, slots);
+    bool all_choices = c->skew != CASE_ONE_EXPERT || rng_chance(r, 50);
+    for (uint32_t s = 0; s < slots; s++) {
+        bool idle = s != source && (c->skew == CASE_ONE_SOURCE || rng_chance(r, 25));
+        uint32_t most = c->spec.hidden > 200 ? 30 : CASE_MAX_TOKENS; /* or it takes too long */
+        c->input[s].tokens = idle ? 0 : rng_range(r, most / 5, most);
+        draw_skewed_input(r, c, &c->input[s], of, total, all_choices);
+    }
+}
+
+struct test_case *case_draw(uint64_t seed, uint32_t slots, enum case_skew skew)
 {
     struct rng r = {.state = seed};
     struct test_case *c = must_alloc(sizeof *c);
+    c->skew = skew;
     draw_spec(&r, &c->spec);
     draw_placement(&r, c, slots);
     c->dtype = rng_chance(&r, 50) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
     draw_weights(&r, c);
     uint32_t most = 1;
+    if (skew != CASE_PLAIN)
+        draw_skewed_inputs(&r, c, slots);
     for (uint32_t s = 0; s < slots; s++) {
-        draw_input(&r, c, &c->input[s]);
+        if (skew == CASE_PLAIN)
+            draw_input(&r, c, &c->input[s]);
         most = c->input[s].tokens > most ? c->input[s].tokens : most;
     }
     c->bucket = moe_pow2_ceil(most);
@@ -268,16 +347,17 @@ void case_describe(const struct test_case *c, uint32_t slots, char *text, size_t
 {
     const struct moe_layer_spec *s = &c->spec;
     const struct moe_router_spec *r = &s->router;
-    int n = snprintf(text, cap,
-                     "%s H %u I %u E %u+%u K %u score %d renorm %d(%g) scale %g bias %d/%d groups "
-                     "%u/%u best %u weighting %d act %d limit %g ffn bias %d/%d shared %u%s bucket "
-                     "%u copies %u T",
-                     c->dtype == MOE_DTYPE_F32 ? "f32" : "bf16", s->hidden, s->intermediate,
-                     s->experts, r->zero_experts, r->top_k, (int)r->score, (int)r->renorm,
-                     (double)r->renorm_eps, (double)r->scale, r->logit_bias, r->select_bias,
-                     r->topk_group, r->groups, r->group_best, (int)s->weighting, (int)s->activation,
-                     (double)s->swiglu_limit, s->gate_up_bias, s->down_bias, s->shared_intermediate,
-                     s->shared_gated ? " gated" : "", c->bucket, c->offset[s->experts]);
+    int n =
+        snprintf(text, cap,
+                 "%s H %u I %u E %u+%u K %u score %d renorm %d(%g) scale %g bias %d/%d groups "
+                 "%u/%u best %u weighting %d act %d limit %g ffn bias %d/%d shared %u%s bucket "
+                 "%u copies %u skew %d T",
+                 c->dtype == MOE_DTYPE_F32 ? "f32" : "bf16", s->hidden, s->intermediate, s->experts,
+                 r->zero_experts, r->top_k, (int)r->score, (int)r->renorm, (double)r->renorm_eps,
+                 (double)r->scale, r->logit_bias, r->select_bias, r->topk_group, r->groups,
+                 r->group_best, (int)s->weighting, (int)s->activation, (double)s->swiglu_limit,
+                 s->gate_up_bias, s->down_bias, s->shared_intermediate,
+                 s->shared_gated ? " gated" : "", c->bucket, c->offset[s->experts], (int)c->skew);
     for (uint32_t i = 0; i < slots && n > 0 && (size_t)n < cap; i++)
         n += snprintf(text + n, cap - (size_t)n, " %u", c->input[i].tokens);
 }

@@ -7,6 +7,17 @@
 
 enum { CASE_MAX_TOKENS = 300, CASE_MAX_EXPERTS = 64, CASE_MAX_HIDDEN = 600 };
 
+/* How unevenly the tokens of a case choose experts. Any but CASE_PLAIN makes batches large and lets
+ * some slots bring no token. */
+enum case_skew {
+    CASE_PLAIN,      /* what chance gives */
+    CASE_ONE_EXPERT, /* every token wants the same expert, some with each of their choices */
+    CASE_ONE_SLOT,   /* every choice is an expert of the same slot */
+    CASE_ZIPF,       /* the expert of rank r is wanted with weight 1 / (r + 1) */
+    CASE_ONE_SOURCE, /* one slot brings all tokens */
+    CASE_SKEWS
+};
+
 /* What one slot brings to a step. */
 struct case_input {
     uint32_t tokens;
@@ -22,13 +33,14 @@ struct test_case {
     uint32_t offset[CASE_MAX_EXPERTS + 1];
     uint16_t slot[CASE_MAX_EXPERTS * MOE_MAX_SLOTS];
     enum moe_dtype dtype;
+    enum case_skew skew;
     uint32_t bucket;
     enum moe_dtype weight_dtype[MOE_WEIGHT_COUNT];
     void *weight[MOE_WEIGHT_COUNT]; /* [entries, rows, columns]; NULL where the layer has none */
     struct case_input input[MOE_MAX_SLOTS];
 };
 
-struct test_case *case_draw(uint64_t seed, uint32_t slots);
+struct test_case *case_draw(uint64_t seed, uint32_t slots, enum case_skew skew);
 void case_free(struct test_case *c);
 
 /* One line that says what the case is. */

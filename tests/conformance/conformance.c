@@ -1,6 +1,9 @@
 /* The conformance suite: any backend, any number of slots, random layers, against the oracle.
  *
- *     conformance --backend cpu --slots 3 --cases 500 --seed 7 [--first 0]
+ *     conformance --backend cpu --slots 3 --cases 500 --seed 7 [--first 0] [--skewed]
+ *
+ * With --skewed, large batches whose tokens crowd: all to one expert, all to one slot, by Zipf's
+ * law, all from one slot, in turn.
  *
  * Forks one process per slot; each runs the same cases on its own part of the tokens and checks its
  * own results. Prints seed and number of a failing case: the same seed with --first N --cases 1
@@ -23,7 +26,13 @@ enum {
 struct plan {
     const struct moe_backend *backend;
     uint64_t slots, cases, seed, first, timeout_s;
+    bool skewed;
 };
+
+static enum case_skew skew_of(const struct plan *plan, uint64_t number)
+{
+    return plan->skewed ? (enum case_skew)(1 + number % (CASE_SKEWS - 1)) : CASE_PLAIN;
+}
 
 static uint64_t case_seed(uint64_t seed, uint64_t number)
 {
@@ -56,7 +65,8 @@ static bool upload_all(struct subject *s)
 
 static bool run_case(struct subject *s, const struct plan *plan, uint64_t number)
 {
-    struct test_case *c = case_draw(case_seed(plan->seed, number), s->member->slots);
+    struct test_case *c =
+        case_draw(case_seed(plan->seed, number), s->member->slots, skew_of(plan, number));
     s->c = c;
     s->in = &c->input[s->member->slot];
     s->layer = NULL;
@@ -72,10 +82,10 @@ static bool run_case(struct subject *s, const struct plan *plan, uint64_t number
         case_describe(c, s->member->slots, text, sizeof text);
         fprintf(stderr,
                 "slot %u: case %llu failed: %s\nagain: --backend %s --slots %llu --seed %llu "
-                "--first %llu --cases 1\n",
+                "--first %llu --cases 1%s\n",
                 s->member->slot, (unsigned long long)number, text, plan->backend->name,
                 (unsigned long long)plan->slots, (unsigned long long)plan->seed,
-                (unsigned long long)number);
+                (unsigned long long)number, plan->skewed ? " --skewed" : "");
     }
     s->tally->cases++;
     s->backend->layer_destroy(s->layer);
@@ -178,6 +188,7 @@ int main(int argc, char **argv)
         {"cases", 'c', MOE_OPTION_UINT, &plan.cases, 1, 0, "M", "random cases to run"},
         {"seed", 's', MOE_OPTION_UINT, &plan.seed, 0, 0, "S", "which cases"},
         {"first", 'f', MOE_OPTION_UINT, &plan.first, 0, 0, "I", "number of the first case"},
+        {"skewed", 0, MOE_OPTION_BOOL, &plan.skewed, 0, 0, NULL, "crowded experts and slots only"},
         {"timeout", 't', MOE_OPTION_UINT, &plan.timeout_s, 1, 86400, "SECONDS", "watchdog"},
     };
     size_t count = sizeof options / sizeof *options;
