@@ -3,7 +3,8 @@
 #
 #   tests/bench/layer.sh BUILD_DIRECTORY [GPUS] [OUTPUT_DIRECTORY]
 #
-# SHAPES, TOKENS, REPEATS and EXPERTS in the environment narrow what is run; see moe_bench --help.
+# SHAPES, TOKENS, ROUTINGS and REPEATS in the environment say what is run (moe_bench --help);
+# LIKE=4 gives each GPU the experts that it would have in a group of four.
 # Writes moed.json and torch.json (one object a line) to the output directory. Fails when a result
 # is wrong. Needs a python3 with torch; multicast is off because shared hosts forbid it.
 set -eu
@@ -18,8 +19,8 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 
 rm -f "$out/moed.json" "$out/torch.json"
 "$build/tests/bench/moe_bench" --backend cuda --slots "$gpus" --shapes "$shapes" \
-    --tokens "$tokens" --repeats "${REPEATS:-50}" --experts "${EXPERTS:-0}" \
+    --tokens "$tokens" --repeats "${REPEATS:-50}" --like-slots "${LIKE:-0}" \
     --routings "${ROUTINGS:-router}" --json "$out/moed.json"
 python3 "$here/torch_baseline.py" --gpus "$gpus" --shapes "$shapes" --tokens "$tokens" \
-    --repeats "${REPEATS:-50}" --experts "${EXPERTS:-0}" --json "$out/torch.json" \
+    --repeats "${REPEATS:-50}" --like-gpus "${LIKE:-0}" --json "$out/torch.json" \
     --moed "$out/moed.json"

@@ -128,6 +128,8 @@ static int run_member(struct member *m)
             continue;
         if (plan->experts != 0)
             shape.spec.experts = (uint32_t)plan->experts;
+        else if (plan->like_slots != 0)
+            shape.spec.experts = (uint32_t)(shape.spec.experts * plan->slots / plan->like_slots);
         b.shape = &shape;
         good = run_shape(&b, json);
     }
@@ -180,6 +182,8 @@ int main(int argc, char **argv)
          "deepseek-v3, qwen3-30b, mixtral-8x7b, tiny, or all"},
         {"experts", 'e', MOE_OPTION_UINT, &plan.experts, 0, MOE_MAX_EXPERTS, "E",
          "experts of the layer instead of the preset's, 0 = the preset's"},
+        {"like-slots", 'l', MOE_OPTION_UINT, &plan.like_slots, 0, MOE_MAX_SLOTS, "N",
+         "as many experts per slot as N slots would have; 0 = all experts on the slots there are"},
         {"tokens", 't', MOE_OPTION_STRING, &lengths, 0, 0, "LIST", "tokens per slot"},
         {"routings", 'r', MOE_OPTION_STRING, &plan.routings, 0, 0, "LIST",
          "router, uniform, zipf, one-expert, one-slot, or all"},

@@ -64,7 +64,8 @@ struct bench_plan {
     const char *shapes, *routings; /* comma-separated names, or "all" */
     const char *json;              /* NULL: none */
     uint64_t slots;
-    uint64_t experts; /* overrides the preset's when not 0 */
+    uint64_t experts;    /* overrides the preset's when not 0 */
+    uint64_t like_slots; /* not 0: as many experts per slot as a group of that many slots has */
     uint64_t repeats, oracle_tokens, timeout_s;
     uint32_t length[BENCH_MAX_LENGTHS], lengths; /* tokens per slot */
     struct bench_pool pool;

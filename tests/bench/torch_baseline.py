@@ -264,6 +264,8 @@ def worker(rank, args):
             shape = dict(SHAPES[name])
             if args.experts:
                 shape["experts"] = args.experts
+            elif args.like_gpus:
+                shape["experts"] = shape["experts"] * args.gpus // args.like_gpus
             layer = Layer(shape, rank, args.gpus)
             for tokens in args.tokens:
                 measure(layer, name, tokens, args, records)
@@ -308,6 +310,8 @@ def main():
     p.add_argument("--gpus", type=int, default=2)
     p.add_argument("--shapes", type=names, default=list(SHAPES))
     p.add_argument("--experts", type=int, default=0, help="instead of the preset's")
+    p.add_argument("--like-gpus", type=int, default=0,
+                   help="as many experts per GPU as that many GPUs would have")
     p.add_argument("--tokens", type=numbers, default=[1, 32, 128, 512, 4096])
     p.add_argument("--repeats", type=int, default=50)
     p.add_argument("--json", help="appends one object a line")
