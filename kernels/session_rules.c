@@ -8,7 +8,8 @@ struct moe_status moe_session_check(const struct moe_session_config *c,
                                      .max_tokens = c->max_tokens,
                                      .max_hidden = c->max_hidden,
                                      .max_top_k = c->max_top_k,
-                                     .max_experts = c->max_experts};
+                                     .max_experts = c->max_experts,
+                                     .training = c->training};
     if (!moe_window_layout_of(&shape, layout))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "no window can be laid out for %u slots, %u tokens, hidden %u, top-k %u, "

@@ -32,6 +32,7 @@ struct moe_status moe_cpu_ep_create(struct moe_session *session, struct moe_cpu_
         ep->rows = array(w->max_experts, sizeof *ep->rows, &ok);
         ep->cursor = array(experts, sizeof *ep->cursor, &ok);
         ep->limit = array(experts, sizeof *ep->limit, &ok);
+        ep->loads = array(w->max_experts, sizeof *ep->loads, &ok);
         ep->of_token = array((size_t)w->slots * w->max_tokens, sizeof *ep->of_token, &ok);
         ep->row = array(w->slots * pairs, sizeof *ep->row, &ok);
     }
@@ -47,8 +48,10 @@ struct moe_status moe_cpu_ep_create(struct moe_session *session, struct moe_cpu_
 static void give_rows(struct moe_cpu_ep *ep)
 {
     moe_cpu_scratch_give(ep->session->device, ep->x);
+    moe_cpu_scratch_give(ep->session->device, ep->dy);
     moe_cpu_scratch_give(ep->session->device, ep->weight);
     ep->x = NULL;
+    ep->dy = NULL;
     ep->weight = NULL;
 }
 
@@ -64,6 +67,7 @@ void moe_cpu_ep_destroy(struct moe_cpu_ep *ep)
     free(ep->rows);
     free(ep->cursor);
     free(ep->limit);
+    free(ep->loads);
     free(ep->of_token);
     free(ep->row);
     free(ep);
@@ -126,9 +130,36 @@ void moe_cpu_ep_fill_head(const struct moe_cpu_batch *b, uint32_t head[MOE_HEAD_
     head[MOE_HEAD_HIDDEN] = b->layer->spec.hidden;
     head[MOE_HEAD_EXPERTS] = b->layer->spec.experts;
     head[MOE_HEAD_TOP_K] = b->layer->spec.router.top_k;
-    head[MOE_HEAD_DTYPE] = b->dtype;
+    head[MOE_HEAD_DTYPE] = b->dtype | (b->backward ? MOE_HEAD_BACKWARD : 0);
     head[MOE_HEAD_BUCKET] = (uint32_t)__builtin_ctz(b->bucket);
     head[MOE_HEAD_PLACEMENT] = b->layer->placement.version & mask;
+}
+
+void moe_cpu_ep_fill_facts(const struct moe_cpu_batch *b, uint32_t words[MOE_PASS_LOADS])
+{
+    const struct moe_cpu_pass_facts none = {0}, *facts = b->facts != NULL ? b->facts : &none;
+    uint32_t bits;
+    memcpy(&bits, &facts->aux_coeff, sizeof bits);
+    memset(words, 0, MOE_PASS_LOADS * sizeof *words);
+    words[MOE_PASS_ROUTED] = facts->routed;
+    words[MOE_PASS_ACCUMULATE] = facts->accumulate;
+    words[MOE_PASS_AUX_LOW] = bits & 0xffff;
+    words[MOE_PASS_AUX_HIGH] = bits >> 16;
+}
+
+static void announce_facts(struct moe_cpu_ep *ep, uint32_t peer)
+{
+    struct moe_session *s = ep->session;
+    const struct moe_cpu_batch *b = &ep->batch;
+    uint32_t facts[MOE_PASS_LOADS];
+    uint64_t *words =
+        moe_window_pass_of(&s->layout, s->window[peer].base, ep->parity, s->config.slot);
+    moe_cpu_ep_fill_facts(b, facts);
+    for (uint32_t i = 0; i < MOE_PASS_LOADS; i++)
+        moe_cpu_session_store(&words[i], ep->stamp, facts[i]);
+    for (uint32_t e = 0; e < b->layer->spec.experts; e++)
+        moe_cpu_session_store(&words[MOE_PASS_LOADS + e], ep->stamp,
+                              b->facts != NULL ? b->facts->loads[e] : 0);
 }
 
 static void announce(struct moe_cpu_ep *ep, uint32_t peer, const uint32_t head[MOE_HEAD_WORDS])
@@ -142,6 +173,8 @@ static void announce(struct moe_cpu_ep *ep, uint32_t peer, const uint32_t head[M
         for (uint32_t i = place->offset[e]; i < place->offset[e + 1]; i++)
             if (place->slot[i] == peer)
                 moe_cpu_session_store(&counts[e], ep->stamp, count[e]);
+    if (ep->batch.backward)
+        announce_facts(ep, peer);
     uint64_t *words = moe_window_head_of(&s->layout, base, ep->parity, s->config.slot);
     for (uint32_t i = 0; i < MOE_HEAD_WORDS; i++)
         moe_cpu_session_store(&words[i], ep->stamp, head[i]);
@@ -189,6 +222,7 @@ struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep, const struct moe_cpu
     MOE_TRY(plan(ep, batch));
     give_rows(ep);
     ep->received = false;
+    ep->agreed = false;
     if (ep->open) {
         moe_cpu_ep_store_done(ep);
         MOE_TRY(moe_cpu_ep_await_done(ep));
@@ -198,6 +232,8 @@ struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep, const struct moe_cpu
     ep->batch = *batch;
     ep->row_bytes = batch->layer->spec.hidden * moe_dtype_bytes(batch->dtype);
     ep->stride = moe_window_row_stride(batch->layer->spec.hidden, batch->dtype);
+    ep->pair_stride = batch->backward ? 2 * ep->stride : ep->stride;
+    ep->gradient_stride = moe_window_gradient_stride(batch->layer->spec.hidden);
     s->step++;
     ep->stamp = moe_window_stamp(s->config.epoch, s->step);
     ep->parity = s->step & 1;

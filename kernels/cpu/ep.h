@@ -1,8 +1,9 @@
 /* Prepare, dispatch and combine on the CPU: tokens to the slots of their experts and back, through
  * the windows, as moe/window.h lays it out. Computes nothing but sums.
  *
- * A pass is prepare, send, receive, combine, in this order; all live slots must make the same
- * passes. A pass that ends before combine is closed by the next prepare. */
+ * A pass is prepare, send, [agree,] receive, combine, in this order; a backward
+ * pass moves two rows per token and is combined in fp32; all live slots must make
+ * the same passes. A pass that ends before combine is closed by the next prepare. */
 #ifndef MOE_CPU_EP_H
 #define MOE_CPU_EP_H
 
@@ -10,12 +11,29 @@
 
 struct moe_cpu_ep;
 
+/* What a backward pass tells all peers besides its rows. */
+struct moe_cpu_pass_facts {
+    uint32_t routed;       /* own tokens that went through the router */
+    const uint32_t *loads; /* [E] their choices per expert */
+    bool accumulate;       /* the same on all slots */
+    float aux_coeff;       /* the same on all slots */
+};
+
+/* What the slots told each other. */
+struct moe_cpu_group_facts {
+    uint64_t routed;
+    const uint64_t *loads; /* [E] */
+};
+
 /* One slot's part of a pass. Must stay until the pass is over. */
 struct moe_cpu_batch {
     const struct moe_layer *layer;
     enum moe_dtype dtype;
     uint32_t bucket, tokens;
-    const void *x;              /* [T, H] */
+    const void *x; /* [T, H] */
+    bool backward;
+    const void *dy;                         /* [T, H]; backward only */
+    const struct moe_cpu_pass_facts *facts; /* backward only; NULL = nothing to tell */
     const int32_t *ids;         /* [T, K]; < 0: this k is not routed; >= E: zero expert */
     const float *weights;       /* [T, K] */
     const uint8_t *token_state; /* [T] enum moe_token_state, or NULL = all MOE_TOKEN_OK */
@@ -37,10 +55,17 @@ struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep,
 /* Moves the rows into the peers' windows. Waits for no one: other work may follow before receive.
  */
 void moe_cpu_ep_send(struct moe_cpu_ep *ep);
+/* Waits until all slots have said what this pass is. Receive does it where nobody did before.
+ * Errors: as of receive. facts: of a backward pass, valid until the next prepare; NULL is ignored.
+ */
+struct moe_status moe_cpu_ep_agree(struct moe_cpu_ep *ep,
+                                   struct moe_cpu_group_facts *facts) MOE_CHECKED;
 /* Waits for the peers' rows and puts all rows of local experts into `out`.
  * Errors: MOE_FAILED_PRECONDITION/SHAPE_MISMATCH, on all slots alike, when they do not agree on
  * what this pass is; the session stays usable then. */
 struct moe_status moe_cpu_ep_receive(struct moe_cpu_ep *ep, struct moe_rows *out) MOE_CHECKED;
+/* After receive in a backward pass: dy of the received rows, [start[local], H]. */
+const void *moe_cpu_ep_dy_rows(const struct moe_cpu_ep *ep);
 /* Whether `batch` and `rows` are what the last receive was for. */
 struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
                                        const struct moe_cpu_batch *batch,
@@ -50,6 +75,13 @@ struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
  * once. base [T,H] or NULL = zeros. A token that is not OK gets zeros. */
 struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_out,
                                      const float *base, void *y) MOE_CHECKED;
+
+/* The same of a backward pass: dx [T,H] f32 = the sums of dx_rows, in the same order, and of the
+ * zero experts' w * dy; dweights [T,K] = each row's own value of dweight_rows, 0 where no row was.
+ */
+struct moe_status moe_cpu_ep_combine_backward(struct moe_cpu_ep *ep, const float *dx_rows,
+                                              const float *dweight_rows, float *dx,
+                                              float *dweights) MOE_CHECKED;
 
 /* Rows computed on this slot in the current pass. */
 uint64_t moe_cpu_ep_rows(const struct moe_cpu_ep *ep);

@@ -15,15 +15,15 @@ struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
     const struct moe_cpu_batch *b = &ep->batch;
     if (ep->received && b->layer == batch->layer && b->dtype == batch->dtype &&
         b->bucket == batch->bucket && b->tokens == batch->tokens && b->x == batch->x &&
-        b->ids == batch->ids && b->weights == batch->weights && rows->x == ep->x)
+        b->backward == batch->backward && b->dy == batch->dy && b->ids == batch->ids &&
+        b->weights == batch->weights && rows->x == ep->x)
         return moe_ok();
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                      "combine wants a dispatch with the same arguments before it");
 }
 
-/* sum[0 .. n-1] = columns c .. of the token's local rows, added in k order. */
-static void sum_rows(const struct moe_cpu_ep *ep, const struct token_rows *rows, uint32_t c,
-                     uint32_t n, float *sum)
+void moe_cpu_ep_sum_rows(const struct moe_cpu_ep *ep, const struct token_rows *rows, uint32_t c,
+                         uint32_t n, float *sum)
 {
     size_t hidden = ep->batch.layer->spec.hidden;
     const uint32_t *row = ep->row + rows->first;
@@ -46,9 +46,8 @@ static void store_row(enum moe_dtype dtype, void *row, uint32_t c, uint32_t n, c
         to[j] = moe_f32_to_bf16(from[j]);
 }
 
-/* sum[j] += scale * row[c + j] */
-static void add_row(enum moe_dtype dtype, const void *row, uint32_t c, uint32_t n, float scale,
-                    float *sum)
+void moe_cpu_ep_add_row(enum moe_dtype dtype, const void *row, uint32_t c, uint32_t n, float scale,
+                        float *sum)
 {
     if (dtype == MOE_DTYPE_F32) {
         const float *from = (const float *)row + c;
@@ -77,7 +76,7 @@ static void return_item(void *ctx, uint32_t item)
         void *to = moe_window_partial_of(&s->layout, base, s->config.slot, t, ep->stride);
         for (uint32_t c = 0; c < hidden; c += SUM_CHUNK) {
             uint32_t n = smaller(SUM_CHUNK, hidden - c);
-            sum_rows(ep, rows, c, n, sum);
+            moe_cpu_ep_sum_rows(ep, rows, c, n, sum);
             store_row(ep->batch.dtype, to, c, n, sum);
         }
         moe_cpu_session_store(moe_window_returned_of(&s->layout, base, s->config.slot, t),
@@ -110,18 +109,19 @@ static void finish_columns(const struct moe_cpu_ep *ep, uint32_t t, uint32_t c, 
         if (!(ep->wanted[t] >> p & 1))
             continue;
         if (p == s->config.slot) {
-            sum_rows(ep, token_of(ep, p, t), c, n, own);
-            add_row(MOE_DTYPE_F32, own, 0, n, 1.0f, sum);
+            moe_cpu_ep_sum_rows(ep, token_of(ep, p, t), c, n, own);
+            moe_cpu_ep_add_row(MOE_DTYPE_F32, own, 0, n, 1.0f, sum);
         } else {
-            add_row(b->dtype,
-                    moe_window_partial_of(&s->layout, moe_cpu_session_own(s), p, t, ep->stride), c,
-                    n, 1.0f, sum);
+            moe_cpu_ep_add_row(
+                b->dtype,
+                moe_window_partial_of(&s->layout, moe_cpu_session_own(s), p, t, ep->stride), c, n,
+                1.0f, sum);
         }
     }
     for (size_t pair = (size_t)t * top_k; pair < (size_t)(t + 1) * top_k; pair++)
         if (b->ids[pair] >= (int32_t)b->layer->spec.experts)
-            add_row(b->dtype, (const uint8_t *)b->x + t * ep->row_bytes, c, n, b->weights[pair],
-                    sum);
+            moe_cpu_ep_add_row(b->dtype, (const uint8_t *)b->x + t * ep->row_bytes, c, n,
+                               b->weights[pair], sum);
     store_row(b->dtype, (uint8_t *)ep->y + t * ep->row_bytes, c, n, sum);
 }
 
@@ -143,7 +143,7 @@ static void finish_item(void *ctx, uint32_t item)
         finish_token(ctx, t);
 }
 
-static struct moe_status finish_block(struct moe_cpu_ep *ep)
+struct moe_status moe_cpu_ep_await_block(struct moe_cpu_ep *ep)
 {
     struct moe_session *s = ep->session;
     uint32_t unused;
@@ -153,14 +153,13 @@ static struct moe_status finish_block(struct moe_cpu_ep *ep)
                 MOE_TRY(moe_cpu_session_wait(
                     s, moe_window_returned_of(&s->layout, moe_cpu_session_own(s), p, t), ep->stamp,
                     p, &unused));
-    moe_cpu_parallel(s->device, grains_of(ep->block_end - ep->block_first), finish_item, ep);
     return moe_ok();
 }
 
 struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_out,
                                      const float *base, void *y)
 {
-    MOE_INVARIANT(ep->received);
+    MOE_INVARIANT(ep->received && !ep->batch.backward);
     MOE_TRY(moe_cpu_session_usable(ep->session));
     ep->received = false;
     ep->expert_out = expert_out;
@@ -170,7 +169,9 @@ struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_
     for (uint32_t t = 0; t < ep->batch.tokens; t += BLOCK) {
         ep->block_first = t;
         ep->block_end = smaller(t + BLOCK, ep->batch.tokens);
-        MOE_TRY(finish_block(ep));
+        MOE_TRY(moe_cpu_ep_await_block(ep));
+        moe_cpu_parallel(ep->session->device, grains_of(ep->block_end - ep->block_first),
+                         finish_item, ep);
     }
     return moe_cpu_ep_await_done(ep);
 }

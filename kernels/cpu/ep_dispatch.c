@@ -23,8 +23,10 @@ static void send_token(struct moe_cpu_ep *ep, uint32_t peer, uint32_t t)
                     .weight = b->weights[pair],
                     .k = k};
         }
-        memcpy(moe_window_row_of(l, base, s->config.slot, t, ep->stride),
-               (const uint8_t *)b->x + t * ep->row_bytes, ep->row_bytes);
+        uint8_t *to = moe_window_row_of(l, base, s->config.slot, t, ep->pair_stride);
+        memcpy(to, (const uint8_t *)b->x + t * ep->row_bytes, ep->row_bytes);
+        if (b->backward)
+            memcpy(to + ep->stride, (const uint8_t *)b->dy + t * ep->row_bytes, ep->row_bytes);
     }
     moe_cpu_session_store(moe_window_sent_of(l, base, s->config.slot, t), ep->stamp, n);
 }
@@ -69,8 +71,46 @@ static struct moe_status read_head(struct moe_cpu_ep *ep, uint32_t peer, bool *d
     return moe_ok();
 }
 
+/* Reads what a peer tells of a backward pass; adds its loads to the group's. */
+static struct moe_status read_facts(struct moe_cpu_ep *ep, uint32_t peer, bool *differs)
+{
+    struct moe_session *s = ep->session;
+    uint32_t mine[MOE_PASS_LOADS], theirs[MOE_PASS_LOADS], load;
+    const uint64_t *words =
+        moe_window_pass_of(&s->layout, moe_cpu_session_own(s), ep->parity, peer);
+    for (uint32_t i = 0; i < MOE_PASS_LOADS; i++)
+        MOE_TRY(moe_cpu_session_wait(s, &words[i], ep->stamp, peer, &theirs[i]));
+    moe_cpu_ep_fill_facts(&ep->batch, mine);
+    for (uint32_t i = MOE_PASS_ROUTED + 1; i < MOE_PASS_LOADS; i++)
+        *differs = *differs || theirs[i] != mine[i];
+    for (uint32_t e = 0; e < ep->batch.layer->spec.experts; e++) {
+        MOE_TRY(moe_cpu_session_wait(s, &words[MOE_PASS_LOADS + e], ep->stamp, peer, &load));
+        ep->loads[e] += load;
+    }
+    ep->routed += theirs[MOE_PASS_ROUTED];
+    return moe_ok();
+}
+
+/* The slots run the same kind of pass: so each has told its facts. */
+static struct moe_status gather_facts(struct moe_cpu_ep *ep, int *other)
+{
+    struct moe_session *s = ep->session;
+    const struct moe_cpu_pass_facts *own = ep->batch.facts;
+    ep->routed = own != NULL ? own->routed : 0;
+    for (uint32_t e = 0; e < ep->batch.layer->spec.experts; e++)
+        ep->loads[e] = own != NULL ? own->loads[e] : 0;
+    for (uint32_t p = 0; p < s->config.slots; p++) {
+        bool differs = false;
+        if (moe_cpu_session_has_peer(s, p))
+            MOE_TRY(read_facts(ep, p, &differs));
+        if (differs && *other < 0)
+            *other = (int)p;
+    }
+    return moe_ok();
+}
+
 /* All heads are read before the verdict, so that all slots reach the same one. */
-static struct moe_status agree(struct moe_cpu_ep *ep)
+struct moe_status moe_cpu_ep_agree(struct moe_cpu_ep *ep, struct moe_cpu_group_facts *facts)
 {
     struct moe_session *s = ep->session;
     int other = -1;
@@ -82,8 +122,14 @@ static struct moe_status agree(struct moe_cpu_ep *ep)
         if (differs && other < 0)
             other = (int)p;
     }
-    if (other < 0)
+    if (other < 0 && ep->batch.backward)
+        MOE_TRY(gather_facts(ep, &other));
+    if (other < 0) {
+        ep->agreed = true;
+        if (facts != NULL)
+            *facts = (struct moe_cpu_group_facts){.routed = ep->routed, .loads = ep->loads};
         return moe_ok();
+    }
     ep->open = false;
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
                      "slot %d runs another layer, dtype or bucket than layer %u, bucket %u", other,
@@ -141,6 +187,8 @@ static struct moe_status lay_out_rows(struct moe_cpu_ep *ep)
     ep->start[local] = at;
     ep->row_used = 0;
     MOE_TRY(moe_cpu_scratch_take(s->device, at * ep->row_bytes, (void **)&ep->x));
+    if (ep->batch.backward)
+        MOE_TRY(moe_cpu_scratch_take(s->device, at * ep->row_bytes, (void **)&ep->dy));
     return moe_cpu_scratch_take(s->device, at * sizeof(float), (void **)&ep->weight);
 }
 
@@ -193,12 +241,21 @@ static void copy_token_rows(const struct moe_cpu_ep *ep, uint32_t t)
 {
     const struct moe_session *s = ep->session;
     const struct token_rows *rows = token_of(ep, ep->source, t);
-    const void *from =
-        ep->source == s->config.slot
-            ? (const uint8_t *)ep->batch.x + t * ep->row_bytes
-            : moe_window_row_of(&s->layout, moe_cpu_session_own(s), ep->source, t, ep->stride);
-    for (uint32_t i = 0; i < rows->n; i++)
-        memcpy(ep->x + ep->row[rows->first + i] * ep->row_bytes, from, ep->row_bytes);
+    const uint8_t *from, *dy;
+    if (ep->source == s->config.slot) {
+        from = (const uint8_t *)ep->batch.x + t * ep->row_bytes;
+        dy = ep->dy != NULL ? (const uint8_t *)ep->batch.dy + t * ep->row_bytes : NULL;
+    } else {
+        from =
+            moe_window_row_of(&s->layout, moe_cpu_session_own(s), ep->source, t, ep->pair_stride);
+        dy = from + ep->stride;
+    }
+    for (uint32_t i = 0; i < rows->n; i++) {
+        size_t at = ep->row[rows->first + i] * ep->row_bytes;
+        memcpy(ep->x + at, from, ep->row_bytes);
+        if (ep->dy != NULL)
+            memcpy(ep->dy + at, dy, ep->row_bytes);
+    }
 }
 
 static void copy_item(void *ctx, uint32_t item)
@@ -256,7 +313,8 @@ static struct moe_status receive_all(struct moe_cpu_ep *ep)
 
 struct moe_status moe_cpu_ep_receive(struct moe_cpu_ep *ep, struct moe_rows *out)
 {
-    MOE_TRY(agree(ep));
+    if (!ep->agreed)
+        MOE_TRY(moe_cpu_ep_agree(ep, NULL));
     MOE_TRY(lay_out_rows(ep));
     MOE_TRY(receive_all(ep));
     ep->received = true;
@@ -267,4 +325,9 @@ struct moe_status moe_cpu_ep_receive(struct moe_cpu_ep *ep, struct moe_rows *out
                              .x = ep->x,
                              .weight = ep->weight};
     return moe_ok();
+}
+
+const void *moe_cpu_ep_dy_rows(const struct moe_cpu_ep *ep)
+{
+    return ep->dy;
 }

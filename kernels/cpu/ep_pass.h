@@ -23,8 +23,12 @@ struct moe_cpu_ep {
     uint64_t stamp;
     uint32_t parity;
     bool open;     /* a pass has begun and its done words have not been stored */
+    bool agreed;   /* all slots have said that they run the same pass */
     bool received; /* the pass can be combined */
-    size_t row_bytes, stride;
+    size_t row_bytes;
+    size_t stride;          /* of x in the windows, dy behind it; of partials in a forward pass */
+    size_t pair_stride;     /* from token to token: x, and dy in a backward pass */
+    size_t gradient_stride; /* of partials in a backward pass */
 
     /* Sending side, by own token. */
     uint8_t *target;  /* [max_tokens * max_top_k] slot of each (t, k), or one that does not exist */
@@ -41,13 +45,18 @@ struct moe_cpu_ep {
     uint32_t *row; /* [slots * max_tokens * max_top_k] row numbers that of_token points into */
     uint32_t row_used;
     uint64_t row_total;
-    uint8_t *x;    /* [start[local], H] of the pass's dtype; scratch of the device */
-    float *weight; /* [start[local]]; the same */
+    uint8_t *x;      /* [start[local], H] of the pass's dtype; scratch of the device */
+    uint8_t *dy;     /* the same, backward only */
+    float *weight;   /* [start[local]]; the same */
+    uint64_t *loads; /* [max_experts] choices of the group's routed tokens; backward only */
+    uint64_t routed; /* such tokens in the group */
 
     /* Arguments of the loops that are shared among threads. */
     uint32_t source, block_first, block_end;
     const float *expert_out, *base;
     void *y;
+    const float *dweight_rows;
+    float *dweights;
 };
 
 static inline uint32_t grains_of(uint32_t tokens)
@@ -75,6 +84,17 @@ static inline uint32_t grain_of_block(const struct moe_cpu_ep *ep, uint32_t item
 
 /* This pass as a head: what must be the same on all slots, and the own number of tokens. */
 void moe_cpu_ep_fill_head(const struct moe_cpu_batch *batch, uint32_t head[MOE_HEAD_WORDS]);
+/* What a backward pass tells besides; the loads follow. */
+void moe_cpu_ep_fill_facts(const struct moe_cpu_batch *batch, uint32_t words[MOE_PASS_LOADS]);
+
+/* Sums of rows, in ep_combine.c: sum[0 .. n-1] = columns c .. of the token's local rows, added in k
+ * order; sum[j] += scale * row[c + j]. */
+void moe_cpu_ep_sum_rows(const struct moe_cpu_ep *ep, const struct token_rows *rows, uint32_t c,
+                         uint32_t n, float *sum);
+void moe_cpu_ep_add_row(enum moe_dtype dtype, const void *row, uint32_t c, uint32_t n, float scale,
+                        float *sum);
+/* Waits until every slot that works for tokens block_first .. block_end - 1 has returned them. */
+struct moe_status moe_cpu_ep_await_block(struct moe_cpu_ep *ep) MOE_CHECKED;
 
 /* From here on the peers may overwrite what this pass received. */
 void moe_cpu_ep_store_done(struct moe_cpu_ep *ep);

@@ -263,7 +263,7 @@ struct moe_status moe_cpu_session_exchange(struct moe_session *s, const void *mi
 /* What the slots tell each other through the caller's all-gather. */
 struct introduction {
     uint64_t magic, epoch, live, window_bytes;
-    uint32_t version, slot, slots, max_tokens, max_hidden, max_top_k, max_experts, unused;
+    uint32_t version, slot, slots, max_tokens, max_hidden, max_top_k, max_experts, training;
     struct moe_cpu_card card;
 };
 
@@ -281,6 +281,7 @@ static struct introduction introduce(const struct moe_session *s, const struct m
                                  .max_hidden = c->max_hidden,
                                  .max_top_k = c->max_top_k,
                                  .max_experts = c->max_experts,
+                                 .training = c->training,
                                  .card = *card};
 }
 

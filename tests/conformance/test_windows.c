@@ -118,7 +118,7 @@ static void who_leaves_in_good_order_is_not_lost(void **state)
 static void a_window_that_could_shrink_is_not_mapped(void **state)
 {
     (void)state;
-    struct moe_window_shape shape = {2, 64, 32, 4, 8};
+    struct moe_window_shape shape = {2, 64, 32, 4, 8, false};
     struct moe_window_layout layout, larger;
     struct moe_cpu_window window, mapped;
     int fd;
@@ -148,9 +148,10 @@ static void windows_of_impossible_shapes_are_refused(void **state)
     (void)state;
     struct moe_window_layout l;
     const struct moe_window_shape fits = {MOE_MAX_SLOTS, MOE_WINDOW_MAX_TOKENS, MOE_MAX_HIDDEN,
-                                          MOE_MAX_TOP_K, MOE_MAX_EXPERTS};
+                                          MOE_MAX_TOP_K, MOE_MAX_EXPERTS,       true};
     assert_true(moe_window_layout_of(&fits, &l));
-    assert_true(l.bytes >= 2 * (size_t)MOE_MAX_SLOTS * l.region && l.bytes % MOE_WINDOW_PAGE == 0);
+    assert_true(l.bytes >= MOE_MAX_SLOTS * (l.row_region + l.partial_region) &&
+                l.bytes % MOE_WINDOW_PAGE == 0);
     for (int field = 0; field < 5; field++)
         for (int zero = 0; zero < 2; zero++) {
             struct moe_window_shape s = fits;

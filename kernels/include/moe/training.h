@@ -38,9 +38,10 @@
  *   shared expert as an expert with weight 1 (times its gate, which has a gradient of its own)
  *   dx is summed in fp32 and rounded once to x's dtype.
  *
- * A clamped activation has zero derivative outside its limits. A token whose routing was given with
- * weights (MOE_ROUTE_IDS_WEIGHTS) has no gradient through the router; one whose state is not
- * MOE_TOKEN_OK has dx = 0 and adds nothing. Choosing has no gradient.
+ * A clamped activation has zero derivative outside its limits, and its ordinary one on them. A
+ * token whose routing was given with weights (MOE_ROUTE_IDS_WEIGHTS) has no gradient through the
+ * router; one whose state is not MOE_TOKEN_OK has dx = 0 and adds nothing. Choosing has no
+ * gradient.
  *
  * Load balance, over the tokens of all slots in one backward pass (moe-block-spec 2):
  *   loss = aux_coeff * E / (K * Tg^2) * sum over e of (sum over t of a[t,e]) * n_e
@@ -94,7 +95,10 @@ struct moe_trainer_config {
  * [out, r]. */
 enum moe_train_part { MOE_PART_WEIGHT, MOE_PART_LORA_A, MOE_PART_LORA_B };
 enum moe_train_tensor {
-    MOE_TRAIN_VALUE, /* fp32 master; for a frozen weight its resident value */
+    /* The fp32 master; of a weight that has none (frozen from the beginning, selection bias) the
+     * resident value. Written, it becomes the resident value too. Written for a target of an
+     * adapter it becomes W0, to which the adapter is added; read, it is the merged W. */
+    MOE_TRAIN_VALUE,
     MOE_TRAIN_GRAD,
     MOE_TRAIN_MOMENT1,
     MOE_TRAIN_MOMENT2, /* AdamW only */
@@ -185,7 +189,8 @@ struct moe_training {
 
     /* Starts one backward pass; to be waited for with moe_backend.step_wait, in one queue of two
      * with the forward steps. All live slots must enqueue the same. The session must have been
-     * joined with `training` set: windows are larger then. */
+     * joined with `training` set: windows are larger then. A pass that all slots refuse changes
+     * nothing; one that fails otherwise leaves the gradients undefined (zero_grad). */
     struct moe_status (*backward_enqueue)(struct moe_session *, const struct moe_backward_args *,
                                           struct moe_step **out);
 

@@ -24,6 +24,12 @@
  *             stored in the step's dtype into partials[s][t] of p's window, then returned[s][t].
  *             After its last partial, s stores done[s]. p adds the partials in slot order.
  *
+ * A backward pass has the same words in the same order. Its rows are pairs, x and dy of a token
+ * side by side, and its partials are the fp32 sum of dx rows followed by one fp32 gradient for each
+ * routing weight of the token on that slot, in the order of its routing words. With the counts
+ * travel the words of enum moe_window_pass and the loads of all experts, to every peer: they are
+ * the same group-wide facts for all. Only windows of sessions with `training` have room for it.
+ *
  * Why no barrier is needed   s starts step n+1 after done[p] of step n came from every live p, and
  * p stores done after it has read its slab of rows of step n: so rows of n+1 never overwrite rows
  * still in use. s stores partials of step n+1 after head[p] of n+1 came from every live p, and p
@@ -37,6 +43,8 @@
 #include "base/size.h"
 #include "moe/types.h"
 
+#include <assert.h>
+
 /* Words and addresses are worked out by kernels too. */
 #ifdef __CUDACC__
 #define MOE_WINDOW_INLINE __host__ __device__ static inline
@@ -45,7 +53,7 @@
 #endif
 
 enum {
-    MOE_WINDOW_VERSION = 1,
+    MOE_WINDOW_VERSION = 2,
     MOE_WINDOW_PAGE = 4096,
     MOE_WINDOW_LINE = 64, /* what one slot writes never shares a line with another slot's */
     MOE_WINDOW_VALUE_BITS = 24,
@@ -58,6 +66,7 @@ enum {
 /* What decides the layout; equal on all slots of a session. */
 struct moe_window_shape {
     uint32_t slots, max_tokens, max_hidden, max_top_k, max_experts;
+    bool training; /* room for backward passes */
 };
 
 /* First bytes of a window. Written by its owner, except bell. */
@@ -89,10 +98,22 @@ enum moe_window_head {
     MOE_HEAD_HIDDEN,    /* H */
     MOE_HEAD_EXPERTS,   /* E */
     MOE_HEAD_TOP_K,     /* K */
-    MOE_HEAD_DTYPE,     /* enum moe_dtype */
+    MOE_HEAD_DTYPE,     /* enum moe_dtype; in a backward pass plus MOE_HEAD_BACKWARD */
     MOE_HEAD_BUCKET,    /* log2 of the bucket */
     MOE_HEAD_PLACEMENT, /* version of the placement, low bits */
     MOE_HEAD_WORDS
+};
+
+enum { MOE_HEAD_BACKWARD = 1 << 8 };
+
+/* Words of a backward pass that every slot tells every other. All but ROUTED must be equal on all
+ * slots. The loads of the experts follow: choices of the source's routed tokens per expert. */
+enum moe_window_pass {
+    MOE_PASS_ROUTED,     /* tokens of the source that went through the router */
+    MOE_PASS_ACCUMULATE, /* gradients are kept */
+    MOE_PASS_AUX_LOW,    /* low 16 bits of aux_coeff as an fp32 bit pattern */
+    MOE_PASS_AUX_HIGH,
+    MOE_PASS_LOADS = 8, /* [max_experts]; a line later */
 };
 
 /* One (token, k) that goes to an expert of the window's owner; ordered by the token's `sent` word.
@@ -118,11 +139,12 @@ struct moe_window_layout {
     size_t done;     /* [slots] word, a line each */
     size_t counts;   /* [2][slots][max_experts] word: rows for this expert from this source */
     size_t routing;  /* [2][slots][max_tokens][max_top_k] struct moe_window_route */
+    size_t pass;     /* [2][slots][MOE_PASS_LOADS + max_experts] word; training only */
     size_t sent;     /* [slots][max_tokens] word: routing words (and a row if > 0) are here */
     size_t returned; /* [slots][max_tokens] word: the partial of the reader's token is here */
-    size_t rows;     /* [slots] regions of `region` bytes: rows by token of the source */
-    size_t partials; /* [slots] regions of `region` bytes: partials by token of the reader */
-    size_t region;
+    size_t rows;     /* [slots] regions of `row_region` bytes: rows by token of the source */
+    size_t partials; /* [slots] regions of `partial_region` bytes: by token of the reader */
+    size_t row_region, partial_region;
     size_t bytes; /* of the whole window */
 };
 
@@ -155,6 +177,14 @@ static inline size_t moe_window_row_stride(uint32_t hidden, enum moe_dtype dtype
     return (bytes + MOE_WINDOW_LINE - 1) & ~(size_t)(MOE_WINDOW_LINE - 1);
 }
 
+/* The same for the fp32 partials of a backward pass; the gradients of weights begin at the stride
+ * of an F32 row. */
+static inline size_t moe_window_gradient_stride(uint32_t hidden)
+{
+    static_assert(MOE_MAX_TOP_K * 4 <= MOE_WINDOW_LINE, "one line holds a token's gradients");
+    return moe_window_row_stride(hidden, MOE_DTYPE_F32) + MOE_WINDOW_LINE;
+}
+
 /* Puts `count` things of `each` bytes on whole pages at `*at`, and moves `*at` behind them. */
 static inline bool moe_window_place(size_t *at, size_t *offset, size_t count, size_t each)
 {
@@ -174,8 +204,12 @@ static inline bool moe_window_layout_of(const struct moe_window_shape *s,
         s->max_experts < 1 || s->max_experts > MOE_MAX_EXPERTS)
         return false;
     size_t slots = s->slots, tokens = s->max_tokens, per_token, at = MOE_WINDOW_PAGE;
+    size_t row = moe_window_row_stride(s->max_hidden, MOE_DTYPE_F32), train_words;
     /* A page multiple keeps the words of two sources on different lines. */
     if (!moe_size_round_up(tokens * sizeof(uint64_t), MOE_WINDOW_LINE, &per_token))
+        return false;
+    if (!moe_size_round_up(s->max_experts + MOE_PASS_LOADS, MOE_WINDOW_LINE / sizeof(uint64_t),
+                           &train_words))
         return false;
     l->shape = *s;
     return moe_window_place(&at, &l->exchange, 2 * slots, sizeof(struct moe_window_exchange)) &&
@@ -184,11 +218,15 @@ static inline bool moe_window_layout_of(const struct moe_window_shape *s,
            moe_window_place(&at, &l->counts, 2 * slots, s->max_experts * sizeof(uint64_t)) &&
            moe_window_place(&at, &l->routing, 2 * slots * tokens,
                             s->max_top_k * sizeof(struct moe_window_route)) &&
+           moe_window_place(&at, &l->pass, s->training ? 2 * slots : 0,
+                            train_words * sizeof(uint64_t)) &&
            moe_window_place(&at, &l->sent, slots, per_token) &&
            moe_window_place(&at, &l->returned, slots, per_token) &&
-           moe_size_mul(tokens, moe_window_row_stride(s->max_hidden, MOE_DTYPE_F32), &l->region) &&
-           moe_window_place(&at, &l->rows, slots, l->region) &&
-           moe_window_place(&at, &l->partials, slots, l->region) && ((l->bytes = at), true);
+           moe_size_mul(tokens, s->training ? 2 * row : row, &l->row_region) &&
+           moe_size_mul(tokens, s->training ? moe_window_gradient_stride(s->max_hidden) : row,
+                        &l->partial_region) &&
+           moe_window_place(&at, &l->rows, slots, l->row_region) &&
+           moe_window_place(&at, &l->partials, slots, l->partial_region) && ((l->bytes = at), true);
 }
 
 /* Addresses inside the window that starts at `base`. */
@@ -220,6 +258,15 @@ MOE_WINDOW_INLINE uint64_t *moe_window_counts_of(const struct moe_window_layout 
     return &words[(size_t)(parity * l->shape.slots + source) * l->shape.max_experts];
 }
 
+/* Words of enum moe_window_pass; training only. */
+MOE_WINDOW_INLINE uint64_t *moe_window_pass_of(const struct moe_window_layout *l, uint8_t *base,
+                                               uint32_t parity, uint32_t source)
+{
+    uint64_t *words = (uint64_t *)(void *)(base + l->pass);
+    size_t each = ((size_t)l->shape.max_experts + MOE_PASS_LOADS + 7) & ~(size_t)7;
+    return &words[(parity * l->shape.slots + source) * each];
+}
+
 MOE_WINDOW_INLINE struct moe_window_route *moe_window_routes_of(const struct moe_window_layout *l,
                                                                 uint8_t *base, uint32_t parity,
                                                                 uint32_t source, uint32_t token)
@@ -245,13 +292,13 @@ MOE_WINDOW_INLINE uint64_t *moe_window_returned_of(const struct moe_window_layou
 MOE_WINDOW_INLINE void *moe_window_row_of(const struct moe_window_layout *l, uint8_t *base,
                                           uint32_t source, uint32_t token, size_t stride)
 {
-    return base + l->rows + source * l->region + token * stride;
+    return base + l->rows + source * l->row_region + token * stride;
 }
 
 MOE_WINDOW_INLINE void *moe_window_partial_of(const struct moe_window_layout *l, uint8_t *base,
                                               uint32_t source, uint32_t token, size_t stride)
 {
-    return base + l->partials + source * l->region + token * stride;
+    return base + l->partials + source * l->partial_region + token * stride;
 }
 
 #endif
