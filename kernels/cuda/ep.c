@@ -10,9 +10,14 @@
 
 struct moe_cuda_ep {
     struct moe_session *session;
-    struct moe_cuda_batch batch; /* of the last pass */
-    bool dispatched;             /* and it can be combined */
-    struct moe_cuda_pass pass;
+    struct moe_cuda_pass pass;    /* the last one that was enqueued */
+    const uint32_t *expert;       /* its layer's local experts */
+    struct moe_cuda_facts *facts; /* device memory: of the last pass that was a part alone */
+
+    /* The last pass that was a part alone, while it can be combined. */
+    bool dispatched;
+    struct moe_cuda_batch batch;
+    uint32_t tokens;
 
     /* As in struct moe_cuda_pass. */
     uint32_t *position, *start, *count, *row_of, *parts_ready;
@@ -22,21 +27,23 @@ struct moe_cuda_ep {
 /* ------------------------------------------------------------------ tables */
 
 struct table {
-    uint32_t **at;
+    void **at;
     size_t bytes;
 };
 
-enum { TABLES = 5 };
+enum { TABLES = 6 };
 
 static void list_tables(struct moe_cuda_ep *ep, struct table out[TABLES])
 {
     const struct moe_window_shape *w = &ep->session->layout.shape;
     size_t pairs = (size_t)w->max_tokens * w->max_top_k;
-    out[0] = (struct table){&ep->position, pairs * sizeof(uint32_t)};
-    out[1] = (struct table){&ep->row_of, w->slots * pairs * sizeof(uint32_t)};
-    out[2] = (struct table){&ep->start, (w->max_experts + (size_t)1) * sizeof(uint32_t)};
-    out[3] = (struct table){&ep->count, w->max_experts * sizeof(uint32_t)};
-    out[4] = (struct table){&ep->parts_ready, (size_t)w->slots * w->max_tokens * sizeof(uint32_t)};
+    out[0] = (struct table){(void **)&ep->position, pairs * sizeof(uint32_t)};
+    out[1] = (struct table){(void **)&ep->row_of, w->slots * pairs * sizeof(uint32_t)};
+    out[2] = (struct table){(void **)&ep->start, (w->max_experts + (size_t)1) * sizeof(uint32_t)};
+    out[3] = (struct table){(void **)&ep->count, w->max_experts * sizeof(uint32_t)};
+    out[4] = (struct table){(void **)&ep->parts_ready,
+                            (size_t)w->slots * w->max_tokens * sizeof(uint32_t)};
+    out[5] = (struct table){(void **)&ep->facts, sizeof *ep->facts};
 }
 
 struct moe_status moe_cuda_ep_create(struct moe_session *session, struct moe_cuda_ep **out)
@@ -50,10 +57,9 @@ struct moe_status moe_cuda_ep_create(struct moe_session *session, struct moe_cud
     list_tables(ep, tables);
     struct moe_status st = moe_ok();
     for (uint32_t i = 0; i < TABLES; i++)
-        MOE_TRY_GOTO(st,
-                     moe_cuda_mem_alloc(session->device, MOE_MEM_DEVICE, tables[i].bytes,
-                                        (void **)tables[i].at),
-                     failed);
+        MOE_TRY_GOTO(
+            st, moe_cuda_mem_alloc(session->device, MOE_MEM_DEVICE, tables[i].bytes, tables[i].at),
+            failed);
     *out = ep;
     return st;
 failed:
@@ -114,20 +120,6 @@ struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct 
 
 /* ------------------------------------------------------------------- passes */
 
-/* This pass as a head: what must be the same on all slots, and the own number of tokens. */
-static void fill_head(const struct moe_cuda_batch *b, uint32_t head[MOE_HEAD_WORDS])
-{
-    const uint32_t mask = (1u << MOE_WINDOW_VALUE_BITS) - 1;
-    head[MOE_HEAD_TOKENS] = b->tokens;
-    head[MOE_HEAD_LAYER] = b->layer->spec.layer & mask;
-    head[MOE_HEAD_HIDDEN] = b->layer->spec.hidden;
-    head[MOE_HEAD_EXPERTS] = b->layer->spec.experts;
-    head[MOE_HEAD_TOP_K] = b->layer->spec.router.top_k;
-    head[MOE_HEAD_DTYPE] = b->dtype;
-    head[MOE_HEAD_BUCKET] = (uint32_t)__builtin_ctz(b->bucket);
-    head[MOE_HEAD_PLACEMENT] = b->layer->placement.version & mask;
-}
-
 /* Few tokens would leave warps without work, and long rows make a warp's turn long. */
 static uint32_t parts_of(const struct moe_cuda_batch *b)
 {
@@ -145,10 +137,9 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .layout = s->layout,
         .control = s->control,
         .abort = &s->mailbox_on_device->abort,
-        .placement = layer->desc.placement,
+        .facts = b->facts,
         .slot = s->config.slot,
         .slots = s->config.slots,
-        .tokens = b->tokens,
         .bucket = b->bucket,
         .top_k = layer->spec.router.top_k,
         .experts = layer->spec.experts,
@@ -171,7 +162,6 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .parts = parts_of(b),
         .parts_ready = ep->parts_ready,
     };
-    fill_head(b, p->head);
 }
 
 static uint32_t ctas(const struct moe_cuda_ep *ep)
@@ -179,37 +169,38 @@ static uint32_t ctas(const struct moe_cuda_ep *ep)
     return (uint32_t)ep->session->device->multiprocessors;
 }
 
-struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch)
+struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch,
+                                      cudaStream_t stream)
 {
     MOE_TRY(moe_cuda_session_usable(ep->session));
-    ep->batch = *batch;
     ep->dispatched = false;
     fill_pass(ep, batch);
-    return moe_cuda_launch_announce(&ep->pass, ep->session->device->compute);
+    ep->expert = batch->layer->desc.placement.local;
+    return moe_cuda_launch_announce(&ep->pass, stream);
 }
 
-struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *out)
+struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *out,
+                                       cudaStream_t stream)
 {
-    MOE_TRY(moe_cuda_launch_dispatch(&ep->pass, ctas(ep), ep->session->device->compute));
-    ep->dispatched = true;
     *out = (struct moe_rows){.local_experts = ep->pass.local_experts,
-                             .expert = ep->pass.placement.local,
+                             .expert = ep->expert,
                              .start = ep->start,
                              .count = ep->count,
                              .x = ep->pass.rows,
                              .weight = ep->pass.row_weight};
-    return moe_ok();
+    return moe_cuda_launch_dispatch(&ep->pass, ctas(ep), stream);
 }
 
 struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep, const float *expert_out,
-                                      const float *base, void *y)
+                                      const float *base, void *y, struct moe_cuda_verdict *verdict,
+                                      cudaStream_t stream)
 {
-    MOE_INVARIANT(ep->dispatched);
     ep->dispatched = false;
     ep->pass.expert_out = expert_out;
     ep->pass.base = base;
     ep->pass.y = y;
-    return moe_cuda_launch_combine(&ep->pass, ctas(ep), ep->session->device->compute);
+    ep->pass.verdict = verdict;
+    return moe_cuda_launch_combine(&ep->pass, ctas(ep), stream);
 }
 
 /* -------------------------------------------------------------------- parts */
@@ -238,12 +229,29 @@ static struct moe_status check_ids(const struct moe_session *s, const struct moe
 }
 
 static struct moe_status enqueue_dispatch(struct moe_session *s, const struct moe_cuda_batch *batch,
-                                          struct moe_rows *out)
+                                          uint32_t tokens, struct moe_rows *out)
 {
+    cudaStream_t stream = s->device->compute;
+    struct moe_cuda_facts facts;
+    moe_cuda_facts_fill(batch->layer, batch->dtype, batch->bucket, tokens, &facts);
+    MOE_TRY(moe_cuda_mem_copy(s->device, s->ep->facts, &facts, sizeof facts));
     MOE_TRY(moe_cuda_session_count_step(s));
-    MOE_TRY(moe_cuda_ep_prepare(s->ep, batch));
-    MOE_TRY(moe_cuda_ep_dispatch(s->ep, out));
+    MOE_TRY(moe_cuda_ep_prepare(s->ep, batch, stream));
+    MOE_TRY(moe_cuda_ep_dispatch(s->ep, out, stream));
     return moe_cuda_session_finish(s);
+}
+
+static struct moe_cuda_batch batch_of(const struct moe_session *s, const struct moe_layer *layer,
+                                      enum moe_dtype dtype, uint32_t bucket, const void *x,
+                                      const int32_t *ids, const float *weights)
+{
+    return (struct moe_cuda_batch){.layer = layer,
+                                   .dtype = dtype,
+                                   .bucket = bucket,
+                                   .facts = s->ep->facts,
+                                   .x = x,
+                                   .ids = ids,
+                                   .weights = weights};
 }
 
 struct moe_status moe_cuda_dispatch(struct moe_session *s, struct moe_layer *layer,
@@ -251,30 +259,25 @@ struct moe_status moe_cuda_dispatch(struct moe_session *s, struct moe_layer *lay
                                     const void *x, const int32_t *ids, const float *weights,
                                     struct moe_rows *out)
 {
-    struct moe_cuda_batch batch = {.layer = layer,
-                                   .dtype = dtype,
-                                   .bucket = bucket,
-                                   .tokens = tokens,
-                                   .x = x,
-                                   .ids = ids,
-                                   .weights = weights};
+    struct moe_cuda_batch batch = batch_of(s, layer, dtype, bucket, x, ids, weights);
     MOE_TRY(moe_cuda_device_use(s->device));
     MOE_TRY(moe_cuda_steps_idle(s->steps));
     MOE_TRY(moe_cuda_session_usable(s));
     MOE_TRY(moe_cuda_ep_reserve(s, layer, dtype, bucket, tokens));
     MOE_TRY(check_ids(s, layer, tokens, ids));
-    struct moe_status st = enqueue_dispatch(s, &batch, out);
-    if (moe_failed(&st))
-        s->ep->dispatched = false;
-    return st;
+    MOE_TRY(enqueue_dispatch(s, &batch, tokens, out));
+    s->ep->batch = batch;
+    s->ep->tokens = tokens;
+    s->ep->dispatched = true;
+    return moe_ok();
 }
 
 static bool same_pass(const struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch,
-                      const struct moe_rows *rows)
+                      uint32_t tokens, const struct moe_rows *rows)
 {
     const struct moe_cuda_batch *b = &ep->batch;
     return ep->dispatched && b->layer == batch->layer && b->dtype == batch->dtype &&
-           b->bucket == batch->bucket && b->tokens == batch->tokens && b->x == batch->x &&
+           b->bucket == batch->bucket && ep->tokens == tokens && b->x == batch->x &&
            b->ids == batch->ids && b->weights == batch->weights && rows->x == ep->pass.rows;
 }
 
@@ -283,19 +286,13 @@ struct moe_status moe_cuda_combine(struct moe_session *s, struct moe_layer *laye
                                    const void *x, const int32_t *ids, const float *weights,
                                    const struct moe_rows *rows, const float *expert_out, void *y)
 {
-    struct moe_cuda_batch batch = {.layer = layer,
-                                   .dtype = dtype,
-                                   .bucket = bucket,
-                                   .tokens = tokens,
-                                   .x = x,
-                                   .ids = ids,
-                                   .weights = weights};
+    struct moe_cuda_batch batch = batch_of(s, layer, dtype, bucket, x, ids, weights);
     MOE_TRY(moe_cuda_device_use(s->device));
     MOE_TRY(moe_cuda_steps_idle(s->steps));
-    if (!same_pass(s->ep, &batch, rows))
+    if (!same_pass(s->ep, &batch, tokens, rows))
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                          "combine wants a dispatch with the same arguments before it");
     MOE_TRY(moe_cuda_session_usable(s));
-    MOE_TRY(moe_cuda_ep_combine(s->ep, expert_out, NULL, y));
+    MOE_TRY(moe_cuda_ep_combine(s->ep, expert_out, NULL, y, NULL, s->device->compute));
     return moe_cuda_session_finish(s);
 }

@@ -1,12 +1,14 @@
 /* Prepare, dispatch and combine on GPUs: tokens to the slots of their experts and back, through the
  * windows, as moe/window.h lays it out. Everything is enqueued; counts stay on the device.
  *
- * A pass is prepare, dispatch, combine, in this order, on the device's compute stream; all live
- * slots must make the same passes. A pass may end before combine. */
+ * A pass is prepare, dispatch, combine, in this order, on one stream; all live slots must make the
+ * same passes. A pass may end before combine. A stream that captures is as good as any: what was
+ * captured may be launched as often as moe_cuda_session_count_step is called, with any layer of the
+ * same shape in the facts. */
 #ifndef MOE_CUDA_EP_H
 #define MOE_CUDA_EP_H
 
-#include "cuda/layer.h"
+#include "cuda/facts.h"
 #include "cuda/session.h"
 
 #ifdef __cplusplus
@@ -15,9 +17,10 @@ extern "C" {
 
 /* One slot's part of a pass. All pointers are device memory. */
 struct moe_cuda_batch {
-    const struct moe_layer *layer;
+    const struct moe_layer *layer; /* for its shape; the facts name the layer that is run */
     enum moe_dtype dtype;
-    uint32_t bucket, tokens;
+    uint32_t bucket;
+    const struct moe_cuda_facts *facts;
     const void *x;              /* [T, H] */
     const int32_t *ids;         /* [T, K]; < 0: this k is not routed; >= E: zero expert */
     const float *weights;       /* [T, K] */
@@ -42,16 +45,20 @@ uint32_t moe_cuda_ep_most_rows(const struct moe_session *session, const struct m
 
 /* Enqueues: where each (token, k) goes, and how many rows the peers may expect. After
  * moe_cuda_ep_reserve for this shape, and moe_cuda_session_count_step. */
-struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep,
-                                      const struct moe_cuda_batch *batch) MOE_CHECKED;
+struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch,
+                                      cudaStream_t stream) MOE_CHECKED;
 /* Enqueues: rows out, peers' rows in and expanded. `out`, all device memory, is valid from here on
- * in stream order; a pass that fails or is refused has zero rows of every expert. */
-struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *out) MOE_CHECKED;
+ * in stream order (`expert` for the batch's layer only); a pass that fails or is refused has zero
+ * rows of every expert. */
+struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *out,
+                                       cudaStream_t stream) MOE_CHECKED;
 /* Enqueues: sums of the experts' rows [start[local], H] f32 per token, home, and the own tokens:
  * y [T,H] in the pass's dtype = base + sums in slot order + zero experts' w * x, rounded once.
- * base [T,H] f32 or NULL = zeros. A token that is not OK gets zeros. */
+ * base [T,H] f32 or NULL = zeros. A token that is not OK gets zeros. `verdict`: device address of
+ * pinned memory that gets a copy of the pass's verdict, or NULL. */
 struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep, const float *expert_out,
-                                      const float *base, void *y) MOE_CHECKED;
+                                      const float *base, void *y, struct moe_cuda_verdict *verdict,
+                                      cudaStream_t stream) MOE_CHECKED;
 
 /* Members of struct moe_backend; synchronous. Of struct moe_rows all pointers are device memory. */
 struct moe_status moe_cuda_dispatch(struct moe_session *session, struct moe_layer *layer,

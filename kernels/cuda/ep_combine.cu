@@ -264,12 +264,20 @@ __device__ static void finish_tokens(const struct moe_cuda_pass &p, uint64_t sta
 {
     struct moe_cuda_control *c = p.control;
     bool good = true;
-    for (uint32_t i = take_item(&c->next_home); good && i < p.tokens * p.parts;
+    for (uint32_t i = take_item(&c->next_home); good && i < p.facts->tokens * p.parts;
          i = take_item(&c->next_home))
         good = finish_token<Element, N>(p, stamp, i / p.parts, i % p.parts);
 }
 
 /* ---------------------------------------------------------------- kernel */
+
+/* Other CTAs, of this kernel or the last, have written the verdict. */
+__device__ static void report_verdict(const struct moe_cuda_control *c, struct moe_cuda_verdict *to)
+{
+    to->code = load_volatile(&c->verdict.code);
+    to->slot = load_volatile(&c->verdict.slot);
+    to->rows = *static_cast<const volatile uint64_t *>(&c->verdict.rows);
+}
 
 template <typename Element, uint32_t N>
 __global__ void __launch_bounds__(CTA_THREADS, 1)
@@ -285,6 +293,8 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
     if (last_of_grid(c)) {
         c->next_return = 0;
         c->next_home = 0;
+        if (p.verdict != nullptr)
+            report_verdict(c, p.verdict);
     }
 }
 

@@ -33,7 +33,7 @@ __device__ static void open_pass(const struct moe_cuda_pass &p, uint64_t stamp, 
     for (uint32_t s = 0; s < p.slots && lane < MOE_HEAD_WORDS; s++)
         if (is_live(c->live, s))
             store_relaxed(moe_window_head_of(&p.layout, c->window[s], parity, p.slot) + lane,
-                          moe_window_word(stamp, p.head[lane]));
+                          moe_window_word(stamp, p.facts->head[lane]));
 }
 
 /* Positions of `id`'s matches in `match`, by copy; lane j < copies keeps copy j's running count. */
@@ -94,8 +94,9 @@ __global__ void __launch_bounds__(32 * ANNOUNCE_WARPS)
     const uint64_t stamp = moe_window_stamp(c->epoch, step);
     if (e == 0 && warp == 0)
         open_pass(p, stamp, parity);
-    const uint32_t entry = p.placement.offset[e], copies = p.placement.offset[e + 1] - entry;
-    const uint32_t pairs = p.tokens * p.top_k;
+    const uint32_t entry = p.facts->placement.offset[e],
+                   copies = p.facts->placement.offset[e + 1] - entry;
+    const uint32_t pairs = p.facts->tokens * p.top_k;
     const uint32_t share = (pairs + 32 * ANNOUNCE_WARPS - 1) / (32 * ANNOUNCE_WARPS) * 32;
     const uint32_t first = min(warp * share, pairs), end = min(first + share, pairs);
     counts[warp][lane] = walk_pairs(p, e, copies, first, end, 0, false);
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(32 * ANNOUNCE_WARPS)
         walk_pairs(p, e, copies, first, end, before, true);
     if (warp != 0 || lane >= copies)
         return;
-    uint32_t slot = p.placement.slot[entry + lane];
+    uint32_t slot = p.facts->placement.slot[entry + lane];
     store_relaxed(moe_window_counts_of(&p.layout, c->window[slot], parity, p.slot) + e,
                   moe_window_word(stamp, all));
 }
@@ -197,7 +198,7 @@ __device__ static void send_tokens(const struct moe_cuda_pass &p, uint32_t step)
     if (!__all_sync(ALL_LANES, clear))
         return;
     const uint64_t stamp = moe_window_stamp(c->epoch, step);
-    for (uint32_t t = take_item(&c->next_push); t < p.tokens; t = take_item(&c->next_push))
+    for (uint32_t t = take_item(&c->next_push); t < p.facts->tokens; t = take_item(&c->next_push))
         send_token<Unit>(p, stamp, step & 1, t);
 }
 
@@ -256,7 +257,7 @@ __device__ static void read_heads(const struct moe_cuda_pass &p, struct arrival 
             a->failed = 1;
             continue;
         }
-        bool differs = word == MOE_HEAD_TOKENS ? value > p.bucket : value != p.head[word];
+        bool differs = word == MOE_HEAD_TOKENS ? value > p.bucket : value != p.facts->head[word];
         if (differs)
             atomicMin(&a->other, source);
         if (word == MOE_HEAD_TOKENS)
@@ -271,7 +272,8 @@ __device__ static void read_counts(const struct moe_cuda_pass &p, struct arrival
     const uint64_t stamp = moe_window_stamp(c->epoch, step);
     uint32_t *count = row_counts(p, a);
     for (uint32_t i = thread; i < p.slots * p.local_experts; i += threads) {
-        uint32_t source = i / p.local_experts, expert = p.placement.local[i % p.local_experts];
+        uint32_t source = i / p.local_experts,
+                 expert = p.facts->placement.local[i % p.local_experts];
         count[i] = 0;
         if (!is_live(c->live, source))
             continue;
@@ -342,7 +344,7 @@ __device__ static bool expand_token(const struct moe_cuda_pass &p, struct arriva
     uint32_t row = MOE_CUDA_NO_ROW;
     bool good = true;
     if (here) {
-        int32_t l = expert < p.experts ? p.placement.local_index[expert] : -1;
+        int32_t l = expert < p.experts ? p.facts->placement.local_index[expert] : -1;
         uint32_t i = source * p.local_experts + static_cast<uint32_t>(l);
         good = l >= 0 && position < row_counts(p, a)[i];
         if (good) {

@@ -23,9 +23,7 @@ static uint32_t width_of(const struct moe_layer *layer, enum moe_cuda_matrices w
 static bool on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype,
                             enum moe_cuda_matrices which)
 {
-    const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
-    return dtype == MOE_DTYPE_BF16 && m->dtype == MOE_DTYPE_BF16 &&
-           moe_cuda_ggemm_serves(width_of(layer, which), m->columns);
+    return dtype == MOE_DTYPE_BF16 && layer->desc.served[which];
 }
 
 enum moe_dtype moe_cuda_ffn_hidden_dtype(const struct moe_layer *layer, enum moe_dtype dtype)
@@ -60,7 +58,7 @@ static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
                                    .k = m->columns,
                                    .start = b->rows.start,
                                    .count = b->rows.count,
-                                   .weights = m->data,
+                                   .weights = &b->facts->weights[which],
                                    .row_weight = b->rows.weight,
                                    .weighting = layer->spec.weighting,
                                    .activation = layer->spec.activation,
@@ -70,7 +68,7 @@ static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
 
 /* --------------------------------------------------------------- routed experts */
 
-struct moe_status moe_cuda_ffn_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
+struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_dtype dtype,
                                        const struct moe_cuda_batch_rows *b, void *hidden,
                                        enum moe_dtype hidden_dtype, cudaStream_t stream)
 {
@@ -78,6 +76,7 @@ struct moe_status moe_cuda_ffn_gate_up(struct moe_layer *layer, enum moe_dtype d
         return moe_ok();
     if (!on_tensor_cores(layer, dtype, MOE_CUDA_GATE_UP)) {
         struct moe_cuda_exact exact = {.layer = layer,
+                                       .facts = b->facts,
                                        .rows = &b->rows,
                                        .in_dtype = dtype,
                                        .in = b->rows.x,
@@ -88,21 +87,21 @@ struct moe_status moe_cuda_ffn_gate_up(struct moe_layer *layer, enum moe_dtype d
     }
     struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_GATE_UP);
     g.x = b->rows.x;
-    g.bias = layer->desc.bias[MOE_WEIGHT_GATE_BIAS];
-    g.up_bias = layer->desc.bias[MOE_WEIGHT_UP_BIAS];
+    g.has_bias = layer->spec.gate_up_bias;
     g.out_dtype = hidden_dtype;
     g.out = hidden;
     return moe_cuda_ggemm_enqueue(&g, stream);
 }
 
-struct moe_status moe_cuda_ffn_down(struct moe_layer *layer, const struct moe_cuda_batch_rows *b,
-                                    const void *hidden, enum moe_dtype hidden_dtype, float *out,
-                                    cudaStream_t stream)
+struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
+                                    const struct moe_cuda_batch_rows *b, const void *hidden,
+                                    enum moe_dtype hidden_dtype, float *out, cudaStream_t stream)
 {
     if (b->rows.local_experts == 0 || b->capacity == 0)
         return moe_ok();
     if (!on_tensor_cores(layer, hidden_dtype, MOE_CUDA_DOWN)) {
         struct moe_cuda_exact exact = {.layer = layer,
+                                       .facts = b->facts,
                                        .rows = &b->rows,
                                        .in_dtype = hidden_dtype,
                                        .in = hidden,
@@ -112,7 +111,7 @@ struct moe_status moe_cuda_ffn_down(struct moe_layer *layer, const struct moe_cu
     }
     struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_DOWN);
     g.x = hidden;
-    g.bias = layer->desc.bias[MOE_WEIGHT_DOWN_BIAS];
+    g.has_bias = layer->spec.down_bias;
     g.out_dtype = MOE_DTYPE_F32;
     g.out = out;
     return moe_cuda_ggemm_enqueue(&g, stream);
@@ -120,10 +119,8 @@ struct moe_status moe_cuda_ffn_down(struct moe_layer *layer, const struct moe_cu
 
 /* ---------------------------------------------------------------- shared expert */
 
-/* Its scratch: where its rows are, as the grouped GEMM wants to know it (first row, rows), the
- * weights of the tokens, and the activations. */
+/* Its scratch: the weights of the tokens, and the activations. */
 struct shared_scratch {
-    uint32_t *span;
     float *weight;
     void *hidden;
 };
@@ -138,81 +135,79 @@ static size_t in_lines(size_t bytes)
 size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens)
 {
     size_t inner = layer->spec.shared_intermediate, n = tokens;
-    return inner == 0 ? 0 : LINE + in_lines(n * sizeof(float)) + n * inner * sizeof(float);
+    return inner == 0 ? 0 : in_lines(n * sizeof(float)) + n * inner * sizeof(float);
 }
 
-static struct shared_scratch lay_out_shared(uint32_t tokens, void *scratch)
+static struct shared_scratch lay_out_shared(const struct moe_cuda_shared *s)
 {
-    char *base = scratch;
-    struct shared_scratch s = {.span = scratch, .weight = (void *)(base + LINE)};
-    s.hidden = base + LINE + in_lines((size_t)tokens * sizeof(float));
-    return s;
+    size_t weights = in_lines((size_t)s->capacity * sizeof(float));
+    return (struct shared_scratch){.weight = s->scratch, .hidden = (char *)s->scratch + weights};
 }
 
-static struct moe_status shared_product(struct moe_layer *layer, enum moe_cuda_matrices which,
-                                        uint32_t bucket, uint32_t tokens,
-                                        const struct shared_scratch *s, const void *in,
-                                        enum moe_dtype out_dtype, void *out, cudaStream_t stream)
+static struct moe_status shared_product(const struct moe_layer *layer,
+                                        const struct moe_cuda_shared *s,
+                                        enum moe_cuda_matrices which, const float *weight,
+                                        const void *in, enum moe_dtype out_dtype, void *out,
+                                        cudaStream_t stream)
 {
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
     struct moe_cuda_gemm_facts facts = {
-        .bucket = bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
+        .bucket = s->bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
     struct moe_cuda_ggemm g = {.tile = moe_cuda_choose_tile(&facts),
                                .gated = is_gated(which),
                                .experts = 1,
-                               .row_capacity = tokens,
+                               .row_capacity = s->capacity,
                                .n = width_of(layer, which),
                                .k = m->columns,
-                               .start = s->span,
-                               .count = s->span + 1,
+                               .start = &s->facts->first,
+                               .count = &s->facts->tokens,
                                .x = in,
-                               .weights = m->data,
+                               .weights = &s->facts->weights[which],
+                               .row_weight = weight,
                                .weighting = MOE_WEIGHT_OUTPUT_LATE,
                                .activation = layer->spec.shared_activation,
                                .limit = layer->spec.swiglu_limit,
                                .alpha = layer->spec.swiglu_alpha,
                                .out_dtype = out_dtype,
                                .out = out};
-    if (layer->spec.shared_gated)
-        g.row_weight = s->weight;
     return moe_cuda_ggemm_enqueue(&g, stream);
 }
 
-static struct moe_status shared_exactly(struct moe_layer *layer, enum moe_dtype dtype,
-                                        uint32_t tokens, const struct shared_scratch *s,
-                                        const void *x, float *out, cudaStream_t stream)
+static struct moe_status shared_exactly(const struct moe_layer *layer,
+                                        const struct moe_cuda_shared *s, const float *weight,
+                                        void *hidden, cudaStream_t stream)
 {
     struct moe_cuda_exact up = {.layer = layer,
-                                .tokens = tokens,
-                                .in_dtype = dtype,
-                                .in = x,
-                                .out = s->hidden,
+                                .facts = s->facts,
+                                .in_dtype = s->dtype,
+                                .in = s->x,
+                                .out = hidden,
                                 .out_dtype = MOE_DTYPE_F32};
     struct moe_cuda_exact down = {.layer = layer,
-                                  .tokens = tokens,
+                                  .facts = s->facts,
                                   .in_dtype = MOE_DTYPE_F32,
-                                  .in = s->hidden,
-                                  .weight = layer->spec.shared_gated ? s->weight : NULL,
-                                  .out = out};
+                                  .in = hidden,
+                                  .weight = weight,
+                                  .out = s->out};
     MOE_TRY(moe_cuda_exact_gate_up(&up, stream));
     return moe_cuda_exact_down(&down, stream);
 }
 
-struct moe_status moe_cuda_ffn_shared(struct moe_layer *layer, enum moe_dtype dtype,
-                                      uint32_t bucket, uint32_t tokens, const void *x,
-                                      void *scratch, float *out, cudaStream_t stream)
+struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
+                                      const struct moe_cuda_shared *s, cudaStream_t stream)
 {
-    struct shared_scratch s = lay_out_shared(tokens, scratch);
-    if (layer->spec.shared_gated)
-        MOE_TRY(moe_cuda_shared_weights(layer, dtype, tokens, x, s.weight, stream));
-    if (!on_tensor_cores(layer, dtype, MOE_CUDA_SHARED_GATE_UP) ||
+    struct shared_scratch at = lay_out_shared(s);
+    const float *weight = layer->spec.shared_gated ? at.weight : NULL;
+    if (weight != NULL)
+        MOE_TRY(moe_cuda_shared_weights(layer, s->facts, s->dtype, s->capacity, s->x, at.weight,
+                                        stream));
+    if (!on_tensor_cores(layer, s->dtype, MOE_CUDA_SHARED_GATE_UP) ||
         !on_tensor_cores(layer, MOE_DTYPE_BF16, MOE_CUDA_SHARED_DOWN))
-        return shared_exactly(layer, dtype, tokens, &s, x, out, stream);
-    MOE_TRY(moe_cuda_write_span(s.span, tokens, stream));
-    MOE_TRY(shared_product(layer, MOE_CUDA_SHARED_GATE_UP, bucket, tokens, &s, x, MOE_DTYPE_BF16,
-                           s.hidden, stream));
-    return shared_product(layer, MOE_CUDA_SHARED_DOWN, bucket, tokens, &s, s.hidden, MOE_DTYPE_F32,
-                          out, stream);
+        return shared_exactly(layer, s, weight, at.hidden, stream);
+    MOE_TRY(shared_product(layer, s, MOE_CUDA_SHARED_GATE_UP, weight, s->x, MOE_DTYPE_BF16,
+                           at.hidden, stream));
+    return shared_product(layer, s, MOE_CUDA_SHARED_DOWN, weight, at.hidden, MOE_DTYPE_F32, s->out,
+                          stream);
 }
 
 /* ------------------------------------------------------------------- parts alone */
@@ -233,7 +228,7 @@ static struct moe_status check_dtype(enum moe_dtype dtype)
     return moe_ok();
 }
 
-/* A part may wait: it reads how many rows there are. */
+/* A part may wait: it reads how many rows there are, and tells the layer's facts. */
 static struct moe_status measure_rows(struct moe_layer *layer, const struct moe_rows *rows,
                                       struct moe_cuda_batch_rows *b)
 {
@@ -247,7 +242,9 @@ static struct moe_status measure_rows(struct moe_layer *layer, const struct moe_
     MOE_TRY(moe_cuda_mem_copy(layer->device, &b->capacity, rows->start + rows->local_experts,
                               sizeof b->capacity));
     b->bucket = b->capacity / layer->spec.router.top_k + 1;
-    return moe_ok();
+    struct moe_cuda_facts facts;
+    moe_cuda_facts_fill(layer, MOE_DTYPE_NONE, 0, 0, &facts);
+    return moe_cuda_facts_tell(layer, &facts, &b->facts);
 }
 
 /* What both parts begin with. `narrow`: memory for hidden as it travels inside a step, where that
@@ -323,13 +320,17 @@ struct moe_status moe_cuda_shared_forward(struct moe_layer *layer, enum moe_dtyp
         return moe_ok();
     size_t n = (size_t)tokens * layer->spec.hidden, out_bytes = in_lines(n * sizeof *y);
     size_t bytes = out_bytes + moe_cuda_ffn_shared_bytes(layer, tokens);
+    struct moe_cuda_shared s = {
+        .dtype = dtype, .bucket = moe_pow2_ceil(tokens), .capacity = tokens, .x = x};
+    struct moe_cuda_facts facts;
+    moe_cuda_facts_fill(layer, dtype, 0, tokens, &facts);
+    MOE_TRY(moe_cuda_facts_tell(layer, &facts, &s.facts));
     void *out;
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &out));
+    s.out = out;
+    s.scratch = (char *)out + out_bytes;
     struct moe_status st;
-    MOE_TRY_GOTO(st,
-                 moe_cuda_ffn_shared(layer, dtype, moe_pow2_ceil(tokens), tokens, x,
-                                     (char *)out + out_bytes, out, device->compute),
-                 done);
+    MOE_TRY_GOTO(st, moe_cuda_ffn_shared(layer, &s, device->compute), done);
     MOE_TRY_GOTO(st, moe_cuda_add(y, out, n, device->compute), done);
     st = moe_cuda_device_finish(device);
 done:

@@ -4,15 +4,20 @@
 #ifndef MOE_CUDA_FFN_H
 #define MOE_CUDA_FFN_H
 
-#include "cuda/layer.h"
+#include "cuda/facts.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
+/* In every call `layer` is asked for its shape alone: the facts name the layer whose weights are
+ * used, so that a captured call serves all layers of the shape. */
+
 /* Rows to compute on, and what the host knows of their number. */
 struct moe_cuda_batch_rows {
-    struct moe_rows rows;   /* every pointer is to device memory; one entry per local expert */
+    const struct moe_cuda_facts *facts; /* device memory */
+    struct moe_rows rows;   /* every pointer is to device memory; one entry per local expert, whose
+                               weights are this layer's in the same order; `expert` is not read */
     uint32_t capacity;      /* rows that rows.x, rows.weight and all outputs have room for */
     uint32_t bucket, slots; /* of the step: what the choice of a tile goes by */
 };
@@ -22,22 +27,31 @@ struct moe_cuda_batch_rows {
 enum moe_dtype moe_cuda_ffn_hidden_dtype(const struct moe_layer *layer, enum moe_dtype dtype);
 
 /* hidden [capacity, I] of `hidden_dtype`, by the formulas of moe_backend.gemm_gate_up. */
-struct moe_status moe_cuda_ffn_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
+struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_dtype dtype,
                                        const struct moe_cuda_batch_rows *b, void *hidden,
                                        enum moe_dtype hidden_dtype,
                                        cudaStream_t stream) MOE_CHECKED;
 /* out [capacity, H] f32, by the formulas of moe_backend.gemm_down. */
-struct moe_status moe_cuda_ffn_down(struct moe_layer *layer, const struct moe_cuda_batch_rows *b,
-                                    const void *hidden, enum moe_dtype hidden_dtype, float *out,
+struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
+                                    const struct moe_cuda_batch_rows *b, const void *hidden,
+                                    enum moe_dtype hidden_dtype, float *out,
                                     cudaStream_t stream) MOE_CHECKED;
 
 /* Bytes of scratch that moe_cuda_ffn_shared needs for up to `tokens`; 0 without a shared expert. */
 size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens);
-/* out [T, H] f32 = shared(x). bucket >= T: what the choice of a tile goes by. Only for layers that
- * have a shared expert, T > 0. */
-struct moe_status moe_cuda_ffn_shared(struct moe_layer *layer, enum moe_dtype dtype,
-                                      uint32_t bucket, uint32_t tokens, const void *x,
-                                      void *scratch, float *out, cudaStream_t stream) MOE_CHECKED;
+/* out [T, H] f32 = shared(x), for the facts' T. Only for layers that have a shared expert. */
+struct moe_cuda_shared {
+    const struct moe_cuda_facts *facts; /* device memory */
+    enum moe_dtype dtype;
+    uint32_t bucket;   /* >= T: what the choice of a tile goes by */
+    uint32_t capacity; /* >= T: rows that x and out have room for */
+    const void *x;     /* [T, H] */
+    void *scratch;     /* moe_cuda_ffn_shared_bytes(capacity) */
+    float *out;
+};
+struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
+                                      const struct moe_cuda_shared *s,
+                                      cudaStream_t stream) MOE_CHECKED;
 
 /* Members of struct moe_backend. They round hidden to what it is inside a step. */
 struct moe_status moe_cuda_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,

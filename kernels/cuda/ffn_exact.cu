@@ -10,14 +10,15 @@ using moe_simt::THREADS;
 using moe_simt::tile;
 
 struct exact_args {
-    groups g;
-    moe_cuda_matrix matrix;
+    const moe_cuda_facts *facts;
+    groups g;                /* g.start == nullptr: the tokens of the facts, one group */
+    moe_cuda_matrices which; /* of the layer that the facts name */
     const void *in;
     const float *weight; /* of each row: of the input of gate and up, of the result of down */
     void *out;
     bool out_bf16;
-    uint32_t width;              /* columns of out */
-    const float *bias, *up_bias; /* [entries][width], or NULL */
+    uint32_t width; /* columns of out */
+    bool has_bias;  /* of the product: [entries][width] */
     moe_activation activation;
     float limit, alpha;
 };
@@ -25,6 +26,21 @@ struct exact_args {
 static __device__ float sigmoid(float z)
 {
     return 1.0f / (1.0f + expf(-z));
+}
+
+/* Bias `w` of an entry's column; 0 where the product has none. */
+static __device__ float bias_at(const exact_args &a, moe_weight w, uint32_t entry, uint32_t column)
+{
+    return a.has_bias ? a.facts->layer->bias[w][(size_t)entry * a.width + column] : 0.0f;
+}
+
+/* The rows of this run. */
+static __device__ groups groups_of(const exact_args &a)
+{
+    groups g = a.g;
+    if (g.start == nullptr)
+        g.rows = a.facts->tokens;
+    return g;
 }
 
 /* NaN passes through the clamps, as it does on the CPU: fminf and fmaxf would swallow it. */
@@ -57,9 +73,9 @@ static __device__ float gate_and_up(const exact_args &a, const tile &t, size_t r
         g *= a.weight[row];
         u *= a.weight[row];
     }
-    if (a.bias != nullptr) {
-        g += a.bias[(size_t)t.entry * a.width + inner];
-        u += a.up_bias[(size_t)t.entry * a.width + inner];
+    if (a.has_bias) {
+        g += bias_at(a, MOE_WEIGHT_GATE_BIAS, t.entry, inner);
+        u += bias_at(a, MOE_WEIGHT_UP_BIAS, t.entry, inner);
     }
     return activate(a, g, u);
 }
@@ -67,7 +83,8 @@ static __device__ float gate_and_up(const exact_args &a, const tile &t, size_t r
 template <typename X, typename W>
 static __global__ void __launch_bounds__(THREADS) gate_up_kernel(const exact_args a)
 {
-    moe_simt::product<X, W>(a.g, a.in, a.matrix, [&](const tile &t, float acc[][PER_THREAD]) {
+    const moe_cuda_matrix m = a.facts->layer->matrix[a.which];
+    moe_simt::product<X, W>(groups_of(a), a.in, m, [&](const tile &t, float acc[][PER_THREAD]) {
         /* Eight gates, then their eight ups: the partner of a thread's columns is two on. */
         const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
         const bool is_gate = tx / 2 % 2 == 0;
@@ -90,7 +107,8 @@ static __global__ void __launch_bounds__(THREADS) gate_up_kernel(const exact_arg
 template <typename X, typename W>
 static __global__ void __launch_bounds__(THREADS) down_kernel(const exact_args a)
 {
-    moe_simt::product<X, W>(a.g, a.in, a.matrix, [&](const tile &t, float acc[][PER_THREAD]) {
+    const moe_cuda_matrix m = a.facts->layer->matrix[a.which];
+    moe_simt::product<X, W>(groups_of(a), a.in, m, [&](const tile &t, float acc[][PER_THREAD]) {
         const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
         for (uint32_t i = 0; i < PER_THREAD && 4 * ty + i < t.rows; i++) {
             size_t row = t.row + 4 * ty + i;
@@ -99,7 +117,7 @@ static __global__ void __launch_bounds__(THREADS) down_kernel(const exact_args a
                 uint32_t column = t.column + 4 * tx + j;
                 if (column >= a.width)
                     break;
-                float b = a.bias != nullptr ? a.bias[(size_t)t.entry * a.width + column] : 0.0f;
+                float b = bias_at(a, MOE_WEIGHT_DOWN_BIAS, t.entry, column);
                 ((float *)a.out)[row * a.width + column] = w * (acc[i][j] + b);
             }
         }
@@ -124,12 +142,9 @@ static exact_args common_args(const moe_cuda_exact *e)
 {
     const moe_cuda_layer_desc *d = &e->layer->desc;
     exact_args a = {};
-    if (e->rows != nullptr) {
-        a.g = {e->rows->start,           e->rows->count,         e->rows->expert,
-               d->placement.local_index, e->rows->local_experts, 0};
-    } else {
-        a.g.rows = e->tokens;
-    }
+    a.facts = e->facts;
+    if (e->rows != nullptr)
+        a.g = {e->rows->start, e->rows->count, e->rows->local_experts, 0};
     a.in = e->in;
     a.out = e->out;
     a.out_bf16 = e->out_dtype == MOE_DTYPE_BF16;
@@ -146,7 +161,7 @@ static unsigned blocks_of(const moe_cuda_exact *e)
 
 static bool nothing_to_do(const moe_cuda_exact *e)
 {
-    return e->rows != nullptr ? e->rows->local_experts == 0 : e->tokens == 0;
+    return e->rows != nullptr && e->rows->local_experts == 0;
 }
 
 struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e, cudaStream_t stream)
@@ -156,15 +171,13 @@ struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e, cudaStr
     const moe_cuda_layer_desc *d = &e->layer->desc;
     bool routed = e->rows != nullptr;
     exact_args a = common_args(e);
-    a.matrix = d->matrix[routed ? MOE_CUDA_GATE_UP : MOE_CUDA_SHARED_GATE_UP];
+    a.which = routed ? MOE_CUDA_GATE_UP : MOE_CUDA_SHARED_GATE_UP;
     a.width = routed ? d->spec.intermediate : d->spec.shared_intermediate;
     a.activation = routed ? d->spec.activation : d->spec.shared_activation;
-    if (routed) {
-        a.weight = d->spec.weighting == MOE_WEIGHT_INPUT ? e->weight : nullptr;
-        a.bias = d->bias[MOE_WEIGHT_GATE_BIAS];
-        a.up_bias = d->bias[MOE_WEIGHT_UP_BIAS];
-    }
-    MOE_SIMT_DISPATCH(e->in_dtype, a.matrix.dtype, launch_gate_up, a, blocks_of(e), stream);
+    a.weight = routed && d->spec.weighting == MOE_WEIGHT_INPUT ? e->weight : nullptr;
+    a.has_bias = routed && d->spec.gate_up_bias;
+    MOE_SIMT_DISPATCH(e->in_dtype, d->matrix[a.which].dtype, launch_gate_up, a, blocks_of(e),
+                      stream);
     return MOE_LAUNCHED("gate and up");
 }
 
@@ -175,11 +188,11 @@ struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e, cudaStream
     const moe_cuda_layer_desc *d = &e->layer->desc;
     bool routed = e->rows != nullptr;
     exact_args a = common_args(e);
-    a.matrix = d->matrix[routed ? MOE_CUDA_DOWN : MOE_CUDA_SHARED_DOWN];
+    a.which = routed ? MOE_CUDA_DOWN : MOE_CUDA_SHARED_DOWN;
     a.width = d->spec.hidden;
     a.weight = routed && d->spec.weighting == MOE_WEIGHT_INPUT ? nullptr : e->weight;
-    a.bias = routed ? d->bias[MOE_WEIGHT_DOWN_BIAS] : nullptr;
-    MOE_SIMT_DISPATCH(e->in_dtype, a.matrix.dtype, launch_down, a, blocks_of(e), stream);
+    a.has_bias = routed && d->spec.down_bias;
+    MOE_SIMT_DISPATCH(e->in_dtype, d->matrix[a.which].dtype, launch_down, a, blocks_of(e), stream);
     return MOE_LAUNCHED("down");
 }
 
@@ -187,12 +200,13 @@ struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e, cudaStream
 
 /* A warp per token. */
 template <typename X>
-static __global__ void shared_weights_kernel(const X *x, const float *vector, uint32_t tokens,
+static __global__ void shared_weights_kernel(const moe_cuda_facts *facts, const X *x,
                                              uint32_t columns, float *weight)
 {
     uint32_t lane = threadIdx.x % 32, token = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
-    if (token >= tokens)
+    if (token >= facts->tokens)
         return;
+    const float *vector = (const float *)facts->layer->matrix[MOE_CUDA_SHARED_VECTOR].data;
     float sum = 0;
     for (uint32_t c = lane; c < columns; c += 32)
         sum = fmaf((float)x[(size_t)token * columns + c], vector[c], sum);
@@ -202,37 +216,25 @@ static __global__ void shared_weights_kernel(const X *x, const float *vector, ui
         weight[token] = sigmoid(sum);
 }
 
-struct moe_status moe_cuda_shared_weights(const struct moe_layer *layer, enum moe_dtype dtype,
-                                          uint32_t tokens, const void *x, float *weight,
+struct moe_status moe_cuda_shared_weights(const struct moe_layer *layer,
+                                          const struct moe_cuda_facts *facts, enum moe_dtype dtype,
+                                          uint32_t capacity, const void *x, float *weight,
                                           cudaStream_t stream)
 {
-    const float *vector = (const float *)layer->desc.matrix[MOE_CUDA_SHARED_VECTOR].data;
-    unsigned blocks = (tokens + THREADS / 32 - 1) / (THREADS / 32);
+    unsigned blocks = (capacity + THREADS / 32 - 1) / (THREADS / 32);
     uint32_t hidden = layer->spec.hidden;
     if (blocks == 0)
         return moe_ok();
     if (dtype == MOE_DTYPE_F32)
-        shared_weights_kernel<<<blocks, THREADS, 0, stream>>>((const float *)x, vector, tokens,
-                                                              hidden, weight);
+        shared_weights_kernel<<<blocks, THREADS, 0, stream>>>(facts, (const float *)x, hidden,
+                                                              weight);
     else
-        shared_weights_kernel<<<blocks, THREADS, 0, stream>>>((const __nv_bfloat16 *)x, vector,
-                                                              tokens, hidden, weight);
+        shared_weights_kernel<<<blocks, THREADS, 0, stream>>>(facts, (const __nv_bfloat16 *)x,
+                                                              hidden, weight);
     return MOE_LAUNCHED("the shared expert's weights");
 }
 
 /* --------------------------------------------------------------------- helpers */
-
-static __global__ void span_kernel(uint32_t *span, uint32_t rows)
-{
-    span[0] = 0;
-    span[1] = rows;
-}
-
-struct moe_status moe_cuda_write_span(uint32_t *span, uint32_t rows, cudaStream_t stream)
-{
-    span_kernel<<<1, 1, 0, stream>>>(span, rows);
-    return MOE_LAUNCHED("the shared expert's rows");
-}
 
 template <typename From, typename To>
 static __global__ void convert_kernel(const From *src, To *dst, size_t n)

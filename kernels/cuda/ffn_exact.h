@@ -3,17 +3,18 @@
 #ifndef MOE_CUDA_FFN_EXACT_H
 #define MOE_CUDA_FFN_EXACT_H
 
-#include "cuda/layer.h"
+#include "cuda/facts.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* rows == NULL: the shared expert on `tokens` rows, else the routed experts on their rows. */
+/* rows == NULL: the shared expert on the tokens of the facts, else the routed experts on their
+ * rows. */
 struct moe_cuda_exact {
-    const struct moe_layer *layer;
-    const struct moe_rows *rows; /* tables in device memory */
-    uint32_t tokens;
+    const struct moe_layer *layer;      /* for its shape: the facts name the layer that is run */
+    const struct moe_cuda_facts *facts; /* device memory */
+    const struct moe_rows *rows;        /* tables in device memory; `expert` is not read */
     enum moe_dtype in_dtype;
     const void *in;
     const float *weight; /* of each row; NULL = 1 */
@@ -28,14 +29,11 @@ struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e,
 struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e,
                                       cudaStream_t stream) MOE_CHECKED;
 
-/* weight [tokens] = sigmoid(shared gate vector . x). */
-struct moe_status moe_cuda_shared_weights(const struct moe_layer *layer, enum moe_dtype dtype,
-                                          uint32_t tokens, const void *x, float *weight,
+/* weight [T] = sigmoid(shared gate vector . x), for the facts' T, at most `capacity`. */
+struct moe_status moe_cuda_shared_weights(const struct moe_layer *layer,
+                                          const struct moe_cuda_facts *facts, enum moe_dtype dtype,
+                                          uint32_t capacity, const void *x, float *weight,
                                           cudaStream_t stream) MOE_CHECKED;
-
-/* span = {0, rows}. */
-struct moe_status moe_cuda_write_span(uint32_t *span, uint32_t rows,
-                                      cudaStream_t stream) MOE_CHECKED;
 /* y [n] += v [n] */
 struct moe_status moe_cuda_add(float *y, const float *v, size_t n, cudaStream_t stream) MOE_CHECKED;
 

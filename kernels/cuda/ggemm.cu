@@ -10,6 +10,7 @@
 
 #include <cuda_runtime.h>
 #include <limits>
+#include <string.h>
 
 namespace
 {
@@ -100,9 +101,6 @@ moe_status check_shape(const moe_cuda_ggemm &g)
     if (g.out_dtype != MOE_DTYPE_BF16 && g.out_dtype != MOE_DTYPE_F32)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
                          "grouped GEMM: output dtype %d", int(g.out_dtype));
-    if (g.gated && (g.bias == nullptr) != (g.up_bias == nullptr))
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
-                         "grouped GEMM: one bias of gate and up is missing");
     return moe_ok();
 }
 
@@ -125,20 +123,19 @@ moe_status make_params(const moe_cuda_ggemm &g, const instance &use, ggemm::para
     const struct moe_cuda_tile_shape shape = moe_cuda_tile_shape(g.tile);
     const uint32_t weight_rows = g.gated ? 2 * g.n : g.n;
     const buffer x = {g.x, g.row_capacity, g.k, 1};
-    const buffer weights = {g.weights, weight_rows, g.k, g.experts};
     const buffer out = {g.out, g.row_capacity, g.n, 1};
     encode_fn encoder;
     MOE_TRY(find_encoder(&encoder));
     for (uint32_t i = 0; i < shape.rows / use.row_step; i++)
         MOE_TRY(encode(encoder, &p->rows[i], x, (i + 1) * use.row_step, 2));
-    MOE_TRY(encode(encoder, &p->weights, weights, shape.columns, 3));
     if (g.out_dtype == MOE_DTYPE_BF16)
         MOE_TRY(encode(encoder, &p->out, out, ggemm::STORE_ROWS, 2));
     p->out_rows = g.out;
     p->start = g.start;
     p->count = g.count;
-    p->bias = g.bias;
-    p->up_bias = g.up_bias;
+    p->weights = g.weights;
+    p->has_bias = g.has_bias;
+    p->tile = g.tile;
     p->experts = g.experts;
     p->n = weight_rows;
     p->k = g.k;
@@ -164,6 +161,24 @@ extern "C" bool moe_cuda_ggemm_serves(uint32_t n, uint32_t k)
     int major = 0, processors = 0;
     const moe_status st = device_facts(&major, &processors);
     return !moe_failed(&st) && major == 9 && n % 8 == 0 && k % 8 == 0 && n > 0 && k > 0;
+}
+
+extern "C" moe_status moe_cuda_ggemm_describe(const void *data, uint32_t experts, uint32_t rows,
+                                              uint32_t columns, moe_cuda_ggemm_weights *out)
+{
+    static_assert(sizeof(CUtensorMap) == sizeof(moe_cuda_tensor_map) &&
+                      sizeof(moe_cuda_ggemm_weights) % alignof(CUtensorMap) == 0,
+                  "maps of an array of weights are aligned");
+    encode_fn encoder;
+    MOE_TRY(find_encoder(&encoder));
+    for (int tile = 0; tile < MOE_CUDA_TILE_COUNT; tile++) {
+        const auto shape = moe_cuda_tile_shape(static_cast<moe_cuda_gemm_tile>(tile));
+        CUtensorMap map;
+        MOE_TRY(encode(encoder, &map, {data, rows, columns, experts}, shape.columns, 3));
+        memcpy(&out->map[tile], &map, sizeof map);
+    }
+    out->data = data;
+    return moe_ok();
 }
 
 extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_st *stream)

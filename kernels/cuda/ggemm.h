@@ -21,7 +21,24 @@ struct CUstream_st;
 extern "C" {
 #endif
 
-/* All pointers are device memory, 16-byte aligned (start, count and row_weight: 4). */
+/* A matrix as the copy engine knows it; a CUtensorMap, without its alignment on the host. */
+struct moe_cuda_tensor_map {
+    uint64_t opaque[16];
+};
+
+/* What a product needs to know of one layer. Made on the host, read by the kernel where it lies in
+ * device memory, 128-byte aligned; it must not change while a kernel runs. */
+struct moe_cuda_ggemm_weights {
+    struct moe_cuda_tensor_map map[MOE_CUDA_TILE_COUNT]; /* of `data`, in boxes of each tile */
+    const void *data;     /* bf16 [experts, n, k]; gated: [experts, 2n, k], rows gate 0-7, up 0-7,
+                             gate 8-15, ... */
+    const float *bias;    /* [experts, n], or NULL; gated: of gate, both biases or none */
+    const float *up_bias; /* gated: [experts, n] */
+    uint64_t unused[13];  /* whole lines, so that neighbours in an array stay aligned */
+};
+
+/* All pointers are device memory, 16-byte aligned (start, count and row_weight: 4). What belongs to
+ * a layer is not here but behind `weights`, so that one captured launch serves many layers. */
 struct moe_cuda_ggemm {
     enum moe_cuda_gemm_tile tile; /* see moe_cuda_choose_tile */
     bool gated;                   /* gate and up with activation, or plain */
@@ -36,10 +53,9 @@ struct moe_cuda_ggemm {
     const uint32_t *start; /* [experts], any alignment of rows */
     const uint32_t *count; /* [experts] */
     const void *x;         /* bf16 [row_capacity, k] */
-    const void *weights;   /* bf16 [experts, n, k]; gated: [experts, 2n, k], rows gate 0-7, up 0-7,
-                              gate 8-15, ... */
-    const float *bias;     /* [experts, n], or NULL; gated: of gate, both biases or none */
-    const float *up_bias;  /* gated: [experts, n] */
+    /* Names the weights when the kernel runs: a pointer in device memory. */
+    const struct moe_cuda_ggemm_weights *const *weights;
+    bool has_bias;           /* the weights have biases */
     const float *row_weight; /* [row_capacity], or NULL = 1 */
     enum moe_weighting weighting;
     enum moe_activation activation; /* gated, with its limit and alpha */
@@ -52,7 +68,13 @@ struct moe_cuda_ggemm {
  * others are the caller's fallback's. */
 bool moe_cuda_ggemm_serves(uint32_t n, uint32_t k);
 
-/* Encodes the tensor maps and launches one kernel on `stream`; capturable. Maps cost a few
+/* Fills `out` but for its biases, which stay as they are. data: device memory, 16-byte aligned,
+ * bf16 [experts, rows, columns]; columns are a multiple of 8. */
+struct moe_status moe_cuda_ggemm_describe(const void *data, uint32_t experts, uint32_t rows,
+                                          uint32_t columns,
+                                          struct moe_cuda_ggemm_weights *out) MOE_CHECKED;
+
+/* Encodes the maps of x and out and launches one kernel on `stream`; capturable. Maps cost a few
  * microseconds of host time, which a captured graph pays once.
  * Errors: MOE_INVALID_ARGUMENT (a shape out of range), MOE_FAILED_PRECONDITION/UNSUPPORTED (no
  * Hopper device, driver too old), MOE_INTERNAL (the launch was refused). */

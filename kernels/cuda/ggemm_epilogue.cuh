@@ -81,10 +81,11 @@ template <uint32_t N>
 __device__ __forceinline__ void finish_plain(const params &p, float (&acc)[N], uint32_t expert,
                                              uint32_t column, row_weights w)
 {
-    if (p.bias != nullptr) {
+    if (p.has_bias) {
+        const float *bias = (*p.weights)->bias;
 #pragma unroll
         for (uint32_t j = 0; j < N / 4; j++) {
-            const float2 b = bias_pair(p, p.bias, expert, column + 8 * j);
+            const float2 b = bias_pair(p, bias, expert, column + 8 * j);
             acc[4 * j] += b.x;
             acc[4 * j + 1] += b.y;
             acc[4 * j + 2] += b.x;
@@ -100,11 +101,12 @@ __device__ __forceinline__ void finish_gated(const params &p, float (&acc)[N], u
                                              uint32_t column, row_weights w)
 {
     weigh(p, acc, w);
-    if (p.bias != nullptr) {
+    if (p.has_bias) {
+        const moe_cuda_ggemm_weights *weights = *p.weights;
 #pragma unroll
         for (uint32_t j = 0; j < N / 4; j++) {
-            const float2 b =
-                bias_pair(p, j % 2 == 0 ? p.bias : p.up_bias, expert, column + j / 2 * 8);
+            const float2 b = bias_pair(p, j % 2 == 0 ? weights->bias : weights->up_bias, expert,
+                                       column + j / 2 * 8);
             acc[4 * j] += b.x;
             acc[4 * j + 1] += b.y;
             acc[4 * j + 2] += b.x;

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_cons
     const uint32_t group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
         init_barriers(s.full, s.empty, WARPGROUP / WARP);
-        hopper::prefetch_map(&p.weights);
+        s.weights = take_weight_map(p);
     }
     if (threadIdx.x / WARP == 2 * WARPGROUP / WARP)
         list_tiles<EVEN_ROWS, EVEN_COLUMNS>(p, s.first);

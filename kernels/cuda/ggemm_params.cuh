@@ -6,7 +6,7 @@
 #ifndef MOE_CUDA_GGEMM_PARAMS_CUH
 #define MOE_CUDA_GGEMM_PARAMS_CUH
 
-#include "moe/types.h"
+#include "cuda/ggemm.h"
 
 #include <cuda.h>
 #include <stdint.h>
@@ -29,17 +29,17 @@ constexpr uint32_t ROW_BOXES = 8; /* heights in which a tile's rows can be read 
 /* Passed by value as a __grid_constant__, because the copy engine reads the maps in place. */
 struct params {
     CUtensorMap rows[ROW_BOXES]; /* [row_capacity, k], boxes of 1, 2, ... times the row step */
-    CUtensorMap weights;         /* [experts, n, k] */
     CUtensorMap out; /* [row_capacity, out_n], box of one warp's store; bf16 output only */
     void *out_rows;  /* [row_capacity, out_n] */
-    const uint32_t *start, *count; /* [experts] */
-    const float *bias;             /* [experts, out_n], or NULL; gated: of gate */
-    const float *up_bias;          /* gated: [experts, out_n] */
+    const uint32_t *start, *count;                /* [experts] */
+    const moe_cuda_ggemm_weights *const *weights; /* maps and biases of the layer of this run */
     /* [row_capacity], or NULL = 1: multiplies gate and up before their biases; plain: the result */
     const float *row_weight;
     uint32_t experts;
-    uint32_t n, k;             /* rows and columns of an expert's weights */
-    uint32_t out_n;            /* n, or n / 2 where gate and up become one */
+    uint32_t tile;  /* which of the weights' maps */
+    uint32_t n, k;  /* rows and columns of an expert's weights */
+    uint32_t out_n; /* n, or n / 2 where gate and up become one */
+    bool has_bias;
     float limit, alpha, shift; /* activation, see ggemm_epilogue.cuh */
 };
 

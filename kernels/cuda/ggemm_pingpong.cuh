@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
     const uint32_t group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
         init_barriers(s.full, s.empty, WARPGROUP / WARP);
-        hopper::prefetch_map(&p.weights);
+        s.weights = take_weight_map(p);
         hopper::prefetch_map(&p.rows[PINGPONG_ROWS / PINGPONG_ROW_STEP - 1]);
     }
     if (threadIdx.x / WARP == 2 * WARPGROUP / WARP)

@@ -16,6 +16,7 @@ template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING> st
     alignas(1024) uint8_t staging[STAGING]; /* results on their way out */
     uint64_t full[STAGES];                  /* the copy engine has delivered */
     uint64_t empty[STAGES];                 /* all warps that read the stage are done */
+    const CUtensorMap *weights;             /* of this run */
     uint32_t first[MOE_MAX_EXPERTS + 1];
 };
 
@@ -51,6 +52,16 @@ __device__ __forceinline__ void init_barriers(uint64_t (&full)[STAGES], uint64_t
     hopper::barrier_init_done();
 }
 
+/* The map of this run's weights, for the whole block: one thread calls it before the block meets.
+ * The layer's maps came by a copy, which the engine's own cache may not have seen. */
+__device__ __forceinline__ const CUtensorMap *take_weight_map(const params &p)
+{
+    const auto *map = reinterpret_cast<const CUtensorMap *>(&(*p.weights)->map[p.tile]);
+    hopper::acquire_map(map);
+    hopper::prefetch_map(map);
+    return map;
+}
+
 /* One thread keeps the ring full, over all tiles of the block. One box of rows and one of weights
  * per step: the engine's rate of instructions is a limit when a step lasts 512 cycles, so a short
  * tile has a map of its own (a box of the next multiple of ROW_STEP) rather than several boxes.
@@ -62,6 +73,7 @@ __device__ __forceinline__ void produce(const params &p, shared<ROWS, COLUMNS, S
     static_assert(ROWS / ROW_STEP <= ROW_BOXES, "a map for every height");
     const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
     const uint64_t once = hopper::policy_evict_first();
+    const CUtensorMap *weights = s.weights;
     tile_walk<ROWS, COLUMNS, EVEN> tile(p, s.first);
     ring<STAGES> at;
     while (tile.next()) {
@@ -73,10 +85,10 @@ __device__ __forceinline__ void produce(const params &p, shared<ROWS, COLUMNS, S
             hopper::barrier_wait(&s.empty[at.stage], at.phase ^ 1);
             hopper::barrier_expect(full, bytes);
             if (tile.only_row_tile)
-                hopper::load_box3_once(s.b[at.stage], &p.weights, full, step * DEPTH,
-                                       tile.weight_row, tile.expert, once);
+                hopper::load_box3_once(s.b[at.stage], weights, full, step * DEPTH, tile.weight_row,
+                                       tile.expert, once);
             else
-                hopper::load_box3(s.b[at.stage], &p.weights, full, step * DEPTH, tile.weight_row,
+                hopper::load_box3(s.b[at.stage], weights, full, step * DEPTH, tile.weight_row,
                                   tile.expert);
             hopper::load_box(s.a[at.stage], rows, full, step * DEPTH, tile.row);
             at.advance();

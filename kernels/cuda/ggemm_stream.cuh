@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_kernel(const __grid_
     const uint32_t warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
     if (threadIdx.x == 0) {
         init_barriers(s.full, s.empty, WARPGROUP / WARP);
-        hopper::prefetch_map(&p.weights);
+        s.weights = take_weight_map(p);
         hopper::prefetch_map(&p.rows[0]);
     }
     if (warp == WARPGROUP / WARP)

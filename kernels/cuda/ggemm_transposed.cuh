@@ -28,13 +28,14 @@ __device__ __forceinline__ thread_columns load_columns(const params &p, uint32_t
 {
     const uint32_t lane_column = threadIdx.x % WARP / 4;
     thread_columns c = {(GATED ? weight_row / 2 : weight_row) + lane_column, 0.0f, 0.0f};
-    if (p.bias == nullptr)
+    if (!p.has_bias)
         return c;
-    const float *bias = p.bias + size_t(expert) * p.out_n;
+    const moe_cuda_ggemm_weights *weights = *p.weights;
+    const float *bias = weights->bias + size_t(expert) * p.out_n;
     if (c.first < p.out_n)
         c.bias = __ldg(bias + c.first);
     if (GATED && c.first < p.out_n)
-        c.bias_8 = __ldg(p.up_bias + size_t(expert) * p.out_n + c.first);
+        c.bias_8 = __ldg(weights->up_bias + size_t(expert) * p.out_n + c.first);
     if (!GATED && c.first + 8 < p.out_n)
         c.bias_8 = __ldg(bias + c.first + 8);
     return c;

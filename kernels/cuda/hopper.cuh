@@ -82,6 +82,13 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap *map)
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+/* Before a block's first use of a map in global memory that was not there when the kernel's module
+ * was loaded; the others of the block need a barrier behind it. */
+__device__ __forceinline__ void acquire_map(const CUtensorMap *map)
+{
+    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+
 __device__ __forceinline__ uint64_t policy_evict_first()
 {
     uint64_t policy;

@@ -3,6 +3,7 @@
 #include "cuda/layer.h"
 
 #include "base/size.h"
+#include "cuda/facts.h"
 #include "cuda/weights.h"
 #include "layer_rules.h"
 
@@ -285,21 +286,25 @@ static struct moe_status check_complete(const struct moe_layer *layer)
 
 /* The tables in one piece of memory; at most a few kilobytes, so that no size can overflow. */
 struct tables {
-    size_t desc, offset, slot, local, local_index, bytes;
+    size_t desc, offset, slot, local, local_index, facts, bytes;
 };
+
+_Static_assert(offsetof(struct moe_cuda_layer_desc, product) == 0, "maps as aligned as the tables");
 
 static struct tables lay_out_tables(const struct moe_layer *layer)
 {
     const size_t line = 256;
     const struct moe_placement *p = &layer->placement;
-    size_t sizes[] = {sizeof layer->desc, (p->experts + (size_t)1) * sizeof *p->offset,
+    size_t sizes[] = {sizeof layer->desc,
+                      (p->experts + (size_t)1) * sizeof *p->offset,
                       p->offset[p->experts] * sizeof *p->slot,
                       layer->local_experts * sizeof *layer->local,
-                      p->experts * sizeof *layer->local_index};
-    size_t at[6] = {0};
-    for (int i = 0; i < 5; i++)
+                      p->experts * sizeof *layer->local_index,
+                      sizeof *layer->facts};
+    size_t at[7] = {0};
+    for (int i = 0; i < 6; i++)
         at[i + 1] = (at[i] + sizes[i] + line - 1) / line * line;
-    return (struct tables){at[0], at[1], at[2], at[3], at[4], at[5]};
+    return (struct tables){at[0], at[1], at[2], at[3], at[4], at[5], at[6]};
 }
 
 static struct moe_status copy_tables(struct moe_layer *layer)
@@ -326,6 +331,7 @@ static struct moe_status copy_tables(struct moe_layer *layer)
     struct moe_status st = moe_cuda_mem_copy(layer->device, base, host, t.bytes);
     free(host);
     layer->on_device = layer->tables;
+    layer->facts = (void *)(base + t.facts);
     return st;
 }
 
@@ -344,6 +350,35 @@ static struct moe_status split_router(struct moe_layer *layer)
                                   layer->device->upload);
 }
 
+/* Columns of the product of an interleaved matrix, or of a plain one. */
+static uint32_t product_columns(const struct moe_layer *layer, enum moe_cuda_matrices which)
+{
+    if (which == MOE_CUDA_GATE_UP)
+        return layer->spec.intermediate;
+    return which == MOE_CUDA_SHARED_GATE_UP ? layer->spec.shared_intermediate : layer->spec.hidden;
+}
+
+/* What the copy engine must know of the matrices that the grouped GEMM multiplies with. */
+static struct moe_status describe_products(struct moe_layer *layer)
+{
+    static const enum moe_cuda_matrices products[] = {
+        MOE_CUDA_GATE_UP, MOE_CUDA_DOWN, MOE_CUDA_SHARED_GATE_UP, MOE_CUDA_SHARED_DOWN};
+    struct moe_cuda_layer_desc *d = &layer->desc;
+    for (size_t i = 0; i < sizeof products / sizeof *products; i++) {
+        const struct moe_cuda_matrix *m = &d->matrix[products[i]];
+        d->served[products[i]] =
+            m->data != NULL && m->dtype == MOE_DTYPE_BF16 &&
+            moe_cuda_ggemm_serves(product_columns(layer, products[i]), m->columns);
+        if (d->served[products[i]])
+            MOE_TRY(moe_cuda_ggemm_describe(m->data, m->entries, m->rows, m->columns,
+                                            &d->product[products[i]]));
+    }
+    d->product[MOE_CUDA_GATE_UP].bias = d->bias[MOE_WEIGHT_GATE_BIAS];
+    d->product[MOE_CUDA_GATE_UP].up_bias = d->bias[MOE_WEIGHT_UP_BIAS];
+    d->product[MOE_CUDA_DOWN].bias = d->bias[MOE_WEIGHT_DOWN_BIAS];
+    return moe_ok();
+}
+
 struct moe_status moe_cuda_layer_finish(struct moe_layer *layer)
 {
     MOE_TRY(check_complete(layer));
@@ -351,6 +386,7 @@ struct moe_status moe_cuda_layer_finish(struct moe_layer *layer)
         return moe_ok();
     MOE_TRY(moe_cuda_device_use(layer->device));
     MOE_TRY(split_router(layer));
+    MOE_TRY(describe_products(layer));
     MOE_TRY(moe_cuda_weights_finish(layer->device));
     if (layer->tables == NULL) {
         size_t bytes = lay_out_tables(layer).bytes;

@@ -9,6 +9,7 @@
 #define MOE_CUDA_LAYER_H
 
 #include "cuda/device.h"
+#include "cuda/ggemm.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -54,6 +55,10 @@ struct moe_cuda_placement {
 /* What kernels need of a layer; also resident in device memory, so that a captured graph serves
  * every layer of the same shape by the descriptor it points to. */
 struct moe_cuda_layer_desc {
+    /* By enum moe_cuda_matrices, for those that tensor cores multiply (desc.served); first, because
+     * the copy engine wants it aligned, as the descriptor itself is. */
+    struct moe_cuda_ggemm_weights product[MOE_CUDA_MATRICES];
+    bool served[MOE_CUDA_MATRICES]; /* the grouped GEMM can multiply bf16 rows with this matrix */
     struct moe_layer_spec spec;
     uint32_t slot, slots, local_experts;
     struct moe_cuda_placement placement;
@@ -61,6 +66,8 @@ struct moe_cuda_layer_desc {
     /* F32 [entries][n]; expert biases have an entry per local expert. NULL: the layer has none. */
     float *bias[MOE_WEIGHT_COUNT];
 };
+
+struct moe_cuda_facts; /* facts.h */
 
 struct moe_layer {
     struct moe_device *device;
@@ -73,7 +80,8 @@ struct moe_layer {
     int32_t *local_index;            /* host [E] */
     struct moe_cuda_layer_desc desc; /* host copy; the pointers in it are to the device */
     const struct moe_cuda_layer_desc *on_device; /* valid after finish */
-    void *tables;                                /* device memory of the placement and on_device */
+    struct moe_cuda_facts *facts; /* device memory for the parts that wait; see facts.h */
+    void *tables;                 /* device memory of the placement, on_device and facts */
     size_t tables_bytes;
     bool *uploaded[MOE_WEIGHT_COUNT]; /* [entries] */
 };

@@ -1,4 +1,5 @@
-/* What the kernels of a pass are given, by value, and the launches that ep.c strings together.
+/* What the kernels of a pass are given by value (what differs between passes of one shape is in the
+ * facts), and the launches that ep.c strings together.
  * Internal to ep.c and ep_*.cu.
  *
  * What differs from the order of words in moe/window.h: `done` is stored by dispatch, once all rows
@@ -18,11 +19,10 @@ enum { MOE_CUDA_NO_ROW = 0xffffffff };
 struct moe_cuda_pass {
     struct moe_window_layout layout;
     struct moe_cuda_control *control;
-    const uint32_t *abort; /* in the mailbox */
-    struct moe_cuda_placement placement;
+    const uint32_t *abort;              /* in the mailbox */
+    const struct moe_cuda_facts *facts; /* T, the placement and the head */
     uint32_t slot, slots;
-    uint32_t head[MOE_HEAD_WORDS];
-    uint32_t tokens, bucket, top_k, experts, local_experts, hidden;
+    uint32_t bucket, top_k, experts, local_experts, hidden;
     enum moe_dtype dtype;
     uint32_t row_bytes; /* H elements */
     size_t stride;      /* of rows and partials in windows */
@@ -43,6 +43,7 @@ struct moe_cuda_pass {
     uint32_t *parts_ready; /* [slots][max_tokens] parts of a partial that are stored; else zero */
     const float *expert_out, *base;
     void *y;
+    struct moe_cuda_verdict *verdict; /* pinned: copy of the verdict when combine ends, or NULL */
 };
 
 /* CTAs are as many as the device has multiprocessors: all of them are resident, or some would wait

@@ -24,13 +24,10 @@ size_t moe_cuda_router_bytes(const struct moe_layer *layer, enum moe_dtype dtype
            layer->desc.matrix[MOE_CUDA_ROUTER].rows * sizeof(float);
 }
 
-struct moe_status moe_cuda_router_enqueue(struct moe_layer *layer, const struct moe_cuda_routing *r,
-                                          cudaStream_t stream)
+struct moe_status moe_cuda_router_enqueue(const struct moe_layer *layer,
+                                          const struct moe_cuda_routing *r, cudaStream_t stream)
 {
-    if (r->tokens == 0)
-        return moe_ok();
-    if (r->need_logits)
-        MOE_TRY(moe_cuda_router_logits(layer, r, stream));
+    MOE_TRY(moe_cuda_router_logits(layer, r, stream));
     return moe_cuda_router_choose(layer, r, stream);
 }
 
@@ -49,20 +46,21 @@ struct moe_status moe_cuda_router_check_modes(uint32_t tokens, const uint8_t *mo
 }
 
 /* The same check for modes in device memory. */
-static struct moe_status check_device_modes(struct moe_device *device, struct moe_cuda_routing *r)
+static struct moe_status check_device_modes(struct moe_device *device, uint32_t tokens,
+                                            const struct moe_cuda_routing *r, bool *need_logits)
 {
     uint8_t *copy = NULL;
     if (r->mode != NULL) {
-        copy = malloc(r->tokens);
+        copy = malloc(tokens);
         if (copy == NULL)
             return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                             "no memory for %u routing modes", r->tokens);
+                             "no memory for %u routing modes", tokens);
     }
     struct moe_status st = moe_ok();
     if (copy != NULL)
-        MOE_TRY_GOTO(st, moe_cuda_mem_copy(device, copy, r->mode, r->tokens), done);
-    st = moe_cuda_router_check_modes(r->tokens, copy, r->ids_in != NULL, r->weights_in != NULL,
-                                     &r->need_logits);
+        MOE_TRY_GOTO(st, moe_cuda_mem_copy(device, copy, r->mode, tokens), done);
+    st = moe_cuda_router_check_modes(tokens, copy, r->ids_in != NULL, r->weights_in != NULL,
+                                     need_logits);
 done:
     free(copy);
     return st;
@@ -85,8 +83,10 @@ struct moe_status moe_cuda_router_forward(struct moe_layer *layer, enum moe_dtyp
                                           int32_t *ids, float *weights, uint8_t *token_state)
 {
     struct moe_device *device = layer->device;
+    struct moe_cuda_facts facts;
+    bool need_logits = true;
     struct moe_cuda_routing r = {.dtype = dtype,
-                                 .tokens = tokens,
+                                 .capacity = tokens,
                                  .x = x,
                                  .mode = mode,
                                  .ids_in = ids_in,
@@ -97,7 +97,11 @@ struct moe_status moe_cuda_router_forward(struct moe_layer *layer, enum moe_dtyp
     MOE_TRY(check_part(layer, dtype));
     if (tokens == 0)
         return moe_ok();
-    MOE_TRY(check_device_modes(device, &r));
+    MOE_TRY(check_device_modes(device, tokens, &r, &need_logits));
+    moe_cuda_facts_fill(layer, dtype, 0, tokens, &facts);
+    facts.need_logits = need_logits;
+    facts.has_modes = mode != NULL;
+    MOE_TRY(moe_cuda_facts_tell(layer, &facts, &r.facts));
     size_t bytes = moe_cuda_router_bytes(layer, dtype, tokens);
     void *logits;
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &logits));

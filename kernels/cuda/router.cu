@@ -12,11 +12,11 @@ static constexpr unsigned ARRAYS = 3; /* per warp in shared memory: scores, keys
 /* ---------------------------------------------------------------------- choice */
 
 struct choose_args {
+    const moe_cuda_facts *facts;
     moe_router_spec spec;
-    uint32_t tokens, experts, choices; /* choices: E + Z */
-    const float *logits;               /* [slices][T][E+Z] */
+    uint32_t experts, choices; /* choices: E + Z */
+    const float *logits;       /* [slices][T][E+Z] */
     uint32_t slices;
-    const float *logit_bias, *select_bias; /* [E+Z] or NULL */
     const uint8_t *mode;
     const int32_t *ids_in;
     const float *weights_in;
@@ -24,6 +24,12 @@ struct choose_args {
     float *weights;
     uint8_t *token_state;
 };
+
+/* [E+Z], or NULL where the layer has none. */
+static __device__ const float *bias_of(const choose_args &a, moe_weight which)
+{
+    return a.facts->layer->bias[which];
+}
 
 /* One warp's token and its arrays in shared memory. */
 struct seat {
@@ -145,13 +151,14 @@ static __device__ void softmax(float *v, uint32_t n, uint32_t lane)
 static __device__ bool score_token(const choose_args &a, const seat &s)
 {
     const float *logits = a.logits + (size_t)s.token * a.choices;
-    size_t slice = (size_t)a.tokens * a.choices;
+    const float *bias = bias_of(a, MOE_WEIGHT_LOGIT_BIAS);
+    size_t slice = (size_t)a.facts->tokens * a.choices;
     bool finite = true;
     for (uint32_t i = s.lane; i < a.choices; i += 32) {
         float z = 0.0f;
         for (uint32_t n = 0; n < a.slices; n++)
             z += logits[n * slice + i];
-        z += a.logit_bias != nullptr ? a.logit_bias[i] : 0.0f;
+        z += bias != nullptr ? bias[i] : 0.0f;
         finite &= isfinite(z) != 0;
         s.key[i] = z;
         s.score[i] = score_of(a.spec.score, z);
@@ -166,11 +173,12 @@ static __device__ bool score_token(const choose_args &a, const seat &s)
 /* Turns the logits in `key` into keys; see layer_spec.h for when a logit is one. */
 static __device__ bool make_keys(const choose_args &a, const seat &s)
 {
-    if (a.select_bias == nullptr && (a.spec.groups == 1 || a.spec.group_best == 1))
+    const float *bias = bias_of(a, MOE_WEIGHT_SELECT_BIAS);
+    if (bias == nullptr && (a.spec.groups == 1 || a.spec.group_best == 1))
         return true;
     bool finite = true;
     for (uint32_t i = s.lane; i < a.choices; i += 32) {
-        s.key[i] = s.score[i] + (a.select_bias != nullptr ? a.select_bias[i] : 0.0f);
+        s.key[i] = s.score[i] + (bias != nullptr ? bias[i] : 0.0f);
         finite &= isfinite(s.key[i]) != 0;
     }
     return __all_sync(ALL, finite);
@@ -230,7 +238,7 @@ static __device__ moe_token_state route(const choose_args &a, const seat &s, int
                                         float *weight)
 {
     moe_routing_mode mode =
-        a.mode != nullptr ? (moe_routing_mode)a.mode[s.token] : MOE_ROUTE_SERVER;
+        a.facts->has_modes ? (moe_routing_mode)a.mode[s.token] : MOE_ROUTE_SERVER;
     size_t at = (size_t)s.token * a.spec.top_k + s.lane;
     bool has_k = s.lane < a.spec.top_k;
     *id = mode != MOE_ROUTE_SERVER && has_k ? a.ids_in[at] : -1;
@@ -260,7 +268,7 @@ static __global__ void __launch_bounds__(32 * WARPS) choose_kernel(const choose_
     s.score = arrays + (size_t)(threadIdx.x / 32) * ARRAYS * a.choices;
     s.key = s.score + a.choices;
     s.group = s.key + a.choices;
-    if (s.token >= a.tokens)
+    if (s.token >= a.facts->tokens)
         return;
     int32_t id;
     float weight;
@@ -278,21 +286,19 @@ struct moe_status moe_cuda_router_choose(const struct moe_layer *layer,
                                          const struct moe_cuda_routing *r, cudaStream_t stream)
 {
     choose_args a = {};
+    a.facts = r->facts;
     a.spec = layer->spec.router;
-    a.tokens = r->tokens;
     a.experts = layer->spec.experts;
     a.choices = a.experts + a.spec.zero_experts;
     a.logits = r->logits;
     a.slices = moe_cuda_router_slices(layer, r->dtype);
-    a.logit_bias = layer->desc.bias[MOE_WEIGHT_LOGIT_BIAS];
-    a.select_bias = layer->desc.bias[MOE_WEIGHT_SELECT_BIAS];
     a.mode = r->mode;
     a.ids_in = r->ids_in;
     a.weights_in = r->weights_in;
     a.ids = r->ids;
     a.weights = r->weights;
     a.token_state = r->token_state;
-    unsigned blocks = (r->tokens + WARPS - 1) / WARPS;
+    unsigned blocks = (r->capacity + WARPS - 1) / WARPS;
     size_t shared = (size_t)WARPS * ARRAYS * a.choices * sizeof(float);
     static_assert(WARPS * ARRAYS * 2 * MOE_MAX_EXPERTS * sizeof(float) <= 48 << 10,
                   "shared memory that needs no special request");

@@ -3,7 +3,7 @@
 #ifndef MOE_CUDA_ROUTER_H
 #define MOE_CUDA_ROUTER_H
 
-#include "cuda/layer.h"
+#include "cuda/facts.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -16,13 +16,13 @@ enum { MOE_CUDA_ROUTER_SLICE = 512 };
 /* All in device memory; as in struct moe_step_args. */
 struct moe_cuda_routing {
     enum moe_dtype dtype;
-    uint32_t tokens;
-    bool need_logits;        /* false: every token brings ids and weights */
+    uint32_t capacity; /* most tokens that the facts may speak of */
+    const struct moe_cuda_facts *facts;
     const void *x;           /* [T, H] */
-    const uint8_t *mode;     /* [T] or NULL */
+    const uint8_t *mode;     /* [T], read where the facts say that there are modes */
     const int32_t *ids_in;   /* [T, K] or NULL where no mode needs them */
     const float *weights_in; /* [T, K], the same */
-    float *logits;           /* [slices, T, E+Z] scratch of moe_cuda_router_bytes */
+    float *logits;           /* [slices, T, E+Z] scratch of moe_cuda_router_bytes(capacity) */
     int32_t *ids;            /* [T, K] */
     float *weights;          /* [T, K] */
     uint8_t *token_state;    /* [T] */
@@ -30,10 +30,12 @@ struct moe_cuda_routing {
 
 size_t moe_cuda_router_bytes(const struct moe_layer *layer, enum moe_dtype dtype, uint32_t tokens);
 
-struct moe_status moe_cuda_router_enqueue(struct moe_layer *layer, const struct moe_cuda_routing *r,
+/* `layer` is asked for its shape alone: the facts name the layer whose weights are used. */
+struct moe_status moe_cuda_router_enqueue(const struct moe_layer *layer,
+                                          const struct moe_cuda_routing *r,
                                           cudaStream_t stream) MOE_CHECKED;
 
-/* Modes in host memory: each is known and has what it needs. *need_logits as above. */
+/* Modes in host memory: each is known and has what it needs. *need_logits as in the facts. */
 struct moe_status moe_cuda_router_check_modes(uint32_t tokens, const uint8_t *mode, bool has_ids,
                                               bool has_weights, bool *need_logits) MOE_CHECKED;
 
@@ -49,8 +51,8 @@ bool moe_cuda_router_on_tensor_cores(const struct moe_layer *layer, enum moe_dty
 /* Partial sums that each logit consists of. */
 uint32_t moe_cuda_router_slices(const struct moe_layer *layer, enum moe_dtype dtype);
 
-/* The two launches, in router_logits.cu and router.cu. `choose` reads the logits unless nobody
- * needs them. */
+/* The two launches, in router_logits.cu and router.cu. The logits are neither made nor read where
+ * nobody needs them. */
 struct moe_status moe_cuda_router_logits(const struct moe_layer *layer,
                                          const struct moe_cuda_routing *r,
                                          cudaStream_t stream) MOE_CHECKED;

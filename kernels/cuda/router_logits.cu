@@ -20,9 +20,10 @@ static constexpr int SLICE = MOE_CUDA_ROUTER_SLICE;
 static_assert(SLICE % TILE == 0, "stages do not cross slices");
 
 struct logits_args {
-    const __nv_bfloat16 *x;       /* [T, H] */
-    const __nv_bfloat16 *weights; /* [parts][choices][H] */
-    uint32_t tokens, choices, hidden, parts;
+    const moe_cuda_facts *facts;
+    const __nv_bfloat16 *x;   /* [T, H] */
+    moe_cuda_matrices router; /* whole or in parts: bf16 [parts][choices][H] */
+    uint32_t choices, hidden, parts;
     float *logits; /* [slices][T][choices] */
 };
 
@@ -110,11 +111,11 @@ static __device__ void load_stage(const logits_args &a, const walk &v, uint32_t 
     asm volatile("cp.async.commit_group;" ::: "memory"); /* empty ones keep the count */
 }
 
-static __device__ void store_tile(const logits_args &a, uint32_t token, uint32_t expert,
-                                  const float acc[TILE / 8][4])
+static __device__ void store_tile(const logits_args &a, uint32_t tokens, uint32_t token,
+                                  uint32_t expert, const float acc[TILE / 8][4])
 {
     const uint32_t lane = threadIdx.x % 32;
-    float *out = a.logits + (size_t)blockIdx.z * a.tokens * a.choices;
+    float *out = a.logits + (size_t)blockIdx.z * tokens * a.choices;
     token += threadIdx.x / 32 * 16 + lane / 4;
     expert += lane % 4 * 2;
 #pragma unroll
@@ -122,7 +123,7 @@ static __device__ void store_tile(const logits_args &a, uint32_t token, uint32_t
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             uint32_t t = token + i / 2 * 8, e = expert + 8 * n + i % 2;
-            if (t < a.tokens && e < a.choices)
+            if (t < tokens && e < a.choices)
                 out[(size_t)t * a.choices + e] = acc[n][i];
         }
 }
@@ -131,10 +132,13 @@ static __global__ void __launch_bounds__(THREADS) tensor_logits_kernel(const log
 {
     extern __shared__ stage stages[];
     const uint32_t token = blockIdx.y * TILE, expert = blockIdx.x * TILE;
+    const uint32_t tokens = a.facts->tokens;
+    if (token >= tokens || !a.facts->need_logits)
+        return;
     walk v;
     v.x = a.x + (size_t)token * a.hidden;
-    v.w = a.weights + (size_t)expert * a.hidden;
-    v.tokens = a.tokens - token;
+    v.w = (const __nv_bfloat16 *)a.facts->layer->matrix[a.router].data + (size_t)expert * a.hidden;
+    v.tokens = tokens - token;
     v.experts = a.choices - expert;
     v.begin = blockIdx.z * SLICE;
     uint32_t columns = a.hidden - v.begin < SLICE ? a.hidden - v.begin : SLICE;
@@ -150,23 +154,18 @@ static __global__ void __launch_bounds__(THREADS) tensor_logits_kernel(const log
         load_stage(a, v, i + STAGES - 1, stages); /* into the stage that was read before */
         multiply_stage(stages[i % STAGES], acc);
     }
-    store_tile(a, token, expert, acc);
+    store_tile(a, tokens, token, expert, acc);
 }
 
 static struct moe_status launch_tensor_logits(const struct moe_layer *layer,
                                               const struct moe_cuda_routing *r, cudaStream_t stream)
 {
-    const moe_cuda_matrix &whole = layer->desc.matrix[MOE_CUDA_ROUTER];
-    const moe_cuda_matrix &parts = layer->desc.matrix[MOE_CUDA_ROUTER_PARTS];
-    const moe_cuda_matrix &m = parts.data != nullptr ? parts : whole;
-    logits_args a = {(const __nv_bfloat16 *)r->x,
-                     (const __nv_bfloat16 *)m.data,
-                     r->tokens,
-                     m.rows,
-                     m.columns,
-                     m.entries,
+    const bool in_parts = layer->desc.matrix[MOE_CUDA_ROUTER_PARTS].data != nullptr;
+    const moe_cuda_matrices router = in_parts ? MOE_CUDA_ROUTER_PARTS : MOE_CUDA_ROUTER;
+    const moe_cuda_matrix &m = layer->desc.matrix[router];
+    logits_args a = {r->facts, (const __nv_bfloat16 *)r->x, router, m.rows, m.columns, m.entries,
                      r->logits};
-    dim3 grid((m.rows + TILE - 1) / TILE, (r->tokens + TILE - 1) / TILE,
+    dim3 grid((m.rows + TILE - 1) / TILE, (r->capacity + TILE - 1) / TILE,
               moe_cuda_router_slices(layer, r->dtype));
     tensor_logits_kernel<<<grid, THREADS, STAGES * sizeof(stage), stream>>>(a);
     return MOE_LAUNCHED("router logits");
@@ -176,9 +175,14 @@ static struct moe_status launch_tensor_logits(const struct moe_layer *layer,
 
 template <typename X, typename W>
 static __global__ void __launch_bounds__(moe_simt::THREADS)
-    logits_kernel(const moe_simt::groups g, const void *x, const moe_cuda_matrix m, float *logits)
+    logits_kernel(const moe_cuda_facts *facts, const void *x, float *logits)
 {
     using moe_simt::PER_THREAD;
+    if (!facts->need_logits)
+        return;
+    moe_simt::groups g = {};
+    g.rows = facts->tokens;
+    const moe_cuda_matrix m = facts->layer->matrix[MOE_CUDA_ROUTER];
     moe_simt::product<X, W>(g, x, m, [&](const moe_simt::tile &t, float acc[][PER_THREAD]) {
         const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
         for (uint32_t i = 0; i < PER_THREAD && 4 * ty + i < t.rows; i++)
@@ -191,10 +195,9 @@ static __global__ void __launch_bounds__(moe_simt::THREADS)
 }
 
 template <typename X, typename W>
-static void launch_logits(const moe_simt::groups &g, const void *x, const moe_cuda_matrix &m,
-                          float *logits, unsigned blocks, cudaStream_t stream)
+static void launch_logits(const moe_cuda_routing *r, unsigned blocks, cudaStream_t stream)
 {
-    logits_kernel<X, W><<<blocks, moe_simt::THREADS, 0, stream>>>(g, x, m, logits);
+    logits_kernel<X, W><<<blocks, moe_simt::THREADS, 0, stream>>>(r->facts, r->x, r->logits);
 }
 
 struct moe_status moe_cuda_router_logits(const struct moe_layer *layer,
@@ -202,10 +205,7 @@ struct moe_status moe_cuda_router_logits(const struct moe_layer *layer,
 {
     if (moe_cuda_router_on_tensor_cores(layer, r->dtype))
         return launch_tensor_logits(layer, r, stream);
-    const moe_cuda_matrix &m = layer->desc.matrix[MOE_CUDA_ROUTER];
-    moe_simt::groups g = {};
-    g.rows = r->tokens;
-    MOE_SIMT_DISPATCH(r->dtype, m.dtype, launch_logits, g, r->x, m, r->logits,
+    MOE_SIMT_DISPATCH(r->dtype, layer->desc.matrix[MOE_CUDA_ROUTER].dtype, launch_logits, r,
                       2 * (unsigned)layer->device->multiprocessors, stream);
     return MOE_LAUNCHED("router logits");
 }

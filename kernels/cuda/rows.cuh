@@ -22,8 +22,9 @@ __device__ inline uint32_t target_of(const struct moe_cuda_pass &p, uint32_t t, 
 {
     if (id < 0 || id >= static_cast<int32_t>(p.experts))
         return NOWHERE;
-    uint32_t first = p.placement.offset[id], copies = p.placement.offset[id + 1] - first;
-    return p.placement.slot[copies == 1 ? first : first + t % copies];
+    uint32_t first = p.facts->placement.offset[id],
+             copies = p.facts->placement.offset[id + 1] - first;
+    return p.facts->placement.slot[copies == 1 ? first : first + t % copies];
 }
 
 __device__ inline uint32_t *row_of_token(const struct moe_cuda_pass &p, uint32_t source, uint32_t t)

@@ -33,11 +33,6 @@ void moe_cuda_session_fail(struct moe_session *s)
     s->failed = true;
 }
 
-const struct moe_cuda_verdict *moe_cuda_session_verdict(const struct moe_session *s)
-{
-    return &s->control->verdict;
-}
-
 struct moe_status moe_cuda_session_judge(struct moe_session *s,
                                          const struct moe_cuda_verdict *verdict)
 {

@@ -93,10 +93,6 @@ struct moe_status moe_cuda_session_usable(const struct moe_session *s) MOE_CHECK
  * launched. Every 2^28 steps it enqueues the wiping of words that would look new again. */
 struct moe_status moe_cuda_session_count_step(struct moe_session *s) MOE_CHECKED;
 
-/* Device address of the verdict of the last pass on the compute stream: step.c copies it out behind
- * a step's kernels. */
-const struct moe_cuda_verdict *moe_cuda_session_verdict(const struct moe_session *s);
-
 /* The status of a verdict that has come to the host. Marks the session as failed where it is. */
 struct moe_status moe_cuda_session_judge(struct moe_session *s,
                                          const struct moe_cuda_verdict *verdict) MOE_CHECKED;

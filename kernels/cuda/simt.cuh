@@ -20,8 +20,7 @@ static_assert(MOE_ROW_ALIGN % TILE == 0, "a tile holds rows of one expert only")
 
 /* Rows in groups, one per expert. Without a table: one group of `rows` rows for entry 0. */
 struct groups {
-    const uint32_t *start, *count, *expert; /* as in struct moe_rows */
-    const int32_t *local_index;             /* global id -> entry of the weights */
+    const uint32_t *start, *count; /* as in struct moe_rows; group i meets entry i of the weights */
     uint32_t groups, rows;
 };
 
@@ -51,7 +50,7 @@ static __device__ inline uint32_t group_of(const groups &g, uint32_t row)
     return low;
 }
 
-/* False when tile number `row_tile` holds padding only, or rows of an expert that is not here. */
+/* False when tile number `row_tile` holds padding only. */
 static __device__ inline bool find_rows(const groups &g, uint32_t row_tile, tile *t)
 {
     uint32_t row = row_tile * TILE;
@@ -60,10 +59,9 @@ static __device__ inline bool find_rows(const groups &g, uint32_t row_tile, tile
     uint32_t left = g.rows - row;
     if (g.start != nullptr) {
         uint32_t group = group_of(g, row), done = row - g.start[group];
-        int32_t entry = g.local_index[g.expert[group]];
-        if (done >= g.count[group] || entry < 0)
+        if (done >= g.count[group])
             return false;
-        t->entry = (uint32_t)entry;
+        t->entry = group;
         left = g.count[group] - done;
     }
     t->rows = left < TILE ? left : TILE;

@@ -34,14 +34,21 @@ struct scratch_layout {
     size_t logits, hidden, out, base, shared, bytes;
 };
 
+/* What host and device tell each other of a step. */
+struct lane_mail {
+    struct moe_cuda_facts facts;     /* to the device, by copy */
+    struct moe_cuda_verdict verdict; /* stored by the device */
+};
+
 struct moe_step {
     struct moe_cuda_steps *owner;
     struct moe_step_args args;
     bool taken;
-    bool need_logits;
     struct lane_layout at;
     struct moe_cuda_buffer tensors;
-    struct moe_cuda_verdict *verdict; /* pinned */
+    struct lane_mail *mail;           /* pinned */
+    struct lane_mail *mail_on_device; /* its address there */
+    struct moe_cuda_facts *facts;     /* device memory */
     cudaEvent_t begun, came_in, left; /* on the copy streams */
     cudaEvent_t mark[MARKS];          /* around the stages, on the compute stream */
 };
@@ -66,8 +73,11 @@ static struct moe_status create_lane(struct moe_cuda_steps *steps, struct moe_st
     struct moe_device *device = steps->session->device;
     void *p;
     lane->owner = steps;
-    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, sizeof *lane->verdict, &p));
-    lane->verdict = p;
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, sizeof *lane->mail, &p));
+    lane->mail = p;
+    MOE_TRY(MOE_CUDA(cudaHostGetDevicePointer((void **)&lane->mail_on_device, p, 0)));
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, sizeof *lane->facts, &p));
+    lane->facts = p;
     MOE_TRY(MOE_CUDA(cudaEventCreate(&lane->begun)));
     MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&lane->came_in, cudaEventDisableTiming)));
     MOE_TRY(MOE_CUDA(cudaEventCreate(&lane->left)));
@@ -108,7 +118,8 @@ static void destroy_lane(struct moe_device *device, struct moe_step *lane)
     destroy_event(lane->left);
     for (uint32_t i = 0; i < MARKS; i++)
         destroy_event(lane->mark[i]);
-    moe_cuda_mem_free(device, MOE_MEM_HOST, lane->verdict, sizeof *lane->verdict);
+    moe_cuda_mem_free(device, MOE_MEM_HOST, lane->mail, sizeof *lane->mail);
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, lane->facts, sizeof *lane->facts);
     moe_cuda_buffer_free(device, &lane->tensors);
 }
 
@@ -243,6 +254,7 @@ static struct moe_status enqueue_copy_in(struct moe_step *lane, struct moe_devic
     size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
     cudaStream_t in = device->copy_in;
     MOE_TRY(MOE_CUDA(cudaEventRecord(lane->begun, in)));
+    MOE_TRY(copy(lane->facts, &lane->mail->facts, sizeof *lane->facts, in));
     MOE_TRY(copy(tensor(lane, lane->at.x), a->x, rows, in));
     MOE_TRY(copy(tensor(lane, lane->at.mode), a->mode, a->tokens, in));
     if (a->mode != NULL) {
@@ -273,10 +285,10 @@ static struct moe_status enqueue_router(struct moe_step *lane, cudaStream_t stre
 {
     const struct moe_step_args *a = &lane->args;
     struct moe_cuda_routing r = {.dtype = a->dtype,
-                                 .tokens = a->tokens,
-                                 .need_logits = lane->need_logits,
+                                 .capacity = a->bucket,
+                                 .facts = lane->facts,
                                  .x = tensor(lane, lane->at.x),
-                                 .mode = a->mode != NULL ? tensor(lane, lane->at.mode) : NULL,
+                                 .mode = tensor(lane, lane->at.mode),
                                  .ids_in = tensor(lane, lane->at.ids_in),
                                  .weights_in = tensor(lane, lane->at.weights_in),
                                  .logits = scratch(lane->owner, lane->owner->at.logits),
@@ -292,11 +304,17 @@ static struct moe_status enqueue_shared(struct moe_step *lane, cudaStream_t stre
     const struct moe_step_args *a = &lane->args;
     const struct moe_cuda_steps *steps = lane->owner;
     *base = NULL;
-    if (a->layer->spec.shared_intermediate == 0 || a->tokens == 0)
+    if (a->layer->spec.shared_intermediate == 0)
         return moe_ok();
     *base = scratch(steps, steps->at.base);
-    return moe_cuda_ffn_shared(a->layer, a->dtype, a->bucket, a->tokens, tensor(lane, lane->at.x),
-                               scratch(steps, steps->at.shared), *base, stream);
+    struct moe_cuda_shared shared = {.facts = lane->facts,
+                                     .dtype = a->dtype,
+                                     .bucket = a->bucket,
+                                     .capacity = a->bucket,
+                                     .x = tensor(lane, lane->at.x),
+                                     .scratch = scratch(steps, steps->at.shared),
+                                     .out = *base};
+    return moe_cuda_ffn_shared(a->layer, &shared, stream);
 }
 
 static struct moe_status mark(struct moe_step *lane, uint32_t i, cudaStream_t stream)
@@ -315,21 +333,22 @@ static struct moe_status enqueue_stages(struct moe_step *lane)
     struct moe_cuda_batch batch = {.layer = layer,
                                    .dtype = dtype,
                                    .bucket = lane->args.bucket,
-                                   .tokens = lane->args.tokens,
+                                   .facts = lane->facts,
                                    .x = tensor(lane, lane->at.x),
                                    .ids = tensor(lane, lane->at.ids),
                                    .weights = tensor(lane, lane->at.weights),
                                    .token_state = tensor(lane, lane->at.state)};
-    struct moe_cuda_batch_rows b = {.capacity = moe_cuda_ep_most_rows(s, layer, batch.bucket),
+    struct moe_cuda_batch_rows b = {.facts = lane->facts,
+                                    .capacity = moe_cuda_ep_most_rows(s, layer, batch.bucket),
                                     .bucket = batch.bucket,
                                     .slots = (uint32_t)__builtin_popcountll(s->config.live)};
     MOE_TRY(mark(lane, 0, stream));
     MOE_TRY(enqueue_router(lane, stream));
     MOE_TRY(mark(lane, 1, stream));
     MOE_TRY(moe_cuda_session_count_step(s));
-    MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
+    MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch, stream));
     MOE_TRY(mark(lane, 2, stream));
-    MOE_TRY(moe_cuda_ep_dispatch(s->ep, &b.rows));
+    MOE_TRY(moe_cuda_ep_dispatch(s->ep, &b.rows, stream));
     MOE_TRY(mark(lane, 3, stream));
     MOE_TRY(moe_cuda_ffn_gate_up(layer, dtype, &b, hidden, inner, stream));
     MOE_TRY(mark(lane, 4, stream));
@@ -337,8 +356,8 @@ static struct moe_status enqueue_stages(struct moe_step *lane)
     MOE_TRY(mark(lane, 5, stream));
     MOE_TRY(enqueue_shared(lane, stream, &base));
     MOE_TRY(mark(lane, 6, stream));
-    MOE_TRY(moe_cuda_ep_combine(s->ep, out, base, tensor(lane, lane->at.y)));
-    MOE_TRY(copy(lane->verdict, moe_cuda_session_verdict(s), sizeof *lane->verdict, stream));
+    MOE_TRY(moe_cuda_ep_combine(s->ep, out, base, tensor(lane, lane->at.y),
+                                &lane->mail_on_device->verdict, stream));
     return mark(lane, 7, stream);
 }
 
@@ -380,7 +399,9 @@ struct moe_status moe_cuda_step_enqueue(struct moe_session *s, const struct moe_
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                          "a session runs at most %d steps at once", LANES);
     lane->args = *args;
-    lane->need_logits = need_logits;
+    moe_cuda_facts_fill(args->layer, args->dtype, args->bucket, args->tokens, &lane->mail->facts);
+    lane->mail->facts.need_logits = need_logits;
+    lane->mail->facts.has_modes = args->mode != NULL;
     struct moe_status st;
     MOE_TRY_GOTO(st, reserve(lane), refused);
     MOE_TRY_GOTO(st, enqueue(lane), broken);
@@ -438,8 +459,8 @@ struct moe_status moe_cuda_step_wait(struct moe_step *lane, uint64_t deadline_ns
     if (moe_failed(&st)) {
         moe_cuda_session_fail(s);
     } else {
-        st = moe_cuda_session_judge(s, lane->verdict);
-        r.rows = lane->verdict->rows;
+        st = moe_cuda_session_judge(s, &lane->mail->verdict);
+        r.rows = lane->mail->verdict.rows;
         read_times(lane, &r);
     }
     if (st.reason == MOE_REASON_PEER_LOST)

@@ -77,6 +77,7 @@ struct bench {
     std::vector<float> weights;
     void *dev_x, *dev_y;
     int32_t *dev_ids;
+    struct moe_cuda_facts *facts;
     float *dev_weights, *out;
     size_t out_bytes;
 };
@@ -145,6 +146,9 @@ void make_inputs(bench &b)
         }
     b.dev_x = on_device(b, b.x.data(), n * 2);
     b.dev_y = on_device(b, nullptr, n * 2);
+    struct moe_cuda_facts facts;
+    moe_cuda_facts_fill(b.layer, MOE_DTYPE_BF16, b.s.tokens, b.s.tokens, &facts);
+    b.facts = static_cast<struct moe_cuda_facts *>(on_device(b, &facts, sizeof facts));
     b.dev_ids = static_cast<int32_t *>(on_device(b, b.ids.data(), b.ids.size() * 4));
     b.dev_weights = static_cast<float *>(on_device(b, b.weights.data(), b.weights.size() * 4));
 }
@@ -154,17 +158,19 @@ void pass(bench &b, bool combine, bool compute)
     struct moe_cuda_batch batch = {};
     batch.layer = b.layer;
     batch.dtype = MOE_DTYPE_BF16;
-    batch.bucket = batch.tokens = b.s.tokens;
+    batch.bucket = b.s.tokens;
+    batch.facts = b.facts;
     batch.x = b.dev_x;
     batch.ids = b.dev_ids;
     batch.weights = b.dev_weights;
     struct moe_rows rows;
-    require(moe_cuda_ep_prepare(b.session->ep, &batch));
-    require(moe_cuda_ep_dispatch(b.session->ep, &rows));
+    cudaStream_t stream = b.device->compute;
+    require(moe_cuda_ep_prepare(b.session->ep, &batch, stream));
+    require(moe_cuda_ep_dispatch(b.session->ep, &rows, stream));
     if (compute)
-        expert_kernel<<<1024, 256, 0, b.device->compute>>>(rows, b.s.hidden, b.out);
+        expert_kernel<<<1024, 256, 0, stream>>>(rows, b.s.hidden, b.out);
     if (combine)
-        require(moe_cuda_ep_combine(b.session->ep, b.out, nullptr, b.dev_y));
+        require(moe_cuda_ep_combine(b.session->ep, b.out, nullptr, b.dev_y, nullptr, stream));
 }
 
 /* Relative Frobenius error of y. */
@@ -284,6 +290,7 @@ void run_shape(struct member *m, struct moe_device *device, const shape &s)
         exit(1);
     moe_cuda_session_leave(b.session);
     moe_cuda_layer_destroy(b.layer);
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.facts, sizeof *b.facts);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.out, b.out_bytes);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.dev_x, b.x.size() * 2);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.dev_y, b.x.size() * 2);

@@ -27,13 +27,20 @@ class Status(ctypes.Structure):
                 ("retry_after_ms", ctypes.c_uint32), ("text", ctypes.c_char * 232)]
 
 
+class Weights(ctypes.Structure):
+    """struct moe_cuda_ggemm_weights"""
+    _fields_ = [("map", ctypes.c_uint64 * 16 * len(TILES)), ("data", ctypes.c_void_p),
+                ("bias", ctypes.c_void_p), ("up_bias", ctypes.c_void_p),
+                ("unused", ctypes.c_uint64 * 13)]
+
+
 class Ggemm(ctypes.Structure):
     """struct moe_cuda_ggemm"""
     _fields_ = [("tile", ctypes.c_int), ("gated", ctypes.c_bool), ("experts", ctypes.c_uint32),
                 ("row_capacity", ctypes.c_uint32), ("n", ctypes.c_uint32), ("k", ctypes.c_uint32),
                 ("start", ctypes.c_void_p), ("count", ctypes.c_void_p), ("x", ctypes.c_void_p),
-                ("weights", ctypes.c_void_p), ("bias", ctypes.c_void_p),
-                ("up_bias", ctypes.c_void_p), ("row_weight", ctypes.c_void_p),
+                ("weights", ctypes.c_void_p), ("has_bias", ctypes.c_bool),
+                ("row_weight", ctypes.c_void_p),
                 ("weighting", ctypes.c_int), ("activation", ctypes.c_int),
                 ("limit", ctypes.c_float), ("alpha", ctypes.c_float),
                 ("out_dtype", ctypes.c_int), ("out", ctypes.c_void_p)]
@@ -48,6 +55,9 @@ def load(path):
     lib = ctypes.CDLL(path)
     lib.moe_cuda_ggemm_enqueue.argtypes = [ctypes.POINTER(Ggemm), ctypes.c_void_p]
     lib.moe_cuda_ggemm_enqueue.restype = Status
+    lib.moe_cuda_ggemm_describe.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32,
+                                            ctypes.c_uint32, ctypes.POINTER(Weights)]
+    lib.moe_cuda_ggemm_describe.restype = Status
     lib.moe_cuda_choose_tile.argtypes = [ctypes.POINTER(Facts)]
     lib.moe_cuda_choose_tile.restype = ctypes.c_int
     return lib
@@ -72,12 +82,24 @@ class Case:
         self.weights = [torch.randn(self.experts, n, k, dtype=torch.bfloat16, **gpu).mul_(0.05)
                         for _ in range(sets)]
         self.x = [torch.randn(self.capacity, k, dtype=torch.bfloat16, **gpu) for _ in range(sets)]
+        self.described = [self.describe(w) for w in self.weights]
+        self.cells = [torch.tensor([d.data_ptr()], dtype=torch.int64, **gpu)
+                      for d in self.described]
         self.compact = [x[self.index] for x in self.x]
         self.out = torch.empty(self.capacity, n, dtype=torch.bfloat16, **gpu)
         self.hidden = torch.empty(self.capacity, n // 2, dtype=torch.bfloat16, **gpu)
         self.flops = 2 * total * k * n
         live = sum(1 for c in counts if c > 0)
         self.bytes = 2 * (live * k * n + total * (k + n))
+
+    def describe(self, weights):
+        """The description of `weights` that the kernel reads, on the device."""
+        d = Weights()
+        st = self.lib.moe_cuda_ggemm_describe(weights.data_ptr(), self.experts, self.n, self.k,
+                                              ctypes.byref(d))
+        if st.code != 0:
+            sys.exit(f"{self.name}: {st.text.decode()}")
+        return torch.frombuffer(bytearray(bytes(d)), dtype=torch.uint8).to("cuda")
 
     def chosen(self):
         facts = Facts(sum(self.counts), 1, 1, self.experts, self.n, self.k)
@@ -90,8 +112,8 @@ class Case:
             tasks.append(Ggemm(tile, gated, self.experts, self.capacity,
                                self.n // 2 if gated else self.n, self.k, self.start.data_ptr(),
                                self.count.data_ptr(), self.x[i].data_ptr(),
-                               self.weights[i].data_ptr(), None, None, None, LATE, SWIGLU, 0, 0,
-                               BF16, out.data_ptr()))
+                               self.cells[i].data_ptr(), False, None, LATE, SWIGLU, 0, 0, BF16,
+                               out.data_ptr()))
 
         def run(i):
             stream = torch.cuda.current_stream().cuda_stream

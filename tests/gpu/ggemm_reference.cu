@@ -37,7 +37,7 @@ __device__ int owner(const moe_cuda_ggemm &g, uint32_t row)
 __device__ double dot(const moe_cuda_ggemm &g, uint32_t row, size_t weight_row)
 {
     const auto *x = static_cast<const __nv_bfloat16 *>(g.x) + size_t(row) * g.k;
-    const auto *w = static_cast<const __nv_bfloat16 *>(g.weights) + weight_row * g.k;
+    const auto *w = static_cast<const __nv_bfloat16 *>((*g.weights)->data) + weight_row * g.k;
     double sum = 0;
     for (uint32_t i = 0; i < g.k; i++)
         sum += double(__bfloat162float(x[i])) * double(__bfloat162float(w[i]));
@@ -66,9 +66,9 @@ __device__ double gated(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint3
     const double weight = g.row_weight != nullptr ? double(g.row_weight[row]) : 1.0;
     const double input = g.weighting == MOE_WEIGHT_INPUT ? weight : 1.0;
     double gate = input * dot(g, row, gate_row), up = input * dot(g, row, gate_row + 8);
-    if (g.bias != nullptr) {
-        gate += g.bias[size_t(e) * g.n + column];
-        up += g.up_bias[size_t(e) * g.n + column];
+    if (g.has_bias) {
+        gate += (*g.weights)->bias[size_t(e) * g.n + column];
+        up += (*g.weights)->up_bias[size_t(e) * g.n + column];
     }
     return act(g, gate, up);
 }
@@ -76,7 +76,7 @@ __device__ double gated(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint3
 __device__ double plain(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint32_t column)
 {
     const double product = dot(g, row, size_t(e) * g.n + column);
-    const double bias = g.bias != nullptr ? double(g.bias[size_t(e) * g.n + column]) : 0.0;
+    const double bias = g.has_bias ? double((*g.weights)->bias[size_t(e) * g.n + column]) : 0.0;
     const double weight = g.row_weight != nullptr ? double(g.row_weight[row]) : 1.0;
     return g.weighting == MOE_WEIGHT_INPUT ? product + bias : weight * (product + bias);
 }

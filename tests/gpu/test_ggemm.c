@@ -39,9 +39,18 @@ static void *device_alloc(size_t bytes, int byte)
     return p;
 }
 
+static void *device_copy(const void *data, size_t bytes)
+{
+    void *p = device_alloc(bytes, 0);
+    assert_int_equal(cudaMemcpy(p, data, bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    return p;
+}
+
 /* Device copies that `g` points to, and the host's view of the groups. */
 struct problem {
     struct moe_cuda_ggemm g;
+    struct moe_cuda_ggemm_weights weights;
+    struct moe_cuda_ggemm_weights *weights_on_device; /* what g.weights' cell names */
     uint32_t start[MAX_EXPERTS], count[MAX_EXPERTS];
     size_t out_bytes;
     double *want; /* device */
@@ -93,10 +102,14 @@ static void make_buffers(struct problem *p)
     assert_int_equal(ggemm_fill_f32(bias, biases, seed + 7002, 3.0f), 0);
     assert_int_equal(ggemm_fill_f32(up_bias, biases, seed + 7003, 3.0f), 0);
     g->x = x;
-    g->weights = weights;
     g->row_weight = row_weight;
-    g->bias = bias;
-    g->up_bias = up_bias;
+    g->has_bias = true;
+    ok(moe_cuda_ggemm_describe(weights, g->experts, (uint32_t)(weight_rows / g->experts), g->k,
+                               &p->weights));
+    p->weights.bias = bias;
+    p->weights.up_bias = up_bias;
+    p->weights_on_device = device_copy(&p->weights, sizeof p->weights);
+    g->weights = device_copy(&p->weights_on_device, sizeof p->weights_on_device);
     g->start = device_alloc(MAX_EXPERTS * sizeof(uint32_t), 0);
     g->count = device_alloc(MAX_EXPERTS * sizeof(uint32_t), 0);
     p->out_bytes = out_size(g) + GUARD;
@@ -107,8 +120,17 @@ static void make_buffers(struct problem *p)
 
 static void free_buffers(struct problem *p)
 {
-    const void *all[] = {p->g.x,     p->g.weights, p->g.row_weight, p->g.bias, p->g.up_bias,
-                         p->g.start, p->g.count,   p->g.out,        p->want};
+    const void *all[] = {p->g.x,
+                         p->weights.data,
+                         p->g.row_weight,
+                         p->weights.bias,
+                         p->weights.up_bias,
+                         p->weights_on_device,
+                         (const void *)p->g.weights,
+                         p->g.start,
+                         p->g.count,
+                         p->g.out,
+                         p->want};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         assert_int_equal(cudaFree((void *)all[i]), cudaSuccess);
 }
@@ -145,7 +167,7 @@ static double check(struct problem *p)
                  "%d, fp32 %d: worst error %g, %llu strays",
                  tile_name[p->g.tile], p->g.gated ? "gated" : "plain", p->g.experts,
                  p->g.row_capacity, p->g.n, p->g.k, (int)p->g.activation, (int)p->g.weighting,
-                 p->g.bias != NULL, p->g.out_dtype == MOE_DTYPE_F32, d.worst, d.stray);
+                 p->g.has_bias, p->g.out_dtype == MOE_DTYPE_F32, d.worst, d.stray);
     guard_is_untouched(p);
     return d.worst;
 }
@@ -173,9 +195,8 @@ static void random_case(enum moe_cuda_gemm_tile tile, bool gated, enum moe_dtype
     struct problem p = {.g = random_task(tile, gated, dtype)};
     random_groups(&p, p.g.experts > 24 ? 40 : 500, random_below(2) == 0);
     make_buffers(&p);
-    const float *bias = p.g.bias, *up_bias = p.g.up_bias, *row_weight = p.g.row_weight;
-    if (random_below(2) == 0)
-        p.g.bias = p.g.up_bias = NULL;
+    const float *row_weight = p.g.row_weight;
+    p.g.has_bias = random_below(2) == 0;
     if (random_below(3) == 0)
         p.g.row_weight = NULL;
     ok(moe_cuda_ggemm_enqueue(&p.g, NULL));
@@ -183,8 +204,6 @@ static void random_case(enum moe_cuda_gemm_tile tile, bool gated, enum moe_dtype
     double error = check(&p);
     if (error > *worst)
         *worst = error;
-    p.g.bias = bias;
-    p.g.up_bias = up_bias;
     p.g.row_weight = row_weight;
     free_buffers(&p);
 }
