@@ -1,24 +1,120 @@
 #!/bin/sh
-# Holds the CUDA backend to the conformance suite on 1, 2 and 4 of the GPUs that are here, to the
-# golden models, and to compute-sanitizer. Exits non-zero at the first failure.
+# Holds the CUDA backend to everything that can be asked of it on the GPUs that are here: the
+# conformance suite, plain and skewed, on 1, 2 and 4 of them; sessions under fault; the golden
+# models through the backend and through real daemons; the grouped GEMM against double precision.
 #
-#   tests/gpu/run.sh BUILD_DIRECTORY [CASES]
+#   tests/gpu/run.sh BUILD_DIRECTORY [--cases N] [--jobs N] [--logs DIR] [--sanitizer] [--only TEXT]
+#
+#   --cases N     random cases per group size (default 300)
+#   --jobs N      steps at once (default 4); steps about time run alone, after the others
+#   --logs DIR    keeps one log per step there
+#   --sanitizer   also memcheck and racecheck of a few cases: minutes
+#   --only TEXT   steps whose name contains this
+#
+# Runs all steps, prints one line each, the ends of the logs of those that failed, and a summary.
+# Exits 0 only when every step passed. BUILD_DIRECTORY may be what bundle.sh made; a python3 with
+# numpy, grpc and protobuf drives the daemons (another: MOE_PYTHON).
 set -eu
 
-build=$1
-cases=${2:-300}
-suite=$build/tests/conformance/conformance
-models=$(dirname "$0")/../golden/models
+usage() {
+    echo "$0: $1" >&2
+    sed -n '6,12s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+}
+
+[ $# -ge 1 ] || usage "a build directory is needed"
+build=$(cd "$1" && pwd) || usage "there is no directory $1"
+shift
+cases=300
+jobs=4
+logs=
+sanitizer=no
+only=
+while [ $# -gt 0 ]; do
+    case $1 in
+        --sanitizer) sanitizer=yes; shift; continue ;;
+        --cases|--jobs|--logs|--only) [ $# -ge 2 ] || usage "$1 needs a value" ;;
+        *) usage "unknown argument $1" ;;
+    esac
+    case $1 in
+        --cases) cases=$2 ;;
+        --jobs) jobs=$2 ;;
+        --logs) logs=$2 ;;
+        --only) only=$2 ;;
+    esac
+    shift 2
+done
+
+here=$(cd "$(dirname "$0")" && pwd)
+models=$here/../golden/models
+suite=$build/tests/conformance
 gpus=$(nvidia-smi -L | wc -l)
-
-for slots in 1 2 4; do
-    [ "$slots" -le "$gpus" ] || continue
-    "$suite" --backend cuda --slots "$slots" --cases "$cases" --seed "$slots"
-done
-"$build/tests/conformance/golden" --backend cuda --models "$models"
-
+keep=$logs
+[ -n "$logs" ] || logs=$(mktemp -d)
+mkdir -p "$logs"
+rm -f "$logs"/*.log "$logs"/*.result
+# Multicast of NVLink is off: windows never use it, and shared hosts forbid it.
+export NCCL_NVLS_ENABLE=0 MOE_TEST_BACKEND=cuda PYTHONUNBUFFERED=1 LOGS="$logs"
 PATH=$PATH:/usr/local/cuda/bin
-for tool in memcheck racecheck; do
-    compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 9 \
-        "$suite" --backend cuda --slots 1 --cases 25 --seed 9
+
+# One step: a name, a limit in seconds and a command, in one line. Its result is a file, so that
+# steps can run beside each other.
+run_step='
+name=${1%% *}; rest=${1#* }; limit=${rest%% *}; command=${rest#* }
+begin=$(date +%s)
+if timeout -s KILL "$limit" sh -c "$command" >"$LOGS/$name.log" 2>&1; then word=ok; else word=FAILED; fi
+printf "%-6s %4d s  %s\n" "$word" $(($(date +%s) - begin)) "$name" | tee "$LOGS/$name.result"
+'
+
+# Reads steps from standard input and runs $1 at once.
+run_steps() {
+    grep -F -- "$only" | xargs -r -d '\n' -n 1 -P "$1" sh -c "$run_step" step || true
+}
+
+group_sizes() {
+    for n in 1 2 4; do
+        [ "$n" -gt "$gpus" ] || echo "$n"
+    done
+}
+
+beside_each_other() {
+    for n in $(group_sizes); do
+        echo "conformance_$n 300 $suite/conformance --backend cuda --slots $n --cases $cases --seed $n"
+        echo "skewed_$n 300 $suite/conformance --backend cuda --slots $n --cases 80 --seed $n --skewed"
+    done
+    echo "golden_backend 120 $suite/golden --backend cuda --models $models"
+    echo "ggemm 120 $build/tests/unit/test_ggemm"
+    for n in $(group_sizes); do
+        for model in "$models"/*/; do
+            family=$(basename "$model")
+            echo "daemons_${n}_$family 120 ${MOE_PYTHON:-python3} -B $here/../integration/test_golden.py" \
+                "$build $models GoldenModels.test_${family}_${n}_workers"
+        done
+    done
+}
+
+alone() {
+    for n in $(group_sizes); do
+        [ "$n" -lt 2 ] || echo "faults_$n 300 $suite/faults --backend cuda --slots $n"
+    done
+    [ "$sanitizer" = yes ] || return 0
+    for tool in memcheck racecheck; do
+        echo "$tool 600 compute-sanitizer --tool $tool --target-processes all --error-exitcode 9" \
+            "$suite/conformance --backend cuda --slots 1 --cases 25 --seed 9"
+    done
+}
+
+echo "$gpus GPUs: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)"
+beside_each_other | run_steps "$jobs"
+alone | run_steps 1
+
+passed=$(cat "$logs"/*.result 2>/dev/null | grep -c '^ok' || true)
+failed=$(cat "$logs"/*.result 2>/dev/null | grep -c '^FAILED' || true)
+grep -l '^FAILED' "$logs"/*.result 2>/dev/null | while read -r result; do
+    log=${result%.result}.log
+    echo "==== $(basename "$log")"
+    tail -n 25 "$log"
 done
+[ -n "$keep" ] || rm -rf "$logs"
+echo "on $(group_sizes | tr '\n' ' ')of $gpus GPUs: $passed steps passed, $failed failed"
+[ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]

@@ -18,6 +18,7 @@ import numpy as np
 
 BUILD = sys.argv.pop(1)
 MODELS = sys.argv.pop(1)
+BACKEND = os.environ.get("MOE_TEST_BACKEND", "cpu")  # tests/gpu/run.sh says cuda
 MOECTL = os.path.join(BUILD, "client", "moectl", "moectl")
 sys.path.insert(0, os.path.join(BUILD, "python"))
 import moed  # noqa: E402 (from the build directory)
@@ -57,7 +58,7 @@ class Group:
     def __init__(self, model, workers, *extra):
         self.state = tempfile.mkdtemp(prefix="moed-test-")
         self.process = subprocess.Popen(
-            [MOECTL, "up", "--model", model, "--workers", str(workers), "--backend", "cpu",
+            [MOECTL, "up", "--model", model, "--workers", str(workers), "--backend", BACKEND,
              "--port", "0", "--state-dir", self.state, *extra],
             stdout=subprocess.PIPE, text=True)
         self.endpoint = self.process.stdout.readline().strip()
