@@ -172,6 +172,7 @@ int main(int argc, char **argv)
     struct bench_plan plan = {.shapes = "all",
                               .routings = "router",
                               .slots = 2,
+                              .sources = MOE_MAX_SLOTS,
                               .repeats = 50,
                               .oracle_tokens = 1,
                               .timeout_s = 3600};
@@ -184,6 +185,8 @@ int main(int argc, char **argv)
          "experts of the layer instead of the preset's, 0 = the preset's"},
         {"like-slots", 'l', MOE_OPTION_UINT, &plan.like_slots, 0, MOE_MAX_SLOTS, "N",
          "as many experts per slot as N slots would have; 0 = all experts on the slots there are"},
+        {"sources", 0, MOE_OPTION_UINT, &plan.sources, 1, MOE_MAX_SLOTS, "N",
+         "only the first N slots bring tokens, as when clients ask N workers"},
         {"tokens", 't', MOE_OPTION_STRING, &lengths, 0, 0, "LIST", "tokens per slot"},
         {"routings", 'r', MOE_OPTION_STRING, &plan.routings, 0, 0, "LIST",
          "router, uniform, zipf, one-expert, one-slot, or all"},

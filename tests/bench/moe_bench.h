@@ -66,6 +66,7 @@ struct bench_plan {
     uint64_t slots;
     uint64_t experts;    /* overrides the preset's when not 0 */
     uint64_t like_slots; /* not 0: as many experts per slot as a group of that many slots has */
+    uint64_t sources;    /* slots that bring tokens; the others take part without any */
     uint64_t repeats, oracle_tokens, timeout_s;
     uint32_t length[BENCH_MAX_LENGTHS], lengths; /* tokens per slot */
     struct bench_pool pool;

@@ -17,7 +17,8 @@ static const double TOLERANCE = 1e-2; /* bf16 outputs against exact ones, relati
 
 /* Tensors of one line, all in memory that the device reads directly. */
 struct trial {
-    uint32_t tokens, bucket;
+    uint32_t tokens; /* of this slot: 0, or the same as on all slots that bring any */
+    uint32_t bucket;
     enum bench_routing routing;
     enum moe_dtype dtype;
     void *x, *y[LANES];
@@ -53,12 +54,14 @@ static void lay_out(struct trial *t, const struct moe_layer_spec *spec, char *bl
         t->weights[i] = place(block, &at, pairs * sizeof *t->weights[i]);
         t->state[i] = place(block, &at, t->tokens);
     }
-    t->block_bytes = at;
+    t->block_bytes = at > 0 ? at : 1;
 }
 
 static struct trial take_tensors(struct bench *b, uint32_t tokens, enum moe_dtype dtype)
 {
-    struct trial t = {.tokens = tokens, .bucket = moe_pow2_ceil(tokens), .dtype = dtype};
+    struct trial t = {.tokens = b->member->slot < b->plan->sources ? tokens : 0,
+                      .bucket = moe_pow2_ceil(tokens),
+                      .dtype = dtype};
     lay_out(&t, &b->shape->spec, NULL);
     bench_require(b, "memory",
                   b->plan->backend->mem_alloc(b->device, MOE_MEM_HOST, t.block_bytes, &t.block));
@@ -184,15 +187,15 @@ static void poison(const struct bench *b, struct trial *t)
 
 /* ------------------------------------------------------------------- checks */
 
-static uint32_t sample_count(const struct trial *t)
+static uint32_t sample_count(uint32_t tokens)
 {
-    return t->tokens < BENCH_SAMPLES ? t->tokens : BENCH_SAMPLES;
+    return tokens < BENCH_SAMPLES ? tokens : BENCH_SAMPLES;
 }
 
 /* Tokens spread over the batch, the first and the last among them. */
 static uint32_t sample(const struct trial *t, uint32_t i)
 {
-    uint32_t n = sample_count(t);
+    uint32_t n = sample_count(t->tokens);
     return n < 2 ? 0 : (uint32_t)((uint64_t)i * (t->tokens - 1) / (n - 1));
 }
 
@@ -209,11 +212,11 @@ static double frobenius(size_t n, const uint16_t *got, const float *want)
 
 /* The sampled tokens once more as F32 tokens, which every backend computes in exact fp32, under the
  * routing of the step that is checked. */
-static double error_against_exact(struct bench *b, const struct trial *t)
+static double error_against_exact(struct bench *b, const struct trial *t, uint32_t tokens)
 {
     size_t hidden = b->shape->spec.hidden, k = b->shape->spec.router.top_k;
-    uint32_t n = sample_count(t);
-    struct trial exact = take_tensors(b, n, MOE_DTYPE_F32);
+    uint32_t n = sample_count(t->tokens);
+    struct trial exact = take_tensors(b, sample_count(tokens), MOE_DTYPE_F32);
     float *x = exact.x;
     for (uint32_t i = 0; i < n; i++) {
         const uint16_t *from = (const uint16_t *)t->x + sample(t, i) * hidden;
@@ -278,9 +281,10 @@ static double token_against_oracle(struct bench *b, const struct trial *t, uint3
 /* On the first line of a shape, on slot 0, for as many sampled tokens as were asked for. */
 static double error_against_oracle(struct bench *b, const struct trial *t)
 {
-    double worst = -1;
-    uint32_t n = sample_count(t) < b->plan->oracle_tokens ? sample_count(t)
-                                                          : (uint32_t)b->plan->oracle_tokens;
+    double worst = -1; /* not compared */
+    uint32_t n = sample_count(t->tokens) < b->plan->oracle_tokens
+                     ? sample_count(t->tokens)
+                     : (uint32_t)b->plan->oracle_tokens;
     if (b->member->slot != 0 || t->tokens != b->plan->length[0])
         return worst;
     for (uint32_t i = 0; i < n; i++) {
@@ -290,7 +294,8 @@ static double error_against_oracle(struct bench *b, const struct trial *t)
     return worst;
 }
 
-static bool check_first(struct bench *b, const struct trial *t, struct bench_slot_report *r)
+static bool check_first(struct bench *b, const struct trial *t, uint32_t tokens,
+                        struct bench_slot_report *r)
 {
     for (uint32_t i = 0; i < t->tokens; i++)
         if (t->state[0][i] != MOE_TOKEN_OK) {
@@ -298,7 +303,7 @@ static bool check_first(struct bench *b, const struct trial *t, struct bench_slo
                     t->state[0][i]);
             return false;
         }
-    r->exact_error = error_against_exact(b, t);
+    r->exact_error = error_against_exact(b, t, tokens);
     r->oracle_error = error_against_oracle(b, t);
     bench_meet(b); /* the oracle takes seconds, a wait on a peer less */
     if (r->exact_error <= TOLERANCE && r->oracle_error <= TOLERANCE)
@@ -419,7 +424,7 @@ bool bench_measure(struct bench *b, uint32_t tokens, enum bench_routing routing)
 {
     struct bench_slot_report *r = &b->plan->report[b->member->slot];
     struct trial t = take_tensors(b, tokens, MOE_DTYPE_BF16);
-    size_t bytes = (size_t)tokens * b->shape->spec.hidden * moe_dtype_bytes(t.dtype);
+    size_t bytes = (size_t)t.tokens * b->shape->spec.hidden * moe_dtype_bytes(t.dtype);
     void *first = bench_alloc(b, bytes);
     t.routing = routing;
     fill_x(b, &t);
@@ -429,7 +434,7 @@ bool bench_measure(struct bench *b, uint32_t tokens, enum bench_routing routing)
         fill_routing(b, &t);
     poison(b, &t);
     finish(b, enqueue(b, &t, 0));
-    bool good = check_first(b, &t, r);
+    bool good = check_first(b, &t, tokens, r);
     memcpy(first, t.y[0], bytes);
     poison(b, &t);
     if (good) {

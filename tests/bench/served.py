@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""A served layer beside the same layer without daemons: what serving adds on the device.
+
+    served.py BUILD_DIRECTORY SHAPE [--workers 2] [--experts E] [--tokens 1,32,128,4096]
+              [--backend cuda] [--duration 2] [--directory DIR] [--json FILE]
+
+Writes a model of that shape (make_model.py), starts a group on it, says how fast it loaded, and lets
+one client at a time send requests to one worker (moectl bench). Then moe_bench runs the same: one
+slot brings tokens, one step at a time. `layer` is the sum of the medians of the server's stage times
+from router to combine, against moe_bench's; all in microseconds. Needs numpy.
+"""
+import argparse
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+STAGES = ["router", "prepare", "dispatch", "gemm1", "gemm2", "shared", "combine"]
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def run(*command):
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit("%s: exit %d" % (" ".join(command), done.returncode))
+    return done.stdout
+
+
+def serve(args, model, state):
+    """What moectl bench measured, by number of tokens."""
+    moectl = os.path.join(args.build, "client", "moectl", "moectl")
+    begin = time.monotonic()
+    run(moectl, "up", "--model", model, "--workers", str(args.workers), "--backend", args.backend,
+        "--port", "0", "--state-dir", state, "--detach")
+    print("serving %.1f s after the start" % (time.monotonic() - begin))
+    for log in sorted(glob.glob(os.path.join(state, "*.log"))):
+        with open(log, encoding="utf-8") as f:
+            for line in re.findall(r"worker \d+: loaded .*", f.read()):
+                print("  " + line)
+    served = {}
+    try:
+        for tokens in args.tokens.split(","):
+            text = run(moectl, "bench", "--state-dir", state, "--layer", "0", "--tokens", tokens,
+                       "--duration", str(args.duration), "-o", "json")
+            served[int(tokens)] = json.loads(text)["runs"][0]
+    finally:
+        subprocess.run([moectl, "down", "--state-dir", state], check=False)
+    return served
+
+
+def bare(args, scratch):
+    """moe_bench's lines, by number of tokens."""
+    path = os.path.join(scratch, "bare.json")
+    run(os.path.join(args.build, "tests", "bench", "moe_bench"), "--backend", args.backend,
+        "--slots", str(args.workers), "--sources", "1", "--shapes", args.shape, "--tokens",
+        args.tokens, "--experts", str(args.experts), "--oracle-tokens", "0", "--json", path)
+    with open(path, encoding="utf-8") as f:
+        return {line["tokens"]: line for line in map(json.loads, f)}
+
+
+def compare(args, served, direct):
+    print("%-12s %6s %9s %9s %9s %9s %9s | %9s %9s %9s %6s" % (
+        "shape", "tokens", "latency", "server", "queue", "step", "layer", "bare step", "layer",
+        "in flight", "ratio"))
+    records = []
+    for tokens, run_ in served.items():
+        stages = run_["stagesUs"]
+        layer = sum(stages[s]["p50"] for s in STAGES)
+        own = direct[tokens]["slot"][0]  # the slot that was asked
+        record = {"who": "served", "shape": args.shape, "workers": args.workers,
+                  "experts": direct[tokens]["experts"], "tokens": tokens, "layer_us": layer,
+                  "latency_us": run_["latencyUs"]["p50"], "server_us": stages["server"]["p50"],
+                  "step_us": stages["step"]["p50"], "queue_us": stages["queue"]["p50"],
+                  "stages_us": {s: stages[s]["p50"] for s in STAGES},
+                  "bare_alone_us": own["alone_us"], "bare_layer_us": own["alone_layer_us"],
+                  "bare_steady_us": own["layer_us"], "ratio": layer / own["alone_layer_us"]}
+        records.append(record)
+        print("%-12s %6d %9.1f %9.1f %9.1f %9.1f %9.1f | %9.1f %9.1f %9.1f %6.3f" % (
+            args.shape, tokens, record["latency_us"], record["server_us"], record["queue_us"],
+            record["step_us"], layer, own["alone_us"], own["alone_layer_us"], own["layer_us"],
+            record["ratio"]))
+    if args.json:
+        with open(args.json, "a", encoding="utf-8") as f:
+            f.writelines(json.dumps(r) + "\n" for r in records)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("build")
+    p.add_argument("shape")
+    p.add_argument("--workers", type=int, default=2)
+    p.add_argument("--experts", type=int, default=0, help="instead of the preset's")
+    p.add_argument("--tokens", default="1,32,128,4096")
+    p.add_argument("--backend", default="cuda")
+    p.add_argument("--duration", type=float, default=2)
+    p.add_argument("--directory", help="where the model is written (default: the temporary one)")
+    p.add_argument("--json", help="appends one object a line")
+    args = p.parse_args()
+    scratch = tempfile.mkdtemp(prefix="moed-served-", dir=args.directory)
+    try:
+        model = os.path.join(scratch, "model")
+        begin = time.monotonic()
+        experts = ["--experts", str(args.experts)] if args.experts else []
+        print(run(sys.executable, os.path.join(HERE, "make_model.py"), args.shape, model,
+                  *experts).strip(), "in %.1f s" % (time.monotonic() - begin))
+        served = serve(args, model, os.path.join(scratch, "state"))
+        compare(args, served, bare(args, scratch))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
