@@ -1,29 +1,23 @@
 /* The double-precision layer: weights are kept as doubles in canonical form, and each function is
  * one formula of moe/layer_spec.h. Slow on purpose wherever speed would cost clarity. */
-#include "oracle/oracle.h"
+#include "oracle/oracle_internal.h"
 
 #include "base/size.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-struct moe_oracle_layer {
-    struct moe_layer_spec spec;
-    /* [experts] for expert weights, else one entry; each NULL until uploaded. */
-    double **weight[MOE_WEIGHT_COUNT];
-};
-
 static uint32_t entries_of(const struct moe_layer_spec *spec, enum moe_weight w)
 {
     return moe_weight_is_expert(w) ? spec->experts : 1;
 }
 
-static struct moe_status out_of_memory(void)
+struct moe_status moe_oracle_out_of_memory(void)
 {
     return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for the oracle");
 }
 
-static double element(enum moe_dtype dtype, const void *data, size_t i)
+double moe_oracle_element(enum moe_dtype dtype, const void *data, size_t i)
 {
     if (dtype == MOE_DTYPE_F32) {
         float f;
@@ -42,13 +36,13 @@ struct moe_status moe_oracle_create(const struct moe_layer_spec *spec,
 {
     struct moe_oracle_layer *layer = calloc(1, sizeof *layer);
     if (layer == NULL)
-        return out_of_memory();
+        return moe_oracle_out_of_memory();
     layer->spec = *spec;
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
         layer->weight[w] = calloc(entries_of(spec, w), sizeof *layer->weight[w]);
         if (layer->weight[w] == NULL) {
             moe_oracle_destroy(layer);
-            return out_of_memory();
+            return moe_oracle_out_of_memory();
         }
     }
     *out = layer;
@@ -81,16 +75,40 @@ struct moe_status moe_oracle_upload(struct moe_oracle_layer *layer, enum moe_wei
                          "weight %d of expert %u with %zu bytes", (int)weight, expert, bytes);
     double *w = calloc(count, sizeof *w);
     if (w == NULL)
-        return out_of_memory();
+        return moe_oracle_out_of_memory();
     for (size_t i = 0; i < count; i++)
-        w[i] = element(dtype, data, i);
+        w[i] = moe_oracle_element(dtype, data, i);
     free(layer->weight[weight][entry]);
     layer->weight[weight][entry] = w;
     return moe_ok();
 }
 
-static struct moe_status require(const struct moe_oracle_layer *layer, enum moe_weight w,
-                                 uint32_t entry)
+struct moe_status moe_oracle_create_gradients(const struct moe_layer_spec *spec,
+                                              struct moe_oracle_layer **out)
+{
+    MOE_TRY(moe_oracle_create(spec, out));
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
+        size_t rows, columns;
+        moe_weight_shape(spec, w, &rows, &columns);
+        for (uint32_t i = 0; rows != 0 && i < entries_of(spec, w); i++) {
+            (*out)->weight[w][i] = calloc(rows * columns, sizeof(double));
+            if ((*out)->weight[w][i] == NULL) {
+                moe_oracle_destroy(*out);
+                return moe_oracle_out_of_memory();
+            }
+        }
+    }
+    return moe_ok();
+}
+
+double *moe_oracle_weight(struct moe_oracle_layer *layer, enum moe_weight weight, uint32_t expert)
+{
+    uint32_t entry = moe_weight_is_expert(weight) ? expert : 0;
+    return entry < entries_of(&layer->spec, weight) ? layer->weight[weight][entry] : NULL;
+}
+
+struct moe_status moe_oracle_require(const struct moe_oracle_layer *layer, enum moe_weight w,
+                                     uint32_t entry)
 {
     size_t rows, columns;
     moe_weight_shape(&layer->spec, w, &rows, &columns);
@@ -134,12 +152,12 @@ static void lower(double *margin, double gap)
         *margin = gap;
 }
 
-static double sigmoid(double z)
+double moe_oracle_sigmoid(double z)
 {
     return 1.0 / (1.0 + exp(-z));
 }
 
-static void softmax(uint32_t n, const double *z, double *p)
+void moe_oracle_softmax(uint32_t n, const double *z, double *p)
 {
     double max = -INFINITY, sum = 0;
     for (uint32_t i = 0; i < n; i++)
@@ -150,15 +168,15 @@ static void softmax(uint32_t n, const double *z, double *p)
         p[i] = exp(z[i] - max) / sum;
 }
 
-static void scores_of(enum moe_score kind, uint32_t n, const double *logit, double *score)
+void moe_oracle_scores(enum moe_score kind, uint32_t n, const double *logit, double *score)
 {
     if (kind == MOE_SCORE_SOFTMAX)
-        softmax(n, logit, score);
+        moe_oracle_softmax(n, logit, score);
     for (uint32_t i = 0; i < n; i++) {
         if (kind == MOE_SCORE_SOFTMAX_TOPK)
             score[i] = logit[i];
         else if (kind == MOE_SCORE_SIGMOID)
-            score[i] = sigmoid(logit[i]);
+            score[i] = moe_oracle_sigmoid(logit[i]);
         else if (kind == MOE_SCORE_SQRTSOFTPLUS)
             score[i] = sqrt(logit[i] > 20 ? logit[i] : log1p(exp(logit[i])));
     }
@@ -221,7 +239,7 @@ static void weigh(const struct moe_router_spec *r, const double *score, const in
         if (ids[k] >= 0)
             s[n++] = score[ids[k]];
     if (r->score == MOE_SCORE_SOFTMAX_TOPK)
-        softmax(n, s, s);
+        moe_oracle_softmax(n, s, s);
     for (uint32_t i = 0; i < n; i++)
         sum += s[i];
     if (r->renorm == MOE_RENORM_SUM)
@@ -260,7 +278,7 @@ static enum moe_token_state route_by_logits(const struct moe_layer_spec *spec, c
     for (uint32_t i = 0; i < n; i++)
         if (!isfinite(logit[i]))
             return MOE_TOKEN_NONFINITE_LOGITS;
-    scores_of(r->score, n, logit, score);
+    moe_oracle_scores(r->score, n, logit, score);
     /* Without a selection bias and sums of keys, the order of scores is the order of logits. */
     bool by_logit = select_bias == NULL && (r->groups == 1 || r->group_best == 1);
     for (uint32_t i = 0; i < n; i++)
@@ -300,8 +318,8 @@ enum moe_token_state moe_oracle_route(const struct moe_layer_spec *spec, const d
 struct moe_status moe_oracle_logits(const struct moe_oracle_layer *layer, const double *x,
                                     double *logit)
 {
-    MOE_TRY(require(layer, MOE_WEIGHT_ROUTER, 0));
-    MOE_TRY(require(layer, MOE_WEIGHT_LOGIT_BIAS, 0));
+    MOE_TRY(moe_oracle_require(layer, MOE_WEIGHT_ROUTER, 0));
+    MOE_TRY(moe_oracle_require(layer, MOE_WEIGHT_LOGIT_BIAS, 0));
     linear(layer->weight[MOE_WEIGHT_ROUTER][0], layer->weight[MOE_WEIGHT_LOGIT_BIAS][0],
            (size_t)layer->spec.experts + layer->spec.router.zero_experts, layer->spec.hidden, x,
            logit);
@@ -318,8 +336,8 @@ double moe_oracle_activate(enum moe_activation activation, double limit, double 
         u = u > limit ? limit : u < -limit ? -limit : u;
     }
     if (activation == MOE_ACT_SWIGLU_OAI)
-        return g * sigmoid(alpha * g) * (u + 1);
-    return g * sigmoid(g) * u;
+        return g * moe_oracle_sigmoid(alpha * g) * (u + 1);
+    return g * moe_oracle_sigmoid(g) * u;
 }
 
 /* down( act(gate x + gate bias, up x + up bias) ) + down bias; biases may be NULL. */
@@ -328,7 +346,7 @@ static struct moe_status network(const struct moe_layer_spec *spec, enum moe_act
 {
     double *g = calloc(2 * inner, sizeof *g), *u = g + inner;
     if (g == NULL)
-        return out_of_memory();
+        return moe_oracle_out_of_memory();
     linear(w[0], w[3], inner, spec->hidden, x, g);
     linear(w[1], w[4], inner, spec->hidden, x, u);
     for (size_t i = 0; i < inner; i++)
@@ -351,7 +369,7 @@ struct moe_status moe_oracle_expert(const struct moe_oracle_layer *layer, uint32
     }
     const double *w[6];
     for (int i = 0; i < 6; i++) {
-        MOE_TRY(require(layer, kind[i], expert));
+        MOE_TRY(moe_oracle_require(layer, kind[i], expert));
         w[i] = layer->weight[kind[i]][expert];
     }
     return network(&layer->spec, layer->spec.activation, layer->spec.intermediate, w, x, y);
@@ -365,7 +383,7 @@ struct moe_status moe_oracle_shared(const struct moe_oracle_layer *layer, const 
     if (spec->shared_intermediate == 0)
         return moe_ok();
     for (enum moe_weight w = MOE_WEIGHT_SHARED_GATE; w <= MOE_WEIGHT_SHARED_GATE_VECTOR; w++)
-        MOE_TRY(require(layer, w, 0));
+        MOE_TRY(moe_oracle_require(layer, w, 0));
     const double *w[6] = {layer->weight[MOE_WEIGHT_SHARED_GATE][0],
                           layer->weight[MOE_WEIGHT_SHARED_UP][0],
                           layer->weight[MOE_WEIGHT_SHARED_DOWN][0]};
@@ -375,7 +393,7 @@ struct moe_status moe_oracle_shared(const struct moe_oracle_layer *layer, const 
     double gate;
     linear(layer->weight[MOE_WEIGHT_SHARED_GATE_VECTOR][0], NULL, 1, spec->hidden, x, &gate);
     for (uint32_t h = 0; h < spec->hidden; h++)
-        y[h] *= sigmoid(gate);
+        y[h] *= moe_oracle_sigmoid(gate);
     return moe_ok();
 }
 
@@ -411,7 +429,7 @@ static struct moe_status forward_token(const struct moe_oracle_layer *layer,
     double logit[2 * MOE_MAX_EXPERTS];
     if (mode != MOE_ROUTE_IDS_WEIGHTS)
         MOE_TRY(moe_oracle_logits(layer, x, logit));
-    MOE_TRY(require(layer, MOE_WEIGHT_SELECT_BIAS, 0));
+    MOE_TRY(moe_oracle_require(layer, MOE_WEIGHT_SELECT_BIAS, 0));
     *state =
         (uint8_t)moe_oracle_route(&layer->spec, logit, layer->weight[MOE_WEIGHT_SELECT_BIAS][0],
                                   mode, ids_in, weights_in, ids, weights, margin);
@@ -430,14 +448,14 @@ struct moe_status moe_oracle_forward(const struct moe_oracle_layer *layer, enum 
     size_t h = layer->spec.hidden, top_k = layer->spec.router.top_k;
     double *row = calloc(3 * h, sizeof *row); /* the token, and scratch */
     if (row == NULL)
-        return out_of_memory();
+        return moe_oracle_out_of_memory();
     struct moe_status st = moe_ok();
     for (size_t t = 0; t < tokens && !moe_failed(&st); t++) {
         int32_t ids[MOE_MAX_TOP_K];
         double weights[MOE_MAX_TOP_K], gap;
         uint8_t state = MOE_TOKEN_OK;
         for (size_t i = 0; i < h; i++)
-            row[i] = element(dtype, x, t * h + i);
+            row[i] = moe_oracle_element(dtype, x, t * h + i);
         st = forward_token(layer, mode != NULL ? mode[t] : MOE_ROUTE_SERVER,
                            ids_in != NULL ? ids_in + t * top_k : NULL,
                            weights_in != NULL ? weights_in + t * top_k : NULL, row, row + h, ids,

@@ -7,6 +7,7 @@
 
 #include "base/status.h"
 #include "moe/backend.h"
+#include "moe/training.h"
 
 struct moe_oracle_layer;
 
@@ -54,5 +55,112 @@ struct moe_status moe_oracle_forward(const struct moe_oracle_layer *layer, enum 
                                      const int32_t *ids_in, const float *weights_in,
                                      int32_t *ids_out, double *weights_out, uint8_t *token_state,
                                      double *margin, double *y) MOE_CHECKED;
+
+/* ------------------------------------------------------------------------- backward */
+
+/* Gradients are kept in the shape of a layer: one double for each parameter, zeros at first. Freed
+ * with moe_oracle_destroy. */
+struct moe_status moe_oracle_create_gradients(const struct moe_layer_spec *spec,
+                                              struct moe_oracle_layer **out) MOE_CHECKED;
+/* The doubles of a weight, [rows, columns], to be read or changed; NULL where the layer has no such
+ * weight, or where it was not uploaded. `expert` is ignored for weights that are not an expert's.
+ */
+double *moe_oracle_weight(struct moe_oracle_layer *layer, enum moe_weight weight, uint32_t expert);
+
+/* Random errors on every product, function value and stored row: what rounding may do to a result.
+ * A test runs a backward pass with and without: the distance between the two is what an
+ * implementation of that precision cannot be asked to stay below, where terms cancel. Functions
+ * take NULL for exact results, and advance `state` otherwise. */
+struct moe_oracle_rounding {
+    double arithmetic; /* relative size; errors are uniform in +- this */
+    double stored;     /* the same for rows that a backend may keep in the step's dtype */
+    double kink;       /* distance from the limit of a clamp within which `lean` decides */
+    int lean;          /* 1: what is within counts as clamped; -1: as not clamped; 0: exactly */
+    uint64_t state;    /* of the random numbers; any value */
+};
+
+/* dg, du of one gate/up pair after its biases, dh being the gradient of what moe_oracle_activate
+ * returns. Zero outside the clamps. */
+void moe_oracle_activate_backward(enum moe_activation activation, double limit, double alpha,
+                                  double g, double u, double dh, double *dg, double *du);
+
+/* dlogit [E+Z] of one token, from the gradients of its weights: dweights [K]. Entries of ids that
+ * are -1 are not read. */
+void moe_oracle_router_backward(const struct moe_layer_spec *spec, const double *logit,
+                                const int32_t *ids, const double *dweights, double *dlogit,
+                                struct moe_oracle_rounding *rounding);
+
+/* The load-balance loss of one token, whose gradient is added to dlogit [E+Z]. n [E], group_tokens:
+ * n_e and Tg of moe/training.h. */
+double moe_oracle_aux_backward(const struct moe_layer_spec *spec, double aux_coeff,
+                               const uint32_t *n, uint64_t group_tokens, const double *logit,
+                               double *dlogit, struct moe_oracle_rounding *rounding);
+
+/* One token: adds W_r^T dlogit to dx [H], and to the gradients of router and logit bias. Here and
+ * below, dx and gradients may be NULL. */
+struct moe_status moe_oracle_logits_backward(const struct moe_oracle_layer *layer, const double *x,
+                                             const double *dlogit, double *dx,
+                                             struct moe_oracle_layer *gradients,
+                                             struct moe_oracle_rounding *rounding) MOE_CHECKED;
+
+/* One token at one expert, the zero experts included: adds to dx [H] and to the expert's
+ * gradients; *dweight is the gradient of the routing weight. dy [H] is the token's cotangent. */
+struct moe_status moe_oracle_expert_backward(const struct moe_oracle_layer *layer, uint32_t expert,
+                                             double weight, const double *x, const double *dy,
+                                             double *dx, double *dweight,
+                                             struct moe_oracle_layer *gradients,
+                                             struct moe_oracle_rounding *rounding) MOE_CHECKED;
+
+/* One token at the shared expert, gate included; nothing when the layer has none. */
+struct moe_status moe_oracle_shared_backward(const struct moe_oracle_layer *layer, const double *x,
+                                             const double *dy, double *dx,
+                                             struct moe_oracle_layer *gradients,
+                                             struct moe_oracle_rounding *rounding) MOE_CHECKED;
+
+/* The whole layer for T tokens, as in struct moe_backward_args. */
+struct moe_oracle_backward {
+    enum moe_dtype dtype;
+    uint32_t tokens;
+    const void *x, *dy;    /* [T,H] */
+    const uint8_t *mode;   /* [T], NULL = all MOE_ROUTE_IDS; MOE_ROUTE_SERVER is no choice here */
+    const int32_t *ids;    /* [T,K] */
+    const float *weights;  /* [T,K], read where mode == MOE_ROUTE_IDS_WEIGHTS */
+    double aux_coeff;      /* 0: no load-balance loss */
+    const uint32_t *loads; /* [E] n_e of the group; read when aux_coeff != 0 */
+    uint64_t group_tokens; /* Tg; 0 adds no loss */
+    double *dx;            /* [T,H], overwritten; may be NULL, as all outputs */
+    double *dweights;      /* [T,K], overwritten */
+    uint8_t *token_state;  /* [T] */
+    double *aux_loss;      /* the loss of these tokens */
+    struct moe_oracle_layer *gradients; /* added to */
+    struct moe_oracle_rounding *rounding;
+};
+struct moe_status moe_oracle_backward(const struct moe_oracle_layer *layer,
+                                      const struct moe_oracle_backward *args) MOE_CHECKED;
+
+/* ------------------------------------------------------------------------ optimizer */
+
+/* Adds the squares of grad [n] to *sum. */
+void moe_oracle_add_squares(size_t n, const double *grad, double *sum);
+
+/* What every gradient is multiplied by: grad_scale, and the clipping when `squares`, the sum over
+ * all gradients before any factor, is too large. *norm as in struct moe_optimizer_result. */
+double moe_oracle_gradient_factor(const struct moe_optimizer_args *args, double squares,
+                                  double *norm);
+
+/* One step of n parameters; moment2 is NULL for SGD. `factor` as above. */
+void moe_oracle_optimizer_step(enum moe_optimizer optimizer, const struct moe_optimizer_args *args,
+                               double factor, size_t n, const double *grad, double *value,
+                               double *moment1, double *moment2);
+
+/* select_bias [E] after one step of the balance rule with these loads [E]. */
+void moe_oracle_balance(uint32_t experts, const uint64_t *load, double rate, double *select_bias);
+
+/* W [out,in] = W0 + (alpha / rank) B A; A [rank,in], B [out,rank]. */
+void moe_oracle_lora_merge(size_t out, size_t in, size_t rank, double alpha, const double *base,
+                           const double *a, const double *b, double *merged);
+/* dA, dB from dW; overwritten. */
+void moe_oracle_lora_backward(size_t out, size_t in, size_t rank, double alpha, const double *a,
+                              const double *b, const double *dw, double *da, double *db);
 
 #endif

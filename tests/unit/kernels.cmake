@@ -6,3 +6,11 @@ foreach(part pool layer router gemm ffn)
     USES moe_cpu moe_oracle
     LABELS kernels)
 endforeach()
+
+# The yardstick of training against differences of its own forward pass, and by hand.
+foreach(part backward training)
+  moe_test(test_oracle_${part}
+    SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_oracle_${part}.c
+    USES moe_oracle moe_test_support
+    LABELS kernels)
+endforeach()
