@@ -41,6 +41,16 @@ double frobenius(size_t n, const double *got, const double *want)
     return norm > 0 ? sqrt(difference / norm) : sqrt(difference);
 }
 
+double frobenius_of_summands(size_t n, const double *got, const double *want, const double *size)
+{
+    double difference = 0, norm = 0;
+    for (size_t i = 0; i < n; i++) {
+        difference += (got[i] - want[i]) * (got[i] - want[i]);
+        norm += size[i] * size[i];
+    }
+    return norm > 0 ? sqrt(difference / norm) : sqrt(difference);
+}
+
 double tolerance(enum moe_dtype dtype)
 {
     return dtype == MOE_DTYPE_F32 ? 1e-5 : 1e-2;

@@ -50,6 +50,9 @@ bool went_well(const struct subject *s, const char *what, struct moe_status st);
 void *take(struct arena *a, size_t bytes);
 /* Relative Frobenius error of `got` against `want`; the absolute one when `want` is all zeros. */
 double frobenius(size_t n, const double *got, const double *want);
+/* The same in proportion to what was summed, size [n] >= |want|, instead of to the sums: rounding
+ * is of the size of the summands, and those of both signs can cancel. */
+double frobenius_of_summands(size_t n, const double *got, const double *want, const double *size);
 double tolerance(enum moe_dtype dtype);
 size_t tensor_bytes(const struct test_case *c, uint32_t tokens); /* of x or y */
 void *must(size_t bytes);                                        /* zeroed plain memory */

@@ -2,6 +2,7 @@
  * GEMMs, the shared expert and combine are compared with sums in double precision. */
 #include "check.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 enum { SAMPLE = 16 /* rows of which a GEMM is checked */ };
@@ -254,18 +255,22 @@ static float made_up(uint32_t source, uint32_t token, uint32_t k, uint32_t colum
     return rng_float(&r);
 }
 
-static void expect_combined(const struct subject *s, double *want)
+/* `size`: the same sums of absolute values. */
+static void expect_combined(const struct subject *s, double *want, double *size)
 {
     const struct moe_layer_spec *spec = &s->c->spec;
     uint32_t top_k = spec->router.top_k, hidden = spec->hidden;
     for (uint32_t i = 0; i < s->in->tokens * top_k; i++) {
         uint32_t t = i / top_k;
         bool zero_expert = s->ids[i] >= (int32_t)spec->experts;
-        for (uint32_t h = 0; h < hidden && s->ids[i] >= 0; h++)
-            want[(size_t)t * hidden + h] +=
-                zero_expert
-                    ? (double)s->weights[i] * element(s->c->dtype, s->in->x, (size_t)t * hidden + h)
-                    : (double)made_up(s->member->slot, t, i % top_k, h);
+        for (uint32_t h = 0; h < hidden && s->ids[i] >= 0; h++) {
+            size_t at = (size_t)t * hidden + h;
+            double summand = zero_expert
+                                 ? (double)s->weights[i] * element(s->c->dtype, s->in->x, at)
+                                 : (double)made_up(s->member->slot, t, i % top_k, h);
+            want[at] += summand;
+            size[at] += fabs(summand);
+        }
     }
 }
 
@@ -290,13 +295,15 @@ static bool check_combine(struct subject *s, const struct expected_rows *e,
         return false;
     void *host_y = get(s, y, tensor_bytes(s->c, s->in->tokens));
     double *got = must(n * sizeof *got), *want = must(n * sizeof *want);
-    expect_combined(s, want);
+    double *size = must(n * sizeof *size);
+    expect_combined(s, want, size);
     for (size_t i = 0; i < n; i++)
         got[i] = element(s->c->dtype, host_y, i);
-    double error = frobenius(n, got, want);
+    double error = frobenius_of_summands(n, got, want, size);
     free(host_y);
     free(got);
     free(want);
+    free(size);
     return error <= tolerance(s->c->dtype) || wrong(s, "combine is off by %g", error);
 }
 

@@ -235,25 +235,21 @@ static bool add_summands(struct subject *s, const struct outcome *o, uint32_t t,
     return true;
 }
 
-/* The error in proportion to what was summed instead of to the sum. Rounding is of the size of the
- * summands, and given weights of both signs can make their sum as small as chance likes: the same
- * expert with weights 0.7 and -0.7 leaves rounding errors alone. */
+/* Given weights of both signs can make y as small as chance likes: the same expert with weights 0.7
+ * and -0.7 leaves rounding errors alone. */
 static double error_of_summands(struct subject *s, const struct outcome *o, const double *got,
                                 const double *want)
 {
     uint32_t hidden = s->c->spec.hidden;
     size_t n = (size_t)s->in->tokens * hidden;
-    double difference = 0, norm = 0, *size = must(n * sizeof *size);
+    double *size = must(n * sizeof *size);
     bool good = true;
     for (uint32_t t = 0; t < s->in->tokens && good; t++)
         if (o->state[t] == MOE_TOKEN_OK)
             good = add_summands(s, o, t, size + (size_t)t * hidden);
-    for (size_t i = 0; i < n; i++) {
-        difference += (got[i] - want[i]) * (got[i] - want[i]);
-        norm += size[i] * size[i];
-    }
+    double error = good ? frobenius_of_summands(n, got, want, size) : INFINITY;
     free(size);
-    return good && norm > 0 ? sqrt(difference / norm) : INFINITY;
+    return error;
 }
 
 static bool check_output(struct subject *s, const struct outcome *o)
