@@ -207,47 +207,38 @@ static bool expect_output(struct subject *s, const struct outcome *o, double *wa
     return went_well(s, "oracle", st);
 }
 
-/* |w_k ffn_k(x)| summed over k, and |shared(x)|, for one token: [H], added to size. */
-static bool add_summands(struct subject *s, const struct outcome *o, uint32_t t, double *size)
+/* What is added up to one token's y, all positive: size [H] += ... */
+static void add_summands(struct subject *s, const struct outcome *o, uint32_t t, double *size)
 {
     const struct moe_layer_spec *spec = &s->c->spec;
-    bool early = spec->weighting == MOE_WEIGHT_INPUT;
-    double x[CASE_MAX_HIDDEN], scaled[CASE_MAX_HIDDEN], y[CASE_MAX_HIDDEN];
+    bool input = spec->weighting == MOE_WEIGHT_INPUT;
+    double x[CASE_MAX_HIDDEN], scaled[CASE_MAX_HIDDEN];
     for (uint32_t h = 0; h < spec->hidden; h++)
         x[h] = element(s->c->dtype, s->in->x, (size_t)t * spec->hidden + h);
     for (uint32_t k = 0; k < spec->router.top_k; k++) {
         size_t pair = (size_t)t * spec->router.top_k + k;
         double w = (double)o->weights[pair];
-        if (o->ids[pair] < 0)
-            continue;
         for (uint32_t h = 0; h < spec->hidden; h++)
-            scaled[h] = early ? w * x[h] : x[h];
-        if (!went_well(s, "oracle",
-                       moe_oracle_expert(s->oracle, (uint32_t)o->ids[pair], scaled, y)))
-            return false;
-        for (uint32_t h = 0; h < spec->hidden; h++)
-            size[h] += fabs(early ? y[h] : w * y[h]);
+            scaled[h] = input ? w * x[h] : x[h];
+        if (o->ids[pair] >= 0)
+            add_expert_summands(s->c, o->ids[pair], scaled, input ? 1 : fabs(w), size);
     }
-    if (!went_well(s, "oracle", moe_oracle_shared(s->oracle, x, y)))
-        return false;
-    for (uint32_t h = 0; h < spec->hidden; h++)
-        size[h] += fabs(y[h]);
-    return true;
+    if (spec->shared_intermediate != 0)
+        add_expert_summands(s->c, -1, x, 1, size);
 }
 
 /* Given weights of both signs can make y as small as chance likes: the same expert with weights 0.7
- * and -0.7 leaves rounding errors alone. */
+ * and -0.7 leaves rounding errors alone. So can the terms of a product with few columns. */
 static double error_of_summands(struct subject *s, const struct outcome *o, const double *got,
                                 const double *want)
 {
     uint32_t hidden = s->c->spec.hidden;
     size_t n = (size_t)s->in->tokens * hidden;
     double *size = must(n * sizeof *size);
-    bool good = true;
-    for (uint32_t t = 0; t < s->in->tokens && good; t++)
+    for (uint32_t t = 0; t < s->in->tokens; t++)
         if (o->state[t] == MOE_TOKEN_OK)
-            good = add_summands(s, o, t, size + (size_t)t * hidden);
-    double error = good ? frobenius_of_summands(n, got, want, size) : INFINITY;
+            add_summands(s, o, t, size + (size_t)t * hidden);
+    double error = frobenius_of_summands(n, got, want, size);
     free(size);
     return error;
 }
