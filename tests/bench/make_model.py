@@ -15,8 +15,6 @@ import random
 
 import numpy as np
 
-POOL = 96 << 20  # numbers; more than the largest matrix
-
 SHAPES = {
     "deepseek-v3": dict(family="deepseek_v3", hidden=7168, inner=2048, experts=256, top_k=8),
     "qwen3-30b": dict(family="qwen3_moe", hidden=2048, inner=768, experts=128, top_k=8),
@@ -61,6 +59,15 @@ def tensors(s, layer):
         yield f"{prefix}.{down}.weight", (hidden, inner), "BF16"
 
 
+def make_pool(s):
+    """Random bf16 numbers, more than the largest matrix needs, as uint16."""
+    count = max(s["hidden"] * max(s["inner"], s["experts"]) * 3 // 2, 1 << 20)
+    numbers = np.random.default_rng(1).random(count, dtype=np.float32)
+    numbers -= 0.5
+    numbers *= 1 / 16
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16)
+
+
 def write_shard(path, listing, pool, pick):
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, shape, dtype in listing:
@@ -76,7 +83,7 @@ def write_shard(path, listing, pool, pick):
             if dtype == "F32":  # small: a larger bias would crowd some experts
                 rest = memoryview(np.zeros(n, np.float32)).cast("B")
             else:
-                first = pick.randrange(0, POOL - n)
+                first = pick.randrange(0, len(pool) - n)
                 rest = memoryview(pool[first:first + n]).cast("B")
             while len(rest) > 0:
                 rest = rest[f.write(rest):]
@@ -94,11 +101,7 @@ def main():
     shape["experts"] = args.experts or shape["experts"]
     os.makedirs(args.directory, exist_ok=True)
     pick = random.Random(1)
-    numbers = np.random.default_rng(1).random(POOL, dtype=np.float32)
-    numbers -= 0.5
-    numbers *= 1 / 16
-    pool = (numbers.view(np.uint32) >> 16).astype(np.uint16)
-    del numbers
+    pool = make_pool(shape)
     index, total = {}, 0
     for layer in range(args.layers):
         name = f"model-{layer + 1:05d}-of-{args.layers:05d}.safetensors"

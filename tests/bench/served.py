@@ -5,9 +5,10 @@
               [--backend cuda] [--duration 2] [--directory DIR] [--json FILE]
 
 Writes a model of that shape (make_model.py), starts a group on it, says how fast it loaded, and lets
-one client at a time send requests to one worker (moectl bench). Then moe_bench runs the same: one
-slot brings tokens, one step at a time. `layer` is the sum of the medians of the server's stage times
-from router to combine, against moe_bench's; all in microseconds. Needs numpy.
+one client, then two, send requests to one worker (moectl bench): one step at a time, and two in
+flight where the clients keep up. Then moe_bench runs the same, with tokens on one slot. `layer` is
+the sum of the medians of the server's stage times from router to combine, `rest` the same without
+dispatch, which waits for the other workers to hear of the step. All in microseconds. Needs numpy.
 """
 import argparse
 import glob
@@ -46,8 +47,8 @@ def serve(args, model, state):
     try:
         for tokens in args.tokens.split(","):
             text = run(moectl, "bench", "--state-dir", state, "--layer", "0", "--tokens", tokens,
-                       "--duration", str(args.duration), "-o", "json")
-            served[int(tokens)] = json.loads(text)["runs"][0]
+                       "--concurrency", "1,2", "--duration", str(args.duration), "-o", "json")
+            served[int(tokens)] = json.loads(text)["runs"]
     finally:
         subprocess.run([moectl, "down", "--state-dir", state], check=False)
     return served
@@ -63,27 +64,34 @@ def bare(args, scratch):
         return {line["tokens"]: line for line in map(json.loads, f)}
 
 
+def record_of(args, tokens, run_, line):
+    stages = {s: run_["stagesUs"][s]["p50"] for s in run_["stagesUs"]}
+    own = line["slot"][0]  # the slot that was asked
+    alone = run_["concurrency"] == 1
+    layer = sum(stages[s] for s in STAGES)
+    bare = own["alone_layer_us"] if alone else own["layer_us"]
+    return {"who": "served", "shape": args.shape, "workers": args.workers,
+            "experts": line["experts"], "tokens": tokens, "clients": run_["concurrency"],
+            "step_tokens": run_["stepTokensMean"], "latency_us": run_["latencyUs"]["p50"],
+            "server_us": stages["server"], "step_us": stages["step"], "layer_us": layer,
+            "rest_us": layer - stages["dispatch"], "stages_us": stages, "bare_layer_us": bare,
+            "bare_rest_us": bare - own["stages_us"]["dispatch"], "ratio": layer / bare}
+
+
 def compare(args, served, direct):
-    print("%-12s %6s %9s %9s %9s %9s %9s | %9s %9s %9s %6s" % (
-        "shape", "tokens", "latency", "server", "queue", "step", "layer", "bare step", "layer",
-        "in flight", "ratio"))
+    print("%-12s %6s %7s %10s | %9s %9s %9s %9s %9s | %9s %9s | %6s %6s" % (
+        "shape", "tokens", "clients", "step holds", "latency", "server", "step", "layer", "rest",
+        "bare", "rest", "layers", "rests"))
     records = []
-    for tokens, run_ in served.items():
-        stages = run_["stagesUs"]
-        layer = sum(stages[s]["p50"] for s in STAGES)
-        own = direct[tokens]["slot"][0]  # the slot that was asked
-        record = {"who": "served", "shape": args.shape, "workers": args.workers,
-                  "experts": direct[tokens]["experts"], "tokens": tokens, "layer_us": layer,
-                  "latency_us": run_["latencyUs"]["p50"], "server_us": stages["server"]["p50"],
-                  "step_us": stages["step"]["p50"], "queue_us": stages["queue"]["p50"],
-                  "stages_us": {s: stages[s]["p50"] for s in STAGES},
-                  "bare_alone_us": own["alone_us"], "bare_layer_us": own["alone_layer_us"],
-                  "bare_steady_us": own["layer_us"], "ratio": layer / own["alone_layer_us"]}
-        records.append(record)
-        print("%-12s %6d %9.1f %9.1f %9.1f %9.1f %9.1f | %9.1f %9.1f %9.1f %6.3f" % (
-            args.shape, tokens, record["latency_us"], record["server_us"], record["queue_us"],
-            record["step_us"], layer, own["alone_us"], own["alone_layer_us"], own["layer_us"],
-            record["ratio"]))
+    for tokens, runs in served.items():
+        for run_ in runs:
+            r = record_of(args, tokens, run_, direct[tokens])
+            records.append(r)
+            print("%-12s %6d %7d %10.1f | %9.1f %9.1f %9.1f %9.1f %9.1f | %9.1f %9.1f | %6.3f "
+                  "%6.3f" % (r["shape"], tokens, r["clients"], r["step_tokens"], r["latency_us"],
+                             r["server_us"], r["step_us"], r["layer_us"], r["rest_us"],
+                             r["bare_layer_us"], r["bare_rest_us"], r["ratio"],
+                             r["rest_us"] / r["bare_rest_us"]))
     if args.json:
         with open(args.json, "a", encoding="utf-8") as f:
             f.writelines(json.dumps(r) + "\n" for r in records)
