@@ -53,10 +53,11 @@ struct bench_slot_report {
     double wall_us;                   /* time per step, two in flight, host copies included */
     double alone_us;                  /* one step from enqueue to result, none other in flight */
     double alone_layer_us;            /* sum of its stages */
-    double enqueue_us;                /* the calling thread's time in step_enqueue */
-    double exact_error;               /* sampled rows against exact fp32, relative Frobenius */
-    double oracle_error;              /* against double precision; negative: not compared */
-    uint64_t rows;                    /* (token, expert) pairs computed here */
+    double alone_stage_us[MOE_STAGE_COUNT];
+    double enqueue_us;   /* the calling thread's time in step_enqueue */
+    double exact_error;  /* sampled rows against exact fp32, relative Frobenius */
+    double oracle_error; /* against double precision; negative: not compared */
+    uint64_t rows;       /* (token, expert) pairs computed here */
 };
 
 struct bench_plan {

@@ -87,17 +87,25 @@ static void print_row(const struct bench *b, uint32_t tokens, enum bench_routing
     fflush(stdout);
 }
 
+static void write_stages(const char *name, const double *us, FILE *to)
+{
+    fprintf(to, ", \"%s\": {", name);
+    for (int i = 0; i < MOE_STAGE_COUNT; i++)
+        fprintf(to, "%s\"%s\": %.2f", i > 0 ? ", " : "", stage_names[i], us[i]);
+    fprintf(to, "}");
+}
+
 static void write_slot(const struct bench_slot_report *r, FILE *to)
 {
     fprintf(to,
             "{\"layer_us\": %.2f, \"wall_us\": %.2f, \"alone_us\": %.2f, \"alone_layer_us\": %.2f, "
             "\"gemm_us\": %.2f, \"enqueue_us\": %.2f, \"rows\": %llu, \"upload_gb_s\": %.2f, "
-            "\"pinned_gb_s\": %.2f, \"exact_error\": %.3e, \"stages_us\": {",
+            "\"pinned_gb_s\": %.2f, \"exact_error\": %.3e",
             r->layer_us, r->wall_us, r->alone_us, r->alone_layer_us, r->gemm_us, r->enqueue_us,
             (unsigned long long)r->rows, r->upload_gb_s, r->pinned_gb_s, r->exact_error);
-    for (int i = 0; i < MOE_STAGE_COUNT; i++)
-        fprintf(to, "%s\"%s\": %.2f", i > 0 ? ", " : "", stage_names[i], r->stage_us[i]);
-    fprintf(to, "}}");
+    write_stages("stages_us", r->stage_us, to);
+    write_stages("alone_stages_us", r->alone_stage_us, to);
+    fprintf(to, "}");
 }
 
 static void write_json(const struct bench *b, uint32_t tokens, enum bench_routing routing, FILE *to)

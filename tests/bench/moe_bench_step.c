@@ -361,6 +361,8 @@ static void time_alone(struct bench *b, struct trial *t, struct samples *s,
     }
     r->alone_us = median(s->of[ENQUEUE], s->n);
     r->alone_layer_us = median(s->of[LAYER], s->n);
+    for (int i = 0; i < MOE_STAGE_COUNT; i++)
+        r->alone_stage_us[i] = median(s->of[i], s->n);
     s->n = 0;
 }
 

@@ -70,12 +70,13 @@ def record_of(args, tokens, run_, line):
     alone = run_["concurrency"] == 1
     layer = sum(stages[s] for s in STAGES)
     bare = own["alone_layer_us"] if alone else own["layer_us"]
+    bare_dispatch = own["alone_stages_us" if alone else "stages_us"]["dispatch"]
     return {"who": "served", "shape": args.shape, "workers": args.workers,
             "experts": line["experts"], "tokens": tokens, "clients": run_["concurrency"],
             "step_tokens": run_["stepTokensMean"], "latency_us": run_["latencyUs"]["p50"],
             "server_us": stages["server"], "step_us": stages["step"], "layer_us": layer,
             "rest_us": layer - stages["dispatch"], "stages_us": stages, "bare_layer_us": bare,
-            "bare_rest_us": bare - own["stages_us"]["dispatch"], "ratio": layer / bare}
+            "bare_rest_us": bare - bare_dispatch, "ratio": layer / bare}
 
 
 def compare(args, served, direct):
