@@ -69,7 +69,19 @@ enum moe_code {
     X(OUT_OF_MEMORY)      /* an allocation failed or would not fit */                              \
     X(IO)                 /* the operating system refused a file or socket operation */            \
     X(ABORTED)            /* the waiting was called off by its owner */                            \
-    X(UNSUPPORTED)        /* well understood, and deliberately not offered */
+    X(UNSUPPORTED)        /* well understood, and deliberately not offered */                      \
+    X(NAME_INVALID)       /* a session or checkpoint name with other characters than allowed */    \
+    X(VALUE_INVALID)      /* an id of 0, or a number that makes no sense */                        \
+    X(ID_REUSED)          /* a training call's id is known with other content */                   \
+    X(ID_TOO_OLD)         /* an id below one that has been forgotten: it may have been run */      \
+    X(RECORDED_ELSEWHERE) /* the answer is recorded on the worker that the text ends with */       \
+    X(ANSWER_GONE)        /* it has been run, and its answer is no longer kept */                  \
+    X(SAVED_STATE_GONE)   /* the saved forward pass is no longer kept: send everything */          \
+    X(STATE_LOST)         /* the caller speaks of a lineage that is not the present one */         \
+    X(GRADIENTS_MISSING)  /* fewer or more Backward calls than the caller expects */               \
+    X(GRADIENTS_PENDING)  /* not between Backward and OptimizerStep */                             \
+    X(CHECKPOINT_EXISTS)  /* the name is taken */                                                  \
+    X(CHECKPOINT_NOT_FOUND) /* there is none of that name */
 
 enum moe_reason {
 #define X(name) MOE_REASON_##name,

@@ -55,7 +55,7 @@ grpc_byte_buffer *moe_rpc_out_to_buffer(const struct moe_rpc_out *out);
 
 /* ---------------------------------------------------------------------- status (details.c) */
 
-enum { MOE_RPC_DETAILS_BYTES = 640 };
+enum { MOE_RPC_DETAILS_BYTES = 896 };
 
 extern const char moe_rpc_details_key[]; /* "grpc-status-details-bin" */
 

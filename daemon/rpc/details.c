@@ -20,6 +20,7 @@ enum {
     ANY_VALUE = 2,
     INFO_REASON = 1,
     INFO_DOMAIN = 2,
+    INFO_METADATA = 3, /* a map entry: key 1, value 2 */
     RETRY_DELAY = 1,
     DURATION_SECONDS = 1,
     DURATION_NANOS = 2,
@@ -41,7 +42,7 @@ static void put_message(struct moe_wire_writer *w, uint32_t field,
 static void put_detail(struct moe_wire_writer *status, const char *url,
                        const struct moe_wire_writer *value)
 {
-    uint8_t memory[2 * SMALL];
+    uint8_t memory[3 * SMALL];
     struct moe_wire_writer any = {.memory = memory, .capacity = sizeof memory};
     put_text(&any, ANY_URL, url);
     put_message(&any, ANY_VALUE, value);
@@ -49,12 +50,26 @@ static void put_detail(struct moe_wire_writer *status, const char *url,
     put_message(status, STATUS_DETAILS, &any);
 }
 
+/* Metadata "worker": the last word of the text, which says where to ask. */
+static void put_worker(struct moe_wire_writer *info, const char *text)
+{
+    const char *space = strrchr(text, ' '), *worker = space != NULL ? space + 1 : text;
+    uint8_t memory[SMALL];
+    struct moe_wire_writer entry = {.memory = memory, .capacity = sizeof memory};
+    put_text(&entry, 1, "worker");
+    put_text(&entry, 2, worker);
+    if (!entry.overflow)
+        put_message(info, INFO_METADATA, &entry);
+}
+
 static void put_info(struct moe_wire_writer *status, const struct moe_status *error)
 {
-    uint8_t memory[SMALL];
+    uint8_t memory[2 * SMALL];
     struct moe_wire_writer info = {.memory = memory, .capacity = sizeof memory};
     put_text(&info, INFO_REASON, moe_reason_name(error->reason));
     put_text(&info, INFO_DOMAIN, domain);
+    if (error->reason == MOE_REASON_RECORDED_ELSEWHERE)
+        put_worker(&info, error->text);
     put_detail(status, info_url, &info);
 }
 

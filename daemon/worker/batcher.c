@@ -241,14 +241,37 @@ uint64_t moe_batcher_tokens(const struct moe_batcher *b)
     return b->tokens;
 }
 
-bool moe_batcher_queue(const struct moe_batcher *b, size_t i, struct moe_batch_key *key,
-                       uint64_t *tokens)
+static struct queue *queue_at(const struct moe_batcher *b, size_t i, struct moe_batch_key *key)
 {
     if (i >= b->layer_count * QUEUES_PER_LAYER)
-        return false;
+        return NULL;
     key->layer = b->layers[i / QUEUES_PER_LAYER];
     key->kind = MOE_STEP_FORWARD;
     key->dtype = i % QUEUES_PER_LAYER == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
-    *tokens = b->queues[i].tokens;
+    return &b->queues[i];
+}
+
+bool moe_batcher_queue(const struct moe_batcher *b, size_t i, struct moe_batch_key *key,
+                       uint64_t *tokens)
+{
+    const struct queue *q = queue_at(b, i, key);
+    if (q != NULL)
+        *tokens = q->tokens;
+    return q != NULL;
+}
+
+bool moe_batcher_rewind(struct moe_batcher *b, size_t i, struct moe_batch_key *key,
+                        uint32_t *tokens, struct moe_work **w)
+{
+    struct queue *q = queue_at(b, i, key);
+    if (q == NULL)
+        return false;
+    *w = q->head;
+    *tokens = *w != NULL ? (*w)->taken : 0;
+    if (*tokens == 0)
+        return true;
+    MOE_INVARIANT((*w)->finished == (*w)->taken);
+    (*w)->taken = (*w)->finished = 0;
+    add_tokens(b, q, *tokens);
     return true;
 }

@@ -59,6 +59,11 @@ struct moe_work *moe_batcher_expire(struct moe_batcher *b, uint64_t now);
 /* No queued request expires before this time (it may be early, never late). */
 uint64_t moe_batcher_next_expiry(const struct moe_batcher *b);
 
+/* The `i`-th queue: its first request, where tokens of it were taken, begins again; no step may
+ * hold any. `*tokens`: those that wait again, of `*w`. False past the last queue. */
+bool moe_batcher_rewind(struct moe_batcher *b, size_t i, struct moe_batch_key *key,
+                        uint32_t *tokens, struct moe_work **w);
+
 /* Tokens queued and not taken. */
 uint64_t moe_batcher_tokens(const struct moe_batcher *b);
 

@@ -10,52 +10,11 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/wait.h"
-#include "worker/batcher.h"
-#include "worker/lane.h"
+#include "worker/engine_state.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 
-enum {
-    LANES = 2,        /* steps in flight */
-    TICKETS_MAX = 64, /* tickets that wait; the sequencer keeps far fewer unfinished */
-    /* While one step runs, its end and the next ticket are waited for in turns of this length. It
-     * delays nothing but the start of a copy that overlaps the running step. */
-    TURN_NS = 200000,
-    QUEUE_FULL_RETRY_MS = 20,
-    DRAINING_RETRY_MS = 100,
-};
-
-/* Requests linked by `next`. */
-struct work_list {
-    struct moe_work *head, *tail;
-};
-
-struct moe_engine {
-    struct moe_engine_config config;
-    pthread_t thread;
-    pthread_mutex_t lock;
-    pthread_cond_t wake; /* there may be something to do for the thread */
-    pthread_cond_t idle; /* the view has ended, or the last request has */
-
-    /* Under the lock. */
-    struct moe_batcher *batcher;
-    struct work_list ended;      /* left the queues and all steps; `done` is to be called */
-    uint64_t unfinished;         /* requests accepted and not yet done */
-    struct moe_session *session; /* NULL: no view is in force */
-    uint64_t epoch;              /* of the view */
-    uint64_t last_seq;           /* of the ticket begun last under this view; 0 = none */
-    uint32_t bucket_max;         /* of the view */
-    bool stopping;               /* stop_view waits for the thread to let go of the session */
-    bool refusing, quit;
-    struct moe_ticket tickets[TICKETS_MAX]; /* a ring */
-    size_t ticket_first, ticket_count;
-    struct moe_engine_counters counters;
-
-    /* The engine's thread only. */
-    struct moe_lane lanes[LANES];
-    unsigned lane_first, in_flight; /* oldest step, number of steps */
-};
+enum { QUEUE_FULL_RETRY_MS = 20, DRAINING_RETRY_MS = 100 };
 
 /* ---------------------------------------------------------------- ends of requests */
 
@@ -106,6 +65,17 @@ static bool match_other_epoch(const struct moe_work *w, uint64_t epoch)
     return w->epoch != 0 && w->epoch != epoch;
 }
 
+static bool match_other_version(const struct moe_work *w, uint64_t version)
+{
+    return w->weights_version != 0 && w->weights_version != version;
+}
+
+static struct moe_status other_version(uint64_t version)
+{
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                     "the weights version is now %llu", (unsigned long long)version);
+}
+
 static struct moe_status stale_epoch(uint64_t epoch)
 {
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH, "the epoch is now %llu",
@@ -122,9 +92,17 @@ static struct moe_status draining(void)
 static void report_ended(struct moe_engine *e)
 {
     struct moe_work *w = e->ended.head;
+    struct moe_train_work *call = e->ended_calls.head;
     e->ended = (struct work_list){0};
+    e->ended_calls = (struct call_list){0};
     uint64_t count = 0, failed = 0;
     pthread_mutex_unlock(&e->lock);
+    for (struct moe_train_work *next; call != NULL; call = next) {
+        next = call->next;
+        count++;
+        failed += moe_failed(&call->failure);
+        call->done(call, call->failure);
+    }
     for (struct moe_work *next; w != NULL; w = next) {
         next = w->next;
         count++;
@@ -166,10 +144,18 @@ static struct moe_batch_key key_of(const struct moe_ticket *t)
 static struct moe_status check_ticket(const struct moe_engine *e, const struct moe_ticket *t)
 {
     struct moe_batch_key key = key_of(t);
-    if (!moe_batcher_has(e->batcher, &key))
+    bool training = e->config.training != NULL && moe_step_is_training(t->kind);
+    if (t->kind == MOE_STEP_BACKWARD)
+        key.kind = MOE_STEP_FORWARD; /* the same layers and dtypes */
+    if (!moe_batcher_has(e->batcher, &key) && !(training && moe_step_is_exclusive(t->kind)))
         return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ticket %llu: no such layer, kind or dtype",
                          (unsigned long long)t->seq);
-    if (t->bucket == 0 || (t->bucket & (t->bucket - 1)) != 0 || t->bucket > e->bucket_max)
+    if (t->kind != MOE_STEP_FORWARD && !training)
+        return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ticket %llu: no such kind",
+                         (unsigned long long)t->seq);
+    bool exclusive = moe_step_is_exclusive(t->kind);
+    if (!exclusive &&
+        (t->bucket == 0 || (t->bucket & (t->bucket - 1)) != 0 || t->bucket > e->bucket_max))
         return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ticket %llu: no bucket of %u tokens",
                          (unsigned long long)t->seq, t->bucket);
     if (e->last_seq != 0 && t->seq != e->last_seq + 1)
@@ -181,11 +167,14 @@ static struct moe_status check_ticket(const struct moe_engine *e, const struct m
 /* Lock held. */
 static void expire(struct moe_engine *e)
 {
-    struct moe_work *late = moe_batcher_expire(e->batcher, moe_clock_ns());
-    if (late != NULL)
-        give_up_all(e, late,
-                    moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
-                              "the deadline passed before the request was finished"));
+    uint64_t now = moe_clock_ns();
+    struct moe_work *late = moe_batcher_expire(e->batcher, now);
+    if (late == NULL && now < moe_engine__next_call_expiry(e))
+        return;
+    struct moe_status why = moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                                      "the deadline passed before the request was finished");
+    give_up_all(e, late, why);
+    moe_engine__give_up_calls(e, false, now, why);
 }
 
 /* Lock held. Fills the free lane with the next ticket's tokens. */
@@ -197,11 +186,18 @@ static struct moe_lane *fill_lane(struct moe_engine *e)
     e->ticket_count--;
     lane->step = NULL;
     lane->segment_count = lane->tokens = 0;
+    lane->train = NULL;
+    lane->changing = false;
+    lane->weights_version = e->weights_version;
     lane->failure = check_ticket(e, &lane->ticket);
     e->in_flight++;
     if (moe_failed(&lane->failure))
         return lane;
     e->last_seq = lane->ticket.seq;
+    if (lane->ticket.kind != MOE_STEP_FORWARD) {
+        lane->failure = moe_engine__claim_call(e, lane);
+        return lane;
+    }
     struct moe_batch_key key = key_of(&lane->ticket);
     lane->segment_count =
         moe_batcher_take(e->batcher, &key, lane->ticket.bucket, lane->segments, &lane->tokens);
@@ -221,6 +217,11 @@ static void begin_step(struct moe_engine *e)
     if (moe_failed(&lane->failure))
         return;
     pthread_mutex_unlock(&e->lock);
+    if (lane->ticket.kind != MOE_STEP_FORWARD) {
+        moe_engine__begin_training(e, lane, session);
+        pthread_mutex_lock(&e->lock);
+        return;
+    }
     struct moe_step_args args;
     struct moe_layer *layer;
     const struct moe_layer_spec *spec = find_spec(e, lane->ticket.layer, &layer);
@@ -241,6 +242,7 @@ static void add_result(struct moe_work *w, const struct moe_lane *lane,
     w->step.rows += r->rows;
     w->step.missing_slot = -1;
     w->answered_epoch = lane->ticket.epoch;
+    w->answered_version = lane->weights_version;
     w->step_tokens = lane->tokens;
     w->steps++;
 }
@@ -280,12 +282,51 @@ static void complete_oldest(struct moe_engine *e, const struct moe_step_result *
 {
     struct moe_lane *lane = &e->lanes[e->lane_first];
     struct moe_layer *layer;
+    if (lane->ticket.kind != MOE_STEP_FORWARD) {
+        moe_engine__complete_training(e, lane, result);
+        retire_lane(e);
+        return;
+    }
     pthread_mutex_unlock(&e->lock);
     e->config.finished(e->config.ctx, &lane->ticket, moe_ok(), 0);
     moe_lane_scatter(lane, find_spec(e, lane->ticket.layer, &layer));
     pthread_mutex_lock(&e->lock);
     finish_segments(e, lane, result);
     retire_lane(e);
+}
+
+/* ---------------------------------------------------------------- another version */
+
+/* Lock held. */
+static bool rewind_queue(struct moe_engine *e, size_t i, struct moe_batch_key *key,
+                         uint32_t *tokens)
+{
+    struct moe_work *w;
+    if (!moe_batcher_rewind(e->batcher, i, key, tokens, &w))
+        return false;
+    if (*tokens > 0) {
+        w->step = (struct moe_step_result){.missing_slot = -1};
+        w->steps = 0;
+    }
+    return true;
+}
+
+void moe_engine__change_version(struct moe_engine *e, uint64_t version, bool announce)
+{
+    if (version == e->weights_version)
+        return;
+    e->weights_version = version;
+    give_up_all(e, moe_batcher_evict(e->batcher, match_other_version, version),
+                other_version(version));
+    struct moe_batch_key key;
+    uint32_t tokens;
+    for (size_t i = 0; rewind_queue(e, i, &key, &tokens); i++) {
+        if (tokens == 0 || !announce)
+            continue;
+        pthread_mutex_unlock(&e->lock);
+        e->config.announce(e->config.ctx, key.layer, key.kind, key.dtype, tokens);
+        pthread_mutex_lock(&e->lock);
+    }
 }
 
 /* ------------------------------------------------------------------- end of a view */
@@ -337,6 +378,8 @@ static void fail_view(struct moe_engine *e, struct moe_status why, int missing_s
     pthread_mutex_lock(&e->lock);
     for (unsigned i = count; i-- > 0;)
         put_back(e, &e->lanes[(e->lane_first + i) % LANES]);
+    for (unsigned i = 0; i < count; i++)
+        moe_engine__abandon_training(e, &e->lanes[(e->lane_first + i) % LANES]);
     e->in_flight = 0;
     bool called_off = e->stopping;
     end_view(e);
@@ -370,6 +413,19 @@ static void wait_for_oldest(struct moe_engine *e)
 
 /* ---------------------------------------------------------------------- the thread */
 
+/* Lock held. */
+static void fail_queued(struct moe_engine *e, struct moe_status reason)
+{
+    give_up_all(e, moe_batcher_evict(e->batcher, match_all, 0), reason);
+    moe_engine__give_up_calls(e, true, 0, reason);
+}
+
+static void wait_for_news(struct moe_engine *e)
+{
+    uint64_t until = moe_batcher_next_expiry(e->batcher), call = moe_engine__next_call_expiry(e);
+    (void)moe_wait_until(&e->wake, &e->lock, call < until ? call : until);
+}
+
 static void *run_thread(void *arg)
 {
     struct moe_engine *e = arg;
@@ -377,10 +433,10 @@ static void *run_thread(void *arg)
     for (;;) {
         expire(e);
         if (e->quit)
-            give_up_all(e, moe_batcher_evict(e->batcher, match_all, 0), draining());
-        if (e->ended.head != NULL)
+            fail_queued(e, draining());
+        if (e->ended.head != NULL || e->ended_calls.head != NULL)
             report_ended(e);
-        else if (e->ticket_count > 0 && e->in_flight < LANES && !e->stopping)
+        else if (moe_engine__may_begin(e))
             begin_step(e);
         else if (e->in_flight > 0)
             wait_for_oldest(e);
@@ -389,7 +445,7 @@ static void *run_thread(void *arg)
         else if (e->quit)
             break;
         else
-            (void)moe_wait_until(&e->wake, &e->lock, moe_batcher_next_expiry(e->batcher));
+            wait_for_news(e);
     }
     pthread_mutex_unlock(&e->lock);
     return NULL;
@@ -447,6 +503,7 @@ struct moe_status moe_engine_create(const struct moe_engine_config *config, stru
     struct moe_status st;
     struct moe_lane_shape shape = {.tokens = bucket};
     e->config = *config;
+    e->weights_version = 1;
     MOE_TRY_GOTO(st, create_batcher(e, &shape), fail);
     for (unsigned i = 0; i < LANES; i++)
         MOE_TRY_GOTO(st, moe_lane_init(&e->lanes[i], config->backend, config->device, &shape),
@@ -505,8 +562,14 @@ void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, ui
                         ? max_tokens_per_step
                         : e->config.max_tokens_per_step;
     give_up_all(e, moe_batcher_evict(e->batcher, match_other_epoch, epoch), stale_epoch(epoch));
+    if (e->config.training != NULL)
+        moe_engine__change_version(e, moe_train_weights_version(e->config.training), false);
+    moe_engine__forget_numbers(e);
     pthread_mutex_unlock(&e->lock);
     announce_queued(e);
+    pthread_mutex_lock(&e->lock);
+    moe_engine__announce_calls(e);
+    pthread_mutex_unlock(&e->lock);
 }
 
 void moe_engine_stop_view(struct moe_engine *e)
@@ -534,6 +597,8 @@ static struct moe_status admit(const struct moe_engine *e, const struct moe_work
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH, "a request of no tokens");
     if (e->session != NULL && match_other_epoch(w, e->epoch))
         return stale_epoch(e->epoch);
+    if (e->session != NULL && match_other_version(w, e->weights_version))
+        return other_version(e->weights_version);
     if (moe_batcher_tokens(e->batcher) + w->tokens > e->config.max_queued_tokens)
         return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, QUEUE_FULL_RETRY_MS,
                                "too many tokens are waiting");
@@ -545,7 +610,7 @@ static void accept_work(struct moe_engine *e, struct moe_work *w, const struct m
 {
     w->submitted_ns = moe_clock_ns();
     w->started_ns = w->copy_in_ns = w->copy_out_ns = 0;
-    w->answered_epoch = 0;
+    w->answered_epoch = w->answered_version = 0;
     w->step = (struct moe_step_result){.missing_slot = -1};
     w->step_tokens = w->steps = 0;
     w->cancelled = false;
@@ -609,8 +674,16 @@ bool moe_engine_drain(struct moe_engine *e, uint64_t deadline_ns)
 void moe_engine_fail_queued(struct moe_engine *e, struct moe_status reason)
 {
     pthread_mutex_lock(&e->lock);
-    give_up_all(e, moe_batcher_evict(e->batcher, match_all, 0), reason);
+    fail_queued(e, reason);
     pthread_mutex_unlock(&e->lock);
+}
+
+uint64_t moe_engine_weights_version(struct moe_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    uint64_t version = e->weights_version;
+    pthread_mutex_unlock(&e->lock);
+    return version;
 }
 
 void moe_engine_read_counters(struct moe_engine *e, struct moe_engine_counters *out)

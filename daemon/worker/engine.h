@@ -10,15 +10,50 @@
 #include "moe/backend.h"
 
 struct moe_engine;
+struct moe_train;
+struct moe_train_answer;
 
-enum moe_step_kind { MOE_STEP_FORWARD = 1 }; /* values of moe.v1.StepKind */
+enum moe_step_kind { /* values of moe.v1.StepKind */
+                     MOE_STEP_FORWARD = 1,
+                     MOE_STEP_BACKWARD = 2,
+                     /* What changes the state of training as a whole: such a ticket runs alone. */
+                     MOE_STEP_OPTIMIZER = 3,
+                     MOE_STEP_ZERO_GRAD = 4,
+                     MOE_STEP_SET_FROZEN = 5,
+                     MOE_STEP_SAVE = 6,
+                     MOE_STEP_LOAD = 7,
+                     MOE_STEP_EXPORT = 8,
+                     MOE_STEP_KINDS /* past the last */
+};
+
+static inline bool moe_step_is_training(enum moe_step_kind kind)
+{
+    return kind >= MOE_STEP_BACKWARD && kind < MOE_STEP_KINDS;
+}
+
+static inline bool moe_step_is_exclusive(enum moe_step_kind kind)
+{
+    return kind > MOE_STEP_BACKWARD && kind < MOE_STEP_KINDS;
+}
+
+enum { MOE_TRAINING_BODY_MAX = 512 };
+
+/* A training call as it travels with a notice and a ticket: one call, one ticket. The body is the
+ * training room's (worker/training.h); who carries it does not look inside. */
+struct moe_training_order {
+    uint32_t origin; /* slot that was asked; it has the tensors and answers */
+    uint64_t number; /* of the call, among those of its origin; 1, 2, 3 ... */
+    uint32_t length; /* of the body */
+    uint8_t body[MOE_TRAINING_BODY_MAX];
+};
 
 struct moe_ticket {
     uint64_t epoch, seq;
-    uint32_t layer; /* the model's layer index */
+    uint32_t layer; /* the model's layer index; 0 for exclusive kinds, as are dtype and bucket */
     enum moe_step_kind kind;
     enum moe_dtype dtype;
     uint32_t bucket;
+    struct moe_training_order order; /* of training kinds */
 };
 
 /* One forward request. All memory belongs to the submitter and must stay until `done`, which is
@@ -29,16 +64,19 @@ struct moe_work {
     enum moe_dtype dtype;
     uint32_t tokens; /* T >= 1; split over steps where it exceeds the bucket */
     enum moe_routing_mode mode;
-    const void *x;           /* [T,H] host memory (backend's MOE_MEM_HOST) */
-    const int32_t *ids_in;   /* [T,K] or NULL */
-    const float *weights_in; /* [T,K] or NULL */
-    uint64_t deadline_ns;    /* not started after this: MOE_DEADLINE_EXCEEDED */
-    uint64_t epoch;          /* serve under this epoch only; 0 = any */
+    const void *x;            /* [T,H] host memory (backend's MOE_MEM_HOST) */
+    const int32_t *ids_in;    /* [T,K] or NULL */
+    const float *weights_in;  /* [T,K] or NULL */
+    uint64_t deadline_ns;     /* not started after this: MOE_DEADLINE_EXCEEDED */
+    uint64_t epoch;           /* serve under this epoch only; 0 = any */
+    uint64_t weights_version; /* serve with this version only; 0 = any */
     /* out */
     void *y;            /* [T,H] host memory */
     int32_t *ids_out;   /* [T,K] or NULL */
     float *weights_out; /* [T,K] or NULL */
     uint64_t answered_epoch;
+    uint64_t answered_version; /* of the weights, for all tokens: a request whose steps would have
+                                  seen two versions is run again as a whole */
     struct moe_step_result
         step; /* of the last step that carried it; stage times summed over steps */
     uint64_t submitted_ns, started_ns, copy_in_ns, copy_out_ns;
@@ -56,6 +94,38 @@ struct moe_work {
     struct moe_status failure;
 };
 
+/* One training call. Memory and `done` as in moe_work. Once a call has been announced it is run,
+ * even if nobody waits for its answer any more, because every slot keeps a record of it; until its
+ * ticket has begun anywhere it outlives the end of a view. */
+struct moe_train_work {
+    /* in */
+    enum moe_step_kind kind;
+    uint32_t layer;             /* BACKWARD: the model's layer index */
+    enum moe_dtype dtype;       /* BACKWARD */
+    uint32_t tokens;            /* BACKWARD: T, 1 .. max_tokens_per_step of the view */
+    enum moe_routing_mode mode; /* MOE_ROUTE_IDS or MOE_ROUTE_IDS_WEIGHTS */
+    const void *x, *dy;         /* [T,H] host memory (backend's MOE_MEM_HOST) */
+    const int32_t *ids;         /* [T,K] */
+    const float *weights;       /* [T,K] or NULL */
+    uint32_t body_length;
+    uint8_t body[MOE_TRAINING_BODY_MAX];
+    uint64_t deadline_ns; /* not announced (again) after this: MOE_DEADLINE_EXCEEDED */
+    /* out */
+    void *dx;        /* [T,H] host memory */
+    float *dweights; /* [T,K] or NULL */
+    double aux_loss;
+    struct moe_train_answer *answer; /* written before `done`, where the training room has one */
+    struct moe_step_result step;
+    uint64_t submitted_ns, started_ns;
+    void (*done)(struct moe_train_work *w, struct moe_status status);
+    void *user;
+    /* owned by the engine between submit and done */
+    struct moe_train_work *next;
+    uint64_t number; /* see moe_training_order */
+    bool cancelled;
+    struct moe_status failure;
+};
+
 struct moe_engine_config {
     const struct moe_backend *backend;
     struct moe_device *device;
@@ -64,12 +134,17 @@ struct moe_engine_config {
     size_t layer_count;
     uint32_t max_tokens_per_step; /* largest bucket, power of two */
     uint64_t max_queued_tokens;   /* more are refused with QUEUE_FULL */
+    struct moe_train *training;   /* worker/training.h; borrowed. NULL: no training */
     /* Work was queued while a view is in force, or waited when it began: the sequencer should hear
      * of it. Any thread, no lock held: moe_engine_run may be called from within, and nothing else
      * of the engine. May tell of tokens that are gone when their ticket comes (cancelled, or taken
      * by an earlier one), never leaves any out. */
     void (*announce)(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
                      uint32_t tokens);
+    /* The same for one training call, each told once in a view: epoch, kind, layer, dtype and
+     * order of `call` are filled in, the order's origin is not. To be ignored in another epoch.
+     * `tokens`: rows of a Backward, 0 for others. May be NULL without training. */
+    void (*announce_training)(void *ctx, const struct moe_ticket *call, uint32_t tokens);
     /* A ticket has been run, in order of seq. Engine's thread, no lock held; must not stop or start
      * a view, and may come while moe_engine_stop_view waits. On failure the engine has stopped the
      * view: tickets are ignored until the next moe_engine_start_view. Tickets that stop_view cut
@@ -102,6 +177,17 @@ struct moe_status moe_engine_submit(struct moe_engine *e, struct moe_work *w) MO
 /* Any thread, also after `done`: what is still queued of a request is dropped and it ends with
  * MOE_CANCELLED; one that is in a step as a whole runs to its end. `w` must be alive. */
 void moe_engine_cancel(struct moe_engine *e, struct moe_work *w);
+
+/* Any thread. As submit; MOE_UNIMPLEMENTED/UNSUPPORTED without training, MOE_INVALID_ARGUMENT/
+ * TOKEN_LIMIT for more tokens than a step may have. */
+struct moe_status moe_engine_submit_training(struct moe_engine *e,
+                                             struct moe_train_work *w) MOE_CHECKED;
+/* Any thread, also after `done`: nobody waits for the answer any more. A call that has not been
+ * announced under the present view ends with MOE_CANCELLED; any other one is run. */
+void moe_engine_cancel_training(struct moe_engine *e, struct moe_train_work *w);
+
+/* Any thread. Version of the weights that a step begun now would use; 1 without training. */
+uint64_t moe_engine_weights_version(struct moe_engine *e);
 
 /* Any thread. Tickets come in order of seq; those of another epoch are ignored. */
 void moe_engine_run(struct moe_engine *e, const struct moe_ticket *ticket);

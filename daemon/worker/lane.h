@@ -2,12 +2,15 @@
  * rows are gathered into and scattered from. The engine has two, so that one step's rows move while
  * the other computes.
  *
+ * A training ticket takes a lane as well, with or without a step: so it ends in its turn.
+ *
  * A step with a single segment needs no rows moved: the backend reads and writes the request's own
  * buffers. A lane takes no lock and is used by one thread. */
 #ifndef MOE_WORKER_LANE_H
 #define MOE_WORKER_LANE_H
 
 #include "worker/batcher.h"
+#include "worker/training.h"
 
 /* Capacity of a lane: tokens of the largest bucket, H and K over all layers. */
 struct moe_lane_shape {
@@ -25,6 +28,13 @@ struct moe_lane {
     uint32_t tokens;       /* sum over the segments */
     struct moe_step *step; /* NULL: it could not be enqueued, and `failure` says why */
     struct moe_status failure;
+    uint64_t weights_version; /* that the step uses */
+    /* a training ticket */
+    struct moe_train_work *train; /* the call, on its origin; NULL elsewhere */
+    struct moe_train_call call;
+    struct moe_train_turn turn;
+    struct moe_ledger_outcome outcome;
+    bool changing; /* the state of training may be half changed until the turn ends */
     /* host memory; rows of the layer at hand, packed */
     void *x, *y;                     /* [tokens, hidden] F32 at most */
     int32_t *ids_in, *ids_out;       /* [tokens, top_k] */

@@ -227,13 +227,18 @@ static void on_progress(void *ctx, uint64_t read_bytes)
 
 /* ----------------------------------------------------------------------- loading */
 
-static void drop_layers(struct moe_loader *l)
+static void destroy_layers(struct moe_loader *l)
 {
     for (size_t i = 0; i < l->layer_count; i++) {
         if (l->layers[i] != NULL)
             l->backend->layer_destroy(l->layers[i]);
         l->layers[i] = NULL;
     }
+}
+
+static void drop_layers(struct moe_loader *l)
+{
+    destroy_layers(l);
     free_table(&l->table);
     atomic_store(&l->loaded_bytes, 0);
     atomic_store(&l->total_bytes, 0);
@@ -277,7 +282,8 @@ static uint64_t host_available_bytes(void)
     return kib < UINT64_MAX / 1024 ? kib * 1024 : UINT64_MAX;
 }
 
-static struct moe_status check_memory(const struct moe_loader *l, uint64_t needed)
+struct moe_status moe_loader_check_room(const struct moe_loader *l, uint64_t needed,
+                                        const char *what)
 {
     struct moe_device_info info;
     l->backend->device_info(l->device, &info);
@@ -293,9 +299,9 @@ static struct moe_status check_memory(const struct moe_loader *l, uint64_t neede
     print_bytes(needed, needed_text);
     print_bytes(free_bytes, free_text);
     return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                     "the experts of this slot take %s and %s are free: more workers, or less in "
-                     "use elsewhere, would help",
-                     needed_text, free_text);
+                     "%s of this slot take %s and %s are free: more workers, or less in use "
+                     "elsewhere, would help",
+                     what, needed_text, free_text);
 }
 
 static uint64_t count_bytes(const struct moe_loader *l)
@@ -312,7 +318,7 @@ static uint64_t count_bytes(const struct moe_loader *l)
 static struct moe_status load_all(struct moe_loader *l)
 {
     uint64_t total = count_bytes(l);
-    MOE_TRY(check_memory(l, total));
+    MOE_TRY(moe_loader_check_room(l, total, "the experts"));
     atomic_store(&l->total_bytes, total);
     l->begun_ns = l->told_ns = moe_clock_ns();
     l->layer_base = 0;
@@ -349,6 +355,22 @@ struct moe_status moe_loader_load(struct moe_loader *l, const struct moe_group_a
     if (moe_failed(&st))
         drop_layers(l);
     return st;
+}
+
+struct moe_status moe_loader_reload(struct moe_loader *l)
+{
+    if (l->table.placements == NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "nothing is loaded");
+    destroy_layers(l);
+    struct moe_status st = load_all(l);
+    if (moe_failed(&st))
+        drop_layers(l);
+    return st;
+}
+
+const struct moe_placement *moe_loader_placements(const struct moe_loader *l)
+{
+    return l->table.placements;
 }
 
 void moe_loader_cancel(struct moe_loader *l)

@@ -31,6 +31,14 @@ bool moe_loader_holds(const struct moe_loader *l, const struct moe_group_assignm
  * model room says, MOE_ABORTED after moe_loader_cancel. */
 struct moe_status moe_loader_load(struct moe_loader *l,
                                   const struct moe_group_assignment *a) MOE_CHECKED;
+/* The same layers again, from the files, as if nothing had changed them. Something must be loaded,
+ * no view may be in force, and nothing may hold on to the layers. Errors as for moe_loader_load. */
+struct moe_status moe_loader_reload(struct moe_loader *l) MOE_CHECKED;
+/* Whether `bytes` more would fit. Errors: OUT_OF_MEMORY, which says that `what` needs them. */
+struct moe_status moe_loader_check_room(const struct moe_loader *l, uint64_t bytes,
+                                        const char *what) MOE_CHECKED;
+/* Who holds what, [layer_count]; NULL while nothing is loaded. Changes with the layers. */
+const struct moe_placement *moe_loader_placements(const struct moe_loader *l);
 /* [any thread] Loading now and later ends soon with MOE_ABORTED. */
 void moe_loader_cancel(struct moe_loader *l);
 

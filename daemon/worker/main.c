@@ -23,7 +23,78 @@ struct settings {
     uint64_t max_message_bytes, max_bytes_in_flight;
     uint64_t max_tokens_per_request, max_tokens_per_step, max_queued_tokens;
     uint64_t wait_budget_ms, drain_ms;
+    const char *training, *lora_targets, *freeze, *training_dir;
+    uint64_t lora_rank, saved_bytes, saved_seconds;
+    double lora_alpha, training_share;
 };
+
+/* ----------------------------------------------------------------------- training */
+
+/* Words of a list "a,b,c" as bits, by their places in `words`; false where one is none of them. */
+static bool read_list(const char *list, const char *const *words, size_t count, uint32_t *bits)
+{
+    *bits = 0;
+    for (const char *at = list; *at != '\0';) {
+        size_t length = strcspn(at, ","), i = 0;
+        while (i < count && (strlen(words[i]) != length || memcmp(words[i], at, length) != 0))
+            i++;
+        if (i == count)
+            return false;
+        *bits |= UINT32_C(1) << i;
+        at += length;
+        if (*at == ',' && *++at == '\0')
+            return false;
+    }
+    return true;
+}
+
+static bool read_frozen(const struct settings *s, uint32_t *bits)
+{
+    static const char *const groups[] = {"router", "experts", "shared"};
+    return read_list(s->freeze, groups, 3, bits);
+}
+
+static bool read_targets(const struct settings *s, uint32_t *bits)
+{
+    static const char *const targets[] = {"gate", "up", "down"};
+    return read_list(s->lora_targets, targets, 3, bits);
+}
+
+/* NULL, or what is wrong. */
+static const char *check_training(const struct settings *s)
+{
+    uint32_t bits;
+    if (strcmp(s->training, "off") != 0 && strcmp(s->training, "adamw") != 0 &&
+        strcmp(s->training, "sgd") != 0)
+        return "--training is off, adamw or sgd";
+    if (!read_frozen(s, &bits))
+        return "--freeze is a list of router, experts, shared";
+    if (!read_targets(s, &bits) || bits == 0)
+        return "--lora-targets is a list of gate, up, down";
+    if (!(s->training_share >= 0.01) || !(s->training_share <= 0.99))
+        return "--training-share is from 0.01 to 0.99";
+    if (s->lora_rank > 0 && !(s->lora_alpha > 0))
+        return "--lora-alpha is above 0";
+    return NULL;
+}
+
+/* Settings that were checked. */
+static void configure_training(const struct settings *s, struct moe_worker_config *c)
+{
+    uint32_t targets = 0;
+    c->training = strcmp(s->training, "off") != 0;
+    c->trainer.optimizer =
+        strcmp(s->training, "sgd") == 0 ? MOE_OPTIMIZER_SGD : MOE_OPTIMIZER_ADAMW;
+    (void)read_frozen(s, &c->trainer.frozen);
+    (void)read_targets(s, &targets);
+    c->trainer.lora_rank = (uint32_t)s->lora_rank;
+    c->trainer.lora_alpha = (float)s->lora_alpha;
+    c->trainer.lora_targets = s->lora_rank > 0 ? targets : 0;
+    c->training_permille = (uint32_t)(s->training_share * 1000 + 0.5);
+    c->saved_bytes = s->saved_bytes;
+    c->saved_ns = s->saved_seconds * MOE_NS_PER_S;
+    c->training_directory = s->training_dir;
+}
 
 /* ------------------------------------------------------------------------ running */
 
@@ -168,6 +239,7 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .ended = on_ended,
         .ctx = &run,
     };
+    configure_training(s, &config);
     moe_rpc_tune_allocator();
     MOE_TRY(check_uv(uv_loop_init(&run.loop)));
     struct moe_status st;
@@ -199,6 +271,9 @@ static const char *check_settings(const void *ctx)
         return "--max-tokens-per-step is a power of two";
     if (!known_backend)
         return "--backend is cpu, cuda or auto";
+    const char *training = check_training(s);
+    if (training != NULL)
+        return training;
     static struct moe_status wrong; /* outlives the answer */
     wrong = moe_endpoint_check("--coordinator", s->coordinator);
     if (!moe_failed(&wrong))
@@ -221,6 +296,13 @@ int main(int argc, char **argv)
         .max_queued_tokens = 1 << 20,
         .wait_budget_ms = 2000,
         .drain_ms = 10000,
+        .training = "off",
+        .freeze = "",
+        .lora_targets = "gate,up,down",
+        .lora_alpha = 16,
+        .training_share = 0.5,
+        .saved_bytes = UINT64_C(1) << 30,
+        .saved_seconds = 600,
     };
     const struct moe_option table[] = {
         {"model", 'm', MOE_OPTION_STRING, &s.model, 0, 0, "DIR",
@@ -253,6 +335,24 @@ int main(int argc, char **argv)
          "How long a step waits for a peer before it is lost"},
         {"drain-ms", 0, MOE_OPTION_UINT, &s.drain_ms, 0, 3600000, "MS",
          "Time to finish requests after SIGTERM"},
+        {"training", 0, MOE_OPTION_STRING, &s.training, 0, 0, "OPTIMIZER",
+         "off, adamw or sgd: offer TrainingService and keep what this optimizer needs"},
+        {"freeze", 0, MOE_OPTION_STRING, &s.freeze, 0, 0, "LIST",
+         "What never learns, of router,experts,shared; it takes no memory"},
+        {"lora-rank", 0, MOE_OPTION_UINT, &s.lora_rank, 0, 1024, "R",
+         "Train adapters of this rank instead of the experts; 0 = the experts themselves"},
+        {"lora-alpha", 0, MOE_OPTION_DOUBLE, &s.lora_alpha, 0, 0, "A",
+         "Scale of the adapters times their rank"},
+        {"lora-targets", 0, MOE_OPTION_STRING, &s.lora_targets, 0, 0, "LIST",
+         "Matrices with an adapter, of gate,up,down"},
+        {"training-share", 0, MOE_OPTION_DOUBLE, &s.training_share, 0, 1, "SHARE",
+         "Training's part of the steps while forward requests wait, 0.01 to 0.99"},
+        {"training-dir", 0, MOE_OPTION_STRING, &s.training_dir, 0, 0, "DIR",
+         "Where checkpoints are written and read; the same for all workers"},
+        {"saved-bytes", 0, MOE_OPTION_BYTES, &s.saved_bytes, 65536, 0, "BYTES",
+         "Memory for saved forward passes, and the same again for kept answers of Backward"},
+        {"saved-seconds", 0, MOE_OPTION_UINT, &s.saved_seconds, 1, 86400, "S",
+         "How long saved forward passes and answers are kept"},
     };
     const struct moe_daemon daemon = {
         .name = "moe-worker",

@@ -38,6 +38,11 @@ struct notice {
     uint32_t tokens;
 };
 
+struct call_notice {
+    struct moe_ticket call;
+    uint32_t tokens;
+};
+
 struct moe_peers {
     struct moe_peers_config config;
 
@@ -58,6 +63,8 @@ struct moe_peers {
     struct moe_rpc_stream *stream;             /* set when started */
     struct notice notices[MOE_SEQUENCER_KEYS]; /* not yet sent, merged by key */
     size_t notice_count;
+    struct call_notice call_notices[MOE_SEQUENCER_CALLS]; /* not yet sent, in order */
+    size_t call_notice_count;
 };
 
 /* One stream of a peer to this sequencer; the call's user state. */
@@ -76,6 +83,28 @@ static void report_lost(struct moe_peers *p, uint64_t slots, struct moe_status w
     p->config.lost(p->config.ctx, p->view.epoch, slots, why);
 }
 
+/* `to` borrows the body. */
+static void describe_order(const struct moe_training_order *from, Moe__V1__TrainingOrder *to)
+{
+    moe__v1__training_order__init(to);
+    to->origin = from->origin;
+    to->number = from->number;
+    to->body.data = (uint8_t *)(uintptr_t)from->body; /* packing only reads */
+    to->body.len = from->length;
+}
+
+static bool read_order(const Moe__V1__TrainingOrder *from, struct moe_training_order *to)
+{
+    if (from->body.len > sizeof to->body)
+        return false;
+    to->origin = from->origin;
+    to->number = from->number;
+    to->length = (uint32_t)from->body.len;
+    if (from->body.len > 0)
+        memcpy(to->body, from->body.data, from->body.len);
+    return true;
+}
+
 static void send_ticket(struct moe_peers *p, const struct moe_ticket *t)
 {
     Moe__V1__Ticket ticket = MOE__V1__TICKET__INIT;
@@ -85,6 +114,11 @@ static void send_ticket(struct moe_peers *p, const struct moe_ticket *t)
     ticket.kind = (Moe__V1__StepKind)t->kind;
     ticket.dtype = (Moe__V1__DataType)t->dtype;
     ticket.bucket = t->bucket;
+    Moe__V1__TrainingOrder order;
+    if (moe_step_is_training(t->kind)) {
+        describe_order(&t->order, &order);
+        ticket.training = &order;
+    }
     Moe__V1__SequenceResponse response = MOE__V1__SEQUENCE_RESPONSE__INIT;
     response.body_case = MOE__V1__SEQUENCE_RESPONSE__BODY_TICKET;
     response.ticket = &ticket;
@@ -147,6 +181,15 @@ static struct moe_status on_hello(struct moe_peers *p, struct moe_rpc_call *call
     return moe_ok();
 }
 
+static struct moe_status on_call(struct moe_peers *p, uint32_t slot, const Moe__V1__WorkNotice *n)
+{
+    struct moe_ticket call = {
+        .layer = n->layer, .kind = (enum moe_step_kind)n->kind, .dtype = (enum moe_dtype)n->dtype};
+    if (!read_order(n->training, &call.order))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "a training call is too long");
+    return moe_sequencer_call(p->sequencer, slot, &call, n->tokens);
+}
+
 static struct moe_status on_request(struct moe_peers *p, struct moe_rpc_call *call,
                                     struct seat *seat, const Moe__V1__SequenceRequest *q)
 {
@@ -157,6 +200,8 @@ static struct moe_status on_request(struct moe_peers *p, struct moe_rpc_call *ca
                          "the first message of the stream must be SequenceHello");
     if (p->phase == IDLE || seat->epoch != p->view.epoch)
         return stale(p, seat->epoch);
+    if (q->body_case == MOE__V1__SEQUENCE_REQUEST__BODY_WORK && q->work->training != NULL)
+        return on_call(p, seat->slot, q->work);
     if (q->body_case == MOE__V1__SEQUENCE_REQUEST__BODY_WORK) {
         struct moe_sequencer_key key = {q->work->layer, (enum moe_step_kind)q->work->kind,
                                         (enum moe_dtype)q->work->dtype};
@@ -274,6 +319,22 @@ static void send_hello(const struct moe_peers *p, struct moe_rpc_stream *stream)
     send_request(stream, &q);
 }
 
+static void send_call(struct moe_rpc_stream *stream, const struct call_notice *notice)
+{
+    Moe__V1__TrainingOrder order;
+    Moe__V1__WorkNotice work = MOE__V1__WORK_NOTICE__INIT;
+    describe_order(&notice->call.order, &order);
+    work.layer = notice->call.layer;
+    work.kind = (Moe__V1__StepKind)notice->call.kind;
+    work.dtype = (Moe__V1__DataType)notice->call.dtype;
+    work.tokens = notice->tokens;
+    work.training = &order;
+    Moe__V1__SequenceRequest q = MOE__V1__SEQUENCE_REQUEST__INIT;
+    q.body_case = MOE__V1__SEQUENCE_REQUEST__BODY_WORK;
+    q.work = &work;
+    send_request(stream, &q);
+}
+
 static void send_notices(struct moe_peers *p)
 {
     if (p->stream == NULL || moe_rpc_stream_backlog(p->stream) >= BACKLOG_MAX)
@@ -290,6 +351,9 @@ static void send_notices(struct moe_peers *p)
         send_request(p->stream, &q);
     }
     p->notice_count = 0;
+    for (size_t i = 0; i < p->call_notice_count; i++)
+        send_call(p->stream, &p->call_notices[i]);
+    p->call_notice_count = 0;
 }
 
 static void add_notice(struct moe_peers *p, const struct moe_sequencer_key *key, uint32_t tokens)
@@ -348,6 +412,8 @@ static bool read_ticket(struct moe_rpc_msg *m, struct moe_ticket *out)
         .dtype = (enum moe_dtype)r->ticket->dtype,
         .bucket = r->ticket->bucket,
     };
+    if (moe_step_is_training(out->kind))
+        return r->ticket->training != NULL && read_order(r->ticket->training, &out->order);
     return true;
 }
 
@@ -411,6 +477,25 @@ void moe_peers_announce(struct moe_peers *p, uint32_t layer, enum moe_step_kind 
         issue_tickets(p);
     } else if (p->phase != IDLE) {
         add_notice(p, &key, tokens);
+        send_notices(p);
+    }
+    pthread_mutex_unlock(&p->lock);
+}
+
+void moe_peers_announce_training(struct moe_peers *p, const struct moe_ticket *call,
+                                 uint32_t tokens)
+{
+    pthread_mutex_lock(&p->lock);
+    bool current = p->phase != IDLE && p->view.epoch == call->epoch;
+    if (current && p->role == SEQUENCER) {
+        struct moe_status st = moe_sequencer_call(p->sequencer, p->view.slot, call, tokens);
+        if (moe_failed(&st))
+            report_lost(p, 0, st);
+        issue_tickets(p);
+    } else if (current) {
+        /* The engine lets no more calls wait than there is room for. */
+        MOE_INVARIANT(p->call_notice_count < MOE_SEQUENCER_CALLS);
+        p->call_notices[p->call_notice_count++] = (struct call_notice){*call, tokens};
         send_notices(p);
     }
     pthread_mutex_unlock(&p->lock);
@@ -488,7 +573,7 @@ void moe_peers_stop(struct moe_peers *p)
     struct moe_rpc_channel *channel = p->channel;
     p->stream = NULL;
     p->channel = NULL;
-    p->notice_count = 0;
+    p->notice_count = p->call_notice_count = 0;
     pthread_mutex_unlock(&p->lock);
 
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
@@ -517,6 +602,8 @@ struct moe_status moe_peers_create(const struct moe_peers_config *config, struct
         free(p);
         return st;
     }
+    if (config->training_permille != 0)
+        moe_sequencer_set_share(p->sequencer, config->training_permille);
     pthread_mutex_init(&p->lock, NULL);
     *out = p;
     return moe_ok();

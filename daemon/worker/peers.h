@@ -16,6 +16,7 @@ struct moe_peers;
 struct moe_peers_config {
     struct moe_rpc_client *client; /* borrowed */
     uint64_t incarnation;          /* of this process */
+    uint32_t training_permille;    /* see moe_sequencer_set_share; 0 = its default */
     /* Run this ticket. Called in order of seq, from any thread, one at a time; must not call back.
      */
     void (*run)(void *ctx, const struct moe_ticket *ticket);
@@ -62,6 +63,9 @@ void moe_peers_stop(struct moe_peers *p);
  * is expected: the engine announces everything again when a view starts. */
 void moe_peers_announce(struct moe_peers *p, uint32_t layer, enum moe_step_kind kind,
                         enum moe_dtype dtype, uint32_t tokens);
+/* The same for moe_engine_config.announce_training. */
+void moe_peers_announce_training(struct moe_peers *p, const struct moe_ticket *call,
+                                 uint32_t tokens);
 /* For moe_engine_config.finished: any thread, in order of seq; may call `run`. */
 void moe_peers_finished(struct moe_peers *p, const struct moe_ticket *ticket,
                         const struct moe_status *status);

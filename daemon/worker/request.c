@@ -127,8 +127,7 @@ static struct moe_status check_mode(struct parse *p, const Head *h)
     return moe_ok();
 }
 
-/* Bytes of one expert id on the wire; 0 for what is no format of ids. */
-static size_t id_bytes(Moe__V1__DataType dtype)
+size_t moe_request_id_bytes(int dtype)
 {
     switch (dtype) {
     case MOE__V1__DATA_TYPE__DATA_TYPE_U8: return 1;
@@ -138,7 +137,7 @@ static size_t id_bytes(Moe__V1__DataType dtype)
     }
 }
 
-static int32_t read_id(const void *ids, size_t i, size_t size)
+int32_t moe_request_read_id(const void *ids, size_t i, size_t size)
 {
     if (size == 1)
         return ((const uint8_t *)ids)[i];
@@ -148,7 +147,8 @@ static int32_t read_id(const void *ids, size_t i, size_t size)
 static struct moe_status check_ids(const struct parse *p, const Head *h)
 {
     const struct moe_layer_spec *spec = p->request->spec;
-    size_t size = id_bytes(h->topk_ids_dtype), k = spec->router.top_k, pairs = h->tokens * k;
+    size_t size = moe_request_id_bytes((int)h->topk_ids_dtype), k = spec->router.top_k,
+           pairs = h->tokens * k;
     int32_t all = (int32_t)(spec->experts + spec->router.zero_experts);
     if (size == 0)
         return invalid(DTYPE_UNSUPPORTED, "topk_ids_dtype must be U8, U16 or I32");
@@ -157,7 +157,7 @@ static struct moe_status check_ids(const struct parse *p, const Head *h)
                        p->ids_bytes, h->tokens, k, pairs * size);
     const void *ids = moe_buffer_data(p->request->ids);
     for (size_t i = 0; i < pairs; i++) {
-        int32_t id = read_id(ids, i, size);
+        int32_t id = moe_request_read_id(ids, i, size);
         if (id < -1 || id >= all)
             return invalid(EXPERT_INDEX_RANGE, "token %zu: expert %d; the layer has 0 to %d", i / k,
                            id, all - 1);
@@ -192,6 +192,27 @@ static struct moe_status check_routing(struct parse *p, const Head *h)
     return moe_ok();
 }
 
+static struct moe_status check_save(struct parse *p, const Head *h)
+{
+    const struct moe_request_context *c = p->context;
+    if (h->save == NULL)
+        return moe_ok();
+    if (c->training == NULL)
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "this worker was started without training");
+    if (!moe_training_name_ok(h->save->session))
+        return invalid(NAME_INVALID, "a session has 1 to 64 characters of A-Z a-z 0-9 . _ - and "
+                                     "begins with no dot");
+    if (h->save->micro_batch_id == 0)
+        return invalid(VALUE_INVALID, "micro_batch_id must be at least 1");
+    if (h->tokens > c->info->max_tokens_per_step)
+        return invalid(TOKEN_LIMIT, "%u tokens; one Backward has at most %u", h->tokens,
+                       c->info->max_tokens_per_step);
+    memcpy(p->request->save_session, h->save->session, strlen(h->save->session));
+    p->request->save_id = h->save->micro_batch_id;
+    return moe_ok();
+}
+
 static struct moe_status check_state(struct parse *p, const Head *h)
 {
     const struct moe_request_context *c = p->context;
@@ -199,11 +220,11 @@ static struct moe_status check_state(struct parse *p, const Head *h)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH,
                          "epoch %llu was asked for; the epoch is %llu",
                          (unsigned long long)h->epoch, (unsigned long long)c->epoch);
-    if (h->weights_version != 0 && h->weights_version != c->info->weights_version)
+    if (h->weights_version != 0 && h->weights_version != c->weights_version)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
                          "weights version %llu was asked for; it is %llu",
                          (unsigned long long)h->weights_version,
-                         (unsigned long long)c->info->weights_version);
+                         (unsigned long long)c->weights_version);
     if (c->draining)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, DRAINING_RETRY_MS,
                                "this worker is leaving");
@@ -231,7 +252,7 @@ static bool append_part(size_t *end, size_t bytes, size_t *offset)
 static struct moe_status lay_out(const struct parse *p, const Head *h, struct layout *l)
 {
     size_t pairs = h->tokens * (size_t)p->request->spec->router.top_k * sizeof(int32_t);
-    size_t routing = h->return_routing ? pairs : 0;
+    size_t routing = h->return_routing || h->save != NULL ? pairs : 0;
     size_t widened = p->ids_bytes != 0 && p->ids_bytes != pairs ? pairs : 0;
     size_t limit = p->context->info->max_message_bytes;
     *l = (struct layout){0};
@@ -244,7 +265,58 @@ static struct moe_status lay_out(const struct parse *p, const Head *h, struct la
 static void widen_ids(int32_t *to, const void *from, size_t size, size_t pairs)
 {
     for (size_t i = 0; i < pairs; i++)
-        to[i] = read_id(from, i, size);
+        to[i] = moe_request_read_id(from, i, size);
+}
+
+/* Room for x and the routing, and x itself. Where there is none the pass is served all the same,
+ * and its answer does not say `saved`. */
+static void reserve_pass(struct parse *p, const Head *h)
+{
+    struct moe_request *r = p->request;
+    size_t pairs = h->tokens * (size_t)r->spec->router.top_k * sizeof(int32_t);
+    size_t end = 0, x_at, ids_at, weights_at;
+    if (!append_part(&end, p->x_bytes, &x_at) || !append_part(&end, pairs, &ids_at) ||
+        !append_part(&end, pairs, &weights_at))
+        return;
+    r->training = p->context->training;
+    struct moe_status st =
+        moe_saved_reserve(moe_train_passes(r->training), end, r->received_ns, &r->pass);
+    if (moe_failed(&st)) {
+        r->pass = NULL;
+        return;
+    }
+    const struct moe_saved_pass head = {
+        .layer = h->layer,
+        .tokens = h->tokens,
+        .top_k = r->spec->router.top_k,
+        .dtype = r->work.dtype,
+        .mode = r->work.mode == MOE_ROUTE_IDS_WEIGHTS ? MOE_ROUTE_IDS_WEIGHTS : MOE_ROUTE_IDS,
+        .x_bytes = p->x_bytes,
+        .ids_at = ids_at,
+        .weights_at = weights_at,
+    };
+    memcpy(r->pass->head, &head, sizeof head);
+    memcpy(r->pass->data, moe_buffer_data(r->x), p->x_bytes);
+}
+
+/* The engine's thread: the pass is complete, and can be found. */
+static void keep_pass(struct moe_request *r)
+{
+    const struct moe_work *w = &r->work;
+    size_t pairs = w->tokens * (size_t)r->spec->router.top_k * sizeof(int32_t);
+    struct moe_train_state state;
+    struct moe_saved_pass head;
+    uint8_t *data = r->pass->data;
+    moe_train_read_state(r->training, &state);
+    memcpy(&head, r->pass->head, sizeof head);
+    head.weights_version = w->answered_version;
+    head.lineage = state.lineage;
+    memcpy(r->pass->head, &head, sizeof head);
+    memcpy(data + head.ids_at, w->ids_out, pairs);
+    memcpy(data + head.weights_at, w->weights_out, pairs);
+    moe_saved_put(moe_train_passes(r->training), r->pass, r->save_session, r->save_id,
+                  moe_clock_ns());
+    r->pass = NULL;
 }
 
 static struct moe_status prepare_work(struct parse *p, const Head *h)
@@ -257,15 +329,17 @@ static struct moe_status prepare_work(struct parse *p, const Head *h)
     uint8_t *base = moe_buffer_data(r->results);
     w->layer = h->layer;
     w->epoch = h->epoch;
+    w->weights_version = h->weights_version;
     w->x = moe_buffer_data(r->x);
     w->y = base + l.y;
-    if (h->return_routing) {
+    r->return_routing = h->return_routing;
+    if (h->return_routing || h->save != NULL) {
         w->ids_out = (int32_t *)(void *)(base + l.ids_out);
         w->weights_out = (float *)(void *)(base + l.weights_out);
     }
     if (l.ids_in != l.end) {
         int32_t *ids = (int32_t *)(void *)(base + l.ids_in);
-        widen_ids(ids, moe_buffer_data(r->ids), id_bytes(h->topk_ids_dtype),
+        widen_ids(ids, moe_buffer_data(r->ids), moe_request_id_bytes((int)h->topk_ids_dtype),
                   h->tokens * (size_t)r->spec->router.top_k);
         w->ids_in = ids;
     } else if (r->ids != NULL) {
@@ -273,6 +347,8 @@ static struct moe_status prepare_work(struct parse *p, const Head *h)
     }
     if (r->weights != NULL)
         w->weights_in = moe_buffer_data(r->weights);
+    if (h->save != NULL)
+        reserve_pass(p, h);
     return moe_ok();
 }
 
@@ -290,6 +366,7 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
     MOE_TRY(check_layer(p, h));
     MOE_TRY(check_shape(p, h));
     MOE_TRY(check_routing(p, h));
+    MOE_TRY(check_save(p, h));
     MOE_TRY(check_state(p, h));
     return prepare_work(p, h);
 }
@@ -324,6 +401,8 @@ void moe_request_release(struct moe_request *r)
     moe_buffer_release(r->ids);
     moe_buffer_release(r->weights);
     moe_buffer_release(r->results);
+    moe_saved_release(r->pass);
+    r->pass = NULL;
     r->x = r->ids = r->weights = r->results = NULL;
 }
 
@@ -394,8 +473,7 @@ static void pack_head(const Moe__V1__ForwardStreamResponse *answer, uint8_t *hea
     moe__v1__forward_stream_response__pack(answer, head);
 }
 
-void moe_request_answer(struct moe_request *r, const struct moe_service_info *info, uint8_t *head,
-                        struct moe_rpc_out *out)
+void moe_request_answer(struct moe_request *r, uint8_t *head, struct moe_rpc_out *out)
 {
     const struct moe_work *w = &r->work;
     size_t pairs = w->tokens * (size_t)r->spec->router.top_k;
@@ -404,7 +482,11 @@ void moe_request_answer(struct moe_request *r, const struct moe_service_info *in
     *out = (struct moe_rpc_out){0};
     moe__v1__forward_stream_response__init(&answer);
     answer.epoch = w->answered_epoch;
-    answer.weights_version = info->weights_version;
+    answer.weights_version = w->answered_version;
+    if (r->pass != NULL) {
+        keep_pass(r);
+        answer.saved = true;
+    }
     answer.tokens = w->tokens;
     answer.hidden = r->spec->hidden;
     answer.dtype = w->dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
@@ -412,9 +494,10 @@ void moe_request_answer(struct moe_request *r, const struct moe_service_info *in
     answer.top_k = r->spec->router.top_k;
     answer.request_id = r->id;
     answer.stages = &stages;
-    if (w->ids_out != NULL) {
+    if (r->return_routing) {
         answer.topk_ids_dtype = narrow_ids(r, pairs);
-        add_part(r, out, FIELD_IDS, w->ids_out, pairs * id_bytes(answer.topk_ids_dtype));
+        add_part(r, out, FIELD_IDS, w->ids_out,
+                 pairs * moe_request_id_bytes((int)answer.topk_ids_dtype));
         add_part(r, out, FIELD_WEIGHTS, w->weights_out, pairs * sizeof(float));
     }
     add_part(r, out, FIELD_DATA, w->y,

@@ -8,10 +8,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum {
+    CALLS = MOE_MAX_SLOTS * MOE_SEQUENCER_CALLS,
+    WHOLE = 1000, /* of a share */
+};
+
 struct key_state {
     struct moe_sequencer_key key;
     uint64_t pending[MOE_MAX_SLOTS]; /* announced, not covered by a ticket */
-    bool in_ring;                    /* exactly when some slot's pending is not 0 */
+    uint64_t owed[MOE_MAX_SLOTS]; /* of these, waiting since the last exclusive ticket was done */
+    bool in_ring;                 /* exactly when some slot's pending is not 0 */
 };
 
 struct moe_sequencer {
@@ -25,6 +31,17 @@ struct moe_sequencer {
     struct key_state keys[MOE_SEQUENCER_KEYS];
     size_t ring_first, ring_count; /* ring[(first + i) % KEYS]: indices into keys */
     uint32_t ring[MOE_SEQUENCER_KEYS];
+
+    /* Training. */
+    uint32_t permille;      /* its share; stays over views */
+    uint32_t credit;        /* what a training ticket costs while forward work waits; <= WHOLE */
+    uint64_t last_forward;  /* seq of the last forward ticket; 0 = none */
+    uint64_t last_training; /* the same of training */
+    uint64_t exclusive;     /* seq of an exclusive ticket that is in flight; 0 = none is */
+    uint64_t owed;          /* sum over keys and slots */
+    size_t call_first, call_count;
+    uint32_t calls_of[MOE_MAX_SLOTS]; /* in the queue */
+    struct moe_ticket calls[CALLS];   /* a ring; without epoch and seq */
 };
 
 struct moe_status moe_sequencer_create(struct moe_sequencer **out)
@@ -34,6 +51,7 @@ struct moe_status moe_sequencer_create(struct moe_sequencer **out)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "no memory for the sequencer");
     s->stopped = true;
+    s->permille = WHOLE / 2;
     *out = s;
     return moe_ok();
 }
@@ -43,12 +61,20 @@ void moe_sequencer_destroy(struct moe_sequencer *s)
     free(s);
 }
 
+void moe_sequencer_set_share(struct moe_sequencer *s, uint32_t permille)
+{
+    MOE_INVARIANT(permille > 0 && permille < WHOLE);
+    s->permille = permille;
+}
+
 void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
                          uint32_t max_bucket)
 {
     MOE_INVARIANT(live != 0 && live >> MOE_MAX_SLOTS == 0);
     MOE_INVARIANT(max_bucket != 0 && moe_pow2_ceil(max_bucket) == max_bucket);
+    uint32_t permille = s->permille;
     memset(s, 0, sizeof *s);
+    s->permille = permille;
     s->epoch = epoch;
     s->live = live;
     s->max_bucket = max_bucket;
@@ -120,6 +146,29 @@ struct moe_status moe_sequencer_work(struct moe_sequencer *s, uint32_t slot,
     return moe_ok();
 }
 
+struct moe_status moe_sequencer_call(struct moe_sequencer *s, uint32_t slot,
+                                     const struct moe_ticket *call, uint32_t tokens)
+{
+    bool backward = call->kind == MOE_STEP_BACKWARD;
+    if (!is_live(s, slot))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE, "slot %u is not of this view",
+                         slot);
+    if (!moe_step_is_training(call->kind) || call->order.length > MOE_TRAINING_BODY_MAX ||
+        (backward && (tokens == 0 || tokens > s->max_bucket || moe_dtype_bytes(call->dtype) == 0)))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
+                         "a training call of kind %u, dtype %u and %u tokens is impossible",
+                         (unsigned)call->kind, (unsigned)call->dtype, tokens);
+    if (s->calls_of[slot] == MOE_SEQUENCER_CALLS)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL,
+                         "more than %d training calls of slot %u wait", MOE_SEQUENCER_CALLS, slot);
+    struct moe_ticket *t = &s->calls[(s->call_first + s->call_count++) % CALLS];
+    *t = *call;
+    t->order.origin = slot;
+    t->bucket = backward ? moe_pow2_ceil(tokens) : 0;
+    s->calls_of[slot]++;
+    return moe_ok();
+}
+
 struct moe_status moe_sequencer_done(struct moe_sequencer *s, uint32_t slot, uint64_t seq, bool ok)
 {
     if (!is_live(s, slot))
@@ -156,23 +205,75 @@ static uint32_t choose_bucket(const struct moe_sequencer *s, const struct key_st
     return most >= s->max_bucket ? s->max_bucket : moe_pow2_ceil((uint32_t)most);
 }
 
+static uint64_t lesser(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
 /* Takes what a ticket covers off the books; false when nothing is left. */
 static bool cover(struct moe_sequencer *s, struct key_state *k, uint32_t bucket)
 {
     bool left = false;
     for (uint32_t slot = 0; slot < MOE_MAX_SLOTS; slot++) {
-        uint64_t taken = k->pending[slot] < bucket ? k->pending[slot] : bucket;
+        uint64_t taken = lesser(k->pending[slot], bucket), owed = lesser(k->owed[slot], taken);
         k->pending[slot] -= taken;
         s->pending -= taken;
+        k->owed[slot] -= owed;
+        s->owed -= owed;
         left = left || k->pending[slot] != 0;
     }
     return left;
 }
 
-bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out)
+/* ------------------------------------------------------- turns of forward and training */
+
+/* An exclusive ticket that all slots have run is over: what waits now comes before the next one. */
+static void close_exclusive(struct moe_sequencer *s)
 {
-    if (s->stopped || s->ring_count == 0 || s->issued - completed(s) >= MOE_SEQUENCER_IN_FLIGHT)
+    if (s->exclusive == 0 || completed(s) < s->exclusive)
+        return;
+    s->exclusive = 0;
+    s->owed = s->pending;
+    for (size_t i = 0; i < s->key_count; i++)
+        memcpy(s->keys[i].owed, s->keys[i].pending, sizeof s->keys[i].owed);
+}
+
+static uint32_t price(const struct moe_sequencer *s)
+{
+    return WHOLE - s->permille;
+}
+
+/* The oldest training call may have the next ticket. */
+static bool training_is_due(const struct moe_sequencer *s)
+{
+    if (s->call_count == 0)
         return false;
+    const struct moe_ticket *head = &s->calls[s->call_first];
+    if (moe_step_is_exclusive(head->kind) && s->owed > 0)
+        return false;
+    bool lately = s->last_forward != 0 && s->issued - s->last_forward < MOE_SEQUENCER_LATELY;
+    if (lately && s->last_training > completed(s))
+        return false;
+    return s->ring_count == 0 || s->credit >= price(s);
+}
+
+static void issue_training(struct moe_sequencer *s, struct moe_ticket *out)
+{
+    *out = s->calls[s->call_first];
+    out->epoch = s->epoch;
+    out->seq = ++s->issued;
+    s->call_first = (s->call_first + 1) % CALLS;
+    s->call_count--;
+    s->calls_of[out->order.origin]--;
+    s->last_training = out->seq;
+    if (moe_step_is_exclusive(out->kind))
+        s->exclusive = out->seq;
+    if (s->ring_count > 0)
+        s->credit -= price(s);
+}
+
+static void issue_forward(struct moe_sequencer *s, struct moe_ticket *out)
+{
     struct key_state *k = ring_take(s);
     uint32_t bucket = choose_bucket(s, k);
     if (cover(s, k, bucket))
@@ -185,6 +286,23 @@ bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out)
         .dtype = k->key.dtype,
         .bucket = bucket,
     };
+    s->last_forward = out->seq;
+    s->credit = s->credit + s->permille < WHOLE ? s->credit + s->permille : WHOLE;
+}
+
+bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out)
+{
+    if (s->stopped || s->issued - completed(s) >= MOE_SEQUENCER_IN_FLIGHT)
+        return false;
+    close_exclusive(s);
+    if (s->exclusive != 0)
+        return false;
+    if (training_is_due(s))
+        issue_training(s, out);
+    else if (s->ring_count > 0)
+        issue_forward(s, out);
+    else
+        return false;
     return true;
 }
 
@@ -196,4 +314,9 @@ bool moe_sequencer_stopped(const struct moe_sequencer *s)
 uint64_t moe_sequencer_pending(const struct moe_sequencer *s)
 {
     return s->pending;
+}
+
+size_t moe_sequencer_calls(const struct moe_sequencer *s)
+{
+    return s->call_count;
 }

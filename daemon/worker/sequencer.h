@@ -2,6 +2,15 @@
  * (layer, kind, dtype), issues tickets that cover them, and never has more than two tickets in
  * flight: what arrives meanwhile is batched into the next step, so no waiting timer is needed.
  *
+ * Training calls stand in one queue, in order of arrival; each gets a ticket of its own.
+ *   Share       while forward work waits, at most a given share of the tickets are training's.
+ *   Latency     where forward work came lately, one training ticket is in flight at most, so that
+ *               forward work waits for one of them and not for two.
+ *   Exclusive   after a ticket that changes the state as a whole, none is issued until all slots
+ * have run it; slots may take long for it, and different times. Fairness    forward work that waits
+ * when an exclusive ticket is done is served before the next exclusive one, so that a request that
+ * has to begin again has to do so once at most.
+ *
  * Pure: no clock, no lock, no thread, no memory after create. It never learns what a step computes
  * or how tickets travel. */
 #ifndef MOE_WORKER_SEQUENCER_H
@@ -14,6 +23,8 @@ struct moe_sequencer;
 enum {
     MOE_SEQUENCER_IN_FLIGHT = 2,             /* tickets issued and not yet done on every slot */
     MOE_SEQUENCER_KEYS = 2 * MOE_MAX_LAYERS, /* (layer, kind, dtype) combinations of one view */
+    MOE_SEQUENCER_CALLS = 64,                /* training calls of one slot that may wait */
+    MOE_SEQUENCER_LATELY = 16,               /* tickets */
 };
 
 /* What may share a step. */
@@ -27,6 +38,10 @@ struct moe_status moe_sequencer_create(struct moe_sequencer **out) MOE_CHECKED;
 /* NULL is ignored. */
 void moe_sequencer_destroy(struct moe_sequencer *s);
 
+/* Training's share of the tickets while forward work waits, in thousandths, 1 .. 999; 500 at first.
+ * It stays over views. */
+void moe_sequencer_set_share(struct moe_sequencer *s, uint32_t permille);
+
 /* A new view: forgets everything and starts at seq 1.
  * live        bit s: slot s takes part and has to report each ticket
  * max_bucket  a power of two */
@@ -38,6 +53,12 @@ void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
 struct moe_status moe_sequencer_work(struct moe_sequencer *s, uint32_t slot,
                                      const struct moe_sequencer_key *key,
                                      uint32_t tokens) MOE_CHECKED;
+
+/* A training call waits on `slot`. Of `call`, kind, layer, dtype and order (but for the origin)
+ * count; `tokens`: rows of a Backward, at least 1. Errors: MOE_INVALID_ARGUMENT,
+ * MOE_RESOURCE_EXHAUSTED (the slot has too many waiting). */
+struct moe_status moe_sequencer_call(struct moe_sequencer *s, uint32_t slot,
+                                     const struct moe_ticket *call, uint32_t tokens) MOE_CHECKED;
 
 /* `slot` has run ticket `seq`; slots report every ticket once, in order. A step that failed
  * anywhere stops the sequencer until the next view. Errors: MOE_INVALID_ARGUMENT (not of this view,
@@ -52,5 +73,7 @@ bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out);
 bool moe_sequencer_stopped(const struct moe_sequencer *s);
 /* Tokens that were announced and are not yet covered by a ticket, over all slots. */
 uint64_t moe_sequencer_pending(const struct moe_sequencer *s);
+/* Training calls without a ticket. */
+size_t moe_sequencer_calls(const struct moe_sequencer *s);
 
 #endif

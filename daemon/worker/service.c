@@ -11,12 +11,14 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 struct moe_service {
     struct moe_service_info info; /* as given; `slot` is the first value of the one below */
     struct moe_engine *engine;
     struct moe_staging *staging;
+    struct moe_train *training; /* NULL = none */
     struct moe_service_metrics *metrics;
     _Atomic uint64_t epoch; /* of the committed view; 0 = none */
     _Atomic uint32_t slot;
@@ -56,6 +58,8 @@ static struct moe_request_context context_of(struct moe_service *s)
 {
     return (struct moe_request_context){.info = &s->info,
                                         .staging = s->staging,
+                                        .training = s->training,
+                                        .weights_version = moe_engine_weights_version(s->engine),
                                         .epoch = atomic_load(&s->epoch),
                                         .draining = atomic_load(&s->draining)};
 }
@@ -94,7 +98,7 @@ static void forward_done(struct moe_work *work, struct moe_status status)
     moe_service_metrics_left(f->service->metrics, work->tokens, !moe_failed(&status));
     record(f, &status);
     if (!moe_failed(&status))
-        moe_request_answer(&f->request, &f->service->info, head, &out);
+        moe_request_answer(&f->request, head, &out);
     else if (f->stream != NULL)
         moe_request_answer_error(f->request.id, &status, head, &out);
 
@@ -393,14 +397,15 @@ static void server_info_message(struct moe_rpc_call *call, struct moe_rpc_msg *m
 {
     static char name[] = "moe-worker", version[] = MOE_VERSION;
     static char stream[] = "forward_stream", routing[] = "return_routing", ids[] = "client_routing";
-    char *extensions[] = {stream, routing, ids}, none[] = "";
+    static char training[] = "training";
+    char *extensions[] = {stream, routing, ids, training}, none[] = "";
     struct moe_service *s = ctx;
     moe_rpc_msg_free(m);
     Moe__V1__GetServerInfoResponse answer;
     moe__v1__get_server_info_response__init(&answer);
     answer.name = name;
     answer.version = version;
-    answer.n_extensions = sizeof extensions / sizeof *extensions;
+    answer.n_extensions = sizeof extensions / sizeof *extensions - (s->training == NULL);
     answer.extensions = extensions;
     answer.max_message_bytes = s->info.max_message_bytes;
     answer.max_tokens_per_request = s->info.max_tokens_per_request;
@@ -459,7 +464,7 @@ static void model_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void
     answer.family = (char *)(uintptr_t)s->info.family;
     answer.n_layers = n;
     answer.layers = list;
-    answer.weights_version = s->info.weights_version;
+    answer.weights_version = moe_engine_weights_version(s->engine);
     answer.epoch = atomic_load(&s->epoch);
     reply_packed(call, &answer.base);
 out:
@@ -512,6 +517,7 @@ struct moe_status moe_service_create(const struct moe_service_config *config,
     s->info = config->info;
     s->engine = config->engine;
     s->staging = config->staging;
+    s->training = config->training;
     atomic_store(&s->slot, config->info.slot);
     struct moe_status st = moe_service_metrics_create(config->metrics, s->engine, &s->metrics);
     if (moe_failed(&st)) {
@@ -586,4 +592,17 @@ void moe_service_set_slot(struct moe_service *s, uint32_t slot)
 void moe_service_set_draining(struct moe_service *s)
 {
     atomic_store(&s->draining, true);
+}
+
+void moe_service_read(struct moe_service *s, uint64_t *epoch, bool *draining)
+{
+    *epoch = atomic_load(&s->epoch);
+    *draining = atomic_load(&s->draining);
+}
+
+void moe_service_worker(struct moe_service *s, uint32_t slot, char *out, size_t capacity)
+{
+    pthread_mutex_lock(&s->lock);
+    (void)snprintf(out, capacity, "%s", slot < s->worker_count ? s->workers[slot] : "");
+    pthread_mutex_unlock(&s->lock);
 }

@@ -26,7 +26,6 @@ struct moe_service_info {
     const struct moe_layer_spec *const *layers; /* ascending by layer */
     size_t layer_count;
     uint32_t slot;
-    uint64_t weights_version;        /* 1 after loading */
     uint32_t max_message_bytes;      /* the server's, both directions */
     uint32_t max_tokens_per_request; /* more are refused with TOKEN_LIMIT */
     uint32_t max_tokens_per_step;    /* largest bucket */
@@ -37,6 +36,7 @@ struct moe_service_config {
     struct moe_service_info info;
     struct moe_engine *engine; /* borrowed, as is the pool; see moe_service_destroy */
     struct moe_staging *staging;
+    struct moe_train *training;  /* borrowed; NULL = none */
     struct moe_metrics *metrics; /* where the request metrics are registered; NULL = nowhere */
 };
 
@@ -48,6 +48,11 @@ void moe_service_destroy(struct moe_service *s);
 
 /* The methods to start the server with; their `ctx` is the service. */
 void moe_service_methods(struct moe_service *s, struct moe_rpc_method out[MOE_SERVICE_METHODS]);
+
+/* [any thread] What the training service asks: the epoch of the committed view (0 = none) and
+ * whether new requests are refused; the endpoint of a slot's worker, "" where there is none. */
+void moe_service_read(struct moe_service *s, uint64_t *epoch, bool *draining);
+void moe_service_worker(struct moe_service *s, uint32_t slot, char *out, size_t capacity);
 
 /* [any thread] The committed view. epoch = 0: there is none, and new requests are refused with
  * UNAVAILABLE/REFORMING (those accepted before wait for the next view). `workers` are the

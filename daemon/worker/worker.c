@@ -11,6 +11,8 @@
 #include "worker/loader.h"
 #include "worker/peers.h"
 #include "worker/service.h"
+#include "worker/training.h"
+#include "worker/training_service.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -22,7 +24,7 @@
 
 enum {
     ENDPOINT_BYTES = 256,
-    METHODS = MOE_SERVICE_METHODS + 1,
+    METHODS = MOE_SERVICE_METHODS + 1 + MOE_TRAINING_SERVICE_METHODS,
     SERVER_SHARDS = 2,
     WAITING_READS = 256,    /* large calls that may wait for their turn to be read */
     STREAMS_MAX = 256,      /* calls per connection */
@@ -47,6 +49,8 @@ struct moe_worker {
     struct moe_engine *engine;
     struct moe_staging *staging;
     struct moe_service *service;
+    struct moe_train *train; /* NULL: no training, as is the next */
+    struct moe_training_service *training_service;
     struct moe_peers *peers;
     struct moe_rpc_client *client;
     struct moe_rpc_server *server;
@@ -72,6 +76,12 @@ static void announce(void *ctx, uint32_t layer, enum moe_step_kind kind, enum mo
 {
     struct moe_worker *w = ctx;
     moe_peers_announce(w->peers, layer, kind, dtype, tokens);
+}
+
+static void announce_training(void *ctx, const struct moe_ticket *call, uint32_t tokens)
+{
+    struct moe_worker *w = ctx;
+    moe_peers_announce_training(w->peers, call, tokens);
 }
 
 static void finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
@@ -134,6 +144,17 @@ static void leave_view(void *ctx)
     w->session = NULL;
 }
 
+static struct moe_status attach_training(struct moe_worker *w)
+{
+    uint64_t bytes;
+    struct moe_layer *const *layers = moe_loader_layers(w->loader);
+    if (w->train == NULL)
+        return moe_ok();
+    MOE_TRY(moe_train_bytes(w->train, layers, &bytes));
+    MOE_TRY(moe_loader_check_room(w->loader, bytes, "gradients and optimizer state"));
+    return moe_train_attach(w->train, layers, moe_loader_placements(w->loader));
+}
+
 static struct moe_status load(void *ctx, const struct moe_group_assignment *assignment)
 {
     struct moe_worker *w = ctx;
@@ -143,7 +164,13 @@ static struct moe_status load(void *ctx, const struct moe_group_assignment *assi
             moe_error(MOE_ABORTED, MOE_REASON_REFORMING, "another placement has to be loaded"));
         leave_view(w);
     }
-    return moe_loader_load(w->loader, assignment);
+    if (moe_loader_holds(w->loader, assignment) &&
+        (w->train == NULL || moe_train_attached(w->train)))
+        return moe_loader_load(w->loader, assignment);
+    if (w->train != NULL)
+        moe_train_detach(w->train);
+    MOE_TRY(moe_loader_load(w->loader, assignment));
+    return attach_training(w);
 }
 
 static struct moe_status keep_view(struct moe_worker *w, const struct moe_group_view *v)
@@ -170,6 +197,7 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
         .live = v->live,
         .epoch = v->epoch,
         .max_tokens = v->max_tokens_per_step,
+        .training = w->train != NULL,
         .wait_budget_ms = w->config.wait_budget_ms,
         .allgather = allgather,
         .allgather_ctx = allgather_ctx,
@@ -183,22 +211,71 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
     return w->config.backend->session_join(w->device, &c, &w->session);
 }
 
+/* What every slot tells every other before READY, through the windows. */
+struct proof {
+    uint64_t epoch, placement_hash;
+    struct moe_train_stand stand;
+};
+
+static struct moe_status exchange_proofs(struct moe_worker *w, const struct moe_group_view *v,
+                                         struct moe_train_stand stands[MOE_MAX_SLOTS])
+{
+    struct proof mine = {.epoch = v->epoch, .placement_hash = moe_loader_placement_hash(w->loader)};
+    struct proof all[MOE_MAX_SLOTS];
+    moe_train_stand(w->train, &mine.stand);
+    memset(all, 0, sizeof all);
+    MOE_TRY(w->config.backend->session_exchange(w->session, &mine, all, sizeof mine));
+    for (uint32_t s = 0; s < v->slots; s++) {
+        stands[s] = all[s].stand;
+        if ((v->live >> s & 1) != 0 &&
+            (all[s].epoch != mine.epoch || all[s].placement_hash != mine.placement_hash))
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                             "slot %u does not agree on epoch and placement", s);
+    }
+    return moe_ok();
+}
+
+/* The weights as the model has them; what was learnt is lost. */
+static struct moe_status reload(struct moe_worker *w)
+{
+    moe_train_detach(w->train);
+    MOE_TRY(moe_loader_reload(w->loader));
+    return attach_training(w);
+}
+
+/* A group that does not stand at one state of training goes back, as a whole; see training.proto.
+ * Reloading takes longer on one slot than on another, which the second exchange may not wait for:
+ * the epoch does not form then, and in the next one all stand at the new state. */
+static struct moe_status agree_on_training(struct moe_worker *w, const struct moe_group_view *v,
+                                           struct moe_train_stand stands[MOE_MAX_SLOTS])
+{
+    struct moe_train_decision decision, again;
+    MOE_TRY(moe_train_decide(stands, v->live, v->epoch, &decision));
+    if (w->train == NULL)
+        return moe_ok();
+    if (decision.restart)
+        MOE_TRY(reload(w));
+    MOE_TRY(moe_train_adopt(w->train, &decision, v->slot, v->slots, v->live));
+    if (!decision.restart)
+        return moe_ok();
+    MOE_TRY(exchange_proofs(w, v, stands));
+    MOE_TRY(moe_train_decide(stands, v->live, v->epoch, &again));
+    return again.restart ? moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                                     "the slots went back to different states of training")
+                         : moe_ok();
+}
+
 /* The proof before READY: every slot reads from every other slot's window that it means the same
- * epoch and holds the same placement. */
+ * epoch, holds the same placement, and stands at the same state of training. */
 static struct moe_status verify(struct moe_worker *w, const struct moe_group_view *v)
 {
-    const uint64_t mine[2] = {v->epoch, moe_loader_placement_hash(w->loader)};
-    uint64_t all[MOE_MAX_SLOTS][2] = {{0}};
-    if (mine[1] != v->placement_hash)
+    struct moe_train_stand stands[MOE_MAX_SLOTS] = {0};
+    if (moe_loader_placement_hash(w->loader) != v->placement_hash)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
                          "this worker holds another placement than epoch %llu has",
                          (unsigned long long)v->epoch);
-    MOE_TRY(w->config.backend->session_exchange(w->session, mine, all, sizeof mine));
-    for (uint32_t s = 0; s < v->slots; s++)
-        if ((v->live >> s & 1) != 0 && memcmp(all[s], mine, sizeof mine) != 0)
-            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                             "slot %u does not agree on epoch and placement", s);
-    return moe_ok();
+    MOE_TRY(exchange_proofs(w, v, stands));
+    return agree_on_training(w, v, stands);
 }
 
 static struct moe_status expect_peers(struct moe_worker *w, const struct moe_group_view *v)
@@ -314,6 +391,26 @@ static struct moe_status open_model(struct moe_worker *w)
     return moe_ok();
 }
 
+static struct moe_status create_training(struct moe_worker *w)
+{
+    const struct moe_worker_config *c = &w->config;
+    if (!c->training)
+        return moe_ok();
+    const struct moe_train_config train = {
+        .backend = c->backend,
+        .device = w->device,
+        .model = w->model,
+        .specs = moe_loader_specs(w->loader),
+        .layer_count = moe_loader_layer_count(w->loader),
+        .trainer = c->trainer,
+        .saved_bytes = c->saved_bytes,
+        .saved_ns = c->saved_ns,
+        .directory = c->training_directory,
+        .metrics = c->metrics,
+    };
+    return moe_train_create(&train, &w->train);
+}
+
 static struct moe_status create_engine(struct moe_worker *w)
 {
     const struct moe_engine_config engine = {
@@ -324,7 +421,9 @@ static struct moe_status create_engine(struct moe_worker *w)
         .layer_count = moe_loader_layer_count(w->loader),
         .max_tokens_per_step = w->config.max_tokens_per_step,
         .max_queued_tokens = w->config.max_queued_tokens,
+        .training = w->train,
         .announce = announce,
+        .announce_training = announce_training,
         .finished = finished,
         .ctx = w,
     };
@@ -343,7 +442,6 @@ static struct moe_status create_service(struct moe_worker *w)
                 .backend = c->backend->name,
                 .layers = moe_loader_specs(w->loader),
                 .layer_count = moe_loader_layer_count(w->loader),
-                .weights_version = 1,
                 .max_message_bytes = c->max_message_bytes,
                 .max_tokens_per_request = c->max_tokens_per_request,
                 .max_tokens_per_step = c->max_tokens_per_step,
@@ -351,10 +449,21 @@ static struct moe_status create_service(struct moe_worker *w)
             },
         .engine = w->engine,
         .staging = w->staging,
+        .training = w->train,
         .metrics = c->metrics,
     };
     MOE_TRY(moe_service_create(&service, &w->service));
-    return moe_service_set_coordinator(w->service, c->coordinator);
+    MOE_TRY(moe_service_set_coordinator(w->service, c->coordinator));
+    if (w->train == NULL)
+        return moe_ok();
+    const struct moe_training_service_config training = {
+        .info = service.info,
+        .service = w->service,
+        .engine = w->engine,
+        .staging = w->staging,
+        .training = w->train,
+    };
+    return moe_training_service_create(&training, &w->training_service);
 }
 
 static struct moe_status create_peers(struct moe_worker *w)
@@ -363,6 +472,7 @@ static struct moe_status create_peers(struct moe_worker *w)
     const struct moe_peers_config peers = {
         .client = w->client,
         .incarnation = w->incarnation,
+        .training_permille = w->config.training_permille,
         .run = run_ticket,
         .lost = lost,
         .ctx = w,
@@ -413,6 +523,8 @@ static struct moe_status start_server(struct moe_worker *w)
     struct moe_rpc_method methods[METHODS];
     moe_service_methods(w->service, methods);
     moe_peers_method(w->peers, &methods[MOE_SERVICE_METHODS]);
+    if (w->training_service != NULL)
+        moe_training_service_methods(w->training_service, &methods[MOE_SERVICE_METHODS + 1]);
     const struct moe_rpc_server_config server = {
         .listen = c->listen,
         .insecure = c->insecure,
@@ -423,7 +535,7 @@ static struct moe_status start_server(struct moe_worker *w)
         .max_read_ms = READ_MS,
         .max_concurrent_streams = STREAMS_MAX,
         .methods = methods,
-        .method_count = METHODS,
+        .method_count = METHODS - (w->training_service == NULL ? MOE_TRAINING_SERVICE_METHODS : 0),
         .descriptors = moe_proto_descriptors,
         .descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors),
     };
@@ -512,6 +624,7 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
     MOE_TRY_GOTO(st, choose_incarnation(&w->incarnation), fail);
     MOE_TRY_GOTO(st, add_metrics(w), fail);
     MOE_TRY_GOTO(st, open_model(w), fail);
+    MOE_TRY_GOTO(st, create_training(w), fail);
     MOE_TRY_GOTO(st, create_engine(w), fail);
     MOE_TRY_GOTO(st, create_service(w), fail);
     MOE_TRY_GOTO(st, create_peers(w), fail);
@@ -539,10 +652,12 @@ void moe_worker_stop(struct moe_worker *w)
         moe_rpc_server_stop(w->server);
     }
     moe_engine_destroy(w->engine);
+    moe_training_service_destroy(w->training_service);
     moe_service_destroy(w->service);
     moe_peers_destroy(w->peers);
     moe_rpc_client_destroy(w->client);
     moe_staging_destroy(w->staging);
+    moe_train_destroy(w->train);
     moe_loader_destroy(w->loader);
     if (w->device != NULL)
         w->config.backend->device_close(w->device);

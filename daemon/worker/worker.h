@@ -5,7 +5,7 @@
 #define MOE_WORKER_WORKER_H
 
 #include "base/metrics.h"
-#include "moe/backend.h"
+#include "moe/training.h"
 
 struct moe_worker;
 
@@ -28,6 +28,11 @@ struct moe_worker_config {
     uint32_t wait_budget_ms;     /* per wait on a peer */
     uint32_t drain_ms;           /* limit of a drain that the coordinator sets none for */
     struct moe_metrics *metrics; /* NULL = none */
+    bool training;               /* offer TrainingService; the rest is read only then */
+    struct moe_trainer_config trainer;
+    uint32_t training_permille;     /* share of tickets while forward work waits */
+    uint64_t saved_bytes, saved_ns; /* limits of saved passes, and of kept answers, each */
+    const char *training_directory; /* root of checkpoints; NULL = none */
     /* The coordinator gave a seat. Any thread; must not block. */
     void (*seated)(void *ctx, uint32_t slot);
     /* The worker is done: drained, or refused by the coordinator. Any thread, once; must not stop

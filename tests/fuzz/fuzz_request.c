@@ -36,7 +36,6 @@ static const struct moe_layer_spec *const specs[] = {&spec};
 static const struct moe_service_info info = {.model = "m",
                                              .layers = specs,
                                              .layer_count = 1,
-                                             .weights_version = 1,
                                              .max_message_bytes = MESSAGE,
                                              .max_tokens_per_request = 64};
 
@@ -81,7 +80,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         struct moe_status made = moe_staging_create(&memory, NULL, 1 << 20, &staging);
         MOE_INVARIANT(!moe_failed(&made));
     }
-    const struct moe_request_context context = {.info = &info, .staging = staging, .epoch = 5};
+    const struct moe_request_context context = {
+        .info = &info, .staging = staging, .epoch = 5, .weights_version = 1};
     struct moe_request r;
     struct moe_rpc_msg *m = message_of(data, size);
     struct moe_status st = moe_request_parse(&r, &context, m);
@@ -94,7 +94,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         moe_request_answer_error(r.id, &st, head, &out);
     } else {
         touch(&r.work);
-        moe_request_answer(&r, &info, head, &out);
+        moe_request_answer(&r, head, &out);
     }
     moe_rpc_out_discard(&out);
     moe_request_release(&r);

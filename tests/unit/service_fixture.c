@@ -46,7 +46,6 @@ void service_open(struct service *s)
                  .backend = "cpu",
                  .layers = s->worker.specs,
                  .layer_count = WORKER_LAYERS,
-                 .weights_version = 1,
                  .max_message_bytes = SERVICE_MESSAGE,
                  .max_tokens_per_request = SERVICE_TOKENS,
                  .max_tokens_per_step = WORKER_BUCKET,

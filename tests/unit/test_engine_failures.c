@@ -262,7 +262,12 @@ static void begin_view(int view)
 
 static void give_ticket(uint64_t epoch, uint64_t seq, uint32_t bucket)
 {
-    struct moe_ticket t = {epoch, seq, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, bucket};
+    struct moe_ticket t = {.epoch = epoch,
+                           .seq = seq,
+                           .layer = 7,
+                           .kind = MOE_STEP_FORWARD,
+                           .dtype = MOE_DTYPE_F32,
+                           .bucket = bucket};
     moe_engine_run(test.engine, &t);
 }
 
@@ -421,13 +426,13 @@ static void tickets_that_make_no_sense_end_the_view(void **state)
 {
     (void)state;
     static const struct moe_ticket bad[] = {
-        {0, 2, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 2 * BUCKET},
-        {0, 2, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 3},
-        {0, 2, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 0},
-        {0, 2, 8, MOE_STEP_FORWARD, MOE_DTYPE_F32, 8},
-        {0, 2, 7, MOE_STEP_FORWARD, MOE_DTYPE_NONE, 8},
-        {0, 3, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 8}, /* leaves 2 out */
-        {0, 1, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 8}, /* again */
+        {0, 2, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 2 * BUCKET, {0}},
+        {0, 2, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 3, {0}},
+        {0, 2, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 0, {0}},
+        {0, 2, 8, MOE_STEP_FORWARD, MOE_DTYPE_F32, 8, {0}},
+        {0, 2, 7, MOE_STEP_FORWARD, MOE_DTYPE_NONE, 8, {0}},
+        {0, 3, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 8, {0}}, /* leaves 2 out */
+        {0, 1, 7, MOE_STEP_FORWARD, MOE_DTYPE_F32, 8, {0}}, /* again */
     };
     int views = sizeof bad / sizeof *bad, reports = 0;
     submit(0, 20);

@@ -1,0 +1,89 @@
+/* Checkpoints of a group in training: weights with Hugging Face names, optimizer state beside them,
+ * and a manifest (version, steps, settings, hashes, what was recorded). One directory each under
+ * the training root, complete or not there at all.
+ *
+ * Every slot calls the same function for the same ticket, each on a thread of its own, while no
+ * step runs; between two phases all slots tell each other how theirs ended, and when one failed,
+ * all call the `abandon` of what they began. So a phase never waits for another slot, and may take
+ * as long as its disk does. What a phase of one slot wrote is seen by the next phase of another:
+ * they share a file system.
+ *
+ * Names come from clients: moe_training_name_ok has passed, nothing else has. Texts of errors name
+ * the checkpoint, never a path. */
+#ifndef MOE_WORKER_CHECKPOINT_H
+#define MOE_WORKER_CHECKPOINT_H
+
+#include "model/model.h"
+#include "moe/training.h"
+
+enum { MOE_CHECKPOINT_NAME_MAX = 64 };
+
+/* Where and of what. Borrowed during the call. */
+struct moe_checkpoint_context {
+    const char *root; /* the training directory; it exists */
+    const struct moe_backend *backend;
+    const struct moe_model *model;
+    const struct moe_layer_spec *const *specs; /* [layer_count], ascending */
+    const struct moe_placement *placements;    /* [layer_count] */
+    struct moe_trainer *const *trainers;       /* [layer_count], of this slot */
+    size_t layer_count;
+    uint32_t slot, slots;
+    uint64_t live; /* bit s: slot s takes part; the lowest does what is done once */
+    const struct moe_trainer_config *config;
+};
+
+/* What a checkpoint says about training beside its tensors. The same on all slots. */
+struct moe_checkpoint_state {
+    uint64_t lineage, weights_version;
+    uint64_t steps;         /* t of AdamW */
+    uint32_t frozen;        /* bits of enum moe_param_group */
+    const uint8_t *records; /* the ledger, packed (worker/ledger.h); opaque. Only for commit and
+                               after read */
+    size_t record_bytes;
+    uint8_t *owned; /* of a state that was read: free with moe_checkpoint_state_free */
+};
+void moe_checkpoint_state_free(struct moe_checkpoint_state *s);
+
+/* Save, three phases.
+ *   begin   lowest slot: refuses a name that exists (MOE_ALREADY_EXISTS / CHECKPOINT_EXISTS), makes
+ *           the hidden directory that the others write into; nothing on the other slots
+ *   write   every slot: its part, synced to disk; `*bytes` = bytes written by this slot
+ *   commit  lowest slot: index, manifest, sync, rename; then removes all but the `keep` newest
+ *           (0 = none). The checkpoint exists from the rename on: a failure after it is logged and
+ *           not reported. */
+struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context *c,
+                                            const char *name) MOE_CHECKED;
+struct moe_status moe_checkpoint_save_write(const struct moe_checkpoint_context *c,
+                                            const char *name,
+                                            const struct moe_checkpoint_state *state,
+                                            uint64_t *bytes) MOE_CHECKED;
+struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context *c,
+                                             const char *name,
+                                             const struct moe_checkpoint_state *state,
+                                             uint32_t keep) MOE_CHECKED;
+/* Lowest slot: removes what the phases left behind. */
+void moe_checkpoint_save_abandon(const struct moe_checkpoint_context *c, const char *name);
+
+/* Load, two phases.
+ *   read  every slot: manifest and headers; everything that can be refused is refused here
+ *         (MOE_NOT_FOUND / CHECKPOINT_NOT_FOUND; FAILED_PRECONDITION / VERSION_MISMATCH for another
+ *         model, optimizer or adapter; DATA_LOSS / MALFORMED for bad hashes). Nothing is changed;
+ *         `*state` is the caller's to free.
+ *   take  every slot: values and moments into the trainers; gradients become zero. After a failure
+ *         the trainers are undefined. */
+struct moe_status moe_checkpoint_load_read(const struct moe_checkpoint_context *c, const char *name,
+                                           struct moe_checkpoint_state *state) MOE_CHECKED;
+struct moe_status moe_checkpoint_load_take(const struct moe_checkpoint_context *c,
+                                           const char *name) MOE_CHECKED;
+
+/* Adapters as PEFT reads them (adapter_model.safetensors, adapter_config.json) in a directory of
+ * the root; phases as in save. Errors as there. */
+struct moe_status moe_checkpoint_export_begin(const struct moe_checkpoint_context *c,
+                                              const char *name) MOE_CHECKED;
+struct moe_status moe_checkpoint_export_write(const struct moe_checkpoint_context *c,
+                                              const char *name, uint64_t *bytes) MOE_CHECKED;
+struct moe_status moe_checkpoint_export_commit(const struct moe_checkpoint_context *c,
+                                               const char *name) MOE_CHECKED;
+void moe_checkpoint_export_abandon(const struct moe_checkpoint_context *c, const char *name);
+
+#endif

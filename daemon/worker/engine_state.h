@@ -1,0 +1,93 @@
+/* What the files of the engine share: its state, and the few functions that cross from one file
+ * into another (moe_engine__*). Nobody else includes this. */
+#ifndef MOE_WORKER_ENGINE_STATE_H
+#define MOE_WORKER_ENGINE_STATE_H
+
+#include "worker/batcher.h"
+#include "worker/lane.h"
+
+#include <pthread.h>
+
+enum {
+    LANES = 2,        /* steps in flight */
+    TICKETS_MAX = 64, /* tickets that wait; the sequencer keeps far fewer unfinished */
+    CALLS_MAX = 64,   /* training calls that wait; what the sequencer takes of one slot */
+    /* While one step runs, its end and the next ticket are waited for in turns of this length. It
+     * delays nothing but the start of a copy that overlaps the running step. */
+    TURN_NS = 200000,
+};
+
+/* Requests linked by `next`. */
+struct work_list {
+    struct moe_work *head, *tail;
+};
+
+/* Training calls linked by `next`. */
+struct call_list {
+    struct moe_train_work *head, *tail;
+};
+
+struct moe_engine {
+    struct moe_engine_config config;
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t wake; /* there may be something to do for the thread */
+    pthread_cond_t idle; /* the view has ended, or the last request has */
+
+    /* Under the lock. */
+    struct moe_batcher *batcher;
+    struct work_list ended; /* left the queues and all steps; `done` is to be called */
+    struct call_list calls; /* training calls whose ticket has not begun here */
+    struct call_list ended_calls;
+    uint32_t call_count;         /* of `calls` */
+    uint64_t last_number;        /* of a call that was announced */
+    uint64_t weights_version;    /* of a step that begins now */
+    uint64_t unfinished;         /* requests and calls accepted and not yet done */
+    struct moe_session *session; /* NULL: no view is in force */
+    uint64_t epoch;              /* of the view */
+    uint64_t last_seq;           /* of the ticket begun last under this view; 0 = none */
+    uint32_t bucket_max;         /* of the view */
+    bool stopping;               /* stop_view waits for the thread to let go of the session */
+    bool refusing, quit;
+    struct moe_ticket tickets[TICKETS_MAX]; /* a ring */
+    size_t ticket_first, ticket_count;
+    struct moe_engine_counters counters;
+
+    /* The engine's thread only. */
+    struct moe_lane lanes[LANES];
+    unsigned lane_first, in_flight; /* oldest step, number of steps */
+};
+
+/* Everything below: lock held, and kept unless it says otherwise. */
+
+void moe_engine__append_call(struct call_list *list, struct moe_train_work *w);
+/* Ends calls that wait and are not known to the sequencer of a view that is in force: those for
+ * which `all` or a passed deadline says so. */
+void moe_engine__give_up_calls(struct moe_engine *e, bool all, uint64_t now,
+                               struct moe_status reason);
+/* When the next of these deadlines passes. */
+uint64_t moe_engine__next_call_expiry(const struct moe_engine *e);
+/* Calls of the last view are to be announced again; those that nobody waits for are dropped. */
+void moe_engine__forget_numbers(struct moe_engine *e);
+/* Announces what has no number; gives the lock up meanwhile. */
+void moe_engine__announce_calls(struct moe_engine *e);
+
+/* The lane's ticket is one of training and may take its turn. */
+bool moe_engine__may_begin(const struct moe_engine *e);
+/* Takes the call of the lane's ticket, where it is one of ours. */
+struct moe_status moe_engine__claim_call(struct moe_engine *e, struct moe_lane *lane);
+/* Without the lock. */
+void moe_engine__begin_training(struct moe_engine *e, struct moe_lane *lane,
+                                struct moe_session *session);
+/* The oldest lane's turn is over; gives the lock up meanwhile and reports `finished`. */
+void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
+                                   const struct moe_step_result *result);
+/* The lane's turn will not end. */
+void moe_engine__abandon_training(struct moe_engine *e, struct moe_lane *lane);
+
+/* From engine.c. */
+/* The weights have another version: requests pinned to the old one end, those that have seen part
+ * of it begin again. Gives the lock up meanwhile. No step runs. */
+void moe_engine__change_version(struct moe_engine *e, uint64_t version, bool announce);
+
+#endif

@@ -1,0 +1,313 @@
+/* Training tickets in the engine. A call waits in `calls` on the worker that was asked until its
+ * ticket comes; there it brings the tensors, on all other slots the ticket brings none. What a
+ * ticket means is the training room's to say, and the same on all slots: begin, then the pass or
+ * the change, then end. */
+#include "worker/engine_state.h"
+
+#include "base/clock.h"
+
+#include <string.h>
+
+enum { FULL_RETRY_MS = 50, REFORMING_RETRY_MS = 200, LEAVING_RETRY_MS = 100 };
+
+/* ------------------------------------------------------------------ calls that wait */
+
+void moe_engine__append_call(struct call_list *list, struct moe_train_work *w)
+{
+    w->next = NULL;
+    if (list->tail != NULL)
+        list->tail->next = w;
+    else
+        list->head = w;
+    list->tail = w;
+}
+
+static void end_call(struct moe_engine *e, struct moe_train_work *w, struct moe_status status)
+{
+    w->failure = status;
+    moe_engine__append_call(&e->ended_calls, w);
+    pthread_cond_signal(&e->wake);
+}
+
+/* The sequencer of the view in force has it, so that its ticket will come. */
+static bool is_known(const struct moe_engine *e, const struct moe_train_work *w)
+{
+    return e->session != NULL && w->number != 0;
+}
+
+/* Takes `w` out of those that wait. */
+static void unlink_call(struct moe_engine *e, struct moe_train_work *w)
+{
+    struct call_list kept = {0};
+    for (struct moe_train_work *next, *at = e->calls.head; at != NULL; at = next) {
+        next = at->next;
+        if (at != w)
+            moe_engine__append_call(&kept, at);
+    }
+    e->calls = kept;
+    e->call_count--;
+}
+
+void moe_engine__give_up_calls(struct moe_engine *e, bool all, uint64_t now,
+                               struct moe_status reason)
+{
+    for (struct moe_train_work *next, *w = e->calls.head; w != NULL; w = next) {
+        next = w->next;
+        if (is_known(e, w) || !(all || w->deadline_ns <= now))
+            continue;
+        unlink_call(e, w);
+        end_call(e, w, reason);
+    }
+}
+
+uint64_t moe_engine__next_call_expiry(const struct moe_engine *e)
+{
+    uint64_t first = MOE_NEVER;
+    for (const struct moe_train_work *w = e->calls.head; w != NULL; w = w->next)
+        if (!is_known(e, w) && w->deadline_ns < first)
+            first = w->deadline_ns;
+    return first;
+}
+
+static struct moe_status cancelled(void)
+{
+    return moe_error(MOE_CANCELLED, MOE_REASON_NONE, "cancelled");
+}
+
+void moe_engine__forget_numbers(struct moe_engine *e)
+{
+    for (struct moe_train_work *next, *w = e->calls.head; w != NULL; w = next) {
+        next = w->next;
+        w->number = 0;
+        if (!w->cancelled)
+            continue;
+        unlink_call(e, w);
+        end_call(e, w, cancelled());
+    }
+}
+
+/* The call as a ticket without a place in the sequence. */
+static void describe(const struct moe_engine *e, const struct moe_train_work *w,
+                     struct moe_ticket *out)
+{
+    *out = (struct moe_ticket){.epoch = e->epoch, .kind = w->kind};
+    if (w->kind == MOE_STEP_BACKWARD) {
+        out->layer = w->layer;
+        out->dtype = w->dtype;
+    }
+    out->order.number = w->number;
+    out->order.length = w->body_length;
+    memcpy(out->order.body, w->body, w->body_length);
+}
+
+void moe_engine__announce_calls(struct moe_engine *e)
+{
+    for (;;) {
+        struct moe_train_work *w = e->calls.head;
+        while (w != NULL && w->number != 0)
+            w = w->next;
+        if (w == NULL || e->session == NULL)
+            return;
+        struct moe_ticket call;
+        uint32_t tokens = w->tokens;
+        w->number = ++e->last_number;
+        describe(e, w, &call);
+        pthread_mutex_unlock(&e->lock);
+        e->config.announce_training(e->config.ctx, &call, tokens);
+        pthread_mutex_lock(&e->lock);
+    }
+}
+
+static struct moe_status admit_call(const struct moe_engine *e, const struct moe_train_work *w)
+{
+    struct moe_batch_key key = {w->layer, MOE_STEP_FORWARD, w->dtype};
+    if (e->config.training == NULL)
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED, "there is no training here");
+    if (e->refusing)
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, LEAVING_RETRY_MS,
+                               "this worker is leaving");
+    if (w->kind == MOE_STEP_BACKWARD && !moe_batcher_has(e->batcher, &key))
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "no MoE layer %u", w->layer);
+    uint32_t most = e->session != NULL ? e->bucket_max : e->config.max_tokens_per_step;
+    if (w->kind == MOE_STEP_BACKWARD && (w->tokens == 0 || w->tokens > most))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT,
+                         "a Backward of %u tokens; one step has 1 to %u", w->tokens, most);
+    if (e->call_count >= CALLS_MAX)
+        return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, FULL_RETRY_MS,
+                               "too many training calls are waiting");
+    return moe_ok();
+}
+
+struct moe_status moe_engine_submit_training(struct moe_engine *e, struct moe_train_work *w)
+{
+    pthread_mutex_lock(&e->lock);
+    struct moe_status st = admit_call(e, w);
+    if (!moe_failed(&st)) {
+        w->submitted_ns = moe_clock_ns();
+        w->started_ns = 0;
+        w->number = 0;
+        w->cancelled = false;
+        w->failure = moe_ok();
+        w->aux_loss = 0;
+        w->step = (struct moe_step_result){.missing_slot = -1};
+        moe_engine__append_call(&e->calls, w);
+        e->call_count++;
+        e->unfinished++;
+        if (e->session == NULL)
+            pthread_cond_signal(&e->wake); /* for its deadline */
+        moe_engine__announce_calls(e);
+    }
+    pthread_mutex_unlock(&e->lock);
+    return st;
+}
+
+void moe_engine_cancel_training(struct moe_engine *e, struct moe_train_work *w)
+{
+    pthread_mutex_lock(&e->lock);
+    w->cancelled = true;
+    struct moe_train_work *at = e->calls.head;
+    while (at != NULL && at != w)
+        at = at->next;
+    if (at != NULL && !is_known(e, w)) {
+        unlink_call(e, w);
+        end_call(e, w, cancelled());
+    }
+    pthread_mutex_unlock(&e->lock);
+}
+
+/* --------------------------------------------------------------------------- tickets */
+
+/* An exclusive ticket has the engine for itself. */
+bool moe_engine__may_begin(const struct moe_engine *e)
+{
+    if (e->ticket_count == 0 || e->in_flight == LANES || e->stopping)
+        return false;
+    if (e->in_flight == 0)
+        return true;
+    const struct moe_lane *running = &e->lanes[e->lane_first];
+    return !moe_step_is_exclusive(e->tickets[e->ticket_first].kind) &&
+           !moe_step_is_exclusive(running->ticket.kind);
+}
+
+struct moe_status moe_engine__claim_call(struct moe_engine *e, struct moe_lane *lane)
+{
+    const struct moe_ticket *t = &lane->ticket;
+    if (t->order.origin != moe_train_slot(e->config.training))
+        return moe_ok();
+    struct moe_train_work *w = e->calls.head;
+    while (w != NULL && w->number != t->order.number)
+        w = w->next;
+    if (w == NULL || w->kind != t->kind || (w->tokens > t->bucket && t->bucket != 0))
+        return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
+                         "ticket %llu is for a training call that was not announced",
+                         (unsigned long long)t->seq);
+    unlink_call(e, w);
+    w->started_ns = moe_clock_ns();
+    lane->train = w;
+    return moe_ok();
+}
+
+static struct moe_status enqueue_backward(struct moe_engine *e, struct moe_lane *lane,
+                                          struct moe_session *session, struct moe_trainer *trainer)
+{
+    const struct moe_train_work *w = lane->train;
+    struct moe_backward_args args = {
+        .trainer = trainer,
+        .dtype = lane->ticket.dtype,
+        .bucket = lane->ticket.bucket,
+        .aux_coeff = lane->call.aux_coeff,
+        .accumulate = !lane->call.input_only,
+        .aux_loss = &lane->turn.aux_loss,
+    };
+    lane->tokens = 0;
+    if (w != NULL) {
+        lane->tokens = args.tokens = w->tokens;
+        memset(lane->mode, w->mode, w->tokens);
+        args.x = w->x;
+        args.dy = w->dy;
+        args.mode = lane->mode;
+        args.ids = w->ids;
+        args.weights = w->weights;
+        args.dx = w->dx;
+        args.dweights = w->dweights;
+        args.token_state = lane->token_state;
+    }
+    return e->config.backend->training->backward_enqueue(session, &args, &lane->step);
+}
+
+void moe_engine__begin_training(struct moe_engine *e, struct moe_lane *lane,
+                                struct moe_session *session)
+{
+    struct moe_train *t = e->config.training;
+    struct moe_trainer *trainer = NULL;
+    lane->failure = moe_train_call_read(&lane->ticket, &lane->call);
+    if (!moe_failed(&lane->failure))
+        lane->failure = moe_train_begin(t, &lane->ticket, &lane->call, &lane->turn, &trainer);
+    if (moe_failed(&lane->failure) || !lane->turn.run)
+        return;
+    lane->changing = true;
+    if (lane->ticket.kind != MOE_STEP_BACKWARD) {
+        lane->failure =
+            moe_train_run(t, session, &lane->ticket, &lane->call, &lane->turn, &lane->outcome);
+        return;
+    }
+    lane->failure = enqueue_backward(e, lane, session, trainer);
+    if (moe_failed(&lane->failure))
+        lane->step = NULL;
+}
+
+/* What the pass says about the tokens of our call. */
+static struct moe_status verdict_of(const struct moe_lane *lane)
+{
+    const struct moe_segment all = {.first = 0, .count = lane->tokens};
+    return moe_lane_verdict(lane, &all, 0);
+}
+
+/* Without the lock. */
+static struct moe_status end_turn(struct moe_engine *e, struct moe_lane *lane)
+{
+    struct moe_train_answer ignored;
+    struct moe_train_work *w = lane->train;
+    struct moe_train_answer *answer = w != NULL && w->answer != NULL ? w->answer : &ignored;
+    struct moe_status st = moe_train_end(e->config.training, &lane->ticket, &lane->call,
+                                         &lane->turn, &lane->outcome, answer);
+    if (w == NULL || lane->ticket.kind != MOE_STEP_BACKWARD || !lane->turn.run || moe_failed(&st))
+        return st;
+    w->aux_loss = lane->turn.aux_loss;
+    return verdict_of(lane);
+}
+
+void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
+                                   const struct moe_step_result *result)
+{
+    struct moe_train_work *w = lane->train;
+    pthread_mutex_unlock(&e->lock);
+    struct moe_status st = end_turn(e, lane);
+    lane->changing = false;
+    uint64_t version = moe_train_weights_version(e->config.training);
+    pthread_mutex_lock(&e->lock);
+    /* Tokens that have to be computed again are announced before the end of this ticket is. */
+    moe_engine__change_version(e, version, true);
+    pthread_mutex_unlock(&e->lock);
+    e->config.finished(e->config.ctx, &lane->ticket, moe_ok(), 0);
+    pthread_mutex_lock(&e->lock);
+    e->counters.steps += lane->ticket.kind == MOE_STEP_BACKWARD && lane->turn.run;
+    if (w == NULL)
+        return;
+    w->step = *result;
+    end_call(e, w, st);
+}
+
+void moe_engine__abandon_training(struct moe_engine *e, struct moe_lane *lane)
+{
+    if (lane->ticket.kind == MOE_STEP_FORWARD)
+        return;
+    if (lane->changing)
+        moe_train_torn(e->config.training);
+    if (lane->train != NULL)
+        end_call(e, lane->train,
+                 moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
+                                 "the view ended while the call was running: ask again"));
+    lane->train = NULL;
+    lane->changing = false;
+}

@@ -1,0 +1,225 @@
+/* One list in order of age, which is also the order of expiry; records are few and large, so that a
+ * walk is cheaper than an index. */
+#include "worker/saved.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct moe_saved {
+    const struct moe_backend *backend;
+    struct moe_device *device;
+    uint64_t budget, keep_ns;
+    pthread_mutex_t lock;
+    pthread_cond_t unused; /* bytes has become 0 */
+    struct moe_saved_record *oldest, *newest;
+    uint64_t bytes; /* that all existing records cost */
+    size_t records;
+};
+
+enum { RETRY_MS = 50, PAGE = 4096 };
+
+/* What a record of so many bytes takes, so that many small ones are not free. `bytes` is at most
+ * the budget, which is checked first. */
+static uint64_t cost_of(size_t bytes)
+{
+    return ((uint64_t)bytes + PAGE - 1) / PAGE * PAGE + sizeof(struct moe_saved_record);
+}
+
+struct moe_status moe_saved_create(const struct moe_backend *backend, struct moe_device *device,
+                                   uint64_t budget, uint64_t keep_ns, struct moe_saved **out)
+{
+    struct moe_saved *s = calloc(1, sizeof *s);
+    if (s == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "no memory for saved passes");
+    s->backend = backend;
+    s->device = device;
+    s->budget = budget;
+    s->keep_ns = keep_ns;
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_cond_init(&s->unused, NULL);
+    *out = s;
+    return moe_ok();
+}
+
+/* --------------------------------------------------------------- with the lock held */
+
+static void free_record(struct moe_saved *s, struct moe_saved_record *r)
+{
+    s->backend->mem_free(s->device, MOE_MEM_HOST, r->data, r->bytes);
+    s->bytes -= cost_of(r->bytes);
+    s->records--;
+    free(r);
+    if (s->bytes == 0)
+        pthread_cond_signal(&s->unused);
+}
+
+static void let_go(struct moe_saved *s, struct moe_saved_record *r)
+{
+    if (atomic_fetch_sub(&r->references, 1) == 1)
+        free_record(s, r);
+}
+
+static void unlist(struct moe_saved *s, struct moe_saved_record *r)
+{
+    if (r->prev != NULL)
+        r->prev->next = r->next;
+    else
+        s->oldest = r->next;
+    if (r->next != NULL)
+        r->next->prev = r->prev;
+    else
+        s->newest = r->prev;
+    r->next = r->prev = NULL;
+    let_go(s, r);
+}
+
+static void expire(struct moe_saved *s, uint64_t now)
+{
+    while (s->oldest != NULL && s->oldest->expires_ns <= now)
+        unlist(s, s->oldest);
+}
+
+static struct moe_saved_record *find(const struct moe_saved *s, const char *session, uint64_t id)
+{
+    for (struct moe_saved_record *r = s->newest; r != NULL; r = r->prev)
+        if (r->id == id && strcmp(r->session, session) == 0)
+            return r;
+    return NULL;
+}
+
+static struct moe_status make_record(struct moe_saved *s, size_t bytes,
+                                     struct moe_saved_record **out)
+{
+    struct moe_saved_record *r = calloc(1, sizeof *r);
+    if (r == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
+    struct moe_status st = s->backend->mem_alloc(s->device, MOE_MEM_HOST, bytes, &r->data);
+    if (moe_failed(&st)) {
+        free(r);
+        return st;
+    }
+    r->store = s;
+    r->bytes = bytes;
+    atomic_store(&r->references, 1);
+    s->bytes += cost_of(bytes);
+    s->records++;
+    *out = r;
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------------ any thread */
+
+void moe_saved_destroy(struct moe_saved *s)
+{
+    if (s == NULL)
+        return;
+    moe_saved_clear(s);
+    pthread_mutex_lock(&s->lock);
+    while (s->bytes > 0)
+        pthread_cond_wait(&s->unused, &s->lock);
+    pthread_mutex_unlock(&s->lock);
+    pthread_cond_destroy(&s->unused);
+    pthread_mutex_destroy(&s->lock);
+    free(s);
+}
+
+struct moe_status moe_saved_reserve(struct moe_saved *s, size_t bytes, uint64_t now,
+                                    struct moe_saved_record **out)
+{
+    if (bytes == 0 || bytes > s->budget || cost_of(bytes) > s->budget)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL,
+                         "%zu bytes are more than may be kept", bytes);
+    uint64_t room = s->budget - cost_of(bytes);
+    pthread_mutex_lock(&s->lock);
+    expire(s, now);
+    while (s->oldest != NULL && (s->bytes > room || s->records >= MOE_SAVED_RECORDS))
+        unlist(s, s->oldest);
+    struct moe_status st =
+        s->bytes > room || s->records >= MOE_SAVED_RECORDS
+            ? moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, RETRY_MS,
+                              "too many bytes are kept for calls in flight")
+            : make_record(s, bytes, out);
+    pthread_mutex_unlock(&s->lock);
+    return st;
+}
+
+void moe_saved_put(struct moe_saved *s, struct moe_saved_record *r, const char *session,
+                   uint64_t id, uint64_t now)
+{
+    pthread_mutex_lock(&s->lock);
+    struct moe_saved_record *old = find(s, session, id);
+    if (old != NULL)
+        unlist(s, old);
+    memset(r->session, 0, sizeof r->session);
+    strncpy(r->session, session, MOE_TRAINING_NAME_MAX);
+    r->id = id;
+    r->expires_ns = now + s->keep_ns;
+    r->prev = s->newest;
+    r->next = NULL;
+    if (s->newest != NULL)
+        s->newest->next = r;
+    else
+        s->oldest = r;
+    s->newest = r;
+    pthread_mutex_unlock(&s->lock);
+}
+
+struct moe_saved_record *moe_saved_get(struct moe_saved *s, const char *session, uint64_t id,
+                                       uint64_t now)
+{
+    pthread_mutex_lock(&s->lock);
+    expire(s, now);
+    struct moe_saved_record *r = find(s, session, id);
+    if (r != NULL)
+        moe_saved_hold(r);
+    pthread_mutex_unlock(&s->lock);
+    return r;
+}
+
+void moe_saved_drop(struct moe_saved *s, const char *session, uint64_t id)
+{
+    pthread_mutex_lock(&s->lock);
+    struct moe_saved_record *r = find(s, session, id);
+    if (r != NULL)
+        unlist(s, r);
+    pthread_mutex_unlock(&s->lock);
+}
+
+void moe_saved_clear(struct moe_saved *s)
+{
+    pthread_mutex_lock(&s->lock);
+    while (s->oldest != NULL)
+        unlist(s, s->oldest);
+    pthread_mutex_unlock(&s->lock);
+}
+
+void moe_saved_hold(struct moe_saved_record *r)
+{
+    atomic_fetch_add(&r->references, 1);
+}
+
+void moe_saved_release(struct moe_saved_record *r)
+{
+    if (r == NULL)
+        return;
+    struct moe_saved *s = r->store;
+    pthread_mutex_lock(&s->lock);
+    let_go(s, r);
+    pthread_mutex_unlock(&s->lock);
+}
+
+uint64_t moe_saved_bytes(struct moe_saved *s)
+{
+    pthread_mutex_lock(&s->lock);
+    uint64_t bytes = s->bytes;
+    pthread_mutex_unlock(&s->lock);
+    return bytes;
+}
+
+uint64_t moe_saved_budget(const struct moe_saved *s)
+{
+    return s->budget;
+}

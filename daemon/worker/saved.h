@@ -1,0 +1,65 @@
+/* What is kept on this worker between two training calls: forward passes until their Backward, and
+ * answers of Backward until nobody will ask again. Records are known by (session, id), never take
+ * more memory together than the budget says, and go when they are too old, or when newer ones need
+ * the room (the oldest first).
+ *
+ * Every function is safe from any thread. The time is given by the caller. */
+#ifndef MOE_WORKER_SAVED_H
+#define MOE_WORKER_SAVED_H
+
+#include "moe/backend.h"
+#include "worker/ledger.h"
+
+struct moe_saved;
+
+enum {
+    MOE_SAVED_HEAD = 192,
+    MOE_SAVED_RECORDS = 4096, /* at once */
+};
+
+/* A record. `data` and `head` are the holder's to fill before moe_saved_put, and do not change
+ * afterwards. */
+struct moe_saved_record {
+    char session[MOE_TRAINING_NAME_MAX + 1];
+    uint64_t id;
+    size_t bytes;
+    void *data;                                      /* [bytes] MOE_MEM_HOST, aligned to 4096 */
+    _Alignas(16) unsigned char head[MOE_SAVED_HEAD]; /* whatever its user puts there */
+    /* the store's own */
+    struct moe_saved *store;
+    struct moe_saved_record *next, *prev;
+    uint64_t expires_ns;
+    _Atomic uint32_t references;
+};
+
+/* `budget` in bytes; `keep_ns`: how long a record stays. The device outlives the store. */
+struct moe_status moe_saved_create(const struct moe_backend *backend, struct moe_device *device,
+                                   uint64_t budget, uint64_t keep_ns,
+                                   struct moe_saved **out) MOE_CHECKED;
+/* Waits until every record has been released, then frees all. NULL is ignored. */
+void moe_saved_destroy(struct moe_saved *s);
+
+/* A record of `bytes` bytes that nobody finds yet, with one reference. Makes room by dropping old
+ * ones. Errors: MOE_RESOURCE_EXHAUSTED/QUEUE_FULL (larger than the budget, or what others hold
+ * leaves no room), MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY; nothing was taken then. */
+struct moe_status moe_saved_reserve(struct moe_saved *s, size_t bytes, uint64_t now,
+                                    struct moe_saved_record **out) MOE_CHECKED;
+/* From now on (session, id) finds it, in place of an older one. Takes over one reference. */
+void moe_saved_put(struct moe_saved *s, struct moe_saved_record *r, const char *session,
+                   uint64_t id, uint64_t now);
+/* With a reference for the caller; NULL when there is none (any more). */
+struct moe_saved_record *moe_saved_get(struct moe_saved *s, const char *session, uint64_t id,
+                                       uint64_t now);
+/* Nobody finds it any more. */
+void moe_saved_drop(struct moe_saved *s, const char *session, uint64_t id);
+void moe_saved_clear(struct moe_saved *s);
+
+void moe_saved_hold(struct moe_saved_record *r);
+/* NULL is ignored. */
+void moe_saved_release(struct moe_saved_record *r);
+
+/* Bytes taken, those of records included that nobody finds any more but somebody still holds. */
+uint64_t moe_saved_bytes(struct moe_saved *s);
+uint64_t moe_saved_budget(const struct moe_saved *s);
+
+#endif

@@ -1,0 +1,189 @@
+/* Training on this slot: the trainers of its layers, the lineage and version of the weights, and
+ * the record of calls. Owns what training has beyond serving, and decides what a ticket of training
+ * does; when tickets come, and what a client is told, is decided elsewhere.
+ *
+ * One idea carries everything: tickets come in one order on all slots, so state that changes at
+ * tickets only, by rules that look at nothing but the ticket and the state, is the same on all
+ * slots at every ticket. What is different (tensors, answers, saved passes) belongs to the slot
+ * that was asked and never decides anything that others have to know.
+ *
+ * Threads: what a ticket does runs on the engine's thread; attaching, agreeing and restarting while
+ * no view is in force; the rest is safe from any thread. */
+#ifndef MOE_WORKER_TRAINING_H
+#define MOE_WORKER_TRAINING_H
+
+#include "base/metrics.h"
+#include "model/model.h"
+#include "moe/training.h"
+#include "worker/engine.h"
+#include "worker/ledger.h"
+#include "worker/saved.h"
+
+struct moe_train;
+
+struct moe_train_config {
+    const struct moe_backend *backend; /* with a training table */
+    struct moe_device *device;
+    const struct moe_model *model;
+    const struct moe_layer_spec *const *specs; /* [layer_count], ascending; borrowed */
+    size_t layer_count;
+    struct moe_trainer_config trainer; /* `frozen`: what never learns */
+    uint64_t saved_bytes;              /* budget of saved passes, and of kept answers, each */
+    uint64_t saved_ns;                 /* how long either is kept */
+    const char *directory;             /* root of checkpoints; NULL = none */
+    struct moe_metrics *metrics;       /* NULL = none */
+};
+
+/* Refuses what cannot work: LoRA with a rank above a matrix, a backend that cannot train. */
+struct moe_status moe_train_create(const struct moe_train_config *config,
+                                   struct moe_train **out) MOE_CHECKED;
+/* After the engine, the service and the rpc server. NULL is ignored. */
+void moe_train_destroy(struct moe_train *t);
+
+/* ------------------------------------------------------------- layers come and go */
+
+/* Makes a trainer for each layer; `layers` and `placements` ([layer_count]) live until detach. */
+struct moe_status moe_train_attach(struct moe_train *t, struct moe_layer *const *layers,
+                                   const struct moe_placement *placements) MOE_CHECKED;
+/* Frees the trainers, before their layers go. What was learnt is lost, and remembered as lost. */
+void moe_train_detach(struct moe_train *t);
+bool moe_train_attached(const struct moe_train *t);
+/* Bytes that the trainers of layers like these will take; for a check before memory is taken. */
+struct moe_status moe_train_bytes(const struct moe_train *t, struct moe_layer *const *layers,
+                                  uint64_t *bytes) MOE_CHECKED;
+
+/* --------------------------------------------------------- agreeing, as a view forms */
+
+/* Where one slot stands. Exchanged as it is; without training all fields are 0. */
+struct moe_train_stand {
+    uint64_t config; /* hash of the trainers' configuration */
+    uint64_t lineage, weights_version;
+    uint64_t calls, record;                     /* of the ledger: how many, and their hash */
+    uint64_t torn;                              /* 1: a change was cut short, or state was lost */
+    char checkpoint[MOE_TRAINING_NAME_MAX + 8]; /* that the state came from or went to; "" = none */
+};
+
+/* What the members' stands mean for all of them. */
+struct moe_train_decision {
+    bool restart; /* the group goes back to `checkpoint`, or to the model as loaded */
+    uint64_t lineage, weights_version;
+    char checkpoint[MOE_TRAINING_NAME_MAX + 1];
+};
+
+/* `t` may be NULL: no training. */
+void moe_train_stand(struct moe_train *t, struct moe_train_stand *out);
+/* Pure: the same on all slots, because all see the same stands. `live`: whose stands count. Errors:
+ * MOE_FAILED_PRECONDITION/CONFIG_INVALID (workers were started with different training). */
+struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_t live,
+                                   uint64_t epoch, struct moe_train_decision *out) MOE_CHECKED;
+/* Takes the decision. For a restart the layers are those of the model as loaded, and attached; then
+ * this reads the checkpoint and its part of the state. After a failure the state counts as torn. */
+struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_decision *d,
+                                  uint32_t slot, uint32_t slots, uint64_t live) MOE_CHECKED;
+
+/* -------------------------------------------------------------------------- calls */
+
+/* What a training call is for all slots: TrainingBody, checked. */
+struct moe_train_call {
+    enum moe_step_kind kind;
+    char session[MOE_TRAINING_NAME_MAX + 1]; /* "" but for Backward */
+    uint64_t id;
+    struct moe_content content;
+    uint64_t lineage, weights_version; /* 0 = any */
+    float aux_coeff;
+    bool input_only;
+    struct moe_optimizer_args optimizer; /* all but `number` */
+    uint32_t expected_backwards;
+    uint32_t frozen;
+    char name[MOE_TRAINING_NAME_MAX + 1];
+    uint32_t keep;
+    bool merge;
+};
+
+/* Folds `bytes` of `data` into a content hash, 16 bytes wide; {0, 0} at first. It tells different
+ * contents apart; it does not withstand somebody who looks for two that collide. */
+void moe_content_mix(uint64_t hash[2], const void *data, size_t bytes);
+
+void moe_train_call_pack(const struct moe_train_call *call, uint8_t body[MOE_TRAINING_BODY_MAX],
+                         uint32_t *length);
+/* Of a ticket, which came from another process. Errors: MOE_INTERNAL/MALFORMED. */
+struct moe_status moe_train_call_read(const struct moe_ticket *ticket,
+                                      struct moe_train_call *out) MOE_CHECKED;
+
+/* Beside a status: what the answer to a call says. */
+struct moe_train_answer {
+    struct moe_ledger_outcome outcome;
+    bool repeated;
+    uint32_t recorded_at;            /* slot, with RECORDED_ELSEWHERE */
+    struct moe_saved_record *record; /* of a repeated Backward: the kept answer, with a reference */
+};
+
+/* Any thread: the answer to a call that has been run, if it is known here without a ticket; false
+ * means nothing. */
+bool moe_train_recall(struct moe_train *t, const struct moe_train_call *call,
+                      struct moe_train_answer *answer);
+
+/* Any thread: whether the id of a Backward is recorded, whatever its content. */
+struct moe_train_known {
+    struct moe_status refusal; /* where it is not: why a call without x cannot be run */
+    struct moe_content content;
+    uint32_t origin;
+    bool origin_elsewhere; /* another slot of the view has the answer */
+};
+bool moe_train_knows(struct moe_train *t, const struct moe_train_call *call,
+                     struct moe_train_known *out);
+
+/* -------------------------------------------------- tickets: the engine's thread only
+ *
+ * begin, then, if it says so, the pass or `run`, then end. Two Backward tickets may have begun
+ * before the first of them ends; ends come in order. */
+
+struct moe_train_turn {
+    bool run;                  /* the call is new and admissible */
+    bool repeat;               /* it has been run, or will have been when this turn ends */
+    struct moe_status refusal; /* neither: why */
+    double aux_loss;           /* of the pass, set by the engine before the end */
+};
+
+/* `trainer` gets the layer's, for a Backward that is to be run. Errors: MOE_INTERNAL where the
+ * ticket fits no layer; the view ends then. */
+struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *ticket,
+                                  const struct moe_train_call *call, struct moe_train_turn *turn,
+                                  struct moe_trainer **trainer) MOE_CHECKED;
+/* Exclusive kinds whose turn says run; no step runs. A failure ends the view; what is wrong with
+ * the call itself goes into `turn->refusal`, the same on all slots, and nothing has changed then.
+ */
+struct moe_status moe_train_run(struct moe_train *t, struct moe_session *session,
+                                const struct moe_ticket *ticket, const struct moe_train_call *call,
+                                struct moe_train_turn *turn,
+                                struct moe_ledger_outcome *outcome) MOE_CHECKED;
+/* The turn is over. Returns what the origin's client is told, and fills `answer`. */
+struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ticket,
+                                const struct moe_train_call *call,
+                                const struct moe_train_turn *turn,
+                                const struct moe_ledger_outcome *outcome,
+                                struct moe_train_answer *answer) MOE_CHECKED;
+/* Turns that had begun will not end. */
+void moe_train_torn(struct moe_train *t);
+
+/* Own slot of the view that was agreed on last. */
+uint32_t moe_train_slot(struct moe_train *t);
+
+/* Version of the weights; any thread. */
+uint64_t moe_train_weights_version(struct moe_train *t);
+
+/* ----------------------------------------------------------------- for the service */
+
+struct moe_train_state {
+    uint64_t lineage, weights_version, steps, last_step_id, state_bytes, saved_bytes,
+        saved_bytes_limit;
+    uint32_t backwards, frozen;
+    char checkpoint[MOE_TRAINING_NAME_MAX + 1];
+};
+void moe_train_read_state(struct moe_train *t, struct moe_train_state *out);
+const struct moe_train_config *moe_train_configured(const struct moe_train *t);
+/* Saved forward passes, and answers of Backward. */
+struct moe_saved *moe_train_passes(struct moe_train *t);
+struct moe_saved *moe_train_answers(struct moe_train *t);
+
+#endif

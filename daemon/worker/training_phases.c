@@ -1,0 +1,379 @@
+/* Save, Load and Export: work that takes as long as a disk does, on every slot at once, and of
+ * which all slots must think alike at the end.
+ *
+ * A phase runs on a thread of its own while the engine's thread tells the other slots, again and
+ * again, how it stands; nobody waits longer than one such exchange, however long the slowest slot
+ * takes, so no wait budget runs out. When the last slot has ended, all know how each one did, and
+ * go on to the next phase or give up together. */
+#include "worker/training_state.h"
+
+#include "base/log.h"
+#include "worker/checkpoint.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* One Save, Load or Export on this slot. */
+struct work {
+    struct moe_train *train;
+    const struct moe_train_call *call;
+    struct moe_checkpoint_context context;
+    struct moe_checkpoint_state state;
+    uint64_t bytes; /* written by this slot */
+};
+
+typedef struct moe_status (*phase_fn)(struct work *);
+
+/* A phase as other slots see it. */
+struct report {
+    uint32_t running, code, reason, unused;
+    uint64_t bytes;
+    char text[200];
+};
+
+struct phase {
+    struct work *work;
+    phase_fn run;
+    struct moe_status status;
+    atomic_bool over;
+};
+
+enum { EXCHANGE_PAUSE_NS = 5000000 };
+
+static void *run_phase(void *arg)
+{
+    struct phase *p = arg;
+    p->status = p->run(p->work);
+    atomic_store(&p->over, true);
+    return NULL;
+}
+
+static struct report report_of(struct phase *p)
+{
+    struct report r = {.running = !atomic_load(&p->over)};
+    if (r.running)
+        return r;
+    r.code = (uint32_t)p->status.code;
+    r.reason = (uint32_t)p->status.reason;
+    r.bytes = p->work->bytes;
+    if (moe_failed(&p->status))
+        memcpy(r.text, p->status.text, sizeof r.text - 1);
+    return r;
+}
+
+/* What the group as a whole makes of a finished phase: the failure of the lowest slot that failed,
+ * so that all slots say the same. */
+static struct moe_status conclude(const struct report *all, uint64_t live, uint64_t *bytes)
+{
+    struct moe_status st = moe_ok();
+    *bytes = 0;
+    for (uint32_t s = MOE_MAX_SLOTS; s-- > 0;) {
+        if ((live >> s & 1) == 0)
+            continue;
+        *bytes += all[s].bytes;
+        if (all[s].code == MOE_OK)
+            continue;
+        enum moe_code code =
+            all[s].code <= MOE_UNAUTHENTICATED ? (enum moe_code)all[s].code : MOE_UNKNOWN;
+        enum moe_reason reason =
+            all[s].reason < MOE_REASON_COUNT ? (enum moe_reason)all[s].reason : MOE_REASON_NONE;
+        st = moe_error(code, reason, "%.*s", (int)sizeof all[s].text - 1, all[s].text);
+    }
+    return st;
+}
+
+static bool any_running(const struct report *all, uint64_t live)
+{
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if ((live >> s & 1) != 0 && all[s].running != 0)
+            return true;
+    return false;
+}
+
+/* Runs one phase on all slots. `*verdict`: how it went, the same everywhere; `*bytes`: over all
+ * slots. A failure is the session's: nobody knows how the others did. */
+static struct moe_status together(struct work *w, struct moe_session *session, phase_fn run,
+                                  struct moe_status *verdict, uint64_t *bytes)
+{
+    const struct moe_backend *backend = w->train->config.backend;
+    struct report all[MOE_MAX_SLOTS];
+    struct phase p = {.work = w, .run = run};
+    struct moe_status st = moe_ok();
+    pthread_t thread;
+    bool threaded = pthread_create(&thread, NULL, run_phase, &p) == 0;
+    if (!threaded)
+        (void)run_phase(&p);
+    do {
+        if (!atomic_load(&p.over))
+            (void)nanosleep(&(struct timespec){.tv_nsec = EXCHANGE_PAUSE_NS}, NULL);
+        struct report mine = report_of(&p);
+        memset(all, 0, sizeof all);
+        st = backend->session_exchange(session, &mine, all, sizeof mine);
+    } while (!moe_failed(&st) && any_running(all, w->context.live));
+    if (threaded)
+        (void)pthread_join(thread, NULL);
+    if (!moe_failed(&st))
+        *verdict = conclude(all, w->context.live, bytes);
+    return st;
+}
+
+static bool is_lowest(const struct work *w)
+{
+    return w->context.slot == (uint32_t)__builtin_ctzll(w->context.live);
+}
+
+static struct moe_checkpoint_context context_of(const struct moe_train *t)
+{
+    return (struct moe_checkpoint_context){
+        .root = t->config.directory,
+        .backend = t->config.backend,
+        .model = t->config.model,
+        .specs = t->config.specs,
+        .placements = t->placements,
+        .trainers = t->trainers,
+        .layer_count = t->config.layer_count,
+        .slot = t->slot,
+        .slots = t->slots,
+        .live = t->live,
+        .config = &t->config.trainer,
+    };
+}
+
+/* ------------------------------------------------------------------------------ Save */
+
+static struct moe_status save_begin(struct work *w)
+{
+    return is_lowest(w) ? moe_checkpoint_save_begin(&w->context, w->call->name) : moe_ok();
+}
+
+static struct moe_status save_write(struct work *w)
+{
+    return moe_checkpoint_save_write(&w->context, w->call->name, &w->state, &w->bytes);
+}
+
+/* The checkpoint remembers its own Save, so that a repeat after a restart from it is one. */
+static struct moe_status pack_records(struct work *w, struct moe_ledger_outcome outcome)
+{
+    struct moe_train *t = w->train;
+    struct moe_ledger *copy;
+    outcome.lineage = t->lineage;
+    outcome.weights_version = t->weights_version;
+    outcome.steps = t->steps;
+    const struct moe_ledger_call entry = {.id = w->call->id,
+                                          .content = w->call->content,
+                                          .origin = (uint32_t)__builtin_ctzll(t->live),
+                                          .outcome = outcome};
+    MOE_TRY(moe_ledger_copy(t->ledger, &copy));
+    moe_ledger_record(copy, "", &entry);
+    w->state.record_bytes = moe_ledger_packed_size(copy);
+    w->state.owned = malloc(w->state.record_bytes);
+    if (w->state.owned != NULL)
+        moe_ledger_pack(copy, w->state.owned);
+    moe_ledger_destroy(copy);
+    w->state.records = w->state.owned;
+    return w->state.owned != NULL
+               ? moe_ok()
+               : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
+}
+
+static struct moe_status save_commit(struct work *w)
+{
+    w->bytes = 0; /* counted */
+    if (!is_lowest(w))
+        return moe_ok();
+    MOE_TRY(pack_records(w, (struct moe_ledger_outcome){0}));
+    return moe_checkpoint_save_commit(&w->context, w->call->name, &w->state, w->call->keep);
+}
+
+static struct moe_status run_save(struct work *w, struct moe_session *session,
+                                  struct moe_status *verdict, uint64_t *bytes)
+{
+    static const phase_fn phases[] = {save_begin, save_write, save_commit};
+    uint64_t more;
+    w->state = (struct moe_checkpoint_state){.lineage = w->train->lineage,
+                                             .weights_version = w->train->weights_version,
+                                             .steps = w->train->steps,
+                                             .frozen = w->train->frozen};
+    *bytes = 0;
+    struct moe_status st = moe_ok();
+    size_t done = 0;
+    for (; done < 3; done++) {
+        st = together(w, session, phases[done], verdict, &more);
+        if (moe_failed(&st) || moe_failed(verdict))
+            break;
+        *bytes += more;
+    }
+    if (done > 0 && done < 3 && is_lowest(w)) /* what begin refused is not ours */
+        moe_checkpoint_save_abandon(&w->context, w->call->name);
+    if (done == 3) {
+        pthread_mutex_lock(&w->train->lock);
+        memcpy(w->train->checkpoint, w->call->name, sizeof w->train->checkpoint);
+        pthread_mutex_unlock(&w->train->lock);
+    }
+    return st;
+}
+
+/* ------------------------------------------------------------------------------ Load */
+
+static struct moe_status load_read(struct work *w)
+{
+    return moe_checkpoint_load_read(&w->context, w->call->name, &w->state);
+}
+
+static struct moe_status take_tensors(struct moe_train *t,
+                                      const struct moe_checkpoint_context *context,
+                                      const char *name, const struct moe_checkpoint_state *state)
+{
+    MOE_TRY(moe_checkpoint_load_take(context, name));
+    uint32_t frozen = state->frozen | t->config.trainer.frozen;
+    for (size_t i = 0; i < t->config.layer_count; i++) {
+        MOE_TRY(t->config.backend->training->zero_grad(t->trainers[i]));
+        MOE_TRY(t->config.backend->training->set_frozen(t->trainers[i], frozen));
+    }
+    pthread_mutex_lock(&t->lock);
+    struct moe_status st = moe_ledger_unpack(t->ledger, state->records, state->record_bytes);
+    t->steps = state->steps;
+    t->frozen = frozen;
+    t->backwards = 0;
+    pthread_mutex_unlock(&t->lock);
+    return st;
+}
+
+static struct moe_status load_take(struct work *w)
+{
+    return take_tensors(w->train, &w->context, w->call->name, &w->state);
+}
+
+static struct moe_status run_load(struct work *w, struct moe_session *session,
+                                  struct moe_status *verdict)
+{
+    struct moe_train *t = w->train;
+    uint64_t bytes;
+    MOE_TRY(together(w, session, load_read, verdict, &bytes));
+    if (moe_failed(verdict))
+        return moe_ok();
+    MOE_TRY(together(w, session, load_take, verdict, &bytes));
+    if (moe_failed(verdict)) /* some slot has half of it: the view ends, the state is torn */
+        return *verdict;
+    pthread_mutex_lock(&t->lock);
+    moe_train__begin_lineage(t, t->lineage + 1, t->weights_version + 1);
+    memcpy(t->checkpoint, w->call->name, sizeof t->checkpoint);
+    pthread_mutex_unlock(&t->lock);
+    return moe_ok();
+}
+
+struct moe_status moe_train__load_checkpoint(struct moe_train *t)
+{
+    const struct moe_checkpoint_context context = context_of(t);
+    struct moe_checkpoint_state state = {0};
+    struct moe_status st = t->config.directory != NULL
+                               ? moe_checkpoint_load_read(&context, t->checkpoint, &state)
+                               : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CHECKPOINT_NOT_FOUND,
+                                           "the group's last checkpoint needs --training-dir");
+    if (!moe_failed(&st))
+        st = take_tensors(t, &context, t->checkpoint, &state);
+    moe_checkpoint_state_free(&state);
+    return moe_error_context(st, "checkpoint %s", t->checkpoint);
+}
+
+/* ---------------------------------------------------------------------------- Export */
+
+static struct moe_status export_begin(struct work *w)
+{
+    return is_lowest(w) ? moe_checkpoint_export_begin(&w->context, w->call->name) : moe_ok();
+}
+
+static struct moe_status export_write(struct work *w)
+{
+    return moe_checkpoint_export_write(&w->context, w->call->name, &w->bytes);
+}
+
+static struct moe_status export_commit(struct work *w)
+{
+    w->bytes = 0;
+    return is_lowest(w) ? moe_checkpoint_export_commit(&w->context, w->call->name) : moe_ok();
+}
+
+static struct moe_status run_export(struct work *w, struct moe_session *session,
+                                    struct moe_status *verdict, uint64_t *bytes)
+{
+    static const phase_fn phases[] = {export_begin, export_write, export_commit};
+    uint64_t more;
+    *bytes = 0;
+    struct moe_status st = moe_ok();
+    size_t done = 0;
+    for (; done < 3; done++) {
+        st = together(w, session, phases[done], verdict, &more);
+        if (moe_failed(&st) || moe_failed(verdict))
+            break;
+        *bytes += more;
+    }
+    if (done > 0 && done < 3 && is_lowest(w))
+        moe_checkpoint_export_abandon(&w->context, w->call->name);
+    return st;
+}
+
+/* The resident weights are the merged ones already: what is new is that adapters start from them.
+ */
+static struct moe_status merge_adapters(struct work *w)
+{
+    struct moe_train *t = w->train;
+    moe_train__drop_trainers(t);
+    MOE_TRY(moe_train__make_trainers(t));
+    for (size_t i = 0; i < t->config.layer_count; i++)
+        MOE_TRY(t->config.backend->training->set_frozen(t->trainers[i], t->frozen));
+    return moe_ok();
+}
+
+static struct moe_status run_merge(struct work *w, struct moe_session *session,
+                                   struct moe_status *verdict)
+{
+    uint64_t bytes;
+    MOE_TRY(together(w, session, merge_adapters, verdict, &bytes));
+    if (moe_failed(verdict))
+        return *verdict;
+    pthread_mutex_lock(&w->train->lock);
+    w->train->steps = 0;
+    pthread_mutex_unlock(&w->train->lock);
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------------------- all */
+
+static struct moe_status check_call(const struct moe_train *t, const struct moe_train_call *call)
+{
+    if (call->kind == MOE_STEP_EXPORT && t->config.trainer.lora_rank == 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "there are no adapters: the workers train the whole weights");
+    if (!call->merge && t->config.directory == NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "the workers were started without --training-dir");
+    return moe_ok();
+}
+
+struct moe_status moe_train__run_phases(struct moe_train *t, struct moe_session *session,
+                                        const struct moe_ticket *ticket,
+                                        const struct moe_train_call *call,
+                                        struct moe_train_turn *turn,
+                                        struct moe_ledger_outcome *outcome)
+{
+    struct work w = {.train = t, .call = call, .context = context_of(t)};
+    struct moe_status st = moe_ok();
+    (void)ticket;
+    turn->refusal = check_call(t, call);
+    if (moe_failed(&turn->refusal))
+        return st;
+    if (call->kind == MOE_STEP_SAVE)
+        st = run_save(&w, session, &turn->refusal, &outcome->bytes);
+    else if (call->kind == MOE_STEP_LOAD)
+        st = run_load(&w, session, &turn->refusal);
+    else if (call->merge)
+        st = run_merge(&w, session, &turn->refusal);
+    else
+        st = run_export(&w, session, &turn->refusal, &outcome->bytes);
+    moe_checkpoint_state_free(&w.state);
+    return st;
+}

@@ -1,0 +1,461 @@
+/* Parsing, checking and answering of Backward; see worker/training_request.h. As with Forward,
+ * nothing that a client says is used as a size before it has been compared with what the layer
+ * wants. */
+#include "worker/training_request.h"
+
+#include "base/clock.h"
+#include "base/size.h"
+#include "moe/v1/training.pb-c.h"
+#include "worker/request.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+typedef Moe__V1__BackwardRequest Head;
+
+enum { FIELD_IDS = 12, FIELD_WEIGHTS = 13, FIELD_DY = 14, FIELD_X = 15, ALIGN = 64 };
+static const uint32_t part_fields[] = {FIELD_IDS, FIELD_WEIGHTS, FIELD_DY, FIELD_X};
+
+enum { REFORMING_RETRY_MS = 100, DRAINING_RETRY_MS = 100 };
+
+#define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
+
+struct parse {
+    const struct moe_backward_context *context;
+    struct moe_backward_request *request;
+    size_t x_bytes, dy_bytes, ids_bytes, weights_bytes;
+};
+
+/* ------------------------------------------------------------------------ splitting */
+
+static struct moe_status take_memory(struct parse *p, size_t length, struct moe_buffer **buffer,
+                                     void **dst)
+{
+    if (length == 0)
+        return moe_ok();
+    if (length > p->context->info->max_message_bytes)
+        return invalid(TOO_LARGE, "a tensor of %zu bytes where a message may have %u", length,
+                       p->context->info->max_message_bytes);
+    MOE_TRY(moe_staging_take(p->context->staging, length, buffer));
+    *dst = moe_buffer_data(*buffer);
+    return moe_ok();
+}
+
+static struct moe_status place_part(void *ctx, uint32_t field, size_t length, void **dst)
+{
+    struct parse *p = ctx;
+    struct moe_backward_request *r = p->request;
+    switch (field) {
+    case FIELD_IDS: p->ids_bytes = length; return take_memory(p, length, &r->ids, dst);
+    case FIELD_WEIGHTS: p->weights_bytes = length; return take_memory(p, length, &r->weights, dst);
+    case FIELD_DY: p->dy_bytes = length; return take_memory(p, length, &r->dy, dst);
+    default: p->x_bytes = length; return take_memory(p, length, &r->x, dst);
+    }
+}
+
+/* --------------------------------------------------------------------------- checks */
+
+static struct moe_status check_layer(struct parse *p, const Head *h)
+{
+    const struct moe_service_info *info = p->context->info;
+    struct moe_backward_request *r = p->request;
+    if (h->model[0] != '\0' && strcmp(h->model, info->model) != 0)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
+                         "this model is not served here; %s is", info->model);
+    for (size_t i = 0; i < info->layer_count && r->spec == NULL; i++)
+        if (info->layers[i]->layer == h->layer)
+            r->spec = info->layers[i];
+    if (r->spec == NULL)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "the model has no MoE layer %u",
+                         h->layer);
+    if (h->dtype != MOE__V1__DATA_TYPE__DATA_TYPE_F32 &&
+        h->dtype != MOE__V1__DATA_TYPE__DATA_TYPE_BF16)
+        return invalid(DTYPE_UNSUPPORTED, "dtype must be F32 or BF16");
+    r->work.layer = h->layer;
+    r->work.dtype = h->dtype == MOE__V1__DATA_TYPE__DATA_TYPE_F32 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
+    return moe_ok();
+}
+
+static struct moe_status check_shape(struct parse *p, const Head *h)
+{
+    const struct moe_layer_spec *spec = p->request->spec;
+    if (h->hidden != spec->hidden)
+        return invalid(SHAPE_MISMATCH, "hidden is %u; layer %u has %u", h->hidden, spec->layer,
+                       spec->hidden);
+    if (h->tokens == 0)
+        return invalid(SHAPE_MISMATCH, "a request needs at least one token");
+    if (h->tokens > p->context->info->max_tokens_per_step)
+        return invalid(TOKEN_LIMIT, "%u tokens; one Backward has at most %u", h->tokens,
+                       p->context->info->max_tokens_per_step);
+    size_t want;
+    if (!moe_size_mul3(h->tokens, spec->hidden, moe_dtype_bytes(p->request->work.dtype), &want))
+        return invalid(TOO_LARGE, "dy would be too large");
+    if (p->dy_bytes != want)
+        return invalid(SHAPE_MISMATCH, "dy has %zu bytes; %u tokens of %u elements have %zu",
+                       p->dy_bytes, h->tokens, h->hidden, want);
+    if (p->x_bytes != 0 && p->x_bytes != want)
+        return invalid(SHAPE_MISMATCH, "x has %zu bytes; %u tokens of %u elements have %zu",
+                       p->x_bytes, h->tokens, h->hidden, want);
+    p->request->work.tokens = h->tokens;
+    return moe_ok();
+}
+
+static struct moe_status check_numbers(const Head *h)
+{
+    if (!moe_training_name_ok(h->session))
+        return invalid(NAME_INVALID, "a session has 1 to 64 characters of A-Z a-z 0-9 . _ - and "
+                                     "begins with no dot");
+    if (h->micro_batch_id == 0)
+        return invalid(VALUE_INVALID, "micro_batch_id must be at least 1");
+    if (!(h->aux_coeff >= 0) || h->aux_coeff > 1e30)
+        return invalid(VALUE_INVALID, "aux_coeff must be a number of at least 0");
+    return moe_ok();
+}
+
+static struct moe_status check_ids(const struct parse *p, const Head *h)
+{
+    const struct moe_layer_spec *spec = p->request->spec;
+    size_t size = moe_request_id_bytes((int)h->topk_ids_dtype);
+    size_t k = spec->router.top_k, pairs = h->tokens * k;
+    int32_t all = (int32_t)(spec->experts + spec->router.zero_experts);
+    if (size == 0)
+        return invalid(DTYPE_UNSUPPORTED, "topk_ids_dtype must be U8, U16 or I32");
+    if (p->ids_bytes != pairs * size)
+        return invalid(SHAPE_MISMATCH, "topk_ids has %zu bytes; %u tokens of %zu ids have %zu",
+                       p->ids_bytes, h->tokens, k, pairs * size);
+    const void *ids = moe_buffer_data(p->request->ids);
+    for (size_t i = 0; i < pairs; i++) {
+        int32_t id = moe_request_read_id(ids, i, size);
+        if (id < -1 || id >= all)
+            return invalid(EXPERT_INDEX_RANGE, "token %zu: expert %d; the layer has 0 to %d", i / k,
+                           id, all - 1);
+    }
+    return moe_ok();
+}
+
+static struct moe_status check_weights(const struct parse *p, const Head *h)
+{
+    size_t k = p->request->spec->router.top_k, pairs = h->tokens * k;
+    if (p->weights_bytes != pairs * sizeof(float))
+        return invalid(SHAPE_MISMATCH, "topk_weights has %zu bytes; %u tokens of %zu have %zu",
+                       p->weights_bytes, h->tokens, k, pairs * sizeof(float));
+    const float *weights = moe_buffer_data(p->request->weights);
+    for (size_t i = 0; i < pairs; i++)
+        if (!isfinite(weights[i]))
+            return invalid(ROUTING_INVALID, "token %zu: a routing weight is not finite", i / k);
+    return moe_ok();
+}
+
+static struct moe_status check_routing(struct parse *p, const Head *h)
+{
+    struct moe_train_work *w = &p->request->work;
+    if (p->x_bytes == 0) {
+        if (p->ids_bytes != 0 || p->weights_bytes != 0)
+            return invalid(ROUTING_INVALID, "routing without x: send both, or neither after a "
+                                            "Forward with save");
+        return moe_ok();
+    }
+    switch (h->routing_mode) {
+    case MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS: w->mode = MOE_ROUTE_IDS; break;
+    case MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS:
+        w->mode = MOE_ROUTE_IDS_WEIGHTS;
+        break;
+    default:
+        return invalid(ROUTING_INVALID, "Backward needs the routing that the forward pass used: "
+                                        "CLIENT_IDS or CLIENT_IDS_AND_WEIGHTS");
+    }
+    if (p->ids_bytes == 0)
+        return invalid(ROUTING_INVALID, "topk_ids are missing");
+    if ((p->weights_bytes != 0) != (w->mode == MOE_ROUTE_IDS_WEIGHTS))
+        return invalid(ROUTING_INVALID, w->mode == MOE_ROUTE_IDS_WEIGHTS
+                                            ? "topk_weights are missing"
+                                            : "topk_weights are given, and the router is to weigh");
+    MOE_TRY(check_ids(p, h));
+    return w->mode == MOE_ROUTE_IDS_WEIGHTS ? check_weights(p, h) : moe_ok();
+}
+
+static struct moe_status check_state(const struct parse *p)
+{
+    if (p->context->draining)
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, DRAINING_RETRY_MS,
+                               "this worker is leaving");
+    if (p->context->epoch == 0)
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
+                               "no view is in force: the group is forming, or lacks a worker");
+    return moe_ok();
+}
+
+/* -------------------------------------------------------------------------- content */
+
+static void hash_said(struct moe_backward_request *r, const Head *h, size_t dy_bytes)
+{
+    const uint64_t numbers[] = {h->layer, h->tokens, (uint64_t)h->dtype, h->input_only != 0,
+                                h->return_weight_gradients != 0};
+    moe_content_mix(r->call.content.said, numbers, sizeof numbers);
+    moe_content_mix(r->call.content.said, &h->aux_coeff, sizeof h->aux_coeff);
+    moe_content_mix(r->call.content.said, moe_buffer_data(r->dy), dy_bytes);
+}
+
+static void hash_rest(struct moe_backward_request *r, size_t x_bytes)
+{
+    const struct moe_train_work *w = &r->work;
+    size_t pairs = w->tokens * (size_t)r->spec->router.top_k * sizeof(int32_t);
+    uint64_t mode = w->mode;
+    moe_content_mix(r->call.content.rest, &mode, sizeof mode);
+    moe_content_mix(r->call.content.rest, w->ids, pairs);
+    if (w->mode == MOE_ROUTE_IDS_WEIGHTS)
+        moe_content_mix(r->call.content.rest, w->weights, pairs);
+    moe_content_mix(r->call.content.rest, w->x, x_bytes);
+}
+
+static struct moe_status use_sent(struct parse *p, const Head *h)
+{
+    struct moe_backward_request *r = p->request;
+    struct moe_train_work *w = &r->work;
+    size_t pairs = h->tokens * (size_t)r->spec->router.top_k;
+    size_t size = moe_request_id_bytes((int)h->topk_ids_dtype);
+    w->x = moe_buffer_data(r->x);
+    w->ids = moe_buffer_data(r->ids);
+    if (size != sizeof(int32_t)) {
+        MOE_TRY(moe_staging_take(p->context->staging, pairs * sizeof(int32_t), &r->wide_ids));
+        int32_t *wide = moe_buffer_data(r->wide_ids);
+        for (size_t i = 0; i < pairs; i++)
+            wide[i] = moe_request_read_id(moe_buffer_data(r->ids), i, size);
+        w->ids = wide;
+    }
+    if (r->weights != NULL)
+        w->weights = moe_buffer_data(r->weights);
+    r->whole = true;
+    hash_rest(r, p->x_bytes);
+    return moe_ok();
+}
+
+/* Without a saved pass the request stays as it is: it may be a repeat. */
+static struct moe_status use_saved(struct parse *p, const Head *h)
+{
+    struct moe_backward_request *r = p->request;
+    struct moe_train_work *w = &r->work;
+    struct moe_saved_pass pass;
+    r->pass = moe_saved_get(moe_train_passes(p->context->training), h->session, h->micro_batch_id,
+                            r->received_ns);
+    if (r->pass == NULL)
+        return moe_ok();
+    memcpy(&pass, r->pass->head, sizeof pass);
+    if (pass.layer != h->layer || pass.tokens != h->tokens || pass.dtype != w->dtype)
+        return invalid(SHAPE_MISMATCH, "the pass saved under this id has layer %u and %u tokens%s",
+                       pass.layer, pass.tokens, pass.dtype != w->dtype ? " of another dtype" : "");
+    if (h->weights_version != 0 && h->weights_version != pass.weights_version)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                         "weights version %llu was asked for; the pass was saved with %llu",
+                         (unsigned long long)h->weights_version,
+                         (unsigned long long)pass.weights_version);
+    const uint8_t *data = r->pass->data;
+    w->mode = pass.mode;
+    w->x = data;
+    w->ids = (const int32_t *)(const void *)(data + pass.ids_at);
+    if (pass.mode == MOE_ROUTE_IDS_WEIGHTS)
+        w->weights = (const float *)(const void *)(data + pass.weights_at);
+    r->call.weights_version = pass.weights_version;
+    if (r->call.lineage == 0)
+        r->call.lineage = pass.lineage;
+    r->whole = r->used_saved = true;
+    hash_rest(r, pass.x_bytes);
+    return moe_ok();
+}
+
+static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t length)
+{
+    struct moe_backward_request *r = p->request;
+    struct moe_rpc_arena arena;
+    ProtobufCAllocator allocator;
+    moe_rpc_arena_init(&arena, &allocator);
+    const Head *h = moe__v1__backward_request__unpack(&allocator, length, head);
+    if (h == NULL)
+        return invalid(MALFORMED, "malformed message");
+    MOE_TRY(check_layer(p, h));
+    MOE_TRY(check_shape(p, h));
+    MOE_TRY(check_numbers(h));
+    MOE_TRY(check_routing(p, h));
+    MOE_TRY(check_state(p));
+    r->work.kind = r->call.kind = MOE_STEP_BACKWARD;
+    strcpy(r->call.session, h->session); /* a checked name fits */
+    r->call.id = h->micro_batch_id;
+    r->call.lineage = h->lineage;
+    r->call.weights_version = h->weights_version;
+    r->call.aux_coeff = (float)h->aux_coeff;
+    r->call.input_only = h->input_only;
+    r->return_weights = h->return_weight_gradients;
+    r->work.dy = moe_buffer_data(r->dy);
+    hash_said(r, h, p->dy_bytes);
+    return p->x_bytes != 0 ? use_sent(p, h) : use_saved(p, h);
+}
+
+struct moe_status moe_backward_parse(struct moe_backward_request *r,
+                                     const struct moe_backward_context *context,
+                                     struct moe_rpc_msg *m)
+{
+    struct parse p = {.context = context, .request = r};
+    uint8_t head[MOE_RPC_HEAD_MAX];
+    size_t length;
+    *r = (struct moe_backward_request){.received_ns = moe_clock_ns()};
+    struct moe_status st = moe_rpc_msg_split(
+        m, part_fields, sizeof part_fields / sizeof *part_fields, head, &length, place_part, &p);
+    if (!moe_failed(&st))
+        st = check_head(&p, head, length);
+    if (moe_failed(&st))
+        moe_backward_release(r);
+    return st;
+}
+
+void moe_backward_release(struct moe_backward_request *r)
+{
+    moe_buffer_release(r->x);
+    moe_buffer_release(r->dy);
+    moe_buffer_release(r->ids);
+    moe_buffer_release(r->weights);
+    moe_buffer_release(r->wide_ids);
+    moe_saved_release(r->pass);
+    moe_saved_release(r->kept);
+    moe_saved_release(r->answer.record);
+    r->x = r->dy = r->ids = r->weights = r->wide_ids = NULL;
+    r->pass = r->kept = r->answer.record = NULL;
+}
+
+/* ------------------------------------------------------------------------- answers */
+
+struct moe_status moe_backward_prepare(struct moe_backward_request *r,
+                                       const struct moe_backward_context *context)
+{
+    struct moe_train_work *w = &r->work;
+    size_t pairs = w->tokens * (size_t)r->spec->router.top_k * sizeof(float), dx, at, end;
+    if (!moe_size_mul3(w->tokens, r->spec->hidden, moe_dtype_bytes(w->dtype), &dx) ||
+        !moe_size_round_up(dx, ALIGN, &at) ||
+        !moe_size_add(at, r->return_weights ? pairs : 0, &end) ||
+        end > context->info->max_message_bytes - MOE_BACKWARD_HEAD_MAX)
+        return invalid(TOO_LARGE, "the answer would be larger than a message may be");
+    MOE_TRY(moe_saved_reserve(moe_train_answers(context->training), end, r->received_ns, &r->kept));
+    const struct moe_kept_answer head = {
+        .content = r->call.content,
+        .tokens = w->tokens,
+        .hidden = r->spec->hidden,
+        .top_k = r->spec->router.top_k,
+        .dtype = w->dtype,
+        .used_saved = r->used_saved,
+        .dx_bytes = (uint32_t)dx,
+        .weights_at = (uint32_t)at,
+        .weights_bytes = r->return_weights ? (uint32_t)pairs : 0,
+    };
+    memcpy(r->kept->head, &head, sizeof head);
+    w->dx = r->kept->data;
+    if (r->return_weights)
+        w->dweights = (float *)(void *)((uint8_t *)r->kept->data + at);
+    w->answer = &r->answer;
+    moe_train_call_pack(&r->call, w->body, &w->body_length);
+    return moe_ok();
+}
+
+static struct moe_kept_answer head_of(const struct moe_saved_record *kept)
+{
+    struct moe_kept_answer head;
+    memcpy(&head, kept->head, sizeof head);
+    return head;
+}
+
+void moe_backward_keep(struct moe_backward_request *r, struct moe_train *training,
+                       const struct moe_status *end)
+{
+    struct moe_kept_answer head = head_of(r->kept);
+    head.outcome = r->answer.outcome;
+    head.code = end->code;
+    head.reason = end->reason;
+    memcpy(r->kept->head, &head, sizeof head);
+    moe_saved_hold(r->kept); /* ours, until the answer is on its way */
+    moe_saved_put(moe_train_answers(training), r->kept, r->call.session, r->call.id,
+                  moe_clock_ns());
+    if (r->used_saved)
+        moe_saved_drop(moe_train_passes(training), r->call.session, r->call.id);
+}
+
+bool moe_backward_matches(const struct moe_saved_record *kept, const struct moe_backward_request *r)
+{
+    struct moe_kept_answer head = head_of(kept);
+    const struct moe_content *c = &r->call.content;
+    return memcmp(head.content.said, c->said, sizeof c->said) == 0 &&
+           (!r->whole || memcmp(head.content.rest, c->rest, sizeof c->rest) == 0);
+}
+
+struct moe_status moe_backward_kept_status(const struct moe_saved_record *kept)
+{
+    struct moe_kept_answer head = head_of(kept);
+    if (head.code == MOE_OK)
+        return moe_ok();
+    return moe_error(head.code, head.reason,
+                     "the pass was run, and some of its tokens could not be computed");
+}
+
+static void release_part(void *owner)
+{
+    moe_saved_release(owner);
+}
+
+static void add_part(struct moe_saved_record *kept, struct moe_rpc_out *out, uint32_t field,
+                     size_t at, size_t length)
+{
+    moe_saved_hold(kept);
+    out->parts[out->part_count++] = (struct moe_rpc_part){.field = field,
+                                                          .data = (const uint8_t *)kept->data + at,
+                                                          .length = length,
+                                                          .release = release_part,
+                                                          .owner = kept};
+}
+
+static void fill_stages(const struct moe_backward_request *r, bool repeated,
+                        Moe__V1__StageTimes *to)
+{
+    const struct moe_train_work *w = &r->work;
+    moe__v1__stage_times__init(to);
+    to->server_ns = moe_clock_ns() - r->received_ns;
+    if (repeated)
+        return;
+    const uint64_t *ns = w->step.stage_ns;
+    to->queue_ns = w->started_ns - w->submitted_ns;
+    to->router_ns = ns[MOE_STAGE_ROUTER];
+    to->prepare_ns = ns[MOE_STAGE_PREPARE];
+    to->dispatch_ns = ns[MOE_STAGE_DISPATCH];
+    to->gemm1_ns = ns[MOE_STAGE_GEMM1];
+    to->gemm2_ns = ns[MOE_STAGE_GEMM2];
+    to->shared_ns = ns[MOE_STAGE_SHARED];
+    to->combine_ns = ns[MOE_STAGE_COMBINE];
+    to->step_ns = w->step.total_ns;
+    to->step_tokens = w->tokens;
+    to->steps = 1;
+}
+
+void moe_backward_answer(const struct moe_backward_request *r, struct moe_saved_record *kept,
+                         bool repeated, uint8_t *head, struct moe_rpc_out *out)
+{
+    const struct moe_kept_answer k = head_of(kept);
+    Moe__V1__StageTimes stages;
+    Moe__V1__BackwardResponse answer;
+    moe__v1__backward_response__init(&answer);
+    fill_stages(r, repeated, &stages);
+    answer.epoch = k.outcome.epoch;
+    answer.weights_version = k.outcome.weights_version;
+    answer.lineage = k.outcome.lineage;
+    answer.aux_loss = k.outcome.number;
+    answer.tokens = k.tokens;
+    answer.hidden = k.hidden;
+    answer.dtype = k.dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
+                                            : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
+    answer.top_k = k.top_k;
+    answer.repeated = repeated;
+    answer.used_saved = k.used_saved;
+    answer.stages = &stages;
+    *out = (struct moe_rpc_out){.head = head};
+    out->head_length = moe__v1__backward_response__get_packed_size(&answer);
+    MOE_INVARIANT(out->head_length <= MOE_BACKWARD_HEAD_MAX);
+    moe__v1__backward_response__pack(&answer, head);
+    if (k.weights_bytes != 0)
+        add_part(kept, out, FIELD_WEIGHTS, k.weights_at, k.weights_bytes);
+    add_part(kept, out, FIELD_X, 0, k.dx_bytes);
+}

@@ -1,0 +1,664 @@
+/* The methods of worker/training_service.h. As in service.c, a call lives until both the transport
+ * and the engine are done with it; handlers run on the call's own thread, ends on the engine's. */
+#include "worker/training_service.h"
+
+#include "base/clock.h"
+#include "moe/v1/training.pb-c.h"
+#include "worker/training_request.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+struct moe_training_service {
+    struct moe_training_service_config config;
+};
+
+enum { ENDPOINT_BYTES = 256, ANSWER_BYTES = 512 };
+
+#define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
+
+static struct moe_status out_of_memory(void)
+{
+    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, 100, "out of memory");
+}
+
+/* The training room knows a slot; the client needs an address. */
+static struct moe_status name_worker(struct moe_training_service *s, struct moe_status st,
+                                     const struct moe_train_answer *answer)
+{
+    char endpoint[ENDPOINT_BYTES];
+    if (st.reason != MOE_REASON_RECORDED_ELSEWHERE)
+        return st;
+    moe_service_worker(s->config.service, answer->recorded_at, endpoint, sizeof endpoint);
+    return moe_error(st.code, st.reason, "the answer is recorded on another worker; ask %.180s",
+                     endpoint);
+}
+
+/* -------------------------------------------------------------------------- Backward */
+
+struct backward {
+    struct moe_backward_request request;
+    struct moe_training_service *service;
+    struct moe_rpc_call *call;   /* held while the engine has the request */
+    _Atomic uint32_t references; /* the engine; the call */
+};
+
+static void drop_backward(struct backward *b)
+{
+    if (atomic_fetch_sub(&b->references, 1) != 1)
+        return;
+    moe_backward_release(&b->request);
+    free(b);
+}
+
+static void reply_kept(struct backward *b, struct moe_saved_record *kept, bool repeated)
+{
+    uint8_t head[MOE_BACKWARD_HEAD_MAX];
+    struct moe_rpc_out out;
+    struct moe_status st = moe_backward_kept_status(kept);
+    if (moe_failed(&st)) {
+        moe_rpc_fail(b->call, st);
+        return;
+    }
+    moe_backward_answer(&b->request, kept, repeated, head, &out);
+    moe_rpc_reply(b->call, &out);
+}
+
+/* The engine's thread. A pass that was run is kept even where it ended with bad tokens: it has been
+ * recorded everywhere, and added what its other tokens give. */
+static void backward_done(struct moe_train_work *work, struct moe_status status)
+{
+    struct backward *b = work->user;
+    struct moe_backward_request *r = &b->request;
+    bool was_run = r->answer.outcome.epoch != 0 && !r->answer.repeated;
+    if (was_run)
+        moe_backward_keep(r, b->service->config.training, &status);
+    if (moe_failed(&status))
+        moe_rpc_fail(b->call, name_worker(b->service, status, &r->answer));
+    else
+        reply_kept(b, r->answer.repeated ? r->answer.record : r->kept, r->answer.repeated);
+    moe_rpc_call_release(b->call);
+    drop_backward(b);
+}
+
+static struct moe_backward_context context_of(struct moe_training_service *s)
+{
+    struct moe_backward_context c = {
+        .info = &s->config.info, .staging = s->config.staging, .training = s->config.training};
+    moe_service_read(s->config.service, &c.epoch, &c.draining);
+    return c;
+}
+
+/* A message without x, and no saved pass: it can only be answered if it is a repeat. */
+static struct moe_status answer_without_x(struct backward *b)
+{
+    struct moe_backward_request *r = &b->request;
+    struct moe_training_service *s = b->service;
+    struct moe_train_known known;
+    if (!moe_train_knows(s->config.training, &r->call, &known))
+        return known.refusal;
+    if (known.origin_elsewhere) {
+        r->answer.recorded_at = known.origin;
+        return name_worker(
+            s,
+            moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_RECORDED_ELSEWHERE, "recorded elsewhere"),
+            &r->answer);
+    }
+    if (memcmp(known.content.said, r->call.content.said, sizeof known.content.said) != 0)
+        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED,
+                         "id %llu was used for something else", (unsigned long long)r->call.id);
+    r->answer.record = moe_saved_get(moe_train_answers(s->config.training), r->call.session,
+                                     r->call.id, r->received_ns);
+    if (r->answer.record == NULL || !moe_backward_matches(r->answer.record, r))
+        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ANSWER_GONE,
+                         "id %llu has been run; its answer is not, or no longer, kept",
+                         (unsigned long long)r->call.id);
+    reply_kept(b, r->answer.record, true);
+    return moe_ok();
+}
+
+/* Answers at once, or gives the request to the engine. */
+static struct moe_status serve_backward(struct backward *b)
+{
+    struct moe_backward_request *r = &b->request;
+    struct moe_training_service *s = b->service;
+    const struct moe_backward_context context = context_of(s);
+    if (!r->whole)
+        return answer_without_x(b);
+    if (moe_train_recall(s->config.training, &r->call, &r->answer)) {
+        reply_kept(b, r->answer.record, true);
+        return moe_ok();
+    }
+    MOE_TRY(moe_backward_prepare(r, &context));
+    r->work.deadline_ns = moe_rpc_call_deadline(b->call);
+    r->work.done = backward_done;
+    r->work.user = b;
+    moe_rpc_call_hold(b->call);
+    atomic_fetch_add(&b->references, 1);
+    moe_rpc_call_set_user(b->call, b);
+    struct moe_status st = moe_engine_submit_training(s->config.engine, &r->work);
+    if (moe_failed(&st)) {
+        moe_rpc_call_release(b->call);
+        drop_backward(b); /* the engine's; the call's goes with `done` */
+    }
+    return st;
+}
+
+static void backward_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    struct moe_training_service *s = ctx;
+    struct backward *b = calloc(1, sizeof *b);
+    if (b == NULL) {
+        moe_rpc_msg_free(m);
+        moe_rpc_fail(call, out_of_memory());
+        return;
+    }
+    b->service = s;
+    b->call = call;
+    atomic_store(&b->references, 1);
+    const struct moe_backward_context context = context_of(s);
+    struct moe_status st = moe_backward_parse(&b->request, &context, m);
+    moe_rpc_msg_free(m);
+    if (!moe_failed(&st))
+        st = serve_backward(b);
+    if (moe_failed(&st))
+        moe_rpc_fail(call, st);
+    if (moe_rpc_call_user(call) != b)
+        drop_backward(b);
+}
+
+static void backward_cancelled(struct moe_rpc_call *call, void *ctx)
+{
+    struct moe_training_service *s = ctx;
+    struct backward *b = moe_rpc_call_user(call);
+    if (b != NULL)
+        moe_engine_cancel_training(s->config.engine, &b->request.work);
+}
+
+static void backward_done_call(struct moe_rpc_call *call, void *ctx)
+{
+    struct backward *b = moe_rpc_call_user(call);
+    (void)ctx;
+    if (b != NULL)
+        drop_backward(b);
+}
+
+/* ------------------------------------------------------------------ all other changes */
+
+/* A call without tensors. */
+struct change {
+    struct moe_train_work work;
+    struct moe_train_call call;
+    struct moe_train_answer answer;
+    struct moe_training_service *service;
+    struct moe_rpc_call *rpc;    /* held while the engine has it */
+    _Atomic uint32_t references; /* the engine; the call */
+};
+
+static void drop_change(struct change *c)
+{
+    if (atomic_fetch_sub(&c->references, 1) == 1)
+        free(c);
+}
+
+static void reply(struct moe_rpc_call *call, const ProtobufCMessage *answer)
+{
+    uint8_t bytes[ANSWER_BYTES];
+    size_t length = protobuf_c_message_get_packed_size(answer);
+    MOE_INVARIANT(length <= sizeof bytes);
+    protobuf_c_message_pack(answer, bytes);
+    const struct moe_rpc_out out = {.head = bytes, .head_length = length};
+    moe_rpc_reply(call, &out);
+}
+
+static void reply_step(const struct change *c)
+{
+    const struct moe_ledger_outcome *o = &c->answer.outcome;
+    Moe__V1__OptimizerStepResponse a;
+    moe__v1__optimizer_step_response__init(&a);
+    a.weights_version = o->weights_version;
+    a.lineage = o->lineage;
+    a.repeated = c->answer.repeated;
+    a.skipped_nonfinite = o->nonfinite;
+    a.grad_norm = o->number;
+    a.backwards = o->backwards;
+    a.steps = o->steps;
+    reply(c->rpc, &a.base);
+}
+
+static void reply_zero_grad(const struct change *c)
+{
+    Moe__V1__ZeroGradResponse a;
+    moe__v1__zero_grad_response__init(&a);
+    a.backwards = c->answer.outcome.backwards;
+    a.repeated = c->answer.repeated;
+    reply(c->rpc, &a.base);
+}
+
+static void reply_set_frozen(const struct change *c)
+{
+    Moe__V1__SetFrozenResponse a;
+    moe__v1__set_frozen_response__init(&a);
+    a.repeated = c->answer.repeated;
+    reply(c->rpc, &a.base);
+}
+
+static void reply_save(const struct change *c)
+{
+    Moe__V1__SaveCheckpointResponse a;
+    moe__v1__save_checkpoint_response__init(&a);
+    a.weights_version = c->answer.outcome.weights_version;
+    a.bytes = c->answer.outcome.bytes;
+    a.repeated = c->answer.repeated;
+    reply(c->rpc, &a.base);
+}
+
+static void reply_load(const struct change *c)
+{
+    Moe__V1__LoadCheckpointResponse a;
+    moe__v1__load_checkpoint_response__init(&a);
+    a.weights_version = c->answer.outcome.weights_version;
+    a.lineage = c->answer.outcome.lineage;
+    a.repeated = c->answer.repeated;
+    reply(c->rpc, &a.base);
+}
+
+static void reply_export(const struct change *c)
+{
+    Moe__V1__ExportAdapterResponse a;
+    moe__v1__export_adapter_response__init(&a);
+    a.bytes = c->answer.outcome.bytes;
+    a.repeated = c->answer.repeated;
+    reply(c->rpc, &a.base);
+}
+
+static void reply_change(const struct change *c)
+{
+    switch (c->call.kind) {
+    case MOE_STEP_OPTIMIZER: reply_step(c); return;
+    case MOE_STEP_ZERO_GRAD: reply_zero_grad(c); return;
+    case MOE_STEP_SET_FROZEN: reply_set_frozen(c); return;
+    case MOE_STEP_SAVE: reply_save(c); return;
+    case MOE_STEP_LOAD: reply_load(c); return;
+    default: reply_export(c); return;
+    }
+}
+
+/* The engine's thread. */
+static void change_done(struct moe_train_work *work, struct moe_status status)
+{
+    struct change *c = work->user;
+    if (moe_failed(&status))
+        moe_rpc_fail(c->rpc, status);
+    else
+        reply_change(c);
+    moe_rpc_call_release(c->rpc);
+    drop_change(c);
+}
+
+/* Everything that says what the call is to do; not what it presumes. */
+static void hash_change(struct moe_train_call *c)
+{
+    const struct moe_optimizer_args *o = &c->optimizer;
+    const uint64_t numbers[] = {(uint64_t)c->kind, c->expected_backwards, c->frozen, c->keep,
+                                c->merge};
+    const double values[] = {o->learning_rate, o->weight_decay, o->beta1,
+                             o->beta2,         o->epsilon,      o->momentum,
+                             o->max_grad_norm, o->grad_scale,   o->balance_rate};
+    moe_content_mix(c->content.said, numbers, sizeof numbers);
+    moe_content_mix(c->content.said, values, sizeof values);
+    moe_content_mix(c->content.said, c->name, sizeof c->name);
+}
+
+static struct moe_status submit_change(struct change *c)
+{
+    struct moe_training_service *s = c->service;
+    hash_change(&c->call);
+    if (moe_train_recall(s->config.training, &c->call, &c->answer)) {
+        reply_change(c);
+        return moe_ok();
+    }
+    c->work.kind = c->call.kind;
+    moe_train_call_pack(&c->call, c->work.body, &c->work.body_length);
+    c->work.answer = &c->answer;
+    c->work.deadline_ns = moe_rpc_call_deadline(c->rpc);
+    c->work.done = change_done;
+    c->work.user = c;
+    moe_rpc_call_hold(c->rpc);
+    atomic_fetch_add(&c->references, 1);
+    moe_rpc_call_set_user(c->rpc, c);
+    struct moe_status st = moe_engine_submit_training(s->config.engine, &c->work);
+    if (moe_failed(&st)) {
+        moe_rpc_call_release(c->rpc);
+        drop_change(c);
+    }
+    return st;
+}
+
+static struct moe_status check_service(const struct moe_training_service *s)
+{
+    uint64_t epoch;
+    bool draining;
+    moe_service_read(s->config.service, &epoch, &draining);
+    if (draining)
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, 100, "this worker is leaving");
+    if (epoch == 0)
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 100,
+                               "no view is in force: the group is forming, or lacks a worker");
+    return moe_ok();
+}
+
+/* Fills the call from a message; the arena holds it while it is read. */
+typedef struct moe_status (*read_fn)(const struct moe_training_service *s,
+                                     ProtobufCAllocator *allocator, const uint8_t *bytes,
+                                     size_t length, struct moe_train_call *call);
+
+static struct moe_status read_change(const struct moe_training_service *s, struct moe_rpc_msg *m,
+                                     read_fn read, struct moe_train_call *call)
+{
+    uint8_t bytes[MOE_RPC_HEAD_MAX];
+    size_t length;
+    struct moe_rpc_arena arena;
+    ProtobufCAllocator allocator;
+    MOE_TRY(moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length));
+    moe_rpc_arena_init(&arena, &allocator);
+    MOE_TRY(read(s, &allocator, bytes, length, call));
+    return check_service(s);
+}
+
+static void change_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx, read_fn read)
+{
+    struct change *c = calloc(1, sizeof *c);
+    if (c == NULL) {
+        moe_rpc_msg_free(m);
+        moe_rpc_fail(rpc, out_of_memory());
+        return;
+    }
+    c->service = ctx;
+    c->rpc = rpc;
+    atomic_store(&c->references, 1);
+    struct moe_status st = read_change(ctx, m, read, &c->call);
+    moe_rpc_msg_free(m);
+    if (!moe_failed(&st))
+        st = submit_change(c);
+    if (moe_failed(&st))
+        moe_rpc_fail(rpc, st);
+    if (moe_rpc_call_user(rpc) != c)
+        drop_change(c);
+}
+
+static void change_cancelled(struct moe_rpc_call *rpc, void *ctx)
+{
+    struct moe_training_service *s = ctx;
+    struct change *c = moe_rpc_call_user(rpc);
+    if (c != NULL)
+        moe_engine_cancel_training(s->config.engine, &c->work);
+}
+
+static void change_done_call(struct moe_rpc_call *rpc, void *ctx)
+{
+    struct change *c = moe_rpc_call_user(rpc);
+    (void)ctx;
+    if (c != NULL)
+        drop_change(c);
+}
+
+/* ------------------------------------------------------------------- what they say */
+
+static struct moe_status malformed(void)
+{
+    return invalid(MALFORMED, "malformed message");
+}
+
+static struct moe_status begin_call(struct moe_train_call *call, enum moe_step_kind kind,
+                                    uint64_t step_id, uint64_t lineage)
+{
+    call->kind = kind;
+    call->id = step_id;
+    call->lineage = lineage;
+    return step_id != 0 ? moe_ok() : invalid(VALUE_INVALID, "step_id must be at least 1");
+}
+
+static struct moe_status take_name(struct moe_train_call *call, const char *name)
+{
+    if (!moe_training_name_ok(name))
+        return invalid(NAME_INVALID, "a name has 1 to 64 characters of A-Z a-z 0-9 . _ - and "
+                                     "begins with no dot");
+    strcpy(call->name, name);
+    return moe_ok();
+}
+
+/* Within [low, high), and a number. */
+static struct moe_status check_range(const char *what, double value, double low, double high)
+{
+    if (value >= low && value < high)
+        return moe_ok();
+    return invalid(VALUE_INVALID, "%s is not a number from %g to below %g", what, low, high);
+}
+
+static struct moe_status check_optimizer(const struct moe_optimizer_args *o)
+{
+    const double most = 1e30;
+    MOE_TRY(check_range("learning_rate", o->learning_rate, 0, most));
+    MOE_TRY(check_range("weight_decay", o->weight_decay, 0, most));
+    MOE_TRY(check_range("beta1", o->beta1, 0, 1));
+    MOE_TRY(check_range("beta2", o->beta2, 0, 1));
+    MOE_TRY(check_range("epsilon", o->epsilon, 0, most));
+    MOE_TRY(check_range("momentum", o->momentum, 0, 1));
+    MOE_TRY(check_range("max_grad_norm", o->max_grad_norm, 0, most));
+    MOE_TRY(check_range("grad_scale", o->grad_scale, -most, most));
+    return check_range("balance_rate", o->balance_rate, 0, most);
+}
+
+static struct moe_status read_step(const struct moe_training_service *s,
+                                   ProtobufCAllocator *allocator, const uint8_t *bytes,
+                                   size_t length, struct moe_train_call *call)
+{
+    const Moe__V1__OptimizerStepRequest *q =
+        moe__v1__optimizer_step_request__unpack(allocator, length, bytes);
+    if (q == NULL)
+        return malformed();
+    MOE_TRY(begin_call(call, MOE_STEP_OPTIMIZER, q->step_id, q->lineage));
+    enum moe_optimizer ours = moe_train_configured(s->config.training)->trainer.optimizer;
+    if (q->optimizer != MOE__V1__OPTIMIZER__OPTIMIZER_UNSPECIFIED && (int)q->optimizer != (int)ours)
+        return invalid(VALUE_INVALID, "the workers were started with the other optimizer");
+    call->optimizer = (struct moe_optimizer_args){
+        .learning_rate = q->learning_rate,
+        .weight_decay = q->weight_decay,
+        .beta1 = q->beta1 != 0 ? q->beta1 : 0.9,
+        .beta2 = q->beta2 != 0 ? q->beta2 : 0.999,
+        .epsilon = q->epsilon != 0 ? q->epsilon : 1e-8,
+        .momentum = q->momentum,
+        .max_grad_norm = q->max_grad_norm,
+        .grad_scale = q->grad_scale != 0 ? q->grad_scale : 1,
+        .balance_rate = q->balance_rate,
+    };
+    call->expected_backwards = q->expected_backwards;
+    return check_optimizer(&call->optimizer);
+}
+
+static struct moe_status read_zero_grad(const struct moe_training_service *s,
+                                        ProtobufCAllocator *allocator, const uint8_t *bytes,
+                                        size_t length, struct moe_train_call *call)
+{
+    (void)s;
+    const Moe__V1__ZeroGradRequest *q =
+        moe__v1__zero_grad_request__unpack(allocator, length, bytes);
+    return q != NULL ? begin_call(call, MOE_STEP_ZERO_GRAD, q->step_id, q->lineage) : malformed();
+}
+
+static struct moe_status read_set_frozen(const struct moe_training_service *s,
+                                         ProtobufCAllocator *allocator, const uint8_t *bytes,
+                                         size_t length, struct moe_train_call *call)
+{
+    (void)s;
+    const Moe__V1__SetFrozenRequest *q =
+        moe__v1__set_frozen_request__unpack(allocator, length, bytes);
+    if (q == NULL)
+        return malformed();
+    call->frozen = (uint32_t)q->router << MOE_PARAMS_ROUTER |
+                   (uint32_t)q->experts << MOE_PARAMS_EXPERTS |
+                   (uint32_t)q->shared << MOE_PARAMS_SHARED;
+    return begin_call(call, MOE_STEP_SET_FROZEN, q->step_id, q->lineage);
+}
+
+static struct moe_status read_save(const struct moe_training_service *s,
+                                   ProtobufCAllocator *allocator, const uint8_t *bytes,
+                                   size_t length, struct moe_train_call *call)
+{
+    (void)s;
+    const Moe__V1__SaveCheckpointRequest *q =
+        moe__v1__save_checkpoint_request__unpack(allocator, length, bytes);
+    if (q == NULL)
+        return malformed();
+    call->keep = q->keep;
+    MOE_TRY(begin_call(call, MOE_STEP_SAVE, q->step_id, q->lineage));
+    return take_name(call, q->name);
+}
+
+static struct moe_status read_load(const struct moe_training_service *s,
+                                   ProtobufCAllocator *allocator, const uint8_t *bytes,
+                                   size_t length, struct moe_train_call *call)
+{
+    (void)s;
+    const Moe__V1__LoadCheckpointRequest *q =
+        moe__v1__load_checkpoint_request__unpack(allocator, length, bytes);
+    if (q == NULL)
+        return malformed();
+    MOE_TRY(begin_call(call, MOE_STEP_LOAD, q->step_id, q->lineage));
+    return take_name(call, q->name);
+}
+
+static struct moe_status read_export(const struct moe_training_service *s,
+                                     ProtobufCAllocator *allocator, const uint8_t *bytes,
+                                     size_t length, struct moe_train_call *call)
+{
+    (void)s;
+    const Moe__V1__ExportAdapterRequest *q =
+        moe__v1__export_adapter_request__unpack(allocator, length, bytes);
+    if (q == NULL)
+        return malformed();
+    MOE_TRY(begin_call(call, MOE_STEP_EXPORT, q->step_id, q->lineage));
+    call->merge = q->merge;
+    if (!q->merge)
+        return take_name(call, q->name);
+    return q->name[0] == '\0' ? moe_ok() : invalid(VALUE_INVALID, "merge writes nothing: no name");
+}
+
+static void step_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
+{
+    change_message(rpc, m, ctx, read_step);
+}
+
+static void zero_grad_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
+{
+    change_message(rpc, m, ctx, read_zero_grad);
+}
+
+static void set_frozen_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
+{
+    change_message(rpc, m, ctx, read_set_frozen);
+}
+
+static void save_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
+{
+    change_message(rpc, m, ctx, read_save);
+}
+
+static void load_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
+{
+    change_message(rpc, m, ctx, read_load);
+}
+
+static void export_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
+{
+    change_message(rpc, m, ctx, read_export);
+}
+
+/* ---------------------------------------------------------------------- GetTrainState */
+
+static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
+{
+    static char gate[] = "gate", up[] = "up", down[] = "down";
+    char *all[] = {gate, up, down}, *targets[3];
+    struct moe_training_service *s = ctx;
+    const struct moe_trainer_config *c = &moe_train_configured(s->config.training)->trainer;
+    struct moe_train_state state;
+    Moe__V1__GetTrainStateResponse a;
+    moe_rpc_msg_free(m);
+    moe_train_read_state(s->config.training, &state);
+    moe__v1__get_train_state_response__init(&a);
+    a.lineage = state.lineage;
+    a.weights_version = state.weights_version;
+    a.steps = state.steps;
+    a.backwards = state.backwards;
+    a.last_step_id = state.last_step_id;
+    a.optimizer = (Moe__V1__Optimizer)c->optimizer;
+    a.router_frozen = (state.frozen >> MOE_PARAMS_ROUTER & 1) != 0;
+    a.experts_frozen = (state.frozen >> MOE_PARAMS_EXPERTS & 1) != 0;
+    a.shared_frozen = (state.frozen >> MOE_PARAMS_SHARED & 1) != 0;
+    a.lora_rank = c->lora_rank;
+    a.lora_alpha = c->lora_rank != 0 ? (double)c->lora_alpha / c->lora_rank : 0;
+    a.lora_targets = targets;
+    for (unsigned i = 0; i < 3 && c->lora_rank != 0; i++)
+        if ((c->lora_targets >> i & 1) != 0)
+            targets[a.n_lora_targets++] = all[i];
+    a.checkpoint = state.checkpoint;
+    a.state_bytes = state.state_bytes;
+    a.saved_bytes = state.saved_bytes;
+    a.saved_bytes_limit = state.saved_bytes_limit;
+    reply(rpc, &a.base);
+}
+
+/* ------------------------------------------------------------------------ the service */
+
+static struct moe_rpc_method change_method(struct moe_training_service *s, const char *path,
+                                           void (*message)(struct moe_rpc_call *,
+                                                           struct moe_rpc_msg *, void *))
+{
+    return (struct moe_rpc_method){.path = path,
+                                   .kind = MOE_RPC_UNARY,
+                                   .message = message,
+                                   .cancelled = change_cancelled,
+                                   .done = change_done_call,
+                                   .ctx = s};
+}
+
+void moe_training_service_methods(struct moe_training_service *s,
+                                  struct moe_rpc_method out[MOE_TRAINING_SERVICE_METHODS])
+{
+    out[0] = (struct moe_rpc_method){.path = "/moe.v1.TrainingService/Backward",
+                                     .kind = MOE_RPC_UNARY,
+                                     .large = true,
+                                     .message = backward_message,
+                                     .cancelled = backward_cancelled,
+                                     .done = backward_done_call,
+                                     .ctx = s};
+    out[1] = change_method(s, "/moe.v1.TrainingService/OptimizerStep", step_message);
+    out[2] = change_method(s, "/moe.v1.TrainingService/ZeroGrad", zero_grad_message);
+    out[3] = change_method(s, "/moe.v1.TrainingService/SetFrozen", set_frozen_message);
+    out[4] = change_method(s, "/moe.v1.TrainingService/SaveCheckpoint", save_message);
+    out[5] = change_method(s, "/moe.v1.TrainingService/LoadCheckpoint", load_message);
+    out[6] = change_method(s, "/moe.v1.TrainingService/ExportAdapter", export_message);
+    out[7] = (struct moe_rpc_method){.path = "/moe.v1.TrainingService/GetTrainState",
+                                     .kind = MOE_RPC_UNARY,
+                                     .message = state_message,
+                                     .ctx = s};
+}
+
+struct moe_status moe_training_service_create(const struct moe_training_service_config *config,
+                                              struct moe_training_service **out)
+{
+    struct moe_training_service *s = calloc(1, sizeof *s);
+    if (s == NULL)
+        return out_of_memory();
+    s->config = *config;
+    *out = s;
+    return moe_ok();
+}
+
+void moe_training_service_destroy(struct moe_training_service *s)
+{
+    free(s);
+}

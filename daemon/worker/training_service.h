@@ -1,0 +1,30 @@
+/* moe.v1.TrainingService: checks requests, makes training calls of them, and tells the answers. It
+ * never computes, and never waits. Offered only by workers that train. */
+#ifndef MOE_WORKER_TRAINING_SERVICE_H
+#define MOE_WORKER_TRAINING_SERVICE_H
+
+#include "worker/service.h"
+#include "worker/training.h"
+
+struct moe_training_service;
+
+enum { MOE_TRAINING_SERVICE_METHODS = 8 };
+
+/* All borrowed. */
+struct moe_training_service_config {
+    struct moe_service_info info;
+    struct moe_service *service; /* knows the view */
+    struct moe_engine *engine;
+    struct moe_staging *staging;
+    struct moe_train *training;
+};
+
+struct moe_status moe_training_service_create(const struct moe_training_service_config *config,
+                                              struct moe_training_service **out) MOE_CHECKED;
+/* As moe_service_destroy. */
+void moe_training_service_destroy(struct moe_training_service *s);
+/* The methods to start the server with; their `ctx` is the service. */
+void moe_training_service_methods(struct moe_training_service *s,
+                                  struct moe_rpc_method out[MOE_TRAINING_SERVICE_METHODS]);
+
+#endif

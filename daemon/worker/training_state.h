@@ -1,0 +1,55 @@
+/* What the files of training share; nobody else includes this. */
+#ifndef MOE_WORKER_TRAINING_STATE_H
+#define MOE_WORKER_TRAINING_STATE_H
+
+#include "worker/training.h"
+
+#include <pthread.h>
+
+struct moe_train_metrics {
+    struct moe_counter *backwards, *steps, *skipped, *repeats;
+    struct moe_gauge *version, *lineage, *saved, *answers, *state;
+};
+
+struct moe_train {
+    struct moe_train_config config;
+    uint64_t config_hash;
+    struct moe_saved *passes, *answers;
+    struct moe_train_metrics metrics; /* all NULL without a registry */
+
+    pthread_mutex_t lock; /* of what follows; trainers are used without it, between tickets */
+    struct moe_ledger *ledger;
+    uint64_t lineage;         /* 0: no view has been agreed on yet */
+    uint64_t weights_version; /* 1 after loading; never falls */
+    uint64_t steps;
+    uint32_t backwards, frozen;
+    char checkpoint[MOE_TRAINING_NAME_MAX + 1];
+    bool torn;
+    uint32_t slot, slots;
+    uint64_t live;
+    uint64_t state_bytes;
+
+    /* Between attach and detach. */
+    struct moe_layer *const *layers;
+    const struct moe_placement *placements;
+    struct moe_trainer **trainers; /* [layer_count], entries NULL when not attached */
+};
+
+/* [lock held] A new state under a new lineage: nothing saved or answered before means anything. */
+void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t version);
+/* Brings the series up to date. */
+void moe_train__show(struct moe_train *t);
+/* Weights and training state of `t->checkpoint`; the trainers are fresh. */
+struct moe_status moe_train__load_checkpoint(struct moe_train *t) MOE_CHECKED;
+/* Trainers that start from the weights as they are. */
+struct moe_status moe_train__make_trainers(struct moe_train *t) MOE_CHECKED;
+void moe_train__drop_trainers(struct moe_train *t);
+
+/* Save, Load and Export (training_phases.c); as moe_train_run. */
+struct moe_status moe_train__run_phases(struct moe_train *t, struct moe_session *session,
+                                        const struct moe_ticket *ticket,
+                                        const struct moe_train_call *call,
+                                        struct moe_train_turn *turn,
+                                        struct moe_ledger_outcome *outcome) MOE_CHECKED;
+
+#endif
