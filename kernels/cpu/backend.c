@@ -3,6 +3,7 @@
 #include "cpu/ep.h"
 #include "cpu/session.h"
 #include "cpu/step.h"
+#include "cpu/training.h"
 
 static struct moe_status dispatch(struct moe_session *s, struct moe_layer *layer,
                                   enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
@@ -42,6 +43,7 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
 
 const struct moe_backend moe_backend_cpu = {
     .name = "cpu",
+    .training = &moe_cpu_training,
     .device_open = moe_cpu_device_open,
     .device_close = moe_cpu_device_close,
     .device_info = moe_cpu_device_info,

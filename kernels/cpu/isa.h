@@ -28,6 +28,13 @@ struct moe_cpu_isa {
     /* gate[i] = activation(gate[i], up[i]) for i < n; NaN in gives NaN out. */
     void (*activate)(enum moe_activation activation, float limit, float alpha, size_t n,
                      float *gate, const float *up);
+
+    /* Of a = activation(gate, up), weighted by `weight`, with the cotangent `hidden` (before its
+     * weight): gate[i] and up[i] become weight * hidden[i] times the derivative by gate and up,
+     * hidden[i] becomes a[i]. Returns the sum of hidden[i] * a[i], in an order that depends on n
+     * alone. */
+    float (*activate_backward)(enum moe_activation activation, float limit, float alpha, size_t n,
+                               float weight, float *gate, float *up, float *hidden);
 };
 
 /* Tables this build has and this processor can run, slowest first; `*count` >= 1. */

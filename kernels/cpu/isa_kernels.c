@@ -241,6 +241,51 @@ static void activate(enum moe_activation activation, float limit, float alpha, s
     }
 }
 
+/* One vector of activate_backward: d is the cotangent and becomes the activation. */
+static inline void vec_activate_backward(enum moe_activation activation, float limit, float alpha,
+                                         float weight, vec *g, vec *u, vec *d)
+{
+    vec gate = *g, up = *u, cotangent = *d * weight;
+    ivec gate_moves = ~(ivec){0}, up_moves = gate_moves;
+    if (activation != MOE_ACT_SWIGLU) {
+        gate_moves = ~(gate > limit);
+        up_moves = ~((up > limit) | (up < -limit));
+        gate = vec_at_most(gate, limit);
+        up = vec_at_most(vec_at_least(up, -limit), limit);
+    }
+    float slope = activation == MOE_ACT_SWIGLU_OAI ? alpha : 1.0f;
+    vec sigmoid = vec_sigmoid(slope * gate);
+    vec factor = activation == MOE_ACT_SWIGLU_OAI ? up + 1.0f : up;
+    vec silu = gate * sigmoid;
+    vec derivative = sigmoid * (1.0f + slope * gate * (1.0f - sigmoid));
+    *g = (vec)((ivec)(cotangent * factor * derivative) & gate_moves);
+    *u = (vec)((ivec)(cotangent * silu) & up_moves);
+    *d = silu * factor;
+}
+
+static float activate_backward(enum moe_activation activation, float limit, float alpha, size_t n,
+                               float weight, float *gate, float *up, float *hidden)
+{
+    vec dot = {0};
+    for (size_t i = 0; i < n; i += LANES) {
+        size_t bytes = (n - i < LANES ? n - i : LANES) * sizeof(float);
+        vec g = {0}, u = {0}, d = {0}, cotangent;
+        memcpy(&g, gate + i, bytes);
+        memcpy(&u, up + i, bytes);
+        memcpy(&d, hidden + i, bytes);
+        cotangent = d;
+        vec_activate_backward(activation, limit, alpha, weight, &g, &u, &d);
+        dot += cotangent * d;
+        memcpy(gate + i, &g, bytes);
+        memcpy(up + i, &u, bytes);
+        memcpy(hidden + i, &d, bytes);
+    }
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++)
+        sum += dot[lane];
+    return sum;
+}
+
 const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA);
 const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA) = {
     .name = ISA_NAME,
@@ -249,4 +294,5 @@ const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA) = {
     .panel_f32 = panel_f32,
     .widen = widen,
     .activate = activate,
+    .activate_backward = activate_backward,
 };

@@ -1,5 +1,6 @@
 /* One MoE layer on the CPU: its spec, who holds which expert, and the resident weights of the
- * experts that its slot holds. Read-only after moe_cpu_layer_finish. */
+ * experts that its slot holds. Read-only after moe_cpu_layer_finish, but for its trainer, which
+ * renews weights between steps. */
 #ifndef MOE_CPU_LAYER_H
 #define MOE_CPU_LAYER_H
 
@@ -12,6 +13,7 @@ struct moe_layer {
     struct moe_placement placement; /* its arrays are this layer's own copies */
     uint32_t slot;
     bool finished;
+    bool has_trainer;
 
     uint32_t local_experts; /* experts placed on `slot`; may be 0 */
     uint32_t *local;        /* [local_experts] global ids, ascending */

@@ -12,6 +12,8 @@
 
 struct moe_device;
 
+enum { MOE_CPU_MAX_RANK = 512 }; /* of what is added to a matrix */
+
 struct moe_cpu_matrix {
     void *data; /* NULL: not uploaded */
     size_t bytes;
@@ -26,6 +28,22 @@ struct moe_cpu_matrix {
 struct moe_status moe_cpu_matrix_pack(struct moe_device *device, uint32_t out, uint32_t in,
                                       enum moe_dtype from, enum moe_dtype keep, const void *data,
                                       struct moe_cpu_matrix *matrix) MOE_CHECKED;
+/* Packs new values [out, in], rounded to the matrix's dtype, over the old ones. */
+void moe_cpu_matrix_renew(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                          const float *data);
+/* The same with base + scale * B A, summed in fp32: `base` is a matrix of the same form, A [rank,
+ * in], B [out, rank], rank <= MOE_CPU_MAX_RANK. */
+void moe_cpu_matrix_merge(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                          const struct moe_cpu_matrix *base, float scale, uint32_t rank,
+                          const float *a, const float *b);
+/* Writes the values to data [out, in]. */
+void moe_cpu_matrix_read(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                         float *data);
+/* block [rows, panel] = rows `row` .. row + rows - 1 times columns `column` .. column + panel - 1
+ * in fp32; `row` and `column` are multiples of the panel. Columns behind the matrix's end are 0. */
+void moe_cpu_matrix_block(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
+                          uint32_t row, uint32_t rows, uint32_t column, float *block);
+
 void moe_cpu_matrix_free(struct moe_device *device, struct moe_cpu_matrix *matrix);
 
 /* y [rows, panel] = x [rows, in] times panel `p` transposed. */

@@ -240,6 +240,16 @@ struct moe_status moe_cpu_session_barrier(struct moe_session *s)
     return exchange(s, NULL, NULL, 0);
 }
 
+struct moe_status moe_cpu_session_gather(struct moe_session *s, const void *mine, void *all,
+                                         size_t bytes)
+{
+    if (bytes > 0) {
+        memset(all, 0, bytes * s->config.slots);
+        memcpy((uint8_t *)all + s->config.slot * bytes, mine, bytes);
+    }
+    return exchange(s, mine, all, bytes);
+}
+
 struct moe_status moe_cpu_session_exchange(struct moe_session *s, const void *mine, void *all,
                                            size_t bytes)
 {
@@ -248,11 +258,7 @@ struct moe_status moe_cpu_session_exchange(struct moe_session *s, const void *mi
                          "an exchange carries at most %d bytes", MOE_WINDOW_EXCHANGE_BYTES);
     MOE_TRY(moe_cpu_steps_idle(s->steps));
     MOE_TRY(moe_cpu_session_usable(s));
-    if (bytes > 0) {
-        memset(all, 0, bytes * s->config.slots);
-        memcpy((uint8_t *)all + s->config.slot * bytes, mine, bytes);
-    }
-    struct moe_status st = exchange(s, mine, all, bytes);
+    struct moe_status st = moe_cpu_session_gather(s, mine, all, bytes);
     if (moe_failed(&st))
         moe_cpu_session_fail(s, &st);
     return st;

@@ -54,6 +54,11 @@ static inline bool moe_cpu_session_has_peer(const struct moe_session *s, uint32_
 struct moe_status moe_cpu_session_wait(struct moe_session *s, const uint64_t *word, uint64_t stamp,
                                        uint32_t slot, uint32_t *value) MOE_CHECKED;
 
+/* moe_cpu_session_exchange from inside a step, without its checks; all [slots * bytes] as there. A
+ * failure is left to the caller to record. */
+struct moe_status moe_cpu_session_gather(struct moe_session *s, const void *mine, void *all,
+                                         size_t bytes) MOE_CHECKED;
+
 /* Returns when every live slot has called it. */
 struct moe_status moe_cpu_session_barrier(struct moe_session *s) MOE_CHECKED;
 

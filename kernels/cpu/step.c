@@ -8,6 +8,7 @@
 #include "base/wait.h"
 #include "cpu/ep.h"
 #include "cpu/session.h"
+#include "cpu/trainer.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -17,7 +18,9 @@ enum { MAX_STEPS = 2 };
 
 struct moe_step {
     struct moe_cpu_steps *owner;
+    bool backward; /* which of the two it is */
     struct moe_step_args args;
+    struct moe_backward_args backward_args;
     struct moe_step_result result;
     struct moe_status status;
     bool finished;
@@ -42,13 +45,6 @@ struct step_memory {
     float *out;    /* [rows, H] */
     float *base;   /* [T, H] the shared expert's output; NULL without one */
 };
-
-static void lap(struct moe_step_result *r, enum moe_stage stage, uint64_t *since)
-{
-    uint64_t now = moe_clock_ns();
-    r->stage_ns[stage] += now - *since;
-    *since = now;
-}
 
 static struct moe_status take_floats(struct moe_device *device, size_t rows, size_t columns,
                                      float **out)
@@ -79,7 +75,7 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     MOE_TRY(moe_cpu_session_usable(s));
     MOE_TRY(moe_cpu_router_forward(layer, a->dtype, a->tokens, a->x, a->mode, a->ids_in,
                                    a->weights_in, a->ids_out, a->weights_out, a->token_state));
-    lap(r, MOE_STAGE_ROUTER, &since);
+    moe_cpu_step_lap(r, MOE_STAGE_ROUTER, &since);
 
     struct moe_cpu_batch batch = {.layer = layer,
                                   .dtype = a->dtype,
@@ -90,25 +86,25 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
                                   .weights = a->weights_out,
                                   .token_state = a->token_state};
     MOE_TRY(moe_cpu_ep_prepare(s->ep, &batch));
-    lap(r, MOE_STAGE_PREPARE, &since);
+    moe_cpu_step_lap(r, MOE_STAGE_PREPARE, &since);
     moe_cpu_ep_send(s->ep);
-    lap(r, MOE_STAGE_DISPATCH, &since);
+    moe_cpu_step_lap(r, MOE_STAGE_DISPATCH, &since);
     MOE_TRY(run_shared(s, a, m));
-    lap(r, MOE_STAGE_SHARED, &since);
+    moe_cpu_step_lap(r, MOE_STAGE_SHARED, &since);
     struct moe_rows rows;
     MOE_TRY(moe_cpu_ep_receive(s->ep, &rows));
     r->rows = moe_cpu_ep_rows(s->ep);
-    lap(r, MOE_STAGE_DISPATCH, &since);
+    moe_cpu_step_lap(r, MOE_STAGE_DISPATCH, &since);
 
     uint32_t n = rows.start[rows.local_experts];
     MOE_TRY(take_floats(s->device, n, layer->spec.intermediate, &m->hidden));
     MOE_TRY(take_floats(s->device, n, layer->spec.hidden, &m->out));
     MOE_TRY(moe_cpu_gemm_gate_up(layer, a->dtype, &rows, m->hidden));
-    lap(r, MOE_STAGE_GEMM1, &since);
+    moe_cpu_step_lap(r, MOE_STAGE_GEMM1, &since);
     MOE_TRY(moe_cpu_gemm_down(layer, a->dtype, &rows, m->hidden, m->out));
-    lap(r, MOE_STAGE_GEMM2, &since);
+    moe_cpu_step_lap(r, MOE_STAGE_GEMM2, &since);
     MOE_TRY(moe_cpu_ep_combine(s->ep, m->out, m->base, a->y));
-    lap(r, MOE_STAGE_COMBINE, &since);
+    moe_cpu_step_lap(r, MOE_STAGE_COMBINE, &since);
     return moe_ok();
 }
 
@@ -123,7 +119,10 @@ static void run(struct moe_session *s, struct moe_step *step)
     struct step_memory memory = {0};
     uint64_t start = moe_clock_ns();
     step->result.missing_slot = -1;
-    step->status = run_stages(s, &step->args, &step->result, &memory);
+    if (step->backward)
+        step->status = moe_cpu_backward_run(s, &step->backward_args, &step->result);
+    else
+        step->status = run_stages(s, &step->args, &step->result, &memory);
     moe_cpu_scratch_give(s->device, memory.hidden);
     moe_cpu_scratch_give(s->device, memory.out);
     moe_cpu_scratch_give(s->device, memory.base);
@@ -244,17 +243,17 @@ static struct moe_status check_args(const struct moe_session *s, const struct mo
     return check_modes(a);
 }
 
-struct moe_status moe_cpu_step_enqueue(struct moe_session *s, const struct moe_step_args *args,
-                                       struct moe_step **out)
+/* Enqueues a copy of `wanted`. */
+static struct moe_status enqueue(struct moe_session *s, const struct moe_step *wanted,
+                                 struct moe_step **out)
 {
-    MOE_TRY(check_args(s, args));
     struct moe_cpu_steps *q = s->steps;
-    struct moe_step *step = calloc(1, sizeof *step);
+    struct moe_step *step = malloc(sizeof *step);
     if (step == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "out of memory for a step");
+    *step = *wanted;
     step->owner = q;
-    step->args = *args;
     pthread_mutex_lock(&q->lock);
     bool room = q->count < MAX_STEPS;
     if (room) {
@@ -269,6 +268,24 @@ struct moe_status moe_cpu_step_enqueue(struct moe_session *s, const struct moe_s
     }
     *out = step;
     return moe_ok();
+}
+
+struct moe_status moe_cpu_step_enqueue(struct moe_session *s, const struct moe_step_args *args,
+                                       struct moe_step **out)
+{
+    MOE_TRY(check_args(s, args));
+    struct moe_step step = {.args = *args};
+    return enqueue(s, &step, out);
+}
+
+struct moe_status moe_cpu_backward_enqueue(struct moe_session *s,
+                                           const struct moe_backward_args *args,
+                                           struct moe_step **out)
+{
+    MOE_TRY(moe_backward_check(&s->config, args));
+    MOE_TRY(moe_cpu_ep_check(s, args->trainer->layer, args->dtype, args->bucket, args->tokens));
+    struct moe_step step = {.backward = true, .backward_args = *args};
+    return enqueue(s, &step, out);
 }
 
 /* False when the deadline passed first. Called with the lock held. */

@@ -3,6 +3,7 @@
 #include "cuda/device.h"
 
 #include "cuda/backend.h"
+#include "cuda/load.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -92,6 +93,7 @@ struct moe_status moe_cuda_device_open(const struct moe_device_config *config,
     pthread_mutex_init(&device->staging_lock, NULL);
     struct moe_status st;
     MOE_TRY_GOTO(st, read_properties(device), fail);
+    MOE_TRY_GOTO(st, moe_cuda_load_all(device->arch), fail);
     MOE_TRY_GOTO(st, make_streams(device), fail);
     MOE_TRY_GOTO(st, make_buffers(device), fail);
     *out = device;
@@ -289,6 +291,7 @@ struct moe_status moe_cuda_buffer_reserve(struct moe_device *device, struct moe_
         return moe_ok();
     MOE_TRY(moe_cuda_device_use(device));
     MOE_TRY(MOE_CUDA(cudaDeviceSynchronize())); /* enqueued work may use what is there */
+    device->buffers_moved++;
     moe_cuda_buffer_free(device, buffer);
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &buffer->data));
     buffer->bytes = bytes;

@@ -32,6 +32,7 @@ struct moe_device {
     uint64_t used_bytes;          /* atomic */
     pthread_mutex_t memory_lock;  /* guards the list */
     struct moe_cuda_moved *moved; /* device memory that is not what the driver gave */
+    uint64_t buffers_moved;       /* how often a buffer grew: what was captured with it is void */
 
     /* Parts and whole steps compute on `compute`. Rows come in and go out on streams of their own,
      * so that they overlap the step between them. */

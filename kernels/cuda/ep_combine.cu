@@ -3,6 +3,7 @@
  * One CTA of 16 warps per multiprocessor, a warp per token or part of one. The first warps of each
  * CTA sum rows for peers, the others finish own tokens; who has nothing left to sum for peers helps
  * them. All sums are fp32 in one fixed order: rows of a token by k, then slots by number. */
+#include "cuda/load.h"
 #include "cuda/rows.cuh"
 
 #include <cuda_bf16.h>
@@ -318,4 +319,10 @@ extern "C" struct moe_status moe_cuda_launch_combine(const struct moe_cuda_pass 
 {
     return pass->dtype == MOE_DTYPE_F32 ? launch<float>(pass, ctas, stream)
                                         : launch<__nv_bfloat16>(pass, ctas, stream);
+}
+
+extern "C" struct moe_status moe_cuda_load_ep_combine(void)
+{
+    return moe_cuda_load(combine_kernel<float, 1>, combine_kernel<float, WIDE>,
+                         combine_kernel<__nv_bfloat16, 1>, combine_kernel<__nv_bfloat16, WIDE>);
 }

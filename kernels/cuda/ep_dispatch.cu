@@ -10,6 +10,7 @@
  *
  * Nobody sends in a way that depends on receiving, so all slots may send and wait at once. What
  * comes out of a window is checked before it is used as an index. */
+#include "cuda/load.h"
 #include "cuda/rows.cuh"
 
 /* ------------------------------------------------------------- announce */
@@ -523,9 +524,6 @@ static struct moe_status launch(const struct moe_cuda_pass *pass, uint32_t ctas,
 {
     size_t bytes = sizeof(struct arrival) +
                    2 * sizeof(uint32_t) * pass->slots * static_cast<size_t>(pass->local_experts);
-    MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(dispatch_kernel<Unit>,
-                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          static_cast<int>(bytes))));
     /* Enough rows on their way to fill the links, but not so many that all come late together. */
     uint32_t senders = pass->slots == 1          ? 0
                        : pass->row_bytes > 12000 ? 2
@@ -543,4 +541,26 @@ extern "C" struct moe_status moe_cuda_launch_dispatch(const struct moe_cuda_pass
     case 4: return launch<uint32_t>(pass, ctas, stream);
     default: return launch<uint16_t>(pass, ctas, stream);
     }
+}
+
+/* As much shared memory as the device has, once and for all: a captured launch must not depend on
+ * what a later shape asks for. */
+template <typename Kernel> static struct moe_status allow_shared_memory(Kernel kernel)
+{
+    int device, most;
+    struct cudaFuncAttributes have;
+    MOE_TRY(MOE_CUDA(cudaGetDevice(&device)));
+    MOE_TRY(
+        MOE_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)));
+    MOE_TRY(MOE_CUDA(cudaFuncGetAttributes(&have, kernel)));
+    return MOE_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         most - static_cast<int>(have.sharedSizeBytes)));
+}
+
+extern "C" struct moe_status moe_cuda_load_ep_dispatch(void)
+{
+    MOE_TRY(moe_cuda_load(announce_kernel));
+    MOE_TRY(allow_shared_memory(dispatch_kernel<uint4>));
+    MOE_TRY(allow_shared_memory(dispatch_kernel<uint32_t>));
+    return allow_shared_memory(dispatch_kernel<uint16_t>);
 }

@@ -2,6 +2,7 @@
  * odd shapes, other devices. simt.cuh multiplies; here are the epilogues. */
 #include "cuda/ffn_exact.h"
 
+#include "cuda/load.h"
 #include "cuda/simt.cuh"
 
 using moe_simt::groups;
@@ -267,4 +268,22 @@ struct moe_status moe_cuda_add(float *y, const float *v, size_t n, cudaStream_t 
 {
     add_kernel<<<256, THREADS, 0, stream>>>(y, v, n);
     return MOE_LAUNCHED("adding the shared expert");
+}
+
+/* ------------------------------------------------------------------------- load */
+
+template <typename X, typename W> static struct moe_status load_pair()
+{
+    return moe_cuda_load(gate_up_kernel<X, W>, down_kernel<X, W>);
+}
+
+struct moe_status moe_cuda_load_ffn_exact(void)
+{
+    MOE_TRY((load_pair<float, float>()));
+    MOE_TRY((load_pair<float, __nv_bfloat16>()));
+    MOE_TRY((load_pair<__nv_bfloat16, float>()));
+    MOE_TRY((load_pair<__nv_bfloat16, __nv_bfloat16>()));
+    return moe_cuda_load(shared_weights_kernel<float>, shared_weights_kernel<__nv_bfloat16>,
+                         convert_kernel<float, __nv_bfloat16>, convert_kernel<__nv_bfloat16, float>,
+                         add_kernel);
 }

@@ -3,7 +3,7 @@
  * ggemm_pingpong.cuh. */
 #include "cuda/ggemm.h"
 
-#include "cuda/check.h"
+#include "cuda/load.h"
 #include "ggemm_even.cuh"
 #include "ggemm_pingpong.cuh"
 #include "ggemm_stream.cuh"
@@ -198,4 +198,11 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
                                           int(use.shared_bytes))));
     run<<<unsigned(processors), use.threads, use.shared_bytes, stream>>>(p);
     return MOE_LAUNCHED("grouped GEMM");
+}
+
+extern "C" moe_status moe_cuda_load_ggemm(void)
+{
+    for (const instance &use : instances)
+        MOE_TRY(moe_cuda_load(use.run[0][0], use.run[0][1], use.run[1][0], use.run[1][1]));
+    return moe_ok();
 }

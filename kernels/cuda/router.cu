@@ -5,6 +5,8 @@
  * run in a fixed order, so the same token always gets the same bits. */
 #include "cuda/router.h"
 
+#include "cuda/load.h"
+
 static constexpr unsigned WARPS = 4;  /* tokens of a block */
 static constexpr unsigned ALL = ~0u;  /* lanes of a warp */
 static constexpr unsigned ARRAYS = 3; /* per warp in shared memory: scores, keys, groups */
@@ -304,4 +306,9 @@ struct moe_status moe_cuda_router_choose(const struct moe_layer *layer,
                   "shared memory that needs no special request");
     choose_kernel<<<blocks, 32 * WARPS, shared, stream>>>(a);
     return MOE_LAUNCHED("routing");
+}
+
+struct moe_status moe_cuda_load_router(void)
+{
+    return moe_cuda_load(choose_kernel);
 }

@@ -11,6 +11,7 @@
  * products with the same tokens, accumulated in one place. */
 #include "cuda/router.h"
 
+#include "cuda/load.h"
 #include "cuda/simt.cuh"
 
 static constexpr int TILE = 64; /* tokens, experts, and columns of a stage */
@@ -208,4 +209,11 @@ struct moe_status moe_cuda_router_logits(const struct moe_layer *layer,
     MOE_SIMT_DISPATCH(r->dtype, layer->desc.matrix[MOE_CUDA_ROUTER].dtype, launch_logits, r,
                       2 * (unsigned)layer->device->multiprocessors, stream);
     return MOE_LAUNCHED("router logits");
+}
+
+struct moe_status moe_cuda_load_router_logits(void)
+{
+    return moe_cuda_load(tensor_logits_kernel, logits_kernel<float, float>,
+                         logits_kernel<float, __nv_bfloat16>, logits_kernel<__nv_bfloat16, float>,
+                         logits_kernel<__nv_bfloat16, __nv_bfloat16>);
 }

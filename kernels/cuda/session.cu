@@ -1,5 +1,6 @@
 /* The exchange kernel: a few bytes from every slot to every slot, through the windows. One CTA, a
  * warp per peer. */
+#include "cuda/load.h"
 #include "cuda/words.cuh"
 
 /* Two parities are enough: a peer is at most one exchange ahead, because it needs this slot's word
@@ -49,4 +50,9 @@ extern "C" struct moe_status moe_cuda_launch_exchange(const struct moe_session *
     exchange_kernel<<<1, 32 * s->config.slots, 0, stream>>>(
         s->layout, s->control, s->mailbox_on_device, s->config.slot, bytes);
     return MOE_LAUNCHED("exchange_kernel");
+}
+
+extern "C" struct moe_status moe_cuda_load_session(void)
+{
+    return moe_cuda_load(exchange_kernel);
 }

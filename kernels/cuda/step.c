@@ -1,5 +1,5 @@
-/* Running whole steps; see step.h. The order of a step is the list in `enqueue_stages`, top to
- * bottom.
+/* Running whole steps; see step.h. The order of a step is the list in `capture_stages`, top to
+ * bottom: what is captured once per shape and lane (graph.h), and launched as one graph.
  *
  * Rows come in on one stream, are computed on another and leave on a third, each waiting for an
  * event of the one before: so the copies of two steps overlap each other's computing. A lane holds
@@ -11,17 +11,19 @@
 #include "base/size.h"
 #include "cuda/ep.h"
 #include "cuda/ffn.h"
+#include "cuda/graph.h"
+#include "cuda/range.h"
 #include "cuda/router.h"
 
 #include <stdlib.h>
 #include <time.h>
 
 enum {
-    LANES = 2,
+    LANES = MOE_CUDA_LANES,
     LINE = 256,                 /* alignment of tensors inside a buffer */
-    SPIN_NS = 100 * 1000,       /* a wait polls without sleeping for this long */
+    SPIN_NS = 500 * 1000,       /* a wait polls without sleeping for this long */
     NAP_NS = 20 * 1000,         /* and then looks this often */
-    MARKS = MOE_STAGE_COUNT + 1 /* events between stages, in the order of enqueue_stages */
+    MARKS = MOE_STAGE_COUNT + 1 /* events between stages, in the order of capture_stages */
 };
 
 /* Offsets in a lane's buffer. */
@@ -49,8 +51,10 @@ struct moe_step {
     struct lane_mail *mail;           /* pinned */
     struct lane_mail *mail_on_device; /* its address there */
     struct moe_cuda_facts *facts;     /* device memory */
+    struct moe_cuda_graph *graph;     /* that it runs; held while it does */
     cudaEvent_t begun, came_in, left; /* on the copy streams */
-    cudaEvent_t mark[MARKS];          /* around the stages, on the compute stream */
+    cudaEvent_t computed;             /* behind the graph */
+    cudaEvent_t mark[MARKS];          /* around the stages, inside the graph */
 };
 
 struct moe_cuda_steps {
@@ -59,6 +63,8 @@ struct moe_cuda_steps {
     struct moe_step lane[LANES];
     struct moe_cuda_buffer scratch;
     struct scratch_layout at; /* of the step that is being enqueued */
+    struct moe_cuda_graphs graphs;
+    uint64_t buffers_moved; /* the device's figure when the graphs were made */
 };
 
 /* The stage that ends at each mark but the first. */
@@ -80,6 +86,7 @@ static struct moe_status create_lane(struct moe_cuda_steps *steps, struct moe_st
     lane->facts = p;
     MOE_TRY(MOE_CUDA(cudaEventCreate(&lane->begun)));
     MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&lane->came_in, cudaEventDisableTiming)));
+    MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&lane->computed, cudaEventDisableTiming)));
     MOE_TRY(MOE_CUDA(cudaEventCreate(&lane->left)));
     for (uint32_t i = 0; i < MARKS; i++)
         MOE_TRY(MOE_CUDA(cudaEventCreate(&lane->mark[i])));
@@ -96,6 +103,7 @@ struct moe_status moe_cuda_steps_create(struct moe_session *session, struct moe_
     pthread_mutex_init(&steps->lock, NULL);
     struct moe_status st;
     MOE_TRY_GOTO(st, moe_cuda_device_use(session->device), fail);
+    MOE_TRY_GOTO(st, moe_cuda_graphs_open(&steps->graphs), fail);
     for (uint32_t i = 0; i < LANES; i++)
         MOE_TRY_GOTO(st, create_lane(steps, &steps->lane[i]), fail);
     *out = steps;
@@ -115,6 +123,7 @@ static void destroy_lane(struct moe_device *device, struct moe_step *lane)
 {
     destroy_event(lane->begun);
     destroy_event(lane->came_in);
+    destroy_event(lane->computed);
     destroy_event(lane->left);
     for (uint32_t i = 0; i < MARKS; i++)
         destroy_event(lane->mark[i]);
@@ -137,6 +146,7 @@ void moe_cuda_steps_destroy(struct moe_cuda_steps *steps)
     struct moe_device *device = steps->session->device;
     (void)cudaSetDevice(device->ordinal);
     wait_for_streams(device);
+    moe_cuda_graphs_close(&steps->graphs);
     for (uint32_t i = 0; i < LANES; i++)
         destroy_lane(device, &steps->lane[i]);
     moe_cuda_buffer_free(device, &steps->scratch);
@@ -228,7 +238,16 @@ static struct moe_status reserve(struct moe_step *lane)
     return moe_cuda_buffer_reserve(s->device, &steps->scratch, steps->at.bytes);
 }
 
-/* --------------------------------------------------------------------- enqueue */
+/* --------------------------------------------------------------------- capture */
+
+/* What a graph is made of, besides the lane: from one step of its shape. */
+struct shape {
+    struct moe_cuda_steps *steps;
+    const struct moe_layer *layer;
+    enum moe_dtype dtype;
+    uint32_t bucket;
+    struct lane_layout at;
+};
 
 static void *tensor(const struct moe_step *lane, size_t offset)
 {
@@ -239,6 +258,120 @@ static void *scratch(const struct moe_cuda_steps *steps, size_t offset)
 {
     return (char *)steps->scratch.data + offset;
 }
+
+static struct moe_status mark(struct moe_step *lane, uint32_t i, cudaStream_t stream)
+{
+    return MOE_CUDA(cudaEventRecordWithFlags(lane->mark[i], stream, cudaEventRecordExternal));
+}
+
+/* The same between two stages: the range that a profiler sees becomes that of the next one. */
+static struct moe_status mark_next(struct moe_step *lane, uint32_t i, const char *stage,
+                                   cudaStream_t stream)
+{
+    moe_cuda_range_end();
+    moe_cuda_range_begin(stage);
+    return mark(lane, i, stream);
+}
+
+static struct moe_status capture_router(const struct shape *shape, struct moe_step *lane,
+                                        cudaStream_t stream)
+{
+    const struct lane_layout *at = &shape->at;
+    struct moe_cuda_routing r = {.dtype = shape->dtype,
+                                 .capacity = shape->bucket,
+                                 .facts = lane->facts,
+                                 .x = tensor(lane, at->x),
+                                 .mode = tensor(lane, at->mode),
+                                 .ids_in = tensor(lane, at->ids_in),
+                                 .weights_in = tensor(lane, at->weights_in),
+                                 .logits = scratch(shape->steps, shape->steps->at.logits),
+                                 .ids = tensor(lane, at->ids),
+                                 .weights = tensor(lane, at->weights),
+                                 .token_state = tensor(lane, at->state)};
+    return moe_cuda_router_enqueue(shape->layer, &r, stream);
+}
+
+/* The shared expert's output, where there is one, in *base. */
+static struct moe_status capture_shared(const struct shape *shape, struct moe_step *lane,
+                                        cudaStream_t stream, float **base)
+{
+    const struct moe_cuda_steps *steps = shape->steps;
+    *base = NULL;
+    if (shape->layer->spec.shared_intermediate == 0)
+        return moe_ok();
+    *base = scratch(steps, steps->at.base);
+    struct moe_cuda_shared shared = {.facts = lane->facts,
+                                     .dtype = shape->dtype,
+                                     .bucket = shape->bucket,
+                                     .capacity = shape->bucket,
+                                     .x = tensor(lane, shape->at.x),
+                                     .scratch = scratch(steps, steps->at.shared),
+                                     .out = *base};
+    return moe_cuda_ffn_shared(shape->layer, &shared, stream);
+}
+
+static struct moe_status capture_stages(const struct shape *shape, struct moe_step *lane,
+                                        cudaStream_t stream)
+{
+    const struct moe_layer *layer = shape->layer;
+    const struct moe_cuda_steps *steps = shape->steps;
+    struct moe_session *s = steps->session;
+    enum moe_dtype inner = moe_cuda_ffn_hidden_dtype(layer, shape->dtype);
+    void *hidden = scratch(steps, steps->at.hidden);
+    float *out = scratch(steps, steps->at.out), *base;
+    struct moe_cuda_batch batch = {.layer = layer,
+                                   .dtype = shape->dtype,
+                                   .bucket = shape->bucket,
+                                   .facts = lane->facts,
+                                   .x = tensor(lane, shape->at.x),
+                                   .ids = tensor(lane, shape->at.ids),
+                                   .weights = tensor(lane, shape->at.weights),
+                                   .token_state = tensor(lane, shape->at.state)};
+    struct moe_cuda_batch_rows b = {.facts = lane->facts,
+                                    .capacity = moe_cuda_ep_most_rows(s, layer, shape->bucket),
+                                    .bucket = shape->bucket,
+                                    .slots = (uint32_t)__builtin_popcountll(s->config.live)};
+    MOE_TRY(mark(lane, 0, stream));
+    MOE_TRY(capture_router(shape, lane, stream));
+    MOE_TRY(mark_next(lane, 1, "prepare", stream));
+    MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch, stream));
+    MOE_TRY(mark_next(lane, 2, "dispatch", stream));
+    MOE_TRY(moe_cuda_ep_dispatch(s->ep, &b.rows, stream));
+    MOE_TRY(mark_next(lane, 3, "gate and up", stream));
+    MOE_TRY(moe_cuda_ffn_gate_up(layer, shape->dtype, &b, hidden, inner, stream));
+    MOE_TRY(mark_next(lane, 4, "down", stream));
+    MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, inner, out, stream));
+    MOE_TRY(mark_next(lane, 5, "shared expert", stream));
+    MOE_TRY(capture_shared(shape, lane, stream, &base));
+    MOE_TRY(mark_next(lane, 6, "combine", stream));
+    MOE_TRY(moe_cuda_ep_combine(s->ep, out, base, tensor(lane, shape->at.y),
+                                &lane->mail_on_device->verdict, stream));
+    return mark(lane, 7, stream);
+}
+
+static struct moe_status capture_lane(void *ctx, uint32_t lane, cudaStream_t stream)
+{
+    const struct shape *shape = ctx;
+    moe_cuda_range_begin("router");
+    struct moe_status st = capture_stages(shape, &shape->steps->lane[lane], stream);
+    moe_cuda_range_end();
+    return st;
+}
+
+static struct moe_status take_graph(struct moe_step *lane)
+{
+    struct moe_cuda_steps *steps = lane->owner;
+    const struct moe_step_args *a = &lane->args;
+    struct shape shape = {steps, a->layer, a->dtype, a->bucket, lane->at};
+    struct moe_cuda_graph_key key;
+    if (steps->buffers_moved != steps->session->device->buffers_moved)
+        moe_cuda_graphs_clear(&steps->graphs); /* growing has waited for the device */
+    steps->buffers_moved = steps->session->device->buffers_moved;
+    moe_cuda_graph_key_of(a->layer, a->dtype, a->bucket, &key);
+    return moe_cuda_graphs_take(&steps->graphs, &key, capture_lane, &shape, &lane->graph);
+}
+
+/* --------------------------------------------------------------------- enqueue */
 
 static struct moe_status copy(void *dst, const void *src, size_t bytes, cudaStream_t stream)
 {
@@ -256,8 +389,8 @@ static struct moe_status enqueue_copy_in(struct moe_step *lane, struct moe_devic
     MOE_TRY(MOE_CUDA(cudaEventRecord(lane->begun, in)));
     MOE_TRY(copy(lane->facts, &lane->mail->facts, sizeof *lane->facts, in));
     MOE_TRY(copy(tensor(lane, lane->at.x), a->x, rows, in));
-    MOE_TRY(copy(tensor(lane, lane->at.mode), a->mode, a->tokens, in));
     if (a->mode != NULL) {
+        MOE_TRY(copy(tensor(lane, lane->at.mode), a->mode, a->tokens, in));
         MOE_TRY(copy(tensor(lane, lane->at.ids_in), a->ids_in, pairs * sizeof *a->ids_in, in));
         MOE_TRY(copy(tensor(lane, lane->at.weights_in), a->weights_in,
                      pairs * sizeof *a->weights_in, in));
@@ -266,13 +399,22 @@ static struct moe_status enqueue_copy_in(struct moe_step *lane, struct moe_devic
     return MOE_CUDA(cudaStreamWaitEvent(device->compute, lane->came_in, 0));
 }
 
+/* From here on peers may wait for this slot. */
+static struct moe_status enqueue_graph(struct moe_step *lane, struct moe_device *device)
+{
+    const struct moe_cuda_steps *steps = lane->owner;
+    MOE_TRY(moe_cuda_session_count_step(steps->session));
+    MOE_TRY(MOE_CUDA(cudaGraphLaunch(lane->graph->exec[lane - steps->lane], device->compute)));
+    return MOE_CUDA(cudaEventRecord(lane->computed, device->compute));
+}
+
 static struct moe_status enqueue_copy_out(struct moe_step *lane, struct moe_device *device)
 {
     const struct moe_step_args *a = &lane->args;
     size_t pairs = (size_t)a->tokens * a->layer->spec.router.top_k;
     size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
     cudaStream_t out = device->copy_out;
-    MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(out, lane->mark[MARKS - 1], 0)));
+    MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(out, lane->computed, 0)));
     MOE_TRY(copy(a->y, tensor(lane, lane->at.y), rows, out));
     MOE_TRY(copy(a->ids_out, tensor(lane, lane->at.ids), pairs * sizeof *a->ids_out, out));
     MOE_TRY(
@@ -281,91 +423,11 @@ static struct moe_status enqueue_copy_out(struct moe_step *lane, struct moe_devi
     return MOE_CUDA(cudaEventRecord(lane->left, out));
 }
 
-static struct moe_status enqueue_router(struct moe_step *lane, cudaStream_t stream)
-{
-    const struct moe_step_args *a = &lane->args;
-    struct moe_cuda_routing r = {.dtype = a->dtype,
-                                 .capacity = a->bucket,
-                                 .facts = lane->facts,
-                                 .x = tensor(lane, lane->at.x),
-                                 .mode = tensor(lane, lane->at.mode),
-                                 .ids_in = tensor(lane, lane->at.ids_in),
-                                 .weights_in = tensor(lane, lane->at.weights_in),
-                                 .logits = scratch(lane->owner, lane->owner->at.logits),
-                                 .ids = tensor(lane, lane->at.ids),
-                                 .weights = tensor(lane, lane->at.weights),
-                                 .token_state = tensor(lane, lane->at.state)};
-    return moe_cuda_router_enqueue(a->layer, &r, stream);
-}
-
-/* The shared expert's output, where there is one, in *base. */
-static struct moe_status enqueue_shared(struct moe_step *lane, cudaStream_t stream, float **base)
-{
-    const struct moe_step_args *a = &lane->args;
-    const struct moe_cuda_steps *steps = lane->owner;
-    *base = NULL;
-    if (a->layer->spec.shared_intermediate == 0)
-        return moe_ok();
-    *base = scratch(steps, steps->at.base);
-    struct moe_cuda_shared shared = {.facts = lane->facts,
-                                     .dtype = a->dtype,
-                                     .bucket = a->bucket,
-                                     .capacity = a->bucket,
-                                     .x = tensor(lane, lane->at.x),
-                                     .scratch = scratch(steps, steps->at.shared),
-                                     .out = *base};
-    return moe_cuda_ffn_shared(a->layer, &shared, stream);
-}
-
-static struct moe_status mark(struct moe_step *lane, uint32_t i, cudaStream_t stream)
-{
-    return MOE_CUDA(cudaEventRecord(lane->mark[i], stream));
-}
-
-static struct moe_status enqueue_stages(struct moe_step *lane)
-{
-    struct moe_session *s = lane->owner->session;
-    struct moe_layer *layer = lane->args.layer;
-    enum moe_dtype dtype = lane->args.dtype, inner = moe_cuda_ffn_hidden_dtype(layer, dtype);
-    cudaStream_t stream = s->device->compute;
-    void *hidden = scratch(lane->owner, lane->owner->at.hidden);
-    float *out = scratch(lane->owner, lane->owner->at.out), *base;
-    struct moe_cuda_batch batch = {.layer = layer,
-                                   .dtype = dtype,
-                                   .bucket = lane->args.bucket,
-                                   .facts = lane->facts,
-                                   .x = tensor(lane, lane->at.x),
-                                   .ids = tensor(lane, lane->at.ids),
-                                   .weights = tensor(lane, lane->at.weights),
-                                   .token_state = tensor(lane, lane->at.state)};
-    struct moe_cuda_batch_rows b = {.facts = lane->facts,
-                                    .capacity = moe_cuda_ep_most_rows(s, layer, batch.bucket),
-                                    .bucket = batch.bucket,
-                                    .slots = (uint32_t)__builtin_popcountll(s->config.live)};
-    MOE_TRY(mark(lane, 0, stream));
-    MOE_TRY(enqueue_router(lane, stream));
-    MOE_TRY(mark(lane, 1, stream));
-    MOE_TRY(moe_cuda_session_count_step(s));
-    MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch, stream));
-    MOE_TRY(mark(lane, 2, stream));
-    MOE_TRY(moe_cuda_ep_dispatch(s->ep, &b.rows, stream));
-    MOE_TRY(mark(lane, 3, stream));
-    MOE_TRY(moe_cuda_ffn_gate_up(layer, dtype, &b, hidden, inner, stream));
-    MOE_TRY(mark(lane, 4, stream));
-    MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, inner, out, stream));
-    MOE_TRY(mark(lane, 5, stream));
-    MOE_TRY(enqueue_shared(lane, stream, &base));
-    MOE_TRY(mark(lane, 6, stream));
-    MOE_TRY(moe_cuda_ep_combine(s->ep, out, base, tensor(lane, lane->at.y),
-                                &lane->mail_on_device->verdict, stream));
-    return mark(lane, 7, stream);
-}
-
 static struct moe_status enqueue(struct moe_step *lane)
 {
     struct moe_device *device = lane->owner->session->device;
     MOE_TRY(enqueue_copy_in(lane, device));
-    MOE_TRY(enqueue_stages(lane));
+    MOE_TRY(enqueue_graph(lane, device));
     return enqueue_copy_out(lane, device);
 }
 
@@ -388,6 +450,32 @@ static struct moe_status check_args(struct moe_session *s, const struct moe_step
                                        need_logits);
 }
 
+static void fill_facts(struct moe_step *lane, bool need_logits)
+{
+    const struct moe_step_args *a = &lane->args;
+    struct moe_cuda_facts *facts = &lane->mail->facts;
+    moe_cuda_facts_fill(a->layer, a->dtype, a->bucket, a->tokens, facts);
+    facts->need_logits = need_logits;
+    facts->has_modes = a->mode != NULL;
+}
+
+/* Memory and graph first: what fails there concerns this slot alone. */
+static struct moe_status start(struct moe_step *lane)
+{
+    struct moe_session *s = lane->owner->session;
+    MOE_TRY(reserve(lane));
+    MOE_TRY(take_graph(lane));
+    struct moe_status st = enqueue(lane);
+    if (!moe_failed(&st))
+        return st;
+    /* The peers may have begun to wait for rows that never come, and the caller's memory must be
+     * free again when this call has failed. */
+    moe_cuda_session_fail(s);
+    wait_for_streams(s->device);
+    moe_cuda_graphs_give(lane->graph);
+    return st;
+}
+
 struct moe_status moe_cuda_step_enqueue(struct moe_session *s, const struct moe_step_args *args,
                                         struct moe_step **out)
 {
@@ -399,21 +487,14 @@ struct moe_status moe_cuda_step_enqueue(struct moe_session *s, const struct moe_
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                          "a session runs at most %d steps at once", LANES);
     lane->args = *args;
-    moe_cuda_facts_fill(args->layer, args->dtype, args->bucket, args->tokens, &lane->mail->facts);
-    lane->mail->facts.need_logits = need_logits;
-    lane->mail->facts.has_modes = args->mode != NULL;
-    struct moe_status st;
-    MOE_TRY_GOTO(st, reserve(lane), refused);
-    MOE_TRY_GOTO(st, enqueue(lane), broken);
-    *out = lane;
-    return st;
-broken:
-    /* The peers may have begun to wait for rows that never come, and the caller's memory must be
-     * free again when this call has failed. */
-    moe_cuda_session_fail(s);
-    wait_for_streams(s->device);
-refused:
-    give_lane(lane);
+    fill_facts(lane, need_logits);
+    moe_cuda_range_begin("step enqueue");
+    struct moe_status st = start(lane);
+    moe_cuda_range_end();
+    if (moe_failed(&st))
+        give_lane(lane);
+    else
+        *out = lane;
     return st;
 }
 
@@ -467,6 +548,7 @@ struct moe_status moe_cuda_step_wait(struct moe_step *lane, uint64_t deadline_ns
         r.missing_slot = s->missing;
     if (result != NULL)
         *result = r;
+    moe_cuda_graphs_give(lane->graph);
     give_lane(lane);
     return st;
 }

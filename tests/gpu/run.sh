@@ -1,7 +1,8 @@
 #!/bin/sh
 # Holds the CUDA backend to everything that can be asked of it on the GPUs that are here: the
 # conformance suite, plain and skewed, on 1, 2 and 4 of them; sessions under fault; the golden
-# models through the backend and through real daemons; the grouped GEMM against double precision.
+# models through the backend and through real daemons; the grouped GEMM against double precision;
+# what a steady step may call.
 #
 #   tests/gpu/run.sh BUILD_DIRECTORY [--cases N] [--jobs N] [--logs DIR] [--sanitizer] [--only TEXT]
 #
@@ -18,7 +19,7 @@ set -eu
 
 usage() {
     echo "$0: $1" >&2
-    sed -n '6,12s/^# \{0,1\}//p' "$0" >&2
+    sed -n '7,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -81,6 +82,7 @@ beside_each_other() {
     for n in $(group_sizes); do
         echo "conformance_$n 300 $suite/conformance --backend cuda --slots $n --cases $cases --seed $n"
         echo "skewed_$n 300 $suite/conformance --backend cuda --slots $n --cases 80 --seed $n --skewed"
+        echo "steady_$n 120 $build/tests/unit/test_steady $n"
     done
     echo "golden_backend 120 $suite/golden --backend cuda --models $models"
     echo "ggemm 120 $build/tests/unit/test_ggemm"

@@ -15,4 +15,16 @@ if(MOE_HAVE_CUDA)
     LABELS gpu)
   target_include_directories(test_ggemm PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
   set_tests_properties(test_ggemm PROPERTIES SKIP_RETURN_CODE 77)
+
+  # Counts calls of the CUDA runtime by wrapping them.
+  add_executable(test_steady ${PROJECT_SOURCE_DIR}/tests/gpu/test_steady.c)
+  target_link_libraries(test_steady PRIVATE moe_cuda moe_conformance_group moe_strict)
+  target_include_directories(test_steady PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  foreach(call cudaMalloc cudaFree cudaHostAlloc cudaFreeHost cudaStreamSynchronize
+               cudaDeviceSynchronize cudaEventSynchronize cudaMemcpy cudaStreamBeginCapture
+               cudaGraphInstantiate cudaGraphLaunch cudaLaunchKernel)
+    target_link_options(test_steady PRIVATE -Wl,--wrap=${call})
+  endforeach()
+  add_test(NAME test_steady COMMAND test_steady)
+  set_tests_properties(test_steady PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 120 LABELS gpu)
 endif()

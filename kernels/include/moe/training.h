@@ -84,7 +84,8 @@ enum moe_lora_target { MOE_LORA_GATE = 1, MOE_LORA_UP = 2, MOE_LORA_DOWN = 4 };
 struct moe_trainer_config {
     enum moe_optimizer optimizer;
     uint32_t frozen;    /* bit g: enum moe_param_group g has no gradient and does not move */
-    uint32_t lora_rank; /* r, 0 = full training; at most min(in, out) of each target */
+    uint32_t lora_rank; /* r, 0 = full training; at most min(in, out) of each target, and
+                               512 */
     float lora_alpha;
     uint32_t lora_targets; /* bits of enum moe_lora_target; not 0 when lora_rank > 0 */
     uint64_t lora_seed;    /* of A's first values */

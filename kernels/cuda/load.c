@@ -1,0 +1,16 @@
+/* Goes through the lists of kernels; see load.h. */
+#include "cuda/load.h"
+
+enum { HOPPER = 90 };
+
+struct moe_status moe_cuda_load_all(int arch)
+{
+    MOE_TRY(moe_cuda_load_session());
+    MOE_TRY(moe_cuda_load_router_logits());
+    MOE_TRY(moe_cuda_load_router());
+    MOE_TRY(moe_cuda_load_ep_dispatch());
+    MOE_TRY(moe_cuda_load_ffn_exact());
+    if (arch == HOPPER)
+        MOE_TRY(moe_cuda_load_ggemm());
+    return moe_cuda_load_ep_combine();
+}
