@@ -13,11 +13,13 @@ _folder = tempfile.TemporaryDirectory(prefix="moed-wire-")  # goes with the proc
 _out = _folder.name
 subprocess.run(
     ["protoc", "-I", PROTOS, "--python_out", _out,
-     "moe/v1/types.proto", "moe/v1/expert.proto", "moe/v1/admin.proto"], check=True)
+     "moe/v1/types.proto", "moe/v1/expert.proto", "moe/v1/admin.proto", "moe/v1/training.proto"],
+    check=True)
 sys.path.insert(0, _out)
 
 from moe.v1 import admin_pb2 as admin  # noqa: E402
 from moe.v1 import expert_pb2 as expert  # noqa: E402
+from moe.v1 import training_pb2 as training  # noqa: E402
 from moe.v1 import types_pb2 as types  # noqa: E402,F401
 
 
@@ -67,6 +69,29 @@ def error_reason(error):
                 reason = dict(fields(parts[2]))[1].decode()
             retry = retry or parts[1].endswith(b"RetryInfo")
     return reason, retry
+
+
+def error_worker(error):
+    """ErrorInfo.metadata["worker"] of a failed call; "" where there is none."""
+    for key, value in error.trailing_metadata() or ():
+        if key != "grpc-status-details-bin":
+            continue
+        for number, detail in fields(value):
+            parts = dict(fields(detail)) if number == 3 else {}
+            if not parts.get(1, b"").endswith(b"ErrorInfo"):
+                continue
+            for inner, entry in fields(parts[2]):
+                if inner == 3 and dict(fields(entry))[1] == b"worker":
+                    return dict(fields(entry))[2].decode()
+    return ""
+
+
+def train(channel, name, request, timeout=30):
+    """One call of TrainingService; returns its answer."""
+    call = channel.unary_unary(
+        "/moe.v1.TrainingService/" + name,
+        response_deserializer=getattr(training, name + "Response").FromString)
+    return call(request.SerializeToString(), timeout=timeout)
 
 
 def forward(channel, request, timeout=30):

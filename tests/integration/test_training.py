@@ -1,0 +1,365 @@
+"""TrainingService on real daemons: gradients, optimizer steps, repeats of every call, refusals."""
+
+import random
+import unittest
+
+import grpc
+import numpy as np
+
+from group import FAMILIES, group, main, relative_error
+import wire
+from training import (Trainer, golden_gradients, golden_parameter_norm, refusal, training_group)
+from wire import expert, training
+
+FAMILY = "deepseek_v3"  # groups, selection bias, shared experts
+
+
+def array(data, like):
+    return np.frombuffer(data, np.float32).reshape(like.shape)
+
+
+def case(family=FAMILY):
+    """(layer, x, dy) of 37 tokens."""
+    return next((layer, x, dy) for layer, tokens, x, dy, _ in golden_gradients(family)
+                if tokens == 37)
+
+
+class Gradients(unittest.TestCase):
+    """dx of all recorded passes, and the norm over all parameters' gradients, which one optimizer
+    step tells."""
+
+    def check(self, family, workers):
+        with training_group(family, workers) as g:
+            trainer = Trainer(g.endpoints[-1])
+            worst = 0
+            for layer, _, x, dy, dx in golden_gradients(family):
+                routing = trainer.forward(layer, x)
+                sent = trainer.backward(layer, dy, x, routing)
+                trainer.batch += 1
+                self.assertTrue(trainer.forward(layer, x, save=trainer.batch).saved)
+                saved = trainer.backward(layer, dy, batch=trainer.batch)
+                self.assertTrue(saved.used_saved and not sent.used_saved)
+                self.assertEqual(saved.dx, sent.dx)
+                worst = max(worst, relative_error(array(sent.dx, dx), dx))
+            self.assertLessEqual(worst, 1e-5)
+            trainer.step += 1
+            zero = trainer.call("ZeroGrad", training.ZeroGradRequest(step_id=trainer.step))
+            self.assertEqual(zero.backwards, trainer.batch)
+            wanted, norm = golden_parameter_norm(family)
+            for layer, tokens, x, dy, _ in golden_gradients(family):
+                if layer == wanted and tokens == 37:
+                    trainer.backward(layer, dy, x, trainer.forward(layer, x))
+            step = trainer.optimizer_step(expected_backwards=1)
+            print("%-13s %d workers: dx %.1e, norm of all gradients %.1e" % (
+                family, workers, worst, abs(step.grad_norm / norm - 1)))
+            self.assertLessEqual(abs(step.grad_norm / norm - 1), 1e-5)
+            trainer.close()
+
+
+def add(family, workers):
+    def test(self):
+        self.check(family, workers)
+
+    test.__doc__ = "%s on %d workers" % (family, workers)
+    setattr(Gradients, "test_%s_%d_workers" % (family, workers), test)
+
+
+for each_family in FAMILIES:
+    for each_count in (1, 2, 4):
+        add(each_family, each_count)
+
+
+class Repeats(unittest.TestCase):
+    def test_a_repeat_is_answered_as_before_and_changes_nothing(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 2) as g:
+            t = Trainer(g.endpoints[0])
+            routing = t.forward(layer, x)
+            request = t.backward_request(layer, dy, x, routing, return_weight_gradients=True)
+            first = t.call("Backward", request)
+            for _ in range(3):
+                again = t.call("Backward", request)
+                self.assertTrue(again.repeated and not first.repeated)
+                self.assertEqual(again.dx, first.dx)
+                self.assertEqual(again.weight_gradients, first.weight_gradients)
+                self.assertEqual(again.aux_loss, first.aux_loss)
+            self.assertEqual(t.state().backwards, 1)
+            step = t.optimizer_step()
+            y = t.forward(layer, x).y_data
+            for endpoint in g.endpoints * 2:  # the answer to a step is known everywhere
+                other = Trainer(endpoint)
+                again = other.optimizer_step(step=t.step)
+                self.assertTrue(again.repeated)
+                again.repeated = False
+                self.assertEqual(again, step)
+                self.assertEqual(other.forward(layer, x).y_data, y)
+                other.close()
+            # The Backward of the version before is still answered, and adds nothing.
+            self.assertTrue(t.call("Backward", request).repeated)
+            self.assertEqual(t.state().backwards, 0)
+            t.close()
+
+    def test_an_answer_on_another_worker_is_told_with_its_address(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 2) as g:
+            one, two = (Trainer(endpoint) for endpoint in g.endpoints)
+            request = one.backward_request(layer, dy, x, one.forward(layer, x))
+            first = one.call("Backward", request)
+            what, error = refusal(two.call, "Backward", request)
+            self.assertEqual(what, ("FAILED_PRECONDITION", "RECORDED_ELSEWHERE"))
+            self.assertEqual(wire.error_worker(error), g.endpoints[0])
+            there = Trainer(wire.error_worker(error))
+            self.assertEqual(there.call("Backward", request).dx, first.dx)
+            one.close(), two.close(), there.close()
+
+    def test_an_id_with_other_content_is_refused(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 2) as g:
+            one, two = (Trainer(endpoint) for endpoint in g.endpoints)
+            routing = one.forward(layer, x)
+            one.backward(layer, dy, x, routing, batch=5)
+            for t in (one, two):
+                for other in (dict(dy=dy * 2), dict(x=x * 2), dict(aux_coeff=0.5),
+                              dict(input_only=True), dict(return_weight_gradients=True)):
+                    fields = dict(dict(dy=dy, x=x), **other)
+                    what, _ = refusal(t.backward, layer, fields.pop("dy"), fields.pop("x"), routing,
+                                      batch=5, **fields)
+                    self.assertEqual(what, ("ALREADY_EXISTS", "ID_REUSED"))
+            one.optimizer_step(step=7)
+            for t in (one, two):
+                self.assertEqual(refusal(t.optimizer_step, 0.5, step=7)[0],
+                                 ("ALREADY_EXISTS", "ID_REUSED"))
+                self.assertEqual(refusal(t.call, "ZeroGrad", training.ZeroGradRequest(step_id=7))[0],
+                                 ("ALREADY_EXISTS", "ID_REUSED"))
+            self.assertEqual(one.state().weights_version, 2)
+            one.close(), two.close()
+
+    def test_an_id_below_a_forgotten_one_is_refused(self):
+        layer, x, dy = case("mixtral")
+        x, dy = x[:1].copy(), dy[:1].copy()
+        with training_group("mixtral", 1) as g:
+            t = Trainer(g.endpoints[0])
+            routing = t.forward(layer, x)
+            for batch in range(10, 10 + 260):
+                t.backward(layer, dy, x, routing, batch=batch)
+            self.assertEqual(refusal(t.backward, layer, dy, x, routing, batch=9)[0],
+                             ("ALREADY_EXISTS", "ID_TOO_OLD"))
+            self.assertEqual(refusal(t.backward, layer, dy, x, routing, batch=10)[0],
+                             ("ALREADY_EXISTS", "ID_TOO_OLD"))
+            t.close()
+
+    def run_program(self, endpoints, orders):
+        """The same training, every call sent as often and in such an order as `orders` says: within
+        a phase any order of repeats is right. Returns the weights' last output."""
+        layer, x, dy = case()
+        clients = [Trainer(endpoint) for endpoint in endpoints]
+        rng = random.Random(orders)
+        version = 1
+        routing = [clients[0].forward(layer, x * s) for s in (1, 0.5)]
+        for phase in range(3):
+            calls = [("Backward", clients[0].backward_request(
+                layer, dy * (phase + 1), x * s, routing[i], batch=10 * phase + i + 1,
+                weights_version=version)) for i, s in enumerate((1, 0.5))]
+            calls *= 3
+            rng.shuffle(calls)
+            for name, request in calls:
+                # Sent to any worker: the one that has the answer is the first that was asked.
+                try:
+                    clients[0].call(name, request)
+                except grpc.RpcError as error:
+                    raise AssertionError(wire.error_reason(error)) from error
+                what = refusal(clients[-1].call, name, request)[0] if len(clients) > 1 else None
+                self.assertIn(what, (None, ("FAILED_PRECONDITION", "RECORDED_ELSEWHERE")))
+            for _ in range(3):
+                step = rng.choice(clients).optimizer_step(step=phase + 1, expected_backwards=2)
+            version = step.weights_version
+            self.assertEqual(version, phase + 2)
+            routing = [clients[0].forward(layer, x * s) for s in (1, 0.5)]
+        for client in clients:
+            client.close()
+        return routing[0].y_data, step.grad_norm
+
+    def test_repeats_in_any_order_leave_the_same_state(self):
+        results = []
+        for seed in range(4):
+            with training_group(FAMILY, 2) as g:
+                results.append(self.run_program(g.endpoints, seed))
+        self.assertEqual(len(set(results)), 1)
+
+    def test_repeats_of_calls_in_flight_are_run_once(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 2) as g:
+            t = Trainer(g.endpoints[0])
+            routing = t.forward(layer, x)
+            call = t.channel.unary_unary("/moe.v1.TrainingService/Backward",
+                                         response_deserializer=training.BackwardResponse.FromString)
+            for batch in range(1, 11):
+                raw = t.backward_request(layer, dy, x, routing, batch=batch).SerializeToString()
+                answers = [f.result() for f in [call.future(raw, timeout=30) for _ in range(6)]]
+                self.assertEqual(len({a.dx for a in answers}), 1)
+                self.assertEqual(sum(not a.repeated for a in answers), 1)
+            self.assertEqual(t.state().backwards, 10)
+            t.close()
+
+
+class Versions(unittest.TestCase):
+    def test_pins_and_lineage(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 2) as g:
+            t = Trainer(g.endpoints[1])
+            lineage = t.state().lineage
+            routing = t.forward(layer, x, weights_version=1)
+            t.backward(layer, dy, x, routing, weights_version=1, lineage=lineage)
+            t.optimizer_step()
+            self.assertEqual(t.forward(layer, x).weights_version, 2)
+            mismatch = ("FAILED_PRECONDITION", "VERSION_MISMATCH")
+            self.assertEqual(refusal(t.forward, layer, x, weights_version=1)[0], mismatch)
+            self.assertEqual(
+                refusal(t.backward, layer, dy, x, routing, weights_version=1)[0], mismatch)
+            self.assertEqual(
+                refusal(t.backward, layer, dy, x, routing, lineage=lineage + 1)[0],
+                ("FAILED_PRECONDITION", "STATE_LOST"))
+            self.assertEqual(refusal(t.optimizer_step, lineage=lineage + 1)[0],
+                             ("FAILED_PRECONDITION", "STATE_LOST"))
+            # A saved pass is of its version.
+            t.forward(layer, x, save=100)
+            t.optimizer_step()
+            self.assertEqual(refusal(t.backward, layer, dy, batch=100)[0], mismatch)
+            t.close()
+
+    def test_a_missing_gradient_is_told(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 1) as g:
+            t = Trainer(g.endpoints[0])
+            t.backward(layer, dy, x, t.forward(layer, x))
+            self.assertEqual(refusal(t.optimizer_step, expected_backwards=2, step=1)[0],
+                             ("FAILED_PRECONDITION", "GRADIENTS_MISSING"))
+            self.assertEqual(t.optimizer_step(expected_backwards=1, step=1).weights_version, 2)
+            t.close()
+
+    def test_gradients_that_are_not_finite_move_nothing(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 2) as g:
+            t = Trainer(g.endpoints[0])
+            routing = t.forward(layer, x)
+            bad = dy.copy()
+            bad[3, 5] = np.nan
+            t.backward(layer, bad, x, routing)
+            step = t.optimizer_step()
+            self.assertTrue(step.skipped_nonfinite)
+            self.assertEqual((step.weights_version, step.steps), (1, 0))
+            self.assertEqual(t.forward(layer, x).y_data, routing.y_data)
+            t.backward(layer, dy, x, routing)
+            step = t.optimizer_step()
+            self.assertFalse(step.skipped_nonfinite)
+            self.assertEqual((step.weights_version, step.steps), (2, 1))
+            t.close()
+
+    def test_what_is_frozen_does_not_learn(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 2, "--freeze", "router") as g:
+            t = Trainer(g.endpoints[0])
+            routing = t.forward(layer, x)
+            self.assertTrue(t.state().router_frozen)
+            self.assertEqual(
+                refusal(t.call, "SetFrozen", training.SetFrozenRequest(step_id=1, shared=True))[0],
+                ("FAILED_PRECONDITION", "UNSUPPORTED"))
+            everything = dict(router=True, experts=True, shared=True)
+            t.call("SetFrozen", training.SetFrozenRequest(step_id=2, **everything))
+            t.backward(layer, dy, x, routing)
+            self.assertEqual(t.optimizer_step(step=3).grad_norm, 0)
+            self.assertEqual(t.forward(layer, x).y_data, routing.y_data)
+            t.call("SetFrozen", training.SetFrozenRequest(step_id=4, router=True))
+            t.backward(layer, dy, x, routing)
+            self.assertGreater(t.optimizer_step(step=5).grad_norm, 0)
+            self.assertNotEqual(t.forward(layer, x).y_data, routing.y_data)
+            t.close()
+
+
+class BadInput(unittest.TestCase):
+    def test_every_mistake_has_its_reason(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 1, "--max-tokens-per-step", "32", "--saved-bytes",
+                            "128K") as g:
+            t = Trainer(g.endpoints[0])
+            few, few_dy = x[:8].copy(), dy[:8].copy()
+            routing = t.forward(layer, few)
+
+            def backward(**changes):
+                request = t.backward_request(layer, few_dy, few, routing)
+                for name, value in changes.items():
+                    setattr(request, name, value)
+                return refusal(t.call, "Backward", request)[0]
+
+            bad = "INVALID_ARGUMENT"
+            for session in ("", ".x", "a/b", "a b", "a" * 65, "\u00e4", "a\n"):
+                self.assertEqual(backward(session=session), (bad, "NAME_INVALID"), session)
+            self.assertEqual(backward(micro_batch_id=0), (bad, "VALUE_INVALID"))
+            for value in (-1.0, float("nan"), float("inf")):
+                self.assertEqual(backward(aux_coeff=value), (bad, "VALUE_INVALID"))
+            self.assertEqual(backward(layer=99), ("NOT_FOUND", "LAYER_NOT_FOUND"))
+            self.assertEqual(backward(model="other"), ("NOT_FOUND", "MODEL_NOT_FOUND"))
+            self.assertEqual(backward(dtype=3), (bad, "DTYPE_UNSUPPORTED"))
+            self.assertEqual(backward(hidden=3), (bad, "SHAPE_MISMATCH"))
+            self.assertEqual(backward(tokens=9), (bad, "SHAPE_MISMATCH"))
+            self.assertEqual(backward(dy=b""), (bad, "SHAPE_MISMATCH"))
+            self.assertEqual(backward(routing_mode=1), (bad, "ROUTING_INVALID"))
+            self.assertEqual(backward(topk_ids=b""), (bad, "ROUTING_INVALID"))
+            self.assertEqual(backward(topk_ids=b"\xff" * len(routing.topk_ids)),
+                             (bad, "EXPERT_INDEX_RANGE"))
+            self.assertEqual(backward(routing_mode=3), (bad, "ROUTING_INVALID"))
+            self.assertEqual(backward(x=b""), (bad, "ROUTING_INVALID"))
+            self.assertEqual(refusal(t.backward, layer, dy, x, t.forward(layer, x))[0],
+                             (bad, "TOKEN_LIMIT"))
+            self.assertEqual(refusal(t.forward, layer, x, save=1)[0], (bad, "TOKEN_LIMIT"))
+            self.assertEqual(refusal(t.backward, layer, few_dy, batch=77)[0],
+                             ("FAILED_PRECONDITION", "SAVED_STATE_GONE"))
+            for fields in (dict(learning_rate=-1), dict(beta1=1.0), dict(beta2=-0.1),
+                           dict(epsilon=float("nan")), dict(momentum=2), dict(step=0),
+                           dict(optimizer=2), dict(grad_scale=float("inf")),
+                           dict(max_grad_norm=-1)):
+                self.assertEqual(refusal(t.optimizer_step, **fields)[0], (bad, "VALUE_INVALID"),
+                                 fields)
+            for name in ("", "..", "../x", "/etc", "a" * 65, ".hidden"):
+                self.assertEqual(refusal(t.call, "SaveCheckpoint", training.SaveCheckpointRequest(
+                    step_id=50, name=name))[0], (bad, "NAME_INVALID"), name)
+            self.assertEqual(refusal(t.call, "SaveCheckpoint", training.SaveCheckpointRequest(
+                step_id=50, name="good"))[0], ("FAILED_PRECONDITION", "UNSUPPORTED"))
+            self.assertEqual(refusal(t.call, "ExportAdapter", training.ExportAdapterRequest(
+                step_id=50, name="good"))[0], ("FAILED_PRECONDITION", "UNSUPPORTED"))
+            # None of it has left anything behind.
+            state = t.state()
+            self.assertEqual((state.backwards, state.weights_version, state.last_step_id),
+                             (0, 1, 0))
+            t.batch += 1
+            self.assertEqual(t.backward(layer, few_dy, few, routing).weights_version, 1)
+            t.close()
+
+    def test_saved_passes_stay_within_their_budget(self):
+        layer, x, dy = case()
+        x, dy = x[:32].copy(), dy[:32].copy()
+        with training_group(FAMILY, 1, "--saved-bytes", "64K") as g:
+            t = Trainer(g.endpoints[0])
+            for batch in range(1, 40):
+                self.assertTrue(t.forward(layer, x, save=batch).saved)
+                self.assertLessEqual(t.state().saved_bytes, 64 << 10)
+            self.assertEqual(refusal(t.backward, layer, dy, batch=1)[0],
+                             ("FAILED_PRECONDITION", "SAVED_STATE_GONE"))
+            self.assertTrue(t.backward(layer, dy, batch=39).used_saved)
+            t.close()
+
+    def test_without_training_there_is_no_service(self):
+        layer, x, dy = case()
+        with group(FAMILY, 1) as g:
+            t = Trainer(g.endpoint)
+            with self.assertRaises(grpc.RpcError) as caught:
+                t.state()
+            self.assertEqual(caught.exception.code().name, "UNIMPLEMENTED")
+            self.assertNotIn("training", wire.get_server_info(t.channel).extensions)
+            self.assertEqual(refusal(t.forward, layer, x, save=1)[0],
+                             ("UNIMPLEMENTED", "UNSUPPORTED"))
+            t.close()
+
+
+if __name__ == "__main__":
+    main()

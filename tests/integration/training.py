@@ -1,0 +1,187 @@
+"""Groups that train: daemons started one by one, so that one of them can be killed and replaced, and
+clients of TrainingService."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+
+import grpc
+import numpy as np
+
+from group import BUILD, model_directory
+import moed
+import wire
+from wire import expert, training
+
+WORKER = os.path.join(BUILD, "daemon", "worker", "moe-worker")
+COORDINATOR = os.path.join(BUILD, "daemon", "coordinator", "moe-coordinator")
+F32 = 1
+
+
+def start(program, *arguments):
+    """A daemon and the address that it listens on."""
+    reader, writer = os.pipe()
+    process = subprocess.Popen([program, "--ready-fd", str(writer), "--log-level",
+                                os.environ.get("MOE_TEST_LOG", "error"), *arguments],
+                               pass_fds=[writer], start_new_session=True)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        address = pipe.readline().strip()
+    if not address:
+        process.kill()
+        process.wait()
+        raise RuntimeError("%s did not start" % os.path.basename(program))
+    return process, address
+
+
+class TrainingGroup:
+    """`workers` workers in their seats; extra arguments are the workers'."""
+
+    def __init__(self, family, workers, *extra, lease_ms=1000):
+        self.family, self.extra = family, extra
+        self.state = tempfile.mkdtemp(prefix="moed-train-")
+        self.coordinator, self.address = start(
+            COORDINATOR, "--listen", "127.0.0.1:0", "--workers", str(workers), "--state-dir",
+            self.state, "--lease-ms", str(lease_ms))
+        self.workers = [None] * workers
+        self.endpoints = [""] * workers
+        for slot in range(workers):
+            self.start_worker(slot)
+        self.wait_serving()
+
+    def start_worker(self, slot, *extra):
+        self.workers[slot], self.endpoints[slot] = start(
+            WORKER, "--model", model_directory(self.family), "--coordinator", self.address,
+            "--backend", "cpu", "--threads", "1", "--worker-id", "w%d" % slot, "--slot", str(slot),
+            *self.extra, *extra)
+
+    def kill_worker(self, slot):
+        self.workers[slot].kill()
+        self.workers[slot].wait()
+
+    def info(self, slot=0):
+        with wire.open_channel(self.endpoints[slot]) as channel:
+            return wire.get_server_info(channel)
+
+    def wait_serving(self, above=0, seconds=60):
+        """Until all workers serve under one epoch above `above`; returns it."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                epochs = {self.info(slot).epoch for slot in range(len(self.workers))}
+                if len(epochs) == 1 and min(epochs) > above:
+                    return epochs.pop()
+            except grpc.RpcError:
+                pass
+            time.sleep(0.05)
+        raise RuntimeError("the group does not serve after %d s" % seconds)
+
+    def stop(self):
+        codes = []
+        for process in [w for w in self.workers if w is not None] + [self.coordinator]:
+            if process.poll() is None:
+                process.terminate()
+        for process in [w for w in self.workers if w is not None] + [self.coordinator]:
+            try:
+                codes.append(process.wait(timeout=30))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                codes.append(process.wait())
+        shutil.rmtree(self.state, ignore_errors=True)
+        return codes
+
+
+@contextlib.contextmanager
+def training_group(family, workers, *extra, **options):
+    g = TrainingGroup(family, workers, "--training", "adamw", *extra, **options)
+    try:
+        yield g
+    finally:
+        codes = g.stop()
+    if any(code not in (0, -9) for code in codes):
+        raise RuntimeError("daemons ended with %s" % codes)
+
+
+class Trainer:
+    """A client of one worker that numbers its calls, in one lineage."""
+
+    def __init__(self, endpoint, session="test"):
+        self.channel = wire.open_channel(endpoint)
+        self.session = session
+        self.batch = self.step = 0
+
+    def close(self):
+        self.channel.close()
+
+    def state(self):
+        return wire.train(self.channel, "GetTrainState", training.GetTrainStateRequest())
+
+    def forward(self, layer, x, save=0, **fields):
+        request = expert.ForwardRequest(layer=layer, tokens=x.shape[0], hidden=x.shape[1], dtype=F32,
+                                        x_data=x.tobytes(), return_routing=True, **fields)
+        if save:
+            request.save.session = self.session
+            request.save.micro_batch_id = save
+        return wire.forward(self.channel, request)
+
+    def backward_request(self, layer, dy, x=None, routing=None, batch=None, **fields):
+        """`routing`: a ForwardResponse whose ids are used."""
+        if batch is None:
+            self.batch += 1
+            batch = self.batch
+        request = training.BackwardRequest(
+            layer=layer, tokens=dy.shape[0], hidden=dy.shape[1], dtype=F32, session=self.session,
+            micro_batch_id=batch, dy=dy.tobytes(), **fields)
+        if x is not None:
+            request.x = x.tobytes()
+            request.routing_mode = 2
+            request.topk_ids_dtype = routing.topk_ids_dtype
+            request.topk_ids = routing.topk_ids
+        return request
+
+    def call(self, name, request):
+        return wire.train(self.channel, name, request)
+
+    def backward(self, *arguments, **fields):
+        return self.call("Backward", self.backward_request(*arguments, **fields))
+
+    def optimizer_step(self, learning_rate=0.01, step=None, **fields):
+        if step is None:
+            self.step += 1
+            step = self.step
+        return self.call("OptimizerStep", training.OptimizerStepRequest(
+            step_id=step, learning_rate=learning_rate, **fields))
+
+
+def refusal(call, *arguments, **fields):
+    """(code name, reason) of a call that must fail, and the error."""
+    try:
+        call(*arguments, **fields)
+    except grpc.RpcError as error:
+        return (error.code().name, wire.error_reason(error)[0]), error
+    raise AssertionError("the call was answered")
+
+
+def golden_gradients(family):
+    """(layer, tokens, x, dy, dx) of a family's recorded passes."""
+    golden = moed.read_safetensors(os.path.join(model_directory(family), "golden.safetensors"))
+    for name in sorted(golden):
+        if name.endswith(".dy"):
+            layer, tokens, _ = name.split(".")
+            base = name[:-2]
+            yield (int(layer[len("layer"):]), int(tokens[1:]), golden[base + "x"], golden[name],
+                   golden[base + "dx"])
+
+
+def golden_parameter_norm(family):
+    """(layer, Frobenius norm over the gradients of all its parameters) of the T = 37 pass."""
+    golden = moed.read_safetensors(os.path.join(model_directory(family), "golden.safetensors"))
+    total, layer = 0.0, None
+    for name in golden:
+        if ".grad." in name:
+            layer = int(name.split(".")[0][len("layer"):])
+            total += float(np.sum(golden[name].astype(np.float64) ** 2))
+    return layer, total ** 0.5
