@@ -14,3 +14,9 @@ foreach(part backward training)
     USES moe_oracle moe_test_support
     LABELS kernels)
 endforeach()
+
+# What both backends ask before they train.
+moe_test(test_training_rules
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_training_rules.c
+  USES moe_layer_rules
+  LABELS kernels)
