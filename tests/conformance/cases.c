@@ -311,6 +311,7 @@ struct test_case *case_draw(uint64_t seed, uint32_t slots, enum case_skew skew)
 {
     struct rng r = {.state = seed};
     struct test_case *c = must_alloc(sizeof *c);
+    c->seed = seed;
     c->skew = skew;
     draw_spec(&r, &c->spec);
     draw_placement(&r, c, slots);

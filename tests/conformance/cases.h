@@ -28,6 +28,7 @@ struct case_input {
 };
 
 struct test_case {
+    uint64_t seed;
     struct moe_layer_spec spec;
     struct moe_placement placement; /* into the arrays below */
     uint32_t offset[CASE_MAX_EXPERTS + 1];

@@ -8,7 +8,10 @@
 /* What was seen, for the last line of a run. */
 struct tally {
     uint64_t cases, tokens, rows, refused, swaps;
-    double worst[3]; /* relative Frobenius error of y, by enum moe_dtype */
+    double worst[3]; /* relative Frobenius error of y, or of gradients, by enum moe_dtype */
+    /* Training: tensors compared; those for which rounding allows more than the fixed bounds;
+     * gradients of experts without tokens. */
+    uint64_t tensors, rough, idle_experts;
 };
 
 /* Memory of the backend that is handed out piece by piece and taken back all at once. */
@@ -34,6 +37,7 @@ struct subject {
     float *weights;
     uint8_t *state;
     struct tally *tally;
+    void *share; /* training: memory of all members, SHARE_BYTES for each slot */
 };
 
 /* Each prints what is wrong and returns false. Collective: all slots call them in this order. */
@@ -61,5 +65,24 @@ void add_expert_summands(const struct test_case *c, int32_t expert, const double
                          double *size);
 size_t tensor_bytes(const struct test_case *c, uint32_t tokens); /* of x or y */
 void *must(size_t bytes);                                        /* zeroed plain memory */
+/* Copies to memory of the device arena, and from the device to plain memory. */
+void *put(struct subject *s, const void *data, size_t bytes);
+void *get(struct subject *s, const void *data, size_t bytes);
+
+/* One row that should arrive here. */
+struct expected_row {
+    uint32_t source, token, k, expert, row;
+};
+
+/* What dispatch should leave on this slot, worked out from everybody's routing. */
+struct expected_rows {
+    uint32_t local;
+    uint32_t expert[CASE_MAX_EXPERTS], start[CASE_MAX_EXPERTS + 1], count[CASE_MAX_EXPERTS];
+    struct expected_row *list;
+    uint32_t n;
+};
+
+/* From the routing on the board; frees nothing, `list` is the caller's to free. */
+void expect_rows(const struct subject *s, struct expected_rows *e);
 
 #endif

@@ -7,19 +7,6 @@
 
 enum { SAMPLE = 16 /* rows of which a GEMM is checked */ };
 
-/* One row that should arrive here. */
-struct expected_row {
-    uint32_t source, token, k, expert, row;
-};
-
-/* What dispatch should leave on this slot, worked out from everybody's routing. */
-struct expected_rows {
-    uint32_t local;
-    uint32_t expert[CASE_MAX_EXPERTS], start[CASE_MAX_EXPERTS + 1], count[CASE_MAX_EXPERTS];
-    struct expected_row *list;
-    uint32_t n;
-};
-
 /* Host copies of what dispatch returned. */
 struct received {
     struct moe_rows rows; /* the backend's own */
@@ -28,7 +15,7 @@ struct received {
     float *weight;
 };
 
-static void *put(struct subject *s, const void *data, size_t bytes)
+void *put(struct subject *s, const void *data, size_t bytes)
 {
     void *p = take(&s->dev, bytes);
     if (bytes > 0) {
@@ -38,7 +25,7 @@ static void *put(struct subject *s, const void *data, size_t bytes)
     return p;
 }
 
-static void *get(struct subject *s, const void *data, size_t bytes)
+void *get(struct subject *s, const void *data, size_t bytes)
 {
     void *p = must(bytes);
     if (bytes > 0) {
@@ -93,7 +80,7 @@ static void expect_expert(const struct subject *s, uint32_t expert, struct expec
     e->start[++e->local] = (at + MOE_ROW_ALIGN - 1) / MOE_ROW_ALIGN * MOE_ROW_ALIGN;
 }
 
-static void expect_rows(const struct subject *s, struct expected_rows *e)
+void expect_rows(const struct subject *s, struct expected_rows *e)
 {
     size_t most = 0;
     for (uint32_t p = 0; p < s->member->slots; p++)

@@ -133,7 +133,7 @@ static bool expect_route(struct subject *s, uint32_t t, struct expectation *e)
     for (uint32_t i = 0; i < n; i++) {
         e->largest_logit = fmax(e->largest_logit, fabs(logit[i]));
         if (c->spec.router.select_bias)
-            bias[i] = case_weight_at(c, MOE_WEIGHT_SELECT_BIAS, 0, i);
+            bias[i] = moe_oracle_weight(s->oracle, MOE_WEIGHT_SELECT_BIAS, 0)[i];
     }
     e->state =
         moe_oracle_route(&c->spec, logit, c->spec.router.select_bias ? bias : NULL,
@@ -290,6 +290,7 @@ static bool share_routing(struct subject *s, const struct outcome *o)
     size_t pairs = (size_t)s->in->tokens * s->c->spec.router.top_k;
     memcpy(b->ids[s->member->slot], o->ids, pairs * sizeof *o->ids);
     memcpy(b->weights[s->member->slot], o->weights, pairs * sizeof *o->weights);
+    memcpy(b->state[s->member->slot], o->state, s->in->tokens);
     return board_barrier(s->member, 60000) || wrong(s, "another slot gave up");
 }
 

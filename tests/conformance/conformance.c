@@ -5,28 +5,34 @@
  * With --skewed, large batches whose tokens crowd: all to one expert, all to one slot, by Zipf's
  * law, all from one slot, in turn.
  *
+ * With --training, the backward pass, its parts and optimizer steps of every case as well; exits
+ * with 77 where the backend cannot train.
+ *
  * Forks one process per slot; each runs the same cases on its own part of the tokens and checks its
  * own results. Prints seed and number of a failing case: the same seed with --first N --cases 1
  * runs it again. Exits with 0 only when every slot found every case right. */
-#include "check.h"
+#include "trained.h"
 
 #include "base/options.h"
 
 #include <signal.h>
 #include <stdio.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 
 enum {
     CASES_PER_SESSION = 25,
     HOST_BYTES = 16 << 20,
     DEVICE_BYTES = 96 << 20,
+    SKIPPED = 77,      /* what ctest takes for "not run" */
     BUDGET_MS = 20000, /* generous: these tests are not about time */
 };
 
 struct plan {
     const struct moe_backend *backend;
     uint64_t slots, cases, seed, first, timeout_s;
-    bool skewed;
+    bool skewed, training;
+    void *share; /* for training: SHARE_BYTES for each slot */
 };
 
 static enum case_skew skew_of(const struct plan *plan, uint64_t number)
@@ -76,16 +82,18 @@ static bool run_case(struct subject *s, const struct plan *plan, uint64_t number
                 went_well(s, "layer",
                           s->backend->layer_create(s->device, &c->spec, &c->placement,
                                                    s->member->slot, &s->layer)) &&
-                upload_all(s) && check_step(s) && check_parts(s);
+                upload_all(s) && check_step(s) &&
+                (plan->training ? check_training(s) : check_parts(s));
     if (!good) {
         char text[512];
         case_describe(c, s->member->slots, text, sizeof text);
         fprintf(stderr,
                 "slot %u: case %llu failed: %s\nagain: --backend %s --slots %llu --seed %llu "
-                "--first %llu --cases 1%s\n",
+                "--first %llu --cases 1%s%s\n",
                 s->member->slot, (unsigned long long)number, text, plan->backend->name,
                 (unsigned long long)plan->slots, (unsigned long long)plan->seed,
-                (unsigned long long)number, plan->skewed ? " --skewed" : "");
+                (unsigned long long)number, plan->skewed ? " --skewed" : "",
+                plan->training ? " --training" : "");
     }
     s->tally->cases++;
     s->backend->layer_destroy(s->layer);
@@ -98,6 +106,7 @@ static bool run_case(struct subject *s, const struct plan *plan, uint64_t number
 static bool run_session(struct subject *s, const struct plan *plan, uint64_t first, uint64_t end)
 {
     struct moe_session_config config = member_session(s->member, 1 + first * 7919, BUDGET_MS);
+    config.training = plan->training;
     if (!went_well(s, "join", s->backend->session_join(s->device, &config, &s->session)))
         return false;
     uint64_t mine = first * 100 + s->member->slot, all[MOE_MAX_SLOTS];
@@ -155,11 +164,20 @@ static void report(const struct subject *s)
            t->worst[MOE_DTYPE_BF16]);
 }
 
+static void report_training(const struct tally *t)
+{
+    printf(
+        "    %llu gradients compared, %llu within rounding alone, %llu of experts without tokens\n",
+        (unsigned long long)t->tensors, (unsigned long long)t->rough,
+        (unsigned long long)t->idle_experts);
+}
+
 static int run_member(struct member *m)
 {
     const struct plan *plan = m->ctx;
     struct tally tally = {0};
-    struct subject s = {.backend = plan->backend, .member = m, .tally = &tally};
+    struct subject s = {
+        .backend = plan->backend, .member = m, .tally = &tally, .share = plan->share};
     if (!open_device(&s, plan))
         return 1;
     bool good = true;
@@ -171,10 +189,21 @@ static int run_member(struct member *m)
         good = wrong(&s, "too many choices differ from the oracle's: %llu of %llu",
                      (unsigned long long)tally.swaps, (unsigned long long)tally.tokens);
     report(&s);
+    if (plan->training)
+        report_training(&tally);
     s.backend->mem_free(s.device, MOE_MEM_HOST, s.host.base, HOST_BYTES);
     s.backend->mem_free(s.device, MOE_MEM_DEVICE, s.dev.base, DEVICE_BYTES);
     s.backend->device_close(s.device);
     return good ? 0 : 1;
+}
+
+/* Pages are taken when they are written, so that mostly little of this becomes real. */
+static void *share_memory(uint64_t slots)
+{
+    void *p = mmap(NULL, (size_t)slots * SHARE_BYTES, PROT_READ | PROT_WRITE,
+                   MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    MOE_INVARIANT(p != MAP_FAILED);
+    return p;
 }
 
 int main(int argc, char **argv)
@@ -189,6 +218,7 @@ int main(int argc, char **argv)
         {"seed", 's', MOE_OPTION_UINT, &plan.seed, 0, 0, "S", "which cases"},
         {"first", 'f', MOE_OPTION_UINT, &plan.first, 0, 0, "I", "number of the first case"},
         {"skewed", 0, MOE_OPTION_BOOL, &plan.skewed, 0, 0, NULL, "crowded experts and slots only"},
+        {"training", 0, MOE_OPTION_BOOL, &plan.training, 0, 0, NULL, "backward and optimizer"},
         {"timeout", 't', MOE_OPTION_UINT, &plan.timeout_s, 1, 86400, "SECONDS", "watchdog"},
     };
     size_t count = sizeof options / sizeof *options;
@@ -200,6 +230,12 @@ int main(int argc, char **argv)
         moe_options_print(stderr, options, count);
         return 2;
     }
+    if (plan.training && plan.backend->training == NULL) {
+        printf("SKIPPED: the backend %s cannot train\n", plan.backend->name);
+        return SKIPPED;
+    }
+    if (plan.training)
+        plan.share = share_memory(plan.slots);
     printf("seed %llu\n", (unsigned long long)plan.seed);
     struct group group;
     int status[MOE_MAX_SLOTS] = {0};

@@ -13,7 +13,8 @@
 
 enum {
     BOARD_BLOB = 4096,
-    BOARD_PAIRS = 512 * MOE_MAX_TOP_K, /* (token, k) of one slot */
+    BOARD_TOKENS = 512,
+    BOARD_PAIRS = BOARD_TOKENS * MOE_MAX_TOP_K, /* (token, k) of one slot */
 };
 
 struct board {
@@ -24,6 +25,7 @@ struct board {
     uint8_t blob[MOE_MAX_SLOTS][BOARD_BLOB];
     int32_t ids[MOE_MAX_SLOTS][BOARD_PAIRS];
     float weights[MOE_MAX_SLOTS][BOARD_PAIRS];
+    uint8_t state[MOE_MAX_SLOTS][BOARD_TOKENS];
 };
 
 struct member {
