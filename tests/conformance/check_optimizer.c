@@ -93,7 +93,8 @@ static bool tensor_is(const struct trained *t, const struct parameter *p,
     for (size_t i = 0; i < p->n; i++)
         values[i] = (double)got[i];
     double error = distance_to(p->n, values, want), size = distance_to(p->n, want, zeros);
-    double limit = 3e-7 * size + fmax(1e-5 * moved, 2 * distance_to(p->n, rough, want));
+    double smallest = 1e-37 * sqrt((double)p->n); /* below, fp32 has no more digits */
+    double limit = smallest + 3e-7 * size + fmax(1e-5 * moved, 2 * distance_to(p->n, rough, want));
     free(got);
     free(values);
     free(zeros);

@@ -433,7 +433,7 @@ double near_enough(const struct trained *t, const char *what, int which, size_t 
     struct tally *tally = t->s->tally;
     for (size_t i = 0; i < n; i++)
         size += want[0][i] * want[0][i];
-    limit = fmax(tolerance(t->s->c->dtype) * sqrt(size), 2 * rough);
+    limit = fmax(tolerance(t->s->c->dtype) * sqrt(size), 4 * rough);
     if (!(error <= limit)) {
         if (want[1] != NULL)
             wrong(t->s, "%s %d is off by %g: norm %g, rounding %g", what, which, error, sqrt(size),
@@ -441,7 +441,7 @@ double near_enough(const struct trained *t, const char *what, int which, size_t 
         return -1;
     }
     tally->tensors++;
-    if (2 * rough > tolerance(t->s->c->dtype) * sqrt(size))
+    if (4 * rough > tolerance(t->s->c->dtype) * sqrt(size))
         tally->rough++;
     else if (size > 0)
         tally->worst[t->s->c->dtype] = fmax(tally->worst[t->s->c->dtype], error / sqrt(size));

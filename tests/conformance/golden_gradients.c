@@ -1,0 +1,118 @@
+/* Where each gradient is in a golden file, and in which order its numbers are; see
+ * golden_gradients.h. */
+#include "golden_gradients.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+const char *golden_weight_name(enum moe_weight w)
+{
+    static const char *const names[MOE_WEIGHT_COUNT] = {
+        "router",    "logit bias",  "select bias", "gate",      "up",
+        "down",      "gate bias",   "up bias",     "down bias", "shared gate",
+        "shared up", "shared down", "gate vector"};
+    return names[w];
+}
+
+/* Element i of entry e of a weight is at first + e * entry + (i / columns) * row + (i % columns) *
+ * column of the tensor. */
+struct place {
+    const char *name[2]; /* one or the other, behind layer{l}.grad.{module}. */
+    size_t first, entry, row, column;
+};
+
+/* Fused tensors: gate before up in rows, or in columns (transposed), or one by one. */
+static struct place place_of(const char *family, const struct moe_layer_spec *s, enum moe_weight w)
+{
+    bool interleaved = strcmp(family, "gpt_oss") == 0;
+    bool transposed = interleaved || strcmp(family, "llama4") == 0;
+    size_t hidden = s->hidden, inner = s->intermediate, step = interleaved ? 2 : 1;
+    size_t up = w == MOE_WEIGHT_UP || w == MOE_WEIGHT_UP_BIAS ? (interleaved ? 1 : inner) : 0;
+    switch (w) {
+    case MOE_WEIGHT_ROUTER:
+        return (struct place){{"gate.weight", "router.weight"}, 0, 0, hidden, 1};
+    case MOE_WEIGHT_LOGIT_BIAS: return (struct place){{"router.bias", "gate.bias"}, 0, 0, 1, 0};
+    case MOE_WEIGHT_GATE:
+    case MOE_WEIGHT_UP:
+        return transposed ? (struct place){{"experts.gate_up_proj", NULL},
+                                           up,
+                                           2 * hidden * inner,
+                                           step,
+                                           2 * inner}
+                          : (struct place){{"experts.gate_up_proj", NULL},
+                                           up * hidden,
+                                           2 * hidden * inner,
+                                           hidden,
+                                           1};
+    case MOE_WEIGHT_DOWN:
+        return transposed
+                   ? (struct place){{"experts.down_proj", NULL}, 0, hidden * inner, 1, hidden}
+                   : (struct place){{"experts.down_proj", NULL}, 0, hidden * inner, inner, 1};
+    case MOE_WEIGHT_GATE_BIAS:
+    case MOE_WEIGHT_UP_BIAS:
+        return (struct place){{"experts.gate_up_proj_bias", NULL}, up, 2 * inner, step, 0};
+    case MOE_WEIGHT_DOWN_BIAS:
+        return (struct place){{"experts.down_proj_bias", NULL}, 0, hidden, 1, 0};
+    case MOE_WEIGHT_SHARED_GATE:
+        return (struct place){
+            {"shared_expert.gate_proj.weight", "shared_experts.gate_proj.weight"}, 0, 0, hidden, 1};
+    case MOE_WEIGHT_SHARED_UP:
+        return (struct place){
+            {"shared_expert.up_proj.weight", "shared_experts.up_proj.weight"}, 0, 0, hidden, 1};
+    case MOE_WEIGHT_SHARED_DOWN:
+        return (struct place){{"shared_expert.down_proj.weight", "shared_experts.down_proj.weight"},
+                              0,
+                              0,
+                              s->shared_intermediate,
+                              1};
+    case MOE_WEIGHT_SHARED_GATE_VECTOR:
+        return (struct place){{"shared_expert_gate.weight", NULL}, 0, 0, hidden, 1};
+    case MOE_WEIGHT_SELECT_BIAS:
+    case MOE_WEIGHT_COUNT: break;
+    }
+    return (struct place){{NULL, NULL}, 0, 0, 0, 0};
+}
+
+static const struct moe_tensor *find(const struct moe_st_file *file, uint32_t layer,
+                                     const char *const names[2])
+{
+    static const char *const modules[] = {"mlp", "feed_forward"};
+    for (int m = 0; m < 2; m++)
+        for (int n = 0; n < 2 && names[n] != NULL; n++) {
+            char name[160];
+            snprintf(name, sizeof name, "layer%u.grad.model.layers.%u.%s.%s", layer, layer,
+                     modules[m], names[n]);
+            const struct moe_tensor *t = moe_st_find(file, name);
+            if (t != NULL)
+                return t;
+        }
+    return NULL;
+}
+
+float *golden_gradient(const struct moe_st_file *file, const char *family,
+                       const struct moe_layer_spec *spec, enum moe_weight w)
+{
+    struct place p = place_of(family, spec, w);
+    const struct moe_tensor *t = find(file, spec->layer, p.name);
+    size_t rows, columns, entries = moe_weight_is_expert(w) ? spec->experts : 1;
+    moe_weight_shape(spec, w, &rows, &columns);
+    size_t last = p.first + (entries - 1) * p.entry + (rows - 1) * p.row + (columns - 1) * p.column;
+    if (t == NULL || t->dtype != MOE_ST_F32 || last >= t->bytes / sizeof(float))
+        return NULL;
+    float *data = malloc((size_t)t->bytes), *out = malloc(entries * rows * columns * sizeof *out);
+    if (data == NULL || out == NULL) {
+        free(data);
+        free(out);
+        return NULL;
+    }
+    struct moe_status st = moe_st_read(file, t, 0, t->bytes, data);
+    for (size_t i = 0; i < entries * rows * columns && !moe_failed(&st); i++)
+        out[i] = data[p.first + i / (rows * columns) * p.entry + i / columns % rows * p.row +
+                      i % columns * p.column];
+    free(data);
+    if (!moe_failed(&st))
+        return out;
+    free(out);
+    return NULL;
+}

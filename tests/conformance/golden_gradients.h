@@ -1,0 +1,16 @@
+/* Gradients as transformers keeps them in memory, in the canonical form of moe/layer_spec.h. */
+#ifndef MOE_TEST_GOLDEN_GRADIENTS_H
+#define MOE_TEST_GOLDEN_GRADIENTS_H
+
+#include "model/model.h"
+#include "model/safetensors.h"
+
+/* For people: "down". */
+const char *golden_weight_name(enum moe_weight w);
+
+/* The gradient of a weight of this layer, of all experts for an expert's: [entries, rows, columns],
+ * freed by the caller. NULL when the file has none of the right size. */
+float *golden_gradient(const struct moe_st_file *file, const char *family,
+                       const struct moe_layer_spec *spec, enum moe_weight w);
+
+#endif
