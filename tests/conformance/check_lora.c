@@ -85,6 +85,12 @@ static double *as_doubles(size_t n, const float *v)
     return d;
 }
 
+static void absolute(size_t n, double *v)
+{
+    for (size_t i = 0; i < n; i++)
+        v[i] = fabs(v[i]);
+}
+
 /* The resident weight is W0 + alpha / r B A, rounded once to what it is kept in. */
 static bool merged_is_right(const struct trained *t, const struct parameter *p, const float *base,
                             const float *now)
@@ -96,21 +102,28 @@ static bool merged_is_right(const struct trained *t, const struct parameter *p, 
                wrong(t->s, "a weight without adapter moved");
     double *w0 = as_doubles(p->n, base + p->offset), *da = as_doubles(a->n, now + a->offset);
     double *db = as_doubles(b->n, now + b->offset), *want = must(p->n * sizeof *want);
+    double *size = must(p->n * sizeof *size); /* what was summed */
     moe_oracle_lora_merge(p->rows, p->columns, t->config.lora_rank, (double)t->config.lora_alpha,
                           w0, da, db, want);
+    absolute(p->n, w0);
+    absolute(a->n, da);
+    absolute(b->n, db);
+    moe_oracle_lora_merge(p->rows, p->columns, t->config.lora_rank, (double)t->config.lora_alpha,
+                          w0, da, db, size);
     bool good = true;
     for (size_t i = 0; i < p->n && good; i++) {
         double got = (double)now[p->offset + i], unit = 0x1p-8;
         /* A matrix kept with one of F32 is F32 itself. */
         if (t->s->c->weight_dtype[p->key.weight] == MOE_DTYPE_F32)
             unit = 1e-6;
-        if (!(fabs(got - want[i]) <= unit * fabs(want[i]) + 1e-6 * (fabs(w0[i]) + 1)))
+        if (!(fabs(got - want[i]) <= unit * fabs(want[i]) + 1e-6 * size[i]))
             good = wrong(t->s, "merged weight %d is %g, not %g", (int)p->key.weight, got, want[i]);
     }
     free(w0);
     free(da);
     free(db);
     free(want);
+    free(size);
     return good;
 }
 

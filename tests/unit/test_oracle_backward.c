@@ -224,7 +224,7 @@ static void compare(uint64_t seed, const char *what, int which, size_t n, const 
         error += (got[i] - want[i]) * (got[i] - want[i]);
         size += want[i] * want[i];
     }
-    if (size > 1e-6)
+    if (size > 1e-6 && floor == noise)
         worst = fmax(worst, sqrt(error / size));
     if (!(sqrt(error) <= 1e-6 * sqrt(size) + floor))
         fail_msg("seed %llu: %s %d is off by %g, its norm is %g", (unsigned long long)seed, what,
