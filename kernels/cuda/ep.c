@@ -152,6 +152,7 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .ids = b->ids,
         .weights = b->weights,
         .token_state = b->token_state,
+        .began = b->began,
         .position = ep->position,
         .start = ep->start,
         .count = ep->count,

@@ -25,6 +25,8 @@ struct moe_cuda_batch {
     const int32_t *ids;         /* [T, K]; < 0: this k is not routed; >= E: zero expert */
     const float *weights;       /* [T, K] */
     const uint8_t *token_state; /* [T] enum moe_token_state, or NULL = all MOE_TOKEN_OK */
+    uint64_t *began; /* [MOE_STAGE_COUNT + 1] gets the times when prepare, dispatch and combine
+                        began and, last, when combine ended; or NULL */
 };
 
 struct moe_status moe_cuda_ep_create(struct moe_session *session,

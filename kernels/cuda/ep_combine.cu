@@ -285,6 +285,7 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
     combine_kernel(const __grid_constant__ struct moe_cuda_pass p, uint32_t returners)
 {
     struct moe_cuda_control *c = p.control;
+    stamp_stage(p, MOE_STAGE_COMBINE);
     const uint64_t stamp = moe_window_stamp(c->epoch, c->step);
     if (load_volatile(&c->stop) == 0 && c->refused != c->step) {
         if (threadIdx.x / 32 < returners)
@@ -296,6 +297,8 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
         c->next_home = 0;
         if (p.verdict != nullptr)
             report_verdict(c, p.verdict);
+        if (p.began != nullptr)
+            p.began[MOE_STAGE_COUNT] = clock_ns();
     }
 }
 

@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(32 * ANNOUNCE_WARPS)
     announce_kernel(const __grid_constant__ struct moe_cuda_pass p)
 {
     __shared__ uint32_t counts[ANNOUNCE_WARPS][32];
+    stamp_stage(p, MOE_STAGE_PREPARE);
     struct moe_cuda_control *c = p.control;
     if (__syncthreads_or(load_volatile(&c->stop) != 0))
         return;
@@ -479,6 +480,7 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
 {
     extern __shared__ uint64_t shared[];
     struct arrival *a = reinterpret_cast<struct arrival *>(shared);
+    stamp_stage(p, MOE_STAGE_DISPATCH);
     const uint32_t step = p.control->step + 1, warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
         a->other = NOWHERE;

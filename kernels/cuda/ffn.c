@@ -44,6 +44,12 @@ static enum moe_cuda_gemm_tile tile_of(const struct moe_layer *layer,
     return moe_cuda_choose_tile(&facts);
 }
 
+/* Where a product's time goes. */
+static uint64_t *began_of(const struct moe_cuda_batch_rows *b, enum moe_stage stage)
+{
+    return b->began != NULL ? b->began + stage : NULL;
+}
+
 /* What both products of the routed experts have in common. */
 static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
                                       const struct moe_cuda_batch_rows *b,
@@ -82,7 +88,8 @@ struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_d
                                        .in = b->rows.x,
                                        .weight = b->rows.weight,
                                        .out = hidden,
-                                       .out_dtype = hidden_dtype};
+                                       .out_dtype = hidden_dtype,
+                                       .began = began_of(b, MOE_STAGE_GEMM1)};
         return moe_cuda_exact_gate_up(&exact, stream);
     }
     struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_GATE_UP);
@@ -90,6 +97,7 @@ struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_d
     g.has_bias = layer->spec.gate_up_bias;
     g.out_dtype = hidden_dtype;
     g.out = hidden;
+    g.began = began_of(b, MOE_STAGE_GEMM1);
     return moe_cuda_ggemm_enqueue(&g, stream);
 }
 
@@ -106,7 +114,8 @@ struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
                                        .in_dtype = hidden_dtype,
                                        .in = hidden,
                                        .weight = b->rows.weight,
-                                       .out = out};
+                                       .out = out,
+                                       .began = began_of(b, MOE_STAGE_GEMM2)};
         return moe_cuda_exact_down(&exact, stream);
     }
     struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_DOWN);
@@ -114,6 +123,7 @@ struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
     g.has_bias = layer->spec.down_bias;
     g.out_dtype = MOE_DTYPE_F32;
     g.out = out;
+    g.began = began_of(b, MOE_STAGE_GEMM2);
     return moe_cuda_ggemm_enqueue(&g, stream);
 }
 
@@ -148,7 +158,7 @@ static struct moe_status shared_product(const struct moe_layer *layer,
                                         const struct moe_cuda_shared *s,
                                         enum moe_cuda_matrices which, const float *weight,
                                         const void *in, enum moe_dtype out_dtype, void *out,
-                                        cudaStream_t stream)
+                                        uint64_t *began, cudaStream_t stream)
 {
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
     struct moe_cuda_gemm_facts facts = {
@@ -169,20 +179,22 @@ static struct moe_status shared_product(const struct moe_layer *layer,
                                .limit = layer->spec.swiglu_limit,
                                .alpha = layer->spec.swiglu_alpha,
                                .out_dtype = out_dtype,
-                               .out = out};
+                               .out = out,
+                               .began = began};
     return moe_cuda_ggemm_enqueue(&g, stream);
 }
 
 static struct moe_status shared_exactly(const struct moe_layer *layer,
                                         const struct moe_cuda_shared *s, const float *weight,
-                                        void *hidden, cudaStream_t stream)
+                                        void *hidden, uint64_t *began, cudaStream_t stream)
 {
     struct moe_cuda_exact up = {.layer = layer,
                                 .facts = s->facts,
                                 .in_dtype = s->dtype,
                                 .in = s->x,
                                 .out = hidden,
-                                .out_dtype = MOE_DTYPE_F32};
+                                .out_dtype = MOE_DTYPE_F32,
+                                .began = began};
     struct moe_cuda_exact down = {.layer = layer,
                                   .facts = s->facts,
                                   .in_dtype = MOE_DTYPE_F32,
@@ -197,17 +209,21 @@ struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
                                       const struct moe_cuda_shared *s, cudaStream_t stream)
 {
     struct shared_scratch at = lay_out_shared(s);
-    const float *weight = layer->spec.shared_gated ? at.weight : NULL;
-    if (weight != NULL)
+    const float *weight = NULL;
+    uint64_t *began = s->began; /* for whichever kernel is first */
+    if (layer->spec.shared_gated) {
         MOE_TRY(moe_cuda_shared_weights(layer, s->facts, s->dtype, s->capacity, s->x, at.weight,
-                                        stream));
+                                        began, stream));
+        weight = at.weight;
+        began = NULL;
+    }
     if (!on_tensor_cores(layer, s->dtype, MOE_CUDA_SHARED_GATE_UP) ||
         !on_tensor_cores(layer, MOE_DTYPE_BF16, MOE_CUDA_SHARED_DOWN))
-        return shared_exactly(layer, s, weight, at.hidden, stream);
+        return shared_exactly(layer, s, weight, at.hidden, began, stream);
     MOE_TRY(shared_product(layer, s, MOE_CUDA_SHARED_GATE_UP, weight, s->x, MOE_DTYPE_BF16,
-                           at.hidden, stream));
+                           at.hidden, began, stream));
     return shared_product(layer, s, MOE_CUDA_SHARED_DOWN, weight, at.hidden, MOE_DTYPE_F32, s->out,
-                          stream);
+                          NULL, stream);
 }
 
 /* ------------------------------------------------------------------- parts alone */

@@ -16,9 +16,10 @@ extern "C" {
 /* Rows to compute on, and what the host knows of their number. */
 struct moe_cuda_batch_rows {
     const struct moe_cuda_facts *facts; /* device memory */
-    struct moe_rows rows;   /* every pointer is to device memory; one entry per local expert, whose
-                               weights are this layer's in the same order; `expert` is not read */
-    uint32_t capacity;      /* rows that rows.x, rows.weight and all outputs have room for */
+    struct moe_rows rows; /* every pointer is to device memory; one entry per local expert, whose
+                             weights are this layer's in the same order; `expert` is not read */
+    uint32_t capacity;    /* rows that rows.x, rows.weight and all outputs have room for */
+    uint64_t *began; /* [MOE_STAGE_COUNT] gets the times when the two products began, or NULL */
     uint32_t bucket, slots; /* of the step: what the choice of a tile goes by */
 };
 
@@ -48,6 +49,7 @@ struct moe_cuda_shared {
     const void *x;     /* [T, H] */
     void *scratch;     /* moe_cuda_ffn_shared_bytes(capacity) */
     float *out;
+    uint64_t *began; /* gets the time when the first kernel began, or NULL */
 };
 struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
                                       const struct moe_cuda_shared *s,

@@ -4,6 +4,7 @@
 
 #include "cuda/load.h"
 #include "cuda/simt.cuh"
+#include "cuda/stamp.cuh"
 
 using moe_simt::groups;
 using moe_simt::PER_THREAD;
@@ -22,6 +23,7 @@ struct exact_args {
     bool has_bias;  /* of the product: [entries][width] */
     moe_activation activation;
     float limit, alpha;
+    uint64_t *began;
 };
 
 static __device__ float sigmoid(float z)
@@ -84,6 +86,7 @@ static __device__ float gate_and_up(const exact_args &a, const tile &t, size_t r
 template <typename X, typename W>
 static __global__ void __launch_bounds__(THREADS) gate_up_kernel(const exact_args a)
 {
+    stamp_begin(a.began);
     const moe_cuda_matrix m = a.facts->layer->matrix[a.which];
     moe_simt::product<X, W>(groups_of(a), a.in, m, [&](const tile &t, float acc[][PER_THREAD]) {
         /* Eight gates, then their eight ups: the partner of a thread's columns is two on. */
@@ -108,6 +111,7 @@ static __global__ void __launch_bounds__(THREADS) gate_up_kernel(const exact_arg
 template <typename X, typename W>
 static __global__ void __launch_bounds__(THREADS) down_kernel(const exact_args a)
 {
+    stamp_begin(a.began);
     const moe_cuda_matrix m = a.facts->layer->matrix[a.which];
     moe_simt::product<X, W>(groups_of(a), a.in, m, [&](const tile &t, float acc[][PER_THREAD]) {
         const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
@@ -144,6 +148,7 @@ static exact_args common_args(const moe_cuda_exact *e)
     const moe_cuda_layer_desc *d = &e->layer->desc;
     exact_args a = {};
     a.facts = e->facts;
+    a.began = e->began;
     if (e->rows != nullptr)
         a.g = {e->rows->start, e->rows->count, e->rows->local_experts, 0};
     a.in = e->in;
@@ -202,8 +207,9 @@ struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e, cudaStream
 /* A warp per token. */
 template <typename X>
 static __global__ void shared_weights_kernel(const moe_cuda_facts *facts, const X *x,
-                                             uint32_t columns, float *weight)
+                                             uint32_t columns, float *weight, uint64_t *began)
 {
+    stamp_begin(began);
     uint32_t lane = threadIdx.x % 32, token = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     if (token >= facts->tokens)
         return;
@@ -220,7 +226,7 @@ static __global__ void shared_weights_kernel(const moe_cuda_facts *facts, const 
 struct moe_status moe_cuda_shared_weights(const struct moe_layer *layer,
                                           const struct moe_cuda_facts *facts, enum moe_dtype dtype,
                                           uint32_t capacity, const void *x, float *weight,
-                                          cudaStream_t stream)
+                                          uint64_t *began, cudaStream_t stream)
 {
     unsigned blocks = (capacity + THREADS / 32 - 1) / (THREADS / 32);
     uint32_t hidden = layer->spec.hidden;
@@ -228,10 +234,10 @@ struct moe_status moe_cuda_shared_weights(const struct moe_layer *layer,
         return moe_ok();
     if (dtype == MOE_DTYPE_F32)
         shared_weights_kernel<<<blocks, THREADS, 0, stream>>>(facts, (const float *)x, hidden,
-                                                              weight);
+                                                              weight, began);
     else
         shared_weights_kernel<<<blocks, THREADS, 0, stream>>>(facts, (const __nv_bfloat16 *)x,
-                                                              hidden, weight);
+                                                              hidden, weight, began);
     return MOE_LAUNCHED("the shared expert's weights");
 }
 

@@ -20,6 +20,7 @@ struct moe_cuda_exact {
     const float *weight; /* of each row; NULL = 1 */
     void *out;
     enum moe_dtype out_dtype; /* of gate_up; down writes F32 */
+    uint64_t *began;          /* gets the time when the kernel began, or NULL */
 };
 
 /* out [rows, I] = activation; `weight` counts for input weighting only. */
@@ -29,11 +30,12 @@ struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e,
 struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e,
                                       cudaStream_t stream) MOE_CHECKED;
 
-/* weight [T] = sigmoid(shared gate vector . x), for the facts' T, at most `capacity`. */
+/* weight [T] = sigmoid(shared gate vector . x), for the facts' T, at most `capacity`. `began` as
+ * above. */
 struct moe_status moe_cuda_shared_weights(const struct moe_layer *layer,
                                           const struct moe_cuda_facts *facts, enum moe_dtype dtype,
                                           uint32_t capacity, const void *x, float *weight,
-                                          cudaStream_t stream) MOE_CHECKED;
+                                          uint64_t *began, cudaStream_t stream) MOE_CHECKED;
 /* y [n] += v [n] */
 struct moe_status moe_cuda_add(float *y, const float *v, size_t n, cudaStream_t stream) MOE_CHECKED;
 

@@ -136,6 +136,7 @@ moe_status make_params(const moe_cuda_ggemm &g, const instance &use, ggemm::para
     p->weights = g.weights;
     p->has_bias = g.has_bias;
     p->tile = g.tile;
+    p->began = g.began;
     p->experts = g.experts;
     p->n = weight_rows;
     p->k = g.k;

@@ -62,6 +62,7 @@ struct moe_cuda_ggemm {
     float limit, alpha;
     enum moe_dtype out_dtype; /* BF16 or F32 */
     void *out;                /* [row_capacity, n] */
+    uint64_t *began;          /* gets the time when the kernel began (stamp.cuh), or NULL */
 };
 
 /* Whether the device that is current on this thread and these shapes are served at all; all

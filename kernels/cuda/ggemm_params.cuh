@@ -40,6 +40,7 @@ struct params {
     uint32_t n, k;  /* rows and columns of an expert's weights */
     uint32_t out_n; /* n, or n / 2 where gate and up become one */
     bool has_bias;
+    uint64_t *began;           /* gets the time when the kernel began, or NULL */
     float limit, alpha, shift; /* activation, see ggemm_epilogue.cuh */
 };
 

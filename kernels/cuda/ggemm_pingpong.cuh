@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t memory[];
+    stamp_begin(p.began);
     auto &s = *reinterpret_cast<pingpong_shared *>(memory);
     const uint32_t group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {

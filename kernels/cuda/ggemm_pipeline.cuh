@@ -5,6 +5,7 @@
 
 #include "ggemm_params.cuh"
 #include "hopper.cuh"
+#include "stamp.cuh"
 
 namespace ggemm
 {

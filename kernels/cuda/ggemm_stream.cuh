@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_kernel(const __grid_
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t memory[];
+    stamp_begin(p.began);
     auto &s = *reinterpret_cast<stream_shared *>(memory);
     const uint32_t warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
     if (threadIdx.x == 0) {

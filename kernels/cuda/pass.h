@@ -43,6 +43,7 @@ struct moe_cuda_pass {
     uint32_t *parts_ready; /* [slots][max_tokens] parts of a partial that are stored; else zero */
     const float *expert_out, *base;
     void *y;
+    uint64_t *began;                  /* as in struct moe_cuda_batch */
     struct moe_cuda_verdict *verdict; /* pinned: copy of the verdict when combine ends, or NULL */
 };
 

@@ -22,6 +22,7 @@ struct moe_cuda_routing {
     const uint8_t *mode;     /* [T], read where the facts say that there are modes */
     const int32_t *ids_in;   /* [T, K] or NULL where no mode needs them */
     const float *weights_in; /* [T, K], the same */
+    uint64_t *began;         /* gets the time when the first kernel began, or NULL */
     float *logits;           /* [slices, T, E+Z] scratch of moe_cuda_router_bytes(capacity) */
     int32_t *ids;            /* [T, K] */
     float *weights;          /* [T, K] */

@@ -13,6 +13,7 @@
 
 #include "cuda/load.h"
 #include "cuda/simt.cuh"
+#include "cuda/stamp.cuh"
 
 static constexpr int TILE = 64; /* tokens, experts, and columns of a stage */
 static constexpr int STAGES = 3, WARPS = 4, THREADS = 32 * WARPS;
@@ -26,6 +27,7 @@ struct logits_args {
     moe_cuda_matrices router; /* whole or in parts: bf16 [parts][choices][H] */
     uint32_t choices, hidden, parts;
     float *logits; /* [slices][T][choices] */
+    uint64_t *began;
 };
 
 struct stage {
@@ -134,6 +136,7 @@ static __global__ void __launch_bounds__(THREADS) tensor_logits_kernel(const log
     extern __shared__ stage stages[];
     const uint32_t token = blockIdx.y * TILE, expert = blockIdx.x * TILE;
     const uint32_t tokens = a.facts->tokens;
+    stamp_begin(a.began);
     if (token >= tokens || !a.facts->need_logits)
         return;
     walk v;
@@ -164,8 +167,9 @@ static struct moe_status launch_tensor_logits(const struct moe_layer *layer,
     const bool in_parts = layer->desc.matrix[MOE_CUDA_ROUTER_PARTS].data != nullptr;
     const moe_cuda_matrices router = in_parts ? MOE_CUDA_ROUTER_PARTS : MOE_CUDA_ROUTER;
     const moe_cuda_matrix &m = layer->desc.matrix[router];
-    logits_args a = {r->facts, (const __nv_bfloat16 *)r->x, router, m.rows, m.columns, m.entries,
-                     r->logits};
+    logits_args a = {
+        r->facts, (const __nv_bfloat16 *)r->x, router, m.rows, m.columns, m.entries, r->logits,
+        r->began};
     dim3 grid((m.rows + TILE - 1) / TILE, (r->capacity + TILE - 1) / TILE,
               moe_cuda_router_slices(layer, r->dtype));
     tensor_logits_kernel<<<grid, THREADS, STAGES * sizeof(stage), stream>>>(a);
@@ -176,9 +180,10 @@ static struct moe_status launch_tensor_logits(const struct moe_layer *layer,
 
 template <typename X, typename W>
 static __global__ void __launch_bounds__(moe_simt::THREADS)
-    logits_kernel(const moe_cuda_facts *facts, const void *x, float *logits)
+    logits_kernel(const moe_cuda_facts *facts, const void *x, float *logits, uint64_t *began)
 {
     using moe_simt::PER_THREAD;
+    stamp_begin(began);
     if (!facts->need_logits)
         return;
     moe_simt::groups g = {};
@@ -198,7 +203,8 @@ static __global__ void __launch_bounds__(moe_simt::THREADS)
 template <typename X, typename W>
 static void launch_logits(const moe_cuda_routing *r, unsigned blocks, cudaStream_t stream)
 {
-    logits_kernel<X, W><<<blocks, moe_simt::THREADS, 0, stream>>>(r->facts, r->x, r->logits);
+    logits_kernel<X, W>
+        <<<blocks, moe_simt::THREADS, 0, stream>>>(r->facts, r->x, r->logits, r->began);
 }
 
 struct moe_status moe_cuda_router_logits(const struct moe_layer *layer,

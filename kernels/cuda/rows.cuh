@@ -11,6 +11,12 @@ constexpr uint32_t CTA_WARPS = CTA_THREADS / 32;
 
 static_assert(MOE_MAX_TOP_K <= 32 && MOE_MAX_SLOTS <= 32, "a lane per choice, a lane per slot");
 
+/* Call first in the first kernel of a stage. */
+__device__ inline void stamp_stage(const struct moe_cuda_pass &p, enum moe_stage stage)
+{
+    stamp_begin(p.began != nullptr ? p.began + stage : nullptr);
+}
+
 /* Whether token t takes part at all. */
 __device__ inline bool token_counts(const struct moe_cuda_pass &p, uint32_t t)
 {

@@ -20,10 +20,9 @@
 
 enum {
     LANES = MOE_CUDA_LANES,
-    LINE = 256,                 /* alignment of tensors inside a buffer */
-    SPIN_NS = 500 * 1000,       /* a wait polls without sleeping for this long */
-    NAP_NS = 20 * 1000,         /* and then looks this often */
-    MARKS = MOE_STAGE_COUNT + 1 /* events between stages, in the order of capture_stages */
+    LINE = 256,           /* alignment of tensors inside a buffer */
+    SPIN_NS = 500 * 1000, /* a wait polls without sleeping for this long */
+    NAP_NS = 20 * 1000,   /* and then looks this often */
 };
 
 /* Offsets in a lane's buffer. */
@@ -40,6 +39,9 @@ struct scratch_layout {
 struct lane_mail {
     struct moe_cuda_facts facts;     /* to the device, by copy */
     struct moe_cuda_verdict verdict; /* stored by the device */
+    /* Stored by the device: when each stage began, and when the last one ended; nanoseconds. 0: the
+     * stage has no kernels. */
+    uint64_t began[MOE_STAGE_COUNT + 1];
 };
 
 struct moe_step {
@@ -54,7 +56,6 @@ struct moe_step {
     struct moe_cuda_graph *graph;     /* that it runs; held while it does */
     cudaEvent_t begun, came_in, left; /* on the copy streams */
     cudaEvent_t computed;             /* behind the graph */
-    cudaEvent_t mark[MARKS];          /* around the stages, inside the graph */
 };
 
 struct moe_cuda_steps {
@@ -66,11 +67,6 @@ struct moe_cuda_steps {
     struct moe_cuda_graphs graphs;
     uint64_t buffers_moved; /* the device's figure when the graphs were made */
 };
-
-/* The stage that ends at each mark but the first. */
-static const enum moe_stage stage_at[MOE_STAGE_COUNT] = {
-    MOE_STAGE_ROUTER, MOE_STAGE_PREPARE, MOE_STAGE_DISPATCH, MOE_STAGE_GEMM1,
-    MOE_STAGE_GEMM2,  MOE_STAGE_SHARED,  MOE_STAGE_COMBINE};
 
 /* ------------------------------------------------------------- create, destroy */
 
@@ -88,8 +84,6 @@ static struct moe_status create_lane(struct moe_cuda_steps *steps, struct moe_st
     MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&lane->came_in, cudaEventDisableTiming)));
     MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&lane->computed, cudaEventDisableTiming)));
     MOE_TRY(MOE_CUDA(cudaEventCreate(&lane->left)));
-    for (uint32_t i = 0; i < MARKS; i++)
-        MOE_TRY(MOE_CUDA(cudaEventCreate(&lane->mark[i])));
     return moe_ok();
 }
 
@@ -125,8 +119,6 @@ static void destroy_lane(struct moe_device *device, struct moe_step *lane)
     destroy_event(lane->came_in);
     destroy_event(lane->computed);
     destroy_event(lane->left);
-    for (uint32_t i = 0; i < MARKS; i++)
-        destroy_event(lane->mark[i]);
     moe_cuda_mem_free(device, MOE_MEM_HOST, lane->mail, sizeof *lane->mail);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, lane->facts, sizeof *lane->facts);
     moe_cuda_buffer_free(device, &lane->tensors);
@@ -259,18 +251,11 @@ static void *scratch(const struct moe_cuda_steps *steps, size_t offset)
     return (char *)steps->scratch.data + offset;
 }
 
-static struct moe_status mark(struct moe_step *lane, uint32_t i, cudaStream_t stream)
-{
-    return MOE_CUDA(cudaEventRecordWithFlags(lane->mark[i], stream, cudaEventRecordExternal));
-}
-
-/* The same between two stages: the range that a profiler sees becomes that of the next one. */
-static struct moe_status mark_next(struct moe_step *lane, uint32_t i, const char *stage,
-                                   cudaStream_t stream)
+/* The range that a profiler sees becomes that of the next stage. */
+static void next_range(const char *stage)
 {
     moe_cuda_range_end();
     moe_cuda_range_begin(stage);
-    return mark(lane, i, stream);
 }
 
 static struct moe_status capture_router(const struct shape *shape, struct moe_step *lane,
@@ -280,6 +265,7 @@ static struct moe_status capture_router(const struct shape *shape, struct moe_st
     struct moe_cuda_routing r = {.dtype = shape->dtype,
                                  .capacity = shape->bucket,
                                  .facts = lane->facts,
+                                 .began = &lane->mail_on_device->began[MOE_STAGE_ROUTER],
                                  .x = tensor(lane, at->x),
                                  .mode = tensor(lane, at->mode),
                                  .ids_in = tensor(lane, at->ids_in),
@@ -306,7 +292,8 @@ static struct moe_status capture_shared(const struct shape *shape, struct moe_st
                                      .capacity = shape->bucket,
                                      .x = tensor(lane, shape->at.x),
                                      .scratch = scratch(steps, steps->at.shared),
-                                     .out = *base};
+                                     .out = *base,
+                                     .began = &lane->mail_on_device->began[MOE_STAGE_SHARED]};
     return moe_cuda_ffn_shared(shape->layer, &shared, stream);
 }
 
@@ -326,27 +313,27 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
                                    .x = tensor(lane, shape->at.x),
                                    .ids = tensor(lane, shape->at.ids),
                                    .weights = tensor(lane, shape->at.weights),
-                                   .token_state = tensor(lane, shape->at.state)};
+                                   .token_state = tensor(lane, shape->at.state),
+                                   .began = lane->mail_on_device->began};
     struct moe_cuda_batch_rows b = {.facts = lane->facts,
                                     .capacity = moe_cuda_ep_most_rows(s, layer, shape->bucket),
                                     .bucket = shape->bucket,
+                                    .began = lane->mail_on_device->began,
                                     .slots = (uint32_t)__builtin_popcountll(s->config.live)};
-    MOE_TRY(mark(lane, 0, stream));
     MOE_TRY(capture_router(shape, lane, stream));
-    MOE_TRY(mark_next(lane, 1, "prepare", stream));
+    next_range("prepare");
     MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch, stream));
-    MOE_TRY(mark_next(lane, 2, "dispatch", stream));
+    next_range("dispatch");
     MOE_TRY(moe_cuda_ep_dispatch(s->ep, &b.rows, stream));
-    MOE_TRY(mark_next(lane, 3, "gate and up", stream));
+    next_range("gate and up");
     MOE_TRY(moe_cuda_ffn_gate_up(layer, shape->dtype, &b, hidden, inner, stream));
-    MOE_TRY(mark_next(lane, 4, "down", stream));
+    next_range("down");
     MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, inner, out, stream));
-    MOE_TRY(mark_next(lane, 5, "shared expert", stream));
+    next_range("shared expert");
     MOE_TRY(capture_shared(shape, lane, stream, &base));
-    MOE_TRY(mark_next(lane, 6, "combine", stream));
-    MOE_TRY(moe_cuda_ep_combine(s->ep, out, base, tensor(lane, shape->at.y),
-                                &lane->mail_on_device->verdict, stream));
-    return mark(lane, 7, stream);
+    next_range("combine");
+    return moe_cuda_ep_combine(s->ep, out, base, tensor(lane, shape->at.y),
+                               &lane->mail_on_device->verdict, stream);
 }
 
 static struct moe_status capture_lane(void *ctx, uint32_t lane, cudaStream_t stream)
@@ -457,6 +444,7 @@ static void fill_facts(struct moe_step *lane, bool need_logits)
     moe_cuda_facts_fill(a->layer, a->dtype, a->bucket, a->tokens, facts);
     facts->need_logits = need_logits;
     facts->has_modes = a->mode != NULL;
+    memset(lane->mail->began, 0, sizeof lane->mail->began);
 }
 
 /* Memory and graph first: what fails there concerns this slot alone. */
@@ -506,10 +494,15 @@ static uint64_t elapsed_ns(cudaEvent_t from, cudaEvent_t to)
     return (uint64_t)((double)ms * 1e6);
 }
 
+/* A stage lasts until the next one begins, so that nothing between kernels is left out. */
 static void read_times(const struct moe_step *lane, struct moe_step_result *r)
 {
-    for (uint32_t i = 0; i < MOE_STAGE_COUNT; i++)
-        r->stage_ns[stage_at[i]] = elapsed_ns(lane->mark[i], lane->mark[i + 1]);
+    uint64_t next = lane->mail->began[MOE_STAGE_COUNT];
+    for (int i = MOE_STAGE_COUNT - 1; i >= 0; i--) {
+        uint64_t began = lane->mail->began[i] != 0 ? lane->mail->began[i] : next;
+        r->stage_ns[i] = next > began ? next - began : 0;
+        next = began;
+    }
     r->total_ns = elapsed_ns(lane->begun, lane->left);
 }
 

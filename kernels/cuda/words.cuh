@@ -13,6 +13,7 @@
 #define MOE_CUDA_WORDS_CUH
 
 #include "cuda/pass.h"
+#include "cuda/stamp.cuh"
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr uint64_t LOOK_AT_HOST_NS = 1000000;
@@ -38,13 +39,6 @@ __device__ inline void fence_system()
 __device__ inline uint32_t load_volatile(const uint32_t *p)
 {
     return *(const volatile uint32_t *)p;
-}
-
-__device__ inline uint64_t clock_ns()
-{
-    uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
 }
 
 __device__ inline bool is_live(uint64_t live, uint32_t slot)
