@@ -89,16 +89,17 @@ __global__ void __launch_bounds__(32 * ANNOUNCE_WARPS)
     __shared__ uint32_t counts[ANNOUNCE_WARPS][32];
     stamp_stage(p, MOE_STAGE_PREPARE);
     struct moe_cuda_control *c = p.control;
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.x;
+    /* What the facts point to is under way while the stop word is. */
+    const uint32_t entry = p.facts->placement.offset[e];
+    const uint32_t copies = p.facts->placement.offset[e + 1] - entry;
+    const uint32_t pairs = p.facts->tokens * p.top_k;
     if (__syncthreads_or(load_volatile(&c->stop) != 0))
         return;
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.x;
     const uint32_t step = c->step + 1, parity = step & 1;
     const uint64_t stamp = moe_window_stamp(c->epoch, step);
     if (e == 0 && warp == 0)
         open_pass(p, stamp, parity);
-    const uint32_t entry = p.facts->placement.offset[e],
-                   copies = p.facts->placement.offset[e + 1] - entry;
-    const uint32_t pairs = p.facts->tokens * p.top_k;
     const uint32_t share = (pairs + 32 * ANNOUNCE_WARPS - 1) / (32 * ANNOUNCE_WARPS) * 32;
     const uint32_t first = min(warp * share, pairs), end = min(first + share, pairs);
     counts[warp][lane] = walk_pairs(p, e, copies, first, end, 0, false);

@@ -25,7 +25,8 @@ enum {
     NAP_NS = 20 * 1000,   /* and then looks this often */
 };
 
-/* Offsets in a lane's buffer. */
+/* Offsets in a lane's buffer. From `ids` to the end is what a step answers besides y: it leaves in
+ * one piece, as small copies cost the same as each other. */
 struct lane_layout {
     size_t x, mode, ids_in, weights_in, y, ids, weights, state, bytes;
 };
@@ -50,7 +51,9 @@ struct moe_step {
     bool taken;
     struct lane_layout at;
     struct moe_cuda_buffer tensors;
-    struct lane_mail *mail;           /* pinned */
+    char *answer;           /* pinned: `tensors` from at.ids on, when the step has finished */
+    size_t answer_bytes;    /* enough for every step of the session */
+    struct lane_mail *mail; /* pinned */
     struct lane_mail *mail_on_device; /* its address there */
     struct moe_cuda_facts *facts;     /* device memory */
     struct moe_cuda_graph *graph;     /* that it runs; held while it does */
@@ -70,6 +73,12 @@ struct moe_cuda_steps {
 
 /* ------------------------------------------------------------- create, destroy */
 
+static size_t most_answer_bytes(const struct moe_session_config *c)
+{
+    size_t pairs = (size_t)c->max_tokens * c->max_top_k;
+    return pairs * (sizeof(int32_t) + sizeof(float)) + c->max_tokens + (size_t)3 * LINE;
+}
+
 static struct moe_status create_lane(struct moe_cuda_steps *steps, struct moe_step *lane)
 {
     struct moe_device *device = steps->session->device;
@@ -80,6 +89,9 @@ static struct moe_status create_lane(struct moe_cuda_steps *steps, struct moe_st
     MOE_TRY(MOE_CUDA(cudaHostGetDevicePointer((void **)&lane->mail_on_device, p, 0)));
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, sizeof *lane->facts, &p));
     lane->facts = p;
+    lane->answer_bytes = most_answer_bytes(&steps->session->config);
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, lane->answer_bytes, &p));
+    lane->answer = p;
     MOE_TRY(MOE_CUDA(cudaEventCreate(&lane->begun)));
     MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&lane->came_in, cudaEventDisableTiming)));
     MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&lane->computed, cudaEventDisableTiming)));
@@ -119,6 +131,7 @@ static void destroy_lane(struct moe_device *device, struct moe_step *lane)
     destroy_event(lane->came_in);
     destroy_event(lane->computed);
     destroy_event(lane->left);
+    moe_cuda_mem_free(device, MOE_MEM_HOST, lane->answer, lane->answer_bytes);
     moe_cuda_mem_free(device, MOE_MEM_HOST, lane->mail, sizeof *lane->mail);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, lane->facts, sizeof *lane->facts);
     moe_cuda_buffer_free(device, &lane->tensors);
@@ -193,11 +206,11 @@ static bool lay_out_lane(const struct moe_step_args *a, struct lane_layout *l)
     const struct moe_layer_spec *spec = &a->layer->spec;
     size_t at = 0, n = a->bucket, k = spec->router.top_k, each = moe_dtype_bytes(a->dtype);
     return place(&at, &l->x, n, spec->hidden, each) && place(&at, &l->y, n, spec->hidden, each) &&
-           place(&at, &l->mode, n, 1, 1) && place(&at, &l->state, n, 1, 1) &&
-           place(&at, &l->ids_in, n, k, sizeof(int32_t)) &&
-           place(&at, &l->ids, n, k, sizeof(int32_t)) &&
+           place(&at, &l->mode, n, 1, 1) && place(&at, &l->ids_in, n, k, sizeof(int32_t)) &&
            place(&at, &l->weights_in, n, k, sizeof(float)) &&
-           place(&at, &l->weights, n, k, sizeof(float)) && ((l->bytes = at), true);
+           place(&at, &l->ids, n, k, sizeof(int32_t)) &&
+           place(&at, &l->weights, n, k, sizeof(float)) && place(&at, &l->state, n, 1, 1) &&
+           ((l->bytes = at), true);
 }
 
 static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows, struct scratch_layout *l)
@@ -398,15 +411,12 @@ static struct moe_status enqueue_graph(struct moe_step *lane, struct moe_device 
 static struct moe_status enqueue_copy_out(struct moe_step *lane, struct moe_device *device)
 {
     const struct moe_step_args *a = &lane->args;
-    size_t pairs = (size_t)a->tokens * a->layer->spec.router.top_k;
     size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
+    size_t answer = a->tokens > 0 ? lane->at.bytes - lane->at.ids : 0;
     cudaStream_t out = device->copy_out;
     MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(out, lane->computed, 0)));
     MOE_TRY(copy(a->y, tensor(lane, lane->at.y), rows, out));
-    MOE_TRY(copy(a->ids_out, tensor(lane, lane->at.ids), pairs * sizeof *a->ids_out, out));
-    MOE_TRY(
-        copy(a->weights_out, tensor(lane, lane->at.weights), pairs * sizeof *a->weights_out, out));
-    MOE_TRY(copy(a->token_state, tensor(lane, lane->at.state), a->tokens, out));
+    MOE_TRY(copy(lane->answer, tensor(lane, lane->at.ids), answer, out));
     return MOE_CUDA(cudaEventRecord(lane->left, out));
 }
 
@@ -506,6 +516,19 @@ static void read_times(const struct moe_step *lane, struct moe_step_result *r)
     r->total_ns = elapsed_ns(lane->begun, lane->left);
 }
 
+/* From the lane's pinned memory to the caller's. */
+static void hand_over_answer(const struct moe_step *lane)
+{
+    const struct moe_step_args *a = &lane->args;
+    size_t pairs = (size_t)a->tokens * a->layer->spec.router.top_k;
+    const char *ids = lane->answer;
+    if (a->tokens == 0)
+        return;
+    memcpy(a->ids_out, ids, pairs * sizeof *a->ids_out);
+    memcpy(a->weights_out, ids + (lane->at.weights - lane->at.ids), pairs * sizeof(float));
+    memcpy(a->token_state, ids + (lane->at.state - lane->at.ids), a->tokens);
+}
+
 /* cudaErrorNotReady when the deadline passed first. */
 static cudaError_t await(cudaEvent_t event, uint64_t deadline_ns)
 {
@@ -535,6 +558,7 @@ struct moe_status moe_cuda_step_wait(struct moe_step *lane, uint64_t deadline_ns
     } else {
         st = moe_cuda_session_judge(s, &lane->mail->verdict);
         r.rows = lane->mail->verdict.rows;
+        hand_over_answer(lane);
         read_times(lane, &r);
     }
     if (st.reason == MOE_REASON_PEER_LOST)
