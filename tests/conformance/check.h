@@ -44,6 +44,9 @@ struct subject {
 bool check_step(struct subject *s);
 bool check_parts(struct subject *s);
 
+/* Gives all weights of the case to s->oracle, and the local ones to s->layer, which is finished. */
+bool upload_all(struct subject *s);
+
 /* ---- for the checks */
 
 /* Prints "slot N: ..." and returns false. */

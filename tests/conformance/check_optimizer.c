@@ -390,3 +390,63 @@ bool check_optimizer(struct trained *t)
     round_small_weights(t);
     return follow_values(t) && check_step(t->s);
 }
+
+/* --------------------------------------------------------------------- two layers */
+
+static bool begin_one(struct subject *s, struct moe_layer **layer, struct trained *t)
+{
+    struct moe_trainer_config config = {.optimizer = MOE_OPTIMIZER_ADAMW};
+    const struct test_case *c = s->c;
+    s->layer = NULL;
+    bool good = went_well(
+        s, "layer",
+        s->backend->layer_create(s->device, &c->spec, &c->placement, s->member->slot, layer));
+    s->layer = *layer;
+    s->host.used = 0;
+    trained_begin(t, s, &config);
+    return good && upload_all(s) &&
+           went_well(s, "trainer", t->table->trainer_create(*layer, &config, &t->trainer));
+}
+
+/* The norm is of both together, and both move by it. */
+static bool step_both(struct trained t[2])
+{
+    struct before b[2] = {{0}, {0}};
+    struct moe_optimizer_result result = {.nonfinite = true};
+    struct moe_trainer *trainers[2] = {t[0].trainer, t[1].trainer};
+    write_gradients(&t[0]);
+    write_gradients(&t[1]);
+    float *half = trained_read_all(&t[1], MOE_TRAIN_GRAD);
+    for (size_t i = 0; i < t[1].floats; i++)
+        half[i] *= 0.5f;
+    for (size_t i = 0; i < t[1].count; i++)
+        if (t[1].list[i].local && t[1].list[i].trained)
+            trained_write(&t[1], &t[1].list[i], MOE_TRAIN_GRAD, half + t[1].list[i].offset);
+    free(half);
+    bool good = look_before(&t[0], &b[0]) && look_before(&t[1], &b[1]);
+    b[0].squares = b[1].squares = b[0].squares + b[1].squares;
+    struct moe_optimizer_args a = draw_args(&t[0], 1, sqrt(b[0].squares));
+    a.max_grad_norm = 0.3 * sqrt(b[0].squares);
+    good = good &&
+           went_well(t->s, "optimizer",
+                     t->table->optimizer_step(t->s->session, trainers, 2, &a, &result)) &&
+           moved_as_expected(&t[0], &b[0], &a, &result) &&
+           moved_as_expected(&t[1], &b[1], &a, &result);
+    before_free(&b[0]);
+    before_free(&b[1]);
+    return good;
+}
+
+bool check_two_trainers(struct subject *s)
+{
+    struct trained t[2] = {0};
+    struct moe_layer *layer[2] = {NULL, NULL}, *kept = s->layer;
+    bool good = begin_one(s, &layer[0], &t[0]) && begin_one(s, &layer[1], &t[1]) && step_both(t);
+    for (int i = 0; i < 2; i++) {
+        if (t[i].s != NULL)
+            trained_end(&t[i]);
+        s->backend->layer_destroy(layer[i]);
+    }
+    s->layer = kept;
+    return good;
+}

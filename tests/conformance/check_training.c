@@ -198,6 +198,29 @@ static bool check_beside_a_step(struct trained *t, const struct pass *first)
            same_pass(t, "beside a forward step", first, &p);
 }
 
+/* One slot means another pass than the others: all refuse it, and nothing has changed. */
+static bool check_disagreement(struct trained *t, const struct pass *first, const float *once)
+{
+    const struct subject *s = t->s;
+    bool odd = s->c->seed / 5 % s->member->slots == s->member->slot;
+    struct pass p = blank_pass(t);
+    struct moe_backward_args a = pass_args(t, &p, true);
+    struct moe_step *step;
+    struct moe_step_result result;
+    if (s->c->seed % 2 == 0)
+        a.aux_coeff = odd ? 0.125f : 0.5f;
+    else
+        a.accumulate = !odd;
+    if (!went_well(s, "backward", t->table->backward_enqueue(s->session, &a, &step)))
+        return false;
+    struct moe_status st = s->backend->step_wait(step, MOE_NEVER, &result);
+    if (st.code != MOE_FAILED_PRECONDITION)
+        return wrong(s, "slots that mean different passes were answered with %s",
+                     moe_code_name(st.code));
+    return same_gradients(t, "after a refused pass", once) && run_pass(t, &p, false) &&
+           same_pass(t, "after a refused pass", first, &p);
+}
+
 /* Freezes one group: its gradients go and stay away, nothing else changes. */
 static bool check_freezing(struct trained *t, const struct pass *first, const float *once)
 {
@@ -243,6 +266,8 @@ static bool check_passes(struct trained *t, struct expected *e)
         good = check_beside_a_step(t, &first);
     if (good && t->s->c->seed % 3 == 1)
         good = check_freezing(t, &first, once);
+    if (good && t->s->c->seed % 3 == 2 && t->s->member->slots > 1)
+        good = check_disagreement(t, &first, once);
     free(once);
     free(limits);
     return good;
@@ -358,5 +383,5 @@ bool check_training(struct subject *s)
                 check_optimizer(&t);
     expected_free(&e);
     trained_end(&t);
-    return good;
+    return good && (s->c->seed % 3 != 2 || check_two_trainers(s));
 }

@@ -46,7 +46,7 @@ static uint64_t case_seed(uint64_t seed, uint64_t number)
     return rng_next(&r);
 }
 
-static bool upload_all(struct subject *s)
+bool upload_all(struct subject *s)
 {
     const struct test_case *c = s->c;
     for (uint32_t i = 0; i < MOE_WEIGHT_COUNT; i++) {

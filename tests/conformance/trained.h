@@ -97,5 +97,7 @@ bool check_optimizer(struct trained *t);
 /* From here on, the oracle computes with the values that trainers hold. Collective. */
 bool follow_values(struct trained *t);
 bool check_lora(struct subject *s);
+/* Two layers in one optimizer step. Uploads the case anew: nothing that was trained is left. */
+bool check_two_trainers(struct subject *s);
 
 #endif
