@@ -14,6 +14,10 @@
  *   slots, in slot order, when the optimizer steps. So are gradients of experts with several
  *   copies.
  *
+ * Resident weights have the dtype in which the backend keeps them: that of the upload for the
+ *   matrices of experts and shared expert; router, gate vector and biases may be F32 though BF16
+ * was uploaded, and matrices that are kept together F32 where one of them is.
+ *
  * Low rank    With lora_rank r > 0 the expert matrices in lora_targets get an adapter and are
  *   themselves frozen: W = W0 + (alpha / r) B A, A [r, in], B [out, r], A and B trained. The
  *   resident weight is always the merged W (rounded once to its dtype), so a forward pass is what
