@@ -5,6 +5,9 @@
 #include "support/random.h"
 #include "worker/sequencer.h"
 
+#include <stdlib.h>
+#include <string.h>
+
 static const struct moe_sequencer_key key_a = {3, MOE_STEP_FORWARD, MOE_DTYPE_F32};
 static const struct moe_sequencer_key key_b = {3, MOE_STEP_FORWARD, MOE_DTYPE_BF16};
 
@@ -290,6 +293,225 @@ static void every_announced_token_is_covered_in_turn_by_two_steps_at_most(void *
     assert_true(tickets > RUNS);
 }
 
+/* ---------------------------------------------------------------------- training */
+
+static void call(struct moe_sequencer *s, uint32_t slot, enum moe_step_kind kind, uint64_t number,
+                 uint32_t tokens)
+{
+    struct moe_ticket t = {.layer = 3, .kind = kind, .dtype = MOE_DTYPE_F32};
+    t.order.number = number;
+    t.order.length = 4;
+    memcpy(t.order.body, "body", 4);
+    struct moe_status st = moe_sequencer_call(s, slot, &t, tokens);
+    assert_int_equal(st.code, MOE_OK);
+}
+
+static void a_training_call_gets_a_ticket_of_its_own_with_its_body(void **state)
+{
+    (void)state;
+    struct moe_sequencer *s = begin(0x3, 64);
+    struct moe_ticket t;
+    call(s, 1, MOE_STEP_BACKWARD, 9, 33);
+    call(s, 0, MOE_STEP_BACKWARD, 4, 1);
+    assert_true(moe_sequencer_next(s, &t));
+    assert_int_equal(t.kind, MOE_STEP_BACKWARD);
+    assert_int_equal(t.bucket, 64);
+    assert_int_equal(t.order.origin, 1);
+    assert_int_equal(t.order.number, 9);
+    assert_int_equal(t.order.length, 4);
+    assert_memory_equal(t.order.body, "body", 4);
+    assert_true(moe_sequencer_next(s, &t));
+    assert_int_equal(t.order.origin, 0);
+    assert_int_equal(t.bucket, 1);
+    moe_sequencer_destroy(s);
+}
+
+static void impossible_training_calls_are_refused(void **state)
+{
+    (void)state;
+    struct moe_sequencer *s = begin(0x1, 64);
+    struct moe_ticket t = {.kind = MOE_STEP_BACKWARD, .dtype = MOE_DTYPE_F32};
+    struct moe_status st = moe_sequencer_call(s, 0, &t, 65);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    st = moe_sequencer_call(s, 0, &t, 0);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    st = moe_sequencer_call(s, 1, &t, 1);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    t.order.length = MOE_TRAINING_BODY_MAX + 1;
+    st = moe_sequencer_call(s, 0, &t, 1);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    t.order.length = 0;
+    t.kind = MOE_STEP_FORWARD;
+    st = moe_sequencer_call(s, 0, &t, 1);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    t.kind = MOE_STEP_KINDS;
+    st = moe_sequencer_call(s, 0, &t, 1);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    for (uint64_t i = 0; i < MOE_SEQUENCER_CALLS; i++)
+        call(s, 0, MOE_STEP_OPTIMIZER, i + 1, 0);
+    t.kind = MOE_STEP_BACKWARD;
+    st = moe_sequencer_call(s, 0, &t, 1);
+    assert_int_equal(st.code, MOE_RESOURCE_EXHAUSTED);
+    moe_sequencer_destroy(s);
+}
+
+/* A contest: forward work that never ends, and training that never ends, on every slot. */
+struct contest {
+    struct moe_sequencer *s;
+    struct rng random;
+    uint32_t slots, permille;
+    uint64_t issued, done[MOE_MAX_SLOTS];
+    uint64_t forward, training; /* tickets while both waited */
+    uint64_t since_training;    /* forward tickets since the last training one, both waiting */
+    uint64_t called[MOE_MAX_SLOTS], ordered[MOE_MAX_SLOTS]; /* numbers, by slot */
+    uint32_t arrival[4096];                                 /* slots in order of calling */
+    bool is_exclusive[4096];                                /* of the same calls */
+    size_t arrived, taken;
+    uint64_t exclusive; /* seq in flight */
+};
+
+static uint64_t least_done(const struct contest *c)
+{
+    uint64_t least = c->issued;
+    for (uint32_t s = 0; s < c->slots; s++)
+        least = c->done[s] < least ? c->done[s] : least;
+    return least;
+}
+
+static void contest_feed(struct contest *c)
+{
+    for (uint32_t slot = 0; slot < c->slots; slot++) {
+        if (rng_chance(&c->random, 50))
+            work(c->s, slot, rng_chance(&c->random, 50) ? &key_a : &key_b,
+                 1 + rng_below(&c->random, 20));
+        if (c->called[slot] - c->ordered[slot] < 3 && c->arrived < 4096) {
+            bool exclusive = rng_chance(&c->random, 25);
+            call(c->s, slot, exclusive ? MOE_STEP_OPTIMIZER : MOE_STEP_BACKWARD, ++c->called[slot],
+                 exclusive ? 0 : 1 + rng_below(&c->random, 16));
+            c->is_exclusive[c->arrived] = exclusive;
+            c->arrival[c->arrived++] = slot;
+        }
+    }
+}
+
+static void contest_check(struct contest *c, const struct moe_ticket *t, bool both)
+{
+    assert_int_equal(t->seq, ++c->issued);
+    assert_int_equal(c->exclusive, 0); /* nothing beside an exclusive ticket */
+    if (t->kind == MOE_STEP_FORWARD) {
+        c->forward += both;
+        c->since_training += both;
+        /* An exclusive call waits for more: for all who waited at the last one. */
+        if (both && !c->is_exclusive[c->taken])
+            assert_true(c->since_training <= (1000 - c->permille) / c->permille + 3);
+        return;
+    }
+    assert_int_equal(t->order.origin, c->arrival[c->taken++]); /* in order of arrival */
+    assert_int_equal(t->order.number, ++c->ordered[t->order.origin]);
+    if (moe_step_is_exclusive(t->kind))
+        c->exclusive = t->seq;
+    c->training += both;
+    c->since_training = 0;
+    /* The share, but for what the credit lets happen at once. */
+    double most = (double)c->permille / 1000 * (double)(c->forward + c->training);
+    assert_true((double)c->training <= most + 1000.0 / (1000 - c->permille) + 1);
+}
+
+static void contest_run(struct contest *c)
+{
+    for (int i = 0; i < 1500; i++) {
+        contest_feed(c);
+        for (;;) {
+            struct moe_ticket t;
+            bool both = moe_sequencer_pending(c->s) > 0 && moe_sequencer_calls(c->s) > 0;
+            if (!moe_sequencer_next(c->s, &t))
+                break;
+            contest_check(c, &t, both);
+        }
+        uint32_t slot = rng_below(&c->random, c->slots);
+        if (c->done[slot] < c->issued)
+            done(c->s, slot, ++c->done[slot]);
+        if (c->exclusive != 0 && least_done(c) >= c->exclusive)
+            c->exclusive = 0;
+    }
+}
+
+static void training_keeps_to_its_share_and_its_order_and_nobody_starves(void **state)
+{
+    (void)state;
+    static const uint32_t shares[] = {10, 100, 333, 500, 900, 990};
+    uint64_t seed = choose_seed();
+    for (size_t i = 0; i < sizeof shares / sizeof *shares; i++) {
+        uint64_t forward = 0, training = 0;
+        for (uint64_t run = 0; run < 10; run++) {
+            struct contest *c = calloc(1, sizeof *c);
+            assert_non_null(c);
+            c->random.state = seed + run;
+            c->slots = 1 + rng_below(&c->random, 4);
+            c->permille = shares[i];
+            c->s = begin((UINT64_C(1) << c->slots) - 1, 16);
+            moe_sequencer_set_share(c->s, shares[i]);
+            contest_run(c);
+            forward += c->forward;
+            training += c->training;
+            moe_sequencer_destroy(c->s);
+            free(c);
+        }
+        print_message("share %.2f: %llu of %llu tickets are training's\n", shares[i] / 1000.0,
+                      (unsigned long long)training, (unsigned long long)(forward + training));
+        assert_true(training > 0 && forward > 0);
+    }
+}
+
+static void an_exclusive_ticket_waits_for_those_who_waited_at_the_last(void **state)
+{
+    (void)state;
+    struct moe_sequencer *s = begin(0x3, 16);
+    struct moe_ticket t;
+    moe_sequencer_set_share(s, 990);
+    call(s, 0, MOE_STEP_OPTIMIZER, 1, 0);
+    assert_true(moe_sequencer_next(s, &t));
+    assert_int_equal(t.kind, MOE_STEP_OPTIMIZER);
+    work(s, 1, &key_a, 40); /* three steps */
+    call(s, 0, MOE_STEP_OPTIMIZER, 2, 0);
+    assert_false(moe_sequencer_next(s, &t));
+    done(s, 0, 1);
+    assert_false(moe_sequencer_next(s, &t)); /* slot 1 still runs it */
+    done(s, 1, 1);
+    for (uint64_t seq = 2; seq <= 4; seq++) {
+        assert_true(moe_sequencer_next(s, &t));
+        assert_int_equal(t.kind, MOE_STEP_FORWARD);
+        work(s, 1, &key_a, 1); /* what comes later does not count */
+        done(s, 0, seq);
+        done(s, 1, seq);
+    }
+    assert_true(moe_sequencer_next(s, &t));
+    assert_int_equal(t.kind, MOE_STEP_OPTIMIZER);
+    assert_int_equal(t.order.number, 2);
+    moe_sequencer_destroy(s);
+}
+
+static void beside_forward_work_one_training_ticket_is_in_flight_at_most(void **state)
+{
+    (void)state;
+    struct moe_sequencer *s = begin(0x1, 16);
+    struct moe_ticket t;
+    work(s, 0, &key_a, 1);
+    assert_true(moe_sequencer_next(s, &t));
+    done(s, 0, 1);
+    for (uint64_t n = 1; n <= 20; n++)
+        call(s, 0, MOE_STEP_BACKWARD, n, 1);
+    uint64_t seq = 1;
+    for (; seq < MOE_SEQUENCER_LATELY; seq++) {
+        assert_true(moe_sequencer_next(s, &t));
+        assert_false(moe_sequencer_next(s, &t));
+        done(s, 0, seq + 1);
+    }
+    assert_true(moe_sequencer_next(s, &t)); /* no forward work for a while */
+    assert_true(moe_sequencer_next(s, &t));
+    moe_sequencer_destroy(s);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -300,6 +522,11 @@ int main(void)
         cmocka_unit_test(a_failed_step_stops_everything_until_the_next_view),
         cmocka_unit_test(what_makes_no_sense_is_refused),
         cmocka_unit_test(every_announced_token_is_covered_in_turn_by_two_steps_at_most),
+        cmocka_unit_test(a_training_call_gets_a_ticket_of_its_own_with_its_body),
+        cmocka_unit_test(impossible_training_calls_are_refused),
+        cmocka_unit_test(training_keeps_to_its_share_and_its_order_and_nobody_starves),
+        cmocka_unit_test(an_exclusive_ticket_waits_for_those_who_waited_at_the_last),
+        cmocka_unit_test(beside_forward_work_one_training_ticket_is_in_flight_at_most),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,834 @@
+/* Training tickets in the engine, with everything of the training room real and the backend a
+ * script: calls in flight when a view ends, repeats in the next ticket, versions, exclusive
+ * tickets, and what members of a group decide about where they stand. */
+#include "base/clock.h"
+#include "base/wait.h"
+#include "support/check.h"
+#include "worker/engine.h"
+#include "worker/training.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { HIDDEN = 4, BUCKET = 8, CALLS_MAX = 16, TICKETS = 64 };
+
+struct moe_step {
+    bool backward;
+    struct moe_step_args forward_args;
+    struct moe_backward_args backward_args;
+};
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    bool hold; /* steps do not end, until aborted */
+    bool aborted;
+    int forwards, backwards, unfinished, optimizer_steps, zero_grads, trainers;
+    bool step_beside_optimizer, nonfinite, bad_token;
+} backend;
+
+static char device_memory, session_memory[8], layer_memory;
+
+static struct moe_status script_alloc(struct moe_device *d, enum moe_mem kind, size_t bytes,
+                                      void **out)
+{
+    (void)d;
+    (void)kind;
+    *out = calloc(1, bytes);
+    return moe_ok();
+}
+
+static void script_free(struct moe_device *d, enum moe_mem kind, void *p, size_t bytes)
+{
+    (void)d;
+    (void)kind;
+    (void)bytes;
+    free(p);
+}
+
+static struct moe_status start_step(struct moe_step step, struct moe_step **out)
+{
+    pthread_mutex_lock(&backend.lock);
+    MOE_INVARIANT(backend.unfinished < 2);
+    backend.unfinished++;
+    backend.forwards += !step.backward;
+    backend.backwards += step.backward;
+    pthread_cond_broadcast(&backend.changed);
+    pthread_mutex_unlock(&backend.lock);
+    *out = malloc(sizeof **out);
+    MOE_INVARIANT(*out != NULL);
+    **out = step;
+    return moe_ok();
+}
+
+static struct moe_status script_enqueue(struct moe_session *s, const struct moe_step_args *args,
+                                        struct moe_step **out)
+{
+    (void)s;
+    return start_step((struct moe_step){.forward_args = *args}, out);
+}
+
+static struct moe_status
+script_backward(struct moe_session *s, const struct moe_backward_args *args, struct moe_step **out)
+{
+    (void)s;
+    return start_step((struct moe_step){.backward = true, .backward_args = *args}, out);
+}
+
+static void compute(const struct moe_step *step)
+{
+    if (!step->backward) {
+        memset(step->forward_args.token_state, MOE_TOKEN_OK, step->forward_args.tokens);
+        for (uint32_t i = 0; i < step->forward_args.tokens * HIDDEN; i++)
+            ((float *)step->forward_args.y)[i] = 1;
+        return;
+    }
+    const struct moe_backward_args *a = &step->backward_args;
+    *a->aux_loss = 0.25;
+    for (uint32_t i = 0; i < a->tokens * HIDDEN; i++)
+        ((float *)a->dx)[i] = 2 * ((const float *)a->dy)[i];
+    if (a->tokens > 0)
+        memset(a->token_state, backend.bad_token ? MOE_TOKEN_NONFINITE_LOGITS : MOE_TOKEN_OK,
+               a->tokens);
+}
+
+static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns,
+                                     struct moe_step_result *result)
+{
+    pthread_mutex_lock(&backend.lock);
+    while (backend.hold && !backend.aborted) {
+        if (!moe_wait_until(&backend.changed, &backend.lock, deadline_ns)) {
+            pthread_mutex_unlock(&backend.lock);
+            return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still running");
+        }
+    }
+    bool aborted = backend.aborted;
+    backend.unfinished--;
+    pthread_mutex_unlock(&backend.lock);
+    *result = (struct moe_step_result){.missing_slot = -1, .total_ns = 1};
+    if (!aborted)
+        compute(step);
+    free(step);
+    return aborted ? moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "called off") : moe_ok();
+}
+
+static void script_abort(struct moe_session *s)
+{
+    (void)s;
+    pthread_mutex_lock(&backend.lock);
+    backend.aborted = true;
+    pthread_cond_broadcast(&backend.changed);
+    pthread_mutex_unlock(&backend.lock);
+}
+
+static uint64_t script_lost(struct moe_session *s)
+{
+    (void)s;
+    return 0;
+}
+
+static struct moe_status script_trainer(struct moe_layer *l, const struct moe_trainer_config *c,
+                                        struct moe_trainer **out)
+{
+    (void)l;
+    (void)c;
+    backend.trainers++;
+    *out = malloc(1);
+    return moe_ok();
+}
+
+static void script_trainer_destroy(struct moe_trainer *t)
+{
+    backend.trainers -= t != NULL;
+    free(t);
+}
+
+static struct moe_status script_bytes(struct moe_layer *l, const struct moe_trainer_config *c,
+                                      uint64_t *bytes)
+{
+    (void)l;
+    (void)c;
+    *bytes = 100;
+    return moe_ok();
+}
+
+static struct moe_status script_zero(struct moe_trainer *t)
+{
+    (void)t;
+    backend.zero_grads++;
+    return moe_ok();
+}
+
+static struct moe_status script_optimizer(struct moe_session *s, struct moe_trainer *const *t,
+                                          size_t count, const struct moe_optimizer_args *args,
+                                          struct moe_optimizer_result *result)
+{
+    (void)s;
+    (void)t;
+    (void)count;
+    pthread_mutex_lock(&backend.lock);
+    backend.step_beside_optimizer |= backend.unfinished > 0;
+    backend.optimizer_steps++;
+    *result = (struct moe_optimizer_result){.grad_norm = (double)args->number,
+                                            .nonfinite = backend.nonfinite};
+    pthread_mutex_unlock(&backend.lock);
+    return moe_ok();
+}
+
+static const struct moe_training script_training = {
+    .trainer_create = script_trainer,
+    .trainer_destroy = script_trainer_destroy,
+    .trainer_bytes = script_bytes,
+    .zero_grad = script_zero,
+    .backward_enqueue = script_backward,
+    .optimizer_step = script_optimizer,
+};
+
+static const struct moe_backend script = {
+    .name = "script",
+    .training = &script_training,
+    .mem_alloc = script_alloc,
+    .mem_free = script_free,
+    .session_abort = script_abort,
+    .session_lost = script_lost,
+    .step_enqueue = script_enqueue,
+    .step_wait = script_wait,
+};
+
+/* ------------------------------------------------------------------------ the fixture */
+
+struct client {
+    struct moe_train_work work;
+    struct moe_train_call call;
+    struct moe_train_answer answer;
+    struct moe_status status;
+    int done;
+    float x[BUCKET * HIDDEN], dy[BUCKET * HIDDEN], dx[BUCKET * HIDDEN];
+    int32_t ids[BUCKET];
+};
+
+static struct {
+    struct moe_engine *engine;
+    struct moe_train *train;
+    pthread_mutex_t lock;
+    struct moe_ticket announced[TICKETS]; /* training calls, as told */
+    int announced_count, finished_count;
+    uint64_t tokens_announced;
+    struct moe_status last;
+    struct client clients[CALLS_MAX];
+    struct moe_work forward;
+    float x[64 * HIDDEN], y[64 * HIDDEN];
+    struct moe_status forward_status;
+    int forward_done;
+    uint64_t epoch, seq;
+} test;
+
+static void on_announce(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
+                        uint32_t tokens)
+{
+    (void)ctx;
+    MOE_INVARIANT(layer == 7 && kind == MOE_STEP_FORWARD && dtype == MOE_DTYPE_F32);
+    pthread_mutex_lock(&test.lock);
+    test.tokens_announced += tokens;
+    pthread_mutex_unlock(&test.lock);
+}
+
+static void on_announce_training(void *ctx, const struct moe_ticket *call, uint32_t tokens)
+{
+    (void)ctx;
+    (void)tokens;
+    pthread_mutex_lock(&test.lock);
+    test.announced[test.announced_count++] = *call;
+    pthread_mutex_unlock(&test.lock);
+}
+
+static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
+                        uint64_t lost)
+{
+    (void)ctx;
+    (void)ticket;
+    (void)lost;
+    pthread_mutex_lock(&test.lock);
+    test.last = status;
+    test.finished_count++;
+    pthread_mutex_unlock(&test.lock);
+}
+
+static void on_done(struct moe_train_work *w, struct moe_status status)
+{
+    struct client *c = w->user;
+    pthread_mutex_lock(&test.lock);
+    c->status = status;
+    c->done++;
+    pthread_mutex_unlock(&test.lock);
+}
+
+static void on_forward_done(struct moe_work *w, struct moe_status status)
+{
+    (void)w;
+    pthread_mutex_lock(&test.lock);
+    test.forward_status = status;
+    test.forward_done++;
+    pthread_mutex_unlock(&test.lock);
+}
+
+static const struct moe_layer_spec spec = {
+    .layer = 7, .hidden = HIDDEN, .experts = 2, .intermediate = 4, .router = {.top_k = 1}};
+static const struct moe_layer_spec *const specs[] = {&spec};
+
+static void agree(uint32_t slot, uint64_t live)
+{
+    struct moe_train_stand stands[MOE_MAX_SLOTS] = {0};
+    struct moe_train_decision decision;
+    moe_train_stand(test.train, &stands[slot]);
+    assert_ok(moe_train_decide(stands, UINT64_C(1) << slot, test.epoch + 1, &decision));
+    assert_ok(moe_train_adopt(test.train, &decision, slot, 2, live));
+}
+
+static void begin_view(void)
+{
+    agree(0, 3);
+    pthread_mutex_lock(&backend.lock);
+    backend.aborted = backend.hold = false;
+    pthread_mutex_unlock(&backend.lock);
+    test.epoch++;
+    test.seq = 0;
+    moe_engine_start_view(test.engine,
+                          (struct moe_session *)(void *)&session_memory[test.epoch % 8], test.epoch,
+                          BUCKET);
+}
+
+static int open_engine(void **state)
+{
+    static struct moe_layer *layers[1];
+    static const uint32_t offset[] = {0, 1, 2};
+    static const uint16_t slot[] = {0, 1};
+    static const struct moe_placement placement = {1, 2, 2, offset, slot};
+    (void)state;
+    memset(&backend, 0, sizeof backend);
+    memset(&test, 0, sizeof test);
+    moe_wait_init(&backend.changed);
+    pthread_mutex_init(&backend.lock, NULL);
+    pthread_mutex_init(&test.lock, NULL);
+    layers[0] = (struct moe_layer *)(void *)&layer_memory;
+    const struct moe_train_config train = {
+        .backend = &script,
+        .device = (struct moe_device *)(void *)&device_memory,
+        .specs = specs,
+        .layer_count = 1,
+        .trainer = {.optimizer = MOE_OPTIMIZER_ADAMW},
+        .saved_bytes = 1 << 20,
+        .saved_ns = MOE_NS_PER_S,
+    };
+    assert_ok(moe_train_create(&train, &test.train));
+    assert_ok(moe_train_attach(test.train, layers, &placement));
+    const struct moe_engine_config config = {
+        .backend = &script,
+        .device = (struct moe_device *)(void *)&device_memory,
+        .layers = layers,
+        .specs = specs,
+        .layer_count = 1,
+        .max_tokens_per_step = BUCKET,
+        .max_queued_tokens = 1000,
+        .training = test.train,
+        .announce = on_announce,
+        .announce_training = on_announce_training,
+        .finished = on_finished,
+    };
+    assert_ok(moe_engine_create(&config, &test.engine));
+    begin_view();
+    return 0;
+}
+
+static int close_engine(void **state)
+{
+    (void)state;
+    moe_engine_destroy(test.engine);
+    moe_train_destroy(test.train);
+    assert_int_equal(backend.unfinished, 0);
+    assert_int_equal(backend.trainers, 0);
+    assert_false(backend.step_beside_optimizer);
+    pthread_cond_destroy(&backend.changed);
+    pthread_mutex_destroy(&backend.lock);
+    pthread_mutex_destroy(&test.lock);
+    return 0;
+}
+
+/* Client i asks; `value` makes the content. */
+static void ask(int i, enum moe_step_kind kind, uint64_t id, float value)
+{
+    struct client *c = &test.clients[i];
+    *c = (struct client){.call = {.kind = kind, .id = id, .content = {{(uint64_t)value, 1}}}};
+    if (kind == MOE_STEP_BACKWARD)
+        strcpy(c->call.session, "s");
+    c->call.optimizer = (struct moe_optimizer_args){.learning_rate = 1, .grad_scale = 1};
+    for (int e = 0; e < BUCKET * HIDDEN; e++)
+        c->dy[e] = value;
+    c->work = (struct moe_train_work){
+        .kind = kind,
+        .layer = 7,
+        .dtype = MOE_DTYPE_F32,
+        .tokens = kind == MOE_STEP_BACKWARD ? 3 : 0,
+        .mode = MOE_ROUTE_IDS,
+        .x = c->x,
+        .dy = c->dy,
+        .ids = c->ids,
+        .dx = c->dx,
+        .deadline_ns = MOE_NEVER,
+        .answer = &c->answer,
+        .done = on_done,
+        .user = c,
+    };
+    moe_train_call_pack(&c->call, c->work.body, &c->work.body_length);
+    assert_ok(moe_engine_submit_training(test.engine, &c->work));
+}
+
+/* The `n`-th announced call gets the next ticket; `origin` is the slot that it is said to be of. */
+static void order(int n, uint32_t origin)
+{
+    struct moe_ticket t = test.announced[n];
+    t.epoch = test.epoch;
+    t.seq = ++test.seq;
+    t.order.origin = origin;
+    t.bucket = t.kind == MOE_STEP_BACKWARD ? 4 : 0;
+    moe_engine_run(test.engine, &t);
+}
+
+static void order_forward(uint32_t bucket)
+{
+    const struct moe_ticket t = {.epoch = test.epoch,
+                                 .seq = ++test.seq,
+                                 .layer = 7,
+                                 .kind = MOE_STEP_FORWARD,
+                                 .dtype = MOE_DTYPE_F32,
+                                 .bucket = bucket};
+    moe_engine_run(test.engine, &t);
+}
+
+static void forward(uint32_t tokens, uint64_t version)
+{
+    test.forward = (struct moe_work){
+        .layer = 7,
+        .dtype = MOE_DTYPE_F32,
+        .tokens = tokens,
+        .x = test.x,
+        .y = test.y,
+        .weights_version = version,
+        .deadline_ns = MOE_NEVER,
+        .done = on_forward_done,
+    };
+    assert_ok(moe_engine_submit(test.engine, &test.forward));
+}
+
+static void wait_until(const int *value, int wanted, pthread_mutex_t *lock)
+{
+    uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
+    for (;;) {
+        pthread_mutex_lock(lock);
+        int now = *value;
+        pthread_mutex_unlock(lock);
+        if (now >= wanted)
+            return;
+        if (moe_clock_ns() > limit)
+            fail_msg("%d of %d after half a minute", now, wanted);
+        nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
+    }
+}
+
+static void wait_done(int i)
+{
+    wait_until(&test.clients[i].done, 1, &test.lock);
+    assert_int_equal(test.clients[i].done, 1);
+}
+
+static void hold_steps(bool hold)
+{
+    pthread_mutex_lock(&backend.lock);
+    backend.hold = hold;
+    pthread_cond_broadcast(&backend.changed);
+    pthread_mutex_unlock(&backend.lock);
+}
+
+/* As the service does with a pass that was run. */
+static void keep_answer(int i)
+{
+    struct moe_saved_record *r;
+    assert_ok(moe_saved_reserve(moe_train_answers(test.train), 16, moe_clock_ns(), &r));
+    moe_saved_put(moe_train_answers(test.train), r, "s", test.clients[i].call.id, moe_clock_ns());
+}
+
+static struct moe_train_state state_now(void)
+{
+    struct moe_train_state s;
+    moe_train_read_state(test.train, &s);
+    return s;
+}
+
+/* --------------------------------------------------------------------------- promises */
+
+static void a_backward_brings_its_tensors_where_it_was_asked_and_none_elsewhere(void **state)
+{
+    (void)state;
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    order(0, 0);
+    wait_done(0);
+    assert_ok(test.clients[0].status);
+    assert_true(test.clients[0].dx[0] == 10);
+    assert_true(test.clients[0].answer.outcome.number == 0.25);
+    assert_int_equal(test.clients[0].answer.outcome.weights_version, 1);
+    /* The same call of another slot: a repeat, which nothing is run for. */
+    order(0, 1);
+    wait_until(&test.finished_count, 2, &test.lock);
+    assert_int_equal(backend.backwards, 1);
+    /* Another call of another slot runs without tokens of ours. */
+    struct moe_train_call other = test.clients[0].call;
+    other.id = 2;
+    moe_train_call_pack(&other, test.announced[0].order.body, &test.announced[0].order.length);
+    order(0, 1);
+    wait_until(&test.finished_count, 3, &test.lock);
+    assert_int_equal(backend.backwards, 2);
+    assert_int_equal(state_now().backwards, 2);
+}
+
+static void a_repeat_in_the_next_ticket_is_one_though_the_first_still_runs(void **state)
+{
+    (void)state;
+    hold_steps(true);
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    ask(1, MOE_STEP_BACKWARD, 1, 5);
+    ask(2, MOE_STEP_BACKWARD, 1, 6);
+    for (int i = 0; i < 3; i++)
+        order(i, 0);
+    wait_until(&backend.backwards, 1, &backend.lock);
+    keep_answer(0);
+    hold_steps(false);
+    for (int i = 0; i < 3; i++)
+        wait_done(i);
+    assert_ok(test.clients[0].status);
+    assert_ok(test.clients[1].status);
+    assert_true(test.clients[1].answer.repeated && test.clients[1].answer.record != NULL);
+    moe_saved_release(test.clients[1].answer.record);
+    assert_refused(test.clients[2].status, MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED);
+    assert_int_equal(backend.backwards, 1);
+    assert_int_equal(state_now().backwards, 1);
+}
+
+static void a_call_in_flight_when_the_view_ends_fails_and_leaves_the_state_torn(void **state)
+{
+    (void)state;
+    struct moe_train_stand stand;
+    hold_steps(true);
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    ask(1, MOE_STEP_BACKWARD, 2, 5); /* its ticket never comes */
+    order(0, 0);
+    wait_until(&backend.backwards, 1, &backend.lock);
+    moe_engine_stop_view(test.engine);
+    wait_done(0);
+    assert_refused(test.clients[0].status, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
+    assert_true(test.clients[0].status.retry_after_ms > 0);
+    assert_int_equal(test.clients[1].done, 0);
+    moe_train_stand(test.train, &stand);
+    assert_int_equal(stand.torn, 1);
+    uint64_t lineage = stand.lineage, version = stand.weights_version;
+    begin_view();
+    assert_true(state_now().lineage > lineage && state_now().weights_version > version);
+    assert_int_equal(state_now().backwards, 0);
+    /* The one that waited was told again, once; it is run now, and so is the first one's repeat. */
+    assert_int_equal(test.announced_count, 3);
+    ask(2, MOE_STEP_BACKWARD, 1, 5);
+    order(2, 0);
+    order(3, 0);
+    wait_done(1);
+    wait_done(2);
+    assert_ok(test.clients[1].status);
+    assert_ok(test.clients[2].status);
+    assert_false(test.clients[2].answer.repeated);
+    assert_int_equal(state_now().backwards, 2);
+}
+
+static void a_view_that_ends_between_calls_costs_nothing(void **state)
+{
+    (void)state;
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    order(0, 0);
+    wait_done(0);
+    uint64_t lineage = state_now().lineage;
+    moe_engine_stop_view(test.engine);
+    ask(1, MOE_STEP_OPTIMIZER, 1, 0); /* while there is no view */
+    assert_int_equal(test.announced_count, 1);
+    begin_view();
+    assert_int_equal(state_now().lineage, lineage);
+    assert_int_equal(state_now().backwards, 1);
+    assert_int_equal(test.announced_count, 2);
+    order(1, 0);
+    wait_done(1);
+    assert_ok(test.clients[1].status);
+    assert_int_equal(test.clients[1].answer.outcome.backwards, 1);
+    assert_int_equal(test.clients[1].answer.outcome.weights_version, 2);
+}
+
+static void a_step_changes_the_version_for_all_that_begins_later(void **state)
+{
+    (void)state;
+    /* 20 tokens: one step before the change, which then has to be done again. */
+    forward(20, 0);
+    order_forward(8);
+    wait_until(&test.finished_count, 1, &test.lock);
+    assert_int_equal(test.tokens_announced, 20);
+    ask(0, MOE_STEP_OPTIMIZER, 1, 0);
+    order(0, 0);
+    wait_until(&test.finished_count, 2, &test.lock);
+    assert_int_equal(test.tokens_announced, 28);
+    for (int i = 0; i < 3; i++)
+        order_forward(8);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+    assert_int_equal(test.forward.answered_version, 2);
+    assert_int_equal(test.forward.steps, 3);
+    assert_int_equal(moe_engine_weights_version(test.engine), 2);
+    /* One that is pinned to the version that ends. */
+    forward(4, 2);
+    ask(1, MOE_STEP_OPTIMIZER, 2, 0);
+    order(1, 0);
+    wait_until(&test.forward_done, 2, &test.lock);
+    assert_refused(test.forward_status, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH);
+    test.forward.weights_version = 2;
+    assert_refused(moe_engine_submit(test.engine, &test.forward), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_VERSION_MISMATCH);
+}
+
+static void an_exclusive_ticket_runs_alone(void **state)
+{
+    (void)state;
+    hold_steps(true);
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    ask(1, MOE_STEP_OPTIMIZER, 1, 0);
+    ask(2, MOE_STEP_BACKWARD, 2, 5);
+    for (int i = 0; i < 3; i++)
+        order(i, 0);
+    wait_until(&backend.backwards, 1, &backend.lock);
+    nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    assert_int_equal(backend.optimizer_steps, 0);
+    assert_int_equal(backend.backwards, 1);
+    hold_steps(false);
+    for (int i = 0; i < 3; i++)
+        wait_done(i);
+    assert_int_equal(test.clients[0].answer.outcome.weights_version, 1);
+    assert_int_equal(test.clients[1].answer.outcome.weights_version, 2);
+    assert_int_equal(test.clients[2].answer.outcome.weights_version, 2);
+}
+
+static void a_step_that_is_not_finite_changes_no_version(void **state)
+{
+    (void)state;
+    backend.nonfinite = true;
+    ask(0, MOE_STEP_OPTIMIZER, 4, 0);
+    order(0, 0);
+    wait_done(0);
+    assert_ok(test.clients[0].status);
+    assert_true(test.clients[0].answer.outcome.nonfinite);
+    assert_int_equal(test.clients[0].answer.outcome.weights_version, 1);
+    assert_int_equal(test.clients[0].answer.outcome.steps, 0);
+    ask(1, MOE_STEP_OPTIMIZER, 4, 0);
+    order(1, 0);
+    wait_done(1);
+    assert_true(test.clients[1].answer.repeated && test.clients[1].answer.outcome.nonfinite);
+    assert_int_equal(backend.optimizer_steps, 1);
+    assert_int_equal(state_now().last_step_id, 4);
+}
+
+static void a_bad_token_fails_its_call_which_has_been_run(void **state)
+{
+    (void)state;
+    backend.bad_token = true;
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    order(0, 0);
+    wait_done(0);
+    assert_refused(test.clients[0].status, MOE_INVALID_ARGUMENT, MOE_REASON_NONFINITE_LOGITS);
+    assert_true(test.clients[0].answer.outcome.epoch != 0);
+    ask(1, MOE_STEP_BACKWARD, 1, 5);
+    order(1, 0);
+    wait_done(1); /* nobody kept the answer */
+    assert_refused(test.clients[1].status, MOE_ALREADY_EXISTS, MOE_REASON_ANSWER_GONE);
+    assert_int_equal(backend.backwards, 1);
+}
+
+static void a_call_that_nobody_waits_for_is_run_once_it_was_announced(void **state)
+{
+    (void)state;
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    moe_engine_cancel_training(test.engine, &test.clients[0].work);
+    order(0, 0);
+    wait_done(0);
+    assert_ok(test.clients[0].status);
+    moe_engine_stop_view(test.engine);
+    ask(1, MOE_STEP_BACKWARD, 2, 5);
+    moe_engine_cancel_training(test.engine, &test.clients[1].work);
+    wait_done(1);
+    assert_refused(test.clients[1].status, MOE_CANCELLED, MOE_REASON_NONE);
+    assert_int_equal(backend.backwards, 1);
+}
+
+static void a_ticket_for_a_call_of_ours_that_we_never_made_ends_the_view(void **state)
+{
+    (void)state;
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    test.announced[0].order.number += 7;
+    order(0, 0);
+    wait_until(&test.finished_count, 1, &test.lock);
+    assert_refused(test.last, MOE_INTERNAL, MOE_REASON_NONE);
+    assert_int_equal(backend.backwards, 0);
+    begin_view();
+    test.announced[1].order.length = 3;
+    order(1, 1);
+    wait_until(&test.finished_count, 2, &test.lock);
+    assert_refused(test.last, MOE_INTERNAL, MOE_REASON_MALFORMED);
+    struct moe_train_stand stand;
+    moe_train_stand(test.train, &stand);
+    assert_int_equal(stand.torn, 0); /* neither had begun to change anything */
+}
+
+static void more_calls_than_may_wait_are_refused(void **state)
+{
+    (void)state;
+    static struct moe_train_work extra[70];
+    struct moe_status st = moe_ok();
+    int accepted = 0;
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    moe_engine_stop_view(test.engine);
+    for (int i = 0; i < 70 && !moe_failed(&st); i++) {
+        extra[i] = test.clients[0].work;
+        extra[i].user = &test.clients[1];
+        st = moe_engine_submit_training(test.engine, &extra[i]);
+        accepted += !moe_failed(&st);
+    }
+    assert_refused(st, MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL);
+    assert_int_equal(accepted, 63);
+    moe_engine_fail_queued(test.engine, moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING, "gone"));
+    wait_until(&test.clients[1].done, 63, &test.lock);
+    wait_done(0);
+    assert_refused(test.clients[0].status, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
+}
+
+/* ------------------------------------------------------------- where a group stands */
+
+static struct moe_train_stand stand_at(uint64_t lineage, uint64_t version, uint64_t calls,
+                                       uint64_t record, const char *checkpoint)
+{
+    struct moe_train_stand s = {.config = 1,
+                                .lineage = lineage,
+                                .weights_version = version,
+                                .calls = calls,
+                                .record = record};
+    strcpy(s.checkpoint, checkpoint);
+    return s;
+}
+
+static void a_group_decides_together_where_to_go_on(void **state)
+{
+    (void)state;
+    struct moe_train_stand s[MOE_MAX_SLOTS] = {0};
+    struct moe_train_decision d;
+    const struct moe_train_stand fresh = stand_at(0, 1, 0, 0, ""),
+                                 far = stand_at(4, 9, 20, 77, "b"),
+                                 behind = stand_at(4, 8, 19, 70, "a");
+    s[0] = s[2] = fresh; /* all new: no reload, version 1 */
+    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_false(d.restart);
+    assert_int_equal(d.lineage, 6);
+    assert_int_equal(d.weights_version, 1);
+    s[0] = s[2] = far; /* all the same: nothing changes */
+    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_false(d.restart);
+    assert_int_equal(d.lineage, 4);
+    assert_int_equal(d.weights_version, 9);
+    s[2] = fresh; /* one is new: back to what the other knows */
+    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_true(d.restart);
+    assert_int_equal(d.lineage, 6);
+    assert_int_equal(d.weights_version, 10);
+    assert_string_equal(d.checkpoint, "b");
+    s[2] = behind; /* one missed the last call */
+    assert_ok(moe_train_decide(s, 5, 3, &d));
+    assert_true(d.restart);
+    assert_int_equal(d.lineage, 5); /* above all, whatever the epoch */
+    assert_string_equal(d.checkpoint, "b");
+    s[2] = far;
+    s[2].record++; /* as many calls, but others */
+    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_true(d.restart);
+    s[2] = far;
+    s[0].torn = 1;
+    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_true(d.restart);
+    s[0] = fresh;
+    s[0].config = 2;
+    assert_refused(moe_train_decide(s, 5, 6, &d), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_CONFIG_INVALID);
+}
+
+static void what_is_saved_stays_within_bytes_and_time(void **state)
+{
+    (void)state;
+    struct moe_saved *s;
+    struct moe_saved_record *r, *held;
+    assert_ok(moe_saved_create(&script, NULL, 64 << 10, 100, &s));
+    assert_refused(moe_saved_reserve(s, 65 << 10, 0, &r), MOE_RESOURCE_EXHAUSTED,
+                   MOE_REASON_QUEUE_FULL);
+    assert_refused(moe_saved_reserve(s, 0, 0, &r), MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL);
+    for (uint64_t id = 1; id <= 100; id++) {
+        assert_ok(moe_saved_reserve(s, 10000, id, &r));
+        ((uint8_t *)r->data)[9999] = (uint8_t)id;
+        moe_saved_put(s, r, "a", id, id);
+        assert_true(moe_saved_bytes(s) <= 64 << 10);
+    }
+    assert_null(moe_saved_get(s, "a", 1, 100)); /* pushed out */
+    assert_null(moe_saved_get(s, "b", 100, 100));
+    held = moe_saved_get(s, "a", 100, 100);
+    assert_non_null(held);
+    assert_int_equal(((uint8_t *)held->data)[9999], 100);
+    assert_null(moe_saved_get(s, "a", 100, 200)); /* too old */
+    assert_true(moe_saved_bytes(s) >= 10000);     /* but still ours */
+    assert_refused(moe_saved_reserve(s, 60000, 200, &r), MOE_RESOURCE_EXHAUSTED,
+                   MOE_REASON_QUEUE_FULL);
+    moe_saved_release(held);
+    assert_int_equal(moe_saved_bytes(s), 0);
+    assert_ok(moe_saved_reserve(s, 60000, 200, &r));
+    moe_saved_put(s, r, "a", 1, 200);
+    moe_saved_drop(s, "a", 1);
+    assert_int_equal(moe_saved_bytes(s), 0);
+    for (uint64_t id = 1; id <= 3; id++) { /* the same name again takes the place of the first */
+        assert_ok(moe_saved_reserve(s, 10, 200, &r));
+        moe_saved_put(s, r, "a", 7, 200);
+    }
+    r = moe_saved_get(s, "a", 7, 200);
+    assert_non_null(r);
+    moe_saved_release(r);
+    moe_saved_drop(s, "a", 7);
+    assert_null(moe_saved_get(s, "a", 7, 200));
+    moe_saved_destroy(s);
+}
+
+#define with_engine(name) cmocka_unit_test_setup_teardown(name, open_engine, close_engine)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        with_engine(a_backward_brings_its_tensors_where_it_was_asked_and_none_elsewhere),
+        with_engine(a_repeat_in_the_next_ticket_is_one_though_the_first_still_runs),
+        with_engine(a_call_in_flight_when_the_view_ends_fails_and_leaves_the_state_torn),
+        with_engine(a_view_that_ends_between_calls_costs_nothing),
+        with_engine(a_step_changes_the_version_for_all_that_begins_later),
+        with_engine(an_exclusive_ticket_runs_alone),
+        with_engine(a_step_that_is_not_finite_changes_no_version),
+        with_engine(a_bad_token_fails_its_call_which_has_been_run),
+        with_engine(a_call_that_nobody_waits_for_is_run_once_it_was_announced),
+        with_engine(a_ticket_for_a_call_of_ours_that_we_never_made_ends_the_view),
+        with_engine(more_calls_than_may_wait_are_refused),
+        cmocka_unit_test(a_group_decides_together_where_to_go_on),
+        cmocka_unit_test(what_is_saved_stays_within_bytes_and_time),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
