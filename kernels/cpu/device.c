@@ -200,18 +200,21 @@ struct moe_status moe_cpu_mem_copy(struct moe_device *device, void *dst, const v
 
 /* -------------------------------------------------------------------- scratch */
 
-/* Takes an idle buffer out of the list: the first that is large enough, else any, else NULL. */
+/* Takes an idle buffer out of the list: the smallest that is large enough, so that a small taker
+ * leaves the large ones to those who need them; else the largest, else NULL. */
 static struct scratch *pop_scratch(struct moe_device *device, size_t bytes)
 {
     pthread_mutex_lock(&device->scratch_lock);
-    struct scratch **at = &device->idle_scratch;
-    while (*at != NULL && (*at)->bytes < bytes)
-        at = &(*at)->next;
-    if (*at == NULL)
-        at = &device->idle_scratch;
-    struct scratch *s = *at;
+    struct scratch **best = &device->idle_scratch;
+    for (struct scratch **at = best; *at != NULL; at = &(*at)->next) {
+        bool fits = (*at)->bytes >= bytes, best_fits = (*best)->bytes >= bytes;
+        bool better = best_fits ? (*at)->bytes < (*best)->bytes : (*at)->bytes > (*best)->bytes;
+        if (fits == best_fits ? better : fits)
+            best = at;
+    }
+    struct scratch *s = *best;
     if (s != NULL)
-        *at = s->next;
+        *best = s->next;
     pthread_mutex_unlock(&device->scratch_lock);
     return s;
 }

@@ -7,7 +7,7 @@
 #ifndef MOE_CPU_ISA_H
 #define MOE_CPU_ISA_H
 
-#include "moe/layer_spec.h"
+#include "training_rules.h"
 
 enum { MOE_CPU_MAX_PANEL = 32 };
 
@@ -35,6 +35,11 @@ struct moe_cpu_isa {
      * alone. */
     float (*activate_backward)(enum moe_activation activation, float limit, float alpha, size_t n,
                                float weight, float *gate, float *up, float *hidden);
+
+    /* One optimizer step of n elements (moe_train_adamw, moe_train_sgd); gradients become 0. m2 is
+     * read for AdamW only. */
+    void (*move)(const struct moe_train_update *update, size_t n, float *value, float *grad,
+                 float *m1, float *m2);
 };
 
 /* Tables this build has and this processor can run, slowest first; `*count` >= 1. */

@@ -286,6 +286,23 @@ static float activate_backward(enum moe_activation activation, float limit, floa
     return sum;
 }
 
+static void move(const struct moe_train_update *update, size_t n, float *restrict value,
+                 float *restrict grad, float *restrict m1, float *restrict m2)
+{
+    const struct moe_train_update u = *update;
+    if (u.optimizer == MOE_OPTIMIZER_ADAMW) {
+        for (size_t i = 0; i < n; i++) {
+            value[i] = moe_train_adamw(&u, value[i], grad[i], &m1[i], &m2[i]);
+            grad[i] = 0;
+        }
+        return;
+    }
+    for (size_t i = 0; i < n; i++) {
+        value[i] = moe_train_sgd(&u, value[i], grad[i], &m1[i]);
+        grad[i] = 0;
+    }
+}
+
 const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA);
 const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA) = {
     .name = ISA_NAME,
@@ -295,4 +312,5 @@ const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA) = {
     .widen = widen,
     .activate = activate,
     .activate_backward = activate_backward,
+    .move = move,
 };

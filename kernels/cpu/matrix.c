@@ -161,6 +161,23 @@ void moe_cpu_matrix_read(struct moe_device *device, const struct moe_cpu_matrix 
     moe_cpu_parallel(device, matrix->panels, read_panel, &job);
 }
 
+/* Columns column .. column + width - 1 (an even number of them) of a bf16 panel's lanes, a pair of
+ * neighbours at a time: to [lanes, width]. */
+static void widen_pairs(const struct moe_cpu_matrix *m, uint32_t p, uint32_t lanes, uint32_t column,
+                        uint32_t width, float *to)
+{
+    const char *panel = (const char *)m->data + (size_t)p * m->panel_bytes;
+    const uint32_t *words = (const uint32_t *)(const void *)panel + (size_t)(column / 2) * width;
+    uint32_t left = m->in - column, pairs = (left < width ? left + 1 : width) / 2;
+    if (left < width)
+        memset(to, 0, (size_t)lanes * width * sizeof *to);
+    for (uint32_t c = 0; c < pairs; c++, words += width)
+        for (uint32_t r = 0; r < lanes; r++) {
+            const uint32_t pair[2] = {words[r] << 16, words[r] & UINT32_C(0xffff0000)};
+            memcpy(to + (size_t)r * width + 2 * c, pair, sizeof pair);
+        }
+}
+
 void moe_cpu_matrix_block(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *m,
                           uint32_t row, uint32_t rows, uint32_t column, float *block)
 {
@@ -169,6 +186,10 @@ void moe_cpu_matrix_block(const struct moe_cpu_isa *isa, const struct moe_cpu_ma
     for (uint32_t first = 0; first < rows; first += width) {
         uint32_t lanes = rows - first < width ? rows - first : width;
         float *to = block + (size_t)first * width;
+        if (m->dtype == MOE_DTYPE_BF16) {
+            widen_pairs(m, (row + first) / width, lanes, column, width, to);
+            continue;
+        }
         for (uint32_t c = 0; c < width; c++) {
             memset(lane, 0, sizeof lane);
             if (column + c < m->in)

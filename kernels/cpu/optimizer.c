@@ -255,6 +255,7 @@ static struct moe_status measure(const struct step *step, double *squares)
 /* ------------------------------------------------------------------------ move */
 
 struct move_job {
+    const struct moe_cpu_isa *isa;
     const struct moe_train_update *update;
     const struct moe_cpu_param *param;
 };
@@ -263,27 +264,15 @@ static void move_item(void *ctx, uint32_t item)
 {
     const struct move_job *job = ctx;
     const struct moe_cpu_param *p = job->param;
-    const struct moe_train_update u = *job->update;
-    size_t n = p->n * p->entries, i = (size_t)item * CHUNK, end = i + CHUNK < n ? i + CHUNK : n;
-    float *restrict value = p->value, *restrict m1 = p->moment1, *restrict m2 = p->moment2;
-    float *restrict grad = p->grad;
-    if (u.optimizer == MOE_OPTIMIZER_ADAMW) {
-        for (; i < end; i++) {
-            value[i] = moe_train_adamw(&u, value[i], grad[i], &m1[i], &m2[i]);
-            grad[i] = 0;
-        }
-        return;
-    }
-    for (; i < end; i++) {
-        value[i] = moe_train_sgd(&u, value[i], grad[i], &m1[i]);
-        grad[i] = 0;
-    }
+    size_t first = (size_t)item * CHUNK, left = p->n * p->entries - first;
+    job->isa->move(job->update, left < CHUNK ? left : CHUNK, p->value + first, p->grad + first,
+                   p->moment1 + first, p->moment2 != NULL ? p->moment2 + first : NULL);
 }
 
 static void move_param(struct moe_trainer *t, const struct moe_cpu_param *p,
                        const struct moe_train_update *update)
 {
-    struct move_job job = {update, p};
+    struct move_job job = {moe_cpu_device_isa(t->layer->device), update, p};
     moe_cpu_parallel(t->layer->device, (uint32_t)((p->n * p->entries + CHUNK - 1) / CHUNK),
                      move_item, &job);
     if (p->what.part == MOE_PART_LORA_A)
