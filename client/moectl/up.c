@@ -25,12 +25,13 @@ enum {
 struct up {
     const struct moectl_command *command;
     struct moectl_common common;
-    const char *model, *backend, *log_level;
+    const char *model, *backend, *log_level, *worker_config;
     uint64_t workers, port, metrics_port, threads, drain_s;
     bool detach;
 
     char coordinator_program[MOECTL_PATH_MAX], worker_program[MOECTL_PATH_MAX];
     char state_path[MOECTL_PATH_MAX];
+    char worker_config_path[MOECTL_PATH_MAX]; /* "" = none */
     int directory, lock;
     struct moectl_daemons daemons;
     struct moectl_group group;
@@ -64,6 +65,17 @@ static void metrics_address(const struct up *u, uint64_t number, char out[ARGUME
     out[0] = '\0';
     if (u->metrics_port != 0)
         snprintf(out, ARGUMENT_MAX, "127.0.0.1:%" PRIu64, u->metrics_port + number);
+}
+
+/* The absolute name of a file, for daemons that run elsewhere. */
+static bool find_file(const char *name, char out[MOECTL_PATH_MAX])
+{
+    char *path = realpath(name, NULL);
+    bool fits = path != NULL && strlen(path) < MOECTL_PATH_MAX;
+    if (fits)
+        strcpy(out, path);
+    free(path);
+    return fits;
 }
 
 static struct moe_status start_coordinator(struct up *u)
@@ -115,13 +127,16 @@ static struct moe_status start_worker(struct up *u, uint64_t number)
         {"--drain-ms", drain},
         {"--log-level", u->log_level},
         {"--ready-fd", MOECTL_READY_FD},
-        {metrics[0] != '\0' ? "--metrics-listen" : NULL, metrics}, /* last: NULL ends the list */
+        {metrics[0] != '\0' ? "--metrics-listen" : NULL, metrics},
+        {u->worker_config_path[0] != '\0' ? "--config" : NULL, u->worker_config_path},
     };
     enum { COUNT = sizeof options / sizeof *options };
     const char *argv[2 * COUNT + 2] = {u->worker_program};
-    for (size_t i = 0; i < COUNT; i++) {
-        argv[2 * i + 1] = options[i][0];
-        argv[2 * i + 2] = options[i][1];
+    for (size_t i = 0, n = 1; i < COUNT; i++) {
+        if (options[i][0] == NULL)
+            continue;
+        argv[n++] = options[i][0];
+        argv[n++] = options[i][1];
     }
     return moectl_daemons_start(&u->daemons, name, u->worker_program, argv);
 }
@@ -372,6 +387,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "time to finish what is in flight when the group is ended"},
         {"log-level", 0, MOE_OPTION_STRING, &u.log_level, 0, 0, "LEVEL",
          "error, warn, info or debug"},
+        {"worker-config", 0, MOE_OPTION_STRING, &u.worker_config, 0, 0, "FILE",
+         "further settings of the workers, one 'name = value' a line; see moe-worker --help"},
     };
     int code;
     if (!moectl_parse(self, options, sizeof options / sizeof *options, &u.common, argc, argv,
@@ -383,6 +400,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     if (strcmp(u.backend, "cpu") != 0 && strcmp(u.backend, "cuda") != 0 &&
         strcmp(u.backend, "auto") != 0)
         return moectl_usage_error("--backend must be cpu, cuda or auto, not '%s'", u.backend);
+    if (u.worker_config != NULL && !find_file(u.worker_config, u.worker_config_path))
+        return moectl_usage_error("--worker-config: there is no file '%s'", u.worker_config);
     code = bring_up(&u);
     moectl_link_close(u.link);
     moectl_daemons_free(&u.daemons);

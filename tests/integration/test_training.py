@@ -1,12 +1,14 @@
 """TrainingService on real daemons: gradients, optimizer steps, repeats of every call, refusals."""
 
+import json
 import random
+import tempfile
 import unittest
 
 import grpc
 import numpy as np
 
-from group import FAMILIES, group, main, relative_error
+from group import FAMILIES, group, main, moectl, relative_error
 import wire
 from training import (Trainer, golden_gradients, golden_parameter_norm, refusal, training_group)
 from wire import expert, training
@@ -347,6 +349,22 @@ class BadInput(unittest.TestCase):
                              ("FAILED_PRECONDITION", "SAVED_STATE_GONE"))
             self.assertTrue(t.backward(layer, dy, batch=39).used_saved)
             t.close()
+
+    def test_moectl_tells_where_training_stands(self):
+        with tempfile.NamedTemporaryFile("w", suffix=".conf") as config:
+            config.write("training = sgd\nlora-rank = 2\nlora-targets = gate,down\n")
+            config.flush()
+            with group(FAMILY, 2, "--worker-config", config.name) as g:
+                said = json.loads(
+                    moectl("training", "--endpoint", g.endpoint, "-o", "json").stdout)
+                self.assertEqual((said["optimizer"], said["weightsVersion"], said["loraTargets"]),
+                                 ("SGD", "1", ["gate", "down"]))
+                self.assertIn("rank 2", moectl("training", "--endpoint", g.endpoint).stdout)
+        with group(FAMILY, 1) as g:
+            self.assertEqual(
+                moectl("training", "--endpoint", g.endpoint, check=False).returncode, 4)
+            self.assertEqual(moectl("up", "--model", "x", "--worker-config", "/nonexistent",
+                                    check=False).returncode, 2)
 
     def test_without_training_there_is_no_service(self):
         layer, x, dy = case()
