@@ -5,9 +5,11 @@
 #include "cuda/ffn.h"
 #include "cuda/router.h"
 #include "cuda/step.h"
+#include "cuda/training.h"
 
 const struct moe_backend moe_backend_cuda = {
     .name = "cuda",
+    .training = &moe_cuda_training,
     .device_open = moe_cuda_device_open,
     .device_close = moe_cuda_device_close,
     .device_info = moe_cuda_device_info,

@@ -1,6 +1,7 @@
 /* Opens a GPU, takes and gives memory, and keeps the account of it; see device.h. It computes
  * nothing itself. */
 #include "cuda/device.h"
+#include "cuda/train_stages.h"
 
 #include "cuda/backend.h"
 #include "cuda/load.h"
@@ -110,6 +111,7 @@ void moe_cuda_device_close(struct moe_device *device)
         return;
     cudaStream_t streams[] = {device->compute, device->copy_in, device->copy_out, device->upload};
     (void)cudaSetDevice(device->ordinal);
+    moe_cuda_train_scratch_free(device);
     for (size_t i = 0; i < sizeof streams / sizeof *streams; i++)
         if (streams[i] != NULL) {
             (void)cudaStreamSynchronize(streams[i]);

@@ -18,6 +18,7 @@ extern "C" {
 #include "moe/backend.h"
 
 struct moe_cuda_moved;
+struct moe_cuda_train_scratch;
 
 enum {
     MOE_CUDA_STAGING_BYTES = 8 << 20, /* of one of the two halves of pinned staging */
@@ -45,6 +46,8 @@ struct moe_device {
     uint32_t next_half;
     cudaEvent_t staged[2]; /* what left this half is in its place */
     void *landing[2];      /* device side of each half: weights are laid out from here */
+
+    struct moe_cuda_train_scratch *train; /* train_stages.h; NULL until a layer is trained */
 };
 
 /* Members of struct moe_backend. */

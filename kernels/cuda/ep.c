@@ -108,13 +108,14 @@ uint32_t moe_cuda_ep_most_rows(const struct moe_session *session, const struct m
 }
 
 struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct moe_layer *layer,
-                                      enum moe_dtype dtype, uint32_t bucket, uint32_t tokens)
+                                      enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
+                                      bool pairs)
 {
     struct moe_cuda_ep *ep = session->ep;
     MOE_TRY(check_shape(session, layer, dtype, bucket, tokens));
     size_t rows = moe_cuda_ep_most_rows(session, layer, bucket);
-    MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->rows,
-                                    rows * layer->spec.hidden * moe_dtype_bytes(dtype)));
+    size_t row_bytes = layer->spec.hidden * moe_dtype_bytes(dtype) * (pairs ? 2 : 1);
+    MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->rows, rows * row_bytes));
     return moe_cuda_buffer_reserve(session->device, &ep->row_weight, rows * sizeof(float));
 }
 
@@ -133,6 +134,7 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
     const struct moe_session *s = ep->session;
     const struct moe_layer *layer = b->layer;
     struct moe_cuda_pass *p = &ep->pass;
+    uint32_t width = layer->spec.hidden * (b->pairs ? 2 : 1);
     *p = (struct moe_cuda_pass){
         .layout = s->layout,
         .control = s->control,
@@ -144,10 +146,10 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .top_k = layer->spec.router.top_k,
         .experts = layer->spec.experts,
         .local_experts = layer->local_experts,
-        .hidden = layer->spec.hidden,
+        .hidden = width,
         .dtype = b->dtype,
-        .row_bytes = (uint32_t)(layer->spec.hidden * moe_dtype_bytes(b->dtype)),
-        .stride = moe_window_row_stride(layer->spec.hidden, b->dtype),
+        .row_bytes = (uint32_t)(width * moe_dtype_bytes(b->dtype)),
+        .stride = moe_window_row_stride(width, b->dtype),
         .x = b->x,
         .ids = b->ids,
         .weights = b->weights,
@@ -204,11 +206,28 @@ struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep, const float *exper
     return moe_cuda_launch_combine(&ep->pass, ctas(ep), stream);
 }
 
+struct moe_status moe_cuda_ep_combine_gradients(struct moe_cuda_ep *ep, const float *gradients,
+                                                float *y, struct moe_cuda_verdict *verdict,
+                                                cudaStream_t stream)
+{
+    struct moe_cuda_pass *p = &ep->pass;
+    p->hidden = p->hidden / 2 + MOE_MAX_TOP_K;
+    p->dtype = MOE_DTYPE_F32;
+    p->row_bytes = p->hidden * (uint32_t)sizeof(float);
+    p->stride = moe_window_row_stride(p->hidden, MOE_DTYPE_F32);
+    return moe_cuda_ep_combine(ep, gradients, NULL, y, verdict, stream);
+}
+
+const uint32_t *moe_cuda_ep_row_table(const struct moe_cuda_ep *ep)
+{
+    return ep->row_of;
+}
+
 /* -------------------------------------------------------------------- parts */
 
 /* A step's router gives legal ids; here they come from anyone. */
-static struct moe_status check_ids(const struct moe_session *s, const struct moe_layer *layer,
-                                   uint32_t tokens, const int32_t *ids)
+struct moe_status moe_cuda_ep_check_ids(const struct moe_session *s, const struct moe_layer *layer,
+                                        uint32_t tokens, const int32_t *ids)
 {
     uint32_t top_k = layer->spec.router.top_k;
     int64_t limit = (int64_t)layer->spec.experts + layer->spec.router.zero_experts;
@@ -264,8 +283,8 @@ struct moe_status moe_cuda_dispatch(struct moe_session *s, struct moe_layer *lay
     MOE_TRY(moe_cuda_device_use(s->device));
     MOE_TRY(moe_cuda_steps_idle(s->steps));
     MOE_TRY(moe_cuda_session_usable(s));
-    MOE_TRY(moe_cuda_ep_reserve(s, layer, dtype, bucket, tokens));
-    MOE_TRY(check_ids(s, layer, tokens, ids));
+    MOE_TRY(moe_cuda_ep_reserve(s, layer, dtype, bucket, tokens, false));
+    MOE_TRY(moe_cuda_ep_check_ids(s, layer, tokens, ids));
     MOE_TRY(enqueue_dispatch(s, &batch, tokens, out));
     s->ep->batch = batch;
     s->ep->tokens = tokens;

@@ -21,7 +21,8 @@ struct moe_cuda_batch {
     enum moe_dtype dtype;
     uint32_t bucket;
     const struct moe_cuda_facts *facts;
-    const void *x;              /* [T, H] */
+    bool pairs;                 /* a backward pass: rows of 2H, x and dy side by side */
+    const void *x;              /* [T, H] or [T, 2H] */
     const int32_t *ids;         /* [T, K]; < 0: this k is not routed; >= E: zero expert */
     const float *weights;       /* [T, K] */
     const uint8_t *token_state; /* [T] enum moe_token_state, or NULL = all MOE_TOKEN_OK */
@@ -33,12 +34,13 @@ struct moe_status moe_cuda_ep_create(struct moe_session *session,
                                      struct moe_cuda_ep **out) MOE_CHECKED;
 void moe_cuda_ep_destroy(struct moe_cuda_ep *ep); /* NULL is ignored */
 
-/* Whether this session can run passes of this shape, and memory for the most rows that they can
- * bring: nothing overflows later. Depends only on what is equal on all slots, but for `tokens` and
- * for the memory that is left. Waits for the device when memory has to grow. */
+/* Whether this session can run passes of this shape (`pairs` as in the batch), and memory for the
+ * most rows that they can bring: nothing overflows later. Depends only on what is equal on all
+ * slots, but for `tokens` and for the memory that is left. Waits for the device when memory has to
+ * grow. */
 struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct moe_layer *layer,
-                                      enum moe_dtype dtype, uint32_t bucket,
-                                      uint32_t tokens) MOE_CHECKED;
+                                      enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
+                                      bool pairs) MOE_CHECKED;
 
 /* Most rows, padding included, that passes of this shape can bring to this slot: the size to give
  * to what is computed from moe_rows. */
@@ -61,6 +63,21 @@ struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *
 struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep, const float *expert_out,
                                       const float *base, void *y, struct moe_cuda_verdict *verdict,
                                       cudaStream_t stream) MOE_CHECKED;
+
+/* The same for a backward pass: gradients [start[local], H + columns] f32 per row, y [T, H +
+ * columns] f32, both summed and sent in fp32; no zero experts. The last MOE_MAX_TOP_K columns are
+ * for what belongs to one choice k alone. */
+struct moe_status moe_cuda_ep_combine_gradients(struct moe_cuda_ep *ep, const float *gradients,
+                                                float *y, struct moe_cuda_verdict *verdict,
+                                                cudaStream_t stream) MOE_CHECKED;
+/* Device memory [slots][max_tokens][max_top_k]: the local row of each source's (t, k), or
+ * 0xffffffff, after dispatch. */
+const uint32_t *moe_cuda_ep_row_table(const struct moe_cuda_ep *ep);
+
+/* Ids in device memory that may come from anyone: none is beyond the layer's experts. Waits. */
+struct moe_status moe_cuda_ep_check_ids(const struct moe_session *session,
+                                        const struct moe_layer *layer, uint32_t tokens,
+                                        const int32_t *ids) MOE_CHECKED;
 
 /* Members of struct moe_backend; synchronous. Of struct moe_rows all pointers are device memory. */
 struct moe_status moe_cuda_dispatch(struct moe_session *session, struct moe_layer *layer,

@@ -205,7 +205,7 @@ fail:
     return st;
 }
 
-static enum moe_cuda_matrices matrix_of(enum moe_weight w, enum moe_cuda_rows *order)
+enum moe_cuda_matrices moe_cuda_layer_matrix(enum moe_weight w, enum moe_cuda_rows *order)
 {
     *order = MOE_CUDA_ROWS_PLAIN;
     switch (w) {
@@ -224,7 +224,7 @@ static struct moe_status put_matrix(struct moe_layer *layer, enum moe_weight wei
                                     enum moe_dtype dtype, const void *data)
 {
     struct moe_cuda_weight w = {.from = dtype};
-    struct moe_cuda_matrix *m = &layer->desc.matrix[matrix_of(weight, &w.order)];
+    struct moe_cuda_matrix *m = &layer->desc.matrix[moe_cuda_layer_matrix(weight, &w.order)];
     /* The vector is too small to gain from bf16, and scales whole tokens. */
     enum moe_dtype keep = weight == MOE_WEIGHT_SHARED_GATE_VECTOR ? MOE_DTYPE_F32 : dtype;
     if (m->data == NULL)
@@ -346,8 +346,17 @@ static struct moe_status split_router(struct moe_layer *layer)
     parts->rows = whole->rows;
     parts->columns = whole->columns;
     MOE_TRY(alloc_matrix(layer, parts, MOE_DTYPE_BF16));
+    return moe_cuda_layer_split_router(layer, layer->device->upload);
+}
+
+struct moe_status moe_cuda_layer_split_router(struct moe_layer *layer, cudaStream_t stream)
+{
+    const struct moe_cuda_matrix *whole = &layer->desc.matrix[MOE_CUDA_ROUTER];
+    const struct moe_cuda_matrix *parts = &layer->desc.matrix[MOE_CUDA_ROUTER_PARTS];
+    if (parts->data == NULL)
+        return moe_ok();
     return moe_cuda_weights_split(whole->data, (size_t)whole->rows * whole->columns, parts->data,
-                                  layer->device->upload);
+                                  stream);
 }
 
 /* Columns of the product of an interleaved matrix, or of a plain one. */

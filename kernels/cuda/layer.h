@@ -39,6 +39,9 @@ enum moe_cuda_matrices {
     MOE_CUDA_MATRICES
 };
 
+/* Which rows of a stored matrix a weight's rows are. */
+enum moe_cuda_rows { MOE_CUDA_ROWS_PLAIN, MOE_CUDA_ROWS_GATE, MOE_CUDA_ROWS_UP };
+
 /* Row of the interleaved matrix that holds row i of gate; that of up is MOE_CUDA_INTERLEAVE later.
  */
 #define MOE_CUDA_GATE_ROW(i)                                                                       \
@@ -75,6 +78,7 @@ struct moe_layer {
     struct moe_placement placement; /* host; its arrays are this layer's own copies */
     uint32_t slot;
     bool finished;
+    bool trained;                    /* it has a trainer */
     uint32_t local_experts;          /* experts placed on `slot`; may be 0 */
     uint32_t *local;                 /* host [local_experts] */
     int32_t *local_index;            /* host [E] */
@@ -96,6 +100,12 @@ struct moe_status moe_cuda_layer_upload(struct moe_layer *layer, enum moe_weight
                                         size_t bytes) MOE_CHECKED;
 struct moe_status moe_cuda_layer_finish(struct moe_layer *layer) MOE_CHECKED;
 void moe_cuda_layer_destroy(struct moe_layer *layer); /* NULL is ignored */
+
+/* For the trainer. The matrix that holds a weight that is no bias, and which of its rows. */
+enum moe_cuda_matrices moe_cuda_layer_matrix(enum moe_weight weight, enum moe_cuda_rows *order);
+/* Enqueues: the router's parts follow the router, where the layer has them. */
+struct moe_status moe_cuda_layer_split_router(struct moe_layer *layer,
+                                              cudaStream_t stream) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

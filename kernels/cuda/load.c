@@ -10,6 +10,10 @@ struct moe_status moe_cuda_load_all(int arch)
     MOE_TRY(moe_cuda_load_router());
     MOE_TRY(moe_cuda_load_ep_dispatch());
     MOE_TRY(moe_cuda_load_ffn_exact());
+    MOE_TRY(moe_cuda_load_train_gemm());
+    MOE_TRY(moe_cuda_load_train_kernels());
+    MOE_TRY(moe_cuda_load_train_router());
+    MOE_TRY(moe_cuda_load_train_state());
     if (arch == HOPPER)
         MOE_TRY(moe_cuda_load_ggemm());
     return moe_cuda_load_ep_combine();

@@ -21,6 +21,10 @@ struct moe_status moe_cuda_load_ggemm(void) MOE_CHECKED; /* Hopper only */
 struct moe_status moe_cuda_load_router(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_router_logits(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_session(void) MOE_CHECKED;
+struct moe_status moe_cuda_load_train_gemm(void) MOE_CHECKED;
+struct moe_status moe_cuda_load_train_kernels(void) MOE_CHECKED;
+struct moe_status moe_cuda_load_train_router(void) MOE_CHECKED;
+struct moe_status moe_cuda_load_train_state(void) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

@@ -131,11 +131,17 @@ static struct moe_status exchange(struct moe_session *s, const void *mine, void 
 struct moe_status moe_cuda_session_exchange(struct moe_session *s, const void *mine, void *all,
                                             size_t bytes)
 {
+    MOE_TRY(moe_cuda_device_use(s->device));
+    MOE_TRY(moe_cuda_steps_idle(s->steps));
+    return moe_cuda_session_exchange_inside(s, mine, all, bytes);
+}
+
+struct moe_status moe_cuda_session_exchange_inside(struct moe_session *s, const void *mine,
+                                                   void *all, size_t bytes)
+{
     if (bytes > MOE_WINDOW_EXCHANGE_BYTES || (bytes > 0 && (mine == NULL || all == NULL)))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
                          "an exchange carries at most %d bytes", MOE_WINDOW_EXCHANGE_BYTES);
-    MOE_TRY(moe_cuda_device_use(s->device));
-    MOE_TRY(moe_cuda_steps_idle(s->steps));
     MOE_TRY(moe_cuda_session_usable(s));
     if (bytes > 0) {
         memset(all, 0, bytes * s->config.slots);

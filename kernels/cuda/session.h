@@ -84,7 +84,11 @@ void moe_cuda_session_abort(struct moe_session *s);
 uint64_t moe_cuda_session_lost(struct moe_session *s);
 void moe_cuda_session_leave(struct moe_session *s);
 
-/* For ep.c and step.c. */
+/* For ep.c, step.c and backward.c. */
+
+/* The same as an exchange of its own, inside a pass that all slots make. */
+struct moe_status moe_cuda_session_exchange_inside(struct moe_session *s, const void *mine,
+                                                   void *all, size_t bytes) MOE_CHECKED;
 
 /* The failure that later calls of this session get, or success. */
 struct moe_status moe_cuda_session_usable(const struct moe_session *s) MOE_CHECKED;

@@ -49,6 +49,9 @@ struct moe_step {
     struct moe_cuda_steps *owner;
     struct moe_step_args args;
     bool taken;
+    bool done; /* was held, and has an outcome */
+    struct moe_status outcome;
+    struct moe_step_result result; /* of a step that was held */
     struct lane_layout at;
     struct moe_cuda_buffer tensors;
     char *answer;           /* pinned: `tensors` from at.ids on, when the step has finished */
@@ -189,6 +192,25 @@ static void give_lane(struct moe_step *lane)
     pthread_mutex_unlock(&lane->owner->lock);
 }
 
+struct moe_status moe_cuda_step_hold(struct moe_session *s, struct moe_step **out)
+{
+    struct moe_step *lane = take_lane(s->steps);
+    if (lane == NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                         "a session runs at most %d steps at once", LANES);
+    lane->done = false;
+    *out = lane;
+    return moe_ok();
+}
+
+void moe_cuda_step_finish(struct moe_step *lane, struct moe_status outcome,
+                          const struct moe_step_result *result)
+{
+    lane->outcome = outcome;
+    lane->result = *result;
+    lane->done = true;
+}
+
 /* ---------------------------------------------------------------------- memory */
 
 /* Puts rows x columns elements of `each` bytes at `*at`, and moves `*at` behind them. */
@@ -231,7 +253,7 @@ static struct moe_status reserve(struct moe_step *lane)
     struct moe_cuda_steps *steps = lane->owner;
     struct moe_session *s = steps->session;
     const struct moe_step_args *a = &lane->args;
-    MOE_TRY(moe_cuda_ep_reserve(s, a->layer, a->dtype, a->bucket, a->tokens));
+    MOE_TRY(moe_cuda_ep_reserve(s, a->layer, a->dtype, a->bucket, a->tokens, false));
     uint32_t rows = moe_cuda_ep_most_rows(s, a->layer, a->bucket);
     if (!lay_out_lane(a, &lane->at) || !lay_out_scratch(a, rows, &steps->at))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
@@ -548,6 +570,14 @@ struct moe_status moe_cuda_step_wait(struct moe_step *lane, uint64_t deadline_ns
 {
     struct moe_session *s = lane->owner->session;
     struct moe_step_result r = {.missing_slot = -1};
+    if (lane->done) {
+        struct moe_status outcome = lane->outcome;
+        if (result != NULL)
+            *result = lane->result;
+        lane->done = false;
+        give_lane(lane);
+        return outcome;
+    }
     MOE_TRY(moe_cuda_device_use(s->device));
     cudaError_t rc = await(lane->left, deadline_ns);
     if (rc == cudaErrorNotReady)

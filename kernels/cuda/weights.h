@@ -10,9 +10,6 @@
 extern "C" {
 #endif
 
-/* Which rows of the destination a source's rows go to. */
-enum moe_cuda_rows { MOE_CUDA_ROWS_PLAIN, MOE_CUDA_ROWS_GATE, MOE_CUDA_ROWS_UP };
-
 /* A source of `rows` x `columns` of dtype `from`, written as `to` (never from F32 to BF16). */
 struct moe_cuda_weight {
     void *dst; /* device: first row of the entry */

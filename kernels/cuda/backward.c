@@ -1,0 +1,409 @@
+/* A whole backward pass, top to bottom in `run_pass`; see backward.h. */
+#include "cuda/backward.h"
+
+#include "base/clock.h"
+#include "base/size.h"
+#include "cuda/ep.h"
+#include "cuda/router.h"
+#include "cuda/step.h"
+#include "cuda/train_stages.h"
+
+#include <string.h>
+
+enum {
+    LINE = 256,
+    FLAG_ACCUMULATE = 1 << 9, /* beside MOE_HEAD_BACKWARD */
+    FLAG_COEFF = 10,          /* and 14 bits made of the loss' coefficient */
+    COEFF_BITS = 14,
+};
+
+struct moe_status moe_cuda_backward_supported(const struct moe_session *s)
+{
+    if (!s->config.training)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "the session was not joined for training");
+    for (uint32_t p = 0; p < s->config.slots; p++)
+        if ((s->config.live >> p & 1) && s->window.base[p] == NULL)
+            return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                             "training needs GPUs that reach each other's memory");
+    return moe_ok();
+}
+
+/* ----------------------------------------------------------- dispatch, combine */
+
+struct moe_status moe_cuda_pairs_dispatch(struct moe_session *s, const struct moe_cuda_pairs *a,
+                                          struct moe_rows *rows, const void **dy_rows)
+{
+    struct moe_device *device = s->device;
+    cudaStream_t stream = device->compute;
+    size_t bytes = a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
+    size_t most = moe_cuda_ep_most_rows(s, a->layer, a->bucket);
+    void *pairs, *x, *dy;
+    MOE_TRY(moe_cuda_ep_reserve(s, a->layer, a->dtype, a->bucket, a->tokens, true));
+    MOE_TRY(
+        moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_PAIRS, a->tokens * 2 * bytes, &pairs));
+    MOE_TRY(moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_X, most * bytes, &x));
+    MOE_TRY(moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_DY, most * bytes, &dy));
+    if (a->tokens > 0) {
+        MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync(pairs, 2 * bytes, a->x, bytes, bytes, a->tokens,
+                                           cudaMemcpyDeviceToDevice, stream)));
+        MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync((char *)pairs + bytes, 2 * bytes, a->dy, bytes, bytes,
+                                           a->tokens, cudaMemcpyDeviceToDevice, stream)));
+    }
+    struct moe_cuda_facts facts;
+    struct moe_cuda_batch batch = {.layer = a->layer,
+                                   .dtype = a->dtype,
+                                   .bucket = a->bucket,
+                                   .pairs = true,
+                                   .x = pairs,
+                                   .ids = a->ids,
+                                   .weights = a->weights,
+                                   .token_state = a->token_state};
+    moe_cuda_facts_fill(a->layer, a->dtype, a->bucket, a->tokens, &facts);
+    facts.head[MOE_HEAD_DTYPE] |= a->flags;
+    MOE_TRY(moe_cuda_train_tell(device, &facts, &batch.facts));
+    MOE_TRY(moe_cuda_session_count_step(s));
+    MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch, stream));
+    MOE_TRY(moe_cuda_ep_dispatch(s->ep, rows, stream));
+    MOE_TRY(moe_cuda_split_pairs(rows->start + rows->local_experts, bytes, rows->x, x, dy, stream));
+    rows->x = x;
+    *dy_rows = dy;
+    return moe_ok();
+}
+
+struct moe_status moe_cuda_pairs_combine(struct moe_session *s, const struct moe_cuda_pairs *a,
+                                         float *dx_rows, const float *dweight_rows,
+                                         float **combined)
+{
+    const struct moe_window_shape *shape = &s->layout.shape;
+    cudaStream_t stream = s->device->compute;
+    size_t columns = a->layer->spec.hidden + (size_t)MOE_CUDA_WEIGHT_COLUMNS;
+    void *home;
+    MOE_TRY(moe_cuda_train_scratch_take(s->device, MOE_CUDA_SCRATCH_COMBINED,
+                                        a->tokens * columns * sizeof(float), &home));
+    struct moe_cuda_label_rows label = {.slots = shape->slots,
+                                        .max_tokens = shape->max_tokens,
+                                        .max_top_k = shape->max_top_k,
+                                        .top_k = a->layer->spec.router.top_k,
+                                        .hidden = a->layer->spec.hidden,
+                                        .row_of = moe_cuda_ep_row_table(s->ep),
+                                        .tokens_of = s->control->tokens_of,
+                                        .dweight = dweight_rows,
+                                        .rows = dx_rows};
+    MOE_TRY(moe_cuda_label_rows(&label, stream));
+    *combined = home;
+    return moe_cuda_ep_combine_gradients(s->ep, dx_rows, home, NULL, stream);
+}
+
+/* ------------------------------------------------------------------ whole pass */
+
+/* Device memory of a pass. */
+struct pass {
+    struct moe_session *s;
+    const struct moe_backward_args *a;
+    struct moe_layer *layer;
+    uint32_t tokens, top_k, choices, capacity;
+    size_t row_bytes;
+    bool need_logits;
+    void *x, *dy, *out;
+    uint8_t *mode, *state, *ok, *routed;
+    int32_t *ids_in, *ids, *ids_sent;
+    float *weights_in, *weights, *dweights, *dlogits, *dx, *dweight_rows;
+    double *loss;
+    float *logits;
+};
+
+struct piece {
+    void **at;
+    size_t bytes;
+};
+
+static struct moe_status take_memory(struct pass *p)
+{
+    size_t n = p->tokens, pairs = n * p->top_k, hidden = p->layer->spec.hidden, at = 0;
+    struct piece pieces[] = {
+        {&p->x, n * p->row_bytes},
+        {&p->dy, n * p->row_bytes},
+        {&p->out, n * p->row_bytes},
+        {(void **)&p->mode, n},
+        {(void **)&p->state, n},
+        {(void **)&p->ok, n},
+        {(void **)&p->routed, n},
+        {(void **)&p->ids_in, pairs * sizeof(int32_t)},
+        {(void **)&p->ids, pairs * sizeof(int32_t)},
+        {(void **)&p->ids_sent, pairs * sizeof(int32_t)},
+        {(void **)&p->weights_in, pairs * sizeof(float)},
+        {(void **)&p->weights, pairs * sizeof(float)},
+        {(void **)&p->dweights, pairs * sizeof(float)},
+        {(void **)&p->dlogits, n * p->choices * sizeof(float)},
+        {(void **)&p->dx, n * hidden * sizeof(float)},
+        {(void **)&p->loss, n * sizeof(double)},
+        {(void **)&p->dweight_rows, p->capacity * sizeof(float)},
+    };
+    size_t count = sizeof pieces / sizeof *pieces;
+    for (size_t i = 0; i < count; i++)
+        at += (pieces[i].bytes + LINE - 1) / LINE * LINE;
+    void *memory;
+    MOE_TRY(moe_cuda_train_scratch_take(p->s->device, MOE_CUDA_SCRATCH_PASS, at, &memory));
+    char *next = memory;
+    for (size_t i = 0; i < count; i++) {
+        *pieces[i].at = next;
+        next += (pieces[i].bytes + LINE - 1) / LINE * LINE;
+    }
+    return moe_ok();
+}
+
+static struct moe_status bring(const struct pass *p, void *to, const void *from, size_t bytes)
+{
+    if (bytes == 0 || from == NULL || to == NULL)
+        return moe_ok();
+    return MOE_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, p->s->device->compute));
+}
+
+static struct moe_status copy_in(struct pass *p)
+{
+    const struct moe_backward_args *a = p->a;
+    size_t pairs = (size_t)p->tokens * p->top_k;
+    MOE_TRY(bring(p, p->x, a->x, p->tokens * p->row_bytes));
+    MOE_TRY(bring(p, p->dy, a->dy, p->tokens * p->row_bytes));
+    MOE_TRY(bring(p, p->ids_in, a->ids, pairs * sizeof *a->ids));
+    MOE_TRY(bring(p, p->weights_in, a->weights, pairs * sizeof *a->weights));
+    if (a->mode != NULL)
+        return bring(p, p->mode, a->mode, p->tokens);
+    if (p->tokens == 0)
+        return moe_ok();
+    return MOE_CUDA(cudaMemsetAsync(p->mode, MOE_ROUTE_IDS, p->tokens, p->s->device->compute));
+}
+
+static struct moe_status copy_out(const struct pass *p)
+{
+    const struct moe_backward_args *a = p->a;
+    size_t pairs = (size_t)p->tokens * p->top_k;
+    MOE_TRY(bring(p, a->dx, p->out, p->tokens * p->row_bytes));
+    MOE_TRY(bring(p, a->dweights, p->dweights, pairs * sizeof *a->dweights));
+    return bring(p, a->token_state, p->state, p->tokens);
+}
+
+/* The forward pass's routing again, and what follows from it. */
+static struct moe_status route(struct pass *p)
+{
+    struct moe_layer *layer = p->layer;
+    cudaStream_t stream = p->s->device->compute;
+    struct moe_cuda_facts facts;
+    void *logits;
+    MOE_TRY(moe_cuda_train_scratch_take(p->s->device, MOE_CUDA_SCRATCH_LOGITS,
+                                        moe_cuda_router_bytes(layer, p->a->dtype, p->tokens),
+                                        &logits));
+    p->logits = logits;
+    if (p->tokens == 0)
+        return moe_ok();
+    moe_cuda_facts_fill(layer, p->a->dtype, 0, p->tokens, &facts);
+    facts.has_modes = 1;
+    facts.need_logits = p->need_logits;
+    struct moe_cuda_routing r = {.dtype = p->a->dtype,
+                                 .capacity = p->tokens,
+                                 .x = p->x,
+                                 .mode = p->mode,
+                                 .ids_in = p->ids_in,
+                                 .weights_in = p->weights_in,
+                                 .logits = p->logits,
+                                 .ids = p->ids,
+                                 .weights = p->weights,
+                                 .token_state = p->state};
+    struct moe_cuda_sorted_tokens sorted = {.tokens = p->tokens,
+                                            .top_k = p->top_k,
+                                            .experts = layer->spec.experts,
+                                            .mode = p->mode,
+                                            .token_state = p->state,
+                                            .ids = p->ids,
+                                            .ok = p->ok,
+                                            .routed = p->routed,
+                                            .ids_sent = p->ids_sent};
+    MOE_TRY(moe_cuda_train_tell(p->s->device, &facts, &r.facts));
+    MOE_TRY(moe_cuda_router_enqueue(layer, &r, stream));
+    return moe_cuda_sort_tokens(&sorted, stream);
+}
+
+static struct moe_status count_loads(struct pass *p)
+{
+    struct moe_trainer *t = p->a->trainer;
+    uint32_t experts = p->layer->spec.experts;
+    cudaStream_t stream = p->s->device->compute;
+    MOE_TRY(MOE_CUDA(
+        cudaMemsetAsync(t->counted, 0, (experts + (size_t)1) * sizeof *t->counted, stream)));
+    MOE_TRY(moe_cuda_count_loads(p->tokens, p->top_k, experts, p->routed, p->ids, t->counted,
+                                 t->counted + experts, stream));
+    return p->a->accumulate ? moe_cuda_add_loads(experts, t->counted, t->loads, stream) : moe_ok();
+}
+
+/* counted [E + 1] of this slot becomes the group's, on the device and in *tokens. */
+static struct moe_status sum_counts(struct pass *p, uint64_t *tokens)
+{
+    enum { AT_ONCE = MOE_WINDOW_EXCHANGE_BYTES / sizeof(uint32_t) };
+    struct moe_session *s = p->s;
+    struct moe_trainer *t = p->a->trainer;
+    uint32_t mine[MOE_MAX_EXPERTS + 1], sum[MOE_MAX_EXPERTS + 1] = {0};
+    uint32_t n = p->layer->spec.experts + 1, all[MOE_MAX_SLOTS * AT_ONCE];
+    MOE_TRY(moe_cuda_mem_copy(s->device, mine, t->counted, n * sizeof *mine));
+    for (uint32_t first = 0; first < n; first += AT_ONCE) {
+        uint32_t part = n - first < AT_ONCE ? n - first : AT_ONCE;
+        memset(all, 0, sizeof all);
+        MOE_TRY(moe_cuda_session_exchange_inside(s, mine + first, all, part * sizeof *mine));
+        for (uint32_t slot = 0; slot < s->config.slots; slot++)
+            for (uint32_t i = 0; i < part; i++)
+                sum[first + i] += all[(size_t)slot * part + i];
+    }
+    *tokens = sum[n - 1];
+    return moe_cuda_mem_copy(s->device, t->counted, sum, n * sizeof *sum);
+}
+
+static struct moe_status sum_loss(struct pass *p, double *loss)
+{
+    struct moe_session *s = p->s;
+    double mine = 0, each, all[MOE_MAX_SLOTS] = {0};
+    for (uint32_t i = 0; i < p->tokens; i++) {
+        MOE_TRY(moe_cuda_mem_copy(s->device, &each, p->loss + i, sizeof each));
+        mine += each;
+    }
+    MOE_TRY(moe_cuda_session_exchange_inside(s, &mine, all, sizeof mine));
+    *loss = 0;
+    for (uint32_t slot = 0; slot < s->config.slots; slot++)
+        *loss += all[slot];
+    return moe_ok();
+}
+
+/* The load-balance loss: its gradient into dlogits, and what it is. Collective. */
+static struct moe_status balance_loss(struct pass *p)
+{
+    const struct moe_backward_args *a = p->a;
+    double loss = 0;
+    if (a->aux_coeff != 0) {
+        uint64_t tokens;
+        MOE_TRY(sum_counts(p, &tokens));
+        MOE_TRY(moe_cuda_train_aux(
+            a->trainer, a->dtype, p->tokens, p->logits, p->routed, a->trainer->counted,
+            moe_aux_constant(&p->layer->spec, a->aux_coeff, tokens), p->dlogits, p->loss));
+        MOE_TRY(moe_cuda_device_finish(p->s->device));
+        MOE_TRY(sum_loss(p, &loss));
+    }
+    if (a->aux_loss != NULL)
+        *a->aux_loss = loss;
+    return moe_ok();
+}
+
+/* Behind combine: what the tokens' own slot adds. */
+static struct moe_status finish_tokens(struct pass *p, const float *combined)
+{
+    const struct moe_backward_args *a = p->a;
+    const struct moe_layer_spec *spec = &p->layer->spec;
+    cudaStream_t stream = p->s->device->compute;
+    struct moe_cuda_home_gradients home = {.tokens = p->tokens,
+                                           .hidden = spec->hidden,
+                                           .top_k = p->top_k,
+                                           .experts = spec->experts,
+                                           .dtype = a->dtype,
+                                           .x = p->x,
+                                           .dy = p->dy,
+                                           .ok = p->ok,
+                                           .ids = p->ids,
+                                           .weights = p->weights,
+                                           .combined = combined,
+                                           .dx = p->dx,
+                                           .dweights = p->dweights};
+    MOE_TRY(moe_cuda_home_gradients(&home, stream));
+    MOE_TRY(moe_cuda_train_router(a->trainer, a->dtype, p->tokens, p->logits, p->routed, p->ids,
+                                  p->dweights, p->dlogits));
+    MOE_TRY(balance_loss(p));
+    MOE_TRY(moe_cuda_train_logits_backward(a->trainer, a->dtype, p->tokens, p->x, p->routed,
+                                           p->dlogits, a->accumulate, p->dx));
+    MOE_TRY(moe_cuda_train_shared(a->trainer, a->dtype, p->tokens, p->x, p->dy, p->ok,
+                                  a->accumulate, p->dx));
+    return moe_cuda_round_rows(p->tokens, spec->hidden, a->dtype, p->ok, p->dx, p->out, stream);
+}
+
+static uint32_t flags_of(const struct moe_backward_args *a)
+{
+    uint32_t bits;
+    memcpy(&bits, &a->aux_coeff, sizeof bits);
+    bits = (bits ^ bits >> COEFF_BITS ^ bits >> 2 * COEFF_BITS) & ((1u << COEFF_BITS) - 1);
+    return MOE_HEAD_BACKWARD | (a->accumulate ? FLAG_ACCUMULATE : 0) | bits << FLAG_COEFF;
+}
+
+/* Refusals are known after dispatch, before any slot changes something or waits again. */
+static struct moe_status run_pass(struct pass *p, struct moe_step_result *result)
+{
+    const struct moe_backward_args *a = p->a;
+    uint32_t stride = p->layer->spec.hidden + MOE_CUDA_WEIGHT_COLUMNS;
+    struct moe_cuda_pairs pairs = {.layer = p->layer,
+                                   .dtype = a->dtype,
+                                   .bucket = a->bucket,
+                                   .tokens = p->tokens,
+                                   .flags = flags_of(a),
+                                   .x = p->x,
+                                   .dy = p->dy,
+                                   .ids = p->ids_sent,
+                                   .weights = p->weights,
+                                   .token_state = p->state};
+    struct moe_rows rows;
+    const void *dy_rows;
+    void *dx_rows;
+    float *combined;
+    MOE_TRY(moe_cuda_train_reserve(a->trainer, p->capacity, p->tokens));
+    MOE_TRY(moe_cuda_train_scratch_take(p->s->device, MOE_CUDA_SCRATCH_DX,
+                                        (size_t)p->capacity * stride * sizeof(float), &dx_rows));
+    MOE_TRY(copy_in(p));
+    MOE_TRY(route(p));
+    MOE_TRY(moe_cuda_pairs_dispatch(p->s, &pairs, &rows, &dy_rows));
+    MOE_TRY(moe_cuda_session_finish(p->s));
+    result->rows = p->s->mailbox->verdict.rows;
+    MOE_TRY(count_loads(p));
+    MOE_TRY(moe_cuda_train_experts(a->trainer, a->dtype, &rows, p->capacity, dy_rows, a->accumulate,
+                                   dx_rows, stride, p->dweight_rows));
+    MOE_TRY(moe_cuda_pairs_combine(p->s, &pairs, dx_rows, p->dweight_rows, &combined));
+    MOE_TRY(moe_cuda_session_finish(p->s));
+    MOE_TRY(finish_tokens(p, combined));
+    MOE_TRY(copy_out(p));
+    return moe_cuda_device_finish(p->s->device);
+}
+
+static bool any_logits(const struct moe_backward_args *a)
+{
+    bool any = a->mode == NULL && a->tokens > 0;
+    for (uint32_t t = 0; a->mode != NULL && t < a->tokens; t++)
+        any = any || a->mode[t] == MOE_ROUTE_IDS;
+    return any;
+}
+
+struct moe_status moe_cuda_backward_enqueue(struct moe_session *s,
+                                            const struct moe_backward_args *a,
+                                            struct moe_step **out)
+{
+    struct moe_layer *layer = a->trainer->layer;
+    struct pass p = {.s = s,
+                     .a = a,
+                     .layer = layer,
+                     .tokens = a->tokens,
+                     .top_k = layer->spec.router.top_k,
+                     .choices = layer->spec.experts + layer->spec.router.zero_experts,
+                     .row_bytes = layer->spec.hidden * moe_dtype_bytes(a->dtype),
+                     .need_logits = any_logits(a)};
+    struct moe_step_result result = {.missing_slot = -1};
+    MOE_TRY(moe_cuda_session_usable(s));
+    MOE_TRY(moe_cuda_backward_supported(s));
+    MOE_TRY(moe_backward_check(&s->config, a));
+    MOE_TRY(moe_cuda_device_use(s->device));
+    MOE_TRY(moe_cuda_ep_reserve(s, layer, a->dtype, a->bucket, a->tokens, true));
+    p.capacity = moe_cuda_ep_most_rows(s, layer, a->bucket);
+    struct moe_step *step;
+    MOE_TRY(moe_cuda_step_hold(s, &step));
+    uint64_t begun = moe_clock_ns();
+    struct moe_status st = take_memory(&p);
+    if (!moe_failed(&st))
+        st = run_pass(&p, &result);
+    result.total_ns = moe_clock_ns() - begun;
+    if (st.reason == MOE_REASON_PEER_LOST)
+        result.missing_slot = s->missing;
+    moe_cuda_step_finish(step, st, &result);
+    *out = step;
+    return moe_ok();
+}

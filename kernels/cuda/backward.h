@@ -1,0 +1,49 @@
+/* Backward passes on a GPU: whole ones, their parts, and the optimizer step; members of struct
+ * moe_training. A whole pass runs inside moe_cuda_backward_enqueue, which waits for it; the step
+ * that comes out is finished. Training needs windows that all slots can reach (no network). */
+#ifndef MOE_CUDA_BACKWARD_H
+#define MOE_CUDA_BACKWARD_H
+
+#include "cuda/session.h"
+#include "cuda/trainer.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct moe_status moe_cuda_backward_supported(const struct moe_session *session) MOE_CHECKED;
+
+struct moe_status moe_cuda_backward_enqueue(struct moe_session *session,
+                                            const struct moe_backward_args *args,
+                                            struct moe_step **out) MOE_CHECKED;
+struct moe_status moe_cuda_optimizer_step(struct moe_session *session,
+                                          struct moe_trainer *const *trainers, size_t count,
+                                          const struct moe_optimizer_args *args,
+                                          struct moe_optimizer_result *result) MOE_CHECKED;
+
+/* Dispatch of pairs, enqueued: x's rows in *rows and dy's in *dy_rows, all in device memory.
+ * `flags` goes into the head with the dtype: slots whose flags differ refuse alike. token_state as
+ * in struct moe_cuda_batch. */
+struct moe_cuda_pairs {
+    struct moe_layer *layer;
+    enum moe_dtype dtype;
+    uint32_t bucket, tokens, flags;
+    const void *x, *dy;   /* [T, H] */
+    const int32_t *ids;   /* [T, K]; no zero experts */
+    const float *weights; /* [T, K] */
+    const uint8_t *token_state;
+};
+struct moe_status moe_cuda_pairs_dispatch(struct moe_session *session,
+                                          const struct moe_cuda_pairs *pairs, struct moe_rows *rows,
+                                          const void **dy_rows) MOE_CHECKED;
+/* Enqueued, behind it: dx_rows [rows, H + MOE_CUDA_WEIGHT_COLUMNS] f32, of which this writes the
+ * last columns; *combined [T, H + MOE_CUDA_WEIGHT_COLUMNS], from scratch. */
+struct moe_status moe_cuda_pairs_combine(struct moe_session *session,
+                                         const struct moe_cuda_pairs *pairs, float *dx_rows,
+                                         const float *dweight_rows, float **combined) MOE_CHECKED;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
