@@ -2,3 +2,5 @@ include(${CMAKE_CURRENT_LIST_DIR}/fuzz.cmake)
 
 moe_fuzz(fuzz_request SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_request.c USES moe_worker_core
          MUTATIONS 100000)
+moe_fuzz(fuzz_backward SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_backward.c USES moe_worker_core
+         MUTATIONS 100000)
