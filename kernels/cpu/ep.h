@@ -71,8 +71,9 @@ struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
                                        const struct moe_cpu_batch *batch,
                                        const struct moe_rows *rows) MOE_CHECKED;
 /* After receive. Sums the experts' rows per token, sends the sums home, and finishes the own
- * tokens: y [T,H] in the pass's dtype = base + sums in slot order + zero experts' w * x, rounded
- * once. base [T,H] or NULL = zeros. A token that is not OK gets zeros. */
+ * tokens: y [T,H] in the pass's dtype = base + sums in slot order, each rounded to that dtype, the
+ * own one too, + zero experts' w * x, rounded once. base [T,H] or NULL = zeros. A token that is not
+ * OK gets zeros. */
 struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_out,
                                      const float *base, void *y) MOE_CHECKED;
 

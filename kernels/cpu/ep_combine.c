@@ -1,7 +1,8 @@
 /* Combine: sums of expert rows home through the windows, and the tokens finished there.
  *
  * All sums are fp32 in one fixed order: rows of a token by k, then slots by number, so that the
- * same inputs give the same bits. */
+ * same inputs give the same bits. The own slot's sum is rounded as those that travel are, so that
+ * the bits do not depend on the slot that a token was given to. */
 #include "cpu/ep_pass.h"
 
 enum {
@@ -96,6 +97,13 @@ static void return_all(struct moe_cpu_ep *ep)
     moe_cpu_ep_store_done(ep);
 }
 
+/* What is left of the own partial once it has been stored as the peers' partials are. */
+static void round_to(enum moe_dtype dtype, uint32_t n, float *sum)
+{
+    for (uint32_t j = 0; dtype != MOE_DTYPE_F32 && j < n; j++)
+        sum[j] = moe_bf16_to_f32(moe_f32_to_bf16(sum[j]));
+}
+
 /* Columns c .. c + n - 1 of one own token: base, then the slots in order, then zero experts. */
 static void finish_columns(const struct moe_cpu_ep *ep, uint32_t t, uint32_t c, uint32_t n)
 {
@@ -110,6 +118,7 @@ static void finish_columns(const struct moe_cpu_ep *ep, uint32_t t, uint32_t c, 
             continue;
         if (p == s->config.slot) {
             moe_cpu_ep_sum_rows(ep, token_of(ep, p, t), c, n, own);
+            round_to(b->dtype, n, own);
             moe_cpu_ep_add_row(MOE_DTYPE_F32, own, 0, n, 1.0f, sum);
         } else {
             moe_cpu_ep_add_row(

@@ -57,7 +57,8 @@ struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_c
 struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *out,
                                        cudaStream_t stream) MOE_CHECKED;
 /* Enqueues: sums of the experts' rows [start[local], H] f32 per token, home, and the own tokens:
- * y [T,H] in the pass's dtype = base + sums in slot order + zero experts' w * x, rounded once.
+ * y [T,H] in the pass's dtype = base + sums in slot order + zero experts' w * x, rounded once;
+ * the sums of all slots are rounded to that dtype before, the own one too.
  * base [T,H] f32 or NULL = zeros. A token that is not OK gets zeros. `verdict`: device address of
  * pinned memory that gets a copy of the pass's verdict, or NULL. */
 struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep, const float *expert_out,

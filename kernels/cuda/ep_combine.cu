@@ -2,7 +2,9 @@
  *
  * One CTA of 16 warps per multiprocessor, a warp per token or part of one. The first warps of each
  * CTA sum rows for peers, the others finish own tokens; who has nothing left to sum for peers helps
- * them. All sums are fp32 in one fixed order: rows of a token by k, then slots by number. */
+ * them. All sums are fp32 in one fixed order: rows of a token by k, then slots by number. Each
+ * slot's sum is rounded to the pass's dtype before it is added, the own one too, so that a token's
+ * bits do not depend on where it is at home. */
 #include "cuda/load.h"
 #include "cuda/rows.cuh"
 
@@ -74,6 +76,16 @@ __device__ static void store(__nv_bfloat16 *row, const columns<WIDE> &c)
     for (uint32_t i = 0; i < WIDE / 2; i++)
         u.pair[i] = __floats2bfloat162_rn(c.v[2 * i], c.v[2 * i + 1]);
     *reinterpret_cast<uint4 *>(row) = u.all;
+}
+
+/* What is left of columns once they have been stored as Element. */
+template <typename Element, uint32_t N> __device__ static columns<N> rounded_to(columns<N> c)
+{
+    if constexpr (sizeof(Element) != sizeof(float))
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++)
+            c.v[i] = __bfloat162float(__float2bfloat16_rn(c.v[i]));
+    return c;
 }
 
 /* sum += scale * from */
@@ -212,7 +224,7 @@ __device__ static void finish_columns(const struct moe_cuda_pass &p, const struc
         uint32_t s = static_cast<uint32_t>(__ffs(left)) - 1;
         columns<N> part = {};
         if (s == p.slot)
-            part = sum_rows<N>(p, o.local, o.id_row, h);
+            part = rounded_to<Element>(sum_rows<N>(p, o.local, o.id_row, h));
         else if (inside)
             part = load(static_cast<const Element *>(moe_window_partial_of(
                             &p.layout, p.control->window[p.slot], s, t, p.stride)) +

@@ -1,4 +1,5 @@
-/* The whole step against the oracle: verdicts, routing, outputs, and the same again bit for bit.
+/* The whole step against the oracle: verdicts, routing, outputs, and the same again bit for bit, on
+ * this slot and on any other.
  *
  * Routing is compared by a margin rule: where keys differ by less than fp32 can tell, a backend may
  * choose otherwise. y is therefore compared under the routing that the backend reports. */
@@ -283,6 +284,43 @@ static bool check_rows(struct subject *s, const struct outcome *o)
                  (unsigned long long)want);
 }
 
+/* ------------------------------------------------------------------ anywhere */
+
+/* FNV-1a. */
+static uint64_t hash_of(const void *data, size_t bytes)
+{
+    const uint8_t *p = data;
+    uint64_t h = UINT64_C(0xcbf29ce484222325);
+    for (size_t i = 0; i < bytes; i++)
+        h = (h ^ p[i]) * UINT64_C(0x100000001b3);
+    return h;
+}
+
+/* The tokens of one slot, given to all of them in one step, come out with the same bits everywhere:
+ * it does not matter who is asked. */
+static bool check_anywhere(struct subject *s)
+{
+    const struct case_input *mine = s->in;
+    struct board *b = s->member->board;
+    uint32_t giver = 0;
+    while (giver + 1 < s->member->slots && s->c->input[giver].tokens == 0)
+        giver++;
+    struct outcome o;
+    s->in = &s->c->input[giver];
+    bool good = run_once(s, &o);
+    uint64_t h = good ? hash_of(o.y, tensor_bytes(s->c, s->in->tokens)) : 0;
+    s->in = mine;
+    memcpy(b->weights[s->member->slot], &h, sizeof h);
+    if (!good || !board_barrier(s->member, 60000))
+        return good && wrong(s, "another slot gave up");
+    for (uint32_t p = 0; p < s->member->slots; p++)
+        good = good && memcmp(b->weights[p], &h, sizeof h) == 0;
+    /* The board is needed again when all have read it. */
+    if (!board_barrier(s->member, 60000))
+        return wrong(s, "another slot gave up");
+    return good || wrong(s, "the same tokens come out otherwise on another slot");
+}
+
 /* Shows the own routing to all slots; true when every slot has done so. */
 static bool share_routing(struct subject *s, const struct outcome *o)
 {
@@ -298,7 +336,8 @@ bool check_step(struct subject *s)
 {
     struct outcome o;
     if (!run_once(s, &o) || !check_routing(s, &o) || !check_output(s, &o) ||
-        !check_two_in_flight(s, &o) || !share_routing(s, &o) || !check_rows(s, &o))
+        !check_two_in_flight(s, &o) || !check_anywhere(s) || !share_routing(s, &o) ||
+        !check_rows(s, &o))
         return false;
     s->tally->tokens += s->in->tokens;
     s->ids = o.ids;

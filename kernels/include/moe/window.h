@@ -22,7 +22,9 @@
  *             row per expert; rows start from the counts, so the order is the same on every run.
  *   combine   for every token of p that has rows on s: the fp32 sum of these rows, in k order,
  *             stored in the step's dtype into partials[s][t] of p's window, then returned[s][t].
- *             After its last partial, s stores done[s]. p adds the partials in slot order.
+ *             After its last partial, s stores done[s]. p adds the partials in slot order; the
+ *             own one is rounded to the step's dtype as well, so that y has the same bits on
+ *             whatever slot the token is at home.
  *
  * A backward pass has the same words in the same order. Its rows are pairs, x and dy of a token
  * side by side, and its partials are the fp32 sum of dx rows followed by one fp32 gradient for each
