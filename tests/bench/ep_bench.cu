@@ -273,7 +273,7 @@ void run_shape(struct member *m, struct moe_device *device, const shape &s)
     make_layer(b);
     make_inputs(b);
     require(moe_cuda_session_join(device, &config, &b.session));
-    require(moe_cuda_ep_reserve(b.session, b.layer, MOE_DTYPE_BF16, s.tokens, s.tokens));
+    require(moe_cuda_ep_reserve(b.session, b.layer, MOE_DTYPE_BF16, s.tokens, s.tokens, false));
     size_t rows = moe_cuda_ep_most_rows(b.session, b.layer, s.tokens);
     b.out_bytes = rows * s.hidden * sizeof(float);
     b.out = static_cast<float *>(on_device(b, nullptr, b.out_bytes));
