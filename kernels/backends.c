@@ -25,6 +25,18 @@ static bool cuda_answers(void)
 }
 #endif
 
+bool moe_gemm_parse(const char *name, enum moe_gemm *out)
+{
+    static const char *const names[] = {
+        [MOE_GEMM_AUTO] = "auto", [MOE_GEMM_HOPPER] = "hopper", [MOE_GEMM_CUBLAS] = "cublas"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (strcmp(name, names[i]) == 0) {
+            *out = (enum moe_gemm)i;
+            return true;
+        }
+    return false;
+}
+
 const struct moe_backend *moe_backend_find(const char *name)
 {
     if (strcmp(name, "auto") == 0)

@@ -18,7 +18,7 @@ enum { ANY_SLOT = MOE_MAX_SLOTS };
 #define ECHO_NS (100 * MOE_NS_PER_MS)
 
 struct settings {
-    const char *model, *coordinator, *listen, *advertise, *backend, *worker_id;
+    const char *model, *coordinator, *listen, *advertise, *backend, *gemm, *worker_id;
     uint64_t device, threads, slot;
     uint64_t max_message_bytes, max_bytes_in_flight;
     uint64_t max_tokens_per_request, max_tokens_per_step, max_queued_tokens;
@@ -216,11 +216,13 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     if (backend == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
                          "this build has no backend \"%s\"", s->backend);
+    enum moe_gemm gemm = MOE_GEMM_AUTO;
+    (void)moe_gemm_parse(s->gemm, &gemm); /* check_settings has */
     struct run run = {0};
     struct moe_metrics *metrics = NULL;
     struct moe_worker_config config = {
         .backend = backend,
-        .device = {.ordinal = (int)s->device, .threads = (uint32_t)s->threads},
+        .device = {.ordinal = (int)s->device, .threads = (uint32_t)s->threads, .gemm = gemm},
         .model = s->model,
         .coordinator = s->coordinator,
         .listen = s->listen,
@@ -271,6 +273,9 @@ static const char *check_settings(const void *ctx)
         return "--max-tokens-per-step is a power of two";
     if (!known_backend)
         return "--backend is cpu, cuda or auto";
+    enum moe_gemm gemm;
+    if (!moe_gemm_parse(s->gemm, &gemm))
+        return "--gemm is hopper, cublas or auto";
     const char *training = check_training(s);
     if (training != NULL)
         return training;
@@ -288,6 +293,7 @@ int main(int argc, char **argv)
     struct settings s = {
         .listen = "127.0.0.1:0",
         .backend = "auto",
+        .gemm = "auto",
         .slot = ANY_SLOT,
         .max_message_bytes = UINT64_C(128) << 20,
         .max_bytes_in_flight = UINT64_C(1) << 30,
@@ -318,6 +324,8 @@ int main(int argc, char **argv)
          "GPU to use; ignored by the CPU backend"},
         {"threads", 't', MOE_OPTION_UINT, &s.threads, 0, 1024, "N",
          "Compute threads of the CPU backend; 0 = all cores"},
+        {"gemm", 0, MOE_OPTION_STRING, &s.gemm, 0, 0, "NAME",
+         "What multiplies bf16 on a GPU: hopper, cublas, or auto"},
         {"worker-id", 0, MOE_OPTION_STRING, &s.worker_id, 0, 0, "NAME",
          "Stable identity; host name and port when not given"},
         {"slot", 0, MOE_OPTION_UINT, &s.slot, 0, ANY_SLOT, "N", "Seat to ask for; 16 = any"},

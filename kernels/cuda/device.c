@@ -4,6 +4,7 @@
 #include "cuda/train_stages.h"
 
 #include "cuda/backend.h"
+#include "cuda/ggemm_cublas.h"
 #include "cuda/load.h"
 
 #include <stdio.h>
@@ -83,6 +84,17 @@ static struct moe_status make_buffers(struct moe_device *device)
     return moe_ok();
 }
 
+static struct moe_status choose_gemm(struct moe_device *device, enum moe_gemm gemm)
+{
+    const bool hopper = device->arch / 10 == 9;
+    if (gemm == MOE_GEMM_HOPPER && !hopper)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "gemm hopper: %s is no Hopper GPU", device->gpu_name);
+    if (gemm == MOE_GEMM_HOPPER || (gemm == MOE_GEMM_AUTO && hopper))
+        return moe_ok();
+    return moe_cuda_cublas_open(&device->cublas);
+}
+
 struct moe_status moe_cuda_device_open(const struct moe_device_config *config,
                                        struct moe_device **out)
 {
@@ -97,6 +109,7 @@ struct moe_status moe_cuda_device_open(const struct moe_device_config *config,
     MOE_TRY_GOTO(st, moe_cuda_load_all(device->arch), fail);
     MOE_TRY_GOTO(st, make_streams(device), fail);
     MOE_TRY_GOTO(st, make_buffers(device), fail);
+    MOE_TRY_GOTO(st, choose_gemm(device, config->gemm), fail);
     *out = device;
     return st;
 fail:
@@ -123,6 +136,7 @@ void moe_cuda_device_close(struct moe_device *device)
         moe_cuda_mem_free(device, MOE_MEM_HOST, device->staging[i], MOE_CUDA_STAGING_BYTES);
         moe_cuda_mem_free(device, MOE_MEM_DEVICE, device->landing[i], MOE_CUDA_STAGING_BYTES);
     }
+    moe_cuda_cublas_close(device->cublas);
     pthread_mutex_destroy(&device->memory_lock);
     pthread_mutex_destroy(&device->staging_lock);
     free(device);

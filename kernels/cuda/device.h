@@ -19,6 +19,7 @@ extern "C" {
 
 struct moe_cuda_moved;
 struct moe_cuda_train_scratch;
+struct moe_cuda_cublas; /* ggemm_cublas.h */
 
 enum {
     MOE_CUDA_STAGING_BYTES = 8 << 20, /* of one of the two halves of pinned staging */
@@ -28,6 +29,7 @@ struct moe_device {
     int ordinal;
     int arch; /* 10 * major + minor of the compute capability: 90 = Hopper */
     int multiprocessors;
+    struct moe_cuda_cublas *cublas; /* what multiplies bf16; NULL: Hopper's kernels do */
     char gpu_name[48];
     uint64_t memory_bytes;
     uint64_t used_bytes;          /* atomic */

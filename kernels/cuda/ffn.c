@@ -3,7 +3,7 @@
 
 #include "base/size.h"
 #include "cuda/ffn_exact.h"
-#include "cuda/ggemm.h"
+#include "cuda/ggemm_cublas.h"
 
 /* ---------------------------------------------------------------------- choice */
 
@@ -50,6 +50,28 @@ static uint64_t *began_of(const struct moe_cuda_batch_rows *b, enum moe_stage st
     return b->began != NULL ? b->began + stage : NULL;
 }
 
+static struct moe_status multiply(const struct moe_layer *layer, const struct moe_cuda_ggemm *g,
+                                  void *scratch, cudaStream_t stream)
+{
+    struct moe_cuda_cublas *cublas = layer->device->cublas;
+    return cublas != NULL ? moe_cuda_cublas_enqueue(cublas, g, scratch, stream)
+                          : moe_cuda_ggemm_enqueue(g, stream);
+}
+
+/* Scratch of one product with a result of this dtype. */
+static size_t product_bytes(const struct moe_layer *layer, enum moe_cuda_matrices which,
+                            enum moe_dtype out_dtype, uint32_t rows)
+{
+    if (layer->device->cublas == NULL || !layer->desc.served[which] || rows == 0)
+        return 0;
+    return moe_cuda_cublas_scratch_bytes(is_gated(which), out_dtype, rows, width_of(layer, which));
+}
+
+static size_t larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
 /* What both products of the routed experts have in common. */
 static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
                                       const struct moe_cuda_batch_rows *b,
@@ -73,6 +95,16 @@ static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
 }
 
 /* --------------------------------------------------------------- routed experts */
+
+size_t moe_cuda_ffn_scratch_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
+                                  uint32_t capacity)
+{
+    if (dtype != MOE_DTYPE_BF16)
+        return 0;
+    enum moe_dtype hidden = moe_cuda_ffn_hidden_dtype(layer, dtype);
+    return larger(product_bytes(layer, MOE_CUDA_GATE_UP, hidden, capacity),
+                  product_bytes(layer, MOE_CUDA_DOWN, MOE_DTYPE_F32, capacity));
+}
 
 struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_dtype dtype,
                                        const struct moe_cuda_batch_rows *b, void *hidden,
@@ -98,7 +130,7 @@ struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_d
     g.out_dtype = hidden_dtype;
     g.out = hidden;
     g.began = began_of(b, MOE_STAGE_GEMM1);
-    return moe_cuda_ggemm_enqueue(&g, stream);
+    return multiply(layer, &g, b->scratch, stream);
 }
 
 struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
@@ -124,15 +156,15 @@ struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
     g.out_dtype = MOE_DTYPE_F32;
     g.out = out;
     g.began = began_of(b, MOE_STAGE_GEMM2);
-    return moe_cuda_ggemm_enqueue(&g, stream);
+    return multiply(layer, &g, b->scratch, stream);
 }
 
 /* ---------------------------------------------------------------- shared expert */
 
-/* Its scratch: the weights of the tokens, and the activations. */
+/* Its scratch: the weights of the tokens, the activations, and what a product needs. */
 struct shared_scratch {
     float *weight;
-    void *hidden;
+    void *hidden, *product;
 };
 
 enum { LINE = 256 };
@@ -145,20 +177,27 @@ static size_t in_lines(size_t bytes)
 size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens)
 {
     size_t inner = layer->spec.shared_intermediate, n = tokens;
-    return inner == 0 ? 0 : in_lines(n * sizeof(float)) + n * inner * sizeof(float);
+    if (inner == 0)
+        return 0;
+    return in_lines(n * sizeof(float)) + in_lines(n * inner * sizeof(float)) +
+           larger(product_bytes(layer, MOE_CUDA_SHARED_GATE_UP, MOE_DTYPE_BF16, tokens),
+                  product_bytes(layer, MOE_CUDA_SHARED_DOWN, MOE_DTYPE_F32, tokens));
 }
 
-static struct shared_scratch lay_out_shared(const struct moe_cuda_shared *s)
+static struct shared_scratch lay_out_shared(const struct moe_layer *layer,
+                                            const struct moe_cuda_shared *s)
 {
     size_t weights = in_lines((size_t)s->capacity * sizeof(float));
-    return (struct shared_scratch){.weight = s->scratch, .hidden = (char *)s->scratch + weights};
+    size_t hidden = in_lines((size_t)s->capacity * layer->spec.shared_intermediate * sizeof(float));
+    char *base = s->scratch;
+    return (struct shared_scratch){
+        .weight = s->scratch, .hidden = base + weights, .product = base + weights + hidden};
 }
 
-static struct moe_status shared_product(const struct moe_layer *layer,
-                                        const struct moe_cuda_shared *s,
-                                        enum moe_cuda_matrices which, const float *weight,
-                                        const void *in, enum moe_dtype out_dtype, void *out,
-                                        uint64_t *began, cudaStream_t stream)
+static struct moe_status
+shared_product(const struct moe_layer *layer, const struct moe_cuda_shared *s,
+               const struct shared_scratch *at, enum moe_cuda_matrices which, const void *in,
+               enum moe_dtype out_dtype, void *out, uint64_t *began, cudaStream_t stream)
 {
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
     struct moe_cuda_gemm_facts facts = {
@@ -173,7 +212,7 @@ static struct moe_status shared_product(const struct moe_layer *layer,
                                .count = &s->facts->tokens,
                                .x = in,
                                .weights = &s->facts->weights[which],
-                               .row_weight = weight,
+                               .row_weight = layer->spec.shared_gated ? at->weight : NULL,
                                .weighting = MOE_WEIGHT_OUTPUT_LATE,
                                .activation = layer->spec.shared_activation,
                                .limit = layer->spec.swiglu_limit,
@@ -181,7 +220,7 @@ static struct moe_status shared_product(const struct moe_layer *layer,
                                .out_dtype = out_dtype,
                                .out = out,
                                .began = began};
-    return moe_cuda_ggemm_enqueue(&g, stream);
+    return multiply(layer, &g, at->product, stream);
 }
 
 static struct moe_status shared_exactly(const struct moe_layer *layer,
@@ -208,7 +247,7 @@ static struct moe_status shared_exactly(const struct moe_layer *layer,
 struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
                                       const struct moe_cuda_shared *s, cudaStream_t stream)
 {
-    struct shared_scratch at = lay_out_shared(s);
+    struct shared_scratch at = lay_out_shared(layer, s);
     const float *weight = NULL;
     uint64_t *began = s->began; /* for whichever kernel is first */
     if (layer->spec.shared_gated) {
@@ -220,9 +259,9 @@ struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
     if (!on_tensor_cores(layer, s->dtype, MOE_CUDA_SHARED_GATE_UP) ||
         !on_tensor_cores(layer, MOE_DTYPE_BF16, MOE_CUDA_SHARED_DOWN))
         return shared_exactly(layer, s, weight, at.hidden, began, stream);
-    MOE_TRY(shared_product(layer, s, MOE_CUDA_SHARED_GATE_UP, weight, s->x, MOE_DTYPE_BF16,
-                           at.hidden, began, stream));
-    return shared_product(layer, s, MOE_CUDA_SHARED_DOWN, weight, at.hidden, MOE_DTYPE_F32, s->out,
+    MOE_TRY(shared_product(layer, s, &at, MOE_CUDA_SHARED_GATE_UP, s->x, MOE_DTYPE_BF16, at.hidden,
+                           began, stream));
+    return shared_product(layer, s, &at, MOE_CUDA_SHARED_DOWN, at.hidden, MOE_DTYPE_F32, s->out,
                           NULL, stream);
 }
 
@@ -263,14 +302,20 @@ static struct moe_status measure_rows(struct moe_layer *layer, const struct moe_
     return moe_cuda_facts_tell(layer, &facts, &b->facts);
 }
 
-/* What both parts begin with. `narrow`: memory for hidden as it travels inside a step, where that
- * is not F32; the caller gives it back. */
+/* What both parts begin with, and its memory. */
 struct part {
     struct moe_cuda_batch_rows b;
-    enum moe_dtype inner;
-    size_t elements; /* of hidden */
-    void *narrow;
+    enum moe_dtype inner; /* of hidden inside a step */
+    size_t elements;      /* of hidden */
+    void *narrow;         /* room for hidden where `inner` is not F32, else NULL */
+    size_t narrow_bytes, scratch_bytes;
 };
+
+static void end_part(struct moe_layer *layer, struct part *p)
+{
+    moe_cuda_mem_free(layer->device, MOE_MEM_DEVICE, p->narrow, p->narrow_bytes);
+    moe_cuda_mem_free(layer->device, MOE_MEM_DEVICE, p->b.scratch, p->scratch_bytes);
+}
 
 static struct moe_status begin_part(struct moe_layer *layer, enum moe_dtype dtype,
                                     const struct moe_rows *rows, struct part *p)
@@ -281,15 +326,14 @@ static struct moe_status begin_part(struct moe_layer *layer, enum moe_dtype dtyp
     MOE_TRY(measure_rows(layer, rows, &p->b));
     p->inner = moe_cuda_ffn_hidden_dtype(layer, dtype);
     p->elements = (size_t)p->b.capacity * layer->spec.intermediate;
-    if (p->inner == MOE_DTYPE_F32)
-        return moe_ok();
-    return moe_cuda_mem_alloc(layer->device, MOE_MEM_DEVICE, p->elements * sizeof(uint16_t),
-                              &p->narrow);
-}
-
-static void end_part(struct moe_layer *layer, struct part *p)
-{
-    moe_cuda_mem_free(layer->device, MOE_MEM_DEVICE, p->narrow, p->elements * sizeof(uint16_t));
+    p->narrow_bytes = p->inner == MOE_DTYPE_F32 ? 0 : p->elements * sizeof(uint16_t);
+    p->scratch_bytes = moe_cuda_ffn_scratch_bytes(layer, dtype, p->b.capacity);
+    MOE_TRY(moe_cuda_mem_alloc(layer->device, MOE_MEM_DEVICE, p->narrow_bytes, &p->narrow));
+    struct moe_status st =
+        moe_cuda_mem_alloc(layer->device, MOE_MEM_DEVICE, p->scratch_bytes, &p->b.scratch);
+    if (moe_failed(&st))
+        end_part(layer, p);
+    return st;
 }
 
 struct moe_status moe_cuda_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,

@@ -21,7 +21,13 @@ struct moe_cuda_batch_rows {
     uint32_t capacity;    /* rows that rows.x, rows.weight and all outputs have room for */
     uint64_t *began; /* [MOE_STAGE_COUNT] gets the times when the two products began, or NULL */
     uint32_t bucket, slots; /* of the step: what the choice of a tile goes by */
+    void *scratch;          /* moe_cuda_ffn_scratch_bytes(capacity) */
 };
+
+/* Bytes of scratch that a product of the routed experts needs for `capacity` rows; one after the
+ * other they may use the same. 0 where Hopper's kernels multiply. */
+size_t moe_cuda_ffn_scratch_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
+                                  uint32_t capacity);
 
 /* The dtype in which `hidden` travels from gate_up to down inside a step: BF16 where both run on
  * tensor cores, else F32. The same for all steps of a layer and dtype. */

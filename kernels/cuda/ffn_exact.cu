@@ -2,6 +2,7 @@
  * odd shapes, other devices. simt.cuh multiplies; here are the epilogues. */
 #include "cuda/ffn_exact.h"
 
+#include "activation.cuh"
 #include "cuda/load.h"
 #include "cuda/simt.cuh"
 #include "cuda/stamp.cuh"
@@ -46,18 +47,6 @@ static __device__ groups groups_of(const exact_args &a)
     return g;
 }
 
-/* NaN passes through the clamps, as it does on the CPU: fminf and fmaxf would swallow it. */
-static __device__ float activate(const exact_args &a, float g, float u)
-{
-    if (a.activation != MOE_ACT_SWIGLU) {
-        g = g > a.limit ? a.limit : g;
-        u = u > a.limit ? a.limit : u < -a.limit ? -a.limit : u;
-    }
-    if (a.activation == MOE_ACT_SWIGLU_OAI)
-        return g * sigmoid(a.alpha * g) * (u + 1.0f);
-    return g * sigmoid(g) * u;
-}
-
 static __device__ void store(const exact_args &a, size_t at, float v)
 {
     if (a.out_bf16)
@@ -80,7 +69,7 @@ static __device__ float gate_and_up(const exact_args &a, const tile &t, size_t r
         g += bias_at(a, MOE_WEIGHT_GATE_BIAS, t.entry, inner);
         u += bias_at(a, MOE_WEIGHT_UP_BIAS, t.entry, inner);
     }
-    return activate(a, g, u);
+    return moe_activate(a.activation, a.limit, a.alpha, g, u);
 }
 
 template <typename X, typename W>

@@ -7,6 +7,7 @@
 #include "ggemm_even.cuh"
 #include "ggemm_pingpong.cuh"
 #include "ggemm_stream.cuh"
+#include "tensor_map.cuh"
 
 #include <cuda_runtime.h>
 #include <limits>
@@ -46,47 +47,6 @@ const instance instances[] = {
 };
 static_assert(sizeof instances / sizeof *instances == MOE_CUDA_TILE_COUNT, "one instance per tile");
 
-typedef decltype(&cuTensorMapEncodeTiled) encode_fn;
-
-moe_status find_encoder(encode_fn *out)
-{
-    void *entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    MOE_TRY(MOE_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                                      cudaEnableDefault, &found)));
-    if (found != cudaDriverEntryPointSuccess || entry == nullptr)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                         "the CUDA driver is too old for tensor maps");
-    *out = reinterpret_cast<encode_fn>(entry);
-    return moe_ok();
-}
-
-struct buffer {
-    const void *data;
-    uint32_t rows, columns, entries;
-};
-
-/* Boxes are 64 columns (128 bytes, one swizzled row of a stage) by `box_rows`, of one entry.
- * Elements outside are read as zeros and never written. */
-moe_status encode(encode_fn encoder, CUtensorMap *map, const buffer &b, uint32_t box_rows,
-                  uint32_t rank)
-{
-    const cuuint64_t row_bytes = cuuint64_t(b.columns) * 2;
-    const cuuint64_t sizes[3] = {b.columns, b.rows, b.entries};
-    const cuuint64_t strides[2] = {row_bytes, row_bytes * b.rows};
-    const cuuint32_t box[3] = {ggemm::DEPTH, box_rows, 1};
-    const cuuint32_t steps[3] = {1, 1, 1};
-    const CUresult rc =
-        encoder(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void *>(b.data), sizes,
-                strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (rc != CUDA_SUCCESS)
-        return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
-                         "cuTensorMapEncodeTiled: error %d for %u x %u x %u", int(rc), b.entries,
-                         b.rows, b.columns);
-    return moe_ok();
-}
-
 moe_status check_shape(const moe_cuda_ggemm &g)
 {
     const uint64_t row_tiles = uint64_t(g.row_capacity) / ggemm::MMA_ROWS + g.experts;
@@ -122,14 +82,12 @@ moe_status make_params(const moe_cuda_ggemm &g, const instance &use, ggemm::para
 {
     const struct moe_cuda_tile_shape shape = moe_cuda_tile_shape(g.tile);
     const uint32_t weight_rows = g.gated ? 2 * g.n : g.n;
-    const buffer x = {g.x, g.row_capacity, g.k, 1};
-    const buffer out = {g.out, g.row_capacity, g.n, 1};
-    encode_fn encoder;
-    MOE_TRY(find_encoder(&encoder));
+    const tensor_map::matrix x = {g.x, g.row_capacity, g.k, 1};
+    const tensor_map::matrix out = {g.out, g.row_capacity, g.n, 1};
     for (uint32_t i = 0; i < shape.rows / use.row_step; i++)
-        MOE_TRY(encode(encoder, &p->rows[i], x, (i + 1) * use.row_step, 2));
+        MOE_TRY(tensor_map::of_rows(&p->rows[i], x, (i + 1) * use.row_step, 2));
     if (g.out_dtype == MOE_DTYPE_BF16)
-        MOE_TRY(encode(encoder, &p->out, out, ggemm::STORE_ROWS, 2));
+        MOE_TRY(tensor_map::of_rows(&p->out, out, ggemm::STORE_ROWS, 2));
     p->out_rows = g.out;
     p->start = g.start;
     p->count = g.count;
@@ -146,21 +104,12 @@ moe_status make_params(const moe_cuda_ggemm &g, const instance &use, ggemm::para
     return moe_ok();
 }
 
-/* Of the device that is current on this thread. */
-moe_status device_facts(int *major, int *processors)
-{
-    int device;
-    MOE_TRY(MOE_CUDA(cudaGetDevice(&device)));
-    MOE_TRY(MOE_CUDA(cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, device)));
-    return MOE_CUDA(cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device));
-}
-
 } // namespace
 
 extern "C" bool moe_cuda_ggemm_serves(uint32_t n, uint32_t k)
 {
     int major = 0, processors = 0;
-    const moe_status st = device_facts(&major, &processors);
+    const moe_status st = tensor_map::device_facts(&major, &processors);
     return !moe_failed(&st) && major == 9 && n % 8 == 0 && k % 8 == 0 && n > 0 && k > 0;
 }
 
@@ -170,12 +119,10 @@ extern "C" moe_status moe_cuda_ggemm_describe(const void *data, uint32_t experts
     static_assert(sizeof(CUtensorMap) == sizeof(moe_cuda_tensor_map) &&
                       sizeof(moe_cuda_ggemm_weights) % alignof(CUtensorMap) == 0,
                   "maps of an array of weights are aligned");
-    encode_fn encoder;
-    MOE_TRY(find_encoder(&encoder));
     for (int tile = 0; tile < MOE_CUDA_TILE_COUNT; tile++) {
         const auto shape = moe_cuda_tile_shape(static_cast<moe_cuda_gemm_tile>(tile));
         CUtensorMap map;
-        MOE_TRY(encode(encoder, &map, {data, rows, columns, experts}, shape.columns, 3));
+        MOE_TRY(tensor_map::of_rows(&map, {data, rows, columns, experts}, shape.columns, 3));
         memcpy(&out->map[tile], &map, sizeof map);
     }
     out->data = data;
@@ -185,7 +132,7 @@ extern "C" moe_status moe_cuda_ggemm_describe(const void *data, uint32_t experts
 extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_st *stream)
 {
     int major, processors;
-    MOE_TRY(device_facts(&major, &processors));
+    MOE_TRY(tensor_map::device_facts(&major, &processors));
     if (major != 9)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "this grouped GEMM needs a Hopper GPU");

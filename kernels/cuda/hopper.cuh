@@ -167,6 +167,16 @@ __device__ __forceinline__ uint64_t operand(uint32_t address)
            (static_cast<uint64_t>(1024 >> 4) << 32) | (UINT64_C(1) << 62);
 }
 
+/* The same for an operand whose K runs along rows ("MN-major"): slabs of 64 columns, `slab_bytes`
+ * apart, each with K rows of 128 bytes. 16 further along K is +OPERAND_16_ROWS. */
+__device__ __forceinline__ uint64_t operand_rows(uint32_t address, uint32_t slab_bytes)
+{
+    return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
+           (static_cast<uint64_t>(slab_bytes >> 4) << 16) |
+           (static_cast<uint64_t>(1024 >> 4) << 32) | (UINT64_C(1) << 62);
+}
+constexpr uint32_t OPERAND_16_ROWS = 16 * 128 >> 4;
+
 __device__ __forceinline__ void multiply_fence()
 {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -225,20 +235,28 @@ template <int PENDING> __device__ __forceinline__ void multiply_wait()
  * (d[4j+2], d[4j+3]), columns 8j + 2 (t%4) and the next. */
 template <uint32_t N> struct multiply;
 
+#define MOE_MULTIPLY_START(name, transposed, n, count, a_name, b_name, p_name)                     \
+    template <uint32_t SIZE>                                                                       \
+    static __device__ __forceinline__ void name(float(&d)[SIZE], uint64_t a, uint64_t b,           \
+                                                int accumulate)                                    \
+    {                                                                                              \
+        static_assert(SIZE >= count, "accumulators");                                              \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" p_name ", 0;\n"                          \
+                     "wgmma.mma_async.sync.aligned.m64n" #n                                        \
+                     "k16.f32.bf16.bf16 {" MOE_NAMES_##count "}, %" a_name ", %" b_name            \
+                                                             ", p, 1, 1, " transposed ";\n}"       \
+                     : MOE_VALUES_##count                                                          \
+                     : "l"(a), "l"(b), "r"(accumulate));                                           \
+    }
+
+/* start: both operands by `operand`; start_a_rows, start_b_rows, start_both_rows: a, b or both by
+ * `operand_rows`. */
 #define MOE_MULTIPLY(n, count, a_name, b_name, p_name)                                             \
     template <> struct multiply<n> {                                                               \
-        template <uint32_t SIZE>                                                                   \
-        static __device__ __forceinline__ void start(float (&d)[SIZE], uint64_t a, uint64_t b,     \
-                                                     int accumulate)                               \
-        {                                                                                          \
-            static_assert(SIZE >= count, "accumulators");                                          \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" p_name ", 0;\n"                      \
-                         "wgmma.mma_async.sync.aligned.m64n" #n                                    \
-                         "k16.f32.bf16.bf16 {" MOE_NAMES_##count "}, %" a_name ", %" b_name        \
-                                                                 ", p, 1, 1, 0, 0;\n}"             \
-                         : MOE_VALUES_##count                                                      \
-                         : "l"(a), "l"(b), "r"(accumulate));                                       \
-        }                                                                                          \
+        MOE_MULTIPLY_START(start, "0, 0", n, count, a_name, b_name, p_name)                        \
+        MOE_MULTIPLY_START(start_a_rows, "1, 0", n, count, a_name, b_name, p_name)                 \
+        MOE_MULTIPLY_START(start_b_rows, "0, 1", n, count, a_name, b_name, p_name)                 \
+        MOE_MULTIPLY_START(start_both_rows, "1, 1", n, count, a_name, b_name, p_name)              \
     }
 
 MOE_MULTIPLY(16, 8, "8", "9", "10");
@@ -259,6 +277,7 @@ MOE_MULTIPLY(240, 120, "120", "121", "122");
 MOE_MULTIPLY(256, 128, "128", "129", "130");
 
 #undef MOE_MULTIPLY
+#undef MOE_MULTIPLY_START
 
 /* Keeps the compiler from moving a read of the accumulators before the wait that precedes it. */
 template <int N> __device__ __forceinline__ void multiply_done(float (&d)[N])

@@ -4,6 +4,7 @@
 
 #include "base/size.h"
 #include "cuda/facts.h"
+#include "cuda/ggemm_cublas.h"
 #include "cuda/weights.h"
 #include "layer_rules.h"
 
@@ -367,7 +368,13 @@ static uint32_t product_columns(const struct moe_layer *layer, enum moe_cuda_mat
     return which == MOE_CUDA_SHARED_GATE_UP ? layer->spec.shared_intermediate : layer->spec.hidden;
 }
 
-/* What the copy engine must know of the matrices that the grouped GEMM multiplies with. */
+static bool serves(const struct moe_layer *layer, uint32_t n, uint32_t k)
+{
+    return layer->device->cublas != NULL ? moe_cuda_cublas_serves(n, k)
+                                         : moe_cuda_ggemm_serves(n, k);
+}
+
+/* What the products must know of the matrices that they multiply with. */
 static struct moe_status describe_products(struct moe_layer *layer)
 {
     static const enum moe_cuda_matrices products[] = {
@@ -375,10 +382,12 @@ static struct moe_status describe_products(struct moe_layer *layer)
     struct moe_cuda_layer_desc *d = &layer->desc;
     for (size_t i = 0; i < sizeof products / sizeof *products; i++) {
         const struct moe_cuda_matrix *m = &d->matrix[products[i]];
-        d->served[products[i]] =
-            m->data != NULL && m->dtype == MOE_DTYPE_BF16 &&
-            moe_cuda_ggemm_serves(product_columns(layer, products[i]), m->columns);
-        if (d->served[products[i]])
+        d->served[products[i]] = m->data != NULL && m->dtype == MOE_DTYPE_BF16 &&
+                                 serves(layer, product_columns(layer, products[i]), m->columns);
+        if (!d->served[products[i]])
+            continue;
+        d->product[products[i]].data = m->data;
+        if (layer->device->cublas == NULL)
             MOE_TRY(moe_cuda_ggemm_describe(m->data, m->entries, m->rows, m->columns,
                                             &d->product[products[i]]));
     }

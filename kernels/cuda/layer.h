@@ -61,7 +61,7 @@ struct moe_cuda_layer_desc {
     /* By enum moe_cuda_matrices, for those that tensor cores multiply (desc.served); first, because
      * the copy engine wants it aligned, as the descriptor itself is. */
     struct moe_cuda_ggemm_weights product[MOE_CUDA_MATRICES];
-    bool served[MOE_CUDA_MATRICES]; /* the grouped GEMM can multiply bf16 rows with this matrix */
+    bool served[MOE_CUDA_MATRICES]; /* tensor cores can multiply bf16 rows with this matrix */
     struct moe_layer_spec spec;
     uint32_t slot, slots, local_experts;
     struct moe_cuda_placement placement;

@@ -14,7 +14,10 @@ struct moe_status moe_cuda_load_all(int arch)
     MOE_TRY(moe_cuda_load_train_kernels());
     MOE_TRY(moe_cuda_load_train_router());
     MOE_TRY(moe_cuda_load_train_state());
-    if (arch == HOPPER)
+    MOE_TRY(moe_cuda_load_ggemm_cublas());
+    if (arch == HOPPER) {
         MOE_TRY(moe_cuda_load_ggemm());
+        MOE_TRY(moe_cuda_load_ggemm_wgrad());
+    }
     return moe_cuda_load_ep_combine();
 }

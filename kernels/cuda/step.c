@@ -33,7 +33,7 @@ struct lane_layout {
 
 /* Offsets in the scratch buffer. */
 struct scratch_layout {
-    size_t logits, hidden, out, base, shared, bytes;
+    size_t logits, hidden, out, base, shared, products, bytes;
 };
 
 /* What host and device tell each other of a step. */
@@ -245,6 +245,7 @@ static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows, struct
            place(&at, &l->out, rows, spec->hidden, sizeof(float)) &&
            place(&at, &l->base, base_rows, spec->hidden, sizeof(float)) &&
            place(&at, &l->shared, moe_cuda_ffn_shared_bytes(a->layer, a->bucket), 1, 1) &&
+           place(&at, &l->products, moe_cuda_ffn_scratch_bytes(a->layer, a->dtype, rows), 1, 1) &&
            ((l->bytes = at), true);
 }
 
@@ -354,7 +355,8 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
                                     .capacity = moe_cuda_ep_most_rows(s, layer, shape->bucket),
                                     .bucket = shape->bucket,
                                     .began = lane->mail_on_device->began,
-                                    .slots = (uint32_t)__builtin_popcountll(s->config.live)};
+                                    .slots = (uint32_t)__builtin_popcountll(s->config.live),
+                                    .scratch = scratch(steps, steps->at.products)};
     MOE_TRY(capture_router(shape, lane, stream));
     next_range("prepare");
     MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch, stream));

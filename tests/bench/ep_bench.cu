@@ -300,7 +300,7 @@ void run_shape(struct member *m, struct moe_device *device, const shape &s)
 
 int run(struct member *m)
 {
-    struct moe_device_config config = {static_cast<int>(m->slot), 0};
+    struct moe_device_config config = {static_cast<int>(m->slot), 0, MOE_GEMM_AUTO};
     struct moe_device *device;
     require(moe_cuda_device_open(&config, &device));
     for (const shape &s : shapes)

@@ -7,7 +7,7 @@ that nobody's launch cost counts; candidates are interleaved in random order, so
 same clock and power; figures are medians.
 
     ggemm_vs_torch.py path/to/libmoe_ggemm.so [--rounds 30] [--all-tiles] [--only TEXT]
-                      [--json FILE]
+                      [--cublas] [--backward] [--json FILE]
 """
 import argparse
 import ctypes
@@ -18,7 +18,7 @@ import sys
 import torch
 
 TILES = ["decode", "even", "pingpong"]
-BF16, SWIGLU, LATE = 2, 0, 0
+F32, BF16, SWIGLU, LATE = 1, 2, 0, 0
 SPIN_CYCLES = 300_000  # about 0.15 ms: longer than any launch takes the host
 
 
@@ -46,6 +46,14 @@ class Ggemm(ctypes.Structure):
                 ("out_dtype", ctypes.c_int), ("out", ctypes.c_void_p)]
 
 
+class Wgrad(ctypes.Structure):
+    """struct moe_cuda_wgrad"""
+    _fields_ = [("experts", ctypes.c_uint32), ("row_capacity", ctypes.c_uint32),
+                ("n", ctypes.c_uint32), ("k", ctypes.c_uint32), ("start", ctypes.c_void_p),
+                ("count", ctypes.c_void_p), ("dy", ctypes.c_void_p), ("x", ctypes.c_void_p),
+                ("accumulate", ctypes.c_bool), ("dw", ctypes.c_void_p)]
+
+
 class Facts(ctypes.Structure):
     """struct moe_cuda_gemm_facts"""
     _fields_ = [(f, ctypes.c_uint32) for f in ("bucket", "slots", "top_k", "experts", "n", "k")]
@@ -58,6 +66,16 @@ def load(path):
     lib.moe_cuda_ggemm_describe.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32,
                                             ctypes.c_uint32, ctypes.POINTER(Weights)]
     lib.moe_cuda_ggemm_describe.restype = Status
+    lib.moe_cuda_wgrad_enqueue.argtypes = [ctypes.POINTER(Wgrad), ctypes.c_void_p]
+    lib.moe_cuda_wgrad_enqueue.restype = Status
+    lib.moe_cuda_cublas_open.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
+    lib.moe_cuda_cublas_open.restype = Status
+    lib.moe_cuda_cublas_scratch_bytes.argtypes = [ctypes.c_bool, ctypes.c_int, ctypes.c_uint32,
+                                                  ctypes.c_uint32]
+    lib.moe_cuda_cublas_scratch_bytes.restype = ctypes.c_size_t
+    lib.moe_cuda_cublas_enqueue.argtypes = [ctypes.c_void_p, ctypes.POINTER(Ggemm),
+                                            ctypes.c_void_p, ctypes.c_void_p]
+    lib.moe_cuda_cublas_enqueue.restype = Status
     lib.moe_cuda_choose_tile.argtypes = [ctypes.POINTER(Facts)]
     lib.moe_cuda_choose_tile.restype = ctypes.c_int
     return lib
@@ -120,6 +138,64 @@ class Case:
             st = self.lib.moe_cuda_ggemm_enqueue(ctypes.byref(tasks[i % self.sets]), stream)
             if st.code != 0:
                 sys.exit(f"{self.name}: {st.text.decode()}")
+        return run
+
+    def wgrad(self, accumulate):
+        """Gradients of the weights, from random gradients of the results."""
+        if not hasattr(self, "dw"):
+            self.dy = torch.randn(self.capacity, self.n, dtype=torch.bfloat16, device="cuda")
+            self.compact_dy = self.dy[self.index]
+            self.dw = torch.full((self.experts, self.n, self.k), float("nan"), device="cuda")
+        task = Wgrad(self.experts, self.capacity, self.n, self.k, self.start.data_ptr(),
+                     self.count.data_ptr(), self.dy.data_ptr(), self.x[0].data_ptr(), accumulate,
+                     self.dw.data_ptr())
+
+        def run(_):
+            stream = torch.cuda.current_stream().cuda_stream
+            st = self.lib.moe_cuda_wgrad_enqueue(ctypes.byref(task), stream)
+            if st.code != 0:
+                sys.exit(f"{self.name}: {st.text.decode()}")
+        return run
+
+    def torch_wgrad(self, _):
+        return torch._grouped_mm(self.compact_dy.t(), self.compact[0], self.ends)
+
+    def check_wgrad(self):
+        self.wgrad(False)(0)
+        want = self.torch_wgrad(0)
+        worst = 0.0
+        for e in range(self.experts):
+            norm = want[e].float().norm()
+            error = ((self.dw[e] - want[e].float()).norm() / norm).item() if norm > 0 else \
+                self.dw[e].abs().max().item()
+            worst = max(worst, error if error == error else float("inf"))
+        if not worst < 4e-3:
+            sys.exit(f"WRONG: {self.name}, gradient of weights: error {worst:.2e}")
+
+    def forced_cublas(self):
+        """The products of the option `gemm cublas`, fp32 out as down has it."""
+        handle = ctypes.c_void_p()
+        st = self.lib.moe_cuda_cublas_open(ctypes.byref(handle))
+        if st.code != 0:
+            sys.exit(st.text.decode())
+        out = torch.empty(self.capacity, self.n, device="cuda")
+        room = self.lib.moe_cuda_cublas_scratch_bytes(False, F32, self.capacity, self.n)
+        scratch = torch.empty(room, dtype=torch.uint8, device="cuda")
+        task = Ggemm(0, False, self.experts, self.capacity, self.n, self.k, self.start.data_ptr(),
+                     self.count.data_ptr(), self.x[0].data_ptr(), self.cells[0].data_ptr(), False,
+                     None, LATE, SWIGLU, 0, 0, F32, out.data_ptr())
+
+        def run(_):
+            stream = torch.cuda.current_stream().cuda_stream
+            st = self.lib.moe_cuda_cublas_enqueue(handle, ctypes.byref(task), scratch.data_ptr(),
+                                                  stream)
+            if st.code != 0:
+                sys.exit(f"{self.name}: {st.text.decode()}")
+        run(0)
+        want = self.torch_plain(0).float()
+        error = ((out[self.index] - want).norm() / want.norm()).item()
+        if not error < 4e-3:
+            sys.exit(f"WRONG: {self.name}, cuBLAS: error {error:.2e}")
         return run
 
     def torch_plain(self, i):
@@ -231,8 +307,8 @@ def shapes():
     yield "1 row of 64 experts, 7168->4096", [0] * 63 + [1], 7168, 4096, 1, False
 
 
-def report(case, name, us, base):
-    row = {"shape": case.name, "candidate": name, "us": round(us, 1),
+def report(case, name, us, base, kind="forward"):
+    row = {"shape": case.name, "kind": kind, "candidate": name, "us": round(us, 1),
            "tflops": round(case.flops / us / 1e6, 1), "gbs": round(case.bytes / us / 1e3),
            "times_torch": round(base / us, 3)}
     print(f"{case.name:32s} {name:28s} {row['us']:9.1f} us {row['tflops']:7.1f} TF "
@@ -240,12 +316,33 @@ def report(case, name, us, base):
     return row
 
 
-def measure(case, rounds, all_tiles, gated):
+def backward_shapes():
+    """name, rows per expert, K, N"""
+    yield "64x512 7168->4096", [512] * 64, 7168, 4096
+    yield "64x512 2048->7168", [512] * 64, 2048, 7168
+    yield "2x4096 4096->28672", [4096] * 2, 4096, 28672
+    yield "2x4096 14336->4096", [4096] * 2, 14336, 4096
+    yield "routed 64x512 7168->4096", routed(64, 512), 7168, 4096
+    yield "32x1024 2048->1536", [1024] * 32, 2048, 1536
+
+
+def measure_backward(case, rounds):
+    case.check_wgrad()
+    times = time_all({"torch wgrad (bf16)": case.torch_wgrad,
+                      "wgrad (fp32)": case.wgrad(False),
+                      "wgrad (fp32, accumulate)": case.wgrad(True)}, 1, rounds)
+    return [report(case, name, us, times["torch wgrad (bf16)"], "wgrad")
+            for name, us in times.items()]
+
+
+def measure(case, rounds, all_tiles, gated, forced):
     chosen = case.chosen()
     tiles = range(len(TILES)) if all_tiles else [chosen]
     candidates = {"torch": case.torch_plain}
     if len(set(case.counts)) == 1:
         candidates["cuBLAS bmm"] = case.cublas
+    if forced:
+        candidates["--gemm cublas"] = case.forced_cublas()
     for tile in tiles:
         case.check(tile)
         mark = "*" if tile == chosen else ""
@@ -275,16 +372,23 @@ def main():
     args.add_argument("--rounds", type=int, default=30)
     args.add_argument("--all-tiles", action="store_true", help="time every tile, * = chosen")
     args.add_argument("--only", default="", help="shapes whose name contains this")
+    args.add_argument("--cublas", action="store_true", help="time the forced cuBLAS path too")
+    args.add_argument("--backward", action="store_true", help="gradients instead")
     args.add_argument("--json")
     args = args.parse_args()
     lib = load(args.library)
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}; "
           f"copy {bandwidth():.0f} GB/s", flush=True)
     rows = []
-    for name, counts, k, n, sets, gated in shapes():
+    for name, counts, k, n in backward_shapes() if args.backward else ():
+        if args.only in name:
+            rows += measure_backward(Case(lib, name, counts, k, n), args.rounds)
+            torch.cuda.empty_cache()
+    for name, counts, k, n, sets, gated in () if args.backward else shapes():
         if args.only not in name:
             continue
-        rows += measure(Case(lib, name, counts, k, n, sets), args.rounds, args.all_tiles, gated)
+        rows += measure(Case(lib, name, counts, k, n, sets), args.rounds, args.all_tiles, gated,
+                        args.cublas)
         torch.cuda.empty_cache()
     if args.json:
         with open(args.json, "w", encoding="utf-8") as f:

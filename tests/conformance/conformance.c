@@ -30,6 +30,7 @@ enum {
 
 struct plan {
     const struct moe_backend *backend;
+    enum moe_gemm gemm;
     uint64_t slots, cases, seed, first, timeout_s;
     bool skewed, training;
     void *share; /* for training: SHARE_BYTES for each slot */
@@ -140,7 +141,8 @@ static bool refuses_too_much(struct subject *s)
 static bool open_device(struct subject *s, const struct plan *plan)
 {
     struct moe_device_config config = {.ordinal = (int)s->member->slot,
-                                       .threads = 1 + (uint32_t)(plan->seed + s->member->slot) % 2};
+                                       .threads = 1 + (uint32_t)(plan->seed + s->member->slot) % 2,
+                                       .gemm = plan->gemm};
     void *host, *dev;
     if (!went_well(s, "device", s->backend->device_open(&config, &s->device)) ||
         !went_well(s, "memory",
@@ -208,11 +210,12 @@ static void *share_memory(uint64_t slots)
 
 int main(int argc, char **argv)
 {
-    const char *backend = "cpu";
+    const char *backend = "cpu", *gemm = "auto";
     struct plan plan = {
         .slots = 2, .cases = 100, .seed = seed_from_environment(1), .timeout_s = 600};
     const struct moe_option options[] = {
         {"backend", 'b', MOE_OPTION_STRING, &backend, 0, 0, "NAME", "backend to test"},
+        {"gemm", 0, MOE_OPTION_STRING, &gemm, 0, 0, "NAME", "CUDA: auto, hopper or cublas"},
         {"slots", 'n', MOE_OPTION_UINT, &plan.slots, 1, MOE_MAX_SLOTS, "N", "processes"},
         {"cases", 'c', MOE_OPTION_UINT, &plan.cases, 1, 0, "M", "random cases to run"},
         {"seed", 's', MOE_OPTION_UINT, &plan.seed, 0, 0, "S", "which cases"},
@@ -225,8 +228,10 @@ int main(int argc, char **argv)
     struct moe_options parsed;
     int first;
     struct moe_status st = moe_options_parse(options, count, NULL, argc, argv, &first, &parsed);
-    if (moe_failed(&st) || (plan.backend = moe_backend_find(backend)) == NULL) {
-        fprintf(stderr, "%s\n", moe_failed(&st) ? st.text : "this build has no such backend");
+    if (moe_failed(&st) || (plan.backend = moe_backend_find(backend)) == NULL ||
+        !moe_gemm_parse(gemm, &plan.gemm)) {
+        fprintf(stderr, "%s\n",
+                moe_failed(&st) ? st.text : "no such backend or gemm in this build");
         moe_options_print(stderr, options, count);
         return 2;
     }

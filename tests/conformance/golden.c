@@ -56,9 +56,9 @@ static struct moe_status gather_alone(void *ctx, const void *mine, void *all, si
     return moe_ok();
 }
 
-static void open_bench(struct bench *b)
+static void open_bench(struct bench *b, enum moe_gemm gemm)
 {
-    struct moe_device_config device = {0};
+    struct moe_device_config device = {.gemm = gemm};
     struct moe_session_config config = {.slots = 1,
                                         .live = 1,
                                         .epoch = 1,
@@ -216,21 +216,24 @@ static void close_bench(struct bench *b)
 
 int main(int argc, char **argv)
 {
-    const char *backend = "cpu", *models = "tests/golden/models";
+    const char *backend = "cpu", *gemm_name = "auto", *models = "tests/golden/models";
     const struct moe_option options[] = {
         {"backend", 'b', MOE_OPTION_STRING, &backend, 0, 0, "NAME", "backend to test"},
+        {"gemm", 0, MOE_OPTION_STRING, &gemm_name, 0, 0, "NAME", "CUDA: auto, hopper or cublas"},
         {"models", 'm', MOE_OPTION_STRING, &models, 0, 0, "DIR", "folder of the golden models"},
     };
     struct moe_options parsed;
     struct bench b = {0};
     int first;
-    must(moe_options_parse(options, 2, NULL, argc, argv, &first, &parsed));
+    must(moe_options_parse(options, sizeof options / sizeof *options, NULL, argc, argv, &first,
+                           &parsed));
     b.backend = moe_backend_find(backend);
-    if (b.backend == NULL) {
-        fprintf(stderr, "this build has no such backend\n");
+    enum moe_gemm gemm;
+    if (b.backend == NULL || !moe_gemm_parse(gemm_name, &gemm)) {
+        fprintf(stderr, "no such backend or gemm in this build\n");
         return 2;
     }
-    open_bench(&b);
+    open_bench(&b, gemm);
     bool good = true;
     for (size_t f = 0; f < sizeof families / sizeof *families; f++)
         good &= check_model(&b, models, families[f]);

@@ -90,8 +90,11 @@ beside_each_other() {
         echo "curve_$n 120 $suite/curve --backend cuda --slots $n --data $models/../training"
         echo "steady_$n 120 $build/tests/unit/test_steady $n"
     done
+    echo "conformance_cublas 300 $suite/conformance --backend cuda --slots 1 --cases $cases --seed 1 --gemm cublas"
     echo "golden_backend 120 $suite/golden --backend cuda --models $models"
+    echo "golden_cublas 120 $suite/golden --backend cuda --models $models --gemm cublas"
     echo "ggemm 120 $build/tests/unit/test_ggemm"
+    echo "wgrad 120 $build/tests/unit/test_wgrad"
     for n in $(group_sizes); do
         for model in "$models"/*/; do
             family=$(basename "$model")

@@ -13,8 +13,17 @@ if(MOE_HAVE_CUDA)
     USES moe_cuda
     TIMEOUT 120
     LABELS gpu)
-  target_include_directories(test_ggemm PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
-  set_tests_properties(test_ggemm PROPERTIES SKIP_RETURN_CODE 77)
+  moe_test(test_wgrad
+    SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_wgrad.c
+            ${PROJECT_SOURCE_DIR}/tests/gpu/wgrad_reference.cu
+            ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_reference.cu
+    USES moe_cuda
+    TIMEOUT 120
+    LABELS gpu)
+  foreach(test test_ggemm test_wgrad)
+    target_include_directories(${test} PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+    set_tests_properties(${test} PROPERTIES SKIP_RETURN_CODE 77)
+  endforeach()
 
   # Counts calls of the CUDA runtime by wrapping them.
   add_executable(test_steady ${PROJECT_SOURCE_DIR}/tests/gpu/test_steady.c)

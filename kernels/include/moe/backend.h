@@ -28,9 +28,20 @@ struct moe_step;
 
 /* ------------------------------------------------------------------ device */
 
+/* CUDA: what multiplies bf16 by bf16 in the experts. (Everything else is exact fp32 everywhere.) */
+enum moe_gemm {
+    MOE_GEMM_AUTO,   /* HOPPER on Hopper, CUBLAS on other GPUs */
+    MOE_GEMM_HOPPER, /* kernels of our own; device_open refuses it on other GPUs */
+    MOE_GEMM_CUBLAS, /* needs libcublas at run time */
+};
+
+/* "auto", "hopper" or "cublas". Returns false and leaves *out alone for any other name. */
+bool moe_gemm_parse(const char *name, enum moe_gemm *out);
+
 struct moe_device_config {
-    int ordinal;      /* CUDA device; ignored by the CPU */
-    uint32_t threads; /* CPU: compute threads; 0 = all cores of the process's affinity mask */
+    int ordinal;        /* CUDA device; ignored by the CPU */
+    uint32_t threads;   /* CPU: compute threads; 0 = all cores of the process's affinity mask */
+    enum moe_gemm gemm; /* ignored by the CPU */
 };
 
 struct moe_device_info {

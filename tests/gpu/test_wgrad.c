@@ -1,0 +1,303 @@
+/* Promises of the weights' gradient (kernels/cuda/ggemm_wgrad.h): right on any shape, what lies
+ * between the experts' rows never counts, experts without rows get zeros or stay as they are, the
+ * same bits on every run, and a captured launch follows the counts. Needs a Hopper GPU; without one
+ * the tests are skipped, and say so. */
+#include "cuda/ggemm.h"
+#include "ggemm_reference.h"
+#include "wgrad_reference.h"
+
+#include <cuda_runtime_api.h>
+#include <inttypes.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <cmocka.h>
+
+enum { SKIP_CODE = 77, MAX_EXPERTS = 160, GUARD = 4096 };
+
+static uint64_t random_state;
+
+static uint32_t random_below(uint32_t n)
+{
+    random_state = random_state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (uint32_t)((random_state >> 33) % n);
+}
+
+static void ok(struct moe_status st)
+{
+    if (moe_failed(&st))
+        fail_msg("%s", st.text);
+}
+
+static void *device_alloc(size_t bytes, int byte)
+{
+    void *p = NULL;
+    assert_int_equal(cudaMalloc(&p, bytes), cudaSuccess);
+    assert_int_equal(cudaMemset(p, byte, bytes), cudaSuccess);
+    return p;
+}
+
+static void finish(void)
+{
+    assert_int_equal(cudaDeviceSynchronize(), cudaSuccess);
+}
+
+struct problem {
+    struct moe_cuda_wgrad w;
+    uint32_t start[MAX_EXPERTS], count[MAX_EXPERTS];
+    size_t elements; /* of dw */
+    float *before;   /* device: random, what dw holds when gradients accumulate */
+    double *want;    /* device */
+};
+
+static void upload_groups(struct problem *p)
+{
+    size_t bytes = p->w.experts * sizeof(uint32_t);
+    assert_int_equal(cudaMemcpy((void *)p->w.start, p->start, bytes, cudaMemcpyHostToDevice), 0);
+    assert_int_equal(cudaMemcpy((void *)p->w.count, p->count, bytes, cudaMemcpyHostToDevice), 0);
+}
+
+/* A third of the experts are empty or have one row; the others end anywhere in a step. */
+static void random_groups(struct problem *p, uint32_t most, bool tight)
+{
+    uint32_t at = 0;
+    for (uint32_t e = 0; e < p->w.experts; e++) {
+        uint32_t kind = random_below(6);
+        p->start[e] = at;
+        p->count[e] = kind < 2 ? kind : 1 + random_below(most);
+        at += tight ? p->count[e] : (p->count[e] + 127) / 128 * 128;
+    }
+    p->w.row_capacity = at > 0 ? at : 1;
+}
+
+/* Rows of dy and x that belong to no expert are NaN, which nobody may notice. */
+static void make_buffers(struct problem *p)
+{
+    struct moe_cuda_wgrad *w = &p->w;
+    uint64_t seed = random_state;
+    uint16_t *dy = device_alloc((size_t)w->row_capacity * w->n * 2, 0xff);
+    uint16_t *x = device_alloc((size_t)w->row_capacity * w->k * 2, 0xff);
+    for (uint32_t e = 0; e < w->experts; e++) {
+        size_t first = p->start[e], rows = p->count[e];
+        assert_int_equal(ggemm_fill_bf16(dy + first * w->n, rows * w->n, seed + e, 1.0f), 0);
+        assert_int_equal(ggemm_fill_bf16(x + first * w->k, rows * w->k, seed + 500 + e, 2.0f), 0);
+    }
+    w->dy = dy;
+    w->x = x;
+    w->start = device_alloc(MAX_EXPERTS * sizeof(uint32_t), 0);
+    w->count = device_alloc(MAX_EXPERTS * sizeof(uint32_t), 0);
+    p->elements = (size_t)w->experts * w->n * w->k;
+    w->dw = device_alloc(p->elements * sizeof(float) + GUARD, 0xff);
+    p->before = device_alloc(p->elements * sizeof(float), 0);
+    assert_int_equal(ggemm_fill_f32(p->before, p->elements, seed + 1000, 3.0f), 0);
+    p->want = device_alloc(p->elements * sizeof(double), 0);
+    upload_groups(p);
+}
+
+static void free_buffers(struct problem *p)
+{
+    const void *all[] = {p->w.dy, p->w.x, p->w.start, p->w.count, p->w.dw, p->before, p->want};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        assert_int_equal(cudaFree((void *)all[i]), cudaSuccess);
+}
+
+/* What dw holds before a launch: NaN where it is overwritten, else known values. */
+static void prepare(struct problem *p)
+{
+    size_t bytes = p->elements * sizeof(float);
+    assert_int_equal(cudaMemset(p->w.dw, 0xff, bytes + GUARD), cudaSuccess);
+    if (p->w.accumulate)
+        assert_int_equal(cudaMemcpy(p->w.dw, p->before, bytes, cudaMemcpyDeviceToDevice), 0);
+}
+
+/* The bound is what fp32 sums of a thousand products leave. */
+static double check(struct problem *p)
+{
+    double worst;
+    uint8_t guard[GUARD];
+    assert_int_equal(wgrad_reference(&p->w, p->want), 0);
+    assert_int_equal(wgrad_compare(&p->w, p->w.accumulate ? p->before : NULL, p->want, &worst), 0);
+    if (worst > 1e-4)
+        fail_msg("%u experts, %u rows, n %u, k %u, accumulate %d: worst error %g", p->w.experts,
+                 p->w.row_capacity, p->w.n, p->w.k, (int)p->w.accumulate, worst);
+    assert_int_equal(cudaMemcpy(guard, p->w.dw + p->elements, GUARD, cudaMemcpyDeviceToHost),
+                     cudaSuccess);
+    for (size_t i = 0; i < GUARD; i++)
+        assert_int_equal(guard[i], 0xff);
+    return worst;
+}
+
+/* The words of dw where an expert has no rows: zero, or what was there before. */
+static void experts_without_rows_are_right(struct problem *p)
+{
+    size_t each = (size_t)p->w.n * p->w.k;
+    float *got = malloc(each * sizeof *got), *before = calloc(each, sizeof *before);
+    assert_true(got != NULL && before != NULL);
+    for (uint32_t e = 0; e < p->w.experts; e++) {
+        if (p->count[e] != 0)
+            continue;
+        assert_int_equal(
+            cudaMemcpy(got, p->w.dw + e * each, each * sizeof *got, cudaMemcpyDeviceToHost), 0);
+        if (p->w.accumulate)
+            assert_int_equal(cudaMemcpy(before, p->before + e * each, each * sizeof *before,
+                                        cudaMemcpyDeviceToHost),
+                             0);
+        assert_memory_equal(got, before, each * sizeof *got);
+    }
+    free(got);
+    free(before);
+}
+
+static void any_shape_matches_double_precision(void **state)
+{
+    (void)state;
+    enum { CASES = 24 };
+    double worst = 0;
+    for (int i = 0; i < CASES; i++) {
+        struct problem p = {
+            .w = {.experts = i % 8 == 7 ? 1 + random_below(MAX_EXPERTS) : 1 + random_below(12),
+                  .n = 8 * (1 + random_below(48)),
+                  .k = 8 * (1 + random_below(48)),
+                  .accumulate = i % 2}};
+        if (i % 3 == 0) { /* whole slabs, as real shapes have */
+            p.w.n = (p.w.n + 63) / 64 * 64;
+            p.w.k = (p.w.k + 63) / 64 * 64;
+        }
+        random_groups(&p, p.w.experts > 12 ? 40 : 500, random_below(2) == 0);
+        make_buffers(&p);
+        prepare(&p);
+        ok(moe_cuda_wgrad_enqueue(&p.w, NULL));
+        finish();
+        double error = check(&p);
+        worst = error > worst ? error : worst;
+        experts_without_rows_are_right(&p);
+        free_buffers(&p);
+    }
+    printf("  worst element of %d shapes %.2e\n", CASES, worst);
+}
+
+/* Enough tiles for every block to meet several. */
+static struct problem large_problem(bool accumulate)
+{
+    struct problem p = {.w = {.experts = 24, .n = 520, .k = 768, .accumulate = accumulate}};
+    random_groups(&p, 700, false);
+    make_buffers(&p);
+    return p;
+}
+
+static void every_run_gives_the_same_bits(void **state)
+{
+    (void)state;
+    enum { RUNS = 20 };
+    for (int accumulate = 0; accumulate < 2; accumulate++) {
+        struct problem p = large_problem(accumulate);
+        size_t bytes = p.elements * sizeof(float);
+        char *first = malloc(bytes), *again = malloc(bytes);
+        assert_true(first != NULL && again != NULL);
+        for (int run = 0; run < RUNS; run++) {
+            prepare(&p);
+            ok(moe_cuda_wgrad_enqueue(&p.w, NULL));
+            finish();
+            assert_int_equal(
+                cudaMemcpy(run == 0 ? first : again, p.w.dw, bytes, cudaMemcpyDeviceToHost), 0);
+            if (run > 0)
+                assert_memory_equal(first, again, bytes);
+        }
+        (void)check(&p);
+        free(first);
+        free(again);
+        free_buffers(&p);
+    }
+}
+
+static void a_captured_launch_follows_the_counts(void **state)
+{
+    (void)state;
+    for (int accumulate = 0; accumulate < 2; accumulate++) {
+        struct problem p = large_problem(accumulate);
+        uint32_t most[MAX_EXPERTS];
+        cudaStream_t stream;
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        memcpy(most, p.count, sizeof most);
+        assert_int_equal(cudaStreamCreate(&stream), cudaSuccess);
+        assert_int_equal(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), 0);
+        ok(moe_cuda_wgrad_enqueue(&p.w, stream));
+        assert_int_equal(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+        assert_int_equal(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+        for (int replay = 0; replay < 5; replay++) {
+            for (uint32_t e = 0; e < p.w.experts; e++)
+                p.count[e] = replay == 4 ? 0 : random_below(most[e] + 1);
+            upload_groups(&p);
+            prepare(&p);
+            assert_int_equal(cudaGraphLaunch(exec, stream), cudaSuccess);
+            finish();
+            (void)check(&p);
+            experts_without_rows_are_right(&p);
+        }
+        assert_int_equal(cudaGraphExecDestroy(exec), cudaSuccess);
+        assert_int_equal(cudaGraphDestroy(graph), cudaSuccess);
+        assert_int_equal(cudaStreamDestroy(stream), cudaSuccess);
+        free_buffers(&p);
+    }
+}
+
+static void nan_stays_in_its_expert(void **state)
+{
+    (void)state;
+    struct problem p = large_problem(false);
+    uint16_t nan = 0x7fc0;
+    uint32_t e = 0;
+    while (p.count[e] == 0)
+        e++;
+    size_t at = ((size_t)p.start[e] + p.count[e] - 1) * p.w.k + random_below(p.w.k);
+    assert_int_equal(cudaMemcpy((uint16_t *)p.w.x + at, &nan, sizeof nan, cudaMemcpyHostToDevice),
+                     0);
+    prepare(&p);
+    ok(moe_cuda_wgrad_enqueue(&p.w, NULL));
+    finish();
+    (void)check(&p); /* the reference has NaN in that column of that expert, and nowhere else */
+    free_buffers(&p);
+}
+
+static void impossible_shapes_are_refused(void **state)
+{
+    (void)state;
+    struct problem p = large_problem(false);
+    struct moe_cuda_wgrad wrong[] = {p.w, p.w, p.w, p.w};
+    wrong[0].n = 12;
+    wrong[1].k = 0;
+    wrong[2].experts = MOE_MAX_EXPERTS + 1;
+    wrong[3].row_capacity = 0;
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        struct moe_status st = moe_cuda_wgrad_enqueue(&wrong[i], NULL);
+        assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    }
+    free_buffers(&p);
+}
+
+/* An argument selects tests by name ("nan*"), for tools that make all of them take too long. */
+int main(int argc, char **argv)
+{
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
+    const char *replay = getenv("MOE_SEED");
+    random_state = replay != NULL ? strtoull(replay, NULL, 10) : (uint64_t)time(NULL);
+    printf("MOE_SEED=%" PRIu64 "\n", random_state);
+    if (!moe_cuda_ggemm_serves(8, 8)) {
+        printf("skipped: no Hopper GPU\n");
+        return SKIP_CODE;
+    }
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(any_shape_matches_double_precision),
+        cmocka_unit_test(every_run_gives_the_same_bits),
+        cmocka_unit_test(a_captured_launch_follows_the_counts),
+        cmocka_unit_test(nan_stays_in_its_expert),
+        cmocka_unit_test(impossible_shapes_are_refused),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
