@@ -20,8 +20,10 @@ constexpr uint64_t MAX_TILES = UINT64_C(1) << 31; /* tile numbers are 32 bits, w
 
 typedef void (*kernel)(const ggemm::params);
 
+enum form { PLAIN, GATED, BACK, FORMS };
+
 struct instance {
-    kernel run[2][2]; /* [gated][fp32 output] */
+    kernel run[FORMS][2]; /* [..][fp32 output]; NULL: there is none */
     uint32_t threads;
     uint32_t row_step; /* of the boxes in which rows are read */
     size_t shared_bytes;
@@ -29,18 +31,21 @@ struct instance {
 
 /* Indexed by enum moe_cuda_gemm_tile. */
 const instance instances[] = {
-    {{{ggemm::stream_kernel<false, false>, ggemm::stream_kernel<false, true>},
-      {ggemm::stream_kernel<true, false>, ggemm::stream_kernel<true, true>}},
+    {{{ggemm::stream_kernel<false, false, false>, ggemm::stream_kernel<false, true, false>},
+      {ggemm::stream_kernel<true, false, false>, ggemm::stream_kernel<true, true, false>},
+      {ggemm::stream_kernel<false, false, true>, ggemm::stream_kernel<false, true, true>}},
      ggemm::STREAM_THREADS,
      ggemm::STREAM_ROW_STEP,
      sizeof(ggemm::stream_shared)},
     {{{ggemm::even_kernel<false, false>, ggemm::even_kernel<false, true>},
-      {ggemm::even_kernel<true, false>, ggemm::even_kernel<true, true>}},
+      {ggemm::even_kernel<true, false>, ggemm::even_kernel<true, true>},
+      {}},
      ggemm::EVEN_THREADS,
      ggemm::EVEN_ROW_STEP,
      sizeof(ggemm::even_shared)},
-    {{{ggemm::pingpong_kernel<false, false>, ggemm::pingpong_kernel<false, true>},
-      {ggemm::pingpong_kernel<true, false>, ggemm::pingpong_kernel<true, true>}},
+    {{{ggemm::pingpong_kernel<false, false, false>, ggemm::pingpong_kernel<false, true, false>},
+      {ggemm::pingpong_kernel<true, false, false>, ggemm::pingpong_kernel<true, true, false>},
+      {ggemm::pingpong_kernel<false, false, true>, ggemm::pingpong_kernel<false, true, true>}},
      ggemm::PINGPONG_THREADS,
      ggemm::PINGPONG_ROW_STEP,
      sizeof(ggemm::pingpong_shared)},
@@ -58,6 +63,9 @@ moe_status check_shape(const moe_cuda_ggemm &g)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: %u experts, %u rows, %u x %u is out of range", g.experts,
                          g.row_capacity, g.n, g.k);
+    if (g.gated && g.back)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "grouped GEMM: gate and up have no product with W");
     if (g.out_dtype != MOE_DTYPE_BF16 && g.out_dtype != MOE_DTYPE_F32)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
                          "grouped GEMM: output dtype %d", int(g.out_dtype));
@@ -78,9 +86,10 @@ void set_weighting(const moe_cuda_ggemm &g, ggemm::params *p)
     p->row_weight = on_input == g.gated ? g.row_weight : nullptr;
 }
 
-moe_status make_params(const moe_cuda_ggemm &g, const instance &use, ggemm::params *p)
+moe_status make_params(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::params *p)
 {
-    const struct moe_cuda_tile_shape shape = moe_cuda_tile_shape(g.tile);
+    const instance &use = instances[tile];
+    const struct moe_cuda_tile_shape shape = moe_cuda_tile_shape(tile);
     const uint32_t weight_rows = g.gated ? 2 * g.n : g.n;
     const tensor_map::matrix x = {g.x, g.row_capacity, g.k, 1};
     const tensor_map::matrix out = {g.out, g.row_capacity, g.n, 1};
@@ -93,7 +102,7 @@ moe_status make_params(const moe_cuda_ggemm &g, const instance &use, ggemm::para
     p->count = g.count;
     p->weights = g.weights;
     p->has_bias = g.has_bias;
-    p->tile = g.tile;
+    p->tile = tile;
     p->began = g.began;
     p->experts = g.experts;
     p->n = weight_rows;
@@ -125,6 +134,14 @@ extern "C" moe_status moe_cuda_ggemm_describe(const void *data, uint32_t experts
         MOE_TRY(tensor_map::of_rows(&map, {data, rows, columns, experts}, shape.columns, 3));
         memcpy(&out->map[tile], &map, sizeof map);
     }
+    const tensor_map::matrix m = {data, rows, columns, experts};
+    const uint32_t slabs = ggemm::PINGPONG_COLUMNS / tensor_map::BOX_COLUMNS;
+    static_assert(ggemm::PINGPONG_COLUMNS == ggemm::STREAM_COLUMNS, "one map for both");
+    CUtensorMap back;
+    MOE_TRY(tensor_map::has_whole_slabs(columns)
+                ? tensor_map::of_slabs(&back, m, ggemm::DEPTH, slabs, 4)
+                : tensor_map::of_rows(&back, m, ggemm::DEPTH, 3));
+    memcpy(&out->back, &back, sizeof back);
     out->data = data;
     return moe_ok();
 }
@@ -137,10 +154,13 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "this grouped GEMM needs a Hopper GPU");
     MOE_TRY(check_shape(*g));
-    const instance &use = instances[g->tile];
-    const kernel run = use.run[g->gated][g->out_dtype == MOE_DTYPE_F32];
+    const bool even = g->tile == MOE_CUDA_TILE_EVEN;
+    const moe_cuda_gemm_tile tile = g->back && even ? MOE_CUDA_TILE_PINGPONG : g->tile;
+    const instance &use = instances[tile];
+    const form form = g->gated ? GATED : g->back ? BACK : PLAIN;
+    const kernel run = use.run[form][g->out_dtype == MOE_DTYPE_F32];
     ggemm::params p = {};
-    MOE_TRY(make_params(*g, use, &p));
+    MOE_TRY(make_params(*g, tile, &p));
     MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           int(use.shared_bytes))));
@@ -151,6 +171,8 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
 extern "C" moe_status moe_cuda_load_ggemm(void)
 {
     for (const instance &use : instances)
-        MOE_TRY(moe_cuda_load(use.run[0][0], use.run[0][1], use.run[1][0], use.run[1][1]));
+        for (const auto &form : use.run)
+            if (form[0] != nullptr)
+                MOE_TRY(moe_cuda_load(form[0], form[1]));
     return moe_ok();
 }

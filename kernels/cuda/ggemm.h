@@ -30,6 +30,7 @@ struct moe_cuda_tensor_map {
  * device memory, 128-byte aligned; it must not change while a kernel runs. */
 struct moe_cuda_ggemm_weights {
     struct moe_cuda_tensor_map map[MOE_CUDA_TILE_COUNT]; /* of `data`, in boxes of each tile */
+    struct moe_cuda_tensor_map back;                     /* for products with W, not W^T */
     const void *data;     /* bf16 [experts, n, k]; gated: [experts, 2n, k], rows gate 0-7, up 0-7,
                              gate 8-15, ... */
     const float *bias;    /* [experts, n], or NULL; gated: of gate, both biases or none */
@@ -42,10 +43,13 @@ struct moe_cuda_ggemm_weights {
 struct moe_cuda_ggemm {
     enum moe_cuda_gemm_tile tile; /* see moe_cuda_choose_tile */
     bool gated;                   /* gate and up with activation, or plain */
-    uint32_t experts;             /* local ones, 1..MOE_MAX_EXPERTS */
-    uint32_t row_capacity;        /* rows of x and out */
-    uint32_t n; /* columns of out, a multiple of 8; the weights have n rows, gated: 2n */
-    uint32_t k; /* a multiple of 8 */
+    bool back; /* plain only: x W[e] instead of x W[e]^T, for the gradient of the rows; the weights
+                  are then [experts, k, n], as they lie. There are no even tiles for it: the tile
+                  for many rows takes their place. */
+    uint32_t experts;      /* local ones, 1..MOE_MAX_EXPERTS */
+    uint32_t row_capacity; /* rows of x and out */
+    uint32_t n;            /* columns of out, a multiple of 8; the weights have n rows, gated: 2n */
+    uint32_t k;            /* a multiple of 8 */
 
     /* Expert e owns rows start[e] .. start[e] + count[e] - 1 of x, row_weight and out, all below
      * row_capacity and apart from each other's. No other row of out is written; the values of

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_cons
     const uint32_t group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
         init_barriers(s.full, s.empty, WARPGROUP / WARP);
-        s.weights = take_weight_map(p);
+        s.weights = take_weight_map<false>(p);
     }
     if (threadIdx.x / WARP == 2 * WARPGROUP / WARP)
         list_tiles<EVEN_ROWS, EVEN_COLUMNS>(p, s.first);
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_cons
     if (group == 2) {
         hopper::registers_give_back<24>();
         if (threadIdx.x == 2 * WARPGROUP)
-            produce<EVEN_ROW_STEP, true>(p, s);
+            produce<EVEN_ROW_STEP, true, false>(p, s);
     } else {
         hopper::registers_take<240>();
         even_consume<GATED, F32>(p, s, group);

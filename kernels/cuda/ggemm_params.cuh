@@ -36,7 +36,7 @@ struct params {
     /* [row_capacity], or NULL = 1: multiplies gate and up before their biases; plain: the result */
     const float *row_weight;
     uint32_t experts;
-    uint32_t tile;  /* which of the weights' maps */
+    uint32_t tile;  /* which of the weights' maps; not for `back` */
     uint32_t n, k;  /* rows and columns of an expert's weights */
     uint32_t out_n; /* n, or n / 2 where gate and up become one */
     bool has_bias;

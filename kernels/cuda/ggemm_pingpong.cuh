@@ -27,7 +27,7 @@ constexpr int TURN = 1;
 using pingpong_shared =
     shared<PINGPONG_ROWS, PINGPONG_COLUMNS, PINGPONG_STAGES, 2 * WARPGROUP / WARP * WARP_STAGING>;
 
-template <bool GATED, bool F32>
+template <bool GATED, bool F32, bool BACK>
 __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_shared &s,
                                                  uint32_t group)
 {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_share
         }
         if (number > 0)
             hopper::named_wait(TURN + int(group), 2 * WARPGROUP);
-        const uint32_t last = multiply_tile(s, at, steps, acc);
+        const uint32_t last = multiply_tile<BACK>(s, at, steps, acc);
         hopper::named_arrive(TURN + int(group ^ 1), 2 * WARPGROUP);
         finish_product(s, last, acc);
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_share
         hopper::store_wait_all();
 }
 
-template <bool GATED, bool F32>
+template <bool GATED, bool F32, bool BACK>
 __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
     pingpong_kernel(const __grid_constant__ params p)
 {
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
     const uint32_t group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
         init_barriers(s.full, s.empty, WARPGROUP / WARP);
-        s.weights = take_weight_map(p);
+        s.weights = take_weight_map<BACK>(p);
         hopper::prefetch_map(&p.rows[PINGPONG_ROWS / PINGPONG_ROW_STEP - 1]);
     }
     if (threadIdx.x / WARP == 2 * WARPGROUP / WARP)
@@ -85,10 +85,10 @@ __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
     if (group == 2) {
         hopper::registers_give_back<40>();
         if (threadIdx.x == 2 * WARPGROUP)
-            produce<PINGPONG_ROW_STEP, false>(p, s);
+            produce<PINGPONG_ROW_STEP, false, BACK>(p, s);
     } else {
         hopper::registers_take<232>();
-        pingpong_consume<GATED, F32>(p, s, group);
+        pingpong_consume<GATED, F32, BACK>(p, s, group);
     }
 #endif
 }

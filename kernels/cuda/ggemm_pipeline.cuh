@@ -55,19 +55,38 @@ __device__ __forceinline__ void init_barriers(uint64_t (&full)[STAGES], uint64_t
 
 /* The map of this run's weights, for the whole block: one thread calls it before the block meets.
  * The layer's maps came by a copy, which the engine's own cache may not have seen. */
-__device__ __forceinline__ const CUtensorMap *take_weight_map(const params &p)
+template <bool BACK> __device__ __forceinline__ const CUtensorMap *take_weight_map(const params &p)
 {
-    const auto *map = reinterpret_cast<const CUtensorMap *>(&(*p.weights)->map[p.tile]);
+    const moe_cuda_ggemm_weights *w = *p.weights;
+    const auto *map = reinterpret_cast<const CUtensorMap *>(BACK ? &w->back : &w->map[p.tile]);
     hopper::acquire_map(map);
     hopper::prefetch_map(map);
     return map;
+}
+
+constexpr uint32_t SLAB_BYTES = DEPTH * DEPTH_BYTES; /* 64 columns of 64 rows */
+
+/* Weights of one step of a product with W: 64 of their rows, COLUMNS columns in slabs of 64. One
+ * instruction where slabs are a dimension of the map, else one each (tensor_map.cuh). */
+template <uint32_t COLUMNS>
+__device__ __forceinline__ void load_weight_slabs(uint8_t *to, const CUtensorMap *map, bool whole,
+                                                  uint64_t *barrier, uint32_t column, uint32_t row,
+                                                  uint32_t expert)
+{
+    if (whole) {
+        hopper::load_box4(to, map, barrier, 0, row, column / DEPTH, expert);
+        return;
+    }
+#pragma unroll
+    for (uint32_t slab = 0; slab < COLUMNS / DEPTH; slab++)
+        hopper::load_box3(to + slab * SLAB_BYTES, map, barrier, column + slab * DEPTH, row, expert);
 }
 
 /* One thread keeps the ring full, over all tiles of the block. One box of rows and one of weights
  * per step: the engine's rate of instructions is a limit when a step lasts 512 cycles, so a short
  * tile has a map of its own (a box of the next multiple of ROW_STEP) rather than several boxes.
  * Weights that no other tile reads are marked evict-first. */
-template <uint32_t ROW_STEP, bool EVEN, uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES,
+template <uint32_t ROW_STEP, bool EVEN, bool BACK, uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES,
           uint32_t STAGING>
 __device__ __forceinline__ void produce(const params &p, shared<ROWS, COLUMNS, STAGES, STAGING> &s)
 {
@@ -85,7 +104,10 @@ __device__ __forceinline__ void produce(const params &p, shared<ROWS, COLUMNS, S
             uint64_t *full = &s.full[at.stage];
             hopper::barrier_wait(&s.empty[at.stage], at.phase ^ 1);
             hopper::barrier_expect(full, bytes);
-            if (tile.only_row_tile)
+            if (BACK)
+                load_weight_slabs<COLUMNS>(s.b[at.stage], weights, p.n % DEPTH == 0, full,
+                                           tile.weight_row, step * DEPTH, tile.expert);
+            else if (tile.only_row_tile)
                 hopper::load_box3_once(s.b[at.stage], weights, full, step * DEPTH, tile.weight_row,
                                        tile.expert, once);
             else
@@ -100,7 +122,7 @@ __device__ __forceinline__ void produce(const params &p, shared<ROWS, COLUMNS, S
 /* The main loop of one tile, by one warpgroup: reads `steps` stages, leaves the last product under
  * way and returns its stage, which finish_product gives back. One product stays in flight while
  * the next is issued, so a stage is released one step late. */
-template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING>
+template <bool BACK, uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING>
 __device__ __forceinline__ uint32_t multiply_tile(shared<ROWS, COLUMNS, STAGES, STAGING> &s,
                                                   ring<STAGES> &at, uint32_t steps,
                                                   float (&acc)[ROWS / MMA_ROWS][COLUMNS / 2])
@@ -111,14 +133,20 @@ __device__ __forceinline__ uint32_t multiply_tile(shared<ROWS, COLUMNS, STAGES, 
         hopper::barrier_wait(&s.full[at.stage], at.phase);
         hopper::multiply_fence();
         const uint32_t a = hopper::shared_address(s.a[at.stage]);
-        const uint64_t b = hopper::operand(hopper::shared_address(s.b[at.stage]));
+        const uint32_t b_address = hopper::shared_address(s.b[at.stage]);
+        const uint64_t b =
+            BACK ? hopper::operand_rows(b_address, SLAB_BYTES) : hopper::operand(b_address);
 #pragma unroll
         for (uint32_t i = 0; i < DEPTH / 16; i++)
 #pragma unroll
-            for (uint32_t slab = 0; slab < ROWS / MMA_ROWS; slab++)
-                hopper::multiply<COLUMNS>::start(
-                    acc[slab], hopper::operand(a + slab * MMA_ROWS * DEPTH_BYTES) + i * 2,
-                    b + i * 2, (step | i) != 0);
+            for (uint32_t slab = 0; slab < ROWS / MMA_ROWS; slab++) {
+                const uint64_t rows = hopper::operand(a + slab * MMA_ROWS * DEPTH_BYTES) + i * 2;
+                if constexpr (BACK)
+                    hopper::multiply<COLUMNS>::start_b_rows(
+                        acc[slab], rows, b + i * hopper::OPERAND_16_ROWS, (step | i) != 0);
+                else
+                    hopper::multiply<COLUMNS>::start(acc[slab], rows, b + i * 2, (step | i) != 0);
+            }
         hopper::multiply_commit();
         hopper::multiply_wait<1>();
         if (step > 0 && speaks)

@@ -40,7 +40,6 @@ struct wgrad_params {
 
 /* A stage's operands are slabs of 64 columns, each 64 rows of 128 bytes. */
 using wgrad_shared = shared<WGRAD_TILE, WGRAD_TILE, WGRAD_STAGES, 16>;
-constexpr uint32_t SLAB_BYTES = DEPTH * DEPTH_BYTES;
 
 /* first[e] = number of the first tile of expert e; by one warp. */
 __device__ __forceinline__ void list_wgrad_tiles(const wgrad_params &p, uint32_t *first)

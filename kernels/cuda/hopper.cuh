@@ -116,7 +116,16 @@ __device__ __forceinline__ void load_box3(void *to, const CUtensorMap *map, uint
                  : "memory");
 }
 
-/* The same for bytes that nobody will read again soon. */
+__device__ __forceinline__ void load_box4(void *to, const CUtensorMap *map, uint64_t *barrier,
+                                          uint32_t x, uint32_t y, uint32_t z, uint32_t w)
+{
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+
+/* As load_box3, for bytes that nobody will read again soon. */
 __device__ __forceinline__ void load_box3_once(void *to, const CUtensorMap *map, uint64_t *barrier,
                                                uint32_t x, uint32_t y, uint32_t z, uint64_t policy)
 {

@@ -29,21 +29,23 @@ class Status(ctypes.Structure):
 
 class Weights(ctypes.Structure):
     """struct moe_cuda_ggemm_weights"""
-    _fields_ = [("map", ctypes.c_uint64 * 16 * len(TILES)), ("data", ctypes.c_void_p),
+    _fields_ = [("map", ctypes.c_uint64 * 16 * len(TILES)),
+                ("back", ctypes.c_uint64 * 16), ("data", ctypes.c_void_p),
                 ("bias", ctypes.c_void_p), ("up_bias", ctypes.c_void_p),
                 ("unused", ctypes.c_uint64 * 13)]
 
 
 class Ggemm(ctypes.Structure):
     """struct moe_cuda_ggemm"""
-    _fields_ = [("tile", ctypes.c_int), ("gated", ctypes.c_bool), ("experts", ctypes.c_uint32),
-                ("row_capacity", ctypes.c_uint32), ("n", ctypes.c_uint32), ("k", ctypes.c_uint32),
+    _fields_ = [("tile", ctypes.c_int), ("gated", ctypes.c_bool), ("back", ctypes.c_bool),
+                ("experts", ctypes.c_uint32), ("row_capacity", ctypes.c_uint32), ("n", ctypes.c_uint32), ("k", ctypes.c_uint32),
                 ("start", ctypes.c_void_p), ("count", ctypes.c_void_p), ("x", ctypes.c_void_p),
                 ("weights", ctypes.c_void_p), ("has_bias", ctypes.c_bool),
                 ("row_weight", ctypes.c_void_p),
                 ("weighting", ctypes.c_int), ("activation", ctypes.c_int),
                 ("limit", ctypes.c_float), ("alpha", ctypes.c_float),
-                ("out_dtype", ctypes.c_int), ("out", ctypes.c_void_p)]
+                ("out_dtype", ctypes.c_int), ("out", ctypes.c_void_p),
+                ("began", ctypes.c_void_p)]
 
 
 class Wgrad(ctypes.Structure):
@@ -127,7 +129,7 @@ class Case:
         tasks = []
         for i in range(self.sets):
             out = self.hidden if gated else self.out
-            tasks.append(Ggemm(tile, gated, self.experts, self.capacity,
+            tasks.append(Ggemm(tile, gated, False, self.experts, self.capacity,
                                self.n // 2 if gated else self.n, self.k, self.start.data_ptr(),
                                self.count.data_ptr(), self.x[i].data_ptr(),
                                self.cells[i].data_ptr(), False, None, LATE, SWIGLU, 0, 0, BF16,
@@ -157,6 +159,29 @@ class Case:
                 sys.exit(f"{self.name}: {st.text.decode()}")
         return run
 
+    def dgrad(self):
+        """Gradients of the rows, by the tile for many rows."""
+        dx = torch.full((self.capacity, self.k), float("nan"), dtype=torch.bfloat16, device="cuda")
+        task = Ggemm(TILES.index("pingpong"), False, True, self.experts, self.capacity, self.k,
+                     self.n, self.start.data_ptr(), self.count.data_ptr(), self.dy.data_ptr(),
+                     self.cells[0].data_ptr(), False, None, LATE, SWIGLU, 0, 0, BF16,
+                     dx.data_ptr())
+
+        def run(_):
+            stream = torch.cuda.current_stream().cuda_stream
+            st = self.lib.moe_cuda_ggemm_enqueue(ctypes.byref(task), stream)
+            if st.code != 0:
+                sys.exit(f"{self.name}: {st.text.decode()}")
+        run(0)
+        want = self.torch_dgrad(0).float()
+        error = ((dx[self.index].float() - want).norm() / want.norm()).item()
+        if not error < 4e-3:
+            sys.exit(f"WRONG: {self.name}, gradient of rows: error {error:.2e}")
+        return run
+
+    def torch_dgrad(self, _):
+        return torch._grouped_mm(self.compact_dy, self.weights[0], self.ends)
+
     def torch_wgrad(self, _):
         return torch._grouped_mm(self.compact_dy.t(), self.compact[0], self.ends)
 
@@ -181,7 +206,7 @@ class Case:
         out = torch.empty(self.capacity, self.n, device="cuda")
         room = self.lib.moe_cuda_cublas_scratch_bytes(False, F32, self.capacity, self.n)
         scratch = torch.empty(room, dtype=torch.uint8, device="cuda")
-        task = Ggemm(0, False, self.experts, self.capacity, self.n, self.k, self.start.data_ptr(),
+        task = Ggemm(0, False, False, self.experts, self.capacity, self.n, self.k, self.start.data_ptr(),
                      self.count.data_ptr(), self.x[0].data_ptr(), self.cells[0].data_ptr(), False,
                      None, LATE, SWIGLU, 0, 0, F32, out.data_ptr())
 
@@ -330,8 +355,10 @@ def measure_backward(case, rounds):
     case.check_wgrad()
     times = time_all({"torch wgrad (bf16)": case.torch_wgrad,
                       "wgrad (fp32)": case.wgrad(False),
-                      "wgrad (fp32, accumulate)": case.wgrad(True)}, 1, rounds)
-    return [report(case, name, us, times["torch wgrad (bf16)"], "wgrad")
+                      "wgrad (fp32, accumulate)": case.wgrad(True),
+                      "torch dgrad": case.torch_dgrad, "dgrad": case.dgrad()}, 1, rounds)
+    return [report(case, name, us, times["torch dgrad" if "dgrad" in name else
+                                         "torch wgrad (bf16)"], "backward")
             for name, us in times.items()]
 
 

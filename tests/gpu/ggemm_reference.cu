@@ -44,6 +44,18 @@ __device__ double dot(const moe_cuda_ggemm &g, uint32_t row, size_t weight_row)
     return sum;
 }
 
+/* Of a product with W: weights are [experts, k, n]. */
+__device__ double dot_back(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint32_t column)
+{
+    const auto *x = static_cast<const __nv_bfloat16 *>(g.x) + size_t(row) * g.k;
+    const auto *w = static_cast<const __nv_bfloat16 *>((*g.weights)->data) + size_t(e) * g.k * g.n;
+    double sum = 0;
+    for (uint32_t i = 0; i < g.k; i++)
+        sum +=
+            double(__bfloat162float(x[i])) * double(__bfloat162float(w[size_t(i) * g.n + column]));
+    return sum;
+}
+
 __device__ double keep_nan_min(double a, double b)
 {
     return a > b ? b : a;
@@ -75,7 +87,8 @@ __device__ double gated(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint3
 
 __device__ double plain(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint32_t column)
 {
-    const double product = dot(g, row, size_t(e) * g.n + column);
+    const double product =
+        g.back ? dot_back(g, e, row, column) : dot(g, row, size_t(e) * g.n + column);
     const double bias = g.has_bias ? double((*g.weights)->bias[size_t(e) * g.n + column]) : 0.0;
     const double weight = g.row_weight != nullptr ? double(g.row_weight[row]) : 1.0;
     return g.weighting == MOE_WEIGHT_INPUT ? product + bias : weight * (product + bias);

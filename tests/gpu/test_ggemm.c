@@ -16,6 +16,9 @@
 
 enum { SKIP_CODE = 77, MAX_EXPERTS = MOE_MAX_EXPERTS, GUARD = 4096 };
 
+/* Products with W^T, with gate and up, with W. */
+enum form { PLAIN, GATED, BACK, FORMS };
+static const char *const form_name[FORMS] = {"plain", "gated", "back"};
 static const char *const tile_name[MOE_CUDA_TILE_COUNT] = {"decode", "even", "pingpong"};
 static uint64_t random_state;
 
@@ -104,8 +107,8 @@ static void make_buffers(struct problem *p)
     g->x = x;
     g->row_weight = row_weight;
     g->has_bias = true;
-    ok(moe_cuda_ggemm_describe(weights, g->experts, (uint32_t)(weight_rows / g->experts), g->k,
-                               &p->weights));
+    uint32_t rows = g->back ? g->k : (uint32_t)(weight_rows / g->experts);
+    ok(moe_cuda_ggemm_describe(weights, g->experts, rows, g->back ? g->n : g->k, &p->weights));
     p->weights.bias = bias;
     p->weights.up_bias = up_bias;
     p->weights_on_device = device_copy(&p->weights, sizeof p->weights);
@@ -165,19 +168,24 @@ static double check(struct problem *p)
     if (d.worst > bound || d.stray != 0)
         fail_msg("tile %s, %s, %u experts, %u rows, n %u, k %u, activation %d, weighting %d, bias "
                  "%d, fp32 %d: worst error %g, %llu strays",
-                 tile_name[p->g.tile], p->g.gated ? "gated" : "plain", p->g.experts,
-                 p->g.row_capacity, p->g.n, p->g.k, (int)p->g.activation, (int)p->g.weighting,
-                 p->g.has_bias, p->g.out_dtype == MOE_DTYPE_F32, d.worst, d.stray);
+                 tile_name[p->g.tile],
+                 form_name[p->g.gated  ? GATED
+                           : p->g.back ? BACK
+                                       : PLAIN],
+                 p->g.experts, p->g.row_capacity, p->g.n, p->g.k, (int)p->g.activation,
+                 (int)p->g.weighting, p->g.has_bias, p->g.out_dtype == MOE_DTYPE_F32, d.worst,
+                 d.stray);
     guard_is_untouched(p);
     return d.worst;
 }
 
-static struct moe_cuda_ggemm random_task(enum moe_cuda_gemm_tile tile, bool gated,
+static struct moe_cuda_ggemm random_task(enum moe_cuda_gemm_tile tile, enum form form,
                                          enum moe_dtype dtype)
 {
     return (struct moe_cuda_ggemm){
         .tile = tile,
-        .gated = gated,
+        .gated = form == GATED,
+        .back = form == BACK,
         .experts = random_below(5) == 0 ? 1 + random_below(300) : 1 + random_below(24),
         .n = 8 * (1 + random_below(80)),
         .k = 8 * (1 + random_below(100)),
@@ -189,10 +197,10 @@ static struct moe_cuda_ggemm random_task(enum moe_cuda_gemm_tile tile, bool gate
     };
 }
 
-static void random_case(enum moe_cuda_gemm_tile tile, bool gated, enum moe_dtype dtype,
+static void random_case(enum moe_cuda_gemm_tile tile, enum form form, enum moe_dtype dtype,
                         double *worst)
 {
-    struct problem p = {.g = random_task(tile, gated, dtype)};
+    struct problem p = {.g = random_task(tile, form, dtype)};
     random_groups(&p, p.g.experts > 24 ? 40 : 500, random_below(2) == 0);
     make_buffers(&p);
     const float *row_weight = p.g.row_weight;
@@ -213,22 +221,22 @@ static void any_shape_matches_double_precision(void **state)
     (void)state;
     enum { CASES = 12 };
     for (int tile = 0; tile < MOE_CUDA_TILE_COUNT; tile++)
-        for (int variant = 0; variant < 4; variant++) {
+        for (int variant = 0; variant < 2 * FORMS; variant++) {
             double worst = 0;
             enum moe_dtype dtype = variant % 2 == 0 ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
             for (int i = 0; i < CASES; i++)
-                random_case((enum moe_cuda_gemm_tile)tile, variant >= 2, dtype, &worst);
+                random_case((enum moe_cuda_gemm_tile)tile, (enum form)(variant / 2), dtype, &worst);
             printf("  %-8s %s %s: worst element of %d shapes %.2e\n", tile_name[tile],
-                   variant >= 2 ? "gated" : "plain", variant % 2 == 0 ? "bf16" : "fp32", CASES,
-                   worst);
+                   form_name[variant / 2], variant % 2 == 0 ? "bf16" : "fp32", CASES, worst);
         }
 }
 
 /* A problem with enough tiles for every block to meet several. */
-static struct problem large_problem(enum moe_cuda_gemm_tile tile, bool gated)
+static struct problem large_problem(enum moe_cuda_gemm_tile tile, enum form form)
 {
     struct problem p = {.g = {.tile = tile,
-                              .gated = gated,
+                              .gated = form == GATED,
+                              .back = form == BACK,
                               .experts = 48,
                               .n = 1032,
                               .k = 520,
@@ -246,8 +254,9 @@ static void every_run_gives_the_same_bits(void **state)
 {
     (void)state;
     enum { RUNS = 30 };
-    for (int variant = 0; variant < 2 * MOE_CUDA_TILE_COUNT; variant++) {
-        struct problem p = large_problem((enum moe_cuda_gemm_tile)(variant / 2), variant % 2);
+    for (int variant = 0; variant < FORMS * MOE_CUDA_TILE_COUNT; variant++) {
+        struct problem p =
+            large_problem((enum moe_cuda_gemm_tile)(variant / FORMS), (enum form)(variant % FORMS));
         char *first = malloc(p.out_bytes), *again = malloc(p.out_bytes);
         assert_non_null(first);
         assert_non_null(again);
@@ -271,8 +280,9 @@ static void every_run_gives_the_same_bits(void **state)
 static void a_rows_bits_do_not_depend_on_its_neighbours(void **state)
 {
     (void)state;
-    for (int variant = 0; variant < 2 * MOE_CUDA_TILE_COUNT; variant++) {
-        struct problem p = large_problem((enum moe_cuda_gemm_tile)(variant / 2), variant % 2);
+    for (int variant = 0; variant < FORMS * MOE_CUDA_TILE_COUNT; variant++) {
+        struct problem p =
+            large_problem((enum moe_cuda_gemm_tile)(variant / FORMS), (enum form)(variant % FORMS));
         size_t row = (size_t)p.g.n * 2;
         char *full = malloc(p.out_bytes), *part = malloc(p.out_bytes);
         assert_non_null(full);
@@ -303,7 +313,7 @@ static void a_captured_launch_follows_the_counts(void **state)
 {
     (void)state;
     for (int tile = 0; tile < MOE_CUDA_TILE_COUNT; tile++) {
-        struct problem p = large_problem((enum moe_cuda_gemm_tile)tile, true);
+        struct problem p = large_problem((enum moe_cuda_gemm_tile)tile, GATED);
         uint32_t most[MAX_EXPERTS];
         cudaStream_t stream;
         cudaGraph_t graph;
@@ -333,8 +343,9 @@ static void a_captured_launch_follows_the_counts(void **state)
 static void nan_stays_in_its_row(void **state)
 {
     (void)state;
-    for (int variant = 0; variant < 2 * MOE_CUDA_TILE_COUNT; variant++) {
-        struct problem p = large_problem((enum moe_cuda_gemm_tile)(variant / 2), variant % 2);
+    for (int variant = 0; variant < FORMS * MOE_CUDA_TILE_COUNT; variant++) {
+        struct problem p =
+            large_problem((enum moe_cuda_gemm_tile)(variant / FORMS), (enum form)(variant % FORMS));
         uint16_t nan = 0x7fc0;
         uint32_t e = 0;
         while (p.count[e] == 0)
@@ -352,13 +363,14 @@ static void nan_stays_in_its_row(void **state)
 static void impossible_shapes_are_refused(void **state)
 {
     (void)state;
-    struct problem p = large_problem(MOE_CUDA_TILE_DECODE, false);
-    struct moe_cuda_ggemm wrong[] = {p.g, p.g, p.g, p.g, p.g};
+    struct problem p = large_problem(MOE_CUDA_TILE_DECODE, PLAIN);
+    struct moe_cuda_ggemm wrong[] = {p.g, p.g, p.g, p.g, p.g, p.g};
     wrong[0].n = 12;
     wrong[1].k = 4;
     wrong[2].experts = MOE_MAX_EXPERTS + 1;
     wrong[3].tile = MOE_CUDA_TILE_COUNT;
     wrong[4].out_dtype = MOE_DTYPE_NONE;
+    wrong[5].gated = wrong[5].back = true;
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         struct moe_status st = moe_cuda_ggemm_enqueue(&wrong[i], NULL);
         assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
