@@ -300,11 +300,16 @@ moe_status multiply(moe_cuda_cublas *c, const task &t, uint32_t first, uint32_t 
     const int weight_rows = int(t.weight_rows), k = int(t.g.k);
     if (count == 0 || rows == 0)
         return moe_ok();
-    return answer(c->gemm(c->handle, CUBLAS_OP_T, CUBLAS_OP_N, weight_rows, int(rows), k, &one,
-                          t.at.weights + first, CUDA_R_16BF, k, t.at.rows + first, CUDA_R_16BF, k,
-                          &zero, t.at.results + first, CUDA_R_32F, weight_rows, int(count),
-                          CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
-                  "grouped product");
+    /* The library may load the kernel that it picks, which a capture in its stricter modes forbids
+     * although nothing of it is captured. */
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    MOE_TRY(MOE_CUDA(cudaThreadExchangeStreamCaptureMode(&mode)));
+    const cublasStatus_t rc = c->gemm(
+        c->handle, CUBLAS_OP_T, CUBLAS_OP_N, weight_rows, int(rows), k, &one, t.at.weights + first,
+        CUDA_R_16BF, k, t.at.rows + first, CUDA_R_16BF, k, &zero, t.at.results + first, CUDA_R_32F,
+        weight_rows, int(count), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+    MOE_TRY(MOE_CUDA(cudaThreadExchangeStreamCaptureMode(&mode)));
+    return answer(rc, "grouped product");
 }
 
 bool needs_finish(const task &t)
