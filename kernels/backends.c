@@ -45,3 +45,16 @@ const struct moe_backend *moe_backend_find(const char *name)
         return find_cuda();
     return strcmp(name, "cpu") == 0 ? &moe_backend_cpu : NULL;
 }
+
+bool moe_transport_find(const char *name, enum moe_transport *out)
+{
+    static const char *const names[] = {[MOE_TRANSPORT_AUTO] = "auto",
+                                        [MOE_TRANSPORT_NVLINK] = "nvlink",
+                                        [MOE_TRANSPORT_NETWORK] = "network"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (strcmp(name, names[i]) == 0) {
+            *out = (enum moe_transport)i;
+            return true;
+        }
+    return false;
+}

@@ -25,7 +25,7 @@ enum {
 struct up {
     const struct moectl_command *command;
     struct moectl_common common;
-    const char *model, *backend, *log_level, *worker_config;
+    const char *model, *backend, *transport, *log_level, *worker_config;
     uint64_t workers, port, metrics_port, threads, drain_s;
     bool detach;
 
@@ -128,6 +128,7 @@ static struct moe_status start_worker(struct up *u, uint64_t number)
         {"--log-level", u->log_level},
         {"--ready-fd", MOECTL_READY_FD},
         {metrics[0] != '\0' ? "--metrics-listen" : NULL, metrics},
+        {strcmp(u->transport, "auto") != 0 ? "--transport" : NULL, u->transport},
         {u->worker_config_path[0] != '\0' ? "--config" : NULL, u->worker_config_path},
     };
     enum { COUNT = sizeof options / sizeof *options };
@@ -362,6 +363,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     struct up u = {
         .common = {.format = "table"},
         .backend = "auto",
+        .transport = "auto",
         .log_level = "info",
         .workers = 1,
         .port = 7600,
@@ -375,6 +377,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "directory with config.json and safetensors (required)"},
         {"workers", 'n', MOE_OPTION_UINT, &u.workers, 1, MOE_MAX_SLOTS, "N", "workers to start"},
         {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME", "cpu, cuda or auto"},
+        {"transport", 0, MOE_OPTION_STRING, &u.transport, 0, 0, "NAME",
+         "how rows travel between GPUs: nvlink, network or auto"},
         {"port", 'p', MOE_OPTION_UINT, &u.port, 0, UINT16_MAX - MOE_MAX_SLOTS, "P",
          "first port: the workers', then the coordinator's; 0 = any free ones"},
         {"metrics-port", 0, MOE_OPTION_UINT, &u.metrics_port, 0, UINT16_MAX - MOE_MAX_SLOTS, "P",
@@ -402,6 +406,10 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         return moectl_usage_error("--backend must be cpu, cuda or auto, not '%s'", u.backend);
     if (u.worker_config != NULL && !find_file(u.worker_config, u.worker_config_path))
         return moectl_usage_error("--worker-config: there is no file '%s'", u.worker_config);
+    if (strcmp(u.transport, "nvlink") != 0 && strcmp(u.transport, "network") != 0 &&
+        strcmp(u.transport, "auto") != 0)
+        return moectl_usage_error("--transport must be nvlink, network or auto, not '%s'",
+                                  u.transport);
     code = bring_up(&u);
     moectl_link_close(u.link);
     moectl_daemons_free(&u.daemons);

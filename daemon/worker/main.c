@@ -18,7 +18,7 @@ enum { ANY_SLOT = MOE_MAX_SLOTS };
 #define ECHO_NS (100 * MOE_NS_PER_MS)
 
 struct settings {
-    const char *model, *coordinator, *listen, *advertise, *backend, *gemm, *worker_id;
+    const char *model, *coordinator, *listen, *advertise, *backend, *gemm, *transport, *worker_id;
     uint64_t device, threads, slot;
     uint64_t max_message_bytes, max_bytes_in_flight;
     uint64_t max_tokens_per_request, max_tokens_per_step, max_queued_tokens;
@@ -220,9 +220,13 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     (void)moe_gemm_parse(s->gemm, &gemm); /* check_settings has */
     struct run run = {0};
     struct moe_metrics *metrics = NULL;
+    enum moe_transport transport = MOE_TRANSPORT_AUTO;
+    if (!moe_transport_find(s->transport, &transport))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "no such transport");
     struct moe_worker_config config = {
         .backend = backend,
         .device = {.ordinal = (int)s->device, .threads = (uint32_t)s->threads, .gemm = gemm},
+        .transport = transport,
         .model = s->model,
         .coordinator = s->coordinator,
         .listen = s->listen,
@@ -276,6 +280,9 @@ static const char *check_settings(const void *ctx)
     enum moe_gemm gemm;
     if (!moe_gemm_parse(s->gemm, &gemm))
         return "--gemm is hopper, cublas or auto";
+    enum moe_transport unused;
+    if (!moe_transport_find(s->transport, &unused))
+        return "--transport is auto, nvlink or network";
     const char *training = check_training(s);
     if (training != NULL)
         return training;
@@ -294,6 +301,7 @@ int main(int argc, char **argv)
         .listen = "127.0.0.1:0",
         .backend = "auto",
         .gemm = "auto",
+        .transport = "auto",
         .slot = ANY_SLOT,
         .max_message_bytes = UINT64_C(128) << 20,
         .max_bytes_in_flight = UINT64_C(1) << 30,
@@ -320,6 +328,8 @@ int main(int argc, char **argv)
         {"advertise", 0, MOE_OPTION_STRING, &s.advertise, 0, 0, "HOST:PORT",
          "Address that clients and peers are told, where it is another"},
         {"backend", 'b', MOE_OPTION_STRING, &s.backend, 0, 0, "NAME", "cpu, cuda or auto"},
+        {"transport", 0, MOE_OPTION_STRING, &s.transport, 0, 0, "NAME",
+         "How rows travel between GPUs: nvlink, network or auto; the same on all workers"},
         {"device", 'd', MOE_OPTION_UINT, &s.device, 0, 255, "N",
          "GPU to use; ignored by the CPU backend"},
         {"threads", 't', MOE_OPTION_UINT, &s.threads, 0, 1024, "N",

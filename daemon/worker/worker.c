@@ -199,6 +199,7 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
         .max_tokens = v->max_tokens_per_step,
         .training = w->train != NULL,
         .wait_budget_ms = w->config.wait_budget_ms,
+        .transport = w->config.transport,
         .allgather = allgather,
         .allgather_ctx = allgather_ctx,
     };
@@ -208,7 +209,10 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
         c.max_top_k = specs[i]->router.top_k > c.max_top_k ? specs[i]->router.top_k : c.max_top_k;
         c.max_experts = specs[i]->experts > c.max_experts ? specs[i]->experts : c.max_experts;
     }
-    return w->config.backend->session_join(w->device, &c, &w->session);
+    MOE_TRY(w->config.backend->session_join(w->device, &c, &w->session));
+    moe_log_info("epoch %llu: rows travel over %s", (unsigned long long)v->epoch,
+                 w->config.backend->session_transport(w->session));
+    return moe_ok();
 }
 
 /* What every slot tells every other before READY, through the windows. */

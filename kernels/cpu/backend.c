@@ -58,6 +58,7 @@ const struct moe_backend moe_backend_cpu = {
     .session_exchange = moe_cpu_session_exchange,
     .session_abort = moe_cpu_session_abort,
     .session_lost = moe_cpu_session_lost,
+    .session_transport = moe_cpu_session_transport,
     .session_leave = moe_cpu_session_leave,
     .step_enqueue = moe_cpu_step_enqueue,
     .step_wait = moe_cpu_step_wait,

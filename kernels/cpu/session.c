@@ -192,6 +192,11 @@ uint64_t moe_cpu_session_lost(struct moe_session *s)
     return moe_cpu_peers_lost(s->peers);
 }
 
+const char *moe_cpu_session_transport(const struct moe_session *s)
+{
+    return (s->config.live & (s->config.live - 1)) != 0 ? "shared memory" : "none";
+}
+
 /* ----------------------------------------------------------------- exchange */
 
 static void put_exchange(struct moe_session *s, uint32_t peer, const void *data, size_t bytes)

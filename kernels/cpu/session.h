@@ -35,6 +35,7 @@ struct moe_status moe_cpu_session_exchange(struct moe_session *s, const void *mi
                                            size_t bytes) MOE_CHECKED;
 void moe_cpu_session_abort(struct moe_session *s);
 uint64_t moe_cpu_session_lost(struct moe_session *s);
+const char *moe_cpu_session_transport(const struct moe_session *s);
 void moe_cpu_session_leave(struct moe_session *s);
 
 /* For ep.c and step.c. */

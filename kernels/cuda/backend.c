@@ -24,6 +24,7 @@ const struct moe_backend moe_backend_cuda = {
     .session_exchange = moe_cuda_session_exchange,
     .session_abort = moe_cuda_session_abort,
     .session_lost = moe_cuda_session_lost,
+    .session_transport = moe_cuda_session_transport,
     .session_leave = moe_cuda_session_leave,
     .step_enqueue = moe_cuda_step_enqueue,
     .step_wait = moe_cuda_step_wait,

@@ -2,6 +2,7 @@
  * the two parts of the backend's table, which are passes with a wait behind them. */
 #include "cuda/ep.h"
 
+#include "cuda/ep_net.h"
 #include "cuda/pass.h"
 #include "cuda/step.h"
 #include "session_rules.h"
@@ -83,9 +84,9 @@ void moe_cuda_ep_destroy(struct moe_cuda_ep *ep)
 
 /* ------------------------------------------------------------------ checks */
 
-static struct moe_status check_shape(const struct moe_session *session,
-                                     const struct moe_layer *layer, enum moe_dtype dtype,
-                                     uint32_t bucket, uint32_t tokens)
+struct moe_status moe_cuda_ep_check(const struct moe_session *session,
+                                    const struct moe_layer *layer, enum moe_dtype dtype,
+                                    uint32_t bucket, uint32_t tokens)
 {
     if (!layer->finished)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "layer %u has weights missing",
@@ -112,11 +113,24 @@ struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct 
                                       bool pairs)
 {
     struct moe_cuda_ep *ep = session->ep;
-    MOE_TRY(check_shape(session, layer, dtype, bucket, tokens));
+    MOE_TRY(moe_cuda_ep_check(session, layer, dtype, bucket, tokens));
     size_t rows = moe_cuda_ep_most_rows(session, layer, bucket);
     size_t row_bytes = layer->spec.hidden * moe_dtype_bytes(dtype) * (pairs ? 2 : 1);
     MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->rows, rows * row_bytes));
-    return moe_cuda_buffer_reserve(session->device, &ep->row_weight, rows * sizeof(float));
+    MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->row_weight, rows * sizeof(float)));
+    if (session->net == NULL)
+        return moe_ok();
+    return moe_cuda_ep_net_reserve(session->ep_net, layer, dtype, bucket);
+}
+
+bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer *layer,
+                      enum moe_dtype dtype, uint32_t bucket)
+{
+    const struct moe_cuda_ep *ep = session->ep;
+    size_t rows = moe_cuda_ep_most_rows(session, layer, bucket);
+    return rows * layer->spec.hidden * moe_dtype_bytes(dtype) <= ep->rows.bytes &&
+           rows * sizeof(float) <= ep->row_weight.bytes &&
+           (session->net == NULL || moe_cuda_ep_net_fits(session->ep_net, layer, dtype, bucket));
 }
 
 /* ------------------------------------------------------------------- passes */
@@ -179,6 +193,8 @@ struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_c
     ep->dispatched = false;
     fill_pass(ep, batch);
     ep->expert = batch->layer->desc.placement.local;
+    if (ep->session->net != NULL)
+        return moe_cuda_ep_net_prepare(ep->session->ep_net, &ep->pass, batch->layer);
     return moe_cuda_launch_announce(&ep->pass, stream);
 }
 
@@ -191,6 +207,8 @@ struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *
                              .count = ep->count,
                              .x = ep->pass.rows,
                              .weight = ep->pass.row_weight};
+    if (ep->session->net != NULL)
+        return moe_cuda_ep_net_dispatch(ep->session->ep_net, &ep->pass);
     return moe_cuda_launch_dispatch(&ep->pass, ctas(ep), stream);
 }
 
@@ -203,6 +221,8 @@ struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep, const float *exper
     ep->pass.base = base;
     ep->pass.y = y;
     ep->pass.verdict = verdict;
+    if (ep->session->net != NULL)
+        return moe_cuda_ep_net_combine(ep->session->ep_net, &ep->pass);
     return moe_cuda_launch_combine(&ep->pass, ctas(ep), stream);
 }
 
@@ -248,17 +268,35 @@ struct moe_status moe_cuda_ep_check_ids(const struct moe_session *s, const struc
     return st;
 }
 
-static struct moe_status enqueue_dispatch(struct moe_session *s, const struct moe_cuda_batch *batch,
-                                          uint32_t tokens, struct moe_rows *out)
+/* The arguments of a part. */
+struct part {
+    struct moe_session *session;
+    const struct moe_cuda_batch *batch;
+    uint32_t tokens;
+    struct moe_rows *out;    /* dispatch */
+    const float *expert_out; /* combine */
+    void *y;
+};
+
+static struct moe_status enqueue_dispatch(void *ctx)
 {
+    const struct part *part = ctx;
+    const struct moe_cuda_batch *batch = part->batch;
+    struct moe_session *s = part->session;
     cudaStream_t stream = s->device->compute;
     struct moe_cuda_facts facts;
-    moe_cuda_facts_fill(batch->layer, batch->dtype, batch->bucket, tokens, &facts);
+    moe_cuda_facts_fill(batch->layer, batch->dtype, batch->bucket, part->tokens, &facts);
     MOE_TRY(moe_cuda_mem_copy(s->device, s->ep->facts, &facts, sizeof facts));
     MOE_TRY(moe_cuda_session_count_step(s));
     MOE_TRY(moe_cuda_ep_prepare(s->ep, batch, stream));
-    MOE_TRY(moe_cuda_ep_dispatch(s->ep, out, stream));
-    return moe_cuda_session_finish(s);
+    return moe_cuda_ep_dispatch(s->ep, part->out, stream);
+}
+
+static struct moe_status enqueue_combine(void *ctx)
+{
+    const struct part *part = ctx;
+    return moe_cuda_ep_combine(part->session->ep, part->expert_out, NULL, part->y, NULL,
+                               part->session->device->compute);
 }
 
 static struct moe_cuda_batch batch_of(const struct moe_session *s, const struct moe_layer *layer,
@@ -285,7 +323,9 @@ struct moe_status moe_cuda_dispatch(struct moe_session *s, struct moe_layer *lay
     MOE_TRY(moe_cuda_session_usable(s));
     MOE_TRY(moe_cuda_ep_reserve(s, layer, dtype, bucket, tokens, false));
     MOE_TRY(moe_cuda_ep_check_ids(s, layer, tokens, ids));
-    MOE_TRY(enqueue_dispatch(s, &batch, tokens, out));
+    struct part part = {.session = s, .batch = &batch, .tokens = tokens, .out = out};
+    MOE_TRY(moe_cuda_session_run(s, enqueue_dispatch, &part));
+    MOE_TRY(moe_cuda_session_finish(s));
     s->ep->batch = batch;
     s->ep->tokens = tokens;
     s->ep->dispatched = true;
@@ -313,6 +353,7 @@ struct moe_status moe_cuda_combine(struct moe_session *s, struct moe_layer *laye
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                          "combine wants a dispatch with the same arguments before it");
     MOE_TRY(moe_cuda_session_usable(s));
-    MOE_TRY(moe_cuda_ep_combine(s->ep, expert_out, NULL, y, NULL, s->device->compute));
+    struct part part = {.session = s, .expert_out = expert_out, .y = y};
+    MOE_TRY(moe_cuda_session_run(s, enqueue_combine, &part));
     return moe_cuda_session_finish(s);
 }

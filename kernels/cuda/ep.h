@@ -1,5 +1,7 @@
 /* Prepare, dispatch and combine on GPUs: tokens to the slots of their experts and back, through the
- * windows, as moe/window.h lays it out. Everything is enqueued; counts stay on the device.
+ * windows, as moe/window.h lays it out. Everything is enqueued; counts stay on the device. In a
+ * session whose rows travel over a network (ep_net.h), calls that enqueue come from the courier's
+ * thread, and the stream is the device's compute stream and does not capture.
  *
  * A pass is prepare, dispatch, combine, in this order, on one stream; all live slots must make the
  * same passes. A pass may end before combine. A stream that captures is as good as any: what was
@@ -34,13 +36,22 @@ struct moe_status moe_cuda_ep_create(struct moe_session *session,
                                      struct moe_cuda_ep **out) MOE_CHECKED;
 void moe_cuda_ep_destroy(struct moe_cuda_ep *ep); /* NULL is ignored */
 
-/* Whether this session can run passes of this shape (`pairs` as in the batch), and memory for the
- * most rows that they can bring: nothing overflows later. Depends only on what is equal on all
- * slots, but for `tokens` and for the memory that is left. Waits for the device when memory has to
- * grow. */
+/* Whether this session can run passes of this shape. */
+struct moe_status moe_cuda_ep_check(const struct moe_session *session,
+                                    const struct moe_layer *layer, enum moe_dtype dtype,
+                                    uint32_t bucket, uint32_t tokens) MOE_CHECKED;
+
+/* The same (`pairs` as in the batch), and memory for the most rows that such passes can bring:
+ * nothing overflows later. Depends only on what is equal on all slots, but for `tokens` and for the
+ * memory that is left. Waits for the device when memory has to grow. Pairs do not travel over a
+ * network. */
 struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct moe_layer *layer,
                                       enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
                                       bool pairs) MOE_CHECKED;
+
+/* Whether moe_cuda_ep_reserve for this shape would find its memory there already. */
+bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer *layer,
+                      enum moe_dtype dtype, uint32_t bucket);
 
 /* Most rows, padding included, that passes of this shape can bring to this slot: the size to give
  * to what is computed from moe_rows. */

@@ -10,13 +10,12 @@
  *
  * Nobody sends in a way that depends on receiving, so all slots may send and wait at once. What
  * comes out of a window is checked before it is used as an index. */
+#include "cuda/count.cuh"
 #include "cuda/load.h"
-#include "cuda/rows.cuh"
 
 /* ------------------------------------------------------------- announce */
 
 constexpr uint32_t ANNOUNCE_WARPS = 16;
-constexpr uint32_t ANNOUNCE_UNROLL = 4;
 
 /* Lane i: head word i to every slot, the own one included. Also clears the pass's tables, so that a
  * pass that ends early has no rows. */
@@ -35,52 +34,6 @@ __device__ static void open_pass(const struct moe_cuda_pass &p, uint64_t stamp, 
         if (is_live(c->live, s))
             store_relaxed(moe_window_head_of(&p.layout, c->window[s], parity, p.slot) + lane,
                           moe_window_word(stamp, p.facts->head[lane]));
-}
-
-/* Positions of `id`'s matches in `match`, by copy; lane j < copies keeps copy j's running count. */
-__device__ static uint32_t place_matches(uint32_t match, uint32_t copy, uint32_t copies,
-                                         uint32_t *running)
-{
-    const uint32_t lane = threadIdx.x % 32, below = (1u << lane) - 1;
-    uint32_t position = 0;
-    for (uint32_t j = 0; j < copies; j++) {
-        uint32_t mine = __ballot_sync(ALL_LANES, (match >> lane & 1) && copy == j);
-        uint32_t before = __shfl_sync(ALL_LANES, *running, static_cast<int>(j));
-        if (copy == j)
-            position = before + __popc(mine & below);
-        if (lane == j)
-            *running += __popc(mine);
-    }
-    return position;
-}
-
-/* Walks over the pairs first .. end - 1 in order and counts expert e's rows by copy; with `place`
- * their positions are stored as well. Lane j has copy j's count, before and after. */
-__device__ static uint32_t walk_pairs(const struct moe_cuda_pass &p, uint32_t e, uint32_t copies,
-                                      uint32_t first, uint32_t end, uint32_t running, bool place)
-{
-    const uint32_t lane = threadIdx.x % 32;
-    for (uint32_t at = first; at < end; at += 32 * ANNOUNCE_UNROLL) {
-        int32_t id[ANNOUNCE_UNROLL];
-#pragma unroll
-        for (uint32_t u = 0; u < ANNOUNCE_UNROLL; u++) {
-            uint32_t pair = at + u * 32 + lane;
-            id[u] = pair < end ? p.ids[pair] : -1;
-        }
-#pragma unroll
-        for (uint32_t u = 0; u < ANNOUNCE_UNROLL; u++) {
-            uint32_t pair = at + u * 32 + lane;
-            bool mine = id[u] == static_cast<int32_t>(e) && token_counts(p, pair / p.top_k);
-            uint32_t match = __ballot_sync(ALL_LANES, mine);
-            if (match == 0)
-                continue;
-            uint32_t copy = copies == 1 ? 0 : pair / p.top_k % copies;
-            uint32_t position = place_matches(match, copy, copies, &running);
-            if (mine && place)
-                p.position[pair] = position;
-        }
-    }
-    return running;
 }
 
 __global__ void __launch_bounds__(32 * ANNOUNCE_WARPS)
@@ -102,7 +55,7 @@ __global__ void __launch_bounds__(32 * ANNOUNCE_WARPS)
         open_pass(p, stamp, parity);
     const uint32_t share = (pairs + 32 * ANNOUNCE_WARPS - 1) / (32 * ANNOUNCE_WARPS) * 32;
     const uint32_t first = min(warp * share, pairs), end = min(first + share, pairs);
-    counts[warp][lane] = walk_pairs(p, e, copies, first, end, 0, false);
+    counts[warp][lane] = walk_pairs(p, e, copies, first, end, 0, nullptr);
     __syncthreads();
     uint32_t before = 0, all = 0;
     for (uint32_t w = 0; w < ANNOUNCE_WARPS; w++) {
@@ -110,39 +63,12 @@ __global__ void __launch_bounds__(32 * ANNOUNCE_WARPS)
         all += counts[w][lane];
     }
     if (counts[warp][0] != 0 || copies > 1)
-        walk_pairs(p, e, copies, first, end, before, true);
+        walk_pairs(p, e, copies, first, end, before, p.position);
     if (warp != 0 || lane >= copies)
         return;
     uint32_t slot = p.facts->placement.slot[entry + lane];
     store_relaxed(moe_window_counts_of(&p.layout, c->window[slot], parity, p.slot) + e,
                   moe_window_word(stamp, all));
-}
-
-/* ---------------------------------------------------------------- rows */
-
-constexpr uint32_t COPY_UNROLL = 4; /* loads in flight per lane */
-
-/* Copies a row to the address `to` of each lane in `lanes`. */
-template <typename Unit>
-__device__ static void scatter_row(const void *from, uint32_t bytes, uint32_t lanes, void *to)
-{
-    const uint32_t lane = threadIdx.x % 32, units = bytes / sizeof(Unit);
-    const Unit *row = static_cast<const Unit *>(from);
-    for (uint32_t at = lane; at - lane < units; at += 32 * COPY_UNROLL) {
-        Unit value[COPY_UNROLL];
-#pragma unroll
-        for (uint32_t u = 0; u < COPY_UNROLL; u++)
-            if (at + 32 * u < units)
-                value[u] = __ldcg(row + at + 32 * u);
-        for (uint32_t left = lanes; left != 0; left &= left - 1) {
-            Unit *target = reinterpret_cast<Unit *>(
-                __shfl_sync(ALL_LANES, reinterpret_cast<unsigned long long>(to), __ffs(left) - 1));
-#pragma unroll
-            for (uint32_t u = 0; u < COPY_UNROLL; u++)
-                if (at + 32 * u < units)
-                    target[at + 32 * u] = value[u];
-        }
-    }
 }
 
 /* ------------------------------------------------------------------ send */

@@ -68,4 +68,29 @@ __device__ inline uint32_t most_peer_tokens(const struct moe_cuda_pass &p)
     return most;
 }
 
+constexpr uint32_t COPY_UNROLL = 4; /* loads in flight per lane */
+
+/* Copies a row to the address `to` of each lane in `lanes`. */
+template <typename Unit>
+__device__ inline void scatter_row(const void *from, uint32_t bytes, uint32_t lanes, void *to)
+{
+    const uint32_t lane = threadIdx.x % 32, units = bytes / sizeof(Unit);
+    const Unit *row = static_cast<const Unit *>(from);
+    for (uint32_t at = lane; at - lane < units; at += 32 * COPY_UNROLL) {
+        Unit value[COPY_UNROLL];
+#pragma unroll
+        for (uint32_t u = 0; u < COPY_UNROLL; u++)
+            if (at + 32 * u < units)
+                value[u] = __ldcg(row + at + 32 * u);
+        for (uint32_t left = lanes; left != 0; left &= left - 1) {
+            Unit *target = reinterpret_cast<Unit *>(
+                __shfl_sync(ALL_LANES, reinterpret_cast<unsigned long long>(to), __ffs(left) - 1));
+#pragma unroll
+            for (uint32_t u = 0; u < COPY_UNROLL; u++)
+                if (at + 32 * u < units)
+                    target[at + 32 * u] = value[u];
+        }
+    }
+}
+
 #endif

@@ -8,14 +8,16 @@
 #define MOE_CUDA_SESSION_H
 
 #include "cuda/device.h"
+#include "cuda/net.h"
 #include "cuda/window.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-struct moe_cuda_ep;    /* prepare, dispatch and combine: ep.h */
-struct moe_cuda_steps; /* whole steps: step.h */
+struct moe_cuda_ep;     /* prepare, dispatch and combine: ep.h */
+struct moe_cuda_ep_net; /* the same over a network: ep_net.h */
+struct moe_cuda_steps;  /* whole steps: step.h */
 
 /* What became of a pass or an exchange. */
 enum moe_cuda_verdict_code {
@@ -23,7 +25,8 @@ enum moe_cuda_verdict_code {
     MOE_CUDA_PASS_REFUSED, /* `slot` means another step; all slots say so, the session goes on */
     MOE_CUDA_PASS_LOST,    /* `slot` did not answer in time */
     MOE_CUDA_PASS_ABORTED,
-    MOE_CUDA_PASS_LIE, /* `slot` sent something else than it announced */
+    MOE_CUDA_PASS_LIE,    /* `slot` sent something else than it announced */
+    MOE_CUDA_PASS_BROKEN, /* the network broke: moe_cuda_net_verdict knows more */
 };
 
 struct moe_cuda_verdict {
@@ -68,10 +71,13 @@ struct moe_session {
     uint32_t step; /* host's count of steps enqueued: when to wipe the words */
     bool aborted;  /* atomic */
     uint64_t lost; /* atomic; bit s: slot s did not answer */
-    bool failed;
-    int missing; /* the slot that a wait failed for, or -1 */
+    bool failed;   /* atomic */
+    int missing;   /* the slot that a wait failed for, or -1 */
     struct moe_cuda_ep *ep;
     struct moe_cuda_steps *steps;
+    /* Where rows travel over a network; else NULL, and the window has the peers' addresses. */
+    struct moe_cuda_net *net;
+    struct moe_cuda_ep_net *ep_net;
 };
 
 /* Members of struct moe_backend. */
@@ -82,6 +88,7 @@ struct moe_status moe_cuda_session_exchange(struct moe_session *s, const void *m
                                             size_t bytes) MOE_CHECKED;
 void moe_cuda_session_abort(struct moe_session *s);
 uint64_t moe_cuda_session_lost(struct moe_session *s);
+const char *moe_cuda_session_transport(const struct moe_session *s);
 void moe_cuda_session_leave(struct moe_session *s);
 
 /* For ep.c, step.c and backward.c. */
@@ -103,6 +110,14 @@ struct moe_status moe_cuda_session_judge(struct moe_session *s,
 
 /* Waits for the compute stream and judges. */
 struct moe_status moe_cuda_session_finish(struct moe_session *s) MOE_CHECKED;
+
+/* Runs fn(ctx), which makes passes outside a step and does not wait for them, on the thread that
+ * this session makes passes on, until all that comes from peers has come. */
+struct moe_status moe_cuda_session_run(struct moe_session *s, struct moe_status (*fn)(void *ctx),
+                                       void *ctx) MOE_CHECKED;
+
+/* A failure on that thread: the verdict's status where the network broke, else `st`. */
+struct moe_status moe_cuda_session_explain(struct moe_session *s, struct moe_status st) MOE_CHECKED;
 
 /* A step broke on this slot for a reason of its own (no memory, a CUDA error): nothing can be run
  * in this session any more. */

@@ -1,6 +1,10 @@
 /* Running whole steps; see step.h. The order of a step is the list in `capture_stages`, top to
  * bottom: what is captured once per shape and lane (graph.h), and launched as one graph.
  *
+ * In a session whose rows travel over a network the same list is enqueued each time, by the courier
+ * (net.h), because it waits in the middle for what the peers announce: whoever enqueues a step
+ * posts a task.
+ *
  * Rows come in on one stream, are computed on another and leave on a third, each waiting for an
  * event of the one before: so the copies of two steps overlap each other's computing. A lane holds
  * what belongs to one step; scratch is shared, because computing runs one step after the other.
@@ -52,6 +56,8 @@ struct moe_step {
     bool done; /* was held, and has an outcome */
     struct moe_status outcome;
     struct moe_step_result result; /* of a step that was held */
+    struct moe_cuda_task task;     /* over a network: to enqueue this step */
+    bool refused; /* by this slot: nothing was enqueued. Valid once the task is done */
     struct lane_layout at;
     struct moe_cuda_buffer tensors;
     char *answer;           /* pinned: `tensors` from at.ids on, when the step has finished */
@@ -249,16 +255,32 @@ static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows, struct
            ((l->bytes = at), true);
 }
 
+/* Memory that a step needs is there. */
+static bool fits(const struct moe_step *lane)
+{
+    const struct moe_cuda_steps *steps = lane->owner;
+    const struct moe_step_args *a = &lane->args;
+    bool all = moe_cuda_ep_fits(steps->session, a->layer, a->dtype, a->bucket) &&
+               steps->at.bytes <= steps->scratch.bytes;
+    for (uint32_t i = 0; i < LANES; i++)
+        all = all && lane->at.bytes <= steps->lane[i].tensors.bytes;
+    return all;
+}
+
 static struct moe_status reserve(struct moe_step *lane)
 {
     struct moe_cuda_steps *steps = lane->owner;
     struct moe_session *s = steps->session;
     const struct moe_step_args *a = &lane->args;
-    MOE_TRY(moe_cuda_ep_reserve(s, a->layer, a->dtype, a->bucket, a->tokens, false));
+    MOE_TRY(moe_cuda_ep_check(s, a->layer, a->dtype, a->bucket, a->tokens));
     uint32_t rows = moe_cuda_ep_most_rows(s, a->layer, a->bucket);
     if (!lay_out_lane(a, &lane->at) || !lay_out_scratch(a, rows, &steps->at))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "a step of %u tokens does not fit in memory", a->bucket);
+    /* Growing waits for the device; if that waits for a peer that is gone, nobody would notice. */
+    if (s->net != NULL && !fits(lane))
+        MOE_TRY(moe_cuda_net_settle(s->net));
+    MOE_TRY(moe_cuda_ep_reserve(s, a->layer, a->dtype, a->bucket, a->tokens, false));
     /* For all lanes at once: growing waits for the device, and so for the peers of a step that the
      * other lane may run by the time this one is used again. */
     for (uint32_t i = 0; i < LANES; i++)
@@ -382,11 +404,17 @@ static struct moe_status capture_lane(void *ctx, uint32_t lane, cudaStream_t str
     return st;
 }
 
+static struct shape shape_of(const struct moe_step *lane)
+{
+    const struct moe_step_args *a = &lane->args;
+    return (struct shape){lane->owner, a->layer, a->dtype, a->bucket, lane->at};
+}
+
 static struct moe_status take_graph(struct moe_step *lane)
 {
     struct moe_cuda_steps *steps = lane->owner;
     const struct moe_step_args *a = &lane->args;
-    struct shape shape = {steps, a->layer, a->dtype, a->bucket, lane->at};
+    struct shape shape = shape_of(lane);
     struct moe_cuda_graph_key key;
     if (steps->buffers_moved != steps->session->device->buffers_moved)
         moe_cuda_graphs_clear(&steps->graphs); /* growing has waited for the device */
@@ -424,11 +452,16 @@ static struct moe_status enqueue_copy_in(struct moe_step *lane, struct moe_devic
 }
 
 /* From here on peers may wait for this slot. */
-static struct moe_status enqueue_graph(struct moe_step *lane, struct moe_device *device)
+static struct moe_status enqueue_stages(struct moe_step *lane, struct moe_device *device)
 {
     const struct moe_cuda_steps *steps = lane->owner;
+    uint32_t number = (uint32_t)(lane - steps->lane);
+    struct shape shape = shape_of(lane);
     MOE_TRY(moe_cuda_session_count_step(steps->session));
-    MOE_TRY(MOE_CUDA(cudaGraphLaunch(lane->graph->exec[lane - steps->lane], device->compute)));
+    if (steps->session->net != NULL)
+        MOE_TRY(capture_lane(&shape, number, device->compute));
+    else
+        MOE_TRY(MOE_CUDA(cudaGraphLaunch(lane->graph->exec[number], device->compute)));
     return MOE_CUDA(cudaEventRecord(lane->computed, device->compute));
 }
 
@@ -448,7 +481,7 @@ static struct moe_status enqueue(struct moe_step *lane)
 {
     struct moe_device *device = lane->owner->session->device;
     MOE_TRY(enqueue_copy_in(lane, device));
-    MOE_TRY(enqueue_graph(lane, device));
+    MOE_TRY(enqueue_stages(lane, device));
     return enqueue_copy_out(lane, device);
 }
 
@@ -498,6 +531,25 @@ static struct moe_status start(struct moe_step *lane)
     return st;
 }
 
+/* The courier's task. */
+static struct moe_status start_over_network(void *ctx)
+{
+    struct moe_step *lane = ctx;
+    struct moe_status st = reserve(lane);
+    lane->refused = moe_failed(&st);
+    return lane->refused ? st : enqueue(lane);
+}
+
+static struct moe_status post(struct moe_step *lane)
+{
+    struct moe_session *s = lane->owner->session;
+    const struct moe_step_args *a = &lane->args;
+    MOE_TRY(moe_cuda_ep_check(s, a->layer, a->dtype, a->bucket, a->tokens));
+    lane->task = (struct moe_cuda_task){.run = start_over_network, .ctx = lane};
+    moe_cuda_net_post(s->net, &lane->task);
+    return moe_ok();
+}
+
 struct moe_status moe_cuda_step_enqueue(struct moe_session *s, const struct moe_step_args *args,
                                         struct moe_step **out)
 {
@@ -511,7 +563,7 @@ struct moe_status moe_cuda_step_enqueue(struct moe_session *s, const struct moe_
     lane->args = *args;
     fill_facts(lane, need_logits);
     moe_cuda_range_begin("step enqueue");
-    struct moe_status st = start(lane);
+    struct moe_status st = s->net != NULL ? post(lane) : start(lane);
     moe_cuda_range_end();
     if (moe_failed(&st))
         give_lane(lane);
@@ -567,6 +619,33 @@ static cudaError_t await(cudaEvent_t event, uint64_t deadline_ns)
     }
 }
 
+/* What became of a step whose kernels have ended. */
+static struct moe_status judge(struct moe_step *lane, cudaError_t rc, struct moe_step_result *r)
+{
+    struct moe_session *s = lane->owner->session;
+    struct moe_status st = moe_cuda_status(rc, "a step");
+    if (moe_failed(&st)) {
+        moe_cuda_session_fail(s);
+        return st;
+    }
+    st = moe_cuda_session_judge(s, &lane->mail->verdict);
+    r->rows = lane->mail->verdict.rows;
+    hand_over_answer(lane);
+    read_times(lane, r);
+    return st;
+}
+
+/* The courier could not enqueue the whole step. */
+static struct moe_status judge_unfinished(struct moe_step *lane)
+{
+    struct moe_session *s = lane->owner->session;
+    if (!lane->refused) {
+        moe_cuda_session_fail(s);
+        wait_for_streams(s->device); /* the caller's memory must be free again */
+    }
+    return moe_cuda_session_explain(s, lane->task.status);
+}
+
 struct moe_status moe_cuda_step_wait(struct moe_step *lane, uint64_t deadline_ns,
                                      struct moe_step_result *result)
 {
@@ -581,23 +660,19 @@ struct moe_status moe_cuda_step_wait(struct moe_step *lane, uint64_t deadline_ns
         return outcome;
     }
     MOE_TRY(moe_cuda_device_use(s->device));
-    cudaError_t rc = await(lane->left, deadline_ns);
-    if (rc == cudaErrorNotReady)
+    const bool net = s->net != NULL;
+    const bool in_time = !net || moe_cuda_net_await(s->net, &lane->task, deadline_ns);
+    const bool enqueued = in_time && (!net || !moe_failed(&lane->task.status));
+    cudaError_t rc = enqueued ? await(lane->left, deadline_ns) : cudaSuccess;
+    if (!in_time || rc == cudaErrorNotReady)
         return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "the step is still running");
-    struct moe_status st = moe_cuda_status(rc, "a step");
-    if (moe_failed(&st)) {
-        moe_cuda_session_fail(s);
-    } else {
-        st = moe_cuda_session_judge(s, &lane->mail->verdict);
-        r.rows = lane->mail->verdict.rows;
-        hand_over_answer(lane);
-        read_times(lane, &r);
-    }
+    struct moe_status st = enqueued ? judge(lane, rc, &r) : judge_unfinished(lane);
     if (st.reason == MOE_REASON_PEER_LOST)
         r.missing_slot = s->missing;
     if (result != NULL)
         *result = r;
-    moe_cuda_graphs_give(lane->graph);
+    if (!net)
+        moe_cuda_graphs_give(lane->graph);
     give_lane(lane);
     return st;
 }

@@ -39,14 +39,19 @@ struct moe_status moe_cuda_window_name_group(struct moe_cuda_group_id *out)
     return MOE_NCCL(ncclGetUniqueId(&out->id));
 }
 
-static struct moe_status form_group(struct moe_cuda_window *w, uint32_t ranks, uint32_t rank,
-                                    const struct moe_cuda_group_id *id, uint64_t deadline_ns)
+struct moe_status moe_cuda_window_form_group(struct moe_cuda_window *w, struct moe_device *device,
+                                             uint64_t live, uint32_t slot,
+                                             const struct moe_cuda_group_id *id,
+                                             uint64_t deadline_ns)
 {
+    int ranks = __builtin_popcountll(live);
+    int rank = __builtin_popcountll(live & ((UINT64_C(1) << slot) - 1));
+    *w = (struct moe_cuda_window){.device = device};
     /* Windows never use multicast; without this NCCL sets up its own for each of them. */
     setenv("NCCL_NVLS_ENABLE", "0", 0);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
-    ncclResult_t rc = ncclCommInitRankConfig(&w->comm, (int)ranks, id->id, (int)rank, &config);
+    ncclResult_t rc = ncclCommInitRankConfig(&w->comm, ranks, id->id, rank, &config);
     if (w->comm == NULL)
         return moe_cuda_nccl_status(rc == ncclSuccess ? ncclInternalError : rc,
                                     "ncclCommInitRankConfig");
@@ -54,27 +59,30 @@ static struct moe_status form_group(struct moe_cuda_window *w, uint32_t ranks, u
 }
 
 /* Memory is cleared before it is registered: registration ends when all slots have begun it, so no
- * peer can store into a window that is still to be cleared. */
-static struct moe_status share_memory(struct moe_cuda_window *w, uint32_t ranks, size_t bytes,
-                                      uint64_t deadline_ns)
+ * peer can store into a window that is still to be cleared. Where memory cannot be mapped,
+ * registration gives no handle, or one for the GPUs of a part of the group. */
+struct moe_status moe_cuda_window_share(struct moe_cuda_window *w,
+                                        const struct moe_window_layout *layout, bool *reach,
+                                        uint64_t deadline_ns)
 {
-    MOE_TRY(moe_cuda_device_charge(w->device, bytes));
-    w->bytes = bytes;
-    MOE_TRY(MOE_NCCL(ncclMemAlloc(&w->memory, bytes)));
-    MOE_TRY(MOE_CUDA(cudaMemsetAsync(w->memory, 0, bytes, w->device->compute)));
+    int ranks = 0;
+    MOE_TRY(MOE_NCCL(ncclCommCount(w->comm, &ranks)));
+    MOE_TRY(moe_cuda_device_charge(w->device, layout->bytes));
+    w->bytes = layout->bytes;
+    MOE_TRY(MOE_NCCL(ncclMemAlloc(&w->memory, w->bytes)));
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync(w->memory, 0, w->bytes, w->device->compute)));
     MOE_TRY(moe_cuda_device_finish(w->device));
     ncclResult_t rc =
-        ncclCommWindowRegister(w->comm, w->memory, bytes, &w->handle, NCCL_WIN_COLL_SYMMETRIC);
+        ncclCommWindowRegister(w->comm, w->memory, w->bytes, &w->handle, NCCL_WIN_COLL_SYMMETRIC);
     MOE_TRY(await(w->comm, rc, "ncclCommWindowRegister", deadline_ns));
-    if (w->handle == NULL || moe_cuda_window_reach(w->comm) != ranks)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                         "the GPUs of the group cannot all reach each other's memory");
+    *reach = w->handle != NULL && moe_cuda_window_reach(w->comm) == (uint32_t)ranks;
     return moe_ok();
 }
 
 /* base[slot] from the addresses by rank: live slots in order. */
-static struct moe_status read_bases(struct moe_cuda_window *w, uint64_t live, uint32_t ranks)
+struct moe_status moe_cuda_window_read_bases(struct moe_cuda_window *w, uint64_t live)
 {
+    uint32_t ranks = (uint32_t)__builtin_popcountll(live);
     uint8_t *by_rank[MOE_MAX_SLOTS] = {0};
     uint8_t **table;
     MOE_TRY(moe_cuda_mem_alloc(w->device, MOE_MEM_DEVICE, sizeof by_rank, (void **)&table));
@@ -90,23 +98,24 @@ static struct moe_status read_bases(struct moe_cuda_window *w, uint64_t live, ui
     return st;
 }
 
-struct moe_status moe_cuda_window_open(struct moe_cuda_window *w, struct moe_device *device,
-                                       const struct moe_window_layout *layout, uint64_t live,
-                                       uint32_t slot, const struct moe_cuda_group_id *id,
-                                       uint64_t deadline_ns)
+struct moe_status moe_cuda_window_open_alone(struct moe_cuda_window *w, struct moe_device *device,
+                                             const struct moe_window_layout *layout, uint32_t slot)
 {
-    uint32_t ranks = (uint32_t)__builtin_popcountll(live);
-    uint32_t rank = (uint32_t)__builtin_popcountll(live & ((UINT64_C(1) << slot) - 1));
     *w = (struct moe_cuda_window){.device = device};
-    if (ranks == 1) {
-        MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, layout->rows, &w->memory));
-        w->bytes = layout->rows;
-        w->base[slot] = w->memory;
-        return moe_ok();
-    }
-    MOE_TRY(form_group(w, ranks, rank, id, deadline_ns));
-    MOE_TRY(share_memory(w, ranks, layout->bytes, deadline_ns));
-    return read_bases(w, live, ranks);
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, layout->rows, &w->memory));
+    w->bytes = layout->rows;
+    w->base[slot] = w->memory;
+    return moe_ok();
+}
+
+/* Memory that came from NCCL. */
+static void drop_memory(struct moe_cuda_window *w)
+{
+    if (w->memory != NULL)
+        (void)ncclMemFree(w->memory);
+    moe_cuda_device_discharge(w->device, w->bytes);
+    w->memory = NULL;
+    w->bytes = 0;
 }
 
 /* True when NCCL has been left in good order. */
@@ -132,7 +141,19 @@ void moe_cuda_window_close(struct moe_cuda_window *w, bool together, uint64_t de
     /* Abort reclaims without asking anyone; an error of it leaves nothing to be done. */
     if (!together || !leave_group(w, deadline_ns))
         (void)ncclCommAbort(w->comm);
-    if (w->memory != NULL)
-        (void)ncclMemFree(w->memory);
-    moe_cuda_device_discharge(w->device, w->bytes);
+    w->comm = NULL;
+    drop_memory(w);
+}
+
+ncclComm_t moe_cuda_window_give_group(struct moe_cuda_window *w, uint64_t deadline_ns)
+{
+    ncclComm_t comm = w->comm;
+    /* A failure shows again when the group is used. */
+    if (w->handle != NULL)
+        (void)await(comm, ncclCommWindowDeregister(comm, w->handle), "ncclCommWindowDeregister",
+                    deadline_ns);
+    w->handle = NULL;
+    w->comm = NULL;
+    drop_memory(w);
+    return comm;
 }

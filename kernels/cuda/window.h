@@ -2,6 +2,9 @@
  * reachable by plain loads and stores over NVLink. NCCL makes the memory and the mappings; after
  * that kernels know addresses only.
  *
+ * Where GPUs cannot reach each other so, the group is given to the network (net.h), and the session
+ * has no windows.
+ *
  * A session of one live slot needs no NCCL: its window is plain memory, and has no room for rows,
  * because own rows never pass through a window. */
 #ifndef MOE_CUDA_WINDOW_H
@@ -17,7 +20,7 @@ extern "C" {
 
 struct moe_cuda_window {
     struct moe_device *device;
-    ncclComm_t comm;     /* NULL with one live slot */
+    ncclComm_t comm;     /* NULL with one live slot, and without windows */
     ncclWindow_t handle; /* set by another thread of NCCL's while registration is in progress */
     void *memory;
     size_t bytes;
@@ -30,14 +33,30 @@ struct moe_cuda_group_id {
 };
 struct moe_status moe_cuda_window_name_group(struct moe_cuda_group_id *out) MOE_CHECKED;
 
-/* Collective over the live slots, unless only one is. Ends by `deadline_ns` (monotonic).
- * Errors: MOE_UNAVAILABLE/PEER_LOST when the slots did not all come in time;
- * MOE_FAILED_PRECONDITION/UNSUPPORTED when the GPUs cannot reach each other's memory. On failure
- * moe_cuda_window_close is still to be called. */
-struct moe_status moe_cuda_window_open(struct moe_cuda_window *w, struct moe_device *device,
-                                       const struct moe_window_layout *layout, uint64_t live,
-                                       uint32_t slot, const struct moe_cuda_group_id *id,
-                                       uint64_t deadline_ns) MOE_CHECKED;
+/* The window of a slot that is alone. Here and below: moe_cuda_window_close is to be called in the
+ * end, also after a failure. */
+struct moe_status moe_cuda_window_open_alone(struct moe_cuda_window *w, struct moe_device *device,
+                                             const struct moe_window_layout *layout,
+                                             uint32_t slot) MOE_CHECKED;
+
+/* Several live slots open their windows in three parts. The first two are collective and end by
+ * `deadline_ns` (monotonic).
+ * Errors: MOE_UNAVAILABLE/PEER_LOST when the slots did not all come in time. */
+struct moe_status moe_cuda_window_form_group(struct moe_cuda_window *w, struct moe_device *device,
+                                             uint64_t live, uint32_t slot,
+                                             const struct moe_cuda_group_id *id,
+                                             uint64_t deadline_ns) MOE_CHECKED;
+/* Makes the own window and shares it. *reach: whether this GPU and those of all others reach each
+ * other's; it may differ between slots. */
+struct moe_status moe_cuda_window_share(struct moe_cuda_window *w,
+                                        const struct moe_window_layout *layout, bool *reach,
+                                        uint64_t deadline_ns) MOE_CHECKED;
+/* The peers' addresses, after all slots have found that they reach all others. */
+struct moe_status moe_cuda_window_read_bases(struct moe_cuda_window *w, uint64_t live) MOE_CHECKED;
+
+/* The communicator, which the caller ends. The window's memory is given back, as far as it had been
+ * shared in vain; what is left can only be closed. */
+ncclComm_t moe_cuda_window_give_group(struct moe_cuda_window *w, uint64_t deadline_ns);
 
 /* No kernel may use the window any more. `together`: all slots are believed to leave in good order;
  * even then it waits for them until `deadline_ns` at most. */

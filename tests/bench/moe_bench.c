@@ -168,7 +168,7 @@ static bool names_something(const struct bench_plan *plan)
 
 int main(int argc, char **argv)
 {
-    const char *backend = "cuda", *lengths = "1,32,128,512,4096";
+    const char *backend = "cuda", *transport = "auto", *lengths = "1,32,128,512,4096";
     struct bench_plan plan = {.shapes = "all",
                               .routings = "router",
                               .slots = 2,
@@ -179,6 +179,8 @@ int main(int argc, char **argv)
     const struct moe_option options[] = {
         {"backend", 'b', MOE_OPTION_STRING, &backend, 0, 0, "NAME", "cuda or cpu"},
         {"slots", 'n', MOE_OPTION_UINT, &plan.slots, 1, MOE_MAX_SLOTS, "N", "processes (GPUs)"},
+        {"transport", 0, MOE_OPTION_STRING, &transport, 0, 0, "NAME",
+         "how rows travel between GPUs: auto, nvlink or network"},
         {"shapes", 's', MOE_OPTION_STRING, &plan.shapes, 0, 0, "LIST",
          "deepseek-v3, qwen3-30b, mixtral-8x7b, tiny, or all"},
         {"experts", 'e', MOE_OPTION_UINT, &plan.experts, 0, MOE_MAX_EXPERTS, "E",
@@ -201,6 +203,9 @@ int main(int argc, char **argv)
     struct moe_options parsed;
     int first;
     struct moe_status st = moe_options_parse(options, count, NULL, argc, argv, &first, &parsed);
+    if (!moe_failed(&st) && !moe_transport_find(transport, &group_transport))
+        st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "there is no transport %s",
+                       transport);
     /* "auto" would ask the driver, and processes forked after that could not use it. */
     if (moe_failed(&st) || strcmp(backend, "auto") == 0 ||
         (plan.backend = moe_backend_find(backend)) == NULL || !parse_lengths(lengths, &plan) ||

@@ -12,6 +12,8 @@ struct tally {
     /* Training: tensors compared; those for which rounding allows more than the fixed bounds;
      * gradients of experts without tokens. */
     uint64_t tensors, rough, idle_experts;
+    uint64_t bits; /* a hash of all y of whole steps */
+    const char *transport;
 };
 
 /* Memory of the backend that is handed out piece by piece and taken back all at once. */

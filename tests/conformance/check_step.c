@@ -332,6 +332,15 @@ static bool share_routing(struct subject *s, const struct outcome *o)
     return board_barrier(s->member, 60000) || wrong(s, "another slot gave up");
 }
 
+/* FNV-1a, over the words of what came before too. */
+static void hash_output(struct tally *tally, const uint8_t *y, size_t bytes)
+{
+    uint64_t hash = tally->bits != 0 ? tally->bits : UINT64_C(0xcbf29ce484222325);
+    for (size_t i = 0; i < bytes; i++)
+        hash = (hash ^ y[i]) * UINT64_C(0x100000001b3);
+    tally->bits = hash;
+}
+
 bool check_step(struct subject *s)
 {
     struct outcome o;
@@ -339,6 +348,7 @@ bool check_step(struct subject *s)
         !check_two_in_flight(s, &o) || !check_anywhere(s) || !share_routing(s, &o) ||
         !check_rows(s, &o))
         return false;
+    hash_output(s->tally, o.y, tensor_bytes(s->c, s->in->tokens));
     s->tally->tokens += s->in->tokens;
     s->ids = o.ids;
     s->weights = o.weights;

@@ -1,6 +1,7 @@
 /* The conformance suite: any backend, any number of slots, random layers, against the oracle.
  *
  *     conformance --backend cpu --slots 3 --cases 500 --seed 7 [--first 0] [--skewed]
+ *                 [--transport network]
  *
  * With --skewed, large batches whose tokens crowd: all to one expert, all to one slot, by Zipf's
  * law, all from one slot, in turn.
@@ -10,7 +11,10 @@
  *
  * Forks one process per slot; each runs the same cases on its own part of the tokens and checks its
  * own results. Prints seed and number of a failing case: the same seed with --first N --cases 1
- * runs it again. Exits with 0 only when every slot found every case right. */
+ * runs it again. Exits with 0 only when every slot found every case right.
+ *
+ * The last line of each slot ends with a hash of all of its y: the same cases must give the same
+ * bits through every transport. */
 #include "trained.h"
 
 #include "base/options.h"
@@ -111,6 +115,7 @@ static bool run_session(struct subject *s, const struct plan *plan, uint64_t fir
     if (!went_well(s, "join", s->backend->session_join(s->device, &config, &s->session)))
         return false;
     uint64_t mine = first * 100 + s->member->slot, all[MOE_MAX_SLOTS];
+    s->tally->transport = s->backend->session_transport(s->session);
     bool good =
         went_well(s, "exchange", s->backend->session_exchange(s->session, &mine, all, sizeof mine));
     for (uint32_t p = 0; p < s->member->slots && good; p++)
@@ -159,11 +164,11 @@ static void report(const struct subject *s)
 {
     const struct tally *t = s->tally;
     printf("%s, slot %u of %u: %llu cases, %llu tokens (%llu refused, %llu near ties), %llu rows, "
-           "worst error of y: f32 %.1e, bf16 %.1e\n",
+           "worst error of y: f32 %.1e, bf16 %.1e, rows over %s, bits of y %016llx\n",
            s->backend->name, s->member->slot, s->member->slots, (unsigned long long)t->cases,
            (unsigned long long)t->tokens, (unsigned long long)t->refused,
            (unsigned long long)t->swaps, (unsigned long long)t->rows, t->worst[MOE_DTYPE_F32],
-           t->worst[MOE_DTYPE_BF16]);
+           t->worst[MOE_DTYPE_BF16], t->transport, (unsigned long long)t->bits);
 }
 
 static void report_training(const struct tally *t)
@@ -210,7 +215,7 @@ static void *share_memory(uint64_t slots)
 
 int main(int argc, char **argv)
 {
-    const char *backend = "cpu", *gemm = "auto";
+    const char *backend = "cpu", *gemm = "auto", *transport = "auto";
     struct plan plan = {
         .slots = 2, .cases = 100, .seed = seed_from_environment(1), .timeout_s = 600};
     const struct moe_option options[] = {
@@ -222,6 +227,8 @@ int main(int argc, char **argv)
         {"first", 'f', MOE_OPTION_UINT, &plan.first, 0, 0, "I", "number of the first case"},
         {"skewed", 0, MOE_OPTION_BOOL, &plan.skewed, 0, 0, NULL, "crowded experts and slots only"},
         {"training", 0, MOE_OPTION_BOOL, &plan.training, 0, 0, NULL, "backward and optimizer"},
+        {"transport", 0, MOE_OPTION_STRING, &transport, 0, 0, "NAME",
+         "how rows travel between GPUs: auto, nvlink or network"},
         {"timeout", 't', MOE_OPTION_UINT, &plan.timeout_s, 1, 86400, "SECONDS", "watchdog"},
     };
     size_t count = sizeof options / sizeof *options;
@@ -241,6 +248,10 @@ int main(int argc, char **argv)
     }
     if (plan.training)
         plan.share = share_memory(plan.slots);
+    if (!moe_transport_find(transport, &group_transport)) {
+        fprintf(stderr, "there is no transport %s\n", transport);
+        return 2;
+    }
     printf("seed %llu\n", (unsigned long long)plan.seed);
     struct group group;
     int status[MOE_MAX_SLOTS] = {0};

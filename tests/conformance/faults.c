@@ -1,7 +1,7 @@
 /* Sessions of any backend under fault, from start to end of a step: a peer that dies, an abort,
  * slots that mean different steps, and many joins and leaves.
  *
- *     faults --backend cuda --slots 4
+ *     faults --backend cuda --slots 4 [--transport network]
  *
  * Uses the backend's table alone. Forks one process per slot, anew for each scenario. Nothing is
  * decided by how long something took; where a wait must run out, its budget is short. */
@@ -321,11 +321,13 @@ static bool joining_and_leaving_leaks_nothing(uint32_t slots)
 
 int main(int argc, char **argv)
 {
-    const char *name = "cpu";
+    const char *name = "cpu", *transport = "auto";
     uint64_t slots = 3;
     const struct moe_option options[] = {
         {"backend", 'b', MOE_OPTION_STRING, &name, 0, 0, "NAME", "backend to test"},
         {"slots", 'n', MOE_OPTION_UINT, &slots, 2, MOE_MAX_SLOTS, "N", "processes"},
+        {"transport", 0, MOE_OPTION_STRING, &transport, 0, 0, "NAME",
+         "how rows travel between GPUs: auto, nvlink or network"},
     };
     static const struct {
         const char *name;
@@ -344,6 +346,10 @@ int main(int argc, char **argv)
     if (moe_failed(&st) || (backend = moe_backend_find(name)) == NULL) {
         fprintf(stderr, "%s\n", moe_failed(&st) ? st.text : "this build has no such backend");
         moe_options_print(stderr, options, count);
+        return 2;
+    }
+    if (!moe_transport_find(transport, &group_transport)) {
+        fprintf(stderr, "there is no transport %s\n", transport);
         return 2;
     }
     bool all = true;

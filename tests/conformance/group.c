@@ -12,6 +12,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+enum moe_transport group_transport = MOE_TRANSPORT_AUTO;
+
 void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), void *ctx)
 {
     *g = (struct group){.slots = slots};
@@ -121,6 +123,7 @@ struct moe_session_config member_session(struct member *m, uint64_t epoch, uint3
                                        .max_top_k = MOE_MAX_TOP_K,
                                        .max_experts = 64,
                                        .wait_budget_ms = budget_ms,
+                                       .transport = group_transport,
                                        .allgather = board_allgather,
                                        .allgather_ctx = m};
 }

@@ -52,6 +52,9 @@ bool board_barrier(struct member *m, uint32_t ms);
 /* A moe_allgather_fn; ctx is a struct member. */
 struct moe_status board_allgather(void *ctx, const void *mine, void *all, size_t bytes);
 
+/* Of the sessions that member_session describes; to be set before group_start. */
+extern enum moe_transport group_transport;
+
 /* A session of the whole group with the smallest window that suits the tests. */
 struct moe_session_config member_session(struct member *m, uint64_t epoch, uint32_t budget_ms);
 

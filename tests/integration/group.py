@@ -19,6 +19,7 @@ import numpy as np
 BUILD = sys.argv.pop(1)
 MODELS = sys.argv.pop(1)
 BACKEND = os.environ.get("MOE_TEST_BACKEND", "cpu")  # tests/gpu/run.sh says cuda
+TRANSPORT = os.environ.get("MOE_TEST_TRANSPORT", "auto")  # or network, where there are GPUs
 MOECTL = os.path.join(BUILD, "client", "moectl", "moectl")
 sys.path.insert(0, os.path.join(BUILD, "python"))
 import moed  # noqa: E402 (from the build directory)
@@ -59,6 +60,7 @@ class Group:
         self.state = tempfile.mkdtemp(prefix="moed-test-")
         self.process = subprocess.Popen(
             [MOECTL, "up", "--model", model, "--workers", str(workers), "--backend", BACKEND,
+             "--transport", TRANSPORT,
              "--port", "0", "--state-dir", self.state, *extra],
             stdout=subprocess.PIPE, text=True)
         self.endpoint = self.process.stdout.readline().strip()

@@ -89,6 +89,7 @@ class CommandLine(unittest.TestCase):
                 ["up", "--model", "/tmp", "--workers", "0"],
                 ["up", "--model", "/tmp", "--workers", "17"],
                 ["up", "--model", "/tmp", "--backend", "tpu"],
+                ["up", "--model", "/tmp", "--transport", "pigeon"],
                 ["up", "--model", "/tmp", "--port", "70000"],
                 ["wait", "--for", "ready"], ["forward", "--layer", "0"],
                 ["forward", "--layer", "x", "--input", "a", "--output", "b"],

@@ -59,6 +59,13 @@ enum moe_mem { MOE_MEM_DEVICE, MOE_MEM_HOST };
  * session_join. This is how memfd names (CPU) and NCCL ids (CUDA) travel. */
 typedef struct moe_status (*moe_allgather_fn)(void *ctx, const void *mine, void *all, size_t bytes);
 
+/* How rows travel between slots. The CPU has one way and ignores it. */
+enum moe_transport {
+    MOE_TRANSPORT_AUTO,    /* windows where every slot reaches every other's memory, else network */
+    MOE_TRANSPORT_NVLINK,  /* windows, or the session is refused */
+    MOE_TRANSPORT_NETWORK, /* NCCL's sends and receives, whatever the topology */
+};
+
 struct moe_session_config {
     uint32_t slot, slots; /* own seat; seats in the group, 1..MOE_MAX_SLOTS */
     uint64_t live;        /* bit s: slot s takes part; own bit is set */
@@ -69,7 +76,8 @@ struct moe_session_config {
     uint32_t max_experts;    /* routed */
     bool training;           /* backward passes will run: windows hold x, dy and fp32 gradients */
     uint32_t wait_budget_ms; /* per wait on a peer */
-    moe_allgather_fn allgather; /* used only inside session_join */
+    enum moe_transport transport; /* the same on all slots */
+    moe_allgather_fn allgather;   /* used only inside session_join */
     void *allgather_ctx;
 };
 
@@ -183,6 +191,9 @@ struct moe_backend {
     void (*session_abort)(struct moe_session *);
     /* Bit s: slot s was seen to die. Any thread. */
     uint64_t (*session_lost)(struct moe_session *);
+    /* How rows travel in this session, for people: "shared memory", "nvlink", "network"; "none"
+     * when it has one live slot. The same on all slots. */
+    const char *(*session_transport)(const struct moe_session *);
     /* Steps must be finished. NULL is ignored. */
     void (*session_leave)(struct moe_session *);
 
@@ -235,5 +246,8 @@ extern const struct moe_backend moe_backend_cpu;
 /* By name; "auto" prefers cuda where it is built and a device answers. NULL when this build has no
  * such backend. */
 const struct moe_backend *moe_backend_find(const char *name);
+
+/* "auto", "nvlink" or "network"; false for anything else. */
+bool moe_transport_find(const char *name, enum moe_transport *out);
 
 #endif
