@@ -2,7 +2,8 @@
 # Holds the CUDA backend to everything that can be asked of it on the GPUs that are here: the
 # conformance suite, plain, skewed and training, on 1, 2 and 4 of them; sessions under fault; golden
 # outputs and gradients through the backend, outputs through real daemons; torch's AdamW curves; the
-# grouped GEMM against double precision; what a steady step may call.
+# grouped GEMM against double precision; what a steady step may call; cuBLAS instead of Hopper's
+# kernels, and NCCL's network transport instead of windows.
 #
 #   tests/gpu/run.sh BUILD_DIRECTORY [--cases N] [--jobs N] [--logs DIR] [--sanitizer] [--only TEXT]
 #
@@ -20,7 +21,7 @@ set -eu
 
 usage() {
     echo "$0: $1" >&2
-    sed -n '7,13s/^# \{0,1\}//p' "$0" >&2
+    sed -n '8,14s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -89,6 +90,15 @@ beside_each_other() {
         echo "golden_training_$n 120 $suite/golden_training --backend cuda --slots $n --models $models"
         echo "curve_$n 120 $suite/curve --backend cuda --slots $n --data $models/../training"
         echo "steady_$n 120 $build/tests/unit/test_steady $n"
+        [ "$n" -gt 1 ] || continue
+        over="--transport network --slots $n --seed $n"
+        echo "network_$n 300 $suite/conformance --backend cuda $over --cases $cases"
+        echo "network_skewed_$n 300 $suite/conformance --backend cuda $over --cases 40 --skewed"
+        for family in mixtral deepseek_v3; do
+            echo "network_daemons_${n}_$family 120 MOE_TEST_TRANSPORT=network" \
+                "${MOE_PYTHON:-python3} -B $here/../integration/test_golden.py" \
+                "$build $models GoldenModels.test_${family}_${n}_workers"
+        done
     done
     echo "conformance_cublas 300 $suite/conformance --backend cuda --slots 1 --cases $cases --seed 1 --gemm cublas"
     echo "golden_backend 120 $suite/golden --backend cuda --models $models"
@@ -106,7 +116,9 @@ beside_each_other() {
 
 alone() {
     for n in $(group_sizes); do
-        [ "$n" -lt 2 ] || echo "faults_$n 300 $suite/faults --backend cuda --slots $n"
+        [ "$n" -gt 1 ] || continue
+        echo "faults_$n 300 $suite/faults --backend cuda --slots $n"
+        echo "network_faults_$n 300 $suite/faults --backend cuda --slots $n --transport network"
     done
     [ "$sanitizer" = yes ] || return 0
     for tool in memcheck racecheck; do
