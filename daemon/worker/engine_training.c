@@ -189,6 +189,15 @@ bool moe_engine__may_begin(const struct moe_engine *e)
            !moe_step_is_exclusive(running->ticket.kind);
 }
 
+/* Its tensors are of the shape that the ticket says. Tickets come from another process. */
+static bool fits_ticket(const struct moe_train_work *w, const struct moe_ticket *t)
+{
+    if (w->kind != t->kind)
+        return false;
+    return w->kind != MOE_STEP_BACKWARD ||
+           (w->layer == t->layer && w->dtype == t->dtype && w->tokens <= t->bucket);
+}
+
 struct moe_status moe_engine__claim_call(struct moe_engine *e, struct moe_lane *lane)
 {
     const struct moe_ticket *t = &lane->ticket;
@@ -197,7 +206,7 @@ struct moe_status moe_engine__claim_call(struct moe_engine *e, struct moe_lane *
     struct moe_train_work *w = e->calls.head;
     while (w != NULL && w->number != t->order.number)
         w = w->next;
-    if (w == NULL || w->kind != t->kind || (w->tokens > t->bucket && t->bucket != 0))
+    if (w == NULL || !fits_ticket(w, t))
         return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
                          "ticket %llu is for a training call that was not announced",
                          (unsigned long long)t->seq);

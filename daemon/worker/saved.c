@@ -90,6 +90,40 @@ static struct moe_saved_record *find(const struct moe_saved *s, const char *sess
     return NULL;
 }
 
+/* Nobody but the list holds it, and with the lock held nobody can begin to. */
+static bool is_idle(const struct moe_saved_record *r)
+{
+    return atomic_load(&r->references) == 1;
+}
+
+static bool has_room(const struct moe_saved *s, uint64_t cost, uint64_t bytes, size_t records)
+{
+    return bytes <= s->budget - cost && records < MOE_SAVED_RECORDS;
+}
+
+/* Drops idle records, the oldest first, until `cost` (at most the budget) fits. What somebody holds
+ * would free nothing, so it stays, and so do all where even dropping every idle one is not enough.
+ */
+static bool make_room(struct moe_saved *s, uint64_t cost)
+{
+    uint64_t bytes = s->bytes;
+    size_t records = s->records;
+    for (const struct moe_saved_record *r = s->oldest; r != NULL; r = r->next)
+        if (is_idle(r)) {
+            bytes -= cost_of(r->bytes);
+            records--;
+        }
+    if (!has_room(s, cost, bytes, records))
+        return false;
+    for (struct moe_saved_record *next, *r = s->oldest;
+         r != NULL && !has_room(s, cost, s->bytes, s->records); r = next) {
+        next = r->next;
+        if (is_idle(r))
+            unlist(s, r);
+    }
+    return true;
+}
+
 static struct moe_status make_record(struct moe_saved *s, size_t bytes,
                                      struct moe_saved_record **out)
 {
@@ -132,16 +166,13 @@ struct moe_status moe_saved_reserve(struct moe_saved *s, size_t bytes, uint64_t 
     if (bytes == 0 || bytes > s->budget || cost_of(bytes) > s->budget)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL,
                          "%zu bytes are more than may be kept", bytes);
-    uint64_t room = s->budget - cost_of(bytes);
     pthread_mutex_lock(&s->lock);
     expire(s, now);
-    while (s->oldest != NULL && (s->bytes > room || s->records >= MOE_SAVED_RECORDS))
-        unlist(s, s->oldest);
     struct moe_status st =
-        s->bytes > room || s->records >= MOE_SAVED_RECORDS
-            ? moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, RETRY_MS,
-                              "too many bytes are kept for calls in flight")
-            : make_record(s, bytes, out);
+        make_room(s, cost_of(bytes))
+            ? make_record(s, bytes, out)
+            : moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, RETRY_MS,
+                              "too many bytes are kept for calls in flight");
     pthread_mutex_unlock(&s->lock);
     return st;
 }

@@ -1,0 +1,112 @@
+/* Saved passes and kept answers: bytes, time, and who may push out whom. */
+#include "support/check.h"
+#include "worker/saved.h"
+
+#include <stdlib.h>
+
+static struct moe_status plain_alloc(struct moe_device *d, enum moe_mem kind, size_t bytes,
+                                     void **out)
+{
+    (void)d;
+    (void)kind;
+    *out = calloc(1, bytes);
+    return moe_ok();
+}
+
+static void plain_free(struct moe_device *d, enum moe_mem kind, void *p, size_t bytes)
+{
+    (void)d;
+    (void)kind;
+    (void)bytes;
+    free(p);
+}
+
+static const struct moe_backend plain = {.mem_alloc = plain_alloc, .mem_free = plain_free};
+
+static struct moe_saved_record *saved_as(struct moe_saved *s, uint64_t id)
+{
+    struct moe_saved_record *r;
+    assert_ok(moe_saved_reserve(s, 20000, 0, &r));
+    moe_saved_put(s, r, "a", id, 0);
+    r = moe_saved_get(s, "a", id, 0);
+    assert_non_null(r);
+    return r;
+}
+
+/* 64 KiB take three of them. */
+static void room_is_made_by_dropping_only_what_frees_memory(void **state)
+{
+    (void)state;
+    struct moe_saved *s;
+    struct moe_saved_record *held, *reserved;
+    assert_ok(moe_saved_create(&plain, NULL, 64 << 10, 100, &s));
+    held = saved_as(s, 1); /* the oldest, and in use */
+    moe_saved_release(saved_as(s, 2));
+    moe_saved_release(saved_as(s, 3));
+    assert_ok(moe_saved_reserve(s, 20000, 0, &reserved));
+    moe_saved_release(held);
+    held = moe_saved_get(s, "a", 1, 0);
+    assert_non_null(held);
+    assert_null(moe_saved_get(s, "a", 2, 0));
+    /* Not even without 3 would there be room. */
+    struct moe_saved_record *r;
+    assert_refused(moe_saved_reserve(s, 40000, 0, &r), MOE_RESOURCE_EXHAUSTED,
+                   MOE_REASON_QUEUE_FULL);
+    r = moe_saved_get(s, "a", 3, 0);
+    assert_non_null(r);
+    moe_saved_release(r);
+    moe_saved_release(reserved);
+    moe_saved_release(held);
+    moe_saved_destroy(s);
+}
+
+static void what_is_saved_stays_within_bytes_and_time(void **state)
+{
+    (void)state;
+    struct moe_saved *s;
+    struct moe_saved_record *r, *held;
+    assert_ok(moe_saved_create(&plain, NULL, 64 << 10, 100, &s));
+    assert_refused(moe_saved_reserve(s, 65 << 10, 0, &r), MOE_RESOURCE_EXHAUSTED,
+                   MOE_REASON_QUEUE_FULL);
+    assert_refused(moe_saved_reserve(s, 0, 0, &r), MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL);
+    for (uint64_t id = 1; id <= 100; id++) {
+        assert_ok(moe_saved_reserve(s, 10000, id, &r));
+        ((uint8_t *)r->data)[9999] = (uint8_t)id;
+        moe_saved_put(s, r, "a", id, id);
+        assert_true(moe_saved_bytes(s) <= 64 << 10);
+    }
+    assert_null(moe_saved_get(s, "a", 1, 100)); /* pushed out */
+    assert_null(moe_saved_get(s, "b", 100, 100));
+    held = moe_saved_get(s, "a", 100, 100);
+    assert_non_null(held);
+    assert_int_equal(((uint8_t *)held->data)[9999], 100);
+    assert_null(moe_saved_get(s, "a", 100, 200)); /* too old */
+    assert_true(moe_saved_bytes(s) >= 10000);     /* but still ours */
+    assert_refused(moe_saved_reserve(s, 60000, 200, &r), MOE_RESOURCE_EXHAUSTED,
+                   MOE_REASON_QUEUE_FULL);
+    moe_saved_release(held);
+    assert_int_equal(moe_saved_bytes(s), 0);
+    assert_ok(moe_saved_reserve(s, 60000, 200, &r));
+    moe_saved_put(s, r, "a", 1, 200);
+    moe_saved_drop(s, "a", 1);
+    assert_int_equal(moe_saved_bytes(s), 0);
+    for (uint64_t id = 1; id <= 3; id++) { /* the same name again takes the place of the first */
+        assert_ok(moe_saved_reserve(s, 10, 200, &r));
+        moe_saved_put(s, r, "a", 7, 200);
+    }
+    r = moe_saved_get(s, "a", 7, 200);
+    assert_non_null(r);
+    moe_saved_release(r);
+    moe_saved_drop(s, "a", 7);
+    assert_null(moe_saved_get(s, "a", 7, 200));
+    moe_saved_destroy(s);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(room_is_made_by_dropping_only_what_frees_memory),
+        cmocka_unit_test(what_is_saved_stays_within_bytes_and_time),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
