@@ -1,13 +1,32 @@
-/* moectl training: where a group's training stands, as one of its workers knows it. */
+/* moectl training: where a group's training stands, and the changes that an operator makes to it by
+ * hand: checkpoints, adapters, dropped gradients, what is frozen. Gradients and steps are the
+ * business of programs. */
 #include "commands.h"
 #include "link.h"
 #include "proto_json.h"
 #include "state.h"
 
+#include "moe/client_training.h"
 #include "moe/v1/training.pb-c.h"
 
 #include <inttypes.h>
 #include <string.h>
+
+enum { STEP_ID_TRIES = 8 }; /* trainers may take the id that was free a moment ago */
+
+struct training {
+    struct moectl_common common;
+    const char *action, *object; /* "save", its NAME */
+    uint64_t keep, step_id;      /* options; step_id 0 = the next free one */
+    struct moe_client *client;
+    /* answers */
+    struct moe_client_change change;
+    struct moe_client_checkpoint checkpoint;
+    struct moe_client_frozen frozen;
+    uint32_t backwards;
+};
+
+/* ---------------------------------------------------------------------------- status */
 
 static const char *frozen_or_not(protobuf_c_boolean frozen)
 {
@@ -69,30 +88,280 @@ static struct moe_status ask(const struct moectl_common *common, ProtobufCMessag
     return st;
 }
 
-static int run(const struct moectl_command *self, int argc, char **argv)
+static int fail(const struct moe_status *st)
 {
-    struct moectl_common common = {.format = "table", .timeout_s = 10};
+    if (st->code != MOE_UNIMPLEMENTED)
+        return moectl_fail(st);
+    moectl_say("this group does not train: its workers were started without --training");
+    return MOECTL_NOT_FOUND;
+}
+
+static int show(const struct moectl_common *common)
+{
     ProtobufCMessage *state = NULL;
-    int code;
-    if (!moectl_parse(self, NULL, 0, &common, argc, argv, &code))
-        return code;
-    struct moe_status st = ask(&common, &state);
-    if (st.code == MOE_UNIMPLEMENTED) {
-        moectl_say("this group does not train: its workers were started without --training");
-        return MOECTL_NOT_FOUND;
-    }
+    struct moe_status st = ask(common, &state);
     if (st.code != MOE_OK)
-        return moectl_fail(&st);
-    code = print_state(&common, (const Moe__V1__GetTrainStateResponse *)(const void *)state);
+        return fail(&st);
+    int code = print_state(common, (const Moe__V1__GetTrainStateResponse *)(const void *)state);
     protobuf_c_message_free_unpacked(state, NULL);
     return code;
 }
 
+/* --------------------------------------------------------------------------- changes */
+
+/* `step_id` and `timeout_ms` are set; makes the change and keeps its answer. */
+typedef struct moe_status (*change_fn)(struct training *t);
+
+static struct moe_status do_save(struct training *t)
+{
+    t->checkpoint = (struct moe_client_checkpoint){
+        .change = t->change, .name = t->object, .keep = (uint32_t)t->keep};
+    return moe_client_save_checkpoint(t->client, &t->checkpoint);
+}
+
+static struct moe_status do_load(struct training *t)
+{
+    t->checkpoint = (struct moe_client_checkpoint){.change = t->change, .name = t->object};
+    return moe_client_load_checkpoint(t->client, &t->checkpoint);
+}
+
+/* Without a name: merge. */
+static struct moe_status do_export(struct training *t)
+{
+    t->checkpoint = (struct moe_client_checkpoint){.change = t->change, .name = t->object};
+    return moe_client_export_adapter(t->client, &t->checkpoint);
+}
+
+static struct moe_status do_zero_grad(struct training *t)
+{
+    return moe_client_zero_grad(t->client, &t->change, &t->backwards);
+}
+
+static struct moe_status do_freeze(struct training *t)
+{
+    return moe_client_set_frozen(t->client, &t->change, t->frozen);
+}
+
+static void say_saved(const struct training *t)
+{
+    printf("saved %s: weights version %" PRIu64 ", %.1f MiB\n", t->object,
+           t->checkpoint.weights_version, (double)t->checkpoint.bytes / (1024.0 * 1024.0));
+}
+
+static void say_loaded(const struct training *t)
+{
+    printf("loaded %s: weights version %" PRIu64 ", lineage %" PRIu64 "\n", t->object,
+           t->checkpoint.weights_version, t->checkpoint.answered_lineage);
+}
+
+static void say_exported(const struct training *t)
+{
+    printf("exported %s: %.1f MiB\n", t->object, (double)t->checkpoint.bytes / (1024.0 * 1024.0));
+}
+
+static void say_merged(const struct training *t)
+{
+    (void)t;
+    printf("merged the adapters into the weights\n");
+}
+
+static void say_zeroed(const struct training *t)
+{
+    printf("dropped the gradients of %" PRIu32 " Backward calls\n", t->backwards);
+}
+
+static void say_frozen(const struct training *t)
+{
+    printf("router      %s\nexperts     %s\nshared      %s\n", frozen_or_not(t->frozen.router),
+           frozen_or_not(t->frozen.experts), frozen_or_not(t->frozen.shared));
+}
+
+static json_t *json_checkpoint(const struct training *t)
+{
+    char version[24], lineage[24], bytes[24];
+    const struct moe_client_checkpoint *c = &t->checkpoint;
+    snprintf(version, sizeof version, "%" PRIu64, c->weights_version);
+    snprintf(lineage, sizeof lineage, "%" PRIu64, c->answered_lineage);
+    snprintf(bytes, sizeof bytes, "%" PRIu64, c->bytes);
+    return json_pack("{s:s, s:s, s:s, s:s}", "name", t->object != NULL ? t->object : "",
+                     "weightsVersion", version, "lineage", lineage, "bytes", bytes);
+}
+
+static json_t *json_zeroed(const struct training *t)
+{
+    return json_pack("{s:I}", "backwards", (json_int_t)t->backwards);
+}
+
+static json_t *json_frozen(const struct training *t)
+{
+    return json_pack("{s:b, s:b, s:b}", "router", (int)t->frozen.router, "experts",
+                     (int)t->frozen.experts, "shared", (int)t->frozen.shared);
+}
+
+enum object { NO_OBJECT, NAME, PARTS };
+
+static const struct action {
+    const char *name;
+    enum object object;
+    const char *kind; /* of the JSON document */
+    change_fn run;
+    void (*say)(const struct training *t);
+    json_t *(*json)(const struct training *t);
+} actions[] = {
+    {"save", NAME, "SavedCheckpoint", do_save, say_saved, json_checkpoint},
+    {"load", NAME, "LoadedCheckpoint", do_load, say_loaded, json_checkpoint},
+    {"export", NAME, "ExportedAdapter", do_export, say_exported, json_checkpoint},
+    {"merge", NO_OBJECT, "MergedAdapter", do_export, say_merged, json_checkpoint},
+    {"zero-grad", NO_OBJECT, "ZeroedGradients", do_zero_grad, say_zeroed, json_zeroed},
+    {"freeze", PARTS, "Frozen", do_freeze, say_frozen, json_frozen},
+};
+
+static const struct action *find_action(const char *name)
+{
+    for (size_t i = 0; i < sizeof actions / sizeof *actions; i++)
+        if (strcmp(actions[i].name, name) == 0)
+            return &actions[i];
+    return NULL;
+}
+
+/* "router,experts" or "none". */
+static bool read_parts(const char *text, struct moe_client_frozen *out)
+{
+    static const char *const names[] = {"router", "experts", "shared"};
+    bool *const flags[] = {&out->router, &out->experts, &out->shared};
+    if (strcmp(text, "none") == 0)
+        return true;
+    for (;;) {
+        size_t length = strcspn(text, ","), i = 0;
+        while (i < 3 && (strlen(names[i]) != length || strncmp(names[i], text, length) != 0))
+            i++;
+        if (i == 3)
+            return false;
+        *flags[i] = true;
+        if (text[length] == '\0')
+            return true;
+        text += length + 1;
+    }
+}
+
+static struct moe_status next_step_id(struct training *t)
+{
+    struct moe_client_train_state state;
+    MOE_TRY(moe_client_get_train_state(t->client, t->change.timeout_ms, &state));
+    t->change.step_id = state.last_step_id + 1;
+    return moe_ok();
+}
+
+/* An id of our own choice that someone else has taken meanwhile is given up for the next one. */
+static struct moe_status change(struct training *t, const struct action *a)
+{
+    char endpoint[MOECTL_ENDPOINT_MAX];
+    struct moe_client_config config = {.endpoint = endpoint,
+                                       .timeout_ms = moectl_timeout_ms(&t->common)};
+    MOE_TRY(moectl_worker_endpoint(&t->common, moectl_deadline(&t->common), endpoint));
+    MOE_TRY(moe_client_connect(&config, &t->client));
+    t->change = (struct moe_client_change){.step_id = t->step_id, .timeout_ms = config.timeout_ms};
+    struct moe_status st = moe_ok();
+    for (int i = 0; i < STEP_ID_TRIES; i++) {
+        if (t->step_id == 0)
+            st = next_step_id(t);
+        if (st.code == MOE_OK)
+            st = a->run(t);
+        if (st.reason != MOE_REASON_ID_REUSED || t->step_id != 0)
+            break;
+    }
+    moe_client_close(t->client);
+    return st;
+}
+
+static int run_change(struct training *t, const struct action *a)
+{
+    struct moe_status st = change(t, a);
+    if (st.code != MOE_OK)
+        return fail(&st);
+    if (!t->common.json) {
+        a->say(t);
+        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    }
+    json_t *document = moectl_document(a->kind), *body = a->json(t);
+    if (document != NULL && (body == NULL || json_object_update(document, body) != 0)) {
+        json_decref(document);
+        document = NULL;
+    }
+    json_decref(body);
+    return moectl_print(document);
+}
+
+/* ----------------------------------------------------------------------- command line */
+
+/* Takes ACTION and its object off the front; what is left is options. */
+static int take_action(struct training *t, int *argc, char ***argv)
+{
+    char *program = (*argv)[0];
+    for (int words = 0; words < 2 && *argc > 1 && (*argv)[1][0] != '-'; words++) {
+        *(words == 0 ? &t->action : &t->object) = (*argv)[1];
+        --*argc;
+        *++*argv = program;
+    }
+    if (t->action == NULL || strcmp(t->action, "status") == 0)
+        return t->object == NULL ? MOECTL_OK
+                                 : moectl_usage_error("unexpected argument '%s'", t->object);
+    const struct action *a = find_action(t->action);
+    if (a == NULL)
+        return moectl_usage_error("there is no 'training %s'", t->action);
+    if (a->object == NO_OBJECT && t->object != NULL)
+        return moectl_usage_error("unexpected argument '%s'", t->object);
+    return MOECTL_OK;
+}
+
+static int check_object(struct training *t, const struct action *a)
+{
+    if (a->object == NAME && t->object == NULL)
+        return moectl_usage_error("training %s wants a NAME", a->name);
+    if (a->object == PARTS && (t->object == NULL || !read_parts(t->object, &t->frozen)))
+        return moectl_usage_error("training freeze wants a list of router, experts, shared (with "
+                                  "commas between), or none");
+    return MOECTL_OK;
+}
+
+static int run(const struct moectl_command *self, int argc, char **argv)
+{
+    struct training t = {.common = {.format = "table", .timeout_s = 60}};
+    const struct moe_option own[] = {
+        {"keep", 0, MOE_OPTION_UINT, &t.keep, 0, UINT32_MAX, "N",
+         "save: only the N newest checkpoints stay, 0 = all"},
+        {"step-id", 0, MOE_OPTION_UINT, &t.step_id, 0, INT64_MAX, "ID",
+         "of the change, so that it can be repeated safely; 0 = the next free one"},
+    };
+    int code = take_action(&t, &argc, &argv);
+    if (code != MOECTL_OK ||
+        !moectl_parse(self, own, sizeof own / sizeof *own, &t.common, argc, argv, &code))
+        return code;
+    const struct action *a = t.action != NULL ? find_action(t.action) : NULL;
+    if (a == NULL)
+        return show(&t.common);
+    code = check_object(&t, a);
+    return code != MOECTL_OK ? code : run_change(&t, a);
+}
+
 const struct moectl_command moectl_training = {
     .name = "training",
-    .summary = "Shows where a group's training stands.",
-    .usage = "[--endpoint H:P] [-o json]",
+    .summary = "Shows where a group's training stands; checkpoints, adapters, freezing.",
+    .usage = "[ACTION] [--endpoint H:P] [-o json]\n"
+             "\n"
+             "actions:\n"
+             "  status         where training stands (without an action, too)\n"
+             "  save NAME      write weights and optimizer state: directory NAME of the workers'\n"
+             "                 training directory\n"
+             "  load NAME      take them from there; gradients become zero\n"
+             "  export NAME    write the adapters as PEFT reads them\n"
+             "  merge          merge the adapters into the weights, and begin new ones\n"
+             "  zero-grad      drop the gradients since the last step\n"
+             "  freeze PARTS   router, experts, shared (with commas between) or none; the rest "
+             "learns",
     .examples = "  moectl training\n"
-                "  moectl training -o json | jq .weights_version\n",
+                "  moectl training -o json | jq .weightsVersion\n"
+                "  moectl training save epoch-3 --keep 5\n"
+                "  moectl training freeze router,shared\n",
     .run = run,
 };

@@ -91,15 +91,15 @@ static void fill_info(struct moe_client *c)
     };
 }
 
-static void close_lane(struct moe_client_lane *lane)
+void moe_client_close_lane(struct moe_client_lane *lane)
 {
     moe_rpc_channel_close(lane->channel);
     moe_rpc_client_destroy(lane->rpc);
     *lane = (struct moe_client_lane){0};
 }
 
-static struct moe_status open_lane(const char *target, uint64_t max_message_bytes,
-                                   struct moe_client_lane *lane)
+struct moe_status moe_client_open_lane(const char *target, uint64_t max_message_bytes,
+                                       struct moe_client_lane *lane)
 {
     MOE_TRY(moe_rpc_client_create(&lane->rpc));
     struct moe_rpc_channel_config config = {
@@ -110,7 +110,7 @@ static struct moe_status open_lane(const char *target, uint64_t max_message_byte
     };
     struct moe_status st = moe_rpc_channel_open(lane->rpc, &config, &lane->channel);
     if (st.code != MOE_OK)
-        close_lane(lane);
+        moe_client_close_lane(lane);
     return st;
 }
 
@@ -118,7 +118,7 @@ static struct moe_status learn(struct moe_client *c, const char *endpoint)
 {
     uint64_t deadline = moe_client_deadline(c, 0);
     struct moe_client_lane lane = {0};
-    MOE_TRY(open_lane(endpoint, 0, &lane));
+    MOE_TRY(moe_client_open_lane(endpoint, 0, &lane));
     ProtobufCMessage *answer = NULL;
     struct moe_status st = ask(lane.channel, "/moe.v1.ExpertService/GetServerInfo", deadline,
                                &moe__v1__get_server_info_response__descriptor, &answer);
@@ -131,7 +131,7 @@ static struct moe_status learn(struct moe_client *c, const char *endpoint)
         st = ask(lane.channel, "/moe.v1.ExpertService/GetModel", deadline,
                  &moe__v1__get_model_response__descriptor, &answer);
     c->model = (Moe__V1__GetModelResponse *)answer;
-    close_lane(&lane);
+    moe_client_close_lane(&lane);
     return st;
 }
 
@@ -161,8 +161,8 @@ static struct moe_status open_lanes(struct moe_client *c, const char *endpoint)
     if (c->lanes == NULL)
         return out_of_memory();
     for (; c->lane_count < wanted; c->lane_count++)
-        MOE_TRY(open_lane(targets[c->lane_count % c->worker_count], c->info.max_message_bytes,
-                          &c->lanes[c->lane_count]));
+        MOE_TRY(moe_client_open_lane(targets[c->lane_count % c->worker_count],
+                                     c->info.max_message_bytes, &c->lanes[c->lane_count]));
     return moe_ok();
 }
 
@@ -232,7 +232,7 @@ void moe_client_close(struct moe_client *c)
     pthread_mutex_unlock(&c->lock);
 
     for (size_t i = 0; i < c->lane_count; i++)
-        close_lane(&c->lanes[i]);
+        moe_client_close_lane(&c->lanes[i]);
     moe_client_timers_destroy(c->timers);
     if (c->server != NULL)
         moe__v1__get_server_info_response__free_unpacked(c->server, NULL);

@@ -60,6 +60,7 @@ static struct moe_status join(struct call *call)
     }
     f->answered_epoch = first->epoch;
     f->answered_weights_version = first->weights_version;
+    f->saved = first->saved;
     f->stages = first->stages;
     for (size_t i = 1; i < call->piece_count; i++) {
         const struct moe_client_answer *a = &call->pieces[i].answer;
@@ -110,9 +111,7 @@ static uint64_t random_number(struct moe_client *c)
     return z ^ (z >> 31);
 }
 
-/* The pause after the given attempt: doubling, between half and all of it at random, and never
- * shorter than what the server asked for. */
-static uint64_t pause_ns(struct moe_client *c, uint32_t attempt, uint32_t retry_after_ms)
+uint64_t moe_client_pause_ns(struct moe_client *c, uint32_t attempt, uint32_t retry_after_ms)
 {
     uint64_t ms = BACKOFF_FIRST_MS;
     for (uint32_t i = 1; i < attempt && ms < BACKOFF_MAX_MS; i++)
@@ -135,13 +134,14 @@ static void on_pause_over(struct moe_client_timer *t)
 static void retry_or_conclude(struct piece *p, struct moe_status st)
 {
     struct moe_client *c = p->call->client;
-    uint64_t at = moe_clock_ns() + pause_ns(c, p->attempt, st.retry_after_ms);
+    uint64_t at = moe_clock_ns() + moe_client_pause_ns(c, p->attempt, st.retry_after_ms);
     if (st.code != MOE_UNAVAILABLE || p->attempt >= c->config.max_attempts ||
         at >= p->call->deadline_ns) {
         conclude(p, st);
         return;
     }
-    p->lane = (p->lane + 1) % c->lane_count;
+    if (p->call->f->save_session == NULL) /* Backward looks for the pass where it belongs */
+        p->lane = (p->lane + 1) % c->lane_count;
     moe_client_timers_set(c->timers, &p->pause, at, on_pause_over);
 }
 
@@ -169,11 +169,11 @@ static void send_piece(struct piece *p)
 
 /* Pieces of a batch: one, or with `spread` enough that none has more than spread_tokens as long as
  * there are workers for them. */
-static size_t count_pieces(const struct moe_client *c, uint32_t tokens)
+static size_t count_pieces(const struct moe_client *c, const struct moe_client_forward *f)
 {
-    if (!c->config.spread)
+    if (!c->config.spread || f->save_session != NULL)
         return 1;
-    size_t wanted = ((size_t)tokens + c->config.spread_tokens - 1) / c->config.spread_tokens;
+    size_t wanted = ((size_t)f->tokens + c->config.spread_tokens - 1) / c->config.spread_tokens;
     return wanted < 1 ? 1 : wanted < c->worker_count ? wanted : c->worker_count;
 }
 
@@ -197,7 +197,7 @@ static struct moe_status cut(struct call *call)
 void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f,
                               moe_client_done done, void *ctx)
 {
-    size_t count = count_pieces(c, f->tokens);
+    size_t count = count_pieces(c, f);
     struct call *call = calloc(1, sizeof *call + count * sizeof call->pieces[0]);
     if (call == NULL) {
         done(ctx, f, moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "forward"));
@@ -217,7 +217,7 @@ void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f
         return;
     }
     atomic_init(&call->holds, (uint32_t)count);
-    size_t lane = moe_client_take_lane(c);
+    size_t lane = f->save_session != NULL ? MOE_CLIENT_HOME : moe_client_take_lane(c);
     for (size_t i = 0; i < count; i++) {
         call->pieces[i].lane = (lane + i) % c->lane_count;
         send_piece(&call->pieces[i]);

@@ -15,6 +15,7 @@ enum {
     MOE_CLIENT_DEFAULT_ATTEMPTS = 4,
     MOE_CLIENT_DEFAULT_SPREAD_TOKENS = 512,
     MOE_CLIENT_MAX_CONNECTIONS = 64, /* per worker */
+    MOE_CLIENT_HOME = 0, /* lane of training calls, and of passes that are kept for them */
 };
 
 /* One connection to one worker, with the thread that reads it. */
@@ -48,6 +49,16 @@ void moe_client_leave(struct moe_client *c);
 
 /* The lane whose turn it is. */
 size_t moe_client_take_lane(struct moe_client *c);
+
+/* A connection of its own to `target`. */
+struct moe_status moe_client_open_lane(const char *target, uint64_t max_message_bytes,
+                                       struct moe_client_lane *lane) MOE_CHECKED;
+/* A lane that was never opened, all zero, is ignored. */
+void moe_client_close_lane(struct moe_client_lane *lane);
+
+/* The pause after the given attempt (1, 2, ...): doubling, between half and all of it at random,
+ * and never shorter than what the server asked for. */
+uint64_t moe_client_pause_ns(struct moe_client *c, uint32_t attempt, uint32_t retry_after_ms);
 
 /* Now + timeout_ms, or + the client's default when that is 0. */
 uint64_t moe_client_deadline(const struct moe_client *c, uint64_t timeout_ms);

@@ -56,6 +56,7 @@ static void finish(struct item *it)
     if (it->status.code == MOE_OK) {
         it->f->answered_epoch = it->answer.epoch;
         it->f->answered_weights_version = it->answer.weights_version;
+        it->f->saved = it->answer.saved;
         it->f->stages = it->answer.stages;
     }
     it->done(it->ctx, it->f, it->status);
@@ -253,6 +254,9 @@ static struct moe_status admit(struct moe_client_stream *s, struct item *it)
 {
     const struct moe_client_info *info = &s->client->info;
     MOE_TRY(moe_client_wire_check(info, it->f, &it->rows.layer));
+    if (it->f->save_session != NULL)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_UNSUPPORTED,
+                         "a pass is kept for Backward by moe_client_forward, not on a stream");
     it->rows.f = it->f;
     it->rows.tokens = it->f->tokens;
     MOE_TRY(moe_client_wire_check_rows(info, &it->rows));

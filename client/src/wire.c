@@ -3,6 +3,7 @@
 #include "wire.h"
 
 #include "base/size.h"
+#include "moe/client_training.h"
 #include "moe/v1/expert.pb-c.h"
 
 #include <inttypes.h>
@@ -26,17 +27,47 @@ static bool returns_routing(const struct moe_client_forward *f)
     return f->topk_ids != NULL;
 }
 
-static struct moe_status check_ids(const struct moe_client_forward *f,
-                                   const struct moe_client_layer *layer)
+struct moe_status moe_client_wire_check_ids(const int32_t *ids, uint32_t tokens,
+                                            const struct moe_client_layer *layer)
 {
-    size_t count = (size_t)f->tokens * layer->top_k;
+    size_t count = (size_t)tokens * layer->top_k;
     int64_t end = (int64_t)layer->experts + layer->zero_experts;
     for (size_t i = 0; i < count; i++)
-        if (f->topk_ids_in[i] < -1 || f->topk_ids_in[i] >= end)
+        if (ids[i] < -1 || ids[i] >= end)
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
                              "token %zu names expert %" PRId32 ", layer %" PRIu32
                              " has experts 0 to %" PRId64,
-                             i / layer->top_k, f->topk_ids_in[i], layer->layer, end - 1);
+                             i / layer->top_k, ids[i], layer->layer, end - 1);
+    return moe_ok();
+}
+
+struct moe_status moe_client_wire_check_name(const char *what, const char *name)
+{
+    static const char allowed[] =
+        "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-";
+    size_t length = name != NULL ? strspn(name, allowed) : 0;
+    if (length == 0 || length > MOE_CLIENT_NAME_MAX || name[length] != '\0' || name[0] == '.')
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NAME_INVALID,
+                         "%s must be 1 to %d characters of [A-Za-z0-9._-], no dot first", what,
+                         MOE_CLIENT_NAME_MAX);
+    return moe_ok();
+}
+
+struct moe_status moe_client_wire_layer(const struct moe_client_info *info, uint32_t index,
+                                        uint32_t hidden, const struct moe_client_layer **layer)
+{
+    const struct moe_client_layer *l = NULL;
+    for (size_t i = 0; i < info->layer_count && l == NULL; i++)
+        if (info->layers[i].layer == index)
+            l = &info->layers[i];
+    if (l == NULL)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND,
+                         "model %s has no MoE layer %" PRIu32, info->model, index);
+    if (hidden != l->hidden)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "layer %" PRIu32 " is %" PRIu32 " wide, the request %" PRIu32, index,
+                         l->hidden, hidden);
+    *layer = l;
     return moe_ok();
 }
 
@@ -44,17 +75,8 @@ struct moe_status moe_client_wire_check(const struct moe_client_info *info,
                                         const struct moe_client_forward *f,
                                         const struct moe_client_layer **layer)
 {
-    const struct moe_client_layer *l = NULL;
-    for (size_t i = 0; i < info->layer_count && l == NULL; i++)
-        if (info->layers[i].layer == f->layer)
-            l = &info->layers[i];
-    if (l == NULL)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND,
-                         "model %s has no MoE layer %" PRIu32, info->model, f->layer);
-    if (f->hidden != l->hidden)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
-                         "layer %" PRIu32 " is %" PRIu32 " wide, the request %" PRIu32, f->layer,
-                         l->hidden, f->hidden);
+    const struct moe_client_layer *l;
+    MOE_TRY(moe_client_wire_layer(info, f->layer, f->hidden, &l));
     if (f->tokens == 0)
         return invalid(MOE_REASON_SHAPE_MISMATCH, "a request needs at least one token");
     if (moe_dtype_bytes(f->dtype) == 0)
@@ -67,7 +89,16 @@ struct moe_status moe_client_wire_check(const struct moe_client_info *info,
         return invalid(MOE_REASON_ROUTING_INVALID,
                        "topk_ids and topk_weights are returned together or not at all");
     if (f->topk_ids_in != NULL)
-        MOE_TRY(check_ids(f, l));
+        MOE_TRY(moe_client_wire_check_ids(f->topk_ids_in, f->tokens, l));
+    if (f->save_session != NULL) {
+        MOE_TRY(moe_client_wire_check_name("save_session", f->save_session));
+        if (f->save_micro_batch_id == 0)
+            return invalid(MOE_REASON_VALUE_INVALID, "save_micro_batch_id must be at least 1");
+        if (f->tokens > info->max_tokens_per_step)
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT,
+                             "a pass that is kept has at most %" PRIu32 " tokens, not %" PRIu32,
+                             info->max_tokens_per_step, f->tokens);
+    }
     *layer = l;
     return moe_ok();
 }
@@ -117,6 +148,12 @@ void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id, uint8
     if (f->topk_ids_in != NULL)
         q.topk_ids_dtype = MOE__V1__DATA_TYPE__DATA_TYPE_I32;
     q.request_id = id;
+    Moe__V1__SaveForBackward save = MOE__V1__SAVE_FOR_BACKWARD__INIT;
+    if (f->save_session != NULL) {
+        save.session = (char *)(uintptr_t)f->save_session; /* packing only reads */
+        save.micro_batch_id = f->save_micro_batch_id;
+        q.save = &save;
+    }
     size_t length = moe__v1__forward_stream_request__get_packed_size(&q);
     MOE_INVARIANT(length <= MOE_CLIENT_HEAD_MAX);
     moe__v1__forward_stream_request__pack(&q, head);
@@ -220,7 +257,7 @@ static struct moe_status finish_routing(const struct incoming *in,
     return moe_ok();
 }
 
-static struct moe_client_stages stages_of(const Moe__V1__StageTimes *t)
+struct moe_client_stages moe_client_wire_stages(const Moe__V1__StageTimes *t)
 {
     if (t == NULL)
         return (struct moe_client_stages){0};
@@ -251,6 +288,14 @@ static struct moe_status item_error(const Moe__V1__Error *e)
                            e->message[0] != '\0' ? e->message : "the server does not say why");
 }
 
+struct moe_status moe_client_wire_blame(struct moe_status st)
+{
+    if (st.code != MOE_INVALID_ARGUMENT)
+        return st;
+    st.code = MOE_INTERNAL; /* the caller's arguments are not what is wrong */
+    return moe_error_context(st, "broken answer from the server");
+}
+
 struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, struct moe_rpc_msg *m,
                                          struct moe_client_answer *answer)
 {
@@ -259,14 +304,8 @@ struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, str
     struct incoming in = {.rows = rows};
     uint8_t head[MOE_RPC_HEAD_MAX];
     size_t head_length;
-    struct moe_status st = moe_rpc_msg_split(m, parts, sizeof parts / sizeof *parts, head,
-                                             &head_length, take_part, &in);
-    if (st.code == MOE_INVALID_ARGUMENT) { /* the caller's arguments are not what is wrong */
-        st.code = MOE_INTERNAL;
-        st = moe_error_context(st, "broken answer from the server");
-    }
-    if (st.code != MOE_OK)
-        return st;
+    MOE_TRY(moe_client_wire_blame(moe_rpc_msg_split(m, parts, sizeof parts / sizeof *parts, head,
+                                                    &head_length, take_part, &in)));
 
     struct moe_rpc_arena arena;
     ProtobufCAllocator allocator;
@@ -289,6 +328,7 @@ struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, str
         MOE_TRY(finish_routing(&in, a));
     answer->epoch = a->epoch;
     answer->weights_version = a->weights_version;
-    answer->stages = stages_of(a->stages);
+    answer->saved = a->saved;
+    answer->stages = moe_client_wire_stages(a->stages);
     return moe_ok();
 }

@@ -7,10 +7,11 @@
 #define MOE_CLIENT_WIRE_H
 
 #include "moe/client.h"
+#include "moe/v1/types.pb-c.h"
 #include "rpc/msg.h"
 
 enum {
-    MOE_CLIENT_HEAD_MAX = 128,        /* a request's head: eleven small numbers */
+    MOE_CLIENT_HEAD_MAX = 256,        /* a request's head: small numbers and a session's name */
     MOE_CLIENT_FIELD_REQUEST_ID = 30, /* of a stream's messages */
 };
 
@@ -24,8 +25,29 @@ struct moe_client_rows {
 /* What an answer says besides its tensors. */
 struct moe_client_answer {
     uint64_t epoch, weights_version;
+    bool saved;
     struct moe_client_stages stages;
 };
+
+/* The layer of that index, `hidden` wide. Errors: MOE_NOT_FOUND/LAYER_NOT_FOUND,
+ * MOE_INVALID_ARGUMENT/SHAPE_MISMATCH. */
+struct moe_status moe_client_wire_layer(const struct moe_client_info *info, uint32_t index,
+                                        uint32_t hidden,
+                                        const struct moe_client_layer **layer) MOE_CHECKED;
+
+/* Ids [tokens,K] that the layer knows, or -1. Errors: MOE_INVALID_ARGUMENT/EXPERT_INDEX_RANGE. */
+struct moe_status moe_client_wire_check_ids(const int32_t *ids, uint32_t tokens,
+                                            const struct moe_client_layer *layer) MOE_CHECKED;
+
+/* Whether that is a name of a session or checkpoint: 1 to 64 characters of [A-Za-z0-9._-], no dot
+ * first. NULL is none. Errors: MOE_INVALID_ARGUMENT/NAME_INVALID. */
+struct moe_status moe_client_wire_check_name(const char *what, const char *name) MOE_CHECKED;
+
+/* `t` may be NULL: zeros. */
+struct moe_client_stages moe_client_wire_stages(const Moe__V1__StageTimes *t);
+
+/* What is wrong with a server's answer, as MOE_INTERNAL; other failures stay as they are. */
+struct moe_status moe_client_wire_blame(struct moe_status st) MOE_CHECKED;
 
 /* The layer of `f`, or why `f` must not be sent. Errors: MOE_INVALID_ARGUMENT (SHAPE_MISMATCH,
  * DTYPE_UNSUPPORTED, ROUTING_INVALID, EXPERT_INDEX_RANGE), MOE_NOT_FOUND/LAYER_NOT_FOUND. */

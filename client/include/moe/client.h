@@ -72,11 +72,15 @@ struct moe_client_forward {
     const float *topk_weights_in;    /* [T,K] or NULL = the server weighs */
     uint64_t epoch, weights_version; /* 0 = any */
     uint64_t timeout_ms;             /* 0 = the client's default */
+    const char *save_session;        /* training: keep this pass for Backward under this session,
+                                        see moe/client_training.h; NULL = no */
+    uint64_t save_micro_batch_id;    /* and this id, at least 1 */
     /* answer */
     void *y;             /* [T,H] */
     int32_t *topk_ids;   /* [T,K], or NULL when not wanted (NULL together with the weights) */
     float *topk_weights; /* [T,K] */
     uint64_t answered_epoch, answered_weights_version;
+    bool saved; /* the pass is kept for Backward */
     struct moe_client_stages stages;
 };
 
@@ -95,7 +99,7 @@ void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f
 struct moe_client_stream;
 struct moe_status moe_client_stream_open(struct moe_client *c,
                                          struct moe_client_stream **out) MOE_CHECKED;
-/* As moe_client_forward_async; answers may come in any order. */
+/* As moe_client_forward_async; answers may come in any order. save_session must be NULL. */
 void moe_client_stream_forward(struct moe_client_stream *s, struct moe_client_forward *f,
                                moe_client_done done, void *ctx);
 /* Waits for what is in flight. Not from a callback. NULL is ignored. */

@@ -13,6 +13,9 @@ bfloat16: numpy has no such dtype. Where the package ml_dtypes is installed, its
 without it, a BF16 tensor is a numpy array of uint16 that holds the bits. Both are accepted as
 input everywhere, and the answer has the dtype of the input. `bf16` and `f32` convert.
 
+Training: `Client.backward`, `Client.optimizer_step` and so on, for groups whose workers train; and
+the module `moed.torch`, which is imported by itself and needs PyTorch.
+
 Tensor files: `read_safetensors` and `write_safetensors`.
 """
 
@@ -20,9 +23,11 @@ from ._client import Client, ForwardResult, Layer, ServerInfo, Stream
 from ._dtypes import bf16, f32
 from ._errors import MoeError
 from ._safetensors import read_safetensors, write_safetensors
+from ._training import Checkpoint, Gradients, StepResult, TrainState
 from ._version import __version__
 
 __all__ = [
-    "Client", "ForwardResult", "Layer", "MoeError", "ServerInfo", "Stream", "__version__", "bf16",
-    "f32", "read_safetensors", "write_safetensors",
+    "Checkpoint", "Client", "ForwardResult", "Gradients", "Layer", "MoeError", "ServerInfo",
+    "StepResult", "Stream", "TrainState", "__version__", "bf16", "f32", "read_safetensors",
+    "write_safetensors",
 ]

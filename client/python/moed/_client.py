@@ -14,6 +14,7 @@ import numpy as np
 
 from . import _errors, _wire
 from ._proto import expert_pb2
+from ._training import TrainingCalls
 
 _SERVICE = "/moe.v1.ExpertService/"
 _MAX_MESSAGE = 2**31 - 1
@@ -27,10 +28,6 @@ def _check_endpoint(endpoint):
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None or not 1 <= int(match[3]) <= 65535:
         raise ValueError("endpoint: %r is not HOST:PORT with a port from 1 to 65535" % endpoint)
-
-
-def _closed(what):
-    return _errors.MoeError(grpc.StatusCode.CANCELLED, "", "the %s has been closed" % what)
 
 
 Layer = collections.namedtuple(
@@ -53,7 +50,8 @@ ServerInfo = collections.namedtuple(
 ServerInfo.__doc__ = """The server and its model, as of the time of connecting."""
 
 ForwardResult = collections.namedtuple(
-    "ForwardResult", "y topk_ids topk_weights epoch weights_version stages")
+    "ForwardResult", "y topk_ids topk_weights epoch weights_version stages saved",
+    defaults=(False,))
 ForwardResult.__doc__ = """An answer with the routing that was used.
 
 y                [T,H], dtype of x
@@ -63,6 +61,7 @@ epoch            of the view under which it was computed
 weights_version  version of the weights
 stages           dict: nanoseconds on the server by stage ("queue_ns", ..., "server_ns"), and
                  "step_tokens", "steps"
+saved            the pass is kept for Client.backward
 """
 
 
@@ -95,20 +94,16 @@ class _Worker:
             response_deserializer=response.FromString)
 
 
-def _stages(answer):
-    return {field.name: getattr(answer.stages, field.name)
-            for field in answer.stages.DESCRIPTOR.fields}
-
-
 def _result(answer, x, return_routing):
     y = _wire.read_y(answer, x)
     if not return_routing:
         return y
     ids, weights = _wire.read_routing(answer, x)
-    return ForwardResult(y, ids, weights, answer.epoch, answer.weights_version, _stages(answer))
+    return ForwardResult(y, ids, weights, answer.epoch, answer.weights_version, _wire.stages(answer),
+                         answer.saved)
 
 
-class Client:
+class Client(TrainingCalls):
     """A connection to a group of workers. May be shared between threads.
 
     endpoint  "host:port" of any worker of the group
@@ -160,7 +155,8 @@ class Client:
         """The Layer with that index in the model; KeyError where it is no MoE layer."""
         return self._layer_by_index[index]
 
-    def _find(self, layer):
+    def find_layer(self, layer):
+        """The Layer for a Layer or its index. Raises MoeError (LAYER_NOT_FOUND), TypeError."""
         if isinstance(layer, Layer):
             layer = layer.layer
         try:
@@ -174,8 +170,13 @@ class Client:
                 grpc.StatusCode.NOT_FOUND, "LAYER_NOT_FOUND",
                 "model %s has no MoE layer %s" % (self._info.model, layer)) from None
 
+    @staticmethod
+    def _open_worker(endpoint):
+        _check_endpoint(endpoint)
+        return _Worker(endpoint)
+
     def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-                timeout=None, epoch=0, weights_version=0):
+                timeout=None, epoch=0, weights_version=0, save=None):
         """The output of one MoE layer.
 
         layer         a Layer, or its index in the model
@@ -186,6 +187,8 @@ class Client:
         epoch, weights_version
                       answer only under this epoch, with these weights (FAILED_PRECONDITION
                       otherwise); 0: any
+        save          (session, micro_batch_id): the worker keeps the pass for Client.backward under
+                      these; then the first worker is asked, and no other
 
         Returns y [T,H] with x's dtype, routed plus shared experts, without the residual; or with
         `return_routing` a ForwardResult. The arrays are the caller's own.
@@ -194,14 +197,16 @@ class Client:
         Raises MoeError, and ValueError or TypeError for arguments that cannot be sent.
         """
         request = expert_pb2.ForwardRequest(epoch=epoch, weights_version=weights_version)
+        if save is not None:
+            request.save.session, request.save.micro_batch_id = save
         x = self._fill(request, layer, x, topk_ids, topk_weights, return_routing)
-        return _result(self._call(request, timeout), x, return_routing)
+        return _result(self._call(request, timeout, home=save is not None), x, return_routing)
 
     def _fill(self, request, layer, x, topk_ids, topk_weights, return_routing):
         """x as it is sent. What the server would refuse for its size is not sent."""
         if self._is_closed:
-            raise _closed("client")
-        layer, x = self._find(layer), np.asarray(x)
+            raise _errors.closed("client")
+        layer, x = self.find_layer(layer), np.asarray(x)
         limit = self._info.max_tokens_per_request
         if x.ndim == 2 and 0 < limit < x.shape[0]:
             raise _errors.MoeError(
@@ -209,11 +214,11 @@ class Client:
                 "%d tokens; the server takes at most %d in a request" % (x.shape[0], limit))
         return _wire.fill_request(request, layer, x, topk_ids, topk_weights, return_routing)
 
-    def _call(self, request, timeout):
+    def _call(self, request, timeout, home=False):
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         start = next(self._turn)
         for attempt in range(_ATTEMPTS):
-            worker = self._workers[(start + attempt) % len(self._workers)]
+            worker = self._workers[0 if home else (start + attempt) % len(self._workers)]
             try:
                 return worker.forward(request, timeout=max(deadline - time.monotonic(), 0))
             except grpc.RpcError as error:
@@ -222,7 +227,7 @@ class Client:
                 if not self._is_closed:
                     raise
             if self._is_closed:
-                raise _closed("client")
+                raise _errors.closed("client")
             half = min(_PAUSE_FIRST * 2**attempt, _PAUSE_MAX) / 2
             pause = (failure.retry_after or half) + random.uniform(0, half)
             if (failure.code != grpc.StatusCode.UNAVAILABLE or attempt == _ATTEMPTS - 1
@@ -234,7 +239,7 @@ class Client:
     def stream(self):
         """A Stream to one worker: less cost per call, no retries. A context manager."""
         if self._is_closed:
-            raise _closed("client")
+            raise _errors.closed("client")
         return Stream(self, self._workers[next(self._turn) % len(self._workers)])
 
     def close(self):
@@ -290,7 +295,7 @@ class Stream:
             end = _errors.from_dropped_call(error)
         with self._lock:
             if self._client._is_closed:
-                end = _closed("client")
+                end = _errors.closed("client")
             elif self._end is not None:
                 end = self._end
             self._end = end
@@ -328,7 +333,7 @@ class Stream:
         """Ends the stream; requests in flight are still answered."""
         with self._lock:
             if self._end is None:
-                self._end = _closed("stream")
+                self._end = _errors.closed("stream")
         self._outgoing.put(None)
         self._reader.join(self._client._timeout)
         self._call.cancel()

@@ -39,15 +39,15 @@ def f32(array):
     return np.ascontiguousarray(array, np.float32)
 
 
-def to_wire(array):
+def to_wire(array, name="x"):
     """(DataType, contiguous array) of a tensor that is to be sent."""
     if array.dtype == np.float32:
         return types_pb2.DATA_TYPE_F32, np.ascontiguousarray(array)
     if array.dtype == np.uint16 or (BFLOAT16 is not None and array.dtype == BFLOAT16):
         return types_pb2.DATA_TYPE_BF16, np.ascontiguousarray(array)
     raise TypeError(
-        "x must be float32 or bfloat16 (or uint16 with the bits of bfloat16), not %s; "
-        "see moed.bf16" % array.dtype)
+        "%s must be float32 or bfloat16 (or uint16 with the bits of bfloat16), not %s; "
+        "see moed.bf16" % (name, array.dtype))
 
 
 ID_DTYPES = {

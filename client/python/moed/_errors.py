@@ -16,14 +16,21 @@ class MoeError(Exception):
     reason       one of the reasons of moed ("SHAPE_MISMATCH", "QUEUE_FULL", ...); "" without one
     message      one sentence for a person
     retry_after  seconds after which the call may be sent again; None where the server says nothing
+    worker       with RECORDED_ELSEWHERE: "host:port" of the worker to ask; otherwise ""
     """
 
-    def __init__(self, code, reason, message, retry_after=None):
+    def __init__(self, code, reason, message, retry_after=None, worker=""):
         super().__init__("%s%s: %s" % (code.name, "/" + reason if reason else "", message))
         self.code = code
         self.reason = reason
         self.message = message
         self.retry_after = retry_after
+        self.worker = worker
+
+
+def closed(what):
+    """The MoeError of what this side has closed."""
+    return MoeError(grpc.StatusCode.CANCELLED, "", "the %s has been closed" % what)
 
 
 def _parse(message_type, data):
@@ -42,18 +49,19 @@ def _last_cause(text):
 
 def from_rpc_error(error):
     """The MoeError for a grpc.RpcError, ErrorInfo and RetryInfo included."""
-    reason, retry_after = "", None
+    reason, retry_after, worker = "", None, ""
     for key, value in error.trailing_metadata() or ():
         if key != _DETAILS:
             continue
         for detail in _parse(rpc_status_pb2.Status, value).details:
             kind = detail.type_url.rpartition("/")[2]
             if kind == _ERROR_INFO:
-                reason = _parse(rpc_status_pb2.ErrorInfo, detail.value).reason
+                info = _parse(rpc_status_pb2.ErrorInfo, detail.value)
+                reason, worker = info.reason, info.metadata.get("worker", "")
             elif kind == _RETRY_INFO:
                 delay = _parse(rpc_status_pb2.RetryInfo, detail.value).retry_delay
                 retry_after = delay.seconds + delay.nanos * 1e-9
-    return MoeError(error.code(), reason, _last_cause(error.details() or ""), retry_after)
+    return MoeError(error.code(), reason, _last_cause(error.details() or ""), retry_after, worker)
 
 
 def from_connect_error(error, endpoint):

@@ -6,7 +6,7 @@ from ._dtypes import ID_DTYPES, to_wire
 from ._proto import types_pb2
 
 
-def _ids_to_wire(ids, shape):
+def ids_to_wire(ids, shape):
     ids = np.asarray(ids)
     if ids.shape != shape:
         raise ValueError("topk_ids has shape %s, expected %s" % (ids.shape, shape))
@@ -17,7 +17,7 @@ def _ids_to_wire(ids, shape):
     return np.ascontiguousarray(ids, np.int32).tobytes()
 
 
-def _weights_to_wire(weights, shape):
+def weights_to_wire(weights, shape):
     weights = np.asarray(weights)
     if weights.shape != shape:
         raise ValueError("topk_weights has shape %s, expected %s" % (weights.shape, shape))
@@ -40,15 +40,15 @@ def fill_request(request, layer, x, topk_ids, topk_weights, return_routing):
     if topk_ids is not None:
         request.routing_mode = types_pb2.ROUTING_MODE_CLIENT_IDS
         request.topk_ids_dtype = types_pb2.DATA_TYPE_I32
-        request.topk_ids = _ids_to_wire(topk_ids, shape)
+        request.topk_ids = ids_to_wire(topk_ids, shape)
     if topk_weights is not None:
         request.routing_mode = types_pb2.ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS
-        request.topk_weights = _weights_to_wire(topk_weights, shape)
+        request.topk_weights = weights_to_wire(topk_weights, shape)
     request.x_data = x.tobytes()
     return x
 
 
-def _array(data, dtype, shape, name):
+def array(data, dtype, shape, name):
     if len(data) != np.dtype(dtype).itemsize * shape[0] * shape[1]:
         raise ValueError("broken answer from the server: %s has %d bytes" % (name, len(data)))
     return np.frombuffer(data, dtype).reshape(shape).copy()
@@ -58,7 +58,7 @@ def read_y(answer, x):
     """y [T,H] with the dtype of x, in memory of its own that may be written to."""
     if (answer.tokens, answer.hidden) != x.shape:
         raise ValueError("broken answer from the server: y has another shape than x")
-    return _array(answer.y_data, x.dtype, x.shape, "y")
+    return array(answer.y_data, x.dtype, x.shape, "y")
 
 
 def read_routing(answer, x):
@@ -67,5 +67,11 @@ def read_routing(answer, x):
     dtype = ID_DTYPES.get(answer.topk_ids_dtype)
     if dtype is None:
         raise ValueError("broken answer from the server: topk_ids of an unknown dtype")
-    ids = _array(answer.topk_ids, dtype, shape, "topk_ids").astype(np.int32, copy=False)
-    return ids, _array(answer.topk_weights, np.float32, shape, "topk_weights")
+    ids = array(answer.topk_ids, dtype, shape, "topk_ids").astype(np.int32, copy=False)
+    return ids, array(answer.topk_weights, np.float32, shape, "topk_weights")
+
+
+def stages(answer):
+    """dict of an answer's StageTimes."""
+    return {field.name: getattr(answer.stages, field.name)
+            for field in answer.stages.DESCRIPTOR.fields}

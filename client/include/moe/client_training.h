@@ -1,0 +1,166 @@
+/* Training through libmoeclient: gradients of layers and steps of the optimizer, for groups whose
+ * workers were started with --training. What the calls promise is in moe/v1/training.proto; this
+ * is how they are made.
+ *
+ * Shapes, threads and errors are those of moe/client.h. All calls block; call from threads of your
+ * own to have more than one under way. Arguments that cannot be right are not sent.
+ *
+ * Ids. Backward is known by (session, micro_batch_id), every other change by step_id: choose an id
+ * once, keep it, and ask again under it after a failure that leaves open whether the call was run
+ * (UNAVAILABLE, DEADLINE_EXCEEDED). The library does so by itself: a call that fails with
+ * UNAVAILABLE is sent again, under its id, until it is answered or its time is over; and where the
+ * answer is recorded on another worker (RECORDED_ELSEWHERE), that worker is asked. So a call is run
+ * at most once, however often it was sent.
+ *
+ * One worker. All calls go to one worker of the group (the lowest live slot with `spread`, else the
+ * endpoint), and to the others only while that one does not answer. Forward passes that are kept
+ * for Backward (save_session in moe_client_forward) go there too, whole, and never elsewhere.
+ *
+ * Other failures worth knowing: FAILED_PRECONDITION with STATE_LOST (the group went back to a
+ * checkpoint: read the state, send again what came after it), VERSION_MISMATCH (the weights moved
+ * since the forward pass), GRADIENTS_MISSING; ALREADY_EXISTS with ID_REUSED, ID_TOO_OLD or
+ * ANSWER_GONE; UNIMPLEMENTED (the group does not train). */
+#ifndef MOE_CLIENT_TRAINING_H
+#define MOE_CLIENT_TRAINING_H
+
+#include "moe/client.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    MOE_CLIENT_NAME_MAX = 64,        /* bytes of a session or checkpoint name, without its end */
+    MOE_CLIENT_LORA_TARGETS_MAX = 3, /* "gate", "up", "down" */
+};
+
+/* Gradients of one layer for one micro batch. All memory is the caller's. */
+struct moe_client_backward {
+    /* request */
+    uint32_t layer;            /* the model's layer index */
+    uint32_t tokens, hidden;   /* T: 1 to max_tokens_per_step; H */
+    enum moe_dtype dtype;      /* of x, dy and dx */
+    const char *session;       /* 1 to 64 characters of [A-Za-z0-9._-] */
+    uint64_t micro_batch_id;   /* >= 1; rises with every Backward of the session */
+    uint64_t weights_version;  /* that the forward pass used; 0 = any, without `saved` */
+    uint64_t lineage;          /* as the state told; 0 = any */
+    const void *dy;            /* [T,H] gradient of the layer's output */
+    const void *x;             /* [T,H] the layer's input; NULL = only the saved pass */
+    const int32_t *topk_ids;   /* [T,K] that the forward pass used; with x */
+    const float *topk_weights; /* [T,K], where the forward pass was given them; else NULL:
+                                  weights are computed anew and the router learns */
+    bool saved;                /* a forward pass was kept under this session and id: use it,
+                                  and send x only if the worker no longer has it */
+    bool input_only;           /* gradients of the parameters stay as they are */
+    double aux_coeff;          /* of the load-balance loss; 0 = none */
+    uint64_t timeout_ms;       /* tries included; 0 = the client's default */
+    /* answer */
+    void *dx;                /* [T,H] gradient of x */
+    float *weight_gradients; /* [T,K] of the routing weights; NULL when not wanted */
+    uint64_t answered_epoch, answered_weights_version, answered_lineage;
+    double aux_loss; /* the load-balance loss; 0 without */
+    bool repeated;   /* the answer is that of an earlier call */
+    bool used_saved; /* x and routing came from the saved pass */
+    struct moe_client_stages stages;
+};
+
+/* Errors besides those above: MOE_INVALID_ARGUMENT (SHAPE_MISMATCH, DTYPE_UNSUPPORTED, TOKEN_LIMIT,
+ * TOO_LARGE, ROUTING_INVALID, EXPERT_INDEX_RANGE, NAME_INVALID, VALUE_INVALID), MOE_NOT_FOUND
+ * (LAYER_NOT_FOUND), MOE_FAILED_PRECONDITION/SAVED_STATE_GONE (without x). */
+struct moe_status moe_client_backward(struct moe_client *c,
+                                      struct moe_client_backward *b) MOE_CHECKED;
+
+/* What all other changes have in common: one sequence of ids for all of them. */
+struct moe_client_change {
+    uint64_t step_id;    /* >= 1; rises from change to change */
+    uint64_t lineage;    /* as the state told; 0 = any */
+    uint64_t timeout_ms; /* tries included; 0 = the client's default */
+    bool repeated;       /* answer: that of an earlier call */
+};
+
+enum moe_client_optimizer {
+    MOE_CLIENT_OPTIMIZER_ANY = 0, /* the workers' own */
+    MOE_CLIENT_OPTIMIZER_ADAMW = 1,
+    MOE_CLIENT_OPTIMIZER_SGD = 2,
+};
+
+/* Moves all parameters that are not frozen, and forgets the gradients. Zero means the default. */
+struct moe_client_optimizer_step {
+    struct moe_client_change change;
+    enum moe_client_optimizer optimizer; /* another than the workers' is refused */
+    double learning_rate, weight_decay;
+    double beta1, beta2, epsilon; /* AdamW; 0 = 0.9, 0.999, 1e-8 */
+    double momentum;              /* SGD */
+    double max_grad_norm;         /* over all parameters of all layers; 0 = no clipping */
+    double grad_scale;            /* multiplies all gradients first; 0 = 1 */
+    double balance_rate;          /* loss-free balancing of selection biases; 0 = never */
+    uint32_t expected_backwards;  /* GRADIENTS_MISSING otherwise; 0 = any number */
+    /* answer */
+    uint64_t weights_version, answered_lineage;
+    bool skipped_nonfinite; /* a gradient was NaN or infinite: nothing moved */
+    double grad_norm;       /* after grad_scale, before clipping */
+    uint32_t backwards;     /* calls whose gradients went in */
+    uint64_t steps;         /* that moved something since the beginning */
+};
+struct moe_status moe_client_optimizer_step(struct moe_client *c,
+                                            struct moe_client_optimizer_step *s) MOE_CHECKED;
+
+/* Forgets all gradients since the last step. `backwards` (may be NULL): calls that were dropped. */
+struct moe_status moe_client_zero_grad(struct moe_client *c, struct moe_client_change *change,
+                                       uint32_t *backwards) MOE_CHECKED;
+
+/* Which groups of parameters do not learn. */
+struct moe_client_frozen {
+    bool router;  /* router weights and logit biases */
+    bool experts; /* routed experts, or their adapters */
+    bool shared;  /* shared experts and their gate */
+};
+/* The whole setting: what is not named learns. */
+struct moe_status moe_client_set_frozen(struct moe_client *c, struct moe_client_change *change,
+                                        struct moe_client_frozen frozen) MOE_CHECKED;
+
+/* Where training stands. */
+struct moe_client_train_state {
+    uint64_t lineage;         /* rises when the group went back to a checkpoint, or loaded one */
+    uint64_t weights_version; /* 1 after loading the model */
+    uint64_t steps;           /* that moved something */
+    uint64_t last_step_id;    /* the highest that was run */
+    uint32_t backwards;       /* since the last step */
+    enum moe_client_optimizer optimizer;
+    struct moe_client_frozen frozen;
+    uint32_t lora_rank;                                /* 0 = full training */
+    double lora_scale;                                 /* alpha / r */
+    char lora_targets[MOE_CLIENT_LORA_TARGETS_MAX][8]; /* "" = no further one */
+    char checkpoint[MOE_CLIENT_NAME_MAX + 1]; /* the weights last came from or went to; "" = none */
+    uint64_t state_bytes, saved_bytes, saved_bytes_limit; /* on the worker that was asked */
+};
+/* timeout_ms 0 = the client's default. */
+struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t timeout_ms,
+                                             struct moe_client_train_state *out) MOE_CHECKED;
+
+/* A checkpoint by its name: a directory of the workers' training root. */
+struct moe_client_checkpoint {
+    struct moe_client_change change;
+    const char *name; /* 1 to 64 characters of [A-Za-z0-9._-], no dot first */
+    uint32_t keep;    /* save: only this many newest ones stay; 0 = all */
+    /* answer */
+    uint64_t weights_version;  /* save, load: of the weights in it; from now on */
+    uint64_t answered_lineage; /* load: the new one */
+    uint64_t bytes;            /* save, export: written by all workers */
+};
+/* GRADIENTS_PENDING between a Backward and the next step; CHECKPOINT_EXISTS. */
+struct moe_status moe_client_save_checkpoint(struct moe_client *c,
+                                             struct moe_client_checkpoint *s) MOE_CHECKED;
+/* CHECKPOINT_NOT_FOUND. */
+struct moe_status moe_client_load_checkpoint(struct moe_client *c,
+                                             struct moe_client_checkpoint *s) MOE_CHECKED;
+/* Adapters, as PEFT reads them; with name NULL they are merged into the weights instead, and new
+ * ones begin. */
+struct moe_status moe_client_export_adapter(struct moe_client *c,
+                                            struct moe_client_checkpoint *s) MOE_CHECKED;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

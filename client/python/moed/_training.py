@@ -1,0 +1,299 @@
+"""Calls of moe.v1.TrainingService: gradients, optimizer steps, checkpoints.
+
+Every call that changes something has an id, is run at most once under it, and may be asked again: a
+call that fails with UNAVAILABLE is sent again, under its id, until it is answered or its time is
+over; and where the answer is recorded on another worker, that worker is asked.
+"""
+
+import collections
+import random
+import time
+
+import grpc
+import numpy as np
+
+from . import _errors, _wire
+from ._dtypes import to_wire
+from ._proto import training_pb2, types_pb2
+
+_SERVICE = "/moe.v1.TrainingService/"
+_PAUSE_FIRST, _PAUSE_MAX = 0.01, 1.0
+_OPTIMIZERS = {None: 0, "adamw": 1, "sgd": 2}
+
+Gradients = collections.namedtuple(
+    "Gradients", "dx weight_gradients aux_loss epoch weights_version lineage repeated used_saved "
+    "stages")
+Gradients.__doc__ = """Answer of Client.backward.
+
+dx                [T,H] gradient of x, dtype of dy
+weight_gradients  [T,K] float32 gradient of each routing weight; None where not asked for
+aux_loss          the load-balance loss; 0.0 without
+epoch             of the view under which it ran
+weights_version   version of the weights that were used
+lineage           see TrainState
+repeated          the answer is that of an earlier call
+used_saved        x and routing came from a forward pass that the worker kept
+stages            as in ForwardResult
+"""
+
+StepResult = collections.namedtuple(
+    "StepResult", "weights_version lineage skipped_nonfinite grad_norm backwards steps repeated")
+StepResult.__doc__ = """Answer of Client.optimizer_step.
+
+weights_version    of the weights from now on; unchanged when the step was skipped
+lineage            see TrainState
+skipped_nonfinite  a gradient was NaN or infinite: nothing moved, gradients are zero
+grad_norm          of all gradients, after grad_scale and before clipping
+backwards          Backward calls whose gradients went in
+steps              optimizer steps that moved something, since the beginning
+repeated           the answer is that of an earlier call
+"""
+
+Checkpoint = collections.namedtuple("Checkpoint", "weights_version bytes lineage repeated")
+Checkpoint.__doc__ = """Answer of save_checkpoint, load_checkpoint and export_adapter; what a call
+does not tell is 0.
+
+weights_version  of the weights in it, or from now on
+bytes            written by all workers
+lineage          the new one, after loading
+repeated         the answer is that of an earlier call
+"""
+
+TrainState = collections.namedtuple(
+    "TrainState", "lineage weights_version steps backwards last_step_id optimizer frozen lora_rank "
+    "lora_scale lora_targets checkpoint state_bytes saved_bytes saved_bytes_limit")
+TrainState.__doc__ = """Where training stands, as the worker that was asked knows it.
+
+lineage          rises whenever the group went back to a checkpoint, or loaded one
+weights_version  1 after loading the model
+steps            optimizer steps that moved something
+backwards        Backward calls since the last step
+last_step_id     the highest step_id that was run
+optimizer        "adamw" or "sgd"
+frozen           frozenset of "router", "experts", "shared"
+lora_rank        r of the adapters; 0: full training
+lora_scale       alpha / r
+lora_targets     tuple of "gate", "up", "down"
+checkpoint       that the weights last came from or went to; "" for none
+state_bytes      of gradients and optimizer state on this worker
+saved_bytes      of saved forward passes on this worker; saved_bytes_limit is their limit
+"""
+
+_PARTS = ("router", "experts", "shared")
+
+
+class TrainingCalls:
+    """The part of Client that trains. `step_id` rises from change to change, in one sequence for all
+    clients of a group (TrainState.last_step_id is the highest so far); `lineage` 0 means any."""
+
+    def backward(self, layer, dy, x=None, topk_ids=None, topk_weights=None, *, session,
+                 micro_batch_id, saved=False, weights_version=0, lineage=0, input_only=False,
+                 return_weight_gradients=False, aux_coeff=0.0, timeout=None):
+        """Gradients of one layer for one micro batch; adds the parameters' gradients to what the
+        next optimizer_step uses.
+
+        layer           a Layer, or its index in the model
+        dy              [T,H] float32 or bfloat16, gradient of the layer's output; T is at most
+                        info.max_tokens_per_step
+        x               [T,H], dtype of dy: the layer's input
+        topk_ids        [T,K] integers that the forward pass used (return_routing tells them)
+        topk_weights    [T,K] floats, where the forward pass was given them; None: weights are
+                        computed anew, and the router learns
+        session         1 to 64 characters of [A-Za-z0-9._-]
+        micro_batch_id  at least 1; rises with every backward of the session
+        saved           a forward pass was kept under this session and id: x is sent only if the
+                        worker no longer has it (without x: SAVED_STATE_GONE)
+        weights_version that the forward pass used; 0: any (not with `saved` and x)
+        input_only      only dx and the routing weights' gradients; parameters' stay as they are
+        aux_coeff       coefficient of the load-balance loss
+
+        Returns Gradients. Raises MoeError, and ValueError or TypeError for arguments that cannot be
+        sent.
+        """
+        layer = self.find_layer(layer)
+        dy = np.asarray(dy)
+        request = training_pb2.BackwardRequest(
+            layer=layer.layer, session=session, micro_batch_id=micro_batch_id,
+            weights_version=weights_version, lineage=lineage, input_only=input_only,
+            return_weight_gradients=return_weight_gradients, aux_coeff=aux_coeff)
+        if x is None and not saved:
+            raise ValueError("x is missing, and no pass was saved")
+        if x is None and (topk_ids is not None or topk_weights is not None):
+            raise ValueError("routing is given without x")
+        if saved and x is not None and weights_version == 0:
+            raise ValueError("the weights_version of the saved pass is needed, in case it is gone")
+        dy = self._fill_gradient(request, layer, dy)
+        deadline = self._training_deadline(timeout)
+        if saved:
+            try:
+                answer = self._train("Backward", request, deadline, home=True, once=x is not None)
+                return self._gradients(answer, dy, return_weight_gradients)
+            except _errors.MoeError as error:
+                if x is None or (error.reason != "SAVED_STATE_GONE"
+                                 and error.code != grpc.StatusCode.UNAVAILABLE):
+                    raise
+        self._fill_input(request, layer, dy, x, topk_ids, topk_weights)
+        answer = self._train("Backward", request, deadline)
+        return self._gradients(answer, dy, return_weight_gradients)
+
+    def optimizer_step(self, learning_rate, *, step_id, lineage=0, optimizer=None,
+                       weight_decay=0.0, betas=(0.0, 0.0), eps=0.0, momentum=0.0,
+                       max_grad_norm=0.0, grad_scale=0.0, balance_rate=0.0, expected_backwards=0,
+                       timeout=None):
+        """Moves all parameters that are not frozen, on all workers at once, and forgets the
+        gradients. 0 means the default: betas (0.9, 0.999), eps 1e-8, grad_scale 1, no clipping, no
+        balancing, any number of backward calls. Returns StepResult."""
+        if optimizer not in _OPTIMIZERS:
+            raise ValueError("optimizer must be None, 'adamw' or 'sgd', not %r" % (optimizer,))
+        answer = self._train("OptimizerStep", training_pb2.OptimizerStepRequest(
+            step_id=step_id, lineage=lineage, optimizer=_OPTIMIZERS[optimizer],
+            learning_rate=learning_rate, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1],
+            epsilon=eps, momentum=momentum, max_grad_norm=max_grad_norm, grad_scale=grad_scale,
+            balance_rate=balance_rate, expected_backwards=expected_backwards),
+            self._training_deadline(timeout))
+        return StepResult(answer.weights_version, answer.lineage, answer.skipped_nonfinite,
+                          answer.grad_norm, answer.backwards, answer.steps, answer.repeated)
+
+    def zero_grad(self, *, step_id, lineage=0, timeout=None):
+        """Forgets all gradients since the last step; returns how many backward calls' they were."""
+        return self._train("ZeroGrad", training_pb2.ZeroGradRequest(
+            step_id=step_id, lineage=lineage), self._training_deadline(timeout)).backwards
+
+    def set_frozen(self, parts, *, step_id, lineage=0, timeout=None):
+        """Freezes these of "router", "experts", "shared"; all others learn."""
+        if isinstance(parts, str) or set(parts) - set(_PARTS):
+            raise ValueError("parts must be of %s, not %r" % (", ".join(_PARTS), parts))
+        self._train("SetFrozen", training_pb2.SetFrozenRequest(
+            step_id=step_id, lineage=lineage, **{part: True for part in parts}),
+            self._training_deadline(timeout))
+
+    def train_state(self, timeout=None):
+        """TrainState. Raises MoeError with UNIMPLEMENTED where the group does not train."""
+        answer = self._train("GetTrainState", training_pb2.GetTrainStateRequest(),
+                             self._training_deadline(timeout))
+        return TrainState(
+            answer.lineage, answer.weights_version, answer.steps, answer.backwards,
+            answer.last_step_id, "sgd" if answer.optimizer == _OPTIMIZERS["sgd"] else "adamw",
+            frozenset(part for part in _PARTS if getattr(answer, part + "_frozen")),
+            answer.lora_rank, answer.lora_alpha, tuple(answer.lora_targets), answer.checkpoint,
+            answer.state_bytes, answer.saved_bytes, answer.saved_bytes_limit)
+
+    def save_checkpoint(self, name, *, step_id, lineage=0, keep=0, timeout=None):
+        """Writes weights and optimizer state into directory `name` of the workers' training root;
+        afterwards only the `keep` newest stay (0: all). Returns Checkpoint."""
+        answer = self._train("SaveCheckpoint", training_pb2.SaveCheckpointRequest(
+            step_id=step_id, lineage=lineage, name=name, keep=keep),
+            self._training_deadline(timeout))
+        return Checkpoint(answer.weights_version, answer.bytes, 0, answer.repeated)
+
+    def load_checkpoint(self, name, *, step_id, lineage=0, timeout=None):
+        """Takes weights and optimizer state from such a directory. Returns Checkpoint."""
+        answer = self._train("LoadCheckpoint", training_pb2.LoadCheckpointRequest(
+            step_id=step_id, lineage=lineage, name=name), self._training_deadline(timeout))
+        return Checkpoint(answer.weights_version, 0, answer.lineage, answer.repeated)
+
+    def export_adapter(self, name="", *, step_id, lineage=0, merge=False, timeout=None):
+        """Writes the adapters for PEFT into directory `name`; or, with `merge` and no name, merges
+        them into the weights and begins new ones. Returns Checkpoint."""
+        answer = self._train("ExportAdapter", training_pb2.ExportAdapterRequest(
+            step_id=step_id, lineage=lineage, name=name, merge=merge),
+            self._training_deadline(timeout))
+        return Checkpoint(0, answer.bytes, 0, answer.repeated)
+
+    # ------------------------------------------------------------------ how it is done
+
+    def _training_deadline(self, timeout):
+        return time.monotonic() + (self._timeout if timeout is None else timeout)
+
+    def _fill_gradient(self, request, layer, dy):
+        if dy.ndim != 2 or dy.shape[0] == 0 or dy.shape[1] != layer.hidden:
+            raise ValueError("dy has shape %s, expected [T, %d] with T >= 1"
+                             % (dy.shape, layer.hidden))
+        limit = self._info.max_tokens_per_step
+        if 0 < limit < dy.shape[0]:
+            raise _errors.MoeError(
+                grpc.StatusCode.INVALID_ARGUMENT, "TOKEN_LIMIT",
+                "%d tokens; the server takes at most %d in a Backward" % (dy.shape[0], limit))
+        request.dtype, dy = to_wire(dy, "dy")
+        request.tokens, request.hidden = dy.shape
+        request.dy = dy.tobytes()
+        return dy
+
+    @staticmethod
+    def _fill_input(request, layer, dy, x, topk_ids, topk_weights):
+        x = np.asarray(x)
+        if x.shape != dy.shape:
+            raise ValueError("x has shape %s, dy %s" % (x.shape, dy.shape))
+        if topk_ids is None:
+            raise ValueError("backward needs the topk_ids that the forward pass used")
+        dtype, x = to_wire(x)
+        if dtype != request.dtype:
+            raise TypeError("x and dy must have one dtype")
+        shape = (x.shape[0], layer.top_k)
+        request.x = x.tobytes()
+        request.routing_mode = types_pb2.ROUTING_MODE_CLIENT_IDS
+        request.topk_ids_dtype = types_pb2.DATA_TYPE_I32
+        request.topk_ids = _wire.ids_to_wire(topk_ids, shape)
+        if topk_weights is not None:
+            request.routing_mode = types_pb2.ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS
+            request.topk_weights = _wire.weights_to_wire(topk_weights, shape)
+
+    @staticmethod
+    def _gradients(answer, dy, weights_wanted):
+        if (answer.tokens, answer.hidden) != dy.shape:
+            raise ValueError("broken answer from the server: dx has another shape than dy")
+        weights = None
+        if weights_wanted:
+            weights = _wire.array(answer.weight_gradients, np.float32,
+                                  (dy.shape[0], answer.top_k), "weight_gradients")
+        return Gradients(
+            _wire.array(answer.dx, dy.dtype, dy.shape, "dx"), weights, answer.aux_loss,
+            answer.epoch, answer.weights_version, answer.lineage, answer.repeated,
+            answer.used_saved, _wire.stages(answer))
+
+    def _train(self, name, request, deadline, home=False, once=False):
+        """The answer. home: only the first worker has what the call needs. once: no second try."""
+        answer_type = getattr(training_pb2, name + "Response")
+        attempt = 0
+        while True:
+            if self._is_closed:
+                raise _errors.closed("client")
+            worker = self._workers[0 if home else attempt % len(self._workers)]
+            failure = None
+            try:
+                return self._train_once(worker, name, request, answer_type, deadline)
+            except _errors.MoeError as error:
+                failure = error
+            half = min(_PAUSE_FIRST * 2**min(attempt, 10), _PAUSE_MAX) / 2
+            pause = (failure.retry_after or half) + random.uniform(0, half)
+            if (failure.code != grpc.StatusCode.UNAVAILABLE or once
+                    or time.monotonic() + pause >= deadline):
+                raise failure
+            time.sleep(pause)
+            attempt += 1
+
+    def _train_once(self, worker, name, request, answer_type, deadline):
+        try:
+            return self._train_on(worker, name, request, answer_type, deadline)
+        except _errors.MoeError as error:
+            if error.reason != "RECORDED_ELSEWHERE" or not error.worker:
+                raise
+            elsewhere = error.worker
+        worker = self._open_worker(elsewhere)
+        try:
+            return self._train_on(worker, name, request, answer_type, deadline)
+        finally:
+            worker.channel.close()
+
+    def _train_on(self, worker, name, request, answer_type, deadline):
+        call = worker.channel.unary_unary(
+            _SERVICE + name, request_serializer=type(request).SerializeToString,
+            response_deserializer=answer_type.FromString)
+        try:
+            return call(request, timeout=max(deadline - time.monotonic(), 0))
+        except grpc.RpcError as error:
+            raise _errors.from_dropped_call(error) from None
+        except ValueError:  # gRPC's word for a channel that has been closed
+            if not self._is_closed:
+                raise
+            raise _errors.closed("client") from None

@@ -1,0 +1,255 @@
+"""Remote MoE layers inside a PyTorch model. Imported by itself, for it needs torch:
+
+    import moed, moed.torch
+
+    client = moed.Client("127.0.0.1:7600")
+    moe = moed.torch.RemoteMoE(client.layers[0], client)
+    remote = moed.torch.RemoteOptimizer([moe], lr=1e-4)
+    local = torch.optim.AdamW(model.parameters())
+    for x, target in batches:
+        loss(model(x), target).backward()      # the layers' gradients stay on the workers
+        remote.step()
+        local.step(); local.zero_grad()
+
+The layer's parameters, their gradients and the optimizer's state live on the workers; torch sees a
+function of x. A layer in a local module is used as any other: tensors are float32 or bfloat16, on
+any device (they travel through the host), of any shape [..., H].
+"""
+
+import threading
+import uuid
+
+import numpy as np
+import torch
+
+from ._errors import MoeError
+
+_IDS_TRIED = 16  # by one change, where others make changes too
+
+__all__ = ["RemoteMoE", "RemoteOptimizer", "Session"]
+
+
+def _to_numpy(tensor):
+    """Contiguous rows on the host; bfloat16 as its bits."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    if tensor.dtype == torch.float32:
+        return tensor.numpy()
+    raise TypeError("a remote layer takes float32 or bfloat16, not %s" % tensor.dtype)
+
+
+def _to_torch(array, like):
+    """`array` as a tensor with the dtype and device of `like`."""
+    if like.dtype == torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
+    return torch.from_numpy(array).to(like.device)
+
+
+class Session:
+    """What the layers of one model share as they train: the name that the group knows them by, the
+    numbers of micro batches and changes, and the lineage that all calls are part of. Layers that are
+    not given one share the client's. May be shared between threads.
+
+    client   moed.Client
+    name     1 to 64 characters of [A-Za-z0-9._-], and no other trainer's; None: a random one
+    lineage  of the weights, as of the beginning or the last `refresh`
+    """
+
+    def __init__(self, client, name=None):
+        self.client = client
+        self.name = name or "torch-" + uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._batch = 0
+        self._asked = None  # what was asked under the next id, and has not been answered
+        self.backwards = 0  # whose gradients the next step should find
+        self.unsure = False  # a backward failed: its gradients may be there or not
+        self.refresh()
+
+    @classmethod
+    def of(cls, client):
+        """The client's own session, made at the first call."""
+        if not hasattr(client, "_torch_session"):
+            client._torch_session = cls(client)
+        return client._torch_session
+
+    def refresh(self):
+        """Takes up the group's present state, after a checkpoint was loaded or STATE_LOST was told.
+        Returns moed.TrainState."""
+        state = self.client.train_state()
+        self.lineage = state.lineage
+        self._step_id = state.last_step_id + 1
+        self._asked = None
+        self.backwards, self.unsure = state.backwards, False
+        return state
+
+    def next_batch(self):
+        """A number that no micro batch of this session had."""
+        with self._lock:
+            self._batch += 1
+            return self._batch
+
+    def count(self, backwards):
+        with self._lock:
+            self.backwards += backwards
+
+    def change(self, call, *arguments, **options):
+        """Makes a change of the group (`call` is client.optimizer_step, client.save_checkpoint, ...)
+        under the next id. After a failure the same change is asked again under the same id, so that
+        it is made once; an id that someone else has used is passed over."""
+        asked = (call.__name__, arguments, sorted(options.items()))
+        if self._asked not in (None, asked):
+            self._step_id += 1  # another change: the id of the one before stays that one's
+        for attempt in range(_IDS_TRIED):
+            again = self._asked == asked
+            try:
+                answer = call(*arguments, step_id=self._step_id, lineage=self.lineage, **options)
+            except MoeError as error:
+                # A reused id is someone else's, for our own content would have been recognised.
+                if attempt < _IDS_TRIED - 1 and (error.reason == "ID_REUSED" or (
+                        error.reason == "ID_TOO_OLD" and not again)):
+                    self._step_id = max(self._step_id, self.client.train_state().last_step_id) + 1
+                    continue
+                if error.code.name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+                    self._asked = asked  # it may have been made
+                raise
+            self._step_id += 1
+            self._asked = None
+            return answer
+
+
+class _Pass(torch.autograd.Function):
+    """One pass of at most max_tokens_per_step rows. `anchor` has no value: it asks for a gradient, so
+    that backward is called where x does not."""
+
+    @staticmethod
+    def forward(ctx, x, anchor, module):
+        session, save = module.session, None
+        if module.save_for_backward:
+            save = (session.name, session.next_batch())
+        answer = session.client.forward(module.layer, _to_numpy(x), return_routing=True, save=save)
+        ctx.module, ctx.version = module, answer.weights_version
+        ctx.batch = save[1] if save and answer.saved else None
+        ctx.save_for_backward(x, torch.from_numpy(answer.topk_ids))
+        return _to_torch(answer.y, x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        module, session = ctx.module, ctx.module.session
+        x, ids = ctx.saved_tensors
+        saved, batch = ctx.batch is not None, ctx.batch or session.next_batch()
+        ctx.batch = None  # a second backward through the same graph is another micro batch
+        try:
+            gradients = session.client.backward(
+                module.layer, _to_numpy(dy.to(x.dtype)), _to_numpy(x), ids.numpy(),
+                session=session.name, micro_batch_id=batch, saved=saved,
+                weights_version=ctx.version, lineage=session.lineage,
+                input_only=module.input_only, aux_coeff=module.aux_coeff)
+        except BaseException:
+            session.unsure = True
+            raise
+        module.aux_loss = gradients.aux_loss
+        session.count(0 if module.input_only else 1)
+        return _to_torch(gradients.dx, x), None, None
+
+
+class RemoteMoE(torch.nn.Module):
+    """One MoE layer of the served model: y = f(x), routed plus shared experts, without the residual.
+    It has no parameters of its own; they are the workers', and RemoteOptimizer moves them.
+
+    layer              a moed.Layer, or its index in the model
+    client             moed.Client
+    session            Session; None: the client's
+    save_for_backward  the worker keeps x until backward, so that it travels once; where it has been
+                       dropped, x is sent after all. False: nothing is kept, x is sent twice.
+    input_only         backward gives the gradient of x only: the layer does not learn
+    aux_coeff          coefficient of the load-balance loss, whose gradient is added on the workers
+    aux_loss           attribute: that loss, of the last backward
+
+    Rows beyond info.max_tokens_per_step go in further passes; the load-balance loss is over one.
+    Without a gradient to compute (torch.no_grad) it is a plain forward pass. Weights that another
+    trainer moves between forward and backward make backward fail with VERSION_MISMATCH.
+    """
+
+    def __init__(self, layer, client, session=None, save_for_backward=False, input_only=False,
+                 aux_coeff=0.0):
+        super().__init__()
+        self.layer = client.find_layer(layer)
+        self.session = session or Session.of(client)
+        self.save_for_backward = save_for_backward
+        self.input_only = input_only
+        self.aux_coeff = aux_coeff
+        self.aux_loss = 0.0
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def forward(self, x):
+        rows = x.reshape(-1, self.layer.hidden)
+        if rows.shape[0] == 0:
+            return x * 1
+        if torch.is_grad_enabled():
+            limit = self.session.client.info.max_tokens_per_step or rows.shape[0]
+            parts = [_Pass.apply(part, self._anchor, self) for part in rows.split(limit)]
+        else:
+            limit = self.session.client.info.max_tokens_per_request or rows.shape[0]
+            parts = [_to_torch(self.session.client.forward(self.layer, _to_numpy(part)), x)
+                     for part in rows.split(limit)]
+        return torch.cat(parts).reshape(x.shape)
+
+    def extra_repr(self):
+        return "layer=%d, hidden=%d, experts=%d, top_k=%d" % (
+            self.layer.layer, self.layer.hidden, self.layer.experts, self.layer.top_k)
+
+
+class RemoteOptimizer(torch.optim.Optimizer):
+    """Moves the parameters of remote layers, by the optimizer that the workers were started with. A
+    torch optimizer in use: `step`, `zero_grad`, and param_groups[0] that schedulers write to.
+
+    modules        RemoteMoE layers, all of one session
+    lr, weight_decay, betas, eps, momentum
+                   as torch.optim.AdamW has them, or SGD with momentum (weight decay is decoupled)
+    max_grad_norm  clips by the norm over all remote parameters; 0: never
+    balance_rate   loss-free balancing: moves selection biases by this much; 0: never
+    alone          this is the group's only trainer: a step fails with GRADIENTS_MISSING when it would
+                   not use exactly the gradients of its own backward calls
+    last           attribute: moed.StepResult of the last step
+
+    A step that failed is asked again by the next call of `step`, under the same id. After a backward
+    that failed: `zero_grad`, and the whole step again.
+    """
+
+    def __init__(self, modules, lr, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8, momentum=0.0,
+                 max_grad_norm=0.0, balance_rate=0.0, alone=True):
+        modules = list(modules)
+        if len({id(module.session) for module in modules}) != 1:
+            raise ValueError("RemoteOptimizer wants RemoteMoE layers of one session")
+        self.session = modules[0].session
+        self.alone = alone
+        self.last = None
+        super().__init__([module._anchor for module in modules], dict(
+            lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, momentum=momentum,
+            max_grad_norm=max_grad_norm, balance_rate=balance_rate))
+
+    @torch.no_grad()
+    def step(self, closure=None, grad_scale=1.0):
+        """grad_scale multiplies all gradients first: 1 / n after n micro batches, for example."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        group = self.param_groups[0]
+        self.last = self.session.change(
+            self.session.client.optimizer_step, float(group["lr"]),
+            weight_decay=group["weight_decay"], betas=tuple(group["betas"]), eps=group["eps"],
+            momentum=group["momentum"], max_grad_norm=group["max_grad_norm"],
+            balance_rate=group["balance_rate"], grad_scale=grad_scale,
+            expected_backwards=self.session.backwards if self.alone else 0)
+        self.session.backwards = 0
+        return loss
+
+    def zero_grad(self, set_to_none=True):
+        """Forgets the gradients on the workers; asks nobody where there are none, as after a step."""
+        session = self.session
+        if session.backwards != 0 or session.unsure or not self.alone:
+            session.change(session.client.zero_grad)
+            session.backwards, session.unsure = 0, False

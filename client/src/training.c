@@ -1,0 +1,318 @@
+/* Training calls: sent to the home worker, tried again under their ids, asked for where the answer
+ * is; and all of them but Backward, which has tensors and a file of its own.
+ *
+ * Trying again is safe for as long as the id stays: a group runs a call once, and answers the same
+ * call as before. So the end of a call's time is the only end of trying. */
+#include "training.h"
+
+#include "base/clock.h"
+#include "base/endpoint.h"
+#include "moe/v1/training.pb-c.h"
+#include "wire.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* ----------------------------------------------------------------- one call, one worker */
+
+/* Parts of a request that the transport still holds. */
+struct holds {
+    pthread_mutex_t lock;
+    pthread_cond_t none;
+    size_t count; /* under `lock` */
+};
+
+static void part_released(void *owner)
+{
+    struct holds *h = owner;
+    pthread_mutex_lock(&h->lock);
+    if (--h->count == 0)
+        pthread_cond_signal(&h->none);
+    pthread_mutex_unlock(&h->lock);
+}
+
+static struct moe_status send_once(const struct moe_client_lane *lane,
+                                   const struct moe_client_training_call *call)
+{
+    struct holds holds = {.lock = PTHREAD_MUTEX_INITIALIZER,
+                          .none = PTHREAD_COND_INITIALIZER,
+                          .count = call->request->part_count};
+    struct moe_rpc_out out = *call->request;
+    for (size_t i = 0; i < out.part_count; i++) {
+        out.parts[i].release = part_released;
+        out.parts[i].owner = &holds;
+    }
+    struct moe_rpc_call_options options = {.deadline_ns = call->deadline_ns};
+    struct moe_rpc_msg *answer = NULL;
+    struct moe_status st = moe_rpc_call_wait(lane->channel, call->path, &options, &out, &answer);
+    if (st.code == MOE_OK)
+        st = call->read(call->ctx, answer);
+    moe_rpc_msg_free(answer);
+
+    pthread_mutex_lock(&holds.lock);
+    while (holds.count > 0)
+        pthread_cond_wait(&holds.none, &holds.lock);
+    pthread_mutex_unlock(&holds.lock);
+    pthread_cond_destroy(&holds.none);
+    pthread_mutex_destroy(&holds.lock);
+    return st;
+}
+
+/* The last word of `st` names the worker that has the answer. It need not be one that this client
+ * has a connection to. */
+static struct moe_status ask_elsewhere(const struct moe_client *c,
+                                       const struct moe_client_training_call *call,
+                                       struct moe_status st)
+{
+    const char *space = strrchr(st.text, ' ');
+    struct moe_client_lane lane = {0};
+    struct moe_status bad = space != NULL ? moe_endpoint_check("worker", space + 1) : st;
+    if (moe_failed(&bad))
+        return st;
+    MOE_TRY(moe_client_open_lane(space + 1, c->info.max_message_bytes, &lane));
+    st = send_once(&lane, call);
+    moe_client_close_lane(&lane);
+    return st;
+}
+
+static void sleep_until(uint64_t at_ns)
+{
+    uint64_t now = moe_clock_ns();
+    if (at_ns <= now)
+        return;
+    struct timespec left = {.tv_sec = (time_t)((at_ns - now) / MOE_NS_PER_S),
+                            .tv_nsec = (long)((at_ns - now) % MOE_NS_PER_S)};
+    while (nanosleep(&left, &left) != 0) {
+    }
+}
+
+static struct moe_status try_until_answered(struct moe_client *c,
+                                            const struct moe_client_training_call *call)
+{
+    size_t lane = MOE_CLIENT_HOME;
+    for (uint32_t attempt = 1;; attempt++) {
+        struct moe_status st = send_once(&c->lanes[lane], call);
+        if (st.reason == MOE_REASON_RECORDED_ELSEWHERE)
+            st = ask_elsewhere(c, call, st);
+        uint64_t at = moe_clock_ns() + moe_client_pause_ns(c, attempt, st.retry_after_ms);
+        if (st.code != MOE_UNAVAILABLE || call->once || at >= call->deadline_ns)
+            return st;
+        sleep_until(at);
+        if (!call->home)
+            lane = (lane + 1) % c->lane_count;
+    }
+}
+
+struct moe_status moe_client_training_run(struct moe_client *c,
+                                          const struct moe_client_training_call *call)
+{
+    moe_client_enter(c);
+    struct moe_status st = try_until_answered(c, call);
+    moe_client_leave(c);
+    return st;
+}
+
+/* ------------------------------------------------------------------ calls without tensors */
+
+/* Where an answer of that type is unpacked to. */
+struct unpacked {
+    const ProtobufCMessageDescriptor *type;
+    ProtobufCMessage *message; /* in `arena` */
+    struct moe_rpc_arena arena;
+};
+
+static struct moe_status unpack(void *ctx, struct moe_rpc_msg *answer)
+{
+    struct unpacked *u = ctx;
+    uint8_t bytes[MOE_RPC_HEAD_MAX];
+    size_t length;
+    ProtobufCAllocator allocator;
+    MOE_TRY(moe_client_wire_blame(moe_rpc_msg_flatten(answer, bytes, sizeof bytes, &length)));
+    moe_rpc_arena_init(&u->arena, &allocator);
+    u->message = protobuf_c_message_unpack(u->type, &allocator, length, bytes);
+    if (u->message == NULL)
+        return moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED,
+                         "broken answer from the server: not a %s", u->type->short_name);
+    return moe_ok();
+}
+
+static struct moe_status ask(struct moe_client *c, const char *path, uint64_t timeout_ms,
+                             const ProtobufCMessage *request, struct unpacked *answer)
+{
+    uint8_t head[MOE_CLIENT_TRAINING_HEAD_MAX];
+    struct moe_rpc_out out = {.head = head,
+                              .head_length = protobuf_c_message_get_packed_size(request)};
+    MOE_INVARIANT(out.head_length <= sizeof head);
+    protobuf_c_message_pack(request, head);
+    const struct moe_client_training_call call = {
+        .path = path,
+        .request = &out,
+        .deadline_ns = moe_client_deadline(c, timeout_ms),
+        .read = unpack,
+        .ctx = answer,
+    };
+    return moe_client_training_run(c, &call);
+}
+
+static struct moe_status check_change(const struct moe_client_change *change)
+{
+    return change->step_id != 0 ? moe_ok()
+                                : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID,
+                                            "step_id must be at least 1");
+}
+
+struct moe_status moe_client_optimizer_step(struct moe_client *c,
+                                            struct moe_client_optimizer_step *s)
+{
+    MOE_TRY(check_change(&s->change));
+    Moe__V1__OptimizerStepRequest q = MOE__V1__OPTIMIZER_STEP_REQUEST__INIT;
+    q.step_id = s->change.step_id;
+    q.lineage = s->change.lineage;
+    q.optimizer = (Moe__V1__Optimizer)s->optimizer;
+    q.learning_rate = s->learning_rate;
+    q.weight_decay = s->weight_decay;
+    q.beta1 = s->beta1;
+    q.beta2 = s->beta2;
+    q.epsilon = s->epsilon;
+    q.momentum = s->momentum;
+    q.max_grad_norm = s->max_grad_norm;
+    q.grad_scale = s->grad_scale;
+    q.balance_rate = s->balance_rate;
+    q.expected_backwards = s->expected_backwards;
+    struct unpacked u = {.type = &moe__v1__optimizer_step_response__descriptor};
+    MOE_TRY(ask(c, "/moe.v1.TrainingService/OptimizerStep", s->change.timeout_ms, &q.base, &u));
+    const Moe__V1__OptimizerStepResponse *a = (const void *)u.message;
+    s->change.repeated = a->repeated;
+    s->weights_version = a->weights_version;
+    s->answered_lineage = a->lineage;
+    s->skipped_nonfinite = a->skipped_nonfinite;
+    s->grad_norm = a->grad_norm;
+    s->backwards = a->backwards;
+    s->steps = a->steps;
+    return moe_ok();
+}
+
+struct moe_status moe_client_zero_grad(struct moe_client *c, struct moe_client_change *change,
+                                       uint32_t *backwards)
+{
+    MOE_TRY(check_change(change));
+    Moe__V1__ZeroGradRequest q = MOE__V1__ZERO_GRAD_REQUEST__INIT;
+    q.step_id = change->step_id;
+    q.lineage = change->lineage;
+    struct unpacked u = {.type = &moe__v1__zero_grad_response__descriptor};
+    MOE_TRY(ask(c, "/moe.v1.TrainingService/ZeroGrad", change->timeout_ms, &q.base, &u));
+    const Moe__V1__ZeroGradResponse *a = (const void *)u.message;
+    change->repeated = a->repeated;
+    if (backwards != NULL)
+        *backwards = a->backwards;
+    return moe_ok();
+}
+
+struct moe_status moe_client_set_frozen(struct moe_client *c, struct moe_client_change *change,
+                                        struct moe_client_frozen frozen)
+{
+    MOE_TRY(check_change(change));
+    Moe__V1__SetFrozenRequest q = MOE__V1__SET_FROZEN_REQUEST__INIT;
+    q.step_id = change->step_id;
+    q.lineage = change->lineage;
+    q.router = frozen.router;
+    q.experts = frozen.experts;
+    q.shared = frozen.shared;
+    struct unpacked u = {.type = &moe__v1__set_frozen_response__descriptor};
+    MOE_TRY(ask(c, "/moe.v1.TrainingService/SetFrozen", change->timeout_ms, &q.base, &u));
+    const Moe__V1__SetFrozenResponse *a = (const void *)u.message;
+    change->repeated = a->repeated;
+    return moe_ok();
+}
+
+/* Cut where it is longer than its place. */
+static void copy_text(char *to, size_t capacity, const char *from)
+{
+    size_t length = strnlen(from, capacity - 1);
+    memcpy(to, from, length);
+    to[length] = '\0';
+}
+
+struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t timeout_ms,
+                                             struct moe_client_train_state *out)
+{
+    Moe__V1__GetTrainStateRequest q = MOE__V1__GET_TRAIN_STATE_REQUEST__INIT;
+    struct unpacked u = {.type = &moe__v1__get_train_state_response__descriptor};
+    MOE_TRY(ask(c, "/moe.v1.TrainingService/GetTrainState", timeout_ms, &q.base, &u));
+    const Moe__V1__GetTrainStateResponse *a = (const void *)u.message;
+    *out = (struct moe_client_train_state){
+        .lineage = a->lineage,
+        .weights_version = a->weights_version,
+        .steps = a->steps,
+        .last_step_id = a->last_step_id,
+        .backwards = a->backwards,
+        .optimizer = (enum moe_client_optimizer)a->optimizer,
+        .frozen = {a->router_frozen, a->experts_frozen, a->shared_frozen},
+        .lora_rank = a->lora_rank,
+        .lora_scale = a->lora_alpha,
+        .state_bytes = a->state_bytes,
+        .saved_bytes = a->saved_bytes,
+        .saved_bytes_limit = a->saved_bytes_limit,
+    };
+    for (size_t i = 0; i < a->n_lora_targets && i < MOE_CLIENT_LORA_TARGETS_MAX; i++)
+        copy_text(out->lora_targets[i], sizeof out->lora_targets[i], a->lora_targets[i]);
+    copy_text(out->checkpoint, sizeof out->checkpoint, a->checkpoint);
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------------ checkpoints */
+
+struct moe_status moe_client_save_checkpoint(struct moe_client *c, struct moe_client_checkpoint *s)
+{
+    MOE_TRY(check_change(&s->change));
+    MOE_TRY(moe_client_wire_check_name("name", s->name));
+    Moe__V1__SaveCheckpointRequest q = MOE__V1__SAVE_CHECKPOINT_REQUEST__INIT;
+    q.step_id = s->change.step_id;
+    q.lineage = s->change.lineage;
+    q.name = (char *)(uintptr_t)s->name; /* packing only reads */
+    q.keep = s->keep;
+    struct unpacked u = {.type = &moe__v1__save_checkpoint_response__descriptor};
+    MOE_TRY(ask(c, "/moe.v1.TrainingService/SaveCheckpoint", s->change.timeout_ms, &q.base, &u));
+    const Moe__V1__SaveCheckpointResponse *a = (const void *)u.message;
+    s->change.repeated = a->repeated;
+    s->weights_version = a->weights_version;
+    s->bytes = a->bytes;
+    return moe_ok();
+}
+
+struct moe_status moe_client_load_checkpoint(struct moe_client *c, struct moe_client_checkpoint *s)
+{
+    MOE_TRY(check_change(&s->change));
+    MOE_TRY(moe_client_wire_check_name("name", s->name));
+    Moe__V1__LoadCheckpointRequest q = MOE__V1__LOAD_CHECKPOINT_REQUEST__INIT;
+    q.step_id = s->change.step_id;
+    q.lineage = s->change.lineage;
+    q.name = (char *)(uintptr_t)s->name;
+    struct unpacked u = {.type = &moe__v1__load_checkpoint_response__descriptor};
+    MOE_TRY(ask(c, "/moe.v1.TrainingService/LoadCheckpoint", s->change.timeout_ms, &q.base, &u));
+    const Moe__V1__LoadCheckpointResponse *a = (const void *)u.message;
+    s->change.repeated = a->repeated;
+    s->weights_version = a->weights_version;
+    s->answered_lineage = a->lineage;
+    return moe_ok();
+}
+
+struct moe_status moe_client_export_adapter(struct moe_client *c, struct moe_client_checkpoint *s)
+{
+    MOE_TRY(check_change(&s->change));
+    if (s->name != NULL)
+        MOE_TRY(moe_client_wire_check_name("name", s->name));
+    Moe__V1__ExportAdapterRequest q = MOE__V1__EXPORT_ADAPTER_REQUEST__INIT;
+    q.step_id = s->change.step_id;
+    q.lineage = s->change.lineage;
+    if (s->name != NULL)
+        q.name = (char *)(uintptr_t)s->name;
+    q.merge = s->name == NULL;
+    struct unpacked u = {.type = &moe__v1__export_adapter_response__descriptor};
+    MOE_TRY(ask(c, "/moe.v1.TrainingService/ExportAdapter", s->change.timeout_ms, &q.base, &u));
+    const Moe__V1__ExportAdapterResponse *a = (const void *)u.message;
+    s->change.repeated = a->repeated;
+    s->bytes = a->bytes;
+    return moe_ok();
+}
