@@ -1,4 +1,5 @@
-# The Python package against a fake worker, the installed libmoeclient, and moectl's command line.
+# The Python package against fake workers and training ones, the installed libmoeclient, and moectl's command line.
 moe_integration_test(python)
 moe_integration_test(libmoeclient)
 moe_integration_test(moectl)
+moe_integration_test(python_training)

@@ -2,7 +2,7 @@
 
 The program below is compiled with what pkg-config says and nothing else. It sends one recorded input
 in three ways (blocking, many at once and spread over the workers, on a stream) and writes what came
-back; the same header also has to serve C++.
+back; the same header also has to serve C++. A second program trains one step.
 """
 
 import os
@@ -14,6 +14,7 @@ import unittest
 import numpy as np
 
 from group import BUILD, golden_cases, group, main, relative_error
+from training import golden_gradients, training_group
 
 FAMILY = "mixtral"
 CALLS = 32
@@ -112,6 +113,82 @@ int main(int argc, char **argv)
 }
 """
 
+TRAINER = r"""
+#include <moe/client_training.h>
+
+#include <stdio.h>
+#include <stdlib.h>
+
+static void require(struct moe_status st)
+{
+    if (moe_failed(&st)) {
+        fprintf(stderr, "%s %s: %s\n", moe_code_name(st.code), moe_reason_name(st.reason),
+                st.text);
+        exit(1);
+    }
+}
+
+/* program ENDPOINT OTHER LAYER TOKENS HIDDEN: x and dy from stdin. Two gradients to stdout: of
+ * the pass that was kept, and, of the same micro batch, what the OTHER worker says. */
+int main(int argc, char **argv)
+{
+    static float x[1 << 18], dy[1 << 18], y[1 << 18], dx[1 << 18];
+    static int32_t ids[1 << 14];
+    static float weights[1 << 14];
+    struct moe_client *c[2];
+    if (argc != 6)
+        return 2;
+    uint32_t tokens = (uint32_t)atoi(argv[4]), hidden = (uint32_t)atoi(argv[5]);
+    size_t count = (size_t)tokens * hidden;
+    if (count > 1 << 18 || fread(x, 4, count, stdin) != count || fread(dy, 4, count, stdin) != count)
+        return 2;
+    for (int i = 0; i < 2; i++) {
+        struct moe_client_config config = {.endpoint = argv[1 + i]};
+        require(moe_client_connect(&config, &c[i]));
+    }
+    struct moe_client_train_state state;
+    require(moe_client_get_train_state(c[0], 0, &state));
+    struct moe_client_forward f = {.layer = (uint32_t)atoi(argv[3]), .tokens = tokens,
+                                   .hidden = hidden, .dtype = MOE_DTYPE_F32, .x = x, .y = y,
+                                   .topk_ids = ids, .topk_weights = weights,
+                                   .save_session = "c", .save_micro_batch_id = 1};
+    require(moe_client_forward(c[0], &f));
+    struct moe_client_backward b = {.layer = f.layer, .tokens = tokens, .hidden = hidden,
+                                    .dtype = MOE_DTYPE_F32, .session = "c", .micro_batch_id = 1,
+                                    .weights_version = f.answered_weights_version,
+                                    .lineage = state.lineage, .dy = dy, .x = x, .topk_ids = ids,
+                                    .saved = true, .dx = dx};
+    require(moe_client_backward(c[0], &b));
+    if (!f.saved || !b.used_saved || b.repeated)
+        return 3;
+    fwrite(dx, 4, count, stdout);
+    b.saved = false;
+    require(moe_client_backward(c[1], &b));
+    if (!b.repeated)
+        return 4;
+    fwrite(dx, 4, count, stdout);
+    for (int i = 0; i < 2; i++) {
+        struct moe_client_optimizer_step s = {.change = {.step_id = 1, .lineage = state.lineage},
+                                              .learning_rate = 1e-3, .expected_backwards = 1};
+        require(moe_client_optimizer_step(c[i], &s));
+        if (s.backwards != 1 || s.change.repeated != (i == 1) || s.weights_version != 2)
+            return 5;
+    }
+    struct moe_client_frozen frozen = {.router = true};
+    struct moe_client_change change = {.step_id = 2};
+    require(moe_client_set_frozen(c[0], &change, frozen));
+    change.step_id = 3;
+    uint32_t dropped = 9;
+    require(moe_client_zero_grad(c[0], &change, &dropped));
+    require(moe_client_get_train_state(c[1], 0, &state));
+    if (dropped != 0 || state.last_step_id != 3 || !state.frozen.router || state.steps != 1)
+        return 6;
+    moe_client_close(c[0]);
+    moe_client_close(c[1]);
+    return fflush(stdout) == 0 ? 0 : 1;
+}
+"""
+
 
 def sanitizer_flags():
     with open(os.path.join(BUILD, "CMakeCache.txt")) as file:
@@ -160,9 +237,28 @@ class InstalledLibrary(unittest.TestCase):
         print("    %d answers, largest error %.1e" % (len(errors), max(errors)))
         self.assertLessEqual(max(errors), 1e-5)
 
+    def test_a_c_program_that_trains(self):
+        with open(self.path("trainer.c"), "w") as file:
+            file.write(TRAINER)
+        subprocess.run(["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", self.path("trainer.c"),
+                        "-o", self.path("trainer"), *sanitizer_flags(), *self.flags()], check=True)
+        environment = dict(os.environ, LD_LIBRARY_PATH=self.libraries)
+        layer, tokens, x, dy, want = next(case for case in golden_gradients(FAMILY)
+                                          if case[1] == 37)
+        with training_group(FAMILY, 2) as g:
+            done = subprocess.run(
+                [self.path("trainer"), *g.endpoints, str(layer), str(tokens), str(x.shape[1])],
+                input=np.ascontiguousarray(x).tobytes() + np.ascontiguousarray(dy).tobytes(),
+                stdout=subprocess.PIPE, env=environment, timeout=60)
+        self.assertEqual(done.returncode, 0)
+        one, other = np.frombuffer(done.stdout, np.float32).reshape(2, *want.shape)
+        print("    dx %.1e" % relative_error(one, want))
+        self.assertLessEqual(relative_error(one, want), 1e-5)
+        np.testing.assert_array_equal(other, one)
+
     def test_cxx_can_include_and_link(self):
         with open(self.path("app.cc"), "w") as file:
-            file.write("""#include <moe/client.h>
+            file.write("""#include <moe/client_training.h>
                 int main()
                 {
                     moe_client *c = nullptr;

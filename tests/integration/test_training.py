@@ -366,6 +366,49 @@ class BadInput(unittest.TestCase):
             self.assertEqual(moectl("up", "--model", "x", "--worker-config", "/nonexistent",
                                     check=False).returncode, 2)
 
+    def test_moectl_changes_what_an_operator_changes(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 2) as g:
+            here = ("--endpoint", g.endpoints[0])
+            t = Trainer(g.endpoints[1])
+            t.backward(layer, dy, x, t.forward(layer, x))
+            self.assertIn("of 1 Backward calls", moectl("training", "zero-grad", *here).stdout)
+            self.assertEqual(t.state().backwards, 0)
+            said = json.loads(moectl("training", "freeze", "router,shared", "-o", "json",
+                                     *here).stdout)
+            self.assertEqual((said["kind"], said["router"], said["experts"], said["shared"]),
+                             ("Frozen", True, False, True))
+            state = t.state()
+            self.assertEqual((state.router_frozen, state.experts_frozen, state.shared_frozen,
+                              state.last_step_id), (True, False, True, 2))
+            moectl("training", "freeze", "none", "--step-id", "9", *here)
+            moectl("training", "freeze", "none", "--step-id", "9", *here)  # a repeat
+            self.assertFalse(t.state().router_frozen)
+            self.assertEqual(moectl("training", "freeze", "experts", "--step-id", "9", *here,
+                                    check=False).returncode, 7)
+            self.assertEqual(t.state().last_step_id, 9)
+            self.assertIn("learns", moectl("training", "status", *here).stdout)
+            for action in ("save", "load", "export"):  # no directory for them was given
+                self.assertEqual(moectl("training", action, "a", *here, check=False).returncode, 7)
+            self.assertEqual(moectl("training", "merge", *here, check=False).returncode, 7)
+            done = moectl("training", "save", "../a", *here, check=False)
+            self.assertEqual(done.returncode, 1)
+            self.assertIn("NAME_INVALID", done.stderr)
+            self.assertEqual(t.state().last_step_id, 9)
+            t.close()
+
+    def test_moectl_refuses_wrong_command_lines_before_it_asks_anybody(self):
+        for words in (("nonsense",), ("save",), ("load",), ("export",), ("freeze",),
+                      ("freeze", "head"), ("freeze", "router,"), ("freeze", ""),
+                      ("zero-grad", "x"), ("merge", "x"), ("status", "x"), ("save", "a", "b"),
+                      ("save", "a", "--keep", "-1")):
+            done = moectl("training", *words, "--endpoint", "127.0.0.1:1", check=False)
+            self.assertEqual((done.returncode, done.stdout), (2, ""), words)
+        said = moectl("training", "--help").stdout
+        for action in ("save NAME", "load NAME", "export NAME", "merge", "zero-grad",
+                       "freeze PARTS", "--keep", "--step-id"):
+            self.assertIn(action, said)
+
     def test_without_training_there_is_no_service(self):
         layer, x, dy = case()
         with group(FAMILY, 1) as g:

@@ -386,9 +386,10 @@ static void on_model(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx
 
 /* ------------------------------------------------------------------ life */
 
-static void start_one(struct fake *f)
+static void start_one(struct fake *f, const struct moe_rpc_method *more, size_t more_count)
 {
-    const struct moe_rpc_method methods[] = {
+    enum { OWN = 4 };
+    struct moe_rpc_method methods[OWN + FAKE_MORE_METHODS_MAX] = {
         {.path = "/moe.v1.ExpertService/Forward",
          .kind = MOE_RPC_UNARY,
          .large = true,
@@ -409,6 +410,11 @@ static void start_one(struct fake *f)
          .message = on_model,
          .ctx = f},
     };
+    require(more_count <= FAKE_MORE_METHODS_MAX, "too many methods");
+    for (size_t i = 0; i < more_count; i++) {
+        methods[OWN + i] = more[i];
+        methods[OWN + i].ctx = f;
+    }
     struct moe_rpc_server_config config = {
         .listen = "127.0.0.1:0",
         .shards = 1,
@@ -417,7 +423,7 @@ static void start_one(struct fake *f)
         .max_waiting_reads = 1024,
         .max_concurrent_streams = 1024,
         .methods = methods,
-        .method_count = sizeof methods / sizeof *methods,
+        .method_count = OWN + more_count,
     };
     struct moe_status st = moe_rpc_server_start(&config, &f->server);
     require(!moe_failed(&st), st.text);
@@ -426,11 +432,17 @@ static void start_one(struct fake *f)
 
 void fake_start(struct fake *fakes, uint32_t count)
 {
+    fake_start_with(fakes, count, NULL, 0);
+}
+
+void fake_start_with(struct fake *fakes, uint32_t count, const struct moe_rpc_method *more,
+                     size_t more_count)
+{
     for (uint32_t i = 0; i < count; i++) {
         fakes[i] = (struct fake){.slot = i, .weights_version = 1, .ids_dtype = 3};
         pthread_mutex_init(&fakes[i].lock, NULL);
         fakes[i].failure = moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "on demand");
-        start_one(&fakes[i]);
+        start_one(&fakes[i], more, more_count);
     }
     for (uint32_t i = 0; i < count; i++) {
         fakes[i].workers = fakes;

@@ -62,6 +62,10 @@ struct fake {
 
 /* Starts `count` servers that know one another as one group. */
 void fake_start(struct fake *fakes, uint32_t count);
+/* With further methods; their ctx is the fake. */
+enum { FAKE_MORE_METHODS_MAX = 8 };
+void fake_start_with(struct fake *fakes, uint32_t count, const struct moe_rpc_method *more,
+                     size_t more_count);
 void fake_stop(struct fake *fakes, uint32_t count);
 uint32_t fake_calls(struct fake *f);
 /* The script starts anew, and so does the count. */

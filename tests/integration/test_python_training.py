@@ -1,0 +1,565 @@
+"""Training from Python: calls against a fake group (what is sent, tried again, asked for elsewhere), and
+against real daemons (gradients, steps, checkpoints' refusals); moed.torch where torch is installed."""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import unittest
+
+import grpc
+import numpy as np
+
+from group import BUILD, MOECTL, group, main, model_directory, moectl, relative_error
+from training import golden_gradients, training_group
+
+import moed
+from moed._proto import expert_pb2, rpc_status_pb2, training_pb2, types_pb2
+
+try:
+    import torch
+    import moed.torch
+except ImportError:
+    torch = None
+needs_torch = unittest.skipUnless(torch, "torch is not installed")
+
+LAYER, HIDDEN, EXPERTS, TOP_K, STEP_TOKENS = 3, 16, 8, 2, 32
+FAMILY = "qwen3_moe"
+
+
+class Failure(Exception):
+    def __init__(self, code, reason="", worker=""):
+        super().__init__(reason)
+        self.code, self.reason, self.worker = code, reason, worker
+
+    def details(self):
+        status = rpc_status_pb2.Status(code=self.code.value[0], message="as wished")
+        info = rpc_status_pb2.ErrorInfo(reason=self.reason, domain="moe")
+        if self.worker:
+            info.metadata["worker"] = self.worker
+        status.details.add(type_url="type.googleapis.com/google.rpc.ErrorInfo",
+                           value=info.SerializeToString())
+        return status.SerializeToString()
+
+
+def refused(reason, code=grpc.StatusCode.FAILED_PRECONDITION, worker=""):
+    return Failure(code, reason, worker)
+
+
+def unavailable():
+    return refused("REFORMING", grpc.StatusCode.UNAVAILABLE)
+
+
+class Ledger:
+    """What a group knows of the calls that it has run: id -> (content, worker, answer)."""
+
+    def __init__(self):
+        self.calls, self.steps, self.backwards, self.lineage = {}, 0, 0, 4
+
+    def last_step_id(self):
+        return max([key for key in self.calls if isinstance(key, int)], default=0)
+
+
+class FakeWorker(grpc.GenericRpcHandler):
+    """dx = 3 dy, y = 2 x. `script` holds failures of the next calls: before they are run, or, as
+    (failure,), after."""
+
+    def __init__(self, ledger):
+        self.ledger, self.script, self.requests, self.saved = ledger, [], [], {}
+        self.workers, self.slot = [], 0
+        self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
+        self.server.add_generic_rpc_handlers((self,))
+        self.endpoint = "127.0.0.1:%d" % self.server.add_insecure_port("127.0.0.1:0")
+        self.server.start()
+
+    def service(self, details):
+        service, name = details.method.rsplit("/", 1)
+        module = training_pb2 if service.endswith("TrainingService") else expert_pb2
+        request = getattr(module, name + "Request", None)
+        function = getattr(self, name, None)
+        if request is None or function is None:
+            return None
+
+        def handle(message, context):
+            try:
+                return self.run(name, function, message)
+            except Failure as failure:
+                context.set_trailing_metadata((("grpc-status-details-bin", failure.details()),))
+                context.abort(failure.code, "as wished")
+
+        return grpc.unary_unary_rpc_method_handler(
+            handle, request_deserializer=request.FromString,
+            response_serializer=lambda answer: answer.SerializeToString())
+
+    def run(self, name, function, message):
+        if name in ("GetServerInfo", "GetModel", "GetTrainState"):
+            return function(message)
+        self.requests.append((name, message))
+        after = None
+        if self.script:
+            wish = self.script.pop(0)
+            if isinstance(wish, tuple):
+                after = wish[0]
+            elif wish is not None:
+                raise wish
+        answer = function(message)
+        if after is not None:
+            raise after
+        return answer
+
+    def GetServerInfo(self, _request):
+        return expert_pb2.GetServerInfoResponse(
+            name="moe-worker", slot=self.slot, workers=self.workers, max_tokens_per_request=100,
+            max_tokens_per_step=STEP_TOKENS, max_message_bytes=1 << 20)
+
+    def GetModel(self, _request):
+        layer = types_pb2.LayerInfo(layer=LAYER, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K)
+        return expert_pb2.GetModelResponse(model="fake", layers=[layer])
+
+    def GetTrainState(self, _request):
+        known = self.ledger
+        return training_pb2.GetTrainStateResponse(
+            lineage=known.lineage, weights_version=1 + known.steps, steps=known.steps, optimizer=1,
+            backwards=known.backwards, last_step_id=known.last_step_id(), router_frozen=True)
+
+    def Forward(self, request):
+        answer = expert_pb2.ForwardResponse(
+            tokens=request.tokens, hidden=request.hidden, dtype=request.dtype, top_k=TOP_K,
+            weights_version=1 + self.ledger.steps, topk_ids_dtype=types_pb2.DATA_TYPE_U8)
+        if request.HasField("save"):
+            self.saved[request.save.session, request.save.micro_batch_id] = request
+            answer.saved = True
+        answer.topk_ids = bytes(request.tokens * TOP_K)
+        answer.topk_weights = bytes(4 * request.tokens * TOP_K)
+        if request.dtype == types_pb2.DATA_TYPE_F32:
+            answer.y_data = (2 * np.frombuffer(request.x_data, np.float32)).tobytes()
+        else:  # one more in the exponent
+            answer.y_data = (np.frombuffer(request.x_data, np.uint16) + 0x80).astype(
+                np.uint16).tobytes()
+        return answer
+
+    def once(self, key, request, make):
+        """Runs `make` unless the call is known."""
+        said = type(request).FromString(request.SerializeToString())
+        for name in ("x", "topk_ids", "topk_weights", "topk_ids_dtype", "routing_mode"):
+            if name in said.DESCRIPTOR.fields_by_name:
+                said.ClearField(name)
+        content = said.DESCRIPTOR.name, hashlib.sha256(said.SerializeToString()).digest()
+        if key in self.ledger.calls:
+            known, worker, answer = self.ledger.calls[key]
+            if known != content:
+                raise refused("ID_REUSED", grpc.StatusCode.ALREADY_EXISTS)
+            if isinstance(key, tuple) and worker is not self:
+                raise refused("RECORDED_ELSEWHERE", worker=worker.endpoint)
+            again = type(answer)()
+            again.CopyFrom(answer)
+            again.repeated = True
+            return again
+        answer = make()
+        self.ledger.calls[key] = content, self, answer
+        return answer
+
+    def Backward(self, request):
+        key = request.session, request.micro_batch_id
+        if not request.x and key not in self.saved and key not in self.ledger.calls:
+            raise refused("SAVED_STATE_GONE")
+        used_saved = not request.x
+
+        def make():
+            self.ledger.backwards += not request.input_only
+            gradients = np.frombuffer(request.dy, np.float32) * 3
+            return training_pb2.BackwardResponse(
+                tokens=request.tokens, hidden=request.hidden, dtype=request.dtype, top_k=TOP_K,
+                weights_version=1 + self.ledger.steps, lineage=self.ledger.lineage,
+                used_saved=used_saved, aux_loss=0.5, dx=gradients.tobytes(),
+                weight_gradients=bytes(4 * request.tokens * TOP_K))
+
+        return self.once(key, request, make)
+
+    def OptimizerStep(self, request):
+        if request.step_id not in self.ledger.calls and (
+                request.expected_backwards not in (0, self.ledger.backwards)):
+            raise refused("GRADIENTS_MISSING")
+
+        def make():
+            self.ledger.steps += 1
+            backwards, self.ledger.backwards = self.ledger.backwards, 0
+            return training_pb2.OptimizerStepResponse(
+                weights_version=1 + self.ledger.steps, lineage=self.ledger.lineage, grad_norm=1.5,
+                backwards=backwards, steps=self.ledger.steps)
+
+        return self.once(request.step_id, request, make)
+
+    def ZeroGrad(self, request):
+        def make():
+            backwards, self.ledger.backwards = self.ledger.backwards, 0
+            return training_pb2.ZeroGradResponse(backwards=backwards)
+
+        return self.once(request.step_id, request, make)
+
+    def SetFrozen(self, request):
+        return self.once(request.step_id, request, training_pb2.SetFrozenResponse)
+
+    def SaveCheckpoint(self, request):
+        return self.once(request.step_id, request, lambda: training_pb2.SaveCheckpointResponse(
+            weights_version=1 + self.ledger.steps, bytes=1000))
+
+    def LoadCheckpoint(self, request):
+        return self.once(request.step_id, request, lambda: training_pb2.LoadCheckpointResponse(
+            weights_version=9, lineage=self.ledger.lineage + 1))
+
+    def ExportAdapter(self, request):
+        return self.once(request.step_id, request,
+                         lambda: training_pb2.ExportAdapterResponse(bytes=10))
+
+
+@contextlib.contextmanager
+def fakes(count=1):
+    ledger = Ledger()
+    workers = [FakeWorker(ledger) for _ in range(count)]
+    for slot, worker in enumerate(workers):
+        worker.slot, worker.workers = slot, [each.endpoint for each in workers]
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.server.stop(None).wait()
+
+
+def rows(count, seed=0):
+    return np.random.default_rng(seed).standard_normal((count, HIDDEN)).astype(np.float32)
+
+
+IDS = np.zeros((4, TOP_K), np.int32)
+
+
+class Calls(unittest.TestCase):
+    """Client against the fake."""
+
+    def expect(self, reason, call, *arguments, **options):
+        with self.assertRaises(moed.MoeError) as caught:
+            call(*arguments, **options)
+        self.assertEqual(caught.exception.reason, reason, caught.exception)
+        return caught.exception
+
+    def test_gradients_come_back(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            dy = rows(4)
+            answer = client.backward(LAYER, dy, rows(4), IDS, session="s", micro_batch_id=1,
+                                     return_weight_gradients=True, aux_coeff=0.25, lineage=4,
+                                     weights_version=1)
+            np.testing.assert_array_equal(answer.dx, 3 * dy)
+            self.assertEqual(answer.weight_gradients.shape, (4, TOP_K))
+            self.assertEqual((answer.aux_loss, answer.lineage, answer.repeated), (0.5, 4, False))
+            sent = worker.requests[-1][1]
+            self.assertEqual((sent.aux_coeff, sent.lineage, sent.weights_version), (0.25, 4, 1))
+            self.assertEqual((len(sent.x), len(sent.topk_ids)), (4 * HIDDEN * 4, 4 * TOP_K * 4))
+            self.assertEqual(sent.routing_mode, types_pb2.ROUTING_MODE_CLIENT_IDS)
+
+    def test_a_call_that_was_run_and_not_answered_is_run_once(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            worker.script = [unavailable(), (unavailable(),)]
+            answer = client.backward(LAYER, rows(4), rows(4), IDS, session="s", micro_batch_id=1)
+            self.assertTrue(answer.repeated)
+            self.assertEqual((len(worker.requests), worker.ledger.backwards), (3, 1))
+            worker.script = [(unavailable(),), unavailable()]
+            self.assertTrue(client.optimizer_step(0.1, step_id=1, expected_backwards=1).repeated)
+            self.assertEqual(worker.ledger.steps, 1)
+
+    def test_trying_again_ends_with_the_time(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            worker.script = [unavailable()] * 100
+            self.expect("REFORMING", client.zero_grad, step_id=1, timeout=0.5)
+            self.assertGreater(len(worker.requests), 4)
+            self.assertLess(len(worker.requests), 50)
+
+    def test_other_failures_are_not_tried_again(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            for reason in ("STATE_LOST", "VERSION_MISMATCH", "GRADIENTS_PENDING"):
+                worker.requests.clear()
+                worker.script = [refused(reason)]
+                self.expect(reason, client.save_checkpoint, "a", step_id=1)
+                self.assertEqual(len(worker.requests), 1)
+
+    def test_the_worker_that_has_the_answer_is_asked(self):
+        with fakes(2) as (one, two), moed.Client(one.endpoint) as first, \
+                moed.Client(two.endpoint) as second:
+            dy = rows(4)
+            arguments = (LAYER, dy, rows(4), IDS)
+            first.backward(*arguments, session="s", micro_batch_id=1)
+            again = second.backward(*arguments, session="s", micro_batch_id=1)
+            np.testing.assert_array_equal(again.dx, 3 * dy)
+            self.assertTrue(again.repeated)
+            self.assertEqual((len(one.requests), len(two.requests)), (2, 1))
+
+    def test_another_worker_runs_what_the_first_cannot(self):
+        with fakes(2) as (one, two), moed.Client(one.endpoint, spread=True) as client:
+            one.script = [unavailable()] * 50
+            client.backward(LAYER, rows(4), rows(4), IDS, session="s", micro_batch_id=1)
+            self.assertEqual((len(one.requests), len(two.requests)), (1, 1))
+
+    def test_a_saved_pass_spares_x_and_its_loss_does_not_show(self):
+        with fakes(2) as (one, two), moed.Client(one.endpoint, spread=True) as client:
+            x, dy = rows(4), rows(4, 1)
+            for batch in range(1, 9):  # always the same worker
+                kept = client.forward(LAYER, x, return_routing=True, save=("s", batch))
+                self.assertTrue(kept.saved)
+            self.assertEqual((len(one.saved), len(two.saved)), (8, 0))
+            answer = client.backward(LAYER, dy, x, kept.topk_ids, session="s", micro_batch_id=8,
+                                     saved=True, weights_version=kept.weights_version)
+            self.assertTrue(answer.used_saved)
+            self.assertEqual(one.requests[-1][1].x, b"")
+            one.saved.clear()
+            answer = client.backward(LAYER, dy, x, kept.topk_ids, session="s", micro_batch_id=7,
+                                     saved=True, weights_version=kept.weights_version)
+            self.assertFalse(answer.used_saved)
+            self.expect("SAVED_STATE_GONE", client.backward, LAYER, dy, session="s",
+                        micro_batch_id=6, saved=True)
+
+    def test_all_other_calls(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            step = client.optimizer_step(0.1, step_id=1, weight_decay=0.2, betas=(0.5, 0.6), eps=1.0,
+                                         max_grad_norm=3.0, grad_scale=0.5, balance_rate=0.125,
+                                         optimizer="adamw")
+            self.assertEqual((step.weights_version, step.grad_norm, step.steps), (2, 1.5, 1))
+            sent = worker.requests[-1][1]
+            self.assertEqual(
+                (sent.learning_rate, sent.weight_decay, sent.beta1, sent.beta2, sent.epsilon,
+                 sent.max_grad_norm, sent.grad_scale, sent.balance_rate, sent.optimizer),
+                (0.1, 0.2, 0.5, 0.6, 1.0, 3.0, 0.5, 0.125, 1))
+            client.set_frozen(["router", "shared"], step_id=2)
+            sent = worker.requests[-1][1]
+            self.assertEqual((sent.router, sent.experts, sent.shared), (True, False, True))
+            self.assertEqual(client.save_checkpoint("a", step_id=3, keep=2).bytes, 1000)
+            self.assertEqual(worker.requests[-1][1].keep, 2)
+            self.assertEqual(client.load_checkpoint("a", step_id=4).lineage, 5)
+            self.assertEqual(client.export_adapter("b", step_id=5).bytes, 10)
+            client.export_adapter(merge=True, step_id=6)
+            self.assertEqual(client.zero_grad(step_id=7), 0)
+            state = client.train_state()
+            self.assertEqual((state.lineage, state.last_step_id, state.optimizer, state.frozen),
+                             (4, 7, "adamw", frozenset(["router"])))
+
+    def test_wrong_arguments_are_not_sent(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            good = rows(4)
+            names = dict(session="s", micro_batch_id=1)
+            for error, arguments, more in (
+                    (ValueError, (good[:, 1:], good, IDS), {}),
+                    (ValueError, (good[:0], good, IDS), {}),
+                    (ValueError, (good, good[:3], IDS), {}),
+                    (ValueError, (good, good), {}),
+                    (ValueError, (good,), {}),
+                    (ValueError, (good, None, IDS), {}),
+                    (ValueError, (good, good, IDS[:3]), {}),
+                    (ValueError, (good, good, IDS), dict(saved=True)),
+                    (TypeError, (good.astype(np.float64), good, IDS), {}),
+                    (TypeError, (good, moed.bf16(good), IDS), {})):
+                with self.assertRaises(error):
+                    client.backward(LAYER, *arguments, **names, **more)
+            self.expect("TOKEN_LIMIT", client.backward, LAYER, rows(STEP_TOKENS + 1), **names,
+                        saved=True)
+            with self.assertRaises(ValueError):
+                client.set_frozen(["head"], step_id=1)
+            with self.assertRaises(ValueError):
+                client.optimizer_step(0.1, step_id=1, optimizer="adam")
+            self.assertEqual(worker.requests, [])
+
+
+class RealGroup(unittest.TestCase):
+    def test_gradients_steps_and_answers_recorded_elsewhere(self):
+        layer, _, x, dy, dx = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
+        with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0]) as client, \
+                moed.Client(g.endpoints[1]) as other:
+            kept = client.forward(layer, x, return_routing=True, save=("s", 1))
+            arguments = dict(session="s", micro_batch_id=1, weights_version=kept.weights_version)
+            first = client.backward(layer, dy, x, kept.topk_ids, saved=True, **arguments)
+            self.assertTrue(kept.saved and first.used_saved)
+            self.assertLessEqual(relative_error(first.dx, dx), 1e-5)
+            again = other.backward(layer, dy, x, kept.topk_ids, **arguments)
+            self.assertTrue(again.repeated)
+            np.testing.assert_array_equal(again.dx, first.dx)
+            self.assertEqual(other.train_state().backwards, 1)
+            step = other.optimizer_step(1e-3, step_id=1, expected_backwards=1)
+            self.assertTrue(client.optimizer_step(1e-3, step_id=1, expected_backwards=1).repeated)
+            self.assertEqual((step.weights_version, client.train_state().steps), (2, 1))
+            with self.assertRaises(moed.MoeError) as caught:
+                client.backward(layer, dy, x, kept.topk_ids, session="s", micro_batch_id=2,
+                                weights_version=1)
+            self.assertEqual(caught.exception.reason, "VERSION_MISMATCH")
+
+    def test_without_training_it_says_so(self):
+        with group(FAMILY, 1) as g, moed.Client(g.endpoint) as client:
+            with self.assertRaises(moed.MoeError) as caught:
+                client.train_state()
+            self.assertEqual(caught.exception.code, grpc.StatusCode.UNIMPLEMENTED)
+            self.assertEqual(moectl("training", "save", "a", "--endpoint", g.endpoint,
+                                    check=False).returncode, 4)
+
+
+@needs_torch
+class Torch(unittest.TestCase):
+    """moed.torch against the fake."""
+
+    def test_a_gradient_flows_through_a_remote_layer(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            for saved in (False, True):
+                moe = moed.torch.RemoteMoE(LAYER, client, save_for_backward=saved)
+                x = torch.randn(2, 3, HIDDEN, requires_grad=True)
+                y = moe(x)
+                self.assertTrue(torch.equal(y, 2 * x))
+                dy = torch.randn(2, 3, HIDDEN)
+                y.backward(dy)
+                self.assertTrue(torch.equal(x.grad, 3 * dy))
+                self.assertEqual(worker.requests[-1][1].x == b"", saved)
+
+    def test_the_first_layer_learns_though_x_does_not(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            moe = moed.torch.RemoteMoE(LAYER, client)
+            moe(torch.randn(4, HIDDEN)).sum().backward()
+            self.assertEqual(worker.ledger.backwards, 1)
+            self.assertEqual(list(moe.state_dict()), [])
+            self.assertEqual(list(moe.parameters()), [])
+            with torch.no_grad():
+                self.assertFalse(moe(torch.randn(4, HIDDEN)).requires_grad)
+
+    def test_bfloat16_stays_bfloat16(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            moe = moed.torch.RemoteMoE(LAYER, client)
+            x = torch.randn(4, HIDDEN).bfloat16()
+            y = moe(x)
+            self.assertEqual(y.dtype, torch.bfloat16)
+            self.assertTrue(torch.equal(y, 2 * x))
+            with self.assertRaises(TypeError):
+                moe(x.half())
+
+    def test_long_batches_go_in_parts_and_empty_ones_nowhere(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            moe = moed.torch.RemoteMoE(LAYER, client)
+            x = torch.randn(2 * STEP_TOKENS + 5, HIDDEN, requires_grad=True)
+            moe(x).sum().backward()
+            self.assertEqual([m.tokens for name, m in worker.requests if name == "Forward"],
+                             [STEP_TOKENS, STEP_TOKENS, 5])
+            self.assertEqual(moe.session.backwards, 3)
+            self.assertTrue(torch.equal(x.grad, torch.full_like(x, 3)))
+            worker.requests.clear()
+            self.assertEqual(moe(x[:0]).shape, (0, HIDDEN))
+            self.assertEqual(worker.requests, [])
+
+    def test_a_second_backward_through_a_graph_is_another_micro_batch(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            moe = moed.torch.RemoteMoE(LAYER, client, save_for_backward=True)
+            y = moe(torch.randn(4, HIDDEN)).sum()
+            y.backward(retain_graph=True)
+            (2 * y).backward()
+            self.assertEqual(worker.ledger.backwards, 2)
+
+    def test_steps_count_their_gradients_and_schedulers_rule_them(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            moe = moed.torch.RemoteMoE(LAYER, client)
+            optimizer = moed.torch.RemoteOptimizer([moe], lr=0.5, betas=(0.8, 0.9))
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            for step in range(3):
+                for _ in range(2):
+                    moe(torch.randn(4, HIDDEN)).sum().backward()
+                optimizer.step(grad_scale=0.5)
+                optimizer.zero_grad()  # nothing to forget: asks nobody
+                schedule.step()
+                sent = worker.requests[-1][1]
+                self.assertEqual((sent.step_id, sent.learning_rate, sent.expected_backwards,
+                                  sent.beta1, sent.grad_scale), (step + 1, 0.5**(step + 1), 2, 0.8,
+                                                                 0.5))
+            moe(torch.randn(4, HIDDEN)).sum().backward()
+            optimizer.zero_grad()
+            self.assertEqual((worker.requests[-1][0], worker.ledger.backwards), ("ZeroGrad", 0))
+
+    def test_a_step_that_got_no_answer_is_made_once(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint, timeout=0.3) as client:
+            moe = moed.torch.RemoteMoE(LAYER, client)
+            optimizer = moed.torch.RemoteOptimizer([moe], lr=0.5)
+            moe(torch.randn(4, HIDDEN)).sum().backward()
+            worker.script = [(unavailable(),)] + [unavailable()] * 50
+            with self.assertRaises(moed.MoeError):
+                optimizer.step()
+            worker.script = []
+            optimizer.step()
+            self.assertTrue(optimizer.last.repeated)
+            self.assertEqual(worker.ledger.steps, 1)
+
+    def test_an_id_that_another_took_is_passed_over(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            moe = moed.torch.RemoteMoE(LAYER, client)
+            optimizer = moed.torch.RemoteOptimizer([moe], lr=0.5)
+            for step in (1, 2, 3):
+                client.set_frozen([], step_id=step)
+            moe(torch.randn(4, HIDDEN)).sum().backward()
+            optimizer.step()
+            self.assertEqual((worker.ledger.steps, worker.ledger.last_step_id()), (1, 4))
+
+    def test_after_a_backward_that_failed_zero_grad_starts_anew(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint, timeout=0.3) as client:
+            moe = moed.torch.RemoteMoE(LAYER, client)
+            optimizer = moed.torch.RemoteOptimizer([moe], lr=0.5)
+            y = moe(torch.randn(4, HIDDEN)).sum()
+            worker.script = [(unavailable(),)] + [unavailable()] * 50
+            with self.assertRaises(moed.MoeError):
+                y.backward()
+            worker.script = []
+            self.assertEqual(worker.ledger.backwards, 1)  # run, and nobody was told
+            optimizer.zero_grad()
+            moe(torch.randn(4, HIDDEN)).sum().backward()
+            optimizer.step()
+            self.assertEqual(optimizer.last.backwards, 1)
+
+
+@needs_torch
+class TorchOnRealGroup(unittest.TestCase):
+    def test_golden_gradients_in_both_dtypes(self):
+        with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0]) as client:
+            for layer, tokens, x, dy, dx in golden_gradients(FAMILY):
+                for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+                    for saved in (False, True):
+                        moe = moed.torch.RemoteMoE(layer, client, save_for_backward=saved)
+                        t = torch.from_numpy(x.copy()).to(dtype).requires_grad_()
+                        moe(t).backward(torch.from_numpy(dy.copy()).to(dtype))
+                        error = relative_error(t.grad.float().numpy(), dx)
+                        print("    layer %d, %2d tokens, %s: %.1e" % (layer, tokens, dtype, error))
+                        self.assertEqual(t.grad.dtype, dtype)
+                        self.assertLessEqual(error, limit)
+
+    def test_a_remote_layer_learns_what_a_fixed_head_asks_for(self):
+        torch.manual_seed(1)
+        with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0], spread=True) as client:
+            moe = moed.torch.RemoteMoE(client.layers[0], client, save_for_backward=True)
+            head = torch.randn(moe.layer.hidden, 4)
+            x, wanted = torch.randn(32, moe.layer.hidden), torch.randint(4, (32,))
+            optimizer = moed.torch.RemoteOptimizer([moe], lr=1e-2)
+            losses = []
+            for _ in range(30):
+                loss = torch.nn.functional.cross_entropy(moe(x) @ head, wanted)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            print("    loss %.3f -> %.3f" % (losses[0], losses[-1]))
+            self.assertLess(losses[-1], 0.5 * losses[0])
+            self.assertEqual(optimizer.last.weights_version, 31)
+
+    def test_the_example_learns(self):
+        example = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "client",
+                               "python", "examples", "finetune.py")
+        done = subprocess.run(
+            [sys.executable, example, "--model", model_directory(FAMILY), "--workers", "2",
+             "--moectl", MOECTL, "--steps", "40", "--remote-only"], stdout=subprocess.PIPE,
+            text=True, timeout=100, check=True,
+            env=dict(os.environ, PYTHONPATH=os.path.join(BUILD, "python")))
+        print("    " + done.stdout.splitlines()[-1])
+        first, last = map(float, re.search(r"first ([0-9.]+), last ([0-9.]+)",
+                                           done.stdout).groups())
+        self.assertLess(last, 0.6 * first)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,563 @@
+/* libmoeclient's training calls against fake workers: what is sent, what is tried again and where,
+ * what is made of answers. */
+#include "client_fixture.h"
+
+#include "base/clock.h"
+#include "moe/client_training.h"
+#include "moe/v1/training.pb-c.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { T = 5, PAIRS = T * FAKE_TOP_K, ROWS = T * FAKE_HIDDEN, CALLS_MAX = 256, WISHES = 4 };
+
+/* What a fake worker does with a training call; the first ones by script, then `good`. */
+enum wish {
+    GOOD,
+    UNAVAILABLE, /* with a pause of 1 ms asked for */
+    ELSEWHERE,   /* the answer is on the last worker */
+    GONE,        /* SAVED_STATE_GONE where there is no x */
+    LOST,        /* STATE_LOST */
+    SHORT_DX,    /* broken answers from here on */
+    NO_DX,
+    OTHER_TOKENS,
+    OTHER_DTYPE,
+    NOT_PROTOBUF,
+};
+
+/* One worker's side; guarded by `lock`. */
+struct side {
+    enum wish script[WISHES], then;
+    uint32_t calls;
+    uint32_t wholes;                   /* Backward calls with x */
+    Moe__V1__BackwardRequest backward; /* numbers of the last one */
+    Moe__V1__OptimizerStepRequest step;
+    char name[80]; /* of the last checkpoint */
+};
+
+static struct fake fakes[3];
+static struct side sides[3];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static enum wish next_wish(struct fake *f)
+{
+    struct side *s = &sides[f->slot];
+    enum wish w = s->calls < WISHES ? s->script[s->calls] : s->then;
+    s->calls++;
+    assert_true(s->calls < CALLS_MAX);
+    return w;
+}
+
+/* True when the call has been refused. */
+static bool refuse(struct moe_rpc_call *call, enum wish w, bool whole)
+{
+    struct moe_status st;
+    switch (w) {
+    case UNAVAILABLE:
+        st = moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 1, "on demand");
+        break;
+    case ELSEWHERE:
+        st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_RECORDED_ELSEWHERE,
+                       "the answer is recorded on another worker; ask %s", fakes[2].endpoint);
+        break;
+    case LOST: st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STATE_LOST, "on demand"); break;
+    case GONE:
+        if (whole)
+            return false;
+        st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SAVED_STATE_GONE, "on demand");
+        break;
+    default: return false;
+    }
+    moe_rpc_fail(call, st);
+    return true;
+}
+
+/* -------------------------------------------------------------------------- Backward */
+
+/* The parts of a BackwardRequest by field number. */
+struct parts {
+    void *data[16];
+    size_t length[16];
+};
+
+static struct moe_status take_part(void *ctx, uint32_t field, size_t length, void **dst)
+{
+    struct parts *p = ctx;
+    *dst = p->data[field] = malloc(length + 1);
+    p->length[field] = length;
+    return moe_ok();
+}
+
+static void reply_backward(struct moe_rpc_call *call, enum wish w, const struct parts *p,
+                           const Moe__V1__BackwardRequest *q)
+{
+    uint8_t head[256];
+    Moe__V1__BackwardResponse a = MOE__V1__BACKWARD_RESPONSE__INIT;
+    a.epoch = 7;
+    a.weights_version = 3;
+    a.lineage = 2;
+    a.tokens = q->tokens + (w == OTHER_TOKENS);
+    a.hidden = q->hidden;
+    a.dtype = w == OTHER_DTYPE ? MOE__V1__DATA_TYPE__DATA_TYPE_U8 : q->dtype;
+    a.aux_loss = 0.25;
+    a.used_saved = p->data[15] == NULL;
+    float *dx = calloc(1, p->length[14]), weights[PAIRS];
+    for (size_t i = 0; i < p->length[14] / sizeof *dx; i++)
+        dx[i] = 3 * ((float *)p->data[14])[i];
+    for (size_t i = 0; i < PAIRS; i++)
+        weights[i] = (float)i;
+    struct moe_rpc_out out = {.head = head,
+                              .head_length = moe__v1__backward_response__pack(&a, head)};
+    if (w == NOT_PROTOBUF) {
+        memcpy(head, "\x08\x05\x0b", 3);
+        out.head_length = 3;
+    }
+    if (q->return_weight_gradients) {
+        void *copy = malloc(sizeof weights);
+        memcpy(copy, weights, sizeof weights);
+        out.parts[out.part_count++] = (struct moe_rpc_part){13, copy, sizeof weights, free, copy};
+    }
+    if (w == NO_DX)
+        free(dx);
+    else
+        out.parts[out.part_count++] =
+            (struct moe_rpc_part){15, dx, p->length[14] - (w == SHORT_DX), free, dx};
+    moe_rpc_reply(call, &out);
+}
+
+static void on_backward(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    static const uint32_t fields[] = {12, 13, 14, 15};
+    struct fake *f = ctx;
+    struct side *s = &sides[f->slot];
+    struct parts p = {0};
+    uint8_t head[MOE_RPC_HEAD_MAX];
+    size_t length;
+    assert_ok(moe_rpc_msg_split(m, fields, 4, head, &length, take_part, &p));
+    moe_rpc_msg_free(m);
+    Moe__V1__BackwardRequest *q = moe__v1__backward_request__unpack(NULL, length, head);
+    assert_non_null(q);
+    pthread_mutex_lock(&lock);
+    enum wish w = next_wish(f);
+    s->backward = *q;
+    s->wholes += p.data[15] != NULL;
+    pthread_mutex_unlock(&lock);
+    assert_int_equal(p.length[14], (size_t)q->tokens * q->hidden * sizeof(float));
+    assert_true(p.data[15] == NULL || p.length[15] == p.length[14]);
+    assert_true((p.data[15] != NULL) == (p.data[12] != NULL));
+    if (!refuse(call, w, p.data[15] != NULL))
+        reply_backward(call, w, &p, q);
+    for (int i = 12; i < 16; i++)
+        free(p.data[i]);
+    moe__v1__backward_request__free_unpacked(q, NULL);
+}
+
+/* ----------------------------------------------------------------------- the other calls */
+
+static ProtobufCMessage *read_request(struct moe_rpc_msg *m, const ProtobufCMessageDescriptor *type)
+{
+    uint8_t bytes[MOE_RPC_HEAD_MAX];
+    size_t length;
+    assert_ok(moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length));
+    moe_rpc_msg_free(m);
+    ProtobufCMessage *q = protobuf_c_message_unpack(type, NULL, length, bytes);
+    assert_non_null(q);
+    return q;
+}
+
+static void reply(struct moe_rpc_call *call, const ProtobufCMessage *answer)
+{
+    uint8_t bytes[512];
+    struct moe_rpc_out out = {.head = bytes, .head_length = protobuf_c_message_pack(answer, bytes)};
+    moe_rpc_reply(call, &out);
+}
+
+static enum wish wish_of(struct fake *f)
+{
+    pthread_mutex_lock(&lock);
+    enum wish w = next_wish(f);
+    pthread_mutex_unlock(&lock);
+    return w;
+}
+
+static void on_step(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    struct fake *f = ctx;
+    Moe__V1__OptimizerStepRequest *q =
+        (void *)read_request(m, &moe__v1__optimizer_step_request__descriptor);
+    sides[f->slot].step = *q;
+    Moe__V1__OptimizerStepResponse a = MOE__V1__OPTIMIZER_STEP_RESPONSE__INIT;
+    a.weights_version = q->step_id + 1;
+    a.grad_norm = 1.5;
+    a.backwards = 4;
+    a.steps = 6;
+    a.lineage = 2;
+    a.repeated = true;
+    if (!refuse(call, wish_of(f), true))
+        reply(call, &a.base);
+    moe__v1__optimizer_step_request__free_unpacked(q, NULL);
+}
+
+static void on_save(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    struct fake *f = ctx;
+    Moe__V1__SaveCheckpointRequest *q =
+        (void *)read_request(m, &moe__v1__save_checkpoint_request__descriptor);
+    snprintf(sides[f->slot].name, sizeof sides[f->slot].name, "%s %u", q->name, q->keep);
+    Moe__V1__SaveCheckpointResponse a = MOE__V1__SAVE_CHECKPOINT_RESPONSE__INIT;
+    a.weights_version = 9;
+    a.bytes = 12345;
+    if (!refuse(call, wish_of(f), true))
+        reply(call, &a.base);
+    moe__v1__save_checkpoint_request__free_unpacked(q, NULL);
+}
+
+static void on_state(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    char *targets[] = {(char *)(uintptr_t) "gate", (char *)(uintptr_t) "a longer word"};
+    moe_rpc_msg_free(m);
+    Moe__V1__GetTrainStateResponse a = MOE__V1__GET_TRAIN_STATE_RESPONSE__INIT;
+    a.lineage = 2;
+    a.weights_version = 11;
+    a.last_step_id = 40;
+    a.optimizer = MOE__V1__OPTIMIZER__OPTIMIZER_SGD;
+    a.shared_frozen = true;
+    a.lora_targets = targets;
+    a.n_lora_targets = 2;
+    a.checkpoint = (char *)(uintptr_t) "epoch-1";
+    if (!refuse(call, wish_of(ctx), true))
+        reply(call, &a.base);
+}
+
+#define METHOD(name, handler, is_large)                                                            \
+    {                                                                                              \
+        .path = "/moe.v1.TrainingService/" name, .kind = MOE_RPC_UNARY, .large = is_large,         \
+        .message = handler                                                                         \
+    }
+
+static int start(void **state)
+{
+    static const struct moe_rpc_method methods[] = {
+        METHOD("Backward", on_backward, true),
+        METHOD("OptimizerStep", on_step, false),
+        METHOD("SaveCheckpoint", on_save, false),
+        METHOD("GetTrainState", on_state, false),
+    };
+    (void)state;
+    fake_start_with(fakes, 3, methods, sizeof methods / sizeof *methods);
+    return 0;
+}
+
+static int stop(void **state)
+{
+    (void)state;
+    fake_stop(fakes, 3);
+    return 0;
+}
+
+static int forget(void **state)
+{
+    (void)state;
+    memset(sides, 0, sizeof sides);
+    for (int i = 0; i < 3; i++)
+        fake_script(&fakes[i], FAKE_GOOD, 0, NULL);
+    return 0;
+}
+
+/* ----------------------------------------------------------------------------- tests */
+
+static float x[ROWS], dy[ROWS], dx[ROWS], weight_gradients[PAIRS];
+static int32_t ids[PAIRS];
+
+static struct moe_client_backward request(void)
+{
+    for (int i = 0; i < ROWS; i++) {
+        x[i] = random_normal();
+        dy[i] = random_normal();
+        dx[i] = -1;
+    }
+    return (struct moe_client_backward){.layer = FAKE_LAYER,
+                                        .tokens = T,
+                                        .hidden = FAKE_HIDDEN,
+                                        .dtype = MOE_DTYPE_F32,
+                                        .session = "s",
+                                        .micro_batch_id = 1,
+                                        .weights_version = 3,
+                                        .dy = dy,
+                                        .x = x,
+                                        .topk_ids = ids,
+                                        .dx = dx};
+}
+
+static void assert_gradient(void)
+{
+    for (int i = 0; i < ROWS; i++)
+        assert_true(dx[i] == 3 * dy[i]);
+}
+
+static struct moe_client *connect_spread(bool spread)
+{
+    const struct moe_client_config config = {.spread = spread, .timeout_ms = 20000};
+    return connect_client(fakes, &config);
+}
+
+static void gradients_come_back_where_they_belong(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_spread(false);
+    struct moe_client_backward b = request();
+    b.weight_gradients = weight_gradients;
+    b.aux_coeff = 0.5;
+    b.lineage = 2;
+    assert_ok(moe_client_backward(c, &b));
+    assert_gradient();
+    for (int i = 0; i < PAIRS; i++)
+        assert_true(weight_gradients[i] == (float)i);
+    assert_true(b.aux_loss == 0.25 && b.answered_lineage == 2 && b.answered_weights_version == 3);
+    assert_false(b.used_saved);
+    const Moe__V1__BackwardRequest *q = &sides[0].backward;
+    assert_int_equal(q->micro_batch_id, 1);
+    assert_int_equal(q->weights_version, 3);
+    assert_int_equal(q->lineage, 2);
+    assert_true(q->aux_coeff == 0.5);
+    assert_int_equal(q->routing_mode, MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS);
+    moe_client_close(c);
+}
+
+static void what_is_unavailable_is_asked_again_until_it_answers(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_spread(false);
+    struct moe_client_backward b = request();
+    for (int i = 0; i < WISHES; i++)
+        sides[0].script[i] = UNAVAILABLE;
+    assert_ok(moe_client_backward(c, &b)); /* more tries than a forward gets */
+    assert_gradient();
+    assert_int_equal(sides[0].calls, WISHES + 1);
+    moe_client_close(c);
+}
+
+static void trying_again_ends_with_the_time(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_spread(true);
+    struct moe_client_optimizer_step s = {.change = {.step_id = 1, .timeout_ms = 200}};
+    for (int i = 0; i < 3; i++) {
+        sides[i].then = UNAVAILABLE;
+        for (int k = 0; k < WISHES; k++)
+            sides[i].script[k] = UNAVAILABLE;
+    }
+    uint64_t begin = moe_clock_ns();
+    assert_refused(moe_client_optimizer_step(c, &s), MOE_UNAVAILABLE, MOE_REASON_REFORMING);
+    assert_true(moe_clock_ns() - begin < 10 * MOE_NS_PER_S);
+    for (int i = 0; i < 3; i++)
+        assert_true(sides[i].calls > 0); /* the others were tried, too */
+    moe_client_close(c);
+}
+
+static void nothing_else_is_tried_again(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_spread(true);
+    struct moe_client_backward b = request();
+    sides[0].script[0] = LOST;
+    assert_refused(moe_client_backward(c, &b), MOE_FAILED_PRECONDITION, MOE_REASON_STATE_LOST);
+    assert_int_equal(sides[0].calls + sides[1].calls + sides[2].calls, 1);
+    moe_client_close(c);
+}
+
+static void the_worker_that_has_the_answer_is_asked(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_spread(false); /* knows the first worker only */
+    struct moe_client_backward b = request();
+    sides[0].script[0] = ELSEWHERE;
+    assert_ok(moe_client_backward(c, &b));
+    assert_gradient();
+    assert_int_equal(sides[0].calls, 1);
+    assert_int_equal(sides[2].calls, 1);
+    moe_client_close(c);
+}
+
+static void a_saved_pass_spares_x(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_spread(true);
+    struct moe_client_backward b = request();
+    b.saved = true;
+    assert_ok(moe_client_backward(c, &b));
+    assert_gradient();
+    assert_true(b.used_saved);
+    assert_int_equal(sides[0].wholes, 0);
+
+    sides[0].then = GONE;
+    for (int i = 0; i < WISHES; i++)
+        sides[0].script[i] = GONE;
+    assert_ok(moe_client_backward(c, &b));
+    assert_false(b.used_saved);
+    assert_int_equal(sides[0].wholes, 1);
+    b.x = NULL;
+    b.topk_ids = NULL;
+    assert_refused(moe_client_backward(c, &b), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_SAVED_STATE_GONE);
+    assert_int_equal(sides[1].calls + sides[2].calls, 0);
+    moe_client_close(c);
+}
+
+static void passes_that_are_kept_go_to_one_worker_whole(void **state)
+{
+    (void)state;
+    struct moe_client_config config = {.spread = true, .spread_tokens = 8};
+    struct moe_client *c = connect_client(fakes, &config);
+    struct request *r = make_request(200, MOE_DTYPE_F32, false);
+    r->f.save_session = "s";
+    r->f.save_micro_batch_id = 1;
+    enum fake_mood first[] = {FAKE_FAIL};
+    fake_script(&fakes[0], FAKE_GOOD, 1, first);
+    for (int i = 0; i < 5; i++) {
+        assert_ok(moe_client_forward(c, &r->f));
+        assert_answer(r);
+    }
+    assert_int_equal(fake_calls(&fakes[0]), 6);
+    assert_int_equal(fake_calls(&fakes[1]) + fake_calls(&fakes[2]), 0);
+    r->f.save_micro_batch_id = 0;
+    assert_refused(moe_client_forward(c, &r->f), MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
+    r->f.save_micro_batch_id = 1;
+    r->f.save_session = ".s";
+    assert_refused(moe_client_forward(c, &r->f), MOE_INVALID_ARGUMENT, MOE_REASON_NAME_INVALID);
+    free_request(r);
+    r = make_request(257, MOE_DTYPE_F32, false); /* a step takes 256 */
+    r->f.save_session = "s";
+    r->f.save_micro_batch_id = 1;
+    assert_refused(moe_client_forward(c, &r->f), MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT);
+    free_request(r);
+    moe_client_close(c);
+}
+
+static void broken_answers_are_refused(void **state)
+{
+    (void)state;
+    static const struct {
+        enum wish wish;
+        enum moe_reason reason;
+    } cases[] = {{SHORT_DX, MOE_REASON_SHAPE_MISMATCH},
+                 {NO_DX, MOE_REASON_MALFORMED},
+                 {OTHER_TOKENS, MOE_REASON_SHAPE_MISMATCH},
+                 {OTHER_DTYPE, MOE_REASON_SHAPE_MISMATCH},
+                 {NOT_PROTOBUF, MOE_REASON_MALFORMED}};
+    struct moe_client *c = connect_spread(false);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct moe_client_backward b = request();
+        forget(NULL);
+        sides[0].script[0] = cases[i].wish;
+        assert_refused(moe_client_backward(c, &b), MOE_INTERNAL, cases[i].reason);
+    }
+    moe_client_close(c);
+}
+
+static void wrong_arguments_are_not_sent(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_spread(false);
+#define WRONG(field, value, want)                                                                  \
+    do {                                                                                           \
+        struct moe_client_backward b = request();                                                  \
+        b.field = value;                                                                           \
+        struct moe_status st = moe_client_backward(c, &b);                                         \
+        assert_string_equal(moe_reason_name(st.reason), want);                                     \
+    } while (0)
+    WRONG(layer, 99, "LAYER_NOT_FOUND");
+    WRONG(hidden, 3, "SHAPE_MISMATCH");
+    WRONG(tokens, 0, "SHAPE_MISMATCH");
+    WRONG(tokens, 257, "TOKEN_LIMIT");
+    WRONG(dtype, MOE_DTYPE_NONE, "DTYPE_UNSUPPORTED");
+    WRONG(session, NULL, "NAME_INVALID");
+    WRONG(session, "", "NAME_INVALID");
+    WRONG(session, "a b", "NAME_INVALID");
+    WRONG(session, "0123456789012345678901234567890123456789012345678901234567890123x",
+          "NAME_INVALID");
+    WRONG(micro_batch_id, 0, "VALUE_INVALID");
+    WRONG(aux_coeff, -1, "VALUE_INVALID");
+    WRONG(dy, NULL, "SHAPE_MISMATCH");
+    WRONG(dx, NULL, "SHAPE_MISMATCH");
+    WRONG(x, NULL, "ROUTING_INVALID");
+    WRONG(topk_ids, NULL, "ROUTING_INVALID");
+    ids[3] = FAKE_EXPERTS;
+    WRONG(layer, FAKE_LAYER, "EXPERT_INDEX_RANGE");
+    ids[3] = 0;
+    struct moe_client_optimizer_step s = {.learning_rate = 1};
+    assert_refused(moe_client_optimizer_step(c, &s), MOE_INVALID_ARGUMENT,
+                   MOE_REASON_VALUE_INVALID);
+    struct moe_client_checkpoint p = {.change = {.step_id = 1}, .name = "../x"};
+    assert_refused(moe_client_save_checkpoint(c, &p), MOE_INVALID_ARGUMENT,
+                   MOE_REASON_NAME_INVALID);
+    assert_int_equal(sides[0].calls, 0);
+    moe_client_close(c);
+}
+
+static void changes_say_what_they_were_told(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_spread(false);
+    struct moe_client_optimizer_step s = {.change = {.step_id = 5, .lineage = 2},
+                                          .optimizer = MOE_CLIENT_OPTIMIZER_ADAMW,
+                                          .learning_rate = 0.125,
+                                          .weight_decay = 0.5,
+                                          .beta1 = 0.25,
+                                          .beta2 = 0.75,
+                                          .epsilon = 2,
+                                          .momentum = 0.375,
+                                          .max_grad_norm = 3,
+                                          .grad_scale = 4,
+                                          .balance_rate = 6,
+                                          .expected_backwards = 7};
+    assert_ok(moe_client_optimizer_step(c, &s));
+    assert_int_equal(s.weights_version, 6);
+    assert_true(s.change.repeated && s.grad_norm == 1.5 && s.backwards == 4 && s.steps == 6);
+    const Moe__V1__OptimizerStepRequest *q = &sides[0].step;
+    assert_true(q->learning_rate == 0.125 && q->weight_decay == 0.5 && q->beta1 == 0.25 &&
+                q->beta2 == 0.75 && q->epsilon == 2 && q->momentum == 0.375 &&
+                q->max_grad_norm == 3 && q->grad_scale == 4 && q->balance_rate == 6);
+    assert_int_equal(q->expected_backwards, 7);
+    assert_int_equal(q->optimizer, MOE__V1__OPTIMIZER__OPTIMIZER_ADAMW);
+    assert_int_equal(q->lineage, 2);
+
+    struct moe_client_checkpoint p = {.change = {.step_id = 6}, .name = "epoch-1", .keep = 3};
+    assert_ok(moe_client_save_checkpoint(c, &p));
+    assert_string_equal(sides[0].name, "epoch-1 3");
+    assert_true(p.bytes == 12345 && p.weights_version == 9);
+
+    struct moe_client_train_state t;
+    assert_ok(moe_client_get_train_state(c, 0, &t));
+    assert_true(t.lineage == 2 && t.weights_version == 11 && t.last_step_id == 40);
+    assert_int_equal(t.optimizer, MOE_CLIENT_OPTIMIZER_SGD);
+    assert_true(t.frozen.shared && !t.frozen.router);
+    assert_string_equal(t.checkpoint, "epoch-1");
+    assert_string_equal(t.lora_targets[0], "gate");
+    assert_string_equal(t.lora_targets[1], "a longe"); /* cut, within its place */
+
+    struct moe_client_change zero = {.step_id = 7};
+    assert_refused(moe_client_zero_grad(c, &zero, NULL), MOE_UNIMPLEMENTED,
+                   MOE_REASON_UNSUPPORTED);
+    moe_client_close(c);
+}
+
+int main(void)
+{
+    seed_random();
+#define TEST(name) cmocka_unit_test_setup(name, forget)
+    const struct CMUnitTest tests[] = {
+        TEST(gradients_come_back_where_they_belong),
+        TEST(what_is_unavailable_is_asked_again_until_it_answers),
+        TEST(trying_again_ends_with_the_time),
+        TEST(nothing_else_is_tried_again),
+        TEST(the_worker_that_has_the_answer_is_asked),
+        TEST(a_saved_pass_spares_x),
+        TEST(passes_that_are_kept_go_to_one_worker_whole),
+        TEST(broken_answers_are_refused),
+        TEST(wrong_arguments_are_not_sent),
+        TEST(changes_say_what_they_were_told),
+    };
+    return cmocka_run_group_tests(tests, start, stop);
+}
