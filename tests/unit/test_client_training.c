@@ -538,8 +538,7 @@ static void changes_say_what_they_were_told(void **state)
     assert_string_equal(t.lora_targets[1], "a longe"); /* cut, within its place */
 
     struct moe_client_change zero = {.step_id = 7};
-    assert_refused(moe_client_zero_grad(c, &zero, NULL), MOE_UNIMPLEMENTED,
-                   MOE_REASON_UNSUPPORTED);
+    assert_refused(moe_client_zero_grad(c, &zero, NULL), MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED);
     moe_client_close(c);
 }
 

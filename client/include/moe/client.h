@@ -6,8 +6,8 @@
  *
  * Arguments are checked before anything is sent. x is sent from the caller's memory and y is
  * written straight into it. A forward that fails with UNAVAILABLE is tried again, on another worker
- * where there is one, after a growing pause or what the server asked for; nothing else here is tried
- * again. Training is in moe/client_training.h. */
+ * where there is one, after a growing pause or what the server asked for; nothing else here is
+ * tried again. Training is in moe/client_training.h. */
 #ifndef MOE_CLIENT_H
 #define MOE_CLIENT_H
 

@@ -5,10 +5,9 @@
 The workers must train (--training adamw); without --endpoint this starts a group of its own by
 `moectl up`, on --model, and ends it afterwards. Needs torch, and matplotlib for --plot.
 
-The model: an embedding, the remote MoE layer with a residual, a norm and a linear head; it learns to
-name the next token of sequences that a random permutation of the tokens makes (next = p[present]), each
-step of which is disturbed with a small probability. The floor of the loss is the entropy of that
-disturbance.
+The model: an embedding, the remote MoE layer with a residual, a norm and a linear head. It learns to
+name the token that follows another: a random permutation says which, but for one time in twenty, when
+it is any token. The floor of the loss is the entropy of that disturbance.
 """
 
 import argparse

@@ -99,8 +99,8 @@ def _result(answer, x, return_routing):
     if not return_routing:
         return y
     ids, weights = _wire.read_routing(answer, x)
-    return ForwardResult(y, ids, weights, answer.epoch, answer.weights_version, _wire.stages(answer),
-                         answer.saved)
+    return ForwardResult(y, ids, weights, answer.epoch, answer.weights_version,
+                         _wire.stages(answer), answer.saved)
 
 
 class Client(TrainingCalls):

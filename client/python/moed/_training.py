@@ -83,8 +83,8 @@ _PARTS = ("router", "experts", "shared")
 
 
 class TrainingCalls:
-    """The part of Client that trains. `step_id` rises from change to change, in one sequence for all
-    clients of a group (TrainState.last_step_id is the highest so far); `lineage` 0 means any."""
+    """The part of Client that trains. `step_id` rises from change to change, in one sequence for
+    all clients of a group (TrainState.last_step_id is the highest so far); `lineage` 0 means any."""
 
     def backward(self, layer, dy, x=None, topk_ids=None, topk_weights=None, *, session,
                  micro_batch_id, saved=False, weights_version=0, lineage=0, input_only=False,

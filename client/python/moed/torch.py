@@ -48,8 +48,8 @@ def _to_torch(array, like):
 
 class Session:
     """What the layers of one model share as they train: the name that the group knows them by, the
-    numbers of micro batches and changes, and the lineage that all calls are part of. Layers that are
-    not given one share the client's. May be shared between threads.
+    numbers of micro batches and changes, and the lineage that all calls are part of. Layers that
+    are not given one share the client's. Passes may be in several threads; changes in one.
 
     client   moed.Client
     name     1 to 64 characters of [A-Za-z0-9._-], and no other trainer's; None: a random one
@@ -94,8 +94,8 @@ class Session:
             self.backwards += backwards
 
     def change(self, call, *arguments, **options):
-        """Makes a change of the group (`call` is client.optimizer_step, client.save_checkpoint, ...)
-        under the next id. After a failure the same change is asked again under the same id, so that
+        """Makes a change of the group (`call` is client.optimizer_step, client.save_checkpoint and
+        so on) under the next id. After a failure the same change is asked again under the same id, so that
         it is made once; an id that someone else has used is passed over."""
         asked = (call.__name__, arguments, sorted(options.items()))
         if self._asked not in (None, asked):
@@ -119,8 +119,8 @@ class Session:
 
 
 class _Pass(torch.autograd.Function):
-    """One pass of at most max_tokens_per_step rows. `anchor` has no value: it asks for a gradient, so
-    that backward is called where x does not."""
+    """One pass of at most max_tokens_per_step rows. `anchor` has no value: it asks for a gradient,
+    so that backward is called where x does not."""
 
     @staticmethod
     def forward(ctx, x, anchor, module):
@@ -155,8 +155,8 @@ class _Pass(torch.autograd.Function):
 
 
 class RemoteMoE(torch.nn.Module):
-    """One MoE layer of the served model: y = f(x), routed plus shared experts, without the residual.
-    It has no parameters of its own; they are the workers', and RemoteOptimizer moves them.
+    """One MoE layer of the served model: y = f(x), routed plus shared experts, without the
+    residual. It has no parameters of its own; they are the workers', and RemoteOptimizer moves them.
 
     layer              a moed.Layer, or its index in the model
     client             moed.Client
@@ -210,12 +210,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
                    as torch.optim.AdamW has them, or SGD with momentum (weight decay is decoupled)
     max_grad_norm  clips by the norm over all remote parameters; 0: never
     balance_rate   loss-free balancing: moves selection biases by this much; 0: never
-    alone          this is the group's only trainer: a step fails with GRADIENTS_MISSING when it would
-                   not use exactly the gradients of its own backward calls
+    alone          this is the group's only trainer: a step fails with GRADIENTS_MISSING when it
+                   would not use exactly the gradients of its own backward calls
     last           attribute: moed.StepResult of the last step
 
-    A step that failed is asked again by the next call of `step`, under the same id. After a backward
-    that failed: `zero_grad`, and the whole step again.
+    A step that failed is asked again by the next call of `step`, under the same id. After a
+    backward that failed: `zero_grad`, and the whole step again.
     """
 
     def __init__(self, modules, lr, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8, momentum=0.0,
@@ -248,7 +248,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none=True):
-        """Forgets the gradients on the workers; asks nobody where there are none, as after a step."""
+        """Forgets the gradients on the workers; asks nobody where there are none."""
         session = self.session
         if session.backwards != 0 or session.unsure or not self.alone:
             session.change(session.client.zero_grad)
