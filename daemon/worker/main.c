@@ -357,7 +357,7 @@ int main(int argc, char **argv)
          "off, adamw or sgd: offer TrainingService and keep what this optimizer needs"},
         {"freeze", 0, MOE_OPTION_STRING, &s.freeze, 0, 0, "LIST",
          "What never learns, of router,experts,shared; it takes no memory"},
-        {"lora-rank", 0, MOE_OPTION_UINT, &s.lora_rank, 0, 1024, "R",
+        {"lora-rank", 0, MOE_OPTION_UINT, &s.lora_rank, 0, 512, "R",
          "Train adapters of this rank instead of the experts; 0 = the experts themselves"},
         {"lora-alpha", 0, MOE_OPTION_DOUBLE, &s.lora_alpha, 0, 0, "A",
          "Scale of the adapters times their rank"},
