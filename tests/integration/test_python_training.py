@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import unittest
 
 import grpc
@@ -391,6 +392,32 @@ class RealGroup(unittest.TestCase):
                                 weights_version=1)
             self.assertEqual(caught.exception.reason, "VERSION_MISMATCH")
 
+    def test_a_lost_worker_is_waited_for_and_lost_state_is_told(self):
+        layer, _, x, dy, dx = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
+        with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0]) as client:
+            lineage = client.train_state().lineage
+            seen = client.forward(layer, x, return_routing=True)
+            client.backward(layer, dy, x, seen.topk_ids, session="s", micro_batch_id=1)
+            g.kill_worker(1)
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                step = thread.submit(client.optimizer_step, 1e-3, step_id=1, lineage=lineage,
+                                     expected_backwards=1, timeout=50)
+                time.sleep(0.5)
+                self.assertFalse(step.done())
+                g.start_worker(1)
+                with self.assertRaises(moed.MoeError) as caught:
+                    step.result()
+            print("   ", caught.exception)
+            self.assertEqual(caught.exception.reason, "STATE_LOST")
+            state = client.train_state()
+            self.assertGreater(state.lineage, lineage)
+            self.assertEqual((state.steps, state.backwards), (0, 0))
+            again = client.backward(layer, dy, x, seen.topk_ids, session="s", micro_batch_id=1,
+                                    lineage=state.lineage)
+            self.assertFalse(again.repeated)
+            self.assertLessEqual(relative_error(again.dx, dx), 1e-5)
+            client.optimizer_step(1e-3, step_id=1, lineage=state.lineage, expected_backwards=1)
+
     def test_without_training_it_says_so(self):
         with group(FAMILY, 1) as g, moed.Client(g.endpoint) as client:
             with self.assertRaises(moed.MoeError) as caught:
@@ -546,6 +573,33 @@ class TorchOnRealGroup(unittest.TestCase):
             print("    loss %.3f -> %.3f" % (losses[0], losses[-1]))
             self.assertLess(losses[-1], 0.5 * losses[0])
             self.assertEqual(optimizer.last.weights_version, 31)
+
+    def test_a_loop_goes_on_after_a_worker_was_lost(self):
+        torch.manual_seed(1)
+        with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0]) as client:
+            moe = moed.torch.RemoteMoE(client.layers[0], client)
+            optimizer = moed.torch.RemoteOptimizer([moe], lr=1e-2)
+            head = torch.randn(moe.layer.hidden, 4)
+            x, wanted = torch.randn(32, moe.layer.hidden), torch.randint(4, (32,))
+            losses, reasons = [], set()
+            while len(losses) < 40:
+                if len(losses) == 10 and not reasons:
+                    g.kill_worker(1)
+                    g.start_worker(1)
+                try:
+                    loss = torch.nn.functional.cross_entropy(moe(x) @ head, wanted)
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(loss.item())
+                except moed.MoeError as error:
+                    reasons.add(error.reason)
+                    g.wait_serving()
+                    moe.session.refresh()
+            print("    loss %.3f, after the loss of a worker %.3f, at last %.3f; %s" % (
+                losses[0], losses[10], losses[-1], sorted(reasons)))
+            self.assertEqual(losses[10], losses[0])  # the model as loaded
+            self.assertLess(losses[-1], 0.5 * losses[0])
+            self.assertEqual(optimizer.last.steps, 30)
 
     def test_the_example_learns(self):
         example = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "client",
