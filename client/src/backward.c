@@ -13,13 +13,6 @@ enum { FIELD_TOPK_IDS = 12, FIELD_TOPK_WEIGHTS = 13, FIELD_DY = 14, FIELD_X = 15
 
 enum { MESSAGE_SLACK = 8192 }; /* room for everything in a message that is not a tensor */
 
-struct backward {
-    struct moe_client_backward *b;
-    const struct moe_client_layer *layer;
-    size_t rows_bytes, pairs;         /* of [T,H] in dtype; T * K */
-    size_t dx_length, weights_length; /* of the parts that came */
-};
-
 static struct moe_status invalid(enum moe_reason reason, const char *text)
 {
     return moe_error(MOE_INVALID_ARGUMENT, reason, "%s", text);
@@ -27,7 +20,8 @@ static struct moe_status invalid(enum moe_reason reason, const char *text)
 
 /* ------------------------------------------------------------------------ the request */
 
-static struct moe_status check_size(const struct moe_client_info *info, struct backward *w)
+static struct moe_status check_size(const struct moe_client_info *info,
+                                    struct moe_client_gradients *w)
 {
     const struct moe_client_backward *b = w->b;
     if (b->tokens == 0)
@@ -50,7 +44,7 @@ static struct moe_status check_size(const struct moe_client_info *info, struct b
     return moe_ok();
 }
 
-static struct moe_status check(const struct moe_client_info *info, struct backward *w)
+static struct moe_status check(const struct moe_client_info *info, struct moe_client_gradients *w)
 {
     const struct moe_client_backward *b = w->b;
     MOE_TRY(moe_client_wire_layer(info, b->layer, b->hidden, &w->layer));
@@ -81,8 +75,8 @@ static void add_part(struct moe_rpc_out *out, uint32_t field, const void *data, 
 }
 
 /* `whole`: with x and routing. */
-static void pack(const struct backward *w, bool whole, uint8_t head[MOE_CLIENT_TRAINING_HEAD_MAX],
-                 struct moe_rpc_out *out)
+static void pack(const struct moe_client_gradients *w, bool whole,
+                 uint8_t head[MOE_CLIENT_TRAINING_HEAD_MAX], struct moe_rpc_out *out)
 {
     const struct moe_client_backward *b = w->b;
     Moe__V1__BackwardRequest q = MOE__V1__BACKWARD_REQUEST__INIT;
@@ -127,7 +121,7 @@ static struct moe_status broken(enum moe_reason reason, const char *what)
 
 static struct moe_status take_part(void *ctx, uint32_t field, size_t length, void **dst)
 {
-    struct backward *w = ctx;
+    struct moe_client_gradients *w = ctx;
     if (field == FIELD_X) {
         if (length != w->rows_bytes)
             return broken(MOE_REASON_SHAPE_MISMATCH, "dx has the wrong length");
@@ -143,10 +137,10 @@ static struct moe_status take_part(void *ctx, uint32_t field, size_t length, voi
     return moe_ok();
 }
 
-static struct moe_status read_answer(void *ctx, struct moe_rpc_msg *answer)
+struct moe_status moe_client_gradients_read(void *ctx, struct moe_rpc_msg *answer)
 {
     static const uint32_t parts[] = {FIELD_TOPK_WEIGHTS, FIELD_X};
-    struct backward *w = ctx;
+    struct moe_client_gradients *w = ctx;
     struct moe_client_backward *b = w->b;
     uint8_t head[MOE_RPC_HEAD_MAX];
     size_t length;
@@ -176,7 +170,7 @@ static struct moe_status read_answer(void *ctx, struct moe_rpc_msg *answer)
     return moe_ok();
 }
 
-static struct moe_status send_backward(struct moe_client *c, struct backward *w,
+static struct moe_status send_backward(struct moe_client *c, struct moe_client_gradients *w,
                                        uint64_t deadline_ns, bool whole)
 {
     uint8_t head[MOE_CLIENT_TRAINING_HEAD_MAX];
@@ -188,7 +182,7 @@ static struct moe_status send_backward(struct moe_client *c, struct backward *w,
         .deadline_ns = deadline_ns,
         .home = !whole,
         .once = !whole && w->b->x != NULL, /* what it needs may be gone with its worker */
-        .read = read_answer,
+        .read = moe_client_gradients_read,
         .ctx = w,
     };
     return moe_client_training_run(c, &call);
@@ -196,7 +190,7 @@ static struct moe_status send_backward(struct moe_client *c, struct backward *w,
 
 struct moe_status moe_client_backward(struct moe_client *c, struct moe_client_backward *b)
 {
-    struct backward w = {.b = b};
+    struct moe_client_gradients w = {.b = b};
     MOE_TRY(check(&c->info, &w));
     uint64_t deadline_ns = moe_client_deadline(c, b->timeout_ms);
     if (b->saved) {

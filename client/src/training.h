@@ -22,4 +22,17 @@ struct moe_client_training_call {
 struct moe_status moe_client_training_run(struct moe_client *c,
                                           const struct moe_client_training_call *call) MOE_CHECKED;
 
+/* A Backward and where its answer goes. */
+struct moe_client_gradients {
+    struct moe_client_backward *b;
+    const struct moe_client_layer *layer;
+    size_t rows_bytes, pairs;         /* of [T,H] in dtype; T * K */
+    size_t dx_length, weights_length; /* of the parts that came */
+};
+
+/* `read` of a Backward: moves the gradients into the caller's memory and checks that they are what
+ * was asked for; `ctx` is a struct moe_client_gradients. Errors: MOE_INTERNAL when the answer is
+ * broken. */
+struct moe_status moe_client_gradients_read(void *ctx, struct moe_rpc_msg *answer) MOE_CHECKED;
+
 #endif
