@@ -193,3 +193,15 @@ const struct moe_tensor *moe_checkpoint_tensor(const struct moe_checkpoint *c, s
 {
     return c->entries[i].tensor;
 }
+
+size_t moe_checkpoint_shards(const struct moe_checkpoint *c)
+{
+    return c->shard_count;
+}
+
+const struct moe_st_file *moe_checkpoint_shard(const struct moe_checkpoint *c, size_t i,
+                                               const char **name)
+{
+    *name = c->shards[i].name;
+    return c->shards[i].file;
+}

@@ -30,6 +30,11 @@ bool moe_checkpoint_find(const struct moe_checkpoint *c, const char *name,
 size_t moe_checkpoint_count(const struct moe_checkpoint *c);
 const struct moe_tensor *moe_checkpoint_tensor(const struct moe_checkpoint *c, size_t i);
 
+/* The files, in no order. */
+size_t moe_checkpoint_shards(const struct moe_checkpoint *c);
+const struct moe_st_file *moe_checkpoint_shard(const struct moe_checkpoint *c, size_t i,
+                                               const char **name);
+
 /* Checks a parsed index: {"weight_map": {tensor: file name}}, file names plain. `*map` is borrowed
  * from `index`. */
 struct moe_status moe_checkpoint_check_index(const json_t *index, json_t **map) MOE_CHECKED;

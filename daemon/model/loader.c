@@ -15,13 +15,9 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
 
 enum { TILE = 32 }; /* elements; a tile of rows and columns stays in the first-level cache */
 
-/* What to do with one piece. */
-typedef struct moe_status (*piece_visitor)(void *ctx, enum moe_weight weight, uint32_t expert,
-                                           const struct moe_piece *piece);
-
 static struct moe_status visit_weight(const struct moe_model *m, const struct moe_layer_spec *spec,
-                                      enum moe_weight weight, uint32_t expert, piece_visitor visit,
-                                      void *ctx)
+                                      enum moe_weight weight, uint32_t expert,
+                                      moe_piece_visitor visit, void *ctx)
 {
     struct moe_piece piece;
     size_t rows, columns;
@@ -32,16 +28,14 @@ static struct moe_status visit_weight(const struct moe_model *m, const struct mo
     return visit(ctx, weight, expert, &piece);
 }
 
-/* Weights of the layer first, then expert by expert: gate and up of a fused expert, which may share
- * a byte range, follow each other. */
-static struct moe_status visit_layer(const struct moe_model *m, size_t layer,
-                                     const uint32_t *experts, size_t expert_count,
-                                     piece_visitor visit, void *ctx)
+struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer, bool replicated,
+                                         const uint32_t *experts, size_t expert_count,
+                                         moe_piece_visitor visit, void *ctx)
 {
     const struct moe_layer_spec *spec = moe_model_layer(m, layer);
     if (spec == NULL)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "no such MoE layer");
-    for (unsigned w = 0; w < MOE_WEIGHT_COUNT; w++)
+    for (unsigned w = 0; replicated && w < MOE_WEIGHT_COUNT; w++)
         if (!moe_weight_is_expert((enum moe_weight)w))
             MOE_TRY(visit_weight(m, spec, (enum moe_weight)w, 0, visit, ctx));
     for (size_t i = 0; i < expert_count; i++) {
@@ -97,7 +91,8 @@ uint64_t moe_model_layer_bytes(const struct moe_model *m, size_t i, const uint32
                                size_t expert_count)
 {
     struct plan plan = {0};
-    struct moe_status st = visit_layer(m, i, experts, expert_count, plan_piece, &plan);
+    struct moe_status st =
+        moe_model__visit_layer(m, i, true, experts, expert_count, plan_piece, &plan);
     return moe_failed(&st) ? 0 : plan.read_bytes;
 }
 
@@ -199,7 +194,7 @@ struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, cons
                                        moe_load_progress progress, void *progress_ctx)
 {
     struct plan plan = {0};
-    MOE_TRY(visit_layer(m, i, experts, expert_count, plan_piece, &plan));
+    MOE_TRY(moe_model__visit_layer(m, i, true, experts, expert_count, plan_piece, &plan));
     struct load l = {.sink = sink,
                      .sink_ctx = ctx,
                      .progress = progress,
@@ -212,7 +207,8 @@ struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, cons
                        "no memory to stage weights");
         goto done;
     }
-    MOE_TRY_GOTO(st, visit_layer(m, i, experts, expert_count, load_piece, &l), done);
+    MOE_TRY_GOTO(st, moe_model__visit_layer(m, i, true, experts, expert_count, load_piece, &l),
+                 done);
 done:
     free(l.raw);
     free(l.out);

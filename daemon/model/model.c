@@ -93,9 +93,10 @@ static struct moe_status name_model(struct moe_model *m, const char *directory)
     return m->name != NULL ? moe_ok() : no_memory();
 }
 
-static struct moe_status open_at(struct moe_model *m, int directory)
+static struct moe_status read_headers(struct moe_model *m)
 {
     struct moe_status st;
+    int directory = m->directory;
     json_t *root = NULL;
     MOE_TRY_GOTO(st, moe_json_read_at(directory, "config.json", CONFIG_BYTES_MAX, &root), done);
     MOE_TRY_GOTO(st, moe_config_read(root, &m->config), done);
@@ -108,27 +109,54 @@ done:
     return st;
 }
 
+static struct moe_status allocate(struct moe_model **out)
+{
+    *out = calloc(1, sizeof **out);
+    if (*out == NULL)
+        return no_memory();
+    (*out)->directory = -1;
+    return moe_ok();
+}
+
+static struct moe_status open_directory(struct moe_model *m, int at, const char *path, int flags)
+{
+    m->directory = openat(at, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC | flags);
+    if (m->directory < 0)
+        return moe_error(errno == ENOENT ? MOE_NOT_FOUND : MOE_FAILED_PRECONDITION, MOE_REASON_IO,
+                         "the model directory cannot be opened: %s", strerror(errno));
+    return moe_ok();
+}
+
 struct moe_status moe_model_open(const char *directory, struct moe_model **out)
 {
     struct moe_status st;
-    int fd = -1;
-    struct moe_model *m = calloc(1, sizeof *m);
-    if (m == NULL)
-        return no_memory();
+    struct moe_model *m;
+    MOE_TRY(allocate(&m));
     MOE_TRY_GOTO(st, name_model(m, directory), fail);
-    fd = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0) {
-        st = moe_error(errno == ENOENT ? MOE_NOT_FOUND : MOE_FAILED_PRECONDITION, MOE_REASON_IO,
-                       "the model directory cannot be opened: %s", strerror(errno));
-        goto fail;
-    }
-    MOE_TRY_GOTO(st, open_at(m, fd), fail);
-    close(fd);
+    MOE_TRY_GOTO(st, open_directory(m, AT_FDCWD, directory, 0), fail);
+    MOE_TRY_GOTO(st, read_headers(m), fail);
     *out = m;
     return st;
 fail:
-    if (fd >= 0)
-        close(fd);
+    moe_model_close(m);
+    return st;
+}
+
+struct moe_status moe_model_open_at(int at, const char *name, struct moe_model **out)
+{
+    struct moe_status st;
+    struct moe_model *m;
+    MOE_TRY(allocate(&m));
+    m->name = strdup(name);
+    if (m->name == NULL) {
+        st = no_memory();
+        goto fail;
+    }
+    MOE_TRY_GOTO(st, open_directory(m, at, name, O_NOFOLLOW), fail);
+    MOE_TRY_GOTO(st, read_headers(m), fail);
+    *out = m;
+    return st;
+fail:
     moe_model_close(m);
     return st;
 }
@@ -138,6 +166,8 @@ void moe_model_close(struct moe_model *m)
     if (m == NULL)
         return;
     moe_checkpoint_close(m->checkpoint);
+    if (m->directory >= 0)
+        close(m->directory);
     free(m->name);
     free(m);
 }

@@ -16,6 +16,8 @@ struct moe_model;
  * CONFIG_UNKNOWN_KEY, CONFIG_INVALID, MALFORMED, TENSOR_MISSING, TENSOR_INVALID; texts name the key
  * or tensor, not the path. Threads: one model object per thread at a time. */
 struct moe_status moe_model_open(const char *directory, struct moe_model **out) MOE_CHECKED;
+/* The same for `name` inside the open directory `at`; not through a link. */
+struct moe_status moe_model_open_at(int at, const char *name, struct moe_model **out) MOE_CHECKED;
 void moe_model_close(struct moe_model *m);
 
 const char *moe_model_name(const struct moe_model *m);   /* last component of the directory */

@@ -328,3 +328,13 @@ struct moe_status moe_st_read(const struct moe_st_file *f, const struct moe_tens
     return moe_error_context(moe_file_read(f->fd, t->offset + first, to, length), "tensor %.120s",
                              t->name);
 }
+
+int moe_st_descriptor(const struct moe_st_file *f)
+{
+    return f->fd;
+}
+
+uint64_t moe_st_file_bytes(const struct moe_st_file *f)
+{
+    return f->size;
+}

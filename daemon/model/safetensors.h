@@ -94,4 +94,20 @@ struct moe_st_out {
 struct moe_status moe_st_write(const char *path, const struct moe_st_out *tensors, size_t count,
                                const char *const *metadata) MOE_CHECKED;
 
+/* Brings the bytes of tensor `i`, counted as the caller listed them, to `to`. */
+typedef struct moe_status (*moe_st_source)(void *ctx, size_t i, void *to, uint64_t bytes);
+
+/* Writes a new file `name` in `directory`, synced to disk, without holding more than its largest
+ * tensor in memory: `data` of the tensors is not looked at. `*bytes` and `sha256` (65 characters,
+ * the last a zero; or NULL) are the file's. A file that could not be finished is removed. Meant for
+ * directories that nobody reads yet: the directory itself is not synced. Errors: those of
+ * moe_st_write and of `source`; MOE_ALREADY_EXISTS/IO; MOE_RESOURCE_EXHAUSTED/IO (disk full). */
+struct moe_status moe_st_write_at(int directory, const char *name, const struct moe_st_out *tensors,
+                                  size_t count, const char *const *metadata, moe_st_source source,
+                                  void *ctx, uint64_t *bytes, char *sha256) MOE_CHECKED;
+
+/* The open file and its length, for those who copy it. */
+int moe_st_descriptor(const struct moe_st_file *f);
+uint64_t moe_st_file_bytes(const struct moe_st_file *f);
+
 #endif

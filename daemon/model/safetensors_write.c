@@ -5,6 +5,8 @@
 #include "model/safetensors.h"
 
 #include "base/size.h"
+#include "model/json_file.h"
+#include "model/sha256.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -24,8 +26,10 @@ static struct moe_status no_memory(void)
 
 static struct moe_status io_failed(const char *what)
 {
-    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "%s failed: %s", what,
-                     strerror(errno));
+    enum moe_code code = errno == ENOSPC || errno == EDQUOT ? MOE_RESOURCE_EXHAUSTED
+                         : errno == EEXIST                  ? MOE_ALREADY_EXISTS
+                                                            : MOE_FAILED_PRECONDITION;
+    return moe_error(code, MOE_REASON_IO, "%s failed: %s", what, strerror(errno));
 }
 
 static int by_width_then_name(const void *a, const void *b)
@@ -220,6 +224,87 @@ struct moe_status moe_st_write(const char *path, const struct moe_st_out *tensor
     MOE_TRY_GOTO(st, build_header(sorted, count, metadata, &head, &head_bytes), done);
     st = replace_file(path, head, head_bytes, sorted, count);
 done:
+    free(head);
+    free(sorted);
+    return st;
+}
+
+/* ---- one tensor after the other, from wherever they come ---- */
+
+struct stream {
+    int fd;
+    struct moe_sha256 sha;
+    uint64_t bytes;
+    void *buffer; /* of the largest tensor */
+};
+
+static struct moe_status put(struct stream *s, const void *data, uint64_t length)
+{
+    MOE_TRY(write_all(s->fd, data, length));
+    moe_sha256_update(&s->sha, data, (size_t)length);
+    s->bytes += length;
+    return moe_ok();
+}
+
+static uint64_t bytes_of(const struct moe_st_out *t)
+{
+    uint64_t bytes = 0; /* build_header has looked at all of them */
+    MOE_INVARIANT(moe_st_tensor_bytes(t->dtype, t->rank, t->shape, &bytes));
+    return bytes;
+}
+
+static struct moe_status stream_tensors(struct stream *s, const struct moe_st_out *tensors,
+                                        const struct moe_st_out *const *sorted, size_t count,
+                                        moe_st_source source, void *ctx)
+{
+    uint64_t most = 0;
+    for (size_t i = 0; i < count; i++)
+        most = bytes_of(sorted[i]) > most ? bytes_of(sorted[i]) : most;
+    s->buffer = most < SIZE_MAX ? malloc((size_t)most + 1) : NULL;
+    if (s->buffer == NULL)
+        return no_memory();
+    for (size_t i = 0; i < count; i++) {
+        MOE_TRY(source(ctx, (size_t)(sorted[i] - tensors), s->buffer, bytes_of(sorted[i])));
+        MOE_TRY(put(s, s->buffer, bytes_of(sorted[i])));
+    }
+    return fsync(s->fd) == 0 ? moe_ok() : io_failed("fsync");
+}
+
+struct moe_status moe_st_write_at(int directory, const char *name, const struct moe_st_out *tensors,
+                                  size_t count, const char *const *metadata, moe_st_source source,
+                                  void *ctx, uint64_t *bytes, char *sha256)
+{
+    struct moe_status st;
+    struct stream s = {.fd = -1};
+    char *head = NULL, hex[MOE_SHA256_HEX];
+    size_t head_bytes = 0;
+    MOE_INVARIANT(moe_file_name_is_plain(name));
+    const struct moe_st_out **sorted = calloc(count + 1, sizeof *sorted);
+    if (sorted == NULL)
+        return no_memory();
+    moe_sha256_init(&s.sha);
+    for (size_t i = 0; i < count; i++)
+        sorted[i] = &tensors[i];
+    qsort(sorted, count, sizeof *sorted, by_width_then_name);
+    MOE_TRY_GOTO(st, build_header(sorted, count, metadata, &head, &head_bytes), done);
+    s.fd = openat(directory, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+    if (s.fd < 0) {
+        st = io_failed("creating a tensor file");
+        goto done;
+    }
+    st = put(&s, head, head_bytes);
+    if (!moe_failed(&st))
+        st = stream_tensors(&s, tensors, sorted, count, source, ctx);
+    if (close(s.fd) != 0 && !moe_failed(&st))
+        st = io_failed("closing");
+    if (moe_failed(&st))
+        (void)unlinkat(directory, name, 0);
+    moe_sha256_finish(&s.sha, hex);
+    *bytes = s.bytes;
+    if (sha256 != NULL)
+        memcpy(sha256, hex, sizeof hex);
+done:
+    free(s.buffer);
     free(head);
     free(sorted);
     return st;

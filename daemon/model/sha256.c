@@ -1,4 +1,4 @@
-/* SHA-256 as FIPS 180-4 writes it down, one block at a time. It names models; it guards no secret
+/* SHA-256 as FIPS 180-4 writes it down, one block at a time. It names models and finds damaged files; it guards no secret
  * and is not tuned. */
 #include "model/sha256.h"
 

@@ -1,4 +1,4 @@
-/* SHA-256 (FIPS 180-4), for fingerprints of models. Internal to daemon/model. */
+/* SHA-256 (FIPS 180-4), for fingerprints of models and for checkpoints. */
 #ifndef MOE_MODEL_SHA256_H
 #define MOE_MODEL_SHA256_H
 

@@ -1,12 +1,28 @@
-/* No checkpoints in this build: every function says so. */
-#include "worker/checkpoint.h"
+/* Saving: the model's files, the training state beside them, and a manifest that vouches for both.
+ *
+ *   NAME/config.json, model*.safetensors, ...   the model, as daemon/model/model_write.h makes it
+ *   NAME/optimizer/slot-00000.safetensors       training state that slot 0 wrote
+ *   NAME/optimizer/slot-00000.json              hash of that, and of each byte range it wrote in
+ *                                               the model's files
+ *   NAME/optimizer/records.bin                  which calls had been run
+ *   NAME/manifest.json                          everything else, and hashes of the files above */
+#include "worker/checkpoint_internal.h"
 
+#include "base/log.h"
+#include "model/json_file.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
-static struct moe_status not_offered(void)
-{
-    return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED, "this build writes no checkpoints");
-}
+enum { FORMAT_VERSION = 1, KEPT_MAX = 65536 };
+
+#define FORMAT "moed checkpoint"
 
 void moe_checkpoint_state_free(struct moe_checkpoint_state *s)
 {
@@ -14,12 +30,140 @@ void moe_checkpoint_state_free(struct moe_checkpoint_state *s)
     *s = (struct moe_checkpoint_state){0};
 }
 
+void moe_ckpt__state_file(char name[MOE_CKPT_FILE_MAX], uint32_t slot, const char *extension)
+{
+    snprintf(name, MOE_CKPT_FILE_MAX, "slot-%05" PRIu32 ".%s", slot, extension);
+}
+
+static struct moe_status named(struct moe_status st, const char *name)
+{
+    return moe_error_context(st, "checkpoint %s", name);
+}
+
+/* ----------------------------------------------------------------------------- begin */
+
+static struct moe_status make_frame(const struct moe_checkpoint_context *c, int hidden)
+{
+    uint64_t bytes;
+    if (mkdirat(hidden, MOE_CKPT_STATE, 0777) != 0)
+        return moe_ckpt__io("making a directory");
+    return moe_model_write_frame(c->model, hidden, MOE_CKPT_MANIFEST, &bytes);
+}
+
 struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context *c,
                                             const char *name)
 {
-    (void)c;
-    (void)name;
-    return not_offered();
+    int hidden = -1;
+    MOE_TRY(moe_ckpt__begin(c->root, name, &hidden));
+    struct moe_status st = make_frame(c, hidden);
+    close(hidden);
+    if (moe_failed(&st))
+        moe_ckpt__abandon(c->root, name);
+    return named(st, name);
+}
+
+/* ----------------------------------------------------------------------------- write */
+
+/* One slot's writing of one layer. */
+struct write {
+    const struct moe_checkpoint_context *context;
+    size_t layer;
+    json_t *ranges; /* [[shard, offset, bytes, sha256], ...] */
+    uint64_t bytes;
+};
+
+static struct moe_status read_weight(void *ctx, enum moe_weight weight, uint32_t expert, float *to,
+                                     size_t count)
+{
+    const struct write *w = ctx;
+    const struct moe_checkpoint_context *c = w->context;
+    const struct moe_train_key key = {weight, expert, MOE_PART_WEIGHT, MOE_TRAIN_VALUE};
+    return c->backend->training->trainer_read(c->trainers[w->layer], &key, to, count * sizeof *to);
+}
+
+static struct moe_status note_range(void *ctx, const struct moe_model_range *range)
+{
+    struct write *w = ctx;
+    w->bytes += range->bytes;
+    json_t *entry = json_pack("[s, I, I, s]", range->shard, (json_int_t)range->offset,
+                              (json_int_t)range->bytes, range->sha256);
+    return json_array_append_new(w->ranges, entry) == 0 ? moe_ok() : moe_ckpt__no_memory();
+}
+
+static struct moe_status write_weights(const struct moe_checkpoint_context *c, int hidden,
+                                       json_t *ranges, uint64_t *bytes)
+{
+    for (size_t i = 0; i < c->layer_count; i++) {
+        struct write w = {.context = c, .layer = i, .ranges = ranges};
+        uint32_t experts[MOE_MAX_EXPERTS];
+        size_t n = moe_ckpt__experts(c, i, true, experts);
+        MOE_TRY(moe_model_write_layer(c->model, hidden, i, moe_ckpt__is_lowest(c), experts, n,
+                                      read_weight, note_range, &w));
+        *bytes += w.bytes;
+    }
+    return moe_ok();
+}
+
+struct state_source {
+    const struct moe_checkpoint_context *context;
+    const struct moe_ckpt_tensors *tensors;
+};
+
+static struct moe_status read_state(void *ctx, size_t i, void *to, uint64_t bytes)
+{
+    const struct state_source *s = ctx;
+    return moe_ckpt__read(s->context, &s->tensors->list[i], to, (size_t)bytes);
+}
+
+static struct moe_status write_state(const struct moe_checkpoint_context *c, int directory,
+                                     const char *file, uint64_t *bytes, char *sha256)
+{
+    static const char *const metadata[] = {"format", "pt", NULL};
+    struct moe_ckpt_tensors tensors;
+    MOE_TRY(moe_ckpt__list(c, true, &tensors));
+    struct state_source source = {c, &tensors};
+    struct moe_st_out *out = calloc(tensors.count + 1, sizeof *out);
+    struct moe_status st = out != NULL ? moe_ok() : moe_ckpt__no_memory();
+    for (size_t i = 0; out != NULL && i < tensors.count; i++)
+        out[i] = (struct moe_st_out){.name = tensors.list[i].name,
+                                     .dtype = MOE_ST_F32,
+                                     .rank = 2,
+                                     .shape = {tensors.list[i].rows, tensors.list[i].columns}};
+    if (!moe_failed(&st))
+        st = moe_st_write_at(directory, file, out, tensors.count, metadata, read_state, &source,
+                             bytes, sha256);
+    free(out);
+    moe_ckpt__list_free(&tensors);
+    return st;
+}
+
+static struct moe_status write_part(const struct moe_checkpoint_context *c, int hidden,
+                                    int directory, uint64_t *bytes)
+{
+    struct moe_status st;
+    char file[MOE_CKPT_FILE_MAX], list[MOE_CKPT_FILE_MAX], sha256[MOE_SHA256_HEX];
+    uint64_t state_bytes = 0;
+    json_t *ranges = json_array(), *part = NULL;
+    moe_ckpt__state_file(file, c->slot, "safetensors");
+    moe_ckpt__state_file(list, c->slot, "json");
+    if (ranges == NULL)
+        return moe_ckpt__no_memory();
+    *bytes = 0;
+    MOE_TRY_GOTO(st, write_weights(c, hidden, ranges, bytes), done);
+    MOE_TRY_GOTO(st, write_state(c, directory, file, &state_bytes, sha256), done);
+    part = json_pack("{s:s, s:I, s:s, s:O}", "file", file, "bytes", (json_int_t)state_bytes,
+                     "sha256", sha256, "weights", ranges);
+    if (part == NULL) {
+        st = moe_ckpt__no_memory();
+        goto done;
+    }
+    MOE_TRY_GOTO(st, moe_ckpt__write_json(directory, list, part, NULL), done);
+    *bytes += state_bytes;
+    st = moe_ckpt__sync(directory);
+done:
+    json_decref(part);
+    json_decref(ranges);
+    return st;
 }
 
 struct moe_status moe_checkpoint_save_write(const struct moe_checkpoint_context *c,
@@ -27,11 +171,264 @@ struct moe_status moe_checkpoint_save_write(const struct moe_checkpoint_context 
                                             const struct moe_checkpoint_state *state,
                                             uint64_t *bytes)
 {
-    (void)c;
-    (void)name;
+    int hidden = -1, directory = -1;
     (void)state;
-    (void)bytes;
-    return not_offered();
+    *bytes = 0;
+    MOE_TRY(named(moe_ckpt__join(c->root, name, &hidden), name));
+    struct moe_status st = moe_ckpt__open_dir(hidden, MOE_CKPT_STATE, &directory);
+    if (!moe_failed(&st)) {
+        st = write_part(c, hidden, directory, bytes);
+        close(directory);
+    }
+    close(hidden);
+    return named(st, name);
+}
+
+/* -------------------------------------------------------------------------- manifest */
+
+json_t *moe_ckpt__settings(const struct moe_checkpoint_context *c)
+{
+    const struct moe_trainer_config *t = c->config;
+    json_t *lora = t->lora_rank == 0
+                       ? json_null()
+                       : json_pack("{s:I, s:f, s:I}", "rank", (json_int_t)t->lora_rank, "alpha",
+                                   (double)t->lora_alpha, "targets", (json_int_t)t->lora_targets);
+    return json_pack("{s:s, s:s, s:I, s:o}", "model", moe_model_fingerprint(c->model), "optimizer",
+                     t->optimizer == MOE_OPTIMIZER_ADAMW ? "adamw" : "sgd", "never_trained",
+                     (json_int_t)t->frozen, "lora", lora);
+}
+
+struct moe_status moe_ckpt__manifest_hash(const json_t *manifest, char sha256[MOE_SHA256_HEX])
+{
+    struct moe_sha256 sha;
+    json_t *copy = json_copy((json_t *)manifest);
+    char *text = NULL;
+    if (copy != NULL) {
+        (void)json_object_del(copy, "sha256"); /* not there while it is made */
+        text = json_dumps(copy, JSON_COMPACT | JSON_SORT_KEYS | JSON_REAL_PRECISION(17));
+    }
+    json_decref(copy);
+    if (text == NULL)
+        return moe_ckpt__no_memory();
+    moe_sha256_init(&sha);
+    moe_sha256_update(&sha, text, strlen(text));
+    moe_sha256_finish(&sha, sha256);
+    free(text);
+    return moe_ok();
+}
+
+static struct moe_status malformed_manifest(void)
+{
+    return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, MOE_CKPT_MANIFEST " is damaged");
+}
+
+struct moe_status moe_ckpt__read_manifest(int directory, json_t **out)
+{
+    char hash[MOE_SHA256_HEX];
+    json_t *m = NULL;
+    MOE_TRY(moe_ckpt__damaged(
+        moe_json_read_at(directory, MOE_CKPT_MANIFEST, MOE_CKPT_JSON_BYTES_MAX, &m)));
+    struct moe_status st = moe_ckpt__manifest_hash(m, hash);
+    const char *format = json_string_value(json_object_get(m, "format"));
+    const char *said = json_string_value(json_object_get(m, "sha256"));
+    if (!moe_failed(&st) &&
+        (format == NULL || strcmp(format, FORMAT) != 0 || said == NULL || strcmp(said, hash) != 0))
+        st = malformed_manifest();
+    if (!moe_failed(&st) &&
+        json_integer_value(json_object_get(m, "format_version")) != FORMAT_VERSION)
+        st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                       "the checkpoint has another format than this version's");
+    if (moe_failed(&st)) {
+        json_decref(m);
+        return st;
+    }
+    *out = m;
+    return st;
+}
+
+/* ------------------------------------------------------------- which are there, and retention */
+
+/* A checkpoint of the root; others' directories have no manifest and are left alone. */
+struct kept {
+    char name[MOE_CHECKPOINT_NAME_MAX + 1];
+    json_int_t sequence; /* higher = newer */
+};
+
+static int newest_first(const void *a, const void *b)
+{
+    const struct kept *x = a, *y = b;
+    return x->sequence > y->sequence ? -1 : x->sequence < y->sequence;
+}
+
+static bool read_kept(int root, const char *name, struct kept *out)
+{
+    int fd = -1;
+    json_t *m = NULL;
+    if (!moe_file_name_is_plain(name) || strlen(name) > MOE_CHECKPOINT_NAME_MAX)
+        return false;
+    struct moe_status st = moe_ckpt__open_dir(root, name, &fd);
+    if (moe_failed(&st))
+        return false;
+    st = moe_ckpt__read_manifest(fd, &m);
+    close(fd);
+    if (moe_failed(&st))
+        return false;
+    strcpy(out->name, name);
+    out->sequence = json_integer_value(json_object_get(m, "sequence"));
+    json_decref(m);
+    return true;
+}
+
+/* All checkpoints of the root, newest first. The caller frees `*list`. */
+static struct moe_status list_kept(int root, struct kept **list, size_t *count)
+{
+    struct moe_status st = moe_ok();
+    int fd = openat(root, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *names = fd >= 0 ? fdopendir(fd) : NULL;
+    *list = NULL;
+    *count = 0;
+    if (names == NULL) {
+        st = moe_ckpt__io("the training directory");
+        if (fd >= 0)
+            close(fd);
+        return st;
+    }
+    size_t room = 0;
+    for (struct dirent *e = readdir(names); e != NULL && *count < KEPT_MAX; e = readdir(names)) {
+        if (*count == room) {
+            room = room > 0 ? 2 * room : 16;
+            struct kept *grown = reallocarray(*list, room, sizeof *grown);
+            if (grown == NULL) {
+                st = moe_ckpt__no_memory();
+                break;
+            }
+            *list = grown;
+        }
+        if (read_kept(root, e->d_name, &(*list)[*count]))
+            ++*count;
+    }
+    closedir(names);
+    if (*count > 0)
+        qsort(*list, *count, sizeof **list, newest_first);
+    return st;
+}
+
+static struct moe_status next_sequence(const char *path, json_int_t *sequence)
+{
+    int root = -1;
+    struct kept *list = NULL;
+    size_t count = 0;
+    MOE_TRY(moe_ckpt__open_root(path, &root));
+    struct moe_status st = list_kept(root, &list, &count);
+    *sequence = count > 0 ? list[0].sequence + 1 : 1;
+    free(list);
+    close(root);
+    return st;
+}
+
+/* Out of sight before it is taken apart. */
+static struct moe_status remove_kept(int root, const char *name)
+{
+    char hidden[MOE_CKPT_HIDDEN_MAX];
+    snprintf(hidden, sizeof hidden, ".%s.removed", name);
+    MOE_TRY(moe_ckpt__remove_tree(root, hidden));
+    if (renameat(root, name, root, hidden) != 0)
+        return moe_ckpt__io("renaming");
+    return moe_ckpt__remove_tree(root, hidden);
+}
+
+static struct moe_status keep_newest(const char *path, const char *newest, uint32_t keep)
+{
+    int root = -1;
+    struct kept *list = NULL;
+    size_t count = 0;
+    MOE_TRY(moe_ckpt__open_root(path, &root));
+    struct moe_status st = list_kept(root, &list, &count);
+    for (size_t i = keep; i < count && !moe_failed(&st); i++)
+        if (strcmp(list[i].name, newest) != 0)
+            st = remove_kept(root, list[i].name);
+    free(list);
+    close(root);
+    return st;
+}
+
+/* ---------------------------------------------------------------------------- commit */
+
+/* Reads a slot's list back and puts its hash into the manifest; its tensors must be whole. */
+static struct moe_status add_slot(json_t *slots, int directory, uint32_t slot)
+{
+    char list[MOE_CKPT_FILE_MAX], file[MOE_CKPT_FILE_MAX], hash[MOE_SHA256_HEX];
+    struct moe_st_file *tensors = NULL;
+    moe_ckpt__state_file(list, slot, "json");
+    moe_ckpt__state_file(file, slot, "safetensors");
+    MOE_TRY(moe_st_open_at(directory, file, &tensors));
+    moe_st_close(tensors);
+    MOE_TRY(moe_ckpt__hash(directory, list, 0, UINT64_MAX, hash));
+    json_t *entry =
+        json_pack("{s:I, s:s, s:s}", "slot", (json_int_t)slot, "list", list, "sha256", hash);
+    return json_array_append_new(slots, entry) == 0 ? moe_ok() : moe_ckpt__no_memory();
+}
+
+static struct moe_status fill_manifest(const struct moe_checkpoint_context *c, json_t *m,
+                                       const struct moe_checkpoint_state *s, int directory,
+                                       const char *records_hash)
+{
+    json_int_t sequence = 0;
+    char hash[MOE_SHA256_HEX];
+    if (s->lineage > INT64_MAX || s->weights_version > INT64_MAX || s->steps > INT64_MAX)
+        return moe_error(MOE_OUT_OF_RANGE, MOE_REASON_VALUE_INVALID,
+                         "a number of the training state is too large for a manifest");
+    MOE_TRY(next_sequence(c->root, &sequence));
+    json_t *more =
+        json_pack("{s:s, s:I, s:I, s:o, s:I, s:I, s:I, s:I, s:{s:I, s:s}, s:[]}", "format", FORMAT,
+                  "format_version", (json_int_t)FORMAT_VERSION, "sequence", sequence, "settings",
+                  moe_ckpt__settings(c), "lineage", (json_int_t)s->lineage, "weights_version",
+                  (json_int_t)s->weights_version, "steps", (json_int_t)s->steps, "frozen",
+                  (json_int_t)s->frozen, "records", "bytes", (json_int_t)s->record_bytes, "sha256",
+                  records_hash, "slots");
+    if (more == NULL || json_object_update(m, more) != 0) {
+        json_decref(more);
+        return moe_ckpt__no_memory();
+    }
+    json_decref(more);
+    for (uint32_t slot = 0; slot < MOE_MAX_SLOTS; slot++)
+        if ((c->live >> slot & 1) != 0)
+            MOE_TRY(add_slot(json_object_get(m, "slots"), directory, slot));
+    MOE_TRY(moe_ckpt__manifest_hash(m, hash));
+    return json_object_set_new(m, "sha256", json_string(hash)) == 0 ? moe_ok()
+                                                                    : moe_ckpt__no_memory();
+}
+
+static struct moe_status write_manifest(const struct moe_checkpoint_context *c, int hidden,
+                                        int directory, const struct moe_checkpoint_state *s)
+{
+    char records_hash[MOE_SHA256_HEX];
+    MOE_TRY(moe_ckpt__write_file(directory, MOE_CKPT_RECORDS, s->records, s->record_bytes,
+                                 records_hash));
+    json_t *m = json_object();
+    if (m == NULL)
+        return moe_ckpt__no_memory();
+    struct moe_status st = fill_manifest(c, m, s, directory, records_hash);
+    if (!moe_failed(&st))
+        st = moe_ckpt__write_json(hidden, MOE_CKPT_MANIFEST, m, NULL);
+    if (!moe_failed(&st))
+        st = moe_ckpt__sync(directory);
+    if (!moe_failed(&st))
+        st = moe_ckpt__sync(hidden);
+    json_decref(m);
+    return st;
+}
+
+/* Before anybody can see it: what will be loaded opens, and is this model. */
+static struct moe_status check_model(const struct moe_checkpoint_context *c, int hidden)
+{
+    struct moe_model *written = NULL;
+    MOE_TRY(moe_model_open_at(hidden, ".", &written));
+    bool same = strcmp(moe_model_fingerprint(written), moe_model_fingerprint(c->model)) == 0;
+    moe_model_close(written);
+    return same ? moe_ok()
+                : moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED,
+                            "what was written is not the model that was read");
 }
 
 struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context *c,
@@ -39,62 +436,27 @@ struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context
                                              const struct moe_checkpoint_state *state,
                                              uint32_t keep)
 {
-    (void)c;
-    (void)name;
-    (void)state;
-    (void)keep;
-    return not_offered();
+    int hidden = -1, directory = -1;
+    MOE_TRY(named(moe_ckpt__join(c->root, name, &hidden), name));
+    struct moe_status st = moe_ckpt__open_dir(hidden, MOE_CKPT_STATE, &directory);
+    if (!moe_failed(&st)) {
+        st = check_model(c, hidden);
+        if (!moe_failed(&st))
+            st = write_manifest(c, hidden, directory, state);
+        close(directory);
+    }
+    close(hidden);
+    if (!moe_failed(&st))
+        st = moe_ckpt__publish(c->root, name);
+    if (moe_failed(&st) || keep == 0)
+        return named(st, name);
+    struct moe_status tidied = keep_newest(c->root, name, keep);
+    if (moe_failed(&tidied))
+        moe_log_warn("old checkpoints could not be removed: %s", tidied.text);
+    return st;
 }
 
 void moe_checkpoint_save_abandon(const struct moe_checkpoint_context *c, const char *name)
 {
-    (void)c;
-    (void)name;
-}
-
-struct moe_status moe_checkpoint_load_read(const struct moe_checkpoint_context *c, const char *name,
-                                           struct moe_checkpoint_state *state)
-{
-    (void)c;
-    (void)name;
-    (void)state;
-    return not_offered();
-}
-
-struct moe_status moe_checkpoint_load_take(const struct moe_checkpoint_context *c, const char *name)
-{
-    (void)c;
-    (void)name;
-    return not_offered();
-}
-
-struct moe_status moe_checkpoint_export_begin(const struct moe_checkpoint_context *c,
-                                              const char *name)
-{
-    (void)c;
-    (void)name;
-    return not_offered();
-}
-
-struct moe_status moe_checkpoint_export_write(const struct moe_checkpoint_context *c,
-                                              const char *name, uint64_t *bytes)
-{
-    (void)c;
-    (void)name;
-    (void)bytes;
-    return not_offered();
-}
-
-struct moe_status moe_checkpoint_export_commit(const struct moe_checkpoint_context *c,
-                                               const char *name)
-{
-    (void)c;
-    (void)name;
-    return not_offered();
-}
-
-void moe_checkpoint_export_abandon(const struct moe_checkpoint_context *c, const char *name)
-{
-    (void)c;
-    (void)name;
+    moe_ckpt__abandon(c->root, name);
 }

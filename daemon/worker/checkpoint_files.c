@@ -1,0 +1,267 @@
+/* Directories of checkpoints: made hidden, filled, synced, renamed; removed as carefully.
+ *
+ * A reader sees a checkpoint whole or not at all. Every open is relative to the root, of a plain
+ * name, and not through a link, so that nothing a client says leads out of the root. */
+#include "worker/checkpoint_internal.h"
+
+#include "base/log.h"
+#include "model/json_file.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { HASH_BYTES = 1 << 20, DEPTH_MAX = 8 };
+
+struct moe_status moe_ckpt__io(const char *what)
+{
+    enum moe_code code =
+        errno == ENOSPC || errno == EDQUOT ? MOE_RESOURCE_EXHAUSTED : MOE_FAILED_PRECONDITION;
+    return moe_error(code, MOE_REASON_IO, "%s: %s", what, strerror(errno));
+}
+
+struct moe_status moe_ckpt__no_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for checkpoints");
+}
+
+struct moe_status moe_ckpt__damaged(struct moe_status st)
+{
+    if (moe_failed(&st) && st.code != MOE_RESOURCE_EXHAUSTED && st.code != MOE_UNAVAILABLE) {
+        st.code = MOE_DATA_LOSS;
+        st.reason = MOE_REASON_MALFORMED;
+    }
+    return st;
+}
+
+struct moe_status moe_ckpt__open_root(const char *root, int *fd)
+{
+    *fd = open(root, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    return *fd >= 0 ? moe_ok() : moe_ckpt__io("the training directory");
+}
+
+struct moe_status moe_ckpt__open_dir(int at, const char *name, int *fd)
+{
+    *fd = openat(at, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (*fd >= 0)
+        return moe_ok();
+    struct moe_status st = moe_ckpt__io("opening a directory");
+    st.code = errno == ENOENT ? MOE_NOT_FOUND : st.code;
+    return st;
+}
+
+void moe_ckpt__hidden_name(char hidden[MOE_CKPT_HIDDEN_MAX], const char *name)
+{
+    snprintf(hidden, MOE_CKPT_HIDDEN_MAX, ".%.*s.saving", MOE_CHECKPOINT_NAME_MAX, name);
+}
+
+static struct moe_status check_name(const char *name)
+{
+    if (moe_file_name_is_plain(name) && strlen(name) <= MOE_CHECKPOINT_NAME_MAX)
+        return moe_ok();
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NAME_INVALID,
+                     "the name of a checkpoint is 1 to %d of [A-Za-z0-9._-], no dot first",
+                     MOE_CHECKPOINT_NAME_MAX);
+}
+
+static struct moe_status exists(const char *name)
+{
+    return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_CHECKPOINT_EXISTS,
+                     "there is a checkpoint %s already", name);
+}
+
+struct moe_status moe_ckpt__begin(const char *root, const char *name, int *hidden)
+{
+    int fd = -1;
+    struct stat there;
+    char directory[MOE_CKPT_HIDDEN_MAX];
+    MOE_TRY(check_name(name));
+    MOE_TRY(moe_ckpt__open_root(root, &fd));
+    moe_ckpt__hidden_name(directory, name);
+    struct moe_status st = moe_ok();
+    if (fstatat(fd, name, &there, AT_SYMLINK_NOFOLLOW) == 0) {
+        st = exists(name);
+        goto done;
+    }
+    MOE_TRY_GOTO(st, moe_ckpt__remove_tree(fd, directory), done);
+    if (mkdirat(fd, directory, 0777) != 0) {
+        st = moe_ckpt__io("making a directory");
+        goto done;
+    }
+    st = moe_ckpt__open_dir(fd, directory, hidden);
+done:
+    close(fd);
+    return st;
+}
+
+struct moe_status moe_ckpt__join(const char *root, const char *name, int *hidden)
+{
+    int fd = -1;
+    char directory[MOE_CKPT_HIDDEN_MAX];
+    MOE_TRY(check_name(name));
+    MOE_TRY(moe_ckpt__open_root(root, &fd));
+    moe_ckpt__hidden_name(directory, name);
+    struct moe_status st = moe_ckpt__open_dir(fd, directory, hidden);
+    close(fd);
+    return moe_error_context(st, "the lowest slot's directory (is it the same file system?)");
+}
+
+struct moe_status moe_ckpt__sync(int directory)
+{
+    return fsync(directory) == 0 ? moe_ok() : moe_ckpt__io("fsync of a directory");
+}
+
+/* Never onto something: where the file system cannot promise that, by looking first. */
+static struct moe_status rename_new(int root, const char *from, const char *to)
+{
+    struct stat there;
+    if (renameat2(root, from, root, to, RENAME_NOREPLACE) == 0)
+        return moe_ok();
+    if (errno == EEXIST)
+        return exists(to);
+    if (errno != EINVAL && errno != ENOSYS)
+        return moe_ckpt__io("renaming");
+    if (fstatat(root, to, &there, AT_SYMLINK_NOFOLLOW) == 0)
+        return exists(to);
+    return renameat(root, from, root, to) == 0 ? moe_ok() : moe_ckpt__io("renaming");
+}
+
+struct moe_status moe_ckpt__publish(const char *root, const char *name)
+{
+    int fd = -1;
+    char directory[MOE_CKPT_HIDDEN_MAX];
+    MOE_TRY(moe_ckpt__open_root(root, &fd));
+    moe_ckpt__hidden_name(directory, name);
+    struct moe_status st = rename_new(fd, directory, name);
+    if (!moe_failed(&st)) {
+        struct moe_status synced = moe_ckpt__sync(fd);
+        if (moe_failed(&synced)) /* it exists: nothing can be taken back */
+            moe_log_error("checkpoint %s may not survive a loss of power: %s", name, synced.text);
+    }
+    close(fd);
+    return st;
+}
+
+void moe_ckpt__abandon(const char *root, const char *name)
+{
+    int fd = -1;
+    char directory[MOE_CKPT_HIDDEN_MAX];
+    moe_ckpt__hidden_name(directory, name);
+    struct moe_status st = moe_ckpt__open_root(root, &fd);
+    if (!moe_failed(&st)) {
+        st = moe_ckpt__remove_tree(fd, directory);
+        close(fd);
+    }
+    if (moe_failed(&st))
+        moe_log_warn("what is left of checkpoint %s could not be removed: %s", name, st.text);
+}
+
+static struct moe_status remove_below(int at, const char *name, unsigned depth)
+{
+    int fd = -1;
+    if (unlinkat(at, name, 0) == 0 || errno == ENOENT)
+        return moe_ok();
+    if (errno != EISDIR && errno != EPERM)
+        return moe_ckpt__io("removing a file");
+    if (depth == DEPTH_MAX)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "directories without end");
+    MOE_TRY(moe_ckpt__open_dir(at, name, &fd));
+    DIR *list = fdopendir(fd);
+    if (list == NULL) {
+        struct moe_status st = moe_ckpt__io("reading a directory");
+        close(fd);
+        return st;
+    }
+    struct moe_status st = moe_ok();
+    for (struct dirent *e = readdir(list); e != NULL && !moe_failed(&st); e = readdir(list))
+        if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0)
+            st = remove_below(fd, e->d_name, depth + 1);
+    closedir(list);
+    if (!moe_failed(&st) && unlinkat(at, name, AT_REMOVEDIR) != 0)
+        st = moe_ckpt__io("removing a directory");
+    return st;
+}
+
+struct moe_status moe_ckpt__remove_tree(int at, const char *name)
+{
+    return remove_below(at, name, 0);
+}
+
+static struct moe_status write_all(int fd, const char *data, size_t bytes)
+{
+    while (bytes > 0) {
+        ssize_t n = write(fd, data, bytes);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0)
+            return moe_ckpt__io("writing");
+        data += n;
+        bytes -= (size_t)n;
+    }
+    return fsync(fd) == 0 ? moe_ok() : moe_ckpt__io("fsync");
+}
+
+struct moe_status moe_ckpt__write_file(int at, const char *name, const void *data, size_t bytes,
+                                       char *sha256)
+{
+    int fd = openat(at, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+    if (fd < 0)
+        return moe_ckpt__io("creating a file");
+    struct moe_status st = write_all(fd, data, bytes);
+    if (close(fd) != 0 && !moe_failed(&st))
+        st = moe_ckpt__io("closing");
+    if (sha256 != NULL) {
+        struct moe_sha256 sha;
+        moe_sha256_init(&sha);
+        moe_sha256_update(&sha, data, bytes);
+        moe_sha256_finish(&sha, sha256);
+    }
+    return st;
+}
+
+struct moe_status moe_ckpt__write_json(int at, const char *name, const json_t *json, char *sha256)
+{
+    char *text = json_dumps(json, JSON_INDENT(1) | JSON_SORT_KEYS | JSON_REAL_PRECISION(17));
+    if (text == NULL)
+        return moe_ckpt__no_memory();
+    struct moe_status st = moe_ckpt__write_file(at, name, text, strlen(text), sha256);
+    free(text);
+    return st;
+}
+
+static struct moe_status hash_open(int fd, uint64_t offset, uint64_t bytes, char *sha256)
+{
+    struct moe_sha256 sha;
+    struct moe_status st = moe_ok();
+    char *buffer = malloc(HASH_BYTES);
+    if (buffer == NULL)
+        return moe_ckpt__no_memory();
+    moe_sha256_init(&sha);
+    while (bytes > 0 && !moe_failed(&st)) {
+        size_t n = bytes < HASH_BYTES ? (size_t)bytes : HASH_BYTES;
+        st = moe_file_read(fd, offset, buffer, n);
+        moe_sha256_update(&sha, buffer, moe_failed(&st) ? 0 : n);
+        offset += n;
+        bytes -= n;
+    }
+    moe_sha256_finish(&sha, sha256);
+    free(buffer);
+    return st;
+}
+
+struct moe_status moe_ckpt__hash(int at, const char *name, uint64_t offset, uint64_t bytes,
+                                 char sha256[MOE_SHA256_HEX])
+{
+    int fd = -1;
+    uint64_t size = 0;
+    MOE_TRY(moe_file_open_at(at, name, &fd, &size));
+    struct moe_status st =
+        hash_open(fd, offset, bytes == UINT64_MAX ? size - offset : bytes, sha256);
+    close(fd);
+    return moe_error_context(st, "%s", name);
+}

@@ -1,0 +1,103 @@
+/* What the files of checkpoints share; nobody else includes this. */
+#ifndef MOE_WORKER_CHECKPOINT_INTERNAL_H
+#define MOE_WORKER_CHECKPOINT_INTERNAL_H
+
+#include "model/model_write.h"
+#include "model/safetensors.h"
+#include "worker/checkpoint.h"
+
+#include <jansson.h>
+
+#define MOE_CKPT_MANIFEST "manifest.json"
+#define MOE_CKPT_STATE    "optimizer" /* directory of everything that is not the model's */
+#define MOE_CKPT_RECORDS  "records.bin"
+
+enum {
+    MOE_CKPT_HIDDEN_MAX = MOE_CHECKPOINT_NAME_MAX + 16,
+    MOE_CKPT_FILE_MAX = 32,
+    MOE_CKPT_JSON_BYTES_MAX = 256 << 20
+};
+
+/* ------------------------------------------------------------- directories (checkpoint_files.c)
+ *
+ * Every name is opened inside an open directory and never through a link. */
+
+struct moe_status moe_ckpt__io(const char *what) MOE_CHECKED; /* from errno */
+struct moe_status moe_ckpt__no_memory(void) MOE_CHECKED;
+struct moe_status moe_ckpt__open_root(const char *root, int *fd) MOE_CHECKED;
+/* NOT_FOUND/IO where there is none. */
+struct moe_status moe_ckpt__open_dir(int at, const char *name, int *fd) MOE_CHECKED;
+/* ".NAME.saving": no client can name it. */
+void moe_ckpt__hidden_name(char hidden[MOE_CKPT_HIDDEN_MAX], const char *name);
+/* A fresh hidden directory for `name`; CHECKPOINT_EXISTS where the name is taken. What a crashed
+ * process left under the hidden name is removed. */
+struct moe_status moe_ckpt__begin(const char *root, const char *name, int *hidden) MOE_CHECKED;
+/* Opens the hidden directory of `name`. */
+struct moe_status moe_ckpt__join(const char *root, const char *name, int *hidden) MOE_CHECKED;
+/* The hidden directory becomes `name`, durably. */
+struct moe_status moe_ckpt__publish(const char *root, const char *name) MOE_CHECKED;
+/* Removes the hidden directory; failures are logged. */
+void moe_ckpt__abandon(const char *root, const char *name);
+/* Removes `name` in `at` with all that it holds. */
+struct moe_status moe_ckpt__remove_tree(int at, const char *name) MOE_CHECKED;
+/* A new file, synced. `sha256` may be NULL. */
+struct moe_status moe_ckpt__write_file(int at, const char *name, const void *data, size_t bytes,
+                                       char *sha256) MOE_CHECKED;
+struct moe_status moe_ckpt__write_json(int at, const char *name, const json_t *json,
+                                       char *sha256) MOE_CHECKED;
+struct moe_status moe_ckpt__sync(int directory) MOE_CHECKED;
+/* Hash of bytes [offset, offset + bytes) of a file, all of it with bytes = UINT64_MAX. */
+struct moe_status moe_ckpt__hash(int at, const char *name, uint64_t offset, uint64_t bytes,
+                                 char sha256[MOE_SHA256_HEX]) MOE_CHECKED;
+/* [call with errors of reading] A damaged checkpoint is DATA_LOSS/MALFORMED, whatever the reader
+ * called it. */
+struct moe_status moe_ckpt__damaged(struct moe_status st) MOE_CHECKED;
+
+/* ---------------------------------------------------------------- tensors (checkpoint_tensors.c)
+ */
+
+/* One tensor of the training state, as it is called in a file. */
+struct moe_ckpt_tensor {
+    size_t layer; /* index */
+    struct moe_train_key key;
+    bool base; /* W0 of an adapted weight: the value below the adapter */
+    uint64_t rows, columns;
+    char name[80];
+};
+
+struct moe_ckpt_tensors {
+    struct moe_ckpt_tensor *list;
+    size_t count, room;
+};
+/* With `writing` those that this slot writes: each tensor of the group is one slot's. Without:
+ * those that this slot has to be given, in the order in which they are to be written to trainers.
+ */
+struct moe_status moe_ckpt__list(const struct moe_checkpoint_context *c, bool writing,
+                                 struct moe_ckpt_tensors *out) MOE_CHECKED;
+void moe_ckpt__list_free(struct moe_ckpt_tensors *t);
+/* Reads one from its trainer; `base` by taking the adapter away for a moment. */
+struct moe_status moe_ckpt__read(const struct moe_checkpoint_context *c,
+                                 const struct moe_ckpt_tensor *t, float *to,
+                                 size_t bytes) MOE_CHECKED;
+/* Experts of a layer that this slot writes, or holds; ascending. Returns how many. */
+size_t moe_ckpt__experts(const struct moe_checkpoint_context *c, size_t layer, bool writing,
+                         uint32_t experts[MOE_MAX_EXPERTS]);
+bool moe_ckpt__is_lowest(const struct moe_checkpoint_context *c);
+
+/* True when the trainer's state has the value of this weight (a master, or W0 and an adapter);
+ * otherwise the model's file has it exactly. */
+bool moe_ckpt__has_value(const struct moe_checkpoint_context *c, size_t layer,
+                         enum moe_weight weight);
+
+/* --------------------------------------------------------------------- manifest (checkpoint.c) */
+
+void moe_ckpt__state_file(char name[MOE_CKPT_FILE_MAX], uint32_t slot, const char *extension);
+/* What the manifest says of model, optimizer and adapters; compared as JSON when it is read. */
+json_t *moe_ckpt__settings(const struct moe_checkpoint_context *c);
+/* Hash of the manifest without the member "sha256". */
+struct moe_status moe_ckpt__manifest_hash(const json_t *manifest,
+                                          char sha256[MOE_SHA256_HEX]) MOE_CHECKED;
+/* An opened checkpoint's manifest, whole and of this format. Errors: DATA_LOSS/MALFORMED. */
+struct moe_status moe_ckpt__read_manifest(int directory, json_t **out) MOE_CHECKED;
+
+#endif

@@ -1,0 +1,382 @@
+"""Checkpoints of training on real daemons: what is written, what comes back, what is refused."""
+
+import filecmp
+import json
+import os
+import resource
+import shutil
+import signal
+import tempfile
+import unittest
+
+import numpy as np
+
+from group import FAMILIES, main, model_directory, relative_error
+import moed
+from training import Trainer, TrainingGroup, golden_gradients, refusal, training_group
+import training as daemons
+from wire import training
+
+FAMILY = "deepseek_v3"
+LORA = ("--lora-rank", "4", "--lora-alpha", "8", "--lora-targets", "gate,up,down")
+
+
+def case(family=FAMILY):
+    return next((layer, x, dy) for layer, tokens, x, dy, _ in golden_gradients(family)
+                if tokens == 37)
+
+
+class Client(Trainer):
+    """A loop whose steps are numbered from the first one on, whoever runs them."""
+
+    def __init__(self, g, family=FAMILY, slot=0):
+        Trainer.__init__(self, g.endpoints[slot])
+        self.layer, self.x, self.dy = case(family)
+
+    def train(self, number):
+        """Two micro batches and a step; everything that can be seen of them."""
+        seen = []
+        for i in range(2):
+            x = self.x * (1 + i / 4)
+            routing = self.forward(self.layer, x)
+            back = self.backward(self.layer, self.dy * (number + i), x, routing,
+                                 batch=100 * number + i, aux_coeff=0.01,
+                                 return_weight_gradients=True)
+            seen += [routing.y_data, back.dx]
+        step = self.optimizer_step(step=10 * number, weight_decay=0.1, max_grad_norm=1,
+                                   expected_backwards=2, balance_rate=0.001)
+        return seen + [step.grad_norm, step.steps, self.forward(self.layer, self.x).y_data]
+
+    def save(self, name, step, keep=0):
+        return self.call("SaveCheckpoint", training.SaveCheckpointRequest(
+            step_id=step, name=name, keep=keep))
+
+    def load(self, name, step):
+        return self.call("LoadCheckpoint", training.LoadCheckpointRequest(step_id=step, name=name))
+
+    def export(self, name, step, merge=False):
+        return self.call("ExportAdapter", training.ExportAdapterRequest(
+            step_id=step, name=name, merge=merge))
+
+
+def is_bf16(family):
+    with open(os.path.join(model_directory(family), "config.json")) as file:
+        return '"bfloat16"' in file.read()
+
+
+def state_of(checkpoint):
+    """All training state of a checkpoint, by name."""
+    tensors = {}
+    folder = os.path.join(checkpoint, "optimizer")
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".safetensors"):
+            part = moed.read_safetensors(os.path.join(folder, name))
+            assert not set(part) & set(tensors), "a tensor is written once"
+            tensors.update(part)
+    return tensors
+
+
+class Checkpoints(unittest.TestCase):
+    def setUp(self):
+        self.root = tempfile.mkdtemp(prefix="moed-ckpt-")
+        self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
+
+    def path(self, *names):
+        return os.path.join(self.root, *names)
+
+    def group(self, workers, *extra, family=FAMILY):
+        return training_group(family, workers, "--training-dir", self.root, *extra)
+
+    def model_files(self, family):
+        return [n for n in os.listdir(model_directory(family))
+                if n.startswith("model") or n.endswith(".json")]
+
+    # ------------------------------------------------------------------ what is written
+
+    def test_a_model_that_learnt_nothing_is_written_bit_for_bit(self):
+        for i, family in enumerate(FAMILIES):
+            with self.group((1, 2, 4)[i % 3], family=family) as g:
+                client = Client(g, family)
+                client.save(family, 1)
+                client.close()
+            names = self.model_files(family)
+            same, differ, missing = filecmp.cmpfiles(model_directory(family), self.path(family),
+                                                     names, shallow=False)
+            print("%-13s %s" % (family, same))
+            self.assertEqual((sorted(same), differ, missing), (sorted(names), [], []))
+        self.assertEqual(sorted(os.listdir(self.root)), sorted(FAMILIES))
+
+    def test_what_was_learnt_is_in_the_model_files(self):
+        """A group that serves the checkpoint as its model computes what the trained one did."""
+        for family in (FAMILY, "gpt_oss", "llama4"):
+            with self.group(2, family=family) as g:
+                client = Client(g, family)
+                before = client.forward(client.layer, client.x).y_data
+                trained = client.train(1)[-1]
+                client.save("trained-" + family, 2)
+                client.close()
+            self.assertNotEqual(before, trained)
+            shape = client.x.shape
+            with training_group(self.path("trained-" + family), 1) as g:
+                served = Client(g, family).forward(client.layer, client.x).y_data
+            error = relative_error(np.frombuffer(served, np.float32).reshape(shape),
+                                   np.frombuffer(trained, np.float32).reshape(shape))
+            print("%s: %.1e from what the trained group computed" % (family, error))
+            # In BF16 files, what workers keep in fp32 (router, biases) is rounded.
+            self.assertLessEqual(error, 5e-3 if is_bf16(family) else 1e-6)
+
+    # ------------------------------------------------------------------- what comes back
+
+    def resumed(self, family, workers, *extra):
+        """Saves in the middle, goes on, dies; then takes the checkpoint and goes on again."""
+        with self.group(workers, *extra, family=family) as g:
+            client = Client(g, family)
+            client.train(1)
+            client.train(2)
+            saved = client.save("middle", 25)
+            undisturbed = client.train(3)
+            self.assertGreater(saved.bytes, 0)
+            for slot in range(workers):
+                g.kill_worker(slot)
+        with self.group(workers, *extra, family=family) as g:
+            client = Client(g, family)
+            client.load("middle", 26)
+            self.assertEqual(client.state().steps, 2)
+            self.assertEqual(client.state().checkpoint, "middle")
+            # What the checkpoint knows was run is not run again, whatever is asked.
+            self.assertTrue(client.save("middle", 25).repeated)
+            self.assertEqual(client.train(3), undisturbed)
+        shutil.rmtree(self.path("middle"))
+
+    def test_the_next_step_after_a_restart_is_the_undisturbed_one(self):
+        for workers in (1, 2, 4):
+            self.resumed(FAMILY, workers)
+        self.resumed("gpt_oss", 2)
+        self.resumed("qwen2_moe", 2)
+
+    def test_the_same_with_adapters(self):
+        self.resumed("qwen3_moe", 2, *LORA)
+        self.resumed("gpt_oss", 2, *LORA)
+
+    def test_a_checkpoint_of_two_workers_is_taken_by_four_and_by_one(self):
+        for extra in ((), LORA):
+            with self.group(2, *extra) as g:
+                client = Client(g)
+                client.train(1)
+                client.train(2)
+                client.save("two", 25)
+                undisturbed = client.train(3)
+            for workers in (4, 1):
+                with self.group(workers, *extra) as g:
+                    client = Client(g)
+                    client.load("two", 26)
+                    client.save("again", 27)
+                    resumed = client.train(3)
+                first, second = state_of(self.path("two")), state_of(self.path("again"))
+                self.assertEqual(set(first), set(second))
+                for name in first:
+                    self.assertEqual(first[name].tobytes(), second[name].tobytes(), name)
+                self.assertEqual(filecmp.cmpfiles(self.path("two"), self.path("again"),
+                                                  ["model.safetensors"], shallow=False)[1:],
+                                 ([], []))
+                # Sums have another order on another number of slots.
+                self.assertAlmostEqual(resumed[-3] / undisturbed[-3], 1, delta=1e-5)
+                for got, want in ((resumed[0], undisturbed[0]), (resumed[-1], undisturbed[-1])):
+                    self.assertLessEqual(relative_error(np.frombuffer(got, np.float32),
+                                                        np.frombuffer(want, np.float32)), 1e-5)
+                shutil.rmtree(self.path("again"))
+            shutil.rmtree(self.path("two"))
+
+    def test_a_group_that_loses_a_worker_goes_back_to_the_checkpoint(self):
+        with self.group(2, "--wait-budget-ms", "500") as g:
+            client = Client(g)
+            client.train(1)
+            client.save("one", 15)
+            undisturbed = client.train(2)
+            lineage = client.state().lineage
+            epoch = g.info().epoch
+            g.kill_worker(1)
+            g.start_worker(1, "--wait-budget-ms", "500")
+            g.wait_serving(epoch)
+            state = client.state()
+            self.assertEqual((state.steps, state.checkpoint), (1, "one"))
+            self.assertGreater(state.lineage, lineage)
+            self.assertEqual(client.train(2), undisturbed)
+
+    # ------------------------------------------------------------------ names, retention
+
+    def test_the_newest_are_kept(self):
+        os.mkdir(self.path("notes"))
+        with self.group(2) as g:
+            client = Client(g)
+            for i, name in enumerate(["z", "y", "x", "w"]):
+                client.save(name, i + 1)
+            client.save("a", 5, keep=2)
+            self.assertEqual(sorted(os.listdir(self.root)), ["a", "notes", "w"])
+            self.assertEqual(refusal(client.load, "x", 6)[0], ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
+            client.load("w", 7)
+
+    def test_names_stay_inside_the_root(self):
+        outside = tempfile.mkdtemp(prefix="moed-outside-")
+        self.addCleanup(shutil.rmtree, outside, ignore_errors=True)
+        os.symlink(outside, self.path("link"))
+        with self.group(1) as g:
+            client = Client(g)
+            for i, name in enumerate(["", ".", "..", "../x", "a/b", "/tmp/x", ".hidden", "a" * 65,
+                                      "a b", "a\n", "é"]):
+                for call in (client.save, client.load):
+                    self.assertEqual(refusal(call, name, 10 + i)[0],
+                                     ("INVALID_ARGUMENT", "NAME_INVALID"), name)
+            self.assertEqual(refusal(client.save, "link", 50)[0],
+                             ("ALREADY_EXISTS", "CHECKPOINT_EXISTS"))
+            answer, error = refusal(client.load, "link", 51)
+            self.assertEqual(answer[0], "FAILED_PRECONDITION")
+            self.assertNotIn(self.root, error.details())
+            client.save("a" * 64, 52)
+            self.assertEqual(refusal(client.save, "a" * 64, 53)[0],
+                             ("ALREADY_EXISTS", "CHECKPOINT_EXISTS"))
+        self.assertEqual(os.listdir(outside), [])
+
+    # -------------------------------------------------------------------- what goes wrong
+
+    def test_what_a_crash_left_is_no_checkpoint_and_is_in_nobodys_way(self):
+        """The state of the disk after a crash between the last write and the rename."""
+        with self.group(2) as g:
+            client = Client(g)
+            client.save("a", 1)
+            os.rename(self.path("a"), self.path(".a.saving"))
+            self.assertEqual(refusal(client.load, "a", 2)[0], ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
+            client.train(1)
+            client.save("a", 20)
+            self.assertEqual(os.listdir(self.root), ["a"])
+            client.load("a", 21)
+            self.assertEqual(client.state().steps, 1)
+
+    def test_a_save_that_fails_leaves_nothing(self):
+        """Files of more than 256 KiB are refused by the system, as on a full disk."""
+        popen = daemons.subprocess.Popen
+        try:
+            daemons.subprocess.Popen = lambda *a, **k: popen(
+                *a, preexec_fn=lambda: signal.signal(signal.SIGXFSZ, signal.SIG_IGN), **k)
+            g = TrainingGroup(FAMILY, 2, "--training", "adamw", "--training-dir", self.root)
+        finally:
+            daemons.subprocess.Popen = popen
+        try:
+            for worker in g.workers:
+                resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))
+            client = Client(g)
+            answer, error = refusal(client.save, "a", 1)
+            print(error.details())
+            self.assertEqual(answer[1], "IO")
+            self.assertEqual(os.listdir(self.root), [])
+            client.train(1)  # nothing else has changed
+            self.assertEqual(refusal(client.save, "a", 20)[0][1], "IO")
+        finally:
+            codes = g.stop()
+        self.assertEqual(set(codes), {0})
+
+    def damage(self, *names):
+        path = self.path(*names)
+        with open(path, "r+b") as file:
+            file.seek(os.path.getsize(path) * 3 // 4)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+
+    def test_a_damaged_checkpoint_is_refused_and_changes_nothing(self):
+        parts = [("manifest.json",), ("model.safetensors",), ("optimizer", "slot-00000.safetensors"),
+                 ("optimizer", "slot-00001.json"), ("optimizer", "records.bin")]
+        with self.group(2) as g:
+            client = Client(g)
+            client.train(1)
+            client.save("good", 15)
+            client.train(2)
+            before = client.forward(client.layer, client.x).y_data
+            for i, part in enumerate(parts):
+                shutil.copytree(self.path("good"), self.path("bad%d" % i))
+                self.damage("bad%d" % i, *part)
+                answer, error = refusal(client.load, "bad%d" % i, 30 + i)
+                print(error.details())
+                self.assertEqual(answer, ("DATA_LOSS", "MALFORMED"), part)
+            shutil.copytree(self.path("good"), self.path("short"))
+            path = self.path("short", "optimizer", "slot-00001.safetensors")
+            os.truncate(path, os.path.getsize(path) - 4)
+            self.assertEqual(refusal(client.load, "short", 40)[0], ("DATA_LOSS", "MALFORMED"))
+            self.assertEqual(client.state().steps, 2)
+            self.assertEqual(client.forward(client.layer, client.x).y_data, before)
+            client.load("good", 41)
+            self.assertEqual(client.state().steps, 1)
+
+    def test_a_checkpoint_of_another_kind_is_refused(self):
+        with self.group(1) as g:
+            Client(g).save("adamw", 1)
+        for extra, family in ((("--training", "sgd"), FAMILY), (LORA, FAMILY), ((), "glm4_moe"),
+                              (("--freeze", "router"), FAMILY)):
+            with self.group(1, *extra, family=family) as g:
+                answer, error = refusal(Client(g, family).load, "adamw", 1)
+                print(error.details())
+                self.assertEqual(answer, ("FAILED_PRECONDITION", "VERSION_MISMATCH"))
+
+    def test_no_checkpoint_between_backward_and_step(self):
+        with self.group(1) as g:
+            client = Client(g)
+            routing = client.forward(client.layer, client.x)
+            client.backward(client.layer, client.dy, client.x, routing)
+            self.assertEqual(refusal(client.save, "a", 1)[0],
+                             ("FAILED_PRECONDITION", "GRADIENTS_PENDING"))
+        self.assertEqual(os.listdir(self.root), [])
+
+    # ------------------------------------------------------------------------- adapters
+
+    def test_adapters_are_what_the_weights_differ_by(self):
+        """W = W0 + alpha / r B A, from the exported files and the saved model."""
+        family = "qwen3_moe"
+        with self.group(2, *LORA, family=family) as g:
+            client = Client(g, family)
+            client.train(1)
+            client.train(2)
+            client.export("adapter", 25)
+            client.save("merged", 26)
+            self.assertEqual(sorted(os.listdir(self.path("adapter"))),
+                             ["adapter_config.json", "adapter_model.safetensors"])
+            merged = client.forward(client.layer, client.x).y_data
+            client.export("", 27, merge=True)
+            self.assertEqual(client.forward(client.layer, client.x).y_data, merged)
+            # After merging, W0 is another one; a checkpoint still brings back both.
+            third = client.train(3)
+            client.save("after", 35)
+            fourth = client.train(4)
+            client.load("after", 45)
+            self.assertEqual(client.train(4), fourth)
+            self.assertNotEqual(third, fourth)
+        with open(self.path("adapter", "adapter_config.json")) as file:
+            config = json.load(file)
+        self.assertEqual((config["peft_type"], config["r"], config["lora_alpha"]), ("LORA", 4, 8))
+        adapter = moed.read_safetensors(self.path("adapter", "adapter_model.safetensors"))
+        before = moed.read_safetensors(os.path.join(model_directory(family), "model.safetensors"))
+        after = moed.read_safetensors(self.path("merged", "model.safetensors"))
+        moved = 0
+        for name in before:
+            base = "base_model.model." + name[:-len(".weight")]
+            if base + ".lora_A.weight" not in adapter:
+                if ".experts." in name:
+                    self.fail("%s has no adapter" % name)
+                continue
+            self.assertRegex(name[:-len(".weight")], "^" + config["target_modules"] + "$")
+            change = 2 * adapter[base + ".lora_B.weight"] @ adapter[base + ".lora_A.weight"]
+            moved += int(np.any(change))
+            got, start = ((tensors[name].astype(np.uint32) << 16).view(np.float32)
+                          for tensors in (after, before))  # BF16
+            np.testing.assert_allclose(got, start + change, rtol=2 ** -8, atol=1e-7)
+        print("%d matrices moved" % moved)
+        self.assertGreater(moved, 0)
+
+    def test_fused_experts_have_no_adapter_that_peft_could_read(self):
+        with self.group(1, *LORA, family="gpt_oss") as g:
+            self.assertEqual(refusal(Client(g, "gpt_oss").export, "a", 1)[0],
+                             ("UNIMPLEMENTED", "UNSUPPORTED"))
+        self.assertEqual(os.listdir(self.root), [])
+
+
+if __name__ == "__main__":
+    main()
