@@ -342,7 +342,7 @@ int main(int argc, char **argv)
         {"max-message-bytes", 0, MOE_OPTION_BYTES, &s.max_message_bytes, 4096, INT32_MAX, "BYTES",
          "Largest message, in and out"},
         {"max-bytes-in-flight", 0, MOE_OPTION_BYTES, &s.max_bytes_in_flight, 65536, 0, "BYTES",
-         "Memory for requests and answers; more is refused with RESOURCE_EXHAUSTED"},
+         "Memory for requests and answers, as much again for training; more is RESOURCE_EXHAUSTED"},
         {"max-tokens-per-request", 0, MOE_OPTION_UINT, &s.max_tokens_per_request, 1, INT32_MAX, "N",
          "Tokens of one request"},
         {"max-tokens-per-step", 0, MOE_OPTION_UINT, &s.max_tokens_per_step, 1, 65536, "N",

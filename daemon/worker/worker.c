@@ -48,6 +48,7 @@ struct moe_worker {
     struct moe_loader *loader;
     struct moe_engine *engine;
     struct moe_staging *staging;
+    struct moe_staging *training_staging; /* Backward calls that wait take nothing from Forward */
     struct moe_service *service;
     struct moe_train *train; /* NULL: no training, as is the next */
     struct moe_training_service *training_service;
@@ -460,11 +461,13 @@ static struct moe_status create_service(struct moe_worker *w)
     MOE_TRY(moe_service_set_coordinator(w->service, c->coordinator));
     if (w->train == NULL)
         return moe_ok();
+    MOE_TRY(
+        moe_staging_create(c->backend, w->device, c->max_bytes_in_flight, &w->training_staging));
     const struct moe_training_service_config training = {
         .info = service.info,
         .service = w->service,
         .engine = w->engine,
-        .staging = w->staging,
+        .staging = w->training_staging,
         .training = w->train,
     };
     return moe_training_service_create(&training, &w->training_service);
@@ -661,6 +664,7 @@ void moe_worker_stop(struct moe_worker *w)
     moe_peers_destroy(w->peers);
     moe_rpc_client_destroy(w->client);
     moe_staging_destroy(w->staging);
+    moe_staging_destroy(w->training_staging);
     moe_train_destroy(w->train);
     moe_loader_destroy(w->loader);
     if (w->device != NULL)

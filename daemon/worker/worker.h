@@ -22,7 +22,8 @@ struct moe_worker_config {
     const char *worker_id;        /* NULL = host name and port */
     uint32_t wanted_slot_plus_one;
     uint32_t max_message_bytes;
-    uint64_t max_bytes_in_flight; /* staging memory for requests and answers */
+    uint64_t max_bytes_in_flight; /* staging memory for requests and answers; with training, as much
+                                     again for Backward calls */
     uint32_t max_tokens_per_request;
     uint32_t max_tokens_per_step; /* largest bucket, a power of two */
     uint64_t max_queued_tokens;
