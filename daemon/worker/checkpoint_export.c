@@ -2,6 +2,8 @@
  * lowest then makes one of them, because PEFT reads one. */
 #include "worker/checkpoint_internal.h"
 
+#include "base/log.h"
+
 #include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
@@ -200,10 +202,12 @@ static struct moe_status join_parts(const struct moe_checkpoint_context *c, int 
 }
 
 /* A pattern over module names, so that a dense or shared expert's module of the same name has no
- * adapter: ".*\.(mlp\.experts\.[0-9]+\.gate_proj|...)" */
+ * adapter: ".*\.layers\.[0-9]+\.(mlp\.experts\.([0-9]+\.)?gate_proj|...)". Without a number it
+ * is what PEFT asks for where transformers keeps the experts of a layer in one parameter. */
 static struct moe_status target_pattern(const struct moe_checkpoint_context *c, char *to,
                                         size_t room)
 {
+    static const char number[] = "\\.([0-9]+\\.)?";
     size_t at = (size_t)snprintf(to, room, ".*\\.layers\\.[0-9]+\\.(");
     for (size_t i = 0; i < sizeof targets / sizeof targets[0]; i++) {
         char module[MOE_MODEL_NAME_MAX];
@@ -217,11 +221,11 @@ static struct moe_status target_pattern(const struct moe_checkpoint_context *c, 
             return moe_error(MOE_INTERNAL, MOE_REASON_UNSUPPORTED, "module %s", module);
         if (to[at - 1] != '(')
             to[at++] = '|';
-        for (tail++; *tail != '\0' && at + 16 < room; tail++) {
+        for (tail++; *tail != '\0' && at + sizeof number + 2 < room; tail++) {
             if (*tail == '.' && tail[1] == '0' && tail[2] == '.') {
-                memcpy(to + at, "\\.[0-9]+", 8);
-                at += 8;
-                tail++;
+                memcpy(to + at, number, sizeof number - 1);
+                at += sizeof number - 1;
+                tail += 2;
             } else if (*tail == '.') {
                 to[at++] = '\\';
                 to[at++] = '.';
@@ -257,7 +261,12 @@ static struct moe_status write_config(const struct moe_checkpoint_context *c, in
 struct moe_status moe_checkpoint_export_commit(const struct moe_checkpoint_context *c,
                                                const char *name)
 {
+    const uint32_t others = 1U << MOE_PARAMS_ROUTER | 1U << MOE_PARAMS_SHARED;
     int hidden = -1;
+    if ((c->config->frozen & others) != others)
+        moe_log_warn("adapter %s has the experts' adapters only; routers and shared experts were "
+                     "not frozen from the beginning and may have learnt too",
+                     name);
     MOE_TRY(named(moe_ckpt__join(c->root, name, &hidden), name));
     struct moe_status st = join_parts(c, hidden);
     if (!moe_failed(&st))

@@ -366,7 +366,8 @@ int main(int argc, char **argv)
         {"training-share", 0, MOE_OPTION_DOUBLE, &s.training_share, 0, 1, "SHARE",
          "Training's part of the steps while forward requests wait, 0.01 to 0.99"},
         {"training-dir", 0, MOE_OPTION_STRING, &s.training_dir, 0, 0, "DIR",
-         "Where checkpoints are written and read; the same for all workers"},
+         "Checkpoints: DIR/NAME is a model folder with optimizer state; a directory all workers "
+         "share"},
         {"saved-bytes", 0, MOE_OPTION_BYTES, &s.saved_bytes, 65536, 0, "BYTES",
          "Memory for saved forward passes, and the same again for kept answers of Backward"},
         {"saved-seconds", 0, MOE_OPTION_UINT, &s.saved_seconds, 1, 86400, "S",

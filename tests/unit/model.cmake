@@ -1,5 +1,5 @@
 # Reader of model directories: the file format, the configuration, the loader.
-foreach(part safetensors config loader golden_models)
+foreach(part safetensors config loader golden_models model_write)
   moe_test(test_${part}
     SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${part}.c ${CMAKE_CURRENT_LIST_DIR}/model_fixture.c
     USES moe_model moe_oracle
