@@ -3,12 +3,16 @@
 import filecmp
 import json
 import os
+import random
 import resource
 import shutil
 import signal
 import tempfile
+import threading
+import time
 import unittest
 
+import grpc
 import numpy as np
 
 from group import FAMILIES, main, model_directory, relative_error
@@ -251,6 +255,44 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual(os.listdir(self.root), ["a"])
             client.load("a", 21)
             self.assertEqual(client.state().steps, 1)
+
+    def test_killed_while_saving_a_checkpoint_is_whole_or_not_there(self):
+        seed = int(os.environ.get("MOE_SEED", random.randrange(1 << 30)))
+        print("MOE_SEED=%d" % seed)
+        chance = random.Random(seed)
+        whole = 0
+        for round_number in range(6):
+            name = "r%d" % round_number
+            with self.group(2) as g:
+                client = Client(g)
+                client.train(1)
+                future = threading.Thread(target=lambda: self.save_or_fail(client, name))
+                future.start()
+                time.sleep(chance.uniform(0, 0.15))
+                for slot in (0, 1):
+                    g.workers[slot].kill()
+                for slot in (0, 1):
+                    g.workers[slot].wait()
+                future.join()
+            visible = [n for n in os.listdir(self.root) if not n.startswith(".")]
+            with self.group(2) as g:
+                client = Client(g)
+                if name in visible:
+                    whole += 1
+                    client.load(name, 20)
+                    self.assertEqual(client.state().steps, 1)
+                else:
+                    self.assertEqual(refusal(client.load, name, 20)[0],
+                                     ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
+                    client.save(name, 21)
+            self.assertNotIn(".%s.saving" % name, os.listdir(self.root))
+        print("%d of 6 were whole" % whole)
+
+    def save_or_fail(self, client, name):
+        try:
+            client.save(name, 15)
+        except grpc.RpcError as error:
+            self.assertEqual(error.code(), grpc.StatusCode.UNAVAILABLE)
 
     def test_a_save_that_fails_leaves_nothing(self):
         """Files of more than 256 KiB are refused by the system, as on a full disk."""
