@@ -4,10 +4,12 @@ against real daemons (gradients, steps, checkpoints' refusals); moed.torch where
 import concurrent.futures
 import contextlib
 import hashlib
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 
@@ -417,6 +419,30 @@ class RealGroup(unittest.TestCase):
             self.assertFalse(again.repeated)
             self.assertLessEqual(relative_error(again.dx, dx), 1e-5)
             client.optimizer_step(1e-3, step_id=1, lineage=state.lineage, expected_backwards=1)
+
+    def test_a_checkpoint_takes_the_weights_back(self):
+        layer, _, x, dy, _ = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
+        with tempfile.TemporaryDirectory(prefix="moed-test-") as root, training_group(
+                FAMILY, 2, "--training-dir", root) as g, moed.Client(g.endpoints[0]) as client:
+            here = ("--endpoint", g.endpoints[1])
+            said = json.loads(moectl("training", "save", "start", "-o", "json", *here).stdout)
+            self.assertEqual((said["name"], said["weightsVersion"]), ("start", "1"))
+            self.assertEqual(moectl("training", "save", "start", *here, check=False).returncode, 7)
+            self.assertEqual(moectl("training", "load", "none", *here, check=False).returncode, 4)
+            seen = client.forward(layer, x, return_routing=True)
+            client.backward(layer, dy, x, seen.topk_ids, session="s", micro_batch_id=1)
+            self.assertEqual(moectl("training", "save", "late", *here, check=False).returncode, 7)
+            state = client.train_state()
+            step_id = state.last_step_id + 1
+            client.optimizer_step(1e-2, step_id=step_id)
+            self.assertFalse(np.array_equal(client.forward(layer, x), seen.y))
+            kept = client.save_checkpoint("after", step_id=step_id + 1)
+            self.assertEqual(client.save_checkpoint("after", step_id=step_id + 1),
+                             kept._replace(repeated=True))
+            self.assertIn("loaded start", moectl("training", "load", "start", *here).stdout)
+            np.testing.assert_array_equal(client.forward(layer, x), seen.y)
+            self.assertGreater(client.train_state().lineage, state.lineage)
+            self.assertEqual(client.train_state().checkpoint, "start")
 
     def test_without_training_it_says_so(self):
         with group(FAMILY, 1) as g, moed.Client(g.endpoint) as client:
