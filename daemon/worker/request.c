@@ -7,15 +7,12 @@
 #include "base/clock.h"
 #include "base/size.h"
 #include "moe/v1/expert.pb-c.h"
-
-#include <math.h>
+#include "worker/request_checks.h"
 
 typedef Moe__V1__ForwardStreamRequest Head;
 
 enum { FIELD_IDS = 12, FIELD_WEIGHTS = 13, FIELD_TOKEN_IDS = 14, FIELD_DATA = 15, FIELD_ID = 30 };
 static const uint32_t part_fields[] = {FIELD_IDS, FIELD_WEIGHTS, FIELD_TOKEN_IDS, FIELD_DATA};
-
-enum { REFORMING_RETRY_MS = 100, DRAINING_RETRY_MS = 100 };
 
 #define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
 
@@ -28,52 +25,33 @@ struct parse {
     size_t x_bytes, ids_bytes, weights_bytes, token_ids_bytes;
 };
 
-static struct moe_status take_memory(struct parse *p, size_t length, struct moe_buffer **buffer,
-                                     void **dst)
-{
-    if (length == 0)
-        return moe_ok();
-    if (length > p->context->info->max_message_bytes)
-        return invalid(TOO_LARGE, "a tensor of %zu bytes where a message may have %u", length,
-                       p->context->info->max_message_bytes);
-    MOE_TRY(moe_staging_take(p->context->staging, length, buffer));
-    *dst = moe_buffer_data(*buffer);
-    return moe_ok();
-}
-
 static struct moe_status place_part(void *ctx, uint32_t field, size_t length, void **dst)
 {
     struct parse *p = ctx;
     struct moe_request *r = p->request;
+    struct moe_buffer **buffer;
     switch (field) {
-    case FIELD_IDS: p->ids_bytes = length; return take_memory(p, length, &r->ids, dst);
-    case FIELD_WEIGHTS: p->weights_bytes = length; return take_memory(p, length, &r->weights, dst);
-    case FIELD_DATA: p->x_bytes = length; return take_memory(p, length, &r->x, dst);
-    default: break;
+    case FIELD_IDS:
+        p->ids_bytes = length;
+        buffer = &r->ids;
+        break;
+    case FIELD_WEIGHTS:
+        p->weights_bytes = length;
+        buffer = &r->weights;
+        break;
+    case FIELD_DATA:
+        p->x_bytes = length;
+        buffer = &r->x;
+        break;
+    default:
+        return length == 0
+                   ? moe_ok()
+                   : invalid(ROUTING_INVALID, "token_ids: no layer here routes by token id");
     }
-    return length == 0 ? moe_ok()
-                       : invalid(ROUTING_INVALID, "token_ids: no layer here routes by token id");
+    return moe_request_take(p->context->info, p->context->staging, length, buffer, dst);
 }
 
 /* -------------------------------------------------------------------------- checks */
-
-static struct moe_status check_layer(struct parse *p, const Head *h)
-{
-    const struct moe_service_info *info = p->context->info;
-    if (h->model[0] != '\0' && strcmp(h->model, info->model) != 0)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
-                         "this model is not served here; %s is", info->model);
-    for (size_t i = 0; i < info->layer_count && p->request->spec == NULL; i++)
-        if (info->layers[i]->layer == h->layer)
-            p->request->spec = info->layers[i];
-    if (p->request->spec == NULL)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "the model has no MoE layer %u",
-                         h->layer);
-    if (h->dtype != MOE__V1__DATA_TYPE__DATA_TYPE_F32 &&
-        h->dtype != MOE__V1__DATA_TYPE__DATA_TYPE_BF16)
-        return invalid(DTYPE_UNSUPPORTED, "dtype must be F32 or BF16");
-    return moe_ok();
-}
 
 static bool has_reference(const Head *h)
 {
@@ -85,7 +63,6 @@ static struct moe_status check_shape(struct parse *p, const Head *h)
 {
     const struct moe_layer_spec *spec = p->request->spec;
     struct moe_work *w = &p->request->work;
-    w->dtype = h->dtype == MOE__V1__DATA_TYPE__DATA_TYPE_F32 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
     w->tokens = h->tokens;
     if (h->hidden != spec->hidden)
         return invalid(SHAPE_MISMATCH, "hidden is %u; layer %u has %u", h->hidden, spec->layer,
@@ -127,65 +104,16 @@ static struct moe_status check_mode(struct parse *p, const Head *h)
     return moe_ok();
 }
 
-size_t moe_request_id_bytes(int dtype)
-{
-    switch (dtype) {
-    case MOE__V1__DATA_TYPE__DATA_TYPE_U8: return 1;
-    case MOE__V1__DATA_TYPE__DATA_TYPE_U16: return 2;
-    case MOE__V1__DATA_TYPE__DATA_TYPE_I32: return 4;
-    default: return 0;
-    }
-}
-
-int32_t moe_request_read_id(const void *ids, size_t i, size_t size)
-{
-    if (size == 1)
-        return ((const uint8_t *)ids)[i];
-    return size == 2 ? ((const uint16_t *)ids)[i] : ((const int32_t *)ids)[i];
-}
-
-static struct moe_status check_ids(const struct parse *p, const Head *h)
-{
-    const struct moe_layer_spec *spec = p->request->spec;
-    size_t size = moe_request_id_bytes((int)h->topk_ids_dtype), k = spec->router.top_k,
-           pairs = h->tokens * k;
-    int32_t all = (int32_t)(spec->experts + spec->router.zero_experts);
-    if (size == 0)
-        return invalid(DTYPE_UNSUPPORTED, "topk_ids_dtype must be U8, U16 or I32");
-    if (p->ids_bytes != pairs * size)
-        return invalid(SHAPE_MISMATCH, "topk_ids has %zu bytes; %u tokens of %zu ids have %zu",
-                       p->ids_bytes, h->tokens, k, pairs * size);
-    const void *ids = moe_buffer_data(p->request->ids);
-    for (size_t i = 0; i < pairs; i++) {
-        int32_t id = moe_request_read_id(ids, i, size);
-        if (id < -1 || id >= all)
-            return invalid(EXPERT_INDEX_RANGE, "token %zu: expert %d; the layer has 0 to %d", i / k,
-                           id, all - 1);
-    }
-    return moe_ok();
-}
-
-static struct moe_status check_weights(const struct parse *p, const Head *h)
-{
-    size_t k = p->request->spec->router.top_k, pairs = h->tokens * k;
-    if (p->weights_bytes != pairs * sizeof(float))
-        return invalid(SHAPE_MISMATCH, "topk_weights has %zu bytes; %u tokens of %zu have %zu",
-                       p->weights_bytes, h->tokens, k, pairs * sizeof(float));
-    const float *weights = moe_buffer_data(p->request->weights);
-    for (size_t i = 0; i < pairs; i++)
-        if (!isfinite(weights[i]))
-            return invalid(ROUTING_INVALID, "token %zu: a routing weight is not finite", i / k);
-    return moe_ok();
-}
-
 static struct moe_status check_routing(struct parse *p, const Head *h)
 {
     const struct moe_work *w = &p->request->work;
     MOE_TRY(check_mode(p, h));
     if (w->mode != MOE_ROUTE_SERVER)
-        MOE_TRY(check_ids(p, h));
+        MOE_TRY(moe_request_check_ids(p->request->spec, h->tokens, (int)h->topk_ids_dtype,
+                                      p->request->ids, p->ids_bytes));
     if (w->mode == MOE_ROUTE_IDS_WEIGHTS)
-        MOE_TRY(check_weights(p, h));
+        MOE_TRY(moe_request_check_weights(p->request->spec, h->tokens, p->request->weights,
+                                          p->weights_bytes));
     if (has_reference(h))
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
                          "x by reference is not offered here");
@@ -225,13 +153,7 @@ static struct moe_status check_state(struct parse *p, const Head *h)
                          "weights version %llu was asked for; it is %llu",
                          (unsigned long long)h->weights_version,
                          (unsigned long long)c->weights_version);
-    if (c->draining)
-        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, DRAINING_RETRY_MS,
-                               "this worker is leaving");
-    if (c->epoch == 0)
-        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
-                               "no view is in force: the group is forming, or lacks a worker");
-    return moe_ok();
+    return moe_request_check_worker(c->draining, c->epoch);
 }
 
 /* -------------------------------------------------------------------------- memory */
@@ -260,12 +182,6 @@ static struct moe_status lay_out(const struct parse *p, const Head *h, struct la
         !append_part(&l->end, routing, &l->weights_out) || l->end > limit - MOE_REQUEST_HEAD_MAX)
         return invalid(TOO_LARGE, "the answer would be larger than a message may be");
     return append_part(&l->end, widened, &l->ids_in) ? moe_ok() : invalid(TOO_LARGE, "too large");
-}
-
-static void widen_ids(int32_t *to, const void *from, size_t size, size_t pairs)
-{
-    for (size_t i = 0; i < pairs; i++)
-        to[i] = moe_request_read_id(from, i, size);
 }
 
 /* Room for x and the routing, and x itself. Where there is none the pass is served all the same,
@@ -339,8 +255,9 @@ static struct moe_status prepare_work(struct parse *p, const Head *h)
     }
     if (l.ids_in != l.end) {
         int32_t *ids = (int32_t *)(void *)(base + l.ids_in);
-        widen_ids(ids, moe_buffer_data(r->ids), moe_request_id_bytes((int)h->topk_ids_dtype),
-                  h->tokens * (size_t)r->spec->router.top_k);
+        moe_request_widen_ids(ids, moe_buffer_data(r->ids),
+                              moe_request_id_bytes((int)h->topk_ids_dtype),
+                              h->tokens * (size_t)r->spec->router.top_k);
         w->ids_in = ids;
     } else if (r->ids != NULL) {
         w->ids_in = moe_buffer_data(r->ids);
@@ -363,7 +280,8 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
     if (h == NULL)
         return invalid(MALFORMED, "malformed message");
     p->request->id = h->request_id;
-    MOE_TRY(check_layer(p, h));
+    MOE_TRY(moe_request_find_layer(p->context->info, h->model, h->layer, (int)h->dtype,
+                                   &p->request->spec, &p->request->work.dtype));
     MOE_TRY(check_shape(p, h));
     MOE_TRY(check_routing(p, h));
     MOE_TRY(check_save(p, h));

@@ -65,11 +65,6 @@ void moe_request_answer(struct moe_request *r, uint8_t *head, struct moe_rpc_out
 void moe_request_answer_error(uint64_t id, const struct moe_status *error, uint8_t *head,
                               struct moe_rpc_out *out);
 
-/* Bytes of one expert id on the wire, `dtype` being a moe.v1.DataType; 0 for what is no format of
- * ids. And the i-th of such ids. */
-size_t moe_request_id_bytes(int dtype);
-int32_t moe_request_read_id(const void *ids, size_t i, size_t size);
-
 /* Lets go of the buffers; answers that are on their way keep theirs. */
 void moe_request_release(struct moe_request *r);
 

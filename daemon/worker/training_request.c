@@ -7,16 +7,14 @@
 #include "base/size.h"
 #include "moe/v1/training.pb-c.h"
 #include "worker/request.h"
+#include "worker/request_checks.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 typedef Moe__V1__BackwardRequest Head;
 
 enum { FIELD_IDS = 12, FIELD_WEIGHTS = 13, FIELD_DY = 14, FIELD_X = 15, ALIGN = 64 };
 static const uint32_t part_fields[] = {FIELD_IDS, FIELD_WEIGHTS, FIELD_DY, FIELD_X};
-
-enum { REFORMING_RETRY_MS = 100, DRAINING_RETRY_MS = 100 };
 
 #define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
 
@@ -28,53 +26,33 @@ struct parse {
 
 /* ------------------------------------------------------------------------ splitting */
 
-static struct moe_status take_memory(struct parse *p, size_t length, struct moe_buffer **buffer,
-                                     void **dst)
-{
-    if (length == 0)
-        return moe_ok();
-    if (length > p->context->info->max_message_bytes)
-        return invalid(TOO_LARGE, "a tensor of %zu bytes where a message may have %u", length,
-                       p->context->info->max_message_bytes);
-    MOE_TRY(moe_staging_take(p->context->staging, length, buffer));
-    *dst = moe_buffer_data(*buffer);
-    return moe_ok();
-}
-
 static struct moe_status place_part(void *ctx, uint32_t field, size_t length, void **dst)
 {
     struct parse *p = ctx;
     struct moe_backward_request *r = p->request;
+    struct moe_buffer **buffer;
     switch (field) {
-    case FIELD_IDS: p->ids_bytes = length; return take_memory(p, length, &r->ids, dst);
-    case FIELD_WEIGHTS: p->weights_bytes = length; return take_memory(p, length, &r->weights, dst);
-    case FIELD_DY: p->dy_bytes = length; return take_memory(p, length, &r->dy, dst);
-    default: p->x_bytes = length; return take_memory(p, length, &r->x, dst);
+    case FIELD_IDS:
+        p->ids_bytes = length;
+        buffer = &r->ids;
+        break;
+    case FIELD_WEIGHTS:
+        p->weights_bytes = length;
+        buffer = &r->weights;
+        break;
+    case FIELD_DY:
+        p->dy_bytes = length;
+        buffer = &r->dy;
+        break;
+    default:
+        p->x_bytes = length;
+        buffer = &r->x;
+        break;
     }
+    return moe_request_take(p->context->info, p->context->staging, length, buffer, dst);
 }
 
 /* --------------------------------------------------------------------------- checks */
-
-static struct moe_status check_layer(struct parse *p, const Head *h)
-{
-    const struct moe_service_info *info = p->context->info;
-    struct moe_backward_request *r = p->request;
-    if (h->model[0] != '\0' && strcmp(h->model, info->model) != 0)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
-                         "this model is not served here; %s is", info->model);
-    for (size_t i = 0; i < info->layer_count && r->spec == NULL; i++)
-        if (info->layers[i]->layer == h->layer)
-            r->spec = info->layers[i];
-    if (r->spec == NULL)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "the model has no MoE layer %u",
-                         h->layer);
-    if (h->dtype != MOE__V1__DATA_TYPE__DATA_TYPE_F32 &&
-        h->dtype != MOE__V1__DATA_TYPE__DATA_TYPE_BF16)
-        return invalid(DTYPE_UNSUPPORTED, "dtype must be F32 or BF16");
-    r->work.layer = h->layer;
-    r->work.dtype = h->dtype == MOE__V1__DATA_TYPE__DATA_TYPE_F32 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
-    return moe_ok();
-}
 
 static struct moe_status check_shape(struct parse *p, const Head *h)
 {
@@ -112,40 +90,6 @@ static struct moe_status check_numbers(const Head *h)
     return moe_ok();
 }
 
-static struct moe_status check_ids(const struct parse *p, const Head *h)
-{
-    const struct moe_layer_spec *spec = p->request->spec;
-    size_t size = moe_request_id_bytes((int)h->topk_ids_dtype);
-    size_t k = spec->router.top_k, pairs = h->tokens * k;
-    int32_t all = (int32_t)(spec->experts + spec->router.zero_experts);
-    if (size == 0)
-        return invalid(DTYPE_UNSUPPORTED, "topk_ids_dtype must be U8, U16 or I32");
-    if (p->ids_bytes != pairs * size)
-        return invalid(SHAPE_MISMATCH, "topk_ids has %zu bytes; %u tokens of %zu ids have %zu",
-                       p->ids_bytes, h->tokens, k, pairs * size);
-    const void *ids = moe_buffer_data(p->request->ids);
-    for (size_t i = 0; i < pairs; i++) {
-        int32_t id = moe_request_read_id(ids, i, size);
-        if (id < -1 || id >= all)
-            return invalid(EXPERT_INDEX_RANGE, "token %zu: expert %d; the layer has 0 to %d", i / k,
-                           id, all - 1);
-    }
-    return moe_ok();
-}
-
-static struct moe_status check_weights(const struct parse *p, const Head *h)
-{
-    size_t k = p->request->spec->router.top_k, pairs = h->tokens * k;
-    if (p->weights_bytes != pairs * sizeof(float))
-        return invalid(SHAPE_MISMATCH, "topk_weights has %zu bytes; %u tokens of %zu have %zu",
-                       p->weights_bytes, h->tokens, k, pairs * sizeof(float));
-    const float *weights = moe_buffer_data(p->request->weights);
-    for (size_t i = 0; i < pairs; i++)
-        if (!isfinite(weights[i]))
-            return invalid(ROUTING_INVALID, "token %zu: a routing weight is not finite", i / k);
-    return moe_ok();
-}
-
 static struct moe_status check_routing(struct parse *p, const Head *h)
 {
     struct moe_train_work *w = &p->request->work;
@@ -170,19 +114,12 @@ static struct moe_status check_routing(struct parse *p, const Head *h)
         return invalid(ROUTING_INVALID, w->mode == MOE_ROUTE_IDS_WEIGHTS
                                             ? "topk_weights are missing"
                                             : "topk_weights are given, and the router is to weigh");
-    MOE_TRY(check_ids(p, h));
-    return w->mode == MOE_ROUTE_IDS_WEIGHTS ? check_weights(p, h) : moe_ok();
-}
-
-static struct moe_status check_state(const struct parse *p)
-{
-    if (p->context->draining)
-        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, DRAINING_RETRY_MS,
-                               "this worker is leaving");
-    if (p->context->epoch == 0)
-        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
-                               "no view is in force: the group is forming, or lacks a worker");
-    return moe_ok();
+    const struct moe_backward_request *r = p->request;
+    MOE_TRY(
+        moe_request_check_ids(r->spec, h->tokens, (int)h->topk_ids_dtype, r->ids, p->ids_bytes));
+    return w->mode == MOE_ROUTE_IDS_WEIGHTS
+               ? moe_request_check_weights(r->spec, h->tokens, r->weights, p->weights_bytes)
+               : moe_ok();
 }
 
 /* -------------------------------------------------------------------------- content */
@@ -219,8 +156,7 @@ static struct moe_status use_sent(struct parse *p, const Head *h)
     if (size != sizeof(int32_t)) {
         MOE_TRY(moe_staging_take(p->context->staging, pairs * sizeof(int32_t), &r->wide_ids));
         int32_t *wide = moe_buffer_data(r->wide_ids);
-        for (size_t i = 0; i < pairs; i++)
-            wide[i] = moe_request_read_id(moe_buffer_data(r->ids), i, size);
+        moe_request_widen_ids(wide, moe_buffer_data(r->ids), size, pairs);
         w->ids = wide;
     }
     if (r->weights != NULL)
@@ -272,11 +208,13 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
     const Head *h = moe__v1__backward_request__unpack(&allocator, length, head);
     if (h == NULL)
         return invalid(MALFORMED, "malformed message");
-    MOE_TRY(check_layer(p, h));
+    MOE_TRY(moe_request_find_layer(p->context->info, h->model, h->layer, (int)h->dtype,
+                                   &p->request->spec, &p->request->work.dtype));
+    p->request->work.layer = h->layer;
     MOE_TRY(check_shape(p, h));
     MOE_TRY(check_numbers(h));
     MOE_TRY(check_routing(p, h));
-    MOE_TRY(check_state(p));
+    MOE_TRY(moe_request_check_worker(p->context->draining, p->context->epoch));
     r->work.kind = r->call.kind = MOE_STEP_BACKWARD;
     strcpy(r->call.session, h->session); /* a checked name fits */
     r->call.id = h->micro_batch_id;

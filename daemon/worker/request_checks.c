@@ -1,0 +1,114 @@
+/* See worker/request_checks.h. Nothing that a client says is used as a size before it has been
+ * compared with what the layer wants. */
+#include "worker/request_checks.h"
+
+#include "moe/v1/types.pb-c.h"
+
+#include <math.h>
+
+enum { REFORMING_RETRY_MS = 100, DRAINING_RETRY_MS = 100 };
+
+#define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
+
+struct moe_status moe_request_take(const struct moe_service_info *info, struct moe_staging *staging,
+                                   size_t length, struct moe_buffer **buffer, void **dst)
+{
+    if (length == 0)
+        return moe_ok();
+    if (length > info->max_message_bytes)
+        return invalid(TOO_LARGE, "a tensor of %zu bytes where a message may have %u", length,
+                       info->max_message_bytes);
+    MOE_TRY(moe_staging_take(staging, length, buffer));
+    *dst = moe_buffer_data(*buffer);
+    return moe_ok();
+}
+
+struct moe_status moe_request_find_layer(const struct moe_service_info *info, const char *model,
+                                         uint32_t layer, int dtype,
+                                         const struct moe_layer_spec **spec, enum moe_dtype *rows)
+{
+    if (model[0] != '\0' && strcmp(model, info->model) != 0)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
+                         "this model is not served here; %s is", info->model);
+    *spec = NULL;
+    for (size_t i = 0; i < info->layer_count && *spec == NULL; i++)
+        if (info->layers[i]->layer == layer)
+            *spec = info->layers[i];
+    if (*spec == NULL)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "the model has no MoE layer %u",
+                         layer);
+    if (dtype != MOE__V1__DATA_TYPE__DATA_TYPE_F32 && dtype != MOE__V1__DATA_TYPE__DATA_TYPE_BF16)
+        return invalid(DTYPE_UNSUPPORTED, "dtype must be F32 or BF16");
+    *rows = dtype == MOE__V1__DATA_TYPE__DATA_TYPE_F32 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
+    return moe_ok();
+}
+
+/* --------------------------------------------------------------------------- routing */
+
+size_t moe_request_id_bytes(int dtype)
+{
+    switch (dtype) {
+    case MOE__V1__DATA_TYPE__DATA_TYPE_U8: return 1;
+    case MOE__V1__DATA_TYPE__DATA_TYPE_U16: return 2;
+    case MOE__V1__DATA_TYPE__DATA_TYPE_I32: return 4;
+    default: return 0;
+    }
+}
+
+static int32_t read_id(const void *ids, size_t i, size_t size)
+{
+    if (size == 1)
+        return ((const uint8_t *)ids)[i];
+    return size == 2 ? ((const uint16_t *)ids)[i] : ((const int32_t *)ids)[i];
+}
+
+void moe_request_widen_ids(int32_t *to, const void *from, size_t size, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        to[i] = read_id(from, i, size);
+}
+
+struct moe_status moe_request_check_ids(const struct moe_layer_spec *spec, uint32_t tokens,
+                                        int dtype, const struct moe_buffer *ids, size_t bytes)
+{
+    size_t size = moe_request_id_bytes(dtype), k = spec->router.top_k, pairs = tokens * k;
+    int32_t all = (int32_t)(spec->experts + spec->router.zero_experts);
+    if (size == 0)
+        return invalid(DTYPE_UNSUPPORTED, "topk_ids_dtype must be U8, U16 or I32");
+    if (bytes != pairs * size)
+        return invalid(SHAPE_MISMATCH, "topk_ids has %zu bytes; %u tokens of %zu ids have %zu",
+                       bytes, tokens, k, pairs * size);
+    const void *data = moe_buffer_data(ids);
+    for (size_t i = 0; i < pairs; i++) {
+        int32_t id = read_id(data, i, size);
+        if (id < -1 || id >= all)
+            return invalid(EXPERT_INDEX_RANGE, "token %zu: expert %d; the layer has 0 to %d", i / k,
+                           id, all - 1);
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_request_check_weights(const struct moe_layer_spec *spec, uint32_t tokens,
+                                            const struct moe_buffer *weights, size_t bytes)
+{
+    size_t k = spec->router.top_k, pairs = tokens * k;
+    if (bytes != pairs * sizeof(float))
+        return invalid(SHAPE_MISMATCH, "topk_weights has %zu bytes; %u tokens of %zu have %zu",
+                       bytes, tokens, k, pairs * sizeof(float));
+    const float *data = moe_buffer_data(weights);
+    for (size_t i = 0; i < pairs; i++)
+        if (!isfinite(data[i]))
+            return invalid(ROUTING_INVALID, "token %zu: a routing weight is not finite", i / k);
+    return moe_ok();
+}
+
+struct moe_status moe_request_check_worker(bool draining, uint64_t epoch)
+{
+    if (draining)
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, DRAINING_RETRY_MS,
+                               "this worker is leaving");
+    if (epoch == 0)
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
+                               "no view is in force: the group is forming, or lacks a worker");
+    return moe_ok();
+}
