@@ -90,7 +90,8 @@ static struct moe_status ask(const struct moectl_common *common, ProtobufCMessag
 
 static int fail(const struct moe_status *st)
 {
-    if (st->code != MOE_UNIMPLEMENTED)
+    /* What a worker that trains cannot do comes with a reason. */
+    if (st->code != MOE_UNIMPLEMENTED || st->reason != MOE_REASON_NONE)
         return moectl_fail(st);
     moectl_say("this group does not train: its workers were started without --training");
     return MOECTL_NOT_FOUND;

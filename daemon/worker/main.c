@@ -11,6 +11,8 @@
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 #include <uv.h>
 
 enum { ANY_SLOT = MOE_MAX_SLOTS };
@@ -60,6 +62,13 @@ static bool read_targets(const struct settings *s, uint32_t *bits)
     return read_list(s->lora_targets, targets, 3, bits);
 }
 
+/* Later is too late: what was learnt until the first Save would be lost with it. */
+static bool can_keep_checkpoints(const char *directory)
+{
+    struct stat st;
+    return stat(directory, &st) == 0 && S_ISDIR(st.st_mode) && access(directory, W_OK) == 0;
+}
+
 /* NULL, or what is wrong. */
 static const char *check_training(const struct settings *s)
 {
@@ -67,6 +76,12 @@ static const char *check_training(const struct settings *s)
     if (strcmp(s->training, "off") != 0 && strcmp(s->training, "adamw") != 0 &&
         strcmp(s->training, "sgd") != 0)
         return "--training is off, adamw or sgd";
+    if (strcmp(s->training, "off") == 0 && s->lora_rank > 0)
+        return "--lora-rank needs --training";
+    if (strcmp(s->training, "off") == 0 && s->training_dir != NULL)
+        return "--training-dir needs --training";
+    if (s->training_dir != NULL && !can_keep_checkpoints(s->training_dir))
+        return "--training-dir is not a directory that this worker may write into";
     if (!read_frozen(s, &bits))
         return "--freeze is a list of router, experts, shared";
     if (!read_targets(s, &bits) || bits == 0)

@@ -469,6 +469,14 @@ class Torch(unittest.TestCase):
                 self.assertTrue(torch.equal(x.grad, 3 * dy))
                 self.assertEqual(worker.requests[-1][1].x == b"", saved)
 
+    def test_rows_of_another_width_are_refused(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            moe = moed.torch.RemoteMoE(LAYER, client)
+            for shape in ((), (4, 2 * HIDDEN), (HIDDEN, HIDDEN + 1)):
+                with self.subTest(shape=shape), self.assertRaises(ValueError):
+                    moe(torch.zeros(shape))
+            self.assertNotIn("Forward", [name for name, m in worker.requests])
+
     def test_the_first_layer_learns_though_x_does_not(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             moe = moed.torch.RemoteMoE(LAYER, client)

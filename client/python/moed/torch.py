@@ -184,6 +184,9 @@ class RemoteMoE(torch.nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, x):
+        if x.dim() == 0 or x.shape[-1] != self.layer.hidden:
+            raise ValueError("x has shape %s; its last dimension must be %d"
+                             % (tuple(x.shape), self.layer.hidden))
         rows = x.reshape(-1, self.layer.hidden)
         if rows.shape[0] == 0:
             return x * 1
