@@ -19,6 +19,7 @@ struct training {
     const char *action, *object; /* "save", its NAME */
     uint64_t keep, step_id;      /* options; step_id 0 = the next free one */
     struct moe_client *client;
+    bool trains; /* the group has told its state */
     /* answers */
     struct moe_client_change change;
     struct moe_client_checkpoint checkpoint;
@@ -90,8 +91,7 @@ static struct moe_status ask(const struct moectl_common *common, ProtobufCMessag
 
 static int fail(const struct moe_status *st)
 {
-    /* What a worker that trains cannot do comes with a reason. */
-    if (st->code != MOE_UNIMPLEMENTED || st->reason != MOE_REASON_NONE)
+    if (st->code != MOE_UNIMPLEMENTED)
         return moectl_fail(st);
     moectl_say("this group does not train: its workers were started without --training");
     return MOECTL_NOT_FOUND;
@@ -245,11 +245,15 @@ static bool read_parts(const char *text, struct moe_client_frozen *out)
     }
 }
 
+/* Asked also where the id is given: it tells a group that does not train from a change that this
+ * group cannot make. */
 static struct moe_status next_step_id(struct training *t)
 {
     struct moe_client_train_state state;
     MOE_TRY(moe_client_get_train_state(t->client, t->change.timeout_ms, &state));
-    t->change.step_id = state.last_step_id + 1;
+    t->trains = true;
+    if (t->step_id == 0)
+        t->change.step_id = state.last_step_id + 1;
     return moe_ok();
 }
 
@@ -264,8 +268,7 @@ static struct moe_status change(struct training *t, const struct action *a)
     t->change = (struct moe_client_change){.step_id = t->step_id, .timeout_ms = config.timeout_ms};
     struct moe_status st = moe_ok();
     for (int i = 0; i < STEP_ID_TRIES; i++) {
-        if (t->step_id == 0)
-            st = next_step_id(t);
+        st = next_step_id(t);
         if (st.code == MOE_OK)
             st = a->run(t);
         if (st.reason != MOE_REASON_ID_REUSED || t->step_id != 0)
@@ -279,7 +282,7 @@ static int run_change(struct training *t, const struct action *a)
 {
     struct moe_status st = change(t, a);
     if (st.code != MOE_OK)
-        return fail(&st);
+        return t->trains ? moectl_fail(&st) : fail(&st);
     if (!t->common.json) {
         a->say(t);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
