@@ -31,6 +31,7 @@ TOKENS, NOISE = 64, 0.05
 @contextlib.contextmanager
 def own_group(model, workers, moectl):
     """The endpoint of a local group that trains, for as long as the context lasts."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as any other end: the group goes too
     folder = tempfile.mkdtemp(prefix="moed-finetune-")
     config = os.path.join(folder, "train.conf")
     with open(config, "w") as file:
