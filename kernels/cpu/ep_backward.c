@@ -4,48 +4,20 @@
  * so it travels as it is: behind the sum, in the order of the token's rows. */
 #include "cpu/ep_pass.h"
 
-enum {
-    SUM_CHUNK = 512, /* floats of a row summed at a time: stays in the first-level cache */
-};
-
 static float *weights_of_partial(const struct moe_cpu_ep *ep, void *partial)
 {
     size_t row = ep->gradient_stride - MOE_WINDOW_LINE;
     return (float *)(void *)((uint8_t *)partial + row);
 }
 
-/* One grain of the tokens of ep->source, summed here and sent home. */
-static void return_item(void *ctx, uint32_t item)
+static void return_token(const struct moe_cpu_ep *ep, const struct token_rows *rows, void *partial)
 {
-    struct moe_cpu_ep *ep = ctx;
-    struct moe_session *s = ep->session;
-    uint32_t home = ep->source, hidden = ep->batch.layer->spec.hidden;
-    uint8_t *base = s->window[home].base;
-    uint32_t end = smaller((item + 1) * GRAIN, ep->tokens_of[home]);
-    for (uint32_t t = item * GRAIN; t < end; t++) {
-        const struct token_rows *rows = token_of(ep, home, t);
-        if (rows->n == 0)
-            continue;
-        float *to = moe_window_partial_of(&s->layout, base, s->config.slot, t, ep->gradient_stride);
-        for (uint32_t c = 0; c < hidden; c += SUM_CHUNK)
-            moe_cpu_ep_sum_rows(ep, rows, c, smaller(SUM_CHUNK, hidden - c), to + c);
-        for (uint32_t i = 0; i < rows->n; i++)
-            weights_of_partial(ep, to)[i] = ep->dweight_rows[ep->row[rows->first + i]];
-        moe_cpu_session_store(moe_window_returned_of(&s->layout, base, s->config.slot, t),
-                              ep->stamp, rows->n);
-    }
-    moe_cpu_session_ring(s, home);
-}
-
-static void return_all(struct moe_cpu_ep *ep)
-{
-    struct moe_session *s = ep->session;
-    for (uint32_t i = 1; i < s->config.slots; i++) {
-        ep->source = (s->config.slot + i) % s->config.slots;
-        if (moe_cpu_session_has_peer(s, ep->source))
-            moe_cpu_parallel(s->device, grains_of(ep->tokens_of[ep->source]), return_item, ep);
-    }
-    moe_cpu_ep_store_done(ep);
+    uint32_t hidden = ep->batch.layer->spec.hidden;
+    float *to = partial;
+    for (uint32_t c = 0; c < hidden; c += SUM_CHUNK)
+        moe_cpu_ep_sum_rows(ep, rows, c, smaller(SUM_CHUNK, hidden - c), to + c);
+    for (uint32_t i = 0; i < rows->n; i++)
+        weights_of_partial(ep, to)[i] = ep->dweight_rows[ep->row[rows->first + i]];
 }
 
 static float dot(enum moe_dtype dtype, const void *a, const void *b, uint32_t n)
@@ -131,13 +103,5 @@ struct moe_status moe_cpu_ep_combine_backward(struct moe_cpu_ep *ep, const float
     ep->dweight_rows = dweight_rows;
     ep->y = dx;
     ep->dweights = dweights;
-    return_all(ep);
-    for (uint32_t t = 0; t < ep->batch.tokens; t += BLOCK) {
-        ep->block_first = t;
-        ep->block_end = smaller(t + BLOCK, ep->batch.tokens);
-        MOE_TRY(moe_cpu_ep_await_block(ep));
-        moe_cpu_parallel(ep->session->device, grains_of(ep->block_end - ep->block_first),
-                         finish_item, ep);
-    }
-    return moe_cpu_ep_await_done(ep);
+    return moe_cpu_ep_bring_home(ep, return_token, finish_item);
 }

@@ -5,10 +5,6 @@
  * the bits do not depend on the slot that a token was given to. */
 #include "cpu/ep_pass.h"
 
-enum {
-    SUM_CHUNK = 512, /* floats of a row summed at a time: stays in the first-level cache */
-};
-
 struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
                                        const struct moe_cpu_batch *batch,
                                        const struct moe_rows *rows)
@@ -66,20 +62,16 @@ static void return_item(void *ctx, uint32_t item)
 {
     struct moe_cpu_ep *ep = ctx;
     struct moe_session *s = ep->session;
-    uint32_t home = ep->source, hidden = ep->batch.layer->spec.hidden;
+    uint32_t home = ep->source;
     uint8_t *base = s->window[home].base;
+    size_t stride = ep->batch.backward ? ep->gradient_stride : ep->stride;
     uint32_t end = smaller((item + 1) * GRAIN, ep->tokens_of[home]);
-    float sum[SUM_CHUNK];
     for (uint32_t t = item * GRAIN; t < end; t++) {
         const struct token_rows *rows = token_of(ep, home, t);
         if (rows->n == 0)
             continue;
-        void *to = moe_window_partial_of(&s->layout, base, s->config.slot, t, ep->stride);
-        for (uint32_t c = 0; c < hidden; c += SUM_CHUNK) {
-            uint32_t n = smaller(SUM_CHUNK, hidden - c);
-            moe_cpu_ep_sum_rows(ep, rows, c, n, sum);
-            store_row(ep->batch.dtype, to, c, n, sum);
-        }
+        ep->return_token(ep, rows,
+                         moe_window_partial_of(&s->layout, base, s->config.slot, t, stride));
         moe_cpu_session_store(moe_window_returned_of(&s->layout, base, s->config.slot, t),
                               ep->stamp, rows->n);
     }
@@ -95,6 +87,32 @@ static void return_all(struct moe_cpu_ep *ep)
             moe_cpu_parallel(s->device, grains_of(ep->tokens_of[ep->source]), return_item, ep);
     }
     moe_cpu_ep_store_done(ep);
+}
+
+struct moe_status moe_cpu_ep_bring_home(struct moe_cpu_ep *ep, moe_cpu_ep_return_fn return_token,
+                                        void (*finish_item)(void *ctx, uint32_t item))
+{
+    ep->return_token = return_token;
+    return_all(ep);
+    for (uint32_t t = 0; t < ep->batch.tokens; t += BLOCK) {
+        ep->block_first = t;
+        ep->block_end = smaller(t + BLOCK, ep->batch.tokens);
+        MOE_TRY(moe_cpu_ep_await_block(ep));
+        moe_cpu_parallel(ep->session->device, grains_of(ep->block_end - ep->block_first),
+                         finish_item, ep);
+    }
+    return moe_cpu_ep_await_done(ep);
+}
+
+static void return_token(const struct moe_cpu_ep *ep, const struct token_rows *rows, void *partial)
+{
+    uint32_t hidden = ep->batch.layer->spec.hidden;
+    float sum[SUM_CHUNK];
+    for (uint32_t c = 0; c < hidden; c += SUM_CHUNK) {
+        uint32_t n = smaller(SUM_CHUNK, hidden - c);
+        moe_cpu_ep_sum_rows(ep, rows, c, n, sum);
+        store_row(ep->batch.dtype, partial, c, n, sum);
+    }
 }
 
 /* What is left of the own partial once it has been stored as the peers' partials are. */
@@ -174,13 +192,5 @@ struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_
     ep->expert_out = expert_out;
     ep->base = base;
     ep->y = y;
-    return_all(ep);
-    for (uint32_t t = 0; t < ep->batch.tokens; t += BLOCK) {
-        ep->block_first = t;
-        ep->block_end = smaller(t + BLOCK, ep->batch.tokens);
-        MOE_TRY(moe_cpu_ep_await_block(ep));
-        moe_cpu_parallel(ep->session->device, grains_of(ep->block_end - ep->block_first),
-                         finish_item, ep);
-    }
-    return moe_cpu_ep_await_done(ep);
+    return moe_cpu_ep_bring_home(ep, return_token, finish_item);
 }

@@ -6,8 +6,9 @@
 #include "cpu/session.h"
 
 enum {
-    BLOCK = 256, /* tokens waited for before their rows are copied or summed */
-    GRAIN = 32,  /* tokens that one thread copies or sums at a time */
+    BLOCK = 256,     /* tokens waited for before their rows are copied or summed */
+    SUM_CHUNK = 512, /* floats of a row summed at a time: stays in the first-level cache */
+    GRAIN = 32,      /* tokens that one thread copies or sums at a time */
 };
 
 /* Local rows of one token, in k order: row[first .. first + n - 1]. */
@@ -53,6 +54,7 @@ struct moe_cpu_ep {
 
     /* Arguments of the loops that are shared among threads. */
     uint32_t source, block_first, block_end;
+    void (*return_token)(const struct moe_cpu_ep *, const struct token_rows *, void *partial);
     const float *expert_out, *base;
     void *y;
     const float *dweight_rows;
@@ -95,6 +97,14 @@ void moe_cpu_ep_add_row(enum moe_dtype dtype, const void *row, uint32_t c, uint3
                         float *sum);
 /* Waits until every slot that works for tokens block_first .. block_end - 1 has returned them. */
 struct moe_status moe_cpu_ep_await_block(struct moe_cpu_ep *ep) MOE_CHECKED;
+/* The order of every combine, in ep_combine.c: all tokens of the peers are summed and sent home,
+ * then the own ones are finished, a block at a time as they come back; closes the pass.
+ * return_token writes one token's partial, whose rows (at least one) are here. finish_item is an
+ * item of moe_cpu_parallel over the tokens of the current block. */
+typedef void (*moe_cpu_ep_return_fn)(const struct moe_cpu_ep *ep, const struct token_rows *rows,
+                                     void *partial);
+struct moe_status moe_cpu_ep_bring_home(struct moe_cpu_ep *ep, moe_cpu_ep_return_fn return_token,
+                                        void (*finish_item)(void *ctx, uint32_t item)) MOE_CHECKED;
 
 /* From here on the peers may overwrite what this pass received. */
 void moe_cpu_ep_store_done(struct moe_cpu_ep *ep);
