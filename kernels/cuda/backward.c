@@ -260,11 +260,8 @@ static struct moe_status sum_counts(struct pass *p, uint64_t *tokens)
 static struct moe_status sum_loss(struct pass *p, double *loss)
 {
     struct moe_session *s = p->s;
-    double mine = 0, each, all[MOE_MAX_SLOTS] = {0};
-    for (uint32_t i = 0; i < p->tokens; i++) {
-        MOE_TRY(moe_cuda_mem_copy(s->device, &each, p->loss + i, sizeof each));
-        mine += each;
-    }
+    double mine = 0, all[MOE_MAX_SLOTS] = {0};
+    MOE_TRY(moe_cuda_train_sum_losses(s->device, p->loss, p->tokens, &mine));
     MOE_TRY(moe_cuda_session_exchange_inside(s, &mine, all, sizeof mine));
     *loss = 0;
     for (uint32_t slot = 0; slot < s->config.slots; slot++)
@@ -283,7 +280,6 @@ static struct moe_status balance_loss(struct pass *p)
         MOE_TRY(moe_cuda_train_aux(
             a->trainer, a->dtype, p->tokens, p->logits, p->routed, a->trainer->counted,
             moe_aux_constant(&p->layer->spec, a->aux_coeff, tokens), p->dlogits, p->loss));
-        MOE_TRY(moe_cuda_device_finish(p->s->device));
         MOE_TRY(sum_loss(p, &loss));
     }
     if (a->aux_loss != NULL)

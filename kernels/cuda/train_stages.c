@@ -141,6 +141,24 @@ struct moe_status moe_cuda_train_aux(struct moe_trainer *t, enum moe_dtype dtype
     return moe_cuda_aux_backward(&a, t->layer->device->compute);
 }
 
+struct moe_status moe_cuda_train_sum_losses(struct moe_device *device, const double *losses,
+                                            uint32_t tokens, double *sum)
+{
+    if (tokens == 0)
+        return moe_ok();
+    double *host = calloc(tokens, sizeof *host);
+    if (host == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for the losses of %u tokens", tokens);
+    struct moe_status st = moe_cuda_device_finish(device);
+    if (!moe_failed(&st))
+        st = moe_cuda_mem_copy(device, host, losses, tokens * sizeof *host);
+    for (uint32_t i = 0; !moe_failed(&st) && i < tokens; i++)
+        *sum += host[i];
+    free(host);
+    return st;
+}
+
 static float *grad_of(struct moe_trainer *t, enum moe_weight w, bool accumulate)
 {
     return accumulate ? moe_cuda_trainer_grad(t, w, MOE_PART_WEIGHT) : NULL;

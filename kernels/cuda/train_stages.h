@@ -64,6 +64,9 @@ struct moe_status moe_cuda_train_router(struct moe_trainer *t, enum moe_dtype dt
 struct moe_status moe_cuda_train_aux(struct moe_trainer *t, enum moe_dtype dtype, uint32_t tokens,
                                      const float *logits, const uint8_t *use, const uint32_t *loads,
                                      double factor, float *dlogits, double *loss) MOE_CHECKED;
+/* Waits. *sum += the losses of `tokens` tokens, in their order. */
+struct moe_status moe_cuda_train_sum_losses(struct moe_device *device, const double *losses,
+                                            uint32_t tokens, double *sum) MOE_CHECKED;
 struct moe_status moe_cuda_train_logits_backward(struct moe_trainer *t, enum moe_dtype dtype,
                                                  uint32_t tokens, const void *x, const uint8_t *use,
                                                  const float *dlogits, bool accumulate,

@@ -26,7 +26,7 @@ static struct moe_status aux_backward(struct moe_trainer *t, enum moe_dtype dtyp
                                       float aux_coeff, float *dlogits, double *loss)
 {
     struct moe_device *device = t->layer->device;
-    double factor = moe_aux_constant(&t->layer->spec, aux_coeff, group_tokens), each;
+    double factor = moe_aux_constant(&t->layer->spec, aux_coeff, group_tokens);
     float *logits;
     void *losses;
     MOE_TRY(moe_cuda_device_use(device));
@@ -34,12 +34,7 @@ static struct moe_status aux_backward(struct moe_trainer *t, enum moe_dtype dtyp
     MOE_TRY(moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_PASS, tokens * sizeof(double),
                                         &losses));
     MOE_TRY(moe_cuda_train_aux(t, dtype, tokens, logits, NULL, n, factor, dlogits, losses));
-    MOE_TRY(moe_cuda_device_finish(device));
-    for (uint32_t i = 0; i < tokens; i++) {
-        MOE_TRY(moe_cuda_mem_copy(device, &each, (double *)losses + i, sizeof each));
-        *loss += each;
-    }
-    return moe_ok();
+    return moe_cuda_train_sum_losses(device, losses, tokens, loss);
 }
 
 static struct moe_status logits_backward(struct moe_trainer *t, enum moe_dtype dtype,
