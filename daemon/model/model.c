@@ -72,13 +72,15 @@ static struct moe_status check_layer(const struct moe_layout *layout,
 static struct moe_status check_layers(struct moe_model *m, const json_t *root)
 {
     struct moe_sha256 sha;
-    moe_sha256_init(&sha);
+    moe_sha256_begin(&sha);
     hash_text(&sha, "moed model 1");
-    MOE_TRY(hash_config(&sha, root));
-    for (size_t i = 0; i < m->config.layer_count; i++)
-        MOE_TRY(check_layer(&m->layout, &m->config.layers[i], &sha));
-    moe_sha256_finish(&sha, m->fingerprint);
-    return moe_ok();
+    struct moe_status st = hash_config(&sha, root);
+    for (size_t i = 0; i < m->config.layer_count && !moe_failed(&st); i++)
+        st = check_layer(&m->layout, &m->config.layers[i], &sha);
+    if (!moe_failed(&st))
+        st = moe_sha256_finish(&sha, m->fingerprint);
+    moe_sha256_drop(&sha);
+    return st;
 }
 
 static struct moe_status name_model(struct moe_model *m, const char *directory)

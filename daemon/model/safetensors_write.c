@@ -233,7 +233,7 @@ done:
 
 struct stream {
     int fd;
-    struct moe_sha256 sha;
+    struct moe_sha256 sha; /* of all that was put */
     uint64_t bytes;
     void *buffer; /* of the largest tensor */
 };
@@ -282,7 +282,7 @@ struct moe_status moe_st_write_at(int directory, const char *name, const struct 
     const struct moe_st_out **sorted = calloc(count + 1, sizeof *sorted);
     if (sorted == NULL)
         return no_memory();
-    moe_sha256_init(&s.sha);
+    moe_sha256_begin(&s.sha);
     for (size_t i = 0; i < count; i++)
         sorted[i] = &tensors[i];
     qsort(sorted, count, sizeof *sorted, by_width_then_name);
@@ -297,13 +297,17 @@ struct moe_status moe_st_write_at(int directory, const char *name, const struct 
         st = stream_tensors(&s, tensors, sorted, count, source, ctx);
     if (close(s.fd) != 0 && !moe_failed(&st))
         st = io_failed("closing");
-    if (moe_failed(&st))
+    if (!moe_failed(&st))
+        st = moe_sha256_finish(&s.sha, hex);
+    if (moe_failed(&st)) {
         (void)unlinkat(directory, name, 0);
-    moe_sha256_finish(&s.sha, hex);
+        goto done;
+    }
     *bytes = s.bytes;
     if (sha256 != NULL)
         memcpy(sha256, hex, sizeof hex);
 done:
+    moe_sha256_drop(&s.sha);
     free(s.buffer);
     free(head);
     free(sorted);

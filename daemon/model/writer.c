@@ -162,10 +162,7 @@ static struct moe_status flush(struct writer *w)
     w->filled = 0;
     MOE_TRY(open_shard(w, &p->at));
     MOE_TRY(write_at(w->fd, w->raw, p->bytes, range.offset));
-    struct moe_sha256 sha;
-    moe_sha256_init(&sha);
-    moe_sha256_update(&sha, w->raw, (size_t)p->bytes);
-    moe_sha256_finish(&sha, range.sha256);
+    MOE_TRY(moe_sha256_of(w->raw, (size_t)p->bytes, range.sha256));
     return w->written(w->ctx, &range);
 }
 

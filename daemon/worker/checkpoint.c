@@ -200,7 +200,6 @@ json_t *moe_ckpt__settings(const struct moe_checkpoint_context *c)
 
 struct moe_status moe_ckpt__manifest_hash(const json_t *manifest, char sha256[MOE_SHA256_HEX])
 {
-    struct moe_sha256 sha;
     json_t *copy = json_copy((json_t *)manifest);
     char *text = NULL;
     if (copy != NULL) {
@@ -210,11 +209,9 @@ struct moe_status moe_ckpt__manifest_hash(const json_t *manifest, char sha256[MO
     json_decref(copy);
     if (text == NULL)
         return moe_ckpt__no_memory();
-    moe_sha256_init(&sha);
-    moe_sha256_update(&sha, text, strlen(text));
-    moe_sha256_finish(&sha, sha256);
+    struct moe_status st = moe_sha256_of(text, strlen(text), sha256);
     free(text);
-    return moe_ok();
+    return st;
 }
 
 static struct moe_status malformed_manifest(void)

@@ -215,12 +215,8 @@ struct moe_status moe_ckpt__write_file(int at, const char *name, const void *dat
     struct moe_status st = write_all(fd, data, bytes);
     if (close(fd) != 0 && !moe_failed(&st))
         st = moe_ckpt__io("closing");
-    if (sha256 != NULL) {
-        struct moe_sha256 sha;
-        moe_sha256_init(&sha);
-        moe_sha256_update(&sha, data, bytes);
-        moe_sha256_finish(&sha, sha256);
-    }
+    if (sha256 != NULL && !moe_failed(&st))
+        st = moe_sha256_of(data, bytes, sha256);
     return st;
 }
 
@@ -241,7 +237,7 @@ static struct moe_status hash_open(int fd, uint64_t offset, uint64_t bytes, char
     char *buffer = malloc(HASH_BYTES);
     if (buffer == NULL)
         return moe_ckpt__no_memory();
-    moe_sha256_init(&sha);
+    moe_sha256_begin(&sha);
     while (bytes > 0 && !moe_failed(&st)) {
         size_t n = bytes < HASH_BYTES ? (size_t)bytes : HASH_BYTES;
         st = moe_file_read(fd, offset, buffer, n);
@@ -249,7 +245,9 @@ static struct moe_status hash_open(int fd, uint64_t offset, uint64_t bytes, char
         offset += n;
         bytes -= n;
     }
-    moe_sha256_finish(&sha, sha256);
+    if (!moe_failed(&st))
+        st = moe_sha256_finish(&sha, sha256);
+    moe_sha256_drop(&sha);
     free(buffer);
     return st;
 }

@@ -287,10 +287,7 @@ static void tensors_are_streamed_and_hashed(void **state)
     char said[MOE_SHA256_HEX], is[MOE_SHA256_HEX];
     assert_ok(moe_st_write_at(f->fd, "t", out, 3, metadata, number_tensor, &fails, &bytes, said));
     void *data = read_whole(f->fd, "t", &length);
-    struct moe_sha256 sha;
-    moe_sha256_init(&sha);
-    moe_sha256_update(&sha, data, length);
-    moe_sha256_finish(&sha, is);
+    assert_ok(moe_sha256_of(data, length, is));
     free(data);
     assert_int_equal(length, bytes);
     assert_string_equal(said, is);
