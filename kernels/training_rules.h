@@ -100,22 +100,34 @@ struct moe_train_update {
 struct moe_train_update moe_train_update_of(enum moe_optimizer optimizer,
                                             const struct moe_optimizer_args *args, double clip);
 
+/* a * b + c. Which products are fused with which sums must not be the compiler's choice: it chooses
+ * anew for every copy of a formula that it makes (a vectorised loop and its remainder), and then an
+ * element's bits depend on its place in memory, which differs between the slots that hold copies. */
+MOE_TRAINING_INLINE float moe_train_multiply_add(float a, float b, float c)
+{
+#if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return fmaf(a, b, c); /* one instruction */
+#else
+    return a * b + c; /* cannot be fused */
+#endif
+}
+
 /* m1, m2: the element's moments; AdamW in torch's order of operations. */
 MOE_TRAINING_INLINE float moe_train_adamw(const struct moe_train_update *u, float value, float grad,
                                           float *m1, float *m2)
 {
     float g = grad * u->scale;
-    *m1 = u->beta1 * *m1 + u->keep1 * g;
-    *m2 = u->beta2 * *m2 + u->keep2 * g * g;
+    *m1 = moe_train_multiply_add(u->beta1, *m1, u->keep1 * g);
+    *m2 = moe_train_multiply_add(u->beta2, *m2, u->keep2 * g * g);
     float denominator = sqrtf(*m2) / u->root + u->epsilon;
-    return value * u->decay - u->step * (*m1 / denominator);
+    return moe_train_multiply_add(-u->step, *m1 / denominator, value * u->decay);
 }
 
 MOE_TRAINING_INLINE float moe_train_sgd(const struct moe_train_update *u, float value, float grad,
                                         float *m1)
 {
-    *m1 = u->momentum * *m1 + grad * u->scale;
-    return value * u->decay - u->step * *m1;
+    *m1 = moe_train_multiply_add(u->momentum, *m1, grad * u->scale);
+    return moe_train_multiply_add(-u->step, *m1, value * u->decay);
 }
 
 #ifdef __cplusplus

@@ -26,6 +26,7 @@
 
 enum {
     CASES_PER_SESSION = 25,
+    PLACES_PER_SESSION = 8,
     HOST_BYTES = 16 << 20,
     DEVICE_BYTES = 96 << 20,
     SKIPPED = 77,      /* what ctest takes for "not run" */
@@ -120,6 +121,8 @@ static bool run_session(struct subject *s, const struct plan *plan, uint64_t fir
         went_well(s, "exchange", s->backend->session_exchange(s->session, &mine, all, sizeof mine));
     for (uint32_t p = 0; p < s->member->slots && good; p++)
         good = all[p] == first * 100 + p || wrong(s, "the exchange mixed up slot %u", p);
+    for (uint64_t i = 0; i < PLACES_PER_SESSION && plan->training && good; i++)
+        good = check_places(s, case_seed(plan->seed, first) + i);
     for (uint64_t i = first; i < end && good; i++)
         good = run_case(s, plan, i);
     if (good && s->backend->session_lost(s->session) != 0)

@@ -99,5 +99,8 @@ bool follow_values(struct trained *t);
 bool check_lora(struct subject *s);
 /* Two layers in one optimizer step. Uploads the case anew: nothing that was trained is left. */
 bool check_two_trainers(struct subject *s);
+/* Experts at different places, and copies on different slots, take the same optimizer steps to the
+ * same bits. A layer of its own, of tiny sizes drawn from the seed. */
+bool check_places(struct subject *s, uint64_t seed);
 
 #endif
