@@ -102,7 +102,8 @@ struct moe_train_update moe_train_update_of(enum moe_optimizer optimizer,
 
 /* a * b + c. Which products are fused with which sums must not be the compiler's choice: it chooses
  * anew for every copy of a formula that it makes (a vectorised loop and its remainder), and then an
- * element's bits depend on its place in memory, which differs between the slots that hold copies. */
+ * element's bits depend on its place in memory, which differs between the slots that hold copies.
+ */
 MOE_TRAINING_INLINE float moe_train_multiply_add(float a, float b, float c)
 {
 #if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)

@@ -225,6 +225,8 @@ static struct moe_status run(struct moe_session *s, struct moe_trainer *const *t
 {
     double norm;
     for (size_t i = 0; i < count; i++)
+        MOE_TRY(moe_cuda_trainer_clear_grads(trainers[i]));
+    for (size_t i = 0; i < count; i++)
         for (uint32_t b = 0; b < trainers[i]->blocks; b++)
             if (moe_cuda_block_moves(trainers[i], &trainers[i]->block[b]))
                 MOE_TRY(sum_block(s, trainers[i], &trainers[i]->block[b]));

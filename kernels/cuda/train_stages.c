@@ -173,6 +173,8 @@ struct moe_status moe_cuda_train_logits_backward(struct moe_trainer *t, enum moe
     cudaStream_t stream = layer->device->compute;
     struct moe_cuda_row_groups rows = {.groups = 1, .rows = tokens, .use = use};
     uint32_t choices = layer->spec.experts + layer->spec.router.zero_experts;
+    if (accumulate)
+        MOE_TRY(moe_cuda_trainer_clear_grads(t));
     float *dw = grad_of(t, MOE_WEIGHT_ROUTER, accumulate);
     float *db = grad_of(t, MOE_WEIGHT_LOGIT_BIAS, accumulate);
     if (dw != NULL) {
@@ -451,6 +453,8 @@ static struct moe_status backward(struct ffn *f)
 {
     const struct moe_layer *layer = f->t->layer;
     cudaStream_t stream = layer->device->compute;
+    if (f->accumulate)
+        MOE_TRY(moe_cuda_trainer_clear_grads(f->t));
     MOE_TRY(take_ffn_scratch(f));
     MOE_TRY(to_activation(f, stream));
     MOE_TRY(to_input(f, stream));

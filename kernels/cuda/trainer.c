@@ -128,6 +128,7 @@ static void set_pointers(struct moe_trainer *t, const struct plan *p)
     for (uint32_t i = 0; i < p->blocks; i++) {
         struct moe_cuda_block *b = &t->block[i];
         *b = p->block[i];
+        b->grad_is_zero = true;
         b->value = (void *)(memory + (size_t)b->value);
         b->grad = (void *)(memory + (size_t)b->grad);
         b->moment1 = (void *)(memory + (size_t)b->moment1);
@@ -159,6 +160,24 @@ struct moe_cuda_block *moe_cuda_trainer_block(struct moe_trainer *t, enum moe_we
 bool moe_cuda_block_moves(const struct moe_trainer *t, const struct moe_cuda_block *b)
 {
     return (t->frozen >> moe_weight_group(b->weight) & 1) == 0;
+}
+
+struct moe_status moe_cuda_block_clear_grad(struct moe_trainer *t, struct moe_cuda_block *b)
+{
+    size_t n = b->entries * b->n;
+    if (n > 0 && b->grad_is_zero)
+        MOE_TRY(
+            MOE_CUDA(cudaMemsetAsync(b->grad, 0, n * sizeof *b->grad, t->layer->device->compute)));
+    b->grad_is_zero = false;
+    return moe_ok();
+}
+
+struct moe_status moe_cuda_trainer_clear_grads(struct moe_trainer *t)
+{
+    for (uint32_t i = 0; i < t->blocks; i++)
+        if (moe_cuda_block_moves(t, &t->block[i]))
+            MOE_TRY(moe_cuda_block_clear_grad(t, &t->block[i]));
+    return moe_ok();
 }
 
 float *moe_cuda_trainer_grad(struct moe_trainer *t, enum moe_weight weight,
@@ -432,9 +451,13 @@ static struct moe_status move_tensor(struct moe_trainer *t, const struct moe_tra
     MOE_TRY(find_entry(layer, key, &entry));
     MOE_TRY(moe_cuda_device_use(layer->device));
     MOE_TRY(moe_cuda_device_finish(layer->device));
-    const struct moe_cuda_block *b = moe_cuda_trainer_block(t, key->weight, key->part);
+    struct moe_cuda_block *b = moe_cuda_trainer_block(t, key->weight, key->part);
     if (place.param < 0 || b == NULL)
         return move_resident(t, key->weight, entry, data, out);
+    if (key->tensor == MOE_TRAIN_GRAD) {
+        MOE_TRY(moe_cuda_block_clear_grad(t, b));
+        MOE_TRY(moe_cuda_device_finish(layer->device));
+    }
     float *memory = tensor_of(b, key->tensor);
     struct spot s = b->kind == MOE_CUDA_BLOCK_ADAPTER
                         ? (struct spot){.data = (char *)(memory + entry * b->n),
@@ -462,20 +485,12 @@ struct moe_status moe_cuda_trainer_write(struct moe_trainer *t, const struct moe
 
 /* ------------------------------------------------------------------- setting */
 
-static struct moe_status clear(struct moe_trainer *t, const struct moe_cuda_block *b)
-{
-    size_t n = b->entries * b->n;
-    if (n == 0)
-        return moe_ok();
-    return MOE_CUDA(cudaMemsetAsync(b->grad, 0, n * sizeof *b->grad, t->layer->device->compute));
-}
-
 struct moe_status moe_cuda_zero_grad(struct moe_trainer *t)
 {
     struct moe_device *device = t->layer->device;
     MOE_TRY(moe_cuda_device_use(device));
     for (uint32_t i = 0; i < t->blocks; i++)
-        MOE_TRY(clear(t, &t->block[i]));
+        t->block[i].grad_is_zero = true;
     MOE_TRY(MOE_CUDA(
         cudaMemsetAsync(t->loads, 0, t->layer->spec.experts * sizeof *t->loads, device->compute)));
     return moe_cuda_device_finish(device);
@@ -483,12 +498,10 @@ struct moe_status moe_cuda_zero_grad(struct moe_trainer *t)
 
 struct moe_status moe_cuda_set_frozen(struct moe_trainer *t, uint32_t frozen)
 {
-    struct moe_device *device = t->layer->device;
     MOE_TRY(moe_train_check_frozen(&t->config, frozen));
-    MOE_TRY(moe_cuda_device_use(device));
     t->frozen = frozen;
     for (uint32_t i = 0; i < t->blocks; i++)
         if (!moe_cuda_block_moves(t, &t->block[i]))
-            MOE_TRY(clear(t, &t->block[i]));
-    return moe_cuda_device_finish(device);
+            t->block[i].grad_is_zero = true;
+    return moe_ok();
 }
