@@ -405,6 +405,8 @@ static void wait_for_oldest(struct moe_engine *e)
             return;
         lane->step = NULL;
     }
+    if (moe_failed(&st) && result.refused && moe_engine__refuse_training(lane, st))
+        st = moe_ok();
     if (moe_failed(&st))
         fail_view(e, st, result.missing_slot);
     else

@@ -79,6 +79,9 @@ struct moe_status moe_engine__claim_call(struct moe_engine *e, struct moe_lane *
 /* Without the lock. */
 void moe_engine__begin_training(struct moe_engine *e, struct moe_lane *lane,
                                 struct moe_session *session);
+/* All slots have refused the lane's pass: where it is one of training, its turn ends with that and
+ * nothing has happened. */
+bool moe_engine__refuse_training(struct moe_lane *lane, struct moe_status why);
 /* The oldest lane's turn is over; gives the lock up meanwhile and reports `finished`. */
 void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
                                    const struct moe_step_result *result);

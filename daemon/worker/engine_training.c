@@ -177,7 +177,8 @@ void moe_engine_cancel_training(struct moe_engine *e, struct moe_train_work *w)
 
 /* --------------------------------------------------------------------------- tickets */
 
-/* An exclusive ticket has the engine for itself. */
+/* An exclusive ticket has the engine for itself. One of training waits for the one before: until
+ * that has ended nobody knows whether it will have been run. */
 bool moe_engine__may_begin(const struct moe_engine *e)
 {
     if (e->ticket_count == 0 || e->in_flight == LANES || e->stopping)
@@ -185,8 +186,9 @@ bool moe_engine__may_begin(const struct moe_engine *e)
     if (e->in_flight == 0)
         return true;
     const struct moe_lane *running = &e->lanes[e->lane_first];
-    return !moe_step_is_exclusive(e->tickets[e->ticket_first].kind) &&
-           !moe_step_is_exclusive(running->ticket.kind);
+    enum moe_step_kind next = e->tickets[e->ticket_first].kind, now = running->ticket.kind;
+    return !moe_step_is_exclusive(next) && !moe_step_is_exclusive(now) &&
+           !(moe_step_is_training(next) && moe_step_is_training(now));
 }
 
 /* Its tensors are of the shape that the ticket says. Tickets come from another process. */
@@ -265,6 +267,14 @@ void moe_engine__begin_training(struct moe_engine *e, struct moe_lane *lane,
         lane->step = NULL;
 }
 
+bool moe_engine__refuse_training(struct moe_lane *lane, struct moe_status why)
+{
+    if (lane->ticket.kind != MOE_STEP_BACKWARD)
+        return false;
+    lane->turn.refusal = moe_error_context(why, "refused by all workers, nothing has changed");
+    return true;
+}
+
 /* What the pass says about the tokens of our call. */
 static struct moe_status verdict_of(const struct moe_lane *lane)
 {
@@ -300,7 +310,8 @@ void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
     pthread_mutex_unlock(&e->lock);
     e->config.finished(e->config.ctx, &lane->ticket, moe_ok(), 0);
     pthread_mutex_lock(&e->lock);
-    e->counters.steps += lane->ticket.kind == MOE_STEP_BACKWARD && lane->turn.run;
+    e->counters.steps += lane->ticket.kind == MOE_STEP_BACKWARD && lane->turn.run &&
+                         !moe_failed(&lane->turn.refusal);
     if (w == NULL)
         return;
     w->step = *result;

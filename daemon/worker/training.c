@@ -404,16 +404,6 @@ static struct moe_trainer *find_trainer(const struct moe_train *t, uint32_t laye
     return NULL;
 }
 
-/* [lock held] What a Backward did. The same at its begin and at its end: nothing that changes the
- * weights runs between the two. Not looked up in the ledger at the end, which forgets a call at
- * once whose session is full of higher ids. */
-static struct moe_ledger_outcome pass_outcome(const struct moe_train *t,
-                                              const struct moe_ticket *ticket)
-{
-    return (struct moe_ledger_outcome){
-        .epoch = ticket->epoch, .lineage = t->lineage, .weights_version = t->weights_version};
-}
-
 struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *ticket,
                                   const struct moe_train_call *call, struct moe_train_turn *turn,
                                   struct moe_trainer **trainer)
@@ -426,18 +416,6 @@ struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *
     }
     pthread_mutex_lock(&t->lock);
     judge(t, call, turn);
-    /* Known from now on, so that a repeat in the next ticket, which may begin before this one ends,
-     * is seen as one. */
-    if (turn->run && call->kind == MOE_STEP_BACKWARD) {
-        const struct moe_ledger_call entry = {
-            .id = call->id,
-            .content = call->content,
-            .origin = ticket->order.origin,
-            .outcome = pass_outcome(t, ticket),
-        };
-        moe_ledger_record(t->ledger, call->session, &entry);
-        t->backwards += !call->input_only;
-    }
     pthread_mutex_unlock(&t->lock);
     return moe_ok();
 }
@@ -446,13 +424,15 @@ struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *
 
 static struct moe_status step_optimizer(struct moe_train *t, struct moe_session *session,
                                         const struct moe_train_call *call,
-                                        struct moe_ledger_outcome *o)
+                                        struct moe_ledger_outcome *o, struct moe_status *refusal)
 {
     struct moe_optimizer_args args = call->optimizer;
     struct moe_optimizer_result result = {0};
     args.number = t->steps + 1;
-    MOE_TRY(t->config.backend->training->optimizer_step(session, t->trainers, t->config.layer_count,
-                                                        &args, &result));
+    struct moe_status st = t->config.backend->training->optimizer_step(
+        session, t->trainers, t->config.layer_count, &args, &result);
+    if (moe_failed(&st))
+        return moe_train__agree_on_refusal(t, session, st, refusal);
     pthread_mutex_lock(&t->lock);
     o->backwards = t->backwards;
     o->number = result.grad_norm;
@@ -493,7 +473,7 @@ struct moe_status moe_train_run(struct moe_train *t, struct moe_session *session
 {
     *outcome = (struct moe_ledger_outcome){.epoch = ticket->epoch};
     switch (call->kind) {
-    case MOE_STEP_OPTIMIZER: return step_optimizer(t, session, call, outcome);
+    case MOE_STEP_OPTIMIZER: return step_optimizer(t, session, call, outcome, &turn->refusal);
     case MOE_STEP_ZERO_GRAD: return zero_gradients(t, outcome);
     case MOE_STEP_SET_FROZEN: return set_frozen(t, call->frozen);
     default: return moe_train__run_phases(t, session, ticket, call, turn, outcome);
@@ -534,8 +514,8 @@ static struct moe_status answer_repeat(struct moe_train *t, const struct moe_tra
 }
 
 /* [lock held] */
-static void record_exclusive(struct moe_train *t, const struct moe_ticket *ticket,
-                             const struct moe_train_call *call, struct moe_ledger_outcome *outcome)
+static void record(struct moe_train *t, const struct moe_ticket *ticket,
+                   const struct moe_train_call *call, struct moe_ledger_outcome *outcome)
 {
     outcome->lineage = t->lineage;
     outcome->weights_version = t->weights_version;
@@ -546,7 +526,17 @@ static void record_exclusive(struct moe_train *t, const struct moe_ticket *ticke
         .origin = ticket->order.origin,
         .outcome = *outcome,
     };
-    moe_ledger_record(t->ledger, "", &entry);
+    moe_ledger_record(t->ledger, call->session, &entry);
+}
+
+/* [lock held] A Backward's own numbers are not recorded: its answer is kept with the tensors, and
+ * only where it was asked. */
+static void record_backward(struct moe_train *t, const struct moe_ticket *ticket,
+                            const struct moe_train_call *call, struct moe_ledger_outcome *outcome)
+{
+    *outcome = (struct moe_ledger_outcome){.epoch = ticket->epoch};
+    record(t, ticket, call, outcome);
+    t->backwards += !call->input_only;
 }
 
 static struct moe_status end_run(struct moe_train *t, const struct moe_ticket *ticket,
@@ -557,11 +547,11 @@ static struct moe_status end_run(struct moe_train *t, const struct moe_ticket *t
 {
     pthread_mutex_lock(&t->lock);
     if (call->kind == MOE_STEP_BACKWARD) {
-        answer->outcome = pass_outcome(t, ticket);
+        record_backward(t, ticket, call, &answer->outcome);
         answer->outcome.number = turn->aux_loss;
     } else {
         answer->outcome = *outcome;
-        record_exclusive(t, ticket, call, &answer->outcome);
+        record(t, ticket, call, &answer->outcome);
     }
     pthread_mutex_unlock(&t->lock);
     if (call->kind == MOE_STEP_BACKWARD && t->metrics.backwards != NULL)
@@ -611,7 +601,7 @@ bool moe_train_recall(struct moe_train *t, const struct moe_train_call *call,
     if (turn.repeat)
         st = answer_repeat(t, call, answer);
     pthread_mutex_unlock(&t->lock);
-    /* A Backward that is recorded here and has no answer may still be running. */
+    /* A Backward that is recorded here and has no answer may be about to get one. */
     return turn.repeat && !moe_failed(&st);
 }
 

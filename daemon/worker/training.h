@@ -135,13 +135,14 @@ bool moe_train_knows(struct moe_train *t, const struct moe_train_call *call,
 
 /* -------------------------------------------------- tickets: the engine's thread only
  *
- * begin, then, if it says so, the pass or `run`, then end. Two Backward tickets may have begun
- * before the first of them ends; ends come in order. */
+ * begin, then, if it says so, the pass or `run`, then end, before the next ticket of training
+ * begins. */
 
 struct moe_train_turn {
     bool run;                  /* the call is new and admissible */
-    bool repeat;               /* it has been run, or will have been when this turn ends */
-    struct moe_status refusal; /* neither: why */
+    bool repeat;               /* it has been run */
+    struct moe_status refusal; /* neither: why; or all slots have refused to run it, and nothing has
+                                  happened */
     double aux_loss;           /* of the pass, set by the engine before the end */
 };
 

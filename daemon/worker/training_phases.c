@@ -51,16 +51,21 @@ static void *run_phase(void *arg)
     return NULL;
 }
 
+static struct report report_of_status(const struct moe_status *st)
+{
+    struct report r = {.code = (uint32_t)st->code, .reason = (uint32_t)st->reason};
+    if (moe_failed(st))
+        memcpy(r.text, st->text, sizeof r.text - 1);
+    return r;
+}
+
 static struct report report_of(struct phase *p)
 {
     struct report r = {.running = !atomic_load(&p->over)};
     if (r.running)
         return r;
-    r.code = (uint32_t)p->status.code;
-    r.reason = (uint32_t)p->status.reason;
+    r = report_of_status(&p->status);
     r.bytes = p->work->bytes;
-    if (moe_failed(&p->status))
-        memcpy(r.text, p->status.text, sizeof r.text - 1);
     return r;
 }
 
@@ -83,6 +88,32 @@ static struct moe_status conclude(const struct report *all, uint64_t live, uint6
         st = moe_error(code, reason, "%.*s", (int)sizeof all[s].text - 1, all[s].text);
     }
     return st;
+}
+
+/* Who has a reason of its own says more than who only saw that another refuses. */
+static uint64_t with_reasons(const struct report *all, uint64_t live)
+{
+    uint64_t those = 0;
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if ((live >> s & 1) != 0 && all[s].reason != MOE_REASON_SHAPE_MISMATCH)
+            those |= UINT64_C(1) << s;
+    return those != 0 ? those : live;
+}
+
+struct moe_status moe_train__agree_on_refusal(struct moe_train *t, struct moe_session *session,
+                                              struct moe_status why, struct moe_status *refusal)
+{
+    struct report all[MOE_MAX_SLOTS] = {0}, mine = report_of_status(&why);
+    uint64_t unused;
+    struct moe_status st = t->config.backend->session_exchange(session, &mine, all, sizeof mine);
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS && !moe_failed(&st); s++)
+        if ((t->live >> s & 1) != 0 && all[s].code == MOE_OK)
+            return why; /* it has happened there */
+    if (moe_failed(&st))
+        return why;
+    *refusal = moe_error_context(conclude(all, with_reasons(all, t->live), &unused),
+                                 "refused by all workers, nothing has changed");
+    return moe_ok();
 }
 
 static bool any_running(const struct report *all, uint64_t live)

@@ -45,6 +45,13 @@ struct moe_status moe_train__load_checkpoint(struct moe_train *t) MOE_CHECKED;
 struct moe_status moe_train__make_trainers(struct moe_train *t) MOE_CHECKED;
 void moe_train__drop_trainers(struct moe_train *t);
 
+/* A collective act has failed here. Where all slots say so through a session that still works, it
+ * was refused by all and has changed nothing: `refusal` then says why, the same on all slots.
+ * Otherwise what it was is returned. */
+struct moe_status moe_train__agree_on_refusal(struct moe_train *t, struct moe_session *session,
+                                              struct moe_status why,
+                                              struct moe_status *refusal) MOE_CHECKED;
+
 /* Save, Load and Export (training_phases.c); as moe_train_run. */
 struct moe_status moe_train__run_phases(struct moe_train *t, struct moe_session *session,
                                         const struct moe_ticket *ticket,

@@ -175,14 +175,35 @@ static void store_results(struct pass *p)
 
 /* ------------------------------------------------------------------------ pass */
 
+/* All memory that can be known to be needed before the slots have told each other anything. */
+static struct moe_status begin(struct pass *p)
+{
+    MOE_TRY(take_all(p));
+    return route(p);
+}
+
+/* This slot cannot: the others are told in place of what this pass is, and refuse it too. */
+static struct moe_status refuse(struct moe_session *s, const struct moe_backward_args *a)
+{
+    const struct moe_cpu_batch batch = {.layer = a->trainer->layer,
+                                        .dtype = a->dtype,
+                                        .bucket = a->bucket,
+                                        .backward = true,
+                                        .no_memory = true};
+    MOE_TRY(moe_cpu_ep_prepare(s->ep, &batch));
+    moe_cpu_ep_send(s->ep);
+    return moe_cpu_ep_agree(s->ep, NULL);
+}
+
 static struct moe_status run_stages(struct pass *p, struct moe_step_result *r)
 {
     struct moe_session *s = p->session;
     const struct moe_backward_args *a = p->args;
     uint64_t since = moe_clock_ns();
-    MOE_TRY(moe_cpu_session_usable(s));
-    MOE_TRY(take_all(p));
-    MOE_TRY(route(p));
+    struct moe_status begun = begin(p);
+    if (begun.code == MOE_RESOURCE_EXHAUSTED)
+        return refuse(s, a);
+    MOE_TRY(begun);
     moe_cpu_step_lap(r, MOE_STAGE_ROUTER, &since);
 
     struct moe_cpu_batch batch = {.layer = p->layer,
@@ -226,10 +247,10 @@ struct moe_status moe_cpu_backward_run(struct moe_session *session,
                                        const struct moe_backward_args *args,
                                        struct moe_step_result *result)
 {
+    MOE_TRY(moe_cpu_session_usable(session));
     struct pass *p = calloc(1, sizeof *p);
     if (p == NULL)
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                         "out of memory for a backward pass");
+        return refuse(session, args);
     p->session = session;
     p->args = args;
     p->layer = args->trainer->layer;

@@ -73,6 +73,13 @@ void moe_cpu_ep_destroy(struct moe_cpu_ep *ep)
     free(ep);
 }
 
+bool moe_cpu_ep_take_refusal(struct moe_cpu_ep *ep)
+{
+    bool refused = ep->refused;
+    ep->refused = false;
+    return refused;
+}
+
 uint64_t moe_cpu_ep_rows(const struct moe_cpu_ep *ep)
 {
     return ep->row_total;
@@ -131,7 +138,8 @@ void moe_cpu_ep_fill_head(const struct moe_cpu_batch *b, uint32_t head[MOE_HEAD_
     head[MOE_HEAD_EXPERTS] = b->layer->spec.experts;
     head[MOE_HEAD_TOP_K] = b->layer->spec.router.top_k;
     head[MOE_HEAD_DTYPE] = b->dtype | (b->backward ? MOE_HEAD_BACKWARD : 0);
-    head[MOE_HEAD_BUCKET] = (uint32_t)__builtin_ctz(b->bucket);
+    head[MOE_HEAD_BUCKET] =
+        (uint32_t)__builtin_ctz(b->bucket) | (b->no_memory ? MOE_HEAD_NO_MEMORY : 0);
     head[MOE_HEAD_PLACEMENT] = b->layer->placement.version & mask;
 }
 
@@ -223,6 +231,7 @@ struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep, const struct moe_cpu
     give_rows(ep);
     ep->received = false;
     ep->agreed = false;
+    ep->refused = false;
     if (ep->open) {
         moe_cpu_ep_store_done(ep);
         MOE_TRY(moe_cpu_ep_await_done(ep));

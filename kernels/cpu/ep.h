@@ -37,6 +37,7 @@ struct moe_cpu_batch {
     const int32_t *ids;         /* [T, K]; < 0: this k is not routed; >= E: zero expert */
     const float *weights;       /* [T, K] */
     const uint8_t *token_state; /* [T] enum moe_token_state, or NULL = all MOE_TOKEN_OK */
+    bool no_memory;             /* this slot cannot: all are to refuse. T is 0 then */
 };
 
 struct moe_status moe_cpu_ep_create(struct moe_session *session,
@@ -61,8 +62,9 @@ void moe_cpu_ep_send(struct moe_cpu_ep *ep);
 struct moe_status moe_cpu_ep_agree(struct moe_cpu_ep *ep,
                                    struct moe_cpu_group_facts *facts) MOE_CHECKED;
 /* Waits for the peers' rows and puts all rows of local experts into `out`.
- * Errors: MOE_FAILED_PRECONDITION/SHAPE_MISMATCH, on all slots alike, when they do not agree on
- * what this pass is; the session stays usable then. */
+ * Errors: MOE_FAILED_PRECONDITION/SHAPE_MISMATCH when the slots do not agree on what this pass is,
+ * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY when one has no memory for it; on all slots alike, and the
+ * session stays usable then. */
 struct moe_status moe_cpu_ep_receive(struct moe_cpu_ep *ep, struct moe_rows *out) MOE_CHECKED;
 /* After receive in a backward pass: dy of the received rows, [start[local], H]. */
 const void *moe_cpu_ep_dy_rows(const struct moe_cpu_ep *ep);
@@ -83,6 +85,9 @@ struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_
 struct moe_status moe_cpu_ep_combine_backward(struct moe_cpu_ep *ep, const float *dx_rows,
                                               const float *dweight_rows, float *dx,
                                               float *dweights) MOE_CHECKED;
+
+/* Whether the last pass since this was asked was refused by all slots. */
+bool moe_cpu_ep_take_refusal(struct moe_cpu_ep *ep);
 
 /* Rows computed on this slot in the current pass. */
 uint64_t moe_cpu_ep_rows(const struct moe_cpu_ep *ep);

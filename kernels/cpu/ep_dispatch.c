@@ -54,8 +54,10 @@ void moe_cpu_ep_send(struct moe_cpu_ep *ep)
     moe_cpu_parallel(ep->session->device, grains * ep->session->config.slots, send_item, ep);
 }
 
-/* Reads a peer's head; *differs says whether the peer is about to run something else. */
-static struct moe_status read_head(struct moe_cpu_ep *ep, uint32_t peer, bool *differs)
+/* Reads a peer's head; *differs says whether the peer is about to run something else, *cannot that
+ * it has no memory. */
+static struct moe_status read_head(struct moe_cpu_ep *ep, uint32_t peer, bool *differs,
+                                   bool *cannot)
 {
     struct moe_session *s = ep->session;
     uint32_t mine[MOE_HEAD_WORDS], theirs[MOE_HEAD_WORDS];
@@ -67,6 +69,7 @@ static struct moe_status read_head(struct moe_cpu_ep *ep, uint32_t peer, bool *d
     *differs = theirs[MOE_HEAD_TOKENS] > ep->batch.bucket;
     for (uint32_t i = MOE_HEAD_TOKENS + 1; i < MOE_HEAD_WORDS; i++)
         *differs = *differs || theirs[i] != mine[i];
+    *cannot = (theirs[MOE_HEAD_BUCKET] & MOE_HEAD_NO_MEMORY) != 0;
     ep->tokens_of[peer] = theirs[MOE_HEAD_TOKENS];
     return moe_ok();
 }
@@ -109,31 +112,42 @@ static struct moe_status gather_facts(struct moe_cpu_ep *ep, int *other)
     return moe_ok();
 }
 
+/* The verdict that all slots have come to. */
+static struct moe_status refuse(struct moe_cpu_ep *ep, int other, int unable)
+{
+    ep->open = false;
+    ep->refused = true;
+    if (unable >= 0)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "slot %d has no memory for this pass", unable);
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
+                     "slot %d runs another layer, dtype or bucket than layer %u, bucket %u", other,
+                     ep->batch.layer->spec.layer, ep->batch.bucket);
+}
+
 /* All heads are read before the verdict, so that all slots reach the same one. */
 struct moe_status moe_cpu_ep_agree(struct moe_cpu_ep *ep, struct moe_cpu_group_facts *facts)
 {
     struct moe_session *s = ep->session;
-    int other = -1;
+    int other = -1, unable = -1;
     ep->tokens_of[s->config.slot] = ep->batch.tokens;
     for (uint32_t p = 0; p < s->config.slots; p++) {
-        bool differs = false;
+        bool differs = false, cannot = p == s->config.slot && ep->batch.no_memory;
         if (moe_cpu_session_has_peer(s, p))
-            MOE_TRY(read_head(ep, p, &differs));
+            MOE_TRY(read_head(ep, p, &differs, &cannot));
         if (differs && other < 0)
             other = (int)p;
+        if (cannot && unable < 0)
+            unable = (int)p;
     }
-    if (other < 0 && ep->batch.backward)
+    if (other < 0 && unable < 0 && ep->batch.backward)
         MOE_TRY(gather_facts(ep, &other));
-    if (other < 0) {
-        ep->agreed = true;
-        if (facts != NULL)
-            *facts = (struct moe_cpu_group_facts){.routed = ep->routed, .loads = ep->loads};
-        return moe_ok();
-    }
-    ep->open = false;
-    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
-                     "slot %d runs another layer, dtype or bucket than layer %u, bucket %u", other,
-                     ep->batch.layer->spec.layer, ep->batch.bucket);
+    if (other >= 0 || unable >= 0)
+        return refuse(ep, other, unable);
+    ep->agreed = true;
+    if (facts != NULL)
+        *facts = (struct moe_cpu_group_facts){.routed = ep->routed, .loads = ep->loads};
+    return moe_ok();
 }
 
 /* The rows that `source` sends for each local expert, into ep->limit for the moment. */

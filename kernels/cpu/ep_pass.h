@@ -26,6 +26,7 @@ struct moe_cpu_ep {
     bool open;     /* a pass has begun and its done words have not been stored */
     bool agreed;   /* all slots have said that they run the same pass */
     bool received; /* the pass can be combined */
+    bool refused;  /* all slots have refused the pass */
     size_t row_bytes;
     size_t stride;          /* of x in the windows, dy behind it; of partials in a forward pass */
     size_t pair_stride;     /* from token to token: x, and dy in a backward pass */

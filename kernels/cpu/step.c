@@ -108,17 +108,12 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     return moe_ok();
 }
 
-/* A refused step leaves the session usable: all slots refuse it alike, and nothing is under way. */
-static bool refused_by_all(const struct moe_status *st)
-{
-    return st->code == MOE_FAILED_PRECONDITION && st->reason == MOE_REASON_SHAPE_MISMATCH;
-}
-
 static void run(struct moe_session *s, struct moe_step *step)
 {
     struct step_memory memory = {0};
     uint64_t start = moe_clock_ns();
     step->result.missing_slot = -1;
+    (void)moe_cpu_ep_take_refusal(s->ep);
     if (step->backward)
         step->status = moe_cpu_backward_run(s, &step->backward_args, &step->result);
     else
@@ -126,7 +121,10 @@ static void run(struct moe_session *s, struct moe_step *step)
     moe_cpu_scratch_give(s->device, memory.hidden);
     moe_cpu_scratch_give(s->device, memory.out);
     moe_cpu_scratch_give(s->device, memory.base);
-    if (moe_failed(&step->status) && !refused_by_all(&step->status))
+    /* A refused step leaves the session usable: all slots refuse it alike, and nothing is under
+     * way. */
+    step->result.refused = moe_failed(&step->status) && moe_cpu_ep_take_refusal(s->ep);
+    if (moe_failed(&step->status) && !step->result.refused)
         moe_cpu_session_fail(s, &step->status);
     if (step->status.reason == MOE_REASON_PEER_LOST)
         step->result.missing_slot = s->missing;

@@ -399,6 +399,7 @@ struct moe_status moe_cuda_backward_enqueue(struct moe_session *s,
     result.total_ns = moe_clock_ns() - begun;
     if (st.reason == MOE_REASON_PEER_LOST)
         result.missing_slot = s->missing;
+    result.refused = moe_cuda_session_refused(s, &st);
     moe_cuda_step_finish(step, st, &result);
     *out = step;
     return moe_ok();

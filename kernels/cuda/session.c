@@ -34,6 +34,12 @@ void moe_cuda_session_fail(struct moe_session *s)
     __atomic_store_n(&s->failed, true, __ATOMIC_RELEASE);
 }
 
+bool moe_cuda_session_refused(const struct moe_session *s, const struct moe_status *st)
+{
+    return st->code == MOE_FAILED_PRECONDITION && st->reason == MOE_REASON_SHAPE_MISMATCH &&
+           !__atomic_load_n(&s->failed, __ATOMIC_ACQUIRE);
+}
+
 struct moe_status moe_cuda_session_judge(struct moe_session *s,
                                          const struct moe_cuda_verdict *verdict)
 {

@@ -108,6 +108,9 @@ struct moe_status moe_cuda_session_count_step(struct moe_session *s) MOE_CHECKED
 struct moe_status moe_cuda_session_judge(struct moe_session *s,
                                          const struct moe_cuda_verdict *verdict) MOE_CHECKED;
 
+/* Whether a step that ended with this status was refused by all slots, and the session goes on. */
+bool moe_cuda_session_refused(const struct moe_session *s, const struct moe_status *st);
+
 /* Waits for the compute stream and judges. */
 struct moe_status moe_cuda_session_finish(struct moe_session *s) MOE_CHECKED;
 

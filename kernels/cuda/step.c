@@ -669,6 +669,7 @@ struct moe_status moe_cuda_step_wait(struct moe_step *lane, uint64_t deadline_ns
     struct moe_status st = enqueued ? judge(lane, rc, &r) : judge_unfinished(lane);
     if (st.reason == MOE_REASON_PEER_LOST)
         r.missing_slot = s->missing;
+    r.refused = moe_cuda_session_refused(s, &st);
     if (result != NULL)
         *result = r;
     if (!net)

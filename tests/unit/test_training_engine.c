@@ -25,8 +25,12 @@ static struct {
     pthread_cond_t changed;
     bool hold; /* steps do not end, until aborted */
     bool aborted;
-    int forwards, backwards, unfinished, optimizer_steps, zero_grads, trainers;
+    int forwards, backwards, running_passes, unfinished, optimizer_steps, zero_grads, trainers;
     bool step_beside_optimizer, nonfinite, bad_token;
+    bool refuse;        /* passes and optimizer steps are refused by all slots */
+    bool peer_has_done; /* what is refused here: the exchange says that a peer did it */
+    bool beside;        /* a pass began beside another */
+    int exchanges;
 } backend;
 
 static char device_memory, session_memory[8], layer_memory;
@@ -55,6 +59,8 @@ static struct moe_status start_step(struct moe_step step, struct moe_step **out)
     backend.unfinished++;
     backend.forwards += !step.backward;
     backend.backwards += step.backward;
+    backend.beside |= step.backward && backend.running_passes > 0;
+    backend.running_passes += step.backward;
     pthread_cond_broadcast(&backend.changed);
     pthread_mutex_unlock(&backend.lock);
     *out = malloc(sizeof **out);
@@ -94,6 +100,26 @@ static void compute(const struct moe_step *step)
                a->tokens);
 }
 
+static struct moe_status no_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "slot 1 has no memory");
+}
+
+/* The other slot says what this one says, or that it has done what was asked. */
+static struct moe_status script_exchange(struct moe_session *s, const void *mine, void *all,
+                                         size_t bytes)
+{
+    (void)s;
+    backend.exchanges++;
+    if (backend.aborted)
+        return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "called off");
+    memset(all, 0, 2 * bytes);
+    memcpy(all, mine, bytes);
+    if (!backend.peer_has_done)
+        memcpy((char *)all + bytes, mine, bytes);
+    return moe_ok();
+}
+
 static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns,
                                      struct moe_step_result *result)
 {
@@ -104,13 +130,16 @@ static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns
             return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still running");
         }
     }
-    bool aborted = backend.aborted;
+    bool aborted = backend.aborted, refused = backend.refuse && step->backward && !aborted;
     backend.unfinished--;
+    backend.running_passes -= step->backward;
     pthread_mutex_unlock(&backend.lock);
-    *result = (struct moe_step_result){.missing_slot = -1, .total_ns = 1};
-    if (!aborted)
+    *result = (struct moe_step_result){.missing_slot = -1, .total_ns = 1, .refused = refused};
+    if (!aborted && !refused)
         compute(step);
     free(step);
+    if (refused)
+        return no_memory();
     return aborted ? moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "called off") : moe_ok();
 }
 
@@ -171,6 +200,10 @@ static struct moe_status script_optimizer(struct moe_session *s, struct moe_trai
     pthread_mutex_lock(&backend.lock);
     backend.step_beside_optimizer |= backend.unfinished > 0;
     backend.optimizer_steps++;
+    if (backend.refuse) {
+        pthread_mutex_unlock(&backend.lock);
+        return no_memory();
+    }
     *result = (struct moe_optimizer_result){.grad_norm = (double)args->number,
                                             .nonfinite = backend.nonfinite};
     pthread_mutex_unlock(&backend.lock);
@@ -193,6 +226,7 @@ static const struct moe_backend script = {
     .mem_free = script_free,
     .session_abort = script_abort,
     .session_lost = script_lost,
+    .session_exchange = script_exchange,
     .step_enqueue = script_enqueue,
     .step_wait = script_wait,
 };
@@ -696,6 +730,88 @@ static void a_ticket_for_a_call_of_ours_that_we_never_made_ends_the_view(void **
     assert_int_equal(stand.torn, 0); /* none had begun to change anything */
 }
 
+static void assert_nothing_happened(void)
+{
+    struct moe_train_stand stand;
+    moe_train_stand(test.train, &stand);
+    assert_int_equal(stand.torn, 0);
+    assert_int_equal(stand.calls, 0);
+    assert_int_equal(state_now().backwards, 0);
+    assert_int_equal(state_now().weights_version, 1);
+    assert_ok(test.last); /* the view goes on */
+}
+
+static void a_pass_that_all_refuse_has_not_happened(void **state)
+{
+    (void)state;
+    backend.refuse = true;
+    hold_steps(true);
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    ask(1, MOE_STEP_BACKWARD, 1, 5); /* asked again while the first still runs */
+    forward(4, 0);
+    order(0, 0);
+    order_forward(4); /* beside the one that is refused */
+    order(1, 0);
+    wait_until(&backend.forwards, 1, &backend.lock);
+    hold_steps(false);
+    for (int i = 0; i < 2; i++) {
+        wait_done(i);
+        assert_refused(test.clients[i].status, MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY);
+        assert_int_equal(test.clients[i].answer.outcome.epoch, 0); /* there is no answer to keep */
+    }
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+    assert_nothing_happened();
+    assert_int_equal(backend.backwards, 2); /* the second was no repeat */
+    backend.refuse = false;
+    ask(2, MOE_STEP_BACKWARD, 1, 6); /* the id is free, for other content too */
+    order(2, 0);
+    wait_done(2);
+    assert_ok(test.clients[2].status);
+    assert_false(test.clients[2].answer.repeated);
+    assert_int_equal(state_now().backwards, 1);
+}
+
+static void an_optimizer_step_that_all_refuse_has_not_happened(void **state)
+{
+    (void)state;
+    struct moe_train_stand stand;
+    backend.refuse = true;
+    ask(0, MOE_STEP_OPTIMIZER, 1, 0);
+    order(0, 0);
+    wait_done(0);
+    assert_refused(test.clients[0].status, MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY);
+    assert_nothing_happened();
+    backend.refuse = false;
+    ask(1, MOE_STEP_OPTIMIZER, 1, 0);
+    order(1, 0);
+    wait_done(1);
+    assert_ok(test.clients[1].status);
+    assert_false(test.clients[1].answer.repeated);
+    assert_int_equal(test.clients[1].answer.outcome.weights_version, 2);
+    /* Refused here and done elsewhere: the slots no longer have one state. */
+    backend.refuse = backend.peer_has_done = true;
+    ask(2, MOE_STEP_OPTIMIZER, 2, 0);
+    order(2, 0);
+    wait_done(2);
+    assert_refused(test.clients[2].status, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
+    moe_train_stand(test.train, &stand);
+    assert_int_equal(stand.torn, 1);
+}
+
+static void passes_run_one_after_the_other(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 6; i++)
+        ask(i, MOE_STEP_BACKWARD, (uint64_t)i + 1, 5);
+    for (int i = 0; i < 6; i++)
+        order(i, 0);
+    for (int i = 0; i < 6; i++)
+        wait_done(i);
+    assert_false(backend.beside);
+    assert_int_equal(backend.backwards, 6);
+}
+
 /* The ledger has no room for a call below all of a full session's; its answer is whole even so. */
 static void a_call_that_is_forgotten_at_once_is_answered_whole(void **state)
 {
@@ -813,6 +929,9 @@ int main(void)
         with_engine(a_bad_token_fails_its_call_which_has_been_run),
         with_engine(a_call_that_nobody_waits_for_is_run_once_it_was_announced),
         with_engine(a_ticket_for_a_call_of_ours_that_we_never_made_ends_the_view),
+        with_engine(a_pass_that_all_refuse_has_not_happened),
+        with_engine(an_optimizer_step_that_all_refuse_has_not_happened),
+        with_engine(passes_run_one_after_the_other),
         with_engine(a_call_that_is_forgotten_at_once_is_answered_whole),
         with_engine(more_calls_than_may_wait_are_refused),
         cmocka_unit_test(a_group_decides_together_where_to_go_on),

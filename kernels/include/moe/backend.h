@@ -129,6 +129,8 @@ struct moe_step_result {
     uint64_t stage_ns[MOE_STAGE_COUNT];
     uint64_t total_ns; /* from start to finish on this slot, waits on peers included */
     int missing_slot;  /* the slot that did not answer, or -1 */
+    bool refused;      /* with a failure: all slots refused this step, alike and before anything was
+                          changed; the session goes on */
     uint64_t rows;     /* (token, expert) pairs computed on this slot */
 };
 

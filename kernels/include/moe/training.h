@@ -194,8 +194,11 @@ struct moe_training {
 
     /* Starts one backward pass; to be waited for with moe_backend.step_wait, in one queue of two
      * with the forward steps. All live slots must enqueue the same. The session must have been
-     * joined with `training` set: windows are larger then. A pass that all slots refuse changes
-     * nothing; one that fails otherwise leaves the gradients undefined (zero_grad). */
+     * joined with `training` set: windows are larger then. A pass that all slots refuse
+     * (moe_step_result.refused) changes nothing; one that fails otherwise leaves the gradients
+     * undefined (zero_grad). A slot that finds no memory before it has told the others anything
+     * tells them so, and all refuse with MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY (CPU; CUDA ends the
+     * session, as any slot does that runs out of memory later). */
     struct moe_status (*backward_enqueue)(struct moe_session *, const struct moe_backward_args *,
                                           struct moe_step **out);
 

@@ -101,12 +101,15 @@ enum moe_window_head {
     MOE_HEAD_EXPERTS,   /* E */
     MOE_HEAD_TOP_K,     /* K */
     MOE_HEAD_DTYPE,     /* enum moe_dtype; in a backward pass plus MOE_HEAD_BACKWARD */
-    MOE_HEAD_BUCKET,    /* log2 of the bucket */
+    MOE_HEAD_BUCKET,    /* log2 of the bucket; of a slot that cannot, plus MOE_HEAD_NO_MEMORY */
     MOE_HEAD_PLACEMENT, /* version of the placement, low bits */
     MOE_HEAD_WORDS
 };
 
 enum { MOE_HEAD_BACKWARD = 1 << 8 };
+/* Beside the bucket: the source has no memory for this pass, so all slots refuse it. It sends no
+ * rows and waits for none. */
+enum { MOE_HEAD_NO_MEMORY = 1 << 8 };
 
 /* Words of a backward pass that every slot tells every other. All but ROUTED must be equal on all
  * slots. The loads of the experts follow: choices of the source's routed tokens per expert. */
