@@ -63,7 +63,7 @@ struct moe_status moe_cuda_pairs_dispatch(struct moe_session *s, const struct mo
     facts.head[MOE_HEAD_DTYPE] |= a->flags;
     MOE_TRY(moe_cuda_train_tell(device, &facts, &batch.facts));
     MOE_TRY(moe_cuda_session_count_step(s));
-    MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch, stream));
+    MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
     MOE_TRY(moe_cuda_ep_dispatch(s->ep, rows, stream));
     MOE_TRY(moe_cuda_split_pairs(rows->start + rows->local_experts, bytes, rows->x, x, dy, stream));
     rows->x = x;

@@ -1,9 +1,8 @@
-/* Sums over rows by columns: what combine does with rows, whichever way they came. A lane holds N
- * neighbouring columns in fp32; all sums are made in one fixed order. */
+/* Neighbouring columns of rows: N per lane, as they lie in memory and as fp32. */
 #ifndef MOE_CUDA_COLUMNS_CUH
 #define MOE_CUDA_COLUMNS_CUH
 
-#include "cuda/rows.cuh"
+#include "cuda/words.cuh"
 
 #include <cuda_bf16.h>
 
@@ -13,73 +12,93 @@ template <uint32_t N> struct columns {
     float v[N];
 };
 
-__device__ inline float widen(uint32_t bf16)
+template <typename T, uint32_t N> struct packed;
+template <> struct packed<float, 1> {
+    float one;
+};
+template <> struct packed<__nv_bfloat16, 1> {
+    unsigned short one;
+};
+template <> struct packed<float, WIDE> {
+    uint4 unit[2];
+};
+template <> struct packed<__nv_bfloat16, WIDE> {
+    uint4 unit[1];
+};
+
+/* -------------------------------------------------------------- arithmetic */
+
+__device__ inline float low_half(uint32_t pair)
 {
-    return __uint_as_float(bf16 << 16);
+    return __uint_as_float(pair << 16);
 }
 
-__device__ inline columns<1> load(const float *row, columns<1>)
+__device__ inline float high_half(uint32_t pair)
 {
-    return {{__ldcg(row)}};
+    return __uint_as_float(pair & 0xffff0000u);
 }
 
-__device__ inline columns<WIDE> load(const float *row, columns<WIDE>)
+__device__ inline columns<1> unpack(const packed<float, 1> &from)
 {
-    float4 a = __ldcg(reinterpret_cast<const float4 *>(row));
-    float4 b = __ldcg(reinterpret_cast<const float4 *>(row) + 1);
-    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+    return {{from.one}};
 }
 
-__device__ inline columns<1> load(const __nv_bfloat16 *row, columns<1>)
+__device__ inline columns<1> unpack(const packed<__nv_bfloat16, 1> &from)
 {
-    return {{widen(__ldcg(reinterpret_cast<const unsigned short *>(row)))}};
+    return {{low_half(from.one)}};
 }
 
-__device__ inline columns<WIDE> load(const __nv_bfloat16 *row, columns<WIDE>)
+__device__ inline columns<WIDE> unpack(const packed<float, WIDE> &from)
 {
-    uint4 u = __ldcg(reinterpret_cast<const uint4 *>(row));
-    return {{widen(u.x), __uint_as_float(u.x & 0xffff0000u), widen(u.y),
-             __uint_as_float(u.y & 0xffff0000u), widen(u.z), __uint_as_float(u.z & 0xffff0000u),
-             widen(u.w), __uint_as_float(u.w & 0xffff0000u)}};
+    const uint4 a = from.unit[0], b = from.unit[1];
+    return {{__uint_as_float(a.x), __uint_as_float(a.y), __uint_as_float(a.z), __uint_as_float(a.w),
+             __uint_as_float(b.x), __uint_as_float(b.y), __uint_as_float(b.z),
+             __uint_as_float(b.w)}};
 }
 
-__device__ inline void store(float *row, const columns<1> &c)
+__device__ inline columns<WIDE> unpack(const packed<__nv_bfloat16, WIDE> &from)
 {
-    *row = c.v[0];
+    const uint4 u = from.unit[0];
+    return {{low_half(u.x), high_half(u.x), low_half(u.y), high_half(u.y), low_half(u.z),
+             high_half(u.z), low_half(u.w), high_half(u.w)}};
 }
 
-__device__ inline void store(float *row, const columns<WIDE> &c)
+__device__ inline uint32_t pair_of(float low, float high)
 {
-    float4 *to = reinterpret_cast<float4 *>(row);
-    to[0] = {c.v[0], c.v[1], c.v[2], c.v[3]};
-    to[1] = {c.v[4], c.v[5], c.v[6], c.v[7]};
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&pair);
 }
 
-__device__ inline void store(__nv_bfloat16 *row, const columns<1> &c)
+__device__ inline void pack(const columns<1> &from, packed<float, 1> *to)
 {
-    *row = __float2bfloat16_rn(c.v[0]);
+    to->one = from.v[0];
 }
 
-__device__ inline void store(__nv_bfloat16 *row, const columns<WIDE> &c)
+__device__ inline void pack(const columns<1> &from, packed<__nv_bfloat16, 1> *to)
 {
-    union {
-        __nv_bfloat162 pair[WIDE / 2];
-        uint4 all;
-    } u;
+    to->one = __bfloat16_as_ushort(__float2bfloat16_rn(from.v[0]));
+}
+
+__device__ inline void pack(const columns<WIDE> &from, packed<float, WIDE> *to)
+{
 #pragma unroll
-    for (uint32_t i = 0; i < WIDE / 2; i++)
-        u.pair[i] = __floats2bfloat162_rn(c.v[2 * i], c.v[2 * i + 1]);
-    *reinterpret_cast<uint4 *>(row) = u.all;
+    for (uint32_t i = 0; i < 2; i++)
+        to->unit[i] = {__float_as_uint(from.v[4 * i]), __float_as_uint(from.v[4 * i + 1]),
+                       __float_as_uint(from.v[4 * i + 2]), __float_as_uint(from.v[4 * i + 3])};
 }
 
-/* What is left of columns once they have been stored as Element. */
-template <typename Element, uint32_t N> __device__ inline columns<N> rounded_to(columns<N> c)
+__device__ inline void pack(const columns<WIDE> &from, packed<__nv_bfloat16, WIDE> *to)
 {
-    if constexpr (sizeof(Element) != sizeof(float))
-#pragma unroll
-        for (uint32_t i = 0; i < N; i++)
-            c.v[i] = __bfloat162float(__float2bfloat16_rn(c.v[i]));
-    return c;
+    to->unit[0] = {pair_of(from.v[0], from.v[1]), pair_of(from.v[2], from.v[3]),
+                   pair_of(from.v[4], from.v[5]), pair_of(from.v[6], from.v[7])};
+}
+
+/* What is left of the columns after they have been stored as T. */
+template <typename T, uint32_t N> __device__ inline columns<N> rounded_to(const columns<N> &from)
+{
+    packed<T, N> stored;
+    pack(from, &stored);
+    return unpack(stored);
 }
 
 /* sum += scale * from */
@@ -91,42 +110,91 @@ __device__ inline void add_scaled(columns<N> &sum, const columns<N> &from, float
         sum.v[i] += scale * from.v[i];
 }
 
-constexpr uint32_t ROWS_AT_ONCE = 4; /* loads of different rows in flight */
+/* ------------------------------------------------------------------ memory */
 
-/* Rows of the choices in `lanes`, added in k order, from column h on. Lane k holds row k. */
-template <uint32_t N>
-__device__ inline columns<N> sum_rows(const struct moe_cuda_pass &p, uint32_t lanes, uint32_t row,
-                                      uint32_t h)
+/* Past the first level cache, which may hold lines of an earlier step. */
+template <typename T> __device__ inline void fetch(const T *from, packed<T, WIDE> *to)
 {
-    columns<N> sum = {};
-    for (uint32_t left = lanes; left != 0;) {
-        columns<N> from[ROWS_AT_ONCE];
 #pragma unroll
-        for (uint32_t i = 0; i < ROWS_AT_ONCE; i++) {
-            from[i] = {};
-            if (left == 0)
-                continue;
-            size_t at = __shfl_sync(ALL_LANES, row, __ffs(left) - 1);
-            left &= left - 1;
-            if (h < p.hidden)
-                from[i] = load(p.expert_out + at * p.hidden + h, columns<N>{});
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < ROWS_AT_ONCE; i++)
-            add_scaled(sum, from[i], 1.0f);
-    }
-    return sum;
+    for (uint32_t i = 0; i < sizeof(to->unit) / sizeof(uint4); i++)
+        to->unit[i] = __ldcg(reinterpret_cast<const uint4 *>(from) + i);
 }
 
-/* Columns of a part of a row: rows are cut where there are fewer tokens than warps. */
-template <uint32_t N>
-__device__ inline void part_columns(uint32_t hidden, uint32_t parts, uint32_t part, uint32_t *begin,
-                                    uint32_t *end)
+__device__ inline void fetch(const float *from, packed<float, 1> *to)
 {
-    uint32_t chunks = (hidden + 32 * N - 1) / (32 * N);
-    uint32_t width = (chunks + parts - 1) / parts * 32 * N;
-    *begin = part * width;
-    *end = min(*begin + width, hidden);
+    to->one = __ldcg(from);
+}
+
+__device__ inline void fetch(const __nv_bfloat16 *from, packed<__nv_bfloat16, 1> *to)
+{
+    to->one = __ldcg(reinterpret_cast<const unsigned short *>(from));
+}
+
+template <typename T> __device__ inline void put(T *to, const packed<T, WIDE> &from)
+{
+#pragma unroll
+    for (uint32_t i = 0; i < sizeof(from.unit) / sizeof(uint4); i++)
+        reinterpret_cast<uint4 *>(to)[i] = from.unit[i];
+}
+
+__device__ inline void put(float *to, const packed<float, 1> &from)
+{
+    *to = from.one;
+}
+
+__device__ inline void put(__nv_bfloat16 *to, const packed<__nv_bfloat16, 1> &from)
+{
+    *reinterpret_cast<unsigned short *>(to) = from.one;
+}
+
+/* Begins to bring bytes nearer that will be fetched soon; both are multiples of 16. */
+__device__ inline void bring_nearer(const void *from, uint32_t bytes)
+{
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
+/* ----------------------------------------------------------- quick regions */
+
+template <typename T> __device__ inline void peek(const T *from, packed<T, WIDE> *to)
+{
+#pragma unroll
+    for (uint32_t i = 0; i < sizeof(to->unit) / sizeof(uint4); i++)
+        to->unit[i] = load_relaxed(reinterpret_cast<const uint4 *>(from) + i);
+}
+
+template <typename T> __device__ inline bool has_blank(const packed<T, WIDE> &from)
+{
+    bool blank = false;
+#pragma unroll
+    for (uint32_t i = 0; i < sizeof(from.unit) / sizeof(uint4); i++)
+        blank = blank || has_blank(from.unit[i]);
+    return blank;
+}
+
+template <typename T> __device__ inline void put_quick(T *to, const packed<T, WIDE> &from)
+{
+#pragma unroll
+    for (uint32_t i = 0; i < sizeof(from.unit) / sizeof(uint4); i++)
+        store_relaxed(reinterpret_cast<uint4 *>(to) + i, without_blanks(from.unit[i]));
+}
+
+/* Waits until what was peeked at carries data, and puts blanks back; false when the wait failed. */
+template <typename T>
+__device__ inline bool take(struct moe_cuda_control *c, const uint32_t *abort, uint32_t slot,
+                            T *from, packed<T, WIDE> *value)
+{
+    uint64_t since = 0, looked = 0;
+    for (uint32_t tries = 1; has_blank(*value); tries++) {
+        if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
+            return false;
+        peek(from, value);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < sizeof(value->unit) / sizeof(uint4); i++)
+        store_relaxed(reinterpret_cast<uint4 *>(from) + i, all_blank());
+    return true;
 }
 
 #endif

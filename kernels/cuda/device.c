@@ -53,6 +53,7 @@ static struct moe_status read_properties(struct moe_device *device)
     MOE_TRY(MOE_CUDA(cudaGetDeviceProperties(&p, device->ordinal)));
     device->arch = 10 * p.major + p.minor;
     device->multiprocessors = p.multiProcessorCount;
+    device->bulk_shared_bytes = p.major == 9 ? (uint32_t)p.sharedMemPerBlockOptin : 0;
     device->memory_bytes = p.totalGlobalMem;
     snprintf(device->gpu_name, sizeof device->gpu_name, "%.47s", p.name);
     if (device->arch < OLDEST_ARCH)

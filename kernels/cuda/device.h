@@ -30,6 +30,7 @@ struct moe_device {
     int arch; /* 10 * major + minor of the compute capability: 90 = Hopper */
     int multiprocessors;
     struct moe_cuda_cublas *cublas; /* what multiplies bf16; NULL: Hopper's kernels do */
+    uint32_t bulk_shared_bytes; /* shared memory of a CTA; 0 where there is no bulk copy engine */
     char gpu_name[48];
     uint64_t memory_bytes;
     uint64_t used_bytes;          /* atomic */

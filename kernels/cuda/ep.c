@@ -9,6 +9,12 @@
 
 #include <stdlib.h>
 
+enum {
+    QUICK_COLUMNS = 8, /* that rows in the quick regions are made of */
+    QUICK_PARTS = 8,   /* that a row is summed in there */
+    ALIGNMENT = 16,    /* of the tensors that a part is given */
+};
+
 struct moe_cuda_ep {
     struct moe_session *session;
     struct moe_cuda_pass pass;    /* the last one that was enqueued */
@@ -21,7 +27,8 @@ struct moe_cuda_ep {
     uint32_t tokens;
 
     /* As in struct moe_cuda_pass. */
-    uint32_t *position, *start, *count, *row_of, *parts_ready;
+    struct moe_cuda_own_token *own;
+    uint32_t *start, *count, *row_of;
     struct moe_cuda_buffer rows, row_weight;
 };
 
@@ -32,19 +39,17 @@ struct table {
     size_t bytes;
 };
 
-enum { TABLES = 6 };
+enum { TABLES = 5 };
 
 static void list_tables(struct moe_cuda_ep *ep, struct table out[TABLES])
 {
     const struct moe_window_shape *w = &ep->session->layout.shape;
     size_t pairs = (size_t)w->max_tokens * w->max_top_k;
-    out[0] = (struct table){(void **)&ep->position, pairs * sizeof(uint32_t)};
+    out[0] = (struct table){(void **)&ep->own, w->max_tokens * sizeof *ep->own};
     out[1] = (struct table){(void **)&ep->row_of, w->slots * pairs * sizeof(uint32_t)};
     out[2] = (struct table){(void **)&ep->start, (w->max_experts + (size_t)1) * sizeof(uint32_t)};
     out[3] = (struct table){(void **)&ep->count, w->max_experts * sizeof(uint32_t)};
-    out[4] = (struct table){(void **)&ep->parts_ready,
-                            (size_t)w->slots * w->max_tokens * sizeof(uint32_t)};
-    out[5] = (struct table){(void **)&ep->facts, sizeof *ep->facts};
+    out[4] = (struct table){(void **)&ep->facts, sizeof *ep->facts};
 }
 
 struct moe_status moe_cuda_ep_create(struct moe_session *session, struct moe_cuda_ep **out)
@@ -135,12 +140,19 @@ bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer 
 
 /* ------------------------------------------------------------------- passes */
 
-/* Few tokens would leave warps without work, and long rows make a warp's turn long. */
-static uint32_t parts_of(const struct moe_cuda_batch *b)
+/* Whether all slots use the quick regions: it follows from what is equal on all of them. */
+static bool is_quick(const struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
 {
-    if (b->bucket <= 512)
-        return 8;
-    return b->layer->spec.hidden > 4096 ? 2 : 1;
+    return ep->session->config.slots > 1 && !b->pairs && b->bucket <= MOE_WINDOW_QUICK_TOKENS &&
+           b->layer->spec.hidden % QUICK_COLUMNS == 0;
+}
+
+/* Few tokens would leave warps without work, and long rows make a warp's turn long. */
+static uint32_t parts_of(const struct moe_cuda_pass *pass)
+{
+    if (pass->quick)
+        return QUICK_PARTS;
+    return pass->bucket <= MOE_WINDOW_QUICK_TOKENS || pass->hidden > 4096 ? MOE_WINDOW_PARTS : 1;
 }
 
 static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
@@ -161,6 +173,7 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .experts = layer->spec.experts,
         .local_experts = layer->local_experts,
         .hidden = width,
+        .entries = layer->placement.offset[layer->spec.experts],
         .dtype = b->dtype,
         .row_bytes = (uint32_t)(width * moe_dtype_bytes(b->dtype)),
         .stride = moe_window_row_stride(width, b->dtype),
@@ -169,16 +182,17 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .weights = b->weights,
         .token_state = b->token_state,
         .began = b->began,
-        .position = ep->position,
+        .quick = is_quick(ep, b),
+        .shared_bytes = s->device->bulk_shared_bytes,
+        .own = ep->own,
         .start = ep->start,
         .count = ep->count,
         .row_of = ep->row_of,
         .rows = ep->rows.data,
         .row_weight = ep->row_weight.data,
         .row_capacity = moe_cuda_ep_most_rows(s, layer, b->bucket),
-        .parts = parts_of(b),
-        .parts_ready = ep->parts_ready,
     };
+    p->parts = parts_of(p);
 }
 
 static uint32_t ctas(const struct moe_cuda_ep *ep)
@@ -186,16 +200,15 @@ static uint32_t ctas(const struct moe_cuda_ep *ep)
     return (uint32_t)ep->session->device->multiprocessors;
 }
 
-struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch,
-                                      cudaStream_t stream)
+struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch)
 {
     MOE_TRY(moe_cuda_session_usable(ep->session));
     ep->dispatched = false;
-    fill_pass(ep, batch);
     ep->expert = batch->layer->desc.placement.local;
+    fill_pass(ep, batch);
     if (ep->session->net != NULL)
         return moe_cuda_ep_net_prepare(ep->session->ep_net, &ep->pass, batch->layer);
-    return moe_cuda_launch_announce(&ep->pass, stream);
+    return moe_ok();
 }
 
 struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *out,
@@ -212,13 +225,14 @@ struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *
     return moe_cuda_launch_dispatch(&ep->pass, ctas(ep), stream);
 }
 
-struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep, const float *expert_out,
-                                      const float *base, void *y, struct moe_cuda_verdict *verdict,
-                                      cudaStream_t stream)
+struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep,
+                                      const struct moe_cuda_results *results, void *y,
+                                      struct moe_cuda_verdict *verdict, cudaStream_t stream)
 {
     ep->dispatched = false;
-    ep->pass.expert_out = expert_out;
-    ep->pass.base = base;
+    ep->pass.expert_out = results->expert_out;
+    ep->pass.out_dtype = results->dtype;
+    ep->pass.base = results->base;
     ep->pass.y = y;
     ep->pass.verdict = verdict;
     if (ep->session->net != NULL)
@@ -235,7 +249,8 @@ struct moe_status moe_cuda_ep_combine_gradients(struct moe_cuda_ep *ep, const fl
     p->dtype = MOE_DTYPE_F32;
     p->row_bytes = p->hidden * (uint32_t)sizeof(float);
     p->stride = moe_window_row_stride(p->hidden, MOE_DTYPE_F32);
-    return moe_cuda_ep_combine(ep, gradients, NULL, y, verdict, stream);
+    struct moe_cuda_results results = {.expert_out = gradients, .dtype = MOE_DTYPE_F32};
+    return moe_cuda_ep_combine(ep, &results, y, verdict, stream);
 }
 
 const uint32_t *moe_cuda_ep_row_table(const struct moe_cuda_ep *ep)
@@ -288,15 +303,24 @@ static struct moe_status enqueue_dispatch(void *ctx)
     moe_cuda_facts_fill(batch->layer, batch->dtype, batch->bucket, part->tokens, &facts);
     MOE_TRY(moe_cuda_mem_copy(s->device, s->ep->facts, &facts, sizeof facts));
     MOE_TRY(moe_cuda_session_count_step(s));
-    MOE_TRY(moe_cuda_ep_prepare(s->ep, batch, stream));
+    MOE_TRY(moe_cuda_ep_prepare(s->ep, batch));
     return moe_cuda_ep_dispatch(s->ep, part->out, stream);
 }
 
 static struct moe_status enqueue_combine(void *ctx)
 {
     const struct part *part = ctx;
-    return moe_cuda_ep_combine(part->session->ep, part->expert_out, NULL, part->y, NULL,
+    struct moe_cuda_results results = {.expert_out = part->expert_out, .dtype = MOE_DTYPE_F32};
+    return moe_cuda_ep_combine(part->session->ep, &results, part->y, NULL,
                                part->session->device->compute);
+}
+
+static struct moe_status check_aligned(const void *a, const void *b)
+{
+    if ((uintptr_t)a % ALIGNMENT == 0 && (uintptr_t)b % ALIGNMENT == 0)
+        return moe_ok();
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
+                     "rows in device memory begin at multiples of %d bytes", ALIGNMENT);
 }
 
 static struct moe_cuda_batch batch_of(const struct moe_session *s, const struct moe_layer *layer,
@@ -322,6 +346,7 @@ struct moe_status moe_cuda_dispatch(struct moe_session *s, struct moe_layer *lay
     MOE_TRY(moe_cuda_steps_idle(s->steps));
     MOE_TRY(moe_cuda_session_usable(s));
     MOE_TRY(moe_cuda_ep_reserve(s, layer, dtype, bucket, tokens, false));
+    MOE_TRY(check_aligned(x, x));
     MOE_TRY(moe_cuda_ep_check_ids(s, layer, tokens, ids));
     struct part part = {.session = s, .batch = &batch, .tokens = tokens, .out = out};
     MOE_TRY(moe_cuda_session_run(s, enqueue_dispatch, &part));
@@ -353,6 +378,7 @@ struct moe_status moe_cuda_combine(struct moe_session *s, struct moe_layer *laye
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                          "combine wants a dispatch with the same arguments before it");
     MOE_TRY(moe_cuda_session_usable(s));
+    MOE_TRY(check_aligned(expert_out, y));
     struct part part = {.session = s, .expert_out = expert_out, .y = y};
     MOE_TRY(moe_cuda_session_run(s, enqueue_combine, &part));
     return moe_cuda_session_finish(s);

@@ -58,22 +58,31 @@ bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer 
 uint32_t moe_cuda_ep_most_rows(const struct moe_session *session, const struct moe_layer *layer,
                                uint32_t bucket);
 
-/* Enqueues: where each (token, k) goes, and how many rows the peers may expect. After
- * moe_cuda_ep_reserve for this shape, and moe_cuda_session_count_step. */
-struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch,
-                                      cudaStream_t stream) MOE_CHECKED;
-/* Enqueues: rows out, peers' rows in and expanded. `out`, all device memory, is valid from here on
- * in stream order (`expert` for the batch's layer only); a pass that fails or is refused has zero
- * rows of every expert. */
+/* Says what the pass is about; nothing is enqueued yet. After moe_cuda_ep_reserve for this shape,
+ * and moe_cuda_session_count_step. */
+struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep,
+                                      const struct moe_cuda_batch *batch) MOE_CHECKED;
+/* Enqueues: where each (token, k) goes, rows out, peers' rows in and expanded. `out`, all device
+ * memory, is valid from here on in stream order (`expert` for the batch's layer only); a pass that
+ * fails or is refused has zero rows of every expert. */
 struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *out,
                                        cudaStream_t stream) MOE_CHECKED;
-/* Enqueues: sums of the experts' rows [start[local], H] f32 per token, home, and the own tokens:
- * y [T,H] in the pass's dtype = base + sums in slot order + zero experts' w * x, rounded once;
- * the sums of all slots are rounded to that dtype before, the own one too.
- * base [T,H] f32 or NULL = zeros. A token that is not OK gets zeros. `verdict`: device address of
- * pinned memory that gets a copy of the pass's verdict, or NULL. */
-struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep, const float *expert_out,
-                                      const float *base, void *y, struct moe_cuda_verdict *verdict,
+
+/* What there is to combine; device memory, 16-byte aligned. */
+struct moe_cuda_results {
+    const void *expert_out; /* [start[local], H], weighted */
+    enum moe_dtype dtype;   /* of expert_out: F32, or BF16 where the pass's is */
+    const float *base;      /* [T, H] or NULL = zeros */
+};
+
+/* Enqueues: sums of the experts' rows per token, home, and the own tokens: y [T,H] in the pass's
+ * dtype = base + sums in slot order + zero experts' w * x, in fp32. Each slot's sum is fp32 in k
+ * order, and rounded to the pass's dtype before it is added, on whatever slot it was made. A token
+ * that is not OK gets zeros. `verdict`: device address of pinned memory that gets a copy of the
+ * pass's verdict, or NULL. */
+struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep,
+                                      const struct moe_cuda_results *results, void *y,
+                                      struct moe_cuda_verdict *verdict,
                                       cudaStream_t stream) MOE_CHECKED;
 
 /* The same for a backward pass: gradients [start[local], H + columns] f32 per row, y [T, H +

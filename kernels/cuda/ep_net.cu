@@ -11,12 +11,31 @@
  *
  * None of them waits for anything. What came from a peer is checked before it is used as an index.
  * Rows are moved in registers, 16 bytes per lane at a time where the shape allows. */
-#include "cuda/columns.cuh"
 #include "cuda/count.cuh"
 #include "cuda/ep_net.h"
 #include "cuda/load.h"
+#include "cuda/moves.cuh"
+#include "cuda/sums.cuh"
 
-constexpr uint32_t SHARES = 16; /* warps of a CTA that counts or lists */
+constexpr uint32_t SHARES = 16;  /* warps of a CTA that counts or lists */
+constexpr uint32_t SUM_ROWS = 4; /* loads of different rows in flight */
+
+/* Slot that computes expert `id` for token t, or NOWHERE. */
+__device__ static uint32_t target_of(const struct moe_cuda_pass &p, uint32_t t, int32_t id)
+{
+    return target_of(p.facts->placement, p.experts, t, id);
+}
+
+/* Copies a row to the address `to` of each lane in `lanes`. */
+template <typename Unit>
+__device__ static void copy_row(const struct moe_cuda_pass &p, const void *from, uint32_t lanes,
+                                void *to)
+{
+    const struct span all = {0, p.row_bytes / static_cast<uint32_t>(sizeof(Unit))};
+    struct held_units<Unit> held;
+    load_units(from, threadIdx.x % 32, all.end, &held);
+    scatter_row<Unit, false>(from, all, &held, lanes, to);
+}
 
 __device__ static bool is_stopped(const struct moe_cuda_pass &p)
 {
@@ -166,7 +185,7 @@ __device__ static void pack_record(const struct moe_cuda_pass &p, const struct m
     if (lane == 0)
         *head = {t, choices, {0, 0}};
     const uint8_t *x = static_cast<const uint8_t *>(p.x) + static_cast<size_t>(t) * p.row_bytes;
-    scatter_row<Unit>(x, p.row_bytes, 1, record + n.record_head);
+    copy_row<Unit>(p, x, 1, record + n.record_head);
 }
 
 template <typename Unit>
@@ -217,7 +236,7 @@ __device__ static bool expand_row(const struct moe_cuda_pass &p, const struct mo
         row_of_token(p, source, t)[lane] = row;
     uint32_t lanes = __ballot_sync(ALL_LANES, here);
     uint8_t *to = static_cast<uint8_t *>(p.rows) + static_cast<size_t>(row) * p.row_bytes;
-    scatter_row<Unit>(from, p.row_bytes, lanes, here ? to : nullptr);
+    copy_row<Unit>(p, from, lanes, here ? to : nullptr);
     return true;
 }
 
@@ -290,7 +309,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
 
 /* ------------------------------------------------------------------- sum */
 
-template <typename Element, uint32_t N>
+template <typename Element, typename Out, uint32_t N>
 __device__ static void sum_record(const struct moe_cuda_pass &p, const struct moe_cuda_net_pass &n,
                                   uint32_t source, uint32_t i, uint32_t part)
 {
@@ -300,13 +319,16 @@ __device__ static void sum_record(const struct moe_cuda_pass &p, const struct mo
     uint8_t *partial = n.in + source * n.region + static_cast<size_t>(i) * n.partial;
     part_columns<N>(p.hidden, n.parts, part, &begin, &end);
     for (uint32_t h = begin + lane * N; h - lane * N < end; h += 32 * N) {
-        columns<N> sum = sum_rows<N>(p, lanes, row, h);
+        columns<N> sum[1];
+        packed<Element, N> stored;
+        sum_rows<Out, N, SUM_ROWS>(p, lanes, row, h, p.hidden, sum);
+        pack(sum[0], &stored);
         if (h < p.hidden)
-            store(reinterpret_cast<Element *>(partial) + h, sum);
+            put(reinterpret_cast<Element *>(partial) + h, stored);
     }
 }
 
-template <typename Element, uint32_t N>
+template <typename Element, typename Out, uint32_t N>
 __global__ void __launch_bounds__(CTA_THREADS)
     net_sum_kernel(const __grid_constant__ struct moe_cuda_pass p,
                    const __grid_constant__ struct moe_cuda_net_pass n)
@@ -316,7 +338,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
         return;
     for (uint32_t s = 0; s < p.slots; s++) {
         for (uint32_t i = warp_in_grid(); i < n.rows_in[s] * n.parts; i += warps_in_grid())
-            sum_record<Element, N>(p, n, s, i / n.parts, i % n.parts);
+            sum_record<Element, Out, N>(p, n, s, i / n.parts, i % n.parts);
         if (blockIdx.x == 0 && threadIdx.x == 0 && s != p.slot && is_live(p.control->live, s))
             *tail_at(n.in + s * n.region, static_cast<size_t>(n.rows_in[s]) * n.partial) = n.tail;
     }
@@ -353,7 +375,7 @@ __device__ static struct own_token describe_token(const struct moe_cuda_pass &p,
 }
 
 /* Columns h .. of an own token: base, then the slots in order, then zero experts. */
-template <typename Element, uint32_t N>
+template <typename Element, typename Out, uint32_t N>
 __device__ static void finish_columns(const struct moe_cuda_pass &p,
                                       const struct moe_cuda_net_pass &n, const struct own_token &o,
                                       uint32_t t, uint32_t h)
@@ -361,29 +383,37 @@ __device__ static void finish_columns(const struct moe_cuda_pass &p,
     const bool inside = h < p.hidden;
     const size_t at = static_cast<size_t>(t) * p.hidden + h;
     columns<N> sum = {};
-    if (inside && p.base != nullptr)
-        sum = load(p.base + at, sum);
+    packed<Element, N> element = {};
+    if (inside && p.base != nullptr) {
+        packed<float, N> base;
+        fetch(p.base + at, &base);
+        sum = unpack(base);
+    }
     for (uint32_t left = o.wanted; left != 0; left &= left - 1) {
         uint32_t s = static_cast<uint32_t>(__ffs(left)) - 1;
         size_t record = __shfl_sync(ALL_LANES, o.record, static_cast<int>(s));
         const uint8_t *partial = n.out + s * n.region + record * n.partial;
-        columns<N> part = {};
-        if (s == p.slot)
-            part = rounded_to<Element>(sum_rows<N>(p, o.local, o.row, h));
-        else if (inside)
-            part = load(reinterpret_cast<const Element *>(partial) + h, part);
-        add_scaled(sum, part, 1.0f);
+        if (s == p.slot) {
+            columns<N> own[1];
+            sum_rows<Out, N, SUM_ROWS>(p, o.local, o.row, h, p.hidden, own);
+            pack(own[0], &element);
+        } else if (inside) {
+            fetch(reinterpret_cast<const Element *>(partial) + h, &element);
+        }
+        add_scaled(sum, unpack(element), 1.0f);
     }
     for (uint32_t left = o.zero; left != 0; left &= left - 1) {
         float weight = __shfl_sync(ALL_LANES, o.weight, __ffs(left) - 1);
         if (inside)
-            add_scaled(sum, load(static_cast<const Element *>(p.x) + at, columns<N>{}), weight);
+            fetch(static_cast<const Element *>(p.x) + at, &element);
+        add_scaled(sum, unpack(element), weight);
     }
+    pack(sum, &element);
     if (inside)
-        store(static_cast<Element *>(p.y) + at, sum);
+        put(static_cast<Element *>(p.y) + at, element);
 }
 
-template <typename Element, uint32_t N>
+template <typename Element, typename Out, uint32_t N>
 __device__ static void finish_token(const struct moe_cuda_pass &p,
                                     const struct moe_cuda_net_pass &n, uint32_t t, uint32_t part)
 {
@@ -394,16 +424,16 @@ __device__ static void finish_token(const struct moe_cuda_pass &p,
         o = describe_token(p, n, t);
     uint32_t begin, end;
     part_columns<N>(p.hidden, n.parts, part, &begin, &end);
-    const columns<N> nothing = {};
+    const packed<Element, N> nothing = {};
     for (uint32_t h = begin + lane * N; h - lane * N < end; h += 32 * N) {
         if (counts)
-            finish_columns<Element, N>(p, n, o, t, h);
+            finish_columns<Element, Out, N>(p, n, o, t, h);
         else if (h < p.hidden)
-            store(static_cast<Element *>(p.y) + static_cast<size_t>(t) * p.hidden + h, nothing);
+            put(static_cast<Element *>(p.y) + static_cast<size_t>(t) * p.hidden + h, nothing);
     }
 }
 
-template <typename Element, uint32_t N>
+template <typename Element, typename Out, uint32_t N>
 __global__ void __launch_bounds__(CTA_THREADS)
     net_finish_kernel(const __grid_constant__ struct moe_cuda_pass p,
                       const __grid_constant__ struct moe_cuda_net_pass n)
@@ -411,7 +441,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
     if (is_stopped(p))
         return;
     for (uint32_t i = warp_in_grid(); i < p.facts->tokens * n.parts; i += warps_in_grid())
-        finish_token<Element, N>(p, n, i / n.parts, i % n.parts);
+        finish_token<Element, Out, N>(p, n, i / n.parts, i % n.parts);
 }
 
 /* The pass has ended, however it did. */
@@ -479,27 +509,27 @@ static bool is_wide(const struct moe_cuda_pass *pass)
     return pass->hidden % WIDE == 0 && all % 16 == 0;
 }
 
-template <typename Element>
+template <typename Element, typename Out>
 static struct moe_status launch_sum(const struct moe_cuda_pass *pass,
                                     const struct moe_cuda_net_pass *n, uint32_t ctas,
                                     cudaStream_t stream)
 {
     if (is_wide(pass))
-        net_sum_kernel<Element, WIDE><<<ctas, CTA_THREADS, 0, stream>>>(*pass, *n);
+        net_sum_kernel<Element, Out, WIDE><<<ctas, CTA_THREADS, 0, stream>>>(*pass, *n);
     else
-        net_sum_kernel<Element, 1><<<ctas, CTA_THREADS, 0, stream>>>(*pass, *n);
+        net_sum_kernel<Element, Out, 1><<<ctas, CTA_THREADS, 0, stream>>>(*pass, *n);
     return MOE_LAUNCHED("net_sum_kernel");
 }
 
-template <typename Element>
+template <typename Element, typename Out>
 static struct moe_status launch_finish(const struct moe_cuda_pass *pass,
                                        const struct moe_cuda_net_pass *n, uint32_t ctas,
                                        cudaStream_t stream)
 {
     if (is_wide(pass))
-        net_finish_kernel<Element, WIDE><<<ctas, CTA_THREADS, 0, stream>>>(*pass, *n);
+        net_finish_kernel<Element, Out, WIDE><<<ctas, CTA_THREADS, 0, stream>>>(*pass, *n);
     else
-        net_finish_kernel<Element, 1><<<ctas, CTA_THREADS, 0, stream>>>(*pass, *n);
+        net_finish_kernel<Element, Out, 1><<<ctas, CTA_THREADS, 0, stream>>>(*pass, *n);
     return MOE_LAUNCHED("net_finish_kernel");
 }
 
@@ -507,8 +537,22 @@ extern "C" struct moe_status moe_cuda_launch_net_sum(const struct moe_cuda_pass 
                                                      const struct moe_cuda_net_pass *n,
                                                      uint32_t ctas, cudaStream_t stream)
 {
-    return pass->dtype == MOE_DTYPE_F32 ? launch_sum<float>(pass, n, ctas, stream)
-                                        : launch_sum<__nv_bfloat16>(pass, n, ctas, stream);
+    if (pass->dtype == MOE_DTYPE_F32)
+        return launch_sum<float, float>(pass, n, ctas, stream);
+    return pass->out_dtype == MOE_DTYPE_F32
+               ? launch_sum<__nv_bfloat16, float>(pass, n, ctas, stream)
+               : launch_sum<__nv_bfloat16, __nv_bfloat16>(pass, n, ctas, stream);
+}
+
+static struct moe_status launch_finish_of(const struct moe_cuda_pass *pass,
+                                          const struct moe_cuda_net_pass *n, uint32_t ctas,
+                                          cudaStream_t stream)
+{
+    if (pass->dtype == MOE_DTYPE_F32)
+        return launch_finish<float, float>(pass, n, ctas, stream);
+    return pass->out_dtype == MOE_DTYPE_F32
+               ? launch_finish<__nv_bfloat16, float>(pass, n, ctas, stream)
+               : launch_finish<__nv_bfloat16, __nv_bfloat16>(pass, n, ctas, stream);
 }
 
 extern "C" struct moe_status moe_cuda_launch_net_finish(const struct moe_cuda_pass *pass,
@@ -516,10 +560,15 @@ extern "C" struct moe_status moe_cuda_launch_net_finish(const struct moe_cuda_pa
                                                         uint32_t ctas, cudaStream_t stream)
 {
     if (n->verdict.code == MOE_CUDA_PASS_GOOD)
-        MOE_TRY(pass->dtype == MOE_DTYPE_F32 ? launch_finish<float>(pass, n, ctas, stream)
-                                             : launch_finish<__nv_bfloat16>(pass, n, ctas, stream));
+        MOE_TRY(launch_finish_of(pass, n, ctas, stream));
     net_report_kernel<<<1, 1, 0, stream>>>(*pass);
     return MOE_LAUNCHED("net_report_kernel");
+}
+
+template <typename Element, typename Out> static struct moe_status load_sums(void)
+{
+    return moe_cuda_load(net_sum_kernel<Element, Out, 1>, net_sum_kernel<Element, Out, WIDE>,
+                         net_finish_kernel<Element, Out, 1>, net_finish_kernel<Element, Out, WIDE>);
 }
 
 extern "C" struct moe_status moe_cuda_load_ep_net(void)
@@ -528,9 +577,7 @@ extern "C" struct moe_status moe_cuda_load_ep_net(void)
                           net_pack_kernel<uint4>, net_pack_kernel<uint32_t>,
                           net_pack_kernel<uint16_t>, net_expand_kernel<uint4>,
                           net_expand_kernel<uint32_t>, net_expand_kernel<uint16_t>));
-    MOE_TRY(moe_cuda_load(net_sum_kernel<float, 1>, net_sum_kernel<float, WIDE>,
-                          net_sum_kernel<__nv_bfloat16, 1>, net_sum_kernel<__nv_bfloat16, WIDE>));
-    return moe_cuda_load(net_finish_kernel<float, 1>, net_finish_kernel<float, WIDE>,
-                         net_finish_kernel<__nv_bfloat16, 1>,
-                         net_finish_kernel<__nv_bfloat16, WIDE>);
+    MOE_TRY((load_sums<float, float>()));
+    MOE_TRY((load_sums<__nv_bfloat16, float>()));
+    return load_sums<__nv_bfloat16, __nv_bfloat16>();
 }

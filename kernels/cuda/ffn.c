@@ -31,6 +31,11 @@ enum moe_dtype moe_cuda_ffn_hidden_dtype(const struct moe_layer *layer, enum moe
     return on_tensor_cores(layer, dtype, MOE_CUDA_DOWN) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
 }
 
+enum moe_dtype moe_cuda_ffn_out_dtype(const struct moe_layer *layer, enum moe_dtype dtype)
+{
+    return moe_cuda_ffn_hidden_dtype(layer, dtype);
+}
+
 static enum moe_cuda_gemm_tile tile_of(const struct moe_layer *layer,
                                        const struct moe_cuda_batch_rows *b,
                                        const struct moe_cuda_matrix *m)
@@ -102,8 +107,10 @@ size_t moe_cuda_ffn_scratch_bytes(const struct moe_layer *layer, enum moe_dtype 
     if (dtype != MOE_DTYPE_BF16)
         return 0;
     enum moe_dtype hidden = moe_cuda_ffn_hidden_dtype(layer, dtype);
-    return larger(product_bytes(layer, MOE_CUDA_GATE_UP, hidden, capacity),
-                  product_bytes(layer, MOE_CUDA_DOWN, MOE_DTYPE_F32, capacity));
+    return larger(
+        product_bytes(layer, MOE_CUDA_GATE_UP, hidden, capacity),
+        /* bf16 results (inside a step) need more room than fp32 ones */
+        product_bytes(layer, MOE_CUDA_DOWN, moe_cuda_ffn_out_dtype(layer, dtype), capacity));
 }
 
 struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_dtype dtype,
@@ -135,7 +142,8 @@ struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_d
 
 struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
                                     const struct moe_cuda_batch_rows *b, const void *hidden,
-                                    enum moe_dtype hidden_dtype, float *out, cudaStream_t stream)
+                                    enum moe_dtype hidden_dtype, void *out,
+                                    enum moe_dtype out_dtype, cudaStream_t stream)
 {
     if (b->rows.local_experts == 0 || b->capacity == 0)
         return moe_ok();
@@ -153,7 +161,7 @@ struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
     struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_DOWN);
     g.x = hidden;
     g.has_bias = layer->spec.down_bias;
-    g.out_dtype = MOE_DTYPE_F32;
+    g.out_dtype = out_dtype;
     g.out = out;
     g.began = began_of(b, MOE_STAGE_GEMM2);
     return multiply(layer, &g, b->scratch, stream);
@@ -363,7 +371,8 @@ struct moe_status moe_cuda_gemm_down(struct moe_layer *layer, enum moe_dtype dty
     const void *from = p.narrow != NULL ? p.narrow : hidden;
     if (p.narrow != NULL)
         MOE_TRY_GOTO(st, moe_cuda_narrow(hidden, p.narrow, p.elements, stream), done);
-    MOE_TRY_GOTO(st, moe_cuda_ffn_down(layer, &p.b, from, p.inner, out, stream), done);
+    MOE_TRY_GOTO(st, moe_cuda_ffn_down(layer, &p.b, from, p.inner, out, MOE_DTYPE_F32, stream),
+                 done);
     st = moe_cuda_device_finish(layer->device);
 done:
     end_part(layer, &p);

@@ -38,11 +38,16 @@ struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_d
                                        const struct moe_cuda_batch_rows *b, void *hidden,
                                        enum moe_dtype hidden_dtype,
                                        cudaStream_t stream) MOE_CHECKED;
-/* out [capacity, H] f32, by the formulas of moe_backend.gemm_down. */
+/* The dtype in which down's results travel to combine inside a step: BF16 where down runs on tensor
+ * cores, which rounds each weighted row once, else F32. */
+enum moe_dtype moe_cuda_ffn_out_dtype(const struct moe_layer *layer, enum moe_dtype dtype);
+
+/* out [capacity, H] of `out_dtype`, F32 or what moe_cuda_ffn_out_dtype says, by the formulas of
+ * moe_backend.gemm_down. */
 struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
                                     const struct moe_cuda_batch_rows *b, const void *hidden,
-                                    enum moe_dtype hidden_dtype, float *out,
-                                    cudaStream_t stream) MOE_CHECKED;
+                                    enum moe_dtype hidden_dtype, void *out,
+                                    enum moe_dtype out_dtype, cudaStream_t stream) MOE_CHECKED;
 
 /* Bytes of scratch that moe_cuda_ffn_shared needs for up to `tokens`; 0 without a shared expert. */
 size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens);

@@ -2,9 +2,12 @@
  * facts), and the launches that ep.c strings together.
  * Internal to ep.c and ep_*.cu.
  *
- * What differs from the order of words in moe/window.h: `done` is stored by dispatch, once all rows
- * are out of the own window, and looked at by the next step's dispatch before it stores rows. It is
- * satisfied by that step's stamp or a later one. Combine waits for partials only. */
+ * What differs from the order of words in moe/window.h: `done` is stored by the kernel that follows
+ * dispatch (combine, or the next dispatch), since its start says that all rows are out of the own
+ * window; the next dispatch of a peer looks at it before it stores rows, and is satisfied by that
+ * step's stamp or a later one. Combine waits for partials only. A step that was refused may have
+ * left rows in the quick region, or still be sending some: before `done` of such a step, all slots
+ * tell each other that theirs are through (`flushed`), and lay blanks anew. */
 #ifndef MOE_CUDA_PASS_H
 #define MOE_CUDA_PASS_H
 
@@ -16,6 +19,12 @@ extern "C" {
 
 enum { MOE_CUDA_NO_ROW = 0xffffffff };
 
+/* What combine needs to know of an own token. */
+struct moe_cuda_own_token {
+    uint32_t wanted; /* bit s: slot s has rows of it */
+    uint32_t zero;   /* bit k: choice k is a zero expert */
+};
+
 struct moe_cuda_pass {
     struct moe_window_layout layout;
     struct moe_cuda_control *control;
@@ -23,6 +32,7 @@ struct moe_cuda_pass {
     const struct moe_cuda_facts *facts; /* T, the placement and the head */
     uint32_t slot, slots;
     uint32_t bucket, top_k, experts, local_experts, hidden;
+    uint32_t entries; /* of the placement: experts, each as often as it has copies */
     enum moe_dtype dtype;
     uint32_t row_bytes; /* H elements */
     size_t stride;      /* of rows and partials in windows */
@@ -31,17 +41,21 @@ struct moe_cuda_pass {
     const float *weights;
     const uint8_t *token_state;
 
-    uint32_t *position; /* [T, K] among the own rows for the same expert on the same slot */
-    uint32_t *start;    /* [local + 1] as in struct moe_rows */
-    uint32_t *count;    /* [local] */
-    uint32_t *row_of;   /* [slots][max_tokens][max_top_k] local row of each (source, t, k) */
-    void *rows;         /* [row_capacity, H] of the pass's dtype */
-    float *row_weight;  /* [row_capacity] */
+    bool quick;                          /* through the quick regions */
+    uint32_t shared_bytes;               /* that a CTA may have; 0 where there is no copy engine */
+    uint32_t send_pieces, expand_pieces; /* that dispatch cuts rows into; set by its launch */
+    struct moe_cuda_own_token *own;      /* [max_tokens] */
+    uint32_t *start;                     /* [local + 1] as in struct moe_rows */
+    uint32_t *count;                     /* [local] */
+    uint32_t *row_of;  /* [slots][max_tokens][max_top_k] local row of each (source, t, k) */
+    void *rows;        /* [row_capacity, H] of the pass's dtype */
+    float *row_weight; /* [row_capacity] */
     uint32_t row_capacity;
 
-    uint32_t parts;        /* that combine cuts a row into */
-    uint32_t *parts_ready; /* [slots][max_tokens] parts of a partial that are stored; else zero */
-    const float *expert_out, *base;
+    uint32_t parts; /* that combine cuts a row into; at most MOE_WINDOW_PARTS unless quick */
+    const void *expert_out;
+    enum moe_dtype out_dtype; /* of expert_out: F32, or the pass's dtype */
+    const float *base;
     void *y;
     uint64_t *began;                  /* as in struct moe_cuda_batch */
     struct moe_cuda_verdict *verdict; /* pinned: copy of the verdict when combine ends, or NULL */
@@ -49,8 +63,6 @@ struct moe_cuda_pass {
 
 /* CTAs are as many as the device has multiprocessors: all of them are resident, or some would wait
  * for rows that others have not been able to send. */
-struct moe_status moe_cuda_launch_announce(const struct moe_cuda_pass *pass,
-                                           cudaStream_t stream) MOE_CHECKED;
 struct moe_status moe_cuda_launch_dispatch(const struct moe_cuda_pass *pass, uint32_t ctas,
                                            cudaStream_t stream) MOE_CHECKED;
 struct moe_status moe_cuda_launch_combine(const struct moe_cuda_pass *pass, uint32_t ctas,

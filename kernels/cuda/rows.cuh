@@ -23,14 +23,18 @@ __device__ inline bool token_counts(const struct moe_cuda_pass &p, uint32_t t)
     return p.token_state == nullptr || p.token_state[t] == MOE_TOKEN_OK;
 }
 
-/* Slot that computes expert `id` for token t of any source, or NOWHERE. */
-__device__ inline uint32_t target_of(const struct moe_cuda_pass &p, uint32_t t, int32_t id)
+/* Slot that computes expert `id` of E for token t of any source, or NOWHERE. */
+__device__ inline uint32_t target_of(const struct moe_cuda_placement &placement, uint32_t experts,
+                                     uint32_t t, int32_t id)
 {
-    if (id < 0 || id >= static_cast<int32_t>(p.experts))
+    if (id < 0 || id >= static_cast<int32_t>(experts))
         return NOWHERE;
-    uint32_t first = p.facts->placement.offset[id],
-             copies = p.facts->placement.offset[id + 1] - first;
-    return p.facts->placement.slot[copies == 1 ? first : first + t % copies];
+    uint32_t first = placement.offset[id], copies = placement.offset[id + 1] - first;
+    /* Right where no expert has two copies, and then known without waiting for `first`. */
+    uint32_t guess = placement.slot[id];
+    if (copies == 1 && first == static_cast<uint32_t>(id))
+        return guess;
+    return placement.slot[copies == 1 ? first : first + t % copies];
 }
 
 __device__ inline uint32_t *row_of_token(const struct moe_cuda_pass &p, uint32_t source, uint32_t t)
@@ -39,13 +43,40 @@ __device__ inline uint32_t *row_of_token(const struct moe_cuda_pass &p, uint32_t
     return p.row_of + (static_cast<size_t>(source) * shape.max_tokens + t) * shape.max_top_k;
 }
 
-/* The next number of a counter, the same in all lanes. */
-__device__ inline uint32_t take_item(uint32_t *counter)
+/* A warp's way through numbered items. The first may be fixed; the others come off a counter, which
+ * is asked for an item ahead, so that nobody waits for it. */
+struct walk {
+    uint32_t *counter;
+    uint32_t fixed; /* items below are somebody's first */
+    uint32_t item;
+    uint32_t next; /* in lane 0 */
+};
+
+__device__ inline void ask_ahead(struct walk *w)
 {
-    uint32_t item = 0;
-    if (threadIdx.x % 32 == 0)
-        item = atomicAdd(counter, 1u);
-    return __shfl_sync(ALL_LANES, item, 0);
+    w->next = threadIdx.x % 32 == 0 ? w->fixed + atomicAdd(w->counter, 1u) : 0;
+}
+
+__device__ inline void next_item(struct walk *w)
+{
+    w->item = __shfl_sync(ALL_LANES, w->next, 0);
+    ask_ahead(w);
+}
+
+/* `warps` walk together, each with a `first` item of its own. */
+__device__ inline struct walk begin_walk(uint32_t *counter, uint32_t first, uint32_t warps)
+{
+    struct walk w = {counter, warps, first, 0};
+    ask_ahead(&w);
+    return w;
+}
+
+/* Joins a walk that `warps` others began. */
+__device__ inline struct walk join_walk(uint32_t *counter, uint32_t warps)
+{
+    struct walk w = begin_walk(counter, 0, warps);
+    next_item(&w);
+    return w;
 }
 
 /* (token, peer) of item i of a walk over the tokens of all peers: by token, and among peers in the
@@ -58,14 +89,17 @@ __device__ inline void peer_item(const struct moe_cuda_pass &p, uint32_t i, bool
     *source = (forward ? p.slot + distance : p.slot + p.slots - distance) % p.slots;
 }
 
-/* Most tokens that any live peer brings. */
-__device__ inline uint32_t most_peer_tokens(const struct moe_cuda_pass &p)
+/* Tells the peers that the rows of `step` are out of the own window. One warp; all lanes. */
+__device__ inline void tell_done(const struct moe_cuda_pass &p, uint32_t step)
 {
-    uint32_t most = 0;
-    for (uint32_t s = 0; s < p.slots; s++)
-        if (s != p.slot)
-            most = max(most, p.control->tokens_of[s]);
-    return most;
+    struct moe_cuda_control *c = p.control;
+    const uint32_t lane = threadIdx.x % 32;
+    fence_system();
+    if (lane < p.slots && lane != p.slot && is_live(c->live, lane))
+        store_relaxed(moe_window_done_of(&p.layout, c->window[lane], p.slot),
+                      moe_window_word(moe_window_stamp(c->epoch, step), 0));
+    if (lane == 0)
+        c->told = step;
 }
 
 constexpr uint32_t COPY_UNROLL = 4; /* loads in flight per lane */

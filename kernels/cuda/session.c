@@ -103,6 +103,7 @@ static struct moe_status wipe_words(struct moe_session *s)
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(own + l->head, 0, l->rows - l->head, stream)));
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->step, 0, sizeof s->control->step, stream)));
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->refused, 0, sizeof s->control->refused, stream)));
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->told, 0, sizeof s->control->told, stream)));
     s->step = 0;
     return moe_cuda_launch_exchange(s, 0, stream);
 }
@@ -237,7 +238,7 @@ static struct moe_status introduce(const struct moe_session *s, struct introduct
     *out = (struct introduction){.magic = MOE_WINDOW_MAGIC,
                                  .epoch = c->epoch,
                                  .live = c->live,
-                                 .window_bytes = s->layout.bytes,
+                                 .window_bytes = s->layout.quick_bytes,
                                  .version = MOE_WINDOW_VERSION,
                                  .slot = c->slot,
                                  .slots = c->slots,

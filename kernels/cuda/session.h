@@ -38,8 +38,9 @@ struct moe_cuda_verdict {
 /* In device memory, one per session. Kernels read the step's number from here, so a captured graph
  * goes on counting when it is replayed. */
 struct moe_cuda_control {
-    uint32_t step;     /* number of the last step whose rows were received, from 1 */
+    uint32_t step;     /* number of the last step whose dispatch has begun, from 1 */
     uint32_t refused;  /* number of the last step that was refused */
+    uint32_t told;     /* number of the last step that `done` was stored for */
     uint32_t exchange; /* number of the last exchange */
     uint32_t stop;     /* a wait failed: the session can only be left */
     uint32_t slot;     /* the own one */
@@ -47,8 +48,11 @@ struct moe_cuda_control {
     uint8_t *window[MOE_MAX_SLOTS]; /* NULL where not live */
     struct moe_cuda_verdict verdict;
     uint32_t tokens_of[MOE_MAX_SLOTS]; /* of the current step */
-    /* Work that CTAs take item by item, and CTAs that have finished; zero between kernels. */
-    uint32_t next_push, next_expand, next_return, next_home, finished;
+    /* Work that warps take item by item. Those of dispatch by the step's parity: a dispatch clears
+     * the ones that the next uses, and those of its combine. */
+    uint32_t next_push[2], next_expand[2], next_return, next_home;
+    uint32_t arrived; /* CTAs that have come to a point; zero between kernels */
+    uint64_t looked;  /* when a thread that waits last looked at the host: ns of the GPU's clock */
 };
 
 /* Pinned memory, mapped into the device. */

@@ -245,10 +245,11 @@ static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows, struct
 {
     const struct moe_layer_spec *spec = &a->layer->spec;
     size_t at = 0, hidden = moe_dtype_bytes(moe_cuda_ffn_hidden_dtype(a->layer, a->dtype));
+    size_t result = moe_dtype_bytes(moe_cuda_ffn_out_dtype(a->layer, a->dtype));
     size_t base_rows = spec->shared_intermediate != 0 ? a->bucket : 0;
     return place(&at, &l->logits, moe_cuda_router_bytes(a->layer, a->dtype, a->bucket), 1, 1) &&
            place(&at, &l->hidden, rows, spec->intermediate, hidden) &&
-           place(&at, &l->out, rows, spec->hidden, sizeof(float)) &&
+           place(&at, &l->out, rows, spec->hidden, result) &&
            place(&at, &l->base, base_rows, spec->hidden, sizeof(float)) &&
            place(&at, &l->shared, moe_cuda_ffn_shared_bytes(a->layer, a->bucket), 1, 1) &&
            place(&at, &l->products, moe_cuda_ffn_scratch_bytes(a->layer, a->dtype, rows), 1, 1) &&
@@ -363,7 +364,9 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
     struct moe_session *s = steps->session;
     enum moe_dtype inner = moe_cuda_ffn_hidden_dtype(layer, shape->dtype);
     void *hidden = scratch(steps, steps->at.hidden);
-    float *out = scratch(steps, steps->at.out), *base;
+    struct moe_cuda_results results = {.dtype = moe_cuda_ffn_out_dtype(layer, shape->dtype)};
+    void *out = scratch(steps, steps->at.out);
+    float *base;
     struct moe_cuda_batch batch = {.layer = layer,
                                    .dtype = shape->dtype,
                                    .bucket = shape->bucket,
@@ -381,17 +384,19 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
                                     .scratch = scratch(steps, steps->at.products)};
     MOE_TRY(capture_router(shape, lane, stream));
     next_range("prepare");
-    MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch, stream));
+    MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
     next_range("dispatch");
     MOE_TRY(moe_cuda_ep_dispatch(s->ep, &b.rows, stream));
     next_range("gate and up");
     MOE_TRY(moe_cuda_ffn_gate_up(layer, shape->dtype, &b, hidden, inner, stream));
     next_range("down");
-    MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, inner, out, stream));
+    MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, inner, out, results.dtype, stream));
     next_range("shared expert");
     MOE_TRY(capture_shared(shape, lane, stream, &base));
     next_range("combine");
-    return moe_cuda_ep_combine(s->ep, out, base, tensor(lane, shape->at.y),
+    results.expert_out = out;
+    results.base = base;
+    return moe_cuda_ep_combine(s->ep, &results, tensor(lane, shape->at.y),
                                &lane->mail_on_device->verdict, stream);
 }
 

@@ -58,19 +58,24 @@ struct moe_status moe_cuda_window_form_group(struct moe_cuda_window *w, struct m
     return await(w->comm, rc, "ncclCommInitRankConfig", deadline_ns);
 }
 
-/* Memory is cleared before it is registered: registration ends when all slots have begun it, so no
- * peer can store into a window that is still to be cleared. Where memory cannot be mapped,
- * registration gives no handle, or one for the GPUs of a part of the group. */
+/* Memory is cleared, and blanks are laid, before it is registered: registration ends when all slots
+ * have begun it, so no peer can store into a window that is still to be cleared. Where memory
+ * cannot be mapped, registration gives no handle, or one for the GPUs of a part of the group. */
 struct moe_status moe_cuda_window_share(struct moe_cuda_window *w,
                                         const struct moe_window_layout *layout, bool *reach,
                                         uint64_t deadline_ns)
 {
+    const size_t quick = layout->quick_bytes - layout->quick_rows;
+    cudaStream_t stream = w->device->compute;
     int ranks = 0;
     MOE_TRY(MOE_NCCL(ncclCommCount(w->comm, &ranks)));
-    MOE_TRY(moe_cuda_device_charge(w->device, layout->bytes));
-    w->bytes = layout->bytes;
+    MOE_TRY(moe_cuda_device_charge(w->device, layout->quick_bytes));
+    w->bytes = layout->quick_bytes;
     MOE_TRY(MOE_NCCL(ncclMemAlloc(&w->memory, w->bytes)));
-    MOE_TRY(MOE_CUDA(cudaMemsetAsync(w->memory, 0, w->bytes, w->device->compute)));
+    uint8_t *base = w->memory;
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync(base, 0, layout->quick_rows, stream)));
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync(base + layout->quick_rows, (int)(MOE_WINDOW_BLANK & 0xff),
+                                     quick, stream)));
     MOE_TRY(moe_cuda_device_finish(w->device));
     ncclResult_t rc =
         ncclCommWindowRegister(w->comm, w->memory, w->bytes, &w->handle, NCCL_WIN_COLL_SYMMETRIC);

@@ -1,14 +1,14 @@
 /* Words between GPUs: how a kernel stores one into a peer's window, and the one way to wait for one
- * in its own.
+ * in its own; and the same for data that are their own words (quick regions, moe/window.h).
  *
  * A writer's lanes store data, meet in __syncwarp, and one lane fences at system scope and stores
  * the word; the fence covers what the others stored before the meeting. A reader's lane loads the
  * word with acquire and meets the others before they load the data, which they do past the first
  * level cache, as it may hold lines of an earlier step.
  *
- * Waiting is bounded by the session's budget. The stop word in device memory is looked at often,
- * the abort word in host memory at most once a millisecond per thread: reads over PCIe by thousands
- * of waiting threads would slow NVLink itself down. */
+ * Waiting is bounded by the session's budget. The stop word in device memory is looked at often by
+ * all; the abort word in host memory once a millisecond by one of all threads that wait, since
+ * reads over PCIe by thousands of them would hold the step up for longer than that. */
 #ifndef MOE_CUDA_WORDS_CUH
 #define MOE_CUDA_WORDS_CUH
 
@@ -29,6 +29,61 @@ __device__ inline uint64_t load_acquire(const uint64_t *word)
 __device__ inline void store_relaxed(uint64_t *word, uint64_t value)
 {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+/* Sixteen bytes that are seen all or not at all. */
+__device__ inline uint4 load_at_once(const void *from)
+{
+    unsigned __int128 v;
+    asm volatile("ld.relaxed.sys.global.b128 %0, [%1];" : "=q"(v) : "l"(from) : "memory");
+    return {static_cast<uint32_t>(v), static_cast<uint32_t>(v >> 32),
+            static_cast<uint32_t>(v >> 64), static_cast<uint32_t>(v >> 96)};
+}
+
+__device__ inline void store_at_once(void *to, uint4 u)
+{
+    unsigned __int128 v = static_cast<unsigned __int128>(u.w) << 96 |
+                          static_cast<unsigned __int128>(u.z) << 64 |
+                          static_cast<unsigned __int128>(u.y) << 32 | u.x;
+    asm volatile("st.relaxed.sys.global.b128 [%0], %1;" ::"l"(to), "q"(v) : "memory");
+}
+
+/* Four words, of which each is seen or not. */
+__device__ inline uint4 load_relaxed(const uint4 *from)
+{
+    uint4 u;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(u.x), "=r"(u.y), "=r"(u.z), "=r"(u.w)
+                 : "l"(from)
+                 : "memory");
+    return u;
+}
+
+__device__ inline void store_relaxed(uint4 *to, uint4 u)
+{
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(u.x),
+                 "r"(u.y), "r"(u.z), "r"(u.w)
+                 : "memory");
+}
+
+__device__ inline bool has_blank(uint4 u)
+{
+    return u.x == MOE_WINDOW_BLANK || u.y == MOE_WINDOW_BLANK || u.z == MOE_WINDOW_BLANK ||
+           u.w == MOE_WINDOW_BLANK;
+}
+
+__device__ inline uint4 all_blank()
+{
+    return {MOE_WINDOW_BLANK, MOE_WINDOW_BLANK, MOE_WINDOW_BLANK, MOE_WINDOW_BLANK};
+}
+
+__device__ inline uint4 without_blanks(uint4 u)
+{
+    u.x = u.x == MOE_WINDOW_BLANK ? MOE_WINDOW_NOT_BLANK : u.x;
+    u.y = u.y == MOE_WINDOW_BLANK ? MOE_WINDOW_NOT_BLANK : u.y;
+    u.z = u.z == MOE_WINDOW_BLANK ? MOE_WINDOW_NOT_BLANK : u.z;
+    u.w = u.w == MOE_WINDOW_BLANK ? MOE_WINDOW_NOT_BLANK : u.w;
+    return u;
 }
 
 __device__ inline void fence_system()
@@ -93,6 +148,16 @@ __device__ inline void give_up(struct moe_cuda_control *c, uint32_t code, uint32
     c->verdict.code = code;
 }
 
+/* Whether it is this thread that looks at the host now, of all that wait on this GPU. */
+__device__ inline bool is_lookout(struct moe_cuda_control *c, uint64_t now)
+{
+    unsigned long long *looked = reinterpret_cast<unsigned long long *>(&c->looked);
+    unsigned long long last = *const_cast<volatile unsigned long long *>(looked);
+    /* Clocks of different multiprocessors may differ a little. */
+    return static_cast<int64_t>(now - last) >= static_cast<int64_t>(LOOK_AT_HOST_NS) &&
+           atomicCAS(looked, last, now) == last;
+}
+
 /* True when the wait has failed. `since` and `looked` start at 0. */
 __device__ inline bool out_of_patience(struct moe_cuda_control *c, const uint32_t *abort,
                                        uint32_t slot, uint64_t *since, uint64_t *looked)
@@ -106,8 +171,10 @@ __device__ inline bool out_of_patience(struct moe_cuda_control *c, const uint32_
     if (now - *looked < LOOK_AT_HOST_NS)
         return false;
     *looked = now;
-    store_relaxed(waiting_word(c, c->slot), (now - *since) * ONE_NS | (slot + 1));
-    if (load_volatile(abort) != 0)
+    const bool lookout = is_lookout(c, now);
+    if (lookout)
+        store_relaxed(waiting_word(c, c->slot), (now - *since) * ONE_NS | (slot + 1));
+    if (lookout && load_volatile(abort) != 0)
         give_up(c, MOE_CUDA_PASS_ABORTED, slot);
     else if (now - *since > c->budget_ns)
         give_up(c, MOE_CUDA_PASS_LOST, slot);
@@ -128,6 +195,27 @@ __device__ inline bool wait_word(struct moe_cuda_control *c, const uint32_t *abo
             *value = moe_window_word_value(w);
             return true;
         }
+        if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
+            return false;
+    }
+}
+
+/* Whether what was seen of a route is of this step. */
+__device__ inline bool has_stamp(uint4 route, uint64_t stamp)
+{
+    return moe_window_word_stamp(static_cast<uint64_t>(route.y) << 32 | route.x) == stamp;
+}
+
+/* Waits until `route` carries `stamp`, which `slot` will store, and reads all of it. */
+__device__ inline bool wait_route(struct moe_cuda_control *c, const uint32_t *abort,
+                                  const struct moe_window_route *route, uint64_t stamp,
+                                  uint32_t slot, uint4 *value)
+{
+    uint64_t since = 0, looked = 0;
+    for (uint32_t tries = 1;; tries++) {
+        *value = load_at_once(route);
+        if (has_stamp(*value, stamp))
+            return true;
         if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
             return false;
     }
@@ -155,10 +243,10 @@ __device__ inline bool last_of_grid(struct moe_cuda_control *c)
     if (threadIdx.x != 0)
         return false;
     __threadfence();
-    if (atomicAdd(&c->finished, 1u) != gridDim.x - 1)
+    if (atomicAdd(&c->arrived, 1u) != gridDim.x - 1)
         return false;
     __threadfence();
-    c->finished = 0;
+    c->arrived = 0;
     return true;
 }
 

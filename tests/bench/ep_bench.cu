@@ -20,6 +20,7 @@ extern "C" {
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cuda_bf16.h>
 #include <vector>
 
 namespace
@@ -51,7 +52,7 @@ float number_of(uint32_t expert)
     return 0.5f + static_cast<float>(expert % 13) / 16.0f;
 }
 
-__global__ void expert_kernel(const struct moe_rows rows, uint32_t hidden, float *out)
+__global__ void expert_kernel(const struct moe_rows rows, uint32_t hidden, __nv_bfloat16 *out)
 {
     for (uint32_t l = 0; l < rows.local_experts; l++) {
         uint32_t e = rows.expert[l];
@@ -60,8 +61,8 @@ __global__ void expert_kernel(const struct moe_rows rows, uint32_t hidden, float
             size_t row = rows.start[l] + i;
             const unsigned short *x = static_cast<const unsigned short *>(rows.x) + row * hidden;
             for (uint32_t h = threadIdx.x; h < hidden; h += blockDim.x)
-                out[row * hidden + h] =
-                    rows.weight[row] * number * __uint_as_float(static_cast<uint32_t>(x[h]) << 16);
+                out[row * hidden + h] = __float2bfloat16_rn(
+                    rows.weight[row] * number * __uint_as_float(static_cast<uint32_t>(x[h]) << 16));
         }
     }
 }
@@ -79,7 +80,8 @@ struct bench {
     void *dev_x, *dev_y;
     int32_t *dev_ids;
     struct moe_cuda_facts *facts;
-    float *dev_weights, *out;
+    float *dev_weights;
+    __nv_bfloat16 *out;
     size_t out_bytes;
 };
 
@@ -165,13 +167,14 @@ void pass(bench &b, bool combine, bool compute)
     batch.ids = b.dev_ids;
     batch.weights = b.dev_weights;
     struct moe_rows rows;
+    struct moe_cuda_results results = {b.out, MOE_DTYPE_BF16, nullptr};
     cudaStream_t stream = b.device->compute;
-    require(moe_cuda_ep_prepare(b.session->ep, &batch, stream));
+    require(moe_cuda_ep_prepare(b.session->ep, &batch));
     require(moe_cuda_ep_dispatch(b.session->ep, &rows, stream));
     if (compute)
         expert_kernel<<<1024, 256, 0, stream>>>(rows, b.s.hidden, b.out);
     if (combine)
-        require(moe_cuda_ep_combine(b.session->ep, b.out, nullptr, b.dev_y, nullptr, stream));
+        require(moe_cuda_ep_combine(b.session->ep, &results, b.dev_y, nullptr, stream));
 }
 
 /* Some passes, as one errand of the thread that makes them. */
@@ -311,8 +314,8 @@ void run_shape(struct member *m, struct moe_device *device, const shape &s)
     require(moe_cuda_session_join(device, &config, &b.session));
     require(moe_cuda_ep_reserve(b.session, b.layer, MOE_DTYPE_BF16, s.tokens, s.tokens, false));
     size_t rows = moe_cuda_ep_most_rows(b.session, b.layer, s.tokens);
-    b.out_bytes = rows * s.hidden * sizeof(float);
-    b.out = static_cast<float *>(on_device(b, nullptr, b.out_bytes));
+    b.out_bytes = rows * s.hidden * sizeof *b.out;
+    b.out = static_cast<__nv_bfloat16 *>(on_device(b, nullptr, b.out_bytes));
     double v[4] = {check(b), wire_megabytes(b), time_passes(b, false), time_passes(b, true)};
     double after = check(b);
     v[0] = std::max(v[0], after);

@@ -38,7 +38,13 @@
  * stores that head after it has summed its partials of step n. This needs every live slot to run
  * every step, with T = 0 too, and to wait for the words of all live peers, also of those it has no
  * rows for. Heads, counts and routing words are kept in two parities (of the step's number): a slot
- * that refuses a step goes on without done words, and its peers may be one step ahead then. */
+ * that refuses a step goes on without done words, and its peers may be one step ahead then.
+ *
+ * Quick regions   On CUDA, rows and partials of small buckets go to regions of their own, in which
+ * data carry their own validity: between steps these regions hold nothing but blanks, a writer
+ * never stores a blank, and a reader that finds another word has the data and puts a blank back.
+ * So no word has to follow the data, and a row is used as it trickles in. A blank is 32 bits of
+ * ones, which is a NaN in every dtype; a writer stores such a word as another NaN. */
 #ifndef MOE_WINDOW_H
 #define MOE_WINDOW_H
 
@@ -62,8 +68,12 @@ enum {
     MOE_WINDOW_STEP_BITS = 28,
     MOE_WINDOW_EXCHANGE_BYTES = 256,
     MOE_WINDOW_MAX_TOKENS = 1 << 20, /* times MOE_MAX_TOP_K: counts fit into a word's value */
+    MOE_WINDOW_QUICK_TOKENS = 512,   /* largest bucket that the quick regions hold */
+    MOE_WINDOW_PARTS = 2,            /* that a partial may come in, each with a word of its own */
 };
-#define MOE_WINDOW_MAGIC UINT64_C(0x776f646e69772d65) /* "e-window" */
+#define MOE_WINDOW_BLANK     UINT32_C(0xffffffff)
+#define MOE_WINDOW_NOT_BLANK UINT32_C(0x7fffffff) /* what is stored where data would be a blank */
+#define MOE_WINDOW_MAGIC     UINT64_C(0x776f646e69772d65) /* "e-window" */
 
 /* What decides the layout; equal on all slots of a session. */
 struct moe_window_shape {
@@ -126,7 +136,8 @@ enum moe_window_pass {
  * CPU   the first `sent` entries of a token are used, in k order; `k` says which.
  * CUDA  entry k belongs to k, and the value of `sent` has bit k set where entry k is used. In place
  *       of `k` stands the row's position among the rows that its source sends to this expert, so
- *       that all rows of a pass can be placed at the same time. */
+ *       that all rows of a pass can be placed at the same time. An entry is stored at once and is
+ *       valid by the stamp in its key; it may come before or after `sent`. */
 struct moe_window_route {
     uint64_t key; /* word: value = expert id */
     float weight;
@@ -142,15 +153,23 @@ struct moe_window_layout {
     size_t exchange; /* [2][slots] struct moe_window_exchange */
     size_t head;     /* [2][slots][MOE_HEAD_WORDS] word */
     size_t done;     /* [slots] word, a line each */
-    size_t counts;   /* [2][slots][max_experts] word: rows for this expert from this source */
-    size_t routing;  /* [2][slots][max_tokens][max_top_k] struct moe_window_route */
-    size_t pass;     /* [2][slots][MOE_PASS_LOADS + max_experts] word; training only */
-    size_t sent;     /* [slots][max_tokens] word: routing words (and a row if > 0) are here */
-    size_t returned; /* [slots][max_tokens] word: the partial of the reader's token is here */
+    size_t flushed; /* CUDA: [slots] word, a line each: no row of this step is under way any more */
+    size_t counts;  /* [2][slots][max_experts] word: rows for this expert from this source */
+    size_t routing; /* [2][slots][max_tokens][max_top_k] struct moe_window_route */
+    size_t pass;    /* [2][slots][MOE_PASS_LOADS + max_experts] word; training only */
+    size_t sent;    /* [slots][max_tokens] word: routing words (and a row if > 0) are here */
+    size_t returned; /* [slots][max_tokens][PARTS] word: the partial of the reader's token, or this
+                        part of it, is here */
     size_t rows;     /* [slots] regions of `row_region` bytes: rows by token of the source */
     size_t partials; /* [slots] regions of `partial_region` bytes: by token of the reader */
     size_t row_region, partial_region;
-    size_t bytes; /* of the whole window */
+    size_t bytes; /* of the window up to here, which is all of it on the CPU */
+    /* CUDA: as rows and partials, of forward passes of at most MOE_WINDOW_QUICK_TOKENS tokens;
+     * blanks at rest. */
+    size_t quick_rows;
+    size_t quick_partials;
+    size_t quick_region;
+    size_t quick_bytes; /* of the whole window on CUDA */
 };
 
 MOE_WINDOW_INLINE uint64_t moe_window_stamp(uint64_t epoch, uint32_t step)
@@ -210,6 +229,8 @@ static inline bool moe_window_layout_of(const struct moe_window_shape *s,
         return false;
     size_t slots = s->slots, tokens = s->max_tokens, per_token, at = MOE_WINDOW_PAGE;
     size_t row = moe_window_row_stride(s->max_hidden, MOE_DTYPE_F32), train_words;
+    size_t quick = MOE_WINDOW_QUICK_TOKENS;
+    quick = tokens < quick ? tokens : quick;
     /* A page multiple keeps the words of two sources on different lines. */
     if (!moe_size_round_up(tokens * sizeof(uint64_t), MOE_WINDOW_LINE, &per_token))
         return false;
@@ -220,18 +241,24 @@ static inline bool moe_window_layout_of(const struct moe_window_shape *s,
     return moe_window_place(&at, &l->exchange, 2 * slots, sizeof(struct moe_window_exchange)) &&
            moe_window_place(&at, &l->head, 2 * slots, MOE_HEAD_WORDS * sizeof(uint64_t)) &&
            moe_window_place(&at, &l->done, slots, MOE_WINDOW_LINE) &&
+           moe_window_place(&at, &l->flushed, slots, MOE_WINDOW_LINE) &&
            moe_window_place(&at, &l->counts, 2 * slots, s->max_experts * sizeof(uint64_t)) &&
            moe_window_place(&at, &l->routing, 2 * slots * tokens,
                             s->max_top_k * sizeof(struct moe_window_route)) &&
            moe_window_place(&at, &l->pass, s->training ? 2 * slots : 0,
                             train_words * sizeof(uint64_t)) &&
            moe_window_place(&at, &l->sent, slots, per_token) &&
-           moe_window_place(&at, &l->returned, slots, per_token) &&
+           moe_window_place(&at, &l->returned, slots, MOE_WINDOW_PARTS * per_token) &&
            moe_size_mul(tokens, s->training ? 2 * row : row, &l->row_region) &&
            moe_size_mul(tokens, s->training ? moe_window_gradient_stride(s->max_hidden) : row,
                         &l->partial_region) &&
+           moe_size_mul(quick, row, &l->quick_region) &&
            moe_window_place(&at, &l->rows, slots, l->row_region) &&
-           moe_window_place(&at, &l->partials, slots, l->partial_region) && ((l->bytes = at), true);
+           moe_window_place(&at, &l->partials, slots, l->partial_region) &&
+           ((l->bytes = at), true) &&
+           moe_window_place(&at, &l->quick_rows, slots, l->quick_region) &&
+           moe_window_place(&at, &l->quick_partials, slots, l->quick_region) &&
+           ((l->quick_bytes = at), true);
 }
 
 /* Addresses inside the window that starts at `base`. */
@@ -254,6 +281,12 @@ MOE_WINDOW_INLINE uint64_t *moe_window_done_of(const struct moe_window_layout *l
                                                uint32_t source)
 {
     return (uint64_t *)(void *)(base + l->done + (size_t)source * MOE_WINDOW_LINE);
+}
+
+MOE_WINDOW_INLINE uint64_t *moe_window_flushed_of(const struct moe_window_layout *l, uint8_t *base,
+                                                  uint32_t source)
+{
+    return (uint64_t *)(void *)(base + l->flushed + (size_t)source * MOE_WINDOW_LINE);
 }
 
 MOE_WINDOW_INLINE uint64_t *moe_window_counts_of(const struct moe_window_layout *l, uint8_t *base,
@@ -288,10 +321,19 @@ MOE_WINDOW_INLINE uint64_t *moe_window_sent_of(const struct moe_window_layout *l
     return (uint64_t *)(void *)(base + l->sent + source * line * MOE_WINDOW_LINE) + token;
 }
 
+MOE_WINDOW_INLINE uint64_t *moe_window_returned_part_of(const struct moe_window_layout *l,
+                                                        uint8_t *base, uint32_t source,
+                                                        uint32_t token, uint32_t part)
+{
+    size_t line = ((size_t)l->shape.max_tokens * 8 + MOE_WINDOW_LINE - 1) / MOE_WINDOW_LINE;
+    size_t words = source * line * MOE_WINDOW_LINE * MOE_WINDOW_PARTS;
+    return (uint64_t *)(void *)(base + l->returned + words) + token * MOE_WINDOW_PARTS + part;
+}
+
 MOE_WINDOW_INLINE uint64_t *moe_window_returned_of(const struct moe_window_layout *l, uint8_t *base,
                                                    uint32_t source, uint32_t token)
 {
-    return moe_window_sent_of(l, base + (l->returned - l->sent), source, token);
+    return moe_window_returned_part_of(l, base, source, token, 0);
 }
 
 MOE_WINDOW_INLINE void *moe_window_row_of(const struct moe_window_layout *l, uint8_t *base,
@@ -304,6 +346,19 @@ MOE_WINDOW_INLINE void *moe_window_partial_of(const struct moe_window_layout *l,
                                               uint32_t source, uint32_t token, size_t stride)
 {
     return base + l->partials + source * l->partial_region + token * stride;
+}
+
+MOE_WINDOW_INLINE void *moe_window_quick_row_of(const struct moe_window_layout *l, uint8_t *base,
+                                                uint32_t source, uint32_t token, size_t stride)
+{
+    return base + l->quick_rows + source * l->quick_region + token * stride;
+}
+
+MOE_WINDOW_INLINE void *moe_window_quick_partial_of(const struct moe_window_layout *l,
+                                                    uint8_t *base, uint32_t source, uint32_t token,
+                                                    size_t stride)
+{
+    return base + l->quick_partials + source * l->quick_region + token * stride;
 }
 
 #endif

@@ -1,0 +1,91 @@
+/* What a CTA of dispatch keeps in shared memory, and the warps of it that do not send. */
+#ifndef MOE_CUDA_ARRIVAL_CUH
+#define MOE_CUDA_ARRIVAL_CUH
+
+#include "cuda/rows.cuh"
+
+/* How rows get from slot to slot. PLAIN: a word follows the row, which is moved in registers. BULK:
+ * likewise, moved by the copy engine (bulk.cuh). QUICK: through the quick regions. PLAIN and BULK
+ * understand each other. */
+enum class way { PLAIN, BULK, QUICK };
+
+struct arrival {
+    uint32_t step;
+    uint32_t other;  /* lowest slot that means another step, or NOWHERE */
+    uint32_t failed; /* a wait failed, or counts are impossible */
+    uint32_t tokens_of[MOE_MAX_SLOTS];
+    /* Copies of what would else be a trip to memory each time. */
+    uint64_t stamp;
+    uint64_t live;
+    uint8_t *window[MOE_MAX_SLOTS];
+    struct moe_cuda_facts facts;
+    /* Behind it: first[slots][local], the row of the source's first row for each expert;
+     * count[slots][local]; before they are known, in their place, tally[entries]; then
+     * local_index[E], a copy; target[E]. */
+};
+
+__device__ inline uint32_t *first_rows(struct arrival *a)
+{
+    return reinterpret_cast<uint32_t *>(a + 1);
+}
+
+__device__ inline uint32_t *row_counts(const struct moe_cuda_pass &p, struct arrival *a)
+{
+    return first_rows(a) + p.slots * p.local_experts;
+}
+
+/* Own choices of each entry of the placement, until counts are read. */
+__device__ inline uint32_t *tallies(struct arrival *a)
+{
+    return first_rows(a);
+}
+
+/* Of the tables of rows, and of the tallies. */
+__host__ __device__ static inline size_t arrival_numbers(const struct moe_cuda_pass *p)
+{
+    const size_t rows = 2 * static_cast<size_t>(p->slots) * p->local_experts;
+    return rows > p->entries ? rows : p->entries;
+}
+
+__device__ inline int32_t *local_indices(const struct moe_cuda_pass &p, struct arrival *a)
+{
+    return reinterpret_cast<int32_t *>(first_rows(a) + arrival_numbers(&p));
+}
+
+/* The slot of each expert, or SEVERAL where it has more than one copy. */
+constexpr uint16_t SEVERAL = 0xffff;
+
+__device__ inline uint16_t *targets(const struct moe_cuda_pass &p, struct arrival *a)
+{
+    return reinterpret_cast<uint16_t *>(local_indices(p, a) + p.experts);
+}
+
+__device__ inline uint8_t *own_window(const struct moe_cuda_pass &p, const struct arrival *a)
+{
+    return a->window[p.slot];
+}
+
+static inline size_t arrival_bytes(const struct moe_cuda_pass *p)
+{
+    return sizeof(struct arrival) + sizeof(uint32_t) * (arrival_numbers(p) + p->experts) +
+           sizeof(uint16_t) * p->experts;
+}
+
+/* The warps of a CTA that do not send: the last ones. They have barrier 1 for themselves. */
+struct crew {
+    uint32_t warp, warps;     /* this one, and how many */
+    uint32_t thread, threads; /* likewise */
+};
+
+__device__ inline struct crew crew_behind(uint32_t senders)
+{
+    return {threadIdx.x / 32 - senders, CTA_WARPS - senders, threadIdx.x - 32 * senders,
+            CTA_THREADS - 32 * senders};
+}
+
+__device__ inline void meet(const struct crew &crew)
+{
+    asm volatile("bar.sync 1, %0;" ::"r"(crew.threads) : "memory");
+}
+
+#endif
