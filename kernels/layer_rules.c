@@ -130,6 +130,14 @@ const char *moe_weight_name(enum moe_weight weight)
     return weight < MOE_WEIGHT_COUNT ? weight_names[weight] : "unknown weight";
 }
 
+uint64_t moe_placement_slots_of(const struct moe_placement *p, uint32_t expert)
+{
+    uint64_t holders = 0;
+    for (uint32_t i = p->offset[expert]; i < p->offset[expert + 1]; i++)
+        holders |= UINT64_C(1) << p->slot[i];
+    return holders;
+}
+
 bool moe_placement_has(const struct moe_placement *p, uint32_t expert, uint32_t slot)
 {
     for (uint32_t i = p->offset[expert]; i < p->offset[expert + 1]; i++)

@@ -30,6 +30,9 @@ const char *moe_weight_name(enum moe_weight weight);
 /* Whether the placement puts a copy of the expert on the slot. */
 bool moe_placement_has(const struct moe_placement *placement, uint32_t expert, uint32_t slot);
 
+/* The slots that have a copy of the expert, slot s as bit s. */
+uint64_t moe_placement_slots_of(const struct moe_placement *placement, uint32_t expert);
+
 #ifdef __cplusplus
 }
 #endif

@@ -166,6 +166,76 @@ struct moe_status moe_optimizer_check(enum moe_optimizer optimizer,
     return moe_ok();
 }
 
+/* -------------------------------------------------------------------- agreement */
+
+/* FNV-1a. */
+static void mix_bytes(uint64_t *hash, const void *data, size_t bytes)
+{
+    const uint8_t *b = data;
+    for (size_t i = 0; i < bytes; i++)
+        *hash = (*hash ^ b[i]) * UINT64_C(0x100000001b3);
+}
+
+uint64_t moe_optimizer_hash(const struct moe_optimizer_args *a, size_t trainers)
+{
+    const double scalars[] = {a->learning_rate, a->weight_decay, a->beta1,
+                              a->beta2,         a->epsilon,      a->momentum,
+                              a->max_grad_norm, a->grad_scale,   a->balance_rate};
+    const uint64_t counts[] = {a->number, trainers};
+    uint64_t hash = UINT64_C(0xcbf29ce484222325);
+    mix_bytes(&hash, scalars, sizeof scalars);
+    mix_bytes(&hash, counts, sizeof counts);
+    return hash;
+}
+
+void moe_optimizer_mix_trainer(uint64_t *hash, const struct moe_layer_spec *s,
+                               const struct moe_placement *p, const struct moe_trainer_config *c,
+                               uint32_t frozen)
+{
+    const uint64_t facts[] = {
+        s->layer,     s->hidden,    s->experts,      s->intermediate, s->shared_intermediate,
+        c->optimizer, c->lora_rank, c->lora_targets, c->frozen,       frozen,
+        p->version};
+    mix_bytes(hash, facts, sizeof facts);
+    mix_bytes(hash, &c->lora_alpha, sizeof c->lora_alpha);
+    mix_bytes(hash, p->offset, (p->experts + (size_t)1) * sizeof *p->offset);
+    mix_bytes(hash, p->slot, p->offset[p->experts] * sizeof *p->slot);
+}
+
+struct moe_status moe_optimizer_check_layer(const struct moe_session_config *session,
+                                            const struct moe_layer_spec *spec,
+                                            const struct moe_placement *p, uint32_t slot)
+{
+    if (p->slots != session->slots || slot != session->slot)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
+                         "layer %u was placed for slot %u of %u, the session has slot %u of %u",
+                         spec->layer, slot, p->slots, session->slot, session->slots);
+    for (uint32_t e = 0; e < p->experts; e++) {
+        uint64_t holders = moe_placement_slots_of(p, e);
+        if ((holders & ~session->live) != 0 || holders == 0)
+            return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
+                             "expert %u has a copy on a slot that is not live, or none", e);
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_optimizer_judge(const struct moe_session_config *session,
+                                      const struct moe_optimizer_opinion *all,
+                                      const struct moe_status *own)
+{
+    if (moe_failed(own))
+        return *own;
+    for (uint32_t p = 0; p < session->slots; p++) {
+        if (!(session->live >> p & 1))
+            continue;
+        if (all[p].refuses != 0 || all[p].hash != all[session->slot].hash)
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH, "slot %u %s", p,
+                             all[p].refuses != 0 ? "refuses the optimizer step"
+                                                 : "takes another optimizer step");
+    }
+    return moe_ok();
+}
+
 /* --------------------------------------------------------------------- formulas */
 
 /* A bijection that mixes all bits (the finaliser of splitmix64). */

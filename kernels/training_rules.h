@@ -72,6 +72,30 @@ struct moe_status moe_backward_check(const struct moe_session_config *session,
 struct moe_status moe_optimizer_check(enum moe_optimizer optimizer,
                                       const struct moe_optimizer_args *args) MOE_CHECKED;
 
+/* What every slot tells every other before an optimizer step changes anything, so that all take the
+ * same step or none does. */
+struct moe_optimizer_opinion {
+    uint64_t hash;    /* of all that two slots could disagree about */
+    uint64_t refuses; /* this slot cannot take the step */
+};
+/* The hash, before trainers are mixed into it in their order. */
+uint64_t moe_optimizer_hash(const struct moe_optimizer_args *args, size_t trainers);
+void moe_optimizer_mix_trainer(uint64_t *hash, const struct moe_layer_spec *spec,
+                               const struct moe_placement *placement,
+                               const struct moe_trainer_config *config, uint32_t frozen);
+/* A layer that lies as a session of this view expects it.
+ * Errors: MOE_FAILED_PRECONDITION for another slot or number of slots, MOE_UNAVAILABLE for an
+ * expert that only slots hold that are not live. */
+struct moe_status moe_optimizer_check_layer(const struct moe_session_config *session,
+                                            const struct moe_layer_spec *spec,
+                                            const struct moe_placement *placement,
+                                            uint32_t slot) MOE_CHECKED;
+/* Whether all live slots take the same step; `own` is this slot's refusal, or success, and goes
+ * before the others'. all [slots]. Errors: own, MOE_FAILED_PRECONDITION/SHAPE_MISMATCH. */
+struct moe_status moe_optimizer_judge(const struct moe_session_config *session,
+                                      const struct moe_optimizer_opinion *all,
+                                      const struct moe_status *own) MOE_CHECKED;
+
 /* A's first value at `element` of [r, in]: uniform in +-1 / sqrt(in). */
 float moe_lora_initial(uint64_t seed, uint32_t layer, uint32_t expert, enum moe_weight weight,
                        uint64_t element, uint32_t in);

@@ -7,6 +7,7 @@
 
 #include "cpu/reduce.h"
 #include "cpu/step.h"
+#include "layer_rules.h"
 
 #include <stdlib.h>
 
@@ -24,98 +25,31 @@ struct step {
 
 /* ------------------------------------------------------------------- agreement */
 
-/* FNV-1a over whatever two slots could disagree about. */
-static void mix_bytes(uint64_t *hash, const void *data, size_t bytes)
-{
-    const uint8_t *b = data;
-    for (size_t i = 0; i < bytes; i++)
-        *hash = (*hash ^ b[i]) * UINT64_C(0x100000001b3);
-}
-
-static void mix_u64(uint64_t *hash, uint64_t v)
-{
-    mix_bytes(hash, &v, sizeof v);
-}
-
-static void mix_placement(uint64_t *hash, const struct moe_placement *p)
-{
-    mix_u64(hash, p->version);
-    mix_bytes(hash, p->offset, (p->experts + (size_t)1) * sizeof *p->offset);
-    mix_bytes(hash, p->slot, p->offset[p->experts] * sizeof *p->slot);
-}
-
-static void mix_trainer(uint64_t *hash, const struct moe_trainer *t)
-{
-    const struct moe_layer_spec *s = &t->layer->spec;
-    const uint64_t facts[] = {s->layer,
-                              s->hidden,
-                              s->experts,
-                              s->intermediate,
-                              s->shared_intermediate,
-                              t->config.optimizer,
-                              t->config.lora_rank,
-                              t->config.lora_targets,
-                              t->config.frozen,
-                              t->frozen,
-                              t->params};
-    mix_bytes(hash, facts, sizeof facts);
-    mix_bytes(hash, &t->config.lora_alpha, sizeof t->config.lora_alpha);
-    mix_placement(hash, &t->layer->placement);
-}
-
 static uint64_t fingerprint(const struct step *step)
 {
-    const struct moe_optimizer_args *a = step->args;
-    const double scalars[] = {a->learning_rate, a->weight_decay, a->beta1,
-                              a->beta2,         a->epsilon,      a->momentum,
-                              a->max_grad_norm, a->grad_scale,   a->balance_rate};
-    uint64_t hash = UINT64_C(0xcbf29ce484222325);
-    mix_bytes(&hash, scalars, sizeof scalars);
-    mix_u64(&hash, a->number);
-    mix_u64(&hash, step->count);
-    for (size_t i = 0; i < step->count; i++)
-        mix_trainer(&hash, step->trainers[i]);
+    uint64_t hash = moe_optimizer_hash(step->args, step->count);
+    for (size_t i = 0; i < step->count; i++) {
+        const struct moe_trainer *t = step->trainers[i];
+        moe_optimizer_mix_trainer(&hash, &t->layer->spec, &t->layer->placement, &t->config,
+                                  t->frozen);
+    }
     return hash;
 }
-
-/* What each slot tells the others before anything is changed. */
-struct opinion {
-    uint64_t hash;
-    uint64_t refuses; /* this slot cannot */
-};
 
 /* *refused: the slots have spoken, and so none of them goes on. */
 static struct moe_status agree(const struct step *step, const struct moe_status *own, bool *refused)
 {
     struct moe_session *s = step->session;
-    struct opinion mine = {.refuses = moe_failed(own)}, all[MOE_MAX_SLOTS];
+    struct moe_optimizer_opinion mine = {.refuses = moe_failed(own)}, all[MOE_MAX_SLOTS];
     if (mine.refuses == 0)
         mine.hash = fingerprint(step);
     MOE_TRY(moe_cpu_session_gather(s, &mine, all, sizeof mine));
-    *refused = true;
-    if (mine.refuses != 0)
-        return *own;
-    for (uint32_t p = 0; p < s->config.slots; p++) {
-        if (!(s->config.live >> p & 1))
-            continue;
-        if (all[p].refuses != 0 || all[p].hash != mine.hash)
-            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH, "slot %u %s", p,
-                             all[p].refuses != 0 ? "refuses the optimizer step"
-                                                 : "takes another optimizer step");
-    }
-    *refused = false;
-    return moe_ok();
+    struct moe_status st = moe_optimizer_judge(&s->config, all, own);
+    *refused = moe_failed(&st);
+    return st;
 }
 
 /* ----------------------------------------------------------------- preparation */
-
-static uint64_t holders_of(const struct moe_placement *p, uint32_t expert)
-{
-    uint64_t holders = 0;
-    for (uint32_t i = p->offset[expert]; i < p->offset[expert + 1]; i++)
-        holders |= UINT64_C(1) << p->slot[i];
-    return holders;
-}
 
 static bool is_frozen(const struct moe_trainer *t, const struct moe_cpu_param *p)
 {
@@ -140,24 +74,9 @@ static void list_pieces(struct step *step, const struct moe_trainer *t,
     }
     for (uint32_t e = 0; e < layer->spec.experts; e++) {
         int32_t local = layer->local_index[e];
-        add_piece(step, holders_of(&layer->placement, e), p->n,
+        add_piece(step, moe_placement_slots_of(&layer->placement, e), p->n,
                   local >= 0 ? p->grad + (size_t)local * p->n : NULL);
     }
-}
-
-static struct moe_status check_trainer(const struct step *step, const struct moe_trainer *t)
-{
-    const struct moe_session_config *c = &step->session->config;
-    const struct moe_placement *p = &t->layer->placement;
-    if (p->slots != c->slots || t->layer->slot != c->slot)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
-                         "layer %u was placed for slot %u of %u, the session has slot %u of %u",
-                         t->layer->spec.layer, t->layer->slot, p->slots, c->slot, c->slots);
-    for (uint32_t e = 0; e < p->experts; e++)
-        if ((holders_of(p, e) & ~c->live) != 0 || holders_of(p, e) == 0)
-            return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
-                             "expert %u has a copy on a slot that is not live, or none", e);
-    return moe_optimizer_check(t->config.optimizer, step->args);
 }
 
 /* Checks everything and takes the memory for the lists. */
@@ -166,7 +85,9 @@ static struct moe_status prepare(struct step *step)
     size_t pieces = 1, chunks = 1;
     for (size_t i = 0; i < step->count; i++) {
         const struct moe_trainer *t = step->trainers[i];
-        MOE_TRY(check_trainer(step, t));
+        MOE_TRY(moe_optimizer_check_layer(&step->session->config, &t->layer->spec,
+                                          &t->layer->placement, t->layer->slot));
+        MOE_TRY(moe_optimizer_check(t->config.optimizer, step->args));
         for (uint32_t p = 0; p < t->params; p++) {
             size_t n = (t->param[p].n * t->param[p].entries + CHUNK - 1) / CHUNK;
             chunks = n > chunks ? n : chunks;

@@ -1,9 +1,11 @@
 /* The optimizer step of a group: gradients of what several slots hold are summed, all slots find
- * the same norm, then each moves what it holds; see moe/training.h.
+ * the same norm, then each moves what it holds; see moe/training.h. All slots agree on the step
+ * before anything is changed. Within a slot everything is enqueued, a few launches per block; the
+ * host waits for its peers, and once for the norm.
  *
- * Sums travel through the rows' regions of the windows, a piece at a time: every holder copies its
- * piece to the others, all slots meet, every holder adds the pieces in slot order, all meet again.
- * So the sums are the same bits everywhere, and no step may run meanwhile. */
+ * Sums travel through the rows' regions of the windows, many tensors at a time: every holder copies
+ * its values to the other holders, all slots meet, every holder adds in slot order. So the sums are
+ * the same bits everywhere, and no step may run meanwhile. */
 #include "cuda/backward.h"
 
 #include "cuda/step.h"
@@ -12,7 +14,27 @@
 #include <math.h>
 #include <string.h>
 
-enum { LOADS_AT_ONCE = MOE_WINDOW_EXCHANGE_BYTES / sizeof(uint64_t) };
+enum {
+    LOADS_AT_ONCE = MOE_WINDOW_EXCHANGE_BYTES / sizeof(uint64_t),
+    BATCH_PIECES = 128,                            /* tensors that travel at a time, at most */
+    PIECE_ALIGN = MOE_WINDOW_LINE / sizeof(float), /* floats; pieces begin at multiples of it */
+};
+
+/* ------------------------------------------------------------- sums over slots */
+
+/* What travels at a time. All slots fill it in the same order with the same sizes, also with what
+ * they do not hold. */
+struct batch {
+    struct moe_session *s;
+    size_t room, used; /* floats of a region; always a multiple of PIECE_ALIGN */
+    uint32_t count;
+    bool met; /* a batch went before this one: its last reader may not have finished */
+    struct piece {
+        float *data; /* NULL: not held here */
+        size_t n, at;
+        uint64_t holders;
+    } piece[BATCH_PIECES];
+};
 
 /* Every slot waits for every other, in both directions. */
 static struct moe_status meet(struct moe_session *s)
@@ -21,126 +43,164 @@ static struct moe_status meet(struct moe_session *s)
     return moe_cuda_session_exchange(s, &nothing, all, sizeof nothing);
 }
 
-static float *region_of(const struct moe_session *s, uint32_t owner, uint32_t source)
+static float *region_of(const struct moe_session *s, uint32_t owner, uint32_t source, size_t at)
 {
-    return moe_window_row_of(&s->layout, s->window.base[owner], source, 0, 0);
+    return (float *)moe_window_row_of(&s->layout, s->window.base[owner], source, 0, 0) + at;
 }
 
-static struct moe_status send_piece(struct moe_session *s, const float *piece, size_t n,
-                                    uint64_t holders)
+static struct moe_status send_piece(struct moe_session *s, const struct piece *piece)
 {
     for (uint32_t p = 0; p < s->config.slots; p++)
-        if (p != s->config.slot && (holders >> p & 1))
-            MOE_TRY(
-                MOE_CUDA(cudaMemcpyAsync(region_of(s, p, s->config.slot), piece, n * sizeof *piece,
-                                         cudaMemcpyDeviceToDevice, s->device->compute)));
+        if (p != s->config.slot && (piece->holders >> p & 1))
+            MOE_TRY(MOE_CUDA(cudaMemcpyAsync(region_of(s, p, s->config.slot, piece->at),
+                                             piece->data, piece->n * sizeof *piece->data,
+                                             cudaMemcpyDeviceToDevice, s->device->compute)));
     return moe_ok();
 }
 
-static struct moe_status add_piece(struct moe_session *s, float *piece, size_t n, uint64_t holders)
+static struct moe_status add_piece(struct moe_session *s, const struct piece *piece)
 {
     struct moe_sources sources = {{NULL}};
     for (uint32_t p = 0; p < s->config.slots; p++)
-        if (holders >> p & 1)
-            sources.from[p] = p == s->config.slot ? piece : region_of(s, s->config.slot, p);
-    return moe_cuda_sum_sources(&sources, n, piece, s->device->compute);
+        if (piece->holders >> p & 1)
+            sources.from[p] =
+                p == s->config.slot ? piece->data : region_of(s, s->config.slot, p, piece->at);
+    return moe_cuda_sum_sources(&sources, piece->n, piece->data, s->device->compute);
 }
 
-/* data [n] of every slot in `holders` becomes the sum over them; the others only keep step. */
-static struct moe_status sum_over_slots(struct moe_session *s, float *data, size_t n,
-                                        uint64_t holders)
+static struct moe_status flush(struct batch *b)
 {
-    bool mine = holders >> s->config.slot & 1;
-    size_t most = s->layout.row_region / sizeof(float);
-    if (__builtin_popcountll(holders) < 2)
+    if (b->count == 0)
         return moe_ok();
-    for (size_t first = 0; first < n; first += most) {
-        size_t part = n - first < most ? n - first : most;
-        if (mine)
-            MOE_TRY(send_piece(s, data + first, part, holders));
-        MOE_TRY(meet(s));
-        if (mine)
-            MOE_TRY(add_piece(s, data + first, part, holders));
-        MOE_TRY(meet(s));
-    }
+    if (b->met)
+        MOE_TRY(meet(b->s));
+    for (uint32_t i = 0; i < b->count; i++)
+        if (b->piece[i].data != NULL)
+            MOE_TRY(send_piece(b->s, &b->piece[i]));
+    MOE_TRY(meet(b->s));
+    for (uint32_t i = 0; i < b->count; i++)
+        if (b->piece[i].data != NULL)
+            MOE_TRY(add_piece(b->s, &b->piece[i]));
+    b->met = true;
+    b->used = b->count = 0;
     return moe_ok();
 }
 
-/* ------------------------------------------------------------------- gradients */
-
-static uint64_t holders_of(const struct moe_layer *layer, uint32_t expert)
+/* data [n] of every slot in `holders` becomes the sum over them, at the latest with the next flush;
+ * NULL on the other slots. */
+static struct moe_status sum_over_slots(struct batch *b, float *data, size_t n, uint64_t holders)
 {
-    const struct moe_placement *p = &layer->placement;
-    uint64_t holders = 0;
-    for (uint32_t i = p->offset[expert]; i < p->offset[expert + 1]; i++)
-        holders |= UINT64_C(1) << p->slot[i];
-    return holders;
+    if (__builtin_popcountll(holders) < 2)
+        return moe_ok();
+    for (size_t done = 0; done < n;) {
+        size_t part = n - done < b->room - b->used ? n - done : b->room - b->used;
+        b->piece[b->count++] = (struct piece){.data = data == NULL ? NULL : data + done,
+                                              .n = part,
+                                              .at = b->used,
+                                              .holders = holders};
+        b->used += (part + PIECE_ALIGN - 1) / PIECE_ALIGN * PIECE_ALIGN;
+        done += part;
+        if (b->used == b->room || b->count == BATCH_PIECES)
+            MOE_TRY(flush(b));
+    }
+    return moe_ok();
 }
 
 /* All slots walk over the same blocks and experts in the same order. */
-static struct moe_status sum_block(struct moe_session *s, struct moe_trainer *t,
-                                   const struct moe_cuda_block *b)
+static struct moe_status sum_block(struct batch *batch, struct moe_trainer *t,
+                                   struct moe_cuda_block *b)
 {
     const struct moe_layer *layer = t->layer;
-    if (!b->expert)
-        return sum_over_slots(s, b->grad, b->n, s->config.live);
+    const struct moe_placement *p = &layer->placement;
+    if (!b->expert) {
+        if (batch->s->config.live & (batch->s->config.live - 1))
+            MOE_TRY(moe_cuda_block_clear_grad(t, b));
+        return sum_over_slots(batch, b->grad, b->n, batch->s->config.live);
+    }
+    if (p->offset[p->experts] == p->experts)
+        return moe_ok(); /* one copy of each */
+    MOE_TRY(moe_cuda_block_clear_grad(t, b));
     for (uint32_t e = 0; e < layer->spec.experts; e++) {
         int32_t entry = layer->local_index[e];
         float *grad = entry < 0 ? NULL : b->grad + (size_t)entry * b->n;
-        MOE_TRY(sum_over_slots(s, grad, b->n, holders_of(layer, e)));
+        MOE_TRY(sum_over_slots(batch, grad, b->n, moe_placement_slots_of(p, e)));
     }
     return moe_ok();
 }
 
-static struct moe_status add_squares(struct moe_trainer *t, const float *v, size_t n, double *sum)
+/* Before anybody writes into the regions again all slots must meet; the norm sees to that. */
+static struct moe_status sum_gradients(struct moe_session *s, struct moe_trainer *const *trainers,
+                                       size_t count)
 {
-    double parts[MOE_CUDA_SUM_PARTS];
-    struct moe_device *device = t->layer->device;
-    if (n == 0)
-        return moe_ok();
-    MOE_TRY(moe_cuda_sum_squares(v, n, t->partials, device->compute));
-    MOE_TRY(moe_cuda_device_finish(device));
-    MOE_TRY(moe_cuda_mem_copy(device, parts, t->partials, sizeof parts));
-    for (uint32_t i = 0; i < MOE_CUDA_SUM_PARTS; i++)
-        *sum += parts[i];
-    return moe_ok();
+    struct batch batch = {.s = s,
+                          .room = s->layout.row_region / sizeof(float) / PIECE_ALIGN * PIECE_ALIGN};
+    for (size_t i = 0; i < count; i++)
+        for (uint32_t b = 0; b < trainers[i]->blocks; b++)
+            if (moe_cuda_block_moves(trainers[i], &trainers[i]->block[b]))
+                MOE_TRY(sum_block(&batch, trainers[i], &trainers[i]->block[b]));
+    return flush(&batch);
 }
 
+/* ------------------------------------------------------------------------ norm */
+
 /* Of experts with several copies, the first holder counts. */
-static struct moe_status add_block_squares(struct moe_trainer *t, const struct moe_cuda_block *b,
-                                           double *shared, double *own)
+static struct moe_status add_block_squares(const struct moe_trainer *t,
+                                           const struct moe_cuda_block *b, double *sums,
+                                           cudaStream_t stream)
 {
     const struct moe_layer *layer = t->layer;
     const struct moe_placement *p = &layer->placement;
+    if (b->grad_is_zero)
+        return moe_ok();
     if (!b->expert)
-        return add_squares(t, b->grad, b->n, shared);
-    if (p->offset[p->experts] == p->experts)
-        return add_squares(t, b->grad, b->entries * b->n, own);
-    for (uint32_t l = 0; l < layer->local_experts; l++)
-        if (p->slot[p->offset[layer->local[l]]] == layer->slot)
-            MOE_TRY(add_squares(t, b->grad + l * b->n, b->n, own));
+        return moe_cuda_add_squares(b->grad, b->n, sums, MOE_CUDA_SQUARES_SHARED, stream);
+    for (uint32_t l = 0; l < layer->local_experts;) {
+        uint32_t end = l;
+        while (end < layer->local_experts && p->slot[p->offset[layer->local[end]]] == layer->slot)
+            end++;
+        if (end > l)
+            MOE_TRY(moe_cuda_add_squares(b->grad + l * b->n, (end - l) * b->n, sums,
+                                         MOE_CUDA_SQUARES_OWN, stream));
+        l = end + 1;
+    }
     return moe_ok();
+}
+
+/* Of this slot: what is replicated, and what it alone counts. */
+static struct moe_status local_squares(struct moe_device *device,
+                                       struct moe_trainer *const *trainers, size_t count,
+                                       double squares[MOE_CUDA_SQUARES])
+{
+    squares[MOE_CUDA_SQUARES_SHARED] = squares[MOE_CUDA_SQUARES_OWN] = 0;
+    if (count == 0)
+        return moe_ok();
+    double *sums = trainers[0]->sums;
+    MOE_TRY(moe_cuda_clear_squares(sums, device->compute));
+    for (size_t i = 0; i < count; i++)
+        for (uint32_t b = 0; b < trainers[i]->blocks; b++)
+            if (moe_cuda_block_moves(trainers[i], &trainers[i]->block[b]))
+                MOE_TRY(
+                    add_block_squares(trainers[i], &trainers[i]->block[b], sums, device->compute));
+    return moe_cuda_read_squares(sums, squares, device->compute);
 }
 
 static struct moe_status find_norm(struct moe_session *s, struct moe_trainer *const *trainers,
                                    size_t count, double *norm)
 {
-    double shared = 0, own = 0, all[MOE_MAX_SLOTS] = {0};
-    for (size_t i = 0; i < count; i++)
-        for (uint32_t b = 0; b < trainers[i]->blocks; b++)
-            if (moe_cuda_block_moves(trainers[i], &trainers[i]->block[b]))
-                MOE_TRY(add_block_squares(trainers[i], &trainers[i]->block[b], &shared, &own));
-    MOE_TRY(moe_cuda_session_exchange(s, &own, all, sizeof own));
+    double squares[MOE_CUDA_SQUARES], all[MOE_MAX_SLOTS] = {0};
+    MOE_TRY(local_squares(s->device, trainers, count, squares));
+    MOE_TRY(moe_cuda_session_exchange(s, &squares[MOE_CUDA_SQUARES_OWN], all, sizeof *squares));
+    double sum = squares[MOE_CUDA_SQUARES_SHARED];
     for (uint32_t p = 0; p < s->config.slots; p++)
         if (s->config.live >> p & 1)
-            shared += all[p];
-    *norm = sqrt(shared);
+            sum += all[p];
+    *norm = sqrt(sum);
     return moe_ok();
 }
 
 /* ---------------------------------------------------------------------- moving */
 
-static struct moe_status move_block(struct moe_trainer *t, const struct moe_cuda_block *b,
+static struct moe_status move_block(struct moe_trainer *t, struct moe_cuda_block *b,
                                     const struct moe_train_update *u)
 {
     struct moe_layer *layer = t->layer;
@@ -153,6 +213,7 @@ static struct moe_status move_block(struct moe_trainer *t, const struct moe_cuda
         resident = layer->desc.matrix[b->matrix].data;
         dtype = layer->desc.matrix[b->matrix].dtype;
     }
+    MOE_TRY(moe_cuda_block_clear_grad(t, b));
     MOE_TRY(moe_cuda_update(u, b->entries * b->n, b->value, b->grad, b->moment1, b->moment2, dtype,
                             resident, stream));
     if (b->kind == MOE_CUDA_BLOCK_MATRIX && b->matrix == MOE_CUDA_ROUTER)
@@ -209,14 +270,34 @@ static struct moe_status move_all(struct moe_trainer *t, const struct moe_train_
 
 /* ------------------------------------------------------------------------ step */
 
-static struct moe_status check(struct moe_session *s, struct moe_trainer *const *trainers,
+static struct moe_status check(const struct moe_session *s, struct moe_trainer *const *trainers,
                                size_t count, const struct moe_optimizer_args *args)
 {
-    MOE_TRY(moe_cuda_steps_idle(s->steps));
-    MOE_TRY(moe_cuda_session_usable(s));
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; i < count; i++) {
+        const struct moe_layer *layer = trainers[i]->layer;
+        MOE_TRY(
+            moe_optimizer_check_layer(&s->config, &layer->spec, &layer->placement, layer->slot));
         MOE_TRY(moe_optimizer_check(trainers[i]->config.optimizer, args));
-    return moe_cuda_backward_supported(s);
+    }
+    return moe_ok();
+}
+
+/* *refused: the slots have spoken, and so none of them goes on. */
+static struct moe_status agree(struct moe_session *s, struct moe_trainer *const *trainers,
+                               size_t count, const struct moe_optimizer_args *args, bool *refused)
+{
+    struct moe_status own = check(s, trainers, count, args);
+    struct moe_optimizer_opinion mine = {.refuses = moe_failed(&own)}, all[MOE_MAX_SLOTS];
+    if (mine.refuses == 0)
+        mine.hash = moe_optimizer_hash(args, count);
+    for (size_t i = 0; i < count && mine.refuses == 0; i++)
+        moe_optimizer_mix_trainer(&mine.hash, &trainers[i]->layer->spec,
+                                  &trainers[i]->layer->placement, &trainers[i]->config,
+                                  trainers[i]->frozen);
+    MOE_TRY(moe_cuda_session_exchange(s, &mine, all, sizeof mine));
+    struct moe_status st = moe_optimizer_judge(&s->config, all, &own);
+    *refused = moe_failed(&st);
+    return st;
 }
 
 static struct moe_status run(struct moe_session *s, struct moe_trainer *const *trainers,
@@ -224,24 +305,20 @@ static struct moe_status run(struct moe_session *s, struct moe_trainer *const *t
                              struct moe_optimizer_result *result)
 {
     double norm;
-    for (size_t i = 0; i < count; i++)
-        MOE_TRY(moe_cuda_trainer_clear_grads(trainers[i]));
-    for (size_t i = 0; i < count; i++)
-        for (uint32_t b = 0; b < trainers[i]->blocks; b++)
-            if (moe_cuda_block_moves(trainers[i], &trainers[i]->block[b]))
-                MOE_TRY(sum_block(s, trainers[i], &trainers[i]->block[b]));
+    MOE_TRY(sum_gradients(s, trainers, count));
     MOE_TRY(find_norm(s, trainers, count, &norm));
     result->grad_norm = norm * fabs(args->grad_scale);
     result->nonfinite = !isfinite(norm);
+    for (size_t i = 0; i < count && !result->nonfinite; i++)
+        MOE_TRY(balance(s, trainers[i], args->balance_rate));
     for (size_t i = 0; i < count && !result->nonfinite; i++) {
         double clip = moe_clip_factor(result->grad_norm, args->max_grad_norm);
         struct moe_train_update u = moe_train_update_of(trainers[i]->config.optimizer, args, clip);
-        MOE_TRY(balance(s, trainers[i], args->balance_rate));
         MOE_TRY(move_all(trainers[i], &u));
     }
     for (size_t i = 0; i < count; i++)
-        MOE_TRY(moe_cuda_zero_grad(trainers[i]));
-    return moe_ok();
+        MOE_TRY(moe_cuda_trainer_forget_grads(trainers[i]));
+    return moe_cuda_device_finish(s->device);
 }
 
 struct moe_status moe_cuda_optimizer_step(struct moe_session *s,
@@ -249,10 +326,15 @@ struct moe_status moe_cuda_optimizer_step(struct moe_session *s,
                                           const struct moe_optimizer_args *args,
                                           struct moe_optimizer_result *result)
 {
+    bool refused = false;
     MOE_TRY(moe_cuda_device_use(s->device));
-    MOE_TRY(check(s, trainers, count, args));
-    struct moe_status st = run(s, trainers, count, args, result);
-    if (moe_failed(&st))
+    MOE_TRY(moe_cuda_steps_idle(s->steps));
+    MOE_TRY(moe_cuda_session_usable(s));
+    MOE_TRY(moe_cuda_backward_supported(s));
+    struct moe_status st = agree(s, trainers, count, args, &refused);
+    if (!moe_failed(&st))
+        st = run(s, trainers, count, args, result);
+    if (moe_failed(&st) && !refused)
         moe_cuda_session_fail(s);
     return st;
 }

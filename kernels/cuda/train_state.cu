@@ -31,41 +31,78 @@ template <typename T> __global__ void store_kernel(const float *values, size_t n
         to[i] = static_cast<T>(values[i]);
 }
 
-/* Block b sums the b-th part; its threads' sums are added in one fixed tree. */
-__global__ void __launch_bounds__(THREADS)
-    squares_kernel(const float *v, size_t n, double *partials)
+/* Adds the threads' sums in one fixed tree; the result is in thread 0. */
+template <uint32_t N> __device__ double sum_of_block(double sum)
 {
-    __shared__ double part[THREADS];
-    double sum = 0;
-    for (size_t i = first_index(); i < n; i += index_step())
-        sum += static_cast<double>(v[i]) * v[i];
+    __shared__ double part[N];
     part[threadIdx.x] = sum;
     __syncthreads();
-    for (uint32_t d = THREADS / 2; d > 0; d /= 2) {
+    for (uint32_t d = N / 2; d > 0; d /= 2) {
         if (threadIdx.x < d)
             part[threadIdx.x] += part[threadIdx.x + d];
         __syncthreads();
     }
+    return part[0];
+}
+
+__device__ double square(float v)
+{
+    return static_cast<double>(v) * v;
+}
+
+/* CTA b takes every MOE_CUDA_SUM_PARTS-th piece of SQUARES fours from the b-th on and adds what it
+ * finds to sums[b]. */
+constexpr uint32_t SQUARES = 4;
+__global__ void __launch_bounds__(THREADS) squares_kernel(const float *v, size_t n, double *sums)
+{
+    const size_t fours = reinterpret_cast<uintptr_t>(v) % sizeof(float4) == 0 ? n / 4 : 0;
+    const float4 *from = reinterpret_cast<const float4 *>(v);
+    double sum[SQUARES] = {};
+    for (size_t i = static_cast<size_t>(blockIdx.x) * THREADS * SQUARES + threadIdx.x; i < fours;
+         i += static_cast<size_t>(gridDim.x) * THREADS * SQUARES) {
+        float4 w[SQUARES];
+        for (uint32_t j = 0; j < SQUARES; j++)
+            w[j] = i + j * THREADS < fours ? __ldcs(from + i + j * THREADS) : float4{};
+        for (uint32_t j = 0; j < SQUARES; j++)
+            sum[j] += (square(w[j].x) + square(w[j].y)) + (square(w[j].z) + square(w[j].w));
+    }
+    for (size_t i = 4 * fours + first_index(); i < n; i += index_step())
+        sum[0] += square(v[i]);
+    double all = sum_of_block<THREADS>((sum[0] + sum[1]) + (sum[2] + sum[3]));
     if (threadIdx.x == 0)
-        partials[blockIdx.x] = part[0];
+        sums[blockIdx.x] += all;
+}
+static_assert(SQUARES == 4, "all partial sums are added");
+
+/* CTA w adds the partial sums of the w-th sum; the result goes behind them. */
+__global__ void __launch_bounds__(THREADS) finish_squares_kernel(double *sums)
+{
+    double *mine = sums + blockIdx.x * (MOE_CUDA_SUM_PARTS + 1);
+    double sum = 0;
+    for (uint32_t i = threadIdx.x; i < MOE_CUDA_SUM_PARTS; i += THREADS)
+        sum += mine[i];
+    sum = sum_of_block<THREADS>(sum);
+    if (threadIdx.x == 0)
+        mine[MOE_CUDA_SUM_PARTS] = sum;
 }
 
 struct update_args {
     struct moe_train_update u;
     size_t n;
-    float *value, *grad, *moment1, *moment2;
+    float *value, *moment1, *moment2;
+    const float *grad;
 };
 
+template <bool ADAMW>
 __device__ float step(const struct moe_train_update &u, float value, float grad, float *m1,
                       float *m2)
 {
-    return u.optimizer == MOE_OPTIMIZER_ADAMW ? moe_train_adamw(&u, value, grad, m1, m2)
-                                              : moe_train_sgd(&u, value, grad, m1);
+    return ADAMW ? moe_train_adamw(&u, value, grad, m1, m2) : moe_train_sgd(&u, value, grad, m1);
 }
 
 __device__ void store4(float *to, const float4 &v)
 {
-    *reinterpret_cast<float4 *>(to) = v;
+    __stcs(reinterpret_cast<float4 *>(to), v);
 }
 
 __device__ void store4(__nv_bfloat16 *to, const float4 &v)
@@ -76,37 +113,74 @@ __device__ void store4(__nv_bfloat16 *to, const float4 &v)
     } u;
     u.pair[0] = __floats2bfloat162_rn(v.x, v.y);
     u.pair[1] = __floats2bfloat162_rn(v.z, v.w);
-    *reinterpret_cast<uint2 *>(to) = u.all;
+    __stcs(reinterpret_cast<uint2 *>(to), u.all);
 }
 
-/* Four elements at a time: all arrays are aligned to 16 bytes. */
-template <typename T> __global__ void update_kernel(const update_args a, T *resident)
+__device__ float4 load4(const float *from, size_t four)
+{
+    return __ldcs(reinterpret_cast<const float4 *>(from) + four);
+}
+
+template <typename T, bool ADAMW>
+__device__ void update_four(const update_args &a, T *resident, size_t i, float4 value, float4 grad,
+                            float4 m1, float4 m2)
+{
+    value.x = step<ADAMW>(a.u, value.x, grad.x, &m1.x, &m2.x);
+    value.y = step<ADAMW>(a.u, value.y, grad.y, &m1.y, &m2.y);
+    value.z = step<ADAMW>(a.u, value.z, grad.z, &m1.z, &m2.z);
+    value.w = step<ADAMW>(a.u, value.w, grad.w, &m1.w, &m2.w);
+    store4(a.value + 4 * i, value);
+    store4(a.moment1 + 4 * i, m1);
+    if (ADAMW)
+        store4(a.moment2 + 4 * i, m2);
+    if (resident != nullptr)
+        store4(resident + 4 * i, value);
+}
+
+/* A thread moves UPDATE_FOURS times four elements, all of them on their way before the first is
+ * worked on. Nothing is used twice, so nothing is to stay in the cache. All arrays are aligned to
+ * 16 bytes; the first CTA has the few elements behind the last four. */
+constexpr uint32_t UPDATE_FOURS = 2;
+template <typename T, bool ADAMW>
+__global__ void __launch_bounds__(THREADS) update_kernel(const update_args a, T *resident)
 {
     const size_t fours = a.n / 4;
-    for (size_t i = first_index(); i < fours; i += index_step()) {
-        float4 value = reinterpret_cast<float4 *>(a.value)[i];
-        float4 grad = reinterpret_cast<float4 *>(a.grad)[i];
-        float4 m1 = reinterpret_cast<float4 *>(a.moment1)[i];
-        float4 m2 = a.moment2 != nullptr ? reinterpret_cast<float4 *>(a.moment2)[i] : float4{};
-        value.x = step(a.u, value.x, grad.x, &m1.x, &m2.x);
-        value.y = step(a.u, value.y, grad.y, &m1.y, &m2.y);
-        value.z = step(a.u, value.z, grad.z, &m1.z, &m2.z);
-        value.w = step(a.u, value.w, grad.w, &m1.w, &m2.w);
-        reinterpret_cast<float4 *>(a.value)[i] = value;
-        reinterpret_cast<float4 *>(a.grad)[i] = float4{};
-        reinterpret_cast<float4 *>(a.moment1)[i] = m1;
-        if (a.moment2 != nullptr)
-            reinterpret_cast<float4 *>(a.moment2)[i] = m2;
-        if (resident != nullptr)
-            store4(resident + 4 * i, value);
+    const size_t first = static_cast<size_t>(blockIdx.x) * THREADS * UPDATE_FOURS + threadIdx.x;
+    float4 value[UPDATE_FOURS], grad[UPDATE_FOURS], m1[UPDATE_FOURS], m2[UPDATE_FOURS];
+#pragma unroll
+    for (uint32_t j = 0; j < UPDATE_FOURS; j++) {
+        const size_t i = first + j * THREADS;
+        if (i >= fours)
+            break;
+        value[j] = load4(a.value, i);
+        grad[j] = load4(a.grad, i);
+        m1[j] = load4(a.moment1, i);
+        m2[j] = ADAMW ? load4(a.moment2, i) : float4{};
     }
-    for (size_t i = 4 * fours + first_index(); i < a.n; i += index_step()) {
-        float unused = 0, *m2 = a.moment2 != nullptr ? a.moment2 + i : &unused;
-        a.value[i] = step(a.u, a.value[i], a.grad[i], a.moment1 + i, m2);
-        a.grad[i] = 0.0f;
-        if (resident != nullptr)
-            resident[i] = static_cast<T>(a.value[i]);
-    }
+#pragma unroll
+    for (uint32_t j = 0; j < UPDATE_FOURS; j++)
+        if (first + j * THREADS < fours)
+            update_four<T, ADAMW>(a, resident, first + j * THREADS, value[j], grad[j], m1[j],
+                                  m2[j]);
+    const size_t last = 4 * fours + threadIdx.x;
+    if (blockIdx.x > 0 || last >= a.n)
+        return;
+    float unused = 0;
+    a.value[last] = step<ADAMW>(a.u, a.value[last], a.grad[last], a.moment1 + last,
+                                ADAMW ? a.moment2 + last : &unused);
+    if (resident != nullptr)
+        resident[last] = static_cast<T>(a.value[last]);
+}
+
+template <typename T> void launch_update(const update_args &a, void *resident, cudaStream_t stream)
+{
+    constexpr size_t each = static_cast<size_t>(4) * THREADS * UPDATE_FOURS;
+    const unsigned blocks = static_cast<unsigned>((a.n + each - 1) / each);
+    T *to = static_cast<T *>(resident);
+    if (a.u.optimizer == MOE_OPTIMIZER_ADAMW)
+        update_kernel<T, true><<<blocks, THREADS, 0, stream>>>(a, to);
+    else
+        update_kernel<T, false><<<blocks, THREADS, 0, stream>>>(a, to);
 }
 
 __global__ void sum_sources_kernel(const struct moe_sources s, size_t n, float *to)
@@ -169,25 +243,45 @@ struct moe_status moe_cuda_store_values(const float *values, size_t n, enum moe_
     return MOE_LAUNCHED("storing weights");
 }
 
-struct moe_status moe_cuda_sum_squares(const float *v, size_t n, double *partials,
-                                       cudaStream_t stream)
+struct moe_status moe_cuda_clear_squares(double *sums, cudaStream_t stream)
 {
-    squares_kernel<<<MOE_CUDA_SUM_PARTS, THREADS, 0, stream>>>(v, n, partials);
-    return MOE_LAUNCHED("a norm");
+    return MOE_CUDA(cudaMemsetAsync(
+        sums, 0, MOE_CUDA_SQUARES * (MOE_CUDA_SUM_PARTS + 1) * sizeof *sums, stream));
 }
 
-struct moe_status moe_cuda_update(const struct moe_train_update *u, size_t n, float *value,
-                                  float *grad, float *moment1, float *moment2, enum moe_dtype dtype,
-                                  void *resident, cudaStream_t stream)
+struct moe_status moe_cuda_add_squares(const float *v, size_t n, double *sums,
+                                       enum moe_cuda_squares which, cudaStream_t stream)
 {
     if (n == 0)
         return moe_ok();
-    const update_args a = {*u, n, value, grad, moment1, moment2};
-    const unsigned blocks = blocks_of((n + 3) / 4);
+    squares_kernel<<<MOE_CUDA_SUM_PARTS, THREADS, 0, stream>>>(
+        v, n, sums + which * (MOE_CUDA_SUM_PARTS + 1));
+    return MOE_LAUNCHED("a norm");
+}
+
+struct moe_status moe_cuda_read_squares(double *sums, double squares[MOE_CUDA_SQUARES],
+                                        cudaStream_t stream)
+{
+    finish_squares_kernel<<<MOE_CUDA_SQUARES, THREADS, 0, stream>>>(sums);
+    MOE_TRY(MOE_LAUNCHED("a norm"));
+    const size_t pitch = (MOE_CUDA_SUM_PARTS + 1) * sizeof *sums;
+    MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync(squares, sizeof *squares, sums + MOE_CUDA_SUM_PARTS, pitch,
+                                       sizeof *squares, MOE_CUDA_SQUARES, cudaMemcpyDeviceToHost,
+                                       stream)));
+    return MOE_CUDA(cudaStreamSynchronize(stream));
+}
+
+struct moe_status moe_cuda_update(const struct moe_train_update *u, size_t n, float *value,
+                                  const float *grad, float *moment1, float *moment2,
+                                  enum moe_dtype dtype, void *resident, cudaStream_t stream)
+{
+    if (n == 0)
+        return moe_ok();
+    const update_args a = {*u, n, value, moment1, moment2, grad};
     if (dtype == MOE_DTYPE_BF16)
-        update_kernel<<<blocks, THREADS, 0, stream>>>(a, static_cast<__nv_bfloat16 *>(resident));
+        launch_update<__nv_bfloat16>(a, resident, stream);
     else
-        update_kernel<<<blocks, THREADS, 0, stream>>>(a, static_cast<float *>(resident));
+        launch_update<float>(a, resident, stream);
     return MOE_LAUNCHED("an optimizer step");
 }
 
@@ -222,8 +316,10 @@ struct moe_status moe_cuda_merge_adapter(const struct moe_cuda_merge *m, cudaStr
 
 struct moe_status moe_cuda_load_train_state(void)
 {
-    MOE_TRY(moe_cuda_load(store_kernel<float>, update_kernel<float>, merge_kernel<float>));
-    MOE_TRY(moe_cuda_load(store_kernel<__nv_bfloat16>, update_kernel<__nv_bfloat16>,
-                          merge_kernel<__nv_bfloat16>));
-    return moe_cuda_load(squares_kernel, sum_sources_kernel, add_loads_kernel);
+    MOE_TRY(moe_cuda_load(store_kernel<float>, update_kernel<float, true>,
+                          update_kernel<float, false>, merge_kernel<float>));
+    MOE_TRY(moe_cuda_load(store_kernel<__nv_bfloat16>, update_kernel<__nv_bfloat16, true>,
+                          update_kernel<__nv_bfloat16, false>, merge_kernel<__nv_bfloat16>));
+    return moe_cuda_load(squares_kernel, finish_squares_kernel, sum_sources_kernel,
+                         add_loads_kernel);
 }

@@ -48,7 +48,7 @@ static void describe_block(const struct moe_layer *layer, const struct moe_train
 struct plan {
     uint32_t blocks;
     struct moe_cuda_block block[MOE_TRAIN_MAX_PARAMS];
-    size_t base[MOE_CUDA_ADAPTED_MATRICES], loads, counted, partials, bytes;
+    size_t base[MOE_CUDA_ADAPTED_MATRICES], loads, counted, sums, bytes;
 };
 
 static bool take(size_t *at, size_t bytes, size_t *offset)
@@ -104,7 +104,7 @@ static struct moe_status make_plan(const struct moe_layer *layer,
     size_t experts = layer->spec.experts;
     fits = fits && take(&at, experts * sizeof(uint64_t), &p->loads) &&
            take(&at, (experts + 1) * sizeof(uint32_t), &p->counted) &&
-           take(&at, MOE_CUDA_SUM_PARTS * sizeof(double), &p->partials);
+           take(&at, MOE_CUDA_SQUARES * (MOE_CUDA_SUM_PARTS + 1) * sizeof(double), &p->sums);
     if (!fits)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "training layer %u needs more memory than there is", layer->spec.layer);
@@ -141,7 +141,7 @@ static void set_pointers(struct moe_trainer *t, const struct plan *p)
             t->base[i] = memory + p->base[i];
     t->loads = (void *)(memory + p->loads);
     t->counted = (void *)(memory + p->counted);
-    t->partials = (void *)(memory + p->partials);
+    t->sums = (void *)(memory + p->sums);
 }
 
 /* -------------------------------------------------------------------- find */
@@ -485,15 +485,19 @@ struct moe_status moe_cuda_trainer_write(struct moe_trainer *t, const struct moe
 
 /* ------------------------------------------------------------------- setting */
 
-struct moe_status moe_cuda_zero_grad(struct moe_trainer *t)
+struct moe_status moe_cuda_trainer_forget_grads(struct moe_trainer *t)
 {
-    struct moe_device *device = t->layer->device;
-    MOE_TRY(moe_cuda_device_use(device));
     for (uint32_t i = 0; i < t->blocks; i++)
         t->block[i].grad_is_zero = true;
-    MOE_TRY(MOE_CUDA(
-        cudaMemsetAsync(t->loads, 0, t->layer->spec.experts * sizeof *t->loads, device->compute)));
-    return moe_cuda_device_finish(device);
+    return MOE_CUDA(cudaMemsetAsync(t->loads, 0, t->layer->spec.experts * sizeof *t->loads,
+                                    t->layer->device->compute));
+}
+
+struct moe_status moe_cuda_zero_grad(struct moe_trainer *t)
+{
+    MOE_TRY(moe_cuda_device_use(t->layer->device));
+    MOE_TRY(moe_cuda_trainer_forget_grads(t));
+    return moe_cuda_device_finish(t->layer->device);
 }
 
 struct moe_status moe_cuda_set_frozen(struct moe_trainer *t, uint32_t frozen)

@@ -36,8 +36,15 @@ struct moe_cuda_block {
 };
 
 enum {
-    MOE_CUDA_SUM_PARTS = 256,      /* partial sums that a norm consists of */
+    MOE_CUDA_SUM_PARTS = 1056,     /* partial sums that a norm consists of */
     MOE_CUDA_ADAPTED_MATRICES = 2, /* gate and up; down */
+};
+
+/* The two sums of squares that a slot has a part in. */
+enum moe_cuda_squares {
+    MOE_CUDA_SQUARES_SHARED, /* of what is replicated: the same bits on all slots */
+    MOE_CUDA_SQUARES_OWN,    /* of the experts that this slot counts */
+    MOE_CUDA_SQUARES
 };
 
 struct moe_trainer {
@@ -49,7 +56,7 @@ struct moe_trainer {
     void *base[MOE_CUDA_ADAPTED_MATRICES]; /* W0 of adapted matrices, in their dtype; else NULL */
     uint64_t *loads;                       /* device [E] since the last optimizer step */
     uint32_t *counted;                     /* device [E + 1]: loads and routed tokens of one pass */
-    double *partials;                      /* device [MOE_CUDA_SUM_PARTS] */
+    double *sums;                          /* device [MOE_CUDA_SQUARES][MOE_CUDA_SUM_PARTS + 1] */
     void *memory;
     size_t bytes;
 };
@@ -82,6 +89,8 @@ float *moe_cuda_trainer_grad(struct moe_trainer *trainer, enum moe_weight weight
 struct moe_status moe_cuda_block_clear_grad(struct moe_trainer *trainer,
                                             struct moe_cuda_block *block) MOE_CHECKED;
 struct moe_status moe_cuda_trainer_clear_grads(struct moe_trainer *trainer) MOE_CHECKED;
+/* Enqueues: gradients count as zero, counted loads become zero. */
+struct moe_status moe_cuda_trainer_forget_grads(struct moe_trainer *trainer) MOE_CHECKED;
 bool moe_cuda_block_moves(const struct moe_trainer *trainer, const struct moe_cuda_block *block);
 
 /* Enqueues: the resident weights become what this block's values say. */
@@ -94,14 +103,21 @@ struct moe_status moe_cuda_trainer_renew(struct moe_trainer *trainer,
 /* n values, rounded to `dtype`. */
 struct moe_status moe_cuda_store_values(const float *values, size_t n, enum moe_dtype dtype,
                                         void *to, cudaStream_t stream) MOE_CHECKED;
-/* partials[MOE_CUDA_SUM_PARTS] = sums of squares, in double. */
-struct moe_status moe_cuda_sum_squares(const float *v, size_t n, double *partials,
+/* Sums of squares, in double: cleared, added to, then read, all in one stream. Each launch adds to
+ * MOE_CUDA_SUM_PARTS partial sums of one of the two (`which`); reading adds those in a fixed order
+ * and waits. sums [MOE_CUDA_SQUARES][MOE_CUDA_SUM_PARTS + 1]. */
+struct moe_status moe_cuda_clear_squares(double *sums, cudaStream_t stream) MOE_CHECKED;
+struct moe_status moe_cuda_add_squares(const float *v, size_t n, double *sums,
+                                       enum moe_cuda_squares which,
                                        cudaStream_t stream) MOE_CHECKED;
-/* An optimizer step of n elements; grad becomes zero. moment2 may be NULL for SGD; resident (in
- * dtype) may be NULL. */
+struct moe_status moe_cuda_read_squares(double *sums, double squares[MOE_CUDA_SQUARES],
+                                        cudaStream_t stream) MOE_CHECKED;
+/* An optimizer step of n elements, 16-byte aligned; grad is read and stays. moment2 may be NULL for
+ * SGD; resident (in dtype) may be NULL. */
 struct moe_status moe_cuda_update(const struct moe_train_update *u, size_t n, float *value,
-                                  float *grad, float *moment1, float *moment2, enum moe_dtype dtype,
-                                  void *resident, cudaStream_t stream) MOE_CHECKED;
+                                  const float *grad, float *moment1, float *moment2,
+                                  enum moe_dtype dtype, void *resident,
+                                  cudaStream_t stream) MOE_CHECKED;
 /* to[i] = sum of from[s][i] over the slots s whose from[s] is not NULL, in slot order. */
 struct moe_sources {
     const float *from[MOE_MAX_SLOTS];
