@@ -1,7 +1,8 @@
 #!/bin/sh
 # Holds the CUDA backend to everything that can be asked of it on the GPUs that are here: the
 # conformance suite, plain, skewed and training, on 1, 2 and 4 of them; sessions under fault; golden
-# outputs and gradients through the backend, outputs through real daemons; torch's AdamW curves; the
+# outputs and gradients through the backend and through real daemons; daemons that train: repeated
+# calls, workers killed between them, checkpoints, forward clients beside; torch's AdamW curves; the
 # grouped GEMM against double precision; what a steady step may call; cuBLAS instead of Hopper's
 # kernels, and NCCL's network transport instead of windows.
 #
@@ -21,7 +22,7 @@ set -eu
 
 usage() {
     echo "$0: $1" >&2
-    sed -n '8,14s/^# \{0,1\}//p' "$0" >&2
+    sed -n '9,15s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -57,7 +58,8 @@ keep=$logs
 mkdir -p "$logs"
 rm -f "$logs"/*.log "$logs"/*.result
 # Multicast of NVLink is off: windows never use it, and shared hosts forbid it.
-export NCCL_NVLS_ENABLE=0 MOE_TEST_BACKEND=cuda PYTHONUNBUFFERED=1 LOGS="$logs"
+export NCCL_NVLS_ENABLE=0 MOE_TEST_BACKEND=cuda MOE_TEST_DEVICES="$gpus"
+export PYTHONUNBUFFERED=1 LOGS="$logs"
 PATH=$PATH:/usr/local/cuda/bin
 
 # One step: a name, a limit in seconds and a command, in one line. Its result is a file, so that
@@ -82,7 +84,35 @@ group_sizes() {
     done
 }
 
+# A program of tests/integration, and which of its tests.
+integration() {
+    program=$1
+    shift
+    echo "${MOE_PYTHON:-python3} -B $here/../integration/$program.py $build $models $*"
+}
+
+# Groups of daemons that train, through repeats, faults and restarts. Tests of more workers than there
+# are GPUs skip themselves.
+trained_groups() {
+    if [ "$gpus" -lt 2 ]; then
+        echo "trained_ids 120 $(integration test_training Repeats.test_an_id_below_a_forgotten_one_is_refused)"
+        return 0
+    fi
+    echo "trained_repeats 300 $(integration test_training Repeats)"
+    echo "trained_versions 120 $(integration test_training Versions)"
+    echo "trained_kills 300 $(integration test_training_faults Faults)"
+    resumed=
+    for test in the_next_step_after_a_restart_is_the_undisturbed_one the_same_of_four \
+        the_same_with_adapters a_checkpoint_of_two_workers_is_taken_by_one \
+        a_checkpoint_of_two_workers_is_taken_by_four \
+        a_group_that_loses_a_worker_goes_back_to_the_checkpoint; do
+        resumed="$resumed Checkpoints.test_$test"
+    done
+    echo "trained_checkpoints 300 $(integration test_checkpoints "$resumed")"
+}
+
 beside_each_other() {
+    trained_groups
     for n in $(group_sizes); do
         echo "conformance_$n 300 $suite/conformance --backend cuda --slots $n --cases $cases --seed $n"
         echo "skewed_$n 300 $suite/conformance --backend cuda --slots $n --cases 80 --seed $n --skewed"
@@ -96,8 +126,7 @@ beside_each_other() {
         echo "network_skewed_$n 300 $suite/conformance --backend cuda $over --cases 40 --skewed"
         for family in mixtral deepseek_v3; do
             echo "network_daemons_${n}_$family 120 MOE_TEST_TRANSPORT=network" \
-                "${MOE_PYTHON:-python3} -B $here/../integration/test_golden.py" \
-                "$build $models GoldenModels.test_${family}_${n}_workers"
+                "$(integration test_golden "GoldenModels.test_${family}_${n}_workers")"
         done
     done
     echo "conformance_cublas 300 $suite/conformance --backend cuda --slots 1 --cases $cases --seed 1 --gemm cublas"
@@ -108,8 +137,8 @@ beside_each_other() {
     for n in $(group_sizes); do
         for model in "$models"/*/; do
             family=$(basename "$model")
-            echo "daemons_${n}_$family 120 ${MOE_PYTHON:-python3} -B $here/../integration/test_golden.py" \
-                "$build $models GoldenModels.test_${family}_${n}_workers"
+            echo "daemons_${n}_$family 120 $(integration test_golden "GoldenModels.test_${family}_${n}_workers")"
+            echo "trained_${n}_$family 120 $(integration test_training "Gradients.test_${family}_${n}_workers")"
         done
     done
 }
@@ -120,6 +149,7 @@ alone() {
         echo "faults_$n 300 $suite/faults --backend cuda --slots $n"
         echo "network_faults_$n 300 $suite/faults --backend cuda --slots $n --transport network"
     done
+    [ "$gpus" -lt 2 ] || echo "trained_mixed_load 120 $(integration test_training_faults MixedLoad)"
     [ "$sanitizer" = yes ] || return 0
     for tool in memcheck racecheck; do
         echo "$tool 600 compute-sanitizer --tool $tool --target-processes all --error-exitcode 9" \

@@ -19,6 +19,8 @@ import numpy as np
 BUILD = sys.argv.pop(1)
 MODELS = sys.argv.pop(1)
 BACKEND = os.environ.get("MOE_TEST_BACKEND", "cpu")  # tests/gpu/run.sh says cuda
+# How many workers the backend has devices for: one each. Tests of larger groups are skipped.
+DEVICES = int(os.environ.get("MOE_TEST_DEVICES", "64"))
 TRANSPORT = os.environ.get("MOE_TEST_TRANSPORT", "auto")  # or network, where there are GPUs
 MOECTL = os.path.join(BUILD, "client", "moectl", "moectl")
 sys.path.insert(0, os.path.join(BUILD, "python"))

@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import tempfile
 import time
+import unittest
 
 import grpc
 import numpy as np
 
-from group import BUILD, model_directory
+from group import BACKEND, BUILD, DEVICES, model_directory
 import moed
 import wire
 from wire import expert, training
@@ -38,9 +39,12 @@ def start(program, *arguments):
 
 
 class TrainingGroup:
-    """`workers` workers in their seats; extra arguments are the workers'."""
+    """`workers` workers in their seats, each on a device of its own; extra arguments are the
+    workers'."""
 
     def __init__(self, family, workers, *extra, lease_ms=1000):
+        if workers > DEVICES:
+            raise unittest.SkipTest("%d workers need as many devices" % workers)
         self.family, self.extra = family, extra
         self.state = tempfile.mkdtemp(prefix="moed-train-")
         self.coordinator, self.address = start(
@@ -55,8 +59,8 @@ class TrainingGroup:
     def start_worker(self, slot, *extra):
         self.workers[slot], self.endpoints[slot] = start(
             WORKER, "--model", model_directory(self.family), "--coordinator", self.address,
-            "--backend", "cpu", "--threads", "1", "--worker-id", "w%d" % slot, "--slot", str(slot),
-            *self.extra, *extra)
+            "--backend", BACKEND, "--threads", "1", "--device", str(slot),
+            "--worker-id", "w%d" % slot, "--slot", str(slot), *self.extra, *extra)
 
     def kill_worker(self, slot):
         self.workers[slot].kill()
