@@ -122,9 +122,10 @@ __device__ float4 load4(const float *from, size_t four)
 }
 
 template <typename T, bool ADAMW>
-__device__ void update_four(const update_args &a, T *resident, size_t i, float4 value, float4 grad,
-                            float4 m1, float4 m2)
+__device__ void update_four(const update_args &a, T *resident, size_t i)
 {
+    float4 value = load4(a.value, i), grad = load4(a.grad, i), m1 = load4(a.moment1, i);
+    float4 m2 = ADAMW ? load4(a.moment2, i) : float4{};
     value.x = step<ADAMW>(a.u, value.x, grad.x, &m1.x, &m2.x);
     value.y = step<ADAMW>(a.u, value.y, grad.y, &m1.y, &m2.y);
     value.z = step<ADAMW>(a.u, value.z, grad.z, &m1.z, &m2.z);
@@ -137,32 +138,15 @@ __device__ void update_four(const update_args &a, T *resident, size_t i, float4 
         store4(resident + 4 * i, value);
 }
 
-/* A thread moves UPDATE_FOURS times four elements, all of them on their way before the first is
- * worked on. Nothing is used twice, so nothing is to stay in the cache. All arrays are aligned to
- * 16 bytes; the first CTA has the few elements behind the last four. */
-constexpr uint32_t UPDATE_FOURS = 2;
+/* A thread moves four elements: of the ways tried, the fastest. Nothing is used twice, so nothing
+ * is to stay in the cache. All arrays are aligned to 16 bytes; the first CTA has the few elements
+ * behind the last four. */
 template <typename T, bool ADAMW>
 __global__ void __launch_bounds__(THREADS) update_kernel(const update_args a, T *resident)
 {
-    const size_t fours = a.n / 4;
-    const size_t first = static_cast<size_t>(blockIdx.x) * THREADS * UPDATE_FOURS + threadIdx.x;
-    float4 value[UPDATE_FOURS], grad[UPDATE_FOURS], m1[UPDATE_FOURS], m2[UPDATE_FOURS];
-#pragma unroll
-    for (uint32_t j = 0; j < UPDATE_FOURS; j++) {
-        const size_t i = first + j * THREADS;
-        if (i >= fours)
-            break;
-        value[j] = load4(a.value, i);
-        grad[j] = load4(a.grad, i);
-        m1[j] = load4(a.moment1, i);
-        m2[j] = ADAMW ? load4(a.moment2, i) : float4{};
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < UPDATE_FOURS; j++)
-        if (first + j * THREADS < fours)
-            update_four<T, ADAMW>(a, resident, first + j * THREADS, value[j], grad[j], m1[j],
-                                  m2[j]);
-    const size_t last = 4 * fours + threadIdx.x;
+    const size_t fours = a.n / 4, i = first_index(), last = 4 * fours + threadIdx.x;
+    if (i < fours)
+        update_four<T, ADAMW>(a, resident, i);
     if (blockIdx.x > 0 || last >= a.n)
         return;
     float unused = 0;
@@ -174,7 +158,7 @@ __global__ void __launch_bounds__(THREADS) update_kernel(const update_args a, T 
 
 template <typename T> void launch_update(const update_args &a, void *resident, cudaStream_t stream)
 {
-    constexpr size_t each = static_cast<size_t>(4) * THREADS * UPDATE_FOURS;
+    constexpr size_t each = static_cast<size_t>(4) * THREADS;
     const unsigned blocks = static_cast<unsigned>((a.n + each - 1) / each);
     T *to = static_cast<T *>(resident);
     if (a.u.optimizer == MOE_OPTIMIZER_ADAMW)

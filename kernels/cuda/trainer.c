@@ -335,25 +335,31 @@ struct spot {
     bool alternates;
 };
 
-static struct moe_status move(const struct spot *s, char *host, bool out)
+/* Enqueued with the kernels that come before and behind it: a plain cudaMemcpy returns when the
+ * host's memory has been read, and what a kernel of another stream then finds on the device may be
+ * old. */
+static struct moe_status move(const struct spot *s, char *host, bool out, cudaStream_t stream)
 {
     enum cudaMemcpyKind kind = out ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
     size_t whole = s->rows / MOE_CUDA_INTERLEAVE, width = MOE_CUDA_INTERLEAVE * s->row_bytes;
     size_t rest = (s->rows - whole * MOE_CUDA_INTERLEAVE) * s->row_bytes;
     if (!s->alternates)
-        return MOE_CUDA(
-            cudaMemcpy(out ? host : s->data, out ? s->data : host, s->rows * s->row_bytes, kind));
+        return MOE_CUDA(cudaMemcpyAsync(out ? host : s->data, out ? s->data : host,
+                                        s->rows * s->row_bytes, kind, stream));
     if (whole > 0)
-        MOE_TRY(out ? MOE_CUDA(cudaMemcpy2D(host, width, s->data, 2 * width, width, whole, kind))
-                    : MOE_CUDA(cudaMemcpy2D(s->data, 2 * width, host, width, width, whole, kind)));
+        MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync(out ? host : s->data, out ? width : 2 * width,
+                                           out ? s->data : host, out ? 2 * width : width, width,
+                                           whole, kind, stream)));
     if (rest == 0)
         return moe_ok();
     char *tail = s->data + whole * 2 * width, *host_tail = host + whole * width;
-    return MOE_CUDA(cudaMemcpy(out ? host_tail : tail, out ? tail : host_tail, rest, kind));
+    return MOE_CUDA(
+        cudaMemcpyAsync(out ? host_tail : tail, out ? tail : host_tail, rest, kind, stream));
 }
 
 /* Converts while it copies, through host memory. */
-static struct moe_status move_bf16(const struct spot *s, float *data, bool out)
+static struct moe_status move_bf16(const struct spot *s, float *data, bool out,
+                                   struct moe_device *device)
 {
     size_t n = s->rows * s->row_bytes / sizeof(uint16_t);
     uint16_t *half = malloc(n * sizeof *half);
@@ -362,7 +368,9 @@ static struct moe_status move_bf16(const struct spot *s, float *data, bool out)
                          "out of memory to convert a weight");
     for (size_t i = 0; !out && i < n; i++)
         half[i] = moe_f32_to_bf16(data[i]);
-    struct moe_status st = move(s, (char *)half, out);
+    struct moe_status st = move(s, (char *)half, out, device->compute);
+    if (!moe_failed(&st))
+        st = moe_cuda_device_finish(device); /* `half` is in use until then */
     for (size_t i = 0; out && !moe_failed(&st) && i < n; i++)
         data[i] = moe_bf16_to_f32(half[i]);
     free(half);
@@ -391,10 +399,12 @@ static struct moe_status move_resident(struct moe_trainer *t, enum moe_weight w,
                                        float *data, bool out)
 {
     struct moe_layer *layer = t->layer;
+    cudaStream_t stream = layer->device->compute;
     enum moe_cuda_rows order;
     if (moe_weight_is_bias(w)) {
         struct spot s = spot_of(layer, w, entry, layer->desc.bias[w], sizeof(float));
-        return move(&s, (char *)data, out);
+        MOE_TRY(move(&s, (char *)data, out, stream));
+        return moe_cuda_device_finish(layer->device);
     }
     enum moe_cuda_matrices which = moe_cuda_layer_matrix(w, &order);
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
@@ -403,13 +413,11 @@ static struct moe_status move_resident(struct moe_trainer *t, enum moe_weight w,
     if (!out && moe_train_is_adapted(&t->config, w))
         memory = t->base[which == MOE_CUDA_DOWN];
     struct spot s = spot_of(layer, w, entry, memory, moe_dtype_bytes(m->dtype));
-    MOE_TRY(m->dtype == MOE_DTYPE_BF16 ? move_bf16(&s, data, out) : move(&s, (char *)data, out));
-    if (out)
-        return moe_ok();
-    cudaStream_t stream = layer->device->compute;
-    if (which == MOE_CUDA_ROUTER)
+    MOE_TRY(m->dtype == MOE_DTYPE_BF16 ? move_bf16(&s, data, out, layer->device)
+                                       : move(&s, (char *)data, out, stream));
+    if (!out && which == MOE_CUDA_ROUTER)
         MOE_TRY(moe_cuda_layer_split_router(layer, stream));
-    if (moe_train_is_adapted(&t->config, w))
+    if (!out && moe_train_is_adapted(&t->config, w))
         MOE_TRY(merge(t, w, stream));
     return moe_cuda_device_finish(layer->device);
 }
@@ -454,20 +462,17 @@ static struct moe_status move_tensor(struct moe_trainer *t, const struct moe_tra
     struct moe_cuda_block *b = moe_cuda_trainer_block(t, key->weight, key->part);
     if (place.param < 0 || b == NULL)
         return move_resident(t, key->weight, entry, data, out);
-    if (key->tensor == MOE_TRAIN_GRAD) {
+    if (key->tensor == MOE_TRAIN_GRAD)
         MOE_TRY(moe_cuda_block_clear_grad(t, b));
-        MOE_TRY(moe_cuda_device_finish(layer->device));
-    }
     float *memory = tensor_of(b, key->tensor);
     struct spot s = b->kind == MOE_CUDA_BLOCK_ADAPTER
                         ? (struct spot){.data = (char *)(memory + entry * b->n),
                                         .rows = 1,
                                         .row_bytes = b->n * sizeof(float)}
                         : spot_of(layer, key->weight, entry, memory, sizeof(float));
-    MOE_TRY(move(&s, (char *)data, out));
-    if (out || key->tensor != MOE_TRAIN_VALUE)
-        return moe_ok();
-    MOE_TRY(moe_cuda_trainer_renew(t, b, layer->device->compute));
+    MOE_TRY(move(&s, (char *)data, out, layer->device->compute));
+    if (!out && key->tensor == MOE_TRAIN_VALUE)
+        MOE_TRY(moe_cuda_trainer_renew(t, b, layer->device->compute));
     return moe_cuda_device_finish(layer->device);
 }
 
