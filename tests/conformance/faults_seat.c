@@ -1,0 +1,159 @@
+/* Seats and groups of the scenarios; see faults.h. */
+#include "faults.h"
+
+#include "base/clock.h"
+
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+bool is(struct moe_status st, enum moe_code code, enum moe_reason reason)
+{
+    if (st.code == code && st.reason == reason)
+        return true;
+    fprintf(stderr, "got %s/%s: %s\n", moe_code_name(st.code), moe_reason_name(st.reason),
+            st.code == MOE_OK ? "" : st.text);
+    return false;
+}
+
+bool good(struct moe_status st)
+{
+    return is(st, MOE_OK, MOE_REASON_NONE);
+}
+
+/* -------------------------------------------------------------------- seats */
+
+static struct moe_status upload(struct moe_layer *layer, const struct moe_layer_spec *spec,
+                                enum moe_weight w, uint32_t expert)
+{
+    float data[2 * MOE_MAX_SLOTS * HIDDEN];
+    size_t rows, columns;
+    moe_weight_shape(spec, w, &rows, &columns);
+    struct rng r = {.state = (uint64_t)w * 1000 + expert};
+    MOE_INVARIANT(rows * columns <= sizeof data / sizeof *data);
+    for (size_t i = 0; i < rows * columns; i++)
+        data[i] = rng_float(&r);
+    return backend->layer_upload(layer, w, expert, MOE_DTYPE_F32, data,
+                                 rows * columns * sizeof *data);
+}
+
+struct moe_status small_layer(struct moe_device *device, const struct member *m, uint64_t holders,
+                              struct moe_layer **out)
+{
+    uint32_t offset[2 * MOE_MAX_SLOTS + 1] = {0}, n = 0;
+    uint16_t slot[2 * MOE_MAX_SLOTS];
+    for (uint32_t s = 0; s < m->slots; s++)
+        for (uint32_t i = 0; i < 2 && (holders >> s & 1); i++) {
+            slot[n++] = (uint16_t)s;
+            offset[n] = n;
+        }
+    struct moe_layer_spec spec = {
+        .layer = 3,
+        .hidden = HIDDEN,
+        .experts = n,
+        .intermediate = INNER,
+        .router = {.score = MOE_SCORE_SIGMOID,
+                   .top_k = TOP_K,
+                   .groups = 1,
+                   .topk_group = 1,
+                   .group_best = 1,
+                   .renorm = MOE_RENORM_SUM,
+                   .scale = 1},
+    };
+    struct moe_placement placement = {
+        .version = 1, .experts = n, .slots = m->slots, .offset = offset, .slot = slot};
+    static const enum moe_weight each[] = {MOE_WEIGHT_GATE, MOE_WEIGHT_UP, MOE_WEIGHT_DOWN};
+    MOE_TRY(backend->layer_create(device, &spec, &placement, m->slot, out));
+    MOE_TRY(upload(*out, &spec, MOE_WEIGHT_ROUTER, 0));
+    for (uint32_t e = 0; e < n; e++)
+        for (uint32_t i = 0; i < 3 && slot[e] == m->slot; i++)
+            MOE_TRY(upload(*out, &spec, each[i], e));
+    return backend->layer_finish(*out);
+}
+
+/* One block of host memory for all tensors of a step. */
+static struct moe_status lay_table(struct seat *s, const struct member *m)
+{
+    size_t rows = TOKENS * HIDDEN * sizeof(float), pairs = TOKENS * TOP_K * sizeof(float);
+    s->bytes = 4 * rows + 2 * pairs + TOKENS;
+    MOE_TRY(backend->mem_alloc(s->device, MOE_MEM_HOST, s->bytes, &s->tensors));
+    char *at = s->tensors;
+    struct rng r = {.state = m->slot};
+    for (uint32_t i = 0; i < 2 * TOKENS * HIDDEN; i++)
+        ((float *)s->tensors)[i] = rng_float(&r);
+    s->dy = (void *)(at + rows);
+    s->dx = (void *)(at + 2 * rows);
+    s->args = (struct moe_step_args){.layer = s->layer,
+                                     .dtype = MOE_DTYPE_F32,
+                                     .bucket = BUCKET,
+                                     .tokens = TOKENS,
+                                     .x = at,
+                                     .y = at + 3 * rows,
+                                     .ids_out = (void *)(at + 4 * rows),
+                                     .weights_out = (void *)(at + 4 * rows + pairs),
+                                     .token_state = (void *)(at + 4 * rows + 2 * pairs)};
+    return moe_ok();
+}
+
+struct moe_status join(struct member *m, struct seat *s, uint64_t epoch, uint32_t budget_ms,
+                       bool training)
+{
+    struct moe_session_config session = member_session(m, epoch, budget_ms);
+    session.training = training;
+    return backend->session_join(s->device, &session, &s->session);
+}
+
+struct moe_status sit_down(struct member *m, struct seat *s, uint32_t budget_ms, bool training)
+{
+    *s = (struct seat){0};
+    struct moe_device_config device = {.ordinal = (int)m->slot, .threads = 1};
+    MOE_TRY(backend->device_open(&device, &s->device));
+    MOE_TRY(small_layer(s->device, m, m->live, &s->layer));
+    MOE_TRY(lay_table(s, m));
+    return join(m, s, 7, budget_ms, training);
+}
+
+int get_up(struct seat *s)
+{
+    backend->session_leave(s->session);
+    backend->mem_free(s->device, MOE_MEM_HOST, s->tensors, s->bytes);
+    backend->layer_destroy(s->layer);
+    backend->device_close(s->device);
+    return 0;
+}
+
+struct moe_status run_step(struct seat *s, struct moe_step_result *result)
+{
+    struct moe_step *step;
+    MOE_TRY(backend->step_enqueue(s->session, &s->args, &step));
+    return backend->step_wait(step, MOE_NEVER, result);
+}
+
+/* -------------------------------------------------------------------- groups */
+
+bool all_return_zero(uint32_t slots, int (*fn)(struct member *))
+{
+    struct group g;
+    int status[MOE_MAX_SLOTS] = {0};
+    group_start(&g, slots, fn, NULL);
+    return group_finish(&g, PATIENCE_S, status);
+}
+
+bool survive_a_kill(uint32_t slots, int (*fn)(struct member *), uint32_t after)
+{
+    struct group g;
+    int status[MOE_MAX_SLOTS] = {0};
+    group_start(&g, slots, fn, NULL);
+    uint64_t deadline = moe_clock_ns() + PATIENCE_S * MOE_NS_PER_S;
+    while (__atomic_load_n(&g.board->flag[VICTIM], __ATOMIC_ACQUIRE) < after &&
+           __atomic_load_n(&g.board->failed, __ATOMIC_ACQUIRE) == 0 && moe_clock_ns() < deadline)
+        usleep(1000);
+    kill(g.pid[VICTIM], SIGKILL);
+    (void)group_finish(&g, PATIENCE_S, status);
+    bool right = true;
+    for (uint32_t s = 0; s < slots; s++)
+        right = right && (s == VICTIM ? WIFSIGNALED(status[s])
+                                      : WIFEXITED(status[s]) && WEXITSTATUS(status[s]) == 0);
+    return right;
+}
