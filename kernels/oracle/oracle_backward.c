@@ -37,11 +37,12 @@ static bool beyond(const struct moe_oracle_rounding *r, double v, double limit)
     return v > limit - (r == NULL ? 0 : r->lean * r->kink);
 }
 
+/* One chain: each partial sum is rounded, and may be much larger than the last one. */
 static double dot(struct moe_oracle_rounding *r, size_t n, const double *a, const double *b)
 {
     double sum = 0;
     for (size_t i = 0; i < n; i++)
-        sum += off(r, a[i] * b[i]);
+        sum = off(r, sum + a[i] * b[i]);
     return sum;
 }
 
@@ -233,7 +234,7 @@ static void add_outer(struct moe_oracle_rounding *r, double *to, size_t rows, si
 {
     for (size_t i = 0; to != NULL && i < rows; i++)
         for (size_t j = 0; j < columns; j++)
-            to[i * columns + j] += off(r, a[i] * b[j]);
+            to[i * columns + j] = off(r, to[i * columns + j] + a[i] * b[j]);
 }
 
 /* out [columns] += W^T v. */
@@ -242,7 +243,7 @@ static void add_transposed(struct moe_oracle_rounding *r, double *out, size_t ro
 {
     for (size_t i = 0; i < rows; i++)
         for (size_t j = 0; j < columns; j++)
-            out[j] += off(r, w[i * columns + j] * v[i]);
+            out[j] = off(r, out[j] + w[i * columns + j] * v[i]);
 }
 
 static void add(double *to, size_t n, const double *v)

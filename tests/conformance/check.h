@@ -63,11 +63,6 @@ double frobenius(size_t n, const double *got, const double *want);
  * is of the size of the summands, and those of both signs can cancel. */
 double frobenius_of_summands(size_t n, const double *got, const double *want, const double *size);
 double tolerance(enum moe_dtype dtype);
-/* size [H] += `scale` * what down adds up for an expert's output, or the shared expert's with
- * expert < 0, all positive: |activation_i * weight_i| and |bias|. x [H], weighted already where
- * that is done to inputs. A zero expert adds |x|. */
-void add_expert_summands(const struct test_case *c, int32_t expert, const double *x, double scale,
-                         double *size);
 size_t tensor_bytes(const struct test_case *c, uint32_t tokens); /* of x or y */
 void *must(size_t bytes);                                        /* zeroed plain memory */
 /* Copies to memory of the device arena, and from the device to plain memory. */

@@ -154,34 +154,6 @@ static double bias_at(const struct test_case *c, enum moe_weight w, uint32_t exp
     return c->weight[w] == NULL ? 0 : case_weight_at(c, w, expert, i);
 }
 
-void add_expert_summands(const struct test_case *c, int32_t expert, const double *x, double scale,
-                         double *size)
-{
-    const struct moe_layer_spec *s = &c->spec;
-    bool shared = expert < 0;
-    if (expert >= (int32_t)s->experts) {
-        for (uint32_t h = 0; h < s->hidden; h++)
-            size[h] += scale * fabs(x[h]);
-        return;
-    }
-    uint32_t e = shared ? 0 : (uint32_t)expert;
-    uint32_t inner = shared ? s->shared_intermediate : s->intermediate;
-    enum moe_activation act = shared ? s->shared_activation : s->activation;
-    for (uint32_t i = 0; i < inner; i++) {
-        double g = dot(c, shared ? MOE_WEIGHT_SHARED_GATE : MOE_WEIGHT_GATE, e, i, s->hidden, x);
-        double u = dot(c, shared ? MOE_WEIGHT_SHARED_UP : MOE_WEIGHT_UP, e, i, s->hidden, x);
-        g += shared ? 0 : bias_at(c, MOE_WEIGHT_GATE_BIAS, e, i);
-        u += shared ? 0 : bias_at(c, MOE_WEIGHT_UP_BIAS, e, i);
-        double a = moe_oracle_activate(act, (double)s->swiglu_limit, (double)s->swiglu_alpha, g, u);
-        for (uint32_t h = 0; h < s->hidden; h++)
-            size[h] += scale *
-                       fabs(a * case_weight_at(c, shared ? MOE_WEIGHT_SHARED_DOWN : MOE_WEIGHT_DOWN,
-                                               e, (size_t)h * inner + i));
-    }
-    for (uint32_t h = 0; h < s->hidden && !shared; h++)
-        size[h] += scale * fabs(bias_at(c, MOE_WEIGHT_DOWN_BIAS, e, h));
-}
-
 static void expect_hidden(const struct test_case *c, const struct expected_row *w, double weight,
                           const uint8_t *row, double *hidden)
 {

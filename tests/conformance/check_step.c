@@ -208,6 +208,47 @@ static bool expect_output(struct subject *s, const struct outcome *o, double *wa
     return went_well(s, "oracle", st);
 }
 
+/* Row `row` of a matrix times x, and the bias; 0 for a bias that there is not. */
+static double row_times(const double *w, const double *bias, size_t row, size_t n, const double *x)
+{
+    double sum = bias == NULL ? 0 : bias[row];
+    for (size_t i = 0; i < n; i++)
+        sum += w[row * n + i] * x[i];
+    return sum;
+}
+
+/* size [H] += `scale` * what down adds up for an expert's output, or the shared expert's with
+ * expert < 0, all positive: |activation_i * weight_i| and |bias|, with the weights of the oracle.
+ * x [H], weighted already where that is done to inputs. A zero expert adds |x|. */
+static void add_expert_summands(struct moe_oracle_layer *o, const struct moe_layer_spec *s,
+                                int32_t expert, const double *x, double scale, double *size)
+{
+    bool shared = expert < 0;
+    if (expert >= (int32_t)s->experts) {
+        for (uint32_t h = 0; h < s->hidden; h++)
+            size[h] += scale * fabs(x[h]);
+        return;
+    }
+    uint32_t e = shared ? 0 : (uint32_t)expert;
+    uint32_t inner = shared ? s->shared_intermediate : s->intermediate;
+    enum moe_activation act = shared ? s->shared_activation : s->activation;
+    const double *gate = moe_oracle_weight(o, shared ? MOE_WEIGHT_SHARED_GATE : MOE_WEIGHT_GATE, e);
+    const double *up = moe_oracle_weight(o, shared ? MOE_WEIGHT_SHARED_UP : MOE_WEIGHT_UP, e);
+    const double *down = moe_oracle_weight(o, shared ? MOE_WEIGHT_SHARED_DOWN : MOE_WEIGHT_DOWN, e);
+    const double *bias[3] = {NULL};
+    for (int i = 0; i < 3 && !shared; i++)
+        bias[i] = moe_oracle_weight(o, (enum moe_weight)(MOE_WEIGHT_GATE_BIAS + i), e);
+    for (uint32_t i = 0; i < inner; i++) {
+        double g = row_times(gate, bias[0], i, s->hidden, x);
+        double u = row_times(up, bias[1], i, s->hidden, x);
+        double a = moe_oracle_activate(act, (double)s->swiglu_limit, (double)s->swiglu_alpha, g, u);
+        for (uint32_t h = 0; h < s->hidden; h++)
+            size[h] += scale * fabs(a * down[(size_t)h * inner + i]);
+    }
+    for (uint32_t h = 0; h < s->hidden && bias[2] != NULL; h++)
+        size[h] += scale * fabs(bias[2][h]);
+}
+
 /* What is added up to one token's y, all positive: size [H] += ... */
 static void add_summands(struct subject *s, const struct outcome *o, uint32_t t, double *size)
 {
@@ -222,10 +263,10 @@ static void add_summands(struct subject *s, const struct outcome *o, uint32_t t,
         for (uint32_t h = 0; h < spec->hidden; h++)
             scaled[h] = input ? w * x[h] : x[h];
         if (o->ids[pair] >= 0)
-            add_expert_summands(s->c, o->ids[pair], scaled, input ? 1 : fabs(w), size);
+            add_expert_summands(s->oracle, spec, o->ids[pair], scaled, input ? 1 : fabs(w), size);
     }
     if (spec->shared_intermediate != 0)
-        add_expert_summands(s->c, -1, x, 1, size);
+        add_expert_summands(s->oracle, spec, -1, x, 1, size);
 }
 
 /* Given weights of both signs can make y as small as chance likes: the same expert with weights 0.7
