@@ -216,7 +216,7 @@ static const struct moe_family families[] = {
         .score = MOE_SCORE_SIGMOID, .renorm = MOE_FAMILY_RENORM_NEVER,
         .weighting = MOE_WEIGHT_INPUT,
         .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
-        .shared = MOE_SHARED_SAME,
+        .shared = MOE_SHARED_SAME, .input_first = true,
     },
     {
         .model_types = "ernie4_5_moe",

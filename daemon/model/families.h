@@ -68,6 +68,7 @@ struct moe_family {
     bool biases;            /* gate_up and down biases always exist */
     const char *biases_key; /* boolean that says whether they exist, or NULL */
     bool interleaved;       /* fused: gate even, up odd, instead of halves */
+    bool input_first;       /* transformers keeps [E, in, out] in memory and does not mark it so */
     enum moe_family_shared shared;
     const char *shared_count_key;
     bool shared_gated;

@@ -230,6 +230,13 @@ static bool layer_is_fused(const struct moe_layout *l, const struct moe_layer_sp
            moe_checkpoint_find(l->checkpoint, name, &t);
 }
 
+bool moe_layout_is_fused(const struct moe_layout *l, const struct moe_layer_spec *spec)
+{
+    struct fused_names names;
+    name_fused(&names, l->family->naming->block);
+    return layer_is_fused(l, spec, &names);
+}
+
 struct moe_status moe_layout_locate(const struct moe_layout *l, const struct moe_layer_spec *spec,
                                     enum moe_weight weight, uint32_t expert, struct moe_piece *out)
 {

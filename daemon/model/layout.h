@@ -36,6 +36,10 @@ struct moe_status moe_layout_locate(const struct moe_layout *layout,
                                     const struct moe_layer_spec *spec, enum moe_weight weight,
                                     uint32_t expert, struct moe_piece *out) MOE_CHECKED;
 
+/* True where the layer's experts are fused: gate and up of all of them in one tensor, all downs in
+ * another. */
+bool moe_layout_is_fused(const struct moe_layout *layout, const struct moe_layer_spec *spec);
+
 /* Refuses a tensor that lies inside the block of a MoE layer and that no weight of the layer is
  * read from: a scale or a bias that nobody asked for would change results. Errors: TENSOR_INVALID.
  */

@@ -43,9 +43,17 @@ struct moe_status moe_model_write_layer(const struct moe_model *m, int to, size_
                                         moe_range_sink written, void *ctx) MOE_CHECKED;
 
 enum { MOE_MODEL_NAME_MAX = 192 };
-/* Name of the tensor that holds one weight and nothing else. Errors: MOE_UNIMPLEMENTED/UNSUPPORTED
- * (it lies in one tensor with others: fused experts). */
+/* Name of the tensor that holds a weight: this one alone, or fused with others (below). */
 struct moe_status moe_model_weight_name(const struct moe_model *m, size_t i, enum moe_weight weight,
                                         uint32_t expert, char name[MOE_MODEL_NAME_MAX]) MOE_CHECKED;
+
+/* How layer `i` keeps its experts. */
+struct moe_model_fusion {
+    bool fused;       /* gate and up of all experts are one tensor, all downs another */
+    bool interleaved; /* rows of gate and up alternate, gate first; else gate is above up */
+    bool input_first; /* transformers has them as [E, in, out], and without the mark is_transposed
+                         that says so elsewhere */
+};
+struct moe_model_fusion moe_model_layer_fusion(const struct moe_model *m, size_t i);
 
 #endif

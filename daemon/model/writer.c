@@ -227,9 +227,18 @@ struct moe_status moe_model_weight_name(const struct moe_model *m, size_t i, enu
         return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "no such MoE layer");
     MOE_TRY(moe_layout_locate(&m->layout, spec, weight, expert, &p));
     size_t n = strlen(p.at.tensor->name);
-    if (p.bytes != p.at.tensor->bytes || !moe_piece_is_plain(&p) || n >= MOE_MODEL_NAME_MAX)
+    if (n >= MOE_MODEL_NAME_MAX)
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
-                         "tensor %.120s holds more than one weight", p.at.tensor->name);
+                         "tensor %.120s... has too long a name", p.at.tensor->name);
     memcpy(name, p.at.tensor->name, n + 1);
     return moe_ok();
+}
+
+struct moe_model_fusion moe_model_layer_fusion(const struct moe_model *m, size_t i)
+{
+    const struct moe_family *family = m->layout.family;
+    return (struct moe_model_fusion){.fused =
+                                         moe_layout_is_fused(&m->layout, moe_model_layer(m, i)),
+                                     .interleaved = family->interleaved,
+                                     .input_first = family->input_first};
 }

@@ -15,6 +15,7 @@
 enum {
     MOE_CKPT_HIDDEN_MAX = MOE_CHECKPOINT_NAME_MAX + 16,
     MOE_CKPT_FILE_MAX = 32,
+    MOE_CKPT_TENSOR_MAX = 80,
     MOE_CKPT_JSON_BYTES_MAX = 256 << 20
 };
 
@@ -62,13 +63,16 @@ struct moe_ckpt_tensor {
     struct moe_train_key key;
     bool base; /* W0 of an adapted weight: the value below the adapter */
     uint64_t rows, columns;
-    char name[80];
+    char name[MOE_CKPT_TENSOR_MAX];
 };
 
 struct moe_ckpt_tensors {
     struct moe_ckpt_tensor *list;
     size_t count, room;
 };
+/* "layers.3.experts.5.gate.lora_A.value"; `base` as above. */
+void moe_ckpt__tensor_name(char name[MOE_CKPT_TENSOR_MAX], const struct moe_layer_spec *spec,
+                           const struct moe_train_key *key, bool base);
 /* With `writing` those that this slot writes: each tensor of the group is one slot's. Without:
  * those that this slot has to be given, in the order in which they are to be written to trainers.
  */

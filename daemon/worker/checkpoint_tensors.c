@@ -52,12 +52,23 @@ size_t moe_ckpt__experts(const struct moe_checkpoint_context *c, size_t layer, b
     return n;
 }
 
+void moe_ckpt__tensor_name(char name[MOE_CKPT_TENSOR_MAX], const struct moe_layer_spec *spec,
+                           const struct moe_train_key *key, bool base)
+{
+    static const char *const parts[] = {"", ".lora_A", ".lora_B"};
+    static const char *const tensors[] = {"value", "grad", "moment1", "moment2"};
+    const char *weight = weight_names[key->weight], *what = base ? "base" : tensors[key->tensor];
+    if (moe_weight_is_expert(key->weight))
+        snprintf(name, MOE_CKPT_TENSOR_MAX, "layers.%u.experts.%u.%s%s.%s", spec->layer,
+                 key->expert, weight, parts[key->part], what);
+    else
+        snprintf(name, MOE_CKPT_TENSOR_MAX, "layers.%u.%s.%s", spec->layer, weight, what);
+}
+
 static struct moe_status add(struct moe_ckpt_tensors *t, const struct moe_checkpoint_context *c,
                              size_t layer, const struct moe_train_param *p, uint32_t expert,
                              enum moe_train_tensor tensor, bool base)
 {
-    static const char *const parts[] = {"", ".lora_A", ".lora_B"};
-    static const char *const tensors[] = {"value", "grad", "moment1", "moment2"};
     if (t->count == t->room) {
         size_t room = t->room > 0 ? 2 * t->room : 256;
         struct moe_ckpt_tensor *list = reallocarray(t->list, room, sizeof *list);
@@ -72,13 +83,7 @@ static struct moe_status add(struct moe_ckpt_tensors *t, const struct moe_checkp
                                    .base = base,
                                    .rows = p->rows,
                                    .columns = p->columns};
-    const char *weight = weight_names[p->weight], *what = base ? "base" : tensors[tensor];
-    unsigned number = c->specs[layer]->layer;
-    if (moe_weight_is_expert(p->weight))
-        snprintf(to->name, sizeof to->name, "layers.%u.experts.%u.%s%s.%s", number, expert, weight,
-                 parts[p->part], what);
-    else
-        snprintf(to->name, sizeof to->name, "layers.%u.%s.%s", number, weight, what);
+    moe_ckpt__tensor_name(to->name, c->specs[layer], &to->key, base);
     return moe_ok();
 }
 

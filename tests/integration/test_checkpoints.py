@@ -68,6 +68,11 @@ def is_bf16(family):
         return '"bfloat16"' in file.read()
 
 
+def widened(bf16):
+    """BF16 as read_safetensors gives it -> F32."""
+    return (bf16.astype(np.uint32) << 16).view(np.float32)
+
+
 def state_of(checkpoint):
     """All training state of a checkpoint, by name."""
     tensors = {}
@@ -412,20 +417,59 @@ class Checkpoints(unittest.TestCase):
                 if ".experts." in name:
                     self.fail("%s has no adapter" % name)
                 continue
-            self.assertRegex(name[:-len(".weight")], "^" + config["target_modules"] + "$")
+            self.assertTrue(any(name[:-len(".weight")].endswith("." + end)
+                                for end in config["target_modules"]), name)
             change = 2 * adapter[base + ".lora_B.weight"] @ adapter[base + ".lora_A.weight"]
             moved += int(np.any(change))
-            got, start = ((tensors[name].astype(np.uint32) << 16).view(np.float32)
-                          for tensors in (after, before))  # BF16
-            np.testing.assert_allclose(got, start + change, rtol=2 ** -8, atol=1e-7)
+            np.testing.assert_allclose(widened(after[name]), widened(before[name]) + change,
+                                       rtol=2 ** -8, atol=1e-7)
         print("%d matrices moved" % moved)
         self.assertGreater(moved, 0)
 
-    def test_fused_experts_have_no_adapter_that_peft_could_read(self):
-        with self.group(1, *LORA, family="gpt_oss") as g:
-            self.assertEqual(refusal(Client(g, "gpt_oss").export, "a", 1)[0],
-                             ("UNIMPLEMENTED", "UNSUPPORTED"))
-        self.assertEqual(os.listdir(self.root), [])
+    def test_adapters_of_fused_experts_are_what_the_weights_differ_by(self):
+        """PEFT's layout for parameters [E, ...]: A's rows by expert, then rank; B's columns by rank,
+        then expert; rank and alpha of gate and up twice those of down. See checkpoint_export.c."""
+        for family, targets in (("gpt_oss", "gate,up,down"), ("llama4", "up,down")):
+            with self.group(2, "--lora-rank", "4", "--lora-alpha", "8", "--lora-targets", targets,
+                            family=family) as g:
+                client = Client(g, family)
+                client.train(1)
+                client.train(2)
+                client.export("adapter-" + family, 25)
+                client.save("merged-" + family, 26)
+            with open(self.path("adapter-" + family, "adapter_config.json")) as file:
+                config = json.load(file)
+            self.assertEqual(config["target_modules"], [])
+            self.assertEqual(config["target_parameters"],
+                             ["experts.gate_up_proj", "experts.down_proj"])
+            self.assertEqual((config["rank_pattern"], config["alpha_pattern"]),
+                             ({".*\\.gate_up_proj": 8}, {".*\\.gate_up_proj": 16}))
+            adapter = moed.read_safetensors(
+                self.path("adapter-" + family, "adapter_model.safetensors"))
+            before = moed.read_safetensors(
+                os.path.join(model_directory(family), "model.safetensors"))
+            after = moed.read_safetensors(self.path("merged-" + family, "model.safetensors"))
+            experts = [name for name in before if name.endswith(("gate_up_proj", "down_proj"))
+                       and ".experts." in name]
+            self.assertEqual(len(adapter), 2 * len(experts))
+            moved = 0
+            for name in experts:
+                module, projection = name.rsplit(".", 1)
+                base = "base_model.model." + module
+                base += ".base_layer" if projection == "gate_up_proj" else ""
+                rank = 8 if projection == "gate_up_proj" else 4
+                start = widened(before[name])
+                a = adapter[base + ".lora_A.weight"].reshape(len(start), rank, -1)
+                b = adapter[base + ".lora_B.weight"].reshape(-1, rank, len(start))
+                # [E, in, out] on disk in both families; A is of the input unless it is llama4.
+                change = 2 * np.einsum("erx,yre->eyx" if family == "llama4" else "erx,yre->exy",
+                                       a, b)
+                moved += int(np.any(change))
+                if targets == "up,down" and projection == "gate_up_proj":
+                    self.assertFalse(np.any(change[:, :, :change.shape[2] // 2]), name)
+                np.testing.assert_allclose(widened(after[name]), start + change, rtol=2 ** -8,
+                                           atol=1e-7)
+            self.assertEqual(moved, 2)  # of the layer that was trained
 
 
 if __name__ == "__main__":
