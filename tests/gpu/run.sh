@@ -100,6 +100,8 @@ trained_groups() {
     fi
     echo "trained_repeats 300 $(integration test_training Repeats)"
     echo "trained_versions 120 $(integration test_training Versions)"
+    echo "trained_one_version 120 $(integration test_training_faults \
+        MixedLoad.test_a_request_of_many_steps_sees_one_version)"
     echo "trained_kills 300 $(integration test_training_faults Faults)"
     resumed=
     for test in the_next_step_after_a_restart_is_the_undisturbed_one the_same_of_four \
@@ -149,7 +151,8 @@ alone() {
         echo "faults_$n 300 $suite/faults --backend cuda --slots $n"
         echo "network_faults_$n 300 $suite/faults --backend cuda --slots $n --transport network"
     done
-    [ "$gpus" -lt 2 ] || echo "trained_mixed_load 120 $(integration test_training_faults MixedLoad)"
+    [ "$gpus" -lt 2 ] || echo "trained_mixed_load 120 $(integration test_training_faults \
+        MixedLoad.test_forward_clients_do_not_notice_more_than_their_share)"
     [ "$sanitizer" = yes ] || return 0
     for tool in memcheck racecheck; do
         echo "$tool 600 compute-sanitizer --tool $tool --target-processes all --error-exitcode 9" \
