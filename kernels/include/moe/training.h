@@ -209,7 +209,12 @@ struct moe_training {
      * gradients and are stepped like all others (as torch does). AdamW is torch's:
      *   m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
      *   value -= lr wd value,  value -= lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-     * The trainers must be those of the same layers, in the same order, on all slots. */
+     * The trainers must be those of the same layers, in the same order, on all slots. Slots tell
+     * each other first what they are about to do: where one cannot, or means another step, all
+     * refuse (it with its own error, the others with MOE_FAILED_PRECONDITION/SHAPE_MISMATCH),
+     * nothing has changed and the session goes on. Any other failure ends the session; a peer that
+     * is lost at the very end may leave some slots with the step taken and others without. An
+     * element's bits do not depend on its place: copies of an expert stay the same. */
     struct moe_status (*optimizer_step)(struct moe_session *, struct moe_trainer *const *trainers,
                                         size_t count, const struct moe_optimizer_args *,
                                         struct moe_optimizer_result *result);
