@@ -1,4 +1,5 @@
 /* Brings the weights of one layer from disk into canonical form, for the experts of one slot.
+ * Whoever can read for itself is only told where those weights lie that need nothing done.
  *
  * The idea: walk over the pieces of layout.h in one fixed order, read each byte range once into a
  * staging buffer that is allocated once per call, and gather the canonical weight out of it unless
@@ -52,8 +53,9 @@ struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer
 
 struct plan {
     uint64_t read_bytes;
-    size_t raw_bytes; /* largest range */
-    size_t out_bytes; /* largest canonical weight that needs gathering or conversion */
+    size_t raw_bytes;    /* largest range */
+    size_t out_bytes;    /* largest canonical weight that needs gathering or conversion */
+    bool read_here_only; /* raw_bytes is for what needs either */
     struct moe_piece last;
 };
 
@@ -79,7 +81,7 @@ static struct moe_status plan_piece(void *ctx, enum moe_weight weight, uint32_t 
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "a weight is too large");
     if (!moe_piece_same_range(p, &plan->last))
         plan->read_bytes += p->bytes;
-    if (p->bytes > plan->raw_bytes)
+    if (p->bytes > plan->raw_bytes && !(plan->read_here_only && delivered_as_read(p)))
         plan->raw_bytes = (size_t)p->bytes;
     if (!delivered_as_read(p) && out > plan->out_bytes)
         plan->out_bytes = out;
@@ -100,6 +102,7 @@ uint64_t moe_model_layer_bytes(const struct moe_model *m, size_t i, const uint32
 
 struct load {
     moe_weight_sink sink;
+    moe_weight_source_sink source_sink; /* NULL: everything is read here */
     void *sink_ctx;
     moe_load_progress progress;
     void *progress_ctx;
@@ -169,20 +172,31 @@ static void gather(const struct moe_piece *p, const char *raw, char *out)
     }
 }
 
+static void count_read(struct load *l, const struct moe_piece *p)
+{
+    l->read_bytes += p->bytes;
+    if (l->progress != NULL)
+        l->progress(l->progress_ctx, l->read_bytes);
+}
+
 static struct moe_status load_piece(void *ctx, enum moe_weight weight, uint32_t expert,
                                     const struct moe_piece *p)
 {
     struct load *l = ctx;
+    enum moe_dtype dtype = output_dtype(p);
+    size_t bytes = p->rows * p->columns * moe_dtype_bytes(dtype);
+    if (l->source_sink != NULL && delivered_as_read(p)) {
+        struct moe_weight_source source = moe_st_weight_source(p->at.file, p->at.tensor, p->first);
+        MOE_TRY(l->source_sink(l->sink_ctx, weight, expert, dtype, &source, bytes));
+        count_read(l, p);
+        return moe_ok();
+    }
     if (!moe_piece_same_range(p, &l->last)) {
         l->last = (struct moe_piece){0};
         MOE_TRY(moe_st_read(p->at.file, p->at.tensor, p->first, p->bytes, l->raw));
         l->last = *p;
-        l->read_bytes += p->bytes;
-        if (l->progress != NULL)
-            l->progress(l->progress_ctx, l->read_bytes);
+        count_read(l, p);
     }
-    enum moe_dtype dtype = output_dtype(p);
-    size_t bytes = p->rows * p->columns * moe_dtype_bytes(dtype);
     if (delivered_as_read(p))
         return l->sink(l->sink_ctx, weight, expert, dtype, l->raw, bytes);
     gather(p, l->raw, l->out);
@@ -193,9 +207,19 @@ struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, cons
                                        size_t expert_count, moe_weight_sink sink, void *ctx,
                                        moe_load_progress progress, void *progress_ctx)
 {
-    struct plan plan = {0};
+    return moe_model_stream_layer(m, i, experts, expert_count, sink, NULL, ctx, progress,
+                                  progress_ctx);
+}
+
+struct moe_status moe_model_stream_layer(const struct moe_model *m, size_t i,
+                                         const uint32_t *experts, size_t expert_count,
+                                         moe_weight_sink sink, moe_weight_source_sink source_sink,
+                                         void *ctx, moe_load_progress progress, void *progress_ctx)
+{
+    struct plan plan = {.read_here_only = source_sink != NULL};
     MOE_TRY(moe_model__visit_layer(m, i, true, experts, expert_count, plan_piece, &plan));
     struct load l = {.sink = sink,
+                     .source_sink = source_sink,
                      .sink_ctx = ctx,
                      .progress = progress,
                      .progress_ctx = progress_ctx,

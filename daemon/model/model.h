@@ -9,6 +9,7 @@
 
 #include "base/status.h"
 #include "moe/layer_spec.h"
+#include "moe/weight_source.h"
 
 struct moe_model;
 
@@ -34,7 +35,15 @@ const struct moe_layer_spec *moe_model_layer(const struct moe_model *m, size_t i
 typedef struct moe_status (*moe_weight_sink)(void *ctx, enum moe_weight weight, uint32_t expert,
                                              enum moe_dtype dtype, const void *data, size_t bytes);
 
-/* Bytes read from disk so far in this call, for a progress line. Called after each read. */
+/* Receives one weight that need not go through memory of the model room's: `source` has its bytes
+ * in canonical form, as long as the model is open, for any number of threads. */
+typedef struct moe_status (*moe_weight_source_sink)(void *ctx, enum moe_weight weight,
+                                                    uint32_t expert, enum moe_dtype dtype,
+                                                    const struct moe_weight_source *source,
+                                                    size_t bytes);
+
+/* Bytes read from disk so far in this call, or given to a moe_weight_source_sink, for a progress
+ * line. Called after each. */
 typedef void (*moe_load_progress)(void *ctx, uint64_t read_bytes);
 
 /* Bytes that moe_model_load_layer will read from disk for these experts; 0 for arguments that it
@@ -48,5 +57,12 @@ uint64_t moe_model_layer_bytes(const struct moe_model *m, size_t i, const uint32
 struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, const uint32_t *experts,
                                        size_t expert_count, moe_weight_sink sink, void *ctx,
                                        moe_load_progress progress, void *progress_ctx) MOE_CHECKED;
+/* The same for a taker who can read for itself: weights that lie in the file as they are wanted go
+ * to `source_sink`, and only those that must be gathered or converted are read and go to `sink`. */
+struct moe_status moe_model_stream_layer(const struct moe_model *m, size_t i,
+                                         const uint32_t *experts, size_t expert_count,
+                                         moe_weight_sink sink, moe_weight_source_sink source_sink,
+                                         void *ctx, moe_load_progress progress,
+                                         void *progress_ctx) MOE_CHECKED;
 
 #endif

@@ -329,6 +329,32 @@ struct moe_status moe_st_read(const struct moe_st_file *f, const struct moe_tens
                              t->name);
 }
 
+/* The tensor that a byte of the file belongs to; NULL for the header. */
+static const struct moe_tensor *tensor_at(const struct moe_st_file *f, uint64_t offset)
+{
+    for (size_t i = 0; i < f->count; i++)
+        if (offset >= f->tensors[i].offset && offset - f->tensors[i].offset < f->tensors[i].bytes)
+            return &f->tensors[i];
+    return NULL;
+}
+
+/* moe_weight_source.read */
+static struct moe_status read_source(const void *ctx, uint64_t at, size_t bytes, void *to)
+{
+    const struct moe_st_file *f = ctx;
+    struct moe_status st = moe_file_read(f->fd, at, to, bytes);
+    if (!moe_failed(&st))
+        return st;
+    const struct moe_tensor *t = tensor_at(f, at);
+    return moe_error_context(st, "tensor %.120s", t != NULL ? t->name : "?");
+}
+
+struct moe_weight_source moe_st_weight_source(const struct moe_st_file *f,
+                                              const struct moe_tensor *t, uint64_t first)
+{
+    return (struct moe_weight_source){.read = read_source, .ctx = f, .at = t->offset + first};
+}
+
 int moe_st_descriptor(const struct moe_st_file *f)
 {
     return f->fd;

@@ -7,6 +7,7 @@
 #define MOE_MODEL_SAFETENSORS_H
 
 #include "base/status.h"
+#include "moe/weight_source.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -77,6 +78,10 @@ const char *moe_st_metadata(const struct moe_st_file *f, const char *key);
 /* Reads bytes [first, first + length) of tensor `t`, counted from its start. */
 struct moe_status moe_st_read(const struct moe_st_file *f, const struct moe_tensor *t,
                               uint64_t first, uint64_t length, void *to) MOE_CHECKED;
+/* Tensor `t` from byte `first` on, for whoever reads it piece by piece, as long as `f` is open. It
+ * does not keep a read from going on into the next tensor. */
+struct moe_weight_source moe_st_weight_source(const struct moe_st_file *f,
+                                              const struct moe_tensor *t, uint64_t first);
 
 /* One tensor to write; bytes are taken from `data`. */
 struct moe_st_out {

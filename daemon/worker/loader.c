@@ -213,7 +213,8 @@ static void tell_progress(struct moe_loader *l, uint64_t now, uint64_t loaded)
                  rate > 0 ? (double)(total - loaded) / rate : 0);
 }
 
-/* moe_load_progress; `read_bytes` counts within the layer. */
+/* moe_load_progress; `read_bytes` counts within the layer. What the backend reads for itself counts
+ * when it is told of it: it reads that within the next few. */
 static void on_progress(void *ctx, uint64_t read_bytes)
 {
     struct moe_loader *l = ctx;
@@ -244,15 +245,32 @@ static void drop_layers(struct moe_loader *l)
     atomic_store(&l->total_bytes, 0);
 }
 
+static struct moe_status called_off(void)
+{
+    return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "loading was called off");
+}
+
 /* moe_weight_sink */
 static struct moe_status upload(void *ctx, enum moe_weight weight, uint32_t expert,
                                 enum moe_dtype dtype, const void *data, size_t bytes)
 {
     struct moe_loader *l = ctx;
     if (atomic_load(&l->cancelled))
-        return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "loading was called off");
+        return called_off();
     return l->backend->layer_upload(l->layers[l->layer_at_work], weight, expert, dtype, data,
                                     bytes);
+}
+
+/* moe_weight_source_sink: the backend reads for itself, from the model's files. */
+static struct moe_status fetch(void *ctx, enum moe_weight weight, uint32_t expert,
+                               enum moe_dtype dtype, const struct moe_weight_source *source,
+                               size_t bytes)
+{
+    struct moe_loader *l = ctx;
+    if (atomic_load(&l->cancelled))
+        return called_off();
+    return l->backend->layer_fetch(l->layers[l->layer_at_work], weight, expert, dtype, source,
+                                   bytes);
 }
 
 static struct moe_status load_layer(struct moe_loader *l, size_t i)
@@ -262,7 +280,9 @@ static struct moe_status load_layer(struct moe_loader *l, size_t i)
     l->layer_at_work = i;
     MOE_TRY(l->backend->layer_create(l->device, l->specs[i], &l->table.placements[i], l->table.slot,
                                      &l->layers[i]));
-    MOE_TRY(moe_model_load_layer(l->model, i, experts, count, upload, l, on_progress, l));
+    MOE_TRY(moe_model_stream_layer(l->model, i, experts, count, upload,
+                                   l->backend->layer_fetch != NULL ? fetch : NULL, l, on_progress,
+                                   l));
     l->layer_base += moe_model_layer_bytes(l->model, i, experts, count);
     return l->backend->layer_finish(l->layers[i]);
 }

@@ -18,6 +18,7 @@ const struct moe_backend moe_backend_cuda = {
     .mem_copy = moe_cuda_mem_copy,
     .layer_create = moe_cuda_layer_create,
     .layer_upload = moe_cuda_layer_upload,
+    .layer_fetch = moe_cuda_layer_fetch,
     .layer_finish = moe_cuda_layer_finish,
     .layer_destroy = moe_cuda_layer_destroy,
     .session_join = moe_cuda_session_join,

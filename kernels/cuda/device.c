@@ -6,6 +6,7 @@
 #include "cuda/backend.h"
 #include "cuda/ggemm_cublas.h"
 #include "cuda/load.h"
+#include "cuda/weights.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -69,19 +70,6 @@ static struct moe_status make_streams(struct moe_device *device)
                                &device->upload};
     for (size_t i = 0; i < sizeof streams / sizeof *streams; i++)
         MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(streams[i], cudaStreamNonBlocking)));
-    for (int i = 0; i < 2; i++)
-        MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&device->staged[i], cudaEventDisableTiming)));
-    return moe_ok();
-}
-
-static struct moe_status make_buffers(struct moe_device *device)
-{
-    for (int i = 0; i < 2; i++) {
-        MOE_TRY(
-            moe_cuda_mem_alloc(device, MOE_MEM_HOST, MOE_CUDA_STAGING_BYTES, &device->staging[i]));
-        MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, MOE_CUDA_STAGING_BYTES,
-                                   &device->landing[i]));
-    }
     return moe_ok();
 }
 
@@ -104,12 +92,11 @@ struct moe_status moe_cuda_device_open(const struct moe_device_config *config,
         return no_host_memory();
     device->ordinal = config->ordinal;
     pthread_mutex_init(&device->memory_lock, NULL);
-    pthread_mutex_init(&device->staging_lock, NULL);
     struct moe_status st;
     MOE_TRY_GOTO(st, read_properties(device), fail);
     MOE_TRY_GOTO(st, moe_cuda_load_all(device->arch), fail);
     MOE_TRY_GOTO(st, make_streams(device), fail);
-    MOE_TRY_GOTO(st, make_buffers(device), fail);
+    MOE_TRY_GOTO(st, moe_cuda_uploads_open(device), fail);
     MOE_TRY_GOTO(st, choose_gemm(device, config->gemm), fail);
     *out = device;
     return st;
@@ -126,20 +113,14 @@ void moe_cuda_device_close(struct moe_device *device)
     cudaStream_t streams[] = {device->compute, device->copy_in, device->copy_out, device->upload};
     (void)cudaSetDevice(device->ordinal);
     moe_cuda_train_scratch_free(device);
+    moe_cuda_uploads_close(device);
     for (size_t i = 0; i < sizeof streams / sizeof *streams; i++)
         if (streams[i] != NULL) {
             (void)cudaStreamSynchronize(streams[i]);
             (void)cudaStreamDestroy(streams[i]);
         }
-    for (int i = 0; i < 2; i++) {
-        if (device->staged[i] != NULL)
-            (void)cudaEventDestroy(device->staged[i]);
-        moe_cuda_mem_free(device, MOE_MEM_HOST, device->staging[i], MOE_CUDA_STAGING_BYTES);
-        moe_cuda_mem_free(device, MOE_MEM_DEVICE, device->landing[i], MOE_CUDA_STAGING_BYTES);
-    }
     moe_cuda_cublas_close(device->cublas);
     pthread_mutex_destroy(&device->memory_lock);
-    pthread_mutex_destroy(&device->staging_lock);
     free(device);
 }
 

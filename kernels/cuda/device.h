@@ -19,11 +19,8 @@ extern "C" {
 
 struct moe_cuda_moved;
 struct moe_cuda_train_scratch;
-struct moe_cuda_cublas; /* ggemm_cublas.h */
-
-enum {
-    MOE_CUDA_STAGING_BYTES = 8 << 20, /* of one of the two halves of pinned staging */
-};
+struct moe_cuda_cublas;  /* ggemm_cublas.h */
+struct moe_cuda_uploads; /* weights.c */
 
 struct moe_device {
     int ordinal;
@@ -42,13 +39,8 @@ struct moe_device {
      * so that they overlap the step between them. */
     cudaStream_t compute, copy_in, copy_out;
 
-    /* Uploads: host memory of any kind is copied into one half while the other is on its way. */
-    pthread_mutex_t staging_lock;
-    cudaStream_t upload;
-    void *staging[2];
-    uint32_t next_half;
-    cudaEvent_t staged[2]; /* what left this half is in its place */
-    void *landing[2];      /* device side of each half: weights are laid out from here */
+    cudaStream_t upload;              /* zeroing of memory, copies of tables, layout of weights */
+    struct moe_cuda_uploads *uploads; /* what brings weights in */
 
     struct moe_cuda_train_scratch *train; /* train_stages.h; NULL until a layer is trained */
 };

@@ -135,7 +135,7 @@ void moe_cuda_layer_destroy(struct moe_layer *layer)
         return;
     struct moe_device *device = layer->device;
     /* Uploads of a layer that was never finished may still be under way. */
-    struct moe_status st = moe_cuda_weights_finish(device);
+    struct moe_status st = moe_cuda_weights_finish(device, &layer->coming);
     (void)st; /* the memory is given back all the same */
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
         moe_cuda_mem_free(device, MOE_MEM_DEVICE, layer->desc.bias[w], bias_bytes(layer, w));
@@ -187,6 +187,7 @@ static struct moe_status widen_matrix(struct moe_layer *layer, struct moe_cuda_m
 {
     struct moe_device *device = layer->device;
     struct moe_cuda_matrix wide = *m;
+    MOE_TRY(moe_cuda_weights_finish(device, &layer->coming)); /* what is to be in it */
     MOE_TRY(alloc_matrix(layer, &wide, MOE_DTYPE_F32));
     struct moe_cuda_weight all = {.dst = wide.data,
                                   .from = MOE_DTYPE_BF16,
@@ -197,7 +198,7 @@ static struct moe_status widen_matrix(struct moe_layer *layer, struct moe_cuda_m
     struct moe_status st;
     MOE_TRY_GOTO(
         st, moe_cuda_weights_place(&all, m->data, 0, all.rows * all.columns, device->upload), fail);
-    MOE_TRY_GOTO(st, moe_cuda_weights_finish(device), fail);
+    MOE_TRY_GOTO(st, MOE_CUDA(cudaStreamSynchronize(device->upload)), fail);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, m->data, m->bytes);
     *m = wide;
     return moe_ok();
@@ -221,8 +222,22 @@ enum moe_cuda_matrices moe_cuda_layer_matrix(enum moe_weight w, enum moe_cuda_ro
     }
 }
 
+/* Where a weight comes from: `data`, or `source`. */
+struct origin {
+    const void *data;
+    const struct moe_weight_source *source;
+};
+
+static struct moe_status bring(struct moe_layer *layer, const struct moe_cuda_weight *w,
+                               const struct origin *from)
+{
+    return from->source != NULL
+               ? moe_cuda_weights_fetch(layer->device, w, from->source, &layer->coming)
+               : moe_cuda_weights_put(layer->device, w, from->data);
+}
+
 static struct moe_status put_matrix(struct moe_layer *layer, enum moe_weight weight, uint32_t entry,
-                                    enum moe_dtype dtype, const void *data)
+                                    enum moe_dtype dtype, const struct origin *from)
 {
     struct moe_cuda_weight w = {.from = dtype};
     struct moe_cuda_matrix *m = &layer->desc.matrix[moe_cuda_layer_matrix(weight, &w.order)];
@@ -235,21 +250,20 @@ static struct moe_status put_matrix(struct moe_layer *layer, enum moe_weight wei
     moe_weight_shape(&layer->spec, weight, &w.rows, &w.columns);
     w.to = m->dtype;
     w.dst = (char *)m->data + (size_t)entry * m->rows * m->columns * moe_dtype_bytes(m->dtype);
-    return moe_cuda_weights_put(layer->device, &w, data);
+    return bring(layer, &w, from);
 }
 
 static struct moe_status put_bias(struct moe_layer *layer, enum moe_weight weight, uint32_t entry,
-                                  enum moe_dtype dtype, const void *data)
+                                  enum moe_dtype dtype, const struct origin *from)
 {
     struct moe_cuda_weight w = {.from = dtype, .to = MOE_DTYPE_F32};
     moe_weight_shape(&layer->spec, weight, &w.rows, &w.columns);
     w.dst = layer->desc.bias[weight] + entry * w.rows;
-    return moe_cuda_weights_put(layer->device, &w, data);
+    return bring(layer, &w, from);
 }
 
-struct moe_status moe_cuda_layer_upload(struct moe_layer *layer, enum moe_weight weight,
-                                        uint32_t expert, enum moe_dtype dtype, const void *data,
-                                        size_t bytes)
+static struct moe_status upload(struct moe_layer *layer, enum moe_weight weight, uint32_t expert,
+                                enum moe_dtype dtype, const struct origin *from, size_t bytes)
 {
     uint32_t entry;
     if (layer->finished)
@@ -260,10 +274,26 @@ struct moe_status moe_cuda_layer_upload(struct moe_layer *layer, enum moe_weight
     if (layer->uploaded[weight][entry])
         return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_TENSOR_INVALID, "%s: uploaded twice",
                          moe_weight_name(weight));
-    MOE_TRY(moe_weight_is_bias(weight) ? put_bias(layer, weight, entry, dtype, data)
-                                       : put_matrix(layer, weight, entry, dtype, data));
+    MOE_TRY(moe_weight_is_bias(weight) ? put_bias(layer, weight, entry, dtype, from)
+                                       : put_matrix(layer, weight, entry, dtype, from));
     layer->uploaded[weight][entry] = true;
     return moe_ok();
+}
+
+struct moe_status moe_cuda_layer_upload(struct moe_layer *layer, enum moe_weight weight,
+                                        uint32_t expert, enum moe_dtype dtype, const void *data,
+                                        size_t bytes)
+{
+    struct origin memory = {.data = data};
+    return upload(layer, weight, expert, dtype, &memory, bytes);
+}
+
+struct moe_status moe_cuda_layer_fetch(struct moe_layer *layer, enum moe_weight weight,
+                                       uint32_t expert, enum moe_dtype dtype,
+                                       const struct moe_weight_source *source, size_t bytes)
+{
+    struct origin elsewhere = {.source = source};
+    return upload(layer, weight, expert, dtype, &elsewhere, bytes);
 }
 
 /* --------------------------------------------------------------------- finish */
@@ -403,9 +433,10 @@ struct moe_status moe_cuda_layer_finish(struct moe_layer *layer)
     if (layer->finished)
         return moe_ok();
     MOE_TRY(moe_cuda_device_use(layer->device));
+    MOE_TRY(moe_cuda_weights_finish(layer->device, &layer->coming));
     MOE_TRY(split_router(layer));
     MOE_TRY(describe_products(layer));
-    MOE_TRY(moe_cuda_weights_finish(layer->device));
+    MOE_TRY(MOE_CUDA(cudaStreamSynchronize(layer->device->upload)));
     if (layer->tables == NULL) {
         size_t bytes = lay_out_tables(layer).bytes;
         MOE_TRY(moe_cuda_mem_alloc(layer->device, MOE_MEM_DEVICE, bytes, &layer->tables));

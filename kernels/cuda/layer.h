@@ -8,6 +8,7 @@
 #ifndef MOE_CUDA_LAYER_H
 #define MOE_CUDA_LAYER_H
 
+#include "base/crew.h"
 #include "cuda/device.h"
 #include "cuda/ggemm.h"
 
@@ -88,6 +89,7 @@ struct moe_layer {
     void *tables;                 /* device memory of the placement, on_device and facts */
     size_t tables_bytes;
     bool *uploaded[MOE_WEIGHT_COUNT]; /* [entries] */
+    struct moe_crew_batch coming;     /* uploads that read for themselves */
 };
 
 /* Members of struct moe_backend. */
@@ -98,6 +100,10 @@ struct moe_status moe_cuda_layer_create(struct moe_device *device,
 struct moe_status moe_cuda_layer_upload(struct moe_layer *layer, enum moe_weight weight,
                                         uint32_t expert, enum moe_dtype dtype, const void *data,
                                         size_t bytes) MOE_CHECKED;
+struct moe_status moe_cuda_layer_fetch(struct moe_layer *layer, enum moe_weight weight,
+                                       uint32_t expert, enum moe_dtype dtype,
+                                       const struct moe_weight_source *source,
+                                       size_t bytes) MOE_CHECKED;
 struct moe_status moe_cuda_layer_finish(struct moe_layer *layer) MOE_CHECKED;
 void moe_cuda_layer_destroy(struct moe_layer *layer); /* NULL is ignored */
 

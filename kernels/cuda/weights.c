@@ -1,37 +1,219 @@
-/* Weights through pinned staging; see weights.h. */
+/* Weights through pinned memory, by several threads; see weights.h. */
 #include "cuda/weights.h"
 
-static struct moe_status put_chunks(struct moe_device *device, const struct moe_cuda_weight *w,
-                                    const char *data)
+#include "base/cores.h"
+
+#include <stdlib.h>
+
+enum { HALVES = 2 };
+
+/* What one thread works with. */
+struct hand {
+    cudaStream_t stream;
+    void *pinned[HALVES];
+    cudaEvent_t left[HALVES]; /* what this half held is on the device */
+    uint32_t next;            /* half */
+    void *landing;            /* device: what is to be converted */
+};
+
+struct moe_cuda_uploads {
+    struct moe_device *device;
+    struct moe_crew *crew;
+    uint32_t hands;
+    struct hand hand[MOE_CUDA_UPLOAD_THREADS];
+};
+
+/* A weight for the crew; an item is `piece` elements of it. */
+struct order {
+    struct moe_cuda_weight w;
+    struct moe_weight_source source;
+    size_t piece;
+};
+_Static_assert(sizeof(struct order) <= MOE_CREW_ORDER_BYTES, "an order of the crew");
+
+/* ---------------------------------------------------------------------- pieces */
+
+static size_t element_bytes(const struct order *o)
 {
-    size_t each = moe_dtype_bytes(w->from), total = w->rows * w->columns;
-    size_t most = MOE_CUDA_STAGING_BYTES / each;
-    for (size_t first = 0; first < total; first += most) {
-        size_t n = total - first < most ? total - first : most;
-        uint32_t half = device->next_half;
-        device->next_half ^= 1;
-        MOE_TRY(MOE_CUDA(cudaEventSynchronize(device->staged[half])));
-        memcpy(device->staging[half], data + first * each, n * each);
-        MOE_TRY(MOE_CUDA(cudaMemcpyAsync(device->landing[half], device->staging[half], n * each,
-                                         cudaMemcpyHostToDevice, device->upload)));
-        MOE_TRY(moe_cuda_weights_place(w, device->landing[half], first, n, device->upload));
-        MOE_TRY(MOE_CUDA(cudaEventRecord(device->staged[half], device->upload)));
-    }
+    return moe_dtype_bytes(o->w.from);
+}
+
+/* Rows that lie together in the place of the weight. */
+static size_t block_elements(const struct moe_cuda_weight *w)
+{
+    return MOE_CUDA_INTERLEAVE * w->columns;
+}
+
+/* The copy engine can do it alone. */
+static bool goes_straight(const struct moe_cuda_weight *w)
+{
+    return w->from == w->to &&
+           (w->order == MOE_CUDA_ROWS_PLAIN ||
+            block_elements(w) * moe_dtype_bytes(w->from) <= MOE_CUDA_PIECE_BYTES);
+}
+
+/* Elements of a piece: as many as fit, or fewer, so that each thread gets some; of interleaved rows
+ * whole blocks. */
+static size_t piece_elements(const struct moe_cuda_weight *w, uint32_t shares)
+{
+    size_t unit = w->order != MOE_CUDA_ROWS_PLAIN && goes_straight(w) ? block_elements(w) : 1;
+    size_t most = MOE_CUDA_PIECE_BYTES / moe_dtype_bytes(w->from) / unit;
+    size_t units = (w->rows * w->columns + unit - 1) / unit;
+    size_t share = (units + shares - 1) / shares;
+    return unit * (share < most ? share : most);
+}
+
+/* Whole blocks of eight rows, each behind a block of the other matrix; then what is left. */
+static struct moe_status copy_interleaved(const struct order *o, const char *from, size_t first,
+                                          size_t n, cudaStream_t stream)
+{
+    size_t row = o->w.columns * element_bytes(o), block = MOE_CUDA_INTERLEAVE * row;
+    size_t block_number = first / block_elements(&o->w), blocks = n / block_elements(&o->w);
+    char *to =
+        (char *)o->w.dst + block_number * 2 * block + (o->w.order == MOE_CUDA_ROWS_UP ? block : 0);
+    if (blocks > 0)
+        MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync(to, 2 * block, from, block, block, blocks,
+                                           cudaMemcpyHostToDevice, stream)));
+    size_t rest = n * element_bytes(o) - blocks * block;
+    if (rest == 0)
+        return moe_ok();
+    return MOE_CUDA(cudaMemcpyAsync(to + blocks * 2 * block, from + blocks * block, rest,
+                                    cudaMemcpyHostToDevice, stream));
+}
+
+/* Elements [first, first + n), which lie in pinned memory. */
+static struct moe_status send(const struct order *o, const struct hand *hand, const void *pinned,
+                              size_t first, size_t n)
+{
+    size_t each = element_bytes(o);
+    if (goes_straight(&o->w) && o->w.order != MOE_CUDA_ROWS_PLAIN)
+        return copy_interleaved(o, pinned, first, n, hand->stream);
+    if (goes_straight(&o->w))
+        return MOE_CUDA(cudaMemcpyAsync((char *)o->w.dst + first * each, pinned, n * each,
+                                        cudaMemcpyHostToDevice, hand->stream));
+    MOE_TRY(MOE_CUDA(
+        cudaMemcpyAsync(hand->landing, pinned, n * each, cudaMemcpyHostToDevice, hand->stream)));
+    return moe_cuda_weights_place(&o->w, hand->landing, first, n, hand->stream);
+}
+
+/* moe_crew_fn */
+static struct moe_status carry(void *ctx, uint32_t thread, const void *what, uint32_t item)
+{
+    struct moe_cuda_uploads *u = ctx;
+    const struct order *o = what;
+    struct hand *hand = &u->hand[thread];
+    size_t total = o->w.rows * o->w.columns, first = item * o->piece;
+    size_t n = total - first < o->piece ? total - first : o->piece;
+    uint32_t half = hand->next;
+    hand->next = (half + 1) % HALVES;
+    MOE_TRY(moe_cuda_device_use(u->device));
+    MOE_TRY(MOE_CUDA(cudaEventSynchronize(hand->left[half])));
+    MOE_TRY(o->source.read(o->source.ctx, o->source.at + first * element_bytes(o),
+                           n * element_bytes(o), hand->pinned[half]));
+    MOE_TRY(send(o, hand, hand->pinned[half], first, n));
+    return MOE_CUDA(cudaEventRecord(hand->left[half], hand->stream));
+}
+
+/* ----------------------------------------------------------------------- calls */
+
+static struct moe_status give(struct moe_device *device, const struct moe_cuda_weight *w,
+                              const struct moe_weight_source *source, uint32_t shares,
+                              struct moe_crew_batch *batch)
+{
+    size_t total = w->rows * w->columns;
+    if (total == 0)
+        return moe_ok();
+    struct order o = {.w = *w, .source = *source, .piece = piece_elements(w, shares)};
+    size_t items = (total + o.piece - 1) / o.piece;
+    MOE_INVARIANT(items <= UINT32_MAX); /* a piece is a megabyte or a share */
+    return moe_crew_give(device->uploads->crew, batch, &o, sizeof o, (uint32_t)items);
+}
+
+static struct moe_status copy_memory(const void *ctx, uint64_t at, size_t bytes, void *to)
+{
+    memcpy(to, (const char *)ctx + at, bytes);
     return moe_ok();
 }
 
 struct moe_status moe_cuda_weights_put(struct moe_device *device, const struct moe_cuda_weight *w,
                                        const void *data)
 {
+    struct moe_crew_batch batch = {0};
+    struct moe_weight_source memory = {.read = copy_memory, .ctx = data};
+    MOE_TRY(give(device, w, &memory, device->uploads->hands, &batch));
+    return moe_crew_wait(device->uploads->crew, &batch);
+}
+
+struct moe_status moe_cuda_weights_fetch(struct moe_device *device, const struct moe_cuda_weight *w,
+                                         const struct moe_weight_source *source,
+                                         struct moe_crew_batch *batch)
+{
+    return give(device, w, source, 1, batch);
+}
+
+struct moe_status moe_cuda_weights_finish(struct moe_device *device, struct moe_crew_batch *batch)
+{
+    struct moe_status st = moe_crew_wait(device->uploads->crew, batch);
     MOE_TRY(moe_cuda_device_use(device));
-    pthread_mutex_lock(&device->staging_lock);
-    struct moe_status st = put_chunks(device, w, data);
-    pthread_mutex_unlock(&device->staging_lock);
+    for (uint32_t i = 0; i < device->uploads->hands; i++) {
+        struct moe_status ended = MOE_CUDA(cudaStreamSynchronize(device->uploads->hand[i].stream));
+        if (!moe_failed(&st))
+            st = ended;
+    }
     return st;
 }
 
-struct moe_status moe_cuda_weights_finish(struct moe_device *device)
+/* ------------------------------------------------------------------ open, close */
+
+static struct moe_status open_hand(struct moe_device *device, struct hand *hand)
 {
-    MOE_TRY(moe_cuda_device_use(device));
-    return MOE_CUDA(cudaStreamSynchronize(device->upload));
+    MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(&hand->stream, cudaStreamNonBlocking)));
+    for (int i = 0; i < HALVES; i++) {
+        /* Who waits for the bus sleeps: the cores may be wanted elsewhere. */
+        MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&hand->left[i],
+                                                  cudaEventDisableTiming | cudaEventBlockingSync)));
+        MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, MOE_CUDA_PIECE_BYTES, &hand->pinned[i]));
+    }
+    return moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, MOE_CUDA_PIECE_BYTES, &hand->landing);
+}
+
+static void close_hand(struct moe_device *device, struct hand *hand)
+{
+    if (hand->stream != NULL) {
+        (void)cudaStreamSynchronize(hand->stream);
+        (void)cudaStreamDestroy(hand->stream);
+    }
+    for (int i = 0; i < HALVES; i++) {
+        if (hand->left[i] != NULL)
+            (void)cudaEventDestroy(hand->left[i]);
+        moe_cuda_mem_free(device, MOE_MEM_HOST, hand->pinned[i], MOE_CUDA_PIECE_BYTES);
+    }
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, hand->landing, MOE_CUDA_PIECE_BYTES);
+}
+
+struct moe_status moe_cuda_uploads_open(struct moe_device *device)
+{
+    struct moe_cuda_uploads *u = calloc(1, sizeof *u);
+    if (u == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "no memory for a device");
+    uint32_t cores = moe_usable_cores();
+    u->device = device;
+    u->hands = cores < MOE_CUDA_UPLOAD_THREADS ? cores : MOE_CUDA_UPLOAD_THREADS;
+    device->uploads = u;
+    for (uint32_t i = 0; i < u->hands; i++)
+        MOE_TRY(open_hand(device, &u->hand[i]));
+    return moe_crew_create(u->hands, carry, u, &u->crew);
+}
+
+void moe_cuda_uploads_close(struct moe_device *device)
+{
+    struct moe_cuda_uploads *u = device->uploads;
+    if (u == NULL)
+        return;
+    moe_crew_destroy(u->crew);
+    for (uint32_t i = 0; i < u->hands; i++)
+        close_hand(device, &u->hand[i]);
+    free(u);
+    device->uploads = NULL;
 }

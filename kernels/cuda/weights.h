@@ -1,14 +1,24 @@
-/* Moves one weight from any host memory into its place on the device: through two halves of pinned
- * staging, so that the copy into one overlaps the transfer of the other; a kernel then lays out
- * rows and converts. Knows nothing of layers. */
+/* Moves weights from host memory or files into their places on the device.
+ *
+ * A few threads, at most MOE_CUDA_UPLOAD_THREADS and no more than the process has cores, each have
+ * two pieces of pinned memory and a stream: a piece is filled (copied or read) while the other is
+ * on its way, so that together they keep the bus busy, which one thread cannot. What keeps its
+ * dtype goes straight to its place, gate and up by copies that leave out every other block of rows;
+ * what changes it lands beside first and is converted by a kernel. Knows nothing of layers. */
 #ifndef MOE_CUDA_WEIGHTS_H
 #define MOE_CUDA_WEIGHTS_H
 
+#include "base/crew.h"
 #include "cuda/layer.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+enum {
+    MOE_CUDA_UPLOAD_THREADS = 8,
+    MOE_CUDA_PIECE_BYTES = 2 << 20, /* of pinned memory; a thread has two */
+};
 
 /* A source of `rows` x `columns` of dtype `from`, written as `to` (never from F32 to BF16). */
 struct moe_cuda_weight {
@@ -18,10 +28,22 @@ struct moe_cuda_weight {
     size_t rows, columns;
 };
 
+/* The threads and their memory; for device_open and device_close. */
+struct moe_status moe_cuda_uploads_open(struct moe_device *device) MOE_CHECKED;
+void moe_cuda_uploads_close(struct moe_device *device);
+
 /* Returns when `data` may be reused; the weight is in place after moe_cuda_weights_finish. */
 struct moe_status moe_cuda_weights_put(struct moe_device *device, const struct moe_cuda_weight *w,
                                        const void *data) MOE_CHECKED;
-struct moe_status moe_cuda_weights_finish(struct moe_device *device) MOE_CHECKED;
+/* The same for a weight that the threads read themselves, which may still be going on afterwards:
+ * the source stays until `batch` has been finished. Errors: an earlier one of the batch's, too. */
+struct moe_status moe_cuda_weights_fetch(struct moe_device *device, const struct moe_cuda_weight *w,
+                                         const struct moe_weight_source *source,
+                                         struct moe_crew_batch *batch) MOE_CHECKED;
+/* Waits until everything that was put, and all of the batch, is in place; tells what went wrong
+ * with the batch. */
+struct moe_status moe_cuda_weights_finish(struct moe_device *device,
+                                          struct moe_crew_batch *batch) MOE_CHECKED;
 
 /* Enqueues: elements [first, first + n) of the source, which lie at `src` on the device, into their
  * places. */

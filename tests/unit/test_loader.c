@@ -59,12 +59,44 @@ static void refuse_model(const struct fixture *f, enum moe_reason reason, const 
         fail_msg("the text does not name %s", named);
 }
 
+/* A taker who reads for itself, a few bytes at a time and from the end. */
+static struct moe_status read_and_deliver(void *ctx, enum moe_weight weight, uint32_t expert,
+                                          enum moe_dtype dtype,
+                                          const struct moe_weight_source *source, size_t bytes)
+{
+    const size_t piece = 7;
+    char *data = malloc(bytes);
+    assert_non_null(data);
+    for (size_t first = (bytes - 1) / piece * piece;; first -= piece) {
+        size_t n = bytes - first < piece ? bytes - first : piece;
+        assert_ok(source->read(source->ctx, source->at + first, n, data + first));
+        if (first == 0)
+            break;
+    }
+    struct moe_status st = deliveries_sink(ctx, weight, expert, dtype, data, bytes);
+    free(data);
+    return st;
+}
+
+/* Both ways of loading, which must agree. */
 static void load(const struct moe_model *m, size_t layer, const uint32_t *experts, size_t count,
                  struct deliveries *d)
 {
+    struct deliveries other = {0};
     assert_ok(
         moe_model_load_layer(m, layer, experts, count, deliveries_sink, d, deliveries_progress, d));
     assert_int_equal(d->read_bytes, moe_model_layer_bytes(m, layer, experts, count));
+    assert_ok(moe_model_stream_layer(m, layer, experts, count, deliveries_sink, read_and_deliver,
+                                     &other, deliveries_progress, &other));
+    assert_int_equal(other.read_bytes, d->read_bytes);
+    assert_int_equal(other.count, d->count);
+    for (size_t i = 0; i < d->count; i++) {
+        const struct delivery *a = &d->list[i], *b = &other.list[i];
+        assert_true(a->weight == b->weight && a->expert == b->expert && a->dtype == b->dtype);
+        assert_int_equal(a->bytes, b->bytes);
+        assert_memory_equal(a->data, b->data, a->bytes);
+    }
+    deliveries_free(&other);
 }
 
 static float element(const struct delivery *d, size_t i)

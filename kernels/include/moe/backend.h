@@ -20,6 +20,7 @@
 
 #include "base/status.h"
 #include "moe/layer_spec.h"
+#include "moe/weight_source.h"
 
 struct moe_device;
 struct moe_layer;
@@ -177,6 +178,13 @@ struct moe_backend {
      * return. `expert` is the global id, ignored for weights that are not an expert's. */
     struct moe_status (*layer_upload)(struct moe_layer *, enum moe_weight, uint32_t expert,
                                       enum moe_dtype, const void *data, size_t bytes);
+    /* The same for a weight that the backend reads itself, by `source`, from several threads. That
+     * may go on after the call: what the source reads from stays until layer_finish or
+     * layer_destroy; later calls, or layer_finish, tell what went wrong. NULL where the backend
+     * takes weights from memory only. */
+    struct moe_status (*layer_fetch)(struct moe_layer *, enum moe_weight, uint32_t expert,
+                                     enum moe_dtype, const struct moe_weight_source *,
+                                     size_t bytes);
     struct moe_status (*layer_finish)(struct moe_layer *);
     void (*layer_destroy)(struct moe_layer *);
 
