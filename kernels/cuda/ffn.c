@@ -227,7 +227,8 @@ shared_product(const struct moe_layer *layer, const struct moe_cuda_shared *s,
                                .alpha = layer->spec.swiglu_alpha,
                                .out_dtype = out_dtype,
                                .out = out,
-                               .began = began};
+                               .began = began,
+                               .processors = s->processors};
     return multiply(layer, &g, at->product, stream);
 }
 

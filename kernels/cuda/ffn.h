@@ -60,7 +60,8 @@ struct moe_cuda_shared {
     const void *x;     /* [T, H] */
     void *scratch;     /* moe_cuda_ffn_shared_bytes(capacity) */
     float *out;
-    uint64_t *began; /* gets the time when the first kernel began, or NULL */
+    uint64_t *began;     /* gets the time when the first kernel began, or NULL */
+    uint32_t processors; /* most multiprocessors to take where Hopper's kernels multiply; 0 = all */
 };
 struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
                                       const struct moe_cuda_shared *s,

@@ -164,7 +164,9 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
     MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           int(use.shared_bytes))));
-    run<<<unsigned(processors), use.threads, use.shared_bytes, stream>>>(p);
+    const uint32_t all = uint32_t(processors);
+    const uint32_t ctas = g->processors == 0 || g->processors > all ? all : g->processors;
+    run<<<ctas, use.threads, use.shared_bytes, stream>>>(p);
     return MOE_LAUNCHED("grouped GEMM");
 }
 

@@ -67,6 +67,7 @@ struct moe_cuda_ggemm {
     enum moe_dtype out_dtype; /* BF16 or F32 */
     void *out;                /* [row_capacity, n] */
     uint64_t *began;          /* gets the time when the kernel began (stamp.cuh), or NULL */
+    uint32_t processors;      /* most multiprocessors to take; 0 = all */
 };
 
 /* Whether the device that is current on this thread and these shapes are served at all; all

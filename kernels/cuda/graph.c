@@ -74,7 +74,9 @@ void moe_cuda_graph_key_of(const struct moe_layer *layer, enum moe_dtype dtype, 
 
 struct moe_status moe_cuda_graphs_open(struct moe_cuda_graphs *g)
 {
-    return MOE_CUDA(cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking));
+    int lowest = 0, highest = 0;
+    MOE_TRY(MOE_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest)));
+    return MOE_CUDA(cudaStreamCreateWithPriority(&g->stream, cudaStreamNonBlocking, highest));
 }
 
 static void forget(struct moe_cuda_graph *graph)

@@ -35,7 +35,9 @@ struct moe_cuda_graph {
 };
 
 struct moe_cuda_graphs {
-    cudaStream_t stream; /* for capturing and uploading; nothing else runs on it */
+    /* For capturing and uploading; nothing else runs on it. Of the highest priority, so that what
+     * is captured on it goes before what is captured beside it. */
+    cudaStream_t stream;
     uint64_t takes;
     struct moe_cuda_graph graph[MOE_CUDA_MAX_GRAPHS];
 };

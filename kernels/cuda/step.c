@@ -27,6 +27,9 @@ enum {
     LINE = 256,           /* alignment of tensors inside a buffer */
     SPIN_NS = 500 * 1000, /* a wait polls without sleeping for this long */
     NAP_NS = 20 * 1000,   /* and then looks this often */
+    /* Up to this bucket the shared expert runs beside the routing; above, both want all of the
+     * device, and nothing is gained. */
+    BESIDE_BUCKET = 1024,
 };
 
 /* Offsets in a lane's buffer. From `ids` to the end is what a step answers besides y: it leaves in
@@ -78,6 +81,10 @@ struct moe_cuda_steps {
     struct scratch_layout at; /* of the step that is being enqueued */
     struct moe_cuda_graphs graphs;
     uint64_t buffers_moved; /* the device's figure when the graphs were made */
+    /* While capturing: where the shared expert's kernels go, and where the branches part and meet.
+     */
+    cudaStream_t beside;
+    cudaEvent_t parting, meeting;
 };
 
 /* ------------------------------------------------------------- create, destroy */
@@ -108,6 +115,13 @@ static struct moe_status create_lane(struct moe_cuda_steps *steps, struct moe_st
     return moe_ok();
 }
 
+static struct moe_status create_beside(struct moe_cuda_steps *steps)
+{
+    MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(&steps->beside, cudaStreamNonBlocking)));
+    MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&steps->parting, cudaEventDisableTiming)));
+    return MOE_CUDA(cudaEventCreateWithFlags(&steps->meeting, cudaEventDisableTiming));
+}
+
 struct moe_status moe_cuda_steps_create(struct moe_session *session, struct moe_cuda_steps **out)
 {
     struct moe_cuda_steps *steps = calloc(1, sizeof *steps);
@@ -119,6 +133,7 @@ struct moe_status moe_cuda_steps_create(struct moe_session *session, struct moe_
     struct moe_status st;
     MOE_TRY_GOTO(st, moe_cuda_device_use(session->device), fail);
     MOE_TRY_GOTO(st, moe_cuda_graphs_open(&steps->graphs), fail);
+    MOE_TRY_GOTO(st, create_beside(steps), fail);
     for (uint32_t i = 0; i < LANES; i++)
         MOE_TRY_GOTO(st, create_lane(steps, &steps->lane[i]), fail);
     *out = steps;
@@ -161,6 +176,10 @@ void moe_cuda_steps_destroy(struct moe_cuda_steps *steps)
     (void)cudaSetDevice(device->ordinal);
     wait_for_streams(device);
     moe_cuda_graphs_close(&steps->graphs);
+    destroy_event(steps->parting);
+    destroy_event(steps->meeting);
+    if (steps->beside != NULL)
+        (void)cudaStreamDestroy(steps->beside);
     for (uint32_t i = 0; i < LANES; i++)
         destroy_lane(device, &steps->lane[i]);
     moe_cuda_buffer_free(device, &steps->scratch);
@@ -336,24 +355,60 @@ static struct moe_status capture_router(const struct shape *shape, struct moe_st
     return moe_cuda_router_enqueue(shape->layer, &r, stream);
 }
 
-/* The shared expert's output, where there is one, in *base. */
+/* The shared expert needs tokens only. At small buckets it takes few multiprocessors and most of
+ * its time for reading weights, while routing waits: for its own kernels one after the other, and
+ * for the peers. Not with cuBLAS, whose workspace products share, and not where a step is not
+ * captured. */
+static bool runs_beside(const struct shape *shape)
+{
+    const struct moe_session *s = shape->steps->session;
+    return shape->layer->spec.shared_intermediate != 0 && shape->bucket <= BESIDE_BUCKET &&
+           s->net == NULL && s->device->cublas == NULL;
+}
+
+/* Captures the shared expert's output, where there is one, as `base` of combine. */
 static struct moe_status capture_shared(const struct shape *shape, struct moe_step *lane,
-                                        cudaStream_t stream, float **base)
+                                        cudaStream_t stream, float *base)
 {
     const struct moe_cuda_steps *steps = shape->steps;
-    *base = NULL;
-    if (shape->layer->spec.shared_intermediate == 0)
+    const bool beside = runs_beside(shape);
+    if (base == NULL)
         return moe_ok();
-    *base = scratch(steps, steps->at.base);
     struct moe_cuda_shared shared = {.facts = lane->facts,
                                      .dtype = shape->dtype,
                                      .bucket = shape->bucket,
                                      .capacity = shape->bucket,
                                      .x = tensor(lane, shape->at.x),
                                      .scratch = scratch(steps, steps->at.shared),
-                                     .out = *base,
-                                     .began = &lane->mail_on_device->began[MOE_STAGE_SHARED]};
+                                     .out = base};
+    /* Half of the device is left to the routing, which may not begin late: peers wait for it. */
+    if (beside)
+        shared.processors = (uint32_t)steps->session->device->multiprocessors / 2;
+    else
+        shared.began = &lane->mail_on_device->began[MOE_STAGE_SHARED];
     return moe_cuda_ffn_shared(shape->layer, &shared, stream);
+}
+
+/* The same as a branch that begins where `stream` is now. */
+static struct moe_status begin_beside(const struct shape *shape, struct moe_step *lane,
+                                      cudaStream_t stream, float *base)
+{
+    const struct moe_cuda_steps *steps = shape->steps;
+    if (!runs_beside(shape))
+        return moe_ok();
+    MOE_TRY(MOE_CUDA(cudaEventRecord(steps->parting, stream)));
+    MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(steps->beside, steps->parting, 0)));
+    MOE_TRY(capture_shared(shape, lane, steps->beside, base));
+    return MOE_CUDA(cudaEventRecord(steps->meeting, steps->beside));
+}
+
+/* `base` is there for what follows on `stream`. */
+static struct moe_status finish_shared(const struct shape *shape, struct moe_step *lane,
+                                       cudaStream_t stream, float *base)
+{
+    if (runs_beside(shape))
+        return MOE_CUDA(cudaStreamWaitEvent(stream, shape->steps->meeting, 0));
+    return capture_shared(shape, lane, stream, base);
 }
 
 static struct moe_status capture_stages(const struct shape *shape, struct moe_step *lane,
@@ -366,7 +421,8 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
     void *hidden = scratch(steps, steps->at.hidden);
     struct moe_cuda_results results = {.dtype = moe_cuda_ffn_out_dtype(layer, shape->dtype)};
     void *out = scratch(steps, steps->at.out);
-    float *base;
+    float *base =
+        layer->spec.shared_intermediate != 0 ? scratch(steps, steps->at.base) : (float *)NULL;
     struct moe_cuda_batch batch = {.layer = layer,
                                    .dtype = shape->dtype,
                                    .bucket = shape->bucket,
@@ -382,6 +438,7 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
                                     .began = lane->mail_on_device->began,
                                     .slots = (uint32_t)__builtin_popcountll(s->config.live),
                                     .scratch = scratch(steps, steps->at.products)};
+    MOE_TRY(begin_beside(shape, lane, stream, base));
     MOE_TRY(capture_router(shape, lane, stream));
     next_range("prepare");
     MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
@@ -392,7 +449,7 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
     next_range("down");
     MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, inner, out, results.dtype, stream));
     next_range("shared expert");
-    MOE_TRY(capture_shared(shape, lane, stream, &base));
+    MOE_TRY(finish_shared(shape, lane, stream, base));
     next_range("combine");
     results.expert_out = out;
     results.base = base;
@@ -585,7 +642,8 @@ static uint64_t elapsed_ns(cudaEvent_t from, cudaEvent_t to)
     return (uint64_t)((double)ms * 1e6);
 }
 
-/* A stage lasts until the next one begins, so that nothing between kernels is left out. */
+/* A stage lasts until the next one begins, so that nothing between kernels is left out. What runs
+ * beside others has no stamp, and so no time. */
 static void read_times(const struct moe_step *lane, struct moe_step_result *r)
 {
     uint64_t next = lane->mail->began[MOE_STAGE_COUNT];

@@ -84,6 +84,24 @@ static void upload_select_bias(struct bench *b)
                                                  bias, n * sizeof *bias));
 }
 
+/* moe_weight_source.read */
+static struct moe_status read_pool(const void *pool, uint64_t at, size_t bytes, void *to)
+{
+    memcpy(to, (const char *)pool + at, bytes);
+    return moe_ok();
+}
+
+/* As a worker does, but from memory: where the backend can, it reads for itself. */
+static struct moe_status upload(struct bench *b, enum moe_weight w, uint32_t expert, size_t bytes)
+{
+    const struct moe_backend *k = b->plan->backend;
+    const uint16_t *values = bench_weight(b, w, expert);
+    struct moe_weight_source source = {.read = read_pool, .ctx = values};
+    return k->layer_fetch != NULL
+               ? k->layer_fetch(b->layer, w, expert, MOE_DTYPE_BF16, &source, bytes)
+               : k->layer_upload(b->layer, w, expert, MOE_DTYPE_BF16, values, bytes);
+}
+
 static size_t upload_one(struct bench *b, enum moe_weight w)
 {
     size_t rows, columns, sent = 0;
@@ -93,9 +111,7 @@ static size_t upload_one(struct bench *b, enum moe_weight w)
     for (uint32_t e = 0; e < entries && rows > 0; e++) {
         if (moe_weight_is_expert(w) && b->slot_of[e] != b->member->slot)
             continue;
-        bench_require(b, "upload",
-                      b->plan->backend->layer_upload(b->layer, w, e, MOE_DTYPE_BF16,
-                                                     bench_weight(b, w, e), bytes));
+        bench_require(b, "upload", upload(b, w, e, bytes));
         sent += bytes;
     }
     return sent;

@@ -104,7 +104,7 @@ enum moe_stage {
     MOE_STAGE_DISPATCH, /* rows out, and expanded into expert-major rows */
     MOE_STAGE_GEMM1,    /* gate and up, activation included */
     MOE_STAGE_GEMM2,    /* down, bias and weight included */
-    MOE_STAGE_SHARED,   /* shared expert */
+    MOE_STAGE_SHARED,   /* shared expert; 0 where it runs beside the other stages */
     MOE_STAGE_COMBINE,  /* rows home and summed */
     MOE_STAGE_COUNT
 };
@@ -127,7 +127,7 @@ struct moe_step_args {
 };
 
 struct moe_step_result {
-    uint64_t stage_ns[MOE_STAGE_COUNT];
+    uint64_t stage_ns[MOE_STAGE_COUNT]; /* one after the other: their sum is the layer's time */
     uint64_t total_ns; /* from start to finish on this slot, waits on peers included */
     int missing_slot;  /* the slot that did not answer, or -1 */
     bool refused;      /* with a failure: all slots refused this step, alike and before anything was
