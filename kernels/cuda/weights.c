@@ -3,13 +3,16 @@
 
 #include "base/cores.h"
 
+#include <sched.h>
 #include <stdlib.h>
 
-enum { HALVES = 2 };
+enum {
+    HALVES = 2,
+    LEAST_BYTES = 64 << 10, /* of a piece, but for the last: less is not worth a thread */
+};
 
 /* What one thread works with. */
 struct hand {
-    cudaStream_t stream;
     void *pinned[HALVES];
     cudaEvent_t left[HALVES]; /* what this half held is on the device */
     uint32_t next;            /* half */
@@ -19,6 +22,9 @@ struct hand {
 struct moe_cuda_uploads {
     struct moe_device *device;
     struct moe_crew *crew;
+    /* One for all: between copies of different streams the copy engine idles for more than ten
+     * microseconds. */
+    cudaStream_t stream;
     uint32_t hands;
     struct hand hand[MOE_CUDA_UPLOAD_THREADS];
 };
@@ -52,14 +58,20 @@ static bool goes_straight(const struct moe_cuda_weight *w)
             block_elements(w) * moe_dtype_bytes(w->from) <= MOE_CUDA_PIECE_BYTES);
 }
 
+static size_t ratio_up(size_t a, size_t b)
+{
+    return (a + b - 1) / b;
+}
+
 /* Elements of a piece: as many as fit, or fewer, so that each thread gets some; of interleaved rows
  * whole blocks. */
 static size_t piece_elements(const struct moe_cuda_weight *w, uint32_t shares)
 {
     size_t unit = w->order != MOE_CUDA_ROWS_PLAIN && goes_straight(w) ? block_elements(w) : 1;
-    size_t most = MOE_CUDA_PIECE_BYTES / moe_dtype_bytes(w->from) / unit;
-    size_t units = (w->rows * w->columns + unit - 1) / unit;
-    size_t share = (units + shares - 1) / shares;
+    size_t unit_bytes = unit * moe_dtype_bytes(w->from);
+    size_t most = MOE_CUDA_PIECE_BYTES / unit_bytes, least = ratio_up(LEAST_BYTES, unit_bytes);
+    size_t share = ratio_up(ratio_up(w->rows * w->columns, unit), shares);
+    share = share > least ? share : least;
     return unit * (share < most ? share : most);
 }
 
@@ -81,19 +93,27 @@ static struct moe_status copy_interleaved(const struct order *o, const char *fro
                                     cudaMemcpyHostToDevice, stream));
 }
 
-/* Elements [first, first + n), which lie in pinned memory. */
-static struct moe_status send(const struct order *o, const struct hand *hand, const void *pinned,
-                              size_t first, size_t n)
+/* Elements [first, first + n), which lie in pinned memory; `landing` is for what is converted. */
+static struct moe_status send(const struct order *o, const void *pinned, void *landing,
+                              size_t first, size_t n, cudaStream_t stream)
 {
     size_t each = element_bytes(o);
     if (goes_straight(&o->w) && o->w.order != MOE_CUDA_ROWS_PLAIN)
-        return copy_interleaved(o, pinned, first, n, hand->stream);
+        return copy_interleaved(o, pinned, first, n, stream);
     if (goes_straight(&o->w))
         return MOE_CUDA(cudaMemcpyAsync((char *)o->w.dst + first * each, pinned, n * each,
-                                        cudaMemcpyHostToDevice, hand->stream));
-    MOE_TRY(MOE_CUDA(
-        cudaMemcpyAsync(hand->landing, pinned, n * each, cudaMemcpyHostToDevice, hand->stream)));
-    return moe_cuda_weights_place(&o->w, hand->landing, first, n, hand->stream);
+                                        cudaMemcpyHostToDevice, stream));
+    MOE_TRY(MOE_CUDA(cudaMemcpyAsync(landing, pinned, n * each, cudaMemcpyHostToDevice, stream)));
+    return moe_cuda_weights_place(&o->w, landing, first, n, stream);
+}
+
+/* Lets others have the core between looks: being woken would take longer than most waits. */
+static struct moe_status await(cudaEvent_t event)
+{
+    cudaError_t rc;
+    while ((rc = cudaEventQuery(event)) == cudaErrorNotReady)
+        (void)sched_yield();
+    return MOE_CUDA(rc);
 }
 
 /* moe_crew_fn */
@@ -107,11 +127,11 @@ static struct moe_status carry(void *ctx, uint32_t thread, const void *what, uin
     uint32_t half = hand->next;
     hand->next = (half + 1) % HALVES;
     MOE_TRY(moe_cuda_device_use(u->device));
-    MOE_TRY(MOE_CUDA(cudaEventSynchronize(hand->left[half])));
+    MOE_TRY(await(hand->left[half]));
     MOE_TRY(o->source.read(o->source.ctx, o->source.at + first * element_bytes(o),
                            n * element_bytes(o), hand->pinned[half]));
-    MOE_TRY(send(o, hand, hand->pinned[half], first, n));
-    return MOE_CUDA(cudaEventRecord(hand->left[half], hand->stream));
+    MOE_TRY(send(o, hand->pinned[half], hand->landing, first, n, u->stream));
+    return MOE_CUDA(cudaEventRecord(hand->left[half], u->stream));
 }
 
 /* ----------------------------------------------------------------------- calls */
@@ -124,8 +144,8 @@ static struct moe_status give(struct moe_device *device, const struct moe_cuda_w
     if (total == 0)
         return moe_ok();
     struct order o = {.w = *w, .source = *source, .piece = piece_elements(w, shares)};
-    size_t items = (total + o.piece - 1) / o.piece;
-    MOE_INVARIANT(items <= UINT32_MAX); /* a piece is a megabyte or a share */
+    size_t items = ratio_up(total, o.piece);
+    MOE_INVARIANT(items <= UINT32_MAX); /* of 64 KiB at least, but for the last */
     return moe_crew_give(device->uploads->crew, batch, &o, sizeof o, (uint32_t)items);
 }
 
@@ -155,23 +175,16 @@ struct moe_status moe_cuda_weights_finish(struct moe_device *device, struct moe_
 {
     struct moe_status st = moe_crew_wait(device->uploads->crew, batch);
     MOE_TRY(moe_cuda_device_use(device));
-    for (uint32_t i = 0; i < device->uploads->hands; i++) {
-        struct moe_status ended = MOE_CUDA(cudaStreamSynchronize(device->uploads->hand[i].stream));
-        if (!moe_failed(&st))
-            st = ended;
-    }
-    return st;
+    struct moe_status ended = MOE_CUDA(cudaStreamSynchronize(device->uploads->stream));
+    return moe_failed(&st) ? st : ended;
 }
 
 /* ------------------------------------------------------------------ open, close */
 
 static struct moe_status open_hand(struct moe_device *device, struct hand *hand)
 {
-    MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(&hand->stream, cudaStreamNonBlocking)));
     for (int i = 0; i < HALVES; i++) {
-        /* Who waits for the bus sleeps: the cores may be wanted elsewhere. */
-        MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&hand->left[i],
-                                                  cudaEventDisableTiming | cudaEventBlockingSync)));
+        MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&hand->left[i], cudaEventDisableTiming)));
         MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, MOE_CUDA_PIECE_BYTES, &hand->pinned[i]));
     }
     return moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, MOE_CUDA_PIECE_BYTES, &hand->landing);
@@ -179,10 +192,6 @@ static struct moe_status open_hand(struct moe_device *device, struct hand *hand)
 
 static void close_hand(struct moe_device *device, struct hand *hand)
 {
-    if (hand->stream != NULL) {
-        (void)cudaStreamSynchronize(hand->stream);
-        (void)cudaStreamDestroy(hand->stream);
-    }
     for (int i = 0; i < HALVES; i++) {
         if (hand->left[i] != NULL)
             (void)cudaEventDestroy(hand->left[i]);
@@ -201,6 +210,7 @@ struct moe_status moe_cuda_uploads_open(struct moe_device *device)
     u->device = device;
     u->hands = cores < MOE_CUDA_UPLOAD_THREADS ? cores : MOE_CUDA_UPLOAD_THREADS;
     device->uploads = u;
+    MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(&u->stream, cudaStreamNonBlocking)));
     for (uint32_t i = 0; i < u->hands; i++)
         MOE_TRY(open_hand(device, &u->hand[i]));
     return moe_crew_create(u->hands, carry, u, &u->crew);
@@ -212,6 +222,10 @@ void moe_cuda_uploads_close(struct moe_device *device)
     if (u == NULL)
         return;
     moe_crew_destroy(u->crew);
+    if (u->stream != NULL) {
+        (void)cudaStreamSynchronize(u->stream);
+        (void)cudaStreamDestroy(u->stream);
+    }
     for (uint32_t i = 0; i < u->hands; i++)
         close_hand(device, &u->hand[i]);
     free(u);

@@ -1,8 +1,8 @@
 /* Moves weights from host memory or files into their places on the device.
  *
  * A few threads, at most MOE_CUDA_UPLOAD_THREADS and no more than the process has cores, each have
- * two pieces of pinned memory and a stream: a piece is filled (copied or read) while the other is
- * on its way, so that together they keep the bus busy, which one thread cannot. What keeps its
+ * two pieces of pinned memory: a piece is filled (copied or read) while the other is on its way, so
+ * that together they keep the bus busy, which one thread cannot. What keeps its
  * dtype goes straight to its place, gate and up by copies that leave out every other block of rows;
  * what changes it lands beside first and is converted by a kernel. Knows nothing of layers. */
 #ifndef MOE_CUDA_WEIGHTS_H
