@@ -53,9 +53,10 @@ struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer
 
 struct plan {
     uint64_t read_bytes;
-    size_t raw_bytes;    /* largest range */
-    size_t out_bytes;    /* largest canonical weight that needs gathering or conversion */
-    bool read_here_only; /* raw_bytes is for what needs either */
+    uint64_t given_bytes; /* of all weights, in canonical form */
+    size_t raw_bytes;     /* largest range */
+    size_t out_bytes;     /* largest canonical weight that needs gathering or conversion */
+    bool read_here_only;  /* raw_bytes is for what needs either */
     struct moe_piece last;
 };
 
@@ -79,6 +80,7 @@ static struct moe_status plan_piece(void *ctx, enum moe_weight weight, uint32_t 
     if (!moe_size_mul3(p->rows, p->columns, moe_dtype_bytes(output_dtype(p)), &out) ||
         p->bytes > SIZE_MAX)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "a weight is too large");
+    plan->given_bytes += out;
     if (!moe_piece_same_range(p, &plan->last))
         plan->read_bytes += p->bytes;
     if (p->bytes > plan->raw_bytes && !(plan->read_here_only && delivered_as_read(p)))
@@ -96,6 +98,15 @@ uint64_t moe_model_layer_bytes(const struct moe_model *m, size_t i, const uint32
     struct moe_status st =
         moe_model__visit_layer(m, i, true, experts, expert_count, plan_piece, &plan);
     return moe_failed(&st) ? 0 : plan.read_bytes;
+}
+
+uint64_t moe_model_layer_memory(const struct moe_model *m, size_t i, const uint32_t *experts,
+                                size_t expert_count)
+{
+    struct plan plan = {0};
+    struct moe_status st =
+        moe_model__visit_layer(m, i, true, experts, expert_count, plan_piece, &plan);
+    return moe_failed(&st) ? 0 : plan.given_bytes;
 }
 
 /* ---- loading ---- */

@@ -51,6 +51,10 @@ typedef void (*moe_load_progress)(void *ctx, uint64_t read_bytes);
 uint64_t moe_model_layer_bytes(const struct moe_model *m, size_t i, const uint32_t *experts,
                                size_t expert_count);
 
+/* Bytes of the same weights in canonical form, as they go to the sink; 0 likewise. */
+uint64_t moe_model_layer_memory(const struct moe_model *m, size_t i, const uint32_t *experts,
+                                size_t expert_count);
+
 /* Reads the weights of layer `i` that one slot needs, router, biases and shared experts included,
  * and only the rows of `experts` (ascending global ids) out of fused tensors. Each weight the spec
  * announces is given to `sink` exactly once (experts: once per listed expert). */

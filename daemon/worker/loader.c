@@ -287,58 +287,39 @@ static struct moe_status load_layer(struct moe_loader *l, size_t i)
     return l->backend->layer_finish(l->layers[i]);
 }
 
-/* Memory that the host can give without swapping, as the kernel estimates it. */
-static uint64_t host_available_bytes(void)
-{
-    uint64_t kib = UINT64_MAX / 1024;
-    char line[128];
-    FILE *file = fopen("/proc/meminfo", "re");
-    if (file == NULL)
-        return UINT64_MAX;
-    while (fgets(line, sizeof line, file) != NULL)
-        if (sscanf(line, "MemAvailable: %" SCNu64, &kib) == 1)
-            break;
-    (void)fclose(file);
-    return kib < UINT64_MAX / 1024 ? kib * 1024 : UINT64_MAX;
-}
-
 struct moe_status moe_loader_check_room(const struct moe_loader *l, uint64_t needed,
                                         const char *what)
 {
     struct moe_device_info info;
     l->backend->device_info(l->device, &info);
-    uint64_t free_bytes =
-        info.memory_bytes > info.used_bytes ? info.memory_bytes - info.used_bytes : 0;
-    if (strcmp(l->backend->name, "cpu") == 0) {
-        uint64_t available = host_available_bytes();
-        free_bytes = available < free_bytes ? available : free_bytes;
-    }
-    if (needed <= free_bytes)
+    if (needed <= info.free_bytes)
         return moe_ok();
     char needed_text[BYTES_TEXT], free_text[BYTES_TEXT];
     print_bytes(needed, needed_text);
-    print_bytes(free_bytes, free_text);
+    print_bytes(info.free_bytes, free_text);
     return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                      "%s of this slot take %s and %s are free: more workers, or less in use "
                      "elsewhere, would help",
                      what, needed_text, free_text);
 }
 
-static uint64_t count_bytes(const struct moe_loader *l)
+/* What this slot reads, and what it keeps of that. */
+static void count_bytes(const struct moe_loader *l, uint64_t *to_read, uint64_t *to_keep)
 {
-    uint64_t total = 0;
+    *to_read = *to_keep = 0;
     for (size_t i = 0; i < l->layer_count; i++) {
         uint32_t experts[MOE_MAX_EXPERTS];
         size_t count = list_own(&l->table.placements[i], l->table.slot, experts);
-        total += moe_model_layer_bytes(l->model, i, experts, count);
+        *to_read += moe_model_layer_bytes(l->model, i, experts, count);
+        *to_keep += moe_model_layer_memory(l->model, i, experts, count);
     }
-    return total;
 }
 
 static struct moe_status load_all(struct moe_loader *l)
 {
-    uint64_t total = count_bytes(l);
-    MOE_TRY(moe_loader_check_room(l, total, "the experts"));
+    uint64_t total, resident;
+    count_bytes(l, &total, &resident);
+    MOE_TRY(moe_loader_check_room(l, resident, "the experts"));
     atomic_store(&l->total_bytes, total);
     l->begun_ns = l->told_ns = moe_clock_ns();
     l->layer_base = 0;

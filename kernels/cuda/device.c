@@ -129,6 +129,11 @@ void moe_cuda_device_info(struct moe_device *device, struct moe_device_info *out
     snprintf(out->name, sizeof out->name, "%s, device %d", device->gpu_name, device->ordinal);
     out->memory_bytes = device->memory_bytes;
     out->used_bytes = __atomic_load_n(&device->used_bytes, __ATOMIC_RELAXED);
+    size_t free_bytes = 0, total = 0;
+    struct moe_status st = moe_cuda_device_use(device);
+    if (!moe_failed(&st) && cudaMemGetInfo(&free_bytes, &total) != cudaSuccess)
+        free_bytes = 0; /* a device that does not answer has none */
+    out->free_bytes = free_bytes;
 }
 
 struct moe_status moe_cuda_device_finish(struct moe_device *device)

@@ -27,9 +27,9 @@ enum {
     LINE = 256,           /* alignment of tensors inside a buffer */
     SPIN_NS = 500 * 1000, /* a wait polls without sleeping for this long */
     NAP_NS = 20 * 1000,   /* and then looks this often */
-    /* Up to this bucket the shared expert runs beside the routing; above, both want all of the
-     * device, and nothing is gained. */
-    BESIDE_BUCKET = 1024,
+    /* Up to this bucket the shared expert runs beside the routing. Above, both want all of the
+     * device, and the routed products find half of it taken (RESULTS.md). */
+    BESIDE_BUCKET = 512,
 };
 
 /* Offsets in a lane's buffer. From `ids` to the end is what a step answers besides y: it leaves in

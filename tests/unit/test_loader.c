@@ -89,6 +89,10 @@ static void load(const struct moe_model *m, size_t layer, const uint32_t *expert
     assert_ok(moe_model_stream_layer(m, layer, experts, count, deliveries_sink, read_and_deliver,
                                      &other, deliveries_progress, &other));
     assert_int_equal(other.read_bytes, d->read_bytes);
+    uint64_t given = 0;
+    for (size_t i = 0; i < d->count; i++)
+        given += d->list[i].bytes;
+    assert_int_equal(moe_model_layer_memory(m, layer, experts, count), given);
     assert_int_equal(other.count, d->count);
     for (size_t i = 0; i < d->count; i++) {
         const struct delivery *a = &d->list[i], *b = &other.list[i];

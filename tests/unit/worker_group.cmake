@@ -1,6 +1,9 @@
 moe_test(test_sequencer SOURCES test_sequencer.c USES moe_worker_core)
 moe_test(test_peers SOURCES test_peers.c USES moe_worker_core)
 moe_test(test_group SOURCES test_group.c USES moe_worker_core)
+moe_test(test_resident SOURCES test_resident.c USES moe_worker_core moe_cpu moe_test_support)
+target_compile_definitions(test_resident PRIVATE
+  MOE_GOLDEN_MODEL="${PROJECT_SOURCE_DIR}/tests/golden/models/qwen3_moe")
 moe_test(test_worker SOURCES test_worker.c USES moe_worker_core moe_coordinator moe_cpu m
   TIMEOUT 120)
 target_compile_definitions(test_worker PRIVATE

@@ -49,6 +49,7 @@ struct moe_device_info {
     char name[64];         /* "AMD EPYC, avx512, 2 threads"; for people */
     uint64_t memory_bytes; /* total device memory (CPU: physical memory) */
     uint64_t used_bytes;   /* held through this device: weights, windows, mem_alloc */
+    uint64_t free_bytes;   /* could be taken now: what other processes hold is not free */
 };
 
 enum moe_mem { MOE_MEM_DEVICE, MOE_MEM_HOST };

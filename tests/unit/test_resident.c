@@ -1,0 +1,307 @@
+/* daemon/worker/loader: what a placement puts on a slot becomes resident, from memory or by a
+ * backend that reads for itself; what cannot fit is refused before anything is taken; what breaks
+ * on the way leaves nothing behind. */
+#include "base/crew.h"
+#include "support/check.h"
+#include "worker/loader.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* ----------------------------------------------------------------------- backend
+ *
+ * The CPU's, with a device that is as full as a test wants it, and with uploads that go on after
+ * the call, on a crew. */
+
+static struct {
+    uint64_t free_bytes; /* 0: as it is */
+    atomic_uint created, destroyed, uploaded, fetched;
+    _Atomic uint64_t content; /* sum over all weights of a hash of what arrived */
+    struct moe_crew *crew;
+    struct moe_crew_batch batch; /* of the one layer that is loaded at a time */
+    pthread_mutex_t lock;        /* one call at a time on a layer */
+} fake = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+struct order {
+    struct moe_layer *layer;
+    enum moe_weight weight;
+    uint32_t expert;
+    enum moe_dtype dtype;
+    struct moe_weight_source source;
+    size_t bytes;
+};
+
+static void fake_info(struct moe_device *device, struct moe_device_info *out)
+{
+    moe_backend_cpu.device_info(device, out);
+    if (fake.free_bytes != 0)
+        out->free_bytes = fake.free_bytes;
+}
+
+static struct moe_status fake_create(struct moe_device *device, const struct moe_layer_spec *spec,
+                                     const struct moe_placement *placement, uint32_t slot,
+                                     struct moe_layer **out)
+{
+    atomic_fetch_add(&fake.created, 1);
+    return moe_backend_cpu.layer_create(device, spec, placement, slot, out);
+}
+
+static uint64_t hash_of(enum moe_weight weight, uint32_t expert, const void *data, size_t bytes)
+{
+    uint64_t hash = UINT64_C(0xcbf29ce484222325) + weight * 1000003u + expert;
+    for (size_t i = 0; i < bytes; i++)
+        hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
+static struct moe_status fake_upload(struct moe_layer *layer, enum moe_weight weight,
+                                     uint32_t expert, enum moe_dtype dtype, const void *data,
+                                     size_t bytes)
+{
+    atomic_fetch_add(&fake.uploaded, 1);
+    atomic_fetch_add(&fake.content, hash_of(weight, expert, data, bytes));
+    return moe_backend_cpu.layer_upload(layer, weight, expert, dtype, data, bytes);
+}
+
+static struct moe_status read_and_upload(void *ctx, uint32_t thread, const void *what,
+                                         uint32_t item)
+{
+    const struct order *o = what;
+    (void)ctx;
+    (void)thread;
+    (void)item;
+    char *data = malloc(o->bytes);
+    if (data == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory");
+    struct moe_status st = o->source.read(o->source.ctx, o->source.at, o->bytes, data);
+    pthread_mutex_lock(&fake.lock);
+    if (!moe_failed(&st))
+        st = fake_upload(o->layer, o->weight, o->expert, o->dtype, data, o->bytes);
+    pthread_mutex_unlock(&fake.lock);
+    free(data);
+    return st;
+}
+
+static struct moe_status fake_fetch(struct moe_layer *layer, enum moe_weight weight,
+                                    uint32_t expert, enum moe_dtype dtype,
+                                    const struct moe_weight_source *source, size_t bytes)
+{
+    struct order o = {layer, weight, expert, dtype, *source, bytes};
+    atomic_fetch_add(&fake.fetched, 1);
+    return moe_crew_give(fake.crew, &fake.batch, &o, sizeof o, 1);
+}
+
+static struct moe_status fake_finish(struct moe_layer *layer)
+{
+    if (fake.crew != NULL)
+        MOE_TRY(moe_crew_wait(fake.crew, &fake.batch));
+    return moe_backend_cpu.layer_finish(layer);
+}
+
+static void fake_destroy(struct moe_layer *layer)
+{
+    struct moe_status st = fake.crew != NULL ? moe_crew_wait(fake.crew, &fake.batch) : moe_ok();
+    (void)st; /* told before, or concerns nobody any more */
+    atomic_fetch_add(&fake.destroyed, 1);
+    moe_backend_cpu.layer_destroy(layer);
+}
+
+/* ------------------------------------------------------------------------- fixture */
+
+struct resident {
+    struct moe_backend backend;
+    struct moe_device *device;
+    struct moe_model *model;
+    struct moe_loader *loader;
+    struct moe_group_assignment assignment;
+    uint64_t bytes; /* of all weights */
+    char directory[64];
+};
+
+static void copy_file(const char *directory, const char *name)
+{
+    char from[256], to[256], buffer[65536];
+    (void)snprintf(from, sizeof from, "%s/%s", MOE_GOLDEN_MODEL, name);
+    (void)snprintf(to, sizeof to, "%s/%s", directory, name);
+    int in = open(from, O_RDONLY | O_CLOEXEC), out = open(to, O_CREAT | O_WRONLY | O_CLOEXEC, 0600);
+    assert_true(in >= 0 && out >= 0);
+    for (ssize_t n; (n = read(in, buffer, sizeof buffer)) != 0;) {
+        assert_true(n > 0);
+        assert_int_equal(write(out, buffer, (size_t)n), n);
+    }
+    close(in);
+    close(out);
+}
+
+/* All experts on the one slot there is. */
+static void assign_all(struct resident *r)
+{
+    size_t count = moe_model_layer_count(r->model);
+    struct moe_group_layer *layers = calloc(count, sizeof *layers);
+    assert_non_null(layers);
+    for (size_t i = 0; i < count; i++) {
+        const struct moe_layer_spec *spec = moe_model_layer(r->model, i);
+        uint32_t *numbers = calloc(2 * (size_t)spec->experts, sizeof *numbers);
+        uint32_t all[MOE_MAX_EXPERTS];
+        assert_non_null(numbers);
+        for (uint32_t e = 0; e < spec->experts; e++) {
+            numbers[e] = 1;
+            all[e] = e;
+        }
+        layers[i] = (struct moe_group_layer){spec->layer, numbers, spec->experts,
+                                             numbers + spec->experts, spec->experts};
+        r->bytes += moe_model_layer_memory(r->model, i, all, spec->experts);
+    }
+    r->assignment = (struct moe_group_assignment){
+        .slots = 1, .placement_version = 1, .layers = layers, .layer_count = count};
+}
+
+static int setup(void **state)
+{
+    struct resident *r = calloc(1, sizeof *r);
+    assert_non_null(r);
+    (void)snprintf(r->directory, sizeof r->directory, "/tmp/moed-resident-XXXXXX");
+    assert_non_null(mkdtemp(r->directory));
+    copy_file(r->directory, "config.json");
+    copy_file(r->directory, "model.safetensors");
+    assert_ok(moe_model_open(r->directory, &r->model));
+    assign_all(r);
+    struct moe_device_config config = {.threads = 1};
+    assert_ok(moe_backend_cpu.device_open(&config, &r->device));
+    r->backend = moe_backend_cpu;
+    r->backend.device_info = fake_info;
+    r->backend.layer_create = fake_create;
+    r->backend.layer_upload = fake_upload;
+    r->backend.layer_finish = fake_finish;
+    r->backend.layer_destroy = fake_destroy;
+    assert_ok(moe_loader_create(&r->backend, r->device, r->model, &r->loader));
+    fake.free_bytes = 0;
+    fake.created = fake.destroyed = fake.uploaded = fake.fetched = 0;
+    fake.content = 0;
+    *state = r;
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    struct resident *r = *state;
+    char path[128];
+    moe_loader_destroy(r->loader);
+    assert_int_equal(atomic_load(&fake.created), atomic_load(&fake.destroyed));
+    moe_crew_destroy(fake.crew);
+    fake.crew = NULL;
+    struct moe_device_info info;
+    moe_backend_cpu.device_info(r->device, &info);
+    assert_int_equal(info.used_bytes, 0);
+    moe_backend_cpu.device_close(r->device);
+    moe_model_close(r->model);
+    for (size_t i = 0; i < r->assignment.layer_count; i++)
+        free((void *)(uintptr_t)r->assignment.layers[i].copies);
+    free((void *)(uintptr_t)r->assignment.layers);
+    static const char *const names[] = {"config.json", "model.safetensors"};
+    for (int i = 0; i < 2; i++) {
+        (void)snprintf(path, sizeof path, "%s/%s", r->directory, names[i]);
+        assert_int_equal(unlink(path), 0);
+    }
+    assert_int_equal(rmdir(r->directory), 0);
+    free(r);
+    return 0;
+}
+
+/* From here on the backend reads for itself. */
+static void let_it_fetch(struct resident *r)
+{
+    assert_ok(moe_crew_create(3, read_and_upload, NULL, &fake.crew));
+    r->backend.layer_fetch = fake_fetch;
+}
+
+static void check_nothing_is_held(const struct resident *r)
+{
+    uint64_t loaded, total;
+    moe_loader_progress(r->loader, &loaded, &total);
+    assert_true(loaded == 0 && total == 0);
+    assert_null(moe_loader_placements(r->loader));
+    for (size_t i = 0; i < moe_loader_layer_count(r->loader); i++)
+        assert_null(moe_loader_layers(r->loader)[i]);
+    assert_int_equal(atomic_load(&fake.created), atomic_load(&fake.destroyed));
+}
+
+/* --------------------------------------------------------------------------- tests */
+
+static void both_ways_bring_the_same_weights(void **state)
+{
+    struct resident *r = *state;
+    uint64_t loaded, total;
+    assert_ok(moe_loader_load(r->loader, &r->assignment));
+    uint32_t weights = atomic_load(&fake.uploaded);
+    uint64_t content = atomic_exchange(&fake.content, 0);
+    assert_true(weights > 0);
+    assert_int_equal(atomic_load(&fake.fetched), 0);
+
+    let_it_fetch(r);
+    assert_ok(moe_loader_reload(r->loader));
+    assert_int_equal(atomic_load(&fake.uploaded), 2 * weights);
+    assert_int_equal(atomic_load(&fake.fetched), weights); /* this model needs no gathering */
+    assert_true(atomic_load(&fake.content) == content);
+    moe_loader_progress(r->loader, &loaded, &total);
+    assert_int_equal(loaded, total);
+    assert_int_equal(total, r->bytes);
+}
+
+static void what_cannot_fit_is_refused_before_anything_is_taken(void **state)
+{
+    struct resident *r = *state;
+    fake.free_bytes = r->bytes - 1;
+    struct moe_status st = moe_loader_load(r->loader, &r->assignment);
+    assert_int_equal(st.code, MOE_RESOURCE_EXHAUSTED);
+    assert_int_equal(st.reason, MOE_REASON_OUT_OF_MEMORY);
+    assert_non_null(strstr(st.text, "the experts of this slot take"));
+    assert_int_equal(atomic_load(&fake.created), 0);
+    check_nothing_is_held(r);
+    fake.free_bytes = r->bytes;
+    assert_ok(moe_loader_load(r->loader, &r->assignment));
+}
+
+static void a_file_that_shrinks_is_an_error_by_name(void **state)
+{
+    struct resident *r = *state;
+    char path[128];
+    let_it_fetch(r);
+    (void)snprintf(path, sizeof path, "%s/model.safetensors", r->directory);
+    struct stat info;
+    assert_int_equal(stat(path, &info), 0);
+    assert_int_equal(truncate(path, info.st_size / 2), 0);
+    struct moe_status st = moe_loader_load(r->loader, &r->assignment);
+    assert_int_equal(st.code, MOE_DATA_LOSS);
+    assert_int_equal(st.reason, MOE_REASON_TRUNCATED);
+    assert_non_null(strstr(st.text, "tensor model."));
+    check_nothing_is_held(r);
+}
+
+static void loading_can_be_called_off(void **state)
+{
+    struct resident *r = *state;
+    let_it_fetch(r);
+    moe_loader_cancel(r->loader);
+    struct moe_status st = moe_loader_load(r->loader, &r->assignment);
+    assert_int_equal(st.code, MOE_ABORTED);
+    check_nothing_is_held(r);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(both_ways_bring_the_same_weights, setup, teardown),
+        cmocka_unit_test_setup_teardown(what_cannot_fit_is_refused_before_anything_is_taken, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(a_file_that_shrinks_is_an_error_by_name, setup, teardown),
+        cmocka_unit_test_setup_teardown(loading_can_be_called_off, setup, teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
