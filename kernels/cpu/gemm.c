@@ -9,6 +9,7 @@ enum {
     OUTER_ROWS = 240,   /* rows of an outer product that use a packed panel */
     OUTER_PANELS = 16,  /* panels that use OUTER_ROWS packed rows */
     SUM_COLUMNS = 512,  /* columns summed at a time */
+    LINE = 16,          /* floats of a cache line */
 };
 
 static uint32_t min_u32(uint32_t a, uint32_t b)
@@ -67,6 +68,12 @@ static void store_tile(const struct moe_cpu_product *p, bool first, uint32_t row
     }
 }
 
+/* Sums that need nothing done to them go where they belong without a tile in between. */
+static bool stores_plainly(const struct moe_cpu_product *p, uint32_t c, uint32_t width)
+{
+    return p->scale == 1.0f && p->bias == NULL && p->columns - c >= width;
+}
+
 /* One panel of columns times rows [row, row_end), packed as it goes. */
 static void multiply_packing(const struct moe_cpu_isa *isa, const struct moe_cpu_product *p,
                              uint32_t c, uint32_t row, uint32_t row_end)
@@ -76,6 +83,12 @@ static void multiply_packing(const struct moe_cpu_isa *isa, const struct moe_cpu
     for (uint32_t k = 0; k < p->k; k += K_BLOCK) {
         uint32_t n = min_u32(K_BLOCK, p->k - k);
         pack_block(isa, p, k, n, c, block);
+        if (stores_plainly(p, c, isa->panel)) {
+            (k == 0 && !p->add ? isa->panel_f32 : isa->panel_f32_add)(
+                row_end - row, p->x + (size_t)row * p->k + k, p->k, block, n,
+                p->y + (size_t)row * p->columns + c, p->columns);
+            continue;
+        }
         for (uint32_t r = row; r < row_end; r += TILE_ROWS) {
             uint32_t rows = min_u32(TILE_ROWS, row_end - r);
             isa->panel_f32(rows, p->x + (size_t)r * p->k + k, p->k, block, n, tile, isa->panel);
@@ -89,11 +102,17 @@ static void multiply_packed(const struct moe_cpu_isa *isa, const struct moe_cpu_
                             uint32_t panel, uint32_t row, uint32_t row_end)
 {
     float tile[TILE_ROWS * MOE_CPU_MAX_PANEL];
+    uint32_t c = panel * isa->panel;
+    if (!p->add && stores_plainly(p, c, isa->panel)) {
+        moe_cpu_matrix_panel(isa, p->weight, panel, row_end - row, p->x + (size_t)row * p->k, p->k,
+                             p->y + (size_t)row * p->columns + c, p->columns);
+        return;
+    }
     for (uint32_t r = row; r < row_end; r += TILE_ROWS) {
         uint32_t rows = min_u32(TILE_ROWS, row_end - r);
         moe_cpu_matrix_panel(isa, p->weight, panel, rows, p->x + (size_t)r * p->k, p->k, tile,
                              isa->panel);
-        store_tile(p, true, r, rows, panel * isa->panel, isa->panel, tile);
+        store_tile(p, true, r, rows, c, isa->panel, tile);
     }
 }
 
@@ -164,10 +183,13 @@ static void sum_columns(const struct moe_cpu_outer *o, uint32_t c, uint32_t end)
 static void pack_outputs(const struct moe_cpu_outer *o, uint32_t row, uint32_t n, uint32_t out,
                          uint32_t outs, float *packed)
 {
-    for (uint32_t i = 0; i < n; i++) {
-        const float *from = o->a + (size_t)(row + i) * o->out + out;
-        for (uint32_t j = 0; j < outs; j++)
-            packed[j * K_BLOCK + i] = from[j];
+    for (uint32_t first = 0; first < outs; first += LINE) {
+        uint32_t end = min_u32(outs, first + LINE);
+        for (uint32_t i = 0; i < n; i++) {
+            const float *from = o->a + (size_t)(row + i) * o->out + out;
+            for (uint32_t j = first; j < end; j++)
+                packed[j * K_BLOCK + i] = from[j];
+        }
     }
 }
 
@@ -192,6 +214,11 @@ static void outer_panel(const struct moe_cpu_isa *isa, const struct moe_cpu_oute
         memset(block, 0, (size_t)n * width * sizeof *block);
     for (uint32_t i = 0; i < n; i++)
         memcpy(block + i * width, o->b + (size_t)(row + i) * o->in + c, columns * sizeof *block);
+    if (columns == width) {
+        isa->panel_f32_add(outs, packed, K_BLOCK, block, n, o->sum + (size_t)out * o->in + c,
+                           o->in);
+        return;
+    }
     for (uint32_t r = 0; r < outs; r += TILE_ROWS) {
         uint32_t rows = min_u32(TILE_ROWS, outs - r);
         isa->panel_f32(rows, packed + (size_t)r * K_BLOCK, K_BLOCK, block, n, tile, width);

@@ -21,6 +21,9 @@ struct moe_cpu_isa {
                        float *y, size_t y_stride);
     void (*panel_f32)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
                       float *y, size_t y_stride);
+    /* The same added to what y holds: the sum over k first, then the addition. */
+    void (*panel_f32_add)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
+                          float *y, size_t y_stride);
 
     /* to[i] = scale * from[i]; `from` is F32 or BF16. */
     void (*widen)(enum moe_dtype dtype, size_t n, const void *from, float scale, float *to);

@@ -98,8 +98,33 @@ BLOCK block_bf16(uint32_t rows, const float *x, size_t x_stride, const void *w, 
     store_block(rows, acc, y, y_stride);
 }
 
-BLOCK block_f32(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k, float *y,
-                size_t y_stride)
+BLOCK add_block(uint32_t rows, vec acc[ROWS][VECTORS], float *y, size_t y_stride)
+{
+    UNROLL
+    for (uint32_t r = 0; r < rows; r++) {
+        UNROLL
+        for (int v = 0; v < VECTORS; v++) {
+            vec old;
+            memcpy(&old, y + r * y_stride + v * LANES, sizeof old);
+            acc[r][v] += old;
+        }
+    }
+    store_block(rows, acc, y, y_stride);
+}
+
+/* y of the block behind this one: it usually comes from memory, from rows far apart. */
+BLOCK prefetch_next_rows(uint32_t rows, const float *y, size_t y_stride)
+{
+    UNROLL
+    for (uint32_t r = 0; r < rows; r++) {
+        UNROLL
+        for (int v = 0; v < VECTORS; v++)
+            __builtin_prefetch(y + (rows + r) * y_stride + v * LANES, 1);
+    }
+}
+
+BLOCK sum_f32(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k, float *y,
+              size_t y_stride, bool add)
 {
     vec acc[ROWS][VECTORS] = {0};
     const vec *weights = w;
@@ -114,7 +139,23 @@ BLOCK block_f32(uint32_t rows, const float *x, size_t x_stride, const void *w, u
                 acc[r][v] += x[r * x_stride + i] * weights[v];
         }
     }
-    store_block(rows, acc, y, y_stride);
+    if (add)
+        add_block(rows, acc, y, y_stride);
+    else
+        store_block(rows, acc, y, y_stride);
+}
+
+BLOCK block_f32(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k, float *y,
+                size_t y_stride)
+{
+    sum_f32(rows, x, x_stride, w, k, y, y_stride, false);
+}
+
+BLOCK block_f32_add(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
+                    float *y, size_t y_stride)
+{
+    prefetch_next_rows(rows, y, y_stride);
+    sum_f32(rows, x, x_stride, w, k, y, y_stride, true);
 }
 
 /* Calls `block` with the row count as a constant, so that each count has its own unrolled loop. */
@@ -155,6 +196,7 @@ BLOCK block_f32(uint32_t rows, const float *x, size_t x_stride, const void *w, u
     }
 DEFINE_PANEL(panel_bf16, block_bf16)
 DEFINE_PANEL(panel_f32, block_f32)
+DEFINE_PANEL(panel_f32_add, block_f32_add)
 
 static void widen(enum moe_dtype dtype, size_t n, const void *from, float scale, float *to)
 {
@@ -309,6 +351,7 @@ const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA) = {
     .panel = PANEL,
     .panel_bf16 = panel_bf16,
     .panel_f32 = panel_f32,
+    .panel_f32_add = panel_f32_add,
     .widen = widen,
     .activate = activate,
     .activate_backward = activate_backward,

@@ -114,6 +114,37 @@ static void long_sums_stay_accurate(void **state)
     }
 }
 
+/* Bit for bit, and with rows of y that are apart. */
+static void a_panel_adds_what_it_would_store(void **state)
+{
+    (void)state;
+    for (uint32_t c = 0; c < 60; c++) {
+        uint32_t rows = random_between(1, 40), k = random_between(1, 130);
+        size_t stride = MOE_CPU_MAX_PANEL + random_between(0, 9), count = rows * stride;
+        float *x = random_tensor(MOE_DTYPE_F32, (size_t)rows * k, 1), *w = NULL;
+        float *old = random_tensor(MOE_DTYPE_F32, count, 1), *y = malloc(count * sizeof *y);
+        float *sum = malloc(count * sizeof *sum);
+        assert_true(y != NULL && sum != NULL);
+        assert_int_equal(posix_memalign((void **)&w, 64, k * MOE_CPU_MAX_PANEL * sizeof *w), 0);
+        for (size_t i = 0; i < (size_t)k * MOE_CPU_MAX_PANEL; i++)
+            w[i] = random_normal();
+        for (uint32_t i = 0; i < isa_count; i++) {
+            memcpy(y, old, count * sizeof *y);
+            memcpy(sum, old, count * sizeof *sum);
+            isas[i]->panel_f32(rows, x, k, w, k, y, stride);
+            isas[i]->panel_f32_add(rows, x, k, w, k, sum, stride);
+            for (size_t j = 0; j < count; j++)
+                y[j] = j % stride < isas[i]->panel ? y[j] + old[j] : old[j];
+            assert_memory_equal(sum, y, count * sizeof *y);
+        }
+        free(x);
+        free(w);
+        free(old);
+        free(y);
+        free(sum);
+    }
+}
+
 /* --------------------------------------------------------------------- activation */
 
 static void activations_agree_with_the_oracle(void **state)
@@ -167,6 +198,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(odd_shapes_are_right_and_rows_are_bitwise_independent),
         cmocka_unit_test(long_sums_stay_accurate),
+        cmocka_unit_test(a_panel_adds_what_it_would_store),
         cmocka_unit_test(activations_agree_with_the_oracle),
         cmocka_unit_test(activations_keep_nan),
     };
