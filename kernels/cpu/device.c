@@ -2,12 +2,12 @@
  * taken through it and keeps a few scratch buffers warm. It computes nothing itself. */
 #include "cpu/device.h"
 
+#include "base/cores.h"
 #include "base/size.h"
 #include "cpu/pool.h"
 
 #include <inttypes.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -39,15 +39,6 @@ struct moe_device {
 
 /* ---------------------------------------------------------------- open, close */
 
-static uint32_t affinity_cores(void)
-{
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) != 0)
-        return 1; /* more than CPU_SETSIZE cores, or forbidden: the configuration can say more */
-    int n = CPU_COUNT(&set);
-    return n < 1 ? 1 : (uint32_t)n;
-}
-
 /* "model name : AMD EPYC 9354 ..." of /proc/cpuinfo; "CPU" where there is no such line. */
 static void read_cpu_name(char *name, size_t cap)
 {
@@ -73,7 +64,7 @@ struct moe_status moe_cpu_device_open_isa(const struct moe_device_config *config
     if (config->threads > MOE_CPU_MAX_THREADS)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "%u compute threads: at most %d", config->threads, MOE_CPU_MAX_THREADS);
-    uint32_t threads = config->threads != 0 ? config->threads : affinity_cores();
+    uint32_t threads = config->threads != 0 ? config->threads : moe_usable_cores();
     if (threads > MOE_CPU_MAX_THREADS)
         threads = MOE_CPU_MAX_THREADS;
 

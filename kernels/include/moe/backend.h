@@ -41,7 +41,7 @@ bool moe_gemm_parse(const char *name, enum moe_gemm *out);
 
 struct moe_device_config {
     int ordinal;        /* CUDA device; ignored by the CPU */
-    uint32_t threads;   /* CPU: compute threads; 0 = all cores of the process's affinity mask */
+    uint32_t threads;   /* CPU: compute threads; 0 = all that the process may use (base/cores.h) */
     enum moe_gemm gemm; /* ignored by the CPU */
 };
 
