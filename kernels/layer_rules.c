@@ -4,6 +4,8 @@
 #include "base/size.h"
 
 #include <math.h>
+#include <stdlib.h>
+#include <string.h>
 
 static const char *const weight_names[MOE_WEIGHT_COUNT] = {
     [MOE_WEIGHT_ROUTER] = "router",
@@ -130,6 +132,23 @@ const char *moe_weight_name(enum moe_weight weight)
     return weight < MOE_WEIGHT_COUNT ? weight_names[weight] : "unknown weight";
 }
 
+struct moe_status moe_layer_find_entry(const struct moe_layer_spec *spec, uint32_t slot,
+                                       const int32_t *local_index, enum moe_weight weight,
+                                       uint32_t expert, uint32_t *entry)
+{
+    *entry = 0;
+    if (!moe_weight_is_expert(weight))
+        return moe_ok();
+    if (expert >= spec->experts)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
+                         "expert %u of a layer of %u", expert, spec->experts);
+    if (local_index[expert] < 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                         "expert %u is not placed on slot %u", expert, slot);
+    *entry = (uint32_t)local_index[expert];
+    return moe_ok();
+}
+
 uint64_t moe_placement_slots_of(const struct moe_placement *p, uint32_t expert)
 {
     uint64_t holders = 0;
@@ -144,4 +163,42 @@ bool moe_placement_has(const struct moe_placement *p, uint32_t expert, uint32_t 
         if (p->slot[i] == slot)
             return true;
     return false;
+}
+
+static void *copy_of(const void *data, size_t bytes)
+{
+    void *copy = malloc(bytes != 0 ? bytes : 1);
+    if (copy != NULL && bytes != 0)
+        memcpy(copy, data, bytes);
+    return copy;
+}
+
+struct moe_status moe_placement_copy(const struct moe_placement *p, uint32_t slot,
+                                     struct moe_placement *copy, uint32_t **local, uint32_t *locals,
+                                     int32_t **local_index)
+{
+    *copy = *p;
+    copy->offset = copy_of(p->offset, (p->experts + (size_t)1) * sizeof *p->offset);
+    copy->slot = copy_of(p->slot, p->offset[p->experts] * sizeof *p->slot);
+    *locals = 0;
+    *local = calloc(p->experts, sizeof **local);
+    *local_index = calloc(p->experts, sizeof **local_index);
+    if (copy->offset == NULL || copy->slot == NULL || *local == NULL || *local_index == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for a layer");
+    for (uint32_t e = 0; e < p->experts; e++) {
+        (*local_index)[e] = -1;
+        if (!moe_placement_has(p, e, slot))
+            continue;
+        (*local_index)[e] = (int32_t)*locals;
+        (*local)[(*locals)++] = e;
+    }
+    return moe_ok();
+}
+
+void moe_placement_free(struct moe_placement *copy, uint32_t *local, int32_t *local_index)
+{
+    free((void *)copy->offset);
+    free((void *)copy->slot);
+    free(local);
+    free(local_index);
 }

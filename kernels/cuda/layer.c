@@ -22,35 +22,6 @@ static struct moe_status out_of_memory(void)
 
 /* ------------------------------------------------------------- create, destroy */
 
-static void *copy_of(const void *data, size_t bytes)
-{
-    void *copy = malloc(bytes != 0 ? bytes : 1);
-    if (copy != NULL && bytes != 0)
-        memcpy(copy, data, bytes);
-    return copy;
-}
-
-static struct moe_status copy_placement(struct moe_layer *layer, const struct moe_placement *p)
-{
-    size_t copies = p->offset[p->experts];
-    layer->placement = *p;
-    layer->placement.offset = copy_of(p->offset, (p->experts + (size_t)1) * sizeof *p->offset);
-    layer->placement.slot = copy_of(p->slot, copies * sizeof *p->slot);
-    layer->local = calloc(p->experts, sizeof *layer->local);
-    layer->local_index = calloc(p->experts, sizeof *layer->local_index);
-    if (layer->placement.offset == NULL || layer->placement.slot == NULL || layer->local == NULL ||
-        layer->local_index == NULL)
-        return out_of_memory();
-    for (uint32_t e = 0; e < p->experts; e++) {
-        layer->local_index[e] = -1;
-        if (!moe_placement_has(p, e, layer->slot))
-            continue;
-        layer->local_index[e] = (int32_t)layer->local_experts;
-        layer->local[layer->local_experts++] = e;
-    }
-    return moe_ok();
-}
-
 /* A matrix of `height` rows as stored; interleaved ones hold two, each filled up to whole blocks.
  */
 static struct moe_status shape_matrix(struct moe_layer *layer, enum moe_cuda_matrices which,
@@ -118,7 +89,10 @@ struct moe_status moe_cuda_layer_create(struct moe_device *device,
     layer->spec = *spec;
     layer->slot = slot;
     struct moe_status st;
-    MOE_TRY_GOTO(st, copy_placement(layer, placement), fail);
+    MOE_TRY_GOTO(st,
+                 moe_placement_copy(placement, slot, &layer->placement, &layer->local,
+                                    &layer->local_experts, &layer->local_index),
+                 fail);
     MOE_TRY_GOTO(st, shape_matrices(layer), fail);
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
         MOE_TRY_GOTO(st, make_room(layer, w), fail);
@@ -145,10 +119,7 @@ void moe_cuda_layer_destroy(struct moe_layer *layer)
         moe_cuda_mem_free(device, MOE_MEM_DEVICE, layer->desc.matrix[m].data,
                           layer->desc.matrix[m].bytes);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, layer->tables, layer->tables_bytes);
-    free((void *)layer->placement.offset);
-    free((void *)layer->placement.slot);
-    free(layer->local);
-    free(layer->local_index);
+    moe_placement_free(&layer->placement, layer->local, layer->local_index);
     free(layer);
 }
 
@@ -158,17 +129,7 @@ void moe_cuda_layer_destroy(struct moe_layer *layer)
 static struct moe_status find_entry(const struct moe_layer *layer, enum moe_weight w,
                                     uint32_t expert, uint32_t *entry)
 {
-    *entry = 0;
-    if (!moe_weight_is_expert(w))
-        return moe_ok();
-    if (expert >= layer->spec.experts)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
-                         "expert %u of a layer of %u", expert, layer->spec.experts);
-    if (layer->local_index[expert] < 0)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
-                         "expert %u is not placed on slot %u", expert, layer->slot);
-    *entry = (uint32_t)layer->local_index[expert];
-    return moe_ok();
+    return moe_layer_find_entry(&layer->spec, layer->slot, layer->local_index, w, expert, entry);
 }
 
 static struct moe_status alloc_matrix(struct moe_layer *layer, struct moe_cuda_matrix *m,

@@ -6,6 +6,7 @@
 #include "cuda/router.h"
 
 #include "cuda/load.h"
+#include "cuda/scores.cuh"
 
 static constexpr unsigned WARPS = 4;  /* tokens of a block */
 static constexpr unsigned ALL = ~0u;  /* lanes of a warp */
@@ -72,20 +73,6 @@ static __device__ void take(float *v, uint32_t i, uint32_t lane)
     __syncwarp();
 }
 
-static __device__ float warp_sum(float v)
-{
-    for (int d = 16; d > 0; d /= 2)
-        v += __shfl_xor_sync(ALL, v, d);
-    return v;
-}
-
-static __device__ float warp_max(float v)
-{
-    for (int d = 16; d > 0; d /= 2)
-        v = fmaxf(v, __shfl_xor_sync(ALL, v, d));
-    return v;
-}
-
 /* Sum of the `many` best of the n keys of one group, best first; by one lane. */
 static __device__ float sum_of_best(const float *key, uint32_t n, uint32_t many)
 {
@@ -124,31 +111,6 @@ static __device__ void keep_best_groups(const choose_args &a, const seat &s)
     __syncwarp();
 }
 
-static __device__ float score_of(moe_score kind, float z)
-{
-    switch (kind) {
-    case MOE_SCORE_SIGMOID: return 1.0f / (1.0f + expf(-z));
-    case MOE_SCORE_SQRTSOFTPLUS: return sqrtf(z > 20.0f ? z : log1pf(expf(z)));
-    default: return z;
-    }
-}
-
-/* exp(v - max) over the sum of these. */
-static __device__ void softmax(float *v, uint32_t n, uint32_t lane)
-{
-    float most = -INFINITY, sum = 0;
-    for (uint32_t i = lane; i < n; i += 32)
-        most = fmaxf(most, v[i]);
-    most = warp_max(most);
-    for (uint32_t i = lane; i < n; i += 32) {
-        v[i] = expf(v[i] - most);
-        sum += v[i];
-    }
-    sum = warp_sum(sum);
-    for (uint32_t i = lane; i < n; i += 32)
-        v[i] /= sum;
-}
-
 /* Logits in `key`, scores in `score`; false when a logit is not finite. */
 static __device__ bool score_token(const choose_args &a, const seat &s)
 {
@@ -163,12 +125,12 @@ static __device__ bool score_token(const choose_args &a, const seat &s)
         z += bias != nullptr ? bias[i] : 0.0f;
         finite &= isfinite(z) != 0;
         s.key[i] = z;
-        s.score[i] = score_of(a.spec.score, z);
+        s.score[i] = lone_score(a.spec.score, z);
     }
     if (!__all_sync(ALL, finite))
         return false;
     if (a.spec.score == MOE_SCORE_SOFTMAX)
-        softmax(s.score, a.choices, s.lane);
+        warp_softmax(s.score, s.score, a.choices, s.lane);
     return true;
 }
 

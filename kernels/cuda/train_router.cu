@@ -2,28 +2,14 @@
  * train_kernels.h. A warp works on a token, with the token's scores and gradients in shared
  * memory; lane k holds its k-th choice. */
 #include "cuda/load.h"
+#include "cuda/scores.cuh"
 #include "cuda/train_kernels.h"
 
 namespace
 {
 
-constexpr unsigned ALL = 0xffffffffu;
 constexpr uint32_t WARPS = 4;
 constexpr float TINY = 1e-20f;
-
-__device__ float warp_sum(float v)
-{
-    for (int d = 16; d > 0; d /= 2)
-        v += __shfl_xor_sync(ALL, v, d);
-    return v;
-}
-
-__device__ float warp_max(float v)
-{
-    for (int d = 16; d > 0; d /= 2)
-        v = fmaxf(v, __shfl_xor_sync(ALL, v, d));
-    return v;
-}
 
 /* A token's place in shared memory. */
 struct seat {
@@ -42,35 +28,6 @@ __device__ seat take_seat(const struct moe_cuda_router_backward &a)
     s.score = s.z + choices;
     s.d = s.score + choices;
     return s;
-}
-
-/* exp(v - max) over the sum, n values of the warp, into `to`. */
-__device__ void softmax(const float *v, float *to, uint32_t n, uint32_t lane)
-{
-    float most = -INFINITY, sum = 0;
-    for (uint32_t i = lane; i < n; i += 32)
-        most = fmaxf(most, v[i]);
-    most = warp_max(most);
-    for (uint32_t i = lane; i < n; i += 32) {
-        to[i] = expf(v[i] - most);
-        sum += to[i];
-    }
-    sum = warp_sum(sum);
-    for (uint32_t i = lane; i < n; i += 32)
-        to[i] /= sum;
-}
-
-__device__ float sigmoid(float z)
-{
-    return 1.0f / (1.0f + expf(-z));
-}
-
-/* Scores that belong to one logit alone. */
-__device__ float lone_score(moe_score kind, float z)
-{
-    if (kind == MOE_SCORE_SIGMOID)
-        return sigmoid(z);
-    return sqrtf(z > 20.0f ? z : log1pf(expf(z)));
 }
 
 __device__ float lone_slope(moe_score kind, float z, float score)
@@ -145,7 +102,7 @@ __global__ void __launch_bounds__(32 * WARPS)
     }
     load_logits(a, s);
     if (kind == MOE_SCORE_SOFTMAX)
-        softmax(s.z, s.score, choices, s.lane);
+        warp_softmax(s.z, s.score, choices, s.lane);
     for (uint32_t i = s.lane; i < choices; i += 32) {
         s.d[i] = 0.0f;
         if (!is_softmax(kind))
@@ -201,7 +158,7 @@ __global__ void __launch_bounds__(32 * WARPS)
     const bool soft = is_softmax(a.spec.score);
     float divisor = 1.0f;
     if (soft) {
-        softmax(s.z, s.score, a.experts, s.lane);
+        warp_softmax(s.z, s.score, a.experts, s.lane);
     } else {
         float sum = 0.0f;
         for (uint32_t i = s.lane; i < a.experts; i += 32) {
