@@ -55,6 +55,11 @@ static void print_table(const Moe__V1__GetTrainStateResponse *s)
         printf("\n");
     }
     printf("checkpoint  %s\n", s->checkpoint[0] != '\0' ? s->checkpoint : "none");
+    bool saving = s->saving[0] != '\0';
+    if (saving || s->loading[0] != '\0')
+        printf("%s     %s: %.1f of %.1f MiB of this worker\n", saving ? "saving " : "loading",
+               saving ? s->saving : s->loading, (double)s->progress_bytes / (1024.0 * 1024.0),
+               (double)s->progress_bytes_total / (1024.0 * 1024.0));
     printf("memory      %.1f MiB of state, %.1f of %.1f MiB of saved passes\n",
            (double)s->state_bytes / (1024.0 * 1024.0), (double)s->saved_bytes / (1024.0 * 1024.0),
            (double)s->saved_bytes_limit / (1024.0 * 1024.0));

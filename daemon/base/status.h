@@ -81,7 +81,8 @@ enum moe_code {
     X(GRADIENTS_MISSING)  /* fewer or more Backward calls than the caller expects */               \
     X(GRADIENTS_PENDING)  /* not between Backward and OptimizerStep */                             \
     X(CHECKPOINT_EXISTS)  /* the name is taken */                                                  \
-    X(CHECKPOINT_NOT_FOUND) /* there is none of that name */
+    X(CHECKPOINT_NOT_FOUND) /* there is none of that name */                                       \
+    X(SAVE_RUNNING)         /* a checkpoint is being written or loaded: one at a time */
 
 enum moe_reason {
 #define X(name) MOE_REASON_##name,

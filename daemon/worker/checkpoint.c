@@ -20,7 +20,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { FORMAT_VERSION = 1, KEPT_MAX = 65536 };
+enum { FORMAT_VERSION = 1, KEPT_MAX = 65536, SAVE_TEXT = 6 * 17 };
 
 #define FORMAT "moed checkpoint"
 
@@ -50,11 +50,55 @@ static struct moe_status make_frame(const struct moe_checkpoint_context *c, int 
     return moe_model_write_frame(c->model, hidden, MOE_CKPT_MANIFEST, &bytes);
 }
 
+/* Who wrote it, and for which call: hexadecimal, for JSON has no unsigned numbers. */
+static void name_save(const struct moe_checkpoint_context *c, const struct moe_checkpoint_state *s,
+                      char text[SAVE_TEXT])
+{
+    int n = snprintf(text, SAVE_TEXT, "%016" PRIx64, c->writer);
+    for (size_t i = 0; i < sizeof s->save / sizeof *s->save; i++)
+        n += snprintf(text + n, SAVE_TEXT - (size_t)n, "-%016" PRIx64, s->save[i]);
+}
+
+/* The checkpoint `name` is what this Save has written before. */
+static bool find_own(const struct moe_checkpoint_context *c, const char *name,
+                     struct moe_checkpoint_state *s)
+{
+    int root = -1, fd = -1;
+    json_t *m = NULL;
+    char save[SAVE_TEXT];
+    struct moe_status st = moe_ckpt__open_root(c->root, &root);
+    if (!moe_failed(&st))
+        st = moe_ckpt__open_dir(root, name, &fd);
+    if (!moe_failed(&st))
+        st = moe_ckpt__read_manifest(fd, &m);
+    if (root >= 0)
+        close(root);
+    if (fd >= 0)
+        close(fd);
+    if (moe_failed(&st))
+        return false;
+    name_save(c, s, save);
+    const char *theirs = json_string_value(json_object_get(m, "save"));
+    json_int_t lineage = json_integer_value(json_object_get(m, "lineage"));
+    bool own = theirs != NULL && strcmp(theirs, save) == 0 && (uint64_t)lineage == s->lineage;
+    if (own) {
+        s->weights_version = (uint64_t)json_integer_value(json_object_get(m, "weights_version"));
+        s->steps = (uint64_t)json_integer_value(json_object_get(m, "steps"));
+    }
+    json_decref(m);
+    return own;
+}
+
 struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context *c,
-                                            const char *name)
+                                            const char *name, struct moe_checkpoint_state *state,
+                                            bool *found)
 {
     int hidden = -1;
-    MOE_TRY(moe_ckpt__begin(c->root, name, &hidden));
+    struct moe_status begun = moe_ckpt__begin(c->root, name, &hidden);
+    *found = begun.reason == MOE_REASON_CHECKPOINT_EXISTS && find_own(c, name, state);
+    if (*found)
+        return moe_ok();
+    MOE_TRY(begun);
     struct moe_status st = make_frame(c, hidden);
     close(hidden);
     if (moe_failed(&st))
@@ -76,9 +120,10 @@ static struct moe_status read_weight(void *ctx, enum moe_weight weight, uint32_t
                                      size_t count)
 {
     const struct write *w = ctx;
-    const struct moe_checkpoint_context *c = w->context;
-    const struct moe_train_key key = {weight, expert, MOE_PART_WEIGHT, MOE_TRAIN_VALUE};
-    return c->backend->training->trainer_read(c->trainers[w->layer], &key, to, count * sizeof *to);
+    const struct moe_ckpt_tensor t = {.layer = w->layer,
+                                      .key = {weight, expert, MOE_PART_WEIGHT, MOE_TRAIN_VALUE},
+                                      .name = "of the model"};
+    return moe_ckpt__read(w->context, &t, to, count * sizeof *to);
 }
 
 static struct moe_status note_range(void *ctx, const struct moe_model_range *range)
@@ -352,7 +397,8 @@ static struct moe_status keep_newest(const char *path, const char *newest, uint3
 /* ---------------------------------------------------------------------------- commit */
 
 /* Reads a slot's list back and puts its hash into the manifest; its tensors must be whole. */
-static struct moe_status add_slot(json_t *slots, int directory, uint32_t slot)
+static struct moe_status add_slot(const struct moe_checkpoint_context *c, json_t *slots,
+                                  int directory, uint32_t slot)
 {
     char list[MOE_CKPT_FILE_MAX], file[MOE_CKPT_FILE_MAX], hash[MOE_SHA256_HEX];
     struct moe_st_file *tensors = NULL;
@@ -360,7 +406,7 @@ static struct moe_status add_slot(json_t *slots, int directory, uint32_t slot)
     moe_ckpt__state_file(file, slot, "safetensors");
     MOE_TRY(moe_st_open_at(directory, file, &tensors));
     moe_st_close(tensors);
-    MOE_TRY(moe_ckpt__hash(directory, list, 0, UINT64_MAX, hash));
+    MOE_TRY(moe_ckpt__hash(c, directory, list, 0, UINT64_MAX, hash));
     json_t *entry =
         json_pack("{s:I, s:s, s:s}", "slot", (json_int_t)slot, "list", list, "sha256", hash);
     return json_array_append_new(slots, entry) == 0 ? moe_ok() : moe_ckpt__no_memory();
@@ -371,18 +417,19 @@ static struct moe_status fill_manifest(const struct moe_checkpoint_context *c, j
                                        const char *records_hash)
 {
     json_int_t sequence = 0;
-    char hash[MOE_SHA256_HEX];
+    char hash[MOE_SHA256_HEX], save[SAVE_TEXT];
     if (s->lineage > INT64_MAX || s->weights_version > INT64_MAX || s->steps > INT64_MAX)
         return moe_error(MOE_OUT_OF_RANGE, MOE_REASON_VALUE_INVALID,
                          "a number of the training state is too large for a manifest");
     MOE_TRY(next_sequence(c->root, &sequence));
+    name_save(c, s, save);
     json_t *more =
-        json_pack("{s:s, s:I, s:I, s:o, s:I, s:I, s:I, s:I, s:{s:I, s:s}, s:[]}", "format", FORMAT,
-                  "format_version", (json_int_t)FORMAT_VERSION, "sequence", sequence, "settings",
-                  moe_ckpt__settings(c), "lineage", (json_int_t)s->lineage, "weights_version",
-                  (json_int_t)s->weights_version, "steps", (json_int_t)s->steps, "frozen",
-                  (json_int_t)s->frozen, "records", "bytes", (json_int_t)s->record_bytes, "sha256",
-                  records_hash, "slots");
+        json_pack("{s:s, s:I, s:s, s:I, s:o, s:I, s:I, s:I, s:I, s:{s:I, s:s}, s:[]}", "format",
+                  FORMAT, "format_version", (json_int_t)FORMAT_VERSION, "save", save, "sequence",
+                  sequence, "settings", moe_ckpt__settings(c), "lineage", (json_int_t)s->lineage,
+                  "weights_version", (json_int_t)s->weights_version, "steps", (json_int_t)s->steps,
+                  "frozen", (json_int_t)s->frozen, "records", "bytes", (json_int_t)s->record_bytes,
+                  "sha256", records_hash, "slots");
     if (more == NULL || json_object_update(m, more) != 0) {
         json_decref(more);
         return moe_ckpt__no_memory();
@@ -390,7 +437,7 @@ static struct moe_status fill_manifest(const struct moe_checkpoint_context *c, j
     json_decref(more);
     for (uint32_t slot = 0; slot < MOE_MAX_SLOTS; slot++)
         if ((c->live >> slot & 1) != 0)
-            MOE_TRY(add_slot(json_object_get(m, "slots"), directory, slot));
+            MOE_TRY(add_slot(c, json_object_get(m, "slots"), directory, slot));
     MOE_TRY(moe_ckpt__manifest_hash(m, hash));
     return json_object_set_new(m, "sha256", json_string(hash)) == 0 ? moe_ok()
                                                                     : moe_ckpt__no_memory();
@@ -443,6 +490,8 @@ struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context
         close(directory);
     }
     close(hidden);
+    if (!moe_failed(&st))
+        st = moe_ckpt__go_on(c);
     if (!moe_failed(&st))
         st = moe_ckpt__publish(c->root, name);
     if (moe_failed(&st) || keep == 0)

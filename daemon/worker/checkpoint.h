@@ -2,10 +2,11 @@
  * and a manifest (version, steps, settings, hashes, what was recorded). One directory each under
  * the training root, complete or not there at all.
  *
- * Every slot calls the same function for the same ticket, each on a thread of its own, while no
- * step runs; between two phases all slots tell each other how theirs ended, and when one failed,
- * all call the `abandon` of what they began. So a phase never waits for another slot, and may take
- * as long as its disk does. What a phase of one slot wrote is seen by the next phase of another:
+ * Every slot calls the same function, each on a thread of its own; between two phases all slots
+ * tell each other how theirs ended, and when one failed, all call the `abandon` of what they began.
+ * So a phase never waits for another slot, and may take as long as its disk does. No step may run
+ * meanwhile where a phase touches trainers: those of Save do not where the context has a copy, and
+ * `load_read` never does. What a phase of one slot wrote is seen by the next phase of another:
  * they share a file system.
  *
  * Names come from clients: moe_training_name_ok has passed, nothing else has. Texts of errors name
@@ -16,7 +17,11 @@
 #include "model/model.h"
 #include "moe/training.h"
 
+#include <stdatomic.h>
+
 enum { MOE_CHECKPOINT_NAME_MAX = 64 };
+
+struct moe_checkpoint_copy;
 
 /* Where and of what. Borrowed during the call. */
 struct moe_checkpoint_context {
@@ -30,13 +35,29 @@ struct moe_checkpoint_context {
     uint32_t slot, slots;
     uint64_t live; /* bit s: slot s takes part; the lowest does what is done once */
     const struct moe_trainer_config *config;
+    const struct moe_checkpoint_copy *copy; /* to be written in place of the trainers' tensors;
+                                               NULL: those */
+    const atomic_bool *cancel; /* once true, a phase ends with MOE_CANCELLED soon; NULL = never */
+    _Atomic uint64_t
+        *processed;  /* bytes taken from the copy, or checked, so far; NULL = not wanted */
+    uint64_t writer; /* a number of this process's own: Save says who wrote it */
 };
+
+/* What this slot would write, in host memory: taken between two steps, so that the files can be
+ * written while steps run. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY (the host has no room: it
+ * is asked first), those of reading. */
+struct moe_status moe_checkpoint_copy_take(const struct moe_checkpoint_context *c,
+                                           struct moe_checkpoint_copy **out) MOE_CHECKED;
+void moe_checkpoint_copy_free(struct moe_checkpoint_copy *copy); /* NULL is ignored */
+/* What `processed` will have come to when all of it has been written. */
+uint64_t moe_checkpoint_copy_bytes(const struct moe_checkpoint_copy *copy);
 
 /* What a checkpoint says about training beside its tensors. The same on all slots. */
 struct moe_checkpoint_state {
     uint64_t lineage, weights_version;
     uint64_t steps;         /* t of AdamW */
     uint32_t frozen;        /* bits of enum moe_param_group */
+    uint64_t save[5];       /* the Save that writes it: id and content. Not after read */
     const uint8_t *records; /* the ledger, packed (worker/ledger.h); opaque. Only for commit and
                                after read */
     size_t record_bytes;
@@ -45,14 +66,18 @@ struct moe_checkpoint_state {
 void moe_checkpoint_state_free(struct moe_checkpoint_state *s);
 
 /* Save, three phases.
- *   begin   lowest slot: refuses a name that exists (MOE_ALREADY_EXISTS / CHECKPOINT_EXISTS), makes
- *           the hidden directory that the others write into; nothing on the other slots
- *   write   every slot: its part, synced to disk; `*bytes` = bytes written by this slot
+ *   begin   lowest slot: refuses a name that exists (MOE_ALREADY_EXISTS / CHECKPOINT_EXISTS),
+ * removes what earlier Saves that did not end left, makes the hidden directory that the others
+ *           write into; nothing on the other slots. `*found`: the checkpoint exists, whole, and is
+ *           what this very Save (writer, lineage and state->save) has written, before something
+ * kept it from being recorded: nothing is to be written, and version and steps in `state` are the
+ * checkpoint's write   every slot: its part, synced to disk; `*bytes` = bytes written by this slot
  *   commit  lowest slot: index, manifest, sync, rename; then removes all but the `keep` newest
  *           (0 = none). The checkpoint exists from the rename on: a failure after it is logged and
  *           not reported. */
 struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context *c,
-                                            const char *name) MOE_CHECKED;
+                                            const char *name, struct moe_checkpoint_state *state,
+                                            bool *found) MOE_CHECKED;
 struct moe_status moe_checkpoint_save_write(const struct moe_checkpoint_context *c,
                                             const char *name,
                                             const struct moe_checkpoint_state *state,

@@ -32,7 +32,8 @@ struct moe_status moe_ckpt__no_memory(void)
 
 struct moe_status moe_ckpt__damaged(struct moe_status st)
 {
-    if (moe_failed(&st) && st.code != MOE_RESOURCE_EXHAUSTED && st.code != MOE_UNAVAILABLE) {
+    if (moe_failed(&st) && st.code != MOE_RESOURCE_EXHAUSTED && st.code != MOE_UNAVAILABLE &&
+        st.code != MOE_CANCELLED) {
         st.code = MOE_DATA_LOSS;
         st.reason = MOE_REASON_MALFORMED;
     }
@@ -75,6 +76,33 @@ static struct moe_status exists(const char *name)
                      "there is a checkpoint %s already", name);
 }
 
+static bool ends_with(const char *text, const char *end)
+{
+    size_t n = strlen(text), m = strlen(end);
+    return n > m && strcmp(text + n - m, end) == 0;
+}
+
+/* What a process left that could not tidy up, whatever it was to be called. One checkpoint is
+ * written at a time, so nobody needs it. */
+static struct moe_status sweep(int root)
+{
+    struct moe_status st = moe_ok();
+    int fd = openat(root, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *names = fd >= 0 ? fdopendir(fd) : NULL;
+    if (names == NULL) {
+        st = moe_ckpt__io("the training directory");
+        if (fd >= 0)
+            close(fd);
+        return st;
+    }
+    for (struct dirent *e = readdir(names); e != NULL && !moe_failed(&st); e = readdir(names))
+        if (e->d_name[0] == '.' &&
+            (ends_with(e->d_name, ".saving") || ends_with(e->d_name, ".removed")))
+            st = moe_ckpt__remove_tree(root, e->d_name);
+    closedir(names);
+    return st;
+}
+
 struct moe_status moe_ckpt__begin(const char *root, const char *name, int *hidden)
 {
     int fd = -1;
@@ -88,7 +116,7 @@ struct moe_status moe_ckpt__begin(const char *root, const char *name, int *hidde
         st = exists(name);
         goto done;
     }
-    MOE_TRY_GOTO(st, moe_ckpt__remove_tree(fd, directory), done);
+    MOE_TRY_GOTO(st, sweep(fd), done);
     if (mkdirat(fd, directory, 0777) != 0) {
         st = moe_ckpt__io("making a directory");
         goto done;
@@ -230,7 +258,8 @@ struct moe_status moe_ckpt__write_json(int at, const char *name, const json_t *j
     return st;
 }
 
-static struct moe_status hash_open(int fd, uint64_t offset, uint64_t bytes, char *sha256)
+static struct moe_status hash_open(const struct moe_checkpoint_context *c, int fd, uint64_t offset,
+                                   uint64_t bytes, char *sha256)
 {
     struct moe_sha256 sha;
     struct moe_status st = moe_ok();
@@ -244,6 +273,10 @@ static struct moe_status hash_open(int fd, uint64_t offset, uint64_t bytes, char
         moe_sha256_update(&sha, buffer, moe_failed(&st) ? 0 : n);
         offset += n;
         bytes -= n;
+        if (c->processed != NULL)
+            atomic_fetch_add(c->processed, n);
+        if (!moe_failed(&st))
+            st = moe_ckpt__go_on(c);
     }
     if (!moe_failed(&st))
         st = moe_sha256_finish(&sha, sha256);
@@ -252,14 +285,14 @@ static struct moe_status hash_open(int fd, uint64_t offset, uint64_t bytes, char
     return st;
 }
 
-struct moe_status moe_ckpt__hash(int at, const char *name, uint64_t offset, uint64_t bytes,
-                                 char sha256[MOE_SHA256_HEX])
+struct moe_status moe_ckpt__hash(const struct moe_checkpoint_context *c, int at, const char *name,
+                                 uint64_t offset, uint64_t bytes, char sha256[MOE_SHA256_HEX])
 {
     int fd = -1;
     uint64_t size = 0;
     MOE_TRY(moe_file_open_at(at, name, &fd, &size));
     struct moe_status st =
-        hash_open(fd, offset, bytes == UINT64_MAX ? size - offset : bytes, sha256);
+        hash_open(c, fd, offset, bytes == UINT64_MAX ? size - offset : bytes, sha256);
     close(fd);
     return moe_error_context(st, "%s", name);
 }

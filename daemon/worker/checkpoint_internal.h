@@ -30,8 +30,8 @@ struct moe_status moe_ckpt__open_root(const char *root, int *fd) MOE_CHECKED;
 struct moe_status moe_ckpt__open_dir(int at, const char *name, int *fd) MOE_CHECKED;
 /* ".NAME.saving": no client can name it. */
 void moe_ckpt__hidden_name(char hidden[MOE_CKPT_HIDDEN_MAX], const char *name);
-/* A fresh hidden directory for `name`; CHECKPOINT_EXISTS where the name is taken. What a crashed
- * process left under the hidden name is removed. */
+/* A fresh hidden directory for `name`; CHECKPOINT_EXISTS where the name is taken. What crashed
+ * processes left under hidden names is removed. */
 struct moe_status moe_ckpt__begin(const char *root, const char *name, int *hidden) MOE_CHECKED;
 /* Opens the hidden directory of `name`. */
 struct moe_status moe_ckpt__join(const char *root, const char *name, int *hidden) MOE_CHECKED;
@@ -47,8 +47,10 @@ struct moe_status moe_ckpt__write_file(int at, const char *name, const void *dat
 struct moe_status moe_ckpt__write_json(int at, const char *name, const json_t *json,
                                        char *sha256) MOE_CHECKED;
 struct moe_status moe_ckpt__sync(int directory) MOE_CHECKED;
-/* Hash of bytes [offset, offset + bytes) of a file, all of it with bytes = UINT64_MAX. */
-struct moe_status moe_ckpt__hash(int at, const char *name, uint64_t offset, uint64_t bytes,
+/* [counts as processed; ends when called off] Hash of bytes [offset, offset + bytes) of a file, all
+ * of it with bytes = UINT64_MAX. */
+struct moe_status moe_ckpt__hash(const struct moe_checkpoint_context *c, int at, const char *name,
+                                 uint64_t offset, uint64_t bytes,
                                  char sha256[MOE_SHA256_HEX]) MOE_CHECKED;
 /* [call with errors of reading] A damaged checkpoint is DATA_LOSS/MALFORMED, whatever the reader
  * called it. */
@@ -78,8 +80,18 @@ void moe_ckpt__tensor_name(char name[MOE_CKPT_TENSOR_MAX], const struct moe_laye
  */
 struct moe_status moe_ckpt__list(const struct moe_checkpoint_context *c, bool writing,
                                  struct moe_ckpt_tensors *out) MOE_CHECKED;
+/* Those that this slot writes, and the values of all weights that it writes into the model's files,
+ * each once. */
+struct moe_status moe_ckpt__list_copied(const struct moe_checkpoint_context *c,
+                                        struct moe_ckpt_tensors *out) MOE_CHECKED;
 void moe_ckpt__list_free(struct moe_ckpt_tensors *t);
-/* Reads one from its trainer; `base` by taking the adapter away for a moment. */
+/* MOE_CANCELLED once the phase has been called off. */
+struct moe_status moe_ckpt__go_on(const struct moe_checkpoint_context *c) MOE_CHECKED;
+/* The copy of a tensor, `bytes` long; NULL where there is none. checkpoint_copy.c. */
+const float *moe_ckpt__copied(const struct moe_checkpoint_copy *copy,
+                              const struct moe_ckpt_tensor *t, size_t bytes);
+/* Reads one from the copy, or from its trainer; `base` there by taking the adapter away for a
+ * moment. */
 struct moe_status moe_ckpt__read(const struct moe_checkpoint_context *c,
                                  const struct moe_ckpt_tensor *t, float *to,
                                  size_t bytes) MOE_CHECKED;
@@ -92,6 +104,10 @@ bool moe_ckpt__is_lowest(const struct moe_checkpoint_context *c);
  * otherwise the model's file has it exactly. */
 bool moe_ckpt__has_value(const struct moe_checkpoint_context *c, size_t layer,
                          enum moe_weight weight);
+
+/* The same of the weight itself, not only an adapter of it. */
+bool moe_ckpt__has_master(const struct moe_checkpoint_context *c, size_t layer,
+                          enum moe_weight weight);
 
 /* --------------------------------------------------------------------- manifest (checkpoint.c) */
 

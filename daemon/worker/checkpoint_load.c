@@ -107,28 +107,32 @@ static struct moe_status open_source(const struct moe_checkpoint_context *c, con
 
 /* ---------------------------------------------------------------------------- hashes */
 
-static struct moe_status check_hash(int at, const char *name, json_int_t offset, uint64_t bytes,
+static struct moe_status check_hash(const struct moe_checkpoint_context *c, int at,
+                                    const char *name, json_int_t offset, uint64_t bytes,
                                     const char *want)
 {
     char hash[MOE_SHA256_HEX];
+    MOE_TRY(moe_ckpt__go_on(c));
     if (name == NULL || want == NULL || offset < 0)
         return damaged(MOE_CKPT_MANIFEST);
-    MOE_TRY(moe_ckpt__damaged(moe_ckpt__hash(at, name, (uint64_t)offset, bytes, hash)));
+    MOE_TRY(moe_ckpt__damaged(moe_ckpt__hash(c, at, name, (uint64_t)offset, bytes, hash)));
     return strcmp(hash, want) == 0 ? moe_ok() : damaged(name);
 }
 
-static struct moe_status check_range(const struct source *s, const json_t *range)
+static struct moe_status check_range(const struct moe_checkpoint_context *c, const struct source *s,
+                                     const json_t *range)
 {
     json_int_t offset = json_integer_value(json_array_get(range, 1));
     json_int_t bytes = json_integer_value(json_array_get(range, 2));
     if (bytes < 0)
         return damaged(MOE_CKPT_MANIFEST);
-    return check_hash(s->directory, json_string_value(json_array_get(range, 0)), offset,
+    return check_hash(c, s->directory, json_string_value(json_array_get(range, 0)), offset,
                       (uint64_t)bytes, json_string_value(json_array_get(range, 3)));
 }
 
 /* Everything that one slot wrote. */
-static struct moe_status check_slot(const struct source *s, const json_t *entry)
+static struct moe_status check_slot(const struct moe_checkpoint_context *c, const struct source *s,
+                                    const json_t *entry)
 {
     char list[MOE_CKPT_FILE_MAX], file[MOE_CKPT_FILE_MAX];
     json_t *part = NULL, *range;
@@ -136,15 +140,15 @@ static struct moe_status check_slot(const struct source *s, const json_t *entry)
     uint32_t slot = (uint32_t)json_integer_value(json_object_get(entry, "slot"));
     moe_ckpt__state_file(list, slot, "json");
     moe_ckpt__state_file(file, slot, "safetensors");
-    MOE_TRY(check_hash(s->state, list, 0, UINT64_MAX,
+    MOE_TRY(check_hash(c, s->state, list, 0, UINT64_MAX,
                        json_string_value(json_object_get(entry, "sha256"))));
     MOE_TRY(moe_ckpt__damaged(moe_json_read_at(s->state, list, MOE_CKPT_JSON_BYTES_MAX, &part)));
-    struct moe_status st = check_hash(s->state, file, 0, UINT64_MAX,
+    struct moe_status st = check_hash(c, s->state, file, 0, UINT64_MAX,
                                       json_string_value(json_object_get(part, "sha256")));
     json_array_foreach(json_object_get(part, "weights"), i, range)
     {
         if (!moe_failed(&st))
-            st = check_range(s, range);
+            st = check_range(c, s, range);
     }
     json_decref(part);
     return st;
@@ -159,7 +163,7 @@ static struct moe_status check_share(const struct moe_checkpoint_context *c, con
     json_array_foreach(json_object_get(s->manifest, "slots"), i, entry)
     {
         if (i % live == mine)
-            MOE_TRY(check_slot(s, entry));
+            MOE_TRY(check_slot(c, s, entry));
     }
     return moe_ok();
 }
@@ -287,12 +291,13 @@ static struct moe_status take_weights(const struct moe_checkpoint_context *c,
 
 /* ------------------------------------------------------------------------------ calls */
 
-static struct moe_status read_records(const struct source *s, struct moe_checkpoint_state *out)
+static struct moe_status read_records(const struct moe_checkpoint_context *c,
+                                      const struct source *s, struct moe_checkpoint_state *out)
 {
     int fd = -1;
     uint64_t size = 0;
     const json_t *records = json_object_get(s->manifest, "records");
-    MOE_TRY(check_hash(s->state, MOE_CKPT_RECORDS, 0, UINT64_MAX,
+    MOE_TRY(check_hash(c, s->state, MOE_CKPT_RECORDS, 0, UINT64_MAX,
                        json_string_value(json_object_get(records, "sha256"))));
     MOE_TRY(moe_ckpt__damaged(moe_file_open_at(s->state, MOE_CKPT_RECORDS, &fd, &size)));
     out->owned = size < SIZE_MAX ? malloc((size_t)size + 1) : NULL;
@@ -325,7 +330,7 @@ static struct moe_status read_all(const struct moe_checkpoint_context *c, const 
     state->frozen = (uint32_t)frozen;
     MOE_TRY(check_share(c, s));
     MOE_TRY(check_tensors(c, s));
-    return read_records(s, state);
+    return read_records(c, s, state);
 }
 
 struct moe_status moe_checkpoint_load_read(const struct moe_checkpoint_context *c, const char *name,

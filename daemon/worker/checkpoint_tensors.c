@@ -9,6 +9,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 static const char *const weight_names[MOE_WEIGHT_COUNT] = {
     [MOE_WEIGHT_ROUTER] = "router",
@@ -29,6 +30,17 @@ static const char *const weight_names[MOE_WEIGHT_COUNT] = {
 bool moe_ckpt__is_lowest(const struct moe_checkpoint_context *c)
 {
     return c->live != 0 && c->slot == (uint32_t)__builtin_ctzll(c->live);
+}
+
+bool moe_ckpt__has_master(const struct moe_checkpoint_context *c, size_t layer,
+                          enum moe_weight weight)
+{
+    struct moe_train_param params[MOE_TRAIN_MAX_PARAMS];
+    uint32_t n = moe_train_params(c->specs[layer], c->config, params);
+    for (uint32_t i = 0; i < n; i++)
+        if (params[i].weight == weight && params[i].part == MOE_PART_WEIGHT)
+            return true;
+    return weight == MOE_WEIGHT_SELECT_BIAS;
 }
 
 /* The slot that writes an expert: the first of its copies that is there. */
@@ -145,6 +157,40 @@ struct moe_status moe_ckpt__list(const struct moe_checkpoint_context *c, bool wr
     return moe_ok();
 }
 
+/* Weights of one layer whose value is not listed as part of the state. */
+static struct moe_status add_values(struct moe_ckpt_tensors *t,
+                                    const struct moe_checkpoint_context *c, size_t layer)
+{
+    uint32_t experts[MOE_MAX_EXPERTS];
+    size_t held = moe_ckpt__experts(c, layer, true, experts);
+    for (unsigned w = 0; w < MOE_WEIGHT_COUNT; w++) {
+        size_t rows, columns;
+        enum moe_weight weight = (enum moe_weight)w;
+        moe_weight_shape(c->specs[layer], weight, &rows, &columns);
+        if (rows == 0 || moe_ckpt__has_master(c, layer, weight))
+            continue;
+        const struct moe_train_param p = {weight, MOE_PART_WEIGHT, (uint32_t)rows,
+                                          (uint32_t)columns};
+        size_t n = moe_weight_is_expert(weight) ? held : moe_ckpt__is_lowest(c);
+        for (size_t e = 0; e < n; e++)
+            MOE_TRY(add(t, c, layer, &p, moe_weight_is_expert(weight) ? experts[e] : 0,
+                        MOE_TRAIN_VALUE, false));
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_ckpt__list_copied(const struct moe_checkpoint_context *c,
+                                        struct moe_ckpt_tensors *out)
+{
+    MOE_TRY(moe_ckpt__list(c, true, out));
+    struct moe_status st = moe_ok();
+    for (size_t i = 0; i < c->layer_count && !moe_failed(&st); i++)
+        st = add_values(out, c, i);
+    if (moe_failed(&st))
+        moe_ckpt__list_free(out);
+    return st;
+}
+
 void moe_ckpt__list_free(struct moe_ckpt_tensors *t)
 {
     free(t->list);
@@ -160,6 +206,13 @@ bool moe_ckpt__has_value(const struct moe_checkpoint_context *c, size_t layer,
         if (params[i].weight == weight)
             return true;
     return weight == MOE_WEIGHT_SELECT_BIAS;
+}
+
+struct moe_status moe_ckpt__go_on(const struct moe_checkpoint_context *c)
+{
+    return c->cancel == NULL || !atomic_load(c->cancel)
+               ? moe_ok()
+               : moe_error(MOE_CANCELLED, MOE_REASON_ABORTED, "called off");
 }
 
 /* W0, which a trainer shows where its adapter is zero: B goes, W is read, B comes back. */
@@ -190,6 +243,16 @@ static struct moe_status read_base(const struct moe_checkpoint_context *c,
 struct moe_status moe_ckpt__read(const struct moe_checkpoint_context *c,
                                  const struct moe_ckpt_tensor *t, float *to, size_t bytes)
 {
+    MOE_TRY(moe_ckpt__go_on(c));
+    if (c->copy != NULL) {
+        const float *from = moe_ckpt__copied(c->copy, t, bytes);
+        if (from == NULL)
+            return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "tensor %s was not copied", t->name);
+        memcpy(to, from, bytes);
+        if (c->processed != NULL)
+            atomic_fetch_add(c->processed, bytes);
+        return moe_ok();
+    }
     return t->base ? read_base(c, t, to, bytes)
                    : c->backend->training->trainer_read(c->trainers[t->layer], &t->key, to, bytes);
 }

@@ -337,6 +337,7 @@ static void end_view(struct moe_engine *e)
     e->session = NULL;
     e->stopping = false;
     e->ticket_count = 0;
+    moe_engine__drop_held(e);
     pthread_cond_broadcast(&e->idle);
 }
 
@@ -510,6 +511,8 @@ struct moe_status moe_engine_create(const struct moe_engine_config *config, stru
     for (unsigned i = 0; i < LANES; i++)
         MOE_TRY_GOTO(st, moe_lane_init(&e->lanes[i], config->backend, config->device, &shape),
                      fail);
+    if (config->training != NULL)
+        moe_train_set_poke(config->training, moe_engine__poke, e);
     MOE_TRY_GOTO(st, start_thread(e), fail);
     *out = e;
     return st;
@@ -528,6 +531,8 @@ void moe_engine_destroy(struct moe_engine *e)
     pthread_cond_signal(&e->wake);
     pthread_mutex_unlock(&e->lock);
     pthread_join(e->thread, NULL);
+    if (e->config.training != NULL)
+        moe_train_end_jobs(e->config.training); /* nobody pokes any more */
     pthread_cond_destroy(&e->idle);
     pthread_cond_destroy(&e->wake);
     pthread_mutex_destroy(&e->lock);

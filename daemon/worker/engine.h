@@ -96,7 +96,8 @@ struct moe_work {
 
 /* One training call. Memory and `done` as in moe_work. Once a call has been announced it is run,
  * even if nobody waits for its answer any more, because every slot keeps a record of it; until its
- * ticket has begun anywhere it outlives the end of a view. */
+ * ticket has begun anywhere it outlives the end of a view. A Save or Load goes on after its ticket,
+ * and is called off when nobody waits for it any more. */
 struct moe_train_work {
     /* in */
     enum moe_step_kind kind;
@@ -122,6 +123,8 @@ struct moe_train_work {
     /* owned by the engine between submit and done */
     struct moe_train_work *next;
     uint64_t number; /* see moe_training_order */
+    bool poke;       /* the engine's own: asks for a ticket on which nobody waits */
+    bool joined;     /* what it waits for was begun by an earlier call */
     bool cancelled;
     struct moe_status failure;
 };
@@ -183,7 +186,8 @@ void moe_engine_cancel(struct moe_engine *e, struct moe_work *w);
 struct moe_status moe_engine_submit_training(struct moe_engine *e,
                                              struct moe_train_work *w) MOE_CHECKED;
 /* Any thread, also after `done`: nobody waits for the answer any more. A call that has not been
- * announced under the present view ends with MOE_CANCELLED; any other one is run. */
+ * announced under the present view ends with MOE_CANCELLED, and so does a Save or Load that has
+ * begun; any other one is run. */
 void moe_engine_cancel_training(struct moe_engine *e, struct moe_train_work *w);
 
 /* Any thread. Version of the weights that a step begun now would use; 1 without training. */

@@ -38,6 +38,7 @@ struct moe_engine {
     struct moe_batcher *batcher;
     struct work_list ended; /* left the queues and all steps; `done` is to be called */
     struct call_list calls; /* training calls whose ticket has not begun here */
+    struct call_list held;  /* whose Save or Load is under way */
     struct call_list ended_calls;
     uint32_t call_count;         /* of `calls` */
     uint64_t last_number;        /* of a call that was announced */
@@ -85,6 +86,11 @@ bool moe_engine__refuse_training(struct moe_lane *lane, struct moe_status why);
 /* The oldest lane's turn is over; gives the lock up meanwhile and reports `finished`. */
 void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
                                    const struct moe_step_result *result);
+/* A ticket for what is under way in the training room; `ctx` is the engine. Takes the lock. */
+bool moe_engine__poke(void *ctx, const struct moe_train_call *call);
+/* The view is over: what is under way in the training room is lost, and who waits for it is told.
+ */
+void moe_engine__drop_held(struct moe_engine *e);
 /* The lane's turn will not end. */
 void moe_engine__abandon_training(struct moe_engine *e, struct moe_lane *lane);
 

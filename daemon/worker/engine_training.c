@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 enum { FULL_RETRY_MS = 50, REFORMING_RETRY_MS = 200, LEAVING_RETRY_MS = 100 };
@@ -35,16 +36,25 @@ static bool is_known(const struct moe_engine *e, const struct moe_train_work *w)
     return e->session != NULL && w->number != 0;
 }
 
-/* Takes `w` out of those that wait. */
-static void unlink_call(struct moe_engine *e, struct moe_train_work *w)
+/* Takes `w` out of a list; false when it is not in it. */
+static bool take_out(struct call_list *list, const struct moe_train_work *w)
 {
     struct call_list kept = {0};
-    for (struct moe_train_work *next, *at = e->calls.head; at != NULL; at = next) {
+    bool found = false;
+    for (struct moe_train_work *next, *at = list->head; at != NULL; at = next) {
         next = at->next;
+        found = found || at == w;
         if (at != w)
             moe_engine__append_call(&kept, at);
     }
-    e->calls = kept;
+    *list = kept;
+    return found;
+}
+
+/* Takes `w` out of those that wait for their ticket. */
+static void unlink_call(struct moe_engine *e, struct moe_train_work *w)
+{
+    (void)take_out(&e->calls, w);
     e->call_count--;
 }
 
@@ -138,31 +148,75 @@ static struct moe_status admit_call(const struct moe_engine *e, const struct moe
     return moe_ok();
 }
 
+/* Lock held, and given up meanwhile. */
+static void accept_call(struct moe_engine *e, struct moe_train_work *w, bool poke)
+{
+    w->submitted_ns = moe_clock_ns();
+    w->started_ns = 0;
+    w->number = 0;
+    w->poke = poke;
+    w->joined = w->cancelled = false;
+    w->failure = moe_ok();
+    w->aux_loss = 0;
+    w->step = (struct moe_step_result){.missing_slot = -1};
+    moe_engine__append_call(&e->calls, w);
+    e->call_count++;
+    e->unfinished++;
+    if (e->session == NULL)
+        pthread_cond_signal(&e->wake); /* for its deadline */
+    moe_engine__announce_calls(e);
+}
+
+static void free_poke(struct moe_train_work *w, struct moe_status status)
+{
+    (void)status;
+    free(w);
+}
+
+/* A worker that refuses new work ends what it has begun: pokes are not refused. */
+bool moe_engine__poke(void *ctx, const struct moe_train_call *call)
+{
+    struct moe_engine *e = ctx;
+    struct moe_train_work *w = calloc(1, sizeof *w);
+    if (w == NULL)
+        return false;
+    w->kind = call->kind;
+    w->deadline_ns = MOE_NEVER;
+    w->done = free_poke;
+    moe_train_call_pack(call, w->body, &w->body_length);
+    pthread_mutex_lock(&e->lock);
+    bool wanted = e->session != NULL && !e->quit, room = e->call_count < CALLS_MAX;
+    if (wanted && room)
+        accept_call(e, w, true);
+    pthread_mutex_unlock(&e->lock);
+    if (!wanted || !room)
+        free(w);
+    return !wanted || room;
+}
+
 struct moe_status moe_engine_submit_training(struct moe_engine *e, struct moe_train_work *w)
 {
     pthread_mutex_lock(&e->lock);
     struct moe_status st = admit_call(e, w);
-    if (!moe_failed(&st)) {
-        w->submitted_ns = moe_clock_ns();
-        w->started_ns = 0;
-        w->number = 0;
-        w->cancelled = false;
-        w->failure = moe_ok();
-        w->aux_loss = 0;
-        w->step = (struct moe_step_result){.missing_slot = -1};
-        moe_engine__append_call(&e->calls, w);
-        e->call_count++;
-        e->unfinished++;
-        if (e->session == NULL)
-            pthread_cond_signal(&e->wake); /* for its deadline */
-        moe_engine__announce_calls(e);
-    }
+    if (!moe_failed(&st))
+        accept_call(e, w, false);
     pthread_mutex_unlock(&e->lock);
     return st;
 }
 
+static struct moe_train_call call_of(const struct moe_train_work *w)
+{
+    struct moe_ticket t = {.kind = w->kind, .order = {.length = w->body_length}};
+    struct moe_train_call call;
+    memcpy(t.order.body, w->body, w->body_length);
+    struct moe_status st = moe_train_call_read(&t, &call);
+    MOE_INVARIANT(!moe_failed(&st)); /* we packed it */
+    return call;
+}
+
 void moe_engine_cancel_training(struct moe_engine *e, struct moe_train_work *w)
 {
+    struct moe_train_call call = {0};
     pthread_mutex_lock(&e->lock);
     w->cancelled = true;
     struct moe_train_work *at = e->calls.head;
@@ -172,7 +226,46 @@ void moe_engine_cancel_training(struct moe_engine *e, struct moe_train_work *w)
         unlink_call(e, w);
         end_call(e, w, cancelled());
     }
+    bool held = take_out(&e->held, w), last = held && e->held.head == NULL;
+    if (last)
+        call = call_of(w);
+    if (held)
+        end_call(e, w, cancelled());
     pthread_mutex_unlock(&e->lock);
+    if (last)
+        moe_train_cancel_job(e->config.training, call.kind, call.id);
+}
+
+/* ------------------------------------------------------------------ Save and Load */
+
+static struct moe_status reforming(void)
+{
+    return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
+                           "the view ended while the call was running: ask again");
+}
+
+static void end_held(struct moe_engine *e, struct moe_status status,
+                     const struct moe_train_answer *answer)
+{
+    struct moe_train_work *w = e->held.head;
+    e->held = (struct call_list){0};
+    for (struct moe_train_work *next; w != NULL; w = next) {
+        next = w->next;
+        if (w->answer != NULL) {
+            *w->answer = *answer;
+            w->answer->repeated = w->joined;
+        }
+        end_call(e, w, status);
+    }
+}
+
+void moe_engine__drop_held(struct moe_engine *e)
+{
+    const struct moe_train_answer none = {0};
+    if (e->config.training == NULL)
+        return;
+    moe_train_give_up_job(e->config.training);
+    end_held(e, reforming(), &none);
 }
 
 /* --------------------------------------------------------------------------- tickets */
@@ -256,7 +349,7 @@ void moe_engine__begin_training(struct moe_engine *e, struct moe_lane *lane,
         lane->failure = moe_train_begin(t, &lane->ticket, &lane->call, &lane->turn, &trainer);
     if (moe_failed(&lane->failure) || !lane->turn.run)
         return;
-    lane->changing = true;
+    lane->changing = lane->turn.changes;
     if (lane->ticket.kind != MOE_STEP_BACKWARD) {
         lane->failure =
             moe_train_run(t, session, &lane->ticket, &lane->call, &lane->turn, &lane->outcome);
@@ -283,11 +376,10 @@ static struct moe_status verdict_of(const struct moe_lane *lane)
 }
 
 /* Without the lock. */
-static struct moe_status end_turn(struct moe_engine *e, struct moe_lane *lane)
+static struct moe_status end_turn(struct moe_engine *e, struct moe_lane *lane,
+                                  struct moe_train_answer *answer)
 {
-    struct moe_train_answer ignored;
     struct moe_train_work *w = lane->train;
-    struct moe_train_answer *answer = w != NULL && w->answer != NULL ? w->answer : &ignored;
     struct moe_status st = moe_train_end(e->config.training, &lane->ticket, &lane->call,
                                          &lane->turn, &lane->outcome, answer);
     if (w == NULL || lane->ticket.kind != MOE_STEP_BACKWARD || !lane->turn.run || moe_failed(&st))
@@ -296,12 +388,29 @@ static struct moe_status end_turn(struct moe_engine *e, struct moe_lane *lane)
     return verdict_of(lane);
 }
 
+/* The call of the turn has its end, or waits for a later turn's. */
+static void end_own_call(struct moe_engine *e, struct moe_lane *lane, struct moe_status status,
+                         const struct moe_train_answer *answer)
+{
+    struct moe_train_work *w = lane->train;
+    if (lane->turn.waits && !w->poke && !w->cancelled) {
+        w->joined = lane->turn.joined;
+        moe_engine__append_call(&e->held, w);
+        return;
+    }
+    if (w->answer != NULL) {
+        *w->answer = *answer;
+        w->answer->repeated = answer->repeated || lane->turn.joined;
+    }
+    end_call(e, w, lane->turn.waits && !w->poke ? cancelled() : status);
+}
+
 void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
                                    const struct moe_step_result *result)
 {
-    struct moe_train_work *w = lane->train;
+    struct moe_train_answer answer = {0};
     pthread_mutex_unlock(&e->lock);
-    struct moe_status st = end_turn(e, lane);
+    struct moe_status st = end_turn(e, lane, &answer);
     lane->changing = false;
     uint64_t version = moe_train_weights_version(e->config.training);
     pthread_mutex_lock(&e->lock);
@@ -312,10 +421,19 @@ void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
     pthread_mutex_lock(&e->lock);
     e->counters.steps += lane->ticket.kind == MOE_STEP_BACKWARD && lane->turn.run &&
                          !moe_failed(&lane->turn.refusal);
-    if (w == NULL)
+    if (lane->turn.settles)
+        end_held(e, st, &answer);
+    if (lane->train == NULL)
         return;
+    struct moe_train_work *w = lane->train;
+    bool nobody_waits = lane->turn.waits && !w->poke && w->cancelled && e->held.head == NULL;
     w->step = *result;
-    end_call(e, w, st);
+    end_own_call(e, lane, st, &answer);
+    if (!nobody_waits)
+        return;
+    pthread_mutex_unlock(&e->lock);
+    moe_train_cancel_job(e->config.training, lane->call.kind, lane->call.id);
+    pthread_mutex_lock(&e->lock);
 }
 
 void moe_engine__abandon_training(struct moe_engine *e, struct moe_lane *lane)
@@ -325,9 +443,7 @@ void moe_engine__abandon_training(struct moe_engine *e, struct moe_lane *lane)
     if (lane->changing)
         moe_train_torn(e->config.training);
     if (lane->train != NULL)
-        end_call(e, lane->train,
-                 moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
-                                 "the view ended while the call was running: ask again"));
+        end_call(e, lane->train, reforming());
     lane->train = NULL;
     lane->changing = false;
 }

@@ -40,8 +40,9 @@ struct moe_status moe_saved_create(const struct moe_backend *backend, struct moe
 void moe_saved_destroy(struct moe_saved *s);
 
 /* A record of `bytes` bytes that nobody finds yet, with one reference. Makes room by dropping old
- * ones that nobody holds, if that is enough; otherwise drops none. Errors: MOE_RESOURCE_EXHAUSTED/QUEUE_FULL (larger than the budget, or what others hold
- * leaves no room), MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY; nothing was taken then. */
+ * ones that nobody holds, if that is enough; otherwise drops none. Errors:
+ * MOE_RESOURCE_EXHAUSTED/QUEUE_FULL (larger than the budget, or what others hold leaves no room),
+ * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY; nothing was taken then. */
 struct moe_status moe_saved_reserve(struct moe_saved *s, size_t bytes, uint64_t now,
                                     struct moe_saved_record **out) MOE_CHECKED;
 /* From now on (session, id) finds it, in place of an older one. Takes over one reference. */

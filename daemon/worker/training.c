@@ -7,6 +7,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 
 /* ---------------------------------------------------------------------------- series */
 
@@ -94,6 +95,13 @@ static struct moe_status check_config(const struct moe_train_config *c)
     return moe_ok();
 }
 
+static struct moe_status choose_writer(uint64_t *writer)
+{
+    return getrandom(writer, sizeof *writer, 0) == (ssize_t)sizeof *writer
+               ? moe_ok()
+               : moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "no random numbers");
+}
+
 struct moe_status moe_train_create(const struct moe_train_config *config, struct moe_train **out)
 {
     MOE_TRY(check_config(config));
@@ -106,6 +114,7 @@ struct moe_status moe_train_create(const struct moe_train_config *config, struct
     t->frozen = config->trainer.frozen;
     t->weights_version = 1;
     struct moe_status st;
+    MOE_TRY_GOTO(st, choose_writer(&t->writer), fail);
     t->trainers = calloc(config->layer_count + 1, sizeof(struct moe_trainer *));
     MOE_TRY_GOTO(st,
                  t->trainers != NULL ? moe_ok()
@@ -135,6 +144,7 @@ void moe_train_destroy(struct moe_train *t)
 {
     if (t == NULL)
         return;
+    moe_train_end_jobs(t);
     if (t->trainers != NULL)
         moe_train__drop_trainers(t);
     free(t->trainers);
@@ -363,10 +373,36 @@ static struct moe_status check_new(const struct moe_train *t, const struct moe_t
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_PENDING,
                          "gradients of %u Backward calls wait for OptimizerStep or ZeroGrad",
                          t->backwards);
+    bool of_checkpoints =
+        c->kind == MOE_STEP_SAVE || c->kind == MOE_STEP_LOAD || c->kind == MOE_STEP_EXPORT;
+    if (of_checkpoints && t->job != NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SAVE_RUNNING,
+                         "a checkpoint is being written or loaded: one at a time");
     if (c->kind == MOE_STEP_SET_FROZEN && (t->config.trainer.frozen & ~c->frozen) != 0)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "what was frozen when the workers were started cannot learn");
     return moe_ok();
+}
+
+static struct moe_status id_reused(uint64_t id)
+{
+    return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED,
+                     "id %llu was used for something else", (unsigned long long)id);
+}
+
+/* [lock held] A call whose id is that of what is under way, and any poke; false for others. */
+static bool judge_job(const struct moe_train *t, const struct moe_train_call *c,
+                      struct moe_train_turn *turn)
+{
+    const struct moe_train_call *job = moe_train__job_call(t);
+    bool same = job != NULL && c->session[0] == '\0' && c->id == job->id;
+    if (same && memcmp(&c->content, &job->content, sizeof c->content) == 0)
+        turn->run = turn->joined = true;
+    else if (same && !c->poke)
+        turn->refusal = id_reused(c->id);
+    else if (c->poke)
+        turn->refusal = moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "it is not under way");
+    return same || c->poke;
 }
 
 /* [lock held] */
@@ -379,12 +415,11 @@ static void judge(const struct moe_train *t, const struct moe_train_call *c,
         turn->refusal = wrong_lineage(c->lineage, t->lineage);
         return;
     }
+    if (judge_job(t, c, turn))
+        return;
     switch (moe_ledger_look(t->ledger, c->session, c->id, &c->content, NULL)) {
     case MOE_LEDGER_REPEAT: turn->repeat = true; return;
-    case MOE_LEDGER_REUSED:
-        turn->refusal = moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED,
-                                  "id %llu was used for something else", (unsigned long long)c->id);
-        return;
+    case MOE_LEDGER_REUSED: turn->refusal = id_reused(c->id); return;
     case MOE_LEDGER_TOO_OLD:
         turn->refusal = moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_TOO_OLD,
                                   "id %llu is below one that is forgotten: it may have been used",
@@ -404,6 +439,16 @@ static struct moe_trainer *find_trainer(const struct moe_train *t, uint32_t laye
     return NULL;
 }
 
+/* A Save reads, and takes adapters away for a moment as it begins; a Load changes something when it
+ * ends. */
+static bool changes_state(const struct moe_train *t, const struct moe_train_call *call,
+                          const struct moe_train_turn *turn)
+{
+    if (call->kind == MOE_STEP_SAVE)
+        return !turn->joined && t->config.trainer.lora_rank > 0;
+    return call->kind != MOE_STEP_LOAD || turn->joined;
+}
+
 struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *ticket,
                                   const struct moe_train_call *call, struct moe_train_turn *turn,
                                   struct moe_trainer **trainer)
@@ -416,6 +461,7 @@ struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *
     }
     pthread_mutex_lock(&t->lock);
     judge(t, call, turn);
+    turn->changes = turn->run && changes_state(t, call, turn);
     pthread_mutex_unlock(&t->lock);
     return moe_ok();
 }
@@ -476,7 +522,7 @@ struct moe_status moe_train_run(struct moe_train *t, struct moe_session *session
     case MOE_STEP_OPTIMIZER: return step_optimizer(t, session, call, outcome, &turn->refusal);
     case MOE_STEP_ZERO_GRAD: return zero_gradients(t, outcome);
     case MOE_STEP_SET_FROZEN: return set_frozen(t, call->frozen);
-    default: return moe_train__run_phases(t, session, ticket, call, turn, outcome);
+    default: return moe_train__run_phases(t, session, call, turn, outcome);
     }
 }
 
@@ -517,9 +563,11 @@ static struct moe_status answer_repeat(struct moe_train *t, const struct moe_tra
 static void record(struct moe_train *t, const struct moe_ticket *ticket,
                    const struct moe_train_call *call, struct moe_ledger_outcome *outcome)
 {
-    outcome->lineage = t->lineage;
-    outcome->weights_version = t->weights_version;
-    outcome->steps = t->steps;
+    if (outcome->lineage == 0) { /* a Save speaks of the state that it copied */
+        outcome->lineage = t->lineage;
+        outcome->weights_version = t->weights_version;
+        outcome->steps = t->steps;
+    }
     const struct moe_ledger_call entry = {
         .id = call->id,
         .content = call->content,
@@ -567,7 +615,7 @@ struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ti
 {
     struct moe_status st = turn->refusal;
     *answer = (struct moe_train_answer){0};
-    if (turn->run && !moe_failed(&st)) {
+    if (turn->run && !turn->waits && !moe_failed(&st)) {
         st = end_run(t, ticket, call, turn, outcome, answer);
     } else if (turn->repeat) {
         if (t->metrics.repeats != NULL)
@@ -656,6 +704,7 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
     out->backwards = t->backwards;
     out->frozen = t->frozen;
     memcpy(out->checkpoint, t->checkpoint, sizeof out->checkpoint);
+    moe_train__read_job(t, out);
     pthread_mutex_unlock(&t->lock);
     out->saved_bytes = moe_saved_bytes(t->passes);
     out->saved_bytes_limit = moe_saved_budget(t->passes);

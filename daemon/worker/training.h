@@ -98,6 +98,7 @@ struct moe_train_call {
     char name[MOE_TRAINING_NAME_MAX + 1];
     uint32_t keep;
     bool merge;
+    bool poke; /* nobody waits: tells all slots to see how the Save or Load of this id stands */
 };
 
 /* Folds `bytes` of `data` into a content hash, 16 bytes wide; {0, 0} at first. It tells different
@@ -141,6 +142,10 @@ bool moe_train_knows(struct moe_train *t, const struct moe_train_call *call,
 struct moe_train_turn {
     bool run;                  /* the call is new and admissible */
     bool repeat;               /* it has been run */
+    bool waits;                /* with `run`: what it began goes on; a later turn settles it */
+    bool joined;               /* with `run`: an earlier turn has begun it */
+    bool settles;              /* with `run`: the calls that wait have this turn's end */
+    bool changes;              /* with `run`: cut short, it would leave the state torn */
     struct moe_status refusal; /* neither: why; or all slots have refused to run it, and nothing has
                                   happened */
     double aux_loss;           /* of the pass, set by the engine before the end */
@@ -164,6 +169,23 @@ struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ti
                                 const struct moe_train_turn *turn,
                                 const struct moe_ledger_outcome *outcome,
                                 struct moe_train_answer *answer) MOE_CHECKED;
+/* Save and Load are begun by their ticket and go on beside all that follows; a ticket that pokes
+ * comes when something may have changed, and one of these settles the call. What is under way is
+ * lost with its view (moe_train_give_up_job). */
+
+/* [any thread but those of jobs] Gives the call a ticket; false when there is no room for it at the
+ * moment. */
+typedef bool (*moe_train_poke_fn)(void *ctx, const struct moe_train_call *call);
+/* Before the first ticket. */
+void moe_train_set_poke(struct moe_train *t, moe_train_poke_fn poke, void *ctx);
+/* [any thread] Nobody waits for what is under way any more: it ends as soon as it can, unless that
+ * is how it ends anyway. Nothing when that is another call, or nothing is. */
+void moe_train_cancel_job(struct moe_train *t, enum moe_step_kind kind, uint64_t id);
+/* [engine's thread] The view is over. Does not wait. */
+void moe_train_give_up_job(struct moe_train *t);
+/* No ticket will come: waits for the thread of what was given up, and tidies. */
+void moe_train_end_jobs(struct moe_train *t);
+
 /* Turns that had begun will not end. */
 void moe_train_torn(struct moe_train *t);
 
@@ -180,6 +202,10 @@ struct moe_train_state {
         saved_bytes_limit;
     uint32_t backwards, frozen;
     char checkpoint[MOE_TRAINING_NAME_MAX + 1];
+    enum moe_step_kind job; /* MOE_STEP_SAVE or MOE_STEP_LOAD while one is under way; 0 = none */
+    char job_name[MOE_TRAINING_NAME_MAX + 1];
+    uint64_t job_bytes, job_bytes_total; /* of this slot's part: written or checked; total 0 = not
+                                            known */
 };
 void moe_train_read_state(struct moe_train *t, struct moe_train_state *out);
 const struct moe_train_config *moe_train_configured(const struct moe_train *t);

@@ -69,6 +69,7 @@ void moe_train_call_pack(const struct moe_train_call *c, uint8_t body[MOE_TRAINI
     b.name = (char *)(uintptr_t)c->name;
     b.keep = c->keep;
     b.merge = c->merge;
+    b.poke = c->poke;
     size_t size = moe__v1__training_body__get_packed_size(&b);
     MOE_INVARIANT(size <= MOE_TRAINING_BODY_MAX);
     *length = (uint32_t)moe__v1__training_body__pack(&b, body);
@@ -127,6 +128,7 @@ struct moe_status moe_train_call_read(const struct moe_ticket *ticket, struct mo
     out->frozen = b->frozen;
     out->keep = b->keep;
     out->merge = b->merge;
+    out->poke = b->poke;
     if (is_complete(out))
         return moe_ok();
 malformed:

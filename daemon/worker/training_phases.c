@@ -5,34 +5,13 @@
  * again, how it stands; nobody waits longer than one such exchange, however long the slowest slot
  * takes, so no wait budget runs out. When the last slot has ended, all know how each one did, and
  * go on to the next phase or give up together. */
-#include "worker/training_state.h"
-
-#include "base/log.h"
-#include "worker/checkpoint.h"
+#include "worker/training_phases.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-
-/* One Save, Load or Export on this slot. */
-struct work {
-    struct moe_train *train;
-    const struct moe_train_call *call;
-    struct moe_checkpoint_context context;
-    struct moe_checkpoint_state state;
-    uint64_t bytes; /* written by this slot */
-};
-
-typedef struct moe_status (*phase_fn)(struct work *);
-
-/* A phase as other slots see it. */
-struct report {
-    uint32_t running, code, reason, unused;
-    uint64_t bytes;
-    char text[200];
-};
 
 struct phase {
     struct work *work;
@@ -51,7 +30,7 @@ static void *run_phase(void *arg)
     return NULL;
 }
 
-static struct report report_of_status(const struct moe_status *st)
+struct report moe_train__report_of(const struct moe_status *st)
 {
     struct report r = {.code = (uint32_t)st->code, .reason = (uint32_t)st->reason};
     if (moe_failed(st))
@@ -64,14 +43,12 @@ static struct report report_of(struct phase *p)
     struct report r = {.running = !atomic_load(&p->over)};
     if (r.running)
         return r;
-    r = report_of_status(&p->status);
+    r = moe_train__report_of(&p->status);
     r.bytes = p->work->bytes;
     return r;
 }
 
-/* What the group as a whole makes of a finished phase: the failure of the lowest slot that failed,
- * so that all slots say the same. */
-static struct moe_status conclude(const struct report *all, uint64_t live, uint64_t *bytes)
+struct moe_status moe_train__conclude(const struct report *all, uint64_t live, uint64_t *bytes)
 {
     struct moe_status st = moe_ok();
     *bytes = 0;
@@ -103,7 +80,7 @@ static uint64_t with_reasons(const struct report *all, uint64_t live)
 struct moe_status moe_train__agree_on_refusal(struct moe_train *t, struct moe_session *session,
                                               struct moe_status why, struct moe_status *refusal)
 {
-    struct report all[MOE_MAX_SLOTS] = {0}, mine = report_of_status(&why);
+    struct report all[MOE_MAX_SLOTS] = {0}, mine = moe_train__report_of(&why);
     uint64_t unused;
     struct moe_status st = t->config.backend->session_exchange(session, &mine, all, sizeof mine);
     for (uint32_t s = 0; s < MOE_MAX_SLOTS && !moe_failed(&st); s++)
@@ -111,12 +88,12 @@ struct moe_status moe_train__agree_on_refusal(struct moe_train *t, struct moe_se
             return why; /* it has happened there */
     if (moe_failed(&st))
         return why;
-    *refusal = moe_error_context(conclude(all, with_reasons(all, t->live), &unused),
+    *refusal = moe_error_context(moe_train__conclude(all, with_reasons(all, t->live), &unused),
                                  "refused by all workers, nothing has changed");
     return moe_ok();
 }
 
-static bool any_running(const struct report *all, uint64_t live)
+bool moe_train__any_running(const struct report *all, uint64_t live)
 {
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         if ((live >> s & 1) != 0 && all[s].running != 0)
@@ -124,10 +101,8 @@ static bool any_running(const struct report *all, uint64_t live)
     return false;
 }
 
-/* Runs one phase on all slots. `*verdict`: how it went, the same everywhere; `*bytes`: over all
- * slots. A failure is the session's: nobody knows how the others did. */
-static struct moe_status together(struct work *w, struct moe_session *session, phase_fn run,
-                                  struct moe_status *verdict, uint64_t *bytes)
+struct moe_status moe_train__together(struct work *w, struct moe_session *session, phase_fn run,
+                                      struct moe_status *verdict, uint64_t *bytes)
 {
     const struct moe_backend *backend = w->train->config.backend;
     struct report all[MOE_MAX_SLOTS];
@@ -143,20 +118,20 @@ static struct moe_status together(struct work *w, struct moe_session *session, p
         struct report mine = report_of(&p);
         memset(all, 0, sizeof all);
         st = backend->session_exchange(session, &mine, all, sizeof mine);
-    } while (!moe_failed(&st) && any_running(all, w->context.live));
+    } while (!moe_failed(&st) && moe_train__any_running(all, w->context.live));
     if (threaded)
         (void)pthread_join(thread, NULL);
     if (!moe_failed(&st))
-        *verdict = conclude(all, w->context.live, bytes);
+        *verdict = moe_train__conclude(all, w->context.live, bytes);
     return st;
 }
 
-static bool is_lowest(const struct work *w)
+bool moe_train__is_lowest(const struct work *w)
 {
     return w->context.slot == (uint32_t)__builtin_ctzll(w->context.live);
 }
 
-static struct moe_checkpoint_context context_of(const struct moe_train *t)
+struct moe_checkpoint_context moe_train__context_of(const struct moe_train *t)
 {
     return (struct moe_checkpoint_context){
         .root = t->config.directory,
@@ -170,6 +145,7 @@ static struct moe_checkpoint_context context_of(const struct moe_train *t)
         .slots = t->slots,
         .live = t->live,
         .config = &t->config.trainer,
+        .writer = t->writer,
     };
 }
 
@@ -177,7 +153,16 @@ static struct moe_checkpoint_context context_of(const struct moe_train *t)
 
 static struct moe_status save_begin(struct work *w)
 {
-    return is_lowest(w) ? moe_checkpoint_save_begin(&w->context, w->call->name) : moe_ok();
+    if (!moe_train__is_lowest(w))
+        return moe_ok();
+    w->state.save[0] = w->call->id;
+    memcpy(&w->state.save[1], w->call->content.said, sizeof w->call->content.said);
+    memcpy(&w->state.save[3], w->call->content.rest, sizeof w->call->content.rest);
+    MOE_TRY(moe_checkpoint_save_begin(&w->context, w->call->name, &w->state, &w->found));
+    if (!w->found || w->context.copy != NULL)
+        return moe_ok();
+    return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_CHECKPOINT_EXISTS,
+                     "checkpoint %s is complete, but was not recorded", w->call->name);
 }
 
 static struct moe_status save_write(struct work *w)
@@ -186,10 +171,13 @@ static struct moe_status save_write(struct work *w)
 }
 
 /* The checkpoint remembers its own Save, so that a repeat after a restart from it is one. */
-static struct moe_status pack_records(struct work *w, struct moe_ledger_outcome outcome)
+struct moe_status moe_train__pack_records(struct work *w)
 {
     struct moe_train *t = w->train;
+    struct moe_ledger_outcome outcome = {0};
     struct moe_ledger *copy;
+    if (!moe_train__is_lowest(w))
+        return moe_ok();
     outcome.lineage = t->lineage;
     outcome.weights_version = t->weights_version;
     outcome.steps = t->steps;
@@ -213,35 +201,37 @@ static struct moe_status pack_records(struct work *w, struct moe_ledger_outcome 
 static struct moe_status save_commit(struct work *w)
 {
     w->bytes = 0; /* counted */
-    if (!is_lowest(w))
-        return moe_ok();
-    MOE_TRY(pack_records(w, (struct moe_ledger_outcome){0}));
-    return moe_checkpoint_save_commit(&w->context, w->call->name, &w->state, w->call->keep);
+    return !moe_train__is_lowest(w)
+               ? moe_ok()
+               : moe_checkpoint_save_commit(&w->context, w->call->name, &w->state, w->call->keep);
 }
 
-static struct moe_status run_save(struct work *w, struct moe_session *session,
-                                  struct moe_status *verdict, uint64_t *bytes)
+const phase_fn moe_train__save_phases[SAVE_PHASES] = {save_begin, save_write, save_commit};
+
+void moe_train__note_checkpoint(struct moe_train *t, const char *name)
 {
-    static const phase_fn phases[] = {save_begin, save_write, save_commit};
+    memset(t->checkpoint, 0, sizeof t->checkpoint);
+    strncpy(t->checkpoint, name, MOE_TRAINING_NAME_MAX);
+}
+
+struct moe_status moe_train__run_save(struct work *w, struct moe_session *session,
+                                      struct moe_status *verdict, uint64_t *bytes)
+{
     uint64_t more;
-    w->state = (struct moe_checkpoint_state){.lineage = w->train->lineage,
-                                             .weights_version = w->train->weights_version,
-                                             .steps = w->train->steps,
-                                             .frozen = w->train->frozen};
     *bytes = 0;
     struct moe_status st = moe_ok();
     size_t done = 0;
-    for (; done < 3; done++) {
-        st = together(w, session, phases[done], verdict, &more);
+    for (; done < SAVE_PHASES; done++) {
+        st = moe_train__together(w, session, moe_train__save_phases[done], verdict, &more);
         if (moe_failed(&st) || moe_failed(verdict))
             break;
         *bytes += more;
     }
-    if (done > 0 && done < 3 && is_lowest(w)) /* what begin refused is not ours */
+    if (done > 0 && done < SAVE_PHASES && moe_train__is_lowest(w)) /* else begin's is not ours */
         moe_checkpoint_save_abandon(&w->context, w->call->name);
-    if (done == 3) {
+    if (done == SAVE_PHASES) {
         pthread_mutex_lock(&w->train->lock);
-        memcpy(w->train->checkpoint, w->call->name, sizeof w->train->checkpoint);
+        moe_train__note_checkpoint(w->train, w->call->name);
         pthread_mutex_unlock(&w->train->lock);
     }
     return st;
@@ -249,7 +239,7 @@ static struct moe_status run_save(struct work *w, struct moe_session *session,
 
 /* ------------------------------------------------------------------------------ Load */
 
-static struct moe_status load_read(struct work *w)
+struct moe_status moe_train__load_read(struct work *w)
 {
     return moe_checkpoint_load_read(&w->context, w->call->name, &w->state);
 }
@@ -273,32 +263,14 @@ static struct moe_status take_tensors(struct moe_train *t,
     return st;
 }
 
-static struct moe_status load_take(struct work *w)
+struct moe_status moe_train__load_take(struct work *w)
 {
     return take_tensors(w->train, &w->context, w->call->name, &w->state);
 }
 
-static struct moe_status run_load(struct work *w, struct moe_session *session,
-                                  struct moe_status *verdict)
-{
-    struct moe_train *t = w->train;
-    uint64_t bytes;
-    MOE_TRY(together(w, session, load_read, verdict, &bytes));
-    if (moe_failed(verdict))
-        return moe_ok();
-    MOE_TRY(together(w, session, load_take, verdict, &bytes));
-    if (moe_failed(verdict)) /* some slot has half of it: the view ends, the state is torn */
-        return *verdict;
-    pthread_mutex_lock(&t->lock);
-    moe_train__begin_lineage(t, t->lineage + 1, t->weights_version + 1);
-    memcpy(t->checkpoint, w->call->name, sizeof t->checkpoint);
-    pthread_mutex_unlock(&t->lock);
-    return moe_ok();
-}
-
 struct moe_status moe_train__load_checkpoint(struct moe_train *t)
 {
-    const struct moe_checkpoint_context context = context_of(t);
+    const struct moe_checkpoint_context context = moe_train__context_of(t);
     struct moe_checkpoint_state state = {0};
     struct moe_status st = t->config.directory != NULL
                                ? moe_checkpoint_load_read(&context, t->checkpoint, &state)
@@ -314,7 +286,8 @@ struct moe_status moe_train__load_checkpoint(struct moe_train *t)
 
 static struct moe_status export_begin(struct work *w)
 {
-    return is_lowest(w) ? moe_checkpoint_export_begin(&w->context, w->call->name) : moe_ok();
+    return moe_train__is_lowest(w) ? moe_checkpoint_export_begin(&w->context, w->call->name)
+                                   : moe_ok();
 }
 
 static struct moe_status export_write(struct work *w)
@@ -325,7 +298,8 @@ static struct moe_status export_write(struct work *w)
 static struct moe_status export_commit(struct work *w)
 {
     w->bytes = 0;
-    return is_lowest(w) ? moe_checkpoint_export_commit(&w->context, w->call->name) : moe_ok();
+    return moe_train__is_lowest(w) ? moe_checkpoint_export_commit(&w->context, w->call->name)
+                                   : moe_ok();
 }
 
 static struct moe_status run_export(struct work *w, struct moe_session *session,
@@ -337,12 +311,12 @@ static struct moe_status run_export(struct work *w, struct moe_session *session,
     struct moe_status st = moe_ok();
     size_t done = 0;
     for (; done < 3; done++) {
-        st = together(w, session, phases[done], verdict, &more);
+        st = moe_train__together(w, session, phases[done], verdict, &more);
         if (moe_failed(&st) || moe_failed(verdict))
             break;
         *bytes += more;
     }
-    if (done > 0 && done < 3 && is_lowest(w))
+    if (done > 0 && done < 3 && moe_train__is_lowest(w))
         moe_checkpoint_export_abandon(&w->context, w->call->name);
     return st;
 }
@@ -363,7 +337,7 @@ static struct moe_status run_merge(struct work *w, struct moe_session *session,
                                    struct moe_status *verdict)
 {
     uint64_t bytes;
-    MOE_TRY(together(w, session, merge_adapters, verdict, &bytes));
+    MOE_TRY(moe_train__together(w, session, merge_adapters, verdict, &bytes));
     if (moe_failed(verdict))
         return *verdict;
     pthread_mutex_lock(&w->train->lock);
@@ -386,25 +360,16 @@ static struct moe_status check_call(const struct moe_train *t, const struct moe_
 }
 
 struct moe_status moe_train__run_phases(struct moe_train *t, struct moe_session *session,
-                                        const struct moe_ticket *ticket,
                                         const struct moe_train_call *call,
                                         struct moe_train_turn *turn,
                                         struct moe_ledger_outcome *outcome)
 {
-    struct work w = {.train = t, .call = call, .context = context_of(t)};
-    struct moe_status st = moe_ok();
-    (void)ticket;
+    struct work w = {.train = t, .call = call, .context = moe_train__context_of(t)};
     turn->refusal = check_call(t, call);
     if (moe_failed(&turn->refusal))
-        return st;
-    if (call->kind == MOE_STEP_SAVE)
-        st = run_save(&w, session, &turn->refusal, &outcome->bytes);
-    else if (call->kind == MOE_STEP_LOAD)
-        st = run_load(&w, session, &turn->refusal);
-    else if (call->merge)
-        st = run_merge(&w, session, &turn->refusal);
-    else
-        st = run_export(&w, session, &turn->refusal, &outcome->bytes);
-    moe_checkpoint_state_free(&w.state);
-    return st;
+        return moe_ok();
+    if (call->kind != MOE_STEP_EXPORT)
+        return moe_train__run_job(t, session, call, turn, outcome);
+    return call->merge ? run_merge(&w, session, &turn->refusal)
+                       : run_export(&w, session, &turn->refusal, &outcome->bytes);
 }

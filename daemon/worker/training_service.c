@@ -580,7 +580,7 @@ static void export_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void
 
 static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    static char gate[] = "gate", up[] = "up", down[] = "down";
+    static char gate[] = "gate", up[] = "up", down[] = "down", none[] = "";
     char *all[] = {gate, up, down}, *targets[3];
     struct moe_training_service *s = ctx;
     const struct moe_trainer_config *c = &moe_train_configured(s->config.training)->trainer;
@@ -606,6 +606,10 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
             targets[a.n_lora_targets++] = all[i];
     a.checkpoint = state.checkpoint;
     a.state_bytes = state.state_bytes;
+    a.saving = state.job == MOE_STEP_SAVE ? state.job_name : none;
+    a.loading = state.job == MOE_STEP_LOAD ? state.job_name : none;
+    a.progress_bytes = state.job_bytes;
+    a.progress_bytes_total = state.job_bytes_total;
     a.saved_bytes = state.saved_bytes;
     a.saved_bytes_limit = state.saved_bytes_limit;
     reply(rpc, &a.base);

@@ -28,6 +28,13 @@ struct moe_train {
     uint32_t slot, slots;
     uint64_t live;
     uint64_t state_bytes;
+    struct moe_train_job *job; /* the Save or Load that is under way; NULL = none. Changes on the
+                                  engine's thread */
+    struct moe_train_job *old; /* one that was given up, and may still have a thread */
+
+    uint64_t writer; /* random; of this process */
+    moe_train_poke_fn poke;
+    void *poke_ctx;
 
     /* Between attach and detach. */
     struct moe_layer *const *layers;
@@ -54,9 +61,17 @@ struct moe_status moe_train__agree_on_refusal(struct moe_train *t, struct moe_se
 
 /* Save, Load and Export (training_phases.c); as moe_train_run. */
 struct moe_status moe_train__run_phases(struct moe_train *t, struct moe_session *session,
-                                        const struct moe_ticket *ticket,
                                         const struct moe_train_call *call,
                                         struct moe_train_turn *turn,
                                         struct moe_ledger_outcome *outcome) MOE_CHECKED;
+
+/* A Save or Load (training_job.c). As moe_train_run. */
+struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *session,
+                                     const struct moe_train_call *call, struct moe_train_turn *turn,
+                                     struct moe_ledger_outcome *outcome) MOE_CHECKED;
+/* [lock held] Name and kind of what is under way, how far it is; zeros where nothing is. */
+void moe_train__read_job(const struct moe_train *t, struct moe_train_state *out);
+/* [lock held] What is under way, or NULL. */
+const struct moe_train_call *moe_train__job_call(const struct moe_train *t);
 
 #endif

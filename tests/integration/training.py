@@ -22,12 +22,13 @@ COORDINATOR = os.path.join(BUILD, "daemon", "coordinator", "moe-coordinator")
 F32 = 1
 
 
-def start(program, *arguments):
-    """A daemon and the address that it listens on."""
+def start(program, *arguments, environment=None):
+    """A daemon and the address that it listens on; `environment` is beside ours."""
     reader, writer = os.pipe()
     process = subprocess.Popen([program, "--ready-fd", str(writer), "--log-level",
                                 os.environ.get("MOE_TEST_LOG", "error"), *arguments],
-                               pass_fds=[writer], start_new_session=True)
+                               pass_fds=[writer], start_new_session=True,
+                               env={**os.environ, **(environment or {})})
     os.close(writer)
     with os.fdopen(reader) as pipe:
         address = pipe.readline().strip()
@@ -42,10 +43,10 @@ class TrainingGroup:
     """`workers` workers in their seats, each on a device of its own; extra arguments are the
     workers'."""
 
-    def __init__(self, family, workers, *extra, lease_ms=1000):
+    def __init__(self, family, workers, *extra, lease_ms=1000, environment=None):
         if workers > DEVICES:
             raise unittest.SkipTest("%d workers need as many devices" % workers)
-        self.family, self.extra = family, extra
+        self.family, self.extra, self.environment = family, extra, environment
         self.state = tempfile.mkdtemp(prefix="moed-train-")
         self.coordinator, self.address = start(
             COORDINATOR, "--listen", "127.0.0.1:0", "--workers", str(workers), "--state-dir",
@@ -60,7 +61,8 @@ class TrainingGroup:
         self.workers[slot], self.endpoints[slot] = start(
             WORKER, "--model", model_directory(self.family), "--coordinator", self.address,
             "--backend", BACKEND, "--threads", "1", "--device", str(slot),
-            "--worker-id", "w%d" % slot, "--slot", str(slot), *self.extra, *extra)
+            "--worker-id", "w%d" % slot, "--slot", str(slot), *self.extra, *extra,
+            environment=self.environment)
 
     def kill_worker(self, slot):
         self.workers[slot].kill()

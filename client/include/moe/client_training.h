@@ -148,10 +148,12 @@ struct moe_client_checkpoint {
     uint64_t answered_lineage; /* load: the new one */
     uint64_t bytes;            /* save, export: written by all workers */
 };
-/* GRADIENTS_PENDING between a Backward and the next step; CHECKPOINT_EXISTS. */
+/* GRADIENTS_PENDING between a Backward and the next step; CHECKPOINT_EXISTS; SAVE_RUNNING while a
+ * checkpoint is written or loaded. Written while everything else goes on, and called off when
+ * timeout_ms is over. */
 struct moe_status moe_client_save_checkpoint(struct moe_client *c,
                                              struct moe_client_checkpoint *s) MOE_CHECKED;
-/* CHECKPOINT_NOT_FOUND. */
+/* CHECKPOINT_NOT_FOUND, SAVE_RUNNING. Called off when timeout_ms is over. */
 struct moe_status moe_client_load_checkpoint(struct moe_client *c,
                                              struct moe_client_checkpoint *s) MOE_CHECKED;
 /* Adapters, as PEFT reads them; with name NULL they are merged into the weights instead, and new

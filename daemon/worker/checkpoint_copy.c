@@ -1,0 +1,141 @@
+/* What a slot is going to write, copied to host memory between two steps: one block, and a list of
+ * what lies where, ordered by what it is. */
+#include "worker/checkpoint_internal.h"
+
+#include "base/size.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct moe_checkpoint_copy {
+    struct moe_ckpt_tensors tensors; /* ascending by layer, key, base */
+    size_t *at;                      /* [tensors.count] first float of each in `values` */
+    float *values;
+    uint64_t bytes; /* that are read of it in a Save */
+};
+
+static int compare(const void *a, const void *b)
+{
+    const struct moe_ckpt_tensor *x = a, *y = b;
+    const uint64_t p[] = {x->layer,    x->key.weight, x->key.expert,
+                          x->key.part, x->key.tensor, x->base},
+                   q[] = {y->layer,    y->key.weight, y->key.expert,
+                          y->key.part, y->key.tensor, y->base};
+    for (size_t i = 0; i < sizeof p / sizeof *p; i++)
+        if (p[i] != q[i])
+            return p[i] < q[i] ? -1 : 1;
+    return 0;
+}
+
+static size_t bytes_of(const struct moe_ckpt_tensor *t)
+{
+    return (size_t)(t->rows * t->columns * sizeof(float));
+}
+
+/* A value is read twice where it is part of the state: for that, and for the model's file. */
+static uint64_t bytes_to_read(const struct moe_checkpoint_context *c,
+                              const struct moe_ckpt_tensor *t)
+{
+    bool in_model = t->key.part == MOE_PART_WEIGHT && t->key.tensor == MOE_TRAIN_VALUE && !t->base;
+    bool in_state = !in_model || moe_ckpt__has_master(c, t->layer, t->key.weight);
+    return bytes_of(t) * ((uint64_t)in_model + in_state);
+}
+
+/* Places for all of them; `*floats` in all. */
+static struct moe_status lay_out(const struct moe_checkpoint_context *c,
+                                 struct moe_checkpoint_copy *copy, size_t *floats)
+{
+    *floats = 0;
+    copy->at = calloc(copy->tensors.count + 1, sizeof *copy->at);
+    if (copy->at == NULL)
+        return moe_ckpt__no_memory();
+    for (size_t i = 0; i < copy->tensors.count; i++) {
+        const struct moe_ckpt_tensor *t = &copy->tensors.list[i];
+        size_t n;
+        copy->at[i] = *floats;
+        if (!moe_size_mul((size_t)t->rows, (size_t)t->columns, &n) ||
+            !moe_size_add(*floats, n, floats) || *floats > SIZE_MAX / sizeof(float))
+            return moe_ckpt__no_memory();
+        copy->bytes += bytes_to_read(c, t);
+    }
+    return moe_ok();
+}
+
+/* Memory that the host can give without swapping, as the kernel estimates it. */
+static uint64_t host_available_bytes(void)
+{
+    uint64_t kib = UINT64_MAX / 1024;
+    char line[128];
+    FILE *file = fopen("/proc/meminfo", "re");
+    if (file == NULL)
+        return UINT64_MAX;
+    while (fgets(line, sizeof line, file) != NULL)
+        if (sscanf(line, "MemAvailable: %" SCNu64, &kib) == 1)
+            break;
+    (void)fclose(file);
+    return kib < UINT64_MAX / 1024 ? kib * 1024 : UINT64_MAX;
+}
+
+/* Taking what is not there would end in the system killing somebody. */
+static struct moe_status take_room(struct moe_checkpoint_copy *copy, size_t floats)
+{
+    uint64_t bytes = (uint64_t)floats * sizeof(float);
+    copy->values = bytes < host_available_bytes() ? malloc((size_t)bytes + 1) : NULL;
+    if (copy->values != NULL)
+        return moe_ok();
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                     "no room on the host for a copy of %llu MiB",
+                     (unsigned long long)(bytes >> 20));
+}
+
+struct moe_status moe_checkpoint_copy_take(const struct moe_checkpoint_context *c,
+                                           struct moe_checkpoint_copy **out)
+{
+    struct moe_status st;
+    size_t floats;
+    struct moe_checkpoint_copy *copy = calloc(1, sizeof *copy);
+    if (copy == NULL)
+        return moe_ckpt__no_memory();
+    MOE_TRY_GOTO(st, moe_ckpt__list_copied(c, &copy->tensors), fail);
+    qsort(copy->tensors.list, copy->tensors.count, sizeof *copy->tensors.list, compare);
+    MOE_TRY_GOTO(st, lay_out(c, copy, &floats), fail);
+    MOE_TRY_GOTO(st, take_room(copy, floats), fail);
+    for (size_t i = 0; i < copy->tensors.count; i++) {
+        const struct moe_ckpt_tensor *t = &copy->tensors.list[i];
+        MOE_TRY_GOTO(st, moe_ckpt__read(c, t, copy->values + copy->at[i], bytes_of(t)), fail);
+    }
+    *out = copy;
+    return moe_ok();
+fail:
+    moe_checkpoint_copy_free(copy);
+    return st;
+}
+
+void moe_checkpoint_copy_free(struct moe_checkpoint_copy *copy)
+{
+    if (copy == NULL)
+        return;
+    moe_ckpt__list_free(&copy->tensors);
+    free(copy->at);
+    free(copy->values);
+    free(copy);
+}
+
+uint64_t moe_checkpoint_copy_bytes(const struct moe_checkpoint_copy *copy)
+{
+    return copy->bytes;
+}
+
+const float *moe_ckpt__copied(const struct moe_checkpoint_copy *copy,
+                              const struct moe_ckpt_tensor *t, size_t bytes)
+{
+    struct moe_ckpt_tensor wanted = *t;
+    wanted.key.expert = moe_weight_is_expert(t->key.weight) ? t->key.expert : 0;
+    const struct moe_ckpt_tensor *found = bsearch(&wanted, copy->tensors.list, copy->tensors.count,
+                                                  sizeof *copy->tensors.list, compare);
+    if (found == NULL || bytes_of(found) != bytes)
+        return NULL;
+    return copy->values + copy->at[found - copy->tensors.list];
+}

@@ -1,0 +1,25 @@
+/* Preloaded into a worker: a file system that does not finish. fsync does not return while the file
+ * that MOE_TEST_GATE names exists, of everything, or, where MOE_TEST_GATE_OF names a directory, of
+ * that one alone. So a test holds a checkpoint where it wants it, for as long as it likes. */
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static int is_gated(int fd)
+{
+    struct stat this, gated;
+    const char *of = getenv("MOE_TEST_GATE_OF");
+    if (of == NULL)
+        return 1;
+    return fstat(fd, &this) == 0 && stat(of, &gated) == 0 && this.st_dev == gated.st_dev &&
+           this.st_ino == gated.st_ino;
+}
+
+int fsync(int fd)
+{
+    const char *gate = getenv("MOE_TEST_GATE");
+    while (gate != NULL && is_gated(fd) && access(gate, F_OK) == 0)
+        (void)usleep(5000);
+    return (int)syscall(SYS_fsync, fd);
+}

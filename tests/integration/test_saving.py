@@ -1,0 +1,255 @@
+"""Checkpoints on a file system that does not finish: what goes on beside a Save or Load, what is
+called off, and what a Save that nobody recorded leaves. Nothing here is timed: the disk waits for
+the test (gated_fsync.c)."""
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import unittest
+
+import grpc
+
+from group import BUILD, main
+import training as daemons
+from training import Trainer, golden_gradients, refusal, training_group
+import wire
+from wire import training
+
+FAMILY = "deepseek_v3"
+LORA = ("--lora-rank", "4", "--lora-alpha", "8", "--lora-targets", "gate,up,down")
+
+
+class Client(Trainer):
+    def __init__(self, g, slot=0):
+        Trainer.__init__(self, g.endpoints[slot])
+        self.layer, self.x, self.dy = next(
+            (layer, x, dy) for layer, tokens, x, dy, _ in golden_gradients(FAMILY) if tokens == 37)
+
+    def ask(self):
+        return self.forward(self.layer, self.x).y_data
+
+    def train(self, number):
+        """A micro batch and a step; what can be seen of them."""
+        routing = self.forward(self.layer, self.x)
+        back = self.backward(self.layer, self.dy * number, self.x, routing, batch=number)
+        step = self.optimizer_step(step=10 * number, expected_backwards=1)
+        return [routing.y_data, back.dx, step.grad_norm, step.steps, self.ask()]
+
+    def save(self, name, step, timeout=60):
+        return wire.train(self.channel, "SaveCheckpoint", training.SaveCheckpointRequest(
+            step_id=step, name=name), timeout)
+
+    def load(self, name, step):
+        return self.call("LoadCheckpoint", training.LoadCheckpointRequest(step_id=step, name=name))
+
+
+class Background:
+    """A call on a thread of its own."""
+
+    def __init__(self, call, *arguments, **fields):
+        self.answer = self.error = None
+        self.thread = threading.Thread(target=self.run, args=(call, arguments, fields))
+        self.thread.start()
+
+    def run(self, call, arguments, fields):
+        try:
+            self.answer = call(*arguments, **fields)
+        except grpc.RpcError as error:
+            self.error = error
+
+    def result(self):
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
+        return self.answer
+
+
+def until(what, seconds=60):
+    end = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > end:
+            raise AssertionError("it does not come about")
+        time.sleep(0.01)
+
+
+class Saving(unittest.TestCase):
+    def setUp(self):
+        self.root = tempfile.mkdtemp(prefix="moed-saving-")
+        self.gate = self.root + ".gate"
+        self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
+        self.addCleanup(self.open_gate)
+
+    def close_gate(self):
+        open(self.gate, "w").close()
+
+    def open_gate(self):
+        if os.path.exists(self.gate):
+            os.remove(self.gate)
+
+    def group(self, workers, *extra, of=None):
+        environment = {"LD_PRELOAD": os.path.join(BUILD, "tests", "integration", "libgated_fsync.so"),
+                       "MOE_TEST_GATE": self.gate,
+                       "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") +
+                       ":verify_asan_link_order=0"}
+        if of is not None:
+            environment["MOE_TEST_GATE_OF"] = of
+        return training_group(FAMILY, workers, "--training-dir", self.root, *extra,
+                              environment=environment)
+
+    def saving(self, g):
+        """What the workers are saving."""
+        names = set()
+        for slot in range(len(g.workers)):
+            client = Client(g, slot)
+            names.add(client.state().saving)
+            client.close()
+        return names
+
+    def names(self):
+        return sorted(os.listdir(self.root))
+
+    # ---------------------------------------------------------------------- beside a Save
+
+    def everything_goes_on(self, workers, *extra):
+        with self.group(workers, *extra) as g:
+            client, other = Client(g), Client(g, workers - 1)
+            client.train(1)
+            before = client.state()
+            self.close_gate()
+            save = Background(Client(g).save, "slow", 15)
+            until(lambda: self.saving(g) == {"slow"})
+            for _ in range(50):
+                client.ask()
+                other.ask()
+            undisturbed = client.train(2)
+            # One at a time; the same again waits with the first.
+            for answer in (refusal(other.save, "more", 16), refusal(client.load, "slow", 17)):
+                self.assertEqual(answer[0], ("FAILED_PRECONDITION", "SAVE_RUNNING"))
+            self.assertEqual(refusal(other.save, "more", 15)[0], ("ALREADY_EXISTS", "ID_REUSED"))
+            self.assertEqual(refusal(other.optimizer_step, step=15)[0],
+                             ("ALREADY_EXISTS", "ID_REUSED"))
+            again = Background(Client(g, workers - 1).save, "slow", 15)
+            self.assertEqual(self.saving(g), {"slow"})
+            self.assertEqual((client.state().steps, client.state().checkpoint), (2, ""))
+            self.assertNotIn("slow", self.names())
+            self.open_gate()
+            saved = save.result()
+            self.assertEqual(again.result().weights_version, saved.weights_version)
+            # It is the state of the moment in which it was asked for.
+            self.assertEqual(saved.weights_version, before.weights_version)
+            self.assertEqual((self.saving(g), client.state().checkpoint), ({""}, "slow"))
+            self.assertEqual(self.names(), ["slow"])
+            self.assertTrue(client.save("slow", 15).repeated)
+            client.load("slow", 30)
+            self.assertEqual(client.state().steps, before.steps)
+            self.assertEqual(client.train(2), undisturbed)
+        shutil.rmtree(os.path.join(self.root, "slow"))
+
+    def test_forward_and_training_go_on_while_a_checkpoint_is_written(self):
+        for workers in (1, 2, 4):
+            self.everything_goes_on(workers)
+
+    def test_the_same_with_adapters(self):
+        self.everything_goes_on(2, *LORA)
+
+    # ------------------------------------------------------------------------ called off
+
+    def test_a_save_that_nobody_waits_for_is_called_off(self):
+        with self.group(2) as g:
+            client = Client(g, 1)
+            client.train(1)
+            self.close_gate()
+            with self.assertRaises(grpc.RpcError) as caught:
+                client.save("late", 15, timeout=1)
+            self.assertEqual(caught.exception.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
+            self.open_gate()
+            until(lambda: self.saving(g) == {""})
+            self.assertEqual((self.names(), client.state().checkpoint), ([], ""))
+            client.train(2)
+            self.assertFalse(client.save("late", 15).repeated)
+            self.assertEqual(self.names(), ["late"])
+
+    def test_while_somebody_waits_it_goes_on(self):
+        with self.group(2) as g:
+            self.close_gate()
+            first = Background(Client(g).save, "both", 15, timeout=2)
+            until(lambda: self.saving(g) == {"both"})
+            second = Background(Client(g).save, "both", 15)
+            first.thread.join()
+            self.assertEqual(first.error.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
+            self.open_gate()
+            self.assertTrue(second.result().repeated)
+            self.assertEqual(self.names(), ["both"])
+
+    def test_a_group_that_is_stopped_while_it_saves_leaves_nothing(self):
+        with self.group(2, "--drain-ms", "300") as g:
+            self.close_gate()
+            save = Background(Client(g).save, "cut", 15)
+            until(lambda: self.saving(g) == {"cut"})
+            for worker in g.workers:
+                worker.terminate()
+            save.thread.join()
+            self.assertEqual(save.error.code(), grpc.StatusCode.UNAVAILABLE)
+            self.open_gate()
+            for worker in g.workers:
+                worker.wait(timeout=60)
+        self.assertEqual(self.names(), [])
+
+    # ---------------------------------------------------------------------- nobody recorded
+
+    def test_a_save_whose_view_ends_after_its_last_write_is_found_when_it_is_asked_again(self):
+        """Slot 1 stops for longer than a step waits, between the rename and the record."""
+        with self.group(2, "--wait-budget-ms", "500", of=self.root) as g:
+            client = Client(g)
+            client.train(1)
+            epoch, before = g.info().epoch, client.state()
+            self.close_gate()
+            save = Background(Client(g).save, "found", 15)
+            until(lambda: "found" in self.names())
+            g.workers[1].send_signal(signal.SIGSTOP)
+            try:
+                Background(client.ask)
+                save.thread.join()
+                self.assertEqual((save.error.code(), wire.error_reason(save.error)[0]),
+                                 (grpc.StatusCode.UNAVAILABLE, "REFORMING"))
+            finally:
+                g.workers[1].send_signal(signal.SIGCONT)
+            g.wait_serving(epoch)
+            self.assertEqual((client.state().lineage, client.state().checkpoint),
+                             (before.lineage, ""))
+            self.assertEqual(refusal(client.save, "other", 16)[0],
+                             ("FAILED_PRECONDITION", "SAVE_RUNNING"))  # its thread is not back yet
+            self.open_gate()
+            client.train(2)
+            until(lambda: self.saved(client))
+            state = client.state()
+            self.assertEqual((state.checkpoint, state.steps), ("found", 2))
+            self.assertTrue(client.save("found", 15).repeated)
+            # Another Save is not taken for it.
+            self.assertEqual(refusal(client.save, "found", 40)[0],
+                             ("ALREADY_EXISTS", "CHECKPOINT_EXISTS"))
+            client.load("found", 41)
+            self.assertEqual(client.state().steps, 1)
+
+    def saved(self, client):
+        try:
+            self.assertEqual(client.save("found", 15).weights_version, 2)
+            return True
+        except grpc.RpcError as error:
+            self.assertEqual(wire.error_reason(error)[0], "SAVE_RUNNING")
+            return False
+
+    def test_what_a_crash_left_goes_with_the_next_save_of_any_name(self):
+        os.mkdir(os.path.join(self.root, ".old.saving"))
+        os.mkdir(os.path.join(self.root, ".older.removed"))
+        os.mkdir(os.path.join(self.root, ".notes"))
+        with self.group(1) as g:
+            Client(g).save("new", 1)
+        self.assertEqual(self.names(), [".notes", "new"])
+
+
+if __name__ == "__main__":
+    main()
