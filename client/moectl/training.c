@@ -12,7 +12,10 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { STEP_ID_TRIES = 8 }; /* trainers may take the id that was free a moment ago */
+enum {
+    NAME_BYTES = 64,
+    STEP_ID_TRIES = 8
+}; /* trainers may take the id that was free a moment ago */
 
 struct training {
     struct moectl_common common;
@@ -60,6 +63,10 @@ static void print_table(const Moe__V1__GetTrainStateResponse *s)
         printf("%s     %s: %.1f of %.1f MiB of this worker\n", saving ? "saving " : "loading",
                saving ? s->saving : s->loading, (double)s->progress_bytes / (1024.0 * 1024.0),
                (double)s->progress_bytes_total / (1024.0 * 1024.0));
+    if (s->problem[0] != '\0')
+        printf("problem     %s\n            the group does not form: training recover NAME, or "
+               "recover-model\n",
+               s->problem);
     printf("memory      %.1f MiB of state, %.1f of %.1f MiB of saved passes\n",
            (double)s->state_bytes / (1024.0 * 1024.0), (double)s->saved_bytes / (1024.0 * 1024.0),
            (double)s->saved_bytes_limit / (1024.0 * 1024.0));
@@ -111,6 +118,40 @@ static int show(const struct moectl_common *common)
     int code = print_state(common, (const Moe__V1__GetTrainStateResponse *)(const void *)state);
     protobuf_c_message_free_unpacked(state, NULL);
     return code;
+}
+
+/* -------------------------------------------------------------------------- recovery */
+
+static const char recover_action[] = "recover", recover_model_action[] = "recover-model";
+
+/* Tells a worker whose group does not form where to go back to; `name` NULL: the model as loaded.
+ */
+static int recover(const struct moectl_common *common, const char *name)
+{
+    char endpoint[MOECTL_ENDPOINT_MAX], buffer[NAME_BYTES + 1] = "";
+    struct moectl_link *link = NULL;
+    ProtobufCMessage *answer = NULL;
+    Moe__V1__RecoverTrainingRequest request = MOE__V1__RECOVER_TRAINING_REQUEST__INIT;
+    uint64_t deadline = moectl_deadline(common);
+    if (name != NULL && strlen(name) >= sizeof buffer)
+        return moectl_usage_error("the name is too long");
+    strcpy(buffer, name != NULL ? name : "");
+    request.name = buffer;
+    request.as_loaded = name == NULL;
+    struct moe_status st = moectl_worker_endpoint(common, deadline, endpoint);
+    if (st.code == MOE_OK)
+        st = moectl_link_open(endpoint, &link);
+    if (st.code == MOE_OK)
+        st = moectl_link_call(link, "/moe.v1.TrainingService/RecoverTraining", &request.base,
+                              deadline, &moe__v1__recover_training_response__descriptor, &answer);
+    moectl_link_close(link);
+    if (st.code != MOE_OK)
+        return fail(&st);
+    protobuf_c_message_free_unpacked(answer, NULL);
+    printf("the group goes back to %s when it forms; a group that has given up begins again when a "
+           "worker is started anew\n",
+           name != NULL ? name : "the model as loaded");
+    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }
 
 /* --------------------------------------------------------------------------- changes */
@@ -257,6 +298,10 @@ static struct moe_status next_step_id(struct training *t)
     struct moe_client_train_state state;
     MOE_TRY(moe_client_get_train_state(t->client, t->change.timeout_ms, &state));
     t->trains = true;
+    if (t->step_id == 0 && state.last_step_id >= INT64_MAX)
+        return moe_error(MOE_OUT_OF_RANGE, MOE_REASON_VALUE_INVALID,
+                         "somebody has used the highest step id there is: name one that was never "
+                         "used with --step-id");
     if (t->step_id == 0)
         t->change.step_id = state.last_step_id + 1;
     return moe_ok();
@@ -315,6 +360,11 @@ static int take_action(struct training *t, int *argc, char ***argv)
     if (t->action == NULL || strcmp(t->action, "status") == 0)
         return t->object == NULL ? MOECTL_OK
                                  : moectl_usage_error("unexpected argument '%s'", t->object);
+    if (strcmp(t->action, recover_action) == 0)
+        return t->object != NULL ? MOECTL_OK : moectl_usage_error("training recover wants a NAME");
+    if (strcmp(t->action, recover_model_action) == 0)
+        return t->object == NULL ? MOECTL_OK
+                                 : moectl_usage_error("unexpected argument '%s'", t->object);
     const struct action *a = find_action(t->action);
     if (a == NULL)
         return moectl_usage_error("there is no 'training %s'", t->action);
@@ -346,6 +396,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     if (code != MOECTL_OK ||
         !moectl_parse(self, own, sizeof own / sizeof *own, &t.common, argc, argv, &code))
         return code;
+    if (t.action != NULL && strncmp(t.action, recover_action, strlen(recover_action)) == 0)
+        return recover(&t.common, t.object);
     const struct action *a = t.action != NULL ? find_action(t.action) : NULL;
     if (a == NULL)
         return show(&t.common);
@@ -363,6 +415,8 @@ const struct moectl_command moectl_training = {
              "  save NAME      write weights and optimizer state: directory NAME of the workers'\n"
              "                 training directory\n"
              "  load NAME      take them from there; gradients become zero\n"
+             "  recover NAME   where a group that cannot go back to its last checkpoint is to go\n"
+             "  recover-model  the same, to the model as loaded\n"
              "  export NAME    write the adapters as PEFT reads them\n"
              "  merge          merge the adapters into the weights, and begin new ones\n"
              "  zero-grad      drop the gradients since the last step\n"

@@ -6,9 +6,11 @@
 
 #include "model/json_file.h"
 
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 /* An open checkpoint. */
@@ -91,11 +93,31 @@ static struct moe_status open_states(struct source *s)
     return moe_ok();
 }
 
+static bool is_there(int directory, const char *name)
+{
+    struct stat unused;
+    return fstatat(directory, name, &unused, AT_SYMLINK_NOFOLLOW) == 0;
+}
+
+/* A directory without a manifest was never a checkpoint; what else it is helps more than that. */
+static struct moe_status check_kind(int directory)
+{
+    if (is_there(directory, MOE_CKPT_MANIFEST))
+        return moe_ok();
+    if (is_there(directory, "adapter_config.json"))
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "it is an adapter that was exported for PEFT, not a checkpoint: it has no "
+                         "optimizer state");
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CHECKPOINT_NOT_FOUND,
+                     "it has no " MOE_CKPT_MANIFEST ": not a checkpoint of training");
+}
+
 static struct moe_status open_source(const struct moe_checkpoint_context *c, const char *name,
                                      struct source *s)
 {
     *s = (struct source){.directory = -1, .state = -1};
     MOE_TRY(open_named(c->root, name, &s->directory));
+    MOE_TRY(check_kind(s->directory));
     MOE_TRY(moe_ckpt__read_manifest(s->directory, &s->manifest));
     MOE_TRY(check_settings(c, s->manifest));
     MOE_TRY(moe_ckpt__damaged(moe_model_open_at(s->directory, ".", &s->model)));

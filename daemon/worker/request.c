@@ -131,8 +131,8 @@ static struct moe_status check_save(struct parse *p, const Head *h)
     if (!moe_training_name_ok(h->save->session))
         return invalid(NAME_INVALID, "a session has 1 to 64 characters of A-Z a-z 0-9 . _ - and "
                                      "begins with no dot");
-    if (h->save->micro_batch_id == 0)
-        return invalid(VALUE_INVALID, "micro_batch_id must be at least 1");
+    if (h->save->micro_batch_id == 0 || h->save->micro_batch_id > INT64_MAX)
+        return invalid(VALUE_INVALID, "micro_batch_id must be from 1 to 2^63 - 1");
     if (h->tokens > c->info->max_tokens_per_step)
         return invalid(TOKEN_LIMIT, "%u tokens; one Backward has at most %u", h->tokens,
                        c->info->max_tokens_per_step);

@@ -245,6 +245,17 @@ void moe_train_stand(struct moe_train *t, struct moe_train_stand *out)
     out->record = moe_ledger_hash(t->ledger);
     out->torn = t->torn;
     memcpy(out->checkpoint, t->checkpoint, sizeof t->checkpoint);
+    out->chosen = t->chosen;
+    memcpy(out->choice, t->choice, sizeof t->choice);
+    pthread_mutex_unlock(&t->lock);
+}
+
+void moe_train_choose(struct moe_train *t, const char *checkpoint)
+{
+    pthread_mutex_lock(&t->lock);
+    t->chosen = true;
+    memset(t->choice, 0, sizeof t->choice);
+    strncpy(t->choice, checkpoint, MOE_TRAINING_NAME_MAX);
     pthread_mutex_unlock(&t->lock);
 }
 
@@ -262,10 +273,16 @@ static bool knows_more(const struct moe_train_stand *a, const struct moe_train_s
     return a->calls > b->calls;
 }
 
+static const char *name_or_model(const char *checkpoint)
+{
+    return checkpoint[0] != '\0' ? checkpoint : "the model as loaded";
+}
+
 struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_t live,
                                    uint64_t epoch, struct moe_train_decision *out)
 {
     const struct moe_train_stand *first = &stands[__builtin_ctzll(live)], *best = first;
+    const struct moe_train_stand *told = NULL;
     uint64_t lineage = 0, version = 0;
     bool same = true, untouched = true;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
@@ -283,6 +300,11 @@ struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_
             untouched && stand->weights_version == 1 && stand->calls == 0 && stand->torn == 0;
         if (knows_more(stand, best))
             best = stand;
+        if (stand->chosen != 0 && told != NULL && strcmp(stand->choice, told->choice) != 0)
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+                             "workers were told to recover from %s and from %s",
+                             name_or_model(told->choice), name_or_model(stand->choice));
+        told = stand->chosen != 0 ? stand : told;
     }
     *out = (struct moe_train_decision){.lineage = lineage, .weights_version = version};
     if (same && lineage != 0)
@@ -292,7 +314,7 @@ struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_
     if (!out->restart)
         return moe_ok();
     out->weights_version = version + 1;
-    memcpy(out->checkpoint, best->checkpoint, MOE_TRAINING_NAME_MAX);
+    memcpy(out->checkpoint, told != NULL ? told->choice : best->checkpoint, MOE_TRAINING_NAME_MAX);
     return moe_ok();
 }
 
@@ -328,6 +350,14 @@ static struct moe_status restart(struct moe_train *t, const struct moe_train_dec
     return moe_ok();
 }
 
+void moe_train_note_problem(struct moe_train *t, const char *why)
+{
+    pthread_mutex_lock(&t->lock);
+    memset(t->problem, 0, sizeof t->problem);
+    strncpy(t->problem, why, sizeof t->problem - 1);
+    pthread_mutex_unlock(&t->lock);
+}
+
 struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_decision *d,
                                   uint32_t slot, uint32_t slots, uint64_t live)
 {
@@ -340,10 +370,17 @@ struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_de
         t->weights_version = d->weights_version;
     }
     pthread_mutex_unlock(&t->lock);
-    if (d->restart)
-        MOE_TRY(restart(t, d));
+    struct moe_status st = d->restart ? restart(t, d) : moe_ok();
+    moe_train_note_problem(t, moe_failed(&st) ? st.text : "");
+    pthread_mutex_lock(&t->lock);
+    t->chosen = t->chosen && moe_failed(&st);
+    pthread_mutex_unlock(&t->lock);
+    if (moe_failed(&st))
+        moe_log_error("training cannot go back to %s: %s. The group does not form; "
+                      "\"moectl training recover\" says where else to go",
+                      name_or_model(d->checkpoint), st.text);
     moe_train__show(t);
-    return moe_ok();
+    return st;
 }
 
 /* --------------------------------------------------------------------------- tickets */
@@ -704,6 +741,7 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
     out->backwards = t->backwards;
     out->frozen = t->frozen;
     memcpy(out->checkpoint, t->checkpoint, sizeof out->checkpoint);
+    memcpy(out->problem, t->problem, sizeof out->problem);
     moe_train__read_job(t, out);
     pthread_mutex_unlock(&t->lock);
     out->saved_bytes = moe_saved_bytes(t->passes);

@@ -61,6 +61,9 @@ struct moe_train_stand {
     uint64_t calls, record;                     /* of the ledger: how many, and their hash */
     uint64_t torn;                              /* 1: a change was cut short, or state was lost */
     char checkpoint[MOE_TRAINING_NAME_MAX + 8]; /* that the state came from or went to; "" = none */
+    uint64_t
+        chosen; /* 1: an operator wants the group to go back to `choice`, if it has to go back */
+    char choice[MOE_TRAINING_NAME_MAX + 8]; /* "" = the model as loaded */
 };
 
 /* What the members' stands mean for all of them. */
@@ -73,9 +76,15 @@ struct moe_train_decision {
 /* `t` may be NULL: no training. */
 void moe_train_stand(struct moe_train *t, struct moe_train_stand *out);
 /* Pure: the same on all slots, because all see the same stands. `live`: whose stands count. Errors:
- * MOE_FAILED_PRECONDITION/CONFIG_INVALID (workers were started with different training). */
+ * MOE_FAILED_PRECONDITION/CONFIG_INVALID (workers were started with different training, or told
+ * different checkpoints to recover from). */
 struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_t live,
                                    uint64_t epoch, struct moe_train_decision *out) MOE_CHECKED;
+/* [any thread] In place of the last checkpoint, the next time that the group has to go back; "" =
+ * the model as loaded. Forgotten as soon as a view is agreed on. */
+void moe_train_choose(struct moe_train *t, const char *checkpoint);
+/* Why the group did not go on, where that was found elsewhere. */
+void moe_train_note_problem(struct moe_train *t, const char *why);
 /* Takes the decision. For a restart the layers are those of the model as loaded, and attached; then
  * this reads the checkpoint and its part of the state. After a failure the state counts as torn. */
 struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_decision *d,
@@ -204,6 +213,7 @@ struct moe_train_state {
     char checkpoint[MOE_TRAINING_NAME_MAX + 1];
     enum moe_step_kind job; /* MOE_STEP_SAVE or MOE_STEP_LOAD while one is under way; 0 = none */
     char job_name[MOE_TRAINING_NAME_MAX + 1];
+    char problem[MOE_STATUS_TEXT];       /* of going back; "" = none */
     uint64_t job_bytes, job_bytes_total; /* of this slot's part: written or checked; total 0 = not
                                             known */
 };

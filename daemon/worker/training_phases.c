@@ -275,11 +275,11 @@ struct moe_status moe_train__load_checkpoint(struct moe_train *t)
     struct moe_status st = t->config.directory != NULL
                                ? moe_checkpoint_load_read(&context, t->checkpoint, &state)
                                : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CHECKPOINT_NOT_FOUND,
-                                           "the group's last checkpoint needs --training-dir");
+                                           "checkpoint %s needs --training-dir", t->checkpoint);
     if (!moe_failed(&st))
         st = take_tensors(t, &context, t->checkpoint, &state);
     moe_checkpoint_state_free(&state);
-    return moe_error_context(st, "checkpoint %s", t->checkpoint);
+    return st;
 }
 
 /* ---------------------------------------------------------------------------- Export */

@@ -83,8 +83,8 @@ static struct moe_status check_numbers(const Head *h)
     if (!moe_training_name_ok(h->session))
         return invalid(NAME_INVALID, "a session has 1 to 64 characters of A-Z a-z 0-9 . _ - and "
                                      "begins with no dot");
-    if (h->micro_batch_id == 0)
-        return invalid(VALUE_INVALID, "micro_batch_id must be at least 1");
+    if (h->micro_batch_id == 0 || h->micro_batch_id > INT64_MAX)
+        return invalid(VALUE_INVALID, "micro_batch_id must be from 1 to 2^63 - 1");
     if (!(h->aux_coeff >= 0) || h->aux_coeff > 1e30)
         return invalid(VALUE_INVALID, "aux_coeff must be a number of at least 0");
     return moe_ok();

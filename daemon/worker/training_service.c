@@ -14,7 +14,7 @@ struct moe_training_service {
     struct moe_training_service_config config;
 };
 
-enum { ENDPOINT_BYTES = 256, ANSWER_BYTES = 512 };
+enum { ENDPOINT_BYTES = 256, ANSWER_BYTES = 1024 };
 
 #define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
 
@@ -417,7 +417,10 @@ static struct moe_status begin_call(struct moe_train_call *call, enum moe_step_k
     call->kind = kind;
     call->id = step_id;
     call->lineage = lineage;
-    return step_id != 0 ? moe_ok() : invalid(VALUE_INVALID, "step_id must be at least 1");
+    /* The upper half would leave no id to those who take the next one. */
+    return step_id != 0 && step_id <= INT64_MAX
+               ? moe_ok()
+               : invalid(VALUE_INVALID, "step_id must be from 1 to 2^63 - 1");
 }
 
 static struct moe_status take_name(struct moe_train_call *call, const char *name)
@@ -610,9 +613,58 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
     a.loading = state.job == MOE_STEP_LOAD ? state.job_name : none;
     a.progress_bytes = state.job_bytes;
     a.progress_bytes_total = state.job_bytes_total;
+    a.problem = state.problem;
     a.saved_bytes = state.saved_bytes;
     a.saved_bytes_limit = state.saved_bytes_limit;
     reply(rpc, &a.base);
+}
+
+/* --------------------------------------------------------------------- RecoverTraining */
+
+static struct moe_status check_recovery(const struct moe_training_service *s,
+                                        const Moe__V1__RecoverTrainingRequest *q)
+{
+    uint64_t epoch;
+    bool draining;
+    if (q == NULL)
+        return malformed();
+    if (q->as_loaded && q->name[0] != '\0')
+        return invalid(VALUE_INVALID, "either a name or the model as loaded");
+    if (!q->as_loaded && !moe_training_name_ok(q->name))
+        return invalid(NAME_INVALID, "not the name of a checkpoint");
+    if (!q->as_loaded && moe_train_configured(s->config.training)->directory == NULL)
+        return invalid(UNSUPPORTED, "the workers were started without --training-dir");
+    moe_service_read(s->config.service, &epoch, &draining);
+    return epoch == 0 ? moe_ok()
+                      : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                                  "the group serves: LoadCheckpoint takes another checkpoint");
+}
+
+static struct moe_status recover(const struct moe_training_service *s, struct moe_rpc_msg *m)
+{
+    uint8_t bytes[MOE_RPC_HEAD_MAX];
+    size_t length;
+    struct moe_rpc_arena arena;
+    ProtobufCAllocator allocator;
+    MOE_TRY(moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length));
+    moe_rpc_arena_init(&arena, &allocator);
+    const Moe__V1__RecoverTrainingRequest *q =
+        moe__v1__recover_training_request__unpack(&allocator, length, bytes);
+    MOE_TRY(check_recovery(s, q));
+    moe_train_choose(s->config.training, q->as_loaded ? "" : q->name);
+    return moe_ok();
+}
+
+static void recover_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
+{
+    Moe__V1__RecoverTrainingResponse a;
+    struct moe_status st = recover(ctx, m);
+    moe_rpc_msg_free(m);
+    moe__v1__recover_training_response__init(&a);
+    if (moe_failed(&st))
+        moe_rpc_fail(rpc, st);
+    else
+        reply(rpc, &a.base);
 }
 
 /* ------------------------------------------------------------------------ the service */
@@ -648,6 +700,10 @@ void moe_training_service_methods(struct moe_training_service *s,
     out[7] = (struct moe_rpc_method){.path = "/moe.v1.TrainingService/GetTrainState",
                                      .kind = MOE_RPC_UNARY,
                                      .message = state_message,
+                                     .ctx = s};
+    out[8] = (struct moe_rpc_method){.path = "/moe.v1.TrainingService/RecoverTraining",
+                                     .kind = MOE_RPC_UNARY,
+                                     .message = recover_message,
                                      .ctx = s};
 }
 

@@ -8,7 +8,7 @@
 
 struct moe_training_service;
 
-enum { MOE_TRAINING_SERVICE_METHODS = 8 };
+enum { MOE_TRAINING_SERVICE_METHODS = 9 };
 
 /* All borrowed. */
 struct moe_training_service_config {

@@ -25,6 +25,9 @@ struct moe_train {
     uint32_t backwards, frozen;
     char checkpoint[MOE_TRAINING_NAME_MAX + 1];
     bool torn;
+    bool chosen; /* see moe_train_choose */
+    char choice[MOE_TRAINING_NAME_MAX + 1];
+    char problem[MOE_STATUS_TEXT]; /* why the last restart failed; "" = it did not */
     uint32_t slot, slots;
     uint64_t live;
     uint64_t state_bytes;

@@ -221,6 +221,7 @@ struct proof {
     uint64_t epoch, placement_hash;
     struct moe_train_stand stand;
 };
+_Static_assert(sizeof(struct proof) <= 256, "a session's exchange carries no more");
 
 static struct moe_status exchange_proofs(struct moe_worker *w, const struct moe_group_view *v,
                                          struct moe_train_stand stands[MOE_MAX_SLOTS])
@@ -248,6 +249,19 @@ static struct moe_status reload(struct moe_worker *w)
     return attach_training(w);
 }
 
+static struct moe_status who_could_not(const struct moe_train_stand *stands, uint64_t live,
+                                       const struct moe_train_decision *d)
+{
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if ((live >> s & 1) != 0 && stands[s].torn != 0)
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                             "slot %u cannot go back to %s%s; it knows why", s,
+                             d->checkpoint[0] != '\0' ? "checkpoint " : "the model as loaded",
+                             d->checkpoint);
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                     "the slots went back to different states of training");
+}
+
 /* A group that does not stand at one state of training goes back, as a whole; see training.proto.
  * Reloading takes longer on one slot than on another, which the second exchange may not wait for:
  * the epoch does not form then, and in the next one all stand at the new state. */
@@ -260,14 +274,19 @@ static struct moe_status agree_on_training(struct moe_worker *w, const struct mo
         return moe_ok();
     if (decision.restart)
         MOE_TRY(reload(w));
-    MOE_TRY(moe_train_adopt(w->train, &decision, v->slot, v->slots, v->live));
+    struct moe_status taken = moe_train_adopt(w->train, &decision, v->slot, v->slots, v->live);
     if (!decision.restart)
-        return moe_ok();
-    MOE_TRY(exchange_proofs(w, v, stands));
+        return taken;
+    struct moe_status met = exchange_proofs(w, v, stands); /* who could not tells the others so */
+    if (moe_failed(&taken))
+        return taken;
+    MOE_TRY(met);
     MOE_TRY(moe_train_decide(stands, v->live, v->epoch, &again));
-    return again.restart ? moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                                     "the slots went back to different states of training")
-                         : moe_ok();
+    if (!again.restart)
+        return moe_ok();
+    struct moe_status st = who_could_not(stands, v->live, &decision);
+    moe_train_note_problem(w->train, st.text);
+    return st;
 }
 
 /* The proof before READY: every slot reads from every other slot's window that it means the same

@@ -296,6 +296,30 @@ static struct introduction introduce(const struct moe_session *s, const struct m
                                  .card = *card};
 }
 
+/* What of `theirs` is not as it should be: the first thing that can be told apart. */
+static struct moe_status explain(uint32_t slot, const struct introduction *want,
+                                 const struct introduction *theirs)
+{
+    if (theirs->version != want->version || theirs->magic != want->magic)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                         "slot %u runs another release", slot);
+    if (theirs->epoch != want->epoch || theirs->live != want->live ||
+        theirs->slots != want->slots || theirs->slot != want->slot)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                         "slot %u joins another view", slot);
+    if (theirs->training != want->training)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+                         "slot %u was started %s --training, this slot %s", slot,
+                         theirs->training ? "with" : "without",
+                         want->training ? "with" : "without");
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                     "slot %u joins with other sizes: %u tokens, width %u, top-k %u, %u experts; "
+                     "this slot %u, %u, %u, %u",
+                     slot, theirs->max_tokens, theirs->max_hidden, theirs->max_top_k,
+                     theirs->max_experts, want->max_tokens, want->max_hidden, want->max_top_k,
+                     want->max_experts);
+}
+
 /* All slots see the same introductions, so all of them refuse, or none. */
 static struct moe_status check_introductions(const struct moe_session *s,
                                              const struct introduction *all)
@@ -309,8 +333,7 @@ static struct moe_status check_introductions(const struct moe_session *s,
         struct introduction want = introduce(s, &all[p].card);
         want.slot = p;
         if (memcmp(&want, &all[p], sizeof want) != 0)
-            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                             "slot %u joins with another view, size or version", p);
+            return explain(p, &want, &all[p]);
     }
     return moe_ok();
 }

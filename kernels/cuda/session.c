@@ -265,7 +265,9 @@ static struct moe_status check_introductions(const struct moe_session *s,
         want.slot = p;
         if (memcmp(&want, &all[p], offsetof(struct introduction, group)) != 0)
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                             "slot %u joins with another view, size, transport or version", p);
+                             "slot %u joins with another view, transport, version or size (which "
+                             "depends on --training too)",
+                             p);
     }
     return moe_ok();
 }

@@ -12,7 +12,7 @@ import unittest
 
 import grpc
 
-from group import BUILD, main
+from group import BUILD, main, moectl
 import training as daemons
 from training import Trainer, golden_gradients, refusal, training_group
 import wire
@@ -241,6 +241,108 @@ class Saving(unittest.TestCase):
         except grpc.RpcError as error:
             self.assertEqual(wire.error_reason(error)[0], "SAVE_RUNNING")
             return False
+
+    # --------------------------------------------------------------------- nowhere to go back to
+
+    def damage(self, name):
+        path = os.path.join(self.root, name, "optimizer", "slot-00001.safetensors")
+        with open(path, "r+b") as file:
+            file.seek(os.path.getsize(path) // 2)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+
+    def recover(self, channel, name="", as_loaded=False):
+        return wire.train(channel, "RecoverTraining", training.RecoverTrainingRequest(
+            name=name, as_loaded=as_loaded))
+
+    def lose_a_worker(self, g, client):
+        """Returns once the group has tried to go back, and could not."""
+        epoch = g.info().epoch
+        g.kill_worker(1)
+        until(lambda: g.info().epoch == 0)
+        g.start_worker(1, "--wait-budget-ms", "500")
+        last = Client(g, 1)
+        until(lambda: last.state().problem != "")
+        until(lambda: client.state().problem != "")
+        return epoch, last.state().problem
+
+    def test_a_group_does_not_go_back_further_than_it_must_unless_it_is_told_to(self):
+        with self.group(2, "--wait-budget-ms", "500") as g:
+            client = Client(g)
+            client.train(1)
+            first = client.ask()
+            client.save("first", 15)
+            client.train(2)
+            client.save("second", 25)
+            self.assertEqual(refusal(self.recover, client.channel, "first")[0],
+                             ("FAILED_PRECONDITION", "UNSUPPORTED"))  # the group serves
+            self.damage("second")
+            epoch, problem = self.lose_a_worker(g, client)
+            print(problem, "-", client.state().problem)
+            self.assertIn("slot 1 cannot go back to checkpoint second", client.state().problem)
+            self.assertIn("checkpoint second", problem)
+            self.assertIn("slot-00001.safetensors is damaged", problem)
+            shown = moectl("training", "--endpoint", g.endpoints[1]).stdout
+            print(shown)
+            self.assertIn(problem, shown)
+            self.assertEqual(g.info().epoch, 0)
+            for name in ("", ".x", "a/b"):
+                self.assertEqual(refusal(self.recover, client.channel, name)[0],
+                                 ("INVALID_ARGUMENT", "NAME_INVALID"))
+            moectl("training", "recover", "first", "--endpoint", g.endpoints[0])
+            g.wait_serving(epoch)
+            state = client.state()
+            self.assertEqual((state.checkpoint, state.steps, state.problem), ("first", 1, ""))
+            self.assertEqual(client.ask(), first)
+            # What was said has been done: next time it is the last checkpoint again.
+            client.save("third", 35)
+            shutil.rmtree(os.path.join(self.root, "third"))
+            epoch, problem = self.lose_a_worker(g, client)
+            self.assertIn("checkpoint third: there is none", problem)
+            moectl("training", "recover-model", "--endpoint", g.endpoints[1])
+            g.wait_serving(epoch)
+            state = client.state()
+            self.assertEqual((state.checkpoint, state.steps, state.problem), ("", 0, ""))
+
+    # ------------------------------------------------------------------- what is said clearly
+
+    def test_a_replacement_that_does_not_train_is_told_so(self):
+        with training_group(FAMILY, 2) as g:
+            g.kill_worker(1)
+            until(lambda: g.info().epoch == 0)
+            g.start_worker(1, "--training", "off")
+            with wire.open_channel(g.address) as channel:
+                until(lambda: "without --training" in str(wire.get_status(channel)))
+                print([w for w in str(wire.get_status(channel)).splitlines() if "--training" in w])
+
+    def test_an_adapter_is_no_checkpoint(self):
+        with training_group("qwen3_moe", 1, "--training-dir", self.root, *LORA) as g:
+            client = Client(g)
+            client.call("ExportAdapter", training.ExportAdapterRequest(step_id=1, name="adapter"))
+            answer, error = refusal(client.load, "adapter", 2)
+            self.assertEqual(answer, ("FAILED_PRECONDITION", "UNSUPPORTED"))
+            self.assertIn("adapter that was exported for PEFT, not a checkpoint", error.details())
+            os.mkdir(os.path.join(self.root, "empty"))
+            answer, error = refusal(client.load, "empty", 3)
+            self.assertEqual(answer, ("FAILED_PRECONDITION", "CHECKPOINT_NOT_FOUND"))
+            self.assertIn("manifest.json", error.details())
+
+    def test_no_id_shuts_out_those_that_take_the_next_one(self):
+        with training_group(FAMILY, 1) as g:
+            client = Client(g)
+            for step in (2 ** 63, 2 ** 64 - 1):
+                self.assertEqual(refusal(client.optimizer_step, step=step)[0],
+                                 ("INVALID_ARGUMENT", "VALUE_INVALID"))
+                self.assertEqual(
+                    refusal(client.backward, client.layer, client.dy, batch=step)[0],
+                    ("INVALID_ARGUMENT", "VALUE_INVALID"))
+            moectl("training", "zero-grad", "--endpoint", g.endpoints[0])
+            self.assertEqual(client.state().last_step_id, 1)
+            client.optimizer_step(step=2 ** 63 - 1)
+            done = moectl("training", "zero-grad", "--endpoint", g.endpoints[0], check=False)
+            self.assertIn("--step-id", done.stderr)
+            moectl("training", "zero-grad", "--step-id", "7", "--endpoint", g.endpoints[0])
 
     def test_what_a_crash_left_goes_with_the_next_save_of_any_name(self):
         os.mkdir(os.path.join(self.root, ".old.saving"))
