@@ -23,7 +23,7 @@ typedef void (*kernel)(const ggemm::params);
 enum form { PLAIN, GATED, BACK, FORMS };
 
 struct instance {
-    kernel run[FORMS][2]; /* [..][fp32 output]; NULL: there is none */
+    kernel run[FORMS][2]; /* [..][fp32 output] */
     uint32_t threads;
     uint32_t row_step; /* of the boxes in which rows are read */
     size_t shared_bytes;
@@ -37,9 +37,9 @@ const instance instances[] = {
      ggemm::STREAM_THREADS,
      ggemm::STREAM_ROW_STEP,
      sizeof(ggemm::stream_shared)},
-    {{{ggemm::even_kernel<false, false>, ggemm::even_kernel<false, true>},
-      {ggemm::even_kernel<true, false>, ggemm::even_kernel<true, true>},
-      {}},
+    {{{ggemm::even_kernel<false, false, false>, ggemm::even_kernel<false, true, false>},
+      {ggemm::even_kernel<true, false, false>, ggemm::even_kernel<true, true, false>},
+      {ggemm::even_kernel<false, false, true>, ggemm::even_kernel<false, true, true>}},
      ggemm::EVEN_THREADS,
      ggemm::EVEN_ROW_STEP,
      sizeof(ggemm::even_shared)},
@@ -59,7 +59,8 @@ moe_status check_shape(const moe_cuda_ggemm &g)
         (uint64_t(g.n) * 2 + ggemm::STREAM_COLUMNS - 1) / ggemm::STREAM_COLUMNS;
     if (g.tile >= MOE_CUDA_TILE_COUNT || g.experts == 0 || g.experts > MOE_MAX_EXPERTS ||
         g.row_capacity == 0 || g.n == 0 || g.k == 0 || g.n % 8 != 0 || g.k % 8 != 0 ||
-        g.n > UINT32_MAX / 4 || row_tiles * column_tiles > MAX_TILES)
+        g.n > UINT32_MAX / 4 || row_tiles * column_tiles > MAX_TILES ||
+        !tensor_map::fits_stride(g.x_stride, g.k) || !tensor_map::fits_stride(g.out_stride, g.n))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: %u experts, %u rows, %u x %u is out of range", g.experts,
                          g.row_capacity, g.n, g.k);
@@ -91,8 +92,8 @@ moe_status make_params(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::
     const instance &use = instances[tile];
     const struct moe_cuda_tile_shape shape = moe_cuda_tile_shape(tile);
     const uint32_t weight_rows = g.gated ? 2 * g.n : g.n;
-    const tensor_map::matrix x = {g.x, g.row_capacity, g.k, 1};
-    const tensor_map::matrix out = {g.out, g.row_capacity, g.n, 1};
+    const tensor_map::matrix x = {g.x, g.row_capacity, g.k, 1, g.x_stride};
+    const tensor_map::matrix out = {g.out, g.row_capacity, g.n, 1, g.out_stride};
     for (uint32_t i = 0; i < shape.rows / use.row_step; i++)
         MOE_TRY(tensor_map::of_rows(&p->rows[i], x, (i + 1) * use.row_step, 2));
     if (g.out_dtype == MOE_DTYPE_BF16)
@@ -108,6 +109,7 @@ moe_status make_params(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::
     p->n = weight_rows;
     p->k = g.k;
     p->out_n = g.n;
+    p->out_stride = g.out_stride != 0 ? g.out_stride : g.n;
     set_weighting(g, p);
     set_activation(g, p);
     return moe_ok();
@@ -136,7 +138,9 @@ extern "C" moe_status moe_cuda_ggemm_describe(const void *data, uint32_t experts
     }
     const tensor_map::matrix m = {data, rows, columns, experts};
     const uint32_t slabs = ggemm::PINGPONG_COLUMNS / tensor_map::BOX_COLUMNS;
-    static_assert(ggemm::PINGPONG_COLUMNS == ggemm::STREAM_COLUMNS, "one map for both");
+    static_assert(ggemm::PINGPONG_COLUMNS == ggemm::STREAM_COLUMNS &&
+                      ggemm::PINGPONG_COLUMNS == ggemm::EVEN_COLUMNS,
+                  "one map for all");
     CUtensorMap back;
     MOE_TRY(tensor_map::has_whole_slabs(columns)
                 ? tensor_map::of_slabs(&back, m, ggemm::DEPTH, slabs, 4)
@@ -154,13 +158,11 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "this grouped GEMM needs a Hopper GPU");
     MOE_TRY(check_shape(*g));
-    const bool even = g->tile == MOE_CUDA_TILE_EVEN;
-    const moe_cuda_gemm_tile tile = g->back && even ? MOE_CUDA_TILE_PINGPONG : g->tile;
-    const instance &use = instances[tile];
+    const instance &use = instances[g->tile];
     const form form = g->gated ? GATED : g->back ? BACK : PLAIN;
     const kernel run = use.run[form][g->out_dtype == MOE_DTYPE_F32];
     ggemm::params p = {};
-    MOE_TRY(make_params(*g, tile, &p));
+    MOE_TRY(make_params(*g, g->tile, &p));
     MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           int(use.shared_bytes))));
@@ -174,7 +176,6 @@ extern "C" moe_status moe_cuda_load_ggemm(void)
 {
     for (const instance &use : instances)
         for (const auto &form : use.run)
-            if (form[0] != nullptr)
-                MOE_TRY(moe_cuda_load(form[0], form[1]));
+            MOE_TRY(moe_cuda_load(form[0], form[1]));
     return moe_ok();
 }

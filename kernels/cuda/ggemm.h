@@ -44,8 +44,7 @@ struct moe_cuda_ggemm {
     enum moe_cuda_gemm_tile tile; /* see moe_cuda_choose_tile */
     bool gated;                   /* gate and up with activation, or plain */
     bool back; /* plain only: x W[e] instead of x W[e]^T, for the gradient of the rows; the weights
-                  are then [experts, k, n], as they lie. There are no even tiles for it: the tile
-                  for many rows takes their place. */
+                  are then [experts, k, n], as they lie */
     uint32_t experts;      /* local ones, 1..MOE_MAX_EXPERTS */
     uint32_t row_capacity; /* rows of x and out */
     uint32_t n;            /* columns of out, a multiple of 8; the weights have n rows, gated: 2n */
@@ -57,6 +56,7 @@ struct moe_cuda_ggemm {
     const uint32_t *start; /* [experts], any alignment of rows */
     const uint32_t *count; /* [experts] */
     const void *x;         /* bf16 [row_capacity, k] */
+    uint32_t x_stride;     /* elements from row to row, a multiple of 8; 0 = k */
     /* Names the weights when the kernel runs: a pointer in device memory. */
     const struct moe_cuda_ggemm_weights *const *weights;
     bool has_bias;           /* the weights have biases */
@@ -66,6 +66,7 @@ struct moe_cuda_ggemm {
     float limit, alpha;
     enum moe_dtype out_dtype; /* BF16 or F32 */
     void *out;                /* [row_capacity, n] */
+    uint32_t out_stride;      /* elements from row to row, a multiple of 8; 0 = n */
     uint64_t *began;          /* gets the time when the kernel began (stamp.cuh), or NULL */
     uint32_t processors;      /* most multiprocessors to take; 0 = all */
 };

@@ -36,7 +36,8 @@ size_t moe_cuda_cublas_scratch_bytes(bool gated, enum moe_dtype out_dtype, uint3
                                      uint32_t n);
 
 /* As moe_cuda_ggemm_enqueue, with these differences: `tile` and the maps of `weights` do not count;
- * each expert starts at a multiple of MOE_ROW_ALIGN; rows of `out` that no expert owns are written
+ * there is no `back`, and rows have no stride of their own; each expert starts at a multiple of
+ * MOE_ROW_ALIGN; rows of `out` that no expert owns are written
  * with anything, up to row_capacity. Which kernel cuBLAS takes depends on row_capacity, and with it
  * the order of sums: a row's bits are the same in every batch of one capacity only. */
 struct moe_status moe_cuda_cublas_enqueue(struct moe_cuda_cublas *cublas,

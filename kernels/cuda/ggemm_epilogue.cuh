@@ -152,7 +152,7 @@ __device__ __forceinline__ void store_partial(const params &p, uint32_t buffer, 
     for (uint32_t i = 0; i < STORE_ROWS / 4; i++) {
         const uint32_t r = i * 4 + lane / 8, at = column + part * 8;
         if (r < rows && at < p.out_n)
-            *reinterpret_cast<uint4 *>(out + size_t(row + r) * p.out_n + at) =
+            *reinterpret_cast<uint4 *>(out + size_t(row + r) * p.out_stride + at) =
                 hopper::load_shared16(buffer + r * 128 + ((part ^ (r & 7)) << 4));
     }
 }
@@ -194,14 +194,14 @@ __device__ __forceinline__ void store_f32(const params &p, const float (&v)[N], 
                                           uint32_t rows, uint32_t column)
 {
     const uint32_t upper = threadIdx.x % WARP / 4, lower = upper + 8;
-    float *out = static_cast<float *>(p.out_rows) + size_t(row + upper) * p.out_n;
+    float *out = static_cast<float *>(p.out_rows) + size_t(row + upper) * p.out_stride;
 #pragma unroll
     for (uint32_t j = 0; j < COLUMNS / 8; j++) {
         const uint32_t at = column + 8 * j + threadIdx.x % 4 * 2;
         if (at < p.out_n && upper < rows)
             *reinterpret_cast<float2 *>(out + at) = make_float2(v[4 * j], v[4 * j + 1]);
         if (at < p.out_n && lower < rows)
-            *reinterpret_cast<float2 *>(out + size_t(8) * p.out_n + at) =
+            *reinterpret_cast<float2 *>(out + size_t(8) * p.out_stride + at) =
                 make_float2(v[4 * j + 2], v[4 * j + 3]);
     }
 }

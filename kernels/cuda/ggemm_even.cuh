@@ -32,10 +32,11 @@ constexpr uint32_t EVEN_THREADS = 3 * WARPGROUP;
 constexpr int EVEN_TURN = 1, EVEN_OWN = 3; /* named barriers */
 
 using even_shared = shared<EVEN_ROWS, EVEN_COLUMNS, EVEN_STAGES, 2 * EVEN_CHUNK * CHUNK_ROW_BYTES>;
+static_assert(MMA_ROWS * DEPTH_BYTES == SLAB_BYTES, "64 weight rows, or 64 columns of 64");
 using even_walk = tile_walk<EVEN_ROWS, EVEN_COLUMNS, true>;
 
 /* The main loop for tiles of N rows; leaves the last product under way and returns its stage. */
-template <uint32_t N>
+template <uint32_t N, bool BACK>
 __device__ __forceinline__ uint32_t even_multiply(even_shared &s, ring<EVEN_STAGES> &at,
                                                   uint32_t steps,
                                                   float (&acc)[EVEN_SLABS][EVEN_ROWS / 2])
@@ -50,10 +51,17 @@ __device__ __forceinline__ uint32_t even_multiply(even_shared &s, ring<EVEN_STAG
 #pragma unroll
         for (uint32_t i = 0; i < DEPTH / 16; i++)
 #pragma unroll
-            for (uint32_t slab = 0; slab < EVEN_SLABS; slab++)
-                hopper::multiply<N>::start(
-                    acc[slab], hopper::operand(weights + slab * MMA_ROWS * DEPTH_BYTES) + i * 2,
-                    rows + i * 2, (step | i) != 0);
+            for (uint32_t slab = 0; slab < EVEN_SLABS; slab++) {
+                const uint32_t at_slab = weights + slab * SLAB_BYTES;
+                if constexpr (BACK)
+                    hopper::multiply<N>::start_a_rows(acc[slab],
+                                                      hopper::operand_rows(at_slab, SLAB_BYTES) +
+                                                          i * hopper::OPERAND_16_ROWS,
+                                                      rows + i * 2, (step | i) != 0);
+                else
+                    hopper::multiply<N>::start(acc[slab], hopper::operand(at_slab) + i * 2,
+                                               rows + i * 2, (step | i) != 0);
+            }
         hopper::multiply_commit();
         hopper::multiply_wait<1>();
         if (step > 0 && speaks)
@@ -65,18 +73,18 @@ __device__ __forceinline__ uint32_t even_multiply(even_shared &s, ring<EVEN_STAG
 }
 
 /* Picks the smallest N that holds `rows`. */
-template <uint32_t N = EVEN_ROWS>
+template <bool BACK, uint32_t N = EVEN_ROWS>
 __device__ __forceinline__ uint32_t even_multiply_rows(even_shared &s, ring<EVEN_STAGES> &at,
                                                        uint32_t steps, uint32_t rows,
                                                        float (&acc)[EVEN_SLABS][EVEN_ROWS / 2])
 {
     if constexpr (N > ROW_GRAIN)
         if (rows <= N - ROW_GRAIN)
-            return even_multiply_rows<N - ROW_GRAIN>(s, at, steps, rows, acc);
-    return even_multiply<N>(s, at, steps, acc);
+            return even_multiply_rows<BACK, N - ROW_GRAIN>(s, at, steps, rows, acc);
+    return even_multiply<N, BACK>(s, at, steps, acc);
 }
 
-template <bool GATED, bool F32>
+template <bool GATED, bool F32, bool BACK>
 __device__ __forceinline__ void even_consume(const params &p, even_shared &s, uint32_t group)
 {
     const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
@@ -91,7 +99,7 @@ __device__ __forceinline__ void even_consume(const params &p, even_shared &s, ui
         float acc[EVEN_SLABS][EVEN_ROWS / 2];
         if (number > 0)
             hopper::named_wait(EVEN_TURN + int(group), 2 * WARPGROUP);
-        const uint32_t last = even_multiply_rows(s, at, steps, tile.height, acc);
+        const uint32_t last = even_multiply_rows<BACK>(s, at, steps, tile.height, acc);
         hopper::named_arrive(EVEN_TURN + int(group ^ 1), 2 * WARPGROUP);
         hopper::multiply_wait<0>();
         if (threadIdx.x % WARP == 0)
@@ -107,7 +115,7 @@ __device__ __forceinline__ void even_consume(const params &p, even_shared &s, ui
     }
 }
 
-template <bool GATED, bool F32>
+template <bool GATED, bool F32, bool BACK>
 __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_constant__ params p)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -117,7 +125,7 @@ __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_cons
     const uint32_t group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
         init_barriers(s.full, s.empty, WARPGROUP / WARP);
-        s.weights = take_weight_map<false>(p);
+        s.weights = take_weight_map<BACK>(p);
     }
     if (threadIdx.x / WARP == 2 * WARPGROUP / WARP)
         list_tiles<EVEN_ROWS, EVEN_COLUMNS>(p, s.first);
@@ -125,10 +133,10 @@ __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_cons
     if (group == 2) {
         hopper::registers_give_back<24>();
         if (threadIdx.x == 2 * WARPGROUP)
-            produce<EVEN_ROW_STEP, true, false>(p, s);
+            produce<EVEN_ROW_STEP, true, BACK>(p, s);
     } else {
         hopper::registers_take<240>();
-        even_consume<GATED, F32>(p, s, group);
+        even_consume<GATED, F32, BACK>(p, s, group);
     }
 #endif
 }

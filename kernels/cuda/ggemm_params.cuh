@@ -30,7 +30,7 @@ constexpr uint32_t ROW_BOXES = 8; /* heights in which a tile's rows can be read 
 struct params {
     CUtensorMap rows[ROW_BOXES]; /* [row_capacity, k], boxes of 1, 2, ... times the row step */
     CUtensorMap out; /* [row_capacity, out_n], box of one warp's store; bf16 output only */
-    void *out_rows;  /* [row_capacity, out_n] */
+    void *out_rows;  /* [row_capacity, out_stride] */
     const uint32_t *start, *count;                /* [experts] */
     const moe_cuda_ggemm_weights *const *weights; /* maps and biases of the layer of this run */
     /* [row_capacity], or NULL = 1: multiplies gate and up before their biases; plain: the result */
@@ -39,6 +39,7 @@ struct params {
     uint32_t tile;  /* which of the weights' maps; not for `back` */
     uint32_t n, k;  /* rows and columns of an expert's weights */
     uint32_t out_n; /* n, or n / 2 where gate and up become one */
+    uint32_t out_stride;
     bool has_bias;
     uint64_t *began;           /* gets the time when the kernel began, or NULL */
     float limit, alpha, shift; /* activation, see ggemm_epilogue.cuh */

@@ -93,12 +93,12 @@ __device__ __forceinline__ void store_chunk(const params &p, uint32_t chunk, uin
     constexpr uint32_t PARTS = GATED ? 4 : 8, TOGETHER = WARPGROUP / PARTS;
     const uint32_t thread = threadIdx.x % WARPGROUP, part = thread % PARTS;
     const uint32_t at = column + part * 8;
-    auto *out = static_cast<__nv_bfloat16 *>(p.out_rows) + size_t(row) * p.out_n + at;
+    auto *out = static_cast<__nv_bfloat16 *>(p.out_rows) + size_t(row) * p.out_stride + at;
     if (at >= p.out_n)
         return;
 #pragma unroll 4
     for (uint32_t r = thread / PARTS; r < rows; r += TOGETHER)
-        *reinterpret_cast<uint4 *>(out + size_t(r) * p.out_n) =
+        *reinterpret_cast<uint4 *>(out + size_t(r) * p.out_stride) =
             hopper::load_shared16(chunk + r * CHUNK_ROW_BYTES + ((part ^ (r & 7)) << 4));
 }
 
@@ -107,13 +107,13 @@ template <bool GATED>
 __device__ __forceinline__ void store_pair_f32(const params &p, const thread_columns &c,
                                                const float *x, uint32_t row, int left)
 {
-    float *out = static_cast<float *>(p.out_rows) + size_t(row) * p.out_n + c.first;
+    float *out = static_cast<float *>(p.out_rows) + size_t(row) * p.out_stride + c.first;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         if (i < left && c.first < p.out_n)
-            out[size_t(i) * p.out_n] = x[i];
+            out[size_t(i) * p.out_stride] = x[i];
         if (!GATED && i < left && c.first + 8 < p.out_n)
-            out[size_t(i) * p.out_n + 8] = x[2 + i];
+            out[size_t(i) * p.out_stride + 8] = x[2 + i];
     }
 }
 

@@ -27,6 +27,7 @@ struct moe_cuda_wgrad {
     const uint32_t *start, *count; /* [experts] */
     const void *dy;                /* bf16 [row_capacity, n] */
     const void *x;                 /* bf16 [row_capacity, k] */
+    uint32_t dy_stride, x_stride;  /* elements from row to row, multiples of 8; 0 = n and k */
     bool accumulate; /* adds to dw, whose experts without rows stay untouched; else overwrites all
                         of dw, experts without rows with zeros */
     float *dw;       /* [experts, n, k] */

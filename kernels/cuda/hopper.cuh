@@ -19,6 +19,25 @@ __device__ __forceinline__ uint32_t shared_address(const void *p)
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+/* ------------------------------------------------------------------- clusters */
+
+/* Number of this block in its cluster. */
+__device__ __forceinline__ uint32_t cluster_rank()
+{
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+/* All threads of all blocks of the cluster meet; what they wrote to shared memory before is seen
+ * after it. Also before the end of a block whose shared memory others may write to. */
+__device__ __forceinline__ void cluster_meet()
+{
+    asm volatile("barrier.cluster.arrive.release;\n"
+                 "barrier.cluster.wait.acquire;" ::
+                     : "memory");
+}
+
 /* ------------------------------------------------------------------ barriers */
 
 __device__ __forceinline__ void barrier_init(uint64_t *barrier, uint32_t arrivals)
@@ -39,6 +58,19 @@ __device__ __forceinline__ void barrier_arrive(uint64_t *barrier)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                  : "memory");
+}
+
+/* Arrives at the barrier in the same place of the shared memory of block `rank` of the cluster.
+ * What this thread wrote before is ordered for its own block only: releasing to the cluster would
+ * wait for all its stores to global memory each time. */
+__device__ __forceinline__ void barrier_arrive_at(uint64_t *barrier, uint32_t rank)
+{
+    asm volatile(
+        "{\n.reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
+        "r"(rank)
+        : "memory");
 }
 
 /* Arrives, and makes the phase last until the copy engine has delivered `bytes` more. */
@@ -106,6 +138,18 @@ __device__ __forceinline__ void load_box(void *to, const CUtensorMap *map, uint6
                  : "memory");
 }
 
+/* The same into every block of the cluster that is in `blocks` (bit: rank), at the same place, and
+ * to the barrier at the same place. */
+__device__ __forceinline__ void load_box_for_all(void *to, const CUtensorMap *map,
+                                                 uint64_t *barrier, uint32_t x, uint32_t y,
+                                                 uint16_t blocks)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(blocks)
+                 : "memory");
+}
+
 /* Box at (x, y, z) into `to`, kept in L2 as usual. */
 __device__ __forceinline__ void load_box3(void *to, const CUtensorMap *map, uint64_t *barrier,
                                           uint32_t x, uint32_t y, uint32_t z)
@@ -133,6 +177,12 @@ __device__ __forceinline__ void load_box3_once(void *to, const CUtensorMap *map,
                  ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
                  "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "l"(policy)
                  : "memory");
+}
+
+/* `bytes` from a 16-byte aligned place in global memory on their way into L2; a multiple of 16. */
+__device__ __forceinline__ void fetch_into_l2(const void *from, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 /* Shared memory written by ordinary stores before this is what a following store_box sends. */

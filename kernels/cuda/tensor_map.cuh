@@ -18,7 +18,18 @@ constexpr uint32_t BOX_COLUMNS = 64;
 struct matrix {
     const void *data;
     uint32_t rows, columns, entries;
+    uint32_t stride = 0; /* elements from row to row, a multiple of 8; 0 = columns */
 };
+
+inline bool fits_stride(uint32_t stride, uint32_t columns)
+{
+    return stride == 0 || (stride >= columns && stride % 8 == 0);
+}
+
+inline cuuint64_t row_bytes(const matrix &m)
+{
+    return cuuint64_t(m.stride != 0 ? m.stride : m.columns) * 2;
+}
 
 typedef decltype(&cuTensorMapEncodeTiled) encode_fn;
 
@@ -65,9 +76,9 @@ inline moe_status encode(CUtensorMap *map, const matrix &m, uint32_t rank, const
 /* Boxes of one entry, at (column, row, entry); rank 2 is for one entry: (column, row). */
 inline moe_status of_rows(CUtensorMap *map, const matrix &m, uint32_t box_rows, uint32_t rank)
 {
-    const cuuint64_t row_bytes = cuuint64_t(m.columns) * 2;
+    const cuuint64_t row = row_bytes(m);
     const cuuint64_t sizes[3] = {m.columns, m.rows, m.entries};
-    const cuuint64_t strides[2] = {row_bytes, row_bytes * m.rows};
+    const cuuint64_t strides[2] = {row, row * m.rows};
     const cuuint32_t box[3] = {BOX_COLUMNS, box_rows, 1};
     return encode(map, m, rank, sizes, strides, box);
 }
@@ -83,9 +94,9 @@ inline bool has_whole_slabs(uint32_t columns)
 inline moe_status of_slabs(CUtensorMap *map, const matrix &m, uint32_t box_rows, uint32_t slabs,
                            uint32_t rank)
 {
-    const cuuint64_t row_bytes = cuuint64_t(m.columns) * 2;
+    const cuuint64_t row = row_bytes(m);
     const cuuint64_t sizes[4] = {BOX_COLUMNS, m.rows, m.columns / BOX_COLUMNS, m.entries};
-    const cuuint64_t strides[3] = {row_bytes, BOX_COLUMNS * 2, row_bytes * m.rows};
+    const cuuint64_t strides[3] = {row, BOX_COLUMNS * 2, row * m.rows};
     const cuuint32_t box[4] = {BOX_COLUMNS, box_rows, slabs, 1};
     return encode(map, m, rank, sizes, strides, box);
 }

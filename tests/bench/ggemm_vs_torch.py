@@ -40,12 +40,12 @@ class Ggemm(ctypes.Structure):
     _fields_ = [("tile", ctypes.c_int), ("gated", ctypes.c_bool), ("back", ctypes.c_bool),
                 ("experts", ctypes.c_uint32), ("row_capacity", ctypes.c_uint32), ("n", ctypes.c_uint32), ("k", ctypes.c_uint32),
                 ("start", ctypes.c_void_p), ("count", ctypes.c_void_p), ("x", ctypes.c_void_p),
-                ("weights", ctypes.c_void_p), ("has_bias", ctypes.c_bool),
+                ("x_stride", ctypes.c_uint32), ("weights", ctypes.c_void_p), ("has_bias", ctypes.c_bool),
                 ("row_weight", ctypes.c_void_p),
                 ("weighting", ctypes.c_int), ("activation", ctypes.c_int),
                 ("limit", ctypes.c_float), ("alpha", ctypes.c_float),
                 ("out_dtype", ctypes.c_int), ("out", ctypes.c_void_p),
-                ("began", ctypes.c_void_p)]
+                ("out_stride", ctypes.c_uint32), ("began", ctypes.c_void_p)]
 
 
 class Wgrad(ctypes.Structure):
@@ -53,6 +53,7 @@ class Wgrad(ctypes.Structure):
     _fields_ = [("experts", ctypes.c_uint32), ("row_capacity", ctypes.c_uint32),
                 ("n", ctypes.c_uint32), ("k", ctypes.c_uint32), ("start", ctypes.c_void_p),
                 ("count", ctypes.c_void_p), ("dy", ctypes.c_void_p), ("x", ctypes.c_void_p),
+                ("dy_stride", ctypes.c_uint32), ("x_stride", ctypes.c_uint32),
                 ("accumulate", ctypes.c_bool), ("dw", ctypes.c_void_p)]
 
 
@@ -121,8 +122,9 @@ class Case:
             sys.exit(f"{self.name}: {st.text.decode()}")
         return torch.frombuffer(bytearray(bytes(d)), dtype=torch.uint8).to("cuda")
 
-    def chosen(self):
-        facts = Facts(sum(self.counts), 1, 1, self.experts, self.n, self.k)
+    def chosen(self, back=False):
+        n, k = (self.k, self.n) if back else (self.n, self.k)
+        facts = Facts(sum(self.counts), 1, 1, self.experts, n, k)
         return self.lib.moe_cuda_choose_tile(ctypes.byref(facts))
 
     def ours(self, tile, gated=False):
@@ -131,7 +133,7 @@ class Case:
             out = self.hidden if gated else self.out
             tasks.append(Ggemm(tile, gated, False, self.experts, self.capacity,
                                self.n // 2 if gated else self.n, self.k, self.start.data_ptr(),
-                               self.count.data_ptr(), self.x[i].data_ptr(),
+                               self.count.data_ptr(), self.x[i].data_ptr(), 0,
                                self.cells[i].data_ptr(), False, None, LATE, SWIGLU, 0, 0, BF16,
                                out.data_ptr()))
 
@@ -149,8 +151,8 @@ class Case:
             self.compact_dy = self.dy[self.index]
             self.dw = torch.full((self.experts, self.n, self.k), float("nan"), device="cuda")
         task = Wgrad(self.experts, self.capacity, self.n, self.k, self.start.data_ptr(),
-                     self.count.data_ptr(), self.dy.data_ptr(), self.x[0].data_ptr(), accumulate,
-                     self.dw.data_ptr())
+                     self.count.data_ptr(), self.dy.data_ptr(), self.x[0].data_ptr(), 0, 0,
+                     accumulate, self.dw.data_ptr())
 
         def run(_):
             stream = torch.cuda.current_stream().cuda_stream
@@ -160,10 +162,10 @@ class Case:
         return run
 
     def dgrad(self):
-        """Gradients of the rows, by the tile for many rows."""
+        """Gradients of the rows, by the chosen tile."""
         dx = torch.full((self.capacity, self.k), float("nan"), dtype=torch.bfloat16, device="cuda")
-        task = Ggemm(TILES.index("pingpong"), False, True, self.experts, self.capacity, self.k,
-                     self.n, self.start.data_ptr(), self.count.data_ptr(), self.dy.data_ptr(),
+        task = Ggemm(self.chosen(back=True), False, True, self.experts, self.capacity, self.k,
+                     self.n, self.start.data_ptr(), self.count.data_ptr(), self.dy.data_ptr(), 0,
                      self.cells[0].data_ptr(), False, None, LATE, SWIGLU, 0, 0, BF16,
                      dx.data_ptr())
 
@@ -207,7 +209,7 @@ class Case:
         room = self.lib.moe_cuda_cublas_scratch_bytes(False, F32, self.capacity, self.n)
         scratch = torch.empty(room, dtype=torch.uint8, device="cuda")
         task = Ggemm(0, False, False, self.experts, self.capacity, self.n, self.k, self.start.data_ptr(),
-                     self.count.data_ptr(), self.x[0].data_ptr(), self.cells[0].data_ptr(), False,
+                     self.count.data_ptr(), self.x[0].data_ptr(), 0, self.cells[0].data_ptr(), False,
                      None, LATE, SWIGLU, 0, 0, F32, out.data_ptr())
 
         def run(_):

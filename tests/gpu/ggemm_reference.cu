@@ -34,9 +34,19 @@ __device__ int owner(const moe_cuda_ggemm &g, uint32_t row)
     return -1;
 }
 
+__host__ __device__ size_t x_stride(const moe_cuda_ggemm &g)
+{
+    return g.x_stride != 0 ? g.x_stride : g.k;
+}
+
+__host__ __device__ size_t out_stride(const moe_cuda_ggemm &g)
+{
+    return g.out_stride != 0 ? g.out_stride : g.n;
+}
+
 __device__ double dot(const moe_cuda_ggemm &g, uint32_t row, size_t weight_row)
 {
-    const auto *x = static_cast<const __nv_bfloat16 *>(g.x) + size_t(row) * g.k;
+    const auto *x = static_cast<const __nv_bfloat16 *>(g.x) + row * x_stride(g);
     const auto *w = static_cast<const __nv_bfloat16 *>((*g.weights)->data) + weight_row * g.k;
     double sum = 0;
     for (uint32_t i = 0; i < g.k; i++)
@@ -47,7 +57,7 @@ __device__ double dot(const moe_cuda_ggemm &g, uint32_t row, size_t weight_row)
 /* Of a product with W: weights are [experts, k, n]. */
 __device__ double dot_back(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint32_t column)
 {
-    const auto *x = static_cast<const __nv_bfloat16 *>(g.x) + size_t(row) * g.k;
+    const auto *x = static_cast<const __nv_bfloat16 *>(g.x) + row * x_stride(g);
     const auto *w = static_cast<const __nv_bfloat16 *>((*g.weights)->data) + size_t(e) * g.k * g.n;
     double sum = 0;
     for (uint32_t i = 0; i < g.k; i++)
@@ -128,10 +138,10 @@ __global__ void measure(moe_cuda_ggemm g, const double *want, totals *t)
     const uint32_t row = blockIdx.y;
     const uint32_t column = blockIdx.x * blockDim.x + threadIdx.x;
     const size_t i = size_t(row) * g.n + column;
-    if (column >= g.n)
+    if (column >= out_stride(g))
         return;
-    if (owner(g, row) < 0) {
-        if (!poisoned(g, i))
+    if (owner(g, row) < 0 || column >= g.n) {
+        if (!poisoned(g, row * out_stride(g) + column))
             atomicAdd(&t->stray, 1ull);
     } else if (isfinite(want[i])) {
         atomicAdd(&t->squares, want[i] * want[i]);
@@ -147,7 +157,7 @@ __global__ void compare(moe_cuda_ggemm g, const double *want, totals *t)
     if (column >= g.n || owner(g, row) < 0)
         return;
     const double rms = t->elements > 0 ? sqrt(t->squares / double(t->elements)) : 1.0;
-    const double got = element(g, i);
+    const double got = element(g, row * out_stride(g) + column);
     double error = fabs(got - want[i]) / (fabs(want[i]) + rms);
     if (isnan(got) && isnan(want[i]))
         error = 0;
@@ -179,7 +189,7 @@ extern "C" int ggemm_reference(const moe_cuda_ggemm *g, double *want)
 
 extern "C" int ggemm_compare(const moe_cuda_ggemm *g, const double *want, ggemm_difference *out)
 {
-    const dim3 blocks((g->n + THREADS - 1) / THREADS, g->row_capacity);
+    const dim3 blocks(unsigned((out_stride(*g) + THREADS - 1) / THREADS), g->row_capacity);
     totals sum = {}, *t;
     cudaError_t rc = cudaMalloc(&t, sizeof *t);
     if (rc != cudaSuccess)

@@ -20,8 +20,8 @@ int ggemm_fill_f32(float *to, size_t count, uint64_t seed, float scale);
 int ggemm_reference(const struct moe_cuda_ggemm *g, double *want);
 
 /* Largest |out - want| / (|want| + rms), over the experts' rows, where rms is that of all of want;
- * infinity where one is NaN and the other is not. `stray` counts elements of other rows that are
- * not all ones bits, which is what the test poisons them with. */
+ * infinity where one is NaN and the other is not. `stray` counts elements of other rows, and
+ * between rows, that are not all ones bits, which is what the test poisons them with. */
 struct ggemm_difference {
     double worst;
     unsigned long long stray;

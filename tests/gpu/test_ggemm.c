@@ -61,7 +61,8 @@ struct problem {
 
 static size_t out_size(const struct moe_cuda_ggemm *g)
 {
-    return (size_t)g->row_capacity * g->n * moe_dtype_bytes(g->out_dtype);
+    return (size_t)g->row_capacity * (g->out_stride != 0 ? g->out_stride : g->n) *
+           moe_dtype_bytes(g->out_dtype);
 }
 
 static void upload_groups(struct problem *p)
@@ -85,16 +86,26 @@ static void random_groups(struct problem *p, uint32_t most, bool tight)
     p->g.row_capacity = at > 0 ? at : 1;
 }
 
-/* Rows of x that belong to no expert are NaN, which nobody may notice. */
+/* Rows of an expert, one by one where something lies between them. */
+static void fill_rows(char *x, uint32_t rows, uint32_t k, uint32_t stride, uint64_t seed)
+{
+    uint32_t pieces = stride == k ? (rows > 0) : rows;
+    for (uint32_t i = 0; i < pieces; i++)
+        assert_int_equal(ggemm_fill_bf16(x + (size_t)i * stride * 2,
+                                         stride == k ? (size_t)rows * k : k, seed + i, 2.0f),
+                         0);
+}
+
+/* Elements of x that belong to no expert are NaN, which nobody may notice. */
 static void make_buffers(struct problem *p)
 {
     struct moe_cuda_ggemm *g = &p->g;
+    uint32_t stride = g->x_stride != 0 ? g->x_stride : g->k;
     size_t row = (size_t)g->k * 2, weight_rows = (size_t)g->experts * g->n * (g->gated ? 2 : 1);
     uint64_t seed = random_state;
-    char *x = device_alloc(g->row_capacity * row, 0xff);
+    char *x = device_alloc((size_t)g->row_capacity * stride * 2, 0xff);
     for (uint32_t e = 0; e < g->experts; e++)
-        assert_int_equal(
-            ggemm_fill_bf16(x + p->start[e] * row, (size_t)p->count[e] * g->k, seed + e, 2.0f), 0);
+        fill_rows(x + (size_t)p->start[e] * stride * 2, p->count[e], g->k, stride, seed + 1000 * e);
     void *weights = device_alloc(weight_rows * row, 0);
     assert_int_equal(ggemm_fill_bf16(weights, weight_rows * g->k, seed + 7000, 0.2f), 0);
     float *row_weight = device_alloc(g->row_capacity * sizeof(float), 0);
@@ -201,7 +212,12 @@ static void random_case(enum moe_cuda_gemm_tile tile, enum form form, enum moe_d
                         double *worst)
 {
     struct problem p = {.g = random_task(tile, form, dtype)};
-    random_groups(&p, p.g.experts > 24 ? 40 : 500, random_below(2) == 0);
+    bool apart = random_below(3) == 0; /* rows of x and out with something between them */
+    if (apart) {
+        p.g.x_stride = p.g.k + 8 * random_below(20);
+        p.g.out_stride = p.g.n + 8 * random_below(20);
+    }
+    random_groups(&p, apart || p.g.experts > 24 ? 40 : 500, random_below(2) == 0);
     make_buffers(&p);
     const float *row_weight = p.g.row_weight;
     p.g.has_bias = random_below(2) == 0;
@@ -364,13 +380,15 @@ static void impossible_shapes_are_refused(void **state)
 {
     (void)state;
     struct problem p = large_problem(MOE_CUDA_TILE_DECODE, PLAIN);
-    struct moe_cuda_ggemm wrong[] = {p.g, p.g, p.g, p.g, p.g, p.g};
+    struct moe_cuda_ggemm wrong[] = {p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g};
     wrong[0].n = 12;
     wrong[1].k = 4;
     wrong[2].experts = MOE_MAX_EXPERTS + 1;
     wrong[3].tile = MOE_CUDA_TILE_COUNT;
     wrong[4].out_dtype = MOE_DTYPE_NONE;
     wrong[5].gated = wrong[5].back = true;
+    wrong[6].x_stride = p.g.k + 4;
+    wrong[7].out_stride = p.g.n - 8;
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         struct moe_status st = moe_cuda_ggemm_enqueue(&wrong[i], NULL);
         assert_int_equal(st.code, MOE_INVALID_ARGUMENT);

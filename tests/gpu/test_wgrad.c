@@ -74,20 +74,29 @@ static void random_groups(struct problem *p, uint32_t most, bool tight)
     p->w.row_capacity = at > 0 ? at : 1;
 }
 
-/* Rows of dy and x that belong to no expert are NaN, which nobody may notice. */
+/* bf16 [row_capacity, columns]: what belongs to no expert is NaN, which nobody may notice. */
+static void *make_operand(const struct problem *p, uint32_t columns, uint32_t stride, uint64_t seed,
+                          float scale)
+{
+    uint32_t step = stride != 0 ? stride : columns;
+    uint16_t *rows = device_alloc((size_t)p->w.row_capacity * step * 2, 0xff);
+    for (uint32_t e = 0; e < p->w.experts; e++) {
+        uint32_t pieces = step == columns ? p->count[e] > 0 : p->count[e];
+        size_t each = step == columns ? (size_t)p->count[e] * columns : columns;
+        for (uint32_t i = 0; i < pieces; i++)
+            assert_int_equal(ggemm_fill_bf16(rows + ((size_t)p->start[e] + i) * step, each,
+                                             seed + 1000 * e + i, scale),
+                             0);
+    }
+    return rows;
+}
+
 static void make_buffers(struct problem *p)
 {
     struct moe_cuda_wgrad *w = &p->w;
     uint64_t seed = random_state;
-    uint16_t *dy = device_alloc((size_t)w->row_capacity * w->n * 2, 0xff);
-    uint16_t *x = device_alloc((size_t)w->row_capacity * w->k * 2, 0xff);
-    for (uint32_t e = 0; e < w->experts; e++) {
-        size_t first = p->start[e], rows = p->count[e];
-        assert_int_equal(ggemm_fill_bf16(dy + first * w->n, rows * w->n, seed + e, 1.0f), 0);
-        assert_int_equal(ggemm_fill_bf16(x + first * w->k, rows * w->k, seed + 500 + e, 2.0f), 0);
-    }
-    w->dy = dy;
-    w->x = x;
+    w->dy = make_operand(p, w->n, w->dy_stride, seed, 1.0f);
+    w->x = make_operand(p, w->k, w->x_stride, seed + 500, 2.0f);
     w->start = device_alloc(MAX_EXPERTS * sizeof(uint32_t), 0);
     w->count = device_alloc(MAX_EXPERTS * sizeof(uint32_t), 0);
     p->elements = (size_t)w->experts * w->n * w->k;
@@ -167,7 +176,11 @@ static void any_shape_matches_double_precision(void **state)
             p.w.n = (p.w.n + 63) / 64 * 64;
             p.w.k = (p.w.k + 63) / 64 * 64;
         }
-        random_groups(&p, p.w.experts > 12 ? 40 : 500, random_below(2) == 0);
+        if (i % 4 == 1) { /* rows with something between them */
+            p.w.dy_stride = p.w.n + 8 * random_below(20);
+            p.w.x_stride = p.w.k + 8 * random_below(20);
+        }
+        random_groups(&p, i % 4 == 1 || p.w.experts > 12 ? 40 : 500, random_below(2) == 0);
         make_buffers(&p);
         prepare(&p);
         ok(moe_cuda_wgrad_enqueue(&p.w, NULL));
@@ -268,11 +281,12 @@ static void impossible_shapes_are_refused(void **state)
 {
     (void)state;
     struct problem p = large_problem(false);
-    struct moe_cuda_wgrad wrong[] = {p.w, p.w, p.w, p.w};
+    struct moe_cuda_wgrad wrong[] = {p.w, p.w, p.w, p.w, p.w};
     wrong[0].n = 12;
     wrong[1].k = 0;
     wrong[2].experts = MOE_MAX_EXPERTS + 1;
     wrong[3].row_capacity = 0;
+    wrong[4].dy_stride = p.w.n + 12;
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         struct moe_status st = moe_cuda_wgrad_enqueue(&wrong[i], NULL);
         assert_int_equal(st.code, MOE_INVALID_ARGUMENT);

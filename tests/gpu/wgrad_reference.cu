@@ -18,8 +18,8 @@ __global__ void reference(moe_cuda_wgrad w, double *want)
     const auto *x = static_cast<const __nv_bfloat16 *>(w.x);
     double sum = 0;
     for (size_t r = w.start[e]; r < size_t(w.start[e]) + w.count[e]; r++)
-        sum += double(__bfloat162float(dy[r * w.n + row])) *
-               double(__bfloat162float(x[r * w.k + column]));
+        sum += double(__bfloat162float(dy[r * (w.dy_stride != 0 ? w.dy_stride : w.n) + row])) *
+               double(__bfloat162float(x[r * (w.x_stride != 0 ? w.x_stride : w.k) + column]));
     want[(size_t(e) * w.n + row) * w.k + column] = sum;
 }
 
