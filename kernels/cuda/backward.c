@@ -6,7 +6,7 @@
 #include "cuda/ep.h"
 #include "cuda/router.h"
 #include "cuda/step.h"
-#include "cuda/train_stages.h"
+#include "cuda/train_ffn.h"
 
 #include <string.h>
 
@@ -37,13 +37,10 @@ struct moe_status moe_cuda_pairs_dispatch(struct moe_session *s, const struct mo
     struct moe_device *device = s->device;
     cudaStream_t stream = device->compute;
     size_t bytes = a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
-    size_t most = moe_cuda_ep_most_rows(s, a->layer, a->bucket);
-    void *pairs, *x, *dy;
+    void *pairs;
     MOE_TRY(moe_cuda_ep_reserve(s, a->layer, a->dtype, a->bucket, a->tokens, true));
     MOE_TRY(
         moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_PAIRS, a->tokens * 2 * bytes, &pairs));
-    MOE_TRY(moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_X, most * bytes, &x));
-    MOE_TRY(moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_DY, most * bytes, &dy));
     if (a->tokens > 0) {
         MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync(pairs, 2 * bytes, a->x, bytes, bytes, a->tokens,
                                            cudaMemcpyDeviceToDevice, stream)));
@@ -61,11 +58,38 @@ struct moe_status moe_cuda_pairs_dispatch(struct moe_session *s, const struct mo
                                    .token_state = a->token_state};
     moe_cuda_facts_fill(a->layer, a->dtype, a->bucket, a->tokens, &facts);
     facts.head[MOE_HEAD_DTYPE] |= a->flags;
-    MOE_TRY(moe_cuda_train_tell(device, &facts, &batch.facts));
+    MOE_TRY(moe_cuda_train_tell(device, MOE_CUDA_SCRATCH_FACTS, &facts, &batch.facts));
     MOE_TRY(moe_cuda_session_count_step(s));
     MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
     MOE_TRY(moe_cuda_ep_dispatch(s->ep, rows, stream));
-    MOE_TRY(moe_cuda_split_pairs(rows->start + rows->local_experts, bytes, rows->x, x, dy, stream));
+    *dy_rows = (const char *)rows->x + bytes;
+    return moe_ok();
+}
+
+static struct moe_status take_apart(struct moe_session *s, const struct moe_cuda_pairs *a, void **x,
+                                    void **dy)
+{
+    size_t bytes = a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
+    size_t most = moe_cuda_ep_most_rows(s, a->layer, a->bucket);
+    MOE_TRY(moe_cuda_train_scratch_take(s->device, MOE_CUDA_SCRATCH_X, most * bytes, x));
+    return moe_cuda_train_scratch_take(s->device, MOE_CUDA_SCRATCH_DY, most * bytes, dy);
+}
+
+struct moe_status moe_cuda_pairs_reserve_split(struct moe_session *s,
+                                               const struct moe_cuda_pairs *a)
+{
+    void *x, *dy;
+    return take_apart(s, a, &x, &dy);
+}
+
+struct moe_status moe_cuda_pairs_split(struct moe_session *s, const struct moe_cuda_pairs *a,
+                                       struct moe_rows *rows, const void **dy_rows)
+{
+    size_t bytes = a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
+    void *x, *dy;
+    MOE_TRY(take_apart(s, a, &x, &dy));
+    MOE_TRY(moe_cuda_split_pairs(rows->start + rows->local_experts, bytes, rows->x, x, dy,
+                                 s->device->compute));
     rows->x = x;
     *dy_rows = dy;
     return moe_ok();
@@ -105,10 +129,12 @@ struct pass {
     uint32_t tokens, top_k, choices, capacity;
     size_t row_bytes;
     bool need_logits;
+    cudaEvent_t told; /* dispatch's verdict has come to the host */
     void *x, *dy, *out;
     uint8_t *mode, *state, *ok, *routed;
     int32_t *ids_in, *ids, *ids_sent;
-    float *weights_in, *weights, *dweights, *dlogits, *dx, *dweight_rows;
+    float *weights_in, *weights, *dweights, *dlogits, *dweight_rows;
+    float *dx_experts, *dx_router, *dx_shared; /* shared: NULL without a shared expert */
     double *loss;
     float *logits;
 };
@@ -117,6 +143,11 @@ struct piece {
     void **at;
     size_t bytes;
 };
+
+static bool has_shared(const struct pass *p)
+{
+    return p->layer->spec.shared_intermediate > 0;
+}
 
 static struct moe_status take_memory(struct pass *p)
 {
@@ -136,7 +167,9 @@ static struct moe_status take_memory(struct pass *p)
         {(void **)&p->weights, pairs * sizeof(float)},
         {(void **)&p->dweights, pairs * sizeof(float)},
         {(void **)&p->dlogits, n * p->choices * sizeof(float)},
-        {(void **)&p->dx, n * hidden * sizeof(float)},
+        {(void **)&p->dx_experts, n * hidden * sizeof(float)},
+        {(void **)&p->dx_router, n * hidden * sizeof(float)},
+        {(void **)&p->dx_shared, has_shared(p) ? n * hidden * sizeof(float) : 0},
         {(void **)&p->loss, n * sizeof(double)},
         {(void **)&p->dweight_rows, p->capacity * sizeof(float)},
     };
@@ -219,9 +252,11 @@ static struct moe_status route(struct pass *p)
                                             .ok = p->ok,
                                             .routed = p->routed,
                                             .ids_sent = p->ids_sent};
-    MOE_TRY(moe_cuda_train_tell(p->s->device, &facts, &r.facts));
+    MOE_TRY(moe_cuda_train_tell(p->s->device, MOE_CUDA_SCRATCH_FACTS, &facts, &r.facts));
     MOE_TRY(moe_cuda_router_enqueue(layer, &r, stream));
-    return moe_cuda_sort_tokens(&sorted, stream);
+    MOE_TRY(moe_cuda_sort_tokens(&sorted, stream));
+    /* So that products may take all rows: what a refused token holds never counts. */
+    return moe_cuda_clear_rows(p->tokens, p->row_bytes, p->ok, p->x, p->x, p->dy, stream);
 }
 
 static struct moe_status count_loads(struct pass *p)
@@ -304,17 +339,29 @@ static struct moe_status finish_tokens(struct pass *p, const float *combined)
                                            .ids = p->ids,
                                            .weights = p->weights,
                                            .combined = combined,
-                                           .dx = p->dx,
+                                           .dx = p->dx_experts,
                                            .dweights = p->dweights};
+    struct moe_cuda_logits_backward logits = {.dtype = a->dtype,
+                                              .tokens = p->tokens,
+                                              .x = p->x,
+                                              .use = a->mode != NULL ? p->routed : NULL,
+                                              .dlogits = p->dlogits,
+                                              .accumulate = a->accumulate,
+                                              .dx = p->dx_router};
+    struct moe_cuda_dx_parts parts = {.experts = p->dx_experts,
+                                      .router = p->dx_router,
+                                      .shared = has_shared(p) ? p->dx_shared : NULL};
     MOE_TRY(moe_cuda_home_gradients(&home, stream));
+    moe_cuda_train_mark(p->s->device, MOE_BACKWARD_LOGITS);
     MOE_TRY(moe_cuda_train_router(a->trainer, a->dtype, p->tokens, p->logits, p->routed, p->ids,
                                   p->dweights, p->dlogits));
     MOE_TRY(balance_loss(p));
-    MOE_TRY(moe_cuda_train_logits_backward(a->trainer, a->dtype, p->tokens, p->x, p->routed,
-                                           p->dlogits, a->accumulate, p->dx));
+    MOE_TRY(moe_cuda_train_logits_backward(a->trainer, &logits));
+    moe_cuda_train_mark(p->s->device, MOE_BACKWARD_SHARED);
     MOE_TRY(moe_cuda_train_shared(a->trainer, a->dtype, p->tokens, p->x, p->dy, p->ok,
-                                  a->accumulate, p->dx));
-    return moe_cuda_round_rows(p->tokens, spec->hidden, a->dtype, p->ok, p->dx, p->out, stream);
+                                  a->accumulate, false, p->dx_shared));
+    moe_cuda_train_mark(p->s->device, MOE_BACKWARD_FINISH);
+    return moe_cuda_finish_dx(p->tokens, spec->hidden, a->dtype, p->ok, &parts, p->out, stream);
 }
 
 static uint32_t flags_of(const struct moe_backward_args *a)
@@ -323,6 +370,44 @@ static uint32_t flags_of(const struct moe_backward_args *a)
     memcpy(&bits, &a->aux_coeff, sizeof bits);
     bits = (bits ^ bits >> COEFF_BITS ^ bits >> 2 * COEFF_BITS) & ((1u << COEFF_BITS) - 1);
     return MOE_HEAD_BACKWARD | (a->accumulate ? FLAG_ACCUMULATE : 0) | bits << FLAG_COEFF;
+}
+
+/* All scratch of a pass, so that no stage fails for want of memory when peers wait. */
+static struct moe_status reserve(struct pass *p, const struct moe_cuda_pairs *pairs,
+                                 size_t dx_floats, float **dx_rows)
+{
+    void *dx;
+    struct moe_trainer *t = p->a->trainer;
+    enum moe_dtype dtype = p->a->dtype;
+    MOE_TRY(moe_cuda_train_reserve_ffn(t, dtype, p->capacity, p->tokens));
+    MOE_TRY(moe_cuda_train_reserve_logits(t, dtype, p->tokens));
+    if (!moe_cuda_train_reads_pairs(t, dtype))
+        MOE_TRY(moe_cuda_pairs_reserve_split(p->s, pairs));
+    MOE_TRY(moe_cuda_train_scratch_take(p->s->device, MOE_CUDA_SCRATCH_DX,
+                                        dx_floats * sizeof(float), &dx));
+    *dx_rows = dx;
+    return moe_ok();
+}
+
+/* Dispatch's verdict comes to the host while products are computed that change no gradient. */
+static struct moe_status send_verdict(struct pass *p)
+{
+    struct moe_session *s = p->s;
+    struct moe_cuda_verdict *copy = &s->mailbox->verdict;
+    MOE_TRY(MOE_CUDA(cudaMemcpyAsync(copy, &s->control->verdict, sizeof *copy,
+                                     cudaMemcpyDeviceToHost, s->device->compute)));
+    return MOE_CUDA(cudaEventRecord(p->told, s->device->compute));
+}
+
+static struct moe_status hear_verdict(struct pass *p, uint64_t *rows)
+{
+    struct moe_session *s = p->s;
+    struct moe_status st = MOE_CUDA(cudaEventSynchronize(p->told));
+    *rows = s->mailbox->verdict.rows;
+    if (!moe_failed(&st))
+        return moe_cuda_session_judge(s, &s->mailbox->verdict);
+    moe_cuda_session_fail(s);
+    return st;
 }
 
 /* Refusals are known after dispatch, before any slot changes something or waits again. */
@@ -340,26 +425,45 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
                                    .ids = p->ids_sent,
                                    .weights = p->weights,
                                    .token_state = p->state};
+    struct moe_device *device = p->s->device;
     struct moe_rows rows;
-    const void *dy_rows;
-    void *dx_rows;
+    struct moe_cuda_train_rows r = {.rows = &rows,
+                                    .stride = 2 * p->layer->spec.hidden,
+                                    .capacity = p->capacity,
+                                    .bucket = a->bucket,
+                                    .slots = (uint32_t)__builtin_popcountll(p->s->config.live),
+                                    .accumulate = a->accumulate,
+                                    .dx_stride = stride,
+                                    .dweight = p->dweight_rows};
+    struct moe_cuda_train_ffn experts;
     float *combined;
-    MOE_TRY(moe_cuda_train_reserve(a->trainer, p->capacity, p->tokens));
-    MOE_TRY(moe_cuda_train_scratch_take(p->s->device, MOE_CUDA_SCRATCH_DX,
-                                        (size_t)p->capacity * stride * sizeof(float), &dx_rows));
+    MOE_TRY(reserve(p, &pairs, (size_t)p->capacity * stride, &r.dx));
     MOE_TRY(copy_in(p));
+    moe_cuda_train_marks_begin(device);
+    moe_cuda_train_mark(device, MOE_BACKWARD_ROUTER);
     MOE_TRY(route(p));
-    MOE_TRY(moe_cuda_pairs_dispatch(p->s, &pairs, &rows, &dy_rows));
-    MOE_TRY(moe_cuda_session_finish(p->s));
-    result->rows = p->s->mailbox->verdict.rows;
+    moe_cuda_train_mark(device, MOE_BACKWARD_DISPATCH);
+    MOE_TRY(moe_cuda_pairs_dispatch(p->s, &pairs, &rows, &r.dy));
+    MOE_TRY(send_verdict(p));
+    if (!moe_cuda_train_reads_pairs(a->trainer, a->dtype)) {
+        MOE_TRY(moe_cuda_pairs_split(p->s, &pairs, &rows, &r.dy));
+        r.stride = p->layer->spec.hidden;
+    }
+    MOE_TRY(moe_cuda_train_experts_begin(a->trainer, a->dtype, &r, &experts));
+    MOE_TRY(hear_verdict(p, &result->rows));
     MOE_TRY(count_loads(p));
-    MOE_TRY(moe_cuda_train_experts(a->trainer, a->dtype, &rows, p->capacity, dy_rows, a->accumulate,
-                                   dx_rows, stride, p->dweight_rows));
-    MOE_TRY(moe_cuda_pairs_combine(p->s, &pairs, dx_rows, p->dweight_rows, &combined));
-    MOE_TRY(moe_cuda_session_finish(p->s));
+    MOE_TRY(moe_cuda_train_experts_end(&experts));
+    moe_cuda_train_mark(device, MOE_BACKWARD_COMBINE);
+    MOE_TRY(moe_cuda_pairs_combine(p->s, &pairs, r.dx, p->dweight_rows, &combined));
+    if (a->aux_coeff != 0) /* what follows meets the other slots again */
+        MOE_TRY(moe_cuda_session_finish(p->s));
     MOE_TRY(finish_tokens(p, combined));
+    moe_cuda_train_mark(device, MOE_BACKWARD_STAGE_COUNT);
     MOE_TRY(copy_out(p));
-    return moe_cuda_device_finish(p->s->device);
+    MOE_TRY(moe_cuda_session_finish(p->s));
+    moe_cuda_train_marks_read(device, result->backward_ns);
+    result->on_tensor_cores = moe_cuda_train_on_tensor_cores(a->trainer, a->dtype);
+    return moe_ok();
 }
 
 static bool any_logits(const struct moe_backward_args *a)
@@ -391,7 +495,12 @@ struct moe_status moe_cuda_backward_enqueue(struct moe_session *s,
     MOE_TRY(moe_cuda_ep_reserve(s, layer, a->dtype, a->bucket, a->tokens, true));
     p.capacity = moe_cuda_ep_most_rows(s, layer, a->bucket);
     struct moe_step *step;
-    MOE_TRY(moe_cuda_step_hold(s, &step));
+    MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&p.told, cudaEventDisableTiming)));
+    struct moe_status held = moe_cuda_step_hold(s, &step);
+    if (moe_failed(&held)) {
+        (void)cudaEventDestroy(p.told);
+        return held;
+    }
     uint64_t begun = moe_clock_ns();
     struct moe_status st = take_memory(&p);
     if (!moe_failed(&st))
@@ -400,6 +509,7 @@ struct moe_status moe_cuda_backward_enqueue(struct moe_session *s,
     if (st.reason == MOE_REASON_PEER_LOST)
         result.missing_slot = s->missing;
     result.refused = moe_cuda_session_refused(s, &st);
+    (void)cudaEventDestroy(p.told);
     moe_cuda_step_finish(step, st, &result);
     *out = step;
     return moe_ok();

@@ -12,6 +12,7 @@ struct moe_status moe_cuda_load_all(int arch)
     MOE_TRY(moe_cuda_load_net());
     MOE_TRY(moe_cuda_load_ep_net());
     MOE_TRY(moe_cuda_load_ffn_exact());
+    MOE_TRY(moe_cuda_load_train_activation());
     MOE_TRY(moe_cuda_load_train_gemm());
     MOE_TRY(moe_cuda_load_train_kernels());
     MOE_TRY(moe_cuda_load_train_router());

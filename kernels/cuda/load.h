@@ -25,6 +25,7 @@ struct moe_status moe_cuda_load_net(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_router(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_router_logits(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_session(void) MOE_CHECKED;
+struct moe_status moe_cuda_load_train_activation(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_train_gemm(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_train_kernels(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_train_router(void) MOE_CHECKED;

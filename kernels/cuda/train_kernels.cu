@@ -1,154 +1,12 @@
-/* Row-wise kernels of a backward pass; see train_kernels.h. A block works on a row at a time, and
- * sums over a row are made by all its threads in one fixed tree. */
-#include "cuda/train_kernels.h"
-
+/* Kernels over the tokens of a backward pass; see train_kernels.h. A block works on a row at a
+ * time, and sums over a row are made by all its threads in one fixed tree. */
 #include "cuda/load.h"
-#include "cuda/simt.cuh"
+#include "cuda/train_rows.cuh"
 
 namespace
 {
 
-constexpr uint32_t THREADS = 256, MOST_BLOCKS = 132 * 8;
-
-__device__ float block_sum(float v)
-{
-    __shared__ float part[THREADS / 32], all;
-    for (int d = 16; d > 0; d /= 2)
-        v += __shfl_xor_sync(0xffffffffu, v, d);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0)
-        part[threadIdx.x / 32] = v;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        float sum = 0;
-        for (uint32_t i = 0; i < THREADS / 32; i++)
-            sum += part[i];
-        all = sum;
-    }
-    __syncthreads();
-    return all;
-}
-
-/* A row that counts, and its group; false for padding and for rows left out. */
-__device__ bool find_row(const struct moe_cuda_row_groups &r, uint32_t row, uint32_t *group)
-{
-    *group = 0;
-    if (r.start == nullptr)
-        return r.use == nullptr || r.use[row] != 0;
-    *group = moe_simt::group_of({r.start, r.count, r.groups, r.rows}, row);
-    return row - r.start[*group] < r.count[*group];
-}
-
-__device__ uint32_t rows_of(const struct moe_cuda_row_groups &r)
-{
-    return r.start != nullptr ? r.start[r.groups] : r.rows;
-}
-
-unsigned blocks_of(uint32_t rows)
-{
-    return rows < MOST_BLOCKS ? rows : MOST_BLOCKS;
-}
-
-/* -------------------------------------------------------------- activation */
-
-struct slopes {
-    float value, gate, up; /* h, dh/dg, dh/du */
-};
-
-__device__ slopes activate(const struct moe_cuda_activation_backward &a, float g, float u)
-{
-    float dg = 1.0f, du = 1.0f, alpha = 1.0f, shift = 0.0f;
-    if (a.activation != MOE_ACT_SWIGLU) {
-        dg = g > a.limit ? 0.0f : 1.0f;
-        du = fabsf(u) > a.limit ? 0.0f : 1.0f;
-        g = fminf(g, a.limit);
-        u = fminf(fmaxf(u, -a.limit), a.limit);
-    }
-    if (a.activation == MOE_ACT_SWIGLU_OAI) {
-        alpha = a.alpha;
-        shift = 1.0f;
-    }
-    float s = 1.0f / (1.0f + expf(-alpha * g));
-    return {g * s * (u + shift), dg * (u + shift) * s * (1.0f + alpha * g * (1.0f - s)),
-            du * g * s};
-}
-
-template <typename T>
-__global__ void __launch_bounds__(THREADS)
-    activation_kernel(const struct moe_cuda_activation_backward a)
-{
-    const uint32_t padded = (a.inner + 7) / 8 * 8;
-    for (uint32_t row = blockIdx.x; row < rows_of(a.rows); row += gridDim.x) {
-        uint32_t group;
-        if (!find_row(a.rows, row, &group))
-            continue;
-        const float weight = a.weight != nullptr ? a.weight[row] : 1.0f;
-        const float in = a.input_weighting ? weight : 1.0f, out = a.input_weighting ? 1.0f : weight;
-        const size_t bias = static_cast<size_t>(group) * a.inner;
-        float *pre = a.pre + static_cast<size_t>(row) * 2 * padded;
-        float *dh = a.dh + static_cast<size_t>(row) * a.inner;
-        float dot = 0;
-        for (uint32_t i = threadIdx.x; i < padded; i += THREADS) {
-            float *g = pre + MOE_CUDA_GATE_ROW(i), *u = g + MOE_CUDA_INTERLEAVE;
-            if (i >= a.inner) {
-                *g = *u = 0.0f;
-                continue;
-            }
-            float gate = *g * in + (a.gate_bias != nullptr ? a.gate_bias[bias + i] : 0.0f);
-            float up = *u * in + (a.up_bias != nullptr ? a.up_bias[bias + i] : 0.0f);
-            slopes s = activate(a, gate, up);
-            float d = dh[i];
-            dot = fmaf(d, s.value, dot);
-            *g = out * d * s.gate;
-            *u = out * d * s.up;
-            dh[i] = out * s.value;
-        }
-        if (a.dweight == nullptr || a.input_weighting)
-            continue;
-        if (a.down_bias != nullptr) {
-            const T *dy = static_cast<const T *>(a.dy) + static_cast<size_t>(row) * a.hidden;
-            const float *b = a.down_bias + static_cast<size_t>(group) * a.hidden;
-            for (uint32_t h = threadIdx.x; h < a.hidden; h += THREADS)
-                dot = fmaf(static_cast<float>(dy[h]), b[h], dot);
-        }
-        dot = block_sum(dot);
-        if (threadIdx.x == 0)
-            a.dweight[row] = dot;
-    }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(THREADS) input_kernel(const struct moe_cuda_input_backward a)
-{
-    for (uint32_t row = blockIdx.x; row < rows_of(a.rows); row += gridDim.x) {
-        uint32_t group;
-        if (!find_row(a.rows, row, &group))
-            continue;
-        const float weight = a.weight[row];
-        const T *x = static_cast<const T *>(a.x) + static_cast<size_t>(row) * a.hidden;
-        float *dx = a.dx + static_cast<size_t>(row) * a.dx_stride;
-        float *dgu = a.dgu + static_cast<size_t>(row) * a.dgu_columns;
-        float dot = 0;
-        for (uint32_t h = threadIdx.x; h < a.hidden; h += THREADS) {
-            dot = fmaf(dx[h], static_cast<float>(x[h]), dot);
-            dx[h] *= weight;
-        }
-        for (uint32_t i = threadIdx.x; i < a.dgu_columns; i += THREADS)
-            dgu[i] *= weight;
-        dot = block_sum(dot);
-        if (threadIdx.x == 0)
-            a.dweight[row] = dot;
-    }
-}
-
-__global__ void __launch_bounds__(THREADS)
-    half_kernel(const struct moe_cuda_row_groups rows, uint32_t inner, const float *dgu, float *out)
-{
-    const size_t columns = 2 * ((inner + 7) / 8 * 8);
-    for (uint32_t row = blockIdx.x; row < rows_of(rows); row += gridDim.x)
-        for (uint32_t i = threadIdx.x; i < inner; i += THREADS)
-            out[static_cast<size_t>(row) * inner + i] = dgu[row * columns + MOE_CUDA_GATE_ROW(i)];
-}
+using namespace train_rows;
 
 /* ------------------------------------------------------------------ tokens */
 
@@ -164,6 +22,22 @@ __global__ void sort_kernel(const struct moe_cuda_sorted_tokens a)
         size_t at = static_cast<size_t>(t) * a.top_k + k;
         int32_t id = a.ids[at];
         a.ids_sent[at] = id < static_cast<int32_t>(a.experts) ? id : -1;
+    }
+}
+
+__global__ void __launch_bounds__(THREADS)
+    clear_kernel(uint32_t tokens, size_t units, const uint8_t *use, const uint16_t *from,
+                 uint16_t *x, uint16_t *dy)
+{
+    for (size_t t = blockIdx.x; t < tokens; t += gridDim.x) {
+        const bool counts = use[t] != 0;
+        if (counts && from == x)
+            continue;
+        for (size_t i = threadIdx.x; i < units; i += THREADS) {
+            x[t * units + i] = counts ? from[t * units + i] : 0;
+            if (!counts && dy != nullptr)
+                dy[t * units + i] = 0;
+        }
     }
 }
 
@@ -272,50 +146,18 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 template <typename T>
-__global__ void round_kernel(size_t n, uint32_t hidden, const uint8_t *ok, const float *from, T *to)
+__global__ void finish_kernel(size_t n, uint32_t hidden, const uint8_t *ok,
+                              const struct moe_cuda_dx_parts p, T *to)
 {
     const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
-    for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += stride)
-        to[i] = static_cast<T>(ok[i / hidden] != 0 ? from[i] : 0.0f);
+    for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
+         i += stride) {
+        const float shared = p.shared != nullptr ? p.shared[i] : 0.0f;
+        to[i] = static_cast<T>(ok[i / hidden] != 0 ? p.experts[i] + p.router[i] + shared : 0.0f);
+    }
 }
 
 } // namespace
-
-/* Instantiates `kernel` for the dtype of tokens. */
-#define BY_DTYPE(dtype, blocks, kernel, ...)                                                       \
-    do {                                                                                           \
-        if ((dtype) == MOE_DTYPE_BF16)                                                             \
-            kernel<__nv_bfloat16><<<blocks, THREADS, 0, stream>>>(__VA_ARGS__);                    \
-        else                                                                                       \
-            kernel<float><<<blocks, THREADS, 0, stream>>>(__VA_ARGS__);                            \
-    } while (0)
-
-struct moe_status moe_cuda_activation_backward(const struct moe_cuda_activation_backward *a,
-                                               cudaStream_t stream)
-{
-    if (a->rows.rows == 0 || a->rows.groups == 0)
-        return moe_ok();
-    BY_DTYPE(a->dtype, blocks_of(a->rows.rows), activation_kernel, *a);
-    return MOE_LAUNCHED("the activation's backward pass");
-}
-
-struct moe_status moe_cuda_input_backward(const struct moe_cuda_input_backward *a,
-                                          cudaStream_t stream)
-{
-    if (a->rows.rows == 0 || a->rows.groups == 0)
-        return moe_ok();
-    BY_DTYPE(a->dtype, blocks_of(a->rows.rows), input_kernel, *a);
-    return MOE_LAUNCHED("the weighted input's backward pass");
-}
-
-struct moe_status moe_cuda_take_half(const struct moe_cuda_row_groups *rows, uint32_t inner,
-                                     const float *dgu, float *out, cudaStream_t stream)
-{
-    if (rows->rows == 0 || rows->groups == 0)
-        return moe_ok();
-    half_kernel<<<blocks_of(rows->rows), THREADS, 0, stream>>>(*rows, inner, dgu, out);
-    return MOE_LAUNCHED("taking gradients apart");
-}
 
 struct moe_status moe_cuda_sort_tokens(const struct moe_cuda_sorted_tokens *a, cudaStream_t stream)
 {
@@ -323,6 +165,17 @@ struct moe_status moe_cuda_sort_tokens(const struct moe_cuda_sorted_tokens *a, c
         return moe_ok();
     sort_kernel<<<(a->tokens + THREADS - 1) / THREADS, THREADS, 0, stream>>>(*a);
     return MOE_LAUNCHED("sorting tokens");
+}
+
+struct moe_status moe_cuda_clear_rows(uint32_t tokens, size_t row_bytes, const uint8_t *use,
+                                      const void *from, void *x, void *dy, cudaStream_t stream)
+{
+    if (tokens == 0)
+        return moe_ok();
+    clear_kernel<<<blocks_of(tokens), THREADS, 0, stream>>>(
+        tokens, row_bytes / sizeof(uint16_t), use, static_cast<const uint16_t *>(from),
+        static_cast<uint16_t *>(x), static_cast<uint16_t *>(dy));
+    return MOE_LAUNCHED("clearing rows");
 }
 
 struct moe_status moe_cuda_split_pairs(const uint32_t *rows_in_use, size_t row_bytes,
@@ -376,32 +229,31 @@ struct moe_status moe_cuda_shared_gate_backward(uint32_t tokens, uint32_t hidden
     return MOE_LAUNCHED("the shared gate's backward pass");
 }
 
-struct moe_status moe_cuda_round_rows(uint32_t tokens, uint32_t hidden, enum moe_dtype dtype,
-                                      const uint8_t *ok, const float *from, void *to,
-                                      cudaStream_t stream)
+struct moe_status moe_cuda_finish_dx(uint32_t tokens, uint32_t hidden, enum moe_dtype dtype,
+                                     const uint8_t *ok, const struct moe_cuda_dx_parts *parts,
+                                     void *to, cudaStream_t stream)
 {
     if (tokens == 0)
         return moe_ok();
     size_t n = static_cast<size_t>(tokens) * hidden;
     if (dtype == MOE_DTYPE_BF16)
-        round_kernel<<<MOST_BLOCKS, THREADS, 0, stream>>>(n, hidden, ok, from,
-                                                          static_cast<__nv_bfloat16 *>(to));
+        finish_kernel<<<MOST_BLOCKS, THREADS, 0, stream>>>(n, hidden, ok, *parts,
+                                                           static_cast<__nv_bfloat16 *>(to));
     else
-        round_kernel<<<MOST_BLOCKS, THREADS, 0, stream>>>(n, hidden, ok, from,
-                                                          static_cast<float *>(to));
+        finish_kernel<<<MOST_BLOCKS, THREADS, 0, stream>>>(n, hidden, ok, *parts,
+                                                           static_cast<float *>(to));
     return MOE_LAUNCHED("rounding gradients");
 }
 
 template <typename T> static struct moe_status load_dtype()
 {
-    return moe_cuda_load(activation_kernel<T>, input_kernel<T>, home_kernel<T>, gate_kernel<T>,
-                         round_kernel<T>);
+    return moe_cuda_load(home_kernel<T>, gate_kernel<T>, finish_kernel<T>);
 }
 
 struct moe_status moe_cuda_load_train_kernels(void)
 {
     MOE_TRY(load_dtype<float>());
     MOE_TRY(load_dtype<__nv_bfloat16>());
-    return moe_cuda_load(sort_kernel, split_kernel<uint4>, split_kernel<uint16_t>, label_kernel,
-                         half_kernel, gate_backward_kernel);
+    return moe_cuda_load(sort_kernel, clear_kernel, split_kernel<uint4>, split_kernel<uint16_t>,
+                         label_kernel, gate_backward_kernel);
 }

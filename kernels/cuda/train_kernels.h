@@ -25,10 +25,13 @@ struct moe_cuda_activation_backward {
     const float *gate_bias, *up_bias; /* [groups][I] or NULL */
     const float *down_bias;           /* [groups][H] or NULL */
     enum moe_dtype dtype;             /* of dy */
-    const void *dy;                   /* [rows, H], read where there is a down bias */
-    float *pre; /* [rows, 2 * round_up(I, 8)] interleaved: x W^T before biases; becomes dg, du */
-    float *dh;  /* [rows, I]: dy W_d; becomes the activation, times the weight of the output */
-    float *dweight; /* [rows] or NULL; not written when weighting the input */
+    const void *dy;                   /* [rows, dy_stride], read where there is a down bias */
+    uint32_t dy_stride;
+    float *pre; /* [rows, 2 * round_up(I, 8)] interleaved: x W^T before biases */
+    void *dh;   /* [rows, I]: dy W_d; becomes the activation, times the weight of the output */
+    void *dgu;  /* as pre, of dh's dtype: gets dg and du. With F32 it is `pre` */
+    enum moe_dtype row_dtype; /* of dh and dgu; BF16: I is a multiple of 8 */
+    float *dweight;           /* [rows] or NULL; not written when weighting the input */
 };
 struct moe_status moe_cuda_activation_backward(const struct moe_cuda_activation_backward *a,
                                                cudaStream_t stream) MOE_CHECKED;
@@ -36,20 +39,22 @@ struct moe_status moe_cuda_activation_backward(const struct moe_cuda_activation_
 /* Weighting the input, after dgrad: dweight = dx . x, dx *= weight, and dgu *= weight for wgrad. */
 struct moe_cuda_input_backward {
     struct moe_cuda_row_groups rows;
-    uint32_t hidden, dx_stride, dgu_columns;
-    enum moe_dtype dtype; /* of x */
-    const void *x;        /* [rows, H] */
-    const float *weight;  /* [rows] */
-    float *dx;            /* [rows, dx_stride] */
-    float *dgu;           /* [rows, dgu_columns] */
-    float *dweight;       /* [rows] */
+    uint32_t hidden, x_stride, dx_stride, dgu_columns;
+    enum moe_dtype dtype;     /* of x */
+    const void *x;            /* [rows, x_stride] */
+    const float *weight;      /* [rows] */
+    float *dx;                /* [rows, dx_stride] */
+    enum moe_dtype dgu_dtype; /* F32, or BF16 where x is */
+    void *dgu;                /* [rows, dgu_columns] */
+    float *dweight;           /* [rows] */
 };
 struct moe_status moe_cuda_input_backward(const struct moe_cuda_input_backward *a,
                                           cudaStream_t stream) MOE_CHECKED;
 
-/* out [rows, I] = dg alone (or du: dgu + MOE_CUDA_INTERLEAVE) of the interleaved dgu. */
+/* out [rows, I] f32 = dg alone (du with `up`) of the interleaved dgu. */
 struct moe_status moe_cuda_take_half(const struct moe_cuda_row_groups *rows, uint32_t inner,
-                                     const float *dgu, float *out, cudaStream_t stream) MOE_CHECKED;
+                                     enum moe_dtype dgu_dtype, const void *dgu, bool up, float *out,
+                                     cudaStream_t stream) MOE_CHECKED;
 
 /* ------------------------------------------------------------------- router */
 
@@ -77,6 +82,24 @@ struct moe_cuda_aux_backward {
 struct moe_status moe_cuda_aux_backward(const struct moe_cuda_aux_backward *a,
                                         cudaStream_t stream) MOE_CHECKED;
 
+/* What tensor cores multiply in place of F32 dlogits and router weights: parts of them in bf16 side
+ * by side, so that one product adds up all pairs of parts that matter. With a BF16 router the parts
+ * of dlogits are high, low; with an F32 one high, low, high, to be met by its parts high, high,
+ * middle. high + low has 16 bits, and so has what is left out of a product. */
+enum { MOE_CUDA_LOGIT_PARTS_BF16 = 2, MOE_CUDA_LOGIT_PARTS_F32 = 3 };
+
+/* to [T, parts * choices] bf16; rows that `use` leaves out are zeros. */
+struct moe_status moe_cuda_split_logits(uint32_t tokens, uint32_t choices, uint32_t parts,
+                                        const uint8_t *use, const float *dlogits, void *to,
+                                        cudaStream_t stream) MOE_CHECKED;
+/* to [parts * choices, H] bf16, from the router or, for three parts, its parts in the layer. */
+struct moe_status moe_cuda_stack_router(uint32_t choices, uint32_t hidden, uint32_t parts,
+                                        const void *router, void *to,
+                                        cudaStream_t stream) MOE_CHECKED;
+/* grad [n] += sums[0 .. n) + sums[n .. 2n): of the high and the low parts. */
+struct moe_status moe_cuda_add_parts(size_t n, const float *sums, float *grad,
+                                     cudaStream_t stream) MOE_CHECKED;
+
 /* loads[e] += choices of tokens in use; *routed += such tokens. */
 struct moe_status moe_cuda_count_loads(uint32_t tokens, uint32_t top_k, uint32_t experts,
                                        const uint8_t *use, const int32_t *ids, uint32_t *loads,
@@ -95,6 +118,12 @@ struct moe_cuda_sorted_tokens {
 };
 struct moe_status moe_cuda_sort_tokens(const struct moe_cuda_sorted_tokens *a,
                                        cudaStream_t stream) MOE_CHECKED;
+
+/* Rows [tokens, H] of both tensors that `use` leaves out become zeros; dy may be NULL. `from` is
+ * what x is copied from, or x itself. row_bytes is even. */
+struct moe_status moe_cuda_clear_rows(uint32_t tokens, size_t row_bytes, const uint8_t *use,
+                                      const void *from, void *x, void *dy,
+                                      cudaStream_t stream) MOE_CHECKED;
 
 /* Rows of a pass, as long as its counts say: pairs [rows, 2H] apart into x and dy [rows, H]. */
 struct moe_status moe_cuda_split_pairs(const uint32_t *rows_in_use, size_t row_bytes,
@@ -137,10 +166,14 @@ struct moe_status moe_cuda_shared_gate_backward(uint32_t tokens, uint32_t hidden
                                                 const float *gate, const float *v, float *dgate,
                                                 float *dx, cudaStream_t stream) MOE_CHECKED;
 
-/* dx in the step's dtype, rounded once; zeros where not ok. */
-struct moe_status moe_cuda_round_rows(uint32_t tokens, uint32_t hidden, enum moe_dtype dtype,
-                                      const uint8_t *ok, const float *from, void *to,
-                                      cudaStream_t stream) MOE_CHECKED;
+/* dx in the step's dtype: what experts, router and shared expert (NULL: the layer has none) gave,
+ * added and rounded once; zeros where not ok. */
+struct moe_cuda_dx_parts {
+    const float *experts, *router, *shared; /* [T, H] */
+};
+struct moe_status moe_cuda_finish_dx(uint32_t tokens, uint32_t hidden, enum moe_dtype dtype,
+                                     const uint8_t *ok, const struct moe_cuda_dx_parts *parts,
+                                     void *to, cudaStream_t stream) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

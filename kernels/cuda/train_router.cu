@@ -9,6 +9,7 @@ namespace
 {
 
 constexpr uint32_t WARPS = 4;
+constexpr unsigned FLAT_BLOCKS = 132 * 8, FLAT_THREADS = 256; /* element by element */
 constexpr float TINY = 1e-20f;
 
 /* A token's place in shared memory. */
@@ -205,6 +206,44 @@ __global__ void count_loads_kernel(uint32_t tokens, uint32_t top_k, uint32_t exp
         atomicAdd(routed, 1u);
 }
 
+/* ------------------------------------------------ for tensor cores, in parts */
+
+__device__ float part_of(float v, bool low)
+{
+    const float high = static_cast<float>(static_cast<__nv_bfloat16>(v));
+    return low ? v - high : high;
+}
+
+__global__ void split_logits_kernel(uint32_t choices, uint32_t parts, size_t n, const uint8_t *use,
+                                    const float *dlogits, __nv_bfloat16 *to)
+{
+    const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+    for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
+         i += stride) {
+        const size_t t = i / choices, e = i % choices;
+        const float v = use == nullptr || use[t] != 0 ? dlogits[i] : 0.0f;
+        for (uint32_t p = 0; p < parts; p++)
+            to[(t * parts + p) * choices + e] = static_cast<__nv_bfloat16>(part_of(v, p == 1));
+    }
+}
+
+/* Parts high, high, middle of an F32 router's high, middle, low; a BF16 one twice. */
+__global__ void stack_kernel(size_t each, uint32_t parts, const uint16_t *router, uint16_t *to)
+{
+    const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+    for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < each;
+         i += stride)
+        for (uint32_t p = 0; p < parts; p++)
+            to[p * each + i] = router[(p == 2 ? each : 0) + i];
+}
+
+__global__ void add_parts_kernel(size_t n, const float *sums, float *grad)
+{
+    const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+    for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += stride)
+        grad[i] += sums[i] + sums[n + i];
+}
+
 } // namespace
 
 struct moe_status moe_cuda_router_backward(const struct moe_cuda_router_backward *a,
@@ -238,7 +277,33 @@ struct moe_status moe_cuda_count_loads(uint32_t tokens, uint32_t top_k, uint32_t
     return MOE_LAUNCHED("counting loads");
 }
 
+struct moe_status moe_cuda_split_logits(uint32_t tokens, uint32_t choices, uint32_t parts,
+                                        const uint8_t *use, const float *dlogits, void *to,
+                                        cudaStream_t stream)
+{
+    split_logits_kernel<<<FLAT_BLOCKS, FLAT_THREADS, 0, stream>>>(
+        choices, parts, static_cast<size_t>(tokens) * choices, use, dlogits,
+        static_cast<__nv_bfloat16 *>(to));
+    return MOE_LAUNCHED("splitting the logits' gradient");
+}
+
+struct moe_status moe_cuda_stack_router(uint32_t choices, uint32_t hidden, uint32_t parts,
+                                        const void *router, void *to, cudaStream_t stream)
+{
+    stack_kernel<<<FLAT_BLOCKS, FLAT_THREADS, 0, stream>>>(
+        static_cast<size_t>(choices) * hidden, parts, static_cast<const uint16_t *>(router),
+        static_cast<uint16_t *>(to));
+    return MOE_LAUNCHED("stacking the router");
+}
+
+struct moe_status moe_cuda_add_parts(size_t n, const float *sums, float *grad, cudaStream_t stream)
+{
+    add_parts_kernel<<<FLAT_BLOCKS, FLAT_THREADS, 0, stream>>>(n, sums, grad);
+    return MOE_LAUNCHED("adding the router's gradient");
+}
+
 struct moe_status moe_cuda_load_train_router(void)
 {
-    return moe_cuda_load(router_backward_kernel, aux_backward_kernel, count_loads_kernel);
+    return moe_cuda_load(router_backward_kernel, aux_backward_kernel, count_loads_kernel,
+                         split_logits_kernel, stack_kernel, add_parts_kernel);
 }

@@ -1,9 +1,7 @@
 /* The stages of a backward pass on a GPU, which are also the parts that the backend offers alone.
  * Enqueued on the device's compute stream, one pass at a time per device; scratch grows with the
- * largest pass seen and belongs to the device.
- *
- * All products are in exact fp32 (train_gemm.h) but where dtype, shape and device allow tensor
- * cores. */
+ * largest pass seen and belongs to the device. Here are scratch, times, and what lies around the
+ * router; the feed-forward networks are in train_ffn.h. */
 #ifndef MOE_CUDA_TRAIN_STAGES_H
 #define MOE_CUDA_TRAIN_STAGES_H
 
@@ -18,24 +16,30 @@ extern "C" {
 
 enum moe_cuda_scratch_use {
     MOE_CUDA_SCRATCH_LOGITS,
-    MOE_CUDA_SCRATCH_PAIRS,    /* [T, 2H]; rows of a pass are in the session */
-    MOE_CUDA_SCRATCH_X,        /* [rows, H] */
-    MOE_CUDA_SCRATCH_DY,       /* [rows, H] */
-    MOE_CUDA_SCRATCH_PRE,      /* [rows, 2 * round_up(I, 8)] f32 */
-    MOE_CUDA_SCRATCH_DH,       /* [rows, I] f32 */
-    MOE_CUDA_SCRATCH_HALF,     /* [rows, I] f32: dg or du alone, for an adapter */
-    MOE_CUDA_SCRATCH_LOW,      /* [rows, r] f32, twice: an adapter's inner products */
-    MOE_CUDA_SCRATCH_DX,       /* [rows, H + MOE_CUDA_WEIGHT_COLUMNS] f32 */
-    MOE_CUDA_SCRATCH_COMBINED, /* [T, H + MOE_CUDA_WEIGHT_COLUMNS] f32 */
-    MOE_CUDA_SCRATCH_TOKENS,   /* gates, losses, masks, ids */
-    MOE_CUDA_SCRATCH_FACTS,
-    MOE_CUDA_SCRATCH_PASS, /* tensors of a whole pass: backward.c */
+    MOE_CUDA_SCRATCH_PAIRS,     /* [T, 2H]; rows of a pass are in the session */
+    MOE_CUDA_SCRATCH_X,         /* [rows, H] */
+    MOE_CUDA_SCRATCH_DY,        /* [rows, H] */
+    MOE_CUDA_SCRATCH_PRE,       /* [rows, 2 * round_up(I, 8)] f32 */
+    MOE_CUDA_SCRATCH_DH,        /* [rows, I] f32 or bf16 */
+    MOE_CUDA_SCRATCH_DGU,       /* [rows, 2 I] bf16, on tensor cores */
+    MOE_CUDA_SCRATCH_ADDEND,    /* [T, H] f32: what a part adds to dx, on tensor cores */
+    MOE_CUDA_SCRATCH_ROUTER,    /* the router's products on tensor cores: train_logits.c */
+    MOE_CUDA_SCRATCH_HALF,      /* [rows, I] f32: dg or du alone, for an adapter */
+    MOE_CUDA_SCRATCH_LOW,       /* [rows, r] f32, twice: an adapter's inner products */
+    MOE_CUDA_SCRATCH_DX,        /* [rows, H + MOE_CUDA_WEIGHT_COLUMNS] f32 */
+    MOE_CUDA_SCRATCH_COMBINED,  /* [T, H + MOE_CUDA_WEIGHT_COLUMNS] f32 */
+    MOE_CUDA_SCRATCH_TOKENS,    /* gates, losses, masks, ids */
+    MOE_CUDA_SCRATCH_FACTS,     /* of a pass, from its dispatch to its combine */
+    MOE_CUDA_SCRATCH_FFN_FACTS, /* of the network at work */
+    MOE_CUDA_SCRATCH_PASS,      /* tensors of a whole pass: backward.c */
     MOE_CUDA_SCRATCHES
 };
 
-/* Of one device. */
+/* Of one device. event[s] marks the begin of stage s, the last one the end of the pass. */
 struct moe_cuda_train_scratch {
     struct moe_cuda_buffer buffer[MOE_CUDA_SCRATCHES];
+    cudaEvent_t event[MOE_BACKWARD_STAGE_COUNT + 1];
+    uint32_t marked; /* bit s: event[s] was recorded in this pass */
 };
 /* Frees it; NULL is ignored. For moe_cuda_device_close. */
 void moe_cuda_train_scratch_free(struct moe_device *device);
@@ -44,12 +48,19 @@ struct moe_status moe_cuda_train_scratch_take(struct moe_device *device,
                                               enum moe_cuda_scratch_use use, size_t bytes,
                                               void **out) MOE_CHECKED;
 
-/* Scratch for the stages below, so that none of them fails for want of memory when peers wait. */
-struct moe_status moe_cuda_train_reserve(struct moe_trainer *t, uint32_t rows,
-                                         uint32_t tokens) MOE_CHECKED;
+/* Times of the stages of a pass: forgets the marks of the last one; marks the begin of a stage on
+ * the compute stream (MOE_BACKWARD_STAGE_COUNT: the end); and, when that has been waited for, what
+ * each stage took. A stage lasts until the next one that was marked. A clock that fails costs only
+ * times, which are zeros then. */
+void moe_cuda_train_marks_begin(struct moe_device *device);
+void moe_cuda_train_mark(struct moe_device *device, enum moe_backward_stage stage);
+void moe_cuda_train_marks_read(const struct moe_device *device,
+                               uint64_t ns[MOE_BACKWARD_STAGE_COUNT]);
 
-/* Enqueues: *f becomes the facts at *on_device, for what is enqueued until the next call. */
-struct moe_status moe_cuda_train_tell(struct moe_device *device, const struct moe_cuda_facts *f,
+/* Enqueues: *f becomes the facts at *on_device, for what is enqueued until the next call with the
+ * same `use`, one of the two FACTS. */
+struct moe_status moe_cuda_train_tell(struct moe_device *device, enum moe_cuda_scratch_use use,
+                                      const struct moe_cuda_facts *f,
                                       const struct moe_cuda_facts **on_device) MOE_CHECKED;
 
 /* The router's logits of these tokens, from scratch; `slices` as the kernels want it. */
@@ -67,18 +78,25 @@ struct moe_status moe_cuda_train_aux(struct moe_trainer *t, enum moe_dtype dtype
 /* Waits. *sum += the losses of `tokens` tokens, in their order. */
 struct moe_status moe_cuda_train_sum_losses(struct moe_device *device, const double *losses,
                                             uint32_t tokens, double *sum) MOE_CHECKED;
-struct moe_status moe_cuda_train_logits_backward(struct moe_trainer *t, enum moe_dtype dtype,
-                                                 uint32_t tokens, const void *x, const uint8_t *use,
-                                                 const float *dlogits, bool accumulate,
-                                                 float *dx) MOE_CHECKED;
-/* `rows`: all pointers to device memory; at most `capacity` rows. dx_rows [capacity, dx_stride]. */
-struct moe_status moe_cuda_train_experts(struct moe_trainer *t, enum moe_dtype dtype,
-                                         const struct moe_rows *rows, uint32_t capacity,
-                                         const void *dy_rows, bool accumulate, float *dx_rows,
-                                         uint32_t dx_stride, float *dweight_rows) MOE_CHECKED;
-struct moe_status moe_cuda_train_shared(struct moe_trainer *t, enum moe_dtype dtype,
-                                        uint32_t tokens, const void *x, const void *dy,
-                                        const uint8_t *ok, bool accumulate, float *dx) MOE_CHECKED;
+/* The router's own products (train_logits.c): dx [T, H] f32 = W_r^T dlogit, added if `add`; adds to
+ * the gradients of router and logit bias if `accumulate`. Rows of x that `use` leaves out may hold
+ * anything. BF16 tokens meet the router on tensor cores where Hopper's kernels serve the shape, as
+ * sums of parts (train_kernels.h) to 16 bits; else exact fp32. */
+struct moe_cuda_logits_backward {
+    enum moe_dtype dtype;
+    uint32_t tokens;
+    const void *x;      /* [T, H] */
+    const uint8_t *use; /* [T], NULL = all */
+    const float *dlogits;
+    bool accumulate, add;
+    float *dx;
+};
+struct moe_status
+moe_cuda_train_logits_backward(struct moe_trainer *t,
+                               const struct moe_cuda_logits_backward *a) MOE_CHECKED;
+/* Scratch for it. */
+struct moe_status moe_cuda_train_reserve_logits(struct moe_trainer *t, enum moe_dtype dtype,
+                                                uint32_t tokens) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

@@ -180,13 +180,6 @@ struct moe_status moe_cuda_trainer_clear_grads(struct moe_trainer *t)
     return moe_ok();
 }
 
-float *moe_cuda_trainer_grad(struct moe_trainer *t, enum moe_weight weight,
-                             enum moe_train_part part)
-{
-    struct moe_cuda_block *b = moe_cuda_trainer_block(t, weight, part);
-    return b != NULL && moe_cuda_block_moves(t, b) ? b->grad : NULL;
-}
-
 /* ---------------------------------------------------------------- resident */
 
 static struct moe_status merge(struct moe_trainer *t, enum moe_weight weight, cudaStream_t stream)

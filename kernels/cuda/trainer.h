@@ -81,9 +81,6 @@ struct moe_status moe_cuda_set_frozen(struct moe_trainer *trainer, uint32_t froz
 /* The block that holds this tensor (for gate or up: of both), or NULL. */
 struct moe_cuda_block *moe_cuda_trainer_block(struct moe_trainer *trainer, enum moe_weight weight,
                                               enum moe_train_part part);
-/* Where gradients of this tensor are added; NULL where there is none or it is frozen. */
-float *moe_cuda_trainer_grad(struct moe_trainer *trainer, enum moe_weight weight,
-                             enum moe_train_part part);
 /* Enqueues: gradients that only count as zero (grad_is_zero) become zeros in memory, so that they
  * can be added to or read. Of one block, or of all that move. */
 struct moe_status moe_cuda_block_clear_grad(struct moe_trainer *trainer,

@@ -5,7 +5,7 @@
 #include "cuda/backward.h"
 #include "cuda/ep.h"
 #include "cuda/step.h"
-#include "cuda/train_stages.h"
+#include "cuda/train_ffn.h"
 
 /* ------------------------------------------------------------------- one slot */
 
@@ -41,8 +41,15 @@ static struct moe_status logits_backward(struct moe_trainer *t, enum moe_dtype d
                                          uint32_t tokens, const void *x, const float *dlogits,
                                          float *dx)
 {
+    struct moe_cuda_logits_backward a = {.dtype = dtype,
+                                         .tokens = tokens,
+                                         .x = x,
+                                         .dlogits = dlogits,
+                                         .accumulate = true,
+                                         .add = true,
+                                         .dx = dx};
     MOE_TRY(moe_cuda_device_use(t->layer->device));
-    MOE_TRY(moe_cuda_train_logits_backward(t, dtype, tokens, x, NULL, dlogits, true, dx));
+    MOE_TRY(moe_cuda_train_logits_backward(t, &a));
     return moe_cuda_device_finish(t->layer->device);
 }
 
@@ -61,11 +68,21 @@ static struct moe_status experts_backward(struct moe_trainer *t, enum moe_dtype 
                                           float *dx_rows, float *dweight_rows)
 {
     struct moe_device *device = t->layer->device;
-    uint32_t capacity;
+    const struct moe_layer_spec *spec = &t->layer->spec;
+    struct moe_cuda_train_rows r = {.rows = rows,
+                                    .dy = dy_rows,
+                                    .stride = spec->hidden,
+                                    .slots = 1,
+                                    .accumulate = true,
+                                    .dx = dx_rows,
+                                    .dx_stride = spec->hidden,
+                                    .dweight = dweight_rows};
+    struct moe_cuda_train_ffn f;
     MOE_TRY(moe_cuda_device_use(device));
-    MOE_TRY(rows_in_use(device, rows, &capacity));
-    MOE_TRY(moe_cuda_train_experts(t, dtype, rows, capacity, dy_rows, true, dx_rows,
-                                   t->layer->spec.hidden, dweight_rows));
+    MOE_TRY(rows_in_use(device, rows, &r.capacity));
+    r.bucket = r.capacity / spec->router.top_k + 1;
+    MOE_TRY(moe_cuda_train_experts_begin(t, dtype, &r, &f));
+    MOE_TRY(moe_cuda_train_experts_end(&f));
     return moe_cuda_device_finish(device);
 }
 
@@ -73,7 +90,7 @@ static struct moe_status shared_backward(struct moe_trainer *t, enum moe_dtype d
                                          uint32_t tokens, const void *x, const void *dy, float *dx)
 {
     MOE_TRY(moe_cuda_device_use(t->layer->device));
-    MOE_TRY(moe_cuda_train_shared(t, dtype, tokens, x, dy, NULL, true, dx));
+    MOE_TRY(moe_cuda_train_shared(t, dtype, tokens, x, dy, NULL, true, true, dx));
     return moe_cuda_device_finish(t->layer->device);
 }
 
@@ -130,6 +147,7 @@ static struct moe_status dispatch(struct moe_session *s, struct moe_layer *layer
     MOE_TRY(moe_cuda_ep_check_ids(s, layer, tokens, ids));
     MOE_TRY(sort_ids(layer, tokens, ids, &pairs.ids));
     MOE_TRY(moe_cuda_pairs_dispatch(s, &pairs, out, dy_rows));
+    MOE_TRY(moe_cuda_pairs_split(s, &pairs, out, dy_rows));
     return moe_cuda_session_finish(s);
 }
 

@@ -12,6 +12,9 @@ struct tally {
     /* Training: tensors compared; those for which rounding allows more than the fixed bounds;
      * gradients of experts without tokens. */
     uint64_t tensors, rough, idle_experts;
+    /* Cases with rows here whose backward passes multiplied on tensor cores, and the last of them
+     * plus one. */
+    uint64_t tensor_cases, last_tensor_case;
     uint64_t bits; /* a hash of all y of whole steps */
     const char *transport;
 };

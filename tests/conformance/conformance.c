@@ -192,10 +192,11 @@ static void report(const struct subject *s)
 
 static void report_training(const struct tally *t)
 {
-    printf(
-        "    %llu gradients compared, %llu within rounding alone, %llu of experts without tokens\n",
-        (unsigned long long)t->tensors, (unsigned long long)t->rough,
-        (unsigned long long)t->idle_experts);
+    printf("    %llu gradients compared, %llu within rounding alone, %llu of experts without "
+           "tokens; %llu "
+           "cases on tensor cores\n",
+           (unsigned long long)t->tensors, (unsigned long long)t->rough,
+           (unsigned long long)t->idle_experts, (unsigned long long)t->tensor_cases);
 }
 
 static int run_member(struct member *m)

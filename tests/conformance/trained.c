@@ -253,6 +253,17 @@ struct moe_backward_args pass_args(struct trained *t, struct pass *p, bool accum
                                       .aux_loss = p->aux_loss};
 }
 
+static bool note_pass(struct trained *t, const struct moe_step_result *result)
+{
+    struct tally *tally = t->s->tally;
+    if (result->on_tensor_cores && result->rows > 0 &&
+        tally->last_tensor_case != tally->cases + 1) {
+        tally->last_tensor_case = tally->cases + 1;
+        tally->tensor_cases++;
+    }
+    return true;
+}
+
 bool run_pass(struct trained *t, struct pass *p, bool accumulate)
 {
     struct moe_step *step;
@@ -262,7 +273,8 @@ bool run_pass(struct trained *t, struct pass *p, bool accumulate)
     t->counted += accumulate;
     return went_well(t->s, "backward", t->table->backward_enqueue(t->s->session, &a, &step)) &&
            went_well(t->s, "backward", t->s->backend->step_wait(step, MOE_NEVER, &result)) &&
-           (result.missing_slot == -1 || wrong(t->s, "a good pass misses a slot"));
+           (result.missing_slot == -1 || wrong(t->s, "a good pass misses a slot")) &&
+           note_pass(t, &result);
 }
 
 bool same_pass(struct trained *t, const char *what, const struct pass *a, const struct pass *b)

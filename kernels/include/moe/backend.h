@@ -127,13 +127,32 @@ struct moe_step_args {
     uint8_t *token_state; /* [T] enum moe_token_state */
 };
 
+/* Of a backward pass. */
+enum moe_backward_stage {
+    MOE_BACKWARD_ROUTER,        /* the forward pass's routing again */
+    MOE_BACKWARD_DISPATCH,      /* x and dy out, counts included, and what waits for them */
+    MOE_BACKWARD_PRE,           /* gate and up again */
+    MOE_BACKWARD_DH,            /* dy through down */
+    MOE_BACKWARD_ACTIVATION,    /* element by element, gradients of biases */
+    MOE_BACKWARD_DX,            /* through gate and up */
+    MOE_BACKWARD_WGRAD_GATE_UP, /* gradients of the experts' weights */
+    MOE_BACKWARD_WGRAD_DOWN,    /* and of adapters */
+    MOE_BACKWARD_COMBINE,       /* rows home and summed */
+    MOE_BACKWARD_LOGITS,        /* weights to logits, loss, logits to router and dx */
+    MOE_BACKWARD_SHARED,        /* shared expert */
+    MOE_BACKWARD_FINISH,        /* dx summed up and rounded */
+    MOE_BACKWARD_STAGE_COUNT
+};
 struct moe_step_result {
     uint64_t stage_ns[MOE_STAGE_COUNT]; /* one after the other: their sum is the layer's time */
-    uint64_t total_ns; /* from start to finish on this slot, waits on peers included */
-    int missing_slot;  /* the slot that did not answer, or -1 */
-    bool refused;      /* with a failure: all slots refused this step, alike and before anything was
-                          changed; the session goes on */
-    uint64_t rows;     /* (token, expert) pairs computed on this slot */
+    /* Of a backward pass, which has no stage_ns; zeros where a backend does not measure. */
+    uint64_t backward_ns[MOE_BACKWARD_STAGE_COUNT];
+    bool on_tensor_cores; /* a backward pass multiplied the routed experts' rows there */
+    uint64_t total_ns;    /* from start to finish on this slot, waits on peers included */
+    int missing_slot;     /* the slot that did not answer, or -1 */
+    bool refused;         /* with a failure: all slots refused this step, alike and before anything
+                             was changed; the session goes on */
+    uint64_t rows;        /* (token, expert) pairs computed on this slot */
 };
 
 /* ----------------------------------------------------------------------- parts */

@@ -1,0 +1,106 @@
+/* Gradients of the feed-forward networks, of the routed experts and of the shared one: stages of a
+ * backward pass, enqueued on the device's compute stream (train_stages.h).
+ *
+ * BF16 tokens meet BF16 weights on tensor cores where Hopper's grouped GEMM serves the shape
+ * (train_ffn_tensor.c): pre and sums in fp32; dh, dgu and the weighted activation in bf16, each
+ * rounded once. All else is exact fp32 (train_gemm.h). Both ways do the same in the same order:
+ *
+ *   pre = x W_gu^T, dh = dy W_d            then, element by element, dg, du and the activation
+ *   dx  = dgu W_gu                         dW_gu += dgu^T x    dW_d += dy^T (weighted activation)
+ */
+#ifndef MOE_CUDA_TRAIN_FFN_H
+#define MOE_CUDA_TRAIN_FFN_H
+
+#include "cuda/train_stages.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Rows of the routed experts and what comes of them, all pointers to device memory. */
+struct moe_cuda_train_rows {
+    const struct moe_rows *rows; /* its x [capacity, stride] */
+    const void *dy;              /* [capacity, stride] */
+    uint32_t stride;             /* elements from row to row: H, or more (see below) */
+    uint32_t capacity;           /* at most so many rows */
+    uint32_t bucket, slots;      /* of the pass: what the choice of a tile goes by */
+    bool accumulate;             /* to the gradients of weights; else they stay as they are */
+    float *dx;                   /* [capacity, dx_stride] */
+    uint32_t dx_stride;
+    float *dweight; /* [capacity] */
+};
+
+/* Whether the routed experts run on tensor cores. */
+bool moe_cuda_train_on_tensor_cores(const struct moe_trainer *t, enum moe_dtype dtype);
+/* Whether rows of x and dy may have a stride other than H: those of a pass lie side by side. */
+bool moe_cuda_train_reads_pairs(const struct moe_trainer *t, enum moe_dtype dtype);
+
+/* Scratch for both networks, for so many rows and tokens. */
+struct moe_status moe_cuda_train_reserve_ffn(struct moe_trainer *t, enum moe_dtype dtype,
+                                             uint32_t rows, uint32_t tokens) MOE_CHECKED;
+
+/* In two halves: the first changes no gradient, so that the host may hear meanwhile whether all
+ * slots agree to the pass. *f is for the second. */
+struct moe_cuda_train_ffn;
+struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_dtype dtype,
+                                               const struct moe_cuda_train_rows *rows,
+                                               struct moe_cuda_train_ffn *f) MOE_CHECKED;
+struct moe_status moe_cuda_train_experts_end(const struct moe_cuda_train_ffn *f) MOE_CHECKED;
+
+/* dx [T, H] f32 of the shared expert, added if `add`. `ok` [T]: tokens that count, NULL = all;
+ * where tensor cores may multiply, rows of x and dy of others must be zeros. */
+struct moe_status moe_cuda_train_shared(struct moe_trainer *t, enum moe_dtype dtype,
+                                        uint32_t tokens, const void *x, const void *dy,
+                                        const uint8_t *ok, bool accumulate, bool add,
+                                        float *dx) MOE_CHECKED;
+
+/* ------------------------------------------------------- between train_ffn*.c */
+
+/* One network at work. */
+struct moe_cuda_train_ffn {
+    struct moe_trainer *t;
+    bool shared, accumulate, tensor;
+    struct moe_cuda_row_groups rows;    /* tensor cores: no `use` */
+    const struct moe_cuda_facts *facts; /* tensor cores: device memory */
+    uint32_t bucket, slots;             /* tensor cores: as in struct moe_cuda_train_rows */
+    enum moe_dtype dtype;
+    const void *x, *dy;  /* [rows, stride] */
+    uint32_t stride;     /* of x and dy; exact products: H */
+    const float *weight; /* [rows] or NULL = 1 */
+    uint32_t inner, padded;
+    enum moe_weight first, last; /* gate, and with it up; down */
+    enum moe_cuda_matrices gate_up, down;
+    enum moe_dtype row_dtype; /* of dh and dgu: BF16 on tensor cores, else F32 */
+    float *pre;               /* scratch [rows, 2 padded] */
+    void *dh;                 /* scratch [rows, I]; becomes the weighted activation */
+    void *dgu;                /* scratch [rows, 2 padded]; exact: pre, in its place */
+    float *dx;
+    uint32_t dx_stride;
+    bool add; /* to dx */
+    float *dweight;
+};
+
+/* Where a stage of the pass begins; those of the shared expert are one. */
+static inline void moe_cuda_train_ffn_mark(const struct moe_cuda_train_ffn *f,
+                                           enum moe_backward_stage stage)
+{
+    if (!f->shared)
+        moe_cuda_train_mark(f->t->layer->device, stage);
+}
+
+/* The block of a weight of the network if this pass adds to it, else NULL. */
+struct moe_cuda_block *moe_cuda_train_moving(const struct moe_cuda_train_ffn *f, enum moe_weight w);
+
+/* pre and dh; dx; gradients of both matrices: on tensor cores. */
+struct moe_status moe_cuda_train_tensor_up(const struct moe_cuda_train_ffn *f,
+                                           cudaStream_t stream) MOE_CHECKED;
+struct moe_status moe_cuda_train_tensor_dx(const struct moe_cuda_train_ffn *f,
+                                           cudaStream_t stream) MOE_CHECKED;
+struct moe_status moe_cuda_train_tensor_weights(const struct moe_cuda_train_ffn *f,
+                                                cudaStream_t stream) MOE_CHECKED;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,101 @@
+/* The products of a backward pass on Hopper's tensor cores; see train_ffn.h. Nothing here waits,
+ * and all sizes that depend on the routing are read on the device. */
+#include "cuda/ffn_exact.h"
+#include "cuda/ggemm_wgrad.h"
+#include "cuda/train_ffn.h"
+
+/* What the products of a network have in common; n, k: columns of the result, and depth. */
+static struct moe_cuda_ggemm product_of(const struct moe_cuda_train_ffn *f,
+                                        enum moe_cuda_matrices which, uint32_t n, uint32_t k)
+{
+    const struct moe_layer_spec *spec = &f->t->layer->spec;
+    struct moe_cuda_gemm_facts facts = {.bucket = f->bucket,
+                                        .slots = f->slots,
+                                        .top_k = f->shared ? 1 : spec->router.top_k,
+                                        .experts = f->shared ? 1 : spec->experts,
+                                        .n = n,
+                                        .k = k};
+    return (struct moe_cuda_ggemm){
+        .tile = moe_cuda_choose_tile(&facts),
+        .experts = f->rows.groups,
+        .row_capacity = f->rows.rows,
+        .n = n,
+        .k = k,
+        .start = f->shared ? &f->facts->first : f->rows.start,
+        .count = f->shared ? &f->facts->tokens : f->rows.count,
+        .weights = &f->facts->weights[which],
+        .weighting = MOE_WEIGHT_OUTPUT_LATE,
+    };
+}
+
+struct moe_status moe_cuda_train_tensor_up(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
+{
+    uint32_t hidden = f->t->layer->spec.hidden;
+    struct moe_cuda_ggemm pre = product_of(f, f->gate_up, 2 * f->padded, hidden);
+    pre.x = f->x;
+    pre.x_stride = f->stride;
+    pre.out_dtype = MOE_DTYPE_F32;
+    pre.out = f->pre;
+    struct moe_cuda_ggemm dh = product_of(f, f->down, f->inner, hidden);
+    dh.back = true;
+    dh.x = f->dy;
+    dh.x_stride = f->stride;
+    dh.out_dtype = MOE_DTYPE_BF16;
+    dh.out = f->dh;
+    moe_cuda_train_ffn_mark(f, MOE_BACKWARD_PRE);
+    MOE_TRY(moe_cuda_ggemm_enqueue(&pre, stream));
+    moe_cuda_train_ffn_mark(f, MOE_BACKWARD_DH);
+    return moe_cuda_ggemm_enqueue(&dh, stream);
+}
+
+struct moe_status moe_cuda_train_tensor_dx(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
+{
+    struct moe_device *device = f->t->layer->device;
+    uint32_t hidden = f->t->layer->spec.hidden;
+    size_t n = (size_t)f->rows.rows * hidden;
+    struct moe_cuda_ggemm dx = product_of(f, f->gate_up, hidden, 2 * f->padded);
+    void *apart;
+    dx.back = true;
+    dx.x = f->dgu;
+    dx.out_dtype = MOE_DTYPE_F32;
+    dx.out = f->dx;
+    dx.out_stride = f->dx_stride;
+    if (!f->add)
+        return moe_cuda_ggemm_enqueue(&dx, stream);
+    MOE_TRY(
+        moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_ADDEND, n * sizeof(float), &apart));
+    dx.out = apart;
+    MOE_TRY(moe_cuda_ggemm_enqueue(&dx, stream));
+    return moe_cuda_add(f->dx, apart, n, stream);
+}
+
+/* dW (+)= dy^T x. A gradient that only counts as zero is overwritten, which is much cheaper. */
+static struct moe_status weight_gradient(const struct moe_cuda_train_ffn *f, enum moe_weight weight,
+                                         struct moe_cuda_wgrad *w, cudaStream_t stream)
+{
+    struct moe_cuda_block *block = moe_cuda_train_moving(f, weight);
+    if (block == NULL)
+        return moe_ok();
+    w->experts = f->rows.groups;
+    w->row_capacity = f->rows.rows;
+    w->start = f->shared ? &f->facts->first : f->rows.start;
+    w->count = f->shared ? &f->facts->tokens : f->rows.count;
+    w->accumulate = !block->grad_is_zero;
+    w->dw = block->grad;
+    block->grad_is_zero = false;
+    return moe_cuda_wgrad_enqueue(w, stream);
+}
+
+struct moe_status moe_cuda_train_tensor_weights(const struct moe_cuda_train_ffn *f,
+                                                cudaStream_t stream)
+{
+    uint32_t hidden = f->t->layer->spec.hidden;
+    struct moe_cuda_wgrad gate_up = {
+        .n = 2 * f->padded, .k = hidden, .dy = f->dgu, .x = f->x, .x_stride = f->stride};
+    struct moe_cuda_wgrad down = {
+        .n = hidden, .k = f->inner, .dy = f->dy, .dy_stride = f->stride, .x = f->dh};
+    moe_cuda_train_ffn_mark(f, MOE_BACKWARD_WGRAD_GATE_UP);
+    MOE_TRY(weight_gradient(f, f->first, &gate_up, stream));
+    moe_cuda_train_ffn_mark(f, MOE_BACKWARD_WGRAD_DOWN);
+    return weight_gradient(f, f->last, &down, stream);
+}
