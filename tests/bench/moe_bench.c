@@ -12,6 +12,9 @@
  *   gemm    gemm1 + gemm2 + shared; overhead = layer / gemm, both of the slowest slot
  *   enqueue the calling thread's time in step_enqueue
  *
+ * --backward also times backward passes, each with gradients that begin as zeros and with gradients
+ * that add up, beside the forward pass of the same line.
+ *
  * JSON: one object a line, appended to FILE. */
 #include "moe_bench.h"
 
@@ -75,7 +78,31 @@ static void join(struct bench *b)
     config.max_hidden = b->shape->spec.hidden;
     config.max_top_k = b->shape->spec.router.top_k;
     config.max_experts = b->shape->spec.experts;
+    config.training = plan->backward;
     bench_require(b, "join", plan->backend->session_join(b->device, &config, &b->session));
+}
+
+/* One line, and the backward passes that belong to it. */
+static bool run_line(struct bench *b, uint32_t tokens, enum bench_routing routing, FILE *json)
+{
+    bool backward = b->plan->backward && routing == BENCH_ROUTER;
+    bool good = bench_measure(b, tokens, routing);
+    if (!good)
+        __atomic_store_n(&b->member->board->failed, 1, __ATOMIC_RELEASE);
+    bench_meet(b);
+    if (b->member->slot == 0)
+        bench_print(b, tokens, routing, json);
+    bench_meet(b);
+    if (!backward)
+        return good;
+    good = bench_measure_backward(b, tokens);
+    if (!good)
+        __atomic_store_n(&b->member->board->failed, 1, __ATOMIC_RELEASE);
+    bench_meet(b);
+    if (b->member->slot == 0)
+        bench_print_backward(b, tokens, json);
+    bench_meet(b);
+    return good;
 }
 
 static bool run_shape(struct bench *b, FILE *json)
@@ -92,15 +119,8 @@ static bool run_shape(struct bench *b, FILE *json)
         enum bench_routing routing = (enum bench_routing)r;
         if (!listed(plan->routings, bench_routing_name(routing)))
             continue;
-        for (uint32_t i = 0; i < plan->lengths && good; i++) {
-            good = bench_measure(b, plan->length[i], routing);
-            if (!good)
-                __atomic_store_n(&b->member->board->failed, 1, __ATOMIC_RELEASE);
-            bench_meet(b);
-            if (b->member->slot == 0)
-                bench_print(b, plan->length[i], routing, json);
-            bench_meet(b);
-        }
+        for (uint32_t i = 0; i < plan->lengths && good; i++)
+            good = run_line(b, plan->length[i], routing, json);
     }
     plan->backend->session_leave(b->session);
     plan->backend->layer_destroy(b->layer);
@@ -196,6 +216,7 @@ int main(int argc, char **argv)
          "timed steps per line"},
         {"oracle-tokens", 'o', MOE_OPTION_UINT, &plan.oracle_tokens, 0, BENCH_SAMPLES, "M",
          "sampled tokens that slot 0 also computes in double precision, on the first line"},
+        {"backward", 0, MOE_OPTION_BOOL, &plan.backward, 0, 0, NULL, "backward passes as well"},
         {"json", 'j', MOE_OPTION_STRING, &plan.json, 0, 0, "FILE", "appends one object a line"},
         {"timeout", 0, MOE_OPTION_UINT, &plan.timeout_s, 1, 86400, "SECONDS", "watchdog"},
     };
@@ -208,7 +229,8 @@ int main(int argc, char **argv)
                        transport);
     /* "auto" would ask the driver, and processes forked after that could not use it. */
     if (moe_failed(&st) || strcmp(backend, "auto") == 0 ||
-        (plan.backend = moe_backend_find(backend)) == NULL || !parse_lengths(lengths, &plan) ||
+        (plan.backend = moe_backend_find(backend)) == NULL ||
+        (plan.backward && plan.backend->training == NULL) || !parse_lengths(lengths, &plan) ||
         !names_something(&plan) || first != argc) {
         fprintf(stderr, "%s\n",
                 moe_failed(&st)        ? st.text

@@ -4,11 +4,13 @@
  * moe_bench.c        options, and the order of things on one slot
  * moe_bench_shape.c  presets of layers, random weights, uploading them
  * moe_bench_step.c   inputs and their routing, checking a step, timing it
+ * moe_bench_backward.c  the same of backward passes
  * moe_bench_report.c what a run prints: one table row and one line of JSON */
 #ifndef MOE_BENCH_H
 #define MOE_BENCH_H
 
 #include "group.h"
+#include "moe/training.h"
 
 #include <stdio.h>
 
@@ -43,6 +45,17 @@ struct bench_shape {
     struct moe_layer_spec spec;
 };
 
+/* Backward passes of one slot, in microseconds (medians): [0] where gradients begin as zeros, so
+ * that a backend may overwrite them, [1] where they add to others. */
+struct bench_backward_report {
+    double stage_us[2][MOE_BACKWARD_STAGE_COUNT];
+    double layer_us[2]; /* sum of the stages */
+    double wall_us[2];  /* from enqueue to result, copies from and to host memory included */
+    double error;       /* of dx and sampled gradients against exact fp32, relative Frobenius */
+    uint64_t rows;      /* (token, expert) pairs computed here */
+    bool on_tensor_cores;
+};
+
 /* What one slot measured, in microseconds (medians) where not said otherwise. */
 struct bench_slot_report {
     double upload_gb_s;               /* weights from plain host memory to finished layer */
@@ -58,6 +71,7 @@ struct bench_slot_report {
     double exact_error;  /* sampled rows against exact fp32, relative Frobenius */
     double oracle_error; /* against double precision; negative: not compared */
     uint64_t rows;       /* (token, expert) pairs computed here */
+    struct bench_backward_report backward;
 };
 
 struct bench_plan {
@@ -69,6 +83,7 @@ struct bench_plan {
     uint64_t like_slots; /* not 0: as many experts per slot as a group of that many slots has */
     uint64_t sources;    /* slots that bring tokens; the others take part without any */
     uint64_t repeats, oracle_tokens, timeout_s;
+    bool backward; /* also backward passes, where the router chooses */
     uint32_t length[BENCH_MAX_LENGTHS], lengths; /* tokens per slot */
     struct bench_pool pool;
     struct bench_slot_report *report; /* [slots], shared memory */
@@ -110,6 +125,9 @@ void bench_make_layer(struct bench *b);
  * message, when a result is wrong. */
 bool bench_measure(struct bench *b, uint32_t tokens, enum bench_routing routing);
 
+/* The same for backward passes, under the router's choice. */
+bool bench_measure_backward(struct bench *b, uint32_t tokens);
+
 /* ----------------------------------------------------------------- report */
 
 const char *bench_routing_name(enum bench_routing routing);
@@ -117,5 +135,6 @@ void bench_print_layer(const struct bench *b);
 void bench_print_header(void);
 /* From all slots' reports; slot 0 calls it while the others wait. */
 void bench_print(const struct bench *b, uint32_t tokens, enum bench_routing routing, FILE *json);
+void bench_print_backward(const struct bench *b, uint32_t tokens, FILE *json);
 
 #endif

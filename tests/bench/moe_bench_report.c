@@ -139,3 +139,67 @@ void bench_print(const struct bench *b, uint32_t tokens, enum bench_routing rout
     if (json != NULL)
         write_json(b, tokens, routing, json);
 }
+
+/* -------------------------------------------------------------------- backward */
+
+static const char *const backward_names[MOE_BACKWARD_STAGE_COUNT] = {
+    [MOE_BACKWARD_ROUTER] = "router",
+    [MOE_BACKWARD_DISPATCH] = "dispatch",
+    [MOE_BACKWARD_PRE] = "pre",
+    [MOE_BACKWARD_DH] = "dh",
+    [MOE_BACKWARD_ACTIVATION] = "activation",
+    [MOE_BACKWARD_DX] = "dx",
+    [MOE_BACKWARD_WGRAD_GATE_UP] = "wgrad_gate_up",
+    [MOE_BACKWARD_WGRAD_DOWN] = "wgrad_down",
+    [MOE_BACKWARD_COMBINE] = "combine",
+    [MOE_BACKWARD_LOGITS] = "logits",
+    [MOE_BACKWARD_SHARED] = "shared",
+    [MOE_BACKWARD_FINISH] = "finish"};
+static const char *const half_names[2] = {"overwritten", "accumulated"};
+
+/* The slot whose passes of this kind took longest. */
+static uint32_t slowest_slot(const struct bench *b, int half)
+{
+    uint32_t slowest = 0;
+    for (uint32_t s = 1; s < b->member->slots; s++)
+        if (b->plan->report[s].backward.layer_us[half] >
+            b->plan->report[slowest].backward.layer_us[half])
+            slowest = s;
+    return slowest;
+}
+
+static void write_backward(const struct bench *b, uint32_t tokens, int half, FILE *to)
+{
+    const struct bench_backward_report *r = &b->plan->report[slowest_slot(b, half)].backward;
+    double forward = LARGEST(b, layer_us);
+    fprintf(to,
+            "{\"who\": \"moed\", \"backend\": \"%s\", \"shape\": \"%s\", \"experts\": %u, "
+            "\"slots\": %u, \"tokens\": %u, \"pass\": \"backward\", \"gradients\": \"%s\", "
+            "\"on_tensor_cores\": %s, \"rows\": %llu, \"layer_us\": %.2f, \"wall_us\": %.2f, "
+            "\"forward_layer_us\": %.2f, \"ratio\": %.4f, \"error\": %.3e, \"stages_us\": {",
+            b->plan->backend->name, b->shape->name, b->shape->spec.experts, b->member->slots,
+            tokens, half_names[half], r->on_tensor_cores ? "true" : "false",
+            (unsigned long long)r->rows, r->layer_us[half], r->wall_us[half], forward,
+            r->layer_us[half] / forward, LARGEST(b, backward.error));
+    for (int i = 0; i < MOE_BACKWARD_STAGE_COUNT; i++)
+        fprintf(to, "%s\"%s\": %.2f", i > 0 ? ", " : "", backward_names[i], r->stage_us[half][i]);
+    fprintf(to, "}}\n");
+    fflush(to);
+}
+
+void bench_print_backward(const struct bench *b, uint32_t tokens, FILE *json)
+{
+    double forward = LARGEST(b, layer_us);
+    for (int half = 0; half < 2; half++) {
+        const struct bench_backward_report *r = &b->plan->report[slowest_slot(b, half)].backward;
+        printf("  backward, gradients %s: layer %.1f, %.3f x forward, wall %.1f |",
+               half_names[half], r->layer_us[half], r->layer_us[half] / forward, r->wall_us[half]);
+        for (int i = 0; i < MOE_BACKWARD_STAGE_COUNT; i++)
+            printf(" %s %.1f", backward_names[i], r->stage_us[half][i]);
+        printf(" | %.1e%s\n", LARGEST(b, backward.error),
+               r->on_tensor_cores ? ", tensor cores" : "");
+        fflush(stdout);
+        if (json != NULL)
+            write_backward(b, tokens, half, json);
+    }
+}

@@ -1,0 +1,327 @@
+/* Backward passes of one line; see moe_bench.h.
+ *
+ * The same tokens go backward twice. As F32 tokens every backend multiplies them in exact fp32:
+ * that gives dx, gradients of weights of the routing, and of some parameters, with which the BF16
+ * pass is compared. What is timed after that must be the same bits where gradients begin as zeros,
+ * and multiples of them where they add up. */
+#include "moe_bench.h"
+
+#include "base/clock.h"
+#include "base/size.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+static const double TOLERANCE = 1e-2; /* bf16 against exact, relative Frobenius */
+static const double SUM_TOLERANCE = 1e-5;
+
+enum { MOST_WATCHED = 16 };
+
+/* Parameters whose gradients are compared. */
+struct watched {
+    struct moe_train_key key[MOST_WATCHED];
+    size_t n[MOST_WATCHED];
+    float *want[MOST_WATCHED];  /* of the exact pass */
+    float *first[MOST_WATCHED]; /* of the first BF16 pass */
+    uint32_t count;
+};
+
+/* Tensors of a line, in memory that the device reads directly; of the BF16 tokens and of the same
+ * as F32. */
+struct backward_trial {
+    uint32_t tokens, bucket;
+    void *x, *dy, *dx, *x_wide, *dy_wide, *dx_wide, *y;
+    int32_t *ids;
+    float *weights, *dweights, *dweights_wide;
+    uint8_t *state;
+    void *block;
+    size_t block_bytes;
+    struct watched watched;
+    struct moe_trainer *trainer;
+};
+
+/* ----------------------------------------------------------------- tensors */
+
+static void *place(char *block, size_t *at, size_t bytes)
+{
+    void *p = block == NULL ? NULL : block + *at;
+    *at += (bytes + 255) & ~(size_t)255;
+    return p;
+}
+
+static void lay_out(struct backward_trial *t, const struct moe_layer_spec *spec, char *block)
+{
+    size_t at = 0, n = (size_t)t->tokens * spec->hidden;
+    size_t pairs = (size_t)t->tokens * spec->router.top_k;
+    void **narrow[] = {&t->x, &t->dy, &t->dx, &t->y};
+    void **wide[] = {&t->x_wide, &t->dy_wide, &t->dx_wide};
+    for (size_t i = 0; i < sizeof narrow / sizeof *narrow; i++)
+        *narrow[i] = place(block, &at, n * sizeof(uint16_t));
+    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++)
+        *wide[i] = place(block, &at, n * sizeof(float));
+    t->ids = place(block, &at, pairs * sizeof *t->ids);
+    t->weights = place(block, &at, pairs * sizeof *t->weights);
+    t->dweights = place(block, &at, pairs * sizeof *t->dweights);
+    t->dweights_wide = place(block, &at, pairs * sizeof *t->dweights_wide);
+    t->state = place(block, &at, t->tokens);
+    t->block_bytes = at > 0 ? at : 1;
+}
+
+static void fill(void *narrow, void *wide, size_t n, uint64_t seed)
+{
+    struct rng r = {.state = seed};
+    for (size_t i = 0; i < n; i++) {
+        ((uint16_t *)narrow)[i] = moe_f32_to_bf16((float)(int16_t)rng_next(&r) * 0x1p-15f);
+        ((float *)wide)[i] = moe_bf16_to_f32(((const uint16_t *)narrow)[i]);
+    }
+}
+
+static void take_tensors(struct bench *b, uint32_t tokens, struct backward_trial *t)
+{
+    const struct moe_layer_spec *spec = &b->shape->spec;
+    *t = (struct backward_trial){.tokens = b->member->slot < b->plan->sources ? tokens : 0,
+                                 .bucket = moe_pow2_ceil(tokens)};
+    lay_out(t, spec, NULL);
+    bench_require(b, "memory",
+                  b->plan->backend->mem_alloc(b->device, MOE_MEM_HOST, t->block_bytes, &t->block));
+    lay_out(t, spec, t->block);
+    fill(t->x, t->x_wide, (size_t)t->tokens * spec->hidden, 177 + b->member->slot);
+    fill(t->dy, t->dy_wide, (size_t)t->tokens * spec->hidden, 277 + b->member->slot);
+}
+
+/* The router's choice, as a forward pass makes it. */
+static void route(struct bench *b, struct backward_trial *t)
+{
+    struct moe_step_args a = {.layer = b->layer,
+                              .dtype = MOE_DTYPE_BF16,
+                              .bucket = t->bucket,
+                              .tokens = t->tokens,
+                              .x = t->x,
+                              .y = t->y,
+                              .ids_out = t->ids,
+                              .weights_out = t->weights,
+                              .token_state = t->state};
+    struct moe_step *step;
+    struct moe_step_result result;
+    bench_require(b, "enqueue", b->plan->backend->step_enqueue(b->session, &a, &step));
+    bench_require(b, "step", b->plan->backend->step_wait(step, MOE_NEVER, &result));
+}
+
+/* ----------------------------------------------------------- what is watched */
+
+static void watch(struct bench *b, struct watched *w, enum moe_weight weight, uint32_t expert)
+{
+    size_t rows, columns;
+    moe_weight_shape(&b->shape->spec, weight, &rows, &columns);
+    if (rows == 0)
+        return;
+    w->key[w->count] = (struct moe_train_key){
+        .weight = weight, .expert = expert, .part = MOE_PART_WEIGHT, .tensor = MOE_TRAIN_GRAD};
+    w->n[w->count] = rows * columns;
+    w->want[w->count] = bench_alloc(b, rows * columns * sizeof(float));
+    w->first[w->count] = bench_alloc(b, rows * columns * sizeof(float));
+    w->count++;
+}
+
+/* The first and the last expert that is here, and everything that is not an expert's. */
+static void choose_watched(struct bench *b, struct watched *w)
+{
+    uint32_t first = UINT32_MAX, last = 0;
+    for (uint32_t e = 0; e < b->shape->spec.experts; e++)
+        if (b->slot_of[e] == b->member->slot) {
+            first = e < first ? e : first;
+            last = e;
+        }
+    for (uint32_t i = MOE_WEIGHT_GATE; i <= MOE_WEIGHT_DOWN && first != UINT32_MAX; i++) {
+        watch(b, w, (enum moe_weight)i, first);
+        if (last != first)
+            watch(b, w, (enum moe_weight)i, last);
+    }
+    watch(b, w, MOE_WEIGHT_ROUTER, 0);
+    for (uint32_t i = MOE_WEIGHT_SHARED_GATE; i <= MOE_WEIGHT_SHARED_DOWN; i++)
+        watch(b, w, (enum moe_weight)i, 0);
+}
+
+static void read_watched(struct bench *b, struct backward_trial *t, float *const to[MOST_WATCHED])
+{
+    const struct watched *w = &t->watched;
+    for (uint32_t i = 0; i < w->count; i++)
+        bench_require(b, "gradient",
+                      b->plan->backend->training->trainer_read(t->trainer, &w->key[i], to[i],
+                                                               w->n[i] * sizeof(float)));
+}
+
+/* |a - scale * b| / |scale * b| */
+static double distance(size_t n, const float *a, const float *b, double scale)
+{
+    double difference = 0, norm = 0;
+    for (size_t i = 0; i < n; i++) {
+        double want = scale * (double)b[i], d = (double)a[i] - want;
+        difference += d * d;
+        norm += want * want;
+    }
+    return norm > 0 ? sqrt(difference / norm) : difference > 0 ? INFINITY : 0;
+}
+
+static double worse(double a, double b)
+{
+    return b > a || b != b ? b : a;
+}
+
+/* -------------------------------------------------------------------- passes */
+
+static struct moe_step_result pass(struct bench *b, struct backward_trial *t, enum moe_dtype dtype)
+{
+    bool wide = dtype == MOE_DTYPE_F32;
+    struct moe_backward_args a = {.trainer = t->trainer,
+                                  .dtype = dtype,
+                                  .bucket = t->bucket,
+                                  .tokens = t->tokens,
+                                  .x = wide ? t->x_wide : t->x,
+                                  .dy = wide ? t->dy_wide : t->dy,
+                                  .ids = t->ids,
+                                  .accumulate = true,
+                                  .dx = wide ? t->dx_wide : t->dx,
+                                  .dweights = wide ? t->dweights_wide : t->dweights,
+                                  .token_state = t->state};
+    struct moe_step *step;
+    struct moe_step_result result;
+    bench_require(b, "backward",
+                  b->plan->backend->training->backward_enqueue(b->session, &a, &step));
+    bench_require(b, "backward", b->plan->backend->step_wait(step, MOE_NEVER, &result));
+    return result;
+}
+
+static void zero(struct bench *b, struct backward_trial *t)
+{
+    bench_require(b, "zero_grad", b->plan->backend->training->zero_grad(t->trainer));
+}
+
+/* The exact pass, then the one that will be timed: how far the latter is off. */
+static double error_against_exact(struct bench *b, struct backward_trial *t)
+{
+    const struct watched *w = &t->watched;
+    size_t hidden = b->shape->spec.hidden, n = t->tokens * hidden;
+    size_t pairs = (size_t)t->tokens * b->shape->spec.router.top_k;
+    zero(b, t);
+    pass(b, t, MOE_DTYPE_F32);
+    read_watched(b, t, w->want);
+    zero(b, t);
+    memset(t->dx, 0xff, n * sizeof(uint16_t));
+    pass(b, t, MOE_DTYPE_BF16);
+    read_watched(b, t, w->first);
+    double error = distance(pairs, t->dweights, t->dweights_wide, 1);
+    for (uint32_t i = 0; i < w->count; i++)
+        error = worse(error, distance(w->n[i], w->first[i], w->want[i], 1));
+    float *dx = bench_alloc(b, n * sizeof *dx);
+    for (size_t i = 0; i < n; i++)
+        dx[i] = moe_bf16_to_f32(((const uint16_t *)t->dx)[i]);
+    error = worse(error, distance(n, dx, t->dx_wide, 1));
+    free(dx);
+    return error;
+}
+
+static int by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Fills one half of the report: medians of passes that begin with zero gradients, or that add. */
+static void time_passes(struct bench *b, struct backward_trial *t, bool adds,
+                        struct bench_backward_report *r)
+{
+    uint64_t n = b->plan->repeats;
+    double *of[MOE_BACKWARD_STAGE_COUNT + 2];
+    enum { LAYER = MOE_BACKWARD_STAGE_COUNT, WALL, SERIES };
+    for (int i = 0; i < SERIES; i++)
+        of[i] = bench_alloc(b, n * sizeof(double));
+    for (uint64_t i = 0; i < n + BENCH_WARM_UP; i++) {
+        if (!adds)
+            zero(b, t);
+        bench_meet(b);
+        uint64_t start = moe_clock_ns(), at = i < BENCH_WARM_UP ? 0 : i - BENCH_WARM_UP;
+        struct moe_step_result result = pass(b, t, MOE_DTYPE_BF16);
+        of[WALL][at] = (double)(moe_clock_ns() - start) / 1e3;
+        of[LAYER][at] = 0;
+        for (int s = 0; s < MOE_BACKWARD_STAGE_COUNT; s++) {
+            of[s][at] = (double)result.backward_ns[s] / 1e3;
+            of[LAYER][at] += of[s][at];
+        }
+        r->rows = result.rows;
+        r->on_tensor_cores = result.on_tensor_cores;
+    }
+    for (int i = 0; i < SERIES; i++) {
+        qsort(of[i], n, sizeof(double), by_value);
+        double median = of[i][n / 2];
+        *(i == LAYER  ? &r->layer_us[adds]
+          : i == WALL ? &r->wall_us[adds]
+                      : &r->stage_us[adds][i]) = median;
+        free(of[i]);
+    }
+    if (r->layer_us[adds] == 0) /* a backend that does not measure its stages */
+        r->layer_us[adds] = r->wall_us[adds];
+}
+
+/* How far the watched gradients are from `passes` times the first pass's; with one pass they must
+ * be its bits. */
+static bool check_sum(struct bench *b, struct backward_trial *t, uint64_t passes)
+{
+    const struct watched *w = &t->watched;
+    bool good = true;
+    read_watched(b, t, w->want);
+    for (uint32_t i = 0; i < w->count; i++)
+        good = good && (passes == 1 ? memcmp(w->want[i], w->first[i], w->n[i] * sizeof(float)) == 0
+                                    : distance(w->n[i], w->want[i], w->first[i], (double)passes) <=
+                                          SUM_TOLERANCE);
+    if (!good)
+        fprintf(stderr, "slot %u: gradients of %llu timed passes are others\n", b->member->slot,
+                (unsigned long long)passes);
+    return good;
+}
+
+static bool measure(struct bench *b, struct backward_trial *t, struct bench_backward_report *r)
+{
+    size_t bytes = (size_t)t->tokens * b->shape->spec.hidden * sizeof(uint16_t);
+    r->error = error_against_exact(b, t);
+    bench_meet(b); /* comparing takes seconds, a wait on a peer less */
+    if (!(r->error <= TOLERANCE)) {
+        fprintf(stderr, "slot %u: a backward pass of %u tokens is off by %g\n", b->member->slot,
+                t->tokens, r->error);
+        return false;
+    }
+    void *first = bench_alloc(b, bytes);
+    memcpy(first, t->dx, bytes);
+    time_passes(b, t, false, r);
+    bool good = check_sum(b, t, 1) && memcmp(first, t->dx, bytes) == 0;
+    bench_meet(b);
+    if (good) {
+        time_passes(b, t, true, r);
+        good = check_sum(b, t, 1 + b->plan->repeats + BENCH_WARM_UP) &&
+               memcmp(first, t->dx, bytes) == 0;
+    }
+    bench_meet(b);
+    free(first);
+    return good;
+}
+
+bool bench_measure_backward(struct bench *b, uint32_t tokens)
+{
+    struct moe_trainer_config config = {.optimizer = MOE_OPTIMIZER_SGD};
+    const struct moe_training *table = b->plan->backend->training;
+    struct bench_backward_report *r = &b->plan->report[b->member->slot].backward;
+    struct backward_trial t;
+    take_tensors(b, tokens, &t);
+    route(b, &t);
+    bench_require(b, "trainer", table->trainer_create(b->layer, &config, &t.trainer));
+    choose_watched(b, &t.watched);
+    bench_meet(b);
+    bool good = measure(b, &t, r);
+    table->trainer_destroy(t.trainer);
+    for (uint32_t i = 0; i < t.watched.count; i++) {
+        free(t.watched.want[i]);
+        free(t.watched.first[i]);
+    }
+    b->plan->backend->mem_free(b->device, MOE_MEM_HOST, t.block, t.block_bytes);
+    return good;
+}
