@@ -365,10 +365,38 @@ class Calls(unittest.TestCase):
                     client.backward(LAYER, *arguments, **names, **more)
             self.expect("TOKEN_LIMIT", client.backward, LAYER, rows(STEP_TOKENS + 1), **names,
                         saved=True)
+            for error, call, arguments in (
+                    (ValueError, client.zero_grad, dict(step_id=0)),
+                    (ValueError, client.zero_grad, dict(step_id=2**63)),
+                    (ValueError, client.zero_grad, dict(step_id=-1)),
+                    (TypeError, client.zero_grad, dict(step_id=1.5)),
+                    (TypeError, client.zero_grad, dict(step_id="1")),
+                    (ValueError, client.save_checkpoint, dict(name="a/b", step_id=1)),
+                    (ValueError, client.load_checkpoint, dict(name=".a", step_id=1)),
+                    (ValueError, client.load_checkpoint, dict(name="a" * 65, step_id=1)),
+                    (TypeError, client.save_checkpoint, dict(name=b"a", step_id=1)),
+                    (ValueError, client.export_adapter, dict(step_id=1))):
+                with self.subTest(arguments=arguments), self.assertRaises(error) as caught:
+                    call(**arguments)
+                print("    %s" % caught.exception)
+            for more in (dict(session="", micro_batch_id=1), dict(session="a b", micro_batch_id=1),
+                         dict(session="s", micro_batch_id=0)):
+                with self.subTest(more=more), self.assertRaises(ValueError):
+                    client.backward(LAYER, good, good, IDS, **more)
             with self.assertRaises(ValueError):
                 client.set_frozen(["head"], step_id=1)
             with self.assertRaises(ValueError):
                 client.optimizer_step(0.1, step_id=1, optimizer="adam")
+            self.assertEqual(worker.requests, [])
+
+    def test_what_is_closed_says_so(self):
+        with fakes() as (worker,):
+            client = moed.Client(worker.endpoint)
+            client.close()
+            for call in (client.train_state, lambda: client.zero_grad(step_id=1)):
+                with self.assertRaises(moed.MoeError) as caught:
+                    call()
+                self.assertIn("the client has been closed", str(caught.exception))
             self.assertEqual(worker.requests, [])
 
 
@@ -449,6 +477,7 @@ class RealGroup(unittest.TestCase):
             with self.assertRaises(moed.MoeError) as caught:
                 client.train_state()
             self.assertEqual(caught.exception.code, grpc.StatusCode.UNIMPLEMENTED)
+            self.assertIn("started without --training", caught.exception.message)
             self.assertEqual(moectl("training", "save", "a", "--endpoint", g.endpoint,
                                     check=False).returncode, 4)
 
@@ -475,7 +504,21 @@ class Torch(unittest.TestCase):
             for shape in ((), (4, 2 * HIDDEN), (HIDDEN, HIDDEN + 1)):
                 with self.subTest(shape=shape), self.assertRaises(ValueError):
                     moe(torch.zeros(shape))
+            for wrong in (torch.zeros(2, HIDDEN, dtype=torch.float64),
+                          torch.zeros(2, HIDDEN, dtype=torch.int64),
+                          torch.zeros(0, HIDDEN, dtype=torch.float16), np.zeros((2, HIDDEN))):
+                with self.subTest(wrong=type(wrong)), self.assertRaises(TypeError):
+                    moe(wrong)
             self.assertNotIn("Forward", [name for name, m in worker.requests])
+
+    def test_an_optimizer_of_something_else_is_refused(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            moe = moed.torch.RemoteMoE(LAYER, client)
+            for error, modules, lr in ((TypeError, [torch.nn.Linear(2, 2)], 1.0),
+                                       (ValueError, [], 1.0), (ValueError, [moe], -1.0),
+                                       (ValueError, [moe], float("nan"))):
+                with self.subTest(modules=modules, lr=lr), self.assertRaises(error):
+                    moed.torch.RemoteOptimizer(modules, lr=lr)
 
     def test_the_first_layer_learns_though_x_does_not(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:

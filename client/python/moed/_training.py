@@ -7,6 +7,7 @@ over; and where the answer is recorded on another worker, that worker is asked.
 
 import collections
 import random
+import re
 import time
 
 import grpc
@@ -61,7 +62,8 @@ repeated         the answer is that of an earlier call
 
 TrainState = collections.namedtuple(
     "TrainState", "lineage weights_version steps backwards last_step_id optimizer frozen lora_rank "
-    "lora_scale lora_targets checkpoint state_bytes saved_bytes saved_bytes_limit")
+    "lora_scale lora_targets checkpoint state_bytes saved_bytes saved_bytes_limit "
+    "saving loading problem")
 TrainState.__doc__ = """Where training stands, as the worker that was asked knows it.
 
 lineage          rises whenever the group went back to a checkpoint, or loaded one
@@ -77,9 +79,29 @@ lora_targets     tuple of "gate", "up", "down"
 checkpoint       that the weights last came from or went to; "" for none
 state_bytes      of gradients and optimizer state on this worker
 saved_bytes      of saved forward passes on this worker; saved_bytes_limit is their limit
+saving, loading  checkpoint that is being written, or checked; "" for none
+problem          why the group could not go back to its checkpoint, and does not serve; "" otherwise
 """
 
 _PARTS = ("router", "experts", "shared")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+
+
+def _check_id(what, value):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError("%s must be an integer, not %r" % (what, value))
+    if not 1 <= value < 2**63:
+        raise ValueError("%s must be from 1 to 2^63 - 1, not %d" % (what, value))
+    return int(value)
+
+
+def _check_name(what, value):
+    if not isinstance(value, str):
+        raise TypeError("%s must be a string, not %r" % (what, value))
+    if not _NAME.fullmatch(value):
+        raise ValueError("%s must be 1 to 64 characters of [A-Za-z0-9._-], not beginning with a dot, "
+                         "not %r" % (what, value))
+    return value
 
 
 class TrainingCalls:
@@ -113,7 +135,8 @@ class TrainingCalls:
         layer = self.find_layer(layer)
         dy = np.asarray(dy)
         request = training_pb2.BackwardRequest(
-            layer=layer.layer, session=session, micro_batch_id=micro_batch_id,
+            layer=layer.layer, session=_check_name("session", session),
+            micro_batch_id=_check_id("micro_batch_id", micro_batch_id),
             weights_version=weights_version, lineage=lineage, input_only=input_only,
             return_weight_gradients=return_weight_gradients, aux_coeff=aux_coeff)
         if x is None and not saved:
@@ -146,7 +169,8 @@ class TrainingCalls:
         if optimizer not in _OPTIMIZERS:
             raise ValueError("optimizer must be None, 'adamw' or 'sgd', not %r" % (optimizer,))
         answer = self._train("OptimizerStep", training_pb2.OptimizerStepRequest(
-            step_id=step_id, lineage=lineage, optimizer=_OPTIMIZERS[optimizer],
+            step_id=_check_id("step_id", step_id), lineage=lineage,
+            optimizer=_OPTIMIZERS[optimizer],
             learning_rate=learning_rate, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1],
             epsilon=eps, momentum=momentum, max_grad_norm=max_grad_norm, grad_scale=grad_scale,
             balance_rate=balance_rate, expected_backwards=expected_backwards),
@@ -157,14 +181,16 @@ class TrainingCalls:
     def zero_grad(self, *, step_id, lineage=0, timeout=None):
         """Forgets all gradients since the last step; returns how many backward calls' they were."""
         return self._train("ZeroGrad", training_pb2.ZeroGradRequest(
-            step_id=step_id, lineage=lineage), self._training_deadline(timeout)).backwards
+            step_id=_check_id("step_id", step_id), lineage=lineage),
+            self._training_deadline(timeout)).backwards
 
     def set_frozen(self, parts, *, step_id, lineage=0, timeout=None):
         """Freezes these of "router", "experts", "shared"; all others learn."""
         if isinstance(parts, str) or set(parts) - set(_PARTS):
             raise ValueError("parts must be of %s, not %r" % (", ".join(_PARTS), parts))
         self._train("SetFrozen", training_pb2.SetFrozenRequest(
-            step_id=step_id, lineage=lineage, **{part: True for part in parts}),
+            step_id=_check_id("step_id", step_id), lineage=lineage,
+            **{part: True for part in parts}),
             self._training_deadline(timeout))
 
     def train_state(self, timeout=None):
@@ -176,27 +202,32 @@ class TrainingCalls:
             answer.last_step_id, "sgd" if answer.optimizer == _OPTIMIZERS["sgd"] else "adamw",
             frozenset(part for part in _PARTS if getattr(answer, part + "_frozen")),
             answer.lora_rank, answer.lora_alpha, tuple(answer.lora_targets), answer.checkpoint,
-            answer.state_bytes, answer.saved_bytes, answer.saved_bytes_limit)
+            answer.state_bytes, answer.saved_bytes, answer.saved_bytes_limit, answer.saving,
+            answer.loading, answer.problem)
 
     def save_checkpoint(self, name, *, step_id, lineage=0, keep=0, timeout=None):
-        """Writes weights and optimizer state into directory `name` of the workers' training root;
-        afterwards only the `keep` newest stay (0: all). Returns Checkpoint."""
+        """Writes weights and optimizer state into directory `name` of the workers' training root,
+        while forward passes and training go on; afterwards only the `keep` newest stay (0: all).
+        Called off when `timeout` is over. Returns Checkpoint."""
         answer = self._train("SaveCheckpoint", training_pb2.SaveCheckpointRequest(
-            step_id=step_id, lineage=lineage, name=name, keep=keep),
+            step_id=_check_id("step_id", step_id), lineage=lineage,
+            name=_check_name("name", name), keep=keep),
             self._training_deadline(timeout))
         return Checkpoint(answer.weights_version, answer.bytes, 0, answer.repeated)
 
     def load_checkpoint(self, name, *, step_id, lineage=0, timeout=None):
         """Takes weights and optimizer state from such a directory. Returns Checkpoint."""
         answer = self._train("LoadCheckpoint", training_pb2.LoadCheckpointRequest(
-            step_id=step_id, lineage=lineage, name=name), self._training_deadline(timeout))
+            step_id=_check_id("step_id", step_id), lineage=lineage,
+            name=_check_name("name", name)), self._training_deadline(timeout))
         return Checkpoint(answer.weights_version, 0, answer.lineage, answer.repeated)
 
     def export_adapter(self, name="", *, step_id, lineage=0, merge=False, timeout=None):
         """Writes the adapters for PEFT into directory `name`; or, with `merge` and no name, merges
         them into the weights and begins new ones. Returns Checkpoint."""
         answer = self._train("ExportAdapter", training_pb2.ExportAdapterRequest(
-            step_id=step_id, lineage=lineage, name=name, merge=merge),
+            step_id=_check_id("step_id", step_id), lineage=lineage,
+            name=_check_name("name", name) if name or not merge else "", merge=merge),
             self._training_deadline(timeout))
         return Checkpoint(0, answer.bytes, 0, answer.repeated)
 
@@ -272,6 +303,13 @@ class TrainingCalls:
             time.sleep(pause)
             attempt += 1
 
+    def _does_not_train(self, failure):
+        """The server's word for a service that it does not offer says little to a person."""
+        if failure.code != grpc.StatusCode.UNIMPLEMENTED or "training" in self._info.extensions:
+            return failure
+        return _errors.MoeError(failure.code, failure.reason, "this group does not train: its "
+                                "workers were started without --training")
+
     def _train_once(self, worker, name, request, answer_type, deadline):
         try:
             return self._train_on(worker, name, request, answer_type, deadline)
@@ -292,7 +330,8 @@ class TrainingCalls:
         try:
             return call(request, timeout=max(deadline - time.monotonic(), 0))
         except grpc.RpcError as error:
-            raise _errors.from_dropped_call(error) from None
+            failure = _errors.from_dropped_call(error)
+            raise self._does_not_train(failure) from None
         except ValueError:  # gRPC's word for a channel that has been closed
             if not self._is_closed:
                 raise

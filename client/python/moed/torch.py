@@ -175,6 +175,8 @@ class RemoteMoE(torch.nn.Module):
     def __init__(self, layer, client, session=None, save_for_backward=False, input_only=False,
                  aux_coeff=0.0):
         super().__init__()
+        if session is not None and session.client is not client:
+            raise ValueError("the session is another client's")
         self.layer = client.find_layer(layer)
         self.session = session or Session.of(client)
         self.save_for_backward = save_for_backward
@@ -184,6 +186,10 @@ class RemoteMoE(torch.nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, x):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError("x must be a tensor, not %s" % type(x).__name__)
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError("a remote layer takes float32 or bfloat16, not %s" % x.dtype)
         if x.dim() == 0 or x.shape[-1] != self.layer.hidden:
             raise ValueError("x has shape %s; its last dimension must be %d"
                              % (tuple(x.shape), self.layer.hidden))
@@ -224,6 +230,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def __init__(self, modules, lr, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8, momentum=0.0,
                  max_grad_norm=0.0, balance_rate=0.0, alone=True):
         modules = list(modules)
+        for module in modules:
+            if not isinstance(module, RemoteMoE):
+                raise TypeError("RemoteOptimizer moves RemoteMoE layers, not %s; torch's own "
+                                "optimizers move the rest" % type(module).__name__)
+        if not lr >= 0:
+            raise ValueError("lr must not be below 0: %r" % (lr,))
         if len({id(module.session) for module in modules}) != 1:
             raise ValueError("RemoteOptimizer wants RemoteMoE layers of one session")
         self.session = modules[0].session
