@@ -6,17 +6,14 @@
  * Tokens and experts are dealt out over the slots. Every loss within 1e-3 of torch's (relative),
  * and the last weights within 1e-3 (relative Frobenius norm). Exits with 0 only then, and with 77
  * where the backend cannot train. */
-#include "group.h"
+#include "golden_bench.h"
 
 #include "base/clock.h"
-#include "base/options.h"
-#include "model/safetensors.h"
 #include "moe/training.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 
 enum {
     TOKENS = 32,
@@ -25,8 +22,7 @@ enum {
     EXPERTS = 8,
     TOP_K = 2,
     STEPS = 100,
-    BUDGET_MS = 20000,
-    SKIPPED = 77
+    BUDGET_MS = 20000
 };
 
 static const double allowed = 1e-3;
@@ -94,21 +90,15 @@ static const char *const weight_names[MOE_WEIGHT_COUNT] = {
     "router",  "logit_bias", NULL,          "gate",      "up",          "down",       "gate_bias",
     "up_bias", "down_bias",  "shared_gate", "shared_up", "shared_down", "gate_vector"};
 
-/* What members show each other. */
+/* What a member shows the others. */
 struct share {
-    double loss[MOE_MAX_SLOTS];       /* of the own tokens */
-    double weights[MOE_MAX_SLOTS][2]; /* squares: of differences, of what torch has */
-};
-
-struct plan {
-    const struct moe_backend *backend;
-    const char *data;
-    uint64_t slots;
-    struct share *share;
+    double loss;       /* of the own tokens */
+    double weights[2]; /* squares: of differences, of what torch has */
 };
 
 struct run {
-    const struct plan *plan;
+    const struct training_program *plan;
+    struct share *share; /* [slots] */
     struct member *member;
     const struct moe_backend *backend;
     const struct curve *curve;
@@ -128,27 +118,11 @@ enum {
     HOST_FLOATS = 4 * ROWS + 2 * PAIRS + TOKENS
 };
 
-/* The program has nothing to clean up that its end does not. */
-static void must(struct moe_status st)
-{
-    if (!moe_failed(&st))
-        return;
-    fprintf(stderr, "%s/%s: %s\n", moe_code_name(st.code), moe_reason_name(st.reason), st.text);
-    exit(1);
-}
-
 static float *read_tensor(const struct run *r, const char *kind, const char *name, size_t n)
 {
     char full[64];
     snprintf(full, sizeof full, "%s%s", kind, name);
-    const struct moe_tensor *t = moe_st_find(r->file, full);
-    float *data = malloc(n * sizeof *data);
-    if (t == NULL || data == NULL || t->dtype != MOE_ST_F32 || t->bytes != n * sizeof *data) {
-        fprintf(stderr, "no usable tensor %s\n", full);
-        exit(1);
-    }
-    must(moe_st_read(r->file, t, 0, t->bytes, data));
-    return data;
+    return read_floats(r->file, full, n);
 }
 
 static uint16_t home_of(const struct run *r, uint32_t expert)
@@ -183,7 +157,7 @@ static void compare(struct run *r, enum moe_weight w, uint32_t expert, size_t n,
 {
     struct moe_train_key key = {.weight = w, .expert = expert, .tensor = MOE_TRAIN_VALUE};
     float *got = malloc(n * sizeof *got);
-    double *sums = r->plan->share->weights[r->member->slot];
+    double *sums = r->share[r->member->slot].weights;
     MOE_INVARIANT(got != NULL);
     must(r->backend->training->trainer_read(r->trainer, &key, got, n * sizeof *got));
     for (size_t i = 0; i < n; i++) {
@@ -214,14 +188,6 @@ static void load_layer(struct run *r)
     must(r->backend->training->trainer_create(r->layer, &config, &r->trainer));
 }
 
-static void meet(struct run *r)
-{
-    if (!board_barrier(r->member, 60000)) {
-        fprintf(stderr, "slot %u: another slot gave up\n", r->member->slot);
-        exit(1);
-    }
-}
-
 /* The mean squared error of the group, and dy of the own tokens. */
 static double loss_of(struct run *r, const float *y, float *dy)
 {
@@ -232,11 +198,11 @@ static double loss_of(struct run *r, const float *y, float *dy)
         mine += d * d / ROWS;
         dy[i] = (float)(2 * d / ROWS);
     }
-    r->plan->share->loss[r->member->slot] = mine;
-    meet(r);
+    r->share[r->member->slot].loss = mine;
+    meet(r->member);
     for (uint64_t s = 0; s < r->plan->slots; s++)
-        all += r->plan->share->loss[s];
-    meet(r);
+        all += r->share[s].loss;
+    meet(r->member);
     return all;
 }
 
@@ -290,18 +256,18 @@ static bool follow(struct run *r)
         worst = fmax(worst, fabs(last - (double)r->loss[i]) / (double)r->loss[i]);
     }
     for_weights(r, "last.", compare);
-    meet(r);
+    meet(r->member);
     for (uint64_t s = 0; s < r->plan->slots; s++) {
-        off += r->plan->share->weights[s][0];
-        size += r->plan->share->weights[s][1];
+        off += r->share[s].weights[0];
+        size += r->share[s].weights[1];
     }
     bool good = worst <= allowed && sqrt(off / size) <= allowed;
     if (r->member->slot == 0)
         printf("%s: %u slots, loss %.4g -> %.4g, off by at most %.1e; last weights off by %.1e%s\n",
                r->curve->name, r->member->slots, first, last, worst, sqrt(off / size),
                good ? "" : "  WRONG");
-    meet(r);
-    r->plan->share->weights[r->member->slot][0] = r->plan->share->weights[r->member->slot][1] = 0;
+    meet(r->member);
+    r->share[r->member->slot].weights[0] = r->share[r->member->slot].weights[1] = 0;
     return good;
 }
 
@@ -328,8 +294,8 @@ static bool run_curve(struct run *r, const struct curve *curve)
 
 static int run_member(struct member *m)
 {
-    const struct plan *plan = m->ctx;
-    struct run r = {.plan = plan, .member = m, .backend = plan->backend};
+    const struct training_program *plan = m->ctx;
+    struct run r = {.plan = plan, .share = plan->share, .member = m, .backend = plan->backend};
     struct moe_device_config device = {.ordinal = (int)m->slot, .threads = 1};
     struct moe_session_config config = member_session(m, 1, BUDGET_MS);
     void *host;
@@ -351,32 +317,10 @@ static int run_member(struct member *m)
 
 int main(int argc, char **argv)
 {
-    const char *backend = "cpu";
-    struct plan plan = {.slots = 1, .data = "tests/golden/training"};
-    const struct moe_option options[] = {
-        {"backend", 'b', MOE_OPTION_STRING, &backend, 0, 0, "NAME", "backend to test"},
-        {"slots", 'n', MOE_OPTION_UINT, &plan.slots, 1, EXPERTS, "N", "processes"},
-        {"data", 'd', MOE_OPTION_STRING, &plan.data, 0, 0, "DIR", "folder of the curves"},
-    };
-    struct moe_options parsed;
-    struct group group;
-    int first, status[MOE_MAX_SLOTS] = {0};
-    must(moe_options_parse(options, 3, NULL, argc, argv, &first, &parsed));
-    plan.backend = moe_backend_find(backend);
-    if (plan.backend == NULL) {
-        fprintf(stderr, "this build has no such backend\n");
-        return 2;
-    }
-    if (plan.backend->training == NULL) {
-        printf("SKIPPED: the backend %s cannot train\n", backend);
-        return SKIPPED;
-    }
-    plan.share =
-        mmap(NULL, sizeof *plan.share, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    MOE_INVARIANT(plan.share != MAP_FAILED);
-    group_start(&group, (uint32_t)plan.slots, run_member, &plan);
-    bool good = group_finish(&group, 300, status);
-    moe_options_free(&parsed);
-    printf("%s\n", good ? "all right" : "FAILED");
-    return good ? 0 : 1;
+    struct training_program p = {.data = "tests/golden/training",
+                                 .option = "data",
+                                 .most_slots = EXPERTS,
+                                 .share_bytes = sizeof(struct share),
+                                 .run = run_member};
+    return training_main(&p, argc, argv);
 }
