@@ -9,7 +9,9 @@
  * understand each other. */
 enum class way { PLAIN, BULK, QUICK };
 
-struct arrival {
+struct alignas(16) arrival {
+    uint32_t cta, ctas; /* this one's number in its team, and how many they are: BULK has a team
+                           that sends and one that receives, else one does both */
     uint32_t step;
     uint32_t other;  /* lowest slot that means another step, or NOWHERE */
     uint32_t failed; /* a wait failed, or counts are impossible */
@@ -40,11 +42,17 @@ __device__ inline uint32_t *tallies(struct arrival *a)
     return first_rows(a);
 }
 
-/* Of the tables of rows, and of the tallies. */
+/* Of a tally: whole units of four. */
+__host__ __device__ static inline uint32_t tally_words(const struct moe_cuda_pass *p)
+{
+    return (p->entries + 3) / 4 * 4;
+}
+
+/* Numbers in the tables of rows, and of the tallies. */
 __host__ __device__ static inline size_t arrival_numbers(const struct moe_cuda_pass *p)
 {
     const size_t rows = 2 * static_cast<size_t>(p->slots) * p->local_experts;
-    return rows > p->entries ? rows : p->entries;
+    return rows > tally_words(p) ? rows : tally_words(p);
 }
 
 __device__ inline int32_t *local_indices(const struct moe_cuda_pass &p, struct arrival *a)

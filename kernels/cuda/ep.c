@@ -28,28 +28,38 @@ struct moe_cuda_ep {
 
     /* As in struct moe_cuda_pass. */
     struct moe_cuda_own_token *own;
+    uint32_t *share_tally;
+    uint64_t *share_told;
     uint32_t *start, *count, *row_of;
     struct moe_cuda_buffer rows, row_weight;
 };
 
 /* ------------------------------------------------------------------ tables */
 
+static uint32_t ctas_of(const struct moe_session *s)
+{
+    return (uint32_t)s->device->multiprocessors;
+}
+
 struct table {
     void **at;
     size_t bytes;
 };
 
-enum { TABLES = 5 };
+enum { TABLES = 7 };
 
 static void list_tables(struct moe_cuda_ep *ep, struct table out[TABLES])
 {
     const struct moe_window_shape *w = &ep->session->layout.shape;
-    size_t pairs = (size_t)w->max_tokens * w->max_top_k;
+    size_t pairs = (size_t)w->max_tokens * w->max_top_k, ctas = ctas_of(ep->session);
     out[0] = (struct table){(void **)&ep->own, w->max_tokens * sizeof *ep->own};
     out[1] = (struct table){(void **)&ep->row_of, w->slots * pairs * sizeof(uint32_t)};
     out[2] = (struct table){(void **)&ep->start, (w->max_experts + (size_t)1) * sizeof(uint32_t)};
     out[3] = (struct table){(void **)&ep->count, w->max_experts * sizeof(uint32_t)};
     out[4] = (struct table){(void **)&ep->facts, sizeof *ep->facts};
+    out[5] = (struct table){(void **)&ep->share_tally,
+                            ctas * (w->max_experts * w->slots + (size_t)3) * sizeof(uint32_t)};
+    out[6] = (struct table){(void **)&ep->share_told, ctas * sizeof(uint64_t)};
 }
 
 struct moe_status moe_cuda_ep_create(struct moe_session *session, struct moe_cuda_ep **out)
@@ -85,6 +95,12 @@ void moe_cuda_ep_destroy(struct moe_cuda_ep *ep)
     moe_cuda_buffer_free(device, &ep->rows);
     moe_cuda_buffer_free(device, &ep->row_weight);
     free(ep);
+}
+
+struct moe_status moe_cuda_ep_forget_steps(struct moe_cuda_ep *ep, cudaStream_t stream)
+{
+    return MOE_CUDA(
+        cudaMemsetAsync(ep->share_told, 0, ctas_of(ep->session) * sizeof *ep->share_told, stream));
 }
 
 /* ------------------------------------------------------------------ checks */
@@ -152,7 +168,7 @@ static uint32_t parts_of(const struct moe_cuda_pass *pass)
 {
     if (pass->quick)
         return QUICK_PARTS;
-    return pass->bucket <= MOE_WINDOW_QUICK_TOKENS || pass->hidden > 4096 ? MOE_WINDOW_PARTS : 1;
+    return pass->bucket <= MOE_WINDOW_QUICK_TOKENS || pass->hidden > 2048 ? MOE_WINDOW_PARTS : 1;
 }
 
 static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
@@ -185,6 +201,8 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .quick = is_quick(ep, b),
         .shared_bytes = s->device->bulk_shared_bytes,
         .own = ep->own,
+        .share_tally = ep->share_tally,
+        .share_told = ep->share_told,
         .start = ep->start,
         .count = ep->count,
         .row_of = ep->row_of,
@@ -193,11 +211,6 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .row_capacity = moe_cuda_ep_most_rows(s, layer, b->bucket),
     };
     p->parts = parts_of(p);
-}
-
-static uint32_t ctas(const struct moe_cuda_ep *ep)
-{
-    return (uint32_t)ep->session->device->multiprocessors;
 }
 
 struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch)
@@ -222,7 +235,7 @@ struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *
                              .weight = ep->pass.row_weight};
     if (ep->session->net != NULL)
         return moe_cuda_ep_net_dispatch(ep->session->ep_net, &ep->pass);
-    return moe_cuda_launch_dispatch(&ep->pass, ctas(ep), stream);
+    return moe_cuda_launch_dispatch(&ep->pass, ctas_of(ep->session), stream);
 }
 
 struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep,
@@ -237,7 +250,7 @@ struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep,
     ep->pass.verdict = verdict;
     if (ep->session->net != NULL)
         return moe_cuda_ep_net_combine(ep->session->ep_net, &ep->pass);
-    return moe_cuda_launch_combine(&ep->pass, ctas(ep), stream);
+    return moe_cuda_launch_combine(&ep->pass, ctas_of(ep->session), stream);
 }
 
 struct moe_status moe_cuda_ep_combine_gradients(struct moe_cuda_ep *ep, const float *gradients,

@@ -36,6 +36,9 @@ struct moe_status moe_cuda_ep_create(struct moe_session *session,
                                      struct moe_cuda_ep **out) MOE_CHECKED;
 void moe_cuda_ep_destroy(struct moe_cuda_ep *ep); /* NULL is ignored */
 
+/* Steps are numbered from 1 again: enqueues that nothing remains of the old ones' numbers. */
+struct moe_status moe_cuda_ep_forget_steps(struct moe_cuda_ep *ep, cudaStream_t stream) MOE_CHECKED;
+
 /* Whether this session can run passes of this shape. */
 struct moe_status moe_cuda_ep_check(const struct moe_session *session,
                                     const struct moe_layer *layer, enum moe_dtype dtype,

@@ -397,7 +397,9 @@ template <typename K>
 static struct moe_status launch_kind(const struct moe_cuda_pass *pass, uint32_t ctas,
                                      cudaStream_t stream)
 {
-    const uint32_t returners = pass->slots == 1 ? 0 : pass->quick ? 8 : 10;
+    /* Enough for the links; more of them make all partials come late together. */
+    const uint32_t enough = pass->quick ? 8 : pass->row_bytes > 12000 ? 6 : 10;
+    const uint32_t returners = pass->slots == 1 ? 0 : enough;
     combine_kernel<K><<<ctas, CTA_THREADS, 0, stream>>>(*pass, returners);
     return MOE_LAUNCHED("combine_kernel");
 }

@@ -1,7 +1,6 @@
-/* Dispatch, one launch: one CTA of 16 warps per multiprocessor. The first warps of each send
- * tokens; the others first number the own choices and tell the peers (ep_announce.cuh), then wait
- * for what these tell, and expand tokens as they come (ep_expand.cuh); warps that have nothing left
- * to send help them.
+/* Dispatch, one launch: one CTA of 16 warps per multiprocessor. Some warps send tokens; the others
+ * first number the own choices and tell the peers (ep_announce.cuh), then wait for what these tell,
+ * and expand tokens as they come (ep_expand.cuh); warps that have nothing left to send help them.
  *
  * Nobody sends in a way that depends on receiving, so all slots may send and wait at once. */
 #include "cuda/ep_announce.cuh"
@@ -89,12 +88,25 @@ __device__ static void await_layout()
     asm volatile("bar.sync 2, %0;" ::"n"(CTA_THREADS) : "memory");
 }
 
-/* How the warps of a CTA share the work; equal in all CTAs. */
+/* How CTAs and their warps share the work.
+ *
+ * PLAIN, QUICK   all CTAs alike: the first warps send, the others receive.
+ * BULK           the first CTAs only send, with all rings they have room for, and then help; the
+ *                others receive. What a multiprocessor asks its own memory for stands in line
+ *                behind what it sends to others, and the path from choices to positions to counts
+ *                has many such questions. */
 struct roles {
-    uint32_t senders; /* the first warps */
-    uint32_t movers;  /* the first warps, senders and others: who expands */
+    uint32_t sending; /* CTAs that only send; 0 but for BULK */
+    uint32_t senders; /* the first warps, of each CTA; 0 in BULK */
+    uint32_t movers;  /* the first warps of a CTA, senders and others: who moves rows */
     uint32_t ring_at; /* BULK: where rings begin in shared memory */
 };
+
+/* Warps of a team that expand from the beginning. */
+__device__ static uint32_t expanders(const struct roles &roles)
+{
+    return (roles.movers - roles.senders) * (gridDim.x - roles.sending);
+}
 
 /* The ring of this warp. */
 __device__ static struct row_ring ring_of(const struct moe_cuda_pass &p, uint8_t *shared,
@@ -112,7 +124,7 @@ __device__ static void receive(const struct moe_cuda_pass &p, struct arrival *a,
                                const struct roles &roles, struct row_ring *ring)
 {
     const struct crew crew = crew_behind(roles.senders);
-    if (blockIdx.x == 0) {
+    if (a->cta == 0) {
         if (crew.warp == 0)
             store_head(p, a);
         clear_tables(p, a->step, crew);
@@ -121,32 +133,54 @@ __device__ static void receive(const struct moe_cuda_pass &p, struct arrival *a,
     announce_choices(p, a, crew);
     if (crew.thread == crew.threads - 1)
         count_step(p.control, a->step);
-    learn_what_comes(p, a, crew);
-    say_layout_known();
-    const uint32_t movers = roles.movers - roles.senders;
-    if (crew.warp >= movers || a->failed != 0 || a->other != NOWHERE)
+    learn_what_comes(p, a, crew, a->cta == 0);
+    if (roles.senders != 0)
+        say_layout_known();
+    if (crew.warp >= roles.movers - roles.senders || a->failed != 0 || a->other != NOWHERE)
         return;
     expand_tokens<Unit, WAY>(p, a,
                              begin_walk(&p.control->next_expand[a->step & 1],
-                                        crew.warp * gridDim.x + blockIdx.x, movers * gridDim.x),
+                                        crew.warp * a->ctas + a->cta, expanders(roles)),
                              ring);
 }
 
+template <typename Unit, way WAY>
+__device__ static void help_expand(const struct moe_cuda_pass &p, struct arrival *a,
+                                   const struct roles &roles, struct row_ring *ring)
+{
+    if (a->failed == 0 && a->other == NOWHERE)
+        expand_tokens<Unit, WAY>(
+            p, a, join_walk(&p.control->next_expand[a->step & 1], expanders(roles)), ring);
+}
+
+/* One of the first warps, where others receive. */
 template <typename Unit, way WAY>
 __device__ static void send(const struct moe_cuda_pass &p, struct arrival *a,
                             const struct roles &roles, uint64_t done, struct row_ring *ring)
 {
     send_tokens<Unit, WAY>(p, a, threadIdx.x / 32, roles.senders, done, ring);
     await_layout();
-    if (a->failed == 0 && a->other == NOWHERE)
-        expand_tokens<Unit, WAY>(p, a,
-                                 join_walk(&p.control->next_expand[a->step & 1],
-                                           (roles.movers - roles.senders) * gridDim.x),
-                                 ring);
+    help_expand<Unit, WAY>(p, a, roles, ring);
+}
+
+/* A CTA that only sends, and then learns what it needs to know to help. */
+template <typename Unit, way WAY>
+__device__ static void send_first(const struct moe_cuda_pass &p, struct arrival *a,
+                                  const struct roles &roles, uint64_t done, struct row_ring *ring)
+{
+    const struct crew crew = crew_behind(0);
+    const bool moves = crew.warp < roles.movers;
+    if (crew.thread == crew.threads - 1)
+        count_step(p.control, a->step);
+    if (moves)
+        send_tokens<Unit, WAY>(p, a, crew.warp, roles.movers, done, ring);
+    learn_what_comes(p, a, crew, false);
+    if (moves)
+        help_expand<Unit, WAY>(p, a, roles, ring);
 }
 
 /* What everybody asks for, in two trips to memory; the CTA meets after each. */
-__device__ static void begin(const struct moe_cuda_pass &p, struct arrival *a)
+__device__ static void begin(const struct moe_cuda_pass &p, struct arrival *a, uint32_t sending)
 {
     const struct moe_cuda_control *c = p.control;
     const uint32_t *facts = reinterpret_cast<const uint32_t *>(p.facts);
@@ -157,6 +191,8 @@ __device__ static void begin(const struct moe_cuda_pass &p, struct arrival *a)
         a->window[thread] = c->window[thread];
     if (thread != 0)
         return;
+    a->cta = blockIdx.x < sending ? blockIdx.x : blockIdx.x - sending;
+    a->ctas = blockIdx.x < sending ? sending : gridDim.x - sending;
     a->step = load_volatile(&c->step) + 1;
     a->stamp = moe_window_stamp(c->epoch, a->step);
     a->live = c->live;
@@ -182,10 +218,11 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
 {
     extern __shared__ __align__(128) uint8_t shared[];
     struct arrival *a = reinterpret_cast<struct arrival *>(shared);
-    const bool sends = threadIdx.x / 32 < roles.senders;
+    const bool first = WAY == way::BULK && blockIdx.x < roles.sending;
+    const bool sends = first ? threadIdx.x / 32 < roles.movers : threadIdx.x / 32 < roles.senders;
     stamp_stage(p, MOE_STAGE_DISPATCH);
     struct row_ring ring = {};
-    begin(p, a);
+    begin(p, a, roles.sending);
     const uint64_t done = sends ? peek_done(p) : 0;
     if (WAY == way::BULK && threadIdx.x / 32 < roles.movers) {
         ring = ring_of(p, shared, roles);
@@ -197,7 +234,9 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
         return;
     copy_placement(p, a);
     __syncthreads();
-    if (sends)
+    if (first)
+        send_first<Unit, WAY>(p, a, roles, done, &ring);
+    else if (sends)
         send<Unit, WAY>(p, a, roles, done, &ring);
     else
         receive<Unit, WAY>(p, a, roles, &ring);
@@ -205,15 +244,25 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
 
 /* ---------------------------------------------------------------- launches */
 
-/* Warps of a CTA that send: enough rows on their way to fill the links, but not so many that all
- * come late together. */
+/* Warps of a CTA that send beside others that receive: enough rows on their way to fill the links,
+ * but not so many that all come late together. */
 static uint32_t senders_of(const struct moe_cuda_pass *pass)
 {
     if (pass->slots == 1)
         return 0;
     if (pass->quick)
-        return 4;
+        return 1;
     return pass->row_bytes > 12000 ? 2 : pass->row_bytes > 6000 ? 3 : 4;
+}
+
+/* CTAs that only send, with `rings` rows on their way each: measured. The more rows a token
+ * becomes, the more CTAs the other team needs. */
+static uint32_t sending_of(const struct moe_cuda_pass *pass, uint32_t rings, uint32_t ctas)
+{
+    const uint32_t bytes_on_their_way = pass->top_k > 4 ? 3000000 : 4500000;
+    const uint32_t each = rings * pass->row_bytes;
+    const uint32_t enough = (bytes_on_their_way + each - 1) / each;
+    return pass->slots == 1 ? 0 : enough < ctas / 2 ? enough : ctas / 2;
 }
 
 /* Few tokens would leave warps without work: pieces of rows, so that each has one. */
@@ -231,7 +280,8 @@ static uint32_t rings_of(const struct moe_cuda_pass *pass, size_t used)
     if (pass->quick || pass->row_bytes % sizeof(uint4) != 0 || pass->shared_bytes < used + barriers)
         return 0;
     const size_t rings = (pass->shared_bytes - used - barriers) / ring;
-    return rings < senders_of(pass) + 2 ? 0 : rings > CTA_WARPS ? CTA_WARPS : (uint32_t)rings;
+    const size_t fewest = 3;
+    return rings < fewest ? 0 : rings > CTA_WARPS ? CTA_WARPS : static_cast<uint32_t>(rings);
 }
 
 template <typename Unit, way WAY>
@@ -250,7 +300,7 @@ extern "C" struct moe_status moe_cuda_launch_dispatch(const struct moe_cuda_pass
                                                       uint32_t ctas, cudaStream_t stream)
 {
     struct moe_cuda_pass pass = *given;
-    struct roles roles = {senders_of(given), CTA_WARPS,
+    struct roles roles = {0, senders_of(given), CTA_WARPS,
                           static_cast<uint32_t>((arrival_bytes(given) + 127) / 128 * 128)};
     if (pass.quick) {
         pass.send_pieces = pieces_for(roles.senders * ctas, pass.bucket);
@@ -260,6 +310,8 @@ extern "C" struct moe_status moe_cuda_launch_dispatch(const struct moe_cuda_pass
     }
     const uint32_t rings = rings_of(given, roles.ring_at);
     if (rings != 0) {
+        roles.sending = sending_of(given, rings, ctas);
+        roles.senders = 0;
         roles.movers = rings;
         return launch<uint4, way::BULK>(pass, roles, ctas, stream);
     }

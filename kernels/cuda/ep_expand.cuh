@@ -57,7 +57,10 @@ __device__ static void peek_token(const struct moe_cuda_pass &p, const struct ar
     in->row = MOE_CUDA_NO_ROW;
     if (!exists(a, *in))
         return;
-    if (WAY == way::QUICK || in->source != p.slot)
+    /* Quick rows say themselves that they are here. */
+    if (WAY == way::QUICK)
+        in->sent = load_relaxed(sent_of(p, a, *in));
+    else if (in->source != p.slot)
         in->sent = load_acquire(sent_of(p, a, *in));
     else
         in->id = own_choice(p, in->t);

@@ -9,6 +9,7 @@ __device__ static void read_heads(const struct moe_cuda_pass &p, struct arrival 
                                   const struct crew &crew)
 {
     struct moe_cuda_control *c = p.control;
+#pragma unroll 1
     for (uint32_t i = crew.thread; i < p.slots * MOE_HEAD_WORDS; i += crew.threads) {
         uint32_t source = i / MOE_HEAD_WORDS, word = i % MOE_HEAD_WORDS, value = 0;
         if (!is_live(a->live, source)) {
@@ -42,6 +43,7 @@ __device__ static void read_counts(const struct moe_cuda_pass &p, struct arrival
 {
     struct moe_cuda_control *c = p.control;
     uint32_t *count = row_counts(p, a);
+#pragma unroll 1
     for (uint32_t i = crew.thread; i < p.slots * p.local_experts; i += crew.threads) {
         uint32_t source = i / p.local_experts;
         uint32_t expert = a->facts.placement.local[i % p.local_experts];
@@ -57,39 +59,54 @@ __device__ static void read_counts(const struct moe_cuda_pass &p, struct arrival
     }
 }
 
+static_assert(MOE_MAX_SLOTS * (UINT64_C(1) << MOE_WINDOW_VALUE_BITS) + MOE_ROW_ALIGN <=
+                      UINT32_MAX &&
+                  MOE_MAX_EXPERTS *
+                          (MOE_MAX_SLOTS * (UINT64_C(1) << MOE_WINDOW_VALUE_BITS) / MOE_ROW_ALIGN +
+                           1) <=
+                      UINT32_MAX,
+              "sums of counts, and of blocks of rows");
+
 /* Experts in ascending order, each from an aligned row; inside, sources in slot order. One warp. */
 __device__ static void lay_out_rows(const struct moe_cuda_pass &p, struct arrival *a, bool writer)
 {
     const uint32_t lane = threadIdx.x % 32, local = p.local_experts;
     uint32_t *first = first_rows(a), *count = row_counts(p, a);
-    uint64_t at = 0, rows = 0;
+    const uint32_t capacity = p.row_capacity / MOE_ROW_ALIGN;
+    uint32_t at = 0; /* in blocks of MOE_ROW_ALIGN rows: no lie makes their number overflow */
+    uint64_t rows = 0;
+#pragma unroll 1
     for (uint32_t l0 = 0; l0 < local; l0 += 32) {
         uint32_t l = l0 + lane, sum = 0;
+#pragma unroll 1
         for (uint32_t s = 0; l < local && s < p.slots; s++)
             sum += count[s * local + l];
-        uint64_t padded =
-            (static_cast<uint64_t>(sum) + MOE_ROW_ALIGN - 1) / MOE_ROW_ALIGN * MOE_ROW_ALIGN;
-        uint64_t end = padded, total = sum;
+        const uint32_t blocks = (sum + MOE_ROW_ALIGN - 1) / MOE_ROW_ALIGN;
+        uint32_t end = blocks;
+#pragma unroll 1
         for (uint32_t d = 1; d < 32; d *= 2) {
-            uint64_t before = __shfl_up_sync(ALL_LANES, end, d);
+            uint32_t before = __shfl_up_sync(ALL_LANES, end, d);
             end += lane >= d ? before : 0;
-            total += __shfl_xor_sync(ALL_LANES, total, static_cast<int>(d));
         }
-        uint64_t row = at + end - padded;
+        uint32_t row = (at + end - blocks) * MOE_ROW_ALIGN;
         at += __shfl_sync(ALL_LANES, end, 31);
-        rows += total;
+        rows += sum;
         if (l >= local)
             continue;
+#pragma unroll 1
         for (uint32_t s = 0; s < p.slots; s++) {
-            first[s * local + l] = static_cast<uint32_t>(row);
+            first[s * local + l] = row;
             row += count[s * local + l];
         }
-        if (writer && at <= p.row_capacity) {
+        if (writer && at <= capacity) {
             p.start[l] = first[l];
             p.count[l] = sum;
         }
     }
-    bool fits = at <= p.row_capacity;
+    bool fits = at <= capacity;
+#pragma unroll 1
+    for (uint32_t d = 1; d < 32; d *= 2)
+        rows += __shfl_xor_sync(ALL_LANES, rows, static_cast<int>(d));
     if (lane != 0)
         return;
     if (!fits) {
@@ -97,7 +114,7 @@ __device__ static void lay_out_rows(const struct moe_cuda_pass &p, struct arriva
         give_up(p.control, MOE_CUDA_PASS_LIE, p.slot);
         a->failed = 1;
     } else if (writer) {
-        p.start[local] = static_cast<uint32_t>(at);
+        p.start[local] = at * MOE_ROW_ALIGN;
         p.control->verdict.rows = rows;
     }
 }
@@ -117,11 +134,10 @@ __device__ static void publish(const struct moe_cuda_pass &p, const struct arriv
         c->tokens_of[crew.thread] = a->failed == 0 ? a->tokens_of[crew.thread] : 0;
 }
 
-/* Heads, counts and layout; the verdict of a refused step. */
+/* Heads, counts and layout; from the `writer`, one CTA, the verdict of a refused step. */
 __device__ static void learn_what_comes(const struct moe_cuda_pass &p, struct arrival *a,
-                                        const struct crew &crew)
+                                        const struct crew &crew, bool writer)
 {
-    const bool writer = blockIdx.x == 0;
     read_heads(p, a, crew);
     meet(crew);
     bool go_on = a->failed == 0 && a->other == NOWHERE;

@@ -191,8 +191,8 @@ __device__ static void send_tokens(const struct moe_cuda_pass &p, struct arrival
 {
     if (WAY != way::QUICK && !await_done(p, a->step, peeked))
         return;
-    struct walk w = begin_walk(&p.control->next_push[a->step & 1], warp * gridDim.x + blockIdx.x,
-                               senders * gridDim.x);
+    struct walk w =
+        begin_walk(&p.control->next_push[a->step & 1], warp * a->ctas + a->cta, senders * a->ctas);
     if constexpr (WAY == way::QUICK)
         send_quick(p, a, w, peeked);
     else if constexpr (WAY == way::BULK)

@@ -45,6 +45,10 @@ struct moe_cuda_pass {
     uint32_t shared_bytes;               /* that a CTA may have; 0 where there is no copy engine */
     uint32_t send_pieces, expand_pieces; /* that dispatch cuts rows into; set by its launch */
     struct moe_cuda_own_token *own;      /* [max_tokens] */
+    /* Between the CTAs of a dispatch: choices of each one's share of the tokens, by entry of the
+     * placement, [CTAs][entries in whole units of four], and words that say that they are there. */
+    uint32_t *share_tally;
+    uint64_t *share_told;
     uint32_t *start;                     /* [local + 1] as in struct moe_rows */
     uint32_t *count;                     /* [local] */
     uint32_t *row_of;  /* [slots][max_tokens][max_top_k] local row of each (source, t, k) */

@@ -104,6 +104,7 @@ static struct moe_status wipe_words(struct moe_session *s)
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->step, 0, sizeof s->control->step, stream)));
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->refused, 0, sizeof s->control->refused, stream)));
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->told, 0, sizeof s->control->told, stream)));
+    MOE_TRY(moe_cuda_ep_forget_steps(s->ep, stream));
     s->step = 0;
     return moe_cuda_launch_exchange(s, 0, stream);
 }

@@ -26,6 +26,13 @@ __device__ inline uint64_t load_acquire(const uint64_t *word)
     return value;
 }
 
+__device__ inline uint64_t load_relaxed(const uint64_t *word)
+{
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
 __device__ inline void store_relaxed(uint64_t *word, uint64_t value)
 {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
@@ -132,8 +139,11 @@ __device__ inline uint32_t culprit(const struct moe_cuda_control *c, uint32_t sl
     return slot;
 }
 
-/* The session is over: the first one to say so leaves its verdict. */
-__device__ inline void give_up(struct moe_cuda_control *c, uint32_t code, uint32_t slot)
+/* The session is over: the first one to say so leaves its verdict. Neither this nor what follows is
+ * inlined, as there are many waits, and a kernel of few tokens is as fast as its instructions come
+ * from memory. */
+__device__ __noinline__ inline void give_up(struct moe_cuda_control *c, uint32_t code,
+                                            uint32_t slot)
 {
     if (atomicCAS(&c->stop, 0u, 1u) != 0)
         return;
@@ -159,8 +169,9 @@ __device__ inline bool is_lookout(struct moe_cuda_control *c, uint64_t now)
 }
 
 /* True when the wait has failed. `since` and `looked` start at 0. */
-__device__ inline bool out_of_patience(struct moe_cuda_control *c, const uint32_t *abort,
-                                       uint32_t slot, uint64_t *since, uint64_t *looked)
+__device__ __noinline__ inline bool out_of_patience(struct moe_cuda_control *c,
+                                                    const uint32_t *abort, uint32_t slot,
+                                                    uint64_t *since, uint64_t *looked)
 {
     __nanosleep(40);
     if (load_volatile(&c->stop) != 0)
