@@ -11,7 +11,7 @@
 #   --cases N     random cases per group size (default 300)
 #   --jobs N      steps at once (default 4); steps about time run alone, after the others
 #   --logs DIR    keeps one log per step there
-#   --sanitizer   also memcheck and racecheck of a few cases: minutes
+#   --sanitizer   also memcheck and racecheck of a few cases, on 1 and 2 GPUs: minutes
 #   --only TEXT   steps whose name contains this
 #
 # Runs all steps, prints one line each, the ends of the logs of those that failed, and a summary.
@@ -154,10 +154,12 @@ alone() {
     [ "$gpus" -lt 2 ] || echo "trained_mixed_load 120 $(integration test_training_faults \
         MixedLoad.test_forward_clients_do_not_notice_more_than_their_share)"
     [ "$sanitizer" = yes ] || return 0
+    sanitizer="compute-sanitizer --target-processes all --error-exitcode 9 --tool"
     for tool in memcheck racecheck; do
-        echo "$tool 600 compute-sanitizer --tool $tool --target-processes all --error-exitcode 9" \
-            "$suite/conformance --backend cuda --slots 1 --cases 25 --seed 9"
+        echo "$tool 600 $sanitizer $tool $suite/conformance --backend cuda --slots 1 --cases 25 --seed 9"
     done
+    [ "$gpus" -lt 2 ] ||
+        echo "racecheck_2 600 $sanitizer racecheck $suite/conformance --backend cuda --slots 2 --cases 5 --seed 9"
 }
 
 echo "$gpus GPUs: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)"
