@@ -1,46 +1,20 @@
 /* Promises of the grouped GEMM (kernels/cuda/ggemm.h), each for every tile: right on any shape,
  * nothing written outside the experts' rows, the same bits on every run, and a captured launch
  * that follows the counts. Needs a Hopper GPU; without one the tests are skipped, and say so. */
+#include "ggemm_fixture.h"
 #include "ggemm_reference.h"
 
 #include <cuda_runtime_api.h>
-#include <inttypes.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-#include <cmocka.h>
-
-enum { SKIP_CODE = 77, MAX_EXPERTS = MOE_MAX_EXPERTS, GUARD = 4096 };
+enum { MAX_EXPERTS = MOE_MAX_EXPERTS };
 
 /* Products with W^T, with gate and up, with W. */
 enum form { PLAIN, GATED, BACK, FORMS };
 static const char *const form_name[FORMS] = {"plain", "gated", "back"};
 static const char *const tile_name[MOE_CUDA_TILE_COUNT] = {"decode", "even", "pingpong"};
-static uint64_t random_state;
-
-static uint32_t random_below(uint32_t n)
-{
-    random_state = random_state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (uint32_t)((random_state >> 33) % n);
-}
-
-static void ok(struct moe_status st)
-{
-    if (moe_failed(&st))
-        fail_msg("%s", st.text);
-}
-
-static void *device_alloc(size_t bytes, int byte)
-{
-    void *p = NULL;
-    assert_int_equal(cudaMalloc(&p, bytes), cudaSuccess);
-    assert_int_equal(cudaMemset(p, byte, bytes), cudaSuccess);
-    return p;
-}
 
 static void *device_copy(const void *data, size_t bytes)
 {
@@ -70,20 +44,6 @@ static void upload_groups(struct problem *p)
     size_t bytes = p->g.experts * sizeof(uint32_t);
     assert_int_equal(cudaMemcpy((void *)p->g.start, p->start, bytes, cudaMemcpyHostToDevice), 0);
     assert_int_equal(cudaMemcpy((void *)p->g.count, p->count, bytes, cudaMemcpyHostToDevice), 0);
-}
-
-/* Lays groups of at most `most` rows behind each other, at multiples of 128 or, if `tight`,
- * without a gap. A third are empty or have one row. */
-static void random_groups(struct problem *p, uint32_t most, bool tight)
-{
-    uint32_t at = 0;
-    for (uint32_t e = 0; e < p->g.experts; e++) {
-        uint32_t kind = random_below(6);
-        p->start[e] = at;
-        p->count[e] = kind < 2 ? kind : 1 + random_below(most);
-        at += tight ? p->count[e] : (p->count[e] + 127) / 128 * 128;
-    }
-    p->g.row_capacity = at > 0 ? at : 1;
 }
 
 /* Rows of an expert, one by one where something lies between them. */
@@ -154,11 +114,6 @@ static void poison(struct problem *p)
     assert_int_equal(cudaMemset(p->g.out, 0xff, p->out_bytes), cudaSuccess);
 }
 
-static void finish(void)
-{
-    assert_int_equal(cudaDeviceSynchronize(), cudaSuccess);
-}
-
 static void guard_is_untouched(const struct problem *p)
 {
     uint8_t guard[GUARD];
@@ -217,7 +172,8 @@ static void random_case(enum moe_cuda_gemm_tile tile, enum form form, enum moe_d
         p.g.x_stride = p.g.k + 8 * random_below(20);
         p.g.out_stride = p.g.n + 8 * random_below(20);
     }
-    random_groups(&p, apart || p.g.experts > 24 ? 40 : 500, random_below(2) == 0);
+    p.g.row_capacity = random_groups(p.g.experts, apart || p.g.experts > 24 ? 40 : 500,
+                                     random_below(2) == 0, p.start, p.count);
     make_buffers(&p);
     const float *row_weight = p.g.row_weight;
     p.g.has_bias = random_below(2) == 0;
@@ -261,7 +217,7 @@ static struct problem large_problem(enum moe_cuda_gemm_tile tile, enum form form
                               .limit = 7.0f,
                               .alpha = 1.702f,
                               .out_dtype = MOE_DTYPE_BF16}};
-    random_groups(&p, 400, false);
+    p.g.row_capacity = random_groups(p.g.experts, 400, false, p.start, p.count);
     make_buffers(&p);
     return p;
 }
@@ -396,18 +352,10 @@ static void impossible_shapes_are_refused(void **state)
     free_buffers(&p);
 }
 
-/* An argument selects tests by name ("nan*"), for tools that make all of them take too long. */
 int main(int argc, char **argv)
 {
-    if (argc > 1)
-        cmocka_set_test_filter(argv[1]);
-    const char *replay = getenv("MOE_SEED");
-    random_state = replay != NULL ? strtoull(replay, NULL, 10) : (uint64_t)time(NULL);
-    printf("MOE_SEED=%" PRIu64 "\n", random_state);
-    if (!moe_cuda_ggemm_serves(8, 8)) {
-        printf("skipped: no Hopper GPU\n");
+    if (!ggemm_test_begin(argc, argv))
         return SKIP_CODE;
-    }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(any_shape_matches_double_precision),
         cmocka_unit_test(every_run_gives_the_same_bits),

@@ -3,48 +3,16 @@
  * same bits on every run, and a captured launch follows the counts. Needs a Hopper GPU; without one
  * the tests are skipped, and say so. */
 #include "cuda/ggemm.h"
+#include "ggemm_fixture.h"
 #include "ggemm_reference.h"
 #include "wgrad_reference.h"
 
 #include <cuda_runtime_api.h>
-#include <inttypes.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-#include <cmocka.h>
-
-enum { SKIP_CODE = 77, MAX_EXPERTS = 160, GUARD = 4096 };
-
-static uint64_t random_state;
-
-static uint32_t random_below(uint32_t n)
-{
-    random_state = random_state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (uint32_t)((random_state >> 33) % n);
-}
-
-static void ok(struct moe_status st)
-{
-    if (moe_failed(&st))
-        fail_msg("%s", st.text);
-}
-
-static void *device_alloc(size_t bytes, int byte)
-{
-    void *p = NULL;
-    assert_int_equal(cudaMalloc(&p, bytes), cudaSuccess);
-    assert_int_equal(cudaMemset(p, byte, bytes), cudaSuccess);
-    return p;
-}
-
-static void finish(void)
-{
-    assert_int_equal(cudaDeviceSynchronize(), cudaSuccess);
-}
+enum { MAX_EXPERTS = 160 };
 
 struct problem {
     struct moe_cuda_wgrad w;
@@ -59,19 +27,6 @@ static void upload_groups(struct problem *p)
     size_t bytes = p->w.experts * sizeof(uint32_t);
     assert_int_equal(cudaMemcpy((void *)p->w.start, p->start, bytes, cudaMemcpyHostToDevice), 0);
     assert_int_equal(cudaMemcpy((void *)p->w.count, p->count, bytes, cudaMemcpyHostToDevice), 0);
-}
-
-/* A third of the experts are empty or have one row; the others end anywhere in a step. */
-static void random_groups(struct problem *p, uint32_t most, bool tight)
-{
-    uint32_t at = 0;
-    for (uint32_t e = 0; e < p->w.experts; e++) {
-        uint32_t kind = random_below(6);
-        p->start[e] = at;
-        p->count[e] = kind < 2 ? kind : 1 + random_below(most);
-        at += tight ? p->count[e] : (p->count[e] + 127) / 128 * 128;
-    }
-    p->w.row_capacity = at > 0 ? at : 1;
 }
 
 /* bf16 [row_capacity, columns]: what belongs to no expert is NaN, which nobody may notice. */
@@ -180,7 +135,8 @@ static void any_shape_matches_double_precision(void **state)
             p.w.dy_stride = p.w.n + 8 * random_below(20);
             p.w.x_stride = p.w.k + 8 * random_below(20);
         }
-        random_groups(&p, i % 4 == 1 || p.w.experts > 12 ? 40 : 500, random_below(2) == 0);
+        p.w.row_capacity = random_groups(p.w.experts, i % 4 == 1 || p.w.experts > 12 ? 40 : 500,
+                                         random_below(2) == 0, p.start, p.count);
         make_buffers(&p);
         prepare(&p);
         ok(moe_cuda_wgrad_enqueue(&p.w, NULL));
@@ -197,7 +153,7 @@ static void any_shape_matches_double_precision(void **state)
 static struct problem large_problem(bool accumulate)
 {
     struct problem p = {.w = {.experts = 24, .n = 520, .k = 768, .accumulate = accumulate}};
-    random_groups(&p, 700, false);
+    p.w.row_capacity = random_groups(p.w.experts, 700, false, p.start, p.count);
     make_buffers(&p);
     return p;
 }
@@ -294,18 +250,10 @@ static void impossible_shapes_are_refused(void **state)
     free_buffers(&p);
 }
 
-/* An argument selects tests by name ("nan*"), for tools that make all of them take too long. */
 int main(int argc, char **argv)
 {
-    if (argc > 1)
-        cmocka_set_test_filter(argv[1]);
-    const char *replay = getenv("MOE_SEED");
-    random_state = replay != NULL ? strtoull(replay, NULL, 10) : (uint64_t)time(NULL);
-    printf("MOE_SEED=%" PRIu64 "\n", random_state);
-    if (!moe_cuda_ggemm_serves(8, 8)) {
-        printf("skipped: no Hopper GPU\n");
+    if (!ggemm_test_begin(argc, argv))
         return SKIP_CODE;
-    }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(any_shape_matches_double_precision),
         cmocka_unit_test(every_run_gives_the_same_bits),

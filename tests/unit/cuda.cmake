@@ -9,12 +9,14 @@ target_include_directories(test_gemm_choice PRIVATE ${PROJECT_SOURCE_DIR}/kernel
 if(MOE_HAVE_CUDA)
   moe_test(test_ggemm
     SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_ggemm.c
+            ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_fixture.c
             ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_reference.cu
     USES moe_cuda
     TIMEOUT 120
     LABELS gpu)
   moe_test(test_wgrad
     SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_wgrad.c
+            ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_fixture.c
             ${PROJECT_SOURCE_DIR}/tests/gpu/wgrad_reference.cu
             ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_reference.cu
     USES moe_cuda
