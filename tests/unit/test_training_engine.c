@@ -908,6 +908,21 @@ static void a_group_decides_together_where_to_go_on(void **state)
     s[0].torn = 1;
     assert_ok(moe_train_decide(s, 5, 6, &d));
     assert_true(d.restart);
+    assert_string_equal(d.checkpoint, "b");
+    s[2].chosen = 1; /* an operator has told one of them where to go */
+    strcpy(s[2].choice, "a");
+    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_string_equal(d.checkpoint, "a");
+    s[0].chosen = 1; /* and the other something else */
+    assert_refused(moe_train_decide(s, 5, 6, &d), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_CONFIG_INVALID);
+    s[2].choice[0] = '\0'; /* both: the model as loaded */
+    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_string_equal(d.checkpoint, "");
+    s[0] = s[2] = far; /* who need not go back does not */
+    s[0].chosen = 1;
+    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_false(d.restart);
     s[0] = fresh;
     s[0].config = 2;
     assert_refused(moe_train_decide(s, 5, 6, &d), MOE_FAILED_PRECONDITION,
