@@ -49,8 +49,8 @@ struct moe_cuda_pass {
      * placement, [CTAs][entries in whole units of four], and words that say that they are there. */
     uint32_t *share_tally;
     uint64_t *share_told;
-    uint32_t *start;                     /* [local + 1] as in struct moe_rows */
-    uint32_t *count;                     /* [local] */
+    uint32_t *start;   /* [local + 1] as in struct moe_rows */
+    uint32_t *count;   /* [local] */
     uint32_t *row_of;  /* [slots][max_tokens][max_top_k] local row of each (source, t, k) */
     void *rows;        /* [row_capacity, H] of the pass's dtype */
     float *row_weight; /* [row_capacity] */

@@ -74,8 +74,8 @@ struct moe_status moe_cuda_window_share(struct moe_cuda_window *w,
     MOE_TRY(MOE_NCCL(ncclMemAlloc(&w->memory, w->bytes)));
     uint8_t *base = w->memory;
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(base, 0, layout->quick_rows, stream)));
-    MOE_TRY(MOE_CUDA(cudaMemsetAsync(base + layout->quick_rows, (int)(MOE_WINDOW_BLANK & 0xff),
-                                     quick, stream)));
+    MOE_TRY(MOE_CUDA(
+        cudaMemsetAsync(base + layout->quick_rows, (int)(MOE_WINDOW_BLANK & 0xff), quick, stream)));
     MOE_TRY(moe_cuda_device_finish(w->device));
     ncclResult_t rc =
         ncclCommWindowRegister(w->comm, w->memory, w->bytes, &w->handle, NCCL_WIN_COLL_SYMMETRIC);

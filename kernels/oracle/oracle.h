@@ -67,8 +67,8 @@ struct moe_status moe_oracle_create_gradients(const struct moe_layer_spec *spec,
  */
 double *moe_oracle_weight(struct moe_oracle_layer *layer, enum moe_weight weight, uint32_t expert);
 
-/* Random errors on every partial sum, function value and stored row: what rounding may do to a result.
- * A test runs a backward pass with and without: the distance between the two is what an
+/* Random errors on every partial sum, function value and stored row: what rounding may do to a
+ * result. A test runs a backward pass with and without: the distance between the two is what an
  * implementation of that precision cannot be asked to stay below, where terms cancel. Functions
  * take NULL for exact results, and advance `state` otherwise. */
 struct moe_oracle_rounding {

@@ -4,6 +4,7 @@
 #include "base/clock.h"
 #include "base/wait.h"
 #include "support/check.h"
+#include "training_script.h"
 #include "worker/engine.h"
 #include "worker/training.h"
 
@@ -12,224 +13,9 @@
 #include <string.h>
 #include <time.h>
 
-enum { HIDDEN = 4, BUCKET = 8, CALLS_MAX = 16, TICKETS = 64 };
-
-struct moe_step {
-    bool backward;
-    struct moe_step_args forward_args;
-    struct moe_backward_args backward_args;
-};
-
-static struct {
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    bool hold; /* steps do not end, until aborted */
-    bool aborted;
-    int forwards, backwards, running_passes, unfinished, optimizer_steps, zero_grads, trainers;
-    bool step_beside_optimizer, nonfinite, bad_token;
-    bool refuse;        /* passes and optimizer steps are refused by all slots */
-    bool peer_has_done; /* what is refused here: the exchange says that a peer did it */
-    bool beside;        /* a pass began beside another */
-    int exchanges;
-} backend;
+enum { HIDDEN = SCRIPT_HIDDEN, BUCKET = 8, CALLS_MAX = 16, TICKETS = 64 };
 
 static char device_memory, session_memory[8], layer_memory;
-
-static struct moe_status script_alloc(struct moe_device *d, enum moe_mem kind, size_t bytes,
-                                      void **out)
-{
-    (void)d;
-    (void)kind;
-    *out = calloc(1, bytes);
-    return moe_ok();
-}
-
-static void script_free(struct moe_device *d, enum moe_mem kind, void *p, size_t bytes)
-{
-    (void)d;
-    (void)kind;
-    (void)bytes;
-    free(p);
-}
-
-static struct moe_status start_step(struct moe_step step, struct moe_step **out)
-{
-    pthread_mutex_lock(&backend.lock);
-    MOE_INVARIANT(backend.unfinished < 2);
-    backend.unfinished++;
-    backend.forwards += !step.backward;
-    backend.backwards += step.backward;
-    backend.beside |= step.backward && backend.running_passes > 0;
-    backend.running_passes += step.backward;
-    pthread_cond_broadcast(&backend.changed);
-    pthread_mutex_unlock(&backend.lock);
-    *out = malloc(sizeof **out);
-    MOE_INVARIANT(*out != NULL);
-    **out = step;
-    return moe_ok();
-}
-
-static struct moe_status script_enqueue(struct moe_session *s, const struct moe_step_args *args,
-                                        struct moe_step **out)
-{
-    (void)s;
-    return start_step((struct moe_step){.forward_args = *args}, out);
-}
-
-static struct moe_status
-script_backward(struct moe_session *s, const struct moe_backward_args *args, struct moe_step **out)
-{
-    (void)s;
-    return start_step((struct moe_step){.backward = true, .backward_args = *args}, out);
-}
-
-static void compute(const struct moe_step *step)
-{
-    if (!step->backward) {
-        memset(step->forward_args.token_state, MOE_TOKEN_OK, step->forward_args.tokens);
-        for (uint32_t i = 0; i < step->forward_args.tokens * HIDDEN; i++)
-            ((float *)step->forward_args.y)[i] = 1;
-        return;
-    }
-    const struct moe_backward_args *a = &step->backward_args;
-    *a->aux_loss = 0.25;
-    for (uint32_t i = 0; i < a->tokens * HIDDEN; i++)
-        ((float *)a->dx)[i] = 2 * ((const float *)a->dy)[i];
-    if (a->tokens > 0)
-        memset(a->token_state, backend.bad_token ? MOE_TOKEN_NONFINITE_LOGITS : MOE_TOKEN_OK,
-               a->tokens);
-}
-
-static struct moe_status no_memory(void)
-{
-    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "slot 1 has no memory");
-}
-
-/* The other slot says what this one says, or that it has done what was asked. */
-static struct moe_status script_exchange(struct moe_session *s, const void *mine, void *all,
-                                         size_t bytes)
-{
-    (void)s;
-    backend.exchanges++;
-    if (backend.aborted)
-        return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "called off");
-    memset(all, 0, 2 * bytes);
-    memcpy(all, mine, bytes);
-    if (!backend.peer_has_done)
-        memcpy((char *)all + bytes, mine, bytes);
-    return moe_ok();
-}
-
-static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns,
-                                     struct moe_step_result *result)
-{
-    pthread_mutex_lock(&backend.lock);
-    while (backend.hold && !backend.aborted) {
-        if (!moe_wait_until(&backend.changed, &backend.lock, deadline_ns)) {
-            pthread_mutex_unlock(&backend.lock);
-            return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still running");
-        }
-    }
-    bool aborted = backend.aborted, refused = backend.refuse && step->backward && !aborted;
-    backend.unfinished--;
-    backend.running_passes -= step->backward;
-    pthread_mutex_unlock(&backend.lock);
-    *result = (struct moe_step_result){.missing_slot = -1, .total_ns = 1, .refused = refused};
-    if (!aborted && !refused)
-        compute(step);
-    free(step);
-    if (refused)
-        return no_memory();
-    return aborted ? moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "called off") : moe_ok();
-}
-
-static void script_abort(struct moe_session *s)
-{
-    (void)s;
-    pthread_mutex_lock(&backend.lock);
-    backend.aborted = true;
-    pthread_cond_broadcast(&backend.changed);
-    pthread_mutex_unlock(&backend.lock);
-}
-
-static uint64_t script_lost(struct moe_session *s)
-{
-    (void)s;
-    return 0;
-}
-
-static struct moe_status script_trainer(struct moe_layer *l, const struct moe_trainer_config *c,
-                                        struct moe_trainer **out)
-{
-    (void)l;
-    (void)c;
-    backend.trainers++;
-    *out = malloc(1);
-    return moe_ok();
-}
-
-static void script_trainer_destroy(struct moe_trainer *t)
-{
-    backend.trainers -= t != NULL;
-    free(t);
-}
-
-static struct moe_status script_bytes(struct moe_layer *l, const struct moe_trainer_config *c,
-                                      uint64_t *bytes)
-{
-    (void)l;
-    (void)c;
-    *bytes = 100;
-    return moe_ok();
-}
-
-static struct moe_status script_zero(struct moe_trainer *t)
-{
-    (void)t;
-    backend.zero_grads++;
-    return moe_ok();
-}
-
-static struct moe_status script_optimizer(struct moe_session *s, struct moe_trainer *const *t,
-                                          size_t count, const struct moe_optimizer_args *args,
-                                          struct moe_optimizer_result *result)
-{
-    (void)s;
-    (void)t;
-    (void)count;
-    pthread_mutex_lock(&backend.lock);
-    backend.step_beside_optimizer |= backend.unfinished > 0;
-    backend.optimizer_steps++;
-    if (backend.refuse) {
-        pthread_mutex_unlock(&backend.lock);
-        return no_memory();
-    }
-    *result = (struct moe_optimizer_result){.grad_norm = (double)args->number,
-                                            .nonfinite = backend.nonfinite};
-    pthread_mutex_unlock(&backend.lock);
-    return moe_ok();
-}
-
-static const struct moe_training script_training = {
-    .trainer_create = script_trainer,
-    .trainer_destroy = script_trainer_destroy,
-    .trainer_bytes = script_bytes,
-    .zero_grad = script_zero,
-    .backward_enqueue = script_backward,
-    .optimizer_step = script_optimizer,
-};
-
-static const struct moe_backend script = {
-    .name = "script",
-    .training = &script_training,
-    .mem_alloc = script_alloc,
-    .mem_free = script_free,
-    .session_abort = script_abort,
-    .session_lost = script_lost,
-    .session_exchange = script_exchange,
-    .step_enqueue = script_enqueue,
-    .step_wait = script_wait,
-};
 
 /* ------------------------------------------------------------------------ the fixture */
 
@@ -324,9 +110,9 @@ static void agree(uint32_t slot, uint64_t live)
 static void begin_view(void)
 {
     agree(0, 3);
-    pthread_mutex_lock(&backend.lock);
-    backend.aborted = backend.hold = false;
-    pthread_mutex_unlock(&backend.lock);
+    pthread_mutex_lock(&script.lock);
+    script.aborted = script.hold = false;
+    pthread_mutex_unlock(&script.lock);
     test.epoch++;
     test.seq = 0;
     moe_engine_start_view(test.engine,
@@ -341,14 +127,14 @@ static int open_engine(void **state)
     static const uint16_t slot[] = {0, 1};
     static const struct moe_placement placement = {1, 2, 2, offset, slot};
     (void)state;
-    memset(&backend, 0, sizeof backend);
+    memset(&script, 0, sizeof script);
     memset(&test, 0, sizeof test);
-    moe_wait_init(&backend.changed);
-    pthread_mutex_init(&backend.lock, NULL);
+    moe_wait_init(&script.changed);
+    pthread_mutex_init(&script.lock, NULL);
     pthread_mutex_init(&test.lock, NULL);
     layers[0] = (struct moe_layer *)(void *)&layer_memory;
     const struct moe_train_config train = {
-        .backend = &script,
+        .backend = &script_backend,
         .device = (struct moe_device *)(void *)&device_memory,
         .specs = specs,
         .layer_count = 1,
@@ -359,7 +145,7 @@ static int open_engine(void **state)
     assert_ok(moe_train_create(&train, &test.train));
     assert_ok(moe_train_attach(test.train, layers, &placement));
     const struct moe_engine_config config = {
-        .backend = &script,
+        .backend = &script_backend,
         .device = (struct moe_device *)(void *)&device_memory,
         .layers = layers,
         .specs = specs,
@@ -381,11 +167,11 @@ static int close_engine(void **state)
     (void)state;
     moe_engine_destroy(test.engine);
     moe_train_destroy(test.train);
-    assert_int_equal(backend.unfinished, 0);
-    assert_int_equal(backend.trainers, 0);
-    assert_false(backend.step_beside_optimizer);
-    pthread_cond_destroy(&backend.changed);
-    pthread_mutex_destroy(&backend.lock);
+    assert_int_equal(script.unfinished, 0);
+    assert_int_equal(script.trainers, 0);
+    assert_false(script.step_beside_optimizer);
+    pthread_cond_destroy(&script.changed);
+    pthread_mutex_destroy(&script.lock);
     pthread_mutex_destroy(&test.lock);
     return 0;
 }
@@ -479,10 +265,10 @@ static void wait_done(int i)
 
 static void hold_steps(bool hold)
 {
-    pthread_mutex_lock(&backend.lock);
-    backend.hold = hold;
-    pthread_cond_broadcast(&backend.changed);
-    pthread_mutex_unlock(&backend.lock);
+    pthread_mutex_lock(&script.lock);
+    script.hold = hold;
+    pthread_cond_broadcast(&script.changed);
+    pthread_mutex_unlock(&script.lock);
 }
 
 /* As the service does with a pass that was run. */
@@ -515,14 +301,14 @@ static void a_backward_brings_its_tensors_where_it_was_asked_and_none_elsewhere(
     /* The same call of another slot: a repeat, which nothing is run for. */
     order(0, 1);
     wait_until(&test.finished_count, 2, &test.lock);
-    assert_int_equal(backend.backwards, 1);
+    assert_int_equal(script.backwards, 1);
     /* Another call of another slot runs without tokens of ours. */
     struct moe_train_call other = test.clients[0].call;
     other.id = 2;
     moe_train_call_pack(&other, test.announced[0].order.body, &test.announced[0].order.length);
     order(0, 1);
     wait_until(&test.finished_count, 3, &test.lock);
-    assert_int_equal(backend.backwards, 2);
+    assert_int_equal(script.backwards, 2);
     assert_int_equal(state_now().backwards, 2);
 }
 
@@ -535,7 +321,7 @@ static void a_repeat_in_the_next_ticket_is_one_though_the_first_still_runs(void 
     ask(2, MOE_STEP_BACKWARD, 1, 6);
     for (int i = 0; i < 3; i++)
         order(i, 0);
-    wait_until(&backend.backwards, 1, &backend.lock);
+    wait_until(&script.backwards, 1, &script.lock);
     keep_answer(0);
     hold_steps(false);
     for (int i = 0; i < 3; i++)
@@ -545,7 +331,7 @@ static void a_repeat_in_the_next_ticket_is_one_though_the_first_still_runs(void 
     assert_true(test.clients[1].answer.repeated && test.clients[1].answer.record != NULL);
     moe_saved_release(test.clients[1].answer.record);
     assert_refused(test.clients[2].status, MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED);
-    assert_int_equal(backend.backwards, 1);
+    assert_int_equal(script.backwards, 1);
     assert_int_equal(state_now().backwards, 1);
 }
 
@@ -557,7 +343,7 @@ static void a_call_in_flight_when_the_view_ends_fails_and_leaves_the_state_torn(
     ask(0, MOE_STEP_BACKWARD, 1, 5);
     ask(1, MOE_STEP_BACKWARD, 2, 5); /* its ticket never comes */
     order(0, 0);
-    wait_until(&backend.backwards, 1, &backend.lock);
+    wait_until(&script.backwards, 1, &script.lock);
     moe_engine_stop_view(test.engine);
     wait_done(0);
     assert_refused(test.clients[0].status, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
@@ -642,10 +428,10 @@ static void an_exclusive_ticket_runs_alone(void **state)
     ask(2, MOE_STEP_BACKWARD, 2, 5);
     for (int i = 0; i < 3; i++)
         order(i, 0);
-    wait_until(&backend.backwards, 1, &backend.lock);
+    wait_until(&script.backwards, 1, &script.lock);
     nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
-    assert_int_equal(backend.optimizer_steps, 0);
-    assert_int_equal(backend.backwards, 1);
+    assert_int_equal(script.optimizer_steps, 0);
+    assert_int_equal(script.backwards, 1);
     hold_steps(false);
     for (int i = 0; i < 3; i++)
         wait_done(i);
@@ -657,7 +443,7 @@ static void an_exclusive_ticket_runs_alone(void **state)
 static void a_step_that_is_not_finite_changes_no_version(void **state)
 {
     (void)state;
-    backend.nonfinite = true;
+    script.nonfinite = true;
     ask(0, MOE_STEP_OPTIMIZER, 4, 0);
     order(0, 0);
     wait_done(0);
@@ -669,14 +455,14 @@ static void a_step_that_is_not_finite_changes_no_version(void **state)
     order(1, 0);
     wait_done(1);
     assert_true(test.clients[1].answer.repeated && test.clients[1].answer.outcome.nonfinite);
-    assert_int_equal(backend.optimizer_steps, 1);
+    assert_int_equal(script.optimizer_steps, 1);
     assert_int_equal(state_now().last_step_id, 4);
 }
 
 static void a_bad_token_fails_its_call_which_has_been_run(void **state)
 {
     (void)state;
-    backend.bad_token = true;
+    script.bad_token = true;
     ask(0, MOE_STEP_BACKWARD, 1, 5);
     order(0, 0);
     wait_done(0);
@@ -686,7 +472,7 @@ static void a_bad_token_fails_its_call_which_has_been_run(void **state)
     order(1, 0);
     wait_done(1); /* nobody kept the answer */
     assert_refused(test.clients[1].status, MOE_ALREADY_EXISTS, MOE_REASON_ANSWER_GONE);
-    assert_int_equal(backend.backwards, 1);
+    assert_int_equal(script.backwards, 1);
 }
 
 static void a_call_that_nobody_waits_for_is_run_once_it_was_announced(void **state)
@@ -702,7 +488,7 @@ static void a_call_that_nobody_waits_for_is_run_once_it_was_announced(void **sta
     moe_engine_cancel_training(test.engine, &test.clients[1].work);
     wait_done(1);
     assert_refused(test.clients[1].status, MOE_CANCELLED, MOE_REASON_NONE);
-    assert_int_equal(backend.backwards, 1);
+    assert_int_equal(script.backwards, 1);
 }
 
 static void a_ticket_for_a_call_of_ours_that_we_never_made_ends_the_view(void **state)
@@ -713,7 +499,7 @@ static void a_ticket_for_a_call_of_ours_that_we_never_made_ends_the_view(void **
     order(0, 0);
     wait_until(&test.finished_count, 1, &test.lock);
     assert_refused(test.last, MOE_INTERNAL, MOE_REASON_NONE);
-    assert_int_equal(backend.backwards, 0);
+    assert_int_equal(script.backwards, 0);
     begin_view();
     test.announced[1].order.length = 3;
     order(1, 1);
@@ -724,7 +510,7 @@ static void a_ticket_for_a_call_of_ours_that_we_never_made_ends_the_view(void **
     order(2, 0);
     wait_until(&test.finished_count, 3, &test.lock);
     assert_refused(test.last, MOE_INTERNAL, MOE_REASON_NONE);
-    assert_int_equal(backend.backwards, 0);
+    assert_int_equal(script.backwards, 0);
     struct moe_train_stand stand;
     moe_train_stand(test.train, &stand);
     assert_int_equal(stand.torn, 0); /* none had begun to change anything */
@@ -744,7 +530,7 @@ static void assert_nothing_happened(void)
 static void a_pass_that_all_refuse_has_not_happened(void **state)
 {
     (void)state;
-    backend.refuse = true;
+    script.refuse = true;
     hold_steps(true);
     ask(0, MOE_STEP_BACKWARD, 1, 5);
     ask(1, MOE_STEP_BACKWARD, 1, 5); /* asked again while the first still runs */
@@ -752,7 +538,7 @@ static void a_pass_that_all_refuse_has_not_happened(void **state)
     order(0, 0);
     order_forward(4); /* beside the one that is refused */
     order(1, 0);
-    wait_until(&backend.forwards, 1, &backend.lock);
+    wait_until(&script.forwards, 1, &script.lock);
     hold_steps(false);
     for (int i = 0; i < 2; i++) {
         wait_done(i);
@@ -762,8 +548,8 @@ static void a_pass_that_all_refuse_has_not_happened(void **state)
     wait_until(&test.forward_done, 1, &test.lock);
     assert_ok(test.forward_status);
     assert_nothing_happened();
-    assert_int_equal(backend.backwards, 2); /* the second was no repeat */
-    backend.refuse = false;
+    assert_int_equal(script.backwards, 2); /* the second was no repeat */
+    script.refuse = false;
     ask(2, MOE_STEP_BACKWARD, 1, 6); /* the id is free, for other content too */
     order(2, 0);
     wait_done(2);
@@ -776,13 +562,13 @@ static void an_optimizer_step_that_all_refuse_has_not_happened(void **state)
 {
     (void)state;
     struct moe_train_stand stand;
-    backend.refuse = true;
+    script.refuse = true;
     ask(0, MOE_STEP_OPTIMIZER, 1, 0);
     order(0, 0);
     wait_done(0);
     assert_refused(test.clients[0].status, MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY);
     assert_nothing_happened();
-    backend.refuse = false;
+    script.refuse = false;
     ask(1, MOE_STEP_OPTIMIZER, 1, 0);
     order(1, 0);
     wait_done(1);
@@ -790,7 +576,7 @@ static void an_optimizer_step_that_all_refuse_has_not_happened(void **state)
     assert_false(test.clients[1].answer.repeated);
     assert_int_equal(test.clients[1].answer.outcome.weights_version, 2);
     /* Refused here and done elsewhere: the slots no longer have one state. */
-    backend.refuse = backend.peer_has_done = true;
+    script.refuse = script.peer_has_done = true;
     ask(2, MOE_STEP_OPTIMIZER, 2, 0);
     order(2, 0);
     wait_done(2);
@@ -808,8 +594,8 @@ static void passes_run_one_after_the_other(void **state)
         order(i, 0);
     for (int i = 0; i < 6; i++)
         wait_done(i);
-    assert_false(backend.beside);
-    assert_int_equal(backend.backwards, 6);
+    assert_false(script.beside);
+    assert_int_equal(script.backwards, 6);
 }
 
 /* The ledger has no room for a call below all of a full session's; its answer is whole even so. */

@@ -2,7 +2,7 @@
 moe_test(test_batcher SOURCES test_batcher.c USES moe_worker_core LABELS worker)
 moe_test(test_ledger SOURCES test_ledger.c USES moe_worker_core LABELS worker TIMEOUT 120)
 moe_test(test_saved SOURCES test_saved.c USES moe_worker_core LABELS worker)
-moe_test(test_training_engine SOURCES test_training_engine.c USES moe_worker_core LABELS worker)
+moe_test(test_training_engine SOURCES test_training_engine.c training_script.c USES moe_worker_core LABELS worker)
 foreach(part engine engine_failures staging)
   moe_test(test_${part} SOURCES test_${part}.c worker_fixture.c
            USES moe_worker_core moe_cpu moe_oracle m LABELS worker)

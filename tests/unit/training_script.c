@@ -1,0 +1,213 @@
+/* See training_script.h. */
+#include "training_script.h"
+
+#include "base/wait.h"
+#include "moe/training.h"
+#include "support/check.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+struct training_script script;
+
+struct moe_step {
+    bool backward;
+    struct moe_step_args forward_args;
+    struct moe_backward_args backward_args;
+};
+
+static struct moe_status script_alloc(struct moe_device *d, enum moe_mem kind, size_t bytes,
+                                      void **out)
+{
+    (void)d;
+    (void)kind;
+    *out = calloc(1, bytes);
+    return moe_ok();
+}
+
+static void script_free(struct moe_device *d, enum moe_mem kind, void *p, size_t bytes)
+{
+    (void)d;
+    (void)kind;
+    (void)bytes;
+    free(p);
+}
+
+static struct moe_status start_step(struct moe_step step, struct moe_step **out)
+{
+    pthread_mutex_lock(&script.lock);
+    MOE_INVARIANT(script.unfinished < 2);
+    script.unfinished++;
+    script.forwards += !step.backward;
+    script.backwards += step.backward;
+    script.beside |= step.backward && script.running_passes > 0;
+    script.running_passes += step.backward;
+    pthread_cond_broadcast(&script.changed);
+    pthread_mutex_unlock(&script.lock);
+    *out = malloc(sizeof **out);
+    MOE_INVARIANT(*out != NULL);
+    **out = step;
+    return moe_ok();
+}
+
+static struct moe_status script_enqueue(struct moe_session *s, const struct moe_step_args *args,
+                                        struct moe_step **out)
+{
+    (void)s;
+    return start_step((struct moe_step){.forward_args = *args}, out);
+}
+
+static struct moe_status
+script_backward(struct moe_session *s, const struct moe_backward_args *args, struct moe_step **out)
+{
+    (void)s;
+    return start_step((struct moe_step){.backward = true, .backward_args = *args}, out);
+}
+
+static void compute(const struct moe_step *step)
+{
+    if (!step->backward) {
+        memset(step->forward_args.token_state, MOE_TOKEN_OK, step->forward_args.tokens);
+        for (uint32_t i = 0; i < step->forward_args.tokens * SCRIPT_HIDDEN; i++)
+            ((float *)step->forward_args.y)[i] = 1;
+        return;
+    }
+    const struct moe_backward_args *a = &step->backward_args;
+    *a->aux_loss = 0.25;
+    for (uint32_t i = 0; i < a->tokens * SCRIPT_HIDDEN; i++)
+        ((float *)a->dx)[i] = 2 * ((const float *)a->dy)[i];
+    if (a->tokens > 0)
+        memset(a->token_state, script.bad_token ? MOE_TOKEN_NONFINITE_LOGITS : MOE_TOKEN_OK,
+               a->tokens);
+}
+
+static struct moe_status no_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "slot 1 has no memory");
+}
+
+/* The other slot says what this one says, or that it has done what was asked. */
+static struct moe_status script_exchange(struct moe_session *s, const void *mine, void *all,
+                                         size_t bytes)
+{
+    (void)s;
+    script.exchanges++;
+    if (script.aborted)
+        return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "called off");
+    memset(all, 0, 2 * bytes);
+    memcpy(all, mine, bytes);
+    if (!script.peer_has_done)
+        memcpy((char *)all + bytes, mine, bytes);
+    return moe_ok();
+}
+
+static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns,
+                                     struct moe_step_result *result)
+{
+    pthread_mutex_lock(&script.lock);
+    while (script.hold && !script.aborted) {
+        if (!moe_wait_until(&script.changed, &script.lock, deadline_ns)) {
+            pthread_mutex_unlock(&script.lock);
+            return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still running");
+        }
+    }
+    bool aborted = script.aborted, refused = script.refuse && step->backward && !aborted;
+    script.unfinished--;
+    script.running_passes -= step->backward;
+    pthread_mutex_unlock(&script.lock);
+    *result = (struct moe_step_result){.missing_slot = -1, .total_ns = 1, .refused = refused};
+    if (!aborted && !refused)
+        compute(step);
+    free(step);
+    if (refused)
+        return no_memory();
+    return aborted ? moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "called off") : moe_ok();
+}
+
+static void script_abort(struct moe_session *s)
+{
+    (void)s;
+    pthread_mutex_lock(&script.lock);
+    script.aborted = true;
+    pthread_cond_broadcast(&script.changed);
+    pthread_mutex_unlock(&script.lock);
+}
+
+static uint64_t script_lost(struct moe_session *s)
+{
+    (void)s;
+    return 0;
+}
+
+static struct moe_status script_trainer(struct moe_layer *l, const struct moe_trainer_config *c,
+                                        struct moe_trainer **out)
+{
+    (void)l;
+    (void)c;
+    script.trainers++;
+    *out = malloc(1);
+    return moe_ok();
+}
+
+static void script_trainer_destroy(struct moe_trainer *t)
+{
+    script.trainers -= t != NULL;
+    free(t);
+}
+
+static struct moe_status script_bytes(struct moe_layer *l, const struct moe_trainer_config *c,
+                                      uint64_t *bytes)
+{
+    (void)l;
+    (void)c;
+    *bytes = 100;
+    return moe_ok();
+}
+
+static struct moe_status script_zero(struct moe_trainer *t)
+{
+    (void)t;
+    script.zero_grads++;
+    return moe_ok();
+}
+
+static struct moe_status script_optimizer(struct moe_session *s, struct moe_trainer *const *t,
+                                          size_t count, const struct moe_optimizer_args *args,
+                                          struct moe_optimizer_result *result)
+{
+    (void)s;
+    (void)t;
+    (void)count;
+    pthread_mutex_lock(&script.lock);
+    script.step_beside_optimizer |= script.unfinished > 0;
+    script.optimizer_steps++;
+    if (script.refuse) {
+        pthread_mutex_unlock(&script.lock);
+        return no_memory();
+    }
+    *result = (struct moe_optimizer_result){.grad_norm = (double)args->number,
+                                            .nonfinite = script.nonfinite};
+    pthread_mutex_unlock(&script.lock);
+    return moe_ok();
+}
+
+static const struct moe_training script_training = {
+    .trainer_create = script_trainer,
+    .trainer_destroy = script_trainer_destroy,
+    .trainer_bytes = script_bytes,
+    .zero_grad = script_zero,
+    .backward_enqueue = script_backward,
+    .optimizer_step = script_optimizer,
+};
+
+const struct moe_backend script_backend = {
+    .name = "script",
+    .training = &script_training,
+    .mem_alloc = script_alloc,
+    .mem_free = script_free,
+    .session_abort = script_abort,
+    .session_lost = script_lost,
+    .session_exchange = script_exchange,
+    .step_enqueue = script_enqueue,
+    .step_wait = script_wait,
+};

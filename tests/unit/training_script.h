@@ -1,0 +1,36 @@
+/* A backend that trains, for tests of what drives one: steps and optimizer steps do nothing but be
+ * counted, last as long as the test wants, and fail as it says. One device, session and layer: any
+ * pointer will do for them. One test at a time. */
+#ifndef MOE_TEST_TRAINING_SCRIPT_H
+#define MOE_TEST_TRAINING_SCRIPT_H
+
+#include "moe/backend.h"
+
+#include <pthread.h>
+
+/* The width of a row; rows are F32. */
+enum { SCRIPT_HIDDEN = 4 };
+
+/* What happened, and what shall happen. Everything is guarded by `lock` while steps run. */
+struct training_script {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;  /* made by moe_wait_init */
+    bool hold;               /* steps do not end, until aborted */
+    bool aborted;            /* by session_abort; the test clears it for the next session */
+    int forwards, backwards; /* begun */
+    int running_passes;      /* backward passes that have not ended */
+    int unfinished;          /* steps of either kind that have not ended; never above two */
+    int optimizer_steps, zero_grads;
+    int trainers; /* that exist */
+    int exchanges;
+    bool step_beside_optimizer; /* an optimizer step began while a step ran */
+    bool beside;                /* a backward pass began beside another */
+    bool nonfinite;             /* what optimizer steps say of their gradients */
+    bool bad_token;             /* backward passes find logits that are not finite */
+    bool refuse;                /* passes and optimizer steps are refused by all slots */
+    bool peer_has_done;         /* what is refused here: the exchange says that a peer did it */
+};
+extern struct training_script script;
+extern const struct moe_backend script_backend;
+
+#endif
