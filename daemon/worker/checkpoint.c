@@ -477,8 +477,7 @@ static struct moe_status check_model(const struct moe_checkpoint_context *c, int
 
 struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context *c,
                                              const char *name,
-                                             const struct moe_checkpoint_state *state,
-                                             uint32_t keep)
+                                             const struct moe_checkpoint_state *state)
 {
     int hidden = -1, directory = -1;
     MOE_TRY(named(moe_ckpt__join(c->root, name, &hidden), name));
@@ -494,12 +493,15 @@ struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context
         st = moe_ckpt__go_on(c);
     if (!moe_failed(&st))
         st = moe_ckpt__publish(c->root, name);
-    if (moe_failed(&st) || keep == 0)
-        return named(st, name);
-    struct moe_status tidied = keep_newest(c->root, name, keep);
-    if (moe_failed(&tidied))
-        moe_log_warn("old checkpoints could not be removed: %s", tidied.text);
-    return st;
+    return named(st, name);
+}
+
+void moe_checkpoint_save_tidy(const struct moe_checkpoint_context *c, const char *name,
+                              uint32_t keep)
+{
+    struct moe_status st = keep > 0 ? keep_newest(c->root, name, keep) : moe_ok();
+    if (moe_failed(&st))
+        moe_log_warn("old checkpoints could not be removed: %s", st.text);
 }
 
 void moe_checkpoint_save_abandon(const struct moe_checkpoint_context *c, const char *name)

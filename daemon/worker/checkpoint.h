@@ -65,16 +65,17 @@ struct moe_checkpoint_state {
 };
 void moe_checkpoint_state_free(struct moe_checkpoint_state *s);
 
-/* Save, three phases.
+/* Save, four phases.
  *   begin   lowest slot: refuses a name that exists (MOE_ALREADY_EXISTS / CHECKPOINT_EXISTS),
  * removes what earlier Saves that did not end left, makes the hidden directory that the others
  *           write into; nothing on the other slots. `*found`: the checkpoint exists, whole, and is
  *           what this very Save (writer, lineage and state->save) has written, before something
  * kept it from being recorded: nothing is to be written, and version and steps in `state` are the
  * checkpoint's write   every slot: its part, synced to disk; `*bytes` = bytes written by this slot
- *   commit  lowest slot: index, manifest, sync, rename; then removes all but the `keep` newest
- *           (0 = none). The checkpoint exists from the rename on: a failure after it is logged and
- *           not reported. */
+ *   commit  lowest slot: index, manifest, sync, rename. The checkpoint exists from the rename on:
+ *           a failure after it is logged and not reported
+ *   tidy    lowest slot, once all slots know that `name` is where they would go back to: removes
+ *           all but the `keep` newest (0 = nothing is removed). Failures are logged */
 struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context *c,
                                             const char *name, struct moe_checkpoint_state *state,
                                             bool *found) MOE_CHECKED;
@@ -84,8 +85,9 @@ struct moe_status moe_checkpoint_save_write(const struct moe_checkpoint_context 
                                             uint64_t *bytes) MOE_CHECKED;
 struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context *c,
                                              const char *name,
-                                             const struct moe_checkpoint_state *state,
-                                             uint32_t keep) MOE_CHECKED;
+                                             const struct moe_checkpoint_state *state) MOE_CHECKED;
+void moe_checkpoint_save_tidy(const struct moe_checkpoint_context *c, const char *name,
+                              uint32_t keep);
 /* Lowest slot: removes what the phases left behind. */
 void moe_checkpoint_save_abandon(const struct moe_checkpoint_context *c, const char *name);
 

@@ -121,7 +121,9 @@ static bool is_save(const struct moe_train_job *j)
 
 static size_t phase_count(const struct moe_train_job *j)
 {
-    return is_save(j) ? SAVE_PHASES : 1;
+    if (is_save(j))
+        return j->call.keep > 0 ? SAVE_PHASES : SAVE_TIDY;
+    return 1;
 }
 
 static struct moe_status run_part(struct moe_train_job *j)
@@ -272,8 +274,8 @@ static struct moe_status take(struct moe_train_job *j, struct moe_session *sessi
         return verdict;
     pthread_mutex_lock(&t->lock);
     moe_train__begin_lineage(t, t->lineage + 1, t->weights_version + 1);
-    moe_train__note_checkpoint(t, j->call.name);
     pthread_mutex_unlock(&t->lock);
+    moe_train__note_checkpoint(t, j->call.name);
     return moe_ok();
 }
 
@@ -291,9 +293,6 @@ static struct moe_status settle(struct moe_train *t, struct moe_session *session
         *outcome = j->outcome;
         outcome->epoch = epoch;
         outcome->bytes = j->bytes;
-        pthread_mutex_lock(&t->lock);
-        moe_train__note_checkpoint(t, j->call.name);
-        pthread_mutex_unlock(&t->lock);
     }
     forget_job(t);
     return st;
@@ -322,7 +321,8 @@ static struct moe_status look(struct moe_train_job *j, struct moe_session *sessi
 }
 
 /* Of a phase that is over on all slots. The commit is the lowest slot's own affair: when somebody
- * calls it off, only that slot knows whether it was in time. */
+ * calls it off, only that slot knows whether it was in time; and behind it there is nothing left to
+ * call off. */
 static struct moe_status judge_phase(struct moe_train_job *j, const struct report *all,
                                      bool cancelled, bool *undo)
 {
@@ -330,8 +330,8 @@ static struct moe_status judge_phase(struct moe_train_job *j, const struct repor
     struct moe_status st = moe_train__conclude(all, j->live, &more);
     j->bytes += more;
     /* What begin refused is not ours. */
-    *undo = is_save(j) && (j->phase > 0 || !moe_failed(&st));
-    if (cancelled && !moe_failed(&st) && !(is_save(j) && j->phase == SAVE_COMMIT))
+    *undo = is_save(j) && j->phase <= SAVE_COMMIT && (j->phase > 0 || !moe_failed(&st));
+    if (cancelled && !moe_failed(&st) && !(is_save(j) && j->phase >= SAVE_COMMIT))
         st = moe_error(MOE_CANCELLED, MOE_REASON_ABORTED, "called off");
     return st;
 }
@@ -345,6 +345,17 @@ static bool take_found(struct moe_train_job *j, const struct report *all)
     j->outcome.weights_version = lowest->weights_version;
     j->outcome.steps = lowest->steps;
     return true;
+}
+
+/* After one that went well; true when it was the last. No older checkpoint goes before all slots
+ * would go back to this one. */
+static bool next_phase(struct moe_train_job *j, const struct report *all)
+{
+    if (take_found(j, all))
+        j->phase = SAVE_COMMIT;
+    if (is_save(j) && j->phase == SAVE_COMMIT)
+        moe_train__note_checkpoint(j->work.train, j->call.name);
+    return ++j->phase >= phase_count(j);
 }
 
 static struct moe_status progress(struct moe_train *t, struct moe_session *session,
@@ -363,8 +374,7 @@ static struct moe_status progress(struct moe_train *t, struct moe_session *sessi
     if (!j->undoing) {
         j->verdict = judge_phase(j, all, cancelled, &undo);
         j->undoing = moe_failed(&j->verdict) && undo;
-        bool found = !moe_failed(&j->verdict) && take_found(j, all);
-        bool done = moe_failed(&j->verdict) ? !undo : found || ++j->phase == phase_count(j);
+        bool done = moe_failed(&j->verdict) ? !undo : next_phase(j, all);
         if (!done)
             return start_part(j);
     }

@@ -203,15 +203,26 @@ static struct moe_status save_commit(struct work *w)
     w->bytes = 0; /* counted */
     return !moe_train__is_lowest(w)
                ? moe_ok()
-               : moe_checkpoint_save_commit(&w->context, w->call->name, &w->state, w->call->keep);
+               : moe_checkpoint_save_commit(&w->context, w->call->name, &w->state);
 }
 
-const phase_fn moe_train__save_phases[SAVE_PHASES] = {save_begin, save_write, save_commit};
+static struct moe_status save_tidy(struct work *w)
+{
+    w->bytes = 0;
+    if (moe_train__is_lowest(w))
+        moe_checkpoint_save_tidy(&w->context, w->call->name, w->call->keep);
+    return moe_ok();
+}
+
+const phase_fn moe_train__save_phases[SAVE_PHASES] = {save_begin, save_write, save_commit,
+                                                      save_tidy};
 
 void moe_train__note_checkpoint(struct moe_train *t, const char *name)
 {
+    pthread_mutex_lock(&t->lock);
     memset(t->checkpoint, 0, sizeof t->checkpoint);
     strncpy(t->checkpoint, name, MOE_TRAINING_NAME_MAX);
+    pthread_mutex_unlock(&t->lock);
 }
 
 struct moe_status moe_train__run_save(struct work *w, struct moe_session *session,
@@ -226,14 +237,12 @@ struct moe_status moe_train__run_save(struct work *w, struct moe_session *sessio
         if (moe_failed(&st) || moe_failed(verdict))
             break;
         *bytes += more;
+        if (done == SAVE_COMMIT)
+            moe_train__note_checkpoint(w->train, w->call->name);
     }
-    if (done > 0 && done < SAVE_PHASES && moe_train__is_lowest(w)) /* else begin's is not ours */
+    /* Else begin's is not ours, or there is nothing more to undo. */
+    if (done > 0 && done <= SAVE_COMMIT && moe_train__is_lowest(w))
         moe_checkpoint_save_abandon(&w->context, w->call->name);
-    if (done == SAVE_PHASES) {
-        pthread_mutex_lock(&w->train->lock);
-        moe_train__note_checkpoint(w->train, w->call->name);
-        pthread_mutex_unlock(&w->train->lock);
-    }
     return st;
 }
 

@@ -44,13 +44,13 @@ struct moe_status moe_train__together(struct work *w, struct moe_session *sessio
                                       struct moe_status *verdict, uint64_t *bytes) MOE_CHECKED;
 
 /* Phases. Nothing to do on slots that they are not for. */
-enum { SAVE_PHASES = 3, SAVE_WRITE = 1, SAVE_COMMIT = 2 };
+enum { SAVE_WRITE = 1, SAVE_COMMIT = 2, SAVE_TIDY = 3, SAVE_PHASES = 4 };
 extern const phase_fn moe_train__save_phases[SAVE_PHASES];
 struct moe_status moe_train__load_read(struct work *w) MOE_CHECKED;
 struct moe_status moe_train__load_take(struct work *w) MOE_CHECKED;
 /* Lowest slot: which calls will have been run when this Save has. */
 struct moe_status moe_train__pack_records(struct work *w) MOE_CHECKED;
-/* [lock held] What the trainers hold is checkpoint `name` now. */
+/* Checkpoint `name` is where the group goes back to from now on. */
 void moe_train__note_checkpoint(struct moe_train *t, const char *name);
 /* All of it while the engine waits. */
 struct moe_status moe_train__run_save(struct work *w, struct moe_session *session,

@@ -38,9 +38,9 @@ class Client(Trainer):
         step = self.optimizer_step(step=10 * number, expected_backwards=1)
         return [routing.y_data, back.dx, step.grad_norm, step.steps, self.ask()]
 
-    def save(self, name, step, timeout=60):
+    def save(self, name, step, timeout=60, keep=0):
         return wire.train(self.channel, "SaveCheckpoint", training.SaveCheckpointRequest(
-            step_id=step, name=name), timeout)
+            step_id=step, name=name, keep=keep), timeout)
 
     def load(self, name, step):
         return self.call("LoadCheckpoint", training.LoadCheckpointRequest(step_id=step, name=name))
@@ -233,6 +233,39 @@ class Saving(unittest.TestCase):
                              ("ALREADY_EXISTS", "CHECKPOINT_EXISTS"))
             client.load("found", 41)
             self.assertEqual(client.state().steps, 1)
+
+    def test_what_the_group_would_go_back_to_stays_until_it_would_go_elsewhere(self):
+        """Retention, and a view that ends between the rename and the record."""
+        with self.group(2, "--wait-budget-ms", "500", of=self.root) as g:
+            client = Client(g)
+            client.train(1)
+            client.save("first", 15)
+            undisturbed = client.train(2)
+            epoch = g.info().epoch
+            self.close_gate()
+            save = Background(Client(g).save, "second", 25, keep=1)
+            until(lambda: "second" in self.names())
+            g.workers[1].send_signal(signal.SIGSTOP)
+            try:
+                Background(client.ask)
+                save.thread.join()
+                self.assertEqual(wire.error_reason(save.error)[0], "REFORMING")
+            finally:
+                g.workers[1].send_signal(signal.SIGCONT)
+            g.wait_serving(epoch)
+            self.open_gate()
+            until(lambda: refusal(client.load, "none", 26)[0][1] == "CHECKPOINT_NOT_FOUND")
+            self.assertEqual((self.names(), client.state().checkpoint),
+                             (["first", "second"], "first"))
+            epoch = g.info().epoch
+            g.kill_worker(1)
+            g.start_worker(1, "--wait-budget-ms", "500")
+            g.wait_serving(epoch)
+            self.assertEqual((client.state().checkpoint, client.state().steps), ("first", 1))
+            self.assertEqual(client.train(2), undisturbed)
+            # One that is recorded makes room.
+            client.save("third", 35, keep=1)
+            self.assertEqual((self.names(), client.state().checkpoint), (["third"], "third"))
 
     def saved(self, client):
         try:
