@@ -498,6 +498,7 @@ struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *
     }
     pthread_mutex_lock(&t->lock);
     judge(t, call, turn);
+    turn->origin = ticket->order.origin;
     turn->changes = turn->run && changes_state(t, call, turn);
     pthread_mutex_unlock(&t->lock);
     return moe_ok();

@@ -155,6 +155,7 @@ struct moe_train_turn {
     bool joined;               /* with `run`: an earlier turn has begun it */
     bool settles;              /* with `run`: the calls that wait have this turn's end */
     bool changes;              /* with `run`: cut short, it would leave the state torn */
+    uint32_t origin;           /* slot that was asked */
     struct moe_status refusal; /* neither: why; or all slots have refused to run it, and nothing has
                                   happened */
     double aux_loss;           /* of the pass, set by the engine before the end */
@@ -187,8 +188,9 @@ struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ti
 typedef bool (*moe_train_poke_fn)(void *ctx, const struct moe_train_call *call);
 /* Before the first ticket. */
 void moe_train_set_poke(struct moe_train *t, moe_train_poke_fn poke, void *ctx);
-/* [any thread] Nobody waits for what is under way any more: it ends as soon as it can, unless that
- * is how it ends anyway. Nothing when that is another call, or nothing is. */
+/* [any thread] Nobody waits at this slot for what is under way any more: when that is so at all
+ * slots that were asked, it ends as soon as it can, unless that is how it ends anyway. Nothing when
+ * that is another call, or nothing is. */
 void moe_train_cancel_job(struct moe_train *t, enum moe_step_kind kind, uint64_t id);
 /* [engine's thread] The view is over. Does not wait. */
 void moe_train_give_up_job(struct moe_train *t);

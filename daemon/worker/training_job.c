@@ -23,6 +23,7 @@ struct moe_train_job {
     struct moe_placement
         *placements; /* [layer_count], its own: a view's may go before the thread */
     uint64_t live;
+    uint64_t asked; /* bit s: somebody has asked slot s for it; the same on all slots */
     struct moe_ledger_outcome outcome; /* of a Save: the state that was copied */
     size_t phase;                      /* that runs; or, of one that failed, that did */
     bool undoing;                      /* it has failed; the lowest slot removes what it wrote */
@@ -37,7 +38,8 @@ struct moe_train_job {
     struct moe_status status; /* once `over` */
     atomic_bool over;
     atomic_bool seen;     /* that it is over: no ticket is needed any more */
-    atomic_bool cancel;   /* the part is to end soon */
+    atomic_bool unwanted; /* nobody waits at this slot */
+    atomic_bool cancel;   /* nor at any other: the part is to end soon */
     atomic_bool given_up; /* as is the job, with its view */
 };
 
@@ -178,6 +180,17 @@ static void join_part(struct moe_train_job *j)
 
 /* ----------------------------------------------------------------------------- begin */
 
+/* Somebody waits for it where this call was made. */
+static void note_asked(struct moe_train_job *j, const struct moe_train_call *call,
+                       const struct moe_train_turn *turn)
+{
+    if (call->poke || turn->origin >= MOE_MAX_SLOTS)
+        return;
+    j->asked |= UINT64_C(1) << turn->origin;
+    if (turn->origin == j->work.context.slot)
+        atomic_store(&j->unwanted, false);
+}
+
 /* Waits for its thread, and removes what it left. */
 static void tidy_old(struct moe_train *t)
 {
@@ -241,6 +254,7 @@ static struct moe_status begin(struct moe_train *t, struct moe_session *session,
         j->work.context.trainers = NULL; /* they go on learning */
         j->total = j->work.copy != NULL ? moe_checkpoint_copy_bytes(j->work.copy) : 0;
         atomic_store(&j->processed, 0);
+        note_asked(j, call, turn);
         turn->waits = true;
         pthread_mutex_lock(&t->lock);
         t->job = j;
@@ -300,7 +314,7 @@ static struct moe_status settle(struct moe_train *t, struct moe_session *session
 
 /* -------------------------------------------------------------------------- progress */
 
-/* How all parts stand. */
+/* How all parts stand; `*cancelled`: nobody waits any more. */
 static struct moe_status look(struct moe_train_job *j, struct moe_session *session,
                               struct report all[MOE_MAX_SLOTS], bool *cancelled)
 {
@@ -308,15 +322,15 @@ static struct moe_status look(struct moe_train_job *j, struct moe_session *sessi
     bool over = atomic_load(&j->over);
     struct report mine = over ? moe_train__report_of(&j->status) : (struct report){.running = 1};
     mine.bytes = over ? j->work.bytes : 0;
-    mine.cancelled = atomic_load(&j->cancel);
+    mine.unwanted = atomic_load(&j->unwanted);
     mine.found = over && j->work.found;
     mine.weights_version = mine.found ? j->work.state.weights_version : 0;
     mine.steps = mine.found ? j->work.state.steps : 0;
     memset(all, 0, MOE_MAX_SLOTS * sizeof *all);
     MOE_TRY(backend->session_exchange(session, &mine, all, sizeof mine));
-    *cancelled = false;
+    *cancelled = true;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-        *cancelled = *cancelled || ((j->live >> s & 1) != 0 && all[s].cancelled != 0);
+        *cancelled = *cancelled && ((j->asked >> s & 1) == 0 || all[s].unwanted != 0);
     return moe_ok();
 }
 
@@ -359,11 +373,13 @@ static bool next_phase(struct moe_train_job *j, const struct report *all)
 }
 
 static struct moe_status progress(struct moe_train *t, struct moe_session *session,
-                                  struct moe_train_turn *turn, struct moe_ledger_outcome *outcome)
+                                  const struct moe_train_call *call, struct moe_train_turn *turn,
+                                  struct moe_ledger_outcome *outcome)
 {
     struct moe_train_job *j = t->job;
     struct report all[MOE_MAX_SLOTS];
     bool cancelled, undo;
+    note_asked(j, call, turn);
     MOE_TRY(look(j, session, all, &cancelled));
     if (cancelled)
         atomic_store(&j->cancel, true);
@@ -387,7 +403,7 @@ struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *se
                                      struct moe_ledger_outcome *outcome)
 {
     return t->job == NULL ? begin(t, session, call, turn, outcome)
-                          : progress(t, session, turn, outcome);
+                          : progress(t, session, call, turn, outcome);
 }
 
 /* -------------------------------------------------------------------- from other rooms */
@@ -421,7 +437,7 @@ void moe_train_cancel_job(struct moe_train *t, enum moe_step_kind kind, uint64_t
     struct moe_train_job *j = t->job;
     bool found = j != NULL && j->call.kind == kind && j->call.id == id;
     if (found) {
-        atomic_store(&j->cancel, true);
+        atomic_store(&j->unwanted, true);
         poke = j->poke;
     }
     pthread_mutex_unlock(&t->lock);

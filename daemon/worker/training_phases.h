@@ -22,7 +22,7 @@ typedef struct moe_status (*phase_fn)(struct work *);
 /* A phase as other slots see it. */
 struct report {
     uint32_t running, code, reason;
-    uint16_t cancelled, found;
+    uint16_t unwanted, found;
     uint64_t bytes;
     uint64_t weights_version, steps; /* with `found` */
     char text[184];

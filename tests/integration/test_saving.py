@@ -173,16 +173,31 @@ class Saving(unittest.TestCase):
             self.assertEqual(self.names(), ["late"])
 
     def test_while_somebody_waits_it_goes_on(self):
+        for slot in (0, 1):
+            with self.group(2) as g:
+                self.close_gate()
+                first = Background(Client(g).save, "both", 15, timeout=2)
+                until(lambda: self.saving(g) == {"both"})
+                second = Background(Client(g, slot).save, "both", 15)
+                first.thread.join()
+                self.assertEqual(first.error.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
+                self.open_gate()
+                self.assertTrue(second.result().repeated)
+                self.assertEqual(self.names(), ["both"])
+            shutil.rmtree(os.path.join(self.root, "both"))
+
+    def test_when_nobody_waits_at_any_worker_it_is_called_off(self):
         with self.group(2) as g:
             self.close_gate()
-            first = Background(Client(g).save, "both", 15, timeout=2)
-            until(lambda: self.saving(g) == {"both"})
-            second = Background(Client(g).save, "both", 15)
-            first.thread.join()
-            self.assertEqual(first.error.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
+            calls = [Background(Client(g).save, "late", 15, timeout=1)]
+            until(lambda: self.saving(g) == {"late"})
+            calls.append(Background(Client(g, 1).save, "late", 15, timeout=2))
+            for call in calls:
+                call.thread.join()
+                self.assertEqual(call.error.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
             self.open_gate()
-            self.assertTrue(second.result().repeated)
-            self.assertEqual(self.names(), ["both"])
+            until(lambda: self.saving(g) == {""})
+            self.assertEqual(self.names(), [])
 
     def test_a_group_that_is_stopped_while_it_saves_leaves_nothing(self):
         with self.group(2, "--drain-ms", "300") as g:
