@@ -9,6 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { LOOK_FLOATS = 16 << 20 }; /* that are copied between two looks at what the host has */
+
 struct moe_checkpoint_copy {
     struct moe_ckpt_tensors tensors; /* ascending by layer, key, base */
     size_t *at;                      /* [tensors.count] first float of each in `values` */
@@ -78,16 +80,41 @@ static uint64_t host_available_bytes(void)
     return kib < UINT64_MAX / 1024 ? kib * 1024 : UINT64_MAX;
 }
 
-/* Taking what is not there would end in the system killing somebody. */
-static struct moe_status take_room(struct moe_checkpoint_copy *copy, size_t floats)
+static struct moe_status no_room(size_t floats)
 {
-    uint64_t bytes = (uint64_t)floats * sizeof(float);
-    copy->values = bytes < host_available_bytes() ? malloc((size_t)bytes + 1) : NULL;
-    if (copy->values != NULL)
-        return moe_ok();
     return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                      "no room on the host for a copy of %llu MiB",
-                     (unsigned long long)(bytes >> 20));
+                     (unsigned long long)((uint64_t)floats * sizeof(float) >> 20));
+}
+
+/* Taking what is not there would end in the system killing somebody. */
+static struct moe_status check_room(size_t floats)
+{
+    return (uint64_t)floats * sizeof(float) < host_available_bytes() ? moe_ok() : no_room(floats);
+}
+
+static struct moe_status take_room(struct moe_checkpoint_copy *copy, size_t floats)
+{
+    MOE_TRY(check_room(floats));
+    copy->values = malloc(floats * sizeof(float) + 1);
+    return copy->values != NULL ? moe_ok() : no_room(floats);
+}
+
+/* Memory is taken as it is written to, and the other slots of the host, which found the same room,
+ * take theirs at the same time: so the rest must go on fitting. */
+static struct moe_status fill(const struct moe_checkpoint_context *c,
+                              struct moe_checkpoint_copy *copy, size_t floats)
+{
+    size_t next = 0;
+    for (size_t i = 0; i < copy->tensors.count; i++) {
+        const struct moe_ckpt_tensor *t = &copy->tensors.list[i];
+        if (copy->at[i] >= next) {
+            MOE_TRY(check_room(floats - copy->at[i]));
+            next = copy->at[i] + LOOK_FLOATS;
+        }
+        MOE_TRY(moe_ckpt__read(c, t, copy->values + copy->at[i], bytes_of(t)));
+    }
+    return moe_ok();
 }
 
 struct moe_status moe_checkpoint_copy_take(const struct moe_checkpoint_context *c,
@@ -102,10 +129,7 @@ struct moe_status moe_checkpoint_copy_take(const struct moe_checkpoint_context *
     qsort(copy->tensors.list, copy->tensors.count, sizeof *copy->tensors.list, compare);
     MOE_TRY_GOTO(st, lay_out(c, copy, &floats), fail);
     MOE_TRY_GOTO(st, take_room(copy, floats), fail);
-    for (size_t i = 0; i < copy->tensors.count; i++) {
-        const struct moe_ckpt_tensor *t = &copy->tensors.list[i];
-        MOE_TRY_GOTO(st, moe_ckpt__read(c, t, copy->values + copy->at[i], bytes_of(t)), fail);
-    }
+    MOE_TRY_GOTO(st, fill(c, copy, floats), fail);
     *out = copy;
     return moe_ok();
 fail:

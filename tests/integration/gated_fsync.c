@@ -1,7 +1,14 @@
-/* Preloaded into a worker: a file system that does not finish. fsync does not return while the file
- * that MOE_TEST_GATE names exists, of everything, or, where MOE_TEST_GATE_OF names a directory, of
- * that one alone. So a test holds a checkpoint where it wants it, for as long as it likes. */
+/* Preloaded into a worker: a file system that does not finish, and a host without memory. fsync
+ * does not return while the file that MOE_TEST_GATE names exists, of everything, or, where
+ * MOE_TEST_GATE_OF names a directory, of that one alone. So a test holds a checkpoint where it
+ * wants it, for as long as it likes. What /proc/meminfo says is in the file that MOE_TEST_GATE,
+ * ".memory." and the worker's process id name, while that exists. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -22,4 +29,18 @@ int fsync(int fd)
     while (gate != NULL && is_gated(fd) && access(gate, F_OK) == 0)
         (void)usleep(5000);
     return (int)syscall(SYS_fsync, fd);
+}
+
+typedef FILE *(*open_fn)(const char *, const char *);
+
+FILE *fopen(const char *path, const char *mode)
+{
+    char other[PATH_MAX];
+    open_fn next;
+    *(void **)&next = dlsym(RTLD_NEXT, "fopen");
+    const char *gate = getenv("MOE_TEST_GATE");
+    if (gate == NULL || strcmp(path, "/proc/meminfo") != 0)
+        return next(path, mode);
+    (void)snprintf(other, sizeof other, "%s.memory.%ld", gate, (long)getpid());
+    return next(access(other, F_OK) == 0 ? other : path, mode);
 }

@@ -155,6 +155,46 @@ class Saving(unittest.TestCase):
     def test_the_same_with_adapters(self):
         self.everything_goes_on(2, *LORA)
 
+    # ------------------------------------------------------------------- no room for a copy
+
+    def without_memory(self, slots, *extra):
+        """A host that has no room for the copy of some slots, which is seen when it is asked."""
+        with self.group(2, *extra) as g:
+            client = Client(g)
+            client.train(1)
+            before = client.state()
+            for slot in slots:
+                path = "%s.memory.%d" % (self.gate, g.workers[slot].pid)
+                with open(path, "w") as file:
+                    file.write("MemTotal: 1000 kB\nMemAvailable: 0 kB\n")
+                self.addCleanup(os.remove, path)
+            self.close_gate()
+            save = Background(Client(g).save, "poor", 15)
+            until(lambda: ".poor.saving" in self.names())
+            ask = Background(client.ask)
+            ask.thread.join(0.5)
+            self.assertTrue(ask.thread.is_alive())  # forward passes wait
+            self.open_gate()
+            self.assertEqual(save.result().weights_version, before.weights_version)
+            first = ask.result()
+            undisturbed = client.train(2)
+            self.assertEqual((self.names(), client.state().checkpoint), (["poor"], "poor"))
+            self.assertTrue(client.save("poor", 15).repeated)
+            client.load("poor", 30)
+            self.assertEqual((client.state().steps, client.ask()), (before.steps, first))
+            self.assertEqual(client.train(2), undisturbed)
+            client.save("next", 35, keep=1)
+            self.assertEqual((self.names(), client.state().checkpoint), (["next"], "next"))
+        shutil.rmtree(os.path.join(self.root, "next"))
+
+    def test_without_room_for_a_copy_forward_passes_wait_while_a_checkpoint_is_written(self):
+        self.without_memory((0, 1))
+        self.without_memory((0,))
+        self.without_memory((1,))
+
+    def test_the_same_with_adapters_and_no_room(self):
+        self.without_memory((1,), *LORA)
+
     # ------------------------------------------------------------------------ called off
 
     def test_a_save_that_nobody_waits_for_is_called_off(self):
