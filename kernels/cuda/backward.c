@@ -59,6 +59,7 @@ struct moe_status moe_cuda_pairs_dispatch(struct moe_session *s, const struct mo
     moe_cuda_facts_fill(a->layer, a->dtype, a->bucket, a->tokens, &facts);
     facts.head[MOE_HEAD_DTYPE] |= a->flags;
     MOE_TRY(moe_cuda_train_tell(device, MOE_CUDA_SCRATCH_FACTS, &facts, &batch.facts));
+    MOE_TRY(moe_cuda_ep_forget_rows(s->ep, stream));
     MOE_TRY(moe_cuda_session_count_step(s));
     MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
     MOE_TRY(moe_cuda_ep_dispatch(s->ep, rows, stream));

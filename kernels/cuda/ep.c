@@ -224,6 +224,13 @@ struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_c
     return moe_ok();
 }
 
+struct moe_status moe_cuda_ep_forget_rows(struct moe_cuda_ep *ep, cudaStream_t stream)
+{
+    size_t experts = ep->session->layout.shape.max_experts;
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync(ep->start, 0, (experts + 1) * sizeof *ep->start, stream)));
+    return MOE_CUDA(cudaMemsetAsync(ep->count, 0, experts * sizeof *ep->count, stream));
+}
+
 struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *out,
                                        cudaStream_t stream)
 {

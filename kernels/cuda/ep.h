@@ -65,6 +65,10 @@ uint32_t moe_cuda_ep_most_rows(const struct moe_session *session, const struct m
  * and moe_cuda_session_count_step. */
 struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep,
                                       const struct moe_cuda_batch *batch) MOE_CHECKED;
+/* Enqueues: no expert has rows. A session that has stopped skips dispatch and leaves the tables of
+ * the pass before it; for passes whose scratch is no larger than they need, and which enqueue what
+ * reads those tables before they know the verdict. */
+struct moe_status moe_cuda_ep_forget_rows(struct moe_cuda_ep *ep, cudaStream_t stream) MOE_CHECKED;
 /* Enqueues: where each (token, k) goes, rows out, peers' rows in and expanded. `out`, all device
  * memory, is valid from here on in stream order (`expert` for the batch's layer only); a pass that
  * fails or is refused has zero rows of every expert. */
