@@ -2,11 +2,11 @@
  * confine. */
 #include "base/cores.h"
 
+#include "base/cgroup.h"
+
 #include <inttypes.h>
-#include <limits.h>
 #include <sched.h>
 #include <stdio.h>
-#include <string.h>
 
 uint32_t moe_cores_of_quota(const char *cpu_max)
 {
@@ -26,47 +26,21 @@ static uint32_t affinity_cores(void)
     return n < 1 ? 1 : (uint32_t)n;
 }
 
-/* False when there is no such file. */
-static int read_line(const char *path, char *line, int cap)
+/* moe_cgroup_fn; `ctx`: the least so far. */
+static void look_at_group(void *ctx, const char *directory)
 {
-    FILE *f = fopen(path, "re");
-    if (f == NULL)
-        return 0;
-    int got = fgets(line, cap, f) != NULL;
-    (void)fclose(f);
-    return got;
-}
-
-/* The path of the process's group in the one hierarchy of version 2; "" when it is in none. */
-static void read_group(char *group, size_t cap)
-{
-    char line[PATH_MAX];
-    FILE *f = fopen("/proc/self/cgroup", "re");
-    group[0] = '\0';
-    if (f == NULL)
+    char line[64];
+    uint32_t *least = ctx;
+    if (!moe_cgroup_read_line(directory, "cpu.max", line, sizeof line))
         return;
-    while (fgets(line, sizeof line, f) != NULL)
-        if (strncmp(line, "0::/", 4) == 0) {
-            line[strcspn(line, "\n")] = '\0';
-            (void)snprintf(group, cap, "%s", line + 3);
-        }
-    (void)fclose(f);
+    uint32_t here = moe_cores_of_quota(line);
+    *least = here < *least ? here : *least;
 }
 
 static uint32_t quota_cores(void)
 {
-    char group[PATH_MAX], path[PATH_MAX + 64], line[64];
     uint32_t cores = UINT32_MAX;
-    read_group(group, sizeof group);
-    /* From the own group up to the root, which inside a container is the container's. */
-    for (char *end = group + strlen(group); end != NULL; end = strrchr(group, '/')) {
-        *end = '\0';
-        (void)snprintf(path, sizeof path, "/sys/fs/cgroup%s/cpu.max", group);
-        if (!read_line(path, line, sizeof line))
-            continue;
-        uint32_t here = moe_cores_of_quota(line);
-        cores = here < cores ? here : cores;
-    }
+    moe_cgroup_walk("", look_at_group, &cores);
     return cores;
 }
 

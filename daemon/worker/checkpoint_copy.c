@@ -2,10 +2,9 @@
  * what lies where, ordered by what it is. */
 #include "worker/checkpoint_internal.h"
 
+#include "base/memory.h"
 #include "base/size.h"
 
-#include <inttypes.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -65,21 +64,6 @@ static struct moe_status lay_out(const struct moe_checkpoint_context *c,
     return moe_ok();
 }
 
-/* Memory that the host can give without swapping, as the kernel estimates it. */
-static uint64_t host_available_bytes(void)
-{
-    uint64_t kib = UINT64_MAX / 1024;
-    char line[128];
-    FILE *file = fopen("/proc/meminfo", "re");
-    if (file == NULL)
-        return UINT64_MAX;
-    while (fgets(line, sizeof line, file) != NULL)
-        if (sscanf(line, "MemAvailable: %" SCNu64, &kib) == 1)
-            break;
-    (void)fclose(file);
-    return kib < UINT64_MAX / 1024 ? kib * 1024 : UINT64_MAX;
-}
-
 static struct moe_status no_room(size_t floats)
 {
     return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
@@ -90,7 +74,7 @@ static struct moe_status no_room(size_t floats)
 /* Taking what is not there would end in the system killing somebody. */
 static struct moe_status check_room(size_t floats)
 {
-    return (uint64_t)floats * sizeof(float) < host_available_bytes() ? moe_ok() : no_room(floats);
+    return (uint64_t)floats * sizeof(float) < moe_available_memory() ? moe_ok() : no_room(floats);
 }
 
 static struct moe_status take_room(struct moe_checkpoint_copy *copy, size_t floats)

@@ -3,6 +3,7 @@
 #include "cpu/device.h"
 
 #include "base/cores.h"
+#include "base/memory.h"
 #include "base/size.h"
 #include "cpu/pool.h"
 
@@ -108,29 +109,13 @@ void moe_cpu_device_close(struct moe_device *device)
     free(device);
 }
 
-/* Memory that the host can give without swapping, as the kernel estimates it; UINT64_MAX when it
- * does not say. */
-static uint64_t available_bytes(void)
-{
-    uint64_t kib = UINT64_MAX / 1024;
-    char line[128];
-    FILE *file = fopen("/proc/meminfo", "re");
-    if (file == NULL)
-        return UINT64_MAX;
-    while (fgets(line, sizeof line, file) != NULL)
-        if (sscanf(line, "MemAvailable: %" SCNu64, &kib) == 1)
-            break;
-    (void)fclose(file);
-    return kib < UINT64_MAX / 1024 ? kib * 1024 : UINT64_MAX;
-}
-
 void moe_cpu_device_info(struct moe_device *device, struct moe_device_info *out)
 {
     snprintf(out->name, sizeof out->name, "%s, %s, %u thread%s", device->cpu_name,
              device->isa->name, device->threads, device->threads == 1 ? "" : "s");
     out->memory_bytes = device->memory_bytes;
     out->used_bytes = atomic_load(&device->used_bytes);
-    uint64_t available = available_bytes(),
+    uint64_t available = moe_available_memory(),
              unused = out->memory_bytes > out->used_bytes ? out->memory_bytes - out->used_bytes : 0;
     out->free_bytes = available < unused ? available : unused;
 }
