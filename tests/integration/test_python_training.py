@@ -618,6 +618,36 @@ class Torch(unittest.TestCase):
             optimizer.step()
             self.assertEqual(optimizer.last.backwards, 1)
 
+    def test_a_step_takes_no_gradients_but_its_own(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as one, \
+                moed.Client(worker.endpoint) as two, moed.Client(worker.endpoint) as three:
+            moe, other = (moed.torch.RemoteMoE(LAYER, client) for client in (one, two))
+            moe(torch.randn(4, HIDDEN)).sum().backward()
+            late = moed.torch.RemoteMoE(LAYER, three)  # begins beside gradients of another
+            for module in (other, late):
+                optimizer = moed.torch.RemoteOptimizer([module], lr=0.5)
+                with self.assertRaises(moed.MoeError) as caught:
+                    optimizer.step()
+                self.assertEqual(caught.exception.reason, "GRADIENTS_MISSING")
+                self.assertIsNone(optimizer.last)
+            self.assertNotIn("OptimizerStep", [name for name, m in worker.requests])
+            self.assertEqual((worker.ledger.steps, worker.ledger.backwards), (0, 1))
+            late(torch.randn(4, HIDDEN)).sum().backward()  # two now, of which one is its own
+            with self.assertRaises(moed.MoeError) as caught:
+                optimizer.step()
+            self.assertEqual(caught.exception.reason, "GRADIENTS_MISSING")
+            late.session.refresh()
+            optimizer.zero_grad()  # those of the other, too: it says that it is alone
+            late(torch.randn(4, HIDDEN)).sum().backward()
+            optimizer.step()
+            with self.assertRaises(moed.MoeError):
+                optimizer.step()  # they have been used
+            self.assertEqual((optimizer.last.backwards, worker.ledger.steps), (1, 1))
+            shared = moed.torch.RemoteOptimizer([moe], lr=0.5, alone=False)
+            other(torch.randn(4, HIDDEN)).sum().backward()
+            shared.step()
+            self.assertEqual((shared.last.backwards, worker.ledger.steps), (1, 2))
+
 
 @needs_torch
 class TorchOnRealGroup(unittest.TestCase):

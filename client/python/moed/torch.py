@@ -19,6 +19,7 @@ any device (they travel through the host), of any shape [..., H].
 import threading
 import uuid
 
+import grpc
 import numpy as np
 import torch
 
@@ -62,8 +63,9 @@ class Session:
         self._lock = threading.Lock()
         self._batch = 0
         self._asked = None  # what was asked under the next id, and has not been answered
-        self.backwards = 0  # whose gradients the next step should find
-        self.unsure = False  # a backward failed: its gradients may be there or not
+        self.backwards = 0  # our own since the last step, which the next one should find
+        self.unsure = False  # there may be gradients that `backwards` does not count
+        self.lineage = None
         self.refresh()
 
     @classmethod
@@ -75,12 +77,16 @@ class Session:
 
     def refresh(self):
         """Takes up the group's present state, after a checkpoint was loaded or STATE_LOST was told.
-        Returns moed.TrainState."""
+        Gradients that the group holds and that are not of this session's own backward calls stay
+        where they are: a step that should use its own alone is refused until `zero_grad`. Returns
+        moed.TrainState."""
         state = self.client.train_state()
+        if state.lineage != self.lineage or state.backwards < self.backwards:
+            self.backwards = 0  # they have gone
         self.lineage = state.lineage
         self._step_id = state.last_step_id + 1
         self._asked = None
-        self.backwards, self.unsure = state.backwards, False
+        self.unsure = state.backwards != self.backwards
         return state
 
     def next_batch(self):
@@ -220,7 +226,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
     max_grad_norm  clips by the norm over all remote parameters; 0: never
     balance_rate   loss-free balancing: moves selection biases by this much; 0: never
     alone          this is the group's only trainer: a step fails with GRADIENTS_MISSING when it
-                   would not use exactly the gradients of its own backward calls
+                   would not use exactly the gradients of its own backward calls, and, before it
+                   asks the group, when there was no backward call (torch's optimizers would do
+                   nothing). False: a step uses whatever gradients the group holds, from all trainers.
     last           attribute: moed.StepResult of the last step
 
     A step that failed is asked again by the next call of `step`, under the same id. After a
@@ -252,6 +260,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.alone and self.session.backwards == 0:  # asked for 0, the group takes any number
+            raise MoeError(grpc.StatusCode.FAILED_PRECONDITION, "GRADIENTS_MISSING",
+                           "no backward call of this session since its last step: there is nothing "
+                           "to step with (nothing was sent)")
         group = self.param_groups[0]
         self.last = self.session.change(
             self.session.client.optimizer_step, float(group["lr"]),
