@@ -3,10 +3,8 @@
 #ifndef MOE_TEST_FAULTS_H
 #define MOE_TEST_FAULTS_H
 
-#include "group.h"
 #include "moe/training.h"
-
-#include <stdio.h>
+#include "small_layer.h"
 
 enum {
     HIDDEN = 64,
@@ -21,19 +19,7 @@ enum {
     PATIENCE_S = 100,
 };
 
-#define EXPECT(cond)                                                                               \
-    do {                                                                                           \
-        if (!(cond)) {                                                                             \
-            fprintf(stderr, "slot %u, line %d: expected %s\n", m->slot, __LINE__, #cond);          \
-            return 1;                                                                              \
-        }                                                                                          \
-    } while (0)
-
 extern const struct moe_backend *backend;
-
-/* Whether a status is this one; prints it where not. */
-bool is(struct moe_status st, enum moe_code code, enum moe_reason reason);
-bool good(struct moe_status st);
 
 /* A member with a device, a layer, tensors and a session. */
 struct seat {

@@ -5,71 +5,10 @@
 
 #include <unistd.h>
 
-bool is(struct moe_status st, enum moe_code code, enum moe_reason reason)
-{
-    if (st.code == code && st.reason == reason)
-        return true;
-    fprintf(stderr, "got %s/%s: %s\n", moe_code_name(st.code), moe_reason_name(st.reason),
-            st.code == MOE_OK ? "" : st.text);
-    return false;
-}
-
-bool good(struct moe_status st)
-{
-    return is(st, MOE_OK, MOE_REASON_NONE);
-}
-
-static struct moe_status upload(struct moe_layer *layer, const struct moe_layer_spec *spec,
-                                enum moe_weight w, uint32_t expert)
-{
-    float data[32 * HIDDEN];
-    size_t rows, columns;
-    moe_weight_shape(spec, w, &rows, &columns);
-    struct rng r = {.state = (uint64_t)w * 1000 + expert};
-    MOE_INVARIANT(rows * columns <= sizeof data / sizeof *data);
-    for (size_t i = 0; i < rows * columns; i++)
-        data[i] = rng_float(&r);
-    return moe_backend_cpu.layer_upload(layer, w, expert, MOE_DTYPE_F32, data,
-                                        rows * columns * sizeof *data);
-}
-
 struct moe_status small_layer(struct moe_device *device, const struct member *m, uint64_t holders,
                               struct moe_layer **out)
 {
-    uint32_t offset[2 * MOE_MAX_SLOTS + 1] = {0}, n = 0;
-    uint16_t slot[2 * MOE_MAX_SLOTS];
-    for (uint32_t s = 0; s < m->slots; s++)
-        for (uint32_t i = 0; i < 2 && (holders >> s & 1); i++) {
-            slot[n++] = (uint16_t)s;
-            offset[n] = n;
-        }
-    struct moe_layer_spec spec = {
-        .layer = 3,
-        .hidden = HIDDEN,
-        .experts = n,
-        .intermediate = INNER,
-        .router = {.score = MOE_SCORE_SIGMOID,
-                   .top_k = TOP_K,
-                   .groups = 1,
-                   .topk_group = 1,
-                   .group_best = 1,
-                   .renorm = MOE_RENORM_SUM,
-                   .scale = 1},
-    };
-    struct moe_placement placement = {
-        .version = 1, .experts = n, .slots = m->slots, .offset = offset, .slot = slot};
-    MOE_TRY(moe_backend_cpu.layer_create(device, &spec, &placement, m->slot, out));
-    struct moe_status st = upload(*out, &spec, MOE_WEIGHT_ROUTER, 0);
-    for (uint32_t e = 0; e < n && !moe_failed(&st); e++) {
-        if (slot[e] != m->slot)
-            continue;
-        st = upload(*out, &spec, MOE_WEIGHT_GATE, e);
-        if (!moe_failed(&st))
-            st = upload(*out, &spec, MOE_WEIGHT_UP, e);
-        if (!moe_failed(&st))
-            st = upload(*out, &spec, MOE_WEIGHT_DOWN, e);
-    }
-    return moe_failed(&st) ? st : moe_backend_cpu.layer_finish(*out);
+    return small_layer_make(&moe_backend_cpu, device, m, HIDDEN, INNER, holders, out);
 }
 
 static struct moe_step_args small_step(struct moe_layer *layer, const struct member *m,

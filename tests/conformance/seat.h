@@ -3,11 +3,9 @@
 #ifndef MOE_TEST_SEAT_H
 #define MOE_TEST_SEAT_H
 
-#include "group.h"
+#include "small_layer.h"
 
 #include "cpu/session.h"
-
-#include <stdio.h>
 
 enum {
     HIDDEN = 24,
@@ -19,19 +17,6 @@ enum {
     LONG_MS = 60000,  /* budget where it is not */
     PATIENCE_S = 100, /* watchdog of a group */
 };
-
-/* In a member: ends it with a message when `cond` does not hold. */
-#define EXPECT(cond)                                                                               \
-    do {                                                                                           \
-        if (!(cond)) {                                                                             \
-            fprintf(stderr, "slot %u, line %d: expected %s\n", m->slot, __LINE__, #cond);          \
-            return 1;                                                                              \
-        }                                                                                          \
-    } while (0)
-
-/* Whether a call ended like this; prints what it said otherwise. */
-bool is(struct moe_status st, enum moe_code code, enum moe_reason reason);
-bool good(struct moe_status st);
 
 /* Two experts on each slot of `holders`; weights depend on the expert alone. */
 struct moe_status small_layer(struct moe_device *device, const struct member *m, uint64_t holders,
