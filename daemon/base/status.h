@@ -82,7 +82,9 @@ enum moe_code {
     X(GRADIENTS_PENDING)  /* not between Backward and OptimizerStep */                             \
     X(CHECKPOINT_EXISTS)  /* the name is taken */                                                  \
     X(CHECKPOINT_NOT_FOUND) /* there is none of that name */                                       \
-    X(SAVE_RUNNING)         /* a checkpoint is being written or loaded: one at a time */
+    X(SAVE_RUNNING)         /* a checkpoint is being written or loaded: one at a time */           \
+    X(CANNOT_GO_BACK) /* the group cannot go back to where its training should: it waits for */    \
+                      /* RecoverTraining, or for the file */
 
 enum moe_reason {
 #define X(name) MOE_REASON_##name,

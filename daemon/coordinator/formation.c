@@ -54,21 +54,38 @@ bool moe_membership__hindered(const struct moe_membership *m, uint32_t *slot, co
 
 /* ------------------------------------------------------------------ end of an epoch */
 
+/* `missed`: failures in a row, this one too. */
+static void set_pause(struct moe_membership *m, uint32_t missed)
+{
+    uint64_t pause = m->config.backoff_ns;
+    for (uint32_t i = 1; i < missed && pause < m->config.backoff_max_ns; i++)
+        pause *= 2;
+    m->next_try_ns =
+        m->now_ns + (pause < m->config.backoff_max_ns ? pause : m->config.backoff_max_ns);
+}
+
+/* What an operator has to decide is no failure of the group's, however long that takes: it goes on
+ * trying, and forms once it has been told. */
+static void await_operator(struct moe_membership *m)
+{
+    m->attempts = 0;
+    if (m->waits < UINT32_MAX)
+        m->waits++;
+    set_pause(m, m->waits);
+}
+
 /* Counts a failed attempt and says when the next one may start, or gives up. */
 static void back_off(struct moe_membership *m)
 {
     m->attempts++;
+    m->waits = 0;
     if (m->attempts >= m->config.attempts_max) {
         m->failed = true;
         moe_membership__log(m, MOE_LOG_ERROR, "giving up after %u attempts: %s", m->attempts,
                             m->trouble);
         return;
     }
-    uint64_t pause = m->config.backoff_ns;
-    for (uint32_t i = 1; i < m->attempts && pause < m->config.backoff_max_ns; i++)
-        pause *= 2;
-    m->next_try_ns =
-        m->now_ns + (pause < m->config.backoff_max_ns ? pause : m->config.backoff_max_ns);
+    set_pause(m, m->attempts);
 }
 
 static void forget_saved_view(struct moe_membership *m)
@@ -115,7 +132,9 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
     }
     m->awaited_save = 0;
     m->phase = PHASE_IDLE;
-    if (forming)
+    if (forming && cause == MOE_CAUSE_NOT_TOLD)
+        await_operator(m);
+    else if (forming)
         back_off(m);
     else
         end_view(m);
@@ -198,11 +217,13 @@ static void commit(struct moe_membership *m)
     m->view_epoch = m->epoch;
     m->view_since_ns = m->now_ns;
     m->degraded = false;
+    m->waits = 0;
     m->trouble[0] = '\0';
     for (uint32_t s = 0; s < m->config.slots; s++) {
         struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_COMMIT);
         MOE_INVARIANT(a != NULL);
         a->epoch = m->view_epoch;
+        m->seats[s].error = moe_ok(); /* it is over */
     }
     moe_membership__log(m, MOE_LOG_INFO, "serving under epoch %" PRIu64, m->view_epoch);
 }
@@ -291,7 +312,10 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
         char why[MOE_MEMBERSHIP_REASON_BYTES];
         snprintf(why, sizeof why, "slot %u: %.120s", slot, error->text);
         moe_membership__keep_error(&m->seats[slot], error);
-        moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED, why);
+        moe_membership__end_epoch(m,
+                                  error->reason == MOE_REASON_CANNOT_GO_BACK ? MOE_CAUSE_NOT_TOLD
+                                                                             : MOE_CAUSE_NOT_FORMED,
+                                  why);
         return;
     }
     m->ready_mask |= UINT32_C(1) << slot;

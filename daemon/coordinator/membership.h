@@ -34,7 +34,8 @@ struct moe_membership_config {
     uint64_t shutdown_ns; /* time for a shutdown that names no limit */
     uint64_t backoff_ns;  /* pause after the first failed attempt; doubles up to backoff_max_ns */
     uint64_t backoff_max_ns;
-    uint32_t attempts_max; /* failed attempts in a row, then FAILED until a new worker registers */
+    uint32_t attempts_max; /* failed attempts in a row, then FAILED until a new worker registers;
+                              those that failed with CANNOT_GO_BACK do not count */
     const char *version;   /* release, "major.minor.patch"; lives as long as the machine */
 };
 
@@ -178,6 +179,7 @@ enum moe_membership_cause {
     MOE_CAUSE_LEFT,
     MOE_CAUSE_OUT_OF_STEP, /* a member came back without the epoch */
     MOE_CAUSE_NOT_FORMED,  /* a deadline, error or lost stream while forming */
+    MOE_CAUSE_NOT_TOLD,    /* CANNOT_GO_BACK: an operator has to say where to */
     MOE_CAUSE_COUNT
 };
 const char *moe_membership_cause_name(enum moe_membership_cause cause);
@@ -202,7 +204,8 @@ struct moe_membership_worker {
     uint64_t lease_remaining_ns;          /* 0 when gone */
     bool connected;                       /* its stream is open */
     struct moe_membership_heartbeat last; /* epoch: as reported */
-    const struct moe_status *error;       /* last failure; code MOE_OK = none */
+    const struct moe_status
+        *error; /* last failure since a view came in force; code MOE_OK = none */
 };
 
 void moe_membership_group(const struct moe_membership *m, struct moe_membership_group *out);

@@ -91,6 +91,8 @@ struct moe_membership {
 
     /* Attempts. `attempts` falls back to 0 when a view has lasted a lease, or a new worker came. */
     uint32_t attempts;
+    uint32_t
+        waits; /* attempts in a row that failed for want of an operator's word; not counted above */
     uint64_t next_try_ns;
     bool failed;
     bool degraded;  /* there was a view, and it was lost */

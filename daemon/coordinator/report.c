@@ -6,7 +6,7 @@
 const char *moe_membership_cause_name(enum moe_membership_cause cause)
 {
     static const char *const names[MOE_CAUSE_COUNT] = {
-        "lease_expired", "replaced", "peer_lost", "left", "out_of_step", "not_formed"};
+        "lease_expired", "replaced", "peer_lost", "left", "out_of_step", "not_formed", "not_told"};
     size_t i = (size_t)cause;
     return i < MOE_CAUSE_COUNT ? names[i] : "?";
 }
@@ -80,7 +80,7 @@ static void describe(const struct moe_membership *m, struct moe_membership_group
             snprintf(out->reason, size, "gave up: %.140s", m->trouble);
         break;
     case MOE_GROUP_FORMING:
-        snprintf(out->reason, size, "attempt %u%s%.120s", m->attempts + 1,
+        snprintf(out->reason, size, "attempt %u%s%.120s", m->attempts + m->waits + 1,
                  m->trouble[0] != '\0' ? "; last: " : "", m->trouble);
         break;
     case MOE_GROUP_DEGRADED:

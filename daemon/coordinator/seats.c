@@ -264,6 +264,7 @@ static void take_seat(struct moe_membership *m, uint64_t stream, uint32_t slot,
     moe_membership__copy_text(seat->worker_id, sizeof seat->worker_id, r->worker_id);
     moe_membership__copy_text(seat->endpoint, sizeof seat->endpoint, r->endpoint);
     m->attempts = 0;
+    m->waits = 0;
     m->failed = false;
     m->next_try_ns = m->now_ns;
     moe_membership__log(m, MOE_LOG_INFO, "slot %u: %s at %s", slot, seat->worker_id,

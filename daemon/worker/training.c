@@ -301,7 +301,7 @@ struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_
         if (knows_more(stand, best))
             best = stand;
         if (stand->chosen != 0 && told != NULL && strcmp(stand->choice, told->choice) != 0)
-            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
                              "workers were told to recover from %s and from %s",
                              name_or_model(told->choice), name_or_model(stand->choice));
         told = stand->chosen != 0 ? stand : told;
@@ -343,11 +343,22 @@ static struct moe_status restart(struct moe_train *t, const struct moe_train_dec
         MOE_TRY(moe_train__load_checkpoint(t));
     pthread_mutex_lock(&t->lock);
     t->torn = false;
+    t->went_back = true;
     pthread_mutex_unlock(&t->lock);
-    moe_log_warn("training went back to %s%s: lineage %llu, version %llu",
-                 d->checkpoint[0] != '\0' ? "checkpoint " : "the model as loaded", d->checkpoint,
-                 (unsigned long long)d->lineage, (unsigned long long)d->weights_version);
     return moe_ok();
+}
+
+void moe_train_in_force(struct moe_train *t)
+{
+    pthread_mutex_lock(&t->lock);
+    bool went_back = t->went_back;
+    bool to_model = t->checkpoint[0] == '\0';
+    t->went_back = false;
+    if (went_back)
+        moe_log_warn("training went back to %s%s: lineage %llu, version %llu",
+                     to_model ? "the model as loaded" : "checkpoint ", t->checkpoint,
+                     (unsigned long long)t->lineage, (unsigned long long)t->weights_version);
+    pthread_mutex_unlock(&t->lock);
 }
 
 void moe_train_note_problem(struct moe_train *t, const char *why)

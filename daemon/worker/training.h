@@ -76,8 +76,8 @@ struct moe_train_decision {
 /* `t` may be NULL: no training. */
 void moe_train_stand(struct moe_train *t, struct moe_train_stand *out);
 /* Pure: the same on all slots, because all see the same stands. `live`: whose stands count. Errors:
- * MOE_FAILED_PRECONDITION/CONFIG_INVALID (workers were started with different training, or told
- * different checkpoints to recover from). */
+ * MOE_FAILED_PRECONDITION/CONFIG_INVALID (workers were started with different training),
+ * CANNOT_GO_BACK (workers were told different checkpoints to recover from). */
 struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_t live,
                                    uint64_t epoch, struct moe_train_decision *out) MOE_CHECKED;
 /* [any thread] In place of the last checkpoint, the next time that the group has to go back; "" =
@@ -89,6 +89,8 @@ void moe_train_note_problem(struct moe_train *t, const char *why);
  * this reads the checkpoint and its part of the state. After a failure the state counts as torn. */
 struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_decision *d,
                                   uint32_t slot, uint32_t slots, uint64_t live) MOE_CHECKED;
+/* The view that was agreed on is in force: says in the log that training went back, if it did. */
+void moe_train_in_force(struct moe_train *t);
 
 /* -------------------------------------------------------------------------- calls */
 

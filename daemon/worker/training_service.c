@@ -6,9 +6,12 @@
 #include "moe/v1/training.pb-c.h"
 #include "worker/training_request.h"
 
+#include <fcntl.h>
 #include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 struct moe_training_service {
     struct moe_training_service_config config;
@@ -336,13 +339,31 @@ static struct moe_status submit_change(struct change *c)
     return st;
 }
 
-static struct moe_status check_service(const struct moe_training_service *s)
+/* What trainers do waits for the group, however long that takes. An operator who stands before the
+ * command line learns what it waits for. */
+static struct moe_status check_stuck(const struct moe_training_service *s,
+                                     const struct moe_train_call *call)
+{
+    struct moe_train_state state;
+    moe_train_read_state(s->config.training, &state);
+    if (state.problem[0] == '\0' || (call->kind != MOE_STEP_SAVE && call->kind != MOE_STEP_LOAD &&
+                                     call->kind != MOE_STEP_EXPORT))
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
+                     "the group does not serve: %.150s (`moectl training recover NAME`)",
+                     state.problem);
+}
+
+static struct moe_status check_service(const struct moe_training_service *s,
+                                       const struct moe_train_call *call)
 {
     uint64_t epoch;
     bool draining;
     moe_service_read(s->config.service, &epoch, &draining);
     if (draining)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, 100, "this worker is leaving");
+    if (epoch == 0)
+        MOE_TRY(check_stuck(s, call));
     if (epoch == 0)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 100,
                                "no view is in force: the group is forming, or lacks a worker");
@@ -364,7 +385,7 @@ static struct moe_status read_change(const struct moe_training_service *s, struc
     MOE_TRY(moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length));
     moe_rpc_arena_init(&arena, &allocator);
     MOE_TRY(read(s, &allocator, bytes, length, call));
-    return check_service(s);
+    return check_service(s, call);
 }
 
 static void change_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx, read_fn read)
@@ -621,6 +642,18 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
 
 /* --------------------------------------------------------------------- RecoverTraining */
 
+/* Only that: whether it can be taken is found out as the group forms. */
+static struct moe_status check_exists(const char *directory, const char *name)
+{
+    struct stat there;
+    int root = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    bool found = root >= 0 && fstatat(root, name, &there, AT_SYMLINK_NOFOLLOW) == 0 &&
+                 S_ISDIR(there.st_mode);
+    if (root >= 0)
+        close(root);
+    return found ? moe_ok() : invalid(NAME_INVALID, "there is no checkpoint %s", name);
+}
+
 static struct moe_status check_recovery(const struct moe_training_service *s,
                                         const Moe__V1__RecoverTrainingRequest *q)
 {
@@ -635,9 +668,12 @@ static struct moe_status check_recovery(const struct moe_training_service *s,
     if (!q->as_loaded && moe_train_configured(s->config.training)->directory == NULL)
         return invalid(UNSUPPORTED, "the workers were started without --training-dir");
     moe_service_read(s->config.service, &epoch, &draining);
-    return epoch == 0 ? moe_ok()
-                      : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                                  "the group serves: LoadCheckpoint takes another checkpoint");
+    if (epoch == 0 && !q->as_loaded)
+        return check_exists(moe_train_configured(s->config.training)->directory, q->name);
+    return epoch == 0
+               ? moe_ok()
+               : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                           "the group serves: use LoadCheckpoint (`moectl training load NAME`)");
 }
 
 static struct moe_status recover(const struct moe_training_service *s, struct moe_rpc_msg *m)

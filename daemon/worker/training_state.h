@@ -27,6 +27,7 @@ struct moe_train {
     bool torn;
     bool chosen; /* see moe_train_choose */
     char choice[MOE_TRAINING_NAME_MAX + 1];
+    bool went_back;                /* and no view has been in force since */
     char problem[MOE_STATUS_TEXT]; /* why the last restart failed; "" = it did not */
     uint32_t slot, slots;
     uint64_t live;

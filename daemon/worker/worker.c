@@ -254,17 +254,18 @@ static struct moe_status who_could_not(const struct moe_train_stand *stands, uin
 {
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         if ((live >> s & 1) != 0 && stands[s].torn != 0)
-            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                             "slot %u cannot go back to %s%s; it knows why", s,
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
+                             "slot %u cannot go back to %s%s: see what slot %u says", s,
                              d->checkpoint[0] != '\0' ? "checkpoint " : "the model as loaded",
-                             d->checkpoint);
+                             d->checkpoint, s);
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
                      "the slots went back to different states of training");
 }
 
 /* A group that does not stand at one state of training goes back, as a whole; see training.proto.
  * Reloading takes longer on one slot than on another, which the second exchange may not wait for:
- * the epoch does not form then, and in the next one all stand at the new state. */
+ * the epoch does not form then, and in the next one all stand at the new state. However long all
+ * that takes, nobody gives up. */
 static struct moe_status agree_on_training(struct moe_worker *w, const struct moe_group_view *v,
                                            struct moe_train_stand stands[MOE_MAX_SLOTS])
 {
@@ -278,6 +279,7 @@ static struct moe_status agree_on_training(struct moe_worker *w, const struct mo
     if (!decision.restart)
         return taken;
     struct moe_status met = exchange_proofs(w, v, stands); /* who could not tells the others so */
+    taken.reason = met.reason = MOE_REASON_CANNOT_GO_BACK;
     if (moe_failed(&taken))
         return taken;
     MOE_TRY(met);
@@ -338,6 +340,8 @@ static struct moe_status serve(void *ctx)
     MOE_TRY(moe_peers_start(w->peers));
     MOE_TRY(tell_service(w, w->view.epoch));
     set_epoch(w, w->view.epoch);
+    if (w->train != NULL)
+        moe_train_in_force(w->train);
     /* `drain` may come at any moment: it raises the flag first, so one of the two sees the other.
      */
     if (!atomic_load(&w->draining))

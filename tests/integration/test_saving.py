@@ -378,10 +378,21 @@ class Saving(unittest.TestCase):
             for name in ("", ".x", "a/b"):
                 self.assertEqual(refusal(self.recover, client.channel, name)[0],
                                  ("INVALID_ARGUMENT", "NAME_INVALID"))
+            self.assertEqual(refusal(self.recover, client.channel, "nosuch")[0],
+                             ("INVALID_ARGUMENT", "NAME_INVALID"))
+            # Who stands before it is told at once; the group goes on trying, however often it fails.
+            answer, error = refusal(client.load, "first", 30)
+            self.assertEqual(answer, ("FAILED_PRECONDITION", "CANNOT_GO_BACK"))
+            self.assertIn("moectl training recover", error.details())
+            self.assertEqual(refusal(client.save, "new", 30)[0], answer)
+            with wire.open_channel(g.address) as channel:
+                until(lambda: "slot-00001.safetensors" in str(wire.get_status(channel)))
             moectl("training", "recover", "first", "--endpoint", g.endpoints[0])
             g.wait_serving(epoch)
             state = client.state()
             self.assertEqual((state.checkpoint, state.steps, state.problem), ("first", 1, ""))
+            with wire.open_channel(g.address) as channel:
+                self.assertNotIn("slot-00001.safetensors", str(wire.get_status(channel)))
             self.assertEqual(client.ask(), first)
             # What was said has been done: next time it is the last checkpoint again.
             client.save("third", 35)

@@ -485,6 +485,36 @@ static void a_shutdown_waits_for_all_and_not_for_ever(void **unused)
     assert_int_equal(moe_membership_deadline(m), MOE_NEVER);
 }
 
+static void a_group_that_waits_for_an_operator_never_gives_up(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    struct moe_membership_worker w;
+    load_all(s);
+    struct moe_status stuck =
+        moe_error(MOE_DATA_LOSS, MOE_REASON_CANNOT_GO_BACK, "checkpoint e6: there is none");
+    uint64_t first = last_epoch;
+    for (uint64_t attempt = 0; attempt < 4 * ATTEMPTS; attempt++) {
+        assert_int_equal(last_epoch, first + attempt);
+        moe_membership_on_ready(m, now, s[1], last_epoch, &stuck);
+        carry_out();
+        if (attempt == ATTEMPTS) { /* at the longest pause by now */
+            pass(250, 0, s, SLOTS);
+            assert_int_equal(last_epoch, first + attempt);
+        }
+        pass(300, 0, s, SLOTS);
+        expect_state(MOE_GROUP_FORMING);
+        assert_non_null(strstr(group().reason, "checkpoint e6: there is none"));
+    }
+    assert_true(moe_membership_worker(m, 1, &w));
+    assert_int_equal(w.error->code, MOE_DATA_LOSS);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    expect_state(MOE_GROUP_SERVING);
+    assert_true(moe_membership_worker(m, 1, &w)); /* what was wrong is over */
+    assert_int_equal(w.error->code, MOE_OK);
+}
+
 static void a_view_that_keeps_breaking_is_given_up(void **unused)
 {
     (void)unused;
@@ -547,6 +577,7 @@ int main(void)
         STORY(another_model_gets_another_placement_version),
         STORY(a_group_of_another_size_starts_afresh_above_the_old_epochs),
         STORY(a_shutdown_waits_for_all_and_not_for_ever),
+        STORY(a_group_that_waits_for_an_operator_never_gives_up),
         STORY(a_view_that_keeps_breaking_is_given_up),
         STORY(blobs_out_of_turn_end_the_attempt),
     };

@@ -701,7 +701,7 @@ static void a_group_decides_together_where_to_go_on(void **state)
     assert_string_equal(d.checkpoint, "a");
     s[0].chosen = 1; /* and the other something else */
     assert_refused(moe_train_decide(s, 5, 6, &d), MOE_FAILED_PRECONDITION,
-                   MOE_REASON_CONFIG_INVALID);
+                   MOE_REASON_CANNOT_GO_BACK);
     s[2].choice[0] = '\0'; /* both: the model as loaded */
     assert_ok(moe_train_decide(s, 5, 6, &d));
     assert_string_equal(d.checkpoint, "");
