@@ -88,8 +88,8 @@ void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
                                    const struct moe_step_result *result);
 /* A ticket for what is under way in the training room; `ctx` is the engine. Takes the lock. */
 bool moe_engine__poke(void *ctx, const struct moe_train_call *call);
-/* The view is over: what is under way in the training room is lost, and who waits for it is told.
- */
+/* The view is over: what is under way in the training room is lost, who waits for it is told, and
+ * pokes are forgotten. */
 void moe_engine__drop_held(struct moe_engine *e);
 /* The lane's turn will not end. */
 void moe_engine__abandon_training(struct moe_engine *e, struct moe_lane *lane);

@@ -259,9 +259,22 @@ static void end_held(struct moe_engine *e, struct moe_status status,
     }
 }
 
+/* They speak of a Save or Load that has ended with its view; no later one has a ticket for them. */
+static void drop_pokes(struct moe_engine *e)
+{
+    for (struct moe_train_work *next, *w = e->calls.head; w != NULL; w = next) {
+        next = w->next;
+        if (!w->poke)
+            continue;
+        unlink_call(e, w);
+        end_call(e, w, reforming());
+    }
+}
+
 void moe_engine__drop_held(struct moe_engine *e)
 {
     const struct moe_train_answer none = {0};
+    drop_pokes(e);
     if (e->config.training == NULL)
         return;
     moe_train_give_up_job(e->config.training);

@@ -7,6 +7,7 @@
 #include "training_script.h"
 #include "worker/engine.h"
 #include "worker/training.h"
+#include "worker/training_state.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -621,6 +622,19 @@ static void a_call_that_is_forgotten_at_once_is_answered_whole(void **state)
     assert_refused(turn.refusal, MOE_ALREADY_EXISTS, MOE_REASON_ID_TOO_OLD);
 }
 
+static void a_poke_goes_with_its_view(void **state)
+{
+    const struct moe_train_call call = {.kind = MOE_STEP_SAVE, .id = 1, .poke = true};
+    (void)state;
+    assert_true(test.train->poke(test.train->poke_ctx, &call));
+    assert_int_equal(test.announced_count, 1);
+    moe_engine_stop_view(test.engine);
+    /* Nobody waits for it, so neither does a worker that leaves. */
+    assert_true(moe_engine_drain(test.engine, moe_clock_ns() + 10 * MOE_NS_PER_S));
+    begin_view();
+    assert_int_equal(test.announced_count, 1);
+}
+
 static void more_calls_than_may_wait_are_refused(void **state)
 {
     (void)state;
@@ -734,6 +748,7 @@ int main(void)
         with_engine(an_optimizer_step_that_all_refuse_has_not_happened),
         with_engine(passes_run_one_after_the_other),
         with_engine(a_call_that_is_forgotten_at_once_is_answered_whole),
+        with_engine(a_poke_goes_with_its_view),
         with_engine(more_calls_than_may_wait_are_refused),
         cmocka_unit_test(a_group_decides_together_where_to_go_on),
     };
