@@ -130,8 +130,10 @@ static struct moe_status carry(void *ctx, uint32_t thread, const void *what, uin
     MOE_TRY(await(hand->left[half]));
     MOE_TRY(o->source.read(o->source.ctx, o->source.at + first * element_bytes(o),
                            n * element_bytes(o), hand->pinned[half]));
-    MOE_TRY(send(o, hand->pinned[half], hand->landing, first, n, u->stream));
-    return MOE_CUDA(cudaEventRecord(hand->left[half], u->stream));
+    struct moe_status sent = send(o, hand->pinned[half], hand->landing, first, n, u->stream);
+    /* Also after a failure: it may have left a copy behind, which reads what is written next. */
+    struct moe_status recorded = MOE_CUDA(cudaEventRecord(hand->left[half], u->stream));
+    return moe_failed(&sent) ? sent : recorded;
 }
 
 /* ----------------------------------------------------------------------- calls */
