@@ -48,14 +48,22 @@ class TrainingGroup:
             raise unittest.SkipTest("%d workers need as many devices" % workers)
         self.family, self.extra, self.environment = family, extra, environment
         self.state = tempfile.mkdtemp(prefix="moed-train-")
-        self.coordinator, self.address = start(
-            COORDINATOR, "--listen", "127.0.0.1:0", "--workers", str(workers), "--state-dir",
-            self.state, "--lease-ms", str(lease_ms))
+        try:
+            self.coordinator, self.address = start(
+                COORDINATOR, "--listen", "127.0.0.1:0", "--workers", str(workers), "--state-dir",
+                self.state, "--lease-ms", str(lease_ms))
+        except BaseException:
+            shutil.rmtree(self.state, ignore_errors=True)
+            raise
         self.workers = [None] * workers
         self.endpoints = [""] * workers
-        for slot in range(workers):
-            self.start_worker(slot)
-        self.wait_serving()
+        try:
+            for slot in range(workers):
+                self.start_worker(slot)
+            self.wait_serving()
+        except BaseException:
+            self.stop()
+            raise
 
     def start_worker(self, slot, *extra):
         self.workers[slot], self.endpoints[slot] = start(
