@@ -233,6 +233,12 @@ static struct moe_status save_without_copy(struct moe_train_job *j, struct moe_s
     moe_checkpoint_copy_free(j->work.copy);
     j->work.copy = NULL;
     turn->refusal = moe_ok();
+    /* It may be the records that found no room; there is more of it now, or the Save fails. */
+    uint64_t unused;
+    MOE_TRY(
+        moe_train__together(&j->work, session, moe_train__pack_records, &turn->refusal, &unused));
+    if (moe_failed(&turn->refusal))
+        return moe_ok();
     return moe_train__run_save(&j->work, session, &turn->refusal, &outcome->bytes);
 }
 
@@ -244,9 +250,7 @@ static struct moe_status begin(struct moe_train *t, struct moe_session *session,
     uint64_t unused;
     MOE_TRY(create_job(t, call, &j));
     struct moe_status st = moe_train__together(&j->work, session, prepare, &turn->refusal, &unused);
-    bool poor = turn->refusal.code == MOE_RESOURCE_EXHAUSTED &&
-                turn->refusal.reason == MOE_REASON_OUT_OF_MEMORY;
-    if (!moe_failed(&st) && is_save(j) && poor)
+    if (!moe_failed(&st) && is_save(j) && moe_train__lacks_memory(&turn->refusal))
         st = save_without_copy(j, session, turn, outcome);
     else if (!moe_failed(&st) && !moe_failed(&turn->refusal)) {
         j->work.context.copy = j->work.copy;

@@ -48,6 +48,16 @@ static struct report report_of(struct phase *p)
     return r;
 }
 
+static bool is_poor(uint32_t code, uint32_t reason)
+{
+    return code == MOE_RESOURCE_EXHAUSTED && reason == MOE_REASON_OUT_OF_MEMORY;
+}
+
+bool moe_train__lacks_memory(const struct moe_status *st)
+{
+    return is_poor((uint32_t)st->code, (uint32_t)st->reason);
+}
+
 struct moe_status moe_train__conclude(const struct report *all, uint64_t live, uint64_t *bytes)
 {
     struct moe_status st = moe_ok();
@@ -56,7 +66,8 @@ struct moe_status moe_train__conclude(const struct report *all, uint64_t live, u
         if ((live >> s & 1) == 0)
             continue;
         *bytes += all[s].bytes;
-        if (all[s].code == MOE_OK)
+        bool said = moe_failed(&st) && !moe_train__lacks_memory(&st);
+        if (all[s].code == MOE_OK || (said && is_poor(all[s].code, all[s].reason)))
             continue;
         enum moe_code code =
             all[s].code <= MOE_UNAUTHENTICATED ? (enum moe_code)all[s].code : MOE_UNKNOWN;
@@ -176,7 +187,7 @@ struct moe_status moe_train__pack_records(struct work *w)
     struct moe_train *t = w->train;
     struct moe_ledger_outcome outcome = {0};
     struct moe_ledger *copy;
-    if (!moe_train__is_lowest(w))
+    if (!moe_train__is_lowest(w) || w->state.owned != NULL)
         return moe_ok();
     outcome.lineage = t->lineage;
     outcome.weights_version = t->weights_version;

@@ -33,9 +33,12 @@ bool moe_train__is_lowest(const struct work *w);
 
 struct report moe_train__report_of(const struct moe_status *st);
 /* What the group as a whole makes of finished phases: the failure of the lowest slot that failed,
- * so that all slots say the same; bytes of all. */
+ * so that all slots say the same; bytes of all. Lack of memory only where no slot has another
+ * reason: it can be helped, by a copy less. */
 struct moe_status moe_train__conclude(const struct report *all, uint64_t live,
                                       uint64_t *bytes) MOE_CHECKED;
+/* RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
+bool moe_train__lacks_memory(const struct moe_status *st);
 bool moe_train__any_running(const struct report *all, uint64_t live);
 
 /* Runs one phase on all slots. `*verdict`: how it went, the same everywhere; `*bytes`: over all
@@ -48,7 +51,7 @@ enum { SAVE_WRITE = 1, SAVE_COMMIT = 2, SAVE_TIDY = 3, SAVE_PHASES = 4 };
 extern const phase_fn moe_train__save_phases[SAVE_PHASES];
 struct moe_status moe_train__load_read(struct work *w) MOE_CHECKED;
 struct moe_status moe_train__load_take(struct work *w) MOE_CHECKED;
-/* Lowest slot: which calls will have been run when this Save has. */
+/* Lowest slot: which calls will have been run when this Save has. Once is enough. */
 struct moe_status moe_train__pack_records(struct work *w) MOE_CHECKED;
 /* Checkpoint `name` is where the group goes back to from now on. */
 void moe_train__note_checkpoint(struct moe_train *t, const char *name);

@@ -7,7 +7,7 @@
 #include "training_script.h"
 #include "worker/engine.h"
 #include "worker/training.h"
-#include "worker/training_state.h"
+#include "worker/training_phases.h" /* from within: pokes, and what a phase came to */
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -657,6 +657,35 @@ static void more_calls_than_may_wait_are_refused(void **state)
     assert_refused(test.clients[0].status, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
 }
 
+/* -------------------------------------------------------------- what a phase came to */
+
+static void lack_of_memory_is_the_verdict_only_where_nobody_has_another_reason(void **state)
+{
+    const struct moe_status poor =
+        moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no room");
+    const struct moe_status busy =
+        moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SAVE_RUNNING, "busy");
+    const struct moe_status full = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_IO, "full");
+    struct report all[MOE_MAX_SLOTS] = {0};
+    uint64_t bytes;
+    (void)state;
+    assert_ok(moe_train__conclude(all, 7, &bytes));
+    all[2] = moe_train__report_of(&poor);
+    struct moe_status st = moe_train__conclude(all, 7, &bytes);
+    assert_true(moe_train__lacks_memory(&st));
+    all[0] = moe_train__report_of(&poor);
+    all[1] = moe_train__report_of(&busy);
+    assert_refused(moe_train__conclude(all, 7, &bytes), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_SAVE_RUNNING);
+    all[2] = moe_train__report_of(&full); /* higher than the first reason */
+    assert_refused(moe_train__conclude(all, 7, &bytes), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_SAVE_RUNNING);
+    all[1] = moe_train__report_of(&poor);
+    assert_refused(moe_train__conclude(all, 7, &bytes), MOE_RESOURCE_EXHAUSTED, MOE_REASON_IO);
+    assert_refused(moe_train__conclude(all, 3, &bytes), MOE_RESOURCE_EXHAUSTED,
+                   MOE_REASON_OUT_OF_MEMORY);
+}
+
 /* ------------------------------------------------------------- where a group stands */
 
 static struct moe_train_stand stand_at(uint64_t lineage, uint64_t version, uint64_t calls,
@@ -750,6 +779,7 @@ int main(void)
         with_engine(a_call_that_is_forgotten_at_once_is_answered_whole),
         with_engine(a_poke_goes_with_its_view),
         with_engine(more_calls_than_may_wait_are_refused),
+        cmocka_unit_test(lack_of_memory_is_the_verdict_only_where_nobody_has_another_reason),
         cmocka_unit_test(a_group_decides_together_where_to_go_on),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
