@@ -425,7 +425,8 @@ static struct moe_status check_new(const struct moe_train *t, const struct moe_t
         c->kind == MOE_STEP_SAVE || c->kind == MOE_STEP_LOAD || c->kind == MOE_STEP_EXPORT;
     if (of_checkpoints && t->job != NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SAVE_RUNNING,
-                         "a checkpoint is being written or loaded: one at a time");
+                         "a checkpoint is being written or loaded: one at a time (%s)",
+                         moe_train__job_call(t)->name);
     if (c->kind == MOE_STEP_SET_FROZEN && (t->config.trainer.frozen & ~c->frozen) != 0)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "what was frozen when the workers were started cannot learn");
@@ -741,6 +742,14 @@ uint32_t moe_train_slot(struct moe_train *t)
     return slot;
 }
 
+/* [lock held] Of the steps that were run and the one that is under way: an id above it is free. */
+static uint64_t highest_id(const struct moe_train *t)
+{
+    const struct moe_train_call *job = moe_train__job_call(t);
+    uint64_t highest = moe_ledger_highest(t->ledger, "");
+    return job != NULL && job->id > highest ? job->id : highest;
+}
+
 void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
 {
     *out = (struct moe_train_state){0};
@@ -748,7 +757,7 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
     out->lineage = t->lineage;
     out->weights_version = t->weights_version;
     out->steps = t->steps;
-    out->last_step_id = moe_ledger_highest(t->ledger, "");
+    out->last_step_id = highest_id(t);
     out->state_bytes = t->state_bytes;
     out->backwards = t->backwards;
     out->frozen = t->frozen;

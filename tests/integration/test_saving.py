@@ -5,6 +5,7 @@ the test (gated_fsync.c)."""
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -12,7 +13,7 @@ import unittest
 
 import grpc
 
-from group import BUILD, main, moectl
+from group import BUILD, MOECTL, main, moectl
 import training as daemons
 from training import Trainer, golden_gradients, refusal, training_group
 import wire
@@ -108,6 +109,12 @@ class Saving(unittest.TestCase):
             client.close()
         return names
 
+    def moectl(self, g, code, text, *words):
+        done = subprocess.run([MOECTL, "training", *words, "--endpoint", g.endpoints[-1]],
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+        self.assertEqual(done.returncode, code, done.stdout)
+        self.assertIn(text, done.stdout)
+
     def names(self):
         return sorted(os.listdir(self.root))
 
@@ -121,12 +128,18 @@ class Saving(unittest.TestCase):
             self.close_gate()
             save = Background(Client(g).save, "slow", 15)
             until(lambda: self.saving(g) == {"slow"})
+            # Who asks for the next free id does not get that of what is under way.
+            self.assertEqual({client.state().last_step_id, other.state().last_step_id}, {15})
+            self.moectl(g, 7, "one at a time (slow)", "save", "more")
+            self.moectl(g, 7, "one at a time (slow)", "load", "more")
+            self.moectl(g, 0, "router      learns", "freeze", "none")
+            self.moectl(g, 0, "dropped", "zero-grad")
             for _ in range(50):
                 client.ask()
                 other.ask()
             undisturbed = client.train(2)
             # One at a time; the same again waits with the first.
-            for answer in (refusal(other.save, "more", 16), refusal(client.load, "slow", 17)):
+            for answer in (refusal(other.save, "more", 18), refusal(client.load, "slow", 19)):
                 self.assertEqual(answer[0], ("FAILED_PRECONDITION", "SAVE_RUNNING"))
             self.assertEqual(refusal(other.save, "more", 15)[0], ("ALREADY_EXISTS", "ID_REUSED"))
             self.assertEqual(refusal(other.optimizer_step, step=15)[0],

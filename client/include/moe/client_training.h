@@ -124,7 +124,7 @@ struct moe_client_train_state {
     uint64_t lineage;         /* rises when the group went back to a checkpoint, or loaded one */
     uint64_t weights_version; /* 1 after loading the model */
     uint64_t steps;           /* that moved something */
-    uint64_t last_step_id;    /* the highest that was run */
+    uint64_t last_step_id;    /* the highest that was run, or is under way */
     uint32_t backwards;       /* since the last step */
     enum moe_client_optimizer optimizer;
     struct moe_client_frozen frozen;

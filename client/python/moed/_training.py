@@ -70,7 +70,7 @@ lineage          rises whenever the group went back to a checkpoint, or loaded o
 weights_version  1 after loading the model
 steps            optimizer steps that moved something
 backwards        Backward calls since the last step
-last_step_id     the highest step_id that was run
+last_step_id     the highest step_id that was run, or that a save or load under way was given
 optimizer        "adamw" or "sgd"
 frozen           frozenset of "router", "experts", "shared"
 lora_rank        r of the adapters; 0: full training
