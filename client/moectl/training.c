@@ -332,6 +332,12 @@ static struct moe_status change(struct training *t, const struct action *a)
 static int run_change(struct training *t, const struct action *a)
 {
     struct moe_status st = change(t, a);
+    if (st.reason == MOE_REASON_GRADIENTS_PENDING) {
+        int code = moectl_fail(&st);
+        moectl_say("a trainer is between a backward pass and its step: try again, or let the trainer "
+                   "do it between its steps (Session.change of moed.torch)");
+        return code;
+    }
     if (st.code != MOE_OK)
         return t->trains ? moectl_fail(&st) : fail(&st);
     if (!t->common.json) {
@@ -415,7 +421,8 @@ const struct moectl_command moectl_training = {
              "  status         where training stands (without an action, too)\n"
              "  save NAME      write weights and optimizer state: directory NAME of the workers'\n"
              "                 training directory\n"
-             "  load NAME      take them from there; gradients become zero\n"
+             "  load NAME      take them from there: how a group that was started anew resumes;\n"
+             "                 gradients become zero\n"
              "  recover NAME   where a group that cannot go back to its last checkpoint is to go\n"
              "  recover-model  the same, to the model as loaded\n"
              "  export NAME    write the adapters as PEFT reads them\n"

@@ -112,12 +112,21 @@ def train(client, options):
                 step, losses[-1], remote.last.grad_norm, remote.last.weights_version))
 
 
-def plot(losses, options, client):
-    import matplotlib
+def canvas():
+    """matplotlib.pyplot, for files alone."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        sys.exit("--plot needs matplotlib: %s" % error)
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def plot(losses, options, client):
+    pyplot = canvas()
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(losses, linewidth=1.5, label="training loss")
     axes.axhline(floor(), color="grey", linestyle="--", linewidth=1,
@@ -151,6 +160,8 @@ def main():
     options = parser.parse_args()
     if (options.endpoint is None) == (options.model is None):
         parser.error("one of --endpoint and --model is needed")
+    if options.plot:
+        canvas()  # what is missing is better told before training than after it
     with contextlib.ExitStack() as stack:
         endpoint = options.endpoint or stack.enter_context(
             own_group(options.model, options.workers, options.moectl))
