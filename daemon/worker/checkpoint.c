@@ -94,7 +94,7 @@ struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context 
                                             bool *found)
 {
     int hidden = -1;
-    struct moe_status begun = moe_ckpt__begin(c->root, name, &hidden);
+    struct moe_status begun = moe_ckpt__begin(c, name, &hidden);
     *found = begun.reason == MOE_REASON_CHECKPOINT_EXISTS && find_own(c, name, state);
     if (*found)
         return moe_ok();
@@ -102,7 +102,7 @@ struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context 
     struct moe_status st = make_frame(c, hidden);
     close(hidden);
     if (moe_failed(&st))
-        moe_ckpt__abandon(c->root, name);
+        moe_ckpt__abandon(c, name);
     return named(st, name);
 }
 
@@ -219,7 +219,7 @@ struct moe_status moe_checkpoint_save_write(const struct moe_checkpoint_context 
     int hidden = -1, directory = -1;
     (void)state;
     *bytes = 0;
-    MOE_TRY(named(moe_ckpt__join(c->root, name, &hidden), name));
+    MOE_TRY(named(moe_ckpt__join(c, name, &hidden), name));
     struct moe_status st = moe_ckpt__open_dir(hidden, MOE_CKPT_STATE, &directory);
     if (!moe_failed(&st)) {
         st = write_part(c, hidden, directory, bytes);
@@ -480,7 +480,7 @@ struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context
                                              const struct moe_checkpoint_state *state)
 {
     int hidden = -1, directory = -1;
-    MOE_TRY(named(moe_ckpt__join(c->root, name, &hidden), name));
+    MOE_TRY(named(moe_ckpt__join(c, name, &hidden), name));
     struct moe_status st = moe_ckpt__open_dir(hidden, MOE_CKPT_STATE, &directory);
     if (!moe_failed(&st)) {
         st = check_model(c, hidden);
@@ -492,7 +492,7 @@ struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context
     if (!moe_failed(&st))
         st = moe_ckpt__go_on(c);
     if (!moe_failed(&st))
-        st = moe_ckpt__publish(c->root, name);
+        st = moe_ckpt__publish(c, name);
     return named(st, name);
 }
 
@@ -506,5 +506,5 @@ void moe_checkpoint_save_tidy(const struct moe_checkpoint_context *c, const char
 
 void moe_checkpoint_save_abandon(const struct moe_checkpoint_context *c, const char *name)
 {
-    moe_ckpt__abandon(c->root, name);
+    moe_ckpt__abandon(c, name);
 }

@@ -40,7 +40,7 @@ struct moe_checkpoint_context {
     const atomic_bool *cancel; /* once true, a phase ends with MOE_CANCELLED soon; NULL = never */
     _Atomic uint64_t
         *processed;  /* bytes taken from the copy, or checked, so far; NULL = not wanted */
-    uint64_t writer; /* a number of this process's own: Save says who wrote it */
+    uint64_t writer; /* a number of the lowest slot's process's own: says who writes it */
 };
 
 /* What this slot would write, in host memory: taken between two steps, so that the files can be

@@ -124,7 +124,7 @@ struct moe_status moe_checkpoint_export_begin(const struct moe_checkpoint_contex
         for (enum moe_weight w = MOE_WEIGHT_GATE; w <= MOE_WEIGHT_DOWN; w++)
             MOE_TRY(named(module_name(c, layer, w, 0, module), name));
     }
-    MOE_TRY(named(moe_ckpt__begin(c->root, name, &hidden), name));
+    MOE_TRY(named(moe_ckpt__begin(c, name, &hidden), name));
     close(hidden);
     return moe_ok();
 }
@@ -134,7 +134,7 @@ struct moe_status moe_checkpoint_export_write(const struct moe_checkpoint_contex
 {
     int hidden = -1;
     *bytes = 0;
-    MOE_TRY(named(moe_ckpt__join(c->root, name, &hidden), name));
+    MOE_TRY(named(moe_ckpt__join(c, name, &hidden), name));
     struct moe_status st = write_part(c, hidden, bytes);
     close(hidden);
     return named(st, name);
@@ -443,7 +443,7 @@ struct moe_status moe_checkpoint_export_commit(const struct moe_checkpoint_conte
         moe_log_warn("adapter %s has the experts' adapters only; routers and shared experts were "
                      "not frozen from the beginning and may have learnt too",
                      name);
-    MOE_TRY(named(moe_ckpt__join(c->root, name, &hidden), name));
+    MOE_TRY(named(moe_ckpt__join(c, name, &hidden), name));
     struct moe_status st = join_parts(c, hidden);
     if (!moe_failed(&st))
         st = write_config(c, hidden);
@@ -451,11 +451,11 @@ struct moe_status moe_checkpoint_export_commit(const struct moe_checkpoint_conte
         st = moe_ckpt__sync(hidden);
     close(hidden);
     if (!moe_failed(&st))
-        st = moe_ckpt__publish(c->root, name);
+        st = moe_ckpt__publish(c, name);
     return named(st, name);
 }
 
 void moe_checkpoint_export_abandon(const struct moe_checkpoint_context *c, const char *name)
 {
-    moe_ckpt__abandon(c->root, name);
+    moe_ckpt__abandon(c, name);
 }

@@ -10,6 +10,8 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -56,9 +58,11 @@ struct moe_status moe_ckpt__open_dir(int at, const char *name, int *fd)
     return st;
 }
 
-void moe_ckpt__hidden_name(char hidden[MOE_CKPT_HIDDEN_MAX], const char *name)
+static void hidden_name(char hidden[MOE_CKPT_HIDDEN_MAX], const struct moe_checkpoint_context *c,
+                        const char *name)
 {
-    snprintf(hidden, MOE_CKPT_HIDDEN_MAX, ".%.*s.saving", MOE_CHECKPOINT_NAME_MAX, name);
+    snprintf(hidden, MOE_CKPT_HIDDEN_MAX, ".%.*s.%016" PRIx64 ".saving", MOE_CHECKPOINT_NAME_MAX,
+             name, c->writer);
 }
 
 static struct moe_status check_name(const char *name)
@@ -82,8 +86,30 @@ static bool ends_with(const char *text, const char *end)
     return n > m && strcmp(text + n - m, end) == 0;
 }
 
-/* What a process left that could not tidy up, whatever it was to be called. One checkpoint is
- * written at a time, so nobody needs it. */
+/* Out of sight of who may still write it and would give it its name: what is renamed to that is
+ * whole, or is not found any more. */
+static void sweep_one(int root, const char *name)
+{
+    static const char saving[] = ".saving", removed[] = ".removed";
+    char doomed[NAME_MAX + sizeof removed];
+    struct moe_status st = moe_ok();
+    snprintf(doomed, sizeof doomed, "%s", name);
+    if (ends_with(name, saving)) {
+        snprintf(doomed, sizeof doomed, "%.*s%s", (int)(strlen(name) - strlen(saving)), name,
+                 removed);
+        st = moe_ckpt__remove_tree(root, doomed);
+        if (!moe_failed(&st) && renameat(root, name, root, doomed) != 0 && errno != ENOENT)
+            st = moe_ckpt__io("renaming");
+    }
+    if (!moe_failed(&st))
+        st = moe_ckpt__remove_tree(root, doomed);
+    if (moe_failed(&st)) /* somebody writes into it: the next Save finds it again */
+        moe_log_warn("%s, which a Save left, could not be removed: %s", name, st.text);
+}
+
+/* What a process left that could not tidy up, whatever it was to be called. The group writes one
+ * checkpoint at a time, and has waited for what its members had given up: what is there is of
+ * nobody, or of a process that is not of the group any more. */
 static struct moe_status sweep(int root)
 {
     struct moe_status st = moe_ok();
@@ -95,22 +121,23 @@ static struct moe_status sweep(int root)
             close(fd);
         return st;
     }
-    for (struct dirent *e = readdir(names); e != NULL && !moe_failed(&st); e = readdir(names))
+    for (struct dirent *e = readdir(names); e != NULL; e = readdir(names))
         if (e->d_name[0] == '.' &&
             (ends_with(e->d_name, ".saving") || ends_with(e->d_name, ".removed")))
-            st = moe_ckpt__remove_tree(root, e->d_name);
+            sweep_one(root, e->d_name);
     closedir(names);
     return st;
 }
 
-struct moe_status moe_ckpt__begin(const char *root, const char *name, int *hidden)
+struct moe_status moe_ckpt__begin(const struct moe_checkpoint_context *c, const char *name,
+                                  int *hidden)
 {
     int fd = -1;
     struct stat there;
     char directory[MOE_CKPT_HIDDEN_MAX];
     MOE_TRY(check_name(name));
-    MOE_TRY(moe_ckpt__open_root(root, &fd));
-    moe_ckpt__hidden_name(directory, name);
+    MOE_TRY(moe_ckpt__open_root(c->root, &fd));
+    hidden_name(directory, c, name);
     struct moe_status st = moe_ok();
     if (fstatat(fd, name, &there, AT_SYMLINK_NOFOLLOW) == 0) {
         st = exists(name);
@@ -127,13 +154,14 @@ done:
     return st;
 }
 
-struct moe_status moe_ckpt__join(const char *root, const char *name, int *hidden)
+struct moe_status moe_ckpt__join(const struct moe_checkpoint_context *c, const char *name,
+                                 int *hidden)
 {
     int fd = -1;
     char directory[MOE_CKPT_HIDDEN_MAX];
     MOE_TRY(check_name(name));
-    MOE_TRY(moe_ckpt__open_root(root, &fd));
-    moe_ckpt__hidden_name(directory, name);
+    MOE_TRY(moe_ckpt__open_root(c->root, &fd));
+    hidden_name(directory, c, name);
     struct moe_status st = moe_ckpt__open_dir(fd, directory, hidden);
     close(fd);
     return moe_error_context(st, "the lowest slot's directory (is it the same file system?)");
@@ -159,12 +187,12 @@ static struct moe_status rename_new(int root, const char *from, const char *to)
     return renameat(root, from, root, to) == 0 ? moe_ok() : moe_ckpt__io("renaming");
 }
 
-struct moe_status moe_ckpt__publish(const char *root, const char *name)
+struct moe_status moe_ckpt__publish(const struct moe_checkpoint_context *c, const char *name)
 {
     int fd = -1;
     char directory[MOE_CKPT_HIDDEN_MAX];
-    MOE_TRY(moe_ckpt__open_root(root, &fd));
-    moe_ckpt__hidden_name(directory, name);
+    MOE_TRY(moe_ckpt__open_root(c->root, &fd));
+    hidden_name(directory, c, name);
     struct moe_status st = rename_new(fd, directory, name);
     if (!moe_failed(&st)) {
         struct moe_status synced = moe_ckpt__sync(fd);
@@ -175,12 +203,12 @@ struct moe_status moe_ckpt__publish(const char *root, const char *name)
     return st;
 }
 
-void moe_ckpt__abandon(const char *root, const char *name)
+void moe_ckpt__abandon(const struct moe_checkpoint_context *c, const char *name)
 {
     int fd = -1;
     char directory[MOE_CKPT_HIDDEN_MAX];
-    moe_ckpt__hidden_name(directory, name);
-    struct moe_status st = moe_ckpt__open_root(root, &fd);
+    hidden_name(directory, c, name);
+    struct moe_status st = moe_ckpt__open_root(c->root, &fd);
     if (!moe_failed(&st)) {
         st = moe_ckpt__remove_tree(fd, directory);
         close(fd);

@@ -13,7 +13,7 @@
 #define MOE_CKPT_RECORDS  "records.bin"
 
 enum {
-    MOE_CKPT_HIDDEN_MAX = MOE_CHECKPOINT_NAME_MAX + 16,
+    MOE_CKPT_HIDDEN_MAX = MOE_CHECKPOINT_NAME_MAX + 32,
     MOE_CKPT_FILE_MAX = 32,
     MOE_CKPT_TENSOR_MAX = 80,
     MOE_CKPT_JSON_BYTES_MAX = 256 << 20
@@ -28,17 +28,19 @@ struct moe_status moe_ckpt__no_memory(void) MOE_CHECKED;
 struct moe_status moe_ckpt__open_root(const char *root, int *fd) MOE_CHECKED;
 /* NOT_FOUND/IO where there is none. */
 struct moe_status moe_ckpt__open_dir(int at, const char *name, int *fd) MOE_CHECKED;
-/* ".NAME.saving": no client can name it. */
-void moe_ckpt__hidden_name(char hidden[MOE_CKPT_HIDDEN_MAX], const char *name);
-/* A fresh hidden directory for `name`; CHECKPOINT_EXISTS where the name is taken. What crashed
- * processes left under hidden names is removed. */
-struct moe_status moe_ckpt__begin(const char *root, const char *name, int *hidden) MOE_CHECKED;
+/* A fresh hidden directory for `name`, ".NAME.WRITER.saving": no client can name it, and no process
+ * that was the writer before touches it. CHECKPOINT_EXISTS where the name is taken. What crashed
+ * processes left under hidden names is removed; failures of that are logged. */
+struct moe_status moe_ckpt__begin(const struct moe_checkpoint_context *c, const char *name,
+                                  int *hidden) MOE_CHECKED;
 /* Opens the hidden directory of `name`. */
-struct moe_status moe_ckpt__join(const char *root, const char *name, int *hidden) MOE_CHECKED;
+struct moe_status moe_ckpt__join(const struct moe_checkpoint_context *c, const char *name,
+                                 int *hidden) MOE_CHECKED;
 /* The hidden directory becomes `name`, durably. */
-struct moe_status moe_ckpt__publish(const char *root, const char *name) MOE_CHECKED;
+struct moe_status moe_ckpt__publish(const struct moe_checkpoint_context *c,
+                                    const char *name) MOE_CHECKED;
 /* Removes the hidden directory; failures are logged. */
-void moe_ckpt__abandon(const char *root, const char *name);
+void moe_ckpt__abandon(const struct moe_checkpoint_context *c, const char *name);
 /* Removes `name` in `at` with all that it holds. */
 struct moe_status moe_ckpt__remove_tree(int at, const char *name) MOE_CHECKED;
 /* A new file, synced. `sha256` may be NULL. */

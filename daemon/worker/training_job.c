@@ -210,13 +210,19 @@ static struct moe_status save_running(void)
                      "a checkpoint is being written or loaded: one at a time");
 }
 
-/* What has to happen while no step runs. */
-static struct moe_status prepare(struct work *w)
+struct moe_status moe_train__settle_old(struct work *w)
 {
     struct moe_train *t = w->train;
     if (t->old != NULL && !atomic_load(&t->old->over))
         return save_running();
     tidy_old(t);
+    return moe_ok();
+}
+
+/* What has to happen while no step runs. */
+static struct moe_status prepare(struct work *w)
+{
+    MOE_TRY(moe_train__settle_old(w));
     if (w->call->kind != MOE_STEP_SAVE)
         return moe_ok();
     MOE_TRY(moe_train__pack_records(w));
@@ -322,7 +328,6 @@ static struct moe_status settle(struct moe_train *t, struct moe_session *session
 static struct moe_status look(struct moe_train_job *j, struct moe_session *session,
                               struct report all[MOE_MAX_SLOTS], bool *cancelled)
 {
-    const struct moe_backend *backend = j->work.train->config.backend;
     bool over = atomic_load(&j->over);
     struct report mine = over ? moe_train__report_of(&j->status) : (struct report){.running = 1};
     mine.bytes = over ? j->work.bytes : 0;
@@ -330,8 +335,7 @@ static struct moe_status look(struct moe_train_job *j, struct moe_session *sessi
     mine.found = over && j->work.found;
     mine.weights_version = mine.found ? j->work.state.weights_version : 0;
     mine.steps = mine.found ? j->work.state.steps : 0;
-    memset(all, 0, MOE_MAX_SLOTS * sizeof *all);
-    MOE_TRY(backend->session_exchange(session, &mine, all, sizeof mine));
+    MOE_TRY(moe_train__exchange(&j->work, session, &mine, all));
     *cancelled = true;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         *cancelled = *cancelled && ((j->asked >> s & 1) == 0 || all[s].unwanted != 0);

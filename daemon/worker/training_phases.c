@@ -38,6 +38,19 @@ struct report moe_train__report_of(const struct moe_status *st)
     return r;
 }
 
+struct moe_status moe_train__exchange(struct work *w, struct moe_session *session,
+                                      struct report *mine, struct report all[MOE_MAX_SLOTS])
+{
+    _Static_assert(sizeof *mine <= 256, "what a session exchanges");
+    mine->writer = w->train->writer;
+    memset(all, 0, MOE_MAX_SLOTS * sizeof *all);
+    MOE_TRY(w->train->config.backend->session_exchange(session, mine, all, sizeof *mine));
+    uint64_t writer = all[__builtin_ctzll(w->context.live)].writer;
+    if (w->context.writer != writer) /* once: later on a thread may be reading it */
+        w->context.writer = writer;
+    return moe_ok();
+}
+
 static struct report report_of(struct phase *p)
 {
     struct report r = {.running = !atomic_load(&p->over)};
@@ -115,7 +128,6 @@ bool moe_train__any_running(const struct report *all, uint64_t live)
 struct moe_status moe_train__together(struct work *w, struct moe_session *session, phase_fn run,
                                       struct moe_status *verdict, uint64_t *bytes)
 {
-    const struct moe_backend *backend = w->train->config.backend;
     struct report all[MOE_MAX_SLOTS];
     struct phase p = {.work = w, .run = run};
     struct moe_status st = moe_ok();
@@ -127,8 +139,7 @@ struct moe_status moe_train__together(struct work *w, struct moe_session *sessio
         if (!atomic_load(&p.over))
             (void)nanosleep(&(struct timespec){.tv_nsec = EXCHANGE_PAUSE_NS}, NULL);
         struct report mine = report_of(&p);
-        memset(all, 0, sizeof all);
-        st = backend->session_exchange(session, &mine, all, sizeof mine);
+        st = moe_train__exchange(w, session, &mine, all);
     } while (!moe_failed(&st) && moe_train__any_running(all, w->context.live));
     if (threaded)
         (void)pthread_join(thread, NULL);
@@ -325,18 +336,20 @@ static struct moe_status export_commit(struct work *w)
 static struct moe_status run_export(struct work *w, struct moe_session *session,
                                     struct moe_status *verdict, uint64_t *bytes)
 {
-    static const phase_fn phases[] = {export_begin, export_write, export_commit};
+    enum { BEGUN = 2, PHASES = 4 };
+    static const phase_fn phases[PHASES] = {moe_train__settle_old, export_begin, export_write,
+                                            export_commit};
     uint64_t more;
     *bytes = 0;
     struct moe_status st = moe_ok();
     size_t done = 0;
-    for (; done < 3; done++) {
+    for (; done < PHASES; done++) {
         st = moe_train__together(w, session, phases[done], verdict, &more);
         if (moe_failed(&st) || moe_failed(verdict))
             break;
         *bytes += more;
     }
-    if (done > 0 && done < 3 && moe_train__is_lowest(w))
+    if (done >= BEGUN && done < PHASES && moe_train__is_lowest(w))
         moe_checkpoint_export_abandon(&w->context, w->call->name);
     return st;
 }

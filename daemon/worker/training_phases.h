@@ -25,6 +25,7 @@ struct report {
     uint16_t unwanted, found;
     uint64_t bytes;
     uint64_t weights_version, steps; /* with `found` */
+    uint64_t writer;                 /* of this slot's process */
     char text[184];
 };
 
@@ -32,6 +33,11 @@ struct moe_checkpoint_context moe_train__context_of(const struct moe_train *t);
 bool moe_train__is_lowest(const struct work *w);
 
 struct report moe_train__report_of(const struct moe_status *st);
+/* Tells each other how the slots stand; `mine->writer` need not be set. From then on the context's
+ * writer is the lowest slot's, on all slots. A failure is the session's. */
+struct moe_status moe_train__exchange(struct work *w, struct moe_session *session,
+                                      struct report *mine,
+                                      struct report all[MOE_MAX_SLOTS]) MOE_CHECKED;
 /* What the group as a whole makes of finished phases: the failure of the lowest slot that failed,
  * so that all slots say the same; bytes of all. Lack of memory only where no slot has another
  * reason: it can be helped, by a copy less. */
@@ -50,6 +56,9 @@ struct moe_status moe_train__together(struct work *w, struct moe_session *sessio
 enum { SAVE_WRITE = 1, SAVE_COMMIT = 2, SAVE_TIDY = 3, SAVE_PHASES = 4 };
 extern const phase_fn moe_train__save_phases[SAVE_PHASES];
 struct moe_status moe_train__load_read(struct work *w) MOE_CHECKED;
+/* What a Save or Load that was given up left here is removed; FAILED_PRECONDITION/SAVE_RUNNING
+ * while its thread still runs. training_job.c. */
+struct moe_status moe_train__settle_old(struct work *w) MOE_CHECKED;
 struct moe_status moe_train__load_take(struct work *w) MOE_CHECKED;
 /* Lowest slot: which calls will have been run when this Save has. Once is enough. */
 struct moe_status moe_train__pack_records(struct work *w) MOE_CHECKED;

@@ -118,6 +118,10 @@ class Saving(unittest.TestCase):
     def names(self):
         return sorted(os.listdir(self.root))
 
+    def hidden(self, name):
+        """Directories in which a checkpoint `name` is being written."""
+        return [n for n in self.names() if n.startswith(".%s." % name) and n.endswith(".saving")]
+
     # ---------------------------------------------------------------------- beside a Save
 
     def everything_goes_on(self, workers, *extra):
@@ -183,7 +187,7 @@ class Saving(unittest.TestCase):
                 self.addCleanup(os.remove, path)
             self.close_gate()
             save = Background(Client(g).save, "poor", 15)
-            until(lambda: ".poor.saving" in self.names())
+            until(lambda: self.hidden("poor"))
             ask = Background(client.ask)
             ask.thread.join(0.5)
             self.assertTrue(ask.thread.is_alive())  # forward passes wait
@@ -265,6 +269,69 @@ class Saving(unittest.TestCase):
             for worker in g.workers:
                 worker.wait(timeout=60)
         self.assertEqual(self.names(), [])
+
+    def test_a_worker_that_left_while_its_disk_hung_touches_nothing_of_its_successors(self):
+        with self.group(2, "--drain-ms", "300") as g:
+            epoch = g.info().epoch
+            self.close_gate()
+            first = Background(Client(g, 1).save, "cut", 15)  # hangs before slot 1 has a part in it
+            until(lambda: self.hidden("cut"))
+            left, old = g.workers[0], self.hidden("cut")
+            left.terminate()
+            first.thread.join()
+            self.assertEqual(first.error.code(), grpc.StatusCode.UNAVAILABLE)
+            gate, self.gate = self.gate, self.root + ".gate-of-successor"
+            self.addCleanup(lambda: os.path.exists(gate) and os.remove(gate))
+            g.environment = {**g.environment, "MOE_TEST_GATE": self.gate}
+            g.start_worker(0)
+            g.wait_serving(above=epoch)
+            self.close_gate()
+            second = Background(Client(g, 1).save, "cut", 16)
+            until(lambda: len(self.hidden("cut")) == 1 and self.hidden("cut") != old)
+            mine = self.hidden("cut")
+            self.assertIsNone(left.poll())
+            os.remove(gate)
+            left.wait(timeout=60)
+            self.assertEqual(self.hidden("cut"), mine)
+            self.open_gate()
+            second.result()
+            self.assertEqual(self.names(), ["cut"])
+            Client(g, 1).load("cut", 17)
+
+    def test_adapters_are_exported_once_a_save_that_was_given_up_has_ended(self):
+        with self.group(2, "--wait-budget-ms", "500", *LORA) as g:
+            client = Client(g)
+            epoch = g.info().epoch
+            self.close_gate()
+            save = Background(Client(g).save, "slow", 15)
+            until(lambda: self.hidden("slow"))
+            g.workers[1].send_signal(signal.SIGSTOP)
+            try:
+                Background(client.ask)
+                save.thread.join()
+                self.assertEqual(wire.error_reason(save.error)[0], "REFORMING")
+            finally:
+                g.workers[1].send_signal(signal.SIGCONT)
+            g.wait_serving(epoch)
+            held = self.hidden("slow")
+            self.assertEqual(refusal(self.export, client, "adapters", 16)[0],
+                             ("FAILED_PRECONDITION", "SAVE_RUNNING"))
+            self.assertEqual((len(held), self.hidden("slow")), (1, held))
+            self.open_gate()
+            until(lambda: self.exported(client))
+            self.assertEqual(self.names(), ["adapters"])
+
+    def export(self, client, name, step):
+        return wire.train(client.channel, "ExportAdapter",
+                          training.ExportAdapterRequest(step_id=step, name=name))
+
+    def exported(self, client):
+        try:
+            self.export(client, "adapters", 16)
+            return True
+        except grpc.RpcError as error:
+            self.assertEqual(wire.error_reason(error)[0], "SAVE_RUNNING")
+            return False
 
     # ---------------------------------------------------------------------- nobody recorded
 
@@ -457,8 +524,9 @@ class Saving(unittest.TestCase):
             moectl("training", "zero-grad", "--step-id", "7", "--endpoint", g.endpoints[0])
 
     def test_what_a_crash_left_goes_with_the_next_save_of_any_name(self):
-        os.mkdir(os.path.join(self.root, ".old.saving"))
-        os.mkdir(os.path.join(self.root, ".older.removed"))
+        for left in (".old.saving", ".old.removed", ".older.removed",
+                     ".new.0123456789abcdef.saving"):
+            os.makedirs(os.path.join(self.root, left, "optimizer"))
         os.mkdir(os.path.join(self.root, ".notes"))
         with self.group(1) as g:
             Client(g).save("new", 1)
