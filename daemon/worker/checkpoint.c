@@ -293,7 +293,10 @@ struct moe_status moe_ckpt__read_manifest(int directory, json_t **out)
 /* A checkpoint of the root; others' directories have no manifest and are left alone. */
 struct kept {
     char name[MOE_CHECKPOINT_NAME_MAX + 1];
+    char parent[MOE_CHECKPOINT_NAME_MAX + 1];
+    uint64_t writer;
     json_int_t sequence; /* higher = newer */
+    bool counts;         /* for retention */
 };
 
 static int newest_first(const void *a, const void *b)
@@ -317,6 +320,13 @@ static bool read_kept(int root, const char *name, struct kept *out)
         return false;
     strcpy(out->name, name);
     out->sequence = json_integer_value(json_object_get(m, "sequence"));
+    out->counts = false;
+    const char *save = json_string_value(json_object_get(m, "save"));
+    out->writer = save != NULL ? strtoull(save, NULL, 16) : 0;
+    out->parent[0] = '\0';
+    const char *parent = json_string_value(json_object_get(m, "parent"));
+    if (parent != NULL && strlen(parent) <= MOE_CHECKPOINT_NAME_MAX)
+        strcpy(out->parent, parent);
     json_decref(m);
     return true;
 }
@@ -379,16 +389,38 @@ static struct moe_status remove_kept(int root, const char *name)
     return moe_ckpt__remove_tree(root, hidden);
 }
 
-static struct moe_status keep_newest(const char *path, const char *newest, uint32_t keep)
+/* Of a root that other trainings may use too: what this process has written, and what `newest` came
+ * from. Newest first, so a parent lies behind its child; one that does not is another checkpoint,
+ * which got the parent's name later. */
+static void count_ours(struct kept *list, size_t count, const char *newest, uint64_t writer)
+{
+    const char *ancestor = newest;
+    for (size_t i = 0; i < count; i++) {
+        bool descends = ancestor[0] != '\0' && strcmp(list[i].name, ancestor) == 0;
+        if (descends)
+            ancestor = list[i].parent;
+        list[i].counts = descends || list[i].writer == writer;
+    }
+}
+
+static struct moe_status keep_newest(const struct moe_checkpoint_context *c, const char *newest,
+                                     uint32_t keep)
 {
     int root = -1;
     struct kept *list = NULL;
     size_t count = 0;
-    MOE_TRY(moe_ckpt__open_root(path, &root));
+    uint32_t counted = 0;
+    MOE_TRY(moe_ckpt__open_root(c->root, &root));
     struct moe_status st = list_kept(root, &list, &count);
-    for (size_t i = keep; i < count && !moe_failed(&st); i++)
-        if (strcmp(list[i].name, newest) != 0)
-            st = remove_kept(root, list[i].name);
+    count_ours(list, count, newest, c->writer);
+    for (size_t i = 0; i < count && !moe_failed(&st); i++) {
+        if (!list[i].counts || counted++ < keep || strcmp(list[i].name, newest) == 0)
+            continue;
+        st = remove_kept(root, list[i].name);
+        if (!moe_failed(&st))
+            moe_log_info("checkpoint %s removed: %s and the %" PRIu32 " before it stay",
+                         list[i].name, newest, keep - 1);
+    }
     free(list);
     close(root);
     return st;
@@ -423,13 +455,13 @@ static struct moe_status fill_manifest(const struct moe_checkpoint_context *c, j
                          "a number of the training state is too large for a manifest");
     MOE_TRY(next_sequence(c->root, &sequence));
     name_save(c, s, save);
-    json_t *more =
-        json_pack("{s:s, s:I, s:s, s:I, s:o, s:I, s:I, s:I, s:I, s:{s:I, s:s}, s:[]}", "format",
-                  FORMAT, "format_version", (json_int_t)FORMAT_VERSION, "save", save, "sequence",
-                  sequence, "settings", moe_ckpt__settings(c), "lineage", (json_int_t)s->lineage,
-                  "weights_version", (json_int_t)s->weights_version, "steps", (json_int_t)s->steps,
-                  "frozen", (json_int_t)s->frozen, "records", "bytes", (json_int_t)s->record_bytes,
-                  "sha256", records_hash, "slots");
+    json_t *more = json_pack(
+        "{s:s, s:I, s:s, s:s, s:I, s:o, s:I, s:I, s:I, s:I, s:{s:I, s:s}, s:[]}", "format", FORMAT,
+        "format_version", (json_int_t)FORMAT_VERSION, "save", save, "parent", s->parent, "sequence",
+        sequence, "settings", moe_ckpt__settings(c), "lineage", (json_int_t)s->lineage,
+        "weights_version", (json_int_t)s->weights_version, "steps", (json_int_t)s->steps, "frozen",
+        (json_int_t)s->frozen, "records", "bytes", (json_int_t)s->record_bytes, "sha256",
+        records_hash, "slots");
     if (more == NULL || json_object_update(m, more) != 0) {
         json_decref(more);
         return moe_ckpt__no_memory();
@@ -499,7 +531,7 @@ struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context
 void moe_checkpoint_save_tidy(const struct moe_checkpoint_context *c, const char *name,
                               uint32_t keep)
 {
-    struct moe_status st = keep > 0 ? keep_newest(c->root, name, keep) : moe_ok();
+    struct moe_status st = keep > 0 ? keep_newest(c, name, keep) : moe_ok();
     if (moe_failed(&st))
         moe_log_warn("old checkpoints could not be removed: %s", st.text);
 }

@@ -55,9 +55,11 @@ uint64_t moe_checkpoint_copy_bytes(const struct moe_checkpoint_copy *copy);
 /* What a checkpoint says about training beside its tensors. The same on all slots. */
 struct moe_checkpoint_state {
     uint64_t lineage, weights_version;
-    uint64_t steps;         /* t of AdamW */
-    uint32_t frozen;        /* bits of enum moe_param_group */
-    uint64_t save[5];       /* the Save that writes it: id and content. Not after read */
+    uint64_t steps;   /* t of AdamW */
+    uint32_t frozen;  /* bits of enum moe_param_group */
+    uint64_t save[5]; /* the Save that writes it: id and content. Not after read */
+    char parent[MOE_CHECKPOINT_NAME_MAX + 1]; /* the checkpoint that the state came from or went to
+                                                 last; "" = none. Not after read */
     const uint8_t *records; /* the ledger, packed (worker/ledger.h); opaque. Only for commit and
                                after read */
     size_t record_bytes;
@@ -75,7 +77,9 @@ void moe_checkpoint_state_free(struct moe_checkpoint_state *s);
  *   commit  lowest slot: index, manifest, sync, rename. The checkpoint exists from the rename on:
  *           a failure after it is logged and not reported
  *   tidy    lowest slot, once all slots know that `name` is where they would go back to: removes
- *           all but the `keep` newest (0 = nothing is removed). Failures are logged */
+ *           all but the `keep` newest (0 = nothing is removed) of those that this process has
+ *           written and those that `name` came from (its parent, the parent's, ...). What others
+ *           have written stays, and does not count. What is removed, and failures, are logged */
 struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context *c,
                                             const char *name, struct moe_checkpoint_state *state,
                                             bool *found) MOE_CHECKED;

@@ -105,6 +105,7 @@ static struct moe_status create_job(struct moe_train *t, const struct moe_train_
                                       .weights_version = t->weights_version,
                                       .steps = t->steps,
                                       .frozen = t->frozen}};
+    strcpy(j->work.state.parent, t->checkpoint);
     j->work.context.cancel = &j->cancel;
     j->work.context.processed = &j->processed;
     *out = j;

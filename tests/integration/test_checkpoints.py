@@ -233,6 +233,22 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual(refusal(client.load, "x", 6)[0], ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
             client.load("w", 7)
 
+    def test_what_other_trainings_saved_is_kept(self):
+        with self.group(1) as g:
+            client = Client(g)
+            for i, name in enumerate(["full-1", "full-2"]):
+                client.save(name, i + 1)
+        with self.group(1) as g:  # begins anew, in the same directory
+            client = Client(g)
+            client.save("other-1", 1)
+            client.save("other-2", 2, keep=1)
+            self.assertEqual(sorted(os.listdir(self.root)), ["full-1", "full-2", "other-2"])
+        with self.group(1) as g:  # goes on from one of them
+            client = Client(g)
+            client.load("full-2", 5)
+            client.save("full-3", 6, keep=2)
+            self.assertEqual(sorted(os.listdir(self.root)), ["full-2", "full-3", "other-2"])
+
     def test_names_stay_inside_the_root(self):
         outside = tempfile.mkdtemp(prefix="moed-outside-")
         self.addCleanup(shutil.rmtree, outside, ignore_errors=True)

@@ -142,7 +142,8 @@ struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t time
 struct moe_client_checkpoint {
     struct moe_client_change change;
     const char *name; /* 1 to 64 characters of [A-Za-z0-9._-], no dot first */
-    uint32_t keep;    /* save: only this many newest ones stay; 0 = all */
+    uint32_t
+        keep; /* save: only this many newest stay of those the group saved or came from; 0 = all */
     /* answer */
     uint64_t weights_version;  /* save, load: of the weights in it; from now on */
     uint64_t answered_lineage; /* load: the new one */

@@ -207,7 +207,8 @@ class TrainingCalls:
 
     def save_checkpoint(self, name, *, step_id, lineage=0, keep=0, timeout=None):
         """Writes weights and optimizer state into directory `name` of the workers' training root,
-        while forward passes and training go on; afterwards only the `keep` newest stay (0: all).
+        while forward passes and training go on; afterwards only the `keep` newest stay of those
+        that this group saved or came from (0: all; other trainings' are never removed).
         Called off when `timeout` is over. Returns Checkpoint."""
         answer = self._train("SaveCheckpoint", training_pb2.SaveCheckpointRequest(
             step_id=_check_id("step_id", step_id), lineage=lineage,
