@@ -305,6 +305,8 @@ static void print_tail(const char *path)
         if (from[-1] == '\n' && from != text + n && ++lines == TAIL_LINES)
             break;
     fprintf(stderr, "--- the end of %s:\n%s---\n", path, from);
+    if (strstr(from, "cannot listen on ") != NULL)
+        moectl_say("other ports: --port P, or --port 0 for any");
 }
 
 void moectl_daemons_report(const struct moectl_daemon *daemon)

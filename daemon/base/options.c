@@ -64,6 +64,21 @@ static struct moe_status parse_bool(const struct moe_option *o, const char *text
     return moe_ok();
 }
 
+static struct moe_status parse_choice(const struct moe_option *o, const char *text)
+{
+    size_t length = strlen(text);
+    for (const char *at = o->metavar; *at != '\0';) {
+        size_t n = strcspn(at, "|");
+        if (n == length && strncmp(at, text, n) == 0) {
+            *(const char **)o->value = text;
+            return moe_ok();
+        }
+        at += n + (at[n] == '|');
+    }
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "'%.64s' is none of %s", text,
+                     o->metavar);
+}
+
 static struct moe_status assign(const struct moe_option *o, const char *text)
 {
     switch (o->kind) {
@@ -72,6 +87,7 @@ static struct moe_status assign(const struct moe_option *o, const char *text)
     case MOE_OPTION_BYTES: return parse_uint(o, text);
     case MOE_OPTION_DOUBLE: return parse_double(o, text);
     case MOE_OPTION_STRING: *(const char **)o->value = text; return moe_ok();
+    case MOE_OPTION_CHOICE: return parse_choice(o, text);
     }
     return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "option %s has no kind", o->name);
 }
@@ -192,7 +208,9 @@ struct moe_status moe_options_parse(const struct moe_option *table, size_t count
 
 static void print_default(FILE *to, const struct moe_option *o)
 {
-    const char *text = o->kind == MOE_OPTION_STRING ? *(const char *const *)o->value : NULL;
+    const char *text = o->kind == MOE_OPTION_STRING || o->kind == MOE_OPTION_CHOICE
+                           ? *(const char *const *)o->value
+                           : NULL;
     if (text != NULL)
         fprintf(to, " [%s]", text);
     else if (o->kind == MOE_OPTION_UINT && *(uint64_t *)o->value != MOE_OPTION_UNSET)

@@ -19,6 +19,7 @@ enum moe_option_kind {
     MOE_OPTION_DOUBLE, /* double, finite, within [min, max] */
     MOE_OPTION_BYTES,  /* uint64_t; 4096, 64K, 16M, 2G (powers of 1024) */
     MOE_OPTION_STRING, /* const char *: points into argv or into memory owned by the result */
+    MOE_OPTION_CHOICE, /* the same, one of those that `metavar` lists: "off|adamw|sgd" */
 };
 
 /* Preset of a UINT that has no default; the help prints none. */

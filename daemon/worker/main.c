@@ -73,15 +73,16 @@ static bool can_keep_checkpoints(const char *directory)
 static const char *check_training(const struct settings *s)
 {
     uint32_t bits;
-    if (strcmp(s->training, "off") != 0 && strcmp(s->training, "adamw") != 0 &&
-        strcmp(s->training, "sgd") != 0)
-        return "--training is off, adamw or sgd";
     if (strcmp(s->training, "off") == 0 && s->lora_rank > 0)
         return "--lora-rank needs --training";
     if (strcmp(s->training, "off") == 0 && s->training_dir != NULL)
         return "--training-dir needs --training";
+    static char no_directory[320]; /* outlives the answer */
+    (void)snprintf(no_directory, sizeof no_directory,
+                   "--training-dir: %.240s does not exist or cannot be written into",
+                   s->training_dir != NULL ? s->training_dir : "");
     if (s->training_dir != NULL && !can_keep_checkpoints(s->training_dir))
-        return "--training-dir is not a directory that this worker may write into";
+        return no_directory;
     if (!read_frozen(s, &bits))
         return "--freeze is a list of router, experts, shared";
     if (!read_targets(s, &bits) || bits == 0)
@@ -230,9 +231,10 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     const struct moe_backend *backend = moe_backend_find(s->backend);
     if (backend == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
-                         "this build has no backend \"%s\"", s->backend);
+                         "this build has no backend \"%s\"; --backend cpu serves on the processor",
+                         s->backend);
     enum moe_gemm gemm = MOE_GEMM_AUTO;
-    (void)moe_gemm_parse(s->gemm, &gemm); /* check_settings has */
+    (void)moe_gemm_parse(s->gemm, &gemm); /* it is one of the choices */
     struct run run = {0};
     struct moe_metrics *metrics = NULL;
     enum moe_transport transport = MOE_TRANSPORT_AUTO;
@@ -267,7 +269,11 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     MOE_TRY_GOTO(st, watch(&run), out);
     MOE_TRY_GOTO(st, moe_metrics_create(&metrics), out);
     config.metrics = metrics;
-    MOE_TRY_GOTO(st, moe_worker_start(&config, &run.worker), out);
+    st = moe_worker_start(&config, &run.worker);
+    if (moe_failed(&st) && moe_backend_find("auto") != backend && strcmp(s->backend, "cuda") == 0)
+        st = moe_error_context(st, "no usable GPU here; --backend cpu serves on the processor");
+    if (moe_failed(&st))
+        goto out;
     st = serve_until_ended(&run, common, metrics);
 out:
     moe_worker_stop(run.worker);
@@ -282,22 +288,12 @@ out:
 static const char *check_settings(const void *ctx)
 {
     const struct settings *s = ctx;
-    bool known_backend = strcmp(s->backend, "cpu") == 0 || strcmp(s->backend, "cuda") == 0 ||
-                         strcmp(s->backend, "auto") == 0;
     if (s->model == NULL)
         return "--model is required";
     if (s->coordinator == NULL)
         return "--coordinator is required";
     if (moe_pow2_ceil((uint32_t)s->max_tokens_per_step) != s->max_tokens_per_step)
         return "--max-tokens-per-step is a power of two";
-    if (!known_backend)
-        return "--backend is cpu, cuda or auto";
-    enum moe_gemm gemm;
-    if (!moe_gemm_parse(s->gemm, &gemm))
-        return "--gemm is hopper, cublas or auto";
-    enum moe_transport unused;
-    if (!moe_transport_find(s->transport, &unused))
-        return "--transport is auto, nvlink or network";
     const char *training = check_training(s);
     if (training != NULL)
         return training;
@@ -342,15 +338,16 @@ int main(int argc, char **argv)
          "Address for clients and peers; port 0 = any"},
         {"advertise", 0, MOE_OPTION_STRING, &s.advertise, 0, 0, "HOST:PORT",
          "Address that clients and peers are told, where it is another"},
-        {"backend", 'b', MOE_OPTION_STRING, &s.backend, 0, 0, "NAME", "cpu, cuda or auto"},
-        {"transport", 0, MOE_OPTION_STRING, &s.transport, 0, 0, "NAME",
-         "How rows travel between GPUs: nvlink, network or auto; the same on all workers"},
+        {"backend", 'b', MOE_OPTION_CHOICE, &s.backend, 0, 0, "cpu|cuda|auto",
+         "What computes; auto: a GPU where there is one"},
+        {"transport", 0, MOE_OPTION_CHOICE, &s.transport, 0, 0, "auto|nvlink|network",
+         "How rows travel between GPUs; the same on all workers"},
         {"device", 'd', MOE_OPTION_UINT, &s.device, 0, 255, "N",
          "GPU to use; ignored by the CPU backend"},
         {"threads", 't', MOE_OPTION_UINT, &s.threads, 0, 1024, "N",
          "Compute threads of the CPU backend; 0 = all cores"},
-        {"gemm", 0, MOE_OPTION_STRING, &s.gemm, 0, 0, "NAME",
-         "What multiplies bf16 on a GPU: hopper, cublas, or auto"},
+        {"gemm", 0, MOE_OPTION_CHOICE, &s.gemm, 0, 0, "auto|hopper|cublas",
+         "What multiplies bf16 on a GPU"},
         {"worker-id", 0, MOE_OPTION_STRING, &s.worker_id, 0, 0, "NAME",
          "Stable identity; host name and port when not given"},
         {"slot", 0, MOE_OPTION_UINT, &s.slot, 0, ANY_SLOT, "N", "Seat to ask for; 16 = any"},
@@ -368,8 +365,8 @@ int main(int argc, char **argv)
          "How long a step waits for a peer before it is lost"},
         {"drain-ms", 0, MOE_OPTION_UINT, &s.drain_ms, 0, 3600000, "MS",
          "Time to finish requests after SIGTERM"},
-        {"training", 0, MOE_OPTION_STRING, &s.training, 0, 0, "OPTIMIZER",
-         "off, adamw or sgd: offer TrainingService and keep what this optimizer needs"},
+        {"training", 0, MOE_OPTION_CHOICE, &s.training, 0, 0, "off|adamw|sgd",
+         "Offer TrainingService and keep what this optimizer needs"},
         {"freeze", 0, MOE_OPTION_STRING, &s.freeze, 0, 0, "LIST",
          "What never learns, of router,experts,shared; it takes no memory"},
         {"lora-rank", 0, MOE_OPTION_UINT, &s.lora_rank, 0, 512, "R",

@@ -13,7 +13,7 @@ static struct values {
     bool verbose;
     uint64_t workers, memory, layer;
     double rate;
-    const char *name, *config;
+    const char *name, *optimizer, *config;
 } v;
 
 static const struct moe_option table[] = {
@@ -22,6 +22,7 @@ static const struct moe_option table[] = {
     {"memory", 0, MOE_OPTION_BYTES, &v.memory, 4096, 0, "SIZE", "Budget"},
     {"rate", 0, MOE_OPTION_DOUBLE, &v.rate, 0, 10, "X", "Rate"},
     {"name", 0, MOE_OPTION_STRING, &v.name, 0, 0, "NAME", "Name"},
+    {"optimizer", 0, MOE_OPTION_CHOICE, &v.optimizer, 0, 0, "off|adamw|sgd", "Optimizer"},
     {"layer", 0, MOE_OPTION_UINT, &v.layer, 0, 99, "L", "Layer (required)"},
     {"config", 'c', MOE_OPTION_STRING, &v.config, 0, 0, "FILE", "Settings"},
 };
@@ -80,6 +81,9 @@ static void flags_are_read_in_every_spelling(void **unused)
     assert_int_equal(first, 2);
     ok(parse(f_n, four, NULL));
     assert_int_equal(v.workers, 4);
+    char f_optimizer[] = "--optimizer", sgd[] = "sgd";
+    ok(parse(f_optimizer, sgd, NULL));
+    assert_string_equal(v.optimizer, "sgd");
     char size[] = "64M", rate[] = "2.5", name[] = "x y";
     ok(parse(f_memory, size, f_rate, rate, f_name, name, NULL));
     assert_int_equal(v.memory, 64 << 20);
@@ -107,6 +111,10 @@ static void bad_flags_are_refused_with_their_name(void **unused)
         {"--rate", "11", "rate"},
         {"--rate", "-1", "rate"},
         {"--rate", "1,5", "rate"},
+        {"--optimizer", "adam", "--optimizer: 'adam' is none of off|adamw|sgd"},
+        {"--optimizer", "adamw2", "optimizer"},
+        {"--optimizer", "off|adamw", "optimizer"},
+        {"--optimizer", "", "optimizer"},
         {"-x", "1", "unknown"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -147,6 +155,7 @@ static void bad_files_are_refused_with_the_line(void **unused)
         {"[group]\nworkers = 7\n", "'workers' is in section [group]"},
         {"workers = 7\nname = ok\nnonsense\n", ":3"},
         {"verbose = perhaps\n", "verbose"},
+        {"name = x\noptimizer = adamw # comment\n", ":2: optimizer: 'adamw # comment' is none of"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char *path = write_config(cases[i][0]);
