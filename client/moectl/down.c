@@ -4,12 +4,13 @@
 #include "state.h"
 
 #include "base/clock.h"
+#include "moe/v1/training.pb-c.h"
 
 #include <signal.h>
 #include <string.h>
 #include <unistd.h>
 
-enum { CALL_LIMIT_MS = 5000, POLL_MS = 50 };
+enum { CALL_LIMIT_MS = 5000, POLL_MS = 50, STATE_LIMIT_MS = 500 };
 
 struct down {
     struct moectl_common common;
@@ -21,6 +22,32 @@ static uint64_t call_deadline(uint64_t deadline_ns)
 {
     uint64_t limit = moe_clock_ns() + CALL_LIMIT_MS * MOE_NS_PER_MS;
     return limit < deadline_ns ? limit : deadline_ns;
+}
+
+/* Tells what training is lost with the group. Only that: whoever does not answer at once is not
+ * waited for, and no failure here is one of `down`. */
+static void say_unsaved(const char *worker, uint64_t deadline_ns)
+{
+    struct moectl_link *link = NULL;
+    ProtobufCMessage *answer = NULL;
+    Moe__V1__GetTrainStateRequest request = MOE__V1__GET_TRAIN_STATE_REQUEST__INIT;
+    uint64_t limit = moe_clock_ns() + STATE_LIMIT_MS * MOE_NS_PER_MS;
+    struct moe_status st = moectl_link_open(worker, &link);
+    if (st.code == MOE_OK)
+        st = moectl_link_call(link, "/moe.v1.TrainingService/GetTrainState", &request.base,
+                              limit < deadline_ns ? limit : deadline_ns,
+                              &moe__v1__get_train_state_response__descriptor, &answer);
+    moectl_link_close(link);
+    if (st.code != MOE_OK)
+        return;
+    const Moe__V1__GetTrainStateResponse *s = (const void *)answer;
+    bool some = s->checkpoint[0] != '\0';
+    if (s->unsaved_steps != 0)
+        moectl_say("%llu optimizer step%s since %s%s %s not saved",
+                   (unsigned long long)s->unsaved_steps, s->unsaved_steps == 1 ? "" : "s",
+                   some ? "checkpoint " : "the model was loaded", some ? s->checkpoint : "",
+                   s->unsaved_steps == 1 ? "was" : "were");
+    protobuf_c_message_free_unpacked(answer, NULL);
 }
 
 static struct moe_status ask(const struct down *d, struct moectl_link *link, uint64_t deadline_ns)
@@ -70,6 +97,8 @@ static struct moe_status down_by_endpoint(const struct down *d, uint64_t deadlin
     for (size_t i = 0; i < status->n_workers && count <= MOE_MAX_SLOTS; i++)
         if (status->workers[i]->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE)
             endpoints[count++] = status->workers[i]->endpoint;
+    if (count > 1)
+        say_unsaved(endpoints[1], deadline_ns);
     struct moe_status st = ask(d, link, deadline_ns);
     moectl_link_close(link);
     if (st.code == MOE_OK)
@@ -108,6 +137,8 @@ static struct moe_status end_local(const struct down *d, int directory, uint64_t
 {
     struct moectl_group group;
     MOE_TRY(moectl_state_read(directory, &group));
+    if (group.count > 1)
+        say_unsaved(group.processes[1].endpoint, deadline_ns);
     struct moe_status st = drain_local(d, &group, deadline_ns);
     if (st.code != MOE_OK) {
         moectl_say("the coordinator cannot drain the group: %s", st.text);

@@ -57,7 +57,8 @@ static void print_table(const Moe__V1__GetTrainStateResponse *s)
             printf(" %s", s->lora_targets[i]);
         printf("\n");
     }
-    printf("checkpoint  %s\n", s->checkpoint[0] != '\0' ? s->checkpoint : "none");
+    printf("checkpoint  %s", s->checkpoint[0] != '\0' ? s->checkpoint : "none");
+    printf(s->unsaved_steps != 0 ? "; %" PRIu64 " steps since\n" : "\n", s->unsaved_steps);
     bool saving = s->saving[0] != '\0';
     if (saving || s->loading[0] != '\0')
         printf("%s     %s: %.1f of %.1f MiB of this worker\n", saving ? "saving " : "loading",
@@ -334,8 +335,9 @@ static int run_change(struct training *t, const struct action *a)
     struct moe_status st = change(t, a);
     if (st.reason == MOE_REASON_GRADIENTS_PENDING) {
         int code = moectl_fail(&st);
-        moectl_say("a trainer is between a backward pass and its step: try again, or let the trainer "
-                   "do it between its steps (Session.change of moed.torch)");
+        moectl_say(
+            "a trainer is between a backward pass and its step: try again, or let the trainer "
+            "do it between its steps (Session.change of moed.torch)");
         return code;
     }
     if (st.code != MOE_OK)

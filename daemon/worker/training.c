@@ -333,7 +333,7 @@ static struct moe_status restart(struct moe_train *t, const struct moe_train_dec
     pthread_mutex_lock(&t->lock);
     moe_train__begin_lineage(t, d->lineage, d->weights_version);
     moe_ledger_reset(t->ledger);
-    t->steps = 0;
+    t->steps = t->unsaved = 0;
     t->frozen = t->config.trainer.frozen;
     memset(t->checkpoint, 0, sizeof t->checkpoint);
     memcpy(t->checkpoint, d->checkpoint, MOE_TRAINING_NAME_MAX);
@@ -535,6 +535,7 @@ static struct moe_status step_optimizer(struct moe_train *t, struct moe_session 
     o->nonfinite = result.nonfinite;
     t->backwards = 0;
     t->steps += !result.nonfinite;
+    t->unsaved += !result.nonfinite;
     t->weights_version += !result.nonfinite;
     pthread_mutex_unlock(&t->lock);
     if (t->metrics.steps != NULL)
@@ -757,6 +758,7 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
     out->lineage = t->lineage;
     out->weights_version = t->weights_version;
     out->steps = t->steps;
+    out->unsaved = t->unsaved;
     out->last_step_id = highest_id(t);
     out->state_bytes = t->state_bytes;
     out->backwards = t->backwards;

@@ -213,6 +213,7 @@ uint64_t moe_train_weights_version(struct moe_train *t);
 struct moe_train_state {
     uint64_t lineage, weights_version, steps, last_step_id, state_bytes, saved_bytes,
         saved_bytes_limit;
+    uint64_t unsaved; /* steps since the state of `checkpoint`, or since the model was loaded */
     uint32_t backwards, frozen;
     char checkpoint[MOE_TRAINING_NAME_MAX + 1];
     enum moe_step_kind job; /* MOE_STEP_SAVE or MOE_STEP_LOAD while one is under way; 0 = none */

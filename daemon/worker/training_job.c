@@ -300,7 +300,7 @@ static struct moe_status take(struct moe_train_job *j, struct moe_session *sessi
     pthread_mutex_lock(&t->lock);
     moe_train__begin_lineage(t, t->lineage + 1, t->weights_version + 1);
     pthread_mutex_unlock(&t->lock);
-    moe_train__note_checkpoint(t, j->call.name);
+    moe_train__note_checkpoint(t, j->call.name, t->steps);
     return moe_ok();
 }
 
@@ -377,7 +377,7 @@ static bool next_phase(struct moe_train_job *j, const struct report *all)
     if (take_found(j, all))
         j->phase = SAVE_COMMIT;
     if (is_save(j) && j->phase == SAVE_COMMIT)
-        moe_train__note_checkpoint(j->work.train, j->call.name);
+        moe_train__note_checkpoint(j->work.train, j->call.name, j->outcome.steps);
     return ++j->phase >= phase_count(j);
 }
 

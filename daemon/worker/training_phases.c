@@ -239,11 +239,12 @@ static struct moe_status save_tidy(struct work *w)
 const phase_fn moe_train__save_phases[SAVE_PHASES] = {save_begin, save_write, save_commit,
                                                       save_tidy};
 
-void moe_train__note_checkpoint(struct moe_train *t, const char *name)
+void moe_train__note_checkpoint(struct moe_train *t, const char *name, uint64_t steps)
 {
     pthread_mutex_lock(&t->lock);
     memset(t->checkpoint, 0, sizeof t->checkpoint);
     strncpy(t->checkpoint, name, MOE_TRAINING_NAME_MAX);
+    t->unsaved = t->steps - (steps < t->steps ? steps : t->steps); /* taken beside the Save */
     pthread_mutex_unlock(&t->lock);
 }
 
@@ -260,7 +261,7 @@ struct moe_status moe_train__run_save(struct work *w, struct moe_session *sessio
             break;
         *bytes += more;
         if (done == SAVE_COMMIT)
-            moe_train__note_checkpoint(w->train, w->call->name);
+            moe_train__note_checkpoint(w->train, w->call->name, w->state.steps);
     }
     /* Else begin's is not ours, or there is nothing more to undo. */
     if (done > 0 && done <= SAVE_COMMIT && moe_train__is_lowest(w))
@@ -288,6 +289,7 @@ static struct moe_status take_tensors(struct moe_train *t,
     pthread_mutex_lock(&t->lock);
     struct moe_status st = moe_ledger_unpack(t->ledger, state->records, state->record_bytes);
     t->steps = state->steps;
+    t->unsaved = 0;
     t->frozen = frozen;
     t->backwards = 0;
     pthread_mutex_unlock(&t->lock);

@@ -62,8 +62,8 @@ struct moe_status moe_train__settle_old(struct work *w) MOE_CHECKED;
 struct moe_status moe_train__load_take(struct work *w) MOE_CHECKED;
 /* Lowest slot: which calls will have been run when this Save has. Once is enough. */
 struct moe_status moe_train__pack_records(struct work *w) MOE_CHECKED;
-/* Checkpoint `name` is where the group goes back to from now on. */
-void moe_train__note_checkpoint(struct moe_train *t, const char *name);
+/* Checkpoint `name`, of the state after `steps`, is where the group goes back to from now on. */
+void moe_train__note_checkpoint(struct moe_train *t, const char *name, uint64_t steps);
 /* All of it while the engine waits. */
 struct moe_status moe_train__run_save(struct work *w, struct moe_session *session,
                                       struct moe_status *verdict, uint64_t *bytes) MOE_CHECKED;

@@ -616,6 +616,7 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
     a.lineage = state.lineage;
     a.weights_version = state.weights_version;
     a.steps = state.steps;
+    a.unsaved_steps = state.unsaved;
     a.backwards = state.backwards;
     a.last_step_id = state.last_step_id;
     a.optimizer = (Moe__V1__Optimizer)c->optimizer;

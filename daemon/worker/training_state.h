@@ -22,6 +22,7 @@ struct moe_train {
     uint64_t lineage;         /* 0: no view has been agreed on yet */
     uint64_t weights_version; /* 1 after loading; never falls */
     uint64_t steps;
+    uint64_t unsaved; /* that moved something since the state of `checkpoint`, or since loading */
     uint32_t backwards, frozen;
     char checkpoint[MOE_TRAINING_NAME_MAX + 1];
     bool torn;

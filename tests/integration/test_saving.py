@@ -13,7 +13,7 @@ import unittest
 
 import grpc
 
-from group import BUILD, MOECTL, main, moectl
+from group import BUILD, MOECTL, main, model_directory, moectl
 import training as daemons
 from training import Trainer, golden_gradients, refusal, training_group
 import wire
@@ -160,8 +160,10 @@ class Saving(unittest.TestCase):
             self.assertEqual((self.saving(g), client.state().checkpoint), ({""}, "slow"))
             self.assertEqual(self.names(), ["slow"])
             self.assertTrue(client.save("slow", 15).repeated)
+            self.assertEqual(client.state().unsaved_steps, 1)  # beside it
             client.load("slow", 30)
             self.assertEqual(client.state().steps, before.steps)
+            self.assertEqual(client.state().unsaved_steps, 0)
             self.assertEqual(client.train(2), undisturbed)
         shutil.rmtree(os.path.join(self.root, "slow"))
 
@@ -171,6 +173,30 @@ class Saving(unittest.TestCase):
 
     def test_the_same_with_adapters(self):
         self.everything_goes_on(2, *LORA)
+
+    def test_down_tells_what_was_not_saved(self):
+        with tempfile.TemporaryDirectory() as folder:
+            config, state = os.path.join(folder, "train.conf"), os.path.join(folder, "state")
+            os.mkdir(os.path.join(folder, "ckpt"))
+            with open(config, "w") as file:
+                file.write("training = adamw\ntraining-dir = %s/ckpt\n" % folder)
+            for saved, said in ((None, "2 optimizer steps since the model was loaded were not"),
+                                ("one", "1 optimizer step since checkpoint one was not saved"),
+                                ("all", "")):
+                up = moectl("up", "--model", model_directory(FAMILY), "--workers", "2", "--port",
+                            "0", "--worker-config", config, "--state-dir", state, "--detach")
+                client = Trainer(up.stdout.split()[0])
+                layer, x, dy = next((layer, x, dy) for layer, tokens, x, dy, _
+                                    in golden_gradients(FAMILY) if tokens == 37)
+                for number in (1, 2):
+                    client.backward(layer, dy, x, client.forward(layer, x), batch=number)
+                    client.optimizer_step(step=10 * number, expected_backwards=1)
+                    if saved == ("one" if number == 1 else "all"):
+                        moectl("training", "save", saved, "--state-dir", state)
+                client.close()
+                done = moectl("down", "--state-dir", state)
+                self.assertIn(said, done.stderr)
+                self.assertEqual("saved" in done.stderr, said != "")
 
     # ------------------------------------------------------------------- no room for a copy
 

@@ -63,7 +63,7 @@ repeated         the answer is that of an earlier call
 TrainState = collections.namedtuple(
     "TrainState", "lineage weights_version steps backwards last_step_id optimizer frozen lora_rank "
     "lora_scale lora_targets checkpoint state_bytes saved_bytes saved_bytes_limit "
-    "saving loading problem")
+    "saving loading problem unsaved_steps")
 TrainState.__doc__ = """Where training stands, as the worker that was asked knows it.
 
 lineage          rises whenever the group went back to a checkpoint, or loaded one
@@ -81,6 +81,7 @@ state_bytes      of gradients and optimizer state on this worker
 saved_bytes      of saved forward passes on this worker; saved_bytes_limit is their limit
 saving, loading  checkpoint that is being written, or checked; "" for none
 problem          why the group could not go back to its checkpoint, and does not serve; "" otherwise
+unsaved_steps    optimizer steps since the state of `checkpoint`, or without one since the model was loaded
 """
 
 _PARTS = ("router", "experts", "shared")
@@ -203,7 +204,7 @@ class TrainingCalls:
             frozenset(part for part in _PARTS if getattr(answer, part + "_frozen")),
             answer.lora_rank, answer.lora_alpha, tuple(answer.lora_targets), answer.checkpoint,
             answer.state_bytes, answer.saved_bytes, answer.saved_bytes_limit, answer.saving,
-            answer.loading, answer.problem)
+            answer.loading, answer.problem, answer.unsaved_steps)
 
     def save_checkpoint(self, name, *, step_id, lineage=0, keep=0, timeout=None):
         """Writes weights and optimizer state into directory `name` of the workers' training root,
