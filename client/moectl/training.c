@@ -11,11 +11,13 @@
 
 #include <inttypes.h>
 #include <string.h>
+#include <time.h>
 
 enum {
     NAME_BYTES = 64,
-    STEP_ID_TRIES = 8
-}; /* trainers may take the id that was free a moment ago */
+    STEP_ID_TRIES = 8, /* trainers may take the id that was free a moment ago */
+    LATE_TRIES = 20
+};
 
 struct training {
     struct moectl_common common;
@@ -330,6 +332,32 @@ static struct moe_status change(struct training *t, const struct action *a)
     return st;
 }
 
+/* What a Save whose time is over has become: workers call it off when they next look up. */
+static int tell_late_save(const struct training *t, const struct moe_status *late)
+{
+    struct moectl_common common = t->common;
+    common.timeout_s = 1;
+    struct timespec pause = {.tv_nsec = 100 * 1000 * 1000};
+    bool running = true, written = false;
+    for (int i = 0; i < LATE_TRIES && running; i++) {
+        ProtobufCMessage *answer = NULL;
+        struct moe_status st = ask(&common, &answer);
+        if (st.code != MOE_OK)
+            return moectl_fail(late);
+        const Moe__V1__GetTrainStateResponse *s = (const void *)answer;
+        running = strcmp(s->saving, t->object) == 0;
+        written = strcmp(s->checkpoint, t->object) == 0;
+        protobuf_c_message_free_unpacked(answer, NULL);
+        if (running)
+            nanosleep(&pause, NULL);
+    }
+    moectl_say(running   ? "the time is over, and %s is still being written: see moectl training"
+               : written ? "%s has been written, as the time was over"
+                         : "the time is over: %s is called off, and nothing of it is left",
+               t->object);
+    return moectl_exit_code(late->code);
+}
+
 static int run_change(struct training *t, const struct action *a)
 {
     struct moe_status st = change(t, a);
@@ -340,6 +368,8 @@ static int run_change(struct training *t, const struct action *a)
             "do it between its steps (Session.change of moed.torch)");
         return code;
     }
+    if (st.code == MOE_DEADLINE_EXCEEDED && t->trains && a->run == do_save)
+        return tell_late_save(t, &st);
     if (st.code != MOE_OK)
         return t->trains ? moectl_fail(&st) : fail(&st);
     if (!t->common.json) {

@@ -198,6 +198,18 @@ class Saving(unittest.TestCase):
                 self.assertIn(said, done.stderr)
                 self.assertEqual("saved" in done.stderr, said != "")
 
+    def test_a_save_that_is_late_tells_what_became_of_it(self):
+        with self.group(2) as g:
+            Client(g).train(1)
+            self.close_gate()
+            late = Background(self.moectl, g, 5, "late is called off, and nothing of it is left",
+                              "save", "late", "--timeout", "1")
+            until(lambda: self.saving(g) == {"late"})
+            time.sleep(1.2)
+            self.open_gate()
+            late.result()
+            self.assertEqual(self.names(), [])
+
     # ------------------------------------------------------------------- no room for a copy
 
     def without_memory(self, slots, *extra):
