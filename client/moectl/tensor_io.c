@@ -38,19 +38,22 @@ static bool is_candidate(const struct moe_tensor *t)
     return t->rank == 2 && to_dtype(t->dtype) != MOE_DTYPE_NONE;
 }
 
-/* The only candidate of the file, or an error that lists them all. */
+/* The only candidate of the file, or an error that lists them, as far as there is room. */
 static struct moe_status choose(const struct moe_st_file *f, const struct moe_tensor **out)
 {
-    char names[160] = "";
+    char names[144] = ""; /* with the rest of the sentence, in MOE_STATUS_TEXT */
     size_t used = 0, found = 0;
+    bool more = false;
     for (size_t i = 0; i < moe_st_count(f); i++) {
         const struct moe_tensor *t = moe_st_tensor(f, i);
         if (!is_candidate(t))
             continue;
         *out = t;
         found++;
-        int n = snprintf(names + used, sizeof names - used, " %s", t->name);
-        used = used + (size_t)n < sizeof names ? used + (size_t)n : sizeof names - 1;
+        size_t length = strlen(t->name) + 1;
+        more = more || used + length >= sizeof names; /* whole names only */
+        if (!more)
+            used += (size_t)snprintf(names + used, sizeof names - used, " %s", t->name);
     }
     if (found == 1)
         return moe_ok();
@@ -60,8 +63,8 @@ static struct moe_status choose(const struct moe_st_file *f, const struct moe_te
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_MISSING,
                          "the file has no 2-D F32 or BF16 tensor");
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
-                     "the file has %zu tensors that could be meant, say which by --tensor:%s",
-                     found, names);
+                     "the file has %zu tensors that could be meant, say which by --tensor:%s%s",
+                     found, names, more ? " …" : "");
 }
 
 static struct moe_status find(const struct moe_st_file *f, const char *name,

@@ -519,6 +519,10 @@ class Torch(unittest.TestCase):
                                        (ValueError, [moe], float("nan"))):
                 with self.subTest(modules=modules, lr=lr), self.assertRaises(error):
                     moed.torch.RemoteOptimizer(modules, lr=lr)
+            with self.assertRaisesRegex(ValueError, "momentum"):
+                moed.torch.RemoteOptimizer([moe], lr=1.0, momentum=0.9)
+            with self.assertRaisesRegex(ValueError, "momentum"):
+                client.optimizer_step(1.0, step_id=1, optimizer="adamw", momentum=0.9)
 
     def test_the_first_layer_learns_though_x_does_not(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:

@@ -169,6 +169,8 @@ class TrainingCalls:
         balancing, any number of backward calls. Returns StepResult."""
         if optimizer not in _OPTIMIZERS:
             raise ValueError("optimizer must be None, 'adamw' or 'sgd', not %r" % (optimizer,))
+        if momentum != 0 and optimizer == "adamw":
+            raise ValueError("momentum is SGD's; adamw has betas")
         answer = self._train("OptimizerStep", training_pb2.OptimizerStepRequest(
             step_id=_check_id("step_id", step_id), lineage=lineage,
             optimizer=_OPTIMIZERS[optimizer],

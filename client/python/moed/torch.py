@@ -55,6 +55,7 @@ class Session:
     client   moed.Client
     name     1 to 64 characters of [A-Za-z0-9._-], and no other trainer's; None: a random one
     lineage  of the weights, as of the beginning or the last `refresh`
+    optimizer  "adamw" or "sgd": the workers'
     """
 
     def __init__(self, client, name=None):
@@ -83,7 +84,7 @@ class Session:
         state = self.client.train_state()
         if state.lineage != self.lineage or state.backwards < self.backwards:
             self.backwards = 0  # they have gone
-        self.lineage = state.lineage
+        self.lineage, self.optimizer = state.lineage, state.optimizer
         self._step_id = state.last_step_id + 1
         self._asked = None
         self.unsure = state.backwards != self.backwards
@@ -247,6 +248,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if len({id(module.session) for module in modules}) != 1:
             raise ValueError("RemoteOptimizer wants RemoteMoE layers of one session")
         self.session = modules[0].session
+        if momentum != 0 and self.session.optimizer == "adamw":
+            raise ValueError("the workers' optimizer is adamw, which has betas: momentum is SGD's")
         self.alone = alone
         self.last = None
         super().__init__([module._anchor for module in modules], dict(
