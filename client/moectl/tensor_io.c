@@ -41,7 +41,7 @@ static bool is_candidate(const struct moe_tensor *t)
 /* The only candidate of the file, or an error that lists them, as far as there is room. */
 static struct moe_status choose(const struct moe_st_file *f, const struct moe_tensor **out)
 {
-    char names[144] = ""; /* with the rest of the sentence, in MOE_STATUS_TEXT */
+    char names[80] = ""; /* leaves room in MOE_STATUS_TEXT for the sentence and the path */
     size_t used = 0, found = 0;
     bool more = false;
     for (size_t i = 0; i < moe_st_count(f); i++) {

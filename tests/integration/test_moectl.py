@@ -431,7 +431,11 @@ class Forward(unittest.TestCase):
         text = self.forward(code=FAILED, source="two")
         self.assertIn("first", text)
         self.assertIn("second", text)
+        self.assertNotIn("…", text)
         self.forward("--tensor", "second", source="two")
+        moed.write_safetensors(self.path("many"), {"tensor.%02d" % i: self.x for i in range(40)})
+        text = self.forward(code=FAILED, source="many")
+        self.assertRegex(text, r"has 40 tensors .*:( tensor\.\d\d)+ …")  # whole names
 
     def test_a_wrong_width_is_told(self):
         moed.write_safetensors(self.path("narrow"), {"x": self.x[:, 1:]})
