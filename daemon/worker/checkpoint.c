@@ -335,17 +335,11 @@ static bool read_kept(int root, const char *name, struct kept *out)
 static struct moe_status list_kept(int root, struct kept **list, size_t *count)
 {
     struct moe_status st = moe_ok();
-    int fd = openat(root, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    DIR *names = fd >= 0 ? fdopendir(fd) : NULL;
+    DIR *names;
+    size_t room = 0;
     *list = NULL;
     *count = 0;
-    if (names == NULL) {
-        st = moe_ckpt__io("the training directory");
-        if (fd >= 0)
-            close(fd);
-        return st;
-    }
-    size_t room = 0;
+    MOE_TRY(moe_ckpt__open_names(root, &names));
     for (struct dirent *e = readdir(names); e != NULL && *count < KEPT_MAX; e = readdir(names)) {
         if (*count == room) {
             room = room > 0 ? 2 * room : 16;

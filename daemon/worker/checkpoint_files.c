@@ -107,26 +107,31 @@ static void sweep_one(int root, const char *name)
         moe_log_warn("%s, which a Save left, could not be removed: %s", name, st.text);
 }
 
+struct moe_status moe_ckpt__open_names(int root, DIR **names)
+{
+    int fd = openat(root, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    *names = fd >= 0 ? fdopendir(fd) : NULL;
+    if (*names != NULL)
+        return moe_ok();
+    struct moe_status st = moe_ckpt__io("the training directory");
+    if (fd >= 0)
+        close(fd);
+    return st;
+}
+
 /* What a process left that could not tidy up, whatever it was to be called. The group writes one
  * checkpoint at a time, and has waited for what its members had given up: what is there is of
  * nobody, or of a process that is not of the group any more. */
 static struct moe_status sweep(int root)
 {
-    struct moe_status st = moe_ok();
-    int fd = openat(root, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    DIR *names = fd >= 0 ? fdopendir(fd) : NULL;
-    if (names == NULL) {
-        st = moe_ckpt__io("the training directory");
-        if (fd >= 0)
-            close(fd);
-        return st;
-    }
+    DIR *names;
+    MOE_TRY(moe_ckpt__open_names(root, &names));
     for (struct dirent *e = readdir(names); e != NULL; e = readdir(names))
         if (e->d_name[0] == '.' &&
             (ends_with(e->d_name, ".saving") || ends_with(e->d_name, ".removed")))
             sweep_one(root, e->d_name);
     closedir(names);
-    return st;
+    return moe_ok();
 }
 
 struct moe_status moe_ckpt__begin(const struct moe_checkpoint_context *c, const char *name,

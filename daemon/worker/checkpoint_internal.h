@@ -6,6 +6,7 @@
 #include "model/safetensors.h"
 #include "worker/checkpoint.h"
 
+#include <dirent.h>
 #include <jansson.h>
 
 #define MOE_CKPT_MANIFEST "manifest.json"
@@ -41,6 +42,8 @@ struct moe_status moe_ckpt__publish(const struct moe_checkpoint_context *c,
                                     const char *name) MOE_CHECKED;
 /* Removes the hidden directory; failures are logged. */
 void moe_ckpt__abandon(const struct moe_checkpoint_context *c, const char *name);
+/* The names in the training directory: *names, which the caller closes with closedir. */
+struct moe_status moe_ckpt__open_names(int root, DIR **names) MOE_CHECKED;
 /* Removes `name` in `at` with all that it holds. */
 struct moe_status moe_ckpt__remove_tree(int at, const char *name) MOE_CHECKED;
 /* A new file, synced. `sha256` may be NULL. */

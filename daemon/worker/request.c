@@ -64,11 +64,7 @@ static struct moe_status check_shape(struct parse *p, const Head *h)
     const struct moe_layer_spec *spec = p->request->spec;
     struct moe_work *w = &p->request->work;
     w->tokens = h->tokens;
-    if (h->hidden != spec->hidden)
-        return invalid(SHAPE_MISMATCH, "hidden is %u; layer %u has %u", h->hidden, spec->layer,
-                       spec->hidden);
-    if (h->tokens == 0)
-        return invalid(SHAPE_MISMATCH, "a request needs at least one token");
+    MOE_TRY(moe_request_check_rows(spec, h->hidden, h->tokens));
     if (h->tokens > p->context->info->max_tokens_per_request)
         return invalid(TOKEN_LIMIT, "%u tokens; a request may have %u", h->tokens,
                        p->context->info->max_tokens_per_request);

@@ -45,6 +45,17 @@ struct moe_status moe_request_find_layer(const struct moe_service_info *info, co
 
 /* --------------------------------------------------------------------------- routing */
 
+struct moe_status moe_request_check_rows(const struct moe_layer_spec *spec, uint32_t hidden,
+                                         uint32_t tokens)
+{
+    if (hidden != spec->hidden)
+        return invalid(SHAPE_MISMATCH, "hidden is %u; layer %u has %u", hidden, spec->layer,
+                       spec->hidden);
+    if (tokens == 0)
+        return invalid(SHAPE_MISMATCH, "a request needs at least one token");
+    return moe_ok();
+}
+
 size_t moe_request_id_bytes(int dtype)
 {
     switch (dtype) {

@@ -19,6 +19,10 @@ struct moe_status moe_request_find_layer(const struct moe_service_info *info, co
                                          const struct moe_layer_spec **spec,
                                          enum moe_dtype *rows) MOE_CHECKED;
 
+/* Rows as wide as the layer's, and at least one. Errors: MOE_INVALID_ARGUMENT/SHAPE_MISMATCH. */
+struct moe_status moe_request_check_rows(const struct moe_layer_spec *spec, uint32_t hidden,
+                                         uint32_t tokens) MOE_CHECKED;
+
 /* Bytes of one expert id on the wire, `dtype` being a moe.v1.DataType; 0 for what is no format of
  * ids. */
 size_t moe_request_id_bytes(int dtype);

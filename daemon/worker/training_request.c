@@ -57,11 +57,7 @@ static struct moe_status place_part(void *ctx, uint32_t field, size_t length, vo
 static struct moe_status check_shape(struct parse *p, const Head *h)
 {
     const struct moe_layer_spec *spec = p->request->spec;
-    if (h->hidden != spec->hidden)
-        return invalid(SHAPE_MISMATCH, "hidden is %u; layer %u has %u", h->hidden, spec->layer,
-                       spec->hidden);
-    if (h->tokens == 0)
-        return invalid(SHAPE_MISMATCH, "a request needs at least one token");
+    MOE_TRY(moe_request_check_rows(spec, h->hidden, h->tokens));
     if (h->tokens > p->context->info->max_tokens_per_step)
         return invalid(TOKEN_LIMIT, "%u tokens; one Backward has at most %u", h->tokens,
                        p->context->info->max_tokens_per_step);

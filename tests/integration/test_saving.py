@@ -124,6 +124,18 @@ class Saving(unittest.TestCase):
 
     # ---------------------------------------------------------------------- beside a Save
 
+    def end_view_under(self, save, g, client, epoch):
+        """Worker 1 stands still for longer than the others wait: the view ends, and the Save fails."""
+        g.workers[1].send_signal(signal.SIGSTOP)
+        try:
+            Background(client.ask)
+            save.thread.join()
+            self.assertEqual((save.error.code(), wire.error_reason(save.error)[0]),
+                             (grpc.StatusCode.UNAVAILABLE, "REFORMING"))
+        finally:
+            g.workers[1].send_signal(signal.SIGCONT)
+        g.wait_serving(epoch)
+
     def everything_goes_on(self, workers, *extra):
         with self.group(workers, *extra) as g:
             client, other = Client(g), Client(g, workers - 1)
@@ -343,14 +355,7 @@ class Saving(unittest.TestCase):
             self.close_gate()
             save = Background(Client(g).save, "slow", 15)
             until(lambda: self.hidden("slow"))
-            g.workers[1].send_signal(signal.SIGSTOP)
-            try:
-                Background(client.ask)
-                save.thread.join()
-                self.assertEqual(wire.error_reason(save.error)[0], "REFORMING")
-            finally:
-                g.workers[1].send_signal(signal.SIGCONT)
-            g.wait_serving(epoch)
+            self.end_view_under(save, g, client, epoch)
             held = self.hidden("slow")
             self.assertEqual(refusal(self.export, client, "adapters", 16)[0],
                              ("FAILED_PRECONDITION", "SAVE_RUNNING"))
@@ -382,15 +387,7 @@ class Saving(unittest.TestCase):
             self.close_gate()
             save = Background(Client(g).save, "found", 15)
             until(lambda: "found" in self.names())
-            g.workers[1].send_signal(signal.SIGSTOP)
-            try:
-                Background(client.ask)
-                save.thread.join()
-                self.assertEqual((save.error.code(), wire.error_reason(save.error)[0]),
-                                 (grpc.StatusCode.UNAVAILABLE, "REFORMING"))
-            finally:
-                g.workers[1].send_signal(signal.SIGCONT)
-            g.wait_serving(epoch)
+            self.end_view_under(save, g, client, epoch)
             self.assertEqual((client.state().lineage, client.state().checkpoint),
                              (before.lineage, ""))
             self.assertEqual(refusal(client.save, "other", 16)[0],
@@ -418,14 +415,7 @@ class Saving(unittest.TestCase):
             self.close_gate()
             save = Background(Client(g).save, "second", 25, keep=1)
             until(lambda: "second" in self.names())
-            g.workers[1].send_signal(signal.SIGSTOP)
-            try:
-                Background(client.ask)
-                save.thread.join()
-                self.assertEqual(wire.error_reason(save.error)[0], "REFORMING")
-            finally:
-                g.workers[1].send_signal(signal.SIGCONT)
-            g.wait_serving(epoch)
+            self.end_view_under(save, g, client, epoch)
             self.open_gate()
             until(lambda: refusal(client.load, "none", 26)[0][1] == "CHECKPOINT_NOT_FOUND")
             self.assertEqual((self.names(), client.state().checkpoint),
