@@ -148,10 +148,8 @@ struct moe_status moe_client_gradients_read(void *ctx, struct moe_rpc_msg *answe
     MOE_TRY(moe_client_wire_blame(moe_rpc_msg_split(answer, parts, sizeof parts / sizeof *parts,
                                                     head, &length, take_part, w)));
     struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
-    moe_rpc_arena_init(&arena, &allocator);
     const Moe__V1__BackwardResponse *a =
-        moe__v1__backward_response__unpack(&allocator, length, head);
+        moe_rpc_unpack(&moe__v1__backward_response__descriptor, head, length, &arena);
     if (a == NULL)
         return broken(MOE_REASON_MALFORMED, "not a BackwardResponse");
     if (w->dx_length == 0 || (b->weight_gradients != NULL && w->weights_length == 0))

@@ -118,23 +118,14 @@ struct moe_status moe_client_training_run(struct moe_client *c,
 /* Where an answer of that type is unpacked to. */
 struct unpacked {
     const ProtobufCMessageDescriptor *type;
-    ProtobufCMessage *message; /* in `arena` */
+    void *message; /* in `arena` */
     struct moe_rpc_arena arena;
 };
 
 static struct moe_status unpack(void *ctx, struct moe_rpc_msg *answer)
 {
     struct unpacked *u = ctx;
-    uint8_t bytes[MOE_RPC_HEAD_MAX];
-    size_t length;
-    ProtobufCAllocator allocator;
-    MOE_TRY(moe_client_wire_blame(moe_rpc_msg_flatten(answer, bytes, sizeof bytes, &length)));
-    moe_rpc_arena_init(&u->arena, &allocator);
-    u->message = protobuf_c_message_unpack(u->type, &allocator, length, bytes);
-    if (u->message == NULL)
-        return moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED,
-                         "broken answer from the server: not a %s", u->type->short_name);
-    return moe_ok();
+    return moe_client_wire_blame(moe_rpc_msg_unpack(answer, u->type, &u->arena, &u->message));
 }
 
 static struct moe_status ask(struct moe_client *c, const char *path, uint64_t timeout_ms,
@@ -182,7 +173,7 @@ struct moe_status moe_client_optimizer_step(struct moe_client *c,
     q.expected_backwards = s->expected_backwards;
     struct unpacked u = {.type = &moe__v1__optimizer_step_response__descriptor};
     MOE_TRY(ask(c, "/moe.v1.TrainingService/OptimizerStep", s->change.timeout_ms, &q.base, &u));
-    const Moe__V1__OptimizerStepResponse *a = (const void *)u.message;
+    const Moe__V1__OptimizerStepResponse *a = u.message;
     s->change.repeated = a->repeated;
     s->weights_version = a->weights_version;
     s->answered_lineage = a->lineage;
@@ -202,7 +193,7 @@ struct moe_status moe_client_zero_grad(struct moe_client *c, struct moe_client_c
     q.lineage = change->lineage;
     struct unpacked u = {.type = &moe__v1__zero_grad_response__descriptor};
     MOE_TRY(ask(c, "/moe.v1.TrainingService/ZeroGrad", change->timeout_ms, &q.base, &u));
-    const Moe__V1__ZeroGradResponse *a = (const void *)u.message;
+    const Moe__V1__ZeroGradResponse *a = u.message;
     change->repeated = a->repeated;
     if (backwards != NULL)
         *backwards = a->backwards;
@@ -221,7 +212,7 @@ struct moe_status moe_client_set_frozen(struct moe_client *c, struct moe_client_
     q.shared = frozen.shared;
     struct unpacked u = {.type = &moe__v1__set_frozen_response__descriptor};
     MOE_TRY(ask(c, "/moe.v1.TrainingService/SetFrozen", change->timeout_ms, &q.base, &u));
-    const Moe__V1__SetFrozenResponse *a = (const void *)u.message;
+    const Moe__V1__SetFrozenResponse *a = u.message;
     change->repeated = a->repeated;
     return moe_ok();
 }
@@ -240,7 +231,7 @@ struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t time
     Moe__V1__GetTrainStateRequest q = MOE__V1__GET_TRAIN_STATE_REQUEST__INIT;
     struct unpacked u = {.type = &moe__v1__get_train_state_response__descriptor};
     MOE_TRY(ask(c, "/moe.v1.TrainingService/GetTrainState", timeout_ms, &q.base, &u));
-    const Moe__V1__GetTrainStateResponse *a = (const void *)u.message;
+    const Moe__V1__GetTrainStateResponse *a = u.message;
     *out = (struct moe_client_train_state){
         .lineage = a->lineage,
         .weights_version = a->weights_version,
@@ -274,7 +265,7 @@ struct moe_status moe_client_save_checkpoint(struct moe_client *c, struct moe_cl
     q.keep = s->keep;
     struct unpacked u = {.type = &moe__v1__save_checkpoint_response__descriptor};
     MOE_TRY(ask(c, "/moe.v1.TrainingService/SaveCheckpoint", s->change.timeout_ms, &q.base, &u));
-    const Moe__V1__SaveCheckpointResponse *a = (const void *)u.message;
+    const Moe__V1__SaveCheckpointResponse *a = u.message;
     s->change.repeated = a->repeated;
     s->weights_version = a->weights_version;
     s->bytes = a->bytes;
@@ -291,7 +282,7 @@ struct moe_status moe_client_load_checkpoint(struct moe_client *c, struct moe_cl
     q.name = (char *)(uintptr_t)s->name;
     struct unpacked u = {.type = &moe__v1__load_checkpoint_response__descriptor};
     MOE_TRY(ask(c, "/moe.v1.TrainingService/LoadCheckpoint", s->change.timeout_ms, &q.base, &u));
-    const Moe__V1__LoadCheckpointResponse *a = (const void *)u.message;
+    const Moe__V1__LoadCheckpointResponse *a = u.message;
     s->change.repeated = a->repeated;
     s->weights_version = a->weights_version;
     s->answered_lineage = a->lineage;
@@ -311,7 +302,7 @@ struct moe_status moe_client_export_adapter(struct moe_client *c, struct moe_cli
     q.merge = s->name == NULL;
     struct unpacked u = {.type = &moe__v1__export_adapter_response__descriptor};
     MOE_TRY(ask(c, "/moe.v1.TrainingService/ExportAdapter", s->change.timeout_ms, &q.base, &u));
-    const Moe__V1__ExportAdapterResponse *a = (const void *)u.message;
+    const Moe__V1__ExportAdapterResponse *a = u.message;
     s->change.repeated = a->repeated;
     s->bytes = a->bytes;
     return moe_ok();

@@ -308,10 +308,8 @@ struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, str
                                                     &head_length, take_part, &in)));
 
     struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
-    moe_rpc_arena_init(&arena, &allocator);
     const Moe__V1__ForwardStreamResponse *a =
-        moe__v1__forward_stream_response__unpack(&allocator, head_length, head);
+        moe_rpc_unpack(&moe__v1__forward_stream_response__descriptor, head, head_length, &arena);
     if (a == NULL)
         return broken(MOE_REASON_MALFORMED, "not a ForwardResponse");
     if (a->error != NULL)

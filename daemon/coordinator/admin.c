@@ -7,7 +7,7 @@
 
 #include <stdlib.h>
 
-enum { REQUEST_MAX_BYTES = 4096, ADMIN_CALLS_MAX = 64 };
+enum { ADMIN_CALLS_MAX = 64 };
 
 struct admin_call {
     struct event event;
@@ -26,11 +26,6 @@ static void reply(struct moe_rpc_call *call, const ProtobufCMessage *m)
     else
         moe_rpc_reply(call, &(struct moe_rpc_out){.head = bytes, .head_length = length});
     free(bytes);
-}
-
-static struct moe_status malformed(void)
-{
-    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not the request of this method");
 }
 
 /* ------------------------------------------------------------------ methods */
@@ -74,10 +69,9 @@ static void fill_layer(const struct moe_membership_layer *l, Moe__V1__LayerInfo 
 }
 
 static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_call *call,
-                                    const uint8_t *bytes, size_t length, ProtobufCAllocator *memory)
+                                    const void *message)
 {
-    if (moe__v1__get_status_request__unpack(memory, length, bytes) == NULL)
-        return malformed();
+    (void)message;
     struct moe_membership_group g;
     moe_membership_group(c->machine, &g);
     Moe__V1__WorkerStatus workers[MOE_PLACEMENT_SLOTS_MAX], *worker_list[MOE_PLACEMENT_SLOTS_MAX];
@@ -131,13 +125,9 @@ static void fill_experts(const struct moe_placement *p, size_t index, uint32_t e
 }
 
 static struct moe_status get_placement(struct moe_coordinator *c, struct moe_rpc_call *call,
-                                       const uint8_t *bytes, size_t length,
-                                       ProtobufCAllocator *memory)
+                                       const void *message)
 {
-    const Moe__V1__GetPlacementRequest *request =
-        moe__v1__get_placement_request__unpack(memory, length, bytes);
-    if (request == NULL)
-        return malformed();
+    const Moe__V1__GetPlacementRequest *request = message;
     const struct moe_placement *p = moe_membership_placement(c->machine);
     size_t index;
     if (!moe_placement_find_layer(p, request->layer, &index))
@@ -158,13 +148,9 @@ static struct moe_status get_placement(struct moe_coordinator *c, struct moe_rpc
 }
 
 static struct moe_status drain_worker(struct moe_coordinator *c, struct moe_rpc_call *call,
-                                      const uint8_t *bytes, size_t length,
-                                      ProtobufCAllocator *memory)
+                                      const void *message)
 {
-    const Moe__V1__DrainWorkerRequest *request =
-        moe__v1__drain_worker_request__unpack(memory, length, bytes);
-    if (request == NULL)
-        return malformed();
+    const Moe__V1__DrainWorkerRequest *request = message;
     Moe__V1__DrainWorkerResponse m = MOE__V1__DRAIN_WORKER_RESPONSE__INIT;
     MOE_TRY(moe_membership_drain(c->machine, moe_clock_ns(), request->slot, request->reason,
                                  request->limit_ms, &m.epoch));
@@ -173,12 +159,9 @@ static struct moe_status drain_worker(struct moe_coordinator *c, struct moe_rpc_
 }
 
 static struct moe_status shut_down(struct moe_coordinator *c, struct moe_rpc_call *call,
-                                   const uint8_t *bytes, size_t length, ProtobufCAllocator *memory)
+                                   const void *message)
 {
-    const Moe__V1__ShutdownRequest *request =
-        moe__v1__shutdown_request__unpack(memory, length, bytes);
-    if (request == NULL)
-        return malformed();
+    const Moe__V1__ShutdownRequest *request = message;
     Moe__V1__ShutdownResponse m = MOE__V1__SHUTDOWN_RESPONSE__INIT;
     MOE_TRY(moe_membership_shutdown(c->machine, moe_clock_ns(), request->reason, request->limit_ms,
                                     &m.epoch));
@@ -190,23 +173,23 @@ static struct moe_status shut_down(struct moe_coordinator *c, struct moe_rpc_cal
 
 static void run_call(struct moe_coordinator *c, struct event *e)
 {
-    static struct moe_status (*const methods[ADMIN_METHODS])(struct moe_coordinator *,
-                                                             struct moe_rpc_call *, const uint8_t *,
-                                                             size_t, ProtobufCAllocator *) = {
-        [ADMIN_STATUS] = get_status,
-        [ADMIN_PLACEMENT] = get_placement,
-        [ADMIN_DRAIN] = drain_worker,
-        [ADMIN_SHUTDOWN] = shut_down,
+    static const struct {
+        const ProtobufCMessageDescriptor *request;
+        struct moe_status (*run)(struct moe_coordinator *c, struct moe_rpc_call *call,
+                                 const void *message);
+    } methods[ADMIN_METHODS] = {
+        [ADMIN_STATUS] = {&moe__v1__get_status_request__descriptor, get_status},
+        [ADMIN_PLACEMENT] = {&moe__v1__get_placement_request__descriptor, get_placement},
+        [ADMIN_DRAIN] = {&moe__v1__drain_worker_request__descriptor, drain_worker},
+        [ADMIN_SHUTDOWN] = {&moe__v1__shutdown_request__descriptor, shut_down},
     };
     struct admin_call *a = (struct admin_call *)((char *)e - offsetof(struct admin_call, event));
-    uint8_t bytes[REQUEST_MAX_BYTES];
-    size_t length;
     struct moe_rpc_arena arena;
-    ProtobufCAllocator memory;
-    moe_rpc_arena_init(&arena, &memory);
-    struct moe_status st = moe_rpc_msg_flatten(a->received, bytes, sizeof bytes, &length);
+    void *message;
+    struct moe_status st =
+        moe_rpc_msg_unpack(a->received, methods[a->method].request, &arena, &message);
     if (st.code == MOE_OK)
-        st = methods[a->method](c, a->call, bytes, length, &memory);
+        st = methods[a->method].run(c, a->call, message);
     if (st.code != MOE_OK)
         moe_rpc_fail(a->call, st);
     moe_rpc_msg_free(a->received);
@@ -219,9 +202,9 @@ static void run_call(struct moe_coordinator *c, struct event *e)
 static struct moe_status admit(struct moe_coordinator *c, const struct moe_rpc_msg *m,
                                struct admin_call **out)
 {
-    if (moe_rpc_msg_length(m) > REQUEST_MAX_BYTES)
+    if (moe_rpc_msg_length(m) > MOE_RPC_HEAD_MAX)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "a request may have %d bytes",
-                         REQUEST_MAX_BYTES);
+                         MOE_RPC_HEAD_MAX);
     if (atomic_fetch_add(&c->admin_calls, 1) >= ADMIN_CALLS_MAX) {
         atomic_fetch_sub(&c->admin_calls, 1);
         return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, 100,

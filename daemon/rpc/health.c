@@ -128,19 +128,16 @@ void moe_rpc_health_shut(struct moe_rpc_health *h)
 /* The service that a request names; frees the message. */
 static struct moe_status parse(struct moe_rpc_msg *m, char name[NAME_BYTES])
 {
-    uint8_t bytes[2 * NAME_BYTES];
-    size_t length;
     struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
-    struct moe_status st = moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length);
+    void *message;
+    struct moe_status st = moe_rpc_msg_unpack(
+        m, &grpc__health__v1__health_check_request__descriptor, &arena, &message);
     moe_rpc_msg_free(m);
     MOE_TRY(st);
-    moe_rpc_arena_init(&arena, &allocator);
-    const Grpc__Health__V1__HealthCheckRequest *q =
-        grpc__health__v1__health_check_request__unpack(&allocator, length, bytes);
-    if (q == NULL || strlen(q->service) >= NAME_BYTES)
+    const Grpc__Health__V1__HealthCheckRequest *q = message;
+    if (strlen(q->service) >= NAME_BYTES)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
-                         "not a HealthCheckRequest with a name under %d bytes", NAME_BYTES);
+                         "the name of a service has less than %d bytes", NAME_BYTES);
     memcpy(name, q->service, strlen(q->service) + 1);
     return moe_ok();
 }

@@ -339,8 +339,25 @@ static void arena_free(void *arena, void *p)
     (void)p;
 }
 
-void moe_rpc_arena_init(struct moe_rpc_arena *arena, struct ProtobufCAllocator *out)
+void *moe_rpc_unpack(const struct ProtobufCMessageDescriptor *type, const uint8_t *bytes,
+                     size_t length, struct moe_rpc_arena *arena)
 {
+    ProtobufCAllocator allocator = {
+        .alloc = arena_alloc, .free = arena_free, .allocator_data = arena};
     arena->used = 0;
-    *out = (ProtobufCAllocator){.alloc = arena_alloc, .free = arena_free, .allocator_data = arena};
+    return protobuf_c_message_unpack(type, &allocator, length, bytes);
+}
+
+struct moe_status moe_rpc_msg_unpack(const struct moe_rpc_msg *m,
+                                     const struct ProtobufCMessageDescriptor *type,
+                                     struct moe_rpc_arena *arena, void **message)
+{
+    uint8_t bytes[MOE_RPC_HEAD_MAX];
+    size_t length;
+    MOE_TRY(moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length));
+    void *unpacked = moe_rpc_unpack(type, bytes, length, arena);
+    if (unpacked == NULL)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a %s", type->short_name);
+    *message = unpacked;
+    return moe_ok();
 }

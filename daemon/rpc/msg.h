@@ -97,18 +97,26 @@ size_t moe_rpc_put_part_prefix(uint8_t *to, uint32_t field, uint64_t length);
 
 /* --------------------------------------------------------------------- protobuf-c */
 
-/* Unpacking with a bound: a bump allocator over a fixed block, so that hostile input can use this
- * much and no more. Unpacked messages live inside it: nothing to free.
- *     struct moe_rpc_arena arena;
- *     ProtobufCAllocator allocator;
- *     moe_rpc_arena_init(&arena, &allocator);
- *     Foo *q = foo__unpack(&allocator, n, bytes);        NULL: malformed, or too big */
+/* Unpacking with a bound: memory for one unpacked message, so that hostile input can use this much
+ * and no more. The message lives inside it: nothing to free. */
 struct moe_rpc_arena {
-    size_t used;
+    size_t used; /* bytes of `memory` */
     _Alignas(16) uint8_t memory[16384];
 };
-struct ProtobufCAllocator;
-void moe_rpc_arena_init(struct moe_rpc_arena *arena, struct ProtobufCAllocator *out);
+
+struct ProtobufCMessageDescriptor;
+
+/* Unpacks `length` bytes to a message of `type`, inside `arena`, whose earlier message is gone.
+ * Keeps nothing of `bytes`. NULL: malformed, or too big for an arena.
+ *     const Foo *q = moe_rpc_unpack(&foo__descriptor, bytes, n, &arena); */
+void *moe_rpc_unpack(const struct ProtobufCMessageDescriptor *type, const uint8_t *bytes,
+                     size_t length, struct moe_rpc_arena *arena);
+
+/* The same for a received message without parts; sets `*message`, on success only.
+ * Errors: MOE_INVALID_ARGUMENT with reason TOO_LARGE (over MOE_RPC_HEAD_MAX bytes) or MALFORMED. */
+struct moe_status moe_rpc_msg_unpack(const struct moe_rpc_msg *m,
+                                     const struct ProtobufCMessageDescriptor *type,
+                                     struct moe_rpc_arena *arena, void **message) MOE_CHECKED;
 
 /* --------------------------------------------------------------------- allocator */
 

@@ -10,7 +10,6 @@
 #include <string.h>
 
 enum { FILES_MAX = 64, SYMBOLS_MAX = 4096, DEPENDENCIES_MAX = 32, NAME_BYTES = 256 };
-enum { REQUEST_BYTES = 1024 };
 
 /* Bytes inside the descriptor set. */
 struct span {
@@ -375,26 +374,17 @@ static void answer(struct moe_rpc_call *call, struct moe_rpc_reflection *r, requ
 
 static void on_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
 {
-    uint8_t bytes[REQUEST_BYTES];
-    size_t length;
     struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
+    void *request;
     if (m == NULL) {
         moe_rpc_finish(call);
         return;
     }
-    struct moe_status st = moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length);
+    struct moe_status st = moe_rpc_msg_unpack(
+        m, &grpc__reflection__v1__server_reflection_request__descriptor, &arena, &request);
     moe_rpc_msg_free(m);
-    if (moe_failed(&st)) {
+    if (moe_failed(&st))
         moe_rpc_fail(call, st);
-        return;
-    }
-    moe_rpc_arena_init(&arena, &allocator);
-    request_t *request =
-        grpc__reflection__v1__server_reflection_request__unpack(&allocator, length, bytes);
-    if (request == NULL)
-        moe_rpc_fail(call, moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
-                                     "not a ServerReflectionRequest"));
     else
         answer(call, ctx, request);
 }

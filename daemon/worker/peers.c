@@ -15,7 +15,6 @@
 #include <string.h>
 
 enum {
-    REQUEST_BYTES_MAX = 1024, /* of one message between peers */
     ENDPOINT_BYTES = 256,
     BACKLOG_MAX = 64, /* unsent messages beyond which notices wait, and merge */
 };
@@ -230,18 +229,14 @@ static void call_started(struct moe_rpc_call *call, void *ctx)
 static struct moe_status read_request(struct moe_peers *p, struct moe_rpc_call *call,
                                       struct moe_rpc_msg *m)
 {
-    uint8_t bytes[REQUEST_BYTES_MAX];
-    size_t length = 0;
-    struct moe_status st = moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length);
+    struct moe_rpc_arena arena;
+    void *message;
+    struct moe_status st =
+        moe_rpc_msg_unpack(m, &moe__v1__sequence_request__descriptor, &arena, &message);
     moe_rpc_msg_free(m);
     if (moe_failed(&st))
         return st;
-    struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
-    moe_rpc_arena_init(&arena, &allocator);
-    Moe__V1__SequenceRequest *q = moe__v1__sequence_request__unpack(&allocator, length, bytes);
-    if (q == NULL)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a SequenceRequest");
+    const Moe__V1__SequenceRequest *q = message;
     pthread_mutex_lock(&p->lock);
     st = on_request(p, call, moe_rpc_call_user(call), q);
     if (!moe_failed(&st))
@@ -392,17 +387,15 @@ static void send_done(struct moe_peers *p, uint64_t seq, const struct moe_status
 
 static bool read_ticket(struct moe_rpc_msg *m, struct moe_ticket *out)
 {
-    uint8_t bytes[REQUEST_BYTES_MAX];
-    size_t length = 0;
-    struct moe_status st = moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length);
+    struct moe_rpc_arena arena;
+    void *message;
+    struct moe_status st =
+        moe_rpc_msg_unpack(m, &moe__v1__sequence_response__descriptor, &arena, &message);
     moe_rpc_msg_free(m);
     if (moe_failed(&st))
         return false;
-    struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
-    moe_rpc_arena_init(&arena, &allocator);
-    Moe__V1__SequenceResponse *r = moe__v1__sequence_response__unpack(&allocator, length, bytes);
-    if (r == NULL || r->body_case != MOE__V1__SEQUENCE_RESPONSE__BODY_TICKET)
+    const Moe__V1__SequenceResponse *r = message;
+    if (r->body_case != MOE__V1__SEQUENCE_RESPONSE__BODY_TICKET)
         return false;
     *out = (struct moe_ticket){
         .epoch = r->ticket->epoch,

@@ -270,9 +270,8 @@ static struct moe_status prepare_work(struct parse *p, const Head *h)
 static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t length)
 {
     struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
-    moe_rpc_arena_init(&arena, &allocator);
-    const Head *h = moe__v1__forward_stream_request__unpack(&allocator, length, head);
+    const Head *h =
+        moe_rpc_unpack(&moe__v1__forward_stream_request__descriptor, head, length, &arena);
     if (h == NULL)
         return invalid(MALFORMED, "malformed message");
     p->request->id = h->request_id;

@@ -424,16 +424,10 @@ static void server_info_message(struct moe_rpc_call *call, struct moe_rpc_msg *m
 
 static struct moe_status check_model(const struct moe_service *s, struct moe_rpc_msg *m)
 {
-    uint8_t bytes[MOE_RPC_HEAD_MAX];
-    size_t length;
     struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
-    MOE_TRY(moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length));
-    moe_rpc_arena_init(&arena, &allocator);
-    const Moe__V1__GetModelRequest *q =
-        moe__v1__get_model_request__unpack(&allocator, length, bytes);
-    if (q == NULL)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "malformed message");
+    void *message;
+    MOE_TRY(moe_rpc_msg_unpack(m, &moe__v1__get_model_request__descriptor, &arena, &message));
+    const Moe__V1__GetModelRequest *q = message;
     if (q->model[0] != '\0' && strcmp(q->model, s->info.model) != 0)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
                          "this model is not served here; %s is", s->info.model);

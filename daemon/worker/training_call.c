@@ -96,11 +96,10 @@ static bool is_complete(const struct moe_train_call *c)
 struct moe_status moe_train_call_read(const struct moe_ticket *ticket, struct moe_train_call *out)
 {
     struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
-    moe_rpc_arena_init(&arena, &allocator);
     const Moe__V1__TrainingBody *b =
         ticket->order.length <= MOE_TRAINING_BODY_MAX
-            ? moe__v1__training_body__unpack(&allocator, ticket->order.length, ticket->order.body)
+            ? moe_rpc_unpack(&moe__v1__training_body__descriptor, ticket->order.body,
+                             ticket->order.length, &arena)
             : NULL;
     *out = (struct moe_train_call){.kind = ticket->kind};
     if (b == NULL || b->n_content != 4 || !copy_name(out->session, b->session) ||

@@ -199,9 +199,7 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
 {
     struct moe_backward_request *r = p->request;
     struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
-    moe_rpc_arena_init(&arena, &allocator);
-    const Head *h = moe__v1__backward_request__unpack(&allocator, length, head);
+    const Head *h = moe_rpc_unpack(&moe__v1__backward_request__descriptor, head, length, &arena);
     if (h == NULL)
         return invalid(MALFORMED, "malformed message");
     MOE_TRY(moe_request_find_layer(p->context->info, h->model, h->layer, (int)h->dtype,

@@ -370,25 +370,26 @@ static struct moe_status check_service(const struct moe_training_service *s,
     return moe_ok();
 }
 
-/* Fills the call from a message; the arena holds it while it is read. */
-typedef struct moe_status (*read_fn)(const struct moe_training_service *s,
-                                     ProtobufCAllocator *allocator, const uint8_t *bytes,
-                                     size_t length, struct moe_train_call *call);
+/* A method that changes something: what its message is, and what fills the call from it. */
+struct change_method {
+    const ProtobufCMessageDescriptor *type;
+    struct moe_status (*read)(const struct moe_training_service *s, const void *message,
+                              struct moe_train_call *call);
+};
 
 static struct moe_status read_change(const struct moe_training_service *s, struct moe_rpc_msg *m,
-                                     read_fn read, struct moe_train_call *call)
+                                     const struct change_method *method,
+                                     struct moe_train_call *call)
 {
-    uint8_t bytes[MOE_RPC_HEAD_MAX];
-    size_t length;
     struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
-    MOE_TRY(moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length));
-    moe_rpc_arena_init(&arena, &allocator);
-    MOE_TRY(read(s, &allocator, bytes, length, call));
+    void *message;
+    MOE_TRY(moe_rpc_msg_unpack(m, method->type, &arena, &message));
+    MOE_TRY(method->read(s, message, call));
     return check_service(s, call);
 }
 
-static void change_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx, read_fn read)
+static void change_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx,
+                           const struct change_method *method)
 {
     struct change *c = calloc(1, sizeof *c);
     if (c == NULL) {
@@ -399,7 +400,7 @@ static void change_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void
     c->service = ctx;
     c->rpc = rpc;
     atomic_store(&c->references, 1);
-    struct moe_status st = read_change(ctx, m, read, &c->call);
+    struct moe_status st = read_change(ctx, m, method, &c->call);
     moe_rpc_msg_free(m);
     if (!moe_failed(&st))
         st = submit_change(c);
@@ -426,11 +427,6 @@ static void change_done_call(struct moe_rpc_call *rpc, void *ctx)
 }
 
 /* ------------------------------------------------------------------- what they say */
-
-static struct moe_status malformed(void)
-{
-    return invalid(MALFORMED, "malformed message");
-}
 
 static struct moe_status begin_call(struct moe_train_call *call, enum moe_step_kind kind,
                                     uint64_t step_id, uint64_t lineage)
@@ -475,14 +471,10 @@ static struct moe_status check_optimizer(const struct moe_optimizer_args *o)
     return check_range("balance_rate", o->balance_rate, 0, most);
 }
 
-static struct moe_status read_step(const struct moe_training_service *s,
-                                   ProtobufCAllocator *allocator, const uint8_t *bytes,
-                                   size_t length, struct moe_train_call *call)
+static struct moe_status read_step(const struct moe_training_service *s, const void *message,
+                                   struct moe_train_call *call)
 {
-    const Moe__V1__OptimizerStepRequest *q =
-        moe__v1__optimizer_step_request__unpack(allocator, length, bytes);
-    if (q == NULL)
-        return malformed();
+    const Moe__V1__OptimizerStepRequest *q = message;
     MOE_TRY(begin_call(call, MOE_STEP_OPTIMIZER, q->step_id, q->lineage));
     enum moe_optimizer ours = moe_train_configured(s->config.training)->trainer.optimizer;
     if (q->optimizer != MOE__V1__OPTIMIZER__OPTIMIZER_UNSPECIFIED && (int)q->optimizer != (int)ours)
@@ -502,67 +494,49 @@ static struct moe_status read_step(const struct moe_training_service *s,
     return check_optimizer(&call->optimizer);
 }
 
-static struct moe_status read_zero_grad(const struct moe_training_service *s,
-                                        ProtobufCAllocator *allocator, const uint8_t *bytes,
-                                        size_t length, struct moe_train_call *call)
+static struct moe_status read_zero_grad(const struct moe_training_service *s, const void *message,
+                                        struct moe_train_call *call)
 {
     (void)s;
-    const Moe__V1__ZeroGradRequest *q =
-        moe__v1__zero_grad_request__unpack(allocator, length, bytes);
-    return q != NULL ? begin_call(call, MOE_STEP_ZERO_GRAD, q->step_id, q->lineage) : malformed();
+    const Moe__V1__ZeroGradRequest *q = message;
+    return begin_call(call, MOE_STEP_ZERO_GRAD, q->step_id, q->lineage);
 }
 
-static struct moe_status read_set_frozen(const struct moe_training_service *s,
-                                         ProtobufCAllocator *allocator, const uint8_t *bytes,
-                                         size_t length, struct moe_train_call *call)
+static struct moe_status read_set_frozen(const struct moe_training_service *s, const void *message,
+                                         struct moe_train_call *call)
 {
     (void)s;
-    const Moe__V1__SetFrozenRequest *q =
-        moe__v1__set_frozen_request__unpack(allocator, length, bytes);
-    if (q == NULL)
-        return malformed();
+    const Moe__V1__SetFrozenRequest *q = message;
     call->frozen = (uint32_t)q->router << MOE_PARAMS_ROUTER |
                    (uint32_t)q->experts << MOE_PARAMS_EXPERTS |
                    (uint32_t)q->shared << MOE_PARAMS_SHARED;
     return begin_call(call, MOE_STEP_SET_FROZEN, q->step_id, q->lineage);
 }
 
-static struct moe_status read_save(const struct moe_training_service *s,
-                                   ProtobufCAllocator *allocator, const uint8_t *bytes,
-                                   size_t length, struct moe_train_call *call)
+static struct moe_status read_save(const struct moe_training_service *s, const void *message,
+                                   struct moe_train_call *call)
 {
     (void)s;
-    const Moe__V1__SaveCheckpointRequest *q =
-        moe__v1__save_checkpoint_request__unpack(allocator, length, bytes);
-    if (q == NULL)
-        return malformed();
+    const Moe__V1__SaveCheckpointRequest *q = message;
     call->keep = q->keep;
     MOE_TRY(begin_call(call, MOE_STEP_SAVE, q->step_id, q->lineage));
     return take_name(call, q->name);
 }
 
-static struct moe_status read_load(const struct moe_training_service *s,
-                                   ProtobufCAllocator *allocator, const uint8_t *bytes,
-                                   size_t length, struct moe_train_call *call)
+static struct moe_status read_load(const struct moe_training_service *s, const void *message,
+                                   struct moe_train_call *call)
 {
     (void)s;
-    const Moe__V1__LoadCheckpointRequest *q =
-        moe__v1__load_checkpoint_request__unpack(allocator, length, bytes);
-    if (q == NULL)
-        return malformed();
+    const Moe__V1__LoadCheckpointRequest *q = message;
     MOE_TRY(begin_call(call, MOE_STEP_LOAD, q->step_id, q->lineage));
     return take_name(call, q->name);
 }
 
-static struct moe_status read_export(const struct moe_training_service *s,
-                                     ProtobufCAllocator *allocator, const uint8_t *bytes,
-                                     size_t length, struct moe_train_call *call)
+static struct moe_status read_export(const struct moe_training_service *s, const void *message,
+                                     struct moe_train_call *call)
 {
     (void)s;
-    const Moe__V1__ExportAdapterRequest *q =
-        moe__v1__export_adapter_request__unpack(allocator, length, bytes);
-    if (q == NULL)
-        return malformed();
+    const Moe__V1__ExportAdapterRequest *q = message;
     MOE_TRY(begin_call(call, MOE_STEP_EXPORT, q->step_id, q->lineage));
     call->merge = q->merge;
     if (!q->merge)
@@ -572,32 +546,44 @@ static struct moe_status read_export(const struct moe_training_service *s,
 
 static void step_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    change_message(rpc, m, ctx, read_step);
+    static const struct change_method method = {&moe__v1__optimizer_step_request__descriptor,
+                                                read_step};
+    change_message(rpc, m, ctx, &method);
 }
 
 static void zero_grad_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    change_message(rpc, m, ctx, read_zero_grad);
+    static const struct change_method method = {&moe__v1__zero_grad_request__descriptor,
+                                                read_zero_grad};
+    change_message(rpc, m, ctx, &method);
 }
 
 static void set_frozen_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    change_message(rpc, m, ctx, read_set_frozen);
+    static const struct change_method method = {&moe__v1__set_frozen_request__descriptor,
+                                                read_set_frozen};
+    change_message(rpc, m, ctx, &method);
 }
 
 static void save_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    change_message(rpc, m, ctx, read_save);
+    static const struct change_method method = {&moe__v1__save_checkpoint_request__descriptor,
+                                                read_save};
+    change_message(rpc, m, ctx, &method);
 }
 
 static void load_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    change_message(rpc, m, ctx, read_load);
+    static const struct change_method method = {&moe__v1__load_checkpoint_request__descriptor,
+                                                read_load};
+    change_message(rpc, m, ctx, &method);
 }
 
 static void export_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    change_message(rpc, m, ctx, read_export);
+    static const struct change_method method = {&moe__v1__export_adapter_request__descriptor,
+                                                read_export};
+    change_message(rpc, m, ctx, &method);
 }
 
 /* ---------------------------------------------------------------------- GetTrainState */
@@ -660,8 +646,6 @@ static struct moe_status check_recovery(const struct moe_training_service *s,
 {
     uint64_t epoch;
     bool draining;
-    if (q == NULL)
-        return malformed();
     if (q->as_loaded && q->name[0] != '\0')
         return invalid(VALUE_INVALID, "either a name or the model as loaded");
     if (!q->as_loaded && !moe_training_name_ok(q->name))
@@ -679,14 +663,11 @@ static struct moe_status check_recovery(const struct moe_training_service *s,
 
 static struct moe_status recover(const struct moe_training_service *s, struct moe_rpc_msg *m)
 {
-    uint8_t bytes[MOE_RPC_HEAD_MAX];
-    size_t length;
     struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
-    MOE_TRY(moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length));
-    moe_rpc_arena_init(&arena, &allocator);
-    const Moe__V1__RecoverTrainingRequest *q =
-        moe__v1__recover_training_request__unpack(&allocator, length, bytes);
+    void *message;
+    MOE_TRY(
+        moe_rpc_msg_unpack(m, &moe__v1__recover_training_request__descriptor, &arena, &message));
+    const Moe__V1__RecoverTrainingRequest *q = message;
     MOE_TRY(check_recovery(s, q));
     moe_train_choose(s->config.training, q->as_loaded ? "" : q->name);
     return moe_ok();

@@ -52,7 +52,7 @@ enum { X_DATA = 15 };
 struct parsed {
     struct fixture *fixture;
     struct moe_rpc_arena arena;
-    Moe__V1__ForwardRequest *request;
+    const Moe__V1__ForwardRequest *request;
     struct tensor *x;
 };
 
@@ -71,14 +71,12 @@ static struct moe_status parse(struct fixture *f, struct moe_rpc_msg *m, struct 
     static const uint32_t fields[] = {X_DATA};
     uint8_t head[MOE_RPC_HEAD_MAX];
     size_t length;
-    ProtobufCAllocator allocator;
     p->fixture = f;
     p->x = NULL;
     struct moe_status st = moe_rpc_msg_split(m, fields, 1, head, &length, take_x, p);
     moe_rpc_msg_free(m);
     if (!moe_failed(&st)) {
-        moe_rpc_arena_init(&p->arena, &allocator);
-        p->request = moe__v1__forward_request__unpack(&allocator, length, head);
+        p->request = moe_rpc_unpack(&moe__v1__forward_request__descriptor, head, length, &p->arena);
         if (p->request == NULL)
             st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a ForwardRequest");
     }

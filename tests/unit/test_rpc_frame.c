@@ -391,16 +391,37 @@ static void an_arena_bounds_what_a_message_may_cost(void **state)
     (void)state;
     uint8_t bytes[MOE_RPC_HEAD_MAX];
     static struct moe_rpc_arena arena;
-    ProtobufCAllocator allocator;
     for (size_t i = 0; i + 3 <= sizeof bytes; i += 3)
         memcpy(bytes + i, "\xa0\x06\x01", 3);
-    moe_rpc_arena_init(&arena, &allocator);
-    assert_null(moe__v1__forward_request__unpack(&allocator, sizeof bytes / 3 * 3, bytes));
-    moe_rpc_arena_init(&arena, &allocator);
-    Moe__V1__ForwardRequest *q = moe__v1__forward_request__unpack(&allocator, 60, bytes);
+    const ProtobufCMessageDescriptor *type = &moe__v1__forward_request__descriptor;
+    assert_null(moe_rpc_unpack(type, bytes, sizeof bytes / 3 * 3, &arena));
+    const Moe__V1__ForwardRequest *q = moe_rpc_unpack(type, bytes, 60, &arena);
     assert_non_null(q);
     assert_int_equal(q->base.n_unknown_fields, 20);
     print_message("  20 unknown fields cost %zu bytes\n", arena.used);
+}
+
+static void a_control_message_is_unpacked_whole_or_refused(void **state)
+{
+    (void)state;
+    static uint8_t bytes[MOE_RPC_HEAD_MAX + 1] = {0x10, 0x05}; /* layer = 5 */
+    static struct moe_rpc_arena arena;
+    const ProtobufCMessageDescriptor *type = &moe__v1__forward_request__descriptor;
+    void *message = NULL;
+    struct moe_rpc_msg *m = cut(bytes, 2);
+    assert_ok(moe_rpc_msg_unpack(m, type, &arena, &message));
+    assert_int_equal(((Moe__V1__ForwardRequest *)message)->layer, 5);
+    moe_rpc_msg_free(m);
+    message = NULL;
+    m = cut(bytes, 1);
+    assert_refused(moe_rpc_msg_unpack(m, type, &arena, &message), MOE_INVALID_ARGUMENT,
+                   MOE_REASON_MALFORMED);
+    moe_rpc_msg_free(m);
+    m = cut(bytes, sizeof bytes);
+    assert_refused(moe_rpc_msg_unpack(m, type, &arena, &message), MOE_INVALID_ARGUMENT,
+                   MOE_REASON_TOO_LARGE);
+    assert_null(message);
+    moe_rpc_msg_free(m);
 }
 
 int main(void)
@@ -414,6 +435,7 @@ int main(void)
         cmocka_unit_test(flatten_is_bounded),
         cmocka_unit_test(a_number_is_found_without_splitting),
         cmocka_unit_test(an_arena_bounds_what_a_message_may_cost),
+        cmocka_unit_test(a_control_message_is_unpacked_whole_or_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
