@@ -7,22 +7,23 @@
  * Uses the backend's table alone. Forks one process per slot, anew for each scenario. Nothing is
  * decided by how long something took; where a wait must run out, its budget is short. */
 #include "faults.h"
+#include "seat.h"
 
 #include "base/clock.h"
 #include "base/options.h"
 
 #include <string.h>
 
-const struct moe_backend *backend;
+enum { CYCLES = 8 };
 
 static struct moe_status step_until_failure(struct member *m, struct seat *s,
                                             struct moe_step_result *result)
 {
     for (uint32_t n = 1;; n++) {
-        struct moe_status st = run_step(s, result);
+        struct moe_status st = run_step(s->session, &s->args, result);
         if (moe_failed(&st))
             return st;
-        __atomic_store_n(&m->board->flag[m->slot], n, __ATOMIC_RELEASE);
+        raise_flag(m, n);
     }
 }
 
@@ -36,10 +37,11 @@ static int go_on_without_victim(struct member *m, struct seat *s)
     m->live &= ~(UINT64_C(1) << VICTIM);
     EXPECT(good(small_layer(s->device, m, m->live, &rest)));
     EXPECT(good(join(m, s, 8, LONG_MS, false)));
-    EXPECT(is(run_step(s, &result), MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE));
+    EXPECT(is(run_step(s->session, &s->args, &result), MOE_UNAVAILABLE,
+              MOE_REASON_EXPERT_UNAVAILABLE));
     s->args.layer = rest;
     for (int i = 0; i < 20; i++)
-        EXPECT(good(run_step(s, &result)));
+        EXPECT(good(run_step(s->session, &s->args, &result)));
     EXPECT(result.missing_slot == -1);
     backend->layer_destroy(rest);
     return 0;
@@ -49,16 +51,15 @@ static int be_killed_or_survive(struct member *m)
 {
     struct seat s;
     struct moe_step_result result;
-    EXPECT(good(sit_down(m, &s, SHORT_MS, false)));
+    EXPECT(sit_down(m, &s, SHORT_MS, false));
     struct moe_status st = step_until_failure(m, &s, &result);
     if (m->slot == VICTIM)
         return 1;
     EXPECT(is(st, MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(result.missing_slot == VICTIM);
     EXPECT(backend->session_lost(s.session) == 1u << VICTIM);
-    EXPECT(is(run_step(&s, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
-    backend->session_leave(s.session);
-    s.session = NULL;
+    EXPECT(is(run_step(s.session, &s.args, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
+    part(&s);
     EXPECT(go_on_without_victim(m, &s) == 0);
     return get_up(&s);
 }
@@ -76,9 +77,9 @@ static int abort_a_step(struct member *m)
     struct seat s;
     struct moe_step *step[2];
     struct moe_step_result result;
-    EXPECT(good(sit_down(m, &s, 2 * 1000 * PATIENCE_S, false)));
+    EXPECT(sit_down(m, &s, 2 * 1000 * PATIENCE_S, false));
     for (int i = 0; i < 2; i++)
-        EXPECT(good(run_step(&s, &result)));
+        EXPECT(good(run_step(s.session, &s.args, &result)));
     for (int i = 0; i < 2 && m->slot != VICTIM; i++)
         EXPECT(good(backend->step_enqueue(s.session, &s.args, &step[i])));
     for (int i = 0; i < 2 && m->slot != VICTIM; i++) {
@@ -98,18 +99,18 @@ static int abort_a_step(struct member *m)
 
 static bool abort_ends_present_and_later_waits(uint32_t slots)
 {
-    return all_return_zero(slots, abort_a_step);
+    return run_group(slots, abort_a_step);
 }
 
 static int mean_another_step(struct member *m)
 {
     struct seat s;
     struct moe_step_result result;
-    EXPECT(good(sit_down(m, &s, LONG_MS, false)));
+    EXPECT(sit_down(m, &s, LONG_MS, false));
     for (uint32_t i = 0; i < 12; i++) {
         bool odd = i % 3 == 1;
         s.args.bucket = odd && m->slot == i / 3 % m->slots ? 2 * BUCKET : BUCKET;
-        struct moe_status st = run_step(&s, &result);
+        struct moe_status st = run_step(s.session, &s.args, &result);
         EXPECT(odd ? is(st, MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH) : good(st));
     }
     EXPECT(backend->session_lost(s.session) == 0);
@@ -118,7 +119,7 @@ static int mean_another_step(struct member *m)
 
 static bool slots_that_mean_different_steps_all_refuse_and_go_on(uint32_t slots)
 {
-    return all_return_zero(slots, mean_another_step);
+    return run_group(slots, mean_another_step);
 }
 
 static int join_and_leave(struct member *m)
@@ -126,15 +127,13 @@ static int join_and_leave(struct member *m)
     struct seat s;
     struct moe_step_result result;
     struct moe_device_info before, after;
-    EXPECT(good(sit_down(m, &s, LONG_MS, false)));
-    backend->session_leave(s.session);
-    s.session = NULL;
+    EXPECT(sit_down(m, &s, LONG_MS, false));
+    part(&s);
     backend->device_info(s.device, &before);
     for (uint32_t i = 0; i < CYCLES; i++) {
         EXPECT(good(join(m, &s, 100 + i, LONG_MS, false)));
-        EXPECT(good(run_step(&s, &result)));
-        backend->session_leave(s.session);
-        s.session = NULL;
+        EXPECT(good(run_step(s.session, &s.args, &result)));
+        part(&s);
     }
     backend->device_info(s.device, &after);
     /* A device may keep what one step needed, but not once per session. */
@@ -144,7 +143,7 @@ static int join_and_leave(struct member *m)
 
 static bool joining_and_leaving_leaks_nothing(uint32_t slots)
 {
-    return all_return_zero(slots, join_and_leave);
+    return run_group(slots, join_and_leave);
 }
 
 static const struct scenario scenarios[] = {

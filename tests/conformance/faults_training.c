@@ -3,134 +3,37 @@
  * session has ended, the trainer is whole (gradients of a pass that failed are undefined), and the
  * next session learns as if nothing had happened. */
 #include "faults.h"
-
-#include "base/clock.h"
+#include "pupil.h"
 
 #include <pthread.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 enum { ABORT_AFTER_MS = 300 };
 
-/* A seat in a training session, a trainer, and a pass and a step that are right. */
-struct pupil {
-    struct seat seat;
-    struct moe_trainer *trainer;
-    struct moe_backward_args args;
-    struct moe_optimizer_args move;
-    uint64_t gradients; /* hash of them after one pass from zero */
-};
-
-/* ------------------------------------------------------------------------ acts */
-
-static struct moe_status learn(struct pupil *p, struct moe_step_result *result)
+/* A pupil that has run its first pass; *gradients: hash of what that pass gave. */
+static bool begin_to_learn(struct member *m, struct pupil *p, uint32_t budget_ms,
+                           uint64_t *gradients)
 {
-    struct moe_step *step;
-    MOE_TRY(backend->training->backward_enqueue(p->seat.session, &p->args, &step));
-    return backend->step_wait(step, MOE_NEVER, result);
-}
-
-static struct moe_status move(struct pupil *p)
-{
-    struct moe_optimizer_result result;
-    MOE_TRY(backend->training->optimizer_step(p->seat.session, &p->trainer, 1, &p->move, &result));
-    p->move.number++;
-    return moe_ok();
-}
-
-/* FNV-1a of one kind of tensor, of everything that this slot holds. */
-static bool hash_of(struct pupil *p, const struct member *m, enum moe_train_tensor tensor,
-                    uint64_t *hash)
-{
-    float data[2 * MOE_MAX_SLOTS * HIDDEN];
-    static const enum moe_weight weights[] = {MOE_WEIGHT_ROUTER, MOE_WEIGHT_GATE, MOE_WEIGHT_UP,
-                                              MOE_WEIGHT_DOWN};
-    uint32_t experts = 2 * (uint32_t)__builtin_popcountll(m->live);
-    *hash = UINT64_C(0xcbf29ce484222325);
-    for (size_t w = 0; w < sizeof weights / sizeof *weights; w++)
-        for (uint32_t e = 0; e < (w == 0 ? 1 : experts); e++) {
-            struct moe_train_key key = {weights[w], e, MOE_PART_WEIGHT, tensor};
-            size_t n = w == 0 ? (size_t)experts * HIDDEN : (size_t)INNER * HIDDEN;
-            struct moe_status st =
-                backend->training->trainer_read(p->trainer, &key, data, n * sizeof *data);
-            if (st.code == MOE_NOT_FOUND && w > 0)
-                continue; /* another slot's */
-            if (!good(st))
-                return false;
-            for (size_t i = 0; i < n * sizeof *data; i++)
-                *hash = (*hash ^ ((const uint8_t *)data)[i]) * UINT64_C(0x100000001b3);
-        }
-    return true;
-}
-
-/* Of masters and moments. */
-static bool hash_state(struct pupil *p, const struct member *m, uint64_t hash[3])
-{
-    return hash_of(p, m, MOE_TRAIN_VALUE, &hash[0]) && hash_of(p, m, MOE_TRAIN_MOMENT1, &hash[1]) &&
-           hash_of(p, m, MOE_TRAIN_MOMENT2, &hash[2]);
-}
-
-/* A trainer for the seat's layer, and its first pass, whose gradients stay. */
-static bool begin_to_learn(struct member *m, struct pupil *p)
-{
-    struct moe_trainer_config config = {.optimizer = MOE_OPTIMIZER_ADAMW};
     struct moe_step_result result;
-    if (!good(run_step(&p->seat, &result)) ||
-        !good(backend->training->trainer_create(p->seat.layer, &config, &p->trainer)))
-        return false;
-    p->args = (struct moe_backward_args){.trainer = p->trainer,
-                                         .dtype = MOE_DTYPE_F32,
-                                         .bucket = BUCKET,
-                                         .tokens = TOKENS,
-                                         .x = p->seat.args.x,
-                                         .dy = p->seat.dy,
-                                         .ids = p->seat.args.ids_out,
-                                         .accumulate = true,
-                                         .aux_coeff = 0.01f,
-                                         .dx = p->seat.dx,
-                                         .token_state = p->seat.args.token_state};
-    p->move = (struct moe_optimizer_args){.learning_rate = 0.01,
-                                          .beta1 = 0.9,
-                                          .beta2 = 0.99,
-                                          .epsilon = 1e-8,
-                                          .grad_scale = 1,
-                                          .number = 1};
-    return good(learn(p, &result)) && hash_of(p, m, MOE_TRAIN_GRAD, &p->gradients);
+    return go_to_school(m, p, budget_ms) && good(learn(p, &result)) &&
+           hash_of(p, m, MOE_TRAIN_GRAD, gradients);
 }
 
-static bool go_to_school(struct member *m, struct pupil *p, uint32_t budget_ms)
-{
-    *p = (struct pupil){0};
-    return good(sit_down(m, &p->seat, budget_ms, true)) && begin_to_learn(m, p);
-}
-
-static int go_home(struct pupil *p)
-{
-    backend->training->trainer_destroy(p->trainer);
-    return get_up(&p->seat);
-}
-
-static void leave(struct pupil *p)
-{
-    backend->session_leave(p->seat.session);
-    p->seat.session = NULL;
-}
-
-/* The next session of the same members: the same pass gives the same gradients again, and the step
- * is taken. */
-static int begin_again(struct member *m, struct pupil *p, uint64_t epoch)
+/* The next session of the same members: the same pass gives the same gradients as the `first`, and
+ * the step is taken. */
+static int begin_again(struct member *m, struct pupil *p, uint64_t first, uint64_t epoch)
 {
     struct moe_step_result result;
     uint64_t before[3], after[3], gradients;
-    leave(p);
+    part(&p->seat);
     EXPECT(board_barrier(m, LONG_MS));
     EXPECT(good(join(m, &p->seat, epoch, LONG_MS, true)));
     EXPECT(good(backend->training->zero_grad(p->trainer)));
     EXPECT(good(learn(p, &result)));
     EXPECT(result.missing_slot == -1);
     EXPECT(hash_of(p, m, MOE_TRAIN_GRAD, &gradients));
-    EXPECT(gradients == p->gradients);
+    EXPECT(gradients == first);
     EXPECT(hash_state(p, m, before));
     EXPECT(good(move(p)));
     EXPECT(hash_state(p, m, after));
@@ -144,8 +47,8 @@ static int mean_other_moves(struct member *m)
 {
     struct pupil p;
     struct moe_step_result result;
-    uint64_t before[3], after[3];
-    EXPECT(go_to_school(m, &p, LONG_MS));
+    uint64_t first, before[3], after[3];
+    EXPECT(begin_to_learn(m, &p, LONG_MS, &first));
     for (uint32_t round = 0; round < 9; round++) {
         const struct moe_optimizer_args right = p.move;
         bool odd = m->slot == round % m->slots;
@@ -172,7 +75,7 @@ static int mean_other_moves(struct member *m)
 
 static bool slots_that_mean_different_optimizer_steps_all_refuse_and_move_nothing(uint32_t slots)
 {
-    return all_return_zero(slots, mean_other_moves);
+    return run_group(slots, mean_other_moves);
 }
 
 /* ---------------------------------------------------------------------------- loss */
@@ -190,7 +93,7 @@ static int learn_without_victim(struct member *m, struct pupil *p)
     EXPECT(good(small_layer(p->seat.device, m, m->live, &p->seat.layer)));
     p->seat.args.layer = p->seat.layer;
     EXPECT(good(join(m, &p->seat, 8, LONG_MS, true)));
-    EXPECT(begin_to_learn(m, p));
+    EXPECT(open_books(p) && good(learn(p, &result)));
     EXPECT(hash_state(p, m, before));
     for (int i = 0; i < 5; i++) {
         EXPECT(good(learn(p, &result)));
@@ -206,8 +109,8 @@ static int lose_a_peer(struct member *m, bool in_step)
     struct pupil p;
     struct moe_step_result result = {.missing_slot = -1};
     struct moe_status st = moe_ok();
-    uint64_t before[3], after[3];
-    EXPECT(go_to_school(m, &p, SHORT_MS));
+    uint64_t first, before[3], after[3];
+    EXPECT(begin_to_learn(m, &p, SHORT_MS, &first));
     EXPECT(hash_state(&p, m, before));
     for (uint32_t n = 1; !moe_failed(&st); n++) {
         st = in_step ? move(&p) : learn(&p, &result);
@@ -220,7 +123,7 @@ static int lose_a_peer(struct member *m, bool in_step)
     EXPECT(backend->session_lost(p.seat.session) == 1u << VICTIM);
     EXPECT(is(learn(&p, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(is(move(&p), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
-    leave(&p);
+    part(&p.seat);
     EXPECT(hash_state(&p, m, after));
     EXPECT(in_step || memcmp(before, after, sizeof before) == 0);
     EXPECT(good(backend->training->zero_grad(p.trainer)));
@@ -254,8 +157,8 @@ static int stay_away(struct member *m)
 {
     struct pupil p;
     struct moe_step_result result = {.missing_slot = -1};
-    uint64_t before[3], after[3];
-    EXPECT(go_to_school(m, &p, SHORT_MS));
+    uint64_t first, before[3], after[3];
+    EXPECT(begin_to_learn(m, &p, SHORT_MS, &first));
     EXPECT(hash_state(&p, m, before));
     for (uint64_t round = 0; round < 2; round++) {
         if (m->slot != VICTIM) {
@@ -267,16 +170,16 @@ static int stay_away(struct member *m)
         EXPECT(board_barrier(m, LONG_MS)); /* nobody leaves before all have seen this */
         EXPECT(hash_state(&p, m, after));
         EXPECT(memcmp(before, after, sizeof before) == 0);
-        leave(&p);
+        part(&p.seat);
         EXPECT(good(join(m, &p.seat, 20 + round, SHORT_MS, true)));
     }
-    EXPECT(begin_again(m, &p, 30) == 0);
+    EXPECT(begin_again(m, &p, first, 30) == 0);
     return go_home(&p);
 }
 
 static bool a_peer_that_stays_away_ends_the_session_and_nothing_else(uint32_t slots)
 {
-    return all_return_zero(slots, stay_away);
+    return run_group(slots, stay_away);
 }
 
 static void *abort_later(void *session)
@@ -290,8 +193,8 @@ static int abort_training(struct member *m)
 {
     struct pupil p;
     struct moe_step_result result;
-    uint64_t before[3], after[3];
-    EXPECT(go_to_school(m, &p, 2 * 1000 * PATIENCE_S));
+    uint64_t first, before[3], after[3];
+    EXPECT(begin_to_learn(m, &p, 2 * 1000 * PATIENCE_S, &first));
     EXPECT(hash_state(&p, m, before));
     for (uint64_t round = 0; round < 2; round++) {
         pthread_t thread;
@@ -307,16 +210,16 @@ static int abort_training(struct member *m)
         EXPECT(board_barrier(m, LONG_MS));
         EXPECT(hash_state(&p, m, after));
         EXPECT(memcmp(before, after, sizeof before) == 0);
-        leave(&p);
+        part(&p.seat);
         EXPECT(good(join(m, &p.seat, 20 + round, 2 * 1000 * PATIENCE_S, true)));
     }
-    EXPECT(begin_again(m, &p, 30) == 0);
+    EXPECT(begin_again(m, &p, first, 30) == 0);
     return go_home(&p);
 }
 
 static bool abort_ends_passes_and_optimizer_steps(uint32_t slots)
 {
-    return all_return_zero(slots, abort_training);
+    return run_group(slots, abort_training);
 }
 
 const struct scenario training_scenarios[] = {

@@ -1,61 +1,143 @@
-/* Seats for tests; see seat.h. */
+/* Seats and groups; see seat.h. */
 #include "seat.h"
 
 #include "base/clock.h"
 
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
+
+const struct moe_backend *backend = &moe_backend_cpu;
+
+bool is(struct moe_status st, enum moe_code code, enum moe_reason reason)
+{
+    if (st.code == code && st.reason == reason)
+        return true;
+    fprintf(stderr, "got %s/%s: %s\n", moe_code_name(st.code), moe_reason_name(st.reason),
+            st.code == MOE_OK ? "" : st.text);
+    return false;
+}
+
+bool good(struct moe_status st)
+{
+    return is(st, MOE_OK, MOE_REASON_NONE);
+}
+
+/* ------------------------------------------------------------------------ seats */
+
+static struct moe_status upload(struct moe_layer *layer, const struct moe_layer_spec *spec,
+                                enum moe_weight w, uint32_t expert)
+{
+    float data[2 * MOE_MAX_SLOTS * HIDDEN]; /* the router; INNER is smaller */
+    size_t rows, columns;
+    moe_weight_shape(spec, w, &rows, &columns);
+    struct rng r = {.state = (uint64_t)w * 1000 + expert};
+    MOE_INVARIANT(rows * columns <= sizeof data / sizeof *data);
+    for (size_t i = 0; i < rows * columns; i++)
+        data[i] = rng_float(&r);
+    return backend->layer_upload(layer, w, expert, MOE_DTYPE_F32, data,
+                                 rows * columns * sizeof *data);
+}
 
 struct moe_status small_layer(struct moe_device *device, const struct member *m, uint64_t holders,
                               struct moe_layer **out)
 {
-    return small_layer_make(&moe_backend_cpu, device, m, HIDDEN, INNER, holders, out);
+    uint32_t offset[2 * MOE_MAX_SLOTS + 1] = {0}, n = 0;
+    uint16_t slot[2 * MOE_MAX_SLOTS];
+    for (uint32_t s = 0; s < m->slots; s++)
+        for (uint32_t i = 0; i < 2 && (holders >> s & 1); i++) {
+            slot[n++] = (uint16_t)s;
+            offset[n] = n;
+        }
+    struct moe_layer_spec spec = {
+        .layer = 3,
+        .hidden = HIDDEN,
+        .experts = n,
+        .intermediate = INNER,
+        .router = {.score = MOE_SCORE_SIGMOID,
+                   .top_k = TOP_K,
+                   .groups = 1,
+                   .topk_group = 1,
+                   .group_best = 1,
+                   .renorm = MOE_RENORM_SUM,
+                   .scale = 1},
+    };
+    struct moe_placement placement = {
+        .version = 1, .experts = n, .slots = m->slots, .offset = offset, .slot = slot};
+    static const enum moe_weight each[] = {MOE_WEIGHT_GATE, MOE_WEIGHT_UP, MOE_WEIGHT_DOWN};
+    MOE_TRY(backend->layer_create(device, &spec, &placement, m->slot, out));
+    MOE_TRY(upload(*out, &spec, MOE_WEIGHT_ROUTER, 0));
+    for (uint32_t e = 0; e < n; e++)
+        for (uint32_t i = 0; i < 3 && slot[e] == m->slot; i++)
+            MOE_TRY(upload(*out, &spec, each[i], e));
+    return backend->layer_finish(*out);
 }
 
-static struct moe_step_args small_step(struct moe_layer *layer, const struct member *m,
-                                       struct tensors *t)
+/* One block of host memory for all tensors of a step. */
+static struct moe_status lay_table(struct seat *s, const struct member *m)
 {
+    size_t rows = TOKENS * HIDDEN * sizeof(float), pairs = TOKENS * TOP_K * sizeof(float);
+    s->bytes = 4 * rows + 2 * pairs + TOKENS;
+    MOE_TRY(backend->mem_alloc(s->device, MOE_MEM_HOST, s->bytes, &s->tensors));
+    char *at = s->tensors;
     struct rng r = {.state = m->slot};
-    for (size_t i = 0; i < TOKENS * HIDDEN; i++)
-        t->x[i] = rng_float(&r);
-    return (struct moe_step_args){.layer = layer,
-                                  .dtype = MOE_DTYPE_F32,
-                                  .bucket = BUCKET,
-                                  .tokens = TOKENS,
-                                  .x = t->x,
-                                  .y = t->y,
-                                  .ids_out = t->ids,
-                                  .weights_out = t->weights,
-                                  .token_state = t->state};
+    for (uint32_t i = 0; i < 2 * TOKENS * HIDDEN; i++)
+        ((float *)s->tensors)[i] = rng_float(&r);
+    s->dy = (void *)(at + rows);
+    s->dx = (void *)(at + 2 * rows);
+    s->args = (struct moe_step_args){.layer = s->layer,
+                                     .dtype = MOE_DTYPE_F32,
+                                     .bucket = BUCKET,
+                                     .tokens = TOKENS,
+                                     .x = at,
+                                     .y = at + 3 * rows,
+                                     .ids_out = (void *)(at + 4 * rows),
+                                     .weights_out = (void *)(at + 4 * rows + pairs),
+                                     .token_state = (void *)(at + 4 * rows + 2 * pairs)};
+    return moe_ok();
+}
+
+struct moe_status join(struct member *m, struct seat *s, uint64_t epoch, uint32_t budget_ms,
+                       bool training)
+{
+    struct moe_session_config config = member_session(m, epoch, budget_ms);
+    config.training = training;
+    return backend->session_join(s->device, &config, &s->session);
+}
+
+void part(struct seat *s)
+{
+    backend->session_leave(s->session);
+    s->session = NULL;
+}
+
+bool sit_down(struct member *m, struct seat *s, uint32_t budget_ms, bool training)
+{
+    struct moe_device_config device = {.ordinal = (int)m->slot, .threads = 1};
+    *s = (struct seat){0};
+    return good(backend->device_open(&device, &s->device)) &&
+           good(small_layer(s->device, m, m->live, &s->layer)) && good(lay_table(s, m)) &&
+           good(join(m, s, 7, budget_ms, training));
+}
+
+int get_up(struct seat *s)
+{
+    part(s);
+    backend->mem_free(s->device, MOE_MEM_HOST, s->tensors, s->bytes);
+    backend->layer_destroy(s->layer);
+    backend->device_close(s->device);
+    return 0;
 }
 
 struct moe_status run_step(struct moe_session *s, const struct moe_step_args *a,
                            struct moe_step_result *result)
 {
     struct moe_step *step;
-    MOE_TRY(moe_backend_cpu.step_enqueue(s, a, &step));
-    return moe_backend_cpu.step_wait(step, MOE_NEVER, result);
+    MOE_TRY(backend->step_enqueue(s, a, &step));
+    return backend->step_wait(step, MOE_NEVER, result);
 }
 
-bool sit_down(struct member *m, struct seat *s, uint32_t budget_ms)
-{
-    struct moe_device_config device = {.threads = 1};
-    struct moe_session_config config = member_session(m, 7, budget_ms);
-    *s = (struct seat){0};
-    if (!good(moe_backend_cpu.device_open(&device, &s->device)) ||
-        !good(small_layer(s->device, m, m->live, &s->layer)) ||
-        !good(moe_backend_cpu.session_join(s->device, &config, &s->session)))
-        return false;
-    s->args = small_step(s->layer, m, &s->tensors);
-    return true;
-}
-
-int get_up(struct seat *s)
-{
-    moe_backend_cpu.session_leave(s->session);
-    moe_backend_cpu.layer_destroy(s->layer);
-    moe_backend_cpu.device_close(s->device);
-    return 0;
-}
+/* ----------------------------------------------------------------------- groups */
 
 void raise_flag(struct member *m, uint32_t value)
 {
@@ -64,11 +146,10 @@ void raise_flag(struct member *m, uint32_t value)
 
 bool await_flag(struct board *b, uint32_t slot, uint32_t at_least)
 {
-    for (uint32_t turn = 0; turn < 60000; turn++) {
+    uint64_t deadline = moe_clock_ns() + PATIENCE_S * MOE_NS_PER_S;
+    while (moe_clock_ns() < deadline && __atomic_load_n(&b->failed, __ATOMIC_ACQUIRE) == 0) {
         if (__atomic_load_n(&b->flag[slot], __ATOMIC_ACQUIRE) >= at_least)
             return true;
-        if (__atomic_load_n(&b->failed, __ATOMIC_ACQUIRE))
-            return false;
         usleep(1000);
     }
     return false;
@@ -85,4 +166,18 @@ bool run_group_with(uint32_t slots, int (*fn)(struct member *), void *ctx)
 bool run_group(uint32_t slots, int (*fn)(struct member *))
 {
     return run_group_with(slots, fn, NULL);
+}
+
+bool survive_a_kill(uint32_t slots, int (*fn)(struct member *), uint32_t after)
+{
+    struct group g;
+    int status[MOE_MAX_SLOTS] = {0};
+    group_start(&g, slots, fn, NULL);
+    bool right = await_flag(g.board, VICTIM, after);
+    kill(g.pid[VICTIM], SIGKILL);
+    (void)group_finish(&g, PATIENCE_S, status);
+    for (uint32_t s = 0; s < slots; s++)
+        right = right && (s == VICTIM ? WIFSIGNALED(status[s])
+                                      : WIFEXITED(status[s]) && WEXITSTATUS(status[s]) == 0);
+    return right;
 }

@@ -6,6 +6,7 @@
 #include "seat.h"
 
 #include "base/clock.h"
+#include "cpu/session.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -32,8 +33,6 @@ static struct moe_status step_until_failure(struct member *m, struct seat *s,
     }
 }
 
-enum { VICTIM = 1 };
-
 /* What a survivor sees, and what it still can do: the same weights, in a session without the
  * victim. */
 static int survive(struct member *m, uint32_t budget_ms)
@@ -41,18 +40,17 @@ static int survive(struct member *m, uint32_t budget_ms)
     struct seat s;
     struct moe_step_result result;
     struct moe_layer *rest = NULL;
-    EXPECT(sit_down(m, &s, budget_ms));
+    EXPECT(sit_down(m, &s, budget_ms, false));
     struct moe_status st = step_until_failure(m, &s, &result);
     EXPECT(is(st, MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(result.missing_slot == VICTIM);
     EXPECT(moe_backend_cpu.session_lost(s.session) == 1u << VICTIM);
     EXPECT(is(run_step(s.session, &s.args, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(result.missing_slot == VICTIM);
-    moe_backend_cpu.session_leave(s.session);
+    part(&s);
     m->live &= ~(UINT64_C(1) << VICTIM);
     EXPECT(good(small_layer(s.device, m, m->live, &rest)));
-    struct moe_session_config config = member_session(m, 8, LONG_MS);
-    EXPECT(good(moe_backend_cpu.session_join(s.device, &config, &s.session)));
+    EXPECT(good(join(m, &s, 8, LONG_MS, false)));
     EXPECT(
         is(run_step(s.session, &s.args, &result), MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE));
     s.args.layer = rest;
@@ -68,7 +66,7 @@ static int be_killed_or_survive(struct member *m)
         return survive(m, LONG_MS); /* long: only the closed socket can tell in time */
     struct seat s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, LONG_MS));
+    EXPECT(sit_down(m, &s, LONG_MS, false));
     (void)step_until_failure(m, &s, &result);
     return 1;
 }
@@ -76,16 +74,7 @@ static int be_killed_or_survive(struct member *m)
 static void a_killed_peer_costs_the_survivors_one_step_and_no_weights(void **state)
 {
     (void)state;
-    struct group g;
-    int status[MOE_MAX_SLOTS] = {0};
-    group_start(&g, 3, be_killed_or_survive, NULL);
-    bool stepping = await_flag(g.board, VICTIM, 20);
-    kill(g.pid[VICTIM], SIGKILL);
-    (void)group_finish(&g, PATIENCE_S, status);
-    assert_true(stepping);
-    for (uint32_t s = 0; s < 3; s++)
-        assert_true(s == VICTIM ? WIFSIGNALED(status[s])
-                                : WIFEXITED(status[s]) && WEXITSTATUS(status[s]) == 0);
+    assert_true(survive_a_kill(3, be_killed_or_survive, 20));
 }
 
 static int be_stopped_or_survive(struct member *m)
@@ -94,7 +83,7 @@ static int be_stopped_or_survive(struct member *m)
         return survive(m, SHORT_MS);
     struct seat s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, SHORT_MS));
+    EXPECT(sit_down(m, &s, SHORT_MS, false));
     /* When it is woken up again, the others are gone. */
     EXPECT(is(step_until_failure(m, &s, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(result.missing_slot != VICTIM);
@@ -128,7 +117,7 @@ static int hear_of_a_failure(struct member *m)
 {
     struct seat s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, 1000 * PATIENCE_S * 2));
+    EXPECT(sit_down(m, &s, 1000 * PATIENCE_S * 2, false));
     if (m->slot == 1) {
         struct moe_status broken =
             moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "made up");
@@ -157,7 +146,7 @@ static int wait_in_a_chain(struct member *m)
     const uint32_t *budget_ms = m->ctx;
     struct seat s;
     uint32_t value;
-    EXPECT(sit_down(m, &s, budget_ms[m->slot]));
+    EXPECT(sit_down(m, &s, budget_ms[m->slot], false));
     if (m->slot != 1) {
         uint32_t slot = m->slot == 2 ? 0 : 1;
         const uint64_t *word =
@@ -194,7 +183,7 @@ static int abort_a_step(struct member *m)
     struct seat s;
     struct moe_step *step[2];
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, 1000 * PATIENCE_S * 2));
+    EXPECT(sit_down(m, &s, 1000 * PATIENCE_S * 2, false));
     if (m->slot == 1) {
         EXPECT(await_flag(m->board, 0, 1)); /* takes part in no step */
         return get_up(&s);
@@ -335,12 +324,10 @@ static bool cycle(struct member *m, struct seat *s, uint64_t epoch, uint32_t tim
 {
     struct moe_step_result result;
     for (uint32_t i = 0; i < times; i++) {
-        struct moe_session_config config = member_session(m, epoch + i, LONG_MS);
-        if (!good(moe_backend_cpu.session_join(s->device, &config, &s->session)) ||
+        if (!good(join(m, s, epoch + i, LONG_MS, false)) ||
             !good(run_step(s->session, &s->args, &result)) || window_mappings() != m->slots)
             return false;
-        moe_backend_cpu.session_leave(s->session);
-        s->session = NULL;
+        part(s);
     }
     return true;
 }
@@ -349,8 +336,8 @@ static int join_and_leave(struct member *m)
 {
     struct seat s;
     struct moe_device_info before, after;
-    EXPECT(sit_down(m, &s, LONG_MS));
-    moe_backend_cpu.session_leave(s.session);
+    EXPECT(sit_down(m, &s, LONG_MS, false));
+    part(&s);
     EXPECT(cycle(m, &s, 100, 10)); /* the device keeps scratch: it grows to what a step needs */
     uint32_t fds = entries_in("/proc/self/fd"), threads = entries_in("/proc/self/task");
     moe_backend_cpu.device_info(s.device, &before);

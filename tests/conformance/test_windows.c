@@ -3,6 +3,7 @@
 #include "seat.h"
 
 #include "base/clock.h"
+#include "cpu/session.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -173,7 +174,7 @@ static uint64_t *exchange_word(struct moe_session *s, uint32_t window, uint32_t 
 static int write_late(struct member *m)
 {
     struct seat s;
-    EXPECT(sit_down(m, &s, SHORT_MS));
+    EXPECT(sit_down(m, &s, SHORT_MS, false));
     if (m->slot == 1) {
         const uint64_t stale[] = {moe_window_stamp(6, 1), moe_window_stamp(7, 0),
                                   moe_window_stamp(7, 2), moe_window_stamp(8, 1)};
@@ -196,7 +197,7 @@ static int write_late(struct member *m)
 static int write_in_time(struct member *m)
 {
     struct seat s;
-    EXPECT(sit_down(m, &s, LONG_MS));
+    EXPECT(sit_down(m, &s, LONG_MS, false));
     if (m->slot == 1) {
         moe_cpu_session_store(exchange_word(s.session, 0, 1), moe_window_stamp(7, 1), 8);
         moe_cpu_session_ring(s.session, 0);
@@ -221,7 +222,7 @@ static int disagree(struct member *m)
 {
     struct seat s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, LONG_MS));
+    EXPECT(sit_down(m, &s, LONG_MS, false));
     struct moe_step_args other = s.args;
     if (m->slot == 2)
         other.bucket *= 2;
@@ -284,7 +285,7 @@ static int lie_about_rows(struct member *m)
     enum lie lie = *(const enum lie *)m->ctx;
     struct seat s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, LONG_MS));
+    EXPECT(sit_down(m, &s, LONG_MS, false));
     if (m->slot == 1) {
         struct forged_step f = {
             .count = 1, .routes = 1, .expert = 0, .route_stamp = moe_window_stamp(7, 1)};
@@ -316,7 +317,7 @@ static int bad_arguments(struct member *m)
 {
     struct seat s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, LONG_MS));
+    EXPECT(sit_down(m, &s, LONG_MS, false));
     struct moe_step_args a = s.args;
     a.bucket = 24;
     EXPECT(is(run_step(s.session, &a, &result), MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT));
@@ -351,18 +352,18 @@ static int run_through_the_last_step_number(struct member *m)
     struct seat s;
     struct moe_step_result result;
     float first[TOKENS * HIDDEN];
-    EXPECT(sit_down(m, &s, LONG_MS));
+    EXPECT(sit_down(m, &s, LONG_MS, false));
     EXPECT(good(run_step(s.session, &s.args, &result)));
-    memcpy(first, s.tensors.y, sizeof first);
+    memcpy(first, s.args.y, sizeof first);
     s.session->step = (1u << MOE_WINDOW_STEP_BITS) - 4;
     /* A word of an early step that no later one happened to overwrite. */
     uint64_t *old = moe_window_sent_of(&s.session->layout, moe_cpu_session_own(s.session),
                                        (m->slot + 1) % m->slots, 200);
     moe_cpu_session_store(old, moe_window_stamp(7, 2), 1);
     for (int i = 0; i < 8; i++) {
-        memset(s.tensors.y, 0xff, sizeof s.tensors.y);
+        memset(s.args.y, 0xff, sizeof first);
         EXPECT(good(run_step(s.session, &s.args, &result)));
-        EXPECT(memcmp(first, s.tensors.y, sizeof first) == 0);
+        EXPECT(memcmp(first, s.args.y, sizeof first) == 0);
     }
     EXPECT(s.session->step == 5);
     EXPECT(*old == 0);

@@ -1,0 +1,87 @@
+/* See pupil.h. */
+#include "pupil.h"
+
+#include "base/clock.h"
+
+bool open_books(struct pupil *p)
+{
+    struct moe_trainer_config config = {.optimizer = MOE_OPTIMIZER_ADAMW};
+    struct moe_step_result result;
+    if (!good(run_step(p->seat.session, &p->seat.args, &result)) ||
+        !good(backend->training->trainer_create(p->seat.layer, &config, &p->trainer)))
+        return false;
+    p->args = (struct moe_backward_args){.trainer = p->trainer,
+                                         .dtype = MOE_DTYPE_F32,
+                                         .bucket = BUCKET,
+                                         .tokens = TOKENS,
+                                         .x = p->seat.args.x,
+                                         .dy = p->seat.dy,
+                                         .ids = p->seat.args.ids_out,
+                                         .accumulate = true,
+                                         .aux_coeff = 0.01f,
+                                         .dx = p->seat.dx,
+                                         .token_state = p->seat.args.token_state};
+    p->move = (struct moe_optimizer_args){.learning_rate = 0.01,
+                                          .beta1 = 0.9,
+                                          .beta2 = 0.99,
+                                          .epsilon = 1e-8,
+                                          .grad_scale = 1,
+                                          .number = 1};
+    return true;
+}
+
+bool go_to_school(struct member *m, struct pupil *p, uint32_t budget_ms)
+{
+    *p = (struct pupil){0};
+    return sit_down(m, &p->seat, budget_ms, true) && open_books(p);
+}
+
+int go_home(struct pupil *p)
+{
+    backend->training->trainer_destroy(p->trainer);
+    return get_up(&p->seat);
+}
+
+struct moe_status learn(struct pupil *p, struct moe_step_result *result)
+{
+    struct moe_step *step;
+    MOE_TRY(backend->training->backward_enqueue(p->seat.session, &p->args, &step));
+    return backend->step_wait(step, MOE_NEVER, result);
+}
+
+struct moe_status move(struct pupil *p)
+{
+    struct moe_optimizer_result result;
+    MOE_TRY(backend->training->optimizer_step(p->seat.session, &p->trainer, 1, &p->move, &result));
+    p->move.number++;
+    return moe_ok();
+}
+
+bool hash_of(struct pupil *p, const struct member *m, enum moe_train_tensor tensor, uint64_t *hash)
+{
+    float data[2 * MOE_MAX_SLOTS * HIDDEN];
+    static const enum moe_weight weights[] = {MOE_WEIGHT_ROUTER, MOE_WEIGHT_GATE, MOE_WEIGHT_UP,
+                                              MOE_WEIGHT_DOWN};
+    uint32_t experts = 2 * (uint32_t)__builtin_popcountll(m->live);
+    *hash = UINT64_C(0xcbf29ce484222325);
+    for (size_t w = 0; w < sizeof weights / sizeof *weights; w++)
+        for (uint32_t e = 0; e < (w == 0 ? 1 : experts); e++) {
+            struct moe_train_key key = {weights[w], e, MOE_PART_WEIGHT, tensor};
+            size_t n = w == 0 ? (size_t)experts * HIDDEN : (size_t)INNER * HIDDEN;
+            struct moe_status st =
+                backend->training->trainer_read(p->trainer, &key, data, n * sizeof *data);
+            if (st.code == MOE_NOT_FOUND && w > 0)
+                continue; /* another slot's */
+            if (!good(st))
+                return false;
+            for (size_t i = 0; i < n * sizeof *data; i++)
+                *hash = (*hash ^ ((const uint8_t *)data)[i]) * UINT64_C(0x100000001b3);
+        }
+    return true;
+}
+
+bool hash_state(struct pupil *p, const struct member *m, uint64_t hash[3])
+{
+    return hash_of(p, m, MOE_TRAIN_VALUE, &hash[0]) && hash_of(p, m, MOE_TRAIN_MOMENT1, &hash[1]) &&
+           hash_of(p, m, MOE_TRAIN_MOMENT2, &hash[2]);
+}
