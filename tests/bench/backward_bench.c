@@ -7,10 +7,12 @@
  * depends on what else the machine does. A backward pass that computes gate and up again has 8
  * products where the forward pass has 3: a ratio of 2.67 would be the same speed. */
 #include "group.h"
+#include "plain_layer.h"
 
 #include "base/clock.h"
 #include "base/options.h"
 #include "moe/training.h"
+#include "support/median.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -85,18 +87,9 @@ static void make_layer(struct bench *b)
                                   .experts = EXPERTS,
                                   .intermediate = INNER,
                                   .shared_intermediate = b->shared ? INNER : 0,
-                                  .router = {.score = MOE_SCORE_SOFTMAX,
-                                             .top_k = TOP_K,
-                                             .groups = 1,
-                                             .topk_group = 1,
-                                             .group_best = 1,
-                                             .renorm = MOE_RENORM_SUM,
-                                             .scale = 1}};
-    uint32_t offset[EXPERTS + 1];
-    uint16_t slot[EXPERTS] = {0};
-    for (uint32_t e = 0; e <= EXPERTS; e++)
-        offset[e] = e;
-    struct moe_placement placement = {1, EXPERTS, 1, offset, slot};
+                                  .router = PLAIN_ROUTER(TOP_K)};
+    struct dealt dealt;
+    struct moe_placement placement = deal_experts(&dealt, EXPERTS, 1);
     struct moe_trainer_config config = {.optimizer = MOE_OPTIMIZER_SGD};
     must(b->backend->layer_create(b->device, &spec, &placement, 0, &b->layer));
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
@@ -144,12 +137,6 @@ static double run(struct bench *b, bool backward)
     return processor_ms() - begin;
 }
 
-static int by_value(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 static double median_of(struct bench *b, bool backward)
 {
     double times[REPEATS];
@@ -158,8 +145,7 @@ static double median_of(struct bench *b, bool backward)
         if (i >= 0)
             times[i] = t;
     }
-    qsort(times, REPEATS, sizeof *times, by_value);
-    return times[REPEATS / 2];
+    return median(times, REPEATS);
 }
 
 static void measure(struct bench *b)

@@ -109,7 +109,6 @@ static bool run_shape(struct bench *b, FILE *json)
 {
     const struct bench_plan *plan = b->plan;
     bool good = true;
-    b->slot_of = bench_alloc(b, b->shape->spec.experts * sizeof *b->slot_of);
     bench_make_layer(b);
     join(b);
     bench_meet(b);
@@ -124,7 +123,6 @@ static bool run_shape(struct bench *b, FILE *json)
     }
     plan->backend->session_leave(b->session);
     plan->backend->layer_destroy(b->layer);
-    free(b->slot_of);
     return good;
 }
 

@@ -11,6 +11,7 @@
 
 #include "group.h"
 #include "moe/training.h"
+#include "plain_layer.h"
 
 #include <stdio.h>
 
@@ -97,7 +98,7 @@ struct bench {
     struct moe_session *session;
     struct moe_layer *layer;
     const struct bench_shape *shape;
-    uint16_t *slot_of; /* [E]: where each expert lives */
+    struct dealt homes; /* of the shape's experts */
 };
 
 /* Ends the process with a message when the status is an error. */

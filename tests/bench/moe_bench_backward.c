@@ -128,7 +128,7 @@ static void choose_watched(struct bench *b, struct watched *w)
 {
     uint32_t first = UINT32_MAX, last = 0;
     for (uint32_t e = 0; e < b->shape->spec.experts; e++)
-        if (b->slot_of[e] == b->member->slot) {
+        if (b->homes.slot[e] == b->member->slot) {
             first = e < first ? e : first;
             last = e;
         }

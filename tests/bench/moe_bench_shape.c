@@ -12,12 +12,6 @@ enum {
     PINNED_COPIES = 4,
 };
 
-#define PLAIN_ROUTER(k)                                                                            \
-    {                                                                                              \
-        .score = MOE_SCORE_SOFTMAX, .top_k = (k), .groups = 1, .topk_group = 1, .group_best = 1,   \
-        .renorm = MOE_RENORM_SUM, .scale = 1                                                       \
-    }
-
 const struct bench_shape bench_shapes[] = {
     {"deepseek-v3",
      {.hidden = 7168,
@@ -109,7 +103,7 @@ static size_t upload_one(struct bench *b, enum moe_weight w)
     size_t bytes = rows * columns * sizeof(uint16_t);
     uint32_t entries = moe_weight_is_expert(w) ? b->shape->spec.experts : 1;
     for (uint32_t e = 0; e < entries && rows > 0; e++) {
-        if (moe_weight_is_expert(w) && b->slot_of[e] != b->member->slot)
+        if (moe_weight_is_expert(w) && b->homes.slot[e] != b->member->slot)
             continue;
         bench_require(b, "upload", upload(b, w, e, bytes));
         sent += bytes;
@@ -140,18 +134,11 @@ static double pinned_rate(struct bench *b)
 
 static void create_layer(struct bench *b)
 {
-    uint32_t experts = b->shape->spec.experts, slots = b->member->slots;
-    uint32_t *offset = bench_alloc(b, (experts + (size_t)1) * sizeof *offset);
-    for (uint32_t e = 0; e < experts; e++) {
-        b->slot_of[e] = (uint16_t)(e * slots / experts);
-        offset[e + 1] = e + 1;
-    }
-    struct moe_placement placement = {
-        .version = 1, .experts = experts, .slots = slots, .offset = offset, .slot = b->slot_of};
+    struct moe_placement placement =
+        deal_experts(&b->homes, b->shape->spec.experts, b->member->slots);
     bench_require(b, "layer",
                   b->plan->backend->layer_create(b->device, &b->shape->spec, &placement,
                                                  b->member->slot, &b->layer));
-    free(offset);
 }
 
 void bench_make_layer(struct bench *b)

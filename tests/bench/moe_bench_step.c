@@ -7,6 +7,7 @@
 #include "base/clock.h"
 #include "base/size.h"
 #include "oracle/oracle.h"
+#include "support/median.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -100,7 +101,7 @@ static void chances(const struct bench *b, enum bench_routing routing, double *u
     }
     for (uint32_t e = 0; e < experts; e++) {
         double own = routing == BENCH_ZIPF       ? 1.0 / (rank[e] + 1.0)
-                     : routing == BENCH_ONE_SLOT ? b->slot_of[e] == 0
+                     : routing == BENCH_ONE_SLOT ? b->homes.slot[e] == 0
                                                  : 1.0;
         until[e] = own + (e > 0 ? until[e - 1] : 0);
     }
@@ -321,18 +322,6 @@ struct samples {
     uint32_t n;
 };
 enum { LAYER = MOE_STAGE_COUNT, GEMM, ENQUEUE, SERIES };
-
-static int by_value(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *values, uint32_t n)
-{
-    qsort(values, n, sizeof *values, by_value);
-    return values[n / 2];
-}
 
 static void note(struct samples *s, const struct moe_step_result *r, uint64_t enqueue_ns)
 {

@@ -9,6 +9,7 @@
 #include "base/clock.h"
 #include "rpc/client.h"
 #include "rpc/server.h"
+#include "support/median.h"
 
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
@@ -294,18 +295,6 @@ static void once_stream(struct bench *b, size_t length)
     while (b->answers < want)
         pthread_cond_wait(&b->changed, &b->lock);
     pthread_mutex_unlock(&b->lock);
-}
-
-static int by_value(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *values, size_t n)
-{
-    qsort(values, n, sizeof *values, by_value);
-    return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
 }
 
 typedef void (*once_fn)(struct bench *b, size_t length);

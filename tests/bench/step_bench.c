@@ -7,8 +7,10 @@
  * 768, bf16). The first step of all is enqueued while the other slots sleep for a second:
  * enqueueing must not wait for them. Figures are medians of slot 0, in microseconds. */
 #include "group.h"
+#include "plain_layer.h"
 
 #include "base/clock.h"
+#include "support/median.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -61,27 +63,16 @@ static struct moe_layer *make_layer(const struct bench *b, uint32_t number, cons
                                   .hidden = HIDDEN,
                                   .experts = EXPERTS,
                                   .intermediate = INNER,
-                                  .router = {.score = MOE_SCORE_SOFTMAX,
-                                             .top_k = TOP_K,
-                                             .groups = 1,
-                                             .topk_group = 1,
-                                             .group_best = 1,
-                                             .renorm = MOE_RENORM_SUM,
-                                             .scale = 1}};
-    uint32_t offset[EXPERTS + 1] = {0};
-    uint16_t slot[EXPERTS];
-    for (uint32_t e = 0; e < EXPERTS; e++) {
-        offset[e + 1] = e + 1;
-        slot[e] = (uint16_t)(e * b->member->slots / EXPERTS);
-    }
-    struct moe_placement placement = {1, EXPERTS, b->member->slots, offset, slot};
+                                  .router = PLAIN_ROUTER(TOP_K)};
+    struct dealt dealt;
+    struct moe_placement placement = deal_experts(&dealt, EXPERTS, b->member->slots);
     static const enum moe_weight of_expert[] = {MOE_WEIGHT_GATE, MOE_WEIGHT_UP, MOE_WEIGHT_DOWN};
     struct moe_layer *layer;
     require(backend->layer_create(b->device, &spec, &placement, b->member->slot, &layer));
     require(backend->layer_upload(layer, MOE_WEIGHT_ROUTER, 0, MOE_DTYPE_BF16, values,
                                   (size_t)EXPERTS * HIDDEN * 2));
     for (uint32_t e = 0; e < EXPERTS; e++)
-        for (int i = 0; slot[e] == b->member->slot && i < 3; i++)
+        for (int i = 0; dealt.slot[e] == b->member->slot && i < 3; i++)
             require(backend->layer_upload(layer, of_expert[i], e, MOE_DTYPE_BF16, values + e,
                                           (size_t)INNER * HIDDEN * 2));
     require(backend->layer_finish(layer));
@@ -154,18 +145,6 @@ static struct moe_step *start(struct bench *b, uint32_t i, uint32_t tokens)
 static void finish(struct moe_step *step, struct moe_step_result *r)
 {
     require(backend->step_wait(step, UINT64_MAX, r));
-}
-
-static int by_value(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *v, uint32_t n)
-{
-    qsort(v, n, sizeof *v, by_value);
-    return v[n / 2];
 }
 
 enum { ENQUEUE, DEVICE, ANSWER, STAGES, FIGURES = STAGES + MOE_STAGE_COUNT };

@@ -12,11 +12,13 @@
  * out. The copy is one of device memory within the device, read and written bytes. Looks inside the
  * backend to fill gradients without the bus, and otherwise uses its interface. */
 #include "group.h"
+#include "plain_layer.h"
 
 #include "base/clock.h"
 #include "base/options.h"
 #include "cuda/trainer.h"
 #include "oracle/oracle.h"
+#include "support/median.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -123,18 +125,6 @@ static void *need(size_t bytes)
     return p;
 }
 
-static int by_value(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *v, uint32_t n)
-{
-    qsort(v, n, sizeof *v, by_value);
-    return v[n / 2];
-}
-
 /* ------------------------------------------------------------------------ setup */
 
 static void make_noise(struct bench *b)
@@ -166,15 +156,10 @@ static void make_layer(struct bench *b)
 {
     const struct plan *p = b->plan;
     uint32_t each = p->experts != 0 ? (uint32_t)p->experts : b->shape->experts;
-    uint32_t offset[MOE_MAX_EXPERTS + 1];
-    uint16_t slot[MOE_MAX_EXPERTS];
+    struct dealt dealt;
     b->spec = b->shape->spec;
     b->spec.experts = each * (uint32_t)p->slots;
-    for (uint32_t e = 0; e <= b->spec.experts; e++)
-        offset[e] = e;
-    for (uint32_t e = 0; e < b->spec.experts; e++)
-        slot[e] = (uint16_t)(e / each);
-    struct moe_placement placement = {1, b->spec.experts, (uint32_t)p->slots, offset, slot};
+    struct moe_placement placement = deal_experts(&dealt, b->spec.experts, (uint32_t)p->slots);
     size_t most = (size_t)b->spec.hidden * b->spec.intermediate + 8 * MOE_MAX_EXPERTS + 64;
     most += (size_t)b->spec.experts * b->spec.hidden;
     uint16_t *values = need(most * sizeof *values);
@@ -183,7 +168,7 @@ static void make_layer(struct bench *b)
     require(p->backend->layer_create(b->device, &b->spec, &placement, b->member->slot, &b->layer));
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
         for (uint32_t e = 0; e < (moe_weight_is_expert(w) ? b->spec.experts : 1); e++)
-            if (!moe_weight_is_expert(w) || slot[e] == b->member->slot)
+            if (!moe_weight_is_expert(w) || dealt.slot[e] == b->member->slot)
                 upload(b, w, e, values);
     require(p->backend->layer_finish(b->layer));
     free(values);

@@ -7,6 +7,7 @@
  * and the last weights within 1e-3 (relative Frobenius norm). Exits with 0 only then, and with 77
  * where the backend cannot train. */
 #include "golden_bench.h"
+#include "plain_layer.h"
 
 #include "base/clock.h"
 #include "moe/training.h"
@@ -40,13 +41,7 @@ static const struct curve curves[] = {
      .spec = {.hidden = HIDDEN,
               .experts = EXPERTS,
               .intermediate = INNER,
-              .router = {.score = MOE_SCORE_SOFTMAX,
-                         .top_k = TOP_K,
-                         .groups = 1,
-                         .topk_group = 1,
-                         .group_best = 1,
-                         .renorm = MOE_RENORM_SUM,
-                         .scale = 1},
+              .router = PLAIN_ROUTER(TOP_K),
               .activation = MOE_ACT_SWIGLU,
               .shared_intermediate = INNER,
               .shared_gated = true,
@@ -107,6 +102,7 @@ struct run {
     struct moe_session *session;
     struct moe_layer *layer;
     struct moe_trainer *trainer;
+    struct dealt homes;
     uint32_t first, tokens; /* of this slot */
     float *host; /* x, y, dy, dx [TOKENS, HIDDEN], then weights and ids [TOKENS, TOP_K] */
     float *target, *loss;
@@ -125,11 +121,6 @@ static float *read_tensor(const struct run *r, const char *kind, const char *nam
     return read_floats(r->file, full, n);
 }
 
-static uint16_t home_of(const struct run *r, uint32_t expert)
-{
-    return (uint16_t)(expert * r->plan->slots / EXPERTS);
-}
-
 /* Calls fn for every tensor of a weight that this slot holds: `data` is the file's. */
 static void for_weights(struct run *r, const char *kind,
                         void (*fn)(struct run *, enum moe_weight, uint32_t, size_t, const float *))
@@ -142,7 +133,7 @@ static void for_weights(struct run *r, const char *kind,
         size_t n = rows * columns;
         float *data = read_tensor(r, kind, weight_names[w], entries * n);
         for (uint32_t e = 0; e < entries; e++)
-            if (entries == 1 || home_of(r, e) == r->member->slot)
+            if (entries == 1 || r->homes.slot[e] == r->member->slot)
                 fn(r, w, e, n, data + e * n);
         free(data);
     }
@@ -169,17 +160,7 @@ static void compare(struct run *r, enum moe_weight w, uint32_t expert, size_t n,
 
 static void load_layer(struct run *r)
 {
-    uint32_t offset[EXPERTS + 1] = {0};
-    uint16_t slot[EXPERTS];
-    for (uint32_t e = 0; e < EXPERTS; e++) {
-        offset[e + 1] = e + 1;
-        slot[e] = home_of(r, e);
-    }
-    struct moe_placement placement = {.version = 1,
-                                      .experts = EXPERTS,
-                                      .slots = (uint32_t)r->plan->slots,
-                                      .offset = offset,
-                                      .slot = slot};
+    struct moe_placement placement = deal_experts(&r->homes, EXPERTS, (uint32_t)r->plan->slots);
     struct moe_trainer_config config = {.optimizer = MOE_OPTIMIZER_ADAMW};
     must(r->backend->layer_create(r->device, &r->curve->spec, &placement, r->member->slot,
                                   &r->layer));

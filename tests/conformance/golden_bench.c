@@ -96,11 +96,6 @@ void golden_close(struct golden_bench *b)
     backend->device_close(b->device);
 }
 
-uint32_t golden_home(const struct golden_bench *b, uint32_t expert)
-{
-    return expert * b->slots / b->spec->experts;
-}
-
 static struct moe_status upload(void *ctx, enum moe_weight weight, uint32_t expert,
                                 enum moe_dtype dtype, const void *data, size_t bytes)
 {
@@ -110,22 +105,13 @@ static struct moe_status upload(void *ctx, enum moe_weight weight, uint32_t expe
 
 void golden_load_layer(struct golden_bench *b, const struct moe_model *m, size_t i)
 {
-    uint32_t local[MOE_MAX_EXPERTS], n = 0, offset[MOE_MAX_EXPERTS + 1];
-    uint16_t slot[MOE_MAX_EXPERTS];
+    uint32_t local[MOE_MAX_EXPERTS], n = 0;
     b->spec = moe_model_layer(m, i);
     MOE_INVARIANT(b->spec->hidden <= GOLDEN_HIDDEN);
-    for (uint32_t e = 0; e < b->spec->experts; e++) {
-        offset[e] = e;
-        slot[e] = (uint16_t)golden_home(b, e);
-        if (slot[e] == b->slot)
+    struct moe_placement placement = deal_experts(&b->homes, b->spec->experts, b->slots);
+    for (uint32_t e = 0; e < b->spec->experts; e++)
+        if (b->homes.slot[e] == b->slot)
             local[n++] = e;
-    }
-    offset[b->spec->experts] = b->spec->experts;
-    struct moe_placement placement = {.version = 1,
-                                      .experts = b->spec->experts,
-                                      .slots = b->slots,
-                                      .offset = offset,
-                                      .slot = slot};
     must(b->backend->layer_create(b->device, b->spec, &placement, b->slot, &b->layer));
     must(moe_model_load_layer(m, i, local, n, upload, b, NULL, NULL));
     must(b->backend->layer_finish(b->layer));

@@ -4,6 +4,7 @@
 #define MOE_TEST_GOLDEN_BENCH_H
 
 #include "group.h"
+#include "plain_layer.h"
 
 #include "model/model.h"
 #include "model/safetensors.h"
@@ -38,6 +39,7 @@ struct golden_bench {
     struct moe_session *session;
     struct moe_layer *layer;
     const struct moe_layer_spec *spec;
+    struct dealt homes; /* of the layer's experts */
     uint32_t slot, slots;
     void *x, *dy, *y; /* [GOLDEN_TOKENS, GOLDEN_HIDDEN] F32, host memory of the backend */
     int32_t *ids;     /* [GOLDEN_TOKENS, MOE_MAX_TOP_K] */
@@ -49,8 +51,7 @@ struct golden_bench {
 void golden_open(struct golden_bench *b, const struct moe_device_config *device,
                  const struct moe_session_config *session);
 void golden_close(struct golden_bench *b);
-/* Experts are dealt out over the slots in blocks; the model's layer `i` as a worker loads it. */
-uint32_t golden_home(const struct golden_bench *b, uint32_t expert);
+/* The model's layer `i`, as a worker loads it. */
 void golden_load_layer(struct golden_bench *b, const struct moe_model *m, size_t i);
 /* A forward step of `tokens` tokens in x, with the router's choices. */
 void golden_forward(struct golden_bench *b, enum moe_dtype dtype, uint32_t tokens);

@@ -101,7 +101,7 @@ static void show_results(struct bench *b, enum moe_dtype dtype)
             continue;
         for (uint32_t e = 0; e < entries_of(b, w); e++) {
             struct moe_train_key key = {.weight = w, .expert = e, .tensor = MOE_TRAIN_GRAD};
-            if (!moe_weight_is_expert(w) || golden_home(&b->g, e) == b->member->slot)
+            if (!moe_weight_is_expert(w) || b->g.homes.slot[e] == b->member->slot)
                 must(b->g.backend->training->trainer_read(
                     b->trainer, &key, mine + place_of(b, w) + e * size, size * sizeof *mine));
         }
@@ -148,7 +148,7 @@ static void compare_weight(struct bench *b, enum moe_dtype dtype, enum moe_weigh
     MOE_INVARIANT(got != NULL);
     for (uint64_t s = 0; s < b->g.slots; s++)
         for (size_t i = 0; i < n; i++)
-            if (!moe_weight_is_expert(w) || golden_home(&b->g, (uint32_t)(i / size)) == s)
+            if (!moe_weight_is_expert(w) || b->g.homes.slot[i / size] == s)
                 got[i] += (double)b->share[s * SHARE_FLOATS + place_of(b, w) + i];
     judge(b, dtype, golden_weight_name(w), relative_error(n, got, want));
     free(got);
