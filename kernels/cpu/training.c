@@ -108,6 +108,24 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
     return moe_cpu_ep_combine_backward(s->ep, dx_rows, dweight_rows, dx, dweights);
 }
 
+static void saved_limit(struct moe_device *device, uint64_t bytes)
+{
+    (void)device;
+    (void)bytes;
+}
+
+static void saved_drop(struct moe_trainer *trainer, uint64_t name)
+{
+    (void)trainer;
+    (void)name;
+}
+
+static uint64_t saved_bytes(struct moe_device *device)
+{
+    (void)device;
+    return 0;
+}
+
 const struct moe_training moe_cpu_training = {
     .trainer_create = moe_cpu_trainer_create,
     .trainer_destroy = moe_cpu_trainer_destroy,
@@ -118,6 +136,9 @@ const struct moe_training moe_cpu_training = {
     .set_frozen = moe_cpu_set_frozen,
     .backward_enqueue = moe_cpu_backward_enqueue,
     .optimizer_step = moe_cpu_optimizer_step,
+    .saved_limit = saved_limit,
+    .saved_drop = saved_drop,
+    .saved_bytes = saved_bytes,
     .router_backward = router_backward,
     .aux_backward = aux_backward,
     .logits_backward = logits_backward,

@@ -195,6 +195,24 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
     return moe_cuda_device_finish(device);
 }
 
+static void saved_limit(struct moe_device *device, uint64_t bytes)
+{
+    (void)device;
+    (void)bytes;
+}
+
+static void saved_drop(struct moe_trainer *trainer, uint64_t name)
+{
+    (void)trainer;
+    (void)name;
+}
+
+static uint64_t saved_bytes(struct moe_device *device)
+{
+    (void)device;
+    return 0;
+}
+
 const struct moe_training moe_cuda_training = {
     .trainer_create = moe_cuda_trainer_create,
     .trainer_destroy = moe_cuda_trainer_destroy,
@@ -205,6 +223,9 @@ const struct moe_training moe_cuda_training = {
     .set_frozen = moe_cuda_set_frozen,
     .backward_enqueue = moe_cuda_backward_enqueue,
     .optimizer_step = moe_cuda_optimizer_step,
+    .saved_limit = saved_limit,
+    .saved_drop = saved_drop,
+    .saved_bytes = saved_bytes,
     .router_backward = router_backward,
     .aux_backward = aux_backward,
     .logits_backward = logits_backward,
