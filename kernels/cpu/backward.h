@@ -25,14 +25,16 @@ struct moe_status moe_cpu_logits_backward(struct moe_trainer *trainer,
                                           const struct moe_cpu_tokens *tokens, bool keep,
                                           const float *dlogits, float *dx) MOE_CHECKED;
 
-/* backward_ffn.c: the same. */
+/* backward_ffn.c: the same. `saved`: gate and up as the forward pass left them, by row, for the
+ * shared expert by token; NULL = they are computed again. */
 struct moe_status moe_cpu_experts_backward(struct moe_trainer *trainer, enum moe_dtype dtype,
                                            bool keep, const struct moe_rows *rows,
-                                           const void *dy_rows, float *dx_rows,
-                                           float *dweight_rows) MOE_CHECKED;
+                                           const void *dy_rows, const struct moe_cpu_pre *saved,
+                                           float *dx_rows, float *dweight_rows) MOE_CHECKED;
 struct moe_status moe_cpu_shared_backward(struct moe_trainer *trainer,
                                           const struct moe_cpu_tokens *tokens, bool keep,
-                                          const void *dy, float *dx) MOE_CHECKED;
+                                          const void *dy, const struct moe_cpu_pre *saved,
+                                          float *dx) MOE_CHECKED;
 
 /* The next tokens that are active, at most `most`, from `*at` on; moves `*at` behind them. */
 uint32_t moe_cpu_tokens_next(const struct moe_cpu_tokens *tokens, uint32_t *at, uint32_t most,

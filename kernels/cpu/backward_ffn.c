@@ -24,6 +24,7 @@ struct span {
     const float *weight; /* [rows] routing weight, or NULL for 1 */
     float *dx;           /* [rows, H] */
     float *dweight;      /* [rows], or NULL */
+    size_t saved;        /* of the first row in job->saved; by `index` for the shared expert */
 };
 
 struct backward_job {
@@ -36,6 +37,8 @@ struct backward_job {
     enum moe_weight gate, up, down;
     enum moe_activation activation;
     uint32_t hidden, inner;
+
+    const struct moe_cpu_pre *saved; /* NULL: gate and up are computed again */
 
     /* Shared expert only; NULL for routed ones. */
     const uint32_t *index;    /* [rows] token of each row of the wave */
@@ -208,13 +211,25 @@ static void run_products(const struct backward_job *job, struct products *list)
     list->count = 0;
 }
 
-static void recompute(const struct backward_job *job, struct products *list)
+static void compute_pre(const struct backward_job *job, struct products *list)
 {
     for (uint32_t s = 0; s < job->spans; s++) {
         add_product(job, list, MOE_CPU_WEIGHT, job->gate, &job->span[s], job->x, job->g);
         add_product(job, list, MOE_CPU_WEIGHT, job->up, &job->span[s], job->x, job->u);
     }
     run_products(job, list);
+}
+
+static void fetch_pre_row(const struct backward_job *job, const struct span *span, uint32_t row)
+{
+    size_t from = span->saved + (job->index != NULL ? job->index[row] : row);
+    size_t at = (span->first + row) * job->inner, bytes = job->inner * sizeof(float);
+    memcpy(job->g + at, job->saved->gate + from * job->inner, bytes);
+    memcpy(job->u + at, job->saved->up + from * job->inner, bytes);
+}
+
+static void compute_dh(const struct backward_job *job, struct products *list)
+{
     for (uint32_t s = 0; s < job->spans; s++)
         add_product(job, list, MOE_CPU_WEIGHT_TRANSPOSED, job->down, &job->span[s], job->dy,
                     job->d);
@@ -403,7 +418,11 @@ static void run_wave(struct workspace *w)
     each_row(job, widen_row);
     if (job->gate_vector != NULL)
         each_row(job, gate_row);
-    recompute(job, w->products);
+    if (job->saved != NULL)
+        each_row(job, fetch_pre_row);
+    else
+        compute_pre(job, w->products);
+    compute_dh(job, w->products);
     each_row(job, activation_row);
     gradient_of_x(job, w->products);
     if (job->keep)
@@ -448,7 +467,8 @@ static struct span span_of(const struct backward_job *job, const struct given_ro
                          .dy = (const char *)g->dy + bytes,
                          .weight = g->rows->weight + row,
                          .dx = g->dx + at,
-                         .dweight = g->dweight + row};
+                         .dweight = g->dweight + row,
+                         .saved = row};
 }
 
 static void run_expert_waves(struct workspace *w, const struct given_rows *g)
@@ -474,7 +494,8 @@ static void run_expert_waves(struct workspace *w, const struct given_rows *g)
 
 struct moe_status moe_cpu_experts_backward(struct moe_trainer *t, enum moe_dtype dtype, bool keep,
                                            const struct moe_rows *rows, const void *dy_rows,
-                                           float *dx_rows, float *dweight_rows)
+                                           const struct moe_cpu_pre *saved, float *dx_rows,
+                                           float *dweight_rows)
 {
     const struct moe_layer *layer = t->layer;
     MOE_TRY(check_rows(layer, rows));
@@ -489,7 +510,8 @@ struct moe_status moe_cpu_experts_backward(struct moe_trainer *t, enum moe_dtype
                                  .down = MOE_WEIGHT_DOWN,
                                  .activation = layer->spec.activation,
                                  .hidden = layer->spec.hidden,
-                                 .inner = layer->spec.intermediate};
+                                 .inner = layer->spec.intermediate,
+                                 .saved = saved};
     uint64_t all = 0;
     for (uint32_t l = 0; l < rows->local_experts; l++)
         all += rows->count[l];
@@ -562,7 +584,8 @@ static void run_shared_waves(struct workspace *w, const struct shared_buffers *b
 
 struct moe_status moe_cpu_shared_backward(struct moe_trainer *t,
                                           const struct moe_cpu_tokens *tokens, bool keep,
-                                          const void *dy, float *dx)
+                                          const void *dy, const struct moe_cpu_pre *saved,
+                                          float *dx)
 {
     const struct moe_layer *layer = t->layer;
     if (layer->spec.shared_intermediate == 0 || tokens->count == 0)
@@ -577,7 +600,8 @@ struct moe_status moe_cpu_shared_backward(struct moe_trainer *t,
                                  .down = MOE_WEIGHT_SHARED_DOWN,
                                  .activation = layer->spec.shared_activation,
                                  .hidden = layer->spec.hidden,
-                                 .inner = layer->spec.shared_intermediate};
+                                 .inner = layer->spec.shared_intermediate,
+                                 .saved = saved};
     struct workspace w;
     struct shared_buffers buffers;
     MOE_TRY(open_workspace(&shape, tokens->count, &w));

@@ -101,14 +101,50 @@ static void count_loads(struct pass *p)
         p->args->trainer->loads[e] += p->group.loads[e];
 }
 
-static struct moe_status run_experts(struct pass *p)
+/* What the forward step of this batch saved on this slot, if it is still here. */
+static bool find_saved(const struct pass *p, enum moe_kept_part part, uint32_t inner,
+                       struct moe_kept_piece *piece, struct moe_cpu_pre *pre)
+{
+    const struct moe_backward_args *a = p->args;
+    const struct moe_kept_key key = {.layer = p->layer,
+                                     .session = p->session,
+                                     .name = a->saved,
+                                     .dtype = a->dtype,
+                                     .bucket = a->bucket,
+                                     .tokens = a->tokens};
+    if (a->saved == 0 || !moe_kept_find(moe_cpu_device_kept(p->session->device), &key, part, piece))
+        return false;
+    pre->gate = piece->data;
+    pre->up = pre->gate + (size_t)piece->in_use * inner;
+    return true;
+}
+
+static bool find_saved_shared(const struct pass *p, struct moe_cpu_pre *pre)
+{
+    struct moe_kept_piece piece;
+    return p->dx_shared != NULL &&
+           find_saved(p, MOE_KEPT_SHARED, p->layer->spec.shared_intermediate, &piece, pre);
+}
+
+/* Rows of another batch would not be as many: that they are the same is all that is looked at. */
+static bool find_saved_rows(const struct pass *p, struct moe_cpu_pre *pre)
+{
+    struct moe_kept_piece piece;
+    return find_saved(p, MOE_KEPT_ROUTED, p->layer->spec.intermediate, &piece, pre) &&
+           piece.in_use == p->rows.start[p->rows.local_experts] &&
+           piece.rows == moe_cpu_ep_rows(p->session->ep);
+}
+
+static struct moe_status run_experts(struct pass *p, struct moe_step_result *r)
 {
     size_t rows = p->rows.start[p->rows.local_experts];
+    struct moe_cpu_pre pre;
+    r->used_saved = find_saved_rows(p, &pre);
     MOE_TRY(take(p, rows, p->layer->spec.hidden, sizeof(float), &p->dx_rows));
     MOE_TRY(take(p, rows, 1, sizeof(float), &p->dweight_rows));
     return moe_cpu_experts_backward(p->args->trainer, p->args->dtype, p->args->accumulate, &p->rows,
-                                    moe_cpu_ep_dy_rows(p->session->ep), p->dx_rows,
-                                    p->dweight_rows);
+                                    moe_cpu_ep_dy_rows(p->session->ep), r->used_saved ? &pre : NULL,
+                                    p->dx_rows, p->dweight_rows);
 }
 
 static struct moe_status run_router(struct pass *p)
@@ -226,13 +262,15 @@ static struct moe_status run_stages(struct pass *p, struct moe_step_result *r)
     moe_cpu_step_lap(r, MOE_STAGE_PREPARE, &since);
 
     struct moe_cpu_tokens ok = {a->dtype, a->tokens, a->x, p->ok};
-    MOE_TRY(moe_cpu_shared_backward(a->trainer, &ok, a->accumulate, a->dy, p->dx_shared));
+    struct moe_cpu_pre pre;
+    MOE_TRY(moe_cpu_shared_backward(a->trainer, &ok, a->accumulate, a->dy,
+                                    find_saved_shared(p, &pre) ? &pre : NULL, p->dx_shared));
     moe_cpu_step_lap(r, MOE_STAGE_SHARED, &since);
     MOE_TRY(moe_cpu_ep_receive(s->ep, &p->rows));
     r->rows = moe_cpu_ep_rows(s->ep);
     moe_cpu_step_lap(r, MOE_STAGE_DISPATCH, &since);
 
-    MOE_TRY(run_experts(p));
+    MOE_TRY(run_experts(p, r));
     moe_cpu_step_lap(r, MOE_STAGE_GEMM1, &since);
     MOE_TRY(moe_cpu_ep_combine_backward(s->ep, p->dx_rows, p->dweight_rows, p->dx, p->dweights));
     moe_cpu_step_lap(r, MOE_STAGE_COMBINE, &since);

@@ -36,6 +36,7 @@ struct moe_device {
 
     pthread_mutex_t scratch_lock; /* guards the list */
     struct scratch *idle_scratch; /* as long as the most takers there were at one time */
+    struct moe_kept kept;
 };
 
 /* ---------------------------------------------------------------- open, close */
@@ -83,6 +84,7 @@ struct moe_status moe_cpu_device_open_isa(const struct moe_device_config *config
     device->memory_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
     read_cpu_name(device->cpu_name, sizeof device->cpu_name);
     pthread_mutex_init(&device->scratch_lock, NULL);
+    moe_kept_open(&device->kept, device, moe_cpu_mem_alloc, moe_cpu_mem_free);
     *out = device;
     return moe_ok();
 }
@@ -99,6 +101,7 @@ void moe_cpu_device_close(struct moe_device *device)
 {
     if (device == NULL)
         return;
+    moe_kept_close(&device->kept);
     while (device->idle_scratch != NULL) {
         struct scratch *s = device->idle_scratch;
         device->idle_scratch = s->next;
@@ -123,6 +126,11 @@ void moe_cpu_device_info(struct moe_device *device, struct moe_device_info *out)
 const struct moe_cpu_isa *moe_cpu_device_isa(const struct moe_device *device)
 {
     return device->isa;
+}
+
+struct moe_kept *moe_cpu_device_kept(struct moe_device *device)
+{
+    return &device->kept;
 }
 
 uint32_t moe_cpu_device_threads(const struct moe_device *device)

@@ -6,6 +6,7 @@
 #define MOE_CPU_DEVICE_H
 
 #include "cpu/isa.h"
+#include "kept.h"
 #include "moe/backend.h"
 
 /* Members of struct moe_backend. */
@@ -24,6 +25,9 @@ struct moe_status moe_cpu_mem_copy(struct moe_device *device, void *dst, const v
 struct moe_status moe_cpu_device_open_isa(const struct moe_device_config *config,
                                           const struct moe_cpu_isa *isa,
                                           struct moe_device **out) MOE_CHECKED;
+
+/* What forward steps keep for backward passes. */
+struct moe_kept *moe_cpu_device_kept(struct moe_device *device);
 
 const struct moe_cpu_isa *moe_cpu_device_isa(const struct moe_device *device);
 uint32_t moe_cpu_device_threads(const struct moe_device *device); /* the caller's included */

@@ -25,11 +25,12 @@ struct span {
     uint32_t entry; /* of the weights: local expert index, 0 for the shared expert */
     uint32_t rows;
     uint32_t panels_per_item;
-    const void *narrow;  /* rows as they came; NULL when `x` needs no preparation */
-    const float *scale;  /* [rows] factor of each prepared row, or NULL */
-    float *x;            /* [rows, in] */
-    const float *weight; /* [rows] routing weight, or NULL for 1 */
-    float *out;          /* [rows, out] */
+    const void *narrow;     /* rows as they came; NULL when `x` needs no preparation */
+    const float *scale;     /* [rows] factor of each prepared row, or NULL */
+    float *x;               /* [rows, in] */
+    const float *weight;    /* [rows] routing weight, or NULL for 1 */
+    float *out;             /* [rows, out] */
+    struct moe_cpu_pre pre; /* [rows, I] each, or NULLs */
 };
 
 /* Where a weight enters the result of the down projection. */
@@ -174,6 +175,14 @@ static const float *bias_at(const struct moe_layer *layer, enum moe_weight w, ui
     return bias == NULL ? NULL : bias + column;
 }
 
+/* `columns` of each row of a tile into [.., inner], from row `row` and column `column` on. */
+static void store_tile(float *to, size_t inner, uint32_t row, uint32_t rows, uint32_t column,
+                       uint32_t columns, uint32_t width, const float *tile)
+{
+    for (uint32_t r = 0; r < rows; r++)
+        memcpy(to + (row + r) * inner + column, tile + r * width, columns * sizeof *to);
+}
+
 static void gate_up_tile(const struct ffn_job *job, const struct span *span, uint32_t panel,
                          uint32_t row, uint32_t rows)
 {
@@ -192,12 +201,13 @@ static void gate_up_tile(const struct ffn_job *job, const struct span *span, uin
                  columns);
         add_bias(up, rows, width, bias_at(layer, MOE_WEIGHT_UP_BIAS, span->entry, column), columns);
     }
+    if (span->pre.gate != NULL) {
+        store_tile(span->pre.gate, wg->out, row, rows, column, columns, width, gate);
+        store_tile(span->pre.up, wg->out, row, rows, column, columns, width, up);
+    }
     job->isa->activate(job->activation, layer->spec.swiglu_limit, layer->spec.swiglu_alpha,
                        (size_t)rows * width, gate, up);
-    for (uint32_t r = 0; r < rows; r++) {
-        float *out = span->out + (size_t)(row + r) * wg->out + column;
-        memcpy(out, gate + r * width, columns * sizeof *out);
-    }
+    store_tile(span->out, wg->out, row, rows, column, columns, width, gate);
 }
 
 static void store_down_row(enum epilogue epilogue, float w, uint32_t columns, const float *acc,
@@ -342,8 +352,16 @@ static size_t first_row(const struct moe_rows *rows, const struct span *span)
     return (size_t)(span->weight - rows->weight);
 }
 
+/* Row `row` of what is left for a backward pass. */
+static struct moe_cpu_pre pre_at(const struct moe_cpu_pre *pre, size_t row, uint32_t inner)
+{
+    if (pre == NULL)
+        return (struct moe_cpu_pre){0};
+    return (struct moe_cpu_pre){pre->gate + row * inner, pre->up + row * inner};
+}
+
 static void place_gate_up(struct ffn_job *job, const struct moe_rows *rows, float *wide,
-                          float *hidden)
+                          const struct moe_cpu_pre *pre, float *hidden)
 {
     size_t h = job->layer->spec.hidden, used = 0;
     for (uint32_t s = 0; s < job->spans; s++) {
@@ -351,6 +369,7 @@ static void place_gate_up(struct ffn_job *job, const struct moe_rows *rows, floa
         size_t first = first_row(rows, span);
         char *x = (char *)rows->x + first * h * moe_dtype_bytes(job->dtype);
         span->out = hidden + first * job->layer->spec.intermediate;
+        span->pre = pre_at(pre, first, job->layer->spec.intermediate);
         span->x = wide != NULL ? wide + used * h : (float *)(void *)x;
         span->narrow = wide != NULL ? x : NULL;
         span->scale = job->layer->spec.weighting == MOE_WEIGHT_INPUT ? span->weight : NULL;
@@ -358,8 +377,9 @@ static void place_gate_up(struct ffn_job *job, const struct moe_rows *rows, floa
     }
 }
 
-struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
-                                       const struct moe_rows *rows, float *hidden)
+struct moe_status moe_cpu_gate_up_saving(struct moe_layer *layer, enum moe_dtype dtype,
+                                         const struct moe_rows *rows, const struct moe_cpu_pre *pre,
+                                         float *hidden)
 {
     MOE_TRY(check_rows(layer, rows));
     MOE_TRY(check_dtype(dtype));
@@ -381,13 +401,19 @@ struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype d
                                      (size_t)most * layer->spec.hidden * sizeof(float), &wide));
     }
     for (struct cursor at = {0}; next_wave(&job, rows, &at, most);) {
-        place_gate_up(&job, rows, wide, hidden);
+        place_gate_up(&job, rows, wide, pre, hidden);
         if (wide != NULL)
             prepare_rows(&job);
         run_gate_up(&job);
     }
     moe_cpu_scratch_give(layer->device, wide);
     return moe_ok();
+}
+
+struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
+                                       const struct moe_rows *rows, float *hidden)
+{
+    return moe_cpu_gate_up_saving(layer, dtype, rows, NULL, hidden);
 }
 
 struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, enum moe_dtype dtype,
@@ -418,7 +444,7 @@ struct shared_scratch {
 };
 
 static void shared_pass(struct ffn_job *job, const struct shared_scratch *scratch, const void *x,
-                        uint32_t rows, float *y)
+                        uint32_t rows, struct moe_cpu_pre pre, float *y)
 {
     const struct moe_layer *layer = job->layer;
     bool narrow = job->dtype != MOE_DTYPE_F32;
@@ -429,6 +455,7 @@ static void shared_pass(struct ffn_job *job, const struct shared_scratch *scratc
         .x = narrow ? scratch->x : (float *)x,
         .weight = layer->spec.shared_gated ? scratch->weight : NULL,
         .out = scratch->hidden,
+        .pre = pre,
     };
     if (narrow || layer->spec.shared_gated)
         prepare_rows(job);
@@ -438,8 +465,9 @@ static void shared_pass(struct ffn_job *job, const struct shared_scratch *scratc
     run_down(job);
 }
 
-struct moe_status moe_cpu_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,
-                                         uint32_t tokens, const void *x, float *y)
+struct moe_status moe_cpu_shared_saving(struct moe_layer *layer, enum moe_dtype dtype,
+                                        uint32_t tokens, const void *x,
+                                        const struct moe_cpu_pre *pre, float *y)
 {
     const struct moe_layer_spec *spec = &layer->spec;
     if (spec->shared_intermediate == 0 || tokens == 0)
@@ -470,7 +498,13 @@ struct moe_status moe_cpu_shared_forward(struct moe_layer *layer, enum moe_dtype
     size_t row_bytes = spec->hidden * moe_dtype_bytes(dtype);
     for (uint32_t t = 0; t < tokens; t += min_u32(pass, tokens - t))
         shared_pass(&job, &scratch, (const char *)x + t * row_bytes, min_u32(pass, tokens - t),
-                    y + (size_t)t * spec->hidden);
+                    pre_at(pre, t, spec->shared_intermediate), y + (size_t)t * spec->hidden);
     moe_cpu_scratch_give(layer->device, p);
     return moe_ok();
+}
+
+struct moe_status moe_cpu_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,
+                                         uint32_t tokens, const void *x, float *y)
+{
+    return moe_cpu_shared_saving(layer, dtype, tokens, x, NULL, y);
 }

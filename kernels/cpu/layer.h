@@ -55,6 +55,12 @@ struct moe_status moe_cpu_router_forward(struct moe_layer *layer, enum moe_dtype
                                          int32_t *ids, float *weights,
                                          uint8_t *token_state) MOE_CHECKED;
 
+/* Gate and up with their biases, before the activation: where a forward pass leaves them for a
+ * backward pass. fp32 [rows, I] each, rows as in struct moe_rows, or tokens. */
+struct moe_cpu_pre {
+    float *gate, *up;
+};
+
 /* ffn.c. Input weighting is done here: rows->x holds the token as it was sent. Rows between
  * experts are neither read nor written. */
 struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
@@ -64,5 +70,13 @@ struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, enum moe_dtype dtyp
                                     float *out) MOE_CHECKED;
 struct moe_status moe_cpu_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,
                                          uint32_t tokens, const void *x, float *y) MOE_CHECKED;
+
+/* The same, which also leave gate and up at *pre; NULL = they do not. */
+struct moe_status moe_cpu_gate_up_saving(struct moe_layer *layer, enum moe_dtype dtype,
+                                         const struct moe_rows *rows, const struct moe_cpu_pre *pre,
+                                         float *hidden) MOE_CHECKED;
+struct moe_status moe_cpu_shared_saving(struct moe_layer *layer, enum moe_dtype dtype,
+                                        uint32_t tokens, const void *x,
+                                        const struct moe_cpu_pre *pre, float *y) MOE_CHECKED;
 
 #endif

@@ -56,15 +56,64 @@ static struct moe_status take_floats(struct moe_device *device, size_t rows, siz
     return moe_cpu_scratch_take(device, bytes, (void **)out);
 }
 
+/* ------------------------------------------- what is left for a backward pass */
+
+static struct moe_kept_key saved_key(const struct moe_session *s, const struct moe_step_args *a)
+{
+    return (struct moe_kept_key){.layer = a->layer,
+                                 .session = s,
+                                 .name = a->save,
+                                 .dtype = a->dtype,
+                                 .bucket = a->bucket,
+                                 .tokens = a->tokens};
+}
+
+/* Room for gate and up of `in_use` rows, of which `rows` count; false where there is none. */
+static bool take_pre(struct moe_session *s, const struct moe_step_args *a, enum moe_kept_part part,
+                     uint32_t in_use, uint64_t rows, struct moe_cpu_pre *pre)
+{
+    const struct moe_kept_key key = saved_key(s, a);
+    struct moe_kept *saved = moe_cpu_device_kept(s->device);
+    uint32_t inner =
+        part == MOE_KEPT_SHARED ? a->layer->spec.shared_intermediate : a->layer->spec.intermediate;
+    size_t bytes;
+    if (!moe_size_mul3(in_use, 2 * (size_t)inner, sizeof(float), &bytes))
+        return false;
+    pre->gate = moe_kept_take(saved, &key, part, bytes);
+    if (pre->gate == NULL)
+        return false;
+    pre->up = pre->gate + (size_t)in_use * inner;
+    moe_kept_fill(saved, &key, part, rows, in_use, bytes);
+    return true;
+}
+
+/* All of it, or nothing. */
+static void settle_saved(struct moe_session *s, const struct moe_step_args *a, bool all)
+{
+    const struct moe_kept_key key = saved_key(s, a);
+    if (a->save == 0)
+        return;
+    if (all)
+        moe_kept_commit(moe_cpu_device_kept(s->device), &key);
+    else
+        moe_kept_forget(moe_cpu_device_kept(s->device), &key);
+}
+
+/* ---------------------------------------------------------------------- stages */
+
+/* *saves becomes false where gate and up were to be left and found no room. */
 static struct moe_status run_shared(struct moe_session *s, const struct moe_step_args *a,
-                                    struct step_memory *m)
+                                    struct step_memory *m, bool *saves)
 {
     const struct moe_layer_spec *spec = &a->layer->spec;
     if (spec->shared_intermediate == 0 || a->tokens == 0)
         return moe_ok();
     MOE_TRY(take_floats(s->device, a->tokens, spec->hidden, &m->base));
     memset(m->base, 0, (size_t)a->tokens * spec->hidden * sizeof(float));
-    return moe_cpu_shared_forward(a->layer, a->dtype, a->tokens, a->x, m->base);
+    struct moe_cpu_pre pre;
+    *saves = *saves && take_pre(s, a, MOE_KEPT_SHARED, a->tokens, a->tokens, &pre);
+    return moe_cpu_shared_saving(a->layer, a->dtype, a->tokens, a->x, *saves ? &pre : NULL,
+                                 m->base);
 }
 
 static struct moe_status run_stages(struct moe_session *s, const struct moe_step_args *a,
@@ -72,6 +121,7 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
 {
     struct moe_layer *layer = a->layer;
     uint64_t since = moe_clock_ns();
+    bool saves = a->save != 0 && layer->has_trainer && s->config.training;
     MOE_TRY(moe_cpu_session_usable(s));
     MOE_TRY(moe_cpu_router_forward(layer, a->dtype, a->tokens, a->x, a->mode, a->ids_in,
                                    a->weights_in, a->ids_out, a->weights_out, a->token_state));
@@ -89,7 +139,7 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     moe_cpu_step_lap(r, MOE_STAGE_PREPARE, &since);
     moe_cpu_ep_send(s->ep);
     moe_cpu_step_lap(r, MOE_STAGE_DISPATCH, &since);
-    MOE_TRY(run_shared(s, a, m));
+    MOE_TRY(run_shared(s, a, m, &saves));
     moe_cpu_step_lap(r, MOE_STAGE_SHARED, &since);
     struct moe_rows rows;
     MOE_TRY(moe_cpu_ep_receive(s->ep, &rows));
@@ -99,12 +149,15 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     uint32_t n = rows.start[rows.local_experts];
     MOE_TRY(take_floats(s->device, n, layer->spec.intermediate, &m->hidden));
     MOE_TRY(take_floats(s->device, n, layer->spec.hidden, &m->out));
-    MOE_TRY(moe_cpu_gemm_gate_up(layer, a->dtype, &rows, m->hidden));
+    struct moe_cpu_pre pre;
+    saves = saves && take_pre(s, a, MOE_KEPT_ROUTED, n, r->rows, &pre);
+    MOE_TRY(moe_cpu_gate_up_saving(layer, a->dtype, &rows, saves ? &pre : NULL, m->hidden));
     moe_cpu_step_lap(r, MOE_STAGE_GEMM1, &since);
     MOE_TRY(moe_cpu_gemm_down(layer, a->dtype, &rows, m->hidden, m->out));
     moe_cpu_step_lap(r, MOE_STAGE_GEMM2, &since);
     MOE_TRY(moe_cpu_ep_combine(s->ep, m->out, m->base, a->y));
     moe_cpu_step_lap(r, MOE_STAGE_COMBINE, &since);
+    r->saved = saves;
     return moe_ok();
 }
 
@@ -118,6 +171,8 @@ static void run(struct moe_session *s, struct moe_step *step)
         step->status = moe_cpu_backward_run(s, &step->backward_args, &step->result);
     else
         step->status = run_stages(s, &step->args, &step->result, &memory);
+    if (!step->backward)
+        settle_saved(s, &step->args, step->result.saved);
     moe_cpu_scratch_give(s->device, memory.hidden);
     moe_cpu_scratch_give(s->device, memory.out);
     moe_cpu_scratch_give(s->device, memory.base);

@@ -50,7 +50,7 @@ static struct moe_status experts_backward(struct moe_trainer *t, enum moe_dtype 
                                           float *dx_rows, float *dweight_rows)
 {
     MOE_TRY(check_dtype(dtype));
-    return moe_cpu_experts_backward(t, dtype, true, rows, dy_rows, dx_rows, dweight_rows);
+    return moe_cpu_experts_backward(t, dtype, true, rows, dy_rows, NULL, dx_rows, dweight_rows);
 }
 
 static struct moe_status shared_backward(struct moe_trainer *t, enum moe_dtype dtype,
@@ -58,7 +58,7 @@ static struct moe_status shared_backward(struct moe_trainer *t, enum moe_dtype d
 {
     struct moe_cpu_tokens tokens = {dtype, count, x, NULL};
     MOE_TRY(check_dtype(dtype));
-    return moe_cpu_shared_backward(t, &tokens, true, dy, dx);
+    return moe_cpu_shared_backward(t, &tokens, true, dy, NULL, dx);
 }
 
 static struct moe_status dispatch(struct moe_session *s, struct moe_layer *layer,
@@ -110,20 +110,17 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
 
 static void saved_limit(struct moe_device *device, uint64_t bytes)
 {
-    (void)device;
-    (void)bytes;
+    moe_kept_limit(moe_cpu_device_kept(device), bytes < SIZE_MAX ? (size_t)bytes : SIZE_MAX);
 }
 
 static void saved_drop(struct moe_trainer *trainer, uint64_t name)
 {
-    (void)trainer;
-    (void)name;
+    moe_kept_drop(moe_cpu_device_kept(trainer->layer->device), trainer->layer, name);
 }
 
 static uint64_t saved_bytes(struct moe_device *device)
 {
-    (void)device;
-    return 0;
+    return moe_kept_bytes(moe_cpu_device_kept(device));
 }
 
 const struct moe_training moe_cpu_training = {

@@ -194,9 +194,10 @@ static void report_training(const struct tally *t)
 {
     printf("    %llu gradients compared, %llu within rounding alone, %llu of experts without "
            "tokens; %llu "
-           "cases on tensor cores\n",
+           "cases on tensor cores, %llu from saved steps\n",
            (unsigned long long)t->tensors, (unsigned long long)t->rough,
-           (unsigned long long)t->idle_experts, (unsigned long long)t->tensor_cases);
+           (unsigned long long)t->idle_experts, (unsigned long long)t->tensor_cases,
+           (unsigned long long)t->saved);
 }
 
 static int run_member(struct member *m)

@@ -94,6 +94,8 @@ double near_enough(const struct trained *t, const char *what, int which, size_t 
 bool check_training(struct subject *s);
 bool check_training_parts(struct trained *t);
 bool check_optimizer(struct trained *t);
+/* Before weights have moved. Leaves gradients as one pass over the case makes them. */
+bool check_saved(struct trained *t);
 /* From here on, the oracle computes with the values that trainers hold. Collective. */
 bool follow_values(struct trained *t);
 bool check_lora(struct subject *s);

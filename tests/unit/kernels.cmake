@@ -20,3 +20,9 @@ moe_test(test_training_rules
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_training_rules.c
   USES moe_layer_rules
   LABELS kernels)
+
+# What both backends keep of forward steps.
+moe_test(test_kept
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_kept.c
+  USES moe_layer_rules
+  LABELS kernels)

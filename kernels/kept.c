@@ -1,0 +1,271 @@
+/* See kept.h. Pieces lie in one block; the list is short, so every search is a walk. */
+#include "kept.h"
+
+#include "base/size.h"
+
+#include <string.h>
+
+void moe_kept_open(struct moe_kept *s, struct moe_device *device,
+                   struct moe_status (*alloc)(struct moe_device *, enum moe_mem, size_t, void **),
+                   void (*give)(struct moe_device *, enum moe_mem, void *, size_t))
+{
+    s->device = device;
+    s->alloc = alloc;
+    s->free = give;
+    s->limit = 0;
+    s->block = NULL;
+    s->age = 0;
+    s->count = 0;
+    pthread_mutex_init(&s->lock, NULL);
+}
+
+static void give_block(struct moe_kept *s)
+{
+    s->free(s->device, MOE_MEM_DEVICE, s->block, s->limit);
+    s->block = NULL;
+    s->count = 0;
+}
+
+void moe_kept_close(struct moe_kept *s)
+{
+    give_block(s);
+    pthread_mutex_destroy(&s->lock);
+}
+
+void moe_kept_limit(struct moe_kept *s, size_t bytes)
+{
+    pthread_mutex_lock(&s->lock);
+    give_block(s);
+    s->limit = bytes;
+    pthread_mutex_unlock(&s->lock);
+}
+
+size_t moe_kept_get_limit(struct moe_kept *s)
+{
+    pthread_mutex_lock(&s->lock);
+    size_t limit = s->limit;
+    pthread_mutex_unlock(&s->lock);
+    return limit;
+}
+
+uint64_t moe_kept_bytes(struct moe_kept *s)
+{
+    uint64_t bytes = 0;
+    pthread_mutex_lock(&s->lock);
+    for (uint32_t i = 0; i < s->count; i++)
+        bytes += s->piece[i].bytes;
+    pthread_mutex_unlock(&s->lock);
+    return bytes;
+}
+
+/* ------------------------------------------------------------ with the lock held */
+
+static bool same_name(const struct moe_kept_key *a, const struct moe_kept_key *b)
+{
+    return a->layer == b->layer && a->session == b->session && a->name == b->name;
+}
+
+static bool same_batch(const struct moe_kept_key *a, const struct moe_kept_key *b)
+{
+    return same_name(a, b) && a->dtype == b->dtype && a->bucket == b->bucket &&
+           a->tokens == b->tokens;
+}
+
+static struct moe_kept_piece *find(struct moe_kept *s, const struct moe_kept_key *key,
+                                   enum moe_kept_part part, bool open)
+{
+    for (uint32_t i = 0; i < s->count; i++)
+        if (s->piece[i].part == part && s->piece[i].open == open &&
+            same_batch(&s->piece[i].key, key))
+            return &s->piece[i];
+    return NULL;
+}
+
+/* Takes out all pieces for which `goes` says so. */
+static void remove_where(struct moe_kept *s,
+                         bool (*goes)(const struct moe_kept_piece *, const void *), const void *of)
+{
+    uint32_t left = 0;
+    for (uint32_t i = 0; i < s->count; i++)
+        if (!goes(&s->piece[i], of))
+            s->piece[left++] = s->piece[i];
+    s->count = left;
+}
+
+static bool is_kept_of(const struct moe_kept_piece *p, const void *key)
+{
+    return !p->open && same_name(&p->key, key);
+}
+
+static bool is_open_of(const struct moe_kept_piece *p, const void *key)
+{
+    return p->open && same_batch(&p->key, key);
+}
+
+static bool has_age(const struct moe_kept_piece *p, const void *age)
+{
+    return p->age == *(const uint64_t *)age;
+}
+
+static bool is_of_layer(const struct moe_kept_piece *p, const void *of)
+{
+    const struct moe_kept_key *key = of;
+    return p->key.layer == key->layer && (key->name == 0 || p->key.name == key->name);
+}
+
+static bool is_of_session(const struct moe_kept_piece *p, const void *session)
+{
+    return p->key.session == session;
+}
+
+/* Pushes out the oldest name that no step is at; false when there is none. */
+static bool push_out_oldest(struct moe_kept *s)
+{
+    const struct moe_kept_piece *oldest = NULL;
+    for (uint32_t i = 0; i < s->count; i++) {
+        const struct moe_kept_piece *p = &s->piece[i];
+        if (!p->open && (oldest == NULL || p->age < oldest->age))
+            oldest = p;
+    }
+    if (oldest == NULL)
+        return false;
+    uint64_t age = oldest->age;
+    remove_where(s, has_age, &age);
+    return true;
+}
+
+/* Where `bytes` (a multiple of MOE_KEPT_ALIGN) fit: the index that the piece will have. Small parts
+ * go to the far end, so that they do not cut the room of the large ones in two. */
+static bool find_gap(const struct moe_kept *s, enum moe_kept_part part, size_t bytes,
+                     uint32_t *index, size_t *offset)
+{
+    size_t at = 0;
+    bool found = false;
+    if (s->count == MOE_KEPT_MOST)
+        return false;
+    for (uint32_t i = 0; i <= s->count; i++) {
+        size_t end = i < s->count ? s->piece[i].offset : s->limit / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+        if (end >= at && end - at >= bytes) {
+            found = true;
+            *index = i;
+            *offset = part == MOE_KEPT_SHARED ? end - bytes : at;
+            if (part != MOE_KEPT_SHARED)
+                return true;
+        }
+        if (i < s->count)
+            at = s->piece[i].offset +
+                 (s->piece[i].bytes + MOE_KEPT_ALIGN - 1) / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+    }
+    return found;
+}
+
+static bool has_block(struct moe_kept *s)
+{
+    if (s->block != NULL || s->limit == 0)
+        return s->block != NULL;
+    struct moe_status st = s->alloc(s->device, MOE_MEM_DEVICE, s->limit, &s->block);
+    if (moe_failed(&st))
+        s->block = NULL;
+    return s->block != NULL;
+}
+
+/* All parts of a name are as old as its first: they go together. */
+static uint64_t age_of(struct moe_kept *s, const struct moe_kept_key *key)
+{
+    for (uint32_t i = 0; i < s->count; i++)
+        if (is_open_of(&s->piece[i], key))
+            return s->piece[i].age;
+    return ++s->age;
+}
+
+static void *take(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
+                  size_t bytes)
+{
+    size_t room, offset = 0;
+    uint32_t at = 0;
+    remove_where(s, is_kept_of, key);
+    if (!moe_size_round_up(bytes, MOE_KEPT_ALIGN, &room) || room > s->limit || !has_block(s) ||
+        find(s, key, part, true) != NULL)
+        return NULL;
+    while (!find_gap(s, part, room, &at, &offset))
+        if (!push_out_oldest(s))
+            return NULL;
+    uint64_t age = age_of(s, key);
+    memmove(&s->piece[at + 1], &s->piece[at], (s->count - at) * sizeof *s->piece);
+    s->count++;
+    s->piece[at] = (struct moe_kept_piece){.key = *key,
+                                           .part = part,
+                                           .open = true,
+                                           .offset = offset,
+                                           .bytes = bytes,
+                                           .age = age,
+                                           .data = (char *)s->block + offset};
+    return s->piece[at].data;
+}
+
+/* ------------------------------------------------------------------------- calls */
+
+void *moe_kept_take(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
+                    size_t bytes)
+{
+    pthread_mutex_lock(&s->lock);
+    void *data = take(s, key, part, bytes);
+    pthread_mutex_unlock(&s->lock);
+    return data;
+}
+
+void moe_kept_fill(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
+                   uint64_t rows, uint32_t in_use, size_t bytes)
+{
+    pthread_mutex_lock(&s->lock);
+    struct moe_kept_piece *p = find(s, key, part, true);
+    if (p != NULL) {
+        MOE_INVARIANT(bytes <= p->bytes);
+        p->rows = rows;
+        p->in_use = in_use;
+        p->bytes = bytes;
+    }
+    pthread_mutex_unlock(&s->lock);
+}
+
+void moe_kept_commit(struct moe_kept *s, const struct moe_kept_key *key)
+{
+    pthread_mutex_lock(&s->lock);
+    for (uint32_t i = 0; i < s->count; i++)
+        if (is_open_of(&s->piece[i], key))
+            s->piece[i].open = false;
+    pthread_mutex_unlock(&s->lock);
+}
+
+void moe_kept_forget(struct moe_kept *s, const struct moe_kept_key *key)
+{
+    pthread_mutex_lock(&s->lock);
+    remove_where(s, is_open_of, key);
+    pthread_mutex_unlock(&s->lock);
+}
+
+bool moe_kept_find(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
+                   struct moe_kept_piece *out)
+{
+    pthread_mutex_lock(&s->lock);
+    const struct moe_kept_piece *p = find(s, key, part, false);
+    if (p != NULL)
+        *out = *p;
+    pthread_mutex_unlock(&s->lock);
+    return p != NULL;
+}
+
+void moe_kept_drop(struct moe_kept *s, const struct moe_layer *layer, uint64_t name)
+{
+    struct moe_kept_key of = {.layer = layer, .name = name};
+    pthread_mutex_lock(&s->lock);
+    remove_where(s, is_of_layer, &of);
+    pthread_mutex_unlock(&s->lock);
+}
+
+void moe_kept_drop_session(struct moe_kept *s, const struct moe_session *session)
+{
+    pthread_mutex_lock(&s->lock);
+    remove_where(s, is_of_session, session);
+    pthread_mutex_unlock(&s->lock);
+}

@@ -1,0 +1,93 @@
+/* What forward steps keep on a device for backward passes (moe/training.h, "Saved"): pieces of one
+ * block of device memory, found by name. Of both backends; it computes nothing and never touches
+ * what is in the block.
+ *
+ * The block is taken when something is first to be kept, as large as the limit, so that a steady
+ * step allocates nothing. A piece is open from the moment a step takes its room until the step has
+ * succeeded: open pieces are neither found nor pushed out. The oldest name goes first, with all its
+ * pieces.
+ * Threads: all functions may be called from any thread; a piece that was found must not be dropped
+ * while it is read. */
+#ifndef MOE_KEPT_H
+#define MOE_KEPT_H
+
+#include "moe/backend.h"
+
+#include <pthread.h>
+
+enum moe_kept_part {
+    MOE_KEPT_ROUTED, /* of the routed experts' rows */
+    MOE_KEPT_SHARED, /* of the shared expert's: the own tokens */
+    MOE_KEPT_PARTS
+};
+
+enum {
+    MOE_KEPT_MOST = 512,  /* pieces at a time */
+    MOE_KEPT_ALIGN = 256, /* bytes: where pieces begin */
+};
+
+/* Whose, of which batch. All of it must be the same for a piece to be found. */
+struct moe_kept_key {
+    const struct moe_layer *layer;
+    const struct moe_session *session;
+    uint64_t name; /* not 0 */
+    enum moe_dtype dtype;
+    uint32_t bucket, tokens;
+};
+
+struct moe_kept_piece {
+    struct moe_kept_key key;
+    enum moe_kept_part part;
+    bool open;
+    uint64_t rows;   /* (token, expert) pairs, or tokens, that it has */
+    uint32_t in_use; /* rows with the padding between them */
+    size_t offset, bytes;
+    uint64_t age; /* of the name: higher is younger */
+    void *data;
+};
+
+struct moe_kept {
+    struct moe_device *device;
+    struct moe_status (*alloc)(struct moe_device *, enum moe_mem, size_t, void **);
+    void (*free)(struct moe_device *, enum moe_mem, void *, size_t);
+    pthread_mutex_t lock; /* guards what follows */
+    size_t limit;
+    void *block; /* [limit], or NULL while nothing was kept */
+    uint64_t age;
+    uint32_t count;
+    struct moe_kept_piece piece[MOE_KEPT_MOST]; /* by offset */
+};
+
+/* The functions take and give the block: mem_alloc and mem_free of the backend. */
+void moe_kept_open(struct moe_kept *s, struct moe_device *device,
+                   struct moe_status (*alloc)(struct moe_device *, enum moe_mem, size_t, void **),
+                   void (*free)(struct moe_device *, enum moe_mem, void *, size_t));
+void moe_kept_close(struct moe_kept *s);
+
+/* Drops everything and gives the block back. */
+void moe_kept_limit(struct moe_kept *s, size_t bytes);
+size_t moe_kept_get_limit(struct moe_kept *s);
+/* Bytes of all pieces, open ones included. */
+uint64_t moe_kept_bytes(struct moe_kept *s);
+
+/* Room for a piece, which is open then: its address (not NULL, also for 0 bytes), or NULL where
+ * there is none. What was kept under the same name goes first, when its first part is taken. */
+void *moe_kept_take(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
+                    size_t bytes);
+/* What the piece has, and that it needs no more than `bytes` of its room. */
+void moe_kept_fill(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
+                   uint64_t rows, uint32_t in_use, size_t bytes);
+/* The step has succeeded: open pieces of this name can be found from here on. */
+void moe_kept_commit(struct moe_kept *s, const struct moe_kept_key *key);
+/* The step keeps nothing: open pieces of this name are gone. */
+void moe_kept_forget(struct moe_kept *s, const struct moe_kept_key *key);
+
+/* A piece that was kept; false where there is none. */
+bool moe_kept_find(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
+                   struct moe_kept_piece *out);
+
+/* Pieces of a layer: all (name 0), or those of one name. */
+void moe_kept_drop(struct moe_kept *s, const struct moe_layer *layer, uint64_t name);
+void moe_kept_drop_session(struct moe_kept *s, const struct moe_session *session);
+
+#endif

@@ -1,0 +1,204 @@
+/* Backward passes from what forward steps saved: the same bits as without, on every slot, whichever
+ * of them have it; and gone when it must be. */
+#include "trained.h"
+
+#include "base/clock.h"
+
+#include <stdlib.h>
+
+enum { ROOM = 64 << 20 }; /* enough for any two steps of a case, whatever a backend takes for it */
+
+/* A batch of the case: its tokens as they are, or `turned` to their negatives, with the same ids.
+ */
+struct batch {
+    uint64_t name;
+    const void *x;
+    struct pass want; /* of a pass that computes everything */
+    float *gradients; /* after it */
+    bool saved;       /* this slot keeps it */
+};
+
+static void *turned(struct trained *t)
+{
+    const struct subject *s = t->s;
+    size_t n = (size_t)s->in->tokens * s->c->spec.hidden;
+    void *x = take(&t->s->host, n * moe_dtype_bytes(s->c->dtype));
+    for (size_t i = 0; i < n; i++)
+        if (s->c->dtype == MOE_DTYPE_F32)
+            ((float *)x)[i] = -((const float *)t->x)[i];
+        else
+            ((uint16_t *)x)[i] = ((const uint16_t *)t->x)[i] ^ 0x8000u;
+    return x;
+}
+
+/* `used`: what the pass must say of itself. */
+static bool run_saved(struct trained *t, const struct batch *b, uint64_t name, bool accumulate,
+                      bool used, struct pass *p)
+{
+    struct moe_step *step;
+    struct moe_step_result result;
+    *p = blank_pass(t);
+    struct moe_backward_args a = pass_args(t, p, accumulate);
+    a.x = b->x;
+    a.saved = name;
+    t->counted += accumulate;
+    return went_well(t->s, "backward", t->table->backward_enqueue(t->s->session, &a, &step)) &&
+           went_well(t->s, "backward", t->s->backend->step_wait(step, MOE_NEVER, &result)) &&
+           (result.used_saved == used ||
+            wrong(t->s, "a pass %s what a step saved", used ? "did not use" : "used"));
+}
+
+static bool zero(struct trained *t)
+{
+    t->counted = 0;
+    return went_well(t->s, "zero_grad", t->table->zero_grad(t->trainer));
+}
+
+/* From zero gradients, with `name`: the bits of the pass that computes everything. */
+static bool same_from(struct trained *t, const struct batch *b, uint64_t name, bool used,
+                      const char *what)
+{
+    struct pass p;
+    if (!zero(t) || !run_saved(t, b, name, true, used, &p) || !same_pass(t, what, &b->want, &p))
+        return false;
+    float *got = trained_read_all(t, MOE_TRAIN_GRAD);
+    bool same = memcmp(got, b->gradients, t->floats * sizeof *got) == 0;
+    free(got);
+    return same || wrong(t->s, "gradients differ %s", what);
+}
+
+static bool learn(struct trained *t, struct batch *b)
+{
+    bool good = zero(t) && run_saved(t, b, 0, true, false, &b->want);
+    b->gradients = good ? trained_read_all(t, MOE_TRAIN_GRAD) : NULL;
+    return good;
+}
+
+static struct moe_step_args forward(struct trained *t, const struct batch *b)
+{
+    struct subject *s = t->s;
+    size_t bytes = tensor_bytes(s->c, s->in->tokens), pairs = s->in->tokens;
+    pairs *= s->c->spec.router.top_k;
+    return (struct moe_step_args){.layer = s->layer,
+                                  .dtype = s->c->dtype,
+                                  .bucket = s->c->bucket,
+                                  .tokens = s->in->tokens,
+                                  .x = b->x,
+                                  .mode = t->mode,
+                                  .ids_in = t->ids,
+                                  .weights_in = t->weights,
+                                  .y = take(&s->host, bytes),
+                                  .ids_out = take(&s->host, pairs * sizeof(int32_t)),
+                                  .weights_out = take(&s->host, pairs * sizeof(float)),
+                                  .token_state = take(&s->host, s->in->tokens),
+                                  .save = b->name};
+}
+
+static bool wait_step(struct trained *t, struct moe_step *step, bool *saved)
+{
+    struct moe_step_result result = {0};
+    bool good = went_well(t->s, "step", t->s->backend->step_wait(step, MOE_NEVER, &result));
+    *saved = result.saved;
+    return good;
+}
+
+/* Both batches in flight together, saved if `names`; y must not depend on it. */
+static bool run_forwards(struct trained *t, struct batch *b, bool names, void *y[2])
+{
+    struct subject *s = t->s;
+    struct moe_step *step[2];
+    bool saved[2];
+    for (int i = 0; i < 2; i++) {
+        struct moe_step_args a = forward(t, &b[i]);
+        a.save = names ? b[i].name : 0;
+        y[i] = a.y;
+        if (!went_well(s, "enqueue", s->backend->step_enqueue(s->session, &a, &step[i])))
+            return false;
+    }
+    bool good = wait_step(t, step[0], &saved[0]);
+    good = wait_step(t, step[1], &saved[1]) && good;
+    for (int i = 0; i < 2 && names; i++)
+        b[i].saved = saved[i];
+    return good && (names || !(saved[0] || saved[1]) || wrong(s, "a step saves without a name"));
+}
+
+static bool save_both(struct trained *t, struct batch *b, bool able)
+{
+    const struct subject *s = t->s;
+    void *plain[2], *saving[2];
+    if (!run_forwards(t, b, false, plain) || !run_forwards(t, b, true, saving))
+        return false;
+    for (int i = 0; i < 2; i++) {
+        if (memcmp(plain[i], saving[i], tensor_bytes(s->c, s->in->tokens)) != 0)
+            return wrong(s, "y differs where a step saves");
+        if (b[i].saved != able)
+            return wrong(s, "a step %s", able ? "did not save" : "saves what it should not");
+    }
+    t->s->tally->saved += able;
+    return true;
+}
+
+/* Whether this slot can save at all: by its result, as only some of CUDA's paths can. */
+static bool can_save(struct trained *t, const struct batch *b, bool *can)
+{
+    struct moe_step *step;
+    struct moe_step_result result = {0};
+    struct pass p = blank_pass(t);
+    struct moe_backward_args a = pass_args(t, &p, false);
+    a.x = b->x;
+    bool good = went_well(t->s, "backward", t->table->backward_enqueue(t->s->session, &a, &step)) &&
+                went_well(t->s, "backward", t->s->backend->step_wait(step, MOE_NEVER, &result));
+    *can = strcmp(t->s->backend->name, "cpu") == 0 || result.on_tensor_cores;
+    return good;
+}
+
+/* Whatever changes a weight drops it, though here it writes what was there. */
+static bool dropped_by_writing(struct trained *t, const struct batch *b)
+{
+    for (size_t i = 0; i < t->count; i++)
+        if (t->list[i].key.weight == MOE_WEIGHT_ROUTER) {
+            float *value = trained_read(t, &t->list[i], MOE_TRAIN_VALUE);
+            trained_write(t, &t->list[i], MOE_TRAIN_VALUE, value);
+            free(value);
+        }
+    return (t->table->saved_bytes(t->s->device) == 0 ||
+            wrong(t->s, "something is saved for weights that were written")) &&
+           same_from(t, b, b->name, false, "after a weight was written");
+}
+
+static bool check_uses(struct trained *t, struct batch *b)
+{
+    struct pass p;
+    /* Repeats, of either order; gradients that stay; a name that nobody has. */
+    bool good = same_from(t, &b[0], b[0].name, b[0].saved, "from a saved step") &&
+                same_from(t, &b[1], b[1].name, b[1].saved, "from the second saved step") &&
+                same_from(t, &b[0], b[0].name, b[0].saved, "from a saved step again") &&
+                run_saved(t, &b[0], b[0].name, false, b[0].saved, &p) &&
+                same_pass(t, "without gradients, from a saved step", &b[0].want, &p) &&
+                same_from(t, &b[0], 99, false, "from a name that was never saved");
+    t->table->saved_drop(t->trainer, b[0].name);
+    good = good && same_from(t, &b[0], b[0].name, false, "after it was dropped") &&
+           same_from(t, &b[1], b[1].name, b[1].saved, "beside one that was dropped");
+    return good && dropped_by_writing(t, &b[1]);
+}
+
+bool check_saved(struct trained *t)
+{
+    struct subject *s = t->s;
+    uint32_t slots = s->member->slots;
+    size_t used = s->host.used;
+    struct batch b[2] = {{.name = s->c->seed | 1, .x = t->x}, {.name = 2, .x = turned(t)}};
+    /* One slot of several keeps nothing, one seed of three none of them. */
+    bool room = s->c->seed % 3 != 0 && (slots == 1 || s->c->seed / 3 % slots != s->member->slot);
+    bool can = false;
+    t->table->saved_limit(s->device, room ? ROOM : 0);
+    bool good = can_save(t, &b[0], &can) && learn(t, &b[0]) && learn(t, &b[1]) &&
+                save_both(t, b, room && can) && check_uses(t, b);
+    /* Leaves the gradients of one pass over the case, as it found them. */
+    good = good && same_from(t, &b[0], 0, false, "after all");
+    t->table->saved_limit(s->device, 0);
+    free(b[0].gradients);
+    free(b[1].gradients);
+    s->host.used = used;
+    return good;
+}

@@ -1,0 +1,203 @@
+/* Promises of the store of what steps keep: what is found is what was kept, pieces never overlap,
+ * the oldest name goes first and whole, what a step is at stays, and a steady store allocates
+ * nothing. Memory is the test's own. */
+#include "kept.h"
+#include "support/check.h"
+#include "support/random.h"
+
+#include <stdlib.h>
+
+enum { LIMIT = 64 * MOE_KEPT_ALIGN };
+
+static uint32_t allocations;
+static bool memory_is_out;
+static struct moe_kept store;
+static const struct moe_layer *const layer_a = (const void *)&allocations;
+static const struct moe_layer *const layer_b = (const void *)&memory_is_out;
+
+static struct moe_status take_block(struct moe_device *device, enum moe_mem kind, size_t bytes,
+                                    void **out)
+{
+    (void)device;
+    (void)kind;
+    if (memory_is_out)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "none");
+    allocations++;
+    *out = calloc(1, bytes);
+    return moe_ok();
+}
+
+static void give_block(struct moe_device *device, enum moe_mem kind, void *p, size_t bytes)
+{
+    (void)device;
+    (void)kind;
+    (void)bytes;
+    free(p);
+}
+
+static void begin(size_t limit)
+{
+    allocations = 0;
+    memory_is_out = false;
+    moe_kept_open(&store, NULL, take_block, give_block);
+    moe_kept_limit(&store, limit);
+}
+
+static struct moe_kept_key key_of(const struct moe_layer *layer, uint64_t name)
+{
+    return (struct moe_kept_key){
+        .layer = layer, .name = name, .dtype = MOE_DTYPE_BF16, .bucket = 8, .tokens = 5};
+}
+
+/* A step that keeps both parts, of so many units each; false where there is no room. */
+static bool keep(const struct moe_layer *layer, uint64_t name, size_t routed, size_t shared)
+{
+    struct moe_kept_key key = key_of(layer, name);
+    bool all = moe_kept_take(&store, &key, MOE_KEPT_SHARED, shared * MOE_KEPT_ALIGN) != NULL &&
+               moe_kept_take(&store, &key, MOE_KEPT_ROUTED, routed * MOE_KEPT_ALIGN) != NULL;
+    if (!all) {
+        moe_kept_forget(&store, &key);
+        return false;
+    }
+    moe_kept_fill(&store, &key, MOE_KEPT_ROUTED, name, (uint32_t)routed, routed * MOE_KEPT_ALIGN);
+    moe_kept_commit(&store, &key);
+    return true;
+}
+
+static bool has(const struct moe_layer *layer, uint64_t name)
+{
+    struct moe_kept_key key = key_of(layer, name);
+    struct moe_kept_piece routed, shared;
+    bool one = moe_kept_find(&store, &key, MOE_KEPT_ROUTED, &routed);
+    bool other = moe_kept_find(&store, &key, MOE_KEPT_SHARED, &shared);
+    assert_int_equal(one, other); /* a name goes whole */
+    if (one)
+        assert_int_equal(routed.rows, name);
+    return one;
+}
+
+static void the_oldest_name_makes_room(void **state)
+{
+    (void)state;
+    begin(LIMIT);
+    assert_true(keep(layer_a, 1, 20, 4));
+    assert_true(keep(layer_a, 2, 20, 4));
+    assert_true(has(layer_a, 1) && has(layer_a, 2));
+    assert_true(keep(layer_b, 1, 20, 4)); /* 16 units are left: the first name goes */
+    assert_true(!has(layer_a, 1) && has(layer_a, 2) && has(layer_b, 1));
+    assert_true(keep(layer_a, 3, 60, 4)); /* all of them */
+    assert_true(has(layer_a, 3) && !has(layer_a, 2) && !has(layer_b, 1));
+    assert_int_equal(moe_kept_bytes(&store), LIMIT);
+    assert_false(keep(layer_a, 4, 61, 4)); /* never fits */
+    assert_int_equal(allocations, 1);
+    moe_kept_close(&store);
+}
+
+static void what_a_step_is_at_stays(void **state)
+{
+    (void)state;
+    struct moe_kept_key first = key_of(layer_a, 1), second = key_of(layer_a, 2);
+    struct moe_kept_piece piece;
+    begin(LIMIT);
+    assert_non_null(moe_kept_take(&store, &first, MOE_KEPT_ROUTED, 40 * MOE_KEPT_ALIGN));
+    assert_false(moe_kept_find(&store, &first, MOE_KEPT_ROUTED, &piece));
+    assert_null(moe_kept_take(&store, &second, MOE_KEPT_ROUTED, 40 * MOE_KEPT_ALIGN));
+    /* It needed less than it took. */
+    moe_kept_fill(&store, &first, MOE_KEPT_ROUTED, 7, 8, 10 * MOE_KEPT_ALIGN - 1);
+    moe_kept_commit(&store, &first);
+    assert_true(moe_kept_find(&store, &first, MOE_KEPT_ROUTED, &piece));
+    assert_int_equal(piece.rows, 7);
+    assert_int_equal(piece.in_use, 8);
+    assert_non_null(moe_kept_take(&store, &second, MOE_KEPT_ROUTED, 54 * MOE_KEPT_ALIGN));
+    assert_true(moe_kept_find(&store, &first, MOE_KEPT_ROUTED, &piece));
+    moe_kept_forget(&store, &second);
+    assert_int_equal(moe_kept_bytes(&store), 10 * MOE_KEPT_ALIGN - 1);
+    moe_kept_close(&store);
+}
+
+static void another_batch_is_not_found(void **state)
+{
+    (void)state;
+    struct moe_kept_piece piece;
+    begin(LIMIT);
+    assert_true(keep(layer_a, 1, 1, 1));
+    struct moe_kept_key other[5];
+    for (int i = 0; i < 5; i++)
+        other[i] = key_of(layer_a, 1);
+    other[0].dtype = MOE_DTYPE_F32;
+    other[1].bucket = 16;
+    other[2].tokens = 4;
+    other[3].session = (const void *)&store;
+    other[4].name = 2;
+    for (int i = 0; i < 5; i++)
+        assert_false(moe_kept_find(&store, &other[i], MOE_KEPT_ROUTED, &piece));
+    moe_kept_close(&store);
+}
+
+static void what_is_dropped_is_gone(void **state)
+{
+    (void)state;
+    begin(LIMIT);
+    for (uint64_t name = 1; name <= 3; name++)
+        assert_true(keep(layer_a, name, 2, 2) && keep(layer_b, name, 2, 2));
+    moe_kept_drop(&store, layer_a, 2);
+    assert_true(has(layer_a, 1) && !has(layer_a, 2) && has(layer_a, 3) && has(layer_b, 2));
+    moe_kept_drop(&store, layer_a, 0);
+    assert_true(!has(layer_a, 1) && !has(layer_a, 3) && has(layer_b, 1));
+    moe_kept_drop_session(&store, NULL);
+    assert_int_equal(moe_kept_bytes(&store), 0);
+    assert_true(keep(layer_a, 1, 2, 2));
+    moe_kept_limit(&store, 0);
+    assert_false(has(layer_a, 1) || keep(layer_a, 1, 0, 0));
+    moe_kept_close(&store);
+}
+
+static void no_memory_means_that_nothing_is_kept(void **state)
+{
+    (void)state;
+    begin(LIMIT);
+    memory_is_out = true;
+    assert_false(keep(layer_a, 1, 1, 1));
+    memory_is_out = false;
+    assert_true(keep(layer_a, 1, 1, 1));
+    moe_kept_close(&store);
+}
+
+/* Steps of random sizes, in two lanes: pieces stay apart, inside the block, and whole. */
+static void random_steps_keep_apart(void **state)
+{
+    (void)state;
+    uint32_t kept = 0, found = 0;
+    begin(LIMIT + 17);
+    for (uint64_t name = 1; name < 5000; name++) {
+        kept += keep(one_in(2) ? layer_a : layer_b, name, random_below(20), random_below(6));
+        uint64_t some = name > 3 ? name - random_below(3) : name;
+        found += has(layer_a, some) || has(layer_b, some);
+        if (one_in(7))
+            moe_kept_drop(&store, layer_a, some);
+        size_t at = 0;
+        for (uint32_t i = 0; i < store.count; i++) {
+            assert_true(store.piece[i].offset >= at);
+            at = store.piece[i].offset + store.piece[i].bytes;
+        }
+        assert_true(at <= LIMIT + 17);
+    }
+    print_message("%u kept, %u found\n", kept, found);
+    assert_true(kept > 4990 && found > 3000);
+    assert_int_equal(allocations, 1);
+    moe_kept_close(&store);
+}
+
+int main(void)
+{
+    seed_random();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_oldest_name_makes_room),
+        cmocka_unit_test(what_a_step_is_at_stays),
+        cmocka_unit_test(another_batch_is_not_found),
+        cmocka_unit_test(what_is_dropped_is_gone),
+        cmocka_unit_test(no_memory_means_that_nothing_is_kept),
+        cmocka_unit_test(random_steps_keep_apart),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
