@@ -1,10 +1,10 @@
-/* Condition variables with deadlines on the clock of base/clock.h, which no change of the wall
- * clock moves. */
+/* Waits with deadlines on the clock of base/clock.h, which no change of the wall clock moves. */
 #ifndef MOE_BASE_WAIT_H
 #define MOE_BASE_WAIT_H
 
 #include "base/clock.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
 
@@ -27,6 +27,16 @@ static inline bool moe_wait_until(pthread_cond_t *cond, pthread_mutex_t *lock, u
     const struct timespec at = {.tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),
                                 .tv_nsec = (long)(deadline_ns % MOE_NS_PER_S)};
     return pthread_cond_timedwait(cond, lock, &at) == 0;
+}
+
+/* Sleeps until `deadline_ns`, which is not MOE_NEVER, however many signals the thread is interrupted
+ * by. */
+static inline void moe_sleep_until(uint64_t deadline_ns)
+{
+    const struct timespec at = {.tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),
+                                .tv_nsec = (long)(deadline_ns % MOE_NS_PER_S)};
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL) == EINTR)
+        ;
 }
 
 #endif

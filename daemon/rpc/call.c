@@ -291,7 +291,7 @@ static bool let_in(struct moe_rpc_call *c)
     const struct moe_rpc_entry *entry = c->entry;
     pthread_mutex_lock(&server->lock);
     bool draining = server->draining;
-    c->counted = !draining && !entry->built_in;
+    c->counted = !draining;
     c->linked_endless = !draining && entry->endless;
     server->active += c->counted;
     if (c->linked_endless)

@@ -342,15 +342,21 @@ static bool wait_until(struct moe_rpc_server *s, bool (*reached)(const struct mo
 }
 
 /* First with the core still open: a core that shuts down cancels what arrives, while we can tell
- * clients why they are refused and when to come back. */
+ * clients why they are refused and when to come back. Then connections end before the core shuts
+ * down, for the same reason: what a client sends as its connection closes is UNAVAILABLE to it, and
+ * what reaches a core that shuts down ends with CANCELLED, which to most clients means that they
+ * should not try again. (Cancelling all calls, for this core, is
+ * closing all connections. Its header speaks of doing so after a shutdown, but nothing in it needs
+ * that.) */
 void moe_rpc_server_drain(struct moe_rpc_server *s, uint64_t deadline_ns)
 {
     begin_draining(s);
     (void)wait_until(s, nothing_active, deadline_ns);
+    grpc_server_cancel_all_calls(s->core);
     grpc_server_shutdown_and_notify(s->core, s->shards[0].queue, &s->on_shutdown);
     if (wait_until(s, all_over, deadline_ns))
         return;
-    grpc_server_cancel_all_calls(s->core);
+    grpc_server_cancel_all_calls(s->core); /* connections that were being made */
     (void)wait_until(s, all_over, MOE_NEVER);
 }
 

@@ -72,8 +72,8 @@ uint16_t moe_rpc_server_port(const struct moe_rpc_server *s);
  * named are unknown to Check. Watchers are told. */
 void moe_rpc_server_set_health(struct moe_rpc_server *s, const char *service, bool serving);
 /* Refuses new calls with UNAVAILABLE / DRAINING, lets those in flight finish until `deadline_ns`,
- * then cancels them; returns when every call's `done` has run. Not on a shard thread. Call once,
- * before stop. */
+ * then closes all connections, to whose clients what is left is UNAVAILABLE; returns when every
+ * call's `done` has run. Not on a shard thread. Call once, before stop. */
 void moe_rpc_server_drain(struct moe_rpc_server *s, uint64_t deadline_ns);
 /* Frees everything. After drain; waits until every hold on a call has been released, and every
  * received message must have been freed. NULL is ignored. */

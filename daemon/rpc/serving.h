@@ -189,7 +189,7 @@ struct moe_rpc_server {
     enum moe_rpc_phase phase;
     uint32_t shards_ready; /* shards that have posted their accepts */
     size_t unfinished;     /* calls posted for acceptance or started, `done` not run */
-    size_t active;         /* calls let in by a server that did not drain, `done` not run */
+    size_t active;         /* calls let in before the server drained, `done` not run */
     size_t allocated;      /* call structs */
     bool draining;
     bool shut_down; /* the core has let go of all connections */

@@ -4,6 +4,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/wait.h"
 #include "descriptors.h"
 #include "rpc/client.h"
 #include "rpc/server.h"
@@ -677,7 +678,7 @@ void moe_worker_stop(struct moe_worker *w)
         (void)moe_engine_drain(w->engine, 0); /* what passed the service before is refused there */
         moe_engine_fail_queued(w->engine, moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING,
                                                           LEFT_RETRY_MS, "this worker has left"));
-        (void)nanosleep(&(struct timespec){.tv_nsec = NOTICE_MS * 1000000L}, NULL);
+        moe_sleep_until(moe_clock_ns() + NOTICE_MS * MOE_NS_PER_MS);
         moe_rpc_server_drain(w->server, moe_clock_ns() + LAST_ANSWERS_MS * MOE_NS_PER_MS);
         moe_rpc_server_stop(w->server);
     }

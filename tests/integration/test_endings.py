@@ -1,0 +1,103 @@
+"""How daemons end: what clients, peers and operators see of it, whatever the daemon was doing."""
+
+import signal
+import threading
+import time
+import unittest
+
+import grpc
+
+from group import golden_cases, main
+from training import TrainingGroup
+import wire
+from wire import expert
+
+FAMILY = "qwen3_moe"
+
+
+def request():
+    layer, tokens, x, _ = next(each for each in golden_cases(FAMILY) if each[1] == 37)
+    return expert.ForwardRequest(layer=layer, tokens=tokens, hidden=x.shape[1], dtype=1,
+                                 x_data=x.tobytes())
+
+
+class Client:
+    """Asks again and again, also after refusals, and notes when it was told what."""
+
+    def __init__(self, endpoint):
+        self.endpoint, self.seen = endpoint, []
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self):
+        raw = request().SerializeToString()
+        with wire.open_channel(self.endpoint) as channel:
+            while not self.stop.wait(0.001):
+                try:
+                    wire.forward(channel, raw, timeout=10)
+                    what = ("OK", "")
+                except grpc.RpcError as error:
+                    what = (error.code().name, wire.error_reason(error)[0])
+                self.seen.append((time.monotonic(), what))
+
+    def times(self, *what):
+        return [at for at, seen in list(self.seen) if seen == what]
+
+    def end(self):
+        self.stop.set()
+        self.thread.join()
+
+
+class Signals(unittest.TestCase):
+    def test_a_repeated_signal_does_not_shorten_the_notice_to_clients(self):
+        """A group that goes down tells its workers twice: the coordinator does, and a signal."""
+        g = TrainingGroup(FAMILY, 1)
+        client = Client(g.endpoints[0])
+        try:
+            while len(client.times("OK", "")) < 5:
+                time.sleep(0.01)
+            worker = g.workers[0]
+            worker.send_signal(signal.SIGTERM)
+            while not client.times("UNAVAILABLE", "DRAINING"):
+                time.sleep(0.005)
+            for _ in range(5):
+                time.sleep(0.02)
+                worker.send_signal(signal.SIGTERM)
+            code = worker.wait(timeout=30)
+            client.end()
+        finally:
+            client.end()
+            g.stop()
+        refusals = client.times("UNAVAILABLE", "DRAINING")
+        print("%d typed refusals over %.0f ms" % (
+            len(refusals), 1000 * (refusals[-1] - refusals[0])))
+        self.assertEqual(code, 0)
+        self.assertGreater(refusals[-1] - refusals[0], 0.12)
+
+    def test_who_asks_on_is_never_told_that_the_call_was_cancelled(self):
+        """CANCELLED tells most clients not to try again; a server that goes down is UNAVAILABLE."""
+        g = TrainingGroup(FAMILY, 2)
+        clients = [Client(endpoint) for endpoint in g.endpoints * 2]
+        try:
+            for client in clients:
+                while len(client.times("OK", "")) < 5:
+                    time.sleep(0.01)
+            g.coordinator.send_signal(signal.SIGTERM)
+            codes = [process.wait(timeout=30) for process in [g.coordinator, *g.workers]]
+        finally:
+            for client in clients:
+                client.end()
+            g.stop()
+        seen = {}
+        for client in clients:
+            for _, what in client.seen:
+                seen[what] = seen.get(what, 0) + 1
+        print(seen)
+        self.assertEqual(codes, [0, 0, 0])
+        self.assertLessEqual({code for code, _ in seen}, {"OK", "UNAVAILABLE"})
+        self.assertIn(("UNAVAILABLE", "DRAINING"), seen)
+
+
+if __name__ == "__main__":
+    main()
