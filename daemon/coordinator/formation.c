@@ -69,6 +69,11 @@ static void set_pause(struct moe_membership *m, uint32_t missed)
 static void await_operator(struct moe_membership *m)
 {
     m->attempts = 0;
+    if (m->told) {
+        m->waits = 0;
+        m->next_try_ns = m->now_ns;
+        return;
+    }
     if (m->waits < UINT32_MAX)
         m->waits++;
     set_pause(m, m->waits);
@@ -156,6 +161,7 @@ static void assign(struct moe_membership *m)
 
 static void begin_epoch(struct moe_membership *m)
 {
+    m->told = false;
     m->saved.epoch++;
     m->epoch = m->saved.epoch;
     m->phase = PHASE_SAVE_EPOCH;

@@ -412,6 +412,19 @@ void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64
 }
 
 /* Not yet a loss: the worker may come back until its lease runs out. */
+void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint64_t stream)
+{
+    uint32_t slot;
+    if (!begin_member_input(m, now_ns, stream, &slot))
+        return;
+    m->told = m->phase != PHASE_IDLE;
+    m->attempts = 0;
+    m->waits = 0;
+    m->failed = false;
+    m->next_try_ns = now_ns;
+    end_input(m);
+}
+
 void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, uint64_t stream)
 {
     uint32_t slot;

@@ -34,8 +34,9 @@ struct moe_membership_config {
     uint64_t shutdown_ns; /* time for a shutdown that names no limit */
     uint64_t backoff_ns;  /* pause after the first failed attempt; doubles up to backoff_max_ns */
     uint64_t backoff_max_ns;
-    uint32_t attempts_max; /* failed attempts in a row, then FAILED until a new worker registers;
-                              those that failed with CANNOT_GO_BACK do not count */
+    uint32_t attempts_max; /* failed attempts in a row, then FAILED until a new worker registers or
+                              an operator has spoken; those that failed with CANNOT_GO_BACK do not
+                              count */
     const char *version;   /* release, "major.minor.patch"; lives as long as the machine */
 };
 
@@ -98,6 +99,9 @@ void moe_membership_on_drain_notice(struct moe_membership *m, uint64_t now_ns, u
                                     const char *reason);
 void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                const char *reason);
+/* An operator has said what to do about what kept the group from forming: it waits no longer, and
+ * one that has failed begins again. */
+void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint64_t stream);
 void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, uint64_t stream);
 /* Answer to MOE_MEMBERSHIP_SAVE. May come in the midst of carrying out actions. */
 void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t sequence,

@@ -93,6 +93,8 @@ struct moe_membership {
     uint32_t attempts;
     uint32_t
         waits; /* attempts in a row that failed for want of an operator's word; not counted above */
+    bool told; /* the epoch in work may have begun before an operator spoke: the next one need not
+                  wait */
     uint64_t next_try_ns;
     bool failed;
     bool degraded;  /* there was a view, and it was lost */

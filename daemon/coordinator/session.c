@@ -326,6 +326,9 @@ static bool receive(struct moe_coordinator *c, uint64_t stream, const Moe__V1__S
     case MOE__V1__SESSION_REQUEST__BODY_LEAVING:
         moe_membership_on_leaving(machine, now, stream, m->leaving->reason);
         return true;
+    case MOE__V1__SESSION_REQUEST__BODY_TRY_AGAIN:
+        moe_membership_on_try_again(machine, now, stream);
+        return true;
     default: return false;
     }
 }

@@ -300,6 +300,7 @@ static void handle_event(struct moe_group *g, const struct event *e)
     case EVENT_SERVED: moe_group__on_served(g, e); break;
     case EVENT_LOST: moe_group__on_lost(g, e); break;
     case EVENT_DRAIN: moe_group__on_drain_wish(g, e->status.text); break;
+    case EVENT_TRY_AGAIN: moe_report_try_again(g->stream); break;
     case EVENT_LEFT:
         g->parting = GONE;
         g->config.hooks.ended(g->config.hooks.ctx, g->outcome);
@@ -444,6 +445,11 @@ void moe_group_drain(struct moe_group *g, const char *reason)
     struct moe_status why = {0};
     snprintf(why.text, sizeof why.text, "%.*s", REASON_BYTES, reason);
     moe_group__post(g, EVENT_DRAIN, 0, 0, why);
+}
+
+void moe_group_try_again(struct moe_group *g)
+{
+    moe_group__post(g, EVENT_TRY_AGAIN, 0, 0, moe_ok());
 }
 
 void moe_group_report_lost(struct moe_group *g, uint64_t epoch, uint64_t slots,

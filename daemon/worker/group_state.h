@@ -25,6 +25,7 @@ enum event_kind {
     EVENT_LEFT,    /* the last job is done */
     EVENT_LOST,    /* number: epoch; slots; status */
     EVENT_DRAIN,   /* status.text: reason */
+    EVENT_TRY_AGAIN,
 };
 
 struct event {

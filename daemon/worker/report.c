@@ -120,6 +120,15 @@ void moe_report_leaving(struct moe_rpc_stream *stream, const char *reason)
     send_message(stream, &q);
 }
 
+void moe_report_try_again(struct moe_rpc_stream *stream)
+{
+    Moe__V1__TryAgain again = MOE__V1__TRY_AGAIN__INIT;
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_TRY_AGAIN;
+    q.try_again = &again;
+    send_message(stream, &q);
+}
+
 struct moe_status moe_report_blob(struct moe_rpc_stream *stream, uint64_t epoch, uint32_t round,
                                   const void *data, size_t length)
 {

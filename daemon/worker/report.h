@@ -18,6 +18,7 @@ void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch,
 void moe_report_peer_lost(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t slots);
 void moe_report_drain_notice(struct moe_rpc_stream *stream, const char *reason);
 void moe_report_leaving(struct moe_rpc_stream *stream, const char *reason);
+void moe_report_try_again(struct moe_rpc_stream *stream);
 /* `stream` is not NULL: the all-gather must know whether its blob is on the way. */
 struct moe_status moe_report_blob(struct moe_rpc_stream *stream, uint64_t epoch, uint32_t round,
                                   const void *data, size_t length) MOE_CHECKED;

@@ -670,6 +670,7 @@ static struct moe_status recover(const struct moe_training_service *s, struct mo
     const Moe__V1__RecoverTrainingRequest *q = message;
     MOE_TRY(check_recovery(s, q));
     moe_train_choose(s->config.training, q->as_loaded ? "" : q->name);
+    s->config.told(s->config.ctx);
     return moe_ok();
 }
 

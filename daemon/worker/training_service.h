@@ -17,6 +17,10 @@ struct moe_training_service_config {
     struct moe_engine *engine;
     struct moe_staging *staging;
     struct moe_train *training;
+    /* An operator has said where training goes back to (RecoverTraining). Any thread; must not
+     * block. */
+    void (*told)(void *ctx);
+    void *ctx;
 };
 
 struct moe_status moe_training_service_create(const struct moe_training_service_config *config,

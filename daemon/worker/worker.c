@@ -16,6 +16,7 @@
 #include "worker/training_service.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -57,6 +58,8 @@ struct moe_worker {
     struct moe_rpc_client *client;
     struct moe_rpc_server *server;
     struct moe_group *group;
+    pthread_mutex_t told_lock;
+    bool may_tell; /* under told_lock: `group` is there, whatever a client asks for */
     struct moe_gauge *epoch_gauge;
 
     /* Jobs thread only. */
@@ -99,6 +102,23 @@ static void run_ticket(void *ctx, const struct moe_ticket *ticket)
 {
     struct moe_worker *w = ctx;
     moe_engine_run(w->engine, ticket);
+}
+
+/* A client's call, which may come before the group has begun and after it has ended. */
+static void told(void *ctx)
+{
+    struct moe_worker *w = ctx;
+    pthread_mutex_lock(&w->told_lock);
+    if (w->may_tell)
+        moe_group_try_again(w->group);
+    pthread_mutex_unlock(&w->told_lock);
+}
+
+static void set_may_tell(struct moe_worker *w, bool may_tell)
+{
+    pthread_mutex_lock(&w->told_lock);
+    w->may_tell = may_tell;
+    pthread_mutex_unlock(&w->told_lock);
 }
 
 static void lost(void *ctx, uint64_t epoch, uint64_t slots, struct moe_status why)
@@ -493,6 +513,8 @@ static struct moe_status create_service(struct moe_worker *w)
         .engine = w->engine,
         .staging = w->training_staging,
         .training = w->train,
+        .told = told,
+        .ctx = w,
     };
     return moe_training_service_create(&training, &w->training_service);
 }
@@ -652,6 +674,7 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
                          "no memory for the worker");
     struct moe_status st;
     w->config = *config;
+    pthread_mutex_init(&w->told_lock, NULL);
     MOE_TRY_GOTO(st, choose_incarnation(&w->incarnation), fail);
     MOE_TRY_GOTO(st, add_metrics(w), fail);
     MOE_TRY_GOTO(st, open_model(w), fail);
@@ -661,6 +684,7 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
     MOE_TRY_GOTO(st, create_peers(w), fail);
     MOE_TRY_GOTO(st, start_server(w), fail);
     MOE_TRY_GOTO(st, start_group(w), fail);
+    set_may_tell(w, true);
     *out = w;
     return st;
 fail:
@@ -672,6 +696,7 @@ void moe_worker_stop(struct moe_worker *w)
 {
     if (w == NULL)
         return;
+    set_may_tell(w, false);
     moe_group_destroy(w->group); /* leaves the view: no step runs any more */
     if (w->server != NULL) {
         moe_service_set_draining(w->service);
@@ -694,6 +719,7 @@ void moe_worker_stop(struct moe_worker *w)
     if (w->device != NULL)
         w->config.backend->device_close(w->device);
     moe_model_close(w->model);
+    pthread_mutex_destroy(&w->told_lock);
     free(w);
 }
 

@@ -495,8 +495,12 @@ class Saving(unittest.TestCase):
             self.assertEqual(refusal(client.save, "new", 30)[0], answer)
             with wire.open_channel(g.address) as channel:
                 until(lambda: "slot-00001.safetensors" in str(wire.get_status(channel)))
+            time.sleep(4)  # pauses between two attempts are of seconds by now
             moectl("training", "recover", "first", "--endpoint", g.endpoints[0])
+            told = time.monotonic()
             g.wait_serving(epoch)
+            print("serving %.2f s after it was told" % (time.monotonic() - told))
+            self.assertLess(time.monotonic() - told, 1.5)
             state = client.state()
             self.assertEqual((state.checkpoint, state.steps, state.problem), ("first", 1, ""))
             with wire.open_channel(g.address) as channel:

@@ -515,6 +515,62 @@ static void a_group_that_waits_for_an_operator_never_gives_up(void **unused)
     assert_int_equal(w.error->code, MOE_OK);
 }
 
+/* Every stage of an attempt may be the one in which the operator speaks. */
+static void a_group_that_is_told_what_to_do_does_not_wait(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    load_all(s);
+    struct moe_status stuck =
+        moe_error(MOE_DATA_LOSS, MOE_REASON_CANNOT_GO_BACK, "checkpoint e6: there is none");
+    for (int i = 0; i < 5; i++) { /* until the pause is at its longest */
+        moe_membership_on_ready(m, now, s[1], last_epoch, &stuck);
+        carry_out();
+        pass(i < 4 ? 300 : 0, 0, s, SLOTS);
+    }
+    uint64_t before = last_epoch;
+    moe_membership_on_try_again(m, now, s[0]);
+    carry_out();
+    assert_int_equal(last_epoch, before + 1);
+    /* While an attempt runs that may have begun without knowing it: one more follows at once. */
+    moe_membership_on_try_again(m, now, s[1]);
+    carry_out();
+    assert_int_equal(last_epoch, before + 1);
+    moe_membership_on_ready(m, now, s[1], last_epoch, &stuck);
+    carry_out();
+    assert_int_equal(last_epoch, before + 2);
+    /* But not for ever. */
+    moe_membership_on_ready(m, now, s[1], last_epoch, &stuck);
+    carry_out();
+    assert_int_equal(last_epoch, before + 2);
+    pass(300, 0, s, SLOTS);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    expect_state(MOE_GROUP_SERVING);
+    moe_membership_on_try_again(m, now, s[1]); /* nothing to try */
+    carry_out();
+    expect_state(MOE_GROUP_SERVING);
+}
+
+static void a_group_that_has_failed_begins_again_when_it_is_told_what_to_do(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    load_all(s);
+    struct moe_status other = moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "something else");
+    for (int i = 0; i < ATTEMPTS; i++) {
+        moe_membership_on_ready(m, now, s[1], last_epoch, &other);
+        carry_out();
+        pass(300, 0, s, SLOTS);
+    }
+    expect_state(MOE_GROUP_FAILED);
+    uint64_t before = last_epoch;
+    moe_membership_on_try_again(m, now, s[0]);
+    carry_out();
+    assert_int_equal(last_epoch, before + 1);
+    expect_state(MOE_GROUP_FORMING);
+}
+
 static void a_view_that_keeps_breaking_is_given_up(void **unused)
 {
     (void)unused;
@@ -578,6 +634,8 @@ int main(void)
         STORY(a_group_of_another_size_starts_afresh_above_the_old_epochs),
         STORY(a_shutdown_waits_for_all_and_not_for_ever),
         STORY(a_group_that_waits_for_an_operator_never_gives_up),
+        STORY(a_group_that_is_told_what_to_do_does_not_wait),
+        STORY(a_group_that_has_failed_begins_again_when_it_is_told_what_to_do),
         STORY(a_view_that_keeps_breaking_is_given_up),
         STORY(blobs_out_of_turn_end_the_attempt),
     };

@@ -42,7 +42,8 @@ enum kind {
     M_READY,
     M_PEER_LOST,
     M_NOTICE,
-    M_LEAVING
+    M_LEAVING,
+    M_TRY_AGAIN
 };
 
 struct message {
@@ -408,6 +409,10 @@ static void deliver_up(struct world *w, struct process *p, const struct message 
         moe_membership_on_peer_lost(w->machine, w->now_ns, p->stream, m->epoch, m->mask);
         break;
     case M_NOTICE: moe_membership_on_drain_notice(w->machine, w->now_ns, p->stream, "tired"); break;
+    case M_TRY_AGAIN:
+        w->tries = 0; /* an operator's word: attempts start anew */
+        moe_membership_on_try_again(w->machine, w->now_ns, p->stream);
+        break;
     case M_LEAVING: moe_membership_on_leaving(w->machine, w->now_ns, p->stream, "bye"); break;
     default:
         p->coordinator_end = false;
@@ -563,6 +568,8 @@ static void run_timers(struct world *w, struct process *p)
                                  .mask = 1 + rnd(w, UINT64_C(1) << w->slots)});
     if (chance(w, 8000))
         send_up(w, p, (struct message){.kind = M_NOTICE});
+    if (chance(w, 4000))
+        send_up(w, p, (struct message){.kind = M_TRY_AGAIN});
 }
 
 static void disturb(struct world *w, struct process *p)
