@@ -122,11 +122,6 @@ uint32_t moe_placement_version(const struct moe_placement *p)
     return p->version;
 }
 
-uint32_t moe_placement_slots(const struct moe_placement *p)
-{
-    return p->slots;
-}
-
 size_t moe_placement_layer_count(const struct moe_placement *p)
 {
     return p->layer_count;

@@ -49,7 +49,6 @@ struct moe_status moe_placement_set_linear(struct moe_placement *p, uint32_t ver
 
 void moe_placement_set_version(struct moe_placement *p, uint32_t version);
 uint32_t moe_placement_version(const struct moe_placement *p);
-uint32_t moe_placement_slots(const struct moe_placement *p);
 size_t moe_placement_layer_count(const struct moe_placement *p);
 /* `index` < layer_count. */
 struct moe_placement_layer moe_placement_layer_at(const struct moe_placement *p, size_t index);

@@ -250,11 +250,6 @@ bool moe_word_in(const char *word, const char *words)
     return false;
 }
 
-const struct moe_family *moe_family_at(size_t i)
-{
-    return i < sizeof families / sizeof families[0] ? &families[i] : NULL;
-}
-
 const struct moe_family *moe_family_find(const char *model_type)
 {
     for (size_t i = 0; i < sizeof families / sizeof families[0]; i++)

@@ -82,9 +82,6 @@ struct moe_family {
 /* The row of a model_type, or NULL. */
 const struct moe_family *moe_family_find(const char *model_type);
 
-/* All rows, for tests: NULL at the end of the table. */
-const struct moe_family *moe_family_at(size_t i);
-
 /* True when `word` is one of the space-separated `words`. */
 bool moe_word_in(const char *word, const char *words);
 

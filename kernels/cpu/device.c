@@ -133,11 +133,6 @@ struct moe_kept *moe_cpu_device_kept(struct moe_device *device)
     return &device->kept;
 }
 
-uint32_t moe_cpu_device_threads(const struct moe_device *device)
-{
-    return device->threads;
-}
-
 void moe_cpu_parallel(struct moe_device *device, uint32_t items,
                       void (*fn)(void *ctx, uint32_t item), void *ctx)
 {

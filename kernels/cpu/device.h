@@ -30,7 +30,6 @@ struct moe_status moe_cpu_device_open_isa(const struct moe_device_config *config
 struct moe_kept *moe_cpu_device_kept(struct moe_device *device);
 
 const struct moe_cpu_isa *moe_cpu_device_isa(const struct moe_device *device);
-uint32_t moe_cpu_device_threads(const struct moe_device *device); /* the caller's included */
 
 /* Puts memory that was mapped elsewhere (a peer-visible window) on the device's account.
  * Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY when physical memory would be exceeded. */

@@ -89,6 +89,20 @@ static void return_all(struct moe_cpu_ep *ep)
     moe_cpu_ep_store_done(ep);
 }
 
+/* Waits until every slot that works for tokens block_first .. block_end - 1 has returned them. */
+static struct moe_status await_block(struct moe_cpu_ep *ep)
+{
+    struct moe_session *s = ep->session;
+    uint32_t unused;
+    for (uint32_t t = ep->block_first; t < ep->block_end; t++)
+        for (uint32_t p = 0; p < s->config.slots; p++)
+            if (p != s->config.slot && (ep->wanted[t] >> p & 1))
+                MOE_TRY(moe_cpu_session_wait(
+                    s, moe_window_returned_of(&s->layout, moe_cpu_session_own(s), p, t), ep->stamp,
+                    p, &unused));
+    return moe_ok();
+}
+
 struct moe_status moe_cpu_ep_bring_home(struct moe_cpu_ep *ep, moe_cpu_ep_return_fn return_token,
                                         void (*finish_item)(void *ctx, uint32_t item))
 {
@@ -97,7 +111,7 @@ struct moe_status moe_cpu_ep_bring_home(struct moe_cpu_ep *ep, moe_cpu_ep_return
     for (uint32_t t = 0; t < ep->batch.tokens; t += BLOCK) {
         ep->block_first = t;
         ep->block_end = smaller(t + BLOCK, ep->batch.tokens);
-        MOE_TRY(moe_cpu_ep_await_block(ep));
+        MOE_TRY(await_block(ep));
         moe_cpu_parallel(ep->session->device, grains_of(ep->block_end - ep->block_first),
                          finish_item, ep);
     }
@@ -168,19 +182,6 @@ static void finish_item(void *ctx, uint32_t item)
     uint32_t end;
     for (uint32_t t = grain_of_block(ctx, item, &end); t < end; t++)
         finish_token(ctx, t);
-}
-
-struct moe_status moe_cpu_ep_await_block(struct moe_cpu_ep *ep)
-{
-    struct moe_session *s = ep->session;
-    uint32_t unused;
-    for (uint32_t t = ep->block_first; t < ep->block_end; t++)
-        for (uint32_t p = 0; p < s->config.slots; p++)
-            if (p != s->config.slot && (ep->wanted[t] >> p & 1))
-                MOE_TRY(moe_cpu_session_wait(
-                    s, moe_window_returned_of(&s->layout, moe_cpu_session_own(s), p, t), ep->stamp,
-                    p, &unused));
-    return moe_ok();
 }
 
 struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_out,

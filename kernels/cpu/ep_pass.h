@@ -96,8 +96,6 @@ void moe_cpu_ep_sum_rows(const struct moe_cpu_ep *ep, const struct token_rows *r
                          uint32_t n, float *sum);
 void moe_cpu_ep_add_row(enum moe_dtype dtype, const void *row, uint32_t c, uint32_t n, float scale,
                         float *sum);
-/* Waits until every slot that works for tokens block_first .. block_end - 1 has returned them. */
-struct moe_status moe_cpu_ep_await_block(struct moe_cpu_ep *ep) MOE_CHECKED;
 /* The order of every combine, in ep_combine.c: all tokens of the peers are summed and sent home,
  * then the own ones are finished, a block at a time as they come back; closes the pass.
  * return_token writes one token's partial, whose rows (at least one) are here. finish_item is an

@@ -1,14 +1,11 @@
-/* daemon/base: statuses, sizes, queue, log lines. */
+/* daemon/base: statuses, sizes, log lines. */
 #include "base/clock.h"
 #include "base/log.h"
-#include "base/queue.h"
 #include "base/size.h"
 
 #include <jansson.h>
-#include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -130,104 +127,6 @@ static void powers_of_two_are_the_next_ones_up(void **unused)
     assert_true(moe_pow2_ceil(UINT32_C(0x80000000)) == UINT32_C(0x80000000));
 }
 
-/* ------------------------------------------------------------------ queue */
-
-static struct moe_queue *new_queue(size_t capacity)
-{
-    struct moe_queue *q;
-    struct moe_status st = moe_queue_create(capacity, &q);
-    assert_int_equal(st.code, MOE_OK);
-    return q;
-}
-
-static void a_full_queue_refuses_and_a_closed_one_drains(void **unused)
-{
-    (void)unused;
-    int items[4];
-    struct moe_queue *q = new_queue(3);
-    for (int lap = 0; lap < 5; lap++) { /* round the ring more than once */
-        for (int i = 0; i < 3; i++)
-            assert_true(moe_queue_push(q, &items[i]));
-        assert_false(moe_queue_push(q, &items[3]));
-        assert_int_equal(moe_queue_length(q), 3);
-        for (int i = 0; i < 3 - (lap == 4); i++)
-            assert_ptr_equal(moe_queue_pop(q, 0), &items[i]);
-    }
-    moe_queue_close(q);
-    assert_false(moe_queue_push(q, &items[0]));
-    assert_ptr_equal(moe_queue_pop(q, MOE_NEVER), &items[2]);
-    assert_null(moe_queue_pop(q, MOE_NEVER)); /* does not wait for what cannot come */
-    moe_queue_destroy(q);
-    moe_queue_destroy(NULL);
-    struct moe_status st = moe_queue_create(0, &q);
-    assert_int_not_equal(st.code, MOE_OK);
-}
-
-static void a_pop_waits_until_its_deadline(void **unused)
-{
-    (void)unused;
-    struct moe_queue *q = new_queue(1);
-    uint64_t deadline = moe_clock_ns() + 20 * MOE_NS_PER_MS;
-    assert_null(moe_queue_pop(q, deadline));
-    assert_true(moe_clock_ns() >= deadline);
-    assert_null(moe_queue_pop(q, 1)); /* long past */
-    moe_queue_destroy(q);
-}
-
-enum { THREADS = 4, PER_THREAD = 20000 };
-
-struct crowd {
-    struct moe_queue *queue;
-    unsigned char *items; /* the address of items[i] stands for i */
-    atomic_uint *seen;    /* [THREADS * PER_THREAD] */
-    atomic_uint next_part;
-};
-
-static void *produce(void *arg)
-{
-    struct crowd *c = arg;
-    size_t part = atomic_fetch_add(&c->next_part, 1);
-    for (size_t i = 0; i < PER_THREAD; i++)
-        while (!moe_queue_push(c->queue, &c->items[part * PER_THREAD + i]))
-            sched_yield();
-    return NULL;
-}
-
-static void *consume(void *arg)
-{
-    struct crowd *c = arg;
-    unsigned char *item;
-    while ((item = moe_queue_pop(c->queue, MOE_NEVER)) != NULL)
-        atomic_fetch_add(&c->seen[item - c->items], 1);
-    return NULL;
-}
-
-static void every_item_arrives_once_among_many_threads(void **unused)
-{
-    (void)unused;
-    struct crowd c = {.queue = new_queue(64),
-                      .items = calloc(THREADS * PER_THREAD, 1),
-                      .seen = calloc(THREADS * PER_THREAD, sizeof *c.seen)};
-    assert_non_null(c.items);
-    assert_non_null(c.seen);
-    pthread_t producers[THREADS], consumers[THREADS];
-    for (int i = 0; i < THREADS; i++) {
-        assert_int_equal(pthread_create(&producers[i], NULL, produce, &c), 0);
-        assert_int_equal(pthread_create(&consumers[i], NULL, consume, &c), 0);
-    }
-    for (int i = 0; i < THREADS; i++)
-        pthread_join(producers[i], NULL);
-    moe_queue_close(c.queue);
-    for (int i = 0; i < THREADS; i++)
-        pthread_join(consumers[i], NULL);
-    for (size_t i = 0; i < THREADS * PER_THREAD; i++)
-        if (atomic_load(&c.seen[i]) != 1)
-            fail_msg("item %zu arrived %u times", i, atomic_load(&c.seen[i]));
-    moe_queue_destroy(c.queue);
-    free(c.items);
-    free(c.seen);
-}
-
 /* ------------------------------------------------------------------ log */
 
 /* Runs `speak` with stderr in a pipe; what it wrote goes to `text`. */
@@ -322,9 +221,6 @@ int main(void)
         cmocka_unit_test(names_go_to_the_wire_and_back),
         cmocka_unit_test(overflow_is_reported_and_leaves_the_result_alone),
         cmocka_unit_test(powers_of_two_are_the_next_ones_up),
-        cmocka_unit_test(a_full_queue_refuses_and_a_closed_one_drains),
-        cmocka_unit_test(a_pop_waits_until_its_deadline),
-        cmocka_unit_test(every_item_arrives_once_among_many_threads),
         cmocka_unit_test(lines_below_the_level_are_not_written),
         cmocka_unit_test(json_lines_parse_whatever_the_text),
     };

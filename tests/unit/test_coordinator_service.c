@@ -1,13 +1,13 @@
 /* The coordinator over real gRPC, with workers that this file plays: a group's whole life,
  * refusals, a restart in the middle, and streams that send rubbish. */
 #include "base/clock.h"
-#include "base/queue.h"
 #include "coordinator/placement.h"
 #include "coordinator/service.h"
 #include "moe/v1/admin.pb-c.h"
 #include "moe/v1/coordinator.pb-c.h"
 #include "rpc/client.h"
 #include "support/check.h"
+#include "support/queue.h"
 #include "support/random.h"
 
 #include <arpa/inet.h>
@@ -182,8 +182,8 @@ static struct moe_status drain(uint32_t slot, const char *reason)
 
 struct worker {
     struct moe_rpc_stream *stream;
-    struct moe_queue *inbox; /* Moe__V1__SessionResponse, then one `the_end` */
-    struct moe_status end;   /* read after the_end */
+    struct queue *inbox;   /* Moe__V1__SessionResponse, then one `the_end` */
+    struct moe_status end; /* read after the_end */
     uint32_t id, slot;
     uint64_t incarnation, hash;
 };
@@ -199,7 +199,7 @@ static void on_message(void *ctx, struct moe_rpc_msg *m)
     moe_rpc_msg_free(m);
     Moe__V1__SessionResponse *r =
         st.code == MOE_OK ? moe__v1__session_response__unpack(NULL, length, bytes) : NULL;
-    if (r != NULL && !moe_queue_push(w->inbox, r))
+    if (r != NULL && !queue_push(w->inbox, r))
         moe__v1__session_response__free_unpacked(r, NULL);
 }
 
@@ -207,13 +207,13 @@ static void on_closed(void *ctx, struct moe_status status)
 {
     struct worker *w = ctx;
     w->end = status;
-    (void)moe_queue_push(w->inbox, &the_end);
+    (void)queue_push(w->inbox, &the_end);
 }
 
 static void open_stream(struct worker *w)
 {
     static const struct moe_rpc_stream_events events = {.message = on_message, .closed = on_closed};
-    assert_ok(moe_queue_create(1024, &w->inbox));
+    w->inbox = queue_create(1024);
     struct moe_rpc_call_options options = {.deadline_ns = MOE_NEVER, .wait_for_ready = true};
     assert_ok(moe_rpc_stream_open(channel, "/moe.v1.CoordinatorService/Session", &options, &events,
                                   w, &w->stream));
@@ -223,10 +223,10 @@ static void free_stream(struct worker *w)
 {
     moe_rpc_stream_free(w->stream);
     void *item;
-    while ((item = moe_queue_pop(w->inbox, 0)) != NULL)
+    while ((item = queue_pop(w->inbox, 0)) != NULL)
         if (item != &the_end)
             moe__v1__session_response__free_unpacked(item, NULL);
-    moe_queue_destroy(w->inbox);
+    queue_destroy(w->inbox);
 }
 
 static void send_bytes(struct worker *w, const uint8_t *bytes, size_t length)
@@ -245,7 +245,7 @@ static void send_request(struct worker *w, const Moe__V1__SessionRequest *m)
 /* The next message, which has to be of this kind; the caller frees it. */
 static Moe__V1__SessionResponse *expect(struct worker *w, Moe__V1__SessionResponse__BodyCase want)
 {
-    void *item = moe_queue_pop(w->inbox, patience());
+    void *item = queue_pop(w->inbox, patience());
     if (item == NULL)
         fail_msg("worker %u: no message %d in time", w->id, want);
     if (item == &the_end)
@@ -263,7 +263,7 @@ static void expect_and_free(struct worker *w, Moe__V1__SessionResponse__BodyCase
 
 static void expect_end(struct worker *w, enum moe_code code, enum moe_reason reason)
 {
-    void *item = moe_queue_pop(w->inbox, patience());
+    void *item = queue_pop(w->inbox, patience());
     if (item == NULL || item != &the_end)
         fail_msg("worker %u: the stream goes on", w->id);
     print_message("  worker %u: %s %s\n", w->id, moe_code_name(w->end.code), w->end.text);
@@ -719,7 +719,7 @@ static void rubbish_costs_the_stream_and_nothing_else(void **unused)
         }
         for (uint32_t i = 0; i < STREAMS; i++) {
             void *item;
-            while ((item = moe_queue_pop(w[i].inbox, patience())) != NULL && item != &the_end)
+            while ((item = queue_pop(w[i].inbox, patience())) != NULL && item != &the_end)
                 moe__v1__session_response__free_unpacked(item, NULL);
             assert_ptr_equal(item, &the_end);
             ends[w[i].end.code]++;

@@ -137,7 +137,6 @@ static void lists_come_back_as_they_were_given(void **unused)
         draw(&d);
         build(p, &d);
         assert_int_equal(moe_placement_layer_count(p), d.layer_count);
-        assert_int_equal(moe_placement_slots(p), d.slots);
         assert_int_equal(moe_placement_version(p), 7);
         for (uint32_t l = 0; l < d.layer_count; l++) {
             size_t index = 99, at = 0;
