@@ -1,9 +1,12 @@
 # Reader of model directories: the file format, the configuration, the loader.
-foreach(part safetensors config loader golden_models model_write)
+foreach(part safetensors config loader model_open golden_models model_write)
   moe_test(test_${part}
     SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${part}.c ${CMAKE_CURRENT_LIST_DIR}/model_fixture.c
     USES moe_model moe_oracle
     LABELS model)
   target_compile_definitions(test_${part} PRIVATE
     MOE_GOLDEN_DIR="${PROJECT_SOURCE_DIR}/tests/golden/models")
+endforeach()
+foreach(part loader model_open)
+  target_sources(test_${part} PRIVATE ${CMAKE_CURRENT_LIST_DIR}/small_model.c)
 endforeach()
