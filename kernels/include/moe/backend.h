@@ -29,7 +29,8 @@ struct moe_step;
 
 /* ------------------------------------------------------------------ device */
 
-/* CUDA: what multiplies bf16 by bf16 in the experts. (Everything else is exact fp32 everywhere.) */
+/* CUDA: what multiplies bf16 by bf16 in the experts. (Everything else in a forward pass is exact
+ * fp32.) */
 enum moe_gemm {
     MOE_GEMM_AUTO,   /* HOPPER on Hopper, CUBLAS on other GPUs */
     MOE_GEMM_HOPPER, /* kernels of our own; device_open refuses it on other GPUs */
@@ -101,7 +102,7 @@ enum moe_token_state {
 
 enum moe_stage {
     MOE_STAGE_ROUTER,   /* logits, top-k, weights */
-    MOE_STAGE_PREPARE,  /* counts and positions, exchanged */
+    MOE_STAGE_PREPARE,  /* counts and positions, exchanged; 0 where dispatch does it (CUDA) */
     MOE_STAGE_DISPATCH, /* rows out, and expanded into expert-major rows */
     MOE_STAGE_GEMM1,    /* gate and up, activation included */
     MOE_STAGE_GEMM2,    /* down, bias and weight included */
@@ -147,6 +148,7 @@ enum moe_backward_stage {
     MOE_BACKWARD_FINISH,        /* dx summed up and rounded */
     MOE_BACKWARD_STAGE_COUNT
 };
+
 struct moe_step_result {
     uint64_t stage_ns[MOE_STAGE_COUNT]; /* one after the other: their sum is the layer's time */
     /* Of a backward pass, which has no stage_ns; zeros where a backend does not measure. */
@@ -166,7 +168,7 @@ struct moe_step_result {
 /* Expert-major rows as dispatch leaves them on the receiver: local expert l owns rows
  * start[l] .. start[l] + count[l] - 1; start[l] is a multiple of MOE_ROW_ALIGN. Rows of one expert
  * are ordered by (source slot, token, k). Rows between are undefined and must not be read. Owned
- * by the session, valid until the next prepare. */
+ * by the session, valid until its next dispatch or step. */
 struct moe_rows {
     uint32_t local_experts;
     const uint32_t *expert; /* [local] global id, ascending */

@@ -18,8 +18,8 @@
  *
  *   ffn_e(x) = down_e( act(gate_e x + gate_bias_e, up_e x + up_bias_e) ) + down_bias_e
  *
- * Sources: moe-block-spec and the families of daemon/model/README.md. The residual add, norms and
- * any outer factor belong to the caller. */
+ * Which of this a model has is told by its family (daemon/model/README.md). The residual add, norms
+ * and any outer factor belong to the caller. */
 #ifndef MOE_LAYER_SPEC_H
 #define MOE_LAYER_SPEC_H
 

@@ -16,7 +16,7 @@
  *
  * Resident weights have the dtype in which the backend keeps them: that of the upload for the
  *   matrices of experts and shared expert; router, gate vector and biases may be F32 though BF16
- * was uploaded, and matrices that are kept together F32 where one of them is.
+ *   was uploaded, and matrices that are kept together F32 where one of them is.
  *
  * Low rank    With lora_rank r > 0 the expert matrices in lora_targets get an adapter and are
  *   themselves frozen: W = W0 + (alpha / r) B A, A [r, in], B [out, r], A and B trained. The
@@ -24,7 +24,7 @@
  *   it was; dB = (alpha / r) dW A^T and dA = (alpha / r) B^T dW, dW being the gradient of W. Of an
  *   expert nothing but its adapters is trained then: all its matrices and biases are frozen.
  *
- * Gradient of one token x with cotangent dy [H] (moe-block-spec 1.6, 4.2, 5), S its experts:
+ * Gradient of one token x with cotangent dy [H], S its experts:
  *
  *   G    = dy                                                at each expert e of S
  *   weighting OUTPUT (early and late are the same function)
@@ -35,7 +35,7 @@
  *   weighting INPUT: x' = w_e x in place of x, w_e = 1 in the lines above,
  *     dx' = W_g^T dg + W_u^T du,  dw_e = dx' . x,  dx += w_e dx'
  *   zero expert: dw_e = dy . x,  dx += w_e dy
- *   router: dw -> dlogit through renormalisation, scale and score (1.6); non-selected experts get a
+ *   router: dw -> dlogit through renormalisation, scale and score; non-selected experts get a
  *     gradient where the score is a softmax over all of them; a CLAMPED divisor is a constant
  *     where renorm_eps is the larger; dW_r += dlogit x^T,
  *     dlogit_bias += dlogit, dx += W_r^T dlogit
@@ -47,7 +47,7 @@
  * router; one whose state is not MOE_TOKEN_OK has dx = 0 and adds nothing. Choosing has no
  * gradient.
  *
- * Load balance, over the tokens of all slots in one backward pass (moe-block-spec 2):
+ * Load balance, over the tokens of all slots in one backward pass:
  *   loss = aux_coeff * E / (K * Tg^2) * sum over e of (sum over t of a[t,e]) * n_e
  *   a    = score of the logit normalised over the E routed experts: softmax, or
  *          s / (sum s + 1e-20). The logit has its bias, selection biases and groups have no part,
@@ -98,10 +98,9 @@ enum moe_lora_target { MOE_LORA_GATE = 1, MOE_LORA_UP = 2, MOE_LORA_DOWN = 4 };
 
 struct moe_trainer_config {
     enum moe_optimizer optimizer;
-    uint32_t frozen;    /* bit g: enum moe_param_group g has no gradient and does not move */
-    uint32_t lora_rank; /* r, 0 = full training; at most min(in, out) of each target, and
-                               512 */
-    float lora_alpha;
+    uint32_t frozen;       /* bit g: enum moe_param_group g has no gradient and does not move */
+    uint32_t lora_rank;    /* r, 0 = full training; at most min(in, out) of each target, and 512 */
+    float lora_alpha;      /* the adapters' scale is alpha / r */
     uint32_t lora_targets; /* bits of enum moe_lora_target; not 0 when lora_rank > 0 */
     uint64_t lora_seed;    /* of A's first values */
 };
@@ -261,7 +260,7 @@ struct moe_training {
                                          const void *x, const float *dlogits, float *dx);
     /* Collective: dispatch of two rows per token at once, x and dy, in one exchange of counts.
      * `out` describes x's rows; *dy_rows [start[local], H] of the step's dtype has dy at the same
-     * rows. Valid until the next prepare. */
+     * rows. Valid until the session's next dispatch or step. */
     struct moe_status (*dispatch)(struct moe_session *, struct moe_layer *, enum moe_dtype,
                                   uint32_t bucket, uint32_t tokens, const void *x, const void *dy,
                                   const int32_t *ids, const float *weights, struct moe_rows *out,

@@ -41,7 +41,7 @@ enum {
     MOE_MAX_SLOTS = 16,     /* slots of one group */
     MOE_MAX_EXPERTS = 512,  /* routed experts E of one layer (zero experts not counted) */
     MOE_MAX_TOP_K = 16,     /* experts per token K */
-    MOE_MAX_HIDDEN = 16384, /* H; also I of experts times anything must fit in memory */
+    MOE_MAX_HIDDEN = 16384, /* H; I is bounded by memory alone */
     MOE_MAX_LAYERS = 256,   /* MoE layers of one model */
     MOE_ROW_ALIGN = 128,    /* rows of one expert start at multiples of this */
 };
