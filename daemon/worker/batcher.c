@@ -8,7 +8,7 @@
 #include <stdlib.h>
 
 enum {
-    KINDS = 1,  /* MOE_STEP_FORWARD */
+    KINDS = 2,  /* MOE_STEP_FORWARD, MOE_STEP_SAVING_FORWARD */
     DTYPES = 2, /* F32, BF16 */
     QUEUES_PER_LAYER = KINDS * DTYPES,
 };
@@ -67,7 +67,7 @@ static int compare_layers(const void *a, const void *b)
 
 static struct queue *find_queue(const struct moe_batcher *b, const struct moe_batch_key *key)
 {
-    if (key->kind != MOE_STEP_FORWARD ||
+    if (!moe_step_is_forward(key->kind) ||
         (key->dtype != MOE_DTYPE_F32 && key->dtype != MOE_DTYPE_BF16) || b->layer_count == 0)
         return NULL;
     const uint32_t *at =
@@ -75,7 +75,8 @@ static struct queue *find_queue(const struct moe_batcher *b, const struct moe_ba
     if (at == NULL)
         return NULL;
     size_t ordinal = (size_t)(at - b->layers);
-    return &b->queues[ordinal * QUEUES_PER_LAYER + (key->dtype == MOE_DTYPE_BF16)];
+    size_t kind = key->kind == MOE_STEP_SAVING_FORWARD, dtype = key->dtype == MOE_DTYPE_BF16;
+    return &b->queues[ordinal * QUEUES_PER_LAYER + kind * DTYPES + dtype];
 }
 
 bool moe_batcher_has(const struct moe_batcher *b, const struct moe_batch_key *key)
@@ -177,6 +178,23 @@ size_t moe_batcher_take(struct moe_batcher *b, const struct moe_batch_key *key, 
     return count;
 }
 
+bool moe_batcher_take_whole(struct moe_batcher *b, const struct moe_batch_key *key, uint64_t number,
+                            struct moe_segment *segment)
+{
+    struct queue *q = find_queue(b, key);
+    MOE_INVARIANT(q != NULL && key->kind == MOE_STEP_SAVING_FORWARD && number != 0);
+    struct moe_work *w = q->head;
+    while (w != NULL && w->number != number)
+        w = w->next;
+    if (w == NULL)
+        return false;
+    *segment = (struct moe_segment){w, 0, w->tokens};
+    w->taken = w->tokens;
+    unlink_work(q, w);
+    subtract_tokens(b, q, w->tokens);
+    return true;
+}
+
 void moe_batcher_put_back(struct moe_batcher *b, const struct moe_segment *segment)
 {
     struct moe_work *w = segment->work;
@@ -246,8 +264,8 @@ static struct queue *queue_at(const struct moe_batcher *b, size_t i, struct moe_
     if (i >= b->layer_count * QUEUES_PER_LAYER)
         return NULL;
     key->layer = b->layers[i / QUEUES_PER_LAYER];
-    key->kind = MOE_STEP_FORWARD;
-    key->dtype = i % QUEUES_PER_LAYER == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
+    key->kind = i / DTYPES % KINDS == 0 ? MOE_STEP_FORWARD : MOE_STEP_SAVING_FORWARD;
+    key->dtype = i % DTYPES == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
     return &b->queues[i];
 }
 
@@ -258,6 +276,17 @@ bool moe_batcher_queue(const struct moe_batcher *b, size_t i, struct moe_batch_k
     if (q != NULL)
         *tokens = q->tokens;
     return q != NULL;
+}
+
+void moe_batcher_visit_saving(struct moe_batcher *b, void (*visit)(struct moe_work *w, void *arg),
+                              void *arg)
+{
+    struct moe_batch_key key;
+    const struct queue *q;
+    for (size_t i = 0; (q = queue_at(b, i, &key)) != NULL; i++)
+        for (struct moe_work *w = q->head; w != NULL && key.kind == MOE_STEP_SAVING_FORWARD;
+             w = w->next)
+            visit(w, arg);
 }
 
 bool moe_batcher_rewind(struct moe_batcher *b, size_t i, struct moe_batch_key *key,

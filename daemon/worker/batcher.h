@@ -1,6 +1,7 @@
 /* Requests that wait for a step, in one first-in-first-out queue per (layer, kind, dtype). `take`
  * cuts the head of a queue into the segments of one step; a request larger than the room left is
- * split and its rest stays at the head.
+ * split and its rest stays at the head. Requests of kind MOE_STEP_SAVING_FORWARD are taken one by
+ * one and whole, by number.
  *
  * Pure: no clock, no lock, no thread, and no memory after create (requests are linked through their
  * own fields). Which queue is served when is the sequencer's business. */
@@ -42,6 +43,11 @@ void moe_batcher_push(struct moe_batcher *b, const struct moe_batch_key *key, st
 size_t moe_batcher_take(struct moe_batcher *b, const struct moe_batch_key *key, uint32_t capacity,
                         struct moe_segment *segments, uint32_t *tokens);
 
+/* Takes the request of this number (not 0) out of a queue of kind MOE_STEP_SAVING_FORWARD, whole;
+ * false when it is not there. */
+bool moe_batcher_take_whole(struct moe_batcher *b, const struct moe_batch_key *key, uint64_t number,
+                            struct moe_segment *segment);
+
 /* Undoes a take. Segments go back in exactly the reverse order of taking; only segments of requests
  * that were not removed meanwhile may go back. */
 void moe_batcher_put_back(struct moe_batcher *b, const struct moe_segment *segment);
@@ -66,6 +72,10 @@ bool moe_batcher_rewind(struct moe_batcher *b, size_t i, struct moe_batch_key *k
 
 /* Tokens queued and not taken. */
 uint64_t moe_batcher_tokens(const struct moe_batcher *b);
+
+/* Calls `visit` for every request that waits for a step of its own. It must not change queues. */
+void moe_batcher_visit_saving(struct moe_batcher *b, void (*visit)(struct moe_work *w, void *arg),
+                              void *arg);
 
 /* The `i`-th queue that exists and its tokens (0 when empty); false past the last. */
 bool moe_batcher_queue(const struct moe_batcher *b, size_t i, struct moe_batch_key *key,

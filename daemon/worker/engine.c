@@ -144,7 +144,7 @@ static struct moe_batch_key key_of(const struct moe_ticket *t)
 static struct moe_status check_ticket(const struct moe_engine *e, const struct moe_ticket *t)
 {
     struct moe_batch_key key = key_of(t);
-    bool training = e->config.training != NULL && moe_step_is_training(t->kind);
+    bool training = e->config.training != NULL && moe_step_has_order(t->kind);
     if (t->kind == MOE_STEP_BACKWARD)
         key.kind = MOE_STEP_FORWARD; /* the same layers and dtypes */
     if (!moe_batcher_has(e->batcher, &key) && !(training && moe_step_is_exclusive(t->kind)))
@@ -168,6 +168,8 @@ static struct moe_status check_ticket(const struct moe_engine *e, const struct m
 static void expire(struct moe_engine *e)
 {
     uint64_t now = moe_clock_ns();
+    if (now >= e->next_drop)
+        moe_engine__drop_old(e, now);
     struct moe_work *late = moe_batcher_expire(e->batcher, now);
     if (late == NULL && now < moe_engine__next_call_expiry(e))
         return;
@@ -194,13 +196,14 @@ static struct moe_lane *fill_lane(struct moe_engine *e)
     if (moe_failed(&lane->failure))
         return lane;
     e->last_seq = lane->ticket.seq;
-    if (lane->ticket.kind != MOE_STEP_FORWARD) {
-        lane->failure = moe_engine__claim_call(e, lane);
-        return lane;
-    }
     struct moe_batch_key key = key_of(&lane->ticket);
-    lane->segment_count =
-        moe_batcher_take(e->batcher, &key, lane->ticket.bucket, lane->segments, &lane->tokens);
+    if (moe_step_is_training(key.kind))
+        lane->failure = moe_engine__claim_call(e, lane);
+    else if (key.kind == MOE_STEP_SAVING_FORWARD)
+        lane->failure = moe_engine__claim_saving(e, lane);
+    else
+        lane->segment_count =
+            moe_batcher_take(e->batcher, &key, lane->ticket.bucket, lane->segments, &lane->tokens);
     uint64_t now = moe_clock_ns();
     for (size_t i = 0; i < lane->segment_count; i++)
         if (lane->segments[i].work->started_ns == 0)
@@ -217,7 +220,7 @@ static void begin_step(struct moe_engine *e)
     if (moe_failed(&lane->failure))
         return;
     pthread_mutex_unlock(&e->lock);
-    if (lane->ticket.kind != MOE_STEP_FORWARD) {
+    if (moe_step_is_training(lane->ticket.kind)) {
         moe_engine__begin_training(e, lane, session);
         pthread_mutex_lock(&e->lock);
         return;
@@ -227,6 +230,8 @@ static void begin_step(struct moe_engine *e)
     const struct moe_layer_spec *spec = find_spec(e, lane->ticket.layer, &layer);
     moe_lane_gather(lane, spec, &args);
     args.layer = layer;
+    if (lane->ticket.kind == MOE_STEP_SAVING_FORWARD)
+        args.save = lane->ticket.seq; /* no other step of the session has this name */
     lane->failure = e->config.backend->step_enqueue(session, &args, &lane->step);
     if (moe_failed(&lane->failure))
         lane->step = NULL;
@@ -245,6 +250,9 @@ static void add_result(struct moe_work *w, const struct moe_lane *lane,
     w->answered_version = lane->weights_version;
     w->step_tokens = lane->tokens;
     w->steps++;
+    bool saving = lane->ticket.kind == MOE_STEP_SAVING_FORWARD;
+    w->saved_name = saving ? lane->ticket.seq : 0;
+    w->saved_here = saving && r->saved;
 }
 
 /* Lock held. */
@@ -282,7 +290,7 @@ static void complete_oldest(struct moe_engine *e, const struct moe_step_result *
 {
     struct moe_lane *lane = &e->lanes[e->lane_first];
     struct moe_layer *layer;
-    if (lane->ticket.kind != MOE_STEP_FORWARD) {
+    if (moe_step_is_training(lane->ticket.kind)) {
         moe_engine__complete_training(e, lane, result);
         retire_lane(e);
         return;
@@ -290,6 +298,8 @@ static void complete_oldest(struct moe_engine *e, const struct moe_step_result *
     pthread_mutex_unlock(&e->lock);
     e->config.finished(e->config.ctx, &lane->ticket, moe_ok(), 0);
     moe_lane_scatter(lane, find_spec(e, lane->ticket.layer, &layer));
+    if (lane->ticket.kind == MOE_STEP_SAVING_FORWARD)
+        moe_engine__note_saved(e, lane, result->saved);
     pthread_mutex_lock(&e->lock);
     finish_segments(e, lane, result);
     retire_lane(e);
@@ -426,7 +436,8 @@ static void fail_queued(struct moe_engine *e, struct moe_status reason)
 static void wait_for_news(struct moe_engine *e)
 {
     uint64_t until = moe_batcher_next_expiry(e->batcher), call = moe_engine__next_call_expiry(e);
-    (void)moe_wait_until(&e->wake, &e->lock, call < until ? call : until);
+    until = call < until ? call : until;
+    (void)moe_wait_until(&e->wake, &e->lock, e->next_drop < until ? e->next_drop : until);
 }
 
 static void *run_thread(void *arg)
@@ -507,6 +518,7 @@ struct moe_status moe_engine_create(const struct moe_engine_config *config, stru
     struct moe_lane_shape shape = {.tokens = bucket};
     e->config = *config;
     e->weights_version = 1;
+    e->next_drop = MOE_NEVER;
     MOE_TRY_GOTO(st, create_batcher(e, &shape), fail);
     for (unsigned i = 0; i < LANES; i++)
         MOE_TRY_GOTO(st, moe_lane_init(&e->lanes[i], config->backend, config->device, &shape),
@@ -541,7 +553,8 @@ void moe_engine_destroy(struct moe_engine *e)
 
 /* ---------------------------------------------------------------------- other threads */
 
-/* Everything that is queued was lost to the sequencer with the last view. */
+/* Everything that is queued was lost to the sequencer with the last view. What waits for a step of
+ * its own is announced one by one. */
 static void announce_queued(struct moe_engine *e)
 {
     struct moe_batch_key key;
@@ -552,7 +565,7 @@ static void announce_queued(struct moe_engine *e)
         pthread_mutex_unlock(&e->lock);
         if (!more)
             return;
-        if (tokens > 0)
+        if (tokens > 0 && key.kind == MOE_STEP_FORWARD)
             e->config.announce(e->config.ctx, key.layer, key.kind, key.dtype, (uint32_t)tokens);
     }
 }
@@ -572,10 +585,12 @@ void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, ui
     if (e->config.training != NULL)
         moe_engine__change_version(e, moe_train_weights_version(e->config.training), false);
     moe_engine__forget_numbers(e);
+    moe_engine__forget_orders(e);
     pthread_mutex_unlock(&e->lock);
     announce_queued(e);
     pthread_mutex_lock(&e->lock);
     moe_engine__announce_calls(e);
+    moe_engine__announce_saving(e);
     pthread_mutex_unlock(&e->lock);
 }
 
@@ -613,15 +628,19 @@ static struct moe_status admit(const struct moe_engine *e, const struct moe_work
 }
 
 /* Lock held. */
-static void accept_work(struct moe_engine *e, struct moe_work *w, const struct moe_batch_key *key)
+static void accept_work(struct moe_engine *e, struct moe_work *w, struct moe_batch_key *key)
 {
     w->submitted_ns = moe_clock_ns();
     w->started_ns = w->copy_in_ns = w->copy_out_ns = 0;
     w->answered_epoch = w->answered_version = 0;
     w->step = (struct moe_step_result){.missing_slot = -1};
     w->step_tokens = w->steps = 0;
-    w->cancelled = false;
+    w->saved_name = w->number = 0;
+    w->saved_here = w->cancelled = false;
     w->failure = moe_ok();
+    key->kind = moe_engine__queue_of(e, w);
+    w->own_step = key->kind == MOE_STEP_SAVING_FORWARD;
+    e->saving_count += w->own_step;
     e->unfinished++;
     if (w->deadline_ns < moe_batcher_next_expiry(e->batcher))
         pthread_cond_signal(&e->wake);
@@ -637,8 +656,10 @@ struct moe_status moe_engine_submit(struct moe_engine *e, struct moe_work *w)
     bool tell = !moe_failed(&st) && e->session != NULL;
     if (!moe_failed(&st))
         accept_work(e, w, &key);
+    if (tell && key.kind == MOE_STEP_SAVING_FORWARD)
+        moe_engine__announce_saving(e);
     pthread_mutex_unlock(&e->lock);
-    if (tell)
+    if (tell && key.kind == MOE_STEP_FORWARD)
         e->config.announce(e->config.ctx, key.layer, key.kind, key.dtype, tokens);
     return st;
 }

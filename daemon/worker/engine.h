@@ -23,23 +23,44 @@ enum moe_step_kind { /* values of moe.v1.StepKind */
                      MOE_STEP_SAVE = 6,
                      MOE_STEP_LOAD = 7,
                      MOE_STEP_EXPORT = 8,
+                     /* One Forward request alone, kept on the devices for its Backward. */
+                     MOE_STEP_SAVING_FORWARD = 9,
                      MOE_STEP_KINDS /* past the last */
 };
 
+/* The training room decides what becomes of it. */
 static inline bool moe_step_is_training(enum moe_step_kind kind)
 {
-    return kind >= MOE_STEP_BACKWARD && kind < MOE_STEP_KINDS;
+    return kind >= MOE_STEP_BACKWARD && kind <= MOE_STEP_EXPORT;
 }
 
 static inline bool moe_step_is_exclusive(enum moe_step_kind kind)
 {
-    return kind > MOE_STEP_BACKWARD && kind < MOE_STEP_KINDS;
+    return kind > MOE_STEP_BACKWARD && kind <= MOE_STEP_EXPORT;
+}
+
+static inline bool moe_step_is_forward(enum moe_step_kind kind)
+{
+    return kind == MOE_STEP_FORWARD || kind == MOE_STEP_SAVING_FORWARD;
+}
+
+/* One call, one ticket, and `order` says whose; the others share a ticket by (layer, dtype). */
+static inline bool moe_step_has_order(enum moe_step_kind kind)
+{
+    return kind > MOE_STEP_FORWARD && kind < MOE_STEP_KINDS;
+}
+
+/* Has an order, and rows of the slot that was asked, which all fit its bucket. */
+static inline bool moe_step_has_rows(enum moe_step_kind kind)
+{
+    return kind == MOE_STEP_BACKWARD || kind == MOE_STEP_SAVING_FORWARD;
 }
 
 enum { MOE_TRAINING_BODY_MAX = 512 };
 
-/* A training call as it travels with a notice and a ticket: one call, one ticket. The body is the
- * training room's (worker/training.h); who carries it does not look inside. */
+/* A training call, or a Forward with a step of its own, as it travels with a notice and a ticket:
+ * one call, one ticket. The body is the training room's (worker/training.h); who carries it does
+ * not look inside. */
 struct moe_training_order {
     uint32_t origin; /* slot that was asked; it has the tensors and answers */
     uint64_t number; /* of the call, among those of its origin; 1, 2, 3 ... */
@@ -53,7 +74,7 @@ struct moe_ticket {
     enum moe_step_kind kind;
     enum moe_dtype dtype;
     uint32_t bucket;
-    struct moe_training_order order; /* of training kinds */
+    struct moe_training_order order; /* of kinds that have one */
 };
 
 /* One forward request. All memory belongs to the submitter and must stay until `done`, which is
@@ -70,10 +91,18 @@ struct moe_work {
     uint64_t deadline_ns;     /* not started after this: MOE_DEADLINE_EXCEEDED */
     uint64_t epoch;           /* serve under this epoch only; 0 = any */
     uint64_t weights_version; /* serve with this version only; 0 = any */
+    /* Not NULL: what a Backward of (save_session, save_id) can use of this pass is to stay on the
+     * devices, as far as they have room; the pass gets a step of its own for that, where it fits
+     * one and not too many wait for such a step already. Needs training. */
+    const char *save_session;
+    uint64_t save_id;
     /* out */
-    void *y;            /* [T,H] host memory */
-    int32_t *ids_out;   /* [T,K] or NULL */
-    float *weights_out; /* [T,K] or NULL */
+    uint64_t saved_name; /* under which devices may have kept it, in the session of answered_epoch;
+                            0 = none has */
+    bool saved_here;     /* this slot's device has */
+    void *y;             /* [T,H] host memory */
+    int32_t *ids_out;    /* [T,K] or NULL */
+    float *weights_out;  /* [T,K] or NULL */
     uint64_t answered_epoch;
     uint64_t answered_version; /* of the weights, for all tokens: a request whose steps would have
                                   seen two versions is run again as a whole */
@@ -90,6 +119,8 @@ struct moe_work {
     uint32_t queue;           /* the batcher's queue that it is in, or was in last */
     bool queued;              /* some of its tokens wait in that queue */
     uint32_t taken, finished; /* tokens handed to steps, tokens whose step ended */
+    bool own_step;            /* waits, or has waited, for a step of its own */
+    uint64_t number;          /* of its order (see moe_training_order); 0 = not announced */
     bool cancelled;
     struct moe_status failure;
 };
@@ -144,9 +175,9 @@ struct moe_engine_config {
      * by an earlier one), never leaves any out. */
     void (*announce)(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
                      uint32_t tokens);
-    /* The same for one training call, each told once in a view: epoch, kind, layer, dtype and
-     * order of `call` are filled in, the order's origin is not. To be ignored in another epoch.
-     * `tokens`: rows of a Backward, 0 for others. May be NULL without training. */
+    /* The same for one training call or saving Forward, each told once in a view: epoch, kind,
+     * layer, dtype and order of `call` are filled in, the order's origin is not. To be ignored in
+     * another epoch. `tokens`: its rows, 0 where it has none. May be NULL without training. */
     void (*announce_training)(void *ctx, const struct moe_ticket *call, uint32_t tokens);
     /* A ticket has been run, in order of seq. Engine's thread, no lock held; must not stop or start
      * a view, and may come while moe_engine_stop_view waits. On failure the engine has stopped the

@@ -5,17 +5,20 @@
 
 #include "worker/batcher.h"
 #include "worker/lane.h"
+#include "worker/sequencer.h"
 
 #include <pthread.h>
 
 enum {
     LANES = 2,        /* steps in flight */
     TICKETS_MAX = 64, /* tickets that wait; the sequencer keeps far fewer unfinished */
-    CALLS_MAX = 64,   /* training calls that wait; what the sequencer takes of one slot */
+    CALLS_MAX = 64,   /* training calls that wait */
+    SAVING_MAX = 32,  /* requests that wait for a step of their own */
     /* While one step runs, its end and the next ticket are waited for in turns of this length. It
      * delays nothing but the start of a copy that overlaps the running step. */
     TURN_NS = 200000,
 };
+_Static_assert(CALLS_MAX + SAVING_MAX <= MOE_SEQUENCER_CALLS, "the sequencer takes all that wait");
 
 /* Requests linked by `next`. */
 struct work_list {
@@ -41,6 +44,8 @@ struct moe_engine {
     struct call_list held;  /* whose Save or Load is under way */
     struct call_list ended_calls;
     uint32_t call_count;         /* of `calls` */
+    uint32_t saving_count;       /* requests that got an order, or are to, without a ticket yet;
+                                    cancelled ones included until their ticket comes */
     uint64_t last_number;        /* of a call that was announced */
     uint64_t weights_version;    /* of a step that begins now */
     uint64_t unfinished;         /* requests and calls accepted and not yet done */
@@ -55,6 +60,7 @@ struct moe_engine {
     struct moe_engine_counters counters;
 
     /* The engine's thread only. */
+    uint64_t next_drop; /* when activations have been kept for long enough */
     struct moe_lane lanes[LANES];
     unsigned lane_first, in_flight; /* oldest step, number of steps */
 };
@@ -91,6 +97,22 @@ bool moe_engine__poke(void *ctx, const struct moe_train_call *call);
 /* The view is over: what is under way in the training room is lost, who waits for it is told, and
  * pokes are forgotten. */
 void moe_engine__drop_held(struct moe_engine *e);
+/* Requests with a step of their own (engine_saving.c). */
+
+/* The kind of the queue that a request is to wait in. */
+enum moe_step_kind moe_engine__queue_of(const struct moe_engine *e, const struct moe_work *w);
+/* Gives those that have none an order and announces them; gives the lock up meanwhile. */
+void moe_engine__announce_saving(struct moe_engine *e);
+/* A view begins: what waits is to be announced again; what no step of it can hold waits with the
+ * others. */
+void moe_engine__forget_orders(struct moe_engine *e);
+/* Takes the request of the lane's ticket, where it is one of ours and has not been given up. */
+struct moe_status moe_engine__claim_saving(struct moe_engine *e, struct moe_lane *lane);
+/* Without the lock: the lane's step is over, and this slot keeps what it left, or does not. */
+void moe_engine__note_saved(struct moe_engine *e, const struct moe_lane *lane, bool saved);
+/* Drops activations that were kept for long enough; gives the lock up meanwhile. */
+void moe_engine__drop_old(struct moe_engine *e, uint64_t now);
+
 /* The lane's turn will not end. */
 void moe_engine__abandon_training(struct moe_engine *e, struct moe_lane *lane);
 

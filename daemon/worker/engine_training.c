@@ -277,6 +277,8 @@ void moe_engine__drop_held(struct moe_engine *e)
     drop_pokes(e);
     if (e->config.training == NULL)
         return;
+    moe_train_forget_activations(e->config.training);
+    e->next_drop = MOE_NEVER;
     moe_train_give_up_job(e->config.training);
     end_held(e, reforming(), &none);
 }
@@ -335,6 +337,7 @@ static struct moe_status enqueue_backward(struct moe_engine *e, struct moe_lane 
         .aux_coeff = lane->call.aux_coeff,
         .accumulate = !lane->call.input_only,
         .aux_loss = &lane->turn.aux_loss,
+        .saved = lane->turn.saved,
     };
     lane->tokens = 0;
     if (w != NULL) {
@@ -424,6 +427,9 @@ void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
     struct moe_train_answer answer = {0};
     pthread_mutex_unlock(&e->lock);
     struct moe_status st = end_turn(e, lane, &answer);
+    if (result->used_saved)
+        moe_train_note_reused(e->config.training);
+    e->next_drop = moe_train_next_drop(e->config.training);
     lane->changing = false;
     uint64_t version = moe_train_weights_version(e->config.training);
     pthread_mutex_lock(&e->lock);
@@ -451,7 +457,7 @@ void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
 
 void moe_engine__abandon_training(struct moe_engine *e, struct moe_lane *lane)
 {
-    if (lane->ticket.kind == MOE_STEP_FORWARD)
+    if (moe_step_is_forward(lane->ticket.kind))
         return;
     if (lane->changing)
         moe_train_torn(e->config.training);

@@ -26,7 +26,7 @@ struct settings {
     uint64_t max_tokens_per_request, max_tokens_per_step, max_queued_tokens;
     uint64_t wait_budget_ms, drain_ms;
     const char *training, *lora_targets, *freeze, *training_dir;
-    uint64_t lora_rank, saved_bytes, saved_seconds;
+    uint64_t lora_rank, saved_bytes, saved_device_bytes, saved_seconds;
     double lora_alpha, training_share;
 };
 
@@ -108,6 +108,7 @@ static void configure_training(const struct settings *s, struct moe_worker_confi
     c->trainer.lora_targets = s->lora_rank > 0 ? targets : 0;
     c->training_permille = (uint32_t)(s->training_share * 1000 + 0.5);
     c->saved_bytes = s->saved_bytes;
+    c->saved_device_bytes = s->saved_device_bytes;
     c->saved_ns = s->saved_seconds * MOE_NS_PER_S;
     c->training_directory = s->training_dir;
 }
@@ -327,6 +328,7 @@ int main(int argc, char **argv)
         .lora_alpha = 16,
         .training_share = 0.5,
         .saved_bytes = UINT64_C(1) << 30,
+        .saved_device_bytes = UINT64_C(1) << 30,
         .saved_seconds = 600,
     };
     const struct moe_option table[] = {
@@ -382,8 +384,11 @@ int main(int argc, char **argv)
          "share"},
         {"saved-bytes", 0, MOE_OPTION_BYTES, &s.saved_bytes, 65536, 0, "BYTES",
          "Memory for saved forward passes, and the same again for kept answers of Backward"},
+        {"saved-device-bytes", 0, MOE_OPTION_BYTES, &s.saved_device_bytes, 0, 0, "BYTES",
+         "Device memory for activations of saved forward passes, which Backward then need not "
+         "compute again; 0 = none"},
         {"saved-seconds", 0, MOE_OPTION_UINT, &s.saved_seconds, 1, 86400, "S",
-         "How long saved forward passes and answers are kept"},
+         "How long saved forward passes, activations and answers are kept"},
     };
     const struct moe_daemon daemon = {
         .name = "moe-worker",

@@ -114,7 +114,7 @@ static void send_ticket(struct moe_peers *p, const struct moe_ticket *t)
     ticket.dtype = (Moe__V1__DataType)t->dtype;
     ticket.bucket = t->bucket;
     Moe__V1__TrainingOrder order;
-    if (moe_step_is_training(t->kind)) {
+    if (moe_step_has_order(t->kind)) {
         describe_order(&t->order, &order);
         ticket.training = &order;
     }
@@ -405,7 +405,7 @@ static bool read_ticket(struct moe_rpc_msg *m, struct moe_ticket *out)
         .dtype = (enum moe_dtype)r->ticket->dtype,
         .bucket = r->ticket->bucket,
     };
-    if (moe_step_is_training(out->kind))
+    if (moe_step_has_order(out->kind))
         return r->ticket->training != NULL && read_order(r->ticket->training, &out->order);
     return true;
 }

@@ -209,6 +209,10 @@ static void reserve_pass(struct parse *p, const Head *h)
     };
     memcpy(r->pass->head, &head, sizeof head);
     memcpy(r->pass->data, moe_buffer_data(r->x), p->x_bytes);
+    if (h->tokens < MOE_SAVED_STEP_TOKENS || !moe_train_keeps_activations(r->training))
+        return;
+    r->work.save_session = r->save_session;
+    r->work.save_id = r->save_id;
 }
 
 /* The engine's thread: the pass is complete, and can be found. */
@@ -223,6 +227,8 @@ static void keep_pass(struct moe_request *r)
     memcpy(&head, r->pass->head, sizeof head);
     head.weights_version = w->answered_version;
     head.lineage = state.lineage;
+    head.step = w->saved_name;
+    head.epoch = w->answered_epoch;
     memcpy(r->pass->head, &head, sizeof head);
     memcpy(data + head.ids_at, w->ids_out, pairs);
     memcpy(data + head.weights_at, w->weights_out, pairs);
@@ -399,6 +405,7 @@ void moe_request_answer(struct moe_request *r, uint8_t *head, struct moe_rpc_out
     if (r->pass != NULL) {
         keep_pass(r);
         answer.saved = true;
+        answer.saved_activations = w->saved_here;
     }
     answer.tokens = w->tokens;
     answer.hidden = r->spec->hidden;

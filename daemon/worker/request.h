@@ -28,10 +28,18 @@ struct moe_saved_pass {
     enum moe_dtype dtype;
     enum moe_routing_mode mode; /* MOE_ROUTE_IDS or MOE_ROUTE_IDS_WEIGHTS */
     uint64_t weights_version, lineage;
+    uint64_t step, epoch; /* moe_work.saved_name, answered_epoch */
     size_t x_bytes, ids_at, weights_at;
 };
 
 _Static_assert(sizeof(struct moe_saved_pass) <= MOE_SAVED_HEAD, "a saved pass needs more head");
+
+/* Tokens from which on a saved pass gets a step of its own. Below it the pass shares its step, and
+ * its Backward computes gate and up again: with few rows an expert, passes take as long as the
+ * experts' weights take to be read and their gradients to be written (tests/bench/RESULTS.md, CPU
+ * backward pass), a step alone would take as long as the one that it no longer shares, and what
+ * could be saved is little of it. */
+enum { MOE_SAVED_STEP_TOKENS = 256 };
 
 struct moe_request {
     struct moe_work work;              /* points into the buffers below */

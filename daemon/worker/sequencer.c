@@ -149,12 +149,12 @@ struct moe_status moe_sequencer_work(struct moe_sequencer *s, uint32_t slot,
 struct moe_status moe_sequencer_call(struct moe_sequencer *s, uint32_t slot,
                                      const struct moe_ticket *call, uint32_t tokens)
 {
-    bool backward = call->kind == MOE_STEP_BACKWARD;
+    bool has_rows = moe_step_has_rows(call->kind);
     if (!is_live(s, slot))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE, "slot %u is not of this view",
                          slot);
-    if (!moe_step_is_training(call->kind) || call->order.length > MOE_TRAINING_BODY_MAX ||
-        (backward && (tokens == 0 || tokens > s->max_bucket || moe_dtype_bytes(call->dtype) == 0)))
+    if (!moe_step_has_order(call->kind) || call->order.length > MOE_TRAINING_BODY_MAX ||
+        (has_rows && (tokens == 0 || tokens > s->max_bucket || moe_dtype_bytes(call->dtype) == 0)))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
                          "a training call of kind %u, dtype %u and %u tokens is impossible",
                          (unsigned)call->kind, (unsigned)call->dtype, tokens);
@@ -164,7 +164,7 @@ struct moe_status moe_sequencer_call(struct moe_sequencer *s, uint32_t slot,
     struct moe_ticket *t = &s->calls[(s->call_first + s->call_count++) % CALLS];
     *t = *call;
     t->order.origin = slot;
-    t->bucket = backward ? moe_pow2_ceil(tokens) : 0;
+    t->bucket = has_rows ? moe_pow2_ceil(tokens) : 0;
     s->calls_of[slot]++;
     return moe_ok();
 }

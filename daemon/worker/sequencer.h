@@ -2,14 +2,16 @@
  * (layer, kind, dtype), issues tickets that cover them, and never has more than two tickets in
  * flight: what arrives meanwhile is batched into the next step, so no waiting timer is needed.
  *
- * Training calls stand in one queue, in order of arrival; each gets a ticket of its own.
+ * Training calls, and Forward requests that are saved on the devices for their Backward ("saving"),
+ * stand in one queue, in order of arrival; each gets a ticket of its own. For what follows saving
+ * is training: it is done for it, and a ticket that one slot has to itself takes from all others'.
  *   Share       while forward work waits, at most a given share of the tickets are training's.
  *   Latency     where forward work came lately, one training ticket is in flight at most, so that
  *               forward work waits for one of them and not for two.
  *   Exclusive   after a ticket that changes the state as a whole, none is issued until all slots
- * have run it; slots may take long for it, and different times. Fairness    forward work that waits
- * when an exclusive ticket is done is served before the next exclusive one, so that a request that
- * has to begin again has to do so once at most.
+ *               have run it; slots may take long for it, and different times.
+ *   Fairness    forward work that waits when an exclusive ticket is done is served before the next
+ *               exclusive one, so that a request that has to begin again has to do so once at most.
  *
  * Pure: no clock, no lock, no thread, no memory after create. It never learns what a step computes
  * or how tickets travel. */
@@ -23,7 +25,8 @@ struct moe_sequencer;
 enum {
     MOE_SEQUENCER_IN_FLIGHT = 2,             /* tickets issued and not yet done on every slot */
     MOE_SEQUENCER_KEYS = 2 * MOE_MAX_LAYERS, /* (layer, kind, dtype) combinations of one view */
-    MOE_SEQUENCER_CALLS = 64,                /* training calls of one slot that may wait */
+    MOE_SEQUENCER_CALLS = 96,                /* of one slot that may wait for a ticket of their own:
+                                                64 of training, 32 saving */
     MOE_SEQUENCER_LATELY = 16,               /* tickets */
 };
 
@@ -54,8 +57,9 @@ struct moe_status moe_sequencer_work(struct moe_sequencer *s, uint32_t slot,
                                      const struct moe_sequencer_key *key,
                                      uint32_t tokens) MOE_CHECKED;
 
-/* A training call waits on `slot`. Of `call`, kind, layer, dtype and order (but for the origin)
- * count; `tokens`: rows of a Backward, at least 1. Errors: MOE_INVALID_ARGUMENT,
+/* A call that has an order (moe_step_has_order) waits on `slot`. Of `call`, kind, layer, dtype and
+ * order (but for the origin) count; `tokens`: its rows, at least 1 where it has any
+ * (moe_step_has_rows). Errors: MOE_INVALID_ARGUMENT,
  * MOE_RESOURCE_EXHAUSTED (the slot has too many waiting). */
 struct moe_status moe_sequencer_call(struct moe_sequencer *s, uint32_t slot,
                                      const struct moe_ticket *call, uint32_t tokens) MOE_CHECKED;
@@ -73,7 +77,7 @@ bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out);
 bool moe_sequencer_stopped(const struct moe_sequencer *s);
 /* Tokens that were announced and are not yet covered by a ticket, over all slots. */
 uint64_t moe_sequencer_pending(const struct moe_sequencer *s);
-/* Training calls without a ticket. */
+/* Calls with an order that have no ticket yet. */
 size_t moe_sequencer_calls(const struct moe_sequencer *s);
 
 #endif

@@ -43,6 +43,16 @@ static struct moe_status add_metrics(struct moe_metrics *m, struct moe_train_met
                       &to->lineage));
     MOE_TRY(add_gauge(m, "moe_train_saved_bytes",
                       "Memory of forward passes saved for Backward on this worker.", &to->saved));
+    MOE_TRY(add_counter(m, "moe_train_saved_steps_total",
+                        "Forward steps whose activations this worker's device kept for Backward.",
+                        &to->saved_steps));
+    MOE_TRY(add_counter(m, "moe_train_reused_steps_total",
+                        "Backward passes that used kept activations here, instead of computing "
+                        "gate and up again.",
+                        &to->reused));
+    MOE_TRY(add_gauge(m, "moe_train_saved_device_bytes",
+                      "Device memory of activations kept for Backward on this worker.",
+                      &to->activations));
     MOE_TRY(add_gauge(m, "moe_train_answers_bytes",
                       "Memory of Backward answers kept for repeats on this worker.", &to->answers));
     return add_gauge(m, "moe_train_state_bytes",
@@ -55,11 +65,12 @@ void moe_train__show(struct moe_train *t)
         return;
     pthread_mutex_lock(&t->lock);
     double version = (double)t->weights_version, lineage = (double)t->lineage;
-    double state = (double)t->state_bytes;
+    double state = (double)t->state_bytes, activations = (double)t->activation_bytes;
     pthread_mutex_unlock(&t->lock);
     moe_gauge_set(t->metrics.version, version);
     moe_gauge_set(t->metrics.lineage, lineage);
     moe_gauge_set(t->metrics.state, state);
+    moe_gauge_set(t->metrics.activations, activations);
     moe_gauge_set(t->metrics.saved, (double)moe_saved_bytes(t->passes));
     moe_gauge_set(t->metrics.answers, (double)moe_saved_bytes(t->answers));
 }
@@ -113,6 +124,7 @@ struct moe_status moe_train_create(const struct moe_train_config *config, struct
     t->config_hash = hash_config(&config->trainer);
     t->frozen = config->trainer.frozen;
     t->weights_version = 1;
+    t->activation_limit = config->saved_device_bytes;
     struct moe_status st;
     MOE_TRY_GOTO(st, choose_writer(&t->writer), fail);
     t->trainers = calloc(config->layer_count + 1, sizeof(struct moe_trainer *));
@@ -203,6 +215,7 @@ struct moe_status moe_train_attach(struct moe_train *t, struct moe_layer *const 
     t->placements = placements;
     MOE_TRY(moe_train_bytes(t, layers, &bytes));
     MOE_TRY(moe_train__make_trainers(t));
+    moe_train_limit_activations(t, t->activation_limit);
     pthread_mutex_lock(&t->lock);
     t->state_bytes = bytes;
     pthread_mutex_unlock(&t->lock);
@@ -376,10 +389,10 @@ struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_de
     t->slot = slot;
     t->slots = slots;
     t->live = live;
-    if (!d->restart) {
-        t->lineage = d->lineage;
-        t->weights_version = d->weights_version;
-    }
+    /* A group that has learnt nothing yet, and one of whose members is new, has saved nothing
+     * either that counts in its new lineage. */
+    if (!d->restart && d->lineage != t->lineage)
+        moe_train__begin_lineage(t, d->lineage, d->weights_version);
     pthread_mutex_unlock(&t->lock);
     struct moe_status st = d->restart ? restart(t, d) : moe_ok();
     moe_train_note_problem(t, moe_failed(&st) ? st.text : "");
@@ -480,7 +493,7 @@ static void judge(const struct moe_train *t, const struct moe_train_call *c,
     turn->run = !moe_failed(&turn->refusal);
 }
 
-static struct moe_trainer *find_trainer(const struct moe_train *t, uint32_t layer)
+struct moe_trainer *moe_train__find_trainer(const struct moe_train *t, uint32_t layer)
 {
     for (size_t i = 0; i < t->config.layer_count; i++)
         if (t->config.specs[i]->layer == layer)
@@ -503,7 +516,7 @@ struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *
                                   struct moe_trainer **trainer)
 {
     if (call->kind == MOE_STEP_BACKWARD) {
-        *trainer = find_trainer(t, ticket->layer);
+        *trainer = moe_train__find_trainer(t, ticket->layer);
         if (*trainer == NULL)
             return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ticket %llu: layer %u is not trained",
                              (unsigned long long)ticket->seq, ticket->layer);
@@ -512,7 +525,12 @@ struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *
     judge(t, call, turn);
     turn->origin = ticket->order.origin;
     turn->changes = turn->run && changes_state(t, call, turn);
+    turn->weights_version = t->weights_version;
     pthread_mutex_unlock(&t->lock);
+    if (turn->run && call->kind == MOE_STEP_BACKWARD) {
+        turn->saved = call->saved_epoch == ticket->epoch ? call->saved : 0;
+        moe_train__hold_activations(t, call, true);
+    }
     return moe_ok();
 }
 
@@ -658,6 +676,19 @@ static struct moe_status end_run(struct moe_train *t, const struct moe_ticket *t
     return moe_ok();
 }
 
+/* What was kept for a Backward goes with it, and everything goes with the weights that it is of. */
+static void end_activations(struct moe_train *t, const struct moe_train_call *call,
+                            const struct moe_train_turn *turn, bool done)
+{
+    bool other_weights = call->merge || moe_train_weights_version(t) != turn->weights_version;
+    if (call->kind != MOE_STEP_BACKWARD && done && other_weights)
+        moe_train__drop_all_activations(t);
+    else if (call->kind == MOE_STEP_BACKWARD && done)
+        moe_train__drop_activations(t, call);
+    else if (call->kind == MOE_STEP_BACKWARD && turn->run)
+        moe_train__hold_activations(t, call, false);
+}
+
 struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ticket,
                                 const struct moe_train_call *call,
                                 const struct moe_train_turn *turn,
@@ -665,8 +696,10 @@ struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ti
                                 struct moe_train_answer *answer)
 {
     struct moe_status st = turn->refusal;
+    bool done = turn->run && !turn->waits && !moe_failed(&st);
     *answer = (struct moe_train_answer){0};
-    if (turn->run && !turn->waits && !moe_failed(&st)) {
+    end_activations(t, call, turn, done);
+    if (done) {
         st = end_run(t, ticket, call, turn, outcome, answer);
     } else if (turn->repeat) {
         if (t->metrics.repeats != NULL)
@@ -761,6 +794,8 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
     out->unsaved = t->unsaved;
     out->last_step_id = highest_id(t);
     out->state_bytes = t->state_bytes;
+    out->activation_bytes = t->activation_bytes;
+    out->activation_bytes_limit = t->activation_limit;
     out->backwards = t->backwards;
     out->frozen = t->frozen;
     memcpy(out->checkpoint, t->checkpoint, sizeof out->checkpoint);

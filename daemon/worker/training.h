@@ -29,9 +29,11 @@ struct moe_train_config {
     size_t layer_count;
     struct moe_trainer_config trainer; /* `frozen`: what never learns */
     uint64_t saved_bytes;              /* budget of saved passes, and of kept answers, each */
-    uint64_t saved_ns;                 /* how long either is kept */
-    const char *directory;             /* root of checkpoints; NULL = none */
-    struct moe_metrics *metrics;       /* NULL = none */
+    uint64_t saved_device_bytes; /* of the device, for what saving forward steps leave there; 0 =
+                                    nothing is kept there */
+    uint64_t saved_ns;           /* how long any of these is kept */
+    const char *directory;       /* root of checkpoints; NULL = none */
+    struct moe_metrics *metrics; /* NULL = none */
 };
 
 /* Refuses what cannot work: LoRA with a rank above a matrix, a backend that cannot train. */
@@ -97,12 +99,15 @@ void moe_train_in_force(struct moe_train *t);
 /* What a training call is for all slots: TrainingBody, checked. */
 struct moe_train_call {
     enum moe_step_kind kind;
-    char session[MOE_TRAINING_NAME_MAX + 1]; /* "" but for Backward */
+    char session[MOE_TRAINING_NAME_MAX + 1]; /* "" but for Backward, and Forward to be saved */
     uint64_t id;
     struct moe_content content;
     uint64_t lineage, weights_version; /* 0 = any */
     float aux_coeff;
     bool input_only;
+    /* Backward: the step, in the session of this epoch, that was saved of the same batch; 0 = none.
+     * Of other epochs nothing is left. */
+    uint64_t saved, saved_epoch;
     struct moe_optimizer_args optimizer; /* all but `number` */
     uint32_t expected_backwards;
     uint32_t frozen;
@@ -158,6 +163,8 @@ struct moe_train_turn {
     bool settles;              /* with `run`: the calls that wait have this turn's end */
     bool changes;              /* with `run`: cut short, it would leave the state torn */
     uint32_t origin;           /* slot that was asked */
+    uint64_t saved;            /* moe_backward_args.saved of the pass */
+    uint64_t weights_version;  /* as it began */
     struct moe_status refusal; /* neither: why; or all slots have refused to run it, and nothing has
                                   happened */
     double aux_loss;           /* of the pass, set by the engine before the end */
@@ -199,6 +206,25 @@ void moe_train_give_up_job(struct moe_train *t);
 /* No ticket will come: waits for the thread of what was given up, and tidies. */
 void moe_train_end_jobs(struct moe_train *t);
 
+/* What forward steps leave on this slot's device for their Backward (training_activations.c).
+ * [engine's thread, but for the first two] */
+
+/* While no step runs: most bytes of the device, instead of what the configuration says. */
+void moe_train_limit_activations(struct moe_train *t, uint64_t bytes);
+/* [any thread] Whether that is above 0: without it a step alone is worth nothing here. */
+bool moe_train_keeps_activations(struct moe_train *t);
+/* A saving forward step has ended well; `saved`: the device keeps what it left. */
+void moe_train_note_saved(struct moe_train *t, const struct moe_ticket *ticket,
+                          const struct moe_train_call *call, bool saved);
+/* A backward pass has used what was kept. */
+void moe_train_note_reused(struct moe_train *t);
+/* Drops what has been kept for long enough. */
+void moe_train_drop_old(struct moe_train *t, uint64_t now);
+/* When there will be such; MOE_NEVER when nothing is kept. */
+uint64_t moe_train_next_drop(const struct moe_train *t);
+/* The view is over: its session takes with it what is kept. */
+void moe_train_forget_activations(struct moe_train *t);
+
 /* Turns that had begun will not end. */
 void moe_train_torn(struct moe_train *t);
 
@@ -212,7 +238,7 @@ uint64_t moe_train_weights_version(struct moe_train *t);
 
 struct moe_train_state {
     uint64_t lineage, weights_version, steps, last_step_id, state_bytes, saved_bytes,
-        saved_bytes_limit;
+        saved_bytes_limit, activation_bytes, activation_bytes_limit;
     uint64_t unsaved; /* steps since the state of `checkpoint`, or since the model was loaded */
     uint32_t backwards, frozen;
     char checkpoint[MOE_TRAINING_NAME_MAX + 1];

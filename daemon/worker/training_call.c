@@ -69,6 +69,8 @@ void moe_train_call_pack(const struct moe_train_call *c, uint8_t body[MOE_TRAINI
     b.name = (char *)(uintptr_t)c->name;
     b.keep = c->keep;
     b.merge = c->merge;
+    b.saved = c->saved;
+    b.saved_epoch = c->saved_epoch;
     b.poke = c->poke;
     size_t size = moe__v1__training_body__get_packed_size(&b);
     MOE_INVARIANT(size <= MOE_TRAINING_BODY_MAX);
@@ -89,7 +91,7 @@ static bool is_complete(const struct moe_train_call *c)
 {
     bool named = c->kind == MOE_STEP_SAVE || c->kind == MOE_STEP_LOAD ||
                  (c->kind == MOE_STEP_EXPORT && !c->merge);
-    return c->id != 0 && (c->session[0] != '\0') == (c->kind == MOE_STEP_BACKWARD) &&
+    return c->id != 0 && (c->session[0] != '\0') == moe_step_has_rows(c->kind) &&
            (c->name[0] != '\0') == named && c->frozen < 1u << MOE_PARAMS_COUNT;
 }
 
@@ -127,6 +129,8 @@ struct moe_status moe_train_call_read(const struct moe_ticket *ticket, struct mo
     out->frozen = b->frozen;
     out->keep = b->keep;
     out->merge = b->merge;
+    out->saved = b->saved;
+    out->saved_epoch = b->saved_epoch;
     out->poke = b->poke;
     if (is_complete(out))
         return moe_ok();

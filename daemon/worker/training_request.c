@@ -190,6 +190,8 @@ static struct moe_status use_saved(struct parse *p, const Head *h)
     r->call.weights_version = pass.weights_version;
     if (r->call.lineage == 0)
         r->call.lineage = pass.lineage;
+    r->call.saved = pass.step;
+    r->call.saved_epoch = pass.epoch;
     r->whole = r->used_saved = true;
     hash_rest(r, pass.x_bytes);
     return moe_ok();
@@ -300,12 +302,12 @@ void moe_backward_keep(struct moe_backward_request *r, struct moe_train *trainin
     head.outcome = r->answer.outcome;
     head.code = end->code;
     head.reason = end->reason;
+    head.used_activations = r->work.step.used_saved;
     memcpy(r->kept->head, &head, sizeof head);
     moe_saved_hold(r->kept); /* ours, until the answer is on its way */
     moe_saved_put(moe_train_answers(training), r->kept, r->call.session, r->call.id,
                   moe_clock_ns());
-    if (r->used_saved)
-        moe_saved_drop(moe_train_passes(training), r->call.session, r->call.id);
+    moe_saved_drop(moe_train_passes(training), r->call.session, r->call.id);
 }
 
 bool moe_backward_matches(const struct moe_saved_record *kept, const struct moe_backward_request *r)
@@ -382,6 +384,7 @@ void moe_backward_answer(const struct moe_backward_request *r, struct moe_saved_
     answer.top_k = k.top_k;
     answer.repeated = repeated;
     answer.used_saved = k.used_saved;
+    answer.used_activations = k.used_activations;
     answer.stages = &stages;
     *out = (struct moe_rpc_out){.head = head};
     out->head_length = moe__v1__backward_response__get_packed_size(&answer);

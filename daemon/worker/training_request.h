@@ -39,7 +39,7 @@ struct moe_kept_answer {
     enum moe_dtype dtype;
     enum moe_code code; /* a pass that ended with a bad token is recorded as well */
     enum moe_reason reason;
-    bool used_saved;
+    bool used_saved, used_activations;
     uint32_t dx_bytes, weights_at, weights_bytes;
 };
 
@@ -52,7 +52,8 @@ struct moe_status moe_backward_parse(struct moe_backward_request *r,
 /* Takes the memory of the answer: now the request can be given to the engine. */
 struct moe_status moe_backward_prepare(struct moe_backward_request *r,
                                        const struct moe_backward_context *context) MOE_CHECKED;
-/* The pass has been run, with this end: the answer is kept from now on, the saved pass is not. */
+/* The pass has been run, with this end: the answer is kept from now on, a saved pass of this id is
+ * not, whether or not it was used. */
 void moe_backward_keep(struct moe_backward_request *r, struct moe_train *training,
                        const struct moe_status *end);
 

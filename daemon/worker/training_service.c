@@ -624,6 +624,8 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
     a.problem = state.problem;
     a.saved_bytes = state.saved_bytes;
     a.saved_bytes_limit = state.saved_bytes_limit;
+    a.saved_device_bytes = state.activation_bytes;
+    a.saved_device_bytes_limit = state.activation_bytes_limit;
     reply(rpc, &a.base);
 }
 

@@ -2,13 +2,14 @@
 #ifndef MOE_WORKER_TRAINING_STATE_H
 #define MOE_WORKER_TRAINING_STATE_H
 
+#include "worker/saved_steps.h"
 #include "worker/training.h"
 
 #include <pthread.h>
 
 struct moe_train_metrics {
-    struct moe_counter *backwards, *steps, *skipped, *repeats;
-    struct moe_gauge *version, *lineage, *saved, *answers, *state;
+    struct moe_counter *backwards, *steps, *skipped, *repeats, *saved_steps, *reused;
+    struct moe_gauge *version, *lineage, *saved, *answers, *state, *activations;
 };
 
 struct moe_train {
@@ -33,9 +34,12 @@ struct moe_train {
     uint32_t slot, slots;
     uint64_t live;
     uint64_t state_bytes;
+    uint64_t activation_bytes, activation_limit; /* on the device: now, and at most */
     struct moe_train_job *job; /* the Save or Load that is under way; NULL = none. Changes on the
                                   engine's thread */
     struct moe_train_job *old; /* one that was given up, and may still have a thread */
+
+    struct moe_saved_steps saved_steps; /* the engine's thread only */
 
     uint64_t writer; /* random; of this process */
     moe_train_poke_fn poke;
@@ -49,6 +53,15 @@ struct moe_train {
 
 /* [lock held] A new state under a new lineage: nothing saved or answered before means anything. */
 void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t version);
+/* The layer's, or NULL. */
+struct moe_trainer *moe_train__find_trainer(const struct moe_train *t, uint32_t layer);
+/* Of a Backward whose pass begins, or has ended without being recorded: nothing that it may use is
+ * dropped meanwhile. [engine's thread, as the next two] */
+void moe_train__hold_activations(struct moe_train *t, const struct moe_train_call *call, bool hold);
+/* The Backward has been recorded. */
+void moe_train__drop_activations(struct moe_train *t, const struct moe_train_call *call);
+/* Weights, or their trainers, are others now. No step runs. */
+void moe_train__drop_all_activations(struct moe_train *t);
 /* Brings the series up to date. */
 void moe_train__show(struct moe_train *t);
 /* Weights and training state of `t->checkpoint`; the trainers are fresh. */

@@ -166,6 +166,22 @@ static void leave_view(void *ctx)
     w->session = NULL;
 }
 
+/* Activations are worth having, not worth failing for: without room for them beside what must be
+ * there, Backward computes them again. */
+static void leave_room(struct moe_worker *w, uint64_t state_bytes)
+{
+    uint64_t bytes = w->config.saved_device_bytes, both;
+    if (__builtin_add_overflow(bytes, state_bytes, &both))
+        both = UINT64_MAX;
+    struct moe_status st =
+        moe_loader_check_room(w->loader, both, "gradients, optimizer state and saved activations");
+    if (bytes > 0 && moe_failed(&st)) {
+        moe_log_warn("no activations are kept for Backward (--saved-device-bytes): %s", st.text);
+        bytes = 0;
+    }
+    moe_train_limit_activations(w->train, bytes);
+}
+
 static struct moe_status attach_training(struct moe_worker *w)
 {
     uint64_t bytes;
@@ -174,6 +190,7 @@ static struct moe_status attach_training(struct moe_worker *w)
         return moe_ok();
     MOE_TRY(moe_train_bytes(w->train, layers, &bytes));
     MOE_TRY(moe_loader_check_room(w->loader, bytes, "gradients and optimizer state"));
+    leave_room(w, bytes);
     return moe_train_attach(w->train, layers, moe_loader_placements(w->loader));
 }
 
@@ -454,6 +471,7 @@ static struct moe_status create_training(struct moe_worker *w)
         .trainer = c->trainer,
         .saved_bytes = c->saved_bytes,
         .saved_ns = c->saved_ns,
+        .saved_device_bytes = c->saved_device_bytes,
         .directory = c->training_directory,
         .metrics = c->metrics,
     };

@@ -34,6 +34,8 @@ struct moe_worker_config {
     struct moe_trainer_config trainer;
     uint32_t training_permille;     /* share of tickets while forward work waits */
     uint64_t saved_bytes, saved_ns; /* limits of saved passes, and of kept answers, each */
+    uint64_t saved_device_bytes;    /* most device memory for activations that a Backward can use;
+                                       0 = none. Time as above */
     const char *training_directory; /* root of checkpoints; NULL = none */
     /* The coordinator gave a seat. Any thread; must not block. */
     void (*seated)(void *ctx, uint32_t slot);

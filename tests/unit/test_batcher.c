@@ -179,10 +179,28 @@ static void sim_push(struct sim *s)
     w->key = (int)draw(s, SIM_KEYS);
     w->work = request(1 + (draw(s, 4) == 0 ? draw(s, 60) : draw(s, 6)));
     w->work.layer = s->keys[w->key].layer;
+    w->work.number = (uint64_t)s->pushed;
     if (draw(s, 3) == 0)
         w->work.deadline_ns = s->now + draw(s, 200);
     moe_batcher_push(s->b, &s->keys[w->key], &w->work);
     s->queued += w->work.tokens;
+}
+
+/* Any that was ever pushed under this key: one that waits is taken as a whole, others are not
+ * found. */
+static size_t sim_take_whole(struct sim *s, int key, struct moe_segment *segment, uint32_t *tokens)
+{
+    if (s->pushed == 0)
+        return 0;
+    struct sim_work *w = &s->works[draw(s, (unsigned)s->pushed)];
+    bool there = w->key == key && w->work.queued;
+    assert_int_equal(moe_batcher_take_whole(s->b, &s->keys[key], w->work.number, segment), there);
+    if (!there)
+        return 0;
+    assert_ptr_equal(segment->work, &w->work);
+    assert_int_equal(segment->first, 0);
+    *tokens = segment->count;
+    return 1;
 }
 
 static void sim_take(struct sim *s)
@@ -191,8 +209,13 @@ static void sim_take(struct sim *s)
         return;
     struct sim_step *step = &s->steps[(s->first + s->in_flight++) % SIM_STEPS];
     int key = (int)draw(s, SIM_KEYS);
-    uint32_t capacity = 1u << draw(s, 5), tokens, sum = 0;
-    step->count = moe_batcher_take(s->b, &s->keys[key], capacity, step->segments, &tokens);
+    uint32_t capacity = 1u << draw(s, 5), tokens = 0, sum = 0;
+    if (s->keys[key].kind == MOE_STEP_FORWARD) {
+        step->count = moe_batcher_take(s->b, &s->keys[key], capacity, step->segments, &tokens);
+    } else {
+        capacity = UINT32_MAX;
+        step->count = sim_take_whole(s, key, &step->segments[0], &tokens);
+    }
     for (size_t i = 0; i < step->count; i++) {
         struct sim_work *w = sim_of(step->segments[i].work);
         assert_int_equal(w->key, key);
@@ -217,7 +240,8 @@ static void sim_finish(struct sim *s)
         struct moe_segment *g = &step->segments[i];
         struct sim_work *w = sim_of(g->work);
         assert_int_equal(g->first, w->done);
-        assert_true((int)(w - s->works) >= s->order[w->key]);
+        if (s->keys[w->key].kind == MOE_STEP_FORWARD)
+            assert_true((int)(w - s->works) >= s->order[w->key]);
         s->order[w->key] = (int)(w - s->works);
         w->done += g->count;
         w->work.finished = w->done;
@@ -338,6 +362,43 @@ static void no_token_is_lost_doubled_or_reordered_whatever_happens(void **state)
     assert_true(tokens > 0);
 }
 
+static void count_tokens(struct moe_work *w, void *arg)
+{
+    *(uint32_t *)arg += w->tokens;
+}
+
+static void a_request_with_a_step_of_its_own_is_taken_whole_by_its_number(void **state)
+{
+    (void)state;
+    static const struct moe_batch_key own = {1, MOE_STEP_SAVING_FORWARD, MOE_DTYPE_F32};
+    struct moe_batcher *b = make();
+    struct moe_work w[4] = {request(300), request(5), request(70), request(9)};
+    struct moe_segment s;
+    uint32_t sum = 0;
+    for (int i = 0; i < 3; i++) {
+        w[i].number = 10 + (uint64_t)i;
+        moe_batcher_push(b, &own, &w[i]);
+    }
+    moe_batcher_push(b, &key_f32, &w[3]); /* waits elsewhere */
+    moe_batcher_visit_saving(b, count_tokens, &sum);
+    assert_int_equal(sum, 375);
+    assert_false(moe_batcher_take_whole(b, &own, 9, &s));
+    assert_true(moe_batcher_take_whole(b, &own, 11, &s));
+    assert_ptr_equal(s.work, &w[1]);
+    assert_true(moe_batcher_take_whole(b, &own, 10, &s));
+    assert_int_equal(s.count, 300);
+    assert_false(moe_batcher_take_whole(b, &own, 10, &s)); /* once */
+    assert_int_equal(moe_batcher_tokens(b), 79);
+    moe_batcher_put_back(b, &s);
+    assert_int_equal(moe_batcher_tokens(b), 379);
+    assert_true(moe_batcher_remove(b, &w[2]));
+    assert_false(moe_batcher_take_whole(b, &own, 12, &s)); /* cancelled */
+    assert_true(moe_batcher_take_whole(b, &own, 10, &s));
+    assert_int_equal(moe_batcher_tokens(b), 9);
+    assert_true(moe_batcher_remove(b, &w[3]));
+    moe_batcher_destroy(b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -345,6 +406,7 @@ int main(void)
         cmocka_unit_test(unknown_layers_and_dtypes_have_no_queue),
         cmocka_unit_test(what_is_put_back_is_taken_first_again),
         cmocka_unit_test(removed_and_expired_requests_are_never_taken),
+        cmocka_unit_test(a_request_with_a_step_of_its_own_is_taken_whole_by_its_number),
         cmocka_unit_test(no_token_is_lost_doubled_or_reordered_whatever_happens),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

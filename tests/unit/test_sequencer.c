@@ -326,6 +326,47 @@ static void a_training_call_gets_a_ticket_of_its_own_with_its_body(void **state)
     moe_sequencer_destroy(s);
 }
 
+/* Whose batch has to be that of its Backward: work of other slots goes into other steps. */
+static void a_saving_forward_shares_its_ticket_with_nobody(void **state)
+{
+    (void)state;
+    struct moe_sequencer *s = begin(0x3, 512);
+    struct moe_ticket t;
+    work(s, 0, &key_a, 7);
+    call(s, 1, MOE_STEP_SAVING_FORWARD, 1, 300); /* of the same layer and dtype */
+    call(s, 0, MOE_STEP_SAVING_FORWARD, 1, 256);
+    call(s, 1, MOE_STEP_BACKWARD, 2, 300);
+    work(s, 1, &key_a, 3);
+    assert_true(moe_sequencer_next(s, &t)); /* training has no credit yet */
+    assert_int_equal(t.kind, MOE_STEP_FORWARD);
+    assert_int_equal(t.bucket, 8);
+    assert_true(moe_sequencer_next(s, &t));
+    assert_int_equal(t.kind, MOE_STEP_SAVING_FORWARD);
+    assert_int_equal(t.bucket, 512);
+    assert_int_equal(t.order.origin, 1);
+    assert_int_equal(t.order.number, 1);
+    assert_memory_equal(t.order.body, "body", 4);
+    work(s, 0, &key_a, 5);
+    for (uint32_t slot = 0; slot < 2; slot++)
+        for (uint64_t seq = 1; seq <= 2; seq++)
+            done(s, slot, seq);
+    assert_true(moe_sequencer_next(s, &t));
+    assert_int_equal(t.kind, MOE_STEP_SAVING_FORWARD);
+    assert_int_equal(t.order.origin, 0);
+    assert_true(moe_sequencer_next(s, &t)); /* training has had its share */
+    assert_int_equal(t.kind, MOE_STEP_FORWARD);
+    for (uint32_t slot = 0; slot < 2; slot++)
+        done(s, slot, 3);
+    assert_true(moe_sequencer_next(s, &t));
+    assert_int_equal(t.kind, MOE_STEP_BACKWARD);
+    for (uint32_t slot = 0; slot < 2; slot++)
+        done(s, slot, 4);
+    /* Two of them are never in flight beside forward work. */
+    call(s, 1, MOE_STEP_SAVING_FORWARD, 3, 300);
+    assert_false(moe_sequencer_next(s, &t));
+    moe_sequencer_destroy(s);
+}
+
 static void impossible_training_calls_are_refused(void **state)
 {
     (void)state;
@@ -346,6 +387,14 @@ static void impossible_training_calls_are_refused(void **state)
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
     t.kind = MOE_STEP_KINDS;
     st = moe_sequencer_call(s, 0, &t, 1);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    t.kind = MOE_STEP_SAVING_FORWARD;
+    st = moe_sequencer_call(s, 0, &t, 0);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    st = moe_sequencer_call(s, 0, &t, 65);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    const struct moe_sequencer_key saving = {3, MOE_STEP_SAVING_FORWARD, MOE_DTYPE_F32};
+    st = moe_sequencer_work(s, 0, &saving, 1); /* only as a call */
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
     for (uint64_t i = 0; i < MOE_SEQUENCER_CALLS; i++)
         call(s, 0, MOE_STEP_OPTIMIZER, i + 1, 0);
@@ -385,9 +434,12 @@ static void contest_feed(struct contest *c)
             work(c->s, slot, rng_chance(&c->random, 50) ? &key_a : &key_b,
                  1 + rng_below(&c->random, 20));
         if (c->called[slot] - c->ordered[slot] < 3 && c->arrived < 4096) {
-            bool exclusive = rng_chance(&c->random, 25);
-            call(c->s, slot, exclusive ? MOE_STEP_OPTIMIZER : MOE_STEP_BACKWARD, ++c->called[slot],
-                 exclusive ? 0 : 1 + rng_below(&c->random, 16));
+            bool exclusive = rng_chance(&c->random, 25), saving = rng_chance(&c->random, 50);
+            call(c->s, slot,
+                 exclusive ? MOE_STEP_OPTIMIZER
+                 : saving  ? MOE_STEP_SAVING_FORWARD
+                           : MOE_STEP_BACKWARD,
+                 ++c->called[slot], exclusive ? 0 : 1 + rng_below(&c->random, 16));
             c->is_exclusive[c->arrived] = exclusive;
             c->arrival[c->arrived++] = slot;
         }
@@ -523,6 +575,7 @@ int main(void)
         cmocka_unit_test(what_makes_no_sense_is_refused),
         cmocka_unit_test(every_announced_token_is_covered_in_turn_by_two_steps_at_most),
         cmocka_unit_test(a_training_call_gets_a_ticket_of_its_own_with_its_body),
+        cmocka_unit_test(a_saving_forward_shares_its_ticket_with_nobody),
         cmocka_unit_test(impossible_training_calls_are_refused),
         cmocka_unit_test(training_keeps_to_its_share_and_its_order_and_nobody_starves),
         cmocka_unit_test(an_exclusive_ticket_waits_for_those_who_waited_at_the_last),

@@ -42,6 +42,12 @@ static struct moe_status start_step(struct moe_step step, struct moe_step **out)
     script.backwards += step.backward;
     script.beside |= step.backward && script.running_passes > 0;
     script.running_passes += step.backward;
+    if (step.backward)
+        script.saved = step.backward_args.saved;
+    else
+        script.save = step.forward_args.save;
+    if (step.backward && script.saved != 0)
+        script.in_use = script.saved;
     pthread_cond_broadcast(&script.changed);
     pthread_mutex_unlock(&script.lock);
     *out = malloc(sizeof **out);
@@ -101,6 +107,58 @@ static struct moe_status script_exchange(struct moe_session *s, const void *mine
     return moe_ok();
 }
 
+enum { KEPT = sizeof script.kept / sizeof *script.kept };
+
+static uint64_t *find_kept(uint64_t name)
+{
+    for (size_t i = 0; i < KEPT; i++)
+        if (script.kept[i] == name)
+            return &script.kept[i];
+    return NULL;
+}
+
+/* Lock held. What a step leaves, and what a pass finds. */
+static void keep_or_use(const struct moe_step *step, bool aborted, struct moe_step_result *result)
+{
+    uint64_t *place = find_kept(0), saved = step->backward_args.saved;
+    if (step->backward)
+        script.in_use = 0;
+    result->used_saved = step->backward && saved != 0 && find_kept(saved) != NULL;
+    result->saved = !step->backward && !aborted && script.keep && step->forward_args.save != 0;
+    if (!result->saved)
+        return;
+    MOE_INVARIANT(place != NULL);
+    *place = step->forward_args.save;
+}
+
+static void script_saved_limit(struct moe_device *d, uint64_t bytes)
+{
+    (void)d;
+    script.limit = bytes;
+    memset(script.kept, 0, sizeof script.kept);
+}
+
+static void script_saved_drop(struct moe_trainer *t, uint64_t name)
+{
+    (void)t;
+    pthread_mutex_lock(&script.lock);
+    for (size_t i = 0; i < KEPT; i++)
+        if (name == 0 || script.kept[i] == name)
+            script.kept[i] = 0;
+    script.dropped_in_use |= name != 0 && name == script.in_use;
+    pthread_mutex_unlock(&script.lock);
+}
+
+/* One byte each. */
+static uint64_t script_saved_bytes(struct moe_device *d)
+{
+    uint64_t count = 0;
+    (void)d;
+    for (size_t i = 0; i < KEPT; i++)
+        count += script.kept[i] != 0;
+    return count;
+}
+
 static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns,
                                      struct moe_step_result *result)
 {
@@ -114,8 +172,9 @@ static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns
     bool aborted = script.aborted, refused = script.refuse && step->backward && !aborted;
     script.unfinished--;
     script.running_passes -= step->backward;
-    pthread_mutex_unlock(&script.lock);
     *result = (struct moe_step_result){.missing_slot = -1, .total_ns = 1, .refused = refused};
+    keep_or_use(step, aborted, result);
+    pthread_mutex_unlock(&script.lock);
     if (!aborted && !refused)
         compute(step);
     free(step);
@@ -198,6 +257,9 @@ static const struct moe_training script_training = {
     .zero_grad = script_zero,
     .backward_enqueue = script_backward,
     .optimizer_step = script_optimizer,
+    .saved_limit = script_saved_limit,
+    .saved_drop = script_saved_drop,
+    .saved_bytes = script_saved_bytes,
 };
 
 const struct moe_backend script_backend = {

@@ -1,8 +1,12 @@
 # The request path of the worker, on the CPU backend in a group of one.
 moe_test(test_batcher SOURCES test_batcher.c USES moe_worker_core LABELS worker)
 moe_test(test_ledger SOURCES test_ledger.c USES moe_worker_core LABELS worker TIMEOUT 120)
+moe_test(test_saved_steps SOURCES test_saved_steps.c USES moe_worker_core LABELS worker)
 moe_test(test_saved SOURCES test_saved.c USES moe_worker_core LABELS worker)
-moe_test(test_training_engine SOURCES test_training_engine.c training_script.c USES moe_worker_core LABELS worker)
+foreach(part training_engine saving_engine)
+  moe_test(test_${part} SOURCES test_${part}.c training_fixture.c training_script.c
+           USES moe_worker_core LABELS worker)
+endforeach()
 foreach(part engine engine_failures staging)
   moe_test(test_${part} SOURCES test_${part}.c worker_fixture.c
            USES moe_worker_core moe_cpu moe_oracle m LABELS worker)

@@ -1,0 +1,470 @@
+/* Forward requests that are saved on the devices for their Backward, in the engine and the training
+ * room: their own tickets, what they leave, who uses it, and when it is dropped. */
+#include "base/clock.h"
+#include "support/check.h"
+#include "training_fixture.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { EXTRA = 40 };
+
+/* test.forward, to be saved as (s, id), of that version of the weights. */
+static void save_version(uint32_t tokens, uint64_t id, uint64_t version)
+{
+    test.forward = (struct moe_work){
+        .layer = 7,
+        .dtype = MOE_DTYPE_F32,
+        .tokens = tokens,
+        .x = test.x,
+        .y = test.y,
+        .save_session = "s",
+        .save_id = id,
+        .weights_version = version,
+        .deadline_ns = MOE_NEVER,
+        .done = on_forward_done,
+    };
+    assert_ok(moe_engine_submit(test.engine, &test.forward));
+}
+
+static void save(uint32_t tokens, uint64_t id)
+{
+    save_version(tokens, id, 0);
+}
+
+/* Ticket of announcement `n`, in a bucket for all. */
+static void order_saving(int n, uint32_t origin)
+{
+    struct moe_ticket t = test.announced[n];
+    t.epoch = test.epoch;
+    t.seq = ++test.seq;
+    t.order.origin = origin;
+    t.bucket = BUCKET;
+    moe_engine_run(test.engine, &t);
+}
+
+/* Client i asks for the Backward of what was saved as `id`, by the step of that name. */
+static void ask_saved(int i, uint64_t id, uint64_t name, uint64_t epoch)
+{
+    ask(i, MOE_STEP_BACKWARD, id, 5); /* announced without the name, as it has no ticket yet */
+    struct moe_ticket *t = &test.announced[test.announced_count - 1];
+    struct moe_train_call call = test.clients[i].call;
+    call.saved = name;
+    call.saved_epoch = epoch;
+    moe_train_call_pack(&call, t->order.body, &t->order.length);
+}
+
+static int kept(void)
+{
+    int count = 0;
+    pthread_mutex_lock(&script.lock);
+    for (size_t i = 0; i < sizeof script.kept / sizeof *script.kept; i++)
+        count += script.kept[i] != 0;
+    pthread_mutex_unlock(&script.lock);
+    return count;
+}
+
+/* A saved pass of id, by a ticket of this slot; returns its name. */
+static uint64_t save_and_run(uint64_t id)
+{
+    int before = test.forward_done;
+    script.keep = true;
+    save(5, id);
+    order_saving(test.announced_count - 1, 0);
+    wait_until(&test.forward_done, before + 1, &test.lock);
+    assert_ok(test.forward_status);
+    return test.forward.saved_name;
+}
+
+static void backward(int i, uint64_t id, uint64_t name, uint64_t epoch)
+{
+    ask_saved(i, id, name, epoch);
+    order(test.announced_count - 1, 0);
+    wait_done(i);
+}
+
+/* ------------------------------------------------------------------------ promises */
+
+static void a_saving_forward_has_a_ticket_of_its_own_and_its_name(void **state)
+{
+    (void)state;
+    script.keep = true;
+    save(5, 9);
+    assert_int_equal(test.tokens_announced, 0);
+    assert_int_equal(test.announced_count, 1);
+    assert_int_equal(test.announced[0].kind, MOE_STEP_SAVING_FORWARD);
+    struct moe_train_call call;
+    assert_ok(moe_train_call_read(&test.announced[0], &call));
+    assert_string_equal(call.session, "s");
+    assert_int_equal(call.id, 9);
+    order_forward(8); /* somebody else's: takes nothing of it */
+    wait_until(&test.finished_count, 1, &test.lock);
+    assert_int_equal(script.save, 0);
+    assert_int_equal(test.forward_done, 0);
+    order_saving(0, 0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+    assert_int_equal(script.save, 2);
+    assert_int_equal(test.forward.saved_name, 2);
+    assert_true(test.forward.saved_here);
+    assert_int_equal(test.forward.answered_epoch, test.epoch);
+    assert_true(test.y[5 * HIDDEN - 1] == 1);
+    assert_int_equal(state_now().activation_bytes, 1);
+    assert_int_equal(state_now().activation_bytes_limit, 1 << 20);
+}
+
+static void where_the_device_has_no_room_the_step_is_like_any_other(void **state)
+{
+    (void)state;
+    save(5, 9);
+    order_saving(0, 0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+    assert_int_equal(test.forward.saved_name, 1); /* others may keep it */
+    assert_false(test.forward.saved_here);
+    assert_int_equal(state_now().activation_bytes, 0);
+    backward(0, 9, 1, test.epoch);
+    assert_ok(test.clients[0].status);
+    assert_int_equal(script.saved, 1);
+    assert_false(test.clients[0].work.step.used_saved);
+}
+
+static void its_backward_uses_it_and_takes_it_along(void **state)
+{
+    (void)state;
+    uint64_t name = save_and_run(9), other = save_and_run(10);
+    assert_int_equal(kept(), 2);
+    backward(0, 9, name, test.epoch);
+    assert_ok(test.clients[0].status);
+    assert_int_equal(script.saved, name);
+    assert_true(test.clients[0].work.step.used_saved);
+    assert_int_equal(kept(), 1);
+    assert_int_equal(state_now().activation_bytes, 1);
+    backward(1, 10, other, test.epoch);
+    assert_int_equal(kept(), 0);
+    /* A repeat finds nothing, and is not run. */
+    backward(2, 9, name, test.epoch);
+    assert_int_equal(script.backwards, 2);
+}
+
+static void a_backward_with_other_tensors_does_not_use_it_and_takes_it_along(void **state)
+{
+    (void)state;
+    (void)save_and_run(9);
+    backward(0, 9, 0, 0);
+    assert_ok(test.clients[0].status);
+    assert_int_equal(script.saved, 0);
+    assert_int_equal(kept(), 0);
+}
+
+static void slots_that_were_not_asked_keep_and_drop_it_as_well(void **state)
+{
+    (void)state;
+    script.keep = true;
+    save(5, 9);
+    order_saving(0, 1); /* the same call of slot 1: we bring nothing */
+    wait_until(&test.finished_count, 1, &test.lock);
+    assert_int_equal(script.save, 1);
+    assert_int_equal(test.forward_done, 0);
+    assert_int_equal(kept(), 1);
+    ask_saved(0, 9, 1, test.epoch);
+    order(1, 1);
+    wait_until(&test.finished_count, 2, &test.lock);
+    assert_int_equal(script.saved, 1);
+    assert_int_equal(kept(), 0);
+}
+
+static void the_same_pass_asked_for_again_takes_the_place_of_the_first(void **state)
+{
+    (void)state;
+    (void)save_and_run(9);
+    uint64_t name = save_and_run(9);
+    assert_int_equal(kept(), 1);
+    backward(0, 9, name, test.epoch);
+    assert_true(test.clients[0].work.step.used_saved);
+    assert_int_equal(kept(), 0);
+    (void)save_and_run(9); /* and after its Backward nobody will want it */
+    assert_int_equal(kept(), 0);
+}
+
+static void what_changes_the_weights_drops_everything(void **state)
+{
+    (void)state;
+    (void)save_and_run(9);
+    (void)save_and_run(10);
+    script.nonfinite = true;
+    ask(0, MOE_STEP_OPTIMIZER, 1, 0);
+    order(test.announced_count - 1, 0);
+    wait_done(0);
+    assert_int_equal(kept(), 2); /* nothing has moved */
+    ask(1, MOE_STEP_ZERO_GRAD, 2, 0);
+    order(test.announced_count - 1, 0);
+    wait_done(1);
+    assert_int_equal(kept(), 2);
+    script.nonfinite = false;
+    ask(2, MOE_STEP_OPTIMIZER, 3, 0);
+    order(test.announced_count - 1, 0);
+    wait_done(2);
+    assert_int_equal(kept(), 0);
+    assert_int_equal(state_now().activation_bytes, 0);
+}
+
+static void a_pass_that_all_refuse_leaves_it_for_the_next_try(void **state)
+{
+    (void)state;
+    uint64_t name = save_and_run(9);
+    script.refuse = true;
+    backward(0, 9, name, test.epoch);
+    assert_refused(test.clients[0].status, MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY);
+    assert_int_equal(kept(), 1);
+    script.refuse = false;
+    backward(1, 9, name, test.epoch);
+    assert_ok(test.clients[1].status);
+    assert_true(test.clients[1].work.step.used_saved);
+    assert_int_equal(kept(), 0);
+}
+
+static void time_drops_it_without_any_ticket_but_not_while_a_pass_uses_it(void **state)
+{
+    (void)state;
+    uint64_t name = save_and_run(9);
+    (void)save_and_run(10);
+    hold_steps(true);
+    ask_saved(0, 9, name, test.epoch);
+    order(test.announced_count - 1, 0);
+    wait_until(&script.backwards, 1, &script.lock);
+    uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
+    while (kept() > 1 && moe_clock_ns() < limit)
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    assert_int_equal(kept(), 1);
+    assert_int_equal(state_now().activation_bytes, 1);
+    nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    assert_int_equal(kept(), 1); /* the one in use is as old */
+    hold_steps(false);
+    wait_done(0);
+    assert_true(test.clients[0].work.step.used_saved);
+    assert_int_equal(kept(), 0);
+    (void)save_and_run(11); /* and with nothing else going on */
+    while (kept() > 0 && moe_clock_ns() < limit)
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    assert_int_equal(kept(), 0);
+}
+
+static void the_end_of_a_view_takes_it_and_names_of_it_mean_nothing_later(void **state)
+{
+    (void)state;
+    uint64_t name = save_and_run(9), epoch = test.epoch;
+    moe_engine_stop_view(test.engine);
+    assert_int_equal(state_now().activation_bytes, 0);
+    begin_view();
+    backward(0, 9, name, epoch); /* its x was kept on this worker */
+    assert_ok(test.clients[0].status);
+    assert_int_equal(script.saved, 0);
+}
+
+static void one_in_flight_when_the_view_ends_runs_again_under_the_next(void **state)
+{
+    (void)state;
+    script.keep = true;
+    hold_steps(true);
+    save(5, 9);
+    order_forward(4); /* another's, so that the name is another one later */
+    order_saving(0, 0);
+    wait_until(&script.forwards, 2, &script.lock);
+    moe_engine_stop_view(test.engine);
+    assert_int_equal(test.forward_done, 0);
+    assert_int_equal(kept(), 0);
+    begin_view();
+    assert_int_equal(test.announced_count, 2); /* told again, once */
+    assert_int_equal(test.tokens_announced, 0);
+    order_saving(1, 0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+    assert_int_equal(test.forward.saved_name, 1);
+    assert_int_equal(test.forward.answered_epoch, test.epoch);
+}
+
+static void one_that_a_smaller_view_cannot_hold_shares_steps_like_any_other(void **state)
+{
+    (void)state;
+    moe_engine_stop_view(test.engine);
+    save(7, 9); /* while there is no view */
+    assert_int_equal(test.announced_count, 0);
+    begin_view_of(4);
+    assert_int_equal(test.announced_count, 0);
+    assert_int_equal(test.tokens_announced, 7);
+    order_forward(4);
+    order_forward(4);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+    assert_int_equal(test.forward.steps, 2);
+    assert_int_equal(test.forward.saved_name, 0);
+    save(5, 10); /* nor one that comes now */
+    assert_int_equal(test.announced_count, 0);
+    assert_int_equal(test.tokens_announced, 12);
+    order_forward(4);
+    order_forward(1);
+    wait_until(&test.forward_done, 2, &test.lock);
+}
+
+static void one_that_nobody_waits_for_leaves_an_empty_step(void **state)
+{
+    (void)state;
+    script.keep = true;
+    save(5, 9);
+    moe_engine_cancel(test.engine, &test.forward);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_refused(test.forward_status, MOE_CANCELLED, MOE_REASON_NONE);
+    order_saving(0, 0); /* others have begun it */
+    wait_until(&test.finished_count, 1, &test.lock);
+    assert_ok(test.last);
+    assert_int_equal(script.forwards, 1);
+    /* One that runs when its client goes runs to its end. */
+    hold_steps(true);
+    save(5, 10);
+    order_saving(1, 0);
+    wait_until(&script.forwards, 2, &script.lock);
+    moe_engine_cancel(test.engine, &test.forward);
+    hold_steps(false);
+    wait_until(&test.forward_done, 2, &test.lock);
+    assert_int_equal(test.forward.saved_name, 2);
+}
+
+static void one_whose_time_is_over_before_its_turn_is_told_so(void **state)
+{
+    (void)state;
+    save(5, 9);
+    test.forward_done = 0;
+    struct moe_work late = test.forward;
+    late.save_id = 10;
+    late.deadline_ns = moe_clock_ns() + 10000000;
+    assert_ok(moe_engine_submit(test.engine, &late));
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_refused(test.forward_status, MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE);
+    order_saving(1, 0);
+    order_saving(0, 0);
+    wait_until(&test.forward_done, 2, &test.lock);
+    assert_ok(test.forward_status);
+}
+
+static void it_sees_one_version_and_pins_count(void **state)
+{
+    (void)state;
+    save_version(5, 9, 1);
+    ask(0, MOE_STEP_OPTIMIZER, 1, 0);
+    order(1, 0);
+    wait_done(0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_refused(test.forward_status, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH);
+    order_saving(0, 0);
+    (void)save_and_run(10);
+    assert_int_equal(test.forward.answered_version, 2);
+}
+
+static void more_than_may_wait_for_their_own_step_share_steps(void **state)
+{
+    (void)state;
+    static struct moe_work extra[EXTRA];
+    int own = 0;
+    save(5, 1);
+    for (int i = 0; i < EXTRA; i++) {
+        extra[i] = test.forward;
+        extra[i].save_id = 2 + (uint64_t)i;
+        assert_ok(moe_engine_submit(test.engine, &extra[i]));
+        own += extra[i].own_step;
+    }
+    assert_int_equal(own, 31);
+    assert_int_equal(test.announced_count, 32);
+    assert_int_equal(test.tokens_announced, (EXTRA - own) * 5);
+    order_saving(0, 0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    save(5, 100); /* there is room again */
+    assert_int_equal(test.announced_count, 33);
+    moe_engine_fail_queued(test.engine, moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING, "gone"));
+    wait_until(&test.forward_done, EXTRA + 2, &test.lock);
+}
+
+static void a_ticket_for_one_that_we_never_announced_ends_the_view(void **state)
+{
+    (void)state;
+    save(5, 9);
+    test.announced[0].order.number += 7;
+    order_saving(0, 0);
+    wait_until(&test.finished_count, 1, &test.lock);
+    assert_refused(test.last, MOE_INTERNAL, MOE_REASON_NONE);
+    begin_view();
+    test.announced[1].order.length = 3;
+    order_saving(1, 0);
+    wait_until(&test.finished_count, 2, &test.lock);
+    assert_refused(test.last, MOE_INTERNAL, MOE_REASON_MALFORMED);
+    begin_view();
+    struct moe_ticket small = test.announced[2]; /* than the request is */
+    small.epoch = test.epoch;
+    small.seq = ++test.seq;
+    small.bucket = 4;
+    moe_engine_run(test.engine, &small);
+    wait_until(&test.finished_count, 3, &test.lock);
+    assert_refused(test.last, MOE_INTERNAL, MOE_REASON_NONE);
+    begin_view(); /* and the request is served all the same */
+    order_saving(3, 0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+}
+
+static void a_saving_step_may_run_beside_a_pass(void **state)
+{
+    (void)state;
+    hold_steps(true);
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    save(5, 9);
+    order(0, 0);
+    order_saving(1, 0);
+    wait_until(&script.unfinished, 2, &script.lock);
+    hold_steps(false);
+    wait_done(0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+}
+
+static int close_and_check(void **state)
+{
+    int failed = close_engine(state);
+    assert_false(script.dropped_in_use);
+    return failed;
+}
+
+static int open_briefly(void **state)
+{
+    (void)state;
+    return open_engine_keeping(2 * MOE_NS_PER_S);
+}
+
+#define saving(name) cmocka_unit_test_setup_teardown(name, open_engine, close_and_check)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        saving(a_saving_forward_has_a_ticket_of_its_own_and_its_name),
+        saving(where_the_device_has_no_room_the_step_is_like_any_other),
+        saving(its_backward_uses_it_and_takes_it_along),
+        saving(a_backward_with_other_tensors_does_not_use_it_and_takes_it_along),
+        saving(slots_that_were_not_asked_keep_and_drop_it_as_well),
+        saving(the_same_pass_asked_for_again_takes_the_place_of_the_first),
+        saving(what_changes_the_weights_drops_everything),
+        saving(a_pass_that_all_refuse_leaves_it_for_the_next_try),
+        cmocka_unit_test_setup_teardown(
+            time_drops_it_without_any_ticket_but_not_while_a_pass_uses_it, open_briefly,
+            close_and_check),
+        saving(the_end_of_a_view_takes_it_and_names_of_it_mean_nothing_later),
+        saving(one_in_flight_when_the_view_ends_runs_again_under_the_next),
+        saving(one_that_a_smaller_view_cannot_hold_shares_steps_like_any_other),
+        saving(one_that_nobody_waits_for_leaves_an_empty_step),
+        saving(one_whose_time_is_over_before_its_turn_is_told_so),
+        saving(it_sees_one_version_and_pins_count),
+        saving(more_than_may_wait_for_their_own_step_share_steps),
+        saving(a_ticket_for_one_that_we_never_announced_ends_the_view),
+        saving(a_saving_step_may_run_beside_a_pass),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

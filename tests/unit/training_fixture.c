@@ -1,0 +1,255 @@
+/* See training_fixture.h. */
+#include "training_fixture.h"
+
+#include "base/clock.h"
+#include "base/wait.h"
+#include "support/check.h"
+
+#include <string.h>
+#include <time.h>
+
+static char device_memory, session_memory[8], layer_memory;
+
+struct training_fixture test;
+
+static void on_announce(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
+                        uint32_t tokens)
+{
+    (void)ctx;
+    MOE_INVARIANT(layer == 7 && kind == MOE_STEP_FORWARD && dtype == MOE_DTYPE_F32);
+    pthread_mutex_lock(&test.lock);
+    test.tokens_announced += tokens;
+    pthread_mutex_unlock(&test.lock);
+}
+
+static void on_announce_training(void *ctx, const struct moe_ticket *call, uint32_t tokens)
+{
+    (void)ctx;
+    (void)tokens;
+    pthread_mutex_lock(&test.lock);
+    test.announced[test.announced_count++] = *call;
+    pthread_mutex_unlock(&test.lock);
+}
+
+static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
+                        uint64_t lost)
+{
+    (void)ctx;
+    (void)ticket;
+    (void)lost;
+    pthread_mutex_lock(&test.lock);
+    test.last = status;
+    test.finished_count++;
+    pthread_mutex_unlock(&test.lock);
+}
+
+static void on_done(struct moe_train_work *w, struct moe_status status)
+{
+    struct client *c = w->user;
+    pthread_mutex_lock(&test.lock);
+    c->status = status;
+    c->done++;
+    pthread_mutex_unlock(&test.lock);
+}
+
+void on_forward_done(struct moe_work *w, struct moe_status status)
+{
+    (void)w;
+    pthread_mutex_lock(&test.lock);
+    test.forward_status = status;
+    test.forward_done++;
+    pthread_mutex_unlock(&test.lock);
+}
+
+static const struct moe_layer_spec spec = {
+    .layer = 7, .hidden = HIDDEN, .experts = 2, .intermediate = 4, .router = {.top_k = 1}};
+static const struct moe_layer_spec *const specs[] = {&spec};
+
+static void agree(uint32_t slot, uint64_t live)
+{
+    struct moe_train_stand stands[MOE_MAX_SLOTS] = {0};
+    struct moe_train_decision decision;
+    moe_train_stand(test.train, &stands[slot]);
+    assert_ok(moe_train_decide(stands, UINT64_C(1) << slot, test.epoch + 1, &decision));
+    assert_ok(moe_train_adopt(test.train, &decision, slot, 2, live));
+}
+
+void begin_view_of(uint32_t bucket)
+{
+    agree(0, 3);
+    pthread_mutex_lock(&script.lock);
+    script.aborted = script.hold = false;
+    pthread_mutex_unlock(&script.lock);
+    test.epoch++;
+    test.seq = 0;
+    moe_engine_start_view(test.engine,
+                          (struct moe_session *)(void *)&session_memory[test.epoch % 8], test.epoch,
+                          bucket);
+}
+
+void begin_view(void)
+{
+    begin_view_of(BUCKET);
+}
+
+int open_engine(void **state)
+{
+    (void)state;
+    return open_engine_keeping(3600 * MOE_NS_PER_S);
+}
+
+int open_engine_keeping(uint64_t saved_ns)
+{
+    static struct moe_layer *layers[1];
+    static const uint32_t offset[] = {0, 1, 2};
+    static const uint16_t slot[] = {0, 1};
+    static const struct moe_placement placement = {1, 2, 2, offset, slot};
+    memset(&script, 0, sizeof script);
+    memset(&test, 0, sizeof test);
+    moe_wait_init(&script.changed);
+    pthread_mutex_init(&script.lock, NULL);
+    pthread_mutex_init(&test.lock, NULL);
+    layers[0] = (struct moe_layer *)(void *)&layer_memory;
+    const struct moe_train_config train = {
+        .backend = &script_backend,
+        .device = (struct moe_device *)(void *)&device_memory,
+        .specs = specs,
+        .layer_count = 1,
+        .trainer = {.optimizer = MOE_OPTIMIZER_ADAMW},
+        .saved_bytes = 1 << 20,
+        .saved_ns = saved_ns,
+        .saved_device_bytes = 1 << 20,
+    };
+    assert_ok(moe_train_create(&train, &test.train));
+    assert_ok(moe_train_attach(test.train, layers, &placement));
+    const struct moe_engine_config config = {
+        .backend = &script_backend,
+        .device = (struct moe_device *)(void *)&device_memory,
+        .layers = layers,
+        .specs = specs,
+        .layer_count = 1,
+        .max_tokens_per_step = BUCKET,
+        .max_queued_tokens = 1000,
+        .training = test.train,
+        .announce = on_announce,
+        .announce_training = on_announce_training,
+        .finished = on_finished,
+    };
+    assert_ok(moe_engine_create(&config, &test.engine));
+    begin_view();
+    return 0;
+}
+
+int close_engine(void **state)
+{
+    (void)state;
+    moe_engine_destroy(test.engine);
+    moe_train_destroy(test.train);
+    assert_int_equal(script.unfinished, 0);
+    assert_int_equal(script.trainers, 0);
+    assert_false(script.step_beside_optimizer);
+    pthread_cond_destroy(&script.changed);
+    pthread_mutex_destroy(&script.lock);
+    pthread_mutex_destroy(&test.lock);
+    return 0;
+}
+
+void ask(int i, enum moe_step_kind kind, uint64_t id, float value)
+{
+    struct client *c = &test.clients[i];
+    *c = (struct client){.call = {.kind = kind, .id = id, .content = {{(uint64_t)value, 1}}}};
+    if (kind == MOE_STEP_BACKWARD)
+        strcpy(c->call.session, "s");
+    c->call.optimizer = (struct moe_optimizer_args){.learning_rate = 1, .grad_scale = 1};
+    for (int e = 0; e < BUCKET * HIDDEN; e++)
+        c->dy[e] = value;
+    c->work = (struct moe_train_work){
+        .kind = kind,
+        .layer = 7,
+        .dtype = MOE_DTYPE_F32,
+        .tokens = kind == MOE_STEP_BACKWARD ? 3 : 0,
+        .mode = MOE_ROUTE_IDS,
+        .x = c->x,
+        .dy = c->dy,
+        .ids = c->ids,
+        .dx = c->dx,
+        .deadline_ns = MOE_NEVER,
+        .answer = &c->answer,
+        .done = on_done,
+        .user = c,
+    };
+    moe_train_call_pack(&c->call, c->work.body, &c->work.body_length);
+    assert_ok(moe_engine_submit_training(test.engine, &c->work));
+}
+
+void order(int n, uint32_t origin)
+{
+    struct moe_ticket t = test.announced[n];
+    t.epoch = test.epoch;
+    t.seq = ++test.seq;
+    t.order.origin = origin;
+    t.bucket = t.kind == MOE_STEP_BACKWARD ? 4 : 0;
+    moe_engine_run(test.engine, &t);
+}
+
+void order_forward(uint32_t bucket)
+{
+    const struct moe_ticket t = {.epoch = test.epoch,
+                                 .seq = ++test.seq,
+                                 .layer = 7,
+                                 .kind = MOE_STEP_FORWARD,
+                                 .dtype = MOE_DTYPE_F32,
+                                 .bucket = bucket};
+    moe_engine_run(test.engine, &t);
+}
+
+void forward(uint32_t tokens, uint64_t version)
+{
+    test.forward = (struct moe_work){
+        .layer = 7,
+        .dtype = MOE_DTYPE_F32,
+        .tokens = tokens,
+        .x = test.x,
+        .y = test.y,
+        .weights_version = version,
+        .deadline_ns = MOE_NEVER,
+        .done = on_forward_done,
+    };
+    assert_ok(moe_engine_submit(test.engine, &test.forward));
+}
+
+void wait_until(const int *value, int wanted, pthread_mutex_t *lock)
+{
+    uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
+    for (;;) {
+        pthread_mutex_lock(lock);
+        int now = *value;
+        pthread_mutex_unlock(lock);
+        if (now >= wanted)
+            return;
+        if (moe_clock_ns() > limit)
+            fail_msg("%d of %d after half a minute", now, wanted);
+        nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
+    }
+}
+
+void wait_done(int i)
+{
+    wait_until(&test.clients[i].done, 1, &test.lock);
+    assert_int_equal(test.clients[i].done, 1);
+}
+
+void hold_steps(bool hold)
+{
+    pthread_mutex_lock(&script.lock);
+    script.hold = hold;
+    pthread_cond_broadcast(&script.changed);
+    pthread_mutex_unlock(&script.lock);
+}
+
+struct moe_train_state state_now(void)
+{
+    struct moe_train_state s;
+    moe_train_read_state(test.train, &s);
+    return s;
+}
