@@ -73,6 +73,9 @@ static void print_table(const Moe__V1__GetTrainStateResponse *s)
     printf("memory      %.1f MiB of state, %.1f of %.1f MiB of saved passes\n",
            (double)s->state_bytes / (1024.0 * 1024.0), (double)s->saved_bytes / (1024.0 * 1024.0),
            (double)s->saved_bytes_limit / (1024.0 * 1024.0));
+    printf("device      %.1f of %.1f MiB of activations saved for Backward\n",
+           (double)s->saved_device_bytes / (1024.0 * 1024.0),
+           (double)s->saved_device_bytes_limit / (1024.0 * 1024.0));
 }
 
 static int print_state(const struct moectl_common *common, const Moe__V1__GetTrainStateResponse *s)

@@ -164,6 +164,7 @@ struct moe_status moe_client_gradients_read(void *ctx, struct moe_rpc_msg *answe
     b->aux_loss = a->aux_loss;
     b->repeated = a->repeated;
     b->used_saved = a->used_saved;
+    b->used_activations = a->used_activations;
     b->stages = moe_client_wire_stages(a->stages);
     return moe_ok();
 }

@@ -245,6 +245,8 @@ struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t time
         .state_bytes = a->state_bytes,
         .saved_bytes = a->saved_bytes,
         .saved_bytes_limit = a->saved_bytes_limit,
+        .saved_device_bytes = a->saved_device_bytes,
+        .saved_device_bytes_limit = a->saved_device_bytes_limit,
     };
     for (size_t i = 0; i < a->n_lora_targets && i < MOE_CLIENT_LORA_TARGETS_MAX; i++)
         copy_text(out->lora_targets[i], sizeof out->lora_targets[i], a->lora_targets[i]);

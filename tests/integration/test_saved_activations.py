@@ -3,14 +3,18 @@ gradients to the last bit whoever still has what, dropped in time on all workers
 steps than training's share."""
 
 import random
+import re
+import socket
 import threading
 import time
 import unittest
+import urllib.request
 
 import grpc
 import numpy as np
 
-from group import BACKEND, FAMILIES, main
+from group import BACKEND, FAMILIES, main, moectl
+import moed
 import wire
 from training import Trainer, TrainingGroup, golden_gradients, refusal, training_group
 from wire import expert, training
@@ -538,6 +542,41 @@ class Share(Case):
                 alone = self.load(g.endpoints, False, share)
                 beside = self.load(g.endpoints, True, share)
                 self.assertLess(beside, 10 * alone + 50)
+
+
+class Told(Case):
+    def test_clients_operators_and_series_are_told(self):
+        layer, x, dy = case()
+        with socket.socket() as s:  # the series' port has to be known beforehand
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        with training_group(FAMILY, 1, "--metrics-listen", "127.0.0.1:%d" % port) as g:
+            def series(name):
+                text = urllib.request.urlopen("http://127.0.0.1:%d/metrics" % port).read().decode()
+                return float(re.search(r"^%s (\S+)$" % name, text, re.MULTILINE).group(1))
+
+            keeps = BACKEND == "cpu"
+            client = moed.Client(g.endpoints[0])
+            for batch in (1, 2):
+                answer = client.forward(layer, x, return_routing=True, save=("python", batch))
+                self.assertEqual((answer.saved, answer.saved_activations), (True, keeps))
+            state = client.train_state()
+            self.assertEqual(state.saved_device_bytes > 0, keeps)
+            self.assertEqual(state.saved_device_bytes_limit, 1 << 30)
+            self.assertEqual(series("moe_train_saved_device_bytes"), state.saved_device_bytes)
+            passed = client.backward(layer, dy, session="python", micro_batch_id=1, saved=True)
+            self.assertTrue(passed.used_saved)
+            self.assertEqual(passed.used_activations, keeps)
+            said = moectl("training", "--endpoint", g.endpoints[0]).stdout
+            self.assertRegex(said, r"device +%s of 1024.0 MiB of activations" % (
+                "[0-9]+[.][0-9]" if keeps else "0.0"))
+            self.assertEqual(series("moe_train_saved_steps_total"), 2 * keeps)
+            self.assertEqual(series("moe_train_reused_steps_total"), keeps)
+            self.assertEqual(series("moe_train_saved_device_bytes"),
+                             client.train_state().saved_device_bytes)
+            self.assertEqual(client.train_state().saved_device_bytes,
+                             state.saved_device_bytes // 2)
+            client.close()
 
 
 if __name__ == "__main__":

@@ -58,9 +58,11 @@ struct moe_client_backward {
     void *dx;                /* [T,H] gradient of x */
     float *weight_gradients; /* [T,K] of the routing weights; NULL when not wanted */
     uint64_t answered_epoch, answered_weights_version, answered_lineage;
-    double aux_loss; /* the load-balance loss; 0 without */
-    bool repeated;   /* the answer is that of an earlier call */
-    bool used_saved; /* x and routing came from the saved pass */
+    double aux_loss;       /* the load-balance loss; 0 without */
+    bool repeated;         /* the answer is that of an earlier call */
+    bool used_saved;       /* x and routing came from the saved pass */
+    bool used_activations; /* and the worker that was asked still had gate and up of it on its
+                              device, instead of computing them again */
     struct moe_client_stages stages;
 };
 
@@ -132,7 +134,8 @@ struct moe_client_train_state {
     double lora_scale;                                 /* alpha / r */
     char lora_targets[MOE_CLIENT_LORA_TARGETS_MAX][8]; /* "" = no further one */
     char checkpoint[MOE_CLIENT_NAME_MAX + 1]; /* the weights last came from or went to; "" = none */
-    uint64_t state_bytes, saved_bytes, saved_bytes_limit; /* on the worker that was asked */
+    uint64_t state_bytes, saved_bytes, saved_bytes_limit;  /* on the worker that was asked */
+    uint64_t saved_device_bytes, saved_device_bytes_limit; /* of activations on its device */
 };
 /* timeout_ms 0 = the client's default. */
 struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t timeout_ms,

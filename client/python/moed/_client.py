@@ -50,8 +50,9 @@ ServerInfo = collections.namedtuple(
 ServerInfo.__doc__ = """The server and its model, as of the time of connecting."""
 
 ForwardResult = collections.namedtuple(
-    "ForwardResult", "y topk_ids topk_weights epoch weights_version stages saved",
-    defaults=(False,))
+    "ForwardResult",
+    "y topk_ids topk_weights epoch weights_version stages saved saved_activations",
+    defaults=(False, False))
 ForwardResult.__doc__ = """An answer with the routing that was used.
 
 y                [T,H], dtype of x
@@ -62,6 +63,7 @@ weights_version  version of the weights
 stages           dict: nanoseconds on the server by stage ("queue_ns", ..., "server_ns"), and
                  "step_tokens", "steps"
 saved            the pass is kept for Client.backward
+saved_activations  and the worker's device keeps gate and up of it, as long as it has room
 """
 
 
@@ -100,7 +102,7 @@ def _result(answer, x, return_routing):
         return y
     ids, weights = _wire.read_routing(answer, x)
     return ForwardResult(y, ids, weights, answer.epoch, answer.weights_version,
-                         _wire.stages(answer), answer.saved)
+                         _wire.stages(answer), answer.saved, answer.saved_activations)
 
 
 class Client(TrainingCalls):

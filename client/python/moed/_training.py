@@ -23,7 +23,7 @@ _OPTIMIZERS = {None: 0, "adamw": 1, "sgd": 2}
 
 Gradients = collections.namedtuple(
     "Gradients", "dx weight_gradients aux_loss epoch weights_version lineage repeated used_saved "
-    "stages")
+    "stages used_activations")
 Gradients.__doc__ = """Answer of Client.backward.
 
 dx                [T,H] gradient of x, dtype of dy
@@ -35,6 +35,8 @@ lineage           see TrainState
 repeated          the answer is that of an earlier call
 used_saved        x and routing came from a forward pass that the worker kept
 stages            as in ForwardResult
+used_activations  with used_saved: the worker that was asked still had gate and up of that pass on its
+                  device, and did not compute them again
 """
 
 StepResult = collections.namedtuple(
@@ -63,7 +65,7 @@ repeated         the answer is that of an earlier call
 TrainState = collections.namedtuple(
     "TrainState", "lineage weights_version steps backwards last_step_id optimizer frozen lora_rank "
     "lora_scale lora_targets checkpoint state_bytes saved_bytes saved_bytes_limit "
-    "saving loading problem unsaved_steps")
+    "saving loading problem unsaved_steps saved_device_bytes saved_device_bytes_limit")
 TrainState.__doc__ = """Where training stands, as the worker that was asked knows it.
 
 lineage          rises whenever the group went back to a checkpoint, or loaded one
@@ -82,6 +84,8 @@ saved_bytes      of saved forward passes on this worker; saved_bytes_limit is th
 saving, loading  checkpoint that is being written, or checked; "" for none
 problem          why the group could not go back to its checkpoint, and does not serve; "" otherwise
 unsaved_steps    optimizer steps since the state of `checkpoint`, or without one since the model was loaded
+saved_device_bytes  of activations that this worker's device keeps for Backward;
+                 saved_device_bytes_limit is their limit
 """
 
 _PARTS = ("router", "experts", "shared")
@@ -206,7 +210,8 @@ class TrainingCalls:
             frozenset(part for part in _PARTS if getattr(answer, part + "_frozen")),
             answer.lora_rank, answer.lora_alpha, tuple(answer.lora_targets), answer.checkpoint,
             answer.state_bytes, answer.saved_bytes, answer.saved_bytes_limit, answer.saving,
-            answer.loading, answer.problem, answer.unsaved_steps)
+            answer.loading, answer.problem, answer.unsaved_steps, answer.saved_device_bytes,
+            answer.saved_device_bytes_limit)
 
     def save_checkpoint(self, name, *, step_id, lineage=0, keep=0, timeout=None):
         """Writes weights and optimizer state into directory `name` of the workers' training root,
@@ -284,7 +289,7 @@ class TrainingCalls:
         return Gradients(
             _wire.array(answer.dx, dy.dtype, dy.shape, "dx"), weights, answer.aux_loss,
             answer.epoch, answer.weights_version, answer.lineage, answer.repeated,
-            answer.used_saved, _wire.stages(answer))
+            answer.used_saved, _wire.stages(answer), answer.used_activations)
 
     def _train(self, name, request, deadline, home=False, once=False):
         """The answer. home: only the first worker has what the call needs. once: no second try."""
