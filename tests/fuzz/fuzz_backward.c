@@ -4,33 +4,11 @@
  * it had been run. A body is refused, or is a call that comes out the same when it is packed again.
  */
 #include "driver.h"
+#include "request_world.h"
 
 #include "moe/v1/training.pb-c.h"
 #include "moe/v1/worker.pb-c.h"
-#include "worker/request.h"
 #include "worker/training_request.h"
-
-#include <stdlib.h>
-
-enum { TOKENS = 3, HIDDEN = 4, TOP_K = 2, MESSAGE = 1 << 16 };
-
-static struct moe_status take(struct moe_device *device, enum moe_mem kind, size_t bytes,
-                              void **out)
-{
-    (void)device;
-    (void)kind;
-    *out = calloc(1, bytes);
-    MOE_INVARIANT(*out != NULL);
-    return moe_ok();
-}
-
-static void give(struct moe_device *device, enum moe_mem kind, void *p, size_t bytes)
-{
-    (void)device;
-    (void)kind;
-    (void)bytes;
-    free(p);
-}
 
 static void destroy(struct moe_trainer *t)
 {
@@ -41,17 +19,6 @@ static const struct moe_training training_table = {.trainer_destroy = destroy};
 static const struct moe_backend memory = {
     .name = "memory", .training = &training_table, .mem_alloc = take, .mem_free = give};
 
-static const struct moe_layer_spec spec = {
-    .layer = 2, .hidden = HIDDEN, .experts = 8, .intermediate = 4, .router = {.top_k = TOP_K}};
-static const struct moe_layer_spec *const specs[] = {&spec};
-static const struct moe_service_info info = {.model = "m",
-                                             .layers = specs,
-                                             .layer_count = 1,
-                                             .max_message_bytes = MESSAGE,
-                                             .max_tokens_per_request = 64,
-                                             .max_tokens_per_step = 32};
-
-static struct moe_staging *staging;
 static struct moe_train *train;
 
 static void open_once(void)
@@ -64,9 +31,8 @@ static void open_once(void)
                                             .trainer = {.optimizer = MOE_OPTIMIZER_SGD},
                                             .saved_bytes = 1 << 16,
                                             .saved_ns = UINT32_MAX};
-    struct moe_status st = moe_staging_create(&memory, NULL, 1 << 20, &staging);
-    MOE_INVARIANT(!moe_failed(&st));
-    st = moe_train_create(&config, &train);
+    open_staging(&memory);
+    struct moe_status st = moe_train_create(&config, &train);
     MOE_INVARIANT(!moe_failed(&st));
 }
 
@@ -89,13 +55,6 @@ static void save_pass(void)
     MOE_INVARIANT(!moe_failed(&st));
     memcpy(r->head, &pass, sizeof pass);
     moe_saved_put(moe_train_passes(train), r, "s", 1, UINT64_MAX / 2);
-}
-
-static void check_memory_is_back(void)
-{
-    struct moe_staging_counters c;
-    moe_staging_read_counters(staging, &c);
-    MOE_INVARIANT(c.in_use_bytes == 0);
 }
 
 /* Reads and writes all that the backend would. */

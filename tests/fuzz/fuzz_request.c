@@ -2,51 +2,11 @@
  * they are a request whose tensors all have the sizes that the layer wants. The answer to it is
  * built as well, as if the engine had chosen expert 0 everywhere. */
 #include "driver.h"
+#include "request_world.h"
 
 #include "moe/v1/expert.pb-c.h"
-#include "worker/request.h"
-
-#include <stdlib.h>
-
-enum { TOKENS = 3, HIDDEN = 4, TOP_K = 2, MESSAGE = 1 << 16 };
-
-static struct moe_status take(struct moe_device *device, enum moe_mem kind, size_t bytes,
-                              void **out)
-{
-    (void)device;
-    (void)kind;
-    *out = calloc(1, bytes);
-    MOE_INVARIANT(*out != NULL);
-    return moe_ok();
-}
-
-static void give(struct moe_device *device, enum moe_mem kind, void *p, size_t bytes)
-{
-    (void)device;
-    (void)kind;
-    (void)bytes;
-    free(p);
-}
 
 static const struct moe_backend memory = {.name = "memory", .mem_alloc = take, .mem_free = give};
-
-static const struct moe_layer_spec spec = {
-    .layer = 2, .hidden = HIDDEN, .experts = 8, .router = {.top_k = TOP_K}};
-static const struct moe_layer_spec *const specs[] = {&spec};
-static const struct moe_service_info info = {.model = "m",
-                                             .layers = specs,
-                                             .layer_count = 1,
-                                             .max_message_bytes = MESSAGE,
-                                             .max_tokens_per_request = 64};
-
-static struct moe_staging *staging;
-
-static void check_memory_is_back(void)
-{
-    struct moe_staging_counters c;
-    moe_staging_read_counters(staging, &c);
-    MOE_INVARIANT(c.in_use_bytes == 0);
-}
 
 /* The first byte of x, y and the routing and the last: the sanitizers see whether they are there.
  */
@@ -76,10 +36,8 @@ static struct moe_rpc_msg *message_of(const uint8_t *data, size_t size)
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    if (staging == NULL) {
-        struct moe_status made = moe_staging_create(&memory, NULL, 1 << 20, &staging);
-        MOE_INVARIANT(!moe_failed(&made));
-    }
+    if (staging == NULL)
+        open_staging(&memory);
     const struct moe_request_context context = {
         .info = &info, .staging = staging, .epoch = 5, .weights_version = 1};
     struct moe_request r;

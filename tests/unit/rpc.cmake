@@ -3,5 +3,5 @@ target_include_directories(rpc_fixture PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
 target_link_libraries(rpc_fixture PUBLIC moe_rpc moe_test_support PkgConfig::CMOCKA
   PRIVATE moe_strict)
 foreach(name rpc_frame rpc_calls rpc_admission rpc_unread rpc_services rpc_drain)
-  moe_test(test_${name} SOURCES test_${name}.c USES rpc_fixture TIMEOUT 120)
+  moe_test(test_${name} SOURCES test_${name}.c USES rpc_fixture TIMEOUT 120 LABELS rpc)
 endforeach()

@@ -36,11 +36,21 @@ struct moe_status moe_client_connect(const struct moe_client_config *config,
 /* Waits for calls in flight. Streams must be closed first. Not from a callback. NULL is ignored. */
 void moe_client_close(struct moe_client *c);
 
+/* One layer, as LayerInfo in moe/v1/types.proto. */
 struct moe_client_layer {
-    uint32_t layer, hidden, experts, zero_experts, top_k, intermediate, shared_intermediate;
+    uint32_t layer;               /* the model's layer index */
+    uint32_t hidden;              /* H */
+    uint32_t experts;             /* E */
+    uint32_t zero_experts;        /* ids E .. E + zero_experts - 1 are the identity */
+    uint32_t top_k;               /* K */
+    uint32_t intermediate;        /* inner width of a routed expert */
+    uint32_t shared_intermediate; /* of the shared expert; 0 = none */
 };
+
+/* The server and its model, as GetServerInfo and GetModel in moe/v1/expert.proto tell. Everything
+ * is the client's. */
 struct moe_client_info {
-    const char *model, *family, *version, *backend, *coordinator; /* owned by the client */
+    const char *model, *family, *version, *backend, *coordinator;
     uint64_t epoch, weights_version, max_message_bytes;
     uint32_t max_tokens_per_request, max_tokens_per_step;
     const char *const *workers; /* endpoints by slot */
