@@ -40,6 +40,8 @@ struct moe_checkpoint_context {
     const atomic_bool *cancel; /* once true, a phase ends with MOE_CANCELLED soon; NULL = never */
     _Atomic uint64_t
         *processed;  /* bytes taken from the copy, or checked, so far; NULL = not wanted */
+    atomic_bool *torn; /* set where a trainer could not be left as it was found: what it holds from
+                          then on is no state of training. NULL where nothing reads trainers */
     uint64_t writer; /* a number of the lowest slot's process's own: says who writes it */
 };
 

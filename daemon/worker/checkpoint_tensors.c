@@ -215,7 +215,8 @@ struct moe_status moe_ckpt__go_on(const struct moe_checkpoint_context *c)
                : moe_error(MOE_CANCELLED, MOE_REASON_ABORTED, "called off");
 }
 
-/* W0, which a trainer shows where its adapter is zero: B goes, W is read, B comes back. */
+/* W0, which a trainer shows where its adapter is zero: B goes, W is read, B comes back; where it
+ * cannot, the state is torn. */
 static struct moe_status read_base(const struct moe_checkpoint_context *c,
                                    const struct moe_ckpt_tensor *t, float *to, size_t bytes)
 {
@@ -227,11 +228,13 @@ static struct moe_status read_base(const struct moe_checkpoint_context *c,
     struct moe_status st = kept != NULL && zeros != NULL ? moe_ok() : moe_ckpt__no_memory();
     if (!moe_failed(&st))
         st = training->trainer_read(trainer, &b, kept, b_bytes);
-    if (!moe_failed(&st))
-        st = training->trainer_write(trainer, &b, zeros, b_bytes);
     if (!moe_failed(&st)) {
-        st = training->trainer_read(trainer, &t->key, to, bytes);
+        st = training->trainer_write(trainer, &b, zeros, b_bytes);
+        if (!moe_failed(&st))
+            st = training->trainer_read(trainer, &t->key, to, bytes);
         struct moe_status restored = training->trainer_write(trainer, &b, kept, b_bytes);
+        if (moe_failed(&restored) && c->torn != NULL)
+            atomic_store(c->torn, true);
         if (!moe_failed(&st))
             st = restored;
     }

@@ -214,26 +214,54 @@ static struct moe_train_call call_of(const struct moe_train_work *w)
     return call;
 }
 
+static bool waits_for(const struct moe_train_work *w, enum moe_step_kind kind, uint64_t id)
+{
+    return w != NULL && !w->poke && !w->cancelled && w->kind == kind && call_of(w).id == id;
+}
+
+/* Lock held. Also who has asked and whose ticket has not come, or has just begun: it will join. */
+static bool somebody_waits(const struct moe_engine *e, enum moe_step_kind kind, uint64_t id)
+{
+    bool found = false;
+    for (const struct moe_train_work *w = e->held.head; w != NULL; w = w->next)
+        found = found || waits_for(w, kind, id);
+    for (const struct moe_train_work *w = e->calls.head; w != NULL; w = w->next)
+        found = found || waits_for(w, kind, id);
+    for (unsigned i = 0; i < e->in_flight; i++)
+        found = found || waits_for(e->lanes[(e->lane_first + i) % LANES].train, kind, id);
+    return found;
+}
+
+/* Lock held, and given up at the end: `w` may be gone then. It waits no longer, and was perhaps the
+ * last that did. Told to the training room with the lock: who asks later is later there, too. */
+static void stop_waiting(struct moe_engine *e, const struct moe_train_work *w)
+{
+    struct moe_train_call call = call_of(w), poke;
+    if ((w->kind != MOE_STEP_SAVE && w->kind != MOE_STEP_LOAD) ||
+        somebody_waits(e, w->kind, call.id) ||
+        !moe_train_job_unwanted(e->config.training, w->kind, call.id, &poke))
+        return;
+    pthread_mutex_unlock(&e->lock);
+    (void)moe_engine__poke(e, &poke); /* without room, the next part that ends does the same */
+    pthread_mutex_lock(&e->lock);
+}
+
 void moe_engine_cancel_training(struct moe_engine *e, struct moe_train_work *w)
 {
-    struct moe_train_call call = {0};
     pthread_mutex_lock(&e->lock);
     w->cancelled = true;
     struct moe_train_work *at = e->calls.head;
     while (at != NULL && at != w)
         at = at->next;
-    if (at != NULL && !is_known(e, w)) {
+    bool unknown = at != NULL && !is_known(e, w);
+    if (unknown)
         unlink_call(e, w);
+    bool ends = take_out(&e->held, w) || unknown;
+    if (ends)
         end_call(e, w, cancelled());
-    }
-    bool held = take_out(&e->held, w), last = held && e->held.head == NULL;
-    if (last)
-        call = call_of(w);
-    if (held)
-        end_call(e, w, cancelled());
+    if (ends || at != NULL)
+        stop_waiting(e, w);
     pthread_mutex_unlock(&e->lock);
-    if (last)
-        moe_train_cancel_job(e->config.training, call.kind, call.id);
 }
 
 /* ------------------------------------------------------------------ Save and Load */
@@ -369,6 +397,7 @@ void moe_engine__begin_training(struct moe_engine *e, struct moe_lane *lane,
     if (lane->ticket.kind != MOE_STEP_BACKWARD) {
         lane->failure =
             moe_train_run(t, session, &lane->ticket, &lane->call, &lane->turn, &lane->outcome);
+        lane->changing = lane->turn.changes;
         return;
     }
     lane->failure = enqueue_backward(e, lane, session, trainer);
@@ -445,14 +474,11 @@ void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
     if (lane->train == NULL)
         return;
     struct moe_train_work *w = lane->train;
-    bool nobody_waits = lane->turn.waits && !w->poke && w->cancelled && e->held.head == NULL;
     w->step = *result;
+    bool left = lane->turn.waits && !w->poke && w->cancelled;
     end_own_call(e, lane, st, &answer);
-    if (!nobody_waits)
-        return;
-    pthread_mutex_unlock(&e->lock);
-    moe_train_cancel_job(e->config.training, lane->call.kind, lane->call.id);
-    pthread_mutex_lock(&e->lock);
+    if (left)
+        stop_waiting(e, w);
 }
 
 void moe_engine__abandon_training(struct moe_engine *e, struct moe_lane *lane)

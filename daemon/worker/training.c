@@ -501,14 +501,14 @@ struct moe_trainer *moe_train__find_trainer(const struct moe_train *t, uint32_t 
     return NULL;
 }
 
-/* A Save reads, and takes adapters away for a moment as it begins; a Load changes something when it
- * ends. */
+/* A Save reads, and takes adapters away for a moment as it begins; a Load changes something in the
+ * one turn that takes it (training_job.c says so then). */
 static bool changes_state(const struct moe_train *t, const struct moe_train_call *call,
                           const struct moe_train_turn *turn)
 {
     if (call->kind == MOE_STEP_SAVE)
         return !turn->joined && t->config.trainer.lora_rank > 0;
-    return call->kind != MOE_STEP_LOAD || turn->joined;
+    return call->kind != MOE_STEP_LOAD;
 }
 
 struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *ticket,

@@ -161,7 +161,8 @@ struct moe_train_turn {
     bool waits;                /* with `run`: what it began goes on; a later turn settles it */
     bool joined;               /* with `run`: an earlier turn has begun it */
     bool settles;              /* with `run`: the calls that wait have this turn's end */
-    bool changes;              /* with `run`: cut short, it would leave the state torn */
+    bool changes;              /* with `run`: cut short, it would leave the state torn; `run` itself
+                                  may find that out */
     uint32_t origin;           /* slot that was asked */
     uint64_t saved;            /* moe_backward_args.saved of the pass */
     uint64_t weights_version;  /* as it began */
@@ -197,10 +198,12 @@ struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ti
 typedef bool (*moe_train_poke_fn)(void *ctx, const struct moe_train_call *call);
 /* Before the first ticket. */
 void moe_train_set_poke(struct moe_train *t, moe_train_poke_fn poke, void *ctx);
-/* [any thread] Nobody waits at this slot for what is under way any more: when that is so at all
- * slots that were asked, it ends as soon as it can, unless that is how it ends anyway. Nothing when
- * that is another call, or nothing is. */
-void moe_train_cancel_job(struct moe_train *t, enum moe_step_kind kind, uint64_t id);
+/* [any thread] Nobody waits at this slot for what is under way any more, until a later call joins
+ * it: when that is so at all slots that were asked, it ends as soon as it can, unless that is how
+ * it ends anyway. They hear of it by a ticket for `poke`. False when what is under way is another
+ * call, or nothing is. */
+bool moe_train_job_unwanted(struct moe_train *t, enum moe_step_kind kind, uint64_t id,
+                            struct moe_train_call *poke);
 /* [engine's thread] The view is over. Does not wait. */
 void moe_train_give_up_job(struct moe_train *t);
 /* No ticket will come: waits for the thread of what was given up, and tidies. */

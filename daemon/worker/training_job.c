@@ -15,7 +15,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { POKE_PAUSE_NS = 20000000 };
+enum { POKE_PAUSE_NS = 20000000, CALLED_OFF_RETRY_MS = 100 };
 
 struct moe_train_job {
     struct work work; /* its `call` is the next */
@@ -288,12 +288,14 @@ static void forget_job(struct moe_train *t)
 }
 
 /* All slots have checked it. */
-static struct moe_status take(struct moe_train_job *j, struct moe_session *session)
+static struct moe_status take(struct moe_train_job *j, struct moe_session *session,
+                              struct moe_train_turn *turn)
 {
     struct moe_train *t = j->work.train;
     struct moe_status verdict = moe_ok();
     uint64_t unused;
     j->work.context = moe_train__context_of(t);
+    turn->changes = true;
     MOE_TRY(moe_train__together(&j->work, session, moe_train__load_take, &verdict, &unused));
     if (moe_failed(&verdict)) /* some slot has half of it: the view ends, the state is torn */
         return verdict;
@@ -312,7 +314,7 @@ static struct moe_status settle(struct moe_train *t, struct moe_session *session
     turn->settles = true;
     turn->refusal = j->verdict;
     if (!moe_failed(&j->verdict) && !is_save(j)) {
-        st = take(j, session);
+        st = take(j, session, turn);
     } else if (!moe_failed(&j->verdict)) {
         uint64_t epoch = outcome->epoch;
         *outcome = j->outcome;
@@ -343,6 +345,13 @@ static struct moe_status look(struct moe_train_job *j, struct moe_session *sessi
     return moe_ok();
 }
 
+/* To those who joined a job too late: nobody waited for it when it was called off. */
+static struct moe_status called_off(void)
+{
+    return moe_error_retry(MOE_ABORTED, MOE_REASON_ABORTED, CALLED_OFF_RETRY_MS,
+                           "called off, as nobody waited for it: ask again");
+}
+
 /* Of a phase that is over on all slots. The commit is the lowest slot's own affair: when somebody
  * calls it off, only that slot knows whether it was in time; and behind it there is nothing left to
  * call off. */
@@ -354,8 +363,9 @@ static struct moe_status judge_phase(struct moe_train_job *j, const struct repor
     j->bytes += more;
     /* What begin refused is not ours. */
     *undo = is_save(j) && j->phase <= SAVE_COMMIT && (j->phase > 0 || !moe_failed(&st));
-    if (cancelled && !moe_failed(&st) && !(is_save(j) && j->phase >= SAVE_COMMIT))
-        st = moe_error(MOE_CANCELLED, MOE_REASON_ABORTED, "called off");
+    if (st.code == MOE_CANCELLED ||
+        (cancelled && !moe_failed(&st) && !(is_save(j) && j->phase >= SAVE_COMMIT)))
+        st = called_off();
     return st;
 }
 
@@ -439,19 +449,18 @@ void moe_train_set_poke(struct moe_train *t, moe_train_poke_fn poke, void *ctx)
     t->poke_ctx = ctx;
 }
 
-void moe_train_cancel_job(struct moe_train *t, enum moe_step_kind kind, uint64_t id)
+bool moe_train_job_unwanted(struct moe_train *t, enum moe_step_kind kind, uint64_t id,
+                            struct moe_train_call *poke)
 {
-    struct moe_train_call poke;
     pthread_mutex_lock(&t->lock);
     struct moe_train_job *j = t->job;
     bool found = j != NULL && j->call.kind == kind && j->call.id == id;
     if (found) {
         atomic_store(&j->unwanted, true);
-        poke = j->poke;
+        *poke = j->poke;
     }
     pthread_mutex_unlock(&t->lock);
-    if (found) /* where there is no room, the next part that ends does the same */
-        (void)t->poke(t->poke_ctx, &poke);
+    return found;
 }
 
 void moe_train_give_up_job(struct moe_train *t)

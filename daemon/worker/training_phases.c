@@ -153,7 +153,7 @@ bool moe_train__is_lowest(const struct work *w)
     return w->context.slot == (uint32_t)__builtin_ctzll(w->context.live);
 }
 
-struct moe_checkpoint_context moe_train__context_of(const struct moe_train *t)
+struct moe_checkpoint_context moe_train__context_of(struct moe_train *t)
 {
     return (struct moe_checkpoint_context){
         .root = t->config.directory,
@@ -167,6 +167,7 @@ struct moe_checkpoint_context moe_train__context_of(const struct moe_train *t)
         .slots = t->slots,
         .live = t->live,
         .config = &t->config.trainer,
+        .torn = &t->broken,
         .writer = t->writer,
     };
 }
@@ -394,6 +395,15 @@ static struct moe_status check_call(const struct moe_train *t, const struct moe_
     return moe_ok();
 }
 
+static struct moe_status run(struct work *w, struct moe_session *session,
+                             struct moe_train_turn *turn, struct moe_ledger_outcome *outcome)
+{
+    if (w->call->kind != MOE_STEP_EXPORT)
+        return moe_train__run_job(w->train, session, w->call, turn, outcome);
+    return w->call->merge ? run_merge(w, session, &turn->refusal)
+                          : run_export(w, session, &turn->refusal, &outcome->bytes);
+}
+
 struct moe_status moe_train__run_phases(struct moe_train *t, struct moe_session *session,
                                         const struct moe_train_call *call,
                                         struct moe_train_turn *turn,
@@ -403,8 +413,11 @@ struct moe_status moe_train__run_phases(struct moe_train *t, struct moe_session 
     turn->refusal = check_call(t, call);
     if (moe_failed(&turn->refusal))
         return moe_ok();
-    if (call->kind != MOE_STEP_EXPORT)
-        return moe_train__run_job(t, session, call, turn, outcome);
-    return call->merge ? run_merge(&w, session, &turn->refusal)
-                       : run_export(&w, session, &turn->refusal, &outcome->bytes);
+    struct moe_status st = run(&w, session, turn, outcome);
+    if (!atomic_exchange(&t->broken, false))
+        return st;
+    turn->changes = true;
+    return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
+                     "an adapter that was taken away to read what is under it could not be put "
+                     "back: training goes back to its last checkpoint");
 }

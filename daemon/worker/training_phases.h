@@ -29,7 +29,7 @@ struct report {
     char text[184];
 };
 
-struct moe_checkpoint_context moe_train__context_of(const struct moe_train *t);
+struct moe_checkpoint_context moe_train__context_of(struct moe_train *t);
 bool moe_train__is_lowest(const struct work *w);
 
 struct report moe_train__report_of(const struct moe_status *st);

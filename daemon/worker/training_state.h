@@ -6,6 +6,7 @@
 #include "worker/training.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 
 struct moe_train_metrics {
     struct moe_counter *backwards, *steps, *skipped, *repeats, *saved_steps, *reused;
@@ -37,6 +38,8 @@ struct moe_train {
     uint64_t activation_bytes, activation_limit; /* on the device: now, and at most */
     struct moe_train_job *job; /* the Save or Load that is under way; NULL = none. Changes on the
                                   engine's thread */
+    atomic_bool broken; /* a trainer that a checkpoint was read from has not got back what it held;
+                           the turn in which that happens ends the view */
     struct moe_train_job *old; /* one that was given up, and may still have a thread */
 
     struct moe_saved_steps saved_steps; /* the engine's thread only */

@@ -92,13 +92,7 @@ void begin_view(void)
     begin_view_of(BUCKET);
 }
 
-int open_engine(void **state)
-{
-    (void)state;
-    return open_engine_keeping(3600 * MOE_NS_PER_S);
-}
-
-int open_engine_keeping(uint64_t saved_ns)
+static int open_engine_with(uint64_t saved_ns, uint32_t lora_rank)
 {
     static struct moe_layer *layers[1];
     static const uint32_t offset[] = {0, 1, 2};
@@ -115,10 +109,14 @@ int open_engine_keeping(uint64_t saved_ns)
         .device = (struct moe_device *)(void *)&device_memory,
         .specs = specs,
         .layer_count = 1,
-        .trainer = {.optimizer = MOE_OPTIMIZER_ADAMW},
+        .trainer = {.optimizer = MOE_OPTIMIZER_ADAMW,
+                    .lora_rank = lora_rank,
+                    .lora_alpha = 1,
+                    .lora_targets = lora_rank > 0 ? 7 : 0},
         .saved_bytes = 1 << 20,
         .saved_ns = saved_ns,
         .saved_device_bytes = 1 << 20,
+        .directory = "/nonexistent/checkpoints",
     };
     assert_ok(moe_train_create(&train, &test.train));
     assert_ok(moe_train_attach(test.train, layers, &placement));
@@ -138,6 +136,23 @@ int open_engine_keeping(uint64_t saved_ns)
     assert_ok(moe_engine_create(&config, &test.engine));
     begin_view();
     return 0;
+}
+
+int open_engine(void **state)
+{
+    (void)state;
+    return open_engine_keeping(3600 * MOE_NS_PER_S);
+}
+
+int open_engine_keeping(uint64_t saved_ns)
+{
+    return open_engine_with(saved_ns, 0);
+}
+
+int open_adapters(void **state)
+{
+    (void)state;
+    return open_engine_with(3600 * MOE_NS_PER_S, 2);
 }
 
 int close_engine(void **state)
@@ -160,6 +175,8 @@ void ask(int i, enum moe_step_kind kind, uint64_t id, float value)
     *c = (struct client){.call = {.kind = kind, .id = id, .content = {{(uint64_t)value, 1}}}};
     if (kind == MOE_STEP_BACKWARD)
         strcpy(c->call.session, "s");
+    if (kind == MOE_STEP_LOAD || kind == MOE_STEP_SAVE)
+        strcpy(c->call.name, "nosuch");
     c->call.optimizer = (struct moe_optimizer_args){.learning_rate = 1, .grad_scale = 1};
     for (int e = 0; e < BUCKET * HIDDEN; e++)
         c->dy[e] = value;

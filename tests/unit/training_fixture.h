@@ -41,6 +41,8 @@ extern struct training_fixture test;
 int open_engine(void **state);
 /* The same, and nothing is kept for longer than that. */
 int open_engine_keeping(uint64_t saved_ns);
+/* With adapters of rank 2 in place of the experts themselves. */
+int open_adapters(void **state);
 int close_engine(void **state);
 #define with_engine(name) cmocka_unit_test_setup_teardown(name, open_engine, close_engine)
 

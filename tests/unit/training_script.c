@@ -250,7 +250,30 @@ static struct moe_status script_optimizer(struct moe_session *s, struct moe_trai
     return moe_ok();
 }
 
+static struct moe_status script_read(struct moe_trainer *t, const struct moe_train_key *key,
+                                     float *to, size_t bytes)
+{
+    (void)t;
+    (void)key;
+    memset(to, 0, bytes);
+    return moe_ok();
+}
+
+static struct moe_status script_write(struct moe_trainer *t, const struct moe_train_key *key,
+                                      const float *from, size_t bytes)
+{
+    (void)t;
+    (void)key;
+    (void)from;
+    (void)bytes;
+    return ++script.writes == script.write_that_fails
+               ? moe_error(MOE_INTERNAL, MOE_REASON_NONE, "the device is broken")
+               : moe_ok();
+}
+
 static const struct moe_training script_training = {
+    .trainer_read = script_read,
+    .trainer_write = script_write,
     .trainer_create = script_trainer,
     .trainer_destroy = script_trainer_destroy,
     .trainer_bytes = script_bytes,

@@ -35,6 +35,8 @@ struct training_script {
     bool nonfinite;             /* what optimizer steps say of their gradients */
     bool bad_token;             /* backward passes find logits that are not finite */
     bool refuse;                /* passes and optimizer steps are refused by all slots */
+    int writes;                 /* of tensors of the trainer */
+    int write_that_fails;       /* 1 = the first; 0 = none */
     bool peer_has_done;         /* what is refused here: the exchange says that a peer did it */
 };
 extern struct training_script script;
