@@ -61,6 +61,7 @@ static struct moe_status join(struct call *call)
     f->answered_epoch = first->epoch;
     f->answered_weights_version = first->weights_version;
     f->saved = first->saved;
+    f->saved_activations = first->saved_activations;
     f->stages = first->stages;
     for (size_t i = 1; i < call->piece_count; i++) {
         const struct moe_client_answer *a = &call->pieces[i].answer;

@@ -57,6 +57,7 @@ static void finish(struct item *it)
         it->f->answered_epoch = it->answer.epoch;
         it->f->answered_weights_version = it->answer.weights_version;
         it->f->saved = it->answer.saved;
+        it->f->saved_activations = it->answer.saved_activations;
         it->f->stages = it->answer.stages;
     }
     it->done(it->ctx, it->f, it->status);

@@ -236,6 +236,7 @@ struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t time
         .lineage = a->lineage,
         .weights_version = a->weights_version,
         .steps = a->steps,
+        .unsaved_steps = a->unsaved_steps,
         .last_step_id = a->last_step_id,
         .backwards = a->backwards,
         .optimizer = (enum moe_client_optimizer)a->optimizer,
@@ -247,10 +248,15 @@ struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t time
         .saved_bytes_limit = a->saved_bytes_limit,
         .saved_device_bytes = a->saved_device_bytes,
         .saved_device_bytes_limit = a->saved_device_bytes_limit,
+        .progress_bytes = a->progress_bytes,
+        .progress_bytes_total = a->progress_bytes_total,
     };
     for (size_t i = 0; i < a->n_lora_targets && i < MOE_CLIENT_LORA_TARGETS_MAX; i++)
         copy_text(out->lora_targets[i], sizeof out->lora_targets[i], a->lora_targets[i]);
     copy_text(out->checkpoint, sizeof out->checkpoint, a->checkpoint);
+    copy_text(out->saving, sizeof out->saving, a->saving);
+    copy_text(out->loading, sizeof out->loading, a->loading);
+    copy_text(out->problem, sizeof out->problem, a->problem);
     return moe_ok();
 }
 

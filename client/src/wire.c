@@ -327,6 +327,7 @@ struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, str
     answer->epoch = a->epoch;
     answer->weights_version = a->weights_version;
     answer->saved = a->saved;
+    answer->saved_activations = a->saved_activations;
     answer->stages = moe_client_wire_stages(a->stages);
     return moe_ok();
 }

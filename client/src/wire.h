@@ -25,7 +25,7 @@ struct moe_client_rows {
 /* What an answer says besides its tensors. */
 struct moe_client_answer {
     uint64_t epoch, weights_version;
-    bool saved;
+    bool saved, saved_activations;
     struct moe_client_stages stages;
 };
 

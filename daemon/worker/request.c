@@ -68,13 +68,8 @@ static struct moe_status check_shape(struct parse *p, const Head *h)
     if (h->tokens > p->context->info->max_tokens_per_request)
         return invalid(TOKEN_LIMIT, "%u tokens; a request may have %u", h->tokens,
                        p->context->info->max_tokens_per_request);
-    size_t want;
-    if (!moe_size_mul3(h->tokens, spec->hidden, moe_dtype_bytes(w->dtype), &want))
-        return invalid(TOO_LARGE, "x would be too large");
-    if (p->x_bytes != want && !has_reference(h))
-        return invalid(SHAPE_MISMATCH, "x has %zu bytes; %u tokens of %u elements have %zu",
-                       p->x_bytes, h->tokens, h->hidden, want);
-    return moe_ok();
+    return has_reference(h) ? moe_ok()
+                            : moe_request_check_tensor("x", p->x_bytes, spec, h->tokens, w->dtype);
 }
 
 static struct moe_status check_mode(struct parse *p, const Head *h)
@@ -124,11 +119,7 @@ static struct moe_status check_save(struct parse *p, const Head *h)
     if (c->training == NULL)
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
                          "this worker was started without training");
-    if (!moe_training_name_ok(h->save->session))
-        return invalid(NAME_INVALID, "a session has 1 to 64 characters of A-Z a-z 0-9 . _ - and "
-                                     "begins with no dot");
-    if (h->save->micro_batch_id == 0 || h->save->micro_batch_id > INT64_MAX)
-        return invalid(VALUE_INVALID, "micro_batch_id must be from 1 to 2^63 - 1");
+    MOE_TRY(moe_request_check_pass(h->save->session, h->save->micro_batch_id));
     if (h->tokens > c->info->max_tokens_per_step)
         return invalid(TOKEN_LIMIT, "%u tokens; one Backward has at most %u", h->tokens,
                        c->info->max_tokens_per_step);

@@ -2,7 +2,9 @@
  * compared with what the layer wants. */
 #include "worker/request_checks.h"
 
+#include "base/size.h"
 #include "moe/v1/types.pb-c.h"
+#include "worker/ledger.h"
 
 #include <math.h>
 
@@ -43,8 +45,6 @@ struct moe_status moe_request_find_layer(const struct moe_service_info *info, co
     return moe_ok();
 }
 
-/* --------------------------------------------------------------------------- routing */
-
 struct moe_status moe_request_check_rows(const struct moe_layer_spec *spec, uint32_t hidden,
                                          uint32_t tokens)
 {
@@ -55,6 +55,31 @@ struct moe_status moe_request_check_rows(const struct moe_layer_spec *spec, uint
         return invalid(SHAPE_MISMATCH, "a request needs at least one token");
     return moe_ok();
 }
+
+struct moe_status moe_request_check_tensor(const char *what, size_t bytes,
+                                           const struct moe_layer_spec *spec, uint32_t tokens,
+                                           enum moe_dtype dtype)
+{
+    size_t want;
+    if (!moe_size_mul3(tokens, spec->hidden, moe_dtype_bytes(dtype), &want))
+        return invalid(TOO_LARGE, "%s would be too large", what);
+    if (bytes != want)
+        return invalid(SHAPE_MISMATCH, "%s has %zu bytes; %u tokens of %u elements have %zu", what,
+                       bytes, tokens, spec->hidden, want);
+    return moe_ok();
+}
+
+struct moe_status moe_request_check_pass(const char *session, uint64_t micro_batch_id)
+{
+    if (!moe_training_name_ok(session))
+        return invalid(NAME_INVALID, "a session has 1 to 64 characters of A-Z a-z 0-9 . _ - and "
+                                     "begins with no dot");
+    if (micro_batch_id == 0 || micro_batch_id > INT64_MAX)
+        return invalid(VALUE_INVALID, "micro_batch_id must be from 1 to 2^63 - 1");
+    return moe_ok();
+}
+
+/* --------------------------------------------------------------------------- routing */
 
 size_t moe_request_id_bytes(int dtype)
 {

@@ -22,6 +22,15 @@ struct moe_status moe_request_find_layer(const struct moe_service_info *info, co
 /* Rows as wide as the layer's, and at least one. Errors: MOE_INVALID_ARGUMENT/SHAPE_MISMATCH. */
 struct moe_status moe_request_check_rows(const struct moe_layer_spec *spec, uint32_t hidden,
                                          uint32_t tokens) MOE_CHECKED;
+/* `bytes` of the tensor `what` are those of `tokens` rows of the layer's width. Errors:
+ * MOE_INVALID_ARGUMENT/SHAPE_MISMATCH, TOO_LARGE. */
+struct moe_status moe_request_check_tensor(const char *what, size_t bytes,
+                                           const struct moe_layer_spec *spec, uint32_t tokens,
+                                           enum moe_dtype dtype) MOE_CHECKED;
+
+/* Under which name a pass is known to training. Errors: MOE_INVALID_ARGUMENT/NAME_INVALID,
+ * VALUE_INVALID. */
+struct moe_status moe_request_check_pass(const char *session, uint64_t micro_batch_id) MOE_CHECKED;
 
 /* Bytes of one expert id on the wire, `dtype` being a moe.v1.DataType; 0 for what is no format of
  * ids. */

@@ -61,26 +61,17 @@ static struct moe_status check_shape(struct parse *p, const Head *h)
     if (h->tokens > p->context->info->max_tokens_per_step)
         return invalid(TOKEN_LIMIT, "%u tokens; one Backward has at most %u", h->tokens,
                        p->context->info->max_tokens_per_step);
-    size_t want;
-    if (!moe_size_mul3(h->tokens, spec->hidden, moe_dtype_bytes(p->request->work.dtype), &want))
-        return invalid(TOO_LARGE, "dy would be too large");
-    if (p->dy_bytes != want)
-        return invalid(SHAPE_MISMATCH, "dy has %zu bytes; %u tokens of %u elements have %zu",
-                       p->dy_bytes, h->tokens, h->hidden, want);
-    if (p->x_bytes != 0 && p->x_bytes != want)
-        return invalid(SHAPE_MISMATCH, "x has %zu bytes; %u tokens of %u elements have %zu",
-                       p->x_bytes, h->tokens, h->hidden, want);
+    enum moe_dtype dtype = p->request->work.dtype;
+    MOE_TRY(moe_request_check_tensor("dy", p->dy_bytes, spec, h->tokens, dtype));
+    if (p->x_bytes != 0)
+        MOE_TRY(moe_request_check_tensor("x", p->x_bytes, spec, h->tokens, dtype));
     p->request->work.tokens = h->tokens;
     return moe_ok();
 }
 
 static struct moe_status check_numbers(const Head *h)
 {
-    if (!moe_training_name_ok(h->session))
-        return invalid(NAME_INVALID, "a session has 1 to 64 characters of A-Z a-z 0-9 . _ - and "
-                                     "begins with no dot");
-    if (h->micro_batch_id == 0 || h->micro_batch_id > INT64_MAX)
-        return invalid(VALUE_INVALID, "micro_batch_id must be from 1 to 2^63 - 1");
+    MOE_TRY(moe_request_check_pass(h->session, h->micro_batch_id));
     if (!(h->aux_coeff >= 0) || h->aux_coeff > 1e30)
         return invalid(VALUE_INVALID, "aux_coeff must be a number of at least 0");
     return moe_ok();

@@ -4,6 +4,7 @@
 
 #include "base/clock.h"
 #include "moe/v1/training.pb-c.h"
+#include "worker/request_checks.h"
 #include "worker/training_request.h"
 
 #include <fcntl.h>
@@ -360,14 +361,9 @@ static struct moe_status check_service(const struct moe_training_service *s,
     uint64_t epoch;
     bool draining;
     moe_service_read(s->config.service, &epoch, &draining);
-    if (draining)
-        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, 100, "this worker is leaving");
-    if (epoch == 0)
+    if (!draining && epoch == 0)
         MOE_TRY(check_stuck(s, call));
-    if (epoch == 0)
-        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 100,
-                               "no view is in force: the group is forming, or lacks a worker");
-    return moe_ok();
+    return moe_request_check_worker(draining, epoch);
 }
 
 /* A method that changes something: what its message is, and what fills the call from it. */

@@ -159,9 +159,15 @@ int main(int argc, char **argv)
                                     .lineage = state.lineage, .dy = dy, .x = x, .topk_ids = ids,
                                     .saved = true, .dx = dx};
     require(moe_client_backward(c[0], &b));
-    if (!f.saved || !b.used_saved || b.repeated)
+    if (!f.saved || !b.used_saved || b.repeated || f.saved_activations || b.used_activations)
         return 3;
     fwrite(dx, 4, count, stdout);
+    struct moe_client_forward large = f; /* a step of its own, for whose Backward more is kept */
+    large.tokens = 256;
+    large.save_micro_batch_id = 2;
+    require(moe_client_forward(c[0], &large));
+    if (!large.saved || !large.saved_activations)
+        return 7;
     b.saved = false;
     require(moe_client_backward(c[1], &b));
     if (!b.repeated)
@@ -181,7 +187,8 @@ int main(int argc, char **argv)
     uint32_t dropped = 9;
     require(moe_client_zero_grad(c[0], &change, &dropped));
     require(moe_client_get_train_state(c[1], 0, &state));
-    if (dropped != 0 || state.last_step_id != 3 || !state.frozen.router || state.steps != 1)
+    if (dropped != 0 || state.last_step_id != 3 || !state.frozen.router || state.steps != 1 ||
+        state.unsaved_steps != 1 || state.saving[0] != 0 || state.problem[0] != 0)
         return 6;
     moe_client_close(c[0]);
     moe_client_close(c[1]);

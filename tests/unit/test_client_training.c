@@ -226,6 +226,11 @@ static void on_state(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx
     a.lora_targets = targets;
     a.n_lora_targets = 2;
     a.checkpoint = (char *)(uintptr_t) "epoch-1";
+    a.unsaved_steps = 3;
+    a.saving = (char *)(uintptr_t) "epoch-2";
+    a.progress_bytes = 5;
+    a.progress_bytes_total = 6;
+    a.problem = (char *)(uintptr_t) "epoch-1: damaged";
     if (!refuse(call, wish_of(ctx), true))
         reply(call, &a.base);
 }
@@ -534,6 +539,10 @@ static void changes_say_what_they_were_told(void **state)
     assert_int_equal(t.optimizer, MOE_CLIENT_OPTIMIZER_SGD);
     assert_true(t.frozen.shared && !t.frozen.router);
     assert_string_equal(t.checkpoint, "epoch-1");
+    assert_string_equal(t.saving, "epoch-2");
+    assert_string_equal(t.loading, "");
+    assert_true(t.unsaved_steps == 3 && t.progress_bytes == 5 && t.progress_bytes_total == 6);
+    assert_string_equal(t.problem, "epoch-1: damaged");
     assert_string_equal(t.lora_targets[0], "gate");
     assert_string_equal(t.lora_targets[1], "a longe"); /* cut, within its place */
 

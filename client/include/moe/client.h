@@ -90,7 +90,9 @@ struct moe_client_forward {
     int32_t *topk_ids;   /* [T,K], or NULL when not wanted (NULL together with the weights) */
     float *topk_weights; /* [T,K] */
     uint64_t answered_epoch, answered_weights_version;
-    bool saved; /* the pass is kept for Backward */
+    bool saved;             /* the pass is kept for Backward */
+    bool saved_activations; /* and the worker's device keeps what Backward would compute again, as
+                               long as it has room */
     struct moe_client_stages stages;
 };
 

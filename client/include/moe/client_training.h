@@ -40,7 +40,7 @@ struct moe_client_backward {
     uint32_t layer;            /* the model's layer index */
     uint32_t tokens, hidden;   /* T: 1 to max_tokens_per_step; H */
     enum moe_dtype dtype;      /* of x, dy and dx */
-    const char *session;       /* 1 to 64 characters of [A-Za-z0-9._-] */
+    const char *session;       /* 1 to 64 characters of [A-Za-z0-9._-], no dot first */
     uint64_t micro_batch_id;   /* >= 1; rises with every Backward of the session */
     uint64_t weights_version;  /* that the forward pass used; 0 = any, without `saved` */
     uint64_t lineage;          /* as the state told; 0 = any */
@@ -102,7 +102,7 @@ struct moe_client_optimizer_step {
     bool skipped_nonfinite; /* a gradient was NaN or infinite: nothing moved */
     double grad_norm;       /* after grad_scale, before clipping */
     uint32_t backwards;     /* calls whose gradients went in */
-    uint64_t steps;         /* that moved something since the beginning */
+    uint64_t steps;         /* that moved something, since the beginning or the last merge */
 };
 struct moe_status moe_client_optimizer_step(struct moe_client *c,
                                             struct moe_client_optimizer_step *s) MOE_CHECKED;
@@ -125,7 +125,9 @@ struct moe_status moe_client_set_frozen(struct moe_client *c, struct moe_client_
 struct moe_client_train_state {
     uint64_t lineage;         /* rises when the group went back to a checkpoint, or loaded one */
     uint64_t weights_version; /* 1 after loading the model */
-    uint64_t steps;           /* that moved something */
+    uint64_t steps;           /* that moved something, since the beginning or the last merge */
+    uint64_t unsaved_steps;   /* of those since what `checkpoint` holds, or since the model was
+                                 loaded: lost when the group ends */
     uint64_t last_step_id;    /* the highest that was run, or is under way */
     uint32_t backwards;       /* since the last step */
     enum moe_client_optimizer optimizer;
@@ -136,6 +138,12 @@ struct moe_client_train_state {
     char checkpoint[MOE_CLIENT_NAME_MAX + 1]; /* the weights last came from or went to; "" = none */
     uint64_t state_bytes, saved_bytes, saved_bytes_limit;  /* on the worker that was asked */
     uint64_t saved_device_bytes, saved_device_bytes_limit; /* of activations on its device */
+    /* A checkpoint that is being written, or checked before it is taken, while everything else goes
+     * on; "" = none. How far that worker is, in bytes; a total of 0 = not known. */
+    char saving[MOE_CLIENT_NAME_MAX + 1], loading[MOE_CLIENT_NAME_MAX + 1];
+    uint64_t progress_bytes, progress_bytes_total;
+    char problem[MOE_STATUS_TEXT]; /* why the group could not go back to `checkpoint`; "" = it
+                                      could, or did not have to */
 };
 /* timeout_ms 0 = the client's default. */
 struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t timeout_ms,
