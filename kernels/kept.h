@@ -15,6 +15,10 @@
 
 #include <pthread.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 enum moe_kept_part {
     MOE_KEPT_ROUTED, /* of the routed experts' rows */
     MOE_KEPT_SHARED, /* of the shared expert's: the own tokens */
@@ -89,5 +93,9 @@ bool moe_kept_find(struct moe_kept *s, const struct moe_kept_key *key, enum moe_
 /* Pieces of a layer: all (name 0), or those of one name. */
 void moe_kept_drop(struct moe_kept *s, const struct moe_layer *layer, uint64_t name);
 void moe_kept_drop_session(struct moe_kept *s, const struct moe_session *session);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

@@ -5,6 +5,7 @@
 #include "base/size.h"
 #include "cuda/ep.h"
 #include "cuda/router.h"
+#include "cuda/saving.h"
 #include "cuda/step.h"
 #include "cuda/train_ffn.h"
 
@@ -323,6 +324,23 @@ static struct moe_status balance_loss(struct pass *p)
     return moe_ok();
 }
 
+static struct moe_status shared_expert(struct pass *p)
+{
+    const struct moe_backward_args *a = p->a;
+    struct moe_kept_piece kept;
+    bool saved = moe_cuda_saving_find(p->s, a, MOE_KEPT_SHARED, &kept);
+    struct moe_cuda_train_tokens shared = {.dtype = a->dtype,
+                                           .tokens = p->tokens,
+                                           .bucket = a->bucket,
+                                           .x = p->x,
+                                           .dy = p->dy,
+                                           .ok = p->ok,
+                                           .accumulate = a->accumulate,
+                                           .dx = p->dx_shared,
+                                           .saved = saved ? kept.data : NULL};
+    return moe_cuda_train_shared(a->trainer, &shared);
+}
+
 /* Behind combine: what the tokens' own slot adds. */
 static struct moe_status finish_tokens(struct pass *p, const float *combined)
 {
@@ -359,8 +377,7 @@ static struct moe_status finish_tokens(struct pass *p, const float *combined)
     MOE_TRY(balance_loss(p));
     MOE_TRY(moe_cuda_train_logits_backward(a->trainer, &logits));
     moe_cuda_train_mark(p->s->device, MOE_BACKWARD_SHARED);
-    MOE_TRY(moe_cuda_train_shared(a->trainer, a->dtype, p->tokens, p->x, p->dy, p->ok,
-                                  a->accumulate, false, p->dx_shared));
+    MOE_TRY(shared_expert(p));
     moe_cuda_train_mark(p->s->device, MOE_BACKWARD_FINISH);
     return moe_cuda_finish_dx(p->tokens, spec->hidden, a->dtype, p->ok, &parts, p->out, stream);
 }
@@ -391,10 +408,15 @@ static struct moe_status reserve(struct pass *p, const struct moe_cuda_pairs *pa
 }
 
 /* Dispatch's verdict comes to the host while products are computed that change no gradient. */
-static struct moe_status send_verdict(struct pass *p)
+static struct moe_status send_verdict(struct pass *p, const struct moe_rows *rows)
 {
     struct moe_session *s = p->s;
     struct moe_cuda_verdict *copy = &s->mailbox->verdict;
+    s->mailbox->rows_in_use = 0;
+    if (rows->local_experts > 0)
+        MOE_TRY(MOE_CUDA(cudaMemcpyAsync(
+            &s->mailbox->rows_in_use, rows->start + rows->local_experts,
+            sizeof s->mailbox->rows_in_use, cudaMemcpyDeviceToHost, s->device->compute)));
     MOE_TRY(MOE_CUDA(cudaMemcpyAsync(copy, &s->control->verdict, sizeof *copy,
                                      cudaMemcpyDeviceToHost, s->device->compute)));
     return MOE_CUDA(cudaEventRecord(p->told, s->device->compute));
@@ -437,7 +459,12 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
                                     .dx_stride = stride,
                                     .dweight = p->dweight_rows};
     struct moe_cuda_train_ffn experts;
+    struct moe_kept_piece kept;
     float *combined;
+    if (moe_cuda_saving_find(p->s, a, MOE_KEPT_ROUTED, &kept)) {
+        r.saved = kept.data;
+        result->used_saved = true;
+    }
     MOE_TRY(reserve(p, &pairs, (size_t)p->capacity * stride, &r.dx));
     MOE_TRY(copy_in(p));
     moe_cuda_train_marks_begin(device);
@@ -445,13 +472,20 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
     MOE_TRY(route(p));
     moe_cuda_train_mark(device, MOE_BACKWARD_DISPATCH);
     MOE_TRY(moe_cuda_pairs_dispatch(p->s, &pairs, &rows, &r.dy));
-    MOE_TRY(send_verdict(p));
+    MOE_TRY(send_verdict(p, &rows));
     if (!moe_cuda_train_reads_pairs(a->trainer, a->dtype)) {
         MOE_TRY(moe_cuda_pairs_split(p->s, &pairs, &rows, &r.dy));
         r.stride = p->layer->spec.hidden;
     }
     MOE_TRY(moe_cuda_train_experts_begin(a->trainer, a->dtype, &r, &experts));
     MOE_TRY(hear_verdict(p, &result->rows));
+    /* Rows of another batch would not be as many: that they are the same is all that is looked at.
+     */
+    if (result->used_saved &&
+        (kept.rows != result->rows || kept.in_use != p->s->mailbox->rows_in_use)) {
+        result->used_saved = false;
+        MOE_TRY(moe_cuda_train_experts_without_saved(&experts));
+    }
     MOE_TRY(count_loads(p));
     MOE_TRY(moe_cuda_train_experts_end(&experts));
     moe_cuda_train_mark(device, MOE_BACKWARD_COMBINE);

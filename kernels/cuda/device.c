@@ -7,6 +7,7 @@
 #include "cuda/ggemm_cublas.h"
 #include "cuda/load.h"
 #include "cuda/weights.h"
+#include "kept.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -91,6 +92,12 @@ struct moe_status moe_cuda_device_open(const struct moe_device_config *config,
     if (device == NULL)
         return no_host_memory();
     device->ordinal = config->ordinal;
+    device->kept = calloc(1, sizeof *device->kept);
+    if (device->kept == NULL) {
+        free(device);
+        return no_host_memory();
+    }
+    moe_kept_open(device->kept, device, moe_cuda_mem_alloc, moe_cuda_mem_free);
     pthread_mutex_init(&device->memory_lock, NULL);
     struct moe_status st;
     MOE_TRY_GOTO(st, read_properties(device), fail);
@@ -113,6 +120,8 @@ void moe_cuda_device_close(struct moe_device *device)
     cudaStream_t streams[] = {device->compute, device->copy_in, device->copy_out, device->upload};
     (void)cudaSetDevice(device->ordinal);
     moe_cuda_train_scratch_free(device);
+    moe_kept_close(device->kept);
+    free(device->kept);
     moe_cuda_uploads_close(device);
     for (size_t i = 0; i < sizeof streams / sizeof *streams; i++)
         if (streams[i] != NULL) {

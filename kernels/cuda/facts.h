@@ -9,6 +9,7 @@
 #define MOE_CUDA_FACTS_H
 
 #include "cuda/layer.h"
+#include "kept.h"
 #include "moe/window.h"
 
 #ifdef __cplusplus
@@ -22,10 +23,11 @@ struct moe_cuda_facts {
     const struct moe_cuda_ggemm_weights *weights[MOE_CUDA_MATRICES];
     uint32_t
         first; /* always 0: with `tokens` behind it the only group of the shared expert's rows */
-    uint32_t tokens;               /* T of this slot */
-    uint32_t need_logits;          /* 0: every token brings ids and weights */
-    uint32_t has_modes;            /* 0: all tokens are MOE_ROUTE_SERVER, modes are not read */
-    uint32_t head[MOE_HEAD_WORDS]; /* of this slot, as in moe/window.h */
+    uint32_t tokens;      /* T of this slot */
+    uint32_t need_logits; /* 0: every token brings ids and weights */
+    uint32_t has_modes;   /* 0: all tokens are MOE_ROUTE_SERVER, modes are not read */
+    struct moe_cuda_ggemm_pre pre[MOE_KEPT_PARTS]; /* of a step that saves (saving.h) */
+    uint32_t head[MOE_HEAD_WORDS];                 /* of this slot, as in moe/window.h */
 };
 
 /* Facts of `tokens` tokens without modes, logits needed; the caller changes the last two where they

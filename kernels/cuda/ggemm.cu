@@ -20,7 +20,8 @@ constexpr uint64_t MAX_TILES = UINT64_C(1) << 31; /* tile numbers are 32 bits, w
 
 typedef void (*kernel)(const ggemm::params);
 
-enum form { PLAIN, GATED, BACK, FORMS };
+/* SAVED: gated, and gate and up are left as well. */
+enum form { PLAIN, GATED, BACK, SAVED, FORMS };
 
 struct instance {
     kernel run[FORMS][2]; /* [..][fp32 output] */
@@ -31,21 +32,31 @@ struct instance {
 
 /* Indexed by enum moe_cuda_gemm_tile. */
 const instance instances[] = {
-    {{{ggemm::stream_kernel<false, false, false>, ggemm::stream_kernel<false, true, false>},
-      {ggemm::stream_kernel<true, false, false>, ggemm::stream_kernel<true, true, false>},
-      {ggemm::stream_kernel<false, false, true>, ggemm::stream_kernel<false, true, true>}},
+    {{{ggemm::stream_kernel<false, false, false, false>,
+       ggemm::stream_kernel<false, true, false, false>},
+      {ggemm::stream_kernel<true, false, false, false>,
+       ggemm::stream_kernel<true, true, false, false>},
+      {ggemm::stream_kernel<false, false, true, false>,
+       ggemm::stream_kernel<false, true, true, false>},
+      {ggemm::stream_kernel<true, false, false, true>, nullptr}},
      ggemm::STREAM_THREADS,
      ggemm::STREAM_ROW_STEP,
      sizeof(ggemm::stream_shared)},
-    {{{ggemm::even_kernel<false, false, false>, ggemm::even_kernel<false, true, false>},
-      {ggemm::even_kernel<true, false, false>, ggemm::even_kernel<true, true, false>},
-      {ggemm::even_kernel<false, false, true>, ggemm::even_kernel<false, true, true>}},
+    {{{ggemm::even_kernel<false, false, false, false>,
+       ggemm::even_kernel<false, true, false, false>},
+      {ggemm::even_kernel<true, false, false, false>, ggemm::even_kernel<true, true, false, false>},
+      {ggemm::even_kernel<false, false, true, false>, ggemm::even_kernel<false, true, true, false>},
+      {ggemm::even_kernel<true, false, false, true>, nullptr}},
      ggemm::EVEN_THREADS,
      ggemm::EVEN_ROW_STEP,
      sizeof(ggemm::even_shared)},
-    {{{ggemm::pingpong_kernel<false, false, false>, ggemm::pingpong_kernel<false, true, false>},
-      {ggemm::pingpong_kernel<true, false, false>, ggemm::pingpong_kernel<true, true, false>},
-      {ggemm::pingpong_kernel<false, false, true>, ggemm::pingpong_kernel<false, true, true>}},
+    {{{ggemm::pingpong_kernel<false, false, false, false>,
+       ggemm::pingpong_kernel<false, true, false, false>},
+      {ggemm::pingpong_kernel<true, false, false, false>,
+       ggemm::pingpong_kernel<true, true, false, false>},
+      {ggemm::pingpong_kernel<false, false, true, false>,
+       ggemm::pingpong_kernel<false, true, true, false>},
+      {ggemm::pingpong_kernel<true, false, false, true>, nullptr}},
      ggemm::PINGPONG_THREADS,
      ggemm::PINGPONG_ROW_STEP,
      sizeof(ggemm::pingpong_shared)},
@@ -67,6 +78,9 @@ moe_status check_shape(const moe_cuda_ggemm &g)
     if (g.gated && g.back)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: gate and up have no product with W");
+    if (g.pre != nullptr && (!g.gated || g.out_dtype != MOE_DTYPE_BF16))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "grouped GEMM: only gate and up with bf16 results can be left");
     if (g.out_dtype != MOE_DTYPE_BF16 && g.out_dtype != MOE_DTYPE_F32)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
                          "grouped GEMM: output dtype %d", int(g.out_dtype));
@@ -104,6 +118,7 @@ moe_status make_params(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::
     p->weights = g.weights;
     p->has_bias = g.has_bias;
     p->tile = tile;
+    p->pre = g.pre;
     p->began = g.began;
     p->experts = g.experts;
     p->n = weight_rows;
@@ -159,7 +174,7 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
                          "this grouped GEMM needs a Hopper GPU");
     MOE_TRY(check_shape(*g));
     const instance &use = instances[g->tile];
-    const form form = g->gated ? GATED : g->back ? BACK : PLAIN;
+    const form form = g->pre != nullptr ? SAVED : g->gated ? GATED : g->back ? BACK : PLAIN;
     const kernel run = use.run[form][g->out_dtype == MOE_DTYPE_F32];
     ggemm::params p = {};
     MOE_TRY(make_params(*g, g->tile, &p));
@@ -176,6 +191,8 @@ extern "C" moe_status moe_cuda_load_ggemm(void)
 {
     for (const instance &use : instances)
         for (const auto &form : use.run)
-            MOE_TRY(moe_cuda_load(form[0], form[1]));
+            for (const kernel run : form)
+                if (run != nullptr)
+                    MOE_TRY(moe_cuda_load(run));
     return moe_ok();
 }

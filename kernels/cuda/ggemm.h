@@ -38,6 +38,14 @@ struct moe_cuda_ggemm_weights {
     uint64_t unused[13];  /* whole lines, so that neighbours in an array stay aligned */
 };
 
+/* Where gate and up are left before weight, bias and activation: fp32 [rows, 2n], interleaved as
+ * the weights are; what the plain product of the same tile makes of them, bit for bit. Rows behind
+ * `rows` are left out. Lies in device memory, and is read when the kernel runs. */
+struct moe_cuda_ggemm_pre {
+    float *data; /* 16-byte aligned */
+    uint32_t rows, unused;
+};
+
 /* All pointers are device memory, 16-byte aligned (start, count and row_weight: 4). What belongs to
  * a layer is not here but behind `weights`, so that one captured launch serves many layers. */
 struct moe_cuda_ggemm {
@@ -64,11 +72,12 @@ struct moe_cuda_ggemm {
     enum moe_weighting weighting;
     enum moe_activation activation; /* gated, with its limit and alpha */
     float limit, alpha;
-    enum moe_dtype out_dtype; /* BF16 or F32 */
-    void *out;                /* [row_capacity, n] */
-    uint32_t out_stride;      /* elements from row to row, a multiple of 8; 0 = n */
-    uint64_t *began;          /* gets the time when the kernel began (stamp.cuh), or NULL */
-    uint32_t processors;      /* most multiprocessors to take; 0 = all */
+    enum moe_dtype out_dtype;             /* BF16 or F32 */
+    void *out;                            /* [row_capacity, n] */
+    uint32_t out_stride;                  /* elements from row to row, a multiple of 8; 0 = n */
+    const struct moe_cuda_ggemm_pre *pre; /* gated with bf16 out only; NULL: they are not left */
+    uint64_t *began;     /* gets the time when the kernel began (stamp.cuh), or NULL */
+    uint32_t processors; /* most multiprocessors to take; 0 = all */
 };
 
 /* Whether the device that is current on this thread and these shapes are served at all; all

@@ -188,27 +188,35 @@ __device__ __forceinline__ void store_bf16(const params &p, const float (&v)[N],
     }
 }
 
-/* The same as fp32, straight from registers: 32 bytes in one piece per row. */
+/* The same as fp32, straight from registers: 32 bytes in one piece per row. `to` has n columns. */
 template <uint32_t COLUMNS, uint32_t N>
-__device__ __forceinline__ void store_f32(const params &p, const float (&v)[N], uint32_t row,
-                                          uint32_t rows, uint32_t column)
+__device__ __forceinline__ void store_f32(float *to, uint32_t n, uint32_t stride,
+                                          const float (&v)[N], uint32_t row, uint32_t rows,
+                                          uint32_t column)
 {
     const uint32_t upper = threadIdx.x % WARP / 4, lower = upper + 8;
-    float *out = static_cast<float *>(p.out_rows) + size_t(row + upper) * p.out_stride;
+    float *out = to + size_t(row + upper) * stride;
 #pragma unroll
     for (uint32_t j = 0; j < COLUMNS / 8; j++) {
         const uint32_t at = column + 8 * j + threadIdx.x % 4 * 2;
-        if (at < p.out_n && upper < rows)
+        if (at < n && upper < rows)
             *reinterpret_cast<float2 *>(out + at) = make_float2(v[4 * j], v[4 * j + 1]);
-        if (at < p.out_n && lower < rows)
-            *reinterpret_cast<float2 *>(out + size_t(8) * p.out_stride + at) =
+        if (at < n && lower < rows)
+            *reinterpret_cast<float2 *>(out + size_t(8) * stride + at) =
                 make_float2(v[4 * j + 2], v[4 * j + 3]);
     }
 }
 
+/* How many of `rows` rows from `row` there is room for. */
+__device__ __forceinline__ uint32_t rows_with_room(const params &p, uint32_t row, uint32_t rows)
+{
+    const uint32_t room = __ldg(&p.pre->rows);
+    return row < room ? min(rows, room - row) : 0;
+}
+
 /* One warp's 16 rows of a tile, of which `rows` exist (none or less: nothing happens).
  * `weight_row` is the tile's first; gate and up count apart there. */
-template <bool GATED, bool F32, uint32_t N>
+template <bool GATED, bool F32, bool SAVE, uint32_t N>
 __device__ __forceinline__ void store_tile(const params &p, float (&acc)[N], staging &stage,
                                            uint32_t expert, uint32_t row, int rows,
                                            uint32_t weight_row, row_weights w)
@@ -218,12 +226,16 @@ __device__ __forceinline__ void store_tile(const params &p, float (&acc)[N], sta
     const uint32_t column = GATED ? weight_row / 2 : weight_row;
     if (rows <= 0)
         return;
+    if constexpr (SAVE)
+        store_f32<2 * N>(p.pre->data, p.n, p.n, acc, row, rows_with_room(p, row, exist),
+                         weight_row);
     if constexpr (GATED)
         finish_gated(p, acc, expert, column, w);
     else
         finish_plain(p, acc, expert, column, w);
     if constexpr (F32)
-        store_f32<COLUMNS>(p, acc, row, exist, column);
+        store_f32<COLUMNS>(static_cast<float *>(p.out_rows), p.out_n, p.out_stride, acc, row, exist,
+                           column);
     else
         store_bf16<COLUMNS>(p, acc, stage, row, exist, column);
 }

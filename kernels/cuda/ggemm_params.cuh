@@ -41,8 +41,9 @@ struct params {
     uint32_t out_n; /* n, or n / 2 where gate and up become one */
     uint32_t out_stride;
     bool has_bias;
-    uint64_t *began;           /* gets the time when the kernel began, or NULL */
-    float limit, alpha, shift; /* activation, see ggemm_epilogue.cuh */
+    const moe_cuda_ggemm_pre *pre; /* of kernels that leave it */
+    uint64_t *began;               /* gets the time when the kernel began, or NULL */
+    float limit, alpha, shift;     /* activation, see ggemm_epilogue.cuh */
 };
 
 /* Row tiles of an expert that share a pass over its weights before the next columns come. */

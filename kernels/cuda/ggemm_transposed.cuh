@@ -117,9 +117,24 @@ __device__ __forceinline__ void store_pair_f32(const params &p, const thread_col
     }
 }
 
+/* The same of gate and up before anything is done to them; `column` is the weight row of x[0]. */
+__device__ __forceinline__ void store_pair_pre(const params &p, uint32_t column, const float *x,
+                                               uint32_t row, int left)
+{
+    const int rows = left > 0 ? int(rows_with_room(p, row, uint32_t(left))) : 0;
+    float *out = p.pre->data + size_t(row) * p.n + column;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (i < rows && column < p.n)
+            out[size_t(i) * p.n] = x[i];
+        if (i < rows && column + 8 < p.n)
+            out[size_t(i) * p.n + 8] = x[2 + i];
+    }
+}
+
 /* One warpgroup's 64 weight rows from `weight_row` of a tile, CHUNK rows of the expert at a time.
  * `barrier`: a named barrier of this warpgroup's own. */
-template <bool GATED, bool F32, uint32_t CHUNK, uint32_t ROWS, class walk>
+template <bool GATED, bool F32, bool SAVE, uint32_t CHUNK, uint32_t ROWS, class walk>
 __device__ __forceinline__ void store_transposed_tile(const params &p, const walk &tile,
                                                       uint32_t weight_row, float (&acc)[ROWS / 2],
                                                       uint32_t chunk, int barrier)
@@ -141,6 +156,9 @@ __device__ __forceinline__ void store_transposed_tile(const params &p, const wal
             for (uint32_t j = 0; j < FINISH_ROWS / 8; j++) {
                 const uint32_t at = r + 8 * j + pair;
                 const int left = int(tile.rows) - int(at);
+                if constexpr (SAVE)
+                    store_pair_pre(p, weight_row + warp * STORE_ROWS + threadIdx.x % WARP / 4,
+                                   x + 4 * j, tile.row + at, left);
                 finish_pair<GATED>(p, c, x + 4 * j, tile.row + at, left);
                 if (F32)
                     store_pair_f32<GATED>(p, c, x + 4 * j, tile.row + at, left);

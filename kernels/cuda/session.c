@@ -7,6 +7,7 @@
 #include "cuda/ep_net.h"
 #include "cuda/pass.h"
 #include "cuda/step.h"
+#include "kept.h"
 #include "session_rules.h"
 
 #include <stdlib.h>
@@ -419,6 +420,7 @@ void moe_cuda_session_leave(struct moe_session *s)
     moe_cuda_net_close(s->net, together); /* or it would go on enqueuing steps */
     s->net = NULL;
     moe_cuda_steps_destroy(s->steps);
+    moe_kept_drop_session(s->device->kept, s);
     if (!moe_failed(&st))
         st = moe_cuda_device_finish(s->device);
     /* Whatever the device says, it has no work left that could use the windows. */

@@ -61,6 +61,7 @@ struct moe_cuda_mailbox {
     uint64_t all[MOE_MAX_SLOTS][MOE_WINDOW_EXCHANGE_BYTES / 8];
     uint32_t bytes_came[MOE_MAX_SLOTS];
     struct moe_cuda_verdict verdict; /* copy for synchronous calls */
+    uint32_t rows_in_use;            /* of the backward pass at work, padding included */
     uint32_t abort;                  /* host to device: waits end */
 };
 

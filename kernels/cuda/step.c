@@ -18,6 +18,7 @@
 #include "cuda/graph.h"
 #include "cuda/range.h"
 #include "cuda/router.h"
+#include "cuda/saving.h"
 
 #include <stdlib.h>
 #include <time.h>
@@ -50,13 +51,15 @@ struct lane_mail {
     /* Stored by the device: when each stage began, and when the last one ended; nanoseconds. 0: the
      * stage has no kernels. */
     uint64_t began[MOE_STAGE_COUNT + 1];
+    uint32_t rows_in_use; /* of a step that saves: by copy; padding included */
 };
 
 struct moe_step {
     struct moe_cuda_steps *owner;
     struct moe_step_args args;
     bool taken;
-    bool done; /* was held, and has an outcome */
+    bool done;  /* was held, and has an outcome */
+    bool saves; /* it was given room for what a backward pass can use (saving.h) */
     struct moe_status outcome;
     struct moe_step_result result; /* of a step that was held */
     struct moe_cuda_task task;     /* over a network: to enqueue this step */
@@ -317,6 +320,7 @@ struct shape {
     enum moe_dtype dtype;
     uint32_t bucket;
     struct lane_layout at;
+    bool saves;
 };
 
 static void *tensor(const struct moe_step *lane, size_t offset)
@@ -380,7 +384,8 @@ static struct moe_status capture_shared(const struct shape *shape, struct moe_st
                                      .capacity = shape->bucket,
                                      .x = tensor(lane, shape->at.x),
                                      .scratch = scratch(steps, steps->at.shared),
-                                     .out = base};
+                                     .out = base,
+                                     .saves = shape->saves};
     /* Half of the device is left to the routing, which may not begin late: peers wait for it. */
     if (beside)
         shared.processors = (uint32_t)steps->session->device->multiprocessors / 2;
@@ -437,13 +442,18 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
                                     .bucket = shape->bucket,
                                     .began = lane->mail_on_device->began,
                                     .slots = (uint32_t)__builtin_popcountll(s->config.live),
-                                    .scratch = scratch(steps, steps->at.products)};
+                                    .scratch = scratch(steps, steps->at.products),
+                                    .saves = shape->saves};
     MOE_TRY(begin_beside(shape, lane, stream, base));
     MOE_TRY(capture_router(shape, lane, stream));
     next_range("prepare");
     MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
     next_range("dispatch");
     MOE_TRY(moe_cuda_ep_dispatch(s->ep, &b.rows, stream));
+    if (shape->saves && layer->local_experts > 0)
+        MOE_TRY(MOE_CUDA(
+            cudaMemcpyAsync(&lane->mail->rows_in_use, b.rows.start + layer->local_experts,
+                            sizeof lane->mail->rows_in_use, cudaMemcpyDeviceToHost, stream)));
     next_range("gate and up");
     MOE_TRY(moe_cuda_ffn_gate_up(layer, shape->dtype, &b, hidden, inner, stream));
     next_range("down");
@@ -469,7 +479,7 @@ static struct moe_status capture_lane(void *ctx, uint32_t lane, cudaStream_t str
 static struct shape shape_of(const struct moe_step *lane)
 {
     const struct moe_step_args *a = &lane->args;
-    return (struct shape){lane->owner, a->layer, a->dtype, a->bucket, lane->at};
+    return (struct shape){lane->owner, a->layer, a->dtype, a->bucket, lane->at, lane->saves};
 }
 
 static struct moe_status take_graph(struct moe_step *lane)
@@ -481,7 +491,7 @@ static struct moe_status take_graph(struct moe_step *lane)
     if (steps->buffers_moved != steps->session->device->buffers_moved)
         moe_cuda_graphs_clear(&steps->graphs); /* growing has waited for the device */
     steps->buffers_moved = steps->session->device->buffers_moved;
-    moe_cuda_graph_key_of(a->layer, a->dtype, a->bucket, &key);
+    moe_cuda_graph_key_of(a->layer, a->dtype, a->bucket, lane->saves, &key);
     return moe_cuda_graphs_take(&steps->graphs, &key, capture_lane, &shape, &lane->graph);
 }
 
@@ -574,6 +584,16 @@ static void fill_facts(struct moe_step *lane, bool need_logits)
     facts->need_logits = need_logits;
     facts->has_modes = a->mode != NULL;
     memset(lane->mail->began, 0, sizeof lane->mail->began);
+    lane->mail->rows_in_use = 0;
+    lane->saves = false;
+}
+
+/* What the step was to save is kept, or its room free again. */
+static bool settle_saved(struct moe_step *lane, bool good)
+{
+    struct moe_session *s = lane->owner->session;
+    return lane->saves && moe_cuda_saving_end(s, &lane->args, lane->mail->facts.pre, good,
+                                              lane->mail->verdict.rows, lane->mail->rows_in_use);
 }
 
 /* Memory and graph first: what fails there concerns this slot alone. */
@@ -581,8 +601,13 @@ static struct moe_status start(struct moe_step *lane)
 {
     struct moe_session *s = lane->owner->session;
     MOE_TRY(reserve(lane));
-    MOE_TRY(take_graph(lane));
-    struct moe_status st = enqueue(lane);
+    lane->saves = moe_cuda_saving_begin(s, &lane->args, lane->mail->facts.pre);
+    struct moe_status st = take_graph(lane);
+    if (moe_failed(&st)) {
+        (void)settle_saved(lane, false);
+        return st;
+    }
+    st = enqueue(lane);
     if (!moe_failed(&st))
         return st;
     /* The peers may have begun to wait for rows that never come, and the caller's memory must be
@@ -590,6 +615,7 @@ static struct moe_status start(struct moe_step *lane)
     moe_cuda_session_fail(s);
     wait_for_streams(s->device);
     moe_cuda_graphs_give(lane->graph);
+    (void)settle_saved(lane, false);
     return st;
 }
 
@@ -689,9 +715,11 @@ static struct moe_status judge(struct moe_step *lane, cudaError_t rc, struct moe
     struct moe_status st = moe_cuda_status(rc, "a step");
     if (moe_failed(&st)) {
         moe_cuda_session_fail(s);
+        (void)settle_saved(lane, false);
         return st;
     }
     st = moe_cuda_session_judge(s, &lane->mail->verdict);
+    r->saved = settle_saved(lane, !moe_failed(&st));
     r->rows = lane->mail->verdict.rows;
     hand_over_answer(lane);
     read_times(lane, r);

@@ -25,9 +25,20 @@ static bool on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype,
            layer->desc.served[gate_up] && layer->desc.served[down];
 }
 
+bool moe_cuda_train_routed_on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype)
+{
+    return on_tensor_cores(layer, dtype, MOE_CUDA_GATE_UP, MOE_CUDA_DOWN);
+}
+
+bool moe_cuda_train_shared_on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype)
+{
+    return layer->spec.shared_intermediate > 0 &&
+           on_tensor_cores(layer, dtype, MOE_CUDA_SHARED_GATE_UP, MOE_CUDA_SHARED_DOWN);
+}
+
 bool moe_cuda_train_on_tensor_cores(const struct moe_trainer *t, enum moe_dtype dtype)
 {
-    return on_tensor_cores(t->layer, dtype, MOE_CUDA_GATE_UP, MOE_CUDA_DOWN);
+    return moe_cuda_train_routed_on_tensor_cores(t->layer, dtype);
 }
 
 /* Products of adapters are exact ones, which know of no stride. */
@@ -86,9 +97,8 @@ struct moe_status moe_cuda_train_reserve_ffn(struct moe_trainer *t, enum moe_dty
     struct moe_device *device = layer->device;
     uint32_t inner = layer->spec.intermediate;
     struct needs a = needs_of(rows, inner, moe_cuda_train_on_tensor_cores(t, dtype));
-    struct needs b =
-        needs_of(tokens, layer->spec.shared_intermediate,
-                 on_tensor_cores(layer, dtype, MOE_CUDA_SHARED_GATE_UP, MOE_CUDA_SHARED_DOWN));
+    struct needs b = needs_of(tokens, layer->spec.shared_intermediate,
+                              moe_cuda_train_shared_on_tensor_cores(layer, dtype));
     void *unused;
     float *floats;
     MOE_TRY(
@@ -123,11 +133,10 @@ static struct moe_status take_scratch(struct moe_cuda_train_ffn *f)
 
 /* ------------------------------------------------------------- products, exactly */
 
-static struct moe_status exact_up(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
+static struct moe_status exact_pre(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
 {
     const struct moe_layer *layer = f->t->layer;
     const struct moe_cuda_matrix *gate_up = &layer->desc.matrix[f->gate_up];
-    const struct moe_cuda_matrix *down = &layer->desc.matrix[f->down];
     struct moe_cuda_exact_xw pre = {.rows = f->rows,
                                     .x_dtype = f->dtype,
                                     .w_dtype = gate_up->dtype,
@@ -136,6 +145,13 @@ static struct moe_status exact_up(const struct moe_cuda_train_ffn *f, cudaStream
                                     .n = gate_up->rows,
                                     .k = layer->spec.hidden,
                                     .out = f->pre};
+    return moe_cuda_exact_product(&pre, stream);
+}
+
+static struct moe_status exact_dh(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
+{
+    const struct moe_layer *layer = f->t->layer;
+    const struct moe_cuda_matrix *down = &layer->desc.matrix[f->down];
     struct moe_cuda_exact_dx dh = {.rows = f->rows,
                                    .y_dtype = f->dtype,
                                    .w_dtype = down->dtype,
@@ -145,9 +161,6 @@ static struct moe_status exact_up(const struct moe_cuda_train_ffn *f, cudaStream
                                    .k = f->inner,
                                    .out = f->dh,
                                    .out_stride = f->inner};
-    moe_cuda_train_ffn_mark(f, MOE_BACKWARD_PRE);
-    MOE_TRY(moe_cuda_exact_product(&pre, stream));
-    moe_cuda_train_ffn_mark(f, MOE_BACKWARD_DH);
     return moe_cuda_exact_dgrad(&dh, stream);
 }
 
@@ -352,21 +365,31 @@ static struct moe_status adapter_gradients(const struct moe_cuda_train_ffn *f, c
 
 /* ----------------------------------------------------------------- both networks */
 
-/* Up to dg and du; gradients are as they were. The next network reuses the scratch, in stream
- * order.
- */
+static struct moe_status compute_pre(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
+{
+    return f->tensor ? moe_cuda_train_tensor_pre(f, stream) : exact_pre(f, stream);
+}
+
+/* Gradients are as they were. The next network reuses the scratch, in stream order. */
 static struct moe_status begin(struct moe_cuda_train_ffn *f)
 {
     cudaStream_t stream = f->t->layer->device->compute;
     MOE_TRY(take_scratch(f));
-    MOE_TRY(f->tensor ? moe_cuda_train_tensor_up(f, stream) : exact_up(f, stream));
-    moe_cuda_train_ffn_mark(f, MOE_BACKWARD_ACTIVATION);
-    return through_activation(f, stream);
+    if (f->saved == NULL) {
+        moe_cuda_train_ffn_mark(f, MOE_BACKWARD_PRE);
+        MOE_TRY(compute_pre(f, stream));
+    }
+    moe_cuda_train_ffn_mark(f, MOE_BACKWARD_DH);
+    return f->tensor ? moe_cuda_train_tensor_dh(f, stream) : exact_dh(f, stream);
 }
 
-static struct moe_status end(const struct moe_cuda_train_ffn *f)
+static struct moe_status end(struct moe_cuda_train_ffn *f)
 {
     cudaStream_t stream = f->t->layer->device->compute;
+    if (f->saved != NULL)
+        f->pre = f->saved;
+    moe_cuda_train_ffn_mark(f, MOE_BACKWARD_ACTIVATION);
+    MOE_TRY(through_activation(f, stream));
     if (!f->shared)
         MOE_TRY(bias_gradients(f, stream));
     moe_cuda_train_ffn_mark(f, MOE_BACKWARD_DX);
@@ -412,7 +435,8 @@ struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_d
                                    .down = MOE_CUDA_DOWN,
                                    .dx = rows->dx,
                                    .dx_stride = rows->dx_stride,
-                                   .dweight = rows->dweight};
+                                   .dweight = rows->dweight,
+                                   .saved = rows->saved};
     *out = f;
     if (f.rows.groups == 0 || f.rows.rows == 0)
         return moe_ok();
@@ -420,7 +444,15 @@ struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_d
     return begin(out);
 }
 
-struct moe_status moe_cuda_train_experts_end(const struct moe_cuda_train_ffn *f)
+struct moe_status moe_cuda_train_experts_without_saved(struct moe_cuda_train_ffn *f)
+{
+    if (f->saved == NULL || f->rows.groups == 0 || f->rows.rows == 0)
+        return moe_ok();
+    f->saved = NULL;
+    return compute_pre(f, f->t->layer->device->compute);
+}
+
+struct moe_status moe_cuda_train_experts_end(struct moe_cuda_train_ffn *f)
 {
     return f->rows.groups == 0 || f->rows.rows == 0 ? moe_ok() : end(f);
 }
@@ -446,46 +478,51 @@ static struct moe_status gate_gradient(const struct moe_cuda_train_ffn *f, const
 }
 
 /* The shared expert is an expert whose weight is its gate. */
-struct moe_status moe_cuda_train_shared(struct moe_trainer *t, enum moe_dtype dtype,
-                                        uint32_t tokens, const void *x, const void *dy,
-                                        const uint8_t *ok, bool accumulate, bool add, float *dx)
+struct moe_status moe_cuda_train_shared(struct moe_trainer *t,
+                                        const struct moe_cuda_train_tokens *a)
 {
     const struct moe_layer *layer = t->layer;
     const struct moe_layer_spec *spec = &layer->spec;
     cudaStream_t stream = layer->device->compute;
-    bool tensor = on_tensor_cores(layer, dtype, MOE_CUDA_SHARED_GATE_UP, MOE_CUDA_SHARED_DOWN);
+    bool tensor = moe_cuda_train_shared_on_tensor_cores(layer, a->dtype);
+    uint32_t tokens = a->tokens;
     float *gate;
     if (spec->shared_intermediate == 0 || tokens == 0)
         return moe_ok();
     MOE_TRY(take_floats(layer->device, MOE_CUDA_SCRATCH_TOKENS, 2, tokens, &gate));
-    struct moe_cuda_train_ffn f = {.t = t,
-                                   .shared = true,
-                                   .accumulate = accumulate,
-                                   .tensor = tensor,
-                                   .rows = {.groups = 1, .rows = tokens, .use = tensor ? NULL : ok},
-                                   .bucket = tokens,
-                                   .slots = 1,
-                                   .dtype = dtype,
-                                   .x = x,
-                                   .dy = dy,
-                                   .stride = spec->hidden,
-                                   .inner = spec->shared_intermediate,
-                                   .first = MOE_WEIGHT_SHARED_GATE,
-                                   .last = MOE_WEIGHT_SHARED_DOWN,
-                                   .gate_up = MOE_CUDA_SHARED_GATE_UP,
-                                   .down = MOE_CUDA_SHARED_DOWN,
-                                   .dx = dx,
-                                   .dx_stride = spec->hidden,
-                                   .add = add};
+    if (a->saved != NULL && a->ok != NULL)
+        MOE_TRY(moe_cuda_clear_rows(tokens, 2 * (size_t)spec->shared_intermediate * sizeof(float),
+                                    a->ok, a->saved, a->saved, NULL, stream));
+    struct moe_cuda_train_ffn f = {
+        .t = t,
+        .shared = true,
+        .accumulate = a->accumulate,
+        .tensor = tensor,
+        .rows = {.groups = 1, .rows = tokens, .use = tensor ? NULL : a->ok},
+        .bucket = a->bucket,
+        .slots = 1,
+        .dtype = a->dtype,
+        .x = a->x,
+        .dy = a->dy,
+        .stride = spec->hidden,
+        .inner = spec->shared_intermediate,
+        .first = MOE_WEIGHT_SHARED_GATE,
+        .last = MOE_WEIGHT_SHARED_DOWN,
+        .gate_up = MOE_CUDA_SHARED_GATE_UP,
+        .down = MOE_CUDA_SHARED_DOWN,
+        .dx = a->dx,
+        .dx_stride = spec->hidden,
+        .add = a->add,
+        .saved = a->saved};
     if (spec->shared_gated) {
         f.weight = gate;
         f.dweight = gate + tokens;
-        MOE_TRY(moe_cuda_shared_gate(tokens, spec->hidden, dtype, x,
+        MOE_TRY(moe_cuda_shared_gate(tokens, spec->hidden, a->dtype, a->x,
                                      layer->desc.matrix[MOE_CUDA_SHARED_VECTOR].data, gate,
                                      stream));
     }
     MOE_TRY(tell_facts(&f, tokens));
     MOE_TRY(begin(&f));
     MOE_TRY(end(&f));
-    return spec->shared_gated ? gate_gradient(&f, ok, stream) : moe_ok();
+    return spec->shared_gated ? gate_gradient(&f, a->ok, stream) : moe_ok();
 }

@@ -28,9 +28,14 @@ struct moe_cuda_train_rows {
     float *dx;                   /* [capacity, dx_stride] */
     uint32_t dx_stride;
     float *dweight; /* [capacity] */
+    float *saved;   /* gate and up as a forward step left them, [capacity, 2 I]; NULL = computed. On
+                       tensor cores only */
 };
 
-/* Whether the routed experts run on tensor cores. */
+/* Whether a network's backward pass runs on tensor cores. */
+bool moe_cuda_train_routed_on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype);
+bool moe_cuda_train_shared_on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype);
+/* The routed experts'. */
 bool moe_cuda_train_on_tensor_cores(const struct moe_trainer *t, enum moe_dtype dtype);
 /* Whether rows of x and dy may have a stride other than H: those of a pass lie side by side. */
 bool moe_cuda_train_reads_pairs(const struct moe_trainer *t, enum moe_dtype dtype);
@@ -45,14 +50,25 @@ struct moe_cuda_train_ffn;
 struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_dtype dtype,
                                                const struct moe_cuda_train_rows *rows,
                                                struct moe_cuda_train_ffn *f) MOE_CHECKED;
-struct moe_status moe_cuda_train_experts_end(const struct moe_cuda_train_ffn *f) MOE_CHECKED;
+/* Between the halves: `saved` is not what it should be after all. */
+struct moe_status moe_cuda_train_experts_without_saved(struct moe_cuda_train_ffn *f) MOE_CHECKED;
+struct moe_status moe_cuda_train_experts_end(struct moe_cuda_train_ffn *f) MOE_CHECKED;
 
-/* dx [T, H] f32 of the shared expert, added if `add`. `ok` [T]: tokens that count, NULL = all;
- * where tensor cores may multiply, rows of x and dy of others must be zeros. */
-struct moe_status moe_cuda_train_shared(struct moe_trainer *t, enum moe_dtype dtype,
-                                        uint32_t tokens, const void *x, const void *dy,
-                                        const uint8_t *ok, bool accumulate, bool add,
-                                        float *dx) MOE_CHECKED;
+/* Of the shared expert. */
+struct moe_cuda_train_tokens {
+    enum moe_dtype dtype;
+    uint32_t tokens, bucket; /* bucket: what the choice of a tile goes by */
+    const void *x, *dy;      /* [T, H] */
+    const uint8_t *ok;       /* [T] tokens that count, NULL = all; where tensor cores may multiply,
+                                rows of x and dy of others must be zeros */
+    bool accumulate;         /* as in struct moe_cuda_train_rows */
+    bool add;                /* to dx */
+    float *dx;               /* [T, H] */
+    float *saved; /* [T, 2 I] as in struct moe_cuda_train_rows; rows of tokens that do not
+                     count become zeros */
+};
+struct moe_status moe_cuda_train_shared(struct moe_trainer *t,
+                                        const struct moe_cuda_train_tokens *a) MOE_CHECKED;
 
 /* ------------------------------------------------------- between train_ffn*.c */
 
@@ -71,7 +87,8 @@ struct moe_cuda_train_ffn {
     enum moe_weight first, last; /* gate, and with it up; down */
     enum moe_cuda_matrices gate_up, down;
     enum moe_dtype row_dtype; /* of dh and dgu: BF16 on tensor cores, else F32 */
-    float *pre;               /* scratch [rows, 2 padded] */
+    float *saved;             /* pre of a forward step, or NULL */
+    float *pre;               /* scratch [rows, 2 padded], or `saved` */
     void *dh;                 /* scratch [rows, I]; becomes the weighted activation */
     void *dgu;                /* scratch [rows, 2 padded]; exact: pre, in its place */
     float *dx;
@@ -91,8 +108,10 @@ static inline void moe_cuda_train_ffn_mark(const struct moe_cuda_train_ffn *f,
 /* The block of a weight of the network if this pass adds to it, else NULL. */
 struct moe_cuda_block *moe_cuda_train_moving(const struct moe_cuda_train_ffn *f, enum moe_weight w);
 
-/* pre and dh; dx; gradients of both matrices: on tensor cores. */
-struct moe_status moe_cuda_train_tensor_up(const struct moe_cuda_train_ffn *f,
+/* pre; dh; dx; gradients of both matrices: on tensor cores. */
+struct moe_status moe_cuda_train_tensor_pre(const struct moe_cuda_train_ffn *f,
+                                            cudaStream_t stream) MOE_CHECKED;
+struct moe_status moe_cuda_train_tensor_dh(const struct moe_cuda_train_ffn *f,
                                            cudaStream_t stream) MOE_CHECKED;
 struct moe_status moe_cuda_train_tensor_dx(const struct moe_cuda_train_ffn *f,
                                            cudaStream_t stream) MOE_CHECKED;

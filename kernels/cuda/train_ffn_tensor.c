@@ -28,7 +28,7 @@ static struct moe_cuda_ggemm product_of(const struct moe_cuda_train_ffn *f,
     };
 }
 
-struct moe_status moe_cuda_train_tensor_up(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
+struct moe_status moe_cuda_train_tensor_pre(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
 {
     uint32_t hidden = f->t->layer->spec.hidden;
     struct moe_cuda_ggemm pre = product_of(f, f->gate_up, 2 * f->padded, hidden);
@@ -36,15 +36,18 @@ struct moe_status moe_cuda_train_tensor_up(const struct moe_cuda_train_ffn *f, c
     pre.x_stride = f->stride;
     pre.out_dtype = MOE_DTYPE_F32;
     pre.out = f->pre;
+    return moe_cuda_ggemm_enqueue(&pre, stream);
+}
+
+struct moe_status moe_cuda_train_tensor_dh(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
+{
+    uint32_t hidden = f->t->layer->spec.hidden;
     struct moe_cuda_ggemm dh = product_of(f, f->down, f->inner, hidden);
     dh.back = true;
     dh.x = f->dy;
     dh.x_stride = f->stride;
     dh.out_dtype = MOE_DTYPE_BF16;
     dh.out = f->dh;
-    moe_cuda_train_ffn_mark(f, MOE_BACKWARD_PRE);
-    MOE_TRY(moe_cuda_ggemm_enqueue(&pre, stream));
-    moe_cuda_train_ffn_mark(f, MOE_BACKWARD_DH);
     return moe_cuda_ggemm_enqueue(&dh, stream);
 }
 

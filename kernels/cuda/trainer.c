@@ -2,6 +2,7 @@
 #include "cuda/trainer.h"
 
 #include "base/size.h"
+#include "kept.h"
 #include "layer_rules.h"
 
 #include <stdlib.h>
@@ -314,6 +315,7 @@ void moe_cuda_trainer_destroy(struct moe_trainer *t)
     if (t == NULL)
         return;
     t->layer->trained = false;
+    moe_kept_drop(t->layer->device->kept, t->layer, 0);
     moe_cuda_mem_free(t->layer->device, MOE_MEM_DEVICE, t->memory, t->bytes);
     free(t);
 }
@@ -452,6 +454,8 @@ static struct moe_status move_tensor(struct moe_trainer *t, const struct moe_tra
     MOE_TRY(find_entry(layer, key, &entry));
     MOE_TRY(moe_cuda_device_use(layer->device));
     MOE_TRY(moe_cuda_device_finish(layer->device));
+    if (!out && key->tensor == MOE_TRAIN_VALUE)
+        moe_kept_drop(layer->device->kept, layer, 0);
     struct moe_cuda_block *b = moe_cuda_trainer_block(t, key->weight, key->part);
     if (place.param < 0 || b == NULL)
         return move_resident(t, key->weight, entry, data, out);

@@ -6,6 +6,7 @@
 #include "cuda/ep.h"
 #include "cuda/step.h"
 #include "cuda/train_ffn.h"
+#include "kept.h"
 
 /* ------------------------------------------------------------------- one slot */
 
@@ -89,8 +90,16 @@ static struct moe_status experts_backward(struct moe_trainer *t, enum moe_dtype 
 static struct moe_status shared_backward(struct moe_trainer *t, enum moe_dtype dtype,
                                          uint32_t tokens, const void *x, const void *dy, float *dx)
 {
+    struct moe_cuda_train_tokens a = {.dtype = dtype,
+                                      .tokens = tokens,
+                                      .bucket = tokens,
+                                      .x = x,
+                                      .dy = dy,
+                                      .accumulate = true,
+                                      .add = true,
+                                      .dx = dx};
     MOE_TRY(moe_cuda_device_use(t->layer->device));
-    MOE_TRY(moe_cuda_train_shared(t, dtype, tokens, x, dy, NULL, true, true, dx));
+    MOE_TRY(moe_cuda_train_shared(t, &a));
     return moe_cuda_device_finish(t->layer->device);
 }
 
@@ -197,20 +206,17 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
 
 static void saved_limit(struct moe_device *device, uint64_t bytes)
 {
-    (void)device;
-    (void)bytes;
+    moe_kept_limit(device->kept, bytes < SIZE_MAX ? (size_t)bytes : SIZE_MAX);
 }
 
 static void saved_drop(struct moe_trainer *trainer, uint64_t name)
 {
-    (void)trainer;
-    (void)name;
+    moe_kept_drop(trainer->layer->device->kept, trainer->layer, name);
 }
 
 static uint64_t saved_bytes(struct moe_device *device)
 {
-    (void)device;
-    return 0;
+    return moe_kept_bytes(device->kept);
 }
 
 const struct moe_training moe_cuda_training = {

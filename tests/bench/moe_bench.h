@@ -46,14 +46,22 @@ struct bench_shape {
     struct moe_layer_spec spec;
 };
 
-/* Backward passes of one slot, in microseconds (medians): [0] where gradients begin as zeros, so
- * that a backend may overwrite them, [1] where they add to others. */
+/* Kinds of backward passes, added up: where gradients begin as zeros, so that a backend may
+ * overwrite them, or add to others; from tokens alone, or from what a forward step saved. */
+enum { BENCH_ADDS = 1, BENCH_FROM_SAVED = 2, BENCH_BACKWARD_KINDS = 4 };
+
+/* Backward passes of one slot, in microseconds (medians), by kind. */
 struct bench_backward_report {
-    double stage_us[2][MOE_BACKWARD_STAGE_COUNT];
-    double layer_us[2]; /* sum of the stages */
-    double wall_us[2];  /* from enqueue to result, copies from and to host memory included */
-    double error;       /* of dx and sampled gradients against exact fp32, relative Frobenius */
-    uint64_t rows;      /* (token, expert) pairs computed here */
+    double stage_us[BENCH_BACKWARD_KINDS][MOE_BACKWARD_STAGE_COUNT];
+    double layer_us[BENCH_BACKWARD_KINDS]; /* sum of the stages */
+    double wall_us[BENCH_BACKWARD_KINDS];  /* from enqueue to result, copies from and to host memory
+                                              included */
+    double plain_us, saving_us; /* forward steps, one in flight: sum of the stages, without and with
+                                   saving */
+    double saved_mib;           /* of one step */
+    bool saves;                 /* this slot kept it */
+    double error;  /* of dx and sampled gradients against exact fp32, relative Frobenius */
+    uint64_t rows; /* (token, expert) pairs computed here */
     bool on_tensor_cores;
 };
 
@@ -128,6 +136,9 @@ bool bench_measure(struct bench *b, uint32_t tokens, enum bench_routing routing)
 
 /* The same for backward passes, under the router's choice. */
 bool bench_measure_backward(struct bench *b, uint32_t tokens);
+
+/* Once all slots have measured forward steps: whether all kept theirs. */
+bool bench_all_save(const struct bench *b);
 
 /* ----------------------------------------------------------------- report */
 

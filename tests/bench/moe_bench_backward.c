@@ -3,7 +3,7 @@
  * The same tokens go backward twice. As F32 tokens every backend multiplies them in exact fp32:
  * that gives dx, gradients of weights of the routing, and of some parameters, with which the BF16
  * pass is compared. What is timed after that must be the same bits where gradients begin as zeros,
- * and multiples of them where they add up. */
+ * and multiples of them where they add up; both also from what a forward step saved. */
 #include "moe_bench.h"
 
 #include "base/clock.h"
@@ -15,7 +15,7 @@
 static const double TOLERANCE = 1e-2; /* bf16 against exact, relative Frobenius */
 static const double SUM_TOLERANCE = 1e-5;
 
-enum { MOST_WATCHED = 16 };
+enum { MOST_WATCHED = 16, SAVED_NAME = 1 };
 
 /* Parameters whose gradients are compared. */
 struct watched {
@@ -89,8 +89,8 @@ static void take_tensors(struct bench *b, uint32_t tokens, struct backward_trial
     fill(t->dy, t->dy_wide, (size_t)t->tokens * spec->hidden, 277 + b->member->slot);
 }
 
-/* The router's choice, as a forward pass makes it. */
-static void route(struct bench *b, struct backward_trial *t)
+/* A forward pass, saved if `name` is not 0; the first one gives the router's choice. */
+static struct moe_step_result forward(struct bench *b, struct backward_trial *t, uint64_t name)
 {
     struct moe_step_args a = {.layer = b->layer,
                               .dtype = MOE_DTYPE_BF16,
@@ -100,11 +100,13 @@ static void route(struct bench *b, struct backward_trial *t)
                               .y = t->y,
                               .ids_out = t->ids,
                               .weights_out = t->weights,
-                              .token_state = t->state};
+                              .token_state = t->state,
+                              .save = name};
     struct moe_step *step;
     struct moe_step_result result;
     bench_require(b, "enqueue", b->plan->backend->step_enqueue(b->session, &a, &step));
     bench_require(b, "step", b->plan->backend->step_wait(step, MOE_NEVER, &result));
+    return result;
 }
 
 /* ----------------------------------------------------------- what is watched */
@@ -170,7 +172,8 @@ static double worse(double a, double b)
 
 /* -------------------------------------------------------------------- passes */
 
-static struct moe_step_result pass(struct bench *b, struct backward_trial *t, enum moe_dtype dtype)
+static struct moe_step_result pass(struct bench *b, struct backward_trial *t, enum moe_dtype dtype,
+                                   uint64_t saved)
 {
     bool wide = dtype == MOE_DTYPE_F32;
     struct moe_backward_args a = {.trainer = t->trainer,
@@ -183,7 +186,8 @@ static struct moe_step_result pass(struct bench *b, struct backward_trial *t, en
                                   .accumulate = true,
                                   .dx = wide ? t->dx_wide : t->dx,
                                   .dweights = wide ? t->dweights_wide : t->dweights,
-                                  .token_state = t->state};
+                                  .token_state = t->state,
+                                  .saved = saved};
     struct moe_step *step;
     struct moe_step_result result;
     bench_require(b, "backward",
@@ -204,11 +208,11 @@ static double error_against_exact(struct bench *b, struct backward_trial *t)
     size_t hidden = b->shape->spec.hidden, n = t->tokens * hidden;
     size_t pairs = (size_t)t->tokens * b->shape->spec.router.top_k;
     zero(b, t);
-    pass(b, t, MOE_DTYPE_F32);
+    pass(b, t, MOE_DTYPE_F32, 0);
     read_watched(b, t, w->want);
     zero(b, t);
     memset(t->dx, 0xff, n * sizeof(uint16_t));
-    pass(b, t, MOE_DTYPE_BF16);
+    pass(b, t, MOE_DTYPE_BF16, 0);
     read_watched(b, t, w->first);
     double error = distance(pairs, t->dweights, t->dweights_wide, 1);
     for (uint32_t i = 0; i < w->count; i++)
@@ -227,8 +231,8 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Fills one half of the report: medians of passes that begin with zero gradients, or that add. */
-static void time_passes(struct bench *b, struct backward_trial *t, bool adds,
+/* Fills one kind of the report: medians. */
+static void time_passes(struct bench *b, struct backward_trial *t, int kind,
                         struct bench_backward_report *r)
 {
     uint64_t n = b->plan->repeats;
@@ -237,11 +241,12 @@ static void time_passes(struct bench *b, struct backward_trial *t, bool adds,
     for (int i = 0; i < SERIES; i++)
         of[i] = bench_alloc(b, n * sizeof(double));
     for (uint64_t i = 0; i < n + BENCH_WARM_UP; i++) {
-        if (!adds)
+        if ((kind & BENCH_ADDS) == 0)
             zero(b, t);
         bench_meet(b);
         uint64_t start = moe_clock_ns(), at = i < BENCH_WARM_UP ? 0 : i - BENCH_WARM_UP;
-        struct moe_step_result result = pass(b, t, MOE_DTYPE_BF16);
+        struct moe_step_result result =
+            pass(b, t, MOE_DTYPE_BF16, kind & BENCH_FROM_SAVED ? SAVED_NAME : 0);
         of[WALL][at] = (double)(moe_clock_ns() - start) / 1e3;
         of[LAYER][at] = 0;
         for (int s = 0; s < MOE_BACKWARD_STAGE_COUNT; s++) {
@@ -254,13 +259,13 @@ static void time_passes(struct bench *b, struct backward_trial *t, bool adds,
     for (int i = 0; i < SERIES; i++) {
         qsort(of[i], n, sizeof(double), by_value);
         double median = of[i][n / 2];
-        *(i == LAYER  ? &r->layer_us[adds]
-          : i == WALL ? &r->wall_us[adds]
-                      : &r->stage_us[adds][i]) = median;
+        *(i == LAYER  ? &r->layer_us[kind]
+          : i == WALL ? &r->wall_us[kind]
+                      : &r->stage_us[kind][i]) = median;
         free(of[i]);
     }
-    if (r->layer_us[adds] == 0) /* a backend that does not measure its stages */
-        r->layer_us[adds] = r->wall_us[adds];
+    if (r->layer_us[kind] == 0) /* a backend that does not measure its stages */
+        r->layer_us[kind] = r->wall_us[kind];
 }
 
 /* How far the watched gradients are from `passes` times the first pass's; with one pass they must
@@ -280,6 +285,70 @@ static bool check_sum(struct bench *b, struct backward_trial *t, uint64_t passes
     return good;
 }
 
+/* What one step can save at most on one slot, twice. */
+static uint64_t most_saved(const struct bench *b, const struct backward_trial *t)
+{
+    const struct moe_layer_spec *spec = &b->shape->spec;
+    uint64_t rows = (uint64_t)t->bucket * b->member->slots * spec->router.top_k;
+    uint64_t columns = 2 * (uint64_t)spec->intermediate;
+    uint64_t shared = (uint64_t)t->bucket * 2 * spec->shared_intermediate;
+    rows += (uint64_t)spec->experts * MOE_ROW_ALIGN;
+    return 2 * (rows * columns + shared) * sizeof(float);
+}
+
+/* Forward steps, without and with saving; the last one stays saved. */
+static void time_forwards(struct bench *b, struct backward_trial *t,
+                          struct bench_backward_report *r)
+{
+    const struct moe_training *table = b->plan->backend->training;
+    uint64_t n = b->plan->repeats;
+    double *us = bench_alloc(b, n * sizeof *us);
+    bool saved = true;
+    table->saved_limit(b->device, most_saved(b, t));
+    for (uint64_t name = 0; name <= SAVED_NAME; name++) {
+        for (uint64_t i = 0; i < n + BENCH_WARM_UP; i++) {
+            bench_meet(b);
+            struct moe_step_result result = forward(b, t, name);
+            double *of = &us[i < BENCH_WARM_UP ? 0 : i - BENCH_WARM_UP];
+            *of = 0;
+            for (int s = 0; s < MOE_STAGE_COUNT; s++)
+                *of += (double)result.stage_ns[s] / 1e3;
+            saved = result.saved;
+        }
+        qsort(us, n, sizeof *us, by_value);
+        *(name == 0 ? &r->plain_us : &r->saving_us) = us[n / 2];
+    }
+    r->saved_mib = (double)table->saved_bytes(b->device) / (1 << 20);
+    r->saves = saved;
+    free(us);
+    bench_meet(b);
+}
+
+bool bench_all_save(const struct bench *b)
+{
+    bool all = true;
+    for (uint32_t s = 0; s < b->member->slots; s++)
+        all = all && b->plan->report[s].backward.saves;
+    return all;
+}
+
+/* Passes that overwrite, then passes that add: of the bits of the first, and sums of them. */
+static bool measure_kinds(struct bench *b, struct backward_trial *t, int kind, const void *dx,
+                          struct bench_backward_report *r)
+{
+    size_t bytes = (size_t)t->tokens * b->shape->spec.hidden * sizeof(uint16_t);
+    time_passes(b, t, kind, r);
+    bool good = check_sum(b, t, 1) && memcmp(dx, t->dx, bytes) == 0;
+    bench_meet(b);
+    if (good) {
+        time_passes(b, t, kind | BENCH_ADDS, r);
+        good =
+            check_sum(b, t, 1 + b->plan->repeats + BENCH_WARM_UP) && memcmp(dx, t->dx, bytes) == 0;
+    }
+    bench_meet(b);
+    return good;
+}
+
 static bool measure(struct bench *b, struct backward_trial *t, struct bench_backward_report *r)
 {
     size_t bytes = (size_t)t->tokens * b->shape->spec.hidden * sizeof(uint16_t);
@@ -292,15 +361,11 @@ static bool measure(struct bench *b, struct backward_trial *t, struct bench_back
     }
     void *first = bench_alloc(b, bytes);
     memcpy(first, t->dx, bytes);
-    time_passes(b, t, false, r);
-    bool good = check_sum(b, t, 1) && memcmp(first, t->dx, bytes) == 0;
-    bench_meet(b);
-    if (good) {
-        time_passes(b, t, true, r);
-        good = check_sum(b, t, 1 + b->plan->repeats + BENCH_WARM_UP) &&
-               memcmp(first, t->dx, bytes) == 0;
-    }
-    bench_meet(b);
+    bool good = measure_kinds(b, t, 0, first, r);
+    if (good)
+        time_forwards(b, t, r);
+    if (good && bench_all_save(b))
+        good = measure_kinds(b, t, BENCH_FROM_SAVED, first, r);
     free(first);
     return good;
 }
@@ -312,12 +377,13 @@ bool bench_measure_backward(struct bench *b, uint32_t tokens)
     struct bench_backward_report *r = &b->plan->report[b->member->slot].backward;
     struct backward_trial t;
     take_tensors(b, tokens, &t);
-    route(b, &t);
+    (void)forward(b, &t, 0);
     bench_require(b, "trainer", table->trainer_create(b->layer, &config, &t.trainer));
     choose_watched(b, &t.watched);
     bench_meet(b);
     bool good = measure(b, &t, r);
     table->trainer_destroy(t.trainer);
+    table->saved_limit(b->device, 0);
     for (uint32_t i = 0; i < t.watched.count; i++) {
         free(t.watched.want[i]);
         free(t.watched.first[i]);

@@ -155,34 +155,38 @@ static const char *const backward_names[MOE_BACKWARD_STAGE_COUNT] = {
     [MOE_BACKWARD_LOGITS] = "logits",
     [MOE_BACKWARD_SHARED] = "shared",
     [MOE_BACKWARD_FINISH] = "finish"};
-static const char *const half_names[2] = {"overwritten", "accumulated"};
+static const char *const kind_names[BENCH_BACKWARD_KINDS] = {"overwritten", "accumulated",
+                                                             "overwritten, from a saved forward",
+                                                             "accumulated, from a saved forward"};
 
 /* The slot whose passes of this kind took longest. */
-static uint32_t slowest_slot(const struct bench *b, int half)
+static uint32_t slowest_slot(const struct bench *b, int kind)
 {
     uint32_t slowest = 0;
     for (uint32_t s = 1; s < b->member->slots; s++)
-        if (b->plan->report[s].backward.layer_us[half] >
-            b->plan->report[slowest].backward.layer_us[half])
+        if (b->plan->report[s].backward.layer_us[kind] >
+            b->plan->report[slowest].backward.layer_us[kind])
             slowest = s;
     return slowest;
 }
 
-static void write_backward(const struct bench *b, uint32_t tokens, int half, FILE *to)
+static void write_backward(const struct bench *b, uint32_t tokens, int kind, FILE *to)
 {
-    const struct bench_backward_report *r = &b->plan->report[slowest_slot(b, half)].backward;
+    const struct bench_backward_report *r = &b->plan->report[slowest_slot(b, kind)].backward;
     double forward = LARGEST(b, layer_us);
     fprintf(to,
             "{\"who\": \"moed\", \"backend\": \"%s\", \"shape\": \"%s\", \"experts\": %u, "
             "\"slots\": %u, \"tokens\": %u, \"pass\": \"backward\", \"gradients\": \"%s\", "
             "\"on_tensor_cores\": %s, \"rows\": %llu, \"layer_us\": %.2f, \"wall_us\": %.2f, "
-            "\"forward_layer_us\": %.2f, \"ratio\": %.4f, \"error\": %.3e, \"stages_us\": {",
+            "\"forward_layer_us\": %.2f, \"forward_alone_us\": %.2f, "
+            "\"forward_saving_us\": %.2f, \"ratio\": %.4f, \"error\": %.3e, \"stages_us\": {",
             b->plan->backend->name, b->shape->name, b->shape->spec.experts, b->member->slots,
-            tokens, half_names[half], r->on_tensor_cores ? "true" : "false",
-            (unsigned long long)r->rows, r->layer_us[half], r->wall_us[half], forward,
-            r->layer_us[half] / forward, LARGEST(b, backward.error));
+            tokens, kind_names[kind], r->on_tensor_cores ? "true" : "false",
+            (unsigned long long)r->rows, r->layer_us[kind], r->wall_us[kind], forward,
+            LARGEST(b, backward.plain_us), LARGEST(b, backward.saving_us),
+            r->layer_us[kind] / forward, LARGEST(b, backward.error));
     for (int i = 0; i < MOE_BACKWARD_STAGE_COUNT; i++)
-        fprintf(to, "%s\"%s\": %.2f", i > 0 ? ", " : "", backward_names[i], r->stage_us[half][i]);
+        fprintf(to, "%s\"%s\": %.2f", i > 0 ? ", " : "", backward_names[i], r->stage_us[kind][i]);
     fprintf(to, "}}\n");
     fflush(to);
 }
@@ -190,16 +194,20 @@ static void write_backward(const struct bench *b, uint32_t tokens, int half, FIL
 void bench_print_backward(const struct bench *b, uint32_t tokens, FILE *json)
 {
     double forward = LARGEST(b, layer_us);
-    for (int half = 0; half < 2; half++) {
-        const struct bench_backward_report *r = &b->plan->report[slowest_slot(b, half)].backward;
+    int kinds = bench_all_save(b) ? BENCH_BACKWARD_KINDS : BENCH_FROM_SAVED;
+    printf("  forward, one in flight: layer %.1f, %.1f where it saves %.1f MiB\n",
+           LARGEST(b, backward.plain_us), LARGEST(b, backward.saving_us),
+           LARGEST(b, backward.saved_mib));
+    for (int kind = 0; kind < kinds; kind++) {
+        const struct bench_backward_report *r = &b->plan->report[slowest_slot(b, kind)].backward;
         printf("  backward, gradients %s: layer %.1f, %.3f x forward, wall %.1f |",
-               half_names[half], r->layer_us[half], r->layer_us[half] / forward, r->wall_us[half]);
+               kind_names[kind], r->layer_us[kind], r->layer_us[kind] / forward, r->wall_us[kind]);
         for (int i = 0; i < MOE_BACKWARD_STAGE_COUNT; i++)
-            printf(" %s %.1f", backward_names[i], r->stage_us[half][i]);
+            printf(" %s %.1f", backward_names[i], r->stage_us[kind][i]);
         printf(" | %.1e%s\n", LARGEST(b, backward.error),
                r->on_tensor_cores ? ", tensor cores" : "");
         fflush(stdout);
         if (json != NULL)
-            write_backward(b, tokens, half, json);
+            write_backward(b, tokens, kind, json);
     }
 }

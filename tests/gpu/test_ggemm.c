@@ -332,11 +332,79 @@ static void nan_stays_in_its_row(void **state)
     }
 }
 
+/* A copy of device memory. */
+static char *host_copy(const void *device, size_t bytes)
+{
+    char *p = malloc(bytes);
+    assert_non_null(p);
+    assert_int_equal(cudaMemcpy(p, device, bytes, cudaMemcpyDeviceToHost), cudaSuccess);
+    return p;
+}
+
+/* Rows up to `room` are `want`, the others and those of no expert as they were. */
+static void check_left(const struct problem *p, const char *got, const char *want, uint32_t room,
+                       size_t row)
+{
+    char *expect = malloc(p->g.row_capacity * row);
+    assert_non_null(expect);
+    memset(expect, 0xff, p->g.row_capacity * row);
+    for (uint32_t e = 0; e < p->g.experts; e++)
+        for (uint32_t r = p->start[e]; r < p->start[e] + p->count[e] && r < room; r++)
+            memcpy(expect + r * row, want + r * row, row);
+    assert_memory_equal(got, expect, p->g.row_capacity * row);
+    free(expect);
+}
+
+/* What a backward pass would compute again, and the same results as without leaving it. */
+static void what_is_left_is_the_plain_product(void **state)
+{
+    (void)state;
+    for (int tile = 0; tile < MOE_CUDA_TILE_COUNT; tile++) {
+        struct problem p = large_problem((enum moe_cuda_gemm_tile)tile, GATED);
+        size_t row = 2 * (size_t)p.g.n * sizeof(float), bytes = p.g.row_capacity * row;
+        struct moe_cuda_ggemm_pre pre = {.data = device_alloc(bytes, 0xff),
+                                         .rows = p.g.row_capacity};
+        struct moe_cuda_ggemm plain = p.g, leaves = p.g;
+        p.g.has_bias = leaves.has_bias = tile % 2 == 0;
+        leaves.weighting = p.g.weighting = MOE_WEIGHT_INPUT;
+        plain.gated = plain.has_bias = false;
+        plain.n = 2 * p.g.n;
+        plain.row_weight = NULL;
+        plain.out_dtype = MOE_DTYPE_F32;
+        plain.out = device_alloc(bytes, 0xff);
+        leaves.pre = device_copy(&pre, sizeof pre);
+        ok(moe_cuda_ggemm_enqueue(&plain, NULL));
+        ok(moe_cuda_ggemm_enqueue(&p.g, NULL));
+        finish();
+        char *want = host_copy(plain.out, bytes), *out = host_copy(p.g.out, p.out_bytes);
+        for (int less = 0; less < 2; less++) {
+            poison(&p);
+            assert_int_equal(cudaMemset(pre.data, 0xff, bytes), cudaSuccess);
+            pre.rows -= less == 0 ? 0 : random_below(p.g.row_capacity);
+            assert_int_equal(
+                cudaMemcpy((void *)leaves.pre, &pre, sizeof pre, cudaMemcpyHostToDevice), 0);
+            ok(moe_cuda_ggemm_enqueue(&leaves, NULL));
+            finish();
+            char *left = host_copy(pre.data, bytes), *again = host_copy(p.g.out, p.out_bytes);
+            check_left(&p, left, want, pre.rows, row);
+            assert_memory_equal(again, out, p.out_bytes);
+            free(left);
+            free(again);
+        }
+        free(want);
+        free(out);
+        assert_int_equal(cudaFree(pre.data), cudaSuccess);
+        assert_int_equal(cudaFree(plain.out), cudaSuccess);
+        assert_int_equal(cudaFree((void *)leaves.pre), cudaSuccess);
+        free_buffers(&p);
+    }
+}
+
 static void impossible_shapes_are_refused(void **state)
 {
     (void)state;
     struct problem p = large_problem(MOE_CUDA_TILE_DECODE, PLAIN);
-    struct moe_cuda_ggemm wrong[] = {p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g};
+    struct moe_cuda_ggemm wrong[] = {p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g};
     wrong[0].n = 12;
     wrong[1].k = 4;
     wrong[2].experts = MOE_MAX_EXPERTS + 1;
@@ -345,6 +413,7 @@ static void impossible_shapes_are_refused(void **state)
     wrong[5].gated = wrong[5].back = true;
     wrong[6].x_stride = p.g.k + 4;
     wrong[7].out_stride = p.g.n - 8;
+    wrong[8].pre = (const struct moe_cuda_ggemm_pre *)p.g.x; /* not gated */
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         struct moe_status st = moe_cuda_ggemm_enqueue(&wrong[i], NULL);
         assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
@@ -362,6 +431,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_rows_bits_do_not_depend_on_its_neighbours),
         cmocka_unit_test(a_captured_launch_follows_the_counts),
         cmocka_unit_test(nan_stays_in_its_row),
+        cmocka_unit_test(what_is_left_is_the_plain_product),
         cmocka_unit_test(impossible_shapes_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
