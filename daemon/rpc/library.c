@@ -7,6 +7,7 @@
 #include <grpc/support/time.h>
 #include <malloc.h>
 #include <pthread.h>
+#include <stdlib.h>
 
 static void forward_log(gpr_log_func_args *line)
 {
@@ -64,4 +65,11 @@ void moe_rpc_tune_allocator(void)
     if (mallopt(M_MMAP_THRESHOLD, MMAP_BYTES) == 0 || mallopt(M_TRIM_THRESHOLD, KEEP_BYTES) == 0 ||
         mallopt(M_TOP_PAD, GROW_BYTES) == 0)
         moe_log_debug("malloc is not glibc's and stays as it is");
+}
+
+void moe_rpc_tune_polling(void)
+{
+    enum { KEEP_WHAT_IS_SET = 0 };
+    if (setenv("GRPC_POLL_STRATEGY", "poll", KEEP_WHAT_IS_SET) != 0)
+        moe_log_debug("no memory for a variable: the core polls as it always does");
 }

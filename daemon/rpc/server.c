@@ -262,6 +262,7 @@ static struct moe_rpc_server *server_create(const struct moe_rpc_server_config *
     moe_rpc_admission_init(&s->admission, (uint32_t)permits, config->max_waiting_reads);
     s->read_limit_ns = time_limit(config->max_read_ms);
     s->send_limit_ns = time_limit(config->max_send_ms);
+    s->spin_ns = config->spin_ns;
     s->on_shutdown.fn = on_shutdown;
     TAILQ_INIT(&s->endless);
     moe_wait_init(&s->changed);

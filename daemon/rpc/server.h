@@ -55,6 +55,8 @@ struct moe_rpc_server_config {
     uint32_t max_send_ms;            /* a message or final status that the client leaves for longer
                                         ends its call; 0 = one minute */
     uint32_t max_concurrent_streams; /* calls per connection; 0 = 128 */
+    uint64_t spin_ns; /* after each event a shard looks for the next one for so long without
+                         sleeping, which keeps a processor busy; 0 = never */
     const struct moe_rpc_method
         *methods; /* copied; health and reflection are added by the server */
     size_t method_count;

@@ -153,7 +153,8 @@ struct moe_rpc_shard {
     bool started;
     _Atomic(struct moe_rpc_op *) inbox; /* newest first */
     struct moe_rpc_tag on_wake;
-    bool applying; /* the inbox is being drained */
+    bool applying;        /* the inbox is being drained */
+    uint64_t awake_until; /* of a server with spin_ns */
     struct moe_rpc_limits reading, taking;
     unsigned *accepting; /* accepts posted, per entry */
 };
@@ -179,6 +180,7 @@ struct moe_rpc_server {
     struct moe_rpc_admission admission;
     uint64_t read_limit_ns; /* how long a call may use a permit */
     uint64_t send_limit_ns; /* how long a client may leave what was sent */
+    uint64_t spin_ns;       /* how long shards stay awake after an event */
     struct moe_rpc_health *health;
     struct moe_rpc_reflection *reflection;
     uint16_t port;

@@ -94,6 +94,18 @@ static void post_accepts(struct moe_rpc_shard *shard)
     pthread_mutex_unlock(&server->lock);
 }
 
+/* The next event, or a timeout at `at` or while the shard stays awake. */
+static grpc_event next_event(struct moe_rpc_shard *shard, uint64_t at)
+{
+    const uint64_t spin = shard->server->spin_ns;
+    const bool awake = spin > 0 && moe_clock_ns() < shard->awake_until;
+    grpc_event event = grpc_completion_queue_next(
+        shard->queue, awake ? gpr_inf_past(GPR_CLOCK_MONOTONIC) : moe_rpc_time_to_core(at), NULL);
+    if (spin > 0 && event.type == GRPC_OP_COMPLETE)
+        shard->awake_until = moe_clock_ns() + spin;
+    return event;
+}
+
 static void *shard_main(void *arg)
 {
     struct moe_rpc_shard *shard = arg;
@@ -104,8 +116,7 @@ static void *shard_main(void *arg)
     for (;;) {
         uint64_t reading = moe_rpc_limits_expire(&shard->reading);
         uint64_t taking = moe_rpc_limits_expire(&shard->taking);
-        uint64_t at = reading < taking ? reading : taking;
-        grpc_event event = grpc_completion_queue_next(shard->queue, moe_rpc_time_to_core(at), NULL);
+        grpc_event event = next_event(shard, reading < taking ? reading : taking);
         if (event.type == GRPC_QUEUE_SHUTDOWN)
             return NULL;
         if (event.type == GRPC_OP_COMPLETE) {

@@ -34,7 +34,7 @@ static void settle(struct moe_engine *e, struct moe_work *w)
     if (w->queued || w->taken != w->finished)
         return;
     append(&e->ended, w);
-    pthread_cond_signal(&e->wake);
+    moe_bell_ring(e->bell);
 }
 
 /* Lock held. Gives up a request that is not queued (any more); the first reason counts. */
@@ -401,16 +401,44 @@ static void fail_view(struct moe_engine *e, struct moe_status why, int missing_s
     pthread_mutex_lock(&e->lock);
 }
 
+/* Lock held. News is expected at any moment: for a while after the last step. */
+static bool is_awake(const struct moe_engine *e)
+{
+    return e->config.spin_ns > 0 && moe_clock_ns() < e->awake_until;
+}
+
+/* Lock held. */
+static void stay_awake(struct moe_engine *e)
+{
+    if (e->config.spin_ns > 0)
+        e->awake_until = moe_clock_ns() + e->config.spin_ns;
+}
+
+/* Thread, no lock. Looks at the step and at the bell in turns, so that the next ticket begins while
+ * the step runs. MOE_DEADLINE_EXCEEDED: it still does. */
+static struct moe_status watch_step(struct moe_engine *e, struct moe_step *step, uint64_t until,
+                                    struct moe_step_result *result)
+{
+    struct moe_status st;
+    do
+        st = e->config.backend->step_wait(step, 0, result);
+    while (st.code == MOE_DEADLINE_EXCEEDED && moe_bell_count(e->bell) == e->heard &&
+           moe_clock_ns() < until);
+    return st;
+}
+
 /* Thread, lock held and given up meanwhile. */
 static void wait_for_oldest(struct moe_engine *e)
 {
     struct moe_lane *lane = &e->lanes[e->lane_first];
+    const bool awake = is_awake(e);
     uint64_t until = e->in_flight < LANES ? moe_clock_ns() + TURN_NS : MOE_NEVER;
     struct moe_step_result result = {.missing_slot = -1};
     struct moe_status st = lane->failure;
     if (lane->step != NULL) {
         pthread_mutex_unlock(&e->lock);
-        st = e->config.backend->step_wait(lane->step, until, &result);
+        st = awake ? watch_step(e, lane->step, e->awake_until, &result)
+                   : e->config.backend->step_wait(lane->step, until, &result);
         pthread_mutex_lock(&e->lock);
         if (st.code == MOE_DEADLINE_EXCEEDED)
             return;
@@ -422,6 +450,7 @@ static void wait_for_oldest(struct moe_engine *e)
         fail_view(e, st, result.missing_slot);
     else
         complete_oldest(e, &result);
+    stay_awake(e);
 }
 
 /* ---------------------------------------------------------------------- the thread */
@@ -433,11 +462,34 @@ static void fail_queued(struct moe_engine *e, struct moe_status reason)
     moe_engine__give_up_calls(e, true, 0, reason);
 }
 
+/* Lock held, and given up meanwhile. */
 static void wait_for_news(struct moe_engine *e)
 {
     uint64_t until = moe_batcher_next_expiry(e->batcher), call = moe_engine__next_call_expiry(e);
     until = call < until ? call : until;
-    (void)moe_wait_until(&e->wake, &e->lock, e->next_drop < until ? e->next_drop : until);
+    until = e->next_drop < until ? e->next_drop : until;
+    const bool awake = is_awake(e);
+    pthread_mutex_unlock(&e->lock);
+    if (awake)
+        moe_bell_watch(e->bell, e->heard, until < e->awake_until ? until : e->awake_until);
+    else
+        moe_bell_wait(e->bell, e->heard, until);
+    pthread_mutex_lock(&e->lock);
+}
+
+/* Lock held, and given up meanwhile. Everything that was told before the last ring is known then;
+ * what comes while it is looked at rings again. */
+static void hear(struct moe_engine *e)
+{
+    uint32_t rung = moe_bell_count(e->bell);
+    if (rung == e->heard)
+        return;
+    e->heard = rung;
+    if (e->config.listen == NULL)
+        return;
+    pthread_mutex_unlock(&e->lock);
+    e->config.listen(e->config.ctx);
+    pthread_mutex_lock(&e->lock);
 }
 
 static void *run_thread(void *arg)
@@ -445,6 +497,7 @@ static void *run_thread(void *arg)
     struct moe_engine *e = arg;
     pthread_mutex_lock(&e->lock);
     for (;;) {
+        hear(e);
         expire(e);
         if (e->quit)
             fail_queued(e, draining());
@@ -490,6 +543,7 @@ static void free_memory(struct moe_engine *e)
 {
     for (unsigned i = 0; i < LANES; i++)
         moe_lane_free(&e->lanes[i]);
+    moe_bell_destroy(e->bell);
     moe_batcher_destroy(e->batcher);
     free(e);
 }
@@ -497,7 +551,6 @@ static void free_memory(struct moe_engine *e)
 static struct moe_status start_thread(struct moe_engine *e)
 {
     pthread_mutex_init(&e->lock, NULL);
-    moe_wait_init(&e->wake);
     moe_wait_init(&e->idle);
     if (pthread_create(&e->thread, NULL, run_thread, e) == 0)
         return moe_ok();
@@ -519,6 +572,7 @@ struct moe_status moe_engine_create(const struct moe_engine_config *config, stru
     e->config = *config;
     e->weights_version = 1;
     e->next_drop = MOE_NEVER;
+    MOE_TRY_GOTO(st, moe_bell_create(&e->bell), fail);
     MOE_TRY_GOTO(st, create_batcher(e, &shape), fail);
     for (unsigned i = 0; i < LANES; i++)
         MOE_TRY_GOTO(st, moe_lane_init(&e->lanes[i], config->backend, config->device, &shape),
@@ -540,15 +594,19 @@ void moe_engine_destroy(struct moe_engine *e)
     moe_engine_stop_view(e);
     pthread_mutex_lock(&e->lock);
     e->refusing = e->quit = true;
-    pthread_cond_signal(&e->wake);
+    moe_bell_ring(e->bell);
     pthread_mutex_unlock(&e->lock);
     pthread_join(e->thread, NULL);
     if (e->config.training != NULL)
         moe_train_end_jobs(e->config.training); /* nobody pokes any more */
     pthread_cond_destroy(&e->idle);
-    pthread_cond_destroy(&e->wake);
     pthread_mutex_destroy(&e->lock);
     free_memory(e);
+}
+
+struct moe_bell *moe_engine_bell(const struct moe_engine *e)
+{
+    return e->bell;
 }
 
 /* ---------------------------------------------------------------------- other threads */
@@ -600,7 +658,7 @@ void moe_engine_stop_view(struct moe_engine *e)
     if (e->session != NULL) {
         e->stopping = true;
         e->config.backend->session_abort(e->session);
-        pthread_cond_signal(&e->wake);
+        moe_bell_ring(e->bell);
     }
     while (e->session != NULL)
         (void)moe_wait_until(&e->idle, &e->lock, MOE_NEVER);
@@ -643,7 +701,7 @@ static void accept_work(struct moe_engine *e, struct moe_work *w, struct moe_bat
     e->saving_count += w->own_step;
     e->unfinished++;
     if (w->deadline_ns < moe_batcher_next_expiry(e->batcher))
-        pthread_cond_signal(&e->wake);
+        moe_bell_ring(e->bell);
     moe_batcher_push(e->batcher, key, w);
 }
 
@@ -682,7 +740,7 @@ void moe_engine_run(struct moe_engine *e, const struct moe_ticket *ticket)
         else /* the gap in seq fails the view */
             moe_log_warn("ticket %llu came while %d wait", (unsigned long long)ticket->seq,
                          TICKETS_MAX);
-        pthread_cond_signal(&e->wake);
+        moe_bell_ring(e->bell);
     }
     pthread_mutex_unlock(&e->lock);
 }

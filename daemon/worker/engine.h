@@ -9,6 +9,7 @@
 
 #include "moe/backend.h"
 
+struct moe_bell;
 struct moe_engine;
 struct moe_train;
 struct moe_train_answer;
@@ -185,6 +186,13 @@ struct moe_engine_config {
      * short, or that were never begun, are not reported. */
     void (*finished)(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
                      uint64_t lost_slots);
+    /* The engine's bell was rung, by the engine itself or by a process that brought something.
+     * Engine's thread, no lock held; moe_engine_run may be called from within, and nothing else of
+     * the engine. NULL: nobody else rings. */
+    void (*listen)(void *ctx);
+    /* After a step the thread waits this long without sleeping, so that the next ticket loses no
+     * time in waking it (10 to 60 us); it keeps a processor busy meanwhile. 0: it always sleeps. */
+    uint64_t spin_ns;
     void *ctx;
 };
 
@@ -194,6 +202,9 @@ struct moe_status moe_engine_create(const struct moe_engine_config *config,
  * ignored.
  */
 void moe_engine_destroy(struct moe_engine *e);
+
+/* The bell that wakes the engine's thread; lives as long as the engine. */
+struct moe_bell *moe_engine_bell(const struct moe_engine *e);
 
 /* A view is in force: tickets of `epoch` may come, seq without gaps. `session` is borrowed until
  * stop_view returns. Everything that is queued is announced (again), but requests that are pinned

@@ -4,6 +4,7 @@
 #define MOE_WORKER_ENGINE_STATE_H
 
 #include "worker/batcher.h"
+#include "worker/bell.h"
 #include "worker/lane.h"
 #include "worker/sequencer.h"
 
@@ -34,8 +35,8 @@ struct moe_engine {
     struct moe_engine_config config;
     pthread_t thread;
     pthread_mutex_t lock;
-    pthread_cond_t wake; /* there may be something to do for the thread */
-    pthread_cond_t idle; /* the view has ended, or the last request has */
+    struct moe_bell *bell; /* there may be something to do for the thread */
+    pthread_cond_t idle;   /* the view has ended, or the last request has */
 
     /* Under the lock. */
     struct moe_batcher *batcher;
@@ -63,6 +64,8 @@ struct moe_engine {
     uint64_t next_drop; /* when activations have been kept for long enough */
     struct moe_lane lanes[LANES];
     unsigned lane_first, in_flight; /* oldest step, number of steps */
+    uint32_t heard;                 /* count of the bell up to which everything was looked at */
+    uint64_t awake_until;           /* until then the thread waits without sleeping */
 };
 
 /* Everything below: lock held, and kept unless it says otherwise. */

@@ -27,7 +27,7 @@ static void end_call(struct moe_engine *e, struct moe_train_work *w, struct moe_
 {
     w->failure = status;
     moe_engine__append_call(&e->ended_calls, w);
-    pthread_cond_signal(&e->wake);
+    moe_bell_ring(e->bell);
 }
 
 /* The sequencer of the view in force has it, so that its ticket will come. */
@@ -163,7 +163,7 @@ static void accept_call(struct moe_engine *e, struct moe_train_work *w, bool pok
     e->call_count++;
     e->unfinished++;
     if (e->session == NULL)
-        pthread_cond_signal(&e->wake); /* for its deadline */
+        moe_bell_ring(e->bell); /* for its deadline */
     moe_engine__announce_calls(e);
 }
 

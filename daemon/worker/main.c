@@ -1,5 +1,6 @@
 /* moe-worker: settings and signals around worker.h. A drain that was cut short is a failure. */
 #include "base/clock.h"
+#include "base/cores.h"
 #include "base/daemon.h"
 #include "base/endpoint.h"
 #include "base/log.h"
@@ -24,7 +25,7 @@ struct settings {
     uint64_t device, threads, slot;
     uint64_t max_message_bytes, max_bytes_in_flight;
     uint64_t max_tokens_per_request, max_tokens_per_step, max_queued_tokens;
-    uint64_t wait_budget_ms, drain_ms;
+    uint64_t wait_budget_ms, drain_ms, spin_us;
     const char *training, *lora_targets, *freeze, *training_dir;
     uint64_t lora_rank, saved_bytes, saved_device_bytes, saved_seconds;
     double lora_alpha, training_share;
@@ -226,6 +227,15 @@ static struct moe_status serve_until_ended(struct run *run,
     return st;
 }
 
+/* The CPU backend computes on the processors that waiting would take. */
+static uint64_t spin_of(const struct settings *s, const struct moe_backend *backend)
+{
+    enum { SPIN_US = 1000, CORES = 4 };
+    bool spare = strcmp(backend->name, "cuda") == 0 && moe_usable_cores() >= CORES;
+    uint64_t us = s->spin_us != MOE_OPTION_UNSET ? s->spin_us : spare ? SPIN_US : 0;
+    return us * MOE_NS_PER_MS / 1000;
+}
+
 static struct moe_status run_worker(const struct moe_daemon_settings *common, void *ctx)
 {
     const struct settings *s = ctx;
@@ -259,12 +269,15 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .max_queued_tokens = s->max_queued_tokens,
         .wait_budget_ms = (uint32_t)s->wait_budget_ms,
         .drain_ms = (uint32_t)s->drain_ms,
+        .spin_ns = spin_of(s, backend),
         .seated = on_seated,
         .ended = on_ended,
         .ctx = &run,
     };
     configure_training(s, &config);
     moe_rpc_tune_allocator();
+    if (config.spin_ns > 0)
+        moe_rpc_tune_polling();
     MOE_TRY(check_uv(uv_loop_init(&run.loop)));
     struct moe_status st;
     MOE_TRY_GOTO(st, watch(&run), out);
@@ -322,6 +335,7 @@ int main(int argc, char **argv)
         .max_queued_tokens = 1 << 20,
         .wait_budget_ms = 2000,
         .drain_ms = 10000,
+        .spin_us = MOE_OPTION_UNSET,
         .training = "off",
         .freeze = "",
         .lora_targets = "gate,up,down",
@@ -367,6 +381,9 @@ int main(int argc, char **argv)
          "How long a step waits for a peer before it is lost"},
         {"drain-ms", 0, MOE_OPTION_UINT, &s.drain_ms, 0, 3600000, "MS",
          "Time to finish requests after SIGTERM"},
+        {"spin-us", 0, MOE_OPTION_UINT, &s.spin_us, 0, 1000000, "US",
+         "How long to wait for the next step without sleeping; 1000 on GPUs with 4 cores or more, "
+         "else 0, when not given"},
         {"training", 0, MOE_OPTION_CHOICE, &s.training, 0, 0, "off|adamw|sgd",
          "Offer TrainingService and keep what this optimizer needs"},
         {"freeze", 0, MOE_OPTION_STRING, &s.freeze, 0, 0, "LIST",

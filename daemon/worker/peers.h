@@ -2,6 +2,11 @@
  * lowest slot runs the sequencer, and the others keep one stream each to it. Work notices and
  * finished steps go to the sequencer, tickets come back, each at once; nothing waits for a timer.
  *
+ * Workers that see each other's processes on one host (worker/shared.h) tell each other of their
+ * mailboxes when the stream opens, and send by mail from then on, each way for itself: the same
+ * messages, in the same order, without a socket and its threads in between. The stream stays, as
+ * the evidence that the peer lives.
+ *
  * The sequencer's own worker takes part without gRPC. A stream that breaks during a view is
  * reported as evidence of a lost peer; what follows from it is decided elsewhere. */
 #ifndef MOE_WORKER_PEERS_H
@@ -9,6 +14,7 @@
 
 #include "rpc/client.h"
 #include "rpc/server.h"
+#include "worker/bell.h"
 #include "worker/engine.h"
 
 struct moe_peers;
@@ -17,6 +23,8 @@ struct moe_peers_config {
     struct moe_rpc_client *client; /* borrowed */
     uint64_t incarnation;          /* of this process */
     uint32_t training_permille;    /* see moe_sequencer_set_share; 0 = its default */
+    struct moe_bell *bell; /* of the thread that calls moe_peers_listen; borrowed. NULL: peers
+                              reach this worker over gRPC only */
     /* Run this ticket. Called in order of seq, from any thread, one at a time; must not call back.
      */
     void (*run)(void *ctx, const struct moe_ticket *ticket);
@@ -58,6 +66,10 @@ struct moe_status moe_peers_start(struct moe_peers *p) MOE_CHECKED;
 /* Ends the view, if any: no ticket is run and nothing is reported once this has returned. Not from
  * `run` or `lost`. */
 void moe_peers_stop(struct moe_peers *p);
+
+/* For moe_engine_config.listen: reads what peers of this host have put into the worker's mailbox,
+ * and does what follows from it. After each ring of the bell; may call `run`. */
+void moe_peers_listen(struct moe_peers *p);
 
 /* For moe_engine_config.announce: any thread, with the engine's locks held. Ignored while no view
  * is expected: the engine announces everything again when a view starts. */

@@ -121,6 +121,13 @@ static void set_may_tell(struct moe_worker *w, bool may_tell)
     pthread_mutex_unlock(&w->told_lock);
 }
 
+static void listen(void *ctx)
+{
+    struct moe_worker *w = ctx;
+    if (w->peers != NULL) /* the engine was there before */
+        moe_peers_listen(w->peers);
+}
+
 static void lost(void *ctx, uint64_t epoch, uint64_t slots, struct moe_status why)
 {
     struct moe_worker *w = ctx;
@@ -492,6 +499,8 @@ static struct moe_status create_engine(struct moe_worker *w)
         .announce = announce,
         .announce_training = announce_training,
         .finished = finished,
+        .listen = listen,
+        .spin_ns = w->config.spin_ns,
         .ctx = w,
     };
     return moe_engine_create(&engine, &w->engine);
@@ -544,6 +553,7 @@ static struct moe_status create_peers(struct moe_worker *w)
         .client = w->client,
         .incarnation = w->incarnation,
         .training_permille = w->config.training_permille,
+        .bell = moe_engine_bell(w->engine),
         .run = run_ticket,
         .lost = lost,
         .ctx = w,
@@ -605,6 +615,7 @@ static struct moe_status start_server(struct moe_worker *w)
         .max_waiting_reads = WAITING_READS,
         .max_read_ms = READ_MS,
         .max_concurrent_streams = STREAMS_MAX,
+        .spin_ns = c->spin_ns,
         .methods = methods,
         .method_count = METHODS - (w->training_service == NULL ? MOE_TRAINING_SERVICE_METHODS : 0),
         .descriptors = moe_proto_descriptors,

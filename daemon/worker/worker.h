@@ -29,6 +29,7 @@ struct moe_worker_config {
     uint64_t max_queued_tokens;
     uint32_t wait_budget_ms;     /* per wait on a peer */
     uint32_t drain_ms;           /* limit of a drain that the coordinator sets none for */
+    uint64_t spin_ns;            /* see moe_engine_config */
     struct moe_metrics *metrics; /* NULL = none */
     bool training;               /* offer TrainingService; the rest is read only then */
     struct moe_trainer_config trainer;

@@ -13,6 +13,14 @@
 
 enum { SLOTS = 3, TICKETS_MAX = 4096, EPOCH = 5, WAIT_MS = 20000 };
 
+/* How messages travel in the tests that follow: each runs once in every way. */
+enum way {
+    STREAMS, /* no worker has a bell */
+    MAIL,    /* all share memory */
+    BOTH,    /* slot 1 does not */
+};
+static enum way way;
+
 /* A worker without an engine: its thread reports each ticket as run, in order. */
 struct node {
     uint32_t slot;
@@ -21,7 +29,8 @@ struct node {
     struct moe_rpc_server *server;
     struct moe_rpc_client *client;
     char endpoint[32];
-    pthread_t thread;
+    struct moe_bell *bell; /* NULL: no mail */
+    pthread_t thread, listener;
     pthread_mutex_t lock;
     pthread_cond_t changed;
     bool quit, silent; /* silent: the test reports */
@@ -72,13 +81,37 @@ static void *report_tickets(void *arg)
     return NULL;
 }
 
+static bool is_over(struct node *n)
+{
+    pthread_mutex_lock(&n->lock);
+    bool over = n->quit;
+    pthread_mutex_unlock(&n->lock);
+    return over;
+}
+
+/* What the engine's thread does between tickets. */
+static void *listen_for_mail(void *arg)
+{
+    struct node *n = arg;
+    while (!is_over(n)) {
+        uint32_t heard = moe_bell_count(n->bell);
+        moe_peers_listen(n->peers);
+        if (!is_over(n))
+            moe_bell_wait(n->bell, heard, MOE_NEVER);
+    }
+    return NULL;
+}
+
 static void start_node(struct node *n, uint32_t slot)
 {
     *n = (struct node){.slot = slot, .incarnation = 1000 + slot};
     pthread_mutex_init(&n->lock, NULL);
     pthread_cond_init(&n->changed, NULL);
     assert_ok(moe_rpc_client_create(&n->client));
+    if (way == MAIL || (way == BOTH && slot != 1))
+        assert_ok(moe_bell_create(&n->bell));
     const struct moe_peers_config peers = {
+        .bell = n->bell,
         .client = n->client,
         .incarnation = n->incarnation,
         .run = on_run,
@@ -101,6 +134,8 @@ static void start_node(struct node *n, uint32_t slot)
     assert_ok(moe_rpc_server_start(&server, &n->server));
     (void)snprintf(n->endpoint, sizeof n->endpoint, "127.0.0.1:%u", moe_rpc_server_port(n->server));
     assert_int_equal(pthread_create(&n->thread, NULL, report_tickets, n), 0);
+    if (n->bell != NULL)
+        assert_int_equal(pthread_create(&n->listener, NULL, listen_for_mail, n), 0);
 }
 
 static void stop_node(struct node *n)
@@ -110,11 +145,16 @@ static void stop_node(struct node *n)
     pthread_cond_broadcast(&n->changed);
     pthread_mutex_unlock(&n->lock);
     pthread_join(n->thread, NULL);
+    if (n->bell != NULL) {
+        moe_bell_ring(n->bell);
+        pthread_join(n->listener, NULL);
+    }
     moe_peers_stop(n->peers);
     moe_rpc_server_drain(n->server, moe_clock_ns() + 100 * MOE_NS_PER_MS);
     moe_rpc_server_stop(n->server);
     moe_peers_destroy(n->peers);
     moe_rpc_client_destroy(n->client);
+    moe_bell_destroy(n->bell);
     pthread_cond_destroy(&n->changed);
     pthread_mutex_destroy(&n->lock);
 }
@@ -227,6 +267,9 @@ static void all_slots_get_the_same_tickets_for_all_that_was_announced(void **sta
     }
     for (uint32_t s = 0; s < SLOTS; s++)
         assert_int_equal(nodes[s].lost_count, 0);
+    for (uint32_t s = 0; s < SLOTS; s++) /* each ticket and each report rang, where there is mail */
+        if (nodes[s].bell != NULL)
+            assert_true(moe_bell_count(nodes[s].bell) >= count);
     stop_group(nodes);
 }
 
@@ -452,18 +495,31 @@ static void a_message_that_makes_no_sense_ends_its_stream_only(void **state)
     stop_group(nodes);
 }
 
+static int set_way(void **state)
+{
+    way = *(const enum way *)*state;
+    print_message("  over %s\n", way == STREAMS ? "streams" : way == MAIL ? "mail" : "both");
+    return 0;
+}
+
+#define EACH_WAY(test)                                                                             \
+    cmocka_unit_test_prestate_setup_teardown(test, set_way, NULL, &ways[0]),                       \
+        cmocka_unit_test_prestate_setup_teardown(test, set_way, NULL, &ways[1]),                   \
+        cmocka_unit_test_prestate_setup_teardown(test, set_way, NULL, &ways[2])
+
 int main(void)
 {
+    static enum way ways[] = {STREAMS, MAIL, BOTH};
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(all_slots_get_the_same_tickets_for_all_that_was_announced),
-        cmocka_unit_test(no_ticket_comes_before_all_have_joined),
-        cmocka_unit_test(a_new_view_begins_at_the_first_ticket),
-        cmocka_unit_test(a_member_that_goes_away_is_reported_by_the_sequencer),
-        cmocka_unit_test(a_sequencer_that_goes_away_is_reported_by_all_members),
-        cmocka_unit_test(a_sequencer_that_is_not_there_is_reported),
-        cmocka_unit_test(a_step_that_failed_on_a_member_stops_the_tickets),
-        cmocka_unit_test(a_caller_of_another_epoch_or_process_is_refused),
-        cmocka_unit_test(a_message_that_makes_no_sense_ends_its_stream_only),
+        EACH_WAY(all_slots_get_the_same_tickets_for_all_that_was_announced),
+        EACH_WAY(no_ticket_comes_before_all_have_joined),
+        EACH_WAY(a_new_view_begins_at_the_first_ticket),
+        EACH_WAY(a_member_that_goes_away_is_reported_by_the_sequencer),
+        EACH_WAY(a_sequencer_that_goes_away_is_reported_by_all_members),
+        EACH_WAY(a_sequencer_that_is_not_there_is_reported),
+        EACH_WAY(a_step_that_failed_on_a_member_stops_the_tickets),
+        EACH_WAY(a_caller_of_another_epoch_or_process_is_refused),
+        EACH_WAY(a_message_that_makes_no_sense_ends_its_stream_only),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

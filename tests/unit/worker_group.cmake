@@ -1,4 +1,5 @@
 moe_test(test_sequencer SOURCES test_sequencer.c USES moe_worker_core)
+moe_test(test_mailbox SOURCES test_mailbox.c USES moe_worker_core)
 moe_test(test_peers SOURCES test_peers.c USES moe_worker_core)
 moe_test(test_group SOURCES test_group.c USES moe_worker_core)
 moe_test(test_resident SOURCES test_resident.c USES moe_worker_core moe_cpu moe_test_support)
