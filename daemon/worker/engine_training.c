@@ -370,7 +370,7 @@ static struct moe_status enqueue_backward(struct moe_engine *e, struct moe_lane 
     lane->tokens = 0;
     if (w != NULL) {
         lane->tokens = args.tokens = w->tokens;
-        memset(lane->mode, w->mode, w->tokens);
+        memset(lane->mode, (int)w->mode, w->tokens);
         args.x = w->x;
         args.dy = w->dy;
         args.mode = lane->mode;

@@ -136,7 +136,7 @@ void moe_lane_gather(struct moe_lane *lane, const struct moe_layer_spec *spec,
     uint32_t row = 0;
     for (size_t i = 0; i < lane->segment_count; i++) {
         const struct moe_segment *s = &lane->segments[i];
-        memset(lane->mode + row, s->work->mode, s->count);
+        memset(lane->mode + row, (int)s->work->mode, s->count);
         if (s->work->mode != MOE_ROUTE_SERVER)
             args->mode = lane->mode;
         if (lane->segment_count > 1)

@@ -305,7 +305,7 @@ static size_t pack_register(const struct worker *w, const struct identity *as, u
     r.version = (char *)(uintptr_t)as->version;
     r.n_layers = as->layers;
     r.layers = list;
-    r.max_tokens_per_step = 128 << w->id % 3;
+    r.max_tokens_per_step = UINT32_C(128) << w->id % 3;
     Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
     m.body_case = MOE__V1__SESSION_REQUEST__BODY_REGISTER;
     m.register_ = &r;

@@ -172,7 +172,8 @@ int close_engine(void **state)
 void ask(int i, enum moe_step_kind kind, uint64_t id, float value)
 {
     struct client *c = &test.clients[i];
-    *c = (struct client){.call = {.kind = kind, .id = id, .content = {{(uint64_t)value, 1}}}};
+    *c = (struct client){
+        .call = {.kind = kind, .id = id, .content = {.said = {(uint64_t)value, 1}}}};
     if (kind == MOE_STEP_BACKWARD)
         strcpy(c->call.session, "s");
     if (kind == MOE_STEP_LOAD || kind == MOE_STEP_SAVE)
