@@ -22,7 +22,7 @@ static const uint32_t part_fields[] = {FIELD_IDS, FIELD_WEIGHTS, FIELD_TOKEN_IDS
 struct parse {
     const struct moe_request_context *context;
     struct moe_request *request;
-    size_t x_bytes, ids_bytes, weights_bytes, token_ids_bytes;
+    size_t x_bytes, ids_bytes, weights_bytes;
 };
 
 static struct moe_status place_part(void *ctx, uint32_t field, size_t length, void **dst)

@@ -16,7 +16,7 @@ import urllib.request
 import grpc
 import numpy as np
 
-from group import (MOECTL, Group, golden_cases, group, main, model_directory, moectl,
+from group import (MOECTL, Group, golden_cases, main, model_directory, moectl,
                    relative_error, to_bf16)
 from wire import admin
 

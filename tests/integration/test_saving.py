@@ -14,7 +14,6 @@ import unittest
 import grpc
 
 from group import BUILD, MOECTL, main, model_directory, moectl
-import training as daemons
 from training import Trainer, golden_gradients, refusal, training_group
 import wire
 from wire import training

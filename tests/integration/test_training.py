@@ -11,7 +11,7 @@ import numpy as np
 from group import FAMILIES, group, main, moectl, relative_error
 import wire
 from training import (Trainer, golden_gradients, golden_parameter_norm, refusal, training_group)
-from wire import expert, training
+from wire import training
 
 FAMILY = "deepseek_v3"  # groups, selection bias, shared experts
 

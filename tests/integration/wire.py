@@ -20,7 +20,6 @@ sys.path.insert(0, _out)
 from moe.v1 import admin_pb2 as admin  # noqa: E402
 from moe.v1 import expert_pb2 as expert  # noqa: E402
 from moe.v1 import training_pb2 as training  # noqa: E402
-from moe.v1 import types_pb2 as types  # noqa: E402,F401
 
 
 def open_channel(endpoint):
