@@ -38,6 +38,7 @@ static const struct moectl_command *find(const char *name)
 int main(int argc, char **argv)
 {
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);
     if (argc < 2) {
         print_help(stderr);
         return MOECTL_USAGE;

@@ -90,6 +90,7 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
     if (!set_log(d, s))
         return usage(d, "--log-level is error, warn, info or debug; --log-format is text or json");
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* a limit on the size of files is an error of the write then */
     st = d->run(s, d->ctx);
     if (moe_failed(&st))
         moe_log_error("%s", st.text);

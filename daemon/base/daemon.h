@@ -29,7 +29,7 @@ struct moe_daemon {
     char metrics_letter; /* short flag of --metrics-listen, or 0 */
     /* NULL, or what is wrong with the daemon's own settings: one line for the user. */
     const char *(*check)(const void *ctx);
-    /* Everything else; SIGPIPE is ignored by now. The text of a failure is logged. */
+    /* Everything else; SIGPIPE and SIGXFSZ are ignored by now. The text of a failure is logged. */
     struct moe_status (*run)(const struct moe_daemon_settings *common, void *ctx);
     void *ctx;
 };

@@ -1,5 +1,6 @@
 #include "base/metrics_http.h"
 
+#include <errno.h>
 #include <microhttpd.h>
 #include <netdb.h>
 #include <stdlib.h>
@@ -120,6 +121,7 @@ struct moe_status moe_metrics_http_start(const struct moe_metrics_http_config *c
     unsigned flags = MHD_USE_AUTO_INTERNAL_THREAD;
     if (address->ai_family == AF_INET6)
         flags |= MHD_USE_IPv6;
+    errno = 0;
     h->daemon = MHD_start_daemon(
         flags, 0, NULL, NULL, on_request, h, MHD_OPTION_SOCK_ADDR, address->ai_addr,
         MHD_OPTION_CONNECTION_LIMIT, CONNECTIONS_MAX, MHD_OPTION_CONNECTION_TIMEOUT, IDLE_SECONDS,
@@ -128,9 +130,12 @@ struct moe_status moe_metrics_http_start(const struct moe_metrics_http_config *c
     const union MHD_DaemonInfo *info =
         h->daemon != NULL ? MHD_get_daemon_info(h->daemon, MHD_DAEMON_INFO_BIND_PORT) : NULL;
     if (info == NULL) {
+        const char *why = errno != 0 ? strerror(errno) : "no reason given";
+        struct moe_status st =
+            moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot listen on %.64s for metrics: %.80s",
+                      config->listen, why);
         moe_metrics_http_stop(h);
-        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot listen on %.64s for metrics",
-                         config->listen);
+        return st;
     }
     h->port = info->port;
     *out = h;

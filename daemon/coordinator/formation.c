@@ -64,8 +64,8 @@ static void set_pause(struct moe_membership *m, uint32_t missed)
         m->now_ns + (pause < m->config.backoff_max_ns ? pause : m->config.backoff_max_ns);
 }
 
-/* What an operator has to decide is no failure of the group's, however long that takes: it goes on
- * trying, and forms once it has been told. */
+/* What an operator has to decide or to mend (a full disk) is no failure of the group's, however long
+ * that takes: it goes on trying. */
 static void await_operator(struct moe_membership *m)
 {
     m->attempts = 0;
@@ -137,7 +137,7 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
     }
     m->awaited_save = 0;
     m->phase = PHASE_IDLE;
-    if (forming && cause == MOE_CAUSE_NOT_TOLD)
+    if (forming && (cause == MOE_CAUSE_NOT_TOLD || cause == MOE_CAUSE_NOT_SAVED))
         await_operator(m);
     else if (forming)
         back_off(m);
@@ -247,10 +247,10 @@ void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t
         char why[MOE_MEMBERSHIP_REASON_BYTES];
         snprintf(why, sizeof why, "cannot save the group's state: %.100s", status->text);
         if (m->phase != PHASE_IDLE) {
-            moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED, why);
+            moe_membership__end_epoch(m, MOE_CAUSE_NOT_SAVED, why);
         } else {
             moe_membership__copy_text(m->trouble, sizeof m->trouble, why);
-            back_off(m);
+            await_operator(m);
         }
         return;
     }

@@ -35,8 +35,8 @@ struct moe_membership_config {
     uint64_t backoff_ns;  /* pause after the first failed attempt; doubles up to backoff_max_ns */
     uint64_t backoff_max_ns;
     uint32_t attempts_max; /* failed attempts in a row, then FAILED until a new worker registers or
-                              an operator has spoken; those that failed with CANNOT_GO_BACK do not
-                              count */
+                              an operator has spoken; those that failed with CANNOT_GO_BACK, or for
+                              want of a state directory that can be written, do not count */
     const char *version;   /* release, "major.minor.patch"; lives as long as the machine */
 };
 
@@ -184,6 +184,7 @@ enum moe_membership_cause {
     MOE_CAUSE_OUT_OF_STEP, /* a member came back without the epoch */
     MOE_CAUSE_NOT_FORMED,  /* a deadline, error or lost stream while forming */
     MOE_CAUSE_NOT_TOLD,    /* CANNOT_GO_BACK: an operator has to say where to */
+    MOE_CAUSE_NOT_SAVED,   /* the state directory cannot be written */
     MOE_CAUSE_COUNT
 };
 const char *moe_membership_cause_name(enum moe_membership_cause cause);

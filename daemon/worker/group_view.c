@@ -248,8 +248,9 @@ void moe_group__on_abort(struct moe_group *g, const Moe__V1__Abort *a)
 
 void moe_group__on_loaded(struct moe_group *g, const struct event *e)
 {
-    if (moe_failed(&e->status))
-        moe_log_error("cannot load: %s", e->status.text);
+    if (moe_failed(&e->status)) /* who leaves calls its loading off */
+        moe_log_write(g->parting == STAYING ? MOE_LOG_ERROR : MOE_LOG_INFO, "cannot load: %s",
+                      e->status.text);
     moe_report_loaded(g->stream, (uint32_t)e->number, &e->status);
 }
 

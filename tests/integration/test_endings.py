@@ -1,6 +1,10 @@
 """How daemons end: what clients, peers and operators see of it, whatever the daemon was doing."""
 
+import os
+import resource
+import shutil
 import signal
+import tempfile
 import threading
 import time
 import unittest
@@ -8,9 +12,9 @@ import unittest
 import grpc
 
 from group import golden_cases, main
-from training import TrainingGroup
+from training import Trainer, TrainingGroup, refusal, training_group
 import wire
-from wire import expert
+from wire import expert, training
 
 FAMILY = "qwen3_moe"
 
@@ -97,6 +101,57 @@ class Signals(unittest.TestCase):
         self.assertEqual(codes, [0, 0, 0])
         self.assertLessEqual({code for code, _ in seen}, {"OK", "UNAVAILABLE"})
         self.assertIn(("UNAVAILABLE", "DRAINING"), seen)
+
+
+def limit_files(process, size):
+    """The largest file that `process` may write from now on, in bytes."""
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+class FullDisks(unittest.TestCase):
+    """As a limit on the size of files: it needs no disk of its own, and ends in a signal besides."""
+
+    def test_a_save_without_room_is_refused_and_leaves_nothing(self):
+        root = tempfile.mkdtemp(prefix="moed-endings-")
+        self.addCleanup(shutil.rmtree, root, ignore_errors=True)
+        with training_group("deepseek_v3", 2, "--training-dir", root) as g:
+            client = Trainer(g.endpoints[1])
+            epoch = g.info().epoch
+
+            def save(step):
+                return client.call("SaveCheckpoint", training.SaveCheckpointRequest(
+                    step_id=step, name="tight"))
+
+            for slot, size in ((0, 4096), (1, 4096), (0, 60000), (1, 1)):
+                limit_files(g.workers[slot], size)
+                answer, error = refusal(save, 1)
+                print(answer, error.details())
+                self.assertEqual(answer, ("RESOURCE_EXHAUSTED", "IO"))
+                self.assertEqual(os.listdir(root), [])
+                limit_files(g.workers[slot], resource.RLIM_INFINITY)
+            self.assertFalse(save(1).repeated)
+            self.assertEqual(os.listdir(root), ["tight"])
+            self.assertEqual(g.info().epoch, epoch)
+            client.close()
+
+    def test_a_coordinator_without_room_goes_on_when_there_is_some(self):
+        g = TrainingGroup(FAMILY, 2)
+        try:
+            epoch = g.info().epoch
+            limit_files(g.coordinator, 1)
+            g.kill_worker(1)
+            g.start_worker(1)
+            with wire.open_channel(g.address) as channel:
+                end = time.monotonic() + 30
+                while "cannot save" not in wire.get_status(channel).reason:
+                    self.assertLess(time.monotonic(), end)
+                    time.sleep(0.05)
+                self.assertEqual(g.info().epoch, 0)
+                limit_files(g.coordinator, resource.RLIM_INFINITY)
+                g.wait_serving(epoch)
+        finally:
+            codes = g.stop()
+        self.assertEqual(codes, [0, 0, 0])
 
 
 if __name__ == "__main__":

@@ -401,6 +401,26 @@ static void a_full_disk_announces_nothing(void **unused)
     assert_true(disk.epoch >= last_epoch);
 }
 
+static void a_disk_that_is_full_for_long_does_not_end_the_group(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    load_all(s);
+    disk_full = true;
+    moe_membership_on_stream_closed(m, now, s[1]); /* the epoch in work ends */
+    carry_out();
+    s[1] = join(1, 21);
+    loaded(s[1]);
+    pass(4 * ATTEMPTS * 300, 0, s, SLOTS);
+    expect_state(MOE_GROUP_FORMING);
+    assert_non_null(strstr(group().reason, "cannot save"));
+    disk_full = false;
+    pass(300, 0, s, SLOTS);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    expect_state(MOE_GROUP_SERVING);
+}
+
 static void a_worker_that_cannot_load_blocks_the_group_until_replaced(void **unused)
 {
     (void)unused;
@@ -629,6 +649,7 @@ int main(void)
         STORY(a_worker_that_still_serves_an_ended_epoch_is_told_so),
         STORY(epochs_go_on_above_what_workers_know),
         STORY(a_full_disk_announces_nothing),
+        STORY(a_disk_that_is_full_for_long_does_not_end_the_group),
         STORY(a_worker_that_cannot_load_blocks_the_group_until_replaced),
         STORY(another_model_gets_another_placement_version),
         STORY(a_group_of_another_size_starts_afresh_above_the_old_epochs),
