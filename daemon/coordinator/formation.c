@@ -64,8 +64,8 @@ static void set_pause(struct moe_membership *m, uint32_t missed)
         m->now_ns + (pause < m->config.backoff_max_ns ? pause : m->config.backoff_max_ns);
 }
 
-/* What an operator has to decide or to mend (a full disk) is no failure of the group's, however long
- * that takes: it goes on trying. */
+/* What an operator has to decide or to mend (a full disk) is no failure of the group's, however
+ * long that takes: it goes on trying. */
 static void await_operator(struct moe_membership *m)
 {
     m->attempts = 0;
