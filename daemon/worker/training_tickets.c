@@ -1,0 +1,352 @@
+/* What a ticket of training does, on all slots alike: judged by the state alone, run, and recorded;
+ * see worker/training.h. Save, Load and Export, which take long, are in training_phases.c. */
+#include "worker/training_state.h"
+
+#include "base/clock.h"
+
+#include <string.h>
+
+/* ------------------------------------------------------------------------- judgement */
+
+static struct moe_status wrong_lineage(uint64_t asked, uint64_t present)
+{
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STATE_LOST,
+                     "lineage %llu was asked for; it is %llu: what was not saved in a checkpoint "
+                     "is lost",
+                     (unsigned long long)asked, (unsigned long long)present);
+}
+
+/* [lock held] What would have to be true for a new call to be run. */
+static struct moe_status check_new(const struct moe_train *t, const struct moe_train_call *c)
+{
+    if (c->weights_version != 0 && c->weights_version != t->weights_version)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                         "weights version %llu was asked for; it is %llu",
+                         (unsigned long long)c->weights_version,
+                         (unsigned long long)t->weights_version);
+    if (c->kind == MOE_STEP_OPTIMIZER && c->expected_backwards != 0 &&
+        c->expected_backwards != t->backwards)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_MISSING,
+                         "gradients of %u Backward calls are expected; those of %u are there",
+                         c->expected_backwards, t->backwards);
+    if ((c->kind == MOE_STEP_SAVE || c->kind == MOE_STEP_EXPORT) && t->backwards != 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_PENDING,
+                         "gradients of %u Backward calls wait for OptimizerStep or ZeroGrad",
+                         t->backwards);
+    bool of_checkpoints =
+        c->kind == MOE_STEP_SAVE || c->kind == MOE_STEP_LOAD || c->kind == MOE_STEP_EXPORT;
+    if (of_checkpoints && t->job != NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SAVE_RUNNING,
+                         "a checkpoint is being written or loaded: one at a time (%s)",
+                         moe_train__job_call(t)->name);
+    if (c->kind == MOE_STEP_SET_FROZEN && (t->config.trainer.frozen & ~c->frozen) != 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "what was frozen when the workers were started cannot learn");
+    return moe_ok();
+}
+
+static struct moe_status id_reused(uint64_t id)
+{
+    return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED,
+                     "id %llu was used for something else", (unsigned long long)id);
+}
+
+/* [lock held] A call whose id is that of what is under way, and any poke; false for others. */
+static bool judge_job(const struct moe_train *t, const struct moe_train_call *c,
+                      struct moe_train_turn *turn)
+{
+    const struct moe_train_call *job = moe_train__job_call(t);
+    bool same = job != NULL && c->session[0] == '\0' && c->id == job->id;
+    if (same && memcmp(&c->content, &job->content, sizeof c->content) == 0)
+        turn->run = turn->joined = true;
+    else if (same && !c->poke)
+        turn->refusal = id_reused(c->id);
+    else if (c->poke)
+        turn->refusal = moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "it is not under way");
+    return same || c->poke;
+}
+
+/* [lock held] */
+static void judge(const struct moe_train *t, const struct moe_train_call *c,
+                  struct moe_train_turn *turn)
+{
+    *turn = (struct moe_train_turn){0};
+    turn->refusal = moe_ok();
+    if (c->lineage != 0 && c->lineage != t->lineage) {
+        turn->refusal = wrong_lineage(c->lineage, t->lineage);
+        return;
+    }
+    if (judge_job(t, c, turn))
+        return;
+    switch (moe_ledger_look(t->ledger, c->session, c->id, &c->content, NULL)) {
+    case MOE_LEDGER_REPEAT: turn->repeat = true; return;
+    case MOE_LEDGER_REUSED: turn->refusal = id_reused(c->id); return;
+    case MOE_LEDGER_TOO_OLD:
+        turn->refusal = moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_TOO_OLD,
+                                  "id %llu is below one that is forgotten: it may have been used",
+                                  (unsigned long long)c->id);
+        return;
+    case MOE_LEDGER_NEW: break;
+    }
+    turn->refusal = check_new(t, c);
+    turn->run = !moe_failed(&turn->refusal);
+}
+
+/* A Save reads, and takes adapters away for a moment as it begins; a Load changes something in the
+ * one turn that takes it (training_job.c says so then). */
+static bool changes_state(const struct moe_train *t, const struct moe_train_call *call,
+                          const struct moe_train_turn *turn)
+{
+    if (call->kind == MOE_STEP_SAVE)
+        return !turn->joined && t->config.trainer.lora_rank > 0;
+    return call->kind != MOE_STEP_LOAD;
+}
+
+struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *ticket,
+                                  const struct moe_train_call *call, struct moe_train_turn *turn,
+                                  struct moe_trainer **trainer)
+{
+    if (call->kind == MOE_STEP_BACKWARD) {
+        *trainer = moe_train__find_trainer(t, ticket->layer);
+        if (*trainer == NULL)
+            return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ticket %llu: layer %u is not trained",
+                             (unsigned long long)ticket->seq, ticket->layer);
+    }
+    pthread_mutex_lock(&t->lock);
+    judge(t, call, turn);
+    turn->origin = ticket->order.origin;
+    turn->changes = turn->run && changes_state(t, call, turn);
+    turn->weights_version = t->weights_version;
+    pthread_mutex_unlock(&t->lock);
+    if (turn->run && call->kind == MOE_STEP_BACKWARD) {
+        turn->saved = call->saved_epoch == ticket->epoch ? call->saved : 0;
+        moe_train__hold_activations(t, call, true);
+    }
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------- exclusive tickets */
+
+static struct moe_status step_optimizer(struct moe_train *t, struct moe_session *session,
+                                        const struct moe_train_call *call,
+                                        struct moe_ledger_outcome *o, struct moe_status *refusal)
+{
+    struct moe_optimizer_args args = call->optimizer;
+    struct moe_optimizer_result result = {0};
+    args.number = t->steps + 1;
+    struct moe_status st = t->config.backend->training->optimizer_step(
+        session, t->trainers, t->config.layer_count, &args, &result);
+    if (moe_failed(&st))
+        return moe_train__agree_on_refusal(t, session, st, refusal);
+    pthread_mutex_lock(&t->lock);
+    o->backwards = t->backwards;
+    o->number = result.grad_norm;
+    o->nonfinite = result.nonfinite;
+    t->backwards = 0;
+    t->steps += !result.nonfinite;
+    t->unsaved += !result.nonfinite;
+    t->weights_version += !result.nonfinite;
+    pthread_mutex_unlock(&t->lock);
+    if (t->metrics.steps != NULL)
+        moe_counter_add(result.nonfinite ? t->metrics.skipped : t->metrics.steps, 1);
+    return moe_ok();
+}
+
+static struct moe_status zero_gradients(struct moe_train *t, struct moe_ledger_outcome *o)
+{
+    for (size_t i = 0; i < t->config.layer_count; i++)
+        MOE_TRY(t->config.backend->training->zero_grad(t->trainers[i]));
+    pthread_mutex_lock(&t->lock);
+    o->backwards = t->backwards;
+    t->backwards = 0;
+    pthread_mutex_unlock(&t->lock);
+    return moe_ok();
+}
+
+static struct moe_status set_frozen(struct moe_train *t, uint32_t frozen)
+{
+    for (size_t i = 0; i < t->config.layer_count; i++)
+        MOE_TRY(t->config.backend->training->set_frozen(t->trainers[i], frozen));
+    pthread_mutex_lock(&t->lock);
+    t->frozen = frozen;
+    pthread_mutex_unlock(&t->lock);
+    return moe_ok();
+}
+
+struct moe_status moe_train_run(struct moe_train *t, struct moe_session *session,
+                                const struct moe_ticket *ticket, const struct moe_train_call *call,
+                                struct moe_train_turn *turn, struct moe_ledger_outcome *outcome)
+{
+    *outcome = (struct moe_ledger_outcome){.epoch = ticket->epoch};
+    switch (call->kind) {
+    case MOE_STEP_OPTIMIZER: return step_optimizer(t, session, call, outcome, &turn->refusal);
+    case MOE_STEP_ZERO_GRAD: return zero_gradients(t, outcome);
+    case MOE_STEP_SET_FROZEN: return set_frozen(t, call->frozen);
+    default: return moe_train__run_phases(t, session, call, turn, outcome);
+    }
+}
+
+/* ------------------------------------------------------------------------------ ends */
+
+/* [lock held] Another slot of the view has the answer, if any has. */
+static bool is_elsewhere(const struct moe_train *t, const struct moe_ledger_call *call)
+{
+    return call->origin != t->slot && call->origin < MOE_MAX_SLOTS &&
+           (t->live >> call->origin & 1) != 0;
+}
+
+/* [lock held] The answer of a call that is in the ledger. */
+static struct moe_status answer_repeat(struct moe_train *t, const struct moe_train_call *call,
+                                       struct moe_train_answer *answer)
+{
+    const struct moe_ledger_call *known = moe_ledger_find(t->ledger, call->session, call->id);
+    if (known == NULL)
+        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_TOO_OLD,
+                         "id %llu has been run and forgotten", (unsigned long long)call->id);
+    answer->outcome = known->outcome;
+    answer->repeated = true;
+    answer->recorded_at = known->origin;
+    if (call->kind != MOE_STEP_BACKWARD)
+        return moe_ok();
+    if (is_elsewhere(t, known))
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_RECORDED_ELSEWHERE,
+                         "the answer is recorded at slot %u", known->origin);
+    answer->record = moe_saved_get(t->answers, call->session, call->id, moe_clock_ns());
+    if (answer->record != NULL)
+        return moe_ok();
+    return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ANSWER_GONE,
+                     "id %llu has been run; its answer is no longer kept",
+                     (unsigned long long)call->id);
+}
+
+/* [lock held] */
+static void record(struct moe_train *t, const struct moe_ticket *ticket,
+                   const struct moe_train_call *call, struct moe_ledger_outcome *outcome)
+{
+    if (outcome->lineage == 0) { /* a Save speaks of the state that it copied */
+        outcome->lineage = t->lineage;
+        outcome->weights_version = t->weights_version;
+        outcome->steps = t->steps;
+    }
+    const struct moe_ledger_call entry = {
+        .id = call->id,
+        .content = call->content,
+        .origin = ticket->order.origin,
+        .outcome = *outcome,
+    };
+    moe_ledger_record(t->ledger, call->session, &entry);
+}
+
+/* [lock held] A Backward's own numbers are not recorded: its answer is kept with the tensors, and
+ * only where it was asked. */
+static void record_backward(struct moe_train *t, const struct moe_ticket *ticket,
+                            const struct moe_train_call *call, struct moe_ledger_outcome *outcome)
+{
+    *outcome = (struct moe_ledger_outcome){.epoch = ticket->epoch};
+    record(t, ticket, call, outcome);
+    t->backwards += !call->input_only;
+}
+
+static struct moe_status end_run(struct moe_train *t, const struct moe_ticket *ticket,
+                                 const struct moe_train_call *call,
+                                 const struct moe_train_turn *turn,
+                                 const struct moe_ledger_outcome *outcome,
+                                 struct moe_train_answer *answer)
+{
+    pthread_mutex_lock(&t->lock);
+    if (call->kind == MOE_STEP_BACKWARD) {
+        record_backward(t, ticket, call, &answer->outcome);
+        answer->outcome.number = turn->aux_loss;
+    } else {
+        answer->outcome = *outcome;
+        record(t, ticket, call, &answer->outcome);
+    }
+    pthread_mutex_unlock(&t->lock);
+    if (call->kind == MOE_STEP_BACKWARD && t->metrics.backwards != NULL)
+        moe_counter_add(t->metrics.backwards, 1);
+    return moe_ok();
+}
+
+/* What was kept for a Backward goes with it, and everything goes with the weights that it is of. */
+static void end_activations(struct moe_train *t, const struct moe_train_call *call,
+                            const struct moe_train_turn *turn, bool done)
+{
+    bool other_weights = call->merge || moe_train_weights_version(t) != turn->weights_version;
+    if (call->kind != MOE_STEP_BACKWARD && done && other_weights)
+        moe_train__drop_all_activations(t);
+    else if (call->kind == MOE_STEP_BACKWARD && done)
+        moe_train__drop_activations(t, call);
+    else if (call->kind == MOE_STEP_BACKWARD && turn->run)
+        moe_train__hold_activations(t, call, false);
+}
+
+struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ticket,
+                                const struct moe_train_call *call,
+                                const struct moe_train_turn *turn,
+                                const struct moe_ledger_outcome *outcome,
+                                struct moe_train_answer *answer)
+{
+    struct moe_status st = turn->refusal;
+    bool done = turn->run && !turn->waits && !moe_failed(&st);
+    *answer = (struct moe_train_answer){0};
+    end_activations(t, call, turn, done);
+    if (done) {
+        st = end_run(t, ticket, call, turn, outcome, answer);
+    } else if (turn->repeat) {
+        if (t->metrics.repeats != NULL)
+            moe_counter_add(t->metrics.repeats, 1);
+        pthread_mutex_lock(&t->lock);
+        if (ticket->order.origin == t->slot)
+            st = answer_repeat(t, call, answer);
+        pthread_mutex_unlock(&t->lock);
+    }
+    moe_train__show(t);
+    return st;
+}
+
+void moe_train_torn(struct moe_train *t)
+{
+    pthread_mutex_lock(&t->lock);
+    t->torn = true;
+    pthread_mutex_unlock(&t->lock);
+}
+
+/* ------------------------------------------------------------- before a ticket is asked for */
+
+bool moe_train_recall(struct moe_train *t, const struct moe_train_call *call,
+                      struct moe_train_answer *answer)
+{
+    struct moe_train_turn turn;
+    *answer = (struct moe_train_answer){0};
+    pthread_mutex_lock(&t->lock);
+    judge(t, call, &turn);
+    struct moe_status st = turn.refusal;
+    if (turn.repeat)
+        st = answer_repeat(t, call, answer);
+    pthread_mutex_unlock(&t->lock);
+    /* A Backward that is recorded here and has no answer may be about to get one. */
+    return turn.repeat && !moe_failed(&st);
+}
+
+bool moe_train_knows(struct moe_train *t, const struct moe_train_call *call,
+                     struct moe_train_known *out)
+{
+    *out = (struct moe_train_known){0};
+    pthread_mutex_lock(&t->lock);
+    const struct moe_ledger_call *known = NULL;
+    if (call->lineage != 0 && call->lineage != t->lineage)
+        out->refusal = wrong_lineage(call->lineage, t->lineage);
+    else
+        known = moe_ledger_find(t->ledger, call->session, call->id);
+    if (known != NULL) {
+        out->content = known->content;
+        out->origin = known->origin;
+        out->origin_elsewhere = is_elsewhere(t, known);
+    } else if (!moe_failed(&out->refusal)) {
+        out->refusal = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SAVED_STATE_GONE,
+                                 "no forward pass is saved here under this name: send x and the "
+                                 "routing");
+    }
+    pthread_mutex_unlock(&t->lock);
+    return known != NULL;
+}
