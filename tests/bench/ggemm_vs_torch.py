@@ -45,7 +45,8 @@ class Ggemm(ctypes.Structure):
                 ("weighting", ctypes.c_int), ("activation", ctypes.c_int),
                 ("limit", ctypes.c_float), ("alpha", ctypes.c_float),
                 ("out_dtype", ctypes.c_int), ("out", ctypes.c_void_p),
-                ("out_stride", ctypes.c_uint32), ("began", ctypes.c_void_p)]
+                ("out_stride", ctypes.c_uint32), ("began", ctypes.c_void_p),
+                ("processors", ctypes.c_uint32)]
 
 
 class Wgrad(ctypes.Structure):
