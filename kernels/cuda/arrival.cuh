@@ -13,7 +13,8 @@ struct alignas(16) arrival {
     uint32_t cta, ctas; /* this one's number in its team, and how many they are: BULK has a team
                            that sends and one that receives, else one does both */
     uint32_t step;
-    uint32_t other;  /* lowest slot that means another step, or NOWHERE */
+    uint32_t other;  /* who makes this step be refused, as in struct moe_cuda_verdict; the lowest of
+                        them, or NOWHERE */
     uint32_t failed; /* a wait failed, or counts are impossible */
     uint32_t tokens_of[MOE_MAX_SLOTS];
     /* Copies of what would else be a trip to memory each time. */

@@ -139,6 +139,8 @@ struct pass {
     float *dx_experts, *dx_router, *dx_shared; /* shared: NULL without a shared expert */
     double *loss;
     float *logits;
+    void *dx_rows; /* scratch [capacity, H + MOE_CUDA_WEIGHT_COLUMNS] f32 */
+    bool refused;  /* by all slots: nothing has changed, and the session goes on */
 };
 
 struct piece {
@@ -390,21 +392,32 @@ static uint32_t flags_of(const struct moe_backward_args *a)
     return MOE_HEAD_BACKWARD | (a->accumulate ? FLAG_ACCUMULATE : 0) | bits << FLAG_COEFF;
 }
 
-/* All scratch of a pass, so that no stage fails for want of memory when peers wait. */
-static struct moe_status reserve(struct pass *p, const struct moe_cuda_pairs *pairs,
-                                 size_t dx_floats, float **dx_rows)
+static struct moe_status take_scratch(struct pass *p, enum moe_cuda_scratch_use use, size_t bytes)
 {
-    void *dx;
+    void *unused;
+    return moe_cuda_train_scratch_take(p->s->device, use, bytes, &unused);
+}
+
+/* All memory of a pass, so that no stage fails for want of it when peers wait. */
+static struct moe_status reserve(struct pass *p)
+{
     struct moe_trainer *t = p->a->trainer;
     enum moe_dtype dtype = p->a->dtype;
+    struct moe_cuda_pairs pairs = {.layer = p->layer, .dtype = dtype, .bucket = p->a->bucket};
+    size_t columns = p->layer->spec.hidden + (size_t)MOE_CUDA_WEIGHT_COLUMNS;
+    MOE_TRY(moe_cuda_ep_reserve(p->s, p->layer, dtype, p->a->bucket, p->tokens, true));
+    MOE_TRY(take_memory(p));
+    MOE_TRY(take_scratch(p, MOE_CUDA_SCRATCH_LOGITS,
+                         moe_cuda_router_bytes(p->layer, dtype, p->tokens)));
+    MOE_TRY(take_scratch(p, MOE_CUDA_SCRATCH_PAIRS, p->tokens * 2 * p->row_bytes));
+    MOE_TRY(take_scratch(p, MOE_CUDA_SCRATCH_FACTS, sizeof(struct moe_cuda_facts)));
+    MOE_TRY(take_scratch(p, MOE_CUDA_SCRATCH_COMBINED, p->tokens * columns * sizeof(float)));
     MOE_TRY(moe_cuda_train_reserve_ffn(t, dtype, p->capacity, p->tokens));
     MOE_TRY(moe_cuda_train_reserve_logits(t, dtype, p->tokens));
     if (!moe_cuda_train_reads_pairs(t, dtype))
-        MOE_TRY(moe_cuda_pairs_reserve_split(p->s, pairs));
-    MOE_TRY(moe_cuda_train_scratch_take(p->s->device, MOE_CUDA_SCRATCH_DX,
-                                        dx_floats * sizeof(float), &dx));
-    *dx_rows = dx;
-    return moe_ok();
+        MOE_TRY(moe_cuda_pairs_reserve_split(p->s, &pairs));
+    return moe_cuda_train_scratch_take(p->s->device, MOE_CUDA_SCRATCH_DX,
+                                       p->capacity * columns * sizeof(float), &p->dx_rows);
 }
 
 /* Dispatch's verdict comes to the host while products are computed that change no gradient. */
@@ -427,10 +440,22 @@ static struct moe_status hear_verdict(struct pass *p, uint64_t *rows)
     struct moe_session *s = p->s;
     struct moe_status st = MOE_CUDA(cudaEventSynchronize(p->told));
     *rows = s->mailbox->verdict.rows;
-    if (!moe_failed(&st))
-        return moe_cuda_session_judge(s, &s->mailbox->verdict);
-    moe_cuda_session_fail(s);
+    MOE_TRY(st);
+    st = moe_cuda_session_judge(s, &s->mailbox->verdict);
+    p->refused = s->mailbox->verdict.code == MOE_CUDA_PASS_REFUSED;
     return st;
+}
+
+/* This slot cannot: the others are told in place of what this pass is, and refuse it too. */
+static struct moe_status refuse(struct pass *p, struct moe_step_result *result)
+{
+    const struct moe_cuda_batch batch = {
+        .layer = p->layer, .dtype = p->a->dtype, .bucket = p->a->bucket, .pairs = true};
+    const struct moe_rows none = {0};
+    MOE_TRY(moe_cuda_session_count_step(p->s));
+    MOE_TRY(moe_cuda_ep_refuse(p->s->ep, &batch, p->s->device->compute));
+    MOE_TRY(send_verdict(p, &none));
+    return hear_verdict(p, &result->rows);
 }
 
 /* Refusals are known after dispatch, before any slot changes something or waits again. */
@@ -456,6 +481,7 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
                                     .bucket = a->bucket,
                                     .slots = (uint32_t)__builtin_popcountll(p->s->config.live),
                                     .accumulate = a->accumulate,
+                                    .dx = p->dx_rows,
                                     .dx_stride = stride,
                                     .dweight = p->dweight_rows};
     struct moe_cuda_train_ffn experts;
@@ -465,7 +491,6 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
         r.saved = kept.data;
         result->used_saved = true;
     }
-    MOE_TRY(reserve(p, &pairs, (size_t)p->capacity * stride, &r.dx));
     MOE_TRY(copy_in(p));
     moe_cuda_train_marks_begin(device);
     moe_cuda_train_mark(device, MOE_BACKWARD_ROUTER);
@@ -527,7 +552,7 @@ struct moe_status moe_cuda_backward_enqueue(struct moe_session *s,
     MOE_TRY(moe_cuda_backward_supported(s));
     MOE_TRY(moe_backward_check(&s->config, a));
     MOE_TRY(moe_cuda_device_use(s->device));
-    MOE_TRY(moe_cuda_ep_reserve(s, layer, a->dtype, a->bucket, a->tokens, true));
+    MOE_TRY(moe_cuda_ep_check(s, layer, a->dtype, a->bucket, a->tokens));
     p.capacity = moe_cuda_ep_most_rows(s, layer, a->bucket);
     struct moe_step *step;
     MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&p.told, cudaEventDisableTiming)));
@@ -537,13 +562,17 @@ struct moe_status moe_cuda_backward_enqueue(struct moe_session *s,
         return held;
     }
     uint64_t begun = moe_clock_ns();
-    struct moe_status st = take_memory(&p);
+    struct moe_status st = reserve(&p);
     if (!moe_failed(&st))
         st = run_pass(&p, &result);
+    else if (st.code == MOE_RESOURCE_EXHAUSTED)
+        st = refuse(&p, &result);
     result.total_ns = moe_clock_ns() - begun;
     if (st.reason == MOE_REASON_PEER_LOST)
         result.missing_slot = s->missing;
-    result.refused = moe_cuda_session_refused(s, &st);
+    result.refused = p.refused;
+    if (moe_failed(&st) && !p.refused)
+        moe_cuda_session_fail(s); /* the others wait for what does not come */
     (void)cudaEventDestroy(p.told);
     moe_cuda_step_finish(step, st, &result);
     *out = step;

@@ -224,6 +224,24 @@ struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_c
     return moe_ok();
 }
 
+struct moe_status moe_cuda_ep_refuse(struct moe_cuda_ep *ep, const struct moe_cuda_batch *what,
+                                     cudaStream_t stream)
+{
+    struct moe_cuda_batch batch = {.layer = what->layer,
+                                   .dtype = what->dtype,
+                                   .bucket = what->bucket,
+                                   .facts = ep->facts,
+                                   .pairs = what->pairs};
+    struct moe_cuda_facts facts;
+    struct moe_rows none;
+    moe_cuda_facts_fill(what->layer, what->dtype, what->bucket, 0, &facts);
+    facts.head[MOE_HEAD_BUCKET] |= MOE_HEAD_NO_MEMORY;
+    MOE_TRY(
+        MOE_CUDA(cudaMemcpyAsync(ep->facts, &facts, sizeof facts, cudaMemcpyHostToDevice, stream)));
+    MOE_TRY(moe_cuda_ep_prepare(ep, &batch));
+    return moe_cuda_ep_dispatch(ep, &none, stream);
+}
+
 struct moe_status moe_cuda_ep_forget_rows(struct moe_cuda_ep *ep, cudaStream_t stream)
 {
     size_t experts = ep->session->layout.shape.max_experts;

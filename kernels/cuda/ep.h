@@ -65,6 +65,11 @@ uint32_t moe_cuda_ep_most_rows(const struct moe_session *session, const struct m
  * and moe_cuda_session_count_step. */
 struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep,
                                       const struct moe_cuda_batch *batch) MOE_CHECKED;
+/* Enqueues, in place of prepare and dispatch: this slot has no memory for the pass that `what`
+ * says, so that all slots refuse it. Needs no memory: of `what`, tensors and facts are not read.
+ * After moe_cuda_session_count_step. */
+struct moe_status moe_cuda_ep_refuse(struct moe_cuda_ep *ep, const struct moe_cuda_batch *what,
+                                     cudaStream_t stream) MOE_CHECKED;
 /* Enqueues: no expert has rows. A session that has stopped skips dispatch and leaves the tables of
  * the pass before it; for passes whose scratch is no larger than they need, and which enqueue what
  * reads those tables before they know the verdict. */

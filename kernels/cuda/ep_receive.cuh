@@ -24,6 +24,8 @@ __device__ static void read_heads(const struct moe_cuda_pass &p, struct arrival 
         }
         bool differs = word == MOE_HEAD_TOKENS ? value > p.bucket : value != a->facts.head[word];
         if (differs)
+            atomicMin(&a->other, source + MOE_CUDA_MEANS_OTHER);
+        if (word == MOE_HEAD_BUCKET && (value & MOE_HEAD_NO_MEMORY) != 0)
             atomicMin(&a->other, source);
         if (word == MOE_HEAD_TOKENS)
             a->tokens_of[source] = value;

@@ -50,8 +50,12 @@ struct moe_status moe_cuda_session_judge(struct moe_session *s,
     switch (why.code) {
     case MOE_CUDA_PASS_GOOD: return moe_ok();
     case MOE_CUDA_PASS_REFUSED:
+        if (why.slot < MOE_CUDA_MEANS_OTHER)
+            return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                             "slot %u has no memory for this pass", why.slot);
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
-                         "slot %u runs another layer, dtype or bucket", why.slot);
+                         "slot %u runs another layer, dtype or bucket",
+                         why.slot - MOE_CUDA_MEANS_OTHER);
     case MOE_CUDA_PASS_LOST:
         s->missing = (int)why.slot;
         moe_cuda_session_fail(s);

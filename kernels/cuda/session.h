@@ -22,12 +22,17 @@ struct moe_cuda_steps;  /* whole steps: step.h */
 /* What became of a pass or an exchange. */
 enum moe_cuda_verdict_code {
     MOE_CUDA_PASS_GOOD,
-    MOE_CUDA_PASS_REFUSED, /* `slot` means another step; all slots say so, the session goes on */
-    MOE_CUDA_PASS_LOST,    /* `slot` did not answer in time */
+    /* All slots say so, and the session goes on: `slot` has no memory for this step, or, plus
+     * MOE_CUDA_MEANS_OTHER, means another one. */
+    MOE_CUDA_PASS_REFUSED,
+    MOE_CUDA_PASS_LOST, /* `slot` did not answer in time */
     MOE_CUDA_PASS_ABORTED,
     MOE_CUDA_PASS_LIE,    /* `slot` sent something else than it announced */
     MOE_CUDA_PASS_BROKEN, /* the network broke: moe_cuda_net_verdict knows more */
 };
+
+/* More than any slot, so that of several reasons want of memory is told. */
+enum { MOE_CUDA_MEANS_OTHER = MOE_MAX_SLOTS };
 
 struct moe_cuda_verdict {
     uint32_t code; /* enum moe_cuda_verdict_code */

@@ -1,7 +1,7 @@
 /* Backward passes and optimizer steps of any backend under fault: a peer dies or stays away, an
- * abort, slots that mean different steps. What must hold afterwards is said in moe/training.h: the
- * session has ended, the trainer is whole (gradients of a pass that failed are undefined), and the
- * next session learns as if nothing had happened. */
+ * abort, slots that mean different steps or have no memory for one. What must hold afterwards is
+ * said in moe/training.h: the session has ended, the trainer is whole (gradients of a pass that
+ * failed are undefined), and the next session learns as if nothing had happened. */
 #include "faults.h"
 #include "pupil.h"
 
@@ -76,6 +76,70 @@ static int mean_other_moves(struct member *m)
 static bool slots_that_mean_different_optimizer_steps_all_refuse_and_move_nothing(uint32_t slots)
 {
     return run_group(slots, mean_other_moves);
+}
+
+/* -------------------------------------------------------------------------- memory */
+
+/* What was taken of a device, piece by piece, until it gave no more. */
+struct hunger {
+    void *piece[4096];
+    size_t bytes[4096];
+    uint32_t count;
+};
+
+static void starve(struct moe_device *device, struct hunger *h)
+{
+    const size_t least = 4096;
+    struct moe_device_info info;
+    backend->device_info(device, &info);
+    for (size_t bytes = (size_t)info.free_bytes; bytes >= least && h->count < 4096;) {
+        void **piece = &h->piece[h->count];
+        struct moe_status st = backend->mem_alloc(device, MOE_MEM_DEVICE, bytes, piece);
+        if (moe_failed(&st))
+            bytes /= 2;
+        else
+            h->bytes[h->count++] = bytes;
+    }
+}
+
+static void feed(struct moe_device *device, struct hunger *h)
+{
+    for (; h->count > 0; h->count--)
+        backend->mem_free(device, MOE_MEM_DEVICE, h->piece[h->count - 1], h->bytes[h->count - 1]);
+}
+
+/* The first pass of a group, which has no scratch memory yet. Every subset of the slots once. */
+static int find_no_memory(struct member *m)
+{
+    static struct hunger hunger;
+    struct moe_step_result result;
+    for (uint32_t poor = 1; poor < 1u << m->slots; poor++) {
+        struct pupil p;
+        uint64_t before, after;
+        EXPECT(go_to_school(m, &p, LONG_MS));
+        EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &before));
+        if (poor >> m->slot & 1)
+            starve(p.seat.device, &hunger);
+        for (int again = 0; again < 2; again++) {
+            EXPECT(is(learn(&p, &result), MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY));
+            EXPECT(result.refused && result.missing_slot == -1);
+        }
+        feed(p.seat.device, &hunger);
+        EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &after));
+        EXPECT(before == after);
+        EXPECT(good(run_step(p.seat.session, &p.seat.args, &result))); /* the session goes on */
+        EXPECT(good(learn(&p, &result)));
+        EXPECT(!result.refused);
+        EXPECT(good(move(&p)));
+        EXPECT(go_home(&p) == 0);
+        EXPECT(board_barrier(m, LONG_MS));
+    }
+    return 0;
+}
+
+static bool slots_without_memory_make_all_refuse_a_pass_and_change_nothing(uint32_t slots)
+{
+    return run_group(slots, find_no_memory);
 }
 
 /* ---------------------------------------------------------------------------- loss */
@@ -224,6 +288,7 @@ static bool abort_ends_passes_and_optimizer_steps(uint32_t slots)
 
 const struct scenario training_scenarios[] = {
     SCENARIO(slots_that_mean_different_optimizer_steps_all_refuse_and_move_nothing),
+    SCENARIO(slots_without_memory_make_all_refuse_a_pass_and_change_nothing),
     SCENARIO(a_peer_killed_in_a_backward_pass_costs_no_state),
     SCENARIO(a_peer_killed_in_an_optimizer_step_costs_no_trainer),
     SCENARIO(a_peer_that_stays_away_ends_the_session_and_nothing_else),

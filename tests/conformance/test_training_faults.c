@@ -55,49 +55,6 @@ static void slots_that_mean_different_passes_all_refuse_and_change_nothing(void 
     assert_true(run_group(3, mean_other_passes));
 }
 
-/* -------------------------------------------------------------------------- memory */
-
-/* Takes all that the device has left. */
-static bool starve(struct pupil *p, size_t *taken)
-{
-    struct moe_device_info info;
-    backend->device_info(p->seat.device, &info);
-    *taken = (size_t)(info.memory_bytes - info.used_bytes);
-    return good(moe_cpu_device_charge(p->seat.device, *taken));
-}
-
-/* The first pass of a group, which has no scratch memory yet. *ctx: bits of the slots that have no
- * memory for it. */
-static int find_no_memory(struct member *m)
-{
-    struct pupil p;
-    struct moe_step_result result;
-    uint64_t before, after;
-    size_t taken = 0;
-    bool poor = (*(const uint32_t *)m->ctx >> m->slot & 1) != 0;
-    EXPECT(go_to_school(m, &p, LONG_MS));
-    EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &before));
-    EXPECT(!poor || starve(&p, &taken));
-    EXPECT(is(learn(&p, &result), MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY));
-    EXPECT(result.refused);
-    EXPECT(is(learn(&p, &result), MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY));
-    moe_cpu_device_discharge(p.seat.device, taken);
-    EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &after));
-    EXPECT(before == after);
-    EXPECT(good(run_step(p.seat.session, &p.seat.args, &result))); /* the session goes on */
-    EXPECT(good(learn(&p, &result)));
-    EXPECT(!result.refused);
-    EXPECT(good(move(&p)));
-    return go_home(&p);
-}
-
-static void slots_without_memory_make_all_refuse_and_change_nothing(void **state)
-{
-    (void)state;
-    for (uint32_t poor = 1; poor < 8; poor++)
-        assert_true(run_group_with(3, find_no_memory, &poor));
-}
-
 /* -------------------------------------------------------------------- other refusals */
 
 static int abort_a_pass(struct member *m)
@@ -152,7 +109,6 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(slots_that_mean_different_passes_all_refuse_and_change_nothing),
-        cmocka_unit_test(slots_without_memory_make_all_refuse_and_change_nothing),
         cmocka_unit_test(abort_ends_a_pass_and_all_that_follows),
         cmocka_unit_test(a_session_for_serving_refuses_to_train),
     };

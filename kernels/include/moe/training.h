@@ -209,8 +209,8 @@ struct moe_training {
      * joined with `training` set: windows are larger then. A pass that all slots refuse
      * (moe_step_result.refused) changes nothing; one that fails otherwise leaves the gradients
      * undefined (zero_grad). A slot that finds no memory before it has told the others anything
-     * tells them so, and all refuse with MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY (CPU; CUDA ends the
-     * session, as any slot does that runs out of memory later). */
+     * tells them so, and all refuse with MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY; one that runs out of
+     * memory later ends the session. */
     struct moe_status (*backward_enqueue)(struct moe_session *, const struct moe_backward_args *,
                                           struct moe_step **out);
 
