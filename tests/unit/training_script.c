@@ -73,7 +73,8 @@ script_backward(struct moe_session *s, const struct moe_backward_args *args, str
 static void compute(const struct moe_step *step)
 {
     if (!step->backward) {
-        memset(step->forward_args.token_state, MOE_TOKEN_OK, step->forward_args.tokens);
+        if (step->forward_args.tokens > 0)
+            memset(step->forward_args.token_state, MOE_TOKEN_OK, step->forward_args.tokens);
         for (uint32_t i = 0; i < step->forward_args.tokens * SCRIPT_HIDDEN; i++)
             ((float *)step->forward_args.y)[i] = 1;
         return;
