@@ -200,7 +200,7 @@ static void reserve_pass(struct parse *p, const Head *h)
     };
     memcpy(r->pass->head, &head, sizeof head);
     memcpy(r->pass->data, moe_buffer_data(r->x), p->x_bytes);
-    if (h->tokens < MOE_SAVED_STEP_TOKENS || !moe_train_keeps_activations(r->training))
+    if (h->tokens < MOE_SAVED_STEP_TOKENS || !moe_train_worth_saving(r->training, r->work.dtype))
         return;
     r->work.save_session = r->save_session;
     r->work.save_id = r->save_id;

@@ -214,8 +214,10 @@ void moe_train_end_jobs(struct moe_train *t);
 
 /* While no step runs: most bytes of the device, instead of what the configuration says. */
 void moe_train_limit_activations(struct moe_train *t, uint64_t bytes);
-/* [any thread] Whether that is above 0: without it a step alone is worth nothing here. */
-bool moe_train_keeps_activations(struct moe_train *t);
+/* [any thread] Whether a Forward of this dtype that is to be saved should have a step of its own:
+ * not where nothing may be kept, and only now and then where the last ones that were asked of this
+ * slot have kept nothing here (a backend without a way to, or no room for even one). */
+bool moe_train_worth_saving(struct moe_train *t, enum moe_dtype dtype);
 /* A saving forward step has ended well; `saved`: the device keeps what it left. */
 void moe_train_note_saved(struct moe_train *t, const struct moe_ticket *ticket,
                           const struct moe_train_call *call, bool saved);

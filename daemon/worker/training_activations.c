@@ -40,12 +40,29 @@ void moe_train_limit_activations(struct moe_train *t, uint64_t bytes)
     read_bytes(t);
 }
 
-bool moe_train_keeps_activations(struct moe_train *t)
+/* So many in vain are enough to give up, until so many more have been asked for. */
+enum { VAIN_MAX = 8, TRY_AGAIN = 64 };
+
+bool moe_train_worth_saving(struct moe_train *t, enum moe_dtype dtype)
 {
+    bool wide = dtype == MOE_DTYPE_F32;
     pthread_mutex_lock(&t->lock);
-    bool keeps = t->activation_limit > 0;
+    bool worth = t->activation_limit > 0;
+    if (worth && t->fruitless[wide] >= VAIN_MAX) {
+        t->untried[wide] = (t->untried[wide] + 1) % TRY_AGAIN;
+        worth = t->untried[wide] == 0;
+    }
     pthread_mutex_unlock(&t->lock);
-    return keeps;
+    return worth;
+}
+
+static void note_fruits(struct moe_train *t, const struct moe_ticket *ticket, bool saved)
+{
+    bool wide = ticket->dtype == MOE_DTYPE_F32;
+    pthread_mutex_lock(&t->lock);
+    if (ticket->order.origin == t->slot)
+        t->fruitless[wide] = saved ? 0 : t->fruitless[wide] + 1;
+    pthread_mutex_unlock(&t->lock);
 }
 
 /* The id has been used: no Backward will come that could use what is kept for it. */
@@ -75,6 +92,7 @@ void moe_train_note_saved(struct moe_train *t, const struct moe_ticket *ticket,
         drop(t, &a);
     else if (saved)
         moe_saved_steps_add(&t->saved_steps, &a);
+    note_fruits(t, ticket, saved);
     if (saved && t->metrics.saved_steps != NULL)
         moe_counter_add(t->metrics.saved_steps, 1);
     read_bytes(t);

@@ -36,6 +36,10 @@ struct moe_train {
     uint64_t live;
     uint64_t state_bytes;
     uint64_t activation_bytes, activation_limit; /* on the device: now, and at most */
+    uint32_t
+        fruitless[2]; /* saving steps in a row, asked of this slot, that kept nothing; [is F32] */
+    uint32_t
+        untried[2]; /* requests since then that were to be saved and had no step of their own */
     struct moe_train_job *job; /* the Save or Load that is under way; NULL = none. Changes on the
                                   engine's thread */
     atomic_bool broken; /* a trainer that a checkpoint was read from has not got back what it held;

@@ -103,6 +103,8 @@ trained_groups() {
     echo "trained_one_version 120 $(integration test_training_faults \
         MixedLoad.test_a_request_of_many_steps_sees_one_version)"
     echo "trained_kills 300 $(integration test_training_faults Faults)"
+    echo "trained_saved 300 $(integration test_saved_activations \
+        "SameBits.test_deepseek_v3_2_workers OwnStep DroppedInTime Faults Told")"
     resumed=
     for test in the_next_step_after_a_restart_is_the_undisturbed_one the_same_of_four \
         the_same_with_adapters a_checkpoint_of_two_workers_is_taken_by_one \
@@ -150,6 +152,10 @@ alone() {
         [ "$n" -gt 1 ] || continue
         echo "faults_$n 300 $suite/faults --backend cuda --slots $n"
         echo "network_faults_$n 300 $suite/faults --backend cuda --slots $n --transport network"
+    done
+    # On tensor cores, which is where activations are kept: that they are used, and give the same bits.
+    for n in $(group_sizes); do
+        echo "trained_saved_pair_$n 300 ${MOE_PYTHON:-python3} -B $here/../bench/saved_pair.py $build 5 1024 $n"
     done
     [ "$gpus" -lt 2 ] || echo "trained_mixed_load 120 $(integration test_training_faults \
         MixedLoad.test_forward_clients_do_not_notice_more_than_their_share)"

@@ -130,6 +130,31 @@ static void where_the_device_has_no_room_the_step_is_like_any_other(void **state
     assert_false(test.clients[0].work.step.used_saved);
 }
 
+static int count_worth(enum moe_dtype dtype, int tries)
+{
+    int worth = 0;
+    for (int i = 0; i < tries; i++)
+        worth += moe_train_worth_saving(test.train, dtype);
+    return worth;
+}
+
+static void where_nothing_is_ever_kept_it_is_tried_now_and_then(void **state)
+{
+    (void)state;
+    assert_int_equal(count_worth(MOE_DTYPE_F32, 100), 100);
+    for (uint64_t id = 1; id <= 8; id++) {
+        save(5, id);
+        order_saving(test.announced_count - 1, 0);
+        wait_until(&test.forward_done, (int)id, &test.lock);
+    }
+    assert_int_equal(count_worth(MOE_DTYPE_F32, 128), 2);
+    assert_int_equal(count_worth(MOE_DTYPE_BF16, 100), 100); /* another way through the backend */
+    (void)save_and_run(9);
+    assert_int_equal(count_worth(MOE_DTYPE_F32, 100), 100);
+    moe_train_limit_activations(test.train, 0);
+    assert_int_equal(count_worth(MOE_DTYPE_F32, 100), 0);
+}
+
 static void its_backward_uses_it_and_takes_it_along(void **state)
 {
     (void)state;
@@ -447,6 +472,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         saving(a_saving_forward_has_a_ticket_of_its_own_and_its_name),
         saving(where_the_device_has_no_room_the_step_is_like_any_other),
+        saving(where_nothing_is_ever_kept_it_is_tried_now_and_then),
         saving(its_backward_uses_it_and_takes_it_along),
         saving(a_backward_with_other_tensors_does_not_use_it_and_takes_it_along),
         saving(slots_that_were_not_asked_keep_and_drop_it_as_well),
