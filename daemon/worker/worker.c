@@ -1,6 +1,7 @@
-/* The hooks of the group come from its two threads: what changes the view (load, form, serve,
- * leave) runs on the jobs thread alone, so `session` and `view` need no lock. */
-#include "worker/worker.h"
+/* The worker's parts: made, joined to one another, ended. The hooks of the group come from its two
+ * threads: what changes the view (load, form, serve, leave: worker_view.c) runs on the jobs thread
+ * alone, so `session` and `view` need no lock. */
+#include "worker/worker_state.h"
 
 #include "base/clock.h"
 #include "base/log.h"
@@ -8,16 +9,10 @@
 #include "descriptors.h"
 #include "rpc/client.h"
 #include "rpc/server.h"
-#include "worker/group.h"
-#include "worker/loader.h"
-#include "worker/peers.h"
-#include "worker/service.h"
 #include "worker/training.h"
 #include "worker/training_service.h"
 
 #include <errno.h>
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,7 +20,7 @@
 #include <unistd.h>
 
 enum {
-    ENDPOINT_BYTES = 256,
+    ENDPOINT_BYTES = MOE_WORKER_ENDPOINT_BYTES,
     METHODS = MOE_SERVICE_METHODS + 1 + MOE_TRAINING_SERVICE_METHODS,
     SERVER_SHARDS = 2,
     WAITING_READS = 256,    /* large calls that may wait for their turn to be read */
@@ -36,42 +31,6 @@ enum {
     NOTICE_MS = 200,        /* while clients still get a typed refusal; a closed door gives none */
     REFORM_MS = 5000,       /* requests wait this long for a new view */
     LEFT_RETRY_MS = 100,
-};
-
-static const char *const health_services[] = {"", "moe.v1.ExpertService"};
-
-struct moe_worker {
-    struct moe_worker_config config;
-    char endpoint[ENDPOINT_BYTES], worker_id[ENDPOINT_BYTES];
-    uint64_t incarnation;
-
-    struct moe_device *device;
-    struct moe_model *model;
-    struct moe_loader *loader;
-    struct moe_engine *engine;
-    struct moe_staging *staging;
-    struct moe_staging *training_staging; /* Backward calls that wait take nothing from Forward */
-    struct moe_service *service;
-    struct moe_train *train; /* NULL: no training, as is the next */
-    struct moe_training_service *training_service;
-    struct moe_peers *peers;
-    struct moe_rpc_client *client;
-    struct moe_rpc_server *server;
-    struct moe_group *group;
-    pthread_mutex_t told_lock;
-    bool may_tell; /* under told_lock: `group` is there, whatever a client asks for */
-    struct moe_gauge *epoch_gauge;
-
-    /* Jobs thread only. */
-    struct moe_session *session; /* formed; NULL = none */
-    struct {
-        uint64_t epoch;
-        uint32_t slots, max_tokens;
-        char endpoints[MOE_MAX_SLOTS][ENDPOINT_BYTES]; /* "" where a slot is empty */
-    } view;                                            /* of the session */
-
-    _Atomic uint64_t epoch; /* served; 0 = none */
-    atomic_bool draining;
 };
 
 /* ----------------------------------------------------- engine and peers, joined together */
@@ -134,268 +93,6 @@ static void lost(void *ctx, uint64_t epoch, uint64_t slots, struct moe_status wh
     moe_group_report_lost(w->group, epoch, slots, why);
 }
 
-/* ------------------------------------------------------------------- views: jobs thread */
-
-static void set_health(struct moe_worker *w, bool serving)
-{
-    for (size_t i = 0; i < sizeof health_services / sizeof *health_services; i++)
-        moe_rpc_server_set_health(w->server, health_services[i], serving);
-}
-
-static struct moe_status tell_service(struct moe_worker *w, uint64_t epoch)
-{
-    const char *endpoints[MOE_MAX_SLOTS];
-    for (uint32_t s = 0; s < w->view.slots; s++)
-        endpoints[s] = w->view.endpoints[s];
-    return moe_service_set_view(w->service, epoch, endpoints, epoch != 0 ? w->view.slots : 0);
-}
-
-static void set_epoch(struct moe_worker *w, uint64_t epoch)
-{
-    atomic_store(&w->epoch, epoch);
-    if (w->epoch_gauge != NULL)
-        moe_gauge_set(w->epoch_gauge, (double)epoch);
-}
-
-static void leave_view(void *ctx)
-{
-    struct moe_worker *w = ctx;
-    if (w->session == NULL)
-        return;
-    set_health(w, false);
-    set_epoch(w, 0);
-    struct moe_status st = tell_service(w, 0);
-    if (moe_failed(&st))
-        moe_log_error("service: %s", st.text);
-    moe_peers_stop(w->peers);
-    moe_engine_stop_view(w->engine);
-    w->config.backend->session_leave(w->session);
-    w->session = NULL;
-}
-
-/* Activations are worth having, not worth failing for: without room for them beside what must be
- * there, Backward computes them again. */
-static void leave_room(struct moe_worker *w, uint64_t state_bytes)
-{
-    uint64_t bytes = w->config.saved_device_bytes, both;
-    if (__builtin_add_overflow(bytes, state_bytes, &both))
-        both = UINT64_MAX;
-    struct moe_status st =
-        moe_loader_check_room(w->loader, both, "gradients, optimizer state and saved activations");
-    if (bytes > 0 && moe_failed(&st)) {
-        moe_log_warn("no activations are kept for Backward (--saved-device-bytes): %s", st.text);
-        bytes = 0;
-    }
-    moe_train_limit_activations(w->train, bytes);
-}
-
-static struct moe_status attach_training(struct moe_worker *w)
-{
-    uint64_t bytes;
-    struct moe_layer *const *layers = moe_loader_layers(w->loader);
-    if (w->train == NULL)
-        return moe_ok();
-    MOE_TRY(moe_train_bytes(w->train, layers, &bytes));
-    MOE_TRY(moe_loader_check_room(w->loader, bytes, "gradients and optimizer state"));
-    leave_room(w, bytes);
-    return moe_train_attach(w->train, layers, moe_loader_placements(w->loader));
-}
-
-static struct moe_status load(void *ctx, const struct moe_group_assignment *assignment)
-{
-    struct moe_worker *w = ctx;
-    if (w->session != NULL && !moe_loader_holds(w->loader, assignment)) {
-        moe_group_report_lost(
-            w->group, w->view.epoch, 0,
-            moe_error(MOE_ABORTED, MOE_REASON_REFORMING, "another placement has to be loaded"));
-        leave_view(w);
-    }
-    if (moe_loader_holds(w->loader, assignment) &&
-        (w->train == NULL || moe_train_attached(w->train)))
-        return moe_loader_load(w->loader, assignment);
-    if (w->train != NULL)
-        moe_train_detach(w->train);
-    MOE_TRY(moe_loader_load(w->loader, assignment));
-    return attach_training(w);
-}
-
-static struct moe_status keep_view(struct moe_worker *w, const struct moe_group_view *v)
-{
-    w->view.epoch = v->epoch;
-    w->view.slots = v->slots;
-    w->view.max_tokens = v->max_tokens_per_step;
-    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
-        const char *endpoint = v->live >> s & 1 ? v->members[s].endpoint : "";
-        if (strlen(endpoint) >= ENDPOINT_BYTES)
-            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
-                             "the endpoint of slot %u is too long", s);
-        strcpy(w->view.endpoints[s], endpoint);
-    }
-    return moe_ok();
-}
-
-static struct moe_status join_session(struct moe_worker *w, const struct moe_group_view *v,
-                                      moe_allgather_fn allgather, void *allgather_ctx)
-{
-    struct moe_session_config c = {
-        .slot = v->slot,
-        .slots = v->slots,
-        .live = v->live,
-        .epoch = v->epoch,
-        .max_tokens = v->max_tokens_per_step,
-        .training = w->train != NULL,
-        .wait_budget_ms = w->config.wait_budget_ms,
-        .transport = w->config.transport,
-        .allgather = allgather,
-        .allgather_ctx = allgather_ctx,
-    };
-    const struct moe_layer_spec *const *specs = moe_loader_specs(w->loader);
-    for (size_t i = 0; i < moe_loader_layer_count(w->loader); i++) {
-        c.max_hidden = specs[i]->hidden > c.max_hidden ? specs[i]->hidden : c.max_hidden;
-        c.max_top_k = specs[i]->router.top_k > c.max_top_k ? specs[i]->router.top_k : c.max_top_k;
-        c.max_experts = specs[i]->experts > c.max_experts ? specs[i]->experts : c.max_experts;
-    }
-    MOE_TRY(w->config.backend->session_join(w->device, &c, &w->session));
-    moe_log_info("epoch %llu: rows travel over %s", (unsigned long long)v->epoch,
-                 w->config.backend->session_transport(w->session));
-    return moe_ok();
-}
-
-/* What every slot tells every other before READY, through the windows. */
-struct proof {
-    uint64_t epoch, placement_hash;
-    struct moe_train_stand stand;
-};
-_Static_assert(sizeof(struct proof) <= 256, "a session's exchange carries no more");
-
-static struct moe_status exchange_proofs(struct moe_worker *w, const struct moe_group_view *v,
-                                         struct moe_train_stand stands[MOE_MAX_SLOTS])
-{
-    struct proof mine = {.epoch = v->epoch, .placement_hash = moe_loader_placement_hash(w->loader)};
-    struct proof all[MOE_MAX_SLOTS];
-    moe_train_stand(w->train, &mine.stand);
-    memset(all, 0, sizeof all);
-    MOE_TRY(w->config.backend->session_exchange(w->session, &mine, all, sizeof mine));
-    for (uint32_t s = 0; s < v->slots; s++) {
-        stands[s] = all[s].stand;
-        if ((v->live >> s & 1) != 0 &&
-            (all[s].epoch != mine.epoch || all[s].placement_hash != mine.placement_hash))
-            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                             "slot %u does not agree on epoch and placement", s);
-    }
-    return moe_ok();
-}
-
-/* The weights as the model has them; what was learnt is lost. */
-static struct moe_status reload(struct moe_worker *w)
-{
-    moe_train_detach(w->train);
-    MOE_TRY(moe_loader_reload(w->loader));
-    return attach_training(w);
-}
-
-static struct moe_status who_could_not(const struct moe_train_stand *stands, uint64_t live,
-                                       const struct moe_train_decision *d)
-{
-    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-        if ((live >> s & 1) != 0 && stands[s].torn != 0)
-            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
-                             "slot %u cannot go back to %s%s: see what slot %u says", s,
-                             d->checkpoint[0] != '\0' ? "checkpoint " : "the model as loaded",
-                             d->checkpoint, s);
-    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                     "the slots went back to different states of training");
-}
-
-/* A group that does not stand at one state of training goes back, as a whole; see training.proto.
- * Reloading takes longer on one slot than on another, which the second exchange may not wait for:
- * the epoch does not form then, and in the next one all stand at the new state. However long all
- * that takes, nobody gives up. */
-static struct moe_status agree_on_training(struct moe_worker *w, const struct moe_group_view *v,
-                                           struct moe_train_stand stands[MOE_MAX_SLOTS])
-{
-    struct moe_train_decision decision, again;
-    MOE_TRY(moe_train_decide(stands, v->live, v->epoch, &decision));
-    if (w->train == NULL)
-        return moe_ok();
-    if (decision.restart)
-        MOE_TRY(reload(w));
-    struct moe_status taken = moe_train_adopt(w->train, &decision, v->slot, v->slots, v->live);
-    if (!decision.restart)
-        return taken;
-    struct moe_status met = exchange_proofs(w, v, stands); /* who could not tells the others so */
-    taken.reason = met.reason = MOE_REASON_CANNOT_GO_BACK;
-    if (moe_failed(&taken))
-        return taken;
-    MOE_TRY(met);
-    MOE_TRY(moe_train_decide(stands, v->live, v->epoch, &again));
-    if (!again.restart)
-        return moe_ok();
-    struct moe_status st = who_could_not(stands, v->live, &decision);
-    moe_train_note_problem(w->train, st.text);
-    return st;
-}
-
-/* The proof before READY: every slot reads from every other slot's window that it means the same
- * epoch, holds the same placement, and stands at the same state of training. */
-static struct moe_status verify(struct moe_worker *w, const struct moe_group_view *v)
-{
-    struct moe_train_stand stands[MOE_MAX_SLOTS] = {0};
-    if (moe_loader_placement_hash(w->loader) != v->placement_hash)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                         "this worker holds another placement than epoch %llu has",
-                         (unsigned long long)v->epoch);
-    MOE_TRY(exchange_proofs(w, v, stands));
-    return agree_on_training(w, v, stands);
-}
-
-static struct moe_status expect_peers(struct moe_worker *w, const struct moe_group_view *v)
-{
-    struct moe_peers_view expected = {
-        .epoch = v->epoch,
-        .live = v->live,
-        .slot = v->slot,
-        .max_bucket = v->max_tokens_per_step,
-    };
-    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-        expected.members[s] = (struct moe_peer){v->members[s].incarnation, v->members[s].endpoint};
-    return moe_peers_expect(w->peers, &expected);
-}
-
-static struct moe_status form(void *ctx, const struct moe_group_view *v, moe_allgather_fn allgather,
-                              void *allgather_ctx)
-{
-    struct moe_worker *w = ctx;
-    leave_view(w);
-    MOE_TRY(keep_view(w, v));
-    MOE_TRY(join_session(w, v, allgather, allgather_ctx));
-    struct moe_status st = verify(w, v);
-    if (!moe_failed(&st))
-        st = expect_peers(w, v);
-    if (moe_failed(&st))
-        leave_view(w);
-    return st;
-}
-
-static struct moe_status serve(void *ctx)
-{
-    struct moe_worker *w = ctx;
-    MOE_INVARIANT(w->session != NULL);
-    moe_engine_start_view(w->engine, w->session, w->view.epoch, w->view.max_tokens);
-    MOE_TRY(moe_peers_start(w->peers));
-    MOE_TRY(tell_service(w, w->view.epoch));
-    set_epoch(w, w->view.epoch);
-    if (w->train != NULL)
-        moe_train_in_force(w->train);
-    /* `drain` may come at any moment: it raises the flag first, so one of the two sees the other.
-     */
-    if (!atomic_load(&w->draining))
-        set_health(w, true);
-    if (atomic_load(&w->draining))
-        set_health(w, false);
-    return moe_ok();
-}
-
 /* ------------------------------------------------------------------ the group's own thread */
 
 static void seated(void *ctx, uint32_t slot, uint32_t slots)
@@ -432,7 +129,7 @@ static void drain(void *ctx)
 {
     struct moe_worker *w = ctx;
     atomic_store(&w->draining, true);
-    set_health(w, false);
+    moe_worker__set_health(w, false);
     moe_service_set_draining(w->service);
 }
 
@@ -622,7 +319,7 @@ static struct moe_status start_server(struct moe_worker *w)
         .descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors),
     };
     MOE_TRY(moe_rpc_server_start(&server, &w->server));
-    set_health(w, false);
+    moe_worker__set_health(w, false);
     return name_worker(w);
 }
 
@@ -652,10 +349,10 @@ static struct moe_status start_group(struct moe_worker *w)
         .reform_ms = REFORM_MS,
         .hooks =
             {
-                .load = load,
-                .form = form,
-                .serve = serve,
-                .leave = leave_view,
+                .load = moe_worker__load,
+                .form = moe_worker__form,
+                .serve = moe_worker__serve,
+                .leave = moe_worker__leave_view,
                 .seated = seated,
                 .numbers = numbers,
                 .cancel_load = cancel_load,

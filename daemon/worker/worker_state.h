@@ -1,0 +1,60 @@
+/* What the files of the worker as a whole share; nobody else includes this. */
+#ifndef MOE_WORKER_WORKER_STATE_H
+#define MOE_WORKER_WORKER_STATE_H
+
+#include "worker/group.h"
+#include "worker/loader.h"
+#include "worker/peers.h"
+#include "worker/service.h"
+#include "worker/worker.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+enum { MOE_WORKER_ENDPOINT_BYTES = 256 };
+
+struct moe_worker {
+    struct moe_worker_config config;
+    char endpoint[MOE_WORKER_ENDPOINT_BYTES], worker_id[MOE_WORKER_ENDPOINT_BYTES];
+    uint64_t incarnation;
+
+    struct moe_device *device;
+    struct moe_model *model;
+    struct moe_loader *loader;
+    struct moe_engine *engine;
+    struct moe_staging *staging;
+    struct moe_staging *training_staging; /* Backward calls that wait take nothing from Forward */
+    struct moe_service *service;
+    struct moe_train *train; /* NULL: no training, as is the next */
+    struct moe_training_service *training_service;
+    struct moe_peers *peers;
+    struct moe_rpc_client *client;
+    struct moe_rpc_server *server;
+    struct moe_group *group;
+    pthread_mutex_t told_lock;
+    bool may_tell; /* under told_lock: `group` is there, whatever a client asks for */
+    struct moe_gauge *epoch_gauge;
+
+    /* Jobs thread only. */
+    struct moe_session *session; /* formed; NULL = none */
+    struct {
+        uint64_t epoch;
+        uint32_t slots, max_tokens;
+        char endpoints[MOE_MAX_SLOTS][MOE_WORKER_ENDPOINT_BYTES]; /* "" where a slot is empty */
+    } view;                                                       /* of the session */
+
+    _Atomic uint64_t epoch; /* served; 0 = none */
+    atomic_bool draining;
+};
+
+/* Hooks of the group (worker/group.h), on the jobs thread; ctx is the worker. */
+struct moe_status moe_worker__load(void *ctx,
+                                   const struct moe_group_assignment *assignment) MOE_CHECKED;
+struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
+                                   moe_allgather_fn allgather, void *allgather_ctx) MOE_CHECKED;
+struct moe_status moe_worker__serve(void *ctx) MOE_CHECKED;
+void moe_worker__leave_view(void *ctx);
+/* [any thread] What health checks are told. */
+void moe_worker__set_health(struct moe_worker *w, bool serving);
+
+#endif
