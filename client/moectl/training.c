@@ -194,10 +194,20 @@ static struct moe_status do_freeze(struct training *t)
     return moe_client_set_frozen(t->client, &t->change, t->frozen);
 }
 
+static uint32_t named_as_removed(const struct training *t)
+{
+    uint32_t count = t->checkpoint.removed_count;
+    return count < MOE_CLIENT_REMOVED_MAX ? count : MOE_CLIENT_REMOVED_MAX;
+}
+
 static void say_saved(const struct training *t)
 {
     printf("saved %s: weights version %" PRIu64 ", %.1f MiB\n", t->object,
            t->checkpoint.weights_version, (double)t->checkpoint.bytes / (1024.0 * 1024.0));
+    for (uint32_t i = 0; i < named_as_removed(t); i++)
+        printf("removed %s\n", t->checkpoint.removed[i]);
+    if (t->checkpoint.removed_count > MOE_CLIENT_REMOVED_MAX)
+        printf("removed %" PRIu32 " more\n", t->checkpoint.removed_count - MOE_CLIENT_REMOVED_MAX);
 }
 
 static void say_loaded(const struct training *t)
@@ -239,6 +249,16 @@ static json_t *json_checkpoint(const struct training *t)
                      "weightsVersion", version, "lineage", lineage, "bytes", bytes);
 }
 
+static json_t *json_saved(const struct training *t)
+{
+    json_t *document = json_checkpoint(t), *removed = json_array();
+    for (uint32_t i = 0; i < named_as_removed(t); i++)
+        json_array_append_new(removed, json_string(t->checkpoint.removed[i]));
+    json_object_set_new(document, "removed", removed);
+    json_object_set_new(document, "removedCount", json_integer(t->checkpoint.removed_count));
+    return document;
+}
+
 static json_t *json_zeroed(const struct training *t)
 {
     return json_pack("{s:I}", "backwards", (json_int_t)t->backwards);
@@ -260,7 +280,7 @@ static const struct action {
     void (*say)(const struct training *t);
     json_t *(*json)(const struct training *t);
 } actions[] = {
-    {"save", NAME, "SavedCheckpoint", do_save, say_saved, json_checkpoint},
+    {"save", NAME, "SavedCheckpoint", do_save, say_saved, json_saved},
     {"load", NAME, "LoadedCheckpoint", do_load, say_loaded, json_checkpoint},
     {"export", NAME, "ExportedAdapter", do_export, say_exported, json_checkpoint},
     {"merge", NO_OBJECT, "MergedAdapter", do_export, say_merged, json_checkpoint},

@@ -277,6 +277,10 @@ struct moe_status moe_client_save_checkpoint(struct moe_client *c, struct moe_cl
     s->change.repeated = a->repeated;
     s->weights_version = a->weights_version;
     s->bytes = a->bytes;
+    s->removed_count = a->removed_count;
+    memset(s->removed, 0, sizeof s->removed);
+    for (size_t n = 0; n < a->n_removed && n < MOE_CLIENT_REMOVED_MAX; n++)
+        copy_text(s->removed[n], sizeof s->removed[n], a->removed[n]);
     return moe_ok();
 }
 

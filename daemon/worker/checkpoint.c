@@ -397,8 +397,15 @@ static void count_ours(struct kept *list, size_t count, const char *newest, uint
     }
 }
 
+static void note_removed(struct moe_checkpoint_removed *removed, const char *name)
+{
+    if (removed->count < MOE_CHECKPOINT_REMOVED_MAX)
+        (void)snprintf(removed->names[removed->count], sizeof removed->names[0], "%s", name);
+    removed->count++;
+}
+
 static struct moe_status keep_newest(const struct moe_checkpoint_context *c, const char *newest,
-                                     uint32_t keep)
+                                     uint32_t keep, struct moe_checkpoint_removed *removed)
 {
     int root = -1;
     struct kept *list = NULL;
@@ -411,9 +418,11 @@ static struct moe_status keep_newest(const struct moe_checkpoint_context *c, con
         if (!list[i].counts || counted++ < keep || strcmp(list[i].name, newest) == 0)
             continue;
         st = remove_kept(root, list[i].name);
-        if (!moe_failed(&st))
-            moe_log_info("checkpoint %s removed: %s and the %" PRIu32 " before it stay",
-                         list[i].name, newest, keep - 1);
+        if (moe_failed(&st))
+            continue;
+        note_removed(removed, list[i].name);
+        moe_log_info("checkpoint %s removed: %s and the %" PRIu32 " before it stay", list[i].name,
+                     newest, keep - 1);
     }
     free(list);
     close(root);
@@ -523,9 +532,10 @@ struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context
 }
 
 void moe_checkpoint_save_tidy(const struct moe_checkpoint_context *c, const char *name,
-                              uint32_t keep)
+                              uint32_t keep, struct moe_checkpoint_removed *removed)
 {
-    struct moe_status st = keep > 0 ? keep_newest(c, name, keep) : moe_ok();
+    *removed = (struct moe_checkpoint_removed){0};
+    struct moe_status st = keep > 0 ? keep_newest(c, name, keep, removed) : moe_ok();
     if (moe_failed(&st))
         moe_log_warn("old checkpoints could not be removed: %s", st.text);
 }

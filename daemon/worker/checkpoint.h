@@ -19,7 +19,7 @@
 
 #include <stdatomic.h>
 
-enum { MOE_CHECKPOINT_NAME_MAX = 64 };
+enum { MOE_CHECKPOINT_NAME_MAX = 64, MOE_CHECKPOINT_REMOVED_MAX = 32 };
 
 struct moe_checkpoint_copy;
 
@@ -39,10 +39,10 @@ struct moe_checkpoint_context {
                                                NULL: those */
     const atomic_bool *cancel; /* once true, a phase ends with MOE_CANCELLED soon; NULL = never */
     _Atomic uint64_t
-        *processed;  /* bytes taken from the copy, or checked, so far; NULL = not wanted */
+        *processed;    /* bytes taken from the copy, or checked, so far; NULL = not wanted */
     atomic_bool *torn; /* set where a trainer could not be left as it was found: what it holds from
                           then on is no state of training. NULL where nothing reads trainers */
-    uint64_t writer; /* a number of the lowest slot's process's own: says who writes it */
+    uint64_t writer;   /* a number of the lowest slot's process's own: says who writes it */
 };
 
 /* What this slot would write, in host memory: taken between two steps, so that the files can be
@@ -92,8 +92,13 @@ struct moe_status moe_checkpoint_save_write(const struct moe_checkpoint_context 
 struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context *c,
                                              const char *name,
                                              const struct moe_checkpoint_state *state) MOE_CHECKED;
+/* What went, newest first: all are counted, the first ones named. */
+struct moe_checkpoint_removed {
+    uint32_t count;
+    char names[MOE_CHECKPOINT_REMOVED_MAX][MOE_CHECKPOINT_NAME_MAX + 1];
+};
 void moe_checkpoint_save_tidy(const struct moe_checkpoint_context *c, const char *name,
-                              uint32_t keep);
+                              uint32_t keep, struct moe_checkpoint_removed *removed);
 /* Lowest slot: removes what the phases left behind. */
 void moe_checkpoint_save_abandon(const struct moe_checkpoint_context *c, const char *name);
 

@@ -15,6 +15,7 @@
 #include "base/metrics.h"
 #include "model/model.h"
 #include "moe/training.h"
+#include "worker/checkpoint.h"
 #include "worker/engine.h"
 #include "worker/ledger.h"
 #include "worker/saved.h"
@@ -131,7 +132,8 @@ struct moe_status moe_train_call_read(const struct moe_ticket *ticket,
 struct moe_train_answer {
     struct moe_ledger_outcome outcome;
     bool repeated;
-    uint32_t recorded_at;            /* slot, with RECORDED_ELSEWHERE */
+    uint32_t recorded_at;                  /* slot, with RECORDED_ELSEWHERE */
+    struct moe_checkpoint_removed removed; /* of a Save, as it ends */
     struct moe_saved_record *record; /* of a repeated Backward: the kept answer, with a reference */
 };
 
@@ -168,7 +170,8 @@ struct moe_train_turn {
     uint64_t weights_version;  /* as it began */
     struct moe_status refusal; /* neither: why; or all slots have refused to run it, and nothing has
                                   happened */
-    double aux_loss;           /* of the pass, set by the engine before the end */
+    struct moe_checkpoint_removed removed; /* with `settles`, of a Save */
+    double aux_loss;                       /* of the pass, set by the engine before the end */
 };
 
 /* `trainer` gets the layer's, for a Backward that is to be run. Errors: MOE_INTERNAL where the

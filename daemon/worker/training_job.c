@@ -246,7 +246,9 @@ static struct moe_status save_without_copy(struct moe_train_job *j, struct moe_s
         moe_train__together(&j->work, session, moe_train__pack_records, &turn->refusal, &unused));
     if (moe_failed(&turn->refusal))
         return moe_ok();
-    return moe_train__run_save(&j->work, session, &turn->refusal, &outcome->bytes);
+    MOE_TRY(moe_train__run_save(&j->work, session, &turn->refusal, &outcome->bytes));
+    return moe_failed(&turn->refusal) ? moe_ok()
+                                      : moe_train__share_removed(&j->work, session, &turn->removed);
 }
 
 static struct moe_status begin(struct moe_train *t, struct moe_session *session,
@@ -320,6 +322,7 @@ static struct moe_status settle(struct moe_train *t, struct moe_session *session
         *outcome = j->outcome;
         outcome->epoch = epoch;
         outcome->bytes = j->bytes;
+        st = moe_train__share_removed(&j->work, session, &turn->removed);
     }
     forget_job(t);
     return st;

@@ -233,7 +233,7 @@ static struct moe_status save_tidy(struct work *w)
 {
     w->bytes = 0;
     if (moe_train__is_lowest(w))
-        moe_checkpoint_save_tidy(&w->context, w->call->name, w->call->keep);
+        moe_checkpoint_save_tidy(&w->context, w->call->name, w->call->keep, &w->removed);
     return moe_ok();
 }
 
@@ -247,6 +247,37 @@ void moe_train__note_checkpoint(struct moe_train *t, const char *name, uint64_t 
     strncpy(t->checkpoint, name, MOE_TRAINING_NAME_MAX);
     t->unsaved = t->steps - (steps < t->steps ? steps : t->steps); /* taken beside the Save */
     pthread_mutex_unlock(&t->lock);
+}
+
+struct moe_status moe_train__share_removed(struct work *w, struct moe_session *session,
+                                           struct moe_checkpoint_removed *out)
+{
+    enum { NAMES = 3 };
+    struct page {
+        uint32_t count;
+        char names[NAMES][MOE_CHECKPOINT_NAME_MAX + 1];
+    };
+    _Static_assert(sizeof(struct page) <= 256, "what a session exchanges");
+    uint32_t first = 0, named = 0;
+    *out = (struct moe_checkpoint_removed){0};
+    if (w->call->keep == 0)
+        return moe_ok();
+    do {
+        struct page mine = {.count = w->removed.count}, all[MOE_MAX_SLOTS] = {0};
+        const struct page *lowest = &all[__builtin_ctzll(w->context.live)];
+        for (uint32_t i = 0; i < NAMES && first + i < MOE_CHECKPOINT_REMOVED_MAX; i++)
+            memcpy(mine.names[i], w->removed.names[first + i], sizeof mine.names[i]);
+        MOE_TRY(w->train->config.backend->session_exchange(session, &mine, all, sizeof mine));
+        out->count = lowest->count;
+        named =
+            lowest->count < MOE_CHECKPOINT_REMOVED_MAX ? lowest->count : MOE_CHECKPOINT_REMOVED_MAX;
+        for (uint32_t i = 0; i < NAMES && first + i < named; i++) {
+            memcpy(out->names[first + i], lowest->names[i], sizeof lowest->names[i]);
+            out->names[first + i][MOE_CHECKPOINT_NAME_MAX] = '\0';
+        }
+        first += NAMES;
+    } while (first < named);
+    return moe_ok();
 }
 
 struct moe_status moe_train__run_save(struct work *w, struct moe_session *session,

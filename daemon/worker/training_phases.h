@@ -14,7 +14,8 @@ struct work {
     struct moe_checkpoint_state state;
     uint64_t bytes; /* written by this slot, in the phase that runs */
     bool found;     /* the Save had been done before, and not recorded: `state` says which it was */
-    struct moe_checkpoint_copy *copy; /* owned; NULL = none */
+    struct moe_checkpoint_removed removed; /* by the last phase of a Save; the lowest slot's */
+    struct moe_checkpoint_copy *copy;      /* owned; NULL = none */
 };
 
 typedef struct moe_status (*phase_fn)(struct work *);
@@ -51,6 +52,10 @@ bool moe_train__any_running(const struct report *all, uint64_t live);
  * slots. A failure is the session's: nobody knows how the others did. */
 struct moe_status moe_train__together(struct work *w, struct moe_session *session, phase_fn run,
                                       struct moe_status *verdict, uint64_t *bytes) MOE_CHECKED;
+
+/* When a Save has ended well: all slots get to know what the lowest has removed. */
+struct moe_status moe_train__share_removed(struct work *w, struct moe_session *session,
+                                           struct moe_checkpoint_removed *out) MOE_CHECKED;
 
 /* Phases. Nothing to do on slots that they are not for. */
 enum { SAVE_WRITE = 1, SAVE_COMMIT = 2, SAVE_TIDY = 3, SAVE_PHASES = 4 };

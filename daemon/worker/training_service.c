@@ -255,6 +255,14 @@ static void reply_save(const struct change *c)
     a.weights_version = c->answer.outcome.weights_version;
     a.bytes = c->answer.outcome.bytes;
     a.repeated = c->answer.repeated;
+    const struct moe_checkpoint_removed *removed = &c->answer.removed;
+    char *names[MOE_CHECKPOINT_REMOVED_MAX];
+    a.removed = names;
+    a.removed_count = removed->count;
+    while (a.n_removed < removed->count && a.n_removed < MOE_CHECKPOINT_REMOVED_MAX) {
+        names[a.n_removed] = (char *)(uintptr_t)removed->names[a.n_removed]; /* packing reads */
+        a.n_removed++;
+    }
     reply(c->rpc, &a.base);
 }
 

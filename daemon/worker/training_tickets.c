@@ -259,6 +259,7 @@ static struct moe_status end_run(struct moe_train *t, const struct moe_ticket *t
         answer->outcome.number = turn->aux_loss;
     } else {
         answer->outcome = *outcome;
+        answer->removed = turn->removed;
         record(t, ticket, call, &answer->outcome);
     }
     pthread_mutex_unlock(&t->lock);

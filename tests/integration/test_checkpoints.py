@@ -15,7 +15,7 @@ import unittest
 import grpc
 import numpy as np
 
-from group import FAMILIES, main, model_directory, relative_error
+from group import FAMILIES, main, model_directory, moectl, relative_error
 import moed
 from training import Trainer, TrainingGroup, golden_gradients, refusal, training_group
 import training as daemons
@@ -228,10 +228,25 @@ class Checkpoints(unittest.TestCase):
             client = Client(g)
             for i, name in enumerate(["z", "y", "x", "w"]):
                 client.save(name, i + 1)
-            client.save("a", 5, keep=2)
+            answer = client.save("a", 5, keep=2)
+            self.assertEqual((list(answer.removed), answer.removed_count), (["x", "y", "z"], 3))
             self.assertEqual(sorted(os.listdir(self.root)), ["a", "notes", "w"])
             self.assertEqual(refusal(client.load, "x", 6)[0], ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
             client.load("w", 7)
+            # Asked elsewhere, and many.
+            other = Client(g, slot=1)
+            for i in range(40):
+                self.assertEqual(list(other.save("n%d" % i, 100 + i).removed), [])
+            answer = other.save("last", 200, keep=1)
+            self.assertEqual(answer.removed_count, 42)
+            self.assertEqual(list(answer.removed), ["n%d" % i for i in range(39, 7, -1)])
+            self.assertEqual(sorted(os.listdir(self.root)), ["last", "notes"])
+            self.assertEqual(other.save("last", 200, keep=1).removed_count, 0)  # a repeat
+            told = moectl("training", "save", "m1", "--keep", "1", "--endpoint", g.endpoints[1])
+            self.assertIn("removed last\n", told.stdout)
+            told = moectl("training", "save", "m2", "--keep", "1", "-o", "json", "--endpoint",
+                          g.endpoints[1])
+            self.assertEqual(json.loads(told.stdout)["removed"], ["m1"])
 
     def test_what_other_trainings_saved_is_kept(self):
         with self.group(1) as g:

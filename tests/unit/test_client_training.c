@@ -208,6 +208,11 @@ static void on_save(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
     Moe__V1__SaveCheckpointResponse a = MOE__V1__SAVE_CHECKPOINT_RESPONSE__INIT;
     a.weights_version = 9;
     a.bytes = 12345;
+    char *removed[40]; /* more than a client can name */
+    for (a.n_removed = 0; a.n_removed < 40; a.n_removed++)
+        removed[a.n_removed] = (char *)(uintptr_t) "old";
+    a.removed = removed;
+    a.removed_count = 41;
     if (!refuse(call, wish_of(f), true))
         reply(call, &a.base);
     moe__v1__save_checkpoint_request__free_unpacked(q, NULL);
@@ -532,6 +537,9 @@ static void changes_say_what_they_were_told(void **state)
     assert_ok(moe_client_save_checkpoint(c, &p));
     assert_string_equal(sides[0].name, "epoch-1 3");
     assert_true(p.bytes == 12345 && p.weights_version == 9);
+    assert_int_equal(p.removed_count, 41);
+    for (int i = 0; i < MOE_CLIENT_REMOVED_MAX; i++)
+        assert_string_equal(p.removed[i], "old");
 
     struct moe_client_train_state t;
     assert_ok(moe_client_get_train_state(c, 0, &t));

@@ -149,6 +149,8 @@ struct moe_client_train_state {
 struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t timeout_ms,
                                              struct moe_client_train_state *out) MOE_CHECKED;
 
+enum { MOE_CLIENT_NAME_BYTES = 65, MOE_CLIENT_REMOVED_MAX = 32 };
+
 /* A checkpoint by its name: a directory of the workers' training root. */
 struct moe_client_checkpoint {
     struct moe_client_change change;
@@ -159,6 +161,9 @@ struct moe_client_checkpoint {
     uint64_t weights_version;  /* save, load: of the weights in it; from now on */
     uint64_t answered_lineage; /* load: the new one */
     uint64_t bytes;            /* save, export: written by all workers */
+    uint32_t removed_count;    /* save: older ones that `keep` removed; the first are named, newest
+                                  first. An answer that is that of an earlier call has none */
+    char removed[MOE_CLIENT_REMOVED_MAX][MOE_CLIENT_NAME_BYTES];
 };
 /* GRADIENTS_PENDING between a Backward and the next step; CHECKPOINT_EXISTS; SAVE_RUNNING while a
  * checkpoint is written or loaded. Written while everything else goes on, and called off when

@@ -52,7 +52,7 @@ steps              optimizer steps that moved something, since the beginning
 repeated           the answer is that of an earlier call
 """
 
-Checkpoint = collections.namedtuple("Checkpoint", "weights_version bytes lineage repeated")
+Checkpoint = collections.namedtuple("Checkpoint", "weights_version bytes lineage repeated removed", defaults=((),))
 Checkpoint.__doc__ = """Answer of save_checkpoint, load_checkpoint and export_adapter; what a call
 does not tell is 0.
 
@@ -60,6 +60,7 @@ weights_version  of the weights in it, or from now on
 bytes            written by all workers
 lineage          the new one, after loading
 repeated         the answer is that of an earlier call
+removed          names that `keep` removed, newest first, 32 at most; () where `repeated`
 """
 
 TrainState = collections.namedtuple(
@@ -222,7 +223,8 @@ class TrainingCalls:
             step_id=_check_id("step_id", step_id), lineage=lineage,
             name=_check_name("name", name), keep=keep),
             self._training_deadline(timeout))
-        return Checkpoint(answer.weights_version, answer.bytes, 0, answer.repeated)
+        return Checkpoint(answer.weights_version, answer.bytes, 0, answer.repeated,
+                          tuple(answer.removed))
 
     def load_checkpoint(self, name, *, step_id, lineage=0, timeout=None):
         """Takes weights and optimizer state from such a directory. Returns Checkpoint."""
