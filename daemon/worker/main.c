@@ -230,7 +230,7 @@ static struct moe_status serve_until_ended(struct run *run,
 /* The CPU backend computes on the processors that waiting would take. */
 static uint64_t spin_of(const struct settings *s, const struct moe_backend *backend)
 {
-    enum { SPIN_US = 1000, CORES = 4 };
+    enum { SPIN_US = 1000, CORES = 8 };
     bool spare = strcmp(backend->name, "cuda") == 0 && moe_usable_cores() >= CORES;
     uint64_t us = s->spin_us != MOE_OPTION_UNSET ? s->spin_us : spare ? SPIN_US : 0;
     return us * MOE_NS_PER_MS / 1000;
@@ -382,7 +382,7 @@ int main(int argc, char **argv)
         {"drain-ms", 0, MOE_OPTION_UINT, &s.drain_ms, 0, 3600000, "MS",
          "Time to finish requests after SIGTERM"},
         {"spin-us", 0, MOE_OPTION_UINT, &s.spin_us, 0, 1000000, "US",
-         "How long to wait for the next step without sleeping; 1000 on GPUs with 4 cores or more, "
+         "How long to wait for the next step without sleeping; 1000 on GPUs with 8 cores or more, "
          "else 0, when not given"},
         {"training", 0, MOE_OPTION_CHOICE, &s.training, 0, 0, "off|adamw|sgd",
          "Offer TrainingService and keep what this optimizer needs"},

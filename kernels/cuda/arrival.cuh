@@ -56,6 +56,18 @@ __host__ __device__ static inline size_t arrival_numbers(const struct moe_cuda_p
     return rows > tally_words(p) ? rows : tally_words(p);
 }
 
+/* The most that any pass asks for, every expert on every slot, fits on every GPU that kernels are
+ * built for: the least that a CTA can have is 99 KiB (8.6, 8.9, 12.0; 163 on 8.0, 227 on 9.0).
+ * Rings of rows take only what is left, and there are none where that is too little. Whoever raises
+ * a limit has to refuse layers that do not fit, before a step runs. */
+constexpr size_t LEAST_SHARED_BYTES = 99 * 1024;
+static_assert(sizeof(struct arrival) +
+                      sizeof(uint32_t) * (2 * MOE_MAX_SLOTS + 1) * MOE_MAX_EXPERTS +
+                      sizeof(uint16_t) * MOE_MAX_EXPERTS <=
+                  LEAST_SHARED_BYTES,
+              "what dispatch keeps of the largest layer fits into a CTA's shared memory");
+static_assert(MOE_MAX_SLOTS * MOE_MAX_EXPERTS % 4 == 0, "the largest tally is whole, and less");
+
 __device__ inline int32_t *local_indices(const struct moe_cuda_pass &p, struct arrival *a)
 {
     return reinterpret_cast<int32_t *>(first_rows(a) + arrival_numbers(&p));
