@@ -453,7 +453,7 @@ class Faults(Case):
     def test_clients_that_go_away_leave_nothing_that_hurts(self):
         """Cancelled and late ones, waiting or running, beside others that stay."""
         layer, x, dy = case()
-        with training_group(FAMILY, 2, "--saved-seconds", "2") as g:
+        with training_group(FAMILY, 2, "--saved-seconds", "5") as g:
             t = Trainer(g.endpoints[0])
             epoch = g.info(0).epoch
             want = t.forward(layer, x).y_data
