@@ -230,6 +230,32 @@ class OwnStep(Case):
                              ("INVALID_ARGUMENT", "TOKEN_LIMIT"))
             t.close()
 
+    def test_whoever_routes_and_in_whatever_format(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 2) as g:
+            client, batch = moed.Client(g.endpoints[1]), 0
+            server = client.forward(layer, x, return_routing=True)
+            ids, weights = server.topk_ids[::-1].copy(), server.topk_weights * 0.5
+            for routing in ({}, {"topk_ids": ids}, {"topk_ids": ids, "topk_weights": weights}):
+                for rows, grad in ((x, dy), (moed.bf16(x), moed.bf16(dy))):
+                    batch += 2
+                    passed = client.forward(layer, rows, return_routing=True,
+                                            save=("any", batch), **routing)
+                    self.assertTrue(passed.saved)
+                    self.assertTrue(passed.saved_activations or BACKEND != "cpu")
+                    given = {"topk_weights": weights} if "topk_weights" in routing else {}
+                    want = client.backward(
+                        layer, grad, x=rows, topk_ids=passed.topk_ids, session="any",
+                        micro_batch_id=batch - 1, return_weight_gradients=True, **given)
+                    got = client.backward(layer, grad, session="any", micro_batch_id=batch,
+                                          saved=True, return_weight_gradients=True)
+                    self.assertTrue(got.used_saved)
+                    self.assertEqual(got.used_activations, passed.saved_activations)
+                    self.assertEqual(got.dx.tobytes(), want.dx.tobytes())
+                    self.assertEqual(got.weight_gradients.tobytes(),
+                                     want.weight_gradients.tobytes())
+            client.close()
+
     def test_a_stream_saves_as_well(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2) as g:
