@@ -124,6 +124,8 @@ beside_each_other() {
         echo "golden_training_$n 120 $suite/golden_training --backend cuda --slots $n --models $models"
         echo "curve_$n 120 $suite/curve --backend cuda --slots $n --data $models/../training"
         echo "steady_$n 120 $build/tests/unit/test_steady $n"
+        # On tensor cores, which is where activations are kept: that they are used, and give the same bits.
+        echo "trained_saved_pair_$n 120 ${MOE_PYTHON:-python3} -B $here/../bench/saved_pair.py $build 3 1024 $n"
         [ "$n" -gt 1 ] || continue
         over="--transport network --slots $n --seed $n"
         echo "network_$n 300 $suite/conformance --backend cuda $over --cases $cases"
@@ -152,10 +154,6 @@ alone() {
         [ "$n" -gt 1 ] || continue
         echo "faults_$n 300 $suite/faults --backend cuda --slots $n"
         echo "network_faults_$n 300 $suite/faults --backend cuda --slots $n --transport network"
-    done
-    # On tensor cores, which is where activations are kept: that they are used, and give the same bits.
-    for n in $(group_sizes); do
-        echo "trained_saved_pair_$n 300 ${MOE_PYTHON:-python3} -B $here/../bench/saved_pair.py $build 5 1024 $n"
     done
     [ "$gpus" -lt 2 ] || echo "trained_mixed_load 120 $(integration test_training_faults \
         MixedLoad.test_forward_clients_do_not_notice_more_than_their_share)"
