@@ -3,11 +3,13 @@
 #include "base/endpoint.h"
 #include "base/log.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 enum { EXIT_OK = 0, EXIT_FAILED = 1, EXIT_USAGE = 2 };
@@ -75,6 +77,18 @@ static bool set_log(const struct moe_daemon *d, const struct moe_daemon_settings
     return true;
 }
 
+/* Each connection of a client is a descriptor: as many as the system allows, not as many as is
+ * usual for a shell. */
+static void raise_descriptor_limit(void)
+{
+    struct rlimit files;
+    if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur >= files.rlim_max)
+        return;
+    files.rlim_cur = files.rlim_max;
+    if (setrlimit(RLIMIT_NOFILE, &files) != 0)
+        moe_log_warn("the limit of open files stays as it is: %s", strerror(errno));
+}
+
 static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s)
 {
     const char *wrong = d->check(d->ctx);
@@ -91,6 +105,7 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
         return usage(d, "--log-level is error, warn, info or debug; --log-format is text or json");
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN); /* a limit on the size of files is an error of the write then */
+    raise_descriptor_limit();
     st = d->run(s, d->ctx);
     if (moe_failed(&st))
         moe_log_error("%s", st.text);

@@ -281,6 +281,7 @@ struct moe_status moe_rpc_server_start(const struct moe_rpc_server_config *confi
     struct moe_rpc_server *s = server_create(config);
     if (s == NULL)
         return no_memory();
+    moe_rpc_reserve_descriptor();
     s->core = core_create(config, loopback);
     MOE_TRY_GOTO(st, create_entries(s, config), fail);
     MOE_TRY_GOTO(st, create_shards(s, config->shards > 0 ? config->shards : 1), fail);

@@ -167,6 +167,12 @@ void moe_rpc_shard_stop(struct moe_rpc_shard *shard);
  * the call passes to the op. */
 void moe_rpc_post(struct moe_rpc_op *op);
 
+/* ------------------------------------------------------------------ connections */
+
+/* Before a server listens: a lack of descriptors turns connections away, and does not end the
+ * listening (accept.c). */
+void moe_rpc_reserve_descriptor(void);
+
 /* ------------------------------------------------------------------ server */
 
 enum moe_rpc_phase { MOE_RPC_STARTING, MOE_RPC_SERVING, MOE_RPC_ABANDONED };

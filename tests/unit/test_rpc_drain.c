@@ -2,7 +2,12 @@
  * cuts off. */
 #include "rpc_fixture.h"
 
+#include <arpa/inet.h>
+#include <poll.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 struct drain {
     struct moe_rpc_server *server;
@@ -259,6 +264,49 @@ static void a_port_in_use_and_bad_settings_are_errors(void **state)
     fixture_stop(&f);
 }
 
+/* The core would stop listening for good. */
+static void who_comes_when_no_descriptor_is_left_is_turned_away_and_may_come_back(void **state)
+{
+    enum { CROWD = 64 };
+    struct fixture f;
+    struct rlimit before, none;
+    int crowd[CROWD];
+    (void)state;
+    fixture_start(&f, NULL);
+    assert_ok(fixture_call(&f, f.channel, "", "x", 1, 20000, "x", 1));
+    struct sockaddr_in to = {.sin_family = AF_INET,
+                             .sin_port = htons(moe_rpc_server_port(f.server)),
+                             .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    for (int i = 0; i < CROWD; i++)
+        assert_true((crowd[i] = socket(AF_INET, SOCK_STREAM, 0)) >= 0);
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &before), 0);
+    none = before;
+    none.rlim_cur = (rlim_t)crowd[CROWD - 1] + 2;
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &none), 0);
+    unsigned turned_away = 0;
+    for (int i = 0; i < CROWD; i++) {
+        char byte;
+        struct pollfd wait = {.fd = crowd[i], .events = POLLIN};
+        assert_int_equal(connect(crowd[i], (struct sockaddr *)&to, sizeof to), 0);
+        while (poll(&wait, 1, 20000) == 1) { /* the server says hello where it has taken it */
+            ssize_t n = recv(crowd[i], &byte, 1, 0);
+            turned_away += n <= 0;
+            break;
+        }
+    }
+    print_message("  %u of %d turned away\n", turned_away, CROWD);
+    assert_true(turned_away > CROWD / 2);
+    /* Who is there already goes on. */
+    assert_ok(fixture_call(&f, f.channel, "", "x", 1, 20000, "x", 1));
+    for (int i = 0; i < CROWD; i++)
+        close(crowd[i]);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
+    struct moe_rpc_channel *late = fixture_channel(&f, 0);
+    assert_ok(fixture_call(&f, late, "", "x", 1, 20000, "x", 1));
+    moe_rpc_channel_close(late);
+    fixture_stop(&f);
+}
+
 int main(void)
 {
     seed_random();
@@ -269,6 +317,7 @@ int main(void)
         cmocka_unit_test(an_idle_server_drains_at_once_and_its_port_can_be_bound_again),
         cmocka_unit_test(only_loopback_is_listened_on_unless_told_otherwise),
         cmocka_unit_test(a_port_in_use_and_bad_settings_are_errors),
+        cmocka_unit_test(who_comes_when_no_descriptor_is_left_is_turned_away_and_may_come_back),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
