@@ -169,6 +169,18 @@ __device__ __forceinline__ void load_box4(void *to, const CUtensorMap *map, uint
                  : "memory");
 }
 
+/* Box at (x, y, z) into every block of the cluster that is in `blocks`, as load_box_for_all. */
+__device__ __forceinline__ void load_box3_for_all(void *to, const CUtensorMap *map,
+                                                  uint64_t *barrier, uint32_t x, uint32_t y,
+                                                  uint32_t z, uint16_t blocks)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "h"(blocks)
+        : "memory");
+}
+
 /* As load_box3, for bytes that nobody will read again soon. */
 __device__ __forceinline__ void load_box3_once(void *to, const CUtensorMap *map, uint64_t *barrier,
                                                uint32_t x, uint32_t y, uint32_t z, uint64_t policy)
@@ -177,12 +189,6 @@ __device__ __forceinline__ void load_box3_once(void *to, const CUtensorMap *map,
                  ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
                  "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "l"(policy)
                  : "memory");
-}
-
-/* `bytes` from a 16-byte aligned place in global memory on their way into L2; a multiple of 16. */
-__device__ __forceinline__ void fetch_into_l2(const void *from, uint32_t bytes)
-{
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 /* Shared memory written by ordinary stores before this is what a following store_box sends. */
@@ -198,6 +204,16 @@ __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from,
         "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
         "r"(from), "r"(x), "r"(y)
         : "memory");
+}
+
+/* Box at (x, y, z), for bytes that nobody will read again soon. */
+__device__ __forceinline__ void store_box3_once(const CUtensorMap *map, uint32_t from, uint32_t x,
+                                                uint32_t y, uint32_t z, uint64_t policy)
+{
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint "
+                 "[%0, {%2, %3, %4}], [%1], %5;" ::"l"(map),
+                 "r"(from), "r"(x), "r"(y), "r"(z), "l"(policy)
+                 : "memory");
 }
 
 __device__ __forceinline__ void store_commit()
@@ -363,6 +379,18 @@ __device__ __forceinline__ void store_transposed(uint32_t to, uint32_t a, uint32
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                  "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
+}
+
+__device__ __forceinline__ float2 load_shared8(uint32_t from)
+{
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_shared8(uint32_t to, float2 v)
+{
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(v.x), "f"(v.y) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_shared16(uint32_t from)
