@@ -18,7 +18,11 @@ struct moe_training_service {
     struct moe_training_service_config config;
 };
 
-enum { ENDPOINT_BYTES = 256, ANSWER_BYTES = 1024 };
+enum { ENDPOINT_BYTES = 256, ANSWER_BYTES = MOE_RPC_HEAD_MAX };
+
+/* A state names three checkpoints and a problem; a Save the checkpoints that it removed. */
+_Static_assert(MOE_CHECKPOINT_REMOVED_MAX * (MOE_CHECKPOINT_NAME_MAX + 2) + 64 <= ANSWER_BYTES,
+               "the answer to a Save may be longer than what holds it");
 
 #define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
 

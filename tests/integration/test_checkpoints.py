@@ -235,11 +235,12 @@ class Checkpoints(unittest.TestCase):
             client.load("w", 7)
             # Asked elsewhere, and many.
             other = Client(g, slot=1)
+            longest = "n%%0%dd" % 63  # names of 64 characters
             for i in range(40):
-                self.assertEqual(list(other.save("n%d" % i, 100 + i).removed), [])
+                self.assertEqual(list(other.save(longest % i, 100 + i).removed), [])
             answer = other.save("last", 200, keep=1)
             self.assertEqual(answer.removed_count, 42)
-            self.assertEqual(list(answer.removed), ["n%d" % i for i in range(39, 7, -1)])
+            self.assertEqual(list(answer.removed), [longest % i for i in range(39, 7, -1)])
             self.assertEqual(sorted(os.listdir(self.root)), ["last", "notes"])
             self.assertEqual(other.save("last", 200, keep=1).removed_count, 0)  # a repeat
             told = moectl("training", "save", "m1", "--keep", "1", "--endpoint", g.endpoints[1])
