@@ -40,14 +40,6 @@ void moe_kept_limit(struct moe_kept *s, size_t bytes)
     pthread_mutex_unlock(&s->lock);
 }
 
-size_t moe_kept_get_limit(struct moe_kept *s)
-{
-    pthread_mutex_lock(&s->lock);
-    size_t limit = s->limit;
-    pthread_mutex_unlock(&s->lock);
-    return limit;
-}
-
 uint64_t moe_kept_bytes(struct moe_kept *s)
 {
     uint64_t bytes = 0;

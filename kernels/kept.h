@@ -70,7 +70,6 @@ void moe_kept_close(struct moe_kept *s);
 
 /* Drops everything and gives the block back. */
 void moe_kept_limit(struct moe_kept *s, size_t bytes);
-size_t moe_kept_get_limit(struct moe_kept *s);
 /* Bytes of all pieces, open ones included. */
 uint64_t moe_kept_bytes(struct moe_kept *s);
 

@@ -173,14 +173,6 @@ struct moe_status moe_cuda_block_clear_grad(struct moe_trainer *t, struct moe_cu
     return moe_ok();
 }
 
-struct moe_status moe_cuda_trainer_clear_grads(struct moe_trainer *t)
-{
-    for (uint32_t i = 0; i < t->blocks; i++)
-        if (moe_cuda_block_moves(t, &t->block[i]))
-            MOE_TRY(moe_cuda_block_clear_grad(t, &t->block[i]));
-    return moe_ok();
-}
-
 /* ---------------------------------------------------------------- resident */
 
 static struct moe_status merge(struct moe_trainer *t, enum moe_weight weight, cudaStream_t stream)

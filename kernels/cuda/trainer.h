@@ -30,7 +30,7 @@ struct moe_cuda_block {
     size_t n;
     float *value, *grad, *moment1, *moment2; /* moment2: AdamW, else NULL */
     /* All of `grad` counts as zero, whatever its memory holds: so nobody writes zeros that the next
-     * pass overwrites. Who wants to add to it calls moe_cuda_trainer_clear_grads first, or writes
+     * pass overwrites. Who wants to add to it calls moe_cuda_block_clear_grad first, or writes
      * every element of it (also for experts without tokens) and makes this false. */
     bool grad_is_zero;
 };
@@ -82,10 +82,9 @@ struct moe_status moe_cuda_set_frozen(struct moe_trainer *trainer, uint32_t froz
 struct moe_cuda_block *moe_cuda_trainer_block(struct moe_trainer *trainer, enum moe_weight weight,
                                               enum moe_train_part part);
 /* Enqueues: gradients that only count as zero (grad_is_zero) become zeros in memory, so that they
- * can be added to or read. Of one block, or of all that move. */
+ * can be added to or read. */
 struct moe_status moe_cuda_block_clear_grad(struct moe_trainer *trainer,
                                             struct moe_cuda_block *block) MOE_CHECKED;
-struct moe_status moe_cuda_trainer_clear_grads(struct moe_trainer *trainer) MOE_CHECKED;
 /* Enqueues: gradients count as zero, counted loads become zero. */
 struct moe_status moe_cuda_trainer_forget_grads(struct moe_trainer *trainer) MOE_CHECKED;
 bool moe_cuda_block_moves(const struct moe_trainer *trainer, const struct moe_cuda_block *block);
