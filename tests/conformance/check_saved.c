@@ -4,12 +4,13 @@
 
 #include "base/clock.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 enum { ROOM = 64 << 20 }; /* enough for any two steps of a case, whatever a backend takes for it */
 
-/* A batch of the case: its tokens as they are, or `turned` to their negatives, with the same ids.
- */
+/* A batch of the case: its tokens as they are, or `turned` to their negatives with the same ids,
+ * one of them NaN, which the router refuses: what it left must not come back. */
 struct batch {
     uint64_t name;
     const void *x;
@@ -17,6 +18,22 @@ struct batch {
     float *gradients; /* after it */
     bool saved;       /* this slot keeps it */
 };
+
+/* Of those that go through the router: elsewhere nobody would notice. */
+static void spoil_a_token(const struct trained *t, void *x)
+{
+    const struct subject *s = t->s;
+    uint32_t i = 0;
+    while (i < s->in->tokens && t->mode[i] != MOE_ROUTE_IDS)
+        i++;
+    if (i == s->in->tokens)
+        return;
+    size_t at = (size_t)i * s->c->spec.hidden + s->c->seed % s->c->spec.hidden;
+    if (s->c->dtype == MOE_DTYPE_F32)
+        ((float *)x)[at] = NAN;
+    else
+        ((uint16_t *)x)[at] = moe_f32_to_bf16(NAN);
+}
 
 static void *turned(struct trained *t)
 {
@@ -28,6 +45,7 @@ static void *turned(struct trained *t)
             ((float *)x)[i] = -((const float *)t->x)[i];
         else
             ((uint16_t *)x)[i] = ((const uint16_t *)t->x)[i] ^ 0x8000u;
+    spoil_a_token(t, x);
     return x;
 }
 
