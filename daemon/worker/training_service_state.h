@@ -1,0 +1,22 @@
+/* What the files of the training service share; nobody else includes this. */
+#ifndef MOE_WORKER_TRAINING_SERVICE_STATE_H
+#define MOE_WORKER_TRAINING_SERVICE_STATE_H
+
+#include "moe/v1/training.pb-c.h"
+#include "worker/training_service.h"
+
+struct moe_training_service {
+    struct moe_training_service_config config;
+};
+
+struct moe_status moe_training_service__out_of_memory(void) MOE_CHECKED;
+/* Packs and sends the answer of a call without tensors. */
+void moe_training_service__reply(struct moe_rpc_call *call, const ProtobufCMessage *answer);
+
+/* Methods that change something and carry no tensors (training_changes.c); their `ctx` is the
+ * service. */
+enum { MOE_TRAINING_CHANGES = 6 };
+void moe_training_service__changes(struct moe_training_service *s,
+                                   struct moe_rpc_method out[MOE_TRAINING_CHANGES]);
+
+#endif
