@@ -23,7 +23,7 @@ enum {
 struct bench {
     struct moectl_common common;
     const char *dtype_name, *concurrency_list;
-    uint64_t layer, tokens, seed, connections;
+    uint64_t layer, tokens, seed, connections, spin_us;
     double duration_s;
     bool unary, stream, spread;
 
@@ -233,6 +233,7 @@ static struct moe_status connect_to_group(struct bench *b)
         .endpoint = endpoint,
         .spread = b->spread,
         .connections = (uint32_t)b->connections,
+        .spin_us = (uint32_t)b->spin_us,
         .timeout_ms = moectl_timeout_ms(&b->common),
         .max_attempts = 1, /* a retry would hide in the latency */
     };
@@ -322,6 +323,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"stream", 0, MOE_OPTION_BOOL, &b.stream, 0, 0, NULL, "one stream per client"},
         {"spread", 0, MOE_OPTION_BOOL, &b.spread, 0, 0, NULL, "spread over all workers"},
         {"connections", 0, MOE_OPTION_UINT, &b.connections, 1, 64, "N", "per worker"},
+        {"spin-us", 0, MOE_OPTION_UINT, &b.spin_us, 0, 1000000, "US",
+         "how long a connection's thread waits for the next answer without sleeping"},
         {"seed", 0, MOE_OPTION_UINT, &b.seed, 0, UINT32_MAX, "N", "of the random inputs"},
     };
     int code;

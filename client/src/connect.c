@@ -160,9 +160,12 @@ static struct moe_status open_lanes(struct moe_client *c, const char *endpoint)
     c->lanes = calloc(wanted, sizeof *c->lanes);
     if (c->lanes == NULL)
         return out_of_memory();
-    for (; c->lane_count < wanted; c->lane_count++)
+    for (; c->lane_count < wanted; c->lane_count++) {
+        struct moe_client_lane *lane = &c->lanes[c->lane_count];
         MOE_TRY(moe_client_open_lane(targets[c->lane_count % c->worker_count],
-                                     c->info.max_message_bytes, &c->lanes[c->lane_count]));
+                                     c->info.max_message_bytes, lane));
+        moe_rpc_client_stay_awake(lane->rpc, c->config.spin_us * MOE_NS_PER_S / 1000000);
+    }
     return moe_ok();
 }
 

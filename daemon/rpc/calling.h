@@ -6,6 +6,7 @@
 #include "rpc/core.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <sys/queue.h>
 
 /* A call of either kind while the core knows it. */
@@ -19,6 +20,7 @@ struct moe_rpc_in_flight {
 
 struct moe_rpc_client {
     grpc_completion_queue *queue;
+    _Atomic uint64_t spin_ns; /* how long the thread stays awake after an event */
     pthread_t thread;
     pthread_mutex_t lock; /* guards all that follows, and calls in flight */
     pthread_cond_t idle;

@@ -3,9 +3,11 @@
  * back. */
 #include "rpc/client.h"
 
+#include "base/clock.h"
 #include "rpc/calling.h"
 
 #include <limits.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,18 +16,40 @@
 
 static _Thread_local struct moe_rpc_client *this_client;
 
+/* The next event, or a timeout while the thread stays awake. */
+static grpc_event next_event(struct moe_rpc_client *c, uint64_t *awake_until)
+{
+    const uint64_t spin = atomic_load_explicit(&c->spin_ns, memory_order_relaxed);
+    const bool awake = spin > 0 && moe_clock_ns() < *awake_until;
+    const gpr_timespec until =
+        awake ? gpr_inf_past(GPR_CLOCK_MONOTONIC) : gpr_inf_future(GPR_CLOCK_MONOTONIC);
+    grpc_event event = grpc_completion_queue_next(c->queue, until, NULL);
+    if (spin > 0 && event.type == GRPC_OP_COMPLETE)
+        *awake_until = moe_clock_ns() + spin;
+    else if (awake)
+        sched_yield(); /* who has something to do comes first */
+    return event;
+}
+
 static void *client_main(void *arg)
 {
     struct moe_rpc_client *c = arg;
+    uint64_t awake_until = 0;
     this_client = c;
     for (;;) {
-        grpc_event event =
-            grpc_completion_queue_next(c->queue, gpr_inf_future(GPR_CLOCK_MONOTONIC), NULL);
+        grpc_event event = next_event(c, &awake_until);
         if (event.type == GRPC_QUEUE_SHUTDOWN)
             return NULL;
-        struct moe_rpc_tag *tag = event.tag;
-        tag->fn(tag, event.success != 0);
+        if (event.type == GRPC_OP_COMPLETE) {
+            struct moe_rpc_tag *tag = event.tag;
+            tag->fn(tag, event.success != 0);
+        }
     }
+}
+
+void moe_rpc_client_stay_awake(struct moe_rpc_client *c, uint64_t spin_ns)
+{
+    atomic_store_explicit(&c->spin_ns, spin_ns, memory_order_relaxed);
 }
 
 bool moe_rpc_client_is_this_thread(const struct moe_rpc_client *c)

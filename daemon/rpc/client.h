@@ -16,6 +16,9 @@ struct moe_status moe_rpc_client_create(struct moe_rpc_client **out) MOE_CHECKED
 /* Cancels what is in flight, runs its callbacks, joins the thread. Channels must be closed first.
  * Not from a callback. NULL is ignored. */
 void moe_rpc_client_destroy(struct moe_rpc_client *c);
+/* From the next event on, the thread looks for another one for `spin_ns` after each without
+ * sleeping, which keeps a processor busy; 0, as at first: never. */
+void moe_rpc_client_stay_awake(struct moe_rpc_client *c, uint64_t spin_ns);
 
 struct moe_rpc_channel_config {
     const char *target;         /* "host:port" */

@@ -3,6 +3,8 @@
 #include "base/clock.h"
 #include "rpc/serving.h"
 
+#include <sched.h>
+
 /* The shard whose thread this is. */
 static _Thread_local struct moe_rpc_shard *this_shard;
 
@@ -103,6 +105,8 @@ static grpc_event next_event(struct moe_rpc_shard *shard, uint64_t at)
         shard->queue, awake ? gpr_inf_past(GPR_CLOCK_MONOTONIC) : moe_rpc_time_to_core(at), NULL);
     if (spin > 0 && event.type == GRPC_OP_COMPLETE)
         shard->awake_until = moe_clock_ns() + spin;
+    else if (awake)
+        sched_yield(); /* who has something to do comes first */
     return event;
 }
 

@@ -6,6 +6,7 @@
 #include "worker/shared.h"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
@@ -117,5 +118,6 @@ void moe_bell_watch(const struct moe_bell *b, uint32_t heard, uint64_t deadline_
                 return;
             relax();
         }
+        sched_yield(); /* who has something to do comes first */
     } while (moe_clock_ns() < deadline_ns);
 }

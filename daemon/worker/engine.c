@@ -12,6 +12,7 @@
 #include "base/wait.h"
 #include "worker/engine_state.h"
 
+#include <sched.h>
 #include <stdlib.h>
 
 enum { QUEUE_FULL_RETRY_MS = 20, DRAINING_RETRY_MS = 100 };
@@ -419,12 +420,13 @@ static void stay_awake(struct moe_engine *e)
 static struct moe_status watch_step(struct moe_engine *e, struct moe_step *step, uint64_t until,
                                     struct moe_step_result *result)
 {
-    struct moe_status st;
-    do
-        st = e->config.backend->step_wait(step, 0, result);
-    while (st.code == MOE_DEADLINE_EXCEEDED && moe_bell_count(e->bell) == e->heard &&
-           moe_clock_ns() < until);
-    return st;
+    for (;;) {
+        struct moe_status st = e->config.backend->step_wait(step, 0, result);
+        if (st.code != MOE_DEADLINE_EXCEEDED || moe_bell_count(e->bell) != e->heard ||
+            moe_clock_ns() >= until)
+            return st;
+        sched_yield(); /* who has something to do comes first */
+    }
 }
 
 /* Thread, lock held and given up meanwhile. */

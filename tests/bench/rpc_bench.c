@@ -2,7 +2,7 @@
  * bytes, client and server as two processes on loopback. Raw and gRPC take turns within every
  * round, because the machine's own speed drifts; the ratio is the median over the rounds.
  *
- *     rpc_bench [ROUNDS]        default 5
+ *     rpc_bench [ROUNDS [SPIN_US]]        default 5 and 0: how long gRPC's threads stay awake
  *
  * Both sides do what the product does: tensors are sent by reference from memory that is there
  * already and copied once, from the core's slices, when they arrive. */
@@ -26,6 +26,8 @@
 #define STREAM "/moe.v1.ExpertService/ForwardStream"
 
 enum { LARGEST = 64 << 20, PING = 256, TENSOR = 15, BUFFERS = 4, ROUNDS_MAX = 101 };
+
+static uint64_t spin_ns;
 
 static void die(const char *what)
 {
@@ -195,6 +197,7 @@ static void serve(int tell, int stop)
                                            .max_reading_bytes = 4ull * LARGEST,
                                            .max_waiting_reads = 16,
                                            .max_concurrent_streams = 64,
+                                           .spin_ns = spin_ns,
                                            .methods = methods,
                                            .method_count = 2};
     struct moe_rpc_server *server;
@@ -355,6 +358,7 @@ static void run(const uint16_t ports[2], size_t rounds)
     pthread_cond_init(&b.changed, NULL);
     snprintf(target, sizeof target, "127.0.0.1:%u", ports[0]);
     must(moe_rpc_client_create(&client));
+    moe_rpc_client_stay_awake(client, spin_ns);
     must(moe_rpc_channel_open(client, &(struct moe_rpc_channel_config){.target = target},
                               &b.channel));
     must(moe_rpc_stream_open(
@@ -378,8 +382,9 @@ int main(int argc, char **argv)
     int tell[2], stop[2];
     uint16_t ports[2];
     long rounds = argc > 1 ? atol(argv[1]) : 5;
+    spin_ns = argc > 2 ? strtoul(argv[2], NULL, 10) * (MOE_NS_PER_MS / 1000) : 0;
     if (rounds < 1 || rounds > ROUNDS_MAX || pipe(tell) != 0 || pipe(stop) != 0) {
-        fprintf(stderr, "usage: rpc_bench [ROUNDS up to %d]\n", ROUNDS_MAX);
+        fprintf(stderr, "usage: rpc_bench [ROUNDS up to %d [SPIN_US]]\n", ROUNDS_MAX);
         return 2;
     }
     signal(SIGPIPE, SIG_IGN);

@@ -240,7 +240,8 @@ static void an_empty_seat_gets_no_requests(void **state)
     char kept[sizeof fakes[1].endpoint];
     memcpy(kept, fakes[1].endpoint, sizeof kept);
     fakes[1].endpoint[0] = '\0';
-    struct moe_client_config with = {.spread = true, .spread_tokens = 4, .max_attempts = 1};
+    struct moe_client_config with = {
+        .spread = true, .spread_tokens = 4, .max_attempts = 1, .spin_us = 100};
     struct moe_client *c = connect_client(fakes, &with);
     struct request *r = make_request(4, MOE_DTYPE_F32, false);
     struct request *batch = make_request(40, MOE_DTYPE_F32, false);

@@ -128,6 +128,7 @@ static void start_node(struct node *n, uint32_t slot)
         .max_reading_bytes = 1 << 20,
         .max_waiting_reads = 4,
         .max_concurrent_streams = 16,
+        .spin_ns = way == BOTH ? MOE_NS_PER_MS / 10 : 0,
         .methods = &method,
         .method_count = 1,
     };

@@ -28,6 +28,8 @@ struct moe_client_config {
     uint32_t connections;   /* connections per worker, 0 = 1 */
     uint64_t timeout_ms;    /* default per call, 0 = 60000 */
     uint32_t max_attempts;  /* tries of a forward that fails with UNAVAILABLE, 0 = 4 */
+    uint32_t spin_us;       /* after each answer a connection's thread waits this long for the next
+                               without sleeping: less latency for a processor each. 0 = never */
 };
 
 /* Connects, and asks the server for its limits and model. */
