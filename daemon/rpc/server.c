@@ -128,7 +128,8 @@ static struct moe_status create_entries(struct moe_rpc_server *s,
     if (s->entries == NULL || s->health == NULL)
         return no_memory();
     for (size_t i = 0; i < config->method_count; i++)
-        s->entries[s->entry_count++].method = config->methods[i];
+        s->entries[s->entry_count++] = (struct moe_rpc_entry){
+            .method = config->methods[i], .endless = config->methods[i].endless};
     moe_rpc_health_methods(s->health, &s->entries[s->entry_count]);
     s->entry_count += MOE_RPC_HEALTH_METHODS;
     if (reflects) {

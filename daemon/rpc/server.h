@@ -25,8 +25,10 @@ enum moe_rpc_kind {
 struct moe_rpc_method {
     const char *path; /* "/moe.v1.ExpertService/Forward" */
     enum moe_rpc_kind kind;
-    bool large; /* unary: the request may be as large as the limit, and reading it is subject to
-                   admission. Streams read when their handler asks, without admission. */
+    bool large;   /* unary: the request may be as large as the limit, and reading it is subject to
+                     admission. Streams read when their handler asks, without admission. */
+    bool endless; /* stream: clients keep it open for as long as they live, so a drain does not wait
+                     for its end: it fails at once, after what was sent on it */
     /* Headers arrived. May be NULL. May refuse by moe_rpc_fail: no message is read then. */
     void (*started)(struct moe_rpc_call *call, void *ctx);
     /* A message, owned by the handler from here on. Unary: called once. Stream: m = NULL once, when

@@ -481,6 +481,7 @@ void moe_service_methods(struct moe_service *s, struct moe_rpc_method out[MOE_SE
         {.path = "/moe.v1.ExpertService/ForwardStream",
          .kind = MOE_RPC_STREAM,
          .large = true,
+         .endless = true, /* by then, every request on it has been answered */
          .started = stream_started,
          .message = stream_message,
          .sent = stream_sent,

@@ -1,6 +1,7 @@
 """How daemons end: what clients, peers and operators see of it, whatever the daemon was doing."""
 
 import os
+import queue
 import resource
 import shutil
 import signal
@@ -101,6 +102,35 @@ class Signals(unittest.TestCase):
         self.assertEqual(codes, [0, 0, 0])
         self.assertLessEqual({code for code, _ in seen}, {"OK", "UNAVAILABLE"})
         self.assertIn(("UNAVAILABLE", "DRAINING"), seen)
+
+    def test_streams_that_stay_open_are_told_why_they_end_and_keep_nobody(self):
+        layer, tokens, x, _ = next(each for each in golden_cases(FAMILY) if each[1] == 37)
+        item = expert.ForwardStreamRequest(layer=layer, tokens=tokens, hidden=x.shape[1], dtype=1,
+                                           x_data=x.tobytes(), request_id=7)
+        g = TrainingGroup(FAMILY, 2)
+        requests = queue.Queue()
+        try:
+            with wire.open_channel(g.endpoints[1]) as channel:
+                call = channel.stream_stream(
+                    "/moe.v1.ExpertService/ForwardStream",
+                    request_serializer=expert.ForwardStreamRequest.SerializeToString,
+                    response_deserializer=expert.ForwardStreamResponse.FromString)(
+                        iter(requests.get, None))
+                requests.put(item)
+                self.assertEqual(next(call).request_id, 7)
+                told = time.monotonic()
+                for process in [g.coordinator, *g.workers]:
+                    process.send_signal(signal.SIGTERM)
+                answer, error = refusal(next, call)
+                codes = [process.wait(timeout=30) for process in [g.coordinator, *g.workers]]
+                print("%.2f s:" % (time.monotonic() - told), answer, error.details())
+                self.assertEqual(answer, ("UNAVAILABLE", "DRAINING"))
+                self.assertEqual(codes, [0, 0, 0])
+                self.assertLess(time.monotonic() - told, 0.9)
+                requests.put(None)
+        finally:
+            requests.put(None)
+            g.stop()
 
 
 def limit_files(process, size):
