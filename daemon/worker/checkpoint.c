@@ -98,7 +98,7 @@ struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context 
     *found = begun.reason == MOE_REASON_CHECKPOINT_EXISTS && find_own(c, name, state);
     if (*found)
         return moe_ok();
-    MOE_TRY(begun);
+    MOE_TRY(begun.reason == MOE_REASON_IO ? named(begun, name) : begun); /* others say it */
     struct moe_status st = make_frame(c, hidden);
     close(hidden);
     if (moe_failed(&st))

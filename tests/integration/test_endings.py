@@ -161,6 +161,15 @@ class FullDisks(unittest.TestCase):
                 limit_files(g.workers[slot], resource.RLIM_INFINITY)
             self.assertFalse(save(1).repeated)
             self.assertEqual(os.listdir(root), ["tight"])
+            # A directory that goes away meanwhile (unmounted, say), and comes back.
+            os.rename(root, root + ".away")
+            self.addCleanup(shutil.rmtree, root + ".away", ignore_errors=True)
+            answer, error = refusal(save, 2)
+            print(answer, error.details())
+            self.assertEqual(answer[1], "IO")
+            self.assertIn("checkpoint tight", error.details())
+            os.rename(root + ".away", root)
+            self.assertEqual(refusal(save, 2)[0], ("ALREADY_EXISTS", "CHECKPOINT_EXISTS"))
             self.assertEqual(g.info().epoch, epoch)
             client.close()
 
