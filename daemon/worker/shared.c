@@ -1,6 +1,7 @@
 /* See worker/shared.h. What another process names is not trusted to be what it says: the kind of
  * file and its size are looked at before it is opened, and the seals before it is mapped, so that
- * no peer can make this process fault or hang. */
+ * no peer can make this process fault or hang. Even asking a file for its size may wait for its
+ * file system, so the kernel's own name for it comes before all else. */
 #include "worker/shared.h"
 
 #include <errno.h>
@@ -41,6 +42,16 @@ struct moe_status moe_shared_create(const char *name, size_t bytes, struct moe_s
     return st;
 }
 
+/* Whether the link at `path`, under /proc, leads to what memfd_create made: nothing but the link
+ * itself is looked at. A file of such a name in the root directory passes here and has no seals. */
+static bool names_memory(const char *path)
+{
+    static const char kind[] = "/memfd:";
+    char target[sizeof kind - 1];
+    return readlink(path, target, sizeof target) == (ssize_t)sizeof target &&
+           memcmp(target, kind, sizeof target) == 0;
+}
+
 static bool is_memory_of(int fd, size_t bytes)
 {
     struct stat file;
@@ -53,9 +64,11 @@ static int open_memory(uint32_t pid, uint32_t fd, size_t bytes)
 {
     char path[PATH_BYTES];
     (void)snprintf(path, sizeof path, "/proc/%u/fd/%u", pid, fd);
+    if (!names_memory(path))
+        return -1;
     int named = open(path, O_PATH | O_CLOEXEC), opened = -1; /* no device hears of this yet */
     (void)snprintf(path, sizeof path, "/proc/self/fd/%d", named);
-    if (named >= 0 && is_memory_of(named, bytes))
+    if (named >= 0 && names_memory(path) && is_memory_of(named, bytes))
         opened = open(path, O_RDWR | O_CLOEXEC);
     if (named >= 0)
         close(named);
@@ -69,7 +82,8 @@ struct moe_status moe_shared_open(uint32_t pid, uint32_t fd, size_t bytes, struc
     if (memory < 0)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO,
                          "the peer's memory is not to be seen from here");
-    struct moe_status st = (fcntl(memory, F_GET_SEALS) & SEALS) == SEALS
+    int seals = fcntl(memory, F_GET_SEALS); /* -1 where a file cannot have any */
+    struct moe_status st = seals >= 0 && (seals & SEALS) == SEALS
                                ? map(memory, bytes, out)
                                : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
                                            "the peer's memory may shrink");

@@ -54,8 +54,9 @@ struct moe_status moe_cpu_window_map(const struct moe_window_layout *layout, uin
 {
     *out = (struct moe_cpu_window){0};
     struct stat file;
-    if (fstat(fd, &file) != 0 || file.st_size < 0 || (size_t)file.st_size != layout->bytes ||
-        (fcntl(fd, F_GET_SEALS) & WINDOW_SEALS) != WINDOW_SEALS)
+    int seals = fcntl(fd, F_GET_SEALS); /* -1 where a file cannot have any */
+    if (seals < 0 || (seals & WINDOW_SEALS) != WINDOW_SEALS || fstat(fd, &file) != 0 ||
+        file.st_size < 0 || (size_t)file.st_size != layout->bytes)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
                          "slot %u offers a window of the wrong size or without its seals", slot);
     MOE_TRY(map_shared(fd, layout->bytes, out));

@@ -10,6 +10,7 @@
 /* cmocka.h wants the headers above before it. */
 #include <cmocka.h>
 
+#include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -140,6 +141,14 @@ static void a_window_that_could_shrink_is_not_mapped(void **state)
     assert_int_equal(pwrite(unsealed, window.base, 4096, 0), 4096); /* a perfect header */
     assert_true(is(moe_cpu_window_map(&layout, 1, 9, unsealed, &mapped), refused, why));
     close(unsealed);
+    char name[] = "not-memory-XXXXXX"; /* on a disk: it has no seals to ask for */
+    int file = mkstemp(name);
+    assert_true(file >= 0);
+    assert_int_equal(unlink(name), 0);
+    assert_int_equal(ftruncate(file, (off_t)layout.bytes), 0);
+    assert_int_equal(pwrite(file, window.base, 4096, 0), 4096);
+    assert_true(is(moe_cpu_window_map(&layout, 1, 9, file, &mapped), refused, why));
+    close(file);
     close(fd);
     moe_cpu_window_unmap(&window);
 }

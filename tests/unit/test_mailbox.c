@@ -10,6 +10,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -85,6 +86,7 @@ static void no_ring_is_lost(void **state)
         atomic_store(&r.asked, i);
         while (moe_bell_count(r.bell) == heard && moe_clock_ns() < deadline)
             moe_bell_wait(r.bell, heard, deadline);
+        assert_true(moe_clock_ns() < deadline);
         assert_int_equal(moe_bell_count(r.bell), heard + 1);
         assert_int_equal(atomic_load(&r.rung), i);
     }
@@ -252,6 +254,20 @@ static void what_is_not_the_mailbox_is_refused(void **state)
     free_pair(&p);
 }
 
+/* On a disk: what has no seals at all is not taken for what has them all. */
+static void refuse_a_file(size_t bytes)
+{
+    char name[] = "not-memory-XXXXXX";
+    struct moe_shared m;
+    int fd = mkstemp(name);
+    assert_true(fd >= 0);
+    assert_int_equal(unlink(name), 0);
+    assert_int_equal(ftruncate(fd, (off_t)bytes), 0);
+    struct moe_status st = moe_shared_open((uint32_t)getpid(), (uint32_t)fd, bytes, &m);
+    assert_int_equal(st.code, MOE_FAILED_PRECONDITION);
+    close(fd);
+}
+
 /* Memory of the right size that could be cut off under its reader. */
 static void memory_without_seals_is_refused(void **state)
 {
@@ -264,6 +280,7 @@ static void memory_without_seals_is_refused(void **state)
     assert_int_equal(st.code, MOE_FAILED_PRECONDITION);
     assert_int_equal(st.reason, MOE_REASON_VERSION_MISMATCH);
     close(fd);
+    refuse_a_file(BYTES);
     assert_ok(moe_shared_create("sealed", BYTES, &m));
     assert_int_not_equal(ftruncate(m.fd, 0), 0);
     struct moe_shared again;
