@@ -70,6 +70,7 @@ static void await_operator(struct moe_membership *m)
 {
     m->attempts = 0;
     if (m->told) {
+        m->told = false;
         m->waits = 0;
         m->next_try_ns = m->now_ns;
         return;
@@ -224,6 +225,7 @@ static void commit(struct moe_membership *m)
     m->view_since_ns = m->now_ns;
     m->degraded = false;
     m->waits = 0;
+    m->told = false;
     m->trouble[0] = '\0';
     for (uint32_t s = 0; s < m->config.slots; s++) {
         struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_COMMIT);

@@ -411,7 +411,8 @@ void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64
     end_input(m);
 }
 
-/* Not yet a loss: the worker may come back until its lease runs out. */
+/* Whatever keeps the group waiting may be over. An epoch in work may have begun too early to know.
+ */
 void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint64_t stream)
 {
     uint32_t slot;
@@ -425,6 +426,7 @@ void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint
     end_input(m);
 }
 
+/* Not yet a loss: the worker may come back until its lease runs out. */
 void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, uint64_t stream)
 {
     uint32_t slot;
