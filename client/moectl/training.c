@@ -154,7 +154,8 @@ static int recover(const struct moectl_common *common, const char *name)
     if (st.code != MOE_OK)
         return fail(&st);
     protobuf_c_message_free_unpacked(answer, NULL);
-    printf("the group goes back to %s as it forms, which it tries now (moectl wait)\n",
+    printf("the group goes back to %s as it forms, which it tries now, or once its coordinator "
+           "is there (moectl wait)\n",
            name != NULL ? name : "the model as loaded");
     return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }

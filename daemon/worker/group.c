@@ -128,6 +128,13 @@ void moe_group__send_heartbeat(struct moe_group *g)
 
 /* -------------------------------------------------------- messages of the coordinator */
 
+static void say_try_again(struct moe_group *g)
+{
+    g->try_again = !g->registered;
+    if (g->registered)
+        moe_report_try_again(g->stream);
+}
+
 static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
 {
     if (r->slots == 0 || r->slots > MOE_MAX_SLOTS || r->slot >= r->slots || r->lease_ms == 0) {
@@ -148,6 +155,8 @@ static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
     g->config.hooks.seated(g->config.hooks.ctx, r->slot, r->slots);
     moe_log_info("registered: slot %u of %u, lease %u ms", r->slot, r->slots, r->lease_ms);
     moe_group__send_heartbeat(g);
+    if (g->try_again)
+        say_try_again(g);
     if (g->parting == DRAINING)
         moe_report_drain_notice(g->stream, "draining since before the coordinator came back");
     else if (g->parting == DRAINED)
@@ -300,7 +309,7 @@ static void handle_event(struct moe_group *g, const struct event *e)
     case EVENT_SERVED: moe_group__on_served(g, e); break;
     case EVENT_LOST: moe_group__on_lost(g, e); break;
     case EVENT_DRAIN: moe_group__on_drain_wish(g, e->status.text); break;
-    case EVENT_TRY_AGAIN: moe_report_try_again(g->stream); break;
+    case EVENT_TRY_AGAIN: say_try_again(g); break;
     case EVENT_LEFT:
         g->parting = GONE;
         g->config.hooks.ended(g->config.hooks.ctx, g->outcome);

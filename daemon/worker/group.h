@@ -111,7 +111,7 @@ void moe_group_destroy(struct moe_group *g);
 /* [any thread] This worker wants to leave: drains, then `ended`. Repeating it changes nothing. */
 void moe_group_drain(struct moe_group *g, const char *reason);
 /* [any thread] An operator has told this worker what to do about what keeps the group from forming:
- * asks the coordinator not to wait before it tries again. */
+ * asks the coordinator not to wait before it tries again, as soon as it is there. */
 void moe_group_try_again(struct moe_group *g);
 /* [any thread] Peers of the view of `epoch` are gone or its step failed: this worker is done with
  * the view, and tells the coordinator. `slots` (bit s: slot s) may be 0. Never blocks. */

@@ -70,14 +70,19 @@ static void assert_next(struct journal *j, const char *want)
     assert_int_equal(j->read, at + 1);
 }
 
-static bool has_line(struct journal *j, const char *want)
+static unsigned count_lines(struct journal *j, const char *want)
 {
-    bool found = false;
+    unsigned found = 0;
     pthread_mutex_lock(&j->lock);
     for (size_t i = 0; i < j->count; i++)
-        found = found || strncmp(j->lines[i], want, strlen(want)) == 0;
+        found += strncmp(j->lines[i], want, strlen(want)) == 0;
     pthread_mutex_unlock(&j->lock);
     return found;
+}
+
+static bool has_line(struct journal *j, const char *want)
+{
+    return count_lines(j, want) > 0;
 }
 
 static void init_journal(struct journal *j)
@@ -136,6 +141,7 @@ static void hear(struct coordinator *c, const Moe__V1__SessionRequest *q)
         break;
     case MOE__V1__SESSION_REQUEST__BODY_DRAIN_NOTICE: note(j, "drain notice"); break;
     case MOE__V1__SESSION_REQUEST__BODY_LEAVING: note(j, "leaving"); break;
+    case MOE__V1__SESSION_REQUEST__BODY_TRY_AGAIN: note(j, "try again"); break;
     default: note(j, "nonsense"); break;
     }
 }
@@ -591,6 +597,38 @@ static void a_view_outlives_its_coordinator(void **state)
     end_scene(&s);
 }
 
+/* The operator was told that the group tries again: a coordinator that is away hears of it later,
+ * and once. */
+static void what_an_operator_said_reaches_a_coordinator_that_comes_back(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    await_line(&s.c.heard, "register me 4711 127.0.0.1:9 wants 0");
+    moe_group_try_again(s.w.group); /* Register has not been answered yet */
+    say_registered(&s.c);
+    await_line(&s.c.heard, "try again");
+    char endpoint[32];
+    (void)snprintf(endpoint, sizeof endpoint, "%s", s.c.endpoint);
+    for (int i = 0; i < 2; i++) {
+        stop_server(&s.c);
+        nanosleep(&(struct timespec){0, 300000000}, NULL);
+        if (i == 0)
+            moe_group_try_again(s.w.group);
+        s.c.last_epoch = UINT64_MAX;
+        start_server(&s.c, endpoint);
+        await_line(&s.c.heard, "register me 4711 127.0.0.1:9 wants 2");
+        say_registered(&s.c);
+        await_line(&s.c.heard, "heartbeat 0");
+        if (i == 0)
+            await_line(&s.c.heard, "try again");
+    }
+    say_assign(&s.c, 1); /* what came before the answer to this came before now */
+    await_line(&s.c.heard, "loaded 1 ok");
+    assert_int_equal(count_lines(&s.c.heard, "try again"), 2);
+    end_scene(&s);
+}
+
 static void a_lost_peer_ends_the_view_here_and_is_reported(void **state)
 {
     (void)state;
@@ -712,6 +750,7 @@ int main(void)
         cmocka_unit_test(an_abort_ends_a_join_at_once_and_the_next_epoch_starts_afresh),
         cmocka_unit_test(an_epoch_that_falls_is_refused),
         cmocka_unit_test(a_view_outlives_its_coordinator),
+        cmocka_unit_test(what_an_operator_said_reaches_a_coordinator_that_comes_back),
         cmocka_unit_test(a_lost_peer_ends_the_view_here_and_is_reported),
         cmocka_unit_test(what_cannot_be_loaded_is_said),
         cmocka_unit_test(a_drained_worker_stays_until_the_coordinator_lets_it_go),
