@@ -384,8 +384,8 @@ static const struct moe_option table[] = {
     {"drain-ms", 0, MOE_OPTION_UINT, &settings.drain_ms, 0, 3600000, "MS",
      "Time to finish requests after SIGTERM"},
     {"spin-us", 0, MOE_OPTION_UINT, &settings.spin_us, 0, 1000000, "US",
-     "How long to wait for the next step without sleeping; 1000 on GPUs with 8 cores or more, "
-     "else 0, when not given"},
+     "How long to wait for the next step without sleeping; 1000 on GPUs where the worker may use 8 "
+     "cores or more, be they shared with other workers, else 0, when not given"},
     {"training", 0, MOE_OPTION_CHOICE, &settings.training, 0, 0, "off|adamw|sgd",
      "Offer TrainingService and keep what this optimizer needs"},
     {"freeze", 0, MOE_OPTION_STRING, &settings.freeze, 0, 0, "LIST",
