@@ -29,8 +29,8 @@ static inline bool moe_wait_until(pthread_cond_t *cond, pthread_mutex_t *lock, u
     return pthread_cond_timedwait(cond, lock, &at) == 0;
 }
 
-/* Sleeps until `deadline_ns`, which is not MOE_NEVER, however many signals the thread is interrupted
- * by. */
+/* Sleeps until `deadline_ns`, which is not MOE_NEVER, however many signals the thread is
+ * interrupted by. */
 static inline void moe_sleep_until(uint64_t deadline_ns)
 {
     const struct timespec at = {.tv_sec = (time_t)(deadline_ns / MOE_NS_PER_S),

@@ -5,9 +5,9 @@
 
 const char *moe_membership_cause_name(enum moe_membership_cause cause)
 {
-    static const char *const names[MOE_CAUSE_COUNT] = {
-        "lease_expired", "replaced", "peer_lost", "left", "out_of_step", "not_formed", "not_told",
-        "not_saved"};
+    static const char *const names[MOE_CAUSE_COUNT] = {"lease_expired", "replaced",    "peer_lost",
+                                                       "left",          "out_of_step", "not_formed",
+                                                       "not_told",      "not_saved"};
     size_t i = (size_t)cause;
     return i < MOE_CAUSE_COUNT ? names[i] : "?";
 }

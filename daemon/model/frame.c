@@ -37,7 +37,7 @@ static struct moe_status no_memory(void)
 static struct moe_status io_failed(const char *what, int error)
 {
     return moe_error(error == ENOSPC || error == EDQUOT || error == EFBIG ? MOE_RESOURCE_EXHAUSTED
-                                                        : MOE_FAILED_PRECONDITION,
+                                                                          : MOE_FAILED_PRECONDITION,
                      MOE_REASON_IO, "%s: %s", what, strerror(error));
 }
 

@@ -26,9 +26,10 @@ static struct moe_status no_memory(void)
 
 static struct moe_status io_failed(const char *what)
 {
-    enum moe_code code = errno == ENOSPC || errno == EDQUOT || errno == EFBIG ? MOE_RESOURCE_EXHAUSTED
-                         : errno == EEXIST                  ? MOE_ALREADY_EXISTS
-                                                            : MOE_FAILED_PRECONDITION;
+    enum moe_code code = errno == ENOSPC || errno == EDQUOT || errno == EFBIG
+                             ? MOE_RESOURCE_EXHAUSTED
+                         : errno == EEXIST ? MOE_ALREADY_EXISTS
+                                           : MOE_FAILED_PRECONDITION;
     return moe_error(code, MOE_REASON_IO, "%s failed: %s", what, strerror(errno));
 }
 

@@ -34,7 +34,7 @@ struct writer {
 static struct moe_status io_failed(const char *what)
 {
     return moe_error(errno == ENOSPC || errno == EDQUOT || errno == EFBIG ? MOE_RESOURCE_EXHAUSTED
-                                                        : MOE_FAILED_PRECONDITION,
+                                                                          : MOE_FAILED_PRECONDITION,
                      MOE_REASON_IO, "%s: %s", what, strerror(errno));
 }
 

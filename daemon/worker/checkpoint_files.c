@@ -22,8 +22,9 @@ enum { HASH_BYTES = 1 << 20, DEPTH_MAX = 8 };
 
 struct moe_status moe_ckpt__io(const char *what)
 {
-    enum moe_code code =
-        errno == ENOSPC || errno == EDQUOT || errno == EFBIG ? MOE_RESOURCE_EXHAUSTED : MOE_FAILED_PRECONDITION;
+    enum moe_code code = errno == ENOSPC || errno == EDQUOT || errno == EFBIG
+                             ? MOE_RESOURCE_EXHAUSTED
+                             : MOE_FAILED_PRECONDITION;
     return moe_error(code, MOE_REASON_IO, "%s: %s", what, strerror(errno));
 }
 

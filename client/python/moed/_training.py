@@ -52,7 +52,8 @@ steps              optimizer steps that moved something, since the beginning
 repeated           the answer is that of an earlier call
 """
 
-Checkpoint = collections.namedtuple("Checkpoint", "weights_version bytes lineage repeated removed", defaults=((),))
+Checkpoint = collections.namedtuple(
+    "Checkpoint", "weights_version bytes lineage repeated removed", defaults=((),))
 Checkpoint.__doc__ = """Answer of save_checkpoint, load_checkpoint and export_adapter; what a call
 does not tell is 0.
 
