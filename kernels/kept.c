@@ -40,6 +40,18 @@ void moe_kept_limit(struct moe_kept *s, size_t bytes)
     pthread_mutex_unlock(&s->lock);
 }
 
+bool moe_kept_give_back(struct moe_kept *s)
+{
+    pthread_mutex_lock(&s->lock);
+    bool idle = s->block != NULL;
+    for (uint32_t i = 0; i < s->count; i++)
+        idle = idle && !s->piece[i].open;
+    if (idle)
+        give_block(s);
+    pthread_mutex_unlock(&s->lock);
+    return idle;
+}
+
 uint64_t moe_kept_bytes(struct moe_kept *s)
 {
     uint64_t bytes = 0;
@@ -63,12 +75,13 @@ static bool same_batch(const struct moe_kept_key *a, const struct moe_kept_key *
            a->tokens == b->tokens;
 }
 
+/* Open pieces are found by their own step alone. */
 static struct moe_kept_piece *find(struct moe_kept *s, const struct moe_kept_key *key,
                                    enum moe_kept_part part, bool open)
 {
     for (uint32_t i = 0; i < s->count; i++)
         if (s->piece[i].part == part && s->piece[i].open == open &&
-            same_batch(&s->piece[i].key, key))
+            same_batch(&s->piece[i].key, key) && (!open || s->piece[i].key.step == key->step))
             return &s->piece[i];
     return NULL;
 }
@@ -91,7 +104,8 @@ static bool is_kept_of(const struct moe_kept_piece *p, const void *key)
 
 static bool is_open_of(const struct moe_kept_piece *p, const void *key)
 {
-    return p->open && same_batch(&p->key, key);
+    const struct moe_kept_key *of = key;
+    return p->open && p->key.step == of->step && same_batch(&p->key, of);
 }
 
 static bool has_age(const struct moe_kept_piece *p, const void *age)
@@ -151,6 +165,23 @@ static bool find_gap(const struct moe_kept *s, enum moe_kept_part part, size_t b
     return found;
 }
 
+/* The largest gap between open pieces: what there is when all others have gone. */
+static size_t most_room(const struct moe_kept *s)
+{
+    size_t at = 0, most = 0, end = s->limit / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+    uint32_t open = 0;
+    for (uint32_t i = 0; i < s->count; i++) {
+        const struct moe_kept_piece *p = &s->piece[i];
+        if (!p->open)
+            continue;
+        most = p->offset - at > most ? p->offset - at : most;
+        at = p->offset + (p->bytes + MOE_KEPT_ALIGN - 1) / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+        open++;
+    }
+    most = end - at > most ? end - at : most;
+    return open < MOE_KEPT_MOST ? most : 0;
+}
+
 static bool has_block(struct moe_kept *s)
 {
     if (s->block != NULL || s->limit == 0)
@@ -176,7 +207,7 @@ static void *take(struct moe_kept *s, const struct moe_kept_key *key, enum moe_k
     size_t room, offset = 0;
     uint32_t at = 0;
     remove_where(s, is_kept_of, key);
-    if (!moe_size_round_up(bytes, MOE_KEPT_ALIGN, &room) || room > s->limit || !has_block(s) ||
+    if (!moe_size_round_up(bytes, MOE_KEPT_ALIGN, &room) || room > most_room(s) || !has_block(s) ||
         find(s, key, part, true) != NULL)
         return NULL;
     while (!find_gap(s, part, room, &at, &offset))
@@ -196,6 +227,15 @@ static void *take(struct moe_kept *s, const struct moe_kept_key *key, enum moe_k
 }
 
 /* ------------------------------------------------------------------------- calls */
+
+size_t moe_kept_begin(struct moe_kept *s, const struct moe_kept_key *key)
+{
+    pthread_mutex_lock(&s->lock);
+    remove_where(s, is_kept_of, key);
+    size_t room = most_room(s);
+    pthread_mutex_unlock(&s->lock);
+    return room;
+}
 
 void *moe_kept_take(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
                     size_t bytes)
@@ -220,13 +260,19 @@ void moe_kept_fill(struct moe_kept *s, const struct moe_kept_key *key, enum moe_
     pthread_mutex_unlock(&s->lock);
 }
 
-void moe_kept_commit(struct moe_kept *s, const struct moe_kept_key *key)
+bool moe_kept_commit(struct moe_kept *s, const struct moe_kept_key *key)
 {
+    bool any = false;
     pthread_mutex_lock(&s->lock);
+    for (uint32_t i = 0; i < s->count; i++)
+        any = any || is_open_of(&s->piece[i], key);
+    if (any) /* of another step of this name, which ended first */
+        remove_where(s, is_kept_of, key);
     for (uint32_t i = 0; i < s->count; i++)
         if (is_open_of(&s->piece[i], key))
             s->piece[i].open = false;
     pthread_mutex_unlock(&s->lock);
+    return any;
 }
 
 void moe_kept_forget(struct moe_kept *s, const struct moe_kept_key *key)

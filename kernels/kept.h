@@ -5,7 +5,7 @@
  * The block is taken when something is first to be kept, as large as the limit, so that a steady
  * step allocates nothing. A piece is open from the moment a step takes its room until the step has
  * succeeded: open pieces are neither found nor pushed out. The oldest name goes first, with all its
- * pieces.
+ * pieces; none goes for a piece that would find no room anyway.
  * Threads: all functions may be called from any thread; a piece that was found must not be dropped
  * while it is read. */
 #ifndef MOE_KEPT_H
@@ -30,13 +30,16 @@ enum {
     MOE_KEPT_ALIGN = 256, /* bytes: where pieces begin */
 };
 
-/* Whose, of which batch. All of it must be the same for a piece to be found. */
+/* Whose, of which batch. All of it but `step` must be the same for a piece to be found. */
 struct moe_kept_key {
     const struct moe_layer *layer;
     const struct moe_session *session;
     uint64_t name; /* not 0 */
     enum moe_dtype dtype;
     uint32_t bucket, tokens;
+    /* Tells steps of one name apart that are in flight together: an open piece is its step's alone.
+     * Never looked into; of any value where steps come one after the other. */
+    const void *step;
 };
 
 struct moe_kept_piece {
@@ -70,19 +73,28 @@ void moe_kept_close(struct moe_kept *s);
 
 /* Drops everything and gives the block back. */
 void moe_kept_limit(struct moe_kept *s, size_t bytes);
+/* Gives the block back, with all that is kept, until something is to be kept again: for whoever
+ * finds no memory otherwise. False, with nothing changed, where there is no block or a step is at
+ * it. */
+bool moe_kept_give_back(struct moe_kept *s);
 /* Bytes of all pieces, open ones included. */
 uint64_t moe_kept_bytes(struct moe_kept *s);
 
+/* A step is to keep something under this name: what was kept under it goes, as it may be of another
+ * batch. The bytes that a piece can have if all goes that can. */
+size_t moe_kept_begin(struct moe_kept *s, const struct moe_kept_key *key);
 /* Room for a piece, which is open then: its address (not NULL, also for 0 bytes), or NULL where
- * there is none. What was kept under the same name goes first, when its first part is taken. */
+ * there is none. What was kept under the same name goes first, when its first part is taken, room
+ * or not; others only where that makes room. */
 void *moe_kept_take(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
                     size_t bytes);
 /* What the piece has, and that it needs no more than `bytes` of its room. */
 void moe_kept_fill(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
                    uint64_t rows, uint32_t in_use, size_t bytes);
-/* The step has succeeded: open pieces of this name can be found from here on. */
-void moe_kept_commit(struct moe_kept *s, const struct moe_kept_key *key);
-/* The step keeps nothing: open pieces of this name are gone. */
+/* The step has succeeded: its open pieces can be found from here on, and others of its name no
+ * more. False where it has none. */
+bool moe_kept_commit(struct moe_kept *s, const struct moe_kept_key *key);
+/* The step keeps nothing: its open pieces are gone. */
 void moe_kept_forget(struct moe_kept *s, const struct moe_kept_key *key);
 
 /* A piece that was kept; false where there is none. */

@@ -62,7 +62,7 @@ static struct moe_status take_all(struct pass *p)
     return moe_ok();
 }
 
-static void give_all(struct pass *p)
+static void give_all(const struct pass *p)
 {
     void *const all[] = {p->mode, p->ok,        p->routed,  p->ids,     p->weights,     p->dweights,
                          p->dx,   p->dx_shared, p->dlogits, p->dx_rows, p->dweight_rows};
@@ -212,10 +212,23 @@ static void store_results(struct pass *p)
 /* ------------------------------------------------------------------------ pass */
 
 /* All memory that can be known to be needed before the slots have told each other anything. */
-static struct moe_status begin(struct pass *p)
+static struct moe_status try_to_begin(struct pass *p)
 {
     MOE_TRY(take_all(p));
     return route(p);
+}
+
+/* What steps have saved goes where there is no memory otherwise. */
+static struct moe_status begin(struct pass *p)
+{
+    const struct pass blank = *p;
+    struct moe_status st = try_to_begin(p);
+    if (st.code != MOE_RESOURCE_EXHAUSTED ||
+        !moe_kept_give_back(moe_cpu_device_kept(p->session->device)))
+        return st;
+    give_all(p);
+    *p = blank;
+    return try_to_begin(p);
 }
 
 /* This slot cannot: the others are told in place of what this pass is, and refuse it too. */

@@ -87,16 +87,30 @@ static bool take_pre(struct moe_session *s, const struct moe_step_args *a, enum 
     return true;
 }
 
-/* All of it, or nothing. */
-static void settle_saved(struct moe_session *s, const struct moe_step_args *a, bool all)
+/* All of it, or nothing; whether it is kept. */
+static bool settle_saved(struct moe_session *s, const struct moe_step_args *a, bool all)
 {
     const struct moe_kept_key key = saved_key(s, a);
     if (a->save == 0)
-        return;
+        return false;
     if (all)
-        moe_kept_commit(moe_cpu_device_kept(s->device), &key);
-    else
-        moe_kept_forget(moe_cpu_device_kept(s->device), &key);
+        return moe_kept_commit(moe_cpu_device_kept(s->device), &key);
+    moe_kept_forget(moe_cpu_device_kept(s->device), &key);
+    return false;
+}
+
+/* What steps have saved goes where there is no memory otherwise, also what this one was to save:
+ * it must not fail for that, the less as its peers wait for it by now. */
+static struct moe_status take_or_drop(struct moe_session *s, const struct moe_step_args *a,
+                                      size_t rows, size_t columns, float **out, bool *saves)
+{
+    struct moe_status st = take_floats(s->device, rows, columns, out);
+    if (st.code != MOE_RESOURCE_EXHAUSTED)
+        return st;
+    *saves = settle_saved(s, a, false);
+    if (!moe_kept_give_back(moe_cpu_device_kept(s->device)))
+        return st;
+    return take_floats(s->device, rows, columns, out);
 }
 
 /* ---------------------------------------------------------------------- stages */
@@ -108,7 +122,7 @@ static struct moe_status run_shared(struct moe_session *s, const struct moe_step
     const struct moe_layer_spec *spec = &a->layer->spec;
     if (spec->shared_intermediate == 0 || a->tokens == 0)
         return moe_ok();
-    MOE_TRY(take_floats(s->device, a->tokens, spec->hidden, &m->base));
+    MOE_TRY(take_or_drop(s, a, a->tokens, spec->hidden, &m->base, saves));
     memset(m->base, 0, (size_t)a->tokens * spec->hidden * sizeof(float));
     struct moe_cpu_pre pre;
     *saves = *saves && take_pre(s, a, MOE_KEPT_SHARED, a->tokens, a->tokens, &pre);
@@ -147,8 +161,8 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     moe_cpu_step_lap(r, MOE_STAGE_DISPATCH, &since);
 
     uint32_t n = rows.start[rows.local_experts];
-    MOE_TRY(take_floats(s->device, n, layer->spec.intermediate, &m->hidden));
-    MOE_TRY(take_floats(s->device, n, layer->spec.hidden, &m->out));
+    MOE_TRY(take_or_drop(s, a, n, layer->spec.intermediate, &m->hidden, &saves));
+    MOE_TRY(take_or_drop(s, a, n, layer->spec.hidden, &m->out, &saves));
     struct moe_cpu_pre pre;
     saves = saves && take_pre(s, a, MOE_KEPT_ROUTED, n, r->rows, &pre);
     MOE_TRY(moe_cpu_gate_up_saving(layer, a->dtype, &rows, saves ? &pre : NULL, m->hidden));
@@ -172,7 +186,7 @@ static void run(struct moe_session *s, struct moe_step *step)
     else
         step->status = run_stages(s, &step->args, &step->result, &memory);
     if (!step->backward)
-        settle_saved(s, &step->args, step->result.saved);
+        step->result.saved = settle_saved(s, &step->args, step->result.saved);
     moe_cpu_scratch_give(s->device, memory.hidden);
     moe_cpu_scratch_give(s->device, memory.out);
     moe_cpu_scratch_give(s->device, memory.base);

@@ -50,10 +50,22 @@ __host__ __device__ static inline uint32_t tally_words(const struct moe_cuda_pas
 }
 
 /* Numbers in the tables of rows, and of the tallies. */
+__host__ __device__ constexpr size_t most_numbers(size_t slots, size_t local_experts,
+                                                  size_t tally_words)
+{
+    return 2 * slots * local_experts > tally_words ? 2 * slots * local_experts : tally_words;
+}
+
 __host__ __device__ static inline size_t arrival_numbers(const struct moe_cuda_pass *p)
 {
-    const size_t rows = 2 * static_cast<size_t>(p->slots) * p->local_experts;
-    return rows > tally_words(p) ? rows : tally_words(p);
+    return most_numbers(p->slots, p->local_experts, tally_words(p));
+}
+
+/* All of dispatch's tables: those, the local index of each expert, and its target. */
+constexpr size_t bytes_of_tables(size_t numbers, size_t experts)
+{
+    return sizeof(struct arrival) + sizeof(uint32_t) * (numbers + experts) +
+           sizeof(uint16_t) * experts;
 }
 
 /* The most that any pass asks for, every expert on every slot, fits on every GPU that kernels are
@@ -61,12 +73,11 @@ __host__ __device__ static inline size_t arrival_numbers(const struct moe_cuda_p
  * Rings of rows take only what is left, and there are none where that is too little. Whoever raises
  * a limit has to refuse layers that do not fit, before a step runs. */
 constexpr size_t LEAST_SHARED_BYTES = 99 * 1024;
-static_assert(sizeof(struct arrival) +
-                      sizeof(uint32_t) * (2 * MOE_MAX_SLOTS + 1) * MOE_MAX_EXPERTS +
-                      sizeof(uint16_t) * MOE_MAX_EXPERTS <=
-                  LEAST_SHARED_BYTES,
+static_assert(MOE_MAX_SLOTS * MOE_MAX_EXPERTS % 4 == 0, "the largest tally is whole");
+static_assert(bytes_of_tables(most_numbers(MOE_MAX_SLOTS, MOE_MAX_EXPERTS,
+                                           MOE_MAX_SLOTS *MOE_MAX_EXPERTS),
+                              MOE_MAX_EXPERTS) <= LEAST_SHARED_BYTES,
               "what dispatch keeps of the largest layer fits into a CTA's shared memory");
-static_assert(MOE_MAX_SLOTS * MOE_MAX_EXPERTS % 4 == 0, "the largest tally is whole, and less");
 
 __device__ inline int32_t *local_indices(const struct moe_cuda_pass &p, struct arrival *a)
 {
@@ -88,8 +99,7 @@ __device__ inline uint8_t *own_window(const struct moe_cuda_pass &p, const struc
 
 static inline size_t arrival_bytes(const struct moe_cuda_pass *p)
 {
-    return sizeof(struct arrival) + sizeof(uint32_t) * (arrival_numbers(p) + p->experts) +
-           sizeof(uint16_t) * p->experts;
+    return bytes_of_tables(arrival_numbers(p), p->experts);
 }
 
 /* The warps of a CTA that do not send: the last ones. They have barrier 1 for themselves. */

@@ -131,7 +131,6 @@ struct pass {
     uint32_t tokens, top_k, choices, capacity;
     size_t row_bytes;
     bool need_logits;
-    cudaEvent_t told; /* dispatch's verdict has come to the host */
     void *x, *dy, *out;
     uint8_t *mode, *state, *ok, *routed;
     int32_t *ids_in, *ids, *ids_sent;
@@ -432,13 +431,13 @@ static struct moe_status send_verdict(struct pass *p, const struct moe_rows *row
             sizeof s->mailbox->rows_in_use, cudaMemcpyDeviceToHost, s->device->compute)));
     MOE_TRY(MOE_CUDA(cudaMemcpyAsync(copy, &s->control->verdict, sizeof *copy,
                                      cudaMemcpyDeviceToHost, s->device->compute)));
-    return MOE_CUDA(cudaEventRecord(p->told, s->device->compute));
+    return MOE_CUDA(cudaEventRecord(p->s->told, s->device->compute));
 }
 
 static struct moe_status hear_verdict(struct pass *p, uint64_t *rows)
 {
     struct moe_session *s = p->s;
-    struct moe_status st = MOE_CUDA(cudaEventSynchronize(p->told));
+    struct moe_status st = MOE_CUDA(cudaEventSynchronize(p->s->told));
     *rows = s->mailbox->verdict.rows;
     MOE_TRY(st);
     st = moe_cuda_session_judge(s, &s->mailbox->verdict);
@@ -487,10 +486,9 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
     struct moe_cuda_train_ffn experts;
     struct moe_kept_piece kept;
     float *combined;
-    if (moe_cuda_saving_find(p->s, a, MOE_KEPT_ROUTED, &kept)) {
+    const bool found = moe_cuda_saving_find(p->s, a, MOE_KEPT_ROUTED, &kept);
+    if (found)
         r.saved = kept.data;
-        result->used_saved = true;
-    }
     MOE_TRY(copy_in(p));
     moe_cuda_train_marks_begin(device);
     moe_cuda_train_mark(device, MOE_BACKWARD_ROUTER);
@@ -506,11 +504,10 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
     MOE_TRY(hear_verdict(p, &result->rows));
     /* Rows of another batch would not be as many: that they are the same is all that is looked at.
      */
-    if (result->used_saved &&
-        (kept.rows != result->rows || kept.in_use != p->s->mailbox->rows_in_use)) {
-        result->used_saved = false;
+    result->used_saved =
+        found && kept.rows == result->rows && kept.in_use == p->s->mailbox->rows_in_use;
+    if (found && !result->used_saved)
         MOE_TRY(moe_cuda_train_experts_without_saved(&experts));
-    }
     MOE_TRY(count_loads(p));
     MOE_TRY(moe_cuda_train_experts_end(&experts));
     moe_cuda_train_mark(device, MOE_BACKWARD_COMBINE);
@@ -555,14 +552,12 @@ struct moe_status moe_cuda_backward_enqueue(struct moe_session *s,
     MOE_TRY(moe_cuda_ep_check(s, layer, a->dtype, a->bucket, a->tokens));
     p.capacity = moe_cuda_ep_most_rows(s, layer, a->bucket);
     struct moe_step *step;
-    MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&p.told, cudaEventDisableTiming)));
-    struct moe_status held = moe_cuda_step_hold(s, &step);
-    if (moe_failed(&held)) {
-        (void)cudaEventDestroy(p.told);
-        return held;
-    }
+    MOE_TRY(moe_cuda_step_hold(s, &step));
     uint64_t begun = moe_clock_ns();
     struct moe_status st = reserve(&p);
+    /* What steps have saved goes where there is no memory otherwise. */
+    if (st.code == MOE_RESOURCE_EXHAUSTED && moe_kept_give_back(s->device->kept))
+        st = reserve(&p);
     if (!moe_failed(&st))
         st = run_pass(&p, &result);
     else if (st.code == MOE_RESOURCE_EXHAUSTED)
@@ -573,7 +568,6 @@ struct moe_status moe_cuda_backward_enqueue(struct moe_session *s,
     result.refused = p.refused;
     if (moe_failed(&st) && !p.refused)
         moe_cuda_session_fail(s); /* the others wait for what does not come */
-    (void)cudaEventDestroy(p.told);
     moe_cuda_step_finish(step, st, &result);
     *out = step;
     return moe_ok();

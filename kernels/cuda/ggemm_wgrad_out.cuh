@@ -61,6 +61,9 @@ template <uint32_t COLUMNS> struct wgrad_shared {
     uint32_t first[MOE_MAX_EXPERTS + 1];
 };
 
+static_assert(sizeof(wgrad_shared<128>) <= 227 * 1024 && sizeof(wgrad_shared<192>) <= 227 * 1024,
+              "a CTA of sm_90 can have no more");
+
 /* first[e] = number of the first tile (of a cluster) of expert e; by one warp. */
 template <uint32_t COLUMNS, bool ADD>
 __device__ __forceinline__ void list_wgrad_tiles(const wgrad_params &p, uint32_t *first)

@@ -80,7 +80,7 @@ struct moe_layer {
     uint32_t slot;
     bool finished;
     bool trained;                    /* it has a trainer */
-    double saved_rows_per_token;     /* of steps that were saved, see saving.c; 0: there was none */
+    double saved_rows_per_token;     /* of steps that were to save (saved_rows.h); 0: none */
     uint32_t local_experts;          /* experts placed on `slot`; may be 0 */
     uint32_t *local;                 /* host [local_experts] */
     int32_t *local_index;            /* host [E] */

@@ -4,9 +4,7 @@
 #include "base/size.h"
 #include "cuda/ep.h"
 #include "cuda/train_ffn.h"
-
-/* More room than expected rows need: a fraction of this size. */
-enum { SLACK = 8 };
+#include "saved_rows.h"
 
 static struct moe_kept_key key_of(const struct moe_session *s, const struct moe_layer *layer,
                                   uint64_t name, enum moe_dtype dtype, uint32_t bucket,
@@ -22,7 +20,9 @@ static struct moe_kept_key key_of(const struct moe_session *s, const struct moe_
 
 static struct moe_kept_key key_of_step(const struct moe_session *s, const struct moe_step_args *a)
 {
-    return key_of(s, a->layer, a->save, a->dtype, a->bucket, a->tokens);
+    struct moe_kept_key key = key_of(s, a->layer, a->save, a->dtype, a->bucket, a->tokens);
+    key.step = a; /* the lane's own */
+    return key;
 }
 
 static uint32_t columns_of(const struct moe_layer *layer, enum moe_kept_part part)
@@ -36,27 +36,21 @@ static size_t bytes_of(const struct moe_layer *layer, enum moe_kept_part part, u
     return (size_t)rows * columns_of(layer, part) * sizeof(float);
 }
 
-/* Rows that a step of this bucket is to be given room for: those of an even routing, or, if it is
- * more, of the steps that were saved before. */
-static uint32_t expected_rows(const struct moe_session *s, const struct moe_layer *layer,
-                              uint32_t bucket)
+/* Rows to take room for where `bytes` are left for them; false where that is for nothing. */
+static bool ask(const struct moe_session *s, const struct moe_step_args *a, size_t bytes,
+                uint32_t *rows)
 {
-    uint32_t most = moe_cuda_ep_most_rows(s, layer, bucket);
+    const struct moe_layer *layer = a->layer;
     double live = __builtin_popcountll(s->config.live);
     double copies = layer->placement.offset[layer->spec.experts];
-    double per_token = layer->saved_rows_per_token;
-    if (per_token == 0)
-        per_token = live * layer->spec.router.top_k * layer->local_experts / copies;
-    double rows = per_token * bucket * (1 + 1.0 / SLACK) + layer->local_experts * MOE_ROW_ALIGN;
-    return rows < most ? (uint32_t)rows : most;
-}
-
-/* The most of the last steps; one that had more counts at once, fewer count slowly. */
-static void learn(struct moe_layer *layer, uint32_t bucket, uint32_t in_use)
-{
-    double now = (double)in_use / bucket, before = layer->saved_rows_per_token;
-    before -= before / SLACK;
-    layer->saved_rows_per_token = now > before ? now : before;
+    const struct moe_saved_rows of = {.learnt = layer->saved_rows_per_token,
+                                      .even = live * layer->spec.router.top_k *
+                                              layer->local_experts / copies,
+                                      .bucket = a->bucket,
+                                      .local_experts = layer->local_experts,
+                                      .most = moe_cuda_ep_most_rows(s, layer, a->bucket),
+                                      .room = bytes / bytes_of(layer, MOE_KEPT_ROUTED, 1)};
+    return moe_saved_rows_ask(&of, rows);
 }
 
 static bool take(struct moe_session *s, const struct moe_step_args *a, enum moe_kept_part part,
@@ -68,22 +62,52 @@ static bool take(struct moe_session *s, const struct moe_step_args *a, enum moe_
     return pre[part].data != NULL;
 }
 
+static bool able(const struct moe_session *s, const struct moe_step_args *a)
+{
+    return a->save != 0 && a->layer->trained && s->config.training && s->net == NULL &&
+           moe_cuda_train_routed_on_tensor_cores(a->layer, a->dtype);
+}
+
+/* The shared expert's first, as how much it needs is known. */
+static bool take_both(struct moe_session *s, const struct moe_step_args *a,
+                      struct moe_cuda_ggemm_pre *pre)
+{
+    const struct moe_kept_key key = key_of_step(s, a);
+    struct moe_kept *kept = s->device->kept;
+    const bool shared = a->tokens > 0 && moe_cuda_train_shared_on_tensor_cores(a->layer, a->dtype);
+    size_t room = moe_kept_begin(kept, &key), first = 0;
+    uint32_t rows;
+    if (shared &&
+        !moe_size_round_up(bytes_of(a->layer, MOE_KEPT_SHARED, a->tokens), MOE_KEPT_ALIGN, &first))
+        return false;
+    if (first > room || !ask(s, a, room - first, &rows))
+        return false;
+    if (shared && !take(s, a, MOE_KEPT_SHARED, a->tokens, pre))
+        return false;
+    /* It may lie where it leaves less than the rest. */
+    return ask(s, a, moe_kept_begin(kept, &key), &rows) && take(s, a, MOE_KEPT_ROUTED, rows, pre);
+}
+
 bool moe_cuda_saving_begin(struct moe_session *s, const struct moe_step_args *a,
                            struct moe_cuda_ggemm_pre *pre)
 {
-    struct moe_layer *layer = a->layer;
     for (int part = 0; part < MOE_KEPT_PARTS; part++)
         pre[part] = (struct moe_cuda_ggemm_pre){0};
-    if (a->save == 0 || !layer->trained || !s->config.training || s->net != NULL ||
-        !moe_cuda_train_routed_on_tensor_cores(layer, a->dtype))
+    if (!able(s, a))
         return false;
-    bool all = true;
-    if (a->tokens > 0 && moe_cuda_train_shared_on_tensor_cores(layer, a->dtype))
-        all = take(s, a, MOE_KEPT_SHARED, a->tokens, pre);
-    all = all && take(s, a, MOE_KEPT_ROUTED, expected_rows(s, layer, a->bucket), pre);
+    bool all = take_both(s, a, pre);
     if (!all)
         (void)moe_cuda_saving_end(s, a, pre, false, 0, 0);
     return all;
+}
+
+void moe_cuda_saving_learn(const struct moe_session *s, const struct moe_step_args *a,
+                           uint64_t rows)
+{
+    struct moe_layer *layer = a->layer;
+    if (able(s, a))
+        layer->saved_rows_per_token =
+            moe_saved_rows_learn(layer->saved_rows_per_token, rows, a->bucket);
 }
 
 bool moe_cuda_saving_end(struct moe_session *s, const struct moe_step_args *a,
@@ -92,8 +116,6 @@ bool moe_cuda_saving_end(struct moe_session *s, const struct moe_step_args *a,
 {
     const struct moe_kept_key key = key_of_step(s, a);
     struct moe_kept *kept = s->device->kept;
-    if (good)
-        learn(a->layer, a->bucket, in_use);
     if (!good || in_use > pre[MOE_KEPT_ROUTED].rows) {
         moe_kept_forget(kept, &key);
         return false;
@@ -102,8 +124,7 @@ bool moe_cuda_saving_end(struct moe_session *s, const struct moe_step_args *a,
                   bytes_of(a->layer, MOE_KEPT_ROUTED, in_use));
     moe_kept_fill(kept, &key, MOE_KEPT_SHARED, a->tokens, a->tokens,
                   bytes_of(a->layer, MOE_KEPT_SHARED, a->tokens));
-    moe_kept_commit(kept, &key);
-    return true;
+    return moe_kept_commit(kept, &key);
 }
 
 bool moe_cuda_saving_find(struct moe_session *s, const struct moe_backward_args *a,

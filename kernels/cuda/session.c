@@ -400,6 +400,7 @@ struct moe_status moe_cuda_session_join(struct moe_device *device,
     MOE_TRY_GOTO(
         st, moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, sizeof *s->control, (void **)&s->control),
         failed);
+    MOE_TRY_GOTO(st, MOE_CUDA(cudaEventCreateWithFlags(&s->told, cudaEventDisableTiming)), failed);
     MOE_TRY_GOTO(st, moe_cuda_ep_create(s, &s->ep), failed);
     MOE_TRY_GOTO(st, open_window(s), failed);
     MOE_TRY_GOTO(st, write_control(s), failed);
@@ -432,6 +433,8 @@ void moe_cuda_session_leave(struct moe_session *s)
     moe_cuda_window_close(&s->window, together && !moe_failed(&st), moe_clock_ns() + patience);
     moe_cuda_ep_destroy(s->ep);
     moe_cuda_ep_net_destroy(s->ep_net);
+    if (s->told != NULL)
+        (void)cudaEventDestroy(s->told);
     moe_cuda_mem_free(s->device, MOE_MEM_DEVICE, s->control, sizeof *s->control);
     moe_cuda_mem_free(s->device, MOE_MEM_HOST, s->mailbox, sizeof *s->mailbox);
     free(s);

@@ -85,6 +85,7 @@ struct moe_session {
     int missing;   /* the slot that a wait failed for, or -1 */
     struct moe_cuda_ep *ep;
     struct moe_cuda_steps *steps;
+    cudaEvent_t told; /* of a backward pass: dispatch's verdict has come to the host */
     /* Where rows travel over a network; else NULL, and the window has the peers' addresses. */
     struct moe_cuda_net *net;
     struct moe_cuda_ep_net *ep_net;
@@ -118,7 +119,8 @@ struct moe_status moe_cuda_session_count_step(struct moe_session *s) MOE_CHECKED
 struct moe_status moe_cuda_session_judge(struct moe_session *s,
                                          const struct moe_cuda_verdict *verdict) MOE_CHECKED;
 
-/* Whether a step that ended with this status was refused by all slots, and the session goes on. */
+/* Whether a step that ended with this status was refused by all slots, which met with different
+ * steps, and the session goes on. A verdict says more: MOE_CUDA_PASS_REFUSED. */
 bool moe_cuda_session_refused(const struct moe_session *s, const struct moe_status *st);
 
 /* Waits for the compute stream and judges. */

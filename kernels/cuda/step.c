@@ -19,6 +19,7 @@
 #include "cuda/range.h"
 #include "cuda/router.h"
 #include "cuda/saving.h"
+#include "kept.h"
 
 #include <stdlib.h>
 #include <time.h>
@@ -596,18 +597,37 @@ static bool settle_saved(struct moe_step *lane, bool good)
                                               lane->mail->verdict.rows, lane->mail->rows_in_use);
 }
 
+/* What steps have saved goes where there is no memory otherwise. */
+static struct moe_status reserve_or_drop(struct moe_step *lane)
+{
+    struct moe_status st = reserve(lane);
+    if (st.code != MOE_RESOURCE_EXHAUSTED ||
+        !moe_kept_give_back(lane->owner->session->device->kept))
+        return st;
+    return reserve(lane);
+}
+
+/* With room to save, if there is any; but without, rather than that the step fails. */
+static struct moe_status prepare(struct moe_step *lane)
+{
+    struct moe_session *s = lane->owner->session;
+    MOE_TRY(reserve_or_drop(lane));
+    lane->saves = moe_cuda_saving_begin(s, &lane->args, lane->mail->facts.pre);
+    struct moe_status st = take_graph(lane);
+    if (!moe_failed(&st) || !lane->saves)
+        return st;
+    (void)settle_saved(lane, false);
+    lane->saves = false;
+    (void)moe_kept_give_back(s->device->kept);
+    return take_graph(lane);
+}
+
 /* Memory and graph first: what fails there concerns this slot alone. */
 static struct moe_status start(struct moe_step *lane)
 {
     struct moe_session *s = lane->owner->session;
-    MOE_TRY(reserve(lane));
-    lane->saves = moe_cuda_saving_begin(s, &lane->args, lane->mail->facts.pre);
-    struct moe_status st = take_graph(lane);
-    if (moe_failed(&st)) {
-        (void)settle_saved(lane, false);
-        return st;
-    }
-    st = enqueue(lane);
+    MOE_TRY(prepare(lane));
+    struct moe_status st = enqueue(lane);
     if (!moe_failed(&st))
         return st;
     /* The peers may have begun to wait for rows that never come, and the caller's memory must be
@@ -623,7 +643,7 @@ static struct moe_status start(struct moe_step *lane)
 static struct moe_status start_over_network(void *ctx)
 {
     struct moe_step *lane = ctx;
-    struct moe_status st = reserve(lane);
+    struct moe_status st = reserve_or_drop(lane);
     lane->refused = moe_failed(&st);
     return lane->refused ? st : enqueue(lane);
 }
@@ -719,8 +739,11 @@ static struct moe_status judge(struct moe_step *lane, cudaError_t rc, struct moe
         return st;
     }
     st = moe_cuda_session_judge(s, &lane->mail->verdict);
+    r->refused = lane->mail->verdict.code == MOE_CUDA_PASS_REFUSED;
     r->saved = settle_saved(lane, !moe_failed(&st));
     r->rows = lane->mail->verdict.rows;
+    if (!moe_failed(&st))
+        moe_cuda_saving_learn(s, &lane->args, r->rows);
     hand_over_answer(lane);
     read_times(lane, r);
     return st;
@@ -760,7 +783,7 @@ struct moe_status moe_cuda_step_wait(struct moe_step *lane, uint64_t deadline_ns
     struct moe_status st = enqueued ? judge(lane, rc, &r) : judge_unfinished(lane);
     if (st.reason == MOE_REASON_PEER_LOST)
         r.missing_slot = s->missing;
-    r.refused = moe_cuda_session_refused(s, &st);
+    r.refused = r.refused || moe_cuda_session_refused(s, &st);
     if (result != NULL)
         *result = r;
     if (!net)

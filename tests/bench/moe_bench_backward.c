@@ -231,11 +231,13 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Fills one kind of the report: medians. */
-static void time_passes(struct bench *b, struct backward_trial *t, int kind,
+/* Fills one kind of the report: medians. False where a pass used, or did not use, what was saved
+ * other than its kind says. */
+static bool time_passes(struct bench *b, struct backward_trial *t, int kind,
                         struct bench_backward_report *r)
 {
     uint64_t n = b->plan->repeats;
+    bool as_named = true;
     double *of[MOE_BACKWARD_STAGE_COUNT + 2];
     enum { LAYER = MOE_BACKWARD_STAGE_COUNT, WALL, SERIES };
     for (int i = 0; i < SERIES; i++)
@@ -255,6 +257,7 @@ static void time_passes(struct bench *b, struct backward_trial *t, int kind,
         }
         r->rows = result.rows;
         r->on_tensor_cores = result.on_tensor_cores;
+        as_named = as_named && result.used_saved == ((kind & BENCH_FROM_SAVED) != 0);
     }
     for (int i = 0; i < SERIES; i++) {
         qsort(of[i], n, sizeof(double), by_value);
@@ -266,6 +269,10 @@ static void time_passes(struct bench *b, struct backward_trial *t, int kind,
     }
     if (r->layer_us[kind] == 0) /* a backend that does not measure its stages */
         r->layer_us[kind] = r->wall_us[kind];
+    if (!as_named)
+        fprintf(stderr, "slot %u: a timed pass %s what was saved\n", b->member->slot,
+                kind & BENCH_FROM_SAVED ? "did not use" : "used");
+    return as_named;
 }
 
 /* How far the watched gradients are from `passes` times the first pass's; with one pass they must
@@ -337,13 +344,12 @@ static bool measure_kinds(struct bench *b, struct backward_trial *t, int kind, c
                           struct bench_backward_report *r)
 {
     size_t bytes = (size_t)t->tokens * b->shape->spec.hidden * sizeof(uint16_t);
-    time_passes(b, t, kind, r);
-    bool good = check_sum(b, t, 1) && memcmp(dx, t->dx, bytes) == 0;
+    bool good = time_passes(b, t, kind, r) && check_sum(b, t, 1) && memcmp(dx, t->dx, bytes) == 0;
     bench_meet(b);
     if (good) {
-        time_passes(b, t, kind | BENCH_ADDS, r);
-        good =
-            check_sum(b, t, 1 + b->plan->repeats + BENCH_WARM_UP) && memcmp(dx, t->dx, bytes) == 0;
+        good = time_passes(b, t, kind | BENCH_ADDS, r) &&
+               check_sum(b, t, 1 + b->plan->repeats + BENCH_WARM_UP) &&
+               memcmp(dx, t->dx, bytes) == 0;
     }
     bench_meet(b);
     return good;

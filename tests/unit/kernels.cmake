@@ -26,3 +26,9 @@ moe_test(test_kept
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_kept.c
   USES moe_layer_rules
   LABELS kernels)
+
+# How much of it they ask room for.
+moe_test(test_saved_rows
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_saved_rows.c
+  USES moe_layer_rules
+  LABELS kernels)

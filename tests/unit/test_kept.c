@@ -115,6 +115,74 @@ static void what_a_step_is_at_stays(void **state)
     moe_kept_close(&store);
 }
 
+/* A piece that finds no room even with all others gone costs none of them. */
+static void nothing_goes_in_vain(void **state)
+{
+    (void)state;
+    struct moe_kept_key open = key_of(layer_b, 1), more = key_of(layer_b, 2);
+    begin(LIMIT);
+    assert_true(keep(layer_a, 1, 16, 4));
+    assert_non_null(moe_kept_take(&store, &open, MOE_KEPT_ROUTED, 20 * MOE_KEPT_ALIGN));
+    assert_true(keep(layer_a, 2, 16, 4));
+    /* 64 units: 16 of the first name, 20 of the step, 20 of the second, 4 and 4 at the end. */
+    assert_int_equal(moe_kept_begin(&store, &more), 28 * MOE_KEPT_ALIGN);
+    assert_null(moe_kept_take(&store, &more, MOE_KEPT_ROUTED, 29 * MOE_KEPT_ALIGN));
+    assert_false(keep(layer_a, 3, 29, 0));
+    assert_true(has(layer_a, 1) && has(layer_a, 2));
+    assert_false(keep(layer_a, 2, 29, 4)); /* its own name may be of another batch */
+    assert_true(has(layer_a, 1) && !has(layer_a, 2));
+    assert_non_null(moe_kept_take(&store, &more, MOE_KEPT_ROUTED, 28 * MOE_KEPT_ALIGN));
+    moe_kept_close(&store);
+}
+
+/* The second fails, the first is kept; then both are, and the later one counts. */
+static void steps_of_one_name_have_their_own(void **state)
+{
+    (void)state;
+    struct moe_kept_key first = key_of(layer_a, 1), second = first;
+    struct moe_kept_piece piece;
+    first.step = &first;
+    second.step = &second;
+    begin(LIMIT);
+    assert_non_null(moe_kept_take(&store, &first, MOE_KEPT_ROUTED, 4 * MOE_KEPT_ALIGN));
+    assert_non_null(moe_kept_take(&store, &second, MOE_KEPT_ROUTED, 4 * MOE_KEPT_ALIGN));
+    moe_kept_forget(&store, &second);
+    assert_false(moe_kept_commit(&store, &second));
+    moe_kept_fill(&store, &first, MOE_KEPT_ROUTED, 7, 8, MOE_KEPT_ALIGN);
+    assert_true(moe_kept_commit(&store, &first));
+    assert_true(moe_kept_find(&store, &second, MOE_KEPT_ROUTED, &piece));
+    assert_int_equal(piece.rows, 7);
+    assert_non_null(moe_kept_take(&store, &first, MOE_KEPT_ROUTED, 4 * MOE_KEPT_ALIGN));
+    assert_non_null(moe_kept_take(&store, &second, MOE_KEPT_ROUTED, 4 * MOE_KEPT_ALIGN));
+    moe_kept_fill(&store, &first, MOE_KEPT_ROUTED, 1, 8, MOE_KEPT_ALIGN);
+    moe_kept_fill(&store, &second, MOE_KEPT_ROUTED, 2, 8, MOE_KEPT_ALIGN);
+    assert_true(moe_kept_commit(&store, &first) && moe_kept_commit(&store, &second));
+    assert_true(moe_kept_find(&store, &first, MOE_KEPT_ROUTED, &piece));
+    assert_int_equal(piece.rows, 2);
+    assert_int_equal(moe_kept_bytes(&store), MOE_KEPT_ALIGN);
+    moe_kept_close(&store);
+}
+
+static void the_block_goes_back_where_no_step_is_at_it(void **state)
+{
+    (void)state;
+    struct moe_kept_key key = key_of(layer_a, 2);
+    begin(LIMIT);
+    assert_false(moe_kept_give_back(&store)); /* there is none */
+    assert_true(keep(layer_a, 1, 4, 4));
+    assert_non_null(moe_kept_take(&store, &key, MOE_KEPT_ROUTED, MOE_KEPT_ALIGN));
+    assert_false(moe_kept_give_back(&store));
+    assert_true(has(layer_a, 1));
+    moe_kept_forget(&store, &key);
+    assert_true(moe_kept_give_back(&store));
+    assert_null(store.block);
+    assert_false(has(layer_a, 1));
+    assert_int_equal(moe_kept_bytes(&store), 0);
+    assert_true(keep(layer_a, 1, 4, 4));
+    assert_int_equal(allocations, 2);
+    moe_kept_close(&store);
+}
+
 static void another_batch_is_not_found(void **state)
 {
     (void)state;
@@ -194,6 +262,9 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_oldest_name_makes_room),
         cmocka_unit_test(what_a_step_is_at_stays),
+        cmocka_unit_test(nothing_goes_in_vain),
+        cmocka_unit_test(steps_of_one_name_have_their_own),
+        cmocka_unit_test(the_block_goes_back_where_no_step_is_at_it),
         cmocka_unit_test(another_batch_is_not_found),
         cmocka_unit_test(what_is_dropped_is_gone),
         cmocka_unit_test(no_memory_means_that_nothing_is_kept),

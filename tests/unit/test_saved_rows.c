@@ -1,0 +1,89 @@
+/* Promises of what forward steps ask room for: never more than there can be, enough for what came
+ * before whatever the bucket, and nothing where it would be in vain. */
+#include "saved_rows.h"
+#include "support/check.h"
+
+/* Eight choices per token over 256 experts, all of them here; rows of 32 KiB; 1 GiB. */
+static struct moe_saved_rows layer_of(uint32_t bucket, double learnt)
+{
+    return (struct moe_saved_rows){.learnt = learnt,
+                                   .even = 8,
+                                   .bucket = bucket,
+                                   .local_experts = 256,
+                                   .most = bucket * 8 + 256 * (MOE_ROW_ALIGN - 1),
+                                   .room = 32768};
+}
+
+static uint32_t asked(const struct moe_saved_rows *of)
+{
+    uint32_t rows = 0;
+    assert_true(moe_saved_rows_ask(of, &rows));
+    assert_true(rows <= of->most && rows <= of->room);
+    return rows;
+}
+
+/* Padding of a small bucket must not count for each token of a large one. */
+static void a_small_step_does_not_spoil_a_large_one(void **state)
+{
+    (void)state;
+    double learnt = moe_saved_rows_learn(0, 256 * 8, 256);
+    struct moe_saved_rows small = layer_of(256, learnt), large = layer_of(2048, learnt);
+    small.room = large.room = 60000;
+    assert_true(asked(&small) >= 256 * 8 + 256 * (MOE_ROW_ALIGN - 1) - 256);
+    assert_in_range(asked(&large), 2048 * 8 + 256 * MOE_ROW_ALIGN / 2,
+                    2048 * 8 * 5 / 4 + 256 * 128);
+    assert_true(asked(&large) < large.room);
+}
+
+/* Nothing is known and all slots may bring full buckets, which has no room: one of eight does. */
+static void what_is_not_known_is_tried(void **state)
+{
+    (void)state;
+    struct moe_saved_rows of = layer_of(8192, 0);
+    assert_int_equal(asked(&of), 32768);
+    of.learnt = moe_saved_rows_learn(0, 8192, 8192); /* what came, kept or not */
+    assert_in_range(asked(&of), 8192, 8192 * 9 / 8 + 256 * 128);
+}
+
+static void more_than_there_is_room_for_is_not_asked(void **state)
+{
+    (void)state;
+    struct moe_saved_rows of = layer_of(8192, 8);
+    uint32_t rows;
+    assert_false(moe_saved_rows_ask(&of, &rows));
+    of.room = 8192 * 8; /* as many as rows, though padding may have none */
+    assert_int_equal(asked(&of), 8192 * 8);
+    of.room = 0;
+    assert_false(moe_saved_rows_ask(&of, &rows));
+}
+
+static void no_experts_no_rows(void **state)
+{
+    (void)state;
+    struct moe_saved_rows of = {.bucket = 64};
+    assert_int_equal(asked(&of), 0);
+}
+
+static void more_counts_at_once_and_fades(void **state)
+{
+    (void)state;
+    double learnt = moe_saved_rows_learn(1, 640, 64);
+    assert_true(learnt == 10);
+    learnt = moe_saved_rows_learn(learnt, 64, 64);
+    assert_true(learnt < 10 && learnt > 8);
+    for (int i = 0; i < 100; i++)
+        learnt = moe_saved_rows_learn(learnt, 64, 64);
+    assert_true(learnt == 1);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_small_step_does_not_spoil_a_large_one),
+        cmocka_unit_test(what_is_not_known_is_tried),
+        cmocka_unit_test(more_than_there_is_room_for_is_not_asked),
+        cmocka_unit_test(no_experts_no_rows),
+        cmocka_unit_test(more_counts_at_once_and_fades),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
