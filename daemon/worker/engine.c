@@ -286,7 +286,8 @@ static void retire_lane(struct moe_engine *e)
 }
 
 /* Thread, lock held and given up meanwhile. `finished` comes before the rows are copied out: the
- * sequencer can order the next step while they are. */
+ * sequencer can order the next step while they are. Where it is this worker's own, and peers send
+ * it mail, this thread reads their word: what comes while rows are copied is read after that. */
 static void complete_oldest(struct moe_engine *e, const struct moe_step_result *result)
 {
     struct moe_lane *lane = &e->lanes[e->lane_first];
@@ -300,7 +301,7 @@ static void complete_oldest(struct moe_engine *e, const struct moe_step_result *
     e->config.finished(e->config.ctx, &lane->ticket, moe_ok(), 0);
     moe_lane_scatter(lane, find_spec(e, lane->ticket.layer, &layer));
     if (lane->ticket.kind == MOE_STEP_SAVING_FORWARD)
-        moe_engine__note_saved(e, lane, result->saved);
+        moe_engine__note_saved(e, lane, result);
     pthread_mutex_lock(&e->lock);
     finish_segments(e, lane, result);
     retire_lane(e);

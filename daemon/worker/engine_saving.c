@@ -106,9 +106,15 @@ struct moe_status moe_engine__claim_saving(struct moe_engine *e, struct moe_lane
 
 /* --------------------------------------------------------------------- activations */
 
-void moe_engine__note_saved(struct moe_engine *e, const struct moe_lane *lane, bool saved)
+void moe_engine__note_saved(struct moe_engine *e, const struct moe_lane *lane,
+                            const struct moe_step_result *result)
 {
-    moe_train_note_saved(e->config.training, &lane->ticket, &lane->call, saved);
+    /* No tokens here and no rows of others': an empty step, or one whose tokens all went to experts
+     * of other slots. This slot need not know which: there is nothing to keep in either. */
+    if (lane->tokens == 0 && result->rows == 0)
+        moe_train_drop_empty(e->config.training, &lane->ticket);
+    else
+        moe_train_note_saved(e->config.training, &lane->ticket, &lane->call, result->saved);
     e->next_drop = moe_train_next_drop(e->config.training);
 }
 

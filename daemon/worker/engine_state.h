@@ -15,8 +15,12 @@ enum {
     TICKETS_MAX = 64, /* tickets that wait; the sequencer keeps far fewer unfinished */
     CALLS_MAX = 64,   /* training calls that wait */
     SAVING_MAX = 32,  /* requests that wait for a step of their own */
-    /* While one step runs, its end and the next ticket are waited for in turns of this length. It
-     * delays nothing but the start of a copy that overlaps the running step. */
+    /* While one step runs, its end and what rings the bell are waited for in turns of this length:
+     * news that comes by the bell alone is read so much later at most, and never later than the
+     * end of that step. On a member this delays the start of a copy that overlaps the running
+     * step; on the sequencer, whose peers' `done` comes so, the order of the next ticket, so that
+     * copy on all slots. Turns of 50 us gained nothing that could be measured (RESULTS.md). With
+     * spin_ns the bell is watched all the time. */
     TURN_NS = 200000,
 };
 _Static_assert(CALLS_MAX + SAVING_MAX <= MOE_SEQUENCER_CALLS, "the sequencer takes all that wait");
@@ -112,7 +116,8 @@ void moe_engine__forget_orders(struct moe_engine *e);
 /* Takes the request of the lane's ticket, where it is one of ours and has not been given up. */
 struct moe_status moe_engine__claim_saving(struct moe_engine *e, struct moe_lane *lane);
 /* Without the lock: the lane's step is over, and this slot keeps what it left, or does not. */
-void moe_engine__note_saved(struct moe_engine *e, const struct moe_lane *lane, bool saved);
+void moe_engine__note_saved(struct moe_engine *e, const struct moe_lane *lane,
+                            const struct moe_step_result *result);
 /* Drops activations that were kept for long enough; gives the lock up meanwhile. */
 void moe_engine__drop_old(struct moe_engine *e, uint64_t now);
 

@@ -224,6 +224,9 @@ bool moe_train_worth_saving(struct moe_train *t, enum moe_dtype dtype);
 /* A saving forward step has ended well; `saved`: the device keeps what it left. */
 void moe_train_note_saved(struct moe_train *t, const struct moe_ticket *ticket,
                           const struct moe_train_call *call, bool saved);
+/* One has ended well in which this slot had neither tokens nor rows: nothing of it is kept, and it
+ * says nothing about whether keeping works. */
+void moe_train_drop_empty(struct moe_train *t, const struct moe_ticket *ticket);
 /* A backward pass has used what was kept. */
 void moe_train_note_reused(struct moe_train *t);
 /* Drops what has been kept for long enough. */

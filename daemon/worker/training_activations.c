@@ -83,6 +83,8 @@ void moe_train_note_saved(struct moe_train *t, const struct moe_ticket *ticket,
                                .expires_ns = moe_clock_ns() + t->config.saved_ns};
     struct moe_saved_step oldest;
     memcpy(a.session, call->session, sizeof a.session);
+    /* On a slot that was not asked, the Backward may have begun before this step has ended. */
+    a.busy = t->holding && t->held_id == call->id && strcmp(t->held_session, call->session) == 0;
     /* The same pass asked for again: a client that has not heard the first answer. */
     drop_all_of(t, call, false);
     if (saved && moe_saved_steps_full(&t->saved_steps) &&
@@ -99,6 +101,13 @@ void moe_train_note_saved(struct moe_train *t, const struct moe_ticket *ticket,
     moe_train__show(t);
 }
 
+void moe_train_drop_empty(struct moe_train *t, const struct moe_ticket *ticket)
+{
+    const struct moe_saved_step a = {.layer = ticket->layer, .name = ticket->seq};
+    drop(t, &a);
+    read_bytes(t);
+}
+
 void moe_train_note_reused(struct moe_train *t)
 {
     if (t->metrics.reused != NULL)
@@ -108,11 +117,15 @@ void moe_train_note_reused(struct moe_train *t)
 void moe_train__hold_activations(struct moe_train *t, const struct moe_train_call *call, bool hold)
 {
     moe_saved_steps_set_busy(&t->saved_steps, call->session, call->id, hold);
+    t->holding = hold;
+    t->held_id = call->id;
+    memcpy(t->held_session, call->session, sizeof t->held_session);
 }
 
 void moe_train__drop_activations(struct moe_train *t, const struct moe_train_call *call)
 {
     drop_all_of(t, call, true);
+    t->holding = false; /* one pass at a time, and this was it, or a repeat beside none */
     read_bytes(t);
 }
 
@@ -127,6 +140,7 @@ void moe_train__drop_all_activations(struct moe_train *t)
 void moe_train_forget_activations(struct moe_train *t)
 {
     t->saved_steps.count = 0;
+    t->holding = false;
     pthread_mutex_lock(&t->lock);
     t->activation_bytes = 0;
     pthread_mutex_unlock(&t->lock);

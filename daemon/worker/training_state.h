@@ -46,7 +46,11 @@ struct moe_train {
                            the turn in which that happens ends the view */
     struct moe_train_job *old; /* one that was given up, and may still have a thread */
 
-    struct moe_saved_steps saved_steps; /* the engine's thread only */
+    /* The engine's thread only. */
+    struct moe_saved_steps saved_steps;
+    bool holding; /* a Backward's pass runs: of (held_session, held_id) */
+    char held_session[MOE_TRAINING_NAME_MAX + 1];
+    uint64_t held_id;
 
     uint64_t writer; /* random; of this process */
     moe_train_poke_fn poke;

@@ -356,6 +356,73 @@ static void one_that_nobody_waits_for_leaves_an_empty_step(void **state)
     assert_int_equal(test.forward.saved_name, 2);
 }
 
+static void empty_steps_push_out_nothing_and_say_nothing_of_what_works(void **state)
+{
+    (void)state;
+    uint64_t name = save_and_run(9);
+    script.nobodys = true;
+    for (int i = 0; i < 20; i++) { /* asked of this slot, and gone before their turn */
+        int at = test.announced_count, ended = test.finished_count;
+        save(5, 100 + (uint64_t)i);
+        moe_engine_cancel(test.engine, &test.forward);
+        order_saving(at, 0);
+        wait_until(&test.finished_count, ended + 1, &test.lock);
+    }
+    int ended = test.finished_count;
+    order_saving(test.announced_count - 1, 1); /* of the other slot, with rows there alone */
+    order_forward(4);                          /* what follows is begun after that one's end */
+    order_forward(4);
+    wait_until(&test.finished_count, ended + 3, &test.lock);
+    assert_int_equal(kept(), 1);
+    assert_int_equal(state_now().activation_bytes, 1);
+    script.keep = false; /* eight real ones in vain, beside empty ones that would be kept */
+    for (uint64_t id = 200; id < 208; id++) {
+        int before = test.forward_done;
+        save(5, id);
+        order_saving(test.announced_count - 1, 0);
+        wait_until(&test.forward_done, before + 1, &test.lock);
+        script.keep = true;
+        int at = test.announced_count;
+        ended = test.finished_count;
+        save(5, 1000 + id);
+        moe_engine_cancel(test.engine, &test.forward);
+        order_saving(at, 0);
+        wait_until(&test.finished_count, ended + 1, &test.lock);
+        script.keep = false;
+    }
+    order_forward(4);
+    order_forward(4);
+    wait_until(&test.finished_count, ended + 3, &test.lock);
+    assert_int_equal(count_worth(MOE_DTYPE_F32, 64), 1);
+    script.nobodys = false;
+    backward(0, 9, name, test.epoch);
+    assert_true(test.clients[0].work.step.used_saved);
+}
+
+static void what_a_pass_uses_that_began_before_its_step_had_ended_stays(void **state)
+{
+    (void)state;
+    script.keep = true;
+    hold_steps(true);
+    save(5, 9);
+    order_saving(0, 1); /* asked of the other slot: its Backward may come at any time */
+    ask_saved(0, 9, 1, test.epoch);
+    script.hold_passes = true;
+    order(1, 1);
+    wait_until(&script.unfinished, 2, &script.lock);
+    hold_steps(false);
+    wait_until(&test.finished_count, 1, &test.lock);
+    nanosleep(&(struct timespec){.tv_nsec = 300000000}, NULL); /* its time is over long since */
+    assert_int_equal(kept(), 1);
+    pthread_mutex_lock(&script.lock);
+    script.hold_passes = false;
+    pthread_cond_broadcast(&script.changed);
+    pthread_mutex_unlock(&script.lock);
+    wait_until(&test.finished_count, 2, &test.lock);
+    assert_int_equal(script.saved, 1);
+    assert_int_equal(kept(), 0);
+}
+
 static void one_whose_time_is_over_before_its_turn_is_told_so(void **state)
 {
     (void)state;
@@ -465,6 +532,12 @@ static int open_briefly(void **state)
     return open_engine_keeping(2 * MOE_NS_PER_S);
 }
 
+static int open_for_a_moment(void **state)
+{
+    (void)state;
+    return open_engine_keeping(MOE_NS_PER_S / 10);
+}
+
 #define saving(name) cmocka_unit_test_setup_teardown(name, open_engine, close_and_check)
 
 int main(void)
@@ -486,6 +559,9 @@ int main(void)
         saving(one_in_flight_when_the_view_ends_runs_again_under_the_next),
         saving(one_that_a_smaller_view_cannot_hold_shares_steps_like_any_other),
         saving(one_that_nobody_waits_for_leaves_an_empty_step),
+        saving(empty_steps_push_out_nothing_and_say_nothing_of_what_works),
+        cmocka_unit_test_setup_teardown(what_a_pass_uses_that_began_before_its_step_had_ended_stays,
+                                        open_for_a_moment, close_and_check),
         saving(one_whose_time_is_over_before_its_turn_is_told_so),
         saving(it_sees_one_version_and_pins_count),
         saving(more_than_may_wait_for_their_own_step_share_steps),

@@ -164,7 +164,7 @@ static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns
                                      struct moe_step_result *result)
 {
     pthread_mutex_lock(&script.lock);
-    while (script.hold && !script.aborted) {
+    while ((script.hold || (script.hold_passes && step->backward)) && !script.aborted) {
         if (!moe_wait_until(&script.changed, &script.lock, deadline_ns)) {
             pthread_mutex_unlock(&script.lock);
             return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still running");
@@ -174,6 +174,8 @@ static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns
     script.unfinished--;
     script.running_passes -= step->backward;
     *result = (struct moe_step_result){.missing_slot = -1, .total_ns = 1, .refused = refused};
+    if (!step->backward)
+        result->rows = step->forward_args.tokens + !script.nobodys;
     keep_or_use(step, aborted, result);
     pthread_mutex_unlock(&script.lock);
     if (!aborted && !refused)

@@ -23,6 +23,8 @@ struct training_script {
     int optimizer_steps, zero_grads;
     int trainers; /* that exist */
     int exchanges;
+    bool hold_passes;           /* backward passes do not end, until aborted */
+    bool nobodys;               /* forward steps have no rows on this slot but for its own tokens */
     bool keep;                  /* saving steps leave something on the device */
     uint64_t save;              /* of the last forward step that was begun */
     uint64_t saved;             /* of the last backward pass */
