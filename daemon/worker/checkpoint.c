@@ -372,14 +372,16 @@ static struct moe_status next_sequence(const char *path, json_int_t *sequence)
     return st;
 }
 
-/* Out of sight before it is taken apart. */
-static struct moe_status remove_kept(int root, const char *name)
+/* Out of sight before it is taken apart: `*gone` as soon as it is, whatever becomes of its files.
+ */
+static struct moe_status remove_kept(int root, const char *name, bool *gone)
 {
     char hidden[MOE_CKPT_HIDDEN_MAX];
     snprintf(hidden, sizeof hidden, ".%s.removed", name);
     MOE_TRY(moe_ckpt__remove_tree(root, hidden));
     if (renameat(root, name, root, hidden) != 0)
         return moe_ckpt__io("renaming");
+    *gone = true;
     return moe_ckpt__remove_tree(root, hidden);
 }
 
@@ -414,11 +416,15 @@ static struct moe_status keep_newest(const struct moe_checkpoint_context *c, con
     MOE_TRY(moe_ckpt__open_root(c->root, &root));
     struct moe_status st = list_kept(root, &list, &count);
     count_ours(list, count, newest, c->writer);
-    for (size_t i = 0; i < count && !moe_failed(&st); i++) {
+    count = moe_failed(&st) ? 0 : count;
+    for (size_t i = 0; i < count; i++) {
         if (!list[i].counts || counted++ < keep || strcmp(list[i].name, newest) == 0)
             continue;
-        st = remove_kept(root, list[i].name);
-        if (moe_failed(&st))
+        bool gone = false;
+        struct moe_status one = remove_kept(root, list[i].name, &gone);
+        if (moe_failed(&one))
+            st = moe_error_context(one, "checkpoint %s", list[i].name);
+        if (!gone)
             continue;
         note_removed(removed, list[i].name);
         moe_log_info("checkpoint %s removed: %s and the %" PRIu32 " before it stay", list[i].name,

@@ -249,6 +249,16 @@ class Checkpoints(unittest.TestCase):
                           g.endpoints[1])
             self.assertEqual(json.loads(told.stdout)["removed"], ["m1"])
 
+    def test_one_that_cannot_be_taken_apart_is_named_and_keeps_no_other(self):
+        with self.group(1) as g:
+            client = Client(g)
+            for i, name in enumerate(["z", "y", "x"]):
+                client.save(name, i + 1)
+            os.makedirs(self.path("y", *["deep"] * 40))  # deeper than anybody goes
+            answer = client.save("a", 4, keep=1)
+            self.assertEqual((list(answer.removed), answer.removed_count), (["x", "y", "z"], 3))
+            self.assertEqual(sorted(os.listdir(self.root)), [".y.removed", "a"])
+
     def test_what_other_trainings_saved_is_kept(self):
         with self.group(1) as g:
             client = Client(g)

@@ -162,7 +162,8 @@ struct moe_client_checkpoint {
     uint64_t answered_lineage; /* load: the new one */
     uint64_t bytes;            /* save, export: written by all workers */
     uint32_t removed_count;    /* save: older ones that `keep` removed; the first are named, newest
-                                  first. An answer that is that of an earlier call has none */
+                                  first. The answer of an earlier call has none, unless its
+                                  Save was still under way as this call was made */
     char removed[MOE_CLIENT_REMOVED_MAX][MOE_CLIENT_NAME_BYTES];
 };
 /* GRADIENTS_PENDING between a Backward and the next step; CHECKPOINT_EXISTS; SAVE_RUNNING while a

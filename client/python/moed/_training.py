@@ -61,7 +61,8 @@ weights_version  of the weights in it, or from now on
 bytes            written by all workers
 lineage          the new one, after loading
 repeated         the answer is that of an earlier call
-removed          names that `keep` removed, newest first, 32 at most; () where `repeated`
+removed          names that `keep` removed, newest first, 32 at most; () where `repeated`, unless
+                 the Save was still under way as this call was made
 """
 
 TrainState = collections.namedtuple(
