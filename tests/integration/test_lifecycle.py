@@ -66,6 +66,37 @@ class Lifecycle(unittest.TestCase):
                 got = np.frombuffer(answer.y_data, np.float32).reshape(want.shape)
                 self.assertLessEqual(relative_error(got, want), 1e-5)
 
+    def test_workers_that_stay_awake_serve_right_and_fall_asleep(self):
+        layer, tokens, x, want = case()
+
+        def spent(pids):
+            """Processor time so far in s."""
+            ticks = 0
+            for pid in pids:
+                with open("/proc/%d/stat" % pid) as file:
+                    ticks += sum(int(n) for n in file.read().rsplit(")", 1)[1].split()[11:13])
+            return ticks / os.sysconf("SC_CLK_TCK")
+
+        with tempfile.NamedTemporaryFile("w", suffix=".conf") as settings:
+            settings.write("spin-us = 1000\n")
+            settings.flush()
+            with group(FAMILY, 2, "--worker-config", settings.name) as g:
+                pids = processes_of(g)
+                with wire.open_channel(g.endpoint) as channel:
+                    workers = wire.get_server_info(channel).workers
+                for _ in range(100):
+                    for endpoint in workers:
+                        with wire.open_channel(endpoint) as channel:
+                            answer = wire.forward(channel, request())
+                        got = np.frombuffer(answer.y_data, np.float32).reshape(want.shape)
+                        self.assertLessEqual(relative_error(got, want), 1e-5)
+                time.sleep(0.5)
+                before = spent(pids)
+                time.sleep(2)
+                idle = spent(pids) - before
+                print("idle for 2 s: %.2f s of processors" % idle)
+                self.assertLess(idle, 0.2)
+
     def test_ctrl_c_answers_what_is_in_flight_and_leaves_no_process(self):
         g = Group(model_directory(FAMILY), 2)
         pids = processes_of(g)

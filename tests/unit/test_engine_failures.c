@@ -207,6 +207,7 @@ static int open_engine(void **state)
     moe_wait_init(&backend.changed);
     pthread_mutex_init(&backend.lock, NULL);
     pthread_mutex_init(&test.lock, NULL);
+    const char *us = getenv("MOE_TEST_SPIN_US"); /* set: with a thread that stays awake */
     const struct moe_engine_config config = {
         .backend = &script,
         .device = (struct moe_device *)(void *)&device_memory,
@@ -217,6 +218,7 @@ static int open_engine(void **state)
         .max_queued_tokens = 1000,
         .announce = on_announce,
         .finished = on_finished,
+        .spin_ns = us == NULL ? 0 : strtoull(us, NULL, 10) * 1000,
     };
     assert_ok(moe_engine_create(&config, &test.engine));
     return 0;

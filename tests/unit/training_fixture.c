@@ -5,6 +5,7 @@
 #include "base/wait.h"
 #include "support/check.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -120,6 +121,8 @@ static int open_engine_with(uint64_t saved_ns, uint32_t lora_rank)
     };
     assert_ok(moe_train_create(&train, &test.train));
     assert_ok(moe_train_attach(test.train, layers, &placement));
+    const char *spin_us = getenv("MOE_TEST_SPIN_US"); /* set: once more with a thread that stays
+                                                         awake */
     const struct moe_engine_config config = {
         .backend = &script_backend,
         .device = (struct moe_device *)(void *)&device_memory,
@@ -132,6 +135,7 @@ static int open_engine_with(uint64_t saved_ns, uint32_t lora_rank)
         .announce = on_announce,
         .announce_training = on_announce_training,
         .finished = on_finished,
+        .spin_ns = spin_us == NULL ? 0 : strtoull(spin_us, NULL, 10) * 1000,
     };
     assert_ok(moe_engine_create(&config, &test.engine));
     begin_view();

@@ -11,6 +11,15 @@ foreach(part engine engine_failures staging)
   moe_test(test_${part} SOURCES test_${part}.c worker_fixture.c
            USES moe_worker_core moe_cpu moe_oracle m LABELS worker)
 endforeach()
+# The same with an engine that stays awake after a step: briefly, so that it also falls asleep, and
+# for so long that it never does.
+foreach(part engine engine_failures training_engine saving_engine)
+  foreach(spin 100 1000000)
+    add_test(NAME test_${part}_awake_${spin} COMMAND test_${part})
+    set_tests_properties(test_${part}_awake_${spin} PROPERTIES TIMEOUT 120 LABELS worker
+      ENVIRONMENT "MOE_TEST_SPIN_US=${spin}")
+  endforeach()
+endforeach()
 foreach(part service service_stream)
   moe_test(test_${part} SOURCES test_${part}.c service_fixture.c worker_fixture.c
            USES moe_worker_core moe_cpu moe_oracle m LABELS worker TIMEOUT 120)
