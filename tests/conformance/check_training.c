@@ -382,6 +382,9 @@ bool check_training(struct subject *s)
                 expect_training(&t, &e) && check_passes(&t, &e) && check_saved(&t) &&
                 check_training_parts(&t) && check_optimizer(&t);
     expected_free(&e);
-    trained_end(&t);
+    if (good)
+        good = check_saved_to_the_end(&t);
+    else
+        trained_end(&t);
     return good && (s->c->seed % 3 != 2 || check_two_trainers(s));
 }

@@ -96,6 +96,8 @@ bool check_training_parts(struct trained *t);
 bool check_optimizer(struct trained *t);
 /* Before weights have moved. Leaves gradients as one pass over the case makes them. */
 bool check_saved(struct trained *t);
+/* trained_end, before which something is saved that must be gone with the trainer. */
+bool check_saved_to_the_end(struct trained *t);
 /* From here on, the oracle computes with the values that trainers hold. Collective. */
 bool follow_values(struct trained *t);
 bool check_lora(struct subject *s);
