@@ -152,7 +152,7 @@ def main():
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32",
                         help="of what travels to the layer and back")
     parser.add_argument("--save-for-backward", action="store_true",
-                        help="the workers keep x until backward")
+                        help="the workers keep x, and what they computed of it, until backward")
     parser.add_argument("--remote-only", action="store_true",
                         help="embedding and head stay as they are: only the remote layer learns")
     parser.add_argument("--seed", type=int, default=0)

@@ -168,8 +168,9 @@ class RemoteMoE(torch.nn.Module):
     layer              a moed.Layer, or its index in the model
     client             moed.Client
     session            Session; None: the client's
-    save_for_backward  the worker keeps x until backward, so that it travels once; where it has been
-                       dropped, x is sent after all. False: nothing is kept, x is sent twice.
+    save_for_backward  the worker keeps x until backward, so that it travels once, and, from 256 tokens
+                       on, all workers keep what they computed of it; where x has been dropped, it is
+                       sent after all. False: nothing is kept, x is sent twice.
     input_only         backward gives the gradient of x only: the layer does not learn
     aux_coeff          coefficient of the load-balance loss, whose gradient is added on the workers
     aux_loss           attribute: that loss, of the last backward
