@@ -323,7 +323,7 @@ class Errors(unittest.TestCase):
     def test_too_many_tokens_are_not_sent(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
             for call in (client.forward, stream.forward):
-                error = self.expect(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOKEN_LIMIT", call, LAYER,
+                error = self.expect(grpc.StatusCode.INVALID_ARGUMENT, "TOKEN_LIMIT", call, LAYER,
                                     rows(101))
                 self.assertIn("at most 100", error.message)
             self.assertEqual(fake.requests, [])

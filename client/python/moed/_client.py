@@ -212,7 +212,7 @@ class Client(TrainingCalls):
         limit = self._info.max_tokens_per_request
         if x.ndim == 2 and 0 < limit < x.shape[0]:
             raise _errors.MoeError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, "TOKEN_LIMIT",
+                grpc.StatusCode.INVALID_ARGUMENT, "TOKEN_LIMIT",
                 "%d tokens; the server takes at most %d in a request" % (x.shape[0], limit))
         return _wire.fill_request(request, layer, x, topk_ids, topk_weights, return_routing)
 
