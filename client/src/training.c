@@ -276,6 +276,7 @@ struct moe_status moe_client_save_checkpoint(struct moe_client *c, struct moe_cl
     const Moe__V1__SaveCheckpointResponse *a = u.message;
     s->change.repeated = a->repeated;
     s->weights_version = a->weights_version;
+    s->answered_lineage = a->lineage;
     s->bytes = a->bytes;
     s->removed_count = a->removed_count;
     memset(s->removed, 0, sizeof s->removed);

@@ -62,6 +62,7 @@ static void reply_save(const struct change *c)
     Moe__V1__SaveCheckpointResponse a;
     moe__v1__save_checkpoint_response__init(&a);
     a.weights_version = c->answer.outcome.weights_version;
+    a.lineage = c->answer.outcome.lineage;
     a.bytes = c->answer.outcome.bytes;
     a.repeated = c->answer.repeated;
     const struct moe_checkpoint_removed *removed = &c->answer.removed;

@@ -208,7 +208,7 @@ class FakeWorker(grpc.GenericRpcHandler):
 
     def SaveCheckpoint(self, request):
         return self.once(request.step_id, request, lambda: training_pb2.SaveCheckpointResponse(
-            weights_version=1 + self.ledger.steps, bytes=1000))
+            weights_version=1 + self.ledger.steps, bytes=1000, lineage=self.ledger.lineage))
 
     def LoadCheckpoint(self, request):
         return self.once(request.step_id, request, lambda: training_pb2.LoadCheckpointResponse(
@@ -336,7 +336,8 @@ class Calls(unittest.TestCase):
             client.set_frozen(["router", "shared"], step_id=2)
             sent = worker.requests[-1][1]
             self.assertEqual((sent.router, sent.experts, sent.shared), (True, False, True))
-            self.assertEqual(client.save_checkpoint("a", step_id=3, keep=2).bytes, 1000)
+            saved = client.save_checkpoint("a", step_id=3, keep=2)
+            self.assertEqual((saved.bytes, saved.lineage), (1000, 4))
             self.assertEqual(worker.requests[-1][1].keep, 2)
             self.assertEqual(client.load_checkpoint("a", step_id=4).lineage, 5)
             self.assertEqual(client.export_adapter("b", step_id=5).bytes, 10)
@@ -454,7 +455,8 @@ class RealGroup(unittest.TestCase):
                 FAMILY, 2, "--training-dir", root) as g, moed.Client(g.endpoints[0]) as client:
             here = ("--endpoint", g.endpoints[1])
             said = json.loads(moectl("training", "save", "start", "-o", "json", *here).stdout)
-            self.assertEqual((said["name"], said["weightsVersion"]), ("start", "1"))
+            self.assertEqual((said["name"], said["weightsVersion"], said["lineage"]),
+                             ("start", "1", str(client.train_state().lineage)))
             self.assertEqual(moectl("training", "save", "start", *here, check=False).returncode, 7)
             self.assertEqual(moectl("training", "load", "none", *here, check=False).returncode, 4)
             seen = client.forward(layer, x, return_routing=True)
@@ -465,6 +467,7 @@ class RealGroup(unittest.TestCase):
             client.optimizer_step(1e-2, step_id=step_id)
             self.assertFalse(np.array_equal(client.forward(layer, x), seen.y))
             kept = client.save_checkpoint("after", step_id=step_id + 1)
+            self.assertEqual(kept.lineage, state.lineage)
             self.assertEqual(client.save_checkpoint("after", step_id=step_id + 1),
                              kept._replace(repeated=True))
             self.assertIn("loaded start", moectl("training", "load", "start", *here).stdout)

@@ -207,6 +207,7 @@ static void on_save(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
     snprintf(sides[f->slot].name, sizeof sides[f->slot].name, "%s %u", q->name, q->keep);
     Moe__V1__SaveCheckpointResponse a = MOE__V1__SAVE_CHECKPOINT_RESPONSE__INIT;
     a.weights_version = 9;
+    a.lineage = 2;
     a.bytes = 12345;
     char *removed[40]; /* more than a client can name */
     for (a.n_removed = 0; a.n_removed < 40; a.n_removed++)
@@ -536,7 +537,7 @@ static void changes_say_what_they_were_told(void **state)
     struct moe_client_checkpoint p = {.change = {.step_id = 6}, .name = "epoch-1", .keep = 3};
     assert_ok(moe_client_save_checkpoint(c, &p));
     assert_string_equal(sides[0].name, "epoch-1 3");
-    assert_true(p.bytes == 12345 && p.weights_version == 9);
+    assert_true(p.bytes == 12345 && p.weights_version == 9 && p.answered_lineage == 2);
     assert_int_equal(p.removed_count, 41);
     for (int i = 0; i < MOE_CLIENT_REMOVED_MAX; i++)
         assert_string_equal(p.removed[i], "old");

@@ -159,7 +159,7 @@ struct moe_client_checkpoint {
         keep; /* save: only this many newest stay of those the group saved or came from; 0 = all */
     /* answer */
     uint64_t weights_version;  /* save, load: of the weights in it; from now on */
-    uint64_t answered_lineage; /* load: the new one */
+    uint64_t answered_lineage; /* save: of the state in it; load: the new one */
     uint64_t bytes;            /* save, export: written by all workers */
     uint32_t removed_count;    /* save: older ones that `keep` removed; the first are named, newest
                                   first. The answer of an earlier call has none, unless its

@@ -59,7 +59,7 @@ does not tell is 0.
 
 weights_version  of the weights in it, or from now on
 bytes            written by all workers
-lineage          the new one, after loading
+lineage          of the state in it, or the new one after loading
 repeated         the answer is that of an earlier call
 removed          names that `keep` removed, newest first, 32 at most; () where `repeated`, unless
                  the Save was still under way as this call was made
@@ -225,7 +225,7 @@ class TrainingCalls:
             step_id=_check_id("step_id", step_id), lineage=lineage,
             name=_check_name("name", name), keep=keep),
             self._training_deadline(timeout))
-        return Checkpoint(answer.weights_version, answer.bytes, 0, answer.repeated,
+        return Checkpoint(answer.weights_version, answer.bytes, answer.lineage, answer.repeated,
                           tuple(answer.removed))
 
     def load_checkpoint(self, name, *, step_id, lineage=0, timeout=None):
