@@ -31,9 +31,10 @@ static struct moe_status add_metrics(struct moe_metrics *m, struct moe_train_met
     MOE_TRY(add_counter(m, "moe_train_skipped_steps_total",
                         "Optimizer steps that moved nothing because a gradient was not finite.",
                         &to->skipped));
-    MOE_TRY(add_counter(m, "moe_train_repeats_total",
-                        "Training calls that had been run before and were not run again.",
-                        &to->repeats));
+    MOE_TRY(add_counter(
+        m, "moe_train_repeats_total",
+        "Repeats that this worker was asked: calls that had been run and were not run again.",
+        &to->repeats));
     MOE_TRY(add_gauge(m, "moe_weights_version", "Version of the weights.", &to->version));
     MOE_TRY(add_gauge(m, "moe_train_lineage",
                       "Rises when the group goes back to a checkpoint or to the model as loaded.",

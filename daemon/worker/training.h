@@ -137,6 +137,10 @@ struct moe_train_answer {
     struct moe_saved_record *record; /* of a repeated Backward: the kept answer, with a reference */
 };
 
+/* Any thread: one more repeat in moe_train_repeats_total, for a caller that answers one by itself;
+ * recall and the tickets count theirs. Counted by the worker that was asked, and once. */
+void moe_train_count_repeat(struct moe_train *t);
+
 /* Any thread: the answer to a call that has been run, if it is known here without a ticket; false
  * means nothing. */
 bool moe_train_recall(struct moe_train *t, const struct moe_train_call *call,

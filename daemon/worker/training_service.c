@@ -123,6 +123,7 @@ static struct moe_status answer_without_x(struct backward *b)
     if (memcmp(known.content.said, r->call.content.said, sizeof known.content.said) != 0)
         return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED,
                          "id %llu was used for something else", (unsigned long long)r->call.id);
+    moe_train_count_repeat(s->config.training);
     r->answer.record = moe_saved_get(moe_train_answers(s->config.training), r->call.session,
                                      r->call.id, r->received_ns);
     if (r->answer.record == NULL || !moe_backward_matches(r->answer.record, r))

@@ -293,13 +293,12 @@ struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ti
     end_activations(t, call, turn, done);
     if (done) {
         st = end_run(t, ticket, call, turn, outcome, answer);
-    } else if (turn->repeat) {
-        if (t->metrics.repeats != NULL)
-            moe_counter_add(t->metrics.repeats, 1);
+    } else if (turn->repeat && ticket->order.origin == t->slot) {
         pthread_mutex_lock(&t->lock);
-        if (ticket->order.origin == t->slot)
-            st = answer_repeat(t, call, answer);
+        st = answer_repeat(t, call, answer);
         pthread_mutex_unlock(&t->lock);
+        if (st.reason != MOE_REASON_RECORDED_ELSEWHERE) /* the other worker counts it */
+            moe_train_count_repeat(t);
     }
     moe_train__show(t);
     return st;
@@ -314,6 +313,12 @@ void moe_train_torn(struct moe_train *t)
 
 /* ------------------------------------------------------------- before a ticket is asked for */
 
+void moe_train_count_repeat(struct moe_train *t)
+{
+    if (t->metrics.repeats != NULL)
+        moe_counter_add(t->metrics.repeats, 1);
+}
+
 bool moe_train_recall(struct moe_train *t, const struct moe_train_call *call,
                       struct moe_train_answer *answer)
 {
@@ -326,7 +331,10 @@ bool moe_train_recall(struct moe_train *t, const struct moe_train_call *call,
         st = answer_repeat(t, call, answer);
     pthread_mutex_unlock(&t->lock);
     /* A Backward that is recorded here and has no answer may be about to get one. */
-    return turn.repeat && !moe_failed(&st);
+    bool is_answered = turn.repeat && !moe_failed(&st);
+    if (is_answered)
+        moe_train_count_repeat(t);
+    return is_answered;
 }
 
 bool moe_train_knows(struct moe_train *t, const struct moe_train_call *call,
