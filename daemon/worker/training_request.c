@@ -111,10 +111,16 @@ static struct moe_status check_routing(struct parse *p, const Head *h)
 
 /* -------------------------------------------------------------------------- content */
 
+/* The version as it was sent: gradients of other weights are another answer. The lineage
+ * is no part, for one that is not the present one is refused before anything is looked up. */
 static void hash_said(struct moe_backward_request *r, const Head *h, size_t dy_bytes)
 {
-    const uint64_t numbers[] = {h->layer, h->tokens, (uint64_t)h->dtype, h->input_only != 0,
-                                h->return_weight_gradients != 0};
+    const uint64_t numbers[] = {h->layer,
+                                h->tokens,
+                                (uint64_t)h->dtype,
+                                h->input_only != 0,
+                                h->return_weight_gradients != 0,
+                                h->weights_version};
     moe_content_mix(r->call.content.said, numbers, sizeof numbers);
     moe_content_mix(r->call.content.said, &h->aux_coeff, sizeof h->aux_coeff);
     moe_content_mix(r->call.content.said, moe_buffer_data(r->dy), dy_bytes);

@@ -2,8 +2,11 @@
 
 import json
 import random
+import re
+import socket
 import tempfile
 import unittest
+import urllib.request
 
 import grpc
 import numpy as np
@@ -128,12 +131,67 @@ class Repeats(unittest.TestCase):
                                       batch=5, **fields)
                     self.assertEqual(what, ("ALREADY_EXISTS", "ID_REUSED"))
             one.optimizer_step(step=7)
+            # Of other weights it is another call, with x or without.
+            for t in (one, two):
+                self.assertEqual(
+                    refusal(t.backward, layer, dy, x, routing, batch=5, weights_version=2)[0],
+                    ("ALREADY_EXISTS", "ID_REUSED"))
+            self.assertEqual(refusal(one.backward, layer, dy, batch=5, weights_version=2)[0],
+                             ("ALREADY_EXISTS", "ID_REUSED"))
+            self.assertTrue(one.backward(layer, dy, x, routing, batch=5).repeated)
             for t in (one, two):
                 self.assertEqual(refusal(t.optimizer_step, 0.5, step=7)[0],
                                  ("ALREADY_EXISTS", "ID_REUSED"))
                 self.assertEqual(refusal(t.call, "ZeroGrad", training.ZeroGradRequest(step_id=7))[0],
                                  ("ALREADY_EXISTS", "ID_REUSED"))
             self.assertEqual(one.state().weights_version, 2)
+            one.close(), two.close()
+
+    def test_every_repeat_is_counted_once(self):
+        layer, x, dy = case()
+        ports = []
+        for _ in range(2):
+            with socket.socket() as s:  # the series' port has to be known beforehand
+                s.bind(("127.0.0.1", 0))
+                ports.append(s.getsockname()[1])
+
+        def counts():
+            pages = [urllib.request.urlopen("http://127.0.0.1:%d/metrics" % p).read().decode()
+                     for p in ports]
+            return [float(re.search(r"^moe_train_repeats_total (\S+)$", page,
+                                    re.MULTILINE).group(1)) for page in pages]
+
+        with training_group(FAMILY, 2) as g:
+            # Started again with a port each, for those of a group have the same arguments.
+            for slot, port in enumerate(ports):
+                epoch = g.info(1 - slot).epoch
+                g.kill_worker(slot)
+                g.start_worker(slot, "--metrics-listen", "127.0.0.1:%d" % port)
+                g.wait_serving(above=epoch)
+            one, two = (Trainer(endpoint) for endpoint in g.endpoints)
+            routing = one.forward(layer, x)
+            first = one.backward_request(layer, dy, x, routing)
+            self.assertFalse(one.call("Backward", first).repeated)
+            self.assertEqual(counts(), [0, 0])
+            for _ in range(5):
+                self.assertTrue(one.call("Backward", first).repeated)
+            self.assertEqual(counts(), [5, 0])
+            # Without x it is answered from what is recorded as well.
+            for name in ("x", "topk_ids", "routing_mode", "topk_ids_dtype"):
+                first.ClearField(name)
+            self.assertTrue(one.call("Backward", first).repeated)
+            self.assertEqual(counts(), [6, 0])
+            one.optimizer_step(step=1)
+            self.assertTrue(two.optimizer_step(step=1).repeated)
+            self.assertEqual(counts(), [6, 1])
+            # In flight together: those that come to a turn of their own are counted there.
+            call = two.channel.unary_unary(
+                "/moe.v1.TrainingService/Backward",
+                response_deserializer=training.BackwardResponse.FromString)
+            raw = two.backward_request(layer, dy, x, routing, batch=2).SerializeToString()
+            answers = [f.result() for f in [call.future(raw, timeout=30) for _ in range(6)]]
+            self.assertEqual(sum(a.repeated for a in answers), 5)
+            self.assertEqual(counts(), [6, 6])
             one.close(), two.close()
 
     def test_an_id_below_a_forgotten_one_is_refused(self):
