@@ -224,7 +224,9 @@ struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
 {
     /* A group that restarts should be found again within seconds, not the default two minutes. */
     enum { FIRST_BACKOFF_MS = 100, LONGEST_BACKOFF_MS = 5000 };
-    uint32_t largest = config->max_message_bytes;
+    uint32_t largest = config->max_message_bytes, longest = config->reconnect_ms;
+    if (longest == 0 || longest > LONGEST_BACKOFF_MS)
+        longest = LONGEST_BACKOFF_MS;
     *out = NULL;
     if (largest == 0)
         largest = MOE_RPC_DEFAULT_MESSAGE_BYTES;
@@ -247,7 +249,7 @@ struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
         int_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
         int_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
         int_arg(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, FIRST_BACKOFF_MS),
-        int_arg(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, LONGEST_BACKOFF_MS),
+        int_arg(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, (int)longest),
     };
     struct moe_rpc_channel *ch = calloc(1, sizeof *ch);
     if (ch == NULL)

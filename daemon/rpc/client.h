@@ -24,6 +24,7 @@ struct moe_rpc_channel_config {
     const char *target;         /* "host:port" */
     uint32_t max_message_bytes; /* 0 = 256 MiB */
     bool own_connection;        /* do not share a connection with channels to the same target */
+    uint32_t reconnect_ms; /* longest pause between two tries to connect, at most 5000; 0 = 5000 */
 };
 
 /* Connects lazily. */

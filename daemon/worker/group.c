@@ -14,6 +14,10 @@ enum {
     MESSAGE_BYTES_MAX = 8 << 20, /* an assignment of 256 layers of 512 experts is well below */
     BACKOFF_MIN_MS = 100,
     BACKOFF_MAX_MS = 2000,
+    /* A restarted coordinator gives its members one lease to come back: both pauses together, this
+     * one of the connection and that of the session, stay well below it. */
+    RECONNECT_MS = 500,
+    BACKOFFS_PER_LEASE = 8,
     REASON_BYTES = 160,
     GIVEN_UP_RETRY_MS = 500,
 };
@@ -215,8 +219,13 @@ static struct moe_rpc_stream *take_stream(struct moe_group *g)
 
 static void plan_reconnect(struct moe_group *g)
 {
+    uint32_t longest = BACKOFF_MAX_MS;
+    if (g->lease_ms != 0 && g->lease_ms / BACKOFFS_PER_LEASE < longest)
+        longest = g->lease_ms / BACKOFFS_PER_LEASE;
+    if (longest < BACKOFF_MIN_MS)
+        longest = BACKOFF_MIN_MS;
     g->reconnect_ns = moe_clock_ns() + g->backoff_ms * MOE_NS_PER_MS;
-    g->backoff_ms = g->backoff_ms * 2 < BACKOFF_MAX_MS ? g->backoff_ms * 2 : BACKOFF_MAX_MS;
+    g->backoff_ms = g->backoff_ms * 2 < longest ? g->backoff_ms * 2 : longest;
 }
 
 static void connect_stream(struct moe_group *g)
@@ -410,6 +419,7 @@ struct moe_status moe_group_start(const struct moe_group_config *config, struct 
         .target = config->coordinator,
         .max_message_bytes = MESSAGE_BYTES_MAX,
         .own_connection = true,
+        .reconnect_ms = RECONNECT_MS,
     };
     struct moe_status st;
     MOE_TRY_GOTO(st, moe_gather_create(moe_group__send_blob, g, &g->gather), fail);

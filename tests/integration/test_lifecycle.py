@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -12,7 +13,7 @@ import unittest
 import grpc
 import numpy as np
 
-from group import Group, golden_cases, group, main, model_directory, moectl, relative_error
+from group import BUILD, Group, golden_cases, group, main, model_directory, moectl, relative_error
 import wire
 from wire import expert
 
@@ -42,6 +43,52 @@ def request():
     layer, tokens, x, _ = case()
     return expert.ForwardRequest(layer=layer, tokens=tokens, hidden=x.shape[1], dtype=1,
                                  x_data=x.tobytes())
+
+
+def start_daemon(role, *arguments):
+    """A daemon without moectl; (process, its address)."""
+    ready, told = os.pipe()
+    process = subprocess.Popen(
+        [os.path.join(BUILD, "daemon", role, "moe-" + role), *arguments, "--ready-fd", str(told),
+         "--log-level", "error"], pass_fds=[told])
+    os.close(told)
+    with os.fdopen(ready) as line:
+        return process, line.readline().strip()
+
+
+class Coordinator(unittest.TestCase):
+    def test_members_come_back_within_a_lease_after_a_long_absence(self):
+        """However long it was away (pauses between tries grow), the group goes on in its epoch."""
+        state = tempfile.mkdtemp(prefix="moed-test-")
+        self.addCleanup(shutil.rmtree, state, True)
+
+        def daemon(role, *arguments):
+            process, address = start_daemon(role, *arguments)
+            self.addCleanup(lambda: (process.kill(), process.wait()))
+            return process, address
+
+        def coordinator(listen):
+            return daemon("coordinator", "--listen", listen, "--workers", "2", "--lease-ms",
+                          "2000", "--state-dir", state)
+
+        def status():
+            done = moectl("status", "--endpoint", address, "-o", "json", check=False)
+            return json.loads(done.stdout) if done.returncode == 0 else {"state": "UNREACHABLE"}
+
+        process, address = coordinator("127.0.0.1:0")
+        for _ in range(2):
+            daemon("worker", "--model", model_directory(FAMILY), "--coordinator", address,
+                   "--backend", "cpu")
+        self.assertTrue(wait_until(lambda: status()["state"] == "SERVING", 30))
+        epoch = status()["epoch"]
+        process.kill()
+        process.wait()
+        time.sleep(12)
+        coordinator(address)
+        self.assertTrue(wait_until(lambda: status()["state"] == "SERVING", 10))
+        self.assertEqual(status()["epoch"], epoch)
+        time.sleep(2.5)  # past the lease: nobody was missed
+        self.assertEqual((status()["state"], status()["epoch"]), ("SERVING", epoch))
 
 
 class Lifecycle(unittest.TestCase):
