@@ -87,6 +87,14 @@ static struct moe_status wait_silent(const char *const *endpoints, size_t count,
     return moe_ok();
 }
 
+/* A worker that registered without an address cannot be asked whether it has gone. */
+static void say_silent(const Moe__V1__WorkerStatus *w)
+{
+    if (w->endpoint[0] == '\0')
+        moectl_say("slot %u (worker %s) said no address: whether it ends is not watched", w->slot,
+                   w->worker_id);
+}
+
 static struct moe_status down_by_endpoint(const struct down *d, uint64_t deadline_ns)
 {
     struct moectl_link *link = NULL;
@@ -95,8 +103,11 @@ static struct moe_status down_by_endpoint(const struct down *d, uint64_t deadlin
     const char *endpoints[MOE_MAX_SLOTS + 1] = {d->common.endpoint};
     size_t count = 1;
     for (size_t i = 0; i < status->n_workers && count <= MOE_MAX_SLOTS; i++)
-        if (status->workers[i]->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE)
-            endpoints[count++] = status->workers[i]->endpoint;
+        if (status->workers[i]->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE) {
+            say_silent(status->workers[i]);
+            if (status->workers[i]->endpoint[0] != '\0')
+                endpoints[count++] = status->workers[i]->endpoint;
+        }
     if (count > 1)
         say_unsaved(endpoints[1], deadline_ns);
     struct moe_status st = ask(d, link, deadline_ns);

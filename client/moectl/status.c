@@ -31,7 +31,7 @@ static void print_workers(const Moe__V1__GetStatusResponse *s)
     for (size_t i = 0; i < s->n_workers; i++) {
         const Moe__V1__WorkerStatus *w = s->workers[i];
         printf("%4" PRIu32 "  %-22s %-11s %12" PRIu64 " %10" PRIu64 " %6.1f MiB %6.1f s  %s\n",
-               w->slot, w->endpoint,
+               w->slot, w->endpoint[0] != '\0' ? w->endpoint : "(none)",
                moectl_enum_name(&moe__v1__worker_state__descriptor, (int)w->state), w->tokens,
                w->steps, (double)w->loaded_bytes / (1024.0 * 1024.0),
                (double)w->lease_remaining_ms / 1000.0, w->worker_id);

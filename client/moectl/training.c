@@ -60,7 +60,9 @@ static void print_table(const Moe__V1__GetTrainStateResponse *s)
         printf("\n");
     }
     printf("checkpoint  %s", s->checkpoint[0] != '\0' ? s->checkpoint : "none");
-    printf(s->unsaved_steps != 0 ? "; %" PRIu64 " steps since\n" : "\n", s->unsaved_steps);
+    if (s->unsaved_steps != 0)
+        printf("; %" PRIu64 " step%s since", s->unsaved_steps, s->unsaved_steps == 1 ? "" : "s");
+    printf("\n");
     bool saving = s->saving[0] != '\0';
     if (saving || s->loading[0] != '\0')
         printf("%s     %s: %.1f of %.1f MiB of this worker\n", saving ? "saving " : "loading",
