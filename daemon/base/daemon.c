@@ -97,6 +97,8 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
     struct moe_status st = moe_ok();
     if (s->metrics_listen != NULL)
         st = moe_endpoint_check_listen("--metrics-listen", s->metrics_listen);
+    if (!moe_failed(&st) && s->metrics_listen != NULL && !s->insecure)
+        st = moe_endpoint_check_loopback(s->metrics_listen);
     if (moe_failed(&st))
         return usage(d, st.text);
     if (s->ready_fd != 0 && fcntl((int)s->ready_fd, F_GETFD) < 0)

@@ -1,5 +1,7 @@
 #include "base/endpoint.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
 #include <string.h>
 
 enum { PORT_MAX = 65535, PORT_DIGITS_MAX = 5 };
@@ -49,4 +51,37 @@ struct moe_status moe_endpoint_check(const char *setting, const char *text)
 struct moe_status moe_endpoint_check_listen(const char *setting, const char *text)
 {
     return check(setting, text, 0);
+}
+
+static bool is_loopback(const char *host)
+{
+    struct in_addr v4;
+    struct in6_addr v6;
+    if (inet_pton(AF_INET, host, &v4) == 1)
+        return ntohl(v4.s_addr) >> 24 == 127;
+    if (inet_pton(AF_INET6, host, &v6) == 1)
+        return IN6_IS_ADDR_LOOPBACK(&v6);
+    return strcmp(host, "localhost") == 0;
+}
+
+struct moe_status moe_endpoint_check_loopback(const char *text)
+{
+    char host[256];
+    const char *colon = strrchr(text, ':');
+    size_t length = colon != NULL ? (size_t)(colon - text) : strlen(text);
+    bool bracketed = length > 2 && text[0] == '[' && text[length - 1] == ']';
+    if (bracketed) {
+        text++;
+        length -= 2;
+    }
+    if (length < sizeof host) {
+        memcpy(host, text, length);
+        host[length] = '\0';
+        if (is_loopback(host))
+            return moe_ok();
+    }
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                     "%.*s is not a loopback address: listening there, without TLS, needs "
+                     "--insecure",
+                     length < sizeof host ? (int)length : (int)sizeof host, text);
 }

@@ -16,4 +16,9 @@ struct moe_status moe_endpoint_check(const char *setting, const char *text) MOE_
 /* The same for an address to listen on, where port 0 means any free port. */
 struct moe_status moe_endpoint_check_listen(const char *setting, const char *text) MOE_CHECKED;
 
+/* Refuses an address (of the form above) whose host is not a loopback address or "localhost": there
+ * a daemon listens only when told --insecure, which the text names. Errors: MOE_INVALID_ARGUMENT,
+ * CONFIG_INVALID. */
+struct moe_status moe_endpoint_check_loopback(const char *text) MOE_CHECKED;
+
 #endif

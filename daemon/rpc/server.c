@@ -2,6 +2,7 @@
 #include "rpc/server.h"
 
 #include "base/clock.h"
+#include "base/endpoint.h"
 #include "base/wait.h"
 #include "rpc/serving.h"
 
@@ -44,27 +45,14 @@ static struct moe_status split_address(const char *listen, char *host, size_t ca
     return moe_ok();
 }
 
-static bool is_loopback(const char *host)
-{
-    struct in_addr v4;
-    struct in6_addr v6;
-    if (inet_pton(AF_INET, host, &v4) == 1)
-        return ntohl(v4.s_addr) >> 24 == 127;
-    if (inet_pton(AF_INET6, host, &v6) == 1)
-        return IN6_IS_ADDR_LOOPBACK(&v6);
-    return strcmp(host, "localhost") == 0;
-}
-
 static struct moe_status check_config(const struct moe_rpc_server_config *config, bool *loopback)
 {
     char host[256];
     MOE_TRY(split_address(config->listen, host, sizeof host));
-    *loopback = is_loopback(host);
+    struct moe_status st = moe_endpoint_check_loopback(config->listen);
+    *loopback = !moe_failed(&st);
     if (!*loopback && !config->insecure)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "%s is not a loopback address: listening there without TLS has to be "
-                         "allowed explicitly",
-                         host);
+        return st;
     if (config->max_message_bytes == 0 || config->max_message_bytes > INT_MAX)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "largest message must be between 1 byte and 2 GiB - 1");

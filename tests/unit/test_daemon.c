@@ -91,7 +91,11 @@ static void what_makes_no_sense_is_refused_before_anything_runs(void **state)
     assert_int_equal(START("--name", "a", "--config", "/no/such/file"), 2);
     assert_int_equal(START("--name", "a", "argument"), 2);
     assert_int_equal(START("--nonsense"), 2);
+    assert_int_equal(START("--name", "a", "-m", "0.0.0.0:1"), 2); /* to all, without --insecure */
+    assert_int_equal(START("--name", "a", "-m", "[::]:1"), 2);
     assert_int_equal(runs, 0);
+    assert_int_equal(START("--name", "a", "-m", "0.0.0.0:1", "--insecure"), 0);
+    assert_int_equal(runs, 1);
 }
 
 static void the_address_is_written_once_as_a_line(void **state)

@@ -237,6 +237,8 @@ static void only_loopback_is_listened_on_unless_told_otherwise(void **state)
     for (size_t i = 0; i < sizeof malformed / sizeof *malformed; i++)
         assert_refused(try_start(malformed[i], true), MOE_INVALID_ARGUMENT,
                        MOE_REASON_CONFIG_INVALID);
+    struct moe_status st = try_start("0.0.0.0:0", false);
+    assert_non_null(strstr(st.text, "--insecure")); /* what to do about it */
     assert_ok(try_start("127.0.0.1:0", false));
     assert_ok(try_start("127.9.9.9:0", false));
     assert_ok(try_start("localhost:0", false));
