@@ -47,9 +47,14 @@ static struct moe_status parse_double(const struct moe_option *o, const char *te
 {
     char *end;
     double v = strtod(text, &end);
-    if (end == text || *end != '\0' || !isfinite(v) || v < (double)o->min ||
-        (o->max != 0 && v > (double)o->max))
-        return bad_value(text, "a number in range");
+    if (end == text || *end != '\0' || !isfinite(v))
+        return bad_value(text, "a number");
+    if (v < (double)o->min && o->max == 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "%.64s is below %" PRIu64,
+                         text, o->min);
+    if (v < (double)o->min || (o->max != 0 && v > (double)o->max))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "%.64s is outside [%" PRIu64 ", %" PRIu64 "]", text, o->min, o->max);
     *(double *)o->value = v;
     return moe_ok();
 }

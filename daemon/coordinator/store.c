@@ -293,10 +293,12 @@ static struct moe_status open_files(struct moe_store *s, const char *directory,
                                     struct moe_membership_saved *state)
 {
     if (mkdir(directory, 0700) != 0 && errno != EEXIST)
-        return io_error("cannot create the state directory");
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot create the state directory %s: %s",
+                         directory, strerror(errno));
     s->dir = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (s->dir < 0)
-        return io_error("cannot open the state directory");
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot open the state directory %s: %s",
+                         directory, strerror(errno));
     s->lock = openat(s->dir, lock_name, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (s->lock < 0)
         return io_error("cannot open the lock of the state directory");

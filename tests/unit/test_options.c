@@ -108,7 +108,7 @@ static void bad_flags_are_refused_with_their_name(void **unused)
         {"--memory", "99999999999T", "memory"},
         {"--memory", "1K", "memory"},
         {"--rate", "nan", "rate"},
-        {"--rate", "11", "rate"},
+        {"--rate", "11", "outside [0, 10]"},
         {"--rate", "-1", "rate"},
         {"--rate", "1,5", "rate"},
         {"--optimizer", "adam", "--optimizer: 'adam' is none of off|adamw|sgd"},

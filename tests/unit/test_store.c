@@ -113,6 +113,17 @@ static void only_one_process_has_it_open(void **unused)
     moe_store_close(s);
 }
 
+static void a_directory_that_cannot_be_is_named(void **unused)
+{
+    (void)unused;
+    struct moe_membership_saved found;
+    struct moe_store *s = NULL;
+    struct moe_status st = moe_store_open("/no/such/folder", &s, &found);
+    assert_int_equal(st.code, MOE_UNAVAILABLE);
+    assert_non_null(strstr(st.text, "/no/such/folder: "));
+    assert_null(s);
+}
+
 static void the_file_stays_small(void **unused)
 {
     (void)unused;
@@ -313,6 +324,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         STORE_TEST(a_restart_finds_the_last_state),
         STORE_TEST(only_one_process_has_it_open),
+        STORE_TEST(a_directory_that_cannot_be_is_named),
         STORE_TEST(the_file_stays_small),
         STORE_TEST(a_torn_tail_loses_no_acknowledged_epoch),
         STORE_TEST(no_flipped_bit_makes_an_epoch_fall),
