@@ -87,11 +87,11 @@ static struct moe_status wait_silent(const char *const *endpoints, size_t count,
     return moe_ok();
 }
 
-/* A worker that registered without an address cannot be asked whether it has gone. */
+/* A restarted coordinator knows no address of a worker that has not come back to it. */
 static void say_silent(const Moe__V1__WorkerStatus *w)
 {
     if (w->endpoint[0] == '\0')
-        moectl_say("slot %u (worker %s) said no address: whether it ends is not watched", w->slot,
+        moectl_say("slot %u (worker %s) has no known address: its end is not watched", w->slot,
                    w->worker_id);
 }
 
