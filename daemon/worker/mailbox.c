@@ -3,16 +3,15 @@
  * as well and never read it back from shared memory. */
 #include "worker/mailbox.h"
 
+#include "base/random.h"
 #include "base/size.h"
 #include "moe/types.h"
 #include "worker/shared.h"
 
-#include <errno.h>
 #include <stdalign.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 #define MAGIC UINT64_C(0x314c49414d656f6d) /* "moeMAIL1" */
@@ -54,16 +53,6 @@ struct moe_post {
 
 /* ------------------------------------------------------------------------ reading */
 
-static struct moe_status choose_key(uint64_t *out)
-{
-    do {
-        if (getrandom(out, sizeof *out, 0) != (ssize_t)sizeof *out)
-            return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "no random numbers: %s",
-                             strerrorname_np(errno));
-    } while (*out == 0);
-    return moe_ok();
-}
-
 struct moe_status moe_mailbox_create(struct moe_bell *bell, struct moe_mailbox **out)
 {
     struct moe_mailbox *m = calloc(1, sizeof *m);
@@ -72,7 +61,7 @@ struct moe_status moe_mailbox_create(struct moe_bell *bell, struct moe_mailbox *
                          "no memory for a mailbox");
     struct moe_status st;
     m->bell = bell;
-    MOE_TRY_GOTO(st, choose_key(&m->key), fail);
+    MOE_TRY_GOTO(st, moe_random_id(&m->key), fail);
     MOE_TRY_GOTO(st, moe_shared_create("moe-mailbox", sizeof *m->box, &m->memory), fail);
     m->box = m->memory.base;
     m->box->magic = MAGIC;

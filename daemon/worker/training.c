@@ -2,9 +2,10 @@
  * worker/training.h. training_tickets.c changes it, training_agreement.c as a group forms. */
 #include "worker/training_state.h"
 
+#include "base/random.h"
+
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 
 /* ---------------------------------------------------------------------------- series */
 
@@ -104,13 +105,6 @@ static struct moe_status check_config(const struct moe_train_config *c)
     return moe_ok();
 }
 
-static struct moe_status choose_writer(uint64_t *writer)
-{
-    return getrandom(writer, sizeof *writer, 0) == (ssize_t)sizeof *writer
-               ? moe_ok()
-               : moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "no random numbers");
-}
-
 struct moe_status moe_train_create(const struct moe_train_config *config, struct moe_train **out)
 {
     MOE_TRY(check_config(config));
@@ -124,7 +118,7 @@ struct moe_status moe_train_create(const struct moe_train_config *config, struct
     t->weights_version = 1;
     t->activation_limit = config->saved_device_bytes;
     struct moe_status st;
-    MOE_TRY_GOTO(st, choose_writer(&t->writer), fail);
+    MOE_TRY_GOTO(st, moe_random_id(&t->writer), fail);
     t->trainers = calloc(config->layer_count + 1, sizeof(struct moe_trainer *));
     MOE_TRY_GOTO(st,
                  t->trainers != NULL ? moe_ok()

@@ -5,6 +5,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/random.h"
 #include "base/wait.h"
 #include "descriptors.h"
 #include "rpc/client.h"
@@ -12,11 +13,9 @@
 #include "worker/training.h"
 #include "worker/training_service.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 enum {
@@ -366,16 +365,6 @@ static struct moe_status start_group(struct moe_worker *w)
     return moe_group_start(&group, &w->group);
 }
 
-static struct moe_status choose_incarnation(uint64_t *out)
-{
-    do {
-        if (getrandom(out, sizeof *out, 0) != (ssize_t)sizeof *out)
-            return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "no random numbers: %s",
-                             strerrorname_np(errno));
-    } while (*out == 0);
-    return moe_ok();
-}
-
 static struct moe_status add_metrics(struct moe_worker *w)
 {
     if (w->config.metrics == NULL)
@@ -401,7 +390,7 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
     struct moe_status st;
     w->config = *config;
     pthread_mutex_init(&w->told_lock, NULL);
-    MOE_TRY_GOTO(st, choose_incarnation(&w->incarnation), fail);
+    MOE_TRY_GOTO(st, moe_random_id(&w->incarnation), fail);
     MOE_TRY_GOTO(st, add_metrics(w), fail);
     MOE_TRY_GOTO(st, open_model(w), fail);
     MOE_TRY_GOTO(st, create_training(w), fail);
