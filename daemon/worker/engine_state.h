@@ -19,8 +19,8 @@ enum {
      * news that comes by the bell alone is read so much later at most, and never later than the
      * end of that step. On a member this delays the start of a copy that overlaps the running
      * step; on the sequencer, whose peers' `done` comes so, the order of the next ticket, so that
-     * copy on all slots. Turns of 50 us gained nothing that could be measured (RESULTS.md). With
-     * spin_ns the bell is watched all the time. */
+     * copy on all slots. Turns of 50 us gained nothing that could be measured (results/serving.md).
+     * With spin_ns the bell is watched all the time. */
     TURN_NS = 200000,
 };
 _Static_assert(CALLS_MAX + SAVING_MAX <= MOE_SEQUENCER_CALLS, "the sequencer takes all that wait");

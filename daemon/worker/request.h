@@ -36,8 +36,8 @@ _Static_assert(sizeof(struct moe_saved_pass) <= MOE_SAVED_HEAD, "a saved pass ne
 
 /* Tokens from which on a saved pass gets a step of its own. Below it the pass shares its step, and
  * its Backward computes gate and up again: with few rows an expert, passes take as long as the
- * experts' weights take to be read and their gradients to be written (tests/bench/RESULTS.md, CPU
- * backward pass), a step alone would take as long as the one that it no longer shares, and what
+ * experts' weights take to be read and their gradients to be written (tests/bench/results/cpu.md,
+ * CPU backward pass), a step alone would take as long as the one that it no longer shares, and what
  * could be saved is little of it. */
 enum { MOE_SAVED_STEP_TOKENS = 256 };
 

@@ -1,5 +1,6 @@
 /* The rule and the shapes; see gemm_choice.h. The bounds come from measurements on an H200 with
- * randomly routed rows, whose counts are never multiples of a tile (tests/bench/RESULTS.md). */
+ * randomly routed rows, whose counts are never multiples of a tile
+ * (tests/bench/results/products.md). */
 #include "cuda/gemm_choice.h"
 
 enum {

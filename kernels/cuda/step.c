@@ -30,7 +30,7 @@ enum {
     SPIN_NS = 500 * 1000, /* a wait polls without sleeping for this long */
     NAP_NS = 20 * 1000,   /* and then looks this often */
     /* Up to this bucket the shared expert runs beside the routing. Above, both want all of the
-     * device, and the routed products find half of it taken (RESULTS.md). */
+     * device, and the routed products find half of it taken (bench/results/layer.md). */
     BESIDE_BUCKET = 512,
 };
 

@@ -2,7 +2,7 @@
 
 Usage: serve.py BUILD_DIRECTORY GOLDEN_MODELS [SECONDS]
 
-Prints two tables. Nothing here passes or fails; results that are worth keeping go to RESULTS.md with
+Prints two tables. Nothing here passes or fails; results that are worth keeping go to results/serving.md with
 date, versions and settings.
 """
 
