@@ -17,8 +17,9 @@ enum {
 
 struct moe_cuda_ep {
     struct moe_session *session;
-    struct moe_cuda_pass pass;    /* the last one that was enqueued */
-    const uint32_t *expert;       /* its layer's local experts */
+    struct moe_cuda_pass pass;            /* the last one that was enqueued */
+    uint32_t dispatch_ctas, combine_ctas; /* of it */
+    const uint32_t *expert;               /* its layer's local experts */
     struct moe_cuda_facts *facts; /* device memory: of the last pass that was a part alone */
 
     /* The last pass that was a part alone, while it can be combined. */
@@ -36,9 +37,19 @@ struct moe_cuda_ep {
 
 /* ------------------------------------------------------------------ tables */
 
-static uint32_t ctas_of(const struct moe_session *s)
+static uint32_t most_ctas(const struct moe_session *s)
 {
     return (uint32_t)s->device->multiprocessors;
+}
+
+/* A CTA to each multiprocessor that a launch may take. */
+static uint32_t ctas_on(const struct moe_session *s, uint32_t processors)
+{
+    const uint32_t all = most_ctas(s);
+    if (processors == 0 || processors > all)
+        return all;
+    const uint32_t fewest = all < MOE_CUDA_EP_FEWEST ? all : MOE_CUDA_EP_FEWEST;
+    return processors < fewest ? fewest : processors;
 }
 
 struct table {
@@ -51,7 +62,7 @@ enum { TABLES = 7 };
 static void list_tables(struct moe_cuda_ep *ep, struct table out[TABLES])
 {
     const struct moe_window_shape *w = &ep->session->layout.shape;
-    size_t pairs = (size_t)w->max_tokens * w->max_top_k, ctas = ctas_of(ep->session);
+    size_t pairs = (size_t)w->max_tokens * w->max_top_k, ctas = most_ctas(ep->session);
     out[0] = (struct table){(void **)&ep->own, w->max_tokens * sizeof *ep->own};
     out[1] = (struct table){(void **)&ep->row_of, w->slots * pairs * sizeof(uint32_t)};
     out[2] = (struct table){(void **)&ep->start, (w->max_experts + (size_t)1) * sizeof(uint32_t)};
@@ -99,8 +110,8 @@ void moe_cuda_ep_destroy(struct moe_cuda_ep *ep)
 
 struct moe_status moe_cuda_ep_forget_steps(struct moe_cuda_ep *ep, cudaStream_t stream)
 {
-    return MOE_CUDA(
-        cudaMemsetAsync(ep->share_told, 0, ctas_of(ep->session) * sizeof *ep->share_told, stream));
+    return MOE_CUDA(cudaMemsetAsync(ep->share_told, 0,
+                                    most_ctas(ep->session) * sizeof *ep->share_told, stream));
 }
 
 /* ------------------------------------------------------------------ checks */
@@ -219,6 +230,8 @@ struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_c
     ep->dispatched = false;
     ep->expert = batch->layer->desc.placement.local;
     fill_pass(ep, batch);
+    ep->dispatch_ctas = ctas_on(ep->session, batch->dispatch_processors);
+    ep->combine_ctas = ctas_on(ep->session, batch->combine_processors);
     if (ep->session->net != NULL)
         return moe_cuda_ep_net_prepare(ep->session->ep_net, &ep->pass, batch->layer);
     return moe_ok();
@@ -260,7 +273,7 @@ struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *
                              .weight = ep->pass.row_weight};
     if (ep->session->net != NULL)
         return moe_cuda_ep_net_dispatch(ep->session->ep_net, &ep->pass);
-    return moe_cuda_launch_dispatch(&ep->pass, ctas_of(ep->session), stream);
+    return moe_cuda_launch_dispatch(&ep->pass, ep->dispatch_ctas, stream);
 }
 
 struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep,
@@ -275,7 +288,7 @@ struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep,
     ep->pass.verdict = verdict;
     if (ep->session->net != NULL)
         return moe_cuda_ep_net_combine(ep->session->ep_net, &ep->pass);
-    return moe_cuda_launch_combine(&ep->pass, ctas_of(ep->session), stream);
+    return moe_cuda_launch_combine(&ep->pass, ep->combine_ctas, stream);
 }
 
 struct moe_status moe_cuda_ep_combine_gradients(struct moe_cuda_ep *ep, const float *gradients,

@@ -30,7 +30,16 @@ struct moe_cuda_batch {
     const uint8_t *token_state; /* [T] enum moe_token_state, or NULL = all MOE_TOKEN_OK */
     uint64_t *began; /* [MOE_STAGE_COUNT + 1] gets the times when prepare, dispatch and combine
                         began and, last, when combine ended; or NULL */
+    /* Most multiprocessors that dispatch, and combine, may take; 0 = all. For callers that run
+     * something else beside them, which must leave that many free sooner or later: a kernel of a
+     * pass waits until all of its CTAs are there. Slots may choose differently, and results are the
+     * same bits. Fewer than MOE_CUDA_EP_FEWEST count as that many; without meaning over a network.
+     */
+    uint32_t dispatch_processors, combine_processors;
 };
+
+/* Dispatch and combine run on no fewer multiprocessors (or all, where there are fewer). */
+enum { MOE_CUDA_EP_FEWEST = 8 };
 
 struct moe_status moe_cuda_ep_create(struct moe_session *session,
                                      struct moe_cuda_ep **out) MOE_CHECKED;

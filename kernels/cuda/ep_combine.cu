@@ -1,6 +1,6 @@
 /* Combine, one launch: sums of a token's local rows go home, and the own tokens are finished there.
  *
- * One CTA of 16 warps per multiprocessor, a warp per token or part of one. The first warps of each
+ * One CTA of 16 warps per multiprocessor that it may take, a warp per token or part of one. The first warps of each
  * CTA sum rows for peers, the others finish own tokens; who has nothing left to sum for peers helps
  * them. All sums are fp32 in one fixed order: rows of a token by k, then slots by number. Each
  * slot's partial is rounded to the pass's dtype before it is added, the own one too, so that a

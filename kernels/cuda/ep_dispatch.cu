@@ -1,4 +1,4 @@
-/* Dispatch, one launch: one CTA of 16 warps per multiprocessor. Some warps send tokens; the others
+/* Dispatch, one launch: CTAs of 16 warps, one per multiprocessor that it may take. Some warps send tokens; the others
  * first number the own choices and tell the peers (ep_announce.cuh), then wait for what these tell,
  * and expand tokens as they come (ep_expand.cuh); warps that have nothing left to send help them.
  *

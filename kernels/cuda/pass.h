@@ -65,8 +65,8 @@ struct moe_cuda_pass {
     struct moe_cuda_verdict *verdict; /* pinned: copy of the verdict when combine ends, or NULL */
 };
 
-/* CTAs are as many as the device has multiprocessors: all of them are resident, or some would wait
- * for rows that others have not been able to send. */
+/* A CTA takes a multiprocessor for itself. No more than the device has: all of them are resident at
+ * last, or some would wait for rows that others have not been able to send. At least two. */
 struct moe_status moe_cuda_launch_dispatch(const struct moe_cuda_pass *pass, uint32_t ctas,
                                            cudaStream_t stream) MOE_CHECKED;
 struct moe_status moe_cuda_launch_combine(const struct moe_cuda_pass *pass, uint32_t ctas,

@@ -130,6 +130,8 @@ beside_each_other() {
         [ "$hopper" = no ] || echo "trained_saved_pair_$n 120 ${MOE_PYTHON:-python3} -B $here/../bench/saved_pair.py $build 3 1024 $n"
         [ "$n" -gt 1 ] || continue
         over="--transport network --slots $n --seed $n"
+        # Dispatch and combine on a part of the device, another part on every slot; y and its bits are checked.
+        echo "part_of_device_$n 120 $build/tests/bench/ep_bench $n nvlink 24,1,0,64"
         echo "network_$n 300 $suite/conformance --backend cuda $over --cases $cases"
         echo "network_skewed_$n 300 $suite/conformance --backend cuda $over --cases 40 --skewed"
         for family in mixtral deepseek_v3; do
