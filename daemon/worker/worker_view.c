@@ -8,12 +8,12 @@
 
 #include <string.h>
 
-static const char *const health_services[] = {"", "moe.v1.ExpertService"};
-
 void moe_worker__set_health(struct moe_worker *w, bool serving)
 {
-    for (size_t i = 0; i < sizeof health_services / sizeof *health_services; i++)
-        moe_rpc_server_set_health(w->server, health_services[i], serving);
+    moe_rpc_server_set_health(w->server, "", serving);
+    moe_rpc_server_set_health(w->server, "moe.v1.ExpertService", serving);
+    if (w->training_service != NULL) /* unknown where it is not offered */
+        moe_rpc_server_set_health(w->server, "moe.v1.TrainingService", serving);
 }
 
 static struct moe_status tell_service(struct moe_worker *w, uint64_t epoch)
