@@ -13,7 +13,6 @@
 #include <unistd.h>
 
 enum { EXIT_OK = 0, EXIT_FAILED = 1, EXIT_USAGE = 2 };
-enum { OPTIONS_MAX = 48 };
 
 static int usage(const struct moe_daemon *d, const char *text)
 {
@@ -23,7 +22,7 @@ static int usage(const struct moe_daemon *d, const char *text)
 
 /* The daemon's own options and the common ones behind them; returns their number. */
 static size_t join_options(const struct moe_daemon *d, struct moe_daemon_settings *s,
-                           struct moe_option table[OPTIONS_MAX])
+                           struct moe_option table[MOE_OPTIONS_MAX])
 {
     const struct moe_option common[] = {
         {"metrics-listen", d->metrics_letter, MOE_OPTION_STRING, &s->metrics_listen, 0, 0,
@@ -40,7 +39,7 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
         {"version", 'V', MOE_OPTION_BOOL, &s->version, 0, 0, NULL, "Print the release"},
         {"help", 'h', MOE_OPTION_BOOL, &s->help, 0, 0, NULL, "Print this text"},
     };
-    MOE_INVARIANT(d->option_count + sizeof common / sizeof *common <= OPTIONS_MAX);
+    MOE_INVARIANT(d->option_count + sizeof common / sizeof *common <= MOE_OPTIONS_MAX);
     memcpy(table, d->options, d->option_count * sizeof *table);
     memcpy(table + d->option_count, common, sizeof common);
     return d->option_count + sizeof common / sizeof *common;
@@ -89,9 +88,9 @@ static void raise_descriptor_limit(void)
         moe_log_warn("the limit of open files stays as it is: %s", strerror(errno));
 }
 
-static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s)
+static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s, const bool *given)
 {
-    const char *wrong = d->check(d->ctx);
+    const char *wrong = d->check(d->ctx, given);
     if (wrong != NULL)
         return usage(d, wrong);
     struct moe_status st = moe_ok();
@@ -117,7 +116,7 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
 int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
 {
     struct moe_daemon_settings s = {.log_level = "info", .log_format = "text"};
-    struct moe_option table[OPTIONS_MAX];
+    struct moe_option table[MOE_OPTIONS_MAX];
     size_t count = join_options(d, &s, table);
     char *help = describe(d, table, count);
     struct moe_options owned = {0};
@@ -133,7 +132,7 @@ int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
     } else if (first < argc) {
         code = usage(d, "takes no arguments");
     } else {
-        code = start(d, &s);
+        code = start(d, &s, owned.given);
     }
     free(help);
     moe_options_free(&owned);

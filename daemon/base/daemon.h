@@ -27,8 +27,9 @@ struct moe_daemon {
     const struct moe_option *options; /* of its own; the common ones come after them */
     size_t option_count;
     char metrics_letter; /* short flag of --metrics-listen, or 0 */
-    /* NULL, or what is wrong with the daemon's own settings: one line for the user. */
-    const char *(*check)(const void *ctx);
+    /* NULL, or what is wrong with the daemon's own settings: one line for the user. `given` has an
+     * entry for each of `options`: it was set, by a flag or in the file. */
+    const char *(*check)(const void *ctx, const bool *given);
     /* Everything else; SIGPIPE and SIGXFSZ are ignored by now. The text of a failure is logged. */
     struct moe_status (*run)(const struct moe_daemon_settings *common, void *ctx);
     void *ctx;

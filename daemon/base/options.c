@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OPTION_MAX = 64, LONG_BASE = 256 };
+enum { LONG_BASE = 256 };
 
 static struct moe_status bad_value(const char *text, const char *want)
 {
@@ -100,7 +100,7 @@ static struct moe_status assign(const struct moe_option *o, const char *text)
 struct file_context {
     const struct moe_option *table;
     size_t count;
-    const bool *given; /* set on the command line: the file may not overwrite it */
+    const bool *on_line; /* set on the command line: the file may not overwrite it */
     struct moe_options *out;
     struct moe_status status;
 };
@@ -120,7 +120,7 @@ static int on_file_value(void *user, const char *section, const char *name, cons
     for (size_t i = 0; i < f->count; i++) {
         if (strcmp(f->table[i].name, name) != 0)
             continue;
-        if (f->given[i])
+        if (f->on_line[i])
             return 1;
         char *copy = strdup(value);
         char **grown = realloc(f->out->owned, (f->out->owned_count + 1) * sizeof *grown);
@@ -132,6 +132,7 @@ static int on_file_value(void *user, const char *section, const char *name, cons
             return 0;
         }
         f->out->owned[f->out->owned_count++] = copy;
+        f->out->given[i] = true;
         f->status = moe_error_context(assign(&f->table[i], copy), "%s", name);
         return f->status.code == MOE_OK;
     }
@@ -158,12 +159,12 @@ struct moe_status moe_options_parse(const struct moe_option *table, size_t count
                                     const char *config_name, int argc, char **argv, int *first,
                                     struct moe_options *out)
 {
-    struct option longs[OPTION_MAX + 1] = {0};
-    char shorts[2 * OPTION_MAX + 2] = ":";
-    bool given[OPTION_MAX] = {false};
+    struct option longs[MOE_OPTIONS_MAX + 1] = {0};
+    char shorts[2 * MOE_OPTIONS_MAX + 2] = ":";
+    bool on_line[MOE_OPTIONS_MAX] = {false};
     size_t at = 1;
     *out = (struct moe_options){0};
-    MOE_INVARIANT(count <= OPTION_MAX);
+    MOE_INVARIANT(count <= MOE_OPTIONS_MAX);
     for (size_t i = 0; i < count; i++) {
         bool flag = table[i].kind == MOE_OPTION_BOOL;
         longs[i] = (struct option){table[i].name, flag ? no_argument : required_argument, NULL,
@@ -189,7 +190,7 @@ struct moe_status moe_options_parse(const struct moe_option *table, size_t count
         while (i < count && c != LONG_BASE + (int)i && c != table[i].letter)
             i++;
         MOE_INVARIANT(i < count);
-        given[i] = true;
+        on_line[i] = out->given[i] = true;
         struct moe_status st =
             assign(&table[i], table[i].kind == MOE_OPTION_BOOL ? "true" : optarg);
         MOE_TRY(moe_error_context(st, "--%s", table[i].name));
@@ -201,7 +202,7 @@ struct moe_status moe_options_parse(const struct moe_option *table, size_t count
             strcmp(table[i].name, config_name) == 0 ? *(const char **)table[i].value : NULL;
         if (path == NULL)
             continue;
-        struct file_context f = {.table = table, .count = count, .given = given, .out = out};
+        struct file_context f = {.table = table, .count = count, .on_line = on_line, .out = out};
         struct moe_status st = read_file(path, &f);
         if (st.code != MOE_OK) {
             moe_options_free(out);

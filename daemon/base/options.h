@@ -35,9 +35,12 @@ struct moe_option {
     const char *help;    /* one sentence, no full stop needed */
 };
 
-/* What parsing owns: strings that came from a file. Free with moe_options_free. */
+enum { MOE_OPTIONS_MAX = 64 }; /* entries of a table */
+
+/* What parsing found. Free with moe_options_free. */
 struct moe_options {
-    char **owned;
+    bool given[MOE_OPTIONS_MAX]; /* by place in the table: a flag or the file has set it */
+    char **owned;                /* strings that came from the file */
     size_t owned_count;
 };
 

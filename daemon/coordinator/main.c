@@ -14,8 +14,9 @@ struct settings {
 };
 
 /* NULL, or what is wrong. */
-static const char *check_settings(const void *ctx)
+static const char *check_settings(const void *ctx, const bool *given)
 {
+    (void)given;
     const struct settings *s = ctx;
     static struct moe_status wrong; /* outlives the answer */
     wrong = moe_endpoint_check_listen("--listen", s->listen);

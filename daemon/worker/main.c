@@ -74,10 +74,6 @@ static bool can_keep_checkpoints(const char *directory)
 static const char *check_training(const struct settings *s)
 {
     uint32_t bits;
-    if (strcmp(s->training, "off") == 0 && s->lora_rank > 0)
-        return "--lora-rank needs --training";
-    if (strcmp(s->training, "off") == 0 && s->training_dir != NULL)
-        return "--training-dir needs --training";
     static char no_directory[320]; /* outlives the answer */
     (void)snprintf(no_directory, sizeof no_directory,
                    "--training-dir: %.240s does not exist or cannot be written into",
@@ -296,30 +292,6 @@ out:
     return st;
 }
 
-/* ----------------------------------------------------------------------- settings */
-
-/* NULL, or what is wrong. */
-static const char *check_settings(const void *ctx)
-{
-    const struct settings *s = ctx;
-    if (s->model == NULL)
-        return "--model is required";
-    if (s->coordinator == NULL)
-        return "--coordinator is required";
-    if (moe_pow2_ceil((uint32_t)s->max_tokens_per_step) != s->max_tokens_per_step)
-        return "--max-tokens-per-step is a power of two";
-    const char *training = check_training(s);
-    if (training != NULL)
-        return training;
-    static struct moe_status wrong; /* outlives the answer */
-    wrong = moe_endpoint_check("--coordinator", s->coordinator);
-    if (!moe_failed(&wrong))
-        wrong = moe_endpoint_check_listen("--listen", s->listen);
-    if (!moe_failed(&wrong) && s->advertise != NULL)
-        wrong = moe_endpoint_check("--advertise", s->advertise);
-    return moe_failed(&wrong) ? wrong.text : NULL;
-}
-
 /* ----------------------------------------------------------------------- options */
 
 /* As they are where nothing is said. */
@@ -409,6 +381,65 @@ static const struct moe_option table[] = {
     {"saved-seconds", 0, MOE_OPTION_UINT, &settings.saved_seconds, 1, 86400, "S",
      "How long saved forward passes, activations and answers are kept"},
 };
+
+/* ---------------------------------------------------------------------- all together */
+
+/* What a setting means nothing without. Such a setting is a mistake, and taken in silence it would
+ * be found when what it should have done is missed. */
+static const char *const needs[][2] = {
+    {"freeze", "training"},        {"lora-rank", "training"},   {"training-share", "training"},
+    {"training-dir", "training"},  {"saved-bytes", "training"}, {"saved-device-bytes", "training"},
+    {"saved-seconds", "training"}, {"lora-alpha", "lora-rank"}, {"lora-targets", "lora-rank"},
+};
+
+static bool is_on(const struct settings *s, const char *name)
+{
+    return strcmp(name, "training") == 0 ? strcmp(s->training, "off") != 0 : s->lora_rank > 0;
+}
+
+static bool is_given(const bool *given, const char *name)
+{
+    size_t i = 0;
+    while (strcmp(table[i].name, name) != 0)
+        i++;
+    return given[i];
+}
+
+static const char *check_needs(const struct settings *s, const bool *given)
+{
+    static char text[80]; /* outlives the answer */
+    for (size_t i = 0; i < sizeof needs / sizeof *needs; i++) {
+        if (!is_given(given, needs[i][0]) || is_on(s, needs[i][1]))
+            continue;
+        (void)snprintf(text, sizeof text, "--%s needs --%s", needs[i][0], needs[i][1]);
+        return text;
+    }
+    return NULL;
+}
+
+/* NULL, or what is wrong. */
+static const char *check_settings(const void *ctx, const bool *given)
+{
+    const struct settings *s = ctx;
+    if (s->model == NULL)
+        return "--model is required";
+    if (s->coordinator == NULL)
+        return "--coordinator is required";
+    if (moe_pow2_ceil((uint32_t)s->max_tokens_per_step) != s->max_tokens_per_step)
+        return "--max-tokens-per-step is a power of two";
+    const char *training = check_needs(s, given);
+    if (training == NULL)
+        training = check_training(s);
+    if (training != NULL)
+        return training;
+    static struct moe_status wrong; /* outlives the answer */
+    wrong = moe_endpoint_check("--coordinator", s->coordinator);
+    if (!moe_failed(&wrong))
+        wrong = moe_endpoint_check_listen("--listen", s->listen);
+    if (!moe_failed(&wrong) && s->advertise != NULL)
+        wrong = moe_endpoint_check("--advertise", s->advertise);
+    return moe_failed(&wrong) ? wrong.text : NULL;
+}
 
 int main(int argc, char **argv)
 {

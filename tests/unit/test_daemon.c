@@ -11,9 +11,12 @@ static struct moe_status outcome;
 static bool insecure, announces;
 static const char *metrics_listen;
 
-static const char *check_name(const void *ctx)
+static bool was_given;
+
+static const char *check_name(const void *ctx, const bool *given)
 {
     (void)ctx;
+    was_given = given[0];
     return name == NULL ? "--name is required" : NULL;
 }
 
@@ -61,7 +64,7 @@ static void a_good_start_runs_once_and_its_failure_is_the_exit_code(void **state
     outcome = moe_ok();
     assert_int_equal(START("--name", "a", "--insecure", "-m", "127.0.0.1:1"), 0);
     assert_int_equal(runs, 1);
-    assert_true(insecure);
+    assert_true(was_given && insecure);
     assert_string_equal(metrics_listen, "127.0.0.1:1");
     assert_int_equal(START("-n", "a", "--log-level", "warn", "--log-format", "json"), 0);
     assert_false(insecure);
@@ -85,6 +88,7 @@ static void what_makes_no_sense_is_refused_before_anything_runs(void **state)
 {
     (void)state;
     assert_int_equal(START("--log-level", "info"), 2); /* no name */
+    assert_false(was_given);
     assert_int_equal(START("--name", "a", "--log-level", "loud"), 2);
     assert_int_equal(START("--name", "a", "--log-format", "xml"), 2);
     assert_int_equal(START("--name", "a", "--ready-fd", "1000"), 2);

@@ -65,7 +65,7 @@ static void ok(struct moe_status st)
 
 static char f_workers[] = "--workers", f_workers_3[] = "--workers=3", f_v[] = "-v", f_n[] = "-n",
             f_memory[] = "--memory", f_rate[] = "--rate", f_name[] = "--name", f_c[] = "-c",
-            four[] = "4", rest[] = "rest";
+            two[] = "2", four[] = "4", rest[] = "rest";
 
 static void flags_are_read_in_every_spelling(void **unused)
 {
@@ -145,6 +145,27 @@ static void a_flag_beats_the_file_and_the_file_the_default(void **unused)
     unlink(path);
 }
 
+/* A value that equals its default is one that somebody wanted all the same. */
+static void what_was_given_is_known_from_a_default(void **unused)
+{
+    (void)unused;
+    char *path = write_config("name = default\n");
+    ok(parse(f_c, path, f_n, two, NULL));
+    assert_string_equal(v.name, "default");
+    assert_int_equal(v.workers, 2);
+    for (size_t i = 0; i < COUNT; i++) {
+        const char *option = table[i].name;
+        bool want = strcmp(option, "workers") == 0 || strcmp(option, "name") == 0 ||
+                    strcmp(option, "config") == 0;
+        assert_int_equal(owned.given[i], want);
+    }
+    moe_options_free(&owned);
+    ok(parse(NULL));
+    for (size_t i = 0; i < COUNT; i++)
+        assert_false(owned.given[i]);
+    unlink(path);
+}
+
 static void bad_files_are_refused_with_the_line(void **unused)
 {
     (void)unused;
@@ -201,6 +222,7 @@ int main(void)
         cmocka_unit_test(flags_are_read_in_every_spelling),
         cmocka_unit_test(bad_flags_are_refused_with_their_name),
         cmocka_unit_test(a_flag_beats_the_file_and_the_file_the_default),
+        cmocka_unit_test(what_was_given_is_known_from_a_default),
         cmocka_unit_test(bad_files_are_refused_with_the_line),
         cmocka_unit_test(the_help_lists_every_option_with_its_default),
     };
