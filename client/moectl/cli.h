@@ -10,7 +10,9 @@
 
 #include <jansson.h>
 
-/* A contract with scripts. */
+/* A contract with scripts. What moectl sees to be wrong by looking at the command line alone, a
+ * NAME's characters too, is MOECTL_USAGE: nobody was asked, nothing has happened. What a daemon
+ * refuses, or the file system does not have, is one of the others: moectl_exit_code. */
 enum {
     MOECTL_OK = 0,
     MOECTL_FAILED = 1,      /* the operation failed */

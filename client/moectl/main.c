@@ -21,6 +21,8 @@ static void print_help(FILE *to)
           "\n"
           "exit codes: 0 done, 1 failed, 2 wrong command line, 3 the group does not serve,\n"
           "4 not found, 5 unreachable or out of time, 6 not allowed, 7 conflict\n"
+          "2 is found before anybody is asked, and nothing has happened then; 1, 4, 6 and 7 are\n"
+          "also what a daemon refuses with\n"
           "\n"
           "environment: MOED_ENDPOINT (default of --endpoint), XDG_RUNTIME_DIR (holds the state "
           "directory)\n",

@@ -6,6 +6,7 @@
 #include "proto_json.h"
 #include "state.h"
 
+#include "base/name.h"
 #include "moe/client_training.h"
 #include "moe/v1/training.pb-c.h"
 
@@ -14,7 +15,6 @@
 #include <time.h>
 
 enum {
-    NAME_BYTES = 64,
     STEP_ID_TRIES = 8, /* trainers may take the id that was free a moment ago */
     LATE_TRIES = 20
 };
@@ -22,7 +22,8 @@ enum {
 struct training {
     struct moectl_common common;
     const char *action, *object; /* "save", its NAME */
-    uint64_t keep, step_id;      /* options; step_id 0 = the next free one */
+    uint64_t keep, step_id;      /* options, MOE_OPTION_UNSET where not given until they have been
+                                    checked, then 0; step_id 0 = the next free one */
     struct moe_client *client;
     bool trains; /* the group has told its state */
     /* answers */
@@ -130,21 +131,16 @@ static int show(const struct moectl_common *common)
 
 /* -------------------------------------------------------------------------- recovery */
 
-static const char recover_action[] = "recover", recover_model_action[] = "recover-model";
-
 /* Tells a worker whose group does not form where to go back to; `name` NULL: the model as loaded.
  */
 static int recover(const struct moectl_common *common, const char *name)
 {
-    char endpoint[MOECTL_ENDPOINT_MAX], buffer[NAME_BYTES + 1] = "";
+    char endpoint[MOECTL_ENDPOINT_MAX];
     struct moectl_link *link = NULL;
     ProtobufCMessage *answer = NULL;
     Moe__V1__RecoverTrainingRequest request = MOE__V1__RECOVER_TRAINING_REQUEST__INIT;
     uint64_t deadline = moectl_deadline(common);
-    if (name != NULL && strlen(name) >= sizeof buffer)
-        return moectl_usage_error("the name is too long");
-    strcpy(buffer, name != NULL ? name : "");
-    request.name = buffer;
+    request.name = (char *)(uintptr_t)(name != NULL ? name : "");
     request.as_loaded = name == NULL;
     struct moe_status st = moectl_worker_endpoint(common, deadline, endpoint);
     if (st.code == MOE_OK)
@@ -289,6 +285,10 @@ static const struct action {
     {"merge", NO_OBJECT, "MergedAdapter", do_export, say_merged, json_checkpoint},
     {"zero-grad", NO_OBJECT, "ZeroedGradients", do_zero_grad, say_zeroed, json_zeroed},
     {"freeze", PARTS, "Frozen", do_freeze, say_frozen, json_frozen},
+    /* Those without `run` are no changes with an id. */
+    {"status", NO_OBJECT, "TrainState", NULL, NULL, NULL},
+    {"recover", NAME, NULL, NULL, NULL, NULL},
+    {"recover-model", NO_OBJECT, NULL, NULL, NULL, NULL},
 };
 
 static const struct action *find_action(const char *name)
@@ -412,60 +412,80 @@ static int run_change(struct training *t, const struct action *a)
 /* ----------------------------------------------------------------------- command line */
 
 /* Takes ACTION and its object off the front; what is left is options. */
-static int take_action(struct training *t, int *argc, char ***argv)
+static void take_action(struct training *t, int *argc, char ***argv)
 {
     char *program = (*argv)[0];
+    t->action = "status";
     for (int words = 0; words < 2 && *argc > 1 && (*argv)[1][0] != '-'; words++) {
         *(words == 0 ? &t->action : &t->object) = (*argv)[1];
         --*argc;
         *++*argv = program;
     }
-    if (t->action == NULL || strcmp(t->action, "status") == 0)
-        return t->object == NULL ? MOECTL_OK
-                                 : moectl_usage_error("unexpected argument '%s'", t->object);
-    if (strcmp(t->action, recover_action) == 0)
-        return t->object != NULL ? MOECTL_OK : moectl_usage_error("training recover wants a NAME");
-    if (strcmp(t->action, recover_model_action) == 0)
-        return t->object == NULL ? MOECTL_OK
-                                 : moectl_usage_error("unexpected argument '%s'", t->object);
-    const struct action *a = find_action(t->action);
-    if (a == NULL)
-        return moectl_usage_error("there is no 'training %s'", t->action);
-    if (a->object == NO_OBJECT && t->object != NULL)
-        return moectl_usage_error("unexpected argument '%s'", t->object);
-    return MOECTL_OK;
 }
 
 static int check_object(struct training *t, const struct action *a)
 {
-    if (a->object == NAME && t->object == NULL)
-        return moectl_usage_error("training %s wants a NAME", a->name);
-    if (a->object == PARTS && (t->object == NULL || !read_parts(t->object, &t->frozen)))
-        return moectl_usage_error("training freeze wants a list of router, experts, shared (with "
-                                  "commas between), or none");
+    switch (a->object) {
+    case NO_OBJECT:
+        return t->object == NULL ? MOECTL_OK
+                                 : moectl_usage_error("unexpected argument '%s'", t->object);
+    case NAME:
+        if (t->object == NULL)
+            return moectl_usage_error("training %s wants a NAME", a->name);
+        return moe_training_name_ok(t->object)
+                   ? MOECTL_OK
+                   : moectl_usage_error("'%s' is no NAME: 1 to %d characters of [A-Za-z0-9._-], "
+                                        "not beginning with a dot",
+                                        t->object, MOE_TRAINING_NAME_MAX);
+    case PARTS:
+        return t->object != NULL && read_parts(t->object, &t->frozen)
+                   ? MOECTL_OK
+                   : moectl_usage_error("training freeze wants a list of router, experts, shared "
+                                        "(with commas between), or none");
+    }
+    return MOECTL_USAGE;
+}
+
+/* An option that the action has no use for is refused: whoever gave it expects something. */
+static int check_options(struct training *t, const struct action *a)
+{
+    if (t->keep != MOE_OPTION_UNSET && a->run != do_save)
+        return moectl_usage_error("--keep is for training save, not for training %s", a->name);
+    if (t->step_id != MOE_OPTION_UNSET && a->run == NULL)
+        return moectl_usage_error("training %s takes no --step-id", a->name);
+    t->keep = t->keep != MOE_OPTION_UNSET ? t->keep : 0;
+    t->step_id = t->step_id != MOE_OPTION_UNSET ? t->step_id : 0;
     return MOECTL_OK;
 }
 
 static int run(const struct moectl_command *self, int argc, char **argv)
 {
-    struct training t = {.common = {.format = "table", .timeout_s = 60}};
+    struct training t = {.common = {.format = "table", .timeout_s = 60},
+                         .keep = MOE_OPTION_UNSET,
+                         .step_id = MOE_OPTION_UNSET};
     const struct moe_option own[] = {
         {"keep", 0, MOE_OPTION_UINT, &t.keep, 0, UINT32_MAX, "N",
          "save: only the N newest stay of those that this group saved or came from, 0 = all"},
         {"step-id", 0, MOE_OPTION_UINT, &t.step_id, 0, INT64_MAX, "ID",
          "of the change, so that it can be repeated safely; 0 = the next free one"},
     };
-    int code = take_action(&t, &argc, &argv);
-    if (code != MOECTL_OK ||
-        !moectl_parse(self, own, sizeof own / sizeof *own, &t.common, argc, argv, &code))
-        return code;
-    if (t.action != NULL && strncmp(t.action, recover_action, strlen(recover_action)) == 0)
-        return recover(&t.common, t.object);
-    const struct action *a = t.action != NULL ? find_action(t.action) : NULL;
+    int code;
+    take_action(&t, &argc, &argv);
+    const struct action *a = find_action(t.action);
     if (a == NULL)
-        return show(&t.common);
+        return moectl_usage_error("there is no 'training %s'", t.action);
+    if (!moectl_parse(self, own, sizeof own / sizeof *own, &t.common, argc, argv, &code))
+        return code;
     code = check_object(&t, a);
-    return code != MOECTL_OK ? code : run_change(&t, a);
+    if (code == MOECTL_OK)
+        code = check_options(&t, a);
+    if (code != MOECTL_OK)
+        return code;
+    if (a->run != NULL)
+        return run_change(&t, a);
+    if (strcmp(a->name, "status") == 0)
+        return show(&t.common);
+    return recover(&t.common, t.object);
 }
 
 const struct moectl_command moectl_training = {

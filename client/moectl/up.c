@@ -330,6 +330,9 @@ static struct moe_status prepare(struct up *u)
 {
     if (realpath(u->model, u->group.model) == NULL)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "there is no directory %s", u->model);
+    if (u->worker_config != NULL && !find_file(u->worker_config, u->worker_config_path))
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "--worker-config: there is no file '%s'",
+                         u->worker_config);
     MOE_TRY(moectl_daemons_find("moe-coordinator", u->coordinator_program));
     MOE_TRY(moectl_daemons_find("moe-worker", u->worker_program));
     MOE_TRY(moectl_state_open(u->common.state_dir, true, u->state_path, &u->directory));
@@ -404,8 +407,6 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     if (strcmp(u.backend, "cpu") != 0 && strcmp(u.backend, "cuda") != 0 &&
         strcmp(u.backend, "auto") != 0)
         return moectl_usage_error("--backend must be cpu, cuda or auto, not '%s'", u.backend);
-    if (u.worker_config != NULL && !find_file(u.worker_config, u.worker_config_path))
-        return moectl_usage_error("--worker-config: there is no file '%s'", u.worker_config);
     if (strcmp(u.transport, "nvlink") != 0 && strcmp(u.transport, "network") != 0 &&
         strcmp(u.transport, "auto") != 0)
         return moectl_usage_error("--transport must be nvlink, network or auto, not '%s'",

@@ -22,19 +22,6 @@ struct moe_ledger {
     uint64_t forgotten[MOE_LEDGER_FORGOTTEN];
 };
 
-bool moe_training_name_ok(const char *name)
-{
-    size_t n = 0;
-    for (; name[n] != '\0'; n++) {
-        char c = name[n];
-        bool good = (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') ||
-                    c == '.' || c == '_' || c == '-';
-        if (!good || n == MOE_TRAINING_NAME_MAX)
-            return false;
-    }
-    return n > 0 && name[0] != '.';
-}
-
 struct moe_status moe_ledger_create(struct moe_ledger **out)
 {
     struct moe_ledger *l = calloc(1, sizeof *l);

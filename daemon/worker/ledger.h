@@ -13,6 +13,7 @@
 #ifndef MOE_WORKER_LEDGER_H
 #define MOE_WORKER_LEDGER_H
 
+#include "base/name.h"
 #include "base/status.h"
 
 #include <stddef.h>
@@ -20,7 +21,6 @@
 struct moe_ledger;
 
 enum {
-    MOE_TRAINING_NAME_MAX = 64, /* characters of a session or a checkpoint */
     MOE_LEDGER_SESSIONS = 256,
     MOE_LEDGER_CALLS = 256,       /* of one session */
     MOE_LEDGER_FORGOTTEN = 65536, /* places for the highest ids of forgotten sessions */
@@ -53,9 +53,6 @@ enum moe_ledger_verdict {
     MOE_LEDGER_REUSED,  /* the id is known with other content */
     MOE_LEDGER_TOO_OLD, /* never seen or forgotten, and lower than one that was forgotten */
 };
-
-/* 1 to 64 characters of [A-Za-z0-9._-], not beginning with a dot. */
-bool moe_training_name_ok(const char *name);
 
 struct moe_status moe_ledger_create(struct moe_ledger **out) MOE_CHECKED;
 /* NULL is ignored. */

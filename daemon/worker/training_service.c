@@ -254,7 +254,9 @@ static struct moe_status check_exists(const char *directory, const char *name)
                  S_ISDIR(there.st_mode);
     if (root >= 0)
         close(root);
-    return found ? moe_ok() : invalid(NAME_INVALID, "there is no checkpoint %s", name);
+    return found ? moe_ok()
+                 : moe_error(MOE_NOT_FOUND, MOE_REASON_CHECKPOINT_NOT_FOUND,
+                             "there is no checkpoint %s", name);
 }
 
 static struct moe_status check_recovery(const struct moe_training_service *s,

@@ -486,7 +486,9 @@ class Saving(unittest.TestCase):
                 self.assertEqual(refusal(self.recover, client.channel, name)[0],
                                  ("INVALID_ARGUMENT", "NAME_INVALID"))
             self.assertEqual(refusal(self.recover, client.channel, "nosuch")[0],
-                             ("INVALID_ARGUMENT", "NAME_INVALID"))
+                             ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
+            self.assertEqual(moectl("training", "recover", "nosuch", "--endpoint", g.endpoints[1],
+                                    check=False).returncode, 4)
             # Who stands before it is told at once; the group goes on trying, however often it fails.
             answer, error = refusal(client.load, "first", 30)
             self.assertEqual(answer, ("FAILED_PRECONDITION", "CANNOT_GO_BACK"))

@@ -4,16 +4,19 @@ import json
 import random
 import re
 import socket
+import subprocess
 import tempfile
+import time
 import unittest
 import urllib.request
 
 import grpc
 import numpy as np
 
-from group import FAMILIES, group, main, moectl, relative_error
+from group import FAMILIES, group, main, model_directory, moectl, relative_error
 import wire
-from training import (Trainer, golden_gradients, golden_parameter_norm, refusal, training_group)
+from training import (WORKER, Trainer, golden_gradients, golden_parameter_norm, refusal,
+                      training_group)
 from wire import training
 
 FAMILY = "deepseek_v3"  # groups, selection bias, shared experts
@@ -421,8 +424,8 @@ class BadInput(unittest.TestCase):
         with group(FAMILY, 1) as g:
             self.assertEqual(
                 moectl("training", "--endpoint", g.endpoint, check=False).returncode, 4)
-            self.assertEqual(moectl("up", "--model", "x", "--worker-config", "/nonexistent",
-                                    check=False).returncode, 2)
+            self.assertEqual(moectl("up", "--model", model_directory(FAMILY), "--worker-config",
+                                    "/nonexistent", check=False).returncode, 4)
 
     def test_moectl_changes_what_an_operator_changes(self):
         layer, x, dy = case()
@@ -449,9 +452,6 @@ class BadInput(unittest.TestCase):
             for action in ("save", "load", "export"):  # no directory for them was given
                 self.assertEqual(moectl("training", action, "a", *here, check=False).returncode, 7)
             self.assertEqual(moectl("training", "merge", *here, check=False).returncode, 7)
-            done = moectl("training", "save", "../a", *here, check=False)
-            self.assertEqual(done.returncode, 1)
-            self.assertIn("NAME_INVALID", done.stderr)
             self.assertEqual(t.state().last_step_id, 9)
             t.close()
 
@@ -459,13 +459,56 @@ class BadInput(unittest.TestCase):
         for words in (("nonsense",), ("save",), ("load",), ("export",), ("freeze",),
                       ("freeze", "head"), ("freeze", "router,"), ("freeze", ""),
                       ("zero-grad", "x"), ("merge", "x"), ("status", "x"), ("save", "a", "b"),
-                      ("save", "a", "--keep", "-1")):
+                      ("save", "a", "--keep", "-1"), ("save", "../a"), ("load", ".a"),
+                      ("recover", "a b"), ("export", "a" * 65), ("recover",), ("recover-model", "a"),
+                      ("load", "a", "--keep", "2"), ("export", "a", "--keep", "0"),
+                      ("status", "--keep", "1"), ("--step-id", "1"), ("recover", "a", "--step-id", "1"),
+                      ("recover-model", "--step-id", "1")):
             done = moectl("training", *words, "--endpoint", "127.0.0.1:1", check=False)
             self.assertEqual((done.returncode, done.stdout), (2, ""), words)
+            self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
         said = moectl("training", "--help").stdout
         for action in ("save NAME", "load NAME", "export NAME", "merge", "zero-grad",
                        "freeze PARTS", "--keep", "--step-id"):
             self.assertIn(action, said)
+
+    def test_settings_of_training_want_training(self):
+        start = [WORKER, "--model", model_directory(FAMILY), "--coordinator", "127.0.0.1:1"]
+        with tempfile.NamedTemporaryFile("w", suffix=".conf") as config:
+            config.write("saved-bytes = 1G\n")  # the default, and all the same a wish
+            config.flush()
+            for options, text in (
+                    (["--saved-device-bytes", "1G"], "--saved-device-bytes needs --training"),
+                    (["--config", config.name], "--saved-bytes needs --training"),
+                    (["--training", "off", "--saved-seconds", "9"], "--saved-seconds needs"),
+                    (["--freeze", "router"], "--freeze needs --training"),
+                    (["--training-share", "0.5"], "--training-share needs --training"),
+                    (["--training-dir", "/tmp"], "--training-dir needs --training"),
+                    (["--lora-rank", "4"], "--lora-rank needs --training"),
+                    (["--training", "sgd", "--lora-alpha", "8"], "--lora-alpha needs --lora-rank"),
+                    (["--training", "sgd", "--lora-targets", "up"],
+                     "--lora-targets needs --lora-rank")):
+                done = subprocess.run([*start, *options], stdout=subprocess.PIPE,
+                                      stderr=subprocess.PIPE, text=True, timeout=60)
+                self.assertEqual((done.returncode, done.stdout), (2, ""), options)
+                self.assertIn("moe-worker: " + text, done.stderr)
+
+    def test_health_knows_the_service_where_it_is_offered(self):
+        def check(channel):
+            call = channel.unary_unary("/grpc.health.v1.Health/Check")
+            return call(b"\n\x16moe.v1.TrainingService", timeout=10)
+
+        with training_group(FAMILY, 2) as g, wire.open_channel(g.endpoints[0]) as channel:
+            self.assertEqual(check(channel), b"\x08\x01")  # SERVING
+            g.kill_worker(1)
+            end = time.monotonic() + 30
+            while check(channel) != b"\x08\x02":  # NOT_SERVING
+                self.assertLess(time.monotonic(), end)
+                time.sleep(0.05)
+        with group(FAMILY, 1) as g, wire.open_channel(g.endpoint) as channel:
+            with self.assertRaises(grpc.RpcError) as caught:
+                check(channel)
+            self.assertEqual(caught.exception.code().name, "NOT_FOUND")  # SERVICE_UNKNOWN of Watch
 
     def test_without_training_there_is_no_service(self):
         layer, x, dy = case()

@@ -1,0 +1,13 @@
+/* Names that clients give to sessions and checkpoints. A checkpoint's is a directory's: what is
+ * allowed here can be nothing but a visible entry of the directory that it is looked up in. */
+#ifndef MOE_BASE_NAME_H
+#define MOE_BASE_NAME_H
+
+#include <stdbool.h>
+
+enum { MOE_TRAINING_NAME_MAX = 64 }; /* characters */
+
+/* 1 to 64 characters of [A-Za-z0-9._-], not beginning with a dot. */
+bool moe_training_name_ok(const char *name);
+
+#endif
