@@ -418,6 +418,7 @@ void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint
     uint32_t slot;
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
+    (void)moe_membership__send(m, slot, MOE_MEMBERSHIP_TRYING_AGAIN);
     m->told = m->phase != PHASE_IDLE;
     m->attempts = 0;
     m->waits = 0;

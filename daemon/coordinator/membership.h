@@ -100,7 +100,7 @@ void moe_membership_on_drain_notice(struct moe_membership *m, uint64_t now_ns, u
 void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                const char *reason);
 /* An operator has said what to do about what kept the group from forming: it waits no longer, and
- * one that has failed begins again. */
+ * one that has failed begins again. Answered by TRYING_AGAIN. */
 void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint64_t stream);
 void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, uint64_t stream);
 /* Answer to MOE_MEMBERSHIP_SAVE. May come in the midst of carrying out actions. */
@@ -137,6 +137,7 @@ enum moe_membership_message {
     MOE_MEMBERSHIP_COMMIT,     /* epoch */
     MOE_MEMBERSHIP_ABORT,      /* epoch; status.text = reason */
     MOE_MEMBERSHIP_DRAIN,      /* limit_ms; status.text = reason */
+    MOE_MEMBERSHIP_TRYING_AGAIN,
 };
 
 struct moe_membership_action {

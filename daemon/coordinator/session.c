@@ -228,6 +228,15 @@ static void send_drain(struct session *s, const struct moe_membership_action *a)
     send_message(s, &m);
 }
 
+static void send_trying_again(struct session *s)
+{
+    Moe__V1__TryingAgain body = MOE__V1__TRYING_AGAIN__INIT;
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_TRYING_AGAIN;
+    m.trying_again = &body;
+    send_message(s, &m);
+}
+
 void moe_coordinator__send(struct moe_coordinator *c, const struct moe_membership_action *a)
 {
     struct session *s = find_session(c, a->stream);
@@ -241,6 +250,7 @@ void moe_coordinator__send(struct moe_coordinator *c, const struct moe_membershi
     case MOE_MEMBERSHIP_COMMIT: send_commit(s, a); break;
     case MOE_MEMBERSHIP_ABORT: send_abort(s, a); break;
     case MOE_MEMBERSHIP_DRAIN: send_drain(s, a); break;
+    case MOE_MEMBERSHIP_TRYING_AGAIN: send_trying_again(s); break;
     }
 }
 

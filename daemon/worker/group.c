@@ -132,11 +132,17 @@ void moe_group__send_heartbeat(struct moe_group *g)
 
 /* -------------------------------------------------------- messages of the coordinator */
 
+/* Sending does not show whether it arrives: the stream may be dying. */
 static void say_try_again(struct moe_group *g)
 {
-    g->try_again = !g->registered;
     if (g->registered)
         moe_report_try_again(g->stream);
+    g->unanswered = g->registered ? g->unanswered + 1 : 1;
+}
+
+static void on_trying_again(struct moe_group *g)
+{
+    g->unanswered -= g->unanswered > 0;
 }
 
 static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
@@ -159,13 +165,16 @@ static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
     g->config.hooks.seated(g->config.hooks.ctx, r->slot, r->slots);
     moe_log_info("registered: slot %u of %u, lease %u ms", r->slot, r->slots, r->lease_ms);
     moe_group__send_heartbeat(g);
-    if (g->try_again)
+    if (g->unanswered > 0) {
+        g->unanswered = 0;
         say_try_again(g);
+    }
     if (g->parting == DRAINING)
         moe_report_drain_notice(g->stream, "draining since before the coordinator came back");
     else if (g->parting == DRAINED)
         moe_report_leaving(g->stream, "drained");
 }
+
 /* Takes `r` over. */
 static void dispatch_message(struct moe_group *g, Moe__V1__SessionResponse *r)
 {
@@ -186,6 +195,7 @@ static void dispatch_message(struct moe_group *g, Moe__V1__SessionResponse *r)
         case MOE__V1__SESSION_RESPONSE__BODY_DRAIN:
             moe_group__begin_drain(g, r->drain->limit_ms, r->drain->reason);
             break;
+        case MOE__V1__SESSION_RESPONSE__BODY_TRYING_AGAIN: on_trying_again(g); break;
         default: moe_log_warn("coordinator: a message of an unknown kind"); break;
         }
     }

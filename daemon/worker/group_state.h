@@ -72,7 +72,9 @@ struct moe_group {
     uint64_t epoch;   /* in force here; 0 = none */
     uint64_t heartbeat_ns, reconnect_ns, give_up_ns; /* when due; MOE_NEVER = not */
     uint32_t backoff_ms;
-    bool try_again; /* wished for while the coordinator was not there: said once it is */
+    /* TryAgains that the coordinator has not answered yet. Those of a stream that has ended, and
+     * those wished for without one, are one TryAgain of the next. */
+    uint32_t unanswered;
     uint64_t away_since_ns, away_said_ns; /* coordinator is not there; 0 = it is. Log knows so */
     enum parting parting;
     uint64_t parting_ns, drain_limit_ns;

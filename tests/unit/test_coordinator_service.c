@@ -362,6 +362,15 @@ static void send_ready(struct worker *w, uint64_t epoch)
     send_request(w, &m);
 }
 
+static void send_try_again(struct worker *w)
+{
+    Moe__V1__TryAgain again = MOE__V1__TRY_AGAIN__INIT;
+    Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
+    m.body_case = MOE__V1__SESSION_REQUEST__BODY_TRY_AGAIN;
+    m.try_again = &again;
+    send_request(w, &m);
+}
+
 static void send_leaving(struct worker *w)
 {
     Moe__V1__Leaving leaving = MOE__V1__LEAVING__INIT;
@@ -558,6 +567,8 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
     check_placement();
     check_metrics("\nmoe_group_epoch 1\n");
     check_metrics("\nmoe_group_state{state=\"serving\"} 1\n");
+    send_try_again(&w[1]); /* there is nothing to try, and it has been heard */
+    expect_and_free(&w[1], MOE__V1__SESSION_RESPONSE__BODY_TRYING_AGAIN);
 
     assert_int_equal(drain(1, "").code, MOE_INVALID_ARGUMENT);
     assert_int_equal(drain(9, "because").code, MOE_NOT_FOUND);

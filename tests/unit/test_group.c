@@ -9,6 +9,7 @@
 #include "worker/group.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -107,7 +108,19 @@ struct coordinator {
     pthread_mutex_t lock;
     struct moe_rpc_call *call; /* of the session; one hold */
     uint64_t last_epoch;       /* the server's thread only, while it runs */
+    atomic_bool silent;        /* does not answer TryAgain */
 };
+
+static void say(struct coordinator *c, Moe__V1__SessionResponse *r);
+
+static void say_trying_again(struct coordinator *c)
+{
+    Moe__V1__TryingAgain again = MOE__V1__TRYING_AGAIN__INIT;
+    Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
+    r.body_case = MOE__V1__SESSION_RESPONSE__BODY_TRYING_AGAIN;
+    r.trying_again = &again;
+    say(c, &r);
+}
 
 static void hear(struct coordinator *c, const Moe__V1__SessionRequest *q)
 {
@@ -141,7 +154,11 @@ static void hear(struct coordinator *c, const Moe__V1__SessionRequest *q)
         break;
     case MOE__V1__SESSION_REQUEST__BODY_DRAIN_NOTICE: note(j, "drain notice"); break;
     case MOE__V1__SESSION_REQUEST__BODY_LEAVING: note(j, "leaving"); break;
-    case MOE__V1__SESSION_REQUEST__BODY_TRY_AGAIN: note(j, "try again"); break;
+    case MOE__V1__SESSION_REQUEST__BODY_TRY_AGAIN:
+        if (!c->silent)
+            say_trying_again(c);
+        note(j, "try again");
+        break;
     default: note(j, "nonsense"); break;
     }
 }
@@ -629,6 +646,35 @@ static void what_an_operator_said_reaches_a_coordinator_that_comes_back(void **s
     end_scene(&s);
 }
 
+/* Sent on a stream that then ends: whether it arrived, only the answer tells. */
+static void what_an_operator_said_is_said_again_until_it_is_answered(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    await_line(&s.c.heard, "register me 4711 127.0.0.1:9 wants 0");
+    say_registered(&s.c);
+    await_line(&s.w.did, "seated 1 of 2");
+    s.c.silent = true;
+    moe_group_try_again(s.w.group);
+    moe_group_try_again(s.w.group);
+    await_line(&s.c.heard, "try again");
+    await_line(&s.c.heard, "try again");
+    for (int i = 0; i < 3; i++) {
+        close_session(&s.c, moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "as if it had crashed"));
+        await_line(&s.c.heard, "disconnected");
+        await_line(&s.c.heard, "register me 4711 127.0.0.1:9 wants 2");
+        s.c.silent = i == 0;
+        say_registered(&s.c);
+        if (i < 2) /* both are one now, which is answered at last */
+            await_line(&s.c.heard, "try again");
+    }
+    say_assign(&s.c, 1); /* what came before the answer to this came before now */
+    await_line(&s.c.heard, "loaded 1 ok");
+    assert_int_equal(count_lines(&s.c.heard, "try again"), 4);
+    end_scene(&s);
+}
+
 static void a_lost_peer_ends_the_view_here_and_is_reported(void **state)
 {
     (void)state;
@@ -751,6 +797,7 @@ int main(void)
         cmocka_unit_test(an_epoch_that_falls_is_refused),
         cmocka_unit_test(a_view_outlives_its_coordinator),
         cmocka_unit_test(what_an_operator_said_reaches_a_coordinator_that_comes_back),
+        cmocka_unit_test(what_an_operator_said_is_said_again_until_it_is_answered),
         cmocka_unit_test(a_lost_peer_ends_the_view_here_and_is_reported),
         cmocka_unit_test(what_cannot_be_loaded_is_said),
         cmocka_unit_test(a_drained_worker_stays_until_the_coordinator_lets_it_go),

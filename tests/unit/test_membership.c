@@ -17,7 +17,7 @@ static struct moe_membership *m;
 static struct moe_membership_saved disk;
 static uint64_t now;
 /* What came out since the last look. */
-static size_t prepares, commits, aborts, drains, closes, assigns, saves;
+static size_t prepares, commits, aborts, drains, closes, assigns, saves, heard;
 static uint64_t last_epoch, closed_stream, last_stream;
 static struct moe_status closed_with;
 static bool exited, disk_full;
@@ -42,6 +42,7 @@ static void carry_out(void)
             aborts += a.message == MOE_MEMBERSHIP_ABORT;
             drains += a.message == MOE_MEMBERSHIP_DRAIN;
             assigns += a.message == MOE_MEMBERSHIP_ASSIGN;
+            heard += a.message == MOE_MEMBERSHIP_TRYING_AGAIN;
             if (a.message == MOE_MEMBERSHIP_PREPARE)
                 last_epoch = a.epoch;
             break;
@@ -58,7 +59,7 @@ static void carry_out(void)
 
 static void forget(void)
 {
-    prepares = commits = aborts = drains = closes = assigns = saves = 0;
+    prepares = commits = aborts = drains = closes = assigns = saves = heard = 0;
 }
 
 static void create_for(uint32_t slots)
@@ -571,6 +572,7 @@ static void a_group_that_is_told_what_to_do_does_not_wait(void **unused)
     moe_membership_on_try_again(m, now, s[1]); /* nothing to try */
     carry_out();
     expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(heard, 3); /* each was answered */
 }
 
 /* The attempt that the word was spoken in succeeds: it has no bearing on what goes wrong later. */
