@@ -7,26 +7,44 @@
  * and closes the connection at once: its client is told so, and may come back. Nothing else is
  * changed.
  *
- * Another thread may snatch the reserve while it changes hands. It is taken back as soon as there
- * is a descriptor for it. */
+ * Another thread may snatch the reserve while it changes hands. Who waits then is seen by nobody,
+ * as the core waits for news of the socket: so a thread looks for a descriptor now and then, takes
+ * the reserve back and turns them away. It lives only while somebody waits. */
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/wait.h"
 #include "rpc/serving.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <stdatomic.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #define SAID_EVERY_NS (30 * MOE_NS_PER_S)
+#define LOOK_EVERY_NS (20 * MOE_NS_PER_MS)
 
-enum { TURNED_AWAY_MAX = 64 }; /* while the lock is held */
+enum {
+    TURNED_AWAY_MAX = 64, /* while the lock is held */
+    LEFT_MAX = 8,         /* listeners of a process; more are left to those who come later */
+};
+
+/* A listener at which connections wait that could not be taken. Its number may have become another
+ * socket's by the time there is a descriptor: the address tells. */
+struct left {
+    int fd;
+    socklen_t length;
+    struct sockaddr_storage address;
+};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of what follows */
 static atomic_int reserve = -1;                          /* written under the lock only */
 static uint64_t said_ns;                                 /* 0 = never */
+static struct left left[LEFT_MAX];
+static atomic_uint left_count; /* written under the lock only */
+static bool looking;           /* the thread is there */
 
 static int take_one(int fd, struct sockaddr *address, socklen_t *length, int flags)
 {
@@ -58,8 +76,7 @@ static void say_full(int error)
 }
 
 /* Closes connections that wait, and returns what the core is to hear: EAGAIN when there are no
- * more, or none can be taken (they stay until a later one comes: the core waits for news of the
- * socket); EINTR when there may be more, on which it calls again at once. */
+ * more, or none can be taken; EINTR when there may be more, on which it calls again at once. */
 static int turn_away(int fd)
 {
     refill();
@@ -76,18 +93,107 @@ static int turn_away(int fd)
     return reserve >= 0 ? EINTR : EAGAIN;
 }
 
+/* --------------------------------------------------- who waits while there is no reserve */
+
+static struct left *find_left(int fd)
+{
+    for (unsigned i = 0; i < left_count; i++)
+        if (left[i].fd == fd)
+            return &left[i];
+    return NULL;
+}
+
+static void forget_left(struct left *l)
+{
+    if (l != NULL)
+        *l = left[--left_count];
+}
+
+static bool get_address(int fd, struct left *out)
+{
+    *out = (struct left){.fd = fd, .length = sizeof out->address};
+    return getsockname(fd, (struct sockaddr *)&out->address, &out->length) == 0 &&
+           out->length <= sizeof out->address;
+}
+
+static bool is_still_there(const struct left *l)
+{
+    struct left now;
+    int listens = 0;
+    socklen_t length = sizeof listens;
+    return get_address(l->fd, &now) && now.length == l->length &&
+           memcmp(&now.address, &l->address, l->length) == 0 &&
+           getsockopt(l->fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) == 0 && listens != 0;
+}
+
+/* With the lock held: turns away all who wait, as far as there is a reserve for it. */
+static void look_after_left(void)
+{
+    refill();
+    while (reserve >= 0 && left_count > 0) {
+        struct left *l = &left[left_count - 1];
+        if (!is_still_there(l) || turn_away(l->fd) == EAGAIN) {
+            if (reserve < 0) /* snatched again */
+                return;
+            forget_left(l);
+        }
+    }
+}
+
+static void *look_after(void *unused)
+{
+    (void)unused;
+    bool done = false;
+    while (!done) {
+        moe_sleep_until(moe_clock_ns() + LOOK_EVERY_NS);
+        pthread_mutex_lock(&lock);
+        look_after_left();
+        done = left_count == 0;
+        looking = !done;
+        pthread_mutex_unlock(&lock);
+    }
+    return NULL;
+}
+
+/* With the lock held. Without memory for a thread they wait for somebody who comes later. */
+static void leave(int fd)
+{
+    struct left l;
+    if (find_left(fd) == NULL && left_count < LEFT_MAX && get_address(fd, &l))
+        left[left_count++] = l;
+    pthread_t thread;
+    if (looking || left_count == 0 || pthread_create(&thread, NULL, look_after, NULL) != 0)
+        return;
+    looking = true;
+    pthread_detach(thread);
+    pthread_setname_np(thread, "rpc-door");
+}
+
+/* The core goes on taking connections from this listener until there is none. */
+static void taken_again(int fd)
+{
+    pthread_mutex_lock(&lock);
+    refill();
+    forget_left(find_left(fd));
+    pthread_mutex_unlock(&lock);
+}
+
+/* ------------------------------------------------------------------------- accept4 */
+
 /* As the system's, but for a lack of descriptors. */
 __attribute__((visibility("default"))) int accept4(int fd, struct sockaddr *address,
                                                    socklen_t *length, int flags)
 {
     int taken = take_one(fd, address, length, flags);
-    if (taken >= 0 && atomic_load(&reserve) < 0)
-        moe_rpc_reserve_descriptor();
+    if (taken >= 0 && (atomic_load(&reserve) < 0 || atomic_load(&left_count) > 0))
+        taken_again(fd);
     if (taken >= 0 || (errno != EMFILE && errno != ENFILE))
         return taken;
     pthread_mutex_lock(&lock);
     say_full(errno);
     int told = turn_away(fd);
+    if (reserve < 0)
+        leave(fd);
     pthread_mutex_unlock(&lock);
     errno = told;
     return -1;
