@@ -1,4 +1,4 @@
-/* Taking connections when the process has no descriptor left for one.
+/* Taking connections when the process has no descriptor left for one, and taking none any more.
  *
  * The core stops listening for good when `accept4` fails with anything but EAGAIN or EINTR: a
  * process that runs out of descriptors once would be deaf from then on, while all else goes on. So
@@ -9,7 +9,10 @@
  *
  * Another thread may snatch the reserve while it changes hands. Who waits then is seen by nobody,
  * as the core waits for news of the socket: so a thread looks for a descriptor now and then, takes
- * the reserve back and turns them away. It lives only while somebody waits. */
+ * the reserve back and turns them away. It lives only while somebody waits.
+ *
+ * A server that goes down shuts its door first, as the core cannot stop listening without shutting
+ * down altogether: who comes to a shut door is turned away by the same accept4. */
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/wait.h"
@@ -17,6 +20,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -45,6 +49,8 @@ static uint64_t said_ns;                                 /* 0 = never */
 static struct left left[LEFT_MAX];
 static atomic_uint left_count; /* written under the lock only */
 static bool looking;           /* the thread is there */
+static struct moe_rpc_door *shut;
+static atomic_uint shut_count; /* written under the lock only */
 
 static int take_one(int fd, struct sockaddr *address, socklen_t *length, int flags)
 {
@@ -178,13 +184,57 @@ static void taken_again(int fd)
     pthread_mutex_unlock(&lock);
 }
 
+/* ----------------------------------------------------------------------- shut doors */
+
+void moe_rpc_shut_door(struct moe_rpc_door *door, uint16_t port)
+{
+    pthread_mutex_lock(&lock);
+    door->port = port;
+    door->next = shut;
+    shut = door;
+    shut_count++;
+    pthread_mutex_unlock(&lock);
+}
+
+void moe_rpc_forget_door(struct moe_rpc_door *door)
+{
+    pthread_mutex_lock(&lock);
+    struct moe_rpc_door **at = &shut;
+    while (*at != door)
+        at = &(*at)->next;
+    *at = door->next;
+    shut_count--;
+    pthread_mutex_unlock(&lock);
+}
+
+/* The port of IPv4 and of IPv6 is at the same place. */
+static bool is_shut(int fd)
+{
+    struct sockaddr_in6 at = {0};
+    socklen_t length = sizeof at;
+    if (getsockname(fd, (struct sockaddr *)&at, &length) != 0 ||
+        (at.sin6_family != AF_INET && at.sin6_family != AF_INET6))
+        return false;
+    pthread_mutex_lock(&lock);
+    const struct moe_rpc_door *door = shut;
+    while (door != NULL && door->port != ntohs(at.sin6_port))
+        door = door->next;
+    pthread_mutex_unlock(&lock);
+    return door != NULL;
+}
+
 /* ------------------------------------------------------------------------- accept4 */
 
-/* As the system's, but for a lack of descriptors. */
+/* As the system's, but for shut doors and a lack of descriptors. */
 __attribute__((visibility("default"))) int accept4(int fd, struct sockaddr *address,
                                                    socklen_t *length, int flags)
 {
     int taken = take_one(fd, address, length, flags);
+    if (taken >= 0 && atomic_load(&shut_count) > 0 && is_shut(fd)) {
+        close(taken);
+        errno = EINTR; /* there may be more: the core calls again at once */
+        return -1;
+    }
     if (taken >= 0 && (atomic_load(&reserve) < 0 || atomic_load(&left_count) > 0))
         taken_again(fd);
     if (taken >= 0 || (errno != EMFILE && errno != ENFILE))

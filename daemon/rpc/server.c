@@ -332,23 +332,33 @@ static bool wait_until(struct moe_rpc_server *s, bool (*reached)(const struct mo
     return yes;
 }
 
+/* Closes all connections, and lets nobody in who comes back at once. (Cancelling all calls, for
+ * this core, is closing all connections. Its header speaks of doing so after a shutdown, but
+ * nothing in it needs that.) */
+static void close_connections(struct moe_rpc_server *s)
+{
+    enum { SETTLED_MS = 2 }; /* what was let in before is known to the core then */
+    moe_rpc_shut_door(&s->door, s->port);
+    moe_sleep_until(moe_clock_ns() + SETTLED_MS * MOE_NS_PER_MS);
+    grpc_server_cancel_all_calls(s->core);
+}
+
 /* First with the core still open: a core that shuts down cancels what arrives, while we can tell
  * clients why they are refused and when to come back. Then connections end before the core shuts
  * down, for the same reason: what a client sends as its connection closes is UNAVAILABLE to it, and
  * what reaches a core that shuts down ends with CANCELLED, which to most clients means that they
- * should not try again. (Cancelling all calls, for this core, is
- * closing all connections. Its header speaks of doing so after a shutdown, but nothing in it needs
- * that.) */
+ * should not try again. */
 void moe_rpc_server_drain(struct moe_rpc_server *s, uint64_t deadline_ns)
 {
     begin_draining(s);
     (void)wait_until(s, nothing_active, deadline_ns);
-    grpc_server_cancel_all_calls(s->core);
+    close_connections(s);
     grpc_server_shutdown_and_notify(s->core, s->shards[0].queue, &s->on_shutdown);
-    if (wait_until(s, all_over, deadline_ns))
-        return;
-    grpc_server_cancel_all_calls(s->core); /* connections that were being made */
-    (void)wait_until(s, all_over, MOE_NEVER);
+    if (!wait_until(s, all_over, deadline_ns)) {
+        grpc_server_cancel_all_calls(s->core); /* connections that were being made */
+        (void)wait_until(s, all_over, MOE_NEVER);
+    }
+    moe_rpc_forget_door(&s->door); /* nobody listens there any more */
 }
 
 void moe_rpc_server_stop(struct moe_rpc_server *s)

@@ -173,6 +173,15 @@ void moe_rpc_post(struct moe_rpc_op *op);
  * listening (accept.c). */
 void moe_rpc_reserve_descriptor(void);
 
+/* Connections to this port are closed as they come, until it is forgotten: whoever made it shut
+ * must forget it, once. For the listeners of this process. */
+struct moe_rpc_door {
+    struct moe_rpc_door *next;
+    uint16_t port;
+};
+void moe_rpc_shut_door(struct moe_rpc_door *door, uint16_t port);
+void moe_rpc_forget_door(struct moe_rpc_door *door);
+
 /* ------------------------------------------------------------------ server */
 
 enum moe_rpc_phase { MOE_RPC_STARTING, MOE_RPC_SERVING, MOE_RPC_ABANDONED };
@@ -190,6 +199,7 @@ struct moe_rpc_server {
     struct moe_rpc_health *health;
     struct moe_rpc_reflection *reflection;
     uint16_t port;
+    struct moe_rpc_door door; /* shut while the server drains */
     struct moe_rpc_tag on_shutdown;
 
     pthread_mutex_t lock;   /* guards all that follows */

@@ -3,6 +3,8 @@
 #include "rpc_fixture.h"
 
 #include <arpa/inet.h>
+#include <dlfcn.h>
+#include <grpc/grpc.h>
 #include <poll.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -186,6 +188,59 @@ static void who_calls_as_the_server_goes_down_is_answered_or_told_to_try_again(v
     assert_int_equal(other, 0);
 }
 
+/* In place of the core's: after it, looks who is let in. */
+static struct {
+    uint16_t port; /* 0: nothing is to be looked at */
+    unsigned turned_away, let_in;
+} newcomers;
+
+static void count_newcomers(void)
+{
+    enum { NEWCOMERS = 20, SOON_MS = 5000 };
+    struct sockaddr_in to = {.sin_family = AF_INET,
+                             .sin_port = htons(newcomers.port),
+                             .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    for (int i = 0; i < NEWCOMERS; i++) {
+        char byte;
+        int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        assert_int_equal(connect(fd, (struct sockaddr *)&to, sizeof to), 0);
+        struct pollfd wait = {.fd = fd, .events = POLLIN};
+        assert_int_equal(poll(&wait, 1, SOON_MS), 1);
+        bool hello = recv(fd, &byte, 1, 0) == 1; /* settings of HTTP/2 */
+        newcomers.let_in += hello;
+        newcomers.turned_away += !hello;
+        close(fd);
+    }
+}
+
+void grpc_server_cancel_all_calls(grpc_server *server)
+{
+    void (*real)(grpc_server *) =
+        (void (*)(grpc_server *))(uintptr_t)dlsym(RTLD_NEXT, "grpc_server_cancel_all_calls");
+    real(server);
+    if (newcomers.port != 0)
+        count_newcomers();
+    newcomers.port = 0;
+}
+
+/* Calls on a connection that is there when the core shuts down are reset with CANCELLED, which
+ * tells clients not to try again. */
+static void nobody_is_let_in_once_a_drain_has_closed_the_connections(void **state)
+{
+    struct fixture f;
+    struct drain d;
+    (void)state;
+    fixture_start(&f, NULL);
+    assert_ok(fixture_call(&f, f.channel, "", "x", 1, 20000, "x", 1));
+    newcomers.port = moe_rpc_server_port(f.server);
+    start_drain(&f, &d, 20000);
+    end_drain(&f, &d);
+    print_message("  %u turned away, %u let in\n", newcomers.turned_away, newcomers.let_in);
+    assert_true(newcomers.turned_away > 0);
+    assert_int_equal(newcomers.let_in, 0);
+    fixture_stop(&f);
+}
+
 static void an_idle_server_drains_at_once_and_its_port_can_be_bound_again(void **state)
 {
     struct fixture f;
@@ -316,6 +371,7 @@ int main(void)
         cmocka_unit_test(a_drain_lets_calls_in_flight_finish),
         cmocka_unit_test(a_drain_cancels_what_outlasts_its_limit),
         cmocka_unit_test(who_calls_as_the_server_goes_down_is_answered_or_told_to_try_again),
+        cmocka_unit_test(nobody_is_let_in_once_a_drain_has_closed_the_connections),
         cmocka_unit_test(an_idle_server_drains_at_once_and_its_port_can_be_bound_again),
         cmocka_unit_test(only_loopback_is_listened_on_unless_told_otherwise),
         cmocka_unit_test(a_port_in_use_and_bad_settings_are_errors),
