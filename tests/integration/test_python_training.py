@@ -214,6 +214,9 @@ class FakeWorker(grpc.GenericRpcHandler):
         return self.once(request.step_id, request, lambda: training_pb2.LoadCheckpointResponse(
             weights_version=9, lineage=self.ledger.lineage + 1))
 
+    def RecoverTraining(self, _request):
+        return training_pb2.RecoverTrainingResponse()
+
     def ExportAdapter(self, request):
         return self.once(request.step_id, request,
                          lambda: training_pb2.ExportAdapterResponse(bytes=10))
@@ -346,6 +349,10 @@ class Calls(unittest.TestCase):
             state = client.train_state()
             self.assertEqual((state.lineage, state.last_step_id, state.optimizer, state.frozen),
                              (4, 7, "adamw", frozenset(["router"])))
+            client.recover_training("a")
+            client.recover_training(as_loaded=True)
+            self.assertEqual([(sent.name, sent.as_loaded) for _, sent in worker.requests[-2:]],
+                             [("a", False), ("", True)])
 
     def test_wrong_arguments_are_not_sent(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
@@ -376,7 +383,10 @@ class Calls(unittest.TestCase):
                     (ValueError, client.load_checkpoint, dict(name=".a", step_id=1)),
                     (ValueError, client.load_checkpoint, dict(name="a" * 65, step_id=1)),
                     (TypeError, client.save_checkpoint, dict(name=b"a", step_id=1)),
-                    (ValueError, client.export_adapter, dict(step_id=1))):
+                    (ValueError, client.export_adapter, dict(step_id=1)),
+                    (ValueError, client.recover_training, dict()),
+                    (ValueError, client.recover_training, dict(name="a", as_loaded=True)),
+                    (ValueError, client.recover_training, dict(name="../a"))):
                 with self.subTest(arguments=arguments), self.assertRaises(error) as caught:
                     call(**arguments)
                 print("    %s" % caught.exception)

@@ -14,6 +14,7 @@ import unittest
 import grpc
 
 from group import BUILD, MOECTL, main, model_directory, moectl
+import moed
 from training import Trainer, golden_gradients, refusal, training_group
 import wire
 from wire import training
@@ -461,6 +462,30 @@ class Saving(unittest.TestCase):
         until(lambda: last.state().problem != "")
         until(lambda: client.state().problem != "")
         return epoch, last.state().problem
+
+    def test_python_tells_it_too(self):
+        with self.group(2, "--wait-budget-ms", "500") as g:
+            client = Client(g)
+            client.train(1)
+            first = client.ask()
+            client.save("first", 15)
+            client.train(2)
+            client.save("second", 25)
+            self.damage("second")
+            epoch, problem = self.lose_a_worker(g, client)
+            with moed.Client(g.endpoints[1]) as told:
+                self.assertEqual(told.train_state().problem, problem)
+                with self.assertRaises(moed.MoeError) as caught:
+                    told.recover_training("nosuch")
+                self.assertEqual(caught.exception.reason, "CHECKPOINT_NOT_FOUND")
+                told.recover_training("first")
+                g.wait_serving(epoch)
+                state = told.train_state()
+                self.assertEqual((state.checkpoint, state.problem), ("first", ""))
+                self.assertEqual(client.ask(), first)
+                with self.assertRaises(moed.MoeError) as caught:
+                    told.recover_training(as_loaded=True)  # the group serves
+                self.assertEqual(caught.exception.code, grpc.StatusCode.FAILED_PRECONDITION)
 
     def test_a_group_does_not_go_back_further_than_it_must_unless_it_is_told_to(self):
         with self.group(2, "--wait-budget-ms", "500") as g:

@@ -68,7 +68,8 @@ removed          names that `keep` removed, newest first, 32 at most; () where `
 TrainState = collections.namedtuple(
     "TrainState", "lineage weights_version steps backwards last_step_id optimizer frozen lora_rank "
     "lora_scale lora_targets checkpoint state_bytes saved_bytes saved_bytes_limit "
-    "saving loading problem unsaved_steps saved_device_bytes saved_device_bytes_limit")
+    "saving loading problem unsaved_steps saved_device_bytes saved_device_bytes_limit "
+    "progress_bytes progress_bytes_total")
 TrainState.__doc__ = """Where training stands, as the worker that was asked knows it.
 
 lineage          rises whenever the group went back to a checkpoint, or loaded one
@@ -89,6 +90,8 @@ problem          why the group could not go back to its checkpoint, and does not
 unsaved_steps    optimizer steps since the state of `checkpoint`, or without one since the model was loaded
 saved_device_bytes  of activations that this worker's device keeps for Backward;
                  saved_device_bytes_limit is their limit
+progress_bytes   of `saving` or `loading`: what this worker has written or checked so far;
+                 progress_bytes_total of how many, 0 where that is not known
 """
 
 _PARTS = ("router", "experts", "shared")
@@ -214,7 +217,7 @@ class TrainingCalls:
             answer.lora_rank, answer.lora_alpha, tuple(answer.lora_targets), answer.checkpoint,
             answer.state_bytes, answer.saved_bytes, answer.saved_bytes_limit, answer.saving,
             answer.loading, answer.problem, answer.unsaved_steps, answer.saved_device_bytes,
-            answer.saved_device_bytes_limit)
+            answer.saved_device_bytes_limit, answer.progress_bytes, answer.progress_bytes_total)
 
     def save_checkpoint(self, name, *, step_id, lineage=0, keep=0, timeout=None):
         """Writes weights and optimizer state into directory `name` of the workers' training root,
@@ -243,6 +246,19 @@ class TrainingCalls:
             name=_check_name("name", name) if name or not merge else "", merge=merge),
             self._training_deadline(timeout))
         return Checkpoint(0, answer.bytes, 0, answer.repeated)
+
+    def recover_training(self, name="", *, as_loaded=False, timeout=None):
+        """Says where a group goes that cannot go back to its last checkpoint (TrainState.problem
+        tells) and therefore does not form: to checkpoint `name`, or with `as_loaded` to the model
+        as it was loaded. What was learnt since is lost. The group tries at once, under a new
+        lineage; train_state().problem is empty when it has gone there. Refused with
+        FAILED_PRECONDITION where the group serves (load_checkpoint is for that), and with NOT_FOUND
+        where there is no such checkpoint."""
+        if bool(name) == bool(as_loaded):
+            raise ValueError("either the name of a checkpoint, or as_loaded=True")
+        self._train("RecoverTraining", training_pb2.RecoverTrainingRequest(
+            name="" if as_loaded else _check_name("name", name), as_loaded=as_loaded),
+            self._training_deadline(timeout))
 
     # ------------------------------------------------------------------ how it is done
 
