@@ -2,15 +2,15 @@
 #include "commands.h"
 #include "link.h"
 #include "state.h"
+#include "train_state.h"
 
 #include "base/clock.h"
-#include "moe/v1/training.pb-c.h"
 
 #include <signal.h>
 #include <string.h>
 #include <unistd.h>
 
-enum { CALL_LIMIT_MS = 5000, POLL_MS = 50, STATE_LIMIT_MS = 500 };
+enum { CALL_LIMIT_MS = 5000, POLL_MS = 50, GLANCE_MS = 200, NAMES_BYTES = 200 };
 
 struct down {
     struct moectl_common common;
@@ -28,26 +28,12 @@ static uint64_t call_deadline(uint64_t deadline_ns)
  * waited for, and no failure here is one of `down`. */
 static void say_unsaved(const char *worker, uint64_t deadline_ns)
 {
-    struct moectl_link *link = NULL;
-    ProtobufCMessage *answer = NULL;
-    Moe__V1__GetTrainStateRequest request = MOE__V1__GET_TRAIN_STATE_REQUEST__INIT;
-    uint64_t limit = moe_clock_ns() + STATE_LIMIT_MS * MOE_NS_PER_MS;
-    struct moe_status st = moectl_link_open(worker, &link);
-    if (st.code == MOE_OK)
-        st = moectl_link_call(link, "/moe.v1.TrainingService/GetTrainState", &request.base,
-                              limit < deadline_ns ? limit : deadline_ns,
-                              &moe__v1__get_train_state_response__descriptor, &answer);
-    moectl_link_close(link);
+    Moe__V1__GetTrainStateResponse *state;
+    struct moe_status st = moectl_train_glance(worker, deadline_ns, &state);
     if (st.code != MOE_OK)
         return;
-    const Moe__V1__GetTrainStateResponse *s = (const void *)answer;
-    bool some = s->checkpoint[0] != '\0';
-    if (s->unsaved_steps != 0)
-        moectl_say("%llu optimizer step%s since %s%s %s not saved",
-                   (unsigned long long)s->unsaved_steps, s->unsaved_steps == 1 ? "" : "s",
-                   some ? "checkpoint " : "the model was loaded", some ? s->checkpoint : "",
-                   s->unsaved_steps == 1 ? "was" : "were");
-    protobuf_c_message_free_unpacked(answer, NULL);
+    moectl_train_say_unsaved(state);
+    moe__v1__get_train_state_response__free_unpacked(state, NULL);
 }
 
 static struct moe_status ask(const struct down *d, struct moectl_link *link, uint64_t deadline_ns)
@@ -69,30 +55,122 @@ static struct moe_status ask(const struct down *d, struct moectl_link *link, uin
     return st;
 }
 
+/* ------------------------------------------------------------------ by its addresses */
+
+static bool is_gone(const Moe__V1__WorkerStatus *w)
+{
+    return w->state == MOE__V1__WORKER_STATE__WORKER_STATE_GONE;
+}
+
+/* A restarted coordinator knows no address of a member that has not come back to it. */
+static bool is_away(const Moe__V1__WorkerStatus *w)
+{
+    return w->endpoint[0] == '\0' && !is_gone(w);
+}
+
+static bool is_complete(const Moe__V1__GetStatusResponse *s)
+{
+    for (size_t i = 0; i < s->n_workers; i++)
+        if (is_away(s->workers[i]))
+            return false;
+    return true;
+}
+
+/* Until every member of the last view has come back to a restarted coordinator, or is given up by
+ * it when its lease ends: who is not there cannot be told of the end, nor be watched. Half of the
+ * time is left for the rest. */
+static struct moe_status await_members(struct moectl_link *link, uint64_t deadline_ns,
+                                       Moe__V1__GetStatusResponse **status)
+{
+    struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
+    uint64_t now = moe_clock_ns();
+    uint64_t until =
+        deadline_ns == MOE_NEVER || deadline_ns < now ? deadline_ns : now + (deadline_ns - now) / 2;
+    if (!is_complete(*status))
+        moectl_say("the coordinator has been restarted: waiting for its workers to come back");
+    while (!is_complete(*status) && moe_clock_ns() < until) {
+        nanosleep(&pause, NULL);
+        moe__v1__get_status_response__free_unpacked(*status, NULL);
+        *status = NULL;
+        MOE_TRY(moectl_link_status(link, call_deadline(deadline_ns), status));
+    }
+    return moe_ok();
+}
+
+/* A daemon whose end is waited for. */
+struct watched {
+    const char *endpoint;
+    const Moe__V1__WorkerStatus *worker; /* NULL: the coordinator */
+};
+
+/* The endpoint that `down` was given, the coordinator's or a worker's, is the first. */
+static size_t list_watched(const struct down *d, const Moe__V1__GetStatusResponse *s,
+                           struct watched all[MOE_MAX_SLOTS + 1])
+{
+    size_t count = 0;
+    all[count++] = (struct watched){d->common.endpoint, NULL};
+    for (size_t i = 0; i < s->n_workers && count <= MOE_MAX_SLOTS; i++) {
+        const Moe__V1__WorkerStatus *w = s->workers[i];
+        if (w->endpoint[0] == '\0')
+            moectl_say("slot %u (worker %s) has not come back to its restarted coordinator: if its "
+                       "process lives, it does not hear of this",
+                       w->slot, w->worker_id);
+        else if (strcmp(w->endpoint, d->common.endpoint) == 0)
+            all[0].worker = w;
+        else if (!is_gone(w))
+            all[count++] = (struct watched){w->endpoint, w};
+    }
+    return count;
+}
+
+/* The time is over: who still answers, by name. */
+static struct moe_status name_silent(const struct watched *all, size_t count)
+{
+    char text[NAMES_BYTES] = "";
+    size_t used = 0;
+    for (size_t i = 0; i < count && used < sizeof text; i++) {
+        uint64_t limit = moe_clock_ns() + GLANCE_MS * MOE_NS_PER_MS;
+        if (!moectl_link_answers(all[i].endpoint, limit))
+            continue;
+        const char *comma = used > 0 ? ", " : "", *endpoint = all[i].endpoint;
+        const Moe__V1__WorkerStatus *w = all[i].worker;
+        used += (size_t)(w == NULL ? snprintf(text + used, sizeof text - used, "%s%.100s", comma,
+                                              endpoint)
+                                   : snprintf(text + used, sizeof text - used,
+                                              "%sslot %u (worker %.60s, %.100s)", comma, w->slot,
+                                              w->worker_id, endpoint));
+    }
+    return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still there: %s",
+                     text[0] != '\0' ? text : "nobody by now");
+}
+
 /* Without the group's state directory, gone means that no address answers. */
-static struct moe_status wait_silent(const char *const *endpoints, size_t count,
-                                     uint64_t deadline_ns)
+static struct moe_status wait_silent(const struct watched *all, size_t count, uint64_t deadline_ns)
 {
     struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
     for (size_t i = 0; i < count;) {
-        if (!moectl_link_answers(endpoints[i], call_deadline(MOE_NEVER))) {
+        if (!moectl_link_answers(all[i].endpoint, call_deadline(deadline_ns))) {
             i++;
             continue;
         }
         if (moe_clock_ns() >= deadline_ns)
-            return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "%s still answers",
-                             endpoints[i]);
+            return name_silent(all, count);
         nanosleep(&pause, NULL);
     }
     return moe_ok();
 }
 
-/* A restarted coordinator knows no address of a worker that has not come back to it. */
-static void say_silent(const Moe__V1__WorkerStatus *w)
+static struct moe_status end_by_endpoint(const struct down *d, struct moectl_link *link,
+                                         Moe__V1__GetStatusResponse **status, uint64_t deadline_ns)
 {
-    if (w->endpoint[0] == '\0')
-        moectl_say("slot %u (worker %s) has no known address: its end is not watched", w->slot,
-                   w->worker_id);
+    struct watched all[MOE_MAX_SLOTS + 1];
+    MOE_TRY(await_members(link, deadline_ns, status));
+    size_t count = list_watched(d, *status, all);
+    size_t worker = all[0].worker == NULL ? 1 : 0;
+    if (worker < count)
+        say_unsaved(all[worker].endpoint, deadline_ns);
+    MOE_TRY(ask(d, link, deadline_ns));
+    return wait_silent(all, count, deadline_ns);
 }
 
 static struct moe_status down_by_endpoint(const struct down *d, uint64_t deadline_ns)
@@ -100,38 +178,44 @@ static struct moe_status down_by_endpoint(const struct down *d, uint64_t deadlin
     struct moectl_link *link = NULL;
     Moe__V1__GetStatusResponse *status = NULL;
     MOE_TRY(moectl_admin_open(d->common.endpoint, call_deadline(deadline_ns), &link, &status));
-    const char *endpoints[MOE_MAX_SLOTS + 1] = {d->common.endpoint};
-    size_t count = 1;
-    for (size_t i = 0; i < status->n_workers && count <= MOE_MAX_SLOTS; i++)
-        if (status->workers[i]->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE) {
-            say_silent(status->workers[i]);
-            if (status->workers[i]->endpoint[0] != '\0')
-                endpoints[count++] = status->workers[i]->endpoint;
-        }
-    if (count > 1)
-        say_unsaved(endpoints[1], deadline_ns);
-    struct moe_status st = ask(d, link, deadline_ns);
+    struct moe_status st = end_by_endpoint(d, link, &status, deadline_ns);
     moectl_link_close(link);
-    if (st.code == MOE_OK)
-        st = wait_silent(endpoints, count, deadline_ns);
-    moe__v1__get_status_response__free_unpacked(status, NULL);
+    if (status != NULL)
+        moe__v1__get_status_response__free_unpacked(status, NULL);
     return st;
 }
 
 /* ------------------------------------------------------------------ the local group */
 
-/* Signals the recorded processes that are still what they were. */
+/* The recorded process is still what it was. */
+static bool runs(const struct moectl_group *group, size_t i)
+{
+    char link[64], program[MOECTL_PATH_MAX];
+    snprintf(link, sizeof link, "/proc/%d/exe", (int)group->processes[i].pid);
+    ssize_t n = readlink(link, program, sizeof program - 1);
+    program[n > 0 ? n : 0] = '\0';
+    return strstr(program, i == 0 ? "/moe-coordinator" : "/moe-worker") != NULL;
+}
+
 static void signal_group(const struct moectl_group *group, int signal_number)
 {
-    for (size_t i = 0; i < group->count; i++) {
-        char link[64], program[MOECTL_PATH_MAX];
-        pid_t pid = group->processes[i].pid;
-        snprintf(link, sizeof link, "/proc/%d/exe", (int)pid);
-        ssize_t n = readlink(link, program, sizeof program - 1);
-        program[n > 0 ? n : 0] = '\0';
-        if (strstr(program, i == 0 ? "/moe-coordinator" : "/moe-worker") != NULL)
-            kill(pid, signal_number);
-    }
+    for (size_t i = 0; i < group->count; i++)
+        if (runs(group, i))
+            kill(group->processes[i].pid, signal_number);
+}
+
+/* The time is over. A daemon that was started by hand is of the group, and not recorded. */
+static struct moe_status name_running(const struct moectl_group *group)
+{
+    char text[NAMES_BYTES] = "";
+    size_t used = 0;
+    for (size_t i = 0; i < group->count && used < sizeof text; i++)
+        if (runs(group, i))
+            used += (size_t)snprintf(text + used, sizeof text - used, "%s%s (process %d)",
+                                     used > 0 ? ", " : "", group->processes[i].name,
+                                     (int)group->processes[i].pid);
+    return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still running: %s",
+                     used > 0 ? text : "a daemon that this group did not start");
 }
 
 static struct moe_status drain_local(const struct down *d, const struct moectl_group *group,
@@ -157,13 +241,15 @@ static struct moe_status end_local(const struct down *d, int directory, uint64_t
     }
     if (moectl_state_wait_gone(directory, deadline_ns))
         return moe_ok();
-    if (!d->force)
-        return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
-                         "daemons are still running; --force kills them");
+    if (!d->force) {
+        st = name_running(&group);
+        moectl_say("what is left is not killed without --force");
+        return st;
+    }
     signal_group(&group, SIGKILL);
     if (moectl_state_wait_gone(directory, call_deadline(MOE_NEVER)))
         return moe_ok();
-    return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "daemons are still running");
+    return name_running(&group);
 }
 
 static struct moe_status down_by_state(const struct down *d, uint64_t deadline_ns)

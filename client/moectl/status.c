@@ -4,6 +4,7 @@
 #include "link.h"
 #include "proto_json.h"
 #include "state.h"
+#include "train_state.h"
 
 #include "base/clock.h"
 
@@ -63,13 +64,38 @@ static void print_table(const Moe__V1__GetStatusResponse *s)
         print_workers(s);
 }
 
-static int print_status(const struct moectl_common *common, const Moe__V1__GetStatusResponse *s)
+/* What was learnt and may be lost, where no view is in force. Only that: whoever does not answer at
+ * once is not waited for, and no failure here is one of `status`. */
+static void say_at_stake(const Moe__V1__GetStatusResponse *s, uint64_t deadline_ns)
+{
+    if (s->epoch != 0 || s->state == MOE__V1__GROUP_STATE__GROUP_STATE_DRAINING)
+        return;
+    for (size_t i = 0; i < s->n_workers; i++) {
+        const Moe__V1__WorkerStatus *w = s->workers[i];
+        Moe__V1__GetTrainStateResponse *state;
+        if (!w->connected || w->state == MOE__V1__WORKER_STATE__WORKER_STATE_GONE)
+            continue;
+        struct moe_status st = moectl_train_glance(w->endpoint, deadline_ns, &state);
+        if (st.code == MOE_UNIMPLEMENTED)
+            return;
+        if (st.code != MOE_OK)
+            continue;
+        moectl_train_say_at_stake(state);
+        moe__v1__get_train_state_response__free_unpacked(state, NULL);
+        return;
+    }
+}
+
+static int print_status(const struct moectl_common *common, const Moe__V1__GetStatusResponse *s,
+                        uint64_t deadline_ns)
 {
     if (!common->json) {
         print_table(s);
+        fflush(stdout);
         if (count_live(s) < s->n_workers)
             moectl_say("a worker has gone: start one again for its seat, or end the group with "
                        "`moectl down` and start it anew");
+        say_at_stake(s, deadline_ns);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }
     json_t *document = moectl_document("GroupStatus");
@@ -89,12 +115,13 @@ static int run_status(const struct moectl_command *self, int argc, char **argv)
         return code;
     struct moectl_link *link = NULL;
     Moe__V1__GetStatusResponse *status = NULL;
+    uint64_t deadline = moectl_deadline(&common);
     struct moe_status st = moectl_state_endpoint(&common, endpoint);
     if (st.code == MOE_OK)
-        st = moectl_admin_open(endpoint, moectl_deadline(&common), &link, &status);
+        st = moectl_admin_open(endpoint, deadline, &link, &status);
     if (st.code != MOE_OK)
         return moectl_fail(&st);
-    code = print_status(&common, status);
+    code = print_status(&common, status, deadline);
     if (code == MOECTL_OK && !is_serving(status))
         code = MOECTL_UNHEALTHY;
     moe__v1__get_status_response__free_unpacked(status, NULL);

@@ -5,10 +5,10 @@
 #include "link.h"
 #include "proto_json.h"
 #include "state.h"
+#include "train_state.h"
 
 #include "base/name.h"
 #include "moe/client_training.h"
-#include "moe/v1/training.pb-c.h"
 
 #include <inttypes.h>
 #include <string.h>
@@ -70,9 +70,7 @@ static void print_table(const Moe__V1__GetTrainStateResponse *s)
                saving ? s->saving : s->loading, (double)s->progress_bytes / (1024.0 * 1024.0),
                (double)s->progress_bytes_total / (1024.0 * 1024.0));
     if (s->problem[0] != '\0')
-        printf("problem     %s\n            the group does not form: training recover NAME, or "
-               "recover-model\n",
-               s->problem);
+        printf("problem     %s\n", s->problem);
     printf("memory      %.1f MiB of state, %.1f of %.1f MiB of saved passes\n",
            (double)s->state_bytes / (1024.0 * 1024.0), (double)s->saved_bytes / (1024.0 * 1024.0),
            (double)s->saved_bytes_limit / (1024.0 * 1024.0));
@@ -95,17 +93,23 @@ static int print_state(const struct moectl_common *common, const Moe__V1__GetTra
     return moectl_print(document);
 }
 
-static struct moe_status ask(const struct moectl_common *common, ProtobufCMessage **out)
+/* `*serves`: the worker has a view in force. */
+static struct moe_status ask(const struct moectl_common *common,
+                             Moe__V1__GetTrainStateResponse **out, bool *serves)
 {
     char endpoint[MOECTL_ENDPOINT_MAX];
     struct moectl_link *link = NULL;
-    Moe__V1__GetTrainStateRequest request = MOE__V1__GET_TRAIN_STATE_REQUEST__INIT;
+    Moe__V1__GetServerInfoResponse *info = NULL;
     uint64_t deadline = moectl_deadline(common);
+    *out = NULL;
     MOE_TRY(moectl_worker_endpoint(common, deadline, endpoint));
     MOE_TRY(moectl_link_open(endpoint, &link));
-    struct moe_status st =
-        moectl_link_call(link, "/moe.v1.TrainingService/GetTrainState", &request.base, deadline,
-                         &moe__v1__get_train_state_response__descriptor, out);
+    struct moe_status st = moectl_link_server_info(link, deadline, &info);
+    if (st.code == MOE_OK) {
+        *serves = info->epoch != 0;
+        moe__v1__get_server_info_response__free_unpacked(info, NULL);
+        st = moectl_train_state(link, deadline, out);
+    }
     moectl_link_close(link);
     return st;
 }
@@ -120,12 +124,17 @@ static int fail(const struct moe_status *st)
 
 static int show(const struct moectl_common *common)
 {
-    ProtobufCMessage *state = NULL;
-    struct moe_status st = ask(common, &state);
+    Moe__V1__GetTrainStateResponse *state = NULL;
+    bool serves;
+    struct moe_status st = ask(common, &state, &serves);
     if (st.code != MOE_OK)
         return fail(&st);
-    int code = print_state(common, (const Moe__V1__GetTrainStateResponse *)(const void *)state);
-    protobuf_c_message_free_unpacked(state, NULL);
+    int code = print_state(common, state);
+    if (!serves) {
+        moectl_say("the worker has no view in force: `moectl status` says why");
+        moectl_train_say_at_stake(state);
+    }
+    moe__v1__get_train_state_response__free_unpacked(state, NULL);
     return code;
 }
 
@@ -364,14 +373,14 @@ static int tell_late_save(const struct training *t, const struct moe_status *lat
     struct timespec pause = {.tv_nsec = 100 * 1000 * 1000};
     bool running = true, written = false;
     for (int i = 0; i < LATE_TRIES && running; i++) {
-        ProtobufCMessage *answer = NULL;
-        struct moe_status st = ask(&common, &answer);
+        Moe__V1__GetTrainStateResponse *s = NULL;
+        bool serves;
+        struct moe_status st = ask(&common, &s, &serves);
         if (st.code != MOE_OK)
             return moectl_fail(late);
-        const Moe__V1__GetTrainStateResponse *s = (const void *)answer;
         running = strcmp(s->saving, t->object) == 0;
         written = strcmp(s->checkpoint, t->object) == 0;
-        protobuf_c_message_free_unpacked(answer, NULL);
+        moe__v1__get_train_state_response__free_unpacked(s, NULL);
         if (running)
             nanosleep(&pause, NULL);
     }

@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 
 from group import BUILD, Group, golden_cases, group, main, model_directory, moectl, relative_error
+from training import COORDINATOR, TrainingGroup, start
 import wire
 from wire import expert
 
@@ -89,6 +90,51 @@ class Coordinator(unittest.TestCase):
         self.assertEqual(status()["epoch"], epoch)
         time.sleep(2.5)  # past the lease: nobody was missed
         self.assertEqual((status()["state"], status()["epoch"]), ("SERVING", epoch))
+
+
+class DownAfterARestart(unittest.TestCase):
+    """Of the coordinator, which knows no address of a worker that has not come back to it yet."""
+
+    def restarted(self, lease_ms, *stopped):
+        g = TrainingGroup(FAMILY, 2, lease_ms=lease_ms)
+        self.addCleanup(g.stop)
+        for slot in stopped:
+            g.workers[slot].send_signal(signal.SIGSTOP)
+            self.addCleanup(g.workers[slot].send_signal, signal.SIGCONT)
+        g.coordinator.kill()
+        g.coordinator.wait()
+        g.coordinator, _ = start(COORDINATOR, "--listen", g.address, "--workers", "2",
+                                 "--state-dir", g.state, "--lease-ms", str(lease_ms))
+        return g
+
+    def test_all_are_waited_for(self):
+        for asked in ("coordinator", "worker"):
+            g = self.restarted(2000)
+            done = moectl("down", "--endpoint",
+                          g.address if asked == "coordinator" else g.endpoints[1])
+            print(done.stderr)
+            self.assertNotIn("has not come back", done.stderr)
+            self.assertEqual([each.wait(timeout=5) for each in [*g.workers, g.coordinator]],
+                             [0, 0, 0])
+
+    def test_who_does_not_come_back_is_named(self):
+        g = self.restarted(1000, 1)
+        done = moectl("down", "--endpoint", g.address)
+        print(done.stderr)
+        self.assertIn("slot 1 (worker w1) has not come back", done.stderr)
+        self.assertNotIn("slot 0", done.stderr)
+        self.assertEqual([g.workers[0].wait(timeout=5), g.coordinator.wait(timeout=5)], [0, 0])
+        self.assertIsNone(g.workers[1].poll())
+
+    def test_who_is_left_when_the_time_is_over_is_named(self):
+        g = self.restarted(30000, 1)
+        begun = time.monotonic()
+        done = moectl("down", "--endpoint", g.address, "--timeout", "2", check=False)
+        print(done.stderr)
+        self.assertEqual(done.returncode, 5)
+        self.assertLess(time.monotonic() - begun, 4)
+        self.assertIn("slot 1 (worker w1) has not come back", done.stderr)
+        self.assertIn("still there: " + g.address, done.stderr)
 
 
 class Lifecycle(unittest.TestCase):

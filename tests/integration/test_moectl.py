@@ -278,6 +278,18 @@ class UpAndDown(unittest.TestCase):
             self.assertEqual(down.returncode, OK, down.stderr)
             self.assertEqual([p["pid"] for p in processes if is_alive(p["pid"])], [])
 
+    def test_down_that_is_out_of_time_names_who_still_runs(self):
+        with folder() as state:
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            with open(os.path.join(state, "group.json")) as file:
+                worker = json.load(file)["processes"][2]
+            os.kill(worker["pid"], signal.SIGSTOP)
+            done = run("down", "--state-dir", state, "--timeout", "1")
+            self.assertEqual(done.returncode, UNREACHABLE)
+            self.assertIn("worker-1 (process %d)" % worker["pid"], done.stderr)
+            done = run("down", "--state-dir", state, "--timeout", "1", "--force")
+            self.assertEqual(done.returncode, OK, done.stderr)
+
     def test_no_daemon_outlives_a_killed_moectl(self):
         g = Group(model_directory(FAMILY), 2)
         pids = [process["pid"] for process in g.description()["processes"]]

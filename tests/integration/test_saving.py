@@ -463,6 +463,44 @@ class Saving(unittest.TestCase):
         until(lambda: client.state().problem != "")
         return epoch, last.state().problem
 
+    def test_what_a_group_without_a_worker_may_lose_is_told(self):
+        with self.group(2, "--wait-budget-ms", "500") as g:
+            client = Client(g)
+
+            def told(*command):
+                done = moectl(*command, "--endpoint", g.endpoints[0], check=False)
+                print(done.stderr)
+                return done.stderr
+
+            client.train(1)
+            client.train(2)
+            self.assertNotIn("optimizer step", told("status") + told("training"))
+            epoch = g.info().epoch
+            g.kill_worker(1)
+            until(lambda: g.info().epoch == 0)
+            for command in (("status",), ("training",)):
+                said = told(*command)
+                self.assertIn("2 optimizer steps since the model was loaded were not saved", said)
+                self.assertIn("goes back to the model as loaded", said)
+            g.start_worker(1, "--wait-budget-ms", "500")
+            g.wait_serving(epoch)
+            self.assertEqual(client.state().steps, 0)  # it was true
+            Client(g).save("first", 45)
+            client = Client(g)
+            epoch = g.info().epoch
+            g.kill_worker(1)
+            until(lambda: g.info().epoch == 0)
+            self.assertNotIn("optimizer step", told("status") + told("training"))
+            self.damage("first")
+            g.start_worker(1, "--wait-budget-ms", "500")
+            until(lambda: client.state().problem != "")
+            for command in (("status",), ("training",)):
+                said = told(*command)
+                self.assertIn("moectl training recover NAME", said)
+                self.assertIn("cannot go back to checkpoint first", said)
+            moectl("training", "recover-model", "--endpoint", g.endpoints[1])
+            g.wait_serving(epoch)
+
     def test_python_tells_it_too(self):
         with self.group(2, "--wait-budget-ms", "500") as g:
             client = Client(g)

@@ -1,0 +1,25 @@
+/* Where training stands, asked of one worker, and what of it is in the workers' memory alone. */
+#ifndef MOECTL_TRAIN_STATE_H
+#define MOECTL_TRAIN_STATE_H
+
+#include "cli.h"
+#include "link.h"
+#include "moe/v1/training.pb-c.h"
+
+/* Asks over `link`; free `*out` with moe__v1__get_train_state_response__free_unpacked.
+ * Errors: MOE_UNIMPLEMENTED where the workers do not train. */
+struct moe_status moectl_train_state(struct moectl_link *link, uint64_t deadline_ns,
+                                     Moe__V1__GetTrainStateResponse **out) MOE_CHECKED;
+/* The same of the worker at an address. For a remark that nobody has asked for: it does not wait
+ * for long, nor past `deadline_ns`. */
+struct moe_status moectl_train_glance(const char *worker, uint64_t deadline_ns,
+                                      Moe__V1__GetTrainStateResponse **out) MOE_CHECKED;
+
+/* Says on stderr which optimizer steps no checkpoint has; nothing where there are none. */
+void moectl_train_say_unsaved(const Moe__V1__GetTrainStateResponse *s);
+
+/* Says on stderr what is at stake for a group without a view in force: what is lost where a worker
+ * has to be started anew, or, where the group cannot go back, between what an operator chooses. */
+void moectl_train_say_at_stake(const Moe__V1__GetTrainStateResponse *s);
+
+#endif
