@@ -64,7 +64,7 @@ static bool take(struct moe_session *s, const struct moe_step_args *a, enum moe_
 
 static bool able(const struct moe_session *s, const struct moe_step_args *a)
 {
-    return a->save != 0 && a->layer->trained && s->config.training && s->net == NULL &&
+    return a->save != 0 && a->layer->trained && s->config.training &&
            moe_cuda_train_routed_on_tensor_cores(a->layer, a->dtype);
 }
 

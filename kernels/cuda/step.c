@@ -639,13 +639,27 @@ static struct moe_status start(struct moe_step *lane)
     return st;
 }
 
+/* Room to save, if there is any. The first time it is memory that is taken, for which as for memory
+ * that grows nobody must be waited for. */
+static struct moe_status begin_saving_over_network(struct moe_step *lane)
+{
+    struct moe_session *s = lane->owner->session;
+    if (lane->args.save != 0 && moe_kept_bytes(s->device->kept) == 0)
+        MOE_TRY(moe_cuda_net_settle(s->net));
+    lane->saves = moe_cuda_saving_begin(s, &lane->args, lane->mail->facts.pre);
+    return moe_ok();
+}
+
 /* The courier's task. */
 static struct moe_status start_over_network(void *ctx)
 {
     struct moe_step *lane = ctx;
     struct moe_status st = reserve_or_drop(lane);
     lane->refused = moe_failed(&st);
-    return lane->refused ? st : enqueue(lane);
+    if (lane->refused)
+        return st;
+    MOE_TRY(begin_saving_over_network(lane));
+    return enqueue(lane);
 }
 
 static struct moe_status post(struct moe_step *lane)
@@ -757,6 +771,7 @@ static struct moe_status judge_unfinished(struct moe_step *lane)
         moe_cuda_session_fail(s);
         wait_for_streams(s->device); /* the caller's memory must be free again */
     }
+    (void)settle_saved(lane, false);
     return moe_cuda_session_explain(s, lane->task.status);
 }
 
