@@ -23,10 +23,6 @@ struct moe_status moe_cuda_backward_supported(const struct moe_session *s)
     if (!s->config.training)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "the session was not joined for training");
-    for (uint32_t p = 0; p < s->config.slots; p++)
-        if ((s->config.live >> p & 1) && s->window.base[p] == NULL)
-            return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
-                             "training needs GPUs that reach each other's memory");
     return moe_ok();
 }
 
@@ -554,7 +550,9 @@ struct moe_status moe_cuda_backward_enqueue(struct moe_session *s,
     struct moe_step *step;
     MOE_TRY(moe_cuda_step_hold(s, &step));
     uint64_t begun = moe_clock_ns();
-    struct moe_status st = reserve(&p);
+    struct moe_status st = moe_cuda_session_catch_up(s);
+    if (!moe_failed(&st))
+        st = reserve(&p);
     /* What steps have saved goes where there is no memory otherwise. */
     if (st.code == MOE_RESOURCE_EXHAUSTED && moe_kept_give_back(s->device->kept))
         st = reserve(&p);

@@ -1,6 +1,6 @@
 /* Backward passes on a GPU: whole ones, their parts, and the optimizer step; members of struct
  * moe_training. A whole pass runs inside moe_cuda_backward_enqueue, which waits for it; the step
- * that comes out is finished. Training needs windows that all slots can reach (no network). */
+ * that comes out is finished. */
 #ifndef MOE_CUDA_BACKWARD_H
 #define MOE_CUDA_BACKWARD_H
 
@@ -11,6 +11,7 @@
 extern "C" {
 #endif
 
+/* Whether the session was joined for training. */
 struct moe_status moe_cuda_backward_supported(const struct moe_session *session) MOE_CHECKED;
 
 struct moe_status moe_cuda_backward_enqueue(struct moe_session *session,

@@ -19,7 +19,8 @@ struct moe_cuda_ep {
     struct moe_session *session;
     struct moe_cuda_pass pass;            /* the last one that was enqueued */
     uint32_t dispatch_ctas, combine_ctas; /* of it */
-    const uint32_t *expert;               /* its layer's local experts */
+    const struct moe_layer *layer;        /* of it */
+    bool pairs;                           /* as in its batch */
     struct moe_cuda_facts *facts; /* device memory: of the last pass that was a part alone */
 
     /* The last pass that was a part alone, while it can be combined. */
@@ -152,7 +153,7 @@ struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct 
     MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->row_weight, rows * sizeof(float)));
     if (session->net == NULL)
         return moe_ok();
-    return moe_cuda_ep_net_reserve(session->ep_net, layer, dtype, bucket);
+    return moe_cuda_ep_net_reserve(session->ep_net, layer, dtype, bucket, pairs);
 }
 
 bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer *layer,
@@ -228,13 +229,30 @@ struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_c
 {
     MOE_TRY(moe_cuda_session_usable(ep->session));
     ep->dispatched = false;
-    ep->expert = batch->layer->desc.placement.local;
+    ep->layer = batch->layer;
+    ep->pairs = batch->pairs;
     fill_pass(ep, batch);
     ep->dispatch_ctas = ctas_on(ep->session, batch->dispatch_processors);
     ep->combine_ctas = ctas_on(ep->session, batch->combine_processors);
-    if (ep->session->net != NULL)
-        return moe_cuda_ep_net_prepare(ep->session->ep_net, &ep->pass, batch->layer);
+    if (ep->session->net != NULL && !ep->pairs)
+        return moe_cuda_ep_net_prepare(ep->session->ep_net, &ep->pass, ep->layer, false);
     return moe_ok();
+}
+
+/* Pairs over a network: whoever makes the pass is not the courier, so that what it enqueues itself
+ * does not hold the courier up; it waits until all rows have come. */
+static struct moe_status dispatch_pairs(void *ctx)
+{
+    struct moe_cuda_ep *ep = ctx;
+    struct moe_cuda_ep_net *net = ep->session->ep_net;
+    MOE_TRY(moe_cuda_ep_net_prepare(net, &ep->pass, ep->layer, true));
+    return moe_cuda_ep_net_dispatch(net, &ep->pass);
+}
+
+static struct moe_status combine_pairs(void *ctx)
+{
+    struct moe_cuda_ep *ep = ctx;
+    return moe_cuda_ep_net_combine(ep->session->ep_net, &ep->pass);
 }
 
 struct moe_status moe_cuda_ep_refuse(struct moe_cuda_ep *ep, const struct moe_cuda_batch *what,
@@ -266,13 +284,14 @@ struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *
                                        cudaStream_t stream)
 {
     *out = (struct moe_rows){.local_experts = ep->pass.local_experts,
-                             .expert = ep->expert,
+                             .expert = ep->layer->desc.placement.local,
                              .start = ep->start,
                              .count = ep->count,
                              .x = ep->pass.rows,
                              .weight = ep->pass.row_weight};
     if (ep->session->net != NULL)
-        return moe_cuda_ep_net_dispatch(ep->session->ep_net, &ep->pass);
+        return ep->pairs ? moe_cuda_session_run(ep->session, dispatch_pairs, ep)
+                         : moe_cuda_ep_net_dispatch(ep->session->ep_net, &ep->pass);
     return moe_cuda_launch_dispatch(&ep->pass, ep->dispatch_ctas, stream);
 }
 
@@ -287,7 +306,8 @@ struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep,
     ep->pass.y = y;
     ep->pass.verdict = verdict;
     if (ep->session->net != NULL)
-        return moe_cuda_ep_net_combine(ep->session->ep_net, &ep->pass);
+        return ep->pairs ? moe_cuda_session_run(ep->session, combine_pairs, ep)
+                         : moe_cuda_ep_net_combine(ep->session->ep_net, &ep->pass);
     return moe_cuda_launch_combine(&ep->pass, ep->combine_ctas, stream);
 }
 

@@ -1,7 +1,9 @@
 /* Prepare, dispatch and combine on GPUs: tokens to the slots of their experts and back, through the
  * windows, as moe/window.h lays it out. Everything is enqueued; counts stay on the device. In a
  * session whose rows travel over a network (ep_net.h), calls that enqueue come from the courier's
- * thread, and the stream is the device's compute stream and does not capture.
+ * thread, and the stream is the device's compute stream and does not capture. Passes of pairs are
+ * the exception there: their calls come from any other thread, after moe_cuda_session_catch_up,
+ * have the courier do what concerns the peers, and return when all that they send has come.
  *
  * A pass is prepare, dispatch, combine, in this order, on one stream; all live slots must make the
  * same passes. A pass may end before combine. A stream that captures is as good as any: what was
@@ -55,8 +57,7 @@ struct moe_status moe_cuda_ep_check(const struct moe_session *session,
 
 /* The same (`pairs` as in the batch), and memory for the most rows that such passes can bring:
  * nothing overflows later. Depends only on what is equal on all slots, but for `tokens` and for the
- * memory that is left. Waits for the device when memory has to grow. Pairs do not travel over a
- * network. */
+ * memory that is left. Waits for the device when memory has to grow. */
 struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct moe_layer *layer,
                                       enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
                                       bool pairs) MOE_CHECKED;

@@ -12,6 +12,7 @@ struct moe_cuda_ep_net {
     struct moe_session *session;
     struct moe_cuda_net_pass pass; /* of the last one */
     const struct moe_layer *layer;
+    bool pairs; /* the last one moves x and dy side by side */
 
     void *letters; /* device memory: out, in, and the numbers of outgoing records */
     size_t letters_bytes, delivered_words;
@@ -123,28 +124,30 @@ void moe_cuda_ep_net_destroy(struct moe_cuda_ep_net *n)
 
 /* How messages of passes of this shape are made up; false when they fit no size_t. */
 static bool lay_out_messages(const struct moe_session *s, const struct moe_layer *layer,
-                             enum moe_dtype dtype, uint32_t bucket, struct moe_cuda_net_pass *p,
-                             size_t *bytes)
+                             enum moe_dtype dtype, uint32_t bucket, bool pairs,
+                             struct moe_cuda_net_pass *p, size_t *bytes)
 {
     size_t top_k = layer->spec.router.top_k, row = layer->spec.hidden * moe_dtype_bytes(dtype);
     size_t head = round_up(sizeof(struct moe_cuda_record) + top_k * sizeof(struct moe_cuda_route),
                            MOE_CUDA_TAIL_BYTES);
-    row = round_up(row, MOE_CUDA_TAIL_BYTES);
+    size_t gradients = (layer->spec.hidden + (size_t)MOE_MAX_TOP_K) * sizeof(float);
+    size_t partial = round_up(pairs ? gradients : row, MOE_CUDA_TAIL_BYTES);
+    row = round_up(pairs ? 2 * row : row, MOE_CUDA_TAIL_BYTES);
     p->record_head = (uint32_t)head;
-    p->partial = (uint32_t)row;
+    p->partial = (uint32_t)partial;
     p->record = (uint32_t)(head + row);
-    return moe_size_mul(bucket, p->record, &p->region) &&
+    return moe_size_mul(bucket, p->record > p->partial ? p->record : p->partial, &p->region) &&
            moe_size_add(p->region, MOE_CUDA_TAIL_BYTES, &p->region) &&
            moe_size_round_up(p->region, LINE, &p->region) &&
            moe_size_mul(p->region, 2 * (size_t)s->config.slots, bytes);
 }
 
 struct moe_status moe_cuda_ep_net_reserve(struct moe_cuda_ep_net *n, const struct moe_layer *layer,
-                                          enum moe_dtype dtype, uint32_t bucket)
+                                          enum moe_dtype dtype, uint32_t bucket, bool pairs)
 {
     struct moe_cuda_net_pass unused;
     size_t bytes;
-    if (!lay_out_messages(n->session, layer, dtype, bucket, &unused, &bytes))
+    if (!lay_out_messages(n->session, layer, dtype, bucket, pairs, &unused, &bytes))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "messages of %u tokens do not fit in memory", bucket);
     return moe_cuda_buffer_reserve(n->session->device, &n->messages, bytes);
@@ -155,8 +158,15 @@ bool moe_cuda_ep_net_fits(const struct moe_cuda_ep_net *n, const struct moe_laye
 {
     struct moe_cuda_net_pass unused;
     size_t bytes;
-    return lay_out_messages(n->session, layer, dtype, bucket, &unused, &bytes) &&
+    return lay_out_messages(n->session, layer, dtype, bucket, false, &unused, &bytes) &&
            bytes <= n->messages.bytes;
+}
+
+struct moe_status moe_cuda_ep_net_borrow(struct moe_cuda_ep_net *n, size_t bytes, void **out)
+{
+    MOE_TRY(moe_cuda_buffer_reserve(n->session->device, &n->messages, bytes));
+    *out = n->messages.data;
+    return moe_ok();
 }
 
 /* ----------------------------------------------------------------- letters */
@@ -182,12 +192,21 @@ static bool refuses(struct moe_cuda_ep_net *n, uint32_t code, uint32_t slot)
     return false;
 }
 
-/* Whether slot p means the same step as this one, and can mean it. */
+/* Whether slot p speaks of a step, and has memory for it. */
+static bool read_claim(struct moe_cuda_ep_net *n, uint32_t p)
+{
+    const struct moe_cuda_letter *theirs = letter_of(n, p);
+    if (theirs->kind != MOE_CUDA_LETTER_STEP)
+        return refuses(n, MOE_CUDA_PASS_LIE, p);
+    if (theirs->head[MOE_HEAD_BUCKET] & MOE_HEAD_NO_MEMORY)
+        return refuses(n, MOE_CUDA_PASS_REFUSED, p);
+    return true;
+}
+
+/* Whether it means the same step as this one, and can mean it. */
 static bool read_head(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass, uint32_t p)
 {
     const struct moe_cuda_letter *theirs = letter_of(n, p), *mine = letter_of(n, pass->slot);
-    if (theirs->kind != MOE_CUDA_LETTER_STEP)
-        return refuses(n, MOE_CUDA_PASS_LIE, p);
     if (theirs->head[MOE_HEAD_TOKENS] > pass->bucket)
         return refuses(n, MOE_CUDA_PASS_REFUSED, p + MOE_CUDA_MEANS_OTHER);
     for (uint32_t w = 0; w < MOE_HEAD_WORDS; w++)
@@ -244,6 +263,9 @@ static void read_letters(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *
     memset(n->pass.tokens_of, 0, sizeof n->pass.tokens_of);
     memset(n->pass.rows_in, 0, sizeof n->pass.rows_in);
     for (uint32_t p = 0; p < pass->slots; p++)
+        if ((live >> p & 1) && !read_claim(n, p))
+            return;
+    for (uint32_t p = 0; p < pass->slots; p++)
         if ((live >> p & 1) && !read_head(n, pass, p))
             return;
     for (uint32_t p = 0; p < pass->slots; p++)
@@ -261,20 +283,23 @@ static uint32_t ctas(const struct moe_cuda_ep_net *n)
 
 struct moe_status moe_cuda_ep_net_prepare(struct moe_cuda_ep_net *n,
                                           const struct moe_cuda_pass *pass,
-                                          const struct moe_layer *layer)
+                                          const struct moe_layer *layer, bool pairs)
 {
     cudaStream_t stream = n->session->device->compute;
     struct moe_cuda_net_pass *p = &n->pass;
     size_t bytes;
-    MOE_INVARIANT(lay_out_messages(n->session, layer, pass->dtype, pass->bucket, p, &bytes) &&
-                  bytes <= n->messages.bytes);
+    bool room = lay_out_messages(n->session, layer, pass->dtype, pass->bucket, pairs, p, &bytes) &&
+                bytes <= n->messages.bytes;
     n->layer = layer;
-    p->out = n->messages.data;
-    p->in = p->out + n->session->config.slots * p->region;
+    n->pairs = pairs;
+    p->out = room ? n->messages.data : NULL;
+    p->in = room ? p->out + n->session->config.slots * p->region : NULL;
     p->parts = pass->bucket <= 512 ? 8 : 1; /* few tokens would leave warps without work */
     p->tail = moe_cuda_net_next_tail(n->session->net);
     MOE_TRY(moe_cuda_launch_net_list(pass, p, stream));
     MOE_TRY(exchange_letters(n));
+    if (!room)
+        return moe_ok(); /* the letters refuse the pass */
     /* The records are put together while the letters are read. */
     p->tail = moe_cuda_net_next_tail(n->session->net);
     return moe_cuda_launch_net_pack(pass, p, ctas(n), stream);
@@ -298,6 +323,17 @@ static struct moe_status exchange_messages(struct moe_cuda_ep_net *n, uint8_t *f
     return moe_cuda_net_exchange(s->net, parcel, NULL);
 }
 
+/* Only tokens that come have their rows written. */
+static struct moe_status forget_rows_of_tokens(const struct moe_cuda_ep_net *n,
+                                               const struct moe_cuda_pass *pass)
+{
+    const struct moe_window_shape *w = &pass->layout.shape;
+    const size_t each = w->max_top_k * sizeof *pass->row_of;
+    static_assert(MOE_CUDA_NO_ROW == 0xffffffff, "no row is a byte repeated");
+    return MOE_CUDA(cudaMemset2DAsync(pass->row_of, w->max_tokens * each, 0xff, pass->bucket * each,
+                                      w->slots, n->session->device->compute));
+}
+
 struct moe_status moe_cuda_ep_net_dispatch(struct moe_cuda_ep_net *n,
                                            const struct moe_cuda_pass *pass)
 {
@@ -306,7 +342,10 @@ struct moe_status moe_cuda_ep_net_dispatch(struct moe_cuda_ep_net *n,
     MOE_TRY(moe_cuda_net_settle(n->session->net));
     read_letters(n, pass);
     if (p->verdict.code == MOE_CUDA_PASS_GOOD) {
+        MOE_INVARIANT(p->out != NULL);
         MOE_TRY(exchange_messages(n, p->out, p->in, false));
+        if (n->pairs)
+            MOE_TRY(forget_rows_of_tokens(n, pass));
         size_t used = ((pass->slots + (size_t)2) * pass->local_experts + 1) * sizeof *n->layout;
         MOE_TRY(
             MOE_CUDA(cudaMemcpyAsync(p->layout, n->layout, used, cudaMemcpyHostToDevice, stream)));

@@ -282,6 +282,9 @@ __global__ void net_publish_kernel(const __grid_constant__ struct moe_cuda_pass 
         return;
     if (threadIdx.x == 0)
         p.control->verdict = n.verdict;
+    if (threadIdx.x < p.slots)
+        p.control->tokens_of[threadIdx.x] =
+            n.verdict.code == MOE_CUDA_PASS_GOOD ? n.tokens_of[threadIdx.x] : 0;
     const uint32_t local = p.local_experts, *start = n.layout + p.slots * local;
     for (uint32_t l = threadIdx.x; l <= local && n.verdict.code == MOE_CUDA_PASS_GOOD;
          l += blockDim.x) {

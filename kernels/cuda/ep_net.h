@@ -74,17 +74,27 @@ struct moe_status moe_cuda_ep_net_create(struct moe_session *session,
                                          struct moe_cuda_ep_net **out) MOE_CHECKED;
 void moe_cuda_ep_net_destroy(struct moe_cuda_ep_net *n); /* NULL is ignored */
 
-/* Memory for messages of passes of this shape. Nothing may be enqueued that uses it. */
+/* Memory for messages of passes of this shape; `pairs`: of backward passes, whose records carry
+ * rows of 2H and whose partials are fp32 gradients. Nothing may be enqueued that uses it. */
 struct moe_status moe_cuda_ep_net_reserve(struct moe_cuda_ep_net *n, const struct moe_layer *layer,
-                                          enum moe_dtype dtype, uint32_t bucket) MOE_CHECKED;
+                                          enum moe_dtype dtype, uint32_t bucket,
+                                          bool pairs) MOE_CHECKED;
 
+/* Whether that memory is there for a forward pass. */
 bool moe_cuda_ep_net_fits(const struct moe_cuda_ep_net *n, const struct moe_layer *layer,
                           enum moe_dtype dtype, uint32_t bucket);
 
-/* As in ep.h, with the pass that ep.c has filled. */
+/* The same memory, at least `bytes` of it, for messages of another kind. Valid until the next pass
+ * or the next call, and nothing may be enqueued that uses it. */
+struct moe_status moe_cuda_ep_net_borrow(struct moe_cuda_ep_net *n, size_t bytes,
+                                         void **out) MOE_CHECKED;
+
+/* As in ep.h, with the pass that ep.c has filled. A slot that refuses the pass needs no memory for
+ * its messages; any other has reserved it. Dispatch of pairs leaves MOE_CUDA_NO_ROW in row_of
+ * wherever nothing came, for whoever walks over all of it. */
 struct moe_status moe_cuda_ep_net_prepare(struct moe_cuda_ep_net *n,
                                           const struct moe_cuda_pass *pass,
-                                          const struct moe_layer *layer) MOE_CHECKED;
+                                          const struct moe_layer *layer, bool pairs) MOE_CHECKED;
 struct moe_status moe_cuda_ep_net_dispatch(struct moe_cuda_ep_net *n,
                                            const struct moe_cuda_pass *pass) MOE_CHECKED;
 struct moe_status moe_cuda_ep_net_combine(struct moe_cuda_ep_net *n,

@@ -27,6 +27,19 @@ __global__ void __launch_bounds__(THREADS)
     *const_cast<volatile uint64_t *>(&progress->ended) = number;
 }
 
+__global__ void tails_kernel(const struct moe_cuda_tails tails)
+{
+    if (threadIdx.x < MOE_MAX_SLOTS && tails.at[threadIdx.x] != nullptr)
+        *tails.at[threadIdx.x] = tails.tail;
+}
+
+extern "C" struct moe_status moe_cuda_launch_tails(const struct moe_cuda_tails *tails,
+                                                   cudaStream_t stream)
+{
+    tails_kernel<<<1, MOE_MAX_SLOTS, 0, stream>>>(*tails);
+    return MOE_LAUNCHED("tails_kernel");
+}
+
 extern "C" struct moe_status moe_cuda_launch_begun(struct moe_cuda_net_progress *progress,
                                                    uint64_t number, cudaStream_t stream)
 {
@@ -48,5 +61,5 @@ extern "C" struct moe_status moe_cuda_launch_ended(struct moe_cuda_net_progress 
 
 extern "C" struct moe_status moe_cuda_load_net(void)
 {
-    return moe_cuda_load(begun_kernel, ended_kernel);
+    return moe_cuda_load(tails_kernel, begun_kernel, ended_kernel);
 }

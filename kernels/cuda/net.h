@@ -104,6 +104,15 @@ struct moe_status moe_cuda_net_exchange(struct moe_cuda_net *net,
 struct moe_status moe_cuda_net_settle(struct moe_cuda_net *net) MOE_CHECKED;
 
 /* net.cu */
+
+/* Where the tails of an exchange's messages are, in device memory; NULL: there is no message. */
+struct moe_cuda_tails {
+    uint64_t tail;
+    uint64_t *at[MOE_MAX_SLOTS];
+};
+/* For messages that no kernel makes up, and which so have no other that ends them. */
+struct moe_status moe_cuda_launch_tails(const struct moe_cuda_tails *tails,
+                                        cudaStream_t stream) MOE_CHECKED;
 struct moe_status moe_cuda_launch_begun(struct moe_cuda_net_progress *progress, uint64_t number,
                                         cudaStream_t stream) MOE_CHECKED;
 /* Also stops the session where the network is broken. */

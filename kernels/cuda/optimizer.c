@@ -1,13 +1,11 @@
 /* The optimizer step of a group: gradients of what several slots hold are summed, all slots find
  * the same norm, then each moves what it holds; see moe/training.h. All slots agree on the step
  * before anything is changed. Within a slot everything is enqueued, a few launches per block; the
- * host waits for its peers, and once for the norm.
- *
- * Sums travel through the rows' regions of the windows, many tensors at a time: every holder copies
- * its values to the other holders, all slots meet, every holder adds in slot order. So the sums are
- * the same bits everywhere, and no step may run meanwhile. */
+ * host waits for its peers, and once for the norm. Sums over slots are in reduce.h; no step may run
+ * meanwhile. */
 #include "cuda/backward.h"
 
+#include "cuda/reduce.h"
 #include "cuda/step.h"
 #include "kept.h"
 #include "layer_rules.h"
@@ -17,106 +15,20 @@
 
 enum {
     LOADS_AT_ONCE = MOE_WINDOW_EXCHANGE_BYTES / sizeof(uint64_t),
-    BATCH_PIECES = 128,                            /* tensors that travel at a time, at most */
-    PIECE_ALIGN = MOE_WINDOW_LINE / sizeof(float), /* floats; pieces begin at multiples of it */
 };
 
 /* ------------------------------------------------------------- sums over slots */
 
-/* What travels at a time. All slots fill it in the same order with the same sizes, also with what
- * they do not hold. */
-struct batch {
-    struct moe_session *s;
-    size_t room, used; /* floats of a region; always a multiple of PIECE_ALIGN */
-    uint32_t count;
-    bool met; /* a batch went before this one: its last reader may not have finished */
-    struct piece {
-        float *data; /* NULL: not held here */
-        size_t n, at;
-        uint64_t holders;
-    } piece[BATCH_PIECES];
-};
-
-/* Every slot waits for every other, in both directions. */
-static struct moe_status meet(struct moe_session *s)
-{
-    uint8_t nothing = 0, all[MOE_MAX_SLOTS];
-    return moe_cuda_session_exchange(s, &nothing, all, sizeof nothing);
-}
-
-static float *region_of(const struct moe_session *s, uint32_t owner, uint32_t source, size_t at)
-{
-    return (float *)moe_window_row_of(&s->layout, s->window.base[owner], source, 0, 0) + at;
-}
-
-static struct moe_status send_piece(struct moe_session *s, const struct piece *piece)
-{
-    for (uint32_t p = 0; p < s->config.slots; p++)
-        if (p != s->config.slot && (piece->holders >> p & 1))
-            MOE_TRY(MOE_CUDA(cudaMemcpyAsync(region_of(s, p, s->config.slot, piece->at),
-                                             piece->data, piece->n * sizeof *piece->data,
-                                             cudaMemcpyDeviceToDevice, s->device->compute)));
-    return moe_ok();
-}
-
-static struct moe_status add_piece(struct moe_session *s, const struct piece *piece)
-{
-    struct moe_sources sources = {{NULL}};
-    for (uint32_t p = 0; p < s->config.slots; p++)
-        if (piece->holders >> p & 1)
-            sources.from[p] =
-                p == s->config.slot ? piece->data : region_of(s, s->config.slot, p, piece->at);
-    return moe_cuda_sum_sources(&sources, piece->n, piece->data, s->device->compute);
-}
-
-static struct moe_status flush(struct batch *b)
-{
-    if (b->count == 0)
-        return moe_ok();
-    if (b->met)
-        MOE_TRY(meet(b->s));
-    for (uint32_t i = 0; i < b->count; i++)
-        if (b->piece[i].data != NULL)
-            MOE_TRY(send_piece(b->s, &b->piece[i]));
-    MOE_TRY(meet(b->s));
-    for (uint32_t i = 0; i < b->count; i++)
-        if (b->piece[i].data != NULL)
-            MOE_TRY(add_piece(b->s, &b->piece[i]));
-    b->met = true;
-    b->used = b->count = 0;
-    return moe_ok();
-}
-
-/* data [n] of every slot in `holders` becomes the sum over them, at the latest with the next flush;
- * NULL on the other slots. */
-static struct moe_status sum_over_slots(struct batch *b, float *data, size_t n, uint64_t holders)
-{
-    if (__builtin_popcountll(holders) < 2)
-        return moe_ok();
-    for (size_t done = 0; done < n;) {
-        size_t part = n - done < b->room - b->used ? n - done : b->room - b->used;
-        b->piece[b->count++] = (struct piece){.data = data == NULL ? NULL : data + done,
-                                              .n = part,
-                                              .at = b->used,
-                                              .holders = holders};
-        b->used += (part + PIECE_ALIGN - 1) / PIECE_ALIGN * PIECE_ALIGN;
-        done += part;
-        if (b->used == b->room || b->count == BATCH_PIECES)
-            MOE_TRY(flush(b));
-    }
-    return moe_ok();
-}
-
 /* All slots walk over the same blocks and experts in the same order. */
-static struct moe_status sum_block(struct batch *batch, struct moe_trainer *t,
+static struct moe_status sum_block(struct moe_cuda_reduce *r, struct moe_trainer *t,
                                    struct moe_cuda_block *b)
 {
     const struct moe_layer *layer = t->layer;
     const struct moe_placement *p = &layer->placement;
     if (!b->expert) {
-        if (batch->s->config.live & (batch->s->config.live - 1))
+        if (r->s->config.live & (r->s->config.live - 1))
             MOE_TRY(moe_cuda_block_clear_grad(t, b));
-        return sum_over_slots(batch, b->grad, b->n, batch->s->config.live);
+        return moe_cuda_reduce_add(r, b->grad, b->n, r->s->config.live);
     }
     if (p->offset[p->experts] == p->experts)
         return moe_ok(); /* one copy of each */
@@ -124,22 +36,22 @@ static struct moe_status sum_block(struct batch *batch, struct moe_trainer *t,
     for (uint32_t e = 0; e < layer->spec.experts; e++) {
         int32_t entry = layer->local_index[e];
         float *grad = entry < 0 ? NULL : b->grad + (size_t)entry * b->n;
-        MOE_TRY(sum_over_slots(batch, grad, b->n, moe_placement_slots_of(p, e)));
+        MOE_TRY(moe_cuda_reduce_add(r, grad, b->n, moe_placement_slots_of(p, e)));
     }
     return moe_ok();
 }
 
-/* Before anybody writes into the regions again all slots must meet; the norm sees to that. */
+/* Before a step runs all slots must meet; the norm sees to that. */
 static struct moe_status sum_gradients(struct moe_session *s, struct moe_trainer *const *trainers,
                                        size_t count)
 {
-    struct batch batch = {.s = s,
-                          .room = s->layout.row_region / sizeof(float) / PIECE_ALIGN * PIECE_ALIGN};
+    struct moe_cuda_reduce r;
+    moe_cuda_reduce_begin(&r, s);
     for (size_t i = 0; i < count; i++)
         for (uint32_t b = 0; b < trainers[i]->blocks; b++)
             if (moe_cuda_block_moves(trainers[i], &trainers[i]->block[b]))
-                MOE_TRY(sum_block(&batch, trainers[i], &trainers[i]->block[b]));
-    return flush(&batch);
+                MOE_TRY(sum_block(&r, trainers[i], &trainers[i]->block[b]));
+    return moe_cuda_reduce_flush(&r);
 }
 
 /* ------------------------------------------------------------------------ norm */
@@ -271,7 +183,7 @@ static struct moe_status move_all(struct moe_trainer *t, const struct moe_train_
 
 /* ------------------------------------------------------------------------ step */
 
-static struct moe_status check(const struct moe_session *s, struct moe_trainer *const *trainers,
+static struct moe_status check(struct moe_session *s, struct moe_trainer *const *trainers,
                                size_t count, const struct moe_optimizer_args *args)
 {
     for (size_t i = 0; i < count; i++) {
@@ -280,7 +192,7 @@ static struct moe_status check(const struct moe_session *s, struct moe_trainer *
             moe_optimizer_check_layer(&s->config, &layer->spec, &layer->placement, layer->slot));
         MOE_TRY(moe_optimizer_check(trainers[i]->config.optimizer, args));
     }
-    return moe_ok();
+    return moe_cuda_reduce_reserve(s);
 }
 
 /* *refused: the slots have spoken, and so none of them goes on. */

@@ -150,6 +150,17 @@ struct moe_status moe_cuda_session_run(struct moe_session *s, struct moe_status 
     return moe_cuda_session_explain(s, task.status);
 }
 
+static struct moe_status do_nothing(void *ctx)
+{
+    (void)ctx;
+    return moe_ok();
+}
+
+struct moe_status moe_cuda_session_catch_up(struct moe_session *s)
+{
+    return moe_cuda_session_run(s, do_nothing, NULL);
+}
+
 struct moe_status moe_cuda_session_explain(struct moe_session *s, struct moe_status st)
 {
     struct moe_cuda_verdict why;
@@ -311,12 +322,6 @@ static struct moe_status open_network(struct moe_session *s, uint64_t deadline)
                                       .slot = c->slot,
                                       .slots = c->slots,
                                       .budget_ns = c->wait_budget_ms * MOE_NS_PER_MS};
-    if (c->training)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                         "backward passes have no way over a network, and the GPUs of the group %s",
-                         c->transport == MOE_TRANSPORT_NETWORK
-                             ? "are to use it"
-                             : "cannot all reach each other's memory");
     MOE_TRY(moe_cuda_ep_net_create(s, &s->ep_net));
     ncclComm_t group = moe_cuda_window_give_group(&s->window, deadline);
     return moe_cuda_net_open(&net, group, deadline, &s->net);

@@ -131,6 +131,10 @@ struct moe_status moe_cuda_session_finish(struct moe_session *s) MOE_CHECKED;
 struct moe_status moe_cuda_session_run(struct moe_session *s, struct moe_status (*fn)(void *ctx),
                                        void *ctx) MOE_CHECKED;
 
+/* Waits until all steps that were enqueued before have nothing more to exchange, so that the caller
+ * may enqueue on the compute stream itself. Only a session over a network has to wait. */
+struct moe_status moe_cuda_session_catch_up(struct moe_session *s) MOE_CHECKED;
+
 /* A failure on that thread: the verdict's status where the network broke, else `st`. */
 struct moe_status moe_cuda_session_explain(struct moe_session *s, struct moe_status st) MOE_CHECKED;
 

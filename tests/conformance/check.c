@@ -51,6 +51,16 @@ double frobenius_of_summands(size_t n, const double *got, const double *want, co
     return norm > 0 ? sqrt(difference / norm) : sqrt(difference);
 }
 
+/* FNV-1a. */
+void add_to_hash(uint64_t *hash, const void *data, size_t bytes)
+{
+    const uint8_t *p = data;
+    uint64_t h = *hash != 0 ? *hash : UINT64_C(0xcbf29ce484222325);
+    for (size_t i = 0; i < bytes; i++)
+        h = (h ^ p[i]) * UINT64_C(0x100000001b3);
+    *hash = h;
+}
+
 double tolerance(enum moe_dtype dtype)
 {
     return dtype == MOE_DTYPE_F32 ? 1e-5 : 1e-2;

@@ -17,6 +17,8 @@ struct tally {
     uint64_t tensor_cases, last_tensor_case;
     uint64_t saved; /* cases in which this slot saved steps for their backward passes */
     uint64_t bits;  /* a hash of all y of whole steps */
+    /* Training: a hash of dx, gradients and aux loss of passes, and of values after steps. */
+    uint64_t trained_bits;
     const char *transport;
 };
 
@@ -67,6 +69,8 @@ double frobenius(size_t n, const double *got, const double *want);
  * is of the size of the summands, and those of both signs can cancel. */
 double frobenius_of_summands(size_t n, const double *got, const double *want, const double *size);
 double tolerance(enum moe_dtype dtype);
+/* *hash, 0 at first, becomes a hash of what came before too. */
+void add_to_hash(uint64_t *hash, const void *data, size_t bytes);
 size_t tensor_bytes(const struct test_case *c, uint32_t tokens); /* of x or y */
 void *must(size_t bytes);                                        /* zeroed plain memory */
 /* Copies to memory of the device arena, and from the device to plain memory. */

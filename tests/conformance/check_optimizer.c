@@ -188,6 +188,7 @@ static bool copies_agree(const struct trained *t)
 {
     const float *all[MOE_MAX_SLOTS];
     float *mine = trained_read_all(t, MOE_TRAIN_VALUE);
+    add_to_hash(&t->s->tally->trained_bits, mine, t->floats * sizeof *mine);
     bool good = trained_show(t, mine, all);
     for (size_t i = 0; i < t->count && good; i++)
         for (uint32_t s = 0; s < t->s->member->slots && t->list[i].local; s++)

@@ -327,16 +327,6 @@ static bool check_rows(struct subject *s, const struct outcome *o)
 
 /* ------------------------------------------------------------------ anywhere */
 
-/* FNV-1a. */
-static uint64_t hash_of(const void *data, size_t bytes)
-{
-    const uint8_t *p = data;
-    uint64_t h = UINT64_C(0xcbf29ce484222325);
-    for (size_t i = 0; i < bytes; i++)
-        h = (h ^ p[i]) * UINT64_C(0x100000001b3);
-    return h;
-}
-
 /* The tokens of one slot, given to all of them in one step, come out with the same bits everywhere:
  * it does not matter who is asked. */
 static bool check_anywhere(struct subject *s)
@@ -349,7 +339,9 @@ static bool check_anywhere(struct subject *s)
     struct outcome o;
     s->in = &s->c->input[giver];
     bool good = run_once(s, &o);
-    uint64_t h = good ? hash_of(o.y, tensor_bytes(s->c, s->in->tokens)) : 0;
+    uint64_t h = 0;
+    if (good)
+        add_to_hash(&h, o.y, tensor_bytes(s->c, s->in->tokens));
     s->in = mine;
     memcpy(b->weights[s->member->slot], &h, sizeof h);
     if (!good || !board_barrier(s->member, 60000))
@@ -373,15 +365,6 @@ static bool share_routing(struct subject *s, const struct outcome *o)
     return board_barrier(s->member, 60000) || wrong(s, "another slot gave up");
 }
 
-/* FNV-1a, over the words of what came before too. */
-static void hash_output(struct tally *tally, const uint8_t *y, size_t bytes)
-{
-    uint64_t hash = tally->bits != 0 ? tally->bits : UINT64_C(0xcbf29ce484222325);
-    for (size_t i = 0; i < bytes; i++)
-        hash = (hash ^ y[i]) * UINT64_C(0x100000001b3);
-    tally->bits = hash;
-}
-
 bool check_step(struct subject *s)
 {
     struct outcome o;
@@ -389,7 +372,7 @@ bool check_step(struct subject *s)
         !check_two_in_flight(s, &o) || !check_anywhere(s) || !share_routing(s, &o) ||
         !check_rows(s, &o))
         return false;
-    hash_output(s->tally, o.y, tensor_bytes(s->c, s->in->tokens));
+    add_to_hash(&s->tally->bits, o.y, tensor_bytes(s->c, s->in->tokens));
     s->tally->tokens += s->in->tokens;
     s->ids = o.ids;
     s->weights = o.weights;

@@ -253,6 +253,16 @@ static bool compare_pass(struct trained *t, const struct pass *p, const float *g
            compare_gradients(t, gradients, e, limits);
 }
 
+static void note_bits(struct trained *t, const struct pass *p, const float *gradients)
+{
+    uint64_t *bits = &t->s->tally->trained_bits;
+    size_t pairs = (size_t)t->s->in->tokens * t->s->c->spec.router.top_k;
+    add_to_hash(bits, p->dx, tensor_bytes(t->s->c, t->s->in->tokens));
+    add_to_hash(bits, p->dweights, pairs * sizeof *p->dweights);
+    add_to_hash(bits, p->aux_loss, sizeof *p->aux_loss);
+    add_to_hash(bits, gradients, t->floats * sizeof *gradients);
+}
+
 static bool check_passes(struct trained *t, struct expected *e)
 {
     struct pass first;
@@ -261,6 +271,8 @@ static bool check_passes(struct trained *t, struct expected *e)
     float *once = good ? trained_read_all(t, MOE_TRAIN_GRAD) : NULL;
     good = good && (compare_pass(t, &first, once, e, limits) ||
                     (expect_rough(t, e) && compare_pass(t, &first, once, e, limits)));
+    if (good)
+        note_bits(t, &first, once);
     good = good && compare_aux(t, &first, e) && check_accumulation(t, &first, once, limits);
     if (good && t->s->c->seed % 3 == 0)
         good = check_beside_a_step(t, &first);

@@ -13,8 +13,8 @@
  * own results. Prints seed and number of a failing case: the same seed with --first N --cases 1
  * runs it again. Exits with 0 only when every slot found every case right.
  *
- * The last line of each slot ends with a hash of all of its y: the same cases must give the same
- * bits through every transport. */
+ * The last line of each slot ends with a hash of all of its y, and with --training another of what
+ * was learnt: the same cases must give the same bits through every transport. */
 #include "trained.h"
 
 #include "base/options.h"
@@ -193,11 +193,10 @@ static void report(const struct subject *s)
 static void report_training(const struct tally *t)
 {
     printf("    %llu gradients compared, %llu within rounding alone, %llu of experts without "
-           "tokens; %llu "
-           "cases on tensor cores, %llu from saved steps\n",
+           "tokens; %llu cases on tensor cores, %llu from saved steps, bits of training %016llx\n",
            (unsigned long long)t->tensors, (unsigned long long)t->rough,
            (unsigned long long)t->idle_experts, (unsigned long long)t->tensor_cases,
-           (unsigned long long)t->saved);
+           (unsigned long long)t->saved, (unsigned long long)t->trained_bits);
 }
 
 static int run_member(struct member *m)

@@ -2,7 +2,7 @@
  * slots that mean different steps, and many joins and leaves; where the backend trains, backward
  * passes and optimizer steps likewise.
  *
- *     faults --backend cuda --slots 4 [--transport network]
+ *     faults --backend cuda --slots 4 [--transport network] [--only TEXT]
  *
  * Uses the backend's table alone. Forks one process per slot, anew for each scenario. Nothing is
  * decided by how long something took; where a wait must run out, its budget is short. */
@@ -153,10 +153,15 @@ static const struct scenario scenarios[] = {
     SCENARIO(joining_and_leaving_leaks_nothing),
 };
 
-static bool run_all(const struct scenario *list, size_t count, uint32_t slots)
+/* Those whose name contains `only`; *run counts them. */
+static bool run_all(const struct scenario *list, size_t count, uint32_t slots, const char *only,
+                    uint32_t *run)
 {
     bool all = true;
     for (size_t i = 0; i < count; i++) {
+        if (strstr(list[i].name, only) == NULL)
+            continue;
+        ++*run;
         uint64_t start = moe_clock_ns();
         bool right = list[i].run(slots);
         printf("%-6s %s, %s, %.1f s\n", right ? "right" : "WRONG", list[i].name, backend->name,
@@ -169,13 +174,14 @@ static bool run_all(const struct scenario *list, size_t count, uint32_t slots)
 
 int main(int argc, char **argv)
 {
-    const char *name = "cpu", *transport = "auto";
+    const char *name = "cpu", *transport = "auto", *only = "";
     uint64_t slots = 3;
     const struct moe_option options[] = {
         {"backend", 'b', MOE_OPTION_STRING, &name, 0, 0, "NAME", "backend to test"},
         {"slots", 'n', MOE_OPTION_UINT, &slots, 2, MOE_MAX_SLOTS, "N", "processes"},
         {"transport", 0, MOE_OPTION_STRING, &transport, 0, 0, "NAME",
          "how rows travel between GPUs: auto, nvlink or network"},
+        {"only", 0, MOE_OPTION_STRING, &only, 0, 0, "TEXT", "scenarios whose name contains this"},
     };
     size_t count = sizeof options / sizeof *options;
     struct moe_options parsed;
@@ -190,11 +196,14 @@ int main(int argc, char **argv)
         fprintf(stderr, "there is no transport %s\n", transport);
         return 2;
     }
-    bool all = run_all(scenarios, sizeof scenarios / sizeof *scenarios, (uint32_t)slots);
-    if (backend->training == NULL || group_transport == MOE_TRANSPORT_NETWORK)
-        printf("no training: %s over %s has none\n", name, transport);
+    uint32_t run = 0, n = (uint32_t)slots;
+    bool all = run_all(scenarios, sizeof scenarios / sizeof *scenarios, n, only, &run);
+    if (backend->training == NULL)
+        printf("no training: %s has none\n", name);
     else
-        all = run_all(training_scenarios, training_scenario_count, (uint32_t)slots) && all;
+        all = run_all(training_scenarios, training_scenario_count, n, only, &run) && all;
+    if (run == 0)
+        printf("no scenario's name contains %s\n", only);
     moe_options_free(&parsed);
-    return all ? 0 : 1;
+    return all && run > 0 ? 0 : 1;
 }

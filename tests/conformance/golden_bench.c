@@ -145,10 +145,12 @@ void meet(struct member *m)
 
 int training_main(struct training_program *p, int argc, char **argv)
 {
-    const char *backend = "cpu";
+    const char *backend = "cpu", *transport = "auto";
     const struct moe_option options[] = {
         {"backend", 'b', MOE_OPTION_STRING, &backend, 0, 0, "NAME", "backend to test"},
         {"slots", 'n', MOE_OPTION_UINT, &p->slots, 1, p->most_slots, "N", "processes"},
+        {"transport", 0, MOE_OPTION_STRING, &transport, 0, 0, "NAME",
+         "how rows travel between GPUs: auto, nvlink or network"},
         {p->option, p->option[0], MOE_OPTION_STRING, &p->data, 0, 0, "DIR", "recorded data"},
     };
     struct moe_options parsed;
@@ -158,8 +160,8 @@ int training_main(struct training_program *p, int argc, char **argv)
     must(moe_options_parse(options, sizeof options / sizeof *options, NULL, argc, argv, &first,
                            &parsed));
     p->backend = moe_backend_find(backend);
-    if (p->backend == NULL) {
-        fprintf(stderr, "this build has no such backend\n");
+    if (p->backend == NULL || !moe_transport_find(transport, &group_transport)) {
+        fprintf(stderr, "there is no such backend or transport in this build\n");
         return 2;
     }
     if (p->backend->training == NULL) {

@@ -56,8 +56,9 @@ void golden_load_layer(struct golden_bench *b, const struct moe_model *m, size_t
 /* A forward step of `tokens` tokens in x, with the router's choices. */
 void golden_forward(struct golden_bench *b, enum moe_dtype dtype, uint32_t tokens);
 
-/* The main of a program that trains in a group of processes: --backend, --slots, and where its data
- * are. Exits with 0 when all members returned 0, and with 77 for a backend that cannot train. */
+/* The main of a program that trains in a group of processes: --backend, --slots, --transport, and
+ * where its data are. Exits with 0 when all members returned 0, and with 77 for a backend that
+ * cannot train. */
 struct training_program {
     const struct moe_backend *backend;
     uint64_t slots, most_slots;

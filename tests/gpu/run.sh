@@ -105,6 +105,7 @@ trained_groups() {
     echo "trained_one_version 120 $(integration test_training_faults \
         MixedLoad.test_a_request_of_many_steps_sees_one_version)"
     echo "trained_kills 300 $(integration test_training_faults Faults)"
+    echo "network_trained_kills 300 MOE_TEST_TRANSPORT=network $(integration test_training_faults Faults)"
     echo "trained_saved 300 $(integration test_saved_activations \
         "SameBits.test_deepseek_v3_2_workers OwnStep DroppedInTime Faults Told")"
     resumed=
@@ -134,9 +135,16 @@ beside_each_other() {
         echo "part_of_device_$n 120 $build/tests/bench/ep_bench $n nvlink 24,1,0,64"
         echo "network_$n 300 $suite/conformance --backend cuda $over --cases $cases"
         echo "network_skewed_$n 300 $suite/conformance --backend cuda $over --cases 40 --skewed"
+        echo "network_training_$n 300 $suite/conformance --backend cuda $over --cases $cases --training"
+        echo "network_golden_training_$n 120 $suite/golden_training --backend cuda --slots $n" \
+            "--transport network --models $models"
+        echo "network_curve_$n 120 $suite/curve --backend cuda --slots $n --transport network" \
+            "--data $models/../training"
         for family in mixtral deepseek_v3; do
             echo "network_daemons_${n}_$family 120 MOE_TEST_TRANSPORT=network" \
                 "$(integration test_golden "GoldenModels.test_${family}_${n}_workers")"
+            echo "network_trained_${n}_$family 120 MOE_TEST_TRANSPORT=network" \
+                "$(integration test_training "Gradients.test_${family}_${n}_workers")"
         done
     done
     echo "conformance_cublas 300 $suite/conformance --backend cuda --slots 1 --cases $cases --seed 1 --gemm cublas"
