@@ -79,8 +79,10 @@ struct moe_layer {
     struct moe_placement placement; /* host; its arrays are this layer's own copies */
     uint32_t slot;
     bool finished;
-    bool trained;                    /* it has a trainer */
-    double saved_rows_per_token;     /* of steps that were to save (saved_rows.h); 0: none */
+    bool trained; /* it has a trainer */
+    /* Atomic, as over a network another thread asks than learns. Of steps that were to save
+     * (saved_rows.h); 0: none. */
+    double saved_rows_per_token;
     uint32_t local_experts;          /* experts placed on `slot`; may be 0 */
     uint32_t *local;                 /* host [local_experts] */
     int32_t *local_index;            /* host [E] */

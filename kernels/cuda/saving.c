@@ -36,6 +36,13 @@ static size_t bytes_of(const struct moe_layer *layer, enum moe_kept_part part, u
     return (size_t)rows * columns_of(layer, part) * sizeof(float);
 }
 
+static double learnt(const struct moe_layer *layer)
+{
+    double rows;
+    __atomic_load(&layer->saved_rows_per_token, &rows, __ATOMIC_RELAXED);
+    return rows;
+}
+
 /* Rows to take room for where `bytes` are left for them; false where that is for nothing. */
 static bool ask(const struct moe_session *s, const struct moe_step_args *a, size_t bytes,
                 uint32_t *rows)
@@ -43,7 +50,7 @@ static bool ask(const struct moe_session *s, const struct moe_step_args *a, size
     const struct moe_layer *layer = a->layer;
     double live = __builtin_popcountll(s->config.live);
     double copies = layer->placement.offset[layer->spec.experts];
-    const struct moe_saved_rows of = {.learnt = layer->saved_rows_per_token,
+    const struct moe_saved_rows of = {.learnt = learnt(layer),
                                       .even = live * layer->spec.router.top_k *
                                               layer->local_experts / copies,
                                       .bucket = a->bucket,
@@ -105,9 +112,10 @@ void moe_cuda_saving_learn(const struct moe_session *s, const struct moe_step_ar
                            uint64_t rows)
 {
     struct moe_layer *layer = a->layer;
-    if (able(s, a))
-        layer->saved_rows_per_token =
-            moe_saved_rows_learn(layer->saved_rows_per_token, rows, a->bucket);
+    if (able(s, a)) {
+        double now = moe_saved_rows_learn(learnt(layer), rows, a->bucket);
+        __atomic_store(&layer->saved_rows_per_token, &now, __ATOMIC_RELAXED);
+    }
 }
 
 bool moe_cuda_saving_end(struct moe_session *s, const struct moe_step_args *a,
