@@ -1,7 +1,10 @@
 """Clients that are not ours: stubs made from reflection alone, the public health protocol, and the
 health checking that is built into gRPC's own client library."""
 
+import base64
+import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -9,7 +12,7 @@ import unittest
 
 import grpc
 import numpy as np
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format
 
 from group import golden_cases, group, main, relative_error
 
@@ -128,6 +131,24 @@ class ThirdPartyClients(unittest.TestCase):
 
     def test_stubs_made_from_reflection_v1alpha_run_a_layer(self):
         self.forward_by_reflection("v1alpha")
+
+    def test_the_json_of_the_readme_runs_a_layer(self):
+        """What grpcurl does with it: JSON in, JSON out, by the descriptors of reflection."""
+        client = Reflected(self.channel, "v1")
+        client.learn("moe.v1.ExpertService")
+        request, forward = client.method("moe.v1.ExpertService", "Forward")
+        readme = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "README.md")
+        with open(readme) as file:
+            fields = json.loads(re.search(r"-d '(\{\"layer.*\})'", file.read())[1].replace(
+                "'$x'", "x"))
+        self.assertEqual(fields.pop("xData"), "x")
+        layer, tokens, x, want = next(golden_cases(FAMILY))
+        fields.update(layer=layer, tokens=tokens, hidden=x.shape[1],
+                      xData=base64.b64encode(x.tobytes()).decode())
+        answer = forward(json_format.Parse(json.dumps(fields), request()), timeout=30)
+        data = base64.b64decode(json.loads(json_format.MessageToJson(answer))["yData"])
+        self.assertLessEqual(
+            relative_error(np.frombuffer(data, np.float32).reshape(x.shape), want), 1e-5)
 
     def test_reflection_says_not_found_for_what_is_not_there(self):
         answer = Reflected(self.channel, "v1").ask(file_containing_symbol="no.such.Symbol")
