@@ -302,6 +302,7 @@ static void complete_oldest(struct moe_engine *e, const struct moe_step_result *
     moe_lane_scatter(lane, find_spec(e, lane->ticket.layer, &layer));
     if (lane->ticket.kind == MOE_STEP_SAVING_FORWARD)
         moe_engine__note_saved(e, lane, result);
+    moe_step_metrics_forward(e->config.metrics, result);
     pthread_mutex_lock(&e->lock);
     finish_segments(e, lane, result);
     retire_lane(e);

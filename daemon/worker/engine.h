@@ -11,6 +11,7 @@
 
 struct moe_bell;
 struct moe_engine;
+struct moe_step_metrics;
 struct moe_train;
 struct moe_train_answer;
 
@@ -170,6 +171,8 @@ struct moe_engine_config {
     uint32_t max_tokens_per_step; /* largest bucket, power of two */
     uint64_t max_queued_tokens;   /* more are refused with QUEUE_FULL */
     struct moe_train *training;   /* worker/training.h; borrowed. NULL: no training */
+    struct moe_step_metrics
+        *metrics; /* told of every step that ended well; borrowed, may be NULL */
     /* Work was queued while a view is in force, or waited when it began: the sequencer should hear
      * of it. Any thread, no lock held: moe_engine_run may be called from within, and nothing else
      * of the engine. May tell of tokens that are gone when their ticket comes (cancelled, or taken

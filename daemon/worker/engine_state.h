@@ -7,6 +7,7 @@
 #include "worker/bell.h"
 #include "worker/lane.h"
 #include "worker/sequencer.h"
+#include "worker/step_metrics.h"
 
 #include <pthread.h>
 

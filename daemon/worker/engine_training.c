@@ -466,9 +466,12 @@ void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
     moe_engine__change_version(e, version, true);
     pthread_mutex_unlock(&e->lock);
     e->config.finished(e->config.ctx, &lane->ticket, moe_ok(), 0);
+    bool passed = lane->ticket.kind == MOE_STEP_BACKWARD && lane->turn.run &&
+                  !moe_failed(&lane->turn.refusal);
+    if (passed)
+        moe_step_metrics_backward(e->config.metrics, result);
     pthread_mutex_lock(&e->lock);
-    e->counters.steps += lane->ticket.kind == MOE_STEP_BACKWARD && lane->turn.run &&
-                         !moe_failed(&lane->turn.refusal);
+    e->counters.steps += passed;
     if (lane->turn.settles)
         end_held(e, st, &answer);
     if (lane->train == NULL)

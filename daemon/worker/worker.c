@@ -10,6 +10,7 @@
 #include "descriptors.h"
 #include "rpc/client.h"
 #include "rpc/server.h"
+#include "worker/step_metrics.h"
 #include "worker/training.h"
 #include "worker/training_service.h"
 
@@ -183,6 +184,7 @@ static struct moe_status create_training(struct moe_worker *w)
 
 static struct moe_status create_engine(struct moe_worker *w)
 {
+    MOE_TRY(moe_step_metrics_create(w->config.metrics, w->train != NULL, &w->step_metrics));
     const struct moe_engine_config engine = {
         .backend = w->config.backend,
         .device = w->device,
@@ -192,6 +194,7 @@ static struct moe_status create_engine(struct moe_worker *w)
         .max_tokens_per_step = w->config.max_tokens_per_step,
         .max_queued_tokens = w->config.max_queued_tokens,
         .training = w->train,
+        .metrics = w->step_metrics,
         .announce = announce,
         .announce_training = announce_training,
         .finished = finished,
@@ -423,6 +426,7 @@ void moe_worker_stop(struct moe_worker *w)
         moe_rpc_server_stop(w->server);
     }
     moe_engine_destroy(w->engine);
+    moe_step_metrics_destroy(w->step_metrics);
     moe_training_service_destroy(w->training_service);
     moe_service_destroy(w->service);
     moe_peers_destroy(w->peers);

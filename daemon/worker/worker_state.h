@@ -22,6 +22,7 @@ struct moe_worker {
     struct moe_model *model;
     struct moe_loader *loader;
     struct moe_engine *engine;
+    struct moe_step_metrics *step_metrics; /* NULL: none */
     struct moe_staging *staging;
     struct moe_staging *training_staging; /* Backward calls that wait take nothing from Forward */
     struct moe_service *service;

@@ -197,6 +197,34 @@ class Repeats(unittest.TestCase):
             self.assertEqual(counts(), [6, 6])
             one.close(), two.close()
 
+    def test_steps_and_their_stages_are_timed(self):
+        layer, x, dy = case()
+        with socket.socket() as s:  # the series' port has to be known beforehand
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        with training_group(FAMILY, 1, "--metrics-listen", "127.0.0.1:%d" % port) as g:
+            t = Trainer(g.endpoints[0])
+            answers = [t.forward(layer, x) for _ in range(5)]
+            t.backward(layer, dy, x, answers[0])
+            page = urllib.request.urlopen("http://127.0.0.1:%d/metrics" % port).read().decode()
+            value = {name: float(number) for name, number in re.findall(
+                r"^(moe_step_\S*?(?:_sum|_count)\{.*\}) (\S+)$", page, re.MULTILINE)}
+            print(value)
+            steps = "moe_step_seconds_%s{kind=\"%s\"}"
+            stages = "moe_step_stage_seconds_%s{kind=\"forward\",stage=\"%s\"}"
+            self.assertEqual(value[steps % ("count", "forward")], 5)
+            self.assertEqual(value[steps % ("count", "backward")], 1)
+            self.assertGreater(value[steps % ("sum", "backward")], 0)
+            self.assertAlmostEqual(value[steps % ("sum", "forward")],
+                                   sum(a.stages.step_ns for a in answers) / 1e9, delta=1e-8)
+            for stage in ("router", "prepare", "dispatch", "gemm1", "gemm2", "shared", "combine"):
+                self.assertEqual(value[stages % ("count", stage)], 5)
+                self.assertAlmostEqual(
+                    value[stages % ("sum", stage)],
+                    sum(getattr(a.stages, stage + "_ns") for a in answers) / 1e9, delta=1e-8)
+            self.assertGreater(value[stages % ("sum", "gemm1")], 0)
+            t.close()
+
     def test_an_id_below_a_forgotten_one_is_refused(self):
         layer, x, dy = case("mixtral")
         x, dy = x[:1].copy(), dy[:1].copy()

@@ -2,6 +2,7 @@
 moe_test(test_batcher SOURCES test_batcher.c USES moe_worker_core LABELS worker)
 moe_test(test_ledger SOURCES test_ledger.c USES moe_worker_core LABELS worker TIMEOUT 120)
 moe_test(test_saved_steps SOURCES test_saved_steps.c USES moe_worker_core LABELS worker)
+moe_test(test_step_metrics SOURCES test_step_metrics.c USES moe_worker_core LABELS worker)
 moe_test(test_saved SOURCES test_saved.c USES moe_worker_core LABELS worker)
 foreach(part training_engine saving_engine)
   moe_test(test_${part} SOURCES test_${part}.c training_fixture.c training_script.c
