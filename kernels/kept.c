@@ -124,6 +124,18 @@ static bool is_of_session(const struct moe_kept_piece *p, const void *session)
     return p->key.session == session;
 }
 
+/* The first place behind a piece. */
+static size_t end_of(const struct moe_kept_piece *p)
+{
+    return p->offset + (p->bytes + MOE_KEPT_ALIGN - 1) / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+}
+
+/* Where the room of all pieces ends. */
+static size_t end_of_block(const struct moe_kept *s)
+{
+    return s->limit / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+}
+
 /* Pushes out the oldest name that no step is at; false when there is none. */
 static bool push_out_oldest(struct moe_kept *s)
 {
@@ -150,7 +162,7 @@ static bool find_gap(const struct moe_kept *s, enum moe_kept_part part, size_t b
     if (s->count == MOE_KEPT_MOST)
         return false;
     for (uint32_t i = 0; i <= s->count; i++) {
-        size_t end = i < s->count ? s->piece[i].offset : s->limit / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+        size_t end = i < s->count ? s->piece[i].offset : end_of_block(s);
         if (end >= at && end - at >= bytes) {
             found = true;
             *index = i;
@@ -159,8 +171,7 @@ static bool find_gap(const struct moe_kept *s, enum moe_kept_part part, size_t b
                 return true;
         }
         if (i < s->count)
-            at = s->piece[i].offset +
-                 (s->piece[i].bytes + MOE_KEPT_ALIGN - 1) / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+            at = end_of(&s->piece[i]);
     }
     return found;
 }
@@ -168,14 +179,14 @@ static bool find_gap(const struct moe_kept *s, enum moe_kept_part part, size_t b
 /* The largest gap between open pieces: what there is when all others have gone. */
 static size_t most_room(const struct moe_kept *s)
 {
-    size_t at = 0, most = 0, end = s->limit / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+    size_t at = 0, most = 0, end = end_of_block(s);
     uint32_t open = 0;
     for (uint32_t i = 0; i < s->count; i++) {
         const struct moe_kept_piece *p = &s->piece[i];
         if (!p->open)
             continue;
         most = p->offset - at > most ? p->offset - at : most;
-        at = p->offset + (p->bytes + MOE_KEPT_ALIGN - 1) / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+        at = end_of(p);
         open++;
     }
     most = end - at > most ? end - at : most;

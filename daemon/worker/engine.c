@@ -651,8 +651,7 @@ void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, ui
     pthread_mutex_unlock(&e->lock);
     announce_queued(e);
     pthread_mutex_lock(&e->lock);
-    moe_engine__announce_calls(e);
-    moe_engine__announce_saving(e);
+    moe_engine__announce_orders(e);
     pthread_mutex_unlock(&e->lock);
 }
 
@@ -719,7 +718,7 @@ struct moe_status moe_engine_submit(struct moe_engine *e, struct moe_work *w)
     if (!moe_failed(&st))
         accept_work(e, w, &key);
     if (tell && key.kind == MOE_STEP_SAVING_FORWARD)
-        moe_engine__announce_saving(e);
+        moe_engine__announce_orders(e);
     pthread_mutex_unlock(&e->lock);
     if (tell && key.kind == MOE_STEP_FORWARD)
         e->config.announce(e->config.ctx, key.layer, key.kind, key.dtype, tokens);

@@ -35,21 +35,17 @@ static void describe(const struct moe_engine *e, const struct moe_work *w, struc
     moe_train_call_pack(&call, out->order.body, &out->order.length);
 }
 
-void moe_engine__announce_saving(struct moe_engine *e)
+bool moe_engine__number_saving(struct moe_engine *e, struct moe_ticket *out, uint32_t *tokens)
 {
-    while (e->session != NULL && e->saving_count > 0) {
-        struct moe_work *w = NULL;
+    struct moe_work *w = NULL;
+    if (e->saving_count > 0)
         moe_batcher_visit_saving(e->batcher, find_unannounced, &w);
-        if (w == NULL)
-            return;
-        struct moe_ticket call;
-        uint32_t tokens = w->tokens;
-        w->number = ++e->last_number;
-        describe(e, w, &call);
-        pthread_mutex_unlock(&e->lock);
-        e->config.announce_training(e->config.ctx, &call, tokens);
-        pthread_mutex_lock(&e->lock);
-    }
+    if (w == NULL)
+        return false;
+    w->number = ++e->last_number;
+    *tokens = w->tokens;
+    describe(e, w, out);
+    return true;
 }
 
 static void forget_order(struct moe_work *w, void *arg)

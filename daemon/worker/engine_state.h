@@ -84,8 +84,9 @@ void moe_engine__give_up_calls(struct moe_engine *e, bool all, uint64_t now,
 uint64_t moe_engine__next_call_expiry(const struct moe_engine *e);
 /* Calls of the last view are to be announced again; those that nobody waits for are dropped. */
 void moe_engine__forget_numbers(struct moe_engine *e);
-/* Announces what has no number; gives the lock up meanwhile. */
-void moe_engine__announce_calls(struct moe_engine *e);
+/* Gives calls, and requests with a step of their own, that have none a number and announces them,
+ * while a view is in force; gives the lock up meanwhile. */
+void moe_engine__announce_orders(struct moe_engine *e);
 
 /* The lane's ticket is one of training and may take its turn. */
 bool moe_engine__may_begin(const struct moe_engine *e);
@@ -109,8 +110,8 @@ void moe_engine__drop_held(struct moe_engine *e);
 
 /* The kind of the queue that a request is to wait in. */
 enum moe_step_kind moe_engine__queue_of(const struct moe_engine *e, const struct moe_work *w);
-/* Gives those that have none an order and announces them; gives the lock up meanwhile. */
-void moe_engine__announce_saving(struct moe_engine *e);
+/* Gives the first one that has none a number, and describes it; false when there is none. */
+bool moe_engine__number_saving(struct moe_engine *e, struct moe_ticket *out, uint32_t *tokens);
 /* A view begins: what waits is to be announced again; what no step of it can hold waits with the
  * others. */
 void moe_engine__forget_orders(struct moe_engine *e);

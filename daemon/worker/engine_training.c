@@ -110,20 +110,28 @@ static void describe(const struct moe_engine *e, const struct moe_train_work *w,
     memcpy(out->order.body, w->body, w->body_length);
 }
 
-void moe_engine__announce_calls(struct moe_engine *e)
+/* Gives the first call that has none a number, and describes it. */
+static bool number_call(struct moe_engine *e, struct moe_ticket *out, uint32_t *tokens)
 {
-    for (;;) {
-        struct moe_train_work *w = e->calls.head;
-        while (w != NULL && w->number != 0)
-            w = w->next;
-        if (w == NULL || e->session == NULL)
-            return;
-        struct moe_ticket call;
-        uint32_t tokens = w->tokens;
-        w->number = ++e->last_number;
-        describe(e, w, &call);
+    struct moe_train_work *w = e->calls.head;
+    while (w != NULL && w->number != 0)
+        w = w->next;
+    if (w == NULL)
+        return false;
+    w->number = ++e->last_number;
+    *tokens = w->tokens;
+    describe(e, w, out);
+    return true;
+}
+
+void moe_engine__announce_orders(struct moe_engine *e)
+{
+    struct moe_ticket order;
+    uint32_t tokens;
+    while (e->session != NULL &&
+           (number_call(e, &order, &tokens) || moe_engine__number_saving(e, &order, &tokens))) {
         pthread_mutex_unlock(&e->lock);
-        e->config.announce_training(e->config.ctx, &call, tokens);
+        e->config.announce_training(e->config.ctx, &order, tokens);
         pthread_mutex_lock(&e->lock);
     }
 }
@@ -164,7 +172,7 @@ static void accept_call(struct moe_engine *e, struct moe_train_work *w, bool pok
     e->unfinished++;
     if (e->session == NULL)
         moe_bell_ring(e->bell); /* for its deadline */
-    moe_engine__announce_calls(e);
+    moe_engine__announce_orders(e);
 }
 
 static void free_poke(struct moe_train_work *w, struct moe_status status)

@@ -1,5 +1,5 @@
 # Reader of model directories: the file format, the configuration, the loader.
-foreach(part safetensors config loader model_open golden_models model_write)
+foreach(part safetensors config config_families loader model_open golden_models model_write)
   moe_test(test_${part}
     SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${part}.c ${CMAKE_CURRENT_LIST_DIR}/model_fixture.c
     USES moe_model moe_oracle
@@ -9,4 +9,7 @@ foreach(part safetensors config loader model_open golden_models model_write)
 endforeach()
 foreach(part loader model_open)
   target_sources(test_${part} PRIVATE ${CMAKE_CURRENT_LIST_DIR}/small_model.c)
+endforeach()
+foreach(part config config_families)
+  target_sources(test_${part} PRIVATE ${CMAKE_CURRENT_LIST_DIR}/config_fixture.c)
 endforeach()

@@ -2,6 +2,7 @@
  * for each step how it ends, "computes" y = x + 1, and remembers what it was given. */
 #include "base/clock.h"
 #include "base/wait.h"
+#include "engine_hooks.h"
 #include "worker_fixture.h"
 
 enum { HIDDEN = 4, BUCKET = 8, STEPS_MAX = 32, REQUESTS_MAX = 8 };
@@ -159,22 +160,11 @@ static struct {
     pthread_mutex_t lock; /* of the rest */
     struct report reports[STEPS_MAX];
     int report_count;
-    uint64_t announced; /* tokens */
     struct moe_work work[REQUESTS_MAX];
     float x[REQUESTS_MAX][64 * HIDDEN], y[REQUESTS_MAX][64 * HIDDEN];
     struct moe_status status[REQUESTS_MAX];
     int done[REQUESTS_MAX], order[REQUESTS_MAX], done_count;
 } test;
-
-static void on_announce(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
-                        uint32_t tokens)
-{
-    (void)ctx;
-    MOE_INVARIANT(layer == 7 && kind == MOE_STEP_FORWARD && dtype == MOE_DTYPE_F32);
-    pthread_mutex_lock(&test.lock);
-    test.announced += tokens;
-    pthread_mutex_unlock(&test.lock);
-}
 
 static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
                         uint64_t lost_slots)
@@ -204,10 +194,10 @@ static int open_engine(void **state)
     static struct moe_layer *const layers[] = {NULL};
     memset(&backend, 0, sizeof backend);
     memset(&test, 0, sizeof test);
+    announced_tokens = 0;
     moe_wait_init(&backend.changed);
     pthread_mutex_init(&backend.lock, NULL);
     pthread_mutex_init(&test.lock, NULL);
-    const char *us = getenv("MOE_TEST_SPIN_US"); /* set: with a thread that stays awake */
     const struct moe_engine_config config = {
         .backend = &script,
         .device = (struct moe_device *)(void *)&device_memory,
@@ -216,9 +206,9 @@ static int open_engine(void **state)
         .layer_count = 1,
         .max_tokens_per_step = BUCKET,
         .max_queued_tokens = 1000,
-        .announce = on_announce,
+        .announce = count_announced,
         .finished = on_finished,
-        .spin_ns = us == NULL ? 0 : strtoull(us, NULL, 10) * 1000,
+        .spin_ns = spin_of_test(),
     };
     assert_ok(moe_engine_create(&config, &test.engine));
     return 0;
@@ -315,7 +305,7 @@ static void requests_of_a_failed_step_are_answered_under_the_next_view(void **st
     for (int i = 0; i < 3; i++)
         submit(i, 2);
     begin_view(0);
-    assert_int_equal(test.announced, 6);
+    assert_int_equal(announced_tokens, 6);
     give_ticket(1, 1, 8);
     wait_reports(1);
     assert_int_equal(test.reports[0].seq, 1);
@@ -325,8 +315,8 @@ static void requests_of_a_failed_step_are_answered_under_the_next_view(void **st
     assert_int_equal(backend.aborts, 1);
     give_ticket(1, 2, 8); /* the view is over: ignored */
     begin_view(1);
-    assert_int_equal(test.announced, 12); /* told again */
-    give_ticket(1, 2, 8);                 /* of the old epoch: ignored */
+    assert_int_equal(announced_tokens, 12); /* told again */
+    give_ticket(1, 2, 8);                   /* of the old epoch: ignored */
     give_ticket(2, 1, 8);
     wait_done(3);
     assert_int_equal(backend.enqueued, 2);
@@ -470,7 +460,7 @@ static void stopping_a_view_calls_off_its_steps_without_reporting_them(void **st
     moe_engine_stop_view(test.engine);
     assert_int_equal(test.report_count, 0);
     begin_view(1);
-    assert_int_equal(test.announced, 24);
+    assert_int_equal(announced_tokens, 24);
     give_ticket(2, 1, 8);
     give_ticket(2, 2, 8);
     wait_done(1);

@@ -91,7 +91,7 @@ static void a_saving_forward_has_a_ticket_of_its_own_and_its_name(void **state)
     (void)state;
     script.keep = true;
     save(5, 9);
-    assert_int_equal(test.tokens_announced, 0);
+    assert_int_equal(announced_tokens, 0);
     assert_int_equal(test.announced_count, 1);
     assert_int_equal(test.announced[0].kind, MOE_STEP_SAVING_FORWARD);
     struct moe_train_call call;
@@ -302,7 +302,7 @@ static void one_in_flight_when_the_view_ends_runs_again_under_the_next(void **st
     assert_int_equal(kept(), 0);
     begin_view();
     assert_int_equal(test.announced_count, 2); /* told again, once */
-    assert_int_equal(test.tokens_announced, 0);
+    assert_int_equal(announced_tokens, 0);
     order_saving(1, 0);
     wait_until(&test.forward_done, 1, &test.lock);
     assert_ok(test.forward_status);
@@ -318,7 +318,7 @@ static void one_that_a_smaller_view_cannot_hold_shares_steps_like_any_other(void
     assert_int_equal(test.announced_count, 0);
     begin_view_of(4);
     assert_int_equal(test.announced_count, 0);
-    assert_int_equal(test.tokens_announced, 7);
+    assert_int_equal(announced_tokens, 7);
     order_forward(4);
     order_forward(4);
     wait_until(&test.forward_done, 1, &test.lock);
@@ -327,7 +327,7 @@ static void one_that_a_smaller_view_cannot_hold_shares_steps_like_any_other(void
     assert_int_equal(test.forward.saved_name, 0);
     save(5, 10); /* nor one that comes now */
     assert_int_equal(test.announced_count, 0);
-    assert_int_equal(test.tokens_announced, 12);
+    assert_int_equal(announced_tokens, 12);
     order_forward(4);
     order_forward(1);
     wait_until(&test.forward_done, 2, &test.lock);
@@ -468,7 +468,7 @@ static void more_than_may_wait_for_their_own_step_share_steps(void **state)
     }
     assert_int_equal(own, 31);
     assert_int_equal(test.announced_count, 32);
-    assert_int_equal(test.tokens_announced, (EXTRA - own) * 5);
+    assert_int_equal(announced_tokens, (EXTRA - own) * 5);
     order_saving(0, 0);
     wait_until(&test.forward_done, 1, &test.lock);
     save(5, 100); /* there is room again */

@@ -129,11 +129,11 @@ static void a_step_changes_the_version_for_all_that_begins_later(void **state)
     forward(20, 0);
     order_forward(8);
     wait_until(&test.finished_count, 1, &test.lock);
-    assert_int_equal(test.tokens_announced, 20);
+    assert_int_equal(announced_tokens, 20);
     ask(0, MOE_STEP_OPTIMIZER, 1, 0);
     order(0, 0);
     wait_until(&test.finished_count, 2, &test.lock);
-    assert_int_equal(test.tokens_announced, 28);
+    assert_int_equal(announced_tokens, 28);
     for (int i = 0; i < 3; i++)
         order_forward(8);
     wait_until(&test.forward_done, 1, &test.lock);

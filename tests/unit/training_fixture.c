@@ -13,16 +13,6 @@ static char device_memory, session_memory[8], layer_memory;
 
 struct training_fixture test;
 
-static void on_announce(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
-                        uint32_t tokens)
-{
-    (void)ctx;
-    MOE_INVARIANT(layer == 7 && kind == MOE_STEP_FORWARD && dtype == MOE_DTYPE_F32);
-    pthread_mutex_lock(&test.lock);
-    test.tokens_announced += tokens;
-    pthread_mutex_unlock(&test.lock);
-}
-
 static void on_announce_training(void *ctx, const struct moe_ticket *call, uint32_t tokens)
 {
     (void)ctx;
@@ -101,6 +91,7 @@ static int open_engine_with(uint64_t saved_ns, uint32_t lora_rank)
     static const struct moe_placement placement = {1, 2, 2, offset, slot};
     memset(&script, 0, sizeof script);
     memset(&test, 0, sizeof test);
+    announced_tokens = 0;
     moe_wait_init(&script.changed);
     pthread_mutex_init(&script.lock, NULL);
     pthread_mutex_init(&test.lock, NULL);
@@ -121,8 +112,6 @@ static int open_engine_with(uint64_t saved_ns, uint32_t lora_rank)
     };
     assert_ok(moe_train_create(&train, &test.train));
     assert_ok(moe_train_attach(test.train, layers, &placement));
-    const char *spin_us = getenv("MOE_TEST_SPIN_US"); /* set: once more with a thread that stays
-                                                         awake */
     const struct moe_engine_config config = {
         .backend = &script_backend,
         .device = (struct moe_device *)(void *)&device_memory,
@@ -132,10 +121,10 @@ static int open_engine_with(uint64_t saved_ns, uint32_t lora_rank)
         .max_tokens_per_step = BUCKET,
         .max_queued_tokens = 1000,
         .training = test.train,
-        .announce = on_announce,
+        .announce = count_announced,
         .announce_training = on_announce_training,
         .finished = on_finished,
-        .spin_ns = spin_us == NULL ? 0 : strtoull(spin_us, NULL, 10) * 1000,
+        .spin_ns = spin_of_test(),
     };
     assert_ok(moe_engine_create(&config, &test.engine));
     begin_view();

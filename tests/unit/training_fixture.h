@@ -3,6 +3,7 @@
 #ifndef MOE_TEST_TRAINING_FIXTURE_H
 #define MOE_TEST_TRAINING_FIXTURE_H
 
+#include "engine_hooks.h"
 #include "training_script.h"
 #include "worker/engine.h"
 #include "worker/training.h"
@@ -26,7 +27,6 @@ struct training_fixture {
     pthread_mutex_t lock;
     struct moe_ticket announced[TICKETS]; /* calls with an order, as told */
     int announced_count, finished_count;
-    uint64_t tokens_announced;
     struct moe_status last;
     struct client clients[CLIENTS_MAX];
     struct moe_work forward;

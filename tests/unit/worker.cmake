@@ -5,11 +5,11 @@ moe_test(test_saved_steps SOURCES test_saved_steps.c USES moe_worker_core LABELS
 moe_test(test_step_metrics SOURCES test_step_metrics.c USES moe_worker_core LABELS worker)
 moe_test(test_saved SOURCES test_saved.c USES moe_worker_core LABELS worker)
 foreach(part training_engine saving_engine)
-  moe_test(test_${part} SOURCES test_${part}.c training_fixture.c training_script.c
+  moe_test(test_${part} SOURCES test_${part}.c training_fixture.c training_script.c engine_hooks.c
            USES moe_worker_core LABELS worker)
 endforeach()
 foreach(part engine engine_failures staging)
-  moe_test(test_${part} SOURCES test_${part}.c worker_fixture.c
+  moe_test(test_${part} SOURCES test_${part}.c worker_fixture.c engine_hooks.c
            USES moe_worker_core moe_cpu moe_oracle m LABELS worker)
 endforeach()
 # The same with an engine that stays awake after a step: briefly, so that it also falls asleep, and
@@ -22,7 +22,7 @@ foreach(part engine engine_failures training_engine saving_engine)
   endforeach()
 endforeach()
 foreach(part service service_stream)
-  moe_test(test_${part} SOURCES test_${part}.c service_fixture.c worker_fixture.c
+  moe_test(test_${part} SOURCES test_${part}.c service_fixture.c worker_fixture.c engine_hooks.c
            USES moe_worker_core moe_cpu moe_oracle m LABELS worker TIMEOUT 120)
 endforeach()
 include(worker_group.cmake)

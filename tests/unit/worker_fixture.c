@@ -2,6 +2,7 @@
 #include "worker_fixture.h"
 
 #include "base/clock.h"
+#include "engine_hooks.h"
 
 #include <math.h>
 #include <time.h>
@@ -171,13 +172,6 @@ void worker_stop_view(struct worker *w)
     w->session = NULL;
 }
 
-/* MOE_TEST_SPIN_US: everything once more with a thread that stays awake. */
-static uint64_t spin_ns(void)
-{
-    const char *us = getenv("MOE_TEST_SPIN_US");
-    return us == NULL ? 0 : strtoull(us, NULL, 10) * 1000;
-}
-
 void worker_open(struct worker *w)
 {
     *w = (struct worker){0};
@@ -198,7 +192,7 @@ void worker_open(struct worker *w)
         .max_queued_tokens = WORKER_QUEUE,
         .announce = on_announce,
         .finished = on_finished,
-        .spin_ns = spin_ns(),
+        .spin_ns = spin_of_test(),
         .ctx = w,
     };
     assert_ok(moe_engine_create(&config, &w->engine));

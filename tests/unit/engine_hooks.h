@@ -1,0 +1,21 @@
+/* What tests that make an engine by themselves give it: a hook that counts, and the spin that the
+ * environment asks for. */
+#ifndef MOE_TEST_ENGINE_HOOKS_H
+#define MOE_TEST_ENGINE_HOOKS_H
+
+#include "worker/engine.h"
+
+#include <stdatomic.h>
+
+/* Of Forward requests without a step of their own, since a test set it to 0. */
+extern _Atomic uint64_t announced_tokens;
+
+/* moe_engine_config.announce, for engines of one layer, number 7, that tests give F32. */
+void count_announced(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
+                     uint32_t tokens);
+
+/* Nanoseconds of MOE_TEST_SPIN_US, with which a test runs once more with a thread that stays awake;
+ * 0 where it is not set. */
+uint64_t spin_of_test(void);
+
+#endif
