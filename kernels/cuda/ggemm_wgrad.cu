@@ -18,8 +18,8 @@ moe_status check_shape(const moe_cuda_wgrad &w)
     const uint64_t wide = (uint64_t(w.k) + NARROW - 1) / NARROW;
     if (w.experts == 0 || w.experts > MOE_MAX_EXPERTS || w.row_capacity == 0 || w.n == 0 ||
         w.k == 0 || w.n % 8 != 0 || w.k % 8 != 0 || w.row_capacity > UINT32_MAX / 2 ||
-        tall * wide > MAX_TILES / w.experts || !tensor_map::fits_stride(w.dy_stride, w.n) ||
-        !tensor_map::fits_stride(w.x_stride, w.k))
+        tall * wide > MAX_TILES / w.experts || w.processors % ggemm::WGRAD_CLUSTER != 0 ||
+        !tensor_map::fits_stride(w.dy_stride, w.n) || !tensor_map::fits_stride(w.x_stride, w.k))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "weights' gradient: %u experts, %u rows, %u x %u is out of range",
                          w.experts, w.row_capacity, w.n, w.k);
@@ -86,6 +86,8 @@ extern "C" moe_status moe_cuda_wgrad_enqueue(const moe_cuda_wgrad *w, CUstream_s
     p.experts = w->experts;
     p.n = w->n;
     p.k = w->k;
+    if (w->processors != 0 && w->processors < uint32_t(processors))
+        processors = int(w->processors);
     if (w->accumulate)
         return launch<NARROW, true>(p, processors, stream);
     return wide ? launch<WIDE, false>(p, processors, stream)

@@ -3,7 +3,7 @@
  *   dw[e] [n, k] (+)= dY_e^T X_e      over the rows of local expert e, bf16 in, fp32 out
  *
  * Counts are read on the device when the kernel runs, as in ggemm.h: nothing waits, a captured
- * launch serves all counts, the same input gives the same bits. */
+ * launch serves all counts, the same input gives the same bits, whatever it runs on. */
 #ifndef MOE_CUDA_GGEMM_WGRAD_H
 #define MOE_CUDA_GGEMM_WGRAD_H
 
@@ -31,6 +31,7 @@ struct moe_cuda_wgrad {
     bool accumulate; /* adds to dw, whose experts without rows stay untouched; else overwrites all
                         of dw, experts without rows with zeros */
     float *dw;       /* [experts, n, k] */
+    uint32_t processors; /* most multiprocessors to take, an even number at least 2; 0 = all */
 };
 
 /* Launches one kernel on `stream`, for shapes and devices that moe_cuda_ggemm_serves; capturable.

@@ -55,7 +55,8 @@ class Wgrad(ctypes.Structure):
                 ("n", ctypes.c_uint32), ("k", ctypes.c_uint32), ("start", ctypes.c_void_p),
                 ("count", ctypes.c_void_p), ("dy", ctypes.c_void_p), ("x", ctypes.c_void_p),
                 ("dy_stride", ctypes.c_uint32), ("x_stride", ctypes.c_uint32),
-                ("accumulate", ctypes.c_bool), ("dw", ctypes.c_void_p)]
+                ("accumulate", ctypes.c_bool), ("dw", ctypes.c_void_p),
+                ("processors", ctypes.c_uint32)]
 
 
 class Facts(ctypes.Structure):

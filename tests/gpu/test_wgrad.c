@@ -158,16 +158,18 @@ static struct problem large_problem(bool accumulate)
     return p;
 }
 
+/* On any part of the device. */
 static void every_run_gives_the_same_bits(void **state)
 {
     (void)state;
-    enum { RUNS = 20 };
+    enum { RUNS = 20, MOST_PAIRS = 70 };
     for (int accumulate = 0; accumulate < 2; accumulate++) {
         struct problem p = large_problem(accumulate);
         size_t bytes = p.elements * sizeof(float);
         char *first = malloc(bytes), *again = malloc(bytes);
         assert_true(first != NULL && again != NULL);
         for (int run = 0; run < RUNS; run++) {
+            p.w.processors = run % 2 == 0 ? 0 : 2 * (1 + random_below(MOST_PAIRS));
             prepare(&p);
             ok(moe_cuda_wgrad_enqueue(&p.w, NULL));
             finish();
@@ -237,12 +239,13 @@ static void impossible_shapes_are_refused(void **state)
 {
     (void)state;
     struct problem p = large_problem(false);
-    struct moe_cuda_wgrad wrong[] = {p.w, p.w, p.w, p.w, p.w};
+    struct moe_cuda_wgrad wrong[] = {p.w, p.w, p.w, p.w, p.w, p.w};
     wrong[0].n = 12;
     wrong[1].k = 0;
     wrong[2].experts = MOE_MAX_EXPERTS + 1;
     wrong[3].row_capacity = 0;
     wrong[4].dy_stride = p.w.n + 12;
+    wrong[5].processors = 3;
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         struct moe_status st = moe_cuda_wgrad_enqueue(&wrong[i], NULL);
         assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
