@@ -18,7 +18,7 @@ template <typename Element_, typename Out_, uint32_t N_, bool QUICK_> struct kin
     static constexpr uint32_t N = N_, STEP = 32 * N_; /* of a warp */
     static constexpr bool QUICK = QUICK_;
     /* Loads in flight, as many as registers allow: of different rows, and steps of each. */
-    static constexpr uint32_t RETURN_ROWS = 4, RETURN_STEPS = sizeof(Out) != 2 ? 1 : QUICK_ ? 3 : 4;
+    static constexpr uint32_t RETURN_ROWS = 4, RETURN_STEPS = sizeof(Out) != 2 ? 2 : QUICK_ ? 3 : 4;
     static constexpr uint32_t FINISH_ROWS = QUICK_ ? 2 : 4, FINISH_STEPS = sizeof(Out) != 2 ? 1 : 2;
 };
 
@@ -393,13 +393,25 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
 
 /* ---------------------------------------------------------------- launches */
 
+/* Warps of a CTA that sum for peers: enough for the links, and for what a few CTAs have room for;
+ * more of them make all partials come late together. */
+template <typename K>
+static uint32_t returners_of(const struct moe_cuda_pass *pass, uint32_t ctas)
+{
+    if (pass->quick)
+        return 8;
+    if (sizeof(typename K::Element) == sizeof(float)) {
+        const uint32_t all = 800 / ctas, fewest = 6, most = 12;
+        return all < fewest ? fewest : all < most ? all : most;
+    }
+    return pass->row_bytes > 12000 ? 6 : 10;
+}
+
 template <typename K>
 static struct moe_status launch_kind(const struct moe_cuda_pass *pass, uint32_t ctas,
                                      cudaStream_t stream)
 {
-    /* Enough for the links; more of them make all partials come late together. */
-    const uint32_t enough = pass->quick ? 8 : pass->row_bytes > 12000 ? 6 : 10;
-    const uint32_t returners = pass->slots == 1 ? 0 : enough;
+    const uint32_t returners = pass->slots == 1 ? 0 : returners_of<K>(pass, ctas);
     combine_kernel<K><<<ctas, CTA_THREADS, 0, stream>>>(*pass, returners);
     return MOE_LAUNCHED("combine_kernel");
 }
