@@ -1,8 +1,11 @@
-/* A whole backward pass, top to bottom in `run_pass`; see backward.h. */
+/* A whole backward pass, top to bottom in `run_pass`; see backward.h. What waits for the wire and
+ * what multiplies run beside each other where backward_plan.h says so: one of the two on the
+ * device's branch. */
 #include "cuda/backward.h"
 
 #include "base/clock.h"
 #include "base/size.h"
+#include "cuda/backward_plan.h"
 #include "cuda/ep.h"
 #include "cuda/router.h"
 #include "cuda/saving.h"
@@ -52,10 +55,12 @@ struct moe_status moe_cuda_pairs_dispatch(struct moe_session *s, const struct mo
                                    .x = pairs,
                                    .ids = a->ids,
                                    .weights = a->weights,
-                                   .token_state = a->token_state};
+                                   .token_state = a->token_state,
+                                   .dispatch_processors = a->dispatch_processors,
+                                   .combine_processors = a->combine_processors};
     moe_cuda_facts_fill(a->layer, a->dtype, a->bucket, a->tokens, &facts);
     facts.head[MOE_HEAD_DTYPE] |= a->flags;
-    MOE_TRY(moe_cuda_train_tell(device, MOE_CUDA_SCRATCH_FACTS, &facts, &batch.facts));
+    MOE_TRY(moe_cuda_train_tell(device, MOE_CUDA_SCRATCH_FACTS, &facts, &batch.facts, stream));
     MOE_TRY(moe_cuda_ep_forget_rows(s->ep, stream));
     MOE_TRY(moe_cuda_session_count_step(s));
     MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
@@ -95,10 +100,9 @@ struct moe_status moe_cuda_pairs_split(struct moe_session *s, const struct moe_c
 
 struct moe_status moe_cuda_pairs_combine(struct moe_session *s, const struct moe_cuda_pairs *a,
                                          float *dx_rows, const float *dweight_rows,
-                                         float **combined)
+                                         float **combined, cudaStream_t stream)
 {
     const struct moe_window_shape *shape = &s->layout.shape;
-    cudaStream_t stream = s->device->compute;
     size_t columns = a->layer->spec.hidden + (size_t)MOE_CUDA_WEIGHT_COLUMNS;
     void *home;
     MOE_TRY(moe_cuda_train_scratch_take(s->device, MOE_CUDA_SCRATCH_COMBINED,
@@ -135,7 +139,9 @@ struct pass {
     double *loss;
     float *logits;
     void *dx_rows; /* scratch [capacity, H + MOE_CUDA_WEIGHT_COLUMNS] f32 */
-    bool refused;  /* by all slots: nothing has changed, and the session goes on */
+    struct moe_cuda_backward_plan plan;
+    struct moe_cuda_train_ffn shared; /* between its two parts */
+    bool refused; /* by all slots: nothing has changed, and the session goes on */
 };
 
 struct piece {
@@ -251,7 +257,7 @@ static struct moe_status route(struct pass *p)
                                             .ok = p->ok,
                                             .routed = p->routed,
                                             .ids_sent = p->ids_sent};
-    MOE_TRY(moe_cuda_train_tell(p->s->device, MOE_CUDA_SCRATCH_FACTS, &facts, &r.facts));
+    MOE_TRY(moe_cuda_train_tell(p->s->device, MOE_CUDA_SCRATCH_FACTS, &facts, &r.facts, stream));
     MOE_TRY(moe_cuda_router_enqueue(layer, &r, stream));
     MOE_TRY(moe_cuda_sort_tokens(&sorted, stream));
     /* So that products may take all rows: what a refused token holds never counts. */
@@ -321,7 +327,8 @@ static struct moe_status balance_loss(struct pass *p)
     return moe_ok();
 }
 
-static struct moe_status shared_expert(struct pass *p)
+/* The shared expert as far as no gradient changes: beside dispatch, or at its turn. */
+static struct moe_status begin_shared(struct pass *p, cudaStream_t stream)
 {
     const struct moe_backward_args *a = p->a;
     struct moe_kept_piece kept;
@@ -334,21 +341,30 @@ static struct moe_status shared_expert(struct pass *p)
                                            .ok = p->ok,
                                            .accumulate = a->accumulate,
                                            .dx = p->dx_shared,
-                                           .saved = saved ? kept.data : NULL};
-    return moe_cuda_train_shared(a->trainer, &shared);
+                                           .saved = saved ? kept.data : NULL,
+                                           .stream = stream,
+                                           .processors = p->plan.shared};
+    return moe_cuda_train_shared_begin(a->trainer, &shared, &p->shared);
 }
 
-/* Behind combine: what the tokens' own slot adds. */
-static struct moe_status finish_tokens(struct pass *p, const float *combined)
+/* Rows home and their sums, and what the tokens' own slot adds. */
+static struct moe_status bring_home(struct pass *p, const struct moe_cuda_pairs *pairs)
 {
-    const struct moe_backward_args *a = p->a;
     const struct moe_layer_spec *spec = &p->layer->spec;
-    cudaStream_t stream = p->s->device->compute;
+    struct moe_device *device = p->s->device;
+    const bool beside = p->plan.combine != 0;
+    cudaStream_t stream = beside ? device->branch.stream : device->compute;
+    float *combined;
+    if (beside)
+        MOE_TRY(moe_cuda_branch_part(device));
+    else
+        moe_cuda_train_mark(device, MOE_BACKWARD_COMBINE);
+    MOE_TRY(moe_cuda_pairs_combine(p->s, pairs, p->dx_rows, p->dweight_rows, &combined, stream));
     struct moe_cuda_home_gradients home = {.tokens = p->tokens,
                                            .hidden = spec->hidden,
                                            .top_k = p->top_k,
                                            .experts = spec->experts,
-                                           .dtype = a->dtype,
+                                           .dtype = p->a->dtype,
                                            .x = p->x,
                                            .dy = p->dy,
                                            .ok = p->ok,
@@ -357,6 +373,14 @@ static struct moe_status finish_tokens(struct pass *p, const float *combined)
                                            .combined = combined,
                                            .dx = p->dx_experts,
                                            .dweights = p->dweights};
+    return moe_cuda_home_gradients(&home, stream);
+}
+
+/* Behind bring_home: router, shared expert, and all parts of dx. */
+static struct moe_status finish_tokens(struct pass *p)
+{
+    const struct moe_backward_args *a = p->a;
+    struct moe_device *device = p->s->device;
     struct moe_cuda_logits_backward logits = {.dtype = a->dtype,
                                               .tokens = p->tokens,
                                               .x = p->x,
@@ -367,16 +391,18 @@ static struct moe_status finish_tokens(struct pass *p, const float *combined)
     struct moe_cuda_dx_parts parts = {.experts = p->dx_experts,
                                       .router = p->dx_router,
                                       .shared = has_shared(p) ? p->dx_shared : NULL};
-    MOE_TRY(moe_cuda_home_gradients(&home, stream));
-    moe_cuda_train_mark(p->s->device, MOE_BACKWARD_LOGITS);
+    moe_cuda_train_mark(device, MOE_BACKWARD_LOGITS);
     MOE_TRY(moe_cuda_train_router(a->trainer, a->dtype, p->tokens, p->logits, p->routed, p->ids,
                                   p->dweights, p->dlogits));
     MOE_TRY(balance_loss(p));
     MOE_TRY(moe_cuda_train_logits_backward(a->trainer, &logits));
-    moe_cuda_train_mark(p->s->device, MOE_BACKWARD_SHARED);
-    MOE_TRY(shared_expert(p));
-    moe_cuda_train_mark(p->s->device, MOE_BACKWARD_FINISH);
-    return moe_cuda_finish_dx(p->tokens, spec->hidden, a->dtype, p->ok, &parts, p->out, stream);
+    moe_cuda_train_mark(device, MOE_BACKWARD_SHARED);
+    if (p->plan.shared == 0)
+        MOE_TRY(begin_shared(p, device->compute));
+    MOE_TRY(moe_cuda_train_shared_end(&p->shared));
+    moe_cuda_train_mark(device, MOE_BACKWARD_FINISH);
+    return moe_cuda_finish_dx(p->tokens, p->layer->spec.hidden, a->dtype, p->ok, &parts, p->out,
+                              device->compute);
 }
 
 static uint32_t flags_of(const struct moe_backward_args *a)
@@ -453,6 +479,51 @@ static struct moe_status refuse(struct pass *p, struct moe_step_result *result)
     return hear_verdict(p, &result->rows);
 }
 
+/* Whether this pass has gradients of the experts' weights as backward_plan.h wants them. */
+static bool has_weight_products(const struct pass *p, bool *adds)
+{
+    struct moe_trainer *t = p->a->trainer;
+    const struct moe_cuda_block *b = moe_cuda_trainer_block(t, MOE_WEIGHT_GATE, MOE_PART_WEIGHT);
+    *adds = b != NULL && !b->grad_is_zero;
+    return b != NULL && p->a->accumulate && moe_cuda_block_moves(t, b) &&
+           moe_cuda_train_reads_pairs(t, p->a->dtype);
+}
+
+static struct moe_cuda_backward_plan make_plan(const struct pass *p)
+{
+    const struct moe_layer_spec *spec = &p->layer->spec;
+    struct moe_cuda_backward_facts facts = {
+        .multiprocessors = (uint32_t)p->s->device->multiprocessors,
+        /* Over a network rows travel on the compute stream, as if there were nobody else. */
+        .slots = p->s->net != NULL ? 1 : (uint32_t)__builtin_popcountll(p->s->config.live),
+        .bucket = p->a->bucket,
+        .top_k = p->top_k,
+        .hidden = spec->hidden,
+        .intermediate = spec->intermediate,
+        .local_experts = p->layer->local_experts,
+        .shared = moe_cuda_train_shared_on_tensor_cores(p->layer, p->a->dtype)};
+    struct moe_kept_piece unused;
+    facts.shared_pre = !moe_cuda_saving_find(p->s, p->a, MOE_KEPT_SHARED, &unused);
+    facts.weights = has_weight_products(p, &facts.adds);
+    return moe_cuda_backward_plan(&facts);
+}
+
+/* x and dy to the slots of their experts, beside the shared expert. */
+static struct moe_status send_out(struct pass *p, const struct moe_cuda_pairs *pairs,
+                                  struct moe_rows *rows, const void **dy_rows)
+{
+    struct moe_device *device = p->s->device;
+    const bool beside = p->plan.dispatch != 0;
+    moe_cuda_train_mark(device, MOE_BACKWARD_DISPATCH);
+    if (beside) {
+        MOE_TRY(moe_cuda_branch_part(device));
+        MOE_TRY(begin_shared(p, device->branch.stream));
+    }
+    MOE_TRY(moe_cuda_pairs_dispatch(p->s, pairs, rows, dy_rows));
+    MOE_TRY(send_verdict(p, rows));
+    return beside ? moe_cuda_branch_meet(device) : moe_ok();
+}
+
 /* Refusals are known after dispatch, before any slot changes something or waits again. */
 static struct moe_status run_pass(struct pass *p, struct moe_step_result *result)
 {
@@ -467,7 +538,9 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
                                    .dy = p->dy,
                                    .ids = p->ids_sent,
                                    .weights = p->weights,
-                                   .token_state = p->state};
+                                   .token_state = p->state,
+                                   .dispatch_processors = p->plan.dispatch,
+                                   .combine_processors = p->plan.combine};
     struct moe_device *device = p->s->device;
     struct moe_rows rows;
     struct moe_cuda_train_rows r = {.rows = &rows,
@@ -481,7 +554,6 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
                                     .dweight = p->dweight_rows};
     struct moe_cuda_train_ffn experts;
     struct moe_kept_piece kept;
-    float *combined;
     const bool found = moe_cuda_saving_find(p->s, a, MOE_KEPT_ROUTED, &kept);
     if (found)
         r.saved = kept.data;
@@ -489,9 +561,7 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
     moe_cuda_train_marks_begin(device);
     moe_cuda_train_mark(device, MOE_BACKWARD_ROUTER);
     MOE_TRY(route(p));
-    moe_cuda_train_mark(device, MOE_BACKWARD_DISPATCH);
-    MOE_TRY(moe_cuda_pairs_dispatch(p->s, &pairs, &rows, &r.dy));
-    MOE_TRY(send_verdict(p, &rows));
+    MOE_TRY(send_out(p, &pairs, &rows, &r.dy));
     if (!moe_cuda_train_reads_pairs(a->trainer, a->dtype)) {
         MOE_TRY(moe_cuda_pairs_split(p->s, &pairs, &rows, &r.dy));
         r.stride = p->layer->spec.hidden;
@@ -505,12 +575,16 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
     if (found && !result->used_saved)
         MOE_TRY(moe_cuda_train_experts_without_saved(&experts));
     MOE_TRY(count_loads(p));
-    MOE_TRY(moe_cuda_train_experts_end(&experts));
-    moe_cuda_train_mark(device, MOE_BACKWARD_COMBINE);
-    MOE_TRY(moe_cuda_pairs_combine(p->s, &pairs, r.dx, p->dweight_rows, &combined));
+    MOE_TRY(moe_cuda_train_experts_rows(&experts));
+    MOE_TRY(bring_home(p, &pairs));
+    MOE_TRY(moe_cuda_train_experts_weights(&experts, &p->plan.company));
+    if (p->plan.combine != 0) {
+        moe_cuda_train_mark(device, MOE_BACKWARD_COMBINE); /* what is left of it */
+        MOE_TRY(moe_cuda_branch_meet(device));
+    }
     if (a->aux_coeff != 0) /* what follows meets the other slots again */
         MOE_TRY(moe_cuda_session_finish(p->s));
-    MOE_TRY(finish_tokens(p, combined));
+    MOE_TRY(finish_tokens(p));
     moe_cuda_train_mark(device, MOE_BACKWARD_STAGE_COUNT);
     MOE_TRY(copy_out(p));
     MOE_TRY(moe_cuda_session_finish(p->s));
@@ -556,9 +630,12 @@ struct moe_status moe_cuda_backward_enqueue(struct moe_session *s,
     /* What steps have saved goes where there is no memory otherwise. */
     if (st.code == MOE_RESOURCE_EXHAUSTED && moe_kept_give_back(s->device->kept))
         st = reserve(&p);
-    if (!moe_failed(&st))
+    if (!moe_failed(&st)) {
+        p.plan = make_plan(&p);
         st = run_pass(&p, &result);
-    else if (st.code == MOE_RESOURCE_EXHAUSTED)
+        if (moe_failed(&st)) /* whoever waits for this pass waits for all of it */
+            (void)moe_cuda_branch_meet(s->device).code;
+    } else if (st.code == MOE_RESOURCE_EXHAUSTED)
         st = refuse(&p, &result);
     result.total_ns = moe_clock_ns() - begun;
     if (st.reason == MOE_REASON_PEER_LOST)

@@ -34,6 +34,7 @@ struct moe_cuda_pairs {
     const int32_t *ids;   /* [T, K]; no zero experts */
     const float *weights; /* [T, K] */
     const uint8_t *token_state;
+    uint32_t dispatch_processors, combine_processors; /* as in struct moe_cuda_batch */
 };
 struct moe_status moe_cuda_pairs_dispatch(struct moe_session *session,
                                           const struct moe_cuda_pairs *pairs, struct moe_rows *rows,
@@ -45,11 +46,12 @@ struct moe_status moe_cuda_pairs_reserve_split(struct moe_session *session,
 struct moe_status moe_cuda_pairs_split(struct moe_session *session,
                                        const struct moe_cuda_pairs *pairs, struct moe_rows *rows,
                                        const void **dy_rows) MOE_CHECKED;
-/* Enqueued, behind it: dx_rows [rows, H + MOE_CUDA_WEIGHT_COLUMNS] f32, of which this writes the
- * last columns; *combined [T, H + MOE_CUDA_WEIGHT_COLUMNS], from scratch. */
+/* Enqueued on `stream`, behind it: dx_rows [rows, H + MOE_CUDA_WEIGHT_COLUMNS] f32, of which this
+ * writes the last columns; *combined [T, H + MOE_CUDA_WEIGHT_COLUMNS], from scratch. */
 struct moe_status moe_cuda_pairs_combine(struct moe_session *session,
                                          const struct moe_cuda_pairs *pairs, float *dx_rows,
-                                         const float *dweight_rows, float **combined) MOE_CHECKED;
+                                         const float *dweight_rows, float **combined,
+                                         cudaStream_t stream) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

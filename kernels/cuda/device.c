@@ -74,6 +74,16 @@ static struct moe_status make_streams(struct moe_device *device)
     return moe_ok();
 }
 
+static struct moe_status make_branch(struct moe_cuda_branch *branch)
+{
+    int lowest, highest;
+    MOE_TRY(MOE_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest)));
+    MOE_TRY(
+        MOE_CUDA(cudaStreamCreateWithPriority(&branch->stream, cudaStreamNonBlocking, highest)));
+    MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&branch->parted, cudaEventDisableTiming)));
+    return MOE_CUDA(cudaEventCreateWithFlags(&branch->met, cudaEventDisableTiming));
+}
+
 static struct moe_status choose_gemm(struct moe_device *device, enum moe_gemm gemm)
 {
     const bool hopper = device->arch / 10 == 9;
@@ -103,6 +113,7 @@ struct moe_status moe_cuda_device_open(const struct moe_device_config *config,
     MOE_TRY_GOTO(st, read_properties(device), fail);
     MOE_TRY_GOTO(st, moe_cuda_load_all(device->arch), fail);
     MOE_TRY_GOTO(st, make_streams(device), fail);
+    MOE_TRY_GOTO(st, make_branch(&device->branch), fail);
     MOE_TRY_GOTO(st, moe_cuda_uploads_open(device), fail);
     MOE_TRY_GOTO(st, choose_gemm(device, config->gemm), fail);
     *out = device;
@@ -117,7 +128,9 @@ void moe_cuda_device_close(struct moe_device *device)
 {
     if (device == NULL)
         return;
-    cudaStream_t streams[] = {device->compute, device->copy_in, device->copy_out, device->upload};
+    cudaStream_t streams[] = {device->compute, device->branch.stream, device->copy_in,
+                              device->copy_out, device->upload};
+    cudaEvent_t events[] = {device->branch.parted, device->branch.met};
     (void)cudaSetDevice(device->ordinal);
     moe_cuda_train_scratch_free(device);
     moe_kept_close(device->kept);
@@ -128,6 +141,9 @@ void moe_cuda_device_close(struct moe_device *device)
             (void)cudaStreamSynchronize(streams[i]);
             (void)cudaStreamDestroy(streams[i]);
         }
+    for (size_t i = 0; i < sizeof events / sizeof *events; i++)
+        if (events[i] != NULL)
+            (void)cudaEventDestroy(events[i]);
     moe_cuda_cublas_close(device->cublas);
     pthread_mutex_destroy(&device->memory_lock);
     free(device);
@@ -148,6 +164,20 @@ void moe_cuda_device_info(struct moe_device *device, struct moe_device_info *out
 struct moe_status moe_cuda_device_finish(struct moe_device *device)
 {
     return MOE_CUDA(cudaStreamSynchronize(device->compute));
+}
+
+struct moe_status moe_cuda_branch_part(struct moe_device *device)
+{
+    const struct moe_cuda_branch *b = &device->branch;
+    MOE_TRY(MOE_CUDA(cudaEventRecord(b->parted, device->compute)));
+    return MOE_CUDA(cudaStreamWaitEvent(b->stream, b->parted, 0));
+}
+
+struct moe_status moe_cuda_branch_meet(struct moe_device *device)
+{
+    const struct moe_cuda_branch *b = &device->branch;
+    MOE_TRY(MOE_CUDA(cudaEventRecord(b->met, b->stream)));
+    return MOE_CUDA(cudaStreamWaitEvent(device->compute, b->met, 0));
 }
 
 /* --------------------------------------------------------------------- account */

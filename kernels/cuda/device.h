@@ -23,6 +23,15 @@ struct moe_cuda_train_scratch;
 struct moe_cuda_cublas;  /* ggemm_cublas.h */
 struct moe_cuda_uploads; /* weights.c */
 
+/* A second way beside `compute`, for a pass that has something to do meanwhile. It begins where
+ * `compute` stands (moe_cuda_branch_part) and ends before what `compute` gets next
+ * (moe_cuda_branch_meet); between passes nothing runs on it, so whoever waits for `compute` has
+ * waited for it. Of high priority: what waits for peers there gets multiprocessors first. */
+struct moe_cuda_branch {
+    cudaStream_t stream;
+    cudaEvent_t parted, met;
+};
+
 struct moe_device {
     int ordinal;
     int arch; /* 10 * major + minor of the compute capability: 90 = Hopper */
@@ -39,6 +48,7 @@ struct moe_device {
     /* Parts and whole steps compute on `compute`. Rows come in and go out on streams of their own,
      * so that they overlap the step between them. */
     cudaStream_t compute, copy_in, copy_out;
+    struct moe_cuda_branch branch; /* of a backward pass */
 
     cudaStream_t upload;              /* zeroing of memory, copies of tables, layout of weights */
     struct moe_cuda_uploads *uploads; /* what brings weights in */
@@ -63,6 +73,12 @@ struct moe_status moe_cuda_device_use(const struct moe_device *device) MOE_CHECK
 
 /* Waits for all that was enqueued on `compute`; parts end with it. */
 struct moe_status moe_cuda_device_finish(struct moe_device *device) MOE_CHECKED;
+
+/* Enqueued: what the branch gets from here on runs behind what `compute` has got, beside what it
+ * gets from here on; then, what `compute` gets runs behind all that the branch has got. Meeting
+ * without having parted does nothing. */
+struct moe_status moe_cuda_branch_part(struct moe_device *device) MOE_CHECKED;
+struct moe_status moe_cuda_branch_meet(struct moe_device *device) MOE_CHECKED;
 
 /* Puts device memory that another library takes (NCCL's windows) on the account, before it is
  * taken. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY when it cannot fit. */

@@ -1,4 +1,5 @@
-/* The networks of a backward pass, top to bottom in `begin` and `end`; see train_ffn.h. */
+/* The networks of a backward pass, top to bottom in `begin`, `rows_back` and `weights_back`; see
+ * train_ffn.h. */
 #include "cuda/train_ffn.h"
 
 #include "base/size.h"
@@ -11,11 +12,6 @@ static bool weighs_input(const struct moe_cuda_train_ffn *f)
 static uint32_t padded(uint32_t inner)
 {
     return (inner + MOE_CUDA_INTERLEAVE - 1) / MOE_CUDA_INTERLEAVE * MOE_CUDA_INTERLEAVE;
-}
-
-static size_t larger(size_t a, size_t b)
-{
-    return a > b ? a : b;
 }
 
 static bool on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype,
@@ -99,16 +95,22 @@ struct moe_status moe_cuda_train_reserve_ffn(struct moe_trainer *t, enum moe_dty
     struct needs a = needs_of(rows, inner, moe_cuda_train_on_tensor_cores(t, dtype));
     struct needs b = needs_of(tokens, layer->spec.shared_intermediate,
                               moe_cuda_train_shared_on_tensor_cores(layer, dtype));
+    const struct {
+        enum moe_cuda_scratch_use use;
+        size_t bytes;
+    } all[] = {{MOE_CUDA_SCRATCH_PRE, a.pre},
+               {MOE_CUDA_SCRATCH_DH, a.dh},
+               {MOE_CUDA_SCRATCH_DGU, a.dgu},
+               {MOE_CUDA_SCRATCH_FFN_FACTS, sizeof(struct moe_cuda_facts)},
+               {MOE_CUDA_SCRATCH_SHARED_PRE, b.pre},
+               {MOE_CUDA_SCRATCH_SHARED_DH, b.dh},
+               {MOE_CUDA_SCRATCH_SHARED_DGU, b.dgu},
+               {MOE_CUDA_SCRATCH_SHARED_FACTS, sizeof(struct moe_cuda_facts)}};
     void *unused;
     float *floats;
-    MOE_TRY(
-        moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_PRE, larger(a.pre, b.pre), &unused));
-    MOE_TRY(moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_DH, larger(a.dh, b.dh), &unused));
-    MOE_TRY(
-        moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_DGU, larger(a.dgu, b.dgu), &unused));
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        MOE_TRY(moe_cuda_train_scratch_take(device, all[i].use, all[i].bytes, &unused));
     MOE_TRY(take_floats(device, MOE_CUDA_SCRATCH_TOKENS, 2, tokens, &floats));
-    MOE_TRY(moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_FFN_FACTS,
-                                        sizeof(struct moe_cuda_facts), &unused));
     if (t->config.lora_rank == 0)
         return moe_ok();
     MOE_TRY(take_floats(device, MOE_CUDA_SCRATCH_HALF, rows, inner, &floats));
@@ -120,15 +122,20 @@ static struct moe_status take_scratch(struct moe_cuda_train_ffn *f)
 {
     struct moe_device *device = f->t->layer->device;
     struct needs n = needs_of(f->rows.rows, f->inner, f->tensor);
+    bool own = f->shared;
     void *pre;
     f->padded = padded(f->inner);
     f->row_dtype = f->tensor ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
-    MOE_TRY(moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_PRE, n.pre, &pre));
-    MOE_TRY(moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_DH, n.dh, &f->dh));
+    MOE_TRY(moe_cuda_train_scratch_take(
+        device, own ? MOE_CUDA_SCRATCH_SHARED_PRE : MOE_CUDA_SCRATCH_PRE, n.pre, &pre));
+    MOE_TRY(moe_cuda_train_scratch_take(
+        device, own ? MOE_CUDA_SCRATCH_SHARED_DH : MOE_CUDA_SCRATCH_DH, n.dh, &f->dh));
     f->pre = pre;
     f->dgu = pre;
-    return f->tensor ? moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_DGU, n.dgu, &f->dgu)
-                     : moe_ok();
+    if (!f->tensor)
+        return moe_ok();
+    return moe_cuda_train_scratch_take(
+        device, own ? MOE_CUDA_SCRATCH_SHARED_DGU : MOE_CUDA_SCRATCH_DGU, n.dgu, &f->dgu);
 }
 
 /* ------------------------------------------------------------- products, exactly */
@@ -365,38 +372,42 @@ static struct moe_status adapter_gradients(const struct moe_cuda_train_ffn *f, c
 
 /* ----------------------------------------------------------------- both networks */
 
-static struct moe_status compute_pre(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
+static struct moe_status compute_pre(const struct moe_cuda_train_ffn *f)
 {
-    return f->tensor ? moe_cuda_train_tensor_pre(f, stream) : exact_pre(f, stream);
+    return f->tensor ? moe_cuda_train_tensor_pre(f) : exact_pre(f, f->stream);
 }
 
-/* Gradients are as they were. The next network reuses the scratch, in stream order. */
+/* Gradients are as they were, all of them. */
 static struct moe_status begin(struct moe_cuda_train_ffn *f)
 {
-    cudaStream_t stream = f->t->layer->device->compute;
     MOE_TRY(take_scratch(f));
     if (f->saved == NULL) {
         moe_cuda_train_ffn_mark(f, MOE_BACKWARD_PRE);
-        MOE_TRY(compute_pre(f, stream));
+        MOE_TRY(compute_pre(f));
     }
     moe_cuda_train_ffn_mark(f, MOE_BACKWARD_DH);
-    return f->tensor ? moe_cuda_train_tensor_dh(f, stream) : exact_dh(f, stream);
+    return f->tensor ? moe_cuda_train_tensor_dh(f) : exact_dh(f, f->stream);
 }
 
-static struct moe_status end(struct moe_cuda_train_ffn *f)
+/* Of gradients, only those of the routed experts' biases change. */
+static struct moe_status rows_back(struct moe_cuda_train_ffn *f)
 {
-    cudaStream_t stream = f->t->layer->device->compute;
     if (f->saved != NULL)
         f->pre = f->saved;
     moe_cuda_train_ffn_mark(f, MOE_BACKWARD_ACTIVATION);
-    MOE_TRY(through_activation(f, stream));
+    MOE_TRY(through_activation(f, f->stream));
     if (!f->shared)
-        MOE_TRY(bias_gradients(f, stream));
+        MOE_TRY(bias_gradients(f, f->stream));
     moe_cuda_train_ffn_mark(f, MOE_BACKWARD_DX);
-    MOE_TRY(f->tensor ? moe_cuda_train_tensor_dx(f, stream) : exact_dx(f, stream));
-    if (weighs_input(f))
-        MOE_TRY(weigh_input(f, stream));
-    MOE_TRY(f->tensor ? moe_cuda_train_tensor_weights(f, stream) : exact_weights(f, stream));
+    MOE_TRY(f->tensor ? moe_cuda_train_tensor_dx(f) : exact_dx(f, f->stream));
+    return weighs_input(f) ? weigh_input(f, f->stream) : moe_ok();
+}
+
+static struct moe_status weights_back(const struct moe_cuda_train_ffn *f,
+                                      const struct moe_cuda_train_company *company)
+{
+    cudaStream_t stream = f->t->layer->device->compute;
+    MOE_TRY(f->tensor ? moe_cuda_train_tensor_weights(f, company) : exact_weights(f, stream));
     return adapter_gradients(f, stream);
 }
 
@@ -407,7 +418,14 @@ static struct moe_status tell_facts(struct moe_cuda_train_ffn *f, uint32_t token
     if (!f->tensor)
         return moe_ok();
     moe_cuda_facts_fill(f->t->layer, f->dtype, 0, tokens, &facts);
-    return moe_cuda_train_tell(f->t->layer->device, MOE_CUDA_SCRATCH_FFN_FACTS, &facts, &f->facts);
+    return moe_cuda_train_tell(
+        f->t->layer->device, f->shared ? MOE_CUDA_SCRATCH_SHARED_FACTS : MOE_CUDA_SCRATCH_FFN_FACTS,
+        &facts, &f->facts, f->stream);
+}
+
+static bool has_rows(const struct moe_cuda_train_ffn *f)
+{
+    return f->rows.groups > 0 && f->rows.rows > 0;
 }
 
 struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_dtype dtype,
@@ -417,6 +435,7 @@ struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_d
     struct moe_cuda_train_ffn f = {.t = t,
                                    .accumulate = rows->accumulate,
                                    .tensor = moe_cuda_train_on_tensor_cores(t, dtype),
+                                   .stream = t->layer->device->compute,
                                    .rows = {.start = rows->rows->start,
                                             .count = rows->rows->count,
                                             .groups = rows->rows->local_experts,
@@ -438,7 +457,7 @@ struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_d
                                    .dweight = rows->dweight,
                                    .saved = rows->saved};
     *out = f;
-    if (f.rows.groups == 0 || f.rows.rows == 0)
+    if (!has_rows(&f))
         return moe_ok();
     MOE_TRY(tell_facts(out, 0));
     return begin(out);
@@ -446,26 +465,31 @@ struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_d
 
 struct moe_status moe_cuda_train_experts_without_saved(struct moe_cuda_train_ffn *f)
 {
-    if (f->saved == NULL || f->rows.groups == 0 || f->rows.rows == 0)
+    if (f->saved == NULL || !has_rows(f))
         return moe_ok();
     f->saved = NULL;
-    return compute_pre(f, f->t->layer->device->compute);
+    return compute_pre(f);
 }
 
-struct moe_status moe_cuda_train_experts_end(struct moe_cuda_train_ffn *f)
+struct moe_status moe_cuda_train_experts_rows(struct moe_cuda_train_ffn *f)
 {
-    return f->rows.groups == 0 || f->rows.rows == 0 ? moe_ok() : end(f);
+    return has_rows(f) ? rows_back(f) : moe_ok();
+}
+
+struct moe_status moe_cuda_train_experts_weights(struct moe_cuda_train_ffn *f,
+                                                 const struct moe_cuda_train_company *company)
+{
+    return has_rows(f) ? weights_back(f, company) : moe_ok();
 }
 
 /* The gate of the shared expert: its own gradient, and its part of dx. */
-static struct moe_status gate_gradient(const struct moe_cuda_train_ffn *f, const uint8_t *ok,
-                                       cudaStream_t stream)
+static struct moe_status gate_gradient(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
 {
     const struct moe_layer *layer = f->t->layer;
-    MOE_TRY(moe_cuda_shared_gate_backward(f->rows.rows, layer->spec.hidden, ok, f->weight,
+    MOE_TRY(moe_cuda_shared_gate_backward(f->rows.rows, layer->spec.hidden, f->ok, f->weight,
                                           layer->desc.matrix[MOE_CUDA_SHARED_VECTOR].data,
                                           f->dweight, f->dx, stream));
-    struct moe_cuda_exact_dw g = {.rows = {.groups = 1, .rows = f->rows.rows, .use = ok},
+    struct moe_cuda_exact_dw g = {.rows = {.groups = 1, .rows = f->rows.rows, .use = f->ok},
                                   .y_dtype = MOE_DTYPE_F32,
                                   .x_dtype = f->dtype,
                                   .y = f->dweight,
@@ -478,27 +502,34 @@ static struct moe_status gate_gradient(const struct moe_cuda_train_ffn *f, const
 }
 
 /* The shared expert is an expert whose weight is its gate. */
-struct moe_status moe_cuda_train_shared(struct moe_trainer *t,
-                                        const struct moe_cuda_train_tokens *a)
+static struct moe_status weigh_by_gate(struct moe_cuda_train_ffn *f)
+{
+    const struct moe_layer *layer = f->t->layer;
+    float *gate;
+    MOE_TRY(take_floats(layer->device, MOE_CUDA_SCRATCH_TOKENS, 2, f->rows.rows, &gate));
+    f->weight = gate;
+    f->dweight = gate + f->rows.rows;
+    return moe_cuda_shared_gate(f->rows.rows, layer->spec.hidden, f->dtype, f->x,
+                                layer->desc.matrix[MOE_CUDA_SHARED_VECTOR].data, gate, f->stream);
+}
+
+struct moe_status moe_cuda_train_shared_begin(struct moe_trainer *t,
+                                              const struct moe_cuda_train_tokens *a,
+                                              struct moe_cuda_train_ffn *f)
 {
     const struct moe_layer *layer = t->layer;
     const struct moe_layer_spec *spec = &layer->spec;
-    cudaStream_t stream = layer->device->compute;
     bool tensor = moe_cuda_train_shared_on_tensor_cores(layer, a->dtype);
-    uint32_t tokens = a->tokens;
-    float *gate;
-    if (spec->shared_intermediate == 0 || tokens == 0)
-        return moe_ok();
-    MOE_TRY(take_floats(layer->device, MOE_CUDA_SCRATCH_TOKENS, 2, tokens, &gate));
-    if (a->saved != NULL && a->ok != NULL)
-        MOE_TRY(moe_cuda_clear_rows(tokens, 2 * (size_t)spec->shared_intermediate * sizeof(float),
-                                    a->ok, a->saved, a->saved, NULL, stream));
-    struct moe_cuda_train_ffn f = {
+    uint32_t tokens = spec->shared_intermediate > 0 ? a->tokens : 0;
+    *f = (struct moe_cuda_train_ffn){
         .t = t,
         .shared = true,
         .accumulate = a->accumulate,
         .tensor = tensor,
+        .stream = a->stream != NULL ? a->stream : layer->device->compute,
+        .processors = a->processors,
         .rows = {.groups = 1, .rows = tokens, .use = tensor ? NULL : a->ok},
+        .ok = a->ok,
         .bucket = a->bucket,
         .slots = 1,
         .dtype = a->dtype,
@@ -514,15 +545,23 @@ struct moe_status moe_cuda_train_shared(struct moe_trainer *t,
         .dx_stride = spec->hidden,
         .add = a->add,
         .saved = a->saved};
-    if (spec->shared_gated) {
-        f.weight = gate;
-        f.dweight = gate + tokens;
-        MOE_TRY(moe_cuda_shared_gate(tokens, spec->hidden, a->dtype, a->x,
-                                     layer->desc.matrix[MOE_CUDA_SHARED_VECTOR].data, gate,
-                                     stream));
-    }
-    MOE_TRY(tell_facts(&f, tokens));
-    MOE_TRY(begin(&f));
-    MOE_TRY(end(&f));
-    return spec->shared_gated ? gate_gradient(&f, a->ok, stream) : moe_ok();
+    if (!has_rows(f))
+        return moe_ok();
+    if (a->saved != NULL && a->ok != NULL)
+        MOE_TRY(moe_cuda_clear_rows(tokens, 2 * (size_t)spec->shared_intermediate * sizeof(float),
+                                    a->ok, a->saved, a->saved, NULL, f->stream));
+    if (spec->shared_gated)
+        MOE_TRY(weigh_by_gate(f));
+    MOE_TRY(tell_facts(f, tokens));
+    MOE_TRY(begin(f));
+    return rows_back(f);
+}
+
+struct moe_status moe_cuda_train_shared_end(struct moe_cuda_train_ffn *f)
+{
+    const struct moe_layer *layer = f->t->layer;
+    if (!has_rows(f))
+        return moe_ok();
+    MOE_TRY(weights_back(f, NULL));
+    return layer->spec.shared_gated ? gate_gradient(f, layer->device->compute) : moe_ok();
 }

@@ -1,5 +1,6 @@
 /* Gradients of the feed-forward networks, of the routed experts and of the shared one: stages of a
- * backward pass, enqueued on the device's compute stream (train_stages.h).
+ * backward pass, enqueued on the device's compute stream (train_stages.h); what of the shared one
+ * changes no gradient may be enqueued on another.
  *
  * BF16 tokens meet BF16 weights on tensor cores where Hopper's grouped GEMM serves the shape
  * (train_ffn_tensor.c): pre and sums in fp32; dh, dgu and the weighted activation in bf16, each
@@ -11,6 +12,7 @@
 #ifndef MOE_CUDA_TRAIN_FFN_H
 #define MOE_CUDA_TRAIN_FFN_H
 
+#include "cuda/backward_plan.h"
 #include "cuda/train_stages.h"
 
 #ifdef __cplusplus
@@ -44,15 +46,20 @@ bool moe_cuda_train_reads_pairs(const struct moe_trainer *t, enum moe_dtype dtyp
 struct moe_status moe_cuda_train_reserve_ffn(struct moe_trainer *t, enum moe_dtype dtype,
                                              uint32_t rows, uint32_t tokens) MOE_CHECKED;
 
-/* In two halves: the first changes no gradient, so that the host may hear meanwhile whether all
- * slots agree to the pass. *f is for the second. */
+/* In three parts. The first changes no gradient, so that the host may hear meanwhile whether all
+ * slots agree to the pass; behind the second, dx and dweight are there; the third has the weights'
+ * gradients, of which nothing waits for a peer and for which no peer waits. */
 struct moe_cuda_train_ffn;
 struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_dtype dtype,
                                                const struct moe_cuda_train_rows *rows,
                                                struct moe_cuda_train_ffn *f) MOE_CHECKED;
-/* Between the halves: `saved` is not what it should be after all. */
+/* Behind the first part: `saved` is not what it should be after all. */
 struct moe_status moe_cuda_train_experts_without_saved(struct moe_cuda_train_ffn *f) MOE_CHECKED;
-struct moe_status moe_cuda_train_experts_end(struct moe_cuda_train_ffn *f) MOE_CHECKED;
+struct moe_status moe_cuda_train_experts_rows(struct moe_cuda_train_ffn *f) MOE_CHECKED;
+/* company: on tensor cores only; NULL = none. */
+struct moe_status
+moe_cuda_train_experts_weights(struct moe_cuda_train_ffn *f,
+                               const struct moe_cuda_train_company *company) MOE_CHECKED;
 
 /* Of the shared expert. */
 struct moe_cuda_train_tokens {
@@ -64,11 +71,17 @@ struct moe_cuda_train_tokens {
     bool accumulate;         /* as in struct moe_cuda_train_rows */
     bool add;                /* to dx */
     float *dx;               /* [T, H] */
-    float *saved; /* [T, 2 I] as in struct moe_cuda_train_rows; rows of tokens that do not
-                     count become zeros */
+    float *saved;        /* [T, 2 I] as in struct moe_cuda_train_rows; rows of tokens that do not
+                            count become zeros */
+    cudaStream_t stream; /* of the first part, on tensor cores; NULL = the compute stream */
+    uint32_t processors; /* most multiprocessors that products of the first part take; 0 = all */
 };
-struct moe_status moe_cuda_train_shared(struct moe_trainer *t,
-                                        const struct moe_cuda_train_tokens *a) MOE_CHECKED;
+/* In two parts: the first changes no gradient; the second, on the compute stream, has those of the
+ * weights, and what the gate adds to dx. */
+struct moe_status moe_cuda_train_shared_begin(struct moe_trainer *t,
+                                              const struct moe_cuda_train_tokens *a,
+                                              struct moe_cuda_train_ffn *f) MOE_CHECKED;
+struct moe_status moe_cuda_train_shared_end(struct moe_cuda_train_ffn *f) MOE_CHECKED;
 
 /* ------------------------------------------------------- between train_ffn*.c */
 
@@ -76,7 +89,10 @@ struct moe_status moe_cuda_train_shared(struct moe_trainer *t,
 struct moe_cuda_train_ffn {
     struct moe_trainer *t;
     bool shared, accumulate, tensor;
+    cudaStream_t stream; /* of all but the weights' gradients, which the compute stream gets */
+    uint32_t processors; /* most that products before those take; 0 = all. Tensor cores */
     struct moe_cuda_row_groups rows;    /* tensor cores: no `use` */
+    const uint8_t *ok;                  /* shared: [rows], NULL = all */
     const struct moe_cuda_facts *facts; /* tensor cores: device memory */
     uint32_t bucket, slots;             /* tensor cores: as in struct moe_cuda_train_rows */
     enum moe_dtype dtype;
@@ -108,15 +124,13 @@ static inline void moe_cuda_train_ffn_mark(const struct moe_cuda_train_ffn *f,
 /* The block of a weight of the network if this pass adds to it, else NULL. */
 struct moe_cuda_block *moe_cuda_train_moving(const struct moe_cuda_train_ffn *f, enum moe_weight w);
 
-/* pre; dh; dx; gradients of both matrices: on tensor cores. */
-struct moe_status moe_cuda_train_tensor_pre(const struct moe_cuda_train_ffn *f,
-                                            cudaStream_t stream) MOE_CHECKED;
-struct moe_status moe_cuda_train_tensor_dh(const struct moe_cuda_train_ffn *f,
-                                           cudaStream_t stream) MOE_CHECKED;
-struct moe_status moe_cuda_train_tensor_dx(const struct moe_cuda_train_ffn *f,
-                                           cudaStream_t stream) MOE_CHECKED;
-struct moe_status moe_cuda_train_tensor_weights(const struct moe_cuda_train_ffn *f,
-                                                cudaStream_t stream) MOE_CHECKED;
+/* pre; dh; dx; gradients of both matrices: on tensor cores. `company` as above, or NULL. */
+struct moe_status moe_cuda_train_tensor_pre(const struct moe_cuda_train_ffn *f) MOE_CHECKED;
+struct moe_status moe_cuda_train_tensor_dh(const struct moe_cuda_train_ffn *f) MOE_CHECKED;
+struct moe_status moe_cuda_train_tensor_dx(const struct moe_cuda_train_ffn *f) MOE_CHECKED;
+struct moe_status
+moe_cuda_train_tensor_weights(const struct moe_cuda_train_ffn *f,
+                              const struct moe_cuda_train_company *company) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

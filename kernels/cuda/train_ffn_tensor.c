@@ -25,10 +25,11 @@ static struct moe_cuda_ggemm product_of(const struct moe_cuda_train_ffn *f,
         .count = f->shared ? &f->facts->tokens : f->rows.count,
         .weights = &f->facts->weights[which],
         .weighting = MOE_WEIGHT_OUTPUT_LATE,
+        .processors = f->processors,
     };
 }
 
-struct moe_status moe_cuda_train_tensor_pre(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
+struct moe_status moe_cuda_train_tensor_pre(const struct moe_cuda_train_ffn *f)
 {
     uint32_t hidden = f->t->layer->spec.hidden;
     struct moe_cuda_ggemm pre = product_of(f, f->gate_up, 2 * f->padded, hidden);
@@ -36,10 +37,10 @@ struct moe_status moe_cuda_train_tensor_pre(const struct moe_cuda_train_ffn *f, 
     pre.x_stride = f->stride;
     pre.out_dtype = MOE_DTYPE_F32;
     pre.out = f->pre;
-    return moe_cuda_ggemm_enqueue(&pre, stream);
+    return moe_cuda_ggemm_enqueue(&pre, f->stream);
 }
 
-struct moe_status moe_cuda_train_tensor_dh(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
+struct moe_status moe_cuda_train_tensor_dh(const struct moe_cuda_train_ffn *f)
 {
     uint32_t hidden = f->t->layer->spec.hidden;
     struct moe_cuda_ggemm dh = product_of(f, f->down, f->inner, hidden);
@@ -48,10 +49,10 @@ struct moe_status moe_cuda_train_tensor_dh(const struct moe_cuda_train_ffn *f, c
     dh.x_stride = f->stride;
     dh.out_dtype = MOE_DTYPE_BF16;
     dh.out = f->dh;
-    return moe_cuda_ggemm_enqueue(&dh, stream);
+    return moe_cuda_ggemm_enqueue(&dh, f->stream);
 }
 
-struct moe_status moe_cuda_train_tensor_dx(const struct moe_cuda_train_ffn *f, cudaStream_t stream)
+struct moe_status moe_cuda_train_tensor_dx(const struct moe_cuda_train_ffn *f)
 {
     struct moe_device *device = f->t->layer->device;
     uint32_t hidden = f->t->layer->spec.hidden;
@@ -64,41 +65,75 @@ struct moe_status moe_cuda_train_tensor_dx(const struct moe_cuda_train_ffn *f, c
     dx.out = f->dx;
     dx.out_stride = f->dx_stride;
     if (!f->add)
-        return moe_cuda_ggemm_enqueue(&dx, stream);
+        return moe_cuda_ggemm_enqueue(&dx, f->stream);
     MOE_TRY(
         moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_ADDEND, n * sizeof(float), &apart));
     dx.out = apart;
-    MOE_TRY(moe_cuda_ggemm_enqueue(&dx, stream));
-    return moe_cuda_add(f->dx, apart, n, stream);
+    MOE_TRY(moe_cuda_ggemm_enqueue(&dx, f->stream));
+    return moe_cuda_add(f->dx, apart, n, f->stream);
 }
+
+/* How many of all experts' gradients of a weight are computed in company, and on how much. */
+struct crowd {
+    uint32_t experts, processors;
+};
 
 /* dW (+)= dy^T x. A gradient that only counts as zero is overwritten, which is much cheaper. */
 static struct moe_status weight_gradient(const struct moe_cuda_train_ffn *f, enum moe_weight weight,
-                                         struct moe_cuda_wgrad *w, cudaStream_t stream)
+                                         struct moe_cuda_wgrad *w, struct crowd crowd)
 {
+    cudaStream_t stream = f->t->layer->device->compute;
     struct moe_cuda_block *block = moe_cuda_train_moving(f, weight);
     if (block == NULL)
         return moe_ok();
-    w->experts = f->rows.groups;
     w->row_capacity = f->rows.rows;
     w->start = f->shared ? &f->facts->first : f->rows.start;
     w->count = f->shared ? &f->facts->tokens : f->rows.count;
     w->accumulate = !block->grad_is_zero;
     w->dw = block->grad;
     block->grad_is_zero = false;
+    if (crowd.experts > 0) {
+        w->experts = crowd.experts;
+        w->processors = crowd.processors;
+        MOE_TRY(moe_cuda_wgrad_enqueue(w, stream));
+    }
+    if (crowd.experts == f->rows.groups)
+        return moe_ok();
+    w->start += crowd.experts;
+    w->count += crowd.experts;
+    w->dw += (size_t)crowd.experts * w->n * w->k;
+    w->experts = f->rows.groups - crowd.experts;
+    w->processors = 0;
     return moe_cuda_wgrad_enqueue(w, stream);
 }
 
-struct moe_status moe_cuda_train_tensor_weights(const struct moe_cuda_train_ffn *f,
-                                                cudaStream_t stream)
+/* Of *left, counted in gradients of down, each of which takes `each`; *left is what remains. */
+static struct crowd crowd_of(const struct moe_cuda_train_ffn *f, uint32_t processors, uint32_t each,
+                             uint32_t *left)
 {
+    uint32_t experts = (*left + each - 1) / each;
+    if (experts > f->rows.groups)
+        experts = f->rows.groups;
+    *left -= experts * each < *left ? experts * each : *left;
+    return (struct crowd){experts, processors};
+}
+
+struct moe_status moe_cuda_train_tensor_weights(const struct moe_cuda_train_ffn *f,
+                                                const struct moe_cuda_train_company *company)
+{
+    static const struct moe_cuda_train_company alone = {0};
+    const struct moe_cuda_train_company *c = company != NULL ? company : &alone;
     uint32_t hidden = f->t->layer->spec.hidden;
+    /* gate and up together are twice as much as down */
+    uint32_t left = c->processors > 0 ? (uint32_t)(c->share * 3 * f->rows.groups + 0.5) : 0;
+    struct crowd first = crowd_of(f, c->processors, 2, &left);
+    struct crowd second = crowd_of(f, c->processors, 1, &left);
     struct moe_cuda_wgrad gate_up = {
         .n = 2 * f->padded, .k = hidden, .dy = f->dgu, .x = f->x, .x_stride = f->stride};
     struct moe_cuda_wgrad down = {
         .n = hidden, .k = f->inner, .dy = f->dy, .dy_stride = f->stride, .x = f->dh};
     moe_cuda_train_ffn_mark(f, MOE_BACKWARD_WGRAD_GATE_UP);
-    MOE_TRY(weight_gradient(f, f->first, &gate_up, stream));
+    MOE_TRY(weight_gradient(f, f->first, &gate_up, first));
     moe_cuda_train_ffn_mark(f, MOE_BACKWARD_WGRAD_DOWN);
-    return weight_gradient(f, f->last, &down, stream);
+    return weight_gradient(f, f->last, &down, second);
 }

@@ -4,6 +4,7 @@
 #include "cuda/router.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 /* --------------------------------------------------------------------- scratch */
 
@@ -13,7 +14,7 @@ void moe_cuda_train_scratch_free(struct moe_device *device)
         return;
     for (int i = 0; i < MOE_CUDA_SCRATCHES; i++)
         moe_cuda_buffer_free(device, &device->train->buffer[i]);
-    for (int i = 0; i <= MOE_BACKWARD_STAGE_COUNT; i++)
+    for (int i = 0; i < MOE_CUDA_TRAIN_MARKS; i++)
         if (device->train->event[i] != NULL)
             (void)cudaEventDestroy(device->train->event[i]);
     free(device->train);
@@ -37,51 +38,47 @@ struct moe_status moe_cuda_train_scratch_take(struct moe_device *device,
 
 struct moe_status moe_cuda_train_tell(struct moe_device *device, enum moe_cuda_scratch_use use,
                                       const struct moe_cuda_facts *f,
-                                      const struct moe_cuda_facts **on_device)
+                                      const struct moe_cuda_facts **on_device, cudaStream_t stream)
 {
     void *facts;
     MOE_TRY(moe_cuda_train_scratch_take(device, use, sizeof *f, &facts));
     *on_device = facts;
     /* From pageable memory: *f may change when this returns. */
-    return MOE_CUDA(cudaMemcpyAsync(facts, f, sizeof *f, cudaMemcpyHostToDevice, device->compute));
+    return MOE_CUDA(cudaMemcpyAsync(facts, f, sizeof *f, cudaMemcpyHostToDevice, stream));
 }
 
 /* ----------------------------------------------------------------------- times */
 
 void moe_cuda_train_marks_begin(struct moe_device *device)
 {
-    struct moe_cuda_train_scratch *s = device->train;
-    if (s == NULL)
-        return;
-    s->marked = 0;
-    for (int i = 0; i <= MOE_BACKWARD_STAGE_COUNT; i++)
-        if (s->event[i] == NULL && cudaEventCreate(&s->event[i]) != cudaSuccess)
-            s->event[i] = NULL;
+    if (device->train != NULL)
+        device->train->marks = 0;
 }
 
 void moe_cuda_train_mark(struct moe_device *device, enum moe_backward_stage stage)
 {
     struct moe_cuda_train_scratch *s = device->train;
-    if (s != NULL && s->event[stage] != NULL &&
-        cudaEventRecord(s->event[stage], device->compute) == cudaSuccess)
-        s->marked |= 1u << stage;
+    if (s == NULL || s->marks == MOE_CUDA_TRAIN_MARKS)
+        return;
+    cudaEvent_t *event = &s->event[s->marks];
+    if (*event == NULL && cudaEventCreate(event) != cudaSuccess) {
+        *event = NULL;
+        return;
+    }
+    s->stage[s->marks] = stage;
+    if (cudaEventRecord(*event, device->compute) == cudaSuccess)
+        s->marks++;
 }
 
 void moe_cuda_train_marks_read(const struct moe_device *device,
                                uint64_t ns[MOE_BACKWARD_STAGE_COUNT])
 {
     const struct moe_cuda_train_scratch *s = device->train;
-    for (int i = 0; i < MOE_BACKWARD_STAGE_COUNT; i++) {
+    memset(ns, 0, MOE_BACKWARD_STAGE_COUNT * sizeof *ns);
+    for (uint32_t i = 0; s != NULL && i + 1 < s->marks; i++) {
         float ms = 0;
-        int next = i + 1;
-        ns[i] = 0;
-        if (s == NULL || (s->marked >> i & 1) == 0)
-            continue;
-        while (next < MOE_BACKWARD_STAGE_COUNT && (s->marked >> next & 1) == 0)
-            next++;
-        if ((s->marked >> next & 1) &&
-            cudaEventElapsedTime(&ms, s->event[i], s->event[next]) == cudaSuccess)
-            ns[i] = (uint64_t)((double)ms * 1e6);
+        if (cudaEventElapsedTime(&ms, s->event[i], s->event[i + 1]) == cudaSuccess)
+            ns[s->stage[i]] += (uint64_t)((double)ms * 1e6);
     }
 }
 
@@ -100,7 +97,8 @@ struct moe_status moe_cuda_train_logits(struct moe_trainer *t, enum moe_dtype dt
         return moe_ok();
     moe_cuda_facts_fill(layer, dtype, 0, tokens, &facts);
     struct moe_cuda_routing r = {.dtype = dtype, .capacity = tokens, .x = x, .logits = *logits};
-    MOE_TRY(moe_cuda_train_tell(layer->device, MOE_CUDA_SCRATCH_FACTS, &facts, &r.facts));
+    MOE_TRY(moe_cuda_train_tell(layer->device, MOE_CUDA_SCRATCH_FACTS, &facts, &r.facts,
+                                layer->device->compute));
     return moe_cuda_router_logits(layer, &r, layer->device->compute);
 }
 

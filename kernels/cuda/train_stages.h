@@ -28,18 +28,26 @@ enum moe_cuda_scratch_use {
     MOE_CUDA_SCRATCH_LOW,       /* [rows, r] f32, twice: an adapter's inner products */
     MOE_CUDA_SCRATCH_DX,        /* [rows, H + MOE_CUDA_WEIGHT_COLUMNS] f32 */
     MOE_CUDA_SCRATCH_COMBINED,  /* [T, H + MOE_CUDA_WEIGHT_COLUMNS] f32 */
-    MOE_CUDA_SCRATCH_TOKENS,    /* gates, losses, masks, ids */
+    MOE_CUDA_SCRATCH_TOKENS,    /* the shared expert's gates; masks */
     MOE_CUDA_SCRATCH_FACTS,     /* of a pass, from its dispatch to its combine */
-    MOE_CUDA_SCRATCH_FFN_FACTS, /* of the network at work */
+    MOE_CUDA_SCRATCH_FFN_FACTS, /* of the routed experts' network */
     MOE_CUDA_SCRATCH_PASS,      /* tensors of a whole pass: backward.c */
+    /* The shared expert's own, since both networks may be at work: as PRE, DH, DGU, FFN_FACTS. */
+    MOE_CUDA_SCRATCH_SHARED_PRE,
+    MOE_CUDA_SCRATCH_SHARED_DH,
+    MOE_CUDA_SCRATCH_SHARED_DGU,
+    MOE_CUDA_SCRATCH_SHARED_FACTS,
     MOE_CUDA_SCRATCHES
 };
 
-/* Of one device. event[s] marks the begin of stage s, the last one the end of the pass. */
+/* Of one device. event[i] marks the begin of stage[i], in the order of time; the last stage is
+ * MOE_BACKWARD_STAGE_COUNT, the end of the pass. */
+enum { MOE_CUDA_TRAIN_MARKS = 2 * MOE_BACKWARD_STAGE_COUNT };
 struct moe_cuda_train_scratch {
     struct moe_cuda_buffer buffer[MOE_CUDA_SCRATCHES];
-    cudaEvent_t event[MOE_BACKWARD_STAGE_COUNT + 1];
-    uint32_t marked; /* bit s: event[s] was recorded in this pass */
+    cudaEvent_t event[MOE_CUDA_TRAIN_MARKS];
+    enum moe_backward_stage stage[MOE_CUDA_TRAIN_MARKS];
+    uint32_t marks; /* recorded in this pass */
 };
 /* Frees it; NULL is ignored. For moe_cuda_device_close. */
 void moe_cuda_train_scratch_free(struct moe_device *device);
@@ -50,18 +58,20 @@ struct moe_status moe_cuda_train_scratch_take(struct moe_device *device,
 
 /* Times of the stages of a pass: forgets the marks of the last one; marks the begin of a stage on
  * the compute stream (MOE_BACKWARD_STAGE_COUNT: the end); and, when that has been waited for, what
- * each stage took. A stage lasts until the next one that was marked. A clock that fails costs only
+ * each stage took. A stage lasts until the next mark, and is the sum of all its turns; what runs on
+ * the branch has no time but what the compute stream waits for it. A clock that fails costs only
  * times, which are zeros then. */
 void moe_cuda_train_marks_begin(struct moe_device *device);
 void moe_cuda_train_mark(struct moe_device *device, enum moe_backward_stage stage);
 void moe_cuda_train_marks_read(const struct moe_device *device,
                                uint64_t ns[MOE_BACKWARD_STAGE_COUNT]);
 
-/* Enqueues: *f becomes the facts at *on_device, for what is enqueued until the next call with the
- * same `use`, one of the two FACTS. */
+/* Enqueues on `stream`: *f becomes the facts at *on_device, for what is enqueued until the next
+ * call with the same `use`, one of the FACTS. */
 struct moe_status moe_cuda_train_tell(struct moe_device *device, enum moe_cuda_scratch_use use,
                                       const struct moe_cuda_facts *f,
-                                      const struct moe_cuda_facts **on_device) MOE_CHECKED;
+                                      const struct moe_cuda_facts **on_device,
+                                      cudaStream_t stream) MOE_CHECKED;
 
 /* The router's logits of these tokens, from scratch; `slices` as the kernels want it. */
 struct moe_status moe_cuda_train_logits(struct moe_trainer *t, enum moe_dtype dtype,

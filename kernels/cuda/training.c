@@ -83,7 +83,8 @@ static struct moe_status experts_backward(struct moe_trainer *t, enum moe_dtype 
     MOE_TRY(rows_in_use(device, rows, &r.capacity));
     r.bucket = r.capacity / spec->router.top_k + 1;
     MOE_TRY(moe_cuda_train_experts_begin(t, dtype, &r, &f));
-    MOE_TRY(moe_cuda_train_experts_end(&f));
+    MOE_TRY(moe_cuda_train_experts_rows(&f));
+    MOE_TRY(moe_cuda_train_experts_weights(&f, NULL));
     return moe_cuda_device_finish(device);
 }
 
@@ -98,8 +99,10 @@ static struct moe_status shared_backward(struct moe_trainer *t, enum moe_dtype d
                                       .accumulate = true,
                                       .add = true,
                                       .dx = dx};
+    struct moe_cuda_train_ffn f;
     MOE_TRY(moe_cuda_device_use(t->layer->device));
-    MOE_TRY(moe_cuda_train_shared(t, &a));
+    MOE_TRY(moe_cuda_train_shared_begin(t, &a, &f));
+    MOE_TRY(moe_cuda_train_shared_end(&f));
     return moe_cuda_device_finish(t->layer->device);
 }
 
@@ -182,7 +185,7 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
         MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync(wide, columns * sizeof(float), dx_rows,
                                            hidden * sizeof(float), hidden * sizeof(float), n,
                                            cudaMemcpyDeviceToDevice, device->compute)));
-    MOE_TRY(moe_cuda_pairs_combine(s, &pairs, wide, dweight_rows, &combined));
+    MOE_TRY(moe_cuda_pairs_combine(s, &pairs, wide, dweight_rows, &combined, device->compute));
     MOE_TRY(moe_cuda_session_finish(s));
     MOE_TRY(moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_TOKENS, tokens, &flags));
     if (tokens > 0)

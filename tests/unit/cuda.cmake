@@ -1,11 +1,13 @@
-# The tile choice is plain C and tested everywhere; the kernels where they are built, and skipped
-# where no Hopper GPU answers.
-moe_test(test_gemm_choice
-  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_gemm_choice.c
-          ${PROJECT_SOURCE_DIR}/kernels/cuda/gemm_choice.c
-  USES moe_base
-  LABELS kernels)
-target_include_directories(test_gemm_choice PRIVATE ${PROJECT_SOURCE_DIR}/kernels)
+# What is chosen before kernels run is plain C and tested everywhere; the kernels where they are
+# built, and skipped where no Hopper GPU answers.
+foreach(choice gemm_choice backward_plan)
+  moe_test(test_${choice}
+    SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${choice}.c
+            ${PROJECT_SOURCE_DIR}/kernels/cuda/${choice}.c
+    USES moe_base moe_kernels_api
+    LABELS kernels)
+  target_include_directories(test_${choice} PRIVATE ${PROJECT_SOURCE_DIR}/kernels)
+endforeach()
 if(MOE_HAVE_CUDA)
   moe_test(test_ggemm
     SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_ggemm.c
