@@ -15,6 +15,7 @@ void moe_kept_open(struct moe_kept *s, struct moe_device *device,
     s->limit = 0;
     s->block = NULL;
     s->age = 0;
+    s->readers = 0;
     s->count = 0;
     pthread_mutex_init(&s->lock, NULL);
 }
@@ -43,13 +44,28 @@ void moe_kept_limit(struct moe_kept *s, size_t bytes)
 bool moe_kept_give_back(struct moe_kept *s)
 {
     pthread_mutex_lock(&s->lock);
-    bool idle = s->block != NULL;
+    bool idle = s->block != NULL && s->readers == 0;
     for (uint32_t i = 0; i < s->count; i++)
         idle = idle && !s->piece[i].open;
     if (idle)
         give_block(s);
     pthread_mutex_unlock(&s->lock);
     return idle;
+}
+
+void moe_kept_read_begin(struct moe_kept *s)
+{
+    pthread_mutex_lock(&s->lock);
+    s->readers++;
+    pthread_mutex_unlock(&s->lock);
+}
+
+void moe_kept_read_end(struct moe_kept *s)
+{
+    pthread_mutex_lock(&s->lock);
+    MOE_INVARIANT(s->readers > 0);
+    s->readers--;
+    pthread_mutex_unlock(&s->lock);
 }
 
 uint64_t moe_kept_bytes(struct moe_kept *s)

@@ -7,7 +7,8 @@
  * succeeded: open pieces are neither found nor pushed out. The oldest name goes first, with all its
  * pieces; none goes for a piece that would find no room anyway.
  * Threads: all functions may be called from any thread; a piece that was found must not be dropped
- * while it is read. */
+ * while it is read. moe_kept_give_back alone may be called at any moment by somebody who knows
+ * nothing of readers, where these say when they begin and end. */
 #ifndef MOE_KEPT_H
 #define MOE_KEPT_H
 
@@ -61,6 +62,7 @@ struct moe_kept {
     size_t limit;
     void *block; /* [limit], or NULL while nothing was kept */
     uint64_t age;
+    uint32_t readers; /* between moe_kept_read_begin and _end */
     uint32_t count;
     struct moe_kept_piece piece[MOE_KEPT_MOST]; /* by offset */
 };
@@ -77,6 +79,9 @@ void moe_kept_limit(struct moe_kept *s, size_t bytes);
  * finds no memory otherwise. False, with nothing changed, where there is no block or a step is at
  * it. */
 bool moe_kept_give_back(struct moe_kept *s);
+/* Between them, the block is not given back: for who finds pieces and reads them. */
+void moe_kept_read_begin(struct moe_kept *s);
+void moe_kept_read_end(struct moe_kept *s);
 /* Bytes of all pieces, open ones included. */
 uint64_t moe_kept_bytes(struct moe_kept *s);
 

@@ -135,16 +135,51 @@ static bool find_saved_rows(const struct pass *p, struct moe_cpu_pre *pre)
            piece.rows == moe_cpu_ep_rows(p->session->ep);
 }
 
+/* Runs `compute` with what the forward step saved, where `find` finds it; *used says whether. That
+ * stays while it is read, and goes where the memory is needed more: `compute` takes all it needs
+ * before it changes anything, so it can be tried again. */
+static struct moe_status
+run_saved(struct pass *p, bool (*find)(const struct pass *, struct moe_cpu_pre *),
+          struct moe_status (*compute)(struct pass *, const struct moe_cpu_pre *), bool *used)
+{
+    struct moe_kept *kept = moe_cpu_device_kept(p->session->device);
+    struct moe_cpu_pre pre;
+    struct moe_status st = moe_ok();
+    moe_kept_read_begin(kept);
+    *used = find(p, &pre);
+    if (*used)
+        st = compute(p, &pre);
+    moe_kept_read_end(kept);
+    *used = *used && st.code != MOE_RESOURCE_EXHAUSTED;
+    return *used ? st : compute(p, NULL);
+}
+
+static struct moe_status compute_shared(struct pass *p, const struct moe_cpu_pre *pre)
+{
+    const struct moe_backward_args *a = p->args;
+    struct moe_cpu_tokens ok = {a->dtype, a->tokens, a->x, p->ok};
+    return moe_cpu_shared_backward(a->trainer, &ok, a->accumulate, a->dy, pre, p->dx_shared);
+}
+
+static struct moe_status compute_experts(struct pass *p, const struct moe_cpu_pre *pre)
+{
+    return moe_cpu_experts_backward(p->args->trainer, p->args->dtype, p->args->accumulate, &p->rows,
+                                    moe_cpu_ep_dy_rows(p->session->ep), pre, p->dx_rows,
+                                    p->dweight_rows);
+}
+
+static struct moe_status run_shared(struct pass *p)
+{
+    bool used;
+    return run_saved(p, find_saved_shared, compute_shared, &used);
+}
+
 static struct moe_status run_experts(struct pass *p, struct moe_step_result *r)
 {
     size_t rows = p->rows.start[p->rows.local_experts];
-    struct moe_cpu_pre pre;
-    r->used_saved = find_saved_rows(p, &pre);
     MOE_TRY(take(p, rows, p->layer->spec.hidden, sizeof(float), &p->dx_rows));
     MOE_TRY(take(p, rows, 1, sizeof(float), &p->dweight_rows));
-    return moe_cpu_experts_backward(p->args->trainer, p->args->dtype, p->args->accumulate, &p->rows,
-                                    moe_cpu_ep_dy_rows(p->session->ep), r->used_saved ? &pre : NULL,
-                                    p->dx_rows, p->dweight_rows);
+    return run_saved(p, find_saved_rows, compute_experts, &r->used_saved);
 }
 
 static struct moe_status run_router(struct pass *p)
@@ -212,23 +247,10 @@ static void store_results(struct pass *p)
 /* ------------------------------------------------------------------------ pass */
 
 /* All memory that can be known to be needed before the slots have told each other anything. */
-static struct moe_status try_to_begin(struct pass *p)
+static struct moe_status begin(struct pass *p)
 {
     MOE_TRY(take_all(p));
     return route(p);
-}
-
-/* What steps have saved goes where there is no memory otherwise. */
-static struct moe_status begin(struct pass *p)
-{
-    const struct pass blank = *p;
-    struct moe_status st = try_to_begin(p);
-    if (st.code != MOE_RESOURCE_EXHAUSTED ||
-        !moe_kept_give_back(moe_cpu_device_kept(p->session->device)))
-        return st;
-    give_all(p);
-    *p = blank;
-    return try_to_begin(p);
 }
 
 /* This slot cannot: the others are told in place of what this pass is, and refuse it too. */
@@ -274,10 +296,7 @@ static struct moe_status run_stages(struct pass *p, struct moe_step_result *r)
     count_loads(p);
     moe_cpu_step_lap(r, MOE_STAGE_PREPARE, &since);
 
-    struct moe_cpu_tokens ok = {a->dtype, a->tokens, a->x, p->ok};
-    struct moe_cpu_pre pre;
-    MOE_TRY(moe_cpu_shared_backward(a->trainer, &ok, a->accumulate, a->dy,
-                                    find_saved_shared(p, &pre) ? &pre : NULL, p->dx_shared));
+    MOE_TRY(run_shared(p));
     moe_cpu_step_lap(r, MOE_STAGE_SHARED, &since);
     MOE_TRY(moe_cpu_ep_receive(s->ep, &p->rows));
     r->rows = moe_cpu_ep_rows(s->ep);

@@ -218,6 +218,18 @@ static struct scratch *pop_scratch(struct moe_device *device, size_t bytes)
     return s;
 }
 
+static struct moe_status make_scratch(struct moe_device *device, size_t bytes, struct scratch **out)
+{
+    void *p;
+    struct moe_status st = moe_cpu_mem_alloc(device, MOE_MEM_DEVICE, bytes, &p);
+    if (st.code == MOE_RESOURCE_EXHAUSTED && moe_kept_give_back(&device->kept))
+        st = moe_cpu_mem_alloc(device, MOE_MEM_DEVICE, bytes, &p);
+    MOE_TRY(st);
+    *out = p;
+    (*out)->bytes = bytes;
+    return moe_ok();
+}
+
 struct moe_status moe_cpu_scratch_take(struct moe_device *device, size_t bytes, void **out)
 {
     *out = NULL;
@@ -228,12 +240,8 @@ struct moe_status moe_cpu_scratch_take(struct moe_device *device, size_t bytes, 
         moe_cpu_mem_free(device, MOE_MEM_DEVICE, s, s->bytes);
         s = NULL;
     }
-    if (s == NULL) {
-        void *p;
-        MOE_TRY(moe_cpu_mem_alloc(device, MOE_MEM_DEVICE, bytes, &p));
-        s = p;
-        s->bytes = bytes;
-    }
+    if (s == NULL)
+        MOE_TRY(make_scratch(device, bytes, &s));
     *out = (char *)s + SCRATCH_HEADER;
     return moe_ok();
 }

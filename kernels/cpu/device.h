@@ -52,7 +52,9 @@ static inline uint32_t moe_cpu_units_per_item(uint64_t work)
 }
 
 /* Temporary memory that is kept for the next taker instead of going back to the system at once;
- * contents undefined, aligned to 4096. Counts as used until the device closes. */
+ * contents undefined, aligned to 4096. Counts as used until the device closes. What forward steps
+ * have kept goes where there is no memory otherwise, unless somebody is at it (kept.h): a taker
+ * that is may try again once it has let go. */
 struct moe_status moe_cpu_scratch_take(struct moe_device *device, size_t bytes,
                                        void **out) MOE_CHECKED;
 void moe_cpu_scratch_give(struct moe_device *device, void *p); /* NULL is ignored */

@@ -45,7 +45,7 @@ struct moe_status moe_cpu_ep_create(struct moe_session *session, struct moe_cpu_
                      "out of memory for a session's tables");
 }
 
-static void give_rows(struct moe_cpu_ep *ep)
+void moe_cpu_ep_give_rows(struct moe_cpu_ep *ep)
 {
     moe_cpu_scratch_give(ep->session->device, ep->x);
     moe_cpu_scratch_give(ep->session->device, ep->dy);
@@ -59,7 +59,7 @@ void moe_cpu_ep_destroy(struct moe_cpu_ep *ep)
 {
     if (ep == NULL)
         return;
-    give_rows(ep);
+    moe_cpu_ep_give_rows(ep);
     free(ep->target);
     free(ep->wanted);
     free(ep->count);
@@ -228,7 +228,7 @@ struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep, const struct moe_cpu
     struct moe_session *s = ep->session;
     MOE_TRY(moe_cpu_session_usable(s));
     MOE_TRY(plan(ep, batch));
-    give_rows(ep);
+    moe_cpu_ep_give_rows(ep);
     ep->received = false;
     ep->agreed = false;
     ep->refused = false;

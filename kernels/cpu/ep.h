@@ -64,7 +64,8 @@ struct moe_status moe_cpu_ep_agree(struct moe_cpu_ep *ep,
 /* Waits for the peers' rows and puts all rows of local experts into `out`.
  * Errors: MOE_FAILED_PRECONDITION/SHAPE_MISMATCH when the slots do not agree on what this pass is,
  * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY when one has no memory for it; on all slots alike, and the
- * session stays usable then. */
+ * session stays usable then. After moe_cpu_ep_agree, OUT_OF_MEMORY says that this slot has none for
+ * its rows: it may be tried again. */
 struct moe_status moe_cpu_ep_receive(struct moe_cpu_ep *ep, struct moe_rows *out) MOE_CHECKED;
 /* After receive in a backward pass: dy of the received rows, [start[local], H]. */
 const void *moe_cpu_ep_dy_rows(const struct moe_cpu_ep *ep);

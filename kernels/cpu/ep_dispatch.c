@@ -173,6 +173,20 @@ static struct moe_status read_counts(struct moe_cpu_ep *ep, uint32_t source)
     return moe_ok();
 }
 
+/* All or nothing. */
+static struct moe_status take_rows(struct moe_cpu_ep *ep, size_t rows)
+{
+    struct moe_device *device = ep->session->device;
+    struct moe_status st = moe_cpu_scratch_take(device, rows * ep->row_bytes, (void **)&ep->x);
+    if (!moe_failed(&st) && ep->batch.backward)
+        st = moe_cpu_scratch_take(device, rows * ep->row_bytes, (void **)&ep->dy);
+    if (!moe_failed(&st))
+        st = moe_cpu_scratch_take(device, rows * sizeof(float), (void **)&ep->weight);
+    if (moe_failed(&st))
+        moe_cpu_ep_give_rows(ep);
+    return st;
+}
+
 /* Experts in ascending order, each from an aligned row; inside, sources in slot order. */
 static struct moe_status lay_out_rows(struct moe_cpu_ep *ep)
 {
@@ -200,10 +214,7 @@ static struct moe_status lay_out_rows(struct moe_cpu_ep *ep)
     }
     ep->start[local] = at;
     ep->row_used = 0;
-    MOE_TRY(moe_cpu_scratch_take(s->device, at * ep->row_bytes, (void **)&ep->x));
-    if (ep->batch.backward)
-        MOE_TRY(moe_cpu_scratch_take(s->device, at * ep->row_bytes, (void **)&ep->dy));
-    return moe_cpu_scratch_take(s->device, at * sizeof(float), (void **)&ep->weight);
+    return take_rows(ep, at);
 }
 
 /* Gives the next row of `expert` to a token of `source`; false when the source has no more. */

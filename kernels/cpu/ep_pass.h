@@ -85,6 +85,9 @@ static inline uint32_t grain_of_block(const struct moe_cpu_ep *ep, uint32_t item
     return first;
 }
 
+/* Gives x, dy and weight of the rows back; where there are none, nothing. */
+void moe_cpu_ep_give_rows(struct moe_cpu_ep *ep);
+
 /* This pass as a head: what must be the same on all slots, and the own number of tokens. */
 void moe_cpu_ep_fill_head(const struct moe_cpu_batch *batch, uint32_t head[MOE_HEAD_WORDS]);
 /* What a backward pass tells besides; the loads follow. */

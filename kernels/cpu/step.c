@@ -99,18 +99,25 @@ static bool settle_saved(struct moe_session *s, const struct moe_step_args *a, b
     return false;
 }
 
-/* What steps have saved goes where there is no memory otherwise, also what this one was to save:
- * it must not fail for that, the less as its peers wait for it by now. */
+/* What steps have saved goes where there is no memory otherwise (moe_cpu_scratch_take), also what
+ * this one was to save: it must not fail for that, the less as its peers wait for it by now. True
+ * where it gives that up, so that what has just found no memory can be tried again. */
+static bool gives_up_saving(struct moe_session *s, const struct moe_step_args *a,
+                            const struct moe_status *st, bool *saves)
+{
+    if (st->code != MOE_RESOURCE_EXHAUSTED || !*saves)
+        return false;
+    *saves = settle_saved(s, a, false);
+    return true;
+}
+
 static struct moe_status take_or_drop(struct moe_session *s, const struct moe_step_args *a,
                                       size_t rows, size_t columns, float **out, bool *saves)
 {
     struct moe_status st = take_floats(s->device, rows, columns, out);
-    if (st.code != MOE_RESOURCE_EXHAUSTED)
-        return st;
-    *saves = settle_saved(s, a, false);
-    if (!moe_kept_give_back(moe_cpu_device_kept(s->device)))
-        return st;
-    return take_floats(s->device, rows, columns, out);
+    if (gives_up_saving(s, a, &st, saves))
+        st = take_floats(s->device, rows, columns, out);
+    return st;
 }
 
 /* ---------------------------------------------------------------------- stages */
@@ -126,8 +133,35 @@ static struct moe_status run_shared(struct moe_session *s, const struct moe_step
     memset(m->base, 0, (size_t)a->tokens * spec->hidden * sizeof(float));
     struct moe_cpu_pre pre;
     *saves = *saves && take_pre(s, a, MOE_KEPT_SHARED, a->tokens, a->tokens, &pre);
-    return moe_cpu_shared_saving(a->layer, a->dtype, a->tokens, a->x, *saves ? &pre : NULL,
-                                 m->base);
+    struct moe_status st =
+        moe_cpu_shared_saving(a->layer, a->dtype, a->tokens, a->x, *saves ? &pre : NULL, m->base);
+    if (gives_up_saving(s, a, &st, saves))
+        st = moe_cpu_shared_saving(a->layer, a->dtype, a->tokens, a->x, NULL, m->base);
+    return st;
+}
+
+static struct moe_status receive(struct moe_session *s, const struct moe_step_args *a,
+                                 struct moe_rows *rows, bool *saves)
+{
+    MOE_TRY(moe_cpu_ep_agree(s->ep, NULL));
+    struct moe_status st = moe_cpu_ep_receive(s->ep, rows);
+    if (gives_up_saving(s, a, &st, saves))
+        st = moe_cpu_ep_receive(s->ep, rows);
+    return st;
+}
+
+static struct moe_status run_gate_up(struct moe_session *s, const struct moe_step_args *a,
+                                     const struct moe_rows *rows, uint64_t count, float *hidden,
+                                     bool *saves)
+{
+    struct moe_cpu_pre pre;
+    *saves =
+        *saves && take_pre(s, a, MOE_KEPT_ROUTED, rows->start[rows->local_experts], count, &pre);
+    struct moe_status st =
+        moe_cpu_gate_up_saving(a->layer, a->dtype, rows, *saves ? &pre : NULL, hidden);
+    if (gives_up_saving(s, a, &st, saves))
+        st = moe_cpu_gate_up_saving(a->layer, a->dtype, rows, NULL, hidden);
+    return st;
 }
 
 static struct moe_status run_stages(struct moe_session *s, const struct moe_step_args *a,
@@ -156,16 +190,14 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     MOE_TRY(run_shared(s, a, m, &saves));
     moe_cpu_step_lap(r, MOE_STAGE_SHARED, &since);
     struct moe_rows rows;
-    MOE_TRY(moe_cpu_ep_receive(s->ep, &rows));
+    MOE_TRY(receive(s, a, &rows, &saves));
     r->rows = moe_cpu_ep_rows(s->ep);
     moe_cpu_step_lap(r, MOE_STAGE_DISPATCH, &since);
 
     uint32_t n = rows.start[rows.local_experts];
     MOE_TRY(take_or_drop(s, a, n, layer->spec.intermediate, &m->hidden, &saves));
     MOE_TRY(take_or_drop(s, a, n, layer->spec.hidden, &m->out, &saves));
-    struct moe_cpu_pre pre;
-    saves = saves && take_pre(s, a, MOE_KEPT_ROUTED, n, r->rows, &pre);
-    MOE_TRY(moe_cpu_gate_up_saving(layer, a->dtype, &rows, saves ? &pre : NULL, m->hidden));
+    MOE_TRY(run_gate_up(s, a, &rows, r->rows, m->hidden, &saves));
     moe_cpu_step_lap(r, MOE_STAGE_GEMM1, &since);
     MOE_TRY(moe_cpu_gemm_down(layer, a->dtype, &rows, m->hidden, m->out));
     moe_cpu_step_lap(r, MOE_STAGE_GEMM2, &since);

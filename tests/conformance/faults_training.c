@@ -80,34 +80,6 @@ static bool slots_that_mean_different_optimizer_steps_all_refuse_and_move_nothin
 
 /* -------------------------------------------------------------------------- memory */
 
-/* What was taken of a device, piece by piece, until it gave no more. */
-struct hunger {
-    void *piece[4096];
-    size_t bytes[4096];
-    uint32_t count;
-};
-
-static void starve(struct moe_device *device, struct hunger *h)
-{
-    const size_t least = 4096;
-    struct moe_device_info info;
-    backend->device_info(device, &info);
-    for (size_t bytes = (size_t)info.free_bytes; bytes >= least && h->count < 4096;) {
-        void **piece = &h->piece[h->count];
-        struct moe_status st = backend->mem_alloc(device, MOE_MEM_DEVICE, bytes, piece);
-        if (moe_failed(&st))
-            bytes /= 2;
-        else
-            h->bytes[h->count++] = bytes;
-    }
-}
-
-static void feed(struct moe_device *device, struct hunger *h)
-{
-    for (; h->count > 0; h->count--)
-        backend->mem_free(device, MOE_MEM_DEVICE, h->piece[h->count - 1], h->bytes[h->count - 1]);
-}
-
 /* The first pass of a group, which has no scratch memory yet. Every subset of the slots once. */
 static int find_no_memory(struct member *m)
 {
@@ -119,7 +91,7 @@ static int find_no_memory(struct member *m)
         EXPECT(go_to_school(m, &p, LONG_MS));
         EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &before));
         if (poor >> m->slot & 1)
-            starve(p.seat.device, &hunger);
+            starve(p.seat.device, 0, 4096, &hunger);
         for (int again = 0; again < 2; again++) {
             EXPECT(is(learn(&p, &result), MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY));
             EXPECT(result.refused && result.missing_slot == -1);

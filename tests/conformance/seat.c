@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 const struct moe_backend *backend = &moe_backend_cpu;
+bool with_shared_expert;
 
 bool is(struct moe_status st, enum moe_code code, enum moe_reason reason)
 {
@@ -61,12 +62,18 @@ struct moe_status small_layer(struct moe_device *device, const struct member *m,
                    .group_best = 1,
                    .renorm = MOE_RENORM_SUM,
                    .scale = 1},
+        .shared_intermediate = with_shared_expert ? INNER : 0,
+        .shared_gated = with_shared_expert,
     };
     struct moe_placement placement = {
         .version = 1, .experts = n, .slots = m->slots, .offset = offset, .slot = slot};
     static const enum moe_weight each[] = {MOE_WEIGHT_GATE, MOE_WEIGHT_UP, MOE_WEIGHT_DOWN};
     MOE_TRY(backend->layer_create(device, &spec, &placement, m->slot, out));
+    static const enum moe_weight shared[] = {MOE_WEIGHT_SHARED_GATE, MOE_WEIGHT_SHARED_UP,
+                                             MOE_WEIGHT_SHARED_DOWN, MOE_WEIGHT_SHARED_GATE_VECTOR};
     MOE_TRY(upload(*out, &spec, MOE_WEIGHT_ROUTER, 0));
+    for (uint32_t i = 0; i < 4 && with_shared_expert; i++)
+        MOE_TRY(upload(*out, &spec, shared[i], 0));
     for (uint32_t e = 0; e < n; e++)
         for (uint32_t i = 0; i < 3 && slot[e] == m->slot; i++)
             MOE_TRY(upload(*out, &spec, each[i], e));
@@ -135,6 +142,37 @@ struct moe_status run_step(struct moe_session *s, const struct moe_step_args *a,
     struct moe_step *step;
     MOE_TRY(backend->step_enqueue(s, a, &step));
     return backend->step_wait(step, MOE_NEVER, result);
+}
+
+/* ----------------------------------------------------------------------- memory */
+
+static void take_all(struct moe_device *device, size_t least, struct hunger *h)
+{
+    struct moe_device_info info;
+    backend->device_info(device, &info);
+    for (size_t bytes = (size_t)info.free_bytes; bytes >= least && h->count < 4096;) {
+        void **piece = &h->piece[h->count];
+        struct moe_status st = backend->mem_alloc(device, MOE_MEM_DEVICE, bytes, piece);
+        if (moe_failed(&st))
+            bytes /= 2;
+        else
+            h->bytes[h->count++] = bytes;
+    }
+}
+
+void starve(struct moe_device *device, size_t left, size_t least, struct hunger *h)
+{
+    void *spared = NULL;
+    struct moe_status st = backend->mem_alloc(device, MOE_MEM_DEVICE, left, &spared);
+    take_all(device, least, h);
+    if (!moe_failed(&st))
+        backend->mem_free(device, MOE_MEM_DEVICE, spared, left);
+}
+
+void feed(struct moe_device *device, struct hunger *h)
+{
+    for (; h->count > 0; h->count--)
+        backend->mem_free(device, MOE_MEM_DEVICE, h->piece[h->count - 1], h->bytes[h->count - 1]);
 }
 
 /* ----------------------------------------------------------------------- groups */

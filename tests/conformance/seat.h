@@ -21,6 +21,8 @@ enum {
 
 /* Where seats are; the CPU backend unless set before a group starts. */
 extern const struct moe_backend *backend;
+/* Whether layers of seats have a shared expert; not unless set before a group starts. */
+extern bool with_shared_expert;
 
 /* In a member: ends it with a message when `cond` does not hold. */
 #define EXPECT(cond)                                                                               \
@@ -66,6 +68,20 @@ void part(struct seat *s);
 /* One step from start to end. */
 struct moe_status run_step(struct moe_session *s, const struct moe_step_args *a,
                            struct moe_step_result *result) MOE_CHECKED;
+
+/* ----------------------------------------------------------------------- memory */
+
+/* What was taken of a device, piece by piece. */
+struct hunger {
+    void *piece[4096];
+    size_t bytes[4096];
+    uint32_t count;
+};
+
+/* Takes what a device has but for `left` bytes and less than `least`. */
+void starve(struct moe_device *device, size_t left, size_t least, struct hunger *h);
+/* Gives all of it back. */
+void feed(struct moe_device *device, struct hunger *h);
 
 /* ----------------------------------------------------------------------- groups */
 

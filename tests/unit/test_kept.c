@@ -163,7 +163,7 @@ static void steps_of_one_name_have_their_own(void **state)
     moe_kept_close(&store);
 }
 
-static void the_block_goes_back_where_no_step_is_at_it(void **state)
+static void the_block_goes_back_where_nobody_is_at_it(void **state)
 {
     (void)state;
     struct moe_kept_key key = key_of(layer_a, 2);
@@ -174,6 +174,11 @@ static void the_block_goes_back_where_no_step_is_at_it(void **state)
     assert_false(moe_kept_give_back(&store));
     assert_true(has(layer_a, 1));
     moe_kept_forget(&store, &key);
+    moe_kept_read_begin(&store);
+    moe_kept_read_begin(&store);
+    moe_kept_read_end(&store);
+    assert_false(moe_kept_give_back(&store));
+    moe_kept_read_end(&store);
     assert_true(moe_kept_give_back(&store));
     assert_null(store.block);
     assert_false(has(layer_a, 1));
@@ -264,7 +269,7 @@ int main(void)
         cmocka_unit_test(what_a_step_is_at_stays),
         cmocka_unit_test(nothing_goes_in_vain),
         cmocka_unit_test(steps_of_one_name_have_their_own),
-        cmocka_unit_test(the_block_goes_back_where_no_step_is_at_it),
+        cmocka_unit_test(the_block_goes_back_where_nobody_is_at_it),
         cmocka_unit_test(another_batch_is_not_found),
         cmocka_unit_test(what_is_dropped_is_gone),
         cmocka_unit_test(no_memory_means_that_nothing_is_kept),
