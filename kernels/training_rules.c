@@ -43,6 +43,12 @@ struct moe_status moe_trainer_check(const struct moe_layer_spec *spec,
     return moe_ok();
 }
 
+/* One that learns; of frozen experts no W0 is kept. */
+static bool has_adapter(const struct moe_trainer_config *c, enum moe_weight weight)
+{
+    return moe_train_is_adapted(c, weight) && !(c->frozen >> MOE_PARAMS_EXPERTS & 1);
+}
+
 static bool is_trained(const struct moe_trainer_config *c, enum moe_weight w)
 {
     if (w == MOE_WEIGHT_SELECT_BIAS || (c->frozen >> moe_weight_group(w) & 1))
@@ -62,7 +68,7 @@ uint32_t moe_train_params(const struct moe_layer_spec *spec, const struct moe_tr
         uint32_t out = (uint32_t)rows, in = (uint32_t)columns;
         if (is_trained(c, w))
             params[n++] = (struct moe_train_param){w, MOE_PART_WEIGHT, out, in};
-        if (moe_train_is_adapted(c, w) && !(c->frozen >> MOE_PARAMS_EXPERTS & 1)) {
+        if (has_adapter(c, w)) {
             params[n++] = (struct moe_train_param){w, MOE_PART_LORA_A, c->lora_rank, in};
             params[n++] = (struct moe_train_param){w, MOE_PART_LORA_B, out, c->lora_rank};
         }
@@ -82,7 +88,7 @@ struct moe_status moe_train_find(const struct moe_layer_spec *spec,
                                  struct moe_train_place *place)
 {
     if (key->weight >= MOE_WEIGHT_COUNT || key->part > MOE_PART_LORA_B ||
-        key->tensor > MOE_TRAIN_MOMENT2)
+        key->tensor > MOE_TRAIN_BASE)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
                          "weight %d, part %d, tensor %d: unknown", (int)key->weight, (int)key->part,
                          (int)key->tensor);
@@ -95,13 +101,24 @@ struct moe_status moe_train_find(const struct moe_layer_spec *spec,
         if (params[i].weight == key->weight && params[i].part == key->part)
             *place = (struct moe_train_place){(int)i, params[i].rows, params[i].columns};
     bool resident = key->part == MOE_PART_WEIGHT && key->tensor == MOE_TRAIN_VALUE;
-    if (rows == 0 || (place->param < 0 && !resident) ||
-        (key->tensor == MOE_TRAIN_MOMENT2 && c->optimizer != MOE_OPTIMIZER_ADAMW))
+    bool base = key->part == MOE_PART_WEIGHT && key->tensor == MOE_TRAIN_BASE &&
+                has_adapter(c, key->weight);
+    if (rows == 0 || (place->param < 0 && !resident && !base) ||
+        (key->tensor == MOE_TRAIN_BASE && !base) || (key->tensor == MOE_TRAIN_MOMENT2 && c->optimizer != MOE_OPTIMIZER_ADAMW))
         return not_held(key);
     if (bytes != (size_t)place->rows * place->columns * sizeof(float))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
                          "%s: %zu bytes for a %u x %u fp32 tensor", moe_weight_name(key->weight),
                          bytes, place->rows, place->columns);
+    return moe_ok();
+}
+
+struct moe_status moe_train_check_writable(const struct moe_train_key *key)
+{
+    if (key->tensor == MOE_TRAIN_BASE)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                         "%s: what is under an adapter is written as the weight's value",
+                         moe_weight_name(key->weight));
     return moe_ok();
 }
 

@@ -58,6 +58,9 @@ struct moe_status moe_train_find(const struct moe_layer_spec *spec,
                                  const struct moe_train_key *key, size_t bytes,
                                  struct moe_train_place *place) MOE_CHECKED;
 
+/* Errors: MOE_INVALID_ARGUMENT for what is only read. */
+struct moe_status moe_train_check_writable(const struct moe_train_key *key) MOE_CHECKED;
+
 /* Frozen groups as they may be set later: known groups, and none that was frozen from the beginning
  * and is not any more. Errors: MOE_INVALID_ARGUMENT, MOE_FAILED_PRECONDITION. */
 struct moe_status moe_train_check_frozen(const struct moe_trainer_config *config,

@@ -161,6 +161,14 @@ void moe_cpu_matrix_read(struct moe_device *device, const struct moe_cpu_matrix 
     moe_cpu_parallel(device, matrix->panels, read_panel, &job);
 }
 
+void moe_cpu_matrix_read_alone(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                               float *data)
+{
+    struct read_job job = {matrix, moe_cpu_device_isa(device)->panel, data};
+    for (uint32_t p = 0; p < matrix->panels; p++)
+        read_panel(&job, p);
+}
+
 /* Columns column .. column + width - 1 (an even number of them) of a bf16 panel's lanes, a pair of
  * neighbours at a time: to [lanes, width]. */
 static void widen_pairs(const struct moe_cpu_matrix *m, uint32_t p, uint32_t lanes, uint32_t column,

@@ -39,6 +39,9 @@ void moe_cpu_matrix_merge(struct moe_device *device, const struct moe_cpu_matrix
 /* Writes the values to data [out, in]. */
 void moe_cpu_matrix_read(struct moe_device *device, const struct moe_cpu_matrix *matrix,
                          float *data);
+/* The same on the calling thread alone, beside whatever the device's threads do. */
+void moe_cpu_matrix_read_alone(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                               float *data);
 /* block [rows, panel] = rows `row` .. row + rows - 1 times columns `column` .. column + panel - 1
  * in fp32; `row` and `column` are multiples of the panel. Columns behind the matrix's end are 0. */
 void moe_cpu_matrix_block(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,

@@ -103,15 +103,17 @@ struct moe_status moe_cpu_trainer_bytes(struct moe_layer *layer,
 
 /* --------------------------------------------------------------- first values */
 
+typedef void (*read_fn)(struct moe_device *, const struct moe_cpu_matrix *, float *);
+
 static void read_resident(const struct moe_layer *layer, enum moe_weight w, uint32_t entry,
-                          float *data)
+                          float *data, read_fn read)
 {
     size_t rows, columns;
     moe_weight_shape(&layer->spec, w, &rows, &columns);
     if (moe_weight_is_bias(w))
         memcpy(data, layer->bias[w] + entry * rows, rows * sizeof *data);
     else
-        moe_cpu_matrix_read(layer->device, &layer->matrix[w][entry], data);
+        read(layer->device, &layer->matrix[w][entry], data);
 }
 
 static void init_lora(struct moe_trainer *t, const struct moe_cpu_param *p, uint32_t entry)
@@ -132,7 +134,8 @@ static void init_values(struct moe_trainer *t)
         struct moe_cpu_param *p = &t->param[i];
         for (uint32_t e = 0; e < p->entries; e++)
             if (p->what.part == MOE_PART_WEIGHT)
-                read_resident(t->layer, p->what.weight, e, p->value + e * p->n);
+                read_resident(t->layer, p->what.weight, e, p->value + e * p->n,
+                              moe_cpu_matrix_read);
             else if (p->what.part == MOE_PART_LORA_A)
                 init_lora(t, p, e);
     }
@@ -232,6 +235,7 @@ static float *tensor_of(const struct moe_cpu_param *p, enum moe_train_tensor ten
     return all[tensor] + entry * p->n;
 }
 
+/* Without the pool, which may be busy with a step. */
 struct moe_status moe_cpu_trainer_read(struct moe_trainer *t, const struct moe_train_key *key,
                                        float *data, size_t bytes)
 {
@@ -239,8 +243,10 @@ struct moe_status moe_cpu_trainer_read(struct moe_trainer *t, const struct moe_t
     uint32_t entry;
     MOE_TRY(moe_train_find(&t->layer->spec, &t->config, key, bytes, &at));
     MOE_TRY(find_entry(t->layer, key, &entry));
-    if (at.param < 0)
-        read_resident(t->layer, key->weight, entry, data);
+    if (key->tensor == MOE_TRAIN_BASE)
+        moe_cpu_matrix_read_alone(t->layer->device, &t->base[key->weight][entry], data);
+    else if (at.param < 0)
+        read_resident(t->layer, key->weight, entry, data, moe_cpu_matrix_read_alone);
     else
         memcpy(data, tensor_of(&t->param[at.param], key->tensor, entry), bytes);
     return moe_ok();
@@ -266,6 +272,7 @@ struct moe_status moe_cpu_trainer_write(struct moe_trainer *t, const struct moe_
     struct moe_train_place at;
     uint32_t entry;
     MOE_TRY(moe_train_find(&t->layer->spec, &t->config, key, bytes, &at));
+    MOE_TRY(moe_train_check_writable(key));
     MOE_TRY(find_entry(t->layer, key, &entry));
     if (key->tensor == MOE_TRAIN_VALUE)
         moe_kept_drop(moe_cpu_device_kept(t->layer->device), t->layer, 0);

@@ -314,99 +314,99 @@ void moe_cuda_trainer_destroy(struct moe_trainer *t)
 
 /* ----------------------------------------------------------------- in and out */
 
-/* One entry's tensor as it lies on the device: rows in blocks of MOE_CUDA_INTERLEAVE where gate and
- * up alternate, else all in a row. */
-struct spot {
-    char *data;
-    size_t each, rows, row_bytes;
-    bool alternates;
-};
+/* Where `weight` of an entry stands in memory that is laid out as its matrix or bias; `dtype` is
+ * the memory's. */
+static struct moe_cuda_weight place_of(const struct moe_layer *layer, enum moe_weight weight,
+                                       uint32_t entry, void *memory, enum moe_dtype dtype)
+{
+    struct moe_cuda_weight w = {.to = dtype, .from = MOE_DTYPE_F32, .order = MOE_CUDA_ROWS_PLAIN};
+    moe_weight_shape(&layer->spec, weight, &w.rows, &w.columns);
+    size_t stored = w.rows;
+    if (!moe_weight_is_bias(weight))
+        stored = layer->desc.matrix[moe_cuda_layer_matrix(weight, &w.order)].rows;
+    w.dst = (char *)memory + entry * stored * w.columns * moe_dtype_bytes(dtype);
+    return w;
+}
+
+/* The same in one of a block's arrays. */
+static struct moe_cuda_weight place_in(const struct moe_layer *layer,
+                                       const struct moe_cuda_block *b, enum moe_weight weight,
+                                       uint32_t entry, float *array)
+{
+    if (b->kind != MOE_CUDA_BLOCK_ADAPTER)
+        return place_of(layer, weight, entry, array, MOE_DTYPE_F32);
+    return (struct moe_cuda_weight){.dst = array + entry * b->n,
+                                    .from = MOE_DTYPE_F32,
+                                    .to = MOE_DTYPE_F32,
+                                    .order = MOE_CUDA_ROWS_PLAIN,
+                                    .rows = 1,
+                                    .columns = b->n};
+}
+
+/* In the layer, or, with `base`, in what is kept of W0. */
+static struct moe_cuda_weight resident_place(const struct moe_trainer *t, enum moe_weight weight,
+                                             uint32_t entry, bool base)
+{
+    const struct moe_layer *layer = t->layer;
+    enum moe_cuda_rows order;
+    if (moe_weight_is_bias(weight))
+        return place_of(layer, weight, entry, layer->desc.bias[weight], MOE_DTYPE_F32);
+    enum moe_cuda_matrices which = moe_cuda_layer_matrix(weight, &order);
+    const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
+    return place_of(layer, weight, entry, base ? t->base[which == MOE_CUDA_DOWN] : m->data,
+                    m->dtype);
+}
 
 /* Enqueued with the kernels that come before and behind it: a plain cudaMemcpy returns when the
  * host's memory has been read, and what a kernel of another stream then finds on the device may be
- * old. */
-static struct moe_status move(const struct spot *s, char *host, bool out, cudaStream_t stream)
+ * old. `host` is laid out as the weight and of the place's dtype. */
+static struct moe_status put(const struct moe_cuda_weight *w, const char *host, cudaStream_t stream)
 {
-    enum cudaMemcpyKind kind = out ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
-    size_t whole = s->rows / MOE_CUDA_INTERLEAVE, width = MOE_CUDA_INTERLEAVE * s->row_bytes;
-    size_t rest = (s->rows - whole * MOE_CUDA_INTERLEAVE) * s->row_bytes;
-    if (!s->alternates)
-        return MOE_CUDA(cudaMemcpyAsync(out ? host : s->data, out ? s->data : host,
-                                        s->rows * s->row_bytes, kind, stream));
+    size_t row = w->columns * moe_dtype_bytes(w->to), block = MOE_CUDA_INTERLEAVE * row;
+    size_t whole = w->rows / MOE_CUDA_INTERLEAVE, rest = w->rows % MOE_CUDA_INTERLEAVE * row;
+    char *to = (char *)w->dst + (w->order == MOE_CUDA_ROWS_UP ? block : 0);
+    if (w->order == MOE_CUDA_ROWS_PLAIN)
+        return MOE_CUDA(cudaMemcpyAsync(to, host, w->rows * row, cudaMemcpyHostToDevice, stream));
     if (whole > 0)
-        MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync(out ? host : s->data, out ? width : 2 * width,
-                                           out ? s->data : host, out ? 2 * width : width, width,
-                                           whole, kind, stream)));
+        MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync(to, 2 * block, host, block, block, whole,
+                                           cudaMemcpyHostToDevice, stream)));
     if (rest == 0)
         return moe_ok();
-    char *tail = s->data + whole * 2 * width, *host_tail = host + whole * width;
-    return MOE_CUDA(
-        cudaMemcpyAsync(out ? host_tail : tail, out ? tail : host_tail, rest, kind, stream));
+    return MOE_CUDA(cudaMemcpyAsync(to + whole * 2 * block, host + whole * block, rest,
+                                    cudaMemcpyHostToDevice, stream));
 }
 
-/* Converts while it copies, through host memory. */
-static struct moe_status move_bf16(const struct spot *s, float *data, bool out,
-                                   struct moe_device *device)
+/* Rounds on the host. */
+static struct moe_status put_rounded(const struct moe_cuda_weight *w, const float *data,
+                                     struct moe_device *device)
 {
-    size_t n = s->rows * s->row_bytes / sizeof(uint16_t);
+    size_t n = w->rows * w->columns;
     uint16_t *half = malloc(n * sizeof *half);
     if (half == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "out of memory to convert a weight");
-    for (size_t i = 0; !out && i < n; i++)
+    for (size_t i = 0; i < n; i++)
         half[i] = moe_f32_to_bf16(data[i]);
-    struct moe_status st = move(s, (char *)half, out, device->compute);
-    if (!moe_failed(&st))
-        st = moe_cuda_device_finish(device); /* `half` is in use until then */
-    for (size_t i = 0; out && !moe_failed(&st) && i < n; i++)
-        data[i] = moe_bf16_to_f32(half[i]);
+    struct moe_status st = put(w, (const char *)half, device->compute);
+    struct moe_status done = moe_cuda_device_finish(device); /* `half` is in use until then */
     free(half);
-    return st;
+    return moe_failed(&st) ? st : done;
 }
 
-/* Where `weight` of an entry stands in memory that is laid out as its matrix or bias. */
-static struct spot spot_of(const struct moe_layer *layer, enum moe_weight w, uint32_t entry,
-                           void *memory, size_t each)
+static struct moe_status write_resident(struct moe_trainer *t, enum moe_weight weight,
+                                        uint32_t entry, const float *data)
 {
-    enum moe_cuda_rows order = MOE_CUDA_ROWS_PLAIN;
-    size_t rows, columns, stored;
-    moe_weight_shape(&layer->spec, w, &rows, &columns);
-    stored = rows;
-    if (!moe_weight_is_bias(w))
-        stored = layer->desc.matrix[moe_cuda_layer_matrix(w, &order)].rows;
-    size_t first = entry * stored + (order == MOE_CUDA_ROWS_UP ? MOE_CUDA_INTERLEAVE : 0);
-    return (struct spot){.data = (char *)memory + first * columns * each,
-                         .each = each,
-                         .rows = rows,
-                         .row_bytes = columns * each,
-                         .alternates = order != MOE_CUDA_ROWS_PLAIN};
-}
-
-static struct moe_status move_resident(struct moe_trainer *t, enum moe_weight w, uint32_t entry,
-                                       float *data, bool out)
-{
-    struct moe_layer *layer = t->layer;
-    cudaStream_t stream = layer->device->compute;
+    struct moe_device *device = t->layer->device;
     enum moe_cuda_rows order;
-    if (moe_weight_is_bias(w)) {
-        struct spot s = spot_of(layer, w, entry, layer->desc.bias[w], sizeof(float));
-        MOE_TRY(move(&s, (char *)data, out, stream));
-        return moe_cuda_device_finish(layer->device);
-    }
-    enum moe_cuda_matrices which = moe_cuda_layer_matrix(w, &order);
-    const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
-    /* Written for a target of an adapter, it is W0. */
-    void *memory = m->data;
-    if (!out && moe_train_is_adapted(&t->config, w))
-        memory = t->base[which == MOE_CUDA_DOWN];
-    struct spot s = spot_of(layer, w, entry, memory, moe_dtype_bytes(m->dtype));
-    MOE_TRY(m->dtype == MOE_DTYPE_BF16 ? move_bf16(&s, data, out, layer->device)
-                                       : move(&s, (char *)data, out, stream));
-    if (!out && which == MOE_CUDA_ROUTER)
-        MOE_TRY(moe_cuda_layer_split_router(layer, stream));
-    if (!out && moe_train_is_adapted(&t->config, w))
-        MOE_TRY(merge(t, w, stream));
-    return moe_cuda_device_finish(layer->device);
+    bool is_base = moe_cuda_trainer_block(t, weight, MOE_PART_LORA_A) != NULL;
+    struct moe_cuda_weight w = resident_place(t, weight, entry, is_base);
+    MOE_TRY(w.to == MOE_DTYPE_BF16 ? put_rounded(&w, data, device)
+                                   : put(&w, (const char *)data, device->compute));
+    if (!moe_weight_is_bias(weight) && moe_cuda_layer_matrix(weight, &order) == MOE_CUDA_ROUTER)
+        MOE_TRY(moe_cuda_layer_split_router(t->layer, device->compute));
+    if (is_base)
+        MOE_TRY(merge(t, weight, device->compute));
+    return moe_cuda_device_finish(device);
 }
 
 static float *tensor_of(const struct moe_cuda_block *b, enum moe_train_tensor tensor)
@@ -416,6 +416,7 @@ static float *tensor_of(const struct moe_cuda_block *b, enum moe_train_tensor te
     case MOE_TRAIN_GRAD: return b->grad;
     case MOE_TRAIN_MOMENT1: return b->moment1;
     case MOE_TRAIN_MOMENT2: return b->moment2;
+    case MOE_TRAIN_BASE: break; /* of no block */
     }
     return NULL;
 }
@@ -436,45 +437,62 @@ static struct moe_status find_entry(const struct moe_layer *layer, const struct 
     return moe_ok();
 }
 
-static struct moe_status move_tensor(struct moe_trainer *t, const struct moe_train_key *key,
-                                     float *data, size_t bytes, bool out)
+/* `*block`: the one that has the tensor; NULL where it is a resident weight, or W0. */
+static struct moe_status find(struct moe_trainer *t, const struct moe_train_key *key, size_t bytes,
+                              struct moe_cuda_block **block, uint32_t *entry)
 {
-    struct moe_layer *layer = t->layer;
     struct moe_train_place place;
-    uint32_t entry;
-    MOE_TRY(moe_train_find(&layer->spec, &t->config, key, bytes, &place));
-    MOE_TRY(find_entry(layer, key, &entry));
-    MOE_TRY(moe_cuda_device_use(layer->device));
-    MOE_TRY(moe_cuda_device_finish(layer->device));
-    if (!out && key->tensor == MOE_TRAIN_VALUE)
-        moe_kept_drop(layer->device->kept, layer, 0);
-    struct moe_cuda_block *b = moe_cuda_trainer_block(t, key->weight, key->part);
-    if (place.param < 0 || b == NULL)
-        return move_resident(t, key->weight, entry, data, out);
-    if (key->tensor == MOE_TRAIN_GRAD)
-        MOE_TRY(moe_cuda_block_clear_grad(t, b));
-    float *memory = tensor_of(b, key->tensor);
-    struct spot s = b->kind == MOE_CUDA_BLOCK_ADAPTER
-                        ? (struct spot){.data = (char *)(memory + entry * b->n),
-                                        .rows = 1,
-                                        .row_bytes = b->n * sizeof(float)}
-                        : spot_of(layer, key->weight, entry, memory, sizeof(float));
-    MOE_TRY(move(&s, (char *)data, out, layer->device->compute));
-    if (!out && key->tensor == MOE_TRAIN_VALUE)
-        MOE_TRY(moe_cuda_trainer_renew(t, b, layer->device->compute));
-    return moe_cuda_device_finish(layer->device);
+    MOE_TRY(moe_train_find(&t->layer->spec, &t->config, key, bytes, &place));
+    MOE_TRY(find_entry(t->layer, key, entry));
+    *block = place.param < 0 ? NULL : moe_cuda_trainer_block(t, key->weight, key->part);
+    return moe_ok();
 }
 
+/* Zeros that are only counted as such become real; then what is enqueued is over. */
+static struct moe_status settle_grad(struct moe_trainer *t, struct moe_cuda_block *b)
+{
+    struct moe_device *device = t->layer->device;
+    MOE_TRY(moe_cuda_device_use(device));
+    MOE_TRY(moe_cuda_block_clear_grad(t, b));
+    return moe_cuda_device_finish(device);
+}
+
+/* Whoever changes anything but gradients waits for the device before it returns. */
 struct moe_status moe_cuda_trainer_read(struct moe_trainer *t, const struct moe_train_key *key,
                                         float *data, size_t bytes)
 {
-    return move_tensor(t, key, data, bytes, true);
+    struct moe_cuda_block *b;
+    uint32_t entry;
+    MOE_TRY(find(t, key, bytes, &b, &entry));
+    if (b != NULL && key->tensor == MOE_TRAIN_GRAD)
+        MOE_TRY(settle_grad(t, b));
+    struct moe_cuda_weight w =
+        b != NULL ? place_in(t->layer, b, key->weight, entry, tensor_of(b, key->tensor))
+                  : resident_place(t, key->weight, entry, key->tensor == MOE_TRAIN_BASE);
+    return moe_cuda_weights_read(t->layer->device, &w, data);
 }
 
 struct moe_status moe_cuda_trainer_write(struct moe_trainer *t, const struct moe_train_key *key,
                                          const float *data, size_t bytes)
 {
-    return move_tensor(t, key, (float *)data, bytes, false);
+    struct moe_device *device = t->layer->device;
+    struct moe_cuda_block *b;
+    uint32_t entry;
+    MOE_TRY(find(t, key, bytes, &b, &entry));
+    MOE_TRY(moe_train_check_writable(key));
+    MOE_TRY(moe_cuda_device_use(device));
+    MOE_TRY(moe_cuda_device_finish(device));
+    if (key->tensor == MOE_TRAIN_VALUE)
+        moe_kept_drop(device->kept, t->layer, 0);
+    if (b == NULL)
+        return write_resident(t, key->weight, entry, data);
+    if (key->tensor == MOE_TRAIN_GRAD)
+        MOE_TRY(moe_cuda_block_clear_grad(t, b));
+    struct moe_cuda_weight w = place_in(t->layer, b, key->weight, entry, tensor_of(b, key->tensor));
+    MOE_TRY(put(&w, (const char *)data, device->compute));
+    if (key->tensor == MOE_TRAIN_VALUE)
+        MOE_TRY(moe_cuda_trainer_renew(t, b, device->compute));
+    return moe_cuda_device_finish(device);
 }
 
 /* ------------------------------------------------------------------- setting */

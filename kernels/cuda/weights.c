@@ -15,6 +15,7 @@ enum {
 struct hand {
     void *pinned[HALVES];
     cudaEvent_t left[HALVES]; /* what this half held is on the device */
+    cudaEvent_t came;         /* what was to be read is in the first half; waited for asleep */
     uint32_t next;            /* half */
     void *landing;            /* device: what is to be converted */
 };
@@ -25,6 +26,7 @@ struct moe_cuda_uploads {
     /* One for all: between copies of different streams the copy engine idles for more than ten
      * microseconds. */
     cudaStream_t stream;
+    cudaStream_t back; /* for what is read: it does not stand behind a layer that is loaded */
     uint32_t hands;
     struct hand hand[MOE_CUDA_UPLOAD_THREADS];
 };
@@ -34,6 +36,7 @@ struct order {
     struct moe_cuda_weight w;
     struct moe_weight_source source;
     size_t piece;
+    float *data; /* not NULL: the way back, to here; without a source */
 };
 _Static_assert(sizeof(struct order) <= MOE_CREW_ORDER_BYTES, "an order of the crew");
 
@@ -116,12 +119,62 @@ static struct moe_status await(cudaEvent_t event)
     return MOE_CUDA(rc);
 }
 
+/* ------------------------------------------------------------------- the way back */
+
+/* Of interleaved rows whole blocks, or what is left behind the last whole one. */
+static struct moe_status copy_back(const struct order *o, size_t first, size_t n, void *pinned,
+                                   cudaStream_t stream)
+{
+    size_t each = moe_dtype_bytes(o->w.to), block = block_elements(&o->w) * each;
+    const char *from = (const char *)o->w.dst + first * each;
+    if (o->w.order == MOE_CUDA_ROWS_PLAIN)
+        return MOE_CUDA(cudaMemcpyAsync(pinned, from, n * each, cudaMemcpyDeviceToHost, stream));
+    size_t blocks = n * each / block, rest = n * each - blocks * block;
+    from += first * each + (o->w.order == MOE_CUDA_ROWS_UP ? block : 0);
+    if (blocks > 0)
+        MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync(pinned, block, from, 2 * block, block, blocks,
+                                           cudaMemcpyDeviceToHost, stream)));
+    if (rest == 0)
+        return moe_ok();
+    return MOE_CUDA(cudaMemcpyAsync((char *)pinned + blocks * block, from + blocks * 2 * block,
+                                    rest, cudaMemcpyDeviceToHost, stream));
+}
+
+static void put_away(const struct order *o, const void *pinned, size_t first, size_t n)
+{
+    const uint16_t *half = pinned;
+    if (o->w.to == MOE_DTYPE_F32)
+        memcpy(o->data + first, pinned, n * sizeof *o->data);
+    for (size_t i = 0; o->w.to == MOE_DTYPE_BF16 && i < n; i++)
+        o->data[first + i] = moe_bf16_to_f32(half[i]);
+}
+
+static struct moe_status bring(const struct moe_cuda_uploads *u, const struct hand *hand,
+                               const struct order *o, uint32_t item)
+{
+    size_t total = o->w.rows * o->w.columns, first = item * o->piece;
+    size_t n = total - first < o->piece ? total - first : o->piece;
+    void *pinned = hand->pinned[0];
+    MOE_TRY(moe_cuda_device_use(u->device));
+    MOE_TRY(MOE_CUDA(cudaEventSynchronize(hand->left[0]))); /* an upload may still be reading it */
+    struct moe_status st = copy_back(o, first, n, pinned, u->back);
+    struct moe_status recorded = MOE_CUDA(cudaEventRecord(hand->came, u->back));
+    struct moe_status came = MOE_CUDA(cudaEventSynchronize(hand->came));
+    MOE_TRY(st);
+    MOE_TRY(recorded);
+    MOE_TRY(came);
+    put_away(o, pinned, first, n);
+    return st;
+}
+
 /* moe_crew_fn */
 static struct moe_status carry(void *ctx, uint32_t thread, const void *what, uint32_t item)
 {
     struct moe_cuda_uploads *u = ctx;
     const struct order *o = what;
     struct hand *hand = &u->hand[thread];
+    if (o->data != NULL)
+        return bring(u, hand, o, item);
     size_t total = o->w.rows * o->w.columns, first = item * o->piece;
     size_t n = total - first < o->piece ? total - first : o->piece;
     uint32_t half = hand->next;
@@ -181,6 +234,26 @@ struct moe_status moe_cuda_weights_finish(struct moe_device *device, struct moe_
     return moe_failed(&st) ? st : ended;
 }
 
+struct moe_status moe_cuda_weights_read(struct moe_device *device, const struct moe_cuda_weight *w,
+                                        float *data)
+{
+    _Static_assert((size_t)MOE_CUDA_INTERLEAVE * MOE_MAX_HIDDEN * sizeof(float) <=
+                       MOE_CUDA_READ_BYTES,
+                   "a piece holds a block of rows");
+    struct moe_crew_batch batch = {0};
+    struct order o = {.w = *w, .data = data};
+    size_t unit = w->order == MOE_CUDA_ROWS_PLAIN ? 1 : block_elements(w);
+    size_t total = w->rows * w->columns;
+    if (total == 0)
+        return moe_ok();
+    o.piece = MOE_CUDA_READ_BYTES / (unit * moe_dtype_bytes(w->to)) * unit;
+    size_t items = ratio_up(total, o.piece);
+    if (items > UINT32_MAX)
+        return moe_error(MOE_OUT_OF_RANGE, MOE_REASON_TOO_LARGE, "a tensor is too large");
+    MOE_TRY(moe_crew_give(device->uploads->crew, &batch, &o, sizeof o, (uint32_t)items));
+    return moe_crew_wait(device->uploads->crew, &batch);
+}
+
 /* ------------------------------------------------------------------ open, close */
 
 static struct moe_status open_hand(struct moe_device *device, struct hand *hand)
@@ -189,6 +262,8 @@ static struct moe_status open_hand(struct moe_device *device, struct hand *hand)
         MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&hand->left[i], cudaEventDisableTiming)));
         MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, MOE_CUDA_PIECE_BYTES, &hand->pinned[i]));
     }
+    MOE_TRY(MOE_CUDA(
+        cudaEventCreateWithFlags(&hand->came, cudaEventDisableTiming | cudaEventBlockingSync)));
     return moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, MOE_CUDA_PIECE_BYTES, &hand->landing);
 }
 
@@ -199,6 +274,8 @@ static void close_hand(struct moe_device *device, struct hand *hand)
             (void)cudaEventDestroy(hand->left[i]);
         moe_cuda_mem_free(device, MOE_MEM_HOST, hand->pinned[i], MOE_CUDA_PIECE_BYTES);
     }
+    if (hand->came != NULL)
+        (void)cudaEventDestroy(hand->came);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, hand->landing, MOE_CUDA_PIECE_BYTES);
 }
 
@@ -213,6 +290,7 @@ struct moe_status moe_cuda_uploads_open(struct moe_device *device)
     u->hands = cores < MOE_CUDA_UPLOAD_THREADS ? cores : MOE_CUDA_UPLOAD_THREADS;
     device->uploads = u;
     MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(&u->stream, cudaStreamNonBlocking)));
+    MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(&u->back, cudaStreamNonBlocking)));
     for (uint32_t i = 0; i < u->hands; i++)
         MOE_TRY(open_hand(device, &u->hand[i]));
     return moe_crew_create(u->hands, carry, u, &u->crew);
@@ -224,10 +302,12 @@ void moe_cuda_uploads_close(struct moe_device *device)
     if (u == NULL)
         return;
     moe_crew_destroy(u->crew);
-    if (u->stream != NULL) {
-        (void)cudaStreamSynchronize(u->stream);
-        (void)cudaStreamDestroy(u->stream);
-    }
+    cudaStream_t streams[] = {u->stream, u->back};
+    for (size_t i = 0; i < sizeof streams / sizeof *streams; i++)
+        if (streams[i] != NULL) {
+            (void)cudaStreamSynchronize(streams[i]);
+            (void)cudaStreamDestroy(streams[i]);
+        }
     for (uint32_t i = 0; i < u->hands; i++)
         close_hand(device, &u->hand[i]);
     free(u);

@@ -391,8 +391,8 @@ bool check_training(struct subject *s)
         return false;
     trained_begin(&t, s, &config);
     bool good = check_bytes(&t) && check_beginning(&t) && check_refusals(&t) &&
-                expect_training(&t, &e) && check_passes(&t, &e) && check_saved(&t) &&
-                check_training_parts(&t) && check_optimizer(&t);
+                expect_training(&t, &e) && check_passes(&t, &e) && check_reading(&t) &&
+                check_saved(&t) && check_training_parts(&t) && check_optimizer(&t);
     expected_free(&e);
     if (good)
         good = check_saved_to_the_end(&t);

@@ -94,6 +94,10 @@ double near_enough(const struct trained *t, const char *what, int which, size_t 
 bool check_training(struct subject *s);
 bool check_training_parts(struct trained *t);
 bool check_optimizer(struct trained *t);
+/* Leaves gradients and counted loads as zeros. */
+bool check_reading(struct trained *t);
+/* W0 of each adapted weight is what `base` has at its place; and it is only read. */
+bool check_base(struct trained *t, const float *base);
 /* Before weights have moved. Leaves gradients as one pass over the case makes them. */
 bool check_saved(struct trained *t);
 /* trained_end, before which something is saved that must be gone with the trainer. */

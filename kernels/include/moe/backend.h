@@ -10,8 +10,9 @@
  *           step     one enqueued pass of one layer
  * Lifetime  device outlives its layers and sessions; a session outlives its steps.
  * Threads   calls on one object must not overlap, except session_abort and session_lost, which may
- *           come from any thread at any time, and mem_alloc and mem_free, which may come from any
- *           thread while the device is in use.
+ *           come from any thread at any time, mem_alloc and mem_free, which may come from any
+ *           thread while the device is in use, and a trainer's reads beside steps
+ *           (moe/training.h, trainer_read).
  * Time      every wait on a peer is bounded by the session's budget; nothing waits for ever.
  * Memory    "device memory" is what mem_alloc(MOE_MEM_DEVICE) gives; tensors handed to parts live
  *           there. Tensors handed to step_enqueue live in MOE_MEM_HOST (pinned on CUDA). */

@@ -117,6 +117,8 @@ enum moe_train_tensor {
     MOE_TRAIN_GRAD,
     MOE_TRAIN_MOMENT1,
     MOE_TRAIN_MOMENT2, /* AdamW only */
+    /* Of a target of an adapter (MOE_PART_WEIGHT): W0. Only read; VALUE is what is written. */
+    MOE_TRAIN_BASE,
 };
 struct moe_train_key {
     enum moe_weight weight;
@@ -189,9 +191,16 @@ struct moe_training {
 
     /* Copies one tensor to or from host fp32 memory of exactly `bytes`. Writing
      * MOE_TRAIN_VALUE also renews the resident weight (rounded to its dtype; merged for an
-     * adapter). Between steps only. Errors: MOE_NOT_FOUND for what this trainer does not hold
-     * (another slot's expert, moments of a frozen weight), MOE_INVALID_ARGUMENT for a wrong size.
-     */
+     * adapter). Errors: MOE_NOT_FOUND for what this trainer does not hold (another slot's expert,
+     * moments of a frozen weight, W0 of what has no adapter), MOE_INVALID_ARGUMENT for a wrong size
+     * and for writing W0.
+     *
+     * Between steps only, with one exception: what steps leave alone, all but gradients, may be
+     * read by one thread at a time of the whole device while another one uses session and device
+     * as if nobody read: starts and waits for steps of any kind, drops what they saved, calls
+     * zero_grad and set_frozen. The read neither waits for a step nor keeps one waiting, but for
+     * its share of the memory's bandwidth. optimizer_step, trainer_write, trainer_destroy and what
+     * else changes or frees weights wait until it has returned. */
     struct moe_status (*trainer_read)(struct moe_trainer *, const struct moe_train_key *,
                                       float *data, size_t bytes);
     struct moe_status (*trainer_write)(struct moe_trainer *, const struct moe_train_key *,
