@@ -4,10 +4,11 @@
  *
  * Every slot calls the same function, each on a thread of its own; between two phases all slots
  * tell each other how theirs ended, and when one failed, all call the `abandon` of what they began.
- * So a phase never waits for another slot, and may take as long as its disk does. No step may run
- * meanwhile where a phase touches trainers: those of Save do not where the context has a copy, and
- * `load_read` never does. What a phase of one slot wrote is seen by the next phase of another:
- * they share a file system.
+ * So a phase never waits for another slot, and may take as long as its disk does. `load_take` needs
+ * that no step runs. Copying, and writing without a copy, read trainers as moe/training.h allows
+ * beside steps: nothing that changes weights or training state may happen meanwhile. What has a
+ * copy, and `load_read`, touch no trainer. What a phase of one slot wrote is seen by the next phase
+ * of another: they share a file system.
  *
  * Names come from clients: moe_training_name_ok has passed, nothing else has. Texts of errors name
  * the checkpoint, never a path. */
@@ -39,15 +40,13 @@ struct moe_checkpoint_context {
                                                NULL: those */
     const atomic_bool *cancel; /* once true, a phase ends with MOE_CANCELLED soon; NULL = never */
     _Atomic uint64_t
-        *processed;    /* bytes taken from the copy, or checked, so far; NULL = not wanted */
-    atomic_bool *torn; /* set where a trainer could not be left as it was found: what it holds from
-                          then on is no state of training. NULL where nothing reads trainers */
-    uint64_t writer;   /* a number of the lowest slot's process's own: says who writes it */
+        *processed;  /* bytes taken from the copy, or checked, so far; NULL = not wanted */
+    uint64_t writer; /* a number of the lowest slot's process's own: says who writes it */
 };
 
-/* What this slot would write, in host memory: taken between two steps, so that the files can be
- * written while steps run. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY (the host has no room: it
- * is asked first), those of reading. */
+/* What this slot would write, in host memory, so that the files can be written while what it is a
+ * copy of goes on learning. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY (the host has no room: it
+ * is asked first, and again and again), MOE_CANCELLED, those of reading. */
 struct moe_status moe_checkpoint_copy_take(const struct moe_checkpoint_context *c,
                                            struct moe_checkpoint_copy **out) MOE_CHECKED;
 void moe_checkpoint_copy_free(struct moe_checkpoint_copy *copy); /* NULL is ignored */

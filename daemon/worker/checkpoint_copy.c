@@ -1,4 +1,4 @@
-/* What a slot is going to write, copied to host memory between two steps: one block, and a list of
+/* What a slot is going to write, copied to host memory beside steps: one block, and a list of
  * what lies where, ordered by what it is. */
 #include "worker/checkpoint_internal.h"
 

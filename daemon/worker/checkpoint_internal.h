@@ -95,8 +95,7 @@ struct moe_status moe_ckpt__go_on(const struct moe_checkpoint_context *c) MOE_CH
 /* The copy of a tensor, `bytes` long; NULL where there is none. checkpoint_copy.c. */
 const float *moe_ckpt__copied(const struct moe_checkpoint_copy *copy,
                               const struct moe_ckpt_tensor *t, size_t bytes);
-/* Reads one from the copy, or from its trainer; `base` there by taking the adapter away for a
- * moment. */
+/* Reads one from the copy, or from its trainer. */
 struct moe_status moe_ckpt__read(const struct moe_checkpoint_context *c,
                                  const struct moe_ckpt_tensor *t, float *to,
                                  size_t bytes) MOE_CHECKED;

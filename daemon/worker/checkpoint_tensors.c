@@ -68,8 +68,9 @@ void moe_ckpt__tensor_name(char name[MOE_CKPT_TENSOR_MAX], const struct moe_laye
                            const struct moe_train_key *key, bool base)
 {
     static const char *const parts[] = {"", ".lora_A", ".lora_B"};
-    static const char *const tensors[] = {"value", "grad", "moment1", "moment2"};
-    const char *weight = weight_names[key->weight], *what = base ? "base" : tensors[key->tensor];
+    static const char *const tensors[] = {"value", "grad", "moment1", "moment2", "base"};
+    const char *weight = weight_names[key->weight],
+               *what = tensors[base ? MOE_TRAIN_BASE : key->tensor];
     if (moe_weight_is_expert(key->weight))
         snprintf(name, MOE_CKPT_TENSOR_MAX, "layers.%u.experts.%u.%s%s.%s", spec->layer,
                  key->expert, weight, parts[key->part], what);
@@ -215,34 +216,6 @@ struct moe_status moe_ckpt__go_on(const struct moe_checkpoint_context *c)
                : moe_error(MOE_CANCELLED, MOE_REASON_ABORTED, "called off");
 }
 
-/* W0, which a trainer shows where its adapter is zero: B goes, W is read, B comes back; where it
- * cannot, the state is torn. */
-static struct moe_status read_base(const struct moe_checkpoint_context *c,
-                                   const struct moe_ckpt_tensor *t, float *to, size_t bytes)
-{
-    const struct moe_training *training = c->backend->training;
-    struct moe_trainer *trainer = c->trainers[t->layer];
-    const struct moe_train_key b = {t->key.weight, t->key.expert, MOE_PART_LORA_B, MOE_TRAIN_VALUE};
-    size_t b_bytes = (size_t)t->rows * c->config->lora_rank * sizeof(float);
-    float *kept = malloc(b_bytes), *zeros = calloc(1, b_bytes);
-    struct moe_status st = kept != NULL && zeros != NULL ? moe_ok() : moe_ckpt__no_memory();
-    if (!moe_failed(&st))
-        st = training->trainer_read(trainer, &b, kept, b_bytes);
-    if (!moe_failed(&st)) {
-        st = training->trainer_write(trainer, &b, zeros, b_bytes);
-        if (!moe_failed(&st))
-            st = training->trainer_read(trainer, &t->key, to, bytes);
-        struct moe_status restored = training->trainer_write(trainer, &b, kept, b_bytes);
-        if (moe_failed(&restored) && c->torn != NULL)
-            atomic_store(c->torn, true);
-        if (!moe_failed(&st))
-            st = restored;
-    }
-    free(kept);
-    free(zeros);
-    return st;
-}
-
 struct moe_status moe_ckpt__read(const struct moe_checkpoint_context *c,
                                  const struct moe_ckpt_tensor *t, float *to, size_t bytes)
 {
@@ -256,6 +229,7 @@ struct moe_status moe_ckpt__read(const struct moe_checkpoint_context *c,
             atomic_fetch_add(c->processed, bytes);
         return moe_ok();
     }
-    return t->base ? read_base(c, t, to, bytes)
-                   : c->backend->training->trainer_read(c->trainers[t->layer], &t->key, to, bytes);
+    struct moe_train_key key = t->key;
+    key.tensor = t->base ? MOE_TRAIN_BASE : key.tensor;
+    return c->backend->training->trainer_read(c->trainers[t->layer], &key, to, bytes);
 }

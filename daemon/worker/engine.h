@@ -41,6 +41,19 @@ static inline bool moe_step_is_exclusive(enum moe_step_kind kind)
     return kind > MOE_STEP_BACKWARD && kind <= MOE_STEP_EXPORT;
 }
 
+/* Changes what a Save copies: waits while one does. */
+static inline bool moe_step_is_held(enum moe_step_kind kind)
+{
+    return kind == MOE_STEP_OPTIMIZER;
+}
+
+/* Neither changes the state of training by what it does, nor adds to what a held call is to use:
+ * may come before one that waits. A Load is refused while a Save runs. */
+static inline bool moe_step_passes_held(enum moe_step_kind kind)
+{
+    return kind == MOE_STEP_SAVE || kind == MOE_STEP_LOAD || kind == MOE_STEP_SAVING_FORWARD;
+}
+
 static inline bool moe_step_is_forward(enum moe_step_kind kind)
 {
     return kind == MOE_STEP_FORWARD || kind == MOE_STEP_SAVING_FORWARD;
@@ -189,6 +202,11 @@ struct moe_engine_config {
      * short, or that were never begun, are not reported. */
     void (*finished)(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
                      uint64_t lost_slots);
+    /* From now on (not any more) no ticket may be ordered whose kind moe_step_is_held: told on all
+     * slots, at the same ticket, before `finished` of it; the end of a view ends it unsaid.
+     * Engine's thread, no lock held; nothing of the engine may be called from within. NULL: no
+     * training. */
+    void (*hold)(void *ctx, bool hold);
     /* The engine's bell was rung, by the engine itself or by a process that brought something.
      * Engine's thread, no lock held; moe_engine_run may be called from within, and nothing else of
      * the engine. NULL: nobody else rings. */

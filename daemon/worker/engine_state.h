@@ -66,6 +66,7 @@ struct moe_engine {
     struct moe_engine_counters counters;
 
     /* The engine's thread only. */
+    bool holding;       /* what `hold` was told last in this view */
     uint64_t next_drop; /* when activations have been kept for long enough */
     struct moe_lane lanes[LANES];
     unsigned lane_first, in_flight; /* oldest step, number of steps */

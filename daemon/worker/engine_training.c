@@ -310,6 +310,7 @@ static void drop_pokes(struct moe_engine *e)
 void moe_engine__drop_held(struct moe_engine *e)
 {
     const struct moe_train_answer none = {0};
+    e->holding = false;
     drop_pokes(e);
     if (e->config.training == NULL)
         return;
@@ -458,6 +459,15 @@ static void end_own_call(struct moe_engine *e, struct moe_lane *lane, struct moe
     end_call(e, w, lane->turn.waits && !w->poke ? cancelled() : status);
 }
 
+/* Without the lock. */
+static void tell_hold(struct moe_engine *e)
+{
+    bool hold = moe_train_is_copying(e->config.training);
+    if (hold != e->holding && e->config.hold != NULL)
+        e->config.hold(e->config.ctx, hold);
+    e->holding = hold;
+}
+
 void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
                                    const struct moe_step_result *result)
 {
@@ -473,6 +483,7 @@ void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
     /* Tokens that have to be computed again are announced before the end of this ticket is. */
     moe_engine__change_version(e, version, true);
     pthread_mutex_unlock(&e->lock);
+    tell_hold(e);
     e->config.finished(e->config.ctx, &lane->ticket, moe_ok(), 0);
     bool passed = lane->ticket.kind == MOE_STEP_BACKWARD && lane->turn.run &&
                   !moe_failed(&lane->turn.refusal);

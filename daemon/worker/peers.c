@@ -355,6 +355,14 @@ void moe_peers_announce_training(struct moe_peers *p, const struct moe_ticket *c
     pthread_mutex_unlock(&p->lock);
 }
 
+/* On a member nobody asks its sequencer, and a view that ends begins anew. */
+void moe_peers_hold(struct moe_peers *p, bool hold)
+{
+    pthread_mutex_lock(&p->lock);
+    moe_sequencer_hold(p->sequencer, hold);
+    pthread_mutex_unlock(&p->lock);
+}
+
 void moe_peers_finished(struct moe_peers *p, const struct moe_ticket *ticket,
                         const struct moe_status *status)
 {

@@ -78,6 +78,8 @@ void moe_peers_announce(struct moe_peers *p, uint32_t layer, enum moe_step_kind 
 /* The same for moe_engine_config.announce_training. */
 void moe_peers_announce_training(struct moe_peers *p, const struct moe_ticket *call,
                                  uint32_t tokens);
+/* For moe_engine_config.hold. */
+void moe_peers_hold(struct moe_peers *p, bool hold);
 /* For moe_engine_config.finished: any thread, in order of seq; may call `run`. */
 void moe_peers_finished(struct moe_peers *p, const struct moe_ticket *ticket,
                         const struct moe_status *status);

@@ -39,6 +39,7 @@ struct moe_sequencer {
     uint64_t last_training; /* the same of training */
     uint64_t exclusive;     /* seq of an exclusive ticket that is in flight; 0 = none is */
     uint64_t owed;          /* sum over keys and slots */
+    bool holding;
     size_t call_first, call_count;
     uint32_t calls_of[MOE_MAX_SLOTS]; /* in the queue */
     struct moe_ticket calls[CALLS];   /* a ring; without epoch and seq */
@@ -78,6 +79,11 @@ void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
     s->epoch = epoch;
     s->live = live;
     s->max_bucket = max_bucket;
+}
+
+void moe_sequencer_hold(struct moe_sequencer *s, bool hold)
+{
+    s->holding = hold;
 }
 
 static bool is_live(const struct moe_sequencer *s, uint32_t slot)
@@ -243,13 +249,28 @@ static uint32_t price(const struct moe_sequencer *s)
     return WHOLE - s->permille;
 }
 
-/* The oldest training call may have the next ticket. */
-static bool training_is_due(const struct moe_sequencer *s)
+static struct moe_ticket *call_at(struct moe_sequencer *s, size_t i)
 {
-    if (s->call_count == 0)
-        return false;
-    const struct moe_ticket *head = &s->calls[s->call_first];
-    if (moe_step_is_exclusive(head->kind) && s->owed > 0)
+    return &s->calls[(s->call_first + i) % CALLS];
+}
+
+/* The oldest call that may come next, by its place in the queue; false when there is none. */
+static bool next_call(struct moe_sequencer *s, size_t *at)
+{
+    bool behind_held = false;
+    for (*at = 0; *at < s->call_count; ++*at) {
+        enum moe_step_kind kind = call_at(s, *at)->kind;
+        behind_held = behind_held || (s->holding && moe_step_is_held(kind));
+        if (!behind_held || moe_step_passes_held(kind))
+            return true;
+    }
+    return false;
+}
+
+/* The call at place `at` may have the next ticket. */
+static bool training_is_due(struct moe_sequencer *s, size_t at)
+{
+    if (moe_step_is_exclusive(call_at(s, at)->kind) && s->owed > 0)
         return false;
     bool lately = s->last_forward != 0 && s->issued - s->last_forward < MOE_SEQUENCER_LATELY;
     if (lately && s->last_training > completed(s))
@@ -257,11 +278,13 @@ static bool training_is_due(const struct moe_sequencer *s)
     return s->ring_count == 0 || s->credit >= price(s);
 }
 
-static void issue_training(struct moe_sequencer *s, struct moe_ticket *out)
+static void issue_training(struct moe_sequencer *s, size_t at, struct moe_ticket *out)
 {
-    *out = s->calls[s->call_first];
+    *out = *call_at(s, at);
     out->epoch = s->epoch;
     out->seq = ++s->issued;
+    for (; at > 0; at--) /* those that it passes */
+        *call_at(s, at) = *call_at(s, at - 1);
     s->call_first = (s->call_first + 1) % CALLS;
     s->call_count--;
     s->calls_of[out->order.origin]--;
@@ -297,8 +320,9 @@ bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out)
     close_exclusive(s);
     if (s->exclusive != 0)
         return false;
-    if (training_is_due(s))
-        issue_training(s, out);
+    size_t at;
+    if (next_call(s, &at) && training_is_due(s, at))
+        issue_training(s, at, out);
     else if (s->ring_count > 0)
         issue_forward(s, out);
     else

@@ -10,6 +10,8 @@
  *               forward work waits for one of them and not for two.
  *   Exclusive   after a ticket that changes the state as a whole, none is issued until all slots
  *               have run it; slots may take long for it, and different times.
+ *   Held        while a checkpoint is copied, calls that would change what is copied wait, and so
+ *               does what came after them, but for what may pass (moe_step_passes_held).
  *   Fairness    forward work that waits when an exclusive ticket is done is served before the next
  *               exclusive one, so that a request that has to begin again has to do so once at most.
  *
@@ -51,6 +53,10 @@ void moe_sequencer_set_share(struct moe_sequencer *s, uint32_t permille);
 void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
                          uint32_t max_bucket);
 
+/* While it holds, no ticket of a kind that moe_step_is_held is issued. Not at first, and not any
+ * more after begin. */
+void moe_sequencer_hold(struct moe_sequencer *s, bool hold);
+
 /* `tokens` more wait on `slot`. Errors: MOE_INVALID_ARGUMENT (the slot is not of this view, or the
  * key is none), MOE_RESOURCE_EXHAUSTED (more keys than a view can have). */
 struct moe_status moe_sequencer_work(struct moe_sequencer *s, uint32_t slot,
@@ -77,7 +83,7 @@ bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out);
 bool moe_sequencer_stopped(const struct moe_sequencer *s);
 /* Tokens that were announced and are not yet covered by a ticket, over all slots. */
 uint64_t moe_sequencer_pending(const struct moe_sequencer *s);
-/* Calls with an order that have no ticket yet. */
+/* Calls with an order that have no ticket yet, held ones included. */
 size_t moe_sequencer_calls(const struct moe_sequencer *s);
 
 #endif

@@ -163,6 +163,7 @@ void moe_train_destroy(struct moe_train *t)
 
 void moe_train__drop_trainers(struct moe_train *t)
 {
+    moe_train__end_copying(t);
     for (size_t i = 0; i < t->config.layer_count; i++) {
         t->config.backend->training->trainer_destroy(t->trainers[i]);
         t->trainers[i] = NULL;

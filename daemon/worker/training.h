@@ -200,6 +200,10 @@ struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ti
  * comes when something may have changed, and one of these settles the call. What is under way is
  * lost with its view (moe_train_give_up_job). */
 
+/* A Save is being copied, on this slot or another, from tickets on that are the same on all slots:
+ * no ticket may come that changes what is copied (moe_step_is_held). */
+bool moe_train_is_copying(const struct moe_train *t);
+
 /* [any thread but those of jobs] Gives the call a ticket; false when there is no room for it at the
  * moment. */
 typedef bool (*moe_train_poke_fn)(void *ctx, const struct moe_train_call *call);

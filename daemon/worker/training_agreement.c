@@ -146,6 +146,7 @@ void moe_train_note_problem(struct moe_train *t, const char *why)
 struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_decision *d,
                                   uint32_t slot, uint32_t slots, uint64_t live)
 {
+    moe_train__end_copying(t);
     pthread_mutex_lock(&t->lock);
     t->slot = slot;
     t->slots = slots;

@@ -1,6 +1,8 @@
-/* Save and Load beside serving: only what needs the trainers to stand still is done while the
- * engine waits (Save copies them to host memory, Load takes what was checked); files are written
- * and read by a thread, phase by phase, while forward and training steps go on.
+/* Save and Load beside serving: a thread copies the trainers to host memory, writes and reads
+ * files, phase by phase, while forward and training steps go on. Only what changes the trainers is
+ * kept away from their copying: no ticket of such a call comes meanwhile (moe_train_is_copying).
+ * Load takes what was checked while the engine waits, and so does a Save that has no room for a
+ * copy.
  *
  * Slots meet at tickets only. A slot whose part of a phase is over asks for one (it pokes); at each
  * such ticket all slots tell each other how their parts stand, and so take every decision together:
@@ -141,7 +143,7 @@ static struct moe_status run_part(struct moe_train_job *j)
 /* What is done once is the lowest slot's. */
 static bool has_part(const struct moe_train_job *j)
 {
-    bool of_all = !j->undoing && (!is_save(j) || j->phase == SAVE_WRITE);
+    bool of_all = !j->undoing && (!is_save(j) || j->phase == SAVE_COPY || j->phase == SAVE_WRITE);
     return of_all || moe_train__is_lowest(&j->work);
 }
 
@@ -192,6 +194,11 @@ static void note_asked(struct moe_train_job *j, const struct moe_train_call *cal
         atomic_store(&j->unwanted, false);
 }
 
+static bool is_copying(const struct moe_train_job *j)
+{
+    return j != NULL && is_save(j) && j->phase == SAVE_COPY;
+}
+
 /* Waits for its thread, and removes what it left. */
 static void tidy_old(struct moe_train *t)
 {
@@ -199,10 +206,16 @@ static void tidy_old(struct moe_train *t)
     if (old == NULL)
         return;
     join_part(old);
-    if (is_save(old) && moe_train__is_lowest(&old->work))
+    if (is_save(old) && !is_copying(old) && moe_train__is_lowest(&old->work))
         moe_checkpoint_save_abandon(&old->work.context, old->call.name);
     t->old = NULL;
     free_job(old);
+}
+
+void moe_train__end_copying(struct moe_train *t)
+{
+    if (is_copying(t->old))
+        tidy_old(t);
 }
 
 static struct moe_status save_running(void)
@@ -224,58 +237,27 @@ struct moe_status moe_train__settle_old(struct work *w)
 static struct moe_status prepare(struct work *w)
 {
     MOE_TRY(moe_train__settle_old(w));
-    if (w->call->kind != MOE_STEP_SAVE)
-        return moe_ok();
-    MOE_TRY(moe_train__pack_records(w));
-    return moe_checkpoint_copy_take(&w->context, &w->copy);
-}
-
-/* No slot may write from a copy unless all have one: then all write while the engine waits. */
-static struct moe_status save_without_copy(struct moe_train_job *j, struct moe_session *session,
-                                           struct moe_train_turn *turn,
-                                           struct moe_ledger_outcome *outcome)
-{
-    moe_log_warn("checkpoint %s: %s; forward requests wait while it is written", j->call.name,
-                 turn->refusal.text);
-    moe_checkpoint_copy_free(j->work.copy);
-    j->work.copy = NULL;
-    turn->refusal = moe_ok();
-    /* It may be the records that found no room; there is more of it now, or the Save fails. */
-    uint64_t unused;
-    MOE_TRY(
-        moe_train__together(&j->work, session, moe_train__pack_records, &turn->refusal, &unused));
-    if (moe_failed(&turn->refusal))
-        return moe_ok();
-    MOE_TRY(moe_train__run_save(&j->work, session, &turn->refusal, &outcome->bytes));
-    return moe_failed(&turn->refusal) ? moe_ok()
-                                      : moe_train__share_removed(&j->work, session, &turn->removed);
+    return w->call->kind == MOE_STEP_SAVE ? moe_train__pack_records(w) : moe_ok();
 }
 
 static struct moe_status begin(struct moe_train *t, struct moe_session *session,
-                               const struct moe_train_call *call, struct moe_train_turn *turn,
-                               struct moe_ledger_outcome *outcome)
+                               const struct moe_train_call *call, struct moe_train_turn *turn)
 {
     struct moe_train_job *j = NULL;
     uint64_t unused;
     MOE_TRY(create_job(t, call, &j));
     struct moe_status st = moe_train__together(&j->work, session, prepare, &turn->refusal, &unused);
-    if (!moe_failed(&st) && is_save(j) && moe_train__lacks_memory(&turn->refusal))
-        st = save_without_copy(j, session, turn, outcome);
-    else if (!moe_failed(&st) && !moe_failed(&turn->refusal)) {
-        j->work.context.copy = j->work.copy;
-        j->work.context.placements = j->placements;
-        j->work.context.trainers = NULL; /* they go on learning */
-        j->total = j->work.copy != NULL ? moe_checkpoint_copy_bytes(j->work.copy) : 0;
-        atomic_store(&j->processed, 0);
-        note_asked(j, call, turn);
-        turn->waits = true;
-        pthread_mutex_lock(&t->lock);
-        t->job = j;
-        pthread_mutex_unlock(&t->lock);
-        return start_part(j);
+    if (moe_failed(&st) || moe_failed(&turn->refusal)) {
+        free_job(j);
+        return st;
     }
-    free_job(j);
-    return st;
+    j->work.context.placements = j->placements;
+    note_asked(j, call, turn);
+    turn->waits = true;
+    pthread_mutex_lock(&t->lock);
+    t->job = j;
+    pthread_mutex_unlock(&t->lock);
+    return start_part(j);
 }
 
 /* -------------------------------------------------------------------------- settling */
@@ -365,7 +347,8 @@ static struct moe_status judge_phase(struct moe_train_job *j, const struct repor
     struct moe_status st = moe_train__conclude(all, j->live, &more);
     j->bytes += more;
     /* What begin refused is not ours. */
-    *undo = is_save(j) && j->phase <= SAVE_COMMIT && (j->phase > 0 || !moe_failed(&st));
+    *undo = is_save(j) && j->phase >= SAVE_BEGIN && j->phase <= SAVE_COMMIT &&
+            (j->phase > SAVE_BEGIN || !moe_failed(&st));
     if (st.code == MOE_CANCELLED ||
         (cancelled && !moe_failed(&st) && !(is_save(j) && j->phase >= SAVE_COMMIT)))
         st = called_off();
@@ -376,11 +359,21 @@ static struct moe_status judge_phase(struct moe_train_job *j, const struct repor
 static bool take_found(struct moe_train_job *j, const struct report *all)
 {
     const struct report *lowest = &all[__builtin_ctzll(j->live)];
-    if (!is_save(j) || j->phase > 0 || lowest->found == 0)
+    if (!is_save(j) || j->phase != SAVE_BEGIN || lowest->found == 0)
         return false;
     j->outcome.weights_version = lowest->weights_version;
     j->outcome.steps = lowest->steps;
     return true;
+}
+
+/* From here on trainers go on learning. */
+static void turn_to_copy(struct moe_train_job *j)
+{
+    j->work.context.copy = j->work.copy;
+    j->work.context.trainers = NULL;
+    pthread_mutex_lock(&j->work.train->lock);
+    j->total = moe_checkpoint_copy_bytes(j->work.copy);
+    pthread_mutex_unlock(&j->work.train->lock);
 }
 
 /* After one that went well; true when it was the last. No older checkpoint goes before all slots
@@ -389,9 +382,33 @@ static bool next_phase(struct moe_train_job *j, const struct report *all)
 {
     if (take_found(j, all))
         j->phase = SAVE_COMMIT;
+    if (is_copying(j))
+        turn_to_copy(j);
     if (is_save(j) && j->phase == SAVE_COMMIT)
         moe_train__note_checkpoint(j->work.train, j->call.name, j->outcome.steps);
     return ++j->phase >= phase_count(j);
+}
+
+/* No slot may write from a copy unless all have one: then all write while the engine waits. Nothing
+ * has changed what is written since the Save began. */
+static struct moe_status save_without_copy(struct moe_train_job *j, struct moe_session *session,
+                                           struct moe_train_turn *turn,
+                                           struct moe_ledger_outcome *outcome)
+{
+    uint64_t epoch = outcome->epoch;
+    struct moe_train *t = j->work.train;
+    moe_log_warn("checkpoint %s: %s; forward requests wait while it is written", j->call.name,
+                 j->verdict.text);
+    moe_checkpoint_copy_free(j->work.copy);
+    j->work.copy = NULL;
+    *outcome = j->outcome;
+    outcome->epoch = epoch;
+    turn->settles = true;
+    struct moe_status st = moe_train__run_save(&j->work, session, &turn->refusal, &outcome->bytes);
+    if (!moe_failed(&st) && !moe_failed(&turn->refusal))
+        st = moe_train__share_removed(&j->work, session, &turn->removed);
+    forget_job(t);
+    return st;
 }
 
 static struct moe_status progress(struct moe_train *t, struct moe_session *session,
@@ -411,6 +428,10 @@ static struct moe_status progress(struct moe_train *t, struct moe_session *sessi
     join_part(j);
     if (!j->undoing) {
         j->verdict = judge_phase(j, all, cancelled, &undo);
+        if (is_copying(j) && moe_train__lacks_memory(&j->verdict) && !cancelled) {
+            turn->waits = false;
+            return save_without_copy(j, session, turn, outcome);
+        }
         j->undoing = moe_failed(&j->verdict) && undo;
         bool done = moe_failed(&j->verdict) ? !undo : next_phase(j, all);
         if (!done)
@@ -424,7 +445,7 @@ struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *se
                                      const struct moe_train_call *call, struct moe_train_turn *turn,
                                      struct moe_ledger_outcome *outcome)
 {
-    return t->job == NULL ? begin(t, session, call, turn, outcome)
+    return t->job == NULL ? begin(t, session, call, turn)
                           : progress(t, session, call, turn, outcome);
 }
 
@@ -433,6 +454,11 @@ struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *se
 const struct moe_train_call *moe_train__job_call(const struct moe_train *t)
 {
     return t->job != NULL ? &t->job->call : NULL;
+}
+
+bool moe_train_is_copying(const struct moe_train *t)
+{
+    return is_copying(t->job);
 }
 
 void moe_train__read_job(const struct moe_train *t, struct moe_train_state *out)

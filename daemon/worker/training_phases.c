@@ -20,7 +20,7 @@ struct phase {
     atomic_bool over;
 };
 
-enum { EXCHANGE_PAUSE_NS = 5000000 };
+enum { FIRST_PAUSE_NS = 50000, LAST_PAUSE_NS = 5000000 }; /* between two exchanges; doubling */
 
 static void *run_phase(void *arg)
 {
@@ -131,13 +131,16 @@ struct moe_status moe_train__together(struct work *w, struct moe_session *sessio
     struct report all[MOE_MAX_SLOTS];
     struct phase p = {.work = w, .run = run};
     struct moe_status st = moe_ok();
+    struct timespec pause = {.tv_nsec = FIRST_PAUSE_NS};
     pthread_t thread;
     bool threaded = pthread_create(&thread, NULL, run_phase, &p) == 0;
     if (!threaded)
         (void)run_phase(&p);
     do {
         if (!atomic_load(&p.over))
-            (void)nanosleep(&(struct timespec){.tv_nsec = EXCHANGE_PAUSE_NS}, NULL);
+            (void)nanosleep(&pause, NULL);
+        if (pause.tv_nsec < LAST_PAUSE_NS)
+            pause.tv_nsec *= 2;
         struct report mine = report_of(&p);
         st = moe_train__exchange(w, session, &mine, all);
     } while (!moe_failed(&st) && moe_train__any_running(all, w->context.live));
@@ -167,12 +170,16 @@ struct moe_checkpoint_context moe_train__context_of(struct moe_train *t)
         .slots = t->slots,
         .live = t->live,
         .config = &t->config.trainer,
-        .torn = &t->broken,
         .writer = t->writer,
     };
 }
 
 /* ------------------------------------------------------------------------------ Save */
+
+static struct moe_status save_copy(struct work *w)
+{
+    return moe_checkpoint_copy_take(&w->context, &w->copy);
+}
 
 static struct moe_status save_begin(struct work *w)
 {
@@ -237,8 +244,10 @@ static struct moe_status save_tidy(struct work *w)
     return moe_ok();
 }
 
-const phase_fn moe_train__save_phases[SAVE_PHASES] = {save_begin, save_write, save_commit,
-                                                      save_tidy};
+const phase_fn moe_train__save_phases[SAVE_PHASES] = {
+    [SAVE_COPY] = save_copy,     [SAVE_BEGIN] = save_begin, [SAVE_WRITE] = save_write,
+    [SAVE_COMMIT] = save_commit, [SAVE_TIDY] = save_tidy,
+};
 
 void moe_train__note_checkpoint(struct moe_train *t, const char *name, uint64_t steps)
 {
@@ -286,7 +295,7 @@ struct moe_status moe_train__run_save(struct work *w, struct moe_session *sessio
     uint64_t more;
     *bytes = 0;
     struct moe_status st = moe_ok();
-    size_t done = 0;
+    size_t done = SAVE_BEGIN;
     for (; done < SAVE_PHASES; done++) {
         st = moe_train__together(w, session, moe_train__save_phases[done], verdict, &more);
         if (moe_failed(&st) || moe_failed(verdict))
@@ -296,7 +305,7 @@ struct moe_status moe_train__run_save(struct work *w, struct moe_session *sessio
             moe_train__note_checkpoint(w->train, w->call->name, w->state.steps);
     }
     /* Else begin's is not ours, or there is nothing more to undo. */
-    if (done > 0 && done <= SAVE_COMMIT && moe_train__is_lowest(w))
+    if (done > SAVE_BEGIN && done <= SAVE_COMMIT && moe_train__is_lowest(w))
         moe_checkpoint_save_abandon(&w->context, w->call->name);
     return st;
 }
@@ -444,11 +453,5 @@ struct moe_status moe_train__run_phases(struct moe_train *t, struct moe_session 
     turn->refusal = check_call(t, call);
     if (moe_failed(&turn->refusal))
         return moe_ok();
-    struct moe_status st = run(&w, session, turn, outcome);
-    if (!atomic_exchange(&t->broken, false))
-        return st;
-    turn->changes = true;
-    return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
-                     "an adapter that was taken away to read what is under it could not be put "
-                     "back: training goes back to its last checkpoint");
+    return run(&w, session, turn, outcome);
 }

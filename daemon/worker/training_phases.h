@@ -58,7 +58,7 @@ struct moe_status moe_train__share_removed(struct work *w, struct moe_session *s
                                            struct moe_checkpoint_removed *out) MOE_CHECKED;
 
 /* Phases. Nothing to do on slots that they are not for. */
-enum { SAVE_WRITE = 1, SAVE_COMMIT = 2, SAVE_TIDY = 3, SAVE_PHASES = 4 };
+enum { SAVE_COPY, SAVE_BEGIN, SAVE_WRITE, SAVE_COMMIT, SAVE_TIDY, SAVE_PHASES };
 extern const phase_fn moe_train__save_phases[SAVE_PHASES];
 struct moe_status moe_train__load_read(struct work *w) MOE_CHECKED;
 /* What a Save or Load that was given up left here is removed; FAILED_PRECONDITION/SAVE_RUNNING
@@ -69,7 +69,7 @@ struct moe_status moe_train__load_take(struct work *w) MOE_CHECKED;
 struct moe_status moe_train__pack_records(struct work *w) MOE_CHECKED;
 /* Checkpoint `name`, of the state after `steps`, is where the group goes back to from now on. */
 void moe_train__note_checkpoint(struct moe_train *t, const char *name, uint64_t steps);
-/* All of it while the engine waits. */
+/* All of it but the copy, from the trainers, while the engine waits. */
 struct moe_status moe_train__run_save(struct work *w, struct moe_session *session,
                                       struct moe_status *verdict, uint64_t *bytes) MOE_CHECKED;
 

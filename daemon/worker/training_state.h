@@ -42,8 +42,6 @@ struct moe_train {
         untried[2]; /* requests since then that were to be saved and had no step of their own */
     struct moe_train_job *job; /* the Save or Load that is under way; NULL = none. Changes on the
                                   engine's thread */
-    atomic_bool broken; /* a trainer that a checkpoint was read from has not got back what it held;
-                           the turn in which that happens ends the view */
     struct moe_train_job *old; /* one that was given up, and may still have a thread */
 
     /* The engine's thread only. */
@@ -100,6 +98,9 @@ struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *se
                                      struct moe_ledger_outcome *outcome) MOE_CHECKED;
 /* [lock held] Name and kind of what is under way, how far it is; zeros where nothing is. */
 void moe_train__read_job(const struct moe_train *t, struct moe_train_state *out);
+/* No view is in force: a Save that was given up with its view may still be reading trainers; waits
+ * until it is not, as long as one tensor takes. Before trainers change or go. */
+void moe_train__end_copying(struct moe_train *t);
 /* [lock held] What is under way, or NULL. */
 const struct moe_train_call *moe_train__job_call(const struct moe_train *t);
 

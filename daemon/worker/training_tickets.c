@@ -29,16 +29,16 @@ static struct moe_status check_new(const struct moe_train *t, const struct moe_t
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_MISSING,
                          "gradients of %u Backward calls are expected; those of %u are there",
                          c->expected_backwards, t->backwards);
-    if ((c->kind == MOE_STEP_SAVE || c->kind == MOE_STEP_EXPORT) && t->backwards != 0)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_PENDING,
-                         "gradients of %u Backward calls wait for OptimizerStep or ZeroGrad",
-                         t->backwards);
     bool of_checkpoints =
         c->kind == MOE_STEP_SAVE || c->kind == MOE_STEP_LOAD || c->kind == MOE_STEP_EXPORT;
     if (of_checkpoints && t->job != NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SAVE_RUNNING,
                          "a checkpoint is being written or loaded: one at a time (%s)",
                          moe_train__job_call(t)->name);
+    if ((c->kind == MOE_STEP_SAVE || c->kind == MOE_STEP_EXPORT) && t->backwards != 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_PENDING,
+                         "gradients of %u Backward calls wait for OptimizerStep or ZeroGrad",
+                         t->backwards);
     if (c->kind == MOE_STEP_SET_FROZEN && (t->config.trainer.frozen & ~c->frozen) != 0)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "what was frozen when the workers were started cannot learn");
@@ -92,14 +92,11 @@ static void judge(const struct moe_train *t, const struct moe_train_call *c,
     turn->run = !moe_failed(&turn->refusal);
 }
 
-/* A Save reads, and takes adapters away for a moment as it begins; a Load changes something in the
- * one turn that takes it (training_job.c says so then). */
-static bool changes_state(const struct moe_train *t, const struct moe_train_call *call,
-                          const struct moe_train_turn *turn)
+/* A Save only reads; a Load changes something in the one turn that takes it (training_job.c says so
+ * then). */
+static bool changes_state(const struct moe_train_call *call)
 {
-    if (call->kind == MOE_STEP_SAVE)
-        return !turn->joined && t->config.trainer.lora_rank > 0;
-    return call->kind != MOE_STEP_LOAD;
+    return call->kind != MOE_STEP_SAVE && call->kind != MOE_STEP_LOAD;
 }
 
 struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *ticket,
@@ -115,9 +112,13 @@ struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *
     pthread_mutex_lock(&t->lock);
     judge(t, call, turn);
     turn->origin = ticket->order.origin;
-    turn->changes = turn->run && changes_state(t, call, turn);
+    turn->changes = turn->run && changes_state(call);
     turn->weights_version = t->weights_version;
     pthread_mutex_unlock(&t->lock);
+    if (turn->run && moe_step_is_held(call->kind) && moe_train_is_copying(t))
+        return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
+                         "ticket %llu would change what a checkpoint is being copied from",
+                         (unsigned long long)ticket->seq);
     if (turn->run && call->kind == MOE_STEP_BACKWARD) {
         turn->saved = call->saved_epoch == ticket->epoch ? call->saved : 0;
         moe_train__hold_activations(t, call, true);

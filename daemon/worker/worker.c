@@ -48,6 +48,12 @@ static void announce_training(void *ctx, const struct moe_ticket *call, uint32_t
     moe_peers_announce_training(w->peers, call, tokens);
 }
 
+static void hold(void *ctx, bool on)
+{
+    struct moe_worker *w = ctx;
+    moe_peers_hold(w->peers, on);
+}
+
 static void finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
                      uint64_t lost_slots)
 {
@@ -197,6 +203,7 @@ static struct moe_status create_engine(struct moe_worker *w)
         .metrics = w->step_metrics,
         .announce = announce,
         .announce_training = announce_training,
+        .hold = hold,
         .finished = finished,
         .listen = listen,
         .spin_ns = w->config.spin_ns,

@@ -82,13 +82,15 @@ class Saving(unittest.TestCase):
         self.gate = self.root + ".gate"
         self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
         self.addCleanup(self.open_gate)
+        self.addCleanup(self.open_gate, ".copy")
 
-    def close_gate(self):
-        open(self.gate, "w").close()
+    def close_gate(self, of=""):
+        """Of what is written, or, with ".copy", of what is copied."""
+        open(self.gate + of, "w").close()
 
-    def open_gate(self):
-        if os.path.exists(self.gate):
-            os.remove(self.gate)
+    def open_gate(self, of=""):
+        if os.path.exists(self.gate + of):
+            os.remove(self.gate + of)
 
     def group(self, workers, *extra, of=None):
         environment = {"LD_PRELOAD": os.path.join(BUILD, "tests", "integration", "libgated_fsync.so"),
@@ -186,6 +188,113 @@ class Saving(unittest.TestCase):
     def test_the_same_with_adapters(self):
         self.everything_goes_on(2, *LORA)
 
+    # ------------------------------------------------------------------ beside the copy of it
+
+    def steps_go_on_beside_the_copy(self, workers, *extra):
+        with self.group(workers, *extra) as g:
+            client, other = Client(g), Client(g, workers - 1)
+            client.train(1)
+            before, seen = client.state(), client.ask()
+            self.close_gate(".copy")
+            save = Background(Client(g).save, "slow", 15)
+            until(lambda: self.saving(g) == {"slow"})
+            for _ in range(20):
+                self.assertEqual((client.ask(), other.ask()), (seen, seen))
+            routing = client.forward(client.layer, client.x, save=7)
+            dx = other.backward(client.layer, client.dy, client.x, routing, batch=2).dx
+            # A step waits, and so does what came after it; but nobody waits for the two.
+            step = Background(Client(g).optimizer_step, step=20, expected_backwards=1)
+            step.thread.join(0.2)
+            late = Background(other.backward, client.layer, client.dy, client.x, routing, batch=3)
+            for _ in range(20):
+                self.assertEqual((client.ask(), other.ask()), (seen, seen))
+            client.forward(client.layer, client.x, save=8)
+            self.assertEqual(refusal(other.save, "more", 18)[0],
+                             ("FAILED_PRECONDITION", "SAVE_RUNNING"))
+            again = Background(other.save, "slow", 15)
+            again.thread.join(0.2)
+            self.assertTrue(all(b.thread.is_alive() for b in (save, step, late, again)))
+            self.assertEqual((client.state().steps, self.names()), (1, []))
+            self.open_gate(".copy")
+            self.assertEqual(save.result().weights_version, before.weights_version)
+            self.assertEqual(again.result().weights_version, before.weights_version)
+            moved = step.result()
+            self.assertEqual((moved.steps, moved.backwards), (2, 1))
+            self.assertGreater(late.result().weights_version, before.weights_version)
+            after = client.ask()
+            self.assertNotEqual(after, seen)
+            # It is the state before the step, which is taken again from there to the same bits.
+            client.load("slow", 30)
+            self.assertEqual((client.state().steps, client.ask()), (1, seen))
+            back = client.backward(client.layer, client.dy, client.x, routing, batch=4)
+            self.assertEqual(back.dx, dx)
+            twice = client.optimizer_step(step=40, expected_backwards=1)
+            self.assertEqual((twice.grad_norm, client.ask()), (moved.grad_norm, after))
+        shutil.rmtree(os.path.join(self.root, "slow"))
+
+    def test_forward_and_backward_go_on_while_the_state_is_copied(self):
+        for workers in (1, 2, 4):
+            self.steps_go_on_beside_the_copy(workers)
+
+    def test_the_same_with_adapters_while_their_state_is_copied(self):
+        self.steps_go_on_beside_the_copy(2, *LORA)
+
+    def test_a_save_that_is_called_off_while_it_copies_lets_the_next_step_go(self):
+        with self.group(2) as g:
+            client = Client(g, 1)
+            client.train(1)
+            self.close_gate(".copy")
+            save = Background(client.save, "late", 15, timeout=1)
+            until(lambda: self.saving(g) == {"late"})
+            step = Background(Client(g).optimizer_step, step=20)
+            save.thread.join()
+            self.assertEqual(save.error.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
+            self.assertTrue(step.thread.is_alive())
+            self.open_gate(".copy")
+            self.assertEqual(step.result().steps, 2)
+            until(lambda: self.saving(g) == {""})
+            self.assertEqual((self.names(), client.state().checkpoint), ([], ""))
+
+    def test_a_worker_that_leaves_while_the_state_is_copied_waits_for_it(self):
+        with self.group(2) as g:
+            client = Client(g)
+            client.train(1)
+            self.close_gate(".copy")
+            save = Background(Client(g).save, "last", 15)
+            until(lambda: self.saving(g) == {"last"})
+            step = Background(Client(g).optimizer_step, step=20)
+            step.thread.join(0.2)
+            g.workers[0].terminate()  # which was asked
+            time.sleep(0.2)
+            self.assertIsNone(g.workers[0].poll())
+            self.open_gate(".copy")
+            self.assertEqual((save.result().weights_version, step.result().steps), (2, 2))
+            g.workers[0].wait(timeout=60)
+        self.assertEqual(self.names(), ["last"])
+
+    def test_a_worker_that_dies_while_the_state_is_copied_takes_the_group_back(self):
+        with self.group(2, "--wait-budget-ms", "500") as g:
+            client = Client(g)
+            client.train(1)
+            client.save("first", 15)
+            first, undisturbed = client.ask(), client.train(2)
+            epoch = g.info().epoch
+            self.close_gate(".copy")
+            save = Background(Client(g).save, "cut", 25)
+            until(lambda: self.saving(g) == {"cut"})
+            step = Background(Client(g).optimizer_step, step=30)
+            step.thread.join(0.2)
+            g.kill_worker(1)
+            save.thread.join()
+            self.assertEqual(save.error.code(), grpc.StatusCode.UNAVAILABLE)
+            self.open_gate(".copy")
+            g.start_worker(1, "--wait-budget-ms", "500")
+            g.wait_serving(epoch)
+            self.assertEqual(step.result().steps, 2)  # it waited for the next view
+            client.load("first", 40)
+            self.assertEqual((self.names(), client.ask()), (["first"], first))
+            self.assertEqual(client.train(2)[1:], undisturbed[1:])
+
     def test_down_tells_what_was_not_saved(self):
         with tempfile.TemporaryDirectory() as folder:
             config, state = os.path.join(folder, "train.conf"), os.path.join(folder, "state")
@@ -225,11 +334,13 @@ class Saving(unittest.TestCase):
     # ------------------------------------------------------------------- no room for a copy
 
     def without_memory(self, slots, *extra):
-        """A host that has no room for the copy of some slots, which is seen when it is asked."""
+        """A host that has no room for the copy of some slots, which is seen when it is asked; a
+        micro batch has come meanwhile."""
         with self.group(2, *extra) as g:
             client = Client(g)
             client.train(1)
             before = client.state()
+            self.close_gate(".copy")
             for slot in slots:
                 path = "%s.memory.%d" % (self.gate, g.workers[slot].pid)
                 with open(path, "w") as file:
@@ -237,6 +348,10 @@ class Saving(unittest.TestCase):
                 self.addCleanup(os.remove, path)
             self.close_gate()
             save = Background(Client(g).save, "poor", 15)
+            until(lambda: self.saving(g) == {"poor"})
+            client.backward(client.layer, client.dy, client.x, client.forward(client.layer, client.x),
+                            batch=5)
+            self.open_gate(".copy")
             until(lambda: self.hidden("poor"))
             ask = Background(client.ask)
             ask.thread.join(0.5)
@@ -244,6 +359,7 @@ class Saving(unittest.TestCase):
             self.open_gate()
             self.assertEqual(save.result().weights_version, before.weights_version)
             first = ask.result()
+            client.call("ZeroGrad", training.ZeroGradRequest(step_id=16))
             undisturbed = client.train(2)
             self.assertEqual((self.names(), client.state().checkpoint), (["poor"], "poor"))
             self.assertTrue(client.save("poor", 15).repeated)

@@ -564,6 +564,103 @@ static void beside_forward_work_one_training_ticket_is_in_flight_at_most(void **
     moe_sequencer_destroy(s);
 }
 
+/* The next ticket is of this kind and call, and is run. */
+static void expect(struct moe_sequencer *s, enum moe_step_kind kind, uint64_t number)
+{
+    struct moe_ticket t;
+    assert_true(moe_sequencer_next(s, &t));
+    assert_int_equal(t.kind, kind);
+    if (kind != MOE_STEP_FORWARD)
+        assert_int_equal(t.order.number, number);
+    done(s, 0, t.seq);
+}
+
+static void what_is_held_waits_with_all_that_came_after_it_but_for_what_may_pass(void **state)
+{
+    struct moe_ticket t;
+    (void)state;
+    struct moe_sequencer *s = begin(0x1, 16);
+    call(s, 0, MOE_STEP_SAVE, 1, 0);
+    call(s, 0, MOE_STEP_BACKWARD, 2, 4);
+    call(s, 0, MOE_STEP_OPTIMIZER, 3, 0);
+    call(s, 0, MOE_STEP_BACKWARD, 4, 4);
+    call(s, 0, MOE_STEP_ZERO_GRAD, 5, 0);
+    call(s, 0, MOE_STEP_OPTIMIZER, 6, 0);
+    expect(s, MOE_STEP_SAVE, 1);
+    moe_sequencer_hold(s, true);
+    expect(s, MOE_STEP_BACKWARD, 2);
+    assert_false(moe_sequencer_next(s, &t));
+    work(s, 0, &key_a, 3);
+    expect(s, MOE_STEP_FORWARD, 0);
+    call(s, 0, MOE_STEP_SAVING_FORWARD, 7, 4);
+    expect(s, MOE_STEP_SAVING_FORWARD, 7);
+    call(s, 0, MOE_STEP_SAVE, 8, 0); /* a poke */
+    assert_int_equal(moe_sequencer_calls(s), 5);
+    expect(s, MOE_STEP_SAVE, 8);
+    assert_false(moe_sequencer_next(s, &t));
+    moe_sequencer_hold(s, false);
+    expect(s, MOE_STEP_OPTIMIZER, 3);
+    expect(s, MOE_STEP_BACKWARD, 4);
+    expect(s, MOE_STEP_ZERO_GRAD, 5);
+    expect(s, MOE_STEP_OPTIMIZER, 6);
+    assert_int_equal(moe_sequencer_calls(s), 0);
+    /* A view that ends takes it along. */
+    moe_sequencer_hold(s, true);
+    moe_sequencer_begin(s, 8, 0x1, 16);
+    call(s, 0, MOE_STEP_OPTIMIZER, 1, 0);
+    assert_true(moe_sequencer_next(s, &t));
+    moe_sequencer_destroy(s);
+}
+
+/* All orders of arrival of a few calls, held and let go at any time: what may not pass keeps its
+ * order, nothing held comes while it holds, and everything comes in the end. */
+static void whatever_is_held_keeps_its_order_and_comes_in_the_end(void **state)
+{
+    enum { CALLS_OF_RUN = 40, LAPS = 200 };
+    static const enum moe_step_kind kinds[] = {MOE_STEP_OPTIMIZER,      MOE_STEP_BACKWARD,
+                                               MOE_STEP_SAVE,           MOE_STEP_ZERO_GRAD,
+                                               MOE_STEP_SAVING_FORWARD, MOE_STEP_SET_FROZEN};
+    struct rng random = {.state = choose_seed()};
+    uint64_t passed = 0;
+    (void)state;
+    for (int lap = 0; lap < LAPS; lap++) {
+        struct moe_sequencer *s = begin(0x1, 16);
+        uint64_t called = 0, last = 0, last_passing = 0, count = 0;
+        bool holding = false;
+        while (count < CALLS_OF_RUN) {
+            struct moe_ticket t;
+            if (called < CALLS_OF_RUN && rng_chance(&random, 60)) {
+                enum moe_step_kind kind = kinds[rng_below(&random, 6)];
+                call(s, 0, kind, ++called, moe_step_has_rows(kind) ? 4 : 0);
+            }
+            if (rng_chance(&random, 20)) {
+                holding = !holding;
+                moe_sequencer_hold(s, holding);
+            }
+            if (rng_chance(&random, 10))
+                work(s, 0, &key_a, 1 + rng_below(&random, 20));
+            if (!moe_sequencer_next(s, &t))
+                continue;
+            done(s, 0, t.seq);
+            if (t.kind == MOE_STEP_FORWARD)
+                continue;
+            assert_false(holding && moe_step_is_held(t.kind));
+            if (moe_step_passes_held(t.kind)) {
+                assert_true(t.order.number > last_passing);
+                last_passing = t.order.number;
+                passed += t.order.number > count + 1;
+            } else {
+                assert_true(t.order.number > last);
+                last = t.order.number;
+            }
+            count++;
+        }
+        assert_int_equal(moe_sequencer_calls(s), 0);
+        moe_sequencer_destroy(s);
+    }
+    assert_true(passed > 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -580,6 +677,8 @@ int main(void)
         cmocka_unit_test(training_keeps_to_its_share_and_its_order_and_nobody_starves),
         cmocka_unit_test(an_exclusive_ticket_waits_for_those_who_waited_at_the_last),
         cmocka_unit_test(beside_forward_work_one_training_ticket_is_in_flight_at_most),
+        cmocka_unit_test(what_is_held_waits_with_all_that_came_after_it_but_for_what_may_pass),
+        cmocka_unit_test(whatever_is_held_keeps_its_order_and_comes_in_the_end),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -408,29 +408,6 @@ static void a_view_that_ends_while_a_load_only_reads_tears_nothing(void **state)
     assert_int_equal(stand.torn, 0);
 }
 
-/* What is under an adapter is seen without it: it goes, and comes back. */
-static void an_adapter_that_does_not_come_back_ends_the_view_and_tears_the_state(void **state)
-{
-    struct moe_train_stand stand;
-    (void)state;
-    script.write_that_fails = 1;
-    ask(0, MOE_STEP_SAVE, 5, 1);
-    order(0, 0);
-    wait_done(0); /* it has not gone */
-    assert_int_equal(test.clients[0].status.code, MOE_INTERNAL);
-    moe_train_stand(test.train, &stand);
-    assert_int_equal(stand.torn, 0);
-    script.writes = 0;
-    script.write_that_fails = 4;
-    ask(1, MOE_STEP_SAVE, 6, 1);
-    order(1, 0);
-    wait_done(1);
-    assert_refused(test.clients[1].status, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
-    moe_train_stand(test.train, &stand);
-    assert_int_equal(stand.torn, 1);
-    assert_non_null(strstr(test.last.text, "could not be put back"));
-}
-
 static void more_calls_than_may_wait_are_refused(void **state)
 {
     (void)state;
@@ -573,9 +550,6 @@ int main(void)
         with_engine(a_call_that_is_forgotten_at_once_is_answered_whole),
         with_engine(a_poke_goes_with_its_view),
         with_engine(a_view_that_ends_while_a_load_only_reads_tears_nothing),
-        cmocka_unit_test_setup_teardown(
-            an_adapter_that_does_not_come_back_ends_the_view_and_tears_the_state, open_adapters,
-            close_engine),
         with_engine(a_load_is_not_called_off_under_somebody_who_has_asked_for_it_too),
         with_engine(more_calls_than_may_wait_are_refused),
         cmocka_unit_test(lack_of_memory_is_the_verdict_only_where_nobody_has_another_reason),

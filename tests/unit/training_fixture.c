@@ -22,6 +22,15 @@ static void on_announce_training(void *ctx, const struct moe_ticket *call, uint3
     pthread_mutex_unlock(&test.lock);
 }
 
+static void on_hold(void *ctx, bool hold)
+{
+    (void)ctx;
+    pthread_mutex_lock(&test.lock);
+    test.held = hold;
+    test.held_count++;
+    pthread_mutex_unlock(&test.lock);
+}
+
 static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
                         uint64_t lost)
 {
@@ -123,6 +132,7 @@ static int open_engine_with(uint64_t saved_ns, uint32_t lora_rank)
         .training = test.train,
         .announce = count_announced,
         .announce_training = on_announce_training,
+        .hold = on_hold,
         .finished = on_finished,
         .spin_ns = spin_of_test(),
     };

@@ -27,6 +27,8 @@ struct training_fixture {
     pthread_mutex_t lock;
     struct moe_ticket announced[TICKETS]; /* calls with an order, as told */
     int announced_count, finished_count;
+    bool held; /* what `hold` was told last */
+    int held_count;
     struct moe_status last;
     struct client clients[CLIENTS_MAX];
     struct moe_work forward;

@@ -213,6 +213,7 @@ static struct moe_status script_trainer(struct moe_layer *l, const struct moe_tr
 
 static void script_trainer_destroy(struct moe_trainer *t)
 {
+    script.changed_while_read |= t != NULL && script.reading > 0;
     script.trainers -= t != NULL;
     free(t);
 }
@@ -242,6 +243,7 @@ static struct moe_status script_optimizer(struct moe_session *s, struct moe_trai
     (void)count;
     pthread_mutex_lock(&script.lock);
     script.step_beside_optimizer |= script.unfinished > 0;
+    script.changed_while_read |= script.reading > 0;
     script.optimizer_steps++;
     if (script.refuse) {
         pthread_mutex_unlock(&script.lock);
@@ -257,9 +259,17 @@ static struct moe_status script_read(struct moe_trainer *t, const struct moe_tra
                                      float *to, size_t bytes)
 {
     (void)t;
-    (void)key;
+    pthread_mutex_lock(&script.lock);
+    script.reads++;
+    script.reads_of_base += key->tensor == MOE_TRAIN_BASE;
+    script.reading++;
+    while (script.hold_reads)
+        (void)moe_wait_until(&script.changed, &script.lock, MOE_NEVER);
+    script.reading--;
+    bool poor = script.no_read_memory;
+    pthread_mutex_unlock(&script.lock);
     memset(to, 0, bytes);
-    return moe_ok();
+    return poor ? no_memory() : moe_ok();
 }
 
 static struct moe_status script_write(struct moe_trainer *t, const struct moe_train_key *key,
@@ -269,9 +279,9 @@ static struct moe_status script_write(struct moe_trainer *t, const struct moe_tr
     (void)key;
     (void)from;
     (void)bytes;
-    return ++script.writes == script.write_that_fails
-               ? moe_error(MOE_INTERNAL, MOE_REASON_NONE, "the device is broken")
-               : moe_ok();
+    script.changed_while_read |= script.reading > 0;
+    script.writes++;
+    return moe_ok();
 }
 
 static const struct moe_training script_training = {

@@ -37,9 +37,13 @@ struct training_script {
     bool nonfinite;             /* what optimizer steps say of their gradients */
     bool bad_token;             /* backward passes find logits that are not finite */
     bool refuse;                /* passes and optimizer steps are refused by all slots */
-    int writes;                 /* of tensors of the trainer */
-    int write_that_fails;       /* 1 = the first; 0 = none */
-    bool peer_has_done;         /* what is refused here: the exchange says that a peer did it */
+    bool hold_reads;            /* reads of tensors of a trainer do not end */
+    bool no_read_memory;        /* they fail for lack of memory */
+    int reads, writes;          /* of those tensors, begun */
+    int reads_of_base;
+    int reading;             /* reads that have not ended */
+    bool changed_while_read; /* an optimizer step, a write or an end of a trainer beside a read */
+    bool peer_has_done;      /* what is refused here: the exchange says that a peer did it */
 };
 extern struct training_script script;
 extern const struct moe_backend script_backend;

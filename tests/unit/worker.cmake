@@ -4,7 +4,7 @@ moe_test(test_ledger SOURCES test_ledger.c USES moe_worker_core LABELS worker TI
 moe_test(test_saved_steps SOURCES test_saved_steps.c USES moe_worker_core LABELS worker)
 moe_test(test_step_metrics SOURCES test_step_metrics.c USES moe_worker_core LABELS worker)
 moe_test(test_saved SOURCES test_saved.c USES moe_worker_core LABELS worker)
-foreach(part training_engine saving_engine)
+foreach(part training_engine saving_engine copying_engine)
   moe_test(test_${part} SOURCES test_${part}.c training_fixture.c training_script.c engine_hooks.c
            USES moe_worker_core LABELS worker)
 endforeach()
@@ -14,7 +14,7 @@ foreach(part engine engine_failures staging)
 endforeach()
 # The same with an engine that stays awake after a step: briefly, so that it also falls asleep, and
 # for so long that it never does.
-foreach(part engine engine_failures training_engine saving_engine)
+foreach(part engine engine_failures training_engine saving_engine copying_engine)
   foreach(spin 100 1000000)
     add_test(NAME test_${part}_awake_${spin} COMMAND test_${part})
     set_tests_properties(test_${part}_awake_${spin} PROPERTIES TIMEOUT 120 LABELS worker
