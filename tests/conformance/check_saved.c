@@ -3,7 +3,9 @@
 #include "trained.h"
 
 #include "base/clock.h"
+#include "kept.h"
 
+#include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -17,6 +19,7 @@ struct batch {
     struct pass want; /* of a pass that computes everything */
     float *gradients; /* after it */
     bool saved;       /* this slot keeps it */
+    uint64_t bytes;   /* that it keeps of it, where it has room for all */
 };
 
 /* Of those that go through the router: elsewhere nobody would notice. */
@@ -50,7 +53,7 @@ static void *turned(struct trained *t)
 }
 
 /* What a pass must say of itself. */
-enum use { COMPUTES, USES, EITHER };
+enum use { COMPUTES, USES };
 
 static enum use use_of(const struct batch *b)
 {
@@ -69,7 +72,7 @@ static bool run_saved(struct trained *t, const struct batch *b, uint64_t name, b
     t->counted += accumulate;
     return went_well(t->s, "backward", t->table->backward_enqueue(t->s->session, &a, &step)) &&
            went_well(t->s, "backward", t->s->backend->step_wait(step, MOE_NEVER, &result)) &&
-           (use == EITHER || result.used_saved == (use == USES) ||
+           (result.used_saved == (use == USES) ||
             wrong(t->s, "a pass %s what a step saved", use == USES ? "did not use" : "used"));
 }
 
@@ -203,22 +206,36 @@ static bool check_uses(struct trained *t, struct batch *b)
                 run_saved(t, &b[0], b[0].name, false, use_of(&b[0]), &p) &&
                 same_pass(t, "without gradients, from a saved step", &b[0].want, &p) &&
                 same_from(t, &b[0], 99, COMPUTES, "from a name that was never saved");
+    b[0].bytes = t->table->saved_bytes(t->s->device);
     t->table->saved_drop(t->trainer, b[0].name);
+    b[1].bytes = t->table->saved_bytes(t->s->device);
+    b[0].bytes -= b[1].bytes;
     good = good && same_from(t, &b[0], b[0].name, COMPUTES, "after it was dropped") &&
            same_from(t, &b[1], b[1].name, use_of(&b[1]), "beside one that was dropped");
     return good && dropped_by_writing(t, &b[1]);
 }
 
-/* Room for one of the two, or hardly: whatever is pushed out is computed again. */
-static bool check_little_room(struct trained *t, struct batch *b, uint64_t bytes)
+/* Room for one of the two, or hardly: whatever is pushed out is computed again. The second stays
+ * where it was saved, as nothing comes after it; the first may have gone for it, and then all of it
+ * has. */
+static bool check_little_room(struct trained *t, struct batch *b)
 {
+    const uint64_t room = (b[0].bytes + b[1].bytes) * 3 / 4, padding = 3 * MOE_KEPT_ALIGN;
     void *y[2];
-    t->table->saved_limit(t->s->device, bytes);
-    return run_forwards(t, b, true, y) &&
-           same_from(t, &b[0], b[0].name, EITHER, "with little room to save") &&
-           same_from(t, &b[1], b[1].name, EITHER, "with little room to save") &&
-           (t->table->saved_bytes(t->s->device) <= bytes ||
-            wrong(t->s, "more is saved than there is room for"));
+    t->table->saved_limit(t->s->device, room);
+    if (!run_forwards(t, b, true, y))
+        return false;
+    uint64_t bytes = t->table->saved_bytes(t->s->device), second = b[1].saved ? b[1].bytes : 0;
+    if (!b[0].saved && b[0].bytes > 0 && b[0].bytes + padding <= room)
+        return wrong(t->s, "a step did not save in room enough");
+    if (bytes > room || (bytes != second && !(b[0].saved && bytes == second + b[0].bytes)))
+        return wrong(t->s,
+                     "%" PRIu64 " bytes are saved in %" PRIu64 ", of two steps with %" PRIu64
+                     " and %" PRIu64,
+                     bytes, room, b[0].bytes, b[1].bytes);
+    b[0].saved = bytes > second;
+    return same_from(t, &b[0], b[0].name, use_of(&b[0]), "with little room to save") &&
+           same_from(t, &b[1], b[1].name, use_of(&b[1]), "with little room to save");
 }
 
 /* Saves one batch, where this slot can. */
@@ -276,9 +293,7 @@ bool check_saved(struct trained *t)
     t->table->saved_limit(s->device, room ? ROOM : 0);
     bool good = can_save(t, &b[0], &can) && learn(t, &b[0]) && learn(t, &b[1]) &&
                 save_both(t, b, room && can);
-    uint64_t bytes = t->table->saved_bytes(s->device);
-    good = good && check_uses(t, b) && check_little_room(t, b, bytes * 3 / 4) &&
-           dropped_by_optimizer(t, &b[0]);
+    good = good && check_uses(t, b) && check_little_room(t, b) && dropped_by_optimizer(t, &b[0]);
     /* Leaves the gradients of one pass over the case, as it found them. */
     good = good && same_from(t, &b[0], 0, COMPUTES, "after all");
     t->table->saved_limit(s->device, 0);
