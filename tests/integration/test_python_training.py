@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 
@@ -20,7 +21,7 @@ from group import BUILD, MOECTL, group, main, model_directory, moectl, relative_
 from training import golden_gradients, training_group
 
 import moed
-from moed._proto import expert_pb2, rpc_status_pb2, training_pb2, types_pb2
+from moed._proto import admin_pb2, expert_pb2, rpc_status_pb2, training_pb2, types_pb2
 
 try:
     import torch
@@ -72,7 +73,8 @@ class FakeWorker(grpc.GenericRpcHandler):
 
     def __init__(self, ledger):
         self.ledger, self.script, self.requests, self.saved = ledger, [], [], {}
-        self.workers, self.slot = [], 0
+        self.workers, self.slot, self.coordinator = [], 0, ""
+        self.message_bytes, self.extensions = 1 << 20, ["training"]
         self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
         self.server.add_generic_rpc_handlers((self,))
         self.endpoint = "127.0.0.1:%d" % self.server.add_insecure_port("127.0.0.1:0")
@@ -115,8 +117,10 @@ class FakeWorker(grpc.GenericRpcHandler):
 
     def GetServerInfo(self, _request):
         return expert_pb2.GetServerInfoResponse(
-            name="moe-worker", slot=self.slot, workers=self.workers, max_tokens_per_request=100,
-            max_tokens_per_step=STEP_TOKENS, max_message_bytes=1 << 20)
+            name="moe-worker", slot=self.slot, workers=self.workers,
+            coordinator=self.coordinator, max_tokens_per_request=100,
+            max_tokens_per_step=STEP_TOKENS, max_message_bytes=self.message_bytes,
+            extensions=self.extensions)
 
     def GetModel(self, _request):
         layer = types_pb2.LayerInfo(layer=LAYER, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K)
@@ -281,6 +285,80 @@ class Calls(unittest.TestCase):
             self.expect("REFORMING", client.zero_grad, step_id=1, timeout=0.5)
             self.assertGreater(len(worker.requests), 4)
             self.assertLess(len(worker.requests), 50)
+
+    def test_a_pass_that_is_kept_waits_too_and_another_does_not(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            worker.script = [unavailable()] * 6
+            self.assertTrue(client.forward(LAYER, rows(4), return_routing=True, save=("s", 1)).saved)
+            worker.script = [unavailable()] * 6
+            self.expect("REFORMING", client.forward, LAYER, rows(4))
+            self.assertEqual(len(worker.requests), 7 + 4)
+
+    def test_who_waits_long_is_told_what_for(self):
+        """By the coordinator's word, which comes here from a fake of it."""
+        status = admin_pb2.GetStatusResponse(
+            state=admin_pb2.GROUP_STATE_DEGRADED, reason="worker w1 is lost; slot 1 is empty")
+
+        class Coordinator(grpc.GenericRpcHandler):
+            def service(self, details):
+                if details.method == "/moe.v1.AdminService/GetStatus":
+                    return grpc.unary_unary_rpc_method_handler(
+                        lambda _request, _context: status.SerializeToString())
+                return None
+
+        coordinator = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+        coordinator.add_generic_rpc_handlers((Coordinator(),))
+        port = coordinator.add_insecure_port("127.0.0.1:0")
+        coordinator.start()
+        with fakes() as (worker,):
+            worker.coordinator = "127.0.0.1:%d" % port
+            with moed.Client(worker.endpoint) as client:
+                worker.script = [unavailable()] * 100
+                with self.assertLogs("moed", "WARNING") as log:
+                    error = self.expect("REFORMING", client.zero_grad, step_id=1, timeout=6.5)
+                print("   ", log.output[0], "\n   ", error)
+                self.assertEqual(len(log.output), 1)
+                for text in (log.output[0], error.message):
+                    self.assertIn("the group is DEGRADED: worker w1 is lost; slot 1 is empty", text)
+                    self.assertIn("moectl status --endpoint " + worker.endpoint, text)
+                    self.assertIn("ZeroGrad", text)
+                worker.server.stop(None).wait()
+                coordinator.stop(None).wait()
+                error = self.expect("", client.zero_grad, step_id=1, timeout=0.5)
+                self.assertIn("cannot connect to %s: " % worker.endpoint, error.message)
+
+    def test_a_save_has_no_limit_but_the_callers(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint, timeout=0.3) as client:
+            gate = threading.Event()
+            save = worker.SaveCheckpoint
+
+            def slow(request):
+                gate.wait(20)
+                return save(request)
+
+            worker.SaveCheckpoint = slow
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                answer = thread.submit(client.save_checkpoint, "a", step_id=1)
+                time.sleep(1)
+                self.assertFalse(answer.done())
+                gate.set()
+                self.assertEqual(answer.result().bytes, 1000)
+            gate.clear()
+            error = self.expect("", client.save_checkpoint, "b", step_id=2, timeout=0.5)
+            gate.set()
+            self.assertIn("timeout=0.5 s", error.message)
+            worker.script = [unavailable()] * 1000  # nobody is there: the client's timeout holds
+            self.expect("REFORMING", client.save_checkpoint, "c", step_id=3)
+
+    def test_what_is_too_large_is_refused_here(self):
+        with fakes() as (worker,):
+            worker.message_bytes = 600
+            with moed.Client(worker.endpoint) as client:
+                for call in (lambda: client.forward(LAYER, rows(30)),
+                             lambda: client.backward(LAYER, rows(5), rows(5), np.zeros((5, TOP_K), int),
+                                                     session="s", micro_batch_id=1)):
+                    self.assertIn("--max-message-bytes", self.expect("TOO_LARGE", call).message)
+                self.assertEqual(worker.requests, [])
 
     def test_other_failures_are_not_tried_again(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
@@ -563,12 +641,48 @@ class Torch(unittest.TestCase):
             x = torch.randn(2 * STEP_TOKENS + 5, HIDDEN, requires_grad=True)
             moe(x).sum().backward()
             self.assertEqual([m.tokens for name, m in worker.requests if name == "Forward"],
-                             [STEP_TOKENS, STEP_TOKENS, 5])
+                             [23, 23, 23])
             self.assertEqual(moe.session.backwards, 3)
             self.assertTrue(torch.equal(x.grad, torch.full_like(x, 3)))
             worker.requests.clear()
             self.assertEqual(moe(x[:0]).shape, (0, HIDDEN))
             self.assertEqual(worker.requests, [])
+
+    def test_what_would_not_fit_a_message_goes_in_parts(self):
+        with fakes() as (worker,):
+            worker.message_bytes = 8192 + 10 * (2 * HIDDEN * 4 + 8 * TOP_K)  # x and dy of 10 rows
+            with moed.Client(worker.endpoint) as client:
+                moe = moed.torch.RemoteMoE(LAYER, client)
+                x = torch.randn(20, HIDDEN, requires_grad=True)
+                moe(x).sum().backward()
+                self.assertEqual([(name, m.tokens) for name, m in worker.requests],
+                                 [("Forward", 10)] * 2 + [("Backward", 10)] * 2)
+                worker.requests.clear()
+                moe(x.detach()[:16].bfloat16())  # half as wide
+                self.assertEqual(len(worker.requests), 1)
+
+    def test_without_training_there_are_passes_without_gradients(self):
+        with fakes() as (worker,):
+            worker.extensions = []
+            worker.GetTrainState = None
+            with moed.Client(worker.endpoint) as client:
+                moe = moed.torch.RemoteMoE(LAYER, client)
+                x = torch.randn(4, HIDDEN)
+                with torch.no_grad():
+                    self.assertTrue(torch.equal(moe(x), 2 * x))
+                with self.assertRaises(moed.MoeError) as caught:
+                    moe(x)
+                self.assertIn("started without --training", caught.exception.message)
+                self.assertIn("torch.no_grad()", caught.exception.message)
+                with self.assertRaises(moed.MoeError):
+                    moed.torch.RemoteOptimizer([moe], lr=1.0)
+
+    def test_a_pass_of_training_is_as_patient_as_a_step(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            moe = moed.torch.RemoteMoE(LAYER, client)
+            worker.script = [unavailable()] * 6
+            moe(torch.randn(4, HIDDEN))
+            self.assertEqual(len(worker.requests), 7)
 
     def test_a_second_backward_through_a_graph_is_another_micro_batch(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:

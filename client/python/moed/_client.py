@@ -7,19 +7,18 @@ import queue
 import random
 import re
 import threading
-import time
 
 import grpc
 import numpy as np
 
 from . import _errors, _wire
+from ._patience import Patience
 from ._proto import expert_pb2
 from ._training import TrainingCalls
 
 _SERVICE = "/moe.v1.ExpertService/"
 _MAX_MESSAGE = 2**31 - 1
 _ATTEMPTS = 4
-_PAUSE_FIRST, _PAUSE_MAX = 0.01, 1.0
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.]+(%[^\]]+)?\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
@@ -78,6 +77,12 @@ class _Worker:
             # Spread over workers is done here, and a retry of the channel's own would hold a copy.
             ("grpc.enable_retries", 0),
             ("grpc.use_local_subchannel_pool", 1),
+            # A worker that is started again is found within a second, one that vanishes is noticed.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.keepalive_time_ms", 30000),
+            ("grpc.keepalive_timeout_ms", 10000),
+            ("grpc.http2.max_pings_without_data", 0),
         ])
         self.forward = self._unary("Forward", expert_pb2.ForwardRequest,
                                    expert_pb2.ForwardResponse)
@@ -178,7 +183,7 @@ class Client(TrainingCalls):
         return _Worker(endpoint)
 
     def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-                timeout=None, epoch=0, weights_version=0, save=None):
+                timeout=None, epoch=0, weights_version=0, save=None, patient=None):
         """The output of one MoE layer.
 
         layer         a Layer, or its index in the model
@@ -191,6 +196,8 @@ class Client(TrainingCalls):
                       otherwise); 0: any
         save          (session, micro_batch_id): the worker keeps the pass for Client.backward under
                       these; then the first worker is asked, and no other
+        patient       wait for a group that lacks a worker as the calls of training do, until the time
+                      is over, instead of giving up after a few tries; None: if `save` is given
 
         Returns y [T,H] with x's dtype, routed plus shared experts, without the residual; or with
         `return_routing` a ForwardResult. The arrays are the caller's own.
@@ -202,7 +209,9 @@ class Client(TrainingCalls):
         if save is not None:
             request.save.session, request.save.micro_batch_id = save
         x = self._fill(request, layer, x, topk_ids, topk_weights, return_routing)
-        return _result(self._call(request, timeout, home=save is not None), x, return_routing)
+        patient = save is not None if patient is None else patient
+        answer = self._call(request, timeout, home=save is not None, patient=patient)
+        return _result(answer, x, return_routing)
 
     def _fill(self, request, layer, x, topk_ids, topk_weights, return_routing):
         """x as it is sent. What the server would refuse for its size is not sent."""
@@ -214,29 +223,34 @@ class Client(TrainingCalls):
             raise _errors.MoeError(
                 grpc.StatusCode.INVALID_ARGUMENT, "TOKEN_LIMIT",
                 "%d tokens; the server takes at most %d in a request" % (x.shape[0], limit))
-        return _wire.fill_request(request, layer, x, topk_ids, topk_weights, return_routing)
+        x = _wire.fill_request(request, layer, x, topk_ids, topk_weights, return_routing)
+        self._check_message(request)
+        return x
 
-    def _call(self, request, timeout, home=False):
-        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
-        start = next(self._turn)
-        for attempt in range(_ATTEMPTS):
-            worker = self._workers[0 if home else (start + attempt) % len(self._workers)]
+    def _check_message(self, request):
+        """Refuses what the server would not take for its bytes, in other words than gRPC's."""
+        size, limit = request.ByteSize(), self._info.max_message_bytes
+        if 0 < limit < size:
+            raise _errors.MoeError(
+                grpc.StatusCode.INVALID_ARGUMENT, "TOO_LARGE",
+                "%d tokens are a message of %d bytes; the server takes at most %d (its "
+                "--max-message-bytes): send fewer at a time" % (request.tokens, size, limit))
+
+    def _call(self, request, timeout, home=False, patient=False):
+        patience = Patience(self, "Forward", self._timeout if timeout is None else timeout,
+                            None if patient else _ATTEMPTS)
+        for turn in itertools.count(next(self._turn)):
+            worker = self._workers[0 if home else turn % len(self._workers)]
             try:
-                return worker.forward(request, timeout=max(deadline - time.monotonic(), 0))
+                return worker.forward(request, timeout=patience.left())
             except grpc.RpcError as error:
-                failure = _errors.from_dropped_call(error)
+                failure = _errors.from_dropped_call(error, worker.endpoint)
             except ValueError:  # gRPC's word for a channel that has been closed
                 if not self._is_closed:
                     raise
             if self._is_closed:
                 raise _errors.closed("client")
-            half = min(_PAUSE_FIRST * 2**attempt, _PAUSE_MAX) / 2
-            pause = (failure.retry_after or half) + random.uniform(0, half)
-            if (failure.code != grpc.StatusCode.UNAVAILABLE or attempt == _ATTEMPTS - 1
-                    or time.monotonic() + pause >= deadline):
-                break
-            time.sleep(pause)
-        raise failure
+            patience.bear(failure, worker.endpoint)
 
     def stream(self):
         """A Stream to one worker: less cost per call, no retries. A context manager."""

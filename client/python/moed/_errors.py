@@ -1,5 +1,7 @@
 """Failures of calls, with the code and reason that the server sent."""
 
+import re
+
 import grpc
 
 from ._proto import rpc_status_pb2
@@ -40,15 +42,23 @@ def _parse(message_type, data):
         return message_type()
 
 
-def _last_cause(text):
+_TOO_LARGE = re.compile(r"(Received|.*Sent) message larger than max \((\d+) vs\. (\d+)\)")
+
+
+def _in_our_words(text, endpoint):
     """A person wants "Connection refused", not the layers of gRPC that it came through."""
     if text.startswith(("failed to connect to all addresses", "DNS resolution failed")):
-        return "cannot connect: " + text.rpartition(": ")[2]
+        return "cannot connect%s: %s" % (" to " + endpoint if endpoint else "",
+                                         text.rpartition(": ")[2])
+    match = _TOO_LARGE.match(text)
+    if match:
+        return "a message of %s bytes; %s are the most that may be sent" % (match[2], match[3])
     return text
 
 
-def from_rpc_error(error):
-    """The MoeError for a grpc.RpcError, ErrorInfo and RetryInfo included."""
+def from_rpc_error(error, endpoint=""):
+    """The MoeError for a grpc.RpcError, ErrorInfo and RetryInfo included. `endpoint` is named where
+    nobody could be reached there."""
     reason, retry_after, worker = "", None, ""
     for key, value in error.trailing_metadata() or ():
         if key != _DETAILS:
@@ -61,7 +71,8 @@ def from_rpc_error(error):
             elif kind == _RETRY_INFO:
                 delay = _parse(rpc_status_pb2.RetryInfo, detail.value).retry_delay
                 retry_after = delay.seconds + delay.nanos * 1e-9
-    return MoeError(error.code(), reason, _last_cause(error.details() or ""), retry_after, worker)
+    return MoeError(error.code(), reason, _in_our_words(error.details() or "", endpoint),
+                    retry_after, worker)
 
 
 def from_connect_error(error, endpoint):
@@ -74,15 +85,16 @@ def from_connect_error(error, endpoint):
                     failure.retry_after)
 
 
-def from_dropped_call(error):
+def from_dropped_call(error, endpoint=""):
     """As from_rpc_error, for a call that this side has not cancelled: CANCELLED without a word is a
     server that reset the call as it went down, which is UNAVAILABLE, and so is gRPC's own text
     about a server that cancels what it has."""
-    failure = from_rpc_error(error)
+    failure = from_rpc_error(error, endpoint)
     if not error.trailing_metadata() and (
             failure.code == grpc.StatusCode.CANCELLED
             or "Cancelling all calls" in failure.message):
-        return MoeError(grpc.StatusCode.UNAVAILABLE, "", "the server dropped the call")
+        return MoeError(grpc.StatusCode.UNAVAILABLE, "", "the server%s dropped the call"
+                        % (" " + endpoint if endpoint else ""))
     return failure
 
 

@@ -6,19 +6,18 @@ over; and where the answer is recorded on another worker, that worker is asked.
 """
 
 import collections
-import random
+import itertools
 import re
-import time
 
 import grpc
 import numpy as np
 
 from . import _errors, _wire
 from ._dtypes import to_wire
+from ._patience import Patience
 from ._proto import training_pb2, types_pb2
 
 _SERVICE = "/moe.v1.TrainingService/"
-_PAUSE_FIRST, _PAUSE_MAX = 0.01, 1.0
 _OPTIMIZERS = {None: 0, "adamw": 1, "sgd": 2}
 
 Gradients = collections.namedtuple(
@@ -157,17 +156,20 @@ class TrainingCalls:
         if saved and x is not None and weights_version == 0:
             raise ValueError("the weights_version of the saved pass is needed, in case it is gone")
         dy = self._fill_gradient(request, layer, dy)
-        deadline = self._training_deadline(timeout)
+        if saved:
+            self._check_message(request)
+        patience = self._patience("Backward", timeout)
         if saved:
             try:
-                answer = self._train("Backward", request, deadline, home=True, once=x is not None)
+                answer = self._train("Backward", request, patience, home=True, once=x is not None)
                 return self._gradients(answer, dy, return_weight_gradients)
             except _errors.MoeError as error:
                 if x is None or (error.reason != "SAVED_STATE_GONE"
                                  and error.code != grpc.StatusCode.UNAVAILABLE):
                     raise
         self._fill_input(request, layer, dy, x, topk_ids, topk_weights)
-        answer = self._train("Backward", request, deadline)
+        self._check_message(request)
+        answer = self._train("Backward", request, patience)
         return self._gradients(answer, dy, return_weight_gradients)
 
     def optimizer_step(self, learning_rate, *, step_id, lineage=0, optimizer=None,
@@ -187,7 +189,7 @@ class TrainingCalls:
             learning_rate=learning_rate, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1],
             epsilon=eps, momentum=momentum, max_grad_norm=max_grad_norm, grad_scale=grad_scale,
             balance_rate=balance_rate, expected_backwards=expected_backwards),
-            self._training_deadline(timeout))
+            self._patience("OptimizerStep", timeout))
         return StepResult(answer.weights_version, answer.lineage, answer.skipped_nonfinite,
                           answer.grad_norm, answer.backwards, answer.steps, answer.repeated)
 
@@ -195,7 +197,7 @@ class TrainingCalls:
         """Forgets all gradients since the last step; returns how many backward calls' they were."""
         return self._train("ZeroGrad", training_pb2.ZeroGradRequest(
             step_id=_check_id("step_id", step_id), lineage=lineage),
-            self._training_deadline(timeout)).backwards
+            self._patience("ZeroGrad", timeout)).backwards
 
     def set_frozen(self, parts, *, step_id, lineage=0, timeout=None):
         """Freezes these of "router", "experts", "shared"; all others learn."""
@@ -204,12 +206,12 @@ class TrainingCalls:
         self._train("SetFrozen", training_pb2.SetFrozenRequest(
             step_id=_check_id("step_id", step_id), lineage=lineage,
             **{part: True for part in parts}),
-            self._training_deadline(timeout))
+            self._patience("SetFrozen", timeout))
 
     def train_state(self, timeout=None):
         """TrainState. Raises MoeError with UNIMPLEMENTED where the group does not train."""
         answer = self._train("GetTrainState", training_pb2.GetTrainStateRequest(),
-                             self._training_deadline(timeout))
+                             self._patience("GetTrainState", timeout))
         return TrainState(
             answer.lineage, answer.weights_version, answer.steps, answer.backwards,
             answer.last_step_id, "sgd" if answer.optimizer == _OPTIMIZERS["sgd"] else "adamw",
@@ -223,28 +225,31 @@ class TrainingCalls:
         """Writes weights and optimizer state into directory `name` of the workers' training root,
         while forward passes and training go on; afterwards only the `keep` newest stay of those
         that this group saved or came from (0: all; other trainings' are never removed).
-        Called off when `timeout` is over. Returns Checkpoint."""
+        Called off when `timeout` is over; without one it may take as long as it takes, and a group
+        that cannot be reached for the client's timeout is given up. Returns Checkpoint."""
         answer = self._train("SaveCheckpoint", training_pb2.SaveCheckpointRequest(
             step_id=_check_id("step_id", step_id), lineage=lineage,
             name=_check_name("name", name), keep=keep),
-            self._training_deadline(timeout))
+            self._patience("SaveCheckpoint", timeout, limited=False))
         return Checkpoint(answer.weights_version, answer.bytes, answer.lineage, answer.repeated,
                           tuple(answer.removed))
 
     def load_checkpoint(self, name, *, step_id, lineage=0, timeout=None):
-        """Takes weights and optimizer state from such a directory. Returns Checkpoint."""
+        """Takes weights and optimizer state from such a directory; `timeout` is as in
+        save_checkpoint. Returns Checkpoint."""
         answer = self._train("LoadCheckpoint", training_pb2.LoadCheckpointRequest(
             step_id=_check_id("step_id", step_id), lineage=lineage,
-            name=_check_name("name", name)), self._training_deadline(timeout))
+            name=_check_name("name", name)), self._patience("LoadCheckpoint", timeout, limited=False))
         return Checkpoint(answer.weights_version, 0, answer.lineage, answer.repeated)
 
     def export_adapter(self, name="", *, step_id, lineage=0, merge=False, timeout=None):
         """Writes the adapters for PEFT into directory `name`; or, with `merge` and no name, merges
-        them into the weights and begins new ones. Returns Checkpoint."""
+        them into the weights and begins new ones; `timeout` is as in save_checkpoint. Returns
+        Checkpoint."""
         answer = self._train("ExportAdapter", training_pb2.ExportAdapterRequest(
             step_id=_check_id("step_id", step_id), lineage=lineage,
             name=_check_name("name", name) if name or not merge else "", merge=merge),
-            self._training_deadline(timeout))
+            self._patience("ExportAdapter", timeout, limited=False))
         return Checkpoint(0, answer.bytes, 0, answer.repeated)
 
     def recover_training(self, name="", *, as_loaded=False, timeout=None):
@@ -258,12 +263,14 @@ class TrainingCalls:
             raise ValueError("either the name of a checkpoint, or as_loaded=True")
         self._train("RecoverTraining", training_pb2.RecoverTrainingRequest(
             name="" if as_loaded else _check_name("name", name), as_loaded=as_loaded),
-            self._training_deadline(timeout))
+            self._patience("RecoverTraining", timeout))
 
     # ------------------------------------------------------------------ how it is done
 
-    def _training_deadline(self, timeout):
-        return time.monotonic() + (self._timeout if timeout is None else timeout)
+    def _patience(self, name, timeout, limited=True):
+        if timeout is None and limited:
+            timeout = self._timeout
+        return Patience(self, name, timeout)
 
     def _fill_gradient(self, request, layer, dy):
         if dy.ndim != 2 or dy.shape[0] == 0 or dy.shape[1] != layer.hidden:
@@ -311,26 +318,18 @@ class TrainingCalls:
             answer.epoch, answer.weights_version, answer.lineage, answer.repeated,
             answer.used_saved, _wire.stages(answer), answer.used_activations)
 
-    def _train(self, name, request, deadline, home=False, once=False):
+    def _train(self, name, request, patience, home=False, once=False):
         """The answer. home: only the first worker has what the call needs. once: no second try."""
         answer_type = getattr(training_pb2, name + "Response")
-        attempt = 0
-        while True:
+        for attempt in itertools.count():
             if self._is_closed:
                 raise _errors.closed("client")
             worker = self._workers[0 if home else attempt % len(self._workers)]
-            failure = None
             try:
-                return self._train_once(worker, name, request, answer_type, deadline)
+                return self._train_once(worker, name, request, answer_type, patience)
             except _errors.MoeError as error:
                 failure = error
-            half = min(_PAUSE_FIRST * 2**min(attempt, 10), _PAUSE_MAX) / 2
-            pause = (failure.retry_after or half) + random.uniform(0, half)
-            if (failure.code != grpc.StatusCode.UNAVAILABLE or once
-                    or time.monotonic() + pause >= deadline):
-                raise failure
-            time.sleep(pause)
-            attempt += 1
+            patience.bear(failure, worker.endpoint, once)
 
     def _does_not_train(self, failure):
         """The server's word for a service that it does not offer says little to a person."""
@@ -339,27 +338,27 @@ class TrainingCalls:
         return _errors.MoeError(failure.code, failure.reason, "this group does not train: its "
                                 "workers were started without --training")
 
-    def _train_once(self, worker, name, request, answer_type, deadline):
+    def _train_once(self, worker, name, request, answer_type, patience):
         try:
-            return self._train_on(worker, name, request, answer_type, deadline)
+            return self._train_on(worker, name, request, answer_type, patience)
         except _errors.MoeError as error:
             if error.reason != "RECORDED_ELSEWHERE" or not error.worker:
                 raise
             elsewhere = error.worker
         worker = self._open_worker(elsewhere)
         try:
-            return self._train_on(worker, name, request, answer_type, deadline)
+            return self._train_on(worker, name, request, answer_type, patience)
         finally:
             worker.channel.close()
 
-    def _train_on(self, worker, name, request, answer_type, deadline):
+    def _train_on(self, worker, name, request, answer_type, patience):
         call = worker.channel.unary_unary(
             _SERVICE + name, request_serializer=type(request).SerializeToString,
             response_deserializer=answer_type.FromString)
         try:
-            return call(request, timeout=max(deadline - time.monotonic(), 0))
+            return call(request, timeout=patience.left())
         except grpc.RpcError as error:
-            failure = _errors.from_dropped_call(error)
+            failure = _errors.from_dropped_call(error, worker.endpoint)
             raise self._does_not_train(failure) from None
         except ValueError:  # gRPC's word for a channel that has been closed
             if not self._is_closed:

@@ -26,6 +26,7 @@ import torch
 from ._errors import MoeError
 
 _IDS_TRIED = 16  # by one change, where others make changes too
+_MESSAGE_SLACK = 8192  # bytes of a message for everything that is not a tensor
 
 __all__ = ["RemoteMoE", "RemoteOptimizer", "Session"]
 
@@ -134,7 +135,8 @@ class _Pass(torch.autograd.Function):
         session, save = module.session, None
         if module.save_for_backward:
             save = (session.name, session.next_batch())
-        answer = session.client.forward(module.layer, _to_numpy(x), return_routing=True, save=save)
+        answer = session.client.forward(module.layer, _to_numpy(x), return_routing=True, save=save,
+                                        patient=True)
         ctx.module, ctx.version = module, answer.weights_version
         ctx.batch = save[1] if save and answer.saved else None
         ctx.save_for_backward(x, torch.from_numpy(answer.topk_ids))
@@ -175,8 +177,10 @@ class RemoteMoE(torch.nn.Module):
     aux_coeff          coefficient of the load-balance loss, whose gradient is added on the workers
     aux_loss           attribute: that loss, of the last backward
 
-    Rows beyond info.max_tokens_per_step go in further passes; the load-balance loss is over one.
-    Without a gradient to compute (torch.no_grad) it is a plain forward pass. Weights that another
+    Rows beyond info.max_tokens_per_step, or whose backward pass would not fit info.max_message_bytes,
+    go in further passes, all about as long; the load-balance loss is over one. Without a gradient to
+    compute (torch.no_grad) it is a plain forward pass, which a group that does not train serves too.
+    A pass waits for a group that lacks a worker until the client's timeout is over. Weights that another
     trainer moves between forward and backward make backward fail with VERSION_MISMATCH.
     """
 
@@ -185,8 +189,11 @@ class RemoteMoE(torch.nn.Module):
         super().__init__()
         if session is not None and session.client is not client:
             raise ValueError("the session is another client's")
+        self.client = client
         self.layer = client.find_layer(layer)
-        self.session = session or Session.of(client)
+        self._session = session
+        if session is None and "training" in client.info.extensions:
+            self._session = Session.of(client)
         self.save_for_backward = save_for_backward
         self.input_only = input_only
         self.aux_coeff = aux_coeff
@@ -205,13 +212,38 @@ class RemoteMoE(torch.nn.Module):
         if rows.shape[0] == 0:
             return x * 1
         if torch.is_grad_enabled():
-            limit = self.session.client.info.max_tokens_per_step or rows.shape[0]
-            parts = [_Pass.apply(part, self._anchor, self) for part in rows.split(limit)]
+            self._need_session()
+            parts = [_Pass.apply(part, self._anchor, self) for part in self._split(rows, True)]
         else:
-            limit = self.session.client.info.max_tokens_per_request or rows.shape[0]
-            parts = [_to_torch(self.session.client.forward(self.layer, _to_numpy(part)), x)
-                     for part in rows.split(limit)]
+            parts = [_to_torch(self.client.forward(self.layer, _to_numpy(part), patient=True), x)
+                     for part in self._split(rows, False)]
         return torch.cat(parts).reshape(x.shape)
+
+    def _split(self, rows, gradients):
+        """Rows in equal parts, of which each fits the server's limits; with `gradients` its
+        backward pass, with x and dy in one message, does too."""
+        info, layer = self.client.info, self.layer
+        limit = (info.max_tokens_per_step if gradients else info.max_tokens_per_request) or len(rows)
+        width = layer.hidden * rows.element_size() * (2 if gradients else 1) + 8 * layer.top_k
+        if info.max_message_bytes:
+            limit = min(limit, max((info.max_message_bytes - _MESSAGE_SLACK) // width, 1))
+        return rows.tensor_split(-(-len(rows) // limit))
+
+    @property
+    def session(self):
+        """The Session; of a group that does not train, MoeError with UNIMPLEMENTED."""
+        if self._session is None:
+            self._session = Session.of(self.client)
+        return self._session
+
+    def _need_session(self):
+        try:
+            return self.session
+        except MoeError as error:
+            if error.code != grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            raise MoeError(error.code, error.reason, error.message + ". A pass without gradients "
+                           "(under torch.no_grad()) needs no training") from None
 
     def extra_repr(self):
         return "layer=%d, hidden=%d, experts=%d, top_k=%d" % (
