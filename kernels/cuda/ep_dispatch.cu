@@ -1,10 +1,12 @@
-/* Dispatch, one launch: CTAs of 16 warps, one per multiprocessor that it may take. Some warps send tokens; the others
- * first number the own choices and tell the peers (ep_announce.cuh), then wait for what these tell,
- * and expand tokens as they come (ep_expand.cuh); warps that have nothing left to send help them.
+/* Dispatch, one launch: CTAs of 16 warps, one per multiprocessor that it may take. Some warps send
+ * tokens; the others first number the own choices and tell the peers (ep_announce.cuh), then wait
+ * for what these tell, and expand tokens as they come (ep_expand.cuh); warps that have nothing left
+ * to send help them.
  *
  * Nobody sends in a way that depends on receiving, so all slots may send and wait at once. */
 #include "cuda/ep_announce.cuh"
 #include "cuda/ep_expand.cuh"
+#include "cuda/ep_tell.cuh"
 #include "cuda/load.h"
 
 /* -------------------------------------------------------------- step's ends */
@@ -91,15 +93,15 @@ __device__ static void await_layout()
 /* How CTAs and their warps share the work.
  *
  * PLAIN, QUICK   all CTAs alike: the first warps send, the others receive.
- * BULK           the first CTAs only send, with all rings they have room for, and then help; the
- *                others receive. What a multiprocessor asks its own memory for stands in line
- *                behind what it sends to others, and the path from choices to positions to counts
- *                has many such questions. */
+ * BULK           the first CTAs only send, with all rings they have room for, and their last warp
+ *                tells what has arrived; then they help. The others receive. What a multiprocessor
+ * asks its own memory for stands in line behind what it sends to others, and the path from choices
+ * to positions to counts has many such questions. */
 struct roles {
-    uint32_t sending; /* CTAs that only send; 0 but for BULK */
-    uint32_t senders; /* the first warps, of each CTA; 0 in BULK */
-    uint32_t movers;  /* the first warps of a CTA, senders and others: who moves rows */
-    uint32_t ring_at; /* BULK: where rings begin in shared memory */
+    uint32_t sending;             /* CTAs that only send; 0 but for BULK */
+    uint32_t senders;             /* the first warps, of each CTA; 0 in BULK */
+    uint32_t movers;              /* the first warps of a CTA, senders and others: who moves rows */
+    uint32_t arrived_at, ring_at; /* BULK: where arrived rows and rings begin in shared memory */
 };
 
 /* Warps of a team that expand from the beginning. */
@@ -158,7 +160,7 @@ template <typename Unit, way WAY>
 __device__ static void send(const struct moe_cuda_pass &p, struct arrival *a,
                             const struct roles &roles, uint64_t done, struct row_ring *ring)
 {
-    send_tokens<Unit, WAY>(p, a, threadIdx.x / 32, roles.senders, done, ring);
+    send_tokens<Unit, WAY>(p, a, threadIdx.x / 32, roles.senders, done, ring, nullptr);
     await_layout();
     help_expand<Unit, WAY>(p, a, roles, ring);
 }
@@ -166,14 +168,19 @@ __device__ static void send(const struct moe_cuda_pass &p, struct arrival *a,
 /* A CTA that only sends, and then learns what it needs to know to help. */
 template <typename Unit, way WAY>
 __device__ static void send_first(const struct moe_cuda_pass &p, struct arrival *a,
-                                  const struct roles &roles, uint64_t done, struct row_ring *ring)
+                                  const struct roles &roles, uint64_t done, struct row_ring *ring,
+                                  struct arrived_rows *arrived)
 {
     const struct crew crew = crew_behind(0);
     const bool moves = crew.warp < roles.movers;
     if (crew.thread == crew.threads - 1)
         count_step(p.control, a->step);
-    if (moves)
-        send_tokens<Unit, WAY>(p, a, crew.warp, roles.movers, done, ring);
+    if (moves) {
+        send_tokens<Unit, WAY>(p, a, crew.warp, roles.movers, done, ring, arrived);
+        end_rows(arrived);
+    } else if (crew.warp == CTA_WARPS - 1) {
+        tell_rows(p, a, arrived, roles.movers);
+    }
     learn_what_comes(p, a, crew, false);
     if (moves)
         help_expand<Unit, WAY>(p, a, roles, ring);
@@ -221,7 +228,11 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
     const bool first = WAY == way::BULK && blockIdx.x < roles.sending;
     const bool sends = first ? threadIdx.x / 32 < roles.movers : threadIdx.x / 32 < roles.senders;
     stamp_stage(p, MOE_STAGE_DISPATCH);
+    struct arrived_rows *arrived =
+        reinterpret_cast<struct arrived_rows *>(shared + roles.arrived_at);
     struct row_ring ring = {};
+    if (first)
+        clear_arrived(arrived);
     begin(p, a, roles.sending);
     const uint64_t done = sends ? peek_done(p) : 0;
     if (WAY == way::BULK && threadIdx.x / 32 < roles.movers) {
@@ -235,7 +246,7 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
     copy_placement(p, a);
     __syncthreads();
     if (first)
-        send_first<Unit, WAY>(p, a, roles, done, &ring);
+        send_first<Unit, WAY>(p, a, roles, done, &ring, arrived);
     else if (sends)
         send<Unit, WAY>(p, a, roles, done, &ring);
     else
@@ -281,7 +292,13 @@ static uint32_t rings_of(const struct moe_cuda_pass *pass, size_t used)
         return 0;
     const size_t rings = (pass->shared_bytes - used - barriers) / ring;
     const size_t fewest = 3;
-    return rings < fewest ? 0 : rings > CTA_WARPS ? CTA_WARPS : static_cast<uint32_t>(rings);
+    const size_t most = CTA_WARPS - 1; /* the last warp tells */
+    return rings < fewest ? 0 : static_cast<uint32_t>(rings < most ? rings : most);
+}
+
+static uint32_t in_lines(size_t bytes)
+{
+    return static_cast<uint32_t>((bytes + 127) / 128 * 128);
 }
 
 template <typename Unit, way WAY>
@@ -300,8 +317,11 @@ extern "C" struct moe_status moe_cuda_launch_dispatch(const struct moe_cuda_pass
                                                       uint32_t ctas, cudaStream_t stream)
 {
     struct moe_cuda_pass pass = *given;
-    struct roles roles = {0, senders_of(given), CTA_WARPS,
-                          static_cast<uint32_t>((arrival_bytes(given) + 127) / 128 * 128)};
+    struct roles roles = {};
+    roles.senders = senders_of(given);
+    roles.movers = CTA_WARPS;
+    roles.arrived_at = in_lines(arrival_bytes(given));
+    roles.ring_at = roles.arrived_at + in_lines(sizeof(struct arrived_rows));
     if (pass.quick) {
         pass.send_pieces = pieces_for(roles.senders * ctas, pass.bucket);
         pass.expand_pieces =
