@@ -24,18 +24,6 @@ static uint64_t call_deadline(uint64_t deadline_ns)
     return limit < deadline_ns ? limit : deadline_ns;
 }
 
-/* Tells what training is lost with the group. Only that: whoever does not answer at once is not
- * waited for, and no failure here is one of `down`. */
-static void say_unsaved(const char *worker, uint64_t deadline_ns)
-{
-    Moe__V1__GetTrainStateResponse *state;
-    struct moe_status st = moectl_train_glance(worker, deadline_ns, &state);
-    if (st.code != MOE_OK)
-        return;
-    moectl_train_say_unsaved(state);
-    moe__v1__get_train_state_response__free_unpacked(state, NULL);
-}
-
 static struct moe_status ask(const struct down *d, struct moectl_link *link, uint64_t deadline_ns)
 {
     Moe__V1__ShutdownRequest request = MOE__V1__SHUTDOWN_REQUEST__INIT;
@@ -168,7 +156,7 @@ static struct moe_status end_by_endpoint(const struct down *d, struct moectl_lin
     size_t count = list_watched(d, *status, all);
     size_t worker = all[0].worker == NULL ? 1 : 0;
     if (worker < count)
-        say_unsaved(all[worker].endpoint, deadline_ns);
+        moectl_train_tell_unsaved(all[worker].endpoint, deadline_ns);
     MOE_TRY(ask(d, link, deadline_ns));
     return wait_silent(all, count, deadline_ns);
 }
@@ -233,7 +221,7 @@ static struct moe_status end_local(const struct down *d, int directory, uint64_t
     struct moectl_group group;
     MOE_TRY(moectl_state_read(directory, &group));
     if (group.count > 1)
-        say_unsaved(group.processes[1].endpoint, deadline_ns);
+        moectl_train_tell_unsaved(group.processes[1].endpoint, deadline_ns);
     struct moe_status st = drain_local(d, &group, deadline_ns);
     if (st.code != MOE_OK) {
         moectl_say("the coordinator cannot drain the group: %s", st.text);

@@ -52,6 +52,17 @@ void moectl_train_say_unsaved(const Moe__V1__GetTrainStateResponse *s)
                    one ? "was" : "were");
 }
 
+bool moectl_train_tell_unsaved(const char *worker, uint64_t deadline_ns)
+{
+    Moe__V1__GetTrainStateResponse *state;
+    struct moe_status st = moectl_train_glance(worker, deadline_ns, &state);
+    if (st.code != MOE_OK)
+        return st.code == MOE_UNIMPLEMENTED;
+    moectl_train_say_unsaved(state);
+    moe__v1__get_train_state_response__free_unpacked(state, NULL);
+    return true;
+}
+
 void moectl_train_say_at_stake(const Moe__V1__GetTrainStateResponse *s)
 {
     char origin[SINCE_BYTES];

@@ -18,6 +18,11 @@ struct moe_status moectl_train_glance(const char *worker, uint64_t deadline_ns,
 /* Says on stderr which optimizer steps no checkpoint has; nothing where there are none. */
 void moectl_train_say_unsaved(const Moe__V1__GetTrainStateResponse *s);
 
+/* The same of the group of the worker at that address, as it ends. Only a remark: whoever does not
+ * answer at once is not waited for, and nothing is said of a failure. True when the worker answered,
+ * be it that it does not train. */
+bool moectl_train_tell_unsaved(const char *worker, uint64_t deadline_ns);
+
 /* Says on stderr what is at stake for a group without a view in force: what is lost where a worker
  * has to be started anew, or, where the group cannot go back, between what an operator chooses. */
 void moectl_train_say_at_stake(const Moe__V1__GetTrainStateResponse *s);

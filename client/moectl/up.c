@@ -3,6 +3,7 @@
 #include "commands.h"
 #include "daemons.h"
 #include "link.h"
+#include "train_state.h"
 
 #include "base/clock.h"
 #include "proto_json.h"
@@ -301,12 +302,22 @@ static void end_all(struct up *u, bool drain)
     }
 }
 
+/* What of the training goes with the group, by the first worker that still knows. */
+static void tell_unsaved(const struct up *u)
+{
+    bool told = false;
+    for (size_t i = 1; i < u->daemons.count && !told; i++)
+        if (u->daemons.all[i].running)
+            told = moectl_train_tell_unsaved(u->daemons.all[i].process.endpoint, MOE_NEVER);
+}
+
 /* In the foreground, from serving to the end. */
 static int watch(struct up *u)
 {
     enum moectl_event event = moectl_daemons_wait(&u->daemons, MOE_NEVER);
     const struct moectl_daemon *failed = moectl_daemons_failed(&u->daemons);
     if (event == MOECTL_EVENT_STOP && failed == NULL) {
+        tell_unsaved(u);
         moectl_say("draining");
         end_all(u, true);
     } else if (failed == NULL) { /* one has left in peace: someone has ended the group */
@@ -315,6 +326,9 @@ static int watch(struct up *u)
         end_all(u, false);
     } else {
         moectl_daemons_report(failed);
+        tell_unsaved(u);
+        moectl_say("the group ends with it; one of `up --detach` goes on without it until the "
+                   "daemon is started again");
         end_all(u, false);
         return MOECTL_FAILED;
     }

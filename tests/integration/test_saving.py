@@ -2,6 +2,7 @@
 called off, and what a Save that nobody recorded leaves. Nothing here is timed: the disk waits for
 the test (gated_fsync.c)."""
 
+import json
 import os
 import shutil
 import signal
@@ -318,6 +319,31 @@ class Saving(unittest.TestCase):
                 done = moectl("down", "--state-dir", state)
                 self.assertIn(said, done.stderr)
                 self.assertEqual("saved" in done.stderr, said != "")
+
+    def test_a_group_in_the_foreground_tells_it_as_it_ends(self):
+        """By Ctrl-C, and by the death of a worker."""
+        layer, x, dy = next((layer, x, dy) for layer, tokens, x, dy, _
+                            in golden_gradients(FAMILY) if tokens == 37)
+        with tempfile.TemporaryDirectory() as folder:
+            config = os.path.join(folder, "train.conf")
+            with open(config, "w") as file:
+                file.write("training = adamw\n")
+            for end, code in ((signal.SIGINT, 0), (signal.SIGKILL, 1)):
+                state = os.path.join(folder, "state-%d" % end)
+                up = subprocess.Popen(
+                    [MOECTL, "up", "--model", model_directory(FAMILY), "--workers", "2", "--port",
+                     "0", "--worker-config", config, "--state-dir", state],
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                client = Trainer(up.stdout.readline().strip())
+                client.backward(layer, dy, x, client.forward(layer, x))
+                client.optimizer_step(expected_backwards=1)
+                client.close()
+                with open(os.path.join(state, "group.json")) as file:
+                    first = json.load(file)["processes"][1]["pid"]
+                os.kill(up.pid if end == signal.SIGINT else first, end)
+                _, said = up.communicate(timeout=60)
+                self.assertEqual(up.returncode, code)
+                self.assertIn("1 optimizer step since the model was loaded was not saved", said)
 
     def test_a_save_that_is_late_tells_what_became_of_it(self):
         with self.group(2) as g:
