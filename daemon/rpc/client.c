@@ -390,9 +390,9 @@ static void wake_waiter(void *ctx, struct moe_status status, struct moe_rpc_msg 
     pthread_mutex_unlock(&w->lock);
 }
 
-struct moe_status moe_rpc_call_wait(struct moe_rpc_channel *ch, const char *path,
-                                    const struct moe_rpc_call_options *options,
-                                    const struct moe_rpc_out *out, struct moe_rpc_msg **reply)
+static struct moe_status call_once(struct moe_rpc_channel *ch, const char *path,
+                                   const struct moe_rpc_call_options *options,
+                                   const struct moe_rpc_out *out, struct moe_rpc_msg **reply)
 {
     struct waiter w = {.done = false};
     MOE_INVARIANT(!moe_rpc_client_is_this_thread(ch->client));
@@ -407,4 +407,25 @@ struct moe_status moe_rpc_call_wait(struct moe_rpc_channel *ch, const char *path
     pthread_mutex_destroy(&w.lock);
     *reply = w.reply;
     return w.status;
+}
+
+/* The core asks why a connection failed after it has taken locks and memory, which may have changed
+ * the answer (seen where there is no /sys): a connection that was only under way has failed, then,
+ * for want of a file. */
+static bool is_made_up(const struct moe_status *st)
+{
+    return st->code == MOE_UNAVAILABLE &&
+           strcmp(st->text, "cannot connect: No such file or directory") == 0;
+}
+
+struct moe_status moe_rpc_call_wait(struct moe_rpc_channel *ch, const char *path,
+                                    const struct moe_rpc_call_options *options,
+                                    const struct moe_rpc_out *out, struct moe_rpc_msg **reply)
+{
+    struct moe_rpc_call_options again = *options;
+    struct moe_status st = call_once(ch, path, options, out, reply);
+    if (!is_made_up(&st) || out->part_count > 0)
+        return st;
+    again.wait_for_ready = true; /* for the next connection, which the core makes soon */
+    return call_once(ch, path, &again, out, reply);
 }
