@@ -1,6 +1,7 @@
 /* moectl training: where a group's training stands, and the changes that an operator makes to it by
  * hand: checkpoints, adapters, dropped gradients, what is frozen. Gradients and steps are the
  * business of programs. */
+#include "checkpoints.h"
 #include "commands.h"
 #include "link.h"
 #include "proto_json.h"
@@ -136,6 +137,13 @@ static int show(const struct moectl_common *common)
     }
     moe__v1__get_train_state_response__free_unpacked(state, NULL);
     return code;
+}
+
+static int list(const struct moectl_common *common)
+{
+    struct moe_status st;
+    int code = moectl_list_checkpoints(common, &st);
+    return st.code == MOE_OK ? code : fail(&st);
 }
 
 /* -------------------------------------------------------------------------- recovery */
@@ -296,6 +304,7 @@ static const struct action {
     {"freeze", PARTS, "Frozen", do_freeze, say_frozen, json_frozen},
     /* Those without `run` are no changes with an id. */
     {"status", NO_OBJECT, "TrainState", NULL, NULL, NULL},
+    {"list", NO_OBJECT, "Checkpoints", NULL, NULL, NULL},
     {"recover", NAME, NULL, NULL, NULL, NULL},
     {"recover-model", NO_OBJECT, NULL, NULL, NULL, NULL},
 };
@@ -494,6 +503,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         return run_change(&t, a);
     if (strcmp(a->name, "status") == 0)
         return show(&t.common);
+    if (strcmp(a->name, "list") == 0)
+        return list(&t.common);
     return recover(&t.common, t.object);
 }
 
@@ -504,6 +515,8 @@ const struct moectl_command moectl_training = {
              "\n"
              "actions:\n"
              "  status         where training stands (without an action, too)\n"
+             "  list           checkpoints of the workers' training directory, newest first; * is\n"
+             "                 where the group would go back to\n"
              "  save NAME      write weights and optimizer state: directory NAME of the workers'\n"
              "                 training directory\n"
              "  load NAME      take them from there: how a group that was started anew resumes;\n"
@@ -518,6 +531,7 @@ const struct moectl_command moectl_training = {
     .examples = "  moectl training\n"
                 "  moectl training -o json | jq .weightsVersion\n"
                 "  moectl training save epoch-3 --keep 5\n"
+                "  moectl training list -o json | jq -r '.checkpoints[0].name'\n"
                 "  moectl training freeze router,shared\n",
     .run = run,
 };

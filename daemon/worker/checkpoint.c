@@ -18,6 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { FORMAT_VERSION = 1, KEPT_MAX = 65536, SAVE_TEXT = 6 * 17 };
@@ -230,18 +231,6 @@ struct moe_status moe_checkpoint_save_write(const struct moe_checkpoint_context 
 }
 
 /* -------------------------------------------------------------------------- manifest */
-
-json_t *moe_ckpt__settings(const struct moe_checkpoint_context *c)
-{
-    const struct moe_trainer_config *t = c->config;
-    json_t *lora = t->lora_rank == 0
-                       ? json_null()
-                       : json_pack("{s:I, s:f, s:I}", "rank", (json_int_t)t->lora_rank, "alpha",
-                                   (double)t->lora_alpha, "targets", (json_int_t)t->lora_targets);
-    return json_pack("{s:s, s:s, s:I, s:o}", "model", moe_model_fingerprint(c->model), "optimizer",
-                     t->optimizer == MOE_OPTIMIZER_ADAMW ? "adamw" : "sgd", "never_trained",
-                     (json_int_t)t->frozen, "lora", lora);
-}
 
 struct moe_status moe_ckpt__manifest_hash(const json_t *manifest, char sha256[MOE_SHA256_HEX])
 {
@@ -465,12 +454,12 @@ static struct moe_status fill_manifest(const struct moe_checkpoint_context *c, j
     MOE_TRY(next_sequence(c->root, &sequence));
     name_save(c, s, save);
     json_t *more = json_pack(
-        "{s:s, s:I, s:s, s:s, s:I, s:o, s:I, s:I, s:I, s:I, s:{s:I, s:s}, s:[]}", "format", FORMAT,
-        "format_version", (json_int_t)FORMAT_VERSION, "save", save, "parent", s->parent, "sequence",
-        sequence, "settings", moe_ckpt__settings(c), "lineage", (json_int_t)s->lineage,
-        "weights_version", (json_int_t)s->weights_version, "steps", (json_int_t)s->steps, "frozen",
-        (json_int_t)s->frozen, "records", "bytes", (json_int_t)s->record_bytes, "sha256",
-        records_hash, "slots");
+        "{s:s, s:I, s:s, s:s, s:I, s:I, s:o, s:I, s:I, s:I, s:I, s:{s:I, s:s}, s:[]}", "format",
+        FORMAT, "format_version", (json_int_t)FORMAT_VERSION, "save", save, "parent", s->parent,
+        "sequence", sequence, "made", (json_int_t)time(NULL), "settings", moe_ckpt__settings(c),
+        "lineage", (json_int_t)s->lineage, "weights_version", (json_int_t)s->weights_version,
+        "steps", (json_int_t)s->steps, "frozen", (json_int_t)s->frozen, "records", "bytes",
+        (json_int_t)s->record_bytes, "sha256", records_hash, "slots");
     if (more == NULL || json_object_update(m, more) != 0) {
         json_decref(more);
         return moe_ckpt__no_memory();

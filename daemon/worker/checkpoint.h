@@ -113,6 +113,32 @@ struct moe_status moe_checkpoint_load_read(const struct moe_checkpoint_context *
 struct moe_status moe_checkpoint_load_take(const struct moe_checkpoint_context *c,
                                            const char *name) MOE_CHECKED;
 
+/* One directory of the root, as its manifest and the names of its files tell; hashes are not
+ * checked. */
+struct moe_checkpoint_listed {
+    char name[MOE_CHECKPOINT_NAME_MAX + 1];
+    char problem[MOE_STATUS_TEXT]; /* why it cannot be taken by these workers; "" = nothing known */
+    bool readable;                 /* it has a whole manifest: all but `name` and `problem` is 0
+                                      otherwise */
+    char parent[MOE_CHECKPOINT_NAME_MAX + 1]; /* "" = none */
+    uint64_t lineage, weights_version, steps;
+    uint64_t sequence;              /* higher = newer, within a root */
+    uint64_t made_s;                /* seconds since 1970, UTC; 0 = not known */
+    uint64_t bytes;                 /* of all its files */
+    enum moe_optimizer optimizer;   /* 0 = not known */
+    uint32_t frozen, never_trained; /* bits of enum moe_param_group */
+    uint32_t lora_rank, lora_targets;
+    double lora_alpha;
+};
+
+/* What lies in the root: directories and links whose names a client may use, the checkpoints
+ * first, the newest before the others. Reads the disk; any thread. Of `c` only root, model and
+ * config are used. `*list` is the caller's to free. Errors: those of opening the root,
+ * OUT_OF_MEMORY. */
+struct moe_status moe_checkpoint_list(const struct moe_checkpoint_context *c,
+                                      struct moe_checkpoint_listed **list,
+                                      size_t *count) MOE_CHECKED;
+
 /* Adapters as PEFT reads them (adapter_model.safetensors, adapter_config.json) in a directory of
  * the root; phases as in save. Errors as there. */
 struct moe_status moe_checkpoint_export_begin(const struct moe_checkpoint_context *c,

@@ -113,11 +113,23 @@ bool moe_ckpt__has_value(const struct moe_checkpoint_context *c, size_t layer,
 bool moe_ckpt__has_master(const struct moe_checkpoint_context *c, size_t layer,
                           enum moe_weight weight);
 
+/* ------------------------------------------------------------- settings (checkpoint_settings.c) */
+
+/* What the manifest says of model, optimizer and adapters; compared as JSON when it is read. */
+json_t *moe_ckpt__settings(const struct moe_checkpoint_context *c);
+/* Whether a checkpoint of this manifest was made with the settings of these workers. Errors:
+ * FAILED_PRECONDITION/VERSION_MISMATCH, whose text has both, as options of moe-worker. */
+struct moe_status moe_ckpt__check_settings(const struct moe_checkpoint_context *c,
+                                           const json_t *manifest) MOE_CHECKED;
+/* Whether an open directory is a checkpoint, by its manifest's being there. Errors:
+ * FAILED_PRECONDITION, whose text says what it is instead. */
+struct moe_status moe_ckpt__check_kind(int directory) MOE_CHECKED;
+/* Whether `at` holds `name`; links are not followed. */
+bool moe_ckpt__is_there(int at, const char *name);
+
 /* --------------------------------------------------------------------- manifest (checkpoint.c) */
 
 void moe_ckpt__state_file(char name[MOE_CKPT_FILE_MAX], uint32_t slot, const char *extension);
-/* What the manifest says of model, optimizer and adapters; compared as JSON when it is read. */
-json_t *moe_ckpt__settings(const struct moe_checkpoint_context *c);
 /* Hash of the manifest without the member "sha256". */
 struct moe_status moe_ckpt__manifest_hash(const json_t *manifest,
                                           char sha256[MOE_SHA256_HEX]) MOE_CHECKED;

@@ -53,27 +53,6 @@ static struct moe_status open_named(const char *path, const char *name, int *fd)
     return st;
 }
 
-static struct moe_status check_settings(const struct moe_checkpoint_context *c, const json_t *m)
-{
-    json_t *ours = moe_ckpt__settings(c), *theirs = json_object_get(m, "settings");
-    if (ours == NULL)
-        return moe_ckpt__no_memory();
-    const char *differs = NULL, *key;
-    json_t *value;
-    json_object_foreach(ours, key, value)
-    {
-        if (differs == NULL && !json_equal(value, json_object_get(theirs, key)))
-            differs = strcmp(key, "model") == 0       ? "model"
-                      : strcmp(key, "optimizer") == 0 ? "optimizer"
-                      : strcmp(key, "lora") == 0      ? "adapter"
-                                                      : "choice of what is never trained";
-    }
-    json_decref(ours);
-    return differs == NULL ? moe_ok()
-                           : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                                       "it was made with another %s", differs);
-}
-
 static struct moe_status open_states(struct source *s)
 {
     size_t i;
@@ -93,33 +72,14 @@ static struct moe_status open_states(struct source *s)
     return moe_ok();
 }
 
-static bool is_there(int directory, const char *name)
-{
-    struct stat unused;
-    return fstatat(directory, name, &unused, AT_SYMLINK_NOFOLLOW) == 0;
-}
-
-/* A directory without a manifest was never a checkpoint; what else it is helps more than that. */
-static struct moe_status check_kind(int directory)
-{
-    if (is_there(directory, MOE_CKPT_MANIFEST))
-        return moe_ok();
-    if (is_there(directory, "adapter_config.json"))
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                         "it is an adapter that was exported for PEFT, not a checkpoint: it has no "
-                         "optimizer state");
-    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CHECKPOINT_NOT_FOUND,
-                     "it has no " MOE_CKPT_MANIFEST ": not a checkpoint of training");
-}
-
 static struct moe_status open_source(const struct moe_checkpoint_context *c, const char *name,
                                      struct source *s)
 {
     *s = (struct source){.directory = -1, .state = -1};
     MOE_TRY(open_named(c->root, name, &s->directory));
-    MOE_TRY(check_kind(s->directory));
+    MOE_TRY(moe_ckpt__check_kind(s->directory));
     MOE_TRY(moe_ckpt__read_manifest(s->directory, &s->manifest));
-    MOE_TRY(check_settings(c, s->manifest));
+    MOE_TRY(moe_ckpt__check_settings(c, s->manifest));
     MOE_TRY(moe_ckpt__damaged(moe_model_open_at(s->directory, ".", &s->model)));
     if (strcmp(moe_model_fingerprint(s->model), moe_model_fingerprint(c->model)) != 0)
         return damaged("the model");

@@ -327,6 +327,7 @@ void moe_training_service_methods(struct moe_training_service *s,
                                 .kind = MOE_RPC_UNARY,
                                 .message = recover_message,
                                 .ctx = s};
+    out[3 + MOE_TRAINING_CHANGES] = moe_training_service__listing(s);
 }
 
 struct moe_status moe_training_service_create(const struct moe_training_service_config *config,
@@ -336,11 +337,18 @@ struct moe_status moe_training_service_create(const struct moe_training_service_
     if (s == NULL)
         return moe_training_service__out_of_memory();
     s->config = *config;
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_cond_init(&s->idle, NULL);
     *out = s;
     return moe_ok();
 }
 
 void moe_training_service_destroy(struct moe_training_service *s)
 {
+    if (s == NULL)
+        return;
+    moe_training_service__end_listings(s);
+    pthread_cond_destroy(&s->idle);
+    pthread_mutex_destroy(&s->lock);
     free(s);
 }

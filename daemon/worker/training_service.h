@@ -1,5 +1,6 @@
 /* moe.v1.TrainingService: checks requests, makes training calls of them, and tells the answers. It
- * never computes, and never waits. Offered only by workers that train. */
+ * never computes, and never waits (ListCheckpoints reads a disk, on threads of its own). Offered
+ * only by workers that train. */
 #ifndef MOE_WORKER_TRAINING_SERVICE_H
 #define MOE_WORKER_TRAINING_SERVICE_H
 
@@ -8,7 +9,7 @@
 
 struct moe_training_service;
 
-enum { MOE_TRAINING_SERVICE_METHODS = 9 };
+enum { MOE_TRAINING_SERVICE_METHODS = 10 };
 
 /* All borrowed. */
 struct moe_training_service_config {
@@ -25,7 +26,7 @@ struct moe_training_service_config {
 
 struct moe_status moe_training_service_create(const struct moe_training_service_config *config,
                                               struct moe_training_service **out) MOE_CHECKED;
-/* As moe_service_destroy. */
+/* As moe_service_destroy; waits for listings that still read their disk. */
 void moe_training_service_destroy(struct moe_training_service *s);
 /* The methods to start the server with; their `ctx` is the service. */
 void moe_training_service_methods(struct moe_training_service *s,

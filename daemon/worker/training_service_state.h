@@ -5,8 +5,13 @@
 #include "moe/v1/training.pb-c.h"
 #include "worker/training_service.h"
 
+#include <pthread.h>
+
 struct moe_training_service {
     struct moe_training_service_config config;
+    pthread_mutex_t lock;
+    pthread_cond_t idle; /* `listings` has become 0 */
+    unsigned listings;   /* under `lock`: threads that read the training root */
 };
 
 struct moe_status moe_training_service__out_of_memory(void) MOE_CHECKED;
@@ -18,5 +23,10 @@ void moe_training_service__reply(struct moe_rpc_call *call, const ProtobufCMessa
 enum { MOE_TRAINING_CHANGES = 6 };
 void moe_training_service__changes(struct moe_training_service *s,
                                    struct moe_rpc_method out[MOE_TRAINING_CHANGES]);
+
+/* ListCheckpoints (training_listing.c). */
+struct moe_rpc_method moe_training_service__listing(struct moe_training_service *s);
+/* Waits until no thread of one is left. */
+void moe_training_service__end_listings(struct moe_training_service *s);
 
 #endif

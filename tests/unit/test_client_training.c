@@ -168,7 +168,7 @@ static ProtobufCMessage *read_request(struct moe_rpc_msg *m, const ProtobufCMess
 
 static void reply(struct moe_rpc_call *call, const ProtobufCMessage *answer)
 {
-    uint8_t bytes[512];
+    uint8_t bytes[1024];
     struct moe_rpc_out out = {.head = bytes, .head_length = protobuf_c_message_pack(answer, bytes)};
     moe_rpc_reply(call, &out);
 }
@@ -241,6 +241,39 @@ static void on_state(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx
         reply(call, &a.base);
 }
 
+static void on_list(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    static char name[] = "epoch-2", parent[] = "epoch-1", other[] = "notes", target[] = "down";
+    static char problem[300];
+    char *targets[] = {target};
+    moe_rpc_msg_free(m);
+    memset(problem, 'x', sizeof problem - 1);
+    Moe__V1__CheckpointInfo first = MOE__V1__CHECKPOINT_INFO__INIT, second = first;
+    Moe__V1__CheckpointInfo *both[] = {&first, &second};
+    Moe__V1__ListCheckpointsResponse a = MOE__V1__LIST_CHECKPOINTS_RESPONSE__INIT;
+    first.name = name;
+    first.parent = parent;
+    first.readable = first.experts_frozen = true;
+    first.steps = 3;
+    first.weights_version = 4;
+    first.lineage = 2;
+    first.made_s = 1000;
+    first.bytes = 12345;
+    first.optimizer = MOE__V1__OPTIMIZER__OPTIMIZER_SGD;
+    first.lora_rank = 8;
+    first.lora_alpha = 16;
+    first.lora_targets = targets;
+    first.n_lora_targets = 1;
+    second.name = other;
+    second.problem = problem;
+    a.checkpoints = both;
+    a.n_checkpoints = 2;
+    a.count = 41;
+    a.checkpoint = parent;
+    if (!refuse(call, wish_of(ctx), true))
+        reply(call, &a.base);
+}
+
 #define METHOD(name, handler, is_large)                                                            \
     {                                                                                              \
         .path = "/moe.v1.TrainingService/" name, .kind = MOE_RPC_UNARY, .large = is_large,         \
@@ -250,10 +283,9 @@ static void on_state(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx
 static int start(void **state)
 {
     static const struct moe_rpc_method methods[] = {
-        METHOD("Backward", on_backward, true),
-        METHOD("OptimizerStep", on_step, false),
-        METHOD("SaveCheckpoint", on_save, false),
-        METHOD("GetTrainState", on_state, false),
+        METHOD("Backward", on_backward, true),     METHOD("OptimizerStep", on_step, false),
+        METHOD("SaveCheckpoint", on_save, false),  METHOD("GetTrainState", on_state, false),
+        METHOD("ListCheckpoints", on_list, false),
     };
     (void)state;
     fake_start_with(fakes, 3, methods, sizeof methods / sizeof *methods);
@@ -560,6 +592,39 @@ static void changes_say_what_they_were_told(void **state)
     moe_client_close(c);
 }
 
+static void checkpoints_are_listed_as_far_as_there_is_room(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_spread(false);
+    struct moe_client_checkpoint_info entries[2];
+    memset(entries, 0xff, sizeof entries);
+    struct moe_client_checkpoint_list list = {.entries = entries, .capacity = 2};
+    sides[0].script[0] = UNAVAILABLE; /* asked again, as the others are */
+    assert_ok(moe_client_list_checkpoints(c, 0, &list));
+    assert_true(list.filled == 2 && list.count == 41);
+    assert_string_equal(list.checkpoint, "epoch-1");
+    const struct moe_client_checkpoint_info *e = &entries[0];
+    assert_string_equal(e->name, "epoch-2");
+    assert_string_equal(e->parent, "epoch-1");
+    assert_string_equal(e->problem, "");
+    assert_true(e->readable && e->steps == 3 && e->weights_version == 4 && e->lineage == 2);
+    assert_true(e->made_s == 1000 && e->bytes == 12345 && e->lora_rank == 8 && e->lora_alpha == 16);
+    assert_int_equal(e->optimizer, MOE_CLIENT_OPTIMIZER_SGD);
+    assert_true(e->frozen.experts && !e->frozen.router && !e->frozen.shared);
+    assert_string_equal(e->lora_targets[0], "down");
+    assert_string_equal(e->lora_targets[1], "");
+    assert_string_equal(entries[1].name, "notes");
+    assert_true(!entries[1].readable);
+    assert_int_equal(strlen(entries[1].problem), MOE_STATUS_TEXT - 1); /* cut, within its place */
+
+    memset(entries, 0xff, sizeof entries);
+    list = (struct moe_client_checkpoint_list){.entries = entries, .capacity = 1};
+    assert_ok(moe_client_list_checkpoints(c, 0, &list));
+    assert_true(list.filled == 1 && list.count == 41);
+    assert_int_equal((unsigned char)entries[1].name[0], 0xff);
+    moe_client_close(c);
+}
+
 int main(void)
 {
     seed_random();
@@ -575,6 +640,7 @@ int main(void)
         TEST(broken_answers_are_refused),
         TEST(wrong_arguments_are_not_sent),
         TEST(changes_say_what_they_were_told),
+        TEST(checkpoints_are_listed_as_far_as_there_is_room),
     };
     return cmocka_run_group_tests(tests, start, stop);
 }

@@ -179,6 +179,40 @@ struct moe_status moe_client_load_checkpoint(struct moe_client *c,
 struct moe_status moe_client_export_adapter(struct moe_client *c,
                                             struct moe_client_checkpoint *s) MOE_CHECKED;
 
+/* One entry of the training root, as its manifest and the names of its files tell; hashes are only
+ * checked as it is loaded. */
+struct moe_client_checkpoint_info {
+    char name[MOE_CLIENT_NAME_MAX + 1];
+    char problem[MOE_STATUS_TEXT]; /* why these workers cannot load it (damaged, made with other
+                                      settings, no checkpoint at all); "" = nothing is known against
+                                      it */
+    bool readable; /* its manifest is whole; where it is not, everything below is 0 */
+    uint64_t steps, weights_version, lineage; /* of the state in it */
+    char parent[MOE_CLIENT_NAME_MAX +
+                1];  /* where its training went to or came from last; "" = none */
+    uint64_t made_s; /* seconds since 1970, by the clock of the host that wrote it; 0 = not known */
+    uint64_t bytes;  /* of its files */
+    enum moe_client_optimizer optimizer;
+    struct moe_client_frozen frozen;
+    uint32_t lora_rank;                                /* 0 = no adapters */
+    double lora_alpha;                                 /* as --lora-alpha */
+    char lora_targets[MOE_CLIENT_LORA_TARGETS_MAX][8]; /* "" = no further one */
+};
+struct moe_client_checkpoint_list {
+    struct moe_client_checkpoint_info *entries; /* the caller's, room for `capacity` */
+    uint32_t capacity;                          /* the workers tell of 1000 at most */
+    /* answer */
+    uint32_t
+        filled;     /* entries that were written: checkpoints first, the newest before the others */
+    uint32_t count; /* how many there are; more than `filled` where there was no room */
+    char checkpoint[MOE_CLIENT_NAME_MAX + 1]; /* as in the state */
+};
+/* Which checkpoints there are. Changes nothing, and works where the group does not serve. Errors:
+ * FAILED_PRECONDITION/UNSUPPORTED (workers without --training-dir). timeout_ms 0 = the client's
+ * default. */
+struct moe_status moe_client_list_checkpoints(struct moe_client *c, uint64_t timeout_ms,
+                                              struct moe_client_checkpoint_list *list) MOE_CHECKED;
+
 #ifdef __cplusplus
 }
 #endif

@@ -23,11 +23,11 @@ from ._client import Client, ForwardResult, Layer, ServerInfo, Stream
 from ._dtypes import bf16, f32
 from ._errors import MoeError
 from ._safetensors import read_safetensors, write_safetensors
-from ._training import Checkpoint, Gradients, StepResult, TrainState
+from ._training import Checkpoint, CheckpointInfo, Gradients, StepResult, TrainState
 from ._version import __version__
 
 __all__ = [
-    "Checkpoint", "Client", "ForwardResult", "Gradients", "Layer", "MoeError", "ServerInfo",
-    "StepResult", "Stream", "TrainState", "__version__", "bf16", "f32", "read_safetensors",
-    "write_safetensors",
+    "Checkpoint", "CheckpointInfo", "Client", "ForwardResult", "Gradients", "Layer", "MoeError",
+    "ServerInfo", "StepResult", "Stream", "TrainState", "__version__", "bf16", "f32",
+    "read_safetensors", "write_safetensors",
 ]

@@ -93,6 +93,28 @@ progress_bytes   of `saving` or `loading`: what this worker has written or check
                  progress_bytes_total of how many, 0 where that is not known
 """
 
+CheckpointInfo = collections.namedtuple(
+    "CheckpointInfo", "name problem readable steps weights_version lineage parent made_s bytes "
+    "optimizer frozen lora_rank lora_alpha lora_targets")
+CheckpointInfo.__doc__ = """One entry of list_checkpoints, by its manifest and the names of its files.
+
+name             what load_checkpoint takes
+problem          why these workers cannot load it (damaged, made with other settings, no checkpoint
+                 at all); "" where nothing is known against it: hashes are checked as it is loaded
+readable         its manifest is whole; where it is not, everything below is 0 or empty
+steps            optimizer steps that moved something
+weights_version, lineage
+                 of the state in it
+parent           checkpoint that its training went to or came from last; "" for none
+made_s           when, in seconds since 1970, by the clock of the host that wrote it; 0: not known
+bytes            of its files
+optimizer        "adamw" or "sgd"; None where not known
+frozen           frozenset of "router", "experts", "shared"
+lora_rank        r of the adapters; 0: none
+lora_alpha       as --lora-alpha
+lora_targets     tuple of "gate", "up", "down"
+"""
+
 _PARTS = ("router", "experts", "shared")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
@@ -251,6 +273,19 @@ class TrainingCalls:
             name=_check_name("name", name) if name or not merge else "", merge=merge),
             self._patience("ExportAdapter", timeout, limited=False))
         return Checkpoint(0, answer.bytes, 0, answer.repeated)
+
+    def list_checkpoints(self, limit=0, timeout=None):
+        """What lies in the workers' training root: a list of CheckpointInfo, checkpoints first, the
+        newest before the others; at most `limit` of them (0: 1000, and never more). Works where the
+        group does not serve, too."""
+        answer = self._train("ListCheckpoints", training_pb2.ListCheckpointsRequest(limit=limit),
+                             self._training_deadline(timeout))
+        names = {number: name for name, number in _OPTIMIZERS.items()}
+        return [CheckpointInfo(
+            c.name, c.problem, c.readable, c.steps, c.weights_version, c.lineage, c.parent,
+            c.made_s, c.bytes, names.get(c.optimizer),
+            frozenset(part for part in _PARTS if getattr(c, part + "_frozen")), c.lora_rank,
+            c.lora_alpha, tuple(c.lora_targets)) for c in answer.checkpoints]
 
     def recover_training(self, name="", *, as_loaded=False, timeout=None):
         """Says where a group goes that cannot go back to its last checkpoint (TrainState.problem

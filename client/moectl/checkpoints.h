@@ -1,0 +1,11 @@
+/* `moectl training list`: what lies in the workers' training directory. */
+#ifndef MOECTL_CHECKPOINTS_H
+#define MOECTL_CHECKPOINTS_H
+
+#include "cli.h"
+
+/* Prints the list, as a table or as the document "Checkpoints" (ListCheckpointsResponse). Returns
+ * the exit code; of a failure the user has not been told: `*st` is it. */
+int moectl_list_checkpoints(const struct moectl_common *common, struct moe_status *st);
+
+#endif

@@ -1,0 +1,80 @@
+/* ListCheckpoints. Its answer is as long as the workers' training root has entries, so unlike those
+ * of other training calls it is unpacked into memory of its own. */
+#include "training.h"
+
+#include "moe/v1/training.pb-c.h"
+#include "wire.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static struct moe_status unpack(void *ctx, struct moe_rpc_msg *answer)
+{
+    Moe__V1__ListCheckpointsResponse **out = ctx;
+    size_t length = moe_rpc_msg_length(answer);
+    uint8_t *bytes = malloc(length + 1);
+    if (bytes == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
+    struct moe_status st = moe_rpc_msg_flatten(answer, bytes, length, &length);
+    if (!moe_failed(&st))
+        *out = moe__v1__list_checkpoints_response__unpack(NULL, length, bytes);
+    free(bytes);
+    if (!moe_failed(&st) && *out == NULL)
+        st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not protobuf");
+    return moe_client_wire_blame(st);
+}
+
+/* Cut where it is longer than its place. */
+static void copy_text(char *to, size_t capacity, const char *from)
+{
+    size_t length = strnlen(from, capacity - 1);
+    memcpy(to, from, length);
+    to[length] = '\0';
+}
+
+static void take_entry(const Moe__V1__CheckpointInfo *from, struct moe_client_checkpoint_info *to)
+{
+    *to = (struct moe_client_checkpoint_info){
+        .readable = from->readable,
+        .steps = from->steps,
+        .weights_version = from->weights_version,
+        .lineage = from->lineage,
+        .made_s = from->made_s,
+        .bytes = from->bytes,
+        .optimizer = (enum moe_client_optimizer)from->optimizer,
+        .frozen = {from->router_frozen, from->experts_frozen, from->shared_frozen},
+        .lora_rank = from->lora_rank,
+        .lora_alpha = from->lora_alpha,
+    };
+    copy_text(to->name, sizeof to->name, from->name);
+    copy_text(to->parent, sizeof to->parent, from->parent);
+    copy_text(to->problem, sizeof to->problem, from->problem);
+    for (size_t i = 0; i < from->n_lora_targets && i < MOE_CLIENT_LORA_TARGETS_MAX; i++)
+        copy_text(to->lora_targets[i], sizeof to->lora_targets[i], from->lora_targets[i]);
+}
+
+struct moe_status moe_client_list_checkpoints(struct moe_client *c, uint64_t timeout_ms,
+                                              struct moe_client_checkpoint_list *list)
+{
+    uint8_t head[MOE_CLIENT_TRAINING_HEAD_MAX];
+    Moe__V1__ListCheckpointsRequest q = MOE__V1__LIST_CHECKPOINTS_REQUEST__INIT;
+    Moe__V1__ListCheckpointsResponse *a = NULL;
+    q.limit = list->capacity > 0 ? list->capacity : 1;
+    const struct moe_rpc_out out = {
+        .head = head, .head_length = moe__v1__list_checkpoints_request__pack(&q, head)};
+    const struct moe_client_training_call call = {
+        .path = "/moe.v1.TrainingService/ListCheckpoints",
+        .request = &out,
+        .deadline_ns = moe_client_deadline(c, timeout_ms),
+        .read = unpack,
+        .ctx = &a,
+    };
+    MOE_TRY(moe_client_training_run(c, &call));
+    list->filled = 0;
+    list->count = a->count;
+    copy_text(list->checkpoint, sizeof list->checkpoint, a->checkpoint);
+    for (size_t i = 0; i < a->n_checkpoints && i < list->capacity; i++)
+        take_entry(a->checkpoints[i], &list->entries[list->filled++]);
+    moe__v1__list_checkpoints_response__free_unpacked(a, NULL);
+    return moe_ok();
+}
