@@ -279,7 +279,7 @@ class TrainingCalls:
         newest before the others; at most `limit` of them (0: 1000, and never more). Works where the
         group does not serve, too."""
         answer = self._train("ListCheckpoints", training_pb2.ListCheckpointsRequest(limit=limit),
-                             self._training_deadline(timeout))
+                             self._patience("ListCheckpoints", timeout))
         names = {number: name for name, number in _OPTIMIZERS.items()}
         return [CheckpointInfo(
             c.name, c.problem, c.readable, c.steps, c.weights_version, c.lineage, c.parent,
