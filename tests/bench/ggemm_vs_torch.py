@@ -189,6 +189,10 @@ class Case:
     def torch_wgrad(self, _):
         return torch._grouped_mm(self.compact_dy.t(), self.compact[0], self.ends)
 
+    def torch_add(self, _):
+        """What accumulating takes without a kernel for it: the product, then the sum."""
+        self.dw.add_(self.torch_wgrad(0))
+
     def check_wgrad(self):
         self.wgrad(False)(0)
         want = self.torch_wgrad(0)
@@ -359,11 +363,14 @@ def measure_backward(case, rounds):
     case.check_wgrad()
     times = time_all({"torch wgrad (bf16)": case.torch_wgrad,
                       "wgrad (fp32)": case.wgrad(False),
+                      "torch wgrad, added to fp32": case.torch_add,
                       "wgrad (fp32, accumulate)": case.wgrad(True),
                       "torch dgrad": case.torch_dgrad, "dgrad": case.dgrad()}, 1, rounds)
-    return [report(case, name, us, times["torch dgrad" if "dgrad" in name else
-                                         "torch wgrad (bf16)"], "backward")
-            for name, us in times.items()]
+
+    def rival(name):
+        return ("torch dgrad" if "dgrad" in name else
+                "torch wgrad, added to fp32" if "acc" in name else "torch wgrad (bf16)")
+    return [report(case, name, us, times[rival(name)], "backward") for name, us in times.items()]
 
 
 def measure(case, rounds, all_tiles, gated, forced):
