@@ -26,7 +26,9 @@ struct training {
     uint64_t keep, step_id;      /* options, MOE_OPTION_UNSET where not given until they have been
                                     checked, then 0; step_id 0 = the next free one */
     struct moe_client *client;
-    bool trains; /* the group has told its state */
+    bool keeps_state; /* the action writes the state that there was when we came, or nothing */
+    bool trains;      /* the group has told its state: */
+    struct moe_client_train_state first; /* as it was when we came */
     /* answers */
     struct moe_client_change change;
     struct moe_client_checkpoint checkpoint;
@@ -218,18 +220,33 @@ static uint32_t named_as_removed(const struct training *t)
 
 static void say_saved(const struct training *t)
 {
-    printf("saved %s: weights version %" PRIu64 ", %.1f MiB\n", t->object,
-           t->checkpoint.weights_version, (double)t->checkpoint.bytes / (1024.0 * 1024.0));
+    printf("saved %s: %" PRIu64 " step%s, weights version %" PRIu64 ", %.1f MiB\n", t->object,
+           t->checkpoint.steps, t->checkpoint.steps == 1 ? "" : "s", t->checkpoint.weights_version,
+           (double)t->checkpoint.bytes / (1024.0 * 1024.0));
     for (uint32_t i = 0; i < named_as_removed(t); i++)
         printf("removed %s\n", t->checkpoint.removed[i]);
     if (t->checkpoint.removed_count > MOE_CLIENT_REMOVED_MAX)
         printf("removed %" PRIu32 " more\n", t->checkpoint.removed_count - MOE_CLIENT_REMOVED_MAX);
 }
 
+/* Beside the answer, whatever its format: nobody was asked before. */
+static void say_lost(const struct training *t)
+{
+    const struct moe_client_checkpoint *c = &t->checkpoint;
+    if (c->lost_steps != 0)
+        moectl_say("%" PRIu64 " optimizer step%s that no checkpoint had %s thrown away",
+                   c->lost_steps, c->lost_steps == 1 ? "" : "s",
+                   c->lost_steps == 1 ? "was" : "were");
+    if (c->lost_backwards != 0)
+        moectl_say("the gradients of %" PRIu32 " Backward call%s were thrown away",
+                   c->lost_backwards, c->lost_backwards == 1 ? "" : "s");
+}
+
 static void say_loaded(const struct training *t)
 {
-    printf("loaded %s: weights version %" PRIu64 ", lineage %" PRIu64 "\n", t->object,
-           t->checkpoint.weights_version, t->checkpoint.answered_lineage);
+    const struct moe_client_checkpoint *c = &t->checkpoint;
+    printf("loaded %s: %" PRIu64 " step%s, weights version %" PRIu64 ", lineage %" PRIu64 "\n",
+           t->object, c->steps, c->steps == 1 ? "" : "s", c->weights_version, c->answered_lineage);
 }
 
 static void say_exported(const struct training *t)
@@ -265,9 +282,24 @@ static json_t *json_checkpoint(const struct training *t)
                      "weightsVersion", version, "lineage", lineage, "bytes", bytes);
 }
 
+static json_t *json_loaded(const struct training *t)
+{
+    char steps[24], lost[24];
+    json_t *document = json_checkpoint(t);
+    snprintf(steps, sizeof steps, "%" PRIu64, t->checkpoint.steps);
+    snprintf(lost, sizeof lost, "%" PRIu64, t->checkpoint.lost_steps);
+    json_object_set_new(document, "steps", json_string(steps));
+    json_object_set_new(document, "lostSteps", json_string(lost));
+    json_object_set_new(document, "lostBackwards", json_integer(t->checkpoint.lost_backwards));
+    return document;
+}
+
 static json_t *json_saved(const struct training *t)
 {
+    char steps[24];
     json_t *document = json_checkpoint(t), *removed = json_array();
+    snprintf(steps, sizeof steps, "%" PRIu64, t->checkpoint.steps);
+    json_object_set_new(document, "steps", json_string(steps));
     for (uint32_t i = 0; i < named_as_removed(t); i++)
         json_array_append_new(removed, json_string(t->checkpoint.removed[i]));
     json_object_set_new(document, "removed", removed);
@@ -297,7 +329,7 @@ static const struct action {
     json_t *(*json)(const struct training *t);
 } actions[] = {
     {"save", NAME, "SavedCheckpoint", do_save, say_saved, json_saved},
-    {"load", NAME, "LoadedCheckpoint", do_load, say_loaded, json_checkpoint},
+    {"load", NAME, "LoadedCheckpoint", do_load, say_loaded, json_loaded},
     {"export", NAME, "ExportedAdapter", do_export, say_exported, json_checkpoint},
     {"merge", NO_OBJECT, "MergedAdapter", do_export, say_merged, json_checkpoint},
     {"zero-grad", NO_OBJECT, "ZeroedGradients", do_zero_grad, say_zeroed, json_zeroed},
@@ -343,6 +375,8 @@ static struct moe_status next_step_id(struct training *t)
 {
     struct moe_client_train_state state;
     MOE_TRY(moe_client_get_train_state(t->client, t->change.timeout_ms, &state));
+    if (!t->trains)
+        t->first = state;
     t->trains = true;
     if (t->step_id == 0 && state.last_step_id >= INT64_MAX)
         return moe_error(MOE_OUT_OF_RANGE, MOE_REASON_VALUE_INVALID,
@@ -350,6 +384,9 @@ static struct moe_status next_step_id(struct training *t)
                          "used with --step-id");
     if (t->step_id == 0)
         t->change.step_id = state.last_step_id + 1;
+    /* What is written is what the operator saw, or nothing is. */
+    if (t->keeps_state)
+        t->change.lineage = t->first.lineage;
     return moe_ok();
 }
 
@@ -361,7 +398,9 @@ static struct moe_status change(struct training *t, const struct action *a)
                                        .timeout_ms = moectl_timeout_ms(&t->common)};
     MOE_TRY(moectl_worker_endpoint(&t->common, moectl_deadline(&t->common), endpoint));
     MOE_TRY(moe_client_connect(&config, &t->client));
-    t->change = (struct moe_client_change){.step_id = t->step_id, .timeout_ms = config.timeout_ms};
+    t->keeps_state = a->run == do_save || a->run == do_export;
+    t->change = (struct moe_client_change){
+        .step_id = t->step_id, .session = "moectl", .timeout_ms = config.timeout_ms};
     struct moe_status st = moe_ok();
     for (int i = 0; i < STEP_ID_TRIES; i++) {
         st = next_step_id(t);
@@ -400,9 +439,36 @@ static int tell_late_save(const struct training *t, const struct moe_status *lat
     return moectl_exit_code(late->code);
 }
 
+/* A worker was lost while we were at it, and the group went back to what it had saved before. */
+static int tell_gone_back(const struct training *t, const struct action *a)
+{
+    Moe__V1__GetTrainStateResponse *s = NULL;
+    bool serves;
+    struct moe_status st = ask(&t->common, &s, &serves);
+    if (st.code != MOE_OK)
+        return moectl_fail(&st);
+    bool of_model = s->checkpoint[0] == '\0';
+    bool written = a->run == do_save && strcmp(s->checkpoint, t->object) == 0 &&
+                   strcmp(t->first.checkpoint, t->object) != 0;
+    if (written)
+        moectl_say("%s has been written whole, with %" PRIu64 " steps; then a worker was lost, and "
+                   "the group went back to it",
+                   t->object, t->first.steps);
+    else
+        moectl_say("the group went back to %s%s meanwhile (a worker was lost, or somebody loaded "
+                   "it): it had %" PRIu64 " steps and has %" PRIu64
+                   "; nothing was done, ask again if that is what you want to keep",
+                   of_model ? "the model as loaded" : "checkpoint ", s->checkpoint, t->first.steps,
+                   s->steps);
+    moe__v1__get_train_state_response__free_unpacked(s, NULL);
+    return moectl_exit_code(MOE_FAILED_PRECONDITION);
+}
+
 static int run_change(struct training *t, const struct action *a)
 {
     struct moe_status st = change(t, a);
+    if (st.reason == MOE_REASON_STATE_LOST)
+        return tell_gone_back(t, a);
     if (st.reason == MOE_REASON_GRADIENTS_PENDING) {
         int code = moectl_fail(&st);
         moectl_say(
@@ -414,6 +480,8 @@ static int run_change(struct training *t, const struct action *a)
         return tell_late_save(t, &st);
     if (st.code != MOE_OK)
         return t->trains ? moectl_fail(&st) : fail(&st);
+    if (a->run == do_load)
+        say_lost(t);
     if (!t->common.json) {
         a->say(t);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;

@@ -2,8 +2,11 @@
  * unpacked answers stay as they are, and moe_client_info points into them. */
 #include "base/clock.h"
 #include "base/endpoint.h"
+#include "base/random.h"
 #include "internal.h"
 
+#include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/random.h>
 
@@ -200,6 +203,14 @@ static void fill_defaults(struct moe_client *c, const struct moe_client_config *
     atomic_init(&c->next_lane, (uint32_t)(seed >> 32) & 0xffff);
 }
 
+static struct moe_status name_session(struct moe_client *c)
+{
+    uint64_t id;
+    MOE_TRY(moe_random_id(&id));
+    snprintf(c->session, sizeof c->session, "client-%016" PRIx64, id);
+    return moe_ok();
+}
+
 struct moe_status moe_client_connect(const struct moe_client_config *config,
                                      struct moe_client **out)
 {
@@ -211,6 +222,7 @@ struct moe_status moe_client_connect(const struct moe_client_config *config,
     pthread_cond_init(&c->idle, NULL);
     fill_defaults(c, config);
     struct moe_status st;
+    MOE_TRY_GOTO(st, name_session(c), failed);
     MOE_TRY_GOTO(st, moe_client_timers_create(&c->timers), failed);
     MOE_TRY_GOTO(st, learn(c, config->endpoint), failed);
     MOE_TRY_GOTO(st, read_layers(c), failed);

@@ -37,6 +37,7 @@ struct moe_client {
     _Atomic uint32_t next_lane;
     _Atomic uint64_t jitter; /* state of the generator that spreads retries in time */
     struct moe_client_timers *timers;
+    char session[32]; /* of changes that name none; random */
 
     pthread_mutex_t lock;
     pthread_cond_t idle;

@@ -148,9 +148,36 @@ static struct moe_status ask(struct moe_client *c, const char *path, uint64_t ti
 
 static struct moe_status check_change(const struct moe_client_change *change)
 {
-    return change->step_id != 0 ? moe_ok()
-                                : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID,
-                                            "step_id must be at least 1");
+    if (change->session != NULL && change->session[0] != '\0')
+        MOE_TRY(moe_client_wire_check_name("session", change->session));
+    return change->step_id != 0
+               ? moe_ok()
+               : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID,
+                           "step_id must be at least 1 (last_step_id + 1 of the state is free)");
+}
+
+/* Packing only reads. */
+static char *session_of(const struct moe_client *c, const struct moe_client_change *change)
+{
+    return (char *)(uintptr_t)(change->session != NULL ? change->session : c->session);
+}
+
+/* What is not sent has its default. */
+static void fill_defaulted(const struct moe_client_optimizer_step *s,
+                           Moe__V1__OptimizerStepRequest *q)
+{
+    q->beta1 = s->beta1;
+    if (s->zeros || s->beta1 != 0)
+        q->beta1_given_case = MOE__V1__OPTIMIZER_STEP_REQUEST__BETA1_GIVEN_BETA1;
+    q->beta2 = s->beta2;
+    if (s->zeros || s->beta2 != 0)
+        q->beta2_given_case = MOE__V1__OPTIMIZER_STEP_REQUEST__BETA2_GIVEN_BETA2;
+    q->epsilon = s->epsilon;
+    if (s->epsilon != 0)
+        q->epsilon_given_case = MOE__V1__OPTIMIZER_STEP_REQUEST__EPSILON_GIVEN_EPSILON;
+    q->grad_scale = s->grad_scale;
+    if (s->grad_scale != 0)
+        q->grad_scale_given_case = MOE__V1__OPTIMIZER_STEP_REQUEST__GRAD_SCALE_GIVEN_GRAD_SCALE;
 }
 
 struct moe_status moe_client_optimizer_step(struct moe_client *c,
@@ -159,16 +186,14 @@ struct moe_status moe_client_optimizer_step(struct moe_client *c,
     MOE_TRY(check_change(&s->change));
     Moe__V1__OptimizerStepRequest q = MOE__V1__OPTIMIZER_STEP_REQUEST__INIT;
     q.step_id = s->change.step_id;
+    q.session = session_of(c, &s->change);
     q.lineage = s->change.lineage;
     q.optimizer = (Moe__V1__Optimizer)s->optimizer;
     q.learning_rate = s->learning_rate;
     q.weight_decay = s->weight_decay;
-    q.beta1 = s->beta1;
-    q.beta2 = s->beta2;
-    q.epsilon = s->epsilon;
     q.momentum = s->momentum;
     q.max_grad_norm = s->max_grad_norm;
-    q.grad_scale = s->grad_scale;
+    fill_defaulted(s, &q);
     q.balance_rate = s->balance_rate;
     q.expected_backwards = s->expected_backwards;
     struct unpacked u = {.type = &moe__v1__optimizer_step_response__descriptor};
@@ -190,6 +215,7 @@ struct moe_status moe_client_zero_grad(struct moe_client *c, struct moe_client_c
     MOE_TRY(check_change(change));
     Moe__V1__ZeroGradRequest q = MOE__V1__ZERO_GRAD_REQUEST__INIT;
     q.step_id = change->step_id;
+    q.session = session_of(c, change);
     q.lineage = change->lineage;
     struct unpacked u = {.type = &moe__v1__zero_grad_response__descriptor};
     MOE_TRY(ask(c, "/moe.v1.TrainingService/ZeroGrad", change->timeout_ms, &q.base, &u));
@@ -206,6 +232,7 @@ struct moe_status moe_client_set_frozen(struct moe_client *c, struct moe_client_
     MOE_TRY(check_change(change));
     Moe__V1__SetFrozenRequest q = MOE__V1__SET_FROZEN_REQUEST__INIT;
     q.step_id = change->step_id;
+    q.session = session_of(c, change);
     q.lineage = change->lineage;
     q.router = frozen.router;
     q.experts = frozen.experts;
@@ -268,6 +295,7 @@ struct moe_status moe_client_save_checkpoint(struct moe_client *c, struct moe_cl
     MOE_TRY(moe_client_wire_check_name("name", s->name));
     Moe__V1__SaveCheckpointRequest q = MOE__V1__SAVE_CHECKPOINT_REQUEST__INIT;
     q.step_id = s->change.step_id;
+    q.session = session_of(c, &s->change);
     q.lineage = s->change.lineage;
     q.name = (char *)(uintptr_t)s->name; /* packing only reads */
     q.keep = s->keep;
@@ -277,6 +305,7 @@ struct moe_status moe_client_save_checkpoint(struct moe_client *c, struct moe_cl
     s->change.repeated = a->repeated;
     s->weights_version = a->weights_version;
     s->answered_lineage = a->lineage;
+    s->steps = a->steps;
     s->bytes = a->bytes;
     s->removed_count = a->removed_count;
     memset(s->removed, 0, sizeof s->removed);
@@ -291,12 +320,16 @@ struct moe_status moe_client_load_checkpoint(struct moe_client *c, struct moe_cl
     MOE_TRY(moe_client_wire_check_name("name", s->name));
     Moe__V1__LoadCheckpointRequest q = MOE__V1__LOAD_CHECKPOINT_REQUEST__INIT;
     q.step_id = s->change.step_id;
+    q.session = session_of(c, &s->change);
     q.lineage = s->change.lineage;
     q.name = (char *)(uintptr_t)s->name;
     struct unpacked u = {.type = &moe__v1__load_checkpoint_response__descriptor};
     MOE_TRY(ask(c, "/moe.v1.TrainingService/LoadCheckpoint", s->change.timeout_ms, &q.base, &u));
     const Moe__V1__LoadCheckpointResponse *a = u.message;
     s->change.repeated = a->repeated;
+    s->steps = a->steps;
+    s->lost_steps = a->lost_steps;
+    s->lost_backwards = a->lost_backwards;
     s->weights_version = a->weights_version;
     s->answered_lineage = a->lineage;
     return moe_ok();
@@ -309,6 +342,7 @@ struct moe_status moe_client_export_adapter(struct moe_client *c, struct moe_cli
         MOE_TRY(moe_client_wire_check_name("name", s->name));
     Moe__V1__ExportAdapterRequest q = MOE__V1__EXPORT_ADAPTER_REQUEST__INIT;
     q.step_id = s->change.step_id;
+    q.session = session_of(c, &s->change);
     q.lineage = s->change.lineage;
     if (s->name != NULL)
         q.name = (char *)(uintptr_t)s->name;

@@ -27,16 +27,21 @@ enum {
 };
 
 /* What a call says. A repeat with less in it (a Backward whose forward pass was saved comes without
- * x) has the same `said`, and `rest` only where the call brought everything. */
+ * x) has the same `said`, and `rest` only where the call brought everything. Of a call without
+ * tensors `rest` is the session that it came from; zeros for the session "". */
 struct moe_content {
     uint64_t said[2], rest[2];
 };
 
 /* What a call did; for calls that are the same on all slots this is the whole answer. */
 struct moe_ledger_outcome {
-    uint64_t epoch, lineage, weights_version, steps, bytes;
-    double number; /* gradient norm, or load-balance loss */
-    uint32_t backwards;
+    uint64_t epoch, lineage, weights_version, steps;
+    union {
+        uint64_t bytes;      /* that were written */
+        uint64_t lost_steps; /* Load: steps that no checkpoint had */
+    };
+    double number;      /* gradient norm, or load-balance loss */
+    uint32_t backwards; /* whose gradients went in, or went away */
     bool nonfinite;
 };
 

@@ -262,8 +262,7 @@ uint32_t moe_train_slot(struct moe_train *t)
     return slot;
 }
 
-/* [lock held] Of the steps that were run and the one that is under way: an id above it is free. */
-static uint64_t highest_id(const struct moe_train *t)
+uint64_t moe_train__highest_id(const struct moe_train *t)
 {
     const struct moe_train_call *job = moe_train__job_call(t);
     uint64_t highest = moe_ledger_highest(t->ledger, "");
@@ -278,7 +277,7 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
     out->weights_version = t->weights_version;
     out->steps = t->steps;
     out->unsaved = t->unsaved;
-    out->last_step_id = highest_id(t);
+    out->last_step_id = moe_train__highest_id(t);
     out->state_bytes = t->state_bytes;
     out->activation_bytes = t->activation_bytes;
     out->activation_bytes_limit = t->activation_limit;

@@ -61,6 +61,7 @@ struct moe_status moe_train_bytes(const struct moe_train *t, struct moe_layer *c
 struct moe_train_stand {
     uint64_t config; /* hash of the trainers' configuration */
     uint64_t lineage, weights_version;
+    uint64_t fresh;                             /* random, of this process: see decide */
     uint64_t calls, record;                     /* of the ledger: how many, and their hash */
     uint64_t torn;                              /* 1: a change was cut short, or state was lost */
     char checkpoint[MOE_TRAINING_NAME_MAX + 8]; /* that the state came from or went to; "" = none */
@@ -78,11 +79,14 @@ struct moe_train_decision {
 
 /* `t` may be NULL: no training. */
 void moe_train_stand(struct moe_train *t, struct moe_train_stand *out);
-/* Pure: the same on all slots, because all see the same stands. `live`: whose stands count. Errors:
+/* Pure: the same on all slots, because all see the same stands. `live`: whose stands count. Where
+ * no member has a lineage yet, the group's first one is random (of 32 bits: short, and a
+ * number in JSON); a new one after that rises by a random number, for a member that was lost may
+ * have told clients of a higher one than those who are left know. Errors:
  * MOE_FAILED_PRECONDITION/CONFIG_INVALID (workers were started with different training),
  * CANNOT_GO_BACK (workers were told different checkpoints to recover from). */
 struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_t live,
-                                   uint64_t epoch, struct moe_train_decision *out) MOE_CHECKED;
+                                   struct moe_train_decision *out) MOE_CHECKED;
 /* [any thread] In place of the last checkpoint, the next time that the group has to go back; "" =
  * the model as loaded. Forgotten as soon as a view is agreed on. */
 void moe_train_choose(struct moe_train *t, const char *checkpoint);

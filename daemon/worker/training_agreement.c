@@ -17,6 +17,7 @@ void moe_train_stand(struct moe_train *t, struct moe_train_stand *out)
     out->weights_version = t->weights_version;
     out->calls = moe_ledger_count(t->ledger);
     out->record = moe_ledger_hash(t->ledger);
+    out->fresh = t->writer;
     out->torn = t->torn;
     memcpy(out->checkpoint, t->checkpoint, sizeof t->checkpoint);
     out->chosen = t->chosen;
@@ -47,13 +48,21 @@ static bool knows_more(const struct moe_train_stand *a, const struct moe_train_s
     return a->calls > b->calls;
 }
 
+enum { FIRST_LINEAGE_BITS = 32, LINEAGE_STEP_BITS = 16 };
+
+static uint64_t next_lineage(uint64_t highest, uint64_t fresh)
+{
+    uint64_t bits = highest == 0 ? FIRST_LINEAGE_BITS : LINEAGE_STEP_BITS;
+    return highest + 1 + fresh % ((UINT64_C(1) << bits) - 1);
+}
+
 static const char *name_or_model(const char *checkpoint)
 {
     return checkpoint[0] != '\0' ? checkpoint : "the model as loaded";
 }
 
 struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_t live,
-                                   uint64_t epoch, struct moe_train_decision *out)
+                                   struct moe_train_decision *out)
 {
     const struct moe_train_stand *first = &stands[__builtin_ctzll(live)], *best = first;
     const struct moe_train_stand *told = NULL;
@@ -83,7 +92,7 @@ struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_
     *out = (struct moe_train_decision){.lineage = lineage, .weights_version = version};
     if (same && lineage != 0)
         return moe_ok();
-    out->lineage = epoch > lineage ? epoch : lineage + 1;
+    out->lineage = next_lineage(lineage, first->fresh);
     out->restart = !untouched;
     if (!out->restart)
         return moe_ok();

@@ -63,6 +63,7 @@ static void reply_save(const struct change *c)
     moe__v1__save_checkpoint_response__init(&a);
     a.weights_version = c->answer.outcome.weights_version;
     a.lineage = c->answer.outcome.lineage;
+    a.steps = c->answer.outcome.steps;
     a.bytes = c->answer.outcome.bytes;
     a.repeated = c->answer.repeated;
     const struct moe_checkpoint_removed *removed = &c->answer.removed;
@@ -82,6 +83,9 @@ static void reply_load(const struct change *c)
     moe__v1__load_checkpoint_response__init(&a);
     a.weights_version = c->answer.outcome.weights_version;
     a.lineage = c->answer.outcome.lineage;
+    a.steps = c->answer.outcome.steps;
+    a.lost_steps = c->answer.outcome.lost_steps;
+    a.lost_backwards = c->answer.outcome.backwards;
     a.repeated = c->answer.repeated;
     moe_training_service__reply(c->rpc, &a.base);
 }
@@ -136,7 +140,6 @@ static void hash_change(struct moe_train_call *c)
 static struct moe_status submit_change(struct change *c)
 {
     struct moe_training_service *s = c->service;
-    hash_change(&c->call);
     if (moe_train_recall(s->config.training, &c->call, &c->answer)) {
         reply_change(c);
         return moe_ok();
@@ -199,6 +202,7 @@ static struct moe_status read_change(const struct moe_training_service *s, struc
     void *message;
     MOE_TRY(moe_rpc_msg_unpack(m, method->type, &arena, &message));
     MOE_TRY(method->read(s, message, call));
+    hash_change(call);
     return check_service(s, call);
 }
 
@@ -243,11 +247,16 @@ static void change_done_call(struct moe_rpc_call *rpc, void *ctx)
 /* ------------------------------------------------------------------- what they say */
 
 static struct moe_status begin_call(struct moe_train_call *call, enum moe_step_kind kind,
-                                    uint64_t step_id, uint64_t lineage)
+                                    uint64_t step_id, uint64_t lineage, const char *session)
 {
     call->kind = kind;
     call->id = step_id;
     call->lineage = lineage;
+    if (session[0] != '\0' && !moe_training_name_ok(session))
+        return invalid(NAME_INVALID, "a session has 1 to 64 characters of A-Z a-z 0-9 . _ - and "
+                                     "begins with no dot");
+    if (session[0] != '\0')
+        moe_content_mix(call->content.rest, session, strlen(session));
     /* The upper half would leave no id to those who take the next one. */
     return step_id != 0 && step_id <= INT64_MAX
                ? moe_ok()
@@ -279,9 +288,14 @@ static struct moe_status check_optimizer(const struct moe_optimizer_args *o)
     MOE_TRY(check_range("beta1", o->beta1, 0, 1));
     MOE_TRY(check_range("beta2", o->beta2, 0, 1));
     MOE_TRY(check_range("epsilon", o->epsilon, 0, most));
+    if (o->epsilon == 0)
+        return invalid(VALUE_INVALID, "epsilon must be above 0: a parameter that never had a "
+                                      "gradient would become 0 / 0");
     MOE_TRY(check_range("momentum", o->momentum, 0, 1));
     MOE_TRY(check_range("max_grad_norm", o->max_grad_norm, 0, most));
     MOE_TRY(check_range("grad_scale", o->grad_scale, -most, most));
+    if (o->grad_scale == 0)
+        return invalid(VALUE_INVALID, "grad_scale must not be 0: ZeroGrad forgets gradients");
     return check_range("balance_rate", o->balance_rate, 0, most);
 }
 
@@ -289,19 +303,19 @@ static struct moe_status read_step(const struct moe_training_service *s, const v
                                    struct moe_train_call *call)
 {
     const Moe__V1__OptimizerStepRequest *q = message;
-    MOE_TRY(begin_call(call, MOE_STEP_OPTIMIZER, q->step_id, q->lineage));
+    MOE_TRY(begin_call(call, MOE_STEP_OPTIMIZER, q->step_id, q->lineage, q->session));
     enum moe_optimizer ours = moe_train_configured(s->config.training)->trainer.optimizer;
     if (q->optimizer != MOE__V1__OPTIMIZER__OPTIMIZER_UNSPECIFIED && (int)q->optimizer != (int)ours)
         return invalid(VALUE_INVALID, "the workers were started with the other optimizer");
     call->optimizer = (struct moe_optimizer_args){
         .learning_rate = q->learning_rate,
         .weight_decay = q->weight_decay,
-        .beta1 = q->beta1 != 0 ? q->beta1 : 0.9,
-        .beta2 = q->beta2 != 0 ? q->beta2 : 0.999,
-        .epsilon = q->epsilon != 0 ? q->epsilon : 1e-8,
+        .beta1 = q->beta1_given_case != 0 ? q->beta1 : 0.9,
+        .beta2 = q->beta2_given_case != 0 ? q->beta2 : 0.999,
+        .epsilon = q->epsilon_given_case != 0 ? q->epsilon : 1e-8,
         .momentum = q->momentum,
         .max_grad_norm = q->max_grad_norm,
-        .grad_scale = q->grad_scale != 0 ? q->grad_scale : 1,
+        .grad_scale = q->grad_scale_given_case != 0 ? q->grad_scale : 1,
         .balance_rate = q->balance_rate,
     };
     call->expected_backwards = q->expected_backwards;
@@ -313,7 +327,7 @@ static struct moe_status read_zero_grad(const struct moe_training_service *s, co
 {
     (void)s;
     const Moe__V1__ZeroGradRequest *q = message;
-    return begin_call(call, MOE_STEP_ZERO_GRAD, q->step_id, q->lineage);
+    return begin_call(call, MOE_STEP_ZERO_GRAD, q->step_id, q->lineage, q->session);
 }
 
 static struct moe_status read_set_frozen(const struct moe_training_service *s, const void *message,
@@ -324,7 +338,7 @@ static struct moe_status read_set_frozen(const struct moe_training_service *s, c
     call->frozen = (uint32_t)q->router << MOE_PARAMS_ROUTER |
                    (uint32_t)q->experts << MOE_PARAMS_EXPERTS |
                    (uint32_t)q->shared << MOE_PARAMS_SHARED;
-    return begin_call(call, MOE_STEP_SET_FROZEN, q->step_id, q->lineage);
+    return begin_call(call, MOE_STEP_SET_FROZEN, q->step_id, q->lineage, q->session);
 }
 
 static struct moe_status read_save(const struct moe_training_service *s, const void *message,
@@ -333,7 +347,7 @@ static struct moe_status read_save(const struct moe_training_service *s, const v
     (void)s;
     const Moe__V1__SaveCheckpointRequest *q = message;
     call->keep = q->keep;
-    MOE_TRY(begin_call(call, MOE_STEP_SAVE, q->step_id, q->lineage));
+    MOE_TRY(begin_call(call, MOE_STEP_SAVE, q->step_id, q->lineage, q->session));
     return take_name(call, q->name);
 }
 
@@ -342,7 +356,7 @@ static struct moe_status read_load(const struct moe_training_service *s, const v
 {
     (void)s;
     const Moe__V1__LoadCheckpointRequest *q = message;
-    MOE_TRY(begin_call(call, MOE_STEP_LOAD, q->step_id, q->lineage));
+    MOE_TRY(begin_call(call, MOE_STEP_LOAD, q->step_id, q->lineage, q->session));
     return take_name(call, q->name);
 }
 
@@ -351,7 +365,7 @@ static struct moe_status read_export(const struct moe_training_service *s, const
 {
     (void)s;
     const Moe__V1__ExportAdapterRequest *q = message;
-    MOE_TRY(begin_call(call, MOE_STEP_EXPORT, q->step_id, q->lineage));
+    MOE_TRY(begin_call(call, MOE_STEP_EXPORT, q->step_id, q->lineage, q->session));
     call->merge = q->merge;
     if (!q->merge)
         return take_name(call, q->name);

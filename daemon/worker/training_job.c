@@ -273,11 +273,13 @@ static void forget_job(struct moe_train *t)
 
 /* All slots have checked it. */
 static struct moe_status take(struct moe_train_job *j, struct moe_session *session,
-                              struct moe_train_turn *turn)
+                              struct moe_train_turn *turn, struct moe_ledger_outcome *outcome)
 {
     struct moe_train *t = j->work.train;
     struct moe_status verdict = moe_ok();
     uint64_t unused;
+    outcome->lost_steps = t->unsaved; /* changed on this thread alone */
+    outcome->backwards = t->backwards;
     j->work.context = moe_train__context_of(t);
     turn->changes = true;
     MOE_TRY(moe_train__together(&j->work, session, moe_train__load_take, &verdict, &unused));
@@ -298,7 +300,7 @@ static struct moe_status settle(struct moe_train *t, struct moe_session *session
     turn->settles = true;
     turn->refusal = j->verdict;
     if (!moe_failed(&j->verdict) && !is_save(j)) {
-        st = take(j, session, turn);
+        st = take(j, session, turn, outcome);
     } else if (!moe_failed(&j->verdict)) {
         uint64_t epoch = outcome->epoch;
         *outcome = j->outcome;

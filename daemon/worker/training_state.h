@@ -101,6 +101,9 @@ void moe_train__read_job(const struct moe_train *t, struct moe_train_state *out)
 /* No view is in force: a Save that was given up with its view may still be reading trainers; waits
  * until it is not, as long as one tensor takes. Before trainers change or go. */
 void moe_train__end_copying(struct moe_train *t);
+/* [lock held] Of the changes that were run and the one that is under way: a step id above it is
+ * free. */
+uint64_t moe_train__highest_id(const struct moe_train *t);
 /* [lock held] What is under way, or NULL. */
 const struct moe_train_call *moe_train__job_call(const struct moe_train *t);
 

@@ -45,10 +45,21 @@ static struct moe_status check_new(const struct moe_train *t, const struct moe_t
     return moe_ok();
 }
 
-static struct moe_status id_reused(uint64_t id)
+/* [lock held] `used`: what the id was used for. */
+static struct moe_status id_reused(const struct moe_train *t, const struct moe_train_call *c,
+                                   const struct moe_content *used)
 {
-    return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED,
-                     "id %llu was used for something else", (unsigned long long)id);
+    if (c->session[0] != '\0')
+        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED,
+                         "id %llu of session %s was used for something else",
+                         (unsigned long long)c->id, c->session);
+    bool others = memcmp(used->rest, c->content.rest, sizeof used->rest) != 0;
+    return moe_error(
+        MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED,
+        "step id %llu was used %s: take last_step_id + 1 of GetTrainState (now %llu)%s",
+        (unsigned long long)c->id, others ? "by another session" : "for something else",
+        (unsigned long long)moe_train__highest_id(t) + 1,
+        others ? ", for all sessions share one sequence of step ids" : "");
 }
 
 /* [lock held] A call whose id is that of what is under way, and any poke; false for others. */
@@ -60,7 +71,7 @@ static bool judge_job(const struct moe_train *t, const struct moe_train_call *c,
     if (same && memcmp(&c->content, &job->content, sizeof c->content) == 0)
         turn->run = turn->joined = true;
     else if (same && !c->poke)
-        turn->refusal = id_reused(c->id);
+        turn->refusal = id_reused(t, c, &job->content);
     else if (c->poke)
         turn->refusal = moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "it is not under way");
     return same || c->poke;
@@ -80,7 +91,9 @@ static void judge(const struct moe_train *t, const struct moe_train_call *c,
         return;
     switch (moe_ledger_look(t->ledger, c->session, c->id, &c->content, NULL)) {
     case MOE_LEDGER_REPEAT: turn->repeat = true; return;
-    case MOE_LEDGER_REUSED: turn->refusal = id_reused(c->id); return;
+    case MOE_LEDGER_REUSED:
+        turn->refusal = id_reused(t, c, &moe_ledger_find(t->ledger, c->session, c->id)->content);
+        return;
     case MOE_LEDGER_TOO_OLD:
         turn->refusal = moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_TOO_OLD,
                                   "id %llu is below one that is forgotten: it may have been used",

@@ -189,7 +189,7 @@ static struct moe_status agree_on_training(struct moe_worker *w, const struct mo
                                            struct moe_train_stand stands[MOE_MAX_SLOTS])
 {
     struct moe_train_decision decision, again;
-    MOE_TRY(moe_train_decide(stands, v->live, v->epoch, &decision));
+    MOE_TRY(moe_train_decide(stands, v->live, &decision));
     if (w->train == NULL)
         return moe_ok();
     if (decision.restart)
@@ -202,7 +202,7 @@ static struct moe_status agree_on_training(struct moe_worker *w, const struct mo
     if (moe_failed(&taken))
         return taken;
     MOE_TRY(met);
-    MOE_TRY(moe_train_decide(stands, v->live, v->epoch, &again));
+    MOE_TRY(moe_train_decide(stands, v->live, &again));
     if (!again.restart)
         return moe_ok();
     struct moe_status st = who_could_not(stands, v->live, &decision);

@@ -174,11 +174,16 @@ int main(int argc, char **argv)
         return 4;
     fwrite(dx, 4, count, stdout);
     for (int i = 0; i < 2; i++) {
-        struct moe_client_optimizer_step s = {.change = {.step_id = 1, .lineage = state.lineage},
+        struct moe_client_optimizer_step s = {.change = {.step_id = 1, .session = "c",
+                                                         .lineage = state.lineage},
                                               .learning_rate = 1e-3, .expected_backwards = 1};
         require(moe_client_optimizer_step(c[i], &s));
         if (s.backwards != 1 || s.change.repeated != (i == 1) || s.weights_version != 2)
             return 5;
+        s.change.session = NULL; /* the client's own, who has made no such change */
+        struct moe_status st = moe_client_optimizer_step(c[i], &s);
+        if (st.reason != MOE_REASON_ID_REUSED)
+            return 8;
     }
     struct moe_client_frozen frozen = {.router = true};
     struct moe_client_change change = {.step_id = 2};

@@ -3,6 +3,7 @@ against real daemons (gradients, steps, checkpoints' refusals); moed.torch where
 
 import concurrent.futures
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 import unittest
+import uuid
 
 import grpc
 import numpy as np
@@ -490,6 +492,62 @@ class Calls(unittest.TestCase):
 
 
 class RealGroup(unittest.TestCase):
+    def test_the_manuals_snippet_runs_twice(self):
+        manual = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "client",
+                              "README.md")
+        with open(manual, encoding="utf-8") as file:
+            after = file.read().split("### Training\n")[1]
+        snippet = re.search(r"```python\n(.*?)```", after, re.DOTALL).group(1)
+        layer, _, x, dy, _ = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
+        with tempfile.TemporaryDirectory(prefix="moed-test-") as root, training_group(
+                FAMILY, 2, "--training-dir", root) as g:
+            for run in range(2):
+                with moed.Client(g.endpoints[run]) as client:
+                    names = dict(client=client, layer=layer, x=x, dy=dy, uuid=uuid)
+                    exec(compile(snippet, manual, "exec"), names)
+                    self.assertFalse(names["step"].repeated)
+                    state = client.train_state()
+                    self.assertEqual((state.steps, state.backwards), (3 * (run + 1), 0))
+                moectl("training", "save", "after-%d" % run, "--endpoint", g.endpoints[0])
+
+    def test_equal_steps_of_two_clients_are_two_steps(self):
+        with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0]) as one, \
+                moed.Client(g.endpoints[1]) as two:
+            one.optimizer_step(1e-3, step_id=1)
+            self.assertTrue(one.optimizer_step(1e-3, step_id=1).repeated)
+            with self.assertRaises(moed.MoeError) as caught:
+                two.optimizer_step(1e-3, step_id=1)
+            print("   ", caught.exception)
+            self.assertEqual(caught.exception.reason, "ID_REUSED")
+            self.assertEqual(two.train_state().steps, 1)
+
+    def test_zero_is_a_number(self):
+        # With beta1 = 0 AdamW forgets the direction of the gradient before; with 0.9 it does not.
+        layer, _, x, dy, _ = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
+
+        def step(client, n, dy, learning_rate, **options):
+            seen = client.forward(layer, x, return_routing=True)
+            client.backward(layer, dy, x, seen.topk_ids, session="s", micro_batch_id=n)
+            client.optimizer_step(learning_rate, step_id=n, expected_backwards=1, **options)
+
+        answers = {}
+        for betas in ((0.0, 0.999), (0.9, 0.999), (0.0, 0.0)):
+            for first in (dy, -dy):
+                with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0]) as client:
+                    step(client, 1, first, 0.0, betas=betas)  # moves nothing but moments
+                    step(client, 2, dy, 1e-3, betas=betas)
+                    answers[betas, first is dy] = client.forward(layer, x)
+                    before = client.train_state().weights_version
+                    for zero in ("eps", "grad_scale"):  # would make NaN; would do nothing
+                        with self.assertRaises(moed.MoeError) as caught:
+                            client.optimizer_step(1e-3, step_id=3, **{zero: 0.0})
+                        self.assertEqual(caught.exception.reason, "VALUE_INVALID")
+                    self.assertEqual(client.train_state().weights_version, before)
+        for betas in ((0.0, 0.999), (0.0, 0.0)):
+            np.testing.assert_array_equal(answers[betas, True], answers[betas, False])
+        self.assertFalse(np.array_equal(answers[(0.9, 0.999), True], answers[(0.9, 0.999), False]))
+        self.assertFalse(np.array_equal(answers[(0.0, 0.0), True], answers[(0.0, 0.999), True]))
+
     def test_gradients_steps_and_answers_recorded_elsewhere(self):
         layer, _, x, dy, dx = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
         with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0]) as client, \
@@ -504,7 +562,10 @@ class RealGroup(unittest.TestCase):
             np.testing.assert_array_equal(again.dx, first.dx)
             self.assertEqual(other.train_state().backwards, 1)
             step = other.optimizer_step(1e-3, step_id=1, expected_backwards=1)
-            self.assertTrue(client.optimizer_step(1e-3, step_id=1, expected_backwards=1).repeated)
+            with self.assertRaises(moed.MoeError) as caught:  # no change of this client's
+                client.optimizer_step(1e-3, step_id=1, expected_backwards=1)
+            self.assertEqual(caught.exception.reason, "ID_REUSED")
+            self.assertTrue(other.optimizer_step(1e-3, step_id=1, expected_backwards=1).repeated)
             self.assertEqual((step.weights_version, client.train_state().steps), (2, 1))
             with self.assertRaises(moed.MoeError) as caught:
                 client.backward(layer, dy, x, kept.topk_ids, session="s", micro_batch_id=2,
@@ -610,6 +671,10 @@ class Torch(unittest.TestCase):
                                        (ValueError, [moe], float("nan"))):
                 with self.subTest(modules=modules, lr=lr), self.assertRaises(error):
                     moed.torch.RemoteOptimizer(modules, lr=lr)
+            for wrong in (dict(betas=(1.0, 0.9)), dict(betas=(-0.1, 0.9)), dict(betas=(0.9,)),
+                          dict(eps=0.0), dict(eps=-1.0)):
+                with self.subTest(wrong=wrong), self.assertRaises(ValueError):
+                    moed.torch.RemoteOptimizer([moe], lr=1.0, **wrong)
             with self.assertRaisesRegex(ValueError, "momentum"):
                 moed.torch.RemoteOptimizer([moe], lr=1.0, momentum=0.9)
             with self.assertRaisesRegex(ValueError, "momentum"):
@@ -734,6 +799,21 @@ class Torch(unittest.TestCase):
             optimizer.step()
             self.assertEqual((worker.ledger.steps, worker.ledger.last_step_id()), (1, 4))
 
+    def test_two_trainers_of_equal_settings_make_two_steps(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as one, \
+                moed.Client(worker.endpoint) as two:
+            layers = [moed.torch.RemoteMoE(LAYER, client) for client in (one, two)]
+            for alone in (False, True):
+                worker.ledger.backwards, steps = 0, worker.ledger.steps
+                optimizers = [moed.torch.RemoteOptimizer([moe], lr=0.5, alone=alone)
+                              for moe in layers]
+                for moe, optimizer in zip(layers * 3, optimizers * 3):
+                    moe(torch.randn(4, HIDDEN)).sum().backward()
+                    optimizer.step()
+                    self.assertEqual((optimizer.last.repeated, optimizer.last.backwards),
+                                     (False, 1))
+                self.assertEqual(worker.ledger.steps, steps + 6)
+
     def test_after_a_backward_that_failed_zero_grad_starts_anew(self):
         with fakes() as (worker,), moed.Client(worker.endpoint, timeout=0.3) as client:
             moe = moed.torch.RemoteMoE(LAYER, client)
@@ -794,6 +874,58 @@ class TorchOnRealGroup(unittest.TestCase):
                         print("    layer %d, %2d tokens, %s: %.1e" % (layer, tokens, dtype, error))
                         self.assertEqual(t.grad.dtype, dtype)
                         self.assertLessEqual(error, limit)
+
+    def test_betas_of_zero_are_torchs(self):
+        # Gradients are what a step of plain SGD takes off the weights.
+        layer, _, x, dy, _ = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
+        rows = torch.from_numpy(x.copy())
+
+        def tensors(root, name):
+            found = {}
+            for path in glob.glob(os.path.join(root, name, "optimizer", "slot-*.safetensors")):
+                found.update({key: torch.from_numpy(value.copy()) for key, value
+                              in moed.read_safetensors(path).items() if key.endswith(".value")})
+            return found
+
+        with tempfile.TemporaryDirectory(prefix="moed-test-") as root:
+            with training_group(FAMILY, 1, "--training-dir", root, "--training", "sgd") as g, \
+                    moed.Client(g.endpoints[0]) as client:
+                moe = moed.torch.RemoteMoE(layer, client)
+                optimizer = moed.torch.RemoteOptimizer([moe], lr=1.0)
+                moe.session.change(client.save_checkpoint, "before")
+                for name, scale in (("g1", 1.0), ("g2", -0.25)):
+                    moe(rows).backward(scale * torch.from_numpy(dy.copy()))
+                    optimizer.step()
+                    moe.session.change(client.save_checkpoint, name)
+                    moe.session.change(client.load_checkpoint, "before")
+                    moe.session.refresh()
+            before = tensors(root, "before")
+            gradients = [{key: before[key] - value for key, value in tensors(root, name).items()}
+                         for name in ("g1", "g2")]
+            with training_group(FAMILY, 1, "--training-dir", root) as g, \
+                    moed.Client(g.endpoints[0]) as client:
+                moe = moed.torch.RemoteMoE(layer, client)
+                optimizer = moed.torch.RemoteOptimizer([moe], lr=0.0, betas=(0.0, 0.999), eps=1e-4)
+                for lr, scale in ((0.0, 1.0), (1e-2, -0.25)):
+                    optimizer.param_groups[0]["lr"] = lr
+                    moe(rows).backward(scale * torch.from_numpy(dy.copy()))
+                    optimizer.step()
+                moe.session.change(client.save_checkpoint, "after")
+            after = tensors(root, "after")
+        self.assertTrue(before and before.keys() == after.keys())
+        worst = 0.0
+        for key, value in before.items():
+            parameter = torch.nn.Parameter(value.clone())
+            theirs = torch.optim.AdamW([parameter], betas=(0.0, 0.999), eps=1e-4, weight_decay=0.0)
+            for lr, gradient in zip((0.0, 1e-2), gradients):
+                theirs.param_groups[0]["lr"] = lr
+                parameter.grad = gradient[key].clone()
+                theirs.step()
+            ours, wanted = after[key] - value, parameter.detach() - value
+            if wanted.norm() > 0:
+                worst = max(worst, float((ours - wanted).norm() / wanted.norm()))
+        print("    %d tensors, moves differ by %.1e at most" % (len(before), worst))
+        self.assertLess(worst, 1e-2)  # gradients that SGD tells are rounded to the weights' last bits
 
     def test_a_remote_layer_learns_what_a_fixed_head_asks_for(self):
         torch.manual_seed(1)

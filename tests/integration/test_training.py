@@ -150,6 +150,32 @@ class Repeats(unittest.TestCase):
             self.assertEqual(one.state().weights_version, 2)
             one.close(), two.close()
 
+    def test_what_another_session_did_is_nobody_elses(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 2) as g:
+            one, two = (Trainer(endpoint) for endpoint in g.endpoints)
+            one.backward(layer, dy, x, one.forward(layer, x))
+            one.optimizer_step(step=3, session="a")
+            for t in (one, two):
+                self.assertTrue(t.optimizer_step(step=3, session="a").repeated)
+                for session in ("b", ""):  # word for word the same but for that
+                    what, error = refusal(t.optimizer_step, step=3, session=session)
+                    self.assertEqual(what, ("ALREADY_EXISTS", "ID_REUSED"))
+                    self.assertIn("step id 3 was used by another session: take last_step_id + 1 of "
+                                  "GetTrainState (now 4)", error.details())
+            what, error = refusal(one.optimizer_step, 0.5, step=3, session="a")
+            self.assertIn("for something else: take last_step_id + 1", error.details())
+            for request in (training.ZeroGradRequest(step_id=3, session="b"),
+                            training.SetFrozenRequest(step_id=3, session="b")):
+                name = type(request).__name__.replace("Request", "")
+                self.assertEqual(refusal(one.call, name, request)[0],
+                                 ("ALREADY_EXISTS", "ID_REUSED"))
+            self.assertEqual(
+                refusal(one.optimizer_step, step=4, session=".b")[0],
+                ("INVALID_ARGUMENT", "NAME_INVALID"))
+            self.assertEqual((one.state().weights_version, one.state().last_step_id), (2, 3))
+            one.close(), two.close()
+
     def test_every_repeat_is_counted_once(self):
         layer, x, dy = case()
         ports = []
@@ -294,6 +320,23 @@ class Repeats(unittest.TestCase):
 
 
 class Versions(unittest.TestCase):
+    def test_a_group_that_begins_anew_is_another_one(self):
+        layer, x, dy = case()
+        lineages = []
+        for _ in range(2):
+            with training_group(FAMILY, 2) as g:
+                t = Trainer(g.endpoints[0])
+                lineages.append(t.state().lineage)
+                t.optimizer_step(lineage=lineages[-1])
+                if len(lineages) > 1:  # a trainer of the group that was at this address before
+                    what, _ = refusal(t.backward, layer, dy, x, t.forward(layer, x),
+                                      lineage=lineages[0])
+                    self.assertEqual(what, ("FAILED_PRECONDITION", "STATE_LOST"))
+                t.close()
+        print("    lineages", lineages)
+        self.assertNotEqual(lineages[0], lineages[1])
+        self.assertLess(max(lineages), 2**53)  # a number in JSON, too
+
     def test_pins_and_lineage(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2) as g:

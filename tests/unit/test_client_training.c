@@ -33,7 +33,8 @@ struct side {
     uint32_t wholes;                   /* Backward calls with x */
     Moe__V1__BackwardRequest backward; /* numbers of the last one */
     Moe__V1__OptimizerStepRequest step;
-    char name[80]; /* of the last checkpoint */
+    char name[80];    /* of the last checkpoint */
+    char session[80]; /* of the last step */
 };
 
 static struct fake fakes[3];
@@ -187,6 +188,7 @@ static void on_step(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
     Moe__V1__OptimizerStepRequest *q =
         (void *)read_request(m, &moe__v1__optimizer_step_request__descriptor);
     sides[f->slot].step = *q;
+    snprintf(sides[f->slot].session, sizeof sides[f->slot].session, "%s", q->session);
     Moe__V1__OptimizerStepResponse a = MOE__V1__OPTIMIZER_STEP_RESPONSE__INIT;
     a.weights_version = q->step_id + 1;
     a.grad_norm = 1.5;
@@ -565,6 +567,23 @@ static void changes_say_what_they_were_told(void **state)
     assert_int_equal(q->expected_backwards, 7);
     assert_int_equal(q->optimizer, MOE__V1__OPTIMIZER__OPTIMIZER_ADAMW);
     assert_int_equal(q->lineage, 2);
+    char own[80];
+    strcpy(own, sides[0].session); /* nobody else's */
+    assert_int_equal(strlen(own), strlen("client-0123456789abcdef"));
+
+    s = (struct moe_client_optimizer_step){.change = {.step_id = 6}, .learning_rate = 1};
+    assert_ok(moe_client_optimizer_step(c, &s)); /* the same session; defaults are the server's */
+    assert_string_equal(sides[0].session, own);
+    assert_true(q->beta1_given_case == 0 && q->beta2_given_case == 0 &&
+                q->epsilon_given_case == 0 && q->grad_scale_given_case == 0);
+    s.zeros = true;
+    s.change.session = "mine";
+    assert_ok(moe_client_optimizer_step(c, &s));
+    assert_string_equal(sides[0].session, "mine");
+    assert_true(q->beta1_given_case != 0 && q->beta1 == 0 && q->beta2_given_case != 0 &&
+                q->epsilon_given_case == 0 && q->grad_scale_given_case == 0);
+    s.change.session = "not/mine";
+    assert_refused(moe_client_optimizer_step(c, &s), MOE_INVALID_ARGUMENT, MOE_REASON_NAME_INVALID);
 
     struct moe_client_checkpoint p = {.change = {.step_id = 6}, .name = "epoch-1", .keep = 3};
     assert_ok(moe_client_save_checkpoint(c, &p));

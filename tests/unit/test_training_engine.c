@@ -482,53 +482,57 @@ static void a_group_decides_together_where_to_go_on(void **state)
                                  far = stand_at(4, 9, 20, 77, "b"),
                                  behind = stand_at(4, 8, 19, 70, "a");
     s[0] = s[2] = fresh; /* all new: no reload, version 1 */
-    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_ok(moe_train_decide(s, 5, &d));
     assert_false(d.restart);
-    assert_int_equal(d.lineage, 6);
+    assert_int_equal(d.lineage, 1);
     assert_int_equal(d.weights_version, 1);
+    s[0].fresh = UINT64_MAX - 1; /* a random number of a process: another group begins elsewhere */
+    assert_ok(moe_train_decide(s, 5, &d));
+    assert_true(d.lineage > 1 && d.lineage <= UINT64_C(1) << 32);
     s[0] = s[2] = far; /* all the same: nothing changes */
-    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_ok(moe_train_decide(s, 5, &d));
     assert_false(d.restart);
     assert_int_equal(d.lineage, 4);
     assert_int_equal(d.weights_version, 9);
     s[2] = fresh; /* one is new: back to what the other knows */
-    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_ok(moe_train_decide(s, 5, &d));
     assert_true(d.restart);
-    assert_int_equal(d.lineage, 6);
+    assert_int_equal(d.lineage, 5);
     assert_int_equal(d.weights_version, 10);
     assert_string_equal(d.checkpoint, "b");
     s[2] = behind; /* one missed the last call */
-    assert_ok(moe_train_decide(s, 5, 3, &d));
+    assert_ok(moe_train_decide(s, 5, &d));
     assert_true(d.restart);
-    assert_int_equal(d.lineage, 5); /* above all, whatever the epoch */
+    assert_int_equal(d.lineage, 5); /* above all */
+    s[0].fresh = 41;                /* and above what one that is lost may have told */
+    assert_ok(moe_train_decide(s, 5, &d));
+    assert_int_equal(d.lineage, 46);
     assert_string_equal(d.checkpoint, "b");
     s[2] = far;
     s[2].record++; /* as many calls, but others */
-    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_ok(moe_train_decide(s, 5, &d));
     assert_true(d.restart);
     s[2] = far;
     s[0].torn = 1;
-    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_ok(moe_train_decide(s, 5, &d));
     assert_true(d.restart);
     assert_string_equal(d.checkpoint, "b");
     s[2].chosen = 1; /* an operator has told one of them where to go */
     strcpy(s[2].choice, "a");
-    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_ok(moe_train_decide(s, 5, &d));
     assert_string_equal(d.checkpoint, "a");
     s[0].chosen = 1; /* and the other something else */
-    assert_refused(moe_train_decide(s, 5, 6, &d), MOE_FAILED_PRECONDITION,
-                   MOE_REASON_CANNOT_GO_BACK);
+    assert_refused(moe_train_decide(s, 5, &d), MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK);
     s[2].choice[0] = '\0'; /* both: the model as loaded */
-    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_ok(moe_train_decide(s, 5, &d));
     assert_string_equal(d.checkpoint, "");
     s[0] = s[2] = far; /* who need not go back does not */
     s[0].chosen = 1;
-    assert_ok(moe_train_decide(s, 5, 6, &d));
+    assert_ok(moe_train_decide(s, 5, &d));
     assert_false(d.restart);
     s[0] = fresh;
     s[0].config = 2;
-    assert_refused(moe_train_decide(s, 5, 6, &d), MOE_FAILED_PRECONDITION,
-                   MOE_REASON_CONFIG_INVALID);
+    assert_refused(moe_train_decide(s, 5, &d), MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID);
 }
 
 int main(void)

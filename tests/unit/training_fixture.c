@@ -70,7 +70,7 @@ static void agree(uint32_t slot, uint64_t live)
     struct moe_train_stand stands[MOE_MAX_SLOTS] = {0};
     struct moe_train_decision decision;
     moe_train_stand(test.train, &stands[slot]);
-    assert_ok(moe_train_decide(stands, UINT64_C(1) << slot, test.epoch + 1, &decision));
+    assert_ok(moe_train_decide(stands, UINT64_C(1) << slot, &decision));
     assert_ok(moe_train_adopt(test.train, &decision, slot, 2, live));
 }
 

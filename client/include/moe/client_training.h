@@ -5,8 +5,9 @@
  * Shapes, threads and errors are those of moe/client.h. All calls block; call from threads of your
  * own to have more than one under way. Arguments that cannot be right are not sent.
  *
- * Ids. Backward is known by (session, micro_batch_id), every other change by step_id: choose an id
- * once, keep it, and ask again under it after a failure that leaves open whether the call was run
+ * Ids. Backward is known by (session, micro_batch_id), every other change by step_id, which is the
+ * whole group's: begin at last_step_id + 1 of moe_client_get_train_state. Choose an id once, keep
+ * it, and ask again under it after a failure that leaves open whether the call was run
  * (UNAVAILABLE, DEADLINE_EXCEEDED). The library does so by itself: a call that fails with
  * UNAVAILABLE is sent again, under its id, until it is answered or its time is over; and where the
  * answer is recorded on another worker (RECORDED_ELSEWHERE), that worker is asked. So a call is run
@@ -72,9 +73,15 @@ struct moe_client_backward {
 struct moe_status moe_client_backward(struct moe_client *c,
                                       struct moe_client_backward *b) MOE_CHECKED;
 
-/* What all other changes have in common: one sequence of ids for all of them. */
+/* What all other changes have in common: one sequence of ids for all of them, and for all clients
+ * of the group. */
 struct moe_client_change {
-    uint64_t step_id;    /* >= 1; rises from change to change */
+    uint64_t step_id;    /* rises from change to change; the first free one is last_step_id + 1 of
+                            the state */
+    const char *session; /* whose change it is, named as in Backward: the answer of another
+                            session's is never taken for its own (ID_REUSED). NULL = the client's
+                            own, which no other client has; a program that is to know its changes
+                            again after a restart names one */
     uint64_t lineage;    /* as the state told; 0 = any */
     uint64_t timeout_ms; /* tries included; 0 = the client's default */
     bool repeated;       /* answer: that of an earlier call */
@@ -86,11 +93,12 @@ enum moe_client_optimizer {
     MOE_CLIENT_OPTIMIZER_SGD = 2,
 };
 
-/* Moves all parameters that are not frozen, and forgets the gradients. Zero means the default. */
+/* Moves all parameters that are not frozen, and forgets the gradients. */
 struct moe_client_optimizer_step {
     struct moe_client_change change;
     enum moe_client_optimizer optimizer; /* another than the workers' is refused */
     double learning_rate, weight_decay;
+    bool zeros;                   /* 0 of beta1 and beta2 is 0, and not the default */
     double beta1, beta2, epsilon; /* AdamW; 0 = 0.9, 0.999, 1e-8 */
     double momentum;              /* SGD */
     double max_grad_norm;         /* over all parameters of all layers; 0 = no clipping */
@@ -123,7 +131,8 @@ struct moe_status moe_client_set_frozen(struct moe_client *c, struct moe_client_
 
 /* Where training stands. */
 struct moe_client_train_state {
-    uint64_t lineage;         /* rises when the group went back to a checkpoint, or loaded one */
+    uint64_t lineage;         /* of one history of the weights; another when the group went back
+                                 to a checkpoint, loaded one, or is another group */
     uint64_t weights_version; /* 1 after loading the model */
     uint64_t steps;           /* that moved something, since the beginning or the last merge */
     uint64_t unsaved_steps;   /* of those since what `checkpoint` holds, or since the model was
@@ -160,6 +169,9 @@ struct moe_client_checkpoint {
     /* answer */
     uint64_t weights_version;  /* save, load: of the weights in it; from now on */
     uint64_t answered_lineage; /* save: of the state in it; load: the new one */
+    uint64_t steps;            /* save, load: optimizer steps in it */
+    uint64_t lost_steps;       /* load: that were thrown away, for no checkpoint had them */
+    uint32_t lost_backwards;   /* load: Backward calls whose gradients were thrown away */
     uint64_t bytes;            /* save, export: written by all workers */
     uint32_t removed_count;    /* save: older ones that `keep` removed; the first are named, newest
                                   first. The answer of an earlier call has none, unless its

@@ -8,6 +8,7 @@ over; and where the answer is recorded on another worker, that worker is asked.
 import collections
 import itertools
 import re
+import uuid
 
 import grpc
 import numpy as np
@@ -52,7 +53,8 @@ repeated           the answer is that of an earlier call
 """
 
 Checkpoint = collections.namedtuple(
-    "Checkpoint", "weights_version bytes lineage repeated removed", defaults=((),))
+    "Checkpoint", "weights_version bytes lineage repeated removed steps lost_steps lost_backwards",
+    defaults=((), 0, 0, 0))
 Checkpoint.__doc__ = """Answer of save_checkpoint, load_checkpoint and export_adapter; what a call
 does not tell is 0.
 
@@ -62,6 +64,9 @@ lineage          of the state in it, or the new one after loading
 repeated         the answer is that of an earlier call
 removed          names that `keep` removed, newest first, 32 at most; () where `repeated`, unless
                  the Save was still under way as this call was made
+steps            save, load: optimizer steps in it
+lost_steps       load: optimizer steps that were thrown away, for no checkpoint had them
+lost_backwards   load: backward calls whose gradients were thrown away
 """
 
 TrainState = collections.namedtuple(
@@ -71,7 +76,8 @@ TrainState = collections.namedtuple(
     "progress_bytes progress_bytes_total")
 TrainState.__doc__ = """Where training stands, as the worker that was asked knows it.
 
-lineage          rises whenever the group went back to a checkpoint, or loaded one
+lineage          of one history of the weights: a random number where a group begins, and a higher
+                 one whenever it went back to a checkpoint, or loaded one
 weights_version  1 after loading the model
 steps            optimizer steps that moved something
 backwards        Backward calls since the last step
@@ -137,8 +143,13 @@ def _check_name(what, value):
 
 
 class TrainingCalls:
-    """The part of Client that trains. `step_id` rises from change to change, in one sequence for
-    all clients of a group (TrainState.last_step_id is the highest so far); `lineage` 0 means any."""
+    """The part of Client that trains.
+
+    What all changes take: `step_id` rises from change to change, in one sequence for all clients of a
+    group (train_state().last_step_id + 1 is free). `session` says whose change it is: a change that was
+    made under the same id and session before is not made again, its answer is told again; an id that
+    another session has used is refused with ID_REUSED. None: this Client's own, a random one; a program
+    that is to know its changes again after a restart names it. `lineage` 0 means any."""
 
     def backward(self, layer, dy, x=None, topk_ids=None, topk_weights=None, *, session,
                  micro_batch_id, saved=False, weights_version=0, lineage=0, input_only=False,
@@ -194,20 +205,20 @@ class TrainingCalls:
         answer = self._train("Backward", request, patience)
         return self._gradients(answer, dy, return_weight_gradients)
 
-    def optimizer_step(self, learning_rate, *, step_id, lineage=0, optimizer=None,
-                       weight_decay=0.0, betas=(0.0, 0.0), eps=0.0, momentum=0.0,
-                       max_grad_norm=0.0, grad_scale=0.0, balance_rate=0.0, expected_backwards=0,
+    def optimizer_step(self, learning_rate, *, step_id, session=None, lineage=0, optimizer=None,
+                       weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8, momentum=0.0,
+                       max_grad_norm=0.0, grad_scale=1.0, balance_rate=0.0, expected_backwards=0,
                        timeout=None):
         """Moves all parameters that are not frozen, on all workers at once, and forgets the
-        gradients. 0 means the default: betas (0.9, 0.999), eps 1e-8, grad_scale 1, no clipping, no
-        balancing, any number of backward calls. Returns StepResult."""
+        gradients. All values mean what they say: betas may be 0, eps and grad_scale must not be; of
+        max_grad_norm and balance_rate 0 is never, of expected_backwards any number. Returns
+        StepResult."""
         if optimizer not in _OPTIMIZERS:
             raise ValueError("optimizer must be None, 'adamw' or 'sgd', not %r" % (optimizer,))
         if momentum != 0 and optimizer == "adamw":
             raise ValueError("momentum is SGD's; adamw has betas")
         answer = self._train("OptimizerStep", training_pb2.OptimizerStepRequest(
-            step_id=_check_id("step_id", step_id), lineage=lineage,
-            optimizer=_OPTIMIZERS[optimizer],
+            **self._change(step_id, session, lineage), optimizer=_OPTIMIZERS[optimizer],
             learning_rate=learning_rate, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1],
             epsilon=eps, momentum=momentum, max_grad_norm=max_grad_norm, grad_scale=grad_scale,
             balance_rate=balance_rate, expected_backwards=expected_backwards),
@@ -215,18 +226,18 @@ class TrainingCalls:
         return StepResult(answer.weights_version, answer.lineage, answer.skipped_nonfinite,
                           answer.grad_norm, answer.backwards, answer.steps, answer.repeated)
 
-    def zero_grad(self, *, step_id, lineage=0, timeout=None):
+    def zero_grad(self, *, step_id, session=None, lineage=0, timeout=None):
         """Forgets all gradients since the last step; returns how many backward calls' they were."""
         return self._train("ZeroGrad", training_pb2.ZeroGradRequest(
-            step_id=_check_id("step_id", step_id), lineage=lineage),
+            **self._change(step_id, session, lineage)),
             self._patience("ZeroGrad", timeout)).backwards
 
-    def set_frozen(self, parts, *, step_id, lineage=0, timeout=None):
+    def set_frozen(self, parts, *, step_id, session=None, lineage=0, timeout=None):
         """Freezes these of "router", "experts", "shared"; all others learn."""
         if isinstance(parts, str) or set(parts) - set(_PARTS):
             raise ValueError("parts must be of %s, not %r" % (", ".join(_PARTS), parts))
         self._train("SetFrozen", training_pb2.SetFrozenRequest(
-            step_id=_check_id("step_id", step_id), lineage=lineage,
+            **self._change(step_id, session, lineage),
             **{part: True for part in parts}),
             self._patience("SetFrozen", timeout))
 
@@ -243,33 +254,34 @@ class TrainingCalls:
             answer.loading, answer.problem, answer.unsaved_steps, answer.saved_device_bytes,
             answer.saved_device_bytes_limit, answer.progress_bytes, answer.progress_bytes_total)
 
-    def save_checkpoint(self, name, *, step_id, lineage=0, keep=0, timeout=None):
+    def save_checkpoint(self, name, *, step_id, session=None, lineage=0, keep=0, timeout=None):
         """Writes weights and optimizer state into directory `name` of the workers' training root,
         while forward passes and training go on; afterwards only the `keep` newest stay of those
         that this group saved or came from (0: all; other trainings' are never removed).
         Called off when `timeout` is over; without one it may take as long as it takes, and a group
         that cannot be reached for the client's timeout is given up. Returns Checkpoint."""
         answer = self._train("SaveCheckpoint", training_pb2.SaveCheckpointRequest(
-            step_id=_check_id("step_id", step_id), lineage=lineage,
+            **self._change(step_id, session, lineage),
             name=_check_name("name", name), keep=keep),
             self._patience("SaveCheckpoint", timeout, limited=False))
         return Checkpoint(answer.weights_version, answer.bytes, answer.lineage, answer.repeated,
-                          tuple(answer.removed))
+                          tuple(answer.removed), answer.steps)
 
-    def load_checkpoint(self, name, *, step_id, lineage=0, timeout=None):
+    def load_checkpoint(self, name, *, step_id, session=None, lineage=0, timeout=None):
         """Takes weights and optimizer state from such a directory; `timeout` is as in
         save_checkpoint. Returns Checkpoint."""
         answer = self._train("LoadCheckpoint", training_pb2.LoadCheckpointRequest(
-            step_id=_check_id("step_id", step_id), lineage=lineage,
+            **self._change(step_id, session, lineage),
             name=_check_name("name", name)), self._patience("LoadCheckpoint", timeout, limited=False))
-        return Checkpoint(answer.weights_version, 0, answer.lineage, answer.repeated)
+        return Checkpoint(answer.weights_version, 0, answer.lineage, answer.repeated, (),
+                          answer.steps, answer.lost_steps, answer.lost_backwards)
 
-    def export_adapter(self, name="", *, step_id, lineage=0, merge=False, timeout=None):
+    def export_adapter(self, name="", *, step_id, session=None, lineage=0, merge=False, timeout=None):
         """Writes the adapters for PEFT into directory `name`; or, with `merge` and no name, merges
         them into the weights and begins new ones; `timeout` is as in save_checkpoint. Returns
         Checkpoint."""
         answer = self._train("ExportAdapter", training_pb2.ExportAdapterRequest(
-            step_id=_check_id("step_id", step_id), lineage=lineage,
+            **self._change(step_id, session, lineage),
             name=_check_name("name", name) if name or not merge else "", merge=merge),
             self._patience("ExportAdapter", timeout, limited=False))
         return Checkpoint(0, answer.bytes, 0, answer.repeated)
@@ -301,6 +313,13 @@ class TrainingCalls:
             self._patience("RecoverTraining", timeout))
 
     # ------------------------------------------------------------------ how it is done
+
+    def _change(self, step_id, session, lineage):
+        """The fields that all changes have."""
+        if session is None:
+            session = self.__dict__.setdefault("_change_session", "python-" + uuid.uuid4().hex)
+        return {"step_id": _check_id("step_id", step_id), "lineage": lineage,
+                "session": _check_name("session", session) if session != "" else ""}
 
     def _patience(self, name, timeout, limited=True):
         if timeout is None and limited:

@@ -103,17 +103,18 @@ class Session:
 
     def change(self, call, *arguments, **options):
         """Makes a change of the group (`call` is client.optimizer_step, client.save_checkpoint and
-        so on) under the next id. After a failure the same change is asked again under the same id, so that
-        it is made once; an id that someone else has used is passed over."""
+        so on) under the next id and the session's name. After a failure the same change is asked again
+        under the same id, so that it is made once; an id that another session has used is passed over."""
         asked = (call.__name__, arguments, sorted(options.items()))
         if self._asked not in (None, asked):
             self._step_id += 1  # another change: the id of the one before stays that one's
         for attempt in range(_IDS_TRIED):
             again = self._asked == asked
             try:
-                answer = call(*arguments, step_id=self._step_id, lineage=self.lineage, **options)
+                answer = call(*arguments, step_id=self._step_id, session=self.name,
+                              lineage=self.lineage, **options)
             except MoeError as error:
-                # A reused id is someone else's, for our own content would have been recognised.
+                # A reused id is another session's, for our own change would have been recognised.
                 if attempt < _IDS_TRIED - 1 and (error.reason == "ID_REUSED" or (
                         error.reason == "ID_TOO_OLD" and not again)):
                     self._step_id = max(self._step_id, self.client.train_state().last_step_id) + 1
@@ -278,6 +279,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
                                 "optimizers move the rest" % type(module).__name__)
         if not lr >= 0:
             raise ValueError("lr must not be below 0: %r" % (lr,))
+        if not all(0 <= beta < 1 for beta in betas) or len(betas) != 2:
+            raise ValueError("betas must be two numbers from 0 to below 1: %r" % (betas,))
+        if not eps > 0:
+            raise ValueError("eps must be above 0 (a parameter that never had a gradient would "
+                             "become 0 / 0): %r" % (eps,))
         if len({id(module.session) for module in modules}) != 1:
             raise ValueError("RemoteOptimizer wants RemoteMoE layers of one session")
         self.session = modules[0].session
@@ -300,6 +306,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
             raise MoeError(grpc.StatusCode.FAILED_PRECONDITION, "GRADIENTS_MISSING",
                            "no backward call of this session since its last step: there is nothing "
                            "to step with (nothing was sent)")
+        if grad_scale == 0:
+            raise ValueError("grad_scale must not be 0: zero_grad forgets gradients")
         group = self.param_groups[0]
         self.last = self.session.change(
             self.session.client.optimizer_step, float(group["lr"]),
