@@ -5,6 +5,6 @@
 #include "cli.h"
 
 extern const struct moectl_command moectl_up, moectl_down, moectl_status, moectl_wait,
-    moectl_forward, moectl_bench, moectl_training, moectl_version;
+    moectl_forward, moectl_bench, moectl_training, moectl_replace, moectl_version;
 
 #endif

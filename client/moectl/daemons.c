@@ -14,6 +14,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#define READY_OPTION "--ready-fd"
+
 enum {
     READY_FD = 3, /* MOECTL_READY_FD */
     FIRST_FREE_FD = 10,
@@ -100,9 +102,11 @@ struct moe_status moectl_daemons_init(struct moectl_daemons *d, int directory, c
 
 void moectl_daemons_free(struct moectl_daemons *d)
 {
-    for (size_t i = 0; i < d->count; i++)
+    for (size_t i = 0; i < d->count; i++) {
+        json_decref(d->all[i].process.command);
         if (d->all[i].ready >= 0)
             close(d->all[i].ready);
+    }
     if (d->signals >= 0)
         close(d->signals);
 }
@@ -137,8 +141,8 @@ static bool open_plumbing(const struct moectl_daemons *d, const char *name, stru
     int ends[2];
     snprintf(log, sizeof log, "%s.log", name);
     *p = (struct plumbing){-1, -1, -1, -1};
-    p->log =
-        lift(openat(d->directory, log, O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0600));
+    int flags = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | (d->keep_logs ? 0 : O_TRUNC);
+    p->log = lift(openat(d->directory, log, flags, 0600));
     p->nothing = lift(open("/dev/null", O_RDONLY | O_CLOEXEC));
     if (pipe2(ends, O_CLOEXEC) == 0) {
         p->ready_read = lift(ends[0]);
@@ -166,6 +170,28 @@ _Noreturn static void become(const struct plumbing *p, bool detached, pid_t pare
     _exit(127);
 }
 
+/* The command line without what only we can give: the descriptor that it says its endpoint on. */
+static json_t *record_command(const char *program, const char *const *argv)
+{
+    json_t *command = json_array();
+    json_array_append_new(command, json_string(program));
+    for (size_t i = 1; argv[i] != NULL; i++) {
+        if (strcmp(argv[i], READY_OPTION) == 0 && argv[i + 1] != NULL)
+            i++;
+        else
+            json_array_append_new(command, json_string(argv[i]));
+    }
+    return command;
+}
+
+/* Any free port has become one: who comes in its place is to be found where it was. */
+static void record_endpoint(struct moectl_process *p)
+{
+    for (size_t i = 0; i + 1 < json_array_size(p->command); i++)
+        if (strcmp(json_string_value(json_array_get(p->command, i)), "--listen") == 0)
+            json_array_set_new(p->command, i + 1, json_string(p->endpoint));
+}
+
 struct moe_status moectl_daemons_start(struct moectl_daemons *d, const char *name,
                                        const char *program, const char *const *argv)
 {
@@ -185,6 +211,7 @@ struct moe_status moectl_daemons_start(struct moectl_daemons *d, const char *nam
     if (child > 0) {
         daemon->process.pid = child;
         daemon->running = true;
+        daemon->process.command = record_command(program, argv);
         daemon->ready = p.ready_read;
         p.ready_read = -1;
         d->count++;
@@ -206,6 +233,8 @@ static bool read_ready(struct moectl_daemon *daemon)
     daemon->ready = -1;
     endpoint[n > 0 ? n : 0] = '\0';
     endpoint[strcspn(endpoint, "\n")] = '\0';
+    if (endpoint[0] != '\0')
+        record_endpoint(&daemon->process);
     return endpoint[0] != '\0';
 }
 

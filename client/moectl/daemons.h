@@ -23,6 +23,7 @@ struct moectl_daemons {
     int directory; /* state directory, and its name: where the logs go */
     const char *path;
     bool detached;
+    bool keep_logs; /* append to the logs that are there instead of beginning anew */
 };
 
 enum moectl_event {
@@ -43,7 +44,8 @@ void moectl_daemons_free(struct moectl_daemons *d);
 /* The number of the descriptor on which a daemon says that it is ready: for its command line. */
 #define MOECTL_READY_FD "3"
 
-/* Starts a program with arguments (NULL-terminated, argv[0] included); its log is NAME.log. */
+/* Starts a program with arguments (NULL-terminated, argv[0] included); its log is NAME.log. The
+ * daemon's process.command, which is freed with `d`, is what starts it again in its place. */
 struct moe_status moectl_daemons_start(struct moectl_daemons *d, const char *name,
                                        const char *program, const char *const *argv) MOE_CHECKED;
 

@@ -1,6 +1,7 @@
 /* moectl down: ends a group in peace, and waits until all of it has gone. */
 #include "commands.h"
 #include "link.h"
+#include "remnant.h"
 #include "state.h"
 #include "train_state.h"
 
@@ -175,20 +176,10 @@ static struct moe_status down_by_endpoint(const struct down *d, uint64_t deadlin
 
 /* ------------------------------------------------------------------ the local group */
 
-/* The recorded process is still what it was. */
-static bool runs(const struct moectl_group *group, size_t i)
-{
-    char link[64], program[MOECTL_PATH_MAX];
-    snprintf(link, sizeof link, "/proc/%d/exe", (int)group->processes[i].pid);
-    ssize_t n = readlink(link, program, sizeof program - 1);
-    program[n > 0 ? n : 0] = '\0';
-    return strstr(program, i == 0 ? "/moe-coordinator" : "/moe-worker") != NULL;
-}
-
 static void signal_group(const struct moectl_group *group, int signal_number)
 {
     for (size_t i = 0; i < group->count; i++)
-        if (runs(group, i))
+        if (moectl_process_runs(group, i))
             kill(group->processes[i].pid, signal_number);
 }
 
@@ -198,7 +189,7 @@ static struct moe_status name_running(const struct moectl_group *group)
     char text[NAMES_BYTES] = "";
     size_t used = 0;
     for (size_t i = 0; i < group->count && used < sizeof text; i++)
-        if (runs(group, i))
+        if (moectl_process_runs(group, i))
             used += (size_t)snprintf(text + used, sizeof text - used, "%s%s (process %d)",
                                      used > 0 ? ", " : "", group->processes[i].name,
                                      (int)group->processes[i].pid);
@@ -216,28 +207,64 @@ static struct moe_status drain_local(const struct down *d, const struct moectl_g
     return st;
 }
 
-static struct moe_status end_local(const struct down *d, int directory, uint64_t deadline_ns)
+/* Workers that no signal of ours reaches, for they were not started by moectl: whoever of the group
+ * still answers when those that were have gone. */
+static struct moe_status name_answering(const struct moectl_remnant *r)
 {
-    struct moectl_group group;
-    MOE_TRY(moectl_state_read(directory, &group));
-    if (group.count > 1)
-        moectl_train_tell_unsaved(group.processes[1].endpoint, deadline_ns);
-    struct moe_status st = drain_local(d, &group, deadline_ns);
-    if (st.code != MOE_OK) {
-        moectl_say("the coordinator cannot drain the group: %s", st.text);
-        signal_group(&group, SIGTERM);
+    char text[NAMES_BYTES] = "";
+    size_t used = 0;
+    for (size_t i = 0; i < r->count && used < sizeof text; i++) {
+        uint64_t limit = moe_clock_ns() + GLANCE_MS * MOE_NS_PER_MS;
+        if (r->answers[i] && moectl_link_answers(r->workers[i], limit))
+            used += (size_t)snprintf(text + used, sizeof text - used, "%s%s", used > 0 ? ", " : "",
+                                     r->workers[i]);
     }
+    if (used == 0)
+        return moe_ok();
+    return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                     "still there: %.150s; moectl has not started it, and the coordinator, which "
+                     "would drain it, has gone: end its process (SIGTERM)",
+                     text);
+}
+
+static struct moe_status await_gone(const struct down *d, int directory,
+                                    const struct moectl_group *group, uint64_t deadline_ns)
+{
     if (moectl_state_wait_gone(directory, deadline_ns))
         return moe_ok();
     if (!d->force) {
-        st = name_running(&group);
+        struct moe_status st = name_running(group);
         moectl_say("what is left is not killed without --force");
         return st;
     }
-    signal_group(&group, SIGKILL);
-    if (moectl_state_wait_gone(directory, call_deadline(MOE_NEVER)))
-        return moe_ok();
-    return name_running(&group);
+    signal_group(group, SIGKILL);
+    return moectl_state_wait_gone(directory, call_deadline(MOE_NEVER)) ? moe_ok()
+                                                                       : name_running(group);
+}
+
+/* The first worker that answers knows what was learnt. */
+static void tell_unsaved(const struct moectl_remnant *r, uint64_t deadline_ns)
+{
+    for (size_t i = 0; i < r->count; i++)
+        if (r->answers[i] && moectl_train_tell_unsaved(r->workers[i], deadline_ns))
+            return;
+}
+
+static struct moe_status end_local(const struct down *d, int directory, uint64_t deadline_ns)
+{
+    struct moectl_group group;
+    struct moectl_remnant workers;
+    MOE_TRY(moectl_state_read(directory, &group));
+    moectl_remnant_look(&d->common, &workers); /* now, while they know one another */
+    tell_unsaved(&workers, deadline_ns);
+    struct moe_status drained = drain_local(d, &group, deadline_ns);
+    if (drained.code != MOE_OK) {
+        moectl_say("the coordinator cannot drain the group: %s", drained.text);
+        signal_group(&group, SIGTERM);
+    }
+    struct moe_status st = await_gone(d, directory, &group, deadline_ns);
+    moectl_group_free(&group);
+    return st.code == MOE_OK && drained.code != MOE_OK ? name_answering(&workers) : st;
 }
 
 static struct moe_status down_by_state(const struct down *d, uint64_t deadline_ns)
@@ -275,8 +302,12 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     uint64_t deadline = moectl_deadline(&d.common);
     struct moe_status st =
         d.common.endpoint != NULL ? down_by_endpoint(&d, deadline) : down_by_state(&d, deadline);
-    if (st.code != MOE_OK)
-        return moectl_fail(&st);
+    if (st.code != MOE_OK) {
+        code = moectl_fail(&st);
+        if (d.common.endpoint != NULL)
+            moectl_remnant_explain(&d.common, &st);
+        return code;
+    }
     moectl_say("the group has gone");
     return d.common.json ? moectl_print(moectl_document("GroupGone")) : MOECTL_OK;
 }

@@ -1,12 +1,15 @@
 /* Control calls: small messages, blocking, packed by protobuf-c. */
 #include "link.h"
 
+#include "base/clock.h"
 #include "rpc/client.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 enum {
     REQUEST_MAX = 1024,
+    GLANCE_MS = 500,          /* for a worker to answer, where there are others */
     ANSWER_MAX = 1024 * 1024, /* bytes; a full status is some tens of KiB */
 };
 
@@ -156,10 +159,46 @@ static const char *any_worker(const Moe__V1__GetStatusResponse *status)
     return NULL;
 }
 
+static bool is_worker(const char *endpoint, uint64_t deadline_ns)
+{
+    struct moectl_link *link = NULL;
+    Moe__V1__GetServerInfoResponse *info = NULL;
+    uint64_t limit = moe_clock_ns() + GLANCE_MS * MOE_NS_PER_MS;
+    struct moe_status st = moectl_link_open(endpoint, &link);
+    if (st.code == MOE_OK)
+        st = moectl_link_server_info(link, limit < deadline_ns ? limit : deadline_ns, &info);
+    if (info != NULL)
+        moe__v1__get_server_info_response__free_unpacked(info, NULL);
+    moectl_link_close(link);
+    return st.code == MOE_OK;
+}
+
+/* Of the local group, whether its coordinator lives or not; false when none answers, or when it is
+ * another group or a certain worker that is asked for. */
+static bool living_worker(const struct moectl_common *common, uint64_t deadline_ns,
+                          char endpoint[MOECTL_ENDPOINT_MAX])
+{
+    struct moectl_group group;
+    struct moe_status st = moectl_state_group(common, &group);
+    if (st.code != MOE_OK)
+        return false;
+    bool found = false, any = common->endpoint == NULL ||
+                              strcmp(common->endpoint, group.processes[0].endpoint) == 0;
+    for (size_t i = 1; i < group.count && any && !found; i++) {
+        found = is_worker(group.processes[i].endpoint, deadline_ns);
+        if (found)
+            memcpy(endpoint, group.processes[i].endpoint, MOECTL_ENDPOINT_MAX);
+    }
+    moectl_group_free(&group);
+    return found;
+}
+
 struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uint64_t deadline_ns,
                                          char endpoint[MOECTL_ENDPOINT_MAX])
 {
     MOE_TRY(moectl_state_worker(common, endpoint));
+    if (living_worker(common, deadline_ns, endpoint))
+        return moe_ok();
     struct moectl_link *link = NULL;
     Moe__V1__GetStatusResponse *status = NULL;
     struct moe_status st = open_and_ask(endpoint, deadline_ns, &link, &status);

@@ -7,7 +7,7 @@
 #include <string.h>
 
 static const struct moectl_command *const commands[] = {
-    &moectl_up,      &moectl_down,  &moectl_status,   &moectl_wait,
+    &moectl_up,      &moectl_down,  &moectl_status,   &moectl_wait,    &moectl_replace,
     &moectl_forward, &moectl_bench, &moectl_training, &moectl_version,
 };
 enum { COMMAND_COUNT = sizeof commands / sizeof *commands };

@@ -71,21 +71,39 @@ struct moe_status moectl_state_open(const char *named, bool create, char path[MO
     return st;
 }
 
-struct moe_status moectl_state_lock(int directory, int *lock)
+static struct moe_status open_lock(int directory, int *lock)
 {
     int low = openat(directory, LOCK_FILE, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (low < 0)
         return io_error("open", LOCK_FILE);
     /* Out of the way of the numbers that daemons are given; not close-on-exec on purpose. */
-    int fd = fcntl(low, F_DUPFD, FIRST_FREE_FD);
+    *lock = fcntl(low, F_DUPFD, FIRST_FREE_FD);
     close(low);
-    if (fd < 0)
-        return io_error("open", LOCK_FILE);
-    if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    return *lock >= 0 ? moe_ok() : io_error("open", LOCK_FILE);
+}
+
+struct moe_status moectl_state_lock(int directory, int *lock)
+{
+    int fd;
+    MOE_TRY(open_lock(directory, &fd));
+    /* Alone for a moment; of two that come at once, the second step refuses one or both. */
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0 || flock(fd, LOCK_SH | LOCK_NB) != 0) {
         close(fd);
         return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_NONE,
                          "a group is running there already; `moectl down` ends it, --state-dir "
                          "makes room for another one");
+    }
+    *lock = fd;
+    return moe_ok();
+}
+
+struct moe_status moectl_state_join(int directory, int *lock)
+{
+    int fd;
+    MOE_TRY(open_lock(directory, &fd));
+    if (flock(fd, LOCK_SH | LOCK_NB) != 0) {
+        close(fd);
+        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_NONE, "a group is being started there");
     }
     *lock = fd;
     return moe_ok();
@@ -121,9 +139,11 @@ static json_t *group_to_json(const struct moectl_group *group)
     bool good = document != NULL && processes != NULL;
     for (size_t i = 0; i < group->count && good; i++) {
         const struct moectl_process *p = &group->processes[i];
-        good = json_array_append_new(processes,
-                                     json_pack("{s:s, s:I, s:s}", "name", p->name, "pid",
-                                               (json_int_t)p->pid, "endpoint", p->endpoint)) == 0;
+        json_t *entry = json_pack("{s:s, s:I, s:s}", "name", p->name, "pid", (json_int_t)p->pid,
+                                  "endpoint", p->endpoint);
+        if (p->command != NULL)
+            json_object_set(entry, "command", p->command);
+        good = json_array_append_new(processes, entry) == 0;
     }
     good = good && json_object_set_new(document, "model", json_string(group->model)) == 0 &&
            json_object_set(document, "processes", processes) == 0;
@@ -150,6 +170,16 @@ struct moe_status moectl_state_write(int directory, const struct moectl_group *g
     return good ? moe_ok() : io_error("write", GROUP_FILE);
 }
 
+static bool is_command(const json_t *command)
+{
+    size_t count = json_array_size(command);
+    for (size_t i = 0; i < count; i++)
+        if (!json_is_string(json_array_get(command, i)))
+            return false;
+    return count > 0 && count <= MOECTL_ARGUMENTS_MAX &&
+           json_string_value(json_array_get(command, 0))[0] == '/';
+}
+
 static bool read_process(json_t *entry, struct moectl_process *p)
 {
     const char *name, *endpoint;
@@ -159,6 +189,9 @@ static bool read_process(json_t *entry, struct moectl_process *p)
         pid <= 1 || pid > INT_MAX)
         return false;
     p->pid = (pid_t)pid;
+    p->command = json_incref(json_object_get(entry, "command")); /* releases before had none */
+    if (p->command != NULL && !is_command(p->command))
+        return false;
     return snprintf(p->name, sizeof p->name, "%s", name) < (int)sizeof p->name &&
            snprintf(p->endpoint, sizeof p->endpoint, "%s", endpoint) < (int)sizeof p->endpoint;
 }
@@ -186,8 +219,11 @@ struct moe_status moectl_state_read(int directory, struct moectl_group *group)
         return io_error("open", GROUP_FILE);
     json_t *document = json_loadfd(fd, 0, NULL);
     close(fd);
+    memset(group, 0, sizeof *group);
     bool good = document != NULL && read_group(document, group);
     json_decref(document);
+    if (!good)
+        moectl_group_free(group);
     return good ? moe_ok()
                 : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MALFORMED,
                             GROUP_FILE " is not one of ours");
@@ -199,7 +235,78 @@ void moectl_state_remove(int directory)
         moectl_say("cannot remove " GROUP_FILE ": %s", strerror(errno));
 }
 
+void moectl_group_free(struct moectl_group *group)
+{
+    for (size_t i = 0; i < MOECTL_PROCESSES_MAX; i++) {
+        json_decref(group->processes[i].command);
+        group->processes[i].command = NULL;
+    }
+}
+
+bool moectl_process_runs(const struct moectl_group *group, size_t i)
+{
+    char link[64], program[MOECTL_PATH_MAX];
+    snprintf(link, sizeof link, "/proc/%d/exe", (int)group->processes[i].pid);
+    ssize_t n = readlink(link, program, sizeof program - 1);
+    program[n > 0 ? n : 0] = '\0';
+    return strstr(program, i == 0 ? "/moe-coordinator" : "/moe-worker") != NULL;
+}
+
+/* One word of a command line, in quotes where the shell would take it for something else. */
+static void append_word(char *text, size_t size, const char *word)
+{
+    static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+                                "-_./:,=+@%";
+    size_t used = strlen(text);
+    const char *space = used > 0 ? " " : "";
+    if (word[0] != '\0' && strspn(word, plain) == strlen(word)) {
+        snprintf(text + used, size - used, "%s%s", space, word);
+        return;
+    }
+    snprintf(text + used, size - used, "%s'", space);
+    for (const char *c = word; *c != '\0'; c++) {
+        used = strlen(text);
+        snprintf(text + used, size - used, *c == '\'' ? "'\\''" : "%c", *c);
+    }
+    used = strlen(text);
+    snprintf(text + used, size - used, "'");
+}
+
+void moectl_command_text(const json_t *command, char *text, size_t size)
+{
+    text[0] = '\0';
+    for (size_t i = 0; i < json_array_size(command); i++)
+        append_word(text, size, json_string_value(json_array_get(command, i)));
+}
+
 /* ------------------------------------------------------------------ endpoints */
+
+static bool is_of_group(const struct moectl_group *group, const char *endpoint)
+{
+    for (size_t i = 0; i < group->count; i++)
+        if (strcmp(group->processes[i].endpoint, endpoint) == 0)
+            return true;
+    return false;
+}
+
+struct moe_status moectl_state_group(const struct moectl_common *common, struct moectl_group *group)
+{
+    char path[MOECTL_PATH_MAX];
+    int directory;
+    struct moe_status st = moectl_state_open(common->state_dir, false, path, &directory);
+    if (st.code == MOE_OK) {
+        st = moectl_state_read(directory, group);
+        close(directory);
+    }
+    if (st.code == MOE_OK && common->endpoint != NULL && !is_of_group(group, common->endpoint)) {
+        moectl_group_free(group);
+        st.code = MOE_NOT_FOUND;
+    }
+    if (st.code == MOE_NOT_FOUND)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,
+                         "no group is running here, and no --endpoint was given");
+    return st;
+}
 
 static struct moe_status endpoint_of(const struct moectl_common *common, size_t process,
                                      char endpoint[MOECTL_ENDPOINT_MAX])
@@ -210,20 +317,11 @@ static struct moe_status endpoint_of(const struct moectl_common *common, size_t 
                              "the endpoint is too long");
         return moe_ok();
     }
-    char path[MOECTL_PATH_MAX];
-    int directory;
     struct moectl_group group;
-    struct moe_status st = moectl_state_open(common->state_dir, false, path, &directory);
-    if (st.code == MOE_OK) {
-        st = moectl_state_read(directory, &group);
-        close(directory);
-    }
-    if (st.code == MOE_NOT_FOUND)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,
-                         "no group is running here, and no --endpoint was given");
-    if (st.code == MOE_OK)
-        memcpy(endpoint, group.processes[process].endpoint, MOECTL_ENDPOINT_MAX);
-    return st;
+    MOE_TRY(moectl_state_group(common, &group));
+    memcpy(endpoint, group.processes[process].endpoint, MOECTL_ENDPOINT_MAX);
+    moectl_group_free(&group);
+    return moe_ok();
 }
 
 struct moe_status moectl_state_endpoint(const struct moectl_common *common,

@@ -3,6 +3,7 @@
 #include "commands.h"
 #include "link.h"
 #include "proto_json.h"
+#include "remnant.h"
 #include "state.h"
 #include "train_state.h"
 
@@ -13,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { POLL_MS = 100, CALL_LIMIT_MS = 2000 };
+enum { POLL_MS = 100, CALL_LIMIT_MS = 2000, SILENCE_MS = 1000 };
 
 static const char *state_name(const Moe__V1__GetStatusResponse *s)
 {
@@ -86,6 +87,20 @@ static void say_at_stake(const Moe__V1__GetStatusResponse *s, uint64_t deadline_
     }
 }
 
+/* A worker has gone: how another one comes into its seat. */
+static void say_replace(const struct moectl_common *common)
+{
+    struct moectl_group group;
+    struct moe_status st = moectl_state_group(common, &group);
+    if (st.code != MOE_OK) {
+        moectl_say("a worker has gone: start one again for its seat, with the options that it was "
+                   "started with, or end the group with `moectl down` and start it anew");
+        return;
+    }
+    moectl_say("a worker has gone: `moectl replace` starts it again, `moectl down` ends the group");
+    moectl_group_free(&group);
+}
+
 static int print_status(const struct moectl_common *common, const Moe__V1__GetStatusResponse *s,
                         uint64_t deadline_ns)
 {
@@ -93,8 +108,7 @@ static int print_status(const struct moectl_common *common, const Moe__V1__GetSt
         print_table(s);
         fflush(stdout);
         if (count_live(s) < s->n_workers)
-            moectl_say("a worker has gone: start one again for its seat, or end the group with "
-                       "`moectl down` and start it anew");
+            say_replace(common);
         say_at_stake(s, deadline_ns);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }
@@ -119,8 +133,11 @@ static int run_status(const struct moectl_command *self, int argc, char **argv)
     struct moe_status st = moectl_state_endpoint(&common, endpoint);
     if (st.code == MOE_OK)
         st = moectl_admin_open(endpoint, deadline, &link, &status);
-    if (st.code != MOE_OK)
-        return moectl_fail(&st);
+    if (st.code != MOE_OK) {
+        code = moectl_fail(&st);
+        moectl_remnant_explain(&common, &st);
+        return code;
+    }
     code = print_status(&common, status, deadline);
     if (code == MOECTL_OK && !is_serving(status))
         code = MOECTL_UNHEALTHY;
@@ -191,8 +208,22 @@ static int out_of_time(const struct moe_status *st, const char *state)
     return st->code == MOE_NOT_FOUND ? MOECTL_NOT_FOUND : MOECTL_UNREACHABLE;
 }
 
+/* Told once, when nobody has said anything about the group for a while: it may be that only its
+ * coordinator has gone. */
+static bool explain_silence(const struct moectl_common *common, const struct sight *sight,
+                            uint64_t *silent_since)
+{
+    uint64_t now = moe_clock_ns();
+    if (sight->state[0] != '\0')
+        *silent_since = now;
+    return now - *silent_since > SILENCE_MS * MOE_NS_PER_MS &&
+           moectl_remnant_explain(common, &sight->status);
+}
+
 static int wait_for(const struct moectl_common *common, bool gone)
 {
+    uint64_t silent_since = moe_clock_ns();
+    bool explained = gone;
     struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
     uint64_t deadline = moectl_deadline(common);
     char last[sizeof((struct sight *)NULL)->state] = "";
@@ -204,6 +235,8 @@ static int wait_for(const struct moectl_common *common, bool gone)
             moectl_say("%s", sight.state);
             memcpy(last, sight.state, sizeof last);
         }
+        if (!explained)
+            explained = explain_silence(common, &sight, &silent_since);
         if (moe_clock_ns() >= deadline)
             return out_of_time(&sight.status, last);
         nanosleep(&pause, NULL);

@@ -184,7 +184,7 @@ static struct moe_status start_all(struct up *u, uint64_t deadline_ns)
     MOE_TRY(await_ready(u, 1, deadline_ns));
     u->group.count = u->daemons.count;
     for (size_t i = 0; i < u->daemons.count; i++)
-        u->group.processes[i] = u->daemons.all[i].process;
+        u->group.processes[i] = u->daemons.all[i].process; /* which owns the command */
     return moectl_state_write(u->directory, &u->group);
 }
 

@@ -24,7 +24,7 @@ import moed
 
 FAMILY = "qwen3_moe"
 OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = range(8)
-COMMANDS = ("up", "down", "status", "wait", "forward", "bench", "version")
+COMMANDS = ("up", "down", "status", "wait", "replace", "forward", "bench", "version")
 
 
 NOWHERE = tempfile.TemporaryDirectory(prefix="moed-test-")
@@ -277,6 +277,94 @@ class UpAndDown(unittest.TestCase):
             down = run("down", "--state-dir", state, "--force")
             self.assertEqual(down.returncode, OK, down.stderr)
             self.assertEqual([p["pid"] for p in processes if is_alive(p["pid"])], [])
+
+    def processes(self, state):
+        with open(os.path.join(state, "group.json")) as file:
+            return json.load(file)["processes"]
+
+    def kill(self, process):
+        os.kill(process["pid"], signal.SIGKILL)
+        self.assertTrue(wait_until(lambda: not is_alive(process["pid"])))
+
+    def test_what_has_died_is_started_again_as_it_was(self):
+        with folder() as state:
+            self.assertEqual(self.up(state, "--detach", "--threads", "1").returncode, OK)
+            here = ("--state-dir", state)
+            try:
+                before = self.processes(state)
+                self.assertIn("--threads", before[2]["command"])
+                self.assertIn(before[2]["endpoint"], before[2]["command"])
+                self.assertIn("all 3 daemons run", run("replace", *here).stderr)
+                for victims in ((2,), (0,), (0, 1)):
+                    before = self.processes(state)
+                    for victim in victims:
+                        self.kill(before[victim])
+                    done = run("replace", *here)
+                    self.assertEqual(done.returncode, OK, done.stderr)
+                    self.assertEqual(done.stdout.split(),
+                                     [word for victim in victims for word in (
+                                         before[victim]["name"], before[victim]["endpoint"])])
+                    self.assertEqual(run("wait", "--timeout", "60", *here).returncode, OK)
+                    after = self.processes(state)
+                    for old, new in zip(before, after):
+                        self.assertEqual((old["endpoint"], old["command"]),
+                                         (new["endpoint"], new["command"]))
+                        self.assertTrue(is_alive(new["pid"]))
+                self.assertEqual(self.up(state).returncode, CONFLICT)
+            finally:
+                down = run("down", "--force", *here)
+            self.assertEqual(down.returncode, OK, down.stderr)
+            self.assertEqual([p["pid"] for p in after if is_alive(p["pid"])], [])
+            self.assertEqual(run("replace", *here).returncode, NOT_FOUND)
+
+    def test_a_group_without_its_coordinator_is_told_from_one_that_has_gone(self):
+        with folder() as state:
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            here = ("--state-dir", state)
+            try:
+                coordinator, *workers = self.processes(state)
+                self.kill(coordinator)
+                for command in (("status", *here), ("wait", "--timeout", "2", *here),
+                                ("status", "--endpoint", workers[1]["endpoint"])):
+                    done = run(*command)
+                    self.assertEqual((done.returncode, done.stdout), (UNREACHABLE, ""))
+                    self.assertIn("the coordinator (%s) does not answer; 2 of 2 workers still serve"
+                                  % coordinator["endpoint"], done.stderr)
+                    self.assertEqual("moe-coordinator --listen" in done.stderr,
+                                     command[-2:] == here, done.stderr)
+                print(done.stderr)
+                with moed.Client(workers[0]["endpoint"]) as client:  # it is true
+                    client.forward(0, np.ones((1, client.layers[0].hidden), np.float32))
+                for where in (here, ("--endpoint", workers[0]["endpoint"])):
+                    self.assertIn("does not train", run("training", *where).stderr)
+                down = run("down", "--endpoint", workers[0]["endpoint"])
+                self.assertEqual(down.returncode, UNREACHABLE)
+                self.assertIn("2 of 2 workers still serve", down.stderr)
+            finally:
+                self.assertEqual(run("down", "--force", *here).returncode, OK)
+
+    def test_down_without_a_coordinator_names_whom_it_does_not_reach(self):
+        """A worker that was started by hand is of no state directory."""
+        with folder() as state:
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            here = ("--state-dir", state)
+            byhand = None
+            try:
+                coordinator, _, victim = self.processes(state)
+                self.kill(victim)
+                byhand = subprocess.Popen(victim["command"], stderr=subprocess.DEVNULL)
+                self.assertEqual(run("wait", "--timeout", "60", *here).returncode, OK)
+                self.kill(coordinator)
+                down = run("down", *here)
+                print(down.stderr)
+                self.assertEqual(down.returncode, UNREACHABLE)
+                self.assertIn("still there: %s; " % victim["endpoint"], down.stderr)
+                self.assertNotIn("the group has gone", down.stderr)
+            finally:
+                if byhand is not None:
+                    byhand.kill()
+                    byhand.wait()
+                run("down", "--force", *here)
 
     def test_down_that_is_out_of_time_names_who_still_runs(self):
         with folder() as state:

@@ -1,0 +1,165 @@
+/* moectl replace: starts again, in its place and as it was started, whatever has died of the local
+ * group. It knows the command lines from group.json, and nothing of what the daemons do. */
+#include "commands.h"
+#include "daemons.h"
+
+#include "base/clock.h"
+
+#include <string.h>
+#include <unistd.h>
+
+struct replace {
+    struct moectl_common common;
+    char state_path[MOECTL_PATH_MAX];
+    int directory, lock;
+    struct moectl_group group;
+    struct moectl_daemons daemons;
+    size_t places[MOECTL_PROCESSES_MAX]; /* of the daemons in the group */
+};
+
+static struct moe_status start(struct replace *r, size_t place)
+{
+    const struct moectl_process *p = &r->group.processes[place];
+    const char *argv[MOECTL_ARGUMENTS_MAX + 3];
+    size_t n = 0;
+    if (p->command == NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                         "group.json has no command line of %s: the group is of an older release",
+                         p->name);
+    for (; n < json_array_size(p->command); n++)
+        argv[n] = json_string_value(json_array_get(p->command, n));
+    const char *program = argv[0];
+    argv[n++] = "--ready-fd";
+    argv[n++] = MOECTL_READY_FD;
+    argv[n] = NULL;
+    r->places[r->daemons.count] = place;
+    return moectl_daemons_start(&r->daemons, p->name, program, argv);
+}
+
+/* Until all have said their endpoints. */
+static struct moe_status await_ready(struct replace *r, uint64_t deadline_ns)
+{
+    for (size_t i = 0; i < r->daemons.count;) {
+        if (r->daemons.all[i].process.endpoint[0] != '\0') {
+            i++;
+            continue;
+        }
+        switch (moectl_daemons_wait(&r->daemons, deadline_ns)) {
+        case MOECTL_EVENT_READY: break;
+        case MOECTL_EVENT_STOP: return moe_error(MOE_CANCELLED, MOE_REASON_NONE, "interrupted");
+        case MOECTL_EVENT_TIME:
+            return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                             "%s did not listen within the time limit",
+                             r->daemons.all[i].process.name);
+        case MOECTL_EVENT_ENDED:
+            for (size_t n = 0; n < r->daemons.count; n++)
+                if (!r->daemons.all[n].running)
+                    moectl_daemons_report(&r->daemons.all[n]);
+            return moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "a daemon ended at once");
+        }
+    }
+    return moe_ok();
+}
+
+/* What has been started is the group's, and recorded as such, also when something else failed. */
+static struct moe_status record(struct replace *r)
+{
+    for (size_t i = 0; i < r->daemons.count; i++) {
+        struct moectl_process *p = &r->group.processes[r->places[i]];
+        const struct moectl_daemon *daemon = &r->daemons.all[i];
+        if (!daemon->running)
+            continue;
+        p->pid = daemon->process.pid;
+        if (daemon->process.endpoint[0] != '\0')
+            memcpy(p->endpoint, daemon->process.endpoint, sizeof p->endpoint);
+    }
+    return moectl_state_write(r->directory, &r->group);
+}
+
+/* The coordinator first: workers look for it. */
+static struct moe_status start_missing(struct replace *r, uint64_t deadline_ns)
+{
+    MOE_TRY(moectl_daemons_init(&r->daemons, r->directory, r->state_path, true));
+    r->daemons.keep_logs = true;
+    struct moe_status st = moe_ok();
+    for (size_t i = 0; i < r->group.count && st.code == MOE_OK; i++) {
+        if (moectl_process_runs(&r->group, i))
+            continue;
+        moectl_say("starting %s again", r->group.processes[i].name);
+        st = start(r, i);
+        if (st.code == MOE_OK)
+            st = await_ready(r, deadline_ns);
+    }
+    if (r->daemons.count == 0)
+        return st;
+    struct moe_status recorded = record(r);
+    return st.code != MOE_OK ? st : recorded;
+}
+
+static struct moe_status prepare(struct replace *r)
+{
+    struct moe_status st =
+        moectl_state_open(r->common.state_dir, false, r->state_path, &r->directory);
+    if (st.code == MOE_OK && moectl_state_is_alive(r->directory)) {
+        MOE_TRY(moectl_state_join(r->directory, &r->lock));
+        return moectl_state_read(r->directory, &r->group);
+    }
+    if (st.code == MOE_OK || st.code == MOE_NOT_FOUND)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,
+                         "no process of a local group is left; `moectl up` starts one");
+    return st;
+}
+
+static int announce(const struct replace *r)
+{
+    if (!r->common.json) {
+        for (size_t i = 0; i < r->daemons.count; i++)
+            printf("%s %s\n", r->daemons.all[i].process.name, r->daemons.all[i].process.endpoint);
+        if (r->daemons.count == 0)
+            moectl_say("nothing has died: all %zu daemons run", r->group.count);
+        else
+            moectl_say("`moectl wait` tells when the group serves");
+        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    }
+    json_t *document = moectl_document("Replaced"), *started = json_array();
+    for (size_t i = 0; i < r->daemons.count; i++) {
+        const struct moectl_process *p = &r->daemons.all[i].process;
+        json_array_append_new(started,
+                              json_pack("{s:s, s:s}", "name", p->name, "endpoint", p->endpoint));
+    }
+    json_object_set_new(document, "started", started);
+    return moectl_print(document);
+}
+
+static int run(const struct moectl_command *self, int argc, char **argv)
+{
+    struct replace r = {.common = {.format = "table", .timeout_s = 60},
+                        .directory = -1,
+                        .lock = -1,
+                        .daemons = {.signals = -1}};
+    int code;
+    if (!moectl_parse(self, NULL, 0, &r.common, argc, argv, &code))
+        return code;
+    uint64_t deadline = moectl_deadline(&r.common);
+    struct moe_status st = prepare(&r);
+    if (st.code == MOE_OK)
+        st = start_missing(&r, deadline);
+    code = st.code == MOE_OK ? announce(&r) : moectl_fail(&st);
+    moectl_group_free(&r.group);
+    moectl_daemons_free(&r.daemons);
+    if (r.lock >= 0)
+        close(r.lock);
+    if (r.directory >= 0)
+        close(r.directory);
+    return code;
+}
+
+const struct moectl_command moectl_replace = {
+    .name = "replace",
+    .summary = "Starts again what has died of the local group, as `moectl up` had started it.",
+    .usage = "[--state-dir DIR]",
+    .examples =
+        "  moectl replace && moectl wait --timeout 60   # a worker or the coordinator died\n",
+    .local = true,
+    .run = run,
+};
