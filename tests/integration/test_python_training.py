@@ -984,6 +984,27 @@ class TorchOnRealGroup(unittest.TestCase):
                                            done.stdout).groups())
         self.assertLess(last, 0.6 * first)
 
+    def run_example(self, *arguments, folder):
+        example = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "client",
+                               "python", "examples", "finetune.py")
+        return subprocess.run(
+            [sys.executable, example, "--model", model_directory(FAMILY), *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=100,
+            env=dict(os.environ, PYTHONPATH=os.path.join(BUILD, "python"), TMPDIR=folder))
+
+    def test_the_example_says_what_is_missing_before_it_trains(self):
+        with tempfile.TemporaryDirectory() as folder:
+            done = self.run_example("--moectl", os.path.join(folder, "none"), folder=folder)
+            self.assertEqual((done.returncode, done.stdout), (1, ""))
+            self.assertRegex(done.stderr, r"^cannot run \S+none \(--moectl says where it is\): ")
+            self.assertEqual(os.listdir(folder), [])
+            done = self.run_example("--moectl", MOECTL, "--plot",
+                                    os.path.join(folder, "none", "loss.png"), folder=folder)
+            print("    " + done.stderr.strip())
+            self.assertEqual((done.returncode, done.stdout), (1, ""))
+            self.assertRegex(done.stderr, r"^--plot( needs matplotlib|: \S+ does not exist)")
+            self.assertEqual(os.listdir(folder), [])
+
 
 if __name__ == "__main__":
     main()

@@ -8,6 +8,9 @@ The workers must train (--training adamw); without --endpoint this starts a grou
 The model: an embedding, the remote MoE layer with a residual, a norm and a linear head. It learns to
 name the token that follows another: a random permutation says which, but for one time in twenty, when
 it is any token. The floor of the loss is the entropy of that disturbance.
+
+It shows a remote layer and its optimizer among local ones, and nothing more: it saves nothing and resumes
+nothing. client/README.md, "A training that can be resumed", has a loop that does.
 """
 
 import argparse
@@ -36,10 +39,14 @@ def own_group(model, workers, moectl):
     config = os.path.join(folder, "train.conf")
     with open(config, "w") as file:
         file.write("training = adamw\n")
-    process = subprocess.Popen(
-        [moectl, "up", "--model", model, "--workers", str(workers), "--worker-config", config,
-         "--port", "0", "--state-dir", os.path.join(folder, "state")],
-        stdout=subprocess.PIPE, text=True)
+    try:
+        process = subprocess.Popen(
+            [moectl, "up", "--model", model, "--workers", str(workers), "--worker-config", config,
+             "--port", "0", "--state-dir", os.path.join(folder, "state")],
+            stdout=subprocess.PIPE, text=True)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.exit("cannot run %s (--moectl says where it is): %s" % (moectl, error.strerror))
     try:
         endpoint = process.stdout.readline().strip()
         if not endpoint:
@@ -125,6 +132,16 @@ def canvas():
     return pyplot
 
 
+def check_plot(path):
+    """What would fail is better told before training than after it."""
+    canvas()
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        sys.exit("--plot: %s does not exist or cannot be written into" % folder)
+    if os.path.isdir(path) or not os.path.splitext(path)[1]:
+        sys.exit("--plot wants the name of a picture, such as loss.png, not %s" % path)
+
+
 def plot(losses, options, client):
     pyplot = canvas()
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -161,7 +178,7 @@ def main():
     if (options.endpoint is None) == (options.model is None):
         parser.error("one of --endpoint and --model is needed")
     if options.plot:
-        canvas()  # what is missing is better told before training than after it
+        check_plot(options.plot)
     with contextlib.ExitStack() as stack:
         endpoint = options.endpoint or stack.enter_context(
             own_group(options.model, options.workers, options.moectl))
