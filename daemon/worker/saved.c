@@ -16,6 +16,11 @@ struct moe_saved {
     struct moe_saved_record *oldest, *newest;
     uint64_t bytes; /* that all existing records cost */
     size_t records;
+    /* Memory of records that are gone, for new ones of the same size, newest first: taking and
+     * pinning memory costs more than a pass. */
+    struct moe_saved_record *idle;
+    uint64_t idle_bytes; /* bytes + idle_bytes <= budget */
+    uint64_t now;        /* latest that a caller gave */
 };
 
 enum { RETRY_MS = 50, PAGE = 4096 };
@@ -46,20 +51,54 @@ struct moe_status moe_saved_create(const struct moe_backend *backend, struct moe
 
 /* --------------------------------------------------------------- with the lock held */
 
-static void free_record(struct moe_saved *s, struct moe_saved_record *r)
+static void retire_record(struct moe_saved *s, struct moe_saved_record *r)
 {
-    s->backend->mem_free(s->device, MOE_MEM_HOST, r->data, r->bytes);
     s->bytes -= cost_of(r->bytes);
     s->records--;
-    free(r);
+    s->idle_bytes += cost_of(r->bytes);
+    r->expires_ns = s->now + s->keep_ns;
+    r->next = s->idle;
+    s->idle = r;
     if (s->bytes == 0)
         pthread_cond_signal(&s->unused);
+}
+
+/* The idle one at `at`. */
+static void free_idle(struct moe_saved *s, struct moe_saved_record **at)
+{
+    struct moe_saved_record *r = *at;
+    *at = r->next;
+    s->idle_bytes -= cost_of(r->bytes);
+    s->backend->mem_free(s->device, MOE_MEM_HOST, r->data, r->bytes);
+    free(r);
+}
+
+/* What has been idle for longest stands last. */
+static struct moe_saved_record **last_idle(struct moe_saved *s)
+{
+    struct moe_saved_record **at = &s->idle;
+    while ((*at)->next != NULL)
+        at = &(*at)->next;
+    return at;
+}
+
+static struct moe_saved_record *take_idle(struct moe_saved *s, size_t bytes)
+{
+    struct moe_saved_record **at = &s->idle;
+    while (*at != NULL && (*at)->bytes != bytes)
+        at = &(*at)->next;
+    struct moe_saved_record *r = *at;
+    if (r == NULL)
+        return NULL;
+    *at = r->next;
+    s->idle_bytes -= cost_of(bytes);
+    return r;
 }
 
 static void let_go(struct moe_saved *s, struct moe_saved_record *r)
 {
     if (atomic_fetch_sub(&r->references, 1) == 1)
-        free_record(s, r);
+        retire_record(s, r);
 }
 
 static void unlist(struct moe_saved *s, struct moe_saved_record *r)
@@ -78,6 +117,9 @@ static void unlist(struct moe_saved *s, struct moe_saved_record *r)
 
 static void expire(struct moe_saved *s, uint64_t now)
 {
+    s->now = now > s->now ? now : s->now;
+    while (s->idle != NULL && (*last_idle(s))->expires_ns <= now)
+        free_idle(s, last_idle(s));
     while (s->oldest != NULL && s->oldest->expires_ns <= now)
         unlist(s, s->oldest);
 }
@@ -124,9 +166,11 @@ static bool make_room(struct moe_saved *s, uint64_t cost)
     return true;
 }
 
-static struct moe_status make_record(struct moe_saved *s, size_t bytes,
-                                     struct moe_saved_record **out)
+static struct moe_status new_record(struct moe_saved *s, size_t bytes,
+                                    struct moe_saved_record **out)
 {
+    while (s->idle != NULL && s->bytes + s->idle_bytes + cost_of(bytes) > s->budget)
+        free_idle(s, last_idle(s));
     struct moe_saved_record *r = calloc(1, sizeof *r);
     if (r == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
@@ -135,6 +179,17 @@ static struct moe_status make_record(struct moe_saved *s, size_t bytes,
         free(r);
         return st;
     }
+    *out = r;
+    return st;
+}
+
+static struct moe_status make_record(struct moe_saved *s, size_t bytes,
+                                     struct moe_saved_record **out)
+{
+    struct moe_saved_record *r = take_idle(s, bytes);
+    if (r == NULL)
+        MOE_TRY(new_record(s, bytes, &r));
+    *r = (struct moe_saved_record){.data = r->data};
     r->store = s;
     r->bytes = bytes;
     atomic_store(&r->references, 1);
@@ -154,6 +209,8 @@ void moe_saved_destroy(struct moe_saved *s)
     pthread_mutex_lock(&s->lock);
     while (s->bytes > 0)
         pthread_cond_wait(&s->unused, &s->lock);
+    while (s->idle != NULL)
+        free_idle(s, &s->idle);
     pthread_mutex_unlock(&s->lock);
     pthread_cond_destroy(&s->unused);
     pthread_mutex_destroy(&s->lock);

@@ -1,7 +1,8 @@
 /* What is kept on this worker between two training calls: forward passes until their Backward, and
  * answers of Backward until nobody will ask again. Records are known by (session, id), never take
  * more memory together than the budget says, and go when they are too old, or when newer ones need
- * the room (the oldest first).
+ * the room (the oldest first). Their memory is kept for records of the same size, within the budget
+ * and for as long as a record would be.
  *
  * Every function is safe from any thread. The time is given by the caller. */
 #ifndef MOE_WORKER_SAVED_H
@@ -23,7 +24,7 @@ struct moe_saved_record {
     char session[MOE_TRAINING_NAME_MAX + 1];
     uint64_t id;
     size_t bytes;
-    void *data;                                      /* [bytes] MOE_MEM_HOST, aligned to 4096 */
+    void *data; /* [bytes] MOE_MEM_HOST, aligned to 4096, undefined at first */
     _Alignas(16) unsigned char head[MOE_SAVED_HEAD]; /* whatever its user puts there */
     /* the store's own */
     struct moe_saved *store;

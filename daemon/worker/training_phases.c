@@ -195,9 +195,20 @@ static struct moe_status save_begin(struct work *w)
                      "checkpoint %s is complete, but was not recorded", w->call->name);
 }
 
+/* Giving gigabytes back takes the time of many steps, which the engine's thread does not have. */
+static void give_copy_back(struct work *w)
+{
+    w->context.copy = NULL;
+    moe_checkpoint_copy_free(w->copy);
+    w->copy = NULL;
+}
+
 static struct moe_status save_write(struct work *w)
 {
-    return moe_checkpoint_save_write(&w->context, w->call->name, &w->state, &w->bytes);
+    struct moe_status st =
+        moe_checkpoint_save_write(&w->context, w->call->name, &w->state, &w->bytes);
+    give_copy_back(w);
+    return st;
 }
 
 /* The checkpoint remembers its own Save, so that a repeat after a restart from it is one. */

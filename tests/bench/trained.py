@@ -3,7 +3,7 @@
 
     trained.py BUILD_DIRECTORY SHAPE [--workers 2] [--experts E] [--tokens 256,4096] [--clients 1,2,4]
                [--pairs 20] [--duration 3] [--backend cuda] [--threads N] [--directory DIR]
-               [--no-pairs] [--save] [--json FILE]
+               [--no-pairs] [--save] [--save-tokens 1,256] [--json FILE]
 
 Writes a model of that shape (make_model.py) and starts a group that trains (AdamW).
 
@@ -12,7 +12,7 @@ every fourth; medians of its latency, and of what the answers say of the worker 
 (from arrival to answer), `step` (the device's part, copies aside). Beside them moe_bench --backward with
 tokens on one slot. Then 1, 2, 4 clients, processes of their own, each with another worker: pairs a second.
 
---save: a client sends Forwards of one token, and of 256, one after the other: at rest, while a
+--save: a client sends Forwards of --save-tokens tokens one after the other: at rest, while a
 checkpoint is saved, and while one is saved and another client asks for an OptimizerStep as soon as the Save is
 under way. Longest and 99th percentile of the Forwards' latency, how long the Save took, and the step.
 
@@ -50,6 +50,7 @@ def parse():
     p.add_argument("--directory", help="where model and checkpoints are written")
     p.add_argument("--no-pairs", action="store_true")
     p.add_argument("--save", action="store_true")
+    p.add_argument("--save-tokens", default="1,256")
     p.add_argument("--json", help="appends one object a line")
     return p.parse_args()
 
@@ -282,7 +283,7 @@ def show_save(group, scratch):
     print("state of one worker: %.2f GB" % (client.train_state().state_bytes / 1e9))
     print("%-16s %6s | %6s %9s %9s %9s | %6s %6s" % ("", "tokens", "calls", "p50 us", "p99 us",
                                                     "longest", "Save s", "Step s"))
-    for tokens in (1, 256):
+    for tokens in map(int, ARGS.save_tokens.split(",")):
         x, _ = batch(layer, tokens)
         forwards_until(client, layer, x, rest, 0.5)
         idle = figures(forwards_until(client, layer, x, rest, 2))

@@ -4,11 +4,16 @@
 
 #include <stdlib.h>
 
+static int allocations;
+static size_t allocated;
+
 static struct moe_status plain_alloc(struct moe_device *d, enum moe_mem kind, size_t bytes,
                                      void **out)
 {
     (void)d;
     (void)kind;
+    allocations++;
+    allocated += bytes;
     *out = calloc(1, bytes);
     return moe_ok();
 }
@@ -17,7 +22,7 @@ static void plain_free(struct moe_device *d, enum moe_mem kind, void *p, size_t 
 {
     (void)d;
     (void)kind;
-    (void)bytes;
+    allocated -= bytes;
     free(p);
 }
 
@@ -102,11 +107,49 @@ static void what_is_saved_stays_within_bytes_and_time(void **state)
     moe_saved_destroy(s);
 }
 
+static void take_and_drop(struct moe_saved *s, size_t bytes, uint64_t now)
+{
+    struct moe_saved_record *r;
+    assert_ok(moe_saved_reserve(s, bytes, now, &r));
+    moe_saved_put(s, r, "a", 1, now);
+    moe_saved_drop(s, "a", 1);
+    assert_true(allocated <= 64 << 10);
+}
+
+/* Passes of one size, over and over: taking and pinning memory would cost more than they do. */
+static void memory_of_what_is_gone_serves_the_next_of_its_size(void **state)
+{
+    (void)state;
+    struct moe_saved *s;
+    allocated = 0;
+    assert_ok(moe_saved_create(&plain, NULL, 64 << 10, 100, &s));
+    allocations = 0;
+    for (uint64_t i = 0; i < 50; i++)
+        take_and_drop(s, 20000, i);
+    assert_int_equal(allocations, 1);
+    assert_int_equal(moe_saved_bytes(s), 0);
+    take_and_drop(s, 30000, 50); /* another size, beside it */
+    take_and_drop(s, 20000, 51);
+    assert_int_equal(allocations, 2);
+    assert_int_equal(allocated, 50000);
+    take_and_drop(s, 40000, 52); /* what has been idle for longest makes room */
+    assert_int_equal(allocations, 3);
+    assert_int_equal(allocated, 60000);
+    take_and_drop(s, 20000, 53);
+    assert_int_equal(allocations, 3);
+    assert_null(moe_saved_get(s, "b", 1, 152)); /* idle for too long: the larger one */
+    assert_int_equal(allocated, 20000);
+    assert_null(moe_saved_get(s, "b", 1, 153));
+    assert_int_equal(allocated, 0);
+    moe_saved_destroy(s);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(room_is_made_by_dropping_only_what_frees_memory),
         cmocka_unit_test(what_is_saved_stays_within_bytes_and_time),
+        cmocka_unit_test(memory_of_what_is_gone_serves_the_next_of_its_size),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
