@@ -8,9 +8,13 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/random.h>
 
-enum { INFO_MAX = 256 * 1024 }; /* bytes of a GetModel answer: thousands of layers */
+enum {
+    INFO_MAX = 256 * 1024, /* bytes of a GetModel answer: thousands of layers */
+    RECONNECT_MS = 1000,   /* longest pause between two tries to connect */
+};
 
 static struct moe_status out_of_memory(void)
 {
@@ -98,18 +102,33 @@ void moe_client_close_lane(struct moe_client_lane *lane)
 {
     moe_rpc_channel_close(lane->channel);
     moe_rpc_client_destroy(lane->rpc);
+    free(lane->endpoint);
     *lane = (struct moe_client_lane){0};
+}
+
+struct moe_status moe_client_blame_lane(const struct moe_client_lane *lane, struct moe_status st)
+{
+    return st.code == MOE_UNAVAILABLE ? moe_error_context(st, "%s", lane->endpoint) : st;
 }
 
 struct moe_status moe_client_open_lane(const char *target, uint64_t max_message_bytes,
                                        struct moe_client_lane *lane)
 {
-    MOE_TRY(moe_rpc_client_create(&lane->rpc));
+    lane->endpoint = strdup(target);
+    if (lane->endpoint == NULL)
+        return out_of_memory();
+    struct moe_status created = moe_rpc_client_create(&lane->rpc);
+    if (created.code != MOE_OK) {
+        moe_client_close_lane(lane);
+        return created;
+    }
     struct moe_rpc_channel_config config = {
         .target = target,
         .max_message_bytes =
             max_message_bytes <= INT32_MAX ? (uint32_t)max_message_bytes : INT32_MAX,
         .own_connection = true,
+        /* Who waits for a worker to be started again, as training does, finds it soon. */
+        .reconnect_ms = RECONNECT_MS,
     };
     struct moe_status st = moe_rpc_channel_open(lane->rpc, &config, &lane->channel);
     if (st.code != MOE_OK)

@@ -131,17 +131,19 @@ static void on_pause_over(struct moe_client_timer *t)
     send_piece((struct piece *)((char *)t - offsetof(struct piece, pause)));
 }
 
-/* Only UNAVAILABLE says that the request was not, and will not be, worked on. */
+/* Only UNAVAILABLE says that the request was not, and will not be, worked on. A pass of a training
+ * is tried for as long as the Backward after it would be. */
 static void retry_or_conclude(struct piece *p, struct moe_status st)
 {
     struct moe_client *c = p->call->client;
+    bool patient = p->call->f->save_session != NULL;
     uint64_t at = moe_clock_ns() + moe_client_pause_ns(c, p->attempt, st.retry_after_ms);
-    if (st.code != MOE_UNAVAILABLE || p->attempt >= c->config.max_attempts ||
+    if (st.code != MOE_UNAVAILABLE || (!patient && p->attempt >= c->config.max_attempts) ||
         at >= p->call->deadline_ns) {
-        conclude(p, st);
+        conclude(p, moe_client_blame_lane(&c->lanes[p->lane], st));
         return;
     }
-    if (p->call->f->save_session == NULL) /* Backward looks for the pass where it belongs */
+    if (!patient) /* Backward looks for the pass where it belongs */
         p->lane = (p->lane + 1) % c->lane_count;
     moe_client_timers_set(c->timers, &p->pause, at, on_pause_over);
 }

@@ -22,6 +22,7 @@ enum {
 struct moe_client_lane {
     struct moe_rpc_client *rpc;
     struct moe_rpc_channel *channel;
+    char *endpoint; /* where it goes; owned */
 };
 
 struct moe_client {
@@ -56,6 +57,10 @@ struct moe_status moe_client_open_lane(const char *target, uint64_t max_message_
                                        struct moe_client_lane *lane) MOE_CHECKED;
 /* A lane that was never opened, all zero, is ignored. */
 void moe_client_close_lane(struct moe_client_lane *lane);
+
+/* A failure of a call on this lane as the caller is to see it: who could not be reached, or could
+ * not serve, is named. */
+struct moe_status moe_client_blame_lane(const struct moe_client_lane *lane, struct moe_status st);
 
 /* The pause after the given attempt (1, 2, ...): doubling, between half and all of it at random,
  * and never shorter than what the server asked for. */

@@ -87,17 +87,35 @@ static void sleep_until(uint64_t at_ns)
     }
 }
 
+/* When a call without a limit of its own is given up: once nobody has been there for the client's
+ * default time. `alone_since` begins anew with every attempt that took longer, for somebody worked
+ * on it. */
+static uint64_t end_of_trying(const struct moe_client *c, uint64_t begun_ns, uint64_t *alone_since)
+{
+    uint64_t now = moe_clock_ns(), end;
+    uint64_t limit = c->config.timeout_ms < MOE_NEVER / MOE_NS_PER_MS
+                         ? c->config.timeout_ms * MOE_NS_PER_MS
+                         : MOE_NEVER;
+    if (now - begun_ns > limit)
+        *alone_since = now;
+    return __builtin_add_overflow(*alone_since, limit, &end) ? MOE_NEVER : end;
+}
+
 static struct moe_status try_until_answered(struct moe_client *c,
                                             const struct moe_client_training_call *call)
 {
     size_t lane = MOE_CLIENT_HOME;
+    uint64_t alone_since = moe_clock_ns();
     for (uint32_t attempt = 1;; attempt++) {
+        uint64_t begun = moe_clock_ns(), end = call->deadline_ns;
         struct moe_status st = send_once(&c->lanes[lane], call);
         if (st.reason == MOE_REASON_RECORDED_ELSEWHERE)
             st = ask_elsewhere(c, call, st);
+        if (end == MOE_NEVER)
+            end = end_of_trying(c, begun, &alone_since);
         uint64_t at = moe_clock_ns() + moe_client_pause_ns(c, attempt, st.retry_after_ms);
-        if (st.code != MOE_UNAVAILABLE || call->once || at >= call->deadline_ns)
-            return st;
+        if (st.code != MOE_UNAVAILABLE || call->once || at >= end)
+            return moe_client_blame_lane(&c->lanes[lane], st);
         sleep_until(at);
         if (!call->home)
             lane = (lane + 1) % c->lane_count;

@@ -401,6 +401,26 @@ static void trying_again_ends_with_the_time(void **state)
     moe_client_close(c);
 }
 
+/* Without a limit of its own a call goes on as long as somebody is at it; here nobody ever is. */
+static void a_call_without_a_limit_gives_up_who_is_not_there(void **state)
+{
+    (void)state;
+    const struct moe_client_config config = {.timeout_ms = 300};
+    struct moe_client *c = connect_client(fakes, &config);
+    struct moe_client_checkpoint save = {.change = {.step_id = 1, .timeout_ms = UINT64_MAX},
+                                         .name = "a"};
+    sides[0].then = UNAVAILABLE;
+    for (int k = 0; k < WISHES; k++)
+        sides[0].script[k] = UNAVAILABLE;
+    uint64_t begin = moe_clock_ns();
+    struct moe_status st = moe_client_save_checkpoint(c, &save);
+    assert_refused(st, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
+    assert_true(moe_clock_ns() - begin < 10 * MOE_NS_PER_S);
+    assert_true(sides[0].calls > 2);
+    assert_memory_equal(st.text, fakes[0].endpoint, strlen(fakes[0].endpoint)); /* who it is */
+    moe_client_close(c);
+}
+
 static void nothing_else_is_tried_again(void **state)
 {
     (void)state;
@@ -458,13 +478,14 @@ static void passes_that_are_kept_go_to_one_worker_whole(void **state)
     struct request *r = make_request(200, MOE_DTYPE_F32, false);
     r->f.save_session = "s";
     r->f.save_micro_batch_id = 1;
-    enum fake_mood first[] = {FAKE_FAIL};
-    fake_script(&fakes[0], FAKE_GOOD, 1, first);
+    /* More tries than another pass gets: the Backward after it would wait as long. */
+    enum fake_mood first[] = {FAKE_FAIL, FAKE_FAIL, FAKE_FAIL, FAKE_FAIL, FAKE_FAIL};
+    fake_script(&fakes[0], FAKE_GOOD, 5, first);
     for (int i = 0; i < 5; i++) {
         assert_ok(moe_client_forward(c, &r->f));
         assert_answer(r);
     }
-    assert_int_equal(fake_calls(&fakes[0]), 6);
+    assert_int_equal(fake_calls(&fakes[0]), 10);
     assert_int_equal(fake_calls(&fakes[1]) + fake_calls(&fakes[2]), 0);
     r->f.save_micro_batch_id = 0;
     assert_refused(moe_client_forward(c, &r->f), MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
@@ -652,6 +673,7 @@ int main(void)
         TEST(gradients_come_back_where_they_belong),
         TEST(what_is_unavailable_is_asked_again_until_it_answers),
         TEST(trying_again_ends_with_the_time),
+        TEST(a_call_without_a_limit_gives_up_who_is_not_there),
         TEST(nothing_else_is_tried_again),
         TEST(the_worker_that_has_the_answer_is_asked),
         TEST(a_saved_pass_spares_x),

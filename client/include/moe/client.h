@@ -6,8 +6,10 @@
  *
  * Arguments are checked before anything is sent. x is sent from the caller's memory and y is
  * written straight into it. A forward that fails with UNAVAILABLE is tried again, on another worker
- * where there is one, after a growing pause or what the server asked for; nothing else here is
- * tried again. Training is in moe/client_training.h. */
+ * where there is one, after a growing pause or what the server asked for: max_attempts times at
+ * most, or, where it is to be kept for Backward, until its time is over, as calls of training are.
+ * Nothing else here is tried again. The text of an UNAVAILABLE begins with the worker's endpoint.
+ * Training is in moe/client_training.h. */
 #ifndef MOE_CLIENT_H
 #define MOE_CLIENT_H
 
@@ -27,7 +29,8 @@ struct moe_client_config {
                                as many workers as keep the parts below it, 0 = 512 */
     uint32_t connections;   /* connections per worker, 0 = 1 */
     uint64_t timeout_ms;    /* default per call, 0 = 60000 */
-    uint32_t max_attempts;  /* tries of a forward that fails with UNAVAILABLE, 0 = 4 */
+    uint32_t max_attempts;  /* tries of a forward that fails with UNAVAILABLE, 0 = 4; without
+                               save_session */
     uint32_t spin_us;       /* after each answer a connection's thread waits this long for the next
                                without sleeping: less latency for a processor each. 0 = never */
 };

@@ -83,7 +83,9 @@ struct moe_client_change {
                             own, which no other client has; a program that is to know its changes
                             again after a restart names one */
     uint64_t lineage;    /* as the state told; 0 = any */
-    uint64_t timeout_ms; /* tries included; 0 = the client's default */
+    uint64_t timeout_ms; /* tries included; 0 = the client's default; UINT64_MAX = none, as long as
+                            workers are at it: nobody there for the client's default time is
+                            UNAVAILABLE all the same */
     bool repeated;       /* answer: that of an earlier call */
 };
 
