@@ -28,5 +28,7 @@ for program in tests/conformance/conformance tests/conformance/faults tests/conf
                 cp -L "$library" "$target/lib/$name"
         done
 done
+gate=tests/integration/libgated_fsync.so # preloaded into workers
+[ ! -e "$build/$gate" ] || { mkdir -p "$target/tests/integration" && strip -o "$target/$gate" "$build/$gate"; }
 [ ! -d "$build/python" ] || cp -R "$build/python" "$target/python"
 du -sh "$target"

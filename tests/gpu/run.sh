@@ -116,6 +116,9 @@ trained_groups() {
         resumed="$resumed Checkpoints.test_$test"
     done
     echo "trained_checkpoints 300 $(integration test_checkpoints "$resumed")"
+    echo "trained_copies 300 $(integration test_saving \
+        "Saving.test_forward_and_backward_go_on_while_the_state_is_copied \
+        Saving.test_the_same_with_adapters_while_their_state_is_copied")"
 }
 
 beside_each_other() {
