@@ -5,8 +5,10 @@
 #include "commands.h"
 #include "link.h"
 #include "proto_json.h"
+#include "remnant.h"
 #include "state.h"
 #include "train_state.h"
+#include "training_watch.h"
 
 #include "base/name.h"
 #include "moe/client_training.h"
@@ -17,7 +19,8 @@
 
 enum {
     STEP_ID_TRIES = 8, /* trainers may take the id that was free a moment ago */
-    LATE_TRIES = 20
+    LATE_TRIES = 20,
+    REACH_S = 60, /* to reach a group, where a change has no limit */
 };
 
 struct training {
@@ -25,6 +28,7 @@ struct training {
     const char *action, *object; /* "save", its NAME */
     uint64_t keep, step_id;      /* options, MOE_OPTION_UNSET where not given until they have been
                                     checked, then 0; step_id 0 = the next free one */
+    char endpoint[MOECTL_ENDPOINT_MAX]; /* of the worker that a change is asked of */
     struct moe_client *client;
     bool keeps_state; /* the action writes the state that there was when we came, or nothing */
     bool trains;      /* the group has told its state: */
@@ -393,14 +397,17 @@ static struct moe_status next_step_id(struct training *t)
 /* An id of our own choice that someone else has taken meanwhile is given up for the next one. */
 static struct moe_status change(struct training *t, const struct action *a)
 {
-    char endpoint[MOECTL_ENDPOINT_MAX];
-    struct moe_client_config config = {.endpoint = endpoint,
-                                       .timeout_ms = moectl_timeout_ms(&t->common)};
-    MOE_TRY(moectl_worker_endpoint(&t->common, moectl_deadline(&t->common), endpoint));
+    /* Where the change itself has no limit, to reach a group has one. */
+    struct moectl_common reach = t->common;
+    reach.timeout_s = reach.timeout_s > 0 ? reach.timeout_s : REACH_S;
+    struct moe_client_config config = {.endpoint = t->endpoint,
+                                       .timeout_ms = moectl_timeout_ms(&reach)};
+    MOE_TRY(moectl_worker_endpoint(&t->common, moectl_deadline(&reach), t->endpoint));
     MOE_TRY(moe_client_connect(&config, &t->client));
+    struct moectl_watch *watch = moectl_watch_begin(t->endpoint);
     t->keeps_state = a->run == do_save || a->run == do_export;
     t->change = (struct moe_client_change){
-        .step_id = t->step_id, .session = "moectl", .timeout_ms = config.timeout_ms};
+        .step_id = t->step_id, .session = "moectl", .timeout_ms = moectl_timeout_ms(&t->common)};
     struct moe_status st = moe_ok();
     for (int i = 0; i < STEP_ID_TRIES; i++) {
         st = next_step_id(t);
@@ -409,6 +416,7 @@ static struct moe_status change(struct training *t, const struct action *a)
         if (st.reason != MOE_REASON_ID_REUSED || t->step_id != 0)
             break;
     }
+    moectl_watch_end(watch);
     moe_client_close(t->client);
     return st;
 }
@@ -432,10 +440,13 @@ static int tell_late_save(const struct training *t, const struct moe_status *lat
         if (running)
             nanosleep(&pause, NULL);
     }
-    moectl_say(running   ? "the time is over, and %s is still being written: see moectl training"
-               : written ? "%s has been written, as the time was over"
-                         : "the time is over: %s is called off, and nothing of it is left",
-               t->object);
+    moectl_say(running ? "the time is over (--timeout %g), and %s is still being written: see "
+                         "moectl training"
+               : written
+                   ? "as the time was over (--timeout %g), %s had been written"
+                   : "the time is over (--timeout %g): %s is called off, and nothing of it is "
+                     "left",
+               t->common.timeout_s, t->object);
     return moectl_exit_code(late->code);
 }
 
@@ -464,6 +475,18 @@ static int tell_gone_back(const struct training *t, const struct action *a)
     return moectl_exit_code(MOE_FAILED_PRECONDITION);
 }
 
+/* With what is known of a group that could not be reached, or not in time. */
+static int tell_failed(const struct training *t, const struct moe_status *st)
+{
+    int code = t->trains ? moectl_fail(st) : fail(st);
+    if (st->code == MOE_DEADLINE_EXCEEDED && t->common.timeout_s > 0)
+        moectl_say("the limit is --timeout %g; 0 is none", t->common.timeout_s);
+    if ((st->code == MOE_UNAVAILABLE || st->code == MOE_DEADLINE_EXCEEDED) &&
+        !moectl_remnant_explain(&t->common, st) && t->endpoint[0] != '\0')
+        moectl_watch_say_group(t->endpoint);
+    return code;
+}
+
 static int run_change(struct training *t, const struct action *a)
 {
     struct moe_status st = change(t, a);
@@ -479,7 +502,7 @@ static int run_change(struct training *t, const struct action *a)
     if (st.code == MOE_DEADLINE_EXCEEDED && t->trains && a->run == do_save)
         return tell_late_save(t, &st);
     if (st.code != MOE_OK)
-        return t->trains ? moectl_fail(&st) : fail(&st);
+        return tell_failed(t, &st);
     if (a->run == do_load)
         say_lost(t);
     if (!t->common.json) {
@@ -560,6 +583,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     const struct action *a = find_action(t.action);
     if (a == NULL)
         return moectl_usage_error("there is no 'training %s'", t.action);
+    if (a->run == do_save || a->run == do_load || a->run == do_export)
+        t.common.timeout_s = 0; /* how long they take is the disk's business */
     if (!moectl_parse(self, own, sizeof own / sizeof *own, &t.common, argc, argv, &code))
         return code;
     code = check_object(&t, a);

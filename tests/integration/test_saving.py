@@ -349,13 +349,48 @@ class Saving(unittest.TestCase):
         with self.group(2) as g:
             Client(g).train(1)
             self.close_gate()
-            late = Background(self.moectl, g, 5, "late is called off, and nothing of it is left",
+            late = Background(self.moectl, g, 5, "(--timeout 1): late is called off, and nothing of it is left",
                               "save", "late", "--timeout", "1")
             until(lambda: self.saving(g) == {"late"})
             time.sleep(1.2)
             self.open_gate()
             late.result()
             self.assertEqual(self.names(), [])
+
+    def test_a_save_has_no_limit_tells_how_far_it_is_and_is_called_off_by_ctrl_c(self):
+        with self.group(2) as g:
+            Client(g).train(1)
+            for ended in (False, True):
+                self.close_gate()
+                save = subprocess.Popen(
+                    [MOECTL, "training", "save", "slow-%d" % ended, "--endpoint", g.endpoints[0]],
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                said = save.stderr.readline()
+                print("   ", said.strip())
+                self.assertRegex(said, r"saving slow-%d: [0-9.]+ of [0-9.]+ MiB" % ended)
+                if ended:
+                    save.send_signal(signal.SIGINT)
+                    save.wait()
+                    time.sleep(0.5)  # for the worker to hear that nobody waits
+                self.open_gate()
+                out, _ = save.communicate(timeout=60)
+                self.assertEqual("saved slow-%d" % ended in out, not ended)
+            until(lambda: self.saving(g) == {""})
+            self.assertEqual(self.names(), ["slow-0"])
+
+    def test_who_waits_for_a_worker_is_told_which(self):
+        with self.group(2) as g:
+            g.kill_worker(1)
+            until(lambda: g.info().epoch == 0)
+            done = moectl("training", "zero-grad", "--timeout", "5", "--endpoint", g.endpoints[0],
+                          check=False)
+            print(done.stderr)
+            self.assertEqual(done.returncode, 5)
+            self.assertRegex(done.stderr, r"waiting: the group is DEGRADED: .*slot 1")
+            self.assertIn(g.endpoints[0] + ": no view is in force", done.stderr)
+            self.assertIn("`moectl status` tells more", done.stderr)
+            g.start_worker(1)
+            g.wait_serving()
 
     # ------------------------------------------------------------------- no room for a copy
 
