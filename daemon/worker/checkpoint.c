@@ -416,8 +416,8 @@ static struct moe_status keep_newest(const struct moe_checkpoint_context *c, con
         if (!gone)
             continue;
         note_removed(removed, list[i].name);
-        moe_log_info("checkpoint %s removed: %s and the %" PRIu32 " before it stay", list[i].name,
-                     newest, keep - 1);
+        moe_log_info("checkpoint %s: removed, for %s was to leave %" PRIu32 " at most",
+                     list[i].name, newest, keep);
     }
     free(list);
     close(root);

@@ -24,6 +24,10 @@ enum { MOE_CHECKPOINT_NAME_MAX = 64, MOE_CHECKPOINT_REMOVED_MAX = 32 };
 
 struct moe_checkpoint_copy;
 
+/* Settings as options say them, "--training adamw, no --lora-rank, --freeze router"; cut where
+ * `capacity` bytes are not enough (256 are). */
+void moe_checkpoint_describe(const struct moe_trainer_config *config, char *text, size_t capacity);
+
 /* Where and of what. Borrowed during the call. */
 struct moe_checkpoint_context {
     const char *root; /* the training directory; it exists */

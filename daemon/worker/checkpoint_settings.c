@@ -9,16 +9,26 @@
 /* Of a setting as an option says it; both of a text have room in a status. */
 enum { SETTING_TEXT = 72, FINGERPRINT_SHOWN = 12 };
 
-json_t *moe_ckpt__settings(const struct moe_checkpoint_context *c)
+/* All but the model. */
+static json_t *settings_of(const struct moe_trainer_config *t)
 {
-    const struct moe_trainer_config *t = c->config;
     json_t *lora = t->lora_rank == 0
                        ? json_null()
                        : json_pack("{s:I, s:f, s:I}", "rank", (json_int_t)t->lora_rank, "alpha",
                                    (double)t->lora_alpha, "targets", (json_int_t)t->lora_targets);
-    return json_pack("{s:s, s:s, s:I, s:o}", "model", moe_model_fingerprint(c->model), "optimizer",
+    return json_pack("{s:s, s:I, s:o}", "optimizer",
                      t->optimizer == MOE_OPTIMIZER_ADAMW ? "adamw" : "sgd", "never_trained",
                      (json_int_t)t->frozen, "lora", lora);
+}
+
+json_t *moe_ckpt__settings(const struct moe_checkpoint_context *c)
+{
+    json_t *all = settings_of(c->config);
+    if (all != NULL &&
+        json_object_set_new(all, "model", json_string(moe_model_fingerprint(c->model))) == 0)
+        return all;
+    json_decref(all);
+    return NULL;
 }
 
 /* ------------------------------------------------------------------ as options say them */
@@ -105,6 +115,19 @@ struct moe_status moe_ckpt__check_settings(const struct moe_checkpoint_context *
     }
     json_decref(ours);
     return st;
+}
+
+void moe_checkpoint_describe(const struct moe_trainer_config *config, char *text, size_t capacity)
+{
+    char one[SETTING_TEXT];
+    size_t used = 0;
+    json_t *all = settings_of(config);
+    text[0] = '\0';
+    for (size_t i = 1; i < sizeof settings / sizeof *settings && used < capacity; i++) {
+        settings[i].say(json_object_get(all, settings[i].key), one);
+        used += (size_t)snprintf(text + used, capacity - used, "%s%s", i > 1 ? ", " : "", one);
+    }
+    json_decref(all);
 }
 
 /* -------------------------------------------------------------------- what a directory is */

@@ -514,7 +514,8 @@ struct moe_status moe_service_create(const struct moe_service_config *config,
     s->staging = config->staging;
     s->training = config->training;
     atomic_store(&s->slot, config->info.slot);
-    struct moe_status st = moe_service_metrics_create(config->metrics, s->engine, &s->metrics);
+    struct moe_status st = moe_service_metrics_create(config->metrics, s->engine,
+                                                      config->training != NULL, &s->metrics);
     if (moe_failed(&st)) {
         free(s);
         return st;
@@ -593,6 +594,11 @@ void moe_service_read(struct moe_service *s, uint64_t *epoch, bool *draining)
 {
     *epoch = atomic_load(&s->epoch);
     *draining = atomic_load(&s->draining);
+}
+
+struct moe_service_metrics *moe_service_counts(struct moe_service *s)
+{
+    return s->metrics;
 }
 
 void moe_service_worker(struct moe_service *s, uint32_t slot, char *out, size_t capacity)

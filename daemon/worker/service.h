@@ -12,6 +12,7 @@
 #include "worker/staging.h"
 
 struct moe_service;
+struct moe_service_metrics; /* worker/service_metrics.h */
 
 enum {
     MOE_SERVICE_METHODS = 4,
@@ -48,6 +49,9 @@ void moe_service_destroy(struct moe_service *s);
 
 /* The methods to start the server with; their `ctx` is the service. */
 void moe_service_methods(struct moe_service *s, struct moe_rpc_method out[MOE_SERVICE_METHODS]);
+
+/* [any thread] Where the training service counts its requests. */
+struct moe_service_metrics *moe_service_counts(struct moe_service *s);
 
 /* [any thread] What the training service asks: the epoch of the committed view (0 = none) and
  * whether new requests are refused; the endpoint of a slot's worker, "" where there is none. */

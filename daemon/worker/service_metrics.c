@@ -19,7 +19,9 @@ struct moe_service_metrics {
     _Atomic uint64_t steps_seen; /* of the engine's own counter */
 };
 
-static const char *const rpc_names[MOE_SERVICE_RPC_COUNT] = {"Forward", "ForwardStream"};
+static const char *const rpc_names[MOE_SERVICE_RPC_COUNT] = {
+    "Forward",   "ForwardStream",  "Backward",       "OptimizerStep", "ZeroGrad",
+    "SetFrozen", "SaveCheckpoint", "LoadCheckpoint", "ExportAdapter"};
 
 static struct moe_status add_rpc(struct moe_service_metrics *m, enum moe_service_rpc rpc)
 {
@@ -48,12 +50,13 @@ static struct moe_status add_counter(struct moe_service_metrics *m, const char *
     return moe_metrics_add_counter(m->registry, &desc, out);
 }
 
-static struct moe_status add_all(struct moe_service_metrics *m)
+static struct moe_status add_all(struct moe_service_metrics *m, bool training)
 {
     const struct moe_metric_desc queued = {
         .name = "moe_queue_tokens",
         .help = "Tokens of accepted requests that are waiting or being computed."};
-    for (int rpc = 0; rpc < MOE_SERVICE_RPC_COUNT; rpc++)
+    int count = training ? MOE_SERVICE_RPC_COUNT : MOE_SERVICE_BACKWARD;
+    for (int rpc = 0; rpc < count; rpc++)
         MOE_TRY(add_rpc(m, (enum moe_service_rpc)rpc));
     MOE_TRY(add_counter(m, "moe_tokens_total", "Tokens computed and answered.", &m->tokens));
     MOE_TRY(add_counter(m, "moe_steps_total", "Steps that this worker took part in.", &m->steps));
@@ -66,7 +69,7 @@ static struct moe_status add_all(struct moe_service_metrics *m)
 }
 
 struct moe_status moe_service_metrics_create(struct moe_metrics *registry,
-                                             struct moe_engine *engine,
+                                             struct moe_engine *engine, bool training,
                                              struct moe_service_metrics **out)
 {
     struct moe_service_metrics *m = calloc(1, sizeof *m);
@@ -74,7 +77,7 @@ struct moe_status moe_service_metrics_create(struct moe_metrics *registry,
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for metrics");
     m->registry = registry;
     m->engine = engine;
-    struct moe_status st = registry != NULL ? add_all(m) : moe_ok();
+    struct moe_status st = registry != NULL ? add_all(m, training) : moe_ok();
     if (moe_failed(&st))
         free(m);
     else

@@ -1,18 +1,31 @@
-/* What the ExpertService counts. All calls are safe from any thread and do nothing when the service
- * was given no registry. */
+/* What the services count of their requests. All calls are safe from any thread and do nothing when
+ * the service was given no registry. */
 #ifndef MOE_WORKER_SERVICE_METRICS_H
 #define MOE_WORKER_SERVICE_METRICS_H
 
 #include "base/metrics.h"
 #include "worker/engine.h"
 
-enum moe_service_rpc { MOE_SERVICE_FORWARD, MOE_SERVICE_FORWARD_STREAM, MOE_SERVICE_RPC_COUNT };
+enum moe_service_rpc {
+    MOE_SERVICE_FORWARD,
+    MOE_SERVICE_FORWARD_STREAM,
+    /* TrainingService; there are series of these only where it is offered. */
+    MOE_SERVICE_BACKWARD,
+    MOE_SERVICE_OPTIMIZER_STEP,
+    MOE_SERVICE_ZERO_GRAD,
+    MOE_SERVICE_SET_FROZEN,
+    MOE_SERVICE_SAVE_CHECKPOINT,
+    MOE_SERVICE_LOAD_CHECKPOINT,
+    MOE_SERVICE_EXPORT_ADAPTER,
+    MOE_SERVICE_RPC_COUNT
+};
 
 struct moe_service_metrics;
 
-/* `registry` may be NULL; `engine` is asked for its counters. */
+/* `registry` may be NULL; `engine` is asked for its counters; `training`: TrainingService is
+ * offered. */
 struct moe_status moe_service_metrics_create(struct moe_metrics *registry,
-                                             struct moe_engine *engine,
+                                             struct moe_engine *engine, bool training,
                                              struct moe_service_metrics **out) MOE_CHECKED;
 void moe_service_metrics_destroy(struct moe_service_metrics *m);
 

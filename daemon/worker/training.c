@@ -7,73 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---------------------------------------------------------------------------- series */
-
-static struct moe_status add_counter(struct moe_metrics *m, const char *name, const char *help,
-                                     struct moe_counter **out)
-{
-    const struct moe_metric_desc desc = {.name = name, .help = help};
-    return moe_metrics_add_counter(m, &desc, out);
-}
-
-static struct moe_status add_gauge(struct moe_metrics *m, const char *name, const char *help,
-                                   struct moe_gauge **out)
-{
-    const struct moe_metric_desc desc = {.name = name, .help = help};
-    return moe_metrics_add_gauge(m, &desc, out);
-}
-
-static struct moe_status add_metrics(struct moe_metrics *m, struct moe_train_metrics *to)
-{
-    MOE_TRY(add_counter(m, "moe_train_backwards_total",
-                        "Backward passes that this worker took part in.", &to->backwards));
-    MOE_TRY(add_counter(m, "moe_train_steps_total", "Optimizer steps that moved the weights.",
-                        &to->steps));
-    MOE_TRY(add_counter(m, "moe_train_skipped_steps_total",
-                        "Optimizer steps that moved nothing because a gradient was not finite.",
-                        &to->skipped));
-    MOE_TRY(add_counter(
-        m, "moe_train_repeats_total",
-        "Repeats that this worker was asked: calls that had been run and were not run again.",
-        &to->repeats));
-    MOE_TRY(add_gauge(m, "moe_weights_version", "Version of the weights.", &to->version));
-    MOE_TRY(add_gauge(m, "moe_train_lineage",
-                      "Rises when the group goes back to a checkpoint or to the model as loaded.",
-                      &to->lineage));
-    MOE_TRY(add_gauge(m, "moe_train_saved_bytes",
-                      "Memory of forward passes saved for Backward on this worker.", &to->saved));
-    MOE_TRY(add_counter(m, "moe_train_saved_steps_total",
-                        "Forward steps whose activations this worker's device kept for Backward.",
-                        &to->saved_steps));
-    MOE_TRY(add_counter(m, "moe_train_reused_steps_total",
-                        "Backward passes that used kept activations here, instead of computing "
-                        "gate and up again.",
-                        &to->reused));
-    MOE_TRY(add_gauge(m, "moe_train_saved_device_bytes",
-                      "Device memory of activations kept for Backward on this worker.",
-                      &to->activations));
-    MOE_TRY(add_gauge(m, "moe_train_answers_bytes",
-                      "Memory of Backward answers kept for repeats on this worker.", &to->answers));
-    return add_gauge(m, "moe_train_state_bytes",
-                     "Memory of gradients and optimizer state on this worker.", &to->state);
-}
-
-void moe_train__show(struct moe_train *t)
-{
-    if (t->config.metrics == NULL)
-        return;
-    pthread_mutex_lock(&t->lock);
-    double version = (double)t->weights_version, lineage = (double)t->lineage;
-    double state = (double)t->state_bytes, activations = (double)t->activation_bytes;
-    pthread_mutex_unlock(&t->lock);
-    moe_gauge_set(t->metrics.version, version);
-    moe_gauge_set(t->metrics.lineage, lineage);
-    moe_gauge_set(t->metrics.state, state);
-    moe_gauge_set(t->metrics.activations, activations);
-    moe_gauge_set(t->metrics.saved, (double)moe_saved_bytes(t->passes));
-    moe_gauge_set(t->metrics.answers, (double)moe_saved_bytes(t->answers));
-}
-
 /* -------------------------------------------------------------------------- lifetime */
 
 static uint64_t hash_config(const struct moe_trainer_config *c)
@@ -135,7 +68,7 @@ struct moe_status moe_train_create(const struct moe_train_config *config, struct
                                   config->saved_ns, &t->answers),
                  fail);
     if (config->metrics != NULL)
-        MOE_TRY_GOTO(st, add_metrics(config->metrics, &t->metrics), fail);
+        MOE_TRY_GOTO(st, moe_train__add_metrics(config->metrics, &t->metrics), fail);
     moe_train__show(t);
     *out = t;
     return st;

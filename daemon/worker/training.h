@@ -64,6 +64,7 @@ struct moe_train_stand {
     uint64_t fresh;                             /* random, of this process: see decide */
     uint64_t calls, record;                     /* of the ledger: how many, and their hash */
     uint64_t torn;                              /* 1: a change was cut short, or state was lost */
+    uint64_t unsaved;                           /* steps that no checkpoint has */
     char checkpoint[MOE_TRAINING_NAME_MAX + 8]; /* that the state came from or went to; "" = none */
     uint64_t
         chosen; /* 1: an operator wants the group to go back to `choice`, if it has to go back */
@@ -75,6 +76,7 @@ struct moe_train_decision {
     bool restart; /* the group goes back to `checkpoint`, or to the model as loaded */
     uint64_t lineage, weights_version;
     char checkpoint[MOE_TRAINING_NAME_MAX + 1];
+    uint64_t lost_steps; /* with `restart`: what no checkpoint has of the latest state */
 };
 
 /* `t` may be NULL: no training. */

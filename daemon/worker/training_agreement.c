@@ -19,6 +19,7 @@ void moe_train_stand(struct moe_train *t, struct moe_train_stand *out)
     out->record = moe_ledger_hash(t->ledger);
     out->fresh = t->writer;
     out->torn = t->torn;
+    out->unsaved = t->unsaved;
     memcpy(out->checkpoint, t->checkpoint, sizeof t->checkpoint);
     out->chosen = t->chosen;
     memcpy(out->choice, t->choice, sizeof t->choice);
@@ -97,6 +98,7 @@ struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_
     if (!out->restart)
         return moe_ok();
     out->weights_version = version + 1;
+    out->lost_steps = best->unsaved;
     memcpy(out->checkpoint, told != NULL ? told->choice : best->checkpoint, MOE_TRAINING_NAME_MAX);
     return moe_ok();
 }
@@ -116,6 +118,8 @@ static struct moe_status restart(struct moe_train *t, const struct moe_train_dec
     pthread_mutex_lock(&t->lock);
     moe_train__begin_lineage(t, d->lineage, d->weights_version);
     moe_ledger_reset(t->ledger);
+    /* Where it could not go there, the next try has to tell of the same steps. */
+    t->lost_steps = d->lost_steps > t->lost_steps ? d->lost_steps : t->lost_steps;
     t->steps = t->unsaved = 0;
     t->frozen = t->config.trainer.frozen;
     memset(t->checkpoint, 0, sizeof t->checkpoint);
@@ -136,12 +140,18 @@ void moe_train_in_force(struct moe_train *t)
     pthread_mutex_lock(&t->lock);
     bool went_back = t->went_back;
     bool to_model = t->checkpoint[0] == '\0';
+    uint64_t lost = t->lost_steps;
     t->went_back = false;
+    t->lost_steps = went_back ? 0 : lost;
     if (went_back)
-        moe_log_warn("training went back to %s%s: lineage %llu, version %llu",
+        moe_log_warn("training went back to %s%s: %llu optimizer step%s that no checkpoint had %s "
+                     "lost; lineage %llu, version %llu",
                      to_model ? "the model as loaded" : "checkpoint ", t->checkpoint,
+                     (unsigned long long)lost, lost == 1 ? "" : "s", lost == 1 ? "is" : "are",
                      (unsigned long long)t->lineage, (unsigned long long)t->weights_version);
     pthread_mutex_unlock(&t->lock);
+    if (went_back && t->metrics.lost != NULL)
+        moe_counter_add(t->metrics.lost, lost);
 }
 
 void moe_train_note_problem(struct moe_train *t, const char *why)

@@ -2,6 +2,7 @@
  * without tensors, each with an id. Lives and threads are as in training_service.c. */
 #include "worker/training_service_state.h"
 
+#include "base/clock.h"
 #include "worker/request_checks.h"
 
 #include <stdatomic.h>
@@ -15,7 +16,9 @@ struct change {
     struct moe_train_call call;
     struct moe_train_answer answer;
     struct moe_training_service *service;
-    struct moe_rpc_call *rpc;    /* held while the engine has it */
+    struct moe_rpc_call *rpc; /* held while the engine has it */
+    enum moe_service_rpc method;
+    uint64_t received_ns;
     _Atomic uint32_t references; /* the engine; the call */
 };
 
@@ -99,8 +102,16 @@ static void reply_export(const struct change *c)
     moe_training_service__reply(c->rpc, &a.base);
 }
 
+static void fail_change(const struct change *c, struct moe_status st)
+{
+    moe_training_service__count(c->service, c->method, &st, c->received_ns);
+    moe_rpc_fail(c->rpc, st);
+}
+
 static void reply_change(const struct change *c)
 {
+    const struct moe_status ok = moe_ok();
+    moe_training_service__count(c->service, c->method, &ok, c->received_ns);
     switch (c->call.kind) {
     case MOE_STEP_OPTIMIZER: reply_step(c); return;
     case MOE_STEP_ZERO_GRAD: reply_zero_grad(c); return;
@@ -116,7 +127,7 @@ static void change_done(struct moe_train_work *work, struct moe_status status)
 {
     struct change *c = work->user;
     if (moe_failed(&status))
-        moe_rpc_fail(c->rpc, status);
+        fail_change(c, status);
     else
         reply_change(c);
     moe_rpc_call_release(c->rpc);
@@ -189,6 +200,7 @@ static struct moe_status check_service(const struct moe_training_service *s,
 
 /* A method that changes something: what its message is, and what fills the call from it. */
 struct change_method {
+    enum moe_service_rpc rpc;
     const ProtobufCMessageDescriptor *type;
     struct moe_status (*read)(const struct moe_training_service *s, const void *message,
                               struct moe_train_call *call);
@@ -217,13 +229,15 @@ static void change_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void
     }
     c->service = ctx;
     c->rpc = rpc;
+    c->method = method->rpc;
+    c->received_ns = moe_clock_ns();
     atomic_store(&c->references, 1);
     struct moe_status st = read_change(ctx, m, method, &c->call);
     moe_rpc_msg_free(m);
     if (!moe_failed(&st))
         st = submit_change(c);
     if (moe_failed(&st))
-        moe_rpc_fail(rpc, st);
+        fail_change(c, st);
     if (moe_rpc_call_user(rpc) != c)
         drop_change(c);
 }
@@ -374,43 +388,43 @@ static struct moe_status read_export(const struct moe_training_service *s, const
 
 static void step_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    static const struct change_method method = {&moe__v1__optimizer_step_request__descriptor,
-                                                read_step};
+    static const struct change_method method = {
+        MOE_SERVICE_OPTIMIZER_STEP, &moe__v1__optimizer_step_request__descriptor, read_step};
     change_message(rpc, m, ctx, &method);
 }
 
 static void zero_grad_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    static const struct change_method method = {&moe__v1__zero_grad_request__descriptor,
-                                                read_zero_grad};
+    static const struct change_method method = {
+        MOE_SERVICE_ZERO_GRAD, &moe__v1__zero_grad_request__descriptor, read_zero_grad};
     change_message(rpc, m, ctx, &method);
 }
 
 static void set_frozen_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    static const struct change_method method = {&moe__v1__set_frozen_request__descriptor,
-                                                read_set_frozen};
+    static const struct change_method method = {
+        MOE_SERVICE_SET_FROZEN, &moe__v1__set_frozen_request__descriptor, read_set_frozen};
     change_message(rpc, m, ctx, &method);
 }
 
 static void save_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    static const struct change_method method = {&moe__v1__save_checkpoint_request__descriptor,
-                                                read_save};
+    static const struct change_method method = {
+        MOE_SERVICE_SAVE_CHECKPOINT, &moe__v1__save_checkpoint_request__descriptor, read_save};
     change_message(rpc, m, ctx, &method);
 }
 
 static void load_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    static const struct change_method method = {&moe__v1__load_checkpoint_request__descriptor,
-                                                read_load};
+    static const struct change_method method = {
+        MOE_SERVICE_LOAD_CHECKPOINT, &moe__v1__load_checkpoint_request__descriptor, read_load};
     change_message(rpc, m, ctx, &method);
 }
 
 static void export_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    static const struct change_method method = {&moe__v1__export_adapter_request__descriptor,
-                                                read_export};
+    static const struct change_method method = {
+        MOE_SERVICE_EXPORT_ADAPTER, &moe__v1__export_adapter_request__descriptor, read_export};
     change_message(rpc, m, ctx, &method);
 }
 

@@ -10,6 +10,7 @@
  */
 #include "worker/training_phases.h"
 
+#include "base/clock.h"
 #include "base/log.h"
 #include "base/size.h"
 
@@ -28,10 +29,11 @@ struct moe_train_job {
     uint64_t asked; /* bit s: somebody has asked slot s for it; the same on all slots */
     struct moe_ledger_outcome outcome; /* of a Save: the state that was copied */
     size_t phase;                      /* that runs; or, of one that failed, that did */
-    bool undoing;                      /* it has failed; the lowest slot removes what it wrote */
-    struct moe_status verdict;         /* why */
-    uint64_t bytes;                    /* of the phases that are over, by all slots */
-    uint64_t total;                    /* of `processed`; 0 = not known */
+    uint64_t begun_ns;
+    bool undoing;              /* it has failed; the lowest slot removes what it wrote */
+    struct moe_status verdict; /* why */
+    uint64_t bytes;            /* of the phases that are over, by all slots */
+    uint64_t total;            /* of `processed`; 0 = not known */
     _Atomic uint64_t processed;
 
     /* The thread of this slot's part. */
@@ -98,6 +100,7 @@ static struct moe_status create_job(struct moe_train *t, const struct moe_train_
     j->poke.poke = true;
     j->poke.lineage = 0; /* it speaks of the job, whatever the state is called by then */
     j->live = t->live;
+    j->begun_ns = moe_clock_ns();
     j->outcome = (struct moe_ledger_outcome){
         .lineage = t->lineage, .weights_version = t->weights_version, .steps = t->steps};
     j->work = (struct work){.train = t,
@@ -240,6 +243,17 @@ static struct moe_status prepare(struct work *w)
     return w->call->kind == MOE_STEP_SAVE ? moe_train__pack_records(w) : moe_ok();
 }
 
+/* Engine's thread: it is over, as `st` says. */
+static void tell_end(struct moe_train *t, const struct moe_train_job *j, uint64_t bytes,
+                     uint64_t lost_steps, struct moe_status st)
+{
+    if (is_save(j))
+        moe_train__tell_saved(t, j->call.name, j->begun_ns, bytes, st);
+    else
+        moe_train__tell_loaded(t, j->call.name, j->begun_ns, atomic_load(&j->processed), lost_steps,
+                               st);
+}
+
 static struct moe_status begin(struct moe_train *t, struct moe_session *session,
                                const struct moe_train_call *call, struct moe_train_turn *turn)
 {
@@ -248,11 +262,13 @@ static struct moe_status begin(struct moe_train *t, struct moe_session *session,
     MOE_TRY(create_job(t, call, &j));
     struct moe_status st = moe_train__together(&j->work, session, prepare, &turn->refusal, &unused);
     if (moe_failed(&st) || moe_failed(&turn->refusal)) {
+        tell_end(t, j, 0, 0, moe_failed(&st) ? st : turn->refusal);
         free_job(j);
         return st;
     }
     j->work.context.placements = j->placements;
     note_asked(j, call, turn);
+    moe_train__tell_begun(t, call);
     turn->waits = true;
     pthread_mutex_lock(&t->lock);
     t->job = j;
@@ -308,6 +324,7 @@ static struct moe_status settle(struct moe_train *t, struct moe_session *session
         outcome->bytes = j->bytes;
         st = moe_train__share_removed(&j->work, session, &turn->removed);
     }
+    tell_end(t, j, j->bytes, outcome->lost_steps, moe_failed(&st) ? st : j->verdict);
     forget_job(t);
     return st;
 }
@@ -409,6 +426,7 @@ static struct moe_status save_without_copy(struct moe_train_job *j, struct moe_s
     struct moe_status st = moe_train__run_save(&j->work, session, &turn->refusal, &outcome->bytes);
     if (!moe_failed(&st) && !moe_failed(&turn->refusal))
         st = moe_train__share_removed(&j->work, session, &turn->removed);
+    tell_end(t, j, outcome->bytes, 0, moe_failed(&st) ? st : turn->refusal);
     forget_job(t);
     return st;
 }
@@ -505,6 +523,9 @@ void moe_train_give_up_job(struct moe_train *t)
         t->job = NULL;
     }
     pthread_mutex_unlock(&t->lock);
+    if (j != NULL)
+        tell_end(t, j, 0, 0,
+                 moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING, "given up, as its view ended"));
 }
 
 void moe_train_end_jobs(struct moe_train *t)

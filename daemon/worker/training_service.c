@@ -3,6 +3,7 @@
  * own thread, ends on the engine's. */
 #include "worker/training_service_state.h"
 
+#include "base/clock.h"
 #include "worker/training_request.h"
 
 #include <fcntl.h>
@@ -18,6 +19,12 @@ enum { ENDPOINT_BYTES = 256 };
 struct moe_status moe_training_service__out_of_memory(void)
 {
     return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, 100, "out of memory");
+}
+
+void moe_training_service__count(struct moe_training_service *s, enum moe_service_rpc rpc,
+                                 const struct moe_status *st, uint64_t received_ns)
+{
+    moe_service_metrics_end(moe_service_counts(s->config.service), rpc, st, received_ns);
 }
 
 /* ---------------------------------------------------------------------------- answers */
@@ -55,7 +62,8 @@ static struct moe_status name_worker(struct moe_training_service *s, struct moe_
 struct backward {
     struct moe_backward_request request;
     struct moe_training_service *service;
-    struct moe_rpc_call *call;   /* held while the engine has the request */
+    struct moe_rpc_call *call; /* held while the engine has the request */
+    uint64_t received_ns;
     _Atomic uint32_t references; /* the engine; the call */
 };
 
@@ -67,15 +75,27 @@ static void drop_backward(struct backward *b)
     free(b);
 }
 
+static void count_backward(const struct backward *b, const struct moe_status *st)
+{
+    moe_training_service__count(b->service, MOE_SERVICE_BACKWARD, st, b->received_ns);
+}
+
+static void fail_backward(const struct backward *b, struct moe_status st)
+{
+    count_backward(b, &st);
+    moe_rpc_fail(b->call, st);
+}
+
 static void reply_kept(struct backward *b, struct moe_saved_record *kept, bool repeated)
 {
     uint8_t head[MOE_BACKWARD_HEAD_MAX];
     struct moe_rpc_out out;
     struct moe_status st = moe_backward_kept_status(kept);
     if (moe_failed(&st)) {
-        moe_rpc_fail(b->call, st);
+        fail_backward(b, st);
         return;
     }
+    count_backward(b, &st);
     moe_backward_answer(&b->request, kept, repeated, head, &out);
     moe_rpc_reply(b->call, &out);
 }
@@ -90,7 +110,7 @@ static void backward_done(struct moe_train_work *work, struct moe_status status)
     if (was_run)
         moe_backward_keep(r, b->service->config.training, &status);
     if (moe_failed(&status))
-        moe_rpc_fail(b->call, name_worker(b->service, status, &r->answer));
+        fail_backward(b, name_worker(b->service, status, &r->answer));
     else
         reply_kept(b, r->answer.repeated ? r->answer.record : r->kept, r->answer.repeated);
     moe_rpc_call_release(b->call);
@@ -172,6 +192,7 @@ static void backward_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, v
     }
     b->service = s;
     b->call = call;
+    b->received_ns = moe_clock_ns();
     atomic_store(&b->references, 1);
     const struct moe_backward_context context = context_of(s);
     struct moe_status st = moe_backward_parse(&b->request, &context, m);
@@ -179,7 +200,7 @@ static void backward_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, v
     if (!moe_failed(&st))
         st = serve_backward(b);
     if (moe_failed(&st))
-        moe_rpc_fail(call, st);
+        fail_backward(b, st);
     if (moe_rpc_call_user(call) != b)
         drop_backward(b);
 }

@@ -3,6 +3,7 @@
 #define MOE_WORKER_TRAINING_SERVICE_STATE_H
 
 #include "moe/v1/training.pb-c.h"
+#include "worker/service_metrics.h"
 #include "worker/training_service.h"
 
 #include <pthread.h>
@@ -15,6 +16,9 @@ struct moe_training_service {
 };
 
 struct moe_status moe_training_service__out_of_memory(void) MOE_CHECKED;
+/* Counts a request that arrived at `received_ns` and is answered with `st`. */
+void moe_training_service__count(struct moe_training_service *s, enum moe_service_rpc rpc,
+                                 const struct moe_status *st, uint64_t received_ns);
 /* Packs and sends the answer of a call without tensors. */
 void moe_training_service__reply(struct moe_rpc_call *call, const ProtobufCMessage *answer);
 

@@ -8,7 +8,16 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+struct moe_train_checkpoint_metrics {
+    struct moe_histogram *seconds;
+    struct moe_counter *failures;
+};
+
 struct moe_train_metrics {
+    struct moe_train_checkpoint_metrics saves, loads;
+    struct moe_histogram *step_seconds;
+    struct moe_counter *lost;
+    struct moe_gauge *unsaved;
     struct moe_counter *backwards, *steps, *skipped, *repeats, *saved_steps, *reused;
     struct moe_gauge *version, *lineage, *saved, *answers, *state, *activations;
 };
@@ -31,6 +40,7 @@ struct moe_train {
     bool chosen; /* see moe_train_choose */
     char choice[MOE_TRAINING_NAME_MAX + 1];
     bool went_back;                /* and no view has been in force since */
+    uint64_t lost_steps;           /* with `went_back`: those that no checkpoint had */
     char problem[MOE_STATUS_TEXT]; /* why the last restart failed; "" = it did not */
     uint32_t slot, slots;
     uint64_t live;
@@ -46,7 +56,9 @@ struct moe_train {
 
     /* The engine's thread only. */
     struct moe_saved_steps saved_steps;
-    bool holding; /* a Backward's pass runs: of (held_session, held_id) */
+    uint64_t skips, skip_told_ns; /* steps with gradients that were not finite; when the log said so
+                                     last, 0 = never */
+    bool holding;                 /* a Backward's pass runs: of (held_session, held_id) */
     char held_session[MOE_TRAINING_NAME_MAX + 1];
     uint64_t held_id;
 
@@ -71,8 +83,22 @@ void moe_train__hold_activations(struct moe_train *t, const struct moe_train_cal
 void moe_train__drop_activations(struct moe_train *t, const struct moe_train_call *call);
 /* Weights, or their trainers, are others now. No step runs. */
 void moe_train__drop_all_activations(struct moe_train *t);
+/* Series and log (training_told.c). */
+struct moe_status moe_train__add_metrics(struct moe_metrics *m,
+                                         struct moe_train_metrics *to) MOE_CHECKED;
 /* Brings the series up to date. */
 void moe_train__show(struct moe_train *t);
+/* [engine's thread, as the next] A Save or Load has had its turn. */
+void moe_train__tell_begun(const struct moe_train *t, const struct moe_train_call *call);
+/* It is over, well or not; `begun_ns` by moe_clock_ns. `bytes`: written by all workers. */
+void moe_train__tell_saved(struct moe_train *t, const char *name, uint64_t begun_ns, uint64_t bytes,
+                           struct moe_status st);
+/* `checked`: bytes that this worker has read. */
+void moe_train__tell_loaded(struct moe_train *t, const char *name, uint64_t begun_ns,
+                            uint64_t checked, uint64_t lost_steps, struct moe_status st);
+/* An optimizer step, begun then, has moved the weights or was skipped for gradients that were not
+ * finite. */
+void moe_train__tell_stepped(struct moe_train *t, uint64_t id, uint64_t begun_ns, bool skipped);
 /* Weights and training state of `t->checkpoint`; the trainers are fresh. */
 struct moe_status moe_train__load_checkpoint(struct moe_train *t) MOE_CHECKED;
 /* Trainers that start from the weights as they are. */

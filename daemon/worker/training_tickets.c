@@ -147,6 +147,7 @@ static struct moe_status step_optimizer(struct moe_train *t, struct moe_session 
 {
     struct moe_optimizer_args args = call->optimizer;
     struct moe_optimizer_result result = {0};
+    uint64_t begun_ns = moe_clock_ns();
     args.number = t->steps + 1;
     struct moe_status st = t->config.backend->training->optimizer_step(
         session, t->trainers, t->config.layer_count, &args, &result);
@@ -161,8 +162,7 @@ static struct moe_status step_optimizer(struct moe_train *t, struct moe_session 
     t->unsaved += !result.nonfinite;
     t->weights_version += !result.nonfinite;
     pthread_mutex_unlock(&t->lock);
-    if (t->metrics.steps != NULL)
-        moe_counter_add(result.nonfinite ? t->metrics.skipped : t->metrics.steps, 1);
+    moe_train__tell_stepped(t, call->id, begun_ns, result.nonfinite);
     return moe_ok();
 }
 

@@ -185,7 +185,13 @@ static struct moe_status create_training(struct moe_worker *w)
         .directory = c->training_directory,
         .metrics = c->metrics,
     };
-    return moe_train_create(&train, &w->train);
+    MOE_TRY(moe_train_create(&train, &w->train));
+    char settings[256];
+    moe_checkpoint_describe(&c->trainer, settings, sizeof settings);
+    moe_log_info("trains: %s; %s%s", settings,
+                 c->training_directory != NULL ? "checkpoints below " : "no --training-dir: ",
+                 c->training_directory != NULL ? c->training_directory : "nothing can be saved");
+    return moe_ok();
 }
 
 static struct moe_status create_engine(struct moe_worker *w)

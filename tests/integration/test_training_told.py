@@ -1,16 +1,23 @@
 """What a group tells of its training: which checkpoints there are, log lines, series of /metrics."""
 
+import contextlib
 import json
 import os
+import re
 import shutil
+import socket
 import tempfile
 import time
 import unittest
+import urllib.request
+
+import numpy as np
 
 from group import main, moectl
 import moed
 from test_checkpoints import Client, LORA
-from training import training_group
+import training as daemons
+from training import TrainingGroup, refusal, training_group
 
 FAMILY = "deepseek_v3"
 
@@ -138,6 +145,152 @@ class Listing(Told):
                              (4, 8, ("gate", "up", "down")))
             self.assertEqual(caught.exception.reason, "VERSION_MISMATCH")
             self.assertEqual(caught.exception.message, "checkpoint lora: " + text)
+
+
+def free_port():
+    with socket.socket() as s:  # the series' port has to be known beforehand
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextlib.contextmanager
+def logged(path):
+    """What daemons that are started meanwhile say goes to `path`, information included."""
+    file, popen = open(path, "w"), daemons.subprocess.Popen
+    before = os.environ.get("MOE_TEST_LOG")
+    os.environ["MOE_TEST_LOG"] = "info"
+    daemons.subprocess.Popen = lambda *a, **k: popen(*a, stderr=file, **k)
+    try:
+        yield
+    finally:
+        daemons.subprocess.Popen = popen
+        os.environ.pop("MOE_TEST_LOG")
+        if before is not None:
+            os.environ["MOE_TEST_LOG"] = before
+        file.close()
+
+
+class Stopped(TrainingGroup):
+    """Workers that do not train."""
+
+    def close(self):
+        self.stop()
+
+
+class LogAndSeries(Told):
+    def lines(self):
+        """Of the log, about training."""
+        with open(self.log) as file:
+            lines = [line.split(": ", 1)[1].strip() for line in file if ": " in line]
+        return [line for line in lines
+                if re.match(r"trains: |checkpoint |optimizer step |training went back", line)]
+
+    def series(self, port):
+        page = urllib.request.urlopen("http://127.0.0.1:%d/metrics" % port).read().decode()
+        return {name: float(value) for name, value in re.findall(r"^(moe_\S+) (\S+)$", page,
+                                                                 re.MULTILINE)}
+
+    def setUp(self):
+        Told.setUp(self)
+        folder = tempfile.mkdtemp(prefix="moed-told-")
+        self.addCleanup(shutil.rmtree, folder, ignore_errors=True)
+        self.log = os.path.join(folder, "log")
+
+    def test_what_happens_to_a_training_is_told(self):
+        """One worker: settings, a Save, one that fails, a Load, a step that was skipped."""
+        port = free_port()
+        with logged(self.log), self.group(1, *LORA, "--freeze", "router", "--metrics-listen",
+                                          "127.0.0.1:%d" % port) as g:
+            client = Client(g)
+            client.train(1)
+            self.assertEqual(self.series(port)["moe_train_unsaved_steps"], 1)
+            client.save("k1", 15)
+            self.assertEqual(self.series(port)["moe_train_unsaved_steps"], 0)
+            self.assertEqual(refusal(client.save, "k1", 16)[0],
+                             ("ALREADY_EXISTS", "CHECKPOINT_EXISTS"))
+            client.train(2)
+            client.load("k1", 25)
+            self.assertEqual(refusal(client.load, "none", 26)[0][0], "NOT_FOUND")
+            routing = client.forward(client.layer, client.x)
+            client.backward(client.layer, client.dy * np.float32(np.inf), client.x, routing,
+                            batch=900)
+            self.assertTrue(client.optimizer_step(step=30).skipped_nonfinite)
+            client.save("k2", 40, keep=1)
+            value = self.series(port)
+            client.close()
+        lines = self.lines()
+        print("\n".join(lines))
+        number = r"[0-9]+"
+        seconds, size = r"[0-9.]+ s", r"[0-9.]+ MiB"
+        wanted = [
+            r"trains: --training adamw, --lora-rank 4 --lora-alpha 8 --lora-targets gate,up,down, "
+            r"--freeze router; checkpoints below %s" % re.escape(self.root),
+            r"checkpoint k1: saving begins, of the state after step 1, weights version 2",
+            r"checkpoint k1: saved in %s, %s by all workers" % (seconds, size),
+            r"checkpoint k1: saving begins, of the state after step 1, weights version 2",
+            r"checkpoint k1: not saved, after %s: there is a checkpoint k1 already" % seconds,
+            r"checkpoint k1: loading begins: its files are checked first",
+            r"checkpoint k1: loaded in %s, %s checked by this worker; lineage %s, weights version %s; "
+            r"steps that no checkpoint had and that are lost: 1" % (seconds, size, number, number),
+            r"checkpoint none: loading begins: its files are checked first",
+            r"checkpoint none: not loaded, after %s: checkpoint none: there is none" % seconds,
+            r"optimizer step 30 was skipped: a gradient was not finite \(1 skipped since this worker "
+            r"started\)",
+            r"checkpoint k2: saving begins, of the state after step 1, weights version %s" % number,
+            r"checkpoint k1: removed, for k2 was to leave 1 at most",
+            r"checkpoint k2: saved in %s, %s by all workers" % (seconds, size),
+        ]
+        self.assertEqual(len(lines), len(wanted))
+        for line, pattern in zip(lines, wanted):
+            self.assertRegex(line, "^%s$" % pattern)
+        self.assertEqual(value['moe_train_checkpoint_seconds_count{kind="save"}'], 2)
+        self.assertGreater(value['moe_train_checkpoint_seconds_sum{kind="save"}'], 0)
+        self.assertEqual(value['moe_train_checkpoint_seconds_count{kind="load"}'], 1)
+        self.assertEqual(value['moe_train_checkpoint_failures_total{kind="save"}'], 1)
+        self.assertEqual(value['moe_train_checkpoint_failures_total{kind="load"}'], 1)
+        self.assertEqual((value["moe_train_steps_total"], value["moe_train_skipped_steps_total"],
+                          value["moe_train_step_seconds_count"]), (2, 1, 3))
+        self.assertGreater(value["moe_train_step_seconds_sum"], 0)
+        for rpc, code, count in (("Backward", "OK", 5), ("OptimizerStep", "OK", 3),
+                                 ("SaveCheckpoint", "OK", 2), ("SaveCheckpoint", "ALREADY_EXISTS", 1),
+                                 ("LoadCheckpoint", "OK", 1), ("LoadCheckpoint", "NOT_FOUND", 1),
+                                 ("ZeroGrad", "OK", 0)):
+            self.assertEqual(value['moe_requests_total{rpc="%s",code="%s"}' % (rpc, code)], count,
+                             (rpc, code))
+        self.assertEqual(value['moe_request_seconds_count{rpc="Backward"}'], 5)
+
+    def test_how_many_steps_were_lost_is_told(self):
+        """By those that stayed, and by who came new as well."""
+        port = free_port()
+        with logged(self.log):
+            with self.group(2, "--metrics-listen", "127.0.0.1:0") as g:
+                client = Client(g)
+                client.train(1)
+                client.save("k1", 15)
+                client.train(2)
+                client.train(3)
+                epoch = g.info().epoch
+                g.kill_worker(1)
+                g.start_worker(1, "--metrics-listen", "127.0.0.1:%d" % port)
+                g.wait_serving(epoch)
+                self.assertEqual(client.state().steps, 1)
+                value = self.series(port)
+                client.close()
+        back = [line for line in self.lines() if line.startswith("training went back")]
+        print("\n".join(back))
+        self.assertEqual(len(back), 2)
+        for line in back:
+            self.assertRegex(line, "^training went back to checkpoint k1: 2 optimizer steps that no "
+                                   "checkpoint had are lost; lineage [0-9]+, version 5$")
+        self.assertEqual((value["moe_train_lost_steps_total"], value["moe_train_unsaved_steps"]),
+                         (2, 0))
+
+    def test_without_training_there_are_no_series_of_it(self):
+        port = free_port()
+        with contextlib.closing(Stopped(FAMILY, 1, "--metrics-listen", "127.0.0.1:%d" % port)):
+            names = self.series(port)
+        self.assertIn('moe_requests_total{rpc="Forward",code="OK"}', names)
+        self.assertEqual([n for n in names if "train" in n or "Backward" in n], [])
 
 
 if __name__ == "__main__":
