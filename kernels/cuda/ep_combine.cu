@@ -397,8 +397,7 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
 
 /* Warps of a CTA that sum for peers: enough for the links, and for what a few CTAs have room for;
  * more of them make all partials come late together. */
-template <typename K>
-static uint32_t returners_of(const struct moe_cuda_pass *pass, uint32_t ctas)
+template <typename K> static uint32_t returners_of(const struct moe_cuda_pass *pass, uint32_t ctas)
 {
     if (pass->quick)
         return 8;
