@@ -304,9 +304,6 @@ struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep,
     ep->pass.expert_out = results->expert_out;
     ep->pass.out_dtype = results->dtype;
     ep->pass.base = results->base;
-    ep->pass.base_done = results->base_done;
-    ep->pass.base_rows = results->base_rows;
-    ep->pass.base_times = results->base_times;
     ep->pass.y = y;
     ep->pass.verdict = verdict;
     if (ep->session->net != NULL)

@@ -95,11 +95,6 @@ struct moe_cuda_results {
     const void *expert_out; /* [start[local], H], weighted */
     enum moe_dtype dtype;   /* of expert_out: F32, or BF16 where the pass's is */
     const float *base;      /* [T, H] or NULL = zeros */
-    /* Where base is still being made when combine begins, on multiprocessors that combine leaves
-     * free: rows i * base_rows and the next ones are there when base_done[i] (device memory) is
-     * base_times. NULL: base is there. */
-    const uint32_t *base_done;
-    uint32_t base_rows, base_times;
 };
 
 /* Enqueues: sums of the experts' rows per token, home, and the own tokens: y [T,H] in the pass's

@@ -1,10 +1,10 @@
 /* Combine, one launch: sums of a token's local rows go home, and the own tokens are finished there.
  *
- * One CTA of 16 warps per multiprocessor that it may take, a warp per token or part of one. The
- * first warps of each CTA sum rows for peers, the others finish own tokens; who has nothing left to
- * sum for peers helps them. All sums are fp32 in one fixed order: rows of a token by k, then slots
- * by number. Each slot's partial is rounded to the pass's dtype before it is added, the own one
- * too, so that a token's bits do not depend on where it is at home. */
+ * One CTA of 16 warps per multiprocessor that it may take, a warp per token or part of one. The first warps of each
+ * CTA sum rows for peers, the others finish own tokens; who has nothing left to sum for peers helps
+ * them. All sums are fp32 in one fixed order: rows of a token by k, then slots by number. Each
+ * slot's partial is rounded to the pass's dtype before it is added, the own one too, so that a
+ * token's bits do not depend on where it is at home. */
 #include "cuda/load.h"
 #include "cuda/sums.cuh"
 
@@ -302,8 +302,6 @@ __device__ static bool finish_token(const struct moe_cuda_pass &p, const struct 
         good = wait_word(p.control, p.abort,
                          moe_window_returned_part_of(&p.layout, window, lane, t, part), homes.stamp,
                          lane, &unused);
-    if (!K::QUICK && p.base_done != nullptr && lane == p.slot)
-        good = wait_count(p.control, p.abort, p.base_done + t / p.base_rows, p.base_times);
     good = __all_sync(ALL_LANES, good);
     __syncwarp(); /* a vote orders no memory */
     constexpr uint32_t WIDTH = K::STEP * K::FINISH_STEPS;
@@ -397,13 +395,16 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
 
 /* Warps of a CTA that sum for peers: enough for the links, and for what a few CTAs have room for;
  * more of them make all partials come late together. */
-template <typename K> static uint32_t returners_of(const struct moe_cuda_pass *pass, uint32_t ctas)
+template <typename K>
+static uint32_t returners_of(const struct moe_cuda_pass *pass, uint32_t ctas)
 {
     if (pass->quick)
         return 8;
-    const bool wide = sizeof(typename K::Element) == sizeof(float) || pass->row_bytes > 12000;
-    const uint32_t all = (wide ? 800 : 1320) / ctas, fewest = wide ? 6 : 10, most = 12;
-    return all < fewest ? fewest : all < most ? all : most;
+    if (sizeof(typename K::Element) == sizeof(float)) {
+        const uint32_t all = 800 / ctas, fewest = 6, most = 12;
+        return all < fewest ? fewest : all < most ? all : most;
+    }
+    return pass->row_bytes > 12000 ? 6 : 10;
 }
 
 template <typename K>

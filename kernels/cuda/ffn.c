@@ -96,8 +96,7 @@ static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
                                    .weighting = layer->spec.weighting,
                                    .activation = layer->spec.activation,
                                    .limit = layer->spec.swiglu_limit,
-                                   .alpha = layer->spec.swiglu_alpha,
-                                   .deal = b->deal};
+                                   .alpha = layer->spec.swiglu_alpha};
 }
 
 /* --------------------------------------------------------------- routed experts */
@@ -205,119 +204,78 @@ static struct shared_scratch lay_out_shared(const struct moe_layer *layer,
         .weight = s->scratch, .hidden = base + weights, .product = base + weights + hidden};
 }
 
-static bool shared_on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype)
-{
-    return on_tensor_cores(layer, dtype, MOE_CUDA_SHARED_GATE_UP) &&
-           on_tensor_cores(layer, MOE_DTYPE_BF16, MOE_CUDA_SHARED_DOWN);
-}
-
-static enum moe_cuda_gemm_tile shared_tile(const struct moe_layer *layer, uint32_t bucket,
-                                           enum moe_cuda_matrices which)
+static struct moe_status
+shared_product(const struct moe_layer *layer, const struct moe_cuda_shared *s,
+               const struct shared_scratch *at, enum moe_cuda_matrices which, const void *in,
+               enum moe_dtype out_dtype, void *out, uint64_t *began, cudaStream_t stream)
 {
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
     struct moe_cuda_gemm_facts facts = {
-        .bucket = bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
-    return moe_cuda_choose_tile(&facts);
-}
-
-/* The tokens' weights; NULL where there are none. */
-static const float *shared_weight(const struct moe_layer *layer, const struct shared_scratch *at)
-{
-    return layer->spec.shared_gated ? at->weight : NULL;
-}
-
-/* What both products of the shared expert have in common. */
-static struct moe_cuda_ggemm shared_ggemm(const struct moe_layer *layer,
-                                          const struct moe_cuda_shared *s,
-                                          const struct shared_scratch *at,
-                                          enum moe_cuda_matrices which)
-{
-    return (struct moe_cuda_ggemm){.tile = shared_tile(layer, s->bucket, which),
-                                   .gated = is_gated(which),
-                                   .experts = 1,
-                                   .row_capacity = s->capacity,
-                                   .n = width_of(layer, which),
-                                   .k = layer->desc.matrix[which].columns,
-                                   .start = &s->facts->first,
-                                   .count = &s->facts->tokens,
-                                   .weights = &s->facts->weights[which],
-                                   .row_weight = shared_weight(layer, at),
-                                   .weighting = MOE_WEIGHT_OUTPUT_LATE,
-                                   .activation = layer->spec.shared_activation,
-                                   .limit = layer->spec.swiglu_limit,
-                                   .alpha = layer->spec.swiglu_alpha,
-                                   .processors = s->processors,
-                                   .deal = s->deal};
-}
-
-struct moe_status moe_cuda_ffn_shared_up(const struct moe_layer *layer,
-                                         const struct moe_cuda_shared *s, cudaStream_t stream)
-{
-    const struct shared_scratch at = lay_out_shared(layer, s);
-    uint64_t *began = s->began; /* for whichever kernel is first */
-    if (layer->spec.shared_gated) {
-        MOE_TRY(moe_cuda_shared_weights(layer, s->facts, s->dtype, s->capacity, s->x, at.weight,
-                                        began, stream));
-        began = NULL;
-    }
-    if (!shared_on_tensor_cores(layer, s->dtype)) {
-        struct moe_cuda_exact up = {.layer = layer,
-                                    .facts = s->facts,
-                                    .in_dtype = s->dtype,
-                                    .in = s->x,
-                                    .out = at.hidden,
-                                    .out_dtype = MOE_DTYPE_F32,
-                                    .began = began};
-        return moe_cuda_exact_gate_up(&up, stream);
-    }
-    struct moe_cuda_ggemm g = shared_ggemm(layer, s, &at, MOE_CUDA_SHARED_GATE_UP);
-    g.x = s->x;
-    g.out_dtype = MOE_DTYPE_BF16;
-    g.out = at.hidden;
-    g.began = began;
-    if (s->saves)
+        .bucket = s->bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
+    struct moe_cuda_ggemm g = {.tile = moe_cuda_choose_tile(&facts),
+                               .gated = is_gated(which),
+                               .experts = 1,
+                               .row_capacity = s->capacity,
+                               .n = width_of(layer, which),
+                               .k = m->columns,
+                               .start = &s->facts->first,
+                               .count = &s->facts->tokens,
+                               .x = in,
+                               .weights = &s->facts->weights[which],
+                               .row_weight = layer->spec.shared_gated ? at->weight : NULL,
+                               .weighting = MOE_WEIGHT_OUTPUT_LATE,
+                               .activation = layer->spec.shared_activation,
+                               .limit = layer->spec.swiglu_limit,
+                               .alpha = layer->spec.swiglu_alpha,
+                               .out_dtype = out_dtype,
+                               .out = out,
+                               .began = began,
+                               .processors = s->processors};
+    if (s->saves && is_gated(which))
         g.pre = &s->facts->pre[MOE_KEPT_SHARED];
-    return multiply(layer, &g, at.product, stream);
+    return multiply(layer, &g, at->product, stream);
 }
 
-struct moe_status moe_cuda_ffn_shared_down(const struct moe_layer *layer,
-                                           const struct moe_cuda_shared *s, cudaStream_t stream)
+static struct moe_status shared_exactly(const struct moe_layer *layer,
+                                        const struct moe_cuda_shared *s, const float *weight,
+                                        void *hidden, uint64_t *began, cudaStream_t stream)
 {
-    const struct shared_scratch at = lay_out_shared(layer, s);
-    if (!shared_on_tensor_cores(layer, s->dtype)) {
-        struct moe_cuda_exact down = {.layer = layer,
-                                      .facts = s->facts,
-                                      .in_dtype = MOE_DTYPE_F32,
-                                      .in = at.hidden,
-                                      .weight = shared_weight(layer, &at),
-                                      .out = s->out};
-        return moe_cuda_exact_down(&down, stream);
-    }
-    struct moe_cuda_ggemm g = shared_ggemm(layer, s, &at, MOE_CUDA_SHARED_DOWN);
-    g.x = at.hidden;
-    g.out_dtype = MOE_DTYPE_F32;
-    g.out = s->out;
-    g.done = s->done;
-    return multiply(layer, &g, at.product, stream);
+    struct moe_cuda_exact up = {.layer = layer,
+                                .facts = s->facts,
+                                .in_dtype = s->dtype,
+                                .in = s->x,
+                                .out = hidden,
+                                .out_dtype = MOE_DTYPE_F32,
+                                .began = began};
+    struct moe_cuda_exact down = {.layer = layer,
+                                  .facts = s->facts,
+                                  .in_dtype = MOE_DTYPE_F32,
+                                  .in = hidden,
+                                  .weight = weight,
+                                  .out = s->out};
+    MOE_TRY(moe_cuda_exact_gate_up(&up, stream));
+    return moe_cuda_exact_down(&down, stream);
 }
 
 struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
                                       const struct moe_cuda_shared *s, cudaStream_t stream)
 {
-    MOE_TRY(moe_cuda_ffn_shared_up(layer, s, stream));
-    return moe_cuda_ffn_shared_down(layer, s, stream);
-}
-
-bool moe_cuda_ffn_shared_counts(const struct moe_layer *layer, enum moe_dtype dtype,
-                                uint32_t bucket, uint32_t *rows, uint32_t *times)
-{
-    if (layer->spec.shared_intermediate == 0 || layer->device->cublas != NULL ||
-        !shared_on_tensor_cores(layer, dtype) ||
-        shared_tile(layer, bucket, MOE_CUDA_SHARED_DOWN) != MOE_CUDA_TILE_PINGPONG)
-        return false;
-    *rows = moe_cuda_tile_shape(MOE_CUDA_TILE_PINGPONG).rows;
-    *times = moe_cuda_ggemm_times_done(layer->spec.hidden);
-    return true;
+    struct shared_scratch at = lay_out_shared(layer, s);
+    const float *weight = NULL;
+    uint64_t *began = s->began; /* for whichever kernel is first */
+    if (layer->spec.shared_gated) {
+        MOE_TRY(moe_cuda_shared_weights(layer, s->facts, s->dtype, s->capacity, s->x, at.weight,
+                                        began, stream));
+        weight = at.weight;
+        began = NULL;
+    }
+    if (!on_tensor_cores(layer, s->dtype, MOE_CUDA_SHARED_GATE_UP) ||
+        !on_tensor_cores(layer, MOE_DTYPE_BF16, MOE_CUDA_SHARED_DOWN))
+        return shared_exactly(layer, s, weight, at.hidden, began, stream);
+    MOE_TRY(shared_product(layer, s, &at, MOE_CUDA_SHARED_GATE_UP, s->x, MOE_DTYPE_BF16, at.hidden,
+                           began, stream));
+    return shared_product(layer, s, &at, MOE_CUDA_SHARED_DOWN, at.hidden, MOE_DTYPE_F32, s->out,
+                          NULL, stream);
 }
 
 /* ------------------------------------------------------------------- parts alone */

@@ -20,9 +20,8 @@ struct moe_cuda_batch_rows {
                              weights are this layer's in the same order; `expert` is not read */
     uint32_t capacity;    /* rows that rows.x, rows.weight and all outputs have room for */
     uint64_t *began; /* [MOE_STAGE_COUNT] gets the times when the two products began, or NULL */
-    uint32_t bucket, slots;           /* of the step: what the choice of a tile goes by */
-    void *scratch;                    /* moe_cuda_ffn_scratch_bytes(capacity) */
-    struct moe_cuda_ggemm_deal *deal; /* of both products, on Hopper (ggemm.h); or NULL */
+    uint32_t bucket, slots; /* of the step: what the choice of a tile goes by */
+    void *scratch;          /* moe_cuda_ffn_scratch_bytes(capacity) */
     bool saves; /* gate and up go where the facts say (facts->pre), on tensor cores only */
 };
 
@@ -65,27 +64,10 @@ struct moe_cuda_shared {
     uint64_t *began;     /* gets the time when the first kernel began, or NULL */
     bool saves;          /* as in struct moe_cuda_batch_rows */
     uint32_t processors; /* most multiprocessors to take where Hopper's kernels multiply; 0 = all */
-    struct moe_cuda_ggemm_deal *deal; /* of both products, on Hopper (ggemm.h); or NULL */
-    uint32_t *done; /* counts the rows of `out` as they come, see moe_cuda_ffn_shared_counts; or
-                       NULL */
 };
 struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
                                       const struct moe_cuda_shared *s,
                                       cudaStream_t stream) MOE_CHECKED;
-/* The same in two parts, each with its own `processors`: the tokens' weights and what goes into
- * down, and down. */
-struct moe_status moe_cuda_ffn_shared_up(const struct moe_layer *layer,
-                                         const struct moe_cuda_shared *s,
-                                         cudaStream_t stream) MOE_CHECKED;
-struct moe_status moe_cuda_ffn_shared_down(const struct moe_layer *layer,
-                                           const struct moe_cuda_shared *s,
-                                           cudaStream_t stream) MOE_CHECKED;
-
-/* How moe_cuda_shared.done counts, which has an entry for every *rows rows of `out` and begins as
- * zeros: these rows are there when it is *times. False where nothing is counted: without Hopper's
- * kernels, without a shared expert, and for few tokens. */
-bool moe_cuda_ffn_shared_counts(const struct moe_layer *layer, enum moe_dtype dtype,
-                                uint32_t bucket, uint32_t *rows, uint32_t *times);
 
 /* Members of struct moe_backend. They round hidden to what it is inside a step. */
 struct moe_status moe_cuda_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,

@@ -24,8 +24,7 @@ typedef void (*kernel)(const ggemm::params);
 enum form { PLAIN, GATED, BACK, SAVED, FORMS };
 
 struct instance {
-    kernel run[FORMS][2];   /* [..][fp32 output] */
-    kernel dealt[FORMS][2]; /* the same with tiles dealt out, or NULL */
+    kernel run[FORMS][2]; /* [..][fp32 output] */
     uint32_t threads;
     uint32_t row_step; /* of the boxes in which rows are read */
     size_t shared_bytes;
@@ -40,37 +39,24 @@ const instance instances[] = {
       {ggemm::stream_kernel<false, false, true, false>,
        ggemm::stream_kernel<false, true, true, false>},
       {ggemm::stream_kernel<true, false, false, true>, nullptr}},
-     {},
      ggemm::STREAM_THREADS,
      ggemm::STREAM_ROW_STEP,
      sizeof(ggemm::stream_shared)},
-    {{{ggemm::even_kernel<false, false, false, false, false>,
-       ggemm::even_kernel<false, true, false, false, false>},
-      {ggemm::even_kernel<true, false, false, false, false>,
-       ggemm::even_kernel<true, true, false, false, false>},
-      {ggemm::even_kernel<false, false, true, false, false>,
-       ggemm::even_kernel<false, true, true, false, false>},
-      {ggemm::even_kernel<true, false, false, true, false>, nullptr}},
-     {{ggemm::even_kernel<false, false, false, false, true>,
-       ggemm::even_kernel<false, true, false, false, true>},
-      {ggemm::even_kernel<true, false, false, false, true>, nullptr},
-      {},
-      {ggemm::even_kernel<true, false, false, true, true>, nullptr}},
+    {{{ggemm::even_kernel<false, false, false, false>,
+       ggemm::even_kernel<false, true, false, false>},
+      {ggemm::even_kernel<true, false, false, false>, ggemm::even_kernel<true, true, false, false>},
+      {ggemm::even_kernel<false, false, true, false>, ggemm::even_kernel<false, true, true, false>},
+      {ggemm::even_kernel<true, false, false, true>, nullptr}},
      ggemm::EVEN_THREADS,
      ggemm::EVEN_ROW_STEP,
      sizeof(ggemm::even_shared)},
-    {{{ggemm::pingpong_kernel<false, false, false, false, false>,
-       ggemm::pingpong_kernel<false, true, false, false, false>},
-      {ggemm::pingpong_kernel<true, false, false, false, false>,
-       ggemm::pingpong_kernel<true, true, false, false, false>},
-      {ggemm::pingpong_kernel<false, false, true, false, false>,
-       ggemm::pingpong_kernel<false, true, true, false, false>},
-      {ggemm::pingpong_kernel<true, false, false, true, false>, nullptr}},
-     {{ggemm::pingpong_kernel<false, false, false, false, true>,
-       ggemm::pingpong_kernel<false, true, false, false, true>},
-      {ggemm::pingpong_kernel<true, false, false, false, true>, nullptr},
-      {},
-      {ggemm::pingpong_kernel<true, false, false, true, true>, nullptr}},
+    {{{ggemm::pingpong_kernel<false, false, false, false>,
+       ggemm::pingpong_kernel<false, true, false, false>},
+      {ggemm::pingpong_kernel<true, false, false, false>,
+       ggemm::pingpong_kernel<true, true, false, false>},
+      {ggemm::pingpong_kernel<false, false, true, false>,
+       ggemm::pingpong_kernel<false, true, true, false>},
+      {ggemm::pingpong_kernel<true, false, false, true>, nullptr}},
      ggemm::PINGPONG_THREADS,
      ggemm::PINGPONG_ROW_STEP,
      sizeof(ggemm::pingpong_shared)},
@@ -95,10 +81,6 @@ moe_status check_shape(const moe_cuda_ggemm &g)
     if (g.pre != nullptr && (!g.gated || g.out_dtype != MOE_DTYPE_BF16))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: only gate and up with bf16 results can be left");
-    if (g.done != nullptr && (g.tile != MOE_CUDA_TILE_PINGPONG || g.experts != 1 || g.gated ||
-                              g.back || g.out_dtype != MOE_DTYPE_F32))
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
-                         "grouped GEMM: rows of this product are not counted");
     if (g.out_dtype != MOE_DTYPE_BF16 && g.out_dtype != MOE_DTYPE_F32)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
                          "grouped GEMM: output dtype %d", int(g.out_dtype));
@@ -138,8 +120,6 @@ moe_status make_params(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::
     p->tile = tile;
     p->pre = g.pre;
     p->began = g.began;
-    p->deal = g.deal;
-    p->done = g.done;
     p->experts = g.experts;
     p->n = weight_rows;
     p->k = g.k;
@@ -151,12 +131,6 @@ moe_status make_params(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::
 }
 
 } // namespace
-
-extern "C" uint32_t moe_cuda_ggemm_times_done(uint32_t columns)
-{
-    const uint32_t tiles = (columns + ggemm::PINGPONG_COLUMNS - 1) / ggemm::PINGPONG_COLUMNS;
-    return tiles * (ggemm::WARPGROUP / ggemm::WARP);
-}
 
 extern "C" bool moe_cuda_ggemm_serves(uint32_t n, uint32_t k)
 {
@@ -201,10 +175,7 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
     MOE_TRY(check_shape(*g));
     const instance &use = instances[g->tile];
     const form form = g->pre != nullptr ? SAVED : g->gated ? GATED : g->back ? BACK : PLAIN;
-    const bool f32 = g->out_dtype == MOE_DTYPE_F32;
-    const bool tells =
-        (g->deal != nullptr || g->done != nullptr) && use.dealt[form][f32] != nullptr;
-    const kernel run = tells ? use.dealt[form][f32] : use.run[form][f32];
+    const kernel run = use.run[form][g->out_dtype == MOE_DTYPE_F32];
     ggemm::params p = {};
     MOE_TRY(make_params(*g, g->tile, &p));
     MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),
@@ -219,10 +190,9 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
 extern "C" moe_status moe_cuda_load_ggemm(void)
 {
     for (const instance &use : instances)
-        for (int form = 0; form < FORMS; form++)
-            for (int f32 = 0; f32 < 2; f32++)
-                for (const kernel run : {use.run[form][f32], use.dealt[form][f32]})
-                    if (run != nullptr)
-                        MOE_TRY(moe_cuda_load(run));
+        for (const auto &form : use.run)
+            for (const kernel run : form)
+                if (run != nullptr)
+                    MOE_TRY(moe_cuda_load(run));
     return moe_ok();
 }

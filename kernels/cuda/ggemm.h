@@ -46,15 +46,6 @@ struct moe_cuda_ggemm_pre {
     uint32_t rows, unused;
 };
 
-/* Tiles that are dealt out while a product runs: a block that begins late, because something else
- * has its multiprocessor, takes fewer of them, instead of making all wait for its share. Device
- * memory; zeros before a launch, and again when it has ended, so that launches one after the other
- * use the same. */
-struct moe_cuda_ggemm_deal {
-    uint32_t next;  /* the first tile that nobody has */
-    uint32_t ended; /* blocks that found none */
-};
-
 /* All pointers are device memory, 16-byte aligned (start, count and row_weight: 4). What belongs to
  * a layer is not here but behind `weights`, so that one captured launch serves many layers. */
 struct moe_cuda_ggemm {
@@ -87,18 +78,7 @@ struct moe_cuda_ggemm {
     const struct moe_cuda_ggemm_pre *pre; /* gated with bf16 out only; NULL: they are not left */
     uint64_t *began;     /* gets the time when the kernel began (stamp.cuh), or NULL */
     uint32_t processors; /* most multiprocessors to take; 0 = all */
-    /* NULL: each block knows its tiles beforehand, which is a little faster where all begin at
-     * once; so it is anyway with MOE_CUDA_TILE_DECODE, `back`, and gated with fp32 out. */
-    struct moe_cuda_ggemm_deal *deal;
-    /* For whoever uses results while the product runs: [row tiles] counts, zeros before it. Rows
-     * i * h .. i * h + h - 1, h the rows of a tile, are there when done[i] is
-     * moe_cuda_ggemm_times_done. One expert whose rows begin at 0, MOE_CUDA_TILE_PINGPONG and fp32
-     * out only; NULL: nobody asks. */
-    uint32_t *done;
 };
-
-/* See struct moe_cuda_ggemm.done; `columns`: of the result. */
-uint32_t moe_cuda_ggemm_times_done(uint32_t columns);
 
 /* Whether the device that is current on this thread and these shapes are served at all; all
  * others are the caller's fallback's. */

@@ -84,18 +84,15 @@ __device__ __forceinline__ uint32_t even_multiply_rows(even_shared &s, ring<EVEN
     return even_multiply<N, BACK>(s, at, steps, acc);
 }
 
-template <bool GATED, bool F32, bool BACK, bool SAVE, bool DEAL>
+template <bool GATED, bool F32, bool BACK, bool SAVE>
 __device__ __forceinline__ void even_consume(const params &p, even_shared &s, uint32_t group)
 {
     const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
     const uint32_t chunk = hopper::shared_address(s.staging) + group * EVEN_CHUNK * CHUNK_ROW_BYTES;
     even_walk tile(p, s.first);
     ring<EVEN_STAGES> at;
-    if constexpr (DEAL)
-        at.skip(group * steps);
-    for (uint32_t number = DEAL ? group : 0;
-         DEAL ? tile.go(take_tile(s.dealt, number)) : tile.next(); number += DEAL ? 2 : 1) {
-        if (!DEAL && number % 2 != group) {
+    for (uint32_t number = 0; tile.next(); number++) {
+        if (number % 2 != group) {
             at.skip(steps);
             continue;
         }
@@ -115,12 +112,10 @@ __device__ __forceinline__ void even_consume(const params &p, even_shared &s, ui
             store_transposed_tile<GATED, F32, SAVE, EVEN_CHUNK, EVEN_ROWS>(
                 p, tile, tile.weight_row + slab * MMA_ROWS, acc[slab], chunk,
                 EVEN_OWN + int(group));
-        if constexpr (DEAL)
-            at.skip(steps); /* the other's tile */
     }
 }
 
-template <bool GATED, bool F32, bool BACK, bool SAVE, bool DEAL>
+template <bool GATED, bool F32, bool BACK, bool SAVE>
 __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_constant__ params p)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -129,7 +124,7 @@ __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_cons
     auto &s = *reinterpret_cast<even_shared *>(memory);
     const uint32_t group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
-        init_barriers<DEAL>(s);
+        init_barriers(s.full, s.empty, WARPGROUP / WARP);
         s.weights = take_weight_map<BACK>(p);
     }
     if (threadIdx.x / WARP == 2 * WARPGROUP / WARP)
@@ -138,10 +133,10 @@ __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_cons
     if (group == 2) {
         hopper::registers_give_back<24>();
         if (threadIdx.x == 2 * WARPGROUP)
-            produce<EVEN_ROW_STEP, true, BACK, DEAL>(p, s);
+            produce<EVEN_ROW_STEP, true, BACK>(p, s);
     } else {
         hopper::registers_take<240>();
-        even_consume<GATED, F32, BACK, SAVE, DEAL>(p, s, group);
+        even_consume<GATED, F32, BACK, SAVE>(p, s, group);
     }
 #endif
 }

@@ -2,8 +2,7 @@
  *
  * The list is never written out: one warp scans the experts' row counts into a prefix of tile
  * numbers in shared memory, and every warp then walks the tiles blockIdx, blockIdx + gridDim, ...
- * by itself. All warps of a block see the same sequence, so none has to tell another; but for
- * launches whose tiles are dealt out while they run (ggemm_pipeline.cuh). */
+ * by itself. All warps of a block see the same sequence, so none has to tell another. */
 #ifndef MOE_CUDA_GGEMM_PARAMS_CUH
 #define MOE_CUDA_GGEMM_PARAMS_CUH
 
@@ -44,8 +43,6 @@ struct params {
     bool has_bias;
     const moe_cuda_ggemm_pre *pre; /* of kernels that leave it */
     uint64_t *began;               /* gets the time when the kernel began, or NULL */
-    moe_cuda_ggemm_deal *deal;     /* of kernels whose tiles are dealt out */
-    uint32_t *done;                /* of a product whose row tiles are counted as they are stored */
     float limit, alpha, shift;     /* activation, see ggemm_epilogue.cuh */
 };
 
@@ -100,15 +97,9 @@ template <uint32_t ROWS, uint32_t COLUMNS, bool EVEN = false> class tile_walk
     __device__ __forceinline__ bool next()
     {
         const uint32_t tile = tile_;
-        tile_ += gridDim.x;
-        return go(tile);
-    }
-
-    /* To a tile behind those before; false when there is none of this number. */
-    __device__ __forceinline__ bool go(uint32_t tile)
-    {
         if (tile >= first_[p_.experts])
             return false;
+        tile_ += gridDim.x;
         if (tile >= end_)
             seek(tile);
         place(tile - first_[expert]);

@@ -27,19 +27,7 @@ constexpr int TURN = 1;
 using pingpong_shared =
     shared<PINGPONG_ROWS, PINGPONG_COLUMNS, PINGPONG_STAGES, 2 * WARPGROUP / WARP * WARP_STAGING>;
 
-/* A warp has stored its part of a tile, with ordinary stores. */
-__device__ __forceinline__ void tell_done(const params &p, uint32_t row_tile)
-{
-    if (p.done == nullptr)
-        return;
-    __syncwarp();
-    if (threadIdx.x % WARP != 0)
-        return;
-    __threadfence();
-    atomicAdd(p.done + row_tile, 1u);
-}
-
-template <bool GATED, bool F32, bool BACK, bool SAVE, bool DEAL>
+template <bool GATED, bool F32, bool BACK, bool SAVE>
 __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_shared &s,
                                                  uint32_t group)
 {
@@ -49,11 +37,8 @@ __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_share
     staging stage{hopper::shared_address(s.staging + threadIdx.x / WARP * WARP_STAGING)};
     tile_walk<PINGPONG_ROWS, PINGPONG_COLUMNS> tile(p, s.first);
     ring<PINGPONG_STAGES> at;
-    if constexpr (DEAL)
-        at.skip(group * steps);
-    for (uint32_t number = DEAL ? group : 0;
-         DEAL ? tile.go(take_tile(s.dealt, number)) : tile.next(); number += DEAL ? 2 : 1) {
-        if (!DEAL && number % 2 != group) {
+    for (uint32_t number = 0; tile.next(); number++) {
+        if (number % 2 != group) {
             at.skip(steps);
             continue;
         }
@@ -75,16 +60,12 @@ __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_share
         for (uint32_t slab = 0; slab < SLABS; slab++)
             store_tile<GATED, F32, SAVE>(p, acc[slab], stage, tile.expert, row + slab * MMA_ROWS,
                                          rows - int(slab * MMA_ROWS), tile.weight_row, w[slab]);
-        if constexpr (DEAL && F32 && !GATED && !BACK)
-            tell_done(p, tile.row / PINGPONG_ROWS);
-        if constexpr (DEAL)
-            at.skip(steps); /* the other's tile */
     }
     if (threadIdx.x % WARP == 0)
         hopper::store_wait_all();
 }
 
-template <bool GATED, bool F32, bool BACK, bool SAVE, bool DEAL>
+template <bool GATED, bool F32, bool BACK, bool SAVE>
 __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
     pingpong_kernel(const __grid_constant__ params p)
 {
@@ -94,7 +75,7 @@ __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
     auto &s = *reinterpret_cast<pingpong_shared *>(memory);
     const uint32_t group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
-        init_barriers<DEAL>(s);
+        init_barriers(s.full, s.empty, WARPGROUP / WARP);
         s.weights = take_weight_map<BACK>(p);
         hopper::prefetch_map(&p.rows[PINGPONG_ROWS / PINGPONG_ROW_STEP - 1]);
     }
@@ -104,10 +85,10 @@ __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
     if (group == 2) {
         hopper::registers_give_back<40>();
         if (threadIdx.x == 2 * WARPGROUP)
-            produce<PINGPONG_ROW_STEP, false, BACK, DEAL>(p, s);
+            produce<PINGPONG_ROW_STEP, false, BACK>(p, s);
     } else {
         hopper::registers_take<232>();
-        pingpong_consume<GATED, F32, BACK, SAVE, DEAL>(p, s, group);
+        pingpong_consume<GATED, F32, BACK, SAVE>(p, s, group);
     }
 #endif
 }

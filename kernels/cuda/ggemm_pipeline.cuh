@@ -10,16 +10,6 @@
 namespace ggemm
 {
 
-/* The tiles that the loading thread has dealt to the block's consumers, where they are dealt out
- * while the kernel runs: those of even numbers and those of odd ones, the one consumer's and the
- * other's. */
-struct hand {
-    uint32_t tile[2];
-    uint64_t dealt[2]; /* there is a new one */
-    uint64_t taken[2]; /* all warps of the consumer have read it */
-};
-constexpr uint32_t NO_TILE = ~0u;
-
 /* Shared memory of a block. A stage's rows are 128 bytes each, swizzled by the copy engine. */
 template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING> struct shared {
     alignas(1024) uint8_t a[STAGES][ROWS * DEPTH_BYTES];
@@ -27,8 +17,7 @@ template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING> st
     alignas(1024) uint8_t staging[STAGING]; /* results on their way out */
     uint64_t full[STAGES];                  /* the copy engine has delivered */
     uint64_t empty[STAGES];                 /* all warps that read the stage are done */
-    hand dealt;
-    const CUtensorMap *weights; /* of this run */
+    const CUtensorMap *weights;             /* of this run */
     uint32_t first[MOE_MAX_EXPERTS + 1];
 };
 
@@ -64,78 +53,6 @@ __device__ __forceinline__ void init_barriers(uint64_t (&full)[STAGES], uint64_t
     hopper::barrier_init_done();
 }
 
-/* All of a block. */
-template <bool DEAL, uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING>
-__device__ __forceinline__ void init_barriers(shared<ROWS, COLUMNS, STAGES, STAGING> &s)
-{
-    if constexpr (DEAL)
-        init_barriers(s.dealt.dealt, s.dealt.taken, WARPGROUP / WARP);
-    init_barriers(s.full, s.empty, WARPGROUP / WARP);
-}
-
-/* Steps before the end of a tile at which the next one is asked for: late, so that nobody has a
- * tile long before it begins it, but in time for the answer. */
-constexpr uint32_t ASK_STEPS = 4;
-
-/* The loading thread's: which tile comes next, told to its consumer. */
-class dealer
-{
-  public:
-    __device__ __forceinline__ dealer(const params &p, hand &to) : p_(p), to_(to) {}
-
-    /* Once before each call of next. */
-    __device__ __forceinline__ void ask()
-    {
-        next_ =
-            p_.deal != nullptr ? atomicAdd(&p_.deal->next, 1u) : blockIdx.x + number_ * gridDim.x;
-    }
-
-    __device__ __forceinline__ uint32_t next()
-    {
-        tell(next_);
-        return next_;
-    }
-
-    /* After a number that is no tile. */
-    __device__ __forceinline__ void end()
-    {
-        tell(NO_TILE);
-        if (p_.deal == nullptr)
-            return;
-        __threadfence();
-        if (atomicAdd(&p_.deal->ended, 1u) != gridDim.x - 1)
-            return;
-        p_.deal->next = 0; /* no block asks any more */
-        p_.deal->ended = 0;
-    }
-
-  private:
-    const params &p_;
-    hand &to_;
-    uint32_t number_ = 0, next_;
-
-    __device__ __forceinline__ void tell(uint32_t tile)
-    {
-        const uint32_t i = number_ % 2;
-        hopper::barrier_wait(&to_.taken[i], (number_ / 2 & 1) ^ 1);
-        to_.tile[i] = tile;
-        hopper::barrier_arrive(&to_.dealt[i]);
-        number_++;
-    }
-};
-
-/* A consumer's: the block's tile number `number`, which is its own. */
-__device__ __forceinline__ uint32_t take_tile(hand &from, uint32_t number)
-{
-    const uint32_t i = number % 2;
-    hopper::barrier_wait(&from.dealt[i], number / 2 & 1);
-    const uint32_t tile = from.tile[i];
-    __syncwarp();
-    if (threadIdx.x % WARP == 0)
-        hopper::barrier_arrive(&from.taken[i]);
-    return tile;
-}
-
 /* The map of this run's weights, for the whole block: one thread calls it before the block meets.
  * The layer's maps came by a copy, which the engine's own cache may not have seen. */
 template <bool BACK> __device__ __forceinline__ const CUtensorMap *take_weight_map(const params &p)
@@ -169,27 +86,21 @@ __device__ __forceinline__ void load_weight_slabs(uint8_t *to, const CUtensorMap
  * per step: the engine's rate of instructions is a limit when a step lasts 512 cycles, so a short
  * tile has a map of its own (a box of the next multiple of ROW_STEP) rather than several boxes.
  * Weights that no other tile reads are marked evict-first. */
-template <uint32_t ROW_STEP, bool EVEN, bool BACK, bool DEAL, uint32_t ROWS, uint32_t COLUMNS,
-          uint32_t STAGES, uint32_t STAGING>
+template <uint32_t ROW_STEP, bool EVEN, bool BACK, uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES,
+          uint32_t STAGING>
 __device__ __forceinline__ void produce(const params &p, shared<ROWS, COLUMNS, STAGES, STAGING> &s)
 {
     static_assert(ROWS / ROW_STEP <= ROW_BOXES, "a map for every height");
     const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
-    const uint32_t ask_at = steps > ASK_STEPS ? steps - ASK_STEPS : 0;
     const uint64_t once = hopper::policy_evict_first();
     const CUtensorMap *weights = s.weights;
     tile_walk<ROWS, COLUMNS, EVEN> tile(p, s.first);
-    dealer deal(p, s.dealt);
     ring<STAGES> at;
-    if constexpr (DEAL)
-        deal.ask();
-    while (DEAL ? tile.go(deal.next()) : tile.next()) {
+    while (tile.next()) {
         const uint32_t box = ((EVEN ? tile.height : tile.rows) - 1) / ROW_STEP;
         const CUtensorMap *rows = &p.rows[box];
         const uint32_t bytes = ((box + 1) * ROW_STEP + COLUMNS) * DEPTH_BYTES;
         for (uint32_t step = 0; step < steps; step++) {
-            if (DEAL && step == ask_at)
-                deal.ask();
             uint64_t *full = &s.full[at.stage];
             hopper::barrier_wait(&s.empty[at.stage], at.phase ^ 1);
             hopper::barrier_expect(full, bytes);
@@ -206,8 +117,6 @@ __device__ __forceinline__ void produce(const params &p, shared<ROWS, COLUMNS, S
             at.advance();
         }
     }
-    if constexpr (DEAL)
-        deal.end();
 }
 
 /* The main loop of one tile, by one warpgroup: reads `steps` stages, leaves the last product under

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_kernel(const __grid_
     if (warp < WARPGROUP / WARP)
         stream_consume<GATED, F32, BACK, SAVE>(p, s);
     else if (threadIdx.x == WARPGROUP)
-        produce<STREAM_ROW_STEP, false, BACK, false>(p, s);
+        produce<STREAM_ROW_STEP, false, BACK>(p, s);
 #endif
 }
 

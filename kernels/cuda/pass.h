@@ -60,8 +60,6 @@ struct moe_cuda_pass {
     const void *expert_out;
     enum moe_dtype out_dtype; /* of expert_out: F32, or the pass's dtype */
     const float *base;
-    const uint32_t *base_done; /* as in struct moe_cuda_results */
-    uint32_t base_rows, base_times;
     void *y;
     uint64_t *began;                  /* as in struct moe_cuda_batch */
     struct moe_cuda_verdict *verdict; /* pinned: copy of the verdict when combine ends, or NULL */

@@ -1,5 +1,5 @@
-/* Running whole steps; see step.h. The order of a step is that of step_capture.c: what is captured
- * once per shape and lane (graph.h), and launched as one graph.
+/* Running whole steps; see step.h. The order of a step is the list in `capture_stages`, top to
+ * bottom: what is captured once per shape and lane (graph.h), and launched as one graph.
  *
  * In a session whose rows travel over a network the same list is enqueued each time, by the courier
  * (net.h), because it waits in the middle for what the peers announce: whoever enqueues a step
@@ -10,7 +10,6 @@
  * what belongs to one step; scratch is shared, because computing runs one step after the other.
  * Memory grows with the largest step seen, so that a steady step allocates nothing. */
 #include "cuda/step.h"
-#include "cuda/step_lane.h"
 
 #include "base/clock.h"
 #include "base/size.h"
@@ -30,6 +29,66 @@ enum {
     LINE = 256,           /* alignment of tensors inside a buffer */
     SPIN_NS = 500 * 1000, /* a wait polls without sleeping for this long */
     NAP_NS = 20 * 1000,   /* and then looks this often */
+    /* Up to this bucket the shared expert runs beside the routing. Above, both want all of the
+     * device, and the routed products find half of it taken (bench/results/layer.md). */
+    BESIDE_BUCKET = 512,
+};
+
+/* Offsets in a lane's buffer. From `ids` to the end is what a step answers besides y: it leaves in
+ * one piece, as small copies cost the same as each other. */
+struct lane_layout {
+    size_t x, mode, ids_in, weights_in, y, ids, weights, state, bytes;
+};
+
+/* Offsets in the scratch buffer. */
+struct scratch_layout {
+    size_t logits, hidden, out, base, shared, products, bytes;
+};
+
+/* What host and device tell each other of a step. */
+struct lane_mail {
+    struct moe_cuda_facts facts;     /* to the device, by copy */
+    struct moe_cuda_verdict verdict; /* stored by the device */
+    /* Stored by the device: when each stage began, and when the last one ended; nanoseconds. 0: the
+     * stage has no kernels. */
+    uint64_t began[MOE_STAGE_COUNT + 1];
+    uint32_t rows_in_use; /* of a step that saves: by copy; padding included */
+};
+
+struct moe_step {
+    struct moe_cuda_steps *owner;
+    struct moe_step_args args;
+    bool taken;
+    bool done;  /* was held, and has an outcome */
+    bool saves; /* it was given room for what a backward pass can use (saving.h) */
+    struct moe_status outcome;
+    struct moe_step_result result; /* of a step that was held */
+    struct moe_cuda_task task;     /* over a network: to enqueue this step */
+    bool refused; /* by this slot: nothing was enqueued. Valid once the task is done */
+    struct lane_layout at;
+    struct moe_cuda_buffer tensors;
+    char *answer;           /* pinned: `tensors` from at.ids on, when the step has finished */
+    size_t answer_bytes;    /* enough for every step of the session */
+    struct lane_mail *mail; /* pinned */
+    struct lane_mail *mail_on_device; /* its address there */
+    struct moe_cuda_facts *facts;     /* device memory */
+    struct moe_cuda_graph *graph;     /* that it runs; held while it does */
+    cudaEvent_t begun, came_in, left; /* on the copy streams */
+    cudaEvent_t computed;             /* behind the graph */
+};
+
+struct moe_cuda_steps {
+    struct moe_session *session;
+    pthread_mutex_t lock; /* guards `taken` of the lanes */
+    struct moe_step lane[LANES];
+    struct moe_cuda_buffer scratch;
+    struct scratch_layout at; /* of the step that is being enqueued */
+    struct moe_cuda_graphs graphs;
+    uint64_t buffers_moved; /* the device's figure when the graphs were made */
+    /* While capturing: where the shared expert's kernels go, and where the branches part and meet.
+     */
+    cudaStream_t beside;
+    cudaEvent_t parting, meeting;
 };
 
 /* ------------------------------------------------------------- create, destroy */
@@ -62,10 +121,6 @@ static struct moe_status create_lane(struct moe_cuda_steps *steps, struct moe_st
 
 static struct moe_status create_beside(struct moe_cuda_steps *steps)
 {
-    void *deals; /* memory comes as zeros */
-    MOE_TRY(
-        moe_cuda_mem_alloc(steps->session->device, MOE_MEM_DEVICE, sizeof *steps->deals, &deals));
-    steps->deals = deals;
     MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(&steps->beside, cudaStreamNonBlocking)));
     MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&steps->parting, cudaEventDisableTiming)));
     return MOE_CUDA(cudaEventCreateWithFlags(&steps->meeting, cudaEventDisableTiming));
@@ -132,7 +187,6 @@ void moe_cuda_steps_destroy(struct moe_cuda_steps *steps)
     for (uint32_t i = 0; i < LANES; i++)
         destroy_lane(device, &steps->lane[i]);
     moe_cuda_buffer_free(device, &steps->scratch);
-    moe_cuda_mem_free(device, MOE_MEM_DEVICE, steps->deals, sizeof *steps->deals);
     pthread_mutex_destroy(&steps->lock);
     free(steps);
 }
@@ -198,7 +252,7 @@ static bool place(size_t *at, size_t *offset, size_t rows, size_t columns, size_
 }
 
 /* By bucket, so that all steps of a bucket fit. */
-static bool lay_out_lane(const struct moe_step_args *a, struct moe_cuda_lane_layout *l)
+static bool lay_out_lane(const struct moe_step_args *a, struct lane_layout *l)
 {
     const struct moe_layer_spec *spec = &a->layer->spec;
     size_t at = 0, n = a->bucket, k = spec->router.top_k, each = moe_dtype_bytes(a->dtype);
@@ -210,8 +264,7 @@ static bool lay_out_lane(const struct moe_step_args *a, struct moe_cuda_lane_lay
            ((l->bytes = at), true);
 }
 
-static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows,
-                            struct moe_cuda_scratch_layout *l)
+static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows, struct scratch_layout *l)
 {
     const struct moe_layer_spec *spec = &a->layer->spec;
     size_t at = 0, hidden = moe_dtype_bytes(moe_cuda_ffn_hidden_dtype(a->layer, a->dtype));
@@ -221,7 +274,6 @@ static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows,
            place(&at, &l->hidden, rows, spec->intermediate, hidden) &&
            place(&at, &l->out, rows, spec->hidden, result) &&
            place(&at, &l->base, base_rows, spec->hidden, sizeof(float)) &&
-           place(&at, &l->done, moe_cuda_step_done_bytes(a->layer, a->dtype, a->bucket), 1, 1) &&
            place(&at, &l->shared, moe_cuda_ffn_shared_bytes(a->layer, a->bucket), 1, 1) &&
            place(&at, &l->products, moe_cuda_ffn_scratch_bytes(a->layer, a->dtype, rows), 1, 1) &&
            ((l->bytes = at), true);
@@ -263,24 +315,186 @@ static struct moe_status reserve(struct moe_step *lane)
 
 /* --------------------------------------------------------------------- capture */
 
-static struct moe_cuda_step_shape shape_of(const struct moe_step *lane)
+/* What a graph is made of, besides the lane: from one step of its shape. */
+struct shape {
+    struct moe_cuda_steps *steps;
+    const struct moe_layer *layer;
+    enum moe_dtype dtype;
+    uint32_t bucket;
+    struct lane_layout at;
+    bool saves;
+};
+
+static void *tensor(const struct moe_step *lane, size_t offset)
+{
+    return (char *)lane->tensors.data + offset;
+}
+
+static void *scratch(const struct moe_cuda_steps *steps, size_t offset)
+{
+    return (char *)steps->scratch.data + offset;
+}
+
+/* The range that a profiler sees becomes that of the next stage. */
+static void next_range(const char *stage)
+{
+    moe_cuda_range_end();
+    moe_cuda_range_begin(stage);
+}
+
+static struct moe_status capture_router(const struct shape *shape, struct moe_step *lane,
+                                        cudaStream_t stream)
+{
+    const struct lane_layout *at = &shape->at;
+    struct moe_cuda_routing r = {.dtype = shape->dtype,
+                                 .capacity = shape->bucket,
+                                 .facts = lane->facts,
+                                 .began = &lane->mail_on_device->began[MOE_STAGE_ROUTER],
+                                 .x = tensor(lane, at->x),
+                                 .mode = tensor(lane, at->mode),
+                                 .ids_in = tensor(lane, at->ids_in),
+                                 .weights_in = tensor(lane, at->weights_in),
+                                 .logits = scratch(shape->steps, shape->steps->at.logits),
+                                 .ids = tensor(lane, at->ids),
+                                 .weights = tensor(lane, at->weights),
+                                 .token_state = tensor(lane, at->state)};
+    return moe_cuda_router_enqueue(shape->layer, &r, stream);
+}
+
+/* The shared expert needs tokens only. At small buckets it takes few multiprocessors and most of
+ * its time for reading weights, while routing waits: for its own kernels one after the other, and
+ * for the peers. Not with cuBLAS, whose workspace products share, and not where a step is not
+ * captured. */
+static bool runs_beside(const struct shape *shape)
+{
+    const struct moe_session *s = shape->steps->session;
+    return shape->layer->spec.shared_intermediate != 0 && shape->bucket <= BESIDE_BUCKET &&
+           s->net == NULL && s->device->cublas == NULL;
+}
+
+/* Captures the shared expert's output, where there is one, as `base` of combine. */
+static struct moe_status capture_shared(const struct shape *shape, struct moe_step *lane,
+                                        cudaStream_t stream, float *base)
+{
+    const struct moe_cuda_steps *steps = shape->steps;
+    const bool beside = runs_beside(shape);
+    if (base == NULL)
+        return moe_ok();
+    struct moe_cuda_shared shared = {.facts = lane->facts,
+                                     .dtype = shape->dtype,
+                                     .bucket = shape->bucket,
+                                     .capacity = shape->bucket,
+                                     .x = tensor(lane, shape->at.x),
+                                     .scratch = scratch(steps, steps->at.shared),
+                                     .out = base,
+                                     .saves = shape->saves};
+    /* Half of the device is left to the routing, which may not begin late: peers wait for it. */
+    if (beside)
+        shared.processors = (uint32_t)steps->session->device->multiprocessors / 2;
+    else
+        shared.began = &lane->mail_on_device->began[MOE_STAGE_SHARED];
+    return moe_cuda_ffn_shared(shape->layer, &shared, stream);
+}
+
+/* The same as a branch that begins where `stream` is now. */
+static struct moe_status begin_beside(const struct shape *shape, struct moe_step *lane,
+                                      cudaStream_t stream, float *base)
+{
+    const struct moe_cuda_steps *steps = shape->steps;
+    if (!runs_beside(shape))
+        return moe_ok();
+    MOE_TRY(MOE_CUDA(cudaEventRecord(steps->parting, stream)));
+    MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(steps->beside, steps->parting, 0)));
+    MOE_TRY(capture_shared(shape, lane, steps->beside, base));
+    return MOE_CUDA(cudaEventRecord(steps->meeting, steps->beside));
+}
+
+/* `base` is there for what follows on `stream`. */
+static struct moe_status finish_shared(const struct shape *shape, struct moe_step *lane,
+                                       cudaStream_t stream, float *base)
+{
+    if (runs_beside(shape))
+        return MOE_CUDA(cudaStreamWaitEvent(stream, shape->steps->meeting, 0));
+    return capture_shared(shape, lane, stream, base);
+}
+
+static struct moe_status capture_stages(const struct shape *shape, struct moe_step *lane,
+                                        cudaStream_t stream)
+{
+    const struct moe_layer *layer = shape->layer;
+    const struct moe_cuda_steps *steps = shape->steps;
+    struct moe_session *s = steps->session;
+    enum moe_dtype inner = moe_cuda_ffn_hidden_dtype(layer, shape->dtype);
+    void *hidden = scratch(steps, steps->at.hidden);
+    struct moe_cuda_results results = {.dtype = moe_cuda_ffn_out_dtype(layer, shape->dtype)};
+    void *out = scratch(steps, steps->at.out);
+    float *base =
+        layer->spec.shared_intermediate != 0 ? scratch(steps, steps->at.base) : (float *)NULL;
+    struct moe_cuda_batch batch = {.layer = layer,
+                                   .dtype = shape->dtype,
+                                   .bucket = shape->bucket,
+                                   .facts = lane->facts,
+                                   .x = tensor(lane, shape->at.x),
+                                   .ids = tensor(lane, shape->at.ids),
+                                   .weights = tensor(lane, shape->at.weights),
+                                   .token_state = tensor(lane, shape->at.state),
+                                   .began = lane->mail_on_device->began};
+    struct moe_cuda_batch_rows b = {.facts = lane->facts,
+                                    .capacity = moe_cuda_ep_most_rows(s, layer, shape->bucket),
+                                    .bucket = shape->bucket,
+                                    .began = lane->mail_on_device->began,
+                                    .slots = (uint32_t)__builtin_popcountll(s->config.live),
+                                    .scratch = scratch(steps, steps->at.products),
+                                    .saves = shape->saves};
+    MOE_TRY(begin_beside(shape, lane, stream, base));
+    MOE_TRY(capture_router(shape, lane, stream));
+    next_range("prepare");
+    MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
+    next_range("dispatch");
+    MOE_TRY(moe_cuda_ep_dispatch(s->ep, &b.rows, stream));
+    if (shape->saves && layer->local_experts > 0)
+        MOE_TRY(MOE_CUDA(
+            cudaMemcpyAsync(&lane->mail->rows_in_use, b.rows.start + layer->local_experts,
+                            sizeof lane->mail->rows_in_use, cudaMemcpyDeviceToHost, stream)));
+    next_range("gate and up");
+    MOE_TRY(moe_cuda_ffn_gate_up(layer, shape->dtype, &b, hidden, inner, stream));
+    next_range("down");
+    MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, inner, out, results.dtype, stream));
+    next_range("shared expert");
+    MOE_TRY(finish_shared(shape, lane, stream, base));
+    next_range("combine");
+    results.expert_out = out;
+    results.base = base;
+    return moe_cuda_ep_combine(s->ep, &results, tensor(lane, shape->at.y),
+                               &lane->mail_on_device->verdict, stream);
+}
+
+static struct moe_status capture_lane(void *ctx, uint32_t lane, cudaStream_t stream)
+{
+    const struct shape *shape = ctx;
+    moe_cuda_range_begin("router");
+    struct moe_status st = capture_stages(shape, &shape->steps->lane[lane], stream);
+    moe_cuda_range_end();
+    return st;
+}
+
+static struct shape shape_of(const struct moe_step *lane)
 {
     const struct moe_step_args *a = &lane->args;
-    return (struct moe_cuda_step_shape){lane->owner, a->layer, a->dtype,
-                                        a->bucket,   lane->at, lane->saves};
+    return (struct shape){lane->owner, a->layer, a->dtype, a->bucket, lane->at, lane->saves};
 }
 
 static struct moe_status take_graph(struct moe_step *lane)
 {
     struct moe_cuda_steps *steps = lane->owner;
     const struct moe_step_args *a = &lane->args;
-    struct moe_cuda_step_shape shape = shape_of(lane);
+    struct shape shape = shape_of(lane);
     struct moe_cuda_graph_key key;
     if (steps->buffers_moved != steps->session->device->buffers_moved)
         moe_cuda_graphs_clear(&steps->graphs); /* growing has waited for the device */
     steps->buffers_moved = steps->session->device->buffers_moved;
     moe_cuda_graph_key_of(a->layer, a->dtype, a->bucket, lane->saves, &key);
-    return moe_cuda_graphs_take(&steps->graphs, &key, moe_cuda_step_capture, &shape, &lane->graph);
+    return moe_cuda_graphs_take(&steps->graphs, &key, capture_lane, &shape, &lane->graph);
 }
 
 /* --------------------------------------------------------------------- enqueue */
@@ -300,12 +514,11 @@ static struct moe_status enqueue_copy_in(struct moe_step *lane, struct moe_devic
     cudaStream_t in = device->copy_in;
     MOE_TRY(MOE_CUDA(cudaEventRecord(lane->begun, in)));
     MOE_TRY(copy(lane->facts, &lane->mail->facts, sizeof *lane->facts, in));
-    MOE_TRY(copy(moe_cuda_lane_tensor(lane, lane->at.x), a->x, rows, in));
+    MOE_TRY(copy(tensor(lane, lane->at.x), a->x, rows, in));
     if (a->mode != NULL) {
-        MOE_TRY(copy(moe_cuda_lane_tensor(lane, lane->at.mode), a->mode, a->tokens, in));
-        MOE_TRY(copy(moe_cuda_lane_tensor(lane, lane->at.ids_in), a->ids_in,
-                     pairs * sizeof *a->ids_in, in));
-        MOE_TRY(copy(moe_cuda_lane_tensor(lane, lane->at.weights_in), a->weights_in,
+        MOE_TRY(copy(tensor(lane, lane->at.mode), a->mode, a->tokens, in));
+        MOE_TRY(copy(tensor(lane, lane->at.ids_in), a->ids_in, pairs * sizeof *a->ids_in, in));
+        MOE_TRY(copy(tensor(lane, lane->at.weights_in), a->weights_in,
                      pairs * sizeof *a->weights_in, in));
     }
     MOE_TRY(MOE_CUDA(cudaEventRecord(lane->came_in, in)));
@@ -317,10 +530,10 @@ static struct moe_status enqueue_stages(struct moe_step *lane, struct moe_device
 {
     const struct moe_cuda_steps *steps = lane->owner;
     uint32_t number = (uint32_t)(lane - steps->lane);
-    struct moe_cuda_step_shape shape = shape_of(lane);
+    struct shape shape = shape_of(lane);
     MOE_TRY(moe_cuda_session_count_step(steps->session));
     if (steps->session->net != NULL)
-        MOE_TRY(moe_cuda_step_capture(&shape, number, device->compute));
+        MOE_TRY(capture_lane(&shape, number, device->compute));
     else
         MOE_TRY(MOE_CUDA(cudaGraphLaunch(lane->graph->exec[number], device->compute)));
     return MOE_CUDA(cudaEventRecord(lane->computed, device->compute));
@@ -333,8 +546,8 @@ static struct moe_status enqueue_copy_out(struct moe_step *lane, struct moe_devi
     size_t answer = a->tokens > 0 ? lane->at.bytes - lane->at.ids : 0;
     cudaStream_t out = device->copy_out;
     MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(out, lane->computed, 0)));
-    MOE_TRY(copy(a->y, moe_cuda_lane_tensor(lane, lane->at.y), rows, out));
-    MOE_TRY(copy(lane->answer, moe_cuda_lane_tensor(lane, lane->at.ids), answer, out));
+    MOE_TRY(copy(a->y, tensor(lane, lane->at.y), rows, out));
+    MOE_TRY(copy(lane->answer, tensor(lane, lane->at.ids), answer, out));
     return MOE_CUDA(cudaEventRecord(lane->left, out));
 }
 

@@ -211,22 +211,6 @@ __device__ inline bool wait_word(struct moe_cuda_control *c, const uint32_t *abo
     }
 }
 
-/* Waits until `count`, which another kernel of this device raises, is `times`: what that kernel
- * stored before is there. False when it failed. */
-__device__ inline bool wait_count(struct moe_cuda_control *c, const uint32_t *abort,
-                                  const uint32_t *count, uint32_t times)
-{
-    uint64_t since = 0, looked = 0;
-    for (uint32_t tries = 1;; tries++) {
-        uint32_t seen;
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
-        if (seen >= times)
-            return true;
-        if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, c->slot, &since, &looked))
-            return false;
-    }
-}
-
 /* Whether what was seen of a route is of this step. */
 __device__ inline bool has_stamp(uint4 route, uint64_t stamp)
 {

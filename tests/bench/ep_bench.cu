@@ -182,9 +182,7 @@ void pass(bench &b, bool combine, bool compute)
     batch.weights = b.dev_weights;
     batch.dispatch_processors = batch.combine_processors = b.processors;
     struct moe_rows rows;
-    struct moe_cuda_results results = {};
-    results.expert_out = b.out;
-    results.dtype = MOE_DTYPE_BF16;
+    struct moe_cuda_results results = {b.out, MOE_DTYPE_BF16, nullptr};
     cudaStream_t stream = b.device->compute;
     require(moe_cuda_ep_prepare(b.session->ep, &batch));
     require(moe_cuda_ep_dispatch(b.session->ep, &rows, stream));

@@ -15,7 +15,7 @@ mkdir -p "$target/lib"
 
 for program in tests/conformance/conformance tests/conformance/faults tests/conformance/golden \
     tests/conformance/golden_training tests/conformance/curve \
-    tests/bench/moe_bench tests/bench/train_bench tests/bench/ep_bench tests/unit/test_ggemm tests/unit/test_wgrad tests/unit/test_steady tests/unit/test_beside \
+    tests/bench/moe_bench tests/bench/train_bench tests/bench/ep_bench tests/unit/test_ggemm tests/unit/test_wgrad tests/unit/test_steady \
     daemon/coordinator/moe-coordinator daemon/worker/moe-worker client/moectl/moectl; do
     [ -e "$build/$program" ] || continue
     mkdir -p "$target/$(dirname $program)"

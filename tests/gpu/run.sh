@@ -135,7 +135,6 @@ beside_each_other() {
         [ "$n" -gt 1 ] || continue
         over="--transport network --slots $n --seed $n"
         # Dispatch and combine on a part of the device, another part on every slot; y and its bits are checked.
-        echo "beside_$n 120 $build/tests/unit/test_beside $n"
         echo "part_of_device_$n 120 $build/tests/bench/ep_bench $n nvlink 24,1,0,64"
         echo "network_$n 300 $suite/conformance --backend cuda $over --cases $cases"
         echo "network_skewed_$n 300 $suite/conformance --backend cuda $over --cases 40 --skewed"

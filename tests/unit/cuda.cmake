@@ -29,11 +29,6 @@ if(MOE_HAVE_CUDA)
     set_tests_properties(${test} PROPERTIES SKIP_RETURN_CODE 77)
   endforeach()
 
-  add_executable(test_beside ${PROJECT_SOURCE_DIR}/tests/gpu/test_beside.c)
-  target_link_libraries(test_beside PRIVATE moe_backends moe_conformance_group moe_strict)
-  add_test(NAME test_beside COMMAND test_beside)
-  set_tests_properties(test_beside PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 240 LABELS gpu)
-
   # Counts calls of the CUDA runtime by wrapping them.
   add_executable(test_steady ${PROJECT_SOURCE_DIR}/tests/gpu/test_steady.c)
   target_link_libraries(test_steady PRIVATE moe_cuda moe_conformance_group moe_strict)
