@@ -261,6 +261,55 @@ static void an_idle_server_drains_at_once_and_its_port_can_be_bound_again(void *
     }
 }
 
+static struct moe_status ask(struct fixture *f, struct moe_rpc_channel *ch)
+{
+    uint8_t head[256];
+    struct moe_rpc_msg *reply = NULL;
+    struct moe_rpc_call_options options = fixture_options(5000);
+    struct moe_rpc_out out = fixture_request(f, "", "x", 1, head);
+    struct moe_status st = moe_rpc_call_wait(ch, UNARY_PATH, &options, &out, &reply);
+    moe_rpc_msg_free(reply);
+    return st;
+}
+
+/* Whoever lost a connection finds the next server at the address about as soon as there is one,
+ * also when it came late. (The core would look again after half a minute.) */
+static void a_server_that_comes_back_is_found_soon(void **state)
+{
+    struct fixture first, second;
+    struct moe_rpc_server_config config = fixture_config();
+    struct moe_rpc_client *client;
+    struct moe_rpc_channel *ch;
+    struct timespec pause = {.tv_nsec = 100 * 1000 * 1000};
+    char listen[32];
+    (void)state;
+    fixture_start(&first, NULL);
+    snprintf(listen, sizeof listen, "127.0.0.1:%u", moe_rpc_server_port(first.server));
+    config.listen = listen;
+    assert_ok(moe_rpc_client_create(&client));
+    assert_ok(moe_rpc_channel_open(client,
+                                   &(struct moe_rpc_channel_config){.target = listen,
+                                                                    .own_connection = true,
+                                                                    .reconnect_ms = 500},
+                                   &ch));
+    assert_ok(ask(&first, ch));
+    fixture_stop(&first);
+    for (uint64_t end = moe_clock_ns() + 4 * MOE_NS_PER_S; moe_clock_ns() < end;) {
+        assert_int_equal(ask(&first, ch).code, MOE_UNAVAILABLE);
+        nanosleep(&pause, NULL);
+    }
+    fixture_start(&second, &config);
+    uint64_t begin = moe_clock_ns(), took;
+    while (ask(&second, ch).code != MOE_OK && moe_clock_ns() - begin < 20 * MOE_NS_PER_S)
+        nanosleep(&pause, NULL);
+    took = (moe_clock_ns() - begin) / MOE_NS_PER_MS;
+    print_message("  found after %llu ms\n", (unsigned long long)took);
+    assert_true(took < 2500);
+    moe_rpc_channel_close(ch);
+    moe_rpc_client_destroy(client);
+    fixture_stop(&second);
+}
+
 static struct moe_status try_start(const char *listen, bool insecure)
 {
     struct moe_rpc_server *s;
@@ -373,6 +422,7 @@ int main(void)
         cmocka_unit_test(who_calls_as_the_server_goes_down_is_answered_or_told_to_try_again),
         cmocka_unit_test(nobody_is_let_in_once_a_drain_has_closed_the_connections),
         cmocka_unit_test(an_idle_server_drains_at_once_and_its_port_can_be_bound_again),
+        cmocka_unit_test(a_server_that_comes_back_is_found_soon),
         cmocka_unit_test(only_loopback_is_listened_on_unless_told_otherwise),
         cmocka_unit_test(a_port_in_use_and_bad_settings_are_errors),
         cmocka_unit_test(who_comes_when_no_descriptor_is_left_is_turned_away_and_may_come_back),

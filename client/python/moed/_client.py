@@ -80,6 +80,7 @@ class _Worker:
             # A worker that is started again is found within a second, one that vanishes is noticed.
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.dns_min_time_between_resolutions_ms", 200),  # of addresses, too
             ("grpc.keepalive_time_ms", 30000),
             ("grpc.keepalive_timeout_ms", 10000),
             ("grpc.http2.max_pings_without_data", 0),
