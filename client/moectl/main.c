@@ -17,7 +17,7 @@ static void print_help(FILE *to)
     fputs("usage: moectl COMMAND [options]\n\n", to);
     for (size_t i = 0; i < COMMAND_COUNT; i++)
         fprintf(to, "  %-8s %s\n", commands[i]->name, commands[i]->summary);
-    fputs("  help     this text; `moectl COMMAND --help` tells more\n"
+    fputs("  help     this text; `moectl help COMMAND` and `moectl COMMAND --help` tell more\n"
           "\n"
           "exit codes: 0 done, 1 failed, 2 wrong command line, 3 the group does not serve,\n"
           "4 not found, 5 unreachable or out of time, 6 not allowed, 7 conflict\n"
@@ -46,15 +46,21 @@ int main(int argc, char **argv)
         return MOECTL_USAGE;
     }
     const char *name = argv[1];
-    if (strcmp(name, "help") == 0 || strcmp(name, "--help") == 0 || strcmp(name, "-h") == 0) {
+    bool help = strcmp(name, "help") == 0 || strcmp(name, "--help") == 0 || strcmp(name, "-h") == 0;
+    if (help && argc == 2) {
         print_help(stdout);
         return MOECTL_OK;
     }
+    if (help) /* `moectl help training` is `moectl training --help` */
+        name = argv[2];
     const struct moectl_command *command =
         find(strcmp(name, "--version") == 0 ? moectl_version.name : name);
     if (command == NULL) {
         moectl_say("there is no command '%s'; see moectl help", name);
         return MOECTL_USAGE;
     }
-    return command->run(command, argc - 1, argv + 1);
+    if (!help)
+        return command->run(command, argc - 1, argv + 1);
+    char text[] = "--help", *arguments[] = {argv[2], text, NULL};
+    return command->run(command, 2, arguments);
 }

@@ -46,6 +46,13 @@ void moectl_train_say_unsaved(const Moe__V1__GetTrainStateResponse *s)
 {
     char origin[SINCE_BYTES];
     bool one = s->unsaved_steps == 1;
+    if (s->unsaved_steps != 0 && s->saving[0] != '\0') {
+        moectl_say("checkpoint %s is being written: unless that ends well, %" PRIu64
+                   " optimizer step%s since %s %s lost",
+                   s->saving, s->unsaved_steps, one ? "" : "s",
+                   name_origin(s, "the model was loaded", origin), one ? "is" : "are");
+        return;
+    }
     if (s->unsaved_steps != 0)
         moectl_say("%" PRIu64 " optimizer step%s since %s %s not saved", s->unsaved_steps,
                    one ? "" : "s", name_origin(s, "the model was loaded", origin),

@@ -409,7 +409,9 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"log-level", 0, MOE_OPTION_STRING, &u.log_level, 0, 0, "LEVEL",
          "error, warn, info or debug"},
         {"worker-config", 0, MOE_OPTION_STRING, &u.worker_config, 0, 0, "FILE",
-         "further settings of the workers, one 'name = value' a line; see moe-worker --help"},
+         "further settings of the workers, one 'name = value' a line; see moe-worker --help. What "
+         "moectl sets itself (model, coordinator, listen, worker-id, slot and so on) stays as it "
+         "is"},
     };
     int code;
     if (!moectl_parse(self, options, sizeof options / sizeof *options, &u.common, argc, argv,

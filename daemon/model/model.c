@@ -91,7 +91,7 @@ static struct moe_status name_model(struct moe_model *m, const char *directory)
                          strerror(errno));
     const char *slash = strrchr(full, '/');
     m->name = strdup(slash != NULL ? slash + 1 : full);
-    free(full);
+    m->path = full;
     return m->name != NULL ? moe_ok() : no_memory();
 }
 
@@ -171,12 +171,18 @@ void moe_model_close(struct moe_model *m)
     if (m->directory >= 0)
         close(m->directory);
     free(m->name);
+    free(m->path);
     free(m);
 }
 
 const char *moe_model_name(const struct moe_model *m)
 {
     return m->name;
+}
+
+const char *moe_model_path(const struct moe_model *m)
+{
+    return m->path != NULL ? m->path : m->name;
 }
 
 const char *moe_model_family(const struct moe_model *m)

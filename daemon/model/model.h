@@ -22,6 +22,8 @@ struct moe_status moe_model_open_at(int at, const char *name, struct moe_model *
 void moe_model_close(struct moe_model *m);
 
 const char *moe_model_name(const struct moe_model *m);   /* last component of the directory */
+const char *moe_model_path(const struct moe_model *m);   /* of the directory, absolute and without
+                                                            links; of moe_model_open_at, the name */
 const char *moe_model_family(const struct moe_model *m); /* model_type */
 /* Hex digest over the configuration and the names, dtypes, shapes and places of the layers'
  * tensors: equal on all workers that read the same checkpoint. */

@@ -8,6 +8,7 @@
 
 struct moe_model {
     char *name;
+    char *path;    /* absolute; NULL where opened below another directory */
     int directory; /* open */
     struct moe_config config;
     struct moe_checkpoint *checkpoint;

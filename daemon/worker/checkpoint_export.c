@@ -421,7 +421,7 @@ static struct moe_status write_config(const struct moe_checkpoint_context *c, in
     MOE_TRY(target_modules(c, &modules));
     json_t *config =
         json_pack("{s:s, s:s, s:s, s:s, s:i, s:o, s:o, s:f, s:b, s:b, s:b}", "peft_type", "LORA",
-                  "task_type", "CAUSAL_LM", "base_model_name_or_path", moe_model_name(c->model),
+                  "task_type", "CAUSAL_LM", "base_model_name_or_path", moe_model_path(c->model),
                   "bias", "none", "r", (int)c->config->lora_rank, "lora_alpha",
                   number((double)c->config->lora_alpha), "target_modules", modules, "lora_dropout",
                   0.0, "fan_in_fan_out", 0, "inference_mode", 1, "use_rslora", 0);

@@ -70,6 +70,8 @@ static bool can_keep_checkpoints(const char *directory)
     return stat(directory, &st) == 0 && S_ISDIR(st.st_mode) && access(directory, W_OK) == 0;
 }
 
+enum { ALL_PARTS = 1 << MOE_PARAMS_ROUTER | 1 << MOE_PARAMS_EXPERTS | 1 << MOE_PARAMS_SHARED };
+
 /* NULL, or what is wrong. */
 static const char *check_training(const struct settings *s)
 {
@@ -81,13 +83,15 @@ static const char *check_training(const struct settings *s)
     if (s->training_dir != NULL && !can_keep_checkpoints(s->training_dir))
         return no_directory;
     if (!read_frozen(s, &bits))
-        return "--freeze is a list of router, experts, shared";
+        return "--freeze must be a list of router, experts, shared";
+    if (bits == ALL_PARTS)
+        return "--freeze must leave something to learn: router, experts or shared";
     if (!read_targets(s, &bits) || bits == 0)
-        return "--lora-targets is a list of gate, up, down";
+        return "--lora-targets must be a list of gate, up, down";
     if (!(s->training_share >= 0.01) || !(s->training_share <= 0.99))
-        return "--training-share is from 0.01 to 0.99";
+        return "--training-share must be from 0.01 to 0.99";
     if (s->lora_rank > 0 && !(s->lora_alpha > 0))
-        return "--lora-alpha is above 0";
+        return "--lora-alpha must be above 0";
     return NULL;
 }
 
@@ -426,7 +430,7 @@ static const char *check_settings(const void *ctx, const bool *given)
     if (s->coordinator == NULL)
         return "--coordinator is required";
     if (moe_pow2_ceil((uint32_t)s->max_tokens_per_step) != s->max_tokens_per_step)
-        return "--max-tokens-per-step is a power of two";
+        return "--max-tokens-per-step must be a power of two";
     const char *training = check_needs(s, given);
     if (training == NULL)
         training = check_training(s);

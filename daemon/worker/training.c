@@ -29,12 +29,18 @@ static struct moe_status check_config(const struct moe_train_config *c)
     if (trainer->lora_rank > 0 && trainer->lora_targets == 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "adapters of rank %u need a matrix to adapt", trainer->lora_rank);
-    for (size_t i = 0; i < c->layer_count; i++)
-        if (trainer->lora_rank > c->specs[i]->hidden ||
-            trainer->lora_rank > c->specs[i]->intermediate)
-            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                             "adapters of rank %u do not fit layer %u", trainer->lora_rank,
-                             c->specs[i]->layer);
+    uint32_t most = UINT32_MAX;
+    for (size_t i = 0; i < c->layer_count; i++) {
+        const struct moe_layer_spec *spec = c->specs[i];
+        uint32_t side =
+            (uint32_t)(spec->hidden < spec->intermediate ? spec->hidden : spec->intermediate);
+        most = side < most ? side : most;
+    }
+    if (trainer->lora_rank > most)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "adapters of rank %u do not fit: --lora-rank must be %u at most with this "
+                         "model",
+                         trainer->lora_rank, most);
     return moe_ok();
 }
 

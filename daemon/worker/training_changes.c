@@ -321,6 +321,8 @@ static struct moe_status read_step(const struct moe_training_service *s, const v
     enum moe_optimizer ours = moe_train_configured(s->config.training)->trainer.optimizer;
     if (q->optimizer != MOE__V1__OPTIMIZER__OPTIMIZER_UNSPECIFIED && (int)q->optimizer != (int)ours)
         return invalid(VALUE_INVALID, "the workers were started with the other optimizer");
+    if (ours == MOE_OPTIMIZER_ADAMW && q->momentum != 0)
+        return invalid(VALUE_INVALID, "momentum is SGD's: the workers run adamw, which has betas");
     call->optimizer = (struct moe_optimizer_args){
         .learning_rate = q->learning_rate,
         .weight_decay = q->weight_decay,

@@ -449,6 +449,8 @@ class Checkpoints(unittest.TestCase):
         with open(self.path("adapter", "adapter_config.json")) as file:
             config = json.load(file)
         self.assertEqual((config["peft_type"], config["r"], config["lora_alpha"]), ("LORA", 4, 8))
+        self.assertEqual(config["base_model_name_or_path"],
+                         os.path.realpath(model_directory(family)))
         adapter = moed.read_safetensors(self.path("adapter", "adapter_model.safetensors"))
         before = moed.read_safetensors(os.path.join(model_directory(family), "model.safetensors"))
         after = moed.read_safetensors(self.path("merged", "model.safetensors"))

@@ -6,6 +6,7 @@ back; the same header also has to serve C++. A second program trains one step.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -285,6 +286,12 @@ class InstalledLibrary(unittest.TestCase):
                         self.path("appcc"), *sanitizer_flags(), *self.flags()], check=True)
         environment = dict(os.environ, LD_LIBRARY_PATH=self.libraries)
         subprocess.run([self.path("appcc")], check=True, env=environment, timeout=60)
+
+    def test_what_headers_refer_to_is_there(self):
+        for name in ("client.h", "client_training.h"):
+            with open(self.path("usr/include/moed/moe/" + name)) as file:
+                for proto in re.findall(r"moe/v1/\w+\.proto", file.read()):
+                    self.assertTrue(os.path.exists(self.path("usr/include/moed/" + proto)), proto)
 
     def test_only_the_interface_is_exported(self):
         library = os.path.join(self.libraries, "libmoeclient.so")

@@ -82,6 +82,11 @@ class CommandLine(unittest.TestCase):
             self.assertIn("\nexamples:\n  moectl " + command, text)
             self.assertIn("--timeout", text)
 
+    def test_help_of_a_command(self):
+        self.assertEqual(self.expect(OK, "help", "training").stdout,
+                         self.expect(OK, "training", "--help").stdout)
+        self.assertIn("no command 'foo'", self.expect(USAGE, "help", "foo").stderr)
+
     def test_wrong_command_lines(self):
         for arguments in (
                 [], ["bogus"], ["status", "extra"], ["status", "--bogus"], ["status", "-o", "xml"],

@@ -3,10 +3,13 @@ against real daemons (gradients, steps, checkpoints' refusals); moed.torch where
 
 import concurrent.futures
 import contextlib
+import copy
 import glob
 import hashlib
+import io
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -983,6 +986,40 @@ class TorchOnRealGroup(unittest.TestCase):
         first, last = map(float, re.search(r"first ([0-9.]+), last ([0-9.]+)",
                                            done.stdout).groups())
         self.assertLess(last, 0.6 * first)
+
+    def test_what_torch_would_do_with_it_and_cannot(self):
+        """Refused with a reason, rather than ignored or failing deep inside."""
+        with training_group(FAMILY, 1) as g, moed.Client(g.endpoints[0]) as client:
+            moe = moed.torch.RemoteMoE(client.layers[0], client)
+            model = torch.nn.Sequential(torch.nn.Linear(2, 2), moe)
+            for act in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+                with self.assertRaisesRegex(TypeError, "parameters are on the workers"):
+                    act(model)
+            with self.assertRaisesRegex(TypeError, "holds connections"):
+                pickle.dumps(client)
+            self.assertEqual(set(model.state_dict()), {"0.weight", "0.bias"})
+            remote = moed.torch.RemoteOptimizer([moe], lr=1e-3)
+            with self.assertRaisesRegex(ValueError, "one param group"):
+                remote.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+            for name, value in (("weight_decay", -1), ("max_grad_norm", -1), ("balance_rate", -1),
+                                ("momentum", 1), ("momentum", .9), ("betas", (0.9, 1.0))):
+                with self.assertRaisesRegex(ValueError, name):
+                    moed.torch.RemoteOptimizer([moe], lr=1e-3, **{name: value})
+            with self.assertRaises(moed.MoeError) as caught:
+                client.optimizer_step(1e-3, step_id=1, momentum=0.9)
+            self.assertEqual(caught.exception.reason, "VALUE_INVALID")
+            self.assertIn("adamw", caught.exception.message)
+            moe.session.lineage += 1
+            with self.assertRaises(moed.MoeError) as caught:
+                moe(torch.randn(3, moe.layer.hidden)).sum().backward()
+            self.assertEqual(caught.exception.reason, "STATE_LOST")
+            self.assertRegex(str(caught.exception), r"session.refresh\(\) [^()]*\)$")
+        with training_group(FAMILY, 1, "--training", "sgd") as g:
+            with moed.Client(g.endpoints[0]) as client:
+                moe = moed.torch.RemoteMoE(client.layers[0], client)
+                with self.assertRaisesRegex(ValueError, "betas"):
+                    moed.torch.RemoteOptimizer([moe], lr=1e-3, betas=(0.5, 0.999))
+                moed.torch.RemoteOptimizer([moe], lr=1e-3, momentum=0.9)
 
     def run_example(self, *arguments, folder):
         example = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "client",

@@ -125,6 +125,10 @@ class Listing(Told):
         """As options, so that one knows how to start the workers."""
         with self.group(1, *LORA, "--freeze", "router") as g:
             Client(g).save("lora", 1)
+            with moed.Client(g.endpoints[0]) as python:
+                self.assertEqual(python.train_state().lora_scale, 2)
+            state = json.loads(moectl("training", "-o", "json", "--endpoint", g.endpoints[0]).stdout)
+            self.assertEqual((state["loraRank"], state["loraAlpha"], state["loraScale"]), (4, 8, 2))
         lora = "--lora-rank 4 --lora-alpha 8 --lora-targets gate,up,down"
         for extra, made, run in (
                 (("--training", "sgd", *LORA, "--freeze", "router"), "--training adamw",
@@ -291,6 +295,25 @@ class LogAndSeries(Told):
             names = self.series(port)
         self.assertIn('moe_requests_total{rpc="Forward",code="OK"}', names)
         self.assertEqual([n for n in names if "train" in n or "Backward" in n], [])
+
+
+class Refused(Told):
+    def refused(self, *extra):
+        with self.assertRaises(RuntimeError):
+            with logged(self.path("log")), self.group(1, *extra):
+                pass
+        with open(self.path("log")) as file:
+            return file.read()
+
+    def test_settings_that_cannot_work_say_what_would(self):
+        for extra, text in (
+                (("--lora-rank", "500"), "--lora-rank must be 48 at most with this model"),
+                (("--lora-rank", "4", "--lora-alpha", "0"), "--lora-alpha must be above 0"),
+                (("--freeze", "router,experts,shared"), "--freeze must leave something to learn"),
+                (("--training-share", "1"), "--training-share must be from 0.01 to 0.99"),
+                (("--max-tokens-per-step", "100"), "--max-tokens-per-step must be a power of two")):
+            said = self.refused(*extra)
+            self.assertIn(text, said)
 
 
 if __name__ == "__main__":

@@ -149,6 +149,9 @@ class Client(TrainingCalls):
                               if slot != info.slot and each]  # a seat may be empty
         self._turn = itertools.count(random.randrange(len(self._workers)))
 
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a Client holds connections: it cannot be copied or pickled")
+
     @property
     def info(self):
         """ServerInfo: model, limits and addresses."""

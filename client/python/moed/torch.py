@@ -48,6 +48,15 @@ def _to_torch(array, like):
     return torch.from_numpy(array).to(like.device)
 
 
+def _with_advice(error):
+    """The error itself; of STATE_LOST it says what to do here."""
+    advice = " (session.refresh() takes up the group's present state)"
+    if getattr(error, "reason", "") == "STATE_LOST" and not error.message.endswith(advice):
+        error.message += advice
+        error.args = (error.args[0] + advice,)
+    return error
+
+
 class Session:
     """What the layers of one model share as they train: the name that the group knows them by, the
     numbers of micro batches and changes, and the lineage that all calls are part of. Layers that
@@ -121,7 +130,7 @@ class Session:
                     continue
                 if error.code.name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
                     self._asked = asked  # it may have been made
-                raise
+                raise _with_advice(error)
             self._step_id += 1
             self._asked = None
             return answer
@@ -156,9 +165,9 @@ class _Pass(torch.autograd.Function):
                 session=session.name, micro_batch_id=batch, saved=saved,
                 weights_version=ctx.version, lineage=session.lineage,
                 input_only=module.input_only, aux_coeff=module.aux_coeff)
-        except BaseException:
+        except BaseException as error:
             session.unsure = True
-            raise
+            raise _with_advice(error)
         module.aux_loss = gradients.aux_loss
         session.count(0 if module.input_only else 1)
         return _to_torch(gradients.dx, x), None, None
@@ -178,12 +187,21 @@ class RemoteMoE(torch.nn.Module):
     aux_coeff          coefficient of the load-balance loss, whose gradient is added on the workers
     aux_loss           attribute: that loss, of the last backward
 
+    state_dict() has nothing of it, and it cannot be copied or pickled: a checkpoint of the group is its
+    other half (client/README.md, "A training that can be resumed").
+
     Rows beyond info.max_tokens_per_step, or whose backward pass would not fit info.max_message_bytes,
     go in further passes, all about as long; the load-balance loss is over one. Without a gradient to
     compute (torch.no_grad) it is a plain forward pass, which a group that does not train serves too.
     A pass waits for a group that lacks a worker until the client's timeout is over. Weights that another
     trainer moves between forward and backward make backward fail with VERSION_MISMATCH.
     """
+
+    def __reduce_ex__(self, protocol):
+        """copy.deepcopy, pickle and torch.save come here."""
+        raise TypeError("a RemoteMoE cannot be copied or pickled: its parameters are on the workers. "
+                        "Save those by session.change(client.save_checkpoint, NAME), and the rest of "
+                        "the model by its state_dict(), which has nothing of this layer")
 
     def __init__(self, layer, client, session=None, save_for_backward=False, input_only=False,
                  aux_coeff=0.0):
@@ -284,16 +302,32 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if not eps > 0:
             raise ValueError("eps must be above 0 (a parameter that never had a gradient would "
                              "become 0 / 0): %r" % (eps,))
+        for name, value, most in (("weight_decay", weight_decay, float("inf")),
+                                  ("max_grad_norm", max_grad_norm, float("inf")),
+                                  ("balance_rate", balance_rate, float("inf")),
+                                  ("momentum", momentum, 1)):
+            if not 0 <= value < most:
+                raise ValueError("%s must be a number from 0%s: %r" % (
+                    name, " to below 1" if most == 1 else "", value))
         if len({id(module.session) for module in modules}) != 1:
             raise ValueError("RemoteOptimizer wants RemoteMoE layers of one session")
         self.session = modules[0].session
         if momentum != 0 and self.session.optimizer == "adamw":
             raise ValueError("the workers' optimizer is adamw, which has betas: momentum is SGD's")
+        if self.session.optimizer == "sgd" and (tuple(betas) != (0.9, 0.999) or eps != 1e-8):
+            raise ValueError("the workers' optimizer is sgd, which has momentum: betas and eps are "
+                             "AdamW's")
         self.alone = alone
         self.last = None
         super().__init__([module._anchor for module in modules], dict(
             lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, momentum=momentum,
             max_grad_norm=max_grad_norm, balance_rate=balance_rate))
+
+    def add_param_group(self, param_group):
+        if self.param_groups:  # the first is this object's own
+            raise ValueError("the group's workers have one setting for all of their parameters: a "
+                             "RemoteOptimizer has one param group")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale=1.0):
