@@ -575,7 +575,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
                          .step_id = MOE_OPTION_UNSET};
     const struct moe_option own[] = {
         {"keep", 0, MOE_OPTION_UINT, &t.keep, 0, UINT32_MAX, "N",
-         "save: only the N newest stay of those that this group saved or came from, 0 = all"},
+         "save: only the N newest stay of those that this group saved, 0 = all"},
         {"step-id", 0, MOE_OPTION_UINT, &t.step_id, 0, INT64_MAX, "ID",
          "of the change, so that it can be repeated safely; 0 = the next free one"},
     };

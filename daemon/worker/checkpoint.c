@@ -21,7 +21,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { FORMAT_VERSION = 1, KEPT_MAX = 65536, SAVE_TEXT = 6 * 17 };
+enum { FORMAT_VERSION = 1, SAVE_TEXT = 6 * 17 };
 
 #define FORMAT "moed checkpoint"
 
@@ -277,153 +277,6 @@ struct moe_status moe_ckpt__read_manifest(int directory, json_t **out)
     return st;
 }
 
-/* ------------------------------------------------------------- which are there, and retention */
-
-/* A checkpoint of the root; others' directories have no manifest and are left alone. */
-struct kept {
-    char name[MOE_CHECKPOINT_NAME_MAX + 1];
-    char parent[MOE_CHECKPOINT_NAME_MAX + 1];
-    uint64_t writer;
-    json_int_t sequence; /* higher = newer */
-    bool counts;         /* for retention */
-};
-
-static int newest_first(const void *a, const void *b)
-{
-    const struct kept *x = a, *y = b;
-    return x->sequence > y->sequence ? -1 : x->sequence < y->sequence;
-}
-
-static bool read_kept(int root, const char *name, struct kept *out)
-{
-    int fd = -1;
-    json_t *m = NULL;
-    if (!moe_file_name_is_plain(name) || strlen(name) > MOE_CHECKPOINT_NAME_MAX)
-        return false;
-    struct moe_status st = moe_ckpt__open_dir(root, name, &fd);
-    if (moe_failed(&st))
-        return false;
-    st = moe_ckpt__read_manifest(fd, &m);
-    close(fd);
-    if (moe_failed(&st))
-        return false;
-    strcpy(out->name, name);
-    out->sequence = json_integer_value(json_object_get(m, "sequence"));
-    out->counts = false;
-    const char *save = json_string_value(json_object_get(m, "save"));
-    out->writer = save != NULL ? strtoull(save, NULL, 16) : 0;
-    out->parent[0] = '\0';
-    const char *parent = json_string_value(json_object_get(m, "parent"));
-    if (parent != NULL && strlen(parent) <= MOE_CHECKPOINT_NAME_MAX)
-        strcpy(out->parent, parent);
-    json_decref(m);
-    return true;
-}
-
-/* All checkpoints of the root, newest first. The caller frees `*list`. */
-static struct moe_status list_kept(int root, struct kept **list, size_t *count)
-{
-    struct moe_status st = moe_ok();
-    DIR *names;
-    size_t room = 0;
-    *list = NULL;
-    *count = 0;
-    MOE_TRY(moe_ckpt__open_names(root, &names));
-    for (struct dirent *e = readdir(names); e != NULL && *count < KEPT_MAX; e = readdir(names)) {
-        if (*count == room) {
-            room = room > 0 ? 2 * room : 16;
-            struct kept *grown = reallocarray(*list, room, sizeof *grown);
-            if (grown == NULL) {
-                st = moe_ckpt__no_memory();
-                break;
-            }
-            *list = grown;
-        }
-        if (read_kept(root, e->d_name, &(*list)[*count]))
-            ++*count;
-    }
-    closedir(names);
-    if (*count > 0)
-        qsort(*list, *count, sizeof **list, newest_first);
-    return st;
-}
-
-static struct moe_status next_sequence(const char *path, json_int_t *sequence)
-{
-    int root = -1;
-    struct kept *list = NULL;
-    size_t count = 0;
-    MOE_TRY(moe_ckpt__open_root(path, &root));
-    struct moe_status st = list_kept(root, &list, &count);
-    *sequence = count > 0 ? list[0].sequence + 1 : 1;
-    free(list);
-    close(root);
-    return st;
-}
-
-/* Out of sight before it is taken apart: `*gone` as soon as it is, whatever becomes of its files.
- */
-static struct moe_status remove_kept(int root, const char *name, bool *gone)
-{
-    char hidden[MOE_CKPT_HIDDEN_MAX];
-    snprintf(hidden, sizeof hidden, ".%s.removed", name);
-    MOE_TRY(moe_ckpt__remove_tree(root, hidden));
-    if (renameat(root, name, root, hidden) != 0)
-        return moe_ckpt__io("renaming");
-    *gone = true;
-    return moe_ckpt__remove_tree(root, hidden);
-}
-
-/* Of a root that other trainings may use too: what this process has written, and what `newest` came
- * from. Newest first, so a parent lies behind its child; one that does not is another checkpoint,
- * which got the parent's name later. */
-static void count_ours(struct kept *list, size_t count, const char *newest, uint64_t writer)
-{
-    const char *ancestor = newest;
-    for (size_t i = 0; i < count; i++) {
-        bool descends = ancestor[0] != '\0' && strcmp(list[i].name, ancestor) == 0;
-        if (descends)
-            ancestor = list[i].parent;
-        list[i].counts = descends || list[i].writer == writer;
-    }
-}
-
-static void note_removed(struct moe_checkpoint_removed *removed, const char *name)
-{
-    if (removed->count < MOE_CHECKPOINT_REMOVED_MAX)
-        (void)snprintf(removed->names[removed->count], sizeof removed->names[0], "%s", name);
-    removed->count++;
-}
-
-static struct moe_status keep_newest(const struct moe_checkpoint_context *c, const char *newest,
-                                     uint32_t keep, struct moe_checkpoint_removed *removed)
-{
-    int root = -1;
-    struct kept *list = NULL;
-    size_t count = 0;
-    uint32_t counted = 0;
-    MOE_TRY(moe_ckpt__open_root(c->root, &root));
-    struct moe_status st = list_kept(root, &list, &count);
-    count_ours(list, count, newest, c->writer);
-    count = moe_failed(&st) ? 0 : count;
-    for (size_t i = 0; i < count; i++) {
-        if (!list[i].counts || counted++ < keep || strcmp(list[i].name, newest) == 0)
-            continue;
-        bool gone = false;
-        struct moe_status one = remove_kept(root, list[i].name, &gone);
-        if (moe_failed(&one))
-            st = moe_error_context(one, "checkpoint %s", list[i].name);
-        if (!gone)
-            continue;
-        note_removed(removed, list[i].name);
-        moe_log_info("checkpoint %s: removed, for %s was to leave %" PRIu32 " at most",
-                     list[i].name, newest, keep);
-    }
-    free(list);
-    close(root);
-    return st;
-}
-
 /* ---------------------------------------------------------------------------- commit */
 
 /* Reads a slot's list back and puts its hash into the manifest; its tensors must be whole. */
@@ -451,14 +304,15 @@ static struct moe_status fill_manifest(const struct moe_checkpoint_context *c, j
     if (s->lineage > INT64_MAX || s->weights_version > INT64_MAX || s->steps > INT64_MAX)
         return moe_error(MOE_OUT_OF_RANGE, MOE_REASON_VALUE_INVALID,
                          "a number of the training state is too large for a manifest");
-    MOE_TRY(next_sequence(c->root, &sequence));
+    MOE_TRY(moe_ckpt__next_sequence(c->root, &sequence));
     name_save(c, s, save);
     json_t *more = json_pack(
-        "{s:s, s:I, s:s, s:s, s:I, s:I, s:o, s:I, s:I, s:I, s:I, s:{s:I, s:s}, s:[]}", "format",
-        FORMAT, "format_version", (json_int_t)FORMAT_VERSION, "save", save, "parent", s->parent,
-        "sequence", sequence, "made", (json_int_t)time(NULL), "settings", moe_ckpt__settings(c),
-        "lineage", (json_int_t)s->lineage, "weights_version", (json_int_t)s->weights_version,
-        "steps", (json_int_t)s->steps, "frozen", (json_int_t)s->frozen, "records", "bytes",
+        "{s:s, s:I, s:s, s:s, s:o, s:I, s:I, s:o, s:I, s:I, s:I, s:I, s:{s:I, s:s}, s:[]}",
+        "format", FORMAT, "format_version", (json_int_t)FORMAT_VERSION, "save", save, "parent",
+        s->parent, "told", moe_ckpt__told(&s->told), "sequence", sequence, "made",
+        (json_int_t)time(NULL), "settings", moe_ckpt__settings(c), "lineage",
+        (json_int_t)s->lineage, "weights_version", (json_int_t)s->weights_version, "steps",
+        (json_int_t)s->steps, "frozen", (json_int_t)s->frozen, "records", "bytes",
         (json_int_t)s->record_bytes, "sha256", records_hash, "slots");
     if (more == NULL || json_object_update(m, more) != 0) {
         json_decref(more);
@@ -530,7 +384,7 @@ void moe_checkpoint_save_tidy(const struct moe_checkpoint_context *c, const char
                               uint32_t keep, struct moe_checkpoint_removed *removed)
 {
     *removed = (struct moe_checkpoint_removed){0};
-    struct moe_status st = keep > 0 ? keep_newest(c, name, keep, removed) : moe_ok();
+    struct moe_status st = keep > 0 ? moe_ckpt__keep_newest(c, name, keep, removed) : moe_ok();
     if (moe_failed(&st))
         moe_log_warn("old checkpoints could not be removed: %s", st.text);
 }

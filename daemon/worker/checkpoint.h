@@ -20,7 +20,11 @@
 
 #include <stdatomic.h>
 
-enum { MOE_CHECKPOINT_NAME_MAX = 64, MOE_CHECKPOINT_REMOVED_MAX = 32 };
+enum {
+    MOE_CHECKPOINT_NAME_MAX = 64,
+    MOE_CHECKPOINT_REMOVED_MAX = 32,
+    MOE_CHECKPOINT_TOLD_MAX = 32
+};
 
 struct moe_checkpoint_copy;
 
@@ -46,7 +50,21 @@ struct moe_checkpoint_context {
     _Atomic uint64_t
         *processed;  /* bytes taken from the copy, or checked, so far; NULL = not wanted */
     uint64_t writer; /* a number of the lowest slot's process's own: says who writes it */
+    int *shown; /* this process's, -1 while it writes nothing: by what others of the root see that
+                   the writer of a hidden directory lives */
 };
+
+/* Checkpoints that the group was told to load by their names, the latest first; of more than these
+ * the earliest are forgotten. */
+struct moe_checkpoint_told {
+    uint32_t count;
+    char names[MOE_CHECKPOINT_TOLD_MAX][MOE_CHECKPOINT_NAME_MAX + 1];
+};
+void moe_checkpoint_told_add(struct moe_checkpoint_told *told, const char *name);
+bool moe_checkpoint_told_has(const struct moe_checkpoint_told *told, const char *name);
+/* `older` behind those that are there. */
+void moe_checkpoint_told_join(struct moe_checkpoint_told *told,
+                              const struct moe_checkpoint_told *older);
 
 /* What this slot would write, in host memory, so that the files can be written while what it is a
  * copy of goes on learning. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY (the host has no room: it
@@ -65,6 +83,7 @@ struct moe_checkpoint_state {
     uint64_t save[5]; /* the Save that writes it: id and content. Not after read */
     char parent[MOE_CHECKPOINT_NAME_MAX + 1]; /* the checkpoint that the state came from or went to
                                                  last; "" = none. Not after read */
+    struct moe_checkpoint_told told;          /* by the group that writes it, up to then */
     const uint8_t *records; /* the ledger, packed (worker/ledger.h); opaque. Only for commit and
                                after read */
     size_t record_bytes;
@@ -74,7 +93,7 @@ void moe_checkpoint_state_free(struct moe_checkpoint_state *s);
 
 /* Save, four phases.
  *   begin   lowest slot: refuses a name that exists (MOE_ALREADY_EXISTS / CHECKPOINT_EXISTS),
- * removes what earlier Saves that did not end left, makes the hidden directory that the others
+ * removes what Saves of processes that have gone left, makes the hidden directory that the others
  *           write into; nothing on the other slots. `*found`: the checkpoint exists, whole, and is
  *           what this very Save (writer, lineage and state->save) has written, before something
  * kept it from being recorded: nothing is to be written, and version and steps in `state` are the
@@ -83,8 +102,10 @@ void moe_checkpoint_state_free(struct moe_checkpoint_state *s);
  *           a failure after it is logged and not reported
  *   tidy    lowest slot, once all slots know that `name` is where they would go back to: removes
  *           all but the `keep` newest (0 = nothing is removed) of those that this process has
- *           written and those that `name` came from (its parent, the parent's, ...). What others
- *           have written stays, and does not count. What is removed, and failures, are logged */
+ *           written and those that `name` came from without anybody's telling (its parent, which
+ *           was saved or gone back to before, the parent's, ...). What the group was told to load,
+ *           what that came from, and what others have written stay, and do not count. What is
+ *           removed, and failures, are logged */
 struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context *c,
                                             const char *name, struct moe_checkpoint_state *state,
                                             bool *found) MOE_CHECKED;

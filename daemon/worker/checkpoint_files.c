@@ -122,15 +122,21 @@ struct moe_status moe_ckpt__open_names(int root, DIR **names)
 
 /* What a process left that could not tidy up, whatever it was to be called. The group writes one
  * checkpoint at a time, and has waited for what its members had given up: what is there is of
- * nobody, or of a process that is not of the group any more. */
-static struct moe_status sweep(int root)
+ * nobody, or of another process that lives. */
+static struct moe_status sweep(const struct moe_checkpoint_context *c, int root)
 {
     DIR *names;
     MOE_TRY(moe_ckpt__open_names(root, &names));
-    for (struct dirent *e = readdir(names); e != NULL; e = readdir(names))
-        if (e->d_name[0] == '.' &&
-            (ends_with(e->d_name, ".saving") || ends_with(e->d_name, ".removed")))
+    for (struct dirent *e = readdir(names); e != NULL; e = readdir(names)) {
+        if (e->d_name[0] != '.')
+            continue;
+        bool saving = ends_with(e->d_name, ".saving");
+        if ((saving && !moe_ckpt__is_written(c, root, e->d_name)) ||
+            ends_with(e->d_name, ".removed"))
             sweep_one(root, e->d_name);
+        else if (ends_with(e->d_name, MOE_CKPT_WRITER))
+            moe_ckpt__sweep_writer(root, e->d_name);
+    }
     closedir(names);
     return moe_ok();
 }
@@ -149,13 +155,16 @@ struct moe_status moe_ckpt__begin(const struct moe_checkpoint_context *c, const 
         st = exists(name);
         goto done;
     }
-    MOE_TRY_GOTO(st, sweep(fd), done);
+    MOE_TRY_GOTO(st, moe_ckpt__show_writer(c, fd), done);
+    MOE_TRY_GOTO(st, sweep(c, fd), done);
     if (mkdirat(fd, directory, 0777) != 0) {
         st = moe_ckpt__io("making a directory");
         goto done;
     }
     st = moe_ckpt__open_dir(fd, directory, hidden);
 done:
+    if (moe_failed(&st))
+        moe_ckpt__hide_writer(c, fd);
     close(fd);
     return st;
 }
@@ -204,6 +213,7 @@ struct moe_status moe_ckpt__publish(const struct moe_checkpoint_context *c, cons
         struct moe_status synced = moe_ckpt__sync(fd);
         if (moe_failed(&synced)) /* it exists: nothing can be taken back */
             moe_log_error("checkpoint %s may not survive a loss of power: %s", name, synced.text);
+        moe_ckpt__hide_writer(c, fd);
     }
     close(fd);
     return st;
@@ -217,6 +227,7 @@ void moe_ckpt__abandon(const struct moe_checkpoint_context *c, const char *name)
     struct moe_status st = moe_ckpt__open_root(c->root, &fd);
     if (!moe_failed(&st)) {
         st = moe_ckpt__remove_tree(fd, directory);
+        moe_ckpt__hide_writer(c, fd);
         close(fd);
     }
     if (moe_failed(&st))
@@ -232,7 +243,10 @@ static struct moe_status remove_below(int at, const char *name, unsigned depth)
         return moe_ckpt__io("removing a file");
     if (depth == DEPTH_MAX)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "directories without end");
-    MOE_TRY(moe_ckpt__open_dir(at, name, &fd));
+    struct moe_status opened = moe_ckpt__open_dir(at, name, &fd);
+    if (opened.code == MOE_NOT_FOUND) /* somebody else is at it */
+        return moe_ok();
+    MOE_TRY(opened);
     DIR *list = fdopendir(fd);
     if (list == NULL) {
         struct moe_status st = moe_ckpt__io("reading a directory");
@@ -244,7 +258,7 @@ static struct moe_status remove_below(int at, const char *name, unsigned depth)
         if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0)
             st = remove_below(fd, e->d_name, depth + 1);
     closedir(list);
-    if (!moe_failed(&st) && unlinkat(at, name, AT_REMOVEDIR) != 0)
+    if (!moe_failed(&st) && unlinkat(at, name, AT_REMOVEDIR) != 0 && errno != ENOENT)
         st = moe_ckpt__io("removing a directory");
     return st;
 }

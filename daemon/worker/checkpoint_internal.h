@@ -61,6 +61,25 @@ struct moe_status moe_ckpt__hash(const struct moe_checkpoint_context *c, int at,
  * called it. */
 struct moe_status moe_ckpt__damaged(struct moe_status st) MOE_CHECKED;
 
+/* ---------------------------------------------------------------- writers (checkpoint_writers.c)
+ *
+ * Several groups may write below one root. The process that writes for one holds a lock on a file
+ * there, ".WRITER.writer", which the kernel gives back whatever its end: what has that writer's
+ * number in its name and no such lock is nobody's any more. */
+
+#define MOE_CKPT_WRITER ".writer" /* how the name of such a file ends */
+
+/* This process's file is there and locked until it is hidden. Where the file system has no locks,
+ * the log says so. */
+struct moe_status moe_ckpt__show_writer(const struct moe_checkpoint_context *c,
+                                        int root) MOE_CHECKED;
+void moe_ckpt__hide_writer(const struct moe_checkpoint_context *c, int root);
+/* Whether the writer of the hidden `name` may still be writing it: another process that holds its
+ * lock, or of which nobody can tell. */
+bool moe_ckpt__is_written(const struct moe_checkpoint_context *c, int root, const char *name);
+/* Removes a file ".WRITER.writer" whose writer has gone. */
+void moe_ckpt__sweep_writer(int root, const char *file);
+
 /* ---------------------------------------------------------------- tensors (checkpoint_tensors.c)
  */
 
@@ -115,6 +134,15 @@ bool moe_ckpt__has_master(const struct moe_checkpoint_context *c, size_t layer,
 
 /* ------------------------------------------------------------- settings (checkpoint_settings.c) */
 
+/* One more than the highest of the root: newer checkpoints have higher ones. */
+struct moe_status moe_ckpt__next_sequence(const char *root, json_int_t *sequence) MOE_CHECKED;
+/* Retention (moe_checkpoint_save_tidy); `keep` is above 0. */
+struct moe_status moe_ckpt__keep_newest(const struct moe_checkpoint_context *c, const char *newest,
+                                        uint32_t keep,
+                                        struct moe_checkpoint_removed *removed) MOE_CHECKED;
+/* A list of names; NULL without memory. Reading takes what is sound, for it only spares. */
+json_t *moe_ckpt__told(const struct moe_checkpoint_told *told);
+void moe_ckpt__read_told(const json_t *manifest, struct moe_checkpoint_told *out);
 /* What the manifest says of model, optimizer and adapters; compared as JSON when it is read. */
 json_t *moe_ckpt__settings(const struct moe_checkpoint_context *c);
 /* Whether a checkpoint of this manifest was made with the settings of these workers. Errors:

@@ -52,6 +52,7 @@ struct moe_status moe_train_create(const struct moe_train_config *config, struct
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory to train");
     pthread_mutex_init(&t->lock, NULL);
     t->config = *config;
+    t->shown = -1;
     t->config_hash = hash_config(&config->trainer);
     t->frozen = config->trainer.frozen;
     t->weights_version = 1;

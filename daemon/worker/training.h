@@ -66,6 +66,7 @@ struct moe_train_stand {
     uint64_t torn;                              /* 1: a change was cut short, or state was lost */
     uint64_t unsaved;                           /* steps that no checkpoint has */
     char checkpoint[MOE_TRAINING_NAME_MAX + 8]; /* that the state came from or went to; "" = none */
+    uint64_t told;                              /* 1: to load `checkpoint`, by its name */
     uint64_t
         chosen; /* 1: an operator wants the group to go back to `choice`, if it has to go back */
     char choice[MOE_TRAINING_NAME_MAX + 8]; /* "" = the model as loaded */
@@ -77,6 +78,7 @@ struct moe_train_decision {
     uint64_t lineage, weights_version;
     char checkpoint[MOE_TRAINING_NAME_MAX + 1];
     uint64_t lost_steps; /* with `restart`: what no checkpoint has of the latest state */
+    bool told;           /* somebody has named it, now or when the group loaded it */
 };
 
 /* `t` may be NULL: no training. */

@@ -21,6 +21,7 @@ void moe_train_stand(struct moe_train *t, struct moe_train_stand *out)
     out->torn = t->torn;
     out->unsaved = t->unsaved;
     memcpy(out->checkpoint, t->checkpoint, sizeof t->checkpoint);
+    out->told = moe_checkpoint_told_has(&t->told, t->checkpoint);
     out->chosen = t->chosen;
     memcpy(out->choice, t->choice, sizeof t->choice);
     pthread_mutex_unlock(&t->lock);
@@ -100,6 +101,7 @@ struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_
     out->weights_version = version + 1;
     out->lost_steps = best->unsaved;
     memcpy(out->checkpoint, told != NULL ? told->choice : best->checkpoint, MOE_TRAINING_NAME_MAX);
+    out->told = told != NULL || best->told != 0;
     return moe_ok();
 }
 
@@ -124,6 +126,8 @@ static struct moe_status restart(struct moe_train *t, const struct moe_train_dec
     t->frozen = t->config.trainer.frozen;
     memset(t->checkpoint, 0, sizeof t->checkpoint);
     memcpy(t->checkpoint, d->checkpoint, MOE_TRAINING_NAME_MAX);
+    if (d->told && d->checkpoint[0] != '\0')
+        moe_checkpoint_told_add(&t->told, d->checkpoint);
     t->torn = true;
     pthread_mutex_unlock(&t->lock);
     if (d->checkpoint[0] != '\0')

@@ -111,6 +111,7 @@ static struct moe_status create_job(struct moe_train *t, const struct moe_train_
                                       .steps = t->steps,
                                       .frozen = t->frozen}};
     strcpy(j->work.state.parent, t->checkpoint);
+    j->work.state.told = t->told;
     j->work.context.cancel = &j->cancel;
     j->work.context.processed = &j->processed;
     *out = j;
@@ -303,6 +304,7 @@ static struct moe_status take(struct moe_train_job *j, struct moe_session *sessi
         return verdict;
     pthread_mutex_lock(&t->lock);
     moe_train__begin_lineage(t, t->lineage + 1, t->weights_version + 1);
+    moe_checkpoint_told_add(&t->told, j->call.name);
     pthread_mutex_unlock(&t->lock);
     moe_train__note_checkpoint(t, j->call.name, t->steps);
     return moe_ok();

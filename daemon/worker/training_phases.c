@@ -171,6 +171,7 @@ struct moe_checkpoint_context moe_train__context_of(struct moe_train *t)
         .live = t->live,
         .config = &t->config.trainer,
         .writer = t->writer,
+        .shown = &t->shown,
     };
 }
 
@@ -363,6 +364,11 @@ struct moe_status moe_train__load_checkpoint(struct moe_train *t)
                                            "checkpoint %s needs --training-dir", t->checkpoint);
     if (!moe_failed(&st))
         st = take_tensors(t, &context, t->checkpoint, &state);
+    if (!moe_failed(&st)) {
+        pthread_mutex_lock(&t->lock);
+        moe_checkpoint_told_join(&t->told, &state.told);
+        pthread_mutex_unlock(&t->lock);
+    }
     moe_checkpoint_state_free(&state);
     return st;
 }

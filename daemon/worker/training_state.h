@@ -36,6 +36,7 @@ struct moe_train {
     uint64_t unsaved; /* that moved something since the state of `checkpoint`, or since loading */
     uint32_t backwards, frozen;
     char checkpoint[MOE_TRAINING_NAME_MAX + 1];
+    struct moe_checkpoint_told told; /* by an operator or a trainer, to load */
     bool torn;
     bool chosen; /* see moe_train_choose */
     char choice[MOE_TRAINING_NAME_MAX + 1];
@@ -63,6 +64,7 @@ struct moe_train {
     uint64_t held_id;
 
     uint64_t writer; /* random; of this process */
+    int shown;       /* moe_checkpoint_context.shown */
     moe_train_poke_fn poke;
     void *poke_ctx;
 

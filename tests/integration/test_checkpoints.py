@@ -1,5 +1,6 @@
 """Checkpoints of training on real daemons: what is written, what comes back, what is refused."""
 
+import fcntl
 import filecmp
 import json
 import os
@@ -239,9 +240,9 @@ class Checkpoints(unittest.TestCase):
             for i in range(40):
                 self.assertEqual(list(other.save(longest % i, 100 + i).removed), [])
             answer = other.save("last", 200, keep=1)
-            self.assertEqual(answer.removed_count, 42)
+            self.assertEqual(answer.removed_count, 41)  # all but what was loaded by its name
             self.assertEqual(list(answer.removed), [longest % i for i in range(39, 7, -1)])
-            self.assertEqual(sorted(os.listdir(self.root)), ["last", "notes"])
+            self.assertEqual(sorted(os.listdir(self.root)), ["last", "notes", "w"])
             self.assertEqual(other.save("last", 200, keep=1).removed_count, 0)  # a repeat
             told = moectl("training", "save", "m1", "--keep", "1", "--endpoint", g.endpoints[1])
             self.assertIn("removed last\n", told.stdout)
@@ -272,8 +273,80 @@ class Checkpoints(unittest.TestCase):
         with self.group(1) as g:  # goes on from one of them
             client = Client(g)
             client.load("full-2", 5)
-            client.save("full-3", 6, keep=2)
-            self.assertEqual(sorted(os.listdir(self.root)), ["full-2", "full-3", "other-2"])
+            client.save("full-3", 6, keep=1)
+            self.assertEqual(sorted(os.listdir(self.root)),
+                             ["full-1", "full-2", "full-3", "other-2"])
+            client.save("full-4", 7, keep=1)
+            self.assertEqual(sorted(os.listdir(self.root)),
+                             ["full-1", "full-2", "full-4", "other-2"])
+
+    def test_what_was_loaded_by_its_name_is_kept_and_what_that_came_from(self):
+        with self.group(2) as g:
+            client = Client(g)
+            for i, name in enumerate(["one", "two", "three", "four"]):
+                client.save(name, i + 1)
+            client.load("two", 5)
+            self.assertEqual(list(client.save("five", 6, keep=1).removed), ["four", "three"])
+            client.load("one", 7)
+            self.assertEqual(list(client.save("six", 8, keep=1).removed), ["five"])
+            # The loads are known to those who come later, too: the lowest worker, which writes.
+            epoch = g.info(1).epoch
+            g.kill_worker(0)
+            g.start_worker(0)
+            g.wait_serving(epoch)
+            client = Client(g)
+            self.assertEqual(client.state().checkpoint, "six")
+            self.assertEqual(list(client.save("seven", 9, keep=1).removed), ["six"])  # its own line
+            self.assertEqual(list(client.save("eight", 10, keep=1).removed), ["seven"])
+            self.assertEqual(sorted(os.listdir(self.root)), ["eight", "one", "two"])
+
+    def test_what_it_loaded_stays_also_after_it_went_back_there(self):
+        with self.group(1) as g:
+            client = Client(g)
+            client.save("base", 1)
+        with self.group(2) as g:
+            client = Client(g)
+            client.load("base", 1)
+            epoch = g.info(1).epoch
+            g.kill_worker(0)
+            g.start_worker(0)
+            g.wait_serving(epoch)
+            client = Client(g)
+            self.assertEqual(client.state().checkpoint, "base")
+            client.save("mine", 2, keep=1)
+            client.save("last", 3, keep=1)
+            self.assertEqual(sorted(os.listdir(self.root)), ["base", "last"])
+
+    def test_two_groups_may_save_below_one_root_at_once(self):
+        with self.group(2) as one, self.group(2) as two:
+            clients = [Client(one), Client(two)]
+            for round in range(6):
+                saves = [threading.Thread(target=client.save, args=("of-%d-%d" % (i, round),
+                                                                    round + 1, 2))
+                         for i, client in enumerate(clients)]
+                for save in saves:
+                    save.start()
+                for save in saves:
+                    save.join()
+            self.assertEqual(sorted(os.listdir(self.root)),
+                             ["of-%d-%d" % (i, n) for i in range(2) for n in (4, 5)])
+            for client, name in zip(clients, ("of-1-5", "of-0-5")):
+                client.load(name, 20)  # whole
+
+    def test_a_save_leaves_what_another_living_group_writes(self):
+        hidden = ".slow.%016x.saving" % 7
+        os.mkdir(self.path(hidden))
+        file = os.open(self.path(".%016x.writer" % 7), os.O_RDWR | os.O_CREAT)
+        os.close(os.open(self.path(".%016x.writer" % 8), os.O_RDWR | os.O_CREAT))  # of a crash
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with self.group(1) as g:
+            client = Client(g)
+            client.save("one", 1)
+            self.assertEqual(sorted(os.listdir(self.root)),
+                             [".%016x.writer" % 7, hidden, "one"])
+            os.close(file)  # as the kernel does when a process ends
+            client.save("two", 2)
+            self.assertEqual(sorted(os.listdir(self.root)), ["one", "two"])
 
     def test_names_stay_inside_the_root(self):
         outside = tempfile.mkdtemp(prefix="moed-outside-")

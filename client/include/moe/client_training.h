@@ -166,8 +166,7 @@ enum { MOE_CLIENT_NAME_BYTES = 65, MOE_CLIENT_REMOVED_MAX = 32 };
 struct moe_client_checkpoint {
     struct moe_client_change change;
     const char *name; /* 1 to 64 characters of [A-Za-z0-9._-], no dot first */
-    uint32_t
-        keep; /* save: only this many newest stay of those the group saved or came from; 0 = all */
+    uint32_t keep;    /* save: only this many newest stay of those the group saved; 0 = all */
     /* answer */
     uint64_t weights_version;  /* save, load: of the weights in it; from now on */
     uint64_t answered_lineage; /* save: of the state in it; load: the new one */

@@ -257,7 +257,7 @@ class TrainingCalls:
     def save_checkpoint(self, name, *, step_id, session=None, lineage=0, keep=0, timeout=None):
         """Writes weights and optimizer state into directory `name` of the workers' training root,
         while forward passes and training go on; afterwards only the `keep` newest stay of those
-        that this group saved or came from (0: all; other trainings' are never removed).
+        that this group saved (0: all; other trainings', and what was loaded, are never removed).
         Called off when `timeout` is over; without one it may take as long as it takes, and a group
         that cannot be reached for the client's timeout is given up. Returns Checkpoint."""
         answer = self._train("SaveCheckpoint", training_pb2.SaveCheckpointRequest(
