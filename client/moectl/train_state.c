@@ -75,9 +75,10 @@ void moectl_train_say_at_stake(const Moe__V1__GetTrainStateResponse *s)
     char origin[SINCE_BYTES];
     if (s->problem[0] != '\0') {
         moectl_say("%s", s->problem);
-        moectl_say("the group forms when it is told where to go back to: `moectl training recover "
-                   "NAME` takes that checkpoint, `recover-model` the model as loaded; steps since "
-                   "then are lost");
+        moectl_say(
+            "the group forms when it is told where to go back to: `moectl training recover "
+            "NAME` takes that checkpoint (`moectl training list` shows them), `recover-model` "
+            "the model as loaded; steps since then are lost");
         return;
     }
     moectl_train_say_unsaved(s);

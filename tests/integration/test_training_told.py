@@ -7,13 +7,14 @@ import re
 import shutil
 import socket
 import tempfile
+import threading
 import time
 import unittest
 import urllib.request
 
 import numpy as np
 
-from group import main, moectl
+from group import BUILD, main, moectl
 import moed
 from test_checkpoints import Client, LORA
 import training as daemons
@@ -295,6 +296,38 @@ class LogAndSeries(Told):
             names = self.series(port)
         self.assertIn('moe_requests_total{rpc="Forward",code="OK"}', names)
         self.assertEqual([n for n in names if "train" in n or "Backward" in n], [])
+
+
+class Ends(Told):
+    def test_down_does_not_call_lost_what_is_being_saved(self):
+        gate = self.path(".gate")
+        open(gate, "w").close()
+        environment = {"LD_PRELOAD": os.path.join(BUILD, "tests", "integration",
+                                                  "libgated_fsync.so"), "MOE_TEST_GATE": gate,
+                       "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") +
+                       ":verify_asan_link_order=0"}
+        with self.group(1, environment=environment) as g:
+            client = Client(g)
+            client.train(1)
+            save = threading.Thread(target=client.save, args=("k1", 15))
+            save.start()
+            with moed.Client(g.endpoints[0]) as python:
+                while python.train_state().saving != "k1":
+                    time.sleep(0.01)
+            done = []
+            down = threading.Thread(target=lambda: done.append(
+                moectl("down", "--endpoint", g.endpoints[0], check=False)))
+            down.start()
+            time.sleep(0.5)
+            os.remove(gate)
+            down.join()
+            save.join()
+            print(done[0].stderr)
+            self.assertEqual(done[0].returncode, 0)
+            self.assertIn("checkpoint k1 is being written: unless that ends well, 1 optimizer step "
+                          "since the model was loaded is lost", done[0].stderr)
+            self.assertNotIn("not saved", done[0].stderr)
+        self.assertIn("manifest.json", os.listdir(self.path("k1")))
 
 
 class Refused(Told):
