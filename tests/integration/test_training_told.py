@@ -220,7 +220,8 @@ class LogAndSeries(Told):
             client.backward(client.layer, client.dy * np.float32(np.inf), client.x, routing,
                             batch=900)
             self.assertTrue(client.optimizer_step(step=30).skipped_nonfinite)
-            client.save("k2", 40, keep=1)
+            client.save("k2", 40)
+            client.save("k3", 41, keep=1)  # k1 was loaded, and stays
             value = self.series(port)
             client.close()
         lines = self.lines()
@@ -242,13 +243,15 @@ class LogAndSeries(Told):
             r"optimizer step 30 was skipped: a gradient was not finite \(1 skipped since this worker "
             r"started\)",
             r"checkpoint k2: saving begins, of the state after step 1, weights version %s" % number,
-            r"checkpoint k1: removed, for k2 was to leave 1 at most",
             r"checkpoint k2: saved in %s, %s by all workers" % (seconds, size),
+            r"checkpoint k3: saving begins, of the state after step 1, weights version %s" % number,
+            r"checkpoint k2: removed, for k3 was to leave 1 at most",
+            r"checkpoint k3: saved in %s, %s by all workers" % (seconds, size),
         ]
         self.assertEqual(len(lines), len(wanted))
         for line, pattern in zip(lines, wanted):
             self.assertRegex(line, "^%s$" % pattern)
-        self.assertEqual(value['moe_train_checkpoint_seconds_count{kind="save"}'], 2)
+        self.assertEqual(value['moe_train_checkpoint_seconds_count{kind="save"}'], 3)
         self.assertGreater(value['moe_train_checkpoint_seconds_sum{kind="save"}'], 0)
         self.assertEqual(value['moe_train_checkpoint_seconds_count{kind="load"}'], 1)
         self.assertEqual(value['moe_train_checkpoint_failures_total{kind="save"}'], 1)
@@ -257,7 +260,7 @@ class LogAndSeries(Told):
                           value["moe_train_step_seconds_count"]), (2, 1, 3))
         self.assertGreater(value["moe_train_step_seconds_sum"], 0)
         for rpc, code, count in (("Backward", "OK", 5), ("OptimizerStep", "OK", 3),
-                                 ("SaveCheckpoint", "OK", 2), ("SaveCheckpoint", "ALREADY_EXISTS", 1),
+                                 ("SaveCheckpoint", "OK", 3), ("SaveCheckpoint", "ALREADY_EXISTS", 1),
                                  ("LoadCheckpoint", "OK", 1), ("LoadCheckpoint", "NOT_FOUND", 1),
                                  ("ZeroGrad", "OK", 0)):
             self.assertEqual(value['moe_requests_total{rpc="%s",code="%s"}' % (rpc, code)], count,
