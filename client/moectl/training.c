@@ -621,7 +621,10 @@ const struct moectl_command moectl_training = {
              "  merge          merge the adapters into the weights, and begin new ones\n"
              "  zero-grad      drop the gradients since the last step\n"
              "  freeze PARTS   router, experts, shared (with commas between) or none; the rest "
-             "learns",
+             "learns\n"
+             "\n"
+             "save, load, export and merge have no limit but a --timeout that is given; Ctrl-C\n"
+             "calls a save off",
     .examples = "  moectl training\n"
                 "  moectl training -o json | jq .weightsVersion\n"
                 "  moectl training save epoch-3 --keep 5\n"
