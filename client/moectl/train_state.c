@@ -66,6 +66,10 @@ bool moectl_train_tell_unsaved(const char *worker, uint64_t deadline_ns)
     if (st.code != MOE_OK)
         return st.code == MOE_UNIMPLEMENTED;
     moectl_train_say_unsaved(state);
+    if (state->checkpoint[0] != '\0')
+        moectl_say("a group that is started anew goes on from checkpoint %s after `moectl training "
+                   "load %s`",
+                   state->checkpoint, state->checkpoint);
     moe__v1__get_train_state_response__free_unpacked(state, NULL);
     return true;
 }

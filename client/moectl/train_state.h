@@ -18,9 +18,9 @@ struct moe_status moectl_train_glance(const char *worker, uint64_t deadline_ns,
 /* Says on stderr which optimizer steps no checkpoint has; nothing where there are none. */
 void moectl_train_say_unsaved(const Moe__V1__GetTrainStateResponse *s);
 
-/* The same of the group of the worker at that address, as it ends. Only a remark: whoever does not
- * answer at once is not waited for, and nothing is said of a failure. True when the worker answered,
- * be it that it does not train. */
+/* The same of the group of the worker at that address, as it ends, and how to go on from its last
+ * checkpoint. Only a remark: whoever does not answer at once is not waited for, and nothing is said
+ * of a failure. True when the worker answered, be it that it does not train. */
 bool moectl_train_tell_unsaved(const char *worker, uint64_t deadline_ns);
 
 /* Says on stderr what is at stake for a group without a view in force: what is lost where a worker

@@ -320,6 +320,8 @@ class Saving(unittest.TestCase):
                 done = moectl("down", "--state-dir", state)
                 self.assertIn(said, done.stderr)
                 self.assertEqual("saved" in done.stderr, said != "")
+                self.assertEqual("`moectl training load %s`" % saved in done.stderr,
+                                 saved is not None)
 
     def test_a_group_in_the_foreground_tells_it_as_it_ends(self):
         """By Ctrl-C, and by the death of a worker."""
