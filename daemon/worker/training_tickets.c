@@ -11,8 +11,9 @@
 static struct moe_status wrong_lineage(uint64_t asked, uint64_t present)
 {
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STATE_LOST,
-                     "lineage %llu was asked for; it is %llu: what was not saved in a checkpoint "
-                     "is lost. Read the state, and go on from there",
+                     "lineage %llu was asked for; it is %llu: the group went back to a checkpoint "
+                     "or loaded one, or is another group; what was not saved is lost. Read the "
+                     "state, and go on from there",
                      (unsigned long long)asked, (unsigned long long)present);
 }
 

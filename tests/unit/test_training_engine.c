@@ -7,6 +7,7 @@
 #include "worker/training_phases.h" /* from within: pokes, and what a phase came to */
 
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -517,10 +518,16 @@ static void a_group_decides_together_where_to_go_on(void **state)
     assert_ok(moe_train_decide(s, 5, &d));
     assert_true(d.restart);
     assert_string_equal(d.checkpoint, "b");
+    assert_false(d.told);
+    s[0].told = 1; /* it had loaded it, by its name: retention has to know */
+    assert_ok(moe_train_decide(s, 5, &d));
+    assert_true(d.told);
+    s[0].told = 0;
     s[2].chosen = 1; /* an operator has told one of them where to go */
     strcpy(s[2].choice, "a");
     assert_ok(moe_train_decide(s, 5, &d));
     assert_string_equal(d.checkpoint, "a");
+    assert_true(d.told);
     s[0].chosen = 1; /* and the other something else */
     assert_refused(moe_train_decide(s, 5, &d), MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK);
     s[2].choice[0] = '\0'; /* both: the model as loaded */
@@ -533,6 +540,31 @@ static void a_group_decides_together_where_to_go_on(void **state)
     s[0] = fresh;
     s[0].config = 2;
     assert_refused(moe_train_decide(s, 5, &d), MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID);
+}
+
+static void what_was_loaded_is_remembered_latest_first(void **state)
+{
+    (void)state;
+    struct moe_checkpoint_told told = {0}, other = {0};
+    char name[MOE_CHECKPOINT_NAME_MAX + 1];
+    for (int i = 0; i <= MOE_CHECKPOINT_TOLD_MAX; i++) {
+        snprintf(name, sizeof name, "n%d", i);
+        moe_checkpoint_told_add(&told, name);
+        assert_string_equal(told.names[0], name);
+    }
+    assert_int_equal(told.count, MOE_CHECKPOINT_TOLD_MAX);
+    assert_false(moe_checkpoint_told_has(&told, "n0")); /* the earliest makes room */
+    assert_true(moe_checkpoint_told_has(&told, "n1"));
+    moe_checkpoint_told_add(&told, "n1"); /* again: it moves, and is there once */
+    assert_string_equal(told.names[0], "n1");
+    assert_string_equal(told.names[MOE_CHECKPOINT_TOLD_MAX - 1], "n2");
+    moe_checkpoint_told_add(&other, "mine");
+    moe_checkpoint_told_join(&other, &told);
+    assert_string_equal(other.names[0], "mine");
+    assert_string_equal(other.names[1], "n1");
+    assert_int_equal(other.count, MOE_CHECKPOINT_TOLD_MAX);
+    moe_checkpoint_told_join(&other, &told);
+    assert_int_equal(other.count, MOE_CHECKPOINT_TOLD_MAX);
 }
 
 int main(void)
@@ -558,6 +590,7 @@ int main(void)
         with_engine(more_calls_than_may_wait_are_refused),
         cmocka_unit_test(lack_of_memory_is_the_verdict_only_where_nobody_has_another_reason),
         cmocka_unit_test(a_group_decides_together_where_to_go_on),
+        cmocka_unit_test(what_was_loaded_is_remembered_latest_first),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
