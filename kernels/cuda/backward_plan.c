@@ -1,6 +1,7 @@
-/* The plan of a backward pass; see backward_plan.h. Rates were measured on an H200 (RESULTS.md) and
- * need only be about right: a guess that is too long costs combine's multiprocessors for that much
- * longer, one that is too short makes all of the remaining products wait for combine. */
+/* The plan of a backward pass; see backward_plan.h. Rates were measured on an H200
+ * (tests/bench/results/training.md) and need only be about right: a guess that is too long costs
+ * combine's multiprocessors for that much longer, one that is too short makes all of the remaining
+ * products wait for combine. */
 #include "cuda/backward_plan.h"
 
 #include "moe/types.h"

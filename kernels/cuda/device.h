@@ -26,7 +26,8 @@ struct moe_cuda_uploads; /* weights.c */
 /* A second way beside `compute`, for a pass that has something to do meanwhile. It begins where
  * `compute` stands (moe_cuda_branch_part) and ends before what `compute` gets next
  * (moe_cuda_branch_meet); between passes nothing runs on it, so whoever waits for `compute` has
- * waited for it. Of high priority: what waits for peers there gets multiprocessors first. */
+ * waited for it. Of high priority, so that combine, for which peers wait, gets multiprocessors
+ * first; the shared expert's products beside dispatch do so as well, and end without a peer. */
 struct moe_cuda_branch {
     cudaStream_t stream;
     cudaEvent_t parted, met;

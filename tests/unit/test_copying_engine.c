@@ -66,7 +66,8 @@ static void steps_run_while_a_save_copies_and_what_changes_the_state_may_come_af
     wait_done(2);
     assert_ok(test.clients[2].status);
     assert_int_equal(test.clients[2].answer.outcome.backwards, 1);
-    /* There is no directory to write into. */
+    /* There is no directory to write into. The poke may come after the step's ticket. */
+    wait_until(&test.announced_count, 5, &test.lock);
     order(7 - n, 0);
     wait_done(0);
     assert_refused(test.clients[0].status, MOE_FAILED_PRECONDITION, MOE_REASON_IO);
