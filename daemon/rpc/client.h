@@ -53,7 +53,8 @@ void moe_rpc_cancel(struct moe_rpc_pending *pending);
 void moe_rpc_pending_free(struct moe_rpc_pending *pending);
 
 /* Blocks until the answer is there. Not from a callback. `*reply` is the caller's on success. A
- * call without parts whose connection failed for a reason that cannot be is tried once more. */
+ * call without parts whose connection failed for a reason that cannot be is tried again for about
+ * two seconds, within its time. */
 struct moe_status moe_rpc_call_wait(struct moe_rpc_channel *ch, const char *path,
                                     const struct moe_rpc_call_options *options,
                                     const struct moe_rpc_out *out,

@@ -2,6 +2,7 @@
  * test ends by checking that each part that was lent to the transport came back exactly once. */
 #include "rpc_fixture.h"
 
+#include <arpa/inet.h>
 #include <errno.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -501,6 +502,41 @@ static void a_connection_that_fails_for_no_possible_reason_is_made_again(void **
     fixture_stop(&f);
 }
 
+/* Bound, so that nobody else takes the port, and deaf. The call's time stands for a call without an
+ * end: it must not be used up. */
+static void nobody_listening_is_unavailable_after_such_a_connection_too(void **state)
+{
+    struct fixture f;
+    struct moe_rpc_msg *m;
+    struct moe_rpc_channel *ch;
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t size = sizeof at;
+    const struct moe_rpc_out nothing = {0};
+    struct moe_rpc_call_options options = fixture_options(20000);
+    char target[32];
+    int deaf = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    (void)state;
+    assert_int_equal(bind(deaf, (struct sockaddr *)&at, sizeof at), 0);
+    assert_int_equal(getsockname(deaf, (struct sockaddr *)&at, &size), 0);
+    snprintf(target, sizeof target, "127.0.0.1:%u", ntohs(at.sin_port));
+    fixture_start(&f, NULL);
+    for (int lost = 1; lost <= 1000; lost += 999) { /* once, and as often as it is looked */
+        assert_ok(moe_rpc_channel_open(
+            f.client, &(struct moe_rpc_channel_config){.target = target, .own_connection = true},
+            &ch));
+        atomic_store(&lost_answers, lost);
+        struct moe_status st =
+            moe_rpc_call_wait(ch, "/grpc.health.v1.Health/Check", &options, &nothing, &m);
+        print_message("  %s: %s\n", moe_code_name(st.code), st.text);
+        assert_refused(st, MOE_UNAVAILABLE, MOE_REASON_NONE);
+        assert_true(lost_answers < lost);
+        moe_rpc_channel_close(ch);
+    }
+    atomic_store(&lost_answers, 0);
+    close(deaf);
+    fixture_stop(&f);
+}
+
 int main(void)
 {
     seed_random();
@@ -517,6 +553,7 @@ int main(void)
         cmocka_unit_test(messages_over_the_limit_are_refused_and_the_server_goes_on),
         cmocka_unit_test(nobody_listening_is_unavailable),
         cmocka_unit_test(a_connection_that_fails_for_no_possible_reason_is_made_again),
+        cmocka_unit_test(nobody_listening_is_unavailable_after_such_a_connection_too),
         cmocka_unit_test(a_stream_carries_messages_both_ways_until_both_ends_close),
         cmocka_unit_test(a_server_that_does_not_read_is_not_sent_to),
         cmocka_unit_test(a_stream_may_be_given_back_at_any_time),
