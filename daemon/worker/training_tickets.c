@@ -78,12 +78,27 @@ static bool judge_job(const struct moe_train *t, const struct moe_train_call *c,
     return same || c->poke;
 }
 
+/* [lock held] A Load begins a new lineage, and its repeat still names the one before it: it gets
+ * its answer as long as the lineage that the Load began is the present one. */
+static bool repeats_load(const struct moe_train *t, const struct moe_train_call *c)
+{
+    const struct moe_ledger_call *known;
+    return c->kind == MOE_STEP_LOAD && !c->poke &&
+           moe_ledger_look(t->ledger, c->session, c->id, &c->content, &known) ==
+               MOE_LEDGER_REPEAT &&
+           known->outcome.lineage == t->lineage;
+}
+
 /* [lock held] */
 static void judge(const struct moe_train *t, const struct moe_train_call *c,
                   struct moe_train_turn *turn)
 {
     *turn = (struct moe_train_turn){0};
     turn->refusal = moe_ok();
+    if (repeats_load(t, c)) {
+        turn->repeat = true;
+        return;
+    }
     if (c->lineage != 0 && c->lineage != t->lineage) {
         turn->refusal = wrong_lineage(c->lineage, t->lineage);
         return;

@@ -834,6 +834,29 @@ class Saving(unittest.TestCase):
             again = client.load("one", 50)
             self.assertEqual((again.repeated, again.lost_steps), (True, 1))
 
+    def test_a_load_that_names_its_lineage_is_answered_again(self):
+        """The lineage that it named ended with it: the answer may have been lost all the same."""
+        with self.group(2) as g:
+            client = Client(g)
+            client.train(1)
+            client.save("one", 15)
+            client.train(2)
+            before = client.state().lineage
+            for endpoint in g.endpoints:
+                with moed.Client(endpoint, timeout=30) as python:
+                    answer = python.load_checkpoint("one", step_id=50, session="mine",
+                                                    lineage=before)
+                    self.assertEqual(answer.repeated, endpoint != g.endpoints[0])
+                    self.assertEqual((answer.lineage > before, answer.lost_steps), (True, 1))
+            with moed.Client(g.endpoints[1], timeout=30) as python:
+                with self.assertRaises(moed.MoeError) as caught:
+                    python.load_checkpoint("one", step_id=51, session="mine", lineage=before)
+                self.assertEqual(caught.exception.reason, "STATE_LOST")
+                python.load_checkpoint("one", step_id=52, session="mine")
+                with self.assertRaises(moed.MoeError) as caught:  # that state is gone, too
+                    python.load_checkpoint("one", step_id=50, session="mine", lineage=before)
+                self.assertEqual(caught.exception.reason, "STATE_LOST")
+
     def test_no_id_shuts_out_those_that_take_the_next_one(self):
         with training_group(FAMILY, 1) as g:
             client = Client(g)
