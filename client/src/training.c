@@ -56,7 +56,7 @@ static struct moe_status send_once(const struct moe_client_lane *lane,
     pthread_mutex_unlock(&holds.lock);
     pthread_cond_destroy(&holds.none);
     pthread_mutex_destroy(&holds.lock);
-    return st;
+    return moe_client_blame_lane(lane, st); /* here, for another worker may be asked beside it */
 }
 
 /* The last word of `st` names the worker that has the answer. It need not be one that this client
@@ -115,7 +115,7 @@ static struct moe_status try_until_answered(struct moe_client *c,
             end = end_of_trying(c, begun, &alone_since);
         uint64_t at = moe_clock_ns() + moe_client_pause_ns(c, attempt, st.retry_after_ms);
         if (st.code != MOE_UNAVAILABLE || call->once || at >= end)
-            return moe_client_blame_lane(&c->lanes[lane], st);
+            return st;
         sleep_until(at);
         if (!call->home)
             lane = (lane + 1) % c->lane_count;

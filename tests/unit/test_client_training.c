@@ -445,6 +445,26 @@ static void the_worker_that_has_the_answer_is_asked(void **state)
     moe_client_close(c);
 }
 
+static void the_worker_that_was_asked_last_is_the_one_that_is_named(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_spread(false);
+    struct moe_client_backward b = request();
+    b.timeout_ms = 200;
+    for (int i = 0; i < WISHES; i++) {
+        sides[0].script[i] = ELSEWHERE;
+        sides[2].script[i] = UNAVAILABLE;
+    }
+    sides[0].then = ELSEWHERE;
+    sides[2].then = UNAVAILABLE;
+    struct moe_status st = moe_client_backward(c, &b);
+    assert_int_equal(st.code, MOE_UNAVAILABLE);
+    assert_non_null(strstr(st.text, fakes[2].endpoint));
+    assert_null(strstr(st.text, fakes[0].endpoint));
+    assert_true(sides[2].calls > 0);
+    moe_client_close(c);
+}
+
 static void a_saved_pass_spares_x(void **state)
 {
     (void)state;
@@ -676,6 +696,7 @@ int main(void)
         TEST(a_call_without_a_limit_gives_up_who_is_not_there),
         TEST(nothing_else_is_tried_again),
         TEST(the_worker_that_has_the_answer_is_asked),
+        TEST(the_worker_that_was_asked_last_is_the_one_that_is_named),
         TEST(a_saved_pass_spares_x),
         TEST(passes_that_are_kept_go_to_one_worker_whole),
         TEST(broken_answers_are_refused),
