@@ -11,7 +11,7 @@
 struct replace {
     struct moectl_common common;
     char state_path[MOECTL_PATH_MAX];
-    int directory, lock;
+    int directory, lock, turn;
     struct moectl_group group;
     struct moectl_daemons daemons;
     size_t places[MOECTL_PROCESSES_MAX]; /* of the daemons in the group */
@@ -96,11 +96,12 @@ static struct moe_status start_missing(struct replace *r, uint64_t deadline_ns)
     return st.code != MOE_OK ? st : recorded;
 }
 
-static struct moe_status prepare(struct replace *r)
+static struct moe_status prepare(struct replace *r, uint64_t deadline_ns)
 {
     struct moe_status st =
         moectl_state_open(r->common.state_dir, false, r->state_path, &r->directory);
     if (st.code == MOE_OK && moectl_state_is_alive(r->directory)) {
+        MOE_TRY(moectl_state_take_turn(r->directory, deadline_ns, &r->turn));
         MOE_TRY(moectl_state_join(r->directory, &r->lock));
         return moectl_state_read(r->directory, &r->group);
     }
@@ -136,12 +137,13 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     struct replace r = {.common = {.format = "table", .timeout_s = 60},
                         .directory = -1,
                         .lock = -1,
+                        .turn = -1,
                         .daemons = {.signals = -1}};
     int code;
     if (!moectl_parse(self, NULL, 0, &r.common, argc, argv, &code))
         return code;
     uint64_t deadline = moectl_deadline(&r.common);
-    struct moe_status st = prepare(&r);
+    struct moe_status st = prepare(&r, deadline);
     if (st.code == MOE_OK)
         st = start_missing(&r, deadline);
     code = st.code == MOE_OK ? announce(&r) : moectl_fail(&st);
@@ -149,6 +151,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     moectl_daemons_free(&r.daemons);
     if (r.lock >= 0)
         close(r.lock);
+    if (r.turn >= 0)
+        close(r.turn);
     if (r.directory >= 0)
         close(r.directory);
     return code;

@@ -13,6 +13,7 @@
 
 #define GROUP_FILE "group.json"
 #define LOCK_FILE  "lock"
+#define TURN_FILE  "turn"
 
 enum { POLL_MS = 20, FIRST_FREE_FD = 10 };
 
@@ -106,6 +107,24 @@ struct moe_status moectl_state_join(int directory, int *lock)
         return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_NONE, "a group is being started there");
     }
     *lock = fd;
+    return moe_ok();
+}
+
+struct moe_status moectl_state_take_turn(int directory, uint64_t deadline_ns, int *turn)
+{
+    int fd = openat(directory, TURN_FILE, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd < 0)
+        return io_error("open", TURN_FILE);
+    struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
+    while (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+        if (moe_clock_ns() >= deadline_ns) {
+            close(fd);
+            return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                             "another `moectl replace` was at work there all the time");
+        }
+        nanosleep(&pause, NULL);
+    }
+    *turn = fd;
     return moe_ok();
 }
 

@@ -44,6 +44,10 @@ struct moe_status moectl_state_open(const char *named, bool create, char path[MO
 struct moe_status moectl_state_lock(int directory, int *lock) MOE_CHECKED;
 /* The same for a daemon that joins the group that lives there. */
 struct moe_status moectl_state_join(int directory, int *lock) MOE_CHECKED;
+/* For who reads group.json, starts daemons and writes it again: one at a time. Waits for its turn
+ * until `deadline_ns`. `*turn`, which daemons do not inherit, is the caller's to close. */
+struct moe_status moectl_state_take_turn(int directory, uint64_t deadline_ns,
+                                         int *turn) MOE_CHECKED;
 bool moectl_state_is_alive(int directory);
 /* Waits until no process of the group is left; false when `deadline_ns` has passed. */
 bool moectl_state_wait_gone(int directory, uint64_t deadline_ns);

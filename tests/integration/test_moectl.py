@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -321,6 +322,30 @@ class UpAndDown(unittest.TestCase):
             self.assertEqual(down.returncode, OK, down.stderr)
             self.assertEqual([p["pid"] for p in after if is_alive(p["pid"])], [])
             self.assertEqual(run("replace", *here).returncode, NOT_FOUND)
+
+    def test_of_two_that_replace_at_once_the_second_waits_for_the_first(self):
+        with folder() as state:
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            here = ("--state-dir", state)
+            try:
+                before = self.processes(state)
+                self.kill(before[1])
+                with open(os.path.join(state, "turn"), "w") as turn:
+                    fcntl.flock(turn, fcntl.LOCK_EX)
+                    done = run("replace", "--timeout", "0.3", *here)
+                    self.assertEqual((done.returncode, done.stdout), (UNREACHABLE, ""))
+                    self.assertIn("another `moectl replace`", done.stderr)
+                    self.assertEqual(self.processes(state), before)
+                self.kill(before[2])
+                with concurrent.futures.ThreadPoolExecutor() as pool:
+                    both = list(pool.map(lambda _: run("replace", *here), range(2)))
+                self.assertEqual([done.returncode for done in both], [OK, OK],
+                                 [done.stderr for done in both])
+                self.assertEqual(sorted(len(done.stdout.splitlines()) for done in both), [0, 2])
+                self.assertEqual(run("wait", "--timeout", "60", *here).returncode, OK)
+                self.assertTrue(all(is_alive(p["pid"]) for p in self.processes(state)))
+            finally:
+                run("down", "--force", *here)
 
     def test_a_group_without_its_coordinator_is_told_from_one_that_has_gone(self):
         with folder() as state:
