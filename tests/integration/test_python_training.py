@@ -10,13 +10,16 @@ import io
 import json
 import os
 import pickle
+import random
 import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import types
 import unittest
+import unittest.mock as mock
 import uuid
 
 import grpc
@@ -26,6 +29,7 @@ from group import BUILD, MOECTL, group, main, model_directory, moectl, relative_
 from training import golden_gradients, training_group
 
 import moed
+from moed import _patience
 from moed._proto import admin_pb2, expert_pb2, rpc_status_pb2, training_pb2, types_pb2
 
 try:
@@ -37,6 +41,44 @@ needs_torch = unittest.skipUnless(torch, "torch is not installed")
 
 LAYER, HIDDEN, EXPERTS, TOP_K, STEP_TOKENS = 3, 16, 8, 2, 32
 FAMILY = "qwen3_moe"
+
+
+class FakeClock:
+    def __init__(self, now):
+        self.now = now
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Silence(grpc.RpcError):
+    def code(self):
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class FakeChannel:
+    """To a coordinator that gives these answers, one a call, and then none."""
+
+    def __init__(self, clock, answers):
+        self.clock, self.answers = clock, answers
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def unary_unary(self, *_, **__):
+        def call(_request, timeout):
+            if self.answers:
+                return self.answers.pop()
+            self.clock.sleep(timeout)
+            raise Silence()
+
+        return call
 
 
 class Failure(Exception):
@@ -331,6 +373,38 @@ class Calls(unittest.TestCase):
                 coordinator.stop(None).wait()
                 error = self.expect("", client.zero_grad, step_id=1, timeout=0.5)
                 self.assertIn("cannot connect to %s: " % worker.endpoint, error.message)
+
+    def test_who_asks_what_the_matter_is_keeps_to_the_calls_time(self):
+        """Against a coordinator that has one word at most and then is silent, by a clock of its own."""
+        seed = random.randrange(2**32)
+        print("    seed", seed)
+        random.seed(seed)
+        for _ in range(200):
+            limit, words = random.uniform(0.1, 40), random.randrange(2)
+            began = random.uniform(0, 1000)
+            clock = FakeClock(began)
+            answers = [admin_pb2.GetStatusResponse(state=admin_pb2.GROUP_STATE_LOADING)] * words
+            said = []
+            with mock.patch.object(_patience, "time", clock), mock.patch.object(
+                    _patience.grpc, "insecure_channel", lambda _: FakeChannel(clock, answers)), (
+                        mock.patch.object(_patience._log, "warning", lambda *word: said.append(word))):
+                patience = _patience.Patience(types.SimpleNamespace(
+                    _timeout=60.0, info=types.SimpleNamespace(coordinator="c:1")), "ZeroGrad", limit)
+                with self.assertRaises(moed.MoeError) as caught:
+                    while True:
+                        left = patience.left()
+                        clock.sleep(min(left, random.choice((0, 0.01, 0.2))))
+                        code = "UNAVAILABLE" if random.randrange(30) and clock.now < began + limit else (
+                            "DEADLINE_EXCEEDED")
+                        if code == "DEADLINE_EXCEEDED":  # the worker is silent, too
+                            clock.now = began + limit
+                        patience.bear(moed.MoeError(
+                            grpc.StatusCode[code], "REFORMING" * (code == "UNAVAILABLE"), "no", None,
+                            ""), "w:1")
+            self.assertLessEqual(clock.now, began + limit + 1e-6, (limit, said, caught.exception))
+            if said and words and limit > 8:  # said in the first warning, and again at the end
+                self.assertIn("the group is LOADING", said[0][-1])
+                self.assertRegex(caught.exception.message, "the group is LOADING|does not answer")
 
     def test_a_save_has_no_limit_but_the_callers(self):
         with fakes() as (worker,), moed.Client(worker.endpoint, timeout=0.3) as client:

@@ -13,13 +13,15 @@ from ._proto import admin_pb2
 _PAUSE_FIRST, _PAUSE_MAX = 0.01, 1.0
 _SILENCE = 5.0  # seconds of waiting before the first word about it; then twice as long, and so on
 _GLANCE = 1.0  # seconds that the coordinator has to say what is the matter
+_BLINK = 0.05  # it is not asked where less time is left
 
 _log = logging.getLogger("moed")  # without a configuration of its own, warnings go to stderr
 
 
-def _ask_coordinator(endpoint):
-    """What is the matter with the group, in words; "" where the coordinator is not known."""
-    if not endpoint:
+def _ask_coordinator(endpoint, seconds):
+    """What is the matter with the group, in words; "" where that cannot be found out in that time."""
+    seconds = min(seconds, _GLANCE)
+    if not endpoint or seconds < _BLINK:
         return ""
     with grpc.insecure_channel(endpoint) as channel:
         call = channel.unary_unary(
@@ -27,8 +29,10 @@ def _ask_coordinator(endpoint):
             request_serializer=admin_pb2.GetStatusRequest.SerializeToString,
             response_deserializer=admin_pb2.GetStatusResponse.FromString)
         try:
-            status = call(admin_pb2.GetStatusRequest(), timeout=_GLANCE)
-        except grpc.RpcError:
+            status = call(admin_pb2.GetStatusRequest(), timeout=seconds)
+        except grpc.RpcError as error:
+            if seconds < _GLANCE and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                return ""  # it may only be slow
             return "its coordinator (%s) does not answer" % endpoint
     state = admin_pb2.GroupState.Name(status.state) if (
         status.state in admin_pb2.GroupState.values()) else str(status.state)
@@ -52,6 +56,7 @@ class Patience:
         self._say_at = self._begun + _SILENCE
         self._pauses = 0
         self._missed = None  # the last failure that another try was made after
+        self._heard = ""  # the coordinator's last word
 
     def left(self):
         """Seconds for the try that begins now; None: no limit."""
@@ -76,14 +81,15 @@ class Patience:
             waited = now - self._begun
             self._say_at = now + 2 * (self._say_at - self._begun)
             _log.warning("moed: %s has been waiting for %.0f s, and gives up after another %.0f s: "
-                         "%s", self._what, waited, end - now, self._why(failure, endpoint))
+                         "%s", self._what, waited, end - now, self._why(failure, endpoint, end - now - pause))
         self._missed = failure
-        time.sleep(pause)
+        time.sleep(max(now + pause - time.monotonic(), 0))
 
-    def _why(self, failure, endpoint):
-        """The worker's word, the coordinator's, and where to look."""
+    def _why(self, failure, endpoint, seconds):
+        """The worker's word, the coordinator's (the last one, where it has none in that time), and
+        where to look."""
         coordinator = self._client.info.coordinator
-        said = _ask_coordinator(coordinator)
+        said = self._heard = _ask_coordinator(coordinator, seconds) or self._heard
         silent = not failure.reason  # nobody answers at the worker's address
         hint = "`moectl status --endpoint %s`" % (coordinator if silent and coordinator
                                                   else endpoint)
@@ -91,15 +97,16 @@ class Patience:
                            "%s may tell more" % hint)
 
     def _final(self, failure, endpoint, now):
-        """`failure` as the caller is to see it."""
+        """`failure` as the caller is to see it, within the call's time."""
         message = failure.message
+        left = _GLANCE if self._limit is None else self._begun + self._limit - now
         if failure.code == grpc.StatusCode.DEADLINE_EXCEEDED and not failure.reason:
             message = "%s had no answer within its time (timeout=%g s)" % (
                 self._what, self._limit if self._limit is not None else now - self._begun)
             if self._missed is not None:
-                message += "; " + self._why(self._missed, endpoint)
+                message += "; " + self._why(self._missed, endpoint, left)
         elif failure.code == grpc.StatusCode.UNAVAILABLE and now - self._begun >= _SILENCE:
             message = "%s was given up after %.0f s: %s" % (
-                self._what, now - self._begun, self._why(failure, endpoint))
+                self._what, now - self._begun, self._why(failure, endpoint, left))
         return _errors.MoeError(failure.code, failure.reason, message, failure.retry_after,
                                 failure.worker)
