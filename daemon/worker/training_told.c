@@ -38,10 +38,11 @@ static struct moe_status add_checkpoints(struct moe_metrics *m, const char *kind
         .name = "moe_train_checkpoint_seconds",
         .help = "Time from a Save's or Load's turn to its end, of those that ended well.",
         .labels = {{"kind", kind}}};
-    const struct moe_metric_desc failures = {.name = "moe_train_checkpoint_failures_total",
-                                             .help =
-                                                 "Saves and Loads that began and did not end well.",
-                                             .labels = {{"kind", kind}}};
+    const struct moe_metric_desc failures = {
+        .name = "moe_train_checkpoint_failures_total",
+        .help = "Saves and Loads that had their turn and did not end well, those "
+                "called off included.",
+        .labels = {{"kind", kind}}};
     MOE_TRY(moe_metrics_add_histogram(m, &seconds, checkpoint_bounds,
                                       sizeof checkpoint_bounds / sizeof *checkpoint_bounds,
                                       &out->seconds));
