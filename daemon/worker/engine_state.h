@@ -14,7 +14,9 @@
 enum {
     LANES = 2,        /* steps in flight */
     TICKETS_MAX = 64, /* tickets that wait; the sequencer keeps far fewer unfinished */
-    CALLS_MAX = 64,   /* training calls that wait */
+    CALLS_MAX = 64,   /* training calls that wait, but for pokes */
+    POKES_MAX = 4,    /* the same of pokes: calls that are held wait for what a poke brings about,
+                         so that they must not be in its way */
     SAVING_MAX = 32,  /* requests that wait for a step of their own */
     /* While one step runs, its end and what rings the bell are waited for in turns of this length:
      * news that comes by the bell alone is read so much later at most, and never later than the
@@ -24,7 +26,8 @@ enum {
      * With spin_ns the bell is watched all the time. */
     TURN_NS = 200000,
 };
-_Static_assert(CALLS_MAX + SAVING_MAX <= MOE_SEQUENCER_CALLS, "the sequencer takes all that wait");
+_Static_assert(CALLS_MAX + POKES_MAX + SAVING_MAX <= MOE_SEQUENCER_CALLS,
+               "the sequencer takes all that wait");
 
 /* Requests linked by `next`. */
 struct work_list {
@@ -49,7 +52,8 @@ struct moe_engine {
     struct call_list calls; /* training calls whose ticket has not begun here */
     struct call_list held;  /* whose Save or Load is under way */
     struct call_list ended_calls;
-    uint32_t call_count;         /* of `calls` */
+    uint32_t call_count;         /* of `calls`, without pokes */
+    uint32_t poke_count;         /* pokes of `calls` */
     uint32_t saving_count;       /* requests that got an order, or are to, without a ticket yet;
                                     cancelled ones included until their ticket comes */
     uint64_t last_number;        /* of a call that was announced */
@@ -102,7 +106,8 @@ bool moe_engine__refuse_training(struct moe_lane *lane, struct moe_status why);
 /* The oldest lane's turn is over; gives the lock up meanwhile and reports `finished`. */
 void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
                                    const struct moe_step_result *result);
-/* A ticket for what is under way in the training room; `ctx` is the engine. Takes the lock. */
+/* A ticket for what is under way in the training room, unless one that does as well is on its way;
+ * `ctx` is the engine. Takes the lock. */
 bool moe_engine__poke(void *ctx, const struct moe_train_call *call);
 /* The view is over: what is under way in the training room is lost, who waits for it is told, and
  * pokes are forgotten. */

@@ -51,11 +51,16 @@ static bool take_out(struct call_list *list, const struct moe_train_work *w)
     return found;
 }
 
+static uint32_t *count_of(struct moe_engine *e, bool poke)
+{
+    return poke ? &e->poke_count : &e->call_count;
+}
+
 /* Takes `w` out of those that wait for their ticket. */
 static void unlink_call(struct moe_engine *e, struct moe_train_work *w)
 {
     (void)take_out(&e->calls, w);
-    e->call_count--;
+    --*count_of(e, w->poke);
 }
 
 void moe_engine__give_up_calls(struct moe_engine *e, bool all, uint64_t now,
@@ -168,7 +173,7 @@ static void accept_call(struct moe_engine *e, struct moe_train_work *w, bool pok
     w->aux_loss = 0;
     w->step = (struct moe_step_result){.missing_slot = -1};
     moe_engine__append_call(&e->calls, w);
-    e->call_count++;
+    ++*count_of(e, poke);
     e->unfinished++;
     if (e->session == NULL)
         moe_bell_ring(e->bell); /* for its deadline */
@@ -179,6 +184,16 @@ static void free_poke(struct moe_train_work *w, struct moe_status status)
 {
     (void)status;
     free(w);
+}
+
+/* One that says the same waits for its ticket: all that is known now will be told there. */
+static bool is_poked(const struct moe_engine *e, const struct moe_train_work *poke)
+{
+    const struct moe_train_work *w = e->calls.head;
+    while (w != NULL && !(w->poke && w->kind == poke->kind && w->body_length == poke->body_length &&
+                          memcmp(w->body, poke->body, w->body_length) == 0))
+        w = w->next;
+    return w != NULL;
 }
 
 /* A worker that refuses new work ends what it has begun: pokes are not refused. */
@@ -193,7 +208,8 @@ bool moe_engine__poke(void *ctx, const struct moe_train_call *call)
     w->done = free_poke;
     moe_train_call_pack(call, w->body, &w->body_length);
     pthread_mutex_lock(&e->lock);
-    bool wanted = e->session != NULL && !e->quit, room = e->call_count < CALLS_MAX;
+    bool wanted = e->session != NULL && !e->quit && !is_poked(e, w);
+    bool room = e->poke_count < POKES_MAX;
     if (wanted && room)
         accept_call(e, w, true);
     pthread_mutex_unlock(&e->lock);

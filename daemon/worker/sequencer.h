@@ -27,8 +27,8 @@ struct moe_sequencer;
 enum {
     MOE_SEQUENCER_IN_FLIGHT = 2,             /* tickets issued and not yet done on every slot */
     MOE_SEQUENCER_KEYS = 2 * MOE_MAX_LAYERS, /* (layer, kind, dtype) combinations of one view */
-    MOE_SEQUENCER_CALLS = 96,                /* of one slot that may wait for a ticket of their own:
-                                                64 of training, 32 saving */
+    MOE_SEQUENCER_CALLS = 100,               /* of one slot that may wait for a ticket of their own:
+                                                64 of training, 4 pokes, 32 saving */
     MOE_SEQUENCER_LATELY = 16,               /* tickets */
 };
 

@@ -140,6 +140,71 @@ static void a_view_that_ends_under_a_copy_is_followed_by_the_next_once_nobody_re
     assert_false(script.changed_while_read);
 }
 
+static void a_save_is_not_called_off_under_somebody_who_has_asked_for_it_too(void **state)
+{
+    (void)state;
+    begin_save();
+    ask(1, MOE_STEP_SAVE, 5, 1); /* its ticket has not come */
+    moe_engine_cancel_training(test.engine, &test.clients[0].work);
+    wait_done(0);
+    assert_int_equal(test.clients[0].status.code, MOE_CANCELLED);
+    assert_int_equal(test.announced_count, 2); /* nobody is told that nobody waits */
+    ask(2, MOE_STEP_SAVE, 6, 1);               /* waits for something else */
+    moe_engine_cancel_training(test.engine, &test.clients[1].work);
+    order_poke(3, 2);
+    order(1, 0); /* it has left before it joined, and is the last again */
+    wait_done(1);
+    assert_int_equal(test.clients[1].status.code, MOE_CANCELLED);
+    order_poke(4, 4);
+    hold_reads(false);
+    order_poke(5, 5);
+    assert_int_equal(state_now().job, 0);
+}
+
+/* As many as may wait here wait behind the copy. What ends it must not wait for them. */
+static void a_copy_ends_behind_which_as_many_calls_wait_as_may(void **state)
+{
+    enum { HELD = 64 };
+    (void)state;
+    begin_save();
+    for (int i = 1; i <= HELD; i++)
+        ask(i, MOE_STEP_OPTIMIZER, 8 + (uint64_t)i, 1);
+    struct moe_train_work one_more = test.clients[1].work;
+    assert_refused(moe_engine_submit_training(test.engine, &one_more), MOE_RESOURCE_EXHAUSTED,
+                   MOE_REASON_QUEUE_FULL);
+    hold_reads(false);
+    order_poke(HELD + 1, 2);
+    assert_false(test.held);
+    for (int i = 1; i <= HELD; i++) {
+        order(i, 0);
+        wait_done(i);
+    }
+    assert_int_equal(script.optimizer_steps, HELD);
+}
+
+/* The same, called off instead, more than once: one ticket tells the others. */
+static void a_save_is_called_off_behind_which_as_many_calls_wait_as_may(void **state)
+{
+    enum { SAVES = 4, HELD = 64 - SAVES };
+    (void)state;
+    begin_save();
+    for (int i = 1; i <= HELD; i++)
+        ask(i, MOE_STEP_OPTIMIZER, 8 + (uint64_t)i, 1);
+    moe_engine_cancel_training(test.engine, &test.clients[0].work);
+    for (int i = HELD + 1; i <= HELD + SAVES; i++) {
+        ask(i, MOE_STEP_SAVE, 5, 1);
+        moe_engine_cancel_training(test.engine, &test.clients[i].work);
+    }
+    wait_until(&test.announced_count, 1 + HELD + 1 + SAVES, &test.lock);
+    assert_true(test.announced[HELD + 1].kind == MOE_STEP_SAVE);
+    order_poke(HELD + 1, 2);
+    hold_reads(false);
+    order_poke(1 + HELD + 1 + SAVES, 3);
+    assert_false(test.held);
+    assert_int_equal(state_now().job, 0);
+    assert_int_equal(test.announced_count, 1 + HELD + 1 + SAVES + 1);
+}
+
 static void a_save_that_nobody_waits_for_stops_copying(void **state)
 {
     (void)state;
@@ -192,6 +257,9 @@ int main(void)
         with_engine(steps_run_while_a_save_copies_and_what_changes_the_state_may_come_after),
         with_engine(a_ticket_that_would_change_what_is_copied_ends_the_view),
         with_engine(a_view_that_ends_under_a_copy_is_followed_by_the_next_once_nobody_reads),
+        with_engine(a_save_is_not_called_off_under_somebody_who_has_asked_for_it_too),
+        with_engine(a_copy_ends_behind_which_as_many_calls_wait_as_may),
+        with_engine(a_save_is_called_off_behind_which_as_many_calls_wait_as_may),
         with_engine(a_save_that_nobody_waits_for_stops_copying),
         with_engine(a_save_without_room_for_a_copy_is_written_where_all_find_out),
         cmocka_unit_test_setup_teardown(what_is_under_an_adapter_is_read_and_nothing_is_written,

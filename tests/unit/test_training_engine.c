@@ -377,23 +377,6 @@ static void begin_load(void)
     assert_int_equal(test.clients[0].done, 0);
 }
 
-static void a_load_is_not_called_off_under_somebody_who_has_asked_for_it_too(void **state)
-{
-    (void)state;
-    begin_load();
-    ask(1, MOE_STEP_LOAD, 5, 1); /* its ticket has not come */
-    moe_engine_cancel_training(test.engine, &test.clients[0].work);
-    wait_done(0);
-    assert_int_equal(test.clients[0].status.code, MOE_CANCELLED);
-    assert_int_equal(test.announced_count, 3); /* nobody is told that nobody waits */
-    ask(2, MOE_STEP_LOAD, 6, 1);               /* waits for something else */
-    moe_engine_cancel_training(test.engine, &test.clients[1].work);
-    assert_int_equal(test.announced_count, 5);
-    order(1, 0);
-    order(2, 0);
-    wait_done(1);
-}
-
 static void a_view_that_ends_while_a_load_only_reads_tears_nothing(void **state)
 {
     struct moe_train_stand stand;
@@ -586,7 +569,6 @@ int main(void)
         with_engine(a_call_that_is_forgotten_at_once_is_answered_whole),
         with_engine(a_poke_goes_with_its_view),
         with_engine(a_view_that_ends_while_a_load_only_reads_tears_nothing),
-        with_engine(a_load_is_not_called_off_under_somebody_who_has_asked_for_it_too),
         with_engine(more_calls_than_may_wait_are_refused),
         cmocka_unit_test(lack_of_memory_is_the_verdict_only_where_nobody_has_another_reason),
         cmocka_unit_test(a_group_decides_together_where_to_go_on),

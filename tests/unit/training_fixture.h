@@ -8,7 +8,7 @@
 #include "worker/engine.h"
 #include "worker/training.h"
 
-enum { HIDDEN = SCRIPT_HIDDEN, BUCKET = 8, CLIENTS_MAX = 16, TICKETS = 64 };
+enum { HIDDEN = SCRIPT_HIDDEN, BUCKET = 8, CLIENTS_MAX = 72, TICKETS = 80 };
 
 /* Who asks for a training call. */
 struct client {
