@@ -62,8 +62,8 @@ static void print_table(const Moe__V1__GetTrainStateResponse *s)
     printf("router      %s\nexperts     %s\nshared      %s\n", frozen_or_not(s->router_frozen),
            frozen_or_not(s->experts_frozen), frozen_or_not(s->shared_frozen));
     if (s->lora_rank != 0) {
-        printf("adapters    rank %" PRIu32 ", alpha %g, scale %g:", s->lora_rank,
-               s->lora_alpha_option, s->lora_alpha);
+        printf("adapters    rank %" PRIu32 ", alpha %g, scale %g:", s->lora_rank, s->lora_alpha,
+               s->lora_scale);
         for (size_t i = 0; i < s->n_lora_targets; i++)
             printf(" %s", s->lora_targets[i]);
         printf("\n");

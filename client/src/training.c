@@ -287,7 +287,7 @@ struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t time
         .optimizer = (enum moe_client_optimizer)a->optimizer,
         .frozen = {a->router_frozen, a->experts_frozen, a->shared_frozen},
         .lora_rank = a->lora_rank,
-        .lora_scale = a->lora_alpha,
+        .lora_scale = a->lora_scale,
         .state_bytes = a->state_bytes,
         .saved_bytes = a->saved_bytes,
         .saved_bytes_limit = a->saved_bytes_limit,

@@ -245,8 +245,8 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
     a.experts_frozen = (state.frozen >> MOE_PARAMS_EXPERTS & 1) != 0;
     a.shared_frozen = (state.frozen >> MOE_PARAMS_SHARED & 1) != 0;
     a.lora_rank = c->lora_rank;
-    a.lora_alpha = c->lora_rank != 0 ? (double)c->lora_alpha / c->lora_rank : 0;
-    a.lora_alpha_option = c->lora_rank != 0 ? (double)c->lora_alpha : 0;
+    a.lora_alpha = c->lora_rank != 0 ? (double)c->lora_alpha : 0;
+    a.lora_scale = c->lora_rank != 0 ? (double)c->lora_alpha / c->lora_rank : 0;
     a.lora_targets = targets;
     for (unsigned i = 0; i < 3 && c->lora_rank != 0; i++)
         if ((c->lora_targets >> i & 1) != 0)

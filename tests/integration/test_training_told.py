@@ -129,10 +129,7 @@ class Listing(Told):
             with moed.Client(g.endpoints[0]) as python:
                 self.assertEqual(python.train_state().lora_scale, 2)
             state = json.loads(moectl("training", "-o", "json", "--endpoint", g.endpoints[0]).stdout)
-            self.assertEqual((state["loraRank"], state["loraAlpha"], state["loraAlphaOption"]),
-                             (4, 2, 8))  # loraAlpha has always been the scale: alpha / r
-            table = moectl("training", "--endpoint", g.endpoints[0]).stdout
-            self.assertIn("rank 4, alpha 8, scale 2:", table)
+            self.assertEqual((state["loraRank"], state["loraAlpha"], state["loraScale"]), (4, 8, 2))
         lora = "--lora-rank 4 --lora-alpha 8 --lora-targets gate,up,down"
         for extra, made, run in (
                 (("--training", "sgd", *LORA, "--freeze", "router"), "--training adamw",

@@ -249,7 +249,7 @@ class TrainingCalls:
             answer.lineage, answer.weights_version, answer.steps, answer.backwards,
             answer.last_step_id, "sgd" if answer.optimizer == _OPTIMIZERS["sgd"] else "adamw",
             frozenset(part for part in _PARTS if getattr(answer, part + "_frozen")),
-            answer.lora_rank, answer.lora_alpha, tuple(answer.lora_targets), answer.checkpoint,
+            answer.lora_rank, answer.lora_scale, tuple(answer.lora_targets), answer.checkpoint,
             answer.state_bytes, answer.saved_bytes, answer.saved_bytes_limit, answer.saving,
             answer.loading, answer.problem, answer.unsaved_steps, answer.saved_device_bytes,
             answer.saved_device_bytes_limit, answer.progress_bytes, answer.progress_bytes_total)
