@@ -108,6 +108,9 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
     signal(SIGXFSZ, SIG_IGN); /* a limit on the size of files is an error of the write then */
     raise_descriptor_limit();
     st = d->run(s, d->ctx);
+    /* What is left is to exit: a request to end that comes now would only spoil the exit status. */
+    signal(SIGTERM, SIG_IGN);
+    signal(SIGINT, SIG_IGN);
     if (moe_failed(&st))
         moe_log_error("%s", st.text);
     return moe_failed(&st) ? EXIT_FAILED : EXIT_OK;
