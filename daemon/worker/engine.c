@@ -576,6 +576,8 @@ struct moe_status moe_engine_create(const struct moe_engine_config *config, stru
     e->config = *config;
     e->weights_version = 1;
     e->next_drop = MOE_NEVER;
+    if (config->training != NULL)
+        moe_engine__plan_drop(e, false);
     MOE_TRY_GOTO(st, moe_bell_create(&e->bell), fail);
     MOE_TRY_GOTO(st, create_batcher(e, &shape), fail);
     for (unsigned i = 0; i < LANES; i++)

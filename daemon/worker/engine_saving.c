@@ -111,13 +111,24 @@ void moe_engine__note_saved(struct moe_engine *e, const struct moe_lane *lane,
         moe_train_drop_empty(e->config.training, &lane->ticket);
     else
         moe_train_note_saved(e->config.training, &lane->ticket, &lane->call, result->saved);
-    e->next_drop = moe_train_next_drop(e->config.training);
+    moe_engine__plan_drop(e, true);
+}
+
+void moe_engine__plan_drop(struct moe_engine *e, bool view)
+{
+    struct moe_train *t = e->config.training;
+    uint64_t activations = view ? moe_train_next_drop(t) : MOE_NEVER;
+    uint64_t memory = moe_train_next_expiry(t, moe_clock_ns());
+    e->next_drop = activations < memory ? activations : memory;
 }
 
 void moe_engine__drop_old(struct moe_engine *e, uint64_t now)
 {
+    bool view = e->session != NULL;
     pthread_mutex_unlock(&e->lock);
-    moe_train_drop_old(e->config.training, now);
-    e->next_drop = moe_train_next_drop(e->config.training);
+    if (view && moe_train_next_drop(e->config.training) <= now)
+        moe_train_drop_old(e->config.training, now);
+    moe_train_expire(e->config.training, now);
+    moe_engine__plan_drop(e, view);
     pthread_mutex_lock(&e->lock);
 }

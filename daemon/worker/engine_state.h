@@ -71,7 +71,7 @@ struct moe_engine {
 
     /* The engine's thread only. */
     bool holding;       /* what `hold` was told last in this view */
-    uint64_t next_drop; /* when activations have been kept for long enough */
+    uint64_t next_drop; /* something may have been kept for long enough then */
     struct moe_lane lanes[LANES];
     unsigned lane_first, in_flight; /* oldest step, number of steps */
     uint32_t heard;                 /* count of the bell up to which everything was looked at */
@@ -126,7 +126,11 @@ struct moe_status moe_engine__claim_saving(struct moe_engine *e, struct moe_lane
 /* Without the lock: the lane's step is over, and this slot keeps what it left, or does not. */
 void moe_engine__note_saved(struct moe_engine *e, const struct moe_lane *lane,
                             const struct moe_step_result *result);
-/* Drops activations that were kept for long enough; gives the lock up meanwhile. */
+/* [engine's thread, or before it runs; the lock may be held or not] When moe_engine__drop_old is to
+ * be called next. `view`: of a view, there may be activations; without, they are others' to touch.
+ */
+void moe_engine__plan_drop(struct moe_engine *e, bool view);
+/* Drops what was kept for long enough; gives the lock up meanwhile. */
 void moe_engine__drop_old(struct moe_engine *e, uint64_t now);
 
 /* The lane's turn will not end. */

@@ -331,7 +331,7 @@ void moe_engine__drop_held(struct moe_engine *e)
     if (e->config.training == NULL)
         return;
     moe_train_forget_activations(e->config.training);
-    e->next_drop = MOE_NEVER;
+    moe_engine__plan_drop(e, false);
     moe_train_give_up_job(e->config.training);
     end_held(e, reforming(), &none);
 }
@@ -492,7 +492,7 @@ void moe_engine__complete_training(struct moe_engine *e, struct moe_lane *lane,
     struct moe_status st = end_turn(e, lane, &answer);
     if (result->used_saved)
         moe_train_note_reused(e->config.training);
-    e->next_drop = moe_train_next_drop(e->config.training);
+    moe_engine__plan_drop(e, true);
     lane->changing = false;
     uint64_t version = moe_train_weights_version(e->config.training);
     pthread_mutex_lock(&e->lock);

@@ -73,6 +73,12 @@ static void free_idle(struct moe_saved *s, struct moe_saved_record **at)
     free(r);
 }
 
+static void free_all_idle(struct moe_saved *s)
+{
+    while (s->idle != NULL)
+        free_idle(s, &s->idle);
+}
+
 /* What has been idle for longest stands last. */
 static struct moe_saved_record **last_idle(struct moe_saved *s)
 {
@@ -115,13 +121,23 @@ static void unlist(struct moe_saved *s, struct moe_saved_record *r)
     let_go(s, r);
 }
 
-static void expire(struct moe_saved *s, uint64_t now)
+static bool has_old_idle(struct moe_saved *s, uint64_t now)
+{
+    return s->idle != NULL && (*last_idle(s))->expires_ns <= now;
+}
+
+static void drop_old(struct moe_saved *s, uint64_t now)
 {
     s->now = now > s->now ? now : s->now;
-    while (s->idle != NULL && (*last_idle(s))->expires_ns <= now)
-        free_idle(s, last_idle(s));
     while (s->oldest != NULL && s->oldest->expires_ns <= now)
         unlist(s, s->oldest);
+}
+
+static void expire(struct moe_saved *s, uint64_t now)
+{
+    while (has_old_idle(s, now))
+        free_idle(s, last_idle(s));
+    drop_old(s, now);
 }
 
 static struct moe_saved_record *find(const struct moe_saved *s, const char *session, uint64_t id)
@@ -209,8 +225,7 @@ void moe_saved_destroy(struct moe_saved *s)
     pthread_mutex_lock(&s->lock);
     while (s->bytes > 0)
         pthread_cond_wait(&s->unused, &s->lock);
-    while (s->idle != NULL)
-        free_idle(s, &s->idle);
+    free_all_idle(s);
     pthread_mutex_unlock(&s->lock);
     pthread_cond_destroy(&s->unused);
     pthread_mutex_destroy(&s->lock);
@@ -281,7 +296,29 @@ void moe_saved_clear(struct moe_saved *s)
     pthread_mutex_lock(&s->lock);
     while (s->oldest != NULL)
         unlist(s, s->oldest);
+    free_all_idle(s);
     pthread_mutex_unlock(&s->lock);
+}
+
+void moe_saved_expire(struct moe_saved *s, uint64_t now)
+{
+    pthread_mutex_lock(&s->lock);
+    if (has_old_idle(s, now))
+        free_idle(s, last_idle(s));
+    drop_old(s, now);
+    pthread_mutex_unlock(&s->lock);
+}
+
+uint64_t moe_saved_next_expiry(struct moe_saved *s, uint64_t now)
+{
+    pthread_mutex_lock(&s->lock);
+    uint64_t next = now + s->keep_ns;
+    if (s->oldest != NULL && s->oldest->expires_ns < next)
+        next = s->oldest->expires_ns;
+    if (s->idle != NULL && (*last_idle(s))->expires_ns < next)
+        next = (*last_idle(s))->expires_ns;
+    pthread_mutex_unlock(&s->lock);
+    return next;
 }
 
 void moe_saved_hold(struct moe_saved_record *r)
@@ -303,6 +340,14 @@ uint64_t moe_saved_bytes(struct moe_saved *s)
 {
     pthread_mutex_lock(&s->lock);
     uint64_t bytes = s->bytes;
+    pthread_mutex_unlock(&s->lock);
+    return bytes;
+}
+
+uint64_t moe_saved_idle_bytes(struct moe_saved *s)
+{
+    pthread_mutex_lock(&s->lock);
+    uint64_t bytes = s->idle_bytes;
     pthread_mutex_unlock(&s->lock);
     return bytes;
 }

@@ -2,7 +2,8 @@
  * answers of Backward until nobody will ask again. Records are known by (session, id), never take
  * more memory together than the budget says, and go when they are too old, or when newer ones need
  * the room (the oldest first). Their memory is kept for records of the same size, within the budget
- * and for as long as a record would be.
+ * and for as long as a record would be; what is over by time goes when somebody says what time it
+ * is.
  *
  * Every function is safe from any thread. The time is given by the caller. */
 #ifndef MOE_WORKER_SAVED_H
@@ -54,7 +55,15 @@ struct moe_saved_record *moe_saved_get(struct moe_saved *s, const char *session,
                                        uint64_t now);
 /* Nobody finds it any more. */
 void moe_saved_drop(struct moe_saved *s, const char *session, uint64_t id);
+/* Nor any; the memory of those that nobody holds goes, too. */
 void moe_saved_clear(struct moe_saved *s);
+
+/* Drops what is too old. Of memory that has been idle for too long it frees one record's: giving
+ * pinned memory back takes a while, and the caller may have other things to do in between. */
+void moe_saved_expire(struct moe_saved *s, uint64_t now);
+/* When that has something to do, `now` or earlier where it has already. In `keep_ns` where nothing
+ * is kept now: what is from now on will not be too old before that. */
+uint64_t moe_saved_next_expiry(struct moe_saved *s, uint64_t now);
 
 void moe_saved_hold(struct moe_saved_record *r);
 /* NULL is ignored. */
@@ -62,6 +71,8 @@ void moe_saved_release(struct moe_saved_record *r);
 
 /* Bytes taken, those of records included that nobody finds any more but somebody still holds. */
 uint64_t moe_saved_bytes(struct moe_saved *s);
+/* Bytes beside them that wait for the next records. */
+uint64_t moe_saved_idle_bytes(struct moe_saved *s);
 uint64_t moe_saved_budget(const struct moe_saved *s);
 
 #endif

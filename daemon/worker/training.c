@@ -236,6 +236,20 @@ const struct moe_train_config *moe_train_configured(const struct moe_train *t)
     return &t->config;
 }
 
+void moe_train_expire(struct moe_train *t, uint64_t now)
+{
+    moe_saved_expire(t->passes, now);
+    moe_saved_expire(t->answers, now);
+    moe_train__show(t);
+}
+
+uint64_t moe_train_next_expiry(struct moe_train *t, uint64_t now)
+{
+    uint64_t passes = moe_saved_next_expiry(t->passes, now);
+    uint64_t answers = moe_saved_next_expiry(t->answers, now);
+    return passes < answers ? passes : answers;
+}
+
 struct moe_saved *moe_train_passes(struct moe_train *t)
 {
     return t->passes;

@@ -277,6 +277,11 @@ struct moe_train_state {
 };
 void moe_train_read_state(struct moe_train *t, struct moe_train_state *out);
 const struct moe_train_config *moe_train_configured(const struct moe_train *t);
+/* [any thread] Gives back what saved passes and answers no longer need, a piece at a time: see
+ * moe_saved_expire. */
+void moe_train_expire(struct moe_train *t, uint64_t now);
+/* [any thread] When to call it next, whether anything is kept now or not. */
+uint64_t moe_train_next_expiry(struct moe_train *t, uint64_t now);
 /* Saved forward passes, and answers of Backward. */
 struct moe_saved *moe_train_passes(struct moe_train *t);
 struct moe_saved *moe_train_answers(struct moe_train *t);

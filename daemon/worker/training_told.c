@@ -80,6 +80,9 @@ struct moe_status moe_train__add_metrics(struct moe_metrics *m, struct moe_train
                       &to->activations));
     MOE_TRY(add_gauge(m, "moe_train_answers_bytes",
                       "Memory of Backward answers kept for repeats on this worker.", &to->answers));
+    MOE_TRY(add_gauge(m, "moe_train_saved_idle_bytes",
+                      "Memory of passes and answers that are gone, kept for the next ones.",
+                      &to->idle));
     MOE_TRY(add_gauge(m, "moe_train_unsaved_steps",
                       "Optimizer steps since the last checkpoint: lost when the group ends.",
                       &to->unsaved));
@@ -114,6 +117,8 @@ void moe_train__show(struct moe_train *t)
     moe_gauge_set(t->metrics.activations, activations);
     moe_gauge_set(t->metrics.saved, (double)moe_saved_bytes(t->passes));
     moe_gauge_set(t->metrics.answers, (double)moe_saved_bytes(t->answers));
+    moe_gauge_set(t->metrics.idle,
+                  (double)(moe_saved_idle_bytes(t->passes) + moe_saved_idle_bytes(t->answers)));
 }
 
 /* ------------------------------------------------------------------------------- log */

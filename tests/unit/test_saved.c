@@ -144,12 +144,61 @@ static void memory_of_what_is_gone_serves_the_next_of_its_size(void **state)
     moe_saved_destroy(s);
 }
 
+/* Nobody saves or asks: who looks at the clock gives all of it back, a piece at a time. */
+static void time_alone_gives_memory_back(void **state)
+{
+    (void)state;
+    struct moe_saved *s;
+    allocated = 0;
+    assert_ok(moe_saved_create(&plain, NULL, 64 << 10, 100, &s));
+    assert_int_equal(moe_saved_next_expiry(s, 5), 105);
+    for (uint64_t id = 1; id <= 2; id++) {
+        struct moe_saved_record *r;
+        assert_ok(moe_saved_reserve(s, 20000, 10 * id, &r));
+        moe_saved_put(s, r, "a", id, 10 * id);
+    }
+    assert_int_equal(moe_saved_next_expiry(s, 20), 110);
+    moe_saved_expire(s, 110);
+    assert_int_equal(moe_saved_next_expiry(s, 110), 120);
+    moe_saved_expire(s, 120);
+    assert_int_equal(moe_saved_bytes(s), 0);
+    assert_true(moe_saved_idle_bytes(s) >= 40000);
+    assert_int_equal(moe_saved_next_expiry(s, 120), 210);
+    moe_saved_expire(s, 300);
+    assert_int_equal(allocated, 20000);
+    assert_true(moe_saved_next_expiry(s, 300) <= 300);
+    moe_saved_expire(s, 300);
+    assert_int_equal(allocated, 0);
+    assert_int_equal(moe_saved_idle_bytes(s), 0);
+    assert_int_equal(moe_saved_next_expiry(s, 300), 400);
+    moe_saved_destroy(s);
+}
+
+static void what_is_cleared_leaves_nothing_but_what_somebody_holds(void **state)
+{
+    (void)state;
+    struct moe_saved *s;
+    allocated = 0;
+    assert_ok(moe_saved_create(&plain, NULL, 64 << 10, 100, &s));
+    struct moe_saved_record *held = saved_as(s, 1);
+    moe_saved_release(saved_as(s, 2));
+    moe_saved_clear(s);
+    assert_int_equal(allocated, 20000);
+    moe_saved_release(held);
+    assert_int_equal(moe_saved_bytes(s), 0);
+    moe_saved_clear(s);
+    assert_int_equal(allocated, 0);
+    moe_saved_destroy(s);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(room_is_made_by_dropping_only_what_frees_memory),
         cmocka_unit_test(what_is_saved_stays_within_bytes_and_time),
         cmocka_unit_test(memory_of_what_is_gone_serves_the_next_of_its_size),
+        cmocka_unit_test(time_alone_gives_memory_back),
+        cmocka_unit_test(what_is_cleared_leaves_nothing_but_what_somebody_holds),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -519,6 +519,26 @@ static void a_saving_step_may_run_beside_a_pass(void **state)
     assert_ok(test.forward_status);
 }
 
+/* No call comes any more, and none has had a ticket: the worker has its memory back all the same.
+ */
+static void passes_and_answers_go_by_time_alone_and_so_does_their_memory(void **state)
+{
+    struct moe_saved *stores[] = {moe_train_passes(test.train), moe_train_answers(test.train)};
+    uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
+    (void)state;
+    for (int i = 0; i < 2; i++)
+        for (uint64_t id = 1; id <= 3; id++) {
+            struct moe_saved_record *r;
+            assert_ok(moe_saved_reserve(stores[i], 20000, moe_clock_ns(), &r));
+            moe_saved_put(stores[i], r, "s", id, moe_clock_ns());
+        }
+    for (int i = 0; i < 2; i++)
+        while (moe_saved_bytes(stores[i]) + moe_saved_idle_bytes(stores[i]) > 0) {
+            assert_true(moe_clock_ns() < limit);
+            nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        }
+}
+
 static int close_and_check(void **state)
 {
     int failed = close_engine(state);
@@ -554,6 +574,9 @@ int main(void)
         saving(a_pass_that_all_refuse_leaves_it_for_the_next_try),
         cmocka_unit_test_setup_teardown(
             time_drops_it_without_any_ticket_but_not_while_a_pass_uses_it, open_briefly,
+            close_and_check),
+        cmocka_unit_test_setup_teardown(
+            passes_and_answers_go_by_time_alone_and_so_does_their_memory, open_for_a_moment,
             close_and_check),
         saving(the_end_of_a_view_takes_it_and_names_of_it_mean_nothing_later),
         saving(one_in_flight_when_the_view_ends_runs_again_under_the_next),
