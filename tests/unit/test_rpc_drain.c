@@ -6,9 +6,11 @@
 #include <dlfcn.h>
 #include <grpc/grpc.h>
 #include <poll.h>
+#include <stddef.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 struct drain {
@@ -272,6 +274,46 @@ static struct moe_status ask(struct fixture *f, struct moe_rpc_channel *ch)
     return st;
 }
 
+/* A socket that keeps `*listen` from everybody but servers that are started at it: it is bound,
+ * deaf, and lets its address be used again. */
+static int hold_port(char *listen, size_t capacity)
+{
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t size = sizeof at;
+    int yes = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_int_equal(setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes), 0);
+    assert_int_equal(bind(fd, (struct sockaddr *)&at, sizeof at), 0);
+    assert_int_equal(getsockname(fd, (struct sockaddr *)&at, &size), 0);
+    snprintf(listen, capacity, "127.0.0.1:%u", ntohs(at.sin_port));
+    return fd;
+}
+
+/* The core's tries to connect to a port. From the eighth on the pause before one has grown to 2 s
+ * and more, where nothing bounds it. */
+enum { TRIES_EARLY = 8 };
+static struct {
+    atomic_uint port; /* 0: none is looked at */
+    atomic_uint count;
+    atomic_ullong last_ns, shortest_ns; /* of the pauses between two late ones */
+} tries;
+
+/* In place of the system's, for the core. */
+int connect(int fd, const struct sockaddr *to, socklen_t length)
+{
+    int type = 0;
+    in_port_t port = 0;           /* lies at the same place in both families */
+    socklen_t size = sizeof type; /* datagrams are how the core puts addresses in order */
+    if (to->sa_family == AF_INET || to->sa_family == AF_INET6)
+        memcpy(&port, (const char *)to + offsetof(struct sockaddr_in, sin_port), sizeof port);
+    if (port != 0 && ntohs(port) == atomic_load(&tries.port) &&
+        getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) == 0 && type == SOCK_STREAM) {
+        uint64_t now = moe_clock_ns(), pause = now - atomic_exchange(&tries.last_ns, now);
+        if (atomic_fetch_add(&tries.count, 1) >= TRIES_EARLY && pause < tries.shortest_ns)
+            atomic_store(&tries.shortest_ns, pause);
+    }
+    return (int)syscall(SYS_connect, fd, to, length);
+}
+
 /* Whoever lost a connection finds the next server at the address about as soon as there is one,
  * also when it came late. (The core would look again after half a minute.) */
 static void a_server_that_comes_back_is_found_soon(void **state)
@@ -283,9 +325,9 @@ static void a_server_that_comes_back_is_found_soon(void **state)
     struct timespec pause = {.tv_nsec = 100 * 1000 * 1000};
     char listen[32];
     (void)state;
-    fixture_start(&first, NULL);
-    snprintf(listen, sizeof listen, "127.0.0.1:%u", moe_rpc_server_port(first.server));
+    int held = hold_port(listen, sizeof listen);
     config.listen = listen;
+    fixture_start(&first, &config);
     assert_ok(moe_rpc_client_create(&client));
     assert_ok(moe_rpc_channel_open(client,
                                    &(struct moe_rpc_channel_config){.target = listen,
@@ -294,20 +336,31 @@ static void a_server_that_comes_back_is_found_soon(void **state)
                                    &ch));
     assert_ok(ask(&first, ch));
     fixture_stop(&first);
-    for (uint64_t end = moe_clock_ns() + 4 * MOE_NS_PER_S; moe_clock_ns() < end;) {
+    atomic_store(&tries.count, 0);
+    atomic_store(&tries.shortest_ns, MOE_NEVER);
+    atomic_store(&tries.port, (unsigned)atoi(strrchr(listen, ':') + 1));
+    for (uint64_t end = moe_clock_ns() + 60 * MOE_NS_PER_S; tries.count < TRIES_EARLY + 6;) {
         assert_int_equal(ask(&first, ch).code, MOE_UNAVAILABLE);
+        assert_true(moe_clock_ns() < end);
         nanosleep(&pause, NULL);
     }
+    atomic_store(&tries.port, 0);
+    print_message("  shortest pause %llu ms\n", tries.shortest_ns / MOE_NS_PER_MS);
+    assert_true(tries.shortest_ns < 2 * MOE_NS_PER_S); /* one of six: also on a busy machine */
     fixture_start(&second, &config);
-    uint64_t begin = moe_clock_ns(), took;
-    while (ask(&second, ch).code != MOE_OK && moe_clock_ns() - begin < 20 * MOE_NS_PER_S)
+    uint64_t begin = moe_clock_ns();
+    struct moe_status st = ask(&second, ch);
+    while (moe_failed(&st) && moe_clock_ns() - begin < 20 * MOE_NS_PER_S) {
         nanosleep(&pause, NULL);
-    took = (moe_clock_ns() - begin) / MOE_NS_PER_MS;
-    print_message("  found after %llu ms\n", (unsigned long long)took);
-    assert_true(took < 2500);
+        st = ask(&second, ch);
+    }
+    print_message("  found after %llu ms\n",
+                  (unsigned long long)((moe_clock_ns() - begin) / MOE_NS_PER_MS));
+    assert_ok(st);
     moe_rpc_channel_close(ch);
     moe_rpc_client_destroy(client);
     fixture_stop(&second);
+    close(held);
 }
 
 static struct moe_status try_start(const char *listen, bool insecure)
