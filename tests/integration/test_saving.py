@@ -5,13 +5,16 @@ the test (gated_fsync.c)."""
 import concurrent.futures
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 import time
 import unittest
+import urllib.request
 
 import grpc
 
@@ -360,13 +363,26 @@ class Saving(unittest.TestCase):
             late.result()
             self.assertEqual(self.names(), [])
 
+    def cancelled_saves(self, port):
+        page = urllib.request.urlopen("http://127.0.0.1:%d/metrics" % port).read().decode()
+        return float(re.search(
+            r'^moe_requests_total\{rpc="SaveCheckpoint",code="CANCELLED"\} (\S+)$', page,
+            re.MULTILINE).group(1))
+
     def test_a_save_has_no_limit_tells_how_far_it_is_and_is_called_off_by_ctrl_c(self):
+        with socket.socket() as s:  # the series' port has to be known beforehand
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
         with self.group(2) as g:
+            epoch = g.info().epoch
+            g.kill_worker(1)  # to be started again with a port of its own
+            g.start_worker(1, "--metrics-listen", "127.0.0.1:%d" % port)
+            g.wait_serving(epoch)
             Client(g).train(1)
             for ended in (False, True):
                 self.close_gate()
                 save = subprocess.Popen(
-                    [MOECTL, "training", "save", "slow-%d" % ended, "--endpoint", g.endpoints[0]],
+                    [MOECTL, "training", "save", "slow-%d" % ended, "--endpoint", g.endpoints[1]],
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
                 said = save.stderr.readline()
                 print("   ", said.strip())
@@ -374,7 +390,7 @@ class Saving(unittest.TestCase):
                 if ended:
                     save.send_signal(signal.SIGINT)
                     save.wait()
-                    time.sleep(0.5)  # for the worker to hear that nobody waits
+                    until(lambda: self.cancelled_saves(port) == 1)  # it knows that nobody waits
                 self.open_gate()
                 out, _ = save.communicate(timeout=60)
                 self.assertEqual("saved slow-%d" % ended in out, not ended)
