@@ -419,14 +419,14 @@ static struct moe_status take_scratch(struct pass *p, enum moe_cuda_scratch_use 
     return moe_cuda_train_scratch_take(p->s->device, use, bytes, &unused);
 }
 
-/* All memory of a pass, so that no stage fails for want of it when peers wait. What forward steps
- * use as well comes last: where it moves, their graphs are void. */
+/* All memory of a pass, so that no stage fails for want of it when peers wait. */
 static struct moe_status reserve(struct pass *p)
 {
     struct moe_trainer *t = p->a->trainer;
     enum moe_dtype dtype = p->a->dtype;
     struct moe_cuda_pairs pairs = {.layer = p->layer, .dtype = dtype, .bucket = p->a->bucket};
     size_t columns = p->layer->spec.hidden + (size_t)MOE_CUDA_WEIGHT_COLUMNS;
+    MOE_TRY(moe_cuda_ep_reserve(p->s, p->layer, dtype, p->a->bucket, p->tokens, true));
     MOE_TRY(take_memory(p));
     MOE_TRY(take_scratch(p, MOE_CUDA_SCRATCH_LOGITS,
                          moe_cuda_router_bytes(p->layer, dtype, p->tokens)));
@@ -437,19 +437,8 @@ static struct moe_status reserve(struct pass *p)
     MOE_TRY(moe_cuda_train_reserve_logits(t, dtype, p->tokens));
     if (!moe_cuda_train_reads_pairs(t, dtype))
         MOE_TRY(moe_cuda_pairs_reserve_split(p->s, &pairs));
-    MOE_TRY(moe_cuda_train_scratch_take(p->s->device, MOE_CUDA_SCRATCH_DX,
-                                        p->capacity * columns * sizeof(float), &p->dx_rows));
-    return moe_cuda_ep_reserve(p->s, p->layer, dtype, p->a->bucket, p->tokens, true);
-}
-
-/* What steps have saved goes where there is no memory otherwise. */
-static struct moe_status reserve_or_drop(struct pass *p)
-{
-    moe_cuda_train_scratch_begin(p->s->device);
-    struct moe_status st = reserve(p);
-    if (st.code == MOE_RESOURCE_EXHAUSTED && moe_kept_give_back(p->s->device->kept))
-        st = reserve(p);
-    return st;
+    return moe_cuda_train_scratch_take(p->s->device, MOE_CUDA_SCRATCH_DX,
+                                       p->capacity * columns * sizeof(float), &p->dx_rows);
 }
 
 /* Dispatch's verdict comes to the host while products are computed that change no gradient. */
@@ -478,8 +467,7 @@ static struct moe_status hear_verdict(struct pass *p, uint64_t *rows)
     return st;
 }
 
-/* This slot cannot: the others are told in place of what this pass is, and refuse it too. What the
- * pass has got it gives back, when they know. */
+/* This slot cannot: the others are told in place of what this pass is, and refuse it too. */
 static struct moe_status refuse(struct pass *p, struct moe_step_result *result)
 {
     const struct moe_cuda_batch batch = {
@@ -488,9 +476,7 @@ static struct moe_status refuse(struct pass *p, struct moe_step_result *result)
     MOE_TRY(moe_cuda_session_count_step(p->s));
     MOE_TRY(moe_cuda_ep_refuse(p->s->ep, &batch, p->s->device->compute));
     MOE_TRY(send_verdict(p, &none));
-    struct moe_status st = hear_verdict(p, &result->rows);
-    moe_cuda_train_scratch_undo(p->s->device);
-    return st;
+    return hear_verdict(p, &result->rows);
 }
 
 /* Whether this pass has gradients of the experts' weights as backward_plan.h wants them. */
@@ -640,7 +626,10 @@ struct moe_status moe_cuda_backward_enqueue(struct moe_session *s,
     uint64_t begun = moe_clock_ns();
     struct moe_status st = moe_cuda_session_catch_up(s);
     if (!moe_failed(&st))
-        st = reserve_or_drop(&p);
+        st = reserve(&p);
+    /* What steps have saved goes where there is no memory otherwise. */
+    if (st.code == MOE_RESOURCE_EXHAUSTED && moe_kept_give_back(s->device->kept))
+        st = reserve(&p);
     if (!moe_failed(&st)) {
         p.plan = make_plan(&p);
         st = run_pass(&p, &result);

@@ -333,17 +333,11 @@ struct moe_status moe_cuda_buffer_reserve(struct moe_device *device, struct moe_
         return moe_ok();
     MOE_TRY(moe_cuda_device_use(device));
     MOE_TRY(MOE_CUDA(cudaDeviceSynchronize())); /* enqueued work may use what is there */
+    device->buffers_moved++;
     moe_cuda_buffer_free(device, buffer);
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &buffer->data));
     buffer->bytes = bytes;
     return moe_ok();
-}
-
-struct moe_status moe_cuda_buffer_reserve_captured(struct moe_device *device,
-                                                   struct moe_cuda_buffer *buffer, size_t bytes)
-{
-    device->buffers_moved += bytes > buffer->bytes;
-    return moe_cuda_buffer_reserve(device, buffer, bytes);
 }
 
 void moe_cuda_buffer_free(struct moe_device *device, struct moe_cuda_buffer *buffer)

@@ -44,8 +44,7 @@ struct moe_device {
     uint64_t used_bytes;          /* atomic */
     pthread_mutex_t memory_lock;  /* guards the list */
     struct moe_cuda_moved *moved; /* device memory that is not what the driver gave */
-    uint64_t
-        buffers_moved; /* how often memory of captured steps moved: what was captured is void */
+    uint64_t buffers_moved;       /* how often a buffer grew: what was captured with it is void */
 
     /* Parts and whole steps compute on `compute`. Rows come in and go out on streams of their own,
      * so that they overlap the step between them. */
@@ -95,10 +94,6 @@ struct moe_cuda_buffer {
 };
 struct moe_status moe_cuda_buffer_reserve(struct moe_device *device, struct moe_cuda_buffer *buffer,
                                           size_t bytes) MOE_CHECKED;
-/* The same for memory that captured steps use: counted in buffers_moved. */
-struct moe_status moe_cuda_buffer_reserve_captured(struct moe_device *device,
-                                                   struct moe_cuda_buffer *buffer,
-                                                   size_t bytes) MOE_CHECKED;
 void moe_cuda_buffer_free(struct moe_device *device, struct moe_cuda_buffer *buffer);
 
 #ifdef __cplusplus

@@ -149,9 +149,8 @@ struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct 
     MOE_TRY(moe_cuda_ep_check(session, layer, dtype, bucket, tokens));
     size_t rows = moe_cuda_ep_most_rows(session, layer, bucket);
     size_t row_bytes = layer->spec.hidden * moe_dtype_bytes(dtype) * (pairs ? 2 : 1);
-    struct moe_device *device = session->device;
-    MOE_TRY(moe_cuda_buffer_reserve_captured(device, &ep->rows, rows * row_bytes));
-    MOE_TRY(moe_cuda_buffer_reserve_captured(device, &ep->row_weight, rows * sizeof(float)));
+    MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->rows, rows * row_bytes));
+    MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->row_weight, rows * sizeof(float)));
     if (session->net == NULL)
         return moe_ok();
     return moe_cuda_ep_net_reserve(session->ep_net, layer, dtype, bucket, pairs);

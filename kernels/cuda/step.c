@@ -308,9 +308,8 @@ static struct moe_status reserve(struct moe_step *lane)
     /* For all lanes at once: growing waits for the device, and so for the peers of a step that the
      * other lane may run by the time this one is used again. */
     for (uint32_t i = 0; i < LANES; i++)
-        MOE_TRY(
-            moe_cuda_buffer_reserve_captured(s->device, &steps->lane[i].tensors, lane->at.bytes));
-    return moe_cuda_buffer_reserve_captured(s->device, &steps->scratch, steps->at.bytes);
+        MOE_TRY(moe_cuda_buffer_reserve(s->device, &steps->lane[i].tensors, lane->at.bytes));
+    return moe_cuda_buffer_reserve(s->device, &steps->scratch, steps->at.bytes);
 }
 
 /* --------------------------------------------------------------------- capture */

@@ -3,7 +3,6 @@
 
 #include "cuda/router.h"
 
-#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -32,27 +31,9 @@ struct moe_status moe_cuda_train_scratch_take(struct moe_device *device,
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "out of memory for training");
     struct moe_cuda_buffer *buffer = &device->train->buffer[use];
-    if (bytes > buffer->bytes)
-        device->train->taken |= 1u << use;
     MOE_TRY(moe_cuda_buffer_reserve(device, buffer, bytes));
     *out = buffer->data;
     return moe_ok();
-}
-
-static_assert(MOE_CUDA_SCRATCHES <= 32, "a bit each of `taken`");
-
-void moe_cuda_train_scratch_begin(struct moe_device *device)
-{
-    if (device->train != NULL)
-        device->train->taken = 0;
-}
-
-void moe_cuda_train_scratch_undo(struct moe_device *device)
-{
-    for (int i = 0; device->train != NULL && i < MOE_CUDA_SCRATCHES; i++)
-        if (device->train->taken >> i & 1)
-            moe_cuda_buffer_free(device, &device->train->buffer[i]);
-    moe_cuda_train_scratch_begin(device);
 }
 
 struct moe_status moe_cuda_train_tell(struct moe_device *device, enum moe_cuda_scratch_use use,

@@ -45,7 +45,6 @@ enum moe_cuda_scratch_use {
 enum { MOE_CUDA_TRAIN_MARKS = 2 * MOE_BACKWARD_STAGE_COUNT };
 struct moe_cuda_train_scratch {
     struct moe_cuda_buffer buffer[MOE_CUDA_SCRATCHES];
-    uint32_t taken; /* bit u: buffer[u] is new, or grew, since moe_cuda_train_scratch_begin */
     cudaEvent_t event[MOE_CUDA_TRAIN_MARKS];
     enum moe_backward_stage stage[MOE_CUDA_TRAIN_MARKS];
     uint32_t marks; /* recorded in this pass */
@@ -56,10 +55,6 @@ void moe_cuda_train_scratch_free(struct moe_device *device);
 struct moe_status moe_cuda_train_scratch_take(struct moe_device *device,
                                               enum moe_cuda_scratch_use use, size_t bytes,
                                               void **out) MOE_CHECKED;
-/* A pass takes its scratch from here on; and, where it could not get all of it, gives back what is
- * new: nothing that was enqueued uses it. */
-void moe_cuda_train_scratch_begin(struct moe_device *device);
-void moe_cuda_train_scratch_undo(struct moe_device *device);
 
 /* Times of the stages of a pass: forgets the marks of the last one; marks the begin of a stage on
  * the compute stream (MOE_BACKWARD_STAGE_COUNT: the end); and, when that has been waited for, what

@@ -1,8 +1,7 @@
 /* Promises of captured steps (kernels/cuda/graph.h): after warm-up a step allocates nothing, waits
  * for nothing and captures nothing, whatever its layer, bucket and number of tokens; graphs are
- * shared by layers of a shape, survive the wipe of the words, growing memory, backward passes (with
- * and without memory for them) and their own eviction. Every step's answer is compared bit by bit
- * with the first one of its layer and bucket.
+ * shared by layers of a shape, survive the wipe of the words, growing memory and their own
+ * eviction. Every step's answer is compared bit by bit with the first one of its layer and bucket.
  *
  *     test_steady [SLOTS]
  *
@@ -12,8 +11,6 @@
 
 #include "cuda/graph.h"
 #include "cuda/session.h"
-#include "cuda/train_stages.h"
-#include "moe/training.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -32,13 +29,12 @@ enum {
     LAYERS = 3,
     BUCKETS = 2,
     STEPS = 200,
-    FEW = 8,
     MOST = 64, /* largest bucket */
     BUDGET_MS = 20000,
     MANY = MOE_CUDA_MAX_GRAPHS + 6, /* shapes */
 };
 
-static const uint32_t bucket_of[BUCKETS] = {FEW, MOST};
+static const uint32_t bucket_of[BUCKETS] = {8, MOST};
 static const struct moe_backend *backend;
 static uint64_t seed;
 
@@ -74,20 +70,7 @@ static struct {
         return __real_##name arguments;                                                            \
     }
 
-/* Until there is none left. */
-static uint32_t mallocs_left = UINT32_MAX;
-
-cudaError_t __real_cudaMalloc(void **p, size_t n);
-cudaError_t __wrap_cudaMalloc(void **p, size_t n);
-cudaError_t __wrap_cudaMalloc(void **p, size_t n)
-{
-    if (mallocs_left == 0)
-        return cudaErrorMemoryAllocation;
-    mallocs_left -= mallocs_left != UINT32_MAX;
-    calls.allocations++;
-    return __real_cudaMalloc(p, n);
-}
-
+COUNTED(allocations, cudaMalloc, (void **p, size_t n), (p, n))
 COUNTED(allocations, cudaFree, (void *p), (p))
 COUNTED(allocations, cudaHostAlloc, (void **p, size_t n, unsigned flags), (p, n, flags))
 COUNTED(allocations, cudaFreeHost, (void *p), (p))
@@ -119,7 +102,6 @@ struct fixture {
     uint32_t layer_of[2], bucket_of[2]; /* of the running ones: indices */
     uint64_t started;
     uint16_t *first[LAYERS][BUCKETS]; /* [MOST][HIDDEN] the first answers */
-    int32_t ids[FEW * TOP_K];         /* routing of the first tokens, by the last layer */
 };
 
 static struct moe_layer_spec spec_of(uint32_t number)
@@ -207,7 +189,7 @@ static void make_tensors(struct fixture *f)
 }
 
 /* False where there is no GPU for this slot. */
-static bool setup_for(struct fixture *f, struct member *m, bool training)
+static bool setup(struct fixture *f, struct member *m)
 {
     *f = (struct fixture){.member = m};
     struct moe_device_config device = {.ordinal = (int)m->slot};
@@ -216,7 +198,6 @@ static bool setup_for(struct fixture *f, struct member *m, bool training)
     config.max_hidden = HIDDEN;
     config.max_top_k = TOP_K;
     config.max_experts = EXPERTS;
-    config.training = training;
     struct moe_status st = backend->device_open(&device, &f->device);
     if (moe_failed(&st)) {
         printf("skipped: %s\n", st.text);
@@ -232,11 +213,6 @@ static bool setup_for(struct fixture *f, struct member *m, bool training)
     make_tensors(f);
     ok(backend->session_join(f->device, &config, &f->session));
     return true;
-}
-
-static bool setup(struct fixture *f, struct member *m)
-{
-    return setup_for(f, m, false);
 }
 
 static void teardown(struct fixture *f)
@@ -436,85 +412,6 @@ static int more_shapes_than_are_kept_still_run(struct member *m)
     return 0;
 }
 
-static uint64_t used_bytes(const struct fixture *f)
-{
-    struct moe_device_info info;
-    backend->device_info(f->device, &info);
-    return info.used_bytes;
-}
-
-/* A pass over the first tokens of a full step. */
-static struct moe_status learn(struct fixture *f, struct moe_trainer *trainer, uint32_t bucket,
-                               struct moe_step_result *result)
-{
-    struct moe_step *step;
-    struct moe_backward_args args = {.trainer = trainer,
-                                     .dtype = MOE_DTYPE_BF16,
-                                     .bucket = bucket,
-                                     .tokens = bucket_of[0],
-                                     .x = f->x,
-                                     .dy = f->x,
-                                     .ids = f->ids,
-                                     .accumulate = true,
-                                     .dx = f->args[0].y,
-                                     .token_state = f->args[0].token_state};
-    finish_all(f);
-    MOE_TRY(backend->training->backward_enqueue(f->session, &args, &step));
-    return backend->step_wait(step, UINT64_MAX, result);
-}
-
-/* Slot 0 gets `most` pieces of memory for the pass, and no more; the others what they ask for. */
-static bool is_refused(struct fixture *f, struct moe_trainer *trainer, uint32_t bucket,
-                       uint32_t most)
-{
-    struct moe_step_result result;
-    if (f->member->slot == 0)
-        mallocs_left = most;
-    struct moe_status st = learn(f, trainer, bucket, &result);
-    mallocs_left = UINT32_MAX;
-    EXPECT(!moe_failed(&st) || (st.code == MOE_RESOURCE_EXHAUSTED && result.refused));
-    return moe_failed(&st);
-}
-
-static int backward_passes_leave_graphs_and_refused_ones_no_memory(struct member *m)
-{
-    static struct fixture fixture, *const f = &fixture;
-    struct moe_trainer_config config = {.optimizer = MOE_OPTIMIZER_SGD};
-    struct moe_trainer *trainer;
-    uint32_t pieces = 0;
-    if (!setup_for(f, m, true))
-        return SKIP_CODE;
-    ok(backend->training->trainer_create(f->layer[0], &config, &trainer));
-    warm_up(f);
-    memcpy(f->ids, f->args[0].ids_out, sizeof f->ids);
-    /* Rows of pairs take more room than those of steps: once that is there, nothing moves. */
-    EXPECT(!is_refused(f, trainer, bucket_of[0], UINT32_MAX));
-    moe_cuda_train_scratch_free(f->device);
-    warm_up(f);
-    const uint64_t captures = calls.captures, before = used_bytes(f);
-    for (; is_refused(f, trainer, bucket_of[0], pieces); pieces++) {
-        EXPECT(m->slot != 0 || used_bytes(f) == before);
-        random_steps(f, 4);
-        EXPECT(calls.captures == captures);
-    }
-    const uint64_t scratch = used_bytes(f) - before, allocations = calls.allocations;
-    EXPECT(pieces > 4 && scratch > 0);
-    EXPECT(!is_refused(f, trainer, bucket_of[0], 0)); /* it has all it needs by now */
-    EXPECT(calls.allocations == allocations);
-    EXPECT(is_refused(f, trainer, MOST, 1)); /* which would move memory of steps, last of all */
-    EXPECT(m->slot != 0 || used_bytes(f) < before + scratch);
-    random_steps(f, 4);
-    EXPECT(m->slot != 0 || calls.captures == captures);
-    EXPECT(!is_refused(f, trainer, MOST, UINT32_MAX));
-    random_steps(f, 4);
-    printf("slot %u: a pass refused with 0 to %u pieces of scratch; %" PRIu64 " bytes in all\n",
-           m->slot, pieces - 1, scratch);
-    backend->training->trainer_destroy(trainer);
-    moe_cuda_train_scratch_free(f->device); /* the device would keep it */
-    teardown(f);
-    return 0;
-}
-
 /* -------------------------------------------------------------------------- main */
 
 static int run(const char *name, int (*scenario)(struct member *), uint32_t slots)
@@ -547,6 +444,5 @@ int main(int argc, char **argv)
     RUN(the_wipe_of_the_words_is_not_noticed);
     RUN(growing_memory_voids_graphs);
     RUN(more_shapes_than_are_kept_still_run);
-    RUN(backward_passes_leave_graphs_and_refused_ones_no_memory);
     return rc;
 }
