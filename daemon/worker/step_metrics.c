@@ -10,27 +10,6 @@ static const double bounds[] = {2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 
                                 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1,  0.2,  0.5,  1};
 enum { BOUNDS = sizeof bounds / sizeof *bounds };
 
-static const char *const forward_stages[MOE_STAGE_COUNT] = {
-    [MOE_STAGE_ROUTER] = "router",     [MOE_STAGE_PREPARE] = "prepare",
-    [MOE_STAGE_DISPATCH] = "dispatch", [MOE_STAGE_GEMM1] = "gemm1",
-    [MOE_STAGE_GEMM2] = "gemm2",       [MOE_STAGE_SHARED] = "shared",
-    [MOE_STAGE_COMBINE] = "combine",
-};
-static const char *const backward_stages[MOE_BACKWARD_STAGE_COUNT] = {
-    [MOE_BACKWARD_ROUTER] = "router",
-    [MOE_BACKWARD_DISPATCH] = "dispatch",
-    [MOE_BACKWARD_PRE] = "pre",
-    [MOE_BACKWARD_DH] = "dh",
-    [MOE_BACKWARD_ACTIVATION] = "activation",
-    [MOE_BACKWARD_DX] = "dx",
-    [MOE_BACKWARD_WGRAD_GATE_UP] = "wgrad_gate_up",
-    [MOE_BACKWARD_WGRAD_DOWN] = "wgrad_down",
-    [MOE_BACKWARD_COMBINE] = "combine",
-    [MOE_BACKWARD_LOGITS] = "logits",
-    [MOE_BACKWARD_SHARED] = "shared",
-    [MOE_BACKWARD_FINISH] = "finish",
-};
-
 struct moe_step_metrics {
     struct moe_histogram *forward, *backward; /* whole steps; backward NULL without training */
     struct moe_histogram *forward_stage[MOE_STAGE_COUNT];
@@ -67,11 +46,11 @@ struct moe_status moe_step_metrics_create(struct moe_metrics *registry, bool tra
     struct moe_step_metrics *m = calloc(1, sizeof *m);
     if (m == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for metrics");
-    struct moe_status st = add_kind(registry, "forward", forward_stages, MOE_STAGE_COUNT,
+    struct moe_status st = add_kind(registry, "forward", moe_stage_names, MOE_STAGE_COUNT,
                                     &m->forward, m->forward_stage);
     if (!moe_failed(&st) && training)
-        st = add_kind(registry, "backward", backward_stages, MOE_BACKWARD_STAGE_COUNT, &m->backward,
-                      m->backward_stage);
+        st = add_kind(registry, "backward", moe_backward_stage_names, MOE_BACKWARD_STAGE_COUNT,
+                      &m->backward, m->backward_stage);
     if (moe_failed(&st))
         free(m);
     else

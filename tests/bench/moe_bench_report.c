@@ -1,12 +1,6 @@
 /* One table row and one line of JSON per measurement; see moe_bench.h. */
 #include "moe_bench.h"
 
-static const char *const stage_names[MOE_STAGE_COUNT] = {
-    [MOE_STAGE_ROUTER] = "router",     [MOE_STAGE_PREPARE] = "prepare",
-    [MOE_STAGE_DISPATCH] = "dispatch", [MOE_STAGE_GEMM1] = "gemm1",
-    [MOE_STAGE_GEMM2] = "gemm2",       [MOE_STAGE_SHARED] = "shared",
-    [MOE_STAGE_COMBINE] = "combine"};
-
 const char *bench_routing_name(enum bench_routing routing)
 {
     switch (routing) {
@@ -50,7 +44,7 @@ void bench_print_header(void)
            "%-13s %5s %-10s %9s %9s %9s %9s %6s %8s |",
            "shape", "T", "routing", "layer", "wall", "alone", "gemm", "over", "enqueue");
     for (int i = 0; i < MOE_STAGE_COUNT; i++)
-        printf(" %8s", stage_names[i]);
+        printf(" %8s", moe_stage_names[i]);
     printf(" | error\n");
     fflush(stdout);
 }
@@ -91,7 +85,7 @@ static void write_stages(const char *name, const double *us, FILE *to)
 {
     fprintf(to, ", \"%s\": {", name);
     for (int i = 0; i < MOE_STAGE_COUNT; i++)
-        fprintf(to, "%s\"%s\": %.2f", i > 0 ? ", " : "", stage_names[i], us[i]);
+        fprintf(to, "%s\"%s\": %.2f", i > 0 ? ", " : "", moe_stage_names[i], us[i]);
     fprintf(to, "}");
 }
 
@@ -142,19 +136,6 @@ void bench_print(const struct bench *b, uint32_t tokens, enum bench_routing rout
 
 /* -------------------------------------------------------------------- backward */
 
-static const char *const backward_names[MOE_BACKWARD_STAGE_COUNT] = {
-    [MOE_BACKWARD_ROUTER] = "router",
-    [MOE_BACKWARD_DISPATCH] = "dispatch",
-    [MOE_BACKWARD_PRE] = "pre",
-    [MOE_BACKWARD_DH] = "dh",
-    [MOE_BACKWARD_ACTIVATION] = "activation",
-    [MOE_BACKWARD_DX] = "dx",
-    [MOE_BACKWARD_WGRAD_GATE_UP] = "wgrad_gate_up",
-    [MOE_BACKWARD_WGRAD_DOWN] = "wgrad_down",
-    [MOE_BACKWARD_COMBINE] = "combine",
-    [MOE_BACKWARD_LOGITS] = "logits",
-    [MOE_BACKWARD_SHARED] = "shared",
-    [MOE_BACKWARD_FINISH] = "finish"};
 static const char *const kind_names[BENCH_BACKWARD_KINDS] = {"overwritten", "accumulated",
                                                              "overwritten, from a saved forward",
                                                              "accumulated, from a saved forward"};
@@ -186,7 +167,8 @@ static void write_backward(const struct bench *b, uint32_t tokens, int kind, FIL
             LARGEST(b, backward.plain_us), LARGEST(b, backward.saving_us),
             r->layer_us[kind] / forward, LARGEST(b, backward.error));
     for (int i = 0; i < MOE_BACKWARD_STAGE_COUNT; i++)
-        fprintf(to, "%s\"%s\": %.2f", i > 0 ? ", " : "", backward_names[i], r->stage_us[kind][i]);
+        fprintf(to, "%s\"%s\": %.2f", i > 0 ? ", " : "", moe_backward_stage_names[i],
+                r->stage_us[kind][i]);
     fprintf(to, "}}\n");
     fflush(to);
 }
@@ -203,7 +185,7 @@ void bench_print_backward(const struct bench *b, uint32_t tokens, FILE *json)
         printf("  backward, gradients %s: layer %.1f, %.3f x forward, wall %.1f |",
                kind_names[kind], r->layer_us[kind], r->layer_us[kind] / forward, r->wall_us[kind]);
         for (int i = 0; i < MOE_BACKWARD_STAGE_COUNT; i++)
-            printf(" %s %.1f", backward_names[i], r->stage_us[kind][i]);
+            printf(" %s %.1f", moe_backward_stage_names[i], r->stage_us[kind][i]);
         printf(" | %.1e%s\n", LARGEST(b, backward.error),
                r->on_tensor_cores ? ", tensor cores" : "");
         fflush(stdout);

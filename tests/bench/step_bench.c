@@ -190,8 +190,6 @@ static double measure_two(struct bench *b, uint32_t tokens)
 
 static void measure(struct bench *b, uint32_t tokens)
 {
-    static const char *const stage[MOE_STAGE_COUNT] = {"router", "prepare", "dispatch", "gemm1",
-                                                       "gemm2",  "shared",  "combine"};
     double f[FIGURES];
     measure_alone(b, tokens, f);
     double two = measure_two(b, tokens);
@@ -200,7 +198,7 @@ static void measure(struct bench *b, uint32_t tokens)
     printf("T %2u: enqueue %6.1f, device %6.1f, answer %6.1f, two in flight %6.1f a step;", tokens,
            f[ENQUEUE], f[DEVICE], f[ANSWER], two);
     for (int s = 0; s < MOE_STAGE_COUNT; s++)
-        printf(" %s %.1f", stage[s], f[STAGES + s]);
+        printf(" %s %.1f", moe_stage_names[s], f[STAGES + s]);
     printf("\n");
     fflush(stdout);
 }

@@ -111,6 +111,7 @@ enum moe_stage {
     MOE_STAGE_COMBINE,  /* rows home and summed */
     MOE_STAGE_COUNT
 };
+extern const char *const moe_stage_names[MOE_STAGE_COUNT]; /* "router", ... */
 
 /* Memory belongs to the caller and must stay until the step is finished. T may be 0 (all tensor
  * pointers may then be NULL): the slot still takes part. */
@@ -149,6 +150,7 @@ enum moe_backward_stage {
     MOE_BACKWARD_FINISH,        /* dx summed up and rounded */
     MOE_BACKWARD_STAGE_COUNT
 };
+extern const char *const moe_backward_stage_names[MOE_BACKWARD_STAGE_COUNT];
 
 struct moe_step_result {
     uint64_t stage_ns[MOE_STAGE_COUNT]; /* one after the other: their sum is the layer's time */
