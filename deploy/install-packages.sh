@@ -1,7 +1,8 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Installs what deploy/packages.txt lists for the given purposes and this machine lacks.
 #
-#   deploy/install-packages.sh [--yes] [--log FILE] build|run|test ...
+#   deploy/install-packages.sh [--yes] [--log FILE] build|run|test|format|clang ...
 #
 # Says which packages it will install. Asks first if somebody is at the terminal and --yes is not
 # given. With --log the package manager's own output goes to FILE.
@@ -15,14 +16,15 @@ while [ $# -gt 0 ]; do
     case $1 in
         --yes) yes=yes; shift ;;
         --log) log=$2; shift 2 ;;
-        build|run|test) purposes="$purposes $1"; shift ;;
-        *) echo "usage: $0 [--yes] [--log FILE] build|run|test ..." >&2; exit 2 ;;
+        build|run|test|format|clang) purposes="$purposes $1"; shift ;;
+        *) echo "usage: $0 [--yes] [--log FILE] build|run|test|format|clang ..." >&2; exit 2 ;;
     esac
 done
 
 missing=
 for purpose in $purposes; do
-    for package in $(awk -v p="$purpose" '$1 !~ /^#/ && $2 == p { print $1 }' "$here/packages.txt"); do
+    of_purpose=$(awk -v p="$purpose" '$1 !~ /^#/ && $2 == p { print $1 }' "$here/packages.txt")
+    for package in $of_purpose; do
         dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed ||
             missing="$missing $package"
     done

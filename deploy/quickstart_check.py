@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends a golden checkpoint's recorded inputs through gRPC and compares with its recorded outputs.
 
 Usage: quickstart_check.py HOST:PORT MODEL_DIRECTORY

@@ -1,8 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Finds a backend by name: the one place that knows which backends this build has. */
 #include "moe/backend.h"
 
 #ifdef MOE_HAVE_CUDA
-#include "cuda/backend.h"
+#include "cuda/plan/process.h"
+#include "cuda/step/backend.h"
 
 static const struct moe_backend *find_cuda(void)
 {
@@ -13,6 +15,11 @@ static bool cuda_answers(void)
 {
     return moe_cuda_available();
 }
+
+struct moe_status moe_backends_prepare(void)
+{
+    return moe_cuda_process_prepare();
+}
 #else
 static const struct moe_backend *find_cuda(void)
 {
@@ -22,6 +29,11 @@ static const struct moe_backend *find_cuda(void)
 static bool cuda_answers(void)
 {
     return false;
+}
+
+struct moe_status moe_backends_prepare(void)
+{
+    return moe_ok();
 }
 #endif
 

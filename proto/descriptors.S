@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Embeds the descriptor set: see descriptors.h. */
     .section .rodata
     .balign 16

@@ -1,7 +1,13 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Builds everything and runs all tests through ctest; exits non-zero if anything fails.
 #
-#   tests/run.sh [--yes] [--preset release|debug|asan] [ctest arguments ...]
+#   tests/run.sh [--yes] [--preset release|debug|asan|clang|tsan] [--quick | --nightly] [ctest arguments ...]
+#
+#   --yes       install packages without asking
+#   --quick     only tests that take seconds (label quick)
+#   --nightly   only the long matrices (label nightly), on the release build; their result is
+#               written to tests/nightly.md
 #
 # Installs the packages it needs (deploy/packages.txt) where they are missing.
 set -eu
@@ -9,16 +15,38 @@ set -eu
 cd "$(dirname "$0")/.."
 yes=
 preset=release
+tests=
 while [ $# -gt 0 ]; do
     case $1 in
         --yes) yes=--yes; shift ;;
         --preset) preset=$2; shift 2 ;;
-        -h|--help) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        --quick) tests=quick; shift ;;
+        --nightly) tests=nightly; shift ;;
+        -h|--help) sed -n '3,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;;
         *) break ;;
     esac
 done
+if [ -n "$tests" ] && [ "$preset" != release ]; then
+    echo "tests/run.sh: --$tests runs on the preset release" >&2
+    exit 2
+fi
 
-deploy/install-packages.sh $yes build run test
+case $preset in
+    clang|tsan) clang=clang ;;
+    *) clang= ;;
+esac
+deploy/install-packages.sh $yes build run test $clang
 cmake --preset "$preset"
 cmake --build --preset "$preset" --parallel "$(nproc)"
-exec ctest --preset "$preset" "$@"
+[ "$tests" = nightly ] || exec ctest --preset "${tests:-$preset}" "$@"
+
+log=$PWD/build/release/nightly.log
+result=0
+begin=$(date +%s)
+ctest --preset nightly --output-log "$log" "$@" || result=$?
+commit=$(git describe --always --dirty --abbrev=12 --exclude '*' 2>/dev/null || echo unknown)
+failed=$(sed -n 's/^[[:space:]]*[0-9]* - \([a-z0-9_]*\) (\(Failed\|Timeout\|SEGFAULT\|.*Exception.*\)).*/\1/p' "$log" |
+    tr '\n' ' ')
+echo "| $(date +%F) | $commit | ${*:-all} | $(sed -n 's/% tests passed,.*out of/ % of/p' "$log") |" \
+    "${failed:--} | $((($(date +%s) - begin + 59) / 60)) min |" >>tests/nightly.md
+exit $result

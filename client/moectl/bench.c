@@ -1,12 +1,15 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* moectl bench: closed-loop load on one layer. Each of C clients sends a request, waits for the
  * answer and sends the next one, for a warm-up that is not counted and then for a measured window.
  * A client is a state on the library's threads, not a thread: what is measured is the service. */
-#include "bench_report.h"
 #include "commands.h"
-#include "link.h"
+#include "moectl/group/link.h"
+#include "moectl/io/bench_report.h"
 
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "base/size.h"
+#include "base/wait.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -39,12 +42,14 @@ struct bench {
 struct load {
     struct moe_client *client;
     uint64_t measure_from_ns, end_ns;
-    pthread_mutex_t lock; /* guards everything below */
+    struct moectl_bench_run *run; /* its contents too are guarded by the lock */
+    struct moe_mutex lock;
     pthread_cond_t change;
-    struct moectl_bench_run *run;
-    uint32_t active;
-    uint64_t last_answer_ns;
-    struct moe_status first_error;
+    MOE_GUARDED_BY(lock) struct {
+        uint32_t active;
+        uint64_t last_answer_ns;
+        struct moe_status first_error;
+    };
 };
 
 /* One closed loop. */
@@ -65,7 +70,7 @@ static void on_answer(void *ctx, struct moe_client_forward *f, struct moe_status
     uint64_t now = moe_clock_ns();
     l->errors += st.code != MOE_OK;
     bool again = now < load->end_ns && l->errors < ERRORS_MAX;
-    pthread_mutex_lock(&load->lock);
+    moe_mutex_lock(&load->lock);
     if (st.code != MOE_OK) {
         if (load->run->errors++ == 0)
             load->first_error = st;
@@ -77,7 +82,7 @@ static void on_answer(void *ctx, struct moe_client_forward *f, struct moe_status
         load->active--;
         pthread_cond_signal(&load->change);
     }
-    pthread_mutex_unlock(&load->lock);
+    moe_mutex_unlock(&load->lock);
     if (again)
         send_next(l);
 }
@@ -140,6 +145,7 @@ static struct moe_status make_loop(const struct bench *b, struct load *load, uin
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "tensors");
     fill(l->x, b->dtype, count, b->seed + (number << 32));
     l->call = (struct moe_client_forward){
+        .size = sizeof l->call,
         .layer = (uint32_t)b->layer,
         .tokens = (uint32_t)b->tokens,
         .hidden = hidden,
@@ -160,16 +166,18 @@ static void drive(struct load *load, struct loop *loops, double duration_s)
     load->measure_from_ns = moe_clock_ns() + warm_up;
     load->end_ns = load->measure_from_ns + measured;
     uint32_t count = load->run->concurrency;
+    moe_mutex_lock(&load->lock);
     load->active = count;
+    moe_mutex_unlock(&load->lock);
     for (uint32_t i = 0; i < count; i++)
         send_next(&loops[i]);
-    pthread_mutex_lock(&load->lock);
+    moe_mutex_lock(&load->lock);
     while (load->active > 0)
-        pthread_cond_wait(&load->change, &load->lock);
-    pthread_mutex_unlock(&load->lock);
-    if (moe_clock_ns() < load->end_ns && load->last_answer_ns != 0) {
-        load->run->seconds =
-            (double)(load->last_answer_ns - load->measure_from_ns) / (double)MOE_NS_PER_S;
+        moe_wait(&load->change, &load->lock);
+    const uint64_t last_ns = load->last_answer_ns;
+    moe_mutex_unlock(&load->lock);
+    if (moe_clock_ns() < load->end_ns && last_ns != 0) {
+        load->run->seconds = (double)(last_ns - load->measure_from_ns) / (double)MOE_NS_PER_S;
         moectl_say("concurrency %" PRIu32 ": every client gave up after %d errors; the figures are "
                    "of the %.1f s to the last answer",
                    count, ERRORS_MAX, load->run->seconds);
@@ -179,7 +187,7 @@ static void drive(struct load *load, struct loop *loops, double duration_s)
 static struct moe_status measure(struct bench *b, uint32_t concurrency)
 {
     struct load load = {.client = b->client,
-                        .lock = PTHREAD_MUTEX_INITIALIZER,
+                        .lock = MOE_MUTEX_INITIALIZER,
                         .change = PTHREAD_COND_INITIALIZER,
                         .first_error = moe_ok()};
     struct loop *loops = calloc(concurrency, sizeof *loops);
@@ -197,6 +205,7 @@ static struct moe_status measure(struct bench *b, uint32_t concurrency)
         st = make_loop(b, &load, i, &loops[i]);
     if (st.code == MOE_OK)
         drive(&load, loops, b->duration_s);
+    moe_mutex_not_shared(&load.lock); /* all loops have ended */
     if (st.code == MOE_OK)
         st = load.first_error;
     if (st.code == MOE_OK && load.run->latency.count == 0)
@@ -204,7 +213,7 @@ static struct moe_status measure(struct bench *b, uint32_t concurrency)
                        "no request was answered in the measured time; try a longer --duration");
     free_loops(loops, concurrency);
     pthread_cond_destroy(&load.change);
-    pthread_mutex_destroy(&load.lock);
+    moe_mutex_destroy(&load.lock);
     return moe_error_context(st, "concurrency %" PRIu32, concurrency);
 }
 
@@ -230,6 +239,7 @@ static struct moe_status connect_to_group(struct bench *b)
     char endpoint[MOECTL_ENDPOINT_MAX];
     MOE_TRY(moectl_worker_endpoint(&b->common, moectl_deadline(&b->common), endpoint));
     struct moe_client_config config = {
+        .size = sizeof config,
         .endpoint = endpoint,
         .spread = b->spread,
         .connections = (uint32_t)b->connections,

@@ -1,8 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "checkpoints.h"
 
-#include "link.h"
 #include "moe/v1/training.pb-c.h"
-#include "proto_json.h"
+#include "moectl/group/link.h"
+#include "moectl/io/proto_json.h"
 
 #include <inttypes.h>
 #include <stdio.h>

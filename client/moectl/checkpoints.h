@@ -1,8 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* `moectl training list`: what lies in the workers' training directory. */
 #ifndef MOECTL_CHECKPOINTS_H
 #define MOECTL_CHECKPOINTS_H
 
-#include "cli.h"
+#include "moectl/io/cli.h"
 
 /* Prints the list, as a table or as the document "Checkpoints" (ListCheckpointsResponse). Returns
  * the exit code; of a failure the user has not been told: `*st` is it. */

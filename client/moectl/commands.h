@@ -1,8 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The commands, one or two to a file. */
 #ifndef MOECTL_COMMANDS_H
 #define MOECTL_COMMANDS_H
 
-#include "cli.h"
+#include "moectl/io/cli.h"
 
 extern const struct moectl_command moectl_up, moectl_down, moectl_status, moectl_wait,
     moectl_forward, moectl_bench, moectl_training, moectl_replace, moectl_version;

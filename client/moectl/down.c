@@ -1,9 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* moectl down: ends a group in peace, and waits until all of it has gone. */
 #include "commands.h"
-#include "link.h"
-#include "remnant.h"
-#include "state.h"
-#include "train_state.h"
+#include "moectl/group/link.h"
+#include "moectl/group/orphaned_group.h"
+#include "moectl/group/process.h"
+#include "moectl/group/state.h"
+#include "moectl/group/train_state.h"
 
 #include "base/clock.h"
 
@@ -209,7 +211,7 @@ static struct moe_status drain_local(const struct down *d, const struct moectl_g
 
 /* Workers that no signal of ours reaches, for they were not started by moectl: whoever of the group
  * still answers when those that were have gone. */
-static struct moe_status name_answering(const struct moectl_remnant *r)
+static struct moe_status name_answering(const struct moectl_orphaned_group *r)
 {
     char text[NAMES_BYTES] = "";
     size_t used = 0;
@@ -243,7 +245,7 @@ static struct moe_status await_gone(const struct down *d, int directory,
 }
 
 /* The first worker that answers knows what was learnt. */
-static void tell_unsaved(const struct moectl_remnant *r, uint64_t deadline_ns)
+static void tell_unsaved(const struct moectl_orphaned_group *r, uint64_t deadline_ns)
 {
     for (size_t i = 0; i < r->count; i++)
         if (r->answers[i] && moectl_train_tell_unsaved(r->workers[i], deadline_ns))
@@ -253,9 +255,9 @@ static void tell_unsaved(const struct moectl_remnant *r, uint64_t deadline_ns)
 static struct moe_status end_local(const struct down *d, int directory, uint64_t deadline_ns)
 {
     struct moectl_group group;
-    struct moectl_remnant workers;
+    struct moectl_orphaned_group workers;
     MOE_TRY(moectl_state_read(directory, &group));
-    moectl_remnant_look(&d->common, &workers); /* now, while they know one another */
+    moectl_orphaned_group_look(&d->common, &workers); /* now, while they know one another */
     tell_unsaved(&workers, deadline_ns);
     struct moe_status drained = drain_local(d, &group, deadline_ns);
     if (drained.code != MOE_OK) {
@@ -305,7 +307,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     if (st.code != MOE_OK) {
         code = moectl_fail(&st);
         if (d.common.endpoint != NULL)
-            moectl_remnant_explain(&d.common, &st);
+            moectl_orphaned_group_explain(&d.common, &st);
         return code;
     }
     moectl_say("the group has gone");

@@ -1,11 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* moectl forward: one layer for the tokens of a safetensors file. */
 #include "commands.h"
-#include "histogram.h"
-#include "link.h"
-#include "tensor_io.h"
+#include "moectl/group/link.h"
+#include "moectl/io/histogram.h"
+#include "moectl/io/tensor_io.h"
 
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "base/size.h"
+#include "base/wait.h"
 #include "moe/client.h"
 
 #include <inttypes.h>
@@ -31,34 +34,37 @@ struct forward {
 
 /* What the command waits for on a stream. */
 struct waiter {
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t over;
-    bool is_over;
-    struct moe_status status;
+    MOE_GUARDED_BY(lock) struct {
+        bool is_over;
+        struct moe_status status;
+    };
 };
 
 static void on_done(void *ctx, struct moe_client_forward *f, struct moe_status st)
 {
     struct waiter *w = ctx;
     (void)f;
-    pthread_mutex_lock(&w->lock);
+    moe_mutex_lock(&w->lock);
     w->status = st;
     w->is_over = true;
     pthread_cond_signal(&w->over);
-    pthread_mutex_unlock(&w->lock);
+    moe_mutex_unlock(&w->lock);
 }
 
 static struct moe_status call_on_stream(struct moe_client_stream *s, struct moe_client_forward *f)
 {
-    struct waiter w = {.lock = PTHREAD_MUTEX_INITIALIZER, .over = PTHREAD_COND_INITIALIZER};
+    struct waiter w = {.lock = MOE_MUTEX_INITIALIZER, .over = PTHREAD_COND_INITIALIZER};
     moe_client_stream_forward(s, f, on_done, &w);
-    pthread_mutex_lock(&w.lock);
+    moe_mutex_lock(&w.lock);
     while (!w.is_over)
-        pthread_cond_wait(&w.over, &w.lock);
-    pthread_mutex_unlock(&w.lock);
+        moe_wait(&w.over, &w.lock);
+    struct moe_status st = w.status;
+    moe_mutex_unlock(&w.lock);
     pthread_cond_destroy(&w.over);
-    pthread_mutex_destroy(&w.lock);
-    return w.status;
+    moe_mutex_destroy(&w.lock);
+    return st;
 }
 
 static struct moe_status call_once(struct forward *o)
@@ -104,6 +110,7 @@ static struct moe_status prepare(struct forward *o)
     if (y->data == NULL || (o->return_routing && (y->topk_ids == NULL || y->topk_weights == NULL)))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "answer");
     o->call = (struct moe_client_forward){
+        .size = sizeof o->call,
         .layer = (uint32_t)o->layer,
         .tokens = o->x.tokens,
         .hidden = o->x.width,
@@ -150,6 +157,7 @@ static struct moe_status work(struct forward *o)
         MOE_TRY(moectl_tokens_convert(&o->x, o->dtype[0] == 'f' ? MOE_DTYPE_F32 : MOE_DTYPE_BF16));
     MOE_TRY(moectl_worker_endpoint(&o->common, moectl_deadline(&o->common), endpoint));
     struct moe_client_config config = {
+        .size = sizeof config,
         .endpoint = endpoint,
         .spread = o->spread,
         .timeout_ms = moectl_timeout_ms(&o->common),

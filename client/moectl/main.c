@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* moectl: starts, looks at, uses and ends a group of moed daemons. This file only finds the
  * command; each command's own file does the rest. */
 #include "commands.h"

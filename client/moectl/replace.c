@@ -1,12 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* moectl replace: starts again, in its place and as it was started, whatever has died of the local
- * group. It knows the command lines from group.json, and nothing of what the daemons do. */
+ * group. It knows the command lines from group.json, and nothing of what the daemons do.
+ *
+ * A daemon that is just dying still has its process, and its port. So what the kernel is ending is
+ * waited for, and so is a worker whose process runs while the coordinator says that its slot is
+ * empty: it ends, or it comes back. */
 #include "commands.h"
-#include "daemons.h"
+#include "moectl/group/daemons.h"
+#include "moectl/group/process.h"
+#include "moectl/group/slots.h"
 
 #include "base/clock.h"
 
 #include <string.h>
 #include <unistd.h>
+
+enum { POLL_MS = 50 };
 
 struct replace {
     struct moectl_common common;
@@ -36,6 +45,14 @@ static struct moe_status start(struct replace *r, size_t place)
     return moectl_daemons_start(&r->daemons, p->name, program, argv);
 }
 
+static struct moe_status report_ended(const struct replace *r)
+{
+    for (size_t i = 0; i < r->daemons.count; i++)
+        if (!r->daemons.all[i].running)
+            moectl_daemons_report(&r->daemons.all[i]);
+    return moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "a daemon ended at once");
+}
+
 /* Until all have said their endpoints. */
 static struct moe_status await_ready(struct replace *r, uint64_t deadline_ns)
 {
@@ -51,11 +68,7 @@ static struct moe_status await_ready(struct replace *r, uint64_t deadline_ns)
             return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
                              "%s did not listen within the time limit",
                              r->daemons.all[i].process.name);
-        case MOECTL_EVENT_ENDED:
-            for (size_t n = 0; n < r->daemons.count; n++)
-                if (!r->daemons.all[n].running)
-                    moectl_daemons_report(&r->daemons.all[n]);
-            return moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "a daemon ended at once");
+        case MOECTL_EVENT_ENDED: return report_ended(r);
         }
     }
     return moe_ok();
@@ -76,20 +89,87 @@ static struct moe_status record(struct replace *r)
     return moectl_state_write(r->directory, &r->group);
 }
 
+static bool is_ours(const struct replace *r, size_t place)
+{
+    for (size_t i = 0; i < r->daemons.count; i++)
+        if (r->places[i] == place)
+            return true;
+    return false;
+}
+
 /* The coordinator first: workers look for it. */
+static struct moe_status start_ended(struct replace *r, uint64_t deadline_ns)
+{
+    for (size_t i = 0; i < r->group.count; i++) {
+        if (is_ours(r, i) || moectl_process_state(&r->group, i) != MOECTL_PROCESS_ENDED)
+            continue;
+        moectl_say("starting %s again", r->group.processes[i].name);
+        MOE_TRY(start(r, i));
+        MOE_TRY(await_ready(r, deadline_ns));
+    }
+    return moe_ok();
+}
+
+/* Marks what is waited for in `awaited`, and says so once. A coordinator that we started does not
+ * know its workers yet. While one does not answer, what it said before stands. */
+static struct moe_status find_awaited(struct replace *r, bool awaited[MOECTL_PROCESSES_MAX])
+{
+    struct moectl_slots slots;
+    bool ask = !is_ours(r, 0) && moectl_process_state(&r->group, 0) == MOECTL_PROCESS_RUNS;
+    bool asked = ask && moectl_slots_ask(&r->group, &slots);
+    if (ask && !asked)
+        moectl_say("the coordinator does not answer: which slots are empty is not known");
+    if (asked && slots.draining)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "the group is being ended");
+    for (size_t i = 0; i < r->group.count; i++) {
+        const struct moectl_process *p = &r->group.processes[i];
+        enum moectl_process_state state = moectl_process_state(&r->group, i);
+        bool told = awaited[i], empty = i > 0 && (asked ? !slots.held[i] : awaited[i]);
+        awaited[i] = !is_ours(r, i) && (state != MOECTL_PROCESS_RUNS || empty);
+        if (!awaited[i] || told)
+            continue;
+        if (state == MOECTL_PROCESS_RUNS)
+            moectl_say("%s (process %d) runs, and its slot is empty: waiting until it ends or "
+                       "comes back",
+                       p->name, (int)p->pid);
+        else
+            moectl_say("waiting for the end of %s (process %d)", p->name, (int)p->pid);
+    }
+    return moe_ok();
+}
+
+/* Starts what has ended, until nothing is left that is ending or without its slot. */
+static struct moe_status settle(struct replace *r, uint64_t deadline_ns)
+{
+    bool awaited[MOECTL_PROCESSES_MAX] = {false};
+    for (;;) {
+        MOE_TRY(start_ended(r, deadline_ns));
+        MOE_TRY(find_awaited(r, awaited));
+        size_t i = 0;
+        while (i < r->group.count && !awaited[i])
+            i++;
+        if (i == r->group.count)
+            return moe_ok();
+        uint64_t now = moe_clock_ns();
+        if (now >= deadline_ns)
+            return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                             "%s (process %d) has neither ended nor come back within the time "
+                             "limit; `kill -9 %d` and `moectl replace` put another in its place",
+                             r->group.processes[i].name, (int)r->group.processes[i].pid,
+                             (int)r->group.processes[i].pid);
+        enum moectl_event event = moectl_daemons_wait(&r->daemons, now + POLL_MS * MOE_NS_PER_MS);
+        if (event == MOECTL_EVENT_STOP)
+            return moe_error(MOE_CANCELLED, MOE_REASON_NONE, "interrupted");
+        if (event == MOECTL_EVENT_ENDED)
+            return report_ended(r);
+    }
+}
+
 static struct moe_status start_missing(struct replace *r, uint64_t deadline_ns)
 {
     MOE_TRY(moectl_daemons_init(&r->daemons, r->directory, r->state_path, true));
     r->daemons.keep_logs = true;
-    struct moe_status st = moe_ok();
-    for (size_t i = 0; i < r->group.count && st.code == MOE_OK; i++) {
-        if (moectl_process_runs(&r->group, i))
-            continue;
-        moectl_say("starting %s again", r->group.processes[i].name);
-        st = start(r, i);
-        if (st.code == MOE_OK)
-            st = await_ready(r, deadline_ns);
-    }
+    struct moe_status st = settle(r, deadline_ns);
     if (r->daemons.count == 0)
         return st;
     struct moe_status recorded = record(r);

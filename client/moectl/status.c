@@ -1,11 +1,12 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* moectl status and moectl wait: what the coordinator says about the group, now or until it is what
  * the user waits for. */
 #include "commands.h"
-#include "link.h"
-#include "proto_json.h"
-#include "remnant.h"
-#include "state.h"
-#include "train_state.h"
+#include "moectl/group/link.h"
+#include "moectl/group/orphaned_group.h"
+#include "moectl/group/state.h"
+#include "moectl/group/train_state.h"
+#include "moectl/io/proto_json.h"
 
 #include "base/clock.h"
 
@@ -76,7 +77,7 @@ static void say_at_stake(const Moe__V1__GetStatusResponse *s, uint64_t deadline_
         Moe__V1__GetTrainStateResponse *state;
         if (!w->connected || w->state == MOE__V1__WORKER_STATE__WORKER_STATE_GONE)
             continue;
-        struct moe_status st = moectl_train_glance(w->endpoint, deadline_ns, &state);
+        struct moe_status st = moectl_train_probe(w->endpoint, deadline_ns, &state);
         if (st.code == MOE_UNIMPLEMENTED)
             return;
         if (st.code != MOE_OK)
@@ -87,13 +88,13 @@ static void say_at_stake(const Moe__V1__GetStatusResponse *s, uint64_t deadline_
     }
 }
 
-/* A worker has gone: how another one comes into its seat. */
+/* A worker has gone: how another one comes into its slot. */
 static void say_replace(const struct moectl_common *common)
 {
     struct moectl_group group;
     struct moe_status st = moectl_state_group(common, &group);
     if (st.code != MOE_OK) {
-        moectl_say("a worker has gone: start one again for its seat, with the options that it was "
+        moectl_say("a worker has gone: start one again for its slot, with the options that it was "
                    "started with, or end the group with `moectl down` and start it anew");
         return;
     }
@@ -135,7 +136,7 @@ static int run_status(const struct moectl_command *self, int argc, char **argv)
         st = moectl_admin_open(endpoint, deadline, &link, &status);
     if (st.code != MOE_OK) {
         code = moectl_fail(&st);
-        moectl_remnant_explain(&common, &st);
+        moectl_orphaned_group_explain(&common, &st);
         return code;
     }
     code = print_status(&common, status, deadline);
@@ -217,7 +218,7 @@ static bool explain_silence(const struct moectl_common *common, const struct sig
     if (sight->state[0] != '\0')
         *silent_since = now;
     return now - *silent_since > SILENCE_MS * MOE_NS_PER_MS &&
-           moectl_remnant_explain(common, &sight->status);
+           moectl_orphaned_group_explain(common, &sight->status);
 }
 
 static int wait_for(const struct moectl_common *common, bool gone)

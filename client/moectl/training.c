@@ -1,16 +1,17 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* moectl training: where a group's training stands, and the changes that an operator makes to it by
  * hand: checkpoints, adapters, dropped gradients, what is frozen. Gradients and steps are the
  * business of programs. */
 #include "checkpoints.h"
 #include "commands.h"
-#include "link.h"
-#include "proto_json.h"
-#include "remnant.h"
-#include "state.h"
-#include "train_state.h"
+#include "moectl/group/link.h"
+#include "moectl/group/orphaned_group.h"
+#include "moectl/group/state.h"
+#include "moectl/group/train_state.h"
+#include "moectl/io/proto_json.h"
 #include "training_watch.h"
 
-#include "base/name.h"
+#include "daemon/name.h"
 #include "moe/client_training.h"
 
 #include <inttypes.h>
@@ -79,12 +80,13 @@ static void print_table(const Moe__V1__GetTrainStateResponse *s)
                (double)s->progress_bytes_total / (1024.0 * 1024.0));
     if (s->problem[0] != '\0')
         printf("problem     %s\n", s->problem);
-    printf("memory      %.1f MiB of state, %.1f of %.1f MiB of saved passes\n",
-           (double)s->state_bytes / (1024.0 * 1024.0), (double)s->saved_bytes / (1024.0 * 1024.0),
-           (double)s->saved_bytes_limit / (1024.0 * 1024.0));
-    printf("device      %.1f of %.1f MiB of activations saved for Backward\n",
-           (double)s->saved_device_bytes / (1024.0 * 1024.0),
-           (double)s->saved_device_bytes_limit / (1024.0 * 1024.0));
+    printf("memory      %.1f MiB of state, %.1f of %.1f MiB of retained passes\n",
+           (double)s->state_bytes / (1024.0 * 1024.0),
+           (double)s->retained_bytes / (1024.0 * 1024.0),
+           (double)s->retained_bytes_limit / (1024.0 * 1024.0));
+    printf("device      %.1f of %.1f MiB of activations retained for Backward\n",
+           (double)s->retained_device_bytes / (1024.0 * 1024.0),
+           (double)s->retained_device_bytes_limit / (1024.0 * 1024.0));
 }
 
 static int print_state(const struct moectl_common *common, const Moe__V1__GetTrainStateResponse *s)
@@ -189,21 +191,25 @@ typedef struct moe_status (*change_fn)(struct training *t);
 
 static struct moe_status do_save(struct training *t)
 {
-    t->checkpoint = (struct moe_client_checkpoint){
-        .change = t->change, .name = t->object, .keep = (uint32_t)t->keep};
+    t->checkpoint = (struct moe_client_checkpoint){.size = sizeof t->checkpoint,
+                                                   .change = t->change,
+                                                   .name = t->object,
+                                                   .keep = (uint32_t)t->keep};
     return moe_client_save_checkpoint(t->client, &t->checkpoint);
 }
 
 static struct moe_status do_load(struct training *t)
 {
-    t->checkpoint = (struct moe_client_checkpoint){.change = t->change, .name = t->object};
+    t->checkpoint = (struct moe_client_checkpoint){
+        .size = sizeof t->checkpoint, .change = t->change, .name = t->object};
     return moe_client_load_checkpoint(t->client, &t->checkpoint);
 }
 
 /* Without a name: merge. */
 static struct moe_status do_export(struct training *t)
 {
-    t->checkpoint = (struct moe_client_checkpoint){.change = t->change, .name = t->object};
+    t->checkpoint = (struct moe_client_checkpoint){
+        .size = sizeof t->checkpoint, .change = t->change, .name = t->object};
     return moe_client_export_adapter(t->client, &t->checkpoint);
 }
 
@@ -378,7 +384,7 @@ static bool read_parts(const char *text, struct moe_client_frozen *out)
  * group cannot make. */
 static struct moe_status next_step_id(struct training *t)
 {
-    struct moe_client_train_state state;
+    struct moe_client_train_state state = {.size = sizeof state};
     MOE_TRY(moe_client_get_train_state(t->client, t->change.timeout_ms, &state));
     if (!t->trains)
         t->first = state;
@@ -400,9 +406,9 @@ static struct moe_status change(struct training *t, const struct action *a)
 {
     /* Where the change itself has no limit, to reach a group has one. */
     struct moectl_common reach = t->common;
-    reach.timeout_s = reach.timeout_s > 0 ? reach.timeout_s : REACH_S;
-    struct moe_client_config config = {.endpoint = t->endpoint,
-                                       .timeout_ms = moectl_timeout_ms(&reach)};
+    reach.timeout_s = reach.timeout_s > 0 ? reach.timeout_s : (double)REACH_S;
+    struct moe_client_config config = {
+        .size = sizeof config, .endpoint = t->endpoint, .timeout_ms = moectl_timeout_ms(&reach)};
     MOE_TRY(moectl_worker_endpoint(&t->common, moectl_deadline(&reach), t->endpoint));
     MOE_TRY(moe_client_connect(&config, &t->client));
     struct moectl_watch *watch = moectl_watch_begin(t->endpoint);
@@ -483,7 +489,7 @@ static int tell_failed(const struct training *t, const struct moe_status *st)
     if (st->code == MOE_DEADLINE_EXCEEDED && t->common.timeout_s > 0)
         moectl_say("the limit is --timeout %g; 0 is none", t->common.timeout_s);
     if ((st->code == MOE_UNAVAILABLE || st->code == MOE_DEADLINE_EXCEEDED) &&
-        !moectl_remnant_explain(&t->common, st) && t->endpoint[0] != '\0')
+        !moectl_orphaned_group_explain(&t->common, st) && t->endpoint[0] != '\0')
         moectl_watch_say_group(t->endpoint);
     return code;
 }

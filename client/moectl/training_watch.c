@@ -1,10 +1,13 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See training_watch.h. */
 #include "training_watch.h"
 
+#include "base/mutex.h"
+#include "base/thread.h"
 #include "base/wait.h"
-#include "link.h"
-#include "proto_json.h"
-#include "train_state.h"
+#include "moectl/group/link.h"
+#include "moectl/group/train_state.h"
+#include "moectl/io/proto_json.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -19,9 +22,9 @@ enum {
 struct moectl_watch {
     const char *endpoint;
     pthread_t thread;
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t ended;
-    bool over; /* under `lock` */
+    MOE_GUARDED_BY(lock) bool over;
 };
 
 /* "the group is DEGRADED: slot 1 is empty", or what the question failed with; "" when it serves. */
@@ -56,7 +59,7 @@ static bool describe_progress(const char *endpoint, char word[WORD_BYTES])
 {
     Moe__V1__GetTrainStateResponse *s = NULL;
     struct moe_status st =
-        moectl_train_glance(endpoint, moe_clock_ns() + ASK_LIMIT_MS * MOE_NS_PER_MS, &s);
+        moectl_train_probe(endpoint, moe_clock_ns() + ASK_LIMIT_MS * MOE_NS_PER_MS, &s);
     if (st.code != MOE_OK)
         return false;
     bool saving = s->saving[0] != '\0', loading = s->loading[0] != '\0';
@@ -87,16 +90,16 @@ static void *watch_main(void *arg)
     struct moectl_watch *w = arg;
     char last[WORD_BYTES] = "";
     uint64_t at = moe_clock_ns() + SILENCE_MS * MOE_NS_PER_MS;
-    pthread_mutex_lock(&w->lock);
+    moe_mutex_lock(&w->lock);
     while (!w->over) {
         if (moe_wait_until(&w->ended, &w->lock, at) || w->over)
             continue;
-        pthread_mutex_unlock(&w->lock);
+        moe_mutex_unlock(&w->lock);
         say_what_is(w, last);
         at = moe_clock_ns() + PERIOD_MS * MOE_NS_PER_MS;
-        pthread_mutex_lock(&w->lock);
+        moe_mutex_lock(&w->lock);
     }
-    pthread_mutex_unlock(&w->lock);
+    moe_mutex_unlock(&w->lock);
     return NULL;
 }
 
@@ -106,12 +109,12 @@ struct moectl_watch *moectl_watch_begin(const char *endpoint)
     if (w == NULL)
         return NULL;
     w->endpoint = endpoint;
-    pthread_mutex_init(&w->lock, NULL);
+    moe_mutex_init(&w->lock);
     moe_wait_init(&w->ended);
-    if (pthread_create(&w->thread, NULL, watch_main, w) == 0)
+    if (moe_thread_create(&w->thread, "moectl-watch", watch_main, w) == 0)
         return w;
     pthread_cond_destroy(&w->ended);
-    pthread_mutex_destroy(&w->lock);
+    moe_mutex_destroy(&w->lock);
     free(w);
     return NULL;
 }
@@ -120,12 +123,12 @@ void moectl_watch_end(struct moectl_watch *w)
 {
     if (w == NULL)
         return;
-    pthread_mutex_lock(&w->lock);
+    moe_mutex_lock(&w->lock);
     w->over = true;
     pthread_cond_signal(&w->ended);
-    pthread_mutex_unlock(&w->lock);
+    moe_mutex_unlock(&w->lock);
     pthread_join(w->thread, NULL);
     pthread_cond_destroy(&w->ended);
-    pthread_mutex_destroy(&w->lock);
+    moe_mutex_destroy(&w->lock);
     free(w);
 }

@@ -1,10 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* While a call of training is under way: says on stderr, from a thread of its own, how far a Save
  * or Load is, or what keeps the group from answering. It asks for that itself, and is only a
  * remark: no failure here is one of the command. */
 #ifndef MOECTL_TRAINING_WATCH_H
 #define MOECTL_TRAINING_WATCH_H
 
-#include "cli.h"
+#include "moectl/io/cli.h"
 
 struct moectl_watch;
 

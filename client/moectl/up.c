@@ -1,12 +1,13 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* moectl up: a group on this machine. Starts a coordinator and N workers, waits until they serve,
  * then watches over them until the user or a death ends it; or leaves them running (--detach). */
 #include "commands.h"
-#include "daemons.h"
-#include "link.h"
-#include "train_state.h"
+#include "moectl/group/daemons.h"
+#include "moectl/group/link.h"
+#include "moectl/group/train_state.h"
 
 #include "base/clock.h"
-#include "proto_json.h"
+#include "moectl/io/proto_json.h"
 
 #include <inttypes.h>
 #include <sched.h>
@@ -79,9 +80,19 @@ static bool find_file(const char *name, char out[MOECTL_PATH_MAX])
     return fits;
 }
 
+/* Daemons open their logs themselves, so that SIGHUP to one of them opens its log anew. */
+static struct moe_status log_path(const struct up *u, const char *daemon, char out[MOECTL_PATH_MAX])
+{
+    if (snprintf(out, MOECTL_PATH_MAX, "%s/%s.log", u->state_path, daemon) >= MOECTL_PATH_MAX)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "the state directory's name");
+    return moe_ok();
+}
+
 static struct moe_status start_coordinator(struct up *u)
 {
-    char listen[ARGUMENT_MAX], metrics[ARGUMENT_MAX], workers[ARGUMENT_MAX], state[MOECTL_PATH_MAX];
+    char listen[ARGUMENT_MAX], metrics[ARGUMENT_MAX], workers[ARGUMENT_MAX], state[MOECTL_PATH_MAX],
+        log[MOECTL_PATH_MAX];
+    MOE_TRY(log_path(u, "coordinator", log));
     listen_address(u, u->workers, listen);
     metrics_address(u, 0, metrics);
     snprintf(workers, sizeof workers, "%" PRIu64, u->workers);
@@ -100,6 +111,8 @@ static struct moe_status start_coordinator(struct up *u)
                           MOECTL_READY_FD,
                           "--log-level",
                           u->log_level,
+                          "--log-file",
+                          log,
                           metrics[0] != '\0' ? "--metrics-listen" : NULL,
                           metrics,
                           NULL};
@@ -108,13 +121,14 @@ static struct moe_status start_coordinator(struct up *u)
 
 static struct moe_status start_worker(struct up *u, uint64_t number)
 {
-    char listen[ARGUMENT_MAX], threads[ARGUMENT_MAX], name[ARGUMENT_MAX], seat[ARGUMENT_MAX],
-        drain[ARGUMENT_MAX], metrics[ARGUMENT_MAX];
+    char listen[ARGUMENT_MAX], threads[ARGUMENT_MAX], name[ARGUMENT_MAX], slot[ARGUMENT_MAX],
+        drain[ARGUMENT_MAX], metrics[ARGUMENT_MAX], log[MOECTL_PATH_MAX];
     listen_address(u, number, listen);
     metrics_address(u, number + 1, metrics);
     snprintf(threads, sizeof threads, "%" PRIu64, threads_per_worker(u));
     snprintf(name, sizeof name, "worker-%" PRIu64, number);
-    snprintf(seat, sizeof seat, "%" PRIu64, number); /* its GPU too, where there are any */
+    MOE_TRY(log_path(u, name, log));
+    snprintf(slot, sizeof slot, "%" PRIu64, number); /* its GPU too, where there are any */
     snprintf(drain, sizeof drain, "%" PRIu64, u->drain_s * 1000);
     const char *const options[][2] = {
         {"--model", u->group.model},
@@ -123,10 +137,11 @@ static struct moe_status start_worker(struct up *u, uint64_t number)
         {"--backend", u->backend},
         {"--threads", threads},
         {"--worker-id", name},
-        {"--slot", seat},
-        {"--device", seat},
+        {"--slot", slot},
+        {"--device", slot},
         {"--drain-ms", drain},
         {"--log-level", u->log_level},
+        {"--log-file", log},
         {"--ready-fd", MOECTL_READY_FD},
         {metrics[0] != '\0' ? "--metrics-listen" : NULL, metrics},
         {strcmp(u->transport, "auto") != 0 ? "--transport" : NULL, u->transport},

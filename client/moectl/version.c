@@ -1,7 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* moectl version: the release of this program, of a worker and of the coordinator. */
+#include "base/build.h"
 #include "commands.h"
-#include "link.h"
-#include "state.h"
+#include "moectl/group/link.h"
+#include "moectl/group/state.h"
 
 #include <string.h>
 
@@ -15,8 +17,8 @@ static bool same_minor(const char *a, const char *b)
 
 static void warn_if_skewed(const char *who, const char *version)
 {
-    if (!same_minor(MOE_VERSION, version))
-        moectl_say("warning: moectl is release %s, %s is %s", MOE_VERSION, who, version);
+    if (!same_minor(moe_build_version(), version))
+        moectl_say("warning: moectl is release %s, %s is %s", moe_build_version(), who, version);
 }
 
 /* Adds the releases of the group's daemons to `document`. */
@@ -47,7 +49,7 @@ static struct moe_status ask(const char *endpoint, uint64_t deadline_ns, json_t 
 
 static int print_table(json_t *document)
 {
-    static const char *const keys[] = {"client", "coordinator", "worker"};
+    static const char *const keys[] = {"client", "commit", "coordinator", "worker"};
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
         const char *value = json_string_value(json_object_get(document, keys[i]));
         if (value != NULL)
@@ -65,7 +67,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     if (!moectl_parse(self, NULL, 0, &common, argc, argv, &code))
         return code;
     json_t *document = moectl_document("Version");
-    json_object_set_new(document, "client", json_string(MOE_VERSION));
+    json_object_set_new(document, "client", json_string(moe_build_version()));
+    json_object_set_new(document, "commit", json_string(moe_build_commit()));
     struct moe_status st = moectl_state_endpoint(&common, endpoint);
     bool somewhere = st.code == MOE_OK;
     if (somewhere)

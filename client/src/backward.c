@@ -1,5 +1,7 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Backward: its tensors out by reference, the gradients in by one copy; and the choice between the
  * pass that the worker keeps and sending everything. */
+#include "abi.h"
 #include "base/size.h"
 #include "moe/v1/training.pb-c.h"
 #include "training.h"
@@ -44,6 +46,11 @@ static struct moe_status check_size(const struct moe_client_info *info,
     return moe_ok();
 }
 
+static enum moe_client_aux_convention convention_of(const struct moe_client_backward *b)
+{
+    return MOE_CLIENT_HAS(b, aux_convention) ? b->aux_convention : MOE_CLIENT_AUX_MEAN;
+}
+
 static struct moe_status check(const struct moe_client_info *info, struct moe_client_gradients *w)
 {
     const struct moe_client_backward *b = w->b;
@@ -54,15 +61,17 @@ static struct moe_status check(const struct moe_client_info *info, struct moe_cl
         return invalid(MOE_REASON_VALUE_INVALID, "micro_batch_id must be at least 1");
     if (!(b->aux_coeff >= 0) || !isfinite(b->aux_coeff))
         return invalid(MOE_REASON_VALUE_INVALID, "aux_coeff must be finite and at least 0");
+    if (convention_of(b) != MOE_CLIENT_AUX_MEAN && convention_of(b) != MOE_CLIENT_AUX_TRANSFORMERS)
+        return invalid(MOE_REASON_VALUE_INVALID, "aux_convention is not one of the enumeration");
     if (b->dy == NULL || b->dx == NULL)
         return invalid(MOE_REASON_SHAPE_MISMATCH, "dy and dx must not be NULL");
-    if (b->x == NULL && !b->saved)
+    if (b->x == NULL && !b->retained)
         return invalid(MOE_REASON_ROUTING_INVALID, "x is missing, and no pass was saved");
     if (b->x == NULL && (b->topk_ids != NULL || b->topk_weights != NULL))
         return invalid(MOE_REASON_ROUTING_INVALID, "routing is given without x");
     if (b->x != NULL && b->topk_ids == NULL)
         return invalid(MOE_REASON_ROUTING_INVALID, "Backward needs the ids that were used");
-    if (b->saved && b->x != NULL && b->weights_version == 0)
+    if (b->retained && b->x != NULL && b->weights_version == 0)
         return invalid(MOE_REASON_VALUE_INVALID,
                        "weights_version of the saved pass is needed, in case it is gone");
     return b->x != NULL ? moe_client_wire_check_ids(b->topk_ids, b->tokens, w->layer) : moe_ok();
@@ -92,6 +101,9 @@ static void pack(const struct moe_client_gradients *w, bool whole,
     q.return_weight_gradients = b->weight_gradients != NULL;
     q.input_only = b->input_only;
     q.aux_coeff = b->aux_coeff;
+    q.aux_convention = convention_of(b) == MOE_CLIENT_AUX_TRANSFORMERS
+                           ? MOE__V1__AUX_CONVENTION__AUX_CONVENTION_TRANSFORMERS
+                           : MOE__V1__AUX_CONVENTION__AUX_CONVENTION_UNSPECIFIED;
     if (whole) {
         q.topk_ids_dtype = MOE__V1__DATA_TYPE__DATA_TYPE_I32;
         q.routing_mode = b->topk_weights != NULL
@@ -148,10 +160,10 @@ struct moe_status moe_client_gradients_read(void *ctx, struct moe_rpc_msg *answe
     MOE_TRY(moe_client_wire_blame(moe_rpc_msg_split(answer, parts, sizeof parts / sizeof *parts,
                                                     head, &length, take_part, w)));
     struct moe_rpc_arena arena;
-    const Moe__V1__BackwardResponse *a =
-        moe_rpc_unpack(&moe__v1__backward_response__descriptor, head, length, &arena);
-    if (a == NULL)
-        return broken(MOE_REASON_MALFORMED, "not a BackwardResponse");
+    void *message;
+    MOE_TRY(moe_client_wire_blame(
+        moe_rpc_unpack(&moe__v1__backward_response__descriptor, head, length, &arena, &message)));
+    const Moe__V1__BackwardResponse *a = message;
     if (w->dx_length == 0 || (b->weight_gradients != NULL && w->weights_length == 0))
         return broken(MOE_REASON_MALFORMED, "a gradient is missing");
     Moe__V1__DataType dtype = b->dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
@@ -163,7 +175,7 @@ struct moe_status moe_client_gradients_read(void *ctx, struct moe_rpc_msg *answe
     b->answered_lineage = a->lineage;
     b->aux_loss = a->aux_loss;
     b->repeated = a->repeated;
-    b->used_saved = a->used_saved;
+    b->used_retained = a->used_retained;
     b->used_activations = a->used_activations;
     b->stages = moe_client_wire_stages(a->stages);
     return moe_ok();
@@ -190,12 +202,13 @@ static struct moe_status send_backward(struct moe_client *c, struct moe_client_g
 struct moe_status moe_client_backward(struct moe_client *c, struct moe_client_backward *b)
 {
     struct moe_client_gradients w = {.b = b};
+    MOE_TRY(MOE_CLIENT_CHECK_SIZE(b, backward, BACKWARD));
     MOE_TRY(check(&c->info, &w));
     uint64_t deadline_ns = moe_client_deadline(c, b->timeout_ms);
-    if (b->saved) {
+    if (b->retained) {
         struct moe_status st = send_backward(c, &w, deadline_ns, false);
         if (b->x == NULL ||
-            (st.reason != MOE_REASON_SAVED_STATE_GONE && st.code != MOE_UNAVAILABLE))
+            (st.reason != MOE_REASON_RETAINED_PASS_GONE && st.code != MOE_UNAVAILABLE))
             return st;
     }
     return send_backward(c, &w, deadline_ns, true);

@@ -1,7 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* ListCheckpoints. Its answer is as long as the workers' training root has entries, so unlike those
  * of other training calls it is unpacked into memory of its own. */
 #include "training.h"
 
+#include "abi.h"
 #include "moe/v1/training.pb-c.h"
 #include "wire.h"
 
@@ -16,11 +18,13 @@ static struct moe_status unpack(void *ctx, struct moe_rpc_msg *answer)
     if (bytes == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
     struct moe_status st = moe_rpc_msg_flatten(answer, bytes, length, &length);
+    void *message = NULL;
     if (!moe_failed(&st))
-        *out = moe__v1__list_checkpoints_response__unpack(NULL, length, bytes);
+        st = moe_rpc_unpack(&moe__v1__list_checkpoints_response__descriptor, bytes, length, NULL,
+                            &message);
+    if (!moe_failed(&st))
+        *out = message;
     free(bytes);
-    if (!moe_failed(&st) && *out == NULL)
-        st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not protobuf");
     return moe_client_wire_blame(st);
 }
 
@@ -42,7 +46,9 @@ static void take_entry(const Moe__V1__CheckpointInfo *from, struct moe_client_ch
         .made_s = from->made_s,
         .bytes = from->bytes,
         .optimizer = (enum moe_client_optimizer)from->optimizer,
-        .frozen = {from->router_frozen, from->experts_frozen, from->shared_frozen},
+        .frozen = {.router = from->router_frozen,
+                   .experts = from->experts_frozen,
+                   .shared = from->shared_frozen},
         .lora_rank = from->lora_rank,
         .lora_alpha = from->lora_alpha,
     };
@@ -53,9 +59,30 @@ static void take_entry(const Moe__V1__CheckpointInfo *from, struct moe_client_ch
         copy_text(to->lora_targets[i], sizeof to->lora_targets[i], from->lora_targets[i]);
 }
 
+static void write_entry(const Moe__V1__CheckpointInfo *from,
+                        struct moe_client_checkpoint_list *list)
+{
+    struct moe_client_checkpoint_info entry;
+    take_entry(from, &entry);
+    size_t bytes = list->entry_size < sizeof entry ? list->entry_size : sizeof entry;
+    memcpy((char *)list->entries + list->entry_size * list->filled++, &entry, bytes);
+}
+
+static struct moe_status check_entry_size(const struct moe_client_checkpoint_list *list)
+{
+    if (list->capacity == 0 || list->entry_size >= MOE_CLIENT_FIRST_CHECKPOINT_INFO)
+        return moe_ok();
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID,
+                     "moe_client_checkpoint_list: entry_size is %zu, at least %d is needed: set "
+                     "entry_size = sizeof entries[0]",
+                     list->entry_size, MOE_CLIENT_FIRST_CHECKPOINT_INFO);
+}
+
 struct moe_status moe_client_list_checkpoints(struct moe_client *c, uint64_t timeout_ms,
                                               struct moe_client_checkpoint_list *list)
 {
+    MOE_TRY(MOE_CLIENT_CHECK_SIZE(list, checkpoint_list, CHECKPOINT_LIST));
+    MOE_TRY(check_entry_size(list));
     uint8_t head[MOE_CLIENT_TRAINING_HEAD_MAX];
     Moe__V1__ListCheckpointsRequest q = MOE__V1__LIST_CHECKPOINTS_REQUEST__INIT;
     Moe__V1__ListCheckpointsResponse *a = NULL;
@@ -74,7 +101,7 @@ struct moe_status moe_client_list_checkpoints(struct moe_client *c, uint64_t tim
     list->count = a->count;
     copy_text(list->checkpoint, sizeof list->checkpoint, a->checkpoint);
     for (size_t i = 0; i < a->n_checkpoints && i < list->capacity; i++)
-        take_entry(a->checkpoints[i], &list->entries[list->filled++]);
+        write_entry(a->checkpoints[i], list);
     moe__v1__list_checkpoints_response__free_unpacked(a, NULL);
     return moe_ok();
 }

@@ -1,9 +1,13 @@
-/* Birth and death of a client: asks the server who it is and what it serves, opens the lanes. The
- * unpacked answers stay as they are, and moe_client_info points into them. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Birth and death of a client: asks the server who it is and what it serves, opens the connections.
+ * The unpacked answers stay as they are, and moe_client_info points into them. */
+#include "abi.h"
 #include "base/clock.h"
-#include "base/endpoint.h"
 #include "base/random.h"
+#include "base/wait.h"
+#include "daemon/endpoint.h"
 #include "internal.h"
+#include "wire.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -41,11 +45,11 @@ static struct moe_status ask(struct moe_rpc_channel *channel, const char *path, 
     struct moe_status st =
         bytes != NULL ? moe_rpc_msg_flatten(reply, bytes, length, &length) : broken("too large");
     moe_rpc_msg_free(reply);
-    if (st.code == MOE_OK) {
-        *out = protobuf_c_message_unpack(type, NULL, length, bytes);
-        if (*out == NULL)
-            st = broken(type->name);
-    }
+    void *message = NULL;
+    if (!moe_failed(&st))
+        st = moe_client_wire_blame(moe_rpc_unpack(type, bytes, length, NULL, &message));
+    if (!moe_failed(&st))
+        *out = message;
     free(bytes);
     return st;
 }
@@ -81,6 +85,7 @@ static struct moe_status check_workers(const struct moe_client *c)
 static void fill_info(struct moe_client *c)
 {
     c->info = (struct moe_client_info){
+        .size = sizeof c->info,
         .model = c->model->model,
         .family = c->model->family,
         .version = c->server->version,
@@ -98,28 +103,29 @@ static void fill_info(struct moe_client *c)
     };
 }
 
-void moe_client_close_lane(struct moe_client_lane *lane)
+void moe_client_close_connection(struct moe_client_connection *connection)
 {
-    moe_rpc_channel_close(lane->channel);
-    moe_rpc_client_destroy(lane->rpc);
-    free(lane->endpoint);
-    *lane = (struct moe_client_lane){0};
+    moe_rpc_channel_close(connection->channel);
+    moe_rpc_client_destroy(connection->rpc);
+    free(connection->endpoint);
+    *connection = (struct moe_client_connection){0};
 }
 
-struct moe_status moe_client_blame_lane(const struct moe_client_lane *lane, struct moe_status st)
+struct moe_status moe_client_blame_connection(const struct moe_client_connection *connection,
+                                              struct moe_status st)
 {
-    return st.code == MOE_UNAVAILABLE ? moe_error_context(st, "%s", lane->endpoint) : st;
+    return st.code == MOE_UNAVAILABLE ? moe_error_context(st, "%s", connection->endpoint) : st;
 }
 
-struct moe_status moe_client_open_lane(const char *target, uint64_t max_message_bytes,
-                                       struct moe_client_lane *lane)
+struct moe_status moe_client_open_connection(const char *target, uint64_t max_message_bytes,
+                                             struct moe_client_connection *connection)
 {
-    lane->endpoint = strdup(target);
-    if (lane->endpoint == NULL)
+    connection->endpoint = strdup(target);
+    if (connection->endpoint == NULL)
         return out_of_memory();
-    struct moe_status created = moe_rpc_client_create(&lane->rpc);
+    struct moe_status created = moe_rpc_client_create(&connection->rpc);
     if (created.code != MOE_OK) {
-        moe_client_close_lane(lane);
+        moe_client_close_connection(connection);
         return created;
     }
     struct moe_rpc_channel_config config = {
@@ -130,19 +136,19 @@ struct moe_status moe_client_open_lane(const char *target, uint64_t max_message_
         /* Who waits for a worker to be started again, as training does, finds it soon. */
         .reconnect_ms = RECONNECT_MS,
     };
-    struct moe_status st = moe_rpc_channel_open(lane->rpc, &config, &lane->channel);
+    struct moe_status st = moe_rpc_channel_open(connection->rpc, &config, &connection->channel);
     if (st.code != MOE_OK)
-        moe_client_close_lane(lane);
+        moe_client_close_connection(connection);
     return st;
 }
 
 static struct moe_status learn(struct moe_client *c, const char *endpoint)
 {
     uint64_t deadline = moe_client_deadline(c, 0);
-    struct moe_client_lane lane = {0};
-    MOE_TRY(moe_client_open_lane(endpoint, 0, &lane));
+    struct moe_client_connection connection = {0};
+    MOE_TRY(moe_client_open_connection(endpoint, 0, &connection));
     ProtobufCMessage *answer = NULL;
-    struct moe_status st = ask(lane.channel, "/moe.v1.ExpertService/GetServerInfo", deadline,
+    struct moe_status st = ask(connection.channel, "/moe.v1.ExpertService/GetServerInfo", deadline,
                                &moe__v1__get_server_info_response__descriptor, &answer);
     c->server = (Moe__V1__GetServerInfoResponse *)answer;
     answer = NULL;
@@ -150,16 +156,16 @@ static struct moe_status learn(struct moe_client *c, const char *endpoint)
         st = moe_error(MOE_UNIMPLEMENTED, MOE_REASON_NONE,
                        "this is no worker but, it seems, a coordinator; use a worker's endpoint");
     if (st.code == MOE_OK)
-        st = ask(lane.channel, "/moe.v1.ExpertService/GetModel", deadline,
+        st = ask(connection.channel, "/moe.v1.ExpertService/GetModel", deadline,
                  &moe__v1__get_model_response__descriptor, &answer);
     c->model = (Moe__V1__GetModelResponse *)answer;
-    moe_client_close_lane(&lane);
+    moe_client_close_connection(&connection);
     return st;
 }
 
-/* Where the lanes go: to all workers that there are (a seat may be empty) with `spread`, else to
- * `endpoint` alone. The worker that was asked is always reached as the user named it, whatever it
- * calls itself. */
+/* Where the connections go: to all workers that there are (a slot may be empty) with `spread`,
+ * else to `endpoint` alone. The worker that was asked is always reached as the user named it,
+ * whatever it calls itself. */
 static size_t list_targets(const struct moe_client *c, const char *endpoint,
                            const char *targets[MOE_MAX_SLOTS])
 {
@@ -174,25 +180,26 @@ static size_t list_targets(const struct moe_client *c, const char *endpoint,
     return count;
 }
 
-static struct moe_status open_lanes(struct moe_client *c, const char *endpoint)
+static struct moe_status open_connections(struct moe_client *c, const char *endpoint)
 {
     const char *targets[MOE_MAX_SLOTS];
     c->worker_count = list_targets(c, endpoint, targets);
     size_t wanted = c->worker_count * c->config.connections;
-    c->lanes = calloc(wanted, sizeof *c->lanes);
-    if (c->lanes == NULL)
+    c->connections = calloc(wanted, sizeof *c->connections);
+    if (c->connections == NULL)
         return out_of_memory();
-    for (; c->lane_count < wanted; c->lane_count++) {
-        struct moe_client_lane *lane = &c->lanes[c->lane_count];
-        MOE_TRY(moe_client_open_lane(targets[c->lane_count % c->worker_count],
-                                     c->info.max_message_bytes, lane));
-        moe_rpc_client_stay_awake(lane->rpc, c->config.spin_us * MOE_NS_PER_S / 1000000);
+    for (; c->connection_count < wanted; c->connection_count++) {
+        struct moe_client_connection *connection = &c->connections[c->connection_count];
+        MOE_TRY(moe_client_open_connection(targets[c->connection_count % c->worker_count],
+                                           c->info.max_message_bytes, connection));
+        moe_rpc_client_set_spin(connection->rpc, c->config.spin_us * MOE_NS_PER_S / 1000000);
     }
     return moe_ok();
 }
 
 static struct moe_status check_config(const struct moe_client_config *config)
 {
+    MOE_TRY(MOE_CLIENT_CHECK_SIZE(config, config, CONFIG));
     if (config->endpoint == NULL || config->endpoint[0] == '\0')
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "no endpoint was given");
     MOE_TRY(moe_endpoint_check("endpoint", config->endpoint));
@@ -204,7 +211,7 @@ static struct moe_status check_config(const struct moe_client_config *config)
 
 static void fill_defaults(struct moe_client *c, const struct moe_client_config *config)
 {
-    c->config = *config;
+    memcpy(&c->config, config, config->size < sizeof c->config ? config->size : sizeof c->config);
     c->config.endpoint = NULL;
     if (c->config.connections == 0)
         c->config.connections = 1;
@@ -219,7 +226,7 @@ static void fill_defaults(struct moe_client *c, const struct moe_client_config *
         seed = moe_clock_ns();
     atomic_init(&c->jitter, seed);
     /* Clients that start together should not all begin with the same worker. */
-    atomic_init(&c->next_lane, (uint32_t)(seed >> 32) & 0xffff);
+    atomic_init(&c->next_connection, (uint32_t)(seed >> 32) & 0xffff);
 }
 
 static struct moe_status name_session(struct moe_client *c)
@@ -237,7 +244,7 @@ struct moe_status moe_client_connect(const struct moe_client_config *config,
     struct moe_client *c = calloc(1, sizeof *c);
     if (c == NULL)
         return out_of_memory();
-    pthread_mutex_init(&c->lock, NULL);
+    moe_mutex_init(&c->lock);
     pthread_cond_init(&c->idle, NULL);
     fill_defaults(c, config);
     struct moe_status st;
@@ -247,7 +254,7 @@ struct moe_status moe_client_connect(const struct moe_client_config *config,
     MOE_TRY_GOTO(st, read_layers(c), failed);
     MOE_TRY_GOTO(st, check_workers(c), failed);
     fill_info(c);
-    MOE_TRY_GOTO(st, open_lanes(c, config->endpoint), failed);
+    MOE_TRY_GOTO(st, open_connections(c, config->endpoint), failed);
     *out = c;
     return st;
 
@@ -260,22 +267,22 @@ void moe_client_close(struct moe_client *c)
 {
     if (c == NULL)
         return;
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     while (c->in_flight > 0)
-        pthread_cond_wait(&c->idle, &c->lock);
-    pthread_mutex_unlock(&c->lock);
+        moe_wait(&c->idle, &c->lock);
+    moe_mutex_unlock(&c->lock);
 
-    for (size_t i = 0; i < c->lane_count; i++)
-        moe_client_close_lane(&c->lanes[i]);
+    for (size_t i = 0; i < c->connection_count; i++)
+        moe_client_close_connection(&c->connections[i]);
     moe_client_timers_destroy(c->timers);
     if (c->server != NULL)
         moe__v1__get_server_info_response__free_unpacked(c->server, NULL);
     if (c->model != NULL)
         moe__v1__get_model_response__free_unpacked(c->model, NULL);
-    free(c->lanes);
+    free(c->connections);
     free(c->layers);
     pthread_cond_destroy(&c->idle);
-    pthread_mutex_destroy(&c->lock);
+    moe_mutex_destroy(&c->lock);
     free(c);
 }
 
@@ -286,22 +293,23 @@ const struct moe_client_info *moe_client_get_info(const struct moe_client *c)
 
 void moe_client_enter(struct moe_client *c)
 {
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     c->in_flight++;
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
 }
 
 void moe_client_leave(struct moe_client *c)
 {
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     if (--c->in_flight == 0)
         pthread_cond_broadcast(&c->idle);
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
 }
 
-size_t moe_client_take_lane(struct moe_client *c)
+size_t moe_client_take_connection(struct moe_client *c)
 {
-    return atomic_fetch_add_explicit(&c->next_lane, 1, memory_order_relaxed) % c->lane_count;
+    return atomic_fetch_add_explicit(&c->next_connection, 1, memory_order_relaxed) %
+           c->connection_count;
 }
 
 uint64_t moe_client_deadline(const struct moe_client *c, uint64_t timeout_ms)

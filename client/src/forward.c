@@ -1,10 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Forward calls: cut into pieces, sent, tried again, joined.
  *
  * A call has one piece, or with `spread` up to one per worker. A piece lives through attempts, one
  * after another: send, answer, perhaps a pause and the next worker. The call is over when every
  * piece has its final answer AND the transport has let go of every byte of x; `holds` counts both,
  * because the caller may overwrite x as soon as `done` has been called. */
+#include "abi.h"
 #include "base/clock.h"
+#include "base/mutex.h"
+#include "base/wait.h"
 #include "internal.h"
 #include "wire.h"
 
@@ -20,7 +24,7 @@ struct call;
 struct piece {
     struct call *call;
     struct moe_client_rows rows;
-    size_t lane;
+    size_t connection;
     uint32_t attempt; /* 1, 2, ... */
     struct moe_client_timer pause;
     struct moe_status status; /* of the last attempt */
@@ -60,8 +64,8 @@ static struct moe_status join(struct call *call)
     }
     f->answered_epoch = first->epoch;
     f->answered_weights_version = first->weights_version;
-    f->saved = first->saved;
-    f->saved_activations = first->saved_activations;
+    f->retained = first->retained;
+    f->retained_activations = first->retained_activations;
     f->stages = first->stages;
     for (size_t i = 1; i < call->piece_count; i++) {
         const struct moe_client_answer *a = &call->pieces[i].answer;
@@ -136,15 +140,15 @@ static void on_pause_over(struct moe_client_timer *t)
 static void retry_or_conclude(struct piece *p, struct moe_status st)
 {
     struct moe_client *c = p->call->client;
-    bool patient = p->call->f->save_session != NULL;
+    bool keeps_trying = p->call->f->retain_session != NULL;
     uint64_t at = moe_clock_ns() + moe_client_pause_ns(c, p->attempt, st.retry_after_ms);
-    if (st.code != MOE_UNAVAILABLE || (!patient && p->attempt >= c->config.max_attempts) ||
+    if (st.code != MOE_UNAVAILABLE || (!keeps_trying && p->attempt >= c->config.max_attempts) ||
         at >= p->call->deadline_ns) {
-        conclude(p, moe_client_blame_lane(&c->lanes[p->lane], st));
+        conclude(p, moe_client_blame_connection(&c->connections[p->connection], st));
         return;
     }
-    if (!patient) /* Backward looks for the pass where it belongs */
-        p->lane = (p->lane + 1) % c->lane_count;
+    if (!keeps_trying) /* Backward looks for the pass where it belongs */
+        p->connection = (p->connection + 1) % c->connection_count;
     moe_client_timers_set(c->timers, &p->pause, at, on_pause_over);
 }
 
@@ -166,15 +170,15 @@ static void send_piece(struct piece *p)
     atomic_fetch_add_explicit(&call->holds, (uint32_t)out.part_count, memory_order_relaxed);
     p->attempt++;
     struct moe_rpc_call_options options = {.deadline_ns = call->deadline_ns};
-    moe_rpc_call_unary(call->client->lanes[p->lane].channel, "/moe.v1.ExpertService/Forward",
-                       &options, &out, on_reply, p, NULL);
+    moe_rpc_call_unary(call->client->connections[p->connection].channel,
+                       "/moe.v1.ExpertService/Forward", &options, &out, on_reply, p, NULL);
 }
 
 /* Pieces of a batch: one, or with `spread` enough that none has more than spread_tokens as long as
  * there are workers for them. */
 static size_t count_pieces(const struct moe_client *c, const struct moe_client_forward *f)
 {
-    if (!c->config.spread || f->save_session != NULL)
+    if (!c->config.spread || f->retain_session != NULL)
         return 1;
     size_t wanted = ((size_t)f->tokens + c->config.spread_tokens - 1) / c->config.spread_tokens;
     return wanted < 1 ? 1 : wanted < c->worker_count ? wanted : c->worker_count;
@@ -200,7 +204,8 @@ static struct moe_status cut(struct call *call)
 void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f,
                               moe_client_done done, void *ctx)
 {
-    size_t count = count_pieces(c, f);
+    struct moe_status st = MOE_CLIENT_CHECK_SIZE(f, forward, FORWARD);
+    size_t count = moe_failed(&st) ? 1 : count_pieces(c, f);
     struct call *call = calloc(1, sizeof *call + count * sizeof call->pieces[0]);
     if (call == NULL) {
         done(ctx, f, moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "forward"));
@@ -211,50 +216,54 @@ void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f
     call->f = f;
     call->done = done;
     call->ctx = ctx;
-    call->deadline_ns = moe_client_deadline(c, f->timeout_ms);
     call->piece_count = count;
-    struct moe_status st = cut(call);
+    if (!moe_failed(&st))
+        st = cut(call);
     if (st.code != MOE_OK) {
         call->pieces[0].status = st;
         moe_client_timers_set(c->timers, &call->end, 0, on_end);
         return;
     }
+    call->deadline_ns = moe_client_deadline(c, f->timeout_ms);
     atomic_init(&call->holds, (uint32_t)count);
-    size_t lane = f->save_session != NULL ? MOE_CLIENT_HOME : moe_client_take_lane(c);
+    size_t connection = f->retain_session != NULL ? MOE_CLIENT_HOME : moe_client_take_connection(c);
     for (size_t i = 0; i < count; i++) {
-        call->pieces[i].lane = (lane + i) % c->lane_count;
+        call->pieces[i].connection = (connection + i) % c->connection_count;
         send_piece(&call->pieces[i]);
     }
 }
 
 /* What a blocking call waits for. */
 struct waiter {
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t over;
-    bool is_over;
-    struct moe_status status;
+    MOE_GUARDED_BY(lock) struct {
+        bool is_over;
+        struct moe_status status;
+    };
 };
 
 static void on_done(void *ctx, struct moe_client_forward *f, struct moe_status st)
 {
     struct waiter *w = ctx;
     (void)f;
-    pthread_mutex_lock(&w->lock);
+    moe_mutex_lock(&w->lock);
     w->status = st;
     w->is_over = true;
     pthread_cond_signal(&w->over);
-    pthread_mutex_unlock(&w->lock);
+    moe_mutex_unlock(&w->lock);
 }
 
 struct moe_status moe_client_forward(struct moe_client *c, struct moe_client_forward *f)
 {
-    struct waiter w = {.lock = PTHREAD_MUTEX_INITIALIZER, .over = PTHREAD_COND_INITIALIZER};
+    struct waiter w = {.lock = MOE_MUTEX_INITIALIZER, .over = PTHREAD_COND_INITIALIZER};
     moe_client_forward_async(c, f, on_done, &w);
-    pthread_mutex_lock(&w.lock);
+    moe_mutex_lock(&w.lock);
     while (!w.is_over)
-        pthread_cond_wait(&w.over, &w.lock);
-    pthread_mutex_unlock(&w.lock);
+        moe_wait(&w.over, &w.lock);
+    struct moe_status st = w.status;
+    moe_mutex_unlock(&w.lock);
     pthread_cond_destroy(&w.over);
-    pthread_mutex_destroy(&w.lock);
-    return w.status;
+    moe_mutex_destroy(&w.lock);
+    return st;
 }

@@ -1,11 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* One long-lived stream to one worker, with many requests in flight.
  *
- * Each request has a seat in a table; its id on the wire is (turn of the seat, number of the seat),
- * so that an answer finds its request without a search, and an answer to a request that is over
- * finds nothing. An answer, the deadline and the end of the stream may race for a request: whoever
- * claims it under the lock decides its status. It is over when it is claimed AND the transport has
- * let go of its tensors (see forward.c). */
+ * A table holds the pending requests. The id on the wire is (generation, index) of a table entry,
+ * so an answer finds its request without a search. An answer to a finished request finds nothing,
+ * because the entry has another generation. An answer, the deadline and the end of the stream may
+ * race for a request: the first to claim it under the lock decides its status. A request is
+ * finished when it is claimed AND the transport has released its tensors (see forward.c). */
+#include "abi.h"
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "base/wait.h"
 #include "internal.h"
 #include "wire.h"
@@ -13,9 +16,9 @@
 #include <stdlib.h>
 
 enum {
-    SEATS_MAX = 65536, /* requests in flight on one stream */
-    SEAT_BITS = 32,
-    FAREWELL_MS = 1000, /* how long the server may take to end the stream from its side */
+    PENDING_MAX = 65536, /* requests in flight on one stream */
+    PENDING_BITS = 32,
+    CLOSE_MS = 1000, /* time for the server to end the stream from its side */
 };
 
 struct item {
@@ -26,28 +29,30 @@ struct item {
     struct moe_client_rows rows;
     _Atomic uint32_t holds; /* the claim, the deadline, and parts that the transport holds */
     struct moe_client_timer deadline, end;
-    uint64_t id; /* 0 = has no seat */
+    uint64_t id; /* 0 = not in the table */
     struct moe_status status;
     struct moe_client_answer answer;
 };
 
-struct seat {
-    struct item *item; /* NULL = free */
-    uint32_t turn;     /* times that it was taken */
+struct pending {
+    struct item *item;   /* NULL = free */
+    uint32_t generation; /* of the request in this entry; increases with each request */
     uint32_t next_free;
 };
 
 struct moe_client_stream {
     struct moe_client *client;
     struct moe_rpc_stream *rpc;
-    pthread_mutex_t lock; /* guards everything below */
+    struct moe_mutex lock;
     pthread_cond_t change;
-    struct seat *seats;
-    uint32_t seat_count, first_free; /* first_free = seat_count: none is free */
-    size_t in_flight;
-    bool over;             /* takes no more requests */
-    bool closed;           /* no callback of the transport runs any more */
-    struct moe_status why; /* of being over, when that is not OK */
+    MOE_GUARDED_BY(lock) struct {
+        struct pending *pending;
+        uint32_t pending_capacity, first_free; /* first_free = pending_capacity: none is free */
+        size_t in_flight;
+        bool over;             /* takes no more requests */
+        bool closed;           /* no callback of the transport runs any more */
+        struct moe_status why; /* of being over, when that is not OK */
+    };
 };
 
 static void finish(struct item *it)
@@ -56,16 +61,16 @@ static void finish(struct item *it)
     if (it->status.code == MOE_OK) {
         it->f->answered_epoch = it->answer.epoch;
         it->f->answered_weights_version = it->answer.weights_version;
-        it->f->saved = it->answer.saved;
-        it->f->saved_activations = it->answer.saved_activations;
+        it->f->retained = it->answer.retained;
+        it->f->retained_activations = it->answer.retained_activations;
         it->f->stages = it->answer.stages;
     }
     it->done(it->ctx, it->f, it->status);
     free(it);
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     s->in_flight--;
     pthread_cond_signal(&s->change);
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
 }
 
 static bool let_go(struct item *it)
@@ -86,49 +91,50 @@ static void part_released(void *owner)
         moe_client_timers_set(it->stream->client->timers, &it->end, 0, on_end);
 }
 
-/* ------------------------------------------------------------------ seats */
+/* ------------------------------------------------------------------ pending requests */
 
-static bool grow(struct moe_client_stream *s)
+static bool grow(struct moe_client_stream *s) MOE_REQUIRES(s->lock)
 {
-    uint32_t count = s->seat_count == 0 ? 16 : s->seat_count * 2;
-    struct seat *seats = count <= SEATS_MAX ? realloc(s->seats, count * sizeof *seats) : NULL;
-    if (seats == NULL)
+    uint32_t count = s->pending_capacity == 0 ? 16 : s->pending_capacity * 2;
+    struct pending *entries =
+        count <= PENDING_MAX ? realloc(s->pending, count * sizeof *entries) : NULL;
+    if (entries == NULL)
         return false;
-    for (uint32_t i = s->seat_count; i < count; i++)
-        seats[i] = (struct seat){.next_free = i + 1};
-    s->seats = seats;
-    s->seat_count = count;
+    for (uint32_t i = s->pending_capacity; i < count; i++)
+        entries[i] = (struct pending){.next_free = i + 1};
+    s->pending = entries;
+    s->pending_capacity = count;
     return true;
 }
 
-/* Under the lock. */
-static bool take_seat(struct moe_client_stream *s, struct item *it)
+static bool add_pending(struct moe_client_stream *s, struct item *it) MOE_REQUIRES(s->lock)
 {
-    if (s->first_free == s->seat_count && !grow(s))
+    if (s->first_free == s->pending_capacity && !grow(s))
         return false;
     uint32_t number = s->first_free;
-    struct seat *seat = &s->seats[number];
-    s->first_free = seat->next_free;
-    seat->item = it;
-    seat->turn = seat->turn == UINT32_MAX ? 1 : seat->turn + 1;
-    it->id = (uint64_t)seat->turn << SEAT_BITS | number;
+    struct pending *entry = &s->pending[number];
+    s->first_free = entry->next_free;
+    entry->item = it;
+    entry->generation = entry->generation == UINT32_MAX ? 1 : entry->generation + 1;
+    it->id = (uint64_t)entry->generation << PENDING_BITS | number;
     return true;
 }
 
-/* The request of that id, which the caller alone may conclude from here on, or NULL. */
+/* Takes the request of that id out of the table; only the caller may conclude it then. NULL: it is
+ * finished. */
 static struct item *claim(struct moe_client_stream *s, uint64_t id)
 {
     struct item *it = NULL;
     uint32_t number = (uint32_t)id;
-    pthread_mutex_lock(&s->lock);
-    if (number < s->seat_count && s->seats[number].turn == id >> SEAT_BITS)
-        it = s->seats[number].item;
+    moe_mutex_lock(&s->lock);
+    if (number < s->pending_capacity && s->pending[number].generation == id >> PENDING_BITS)
+        it = s->pending[number].item;
     if (it != NULL) {
-        s->seats[number].item = NULL;
-        s->seats[number].next_free = s->first_free;
+        s->pending[number].item = NULL;
+        s->pending[number].next_free = s->first_free;
         s->first_free = number;
     }
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
     return it;
 }
 
@@ -158,17 +164,17 @@ static void on_deadline(struct moe_client_timer *t)
 /* Takes no more requests from here on; the first reason given counts. */
 static struct moe_rpc_stream *end_of_stream(struct moe_client_stream *s, struct moe_status why)
 {
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     if (s->why.code == MOE_OK)
         s->why = why;
     s->over = true;
     struct moe_rpc_stream *rpc = s->rpc;
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
     return rpc;
 }
 
 /* Under the lock or after the end. */
-static struct moe_status why_over(const struct moe_client_stream *s)
+static struct moe_status why_over(const struct moe_client_stream *s) MOE_REQUIRES(s->lock)
 {
     if (s->why.code != MOE_OK)
         return s->why;
@@ -198,30 +204,32 @@ static void on_closed(void *ctx, struct moe_status st)
 {
     struct moe_client_stream *s = ctx;
     (void)end_of_stream(s, st);
-    pthread_mutex_lock(&s->lock);
-    uint32_t count = s->seat_count; /* the table grows no more */
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_lock(&s->lock);
+    uint32_t count = s->pending_capacity; /* the table grows no more */
+    struct moe_status why = why_over(s);
+    moe_mutex_unlock(&s->lock);
     for (uint32_t i = 0; i < count; i++) {
-        pthread_mutex_lock(&s->lock);
-        uint64_t id = (uint64_t)s->seats[i].turn << SEAT_BITS | i;
-        pthread_mutex_unlock(&s->lock);
+        moe_mutex_lock(&s->lock);
+        uint64_t id = (uint64_t)s->pending[i].generation << PENDING_BITS | i;
+        moe_mutex_unlock(&s->lock);
         struct item *it = claim(s, id);
         if (it != NULL)
-            conclude(it, why_over(s));
+            conclude(it, why);
     }
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     s->closed = true;
     pthread_cond_signal(&s->change);
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
 }
 
 /* ------------------------------------------------------------------ public */
 
 static void destroy(struct moe_client_stream *s)
 {
-    free(s->seats);
+    moe_mutex_not_shared(&s->lock);
+    free(s->pending);
     pthread_cond_destroy(&s->change);
-    pthread_mutex_destroy(&s->lock);
+    moe_mutex_destroy(&s->lock);
     free(s);
 }
 
@@ -232,15 +240,15 @@ struct moe_status moe_client_stream_open(struct moe_client *c, struct moe_client
     if (s == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "stream");
     s->client = c;
-    pthread_mutex_init(&s->lock, NULL);
+    moe_mutex_init(&s->lock);
     moe_wait_init(&s->change);
 
     struct moe_rpc_call_options options = {.deadline_ns = MOE_NEVER};
-    pthread_mutex_lock(&s->lock); /* callbacks may come before the handle is stored */
+    moe_mutex_lock(&s->lock); /* callbacks may come before the handle is stored */
     struct moe_status st =
-        moe_rpc_stream_open(c->lanes[moe_client_take_lane(c)].channel,
+        moe_rpc_stream_open(c->connections[moe_client_take_connection(c)].channel,
                             "/moe.v1.ExpertService/ForwardStream", &options, &events, s, &s->rpc);
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
     if (st.code != MOE_OK) {
         destroy(s);
         return st;
@@ -250,25 +258,26 @@ struct moe_status moe_client_stream_open(struct moe_client *c, struct moe_client
     return st;
 }
 
-/* Checks `it` and gives it a seat, or says why not. */
+/* Checks `it` and adds it to the table of pending requests. */
 static struct moe_status admit(struct moe_client_stream *s, struct item *it)
 {
     const struct moe_client_info *info = &s->client->info;
+    MOE_TRY(MOE_CLIENT_CHECK_SIZE(it->f, forward, FORWARD));
     MOE_TRY(moe_client_wire_check(info, it->f, &it->rows.layer));
-    if (it->f->save_session != NULL)
+    if (it->f->retain_session != NULL)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_UNSUPPORTED,
                          "a pass is kept for Backward by moe_client_forward, not on a stream");
     it->rows.f = it->f;
     it->rows.tokens = it->f->tokens;
     MOE_TRY(moe_client_wire_check_rows(info, &it->rows));
     struct moe_status st = moe_ok();
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     if (s->over)
         st = why_over(s);
-    else if (!take_seat(s, it))
+    else if (!add_pending(s, it))
         st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL,
                        "too many requests in flight on one stream");
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
     return st;
 }
 
@@ -301,9 +310,9 @@ void moe_client_stream_forward(struct moe_client_stream *s, struct moe_client_fo
     it->f = f;
     it->done = done;
     it->ctx = ctx;
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     s->in_flight++;
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
     it->status = admit(s, it);
     if (it->status.code == MOE_OK)
         send_item(s, it);
@@ -316,24 +325,24 @@ void moe_client_stream_close(struct moe_client_stream *s)
     if (s == NULL)
         return;
     struct moe_client *c = s->client;
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     while (s->in_flight > 0)
-        pthread_cond_wait(&s->change, &s->lock);
-    pthread_mutex_unlock(&s->lock);
+        moe_wait(&s->change, &s->lock);
+    moe_mutex_unlock(&s->lock);
 
     moe_rpc_stream_close_send(s->rpc);
-    uint64_t until = moe_client_deadline(c, FAREWELL_MS);
+    uint64_t until = moe_client_deadline(c, CLOSE_MS);
     bool in_time = true;
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     while (!s->closed && in_time)
         in_time = moe_wait_until(&s->change, &s->lock, until);
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
     if (!in_time)
         moe_rpc_stream_cancel(s->rpc);
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     while (!s->closed)
-        pthread_cond_wait(&s->change, &s->lock);
-    pthread_mutex_unlock(&s->lock);
+        moe_wait(&s->change, &s->lock);
+    moe_mutex_unlock(&s->lock);
     moe_rpc_stream_free(s->rpc);
     destroy(s);
     moe_client_leave(c);

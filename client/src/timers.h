@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* One thread that runs small functions at given times: retries after a pause, deadlines of stream
  * requests, and ends of calls that must not run on a thread of the transport. */
 #ifndef MOE_CLIENT_TIMERS_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Training calls: sent to the home worker, tried again under their ids, asked for where the answer
  * is; and all of them but Backward, which has tensors and a file of its own.
  *
@@ -5,8 +6,11 @@
  * call as before. So the end of a call's time is the only end of trying. */
 #include "training.h"
 
+#include "abi.h"
 #include "base/clock.h"
-#include "base/endpoint.h"
+#include "base/mutex.h"
+#include "base/wait.h"
+#include "daemon/endpoint.h"
 #include "moe/v1/training.pb-c.h"
 #include "wire.h"
 
@@ -18,24 +22,24 @@
 
 /* Parts of a request that the transport still holds. */
 struct holds {
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t none;
-    size_t count; /* under `lock` */
+    MOE_GUARDED_BY(lock) size_t count;
 };
 
 static void part_released(void *owner)
 {
     struct holds *h = owner;
-    pthread_mutex_lock(&h->lock);
+    moe_mutex_lock(&h->lock);
     if (--h->count == 0)
         pthread_cond_signal(&h->none);
-    pthread_mutex_unlock(&h->lock);
+    moe_mutex_unlock(&h->lock);
 }
 
-static struct moe_status send_once(const struct moe_client_lane *lane,
+static struct moe_status send_once(const struct moe_client_connection *connection,
                                    const struct moe_client_training_call *call)
 {
-    struct holds holds = {.lock = PTHREAD_MUTEX_INITIALIZER,
+    struct holds holds = {.lock = MOE_MUTEX_INITIALIZER,
                           .none = PTHREAD_COND_INITIALIZER,
                           .count = call->request->part_count};
     struct moe_rpc_out out = *call->request;
@@ -45,18 +49,20 @@ static struct moe_status send_once(const struct moe_client_lane *lane,
     }
     struct moe_rpc_call_options options = {.deadline_ns = call->deadline_ns};
     struct moe_rpc_msg *answer = NULL;
-    struct moe_status st = moe_rpc_call_wait(lane->channel, call->path, &options, &out, &answer);
+    struct moe_status st =
+        moe_rpc_call_wait(connection->channel, call->path, &options, &out, &answer);
     if (st.code == MOE_OK)
         st = call->read(call->ctx, answer);
     moe_rpc_msg_free(answer);
 
-    pthread_mutex_lock(&holds.lock);
+    moe_mutex_lock(&holds.lock);
     while (holds.count > 0)
-        pthread_cond_wait(&holds.none, &holds.lock);
-    pthread_mutex_unlock(&holds.lock);
+        moe_wait(&holds.none, &holds.lock);
+    moe_mutex_unlock(&holds.lock);
     pthread_cond_destroy(&holds.none);
-    pthread_mutex_destroy(&holds.lock);
-    return moe_client_blame_lane(lane, st); /* here, for another worker may be asked beside it */
+    moe_mutex_destroy(&holds.lock);
+    return moe_client_blame_connection(connection,
+                                       st); /* here, for another worker may be asked beside it */
 }
 
 /* The last word of `st` names the worker that has the answer. It need not be one that this client
@@ -66,13 +72,13 @@ static struct moe_status ask_elsewhere(const struct moe_client *c,
                                        struct moe_status st)
 {
     const char *space = strrchr(st.text, ' ');
-    struct moe_client_lane lane = {0};
+    struct moe_client_connection connection = {0};
     struct moe_status bad = space != NULL ? moe_endpoint_check("worker", space + 1) : st;
     if (moe_failed(&bad))
         return st;
-    MOE_TRY(moe_client_open_lane(space + 1, c->info.max_message_bytes, &lane));
-    st = send_once(&lane, call);
-    moe_client_close_lane(&lane);
+    MOE_TRY(moe_client_open_connection(space + 1, c->info.max_message_bytes, &connection));
+    st = send_once(&connection, call);
+    moe_client_close_connection(&connection);
     return st;
 }
 
@@ -104,11 +110,11 @@ static uint64_t end_of_trying(const struct moe_client *c, uint64_t begun_ns, uin
 static struct moe_status try_until_answered(struct moe_client *c,
                                             const struct moe_client_training_call *call)
 {
-    size_t lane = MOE_CLIENT_HOME;
+    size_t connection = MOE_CLIENT_HOME;
     uint64_t alone_since = moe_clock_ns();
     for (uint32_t attempt = 1;; attempt++) {
         uint64_t begun = moe_clock_ns(), end = call->deadline_ns;
-        struct moe_status st = send_once(&c->lanes[lane], call);
+        struct moe_status st = send_once(&c->connections[connection], call);
         if (st.reason == MOE_REASON_RECORDED_ELSEWHERE)
             st = ask_elsewhere(c, call, st);
         if (end == MOE_NEVER)
@@ -118,7 +124,7 @@ static struct moe_status try_until_answered(struct moe_client *c,
             return st;
         sleep_until(at);
         if (!call->home)
-            lane = (lane + 1) % c->lane_count;
+            connection = (connection + 1) % c->connection_count;
     }
 }
 
@@ -166,6 +172,8 @@ static struct moe_status ask(struct moe_client *c, const char *path, uint64_t ti
 
 static struct moe_status check_change(const struct moe_client_change *change)
 {
+    MOE_TRY(
+        moe_client_check_reserved("moe_client_change", change->reserved, sizeof change->reserved));
     if (change->session != NULL && change->session[0] != '\0')
         MOE_TRY(moe_client_wire_check_name("session", change->session));
     return change->step_id != 0
@@ -201,6 +209,7 @@ static void fill_defaulted(const struct moe_client_optimizer_step *s,
 struct moe_status moe_client_optimizer_step(struct moe_client *c,
                                             struct moe_client_optimizer_step *s)
 {
+    MOE_TRY(MOE_CLIENT_CHECK_SIZE(s, optimizer_step, OPTIMIZER_STEP));
     MOE_TRY(check_change(&s->change));
     Moe__V1__OptimizerStepRequest q = MOE__V1__OPTIMIZER_STEP_REQUEST__INIT;
     q.step_id = s->change.step_id;
@@ -248,6 +257,8 @@ struct moe_status moe_client_set_frozen(struct moe_client *c, struct moe_client_
                                         struct moe_client_frozen frozen)
 {
     MOE_TRY(check_change(change));
+    MOE_TRY(
+        moe_client_check_reserved("moe_client_frozen", frozen.reserved, sizeof frozen.reserved));
     Moe__V1__SetFrozenRequest q = MOE__V1__SET_FROZEN_REQUEST__INIT;
     q.step_id = change->step_id;
     q.session = session_of(c, change);
@@ -273,11 +284,13 @@ static void copy_text(char *to, size_t capacity, const char *from)
 struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t timeout_ms,
                                              struct moe_client_train_state *out)
 {
+    MOE_TRY(MOE_CLIENT_CHECK_SIZE(out, train_state, TRAIN_STATE));
     Moe__V1__GetTrainStateRequest q = MOE__V1__GET_TRAIN_STATE_REQUEST__INIT;
     struct unpacked u = {.type = &moe__v1__get_train_state_response__descriptor};
     MOE_TRY(ask(c, "/moe.v1.TrainingService/GetTrainState", timeout_ms, &q.base, &u));
     const Moe__V1__GetTrainStateResponse *a = u.message;
-    *out = (struct moe_client_train_state){
+    struct moe_client_train_state state = {
+        .size = out->size,
         .lineage = a->lineage,
         .weights_version = a->weights_version,
         .steps = a->steps,
@@ -285,23 +298,26 @@ struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t time
         .last_step_id = a->last_step_id,
         .backwards = a->backwards,
         .optimizer = (enum moe_client_optimizer)a->optimizer,
-        .frozen = {a->router_frozen, a->experts_frozen, a->shared_frozen},
+        .frozen = {.router = a->router_frozen,
+                   .experts = a->experts_frozen,
+                   .shared = a->shared_frozen},
         .lora_rank = a->lora_rank,
         .lora_scale = a->lora_scale,
         .state_bytes = a->state_bytes,
-        .saved_bytes = a->saved_bytes,
-        .saved_bytes_limit = a->saved_bytes_limit,
-        .saved_device_bytes = a->saved_device_bytes,
-        .saved_device_bytes_limit = a->saved_device_bytes_limit,
+        .retained_bytes = a->retained_bytes,
+        .retained_bytes_limit = a->retained_bytes_limit,
+        .retained_device_bytes = a->retained_device_bytes,
+        .retained_device_bytes_limit = a->retained_device_bytes_limit,
         .progress_bytes = a->progress_bytes,
         .progress_bytes_total = a->progress_bytes_total,
     };
     for (size_t i = 0; i < a->n_lora_targets && i < MOE_CLIENT_LORA_TARGETS_MAX; i++)
-        copy_text(out->lora_targets[i], sizeof out->lora_targets[i], a->lora_targets[i]);
-    copy_text(out->checkpoint, sizeof out->checkpoint, a->checkpoint);
-    copy_text(out->saving, sizeof out->saving, a->saving);
-    copy_text(out->loading, sizeof out->loading, a->loading);
-    copy_text(out->problem, sizeof out->problem, a->problem);
+        copy_text(state.lora_targets[i], sizeof state.lora_targets[i], a->lora_targets[i]);
+    copy_text(state.checkpoint, sizeof state.checkpoint, a->checkpoint);
+    copy_text(state.saving, sizeof state.saving, a->saving);
+    copy_text(state.loading, sizeof state.loading, a->loading);
+    copy_text(state.problem, sizeof state.problem, a->problem);
+    memcpy(out, &state, out->size < sizeof state ? out->size : sizeof state);
     return moe_ok();
 }
 
@@ -309,6 +325,7 @@ struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t time
 
 struct moe_status moe_client_save_checkpoint(struct moe_client *c, struct moe_client_checkpoint *s)
 {
+    MOE_TRY(MOE_CLIENT_CHECK_SIZE(s, checkpoint, CHECKPOINT));
     MOE_TRY(check_change(&s->change));
     MOE_TRY(moe_client_wire_check_name("name", s->name));
     Moe__V1__SaveCheckpointRequest q = MOE__V1__SAVE_CHECKPOINT_REQUEST__INIT;
@@ -334,6 +351,7 @@ struct moe_status moe_client_save_checkpoint(struct moe_client *c, struct moe_cl
 
 struct moe_status moe_client_load_checkpoint(struct moe_client *c, struct moe_client_checkpoint *s)
 {
+    MOE_TRY(MOE_CLIENT_CHECK_SIZE(s, checkpoint, CHECKPOINT));
     MOE_TRY(check_change(&s->change));
     MOE_TRY(moe_client_wire_check_name("name", s->name));
     Moe__V1__LoadCheckpointRequest q = MOE__V1__LOAD_CHECKPOINT_REQUEST__INIT;
@@ -355,6 +373,7 @@ struct moe_status moe_client_load_checkpoint(struct moe_client *c, struct moe_cl
 
 struct moe_status moe_client_export_adapter(struct moe_client *c, struct moe_client_checkpoint *s)
 {
+    MOE_TRY(MOE_CLIENT_CHECK_SIZE(s, checkpoint, CHECKPOINT));
     MOE_TRY(check_change(&s->change));
     if (s->name != NULL)
         MOE_TRY(moe_client_wire_check_name("name", s->name));

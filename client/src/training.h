@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* How a training call is made, whatever it says: sent, tried again, asked for elsewhere. */
 #ifndef MOE_CLIENT_SRC_TRAINING_H
 #define MOE_CLIENT_SRC_TRAINING_H

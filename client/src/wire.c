@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Requests to messages, answers to tensors. It never keeps state and never sends: x goes out by
  * reference, y comes in by one copy, straight to where the caller wants it. */
 #include "wire.h"
@@ -90,10 +91,10 @@ struct moe_status moe_client_wire_check(const struct moe_client_info *info,
                        "topk_ids and topk_weights are returned together or not at all");
     if (f->topk_ids_in != NULL)
         MOE_TRY(moe_client_wire_check_ids(f->topk_ids_in, f->tokens, l));
-    if (f->save_session != NULL) {
-        MOE_TRY(moe_client_wire_check_name("save_session", f->save_session));
-        if (f->save_micro_batch_id == 0)
-            return invalid(MOE_REASON_VALUE_INVALID, "save_micro_batch_id must be at least 1");
+    if (f->retain_session != NULL) {
+        MOE_TRY(moe_client_wire_check_name("retain_session", f->retain_session));
+        if (f->retain_micro_batch_id == 0)
+            return invalid(MOE_REASON_VALUE_INVALID, "retain_micro_batch_id must be at least 1");
         if (f->tokens > info->max_tokens_per_step)
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT,
                              "a pass that is kept has at most %" PRIu32 " tokens, not %" PRIu32,
@@ -148,11 +149,11 @@ void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id, uint8
     if (f->topk_ids_in != NULL)
         q.topk_ids_dtype = MOE__V1__DATA_TYPE__DATA_TYPE_I32;
     q.request_id = id;
-    Moe__V1__SaveForBackward save = MOE__V1__SAVE_FOR_BACKWARD__INIT;
-    if (f->save_session != NULL) {
-        save.session = (char *)(uintptr_t)f->save_session; /* packing only reads */
-        save.micro_batch_id = f->save_micro_batch_id;
-        q.save = &save;
+    Moe__V1__RetainForBackward retain = MOE__V1__RETAIN_FOR_BACKWARD__INIT;
+    if (f->retain_session != NULL) {
+        retain.session = (char *)(uintptr_t)f->retain_session; /* packing only reads */
+        retain.micro_batch_id = f->retain_micro_batch_id;
+        q.retain = &retain;
     }
     size_t length = moe__v1__forward_stream_request__get_packed_size(&q);
     MOE_INVARIANT(length <= MOE_CLIENT_HEAD_MAX);
@@ -308,10 +309,10 @@ struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, str
                                                     &head_length, take_part, &in)));
 
     struct moe_rpc_arena arena;
-    const Moe__V1__ForwardStreamResponse *a =
-        moe_rpc_unpack(&moe__v1__forward_stream_response__descriptor, head, head_length, &arena);
-    if (a == NULL)
-        return broken(MOE_REASON_MALFORMED, "not a ForwardResponse");
+    void *message;
+    MOE_TRY(moe_client_wire_blame(moe_rpc_unpack(&moe__v1__forward_stream_response__descriptor,
+                                                 head, head_length, &arena, &message)));
+    const Moe__V1__ForwardStreamResponse *a = message;
     if (a->error != NULL)
         return item_error(a->error);
     Moe__V1__DataType dtype = f->dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
@@ -326,8 +327,8 @@ struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, str
         MOE_TRY(finish_routing(&in, a));
     answer->epoch = a->epoch;
     answer->weights_version = a->weights_version;
-    answer->saved = a->saved;
-    answer->saved_activations = a->saved_activations;
+    answer->retained = a->retained;
+    answer->retained_activations = a->retained_activations;
     answer->stages = moe_client_wire_stages(a->stages);
     return moe_ok();
 }

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Between a moe_client_forward and its messages: what is wrong with a request before it is sent,
  * the request's head and parts, and the answer's way into the caller's memory.
  *
@@ -25,7 +26,7 @@ struct moe_client_rows {
 /* What an answer says besides its tensors. */
 struct moe_client_answer {
     uint64_t epoch, weights_version;
-    bool saved, saved_activations;
+    bool retained, retained_activations;
     struct moe_client_stages stages;
 };
 

@@ -1,7 +1,10 @@
-#include "base/daemon.h"
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "daemon/daemon.h"
+#include "base/build.h"
 
-#include "base/endpoint.h"
-#include "base/log.h"
+#include "daemon/endpoint.h"
+#include "daemon/hangup.h"
+#include "daemon/log.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -20,7 +23,7 @@ static int usage(const struct moe_daemon *d, const char *text)
     return EXIT_USAGE;
 }
 
-/* The daemon's own options and the common ones behind them; returns their number. */
+/* Joins the daemon's options and the common ones; returns their number. */
 static size_t join_options(const struct moe_daemon *d, struct moe_daemon_settings *s,
                            struct moe_option table[MOE_OPTIONS_MAX])
 {
@@ -30,6 +33,8 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
         {"log-level", 0, MOE_OPTION_STRING, &s->log_level, 0, 0, "LEVEL",
          "error, warn, info or debug"},
         {"log-format", 0, MOE_OPTION_STRING, &s->log_format, 0, 0, "FORMAT", "text or json"},
+        {"log-file", 0, MOE_OPTION_STRING, &s->log_file, 0, 0, "FILE",
+         "Append the log to FILE, which SIGHUP opens anew; stderr when not given"},
         {"insecure", 0, MOE_OPTION_BOOL, &s->insecure, 0, 0, NULL,
          "Allow an address that is not loopback, without encryption"},
         {"ready-fd", 0, MOE_OPTION_UINT, &s->ready_fd, 0, INT32_MAX, "FD",
@@ -45,8 +50,8 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
     return d->option_count + sizeof common / sizeof *common;
 }
 
-/* The text of --help. It shows the defaults, so it has to be made before parsing overwrites them.
- * NULL without memory. */
+/* The text of --help, made before parsing overwrites the defaults that it shows. NULL when out of
+ * memory. */
 static char *describe(const struct moe_daemon *d, const struct moe_option *table, size_t count)
 {
     char *text = NULL;
@@ -76,8 +81,8 @@ static bool set_log(const struct moe_daemon *d, const struct moe_daemon_settings
     return true;
 }
 
-/* Each connection of a client is a descriptor: as many as the system allows, not as many as is
- * usual for a shell. */
+/* Raises the limit of descriptors to the maximum: each connection needs one, and the default is for
+ * shells. */
 static void raise_descriptor_limit(void)
 {
     struct rlimit files;
@@ -104,11 +109,18 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
         return usage(d, "--ready-fd is not an open descriptor");
     if (!set_log(d, s))
         return usage(d, "--log-level is error, warn, info or debug; --log-format is text or json");
+    st = moe_hangup_hold();
+    if (!moe_failed(&st) && s->log_file != NULL)
+        st = moe_log_open(s->log_file);
+    if (moe_failed(&st)) {
+        moe_log_error("%s", st.text);
+        return EXIT_FAILED;
+    }
     signal(SIGPIPE, SIG_IGN);
-    signal(SIGXFSZ, SIG_IGN); /* a limit on the size of files is an error of the write then */
+    signal(SIGXFSZ, SIG_IGN); /* writes over the file size limit fail with an error instead */
     raise_descriptor_limit();
     st = d->run(s, d->ctx);
-    /* What is left is to exit: a request to end that comes now would only spoil the exit status. */
+    /* The process exits now: a further signal would only change the exit status. */
     signal(SIGTERM, SIG_IGN);
     signal(SIGINT, SIG_IGN);
     if (moe_failed(&st))
@@ -130,7 +142,7 @@ int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
     } else if (s.help) {
         code = help != NULL && fputs(help, stdout) >= 0 ? EXIT_OK : EXIT_FAILED;
     } else if (s.version) {
-        printf("%s %s\n", d->name, MOE_VERSION);
+        printf("%s %s (commit %s)\n", d->name, moe_build_version(), moe_build_commit());
         code = EXIT_OK;
     } else if (first < argc) {
         code = usage(d, "takes no arguments");

@@ -1,36 +1,38 @@
-/* What the `main` of every daemon does in the same way: the options that all have, --help and
- * --version, the log, the line that says where the daemon listens, exit codes.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Common parts of each daemon's `main`: common options, --help and --version, the log, the ready
+ * line with the address, exit codes.
  *
- * Exit status: 0 the daemon ended as asked (or --help, --version), 1 it failed, 2 usage. A daemon
- * brings a table of its own options and two functions; loops and signals stay its own affair. */
+ * Exit status: 0 regular end (or --help, --version), 1 failure, 2 usage. A daemon supplies a table
+ * of options and two functions; it owns its loops and signals. */
 #ifndef MOE_BASE_DAEMON_H
 #define MOE_BASE_DAEMON_H
 
-#include "base/options.h"
 #include "base/status.h"
+#include "daemon/options.h"
 
 /* Values of the common options, checked. */
 struct moe_daemon_settings {
     const char *metrics_listen; /* HOST:PORT, or NULL: no metrics */
-    bool insecure;              /* addresses that are not loopback may go without encryption */
+    bool insecure;              /* allow addresses that are not loopback without encryption */
     /* Only for base/daemon.c. */
-    const char *log_level, *log_format, *config;
+    const char *log_level, *log_format, *log_file, *config;
     uint64_t ready_fd;
     bool version, help;
 };
 
 struct moe_daemon {
-    const char *name;      /* "moe-worker" */
-    const char *component; /* in the log: "worker"; lives for ever */
-    const char *synopsis;  /* behind the name in the help text: "--model DIR [options]" */
-    const char *purpose;   /* one sentence for the help text */
-    const struct moe_option *options; /* of its own; the common ones come after them */
+    const char *name;                 /* "moe-worker" */
+    const char *component;            /* in the log: "worker"; static */
+    const char *synopsis;             /* after the name in the help text: "--model DIR [options]" */
+    const char *purpose;              /* one sentence for the help text */
+    const struct moe_option *options; /* of this daemon; the common ones follow */
     size_t option_count;
     char metrics_letter; /* short flag of --metrics-listen, or 0 */
-    /* NULL, or what is wrong with the daemon's own settings: one line for the user. `given` has an
-     * entry for each of `options`: it was set, by a flag or in the file. */
+    /* Checks the daemon's settings: returns NULL, or one line for the user. `given` has an entry
+     * for each of `options`: true if a flag or the file has set it. */
     const char *(*check)(const void *ctx, const bool *given);
-    /* Everything else; SIGPIPE and SIGXFSZ are ignored by now. The text of a failure is logged. */
+    /* Runs the daemon. SIGPIPE and SIGXFSZ are ignored, and SIGHUP is blocked until
+     * moe_hangup_watch. The text of a failure is logged. */
     struct moe_status (*run)(const struct moe_daemon_settings *common, void *ctx);
     void *ctx;
 };

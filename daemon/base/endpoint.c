@@ -1,4 +1,5 @@
-#include "base/endpoint.h"
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "daemon/endpoint.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>

@@ -1,4 +1,5 @@
-/* The one place that says what an endpoint is: HOST:PORT, nothing else.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Checks endpoints: HOST:PORT only.
  *
  * gRPC would take a URI, a name without a port, or a port modulo 65536, and fail much later with a
  * resolver's words or, worse, reach another server. Every program and library checks the text here
@@ -9,15 +10,15 @@
 #include "base/status.h"
 
 /* An endpoint to connect to: a host name, an IPv4 address or a bracketed IPv6 address, and a port
- * from 1 to 65535 ("node7:7601", "[::1]:7601"). `setting` is what the user calls it ("--endpoint");
+ * from 1 to 65535 ("node7:7601", "[::1]:7601"). `setting` is its name for the user ("--endpoint");
  * the text of the error starts with it. Errors: MOE_INVALID_ARGUMENT, CONFIG_INVALID. */
 struct moe_status moe_endpoint_check(const char *setting, const char *text) MOE_CHECKED;
 
 /* The same for an address to listen on, where port 0 means any free port. */
 struct moe_status moe_endpoint_check_listen(const char *setting, const char *text) MOE_CHECKED;
 
-/* Refuses an address (of the form above) whose host is not a loopback address or "localhost": there
- * a daemon listens only when told --insecure, which the text names. Errors: MOE_INVALID_ARGUMENT,
+/* Refuses an address (of the form above) unless its host is a loopback address or "localhost". The
+ * text names --insecure, which allows other addresses. Errors: MOE_INVALID_ARGUMENT,
  * CONFIG_INVALID. */
 struct moe_status moe_endpoint_check_loopback(const char *text) MOE_CHECKED;
 

@@ -1,7 +1,18 @@
-/* Levelled logging to stderr, one line per event, safe from any thread.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Levelled logging to stderr or to a file, one line per event, safe from any thread.
  *
  * Lines are `2026-01-31T12:00:00.123Z INFO  worker: text` or, with the JSON format, one object with
- * the same fields. Data on stdout, messages on stderr. Secrets are never logged. */
+ * the same fields. Texts may contain strings from peers: control characters (C0, DEL, C1) and bytes
+ * that are not UTF-8 are escaped, so each event is one line and cannot control a terminal.
+ *
+ *   in the text      text format   JSON format
+ *   newline, tab     \n, \t        \n, \t
+ *   C0, DEL          \x1b          \u001b
+ *   C1               \u009b        \u009b
+ *   not UTF-8        \xff          \ufffd
+ *   backslash        \\            \\
+ *
+ * Data on stdout, messages on stderr. Never log secrets. */
 #ifndef MOE_BASE_LOG_H
 #define MOE_BASE_LOG_H
 
@@ -10,13 +21,23 @@
 enum moe_log_level { MOE_LOG_ERROR, MOE_LOG_WARN, MOE_LOG_INFO, MOE_LOG_DEBUG };
 enum moe_log_format { MOE_LOG_TEXT, MOE_LOG_JSON };
 
-/* Process-wide, settable at any time from any thread. `component` ("worker 2") must live for ever.
+/* Process-wide, settable at any time from any thread. `component` ("worker 2") is static.
  */
 void moe_log_set_level(enum moe_log_level level);
 void moe_log_set_format(enum moe_log_format format);
 void moe_log_set_component(const char *component);
 /* "error", "warn", "info", "debug". */
 bool moe_log_level_from_name(const char *name, enum moe_log_level *out);
+
+/* Redirects stderr, which this log and libraries write to, to the end of file `path`; also stdout
+ * if it is the same file as stderr. Creates a missing file with mode 0640. `path` is static.
+ * Errors: MOE_FAILED_PRECONDITION/IO; nothing changes then. */
+struct moe_status moe_log_open(const char *path) MOE_CHECKED;
+/* NULL until moe_log_open has succeeded. */
+const char *moe_log_path(void);
+/* Reopens the file by its name, for example after a rename. Does nothing without a file. After an
+ * error, lines go to the old file. */
+struct moe_status moe_log_reopen(void) MOE_CHECKED;
 
 void moe_log_write(enum moe_log_level level, const char *fmt, ...) MOE_PRINTF(2, 3);
 

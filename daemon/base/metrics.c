@@ -1,8 +1,10 @@
-#include "base/metrics.h"
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "daemon/metrics.h"
+
+#include "base/mutex.h"
 
 #include <inttypes.h>
 #include <math.h>
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -49,8 +51,10 @@ struct family {
 };
 
 struct moe_metrics {
-    pthread_mutex_t lock; /* guards the lists, never the values */
-    struct family *first, *last;
+    struct moe_mutex lock; /* guards the lists, never the values */
+    MOE_GUARDED_BY(lock) struct {
+        struct family *first, *last;
+    };
 };
 
 /* ------------------------------------------------------------------ updates */
@@ -191,7 +195,7 @@ static void free_family(struct family *f)
     free(f);
 }
 
-static struct family *find_family(struct moe_metrics *m, const char *name)
+static struct family *find_family(struct moe_metrics *m, const char *name) MOE_REQUIRES(m->lock)
 {
     struct family *f = m->first;
     while (f != NULL && strcmp(f->name, name) != 0)
@@ -200,7 +204,7 @@ static struct family *find_family(struct moe_metrics *m, const char *name)
 }
 
 static struct family *add_family(struct moe_metrics *m, const struct moe_metric_desc *d,
-                                 enum kind kind)
+                                 enum kind kind) MOE_REQUIRES(m->lock)
 {
     struct family *f = calloc(1, sizeof *f);
     if (f == NULL)
@@ -220,9 +224,9 @@ static struct family *add_family(struct moe_metrics *m, const struct moe_metric_
     return f;
 }
 
-/* Takes `s` over on success. Lock held. */
+/* Takes `s` over on success. */
 static struct moe_status link_series(struct moe_metrics *m, const struct moe_metric_desc *d,
-                                     enum kind kind, struct series *s)
+                                     enum kind kind, struct series *s) MOE_REQUIRES(m->lock)
 {
     struct family *f = find_family(m, d->name);
     if (f != NULL && f->kind != kind)
@@ -259,9 +263,9 @@ static struct moe_status add_series(struct moe_metrics *m, const struct moe_metr
     }
     struct moe_status st = format_labels(d, &s->labels);
     if (st.code == MOE_OK) {
-        pthread_mutex_lock(&m->lock);
+        moe_mutex_lock(&m->lock);
         st = link_series(m, d, kind, s);
-        pthread_mutex_unlock(&m->lock);
+        moe_mutex_unlock(&m->lock);
     }
     if (st.code != MOE_OK) {
         free(s->labels);
@@ -312,7 +316,7 @@ struct moe_status moe_metrics_create(struct moe_metrics **out)
     struct moe_metrics *m = calloc(1, sizeof *m);
     if (m == NULL)
         return out_of_memory();
-    pthread_mutex_init(&m->lock, NULL);
+    moe_mutex_init(&m->lock);
     *out = m;
     return moe_ok();
 }
@@ -321,12 +325,13 @@ void moe_metrics_destroy(struct moe_metrics *m)
 {
     if (m == NULL)
         return;
+    moe_mutex_not_shared(&m->lock);
     while (m->first != NULL) {
         struct family *f = m->first;
         m->first = f->next;
         free_family(f);
     }
-    pthread_mutex_destroy(&m->lock);
+    moe_mutex_destroy(&m->lock);
     free(m);
 }
 
@@ -384,7 +389,7 @@ struct moe_status moe_metrics_render(struct moe_metrics *m, char **text, size_t 
     FILE *to = open_memstream(text, length);
     if (to == NULL)
         return out_of_memory();
-    pthread_mutex_lock(&m->lock);
+    moe_mutex_lock(&m->lock);
     for (const struct family *f = m->first; f != NULL; f = f->next) {
         fprintf(to, "# HELP %s ", f->name);
         put_escaped(to, f->help, false);
@@ -396,7 +401,7 @@ struct moe_status moe_metrics_render(struct moe_metrics *m, char **text, size_t 
                 put_sample(to, f, s);
         }
     }
-    pthread_mutex_unlock(&m->lock);
+    moe_mutex_unlock(&m->lock);
     bool failed = ferror(to) != 0;
     if (fclose(to) == 0 && !failed)
         return moe_ok();

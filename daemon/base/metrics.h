@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Metrics of one process in the Prometheus text format.
  *
  * Every series (a name with its label values) is registered once at start-up and updated through
@@ -12,7 +13,7 @@
 #include <stddef.h>
 
 struct moe_metrics;
-struct moe_counter;   /* only rises; by convention the name ends in _total */
+struct moe_counter;   /* never decreases; by convention the name ends in _total */
 struct moe_gauge;     /* any finite or infinite number */
 struct moe_histogram; /* counts of observations per bucket, and their sum */
 
@@ -25,7 +26,7 @@ struct moe_metric_label {
     const char *name, *value;
 };
 
-/* What a series is called. Everything is copied. Series of one name share kind and help. */
+/* Name and labels of a series. All strings are copied. Series of one name share kind and help. */
 struct moe_metric_desc {
     const char *name;                                      /* [a-zA-Z_:][a-zA-Z0-9_:]* */
     const char *help;                                      /* one sentence */
@@ -33,7 +34,7 @@ struct moe_metric_desc {
 };
 
 struct moe_status moe_metrics_create(struct moe_metrics **out) MOE_CHECKED;
-/* No handle may be used any more. NULL is ignored. */
+/* All handles become invalid. NULL is ignored. */
 void moe_metrics_destroy(struct moe_metrics *m);
 
 /* Errors of the three: MOE_INVALID_ARGUMENT (name or label name; buckets not rising; the name is
@@ -52,7 +53,7 @@ struct moe_status moe_metrics_add_histogram(struct moe_metrics *m,
 void moe_counter_add(struct moe_counter *c, uint64_t n);
 void moe_gauge_set(struct moe_gauge *g, double value);
 void moe_gauge_add(struct moe_gauge *g, double delta);
-/* NaN is ignored: it would spoil the sum for ever. */
+/* Ignores NaN, which would make the sum NaN for good. */
 void moe_histogram_observe(struct moe_histogram *h, double value);
 
 /* [any thread] For tests and status answers. */
@@ -60,7 +61,7 @@ uint64_t moe_counter_value(const struct moe_counter *c);
 double moe_gauge_value(const struct moe_gauge *g);
 
 /* [any thread] Text exposition format 0.0.4, series of one name together, in order of registration.
- * `*text` is the caller's to free. Errors: OUT_OF_MEMORY. */
+ * The caller frees `*text`. Errors: OUT_OF_MEMORY. */
 struct moe_status moe_metrics_render(struct moe_metrics *m, char **text,
                                      size_t *length) MOE_CHECKED;
 

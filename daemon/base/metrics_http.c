@@ -1,4 +1,5 @@
-#include "base/metrics_http.h"
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "daemon/metrics_http.h"
 
 #include <errno.h>
 #include <microhttpd.h>
@@ -8,10 +9,22 @@
 #include <sys/socket.h>
 
 enum {
-    CONNECTIONS_MAX = 32,
-    IDLE_SECONDS = 10,
+    CONNECTIONS_KEPT = 192, /* one more, and the oldest is closed */
+    CONNECTIONS_MAX = 256,  /* the library stops accepting here; room for some that are closing */
+    HEADER_SECONDS = 2,     /* without a byte, until the first whole request */
+    IDLE_SECONDS = 10,      /* the same between two requests */
     HOST_BYTES = 64,
     REQUEST_BYTES = 16384, /* memory that one connection may use for its request */
+};
+
+/* An open connection. At its limit the library accepts no connection, so a flood of incomplete
+ * requests would lock out a scraper. (A limit for each address would lock out a scraper on the same
+ * host.) So the oldest connection is closed for the newest. Only a complete request makes a
+ * connection young again. A scraper sends its request at once and gets the answer before it is the
+ * oldest. */
+struct connection {
+    struct connection *previous, *next;
+    int fd; /* of the library; -1: it has been shut down and is in no list */
 };
 
 struct moe_metrics_http {
@@ -20,7 +33,84 @@ struct moe_metrics_http {
     bool (*healthy)(void *ctx);
     void *ctx;
     uint16_t port;
+    /* Only on the HTTP thread: head of the ring of open connections. `next` is the oldest. */
+    struct connection ring;
+    size_t open; /* in the ring */
 };
+
+/* ------------------------------------------------------------------- connections */
+
+static void unlink_connection(struct moe_metrics_http *h, struct connection *c)
+{
+    c->previous->next = c->next;
+    c->next->previous = c->previous;
+    h->open--;
+}
+
+static void link_youngest(struct moe_metrics_http *h, struct connection *c)
+{
+    c->previous = h->ring.previous;
+    c->next = &h->ring;
+    c->previous->next = c;
+    h->ring.previous = c;
+    h->open++;
+}
+
+/* The library sees the end of the stream and closes the connection. */
+static void shut_oldest(struct moe_metrics_http *h)
+{
+    struct connection *oldest = h->ring.next;
+    unlink_connection(h, oldest);
+    (void)shutdown(oldest->fd, SHUT_RDWR);
+    oldest->fd = -1;
+}
+
+static void on_opened(struct moe_metrics_http *h, struct MHD_Connection *from, void **place)
+{
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(from, MHD_CONNECTION_INFO_CONNECTION_FD);
+    struct connection *c = info != NULL ? calloc(1, sizeof *c) : NULL;
+    *place = c;
+    if (c == NULL) { /* without memory it cannot be counted, so close it */
+        if (info != NULL)
+            (void)shutdown(info->connect_fd, SHUT_RDWR);
+        return;
+    }
+    c->fd = info->connect_fd;
+    link_youngest(h, c);
+    if (h->open > CONNECTIONS_KEPT)
+        shut_oldest(h);
+}
+
+static void on_connection(void *ctx, struct MHD_Connection *from, void **place,
+                          enum MHD_ConnectionNotificationCode what)
+{
+    struct moe_metrics_http *h = ctx;
+    if (what == MHD_CONNECTION_NOTIFY_STARTED) {
+        on_opened(h, from, place);
+        return;
+    }
+    struct connection *c = *place;
+    if (c != NULL && c->fd >= 0)
+        unlink_connection(h, c);
+    free(c);
+    *place = NULL;
+}
+
+/* Called for each part of a request, the first time as soon as its header is whole. */
+static void make_youngest(struct moe_metrics_http *h, struct MHD_Connection *from)
+{
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(from, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+    struct connection *c = info != NULL ? info->socket_context : NULL;
+    (void)MHD_set_connection_option(from, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)IDLE_SECONDS);
+    if (c == NULL || c->fd < 0)
+        return;
+    unlink_connection(h, c);
+    link_youngest(h, c);
+}
+
+/* ----------------------------------------------------------------------- answers */
 
 static enum MHD_Result answer(struct MHD_Connection *to, unsigned status, const char *type,
                               char *text, size_t length, enum MHD_ResponseMemoryMode mode)
@@ -62,7 +152,9 @@ static enum MHD_Result on_request(void *ctx, struct MHD_Connection *to, const ch
     struct moe_metrics_http *h = ctx;
     (void)version;
     (void)upload;
-    (void)state;
+    if (*state == NULL) /* not for the parts of a body: they can be as small as one byte */
+        make_youngest(h, to);
+    *state = h;
     *upload_size = 0; /* bodies are read and ignored */
     if (strcmp(method, MHD_HTTP_METHOD_GET) != 0 && strcmp(method, MHD_HTTP_METHOD_HEAD) != 0)
         return answer_text(to, MHD_HTTP_METHOD_NOT_ALLOWED, "GET only\n");
@@ -118,14 +210,16 @@ struct moe_status moe_metrics_http_start(const struct moe_metrics_http_config *c
     }
     *h = (struct moe_metrics_http){
         .metrics = config->metrics, .healthy = config->healthy, .ctx = config->ctx};
-    unsigned flags = MHD_USE_AUTO_INTERNAL_THREAD;
+    h->ring.previous = h->ring.next = &h->ring;
+    unsigned flags = MHD_USE_AUTO_INTERNAL_THREAD | MHD_USE_ITC; /* wakes it up to be stopped */
     if (address->ai_family == AF_INET6)
         flags |= MHD_USE_IPv6;
     errno = 0;
     h->daemon = MHD_start_daemon(
         flags, 0, NULL, NULL, on_request, h, MHD_OPTION_SOCK_ADDR, address->ai_addr,
-        MHD_OPTION_CONNECTION_LIMIT, CONNECTIONS_MAX, MHD_OPTION_CONNECTION_TIMEOUT, IDLE_SECONDS,
-        MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)REQUEST_BYTES, MHD_OPTION_END);
+        MHD_OPTION_CONNECTION_LIMIT, CONNECTIONS_MAX, MHD_OPTION_CONNECTION_TIMEOUT, HEADER_SECONDS,
+        MHD_OPTION_NOTIFY_CONNECTION, on_connection, h, MHD_OPTION_CONNECTION_MEMORY_LIMIT,
+        (size_t)REQUEST_BYTES, MHD_OPTION_END);
     freeaddrinfo(address);
     const union MHD_DaemonInfo *info =
         h->daemon != NULL ? MHD_get_daemon_info(h->daemon, MHD_DAEMON_INFO_BIND_PORT) : NULL;

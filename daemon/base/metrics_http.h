@@ -1,10 +1,14 @@
-/* The HTTP side of metrics: GET /metrics for Prometheus and GET /healthz for probes, on a thread of
- * its own (libmicrohttpd). Plain HTTP without authentication: listen where only operators reach it.
- */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The HTTP side of metrics: GET /metrics for Prometheus and GET /healthz for probes, on a
+ * separate thread (libmicrohttpd). Plain HTTP without authentication: listen where only operators
+ * reach it.
+ *
+ * The number of connections is bounded. Beyond the bound, the connection with the oldest last
+ * complete request is closed, so a flood cannot lock out other clients. */
 #ifndef MOE_BASE_METRICS_HTTP_H
 #define MOE_BASE_METRICS_HTTP_H
 
-#include "base/metrics.h"
+#include "daemon/metrics.h"
 
 struct moe_metrics_http;
 
@@ -20,7 +24,7 @@ struct moe_metrics_http_config {
 struct moe_status moe_metrics_http_start(const struct moe_metrics_http_config *config,
                                          struct moe_metrics_http **out) MOE_CHECKED;
 uint16_t moe_metrics_http_port(const struct moe_metrics_http *h);
-/* Waits for requests in work. NULL is ignored. */
+/* Waits for running requests. NULL is ignored. */
 void moe_metrics_http_stop(struct moe_metrics_http *h);
 
 #endif

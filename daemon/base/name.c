@@ -1,4 +1,5 @@
-#include "base/name.h"
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "daemon/name.h"
 
 #include <stddef.h>
 

@@ -1,5 +1,6 @@
-/* Names that clients give to sessions and checkpoints. A checkpoint's is a directory's: what is
- * allowed here can be nothing but a visible entry of the directory that it is looked up in. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Names that clients give to sessions and checkpoints. A checkpoint's name is a
+ * directory name: every allowed name is a visible entry of its parent directory. */
 #ifndef MOE_BASE_NAME_H
 #define MOE_BASE_NAME_H
 

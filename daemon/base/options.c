@@ -1,4 +1,5 @@
-#include "base/options.h"
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "daemon/options.h"
 
 #include <errno.h>
 #include <getopt.h>
@@ -84,6 +85,12 @@ static struct moe_status parse_choice(const struct moe_option *o, const char *te
                      o->metavar);
 }
 
+static struct moe_status renamed(const struct moe_option *o, const char *dashes)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY, "%s%s is now %s%s",
+                     dashes, o->name, dashes, o->help);
+}
+
 static struct moe_status assign(const struct moe_option *o, const char *text)
 {
     switch (o->kind) {
@@ -93,6 +100,7 @@ static struct moe_status assign(const struct moe_option *o, const char *text)
     case MOE_OPTION_DOUBLE: return parse_double(o, text);
     case MOE_OPTION_STRING: *(const char **)o->value = text; return moe_ok();
     case MOE_OPTION_CHOICE: return parse_choice(o, text);
+    case MOE_OPTION_RENAMED: return renamed(o, "");
     }
     return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "option %s has no kind", o->name);
 }
@@ -109,7 +117,7 @@ struct file_context {
 static int on_file_value(void *user, const char *section, const char *name, const char *value)
 {
     struct file_context *f = user;
-    if (f->status.code != MOE_OK) /* inih goes on after a refused line */
+    if (f->status.code != MOE_OK) /* inih continues after a refused line */
         return 0;
     if (section[0] != '\0') {
         f->status =
@@ -122,6 +130,10 @@ static int on_file_value(void *user, const char *section, const char *name, cons
             continue;
         if (f->on_line[i])
             return 1;
+        if (f->table[i].kind == MOE_OPTION_RENAMED) {
+            f->status = renamed(&f->table[i], "");
+            return 0;
+        }
         char *copy = strdup(value);
         char **grown = realloc(f->out->owned, (f->out->owned_count + 1) * sizeof *grown);
         if (grown != NULL)
@@ -155,6 +167,13 @@ static struct moe_status read_file(const char *path, struct file_context *f)
     return moe_ok();
 }
 
+static int value_rule(enum moe_option_kind kind)
+{
+    if (kind == MOE_OPTION_RENAMED)
+        return optional_argument;
+    return kind == MOE_OPTION_BOOL ? no_argument : required_argument;
+}
+
 struct moe_status moe_options_parse(const struct moe_option *table, size_t count,
                                     const char *config_name, int argc, char **argv, int *first,
                                     struct moe_options *out)
@@ -167,8 +186,8 @@ struct moe_status moe_options_parse(const struct moe_option *table, size_t count
     MOE_INVARIANT(count <= MOE_OPTIONS_MAX);
     for (size_t i = 0; i < count; i++) {
         bool flag = table[i].kind == MOE_OPTION_BOOL;
-        longs[i] = (struct option){table[i].name, flag ? no_argument : required_argument, NULL,
-                                   LONG_BASE + (int)i};
+        longs[i] =
+            (struct option){table[i].name, value_rule(table[i].kind), NULL, LONG_BASE + (int)i};
         if (table[i].letter != 0) {
             shorts[at++] = table[i].letter;
             if (!flag)
@@ -177,7 +196,7 @@ struct moe_status moe_options_parse(const struct moe_option *table, size_t count
     }
 
     opterr = 0;
-    optind = 0; /* glibc: start afresh, so that a program may parse more than once */
+    optind = 0; /* glibc: reset, so that a program may parse more than once */
     int c;
     while ((c = getopt_long(argc, argv, shorts, longs, NULL)) != -1) {
         if (c == '?')
@@ -190,6 +209,8 @@ struct moe_status moe_options_parse(const struct moe_option *table, size_t count
         while (i < count && c != LONG_BASE + (int)i && c != table[i].letter)
             i++;
         MOE_INVARIANT(i < count);
+        if (table[i].kind == MOE_OPTION_RENAMED)
+            return renamed(&table[i], "--");
         on_line[i] = out->given[i] = true;
         struct moe_status st =
             assign(&table[i], table[i].kind == MOE_OPTION_BOOL ? "true" : optarg);
@@ -231,6 +252,8 @@ void moe_options_print(FILE *to, const struct moe_option *table, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
         const struct moe_option *o = &table[i];
+        if (o->kind == MOE_OPTION_RENAMED)
+            continue;
         char head[64];
         snprintf(head, sizeof head, "%c%c%s --%s %s", o->letter != 0 ? '-' : ' ',
                  o->letter != 0 ? o->letter : ' ', o->letter != 0 ? "," : " ", o->name,

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Command-line flags and INI files from one table.
  *
  * A program describes its settings once, in a `struct moe_option` array; this file then parses
@@ -20,6 +21,9 @@ enum moe_option_kind {
     MOE_OPTION_BYTES,  /* uint64_t; 4096, 64K, 16M, 2G (powers of 1024) */
     MOE_OPTION_STRING, /* const char *: points into argv or into memory owned by the result */
     MOE_OPTION_CHOICE, /* the same, one of those that `metavar` lists: "off|adamw|sgd" */
+    /* An old name. `help` holds the new name and all other fields are 0. Using the old name is an
+     * error that gives the new one; the help text does not list the old name. */
+    MOE_OPTION_RENAMED,
 };
 
 /* Preset of a UINT that has no default; the help prints none. */

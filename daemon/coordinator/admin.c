@@ -1,6 +1,7 @@
-/* AdminService: what `moectl` asks for. Calls are answered by the owner thread, so that an answer
- * is a state that the machine really was in. Every call that changes something is logged by the
- * machine with the reason that was given. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* AdminService, for moectl. The owner thread answers calls, so each answer is one consistent state
+ * of the machine. The machine logs every change with the reason from the request. */
+#include "base/build.h"
 #include "coordinator/service_state.h"
 
 #include "moe/v1/admin.pb-c.h"
@@ -11,7 +12,7 @@ enum { ADMIN_CALLS_MAX = 64 };
 
 struct admin_call {
     struct event event;
-    struct moe_rpc_call *call; /* one hold */
+    struct moe_rpc_call *call; /* one reference */
     struct moe_rpc_msg *received;
     enum admin_method method;
 };
@@ -91,7 +92,7 @@ static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_ca
         layer_list[i] = &layers[i];
     }
     Moe__V1__GetStatusResponse m = MOE__V1__GET_STATUS_RESPONSE__INIT;
-    m.version = moe_coordinator__text(MOE_VERSION);
+    m.version = moe_coordinator__text(moe_build_version());
     m.state = (Moe__V1__GroupState)g.state;
     m.reason = g.reason;
     m.epoch = g.epoch;
@@ -193,12 +194,12 @@ static void run_call(struct moe_coordinator *c, struct event *e)
     if (st.code != MOE_OK)
         moe_rpc_fail(a->call, st);
     moe_rpc_msg_free(a->received);
-    moe_rpc_call_release(a->call);
+    moe_rpc_call_unref(a->call);
     free(a);
     atomic_fetch_sub(&c->admin_calls, 1);
 }
 
-/* On a gRPC thread. What waits for the owner thread is bounded in number and in size. */
+/* On a gRPC thread. Bounds the number and size of requests that wait for the owner thread. */
 static struct moe_status admit(struct moe_coordinator *c, const struct moe_rpc_msg *m,
                                struct admin_call **out)
 {
@@ -208,7 +209,7 @@ static struct moe_status admit(struct moe_coordinator *c, const struct moe_rpc_m
     if (atomic_fetch_add(&c->admin_calls, 1) >= ADMIN_CALLS_MAX) {
         atomic_fetch_sub(&c->admin_calls, 1);
         return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, 100,
-                               "too many calls of operators are waiting");
+                               "too many operator calls are waiting");
     }
     *out = calloc(1, sizeof **out);
     if (*out != NULL)
@@ -230,7 +231,7 @@ static void on_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *c
     }
     *a = (struct admin_call){
         .event.run = run_call, .call = call, .received = m, .method = method->method};
-    moe_rpc_call_hold(call);
+    moe_rpc_call_ref(call);
     moe_coordinator__post(method->coordinator, &a->event);
 }
 

@@ -1,7 +1,7 @@
-/* How an epoch comes about and ends: SAVE -> PREPARE -> blob rounds -> READY of all -> SAVE ->
- * COMMIT, and ABORT from anywhere. It never decides who lives: membership.c does. The one idea:
- * forming has no failure cases of its own, every miss ends the epoch and a later attempt starts
- * from nothing under a higher number. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* How an epoch forms and ends: SAVE -> PREPARE -> blob rounds -> READY of all -> SAVE -> COMMIT,
+ * and ABORT from any phase. members.c and membership.c decide which members are lost. Forming has
+ * one answer to every failure: the epoch ends, and a later attempt starts under a higher number. */
 #include "coordinator/membership_state.h"
 
 #include <inttypes.h>
@@ -13,39 +13,39 @@ static uint32_t all_slots(const struct moe_membership *m)
     return (UINT32_C(1) << m->config.slots) - 1;
 }
 
-uint32_t moe_membership__count_held(const struct moe_membership *m)
+uint32_t moe_membership__count_taken(const struct moe_membership *m)
 {
-    uint32_t held = 0;
+    uint32_t taken = 0;
     for (uint32_t s = 0; s < m->config.slots; s++)
-        held += m->seats[s].hold == SEAT_HELD;
-    return held;
+        taken += m->members[s].state == SLOT_TAKEN;
+    return taken;
 }
 
-bool moe_membership__all_held(const struct moe_membership *m)
+bool moe_membership__all_taken(const struct moe_membership *m)
 {
-    return moe_membership__count_held(m) == m->config.slots;
+    return moe_membership__count_taken(m) == m->config.slots;
 }
 
-/* Why `seat` keeps the group from forming; NULL when it does not. */
-static const char *hindrance(const struct seat *seat)
+/* Why this slot keeps the group from forming; NULL when it does not. */
+static const char *blocker(const struct member *member)
 {
-    return seat->hold != SEAT_HELD           ? "is empty"
-           : seat->stream == 0               ? "is not connected"
-           : seat->draining || seat->leaving ? "is leaving"
-           : seat->load_failed               ? "cannot load"
-           : !seat->assigned                 ? "waits for its share of the experts"
-           : !seat->loaded                   ? "is loading"
-                                             : NULL;
+    return member->state != SLOT_TAKEN           ? "is empty"
+           : member->stream == 0                 ? "is not connected"
+           : member->draining || member->leaving ? "is leaving"
+           : member->load_failed                 ? "cannot load"
+           : !member->assigned                   ? "waits for its share of the experts"
+           : !member->loaded                     ? "is loading"
+                                                 : NULL;
 }
 
-/* An empty seat comes first: as long as there is one, nobody loads for want of anything else. */
-bool moe_membership__hindered(const struct moe_membership *m, uint32_t *slot, const char **why)
+/* Empty slots come first: no worker loads before all slots are taken. */
+bool moe_membership__blocked(const struct moe_membership *m, uint32_t *slot, const char **why)
 {
-    bool complete = moe_membership__all_held(m);
+    bool complete = moe_membership__all_taken(m);
     for (uint32_t s = 0; s < m->config.slots; s++) {
-        const struct seat *seat = &m->seats[s];
+        const struct member *member = &m->members[s];
         *slot = s;
-        *why = complete || seat->hold != SEAT_HELD ? hindrance(seat) : NULL;
+        *why = complete || member->state != SLOT_TAKEN ? blocker(member) : NULL;
         if (*why != NULL)
             return true;
     }
@@ -54,7 +54,7 @@ bool moe_membership__hindered(const struct moe_membership *m, uint32_t *slot, co
 
 /* ------------------------------------------------------------------ end of an epoch */
 
-/* `missed`: failures in a row, this one too. */
+/* `missed`: failures in a row, including this one. */
 static void set_pause(struct moe_membership *m, uint32_t missed)
 {
     uint64_t pause = m->config.backoff_ns;
@@ -64,13 +64,13 @@ static void set_pause(struct moe_membership *m, uint32_t missed)
         m->now_ns + (pause < m->config.backoff_max_ns ? pause : m->config.backoff_max_ns);
 }
 
-/* What an operator has to decide or to mend (a full disk) is no failure of the group's, however
- * long that takes: it goes on trying. */
+/* An attempt that failed because an operator must decide, or free disk space, does not count as a
+ * failure of the group. The group retries without limit. */
 static void await_operator(struct moe_membership *m)
 {
     m->attempts = 0;
-    if (m->told) {
-        m->told = false;
+    if (m->operator_decided) {
+        m->operator_decided = false;
         m->waits = 0;
         m->next_try_ns = m->now_ns;
         return;
@@ -80,7 +80,7 @@ static void await_operator(struct moe_membership *m)
     set_pause(m, m->waits);
 }
 
-/* Counts a failed attempt and says when the next one may start, or gives up. */
+/* Counts a failed attempt, and sets the time of the next one or gives up. */
 static void back_off(struct moe_membership *m)
 {
     m->attempts++;
@@ -103,8 +103,8 @@ static void forget_saved_view(struct moe_membership *m)
     moe_membership__save(m, false);
 }
 
-/* A view that lived for less than a lease counts as a failed attempt, so that a group that falls
- * apart again and again gives up like one that never forms. */
+/* A view that lasted less than a lease counts as a failed attempt. A group that repeatedly falls
+ * apart thus gives up, like one that never forms. */
 static void end_view(struct moe_membership *m)
 {
     bool stable = m->now_ns - m->view_since_ns >= m->config.lease_ns;
@@ -112,7 +112,7 @@ static void end_view(struct moe_membership *m)
     m->degraded = true;
     m->restoring = false;
     for (uint32_t s = 0; s < m->config.slots; s++)
-        m->seats[s].unverified = false;
+        m->members[s].unverified = false;
     if (stable)
         m->attempts = 0;
     else if (!m->failed)
@@ -138,7 +138,7 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
     }
     m->awaited_save = 0;
     m->phase = PHASE_IDLE;
-    if (forming && (cause == MOE_CAUSE_NOT_TOLD || cause == MOE_CAUSE_NOT_SAVED))
+    if (forming && (cause == MOE_CAUSE_CANNOT_GO_BACK || cause == MOE_CAUSE_NOT_SAVED))
         await_operator(m);
     else if (forming)
         back_off(m);
@@ -152,17 +152,17 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
 static void assign(struct moe_membership *m)
 {
     for (uint32_t s = 0; s < m->config.slots; s++) {
-        struct seat *seat = &m->seats[s];
-        if (seat->assigned || seat->draining)
+        struct member *member = &m->members[s];
+        if (member->assigned || member->draining)
             continue;
         if (moe_membership__send(m, s, MOE_MEMBERSHIP_ASSIGN) != NULL)
-            seat->assigned = true;
+            member->assigned = true;
     }
 }
 
 static void begin_epoch(struct moe_membership *m)
 {
-    m->told = false;
+    m->operator_decided = false;
     m->saved.epoch++;
     m->epoch = m->saved.epoch;
     m->phase = PHASE_SAVE_EPOCH;
@@ -170,11 +170,11 @@ static void begin_epoch(struct moe_membership *m)
     moe_membership__save(m, true);
 }
 
-/* The view found in the log is in force again when its last member has come back. */
+/* The view from the log is in force again once its last member is back. */
 static void check_restored(struct moe_membership *m)
 {
     for (uint32_t s = 0; s < m->config.slots; s++)
-        if (m->seats[s].unverified)
+        if (m->members[s].unverified)
             return;
     m->restoring = false;
     m->view_since_ns = m->now_ns;
@@ -188,7 +188,7 @@ void moe_membership__advance(struct moe_membership *m)
         return;
     if (m->restoring)
         check_restored(m);
-    if (!moe_membership__all_held(m) || !m->model_known || m->failed || m->now_ns < m->next_try_ns)
+    if (!moe_membership__all_taken(m) || !m->model_known || m->failed || m->now_ns < m->next_try_ns)
         return;
     if (!m->placement_durable) {
         moe_membership__save(m, true);
@@ -197,7 +197,7 @@ void moe_membership__advance(struct moe_membership *m)
     assign(m);
     uint32_t slot;
     const char *why;
-    if (m->view_epoch == 0 && !moe_membership__hindered(m, &slot, &why))
+    if (m->view_epoch == 0 && !moe_membership__blocked(m, &slot, &why))
         begin_epoch(m);
 }
 
@@ -212,7 +212,7 @@ static void prepare(struct moe_membership *m)
     m->round = 0;
     for (uint32_t s = 0; s < m->config.slots; s++) {
         struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_PREPARE);
-        MOE_INVARIANT(a != NULL); /* a lost stream ends the epoch in work */
+        MOE_INVARIANT(a != NULL); /* a lost stream would have ended the epoch */
         a->epoch = m->epoch;
     }
     moe_membership__log(m, MOE_LOG_INFO, "preparing epoch %" PRIu64, m->epoch);
@@ -225,13 +225,13 @@ static void commit(struct moe_membership *m)
     m->view_since_ns = m->now_ns;
     m->degraded = false;
     m->waits = 0;
-    m->told = false;
+    m->operator_decided = false;
     m->trouble[0] = '\0';
     for (uint32_t s = 0; s < m->config.slots; s++) {
         struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_COMMIT);
         MOE_INVARIANT(a != NULL);
         a->epoch = m->view_epoch;
-        m->seats[s].error = moe_ok(); /* it is over */
+        m->members[s].error = moe_ok();
     }
     moe_membership__log(m, MOE_LOG_INFO, "serving under epoch %" PRIu64, m->view_epoch);
 }
@@ -265,14 +265,14 @@ void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t
         break;
     case PHASE_SAVE_EPOCH: prepare(m); break;
     case PHASE_SAVE_VIEW: commit(m); break;
-    case PHASE_PREPARE: break; /* waits for no write */
+    case PHASE_PREPARE: break; /* no write is pending */
     }
 }
 
 /* ------------------------------------------------------------------ messages of members */
 
-/* The seat of `stream` when `epoch` is the one being prepared; late messages about epochs that are
- * over cross with ABORT and mean nothing. */
+/* True when `epoch` is the one in preparation. Messages about an ended epoch crossed with ABORT and
+ * are ignored. */
 static bool takes_part(const struct moe_membership *m, uint64_t epoch)
 {
     return m->phase == PHASE_PREPARE && epoch == m->epoch;
@@ -319,10 +319,11 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
     if (error->code != MOE_OK) {
         char why[MOE_MEMBERSHIP_REASON_BYTES];
         snprintf(why, sizeof why, "slot %u: %.120s", slot, error->text);
-        moe_membership__keep_error(&m->seats[slot], error);
+        moe_membership__keep_error(&m->members[slot], error);
         moe_membership__end_epoch(m,
-                                  error->reason == MOE_REASON_CANNOT_GO_BACK ? MOE_CAUSE_NOT_TOLD
-                                                                             : MOE_CAUSE_NOT_FORMED,
+                                  error->reason == MOE_REASON_CANNOT_GO_BACK
+                                      ? MOE_CAUSE_CANNOT_GO_BACK
+                                      : MOE_CAUSE_NOT_FORMED,
                                   why);
         return;
     }
@@ -333,8 +334,8 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
     m->saved.view_epoch = m->epoch;
     m->saved.slots = m->config.slots;
     for (uint32_t s = 0; s < m->config.slots; s++) {
-        memcpy(m->saved.members[s].worker_id, m->seats[s].worker_id, MOE_MEMBERSHIP_ID_BYTES);
-        m->saved.members[s].incarnation = m->seats[s].incarnation;
+        memcpy(m->saved.members[s].worker_id, m->members[s].worker_id, MOE_MEMBERSHIP_ID_BYTES);
+        m->saved.members[s].incarnation = m->members[s].incarnation;
     }
     moe_membership__save(m, true);
 }

@@ -1,9 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* moe-coordinator: settings, then moe_coordinator_run. */
-#include "base/daemon.h"
-#include "base/endpoint.h"
-#include "base/log.h"
+#include "base/build.h"
 #include "coordinator/placement.h"
 #include "coordinator/service.h"
+#include "daemon/daemon.h"
+#include "daemon/endpoint.h"
+#include "daemon/log.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -45,8 +47,8 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
                                             .handle_signals = true};
     struct moe_coordinator *c;
     MOE_TRY(moe_coordinator_create(&config, &c));
-    moe_log_info("release %s, listening on port %u for %u workers", MOE_VERSION,
-                 moe_coordinator_port(c), config.slots);
+    moe_log_info("release %s (commit %s), listening on port %u for %u workers", moe_build_version(),
+                 moe_build_commit(), moe_coordinator_port(c), config.slots);
     if (common->metrics_listen != NULL)
         moe_log_info("metrics on port %u", moe_coordinator_metrics_port(c));
     struct moe_status st = announce(common, s->listen, moe_coordinator_port(c));
@@ -64,11 +66,11 @@ int main(int argc, char **argv)
         {"listen", 'l', MOE_OPTION_STRING, &s.listen, 0, 0, "HOST:PORT",
          "Address for workers and moectl"},
         {"workers", 'n', MOE_OPTION_UINT, &s.workers, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
-         "Seats of the group"},
+         "Slots of the group"},
         {"state-dir", 's', MOE_OPTION_STRING, &s.state_dir, 0, 0, "DIR",
-         "Where epochs outlive a restart; without it nothing is kept"},
+         "Keeps epochs across restarts; without it nothing is kept"},
         {"lease-ms", 0, MOE_OPTION_UINT, &s.lease_ms, 100, 600000, "MS",
-         "A worker not heard of for this long loses its seat"},
+         "A worker silent for this long loses its slot"},
         {"form-timeout-ms", 0, MOE_OPTION_UINT, &s.form_timeout_ms, 100, 3600000, "MS",
          "Time to form the group once all workers have loaded"},
     };
@@ -76,7 +78,7 @@ int main(int argc, char **argv)
         .name = "moe-coordinator",
         .component = "coordinator",
         .synopsis = "[options]",
-        .purpose = "Seats, leases, epochs and expert placement of one group of moe-workers.",
+        .purpose = "Slots, leases, epochs and expert placement of one group of moe-workers.",
         .options = table,
         .option_count = sizeof table / sizeof *table,
         .metrics_letter = 'm',

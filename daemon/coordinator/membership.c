@@ -1,4 +1,5 @@
-/* The inputs of the machine, its outputs, and its life from the log to the shutdown. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Inputs and outputs of the machine, and its life from the log to the shutdown. */
 #include "coordinator/membership_state.h"
 
 #include <inttypes.h>
@@ -7,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A worker that claims a higher epoch than ours raises the floor (our state was lost, its was not);
- * one that claims more than this many is broken. */
+/* When a worker reports a higher epoch than ours, our state was lost: epochs continue from its
+ * number. A number above this limit is an error of the worker. */
 #define EPOCH_PLAUSIBLE (UINT64_C(1) << 48)
 
 #define REFUSALS_EVERY_NS (30 * MOE_NS_PER_S)
@@ -44,10 +45,10 @@ void moe_membership__copy_text(char *to, size_t size, const char *from)
     to[n] = '\0';
 }
 
-void moe_membership__keep_error(struct seat *seat, const struct moe_status *error)
+void moe_membership__keep_error(struct member *member, const struct moe_status *error)
 {
-    seat->error = *error;
-    moe_membership__copy_text(seat->error.text, sizeof seat->error.text, error->text);
+    member->error = *error;
+    moe_membership__copy_text(member->error.text, sizeof member->error.text, error->text);
 }
 
 void moe_membership__list_slots(char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], uint64_t mask)
@@ -79,12 +80,12 @@ void moe_membership__log(struct moe_membership *m, enum moe_log_level level, con
 struct moe_membership_action *moe_membership__send(struct moe_membership *m, uint32_t slot,
                                                    enum moe_membership_message message)
 {
-    const struct seat *seat = &m->seats[slot];
-    if (seat->hold != SEAT_HELD || seat->stream == 0)
+    const struct member *member = &m->members[slot];
+    if (member->state != SLOT_TAKEN || member->stream == 0)
         return NULL;
     struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_SEND);
     a->message = message;
-    a->stream = seat->stream;
+    a->stream = member->stream;
     a->slot = slot;
     return a;
 }
@@ -106,11 +107,11 @@ void moe_membership__save(struct moe_membership *m, bool await)
 
 /* ------------------------------------------------------------------ life of the machine */
 
-/* Members of the view in the log hold their seats, unheard of as yet, for one lease. */
+/* The members of the view in the log keep their slots for one lease without a message. */
 static void restore_view(struct moe_membership *m)
 {
     if (m->saved.slots != m->config.slots)
-        m->saved.view_epoch = 0; /* the group has another size now: nothing to come back to */
+        m->saved.view_epoch = 0; /* the size of the group has changed */
     if (m->saved.view_epoch == 0) {
         memset(m->saved.members, 0, sizeof m->saved.members);
         m->saved.slots = m->config.slots;
@@ -120,13 +121,13 @@ static void restore_view(struct moe_membership *m)
     m->view_since_ns = m->now_ns;
     m->restoring = true;
     for (uint32_t s = 0; s < m->config.slots; s++) {
-        struct seat *seat = &m->seats[s];
-        seat->hold = SEAT_HELD;
-        memcpy(seat->worker_id, m->saved.members[s].worker_id, sizeof seat->worker_id);
-        seat->incarnation = m->saved.members[s].incarnation;
-        seat->heard_ns = m->now_ns;
-        seat->unverified = true;
-        moe_membership__remember(m, seat);
+        struct member *member = &m->members[s];
+        member->state = SLOT_TAKEN;
+        memcpy(member->worker_id, m->saved.members[s].worker_id, sizeof member->worker_id);
+        member->incarnation = m->saved.members[s].incarnation;
+        member->last_message_ns = m->now_ns;
+        member->unverified = true;
+        moe_membership__remember(m, member);
     }
     moe_membership__log(m, MOE_LOG_INFO, "waiting for the members of epoch %" PRIu64,
                         m->view_epoch);
@@ -139,7 +140,7 @@ struct moe_status moe_membership_create(const struct moe_membership_config *conf
     if (config->slots < 1 || config->slots > SLOTS_MAX || config->lease_ns == 0 ||
         config->form_ns == 0 || config->attempts_max == 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "a group has 1..%d seats, and times above 0", SLOTS_MAX);
+                         "a group has 1..%d slots, and times above 0", SLOTS_MAX);
     struct moe_membership *m = calloc(1, sizeof *m);
     if (m == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "membership");
@@ -172,11 +173,11 @@ void moe_membership__set_time(struct moe_membership *m, uint64_t now_ns)
     uint64_t pause = now_ns - m->now_ns;
     if (pause > m->config.lease_ns / 2)
         for (uint32_t s = 0; s < m->config.slots; s++)
-            m->seats[s].heard_ns += pause;
+            m->members[s].last_message_ns += pause;
     m->now_ns = now_ns;
 }
 
-/* Opens every input but on_saved. False after EXIT. */
+/* Begins every input except on_saved. False after EXIT. */
 static bool begin_input(struct moe_membership *m, uint64_t now_ns)
 {
     MOE_INVARIANT(m->action_count == 0);
@@ -188,21 +189,21 @@ static void settle_shutdown(struct moe_membership *m)
 {
     bool all_left = true;
     for (uint32_t s = 0; s < m->config.slots; s++) {
-        const struct seat *seat = &m->seats[s];
-        if (seat->hold == SEAT_HELD && !seat->leaving)
+        const struct member *member = &m->members[s];
+        if (member->state == SLOT_TAKEN && !member->leaving)
             all_left = false;
-        if (seat->hold == SEAT_HELD && !seat->leaving && m->now_ns >= m->shutdown_deadline_ns)
+        if (member->state == SLOT_TAKEN && !member->leaving && m->now_ns >= m->shutdown_deadline_ns)
             moe_membership__log(m, MOE_LOG_WARN, "slot %u did not leave in time", s);
     }
     if (!all_left && m->now_ns < m->shutdown_deadline_ns)
         return;
     for (uint32_t s = 0; s < m->config.slots; s++) {
-        struct seat *seat = &m->seats[s];
-        if (seat->hold == SEAT_HELD && seat->stream != 0)
-            moe_membership__close(m, seat->stream, moe_ok());
-        if (seat->hold == SEAT_HELD)
-            seat->hold = SEAT_GONE;
-        seat->stream = 0;
+        struct member *member = &m->members[s];
+        if (member->state == SLOT_TAKEN && member->stream != 0)
+            moe_membership__close(m, member->stream, moe_ok());
+        if (member->state == SLOT_TAKEN)
+            member->state = SLOT_LEFT;
+        member->stream = 0;
     }
     m->view_epoch = 0;
     if (m->saved.view_epoch != 0) {
@@ -223,7 +224,7 @@ static void end_input(struct moe_membership *m)
         settle_shutdown(m);
 }
 
-/* Opens the input of a member: renews its lease. A stream without a seat is ended. */
+/* Begins the input of a member and renews its lease. Ends a stream without a slot. */
 static bool begin_member_input(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                uint32_t *slot)
 {
@@ -232,30 +233,29 @@ static bool begin_member_input(struct moe_membership *m, uint64_t now_ns, uint64
     if (!moe_membership__find_stream(m, stream, slot)) {
         moe_membership__close(m, stream,
                               moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
-                                        "the stream has no seat: Register comes first"));
+                                        "the stream has no slot: send Register first"));
         return false;
     }
-    m->seats[*slot].heard_ns = now_ns;
+    m->members[*slot].last_message_ns = now_ns;
     return true;
 }
 
-/* A worker that is refused tries again and again: one line for all of a kind within
- * REFUSALS_EVERY_NS. */
+/* A refused worker retries: refusals with the same code within REFUSALS_EVERY_NS give one line. */
 static void log_refusal(struct moe_membership *m, const struct moe_status *st)
 {
-    bool said = m->refused_ns != 0 && m->refused_code == st->code;
-    if (said && m->now_ns < m->refused_ns + REFUSALS_EVERY_NS) {
-        m->refusals_unsaid++;
+    bool repeated = m->refused_ns != 0 && m->refused_code == st->code;
+    if (repeated && m->now_ns < m->refused_ns + REFUSALS_EVERY_NS) {
+        m->refusals_unlogged++;
         return;
     }
-    if (m->refusals_unsaid > 0)
+    if (m->refusals_unlogged > 0)
         moe_membership__log(m, MOE_LOG_WARN, "refused a worker: %s (%u more before)", st->text,
-                            m->refusals_unsaid);
+                            m->refusals_unlogged);
     else
         moe_membership__log(m, MOE_LOG_WARN, "refused a worker: %s", st->text);
     m->refused_ns = m->now_ns;
     m->refused_code = st->code;
-    m->refusals_unsaid = 0;
+    m->refusals_unlogged = 0;
 }
 
 void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -277,8 +277,8 @@ void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint6
 
 /* ------------------------------------------------------------------ messages of members */
 
-/* A worker that was away when its epoch ended, and serves it still, is told so. An ABORT of an
- * epoch that the worker has left already, because messages crossed, means nothing to it. */
+/* Sends ABORT to a worker that was disconnected when its epoch ended and still serves it. A worker
+ * that has already left the epoch ignores the message. */
 static void abort_stale(struct moe_membership *m, uint32_t slot, uint64_t epoch)
 {
     struct moe_membership_action *a = moe_membership__send(m, slot, MOE_MEMBERSHIP_ABORT);
@@ -294,19 +294,20 @@ void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint
     uint32_t slot;
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
-    struct seat *seat = &m->seats[slot];
-    seat->last = *h;
+    struct member *member = &m->members[slot];
+    member->last = *h;
     if (h->epoch > m->saved.epoch && h->epoch < EPOCH_PLAUSIBLE) {
         moe_membership__log(m, MOE_LOG_WARN,
-                            "slot %u knows epoch %" PRIu64 ", later than ours: going on from there",
+                            "slot %u knows epoch %" PRIu64
+                            ", later than ours: continuing from there",
                             slot, h->epoch);
         if (m->phase != PHASE_IDLE)
             moe_membership__end_epoch(m, MOE_CAUSE_OUT_OF_STEP, "a worker knows a later epoch");
         m->saved.epoch = h->epoch;
     }
-    if (seat->unverified && h->epoch == m->view_epoch) {
-        seat->unverified = false;
-    } else if (seat->unverified) {
+    if (member->unverified && h->epoch == m->view_epoch) {
+        member->unverified = false;
+    } else if (member->unverified) {
         char why[MOE_MEMBERSHIP_REASON_BYTES];
         snprintf(why, sizeof why, "slot %u came back without the epoch in force", slot);
         moe_membership__end_epoch(m, MOE_CAUSE_OUT_OF_STEP, why);
@@ -322,14 +323,14 @@ void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_
     uint32_t slot;
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
-    struct seat *seat = &m->seats[slot];
-    bool ours = seat->assigned && placement_version == moe_placement_version(m->placement);
+    struct member *member = &m->members[slot];
+    bool ours = member->assigned && placement_version == moe_placement_version(m->placement);
     if (ours && error->code == MOE_OK) {
-        seat->loaded = true;
-        seat->load_failed = false;
-    } else if (ours && !seat->loaded) {
-        seat->load_failed = true;
-        moe_membership__keep_error(seat, error);
+        member->loaded = true;
+        member->load_failed = false;
+    } else if (ours && !member->loaded) {
+        member->load_failed = true;
+        moe_membership__keep_error(member, error);
         moe_membership__log(m, MOE_LOG_ERROR, "slot %u cannot load: %s", slot, error->text);
     }
     end_input(m);
@@ -355,9 +356,8 @@ void moe_membership_on_ready(struct moe_membership *m, uint64_t now_ns, uint64_t
     end_input(m);
 }
 
-/* The step that failed has ended the epoch, whoever was at fault. Who is lost is another question:
- * a suspect whose stream is gone too is; any other keeps its seat for as long as it renews its
- * lease, and has its chance to answer the next PREPARE. */
+/* The failed step ends the epoch. A suspect is lost only if its stream is closed too. Any other
+ * keeps its slot while it renews its lease, and may answer the next PREPARE. */
 void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                  uint64_t epoch, uint64_t slots)
 {
@@ -370,7 +370,8 @@ void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint
         snprintf(why, sizeof why, "slot %u got no answer from %s", slot, missed);
         moe_membership__end_epoch(m, MOE_CAUSE_PEER_LOST, why);
         for (uint32_t s = 0; s < m->config.slots; s++)
-            if ((slots >> s & 1) != 0 && m->seats[s].hold == SEAT_HELD && m->seats[s].stream == 0)
+            if ((slots >> s & 1) != 0 && m->members[s].state == SLOT_TAKEN &&
+                m->members[s].stream == 0)
                 moe_membership__lose(m, s, MOE_CAUSE_PEER_LOST,
                                      "lost: disconnected and missed by its peers", moe_ok());
     }
@@ -383,7 +384,7 @@ void moe_membership_on_drain_notice(struct moe_membership *m, uint64_t now_ns, u
     uint32_t slot;
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
-    if (!m->seats[slot].draining) {
+    if (!m->members[slot].draining) {
         char clean[MOE_MEMBERSHIP_REASON_BYTES], why[MOE_MEMBERSHIP_REASON_BYTES];
         moe_membership__copy_text(clean, sizeof clean, reason);
         snprintf(why, sizeof why, "slot %u is leaving: %.120s", slot, clean);
@@ -401,7 +402,7 @@ void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64
     uint32_t slot;
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
-    m->seats[slot].leaving = true;
+    m->members[slot].leaving = true;
     if (!m->shutting_down) {
         char clean[MOE_MEMBERSHIP_REASON_BYTES], what[MOE_MEMBERSHIP_REASON_BYTES];
         moe_membership__copy_text(clean, sizeof clean, reason);
@@ -411,7 +412,7 @@ void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64
     end_input(m);
 }
 
-/* Whatever keeps the group waiting may be over. An epoch in work may have begun too early to know.
+/* An operator's decision ends the wait for it. A forming epoch may have begun before the decision.
  */
 void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint64_t stream)
 {
@@ -419,7 +420,7 @@ void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
     (void)moe_membership__send(m, slot, MOE_MEMBERSHIP_TRYING_AGAIN);
-    m->told = m->phase != PHASE_IDLE;
+    m->operator_decided = m->phase != PHASE_IDLE;
     m->attempts = 0;
     m->waits = 0;
     m->failed = false;
@@ -427,13 +428,13 @@ void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint
     end_input(m);
 }
 
-/* Not yet a loss: the worker may come back until its lease runs out. */
+/* The member is not lost: it may reconnect until its lease ends. */
 void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, uint64_t stream)
 {
     uint32_t slot;
     if (!begin_input(m, now_ns) || !moe_membership__find_stream(m, stream, &slot))
         return;
-    m->seats[slot].stream = 0;
+    m->members[slot].stream = 0;
     char why[MOE_MEMBERSHIP_REASON_BYTES];
     snprintf(why, sizeof why, "slot %u disconnected", slot);
     if (m->shutting_down) {
@@ -453,8 +454,8 @@ void moe_membership_on_tick(struct moe_membership *m, uint64_t now_ns)
     if (!begin_input(m, now_ns))
         return;
     for (uint32_t s = 0; s < m->config.slots; s++) {
-        const struct seat *seat = &m->seats[s];
-        if (seat->hold == SEAT_HELD && now_ns >= seat->heard_ns + m->config.lease_ns)
+        const struct member *member = &m->members[s];
+        if (member->state == SLOT_TAKEN && now_ns >= member->last_message_ns + m->config.lease_ns)
             moe_membership__lose(
                 m, s, MOE_CAUSE_LEASE_EXPIRED, "lost: lease expired",
                 moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_PEER_LOST, "the lease expired"));
@@ -473,11 +474,11 @@ uint64_t moe_membership_deadline(const struct moe_membership *m)
 {
     if (m->exited)
         return MOE_NEVER;
-    /* Often enough for a pause of our own to be told from one of the workers. */
+    /* Ticks tell a pause of this process from silence of a worker: at least four in a lease. */
     uint64_t at = m->now_ns + m->config.lease_ns / 4;
     for (uint32_t s = 0; s < m->config.slots; s++)
-        if (m->seats[s].hold == SEAT_HELD)
-            at = earlier(at, m->seats[s].heard_ns + m->config.lease_ns);
+        if (m->members[s].state == SLOT_TAKEN)
+            at = earlier(at, m->members[s].last_message_ns + m->config.lease_ns);
     if (m->phase != PHASE_IDLE)
         at = earlier(at, m->form_deadline_ns);
     else if (m->next_try_ns > m->now_ns)
@@ -500,12 +501,12 @@ struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns
                                        const char *reason, uint32_t limit_ms, uint64_t *epoch)
 {
     MOE_TRY(check_reason(reason));
-    if (slot >= m->config.slots || m->seats[slot].hold != SEAT_HELD)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "no worker holds slot %u", slot);
+    if (slot >= m->config.slots || m->members[slot].state != SLOT_TAKEN)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "slot %u has no worker", slot);
     if (!begin_input(m, now_ns))
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group has shut down");
     *epoch = m->view_epoch;
-    if (!m->seats[slot].draining) {
+    if (!m->members[slot].draining) {
         char clean[MOE_MEMBERSHIP_REASON_BYTES], why[MOE_MEMBERSHIP_REASON_BYTES];
         moe_membership__copy_text(clean, sizeof clean, reason);
         snprintf(why, sizeof why, "slot %u is drained: %.120s", slot, clean);
@@ -530,12 +531,12 @@ struct moe_status moe_membership_shutdown(struct moe_membership *m, uint64_t now
     if (m->phase != PHASE_IDLE)
         moe_membership__end_epoch(m, MOE_CAUSE_LEFT, "the group is shutting down");
     m->shutting_down = true;
-    /* Workers cancel what is left at the limit, and then need a moment to say that they leave. */
+    /* At the limit, workers cancel their calls and need time to send Leaving. */
     uint64_t limit =
         limit_ms != 0 ? limit_ms * MOE_NS_PER_MS + m->config.lease_ns : m->config.shutdown_ns;
     m->shutdown_deadline_ns = now_ns + limit;
     for (uint32_t s = 0; s < m->config.slots; s++)
-        if (m->seats[s].hold == SEAT_HELD && !m->seats[s].draining)
+        if (m->members[s].state == SLOT_TAKEN && !m->members[s].draining)
             moe_membership__drain(m, s, m->shutdown_reason, limit_ms);
     end_input(m);
     return moe_ok();

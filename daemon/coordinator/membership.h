@@ -1,20 +1,21 @@
-/* The coordinator's mind: seats, leases, epochs. Pure: no I/O, no clock, no allocation after
- * create, one thread at a time. Inputs are messages, closed streams, finished writes and ticks;
- * outputs are actions that the caller carries out in order.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The state machine of the coordinator: slots, leases, epochs. Pure: no I/O, no clock, no
+ * allocation after create, one thread at a time. Inputs are messages, closed streams, finished
+ * writes and ticks. Outputs are actions, which the caller carries out in order.
  *
- * The rules that everything else follows from:
- *  - a seat (slot) is held by one process (worker_id, incarnation) at most; a new incarnation of
- * the same worker fences the old one;
- *  - an epoch is durable before any worker hears of it, and so is a view before it is committed;
- *  - a view is in force only as long as every one of its members lives: losing one ends the epoch
- *    for all (ABORT), and the group forms again, under a new epoch, when the seat is filled;
- *  - whoever a view came from (this process or, after a restart, the log), each member shows by its
- *    first heartbeat whether it still belongs to it. */
+ * Rules:
+ *  - at most one process (worker_id, incarnation) takes a slot; a new incarnation of the same
+ *    worker fences the old one;
+ *  - an epoch is durable before it is announced, and a view before it is committed;
+ *  - a view is in force only while all of its members live. The loss of one ends the epoch for all
+ *    (ABORT). Once all slots are taken, the group forms again under a new epoch;
+ *  - after a restart the log restores the view, and the first heartbeat of each member shows
+ * whether it still belongs to the view. */
 #ifndef MOE_COORDINATOR_MEMBERSHIP_H
 #define MOE_COORDINATOR_MEMBERSHIP_H
 
-#include "base/log.h"
 #include "coordinator/placement.h"
+#include "daemon/log.h"
 
 enum {
     MOE_MEMBERSHIP_ID_BYTES = 128, /* worker_id, model, fingerprint; with the final 0 */
@@ -28,21 +29,21 @@ enum {
 struct moe_membership;
 
 struct moe_membership_config {
-    uint32_t slots;       /* seats, 1..MOE_PLACEMENT_SLOTS_MAX */
-    uint64_t lease_ns;    /* a worker not heard of for this long loses its seat; never sooner */
-    uint64_t form_ns;     /* from the start of an epoch to READY of all */
+    uint32_t slots;    /* 1..MOE_PLACEMENT_SLOTS_MAX */
+    uint64_t lease_ns; /* a worker without a message for this long loses its slot; never sooner */
+    uint64_t form_ns;  /* from the start of an epoch to READY of all */
     uint64_t shutdown_ns; /* time for a shutdown that names no limit */
     uint64_t backoff_ns;  /* pause after the first failed attempt; doubles up to backoff_max_ns */
     uint64_t backoff_max_ns;
     uint32_t attempts_max; /* failed attempts in a row, then FAILED until a new worker registers or
-                              an operator has spoken; those that failed with CANNOT_GO_BACK, or for
-                              want of a state directory that can be written, do not count */
+                              TryAgain arrives. Attempts that fail with CANNOT_GO_BACK, or because
+                              the state cannot be written, do not count */
     const char *version;   /* release, "major.minor.patch"; lives as long as the machine */
 };
 
-/* All that outlives the process. */
+/* The durable state. */
 struct moe_membership_saved {
-    uint64_t epoch; /* highest epoch ever announced, or about to be */
+    uint64_t epoch; /* highest epoch that was announced, or is about to be */
     uint32_t placement_version;
     uint64_t placement_hash; /* moe_placement_content_hash */
     uint64_t view_epoch;     /* view in force; 0 = none, and the fields below are empty */
@@ -53,8 +54,8 @@ struct moe_membership_saved {
     } members[MOE_PLACEMENT_SLOTS_MAX];
 };
 
-/* `saved`: from the store; zeroes for a new group. Members of a view found there have one lease,
- * from `now`, to come back. Creating is an input: actions may follow. */
+/* `saved`: from the store; zeroes for a new group. Members of a view in it have one lease from
+ * `now_ns` on to reconnect. Create counts as an input: actions may follow. */
 struct moe_status moe_membership_create(const struct moe_membership_config *config,
                                         const struct moe_membership_saved *saved, uint64_t now_ns,
                                         struct moe_membership **out) MOE_CHECKED;
@@ -63,8 +64,8 @@ void moe_membership_destroy(struct moe_membership *m);
 
 /* ------------------------------------------------------------------ inputs
  *
- * `now_ns` never falls. `stream` is a number > 0 that the caller gives to each session stream and
- * never uses again. After every input, all actions must be carried out before the next one. */
+ * `now_ns` never decreases. `stream` is a number > 0, unique for each session stream. The caller
+ * carries out all actions of an input before the next input. */
 
 struct moe_membership_layer { /* moe.v1.LayerInfo */
     uint32_t layer, hidden, experts, top_k, intermediate, zero_experts, shared_intermediate;
@@ -86,7 +87,7 @@ void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint6
                                 const struct moe_membership_register *r);
 void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                  const struct moe_membership_heartbeat *h);
-/* `error`: code MOE_OK when all went well. */
+/* `error`: code MOE_OK on success. */
 void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                               uint32_t placement_version, const struct moe_status *error);
 void moe_membership_on_blob(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -99,19 +100,19 @@ void moe_membership_on_drain_notice(struct moe_membership *m, uint64_t now_ns, u
                                     const char *reason);
 void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                const char *reason);
-/* An operator has said what to do about what kept the group from forming: it waits no longer, and
- * one that has failed begins again. Answered by TRYING_AGAIN. */
+/* An operator has resolved the cause that kept the group from forming. Ends the back-off, and a
+ * FAILED group starts again. Answered by TRYING_AGAIN. */
 void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint64_t stream);
 void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, uint64_t stream);
-/* Answer to MOE_MEMBERSHIP_SAVE. May come in the midst of carrying out actions. */
+/* Answer to MOE_MEMBERSHIP_SAVE; allowed while actions are being carried out. */
 void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t sequence,
                              const struct moe_status *status);
 void moe_membership_on_tick(struct moe_membership *m, uint64_t now_ns);
-/* When the next tick is due at the latest; MOE_NEVER after MOE_MEMBERSHIP_EXIT. */
+/* Latest time of the next tick; MOE_NEVER after MOE_MEMBERSHIP_EXIT. */
 uint64_t moe_membership_deadline(const struct moe_membership *m);
 
 /* Operators. `*epoch`: epoch in force, 0 = none. Errors: MOE_INVALID_ARGUMENT (no reason given),
- * MOE_NOT_FOUND (no such seat, or empty). Repeating either is answered alike. */
+ * MOE_NOT_FOUND (no such slot, or empty). Both may be repeated, with the same answer. */
 struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns, uint32_t slot,
                                        const char *reason, uint32_t limit_ms,
                                        uint64_t *epoch) MOE_CHECKED;
@@ -124,9 +125,9 @@ struct moe_status moe_membership_shutdown(struct moe_membership *m, uint64_t now
 enum moe_membership_action_kind {
     MOE_MEMBERSHIP_SAVE,  /* make moe_membership_to_save() durable, then on_saved(sequence) */
     MOE_MEMBERSHIP_SEND,  /* `message` to `stream` */
-    MOE_MEMBERSHIP_CLOSE, /* end `stream` with `status` (MOE_OK = in peace) */
+    MOE_MEMBERSHIP_CLOSE, /* end `stream` with `status` (MOE_OK: regular end) */
     MOE_MEMBERSHIP_LOG,   /* status.text at `level` */
-    MOE_MEMBERSHIP_EXIT,  /* the shutdown is complete; last action ever */
+    MOE_MEMBERSHIP_EXIT,  /* the shutdown is complete; the last action */
 };
 
 enum moe_membership_message {
@@ -149,7 +150,7 @@ struct moe_membership_action {
     struct moe_status status;
 };
 
-/* The oldest action not yet taken; false when there is none. */
+/* Removes the oldest action; false when there is none. */
 bool moe_membership_next_action(struct moe_membership *m, struct moe_membership_action *out);
 
 /* ------------------------------------------------------------------ reading
@@ -176,16 +177,16 @@ enum moe_worker_state { /* values of moe.v1.WorkerState */
                         MOE_WORKER_GONE,
 };
 
-/* Why views ended or did not come about; `moe_group_reforms_total{reason}`. */
+/* Why an epoch ended or did not form; `moe_group_reforms_total{reason}`. */
 enum moe_membership_cause {
     MOE_CAUSE_LEASE_EXPIRED,
     MOE_CAUSE_REPLACED,  /* a new process of the same worker */
     MOE_CAUSE_PEER_LOST, /* reported by a member */
     MOE_CAUSE_LEFT,
-    MOE_CAUSE_OUT_OF_STEP, /* a member came back without the epoch */
-    MOE_CAUSE_NOT_FORMED,  /* a deadline, error or lost stream while forming */
-    MOE_CAUSE_NOT_TOLD,    /* CANNOT_GO_BACK: an operator has to say where to */
-    MOE_CAUSE_NOT_SAVED,   /* the state directory cannot be written */
+    MOE_CAUSE_OUT_OF_STEP,    /* a member reconnected without the epoch */
+    MOE_CAUSE_NOT_FORMED,     /* a deadline, error or lost stream while forming */
+    MOE_CAUSE_CANNOT_GO_BACK, /* an operator must choose the checkpoint to go back to */
+    MOE_CAUSE_NOT_SAVED,      /* the state directory cannot be written */
     MOE_CAUSE_COUNT
 };
 const char *moe_membership_cause_name(enum moe_membership_cause cause);
@@ -198,7 +199,7 @@ struct moe_membership_group {
     const char *model, *family, *backend; /* "" until the first worker registered */
     const struct moe_membership_layer *layers;
     size_t layer_count;
-    uint64_t last_epoch;    /* highest ever announced */
+    uint64_t last_epoch;    /* highest that was announced */
     const uint64_t *causes; /* [MOE_CAUSE_COUNT] */
 };
 
@@ -207,7 +208,7 @@ struct moe_membership_worker {
     enum moe_worker_state state;
     const char *worker_id, *endpoint;
     uint64_t incarnation;
-    uint64_t lease_remaining_ns;          /* 0 when gone */
+    uint64_t lease_remaining_ns;          /* 0 when it has left */
     bool connected;                       /* its stream is open */
     struct moe_membership_heartbeat last; /* epoch: as reported */
     const struct moe_status
@@ -215,12 +216,12 @@ struct moe_membership_worker {
 };
 
 void moe_membership_group(const struct moe_membership *m, struct moe_membership_group *out);
-/* False when nobody ever held the seat. */
+/* False when the slot was never taken. */
 bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
                            struct moe_membership_worker *out);
 const struct moe_placement *moe_membership_placement(const struct moe_membership *m);
 const struct moe_membership_saved *moe_membership_to_save(const struct moe_membership *m);
-/* What `slot` gave in the round that was completed last. Never logged: may hold secrets. */
+/* Blob of `slot` in the last completed round. May hold secrets: do not log. */
 const uint8_t *moe_membership_blob(const struct moe_membership *m, uint32_t slot, size_t *length);
 
 #endif

@@ -1,5 +1,7 @@
-/* What Prometheus sees of the group. Values are copied from the machine after every batch of
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Metrics of the group. Values are copied from the machine after every batch of
  * inputs, so a scrape never waits for the owner thread. */
+#include "base/build.h"
 #include "coordinator/service_state.h"
 
 #include <stdio.h>
@@ -27,8 +29,11 @@ static struct moe_status add_group(struct moe_coordinator *c)
         [MOE_GROUP_FAILED] = "failed"};
     struct observed *o = &c->seen;
     struct moe_gauge *info;
-    MOE_TRY(add_gauge(c, "moe_build_info", "Release of the coordinator.", "version", MOE_VERSION,
-                      &info));
+    const struct moe_metric_desc build = {
+        .name = "moe_build_info",
+        .help = "Release and commit of the coordinator; always 1.",
+        .labels = {{"version", moe_build_version()}, {"commit", moe_build_commit()}}};
+    MOE_TRY(moe_metrics_add_gauge(c->seen.registry, &build, &info));
     moe_gauge_set(info, 1);
     MOE_TRY(add_gauge(c, "moe_group_epoch", "Epoch in force; 0 = none.", NULL, NULL, &o->epoch));
     MOE_TRY(add_gauge(c, "moe_group_last_epoch", "Highest epoch ever announced.", NULL, NULL,
@@ -36,7 +41,7 @@ static struct moe_status add_group(struct moe_coordinator *c)
     for (int s = MOE_GROUP_WAITING; s <= MOE_GROUP_FAILED; s++)
         MOE_TRY(add_gauge(c, "moe_group_state", "1 for the state that the group is in.", "state",
                           states[s], &o->state[s]));
-    MOE_TRY(add_gauge(c, "moe_group_seats_taken", "Seats held by a live worker.", NULL, NULL,
+    MOE_TRY(add_gauge(c, "moe_group_slots_taken", "Slots taken by a live worker.", NULL, NULL,
                       &o->taken));
     for (int i = 0; i < MOE_CAUSE_COUNT; i++)
         MOE_TRY(add_counter(

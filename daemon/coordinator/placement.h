@@ -1,8 +1,8 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Which slots hold which experts: for every MoE layer and every expert the list of slots with a
  * copy. Pure: no I/O, no clock, no allocation after create.
  *
- * Today every list has one entry (linear placement); lists are there because replicas are a matter
- * of placement alone and nothing that reads a placement may assume otherwise. */
+ * Linear placement gives each list one entry. Readers must accept longer lists (replicas). */
 #ifndef MOE_COORDINATOR_PLACEMENT_H
 #define MOE_COORDINATOR_PLACEMENT_H
 
@@ -28,7 +28,7 @@ struct moe_status moe_placement_create(struct moe_placement **out) MOE_CHECKED;
 /* NULL is ignored. */
 void moe_placement_destroy(struct moe_placement *p);
 
-/* Starts afresh with no layers. Errors: MOE_INVALID_ARGUMENT (slots outside 1..SLOTS_MAX). */
+/* Starts over with no layers. Errors: MOE_INVALID_ARGUMENT (slots outside 1..SLOTS_MAX). */
 struct moe_status moe_placement_begin(struct moe_placement *p, uint32_t version,
                                       uint32_t slots) MOE_CHECKED;
 
@@ -41,8 +41,8 @@ struct moe_status moe_placement_add_layer(struct moe_placement *p,
                                           const uint8_t *copies, const uint8_t *holders,
                                           size_t holder_count) MOE_CHECKED;
 
-/* One copy of each expert, contiguous ranges in slot order; where E is not divisible by the slots,
- * the first E % slots slots hold one more. */
+/* One copy of each expert, in contiguous ranges in slot order. If E is not divisible by `slots`,
+ * each of the first E % slots slots holds one more. */
 struct moe_status moe_placement_set_linear(struct moe_placement *p, uint32_t version,
                                            uint32_t slots, const struct moe_placement_layer *layers,
                                            size_t count) MOE_CHECKED;
@@ -59,9 +59,9 @@ uint32_t moe_placement_holders(const struct moe_placement *p, size_t index, uint
                                const uint8_t **holders);
 
 /* FNV-1a over slots, layers and lists, each number as 32 bits little-endian: equal for equal
- * content, whatever the version. */
+ * content, independent of the version. */
 uint64_t moe_placement_content_hash(const struct moe_placement *p);
-/* The same with the version: what workers exchange to prove that they agree. */
+/* The same with the version. Workers compare it to detect a difference. */
 uint64_t moe_placement_hash(const struct moe_placement *p);
 
 #endif

@@ -1,22 +1,23 @@
-/* What operators may see of the machine: states, reasons, leases. Changes nothing. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The machine's state for operators: states, reasons, leases. Reads only. */
 #include "coordinator/membership_state.h"
 
 #include <stdio.h>
 
 const char *moe_membership_cause_name(enum moe_membership_cause cause)
 {
-    static const char *const names[MOE_CAUSE_COUNT] = {"lease_expired", "replaced",    "peer_lost",
-                                                       "left",          "out_of_step", "not_formed",
-                                                       "not_told",      "not_saved"};
+    static const char *const names[MOE_CAUSE_COUNT] = {
+        "lease_expired", "replaced",   "peer_lost",      "left",
+        "out_of_step",   "not_formed", "cannot_go_back", "not_saved"};
     size_t i = (size_t)cause;
     return i < MOE_CAUSE_COUNT ? names[i] : "?";
 }
 
-/* A process that cannot load blocks the group until another one takes its seat. */
+/* A process that cannot load blocks the group until another one takes its slot. */
 static bool find_load_failure(const struct moe_membership *m, uint32_t *slot)
 {
     for (uint32_t s = 0; s < m->config.slots; s++) {
-        if (m->seats[s].hold == SEAT_HELD && m->seats[s].load_failed) {
+        if (m->members[s].state == SLOT_TAKEN && m->members[s].load_failed) {
             *slot = s;
             return true;
         }
@@ -37,27 +38,26 @@ static enum moe_group_state group_state(const struct moe_membership *m)
         return MOE_GROUP_FORMING;
     if (m->degraded)
         return MOE_GROUP_DEGRADED;
-    return moe_membership__all_held(m) ? MOE_GROUP_LOADING : MOE_GROUP_WAITING;
+    return moe_membership__all_taken(m) ? MOE_GROUP_LOADING : MOE_GROUP_WAITING;
 }
 
 static void describe_load_failure(const struct moe_membership *m, uint32_t slot, char *to,
                                   size_t size)
 {
     char clean[MOE_MEMBERSHIP_REASON_BYTES];
-    moe_membership__copy_text(clean, sizeof clean, m->seats[slot].error.text);
+    moe_membership__copy_text(clean, sizeof clean, m->members[slot].error.text);
     snprintf(to, size, "slot %u cannot load: %.130s", slot, clean);
 }
 
-/* What keeps the group from forming: "slot 1 is empty (1 of 2 workers)". False when nothing does.
- */
-static bool describe_hindrance(const struct moe_membership *m, char *to, size_t size)
+/* Why the group does not form: "slot 1 is empty (1 of 2 workers)". False when nothing blocks it. */
+static bool describe_blocker(const struct moe_membership *m, char *to, size_t size)
 {
-    uint32_t slot, held = moe_membership__count_held(m);
+    uint32_t slot, taken = moe_membership__count_taken(m);
     const char *why;
-    if (!moe_membership__hindered(m, &slot, &why))
+    if (!moe_membership__blocked(m, &slot, &why))
         return false;
-    if (held < m->config.slots)
-        snprintf(to, size, "slot %u %s (%u of %u workers)", slot, why, held, m->config.slots);
+    if (taken < m->config.slots)
+        snprintf(to, size, "slot %u %s (%u of %u workers)", slot, why, taken, m->config.slots);
     else
         snprintf(to, size, "slot %u %s", slot, why);
     return true;
@@ -66,8 +66,8 @@ static bool describe_hindrance(const struct moe_membership *m, char *to, size_t 
 static void describe(const struct moe_membership *m, struct moe_membership_group *out)
 {
     uint32_t slot = 0;
-    char hindrance[64];
-    bool hindered = describe_hindrance(m, hindrance, sizeof hindrance);
+    char blocker[64];
+    bool blocked = describe_blocker(m, blocker, sizeof blocker);
     size_t size = sizeof out->reason;
     switch (out->state) {
     case MOE_GROUP_SERVING: out->reason[0] = '\0'; break;
@@ -85,17 +85,18 @@ static void describe(const struct moe_membership *m, struct moe_membership_group
                  m->trouble[0] != '\0' ? "; last: " : "", m->trouble);
         break;
     case MOE_GROUP_DEGRADED:
-        if (hindered)
-            snprintf(out->reason, size, "%.90s; %s", m->trouble, hindrance);
+        if (blocked)
+            snprintf(out->reason, size, "%.90s; %s", m->trouble, blocker);
         else
             snprintf(out->reason, size, "%.120s; trying again", m->trouble);
         break;
     case MOE_GROUP_WAITING:
     case MOE_GROUP_LOADING:
         if (m->restoring)
-            snprintf(out->reason, size, "the coordinator restarted: members have to come back");
-        else if (hindered && (m->placement_durable || m->trouble[0] == '\0'))
-            snprintf(out->reason, size, "%s", hindrance);
+            snprintf(out->reason, size,
+                     "the coordinator restarted: waiting for the members to reconnect");
+        else if (blocked && (m->placement_durable || m->trouble[0] == '\0'))
+            snprintf(out->reason, size, "%s", blocker);
         else
             snprintf(out->reason, size, "%.120s; trying again", m->trouble);
         break;
@@ -116,45 +117,46 @@ void moe_membership_group(const struct moe_membership *m, struct moe_membership_
                                          .causes = m->causes};
     describe(m, out);
     for (uint32_t s = 0; s < m->config.slots; s++) {
-        uint32_t tokens = m->seats[s].hold == SEAT_HELD ? m->seats[s].max_tokens : 0;
+        uint32_t tokens = m->members[s].state == SLOT_TAKEN ? m->members[s].max_tokens : 0;
         if (tokens != 0 && (out->max_tokens_per_step == 0 || tokens < out->max_tokens_per_step))
             out->max_tokens_per_step = tokens;
     }
 }
 
-static enum moe_worker_state worker_state(const struct moe_membership *m, const struct seat *seat)
+static enum moe_worker_state worker_state(const struct moe_membership *m,
+                                          const struct member *member)
 {
-    if (seat->hold != SEAT_HELD || seat->load_failed)
+    if (member->state != SLOT_TAKEN || member->load_failed)
         return MOE_WORKER_GONE;
-    if (seat->draining || seat->leaving)
+    if (member->draining || member->leaving)
         return MOE_WORKER_DRAINING;
-    if (m->view_epoch != 0 && !seat->unverified)
+    if (m->view_epoch != 0 && !member->unverified)
         return MOE_WORKER_SERVING;
     if (m->phase == PHASE_PREPARE || m->phase == PHASE_SAVE_VIEW)
         return MOE_WORKER_PREPARING;
-    return seat->loaded     ? MOE_WORKER_LOADED
-           : seat->assigned ? MOE_WORKER_LOADING
-                            : MOE_WORKER_REGISTERED;
+    return member->loaded     ? MOE_WORKER_LOADED
+           : member->assigned ? MOE_WORKER_LOADING
+                              : MOE_WORKER_REGISTERED;
 }
 
 bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
                            struct moe_membership_worker *out)
 {
-    if (slot >= m->config.slots || m->seats[slot].hold == SEAT_EMPTY)
+    if (slot >= m->config.slots || m->members[slot].state == SLOT_EMPTY)
         return false;
-    const struct seat *seat = &m->seats[slot];
-    uint64_t end = seat->heard_ns + m->config.lease_ns;
-    bool held = seat->hold == SEAT_HELD;
+    const struct member *member = &m->members[slot];
+    uint64_t end = member->last_message_ns + m->config.lease_ns;
+    bool taken = member->state == SLOT_TAKEN;
     *out = (struct moe_membership_worker){.slot = slot,
-                                          .state = worker_state(m, seat),
-                                          .worker_id = seat->worker_id,
-                                          .endpoint = seat->endpoint,
-                                          .incarnation = seat->incarnation,
+                                          .state = worker_state(m, member),
+                                          .worker_id = member->worker_id,
+                                          .endpoint = member->endpoint,
+                                          .incarnation = member->incarnation,
                                           .lease_remaining_ns =
-                                              held && end > m->now_ns ? end - m->now_ns : 0,
-                                          .connected = held && seat->stream != 0,
-                                          .last = seat->last,
-                                          .error = &seat->error};
+                                              taken && end > m->now_ns ? end - m->now_ns : 0,
+                                          .connected = taken && member->stream != 0,
+                                          .last = member->last,
+                                          .error = &member->error};
     return true;
 }
 

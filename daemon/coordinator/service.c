@@ -1,7 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Life of the service, the inbox of its owner thread, and the actions of the machine. */
+#include "base/build.h"
 #include "coordinator/service_state.h"
 
-#include "descriptors.h"
+#include "daemon/hangup.h"
+#include "proto/descriptors.h"
 
 #include <signal.h>
 #include <stdlib.h>
@@ -21,23 +24,24 @@ enum {
 
 void moe_coordinator__post(struct moe_coordinator *c, struct event *e)
 {
-    pthread_mutex_lock(&c->inbox_lock);
+    moe_mutex_lock(&c->inbox_lock);
     e->next = NULL;
     if (c->inbox_last != NULL)
         c->inbox_last->next = e;
     else
         c->inbox_first = e;
     c->inbox_last = e;
-    pthread_mutex_unlock(&c->inbox_lock);
-    (void)uv_async_send(&c->wake); /* fails only on a closing handle: nobody listens then */
+    moe_mutex_unlock(&c->inbox_lock);
+    (void)uv_async_send(
+        &c->wake); /* fails only on a closing handle, when no thread runs the loop */
 }
 
 static void run_inbox(struct moe_coordinator *c)
 {
-    pthread_mutex_lock(&c->inbox_lock);
+    moe_mutex_lock(&c->inbox_lock);
     struct event *e = c->inbox_first;
     c->inbox_first = c->inbox_last = NULL;
-    pthread_mutex_unlock(&c->inbox_lock);
+    moe_mutex_unlock(&c->inbox_lock);
     while (e != NULL) {
         struct event *next = e->next; /* running an event may free it */
         e->run(c, e);
@@ -88,7 +92,7 @@ void moe_coordinator__act(struct moe_coordinator *c)
 
 static void on_timer(uv_timer_t *timer);
 
-/* After everything that may have changed the machine: the next tick, the metrics, the end. */
+/* Runs after each change of the machine: sets the next tick, the metrics, and ends the loop. */
 static void settle(struct moe_coordinator *c)
 {
     moe_coordinator__observe(c);
@@ -114,13 +118,13 @@ static void on_timer(uv_timer_t *timer)
 static void stop_once(struct moe_coordinator *c)
 {
     if (c->stops_done++ > 0) {
-        moe_log_warn("told to stop again: leaving at once");
+        moe_log_warn("second request to stop: ending at once");
         c->quit = true;
         return;
     }
     uint64_t epoch;
     struct moe_status st = moe_membership_shutdown(c->machine, moe_clock_ns(),
-                                                   "coordinator was told to stop", 0, &epoch);
+                                                   "the coordinator was asked to stop", 0, &epoch);
     MOE_INVARIANT(st.code == MOE_OK);
     moe_coordinator__act(c);
 }
@@ -134,7 +138,8 @@ static void on_wake(uv_async_t *wake)
     settle(c);
 }
 
-/* One right behind the first is the same wish: a group and its leader may both be told. */
+/* A second signal right after the first counts as one: a shell may signal both the process group
+ * and its leader. */
 static void on_signal(uv_signal_t *s, int number)
 {
     struct moe_coordinator *c = s->data;
@@ -158,7 +163,8 @@ struct moe_status moe_coordinator_run(struct moe_coordinator *c)
 {
     settle(c);
     if (!c->exited && !c->quit)
-        (void)uv_run(&c->loop, UV_RUN_DEFAULT); /* ends by uv_stop; says how many handles remain */
+        (void)uv_run(&c->loop,
+                     UV_RUN_DEFAULT); /* ends by uv_stop; returns the number of open handles */
     if (c->quit)
         return moe_error(MOE_CANCELLED, MOE_REASON_ABORTED, "the shutdown was cut short");
     return moe_ok();
@@ -189,7 +195,9 @@ static struct moe_status make_loop(struct moe_coordinator *c, bool signals)
         r = uv_signal_start(&c->signals[0], on_signal, SIGTERM);
     if (r == 0 && signals)
         r = uv_signal_start(&c->signals[1], on_signal, SIGINT);
-    return r == 0 ? moe_ok() : uv_error("event loop", r);
+    if (r != 0)
+        return uv_error("event loop", r);
+    return signals ? moe_hangup_watch(&c->loop, &c->hangup) : moe_ok();
 }
 
 static struct moe_status make_machine(struct moe_coordinator *c,
@@ -208,7 +216,7 @@ static struct moe_status make_machine(struct moe_coordinator *c,
         .backoff_ns = BACKOFF_NS,
         .backoff_max_ns = BACKOFF_MAX_NS,
         .attempts_max = ATTEMPTS_MAX,
-        .version = MOE_VERSION,
+        .version = moe_build_version(),
     };
     return moe_membership_create(&machine, &saved, moe_clock_ns(), &c->machine);
 }
@@ -247,12 +255,12 @@ struct moe_status moe_coordinator_create(const struct moe_coordinator_config *co
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "coordinator");
     c->lease_ms = config->lease_ms;
     c->started_ns = moe_clock_ns();
-    pthread_mutex_init(&c->inbox_lock, NULL);
+    moe_mutex_init(&c->inbox_lock);
     struct moe_status st;
     MOE_TRY_GOTO(st, make_loop(c, config->handle_signals), fail);
     MOE_TRY_GOTO(st, make_machine(c, config), fail);
     MOE_TRY_GOTO(st, moe_coordinator__observe_start(c, config->metrics_listen), fail);
-    moe_coordinator__act(c); /* no stream exists yet: this is what the machine has to log */
+    moe_coordinator__act(c); /* no stream exists yet, so these are log lines */
     MOE_TRY_GOTO(st, make_server(c, config), fail);
     *out = c;
     return moe_ok();
@@ -278,8 +286,8 @@ static void close_handle(uv_handle_t *handle, void *arg)
         uv_close(handle, NULL);
 }
 
-/* The server first: gRPC threads post events until it has ended. What is in the inbox then is the
- * end of calls, and frees them. */
+/* Stops the server first, as gRPC threads post events until then. The inbox then holds only ends of
+ * calls, which free them. */
 void moe_coordinator_destroy(struct moe_coordinator *c)
 {
     if (c == NULL)
@@ -300,6 +308,6 @@ void moe_coordinator_destroy(struct moe_coordinator *c)
     moe_coordinator__observe_stop(c);
     moe_membership_destroy(c->machine);
     moe_store_close(c->store);
-    pthread_mutex_destroy(&c->inbox_lock);
+    moe_mutex_destroy(&c->inbox_lock);
     free(c);
 }

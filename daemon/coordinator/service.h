@@ -1,6 +1,7 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The coordinator as a running service: gRPC and HTTP on one side, the membership machine and its
- * log on the other. One thread, the one in moe_coordinator_run, owns the machine; gRPC threads only
- * put events into its inbox, so no input can come in the midst of another. */
+ * log on the other. The thread in moe_coordinator_run owns the machine. gRPC threads only put
+ * events into its inbox, so inputs run one at a time. */
 #ifndef MOE_COORDINATOR_SERVICE_H
 #define MOE_COORDINATOR_SERVICE_H
 
@@ -11,26 +12,28 @@ struct moe_coordinator;
 struct moe_coordinator_config {
     const char *listen; /* "host:port"; port 0 = any */
     bool insecure;      /* allow an address that is not loopback */
-    uint32_t slots;     /* seats */
+    uint32_t slots;
     uint32_t lease_ms;
     uint32_t form_timeout_ms;
-    const char *state_dir;      /* NULL: nothing is kept, and epochs start at 1 */
+    const char *state_dir;      /* NULL: no durable state; epochs start at 1 */
     const char *metrics_listen; /* NULL: no metrics endpoint */
-    bool handle_signals; /* SIGTERM, SIGINT: the first shuts the group down, the second quits */
+    /* SIGTERM, SIGINT: the first shuts the group down, the second quits. SIGHUP opens the log file
+     * again; call moe_hangup_hold before. */
+    bool handle_signals;
 };
 
-/* Listens from here on. Errors: those of the store, the server and the metrics endpoint. */
+/* Starts to listen. Errors: those of the store, the server and the metrics endpoint. */
 struct moe_status moe_coordinator_create(const struct moe_coordinator_config *config,
                                          struct moe_coordinator **out) MOE_CHECKED;
 uint16_t moe_coordinator_port(const struct moe_coordinator *c);
-/* 0 when there is no metrics endpoint. */
+/* 0 without a metrics endpoint. */
 uint16_t moe_coordinator_metrics_port(const struct moe_coordinator *c);
-/* Serves until a shutdown is complete (MOE_OK), or was cut short (MOE_CANCELLED). */
+/* Serves until a shutdown is complete (MOE_OK) or is cut short (MOE_CANCELLED). */
 struct moe_status moe_coordinator_run(struct moe_coordinator *c) MOE_CHECKED;
 /* [any thread] Like a signal: the first call begins the shutdown of the group, the second ends run.
  */
 void moe_coordinator_request_stop(struct moe_coordinator *c);
-/* Not while run is going on. NULL is ignored. */
+/* Not while moe_coordinator_run runs. NULL is ignored. */
 void moe_coordinator_destroy(struct moe_coordinator *c);
 
 #endif

@@ -1,41 +1,42 @@
-/* Insides of the service: service.c (life, inbox, actions), session.c (streams of workers),
- * admin.c (operators), observe.c (metrics). Nothing else includes this.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Internal state of the service: service.c (life, inbox, actions), session.c (streams of workers),
+ * admin.c (operators), observe.c (metrics). Private to these files.
  *
- * "Owner thread" is the one in moe_coordinator_run; everything not marked otherwise runs there. */
+ * The owner thread is the one in moe_coordinator_run. Functions without another mark run there. */
 #ifndef MOE_COORDINATOR_SERVICE_STATE_H
 #define MOE_COORDINATOR_SERVICE_STATE_H
 
 #include "base/clock.h"
-#include "base/metrics.h"
-#include "base/metrics_http.h"
+#include "base/mutex.h"
 #include "coordinator/membership.h"
 #include "coordinator/service.h"
 #include "coordinator/store.h"
+#include "daemon/metrics.h"
+#include "daemon/metrics_http.h"
 #include "rpc/server.h"
 
 #include <protobuf-c/protobuf-c.h>
-#include <pthread.h>
 #include <stdatomic.h>
 #include <uv.h>
 
-/* Something a gRPC thread has to say. Embedded in what it is about, so that it never fails to be
- * said: a stream has at most one message under way, a call ends once. */
+/* A message of a gRPC thread to the owner thread. Embedded in its stream or call, so that no
+ * allocation can fail: a stream has at most one pending message, and a call ends once. */
 struct event {
     struct event *next; /* in the inbox */
     void (*run)(struct moe_coordinator *c, struct event *e);
 };
 
-/* One Session stream. Made on a gRPC thread, then only touched by the owner thread, except for
- * `received`, which is handed over with its event. */
+/* One Session stream. A gRPC thread creates it; then it belongs to the owner thread, except
+ * `received`, which passes to it with the event. */
 struct session {
     struct event opened_event, message_event, done_event;
     struct session *previous, *next; /* in the coordinator's list */
-    struct moe_rpc_call *call;       /* one hold */
+    struct moe_rpc_call *call;       /* one reference */
     struct moe_rpc_msg *received;    /* NULL: the worker has half-closed */
-    uint64_t stream;                 /* its number towards the machine */
+    uint64_t stream;                 /* its number in the machine */
     uint64_t opened_ns;
-    bool spoke; /* a message has come */
-    bool ended; /* finish or fail was called: the machine has no more business with it */
+    bool received_any; /* a message has arrived */
+    bool ended;        /* finish or fail was called; the machine no longer uses it */
 };
 
 struct observed {
@@ -51,7 +52,7 @@ struct observed {
 
 enum admin_method { ADMIN_STATUS, ADMIN_PLACEMENT, ADMIN_DRAIN, ADMIN_SHUTDOWN, ADMIN_METHODS };
 
-/* What a method's handlers get as context. */
+/* Context of a method's handlers. */
 struct admin_context {
     struct moe_coordinator *coordinator;
     enum admin_method method;
@@ -59,7 +60,7 @@ struct admin_context {
 
 struct moe_coordinator {
     struct moe_membership *machine;
-    struct moe_store *store; /* NULL: nothing is kept */
+    struct moe_store *store; /* NULL: no durable state */
     uint32_t lease_ms;
     uint64_t started_ns;
     struct observed seen;
@@ -68,31 +69,34 @@ struct moe_coordinator {
     uv_async_t wake;
     uv_timer_t timer;
     uv_signal_t signals[2];
+    uv_poll_t hangup;
     uint64_t first_signal_ns; /* 0 = none yet */
     bool loop_made, quit, exited;
     atomic_uint stops_requested; /* any thread */
     unsigned stops_done;
 
-    pthread_mutex_t inbox_lock;
-    struct event *inbox_first, *inbox_last; /* under inbox_lock */
+    struct moe_mutex inbox_lock;
+    MOE_GUARDED_BY(inbox_lock) struct {
+        struct event *inbox_first, *inbox_last;
+    };
 
     struct moe_rpc_server *server;
     struct admin_context admin[ADMIN_METHODS];
     struct session *sessions;
     atomic_uint session_count; /* any thread */
-    atomic_uint admin_calls;   /* any thread; with the owner thread, or on their way there */
+    atomic_uint admin_calls;   /* any thread; calls in the inbox or in the owner thread */
     atomic_uint_fast64_t next_stream;
-    uint8_t received[32768]; /* the message being looked at, in one piece */
+    uint8_t received[32768]; /* the current message, in one piece */
 };
 
 /* [any thread] */
 void moe_coordinator__post(struct moe_coordinator *c, struct event *e);
-/* Carries out what the machine wants. After every input. */
+/* Carries out the machine's actions. Call after every input. */
 void moe_coordinator__act(struct moe_coordinator *c);
 /* `m` in memory that the caller frees; NULL when there is none. */
 uint8_t *moe_coordinator__pack(const ProtobufCMessage *m, size_t *length);
 
-/* For protobuf-c's structs, which want char *; packing only reads. */
+/* For protobuf-c's structs, which have char * members; packing only reads. */
 static inline char *moe_coordinator__text(const char *s)
 {
     return (char *)(uintptr_t)s;
@@ -104,7 +108,7 @@ void moe_coordinator__send(struct moe_coordinator *c, const struct moe_membershi
 void moe_coordinator__close(struct moe_coordinator *c, uint64_t stream,
                             const struct moe_status *status);
 void moe_coordinator__end_sessions(struct moe_coordinator *c);
-/* Ends streams that were opened long ago and never said a word. */
+/* Ends streams that have sent no message for too long after their opening. */
 void moe_coordinator__drop_silent(struct moe_coordinator *c, uint64_t now_ns);
 
 /* admin.c; fills ADMIN_METHODS entries. */

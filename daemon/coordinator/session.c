@@ -1,6 +1,7 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Session streams of workers: protobuf on the wire on one side, inputs and actions of the machine
- * on the other. Bytes of blobs pass through and are never logged. A message that is no
- * SessionRequest ends its stream, and nothing else. */
+ * on the other. Bytes of blobs pass through and are never logged. A malformed message ends its
+ * stream and nothing else. */
 #include "coordinator/service_state.h"
 
 #include "moe/v1/coordinator.pb-c.h"
@@ -76,7 +77,7 @@ static void send_registered(struct moe_coordinator *c, struct session *s,
     send_message(s, &m);
 }
 
-/* One layer's lists, written behind `numbers`; returns the end of what was written. */
+/* Writes one layer's lists to `numbers`; returns the end of the written part. */
 static uint32_t *fill_layer(const struct moe_placement *p, size_t index, uint32_t *numbers,
                             Moe__V1__LayerPlacement *out)
 {
@@ -241,7 +242,7 @@ void moe_coordinator__send(struct moe_coordinator *c, const struct moe_membershi
 {
     struct session *s = find_session(c, a->stream);
     if (s == NULL || s->ended)
-        return; /* its end is in the inbox already */
+        return; /* its done event is in the inbox */
     switch (a->message) {
     case MOE_MEMBERSHIP_REGISTERED: send_registered(c, s, a); break;
     case MOE_MEMBERSHIP_ASSIGN: send_assign(c, s); break;
@@ -260,7 +261,7 @@ static void receive_register(struct moe_coordinator *c, uint64_t stream, uint64_
                              const Moe__V1__Register *r)
 {
     struct moe_membership_layer layers[MOE_PLACEMENT_LAYERS_MAX];
-    size_t count = r->n_layers; /* one too many is refused by the machine without a look at them */
+    size_t count = r->n_layers; /* the machine refuses too many without reading them */
     for (size_t i = 0; i < count && count <= MOE_PLACEMENT_LAYERS_MAX; i++) {
         const Moe__V1__LayerInfo *l = r->layers[i];
         layers[i] = (struct moe_membership_layer){.layer = l->layer,
@@ -295,7 +296,7 @@ static struct moe_status status_of(const Moe__V1__Error *e)
                      "%s", e->message);
 }
 
-/* False when the message says nothing that this release knows. */
+/* False when this release does not know the message. */
 static bool receive(struct moe_coordinator *c, uint64_t stream, const Moe__V1__SessionRequest *m)
 {
     struct moe_membership *machine = c->machine;
@@ -348,18 +349,18 @@ static void receive_bytes(struct moe_coordinator *c, struct session *s)
     size_t length = 0;
     struct moe_status st =
         moe_rpc_msg_flatten(s->received, c->received, sizeof c->received, &length);
-    Moe__V1__SessionRequest *m = NULL;
-    /* From the heap: Register of a model with all the layers there may be does not fit an arena. */
-    if (st.code == MOE_OK)
-        m = moe__v1__session_request__unpack(NULL, length, c->received);
+    void *m = NULL;
+    /* From the heap: Register with the largest number of layers does not fit into an arena. */
+    if (!moe_failed(&st))
+        st = moe_rpc_unpack(&moe__v1__session_request__descriptor, c->received, length, NULL, &m);
     moe_counter_add(c->seen.messages, 1);
-    bool understood = m != NULL && receive(c, s->stream, m);
+    if (!moe_failed(&st) && !receive(c, s->stream, m))
+        st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a SessionRequest");
     if (m != NULL)
         moe__v1__session_request__free_unpacked(m, NULL);
-    if (understood)
+    if (!moe_failed(&st))
         return;
     moe_counter_add(c->seen.malformed, 1);
-    st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a SessionRequest");
     end_session(s, &st);
     moe_membership_on_stream_closed(c->machine, moe_clock_ns(), s->stream);
 }
@@ -367,10 +368,10 @@ static void receive_bytes(struct moe_coordinator *c, struct session *s)
 static void run_message(struct moe_coordinator *c, struct event *e)
 {
     struct session *s = (struct session *)((char *)e - offsetof(struct session, message_event));
-    s->spoke = true;
-    if (s->received == NULL && !s->ended) { /* half-closed: nothing will come any more */
-        struct moe_status peace = moe_ok();
-        end_session(s, &peace);
+    s->received_any = true;
+    if (s->received == NULL && !s->ended) { /* half-closed: no message follows */
+        struct moe_status ok = moe_ok();
+        end_session(s, &ok);
         moe_membership_on_stream_closed(c->machine, moe_clock_ns(), s->stream);
     } else if (!s->ended) {
         receive_bytes(c, s);
@@ -403,7 +404,7 @@ static void run_done(struct moe_coordinator *c, struct event *e)
         c->sessions = s->next;
     if (s->next != NULL)
         s->next->previous = s->previous;
-    moe_rpc_call_release(s->call);
+    moe_rpc_call_unref(s->call);
     free(s);
     atomic_fetch_sub(&c->session_count, 1);
 }
@@ -421,7 +422,7 @@ void moe_coordinator__drop_silent(struct moe_coordinator *c, uint64_t now_ns)
     struct moe_status st =
         moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "no Register came in time");
     for (struct session *s = c->sessions; s != NULL; s = s->next)
-        if (!s->spoke && now_ns - s->opened_ns > SILENCE_MAX_NS)
+        if (!s->received_any && now_ns - s->opened_ns > SILENCE_MAX_NS)
             end_session(s, &st);
 }
 
@@ -444,7 +445,7 @@ static void on_started(struct moe_rpc_call *call, void *ctx)
     s->done_event.run = run_done;
     s->call = call;
     s->stream = atomic_fetch_add(&c->next_stream, 1) + 1;
-    moe_rpc_call_hold(call);
+    moe_rpc_call_ref(call);
     moe_rpc_call_set_user(call, s);
     moe_coordinator__post(c, &s->opened_event);
 }

@@ -1,4 +1,7 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "coordinator/store.h"
+
+#include "daemon/log.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -26,9 +29,10 @@ static const uint8_t magic[8] = "moedlog\n";
 static const char log_name[] = "group.log", temp_name[] = "group.log.new", lock_name[] = "lock";
 
 struct moe_store {
+    char *path; /* of the directory */
     int dir, lock;
-    int log;      /* -1: the next append writes a fresh file */
-    size_t bytes; /* of `log`, all of them good */
+    int log;      /* -1: the next append writes a new file */
+    size_t bytes; /* of `log`; all records are intact */
 };
 
 /* ------------------------------------------------------------------ encoding */
@@ -123,7 +127,7 @@ static struct moe_status decode_state(const uint8_t *at, size_t length,
     return at == end ? moe_ok() : damaged("record too long");
 }
 
-/* Bytes of the intact record at the start of `at`; 0 when there is none. */
+/* Length of the intact record at `at`; 0 when there is none. */
 static size_t whole_record(const uint8_t *at, size_t left)
 {
     if (left < RECORD_HEAD_BYTES)
@@ -153,11 +157,10 @@ static struct moe_status check_header(const uint8_t *image, size_t length)
     return moe_ok();
 }
 
-/* `left` bytes at the end of the file are no record. If one of ours follows inside them, the file
- * is damaged in its middle, and nobody knows which epochs were announced; otherwise an append was
- * cut short. Even that record may have been acknowledged (a bit may flip in the last record as well
- * as in any other), so the epoch rises by as many as fit into the lost bytes, and the view is void.
- */
+/* The last `left` bytes of the file are no intact record. An intact record inside them means damage
+ * in the middle: the announced epochs are then unknown. Otherwise an append was cut short. That
+ * record may have been acknowledged (a bit may also flip in the last record). The epoch therefore
+ * rises by the number of records that fit into the lost bytes, and the view is void. */
 static struct moe_status drop_tail(const uint8_t *at, size_t left,
                                    struct moe_membership_saved *state)
 {
@@ -171,12 +174,12 @@ static struct moe_status drop_tail(const uint8_t *at, size_t left,
 }
 
 struct moe_status moe_store_decode(const uint8_t *image, size_t length,
-                                   struct moe_membership_saved *state, bool *torn)
+                                   struct moe_membership_saved *state, bool *incomplete)
 {
     MOE_TRY(check_header(image, length));
     const uint8_t *at = image + HEADER_BYTES, *end = image + length;
     size_t bytes, records = 0;
-    *torn = false;
+    *incomplete = false;
     for (; at < end; at += bytes, records++) {
         bytes = whole_record(at, (size_t)(end - at));
         if (bytes == 0)
@@ -187,10 +190,10 @@ struct moe_status moe_store_decode(const uint8_t *image, size_t length,
                              "group state holds a record that only a newer release knows");
         MOE_TRY(decode_state(at + RECORD_HEAD_BYTES, bytes - RECORD_HEAD_BYTES, state));
     }
-    if (records == 0) /* a log is born with one record, under another name */
+    if (records == 0) /* a new log gets one record before it gets its name */
         return damaged("no record");
-    *torn = at < end;
-    return *torn ? drop_tail(at, (size_t)(end - at), state) : moe_ok();
+    *incomplete = at < end;
+    return *incomplete ? drop_tail(at, (size_t)(end - at), state) : moe_ok();
 }
 
 /* ------------------------------------------------------------------ files */
@@ -198,6 +201,12 @@ struct moe_status moe_store_decode(const uint8_t *image, size_t length,
 static struct moe_status io_error(const char *what)
 {
     return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "%s: %s", what, strerror(errno));
+}
+
+static void close_if_open(int fd)
+{
+    if (fd >= 0)
+        close(fd);
 }
 
 static bool write_all(int fd, const uint8_t *data, size_t length, size_t offset)
@@ -215,9 +224,9 @@ static bool write_all(int fd, const uint8_t *data, size_t length, size_t offset)
     return true;
 }
 
-/* Replaces the log by one that holds `state` alone: at any moment either the old or the new file is
- * there, whole. */
-static struct moe_status write_fresh(struct moe_store *s, const struct moe_membership_saved *state)
+/* Replaces the log by one with only `state`. At any moment either the whole old file or the whole
+ * new one exists. */
+static struct moe_status write_new(struct moe_store *s, const struct moe_membership_saved *state)
 {
     uint8_t image[HEADER_BYTES + RECORD_MAX_BYTES];
     size_t bytes = encode_header(image);
@@ -232,7 +241,7 @@ static struct moe_status write_fresh(struct moe_store *s, const struct moe_membe
         st = io_error("cannot replace the group state");
     if (s->log >= 0)
         close(s->log);
-    s->log = st.code == MOE_OK ? fd : -1; /* which file has the name now is not known */
+    s->log = st.code == MOE_OK ? fd : -1; /* it is unknown which file has the name */
     if (st.code != MOE_OK) {
         close(fd);
         return st;
@@ -241,17 +250,73 @@ static struct moe_status write_fresh(struct moe_store *s, const struct moe_membe
     return st;
 }
 
+/* Creates the directory if it is missing, opens and locks it. The caller closes what was opened,
+ * also on failure. */
+static struct moe_status open_directory(const char *path, int *dir, int *lock)
+{
+    if (mkdir(path, 0700) != 0 && errno != EEXIST)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot create the state directory %s: %s",
+                         path, strerror(errno));
+    *dir = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (*dir < 0)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot open the state directory %s: %s",
+                         path, strerror(errno));
+    *lock = openat(*dir, lock_name, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (*lock < 0)
+        return io_error("cannot open the lock of the state directory");
+    if (flock(*lock, LOCK_EX | LOCK_NB) != 0)
+        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_IO,
+                         "another coordinator uses this state directory");
+    return moe_ok();
+}
+
+static bool is_unlinked(int fd)
+{
+    struct stat info;
+    return fstat(fd, &info) == 0 && info.st_nlink == 0;
+}
+
+static struct moe_status replace_directory(struct moe_store *s)
+{
+    int dir = -1, lock = -1;
+    struct moe_status st = open_directory(s->path, &dir, &lock);
+    if (moe_failed(&st)) {
+        close_if_open(lock);
+        close_if_open(dir);
+        return st;
+    }
+    close(s->lock);
+    close(s->dir);
+    s->dir = dir;
+    s->lock = lock;
+    return st;
+}
+
+/* The log may have been removed, also with its directory. A record holds the whole state, so the
+ * next append restores it, in the same directory or in a new one of the same name. */
+static struct moe_status replace_removed(struct moe_store *s)
+{
+    bool gone = is_unlinked(s->dir);
+    if (s->log >= 0 && (gone || is_unlinked(s->log))) {
+        moe_log_warn("the group state in %s was removed; creating it again", s->path);
+        close(s->log);
+        s->log = -1;
+    }
+    return gone ? replace_directory(s) : moe_ok();
+}
+
 struct moe_status moe_store_append(struct moe_store *s, const struct moe_membership_saved *state)
 {
+    MOE_TRY(replace_removed(s));
     if (s->log < 0 || s->bytes > MOE_STORE_COMPACT_BYTES)
-        return write_fresh(s, state);
+        return write_new(s, state);
     uint8_t record[RECORD_MAX_BYTES];
     size_t bytes = encode_record(record, state);
     if (write_all(s->log, record, bytes, s->bytes) && fdatasync(s->log) == 0) {
         s->bytes += bytes;
         return moe_ok();
     }
-    /* What a failed write or sync left in the file is unknown: never append behind it. */
+    /* After a failed write or sync the content is unknown: never append to it. */
     struct moe_status st = io_error("cannot write the group state");
     if (ftruncate(s->log, (off_t)s->bytes) != 0)
         st = moe_error_context(st, "and cannot undo it");
@@ -266,7 +331,7 @@ static struct moe_status read_log(struct moe_store *s, struct moe_membership_sav
     if (image == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "group state");
     struct moe_status st;
-    bool torn;
+    bool incomplete;
     size_t length = 0;
     ssize_t n;
     while (length <= FILE_MAX_BYTES &&
@@ -280,37 +345,24 @@ static struct moe_status read_log(struct moe_store *s, struct moe_membership_sav
         length += (size_t)n;
     }
     st = length > FILE_MAX_BYTES ? damaged("file too large")
-                                 : moe_store_decode(image, length, state, &torn);
+                                 : moe_store_decode(image, length, state, &incomplete);
     s->bytes = length;
-    if (st.code == MOE_OK && torn)
-        st = write_fresh(s, state);
+    if (st.code == MOE_OK && incomplete)
+        st = write_new(s, state);
 out:
     free(image);
     return st;
 }
 
-static struct moe_status open_files(struct moe_store *s, const char *directory,
-                                    struct moe_membership_saved *state)
+static struct moe_status open_files(struct moe_store *s, struct moe_membership_saved *state)
 {
-    if (mkdir(directory, 0700) != 0 && errno != EEXIST)
-        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot create the state directory %s: %s",
-                         directory, strerror(errno));
-    s->dir = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (s->dir < 0)
-        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot open the state directory %s: %s",
-                         directory, strerror(errno));
-    s->lock = openat(s->dir, lock_name, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (s->lock < 0)
-        return io_error("cannot open the lock of the state directory");
-    if (flock(s->lock, LOCK_EX | LOCK_NB) != 0)
-        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_IO,
-                         "another coordinator uses this state directory");
+    MOE_TRY(open_directory(s->path, &s->dir, &s->lock));
     s->log = openat(s->dir, log_name, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
     if (s->log >= 0)
         return read_log(s, state);
     if (errno != ENOENT)
         return io_error("cannot open the group state");
-    return write_fresh(s, state);
+    return write_new(s, state);
 }
 
 struct moe_status moe_store_open(const char *directory, struct moe_store **out,
@@ -319,9 +371,11 @@ struct moe_status moe_store_open(const char *directory, struct moe_store **out,
     struct moe_store *s = malloc(sizeof *s);
     if (s == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "group state");
-    *s = (struct moe_store){.dir = -1, .lock = -1, .log = -1};
+    *s = (struct moe_store){.path = strdup(directory), .dir = -1, .lock = -1, .log = -1};
     *state = (struct moe_membership_saved){0};
-    struct moe_status st = open_files(s, directory, state);
+    struct moe_status st = s->path != NULL ? open_files(s, state)
+                                           : moe_error(MOE_RESOURCE_EXHAUSTED,
+                                                       MOE_REASON_OUT_OF_MEMORY, "group state");
     if (st.code != MOE_OK) {
         moe_store_close(s);
         return st;
@@ -334,11 +388,9 @@ void moe_store_close(struct moe_store *s)
 {
     if (s == NULL)
         return;
-    if (s->log >= 0)
-        close(s->log);
-    if (s->lock >= 0)
-        close(s->lock);
-    if (s->dir >= 0)
-        close(s->dir);
+    close_if_open(s->log);
+    close_if_open(s->lock);
+    close_if_open(s->dir);
+    free(s->path);
     free(s);
 }

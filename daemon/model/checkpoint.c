@@ -1,5 +1,6 @@
-/* Shards and the names in them. One idea: after opening, a sorted table maps each tensor name to
- * its shard, so that nobody else needs to know whether the checkpoint is split. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Shards and their tensor names. After opening, a sorted table maps each tensor name to its shard;
+ * other files do not see whether the checkpoint is split. */
 #include "model/checkpoint.h"
 
 #include "model/json_file.h"

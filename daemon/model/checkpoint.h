@@ -1,4 +1,5 @@
-/* All tensors of a model directory under one roof, whether it is one file or many shards.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* All tensors of a model directory, in one file or many shards.
  *
  * Owns the open shards. Never reads tensor bytes. Internal to daemon/model. */
 #ifndef MOE_MODEL_CHECKPOINT_H
@@ -18,7 +19,7 @@ struct moe_checkpoint_tensor {
 
 /* Opens the shards that model.safetensors.index.json names, or model.safetensors.
  * Errors: those of moe_st_open_at; MALFORMED (index), TENSOR_MISSING (a shard lacks a tensor that
- * the index promises), MOE_NOT_FOUND/IO (neither file exists). */
+ * the index lists), MOE_NOT_FOUND/IO (neither file exists). */
 struct moe_status moe_checkpoint_open(int directory, struct moe_checkpoint **out) MOE_CHECKED;
 void moe_checkpoint_close(struct moe_checkpoint *c);
 

@@ -1,12 +1,13 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* From config.json to one layer spec per MoE layer, driven by the family's row. Owns the meaning of
- * the settings; never guesses one: what is neither understood nor harmless is refused by name. */
+ * the settings. Never guesses: an unknown setting that may matter is refused by name. */
 #include "model/config.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Widths beyond this are a broken file, not a model. */
+/* Larger widths mean a damaged file. */
 enum { WIDTH_MAX = 1 << 17 };
 
 static const char expert_count_keys[] =
@@ -19,7 +20,7 @@ static struct moe_status invalid(const char *text)
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "config.json: %s", text);
 }
 
-/* The outer model_type of a multimodal model may be one we need not know: its text model counts. */
+/* The outer model_type of a multimodal model may be unknown: that of its text model counts. */
 static struct moe_status find_family(const json_t *root, struct moe_config *out)
 {
     const char *outer = json_string_value(json_object_get(root, "model_type"));
@@ -166,7 +167,7 @@ static struct moe_status read_shared(struct moe_keys *k, const struct moe_family
     if (f->shared == MOE_SHARED_COUNT_WIDTH)
         MOE_TRY(moe_keys_need_uint(k, "shared_intermediate_size", 0, WIDTH_MAX, &width));
     if (f->shared_count_key != NULL) {
-        /* null is none; absent is not, because the classes of the families disagree about it. */
+        /* null means none. Absence is an error, because the classes of the families differ. */
         if (!moe_keys_mention(k, f->shared_count_key))
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                              "config.json: %s is missing", f->shared_count_key);

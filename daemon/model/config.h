@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* config.json -> what each MoE layer computes. Owns no file; works on parsed JSON. Internal to
  * daemon/model. */
 #ifndef MOE_MODEL_CONFIG_H
@@ -15,11 +16,11 @@ struct moe_config {
     size_t layer_count;
 };
 
-/* Errors: MOE_INVALID_ARGUMENT with CONFIG_UNKNOWN_KEY (a setting that is not understood and could
- * change results, by name) or CONFIG_INVALID (missing or impossible value). */
+/* Errors: MOE_INVALID_ARGUMENT with CONFIG_UNKNOWN_KEY (an unknown setting that could change
+ * results, by name) or CONFIG_INVALID (missing or impossible value). */
 struct moe_status moe_config_read(const json_t *root, struct moe_config *out) MOE_CHECKED;
 
-/* ---- config_keys.c: lookups that remember what was understood ---- */
+/* ---- config_keys.c: lookups that record the keys that were read ---- */
 
 struct moe_keys {
     const json_t *top;  /* the file */
@@ -35,7 +36,7 @@ void moe_keys_close(struct moe_keys *k);
  * aliases, and text_config and the top level, must not contradict each other. */
 struct moe_status moe_keys_get(struct moe_keys *k, const char *names,
                                const json_t **value) MOE_CHECKED;
-/* The typed forms leave `*out`, preset with the default, alone when the key is absent. */
+/* If the key is absent, the typed forms do not change `*out`; preset it with the default. */
 struct moe_status moe_keys_uint(struct moe_keys *k, const char *names, uint32_t min, uint32_t max,
                                 uint32_t *out) MOE_CHECKED;
 struct moe_status moe_keys_float(struct moe_keys *k, const char *names, float *out) MOE_CHECKED;
@@ -49,11 +50,11 @@ struct moe_status moe_keys_need_uint(struct moe_keys *k, const char *names, uint
 struct moe_status moe_keys_need_float(struct moe_keys *k, const char *names,
                                       float *out) MOE_CHECKED;
 
-/* True when the key is written down, even as null. */
+/* True when the file contains the key, even as null. */
 bool moe_keys_mention(const struct moe_keys *k, const char *name);
 
-/* Refuses, by name, a key that could change what a MoE layer computes and that nobody has looked
- * up. `ignored`: keys without effect in this family, or NULL. */
+/* Refuses, by name, a key that was not looked up and could change the result of a MoE layer.
+ * `ignored`: keys without effect in this family, or NULL. */
 struct moe_status moe_keys_refuse_unread(const struct moe_keys *k, const char *ignored) MOE_CHECKED;
 
 /* ---- config_layers.c: which layers are MoE layers ---- */

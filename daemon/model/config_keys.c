@@ -1,8 +1,9 @@
-/* Looking up keys of config.json, and refusing those that nobody understood.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Looks up keys of config.json and refuses unknown ones.
  *
- * The one idea: every lookup is remembered. When a family has read all it knows, any key left over
- * whose name smells of routing or experts is refused, unless it is listed here as having no effect
- * or has the one value that means "off". No silent defaults: that is how wrong routing ships. */
+ * Every lookup is recorded. After a family has read its keys, a remaining key with a name about
+ * routing or experts is refused, unless this file lists it as without effect or it has the value
+ * that means "off". There are no silent defaults, which could cause wrong routing. */
 #include "model/config.h"
 
 #include <math.h>
@@ -27,7 +28,7 @@ static const char without_effect[] =
     "moe_router_dtype router_dtype moe_aux_loss_coef ffn_hidden_size intermediate_size "
     "for_llm_compressor";
 
-/* Keys that mean something in some family, with the value (as compact JSON) that means "off". */
+/* Keys with an effect in some family, and their value (as compact JSON) for "off". */
 static const struct {
     const char *key, *off;
 } neutral[] = {
@@ -91,7 +92,7 @@ void moe_keys_close(struct moe_keys *k)
     json_decref(k->read);
 }
 
-/* Numbers compare by value: 1 and 1.0 are no contradiction. */
+/* Numbers compare by value: 1 equals 1.0. */
 static bool same_value(const json_t *a, const json_t *b)
 {
     if (json_is_number(a) && json_is_number(b))

@@ -1,5 +1,6 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Which layers of a model are MoE layers: each family's rule, as its published code states it.
- * Layers at or beyond the layer count (multi-token-prediction heads) are never looked at. */
+ * Ignores layers at or beyond the layer count (multi-token-prediction heads). */
 #include "model/config.h"
 
 #include <string.h>
@@ -71,15 +72,15 @@ static struct moe_status by_frequency(const json_t *frequency, uint32_t first, u
         return moe_ok();
     }
     json_int_t step = frequency != NULL ? json_integer_value(frequency) : 1;
-    if (step < 1) /* also what is not an integer */
+    if (step < 1) /* also if it is not an integer */
         return invalid("moe_layer_freq", "is neither a positive number nor a list");
     for (uint32_t l = 0; l < layer_count; l++)
         is_moe[l] = l >= first && l % step == 0;
     return moe_ok();
 }
 
-/* Layers routed by token id come first in DeepSeek-V4; they need the ids, which a layer of this
- * project does not see. */
+/* The first layers of DeepSeek-V4 route by token id. Layers of this project do not get these ids.
+ */
 static struct moe_status refuse_hash_layers(struct moe_keys *k, const struct moe_family *family,
                                             bool typed)
 {

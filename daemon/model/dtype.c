@@ -1,5 +1,6 @@
-/* The number formats of safetensors: names and widths. Owns nothing else; what can be computed with
- * is the loader's business. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Names and widths of the number formats of safetensors. The loader decides which ones it supports.
+ */
 #include "model/safetensors.h"
 
 static const struct {

@@ -1,5 +1,6 @@
-/* The table of model families. Adding a family whose parts are all known means adding a row here,
- * a line in README.md and a test; code changes only for a new kind of computation. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The table of model families. A new family with known parts needs a row here, a line in README.md
+ * and a test. Only a new kind of computation needs code. */
 #include "model/families.h"
 
 #include <string.h>

@@ -1,8 +1,9 @@
-/* What is known about each model family: one row of data, no code.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The model families: one row of data each, no code.
  *
- * A row says which keys of config.json a family reads, what its class assumes where a key is
- * absent, and how its tensors are called. Sources: the configuration and modelling files that the
- * vendors and Hugging Face transformers publish. Internal to daemon/model. */
+ * A row lists the keys of config.json that a family reads, the defaults of its class for absent
+ * keys, and its tensor names. Sources: the published configuration and modelling files of the
+ * vendors and of Hugging Face transformers. Internal to daemon/model. */
 #ifndef MOE_MODEL_FAMILIES_H
 #define MOE_MODEL_FAMILIES_H
 
@@ -37,7 +38,7 @@ enum moe_family_shared {
  * experts have the same names in every family: see layout.c. */
 struct moe_naming {
     const char *of[MOE_WEIGHT_COUNT];
-    const char *block; /* what all of them begin with, and fused experts as well */
+    const char *block; /* common prefix, also of fused experts */
 };
 
 struct moe_family {
@@ -63,19 +64,19 @@ struct moe_family {
 
     enum moe_weighting weighting;
     enum moe_activation activation;
-    const char *hidden_act; /* the only accepted value, and what absence means */
-    float limit, alpha;     /* what absence of swiglu_limit and swiglu_alpha means; 0: no key */
+    const char *hidden_act; /* the only accepted value, and the default */
+    float limit, alpha;     /* defaults of swiglu_limit and swiglu_alpha; 0: no key */
     bool biases;            /* gate_up and down biases always exist */
-    const char *biases_key; /* boolean that says whether they exist, or NULL */
+    const char *biases_key; /* boolean key for their existence, or NULL */
     bool interleaved;       /* fused: gate even, up odd, instead of halves */
     bool input_first;       /* transformers keeps [E, in, out] in memory and does not mark it so */
     enum moe_family_shared shared;
     const char *shared_count_key;
     bool shared_gated;
-    bool shared_unclamped; /* the shared expert is plain SwiGLU whatever the routed ones are */
+    bool shared_unclamped; /* the shared expert is always plain SwiGLU */
 
-    uint32_t first_dense; /* what absence of first_k_dense_replace means */
-    uint32_t hash_layers; /* what absence of num_hash_layers means */
+    uint32_t first_dense; /* default of first_k_dense_replace */
+    uint32_t hash_layers; /* default of num_hash_layers */
     const char *ignored;  /* relevant-looking keys without effect in this family, or NULL */
 };
 

@@ -1,11 +1,12 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The files of a model without the weights of its MoE layers.
  *
- * A shard is copied but for the ranges that layout.c reads weights from; those are holes until
- * their owners fill them. Files of the model are never linked: a copy that shares blocks, where the
- * file system can, costs as little and cannot be changed from outside. */
+ * Copies each shard except the ranges of these weights; the ranges are holes until their owners
+ * write them. Never links files: a copy with shared blocks, if the file system supports it, is as
+ * cheap and cannot be changed from outside. */
 #include "model/model_write.h"
 
-#include "base/log.h"
+#include "daemon/log.h"
 #include "model/json_file.h"
 #include "model/model_internal.h"
 
@@ -95,7 +96,7 @@ static struct moe_status write_all(int fd, const char *from, size_t length, uint
     return moe_ok();
 }
 
-/* Through memory, for file systems that cannot do better. */
+/* Copies through memory, if the file system has no better way. */
 static struct moe_status copy_plainly(int from, int to, uint64_t offset, uint64_t end)
 {
     struct moe_status st = moe_ok();
@@ -119,13 +120,13 @@ static struct moe_status copy_range(int from, int to, uint64_t offset, uint64_t 
         ssize_t n = copy_file_range(from, &in, to, &out, (size_t)(end - (uint64_t)in), 0);
         if (n < 0 && errno == EINTR)
             continue;
-        if (n <= 0) /* also an end that comes early: reading then says so */
+        if (n <= 0) /* includes an early end, which a later read reports */
             return copy_plainly(from, to, (uint64_t)in, end);
     }
     return moe_ok();
 }
 
-/* Room on disk for the whole file, so that a full disk is met here. */
+/* Allocates disk space for the whole file, so that a full disk fails here. */
 static struct moe_status reserve(int fd, uint64_t bytes)
 {
     int error = bytes > 0 ? posix_fallocate(fd, 0, (off_t)bytes) : 0;
@@ -134,7 +135,7 @@ static struct moe_status reserve(int fd, uint64_t bytes)
     return error == 0 ? moe_ok() : io_failed("making room", error);
 }
 
-/* Copies `bytes` of `from` to a new file, but for the holes [0, count). */
+/* Copies `bytes` of `from` to a new file, except the holes [0, count). */
 static struct moe_status copy_file(int from, uint64_t bytes, int directory, const char *name,
                                    const struct hole *holes, size_t count, uint64_t *copied)
 {

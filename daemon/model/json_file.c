@@ -1,5 +1,6 @@
-/* Opens and reads small files of a model directory. Never maps a file and never follows a link:
- * a file that shrinks or points elsewhere is an error value, not a signal or a leak. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Opens and reads small files of a model directory. Never maps a file and never follows a link, so
+ * a file that shrinks or is a link gives an error value. */
 #include "model/json_file.h"
 
 #include <errno.h>
@@ -63,13 +64,117 @@ struct moe_status moe_file_read(int fd, uint64_t offset, void *to, uint64_t leng
     return moe_ok();
 }
 
-struct moe_status moe_json_parse(const char *text, size_t length, const char *what, json_t **out)
+/* ----------------------------------------------------------------------- members */
+
+static size_t skip_space(const char *text, size_t length, size_t at)
+{
+    while (at < length && memchr(" \t\r\n", text[at], 4) != NULL)
+        at++;
+    return at;
+}
+
+/* The place after the string that begins at `at`; `length` if it does not end. */
+static size_t skip_string(const char *text, size_t length, size_t at)
+{
+    for (at++; at < length && text[at] != '"'; at++)
+        if (text[at] == '\\')
+            at++;
+    return at < length ? at + 1 : length;
+}
+
+/* The place of the comma or bracket that ends the value; `length` if there is none. */
+static size_t skip_value(const char *text, size_t length, size_t at)
+{
+    for (size_t depth = 0; at < length;) {
+        char c = text[at];
+        bool closes = c == '}' || c == ']';
+        if (depth == 0 && (closes || c == ','))
+            return at;
+        if (c == '"') {
+            at = skip_string(text, length, at);
+            continue;
+        }
+        depth += c == '{' || c == '[';
+        depth -= closes;
+        at++;
+    }
+    return length;
+}
+
+/* Sets `*at` to the end of the text if only space follows the closing bracket. Returns false. */
+static bool end_members(const char *text, size_t length, size_t bracket, size_t *at)
+{
+    if (skip_space(text, length, bracket + 1) == length)
+        *at = length;
+    return false;
+}
+
+bool moe_json_next_member(const char *text, size_t length, size_t *at, struct moe_json_member *out)
+{
+    bool first = *at == 0;
+    size_t i = skip_space(text, length, *at);
+    if (i < length && text[i] == '}' && !first)
+        return end_members(text, length, i, at);
+    if (i == length || text[i] != (first ? '{' : ','))
+        return false;
+    i = skip_space(text, length, i + 1);
+    if (i < length && text[i] == '}' && first)
+        return end_members(text, length, i, at);
+    if (i == length || text[i] != '"')
+        return false;
+    size_t name = i, value;
+    i = skip_string(text, length, i);
+    out->name = text + name;
+    out->name_length = i - name;
+    i = skip_space(text, length, i);
+    if (i == length || text[i] != ':')
+        return false;
+    value = skip_space(text, length, i + 1);
+    i = skip_value(text, length, value);
+    if (i == length || text[i] == ']')
+        return false;
+    out->value = text + value;
+    out->value_length = i - value;
+    *at = i;
+    return true;
+}
+
+/* ----------------------------------------------------------------------- parsing */
+
+/* Counts opening brackets and commas: each value except the first follows one. */
+static bool has_too_many_values(const char *text, size_t length)
+{
+    size_t count = 1;
+    for (size_t at = 0; at < length && count <= MOE_JSON_VALUES_MAX;) {
+        if (text[at] == '"') {
+            at = skip_string(text, length, at);
+            continue;
+        }
+        count += text[at] == '{' || text[at] == '[' || text[at] == ',';
+        at++;
+    }
+    return count > MOE_JSON_VALUES_MAX;
+}
+
+struct moe_status moe_json_parse_piece(const char *text, size_t length, const char *what,
+                                       json_t **out)
 {
     json_error_t error;
-    json_t *root = json_loadb(text, length, JSON_REJECT_DUPLICATES, &error);
+    if (has_too_many_values(text, length))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "%s: more than %d values",
+                         what, MOE_JSON_VALUES_MAX);
+    json_t *root = json_loadb(text, length, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, &error);
     if (root == NULL)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "%s, byte %d: %s", what,
                          error.position, error.text);
+    *out = root;
+    return moe_ok();
+}
+
+struct moe_status moe_json_parse(const char *text, size_t length, const char *what, json_t **out)
+{
+    json_t *root;
+    MOE_TRY(moe_json_parse_piece(text, length, what, &root));
     if (!json_is_object(root)) {
         json_decref(root);
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "%s is not a JSON object",

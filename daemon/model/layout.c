@@ -1,5 +1,6 @@
-/* Names, shapes and strides: finds each weight in the checkpoint and says how to read it. Never
- * reads a byte. A shape that is not exactly one of the known ones is refused, not reinterpreted. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Names, shapes and strides: finds each weight in the checkpoint and describes how to read it.
+ * Reads no data. Refuses any shape that does not exactly match a known one. */
 #include "model/layout.h"
 
 #include <inttypes.h>
@@ -85,7 +86,7 @@ static struct moe_status find(const struct moe_layout *l, const struct moe_layer
     return moe_ok();
 }
 
-/* Shapes are compared without dimensions of size 1 at either end: [1, E] and [E] are one vector. */
+/* Compares shapes without dimensions of size 1 at either end: [1, E] equals [E]. */
 static bool shape_is(const struct moe_tensor *t, const uint64_t *dims, uint32_t rank)
 {
     const uint64_t *s = t->shape;
@@ -101,7 +102,7 @@ static bool shape_is(const struct moe_tensor *t, const uint64_t *dims, uint32_t 
     return n == rank && memcmp(s, dims, n * sizeof *s) == 0;
 }
 
-/* A tensor that holds one weight and nothing else. */
+/* A tensor with exactly one weight. */
 static struct moe_status whole(const struct moe_layout *l, const struct moe_layer_spec *spec,
                                const char *pattern, uint32_t expert, struct moe_piece *p)
 {
@@ -117,7 +118,7 @@ static struct moe_status whole(const struct moe_layout *l, const struct moe_laye
     return moe_ok();
 }
 
-/* Narrows `p` to what expert `e` of E owns. Whole rows of a leading dimension, so always bytes. */
+/* Narrows `p` to the part of expert `e` of E: whole rows of a leading dimension, so whole bytes. */
 static void take_expert(struct moe_piece *p, uint64_t experts, uint32_t e)
 {
     p->bytes = p->at.tensor->bytes / experts;
@@ -140,7 +141,7 @@ static void split_rows(struct moe_piece *p, uint32_t which, bool interleaved)
     p->row_step = p->columns;
 }
 
-/* The same out of [H, 2I]: columns of what is stored become rows. */
+/* The same out of [H, 2I]: stored columns become rows. */
 static void split_columns(struct moe_piece *p, uint32_t which, bool interleaved)
 {
     p->base = interleaved ? which : which * p->rows;
@@ -148,8 +149,8 @@ static void split_columns(struct moe_piece *p, uint32_t which, bool interleaved)
     p->column_step = 2 * p->rows;
 }
 
-/* True for [E, H, 2I] and [E, I, H]. 2I = H and I = H cannot both hold, so that the two shapes
- * together always tell the orientation. */
+/* True for [E, H, 2I] and [E, I, H]. 2I = H and I = H cannot both hold, so the two shapes
+ * together determine the orientation. */
 static struct moe_status fused_is_transposed(const struct moe_layout *l,
                                              const struct moe_layer_spec *spec, const char *gate_up,
                                              const char *down, bool *transposed)
@@ -277,7 +278,7 @@ static bool fused_reads(const struct moe_layer_spec *spec, const struct fused_na
            (spec->down_bias && strcmp(name, names->down_bias) == 0);
 }
 
-/* `name` counts from behind "{prefix}{layer}.". */
+/* `name` is the part after "{prefix}{layer}.". */
 static bool layer_reads(const struct moe_layout *l, const struct moe_layer_spec *spec,
                         const char *name)
 {
@@ -297,8 +298,7 @@ static bool layer_reads(const struct moe_layout *l, const struct moe_layer_spec 
     return false;
 }
 
-/* The spec of the MoE layer in whose block tensor `name` lies, with the rest of the name; or NULL.
- */
+/* The spec of the MoE layer with tensor `name` in its block, and the rest of the name; or NULL. */
 static const struct moe_layer_spec *owner(const struct moe_layout *l,
                                           const struct moe_config *config, const char *name,
                                           const char **rest)

@@ -1,8 +1,9 @@
-/* Where each weight of a layer lies in the checkpoint.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The place of each weight of a layer in the checkpoint.
  *
  * Three layouts of experts exist: one matrix per expert, all experts fused as [E, 2I, H], and fused
- * and transposed as [E, H, 2I]; gate and up are halves or alternate. All of them are strided views
- * of a byte range, so that one `struct moe_piece` describes any of them. Internal to daemon/model.
+ * and transposed as [E, H, 2I]; gate and up are halves or alternate. Each is a strided view of a
+ * byte range, which a `struct moe_piece` describes. Internal to daemon/model.
  */
 #ifndef MOE_MODEL_LAYOUT_H
 #define MOE_MODEL_LAYOUT_H
@@ -36,17 +37,15 @@ struct moe_status moe_layout_locate(const struct moe_layout *layout,
                                     const struct moe_layer_spec *spec, enum moe_weight weight,
                                     uint32_t expert, struct moe_piece *out) MOE_CHECKED;
 
-/* True where the layer's experts are fused: gate and up of all of them in one tensor, all downs in
- * another. */
+/* True if the layer's experts are fused: all gates and ups in one tensor, all downs in another. */
 bool moe_layout_is_fused(const struct moe_layout *layout, const struct moe_layer_spec *spec);
 
-/* Refuses a tensor that lies inside the block of a MoE layer and that no weight of the layer is
- * read from: a scale or a bias that nobody asked for would change results. Errors: TENSOR_INVALID.
- */
+/* Refuses a tensor in the block of a MoE layer that no weight of the layer uses, as an unexpected
+ * scale or bias would change results. Errors: TENSOR_INVALID. */
 struct moe_status moe_layout_refuse_unread(const struct moe_layout *layout,
                                            const struct moe_config *config) MOE_CHECKED;
 
-/* True when the range holds exactly the canonical weight, element after element. */
+/* True when the range is the canonical weight, in order and without other elements. */
 bool moe_piece_is_plain(const struct moe_piece *p);
 bool moe_piece_same_range(const struct moe_piece *a, const struct moe_piece *b);
 

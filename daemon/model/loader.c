@@ -1,9 +1,10 @@
-/* Brings the weights of one layer from disk into canonical form, for the experts of one slot.
- * Whoever can read for itself is only told where those weights lie that need nothing done.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Loads the weights of one layer in canonical form, for the experts of one slot. A backend that
+ * reads for itself gets only the place of weights that need no conversion.
  *
- * The idea: walk over the pieces of layout.h in one fixed order, read each byte range once into a
- * staging buffer that is allocated once per call, and gather the canonical weight out of it unless
- * it already lies there as it should. The same walk, without reading, counts the bytes. */
+ * Walks over the pieces of layout.h in one fixed order. Reads each byte range once into a staging
+ * buffer, allocated once per call, and gathers the canonical weight if the range is not yet in
+ * canonical form. The same walk without reads counts the bytes. */
 #include "model/model_internal.h"
 
 #include "base/size.h"
@@ -49,14 +50,14 @@ struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer
     return moe_ok();
 }
 
-/* ---- planning: how much is read, and how large the buffers must be ---- */
+/* ---- planning: bytes to read, and sizes of the buffers ---- */
 
 struct plan {
     uint64_t read_bytes;
     uint64_t given_bytes; /* of all weights, in canonical form */
     size_t raw_bytes;     /* largest range */
     size_t out_bytes;     /* largest canonical weight that needs gathering or conversion */
-    bool read_here_only;  /* raw_bytes is for what needs either */
+    bool read_here_only;  /* raw_bytes counts only weights that need either */
     struct moe_piece last;
 };
 
@@ -113,13 +114,13 @@ uint64_t moe_model_layer_memory(const struct moe_model *m, size_t i, const uint3
 
 struct load {
     moe_weight_sink sink;
-    moe_weight_source_sink source_sink; /* NULL: everything is read here */
+    moe_weight_source_sink source_sink; /* NULL: this file reads all weights */
     void *sink_ctx;
     moe_load_progress progress;
     void *progress_ctx;
     uint64_t read_bytes;
     char *raw, *out;
-    struct moe_piece last; /* what `raw` holds */
+    struct moe_piece last; /* the piece in `raw` */
 };
 
 /* IEEE 754 half to single precision: every half has an exact single. */
@@ -165,7 +166,7 @@ static inline __attribute__((always_inline)) void gather_tile(enum moe_st_dtype 
                          r * p->columns + c);
 }
 
-/* Inlined once per dtype, so that the choice of it is not made per element. */
+/* Inlined once per dtype, so that no element tests the dtype. */
 static inline __attribute__((always_inline)) void
 gather_all(enum moe_st_dtype dtype, const struct moe_piece *p, const char *raw, char *out)
 {

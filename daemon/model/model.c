@@ -1,6 +1,7 @@
-/* Opens a model directory: configuration, tensors, and proof that both fit together. After opening,
- * every weight of every MoE layer is known to exist with the right shape and a readable dtype, so
- * that loading a layer later can only fail on I/O or memory. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Opens a model directory and checks that configuration and tensors match. After opening, every
+ * weight of every MoE layer exists with the right shape and a readable dtype. Loading a layer can
+ * then fail only on I/O or memory. */
 #include "model/model.h"
 
 #include "model/json_file.h"
@@ -51,7 +52,7 @@ static void hash_piece(struct moe_sha256 *sha, const struct moe_piece *p)
     hash_text(sha, line);
 }
 
-/* Locates, and thereby checks, every weight of one layer. */
+/* Locates every weight of one layer, which also checks it. */
 static struct moe_status check_layer(const struct moe_layout *layout,
                                      const struct moe_layer_spec *spec, struct moe_sha256 *sha)
 {

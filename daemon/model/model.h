@@ -1,9 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A model directory as Hugging Face writes it: config.json, safetensors, index.
  *
- * Opening reads the configuration and the headers of the tensor files, and turns them into one
- * `struct moe_layer_spec` per MoE layer; nothing of the weights is read before
- * moe_model_load_layer. Settings that would change results and are not understood are refused by
- * name. The families and their tensor names are in daemon/model/README.md. */
+ * Opening reads the configuration and the headers of the tensor files into one `struct
+ * moe_layer_spec` per MoE layer. Only moe_model_load_layer reads weights. Unknown settings that
+ * could change results are refused by name. daemon/model/README.md lists families and tensor names.
+ */
 #ifndef MOE_MODEL_H
 #define MOE_MODEL_H
 
@@ -37,15 +38,15 @@ const struct moe_layer_spec *moe_model_layer(const struct moe_model *m, size_t i
 typedef struct moe_status (*moe_weight_sink)(void *ctx, enum moe_weight weight, uint32_t expert,
                                              enum moe_dtype dtype, const void *data, size_t bytes);
 
-/* Receives one weight that need not go through memory of the model room's: `source` has its bytes
- * in canonical form, as long as the model is open, for any number of threads. */
+/* Receives the source of one weight in canonical form. `source` is valid while the model is open,
+ * for any number of threads. */
 typedef struct moe_status (*moe_weight_source_sink)(void *ctx, enum moe_weight weight,
                                                     uint32_t expert, enum moe_dtype dtype,
                                                     const struct moe_weight_source *source,
                                                     size_t bytes);
 
-/* Bytes read from disk so far in this call, or given to a moe_weight_source_sink, for a progress
- * line. Called after each. */
+/* Progress: bytes read from disk in this call, or passed to a moe_weight_source_sink. Called after
+ * each weight. */
 typedef void (*moe_load_progress)(void *ctx, uint64_t read_bytes);
 
 /* Bytes that moe_model_load_layer will read from disk for these experts; 0 for arguments that it
@@ -53,18 +54,19 @@ typedef void (*moe_load_progress)(void *ctx, uint64_t read_bytes);
 uint64_t moe_model_layer_bytes(const struct moe_model *m, size_t i, const uint32_t *experts,
                                size_t expert_count);
 
-/* Bytes of the same weights in canonical form, as they go to the sink; 0 likewise. */
+/* Bytes of the same weights in canonical form; 0 as above. */
 uint64_t moe_model_layer_memory(const struct moe_model *m, size_t i, const uint32_t *experts,
                                 size_t expert_count);
 
 /* Reads the weights of layer `i` that one slot needs, router, biases and shared experts included,
- * and only the rows of `experts` (ascending global ids) out of fused tensors. Each weight the spec
- * announces is given to `sink` exactly once (experts: once per listed expert). */
+ * and only the rows of `experts` (ascending global ids) out of fused tensors. `sink` gets each
+ * weight of the spec exactly once (experts: once per listed expert). */
 struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, const uint32_t *experts,
                                        size_t expert_count, moe_weight_sink sink, void *ctx,
                                        moe_load_progress progress, void *progress_ctx) MOE_CHECKED;
-/* The same for a taker who can read for itself: weights that lie in the file as they are wanted go
- * to `source_sink`, and only those that must be gathered or converted are read and go to `sink`. */
+/* The same for a backend that reads for itself: `source_sink` gets the source of weights that are
+ * in canonical form in the file. Other weights are read, gathered or converted, and go to `sink`.
+ */
 struct moe_status moe_model_stream_layer(const struct moe_model *m, size_t i,
                                          const uint32_t *experts, size_t expert_count,
                                          moe_weight_sink sink, moe_weight_source_sink source_sink,

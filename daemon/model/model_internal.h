@@ -1,4 +1,5 @@
-/* What model.c and loader.c share. Internal to daemon/model. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Shared by model.c, loader.c, frame.c and writer.c. Internal to daemon/model. */
 #ifndef MOE_MODEL_INTERNAL_H
 #define MOE_MODEL_INTERNAL_H
 
@@ -16,7 +17,7 @@ struct moe_model {
     char fingerprint[MOE_SHA256_HEX];
 };
 
-/* What to do with one piece. */
+/* Visits one piece. */
 typedef struct moe_status (*moe_piece_visitor)(void *ctx, enum moe_weight weight, uint32_t expert,
                                                const struct moe_piece *piece);
 

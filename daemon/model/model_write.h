@@ -1,10 +1,11 @@
-/* Writing weights back under the names, in the layout and in the dtype in which they were read.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Writes weights back with the names, layout and dtypes of the model.
  *
- * The result is a directory of the same files as the model's: same shards, same headers, same
- * places. So whatever loads the one loads the other, and a model that nothing was learnt by is
- * written bit for bit. One process makes the frame (moe_model_write_frame): every file, at its full
- * length, with all that is not a weight of a MoE layer. Then any number of processes write the
- * weights that are theirs into it (moe_model_write_layer), each byte range once and by one of them.
+ * The result is a directory with the files of the model: same shards, headers and places. A program
+ * that loads the model also loads the result, and unchanged weights are written bit for bit. One
+ * process creates the frame (moe_model_write_frame): every file at its full length, with all data
+ * except weights of MoE layers. Then any number of processes write their weights into it
+ * (moe_model_write_layer); exactly one process writes each byte range.
  *
  * Everything is synced to disk before a function returns success. Threads: as in model.h. */
 #ifndef MOE_MODEL_WRITE_H
@@ -13,14 +14,14 @@
 #include "model/model.h"
 #include "model/sha256.h"
 
-/* Makes, in the empty open directory `to`: every shard, its MoE weights as zeros, and copies of the
- * small files beside them (configuration, index, tokenizer; by their extensions), except one called
- * `except` (or NULL). Room for all of it is taken from the disk here. `*bytes`: copied.
- * Errors: MOE_RESOURCE_EXHAUSTED/IO (disk full), IO, OUT_OF_MEMORY. */
+/* Creates in the empty open directory `to`: every shard, with MoE weights as zeros, and copies of
+ * the small files of the model (configuration, index, tokenizer; by extension), except the file
+ * `except` (or NULL). Allocates the disk space for all files. `*bytes`: copied bytes. Errors:
+ * MOE_RESOURCE_EXHAUSTED/IO (disk full), IO, OUT_OF_MEMORY. */
 struct moe_status moe_model_write_frame(const struct moe_model *m, int to, const char *except,
                                         uint64_t *bytes) MOE_CHECKED;
 
-/* Brings one weight, canonical (moe/layer_spec.h), as fp32 [count]. */
+/* Provides one canonical weight (moe/layer_spec.h) as fp32 [count]. */
 typedef struct moe_status (*moe_weight_source)(void *ctx, enum moe_weight weight, uint32_t expert,
                                                float *to, size_t count);
 
@@ -32,22 +33,22 @@ struct moe_model_range {
 };
 typedef struct moe_status (*moe_range_sink)(void *ctx, const struct moe_model_range *range);
 
-/* Writes weights of layer `i` into a frame: with `replicated` all that are not an expert's, and
- * those of `experts` (ascending). Values are rounded to nearest even into BF16 and F16 files; what
- * came from such a file is written as it was. `written` is told of every range; both callbacks get
- * `ctx`. Errors: those of the callbacks, IO, disk full as above, OUT_OF_MEMORY; MOE_DATA_LOSS
- * where a file of the frame is not as long as it was made. */
+/* Writes weights of layer `i` into a frame: those of `experts` (ascending), and with `replicated`
+ * also all weights that do not belong to an expert. Rounds to nearest even into BF16 and F16 files,
+ * which is exact for values read from such a file. Calls `written` for every range; both callbacks
+ * get `ctx`. Errors: those of the callbacks, IO, disk full as above, OUT_OF_MEMORY; MOE_DATA_LOSS
+ * if a file of the frame has changed its length. */
 struct moe_status moe_model_write_layer(const struct moe_model *m, int to, size_t i,
                                         bool replicated, const uint32_t *experts,
                                         size_t expert_count, moe_weight_source source,
                                         moe_range_sink written, void *ctx) MOE_CHECKED;
 
 enum { MOE_MODEL_NAME_MAX = 192 };
-/* Name of the tensor that holds a weight: this one alone, or fused with others (below). */
+/* Name of the tensor of a weight; a fused one contains others, too (below). */
 struct moe_status moe_model_weight_name(const struct moe_model *m, size_t i, enum moe_weight weight,
                                         uint32_t expert, char name[MOE_MODEL_NAME_MAX]) MOE_CHECKED;
 
-/* How layer `i` keeps its experts. */
+/* Layout of the experts of layer `i`. */
 struct moe_model_fusion {
     bool fused;       /* gate and up of all experts are one tensor, all downs another */
     bool interleaved; /* rows of gate and up alternate, gate first; else gate is above up */

@@ -1,8 +1,10 @@
-/* The safetensors reader: owns an open file and its checked header, never the tensor bytes.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The safetensors reader: owns an open file and its checked header, never the tensor bytes. The
+ * header is read entry by entry: its whole JSON tree would take fifteen times its size.
  *
- * All trust is settled at opening: entries sorted by offset must tile the data exactly, from 0 to
- * the end of the file, each with the length that its dtype and shape give. After that a read can
- * only fail if the file is changed under us, and then pread says so. */
+ * Opening makes all checks: entries sorted by offset must tile the data exactly, from 0 to the end
+ * of the file, each with the length of its dtype and shape. A later read fails only if the file was
+ * changed, which pread reports. */
 #include "model/safetensors.h"
 
 #include "base/size.h"
@@ -15,7 +17,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { LENGTH_BYTES = 8 }; /* of the header length in front */
+enum {
+    LENGTH_BYTES = 8,             /* of the header length in front */
+    ENTRY_BYTES_MAX = 4096,       /* of the JSON of one tensor, which needs some 300 at most */
+    METADATA_BYTES_MAX = 8 << 20, /* of the JSON of __metadata__ */
+};
+
+#define METADATA "__metadata__"
 
 struct moe_st_file {
     int fd;
@@ -56,7 +64,7 @@ static bool dtype_from_name(const char *name, enum moe_st_dtype *out)
     return false;
 }
 
-/* A non-negative JSON integer. Jansson has refused everything beyond int64 already. */
+/* A non-negative JSON integer. Jansson refuses values beyond int64. */
 static bool read_count(const json_t *v, uint64_t *out)
 {
     if (!json_is_integer(v) || json_integer_value(v) < 0)
@@ -137,25 +145,43 @@ static int by_name(const void *a, const void *b)
     return strcmp((*x)->name, (*y)->name);
 }
 
-static struct moe_status allocate_tables(struct moe_st_file *f, json_t *header)
+/* Memory for the header, counted before any allocation. */
+static struct moe_status allocate_tables(struct moe_st_file *f, const char *text, size_t length)
 {
-    const char *key;
-    json_t *value;
-    size_t name_bytes = 1;
-    json_object_foreach(header, key, value) if (!moe_size_add(name_bytes, strlen(key) + 1,
-                                                              &name_bytes)) return no_memory();
-    size_t slots = json_object_size(header) + 1;
-    f->tensors = calloc(slots, sizeof *f->tensors);
-    f->byname = calloc(slots, sizeof *f->byname);
+    struct moe_json_member m;
+    size_t at = 0, members = 0, name_bytes = 1;
+    while (moe_json_next_member(text, length, &at, &m)) {
+        if (++members > MOE_ST_TENSORS_MAX)
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
+                             "safetensors header: more than %d tensors", MOE_ST_TENSORS_MAX);
+        name_bytes += m.name_length; /* two quotes are more than a final zero */
+    }
+    if (at != length)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
+                         "safetensors header, behind byte %zu: not an object", at);
+    f->tensors = calloc(members + 1, sizeof *f->tensors);
+    f->byname = calloc(members + 1, sizeof *f->byname);
     f->names = malloc(name_bytes);
     return f->tensors != NULL && f->byname != NULL && f->names != NULL ? moe_ok() : no_memory();
 }
 
-/* Sorted by offset, the tensors must cover the data without a hole or an overlap. */
+static struct moe_status index_names(struct moe_st_file *f)
+{
+    qsort(f->tensors, f->count, sizeof *f->tensors, by_offset);
+    for (size_t i = 0; i < f->count; i++)
+        f->byname[i] = &f->tensors[i];
+    qsort(f->byname, f->count, sizeof *f->byname, by_name);
+    for (size_t i = 1; i < f->count; i++)
+        if (strcmp(f->byname[i - 1]->name, f->byname[i]->name) == 0)
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
+                             "safetensors header: two tensors %.120s", f->byname[i]->name);
+    return moe_ok();
+}
+
+/* In order of offsets, the tensors must cover the data without hole or overlap. */
 static struct moe_status check_tiling(struct moe_st_file *f, uint64_t data_bytes)
 {
     uint64_t next = 0;
-    qsort(f->tensors, f->count, sizeof *f->tensors, by_offset);
     for (size_t i = 0; i < f->count; i++) {
         struct moe_tensor *t = &f->tensors[i];
         if (t->offset != next)
@@ -163,41 +189,61 @@ static struct moe_status check_tiling(struct moe_st_file *f, uint64_t data_bytes
                                                         : "leaves a hole before it");
         next += t->bytes;
         t->offset += f->data;
-        f->byname[i] = t;
     }
     if (next != data_bytes)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
                          "safetensors: bytes after the last tensor");
-    qsort(f->byname, f->count, sizeof *f->byname, by_name);
     return moe_ok();
 }
 
-static struct moe_status read_header(struct moe_st_file *f, json_t *header)
+/* Copies the decoded name of a member to `*to`, with its final zero, and advances it. */
+static struct moe_status read_name(const struct moe_json_member *m, char **to)
 {
-    const char *key;
-    json_t *value;
-    MOE_TRY(allocate_tables(f, header));
-    char *name = f->names;
-    json_object_foreach(header, key, value)
-    {
-        if (strcmp(key, "__metadata__") == 0) {
-            MOE_TRY(check_metadata(value));
-            f->metadata = json_incref(value);
-            continue;
-        }
-        struct moe_tensor *t = &f->tensors[f->count];
-        size_t bytes = strlen(key) + 1;
-        memcpy(name, key, bytes);
-        t->name = name;
-        name += bytes;
-        MOE_TRY(read_entry(t->name, value, f->size - f->data, t));
-        f->count++;
-    }
-    return check_tiling(f, f->size - f->data);
+    json_t *name;
+    MOE_TRY(moe_json_parse_piece(m->name, m->name_length, "safetensors header: a name", &name));
+    size_t bytes = json_string_length(name) + 1; /* the parser refuses a zero inside */
+    memcpy(*to, json_string_value(name), bytes);
+    *to += bytes;
+    json_decref(name);
+    return moe_ok();
+}
+
+static struct moe_status read_metadata(struct moe_st_file *f, const struct moe_json_member *m)
+{
+    if (f->metadata != NULL)
+        return malformed("two " METADATA);
+    if (m->value_length > METADATA_BYTES_MAX)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
+                         "safetensors header: " METADATA " is larger than %d bytes",
+                         METADATA_BYTES_MAX);
+    MOE_TRY(moe_json_parse_piece(m->value, m->value_length, METADATA, &f->metadata));
+    return check_metadata(f->metadata);
+}
+
+static struct moe_status read_member(struct moe_st_file *f, const struct moe_json_member *m,
+                                     char **names)
+{
+    struct moe_tensor *t = &f->tensors[f->count];
+    t->name = *names;
+    MOE_TRY(read_name(m, names));
+    if (strcmp(t->name, METADATA) == 0)
+        return read_metadata(f, m);
+    if (m->value_length > ENTRY_BYTES_MAX)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
+                         "tensor %.120s: its entry is longer than %d bytes", t->name,
+                         ENTRY_BYTES_MAX);
+    json_t *entry;
+    MOE_TRY(moe_error_context(
+        moe_json_parse_piece(m->value, m->value_length, "safetensors header", &entry),
+        "tensor %.120s", t->name));
+    struct moe_status st = read_entry(t->name, entry, f->size - f->data, t);
+    json_decref(entry);
+    f->count++;
+    return st;
 }
 
 /* The header is one object, padded with spaces only. */
-static struct moe_status parse_header(const char *text, size_t length, json_t **out)
+static struct moe_status read_header(struct moe_st_file *f, const char *text, size_t length)
 {
     if (length == 0 || text[0] != '{')
         return malformed("does not start with {");
@@ -205,7 +251,14 @@ static struct moe_status parse_header(const char *text, size_t length, json_t **
         length--;
     if (text[length - 1] != '}')
         return malformed("does not end with } and spaces");
-    return moe_json_parse(text, length, "safetensors header", out);
+    MOE_TRY(allocate_tables(f, text, length));
+    struct moe_json_member m;
+    size_t at = 0;
+    char *names = f->names;
+    while (moe_json_next_member(text, length, &at, &m))
+        MOE_TRY(read_member(f, &m, &names));
+    MOE_TRY(index_names(f));
+    return check_tiling(f, f->size - f->data);
 }
 
 static struct moe_status read_file(struct moe_st_file *f)
@@ -229,15 +282,12 @@ static struct moe_status read_file(struct moe_st_file *f)
     f->data = sizeof raw + length;
 
     struct moe_status st;
-    json_t *header = NULL;
     char *text = malloc((size_t)length + 1);
     if (text == NULL)
         return no_memory();
     MOE_TRY_GOTO(st, moe_file_read(f->fd, sizeof raw, text, length), done);
-    MOE_TRY_GOTO(st, parse_header(text, (size_t)length, &header), done);
-    MOE_TRY_GOTO(st, read_header(f, header), done);
+    MOE_TRY_GOTO(st, read_header(f, text, (size_t)length), done);
 done:
-    json_decref(header);
     free(text);
     return st;
 }
@@ -329,7 +379,7 @@ struct moe_status moe_st_read(const struct moe_st_file *f, const struct moe_tens
                              t->name);
 }
 
-/* The tensor that a byte of the file belongs to; NULL for the header. */
+/* The tensor at a byte of the file; NULL for the header. */
 static const struct moe_tensor *tensor_at(const struct moe_st_file *f, uint64_t offset)
 {
     for (size_t i = 0; i < f->count; i++)

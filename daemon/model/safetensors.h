@@ -1,8 +1,9 @@
-/* The safetensors file format: reading with every duty of a careful reader, and writing.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The safetensors file format: a strict reader, and a writer.
  *
  * Layout: u64 little-endian N, N bytes of JSON header, then tensor bytes; offsets in the header
- * count from the end of the header. Files are read with pread, never mapped: a file truncated under
- * a mapping would kill the process. */
+ * count from the end of the header. Files are read with pread: a mapped file that is truncated
+ * would end the process by a signal. */
 #ifndef MOE_MODEL_SAFETENSORS_H
 #define MOE_MODEL_SAFETENSORS_H
 
@@ -15,7 +16,7 @@
 
 enum { MOE_TENSOR_RANK_MAX = 8 };
 
-/* All number formats of the format; only some can be computed with. */
+/* All number formats of the file format; only some are supported for computing. */
 enum moe_st_dtype {
     MOE_ST_BOOL,
     MOE_ST_F4,
@@ -43,7 +44,7 @@ enum moe_st_dtype {
 };
 const char *moe_st_dtype_name(enum moe_st_dtype d); /* "BF16"; "?" outside the enum */
 uint32_t moe_st_dtype_bits(enum moe_st_dtype d);    /* of one element; 0 outside the enum */
-/* Bytes of a whole tensor; false when the number overflows or is not a whole one. */
+/* Bytes of a tensor; false when the number overflows or has a fraction. */
 bool moe_st_tensor_bytes(enum moe_st_dtype d, uint32_t rank, const uint64_t *shape,
                          uint64_t *bytes);
 
@@ -58,6 +59,10 @@ struct moe_tensor {
 
 /* N, the length of the header, is at most this: a limit of the format itself. */
 #define MOE_ST_HEADER_MAX UINT64_C(100000000)
+
+/* Maximum tensors of a file. Bounds the memory for a header: about 200 bytes and the name for each
+ * tensor, instead of a tree of 100 MB of JSON. */
+enum { MOE_ST_TENSORS_MAX = 1 << 19 };
 
 struct moe_st_file;
 
@@ -78,8 +83,8 @@ const char *moe_st_metadata(const struct moe_st_file *f, const char *key);
 /* Reads bytes [first, first + length) of tensor `t`, counted from its start. */
 struct moe_status moe_st_read(const struct moe_st_file *f, const struct moe_tensor *t,
                               uint64_t first, uint64_t length, void *to) MOE_CHECKED;
-/* Tensor `t` from byte `first` on, for whoever reads it piece by piece, as long as `f` is open. It
- * does not keep a read from going on into the next tensor. */
+/* A source of tensor `t` from byte `first` on, valid while `f` is open. Reads may continue into the
+ * next tensor: the source does not check. */
 struct moe_weight_source moe_st_weight_source(const struct moe_st_file *f,
                                               const struct moe_tensor *t, uint64_t first);
 
@@ -92,26 +97,26 @@ struct moe_st_out {
     const void *data;
 };
 
-/* Writes a whole file through a temporary one in the same directory, fsync, rename, fsync of the
- * directory: readers see the old file or the new one. The header is padded so that data starts at a
+/* Writes a file through a temporary one in the same directory: fsync, rename, fsync of the
+ * directory. Readers see the old file or the new one. The header is padded so that data starts at a
  * multiple of 8; tensors are sorted by descending element size, then name. `metadata` is
  * key, value, key, value, ..., NULL; or NULL. */
 struct moe_status moe_st_write(const char *path, const struct moe_st_out *tensors, size_t count,
                                const char *const *metadata) MOE_CHECKED;
 
-/* Brings the bytes of tensor `i`, counted as the caller listed them, to `to`. */
+/* Copies the bytes of tensor `i`, in the caller's order, to `to`. */
 typedef struct moe_status (*moe_st_source)(void *ctx, size_t i, void *to, uint64_t bytes);
 
 /* Writes a new file `name` in `directory`, synced to disk, without holding more than its largest
  * tensor in memory: `data` of the tensors is not looked at. `*bytes` and `sha256` (65 characters,
- * the last a zero; or NULL) are the file's. A file that could not be finished is removed. Meant for
- * directories that nobody reads yet: the directory itself is not synced. Errors: those of
+ * the last a zero; or NULL) are the file's. A file that could not be finished is removed. Does
+ * not sync the directory: use it only for directories without readers. Errors: those of
  * moe_st_write and of `source`; MOE_ALREADY_EXISTS/IO; MOE_RESOURCE_EXHAUSTED/IO (disk full). */
 struct moe_status moe_st_write_at(int directory, const char *name, const struct moe_st_out *tensors,
                                   size_t count, const char *const *metadata, moe_st_source source,
                                   void *ctx, uint64_t *bytes, char *sha256) MOE_CHECKED;
 
-/* The open file and its length, for those who copy it. */
+/* The open file and its length, for copies. */
 int moe_st_descriptor(const struct moe_st_file *f);
 uint64_t moe_st_file_bytes(const struct moe_st_file *f);
 

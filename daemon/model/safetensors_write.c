@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The safetensors writer: owns the temporary file until it has its final name.
  *
  * A reader sees the old file or the whole new one, also across a crash: the bytes are on disk
@@ -56,7 +57,7 @@ static struct moe_status add_entry(json_t *header, const struct moe_st_out *t, u
                          "tensor %.120s: reserved or repeated name", t->name);
     json_t *entry = json_pack("{s:s, s:[], s:[I, I]}", "dtype", moe_st_dtype_name(t->dtype),
                               "shape", "data_offsets", (json_int_t)*offset, (json_int_t)end);
-    /* The header owns the entry from here on, or has released it; NULL fails as well. */
+    /* The header now owns the entry, or has freed it; NULL fails as well. */
     if (json_object_set_new(header, t->name, entry) != 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
                          "a tensor name is not valid UTF-8, or no memory for it");
@@ -171,8 +172,8 @@ static struct moe_status write_file(int fd, const char *head, size_t head_bytes,
     return fsync(fd) == 0 ? moe_ok() : io_failed("fsync");
 }
 
-/* A new file beside `path`, with the mode that the umask allows. Stale files of crashed writers may
- * be in the way: try other names. The caller frees `*name`. */
+/* A new file next to `path`, with the mode of the umask. Tries other names when a crashed writer
+ * has left a file. The caller frees `*name`. */
 static struct moe_status create_temporary(const char *path, int *fd, char **name)
 {
     for (unsigned attempt = 0; attempt < TEMPORARY_NAMES_MAX; attempt++) {
@@ -190,7 +191,7 @@ static struct moe_status create_temporary(const char *path, int *fd, char **name
     return io_failed("creating a temporary file");
 }
 
-/* Writes a temporary file beside `path` and moves it there. */
+/* Writes a temporary file next to `path` and renames it. */
 static struct moe_status replace_file(const char *path, const char *head, size_t head_bytes,
                                       const struct moe_st_out *const *tensors, size_t count)
 {
@@ -230,11 +231,11 @@ done:
     return st;
 }
 
-/* ---- one tensor after the other, from wherever they come ---- */
+/* ---- one tensor after the other, from a source ---- */
 
 struct stream {
     int fd;
-    struct moe_sha256 sha; /* of all that was put */
+    struct moe_sha256 sha; /* of all written bytes */
     uint64_t bytes;
     void *buffer; /* of the largest tensor */
 };
@@ -249,7 +250,7 @@ static struct moe_status put(struct stream *s, const void *data, uint64_t length
 
 static uint64_t bytes_of(const struct moe_st_out *t)
 {
-    uint64_t bytes = 0; /* build_header has looked at all of them */
+    uint64_t bytes = 0; /* build_header has checked the sizes */
     MOE_INVARIANT(moe_st_tensor_bytes(t->dtype, t->rank, t->shape, &bytes));
     return bytes;
 }

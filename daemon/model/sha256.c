@@ -1,5 +1,5 @@
-/* libcrypto picks the fastest code for the processor: 1 GB/s and more where it has instructions for
- * SHA. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* libcrypto chooses the fastest code: at least 1 GB/s with SHA instructions. */
 #include "model/sha256.h"
 
 #include <openssl/evp.h>

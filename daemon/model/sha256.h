@@ -1,7 +1,8 @@
-/* SHA-256 by libcrypto, in the form in which it is written into files: lower-case hexadecimal. It
- * names models and finds damaged checkpoints; it guards no secret.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* SHA-256 by libcrypto, as lower-case hexadecimal. It identifies models and detects damaged
+ * checkpoints; it protects no secret.
  *
- * libcrypto may fail (memory). Nobody has to look before the end: `finish` tells. */
+ * libcrypto may fail for want of memory; only moe_sha256_finish reports it. */
 #ifndef MOE_MODEL_SHA256_H
 #define MOE_MODEL_SHA256_H
 
@@ -11,7 +12,7 @@
 
 enum { MOE_SHA256_HEX = 65 }; /* with the final zero */
 
-/* A hash in the making; owned by the caller, from begin until finish or drop. */
+/* A hash in progress; the caller owns it from begin until finish or drop. */
 struct moe_sha256 {
     struct evp_md_ctx_st *context; /* NULL after a failure, or when it is done */
 };
@@ -21,7 +22,7 @@ void moe_sha256_update(struct moe_sha256 *s, const void *data, size_t bytes);
 /* The hash of all updates. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY; `hex` is untouched then.
  */
 struct moe_status moe_sha256_finish(struct moe_sha256 *s, char hex[MOE_SHA256_HEX]) MOE_CHECKED;
-/* For those who give up; harmless after finish, and on a struct of zeros. */
+/* Frees an unfinished hash; allowed after finish, and on a struct of zeros. */
 void moe_sha256_drop(struct moe_sha256 *s);
 
 /* The hash of one piece. Errors as in finish. */

@@ -1,8 +1,9 @@
-/* The loader backwards: canonical weights to where they lie in the files of a frame.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The reverse of the loader: writes canonical weights to their places in the files of a frame.
  *
- * The same walk over the same pieces. Gate and up of fused experts may share a byte range; they
- * follow each other and together cover all of it, so that a range is put together in memory and
- * written once, and nothing has to be read back. */
+ * The same walk over the same pieces. Gate and up of fused experts may share a byte range. They are
+ * adjacent in the walk and cover the whole range, so it is assembled in memory and written once,
+ * without reading. */
 #include "model/model_write.h"
 
 #include "base/size.h"
@@ -22,12 +23,12 @@ struct writer {
     moe_weight_source source;
     moe_range_sink written;
     void *ctx;
-    char *raw;    /* the range being put together */
+    char *raw;    /* the range being assembled */
     float *value; /* one canonical weight */
     size_t raw_bytes, value_bytes;
     struct moe_piece last; /* of which `filled` bytes are in `raw`; 0 = none */
     uint64_t filled;
-    const char *shard; /* that `fd` is of, or NULL */
+    const char *shard; /* the file of `fd`, or NULL */
     int fd;
 };
 
@@ -40,7 +41,7 @@ static struct moe_status io_failed(const char *what)
 
 /* ---- numbers ---- */
 
-/* To nearest even; what came from a half is that half again, NaN's payload included. */
+/* Rounds to nearest even; exact for values from a half, also for NaN payloads. */
 static uint16_t half_of(uint32_t u)
 {
     uint32_t sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
@@ -65,7 +66,7 @@ static uint16_t half_of(uint32_t u)
 static uint16_t bfloat_of(uint32_t u)
 {
     float f;
-    if ((u & 0xffff) == 0) /* came from one: exact, NaN too */
+    if ((u & 0xffff) == 0) /* a BF16 value: exact, also NaN */
         return (uint16_t)(u >> 16);
     memcpy(&f, &u, sizeof f);
     return moe_f32_to_bf16(f);
@@ -157,7 +158,7 @@ static struct moe_status flush(struct writer *w)
     const struct moe_piece *p = &w->last;
     if (w->filled == 0)
         return moe_ok();
-    MOE_INVARIANT(w->filled == p->bytes); /* no weight of a fused pair is left out */
+    MOE_INVARIANT(w->filled == p->bytes); /* both weights of a fused pair are present */
     struct moe_model_range range = {p->at.shard, p->at.tensor->offset + p->first, p->bytes, ""};
     w->filled = 0;
     MOE_TRY(open_shard(w, &p->at));

@@ -1,21 +1,25 @@
-/* Taking connections when the process has no descriptor left for one, and taking none any more.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* accept4 for the core's listeners: survives a lack of file descriptors, and refuses connections to
+ * a closed listener gate.
  *
- * The core stops listening for good when `accept4` fails with anything but EAGAIN or EINTR: a
- * process that runs out of descriptors once would be deaf from then on, while all else goes on. So
- * the core of a server calls this accept4, which the linker puts in front of the system's. It keeps
- * a descriptor in reserve; when there is no other, it gives that one to each connection that waits,
- * and closes the connection at once: its client is told so, and may come back. Nothing else is
- * changed.
+ * The core stops listening for good when accept4 fails with an error other than EAGAIN or EINTR. A
+ * process that runs out of descriptors once would then never accept again. The linker therefore
+ * puts this accept4 in front of the system's. It keeps one descriptor in reserve. When no other is
+ * left, it accepts each waiting connection with the reserve and closes it at once, so that the
+ * client gets an error and may retry.
  *
- * Another thread may snatch the reserve while it changes hands. Who waits then is seen by nobody,
- * as the core waits for news of the socket: so a thread looks for a descriptor now and then, takes
- * the reserve back and turns them away. It lives only while somebody waits.
+ * Another thread may take the reserve while accept4 reuses it. The core then does not learn of the
+ * waiting connections, as it waits for new events of the socket. A watcher thread polls for a free
+ * descriptor, restores the reserve and refuses these connections. The thread exists only while
+ * connections wait.
  *
- * A server that goes down shuts its door first, as the core cannot stop listening without shutting
- * down altogether: who comes to a shut door is turned away by the same accept4. */
+ * The core cannot stop listening without shutting down. A server that shuts down therefore closes
+ * its listener gate first, and this accept4 refuses connections to that port. */
 #include "base/clock.h"
-#include "base/log.h"
+#include "base/mutex.h"
+#include "base/thread.h"
 #include "base/wait.h"
+#include "daemon/log.h"
 #include "rpc/serving.h"
 
 #include <errno.h>
@@ -27,37 +31,37 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define SAID_EVERY_NS (30 * MOE_NS_PER_S)
-#define LOOK_EVERY_NS (20 * MOE_NS_PER_MS)
+#define WARN_EVERY_NS (30 * MOE_NS_PER_S)
+#define POLL_EVERY_NS (20 * MOE_NS_PER_MS)
 
 enum {
-    TURNED_AWAY_MAX = 64, /* while the lock is held */
-    LEFT_MAX = 8,         /* listeners of a process; more are left to those who come later */
+    REFUSED_MAX = 64, /* in one hold of the lock */
+    STALLED_MAX = 8,  /* further listeners wait for their next connection */
 };
 
-/* A listener at which connections wait that could not be taken. Its number may have become another
- * socket's by the time there is a descriptor: the address tells. */
-struct left {
+/* A listener with waiting connections that could not be accepted. Its descriptor number may belong
+ * to another socket later; the address tells them apart. */
+struct stalled {
     int fd;
     socklen_t length;
     struct sockaddr_storage address;
 };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of what follows */
-static atomic_int reserve = -1;                          /* written under the lock only */
-static uint64_t said_ns;                                 /* 0 = never */
-static struct left left[LEFT_MAX];
-static atomic_uint left_count; /* written under the lock only */
-static bool looking;           /* the thread is there */
-static struct moe_rpc_door *shut;
-static atomic_uint shut_count; /* written under the lock only */
+static struct moe_mutex lock = MOE_MUTEX_INITIALIZER; /* accept_lock in CONCURRENCY.md */
+static atomic_int reserve = -1;                       /* written under the lock only */
+MOE_GUARDED_BY(lock) static uint64_t warned_ns;       /* 0 = never */
+MOE_GUARDED_BY(lock) static struct stalled stalled[STALLED_MAX];
+static atomic_uint stalled_count;          /* written under the lock only */
+MOE_GUARDED_BY(lock) static bool watching; /* the thread exists */
+MOE_GUARDED_BY(lock) static struct moe_rpc_listener_gate *closed;
+static atomic_uint closed_count; /* written under the lock only */
 
-static int take_one(int fd, struct sockaddr *address, socklen_t *length, int flags)
+static int accept_one(int fd, struct sockaddr *address, socklen_t *length, int flags)
 {
     return (int)syscall(SYS_accept4, fd, address, length, flags);
 }
 
-static void refill(void)
+static void refill(void) MOE_REQUIRES(lock)
 {
     if (reserve < 0)
         reserve = open("/dev/null", O_RDONLY | O_CLOEXEC);
@@ -65,30 +69,30 @@ static void refill(void)
 
 void moe_rpc_reserve_descriptor(void)
 {
-    pthread_mutex_lock(&lock);
+    moe_mutex_lock(&lock);
     refill();
-    pthread_mutex_unlock(&lock);
+    moe_mutex_unlock(&lock);
 }
 
-static void say_full(int error)
+static void warn_full(int error) MOE_REQUIRES(lock)
 {
     uint64_t now = moe_clock_ns();
-    if (said_ns == 0 || now >= said_ns + SAID_EVERY_NS) {
-        said_ns = now;
-        moe_log_warn("connections are closed as they come: %s",
-                     error == ENFILE ? "the system has no file descriptor left"
-                                     : "this process has no file descriptor left");
+    if (warned_ns == 0 || now >= warned_ns + WARN_EVERY_NS) {
+        warned_ns = now;
+        moe_log_warn("new connections are closed: %s",
+                     error == ENFILE ? "the system is out of file descriptors"
+                                     : "this process is out of file descriptors");
     }
 }
 
-/* Closes connections that wait, and returns what the core is to hear: EAGAIN when there are no
- * more, or none can be taken; EINTR when there may be more, on which it calls again at once. */
-static int turn_away(int fd)
+/* Accepts and closes waiting connections. Returns the errno for the core: EAGAIN when none is left
+ * or none can be accepted; EINTR when more may wait, on which the core calls again at once. */
+static int refuse_waiting(int fd) MOE_REQUIRES(lock)
 {
     refill();
-    for (int i = 0; i < TURNED_AWAY_MAX && reserve >= 0; i++) {
+    for (int i = 0; i < REFUSED_MAX && reserve >= 0; i++) {
         close(reserve);
-        int taken = take_one(fd, NULL, NULL, SOCK_CLOEXEC);
+        int taken = accept_one(fd, NULL, NULL, SOCK_CLOEXEC);
         if (taken >= 0)
             close(taken);
         reserve = -1;
@@ -99,32 +103,32 @@ static int turn_away(int fd)
     return reserve >= 0 ? EINTR : EAGAIN;
 }
 
-/* --------------------------------------------------- who waits while there is no reserve */
+/* ---------------------------------------- connections that wait for the reserve */
 
-static struct left *find_left(int fd)
+static struct stalled *find_stalled(int fd) MOE_REQUIRES(lock)
 {
-    for (unsigned i = 0; i < left_count; i++)
-        if (left[i].fd == fd)
-            return &left[i];
+    for (unsigned i = 0; i < stalled_count; i++)
+        if (stalled[i].fd == fd)
+            return &stalled[i];
     return NULL;
 }
 
-static void forget_left(struct left *l)
+static void forget_stalled(struct stalled *l) MOE_REQUIRES(lock)
 {
     if (l != NULL)
-        *l = left[--left_count];
+        *l = stalled[--stalled_count];
 }
 
-static bool get_address(int fd, struct left *out)
+static bool get_address(int fd, struct stalled *out)
 {
-    *out = (struct left){.fd = fd, .length = sizeof out->address};
+    *out = (struct stalled){.fd = fd, .length = sizeof out->address};
     return getsockname(fd, (struct sockaddr *)&out->address, &out->length) == 0 &&
            out->length <= sizeof out->address;
 }
 
-static bool is_still_there(const struct left *l)
+static bool still_listens(const struct stalled *l)
 {
-    struct left now;
+    struct stalled now;
     int listens = 0;
     socklen_t length = sizeof listens;
     return get_address(l->fd, &now) && now.length == l->length &&
@@ -132,119 +136,119 @@ static bool is_still_there(const struct left *l)
            getsockopt(l->fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) == 0 && listens != 0;
 }
 
-/* With the lock held: turns away all who wait, as far as there is a reserve for it. */
-static void look_after_left(void)
+/* Refuses all waiting connections for as long as the reserve lasts. */
+static void refuse_stalled(void) MOE_REQUIRES(lock)
 {
     refill();
-    while (reserve >= 0 && left_count > 0) {
-        struct left *l = &left[left_count - 1];
-        if (!is_still_there(l) || turn_away(l->fd) == EAGAIN) {
-            if (reserve < 0) /* snatched again */
+    while (reserve >= 0 && stalled_count > 0) {
+        struct stalled *l = &stalled[stalled_count - 1];
+        if (!still_listens(l) || refuse_waiting(l->fd) == EAGAIN) {
+            if (reserve < 0) /* another thread took it again */
                 return;
-            forget_left(l);
+            forget_stalled(l);
         }
     }
 }
 
-static void *look_after(void *unused)
+static void *watch_stalled(void *unused)
 {
     (void)unused;
     bool done = false;
     while (!done) {
-        moe_sleep_until(moe_clock_ns() + LOOK_EVERY_NS);
-        pthread_mutex_lock(&lock);
-        look_after_left();
-        done = left_count == 0;
-        looking = !done;
-        pthread_mutex_unlock(&lock);
+        moe_sleep_until(moe_clock_ns() + POLL_EVERY_NS);
+        moe_mutex_lock(&lock);
+        refuse_stalled();
+        done = stalled_count == 0;
+        watching = !done;
+        moe_mutex_unlock(&lock);
     }
     return NULL;
 }
 
-/* With the lock held. Without memory for a thread they wait for somebody who comes later. */
-static void leave(int fd)
+/* Without memory for a thread, connections wait until a later one arrives. */
+static void add_stalled(int fd) MOE_REQUIRES(lock)
 {
-    struct left l;
-    if (find_left(fd) == NULL && left_count < LEFT_MAX && get_address(fd, &l))
-        left[left_count++] = l;
+    struct stalled l;
+    if (find_stalled(fd) == NULL && stalled_count < STALLED_MAX && get_address(fd, &l))
+        stalled[stalled_count++] = l;
     pthread_t thread;
-    if (looking || left_count == 0 || pthread_create(&thread, NULL, look_after, NULL) != 0)
+    if (watching || stalled_count == 0 ||
+        moe_thread_create(&thread, "moe-rpc-accept", watch_stalled, NULL) != 0)
         return;
-    looking = true;
+    watching = true;
     pthread_detach(thread);
-    pthread_setname_np(thread, "rpc-door");
 }
 
-/* The core goes on taking connections from this listener until there is none. */
-static void taken_again(int fd)
+/* The core itself accepts from this listener until no connection is left. */
+static void note_accepted(int fd)
 {
-    pthread_mutex_lock(&lock);
+    moe_mutex_lock(&lock);
     refill();
-    forget_left(find_left(fd));
-    pthread_mutex_unlock(&lock);
+    forget_stalled(find_stalled(fd));
+    moe_mutex_unlock(&lock);
 }
 
-/* ----------------------------------------------------------------------- shut doors */
+/* ----------------------------------------------------------------------- listener gates */
 
-void moe_rpc_shut_door(struct moe_rpc_door *door, uint16_t port)
+void moe_rpc_listener_gate_close(struct moe_rpc_listener_gate *gate, uint16_t port)
 {
-    pthread_mutex_lock(&lock);
-    door->port = port;
-    door->next = shut;
-    shut = door;
-    shut_count++;
-    pthread_mutex_unlock(&lock);
+    moe_mutex_lock(&lock);
+    gate->port = port;
+    gate->next = closed;
+    closed = gate;
+    closed_count++;
+    moe_mutex_unlock(&lock);
 }
 
-void moe_rpc_forget_door(struct moe_rpc_door *door)
+void moe_rpc_listener_gate_remove(struct moe_rpc_listener_gate *gate)
 {
-    pthread_mutex_lock(&lock);
-    struct moe_rpc_door **at = &shut;
-    while (*at != door)
+    moe_mutex_lock(&lock);
+    struct moe_rpc_listener_gate **at = &closed;
+    while (*at != gate)
         at = &(*at)->next;
-    *at = door->next;
-    shut_count--;
-    pthread_mutex_unlock(&lock);
+    *at = gate->next;
+    closed_count--;
+    moe_mutex_unlock(&lock);
 }
 
 /* The port of IPv4 and of IPv6 is at the same place. */
-static bool is_shut(int fd)
+static bool is_closed(int fd)
 {
     struct sockaddr_in6 at = {0};
     socklen_t length = sizeof at;
     if (getsockname(fd, (struct sockaddr *)&at, &length) != 0 ||
         (at.sin6_family != AF_INET && at.sin6_family != AF_INET6))
         return false;
-    pthread_mutex_lock(&lock);
-    const struct moe_rpc_door *door = shut;
-    while (door != NULL && door->port != ntohs(at.sin6_port))
-        door = door->next;
-    pthread_mutex_unlock(&lock);
-    return door != NULL;
+    moe_mutex_lock(&lock);
+    const struct moe_rpc_listener_gate *gate = closed;
+    while (gate != NULL && gate->port != ntohs(at.sin6_port))
+        gate = gate->next;
+    moe_mutex_unlock(&lock);
+    return gate != NULL;
 }
 
 /* ------------------------------------------------------------------------- accept4 */
 
-/* As the system's, but for shut doors and a lack of descriptors. */
+/* As the system's, except for closed gates and a lack of descriptors. */
 __attribute__((visibility("default"))) int accept4(int fd, struct sockaddr *address,
                                                    socklen_t *length, int flags)
 {
-    int taken = take_one(fd, address, length, flags);
-    if (taken >= 0 && atomic_load(&shut_count) > 0 && is_shut(fd)) {
+    int taken = accept_one(fd, address, length, flags);
+    if (taken >= 0 && atomic_load(&closed_count) > 0 && is_closed(fd)) {
         close(taken);
         errno = EINTR; /* there may be more: the core calls again at once */
         return -1;
     }
-    if (taken >= 0 && (atomic_load(&reserve) < 0 || atomic_load(&left_count) > 0))
-        taken_again(fd);
+    if (taken >= 0 && (atomic_load(&reserve) < 0 || atomic_load(&stalled_count) > 0))
+        note_accepted(fd);
     if (taken >= 0 || (errno != EMFILE && errno != ENFILE))
         return taken;
-    pthread_mutex_lock(&lock);
-    say_full(errno);
-    int told = turn_away(fd);
+    moe_mutex_lock(&lock);
+    warn_full(errno);
+    int error = refuse_waiting(fd);
     if (reserve < 0)
-        leave(fd);
-    pthread_mutex_unlock(&lock);
-    errno = told;
+        add_stalled(fd);
+    moe_mutex_unlock(&lock);
+    errno = error;
     return -1;
 }

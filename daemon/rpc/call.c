@@ -1,7 +1,8 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Server calls: accepting, reading, sending, ending. Every batch of the core is started on the
  * call's shard, so no call needs a lock; shard.c has the way there for other threads. */
 #include "base/clock.h"
-#include "base/log.h"
+#include "daemon/log.h"
 #include "rpc/serving.h"
 
 #include <stdlib.h>
@@ -29,18 +30,18 @@ static void call_free(struct moe_rpc_call *c)
     if (c->core != NULL)
         grpc_call_unref(c->core);
     free(c);
-    pthread_mutex_lock(&server->lock);
+    moe_mutex_lock(&server->lock);
     server->allocated--;
     pthread_cond_broadcast(&server->changed);
-    pthread_mutex_unlock(&server->lock);
+    moe_mutex_unlock(&server->lock);
 }
 
-void moe_rpc_call_hold(struct moe_rpc_call *c)
+void moe_rpc_call_ref(struct moe_rpc_call *c)
 {
     atomic_fetch_add_explicit(&c->references, 1, memory_order_relaxed);
 }
 
-void moe_rpc_call_release(struct moe_rpc_call *c)
+void moe_rpc_call_unref(struct moe_rpc_call *c)
 {
     if (atomic_fetch_sub_explicit(&c->references, 1, memory_order_acq_rel) == 1)
         call_free(c);
@@ -64,22 +65,22 @@ static void drop_queue(struct moe_rpc_call *c)
     c->queue_end = &c->queue;
 }
 
-/* The call has one posted accept or one client less to wait for. */
+/* Removes a posted accept or a call from the server's counts. */
 static void finished(struct moe_rpc_call *c)
 {
     struct moe_rpc_server *server = c->shard->server;
-    pthread_mutex_lock(&server->lock);
+    moe_mutex_lock(&server->lock);
     if (c->linked_endless)
         TAILQ_REMOVE(&server->endless, c, endless);
     server->active -= c->counted;
     server->unfinished--;
     pthread_cond_broadcast(&server->changed);
-    pthread_mutex_unlock(&server->lock);
-    moe_rpc_call_release(c);
+    moe_mutex_unlock(&server->lock);
+    moe_rpc_call_unref(c);
 }
 
-/* Ends the life of a call on its shard once nothing of it is in flight. Called last by every event:
- * `c` may be gone afterwards. */
+/* Ends the call on its shard once no batch is in flight. Every event calls it last: `c` may be
+ * freed then. */
 static void settle(struct moe_rpc_call *c)
 {
     if (!c->closed || c->batches > 0)
@@ -98,7 +99,7 @@ static void start_read(struct moe_rpc_call *c)
 {
     grpc_op op = {.op = GRPC_OP_RECV_MESSAGE};
     op.data.recv_message.recv_message = &c->received;
-    if (c->permit == MOE_RPC_PERMIT_HELD)
+    if (c->permit == MOE_RPC_PERMIT_GRANTED)
         moe_rpc_limit_start(&c->shard->reading, &c->reading);
     c->batches++;
     MOE_RPC_START(c->core, &op, 1, &c->on_received);
@@ -127,12 +128,12 @@ static void on_received(struct moe_rpc_tag *tag, bool ok)
     grpc_byte_buffer *message = c->received;
     c->received = NULL;
     moe_rpc_limit_stop(&c->shard->reading, &c->reading);
-    /* A read that fails (broken connection, message over the limit) also closes the call. */
+    /* A failed read (broken connection, message over the limit) also closes the call. */
     if (ok)
         deliver(c, moe_rpc_msg_from_buffer(message));
     else if (message != NULL)
         grpc_byte_buffer_destroy(message);
-    if (c->permit == MOE_RPC_PERMIT_HELD)
+    if (c->permit == MOE_RPC_PERMIT_GRANTED)
         moe_rpc_admission_leave(&c->shard->server->admission, c);
     c->batches--;
     settle(c);
@@ -178,17 +179,16 @@ static void put_message(grpc_op *op, grpc_byte_buffer *message)
     op->data.send_message.send_message = message;
 }
 
-/* A failure would wait behind what the client does not take, so the call is cancelled: the core
- * then drops what it holds of the call, but for what is part of a write to the connection already.
- */
+/* A failure status would queue behind the unread data, so this cancels the call. The core then
+ * drops the call's data, except what is already part of a write to the connection. */
 void moe_rpc_taking_passed(struct moe_rpc_limit *taking)
 {
     struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, taking, taking);
     (void)grpc_call_cancel_with_status(c->core, GRPC_STATUS_DEADLINE_EXCEEDED,
-                                       "the client did not take in time what was sent to it", NULL);
+                                       "the client did not read the answer in time", NULL);
 }
 
-/* Headers, the unary answer if there is one, and the status, in one batch. */
+/* Sends headers, the unary answer (if any) and the status in one batch. */
 static void start_end(struct moe_rpc_call *c)
 {
     grpc_op ops[3];
@@ -261,7 +261,7 @@ static void on_sent(struct moe_rpc_tag *tag, bool ok)
 static void on_ended(struct moe_rpc_tag *tag, bool ok)
 {
     struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, on_ended, tag);
-    (void)ok; /* a client that left meanwhile shows in on_closed */
+    (void)ok; /* on_closed reports a client that has disconnected */
     moe_rpc_limit_stop(&c->shard->taking, &c->taking);
     c->batches--;
     settle(c);
@@ -285,18 +285,18 @@ static void on_closed(struct moe_rpc_tag *tag, bool ok)
 }
 
 /* False when the server drains. */
-static bool let_in(struct moe_rpc_call *c)
+static bool admit(struct moe_rpc_call *c)
 {
     struct moe_rpc_server *server = c->shard->server;
     const struct moe_rpc_entry *entry = c->entry;
-    pthread_mutex_lock(&server->lock);
+    moe_mutex_lock(&server->lock);
     bool draining = server->draining;
     c->counted = !draining;
     c->linked_endless = !draining && entry->endless;
     server->active += c->counted;
     if (c->linked_endless)
         TAILQ_INSERT_TAIL(&server->endless, c, endless);
-    pthread_mutex_unlock(&server->lock);
+    moe_mutex_unlock(&server->lock);
     return !draining || (entry->built_in && !entry->endless);
 }
 
@@ -310,10 +310,10 @@ static void started(struct moe_rpc_call *c)
 
     if (c->entry->registered == NULL) {
         moe_rpc_fail(c, moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
-                                  "there is no such method here"));
+                                  "the server has no such method"));
         return;
     }
-    if (!let_in(c)) {
+    if (!admit(c)) {
         moe_rpc_fail(c, moe_rpc_draining());
         return;
     }
@@ -364,10 +364,10 @@ static struct moe_rpc_call *call_create(struct moe_rpc_shard *shard, size_t inde
     atomic_init(&c->read_outstanding, true);
     grpc_metadata_array_init(&c->metadata);
     grpc_call_details_init(&c->details);
-    pthread_mutex_lock(&server->lock);
+    moe_mutex_lock(&server->lock);
     server->unfinished++;
     server->allocated++;
-    pthread_mutex_unlock(&server->lock);
+    moe_mutex_unlock(&server->lock);
     return c;
 }
 
@@ -379,11 +379,12 @@ void moe_rpc_accept(struct moe_rpc_shard *shard, size_t index)
         struct moe_rpc_call *c = call_create(shard, index);
         if (c == NULL) {
             /* Later accepts of this entry fill the gap. */
-            moe_log_error("out of memory: %u calls fewer can be accepted at once",
+            moe_log_error("out of memory: %u fewer calls can be accepted at once",
                           MOE_RPC_ACCEPT_DEPTH - shard->accepting[index]);
             return;
         }
         shard->accepting[index]++;
+        MOE_RPC_HAND_OVER(&c->on_accepted);
         grpc_call_error error =
             entry->registered == NULL
                 ? grpc_server_request_call(server->core, &c->core, &c->details, &c->metadata,
@@ -399,7 +400,7 @@ struct moe_status moe_rpc_draining(void)
 {
     enum { RETRY_MS = 100 };
     return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, RETRY_MS,
-                           "the server is leaving: use another one");
+                           "the server is shutting down: use another one");
 }
 
 /* ------------------------------------------------------------------ operations */
@@ -440,7 +441,7 @@ void moe_rpc_apply(struct moe_rpc_op *op)
         break;
     case MOE_RPC_OP_GRANT: apply_grant(c); break;
     }
-    moe_rpc_call_release(c);
+    moe_rpc_call_unref(c);
 }
 
 /* ------------------------------------------------------------------ for handlers */
@@ -484,7 +485,7 @@ const char *moe_rpc_call_metadata(struct moe_rpc_call *c, const char *key)
     return NULL;
 }
 
-/* Ends the call unless it has been ended before. Takes `message` over. */
+/* Ends the call unless it has ended. Takes `message` over. */
 static void end(struct moe_rpc_call *c, struct moe_status status, grpc_byte_buffer *message)
 {
     if (atomic_exchange(&c->ended, true)) {
@@ -494,7 +495,7 @@ static void end(struct moe_rpc_call *c, struct moe_status status, grpc_byte_buff
     }
     c->end_status = status;
     c->end_message = message;
-    moe_rpc_call_hold(c);
+    moe_rpc_call_ref(c);
     moe_rpc_post(&c->end_op);
 }
 
@@ -533,7 +534,7 @@ void moe_rpc_send(struct moe_rpc_call *c, const struct moe_rpc_out *out)
     *op = (struct moe_rpc_op){
         .kind = MOE_RPC_OP_SEND, .call = c, .message = moe_rpc_out_to_buffer(out)};
     atomic_fetch_add(&c->backlog, 1);
-    moe_rpc_call_hold(c);
+    moe_rpc_call_ref(c);
     moe_rpc_post(op);
 }
 
@@ -545,6 +546,6 @@ size_t moe_rpc_send_backlog(const struct moe_rpc_call *c)
 void moe_rpc_read_next(struct moe_rpc_call *c)
 {
     MOE_INVARIANT(!atomic_exchange(&c->read_outstanding, true));
-    moe_rpc_call_hold(c);
+    moe_rpc_call_ref(c);
     moe_rpc_post(&c->read_op);
 }

@@ -1,7 +1,9 @@
-/* What the files of the client share: client.c (thread, channels, unary calls) and stream.c. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Shared by the files of the client: client.c (thread, channels, unary calls) and stream.c. */
 #ifndef MOE_RPC_CALLING_H
 #define MOE_RPC_CALLING_H
 
+#include "base/mutex.h"
 #include "rpc/client.h"
 #include "rpc/core.h"
 
@@ -13,19 +15,21 @@
 struct moe_rpc_in_flight {
     struct moe_rpc_client *client;
     grpc_call *core;   /* NULL once the call is over */
-    bool asked_to_end; /* by this side: a CANCELLED is our own */
-    bool starting;     /* the function that began it has not returned: the client has to stay */
+    bool asked_to_end; /* this side cancelled the call */
+    bool starting;     /* the function that starts it has not returned: the client must stay */
     TAILQ_ENTRY(moe_rpc_in_flight) link;
 };
 
 struct moe_rpc_client {
     grpc_completion_queue *queue;
-    _Atomic uint64_t spin_ns; /* how long the thread stays awake after an event */
+    _Atomic uint64_t spin_ns; /* how long the thread polls without sleep after an event */
     pthread_t thread;
-    pthread_mutex_t lock; /* guards all that follows, and calls in flight */
+    struct moe_mutex lock; /* guards all that follows, and calls in flight */
     pthread_cond_t idle;
-    TAILQ_HEAD(, moe_rpc_in_flight) calls; /* not over, or still being started */
-    bool closing;                          /* new calls are cancelled at once */
+    MOE_GUARDED_BY(lock) struct {
+        TAILQ_HEAD(, moe_rpc_in_flight) calls; /* unfinished, or still starting */
+        bool closing;                          /* new calls are cancelled at once */
+    };
 };
 
 struct moe_rpc_channel {
@@ -35,19 +39,19 @@ struct moe_rpc_channel {
 
 bool moe_rpc_client_is_this_thread(const struct moe_rpc_client *c);
 
-/* A call that is begun while the client is being destroyed is cancelled at once. */
+/* Cancels the call at once if the client is being destroyed. */
 void moe_rpc_in_flight_begin(struct moe_rpc_in_flight *f, struct moe_rpc_channel *ch,
                              const char *path, uint64_t deadline_ns);
-/* Any thread, at any time in the life of the client. */
+/* Any thread, during the life of the client. */
 void moe_rpc_in_flight_cancel(struct moe_rpc_in_flight *f);
-/* What the caller is told of a call that has ended. A CANCELLED that nobody here asked for and that
- * no handler explains is a server that reset the call as it went down: UNAVAILABLE, as if it had
- * been gone already. */
+/* The status of an ended call for its caller. CANCELLED without a cancel of this side and without
+ * trailing metadata means that a server reset the call while it shut down. It becomes UNAVAILABLE.
+ */
 struct moe_status moe_rpc_in_flight_status(struct moe_rpc_in_flight *f, grpc_status_code code,
                                            grpc_slice text,
                                            const grpc_metadata_array *trailing) MOE_CHECKED;
-/* By the thread that began the call, once it has started its batches. The call may be over by then,
- * and the client gone afterwards. */
+/* Called by the thread that began the call, after it has started its batches. The call may be over
+ * by then, and the client may be freed afterwards. */
 void moe_rpc_in_flight_started(struct moe_rpc_in_flight *f);
 /* After the last event of the call. */
 void moe_rpc_in_flight_end(struct moe_rpc_in_flight *f);

@@ -1,9 +1,12 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* gRPC client: one completion queue and its thread, channels, and unary calls. Streams are in
- * stream.c. Retries are the caller's: a retry inside the core would keep tensors alive behind our
- * back. */
+ * stream.c. Callers retry: a retry inside the core would keep references to tensors. */
 #include "rpc/client.h"
 
 #include "base/clock.h"
+#include "base/mutex.h"
+#include "base/thread.h"
+#include "base/wait.h"
 #include "rpc/calling.h"
 
 #include <limits.h>
@@ -17,38 +20,36 @@
 
 static _Thread_local struct moe_rpc_client *this_client;
 
-/* The next event, or a timeout while the thread stays awake. */
-static grpc_event next_event(struct moe_rpc_client *c, uint64_t *awake_until)
+/* The next event, or a timeout while the thread polls. */
+static grpc_event next_event(struct moe_rpc_client *c, uint64_t *spin_until)
 {
     const uint64_t spin = atomic_load_explicit(&c->spin_ns, memory_order_relaxed);
-    const bool awake = spin > 0 && moe_clock_ns() < *awake_until;
+    const bool polls = spin > 0 && moe_clock_ns() < *spin_until;
     const gpr_timespec until =
-        awake ? gpr_inf_past(GPR_CLOCK_MONOTONIC) : gpr_inf_future(GPR_CLOCK_MONOTONIC);
+        polls ? gpr_inf_past(GPR_CLOCK_MONOTONIC) : gpr_inf_future(GPR_CLOCK_MONOTONIC);
     grpc_event event = grpc_completion_queue_next(c->queue, until, NULL);
     if (spin > 0 && event.type == GRPC_OP_COMPLETE)
-        *awake_until = moe_clock_ns() + spin;
-    else if (awake)
-        sched_yield(); /* who has something to do comes first */
+        *spin_until = moe_clock_ns() + spin;
+    else if (polls)
+        sched_yield(); /* threads with work have priority */
     return event;
 }
 
 static void *client_main(void *arg)
 {
     struct moe_rpc_client *c = arg;
-    uint64_t awake_until = 0;
+    uint64_t spin_until = 0;
     this_client = c;
     for (;;) {
-        grpc_event event = next_event(c, &awake_until);
+        grpc_event event = next_event(c, &spin_until);
         if (event.type == GRPC_QUEUE_SHUTDOWN)
             return NULL;
-        if (event.type == GRPC_OP_COMPLETE) {
-            struct moe_rpc_tag *tag = event.tag;
-            tag->fn(tag, event.success != 0);
-        }
+        if (event.type == GRPC_OP_COMPLETE)
+            moe_rpc_run_event(&event);
     }
 }
 
-void moe_rpc_client_stay_awake(struct moe_rpc_client *c, uint64_t spin_ns)
+void moe_rpc_client_set_spin(struct moe_rpc_client *c, uint64_t spin_ns)
 {
     atomic_store_explicit(&c->spin_ns, spin_ns, memory_order_relaxed);
 }
@@ -66,21 +67,20 @@ struct moe_status moe_rpc_client_create(struct moe_rpc_client **out)
     struct moe_rpc_client *c = calloc(1, sizeof *c);
     if (c == NULL)
         return no_memory;
-    moe_rpc_library_hold();
-    pthread_mutex_init(&c->lock, NULL);
+    moe_rpc_library_ref();
+    moe_mutex_init(&c->lock);
     pthread_cond_init(&c->idle, NULL);
     TAILQ_INIT(&c->calls);
     c->queue = grpc_completion_queue_create_for_next(NULL);
-    if (pthread_create(&c->thread, NULL, client_main, c) != 0) {
+    if (moe_thread_create(&c->thread, "moe-rpc-client", client_main, c) != 0) {
         grpc_completion_queue_shutdown(c->queue);
         (void)client_main(c);
         this_client = NULL;
         grpc_completion_queue_destroy(c->queue);
-        moe_rpc_library_release();
+        moe_rpc_library_unref();
         free(c);
         return no_memory;
     }
-    pthread_setname_np(c->thread, "rpc-client");
     *out = c;
     return moe_ok();
 }
@@ -91,7 +91,7 @@ void moe_rpc_client_destroy(struct moe_rpc_client *c)
     if (c == NULL)
         return;
     MOE_INVARIANT(!moe_rpc_client_is_this_thread(c));
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     c->closing = true;
     TAILQ_FOREACH(call, &c->calls, link)
     {
@@ -100,14 +100,14 @@ void moe_rpc_client_destroy(struct moe_rpc_client *c)
             grpc_call_cancel(call->core, NULL);
     }
     while (!TAILQ_EMPTY(&c->calls))
-        pthread_cond_wait(&c->idle, &c->lock);
-    pthread_mutex_unlock(&c->lock);
+        moe_wait(&c->idle, &c->lock);
+    moe_mutex_unlock(&c->lock);
     grpc_completion_queue_shutdown(c->queue);
     pthread_join(c->thread, NULL);
     grpc_completion_queue_destroy(c->queue);
     pthread_cond_destroy(&c->idle);
-    pthread_mutex_destroy(&c->lock);
-    moe_rpc_library_release();
+    moe_mutex_destroy(&c->lock);
+    moe_rpc_library_unref();
     free(c);
 }
 
@@ -122,31 +122,30 @@ void moe_rpc_in_flight_begin(struct moe_rpc_in_flight *f, struct moe_rpc_channel
                                        grpc_slice_from_static_string(path), NULL,
                                        moe_rpc_time_to_core(deadline_ns), NULL);
     f->starting = true;
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     TAILQ_INSERT_TAIL(&c->calls, f, link);
     f->asked_to_end = c->closing;
     if (c->closing)
         grpc_call_cancel(f->core, NULL);
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
 }
 
 void moe_rpc_in_flight_cancel(struct moe_rpc_in_flight *f)
 {
     struct moe_rpc_client *c = f->client;
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     grpc_call *core = f->core;
     f->asked_to_end = true;
     if (core != NULL)
         grpc_call_ref(core);
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
     if (core == NULL)
         return;
     grpc_call_cancel(core, NULL);
     grpc_call_unref(core);
 }
 
-/* With the lock held. */
-static void leave_list(struct moe_rpc_client *c, struct moe_rpc_in_flight *f)
+static void leave_list(struct moe_rpc_client *c, struct moe_rpc_in_flight *f) MOE_REQUIRES(c->lock)
 {
     TAILQ_REMOVE(&c->calls, f, link);
     pthread_cond_broadcast(&c->idle);
@@ -155,15 +154,14 @@ static void leave_list(struct moe_rpc_client *c, struct moe_rpc_in_flight *f)
 void moe_rpc_in_flight_started(struct moe_rpc_in_flight *f)
 {
     struct moe_rpc_client *c = f->client;
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     f->starting = false;
     if (f->core == NULL)
         leave_list(c, f);
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
 }
 
-/* The core wraps the cause in layers of its own ("...; last error: UNKNOWN: ...: Connection
- * refused"); a person wants the cause alone. */
+/* The cause at the end of the core's text ("...; last error: UNKNOWN: ...: Connection refused"). */
 static struct moe_status in_plain_words(struct moe_status st)
 {
     static const char no_address[] = "failed to connect to all addresses";
@@ -180,9 +178,9 @@ struct moe_status moe_rpc_in_flight_status(struct moe_rpc_in_flight *f, grpc_sta
                                            grpc_slice text, const grpc_metadata_array *trailing)
 {
     enum { RETRY_MS = 100 };
-    pthread_mutex_lock(&f->client->lock);
+    moe_mutex_lock(&f->client->lock);
     bool ours = f->asked_to_end;
-    pthread_mutex_unlock(&f->client->lock);
+    moe_mutex_unlock(&f->client->lock);
     if (code == GRPC_STATUS_CANCELLED && !ours && trailing->count == 0)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_NONE, RETRY_MS,
                                "the server dropped the call");
@@ -192,12 +190,12 @@ struct moe_status moe_rpc_in_flight_status(struct moe_rpc_in_flight *f, grpc_sta
 void moe_rpc_in_flight_end(struct moe_rpc_in_flight *f)
 {
     struct moe_rpc_client *c = f->client;
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     grpc_call *core = f->core;
     f->core = NULL;
     if (!f->starting)
         leave_list(c, f);
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
     grpc_call_unref(core);
 }
 
@@ -223,7 +221,7 @@ struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
                                        const struct moe_rpc_channel_config *config,
                                        struct moe_rpc_channel **out)
 {
-    /* A group that restarts should be found again within seconds, not the default two minutes. */
+    /* Reconnect within seconds after a restart of the group; the core's default is two minutes. */
     enum { FIRST_BACKOFF_MS = 100, LONGEST_BACKOFF_MS = 5000 };
     uint32_t largest = config->max_message_bytes, longest = config->reconnect_ms;
     if (longest == 0 || longest > LONGEST_BACKOFF_MS)
@@ -270,7 +268,7 @@ void moe_rpc_channel_close(struct moe_rpc_channel *ch)
 {
     if (ch == NULL)
         return;
-    grpc_channel_destroy(ch->core); /* its calls keep what they need */
+    grpc_channel_destroy(ch->core); /* calls in flight keep their references */
     free(ch);
 }
 
@@ -302,7 +300,7 @@ void moe_rpc_cancel(struct moe_rpc_pending *p)
 static void on_done(struct moe_rpc_tag *tag, bool ok)
 {
     struct moe_rpc_pending *p = MOE_RPC_OWNER(struct moe_rpc_pending, on_done, tag);
-    (void)ok; /* the status says it all */
+    (void)ok; /* the status reports failures */
     struct moe_status status = moe_rpc_in_flight_status(&p->flight, p->code, p->text, &p->trailing);
     grpc_byte_buffer *message = p->message;
     if (!moe_failed(&status) && message == NULL)
@@ -358,14 +356,14 @@ void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
     p->on_done.fn = on_done;
     p->reply = reply;
     p->ctx = ctx;
-    /* One for this function, so that the call may end at any time. */
+    /* A reference of this function: the call may end at any time. */
     atomic_init(&p->references, pending != NULL ? 3 : 2);
     grpc_metadata_array_init(&p->initial);
     grpc_metadata_array_init(&p->trailing);
     moe_rpc_in_flight_begin(&p->flight, ch, path, options->deadline_ns);
     grpc_byte_buffer *message = moe_rpc_out_to_buffer(out);
     start_unary(p, options, message);
-    grpc_byte_buffer_destroy(message); /* the core has references of its own */
+    grpc_byte_buffer_destroy(message); /* the core has its references */
     moe_rpc_in_flight_started(&p->flight);
     moe_rpc_pending_free(p);
 }
@@ -373,22 +371,24 @@ void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
 /* ------------------------------------------------------------------ blocking calls */
 
 struct waiter {
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t answered;
-    bool done;
-    struct moe_status status;
-    struct moe_rpc_msg *reply;
+    MOE_GUARDED_BY(lock) struct {
+        bool done;
+        struct moe_status status;
+        struct moe_rpc_msg *reply;
+    };
 };
 
 static void wake_waiter(void *ctx, struct moe_status status, struct moe_rpc_msg *reply)
 {
     struct waiter *w = ctx;
-    pthread_mutex_lock(&w->lock);
+    moe_mutex_lock(&w->lock);
     w->status = status;
     w->reply = reply;
     w->done = true;
     pthread_cond_signal(&w->answered);
-    pthread_mutex_unlock(&w->lock);
+    moe_mutex_unlock(&w->lock);
 }
 
 static struct moe_status call_once(struct moe_rpc_channel *ch, const char *path,
@@ -397,29 +397,29 @@ static struct moe_status call_once(struct moe_rpc_channel *ch, const char *path,
 {
     struct waiter w = {.done = false};
     MOE_INVARIANT(!moe_rpc_client_is_this_thread(ch->client));
-    pthread_mutex_init(&w.lock, NULL);
+    moe_mutex_init(&w.lock);
     pthread_cond_init(&w.answered, NULL);
     moe_rpc_call_unary(ch, path, options, out, wake_waiter, &w, NULL);
-    pthread_mutex_lock(&w.lock);
+    moe_mutex_lock(&w.lock);
     while (!w.done)
-        pthread_cond_wait(&w.answered, &w.lock);
-    pthread_mutex_unlock(&w.lock);
-    pthread_cond_destroy(&w.answered);
-    pthread_mutex_destroy(&w.lock);
+        moe_wait(&w.answered, &w.lock);
+    struct moe_status st = w.status;
     *reply = w.reply;
-    return w.status;
+    moe_mutex_unlock(&w.lock);
+    pthread_cond_destroy(&w.answered);
+    moe_mutex_destroy(&w.lock);
+    return st;
 }
 
-/* The core asks why a connection failed after it has taken locks and memory, which may have changed
- * the answer (seen where there is no /sys): a connection that was only under way has failed, then,
- * for want of a file. */
+/* The core reads errno late, so another call may have changed it (seen on systems without /sys). A
+ * pending connection then fails with "no such file". */
 static bool is_made_up(const struct moe_status *st)
 {
     return st->code == MOE_UNAVAILABLE &&
            strcmp(st->text, "cannot connect: No such file or directory") == 0;
 }
 
-/* False when the call's time ends first. */
+/* False when the call's deadline comes first. */
 static bool pause_before(uint64_t deadline_ns, uint64_t pause_ns)
 {
     if (moe_clock_ns() + pause_ns >= deadline_ns)
@@ -431,9 +431,8 @@ static bool pause_before(uint64_t deadline_ns, uint64_t pause_ns)
     return true;
 }
 
-/* The core connects again after its first backoff, and until then says what it said. Not by
- * `wait_for_ready`: where nobody listens, that would wait for the whole of the caller's time, and
- * the time of a call that runs is not to be cut. */
+/* The core reconnects after its first back-off and repeats the same error until then.
+ * `wait_for_ready` is no solution: without a listener it would wait until the caller's deadline. */
 struct moe_status moe_rpc_call_wait(struct moe_rpc_channel *ch, const char *path,
                                     const struct moe_rpc_call_options *options,
                                     const struct moe_rpc_out *out, struct moe_rpc_msg **reply)

@@ -1,5 +1,6 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Statuses on the wire: `grpc-status-details-bin`, the rich error model of the public
- * google/rpc/status.proto and error_details.proto, of which we speak ErrorInfo and RetryInfo. */
+ * google/rpc/status.proto and error_details.proto. Supported: ErrorInfo and RetryInfo. */
 #include "rpc/core.h"
 #include "rpc/wire.h"
 
@@ -50,7 +51,7 @@ static void put_detail(struct moe_wire_writer *status, const char *url,
     put_message(status, STATUS_DETAILS, &any);
 }
 
-/* Metadata "worker": the last word of the text, which says where to ask. */
+/* Metadata "worker": the last word of the text, an address. */
 static void put_worker(struct moe_wire_writer *info, const char *text)
 {
     const char *space = strrchr(text, ' '), *worker = space != NULL ? space + 1 : text;
@@ -135,7 +136,7 @@ static void get_retry(const struct moe_wire_field *value, struct moe_status *sta
                 nanos = f.value;
         }
     }
-    /* A negative or absurd delay is no hint. */
+    /* Ignores a negative or very long delay. */
     if (seconds < 86400 && nanos < UINT64_C(1000000000))
         status->retry_after_ms = (uint32_t)(seconds * 1000 + nanos / 1000000);
 }

@@ -1,6 +1,8 @@
-/* grpc.health.v1: Check, List and Watch over a small table of services. A service is what its owner
- * last said it is; nothing here guesses. */
-#include "base/log.h"
+/* SPDX-License-Identifier: Apache-2.0 */
+/* grpc.health.v1: Check, List and Watch over a small table of services. The owner sets the status
+ * of each service. */
+#include "base/mutex.h"
+#include "daemon/log.h"
 #include "grpc/health/v1/health.pb-c.h"
 #include "rpc/serving.h"
 
@@ -23,11 +25,13 @@ struct watcher {
 };
 
 struct moe_rpc_health {
-    pthread_mutex_t lock; /* guards all that follows */
-    struct service services[SERVICES_MAX];
-    size_t service_count;
-    bool shut;
-    TAILQ_HEAD(, watcher) watchers;
+    struct moe_mutex lock;
+    MOE_GUARDED_BY(lock) struct {
+        struct service services[SERVICES_MAX];
+        size_t service_count;
+        bool shut;
+        TAILQ_HEAD(, watcher) watchers;
+    };
 };
 
 struct moe_rpc_health *moe_rpc_health_create(void)
@@ -35,7 +39,7 @@ struct moe_rpc_health *moe_rpc_health_create(void)
     struct moe_rpc_health *h = calloc(1, sizeof *h);
     if (h == NULL)
         return NULL;
-    pthread_mutex_init(&h->lock, NULL);
+    moe_mutex_init(&h->lock);
     TAILQ_INIT(&h->watchers);
     return h;
 }
@@ -44,13 +48,13 @@ void moe_rpc_health_destroy(struct moe_rpc_health *h)
 {
     if (h == NULL)
         return;
-    pthread_mutex_destroy(&h->lock);
+    moe_mutex_destroy(&h->lock);
     free(h);
 }
 
 /* ------------------------------------------------------------------ table (under the lock) */
 
-static struct service *find(struct moe_rpc_health *h, const char *name)
+static struct service *find(struct moe_rpc_health *h, const char *name) MOE_REQUIRES(h->lock)
 {
     for (size_t i = 0; i < h->service_count; i++) {
         if (strcmp(h->services[i].name, name) == 0)
@@ -76,7 +80,7 @@ static struct moe_rpc_out pack_answer(Grpc__Health__V1__HealthCheckResponse__Ser
     return (struct moe_rpc_out){.head = buffer, .head_length = length};
 }
 
-static void tell(struct moe_rpc_health *h, struct watcher *w)
+static void notify(struct moe_rpc_health *h, struct watcher *w) MOE_REQUIRES(h->lock)
 {
     uint8_t buffer[ANSWER_BYTES];
     w->last = status_of(find(h, w->name));
@@ -84,20 +88,20 @@ static void tell(struct moe_rpc_health *h, struct watcher *w)
     moe_rpc_send(w->call, &out);
 }
 
-static void tell_changes(struct moe_rpc_health *h)
+static void notify_changes(struct moe_rpc_health *h) MOE_REQUIRES(h->lock)
 {
     struct watcher *w;
     TAILQ_FOREACH(w, &h->watchers, link)
     {
         if (w->last != status_of(find(h, w->name)))
-            tell(h, w);
+            notify(h, w);
     }
 }
 
 void moe_rpc_health_set(struct moe_rpc_health *h, const char *name, bool serving)
 {
     bool full = false;
-    pthread_mutex_lock(&h->lock);
+    moe_mutex_lock(&h->lock);
     struct service *s = find(h, name);
     if (s == NULL) {
         full = h->service_count == SERVICES_MAX || strlen(name) >= NAME_BYTES;
@@ -107,20 +111,20 @@ void moe_rpc_health_set(struct moe_rpc_health *h, const char *name, bool serving
     }
     if (s != NULL)
         s->serving = serving && !h->shut;
-    tell_changes(h);
-    pthread_mutex_unlock(&h->lock);
+    notify_changes(h);
+    moe_mutex_unlock(&h->lock);
     if (full)
         moe_log_error("health: no room for service %.127s", name);
 }
 
 void moe_rpc_health_shut(struct moe_rpc_health *h)
 {
-    pthread_mutex_lock(&h->lock);
+    moe_mutex_lock(&h->lock);
     h->shut = true;
     for (size_t i = 0; i < h->service_count; i++)
         h->services[i].serving = false;
-    tell_changes(h);
-    pthread_mutex_unlock(&h->lock);
+    notify_changes(h);
+    moe_mutex_unlock(&h->lock);
 }
 
 /* ------------------------------------------------------------------ methods */
@@ -137,7 +141,7 @@ static struct moe_status parse(struct moe_rpc_msg *m, char name[NAME_BYTES])
     const Grpc__Health__V1__HealthCheckRequest *q = message;
     if (strlen(q->service) >= NAME_BYTES)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
-                         "the name of a service has less than %d bytes", NAME_BYTES);
+                         "the name of a service must have fewer than %d bytes", NAME_BYTES);
     memcpy(name, q->service, strlen(q->service) + 1);
     return moe_ok();
 }
@@ -152,10 +156,10 @@ static void check(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
         moe_rpc_fail(call, st);
         return;
     }
-    pthread_mutex_lock(&h->lock);
+    moe_mutex_lock(&h->lock);
     const struct service *s = find(h, name);
     struct moe_rpc_out out = pack_answer(status_of(s), buffer);
-    pthread_mutex_unlock(&h->lock);
+    moe_mutex_unlock(&h->lock);
     if (s == NULL)
         moe_rpc_fail(call, moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "unknown service"));
     else
@@ -170,7 +174,7 @@ static void list(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
     Grpc__Health__V1__HealthListResponse__StatusesEntry *pointers[SERVICES_MAX];
     uint8_t buffer[SERVICES_MAX * (NAME_BYTES + 16)];
     moe_rpc_msg_free(m); /* has no fields */
-    pthread_mutex_lock(&h->lock);
+    moe_mutex_lock(&h->lock);
     size_t count = h->service_count;
     for (size_t i = 0; i < count; i++) {
         grpc__health__v1__health_check_response__init(&status[i]);
@@ -180,7 +184,7 @@ static void list(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
         entries[i].value = &status[i];
         pointers[i] = &entries[i];
     }
-    pthread_mutex_unlock(&h->lock);
+    moe_mutex_unlock(&h->lock);
     Grpc__Health__V1__HealthListResponse r = GRPC__HEALTH__V1__HEALTH_LIST_RESPONSE__INIT;
     r.n_statuses = count;
     r.statuses = pointers;
@@ -211,10 +215,10 @@ static void watch(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
     }
     w->call = call;
     moe_rpc_call_set_user(call, w);
-    pthread_mutex_lock(&h->lock);
+    moe_mutex_lock(&h->lock);
     TAILQ_INSERT_TAIL(&h->watchers, w, link);
-    tell(h, w);
-    pthread_mutex_unlock(&h->lock);
+    notify(h, w);
+    moe_mutex_unlock(&h->lock);
 }
 
 static void watch_done(struct moe_rpc_call *call, void *ctx)
@@ -223,9 +227,9 @@ static void watch_done(struct moe_rpc_call *call, void *ctx)
     struct watcher *w = moe_rpc_call_user(call);
     if (w == NULL)
         return;
-    pthread_mutex_lock(&h->lock);
+    moe_mutex_lock(&h->lock);
     TAILQ_REMOVE(&h->watchers, w, link);
-    pthread_mutex_unlock(&h->lock);
+    moe_mutex_unlock(&h->lock);
     free(w);
 }
 

@@ -1,6 +1,7 @@
-/* The core as a library: its life, its clock, its log, and the allocator it lives on. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The core as a library: its life, clock, log and allocator. */
 #include "base/clock.h"
-#include "base/log.h"
+#include "daemon/log.h"
 #include "rpc/core.h"
 
 #include <grpc/support/log.h>
@@ -11,8 +12,8 @@
 
 static void forward_log(gpr_log_func_args *line)
 {
-    /* What the core calls an error is mostly a peer's doing (a refused connection, a broken
-     * handshake), and reaches us as a status besides. */
+    /* A peer causes most of the core's errors (refused connections, broken handshakes). They also
+     * arrive as statuses. */
     moe_log_debug("grpc: %s", line->message);
 }
 
@@ -21,14 +22,14 @@ static void install_log(void)
     gpr_set_log_function(forward_log);
 }
 
-void moe_rpc_library_hold(void)
+void moe_rpc_library_ref(void)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, install_log);
     grpc_init();
 }
 
-void moe_rpc_library_release(void)
+void moe_rpc_library_unref(void)
 {
     grpc_shutdown_blocking();
 }
@@ -59,8 +60,8 @@ uint64_t moe_rpc_time_from_core(gpr_timespec deadline)
 
 void moe_rpc_tune_allocator(void)
 {
-    /* The three go together: setting any of them freezes the dynamic mmap threshold at 128 KiB
-     * unless it is set as well, and 32 MiB is the most that glibc takes. */
+    /* Set all three: to set only one of them freezes the dynamic mmap threshold at 128 KiB. glibc
+     * accepts at most 32 MiB. */
     enum { KEEP_BYTES = 1 << 30, GROW_BYTES = 64 << 20, MMAP_BYTES = 32 << 20 };
     if (mallopt(M_MMAP_THRESHOLD, MMAP_BYTES) == 0 || mallopt(M_TRIM_THRESHOLD, KEEP_BYTES) == 0 ||
         mallopt(M_TOP_PAD, GROW_BYTES) == 0)
@@ -69,7 +70,7 @@ void moe_rpc_tune_allocator(void)
 
 void moe_rpc_tune_polling(void)
 {
-    enum { KEEP_WHAT_IS_SET = 0 };
-    if (setenv("GRPC_POLL_STRATEGY", "poll", KEEP_WHAT_IS_SET) != 0)
-        moe_log_debug("no memory for a variable: the core polls as it always does");
+    enum { KEEP_EXISTING = 0 };
+    if (setenv("GRPC_POLL_STRATEGY", "poll", KEEP_EXISTING) != 0)
+        moe_log_debug("no memory for GRPC_POLL_STRATEGY: the core keeps its default");
 }

@@ -1,5 +1,6 @@
-/* Time limits of calls. All limits of a list are equally long, so that the one that began first
- * passes first: starting, stopping and looking for the next moment take constant time. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Time limits of calls. All limits of a list have the same length, so the first to start is the
+ * first to pass. Start, stop and the search for the next one take constant time. */
 #include "base/clock.h"
 #include "rpc/serving.h"
 

@@ -1,12 +1,12 @@
-/* Messages: splitting received ones while walking the core's slices, and joining parts to be sent
- * into one buffer of slices. Never looks into a part; never copies a byte twice. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Splits received messages while walking the core's slices, and joins parts to send into one buffer
+ * of slices. Never reads a part; never copies a byte twice. */
 #include "rpc/msg.h"
 
 #include "rpc/core.h"
 #include "rpc/wire.h"
 
 #include <grpc/byte_buffer_reader.h>
-#include <protobuf-c/protobuf-c.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -47,14 +47,14 @@ struct moe_rpc_msg *moe_rpc_msg_from_pieces(const struct moe_rpc_piece *pieces, 
     return moe_rpc_msg_from_buffer(buffer);
 }
 
-/* Tags and lengths are 32-bit quantities: every protobuf library stops reading them here. */
+/* Tags and lengths have 32 bits, so at most 5 bytes. */
 enum { TAG_MAX = 5 };
 
 /* A position in a chain of slices. */
 struct cursor {
     grpc_byte_buffer_reader reader;
-    const uint8_t *at, *end; /* what is left of the current slice */
-    size_t left;             /* what is left of the message; >= end - at */
+    const uint8_t *at, *end; /* unread bytes of the current slice */
+    size_t left;             /* unread bytes of the message; >= end - at */
 };
 
 static bool cursor_open(struct cursor *c, const struct moe_rpc_msg *m)
@@ -77,7 +77,7 @@ static bool cursor_fill(struct cursor *c)
     return true;
 }
 
-/* Copies, or skips where `to` is NULL. False when the message ends before `length` bytes. */
+/* Copies, or skips if `to` is NULL. False when the message ends before `length` bytes. */
 static bool cursor_copy(struct cursor *c, void *to, size_t length)
 {
     uint8_t *out = to;
@@ -110,7 +110,7 @@ static struct moe_status truncated(void)
                      "truncated message: it ends inside a field");
 }
 
-/* What precedes a field's content. */
+/* Tag, and length or varint, of a field. */
 struct prefix {
     uint8_t raw[2 * MOE_WIRE_VARINT_MAX];
     size_t raw_length;
@@ -191,7 +191,7 @@ static struct moe_status take_head(struct split *s, const struct prefix *p)
     size_t room = MOE_RPC_HEAD_MAX - s->head_length;
     if (p->raw_length > room || p->length > room - p->raw_length)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
-                         "everything but the tensors is more than %d bytes", MOE_RPC_HEAD_MAX);
+                         "the message without its tensors is over %d bytes", MOE_RPC_HEAD_MAX);
     memcpy(s->head + s->head_length, p->raw, p->raw_length);
     s->head_length += p->raw_length;
     if (!cursor_copy(&s->cursor, s->head + s->head_length, (size_t)p->length))
@@ -286,16 +286,41 @@ size_t moe_rpc_put_part_prefix(uint8_t *to, uint32_t field, uint64_t length)
     return n + moe_wire_put_varint(to + n, length);
 }
 
+#ifdef MOE_TSAN
+/* A slice ends on any thread; what was done with the part before is seen there. */
+static void release_seen(void *arg)
+{
+    MOE_RPC_TAKE_OVER(arg);
+    struct moe_rpc_part part = *(struct moe_rpc_part *)arg;
+    free(arg);
+    part.release(part.owner);
+}
+
+static grpc_slice seen_slice(const struct moe_rpc_part *part)
+{
+    struct moe_rpc_part *copy = malloc(sizeof *copy);
+    MOE_INVARIANT(copy != NULL);
+    *copy = *part;
+    MOE_RPC_HAND_OVER(copy);
+    return grpc_slice_new_with_user_data((void *)(uintptr_t)part->data, part->length, release_seen,
+                                         copy);
+}
+#endif
+
 static grpc_slice part_slice(const struct moe_rpc_part *part)
 {
     if (part->release == NULL)
         return grpc_slice_from_static_buffer(part->data, part->length);
+#ifdef MOE_TSAN
+    return seen_slice(part);
+#else
     return grpc_slice_new_with_user_data((void *)(uintptr_t)part->data, part->length, part->release,
                                          part->owner);
+#endif
 }
 
-/* Head and first prefix, part, prefix, part ... The core tells through the slice's destructor, and
- * only through it, that it is done with a part: a completed send may still hold the bytes. */
+/* Layout: head, prefix, part, prefix, part ... Only the slice's destructor shows that the core no
+ * longer uses a part: after a completed send it may still need the bytes. */
 grpc_byte_buffer *moe_rpc_out_to_buffer(const struct moe_rpc_out *out)
 {
     grpc_slice slices[2 * MOE_RPC_PARTS_MAX + 1];
@@ -317,47 +342,4 @@ grpc_byte_buffer *moe_rpc_out_to_buffer(const struct moe_rpc_out *out)
     for (size_t i = 0; i < count; i++)
         grpc_slice_unref(slices[i]);
     return buffer;
-}
-
-/* --------------------------------------------------------------------- protobuf-c */
-
-static void *arena_alloc(void *arena, size_t size)
-{
-    struct moe_rpc_arena *a = arena;
-    size_t room = sizeof a->memory - a->used;
-    if (size > room)
-        return NULL;
-    void *p = a->memory + a->used;
-    size_t rounded = (size + 15) & ~(size_t)15;
-    a->used += rounded < room ? rounded : room;
-    return p;
-}
-
-static void arena_free(void *arena, void *p)
-{
-    (void)arena;
-    (void)p;
-}
-
-void *moe_rpc_unpack(const struct ProtobufCMessageDescriptor *type, const uint8_t *bytes,
-                     size_t length, struct moe_rpc_arena *arena)
-{
-    ProtobufCAllocator allocator = {
-        .alloc = arena_alloc, .free = arena_free, .allocator_data = arena};
-    arena->used = 0;
-    return protobuf_c_message_unpack(type, &allocator, length, bytes);
-}
-
-struct moe_status moe_rpc_msg_unpack(const struct moe_rpc_msg *m,
-                                     const struct ProtobufCMessageDescriptor *type,
-                                     struct moe_rpc_arena *arena, void **message)
-{
-    uint8_t bytes[MOE_RPC_HEAD_MAX];
-    size_t length;
-    MOE_TRY(moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length));
-    void *unpacked = moe_rpc_unpack(type, bytes, length, arena);
-    if (unpacked == NULL)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a %s", type->short_name);
-    *message = unpacked;
-    return moe_ok();
 }

@@ -1,8 +1,9 @@
-/* Messages on the wire: received ones as a chain of slices, sent ones as a head plus parts by
- * reference. The tensor bytes of a message are moved once on the way in and never on the way out.
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Messages on the wire. A received message is a chain of slices; a sent one is a head plus parts by
+ * reference. Tensor bytes are copied once on receipt and never on sending.
  *
- * A "part" is a top-level `bytes` field (numbers 12..15 in our protos) that is framed by hand; the
- * rest of a message, the "head", is itself a valid protobuf message and goes through protobuf-c. */
+ * A part is a top-level `bytes` field (numbers 12..15 in our protos), which this room frames. The
+ * head is the rest of the message. It is a valid protobuf message, and protobuf-c reads it. */
 #ifndef MOE_RPC_MSG_H
 #define MOE_RPC_MSG_H
 
@@ -18,7 +19,7 @@ enum {
 
 /* ------------------------------------------------------------------ received */
 
-/* One received message. Owned by whoever was handed it; free exactly once, on any thread. */
+/* One received message. The receiver owns it and frees it once, on any thread. */
 struct moe_rpc_msg;
 
 /* Length of the whole message in bytes. */
@@ -26,21 +27,21 @@ size_t moe_rpc_msg_length(const struct moe_rpc_msg *m);
 /* NULL is ignored. */
 void moe_rpc_msg_free(struct moe_rpc_msg *m);
 
-/* For tests and fuzzing: a message made of copies of `count` pieces (any of them may be empty).
- * NULL when out of memory. */
+/* For tests and fuzzing: a message of copies of `count` pieces, which may be empty. NULL when out
+ * of memory. */
 struct moe_rpc_piece {
     const void *data;
     size_t length;
 };
 struct moe_rpc_msg *moe_rpc_msg_from_pieces(const struct moe_rpc_piece *pieces, size_t count);
 
-/* Called when the length of part `field` is known and before any byte of it is copied; sets `*dst`
- * to memory for `length` bytes (may stay NULL when length is 0), or refuses with the status that
- * the caller of moe_rpc_msg_split will get. */
+/* Called with the length of part `field`, before any byte of it is copied. Sets `*dst` to memory
+ * for `length` bytes (may stay NULL for length 0), or fails; moe_rpc_msg_split returns that status.
+ */
 typedef struct moe_status (*moe_rpc_sink)(void *ctx, uint32_t field, size_t length, void **dst);
 
-/* Walks `m` once: fields listed in `part_fields` go, each copied once, to what `sink` gives;
- * everything else is copied to `head`, in order.
+/* Walks `m` once. Copies each field of `part_fields` to the memory from `sink`, and all other
+ * fields to `head`, in order.
  *
  * head      MOE_RPC_HEAD_MAX bytes; `*head_length` of them are set on success
  * Errors    MOE_INVALID_ARGUMENT with reason
@@ -49,30 +50,28 @@ typedef struct moe_status (*moe_rpc_sink)(void *ctx, uint32_t field, size_t leng
  *             TRUNCATED        ends inside a field
  *             TOO_LARGE        head over MOE_RPC_HEAD_MAX
  *             DUPLICATE_TENSOR a part occurs twice
- *           or what `sink` said. Memory that sink gave out stays with whoever owns it.
+ *           or the error of `sink`. Memory from `sink` keeps its owner.
  * Threads   any; `m` must not be shared. */
 struct moe_status moe_rpc_msg_split(struct moe_rpc_msg *m, const uint32_t *part_fields,
                                     size_t part_count, uint8_t *head, size_t *head_length,
                                     moe_rpc_sink sink, void *ctx) MOE_CHECKED;
 
-/* Value of the top-level varint `field` (the last one, if it occurs more than once), 0 where there
- * is none; copies nothing. For what has to be known before the parts can be placed. `m` may be
- * split afterwards. Errors: MALFORMED and TRUNCATED as above. */
+/* Value of the top-level varint `field`: the last one, or 0 if there is none. Copies nothing. For
+ * values that `sink` needs; `m` may be split afterwards. Errors: MALFORMED, TRUNCATED as above. */
 struct moe_status moe_rpc_msg_find_uint(const struct moe_rpc_msg *m, uint32_t field,
                                         uint64_t *value) MOE_CHECKED;
 
-/* The whole message in one piece, for control messages: copied into `buffer` (`capacity` bytes).
+/* Copies the whole message into `buffer` (`capacity` bytes); for control messages.
  * Errors: MOE_INVALID_ARGUMENT/TOO_LARGE. */
 struct moe_status moe_rpc_msg_flatten(const struct moe_rpc_msg *m, uint8_t *buffer, size_t capacity,
                                       size_t *length) MOE_CHECKED;
 
 /* ----------------------------------------------------------------------- sent */
 
-/* Memory sent by reference. `release(owner)` is called exactly once per part of every message that
- * was handed to a sending function, whatever became of the message, on any thread, as soon as the
- * transport is done with the bytes; until then they must not change. NULL release = static data.
- * `release` may run inside the sending call itself, so it must take no lock that is held around
- * calls into this room. */
+/* Memory to send by reference. It must not change until `release(owner)` is called: once for each
+ * part that a sending function got, on any thread, as soon as the transport no longer uses the
+ * bytes, also after a failure. NULL release = static data. `release` may run inside the sending
+ * function, so it must take no lock that its caller holds. */
 struct moe_rpc_part {
     uint32_t field;
     const void *data;
@@ -81,7 +80,7 @@ struct moe_rpc_part {
     void *owner;
 };
 
-/* A message to send: `head` (copied at once) and then the parts, in order. */
+/* A message to send: `head` (copied at once), then the parts in order. */
 struct moe_rpc_out {
     const uint8_t *head;
     size_t head_length;
@@ -89,7 +88,7 @@ struct moe_rpc_out {
     size_t part_count;
 };
 
-/* Releases the parts of a message that will not be sent. */
+/* Releases the parts of a message that is not sent. */
 void moe_rpc_out_discard(const struct moe_rpc_out *out);
 
 /* Tag and length that precede a part on the wire; returns the bytes written, at most 15. */
@@ -97,8 +96,8 @@ size_t moe_rpc_put_part_prefix(uint8_t *to, uint32_t field, uint64_t length);
 
 /* --------------------------------------------------------------------- protobuf-c */
 
-/* Unpacking with a bound: memory for one unpacked message, so that hostile input can use this much
- * and no more. The message lives inside it: nothing to free. */
+/* Memory for one unpacked message: a bound on what hostile input can use. The message lives inside
+ * it and is not freed. */
 struct moe_rpc_arena {
     size_t used; /* bytes of `memory` */
     _Alignas(16) uint8_t memory[16384];
@@ -106,32 +105,37 @@ struct moe_rpc_arena {
 
 struct ProtobufCMessageDescriptor;
 
-/* Unpacks `length` bytes to a message of `type`, inside `arena`, whose earlier message is gone.
- * Keeps nothing of `bytes`. NULL: malformed, or too big for an arena.
- *     const Foo *q = moe_rpc_unpack(&foo__descriptor, bytes, n, &arena); */
-void *moe_rpc_unpack(const struct ProtobufCMessageDescriptor *type, const uint8_t *bytes,
-                     size_t length, struct moe_rpc_arena *arena);
+/* Unpacks `length` bytes to a message of `type`; sets `*message` on success only. Copies from
+ * `bytes`. Use it for every message from outside, as protobuf-c silently ends a string at its first
+ * zero byte.
+ *
+ * arena   holds the message, and replaces an earlier one. NULL: on the heap, without a bound; free
+ *         with protobuf_c_message_free_unpacked.
+ * Errors  MOE_INVALID_ARGUMENT/MALFORMED: not of this type, a zero byte in a `string` field (also
+ * of a nested message), or too large for the arena. void *message;
+ *     MOE_TRY(moe_rpc_unpack(&foo__descriptor, bytes, n, &arena, &message));
+ *     const Foo *q = message; */
+struct moe_status moe_rpc_unpack(const struct ProtobufCMessageDescriptor *type,
+                                 const uint8_t *bytes, size_t length, struct moe_rpc_arena *arena,
+                                 void **message) MOE_CHECKED;
 
-/* The same for a received message without parts; sets `*message`, on success only.
- * Errors: MOE_INVALID_ARGUMENT with reason TOO_LARGE (over MOE_RPC_HEAD_MAX bytes) or MALFORMED. */
+/* The same for a received message without parts. Further errors: TOO_LARGE (over MOE_RPC_HEAD_MAX
+ * bytes). */
 struct moe_status moe_rpc_msg_unpack(const struct moe_rpc_msg *m,
                                      const struct ProtobufCMessageDescriptor *type,
                                      struct moe_rpc_arena *arena, void **message) MOE_CHECKED;
 
 /* --------------------------------------------------------------------- allocator */
 
-/* Sets up glibc's malloc for large messages: memory that one message gave back is kept for the next
- * instead of being returned to the kernel and faulted in again, which otherwise costs more than
- * HTTP/2 does. Process-wide; call once from main, before any thread and any other function of this
- * room. */
+/* Makes glibc's malloc keep freed memory for the next large message. Otherwise the kernel takes it
+ * back, and page faults cost more than HTTP/2. Process-wide; call once from main, before any thread
+ * and any other function of this room. */
 void moe_rpc_tune_allocator(void);
 
-/* Lets every thread that waits for events look at its own connections alone. By default the core
- * has one thread of the process look at all of them, which wakes the right one then; a server whose
- * shards stay awake (spin_ns) would wait for that thread all the same. Looking takes longer the
- * more connections there are, some 0.1 us for each. The environment's GRPC_POLL_STRATEGY comes
- * first. Process-wide; call once from main, before any thread and any other function of this room.
- */
+/* Makes each thread poll only its connections. By default one thread of the process polls all
+ * connections and wakes the right thread, so a polling shard (spin_ns) would still wait for it. A
+ * poll costs about 0.1 us for each connection. GRPC_POLL_STRATEGY in the environment has priority.
+ * Process-wide; call once from main, before any thread and any other function of this room. */
 void moe_rpc_tune_polling(void);
 
 #endif

@@ -1,6 +1,7 @@
-/* Server reflection (grpc.reflection.v1, and v1alpha, which is the same on the wire) from the
- * embedded FileDescriptorSet: an index of files and of the names they declare. Descriptors are
- * handed out as they are, never decoded further than the index needs. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Server reflection (grpc.reflection.v1, and v1alpha with the same wire format) from the embedded
+ * FileDescriptorSet: an index of files and of the names they declare. Answers contain descriptors
+ * unchanged; only the index decodes them. */
 #include "grpc/reflection/v1/reflection.pb-c.h"
 #include "rpc/serving.h"
 #include "rpc/wire.h"
@@ -26,7 +27,7 @@ struct file {
 struct symbol {
     char *name; /* fully qualified, without a leading dot */
     uint16_t file;
-    bool served; /* a service of which the server has a method */
+    bool served; /* a service with a method on the server */
 };
 
 struct moe_rpc_reflection {
@@ -75,7 +76,7 @@ static struct span child(struct span message, uint32_t number)
     return (struct span){0};
 }
 
-/* What is declared inside a declaration: where it lies, and the scope of its name. */
+/* Kinds of declarations that can contain others. */
 enum declaration { DECLARES_MESSAGE, DECLARES_ENUM, DECLARES_SERVICE, DECLARES_MEMBER };
 
 struct walk {
@@ -103,7 +104,8 @@ static struct moe_status add(struct walk *w, const char *scope, struct span name
     return moe_ok();
 }
 
-/* What field `number` inside a declaration of kind `in` declares; false for everything else. */
+/* The kind that field `number` of a declaration of kind `in` declares; false if it declares none.
+ */
 static bool declares(enum declaration in, uint32_t number, enum declaration *what)
 {
     *what = DECLARES_MEMBER;
@@ -121,7 +123,7 @@ static bool declares(enum declaration in, uint32_t number, enum declaration *wha
            number == MESSAGE_ONEOF;
 }
 
-/* Nesting is as deep as the proto files nest messages: they are ours. */
+/* The depth of recursion is that of nested messages in the embedded proto files. */
 static struct moe_status declare(struct walk *w, enum declaration kind, const char *scope,
                                  struct span content)
 {
@@ -389,7 +391,7 @@ static void on_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *c
         answer(call, ctx, request);
 }
 
-/* The next question is read when the answer to the last one has left. */
+/* Reads the next request after the last answer has left. */
 static void on_sent(struct moe_rpc_call *call, void *ctx)
 {
     (void)ctx;

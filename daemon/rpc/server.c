@@ -1,9 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Life of a server: checking the address, starting shards, draining, stopping. */
 #include "rpc/server.h"
 
 #include "base/clock.h"
-#include "base/endpoint.h"
 #include "base/wait.h"
+#include "daemon/endpoint.h"
 #include "rpc/serving.h"
 
 #include <arpa/inet.h>
@@ -71,6 +72,7 @@ static grpc_server *core_create(const struct moe_rpc_server_config *config, bool
     int largest = (int)config->max_message_bytes;
     uint32_t streams = config->max_concurrent_streams;
     streams = streams == 0 ? STREAMS : streams > INT_MAX ? INT_MAX : streams;
+    int silence = config->silence_ms == 0 ? MOE_RPC_KEEPALIVE_WAIT_MS : (int)config->silence_ms;
     grpc_arg args[] = {
         int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, largest),
         int_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, largest),
@@ -79,18 +81,18 @@ static grpc_server *core_create(const struct moe_rpc_server_config *config, bool
         int_arg(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, MOE_RPC_FRAME_BYTES),
         int_arg(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, MOE_RPC_LOOKAHEAD_BYTES),
         int_arg(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, MOE_RPC_KEEPALIVE_WAIT_MS),
-        /* A second server on the port is an error, not a silent partner. */
+        /* A second server on the same port must fail to bind. */
         int_arg(GRPC_ARG_ALLOW_REUSEPORT, 0),
         /* A small compressed message may inflate to any size before its length is checked. */
         int_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1),
         int_arg(GRPC_ARG_KEEPALIVE_TIME_MS, MOE_RPC_KEEPALIVE_MS),
-        int_arg(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, MOE_RPC_KEEPALIVE_WAIT_MS),
+        int_arg(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, silence),
         int_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
         int_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
         int_arg(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, MOE_RPC_KEEPALIVE_MS / 3),
         int_arg(GRPC_ARG_ENABLE_CHANNELZ, 0),
-        /* Windows grow with the bandwidth-delay product: wanted on routed links; without delay it
-         * only defeats the bound that permits put on memory. */
+        /* Windows would grow with the bandwidth-delay product. That helps on routed links only, and
+         * would exceed the memory bound of the permits. */
         int_arg(GRPC_ARG_HTTP2_BDP_PROBE, loopback ? 0 : 1),
     };
     return grpc_server_create(
@@ -105,7 +107,7 @@ static struct moe_status no_memory(void)
                      "out of memory while starting a server");
 }
 
-/* The configured methods, the built-in ones, and one that stands for all unknown ones. */
+/* The configured methods, the built-in ones, and one entry for all unknown methods. */
 static struct moe_status create_entries(struct moe_rpc_server *s,
                                         const struct moe_rpc_server_config *config)
 {
@@ -130,7 +132,7 @@ static struct moe_status create_entries(struct moe_rpc_server *s,
     }
     for (size_t i = 0; i < s->entry_count; i++) {
         struct moe_rpc_entry *e = &s->entries[i];
-        /* Without a payload here: nothing is read before the call has been looked at. */
+        /* No payload: a handler sees the call before any message is read. */
         e->registered =
             grpc_server_register_method(s->core, e->method.path, NULL, GRPC_SRM_PAYLOAD_NONE, 0);
         if (e->registered == NULL)
@@ -160,8 +162,8 @@ static struct moe_status create_shards(struct moe_rpc_server *s, uint32_t count)
     return moe_ok();
 }
 
-/* The core does not say why it could not listen: asks the system once more, without it. Empty when
- * the address has become free meanwhile, or only a name server knows it. */
+/* The core does not report why it cannot listen, so this binds once more without it. Empty if the
+ * address is free again, or needs a name server. */
 static const char *why_not_listening(const char *listen)
 {
     char host[256];
@@ -199,12 +201,12 @@ static struct moe_status bind_port(struct moe_rpc_server *s, const char *listen)
 
 static void set_phase(struct moe_rpc_server *s, enum moe_rpc_phase phase)
 {
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     s->phase = phase;
     pthread_cond_broadcast(&s->changed);
     while (phase == MOE_RPC_SERVING && s->shards_ready < s->shard_count)
-        pthread_cond_wait(&s->changed, &s->lock);
-    pthread_mutex_unlock(&s->lock);
+        moe_wait(&s->changed, &s->lock);
+    moe_mutex_unlock(&s->lock);
 }
 
 static void server_free(struct moe_rpc_server *s)
@@ -221,19 +223,19 @@ static void server_free(struct moe_rpc_server *s)
     moe_rpc_reflection_destroy(s->reflection);
     moe_rpc_admission_destroy(&s->admission);
     pthread_cond_destroy(&s->changed);
-    pthread_mutex_destroy(&s->lock);
+    moe_mutex_destroy(&s->lock);
     free(s);
-    moe_rpc_library_release();
+    moe_rpc_library_unref();
 }
 
 static void on_shutdown(struct moe_rpc_tag *tag, bool ok)
 {
     struct moe_rpc_server *s = MOE_RPC_OWNER(struct moe_rpc_server, on_shutdown, tag);
     (void)ok;
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     s->shut_down = true;
     pthread_cond_broadcast(&s->changed);
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
 }
 
 static uint64_t time_limit(uint32_t ms)
@@ -255,8 +257,8 @@ static struct moe_rpc_server *server_create(const struct moe_rpc_server_config *
     s->on_shutdown.fn = on_shutdown;
     TAILQ_INIT(&s->endless);
     moe_wait_init(&s->changed);
-    pthread_mutex_init(&s->lock, NULL);
-    moe_rpc_library_hold();
+    moe_mutex_init(&s->lock);
+    moe_rpc_library_ref();
     return s;
 }
 
@@ -300,21 +302,21 @@ void moe_rpc_server_set_health(struct moe_rpc_server *s, const char *service, bo
 static void begin_draining(struct moe_rpc_server *s)
 {
     struct moe_rpc_call *c;
-    moe_rpc_health_shut(s->health); /* watchers hear of it before their streams end */
-    pthread_mutex_lock(&s->lock);
+    moe_rpc_health_shut(s->health); /* notifies watchers before their streams end */
+    moe_mutex_lock(&s->lock);
     s->draining = true;
     TAILQ_FOREACH(c, &s->endless, endless)
     moe_rpc_fail(c, moe_rpc_draining());
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
 }
 
-static bool nothing_active(const struct moe_rpc_server *s)
+static bool nothing_active(const struct moe_rpc_server *s) MOE_REQUIRES(s->lock)
 {
     return s->active == 0;
 }
 
-/* "Shut down" alone is not enough: the core says so while handlers still run. */
-static bool all_over(const struct moe_rpc_server *s)
+/* `shut_down` alone is not enough: handlers may still run then. */
+static bool all_over(const struct moe_rpc_server *s) MOE_REQUIRES(s->lock)
 {
     return s->shut_down && s->unfinished == 0;
 }
@@ -323,52 +325,50 @@ static bool all_over(const struct moe_rpc_server *s)
 static bool wait_until(struct moe_rpc_server *s, bool (*reached)(const struct moe_rpc_server *s),
                        uint64_t deadline_ns)
 {
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     bool in_time = true;
     while (!reached(s) && in_time)
         in_time = moe_wait_until(&s->changed, &s->lock, deadline_ns);
     bool yes = reached(s);
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
     return yes;
 }
 
-/* Closes all connections, and lets nobody in who comes back at once. (Cancelling all calls, for
- * this core, is closing all connections. Its header speaks of doing so after a shutdown, but
- * nothing in it needs that.) */
+/* Closes all connections and refuses new ones. (In this core, grpc_server_cancel_all_calls closes
+ * all connections. Its header asks for a shutdown first, but the code does not need one.) */
 static void close_connections(struct moe_rpc_server *s)
 {
-    enum { SETTLED_MS = 2 }; /* what was let in before is known to the core then */
-    moe_rpc_shut_door(&s->door, s->port);
+    enum { SETTLED_MS = 2 }; /* by then the core knows all accepted connections */
+    moe_rpc_listener_gate_close(&s->gate, s->port);
     moe_sleep_until(moe_clock_ns() + SETTLED_MS * MOE_NS_PER_MS);
     grpc_server_cancel_all_calls(s->core);
 }
 
-/* First with the core still open: a core that shuts down cancels what arrives, while we can tell
- * clients why they are refused and when to come back. Then connections end before the core shuts
- * down, for the same reason: what a client sends as its connection closes is UNAVAILABLE to it, and
- * what reaches a core that shuts down ends with CANCELLED, which to most clients means that they
- * should not try again. */
+/* A core that shuts down answers new calls with CANCELLED, which most clients do not retry. So
+ * drain first refuses calls with a reason and a retry hint. Then it closes all connections before
+ * the core shuts down: calls on a closed connection end with UNAVAILABLE, which clients retry. */
 void moe_rpc_server_drain(struct moe_rpc_server *s, uint64_t deadline_ns)
 {
     begin_draining(s);
     (void)wait_until(s, nothing_active, deadline_ns);
     close_connections(s);
+    MOE_RPC_HAND_OVER(&s->on_shutdown);
     grpc_server_shutdown_and_notify(s->core, s->shards[0].queue, &s->on_shutdown);
     if (!wait_until(s, all_over, deadline_ns)) {
-        grpc_server_cancel_all_calls(s->core); /* connections that were being made */
+        grpc_server_cancel_all_calls(s->core); /* connections that were starting */
         (void)wait_until(s, all_over, MOE_NEVER);
     }
-    moe_rpc_forget_door(&s->door); /* nobody listens there any more */
+    moe_rpc_listener_gate_remove(&s->gate); /* the port has no listener */
 }
 
 void moe_rpc_server_stop(struct moe_rpc_server *s)
 {
     if (s == NULL)
         return;
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     MOE_INVARIANT(s->shut_down);
     while (s->allocated > 0)
-        pthread_cond_wait(&s->changed, &s->lock);
-    pthread_mutex_unlock(&s->lock);
+        moe_wait(&s->changed, &s->lock);
+    moe_mutex_unlock(&s->lock);
     server_free(s);
 }

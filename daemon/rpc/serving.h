@@ -1,12 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the files of the server share: server.c (life), shard.c (threads), call.c (calls),
- * admission.c (who may read a large message), limits.c (how long a client may take), health.c and
+ * admission.c (permits for large messages), limits.c (time limits of clients), health.c and
  * reflection.c (built-in services).
  *
- * The one idea: state of a call belongs to its shard's thread. Other threads put operations into
- * the shard's inbox, a lock-free stack, and wake the thread by an empty batch when it was empty. */
+ * The state of a call belongs to its shard's thread. Other threads push operations to the shard's
+ * inbox, a lock-free stack. A push to an empty inbox wakes the thread by an empty batch. */
 #ifndef MOE_RPC_SERVING_H
 #define MOE_RPC_SERVING_H
 
+#include "base/mutex.h"
 #include "rpc/core.h"
 #include "rpc/server.h"
 
@@ -25,7 +27,7 @@ struct moe_rpc_limit {
     bool runs;
 };
 
-/* Limits of a shard that are equally long. Shard thread only. */
+/* Limits of a shard with the same length. Shard thread only. */
 struct moe_rpc_limits {
     TAILQ_HEAD(, moe_rpc_limit) running; /* the first passes first */
     uint64_t length_ns;
@@ -35,9 +37,10 @@ struct moe_rpc_limits {
 void moe_rpc_limits_init(struct moe_rpc_limits *list, uint64_t length_ns,
                          void (*passed)(struct moe_rpc_limit *limit));
 void moe_rpc_limit_start(struct moe_rpc_limits *list, struct moe_rpc_limit *limit);
-/* Nothing where it does not run. */
+/* Does nothing if the limit does not run. */
 void moe_rpc_limit_stop(struct moe_rpc_limits *list, struct moe_rpc_limit *limit);
-/* Calls `passed` for every limit that has; returns when to look again. */
+/* Calls `passed` for every limit that has passed. Returns the time (monotonic ns) of the next
+ * check, or MOE_NEVER. */
 uint64_t moe_rpc_limits_expire(struct moe_rpc_limits *list);
 
 /* ------------------------------------------------------------------ calls */
@@ -46,7 +49,7 @@ enum moe_rpc_op_kind {
     MOE_RPC_OP_SEND,  /* one message to the send queue */
     MOE_RPC_OP_END,   /* end with end_status (and end_message) */
     MOE_RPC_OP_READ,  /* read the next message */
-    MOE_RPC_OP_GRANT, /* a permit to read has been given to a waiting call */
+    MOE_RPC_OP_GRANT, /* a waiting call has got a permit to read */
 };
 
 struct moe_rpc_op {
@@ -56,12 +59,12 @@ struct moe_rpc_op {
     grpc_byte_buffer *message; /* MOE_RPC_OP_SEND */
 };
 
-enum moe_rpc_permit { MOE_RPC_PERMIT_NONE, MOE_RPC_PERMIT_WAITING, MOE_RPC_PERMIT_HELD };
+enum moe_rpc_permit { MOE_RPC_PERMIT_NONE, MOE_RPC_PERMIT_WAITING, MOE_RPC_PERMIT_GRANTED };
 
 struct moe_rpc_entry {
     struct moe_rpc_method method;
-    bool built_in;    /* answered by this room, also while the server drains */
-    bool endless;     /* has no end of its own: failed at once when the server drains */
+    bool built_in;    /* this room answers it, also while the server drains */
+    bool endless;     /* clients never end it: fails at once when the server drains */
     void *registered; /* NULL: stands for all unknown methods */
 };
 
@@ -73,12 +76,12 @@ struct moe_rpc_call {
     grpc_call_details details; /* unknown methods only */
     gpr_timespec core_deadline;
     uint64_t deadline_ns;
-    struct moe_rpc_text *texts; /* copies that moe_rpc_call_metadata gave out */
+    struct moe_rpc_text *texts; /* copies that moe_rpc_call_metadata returned */
     void *user;
 
     /* Any thread. */
-    atomic_uint references; /* one of the shard until `done`, one per hold, one per op on its way */
-    atomic_bool ended;      /* reply, fail or finish was called; the caller that sets it owns: */
+    atomic_uint references; /* shard until `done`: 1; each moe_rpc_call_ref: 1; each posted op: 1 */
+    atomic_bool ended;      /* reply, fail or finish was called; the caller that sets it writes: */
     struct moe_status end_status;
     grpc_byte_buffer *end_message; /* unary answer */
     atomic_bool cancelled;
@@ -87,15 +90,15 @@ struct moe_rpc_call {
     struct moe_rpc_op end_op, read_op, grant_op;
 
     /* Shard thread only. */
-    unsigned batches;    /* in flight; the call is over when closed and none is left */
-    bool closed;         /* the core has said how the call ended */
+    unsigned batches;    /* in flight; the call is over when `closed` and this is 0 */
+    bool closed;         /* the core has reported the end of the call */
     bool over;           /* `done` has run */
     bool ending;         /* MOE_RPC_OP_END has arrived */
     bool end_started;    /* the status batch has been started */
-    bool headers_sent;   /* initial metadata has been put into a batch */
+    bool headers_sent;   /* initial metadata is part of a batch */
     bool half_closed;    /* the client sends no more */
     int core_cancelled;  /* written by the core */
-    bool introduced;     /* the handler knows of the call */
+    bool introduced;     /* `started` has run, so `done` must */
     bool counted;        /* in the server's `active` */
     bool linked_endless; /* in the server's list of endless calls */
     grpc_byte_buffer *received;
@@ -115,33 +118,35 @@ TAILQ_HEAD(moe_rpc_calls, moe_rpc_call);
 /* Posts accepts until the shard has MOE_RPC_ACCEPT_DEPTH of them for entry `index`. */
 enum { MOE_RPC_ACCEPT_DEPTH = 4 };
 void moe_rpc_accept(struct moe_rpc_shard *shard, size_t index);
-/* What clients of a draining server are told. */
+/* The status for clients of a draining server. */
 struct moe_status moe_rpc_draining(void) MOE_CHECKED;
-/* Does what `op` says and gives its reference back. Never runs a handler. Shard thread. */
+/* Runs `op` and drops its reference to the call. Never runs a handler. Shard thread. */
 void moe_rpc_apply(struct moe_rpc_op *op);
-/* What becomes of a call that has used its permit, or has left what was sent, for too long. */
+/* Ends a call that reads, or leaves sent data unread, for too long. */
 void moe_rpc_reading_passed(struct moe_rpc_limit *reading);
 void moe_rpc_taking_passed(struct moe_rpc_limit *taking);
 
 /* ------------------------------------------------------------------ admission */
 
-/* Permits to read large messages: `limit` at a time, others wait in order of arrival. */
+/* Permits to read large messages: `limit` at a time; other calls wait in order of arrival. */
 struct moe_rpc_admission {
-    pthread_mutex_t lock;
-    uint32_t limit, active;
-    uint32_t max_waiting, waiting;
-    struct moe_rpc_calls queue;
+    struct moe_mutex lock;
+    MOE_GUARDED_BY(lock) struct {
+        uint32_t limit, active;
+        uint32_t max_waiting, waiting;
+        struct moe_rpc_calls queue;
+    };
 };
 
 void moe_rpc_admission_init(struct moe_rpc_admission *a, uint32_t limit, uint32_t max_waiting);
 void moe_rpc_admission_destroy(struct moe_rpc_admission *a);
-/* Gives `call` a permit at once (`*now`), or lets it wait (MOE_RPC_OP_GRANT will come), or refuses:
- * QUEUE_FULL. */
+/* Grants a permit at once (`*now` = true), or queues the call (MOE_RPC_OP_GRANT follows).
+ * Errors: RESOURCE_EXHAUSTED/QUEUE_FULL. */
 struct moe_status moe_rpc_admission_enter(struct moe_rpc_admission *a, struct moe_rpc_call *call,
                                           bool *now) MOE_CHECKED;
-/* Stops waiting, if the call still waits. */
+/* Removes the call from the queue, if it still waits. */
 void moe_rpc_admission_forget(struct moe_rpc_admission *a, struct moe_rpc_call *call);
-/* Gives a HELD permit back, and on to the longest waiting call. */
+/* Returns a GRANTED permit and passes it to the call that has waited longest. */
 void moe_rpc_admission_leave(struct moe_rpc_admission *a, struct moe_rpc_call *call);
 
 /* ------------------------------------------------------------------ shards */
@@ -153,34 +158,34 @@ struct moe_rpc_shard {
     bool started;
     _Atomic(struct moe_rpc_op *) inbox; /* newest first */
     struct moe_rpc_tag on_wake;
-    bool applying;        /* the inbox is being drained */
-    uint64_t awake_until; /* of a server with spin_ns */
+    bool applying;       /* the inbox is being drained */
+    uint64_t spin_until; /* of a server with spin_ns */
     struct moe_rpc_limits reading, taking;
     unsigned *accepting; /* accepts posted, per entry */
 };
 
-/* Starts the thread. It waits for the server's phase to change, and then serves or ends. */
+/* Starts the thread. It waits until the server's phase changes, then serves or ends. */
 struct moe_status moe_rpc_shard_start(struct moe_rpc_shard *shard) MOE_CHECKED;
-/* Ends and joins the thread, if there is one, and frees the queue. No call may exist any more. */
+/* Ends and joins the thread, if there is one, and frees the queue. All calls are freed before. */
 void moe_rpc_shard_stop(struct moe_rpc_shard *shard);
-/* Hands `op` to its call's shard; applied at once when that is the calling thread. One reference of
- * the call passes to the op. */
+/* Hands `op` to its call's shard; on the shard's thread it is applied at once. The op takes one
+ * reference to the call. */
 void moe_rpc_post(struct moe_rpc_op *op);
 
 /* ------------------------------------------------------------------ connections */
 
-/* Before a server listens: a lack of descriptors turns connections away, and does not end the
- * listening (accept.c). */
+/* Opens the descriptor that lets listeners survive a lack of descriptors (accept.c). Call before a
+ * server listens. */
 void moe_rpc_reserve_descriptor(void);
 
-/* Connections to this port are closed as they come, until it is forgotten: whoever made it shut
- * must forget it, once. For the listeners of this process. */
-struct moe_rpc_door {
-    struct moe_rpc_door *next;
+/* A closed gate: accept4 closes new connections to its port, for all listeners of this process.
+ * Each close needs one remove; the gate stays in memory until then. */
+struct moe_rpc_listener_gate {
+    struct moe_rpc_listener_gate *next;
     uint16_t port;
 };
-void moe_rpc_shut_door(struct moe_rpc_door *door, uint16_t port);
-void moe_rpc_forget_door(struct moe_rpc_door *door);
+void moe_rpc_listener_gate_close(struct moe_rpc_listener_gate *gate, uint16_t port);
+void moe_rpc_listener_gate_remove(struct moe_rpc_listener_gate *gate);
 
 /* ------------------------------------------------------------------ server */
 
@@ -194,24 +199,26 @@ struct moe_rpc_server {
     size_t entry_count;
     struct moe_rpc_admission admission;
     uint64_t read_limit_ns; /* how long a call may use a permit */
-    uint64_t send_limit_ns; /* how long a client may leave what was sent */
-    uint64_t spin_ns;       /* how long shards stay awake after an event */
+    uint64_t send_limit_ns; /* how long a client may leave sent data unread */
+    uint64_t spin_ns;       /* how long shards poll without sleep after an event */
     struct moe_rpc_health *health;
     struct moe_rpc_reflection *reflection;
     uint16_t port;
-    struct moe_rpc_door door; /* shut while the server drains */
+    struct moe_rpc_listener_gate gate; /* closed at the end of a drain */
     struct moe_rpc_tag on_shutdown;
 
-    pthread_mutex_t lock;   /* guards all that follows */
+    struct moe_mutex lock;
     pthread_cond_t changed; /* monotonic clock */
-    enum moe_rpc_phase phase;
-    uint32_t shards_ready; /* shards that have posted their accepts */
-    size_t unfinished;     /* calls posted for acceptance or started, `done` not run */
-    size_t active;         /* calls let in before the server drained, `done` not run */
-    size_t allocated;      /* call structs */
-    bool draining;
-    bool shut_down; /* the core has let go of all connections */
-    struct moe_rpc_calls endless;
+    MOE_GUARDED_BY(lock) struct {
+        enum moe_rpc_phase phase;
+        uint32_t shards_ready; /* shards that have posted their accepts */
+        size_t unfinished;     /* calls posted for acceptance or started; `done` has not run */
+        size_t active;         /* calls admitted before the drain; `done` has not run */
+        size_t allocated;      /* call structs */
+        bool draining;
+        bool shut_down; /* the core has closed all connections */
+        struct moe_rpc_calls endless;
+    };
 };
 
 /* ------------------------------------------------------------------ built-in services */
@@ -219,18 +226,18 @@ struct moe_rpc_server {
 struct moe_rpc_health *moe_rpc_health_create(void);
 void moe_rpc_health_destroy(struct moe_rpc_health *h);
 void moe_rpc_health_set(struct moe_rpc_health *h, const char *service, bool serving);
-/* Everything is NOT_SERVING from here on, whatever is set later. */
+/* Sets all services to NOT_SERVING for good; later settings have no effect. */
 void moe_rpc_health_shut(struct moe_rpc_health *h);
 enum { MOE_RPC_HEALTH_METHODS = 3 };
 void moe_rpc_health_methods(struct moe_rpc_health *h, struct moe_rpc_entry *out);
 
-/* Indexes `descriptors`, which must stay. Errors: MOE_INVALID_ARGUMENT/MALFORMED,
+/* Indexes `descriptors`, which outlives the index. Errors: MOE_INVALID_ARGUMENT/MALFORMED,
  * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
 struct moe_status moe_rpc_reflection_create(const uint8_t *descriptors, size_t length,
                                             struct moe_rpc_reflection **out) MOE_CHECKED;
 void moe_rpc_reflection_destroy(struct moe_rpc_reflection *r);
-/* Before the server starts: the service of this method is one that the server lists. Descriptors
- * tell of more services than a server has. */
+/* Adds the service of this method to the list of services; before the server starts. The
+ * descriptors also contain services that a server does not offer. */
 void moe_rpc_reflection_add_method(struct moe_rpc_reflection *r, const char *path);
 enum { MOE_RPC_REFLECTION_METHODS = 2 };
 void moe_rpc_reflection_methods(struct moe_rpc_reflection *r, struct moe_rpc_entry *out);

@@ -1,11 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Shards: a completion queue, the thread that polls it, and the inbox through which other threads
  * reach the calls that live here. */
 #include "base/clock.h"
+#include "base/thread.h"
+#include "base/wait.h"
 #include "rpc/serving.h"
 
 #include <sched.h>
 
-/* The shard whose thread this is. */
+/* The shard of the current thread; NULL on other threads. */
 static _Thread_local struct moe_rpc_shard *this_shard;
 
 /* ------------------------------------------------------------------ inbox */
@@ -32,8 +35,8 @@ static struct moe_rpc_op *oldest_first(struct moe_rpc_op *newest)
     return oldest;
 }
 
-/* Applies everything, in the order of posting. What an operation posts here in turn (a permit that
- * goes on, an answer out of a part's release) waits for those taken out before it. */
+/* Applies all operations in the order of posting. An operation may post another one to this inbox
+ * (a granted permit, an answer from a part's release); it runs after those already taken out. */
 static void drain_inbox(struct moe_rpc_shard *shard)
 {
     struct moe_rpc_op *op;
@@ -55,8 +58,8 @@ static void on_wake(struct moe_rpc_tag *tag, bool ok)
     drain_inbox(MOE_RPC_OWNER(struct moe_rpc_shard, on_wake, tag));
 }
 
-/* An empty batch completes at once: the core's only public way to put an event of one's own into a
- * queue. An inbox that was not empty has such an event on its way already, or is being drained. */
+/* An empty batch completes at once: the core's only public way to add an event to a queue. If the
+ * inbox was not empty, such an event is pending, or the inbox is being drained. */
 void moe_rpc_post(struct moe_rpc_op *op)
 {
     struct moe_rpc_call *c = op->call;
@@ -66,10 +69,10 @@ void moe_rpc_post(struct moe_rpc_op *op)
         drain_inbox(shard);
         return;
     }
-    moe_rpc_call_hold(c); /* the op and its reference may be gone once it is in the inbox */
+    moe_rpc_call_ref(c); /* the op and its reference may be gone once it is in the inbox */
     if (push(shard, op))
         MOE_RPC_START(c->core, NULL, 0, &shard->on_wake);
-    moe_rpc_call_release(c);
+    moe_rpc_call_unref(c);
 }
 
 /* ------------------------------------------------------------------ thread */
@@ -77,11 +80,11 @@ void moe_rpc_post(struct moe_rpc_op *op)
 /* False when the server could not start. */
 static bool wait_for_start(struct moe_rpc_server *server)
 {
-    pthread_mutex_lock(&server->lock);
+    moe_mutex_lock(&server->lock);
     while (server->phase == MOE_RPC_STARTING)
-        pthread_cond_wait(&server->changed, &server->lock);
+        moe_wait(&server->changed, &server->lock);
     bool serving = server->phase == MOE_RPC_SERVING;
-    pthread_mutex_unlock(&server->lock);
+    moe_mutex_unlock(&server->lock);
     return serving;
 }
 
@@ -90,23 +93,23 @@ static void post_accepts(struct moe_rpc_shard *shard)
     struct moe_rpc_server *server = shard->server;
     for (size_t i = 0; i < server->entry_count; i++)
         moe_rpc_accept(shard, i);
-    pthread_mutex_lock(&server->lock);
+    moe_mutex_lock(&server->lock);
     server->shards_ready++;
     pthread_cond_broadcast(&server->changed);
-    pthread_mutex_unlock(&server->lock);
+    moe_mutex_unlock(&server->lock);
 }
 
-/* The next event, or a timeout at `at` or while the shard stays awake. */
+/* The next event, or a timeout: at `at`, or at once while the shard polls. */
 static grpc_event next_event(struct moe_rpc_shard *shard, uint64_t at)
 {
     const uint64_t spin = shard->server->spin_ns;
-    const bool awake = spin > 0 && moe_clock_ns() < shard->awake_until;
+    const bool polls = spin > 0 && moe_clock_ns() < shard->spin_until;
     grpc_event event = grpc_completion_queue_next(
-        shard->queue, awake ? gpr_inf_past(GPR_CLOCK_MONOTONIC) : moe_rpc_time_to_core(at), NULL);
+        shard->queue, polls ? gpr_inf_past(GPR_CLOCK_MONOTONIC) : moe_rpc_time_to_core(at), NULL);
     if (spin > 0 && event.type == GRPC_OP_COMPLETE)
-        shard->awake_until = moe_clock_ns() + spin;
-    else if (awake)
-        sched_yield(); /* who has something to do comes first */
+        shard->spin_until = moe_clock_ns() + spin;
+    else if (polls)
+        sched_yield(); /* threads with work have priority */
     return event;
 }
 
@@ -123,10 +126,8 @@ static void *shard_main(void *arg)
         grpc_event event = next_event(shard, reading < taking ? reading : taking);
         if (event.type == GRPC_QUEUE_SHUTDOWN)
             return NULL;
-        if (event.type == GRPC_OP_COMPLETE) {
-            struct moe_rpc_tag *tag = event.tag;
-            tag->fn(tag, event.success != 0);
-        }
+        if (event.type == GRPC_OP_COMPLETE)
+            moe_rpc_run_event(&event);
     }
 }
 
@@ -136,11 +137,10 @@ struct moe_status moe_rpc_shard_start(struct moe_rpc_shard *shard)
     moe_rpc_limits_init(&shard->reading, server->read_limit_ns, moe_rpc_reading_passed);
     moe_rpc_limits_init(&shard->taking, server->send_limit_ns, moe_rpc_taking_passed);
     shard->on_wake.fn = on_wake;
-    if (pthread_create(&shard->thread, NULL, shard_main, shard) != 0)
+    if (moe_thread_create(&shard->thread, "moe-rpc-shard", shard_main, shard) != 0)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                         "cannot start a thread for serving");
+                         "cannot start a shard thread");
     shard->started = true;
-    pthread_setname_np(shard->thread, "rpc-shard");
     return moe_ok();
 }
 
@@ -151,7 +151,7 @@ void moe_rpc_shard_stop(struct moe_rpc_shard *shard)
     grpc_completion_queue_shutdown(shard->queue);
     if (shard->started)
         pthread_join(shard->thread, NULL);
-    /* The core wants to be asked until it says so, also where the thread never served. */
+    /* The queue must be drained until QUEUE_SHUTDOWN, also when the thread never served. */
     while (
         grpc_completion_queue_next(shard->queue, gpr_inf_future(GPR_CLOCK_MONOTONIC), NULL).type !=
         GRPC_QUEUE_SHUTDOWN)

@@ -1,11 +1,15 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Bidirectional streams of the client: one message in flight each way, an unbounded send queue that
- * its owner watches, and a handle that may be given back at any time. */
+ * its owner bounds, and a handle that may be freed at any time. */
 #include "rpc/calling.h"
+
+#include "base/mutex.h"
+#include "base/wait.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
 
-/* A message that waits for its turn. */
+/* A queued message. */
 struct queued {
     STAILQ_ENTRY(queued) link;
     grpc_byte_buffer *message;
@@ -25,17 +29,19 @@ struct moe_rpc_stream {
     grpc_status_code code;
     grpc_slice text;
 
-    pthread_mutex_t lock; /* guards all that follows, and the starting of batches */
-    pthread_cond_t quiet; /* in_callback has become false */
-    unsigned batches;     /* in flight; `closed` comes when none is left */
-    struct send_queue queue;
-    struct queued *sending;
-    size_t backlog;   /* queued, and the one being sent */
-    bool close_asked; /* half-close after the queue */
-    bool half_closed; /* it has been started */
-    bool ended;       /* the status is here: nothing can be sent any more */
-    bool detached;    /* the handle is gone: no callback starts */
-    bool in_callback;
+    struct moe_mutex lock; /* guards all that follows, and the starting of batches */
+    pthread_cond_t quiet;  /* in_callback has become false */
+    MOE_GUARDED_BY(lock) struct {
+        unsigned batches; /* in flight; `closed` comes when none is left */
+        struct send_queue queue;
+        struct queued *sending;
+        size_t backlog;   /* queued, and the one being sent */
+        bool close_asked; /* half-close after the queue */
+        bool half_closed; /* it has been started */
+        bool ended;       /* the status has arrived: nothing can be sent */
+        bool detached;    /* the handle is freed: no callback starts */
+        bool in_callback;
+    };
 };
 
 static void release(struct moe_rpc_stream *s)
@@ -43,14 +49,14 @@ static void release(struct moe_rpc_stream *s)
     if (atomic_fetch_sub(&s->references, 1) > 1)
         return;
     pthread_cond_destroy(&s->quiet);
-    pthread_mutex_destroy(&s->lock);
+    moe_mutex_destroy(&s->lock);
     free(s);
 }
 
 /* ------------------------------------------------------------------ sending */
 
-/* Starts the next send or the half-close. Under the lock. */
-static void pump(struct moe_rpc_stream *s)
+/* Starts the next send or the half-close. */
+static void pump(struct moe_rpc_stream *s) MOE_REQUIRES(s->lock)
 {
     if (s->ended || s->sending != NULL || s->half_closed)
         return;
@@ -75,7 +81,7 @@ static void drop(struct queued *q)
     free(q);
 }
 
-/* Without the lock: parts are released on the way. */
+/* Without the lock, as it releases parts. */
 static void drop_all(struct send_queue *queue)
 {
     struct queued *q;
@@ -94,14 +100,14 @@ struct moe_status moe_rpc_stream_send(struct moe_rpc_stream *s, const struct moe
                          "out of memory while sending");
     }
     q->message = moe_rpc_out_to_buffer(out);
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     bool refused = s->ended || s->close_asked;
     if (!refused) {
         STAILQ_INSERT_TAIL(&s->queue, q, link);
         s->backlog++;
         pump(s);
     }
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
     if (!refused)
         return moe_ok();
     drop(q);
@@ -111,51 +117,51 @@ struct moe_status moe_rpc_stream_send(struct moe_rpc_stream *s, const struct moe
 size_t moe_rpc_stream_backlog(const struct moe_rpc_stream *s)
 {
     struct moe_rpc_stream *locked = (struct moe_rpc_stream *)(uintptr_t)s;
-    pthread_mutex_lock(&locked->lock);
+    moe_mutex_lock(&locked->lock);
     size_t backlog = s->backlog;
-    pthread_mutex_unlock(&locked->lock);
+    moe_mutex_unlock(&locked->lock);
     return backlog;
 }
 
 void moe_rpc_stream_close_send(struct moe_rpc_stream *s)
 {
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     s->close_asked = true;
     pump(s);
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
 }
 
 /* ------------------------------------------------------------------ events */
 
-/* False when the handle is gone. */
+/* False when the handle is freed. */
 static bool callback_begin(struct moe_rpc_stream *s)
 {
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     bool wanted = !s->detached;
     s->in_callback = wanted;
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
     return wanted;
 }
 
 static void callback_end(struct moe_rpc_stream *s)
 {
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     s->in_callback = false;
     pthread_cond_broadcast(&s->quiet);
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
 }
 
-/* Called last by every event: `s` may be gone afterwards. */
+/* Every event calls it last: `s` may be freed then. */
 static void settle(struct moe_rpc_stream *s)
 {
     struct send_queue unsent = STAILQ_HEAD_INITIALIZER(unsent);
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     bool over = --s->batches == 0 && s->ended;
     if (over) {
         STAILQ_CONCAT(&unsent, &s->queue);
         s->backlog = 0;
     }
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
     if (!over)
         return;
     drop_all(&unsent);
@@ -187,9 +193,9 @@ static void on_status(struct moe_rpc_tag *tag, bool ok)
 {
     struct moe_rpc_stream *s = MOE_RPC_OWNER(struct moe_rpc_stream, on_status, tag);
     (void)ok;
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     s->ended = true;
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
     settle(s);
 }
 
@@ -197,18 +203,17 @@ static void on_sent(struct moe_rpc_tag *tag, bool ok)
 {
     struct moe_rpc_stream *s = MOE_RPC_OWNER(struct moe_rpc_stream, on_sent, tag);
     (void)ok; /* a broken stream shows in on_status */
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     struct queued *sent = s->sending;
     s->sending = NULL;
     s->backlog--;
     pump(s);
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
     drop(sent);
     settle(s);
 }
 
-/* Under the lock. */
-static void start_read(struct moe_rpc_stream *s)
+static void start_read(struct moe_rpc_stream *s) MOE_REQUIRES(s->lock)
 {
     grpc_op op = {.op = GRPC_OP_RECV_MESSAGE};
     op.data.recv_message.recv_message = &s->received;
@@ -229,9 +234,9 @@ static void on_received(struct moe_rpc_tag *tag, bool ok)
         } else {
             grpc_byte_buffer_destroy(message);
         }
-        pthread_mutex_lock(&s->lock);
+        moe_mutex_lock(&s->lock);
         start_read(s);
-        pthread_mutex_unlock(&s->lock);
+        moe_mutex_unlock(&s->lock);
     }
     settle(s);
 }
@@ -246,12 +251,12 @@ static void start(struct moe_rpc_stream *s, const struct moe_rpc_call_options *o
     status.data.recv_status_on_client.trailing_metadata = &s->trailing;
     status.data.recv_status_on_client.status = &s->code;
     status.data.recv_status_on_client.status_details = &s->text;
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     s->batches = 2;
     MOE_RPC_START(s->flight.core, open, 2, &s->on_opened);
     MOE_RPC_START(s->flight.core, &status, 1, &s->on_status);
     start_read(s);
-    pthread_mutex_unlock(&s->lock);
+    moe_mutex_unlock(&s->lock);
 }
 
 struct moe_status moe_rpc_stream_open(struct moe_rpc_channel *ch, const char *path,
@@ -271,11 +276,11 @@ struct moe_status moe_rpc_stream_open(struct moe_rpc_channel *ch, const char *pa
     s->on_sent.fn = on_sent;
     s->on_half_closed.fn = on_half_closed;
     s->on_status.fn = on_status;
-    /* One for this function: the call may end, and a callback free the handle, at any time. */
+    /* One for this function: the call may end at any time, and a callback may free the handle. */
     atomic_init(&s->references, 3);
     grpc_metadata_array_init(&s->initial);
     grpc_metadata_array_init(&s->trailing);
-    pthread_mutex_init(&s->lock, NULL);
+    moe_mutex_init(&s->lock);
     pthread_cond_init(&s->quiet, NULL);
     STAILQ_INIT(&s->queue);
     moe_rpc_in_flight_begin(&s->flight, ch, path, options->deadline_ns);
@@ -287,10 +292,10 @@ struct moe_status moe_rpc_stream_open(struct moe_rpc_channel *ch, const char *pa
 
 void moe_rpc_stream_cancel(struct moe_rpc_stream *s)
 {
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     bool ended = s->ended;
-    pthread_mutex_unlock(&s->lock);
-    if (!ended) /* the client may be gone otherwise */
+    moe_mutex_unlock(&s->lock);
+    if (!ended) /* after the end the client may be freed */
         moe_rpc_in_flight_cancel(&s->flight);
 }
 
@@ -299,10 +304,10 @@ void moe_rpc_stream_free(struct moe_rpc_stream *s)
     if (s == NULL)
         return;
     moe_rpc_stream_cancel(s);
-    pthread_mutex_lock(&s->lock);
+    moe_mutex_lock(&s->lock);
     s->detached = true;
     while (s->in_callback && !moe_rpc_client_is_this_thread(s->flight.client))
-        pthread_cond_wait(&s->quiet, &s->lock);
-    pthread_mutex_unlock(&s->lock);
+        moe_wait(&s->quiet, &s->lock);
+    moe_mutex_unlock(&s->lock);
     release(s);
 }

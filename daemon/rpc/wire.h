@@ -1,6 +1,7 @@
-/* The protobuf wire format over flat memory: what the few messages need that are not generated
- * (google.rpc details, descriptor sets, part prefixes). Never allocates; a malformed input is an
- * early end, told apart from a clean end by the cursor. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The protobuf wire format over flat memory, for messages without generated code (google.rpc
+ * details, descriptor sets, part prefixes). Never allocates. Malformed input ends a walk early; the
+ * cursor shows this. */
 #ifndef MOE_RPC_WIRE_H
 #define MOE_RPC_WIRE_H
 
@@ -20,7 +21,7 @@ enum { MOE_WIRE_VARINT_MAX = 10 };
 /* Writes at most MOE_WIRE_VARINT_MAX bytes and returns how many. */
 size_t moe_wire_put_varint(uint8_t *to, uint64_t value);
 
-/* A bounded writer: puts that do not fit change nothing but `overflow`. */
+/* A bounded writer: a put that does not fit only sets `overflow`. */
 struct moe_wire_writer {
     uint8_t *memory;
     size_t capacity;
@@ -38,8 +39,9 @@ struct moe_wire_field {
     const uint8_t *bytes;
     size_t length;
 };
-/* Reads the field at `*at` and moves on; false at the end, or (`*at` < length then) where the
- * message is malformed. */
+/* Reads the field at `*at` and advances `*at`. False at the end, and also at a malformed field;
+ * then
+ * `*at` < length. */
 bool moe_wire_next(const uint8_t *message, size_t length, size_t *at, struct moe_wire_field *out);
 
 #endif

@@ -1,9 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* An assignment is first copied into tables of the backend's form and checked against the model, so
  * that loading itself works on nothing that came over the wire. */
 #include "worker/loader.h"
 
 #include "base/clock.h"
-#include "base/log.h"
+#include "daemon/log.h"
 
 #include <inttypes.h>
 #include <stdatomic.h>

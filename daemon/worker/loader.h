@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Makes the experts that a placement puts on this slot resident: reads them through the model room,
  * hands them to the backend, and keeps the layers until another placement comes. Only rows of own
  * experts are read; what every slot needs (router, shared experts) is read by all.
@@ -6,8 +7,8 @@
 #ifndef MOE_WORKER_LOADER_H
 #define MOE_WORKER_LOADER_H
 
+#include "group/group.h"
 #include "model/model.h"
-#include "worker/group.h"
 
 struct moe_loader;
 

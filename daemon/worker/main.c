@@ -1,11 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* moe-worker: settings and signals around worker.h. A drain that was cut short is a failure. */
+#include "base/build.h"
 #include "base/clock.h"
 #include "base/cores.h"
-#include "base/daemon.h"
-#include "base/endpoint.h"
-#include "base/log.h"
-#include "base/metrics_http.h"
 #include "base/size.h"
+#include "daemon/daemon.h"
+#include "daemon/endpoint.h"
+#include "daemon/hangup.h"
+#include "daemon/log.h"
+#include "daemon/metrics_http.h"
 #include "rpc/msg.h"
 #include "worker/worker.h"
 
@@ -27,7 +30,7 @@ struct settings {
     uint64_t max_tokens_per_request, max_tokens_per_step, max_queued_tokens;
     uint64_t wait_budget_ms, drain_ms, spin_us;
     const char *training, *lora_targets, *freeze, *training_dir;
-    uint64_t lora_rank, saved_bytes, saved_device_bytes, saved_seconds;
+    uint64_t lora_rank, retained_bytes, retained_device_bytes, retained_seconds;
     double lora_alpha, training_share;
 };
 
@@ -108,9 +111,9 @@ static void configure_training(const struct settings *s, struct moe_worker_confi
     c->trainer.lora_alpha = (float)s->lora_alpha;
     c->trainer.lora_targets = s->lora_rank > 0 ? targets : 0;
     c->training_permille = (uint32_t)(s->training_share * 1000 + 0.5);
-    c->saved_bytes = s->saved_bytes;
-    c->saved_device_bytes = s->saved_device_bytes;
-    c->saved_ns = s->saved_seconds * MOE_NS_PER_S;
+    c->saved_bytes = s->retained_bytes;
+    c->saved_device_bytes = s->retained_device_bytes;
+    c->saved_ns = s->retained_seconds * MOE_NS_PER_S;
     c->training_directory = s->training_dir;
 }
 
@@ -119,6 +122,7 @@ static void configure_training(const struct settings *s, struct moe_worker_confi
 struct run {
     uv_loop_t loop;
     uv_signal_t signals[2];
+    uv_poll_t hangup;
     uv_async_t ended;
     struct moe_worker *worker;
     unsigned signals_seen;
@@ -126,7 +130,7 @@ struct run {
     struct moe_status outcome; /* set before `ended` is sent */
 };
 
-static void on_seated(void *ctx, uint32_t slot)
+static void on_slot_assigned(void *ctx, uint32_t slot)
 {
     static char component[24]; /* the log keeps the pointer */
     (void)ctx;
@@ -181,7 +185,7 @@ static struct moe_status watch(struct run *run)
         run->signals[i].data = run;
         MOE_TRY(check_uv(uv_signal_start(&run->signals[i], on_signal, signums[i])));
     }
-    return moe_ok();
+    return moe_hangup_watch(&run->loop, &run->hangup);
 }
 
 static void close_handle(uv_handle_t *handle, void *arg)
@@ -209,7 +213,8 @@ static struct moe_status serve_until_ended(struct run *run,
                                            struct moe_metrics *metrics)
 {
     struct moe_metrics_http *http = NULL;
-    moe_log_info("release %s, listening on %s", MOE_VERSION, moe_worker_endpoint(run->worker));
+    moe_log_info("release %s (commit %s), listening on %s", moe_build_version(), moe_build_commit(),
+                 moe_worker_endpoint(run->worker));
     if (common->metrics_listen != NULL) {
         const struct moe_metrics_http_config config = {.listen = common->metrics_listen,
                                                        .metrics = metrics,
@@ -270,7 +275,7 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .wait_budget_ms = (uint32_t)s->wait_budget_ms,
         .drain_ms = (uint32_t)s->drain_ms,
         .spin_ns = spin_of(s, backend),
-        .seated = on_seated,
+        .slot_assigned = on_slot_assigned,
         .ended = on_ended,
         .ctx = &run,
     };
@@ -318,9 +323,9 @@ static struct settings settings = {
     .lora_targets = "gate,up,down",
     .lora_alpha = 16,
     .training_share = 0.5,
-    .saved_bytes = UINT64_C(1) << 30,
-    .saved_device_bytes = UINT64_C(1) << 30,
-    .saved_seconds = 600,
+    .retained_bytes = UINT64_C(1) << 30,
+    .retained_device_bytes = UINT64_C(1) << 30,
+    .retained_seconds = 600,
 };
 
 static const struct moe_option table[] = {
@@ -377,13 +382,16 @@ static const struct moe_option table[] = {
     {"training-dir", 0, MOE_OPTION_STRING, &settings.training_dir, 0, 0, "DIR",
      "Checkpoints: DIR/NAME is a model folder with optimizer state; a directory all workers "
      "share"},
-    {"saved-bytes", 0, MOE_OPTION_BYTES, &settings.saved_bytes, 65536, 0, "BYTES",
-     "Memory for saved forward passes, and the same again for kept answers of Backward"},
-    {"saved-device-bytes", 0, MOE_OPTION_BYTES, &settings.saved_device_bytes, 0, 0, "BYTES",
-     "Device memory for activations of saved forward passes, which Backward then need not "
-     "compute again; 0 = none"},
-    {"saved-seconds", 0, MOE_OPTION_UINT, &settings.saved_seconds, 1, 86400, "S",
-     "How long saved forward passes, activations and answers are kept"},
+    {"retained-bytes", 0, MOE_OPTION_BYTES, &settings.retained_bytes, 65536, 0, "BYTES",
+     "Memory for retained forward passes, and the same again for answers of Backward"},
+    {"retained-device-bytes", 0, MOE_OPTION_BYTES, &settings.retained_device_bytes, 0, 0, "BYTES",
+     "Device memory for activations of retained passes, so that Backward does not compute them "
+     "again; 0 = none"},
+    {"retained-seconds", 0, MOE_OPTION_UINT, &settings.retained_seconds, 1, 86400, "S",
+     "How long retained passes, their activations and answers of Backward stay"},
+    {"saved-bytes", 0, MOE_OPTION_RENAMED, NULL, 0, 0, NULL, "retained-bytes"},
+    {"saved-device-bytes", 0, MOE_OPTION_RENAMED, NULL, 0, 0, NULL, "retained-device-bytes"},
+    {"saved-seconds", 0, MOE_OPTION_RENAMED, NULL, 0, 0, NULL, "retained-seconds"},
 };
 
 /* ---------------------------------------------------------------------- all together */
@@ -391,9 +399,11 @@ static const struct moe_option table[] = {
 /* What a setting means nothing without. Such a setting is a mistake, and taken in silence it would
  * be found when what it should have done is missed. */
 static const char *const needs[][2] = {
-    {"freeze", "training"},        {"lora-rank", "training"},   {"training-share", "training"},
-    {"training-dir", "training"},  {"saved-bytes", "training"}, {"saved-device-bytes", "training"},
-    {"saved-seconds", "training"}, {"lora-alpha", "lora-rank"}, {"lora-targets", "lora-rank"},
+    {"freeze", "training"},           {"lora-rank", "training"},
+    {"training-share", "training"},   {"training-dir", "training"},
+    {"retained-bytes", "training"},   {"retained-device-bytes", "training"},
+    {"retained-seconds", "training"}, {"lora-alpha", "lora-rank"},
+    {"lora-targets", "lora-rank"},
 };
 
 static bool is_on(const struct settings *s, const char *name)
@@ -458,5 +468,10 @@ int main(int argc, char **argv)
         .run = run_worker,
         .ctx = &settings,
     };
+    struct moe_status st = moe_backends_prepare();
+    if (moe_failed(&st)) {
+        fprintf(stderr, "moe-worker: %s\n", st.text);
+        return 1;
+    }
     return moe_daemon_main(&daemon, argc, argv);
 }

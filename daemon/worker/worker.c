@@ -1,18 +1,20 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The worker's parts: made, joined to one another, ended. The hooks of the group come from its two
- * threads: what changes the view (load, form, serve, leave: worker_view.c) runs on the jobs thread
- * alone, so `session` and `view` need no lock. */
+ * threads: what changes the view (load, form, serve, leave: worker_view.c) runs on the serial
+ * executor alone, so `session` and `view` need no lock. */
 #include "worker/worker_state.h"
 
+#include "base/build.h"
 #include "base/clock.h"
-#include "base/log.h"
 #include "base/random.h"
 #include "base/wait.h"
-#include "descriptors.h"
+#include "daemon/log.h"
+#include "engine/step_metrics.h"
+#include "proto/descriptors.h"
 #include "rpc/client.h"
 #include "rpc/server.h"
-#include "worker/step_metrics.h"
-#include "worker/training.h"
-#include "worker/training_service.h"
+#include "service/training_service.h"
+#include "training/training.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,10 +50,10 @@ static void announce_training(void *ctx, const struct moe_ticket *call, uint32_t
     moe_peers_announce_training(w->peers, call, tokens);
 }
 
-static void hold(void *ctx, bool on)
+static void block_weight_updates(void *ctx, bool on)
 {
     struct moe_worker *w = ctx;
-    moe_peers_hold(w->peers, on);
+    moe_peers_block_weight_updates(w->peers, on);
 }
 
 static void finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
@@ -73,17 +75,17 @@ static void run_ticket(void *ctx, const struct moe_ticket *ticket)
 static void told(void *ctx)
 {
     struct moe_worker *w = ctx;
-    pthread_mutex_lock(&w->told_lock);
+    moe_mutex_lock(&w->told_lock);
     if (w->may_tell)
         moe_group_try_again(w->group);
-    pthread_mutex_unlock(&w->told_lock);
+    moe_mutex_unlock(&w->told_lock);
 }
 
 static void set_may_tell(struct moe_worker *w, bool may_tell)
 {
-    pthread_mutex_lock(&w->told_lock);
+    moe_mutex_lock(&w->told_lock);
     w->may_tell = may_tell;
-    pthread_mutex_unlock(&w->told_lock);
+    moe_mutex_unlock(&w->told_lock);
 }
 
 static void listen(void *ctx)
@@ -101,12 +103,12 @@ static void lost(void *ctx, uint64_t epoch, uint64_t slots, struct moe_status wh
 
 /* ------------------------------------------------------------------ the group's own thread */
 
-static void seated(void *ctx, uint32_t slot, uint32_t slots)
+static void slot_assigned(void *ctx, uint32_t slot, uint32_t slots)
 {
     struct moe_worker *w = ctx;
     (void)slots;
     moe_service_set_slot(w->service, slot);
-    w->config.seated(w->config.ctx, slot);
+    w->config.slot_assigned(w->config.ctx, slot);
 }
 
 static void numbers(void *ctx, struct moe_group_numbers *out)
@@ -205,11 +207,12 @@ static struct moe_status create_engine(struct moe_worker *w)
         .layer_count = moe_loader_layer_count(w->loader),
         .max_tokens_per_step = w->config.max_tokens_per_step,
         .max_queued_tokens = w->config.max_queued_tokens,
-        .training = w->train,
+        .calls = w->train != NULL ? &moe_train_call_ops : NULL,
+        .calls_ctx = w->train,
         .metrics = w->step_metrics,
         .announce = announce,
         .announce_training = announce_training,
-        .hold = hold,
+        .block_weight_updates = block_weight_updates,
         .finished = finished,
         .listen = listen,
         .spin_ns = w->config.spin_ns,
@@ -265,7 +268,7 @@ static struct moe_status create_peers(struct moe_worker *w)
         .client = w->client,
         .incarnation = w->incarnation,
         .training_permille = w->config.training_permille,
-        .bell = moe_engine_bell(w->engine),
+        .eventcount = moe_engine_eventcount(w->engine),
         .run = run_ticket,
         .lost = lost,
         .ctx = w,
@@ -353,7 +356,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .model = moe_model_name(w->model),
                 .fingerprint = moe_model_fingerprint(w->model),
                 .family = moe_model_family(w->model),
-                .version = MOE_VERSION,
+                .version = moe_build_version(),
                 .layers = moe_loader_specs(w->loader),
                 .layer_count = moe_loader_layer_count(w->loader),
                 .max_tokens_per_step = c->max_tokens_per_step,
@@ -368,7 +371,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .form = moe_worker__form,
                 .serve = moe_worker__serve,
                 .leave = moe_worker__leave_view,
-                .seated = seated,
+                .slot_assigned = slot_assigned,
                 .numbers = numbers,
                 .cancel_load = cancel_load,
                 .give_up = give_up,
@@ -387,8 +390,10 @@ static struct moe_status add_metrics(struct moe_worker *w)
         return moe_ok();
     const struct moe_metric_desc build = {
         .name = "moe_build_info",
-        .help = "Release and backend of the worker; always 1.",
-        .labels = {{"version", MOE_VERSION}, {"backend", w->config.backend->name}}};
+        .help = "Release, commit and backend of the worker; always 1.",
+        .labels = {{"version", moe_build_version()},
+                   {"commit", moe_build_commit()},
+                   {"backend", w->config.backend->name}}};
     struct moe_gauge *info;
     MOE_TRY(moe_metrics_add_gauge(w->config.metrics, &build, &info));
     moe_gauge_set(info, 1);
@@ -405,7 +410,7 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
                          "no memory for the worker");
     struct moe_status st;
     w->config = *config;
-    pthread_mutex_init(&w->told_lock, NULL);
+    moe_mutex_init(&w->told_lock);
     MOE_TRY_GOTO(st, moe_random_id(&w->incarnation), fail);
     MOE_TRY_GOTO(st, add_metrics(w), fail);
     MOE_TRY_GOTO(st, open_model(w), fail);
@@ -451,7 +456,7 @@ void moe_worker_stop(struct moe_worker *w)
     if (w->device != NULL)
         w->config.backend->device_close(w->device);
     moe_model_close(w->model);
-    pthread_mutex_destroy(&w->told_lock);
+    moe_mutex_destroy(&w->told_lock);
     free(w);
 }
 

@@ -1,10 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* One worker: a device, a model, and the parts around them (engine, service, peers, group), wired
  * together and taken apart in the right order. Whoever starts it decides which backend, and what to
  * do when it has ended; nothing here reads flags or signals. */
 #ifndef MOE_WORKER_WORKER_H
 #define MOE_WORKER_WORKER_H
 
-#include "base/metrics.h"
+#include "daemon/metrics.h"
 #include "moe/training.h"
 
 struct moe_worker;
@@ -39,7 +40,7 @@ struct moe_worker_config {
                                        0 = none. Time as above */
     const char *training_directory; /* root of checkpoints; NULL = none */
     /* The coordinator gave a seat. Any thread; must not block. */
-    void (*seated)(void *ctx, uint32_t slot);
+    void (*slot_assigned)(void *ctx, uint32_t slot);
     /* The worker is done: drained, or refused by the coordinator. Any thread, once; must not stop
      * the worker from within. */
     void (*ended)(void *ctx, struct moe_status why);

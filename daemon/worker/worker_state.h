@@ -1,14 +1,15 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the files of the worker as a whole share; nobody else includes this. */
 #ifndef MOE_WORKER_WORKER_STATE_H
 #define MOE_WORKER_WORKER_STATE_H
 
-#include "worker/group.h"
+#include "base/mutex.h"
+#include "group/group.h"
+#include "links/peers.h"
+#include "service/service.h"
 #include "worker/loader.h"
-#include "worker/peers.h"
-#include "worker/service.h"
 #include "worker/worker.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 
 enum { MOE_WORKER_ENDPOINT_BYTES = 256 };
@@ -32,8 +33,9 @@ struct moe_worker {
     struct moe_rpc_client *client;
     struct moe_rpc_server *server;
     struct moe_group *group;
-    pthread_mutex_t told_lock;
-    bool may_tell; /* under told_lock: `group` is there, whatever a client asks for */
+    struct moe_mutex told_lock;
+    MOE_GUARDED_BY(told_lock)
+    bool may_tell; /* `group` is there, whatever a client asks for */
     struct moe_gauge *epoch_gauge;
 
     /* Jobs thread only. */
@@ -48,7 +50,7 @@ struct moe_worker {
     atomic_bool draining;
 };
 
-/* Hooks of the group (worker/group.h), on the jobs thread; ctx is the worker. */
+/* Hooks of the group (group/group.h), on the serial executor; ctx is the worker. */
 struct moe_status moe_worker__load(void *ctx,
                                    const struct moe_group_assignment *assignment) MOE_CHECKED;
 struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,

@@ -1,10 +1,11 @@
-/* Views, on the jobs thread alone: weights in, a session joined and proven, served, left. See
- * worker/group.h for when. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Views, on the serial executor alone: weights in, a session joined and proven, served, left. See
+ * group/group.h for when. */
 #include "worker/worker_state.h"
 
-#include "base/log.h"
+#include "daemon/log.h"
 #include "rpc/server.h"
-#include "worker/training.h"
+#include "training/training.h"
 
 #include <string.h>
 
@@ -57,10 +58,10 @@ static void leave_room(struct moe_worker *w, uint64_t state_bytes)
     struct moe_status st =
         moe_loader_check_room(w->loader, both, "gradients, optimizer state and saved activations");
     if (bytes > 0 && moe_failed(&st)) {
-        moe_log_warn("no activations are kept for Backward (--saved-device-bytes): %s", st.text);
+        moe_log_warn("no activations are kept for Backward (--retained-device-bytes): %s", st.text);
         bytes = 0;
     }
-    moe_train_limit_activations(w->train, bytes);
+    moe_activations_set_limit(moe_train_activations(w->train), bytes);
 }
 
 static struct moe_status attach_training(struct moe_worker *w)

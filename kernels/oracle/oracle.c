@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The double-precision layer: weights are kept as doubles in canonical form, and each function is
  * one formula of moe/layer_spec.h. Slow on purpose wherever speed would cost clarity. */
 #include "oracle/oracle_internal.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What a MoE layer should compute, in double precision and plain loops: the yardstick of the tests.
  *
  * Written from the formulas of moe/layer_spec.h and of nothing else; it shares no code with any

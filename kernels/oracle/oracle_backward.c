@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Gradients of the double-precision layer: each function is one formula of moe/training.h, with the
  * forward values worked out again where they are needed. */
 #include "oracle/oracle_internal.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the oracle's files share: the layer itself and the functions that forward and backward both
  * need. */
 #ifndef MOE_ORACLE_INTERNAL_H

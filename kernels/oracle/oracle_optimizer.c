@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Optimizer steps, the balance rule and adapters of the oracle, one formula each. */
 #include "oracle/oracle.h"
 

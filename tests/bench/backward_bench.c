@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What a backward pass costs beside the forward pass of the same tokens, on one slot.
  *
  *     backward_bench [--backend cpu] [--threads N] [--tokens N] [--shared]
@@ -11,7 +12,7 @@
 #include "plain_layer.h"
 
 #include "base/clock.h"
-#include "base/options.h"
+#include "daemon/options.h"
 #include "moe/training.h"
 #include "support/median.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Speed of dispatch and combine between GPUs, with the routing known: what the wire and the row
  * moves of one layer cost, without router and experts.
  *
@@ -13,9 +14,11 @@ extern "C" {
 }
 
 #include "base/clock.h"
-#include "cuda/backend.h"
-#include "cuda/ep.h"
-#include "cuda/step.h"
+#include "cuda/exchange/ep.h"
+#include "cuda/step/backend.h"
+#include "cuda/step/join.h"
+#include "cuda/step/open.h"
+#include "cuda/step/step.h"
 
 #include <algorithm>
 #include <cmath>
@@ -203,7 +206,7 @@ struct moe_status make_passes(void *ctx)
 {
     const passes *p = static_cast<const passes *>(ctx);
     for (uint32_t i = 0; i < p->count; i++) {
-        MOE_TRY(moe_cuda_session_count_step(p->b->session));
+        MOE_TRY(moe_cuda_ep_count_step(p->b->session));
         pass(*p->b, p->combine, p->compute);
     }
     return moe_ok();
@@ -269,7 +272,7 @@ double time_passes(bench &b, bool combine)
     for (uint32_t i = 0; i < WARM_UP + REPLAYS; i++) {
         float ms = 0;
         for (uint32_t j = 0; j < PASSES; j++)
-            require(moe_cuda_session_count_step(b.session));
+            require(moe_cuda_ep_count_step(b.session));
         require(MOE_CUDA(cudaEventRecord(begin, stream)));
         require(MOE_CUDA(cudaGraphLaunch(exec, stream)));
         require(MOE_CUDA(cudaEventRecord(end, stream)));

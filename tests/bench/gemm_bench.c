@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Speed of the expert networks on the CPU: gate_up and down of one expert (or of eight) with cold
  * weights, for every instruction set that this processor has.
  *
@@ -7,7 +8,7 @@
  * come from memory as they do in service. Printed is the best call of each line: on a shared
  * machine the others say more about the neighbours. */
 #include "base/clock.h"
-#include "cpu/layer.h"
+#include "cpu/compute/layer.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,89 +1,31 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Grouped GEMM of kernels/cuda against torch._grouped_mm and cuBLAS, in one process on one GPU.
 
 Loads the library that the target `ggemm_shared` builds, hands it torch's tensors by address, checks
 every buffer that it times, and prints one table. Each launch waits behind a short spin kernel, so
-that nobody's launch cost counts; candidates are interleaved in random order, so that all see the
-same clock and power; figures are medians.
+that no launch cost counts; candidates are interleaved in random order, so that all see the same
+clock and power; figures are medians. A dense product of torch comes first, as the reference of the
+chip: cold, and sustained at the power limit.
 
     ggemm_vs_torch.py path/to/libmoe_ggemm.so [--rounds 30] [--all-tiles] [--only TEXT]
-                      [--cublas] [--backward] [--json FILE]
+                      [--sustained SECONDS] [--cublas] [--backward] [--json FILE] [--markdown FILE]
 """
 import argparse
-import ctypes
+import datetime
 import json
 import random
+import subprocess
 import sys
+import time
 
 import torch
 
-TILES = ["decode", "even", "pingpong"]
-F32, BF16, SWIGLU, LATE = 1, 2, 0, 0
+from ggemm_binding import Products, Refused
+
 SPIN_CYCLES = 300_000  # about 0.15 ms: longer than any launch takes the host
-
-
-class Status(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_int), ("reason", ctypes.c_int),
-                ("retry_after_ms", ctypes.c_uint32), ("text", ctypes.c_char * 232)]
-
-
-class Weights(ctypes.Structure):
-    """struct moe_cuda_ggemm_weights"""
-    _fields_ = [("map", ctypes.c_uint64 * 16 * len(TILES)),
-                ("back", ctypes.c_uint64 * 16), ("data", ctypes.c_void_p),
-                ("bias", ctypes.c_void_p), ("up_bias", ctypes.c_void_p),
-                ("unused", ctypes.c_uint64 * 13)]
-
-
-class Ggemm(ctypes.Structure):
-    """struct moe_cuda_ggemm"""
-    _fields_ = [("tile", ctypes.c_int), ("gated", ctypes.c_bool), ("back", ctypes.c_bool),
-                ("experts", ctypes.c_uint32), ("row_capacity", ctypes.c_uint32), ("n", ctypes.c_uint32), ("k", ctypes.c_uint32),
-                ("start", ctypes.c_void_p), ("count", ctypes.c_void_p), ("x", ctypes.c_void_p),
-                ("x_stride", ctypes.c_uint32), ("weights", ctypes.c_void_p), ("has_bias", ctypes.c_bool),
-                ("row_weight", ctypes.c_void_p),
-                ("weighting", ctypes.c_int), ("activation", ctypes.c_int),
-                ("limit", ctypes.c_float), ("alpha", ctypes.c_float),
-                ("out_dtype", ctypes.c_int), ("out", ctypes.c_void_p),
-                ("out_stride", ctypes.c_uint32), ("began", ctypes.c_void_p),
-                ("processors", ctypes.c_uint32)]
-
-
-class Wgrad(ctypes.Structure):
-    """struct moe_cuda_wgrad"""
-    _fields_ = [("experts", ctypes.c_uint32), ("row_capacity", ctypes.c_uint32),
-                ("n", ctypes.c_uint32), ("k", ctypes.c_uint32), ("start", ctypes.c_void_p),
-                ("count", ctypes.c_void_p), ("dy", ctypes.c_void_p), ("x", ctypes.c_void_p),
-                ("dy_stride", ctypes.c_uint32), ("x_stride", ctypes.c_uint32),
-                ("accumulate", ctypes.c_bool), ("dw", ctypes.c_void_p),
-                ("processors", ctypes.c_uint32)]
-
-
-class Facts(ctypes.Structure):
-    """struct moe_cuda_gemm_facts"""
-    _fields_ = [(f, ctypes.c_uint32) for f in ("bucket", "slots", "top_k", "experts", "n", "k")]
-
-
-def load(path):
-    lib = ctypes.CDLL(path)
-    lib.moe_cuda_ggemm_enqueue.argtypes = [ctypes.POINTER(Ggemm), ctypes.c_void_p]
-    lib.moe_cuda_ggemm_enqueue.restype = Status
-    lib.moe_cuda_ggemm_describe.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32,
-                                            ctypes.c_uint32, ctypes.POINTER(Weights)]
-    lib.moe_cuda_ggemm_describe.restype = Status
-    lib.moe_cuda_wgrad_enqueue.argtypes = [ctypes.POINTER(Wgrad), ctypes.c_void_p]
-    lib.moe_cuda_wgrad_enqueue.restype = Status
-    lib.moe_cuda_cublas_open.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
-    lib.moe_cuda_cublas_open.restype = Status
-    lib.moe_cuda_cublas_scratch_bytes.argtypes = [ctypes.c_bool, ctypes.c_int, ctypes.c_uint32,
-                                                  ctypes.c_uint32]
-    lib.moe_cuda_cublas_scratch_bytes.restype = ctypes.c_size_t
-    lib.moe_cuda_cublas_enqueue.argtypes = [ctypes.c_void_p, ctypes.POINTER(Ggemm),
-                                            ctypes.c_void_p, ctypes.c_void_p]
-    lib.moe_cuda_cublas_enqueue.restype = Status
-    lib.moe_cuda_choose_tile.argtypes = [ctypes.POINTER(Facts)]
-    lib.moe_cuda_choose_tile.restype = ctypes.c_int
-    return lib
+DENSE = 8192  # rows, columns and depth of the reference product
+COLD_PRODUCTS = 20
 
 
 class Case:
@@ -117,33 +59,37 @@ class Case:
 
     def describe(self, weights):
         """The description of `weights` that the kernel reads, on the device."""
-        d = Weights()
-        st = self.lib.moe_cuda_ggemm_describe(weights.data_ptr(), self.experts, self.n, self.k,
-                                              ctypes.byref(d))
-        if st.code != 0:
-            sys.exit(f"{self.name}: {st.text.decode()}")
-        return torch.frombuffer(bytearray(bytes(d)), dtype=torch.uint8).to("cuda")
+        d = torch.zeros(self.lib.constant("WEIGHTS_BYTES"), dtype=torch.uint8)
+        self.lib.describe(data=weights.data_ptr(), experts=self.experts, rows=self.n,
+                          columns=self.k, out=d.data_ptr())
+        return d.to("cuda")
 
     def chosen(self, back=False):
         n, k = (self.k, self.n) if back else (self.n, self.k)
-        facts = Facts(sum(self.counts), 1, 1, self.experts, n, k)
-        return self.lib.moe_cuda_choose_tile(ctypes.byref(facts))
+        return self.lib.choose_tile(bucket=sum(self.counts), slots=1, top_k=1,
+                                    experts=self.experts, n=n, k=k)
+
+    def plain(self, **changes):
+        """Arguments of a plain product of the first set; `changes` replaces some."""
+        stream = torch.cuda.current_stream().cuda_stream
+        return {"tile": 0, "gated": False, "back": False, "experts": self.experts,
+                "row_capacity": self.capacity, "n": self.n, "k": self.k,
+                "start": self.start.data_ptr(), "count": self.count.data_ptr(),
+                "x": self.x[0].data_ptr(), "x_stride": 0, "weights": self.cells[0].data_ptr(),
+                "has_bias": False, "row_weight": None, "weighting": self.lib.constant("LATE"),
+                "activation": self.lib.constant("SWIGLU"), "limit": 0, "alpha": 0,
+                "out_dtype": self.lib.constant("BF16"), "out": self.out.data_ptr(),
+                "out_stride": 0, "pre": None, "began": None, "processors": 0,
+                "stream": stream} | changes
 
     def ours(self, tile, gated=False):
-        tasks = []
-        for i in range(self.sets):
-            out = self.hidden if gated else self.out
-            tasks.append(Ggemm(tile, gated, False, self.experts, self.capacity,
-                               self.n // 2 if gated else self.n, self.k, self.start.data_ptr(),
-                               self.count.data_ptr(), self.x[i].data_ptr(), 0,
-                               self.cells[i].data_ptr(), False, None, LATE, SWIGLU, 0, 0, BF16,
-                               out.data_ptr()))
+        out, n = (self.hidden, self.n // 2) if gated else (self.out, self.n)
+        tasks = [self.plain(tile=tile, gated=gated, n=n, x=self.x[i].data_ptr(),
+                            weights=self.cells[i].data_ptr(), out=out.data_ptr())
+                 for i in range(self.sets)]
 
         def run(i):
-            stream = torch.cuda.current_stream().cuda_stream
-            st = self.lib.moe_cuda_ggemm_enqueue(ctypes.byref(tasks[i % self.sets]), stream)
-            if st.code != 0:
-                sys.exit(f"{self.name}: {st.text.decode()}")
+            self.lib.ggemm(**tasks[i % self.sets])
         return run
 
     def wgrad(self, accumulate):
@@ -152,30 +98,23 @@ class Case:
             self.dy = torch.randn(self.capacity, self.n, dtype=torch.bfloat16, device="cuda")
             self.compact_dy = self.dy[self.index]
             self.dw = torch.full((self.experts, self.n, self.k), float("nan"), device="cuda")
-        task = Wgrad(self.experts, self.capacity, self.n, self.k, self.start.data_ptr(),
-                     self.count.data_ptr(), self.dy.data_ptr(), self.x[0].data_ptr(), 0, 0,
-                     accumulate, self.dw.data_ptr())
 
         def run(_):
-            stream = torch.cuda.current_stream().cuda_stream
-            st = self.lib.moe_cuda_wgrad_enqueue(ctypes.byref(task), stream)
-            if st.code != 0:
-                sys.exit(f"{self.name}: {st.text.decode()}")
+            self.lib.wgrad(experts=self.experts, row_capacity=self.capacity, n=self.n, k=self.k,
+                           start=self.start.data_ptr(), count=self.count.data_ptr(),
+                           dy=self.dy.data_ptr(), x=self.x[0].data_ptr(), dy_stride=0, x_stride=0,
+                           accumulate=accumulate, dw=self.dw.data_ptr(), processors=0,
+                           stream=torch.cuda.current_stream().cuda_stream)
         return run
 
     def dgrad(self):
         """Gradients of the rows, by the chosen tile."""
         dx = torch.full((self.capacity, self.k), float("nan"), dtype=torch.bfloat16, device="cuda")
-        task = Ggemm(self.chosen(back=True), False, True, self.experts, self.capacity, self.k,
-                     self.n, self.start.data_ptr(), self.count.data_ptr(), self.dy.data_ptr(), 0,
-                     self.cells[0].data_ptr(), False, None, LATE, SWIGLU, 0, 0, BF16,
-                     dx.data_ptr())
+        task = self.plain(tile=self.chosen(back=True), back=True, n=self.k, k=self.n,
+                          x=self.dy.data_ptr(), out=dx.data_ptr())
 
         def run(_):
-            stream = torch.cuda.current_stream().cuda_stream
-            st = self.lib.moe_cuda_ggemm_enqueue(ctypes.byref(task), stream)
-            if st.code != 0:
-                sys.exit(f"{self.name}: {st.text.decode()}")
+            self.lib.ggemm(**task)
         run(0)
         want = self.torch_dgrad(0).float()
         error = ((dx[self.index].float() - want).norm() / want.norm()).item()
@@ -207,23 +146,15 @@ class Case:
 
     def forced_cublas(self):
         """The products of the option `gemm cublas`, fp32 out as down has it."""
-        handle = ctypes.c_void_p()
-        st = self.lib.moe_cuda_cublas_open(ctypes.byref(handle))
-        if st.code != 0:
-            sys.exit(st.text.decode())
+        kind = self.lib.constant("F32")
         out = torch.empty(self.capacity, self.n, device="cuda")
-        room = self.lib.moe_cuda_cublas_scratch_bytes(False, F32, self.capacity, self.n)
+        room = self.lib.cublas_bytes(gated=False, out_dtype=kind, row_capacity=self.capacity,
+                                     n=self.n)
         scratch = torch.empty(room, dtype=torch.uint8, device="cuda")
-        task = Ggemm(0, False, False, self.experts, self.capacity, self.n, self.k, self.start.data_ptr(),
-                     self.count.data_ptr(), self.x[0].data_ptr(), 0, self.cells[0].data_ptr(), False,
-                     None, LATE, SWIGLU, 0, 0, F32, out.data_ptr())
+        task = self.plain(out_dtype=kind, out=out.data_ptr(), scratch=scratch.data_ptr())
 
         def run(_):
-            stream = torch.cuda.current_stream().cuda_stream
-            st = self.lib.moe_cuda_cublas_enqueue(handle, ctypes.byref(task), scratch.data_ptr(),
-                                                  stream)
-            if st.code != 0:
-                sys.exit(f"{self.name}: {st.text.decode()}")
+            self.lib.cublas(**task)
         run(0)
         want = self.torch_plain(0).float()
         error = ((out[self.index] - want).norm() / want.norm()).item()
@@ -259,7 +190,8 @@ class Case:
         inside[self.index] = True
         strays = not bool(torch.isnan(out[~inside]).all())
         if not error < (8e-3 if gated else 4e-3) or strays:
-            sys.exit(f"WRONG: {self.name}, tile {TILES[tile]}: error {error:.2e}, strays {strays}")
+            sys.exit(f"WRONG: {self.name}, tile {self.lib.tiles[tile]}: error {error:.2e}, "
+                     f"strays {strays}")
         return error
 
 
@@ -340,13 +272,107 @@ def shapes():
     yield "1 row of 64 experts, 7168->4096", [0] * 63 + [1], 7168, 4096, 1, False
 
 
+def sustain(run, seconds):
+    """Mean microseconds of a product that runs back to back for at least `seconds`, and the state
+    of the chip in the middle of that time."""
+    begin, end, before = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    began, done, asked = time.monotonic(), 0, None
+    begin.record()
+    before.record()
+    while time.monotonic() - began < seconds or done == 0:
+        for i in range(COLD_PRODUCTS):  # one batch waits while the one before runs
+            run(i)
+        done += COLD_PRODUCTS
+        before.synchronize()
+        before = torch.cuda.Event()
+        before.record()
+        if asked is None and time.monotonic() - began > seconds / 2:
+            asked = ask_nvidia_smi("clocks.sm,power.draw,temperature.gpu")
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3 / done, answer_of(asked)
+
+
+def ask_nvidia_smi(fields):
+    """Asks for fields of the device in use; None where there is no nvidia-smi."""
+    device = str(torch.cuda.get_device_properties(0).uuid)
+    try:
+        return subprocess.Popen(
+            ["nvidia-smi", "-i", device if device.startswith("GPU-") else f"GPU-{device}",
+             f"--query-gpu={fields}", "--format=csv,noheader"],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return None
+
+
+def answer_of(asked):
+    """The answer, or "unknown"."""
+    if asked is None:
+        return "unknown"
+    text = asked.communicate(timeout=60)[0].strip()
+    return text if asked.returncode == 0 else "unknown"
+
+
+def nvidia_smi(fields):
+    return answer_of(ask_nvidia_smi(fields))
+
+
+def settings(args):
+    """What the figures depend on, as lines."""
+    return [
+        f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC, "
+        f"{torch.cuda.get_device_name()}, driver {nvidia_smi('driver_version')}, "
+        f"CUDA {torch.version.cuda}, torch {torch.__version__}, "
+        f"python {sys.version.split()[0]}",
+        "clocks now SM / memory, most SM, power limit, temperature: "
+        + nvidia_smi("clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"),
+        f"rounds {args.rounds}, sustained {args.sustained} s, "
+        f"{' '.join(sys.argv[2:]) or 'defaults'}",
+        f"copy {bandwidth():.0f} GB/s, read and written",
+    ]
+
+
+def dense(seconds):
+    """Lines about one large product of torch: what the chip gives cold, and at its power limit."""
+    a, b = (torch.randn(DENSE, DENSE, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    out, flops = torch.empty_like(a), 2 * DENSE ** 3
+    torch.matmul(a, b, out=out)
+    torch.cuda.synchronize()
+    time.sleep(2)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SPIN_CYCLES)
+    begin.record()
+    for _ in range(COLD_PRODUCTS):
+        torch.matmul(a, b, out=out)
+    end.record()
+    torch.cuda.synchronize()
+    cold = begin.elapsed_time(end) * 1e3 / COLD_PRODUCTS
+    lasting, state = sustain(lambda _: torch.matmul(a, b, out=out), seconds)
+    return [f"dense {DENSE}^3 bf16, torch.matmul: first {COLD_PRODUCTS} products {cold:.0f} us "
+            f"({flops / cold / 1e6:.0f} TFLOP/s), sustained {seconds} s {lasting:.0f} us "
+            f"({flops / lasting / 1e6:.0f} TFLOP/s) at {state}"]
+
+
 def report(case, name, us, base, kind="forward"):
     row = {"shape": case.name, "kind": kind, "candidate": name, "us": round(us, 1),
            "tflops": round(case.flops / us / 1e6, 1), "gbs": round(case.bytes / us / 1e3),
            "times_torch": round(base / us, 3)}
-    print(f"{case.name:32s} {name:28s} {row['us']:9.1f} us {row['tflops']:7.1f} TF "
+    print(f"{case.name:32s} {kind:9s} {name:28s} {row['us']:9.1f} us {row['tflops']:7.1f} TF "
           f"{row['gbs']:6d} GB/s  x{row['times_torch']:.3f}", flush=True)
     return row
+
+
+def report_sustained(case, candidates, seconds):
+    """Candidates one after the other, each for `seconds`; the first one is torch."""
+    rows, base = [], None
+    # So that the first one is not the coldest.
+    sustain(next(iter(candidates.values())), seconds / 4)
+    for name, run in candidates.items():
+        us, state = sustain(run, seconds)
+        base = base or us
+        rows.append(report(case, name, us, base, "sustained"))
+        print(f"    at {state}", flush=True)
+    return rows
 
 
 def backward_shapes():
@@ -373,28 +399,73 @@ def measure_backward(case, rounds):
     return [report(case, name, us, times[rival(name)], "backward") for name, us in times.items()]
 
 
-def measure(case, rounds, all_tiles, gated, forced):
+SUSTAINED = ("64x512 7168->4096", "2x4096 4096->28672", "routed 64x512 7168->4096",
+             "routed 64x512 2048->7168", "routed 2x4096 4096->28672")
+
+
+def measure(case, args, gated):
     chosen = case.chosen()
-    tiles = range(len(TILES)) if all_tiles else [chosen]
+    tiles = range(len(case.lib.tiles)) if args.all_tiles else [chosen]
     candidates = {"torch": case.torch_plain}
     if len(set(case.counts)) == 1:
         candidates["cuBLAS bmm"] = case.cublas
-    if forced:
+    if args.cublas:
         candidates["--gemm cublas"] = case.forced_cublas()
     for tile in tiles:
         case.check(tile)
         mark = "*" if tile == chosen else ""
-        candidates[f"{TILES[tile]}{mark}"] = case.ours(tile)
+        candidates[f"{case.lib.tiles[tile]}{mark}"] = case.ours(tile)
+    lasting = {"torch": case.torch_plain, f"{case.lib.tiles[chosen]}*": case.ours(chosen)}
     if gated:
         case.check(chosen, gated=True)
         candidates["torch + silu * up"] = case.torch_gated
-        candidates[f"{TILES[chosen]}* gated"] = case.ours(chosen, gated=True)
-    times = time_all(candidates, case.sets, rounds)
+        candidates[f"{case.lib.tiles[chosen]}* gated"] = case.ours(chosen, gated=True)
+    times = time_all(candidates, case.sets, args.rounds)
     rows = []
     for name, us in times.items():
         base = times["torch + silu * up" if "gated" in name else "torch"]
         rows.append(report(case, name, us, base))
+    if args.sustained > 0 and case.name in SUSTAINED:
+        rows += report_sustained(case, lasting, args.sustained)
     return rows
+
+
+def forward_table(rows):
+    """Markdown: one line a shape, all candidates that were timed."""
+    lines = ["| experts x rows, K -> N | torch us | cuBLAS us | chosen | us | TFLOP/s | GB/s | "
+             "torch / ours | cuBLAS / ours | others, us |", "|" + "---|" * 10]
+    for shape in dict.fromkeys(r["shape"] for r in rows if r["kind"] == "forward"):
+        of = {r["candidate"]: r for r in rows if (r["shape"], r["kind"]) == (shape, "forward")}
+        name = next(c for c in of if c.endswith("*"))
+        ours, bmm = of[name], of.get("cuBLAS bmm")
+        others = [f"{c} {r['us']}" for c, r in of.items()
+                  if c not in ("torch", "cuBLAS bmm", name)]
+        lines.append(
+            f"| {shape} | {of['torch']['us']} | {bmm['us'] if bmm else '-'} | {name[:-1]} | "
+            f"{ours['us']} | {ours['tflops']:.0f} | {ours['gbs']} | "
+            f"{of['torch']['us'] / ours['us']:.3f} | " +
+            (f"{bmm['us'] / ours['us']:.3f}" if bmm else "-") + f" | {', '.join(others)} |")
+    return lines
+
+
+def plain_table(rows, kind):
+    """Markdown: one line a candidate."""
+    lines = [
+        "| experts x rows, K -> N | candidate | us | TFLOP/s | torch / this |", "|" + "---|" * 5
+    ]
+    return lines + [f"| {r['shape']} | {r['candidate']} | {r['us']} | {r['tflops']:.0f} | "
+                    f"{r['times_torch']:.3f} |" for r in rows if r["kind"] == kind]
+
+
+def markdown(path, head, rows):
+    parts = [head]
+    for kind, lines in (("forward", forward_table(rows)), ("sustained",
+                                                           plain_table(rows, "sustained")),
+                        ("backward", plain_table(rows, "backward"))):
+        if any(r["kind"] == kind for r in rows):
+            parts.append([f"{kind}:", "", *lines])
+    with open(path, "w", encoding="utf-8") as f:
+        f.write("\n\n".join("\n".join(part) for part in parts) + "\n")
 
 
 def bandwidth():
@@ -412,26 +483,33 @@ def main():
     args.add_argument("--only", default="", help="shapes whose name contains this")
     args.add_argument("--cublas", action="store_true", help="time the forced cuBLAS path too")
     args.add_argument("--backward", action="store_true", help="gradients instead")
-    args.add_argument("--json")
+    args.add_argument("--sustained", type=float, default=4.0,
+                      help="seconds of the dense product and of some shapes back to back; 0 = none")
+    args.add_argument("--json", help="the rows")
+    args.add_argument("--markdown", help="settings and tables")
     args = args.parse_args()
-    lib = load(args.library)
-    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}; "
-          f"copy {bandwidth():.0f} GB/s", flush=True)
+    lib = Products(args.library)
+    head = dense(args.sustained) if args.sustained > 0 else []  # first, while the chip is cold
+    head = settings(args) + head
+    print("\n".join(head), flush=True)
     rows = []
     for name, counts, k, n in backward_shapes() if args.backward else ():
         if args.only in name:
             rows += measure_backward(Case(lib, name, counts, k, n), args.rounds)
             torch.cuda.empty_cache()
     for name, counts, k, n, sets, gated in () if args.backward else shapes():
-        if args.only not in name:
-            continue
-        rows += measure(Case(lib, name, counts, k, n, sets), args.rounds, args.all_tiles, gated,
-                        args.cublas)
-        torch.cuda.empty_cache()
+        if args.only in name:
+            rows += measure(Case(lib, name, counts, k, n, sets), args, gated)
+            torch.cuda.empty_cache()
     if args.json:
         with open(args.json, "w", encoding="utf-8") as f:
-            json.dump(rows, f, indent=1)
+            json.dump({"settings": head, "rows": rows}, f, indent=1)
+    if args.markdown:
+        markdown(args.markdown, head, rows)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Refused as error:
+        sys.exit(str(error))

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # A whole MoE layer, moed and torch in one call on the same GPUs, and their ratios.
 #
 #   tests/bench/layer.sh BUILD_DIRECTORY [GPUS] [OUTPUT_DIRECTORY]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Writes a model directory with random MoE layers of a real model's size, for benchmarks.
 
     make_model.py SHAPE DIRECTORY [--experts E] [--layers L]

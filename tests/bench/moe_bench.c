@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A whole MoE layer on every backend: how long, where, and whether the numbers are right.
  *
  *     moe_bench --backend cuda --slots 2 [--shapes deepseek-v3,qwen3-30b] [--tokens 1,128,4096]
@@ -18,7 +19,7 @@
  * JSON: one object a line, appended to FILE. */
 #include "moe_bench.h"
 
-#include "base/options.h"
+#include "daemon/options.h"
 
 #include <stdarg.h>
 #include <stdlib.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Benchmark of a whole MoE layer through the backend interface alone: router, prepare, dispatch,
  * both GEMMs, shared expert, combine, one process per slot.
  *

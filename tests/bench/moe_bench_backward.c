@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Backward passes of one line; see moe_bench.h.
  *
  * The same tokens go backward twice. As F32 tokens every backend multiplies them in exact fp32:

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* One table row and one line of JSON per measurement; see moe_bench.h. */
 #include "moe_bench.h"
 

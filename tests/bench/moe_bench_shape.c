@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Presets and weights; see moe_bench.h. */
 #include "moe_bench.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Inputs, checks and timing of one line; see moe_bench.h.
  *
  * What is timed is what was checked: y of the timed steps must be, bit for bit, the y that was

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What gRPC and our framing cost over a plain TCP socket: echo of 16 and 64 MiB tensors and of 256
  * bytes, client and server as two processes on loopback. Raw and gRPC take turns within every
  * round, because the machine's own speed drifts; the ratio is the median over the rounds.
@@ -7,6 +8,8 @@
  * Both sides do what the product does: tensors are sent by reference from memory that is there
  * already and copied once, from the core's slices, when they arrive. */
 #include "base/clock.h"
+#include "base/mutex.h"
+#include "base/wait.h"
 #include "rpc/client.h"
 #include "rpc/server.h"
 #include "support/median.h"
@@ -54,22 +57,22 @@ static void *touched(size_t bytes)
 
 /* ------------------------------------------------------------------ staging buffers */
 
-static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct moe_mutex pool_lock = MOE_MUTEX_INITIALIZER;
 static void *pool[BUFFERS];
 static size_t pool_count;
 
 static void pool_put(void *buffer)
 {
-    pthread_mutex_lock(&pool_lock);
+    moe_mutex_lock(&pool_lock);
     pool[pool_count++] = buffer;
-    pthread_mutex_unlock(&pool_lock);
+    moe_mutex_unlock(&pool_lock);
 }
 
 static void *pool_take(void)
 {
-    pthread_mutex_lock(&pool_lock);
+    moe_mutex_lock(&pool_lock);
     void *buffer = pool_count > 0 ? pool[--pool_count] : NULL;
-    pthread_mutex_unlock(&pool_lock);
+    moe_mutex_unlock(&pool_lock);
     return buffer;
 }
 
@@ -228,7 +231,7 @@ struct bench {
     struct moe_rpc_stream *stream;
     uint8_t *x, *y;
     /* Answers on the stream. */
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t changed;
     unsigned answers;
 };
@@ -275,10 +278,10 @@ static void stream_message(void *ctx, struct moe_rpc_msg *m)
     struct taken t;
     must(unload(m, &t));
     check(b, &t, t.length);
-    pthread_mutex_lock(&b->lock);
+    moe_mutex_lock(&b->lock);
     b->answers++;
     pthread_cond_signal(&b->changed);
-    pthread_mutex_unlock(&b->lock);
+    moe_mutex_unlock(&b->lock);
 }
 
 static void stream_closed(void *ctx, struct moe_status status)
@@ -290,14 +293,14 @@ static void stream_closed(void *ctx, struct moe_status status)
 static void once_stream(struct bench *b, size_t length)
 {
     struct moe_rpc_out out = request(b, length);
-    pthread_mutex_lock(&b->lock);
+    moe_mutex_lock(&b->lock);
     unsigned want = b->answers + 1;
-    pthread_mutex_unlock(&b->lock);
+    moe_mutex_unlock(&b->lock);
     must(moe_rpc_stream_send(b->stream, &out));
-    pthread_mutex_lock(&b->lock);
+    moe_mutex_lock(&b->lock);
     while (b->answers < want)
-        pthread_cond_wait(&b->changed, &b->lock);
-    pthread_mutex_unlock(&b->lock);
+        moe_wait(&b->changed, &b->lock);
+    moe_mutex_unlock(&b->lock);
 }
 
 typedef void (*once_fn)(struct bench *b, size_t length);
@@ -354,11 +357,11 @@ static void run(const uint16_t ports[2], size_t rounds)
     moe_rpc_tune_allocator();
     for (size_t i = 0; i < BUFFERS; i++)
         pool_put(touched(LARGEST));
-    pthread_mutex_init(&b.lock, NULL);
+    moe_mutex_init(&b.lock);
     pthread_cond_init(&b.changed, NULL);
     snprintf(target, sizeof target, "127.0.0.1:%u", ports[0]);
     must(moe_rpc_client_create(&client));
-    moe_rpc_client_stay_awake(client, spin_ns);
+    moe_rpc_client_set_spin(client, spin_ns);
     must(moe_rpc_channel_open(client, &(struct moe_rpc_channel_config){.target = target},
                               &b.channel));
     must(moe_rpc_stream_open(

@@ -1,12 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a saved Forward and its Backward cost beside a stateless pair, through real daemons.
 
-Usage: saved_pair.py BUILD_DIRECTORY [PAIRS [TOKENS [WORKERS]]]     TOKENS and WORKERS: lists 256,1024
+Usage: saved_pair.py BUILD_DIRECTORY [PAIRS [TOKENS [WORKERS]]]     TOKENS and WORKERS: lists
+256,1024
 
-A layer of 16 experts of 2048 x 768, eight per token, is made in a temporary folder. Per line, three kinds
-of pairs by turns, so that neighbours of this machine meet all alike: stateless (Backward brings x and
-ids), saved with nothing kept on devices (asked of a group with --saved-device-bytes 0), and saved. Prints
-medians: processor time of all workers per call, and the client's latency. No time passes or fails; it fails when
-the kinds' gradients differ in a bit, or when what was saved is not used (GPUs other than Hopper save nothing).
+A layer of 16 experts of 2048 x 768, eight per token, is made in a temporary folder. Per line, three
+kinds of pairs by turns, so that neighbours of this machine meet all alike: stateless (Backward
+brings x and ids), saved with nothing kept on devices (asked of a group with --retained-device-bytes
+0), and saved. Prints medians: processor time of all workers per call, and the client's latency. No
+time passes or fails; it fails when the kinds' gradients differ in a bit, or when what was saved is
+not used (GPUs other than Hopper save nothing).
 """
 
 import glob
@@ -62,11 +65,11 @@ class Side:
         self.batch += 1
         name = ("pair", self.batch)
         routing, forward_cpu, forward_wall = self.timed(lambda: self.client.forward(
-            0, x, return_routing=True, save=name if self.save else None))
+            0, x, return_routing=True, retain=name if self.save else None))
         sent = {} if self.save else {"x": x, "topk_ids": routing.topk_ids}
         answer, backward_cpu, backward_wall = self.timed(lambda: self.client.backward(
-            0, dy, session=name[0], micro_batch_id=name[1], saved=self.save, **sent))
-        if (answer.used_saved, answer.used_activations) != (self.save, self.name == "saved"):
+            0, dy, session=name[0], micro_batch_id=name[1], retained=self.save, **sent))
+        if (answer.used_retained, answer.used_activations) != (self.save, self.name == "saved"):
             raise RuntimeError("%s: %s" % (self.name, answer))
         if keep:
             self.times.append((forward_cpu, backward_cpu, forward_wall, backward_wall))
@@ -82,7 +85,7 @@ def measure(model, workers, tokens, dtype):
         x, dy = (moed.bf16(a) for a in (x, dy))
     with training.training_group(
             model, workers, *common, **patient) as kept, training.training_group(
-            model, workers, "--saved-device-bytes", "0", *common, **patient) as bare:
+            model, workers, "--retained-device-bytes", "0", *common, **patient) as bare:
         sides = [Side("stateless", kept, False), Side("saved, x only", bare, True),
                  Side("saved", kept, True)]
         sides[2].batch = 1 << 32  # a session's ids are not used twice

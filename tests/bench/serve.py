@@ -1,9 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serving benchmarks through real daemons: overhead of a call, and what batching gains.
 
 Usage: serve.py BUILD_DIRECTORY GOLDEN_MODELS [SECONDS]
 
-Prints two tables. Nothing here passes or fails; results that are worth keeping go to results/serving.md with
-date, versions and settings.
+Prints two tables. Nothing here passes or fails; results that are worth keeping go to
+results/serving.md with date, versions and settings.
 """
 
 import json
@@ -38,8 +39,9 @@ def batching(workers):
     with group(FAMILY, workers) as g:
         one, many = bench(g.endpoint, 4, "1,32")
         ratio = many["tokensPerS"] / one["tokensPerS"]
-        print("%d workers: 1 client of 4 tokens %.0f tokens/s, 32 clients %.0f tokens/s, ratio %.2f" % (
-            workers, one["tokensPerS"], many["tokensPerS"], ratio))
+        print(
+            "%d workers: 1 client of 4 tokens %.0f tokens/s, 32 clients %.0f tokens/s, ratio %.2f" %
+            (workers, one["tokensPerS"], many["tokensPerS"], ratio))
 
 
 if __name__ == "__main__":

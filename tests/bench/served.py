@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A served layer beside the same layer without daemons: what serving adds on the device.
 
     served.py BUILD_DIRECTORY SHAPE [--workers 2] [--experts E] [--tokens 1,32,128,4096]
               [--backend cuda] [--duration 2] [--directory DIR] [--json FILE]
 
-Writes a model of that shape (make_model.py), starts a group on it, says how fast it loaded, and lets
-one client, then two, send requests to one worker (moectl bench): one step at a time, and two in
-flight where the clients keep up. Then moe_bench runs the same, with tokens on one slot. `layer` is
-the sum of the medians of the server's stage times from router to combine, `rest` the same without
-dispatch, which waits for the other workers to hear of the step. All in microseconds. Needs numpy.
+Writes a model of that shape (make_model.py), starts a group on it, says how fast it loaded, and
+lets one client, then two, send requests to one worker (moectl bench): one step at a time, and two
+in flight where the clients keep up. Then moe_bench runs the same, with tokens on one slot. `layer`
+is the sum of the medians of the server's stage times from router to combine, `rest` the same
+without dispatch, which waits for the other workers to hear of the step. All in microseconds. Needs
+numpy.
 """
 import argparse
 import glob

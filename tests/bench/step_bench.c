@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What a decode step of one layer costs: the host's time to enqueue it, its time on the device, and
  * the time until its answer is there.
  *

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The same MoE layers as moe_bench with torch: NCCL all-to-all and torch._grouped_mm, bf16.
 
 One process per GPU, the shapes, the split of experts and the kind of inputs of moe_bench; every

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* How fast optimizer steps go on GPUs, beside the fastest copy of the same run.
  *
  *     train_bench [--slots N] [--shapes LIST] [--experts E] [--repeats R]
@@ -15,8 +16,8 @@
 #include "plain_layer.h"
 
 #include "base/clock.h"
-#include "base/options.h"
-#include "cuda/trainer.h"
+#include "cuda/training/trainer.h"
+#include "daemon/options.h"
 #include "oracle/oracle.h"
 #include "support/median.h"
 

@@ -1,25 +1,31 @@
 #!/usr/bin/env python3
-"""Training that is served, beside the same passes without daemons; and forward passes beside a Save.
+# SPDX-License-Identifier: Apache-2.0
+"""Training that is served, beside the same passes without daemons; and forward passes beside a
+Save.
 
-    trained.py BUILD_DIRECTORY SHAPE [--workers 2] [--experts E] [--tokens 256,4096] [--clients 1,2,4]
+    trained.py BUILD_DIRECTORY SHAPE [--workers 2] [--experts E] [--tokens 256,4096]
+        [--clients 1,2,4]
                [--pairs 20] [--duration 3] [--backend cuda] [--threads N] [--directory DIR]
                [--no-pairs] [--save] [--save-tokens 1,256] [--json FILE]
 
 Writes a model of that shape (make_model.py) and starts a group that trains (AdamW).
 
 Pairs: one client sends Forward with `save` and its Backward, by turns, and an OptimizerStep after
-every fourth; medians of its latency, and of what the answers say of the worker that was asked: `server`
-(from arrival to answer), `step` (the device's part, copies aside). Beside them moe_bench --backward with
-tokens on one slot. Then 1, 2, 4 clients, processes of their own, each with another worker: pairs a second.
+every fourth; medians of its latency, and of what the answers say of the worker that was asked:
+`server` (from arrival to answer), `step` (the device's part, copies aside). Beside them moe_bench
+--backward with tokens on one slot. Then 1, 2, 4 clients, processes of their own, each with another
+worker: pairs a second.
 
 --save: a client sends Forwards of --save-tokens tokens one after the other: at rest, while a
-checkpoint is saved, and while one is saved and another client asks for an OptimizerStep as soon as the Save is
-under way. Longest and 99th percentile of the Forwards' latency, how long the Save took, and the step.
+checkpoint is saved, and while one is saved and another client asks for an OptimizerStep as soon as
+the Save is under way. Longest and 99th percentile of the Forwards' latency, how long the Save took,
+and the step.
 
 No time passes or fails; it fails when an answer is an error, or when what was saved is not used.
 Needs numpy and grpc.
 """
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -118,11 +124,12 @@ def parts(latency, stages):
 
 
 def pair(client, layer, x, dy, session, number, must_save=True):
-    forward, took = timed(client.forward, layer, x, return_routing=True, save=(session, number))
+    forward, took = timed(client.forward, layer, x, return_routing=True, retain=(session, number))
     backward, took_back = timed(client.backward, layer, dy, session=session, micro_batch_id=number,
-                                saved=True)
-    if not backward.used_saved or (must_save and not backward.used_activations):
-        raise RuntimeError("what was saved was not used: %s" % (backward._replace(dx=None),))
+                                retained=True)
+    if not backward.used_retained or (must_save and not backward.used_activations):
+        raise RuntimeError("what was saved was not used: %s" %
+                           (dataclasses.replace(backward, dx=None), ))
     return parts(took, forward.stages), parts(took_back, backward.stages)
 
 
@@ -205,8 +212,9 @@ def show_pairs(group, scratch):
                bare_us=lines, bare_forward_us=saving)
         for count in map(int, ARGS.clients.split(",")):
             rate = many_clients(group, tokens, count)
-            print("%d clients, %d tokens: %.1f pairs/s, %.0f tokens/s" % (count, tokens, rate,
-                                                                          rate * tokens), flush=True)
+            print("%d clients, %d tokens: %.1f pairs/s, %.0f tokens/s" %
+                  (count, tokens, rate, rate * tokens),
+                  flush=True)
             record("many", tokens=tokens, clients=count, pairs_s=rate)
 
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Drawing cases; see cases.h. Shapes are small, so that thousands of them take seconds, and mostly
  * odd, so that no code can rely on round numbers. */
 #include "cases.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Random layers and inputs, drawn over everything that moe/layer_spec.h can express. The same seed
  * gives the same case in every process, so each slot knows what all slots are given. */
 #ifndef MOE_TEST_CASES_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the conformance suite checks of a backend for one case: the whole step, then each part. */
 #ifndef MOE_TEST_CHECK_H
 #define MOE_TEST_CHECK_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Adapters: how they begin, gradients of A and B, and the merged weight that a forward pass uses.
  */
 #include "trained.h"

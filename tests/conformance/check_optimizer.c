@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Optimizer steps against the oracle's: sums over slots and copies, the common norm, moments,
  * masters, resident weights; what is not finite; the balance rule. */
 #include "trained.h"

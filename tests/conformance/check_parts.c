@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Each part alone: the router gives what the step gave, dispatched rows are right to the byte,
  * GEMMs, the shared expert and combine are compared with sums in double precision. */
 #include "check.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What becomes of an element does not depend on where it stands in memory. Slots hold different
  * experts, so that copies of one stand at different places: experts that begin alike and are given
  * the same gradients must stay the same bits, whatever their place on a slot and whichever slot.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Reading a trainer beside steps: values and moments stay what they are, to the bit, whatever
  * passes run meanwhile; and W0 of what has an adapter. */
 #include "trained.h"

@@ -1,9 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Backward passes from what forward steps saved: the same bits as without, on every slot, whichever
  * of them have it; and gone when it must be. */
 #include "trained.h"
 
 #include "base/clock.h"
-#include "kept.h"
+#include "common/kept.h"
 
 #include <inttypes.h>
 #include <math.h>

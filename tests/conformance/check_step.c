@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The whole step against the oracle: verdicts, routing, outputs, and the same again bit for bit, on
  * this slot and on any other.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The whole backward pass against the oracle, and what must hold from pass to pass: the same bits
  * again, gradients that add, stay, vanish and freeze. */
 #include "trained.h"

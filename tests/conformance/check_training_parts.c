@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Each part of the backward pass alone, against the oracle: router, load balance, logits, dispatch
  * of two rows, experts, combine, shared expert. What lies between the rows of experts is NaN. */
 #include "trained.h"

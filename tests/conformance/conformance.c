@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The conformance suite: any backend, any number of slots, random layers, against the oracle.
  *
  *     conformance --backend cpu --slots 3 --cases 500 --seed 7 [--first 0] [--skewed]
@@ -17,7 +18,7 @@
  * was learnt: the same cases must give the same bits through every transport. */
 #include "trained.h"
 
-#include "base/options.h"
+#include "daemon/options.h"
 
 #include <signal.h>
 #include <stdio.h>

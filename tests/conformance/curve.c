@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* One hundred steps of AdamW on small layers must give the loss curves that torch gave
  * (tests/golden/training): forward, backward, clipping, moments and resident weights in one loop.
  *
@@ -176,8 +177,8 @@ static double loss_of(struct run *r, const float *y, float *dy)
     double mine = 0, all = 0;
     for (size_t i = 0; i < (size_t)r->tokens * HIDDEN; i++) {
         double d = (double)y[i] - (double)target[i];
-        mine += d * d / ROWS;
-        dy[i] = (float)(2 * d / ROWS);
+        mine += d * d / (double)ROWS;
+        dy[i] = (float)(2 * d / (double)ROWS);
     }
     r->share[r->member->slot].loss = mine;
     meet(r->member);

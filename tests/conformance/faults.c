@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Sessions of any backend under fault, from start to end of a step: a peer that dies, an abort,
  * slots that mean different steps, and many joins and leaves; where the backend trains, backward
  * passes and optimizer steps likewise.
@@ -10,7 +11,7 @@
 #include "seat.h"
 
 #include "base/clock.h"
-#include "base/options.h"
+#include "daemon/options.h"
 
 #include <string.h>
 
@@ -146,6 +147,31 @@ static bool joining_and_leaving_leaks_nothing(uint32_t slots)
     return run_group(slots, join_and_leave);
 }
 
+/* Slots 0 and 1 on the first GPU, 2 and 3 on the second, and so on. */
+static int share_gpus(struct member *m)
+{
+    struct moe_device_config config = {.ordinal = (int)m->slot / 2, .threads = 1};
+    struct moe_session_config session = member_session(m, 7, LONG_MS);
+    struct moe_session *joined = NULL;
+    struct moe_device *device;
+    EXPECT(good(backend->device_open(&config, &device)));
+    struct moe_status st = backend->session_join(device, &session, &joined);
+    EXPECT(is(st, MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID));
+    EXPECT(strstr(st.text, "slots 0 and 1 use the same GPU") != NULL);
+    backend->device_close(device);
+    return 0;
+}
+
+static bool two_slots_on_one_gpu_are_refused_by_name(uint32_t slots)
+{
+    return run_group(slots, share_gpus);
+}
+
+/* GPUs alone: workers of the CPU may share it. */
+static const struct scenario gpu_scenarios[] = {
+    SCENARIO(two_slots_on_one_gpu_are_refused_by_name),
+};
+
 static const struct scenario scenarios[] = {
     SCENARIO(slots_that_mean_different_steps_all_refuse_and_go_on),
     SCENARIO(abort_ends_present_and_later_waits),
@@ -198,10 +224,14 @@ int main(int argc, char **argv)
     }
     uint32_t run = 0, n = (uint32_t)slots;
     bool all = run_all(scenarios, sizeof scenarios / sizeof *scenarios, n, only, &run);
-    if (backend->training == NULL)
+    if (strcmp(backend->name, "cuda") == 0)
+        all = run_all(gpu_scenarios, 1, n, only, &run) && all;
+    if (backend->training == NULL) {
         printf("no training: %s has none\n", name);
-    else
+    } else {
         all = run_all(training_scenarios, training_scenario_count, n, only, &run) && all;
+        all = run_all(enqueue_scenarios, enqueue_scenario_count, n, only, &run) && all;
+    }
     if (run == 0)
         printf("no scenario's name contains %s\n", only);
     moe_options_free(&parsed);

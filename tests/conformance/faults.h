@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the files of `faults` share. */
 #ifndef MOE_TEST_FAULTS_H
 #define MOE_TEST_FAULTS_H
@@ -19,5 +20,9 @@ struct scenario {
 /* Backward passes and optimizer steps under fault: faults_training.c. */
 extern const struct scenario training_scenarios[];
 extern const size_t training_scenario_count;
+
+/* Two steps in flight, of each kind: faults_enqueue.c. */
+extern const struct scenario enqueue_scenarios[];
+extern const size_t enqueue_scenario_count;
 
 #endif

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Backward passes and optimizer steps of any backend under fault: a peer dies or stays away, an
  * abort, slots that mean different steps or have no memory for one. What must hold afterwards is
  * said in moe/training.h: the session has ended, the trainer is whole (gradients of a pass that
@@ -112,6 +113,38 @@ static int find_no_memory(struct member *m)
 static bool slots_without_memory_make_all_refuse_a_pass_and_change_nothing(uint32_t slots)
 {
     return run_group(slots, find_no_memory);
+}
+
+/* Alone in a group of several seats, where a slot's memory for others' rows is not there: a refused
+ * pass, and what follows it, must leave alone what lies behind. */
+static int refuse_alone(struct member *m)
+{
+    static struct hunger hunger;
+    static struct canaries canaries;
+    struct moe_step_result result;
+    struct pupil p;
+    if (m->slot != 0)
+        return 0;
+    m->live = 1;
+    EXPECT(go_to_school(m, &p, LONG_MS));
+    EXPECT(lay_canaries(p.seat.device, &canaries));
+    deny(p.seat.device, &hunger);
+    for (int again = 0; again < 3; again++) {
+        EXPECT(is(learn(&p, &result), MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY));
+        EXPECT(result.refused && result.missing_slot == -1);
+    }
+    feed(p.seat.device, &hunger);
+    EXPECT(good(run_step(p.seat.session, &p.seat.args, &result))); /* the session goes on */
+    EXPECT(good(learn(&p, &result)));
+    EXPECT(!result.refused);
+    EXPECT(good(move(&p)));
+    EXPECT(check_canaries(p.seat.device, &canaries));
+    return go_home(&p);
+}
+
+static bool a_slot_alone_that_refuses_a_pass_writes_nowhere_else(uint32_t slots)
+{
+    return run_group(slots, refuse_alone);
 }
 
 /* ---------------------------------------------------------------------------- loss */
@@ -261,6 +294,7 @@ static bool abort_ends_passes_and_optimizer_steps(uint32_t slots)
 const struct scenario training_scenarios[] = {
     SCENARIO(slots_that_mean_different_optimizer_steps_all_refuse_and_move_nothing),
     SCENARIO(slots_without_memory_make_all_refuse_a_pass_and_change_nothing),
+    SCENARIO(a_slot_alone_that_refuses_a_pass_writes_nowhere_else),
     SCENARIO(a_peer_killed_in_a_backward_pass_costs_no_state),
     SCENARIO(a_peer_killed_in_an_optimizer_step_costs_no_trainer),
     SCENARIO(a_peer_that_stays_away_ends_the_session_and_nothing_else),

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The golden models through a backend, without daemons: each checkpoint is loaded as a worker loads
  * it, and whole steps of one slot must give the numbers of transformers.
  *
@@ -7,7 +8,7 @@
  * every layer of every model is right. */
 #include "golden_bench.h"
 
-#include "base/options.h"
+#include "daemon/options.h"
 
 #include <math.h>
 #include <stdio.h>

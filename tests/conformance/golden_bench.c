@@ -1,8 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See golden_bench.h. */
 #include "golden_bench.h"
 
 #include "base/clock.h"
-#include "base/options.h"
+#include "daemon/options.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the programs that hold a backend to recorded data share: golden (outputs), golden_training
  * (gradients), curve (losses). They end at the first call that fails, and leave tidying to that. */
 #ifndef MOE_TEST_GOLDEN_BENCH_H

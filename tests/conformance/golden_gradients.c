@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Where each gradient is in a golden file, and in which order its numbers are; see
  * golden_gradients.h. */
 #include "golden_gradients.h"

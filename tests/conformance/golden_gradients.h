@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Gradients as transformers keeps them in memory, in the canonical form of moe/layer_spec.h. */
 #ifndef MOE_TEST_GOLDEN_GRADIENTS_H
 #define MOE_TEST_GOLDEN_GRADIENTS_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The golden models' gradients through a backend, on one slot or several: dx of every MoE layer and
  * the gradient of every parameter of the last one must be what transformers' autograd gave.
  *

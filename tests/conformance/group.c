@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Forking, waiting and the shared board; see group.h. */
 #include "group.h"
 
@@ -21,6 +22,8 @@ void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), vo
         mmap(NULL, sizeof *g->board, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     MOE_INVARIANT(g->board != MAP_FAILED);
     g->board->gather_ms = 20000;
+    struct moe_status st = moe_backends_prepare();
+    MOE_INVARIANT(!moe_failed(&st));
     fflush(NULL); /* or every member would print what is buffered again */
     for (uint32_t s = 0; s < slots; s++) {
         g->pid[s] = fork();

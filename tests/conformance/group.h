@@ -1,6 +1,8 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A group of processes for tests, one per slot, and the board they share.
  *
- * Processes are forked before the test makes any thread, as a backend's sessions connect processes.
+ * Processes are forked before the test makes any thread, as a backend's sessions connect processes;
+ * for the same reason group_start calls moe_backends_prepare.
  * The board is an anonymous shared mapping: the all-gather that a session_join needs, a barrier,
  * and room for what members want to show each other outside the windows under test. */
 #ifndef MOE_TEST_GROUP_H
@@ -13,7 +15,7 @@
 
 enum {
     BOARD_BLOB = 4096,
-    BOARD_TOKENS = 512,
+    BOARD_TOKENS = 1024,
     BOARD_PAIRS = BOARD_TOKENS * MOE_MAX_TOP_K, /* (token, k) of one slot */
 };
 

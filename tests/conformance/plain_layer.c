@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See plain_layer.h. */
 #include "plain_layer.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The plainest of layers, for programs that are about something else: a softmax over all experts,
  * and experts dealt out over the slots. */
 #ifndef MOE_TEST_PLAIN_LAYER_H

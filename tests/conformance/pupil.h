@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A seat in a session to train in, with a trainer: for the tests of training under fault. */
 #ifndef MOE_TEST_PUPIL_H
 #define MOE_TEST_PUPIL_H

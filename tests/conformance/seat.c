@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Seats and groups; see seat.h. */
 #include "seat.h"
 
@@ -8,7 +9,7 @@
 #include <unistd.h>
 
 const struct moe_backend *backend = &moe_backend_cpu;
-bool with_shared_expert;
+bool with_shared_expert, device_is_full;
 
 bool is(struct moe_status st, enum moe_code code, enum moe_reason reason)
 {
@@ -171,8 +172,42 @@ void starve(struct moe_device *device, size_t left, size_t least, struct hunger 
 
 void feed(struct moe_device *device, struct hunger *h)
 {
+    device_is_full = false;
     for (; h->count > 0; h->count--)
         backend->mem_free(device, MOE_MEM_DEVICE, h->piece[h->count - 1], h->bytes[h->count - 1]);
+}
+
+void deny(struct moe_device *device, struct hunger *h)
+{
+    if (strcmp(backend->name, "cuda") == 0)
+        device_is_full = true;
+    else
+        starve(device, 0, 1, h);
+}
+
+enum { CANARY = 2 << 20, CANARIES = sizeof((struct canaries *)0)->piece / sizeof(void *) };
+
+bool lay_canaries(struct moe_device *device, struct canaries *c)
+{
+    *c = (struct canaries){0};
+    for (uint32_t i = 0; i < CANARIES; i++)
+        if (!good(backend->mem_alloc(device, MOE_MEM_DEVICE, CANARY, &c->piece[i])))
+            return false;
+    return true; /* all zeros, as memory is when it is given */
+}
+
+bool check_canaries(struct moe_device *device, struct canaries *c)
+{
+    static uint8_t copy[CANARY];
+    bool whole = true;
+    for (uint32_t i = 0; i < CANARIES; i++) {
+        struct moe_status st = backend->mem_copy(device, copy, c->piece[i], CANARY);
+        whole = good(st) && whole;
+        for (size_t b = 0; b < CANARY && whole; b++)
+            whole = copy[b] == 0;
+        backend->mem_free(device, MOE_MEM_DEVICE, c->piece[i], CANARY);
+    }
+    return whole;
 }
 
 /* ----------------------------------------------------------------------- groups */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What tests of sessions share, whatever the backend: a member of a group with a device, a small
  * layer, tensors and a session, and ways to say what was expected of it. */
 #ifndef MOE_TEST_SEAT_H
@@ -82,6 +83,20 @@ struct hunger {
 void starve(struct moe_device *device, size_t left, size_t least, struct hunger *h);
 /* Gives all of it back. */
 void feed(struct moe_device *device, struct hunger *h);
+
+/* Until feed, the device refuses all memory that is asked for. A GPU keeps its memory and only says
+ * that none is free, where the program links full_device.c; other devices starve. */
+void deny(struct moe_device *device, struct hunger *h);
+/* Read by full_device.c. */
+extern bool device_is_full;
+
+/* Device memory that nobody may write to. */
+struct canaries {
+    void *piece[16];
+};
+bool lay_canaries(struct moe_device *device, struct canaries *c);
+/* Gives them back; false when one was written to. */
+bool check_canaries(struct moe_device *device, struct canaries *c);
 
 /* ----------------------------------------------------------------------- groups */
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Sessions of the CPU backend under fault: peers that die, hang, never come; abort, join and leave.
  *
  * Every test forks its group before it makes a thread. Members report by their exit status: 0 when
@@ -6,7 +7,7 @@
 #include "seat.h"
 
 #include "base/clock.h"
-#include "cpu/session.h"
+#include "cpu/exchange/session.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -149,21 +150,23 @@ static int wait_in_a_chain(struct member *m)
     EXPECT(sit_down(m, &s, budget_ms[m->slot], false));
     if (m->slot != 1) {
         uint32_t slot = m->slot == 2 ? 0 : 1;
+        raise_flag(m, 1);
+        EXPECT(await_flag(m->board, 0, 1) && await_flag(m->board, 2, 1)); /* both wait from now */
         const uint64_t *word =
             moe_window_done_of(&s.session->layout, moe_cpu_session_own(s.session), slot);
         EXPECT(is(moe_cpu_session_wait(s.session, word, moe_window_stamp(7, 1), slot, &value),
                   MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
         EXPECT(s.session->missing == 1);
-        raise_flag(m, 1);
+        raise_flag(m, 2);
     }
-    EXPECT(await_flag(m->board, 0, 1) && await_flag(m->board, 2, 1));
+    EXPECT(await_flag(m->board, 0, 2) && await_flag(m->board, 2, 2));
     return get_up(&s);
 }
 
 static void who_only_waits_for_another_is_not_blamed(void **state)
 {
     (void)state;
-    uint32_t one_waits_on[3] = {LONG_MS, LONG_MS, 3 * SHORT_MS};
+    uint32_t one_waits_on[3] = {LONG_MS, LONG_MS, SHORT_MS};
     uint32_t both_give_up[3] = {SHORT_MS, SHORT_MS, SHORT_MS};
     assert_true(run_group_with(3, wait_in_a_chain, one_waits_on));
     assert_true(run_group_with(3, wait_in_a_chain, both_give_up));
@@ -215,12 +218,13 @@ static void abort_ends_present_and_later_waits(void **state)
 
 /* -------------------------------------------------------------------- join */
 
-/* The status of a join that nothing is expected of but an end; 0 when it is `code`. */
+/* The status of a join that nothing is expected of but an end; 0 when it is `code`. Whether a
+ * member comes late or never is the same here, so the budget may be shorter than a step's. */
 static int join_fails(struct member *m, moe_allgather_fn gather, enum moe_code code,
                       enum moe_reason reason)
 {
     struct moe_device_config device_config = {.threads = 1};
-    struct moe_session_config config = member_session(m, 7, SHORT_MS);
+    struct moe_session_config config = member_session(m, 7, SHORT_MS / 5);
     struct moe_device *device;
     struct moe_session *session = NULL;
     struct moe_device_info info;

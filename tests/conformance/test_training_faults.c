@@ -1,10 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Training sessions of the CPU backend where a test has to look inside, or may presume more than of
  * any backend (faults_training.c): slots that mean different passes, or have no memory for one,
  * refuse alike and change nothing; an abort ends a pass that is being waited for. */
 #include "pupil.h"
 
 #include "base/clock.h"
-#include "cpu/device.h"
+#include "cpu/compute/device.h"
 #include "support/check.h"
 
 /* -------------------------------------------------------------------- disagreement */

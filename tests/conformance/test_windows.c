@@ -1,9 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Windows of the CPU backend from the inside: who may map them, which words satisfy a wait, and
  * what happens when slots mean different things. */
 #include "seat.h"
 
 #include "base/clock.h"
-#include "cpu/session.h"
+#include "cpu/exchange/session.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

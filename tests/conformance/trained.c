@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Cases with trainers; see trained.h. */
 #include "trained.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A case with a trainer: its parameters, what the oracle expects of their gradients, and the memory
  * in which members show each other tensors. */
 #ifndef MOE_TEST_TRAINED_H

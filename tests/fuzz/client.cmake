@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 include(${CMAKE_CURRENT_LIST_DIR}/fuzz.cmake)
 
 # Answers of a hostile or broken server.

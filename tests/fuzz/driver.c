@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The plain runner for fuzz targets: owns mutation and replay, never the target itself.
  *
  * A target is one file that includes driver.h and defines

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What a fuzz target defines; driver.c tells the whole story. */
 #ifndef MOE_FUZZ_DRIVER_H
 #define MOE_FUZZ_DRIVER_H

@@ -1,7 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 include_guard()
 
 # One fuzz target = one ctest test that mutates its seeds a fixed number of times (driver.c); with
 # -DMOE_FUZZ=ON (clang) the same source becomes a libFuzzer program.
+# At night another sequence of a hundred times as many mutations runs.
 #   moe_fuzz(NAME SOURCES a.c ... USES rooms ... [SEEDS files ...] [MUTATIONS n] [TIMEOUT s])
 function(moe_fuzz name)
   cmake_parse_arguments(FUZZ "" "MUTATIONS;TIMEOUT" "SOURCES;USES;SEEDS" ${ARGN})
@@ -27,6 +29,9 @@ function(moe_fuzz name)
     target_sources(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests/fuzz/driver.c)
     target_link_libraries(${name} PRIVATE moe_test_support)
     add_test(NAME ${name} COMMAND ${name} -n ${FUZZ_MUTATIONS} ${FUZZ_SEEDS})
+    add_test(NAME nightly_${name} COMMAND ${name} -n ${FUZZ_MUTATIONS}00 ${FUZZ_SEEDS})
+    set_tests_properties(nightly_${name} PROPERTIES TIMEOUT 3600 LABELS nightly
+      ENVIRONMENT MOE_SEED=101)
   endif()
   set_tests_properties(${name} PROPERTIES TIMEOUT ${FUZZ_TIMEOUT} LABELS fuzz)
 endfunction()

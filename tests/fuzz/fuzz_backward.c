@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Any bytes as a BackwardRequest and as the body of a training ticket. A request is refused with a
  * typed error and leaves no memory behind, or it is one whose tensors all have the sizes that the
  * layer wants, from the message or from a pass that was saved; its answer is built and kept as if
@@ -8,7 +9,7 @@
 
 #include "moe/v1/training.pb-c.h"
 #include "moe/v1/worker.pb-c.h"
-#include "worker/training_request.h"
+#include "service/training_request.h"
 
 static void destroy(struct moe_trainer *t)
 {
@@ -39,7 +40,7 @@ static void open_once(void)
 /* A pass of 3 tokens under ("s", 1), which a request without x finds. */
 static void save_pass(void)
 {
-    struct moe_saved_record *r;
+    struct moe_pass_record *r;
     size_t x = sizeof(float) * TOKENS * HIDDEN, pairs = sizeof(float) * TOKENS * TOP_K;
     const struct moe_saved_pass pass = {.layer = 2,
                                         .tokens = TOKENS,
@@ -51,10 +52,10 @@ static void save_pass(void)
                                         .x_bytes = x,
                                         .ids_at = x,
                                         .weights_at = x + pairs};
-    struct moe_status st = moe_saved_reserve(moe_train_passes(train), x + 2 * pairs, 0, &r);
+    struct moe_status st = moe_pass_store_reserve(moe_train_passes(train), x + 2 * pairs, 0, &r);
     MOE_INVARIANT(!moe_failed(&st));
     memcpy(r->head, &pass, sizeof pass);
-    moe_saved_put(moe_train_passes(train), r, "s", 1, UINT64_MAX / 2);
+    moe_pass_store_put(moe_train_passes(train), r, "s", 1, UINT64_MAX / 2);
 }
 
 /* Reads and writes all that the backend would. */
@@ -113,13 +114,13 @@ static void try_body(const uint8_t *data, size_t size)
     struct moe_train_call call, again;
     if (size > MOE_TRAINING_BODY_MAX)
         return;
-    t.order.length = (uint32_t)size;
+    t.descriptor.length = (uint32_t)size;
     if (size > 0)
-        memcpy(t.order.body, data, size);
+        memcpy(t.descriptor.body, data, size);
     struct moe_status st = moe_train_call_read(&t, &call);
     if (moe_failed(&st))
         return;
-    moe_train_call_pack(&call, t.order.body, &t.order.length);
+    moe_train_call_pack(&call, t.descriptor.body, &t.descriptor.length);
     st = moe_train_call_read(&t, &again);
     MOE_INVARIANT(!moe_failed(&st) && strcmp(call.session, again.session) == 0 &&
                   call.id == again.id && strcmp(call.name, again.name) == 0);
@@ -144,9 +145,15 @@ static size_t seed_body(size_t i, uint8_t *packed)
     b.n_content = 4;
     if (i % 2 == 0)
         b.session = session;
-    else
-        b.name = name;
-    b.learning_rate = 0.5;
+    Moe__V1__SaveCheckpointRequest q;
+    moe__v1__save_checkpoint_request__init(&q);
+    q.step_id = i;
+    q.name = name;
+    uint8_t request[64];
+    if (i % 2 != 0) {
+        b.request.len = moe__v1__save_checkpoint_request__pack(&q, request);
+        b.request.data = request;
+    }
     return moe__v1__training_body__pack(&b, packed);
 }
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A server's answer of any bytes, cut into any pieces: libmoeclient refuses it with a typed error,
  * or what it put into the caller's tensors is what protobuf-c reads in the answer; and not a byte
  * is written outside the rows that were asked for. */
@@ -27,7 +28,8 @@ struct request {
 static void make_request(const uint8_t settings[SETTINGS], struct memory *m, struct request *r)
 {
     *r = (struct request){.layer = {.hidden = HIDDEN, .experts = 300, .top_k = TOP_K}};
-    r->f = (struct moe_client_forward){.tokens = ROWS, .hidden = HIDDEN, .y = m->y};
+    r->f = (struct moe_client_forward){
+        .size = sizeof r->f, .tokens = ROWS, .hidden = HIDDEN, .y = m->y};
     r->f.dtype = settings[1] & 1 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
     if (settings[1] & 2) {
         r->f.topk_ids = m->ids;

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A server's answer to Backward of any bytes: libmoeclient refuses it with a typed error, or what
  * it put into the caller's tensors is what protobuf-c reads in the answer; and not a byte is
  * written behind them. */
@@ -45,7 +46,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     size -= SETTINGS;
     memset(&m, POISON, sizeof m);
     const struct moe_client_layer layer = {.hidden = HIDDEN, .experts = 8, .top_k = TOP_K};
-    struct moe_client_backward b = {.tokens = TOKENS,
+    struct moe_client_backward b = {.size = sizeof b,
+                                    .tokens = TOKENS,
                                     .hidden = HIDDEN,
                                     .dtype = wide ? MOE_DTYPE_F32 : MOE_DTYPE_BF16,
                                     .dx = m.dx,

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* config.json of any bytes: it is refused with a reason, or gives layer specs that every other part
  * may rely on. */
 #include "driver.h"

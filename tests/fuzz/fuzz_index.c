@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* model.safetensors.index.json of any bytes: it is refused, or every file it names stays inside the
  * model directory. */
 #include "driver.h"

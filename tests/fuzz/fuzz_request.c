@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Any bytes as a ForwardRequest: they are refused with a typed error and leave no memory behind, or
  * they are a request whose tensors all have the sizes that the layer wants. The answer to it is
  * built as well, as if the engine had chosen expert 0 everywhere. */

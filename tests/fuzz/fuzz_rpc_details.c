@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* grpc-status-details-bin of any bytes, as a client may receive it: what is understood is within
  * bounds, and what this side writes is understood whole. */
 #include "driver.h"

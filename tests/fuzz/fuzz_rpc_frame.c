@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A received message of any bytes, cut into any pieces: the split refuses it, or head and parts
  * together mean what protobuf-c says of the whole. */
 #include "driver.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A safetensors file of any bytes: it is refused, or every promise about its tensors holds and
  * every byte can be read. */
 #include "driver.h"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 include(${CMAKE_CURRENT_LIST_DIR}/fuzz.cmake)
 
 file(GLOB golden_configs ${PROJECT_SOURCE_DIR}/tests/golden/models/*/config.json)

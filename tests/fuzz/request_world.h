@@ -1,8 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What requests of a worker are checked against: one layer, and a backend that is memory alone. */
 #ifndef MOE_FUZZ_REQUEST_WORLD_H
 #define MOE_FUZZ_REQUEST_WORLD_H
 
-#include "worker/request.h"
+#include "service/request.h"
 
 #include <stdlib.h>
 

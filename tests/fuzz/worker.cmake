@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 include(${CMAKE_CURRENT_LIST_DIR}/fuzz.cmake)
 
 moe_fuzz(fuzz_request SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_request.c USES moe_worker_core

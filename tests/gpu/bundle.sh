@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Puts what tests/gpu/run.sh and tests/bench/layer.sh need from a build into one folder, stripped and
 # with the libraries that a machine with GPUs may lack, in the places where a build has them.
 #
@@ -13,9 +14,10 @@ target=$2
 rm -rf "$target"
 mkdir -p "$target/lib"
 
-for program in tests/conformance/conformance tests/conformance/faults tests/conformance/golden \
+for program in tests/conformance/conformance tests/conformance/large tests/conformance/faults tests/conformance/golden \
     tests/conformance/golden_training tests/conformance/curve \
-    tests/bench/moe_bench tests/bench/train_bench tests/bench/ep_bench tests/unit/test_ggemm tests/unit/test_wgrad tests/unit/test_steady \
+    tests/bench/libmoe_ggemm.so tests/bench/moe_bench tests/bench/train_bench tests/bench/ep_bench \
+    tests/unit/test_ggemm tests/unit/test_wgrad tests/unit/test_steady \
     daemon/coordinator/moe-coordinator daemon/worker/moe-worker client/moectl/moectl; do
     [ -e "$build/$program" ] || continue
     mkdir -p "$target/$(dirname $program)"

@@ -1,7 +1,8 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See ggemm_fixture.h. */
 #include "ggemm_fixture.h"
 
-#include "cuda/ggemm.h"
+#include "cuda/gemm/ggemm.h"
 
 #include <cuda_runtime_api.h>
 #include <inttypes.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the tests of the grouped products on one GPU share. Functions fail the running test. */
 #ifndef MOE_TESTS_GGEMM_FIXTURE_H
 #define MOE_TESTS_GGEMM_FIXTURE_H

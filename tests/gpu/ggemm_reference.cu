@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See ggemm_reference.h. Clear rather than fast; shapes under test are small. */
 #include "ggemm_reference.h"
 

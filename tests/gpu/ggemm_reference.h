@@ -1,10 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the grouped GEMM is held to: the formulas of ggemm.h in double precision, one output
  * element to a thread, with no code of the product. All pointers are device memory; every call
  * waits for its kernel. */
 #ifndef MOE_TESTS_GGEMM_REFERENCE_H
 #define MOE_TESTS_GGEMM_REFERENCE_H
 
-#include "cuda/ggemm.h"
+#include "cuda/gemm/ggemm.h"
 
 #include <stddef.h>
 

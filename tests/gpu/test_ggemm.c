@@ -1,6 +1,8 @@
-/* Promises of the grouped GEMM (kernels/cuda/ggemm.h), each for every tile: right on any shape,
- * nothing written outside the experts' rows, the same bits on every run, and a captured launch
- * that follows the counts. Needs a Hopper GPU; without one the tests are skipped, and say so. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Promises of the grouped GEMM (kernels/cuda/gemm/ggemm.h), each for every tile: right on any
+ * shape, nothing written outside the experts' rows, the same bits on every run, and a captured
+ * launch that follows the counts. Needs a Hopper GPU; without one the tests are skipped, and say
+ * so. */
 #include "ggemm_fixture.h"
 #include "ggemm_reference.h"
 

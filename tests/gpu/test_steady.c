@@ -1,6 +1,7 @@
-/* Promises of captured steps (kernels/cuda/graph.h): after warm-up a step allocates nothing, waits
- * for nothing and captures nothing, whatever its layer, bucket and number of tokens; graphs are
- * shared by layers of a shape, survive the wipe of the words, growing memory and their own
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Promises of captured steps (kernels/cuda/step/graph.h): after warm-up a step allocates nothing,
+ * waits for nothing and captures nothing, whatever its layer, bucket and number of tokens; graphs
+ * are shared by layers of a shape, survive the wipe of the words, growing memory and their own
  * eviction. Every step's answer is compared bit by bit with the first one of its layer and bucket.
  *
  *     test_steady [SLOTS]
@@ -9,8 +10,8 @@
  * when this program is linked (--wrap). Without a GPU it says so and exits with 77. */
 #include "group.h"
 
-#include "cuda/graph.h"
-#include "cuda/session.h"
+#include "cuda/session/session.h"
+#include "cuda/step/graph.h"
 
 #include <inttypes.h>
 #include <stdio.h>

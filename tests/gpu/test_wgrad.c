@@ -1,8 +1,9 @@
-/* Promises of the weights' gradient (kernels/cuda/ggemm_wgrad.h): right on any shape, what lies
- * between the experts' rows never counts, experts without rows get zeros or stay as they are, the
- * same bits on every run, and a captured launch follows the counts. Needs a Hopper GPU; without one
- * the tests are skipped, and say so. */
-#include "cuda/ggemm.h"
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Promises of the weights' gradient (kernels/cuda/gemm/ggemm_wgrad.h): right on any shape, what
+ * lies between the experts' rows never counts, experts without rows get zeros or stay as they are,
+ * the same bits on every run, and a captured launch follows the counts. Needs a Hopper GPU; without
+ * one the tests are skipped, and say so. */
+#include "cuda/gemm/ggemm.h"
 #include "ggemm_fixture.h"
 #include "ggemm_reference.h"
 #include "wgrad_reference.h"

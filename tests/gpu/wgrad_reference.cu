@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See wgrad_reference.h. Clear rather than fast; shapes under test are small. */
 #include "wgrad_reference.h"
 

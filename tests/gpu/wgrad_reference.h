@@ -1,10 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the weights' gradient is held to: the formula of ggemm_wgrad.h in double precision, one
  * element to a thread, with no code of the product. All pointers are device memory; every call
  * waits for its kernel and returns 0 for success, as CUDA does. */
 #ifndef MOE_TESTS_WGRAD_REFERENCE_H
 #define MOE_TESTS_WGRAD_REFERENCE_H
 
-#include "cuda/ggemm_wgrad.h"
+#include "cuda/gemm/ggemm_wgrad.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,9 +1,12 @@
-"""A group that trains, without daemons: one layer, workers of one process, and a ledger of what they have run.
-A coordinator and a clock for those who wait. To be imported after `group`, which finds moed."""
+# SPDX-License-Identifier: Apache-2.0
+"""A group that trains, without daemons: one layer, workers of one process, and a ledger of what
+they have run. A coordinator and a clock for those who wait. To be imported after `group`, which
+finds moed."""
 
 import concurrent.futures
 import contextlib
 import hashlib
+import math
 
 import grpc
 import numpy as np
@@ -89,9 +92,10 @@ class FakeWorker(grpc.GenericRpcHandler):
     (failure,), after."""
 
     def __init__(self, ledger):
-        self.ledger, self.script, self.requests, self.saved = ledger, [], [], {}
+        self.ledger, self.script, self.requests, self.retained = ledger, [], [], {}
         self.workers, self.slot, self.coordinator = [], 0, ""
         self.message_bytes, self.extensions = 1 << 20, ["training"]
+        self.seconds_left = None  # until the deadline of the last call
         self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
         self.server.add_generic_rpc_handlers((self,))
         self.endpoint = "127.0.0.1:%d" % self.server.add_insecure_port("127.0.0.1:0")
@@ -106,6 +110,8 @@ class FakeWorker(grpc.GenericRpcHandler):
             return None
 
         def handle(message, context):
+            left = context.time_remaining()
+            self.seconds_left = math.inf if left is None else left
             try:
                 return self.run(name, function, message)
             except Failure as failure:
@@ -153,9 +159,9 @@ class FakeWorker(grpc.GenericRpcHandler):
         answer = expert_pb2.ForwardResponse(
             tokens=request.tokens, hidden=request.hidden, dtype=request.dtype, top_k=TOP_K,
             weights_version=1 + self.ledger.steps, topk_ids_dtype=types_pb2.DATA_TYPE_U8)
-        if request.HasField("save"):
-            self.saved[request.save.session, request.save.micro_batch_id] = request
-            answer.saved = True
+        if request.HasField("retain"):
+            self.retained[request.retain.session, request.retain.micro_batch_id] = request
+            answer.retained = True
         answer.topk_ids = bytes(request.tokens * TOP_K)
         answer.topk_weights = bytes(4 * request.tokens * TOP_K)
         if request.dtype == types_pb2.DATA_TYPE_F32:
@@ -188,9 +194,9 @@ class FakeWorker(grpc.GenericRpcHandler):
 
     def Backward(self, request):
         key = request.session, request.micro_batch_id
-        if not request.x and key not in self.saved and key not in self.ledger.calls:
-            raise refused("SAVED_STATE_GONE")
-        used_saved = not request.x
+        if not request.x and key not in self.retained and key not in self.ledger.calls:
+            raise refused("RETAINED_PASS_GONE")
+        used_retained = not request.x
 
         def make():
             self.ledger.backwards += not request.input_only
@@ -198,7 +204,7 @@ class FakeWorker(grpc.GenericRpcHandler):
             return training_pb2.BackwardResponse(
                 tokens=request.tokens, hidden=request.hidden, dtype=request.dtype, top_k=TOP_K,
                 weights_version=1 + self.ledger.steps, lineage=self.ledger.lineage,
-                used_saved=used_saved, aux_loss=0.5, dx=gradients.tobytes(),
+                used_retained=used_retained, aux_loss=0.5, dx=gradients.tobytes(),
                 weight_gradients=bytes(4 * request.tokens * TOP_K))
 
         return self.once(key, request, make)

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Preloaded into a worker: a file system that does not finish, and a host without memory. fsync
  * does not return while the file that MOE_TEST_GATE names exists, of everything, or, where
  * MOE_TEST_GATE_OF names a directory, of that one alone. So a test holds a checkpoint where it

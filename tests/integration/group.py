@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A local group of real daemons for tests, and the golden data to hold it against.
 
 Every test program here gets the build directory and the golden models as its first two arguments
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 
 import numpy as np
@@ -110,6 +112,15 @@ def moectl(*arguments, check=True):
         raise RuntimeError("moectl %s: exit %d: %s" % (
             " ".join(arguments), done.returncode, done.stderr))
     return done
+
+
+def wait_until(condition, seconds=60):
+    """Returns when condition() is true; the watchdog fails the test after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError("the condition did not become true in %g s" % seconds)
+        time.sleep(0.01)
 
 
 def main():

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input gives one clear typed error each, and the daemon goes on serving right numbers."""
 
 import os
@@ -167,6 +168,28 @@ class BadInput(unittest.TestCase):
         for reason, messages in refusals.items():
             for raw in messages:
                 self.refused(raw, grpc.StatusCode.INVALID_ARGUMENT, reason)
+
+    def test_strings_that_hold_a_zero_byte(self):
+        """The name that is looked up would not be the name that was sent."""
+        with wire.open_channel(self.group.description()["processes"][0]["endpoint"]) as control:
+            for channel, method in [
+                (self.channel, "moe.v1.ExpertService/Forward"),
+                (self.channel, "moe.v1.ExpertService/GetModel"),
+                (self.channel, "grpc.health.v1.Health/Check"),
+                (control, "grpc.health.v1.Health/Check"),
+                (control, "moe.v1.AdminService/Shutdown"),
+            ]:
+                with self.assertRaises(grpc.RpcError) as failure:
+                    channel.unary_unary("/" + method)(part(1, b"moe.v1.A\0b"), timeout=30)
+                error = failure.exception
+                self.assertEqual(error.code(), grpc.StatusCode.INVALID_ARGUMENT, method)
+                self.assertEqual(wire.error_reason(error)[0], "MALFORMED", method)
+                self.assertIn("holds a zero byte", error.details())
+            listing = self.channel.stream_stream(
+                "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+            with self.assertRaises(grpc.RpcError) as failure:
+                list(listing(iter([part(3, b"a\0b")]), timeout=30))
+            self.assertEqual(failure.exception.code(), grpc.StatusCode.INVALID_ARGUMENT)
 
     def test_references_to_memory_are_refused_while_they_are_not_offered(self):
         request = self.request(x_data=None)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of training on real daemons: what is written, what comes back, what is refused."""
 
 import fcntl
@@ -359,6 +360,8 @@ class Checkpoints(unittest.TestCase):
                 for call in (client.save, client.load):
                     self.assertEqual(refusal(call, name, 10 + i)[0],
                                      ("INVALID_ARGUMENT", "NAME_INVALID"), name)
+            for call in (client.save, client.load, client.export):
+                self.assertEqual(refusal(call, "a\0b", 40)[0], ("INVALID_ARGUMENT", "MALFORMED"))
             self.assertEqual(refusal(client.save, "link", 50)[0],
                              ("ALREADY_EXISTS", "CHECKPOINT_EXISTS"))
             answer, error = refusal(client.load, "link", 51)
@@ -454,8 +457,9 @@ class Checkpoints(unittest.TestCase):
             file.write(bytes([byte ^ 1]))
 
     def test_a_damaged_checkpoint_is_refused_and_changes_nothing(self):
-        parts = [("manifest.json",), ("model.safetensors",), ("optimizer", "slot-00000.safetensors"),
-                 ("optimizer", "slot-00001.json"), ("optimizer", "records.bin")]
+        parts = [("manifest.json", ), ("model.safetensors", ),
+                 ("optimizer", "slot-00000.safetensors"), ("optimizer", "slot-00001.json"),
+                 ("optimizer", "records.bin")]
         with self.group(2) as g:
             client = Client(g)
             client.train(1)
@@ -544,8 +548,9 @@ class Checkpoints(unittest.TestCase):
         self.assertGreater(moved, 0)
 
     def test_adapters_of_fused_experts_are_what_the_weights_differ_by(self):
-        """PEFT's layout for parameters [E, ...]: A's rows by expert, then rank; B's columns by rank,
-        then expert; rank and alpha of gate and up twice those of down. See checkpoint_export.c."""
+        """PEFT's layout for parameters [E, ...]: A's rows by expert, then rank; B's columns by
+        rank, then expert; rank and alpha of gate and up twice those of down. See
+        daemon/checkpoint/export.c."""
         for family, targets in (("gpt_oss", "gate,up,down"), ("llama4", "up,down")):
             with self.group(2, "--lora-rank", "4", "--lora-alpha", "8", "--lora-targets", targets,
                             family=family) as g:

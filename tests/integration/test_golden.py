@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every golden model, on groups of 1 to 4 workers, gives transformers' numbers through gRPC.
 
 F32 tokens within 1e-5, BF16 tokens within 1e-2 (relative Frobenius norm), unary and streamed, for

@@ -1,7 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """moectl's command line: options, output and exit codes, as scripts rely on them."""
 
 import concurrent.futures
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -17,8 +19,8 @@ import urllib.request
 import grpc
 import numpy as np
 
-from group import (MOECTL, Group, golden_cases, main, model_directory, moectl,
-                   relative_error, to_bf16)
+from group import (BUILD, MOECTL, Group, golden_cases, main, model_directory, moectl,
+                   relative_error, to_bf16, wait_until)
 from wire import admin
 
 import moed
@@ -27,6 +29,7 @@ FAMILY = "qwen3_moe"
 OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = range(8)
 COMMANDS = ("up", "down", "status", "wait", "replace", "forward", "bench", "version")
 
+PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT, WALL = 0x4206, 17, 1 << 6, 0x40000000
 
 NOWHERE = tempfile.TemporaryDirectory(prefix="moed-test-")
 
@@ -56,14 +59,16 @@ def is_alive(pid):
         return False
 
 
-def wait_until(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not condition():
-        time.sleep(0.02)
-    return condition()
-
-
 class CommandLine(unittest.TestCase):
+    def test_every_program_names_its_release_and_commit(self):
+        said = json.loads(run("version", "-o", "json").stdout)
+        self.assertRegex(said["commit"], "^([0-9a-f]{12}|unknown)$")
+        for daemon in ("coordinator/moe-coordinator", "worker/moe-worker"):
+            done = subprocess.run([os.path.join(BUILD, "daemon", daemon), "--version"],
+                                  stdout=subprocess.PIPE, text=True, check=True)
+            self.assertEqual(done.stdout, "%s %s (commit %s)\n" % (
+                os.path.basename(daemon), said["client"], said["commit"]))
+
     def expect(self, code, *arguments):
         done = run(*arguments)
         self.assertEqual(done.returncode, code, (arguments, done.stdout, done.stderr))
@@ -172,7 +177,8 @@ class CommandLine(unittest.TestCase):
             os.unlink(link)
 
     def test_version(self):
-        self.assertRegex(self.expect(OK, "version").stdout, r"^client +\d+\.\d+\.\d+\n$")
+        self.assertRegex(self.expect(OK, "version").stdout,
+                         r"^client +\d+\.\d+\.\d+\ncommit +\S+\n$")
         document = json.loads(self.expect(OK, "version", "-o", "json").stdout)
         self.assertEqual((document["apiVersion"], document["kind"]), ("moed/v1", "Version"))
 
@@ -265,7 +271,7 @@ class UpAndDown(unittest.TestCase):
                           ("--endpoint", document["workers"][1])):
                 self.assertEqual(run("status", *where).returncode, OK)
                 self.assertEqual(run("wait", *where).returncode, OK)
-                self.assertEqual(run("version", *where).stdout.count("\n"), 3)
+                self.assertEqual(run("version", *where).stdout.count("\n"), 4)
             self.assertEqual(run("wait", "--for=gone", "--timeout", "0.2", "--state-dir",
                                  state).returncode, UNREACHABLE)
             down = run("down", "--endpoint", document["workers"][1])
@@ -279,7 +285,7 @@ class UpAndDown(unittest.TestCase):
             with open(os.path.join(state, "group.json")) as file:
                 processes = json.load(file)["processes"]
             os.kill(processes[0]["pid"], signal.SIGKILL)
-            self.assertTrue(wait_until(lambda: not is_alive(processes[0]["pid"])))
+            wait_until(lambda: not is_alive(processes[0]["pid"]))
             down = run("down", "--state-dir", state, "--force")
             self.assertEqual(down.returncode, OK, down.stderr)
             self.assertEqual([p["pid"] for p in processes if is_alive(p["pid"])], [])
@@ -290,7 +296,7 @@ class UpAndDown(unittest.TestCase):
 
     def kill(self, process):
         os.kill(process["pid"], signal.SIGKILL)
-        self.assertTrue(wait_until(lambda: not is_alive(process["pid"])))
+        wait_until(lambda: not is_alive(process["pid"]))
 
     def test_what_has_died_is_started_again_as_it_was(self):
         with folder() as state:
@@ -322,6 +328,60 @@ class UpAndDown(unittest.TestCase):
             self.assertEqual(down.returncode, OK, down.stderr)
             self.assertEqual([p["pid"] for p in after if is_alive(p["pid"])], [])
             self.assertEqual(run("replace", *here).returncode, NOT_FOUND)
+
+    def start_replace(self, state, *extra):
+        """Runs `moectl replace` beside the test."""
+        return subprocess.Popen([MOECTL, "replace", "--state-dir", state, *extra], text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def test_a_daemon_that_is_just_dying_is_waited_for_and_replaced(self):
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.ptrace.argtypes = [ctypes.c_long] * 4
+        with folder() as state:
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            here = ("--state-dir", state)
+            try:
+                for victim in (2, 0):
+                    process = self.processes(state)[victim]
+                    pid = process["pid"]
+                    # Its first thread stops on its way out, with all of its files still open.
+                    if libc.ptrace(PTRACE_SEIZE, pid, 0, PTRACE_O_TRACEEXIT) != 0:
+                        self.skipTest("ptrace: " + os.strerror(ctypes.get_errno()))
+                    os.kill(pid, signal.SIGKILL)
+                    self.assertEqual(os.waitpid(pid, WALL)[0], pid)
+                    replace = self.start_replace(state)
+                    self.assertIn("waiting for the end of " + process["name"],
+                                  replace.stderr.readline())
+                    self.assertEqual(libc.ptrace(PTRACE_DETACH, pid, 0, 0), 0)
+                    out, _ = replace.communicate(timeout=60)
+                    self.assertEqual((replace.returncode, out.split()),
+                                     (OK, [process["name"], process["endpoint"]]))
+                    self.assertEqual(run("wait", "--timeout", "60", *here).returncode, OK)
+                self.assertIn("all 3 daemons run", run("replace", *here).stderr)
+            finally:
+                run("down", "--force", *here)
+
+    def test_a_worker_that_runs_without_its_slot_is_waited_for(self):
+        with folder() as state:
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            here = ("--state-dir", state)
+            try:
+                victim = self.processes(state)[2]
+                os.kill(victim["pid"], signal.SIGSTOP)
+                wait_until(lambda: any(worker["state"] == "GONE" for worker in json.loads(
+                    run("status", "-o", "json", *here).stdout)["workers"]))
+                done = run("replace", "--timeout", "0.5", *here)
+                self.assertEqual((done.returncode, done.stdout), (UNREACHABLE, ""))
+                self.assertIn("kill -9 %d" % victim["pid"], done.stderr)
+                with self.start_replace(state) as replace:
+                    self.assertIn("its slot is empty", replace.stderr.readline())
+                    os.kill(victim["pid"], signal.SIGKILL)
+                    out, _ = replace.communicate(timeout=60)
+                self.assertEqual((replace.returncode, out.split()),
+                                 (OK, [victim["name"], victim["endpoint"]]))
+                self.assertEqual(run("wait", "--timeout", "60", *here).returncode, OK)
+            finally:
+                run("down", "--force", *here)
 
     def test_of_two_that_replace_at_once_the_second_waits_for_the_first(self):
         with folder() as state:
@@ -413,7 +473,7 @@ class UpAndDown(unittest.TestCase):
         pids = [process["pid"] for process in g.description()["processes"]]
         self.assertEqual([pid for pid in pids if not is_alive(pid)], [])
         g.process.kill()
-        self.assertTrue(wait_until(lambda: not any(map(is_alive, pids))))
+        wait_until(lambda: not any(map(is_alive, pids)))
         g.stop()
 
     def test_down_ends_a_group_in_the_foreground(self):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Python package against a fake worker in the same process: what it sends, what it makes of
 answers and errors, what it tries again. Real daemons are the business of test_golden.py."""
 
@@ -5,10 +6,12 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import socket
 import tempfile
 import threading
 import time
 import unittest
+from unittest import mock
 
 import grpc
 import numpy as np
@@ -16,6 +19,7 @@ import numpy as np
 from group import main
 
 import moed
+from moed._retry import _ask_coordinator
 from moed._proto import expert_pb2, rpc_status_pb2, types_pb2
 
 LAYER, HIDDEN, EXPERTS, TOP_K = 3, 16, 8, 2
@@ -162,6 +166,21 @@ class Calls(unittest.TestCase):
             self.assertEqual([each.layer for each in client.layers], [LAYER])
             self.assertEqual(client.layer(LAYER).hidden, HIDDEN)
 
+    def test_a_proxy_of_the_environment_is_not_used(self):
+        with fakes() as fake, socket.create_server(("127.0.0.1", 0)) as proxy:
+            proxy.setblocking(False)
+            address = "http://127.0.0.1:%d" % proxy.getsockname()[1]
+            with mock.patch.dict(os.environ, {name: address for name in (
+                    "http_proxy", "https_proxy", "grpc_proxy")}):
+                os.environ.pop("no_proxy", None)
+                os.environ.pop("no_grpc_proxy", None)
+                with moed.Client(fake.endpoint, timeout=5) as client:
+                    np.testing.assert_array_equal(client.forward(LAYER, np.ones(
+                        (1, HIDDEN), np.float32)), np.full((1, HIDDEN), 2, np.float32))
+                self.assertIn("does not answer", _ask_coordinator(fake.endpoint, 1.0))
+            with self.assertRaises(BlockingIOError):  # nobody has come
+                proxy.accept()
+
     def test_f32_in_f32_out(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
             for tokens in (1, 5, 37):
@@ -247,7 +266,9 @@ class Errors(unittest.TestCase):
     def test_reason_and_pause_are_read(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
             for call in (client.forward, stream.forward):
-                fake.script = [Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full", 1.5)]
+                fake.script = [
+                    Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full", 1.5)
+                ]
                 error = self.expect(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", call, LAYER,
                                     rows(1))
                 self.assertEqual((error.message, error.retry_after), ("full", 1.5))

@@ -1,8 +1,11 @@
-"""Training from Python: calls against a fake group (what is sent, tried again, asked for elsewhere), and
-against real daemons (gradients, steps, checkpoints' refusals); moed.torch where torch is installed."""
+# SPDX-License-Identifier: Apache-2.0
+"""Training from Python: calls against a fake group (what is sent, tried again, asked for
+elsewhere), and against real daemons (gradients, steps, checkpoints' refusals); moed.torch where
+torch is installed."""
 
 import concurrent.futures
 import copy
+import dataclasses
 import glob
 import io
 import json
@@ -14,23 +17,24 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import types
 import unittest
+import unittest.mock
 import unittest.mock as mock
 import uuid
 
 import grpc
 import numpy as np
 
-from group import BUILD, MOECTL, group, main, model_directory, moectl, relative_error
+from group import (BUILD, MOECTL, group, main, model_directory, moectl, relative_error,
+                   wait_until)
 from training import golden_gradients, training_group
 
 from fake_group import (HIDDEN, IDS, LAYER, STEP_TOKENS, TOP_K, FakeChannel, FakeClock, fakes,
                         refused, rows, unavailable)
 
 import moed
-from moed import _patience
+from moed import _retry
 from moed._proto import admin_pb2, types_pb2
 
 try:
@@ -86,10 +90,43 @@ class Calls(unittest.TestCase):
     def test_a_pass_that_is_kept_waits_too_and_another_does_not(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             worker.script = [unavailable()] * 6
-            self.assertTrue(client.forward(LAYER, rows(4), return_routing=True, save=("s", 1)).saved)
+            self.assertTrue(
+                client.forward(LAYER, rows(4), return_routing=True, retain=("s", 1)).retained)
             worker.script = [unavailable()] * 6
             self.expect("REFORMING", client.forward, LAYER, rows(4))
             self.assertEqual(len(worker.requests), 7 + 4)
+
+    def test_an_old_keyword_is_answered_by_its_new_name(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            asked = len(worker.requests)
+            module = (moed.torch.RemoteMoE,) if torch else ()
+            for call, arguments, text in (
+                    (client.forward, dict(layer=LAYER, x=rows(4), save=("s", 1)),
+                     "Client.forward: the keyword save is now retain"),
+                    (client.backward, dict(layer=LAYER, dy=rows(4), session="s", micro_batch_id=1,
+                                           saved=True), "the keyword saved is now retained"),
+                    *((remote, dict(layer=LAYER, client=client, save_for_backward=True),
+                       "the keyword save_for_backward is now retain") for remote in module)):
+                with self.assertRaises(TypeError) as caught:
+                    call(**arguments)
+                self.assertIn(text, str(caught.exception))
+            self.assertEqual(len(worker.requests), asked)
+
+    def test_answers_are_frozen_records(self):
+        with fakes() as (worker,), moed.Client(worker.endpoint) as client:
+            answer = client.forward(LAYER, rows(4), return_routing=True, retain=("s", 1))
+            state = client.train_state()
+            for record, old, new in ((answer, "saved", "retained"),
+                                     (answer, "saved_activations", "retained_activations"),
+                                     (state, "saved_device_bytes", "retained_device_bytes")):
+                self.assertTrue(dataclasses.is_dataclass(record) and hasattr(record, new))
+                with self.assertRaisesRegex(AttributeError, "it is now %r" % new):
+                    getattr(record, old)
+                with self.assertRaises(dataclasses.FrozenInstanceError):
+                    setattr(record, new, 1)
+            self.assertEqual(copy.deepcopy(state), state)
+            self.assertEqual(pickle.loads(pickle.dumps(client.layers)), client.layers)
+            self.assertFalse(hasattr(answer, "nothing"))
 
     def test_who_waits_long_is_told_what_for(self):
         """By the coordinator's word, which comes here from a fake of it."""
@@ -111,8 +148,11 @@ class Calls(unittest.TestCase):
             worker.coordinator = "127.0.0.1:%d" % port
             with moed.Client(worker.endpoint) as client:
                 worker.script = [unavailable()] * 100
-                with self.assertLogs("moed", "WARNING") as log:
-                    error = self.expect("REFORMING", client.zero_grad, step_id=1, timeout=6.5)
+                # The coordinator has all the time of the call, so that a slow machine changes
+                # nothing.
+                with self.assertLogs("moed", "WARNING") as log, unittest.mock.patch.multiple(
+                        "moed._retry", _SILENCE=2, _PROBE=30):
+                    error = self.expect("REFORMING", client.zero_grad, step_id=1, timeout=5)
                 print("   ", log.output[0], "\n   ", error)
                 self.assertEqual(len(log.output), 1)
                 for text in (log.output[0], error.message):
@@ -125,7 +165,8 @@ class Calls(unittest.TestCase):
                 self.assertIn("cannot connect to %s: " % worker.endpoint, error.message)
 
     def test_who_asks_what_the_matter_is_keeps_to_the_calls_time(self):
-        """Against a coordinator that has one word at most and then is silent, by a clock of its own."""
+        """Against a coordinator that has one word at most and then is silent, by a clock of its
+        own."""
         seed = random.randrange(2**32)
         print("    seed", seed)
         random.seed(seed)
@@ -135,22 +176,25 @@ class Calls(unittest.TestCase):
             clock = FakeClock(began)
             answers = [admin_pb2.GetStatusResponse(state=admin_pb2.GROUP_STATE_LOADING)] * words
             said = []
-            with mock.patch.object(_patience, "time", clock), mock.patch.object(
-                    _patience.grpc, "insecure_channel", lambda _: FakeChannel(clock, answers)), (
-                        mock.patch.object(_patience._log, "warning", lambda *word: said.append(word))):
-                patience = _patience.Patience(types.SimpleNamespace(
-                    _timeout=60.0, info=types.SimpleNamespace(coordinator="c:1")), "ZeroGrad", limit)
+            with mock.patch.object(_retry, "time", clock), mock.patch.object(
+                    _retry, "open_channel", lambda _: FakeChannel(clock, answers)), (
+                        mock.patch.object(_retry._log, "warning", lambda *word: said.append(word))):
+                retry = _retry.RetryPolicy(
+                    types.SimpleNamespace(_timeout=60.0,
+                                          info=types.SimpleNamespace(coordinator="c:1")),
+                    "ZeroGrad", limit)
                 with self.assertRaises(moed.MoeError) as caught:
                     while True:
-                        left = patience.left()
+                        left = retry.left()
                         clock.sleep(min(left, random.choice((0, 0.01, 0.2))))
-                        code = "UNAVAILABLE" if random.randrange(30) and clock.now < began + limit else (
-                            "DEADLINE_EXCEEDED")
+                        code = "UNAVAILABLE" if random.randrange(
+                            30) and clock.now < began + limit else ("DEADLINE_EXCEEDED")
                         if code == "DEADLINE_EXCEEDED":  # the worker is silent, too
                             clock.now = began + limit
-                        patience.bear(moed.MoeError(
-                            grpc.StatusCode[code], "REFORMING" * (code == "UNAVAILABLE"), "no", None,
-                            ""), "w:1")
+                        retry.wait_or_raise(
+                            moed.MoeError(grpc.StatusCode[code],
+                                          "REFORMING" * (code == "UNAVAILABLE"), "no", None, ""),
+                            "w:1")
             self.assertLessEqual(clock.now, began + limit + 1e-6, (limit, said, caught.exception))
             if said and words and limit > 8:  # said in the first warning, and again at the end
                 self.assertIn("the group is LOADING", said[0][-1])
@@ -168,8 +212,8 @@ class Calls(unittest.TestCase):
             worker.SaveCheckpoint = slow
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 answer = thread.submit(client.save_checkpoint, "a", step_id=1)
-                time.sleep(1)
-                self.assertFalse(answer.done())
+                wait_until(lambda: worker.requests)
+                self.assertGreater(worker.seconds_left, 1e6)
                 gate.set()
                 self.assertEqual(answer.result().bytes, 1000)
             gate.clear()
@@ -184,8 +228,12 @@ class Calls(unittest.TestCase):
             worker.message_bytes = 600
             with moed.Client(worker.endpoint) as client:
                 for call in (lambda: client.forward(LAYER, rows(30)),
-                             lambda: client.backward(LAYER, rows(5), rows(5), np.zeros((5, TOP_K), int),
-                                                     session="s", micro_batch_id=1)):
+                             lambda: client.backward(LAYER,
+                                                     rows(5),
+                                                     rows(5),
+                                                     np.zeros((5, TOP_K), int),
+                                                     session="s",
+                                                     micro_batch_id=1)):
                     self.assertIn("--max-message-bytes", self.expect("TOO_LARGE", call).message)
                 self.assertEqual(worker.requests, [])
 
@@ -218,24 +266,30 @@ class Calls(unittest.TestCase):
         with fakes(2) as (one, two), moed.Client(one.endpoint, spread=True) as client:
             x, dy = rows(4), rows(4, 1)
             for batch in range(1, 9):  # always the same worker
-                kept = client.forward(LAYER, x, return_routing=True, save=("s", batch))
-                self.assertTrue(kept.saved)
-            self.assertEqual((len(one.saved), len(two.saved)), (8, 0))
+                kept = client.forward(LAYER, x, return_routing=True, retain=("s", batch))
+                self.assertTrue(kept.retained)
+            self.assertEqual((len(one.retained), len(two.retained)), (8, 0))
             answer = client.backward(LAYER, dy, x, kept.topk_ids, session="s", micro_batch_id=8,
-                                     saved=True, weights_version=kept.weights_version)
-            self.assertTrue(answer.used_saved)
+                                     retained=True, weights_version=kept.weights_version)
+            self.assertTrue(answer.used_retained)
             self.assertEqual(one.requests[-1][1].x, b"")
-            one.saved.clear()
+            one.retained.clear()
             answer = client.backward(LAYER, dy, x, kept.topk_ids, session="s", micro_batch_id=7,
-                                     saved=True, weights_version=kept.weights_version)
-            self.assertFalse(answer.used_saved)
-            self.expect("SAVED_STATE_GONE", client.backward, LAYER, dy, session="s",
-                        micro_batch_id=6, saved=True)
+                                     retained=True, weights_version=kept.weights_version)
+            self.assertFalse(answer.used_retained)
+            self.expect("RETAINED_PASS_GONE", client.backward, LAYER, dy, session="s",
+                        micro_batch_id=6, retained=True)
 
     def test_all_other_calls(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
-            step = client.optimizer_step(0.1, step_id=1, weight_decay=0.2, betas=(0.5, 0.6), eps=1.0,
-                                         max_grad_norm=3.0, grad_scale=0.5, balance_rate=0.125,
+            step = client.optimizer_step(0.1,
+                                         step_id=1,
+                                         weight_decay=0.2,
+                                         betas=(0.5, 0.6),
+                                         eps=1.0,
+                                         max_grad_norm=3.0,
+                                         grad_scale=0.5,
+                                         balance_rate=0.125,
                                          optimizer="adamw")
             self.assertEqual((step.weights_version, step.grad_norm, step.steps), (2, 1.5, 1))
             sent = worker.requests[-1][1]
@@ -273,13 +327,13 @@ class Calls(unittest.TestCase):
                     (ValueError, (good,), {}),
                     (ValueError, (good, None, IDS), {}),
                     (ValueError, (good, good, IDS[:3]), {}),
-                    (ValueError, (good, good, IDS), dict(saved=True)),
+                    (ValueError, (good, good, IDS), dict(retained=True)),
                     (TypeError, (good.astype(np.float64), good, IDS), {}),
                     (TypeError, (good, moed.bf16(good), IDS), {})):
                 with self.assertRaises(error):
                     client.backward(LAYER, *arguments, **names, **more)
             self.expect("TOKEN_LIMIT", client.backward, LAYER, rows(STEP_TOKENS + 1), **names,
-                        saved=True)
+                        retained=True)
             for error, call, arguments in (
                     (ValueError, client.zero_grad, dict(step_id=0)),
                     (ValueError, client.zero_grad, dict(step_id=2**63)),
@@ -379,10 +433,10 @@ class RealGroup(unittest.TestCase):
         layer, _, x, dy, dx = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
         with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0]) as client, \
                 moed.Client(g.endpoints[1]) as other:
-            kept = client.forward(layer, x, return_routing=True, save=("s", 1))
+            kept = client.forward(layer, x, return_routing=True, retain=("s", 1))
             arguments = dict(session="s", micro_batch_id=1, weights_version=kept.weights_version)
-            first = client.backward(layer, dy, x, kept.topk_ids, saved=True, **arguments)
-            self.assertTrue(kept.saved and first.used_saved)
+            first = client.backward(layer, dy, x, kept.topk_ids, retained=True, **arguments)
+            self.assertTrue(kept.retained and first.used_retained)
             self.assertLessEqual(relative_error(first.dx, dx), 1e-5)
             again = other.backward(layer, dy, x, kept.topk_ids, **arguments)
             self.assertTrue(again.repeated)
@@ -409,7 +463,7 @@ class RealGroup(unittest.TestCase):
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 step = thread.submit(client.optimizer_step, 1e-3, step_id=1, lineage=lineage,
                                      expected_backwards=1, timeout=50)
-                time.sleep(0.5)
+                wait_until(lambda: g.info(0).epoch == 0)
                 self.assertFalse(step.done())
                 g.start_worker(1)
                 with self.assertRaises(moed.MoeError) as caught:
@@ -445,7 +499,7 @@ class RealGroup(unittest.TestCase):
             kept = client.save_checkpoint("after", step_id=step_id + 1)
             self.assertEqual(kept.lineage, state.lineage)
             self.assertEqual(client.save_checkpoint("after", step_id=step_id + 1),
-                             kept._replace(repeated=True))
+                             dataclasses.replace(kept, repeated=True))
             self.assertIn("loaded start", moectl("training", "load", "start", *here).stdout)
             np.testing.assert_array_equal(client.forward(layer, x), seen.y)
             self.assertGreater(client.train_state().lineage, state.lineage)
@@ -468,7 +522,7 @@ class Torch(unittest.TestCase):
     def test_a_gradient_flows_through_a_remote_layer(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             for saved in (False, True):
-                moe = moed.torch.RemoteMoE(LAYER, client, save_for_backward=saved)
+                moe = moed.torch.RemoteMoE(LAYER, client, retain=saved)
                 x = torch.randn(2, 3, HIDDEN, requires_grad=True)
                 y = moe(x)
                 self.assertTrue(torch.equal(y, 2 * x))
@@ -578,7 +632,7 @@ class Torch(unittest.TestCase):
 
     def test_a_second_backward_through_a_graph_is_another_micro_batch(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
-            moe = moed.torch.RemoteMoE(LAYER, client, save_for_backward=True)
+            moe = moed.torch.RemoteMoE(LAYER, client, retain=True)
             y = moe(torch.randn(4, HIDDEN)).sum()
             y.backward(retain_graph=True)
             (2 * y).backward()
@@ -694,7 +748,7 @@ class TorchOnRealGroup(unittest.TestCase):
             for layer, tokens, x, dy, dx in golden_gradients(FAMILY):
                 for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
                     for saved in (False, True):
-                        moe = moed.torch.RemoteMoE(layer, client, save_for_backward=saved)
+                        moe = moed.torch.RemoteMoE(layer, client, retain=saved)
                         t = torch.from_numpy(x.copy()).to(dtype).requires_grad_()
                         moe(t).backward(torch.from_numpy(dy.copy()).to(dtype))
                         error = relative_error(t.grad.float().numpy(), dx)
@@ -752,12 +806,13 @@ class TorchOnRealGroup(unittest.TestCase):
             if wanted.norm() > 0:
                 worst = max(worst, float((ours - wanted).norm() / wanted.norm()))
         print("    %d tensors, moves differ by %.1e at most" % (len(before), worst))
-        self.assertLess(worst, 1e-2)  # gradients that SGD tells are rounded to the weights' last bits
+        # Gradients that SGD tells are rounded to the weights' last bits.
+        self.assertLess(worst, 1e-2)
 
     def test_a_remote_layer_learns_what_a_fixed_head_asks_for(self):
         torch.manual_seed(1)
         with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0], spread=True) as client:
-            moe = moed.torch.RemoteMoE(client.layers[0], client, save_for_backward=True)
+            moe = moed.torch.RemoteMoE(client.layers[0], client, retain=True)
             head = torch.randn(moe.layer.hidden, 4)
             x, wanted = torch.randn(32, moe.layer.hidden), torch.randint(4, (32,))
             optimizer = moed.torch.RemoteOptimizer([moe], lr=1e-2)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop of client/README.md, as it stands there, on real daemons: undisturbed, through
 the loss of a worker, and started again on another group. Needs torch."""
 

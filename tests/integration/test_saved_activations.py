@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward passes that are saved on the devices for their Backward: alone in their steps, the same
 gradients to the last bit whoever still has what, dropped in time on all workers, and no more of the
 steps than training's share."""
@@ -13,15 +14,18 @@ import urllib.request
 import grpc
 import numpy as np
 
-from group import BACKEND, FAMILIES, main, moectl
+from group import BACKEND, FAMILIES, main, moectl, wait_until
+from load import Load
 import moed
 import wire
 from training import Trainer, TrainingGroup, golden_gradients, refusal, training_group
 from wire import expert, training
 
 FAMILY = "deepseek_v3"
-ALONE = 256  # tokens from which on a saved pass has a step of its own (worker/request.h)
-GONE = ("FAILED_PRECONDITION", "SAVED_STATE_GONE")
+ALONE = 256  # tokens from which on a saved pass has a step of its own (activations/activations.h)
+# After so many in a row of which nothing stayed, most share steps (activations/activations.c).
+VAIN = 8
+GONE = ("FAILED_PRECONDITION", "RETAINED_PASS_GONE")
 
 
 def case(family=FAMILY, tokens=ALONE + 3):
@@ -39,7 +43,7 @@ def device_bytes(g):
     found = []
     for endpoint in g.endpoints:
         t = Trainer(endpoint)
-        found.append(t.state().saved_device_bytes)
+        found.append(t.state().retained_device_bytes)
         t.close()
     return found
 
@@ -61,10 +65,10 @@ def all_dropped(g):
 class Case(unittest.TestCase):
     def saved(self, t, layer, x, batch, **fields):
         """A saved pass, which the device keeps too, where it can: a GPU does so for BF16 alone."""
-        answer = t.forward(layer, x, save=batch, **fields)
-        self.assertTrue(answer.saved)
+        answer = t.forward(layer, x, retain=batch, **fields)
+        self.assertTrue(answer.retained)
         if BACKEND == "cpu":
-            self.assertTrue(answer.saved_activations)
+            self.assertTrue(answer.retained_activations)
         return answer
 
 
@@ -80,16 +84,17 @@ class SameBits(Case):
                 rows, grad = x * (1 + part / 8), dy * (1 + step)
                 if save:
                     routing = self.saved(t, layer, rows, t.batch)
-                    self.assertEqual((routing.stages.steps, routing.stages.step_tokens), (1, len(x)))
+                    self.assertEqual((routing.stages.steps, routing.stages.step_tokens),
+                                     (1, len(x)))
                     answer = t.backward(layer, grad, batch=t.batch, aux_coeff=0.01,
                                         return_weight_gradients=True)
-                    self.assertTrue(answer.used_saved)
-                    self.assertEqual(answer.used_activations, routing.saved_activations)
+                    self.assertTrue(answer.used_retained)
+                    self.assertEqual(answer.used_activations, routing.retained_activations)
                 else:
                     routing = t.forward(layer, rows)
                     answer = t.backward(layer, grad, rows, routing, batch=t.batch, aux_coeff=0.01,
                                         return_weight_gradients=True)
-                    self.assertFalse(answer.used_saved or answer.used_activations)
+                    self.assertFalse(answer.used_retained or answer.used_activations)
                 seen += [routing.y_data, answer.dx, answer.weight_gradients, answer.aux_loss]
             done = t.optimizer_step(weight_decay=0.1, expected_backwards=2, balance_rate=0.001)
             seen.append(done.grad_norm)
@@ -109,7 +114,7 @@ class SameBits(Case):
         """Whoever is asked: the worker that keeps, or the one that computes again."""
         class Uneven(TrainingGroup):
             def start_worker(self, slot, *extra):
-                limit = ("--saved-device-bytes", "0") if slot == 1 else ()
+                limit = ("--retained-device-bytes", "0") if slot == 1 else ()
                 TrainingGroup.start_worker(self, slot, *limit, *extra)
 
         layer, x, dy = case()
@@ -120,12 +125,12 @@ class SameBits(Case):
             keeper, other = (Trainer(e) for e in g.endpoints)
             self.assertEqual(self.program(g, 0, FAMILY, True), want)
             other.batch = keeper.batch = 100
-            answer = other.forward(layer, x, save=101)
-            self.assertTrue(answer.saved)  # x and the routing, that is
-            self.assertFalse(answer.saved_activations)
-            self.assertEqual(other.state().saved_device_bytes_limit, 0)
+            answer = other.forward(layer, x, retain=101)
+            self.assertTrue(answer.retained)  # x and the routing, that is
+            self.assertFalse(answer.retained_activations)
+            self.assertEqual(other.state().retained_device_bytes_limit, 0)
             passed = other.backward(layer, dy, batch=101)
-            self.assertTrue(passed.used_saved)
+            self.assertTrue(passed.used_retained)
             self.assertFalse(passed.used_activations)
             self.saved(keeper, layer, x, 102)
             self.assertEqual(device_bytes(g)[1], 0)
@@ -143,7 +148,7 @@ class SameBits(Case):
             one = max(device_bytes(g))
             want = t.backward(layer, dy, batch=1).dx
             t.close()
-        with training_group(FAMILY, 2, "--saved-device-bytes", str(one * 5 // 2)) as g:
+        with training_group(FAMILY, 2, "--retained-device-bytes", str(one * 5 // 2)) as g:
             t = Trainer(g.endpoints[0])
             for batch in range(1, 7):
                 self.saved(t, layer, x, batch)
@@ -152,7 +157,7 @@ class SameBits(Case):
             for batch in range(1, 7):
                 answer = t.backward(layer, dy, batch=batch)
                 self.assertEqual(answer.dx, want)
-                self.assertTrue(answer.used_saved)
+                self.assertTrue(answer.used_retained)
                 used.append(answer.used_activations)
             if BACKEND == "cpu":
                 self.assertEqual(used, [False] * 4 + [True] * 2)
@@ -176,57 +181,83 @@ for each_family in FAMILIES:
 
 
 class OwnStep(Case):
-    def test_forwards_of_all_workers_beside_it_are_in_other_steps(self):
-        layer, x, dy = case()
-        with training_group(FAMILY, 2) as g:
-            t = Trainer(g.endpoints[0])
-            want = t.forward(layer, x).y_data
-            stop, failures, count = threading.Event(), [], [0]
+    def forward_beside(self, endpoint, layer, rows, stop, failures, counts):
+        """Plain forward passes, one after the other, until `stop`."""
+        other = Trainer(endpoint)
+        expect, count = other.forward(layer, rows).y_data, 0
+        while not stop.is_set():
+            if other.forward(layer, rows).y_data != expect:
+                failures.append("another answer")
+            count += 1
+        counts.append(count)
+        other.close()
 
-            def forwards(endpoint, tokens):
-                other = Trainer(endpoint)
-                rows = x[:tokens].copy()
-                expect = other.forward(layer, rows).y_data
-                while not stop.is_set():
-                    if other.forward(layer, rows).y_data != expect:
-                        failures.append("another answer")
-                    count[0] += 1
-                other.close()
+    def retain_beside(self, g, x, dy, layer, batches):
+        """Passes that ask to be retained, each with its Backward, beside plain ones of all workers.
+        Returns how many the device retained.
 
-            threads = [threading.Thread(target=forwards, args=(g.endpoints[i % 2], 5 + 60 * i))
-                       for i in range(4)]
-            for thread in threads:
-                thread.start()
-            dx = set()
-            for batch in range(1, 31):
-                answer = self.saved(t, layer, x, batch)
+        Such a pass is alone in its step. When the device of its worker retained none of the last
+        VAIN, the next ones may share their steps: alone they would cost others something for
+        nothing."""
+        t = Trainer(g.endpoints[0])
+        want = t.forward(layer, x).y_data
+        stop, failures, counts, dx = threading.Event(), [], [], set()
+        threads = [threading.Thread(target=self.forward_beside,
+                                    args=(g.endpoints[i % 2], layer, x[:5 + 60 * i].copy(), stop,
+                                          failures, counts)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        vain = retained = 0
+        try:
+            for batch in batches:
+                answer = t.forward(layer, x, retain=batch)
+                self.assertTrue(answer.retained)
                 self.assertEqual(answer.y_data, want)
-                self.assertEqual((answer.stages.steps, answer.stages.step_tokens), (1, len(x)))
+                if vain < VAIN or answer.retained_activations:
+                    self.assertEqual((answer.stages.steps, answer.stages.step_tokens), (1, len(x)))
+                vain = 0 if answer.retained_activations else vain + 1
+                retained += answer.retained_activations
                 passed = t.backward(layer, dy, batch=batch)
-                self.assertEqual(passed.used_activations, answer.saved_activations)
+                self.assertEqual(passed.used_activations, answer.retained_activations)
                 dx.add(passed.dx)
+        finally:
             stop.set()
             for thread in threads:
                 thread.join()
-            print("%d forward passes beside 30 saved ones" % count[0])
-            self.assertEqual(failures, [])
-            self.assertEqual(len(dx), 1)
-            self.assertGreater(count[0], 30)
-            t.close()
+        t.close()
+        print("%d forward passes beside %d, of which %d retained" % (sum(counts), len(batches),
+                                                                      retained))
+        self.assertEqual(failures, [])
+        self.assertEqual(len(dx), 1)
+        self.assertEqual(len(counts), 4)
+        return retained
+
+    def test_forwards_of_all_workers_beside_it_are_in_other_steps(self):
+        """In both formats: what a GPU never retains is F32."""
+        layer, x, dy = case()
+        with training_group(FAMILY, 2) as g:
+            for first, rows, grad in ((1, x, dy), (101, moed.bf16(x), moed.bf16(dy))):
+                retained = self.retain_beside(g, rows, grad, layer, range(first, first + 30))
+                self.assertTrue(retained == 30 or BACKEND != "cpu")
+
+    def test_where_the_device_never_retains_one_only_the_first_are_in_other_steps(self):
+        layer, x, dy = case()
+        with training_group(FAMILY, 2, "--retained-device-bytes", "1") as g:
+            self.assertEqual(self.retain_beside(g, x, dy, layer, range(1, 31)), 0)
 
     def test_small_ones_and_those_of_many_steps_stay_as_they_were(self):
         layer, x, dy = case(tokens=ALONE)
         with training_group(FAMILY, 2, "--max-tokens-per-step", "256") as g:
             t = Trainer(g.endpoints[0])
             self.saved(t, layer, x, 1)
-            small = t.forward(layer, x[:-1].copy(), save=2)
-            self.assertTrue(small.saved)
-            self.assertFalse(small.saved_activations)
+            small = t.forward(layer, x[:-1].copy(), retain=2)
+            self.assertTrue(small.retained)
+            self.assertFalse(small.retained_activations)
             passed = t.backward(layer, dy[:-1].copy(), batch=2)
-            self.assertTrue(passed.used_saved)
+            self.assertTrue(passed.used_retained)
             self.assertFalse(passed.used_activations)
             many = np.tile(x, (2, 1))
-            self.assertEqual(refusal(t.forward, layer, many, save=3)[0],
+            self.assertEqual(refusal(t.forward, layer, many, retain=3)[0],
                              ("INVALID_ARGUMENT", "TOKEN_LIMIT"))
             t.close()
 
@@ -240,17 +271,17 @@ class OwnStep(Case):
                 for rows, grad in ((x, dy), (moed.bf16(x), moed.bf16(dy))):
                     batch += 2
                     passed = client.forward(layer, rows, return_routing=True,
-                                            save=("any", batch), **routing)
-                    self.assertTrue(passed.saved)
-                    self.assertTrue(passed.saved_activations or BACKEND != "cpu")
+                                            retain=("any", batch), **routing)
+                    self.assertTrue(passed.retained)
+                    self.assertTrue(passed.retained_activations or BACKEND != "cpu")
                     given = {"topk_weights": weights} if "topk_weights" in routing else {}
                     want = client.backward(
                         layer, grad, x=rows, topk_ids=passed.topk_ids, session="any",
                         micro_batch_id=batch - 1, return_weight_gradients=True, **given)
                     got = client.backward(layer, grad, session="any", micro_batch_id=batch,
-                                          saved=True, return_weight_gradients=True)
-                    self.assertTrue(got.used_saved)
-                    self.assertEqual(got.used_activations, passed.saved_activations)
+                                          retained=True, return_weight_gradients=True)
+                    self.assertTrue(got.used_retained)
+                    self.assertEqual(got.used_activations, passed.retained_activations)
                     self.assertEqual(got.dx.tobytes(), want.dx.tobytes())
                     self.assertEqual(got.weight_gradients.tobytes(),
                                      want.weight_gradients.tobytes())
@@ -268,11 +299,11 @@ class OwnStep(Case):
                 q = expert.ForwardStreamRequest(
                     layer=layer, tokens=x.shape[0], hidden=x.shape[1], dtype=1, x_data=x.tobytes(),
                     request_id=batch)
-                q.save.session, q.save.micro_batch_id = t.session, batch
+                q.retain.session, q.retain.micro_batch_id = t.session, batch
                 items.append(q.SerializeToString())
             for answer in call(iter(items), timeout=30):
-                self.assertTrue(answer.saved)
-                self.assertEqual(answer.saved_activations, BACKEND == "cpu")
+                self.assertTrue(answer.retained)
+                self.assertEqual(answer.retained_activations, BACKEND == "cpu")
             for batch in (1, 2, 3):
                 self.assertEqual(t.backward(layer, dy, batch=batch).used_activations,
                                  BACKEND == "cpu")
@@ -289,7 +320,7 @@ class DroppedInTime(Case):
             once = device_bytes(g)
             self.assertTrue(BACKEND != "cpu" or all(once))
             first = one.backward(layer, dy, batch=1)
-            self.assertTrue(first.used_saved)
+            self.assertTrue(first.used_retained)
             self.assertTrue(all_dropped(g))
             again = one.backward(layer, dy, batch=1)  # without x, that too
             self.assertTrue(again.repeated)
@@ -299,7 +330,7 @@ class DroppedInTime(Case):
             # One that sends everything does not use what is kept for its id; it goes all the same.
             routing = self.saved(two, layer, x, 2)
             sent = two.backward(layer, dy, x, routing, batch=2)
-            self.assertFalse(sent.used_saved or sent.used_activations)
+            self.assertFalse(sent.used_retained or sent.used_activations)
             self.assertEqual(sent.dx, first.dx)
             self.assertTrue(all_dropped(g))
             # One of the input alone uses up its id as well.
@@ -333,30 +364,30 @@ class DroppedInTime(Case):
 
     def test_with_time(self):
         layer, x, dy = case()
-        with training_group(FAMILY, 2, "--saved-seconds", "1") as g:
+        with training_group(FAMILY, 2, "--retained-seconds", "1") as g:
             t = Trainer(g.endpoints[1])
             routing = self.saved(t, layer, x, 1)
             self.assertTrue(wait_for(lambda: sum(device_bytes(g)) == 0))  # and no call comes
             wait_for(lambda: False, 1)
             self.assertEqual(refusal(t.backward, layer, dy, batch=1)[0], GONE)
-            self.assertFalse(t.backward(layer, dy, x, routing, batch=1).used_saved)
+            self.assertFalse(t.backward(layer, dy, x, routing, batch=1).used_retained)
             t.close()
 
     def test_what_nobody_may_keep_is_not_ordered(self):
         layer, x, dy = case()
-        with training_group(FAMILY, 2, "--saved-device-bytes", "0") as g:
+        with training_group(FAMILY, 2, "--retained-device-bytes", "0") as g:
             t = Trainer(g.endpoints[0])
-            answer = t.forward(layer, x, save=1)
-            self.assertTrue(answer.saved)
-            self.assertFalse(answer.saved_activations)
-            self.assertTrue(t.backward(layer, dy, batch=1).used_saved)
+            answer = t.forward(layer, x, retain=1)
+            self.assertTrue(answer.retained)
+            self.assertFalse(answer.retained_activations)
+            self.assertTrue(t.backward(layer, dy, batch=1).used_retained)
             t.close()
 
 
 class Faults(Case):
     def finish(self, g, layer, x, dy, batch, endpoint=None):
-        """What a client does with a pass that may be gone: asks for it, then sends everything. Returns
-        dx and what was seen."""
+        """What a client does with a pass that may be gone: asks for it, then sends everything.
+        Returns dx and what was seen."""
         t, seen = Trainer(endpoint or g.endpoints[0]), []
         end = time.monotonic() + 60
         while True:
@@ -367,7 +398,7 @@ class Faults(Case):
             except grpc.RpcError as error:
                 reason = wire.error_reason(error)[0]
                 seen.append(reason)
-                if reason == "SAVED_STATE_GONE":
+                if reason == "RETAINED_PASS_GONE":
                     answer = t.backward(layer, dy, x, t.forward(layer, x), batch=batch)
                     break
                 if error.code().name != "UNAVAILABLE" or time.monotonic() > end:
@@ -423,16 +454,16 @@ class Faults(Case):
                 other = Trainer(g.endpoints[0], "s%d" % first)
                 for batch in range(1, 120):
                     try:
-                        answers.append(other.forward(layer, x, save=batch).y_data)
+                        answers.append(other.forward(layer, x, retain=batch).y_data)
                     except grpc.RpcError as error:
                         failures.append((error.code().name, wire.error_reason(error)[0]))
-                        time.sleep(0.1)
+                        time.sleep(0.1)  # as a client does before it tries again
                 other.close()
 
             threads = [threading.Thread(target=save, args=(i,)) for i in range(3)]
             for thread in threads:
                 thread.start()
-            time.sleep(0.2)
+            wait_until(lambda: len(answers) > 3)
             epoch = g.info(0).epoch
             g.kill_worker(2)
             g.start_worker(2, "--wait-budget-ms", "500")
@@ -461,13 +492,13 @@ class Faults(Case):
                     for what, number in calls + [("back", 1), ("back", 2)]:
                         batch, rows = 10 * phase + number, x * number
                         if what == "save":
-                            one.forward(layer, rows, save=batch)
-                            two.forward(layer, rows, save=batch)
+                            one.forward(layer, rows, retain=batch)
+                            two.forward(layer, rows, retain=batch)
                             continue
                         try:
                             one.backward(layer, dy, batch=batch)
                         except grpc.RpcError as error:
-                            self.assertEqual(wire.error_reason(error)[0], "SAVED_STATE_GONE")
+                            self.assertEqual(wire.error_reason(error)[0], "RETAINED_PASS_GONE")
                             routing = one.forward(layer, rows)
                             one.backward(layer, dy, rows, routing, batch=batch)
                     self.assertTrue(all_dropped(g))
@@ -479,7 +510,7 @@ class Faults(Case):
     def test_clients_that_go_away_leave_nothing_that_hurts(self):
         """Cancelled and late ones, waiting or running, beside others that stay."""
         layer, x, dy = case()
-        with training_group(FAMILY, 2, "--saved-seconds", "5") as g:
+        with training_group(FAMILY, 2, "--retained-seconds", "5") as g:
             t = Trainer(g.endpoints[0])
             epoch = g.info(0).epoch
             want = t.forward(layer, x).y_data
@@ -492,7 +523,7 @@ class Faults(Case):
                 for i in range(12):
                     q = expert.ForwardRequest(layer=layer, tokens=x.shape[0], hidden=x.shape[1],
                                               dtype=1, x_data=x.tobytes())
-                    q.save.session, q.save.micro_batch_id = "away", 100 * round_ + i + 1
+                    q.retain.session, q.retain.micro_batch_id = "away", 100 * round_ + i + 1
                     timeout = rng.choice((30, 30, 0.001, 0.004, 0.01))
                     going.append((timeout, call.future(q.SerializeToString(), timeout=timeout)))
                 for timeout, future in going:
@@ -520,61 +551,18 @@ class Faults(Case):
 
 
 class Share(Case):
-    SECONDS = 4
-
-    def load(self, endpoints, save, share):
-        """p50 and p99 of six plain clients in ms; `save`: beside two that save, and go backward."""
-        layer, x, dy = case()
-        rows = x[:37].copy()
-        stop, times, failures, saved = threading.Event(), [], [], [0]
-
-        def plain(number):
-            t = Trainer(endpoints[number % len(endpoints)], "plain")
-            try:
-                while not stop.is_set():
-                    begin = time.monotonic()
-                    t.forward(layer, rows)
-                    times.append(time.monotonic() - begin)
-            except grpc.RpcError as error:
-                failures.append(error.details())
-            t.close()
-
-        def saving(number):
-            t = Trainer(endpoints[number % len(endpoints)], "saving%d" % number)
-            batch = 0
-            try:
-                while not stop.is_set():
-                    batch += 1
-                    self.saved(t, layer, x, batch)
-                    t.backward(layer, dy, batch=batch)
-                    saved[0] += 1
-            except (grpc.RpcError, AssertionError) as error:
-                failures.append(error)
-            t.close()
-
-        threads = [threading.Thread(target=plain, args=(i,)) for i in range(6)]
-        threads += [threading.Thread(target=saving, args=(i,)) for i in range(2 * save)]
-        for thread in threads:
-            thread.start()
-        time.sleep(self.SECONDS)
-        stop.set()
-        for thread in threads:
-            thread.join()
-        p50, p99 = (float(np.percentile(np.array(times) * 1e3, q)) for q in (50, 99))
-        print("share %-4s %6d plain passes, p50 %6.2f ms, p99 %6.2f ms; %d saved pairs" % (
-            share, len(times), p50, p99, saved[0]))
-        self.assertEqual(failures, [])
-        self.assertTrue(not save or saved[0] > 3)
-        return p99
-
     def test_plain_forwards_go_on_beside_saved_pairs(self):
-        """Whatever the share: no failure, and no wait of another order. The share itself is the
-        sequencer's, and tested there."""
+        """Whatever the share: no call fails, and both sides come on. How long they wait for each
+        other is measured by tests/bench/beside.py; the share itself is the sequencer's, and tested
+        there."""
+        layer, x, dy = case()
         for share in ("0.1", "0.5"):
-            with training_group(FAMILY, 2, "--training-share", share) as g:
-                alone = self.load(g.endpoints, False, share)
-                beside = self.load(g.endpoints, True, share)
-                self.assertLess(beside, 10 * alone + 50)
+            with training_group(FAMILY, 2, "--training-share", share) as g, Load() as load:
+                load.forwards(6, g.endpoints, layer, x[:37].copy())
+                load.saved_pairs(2, g.endpoints, layer, x, dy)
+                wait_until(lambda: load.failures or len(load.pairs) > 12)
+                load.wait_for_more()
+                self.assertEqual(load.failures, [])
 
 
 class Told(Case):
@@ -591,24 +579,24 @@ class Told(Case):
             keeps = BACKEND == "cpu"
             client = moed.Client(g.endpoints[0])
             for batch in (1, 2):
-                answer = client.forward(layer, x, return_routing=True, save=("python", batch))
-                self.assertEqual((answer.saved, answer.saved_activations), (True, keeps))
+                answer = client.forward(layer, x, return_routing=True, retain=("python", batch))
+                self.assertEqual((answer.retained, answer.retained_activations), (True, keeps))
             state = client.train_state()
-            self.assertEqual(state.saved_device_bytes > 0, keeps)
-            self.assertEqual(state.saved_device_bytes_limit, 1 << 30)
-            self.assertEqual(series("moe_train_saved_device_bytes"), state.saved_device_bytes)
-            passed = client.backward(layer, dy, session="python", micro_batch_id=1, saved=True)
-            self.assertTrue(passed.used_saved)
+            self.assertEqual(state.retained_device_bytes > 0, keeps)
+            self.assertEqual(state.retained_device_bytes_limit, 1 << 30)
+            self.assertEqual(series("moe_train_retained_device_bytes"), state.retained_device_bytes)
+            passed = client.backward(layer, dy, session="python", micro_batch_id=1, retained=True)
+            self.assertTrue(passed.used_retained)
             self.assertEqual(passed.used_activations, keeps)
             said = moectl("training", "--endpoint", g.endpoints[0]).stdout
             self.assertRegex(said, r"device +%s of 1024.0 MiB of activations" % (
                 "[0-9]+[.][0-9]" if keeps else "0.0"))
-            self.assertEqual(series("moe_train_saved_steps_total"), 2 * keeps)
+            self.assertEqual(series("moe_train_retained_steps_total"), 2 * keeps)
             self.assertEqual(series("moe_train_reused_steps_total"), keeps)
-            self.assertEqual(series("moe_train_saved_device_bytes"),
-                             client.train_state().saved_device_bytes)
-            self.assertEqual(client.train_state().saved_device_bytes,
-                             state.saved_device_bytes // 2)
+            self.assertEqual(series("moe_train_retained_device_bytes"),
+                             client.train_state().retained_device_bytes)
+            self.assertEqual(client.train_state().retained_device_bytes,
+                             state.retained_device_bytes // 2)
             client.close()
 
 

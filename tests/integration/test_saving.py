@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints on a file system that does not finish: what goes on beside a Save or Load, what is
 called off, and what a Save that nobody recorded leaves. Nothing here is timed: the disk waits for
 the test (gated_fsync.c)."""
@@ -12,13 +13,12 @@ import socket
 import subprocess
 import tempfile
 import threading
-import time
 import unittest
 import urllib.request
 
 import grpc
 
-from group import BUILD, MOECTL, main, model_directory, moectl
+from group import BUILD, MOECTL, main, model_directory, moectl, wait_until
 import moed
 from training import Trainer, golden_gradients, refusal, training_group
 import wire
@@ -73,14 +73,6 @@ class Background:
         return self.answer
 
 
-def until(what, seconds=60):
-    end = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > end:
-            raise AssertionError("it does not come about")
-        time.sleep(0.01)
-
-
 class Saving(unittest.TestCase):
     def setUp(self):
         self.root = tempfile.mkdtemp(prefix="moed-saving-")
@@ -98,10 +90,11 @@ class Saving(unittest.TestCase):
             os.remove(self.gate + of)
 
     def group(self, workers, *extra, of=None):
-        environment = {"LD_PRELOAD": os.path.join(BUILD, "tests", "integration", "libgated_fsync.so"),
-                       "MOE_TEST_GATE": self.gate,
-                       "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") +
-                       ":verify_asan_link_order=0"}
+        environment = {
+            "LD_PRELOAD": os.path.join(BUILD, "tests", "integration", "libgated_fsync.so"),
+            "MOE_TEST_GATE": self.gate,
+            "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") + ":verify_asan_link_order=0"
+        }
         if of is not None:
             environment["MOE_TEST_GATE_OF"] = of
         return training_group(FAMILY, workers, "--training-dir", self.root, *extra,
@@ -118,7 +111,10 @@ class Saving(unittest.TestCase):
 
     def moectl(self, g, code, text, *words):
         done = subprocess.run([MOECTL, "training", *words, "--endpoint", g.endpoints[-1]],
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+                              stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT,
+                              text=True,
+                              timeout=60)
         self.assertEqual(done.returncode, code, done.stdout)
         self.assertIn(text, done.stdout)
 
@@ -132,7 +128,8 @@ class Saving(unittest.TestCase):
     # ---------------------------------------------------------------------- beside a Save
 
     def end_view_under(self, save, g, client, epoch):
-        """Worker 1 stands still for longer than the others wait: the view ends, and the Save fails."""
+        """Worker 1 stands still for longer than the others wait: the view ends, and the Save
+        fails."""
         g.workers[1].send_signal(signal.SIGSTOP)
         try:
             Background(client.ask)
@@ -150,7 +147,7 @@ class Saving(unittest.TestCase):
             before = client.state()
             self.close_gate()
             save = Background(Client(g).save, "slow", 15)
-            until(lambda: self.saving(g) == {"slow"})
+            wait_until(lambda: self.saving(g) == {"slow"})
             # Who asks for the next free id does not get that of what is under way.
             self.assertEqual({client.state().last_step_id, other.state().last_step_id}, {15})
             self.moectl(g, 7, "one at a time (slow)", "save", "more")
@@ -202,10 +199,10 @@ class Saving(unittest.TestCase):
             before, seen = client.state(), client.ask()
             self.close_gate(".copy")
             save = Background(Client(g).save, "slow", 15)
-            until(lambda: self.saving(g) == {"slow"})
+            wait_until(lambda: self.saving(g) == {"slow"})
             for _ in range(20):
                 self.assertEqual((client.ask(), other.ask()), (seen, seen))
-            routing = client.forward(client.layer, client.x, save=7)
+            routing = client.forward(client.layer, client.x, retain=7)
             dx = other.backward(client.layer, client.dy, client.x, routing, batch=2).dx
             # A step waits, and so does what came after it; but nobody waits for the two.
             step = Background(Client(g).optimizer_step, step=20, expected_backwards=1)
@@ -213,7 +210,7 @@ class Saving(unittest.TestCase):
             late = Background(other.backward, client.layer, client.dy, client.x, routing, batch=3)
             for _ in range(20):
                 self.assertEqual((client.ask(), other.ask()), (seen, seen))
-            client.forward(client.layer, client.x, save=8)
+            client.forward(client.layer, client.x, retain=8)
             self.assertEqual(refusal(other.save, "more", 18)[0],
                              ("FAILED_PRECONDITION", "SAVE_RUNNING"))
             again = Background(other.save, "slow", 15)
@@ -250,14 +247,14 @@ class Saving(unittest.TestCase):
             client.train(1)
             self.close_gate(".copy")
             save = Background(client.save, "late", 15, timeout=1)
-            until(lambda: self.saving(g) == {"late"})
+            wait_until(lambda: self.saving(g) == {"late"})
             step = Background(Client(g).optimizer_step, step=20)
             save.thread.join()
             self.assertEqual(save.error.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
             self.assertTrue(step.thread.is_alive())
             self.open_gate(".copy")
             self.assertEqual(step.result().steps, 2)
-            until(lambda: self.saving(g) == {""})
+            wait_until(lambda: self.saving(g) == {""})
             self.assertEqual((self.names(), client.state().checkpoint), ([], ""))
 
     def test_a_worker_that_leaves_while_the_state_is_copied_waits_for_it(self):
@@ -266,11 +263,13 @@ class Saving(unittest.TestCase):
             client.train(1)
             self.close_gate(".copy")
             save = Background(Client(g).save, "last", 15)
-            until(lambda: self.saving(g) == {"last"})
+            wait_until(lambda: self.saving(g) == {"last"})
             step = Background(Client(g).optimizer_step, step=20)
             step.thread.join(0.2)
             g.workers[0].terminate()  # which was asked
-            time.sleep(0.2)
+            with wire.open_channel(g.address) as channel:
+                wait_until(lambda: wire.get_status(channel).workers[0].state ==
+                           wire.admin.WORKER_STATE_DRAINING)
             self.assertIsNone(g.workers[0].poll())
             self.open_gate(".copy")
             self.assertEqual((save.result().weights_version, step.result().steps), (2, 2))
@@ -286,7 +285,7 @@ class Saving(unittest.TestCase):
             epoch = g.info().epoch
             self.close_gate(".copy")
             save = Background(Client(g).save, "cut", 25)
-            until(lambda: self.saving(g) == {"cut"})
+            wait_until(lambda: self.saving(g) == {"cut"})
             step = Background(Client(g).optimizer_step, step=30)
             step.thread.join(0.2)
             g.kill_worker(1)
@@ -353,31 +352,40 @@ class Saving(unittest.TestCase):
 
     def test_a_save_that_is_late_tells_what_became_of_it(self):
         with self.group(2) as g:
+            port = self.give_metrics(g)
             Client(g).train(1)
             self.close_gate()
-            late = Background(self.moectl, g, 5, "(--timeout 1): late is called off, and nothing of it is left",
+            late = Background(self.moectl, g, 5,
+                              "(--timeout 1): late is called off, and nothing of it is left",
                               "save", "late", "--timeout", "1")
-            until(lambda: self.saving(g) == {"late"})
-            time.sleep(1.2)
+            wait_until(lambda: self.saving(g) == {"late"})
+            wait_until(lambda: self.ended_saves(port) == 1)  # it knows that nobody waits
             self.open_gate()
             late.result()
             self.assertEqual(self.names(), [])
 
-    def cancelled_saves(self, port):
-        page = urllib.request.urlopen("http://127.0.0.1:%d/metrics" % port).read().decode()
-        return float(re.search(
-            r'^moe_requests_total\{rpc="SaveCheckpoint",code="CANCELLED"\} (\S+)$', page,
-            re.MULTILINE).group(1))
-
-    def test_a_save_has_no_limit_tells_how_far_it_is_and_is_called_off_by_ctrl_c(self):
-        with socket.socket() as s:  # the series' port has to be known beforehand
+    def give_metrics(self, g):
+        """Starts worker 1 again with a metrics port of its own, and returns that."""
+        with socket.socket() as s:  # it has to be known beforehand
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
+        epoch = g.info().epoch
+        g.kill_worker(1)
+        g.start_worker(1, "--metrics-listen", "127.0.0.1:%d" % port)
+        g.wait_serving(epoch)
+        return port
+
+    def ended_saves(self, port):
+        """How many Saves that worker saw called off or out of time."""
+        page = urllib.request.urlopen("http://127.0.0.1:%d/metrics" % port).read().decode()
+        return sum(float(count) for count in re.findall(
+            r'^moe_requests_total\{rpc="SaveCheckpoint",'
+            r'code="(?:CANCELLED|DEADLINE_EXCEEDED)"\} (\S+)$',
+            page, re.MULTILINE))
+
+    def test_a_save_has_no_limit_tells_how_far_it_is_and_is_called_off_by_ctrl_c(self):
         with self.group(2) as g:
-            epoch = g.info().epoch
-            g.kill_worker(1)  # to be started again with a port of its own
-            g.start_worker(1, "--metrics-listen", "127.0.0.1:%d" % port)
-            g.wait_serving(epoch)
+            port = self.give_metrics(g)
             Client(g).train(1)
             for ended in (False, True):
                 self.close_gate()
@@ -390,17 +398,17 @@ class Saving(unittest.TestCase):
                 if ended:
                     save.send_signal(signal.SIGINT)
                     save.wait()
-                    until(lambda: self.cancelled_saves(port) == 1)  # it knows that nobody waits
+                    wait_until(lambda: self.ended_saves(port) == 1)  # it knows that nobody waits
                 self.open_gate()
                 out, _ = save.communicate(timeout=60)
                 self.assertEqual("saved slow-%d" % ended in out, not ended)
-            until(lambda: self.saving(g) == {""})
+            wait_until(lambda: self.saving(g) == {""})
             self.assertEqual(self.names(), ["slow-0"])
 
     def test_who_waits_for_a_worker_is_told_which(self):
         with self.group(2) as g:
             g.kill_worker(1)
-            until(lambda: g.info().epoch == 0)
+            wait_until(lambda: g.info().epoch == 0)
             done = moectl("training", "zero-grad", "--timeout", "5", "--endpoint", g.endpoints[0],
                           check=False)
             print(done.stderr)
@@ -428,23 +436,33 @@ class Saving(unittest.TestCase):
                 self.addCleanup(os.remove, path)
             self.close_gate()
             save = Background(Client(g).save, "poor", 15)
-            until(lambda: self.saving(g) == {"poor"})
-            client.backward(client.layer, client.dy, client.x, client.forward(client.layer, client.x),
+            wait_until(lambda: self.saving(g) == {"poor"})
+            client.backward(client.layer,
+                            client.dy,
+                            client.x,
+                            client.forward(client.layer, client.x),
                             batch=5)
             self.open_gate(".copy")
-            until(lambda: self.hidden("poor"))
-            ask = Background(client.ask)
-            ask.thread.join(0.5)
-            self.assertTrue(ask.thread.is_alive())  # forward passes wait
+            wait_until(lambda: self.hidden("poor"))
+            first = client.ask()  # forward passes go on, a step waits
+            step = Background(Client(g).optimizer_step, step=17, expected_backwards=1)
+            for _ in range(20):
+                self.assertEqual(client.ask(), first)
+            self.assertTrue(step.thread.is_alive())
             self.open_gate()
             self.assertEqual(save.result().weights_version, before.weights_version)
-            first = ask.result()
-            client.call("ZeroGrad", training.ZeroGradRequest(step_id=16))
+            norm = step.result().grad_norm
             undisturbed = client.train(2)
             self.assertEqual((self.names(), client.state().checkpoint), (["poor"], "poor"))
             self.assertTrue(client.save("poor", 15).repeated)
             client.load("poor", 30)
             self.assertEqual((client.state().steps, client.ask()), (before.steps, first))
+            client.backward(client.layer,
+                            client.dy,
+                            client.x,
+                            client.forward(client.layer, client.x),
+                            batch=5)
+            self.assertEqual(client.optimizer_step(step=17, expected_backwards=1).grad_norm, norm)
             self.assertEqual(client.train(2), undisturbed)
             client.save("next", 35)
             client.save("last", 36, keep=1)  # what it was told to load stays
@@ -452,7 +470,7 @@ class Saving(unittest.TestCase):
         for name in ("last", "poor"):
             shutil.rmtree(os.path.join(self.root, name))
 
-    def test_without_room_for_a_copy_forward_passes_wait_while_a_checkpoint_is_written(self):
+    def test_without_room_for_a_copy_steps_wait_and_forward_passes_do_not(self):
         self.without_memory((0, 1))
         self.without_memory((0,))
         self.without_memory((1,))
@@ -471,7 +489,7 @@ class Saving(unittest.TestCase):
                 client.save("late", 15, timeout=1)
             self.assertEqual(caught.exception.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
             self.open_gate()
-            until(lambda: self.saving(g) == {""})
+            wait_until(lambda: self.saving(g) == {""})
             self.assertEqual((self.names(), client.state().checkpoint), ([], ""))
             client.train(2)
             self.assertFalse(client.save("late", 15).repeated)
@@ -482,7 +500,7 @@ class Saving(unittest.TestCase):
             with self.group(2) as g:
                 self.close_gate()
                 first = Background(Client(g).save, "both", 15, timeout=2)
-                until(lambda: self.saving(g) == {"both"})
+                wait_until(lambda: self.saving(g) == {"both"})
                 second = Background(Client(g, slot).save, "both", 15)
                 first.thread.join()
                 self.assertEqual(first.error.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -495,20 +513,20 @@ class Saving(unittest.TestCase):
         with self.group(2) as g:
             self.close_gate()
             calls = [Background(Client(g).save, "late", 15, timeout=1)]
-            until(lambda: self.saving(g) == {"late"})
+            wait_until(lambda: self.saving(g) == {"late"})
             calls.append(Background(Client(g, 1).save, "late", 15, timeout=2))
             for call in calls:
                 call.thread.join()
                 self.assertEqual(call.error.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
             self.open_gate()
-            until(lambda: self.saving(g) == {""})
+            wait_until(lambda: self.saving(g) == {""})
             self.assertEqual(self.names(), [])
 
     def test_a_group_that_is_stopped_while_it_saves_leaves_nothing(self):
         with self.group(2, "--drain-ms", "300") as g:
             self.close_gate()
             save = Background(Client(g).save, "cut", 15)
-            until(lambda: self.saving(g) == {"cut"})
+            wait_until(lambda: self.saving(g) == {"cut"})
             for worker in g.workers:
                 worker.terminate()
             save.thread.join()
@@ -523,7 +541,7 @@ class Saving(unittest.TestCase):
             epoch = g.info().epoch
             self.close_gate()
             first = Background(Client(g, 1).save, "cut", 15)  # hangs before slot 1 has a part in it
-            until(lambda: self.hidden("cut"))
+            wait_until(lambda: self.hidden("cut"))
             left, old = g.workers[0], self.hidden("cut")
             left.terminate()
             first.thread.join()
@@ -536,7 +554,7 @@ class Saving(unittest.TestCase):
             self.close_gate()
             second = Background(Client(g, 1).save, "cut", 16)
             # That process lives, and may be writing for somebody, for all that a Save can tell.
-            until(lambda: len(self.hidden("cut")) == 2)
+            wait_until(lambda: len(self.hidden("cut")) == 2)
             mine = [name for name in self.hidden("cut") if name not in old]
             self.assertIsNone(left.poll())
             os.remove(gate)
@@ -553,14 +571,14 @@ class Saving(unittest.TestCase):
             epoch = g.info().epoch
             self.close_gate()
             save = Background(Client(g).save, "slow", 15)
-            until(lambda: self.hidden("slow"))
+            wait_until(lambda: self.hidden("slow"))
             self.end_view_under(save, g, client, epoch)
             held = self.hidden("slow")
             self.assertEqual(refusal(self.export, client, "adapters", 16)[0],
                              ("FAILED_PRECONDITION", "SAVE_RUNNING"))
             self.assertEqual((len(held), self.hidden("slow")), (1, held))
             self.open_gate()
-            until(lambda: self.exported(client))
+            wait_until(lambda: self.exported(client))
             self.assertEqual(self.names(), ["adapters"])
 
     def export(self, client, name, step):
@@ -585,7 +603,7 @@ class Saving(unittest.TestCase):
             epoch, before = g.info().epoch, client.state()
             self.close_gate()
             save = Background(Client(g).save, "found", 15)
-            until(lambda: "found" in self.names())
+            wait_until(lambda: "found" in self.names())
             self.end_view_under(save, g, client, epoch)
             self.assertEqual((client.state().lineage, client.state().checkpoint),
                              (before.lineage, ""))
@@ -593,7 +611,7 @@ class Saving(unittest.TestCase):
                              ("FAILED_PRECONDITION", "SAVE_RUNNING"))  # its thread is not back yet
             self.open_gate()
             client.train(2)
-            until(lambda: self.saved(client))
+            wait_until(lambda: self.saved(client))
             state = client.state()
             self.assertEqual((state.checkpoint, state.steps), ("found", 2))
             self.assertTrue(client.save("found", 15).repeated)
@@ -613,10 +631,10 @@ class Saving(unittest.TestCase):
             epoch = g.info().epoch
             self.close_gate()
             save = Background(Client(g).save, "second", 25, keep=1)
-            until(lambda: "second" in self.names())
+            wait_until(lambda: "second" in self.names())
             self.end_view_under(save, g, client, epoch)
             self.open_gate()
-            until(lambda: refusal(client.load, "none", 26)[0][1] == "CHECKPOINT_NOT_FOUND")
+            wait_until(lambda: refusal(client.load, "none", 26)[0][1] == "CHECKPOINT_NOT_FOUND")
             self.assertEqual((self.names(), client.state().checkpoint),
                              (["first", "second"], "first"))
             epoch = g.info().epoch
@@ -655,11 +673,11 @@ class Saving(unittest.TestCase):
         """Returns once the group has tried to go back, and could not."""
         epoch = g.info().epoch
         g.kill_worker(1)
-        until(lambda: g.info().epoch == 0)
+        wait_until(lambda: g.info().epoch == 0)
         g.start_worker(1, "--wait-budget-ms", "500")
         last = Client(g, 1)
-        until(lambda: last.state().problem != "")
-        until(lambda: client.state().problem != "")
+        wait_until(lambda: last.state().problem != "")
+        wait_until(lambda: client.state().problem != "")
         return epoch, last.state().problem
 
     def test_what_a_group_without_a_worker_may_lose_is_told(self):
@@ -676,7 +694,7 @@ class Saving(unittest.TestCase):
             self.assertNotIn("optimizer step", told("status") + told("training"))
             epoch = g.info().epoch
             g.kill_worker(1)
-            until(lambda: g.info().epoch == 0)
+            wait_until(lambda: g.info().epoch == 0)
             for command in (("status",), ("training",)):
                 said = told(*command)
                 self.assertIn("2 optimizer steps since the model was loaded were not saved", said)
@@ -688,11 +706,11 @@ class Saving(unittest.TestCase):
             client = Client(g)
             epoch = g.info().epoch
             g.kill_worker(1)
-            until(lambda: g.info().epoch == 0)
+            wait_until(lambda: g.info().epoch == 0)
             self.assertNotIn("optimizer step", told("status") + told("training"))
             self.damage("first")
             g.start_worker(1, "--wait-budget-ms", "500")
-            until(lambda: client.state().problem != "")
+            wait_until(lambda: client.state().problem != "")
             for command in (("status",), ("training",)):
                 said = told(*command)
                 self.assertIn("moectl training recover NAME", said)
@@ -751,19 +769,16 @@ class Saving(unittest.TestCase):
                              ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
             self.assertEqual(moectl("training", "recover", "nosuch", "--endpoint", g.endpoints[1],
                                     check=False).returncode, 4)
-            # Who stands before it is told at once; the group goes on trying, however often it fails.
+            # Who stands before it is told at once; the group goes on trying, however often it
+            # fails.
             answer, error = refusal(client.load, "first", 30)
             self.assertEqual(answer, ("FAILED_PRECONDITION", "CANNOT_GO_BACK"))
             self.assertIn("moectl training recover", error.details())
             self.assertEqual(refusal(client.save, "new", 30)[0], answer)
             with wire.open_channel(g.address) as channel:
-                until(lambda: "slot-00001.safetensors" in str(wire.get_status(channel)))
-            time.sleep(4)  # pauses between two attempts are of seconds by now
+                wait_until(lambda: "slot-00001.safetensors" in str(wire.get_status(channel)))
             moectl("training", "recover", "first", "--endpoint", g.endpoints[0])
-            told = time.monotonic()
             g.wait_serving(epoch)
-            print("serving %.2f s after it was told" % (time.monotonic() - told))
-            self.assertLess(time.monotonic() - told, 1.5)
             state = client.state()
             self.assertEqual((state.checkpoint, state.steps, state.problem), ("first", 1, ""))
             with wire.open_channel(g.address) as channel:
@@ -784,10 +799,10 @@ class Saving(unittest.TestCase):
     def test_a_replacement_that_does_not_train_is_told_so(self):
         with training_group(FAMILY, 2) as g:
             g.kill_worker(1)
-            until(lambda: g.info().epoch == 0)
+            wait_until(lambda: g.info().epoch == 0)
             g.start_worker(1, "--training", "off")
             with wire.open_channel(g.address) as channel:
-                until(lambda: "without --training" in str(wire.get_status(channel)))
+                wait_until(lambda: "without --training" in str(wire.get_status(channel)))
                 print([w for w in str(wire.get_status(channel)).splitlines() if "--training" in w])
 
     def test_an_adapter_is_no_checkpoint(self):
@@ -814,7 +829,7 @@ class Saving(unittest.TestCase):
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 save = thread.submit(moectl, "training", "save", "k5", "--endpoint",
                                      g.endpoints[0], check=False)
-                until(lambda: self.saving(g) == {"k5"})
+                wait_until(lambda: self.saving(g) == {"k5"})
                 g.kill_worker(1)
                 g.start_worker(1)
                 g.wait_serving(epoch)
@@ -825,7 +840,7 @@ class Saving(unittest.TestCase):
             self.assertIn("the group went back to checkpoint first meanwhile", done.stderr)
             self.assertIn("it had 3 steps and has 1", done.stderr)
             self.assertNotIn("k5", self.names())
-            until(lambda: self.saving(g) == {""})
+            wait_until(lambda: self.saving(g) == {""})
             told = moectl("training", "save", "k5", "--endpoint", g.endpoints[0])
             self.assertIn("saved k5: 1 step, ", told.stdout)
 
@@ -836,7 +851,10 @@ class Saving(unittest.TestCase):
             client.save("one", 15)
             for step in (2, 3):
                 client.train(step)
-            client.backward(client.layer, client.dy, client.x, client.forward(client.layer, client.x),
+            client.backward(client.layer,
+                            client.dy,
+                            client.x,
+                            client.forward(client.layer, client.x),
                             batch=40)
             told = moectl("training", "load", "one", *here)
             self.assertIn("loaded one: 1 step, ", told.stdout)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients that are not ours: stubs made from reflection alone, the public health protocol, and the
 health checking that is built into gRPC's own client library."""
 
@@ -63,7 +64,8 @@ class Reflected:
 
     def learn(self, symbol):
         files = {}
-        for raw in self.ask(file_containing_symbol=symbol).file_descriptor_response.file_descriptor_proto:
+        for raw in self.ask(
+                file_containing_symbol=symbol).file_descriptor_response.file_descriptor_proto:
             file = descriptor_pb2.FileDescriptorProto.FromString(raw)
             files[file.name] = file
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training when a worker dies, and training beside clients that only want forward passes."""
 
 import threading
@@ -7,10 +8,10 @@ import unittest
 import grpc
 import numpy as np
 
-from group import main
+from group import main, wait_until
+from load import Load
 import wire
 from training import Trainer, golden_gradients, refusal, training_group
-from wire import expert
 
 FAMILY = "deepseek_v3"
 
@@ -21,8 +22,8 @@ def case():
 
 
 class Client:
-    """Runs a fixed program of micro batches and steps, and begins it again, under the same ids, when
-    the state it built on is lost: what a training loop without checkpoints does."""
+    """Runs a fixed program of micro batches and steps, and begins it again, under the same ids,
+    when the state it built on is lost: what a training loop without checkpoints does."""
 
     STEPS, BATCHES = 4, 3
 
@@ -49,8 +50,8 @@ class Client:
                                        balance_rate=0.001).weights_version
 
     def run(self, disturb=lambda step, i: None, seconds=60):
-        """Returns what the weights, moments and gradients have become: the answer of a forward pass,
-        and of one more Backward and step."""
+        """Returns what the weights, moments and gradients have become: the answer of a forward
+        pass, and of one more Backward and step."""
         end = time.monotonic() + seconds
         reasons = set()
         while True:
@@ -153,68 +154,23 @@ class Faults(unittest.TestCase):
 
 
 class MixedLoad(unittest.TestCase):
-    CLIENTS, SECONDS = 8, 6
-
-    def load(self, endpoints, share, train):
-        """p50 and p99 of eight forward clients, in ms, and how far training came."""
+    def test_forward_clients_go_on_beside_training(self):
+        """Whatever the share: no call fails, no version sinks, and both sides come on. How long
+        they wait for each other is measured by tests/bench/beside.py."""
         layer, x, dy = case()
-        stop = threading.Event()
-        times, failures, falls = [], [], []
-
-        def forward_client(number):
-            channels = [wire.open_channel(endpoint) for endpoint in endpoints]
-            request = expert.ForwardRequest(layer=layer, tokens=x.shape[0], hidden=x.shape[1],
-                                            dtype=1, x_data=x.tobytes()).SerializeToString()
-            version, n = 0, number
-            while not stop.is_set():
-                begin = time.monotonic()
-                try:
-                    answer = wire.forward(channels[n % len(channels)], request)
-                except grpc.RpcError as error:
-                    failures.append((error.code().name, error.details()))
-                    break
-                times.append(time.monotonic() - begin)
-                if answer.weights_version < version:
-                    falls.append((version, answer.weights_version))
-                version = answer.weights_version
-                n += 1
-            for channel in channels:
-                channel.close()
-
-        threads = [threading.Thread(target=forward_client, args=(i,)) for i in range(self.CLIENTS)]
-        for thread in threads:
-            thread.start()
-        backwards = steps = 0
-        end = time.monotonic() + self.SECONDS
-        if train:
-            t = Trainer(endpoints[0])
-            routing = t.forward(layer, x)
-            while time.monotonic() < end:
-                for _ in range(4):
-                    t.backward(layer, dy, x, routing)
-                    backwards += 1
-                steps += not t.optimizer_step(learning_rate=1e-4).skipped_nonfinite
-            t.close()
-        else:
-            time.sleep(self.SECONDS)
-        stop.set()
-        for thread in threads:
-            thread.join()
-        p50, p99 = (float(np.percentile(np.array(times) * 1e3, q)) for q in (50, 99))
-        print("share %-5s %6d forward passes, p50 %6.2f ms, p99 %6.2f ms; %d Backward, %d steps" % (
-            share if train else "none", len(times), p50, p99, backwards, steps))
-        self.assertEqual(failures, [])
-        self.assertEqual(falls, [])
-        if train:
-            self.assertGreater(steps, 3)
-        return p99
-
-    def test_forward_clients_do_not_notice_more_than_their_share(self):
         for share in ("0.1", "0.5"):
-            with training_group(FAMILY, 2, "--training-share", share) as g:
-                alone = self.load(g.endpoints, share, False)
-                beside = self.load(g.endpoints, share, True)
-                self.assertLess(beside, 10 * alone + 50)
+            with training_group(FAMILY, 2, "--training-share", share) as g, Load() as load:
+                load.forwards(8, g.endpoints, layer, x)
+                t = Trainer(g.endpoints[0])
+                routing = t.forward(layer, x)
+                steps = 0
+                for _ in range(6):
+                    for _ in range(4):
+                        t.backward(layer, dy, x, routing)
+                    load.wait_for_more()
+                    steps += not t.optimizer_step(learning_rate=1e-4).skipped_nonfinite
+                self.assertEqual((load.failures, load.falls, steps), ([], [], 6))
+                t.close()
 
     def test_a_request_of_many_steps_sees_one_version(self):
         """Rows of a request that an optimizer step comes between are computed again."""
@@ -241,10 +197,11 @@ class MixedLoad(unittest.TestCase):
                 thread.start()
             t = Trainer(g.endpoints[0])
             routing = t.forward(layer, x)
-            end = time.monotonic() + 8
-            while time.monotonic() < end:
+            for _ in range(8):  # steps, each between two answers
+                answered = len(mixed)
                 t.backward(layer, dy, x, routing)
                 t.optimizer_step(learning_rate=1e-3)
+                wait_until(lambda: failures or len(mixed) > answered)
             stop.set()
             for thread in threads:
                 thread.join()

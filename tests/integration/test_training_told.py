@@ -1,4 +1,6 @@
-"""What a group tells of its training: which checkpoints there are, log lines, series of /metrics."""
+# SPDX-License-Identifier: Apache-2.0
+"""What a group tells of its training: which checkpoints there are, log lines, series of
+/metrics."""
 
 import contextlib
 import json
@@ -14,11 +16,12 @@ import urllib.request
 
 import numpy as np
 
-from group import BUILD, main, moectl
+from group import BUILD, main, moectl, wait_until
 import moed
 from test_checkpoints import Client, LORA
 import training as daemons
 from training import TrainingGroup, refusal, training_group
+import wire
 
 FAMILY = "deepseek_v3"
 
@@ -64,8 +67,9 @@ class Listing(Told):
                 self.assertEqual(python.list_checkpoints(limit=1), [second])
             table = moectl("training", "list", "--endpoint", g.endpoints[0]).stdout
             print(table)
-            self.assertRegex(table, r"(?m)^\* k2 +2 +3 +20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ +[\d.]+ MiB "
-                                    r" k1 +ADAMW$")
+            self.assertRegex(
+                table, r"(?m)^\* k2 +2 +3 +20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ +[\d.]+ MiB "
+                r" k1 +ADAMW$")
             self.assertRegex(table, r"(?m)^  k1 +1 ")
             document = json.loads(moectl("training", "list", "-o", "json", "--endpoint",
                                          g.endpoints[0]).stdout)
@@ -76,7 +80,8 @@ class Listing(Told):
             client.close()
 
     def test_what_cannot_be_loaded_is_listed_with_its_reason(self):
-        """A link leads nowhere; files, hidden names and names that nobody may ask for are not told."""
+        """A link leads nowhere; files, hidden names and names that nobody may ask for are not
+        told."""
         outside = tempfile.mkdtemp(prefix="moed-told-")
         self.addCleanup(shutil.rmtree, outside, ignore_errors=True)
         with self.group(1) as g:
@@ -128,7 +133,8 @@ class Listing(Told):
             Client(g).save("lora", 1)
             with moed.Client(g.endpoints[0]) as python:
                 self.assertEqual(python.train_state().lora_scale, 2)
-            state = json.loads(moectl("training", "-o", "json", "--endpoint", g.endpoints[0]).stdout)
+            state = json.loads(
+                moectl("training", "-o", "json", "--endpoint", g.endpoints[0]).stdout)
             self.assertEqual((state["loraRank"], state["loraAlpha"], state["loraScale"]), (4, 8, 2))
         lora = "--lora-rank 4 --lora-alpha 8 --lora-targets gate,up,down"
         for extra, made, run in (
@@ -236,11 +242,13 @@ class LogAndSeries(Told):
             r"checkpoint k1: saving begins, of the state after step 1, weights version 2",
             r"checkpoint k1: not saved, after %s: there is a checkpoint k1 already" % seconds,
             r"checkpoint k1: loading begins: its files are checked first",
-            r"checkpoint k1: loaded in %s, %s checked by this worker; lineage %s, weights version %s; "
+            r"checkpoint k1: loaded in %s, %s checked by this worker; lineage %s, "
+            r"weights version %s; "
             r"steps that no checkpoint had and that are lost: 1" % (seconds, size, number, number),
             r"checkpoint none: loading begins: its files are checked first",
             r"checkpoint none: not loaded, after %s: checkpoint none: there is none" % seconds,
-            r"optimizer step 30 was skipped: a gradient was not finite \(1 skipped since this worker "
+            r"optimizer step 30 was skipped: a gradient was not finite \(1 skipped "
+            r"since this worker "
             r"started\)",
             r"checkpoint k2: saving begins, of the state after step 1, weights version %s" % number,
             r"checkpoint k2: saved in %s, %s by all workers" % (seconds, size),
@@ -260,9 +268,9 @@ class LogAndSeries(Told):
                           value["moe_train_step_seconds_count"]), (2, 1, 3))
         self.assertGreater(value["moe_train_step_seconds_sum"], 0)
         for rpc, code, count in (("Backward", "OK", 5), ("OptimizerStep", "OK", 3),
-                                 ("SaveCheckpoint", "OK", 3), ("SaveCheckpoint", "ALREADY_EXISTS", 1),
-                                 ("LoadCheckpoint", "OK", 1), ("LoadCheckpoint", "NOT_FOUND", 1),
-                                 ("ZeroGrad", "OK", 0)):
+                                 ("SaveCheckpoint", "OK", 3), ("SaveCheckpoint", "ALREADY_EXISTS",
+                                                               1), ("LoadCheckpoint", "OK", 1),
+                                 ("LoadCheckpoint", "NOT_FOUND", 1), ("ZeroGrad", "OK", 0)):
             self.assertEqual(value['moe_requests_total{rpc="%s",code="%s"}' % (rpc, code)], count,
                              (rpc, code))
         self.assertEqual(value['moe_request_seconds_count{rpc="Backward"}'], 5)
@@ -288,8 +296,9 @@ class LogAndSeries(Told):
         print("\n".join(back))
         self.assertEqual(len(back), 2)
         for line in back:
-            self.assertRegex(line, "^training went back to checkpoint k1: 2 optimizer steps that no "
-                                   "checkpoint had are lost; lineage [0-9]+, version 5$")
+            self.assertRegex(
+                line, "^training went back to checkpoint k1: 2 optimizer steps that no "
+                "checkpoint had are lost; lineage [0-9]+, version 5$")
         self.assertEqual((value["moe_train_lost_steps_total"], value["moe_train_unsaved_steps"]),
                          (2, 0))
 
@@ -315,13 +324,14 @@ class Ends(Told):
             save = threading.Thread(target=client.save, args=("k1", 15))
             save.start()
             with moed.Client(g.endpoints[0]) as python:
-                while python.train_state().saving != "k1":
-                    time.sleep(0.01)
+                wait_until(lambda: python.train_state().saving == "k1")
             done = []
             down = threading.Thread(target=lambda: done.append(
                 moectl("down", "--endpoint", g.endpoints[0], check=False)))
             down.start()
-            time.sleep(0.5)
+            with wire.open_channel(g.address) as channel:  # it has looked, and then asked
+                wait_until(lambda: wire.get_status(channel).state ==
+                           wire.admin.GROUP_STATE_DRAINING)
             os.remove(gate)
             down.join()
             save.join()

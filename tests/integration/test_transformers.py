@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What transformers makes of a saved checkpoint, and PEFT of an exported adapter: each must compute
 what the group that trained computes. Runs where torch, transformers (5) and PEFT (0.21) are
 installed, e.g. in a virtual environment that sees the system's packages:

@@ -1,5 +1,6 @@
-"""Groups that train: daemons started one by one, so that one of them can be killed and replaced, and
-clients of TrainingService."""
+# SPDX-License-Identifier: Apache-2.0
+"""Groups that train: daemons started one by one, so that one of them can be killed and replaced,
+and clients of TrainingService."""
 
 import contextlib
 import os
@@ -19,7 +20,13 @@ from wire import expert, training
 
 WORKER = os.path.join(BUILD, "daemon", "worker", "moe-worker")
 COORDINATOR = os.path.join(BUILD, "daemon", "coordinator", "moe-coordinator")
-F32 = 1
+F32, BF16 = 1, 2  # DataType of the protocol
+
+
+def dtype_of(x):
+    """BF16 rows are what moed.bf16 gives: ml_dtypes.bfloat16, or their bits where that is
+    missing."""
+    return BF16 if x.dtype.itemsize == 2 else F32
 
 
 def start(program, *arguments, environment=None):
@@ -133,12 +140,13 @@ class Trainer:
     def state(self):
         return wire.train(self.channel, "GetTrainState", training.GetTrainStateRequest())
 
-    def forward(self, layer, x, save=0, **fields):
-        request = expert.ForwardRequest(layer=layer, tokens=x.shape[0], hidden=x.shape[1], dtype=F32,
-                                        x_data=x.tobytes(), return_routing=True, **fields)
-        if save:
-            request.save.session = self.session
-            request.save.micro_batch_id = save
+    def forward(self, layer, x, retain=0, **fields):
+        request = expert.ForwardRequest(layer=layer, tokens=x.shape[0], hidden=x.shape[1],
+                                        dtype=dtype_of(x), x_data=x.tobytes(), return_routing=True,
+                                        **fields)
+        if retain:
+            request.retain.session = self.session
+            request.retain.micro_batch_id = retain
         return wire.forward(self.channel, request)
 
     def backward_request(self, layer, dy, x=None, routing=None, batch=None, **fields):
@@ -147,8 +155,8 @@ class Trainer:
             self.batch += 1
             batch = self.batch
         request = training.BackwardRequest(
-            layer=layer, tokens=dy.shape[0], hidden=dy.shape[1], dtype=F32, session=self.session,
-            micro_batch_id=batch, dy=dy.tobytes(), **fields)
+            layer=layer, tokens=dy.shape[0], hidden=dy.shape[1], dtype=dtype_of(dy),
+            session=self.session, micro_batch_id=batch, dy=dy.tobytes(), **fields)
         if x is not None:
             request.x = x.tobytes()
             request.routing_mode = 2

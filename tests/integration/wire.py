@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw access to moe.v1: our protos compiled for the test alone, calls that show the typed error."""
 
 import os
@@ -55,7 +56,8 @@ def fields(data):
 
 
 def error_reason(error):
-    """ErrorInfo.reason of a failed call ("" where there is none), and whether RetryInfo is there."""
+    """ErrorInfo.reason of a failed call ("" where there is none), and whether RetryInfo is
+    there."""
     reason, retry = "", False
     for key, value in error.trailing_metadata() or ():
         if key != "grpc-status-details-bin":

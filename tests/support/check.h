@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What tests say about a struct moe_status, and cmocka with the headers it needs before it. */
 #ifndef MOE_TEST_SUPPORT_CHECK_H
 #define MOE_TEST_SUPPORT_CHECK_H

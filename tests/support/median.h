@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The middle of what a benchmark measured. */
 #ifndef MOE_TEST_MEDIAN_H
 #define MOE_TEST_MEDIAN_H

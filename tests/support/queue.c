@@ -1,13 +1,15 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See queue.h. */
 #include "queue.h"
 
+#include "base/mutex.h"
 #include "base/wait.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 
 struct queue {
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t ready;
     size_t capacity, head, length; /* items sit at (head + i) % capacity, i < length */
     void *items[];
@@ -18,7 +20,7 @@ struct queue *queue_create(size_t capacity)
     struct queue *q = calloc(1, sizeof *q + capacity * sizeof(void *));
     MOE_INVARIANT(q != NULL);
     q->capacity = capacity;
-    pthread_mutex_init(&q->lock, NULL);
+    moe_mutex_init(&q->lock);
     moe_wait_init(&q->ready);
     return q;
 }
@@ -26,19 +28,19 @@ struct queue *queue_create(size_t capacity)
 void queue_destroy(struct queue *q)
 {
     pthread_cond_destroy(&q->ready);
-    pthread_mutex_destroy(&q->lock);
+    moe_mutex_destroy(&q->lock);
     free(q);
 }
 
 bool queue_push(struct queue *q, void *item)
 {
-    pthread_mutex_lock(&q->lock);
+    moe_mutex_lock(&q->lock);
     bool room = q->length < q->capacity;
     if (room) {
         q->items[(q->head + q->length++) % q->capacity] = item;
         pthread_cond_signal(&q->ready);
     }
-    pthread_mutex_unlock(&q->lock);
+    moe_mutex_unlock(&q->lock);
     return room;
 }
 
@@ -46,7 +48,7 @@ void *queue_pop(struct queue *q, uint64_t deadline_ns)
 {
     void *item = NULL;
     bool in_time = deadline_ns != 0;
-    pthread_mutex_lock(&q->lock);
+    moe_mutex_lock(&q->lock);
     while (q->length == 0 && in_time)
         in_time = moe_wait_until(&q->ready, &q->lock, deadline_ns);
     if (q->length > 0) {
@@ -54,6 +56,6 @@ void *queue_pop(struct queue *q, uint64_t deadline_ns)
         q->head = (q->head + 1) % q->capacity;
         q->length--;
     }
-    pthread_mutex_unlock(&q->lock);
+    moe_mutex_unlock(&q->lock);
     return item;
 }

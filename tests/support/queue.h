@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A bounded queue of pointers between threads: for tests that wait for what another thread gets. */
 #ifndef MOE_TEST_QUEUE_H
 #define MOE_TEST_QUEUE_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Random numbers of all tests: splitmix64, seeded so that a run can be replayed.
  *
  * MOE_SEED=n replays what a failing run has printed. Most tests draw from the one sequence of the

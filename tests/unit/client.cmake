@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # libmoeclient against fake workers, and the pure parts of moectl.
 foreach(name client client_stream client_training)
   moe_test(test_${name}
@@ -8,7 +9,5 @@ foreach(name client client_stream client_training)
 endforeach()
 moe_test(test_histogram
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_histogram.c ${CMAKE_CURRENT_LIST_DIR}/client_fixture.c
-          ${PROJECT_SOURCE_DIR}/client/moectl/histogram.c
-  USES moe_client moe_rpc moe_proto moe_base
+  USES moe_moectl_io moe_client moe_rpc moe_proto moe_base
   LABELS client)
-target_include_directories(test_histogram PRIVATE ${PROJECT_SOURCE_DIR}/client/moectl)

@@ -1,5 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See client_fixture.h. */
 #include "client_fixture.h"
+
+#include "base/mutex.h"
+#include "base/wait.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
@@ -7,7 +11,7 @@
 
 enum { POISON = 0xab };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct moe_mutex lock = MOE_MUTEX_INITIALIZER;
 static pthread_cond_t change = PTHREAD_COND_INITIALIZER;
 
 static size_t tensor_bytes(const struct request *r)
@@ -20,8 +24,11 @@ struct request *make_request(uint32_t tokens, enum moe_dtype dtype, bool return_
     struct request *r = calloc(1, sizeof *r);
     assert_non_null(r);
     size_t count = (size_t)tokens * FAKE_HIDDEN, routed = (size_t)tokens * FAKE_TOP_K;
-    r->f = (struct moe_client_forward){
-        .layer = FAKE_LAYER, .tokens = tokens, .hidden = FAKE_HIDDEN, .dtype = dtype};
+    r->f = (struct moe_client_forward){.size = sizeof r->f,
+                                       .layer = FAKE_LAYER,
+                                       .tokens = tokens,
+                                       .hidden = FAKE_HIDDEN,
+                                       .dtype = dtype};
     uint8_t *x = malloc(count * 4);
     r->f.x = x;
     r->f.y = malloc(count * 4);
@@ -100,25 +107,26 @@ void assert_answer(const struct request *r)
 void on_request_done(void *ctx, struct moe_client_forward *f, struct moe_status st)
 {
     struct request *r = ctx;
-    pthread_mutex_lock(&lock);
+    moe_mutex_lock(&lock);
     r->status = st;
     r->done = f == &r->f;
     r->done_count++;
     pthread_cond_broadcast(&change);
-    pthread_mutex_unlock(&lock);
+    moe_mutex_unlock(&lock);
 }
 
 void await_request(struct request *r)
 {
-    pthread_mutex_lock(&lock);
+    moe_mutex_lock(&lock);
     while (!r->done)
-        pthread_cond_wait(&change, &lock);
-    pthread_mutex_unlock(&lock);
+        moe_wait(&change, &lock);
+    moe_mutex_unlock(&lock);
 }
 
 struct moe_client *connect_client(struct fake *fakes, const struct moe_client_config *with)
 {
-    struct moe_client_config config = with != NULL ? *with : (struct moe_client_config){0};
+    struct moe_client_config config =
+        with != NULL ? *with : (struct moe_client_config){.size = sizeof(struct moe_client_config)};
     struct moe_client *c = NULL;
     config.endpoint = fakes[0].endpoint;
     struct moe_status st = moe_client_connect(&config, &c);

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the tests of libmoeclient share: a group of fake workers, a client, random requests. */
 #ifndef MOE_TEST_CLIENT_FIXTURE_H
 #define MOE_TEST_CLIENT_FIXTURE_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See config_fixture.h. */
 #include "config_fixture.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Configurations for tests: those of the golden models, and what must have become of one. */
 #ifndef MOE_TEST_CONFIG_FIXTURE_H
 #define MOE_TEST_CONFIG_FIXTURE_H

@@ -1,13 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
 # What is chosen before kernels run is plain C and tested everywhere; the kernels where they are
 # built, and skipped where no Hopper GPU answers.
 foreach(choice gemm_choice backward_plan)
   moe_test(test_${choice}
     SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${choice}.c
-            ${PROJECT_SOURCE_DIR}/kernels/cuda/${choice}.c
-    USES moe_base moe_kernels_api
+    USES moe_cuda_plan
     LABELS kernels)
-  target_include_directories(test_${choice} PRIVATE ${PROJECT_SOURCE_DIR}/kernels)
 endforeach()
+moe_test(test_gpus
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_gpus.c
+  USES moe_cuda_plan moe_common moe_test_support
+  LABELS kernels)
 if(MOE_HAVE_CUDA)
   moe_test(test_ggemm
     SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_ggemm.c

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See engine_hooks.h. */
 #include "engine_hooks.h"
 

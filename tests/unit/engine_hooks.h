@@ -1,9 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What tests that make an engine by themselves give it: a hook that counts, and the spin that the
  * environment asks for. */
 #ifndef MOE_TEST_ENGINE_HOOKS_H
 #define MOE_TEST_ENGINE_HOOKS_H
 
-#include "worker/engine.h"
+#include "engine/engine.h"
 
 #include <stdatomic.h>
 

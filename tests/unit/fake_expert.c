@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See fake_expert.h. Every failure of its own ends the test at once. */
 #include "fake_expert.h"
 
@@ -76,11 +77,11 @@ static struct job *read_job(struct fake *f, struct moe_rpc_msg *m)
     j->id = q->request_id;
     moe__v1__forward_stream_request__free_unpacked(q, NULL);
 
-    pthread_mutex_lock(&f->lock);
+    moe_mutex_lock(&f->lock);
     require(f->calls < FAKE_CALLS_MAX, "too many calls");
     j->mood = f->calls < f->script_length ? f->script[f->calls] : f->mood;
     f->tokens[f->calls++] = j->head.tokens;
-    pthread_mutex_unlock(&f->lock);
+    moe_mutex_unlock(&f->lock);
     j->fake = f;
     size_t element = j->head.dtype == MOE__V1__DATA_TYPE__DATA_TYPE_F32 ? 4 : 2;
     require(j->head.layer == FAKE_LAYER && j->head.hidden == FAKE_HIDDEN, "layer or width");
@@ -192,7 +193,9 @@ static size_t pack_error(const struct job *j, uint8_t *head)
 {
     Moe__V1__ForwardStreamResponse a;
     Moe__V1__Error e = MOE__V1__ERROR__INIT;
-    const struct moe_status *st = &j->fake->failure;
+    moe_mutex_lock(&j->fake->lock);
+    const struct moe_status failure = j->fake->failure, *st = &failure;
+    moe_mutex_unlock(&j->fake->lock);
     moe__v1__forward_stream_response__init(&a);
     e.code = st->code;
     e.reason = (char *)(uintptr_t)moe_reason_name(st->reason);
@@ -336,9 +339,11 @@ static void on_stream_done(struct moe_rpc_call *call, void *ctx)
 
 static void on_info(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
 {
-    const struct fake *f = ctx;
+    struct fake *f = ctx;
     moe_rpc_msg_free(m);
     char *workers[16];
+    moe_mutex_lock(&f->lock); /* the group is known by now */
+    moe_mutex_unlock(&f->lock);
     require(f->worker_count <= 16, "too many workers");
     for (uint32_t i = 0; i < f->worker_count; i++)
         workers[i] = (char *)(uintptr_t)f->workers[i].endpoint;
@@ -440,13 +445,15 @@ void fake_start_with(struct fake *fakes, uint32_t count, const struct moe_rpc_me
 {
     for (uint32_t i = 0; i < count; i++) {
         fakes[i] = (struct fake){.slot = i, .weights_version = 1, .ids_dtype = 3};
-        pthread_mutex_init(&fakes[i].lock, NULL);
-        fakes[i].failure = moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "on demand");
+        moe_mutex_init(&fakes[i].lock);
+        fake_fail_with(&fakes[i], moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "on demand"));
         start_one(&fakes[i], more, more_count);
     }
     for (uint32_t i = 0; i < count; i++) {
+        moe_mutex_lock(&fakes[i].lock);
         fakes[i].workers = fakes;
         fakes[i].worker_count = count;
+        moe_mutex_unlock(&fakes[i].lock);
     }
 }
 
@@ -455,26 +462,33 @@ void fake_stop(struct fake *fakes, uint32_t count)
     for (uint32_t i = 0; i < count; i++) {
         moe_rpc_server_drain(fakes[i].server, moe_clock_ns());
         moe_rpc_server_stop(fakes[i].server);
-        pthread_mutex_destroy(&fakes[i].lock);
+        moe_mutex_destroy(&fakes[i].lock);
     }
+}
+
+void fake_fail_with(struct fake *f, struct moe_status failure)
+{
+    moe_mutex_lock(&f->lock);
+    f->failure = failure;
+    moe_mutex_unlock(&f->lock);
 }
 
 uint32_t fake_calls(struct fake *f)
 {
-    pthread_mutex_lock(&f->lock);
+    moe_mutex_lock(&f->lock);
     uint32_t calls = f->calls;
-    pthread_mutex_unlock(&f->lock);
+    moe_mutex_unlock(&f->lock);
     return calls;
 }
 
 void fake_script(struct fake *f, enum fake_mood then, uint32_t length, const enum fake_mood *script)
 {
     require(length <= FAKE_SCRIPT_MAX, "script too long");
-    pthread_mutex_lock(&f->lock);
+    moe_mutex_lock(&f->lock);
     if (length > 0)
         memcpy(f->script, script, length * sizeof *script);
     f->script_length = length;
     f->mood = then;
     f->calls = 0;
-    pthread_mutex_unlock(&f->lock);
+    moe_mutex_unlock(&f->lock);
 }

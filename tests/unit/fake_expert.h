@@ -1,11 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A server with the ExpertService of a worker, in the test's own process: it computes y = 2 x,
  * keeps count of what it was asked, and misbehaves on demand. */
 #ifndef MOE_TEST_FAKE_EXPERT_H
 #define MOE_TEST_FAKE_EXPERT_H
 
+#include "base/mutex.h"
 #include "rpc/server.h"
-
-#include <pthread.h>
 
 enum {
     FAKE_LAYER = 3,
@@ -48,11 +48,11 @@ struct fake {
     char endpoint[32];
     uint32_t slot, worker_count; /* of the group it claims to belong to */
     const struct fake *workers;
-    uint64_t weights_version;
-    uint32_t ids_dtype; /* of returned ids: 3 U8, 4 U16, 5 I32 */
-    struct moe_status failure;
+    _Atomic uint64_t weights_version;
+    _Atomic uint32_t ids_dtype; /* of returned ids: 3 U8, 4 U16, 5 I32 */
 
-    pthread_mutex_t lock;                   /* guards everything below */
+    struct moe_mutex lock; /* guards everything below */
+    struct moe_status failure;
     enum fake_mood script[FAKE_SCRIPT_MAX]; /* for the first requests; afterwards `mood` */
     uint32_t script_length;
     enum fake_mood mood;
@@ -68,6 +68,8 @@ void fake_start_with(struct fake *fakes, uint32_t count, const struct moe_rpc_me
                      size_t more_count);
 void fake_stop(struct fake *fakes, uint32_t count);
 uint32_t fake_calls(struct fake *f);
+/* What it says where it fails. */
+void fake_fail_with(struct fake *f, struct moe_status failure);
 /* The script starts anew, and so does the count. */
 void fake_script(struct fake *f, enum fake_mood then, uint32_t length,
                  const enum fake_mood *script);

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Compute half of the CPU backend against the double-precision oracle.
 foreach(part pool layer router gemm ffn training)
   moe_test(test_kernels_${part}
@@ -18,17 +19,17 @@ endforeach()
 # What both backends ask before they train.
 moe_test(test_training_rules
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_training_rules.c
-  USES moe_layer_rules
+  USES moe_common
   LABELS kernels)
 
 # What both backends keep of forward steps.
 moe_test(test_kept
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_kept.c
-  USES moe_layer_rules
+  USES moe_common
   LABELS kernels)
 
 # How much of it they ask room for.
 moe_test(test_saved_rows
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_saved_rows.c
-  USES moe_layer_rules
+  USES moe_common
   LABELS kernels)

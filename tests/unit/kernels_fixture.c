@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Random layers, tensors and comparisons for the tests of the compute kernels. */
 #include "kernels_fixture.h"
 

@@ -1,8 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Random layers, tensors and comparisons for the tests of the compute kernels. */
 #ifndef MOE_TEST_KERNELS_FIXTURE_H
 #define MOE_TEST_KERNELS_FIXTURE_H
 
-#include "cpu/layer.h"
+#include "cpu/compute/layer.h"
 #include "oracle/oracle.h"
 #include "support/check.h"
 #include "support/random.h"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Reader of model directories: the file format, the configuration, the loader.
 foreach(part safetensors config config_families loader model_open golden_models model_write)
   moe_test(test_${part}

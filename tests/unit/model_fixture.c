@@ -1,4 +1,7 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "model_fixture.h"
+
+#include "support/directory.h"
 
 #include <fcntl.h>
 #include <ftw.h>
@@ -11,8 +14,7 @@ int fixture_setup(void **state)
 {
     struct fixture *f = calloc(1, sizeof *f);
     assert_non_null(f);
-    snprintf(f->directory, sizeof f->directory, "/tmp/moe-model-test-XXXXXX");
-    assert_non_null(mkdtemp(f->directory));
+    assert_true(moe_test_directory("model-test", f->directory));
     f->fd = open(f->directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     assert_true(f->fd >= 0);
     *state = f;

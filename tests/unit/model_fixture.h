@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Model directories made by tests: a temporary directory, files in it, and a sink that keeps what a
  * loader delivers. */
 #ifndef MOE_TEST_MODEL_FIXTURE_H
@@ -9,8 +10,8 @@
 #include "support/check.h"
 
 struct fixture {
-    char directory[64];
-    int fd; /* of the directory */
+    char directory[64]; /* MOE_TEST_DIRECTORY_BYTES */
+    int fd;             /* of the directory */
 };
 
 /* cmocka setup and teardown; `*state` becomes a struct fixture. Teardown removes everything. */

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buf's STANDARD and COMMENTS lint rules, and our own subset of proto3, over the descriptor set of
 package moe.v1. First every rule is shown a file that breaks it and must say so.
 

@@ -1,7 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 add_library(rpc_fixture STATIC rpc_fixture.c)
 target_include_directories(rpc_fixture PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
-target_link_libraries(rpc_fixture PUBLIC moe_rpc moe_test_support PkgConfig::CMOCKA
+target_link_libraries(rpc_fixture PUBLIC moe_rpc moe_proto moe_test_support PkgConfig::CMOCKA
   PRIVATE moe_strict)
-foreach(name rpc_frame rpc_calls rpc_admission rpc_unread rpc_services rpc_drain rpc_accept)
+foreach(name rpc_frame rpc_unpack rpc_calls rpc_admission rpc_unread rpc_services rpc_drain
+  rpc_accept)
   moe_test(test_${name} SOURCES test_${name}.c USES rpc_fixture TIMEOUT 120 LABELS rpc)
 endforeach()

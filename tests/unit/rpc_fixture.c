@@ -1,12 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "rpc_fixture.h"
 
+#include "base/wait.h"
 #include "moe/v1/expert.pb-c.h"
 
 #include <pthread.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "descriptors.h"
+#include "proto/descriptors.h"
 
 /* ------------------------------------------------------------------ parts */
 
@@ -75,11 +77,11 @@ static struct moe_status parse(struct fixture *f, struct moe_rpc_msg *m, struct 
     p->x = NULL;
     struct moe_status st = moe_rpc_msg_split(m, fields, 1, head, &length, take_x, p);
     moe_rpc_msg_free(m);
-    if (!moe_failed(&st)) {
-        p->request = moe_rpc_unpack(&moe__v1__forward_request__descriptor, head, length, &p->arena);
-        if (p->request == NULL)
-            st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a ForwardRequest");
-    }
+    void *request = NULL;
+    if (!moe_failed(&st))
+        st = moe_rpc_unpack(&moe__v1__forward_request__descriptor, head, length, &p->arena,
+                            &request);
+    p->request = request;
     if (moe_failed(&st)) {
         free(p->x);
         p->x = NULL;
@@ -112,7 +114,7 @@ static void *run_errand(void *arg)
 {
     struct errand *e = arg;
     reply(e->call, e->x);
-    moe_rpc_call_release(e->call);
+    moe_rpc_call_unref(e->call);
     free(e);
     return NULL;
 }
@@ -124,20 +126,20 @@ static void reply_from_a_thread(struct moe_rpc_call *call, struct tensor *x)
     if (e == NULL)
         abort();
     *e = (struct errand){call, x};
-    moe_rpc_call_hold(call);
+    moe_rpc_call_ref(call);
     if (pthread_create(&thread, NULL, run_errand, e) != 0)
         abort();
     pthread_detach(thread);
 }
 
-static void hold(struct fixture *f, struct moe_rpc_call *call, struct tensor *x)
+static void hang(struct fixture *f, struct moe_rpc_call *call, struct tensor *x)
 {
-    moe_rpc_call_hold(call);
+    moe_rpc_call_ref(call);
     moe_rpc_call_set_user(call, x);
-    pthread_mutex_lock(&f->lock);
-    f->held[f->held_count++] = call;
+    moe_mutex_lock(&f->lock);
+    f->hanging[f->hanging_count++] = call;
     pthread_cond_broadcast(&f->changed);
-    pthread_mutex_unlock(&f->lock);
+    moe_mutex_unlock(&f->lock);
 }
 
 static void unary_started(struct moe_rpc_call *call, void *ctx)
@@ -160,7 +162,7 @@ static void unary_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void
     if (strcmp(model, "thread") == 0) {
         reply_from_a_thread(call, p.x);
     } else if (strcmp(model, "hang") == 0) {
-        hold(f, call, p.x);
+        hang(f, call, p.x);
     } else if (strcmp(model, "sink") == 0) {
         free(p.x);
         reply(call, NULL);
@@ -255,7 +257,7 @@ struct moe_rpc_channel *fixture_channel(struct fixture *f, uint32_t max_message_
 void fixture_start(struct fixture *f, const struct moe_rpc_server_config *config)
 {
     memset(f, 0, sizeof *f);
-    pthread_mutex_init(&f->lock, NULL);
+    moe_mutex_init(&f->lock);
     pthread_cond_init(&f->changed, NULL);
     struct moe_rpc_method methods[] = {{.path = UNARY_PATH,
                                         .kind = MOE_RPC_UNARY,
@@ -282,7 +284,7 @@ void fixture_start(struct fixture *f, const struct moe_rpc_server_config *config
 
 void fixture_stop(struct fixture *f)
 {
-    fixture_answer_held(f);
+    fixture_answer_hanging(f);
     moe_rpc_channel_close(f->channel);
     moe_rpc_client_destroy(f->client);
     if (f->server != NULL)
@@ -292,7 +294,7 @@ void fixture_stop(struct fixture *f)
                   f->lent, f->released, f->started, f->done, f->cancelled);
     assert_int_equal(f->lent, f->released);
     pthread_cond_destroy(&f->changed);
-    pthread_mutex_destroy(&f->lock);
+    moe_mutex_destroy(&f->lock);
 }
 
 void fixture_await(const char *what, const atomic_uint *counter, unsigned at_least)
@@ -305,23 +307,23 @@ void fixture_await(const char *what, const atomic_uint *counter, unsigned at_lea
     }
 }
 
-void fixture_await_held(struct fixture *f, unsigned count)
+void fixture_await_hanging(struct fixture *f, unsigned count)
 {
-    pthread_mutex_lock(&f->lock);
-    while (f->held_count < count)
-        pthread_cond_wait(&f->changed, &f->lock);
-    pthread_mutex_unlock(&f->lock);
+    moe_mutex_lock(&f->lock);
+    while (f->hanging_count < count)
+        moe_wait(&f->changed, &f->lock);
+    moe_mutex_unlock(&f->lock);
 }
 
-void fixture_answer_held(struct fixture *f)
+void fixture_answer_hanging(struct fixture *f)
 {
-    pthread_mutex_lock(&f->lock);
-    for (unsigned i = 0; i < f->held_count; i++) {
-        reply(f->held[i], moe_rpc_call_user(f->held[i]));
-        moe_rpc_call_release(f->held[i]);
+    moe_mutex_lock(&f->lock);
+    for (unsigned i = 0; i < f->hanging_count; i++) {
+        reply(f->hanging[i], moe_rpc_call_user(f->hanging[i]));
+        moe_rpc_call_unref(f->hanging[i]);
     }
-    f->held_count = 0;
-    pthread_mutex_unlock(&f->lock);
+    f->hanging_count = 0;
+    moe_mutex_unlock(&f->lock);
 }
 
 struct moe_rpc_call_options fixture_options(uint64_t ms)

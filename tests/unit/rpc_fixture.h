@@ -1,9 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* For the tests of daemon/rpc: an echo server with a client over loopback that counts the parts it
  * lends to the transport. */
 #ifndef MOE_TEST_RPC_FIXTURE_H
 #define MOE_TEST_RPC_FIXTURE_H
 
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "rpc/client.h"
 #include "rpc/server.h"
 #include "support/check.h"
@@ -22,7 +24,7 @@
 /* The server answers a ForwardRequest (unary, "large") with its x as y, by reference. What else it
  * does, the request's `model` says:
  *   ""        answer at once              "thread"  answer from a thread of its own
- *   "sink"    answer without the tensor   "hang"    keep the call until fixture_answer_held
+ *   "sink"    answer without the tensor   "hang"    keep the call until fixture_answer_hanging
  *   "fail:R"  fail with reason number R            "zeros:N" answer with N bytes of zeros
  * A stream is echoed message by message, one at a time; a message "stop" stops reading for good. */
 struct fixture {
@@ -33,10 +35,10 @@ struct fixture {
     atomic_uint lent, released; /* parts, both sides */
     atomic_uint started, done, cancelled, stream_messages;
 
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t changed;
-    struct moe_rpc_call *held[64]; /* calls that hang, with a hold on each */
-    unsigned held_count;
+    struct moe_rpc_call *hanging[64]; /* calls that hang, with a reference to each */
+    unsigned hanging_count;
 };
 
 /* The server's settings before it starts: 2 shards, 64 MiB messages, 256 MiB reading. */
@@ -46,9 +48,9 @@ void fixture_start(struct fixture *f, const struct moe_rpc_server_config *config
 void fixture_stop(struct fixture *f);
 /* Waits until *counter >= at_least; fails the test after 20 s. */
 void fixture_await(const char *what, const atomic_uint *counter, unsigned at_least);
-void fixture_await_held(struct fixture *f, unsigned count);
+void fixture_await_hanging(struct fixture *f, unsigned count);
 /* Answers (or tries to) every call that hangs. */
-void fixture_answer_held(struct fixture *f);
+void fixture_answer_hanging(struct fixture *f);
 /* A second channel to the same server, with a connection of its own. */
 struct moe_rpc_channel *fixture_channel(struct fixture *f, uint32_t max_message_bytes);
 

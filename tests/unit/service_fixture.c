@@ -1,8 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The ExpertService over loopback; see service_fixture.h. */
 #include "service_fixture.h"
 
 #include "base/clock.h"
-#include "descriptors.h"
+#include "proto/descriptors.h"
 
 static void open_server(struct service *s)
 {

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The ExpertService of a group of one, over loopback: server, client, and messages built and read
  * by protobuf-c, which is the yardstick for the hand-made framing on both sides. */
 #ifndef MOE_TEST_SERVICE_FIXTURE_H
@@ -5,7 +6,7 @@
 
 #include "moe/v1/expert.pb-c.h"
 #include "rpc/client.h"
-#include "worker/service.h"
+#include "service/service.h"
 #include "worker_fixture.h"
 
 struct service {

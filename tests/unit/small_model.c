@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See small_model.h. */
 #include "small_model.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Small models in the directory of a fixture: two layers, of which the second is a MoE layer. */
 #ifndef MOE_TEST_SMALL_MODEL_H
 #define MOE_TEST_SMALL_MODEL_H

@@ -1,6 +1,7 @@
-/* Promises of a backward pass's plan (kernels/cuda/backward_plan.h): pure and total; what runs
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Promises of a backward pass's plan (kernels/cuda/plan/backward_plan.h): pure and total; what runs
  * beside each other fits on the device together, in whole pairs of multiprocessors. */
-#include "cuda/backward_plan.h"
+#include "cuda/plan/backward_plan.h"
 
 #include <inttypes.h>
 #include <setjmp.h>

@@ -1,7 +1,8 @@
-/* daemon/base: statuses, sizes, log lines. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* kernels/base and daemon/base: statuses, sizes, log lines. */
 #include "base/clock.h"
-#include "base/log.h"
 #include "base/size.h"
+#include "daemon/log.h"
 
 #include <jansson.h>
 #include <setjmp.h>
@@ -212,6 +213,113 @@ static void json_lines_parse_whatever_the_text(void **unused)
     assert_true(text[strlen(text) - 1] == '\n');
 }
 
+/* The text that a line of `format` shows for `said`: what follows "test 7: ", or the JSON value. */
+static void check_shown(enum moe_log_format format, const char *said, const char *shown)
+{
+    char text[4096];
+    strcpy(nasty, said);
+    moe_log_set_format(format);
+    capture(speak_nastily, text, sizeof text);
+    moe_log_set_format(MOE_LOG_TEXT);
+    size_t length = strlen(text);
+    assert_true(length > 0);
+    assert_ptr_equal(strchr(text, '\n'), text + length - 1);
+    text[length - 1] = '\0';
+    if (format == MOE_LOG_TEXT) {
+        assert_non_null(strstr(text, "test 7: "));
+        assert_string_equal(strstr(text, "test 7: ") + strlen("test 7: "), shown);
+        return;
+    }
+    json_error_t error;
+    json_t *line = json_loads(text, 0, &error);
+    if (line == NULL)
+        fail_msg("%s in %s", error.text, text);
+    assert_string_equal(json_string_value(json_object_get(line, "text")), shown);
+    json_decref(line);
+}
+
+static void a_stranger_s_string_forges_no_line_and_moves_no_cursor(void **unused)
+{
+    (void)unused;
+    static const struct {
+        const char *said, *text, *json;
+    } cases[] = {
+        {"model x\n2026-01-01T00:00:00.000Z INFO  test 7: all is well",
+         "model x\\n2026-01-01T00:00:00.000Z INFO  test 7: all is well",
+         "model x\n2026-01-01T00:00:00.000Z INFO  test 7: all is well"},
+        {"\x1b[31mred\x7f", "\\x1b[31mred\\x7f", "\x1b[31mred\x7f"},
+        {"\r\t\x01", "\\x0d\\t\\x01", "\r\t\x01"},
+        {"\xc2\x9b"
+         "31m",
+         "\\u009b31m",
+         "\xc2\x9b"
+         "31m"}, /* C1: CSI in one character */
+        {"\x9b"
+         "31m",
+         "\\x9b31m",
+         "\xef\xbf\xbd"
+         "31m"},
+        {"\xc0\x8a", "\\xc0\\x8a", "\xef\xbf\xbd\xef\xbf\xbd"}, /* newline, too long */
+        {"\xed\xa0\x80", "\\xed\\xa0\\x80", "\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd"},
+        {"\xf4\x90\x80\x80", "\\xf4\\x90\\x80\\x80",
+         "\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd"},
+        {"cut \xe2\x82", "cut \\xe2\\x82", "cut \xef\xbf\xbd\xef\xbf\xbd"},
+        {"gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x98\x80",
+         "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x98\x80",
+         "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x98\x80"},
+        {"C:\\new \"x\"", "C:\\\\new \"x\"", "C:\\new \"x\""},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        check_shown(MOE_LOG_TEXT, cases[i].said, cases[i].text);
+        check_shown(MOE_LOG_JSON, cases[i].said, cases[i].json);
+    }
+}
+
+/* Bytes of the file, which must be shorter than `capacity`. */
+static void read_text(const char *path, char *text, size_t capacity)
+{
+    FILE *from = fopen(path, "r");
+    assert_non_null(from);
+    text[fread(text, 1, capacity - 1, from)] = '\0';
+    fclose(from);
+}
+
+static void a_log_file_that_was_renamed_is_opened_anew(void **unused)
+{
+    (void)unused;
+    char directory[] = "/tmp/moe-log-XXXXXX", path[64], old_path[64], text[4096];
+    assert_non_null(mkdtemp(directory));
+    snprintf(path, sizeof path, "%s/log", directory);
+    snprintf(old_path, sizeof old_path, "%s/log.1", directory);
+    int stderr_of_test = dup(STDERR_FILENO);
+    assert_true(stderr_of_test >= 0);
+    struct moe_status absent = moe_log_open("/no/such/directory/log"), st[3];
+    assert_null(moe_log_path());
+    st[0] = moe_log_reopen(); /* without a file: nothing */
+    st[1] = moe_log_open(path);
+    moe_log_error("before");
+    int renamed = rename(path, old_path);
+    moe_log_error("between");
+    st[2] = moe_log_reopen();
+    moe_log_error("after");
+    assert_true(dup2(stderr_of_test, STDERR_FILENO) >= 0);
+    close(stderr_of_test);
+
+    assert_int_equal(absent.code, MOE_FAILED_PRECONDITION);
+    for (size_t i = 0; i < 3; i++)
+        assert_int_equal(st[i].code, MOE_OK);
+    assert_int_equal(renamed, 0);
+    assert_string_equal(moe_log_path(), path);
+    read_text(old_path, text, sizeof text);
+    assert_non_null(strstr(text, "before\n"));
+    assert_non_null(strstr(text, "between\n"));
+    assert_null(strstr(text, "after\n"));
+    read_text(path, text, sizeof text);
+    assert_non_null(strstr(text, "after\n"));
+    assert_null(strstr(text, "between\n"));
+    assert_int_equal(unlink(path) | unlink(old_path) | rmdir(directory), 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -223,6 +331,8 @@ int main(void)
         cmocka_unit_test(powers_of_two_are_the_next_ones_up),
         cmocka_unit_test(lines_below_the_level_are_not_written),
         cmocka_unit_test(json_lines_parse_whatever_the_text),
+        cmocka_unit_test(a_stranger_s_string_forges_no_line_and_moves_no_cursor),
+        cmocka_unit_test(a_log_file_that_was_renamed_is_opened_anew),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,15 +1,16 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the batcher: plain cases one by one, then a seeded simulation against a model that
  * remembers every token. */
 #include "base/clock.h"
+#include "schedule/batcher.h"
 #include "support/check.h"
 #include "support/random.h"
-#include "worker/batcher.h"
 
 #include <stdlib.h>
 
 static const uint32_t layers[] = {0, 1, 5};
-static const struct moe_batch_key key_f32 = {1, MOE_STEP_FORWARD, MOE_DTYPE_F32};
-static const struct moe_batch_key key_bf16 = {1, MOE_STEP_FORWARD, MOE_DTYPE_BF16};
+static const struct moe_step_key key_f32 = {1, MOE_STEP_FORWARD, MOE_DTYPE_F32};
+static const struct moe_step_key key_bf16 = {1, MOE_STEP_FORWARD, MOE_DTYPE_BF16};
 
 static struct moe_batcher *make(void)
 {
@@ -55,15 +56,15 @@ static void unknown_layers_and_dtypes_have_no_queue(void **state)
 {
     (void)state;
     struct moe_batcher *b = make();
-    struct moe_batch_key key = {5, MOE_STEP_FORWARD, MOE_DTYPE_BF16};
+    struct moe_step_key key = {5, MOE_STEP_FORWARD, MOE_DTYPE_BF16};
     assert_true(moe_batcher_has(b, &key));
     key.layer = 4;
     assert_false(moe_batcher_has(b, &key));
     key.layer = 6;
     assert_false(moe_batcher_has(b, &key));
-    key = (struct moe_batch_key){5, MOE_STEP_FORWARD, MOE_DTYPE_NONE};
+    key = (struct moe_step_key){5, MOE_STEP_FORWARD, MOE_DTYPE_NONE};
     assert_false(moe_batcher_has(b, &key));
-    key = (struct moe_batch_key){5, (enum moe_step_kind)7, MOE_DTYPE_F32};
+    key = (struct moe_step_key){5, (enum moe_step_kind)7, MOE_DTYPE_F32};
     assert_false(moe_batcher_has(b, &key));
     moe_batcher_destroy(b);
 
@@ -152,7 +153,7 @@ struct sim_work {
 struct sim {
     struct rng random;
     struct moe_batcher *b;
-    struct moe_batch_key keys[SIM_KEYS];
+    struct moe_step_key keys[SIM_KEYS];
     struct sim_work works[SIM_WORKS];
     int pushed;
     int order[SIM_KEYS]; /* per key: work index that finished tokens last; may never fall */
@@ -301,7 +302,7 @@ static void sim_expire(struct sim *s)
 
 static void sim_check_sums(struct sim *s)
 {
-    struct moe_batch_key key;
+    struct moe_step_key key;
     uint64_t tokens, sum = 0;
     for (size_t i = 0; moe_batcher_queue(s->b, i, &key, &tokens); i++)
         sum += tokens;
@@ -370,7 +371,7 @@ static void count_tokens(struct moe_work *w, void *arg)
 static void a_request_with_a_step_of_its_own_is_taken_whole_by_its_number(void **state)
 {
     (void)state;
-    static const struct moe_batch_key own = {1, MOE_STEP_SAVING_FORWARD, MOE_DTYPE_F32};
+    static const struct moe_step_key own = {1, MOE_STEP_FORWARD_RETAIN, MOE_DTYPE_F32};
     struct moe_batcher *b = make();
     struct moe_work w[4] = {request(300), request(5), request(70), request(9)};
     struct moe_segment s;
@@ -380,7 +381,7 @@ static void a_request_with_a_step_of_its_own_is_taken_whole_by_its_number(void *
         moe_batcher_push(b, &own, &w[i]);
     }
     moe_batcher_push(b, &key_f32, &w[3]); /* waits elsewhere */
-    moe_batcher_visit_saving(b, count_tokens, &sum);
+    moe_batcher_visit_retain(b, count_tokens, &sum);
     assert_int_equal(sum, 375);
     assert_false(moe_batcher_take_whole(b, &own, 9, &s));
     assert_true(moe_batcher_take_whole(b, &own, 11, &s));

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* libmoeclient against fake workers: what it sends, what it makes of answers, what it tries again,
  * how it spreads a batch. */
 #include "client_fixture.h"
@@ -48,7 +49,8 @@ static void limits_and_layers_are_known_after_connecting(void **state)
 static void nobody_there_is_unavailable(void **state)
 {
     (void)state;
-    struct moe_client_config config = {.endpoint = "127.0.0.1:1", .timeout_ms = 5000};
+    struct moe_client_config config = {
+        .size = sizeof config, .endpoint = "127.0.0.1:1", .timeout_ms = 5000};
     struct moe_client *c = NULL;
     assert_refused(moe_client_connect(&config, &c), MOE_UNAVAILABLE, MOE_REASON_NONE);
     assert_null(c);
@@ -125,7 +127,7 @@ static void unavailable_is_tried_again_until_it_works(void **state)
 static void attempts_are_bounded(void **state)
 {
     (void)state;
-    struct moe_client_config with = {.max_attempts = 3};
+    struct moe_client_config with = {.size = sizeof with, .max_attempts = 3};
     struct moe_client *c = connect_client(fakes, &with);
     struct request *r = make_request(5, MOE_DTYPE_F32, false);
     fake_script(fakes, FAKE_FAIL, 0, NULL);
@@ -142,7 +144,7 @@ static void the_servers_wish_for_a_pause_is_heeded(void **state)
     const enum fake_mood script[] = {FAKE_FAIL};
     struct moe_client *c = connect_client(fakes, NULL);
     struct request *r = make_request(1, MOE_DTYPE_F32, false);
-    fakes[0].failure = moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 300, "soon");
+    fake_fail_with(&fakes[0], moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 300, "soon"));
     fake_script(fakes, FAKE_GOOD, 1, script);
     uint64_t begin = moe_clock_ns();
     assert_ok(forward(c, r));
@@ -159,7 +161,8 @@ static void no_pause_outlasts_the_deadline(void **state)
     struct moe_client *c = connect_client(fakes, NULL);
     struct request *r = make_request(1, MOE_DTYPE_F32, false);
     r->f.timeout_ms = 5000;
-    fakes[0].failure = moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 60000, "later");
+    fake_fail_with(&fakes[0],
+                   moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 60000, "later"));
     fake_script(fakes, FAKE_FAIL, 0, NULL);
     struct moe_status st = forward(c, r);
     assert_refused(st, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
@@ -186,7 +189,7 @@ static void nothing_else_is_tried_again(void **state)
     struct moe_client *c = connect_client(fakes, NULL);
     struct request *r = make_request(2, MOE_DTYPE_BF16, false);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        fakes[0].failure = moe_error_retry(cases[i].code, cases[i].reason, 1, "as wished");
+        fake_fail_with(&fakes[0], moe_error_retry(cases[i].code, cases[i].reason, 1, "as wished"));
         fake_script(fakes, FAKE_FAIL, 0, NULL);
         assert_refused(forward(c, r), cases[i].code, cases[i].reason);
         assert_int_equal(fake_calls(fakes), 1);
@@ -198,7 +201,7 @@ static void nothing_else_is_tried_again(void **state)
 static void the_next_attempt_goes_to_another_worker(void **state)
 {
     (void)state;
-    struct moe_client_config with = {.spread = true};
+    struct moe_client_config with = {.size = sizeof with, .spread = true};
     struct moe_client *c = connect_client(fakes, &with);
     struct request *r = make_request(4, MOE_DTYPE_F32, false);
     fake_script(&fakes[0], FAKE_FAIL, 0, NULL);
@@ -223,7 +226,7 @@ static void the_next_attempt_goes_to_another_worker(void **state)
 static void requests_go_round_the_workers(void **state)
 {
     (void)state;
-    struct moe_client_config with = {.spread = true, .connections = 2};
+    struct moe_client_config with = {.size = sizeof with, .spread = true, .connections = 2};
     struct moe_client *c = connect_client(fakes, &with);
     struct request *r = make_request(4, MOE_DTYPE_F32, false);
     for (int i = 0; i < 12; i++)
@@ -241,7 +244,7 @@ static void an_empty_seat_gets_no_requests(void **state)
     memcpy(kept, fakes[1].endpoint, sizeof kept);
     fakes[1].endpoint[0] = '\0';
     struct moe_client_config with = {
-        .spread = true, .spread_tokens = 4, .max_attempts = 1, .spin_us = 100};
+        .size = sizeof with, .spread = true, .spread_tokens = 4, .max_attempts = 1, .spin_us = 100};
     struct moe_client *c = connect_client(fakes, &with);
     struct request *r = make_request(4, MOE_DTYPE_F32, false);
     struct request *batch = make_request(40, MOE_DTYPE_F32, false);
@@ -261,7 +264,7 @@ static void an_empty_seat_gets_no_requests(void **state)
 static void a_large_batch_is_cut_and_joined_exactly(void **state)
 {
     (void)state;
-    struct moe_client_config with = {.spread = true, .spread_tokens = 100};
+    struct moe_client_config with = {.size = sizeof with, .spread = true, .spread_tokens = 100};
     struct moe_client *c = connect_client(fakes, &with);
     for (int i = 0; i < 40; i++) {
         uint32_t tokens = 1 + random_below(1000);
@@ -296,10 +299,10 @@ static void a_large_batch_is_cut_and_joined_exactly(void **state)
 static void a_failed_piece_fails_the_batch(void **state)
 {
     (void)state;
-    struct moe_client_config with = {.spread = true, .spread_tokens = 10};
+    struct moe_client_config with = {.size = sizeof with, .spread = true, .spread_tokens = 10};
     struct moe_client *c = connect_client(fakes, &with);
     struct request *r = make_request(100, MOE_DTYPE_F32, false);
-    fakes[1].failure = moe_error(MOE_INTERNAL, MOE_REASON_PEER_LOST, "as wished");
+    fake_fail_with(&fakes[1], moe_error(MOE_INTERNAL, MOE_REASON_PEER_LOST, "as wished"));
     fake_script(&fakes[1], FAKE_FAIL, 0, NULL);
     assert_refused(forward(c, r), MOE_INTERNAL, MOE_REASON_PEER_LOST);
     free_request(r);
@@ -309,7 +312,7 @@ static void a_failed_piece_fails_the_batch(void **state)
 static void pieces_of_different_weights_are_not_joined(void **state)
 {
     (void)state;
-    struct moe_client_config with = {.spread = true, .spread_tokens = 10};
+    struct moe_client_config with = {.size = sizeof with, .spread = true, .spread_tokens = 10};
     struct moe_client *c = connect_client(fakes, &with);
     struct request *r = make_request(100, MOE_DTYPE_F32, false);
     fakes[2].weights_version = 2;
@@ -409,6 +412,45 @@ static void wrong_arguments_are_refused_before_anything_is_sent(void **state)
     moe_client_close(c);
 }
 
+/* A program of a later release: its struct has a field that this library does not know. */
+struct later_forward {
+    struct moe_client_forward now;
+    uint64_t later;
+    unsigned char canary[16];
+};
+
+static void a_struct_is_read_and_written_as_far_as_its_size_says(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_client(fakes, NULL);
+    struct request *r = make_request(3, MOE_DTYPE_F32, false);
+    struct later_forward f = {.now = r->f, .later = 0};
+    memset(f.canary, 0xa5, sizeof f.canary);
+    static const size_t wrong[] = {0, 8, sizeof f.now - 1, sizeof f.now + 8192, SIZE_MAX};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        f.now.size = wrong[i];
+        struct moe_status st = moe_client_forward(c, &f.now);
+        print_message("  %s\n", st.text);
+        assert_refused(st, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
+        assert_non_null(strstr(st.text, "moe_client_forward: size is"));
+    }
+    f.now.size = offsetof(struct later_forward, canary);
+    f.later = 1;
+    assert_refused(moe_client_forward(c, &f.now), MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
+    assert_int_equal(fake_calls(fakes), 0);
+    f.later = 0;
+    assert_ok(moe_client_forward(c, &f.now));
+    assert_int_equal(f.later, 0);
+    for (size_t i = 0; i < sizeof f.canary; i++)
+        assert_int_equal(f.canary[i], 0xa5);
+    assert_int_equal(moe_client_get_info(c)->size, sizeof(struct moe_client_info));
+    free_request(r);
+    moe_client_close(c);
+
+    struct moe_client_config config = {.endpoint = "127.0.0.1:1"};
+    assert_refused(moe_client_connect(&config, &c), MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
+}
+
 /* ------------------------------------------------------------------ many at once */
 
 enum { CHAIN_LENGTH = 200 };
@@ -447,7 +489,7 @@ static void closing_waits_for_what_is_in_flight(void **state)
 {
     (void)state;
     enum { COUNT = 100 };
-    struct moe_client_config with = {.spread = true, .spread_tokens = 8};
+    struct moe_client_config with = {.size = sizeof with, .spread = true, .spread_tokens = 8};
     struct moe_client *c = connect_client(fakes, &with);
     struct request *all[COUNT];
     for (int i = 0; i < COUNT; i++) {
@@ -484,7 +526,7 @@ static void threads_may_share_a_client(void **state)
 {
     (void)state;
     enum { THREADS = 4 };
-    struct moe_client_config with = {.spread = true};
+    struct moe_client_config with = {.size = sizeof with, .spread = true};
     struct moe_client *c = connect_client(fakes, &with);
     struct caller callers[THREADS] = {0};
     for (int i = 0; i < THREADS; i++) {
@@ -525,6 +567,7 @@ int main(void)
         TEST(a_deadline_ends_a_call),
         TEST(broken_answers_are_typed_errors),
         TEST(wrong_arguments_are_refused_before_anything_is_sent),
+        TEST(a_struct_is_read_and_written_as_far_as_its_size_says),
         TEST(a_callback_may_start_the_next_call),
         TEST(closing_waits_for_what_is_in_flight),
         TEST(threads_may_share_a_client),

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Streams of libmoeclient against a fake worker: answers in any order, errors and deadlines of
  * single requests, broken answers, and the stream's end. */
 #include "client_fixture.h"
@@ -84,7 +85,8 @@ static void one_failure_does_not_end_the_stream(void **state)
     const enum fake_mood script[] = {FAKE_GOOD, FAKE_FAIL, FAKE_GOOD};
     struct moe_client *c = connect_client(fakes, NULL);
     struct moe_client_stream *s = open_stream(c);
-    fakes[0].failure = moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, 40, "full");
+    fake_fail_with(&fakes[0],
+                   moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, 40, "full"));
     fake_script(fakes, FAKE_GOOD, 3, script);
     for (int i = 0; i < 3; i++) {
         struct request *r = send_on(s, 4);

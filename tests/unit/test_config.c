@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Which layers a configuration makes, what settings mean that are absent, and that settings that
  * nobody understood are refused by name. What each family computes: test_config_families.c. */
 #include "config_fixture.h"

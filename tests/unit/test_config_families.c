@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* config.json becomes the layer spec that the published code of each family computes. The expected
  * values are written out by hand from the configurations and the families' own code. */
 #include "config_fixture.h"

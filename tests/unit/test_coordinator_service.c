@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The coordinator over real gRPC, with workers that this file plays: a group's whole life,
  * refusals, a restart in the middle, and streams that send rubbish. */
 #include "base/clock.h"
@@ -79,7 +80,7 @@ static void quit_coordinator(void)
     channel = NULL;
 }
 
-/* Leaves the log as it is at this moment, as a crash would: a coordinator that is told to stop
+/* Leaves the log as it is at this moment, as a crash would: a coordinator that stops
  * shuts its group down, and that is written too. */
 static void crash_coordinator(void)
 {
@@ -278,7 +279,7 @@ struct identity {
     uint32_t layers;
 };
 enum { LAYERS = 2 };
-static const struct identity honest = {"f00d", MOE_VERSION, "cpu", LAYERS};
+static const struct identity honest = {"f00d", "0.1.0", "cpu", LAYERS};
 
 static size_t pack_register(const struct worker *w, const struct identity *as, uint8_t *bytes)
 {
@@ -504,7 +505,7 @@ static void check_serving(uint64_t epoch)
     assert_string_equal(r->model, "tiny");
     assert_string_equal(r->family, "mixtral");
     assert_string_equal(r->backend, "cpu");
-    assert_string_equal(r->version, MOE_VERSION);
+    assert_string_equal(r->version, "0.1.0");
     assert_int_equal(r->n_layers, 2);
     assert_int_equal(r->layers[1]->experts, 8);
     for (uint32_t s = 0; s < SLOTS; s++) {
@@ -581,7 +582,7 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
     expect_and_free(&w[2], MOE__V1__SESSION_RESPONSE__BODY_ABORT);
     wait_for_state(MOE__V1__GROUP_STATE__GROUP_STATE_DEGRADED);
 
-    join(&w[1], 1, 555); /* another process takes the seat */
+    join(&w[1], 1, 555); /* another process takes the slot */
     assert_int_equal(w[1].slot, 1);
     load(&w[1]);
     assert_int_equal(form(w), 2);
@@ -593,8 +594,8 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
 static void workers_that_do_not_fit_are_refused(void **unused)
 {
     (void)unused;
-    static const struct identity other_model = {"beef", MOE_VERSION, "cpu", LAYERS},
-                                 other_backend = {"f00d", MOE_VERSION, "cuda", LAYERS},
+    static const struct identity other_model = {"beef", "0.1.0", "cpu", LAYERS},
+                                 other_backend = {"f00d", "0.1.0", "cuda", LAYERS},
                                  other_release = {"f00d", "99.0.0", "cpu", LAYERS};
     struct worker w[SLOTS], x = {.id = 7, .incarnation = 1};
     start_coordinator(SLOTS, 60000);
@@ -635,7 +636,7 @@ static void workers_that_do_not_fit_are_refused(void **unused)
 static void a_model_may_have_as_many_layers_as_the_limit_says(void **unused)
 {
     (void)unused;
-    static const struct identity deep = {"deep", MOE_VERSION, "cpu", MOE_PLACEMENT_LAYERS_MAX};
+    static const struct identity deep = {"deep", "0.1.0", "cpu", MOE_PLACEMENT_LAYERS_MAX};
     struct worker w = {.id = 1, .incarnation = 1};
     start_coordinator(1, 60000);
     send_register(&w, &deep);
@@ -674,7 +675,7 @@ static void a_restarted_coordinator_goes_on_under_the_same_epoch(void **unused)
         free_stream(&w[i]);
     start_coordinator(SLOTS, 60000);
     wait_for_state(MOE__V1__GROUP_STATE__GROUP_STATE_WAITING);
-    for (uint32_t i = SLOTS; i-- > 0;) { /* in another order, and still each in its own seat */
+    for (uint32_t i = SLOTS; i-- > 0;) { /* in another order, and each in its slot again */
         join(&w[i], i, 100 + i);
         assert_int_equal(w[i].slot, i);
         send_heartbeat(&w[i], epoch);

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A Save that copies, in the engine and the training room, with reads that take as long as the test
  * wants: what goes on beside it, what waits, and what becomes of it when its view ends. */
 #include "support/check.h"
@@ -8,10 +9,10 @@
 
 static void hold_reads(bool hold)
 {
-    pthread_mutex_lock(&script.lock);
+    moe_mutex_lock(&script.lock);
     script.hold_reads = hold;
     pthread_cond_broadcast(&script.changed);
-    pthread_mutex_unlock(&script.lock);
+    moe_mutex_unlock(&script.lock);
 }
 
 /* Client 0's Save, whose ticket is over while its copy has hardly begun. */
@@ -22,7 +23,7 @@ static void begin_save(void)
     order(0, 0);
     wait_until(&test.finished_count, 1, &test.lock);
     wait_until(&script.reading, 1, &script.lock);
-    assert_true(test.held);
+    assert_true(test.blocked);
     assert_int_equal(test.clients[0].done, 0);
     assert_int_equal(state_now().job, MOE_STEP_SAVE);
 }
@@ -53,11 +54,11 @@ static void steps_run_while_a_save_copies_and_what_changes_the_state_may_come_af
     }
     assert_int_equal(script.reading, 1); /* all along */
     assert_int_equal(test.announced_count, 2);
-    assert_true(test.held);
+    assert_true(test.blocked);
     hold_reads(false);
     order_poke(2, 6);
-    assert_false(test.held);
-    assert_int_equal(test.held_count, 2);
+    assert_false(test.blocked);
+    assert_int_equal(test.block_count, 2);
     ask(2, MOE_STEP_OPTIMIZER, 9, 1);
     int n =
         test.announced[3].kind == MOE_STEP_OPTIMIZER ? 3 : 4; /* another poke, before or after */
@@ -132,7 +133,7 @@ static void a_view_that_ends_under_a_copy_is_followed_by_the_next_once_nobody_re
     order(2, 0);
     wait_until(&test.finished_count, 3, &test.lock);
     wait_until(&script.reading, 1, &script.lock);
-    assert_true(test.held);
+    assert_true(test.blocked);
     moe_engine_stop_view(test.engine);
     assert_int_equal(pthread_create(&other, NULL, let_go, NULL), 0);
     moe_train_detach(test.train);
@@ -174,7 +175,7 @@ static void a_copy_ends_behind_which_as_many_calls_wait_as_may(void **state)
                    MOE_REASON_QUEUE_FULL);
     hold_reads(false);
     order_poke(HELD + 1, 2);
-    assert_false(test.held);
+    assert_false(test.blocked);
     for (int i = 1; i <= HELD; i++) {
         order(i, 0);
         wait_done(i);
@@ -200,7 +201,7 @@ static void a_save_is_called_off_behind_which_as_many_calls_wait_as_may(void **s
     order_poke(HELD + 1, 2);
     hold_reads(false);
     order_poke(1 + HELD + 1 + SAVES, 3);
-    assert_false(test.held);
+    assert_false(test.blocked);
     assert_int_equal(state_now().job, 0);
     assert_int_equal(test.announced_count, 1 + HELD + 1 + SAVES + 1);
 }
@@ -213,32 +214,39 @@ static void a_save_that_nobody_waits_for_stops_copying(void **state)
     wait_done(0);
     assert_int_equal(test.clients[0].status.code, MOE_CANCELLED);
     order_poke(1, 2); /* the others hear of it */
-    assert_true(test.held);
+    assert_true(test.blocked);
     hold_reads(false);
     order_poke(2, 3); /* the copy is over */
-    assert_false(test.held);
+    assert_false(test.blocked);
     assert_true(script.reads < 4);
     assert_int_equal(state_now().job, 0);
     assert_int_equal(test.announced_count, 3);
 }
 
-/* Of this slot or another: the copy is given back, and the Save is written from the trainers in the
- * turn that finds this out, before anything may change them. */
-static void a_save_without_room_for_a_copy_is_written_where_all_find_out(void **state)
+/* Of this slot or another: the Save is written from the trainers. What would change them waits
+ * until it is written, and forward passes do not. */
+static void a_save_without_room_for_a_copy_keeps_updates_away_until_it_is_written(void **state)
 {
     (void)state;
     begin_save();
-    pthread_mutex_lock(&script.lock);
+    moe_mutex_lock(&script.lock);
     script.no_read_memory = true;
-    pthread_mutex_unlock(&script.lock);
+    moe_mutex_unlock(&script.lock);
     hold_reads(false);
     order_poke(1, 2);
+    assert_true(test.blocked);
+    assert_int_equal(test.clients[0].done, 0);
+    assert_int_equal(state_now().job, MOE_STEP_SAVE);
+    forward(4, 0);
+    order_forward(8);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+    /* There is no directory to write into: that is what the next part finds. */
+    order_poke(2, 4);
     wait_done(0);
-    /* There is no directory to write into: said in that same turn. */
     assert_refused(test.clients[0].status, MOE_FAILED_PRECONDITION, MOE_REASON_IO);
-    assert_false(test.held);
+    assert_false(test.blocked);
     assert_int_equal(state_now().job, 0);
-    assert_int_equal(test.announced_count, 2);
 }
 
 static void what_is_under_an_adapter_is_read_and_nothing_is_written(void **state)
@@ -261,7 +269,7 @@ int main(void)
         with_engine(a_copy_ends_behind_which_as_many_calls_wait_as_may),
         with_engine(a_save_is_called_off_behind_which_as_many_calls_wait_as_may),
         with_engine(a_save_that_nobody_waits_for_stops_copying),
-        with_engine(a_save_without_room_for_a_copy_is_written_where_all_find_out),
+        with_engine(a_save_without_room_for_a_copy_keeps_updates_away_until_it_is_written),
         cmocka_unit_test_setup_teardown(what_is_under_an_adapter_is_read_and_nothing_is_written,
                                         open_adapters, close_engine),
     };

@@ -1,8 +1,15 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What every daemon's main promises: exit codes, what is refused before anything runs, and the line
  * that says where it listens. */
-#include "base/daemon.h"
+#include "daemon/daemon.h"
+#include "daemon/hangup.h"
+#include "daemon/log.h"
 #include "support/check.h"
 
+#include <fcntl.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static const char *name;
@@ -31,10 +38,37 @@ static struct moe_status run(const struct moe_daemon_settings *common, void *ctx
     return outcome;
 }
 
+/* A daemon whose log file is renamed; it is told once before its loop runs, and once after. */
+static struct moe_status run_through_hangups(const struct moe_daemon_settings *common, void *ctx)
+{
+    (void)common;
+    (void)ctx;
+    runs++;
+    uv_loop_t loop;
+    uv_poll_t watch;
+    const char *path = moe_log_path();
+    struct stat file;
+    assert_int_equal(kill(getpid(), SIGHUP), 0);
+    assert_int_equal(uv_loop_init(&loop), 0);
+    MOE_TRY(moe_hangup_watch(&loop, &watch));
+    for (int round = 0; round < 2; round++) {
+        moe_log_info("round %d", round);
+        assert_int_equal(path != NULL ? unlink(path) : 0, 0);
+        if (round > 0)
+            assert_int_equal(kill(getpid(), SIGHUP), 0);
+        (void)uv_run(&loop, UV_RUN_ONCE);
+        assert_int_equal(path != NULL ? stat(path, &file) : 0, 0); /* there again */
+    }
+    uv_close((uv_handle_t *)&watch, NULL);
+    (void)uv_run(&loop, UV_RUN_DEFAULT);
+    assert_int_equal(kill(getpid(), SIGHUP), 0); /* too late to be served: not fatal */
+    return uv_loop_close(&loop) == 0 ? outcome : moe_error(MOE_INTERNAL, MOE_REASON_NONE, "loop");
+}
+
 static const struct moe_option table[] = {
     {"name", 'n', MOE_OPTION_STRING, &name, 0, 0, "NAME", "A name"},
 };
-static const struct moe_daemon daemon_of_test = {
+static struct moe_daemon daemon_of_test = {
     .name = "moe-test",
     .component = "test",
     .synopsis = "--name NAME [options]",
@@ -124,6 +158,31 @@ static void the_address_is_written_once_as_a_line(void **state)
     announces = false;
 }
 
+static void sighup_opens_the_log_file_anew_and_ends_nothing(void **state)
+{
+    (void)state;
+    char directory[] = "/tmp/moe-daemon-XXXXXX";
+    static char path[64]; /* the log keeps the pointer */
+    assert_non_null(mkdtemp(directory));
+    snprintf(path, sizeof path, "%s/log", directory);
+    daemon_of_test.run = run_through_hangups;
+    int out = dup(STDOUT_FILENO), err = dup(STDERR_FILENO);
+    int without = START("--name", "a");
+    int refused = START("--name", "a", "--log-file", "/no/such/directory/log");
+    int refused_runs = (int)runs;
+    int with = START("--name", "a", "--log-file", path);
+    assert_true(dup2(out, STDOUT_FILENO) >= 0 && dup2(err, STDERR_FILENO) >= 0);
+    close(out);
+    close(err);
+    daemon_of_test.run = run;
+    assert_int_equal(without, 0);
+    assert_int_equal(refused, 1);
+    assert_int_equal(refused_runs, 0);
+    assert_int_equal(with, 0);
+    assert_int_equal(runs, 1);
+    assert_int_equal(unlink(path) | rmdir(directory), 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -131,6 +190,7 @@ int main(void)
         cmocka_unit_test(help_and_version_run_nothing),
         cmocka_unit_test(what_makes_no_sense_is_refused_before_anything_runs),
         cmocka_unit_test(the_address_is_written_once_as_a_line),
+        cmocka_unit_test(sighup_opens_the_log_file_anew_and_ends_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,5 +1,6 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Endpoints: HOST:PORT is taken, and what gRPC would misread is refused with the setting's name. */
-#include "base/endpoint.h"
+#include "daemon/endpoint.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

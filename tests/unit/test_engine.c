@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the engine on the CPU backend, in a group of one. Failures of steps, which need a
  * backend that fails on demand, are in test_engine_failures.c. */
 #include "base/clock.h"

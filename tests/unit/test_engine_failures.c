@@ -1,6 +1,8 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the engine does when steps fail, hang or are refused. The backend here is a script: it says
  * for each step how it ends, "computes" y = x + 1, and remembers what it was given. */
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "base/wait.h"
 #include "engine_hooks.h"
 #include "worker_fixture.h"
@@ -21,7 +23,7 @@ struct moe_step {
 };
 
 static struct {
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t changed;
     enum end script[STEPS_MAX];
     struct moe_step_args seen[STEPS_MAX]; /* arguments of each step that was enqueued */
@@ -60,7 +62,7 @@ static struct moe_status script_enqueue(struct moe_session *session,
                                         const struct moe_step_args *args, struct moe_step **out)
 {
     (void)session;
-    pthread_mutex_lock(&backend.lock);
+    moe_mutex_lock(&backend.lock);
     int number = backend.enqueued++;
     MOE_INVARIANT(number < STEPS_MAX && backend.unfinished < 2);
     backend.seen[number] = *args;
@@ -69,7 +71,7 @@ static struct moe_status script_enqueue(struct moe_session *session,
     bool refused = backend.script[number] == END_REFUSED;
     backend.unfinished += !refused;
     pthread_cond_broadcast(&backend.changed);
-    pthread_mutex_unlock(&backend.lock);
+    moe_mutex_unlock(&backend.lock);
     if (refused)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "scripted");
     *out = malloc(sizeof **out);
@@ -108,16 +110,16 @@ static struct moe_status end_step(struct moe_step *step, struct moe_step_result 
 static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns,
                                      struct moe_step_result *result)
 {
-    pthread_mutex_lock(&backend.lock);
+    moe_mutex_lock(&backend.lock);
     while (!has_ended(step)) {
         if (!moe_wait_until(&backend.changed, &backend.lock, deadline_ns)) {
-            pthread_mutex_unlock(&backend.lock);
+            moe_mutex_unlock(&backend.lock);
             return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still running");
         }
     }
     struct moe_status st = end_step(step, result);
     backend.unfinished--;
-    pthread_mutex_unlock(&backend.lock);
+    moe_mutex_unlock(&backend.lock);
     free(step);
     return st;
 }
@@ -125,11 +127,11 @@ static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns
 static void script_abort(struct moe_session *session)
 {
     (void)session;
-    pthread_mutex_lock(&backend.lock);
+    moe_mutex_lock(&backend.lock);
     backend.aborted = true;
     backend.aborts++;
     pthread_cond_broadcast(&backend.changed);
-    pthread_mutex_unlock(&backend.lock);
+    moe_mutex_unlock(&backend.lock);
 }
 
 static uint64_t script_lost(struct moe_session *session)
@@ -157,7 +159,7 @@ struct report {
 
 static struct {
     struct moe_engine *engine;
-    pthread_mutex_t lock; /* of the rest */
+    struct moe_mutex lock; /* of the rest */
     struct report reports[STEPS_MAX];
     int report_count;
     struct moe_work work[REQUESTS_MAX];
@@ -170,19 +172,19 @@ static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_s
                         uint64_t lost_slots)
 {
     (void)ctx;
-    pthread_mutex_lock(&test.lock);
+    moe_mutex_lock(&test.lock);
     test.reports[test.report_count++] = (struct report){ticket->seq, lost_slots, status};
-    pthread_mutex_unlock(&test.lock);
+    moe_mutex_unlock(&test.lock);
 }
 
 static void on_done(struct moe_work *w, struct moe_status status)
 {
     long i = w - test.work;
-    pthread_mutex_lock(&test.lock);
+    moe_mutex_lock(&test.lock);
     test.status[i] = status;
     test.done[i]++;
     test.order[test.done_count++] = (int)i;
-    pthread_mutex_unlock(&test.lock);
+    moe_mutex_unlock(&test.lock);
 }
 
 static int open_engine(void **state)
@@ -196,8 +198,8 @@ static int open_engine(void **state)
     memset(&test, 0, sizeof test);
     announced_tokens = 0;
     moe_wait_init(&backend.changed);
-    pthread_mutex_init(&backend.lock, NULL);
-    pthread_mutex_init(&test.lock, NULL);
+    moe_mutex_init(&backend.lock);
+    moe_mutex_init(&test.lock);
     const struct moe_engine_config config = {
         .backend = &script,
         .device = (struct moe_device *)(void *)&device_memory,
@@ -222,8 +224,8 @@ static int close_engine(void **state)
     for (int i = 0; i < REQUESTS_MAX; i++)
         assert_int_equal(test.done[i], test.work[i].tokens > 0);
     pthread_cond_destroy(&backend.changed);
-    pthread_mutex_destroy(&backend.lock);
-    pthread_mutex_destroy(&test.lock);
+    moe_mutex_destroy(&backend.lock);
+    moe_mutex_destroy(&test.lock);
     return 0;
 }
 
@@ -246,9 +248,9 @@ static void submit(int i, uint32_t tokens)
 
 static void begin_view(int view)
 {
-    pthread_mutex_lock(&backend.lock);
+    moe_mutex_lock(&backend.lock);
     backend.aborted = false;
-    pthread_mutex_unlock(&backend.lock);
+    moe_mutex_unlock(&backend.lock);
     moe_engine_start_view(test.engine, session_of(view), (uint64_t)view + 1, BUCKET);
 }
 
@@ -263,14 +265,14 @@ static void give_ticket(uint64_t epoch, uint64_t seq, uint32_t bucket)
     moe_engine_run(test.engine, &t);
 }
 
-static void wait_until(int *value, int wanted, pthread_mutex_t *lock)
+static void wait_until(int *value, int wanted, struct moe_mutex *lock)
 {
     uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
     struct timespec nap = {.tv_nsec = 100000};
     for (;;) {
-        pthread_mutex_lock(lock);
+        moe_mutex_lock(lock);
         int now = *value;
-        pthread_mutex_unlock(lock);
+        moe_mutex_unlock(lock);
         if (now >= wanted)
             return;
         if (moe_clock_ns() > limit)

@@ -1,6 +1,7 @@
-/* Promises of the tile choice (kernels/cuda/gemm_choice.h): pure, total, and what the measurements
- * say it should be. */
-#include "cuda/gemm_choice.h"
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Promises of the tile choice (kernels/cuda/plan/gemm_choice.h): pure, total, and what the
+ * measurements say it should be. */
+#include "cuda/plan/gemm_choice.h"
 
 #include <inttypes.h>
 #include <setjmp.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The whole road from disk to numbers: every golden checkpoint is opened and loaded, and the
  * double-precision oracle computes from that what transformers computed. A wrong setting, a wrong
  * tensor or a wrong stride anywhere would show here. */

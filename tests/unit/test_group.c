@@ -1,12 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the worker's session with the coordinator: a scripted coordinator on a real server,
  * and hooks that only write down what they are asked to do. */
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "base/wait.h"
+#include "group/group.h"
 #include "moe/v1/coordinator.pb-c.h"
+#include "rpc/control.h"
 #include "rpc/server.h"
 #include "support/check.h"
-#include "worker/control.h"
-#include "worker/group.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -19,7 +21,7 @@ enum { WAIT_MS = 20000, INCARNATION = 4711, EXPERTS = 4, LINE = 96, LINES = 64 }
 
 /* What happened, as text lines in order; lines are waited for. */
 struct journal {
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t changed;
     char lines[LINES][LINE];
     size_t count, read;
@@ -30,11 +32,11 @@ static void note(struct journal *j, const char *fmt, ...)
 {
     va_list args;
     va_start(args, fmt);
-    pthread_mutex_lock(&j->lock);
+    moe_mutex_lock(&j->lock);
     if (j->count < LINES)
         (void)vsnprintf(j->lines[j->count++], LINE, fmt, args);
     pthread_cond_broadcast(&j->changed);
-    pthread_mutex_unlock(&j->lock);
+    moe_mutex_unlock(&j->lock);
     va_end(args);
 }
 
@@ -42,7 +44,7 @@ static void note(struct journal *j, const char *fmt, ...)
 static void await_line(struct journal *j, const char *want)
 {
     uint64_t deadline = moe_clock_ns() + WAIT_MS * MOE_NS_PER_MS;
-    pthread_mutex_lock(&j->lock);
+    moe_mutex_lock(&j->lock);
     for (bool in_time = true;;) {
         if (j->read < j->count) {
             const char *line = j->lines[j->read++];
@@ -58,15 +60,15 @@ static void await_line(struct journal *j, const char *want)
         }
         in_time = moe_wait_until(&j->changed, &j->lock, deadline);
     }
-    pthread_mutex_unlock(&j->lock);
+    moe_mutex_unlock(&j->lock);
 }
 
 /* The next line is this one. */
 static void assert_next(struct journal *j, const char *want)
 {
-    pthread_mutex_lock(&j->lock);
+    moe_mutex_lock(&j->lock);
     size_t at = j->read;
-    pthread_mutex_unlock(&j->lock);
+    moe_mutex_unlock(&j->lock);
     await_line(j, want);
     assert_int_equal(j->read, at + 1);
 }
@@ -74,10 +76,10 @@ static void assert_next(struct journal *j, const char *want)
 static unsigned count_lines(struct journal *j, const char *want)
 {
     unsigned found = 0;
-    pthread_mutex_lock(&j->lock);
+    moe_mutex_lock(&j->lock);
     for (size_t i = 0; i < j->count; i++)
         found += strncmp(j->lines[i], want, strlen(want)) == 0;
-    pthread_mutex_unlock(&j->lock);
+    moe_mutex_unlock(&j->lock);
     return found;
 }
 
@@ -90,23 +92,23 @@ static void init_journal(struct journal *j)
 {
     *j = (struct journal){.count = 0};
     moe_wait_init(&j->changed);
-    pthread_mutex_init(&j->lock, NULL);
+    moe_mutex_init(&j->lock);
 }
 
 static void free_journal(struct journal *j)
 {
     pthread_cond_destroy(&j->changed);
-    pthread_mutex_destroy(&j->lock);
+    moe_mutex_destroy(&j->lock);
 }
 
 /* ------------------------------------------------------------- scripted coordinator */
 
 struct coordinator {
-    struct journal heard; /* heartbeats only when their epoch is new */
+    struct journal received; /* heartbeats only when their epoch is new */
     struct moe_rpc_server *server;
     char endpoint[32];
-    pthread_mutex_t lock;
-    struct moe_rpc_call *call; /* of the session; one hold */
+    struct moe_mutex lock;
+    struct moe_rpc_call *call; /* of the session; one reference */
     uint64_t last_epoch;       /* the server's thread only, while it runs */
     atomic_bool silent;        /* does not answer TryAgain */
 };
@@ -124,7 +126,7 @@ static void say_trying_again(struct coordinator *c)
 
 static void hear(struct coordinator *c, const Moe__V1__SessionRequest *q)
 {
-    struct journal *j = &c->heard;
+    struct journal *j = &c->received;
     switch (q->body_case) {
     case MOE__V1__SESSION_REQUEST__BODY_REGISTER:
         note(j, "register %s %llu %s wants %u", q->register_->worker_id,
@@ -175,7 +177,7 @@ static void session_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, vo
     Moe__V1__SessionRequest *q =
         moe_failed(&st) ? NULL : moe__v1__session_request__unpack(NULL, length, bytes);
     if (q == NULL) {
-        note(&c->heard, "malformed");
+        note(&c->received, "malformed");
     } else {
         hear(c, q);
         moe__v1__session_request__free_unpacked(q, NULL);
@@ -186,27 +188,27 @@ static void session_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, vo
 static void session_started(struct moe_rpc_call *call, void *ctx)
 {
     struct coordinator *c = ctx;
-    moe_rpc_call_hold(call);
-    pthread_mutex_lock(&c->lock);
+    moe_rpc_call_ref(call);
+    moe_mutex_lock(&c->lock);
     struct moe_rpc_call *old = c->call;
     c->call = call;
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
     if (old != NULL)
-        moe_rpc_call_release(old);
-    note(&c->heard, "connected");
+        moe_rpc_call_unref(old);
+    note(&c->received, "connected");
 }
 
 static void session_done(struct moe_rpc_call *call, void *ctx)
 {
     struct coordinator *c = ctx;
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     bool ours = c->call == call;
     if (ours)
         c->call = NULL;
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
     if (ours)
-        moe_rpc_call_release(call);
-    note(&c->heard, "disconnected");
+        moe_rpc_call_unref(call);
+    note(&c->received, "disconnected");
 }
 
 static void start_server(struct coordinator *c, const char *listen)
@@ -244,21 +246,21 @@ static void say(struct coordinator *c, Moe__V1__SessionResponse *r)
 {
     struct moe_control_out packed;
     assert_ok(moe_control_pack(&r->base, &packed));
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     if (c->call != NULL)
         moe_rpc_send(c->call, &packed.out);
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
     moe_control_free(&packed);
 }
 
 static void close_session(struct coordinator *c, struct moe_status why)
 {
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     if (c->call != NULL && moe_failed(&why))
         moe_rpc_fail(c->call, why);
     else if (c->call != NULL)
         moe_rpc_finish(c->call);
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
 }
 
 static void say_registered(struct coordinator *c)
@@ -412,10 +414,10 @@ static void hook_leave(void *ctx)
     note(&w->did, "leave");
 }
 
-static void hook_seated(void *ctx, uint32_t slot, uint32_t slots)
+static void hook_slot_assigned(void *ctx, uint32_t slot, uint32_t slots)
 {
     struct fake_worker *w = ctx;
-    note(&w->did, "seated %u of %u", slot, slots);
+    note(&w->did, "slot %u of %u", slot, slots);
 }
 
 static void hook_numbers(void *ctx, struct moe_group_numbers *out)
@@ -444,17 +446,17 @@ static void hook_drain(void *ctx)
 static bool hook_drained(void *ctx)
 {
     struct fake_worker *w = ctx;
-    pthread_mutex_lock(&w->did.lock);
+    moe_mutex_lock(&w->did.lock);
     bool busy = w->busy;
-    pthread_mutex_unlock(&w->did.lock);
+    moe_mutex_unlock(&w->did.lock);
     return !busy;
 }
 
 static void set_busy(struct fake_worker *w, bool busy)
 {
-    pthread_mutex_lock(&w->did.lock);
+    moe_mutex_lock(&w->did.lock);
     w->busy = busy;
-    pthread_mutex_unlock(&w->did.lock);
+    moe_mutex_unlock(&w->did.lock);
 }
 
 static void hook_ended(void *ctx, struct moe_status why)
@@ -474,9 +476,9 @@ static void start_scene(struct scene *s)
         .layer = 3, .hidden = 8, .experts = EXPERTS, .intermediate = 8, .router = {.top_k = 2}};
     static const struct moe_layer_spec *const specs[] = {&spec};
     *s = (struct scene){.w = {.joins = true, .load_result = moe_ok()}};
-    init_journal(&s->c.heard);
+    init_journal(&s->c.received);
     init_journal(&s->w.did);
-    pthread_mutex_init(&s->c.lock, NULL);
+    moe_mutex_init(&s->c.lock);
     start_server(&s->c, "127.0.0.1:0");
     assert_ok(moe_rpc_client_create(&s->w.client));
     const struct moe_group_config config = {
@@ -496,7 +498,7 @@ static void start_scene(struct scene *s)
         .drain_ms = 300,
         .gather_ms = WAIT_MS,
         .reform_ms = 50,
-        .hooks = {hook_load, hook_form, hook_serve, hook_leave, hook_seated, hook_numbers,
+        .hooks = {hook_load, hook_form, hook_serve, hook_leave, hook_slot_assigned, hook_numbers,
                   hook_nothing, hook_give_up, hook_drain, hook_drained, hook_ended, &s->w},
     };
     assert_ok(moe_group_start(&config, &s->w.group));
@@ -507,26 +509,26 @@ static void end_scene(struct scene *s)
     moe_group_destroy(s->w.group);
     moe_rpc_client_destroy(s->w.client);
     stop_server(&s->c);
-    free_journal(&s->c.heard);
+    free_journal(&s->c.received);
     free_journal(&s->w.did);
-    pthread_mutex_destroy(&s->c.lock);
+    moe_mutex_destroy(&s->c.lock);
 }
 
 /* Everything up to COMMIT of `epoch`. */
 static void lead_to_serving(struct scene *s, uint64_t epoch)
 {
-    await_line(&s->c.heard, "register me 4711 127.0.0.1:9 wants 0");
+    await_line(&s->c.received, "register me 4711 127.0.0.1:9 wants 0");
     say_registered(&s->c);
     say_assign(&s->c, 1);
-    await_line(&s->c.heard, "loaded 1 ok");
+    await_line(&s->c.received, "loaded 1 ok");
     say_prepare(&s->c, epoch, INCARNATION);
-    await_line(&s->c.heard, "blob");
+    await_line(&s->c.received, "blob");
     say_blobs(&s->c, epoch, 0);
-    await_line(&s->c.heard, "ready");
+    await_line(&s->c.received, "ready");
     say_commit(&s->c, epoch);
     char want[32];
     (void)snprintf(want, sizeof want, "heartbeat %llu", (unsigned long long)epoch);
-    await_line(&s->c.heard, want);
+    await_line(&s->c.received, want);
 }
 
 /* -------------------------------------------------------------------------- tests */
@@ -537,14 +539,14 @@ static void a_worker_registers_loads_joins_and_serves(void **state)
     static struct scene s;
     start_scene(&s);
     lead_to_serving(&s, 4);
-    assert_next(&s.w.did, "seated 1 of 2");
+    assert_next(&s.w.did, "slot 1 of 2");
     assert_next(&s.w.did, "load slot 1 of 2 version 1: layer 3, 4 experts, last on 1");
     assert_next(&s.w.did, "form 4 live 3");
     assert_next(&s.w.did, "gather zero mine");
     assert_next(&s.w.did, "serve");
-    assert_true(has_line(&s.c.heard, "blob 4 0 mine"));
-    end_scene(&s);
+    assert_true(has_line(&s.c.received, "blob 4 0 mine"));
     assert_true(has_line(&s.w.did, "serve"));
+    end_scene(&s);
 }
 
 static void an_abort_ends_a_join_at_once_and_the_next_epoch_starts_afresh(void **state)
@@ -552,20 +554,20 @@ static void an_abort_ends_a_join_at_once_and_the_next_epoch_starts_afresh(void *
     (void)state;
     static struct scene s;
     start_scene(&s);
-    await_line(&s.c.heard, "register");
+    await_line(&s.c.received, "register");
     say_registered(&s.c);
     say_prepare(&s.c, 7, INCARNATION);
-    await_line(&s.c.heard, "blob 7 0");
+    await_line(&s.c.received, "blob 7 0");
     uint64_t begin = moe_clock_ns();
     say_abort(&s.c, 7);
     say_prepare(&s.c, 8, INCARNATION); /* before the worker can have noticed */
     await_line(&s.w.did, "gather ABORTED");
     print_message("aborted after %.1f ms\n", (double)(moe_clock_ns() - begin) / 1e6);
-    await_line(&s.c.heard, "blob 8 0");
+    await_line(&s.c.received, "blob 8 0");
     say_blobs(&s.c, 7, 0); /* of the past: ignored */
     say_blobs(&s.c, 8, 0);
-    await_line(&s.c.heard, "ready 8 ok");
-    assert_false(has_line(&s.c.heard, "ready 7"));
+    await_line(&s.c.received, "ready 8 ok");
+    assert_false(has_line(&s.c.received, "ready 7"));
     await_line(&s.w.did, "leave");
     await_line(&s.w.did, "form 8");
     await_line(&s.w.did, "gather zero mine");
@@ -582,12 +584,12 @@ static void an_epoch_that_falls_is_refused(void **state)
     start_scene(&s);
     lead_to_serving(&s, 4);
     say_prepare(&s.c, 4, INCARNATION);
-    await_line(&s.c.heard, "ready 4 STALE_EPOCH");
+    await_line(&s.c.received, "ready 4 STALE_EPOCH");
     say_prepare(&s.c, 3, INCARNATION);
-    await_line(&s.c.heard, "ready 3 STALE_EPOCH");
+    await_line(&s.c.received, "ready 3 STALE_EPOCH");
     say_prepare(&s.c, 9, INCARNATION + 1); /* means another process */
-    await_line(&s.c.heard, "ready 9 MALFORMED");
-    assert_false(has_line(&s.w.did, "leave")); /* and the view in force is not touched */
+    await_line(&s.c.received, "ready 9 MALFORMED");
+    assert_false(has_line(&s.w.did, "leave")); /* the view in force stays */
     end_scene(&s);
 }
 
@@ -603,28 +605,28 @@ static void a_view_outlives_its_coordinator(void **state)
     nanosleep(&(struct timespec){0, 300000000}, NULL);
     s.c.last_epoch = 0;
     start_server(&s.c, endpoint);
-    await_line(&s.c.heard, "register me 4711 127.0.0.1:9 wants 2");
+    await_line(&s.c.received, "register me 4711 127.0.0.1:9 wants 2");
     say_registered(&s.c);
-    await_line(&s.c.heard, "heartbeat 4");
+    await_line(&s.c.received, "heartbeat 4");
     say_assign(&s.c, 1);
-    await_line(&s.c.heard, "loaded 1 ok");
+    await_line(&s.c.received, "loaded 1 ok");
     assert_false(has_line(&s.w.did, "leave"));
     say_abort(&s.c, 4); /* but the new coordinator can end it */
     await_line(&s.w.did, "leave");
     end_scene(&s);
 }
 
-/* The operator was told that the group tries again: a coordinator that is away hears of it later,
+/* The operator has asked for another try: a coordinator that is away hears of it later,
  * and once. */
 static void what_an_operator_said_reaches_a_coordinator_that_comes_back(void **state)
 {
     (void)state;
     static struct scene s;
     start_scene(&s);
-    await_line(&s.c.heard, "register me 4711 127.0.0.1:9 wants 0");
+    await_line(&s.c.received, "register me 4711 127.0.0.1:9 wants 0");
     moe_group_try_again(s.w.group); /* Register has not been answered yet */
     say_registered(&s.c);
-    await_line(&s.c.heard, "try again");
+    await_line(&s.c.received, "try again");
     char endpoint[32];
     (void)snprintf(endpoint, sizeof endpoint, "%s", s.c.endpoint);
     for (int i = 0; i < 2; i++) {
@@ -634,44 +636,44 @@ static void what_an_operator_said_reaches_a_coordinator_that_comes_back(void **s
             moe_group_try_again(s.w.group);
         s.c.last_epoch = UINT64_MAX;
         start_server(&s.c, endpoint);
-        await_line(&s.c.heard, "register me 4711 127.0.0.1:9 wants 2");
+        await_line(&s.c.received, "register me 4711 127.0.0.1:9 wants 2");
         say_registered(&s.c);
-        await_line(&s.c.heard, "heartbeat 0");
+        await_line(&s.c.received, "heartbeat 0");
         if (i == 0)
-            await_line(&s.c.heard, "try again");
+            await_line(&s.c.received, "try again");
     }
-    say_assign(&s.c, 1); /* what came before the answer to this came before now */
-    await_line(&s.c.heard, "loaded 1 ok");
-    assert_int_equal(count_lines(&s.c.heard, "try again"), 2);
+    say_assign(&s.c, 1); /* what came before the answer to this came earlier */
+    await_line(&s.c.received, "loaded 1 ok");
+    assert_int_equal(count_lines(&s.c.received, "try again"), 2);
     end_scene(&s);
 }
 
-/* Sent on a stream that then ends: whether it arrived, only the answer tells. */
+/* Sent on a stream that then ends: only the answer shows that it arrived. */
 static void what_an_operator_said_is_said_again_until_it_is_answered(void **state)
 {
     (void)state;
     static struct scene s;
     start_scene(&s);
-    await_line(&s.c.heard, "register me 4711 127.0.0.1:9 wants 0");
+    await_line(&s.c.received, "register me 4711 127.0.0.1:9 wants 0");
     say_registered(&s.c);
-    await_line(&s.w.did, "seated 1 of 2");
+    await_line(&s.w.did, "slot 1 of 2");
     s.c.silent = true;
     moe_group_try_again(s.w.group);
     moe_group_try_again(s.w.group);
-    await_line(&s.c.heard, "try again");
-    await_line(&s.c.heard, "try again");
+    await_line(&s.c.received, "try again");
+    await_line(&s.c.received, "try again");
     for (int i = 0; i < 3; i++) {
         close_session(&s.c, moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "as if it had crashed"));
-        await_line(&s.c.heard, "disconnected");
-        await_line(&s.c.heard, "register me 4711 127.0.0.1:9 wants 2");
+        await_line(&s.c.received, "disconnected");
+        await_line(&s.c.received, "register me 4711 127.0.0.1:9 wants 2");
         s.c.silent = i == 0;
         say_registered(&s.c);
-        if (i < 2) /* both are one now, which is answered at last */
-            await_line(&s.c.heard, "try again");
+        if (i < 2) /* both are one request, which is answered in the end */
+            await_line(&s.c.received, "try again");
     }
-    say_assign(&s.c, 1); /* what came before the answer to this came before now */
-    await_line(&s.c.heard, "loaded 1 ok");
-    assert_int_equal(count_lines(&s.c.heard, "try again"), 4);
+    say_assign(&s.c, 1); /* what came before the answer to this came earlier */
+    await_line(&s.c.received, "loaded 1 ok");
+    assert_int_equal(count_lines(&s.c.received, "try again"), 4);
     end_scene(&s);
 }
 
@@ -681,14 +683,14 @@ static void a_lost_peer_ends_the_view_here_and_is_reported(void **state)
     static struct scene s;
     start_scene(&s);
     lead_to_serving(&s, 4);
-    moe_group_report_lost(s.w.group, 3, 1, moe_ok()); /* of an epoch long gone */
+    moe_group_report_lost(s.w.group, 3, 1, moe_ok()); /* of an older epoch */
     moe_group_report_lost(s.w.group, 4, 1,
                           moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot 0"));
-    await_line(&s.c.heard, "peer lost 4 1");
+    await_line(&s.c.received, "peer lost 4 1");
     await_line(&s.w.did, "leave");
     await_line(&s.w.did, "give up REFORMING");
-    await_line(&s.c.heard, "heartbeat 0");
-    assert_false(has_line(&s.c.heard, "peer lost 3"));
+    await_line(&s.c.received, "heartbeat 0");
+    assert_false(has_line(&s.c.received, "peer lost 3"));
     end_scene(&s);
 }
 
@@ -698,10 +700,10 @@ static void what_cannot_be_loaded_is_said(void **state)
     static struct scene s;
     start_scene(&s);
     s.w.load_result = moe_error(MOE_NOT_FOUND, MOE_REASON_TENSOR_MISSING, "no tensor gate");
-    await_line(&s.c.heard, "register");
+    await_line(&s.c.received, "register");
     say_registered(&s.c);
     say_assign(&s.c, 1);
-    await_line(&s.c.heard, "loaded 1 no tensor gate");
+    await_line(&s.c.received, "loaded 1 no tensor gate");
     end_scene(&s);
 }
 
@@ -714,13 +716,13 @@ static void a_drained_worker_stays_until_the_coordinator_lets_it_go(void **state
     set_busy(&s.w, true);
     moe_group_drain(s.w.group, "because");
     moe_group_drain(s.w.group, "because"); /* once is enough */
-    await_line(&s.c.heard, "drain notice");
+    await_line(&s.c.received, "drain notice");
     say_drain(&s.c, WAIT_MS);
     await_line(&s.w.did, "drain");
     nanosleep(&(struct timespec){0, 30000000}, NULL);
-    assert_false(has_line(&s.c.heard, "leaving")); /* requests are still at work */
+    assert_false(has_line(&s.c.received, "leaving")); /* requests are still at work */
     set_busy(&s.w, false);
-    await_line(&s.c.heard, "leaving");
+    await_line(&s.c.received, "leaving");
     nanosleep(&(struct timespec){0, 30000000}, NULL);
     assert_false(has_line(&s.w.did, "leave")); /* others may still need it */
     close_session(&s.c, moe_ok());
@@ -750,7 +752,7 @@ static void a_worker_without_a_coordinator_can_leave(void **state)
     start_scene(&s);
     lead_to_serving(&s, 4);
     stop_server(&s.c);
-    await_line(&s.c.heard, "disconnected");
+    await_line(&s.c.received, "disconnected");
     moe_group_drain(s.w.group, "because");
     await_line(&s.w.did, "drain");
     await_line(&s.w.did, "ended OK");
@@ -775,16 +777,16 @@ static void a_coordinator_that_talks_nonsense_is_left_and_tried_again(void **sta
     (void)state;
     static struct scene s;
     start_scene(&s);
-    await_line(&s.c.heard, "register");
+    await_line(&s.c.received, "register");
     say_commit(&s.c, 1); /* before Registered */
-    await_line(&s.c.heard, "disconnected");
-    await_line(&s.c.heard, "register");
-    pthread_mutex_lock(&s.c.lock);
+    await_line(&s.c.received, "disconnected");
+    await_line(&s.c.received, "register");
+    moe_mutex_lock(&s.c.lock);
     static const uint8_t garbage[] = {0xff, 0xff, 0xff};
     const struct moe_rpc_out out = {.head = garbage, .head_length = sizeof garbage};
     moe_rpc_send(s.c.call, &out);
-    pthread_mutex_unlock(&s.c.lock);
-    await_line(&s.c.heard, "disconnected");
+    moe_mutex_unlock(&s.c.lock);
+    await_line(&s.c.received, "disconnected");
     lead_to_serving(&s, 4);
     end_scene(&s);
 }

@@ -1,5 +1,6 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The distributions of moectl bench against sorted arrays. */
-#include "histogram.h"
+#include "moectl/io/histogram.h"
 
 #include "client_fixture.h"
 
@@ -28,7 +29,8 @@ static void percentiles_are_those_of_the_sorted_values(void **state)
         }
         qsort(values, VALUES, sizeof *values, by_value);
         for (size_t p = 0; p < sizeof percents / sizeof *percents; p++) {
-            double want = (double)values[(size_t)(percents[p] / 100 * VALUES + 0.999999) - 1];
+            double want =
+                (double)values[(size_t)(percents[p] / 100 * (double)VALUES + 0.999999) - 1];
             double got = (double)moectl_histogram_percentile(h, percents[p]);
             if (got < want * 0.996 - 1 || got > want * 1.004 + 1)
                 fail_msg("%u bits: p%g is %g instead of %g", bits, percents[p], got, want);

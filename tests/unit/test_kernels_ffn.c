@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the experts' networks: every weighting, activation, bias and dtype against the
  * oracle, on every instruction set; what lies between experts is neither read nor written. */
 #include "kernels_fixture.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the packed-panel kernels, for every instruction set that this processor has. */
 #include "kernels_fixture.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of layer creation and upload: what is wrong is refused by name, nothing half-made runs.
  */
 #include "kernels_fixture.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the compute pool and of device memory. */
 #include "kernels_fixture.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the router: golden values, the total order, group limits, modes and verdicts, and
  * 2,000 random routers against the oracle. Layers route x itself (identity matrix), so that the
  * logits are known exactly. */

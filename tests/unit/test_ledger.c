@@ -1,9 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the ledger, by seeded simulation: calls of many sessions come in every order, again
  * and again, with crashes between them after which the ledger is read from its packed form. The
  * yardstick is a plain list of everything that was ever run. */
 #include "support/check.h"
 #include "support/random.h"
-#include "worker/ledger.h"
+#include "training/ledger.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A model directory is loaded: every weight arrives once, in canonical form,
  * whatever the layout on disk, and nothing is read that was not asked for. */
 #include "small_model.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Single stories about the membership machine, each flat enough to be read; the simulation covers
  * what nobody thought of. The world here answers every PREPARE at once and writes at once. */
 #include "base/clock.h"
@@ -288,7 +289,7 @@ static void a_worker_that_comes_back_without_the_epoch_ends_it(void **unused)
     expect_state(MOE_GROUP_DEGRADED);
 }
 
-static void the_reason_names_the_seat_that_is_missing_and_why(void **unused)
+static void the_reason_names_the_empty_slot(void **unused)
 {
     (void)unused;
     expect_state(MOE_GROUP_WAITING);
@@ -304,7 +305,7 @@ static void the_reason_names_the_seat_that_is_missing_and_why(void **unused)
     assert_string_equal(group().reason, "slot 0 is loading");
 }
 
-static void a_worker_too_many_hears_when_a_seat_may_become_free(void **unused)
+static void a_worker_too_many_learns_when_a_slot_may_become_free(void **unused)
 {
     (void)unused;
     uint64_t s[SLOTS];
@@ -313,7 +314,7 @@ static void a_worker_too_many_hears_when_a_seat_may_become_free(void **unused)
     join(7, 1);
     print_message("    refused: %s\n", closed_with.text);
     assert_int_equal(closed_with.code, MOE_RESOURCE_EXHAUSTED);
-    assert_string_equal(closed_with.text, "all 3 seats are taken");
+    assert_string_equal(closed_with.text, "all 3 slots are taken");
     assert_true(moe_membership_worker(m, 1, &w) && w.connected);
     moe_membership_on_stream_closed(m, now, s[1]);
     carry_out();
@@ -324,7 +325,7 @@ static void a_worker_too_many_hears_when_a_seat_may_become_free(void **unused)
     assert_in_range(closed_with.retry_after_ms, 1, LEASE_MS + 1);
 }
 
-static void a_silent_worker_loses_its_seat_and_not_before_its_lease(void **unused)
+static void a_silent_worker_loses_its_slot_and_not_before_its_lease(void **unused)
 {
     (void)unused;
     uint64_t s[SLOTS];
@@ -336,11 +337,11 @@ static void a_silent_worker_loses_its_seat_and_not_before_its_lease(void **unuse
     assert_non_null(strstr(group().reason, "slot 2 lost: lease expired"));
     assert_int_equal(aborts, 2);
     assert_int_equal(closed_stream, s[2]);
-    heartbeat(s[2], 1); /* it wakes up, and is told that its stream is no seat */
+    heartbeat(s[2], 1); /* it wakes up, and its stream has no slot */
     assert_int_equal(closed_with.code, MOE_FAILED_PRECONDITION);
 }
 
-static void a_pause_of_the_coordinator_costs_no_worker_its_seat(void **unused)
+static void a_pause_of_the_coordinator_costs_no_worker_its_slot(void **unused)
 {
     (void)unused;
     uint64_t s[SLOTS];
@@ -454,7 +455,8 @@ static void another_model_gets_another_placement_version(void **unused)
     experts = 9;
     join(7, 1);
     experts = 6;
-    assert_int_equal(closed_with.code, MOE_RESOURCE_EXHAUSTED); /* the seats are kept for a lease */
+    assert_int_equal(closed_with.code,
+                     MOE_RESOURCE_EXHAUSTED); /* the slots stay taken for a lease */
     pass(LEASE_MS, 0, NULL, 0);
     experts = 9;
     for (uint32_t i = 0; i < SLOTS; i++)
@@ -672,10 +674,10 @@ int main(void)
         STORY(a_missed_peer_without_a_stream_is_lost_at_once),
         STORY(a_reconnect_within_the_lease_costs_nothing),
         STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
-        STORY(the_reason_names_the_seat_that_is_missing_and_why),
-        STORY(a_worker_too_many_hears_when_a_seat_may_become_free),
-        STORY(a_silent_worker_loses_its_seat_and_not_before_its_lease),
-        STORY(a_pause_of_the_coordinator_costs_no_worker_its_seat),
+        STORY(the_reason_names_the_empty_slot),
+        STORY(a_worker_too_many_learns_when_a_slot_may_become_free),
+        STORY(a_silent_worker_loses_its_slot_and_not_before_its_lease),
+        STORY(a_pause_of_the_coordinator_costs_no_worker_its_slot),
         STORY(a_worker_that_still_serves_an_ended_epoch_is_told_so),
         STORY(epochs_go_on_above_what_workers_know),
         STORY(a_full_disk_announces_nothing),

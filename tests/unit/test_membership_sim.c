@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A seeded world around the membership machine: workers that follow the protocol, streams that
  * delay, break and lose their tails, processes that are killed, stopped and started again, a
  * coordinator that crashes between any two of its actions, a disk that refuses writes. Time is
@@ -63,7 +64,7 @@ struct queue {
 /* One worker process. */
 struct process {
     bool alive, broken_loader;
-    bool replaced; /* another process of the same worker had a seat after this one */
+    bool replaced; /* another process of the same worker had a slot after this one */
     uint32_t id;
     uint64_t incarnation;
     uint64_t asleep_until_ns; /* stopped by a signal */
@@ -95,8 +96,8 @@ struct world {
     struct process *processes;
     size_t process_count;
     size_t current[IDS_MAX]; /* newest process of each id */
-    uint64_t latest_seated[IDS_MAX];
-    uint64_t holders[MOE_PLACEMENT_SLOTS_MAX]; /* incarnation in each seat; 0 = nobody */
+    uint64_t latest_of[IDS_MAX];
+    uint64_t holders[MOE_PLACEMENT_SLOTS_MAX]; /* incarnation in each slot; 0 = none */
     uint64_t respawn_at_ns[IDS_MAX];
     bool exited, crash_now;
     /* What was seen of each epoch. */
@@ -209,27 +210,27 @@ static void check_commit(struct world *w, const struct moe_membership_action *a)
     w->commits++;
 }
 
-static void check_seats(struct world *w)
+static void check_slots(struct world *w)
 {
     for (uint32_t s = 0; s < w->slots; s++) {
         struct moe_membership_worker a, b;
         bool held = moe_membership_worker(w->machine, s, &a) && a.lease_remaining_ns > 0;
         uint64_t holder = held ? a.incarnation : 0;
         if (held && w->holders[s] != holder)
-            w->tries = 0; /* somebody took the seat: attempts start anew */
+            w->tries = 0; /* a worker took the slot: attempts start again */
         w->holders[s] = holder;
         if (!held)
             continue;
         uint32_t id = (uint32_t)(a.worker_id[1] - '0');
-        if (w->latest_seated[id] != 0 && w->latest_seated[id] != a.incarnation)
-            w->processes[w->latest_seated[id] - 1].replaced = true;
+        if (w->latest_of[id] != 0 && w->latest_of[id] != a.incarnation)
+            w->processes[w->latest_of[id] - 1].replaced = true;
         check(w, !w->processes[a.incarnation - 1].replaced, "a replaced process never comes back");
-        w->latest_seated[id] = a.incarnation;
+        w->latest_of[id] = a.incarnation;
         for (uint32_t o = s + 1; o < w->slots; o++)
             check(w,
                   !moe_membership_worker(w->machine, o, &b) || b.lease_remaining_ns == 0 ||
                       strcmp(a.worker_id, b.worker_id) != 0,
-                  "a worker holds one seat");
+                  "a worker has one slot");
     }
 }
 
@@ -269,6 +270,7 @@ static void save(struct world *w, uint64_t sequence)
     struct moe_status st = moe_ok();
     if (chance(w, 60)) {
         st = moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "disk full");
+        w->tries = 0; /* an operator's to mend: no failed attempt of the group */
         moe_membership_on_saved(w->machine, w->now_ns, sequence, &st);
         return;
     }
@@ -318,7 +320,7 @@ static void carry_out(struct world *w)
     }
     if (w->crash_now)
         crash_machine(w);
-    check_seats(w);
+    check_slots(w);
     struct moe_membership_group g;
     moe_membership_group(w->machine, &g);
     if (g.state == MOE_GROUP_SERVING && g.epoch == w->restored_epoch) {
@@ -333,7 +335,7 @@ static void start_machine(struct world *w)
     assert_int_equal(st.code, MOE_OK);
     w->restored_epoch = w->durable.view_epoch;
     /* Who was replaced is remembered for the life of the coordinator only. */
-    memset(w->latest_seated, 0, sizeof w->latest_seated);
+    memset(w->latest_of, 0, sizeof w->latest_of);
     for (size_t i = 0; i < w->process_count; i++)
         w->processes[i].replaced = false;
     w->restores += w->durable.view_epoch != 0;
@@ -633,7 +635,7 @@ static void step(struct world *w)
     if (chance(w, 3000)) {
         struct moe_status st = moe_membership_drain(w->machine, w->now_ns,
                                                     (uint32_t)rnd(w, w->slots), "test", 0, &epoch);
-        (void)st.code; /* the seat may be empty */
+        (void)st.code; /* the slot may be empty */
         carry_out(w);
     }
 }
@@ -665,7 +667,7 @@ static void expect_serving(struct world *w)
     for (int i = 0; i < 1200 && !is_serving(w); i++) {
         step(w);
         /* The operator's part: a group that gave up, or workers that cannot load, need new ones.
-         * Stopped predecessors that woke up and still ask for a seat go with them. */
+         * Stopped predecessors that woke up and still ask for a slot go with them. */
         bool restart = state_of(w) == MOE_GROUP_FAILED && i % 300 == 299;
         for (size_t p = 0; restart && p < w->process_count; p++)
             if (w->processes[p].alive)

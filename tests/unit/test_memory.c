@@ -1,4 +1,5 @@
-/* daemon/base/memory: how much may still be taken, by the files of a made-up kernel. */
+/* SPDX-License-Identifier: Apache-2.0 */
+/* kernels/base/memory: how much may still be taken, by the files of a made-up kernel. */
 #include "base/memory.h"
 
 #include <setjmp.h>
@@ -95,6 +96,18 @@ static void the_tightest_group_on_the_way_up_counts(void **state)
     assert_int_equal(moe_available_memory_under(root), 0);
 }
 
+static void what_confines_is_told_apart_from_what_the_host_has_now(void **state)
+{
+    (void)state;
+    put("/proc/meminfo", "MemTotal: 900 kB\nMemAvailable: 400 kB\n"); /* and more later */
+    put("/proc/self/cgroup", "0::/a\n");
+    assert_int_equal(moe_confined_memory_under(root), UINT64_MAX);
+    put("/sys/fs/cgroup/a/memory.max", "9000000\n");
+    put("/sys/fs/cgroup/a/memory.current", "1000000\n");
+    assert_int_equal(moe_confined_memory_under(root), 8000000);
+    assert_int_equal(moe_available_memory_under(root), 400 * 1024);
+}
+
 static void this_machine_has_some(void **state)
 {
     (void)state;
@@ -109,6 +122,7 @@ int main(void)
         with_root(without_a_group_the_host_says),
         with_root(a_container_has_what_its_group_has_left),
         with_root(the_tightest_group_on_the_way_up_counts),
+        with_root(what_confines_is_told_apart_from_what_the_host_has_now),
         cmocka_unit_test(this_machine_has_some),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

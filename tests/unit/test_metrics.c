@@ -1,16 +1,19 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Metrics: what is counted is what is rendered, in the text format, from any number of threads, and
  * over HTTP. */
-#include "base/metrics.h"
-#include "base/metrics_http.h"
+#include "daemon/metrics.h"
+#include "daemon/metrics_http.h"
 
 #include <arpa/inet.h>
 #include <math.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -206,11 +209,23 @@ static void no_update_is_lost_among_threads(void **unused)
 
 /* ------------------------------------------------------------------ HTTP */
 
-static bool well;
+static atomic_bool well;
 
 static bool is_well(void *ctx)
 {
-    return *(bool *)ctx;
+    return atomic_load((atomic_bool *)ctx);
+}
+
+/* A connection on which `text` has been sent. */
+static int say(uint16_t port, const char *text)
+{
+    struct sockaddr_in to = {
+        .sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    assert_true(fd >= 0);
+    assert_int_equal(connect(fd, (struct sockaddr *)&to, sizeof to), 0);
+    assert_int_equal(send(fd, text, strlen(text), MSG_NOSIGNAL), strlen(text));
+    return fd;
 }
 
 /* Sends `request` and returns the whole answer in a static buffer. */
@@ -219,11 +234,7 @@ static const char *ask(uint16_t port, const char *request)
     static char answer[65536];
     size_t length = 0;
     ssize_t n;
-    struct sockaddr_in to = {
-        .sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    int fd = socket(AF_INET, SOCK_STREAM, 0);
-    assert_int_equal(connect(fd, (struct sockaddr *)&to, sizeof to), 0);
-    assert_int_equal(write(fd, request, strlen(request)), strlen(request));
+    int fd = say(port, request);
     while ((n = read(fd, answer + length, sizeof answer - 1 - length)) > 0)
         length += (size_t)n;
     close(fd);
@@ -248,7 +259,7 @@ static void prometheus_and_probes_are_answered(void **unused)
     assert_non_null(strstr(a, "text/plain; version=0.0.4"));
     assert_non_null(strstr(a, "\nmoe_c_total 5\n"));
     assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 503 "));
-    well = true;
+    atomic_store(&well, true);
     assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 200 OK"));
     assert_non_null(strstr(ask(port, "GET /etc/passwd HTTP/1.0\r\n\r\n"), " 404 "));
     assert_non_null(
@@ -281,6 +292,38 @@ static void bad_addresses_are_refused(void **unused)
     moe_metrics_http_stop(NULL);
 }
 
+/* With a limit of connections alone, the scraper would wait until the library has timed out 1500
+ * silent ones, some at a time: longer than this test may take. */
+static void a_flood_of_half_requests_shuts_nobody_out(void **unused)
+{
+    (void)unused;
+    enum { HALF = 1500, SPARE = 400 };
+    static int half[HALF];
+    struct rlimit files;
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &files), 0);
+    files.rlim_cur = files.rlim_max;
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &files), 0);
+    assert_true(files.rlim_cur >= HALF + SPARE);
+    struct moe_metrics_http_config config = {.listen = "127.0.0.1:0", .metrics = m};
+    struct moe_metrics_http *h;
+    ok(moe_metrics_http_start(&config, &h));
+    uint16_t port = moe_metrics_http_port(h);
+    for (size_t i = 0; i < HALF; i++) {
+        half[i] = say(port, "GET /met");
+        if (i % 500 == 499) {
+            assert_non_null(strstr(ask(port, "GET /metrics HTTP/1.0\r\n\r\n"), " 200 OK"));
+            assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 200 OK"));
+        }
+    }
+    char byte;
+    assert_true(read(half[0], &byte, 1) <= 0); /* the oldest made room */
+    moe_metrics_http_stop(h);
+    for (size_t i = 0; i < HALF; i++) {
+        assert_true(read(half[i], &byte, 1) <= 0); /* none is forgotten */
+        close(half[i]);
+    }
+}
+
 int main(void)
 {
 #define METRICS_TEST(f) cmocka_unit_test_setup_teardown(f, create, destroy)
@@ -290,6 +333,7 @@ int main(void)
         METRICS_TEST(bad_series_are_refused),
         METRICS_TEST(no_update_is_lost_among_threads),
         METRICS_TEST(prometheus_and_probes_are_answered),
+        METRICS_TEST(a_flood_of_half_requests_shuts_nobody_out),
         METRICS_TEST(bad_addresses_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What opening a model directory refuses, by name, and the fingerprint of what it takes. */
 #include "model/sha256.h"
 #include "small_model.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Weights are written back where they were read: what nothing was done to is the same file, bit for
  * bit, in every family's layout and every dtype, whoever writes which expert. */
 #include "model/model_write.h"

@@ -1,5 +1,6 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Settings: flags beat the file, the file beats the default, and nothing unknown slips through. */
-#include "base/options.h"
+#include "daemon/options.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -18,12 +19,13 @@ static struct values {
 
 static const struct moe_option table[] = {
     {"verbose", 'v', MOE_OPTION_BOOL, &v.verbose, 0, 0, NULL, "Say more"},
-    {"workers", 'n', MOE_OPTION_UINT, &v.workers, 1, 16, "N", "Seats"},
+    {"workers", 'n', MOE_OPTION_UINT, &v.workers, 1, 16, "N", "Slots"},
     {"memory", 0, MOE_OPTION_BYTES, &v.memory, 4096, 0, "SIZE", "Budget"},
     {"rate", 0, MOE_OPTION_DOUBLE, &v.rate, 0, 10, "X", "Rate"},
     {"name", 0, MOE_OPTION_STRING, &v.name, 0, 0, "NAME", "Name"},
     {"optimizer", 0, MOE_OPTION_CHOICE, &v.optimizer, 0, 0, "off|adamw|sgd", "Optimizer"},
     {"layer", 0, MOE_OPTION_UINT, &v.layer, 0, 99, "L", "Layer (required)"},
+    {"seats", 0, MOE_OPTION_RENAMED, NULL, 0, 0, NULL, "workers"},
     {"config", 'c', MOE_OPTION_STRING, &v.config, 0, 0, "FILE", "Settings"},
 };
 enum { COUNT = sizeof table / sizeof *table };
@@ -116,6 +118,8 @@ static void bad_flags_are_refused_with_their_name(void **unused)
         {"--optimizer", "off|adamw", "optimizer"},
         {"--optimizer", "", "optimizer"},
         {"-x", "1", "unknown"},
+        {"--seats", "4", "--seats is now --workers"},
+        {"--seats=4", "rest", "--seats is now --workers"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char flag[32], value[32];
@@ -205,6 +209,10 @@ static void the_help_lists_every_option_with_its_default(void **unused)
     fclose(to);
     print_message("%s", text);
     for (size_t i = 0; i < COUNT; i++) {
+        if (table[i].kind == MOE_OPTION_RENAMED) {
+            assert_null(strstr(text, table[i].name));
+            continue;
+        }
         assert_non_null(strstr(text, table[i].name));
         assert_non_null(strstr(text, table[i].help));
     }

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The oracle's gradients against central differences of its own forward pass: random layers by
  * seed, random cotangents, every element of every tensor. Cases near the kink of a clamp, where
  * a difference is no derivative, are drawn again. */

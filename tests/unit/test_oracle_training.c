@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Formulas of training that can be worked out by hand: what the oracle must say of them. */
 #include "oracle/oracle.h"
 #include "support/check.h"

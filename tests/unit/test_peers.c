@@ -1,11 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the peers: real servers and streams over loopback, an engine that only reports, and a
  * hand-written caller who does not keep the rules. */
 #include "base/clock.h"
+#include "base/mutex.h"
+#include "base/wait.h"
+#include "links/peers.h"
 #include "moe/v1/worker.pb-c.h"
+#include "rpc/control.h"
 #include "support/check.h"
 #include "support/random.h"
-#include "worker/control.h"
-#include "worker/peers.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -15,8 +18,8 @@ enum { SLOTS = 3, TICKETS_MAX = 4096, EPOCH = 5, WAIT_MS = 20000 };
 
 /* How messages travel in the tests that follow: each runs once in every way. */
 enum way {
-    STREAMS, /* no worker has a bell */
-    MAIL,    /* all share memory */
+    STREAMS, /* no worker has an eventcount */
+    SHARED,  /* all share memory */
     BOTH,    /* slot 1 does not */
 };
 static enum way way;
@@ -29,9 +32,9 @@ struct node {
     struct moe_rpc_server *server;
     struct moe_rpc_client *client;
     char endpoint[32];
-    struct moe_bell *bell; /* NULL: no mail */
+    struct moe_eventcount *eventcount; /* NULL: no shared memory */
     pthread_t thread, listener;
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t changed;
     bool quit, silent; /* silent: the test reports */
     struct moe_ticket tickets[TICKETS_MAX];
@@ -43,11 +46,11 @@ struct node {
 static void on_run(void *ctx, const struct moe_ticket *ticket)
 {
     struct node *n = ctx;
-    pthread_mutex_lock(&n->lock);
+    moe_mutex_lock(&n->lock);
     if (n->count < TICKETS_MAX)
         n->tickets[n->count++] = *ticket;
     pthread_cond_broadcast(&n->changed);
-    pthread_mutex_unlock(&n->lock);
+    moe_mutex_unlock(&n->lock);
 }
 
 static void on_lost(void *ctx, uint64_t epoch, uint64_t slots, struct moe_status why)
@@ -55,37 +58,45 @@ static void on_lost(void *ctx, uint64_t epoch, uint64_t slots, struct moe_status
     struct node *n = ctx;
     print_message("  slot %u, epoch %llu, lost %llx: %s\n", n->slot, (unsigned long long)epoch,
                   (unsigned long long)slots, why.text);
-    pthread_mutex_lock(&n->lock);
+    moe_mutex_lock(&n->lock);
     n->lost_slots |= slots;
     n->lost_count++;
     pthread_cond_broadcast(&n->changed);
-    pthread_mutex_unlock(&n->lock);
+    moe_mutex_unlock(&n->lock);
+}
+
+static unsigned times_lost(struct node *n)
+{
+    moe_mutex_lock(&n->lock);
+    unsigned count = n->lost_count;
+    moe_mutex_unlock(&n->lock);
+    return count;
 }
 
 static void *report_tickets(void *arg)
 {
     struct node *n = arg;
     const struct moe_status fine = moe_ok();
-    pthread_mutex_lock(&n->lock);
+    moe_mutex_lock(&n->lock);
     while (!n->quit) {
         if (n->silent || n->finished == n->count) {
-            pthread_cond_wait(&n->changed, &n->lock);
+            moe_wait(&n->changed, &n->lock);
             continue;
         }
         struct moe_ticket t = n->tickets[n->finished++];
-        pthread_mutex_unlock(&n->lock);
+        moe_mutex_unlock(&n->lock);
         moe_peers_finished(n->peers, &t, &fine);
-        pthread_mutex_lock(&n->lock);
+        moe_mutex_lock(&n->lock);
     }
-    pthread_mutex_unlock(&n->lock);
+    moe_mutex_unlock(&n->lock);
     return NULL;
 }
 
 static bool is_over(struct node *n)
 {
-    pthread_mutex_lock(&n->lock);
+    moe_mutex_lock(&n->lock);
     bool over = n->quit;
-    pthread_mutex_unlock(&n->lock);
+    moe_mutex_unlock(&n->lock);
     return over;
 }
 
@@ -94,10 +105,10 @@ static void *listen_for_mail(void *arg)
 {
     struct node *n = arg;
     while (!is_over(n)) {
-        uint32_t heard = moe_bell_count(n->bell);
+        uint32_t seen = moe_eventcount_prepare(n->eventcount);
         moe_peers_listen(n->peers);
         if (!is_over(n))
-            moe_bell_wait(n->bell, heard, MOE_NEVER);
+            moe_eventcount_wait(n->eventcount, seen, MOE_NEVER);
     }
     return NULL;
 }
@@ -105,13 +116,13 @@ static void *listen_for_mail(void *arg)
 static void start_node(struct node *n, uint32_t slot)
 {
     *n = (struct node){.slot = slot, .incarnation = 1000 + slot};
-    pthread_mutex_init(&n->lock, NULL);
+    moe_mutex_init(&n->lock);
     pthread_cond_init(&n->changed, NULL);
     assert_ok(moe_rpc_client_create(&n->client));
-    if (way == MAIL || (way == BOTH && slot != 1))
-        assert_ok(moe_bell_create(&n->bell));
+    if (way == SHARED || (way == BOTH && slot != 1))
+        assert_ok(moe_eventcount_create(&n->eventcount));
     const struct moe_peers_config peers = {
-        .bell = n->bell,
+        .eventcount = n->eventcount,
         .client = n->client,
         .incarnation = n->incarnation,
         .run = on_run,
@@ -135,19 +146,19 @@ static void start_node(struct node *n, uint32_t slot)
     assert_ok(moe_rpc_server_start(&server, &n->server));
     (void)snprintf(n->endpoint, sizeof n->endpoint, "127.0.0.1:%u", moe_rpc_server_port(n->server));
     assert_int_equal(pthread_create(&n->thread, NULL, report_tickets, n), 0);
-    if (n->bell != NULL)
+    if (n->eventcount != NULL)
         assert_int_equal(pthread_create(&n->listener, NULL, listen_for_mail, n), 0);
 }
 
 static void stop_node(struct node *n)
 {
-    pthread_mutex_lock(&n->lock);
+    moe_mutex_lock(&n->lock);
     n->quit = true;
     pthread_cond_broadcast(&n->changed);
-    pthread_mutex_unlock(&n->lock);
+    moe_mutex_unlock(&n->lock);
     pthread_join(n->thread, NULL);
-    if (n->bell != NULL) {
-        moe_bell_ring(n->bell);
+    if (n->eventcount != NULL) {
+        moe_eventcount_notify(n->eventcount);
         pthread_join(n->listener, NULL);
     }
     moe_peers_stop(n->peers);
@@ -155,9 +166,9 @@ static void stop_node(struct node *n)
     moe_rpc_server_stop(n->server);
     moe_peers_destroy(n->peers);
     moe_rpc_client_destroy(n->client);
-    moe_bell_destroy(n->bell);
+    moe_eventcount_destroy(n->eventcount);
     pthread_cond_destroy(&n->changed);
-    pthread_mutex_destroy(&n->lock);
+    moe_mutex_destroy(&n->lock);
 }
 
 static void expect(struct node *nodes, uint32_t self, uint64_t epoch)
@@ -188,9 +199,9 @@ static void await(struct node *n, const size_t *value, size_t at_least)
 {
     uint64_t deadline = moe_clock_ns() + WAIT_MS * MOE_NS_PER_MS;
     for (;;) {
-        pthread_mutex_lock(&n->lock);
+        moe_mutex_lock(&n->lock);
         bool there = *value >= at_least;
-        pthread_mutex_unlock(&n->lock);
+        moe_mutex_unlock(&n->lock);
         if (there)
             return;
         if (moe_clock_ns() > deadline)
@@ -203,9 +214,9 @@ static void await_lost(struct node *n, uint64_t slots)
 {
     uint64_t deadline = moe_clock_ns() + WAIT_MS * MOE_NS_PER_MS;
     for (;;) {
-        pthread_mutex_lock(&n->lock);
+        moe_mutex_lock(&n->lock);
         bool there = n->lost_count > 0 && n->lost_slots == slots;
-        pthread_mutex_unlock(&n->lock);
+        moe_mutex_unlock(&n->lock);
         if (there)
             return;
         if (moe_clock_ns() > deadline)
@@ -267,10 +278,10 @@ static void all_slots_get_the_same_tickets_for_all_that_was_announced(void **sta
                                 sizeof nodes[0].tickets[i]);
     }
     for (uint32_t s = 0; s < SLOTS; s++)
-        assert_int_equal(nodes[s].lost_count, 0);
-    for (uint32_t s = 0; s < SLOTS; s++) /* each ticket and each report rang, where there is mail */
-        if (nodes[s].bell != NULL)
-            assert_true(moe_bell_count(nodes[s].bell) >= count);
+        assert_int_equal(times_lost(&nodes[s]), 0);
+    for (uint32_t s = 0; s < SLOTS; s++) /* each ticket and report notified its reader */
+        if (nodes[s].eventcount != NULL)
+            assert_true(moe_eventcount_prepare(nodes[s].eventcount) >= count);
     stop_group(nodes);
 }
 
@@ -367,9 +378,9 @@ static void a_step_that_failed_on_a_member_stops_the_tickets(void **state)
     start_group(nodes);
     for (uint32_t s = 0; s < SLOTS; s++)
         assert_ok(moe_peers_start(nodes[s].peers));
-    pthread_mutex_lock(&nodes[2].lock);
+    moe_mutex_lock(&nodes[2].lock);
     nodes[2].silent = true;
-    pthread_mutex_unlock(&nodes[2].lock);
+    moe_mutex_unlock(&nodes[2].lock);
     moe_peers_announce(nodes[0].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_F32, 4);
     await(&nodes[2], &nodes[2].count, 1);
     struct moe_status failure =
@@ -385,7 +396,7 @@ static void a_step_that_failed_on_a_member_stops_the_tickets(void **state)
 /* -------------------------------------------------------- a caller without manners */
 
 struct caller {
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t changed;
     bool closed;
     struct moe_status status;
@@ -400,18 +411,18 @@ static void caller_message(void *ctx, struct moe_rpc_msg *m)
 static void caller_closed(void *ctx, struct moe_status status)
 {
     struct caller *c = ctx;
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     c->closed = true;
     c->status = status;
     pthread_cond_signal(&c->changed);
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
 }
 
 /* Sends one message on a stream of its own to slot 0, and returns how the stream ended. */
 static struct moe_status say(struct node *nodes, const uint8_t *bytes, size_t length)
 {
     struct caller c = {.closed = false};
-    pthread_mutex_init(&c.lock, NULL);
+    moe_mutex_init(&c.lock);
     pthread_cond_init(&c.changed, NULL);
     struct moe_rpc_channel *channel;
     struct moe_rpc_stream *stream;
@@ -424,14 +435,14 @@ static struct moe_status say(struct node *nodes, const uint8_t *bytes, size_t le
                                   &stream));
     const struct moe_rpc_out out = {.head = bytes, .head_length = length};
     assert_ok(moe_rpc_stream_send(stream, &out));
-    pthread_mutex_lock(&c.lock);
+    moe_mutex_lock(&c.lock);
     while (!c.closed)
-        pthread_cond_wait(&c.changed, &c.lock);
-    pthread_mutex_unlock(&c.lock);
+        moe_wait(&c.changed, &c.lock);
+    moe_mutex_unlock(&c.lock);
     moe_rpc_stream_free(stream);
     moe_rpc_channel_close(channel);
     pthread_cond_destroy(&c.changed);
-    pthread_mutex_destroy(&c.lock);
+    moe_mutex_destroy(&c.lock);
     print_message("  %s/%s: %s\n", moe_code_name(c.status.code), moe_reason_name(c.status.reason),
                   c.status.text);
     return c.status;
@@ -499,7 +510,9 @@ static void a_message_that_makes_no_sense_ends_its_stream_only(void **state)
 static int set_way(void **state)
 {
     way = *(const enum way *)*state;
-    print_message("  over %s\n", way == STREAMS ? "streams" : way == MAIL ? "mail" : "both");
+    print_message("  over %s\n", way == STREAMS  ? "streams"
+                                 : way == SHARED ? "shared memory"
+                                                 : "both");
     return 0;
 }
 
@@ -510,7 +523,7 @@ static int set_way(void **state)
 
 int main(void)
 {
-    static enum way ways[] = {STREAMS, MAIL, BOTH};
+    static enum way ways[] = {STREAMS, SHARED, BOTH};
     const struct CMUnitTest tests[] = {
         EACH_WAY(all_slots_get_the_same_tickets_for_all_that_was_announced),
         EACH_WAY(no_ticket_comes_before_all_have_joined),

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Placement: linear shares, lists of copies, and a hash that changes when anything changes. */
 #include "coordinator/placement.h"
 #include "support/check.h"

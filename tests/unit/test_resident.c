@@ -1,12 +1,13 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* daemon/worker/loader: what a placement puts on a slot becomes resident, from memory or by a
  * backend that reads for itself; what cannot fit is refused before anything is taken; what breaks
  * on the way leaves nothing behind. */
-#include "base/crew.h"
+#include "base/mutex.h"
+#include "base/thread_pool.h"
 #include "support/check.h"
 #include "worker/loader.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,18 +18,18 @@
 /* ----------------------------------------------------------------------- backend
  *
  * The CPU's, with a device that is as full as a test wants it, and with uploads that go on after
- * the call, on a crew. */
+ * the call, on a pool. */
 
 static struct {
     uint64_t free_bytes; /* 0: as it is */
     atomic_uint created, destroyed, uploaded, fetched;
     _Atomic uint64_t content; /* sum over all weights of a hash of what arrived */
-    struct moe_crew *crew;
-    struct moe_crew_batch batch; /* of the one layer that is loaded at a time */
-    pthread_mutex_t lock;        /* one call at a time on a layer */
-} fake = {.lock = PTHREAD_MUTEX_INITIALIZER};
+    struct moe_thread_pool *pool;
+    struct moe_thread_pool_batch batch; /* of the one layer that is loaded at a time */
+    struct moe_mutex lock;              /* one call at a time on a layer */
+} fake = {.lock = MOE_MUTEX_INITIALIZER};
 
-struct order {
+struct job {
     struct moe_layer *layer;
     enum moe_weight weight;
     uint32_t expert;
@@ -72,7 +73,7 @@ static struct moe_status fake_upload(struct moe_layer *layer, enum moe_weight we
 static struct moe_status read_and_upload(void *ctx, uint32_t thread, const void *what,
                                          uint32_t item)
 {
-    const struct order *o = what;
+    const struct job *o = what;
     (void)ctx;
     (void)thread;
     (void)item;
@@ -80,10 +81,10 @@ static struct moe_status read_and_upload(void *ctx, uint32_t thread, const void 
     if (data == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory");
     struct moe_status st = o->source.read(o->source.ctx, o->source.at, o->bytes, data);
-    pthread_mutex_lock(&fake.lock);
+    moe_mutex_lock(&fake.lock);
     if (!moe_failed(&st))
         st = fake_upload(o->layer, o->weight, o->expert, o->dtype, data, o->bytes);
-    pthread_mutex_unlock(&fake.lock);
+    moe_mutex_unlock(&fake.lock);
     free(data);
     return st;
 }
@@ -92,21 +93,22 @@ static struct moe_status fake_fetch(struct moe_layer *layer, enum moe_weight wei
                                     uint32_t expert, enum moe_dtype dtype,
                                     const struct moe_weight_source *source, size_t bytes)
 {
-    struct order o = {layer, weight, expert, dtype, *source, bytes};
+    struct job o = {layer, weight, expert, dtype, *source, bytes};
     atomic_fetch_add(&fake.fetched, 1);
-    return moe_crew_give(fake.crew, &fake.batch, &o, sizeof o, 1);
+    return moe_thread_pool_submit(fake.pool, &fake.batch, &o, sizeof o, 1);
 }
 
 static struct moe_status fake_finish(struct moe_layer *layer)
 {
-    if (fake.crew != NULL)
-        MOE_TRY(moe_crew_wait(fake.crew, &fake.batch));
+    if (fake.pool != NULL)
+        MOE_TRY(moe_thread_pool_wait(fake.pool, &fake.batch));
     return moe_backend_cpu.layer_finish(layer);
 }
 
 static void fake_destroy(struct moe_layer *layer)
 {
-    struct moe_status st = fake.crew != NULL ? moe_crew_wait(fake.crew, &fake.batch) : moe_ok();
+    struct moe_status st =
+        fake.pool != NULL ? moe_thread_pool_wait(fake.pool, &fake.batch) : moe_ok();
     (void)st; /* told before, or concerns nobody any more */
     atomic_fetch_add(&fake.destroyed, 1);
     moe_backend_cpu.layer_destroy(layer);
@@ -194,8 +196,8 @@ static int teardown(void **state)
     char path[128];
     moe_loader_destroy(r->loader);
     assert_int_equal(atomic_load(&fake.created), atomic_load(&fake.destroyed));
-    moe_crew_destroy(fake.crew);
-    fake.crew = NULL;
+    moe_thread_pool_destroy(fake.pool);
+    fake.pool = NULL;
     struct moe_device_info info;
     moe_backend_cpu.device_info(r->device, &info);
     assert_int_equal(info.used_bytes, 0);
@@ -217,7 +219,7 @@ static int teardown(void **state)
 /* From here on the backend reads for itself. */
 static void let_it_fetch(struct resident *r)
 {
-    assert_ok(moe_crew_create(3, read_and_upload, NULL, &fake.crew));
+    assert_ok(moe_thread_pool_create("readers", 3, read_and_upload, NULL, &fake.pool));
     r->backend.layer_fetch = fake_fetch;
 }
 

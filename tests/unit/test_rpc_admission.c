@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Reading large requests is bounded: so many at once, so many waiting, each for so long. */
 #include "rpc_fixture.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Unary calls and streams over loopback: sizes, threads, deadlines, cancellation, errors. Every
  * test ends by checking that each part that was lent to the transport came back exactly once. */
 #include "rpc_fixture.h"
@@ -108,9 +109,9 @@ static void a_deadline_ends_the_call_on_both_sides(void **state)
     assert_true(took >= 100 * MOE_NS_PER_MS);
     fixture_await("the server to hear of it", &f.cancelled, 1);
     fixture_await("the call to be over", &f.done, 1);
-    fixture_await_held(&f, 1);
-    assert_true(moe_rpc_call_is_cancelled(f.held[0]));
-    uint64_t deadline = moe_rpc_call_deadline(f.held[0]);
+    fixture_await_hanging(&f, 1);
+    assert_true(moe_rpc_call_is_cancelled(f.hanging[0]));
+    uint64_t deadline = moe_rpc_call_deadline(f.hanging[0]);
     print_message("  the server saw a deadline %.1f ms from the client's start\n",
                   (double)(int64_t)(deadline - began) / 1e6);
     assert_true(deadline > began && deadline < began + 10 * MOE_NS_PER_S);
@@ -125,7 +126,7 @@ static void a_cancelled_call_reaches_the_server(void **state)
     (void)state;
     fixture_start(&f, NULL);
     start_call(&f, "hang", 0, &o, &pending);
-    fixture_await_held(&f, 1);
+    fixture_await_hanging(&f, 1);
     moe_rpc_cancel(pending);
     fixture_await("the client's answer", &o.over, 1);
     assert_int_equal(o.status.code, MOE_CANCELLED);
@@ -146,7 +147,7 @@ static void destroying_the_client_cancels_what_is_in_flight(void **state)
     fixture_start(&f, NULL);
     for (size_t i = 0; i < 8; i++)
         start_call(&f, "hang", 0, &o[i], i % 2 ? &pending[i] : NULL);
-    fixture_await_held(&f, 8);
+    fixture_await_hanging(&f, 8);
     moe_rpc_channel_close(f.channel);
     moe_rpc_client_destroy(f.client);
     f.channel = NULL;

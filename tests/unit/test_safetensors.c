@@ -1,5 +1,7 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The safetensors reader refuses every file that breaks a rule of the format, each with a typed
  * error, and reads back whatever the writer wrote. */
+#include "model/json_file.h"
 #include "model_fixture.h"
 #include "support/random.h"
 
@@ -50,6 +52,15 @@ static struct moe_status open_header(struct fixture *f, const char *header, size
     X(a_zero_in_a_name, "{\"\\u0000\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]}}",   \
       4, MALFORMED)                                                                                \
     X(a_duplicate_name, "{" A_0_4 "," A_0_4 "}", 4, MALFORMED)                                     \
+    X(metadata_twice, "{\"__metadata__\":{},\"__metadata__\":{}," A_0_4 "}", 4, MALFORMED)         \
+    X(a_comma_behind_the_last_tensor, "{" A_0_4 ",}", 4, MALFORMED)                                \
+    X(a_comma_before_the_first_tensor, "{," A_0_4 "}", 4, MALFORMED)                               \
+    X(a_name_without_a_value, "{\"a\"}", 0, MALFORMED)                                             \
+    X(an_empty_value, "{\"a\":}", 0, MALFORMED)                                                    \
+    X(a_name_that_does_not_end, "{\"a}", 0, MALFORMED)                                             \
+    X(a_value_closed_by_another_bracket, "{\"a\":[}", 0, MALFORMED)                                \
+    X(two_brackets_of_another_kind,                                                                \
+      "{\"a\":{\"dtype\":\"F32\",\"shape\":[1},\"data_offsets\":[0,4]]}", 4, MALFORMED)            \
     X(a_duplicate_field,                                                                           \
       "{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4,     \
       MALFORMED)                                                                                   \
@@ -193,6 +204,147 @@ static void refuses_many_tensors_on_one_range(void **state)
     header[n] = '\0';
     check_reason(open_header(*state, header, 4, &file), MOE_REASON_TENSOR_INVALID);
     free(header);
+}
+
+/* ---- what a header may cost ---- */
+
+/* The JSON library's memory: now, and at most. The size stands in front of each piece. */
+static size_t json_bytes, json_bytes_most;
+
+static void *count_malloc(size_t size)
+{
+    char *p = malloc(16 + size);
+    if (p == NULL)
+        return NULL;
+    memcpy(p, &size, sizeof size);
+    json_bytes += size;
+    if (json_bytes > json_bytes_most)
+        json_bytes_most = json_bytes;
+    return p + 16;
+}
+
+static void count_free(void *p)
+{
+    size_t size;
+    if (p == NULL)
+        return;
+    memcpy(&size, (char *)p - 16, sizeof size);
+    json_bytes -= size;
+    free((char *)p - 16);
+}
+
+static void start_counting(void)
+{
+    json_bytes = json_bytes_most = 0;
+    json_set_alloc_funcs(count_malloc, count_free);
+}
+
+/* Ends counting; what was at most in use. */
+static size_t stop_counting(void)
+{
+    json_set_alloc_funcs(malloc, free);
+    assert_int_equal(json_bytes, 0);
+    return json_bytes_most;
+}
+
+/* `count` empty tensors; the caller frees it. */
+static char *header_of(size_t count)
+{
+    char *header = malloc(64 * count + 3), *at = header;
+    assert_non_null(header);
+    *at++ = '{';
+    for (size_t i = 0; i < count; i++)
+        at += sprintf(at, "%s\"%zu\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}",
+                      i > 0 ? "," : "", i);
+    strcpy(at, "}");
+    return header;
+}
+
+static void a_header_of_a_million_tensors_is_refused_before_it_costs_anything(void **state)
+{
+    struct moe_st_file *file;
+    char *header = header_of(1200000);
+    start_counting();
+    struct moe_status st = open_header(*state, header, 0, &file);
+    size_t most = stop_counting();
+    free(header);
+    check_reason(st, MOE_REASON_TOO_LARGE);
+    print_message("  %s; %zu bytes of JSON tree\n", st.text, most);
+    assert_int_equal(most, 0);
+}
+
+static void a_header_is_never_a_tree_as_a_whole(void **state)
+{
+    enum { COUNT = 20000 };
+    struct moe_st_file *file;
+    char *header = header_of(COUNT);
+    start_counting();
+    struct moe_status st = open_header(*state, header, 0, &file);
+    size_t most = stop_counting();
+    free(header);
+    assert_ok(st);
+    assert_int_equal(moe_st_count(file), COUNT);
+    assert_non_null(moe_st_find(file, "0"));
+    assert_non_null(moe_st_find(file, "19999"));
+    assert_null(moe_st_find(file, "20000"));
+    moe_st_close(file);
+    print_message("  %zu bytes of JSON tree at most\n", most);
+    assert_true(most < 8192);
+}
+
+/* `{"a":[[],[],...]}` and the like, 3 MB long. */
+static void an_entry_and_metadata_are_bounded_as_well(void **state)
+{
+    enum { PAIRS = 1000000 };
+    static const char *const names[] = {"a", "__metadata__"};
+    struct moe_st_file *file;
+    for (size_t n = 0; n < 2; n++) {
+        char *header = malloc(3 * PAIRS + 64), *at = header;
+        assert_non_null(header);
+        at += sprintf(at, "{\"%s\":[", names[n]);
+        for (size_t i = 0; i < PAIRS; i++)
+            at += sprintf(at, "%s[]", i > 0 ? "," : "");
+        strcpy(at, "]}");
+        start_counting();
+        struct moe_status st = open_header(*state, header, 0, &file);
+        size_t most = stop_counting();
+        free(header);
+        check_reason(st, n == 0 ? MOE_REASON_MALFORMED : MOE_REASON_TOO_LARGE);
+        assert_true(most < 8192);
+    }
+}
+
+static void a_json_document_has_a_bounded_number_of_values(void **state)
+{
+    (void)state;
+    size_t length = 2 * MOE_JSON_VALUES_MAX + 16;
+    char *text = malloc(length + 1);
+    json_t *root = NULL;
+    assert_non_null(text);
+    /* {"a":[1,1,...]}: the object, the list and the numbers */
+    for (int over = 0; over < 2; over++) {
+        size_t count = MOE_JSON_VALUES_MAX - 2 + (size_t)over, n;
+        n = (size_t)sprintf(text, "{\"a\":[1");
+        for (size_t i = 1; i < count; i++) {
+            text[n++] = ',';
+            text[n++] = '1';
+        }
+        strcpy(text + n, "]}");
+        struct moe_status st = moe_json_parse(text, n + 2, "a document", &root);
+        if (over) {
+            check_reason(st, MOE_REASON_TOO_LARGE);
+            break;
+        }
+        assert_ok(st);
+        json_decref(root);
+    }
+    /* Brackets and commas in strings are text. */
+    memset(text, ',', length);
+    memcpy(text, "{\"a\":\"", 6);
+    memcpy(text + length - 4, "\\\"\"}", 4);
+    assert_ok(moe_json_parse(text, length, "a document", &root));
+    json_decref(root);
+    free(text);
 }
 
 static void refuses_a_zero_byte_behind_the_header(void **state)
@@ -433,6 +585,10 @@ int main(void)
         TEST(refuses_endless_nesting),
         TEST(refuses_many_tensors_on_one_range),
         TEST(refuses_a_zero_byte_behind_the_header),
+        TEST(a_header_of_a_million_tensors_is_refused_before_it_costs_anything),
+        TEST(a_header_is_never_a_tree_as_a_whole),
+        TEST(an_entry_and_metadata_are_bounded_as_well),
+        TEST(a_json_document_has_a_bounded_number_of_values),
         TEST(refuses_links_directories_and_names_that_leave),
         TEST(reads_scalars_empty_tensors_and_unaligned_data),
         TEST(reads_formats_narrower_than_a_byte),

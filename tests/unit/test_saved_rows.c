@@ -1,6 +1,7 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of what forward steps ask room for: never more than there can be, enough for what came
  * before whatever the bucket, and nothing where it would be in vain. */
-#include "saved_rows.h"
+#include "common/saved_rows.h"
 #include "support/check.h"
 
 /* Eight choices per token over 256 experts, all of them here; rows of 32 KiB; 1 GiB. */

@@ -1,15 +1,16 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the sequencer: a few plain cases, then seeded simulations of a whole group whose
  * slots announce and report in random order. */
 #include "base/size.h"
+#include "schedule/sequencer.h"
 #include "support/check.h"
 #include "support/random.h"
-#include "worker/sequencer.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-static const struct moe_sequencer_key key_a = {3, MOE_STEP_FORWARD, MOE_DTYPE_F32};
-static const struct moe_sequencer_key key_b = {3, MOE_STEP_FORWARD, MOE_DTYPE_BF16};
+static const struct moe_step_key key_a = {3, MOE_STEP_FORWARD, MOE_DTYPE_F32};
+static const struct moe_step_key key_b = {3, MOE_STEP_FORWARD, MOE_DTYPE_BF16};
 
 static struct moe_sequencer *begin(uint64_t live, uint32_t max_bucket)
 {
@@ -20,7 +21,7 @@ static struct moe_sequencer *begin(uint64_t live, uint32_t max_bucket)
     return s;
 }
 
-static void work(struct moe_sequencer *s, uint32_t slot, const struct moe_sequencer_key *key,
+static void work(struct moe_sequencer *s, uint32_t slot, const struct moe_step_key *key,
                  uint32_t tokens)
 {
     struct moe_status st = moe_sequencer_work(s, slot, key, tokens);
@@ -131,7 +132,7 @@ static void what_makes_no_sense_is_refused(void **state)
     (void)state;
     struct moe_sequencer *s = begin(0x5, 64);
     struct moe_ticket t;
-    struct moe_sequencer_key odd = {0, (enum moe_step_kind)9, MOE_DTYPE_F32};
+    struct moe_step_key odd = {0, (enum moe_step_kind)9, MOE_DTYPE_F32};
     struct moe_status st = moe_sequencer_work(s, 1, &key_a, 1); /* not live */
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
     st = moe_sequencer_work(s, 99, &key_a, 1);
@@ -148,7 +149,7 @@ static void what_makes_no_sense_is_refused(void **state)
     st = moe_sequencer_done(s, 0, 1, true); /* twice */
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
     for (uint32_t i = 0; i < MOE_SEQUENCER_KEYS; i++) {
-        struct moe_sequencer_key key = {i + 10, MOE_STEP_FORWARD, MOE_DTYPE_F32};
+        struct moe_step_key key = {i + 10, MOE_STEP_FORWARD, MOE_DTYPE_F32};
         st = moe_sequencer_work(s, 0, &key, 1);
     }
     assert_int_equal(st.code, MOE_RESOURCE_EXHAUSTED); /* key_a was one of them */
@@ -168,10 +169,10 @@ struct sim {
     uint64_t done[MOE_MAX_SLOTS], issued;
 };
 
-static struct moe_sequencer_key key_of(uint32_t k)
+static struct moe_step_key key_of(uint32_t k)
 {
-    return (struct moe_sequencer_key){k / 2, MOE_STEP_FORWARD,
-                                      k % 2 == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16};
+    return (struct moe_step_key){k / 2, MOE_STEP_FORWARD,
+                                 k % 2 == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16};
 }
 
 static uint64_t in_flight(const struct sim *m)
@@ -233,7 +234,7 @@ static void announce_something(struct sim *m)
     uint32_t k = rng_below(&m->random, KEYS);
     uint32_t slot = m->slots[rng_below(&m->random, m->slot_count)];
     uint32_t tokens = rng_below(&m->random, rng_below(&m->random, 8) == 0 ? 200 : 10);
-    struct moe_sequencer_key key = key_of(k);
+    struct moe_step_key key = key_of(k);
     uint64_t before = 0;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         before += m->pending[k][s];
@@ -299,9 +300,9 @@ static void call(struct moe_sequencer *s, uint32_t slot, enum moe_step_kind kind
                  uint32_t tokens)
 {
     struct moe_ticket t = {.layer = 3, .kind = kind, .dtype = MOE_DTYPE_F32};
-    t.order.number = number;
-    t.order.length = 4;
-    memcpy(t.order.body, "body", 4);
+    t.descriptor.number = number;
+    t.descriptor.length = 4;
+    memcpy(t.descriptor.body, "body", 4);
     struct moe_status st = moe_sequencer_call(s, slot, &t, tokens);
     assert_int_equal(st.code, MOE_OK);
 }
@@ -316,12 +317,12 @@ static void a_training_call_gets_a_ticket_of_its_own_with_its_body(void **state)
     assert_true(moe_sequencer_next(s, &t));
     assert_int_equal(t.kind, MOE_STEP_BACKWARD);
     assert_int_equal(t.bucket, 64);
-    assert_int_equal(t.order.origin, 1);
-    assert_int_equal(t.order.number, 9);
-    assert_int_equal(t.order.length, 4);
-    assert_memory_equal(t.order.body, "body", 4);
+    assert_int_equal(t.descriptor.origin, 1);
+    assert_int_equal(t.descriptor.number, 9);
+    assert_int_equal(t.descriptor.length, 4);
+    assert_memory_equal(t.descriptor.body, "body", 4);
     assert_true(moe_sequencer_next(s, &t));
-    assert_int_equal(t.order.origin, 0);
+    assert_int_equal(t.descriptor.origin, 0);
     assert_int_equal(t.bucket, 1);
     moe_sequencer_destroy(s);
 }
@@ -333,26 +334,26 @@ static void a_saving_forward_shares_its_ticket_with_nobody(void **state)
     struct moe_sequencer *s = begin(0x3, 512);
     struct moe_ticket t;
     work(s, 0, &key_a, 7);
-    call(s, 1, MOE_STEP_SAVING_FORWARD, 1, 300); /* of the same layer and dtype */
-    call(s, 0, MOE_STEP_SAVING_FORWARD, 1, 256);
+    call(s, 1, MOE_STEP_FORWARD_RETAIN, 1, 300); /* of the same layer and dtype */
+    call(s, 0, MOE_STEP_FORWARD_RETAIN, 1, 256);
     call(s, 1, MOE_STEP_BACKWARD, 2, 300);
     work(s, 1, &key_a, 3);
     assert_true(moe_sequencer_next(s, &t)); /* training has no credit yet */
     assert_int_equal(t.kind, MOE_STEP_FORWARD);
     assert_int_equal(t.bucket, 8);
     assert_true(moe_sequencer_next(s, &t));
-    assert_int_equal(t.kind, MOE_STEP_SAVING_FORWARD);
+    assert_int_equal(t.kind, MOE_STEP_FORWARD_RETAIN);
     assert_int_equal(t.bucket, 512);
-    assert_int_equal(t.order.origin, 1);
-    assert_int_equal(t.order.number, 1);
-    assert_memory_equal(t.order.body, "body", 4);
+    assert_int_equal(t.descriptor.origin, 1);
+    assert_int_equal(t.descriptor.number, 1);
+    assert_memory_equal(t.descriptor.body, "body", 4);
     work(s, 0, &key_a, 5);
     for (uint32_t slot = 0; slot < 2; slot++)
         for (uint64_t seq = 1; seq <= 2; seq++)
             done(s, slot, seq);
     assert_true(moe_sequencer_next(s, &t));
-    assert_int_equal(t.kind, MOE_STEP_SAVING_FORWARD);
-    assert_int_equal(t.order.origin, 0);
+    assert_int_equal(t.kind, MOE_STEP_FORWARD_RETAIN);
+    assert_int_equal(t.descriptor.origin, 0);
     assert_true(moe_sequencer_next(s, &t)); /* training has had its share */
     assert_int_equal(t.kind, MOE_STEP_FORWARD);
     for (uint32_t slot = 0; slot < 2; slot++)
@@ -362,7 +363,7 @@ static void a_saving_forward_shares_its_ticket_with_nobody(void **state)
     for (uint32_t slot = 0; slot < 2; slot++)
         done(s, slot, 4);
     /* Two of them are never in flight beside forward work. */
-    call(s, 1, MOE_STEP_SAVING_FORWARD, 3, 300);
+    call(s, 1, MOE_STEP_FORWARD_RETAIN, 3, 300);
     assert_false(moe_sequencer_next(s, &t));
     moe_sequencer_destroy(s);
 }
@@ -378,22 +379,22 @@ static void impossible_training_calls_are_refused(void **state)
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
     st = moe_sequencer_call(s, 1, &t, 1);
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
-    t.order.length = MOE_TRAINING_BODY_MAX + 1;
+    t.descriptor.length = MOE_TRAINING_BODY_MAX + 1;
     st = moe_sequencer_call(s, 0, &t, 1);
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
-    t.order.length = 0;
+    t.descriptor.length = 0;
     t.kind = MOE_STEP_FORWARD;
     st = moe_sequencer_call(s, 0, &t, 1);
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
     t.kind = MOE_STEP_KINDS;
     st = moe_sequencer_call(s, 0, &t, 1);
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
-    t.kind = MOE_STEP_SAVING_FORWARD;
+    t.kind = MOE_STEP_FORWARD_RETAIN;
     st = moe_sequencer_call(s, 0, &t, 0);
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
     st = moe_sequencer_call(s, 0, &t, 65);
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
-    const struct moe_sequencer_key saving = {3, MOE_STEP_SAVING_FORWARD, MOE_DTYPE_F32};
+    const struct moe_step_key saving = {3, MOE_STEP_FORWARD_RETAIN, MOE_DTYPE_F32};
     st = moe_sequencer_work(s, 0, &saving, 1); /* only as a call */
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
     for (uint64_t i = 0; i < MOE_SEQUENCER_CALLS; i++)
@@ -437,7 +438,7 @@ static void contest_feed(struct contest *c)
             bool exclusive = rng_chance(&c->random, 25), saving = rng_chance(&c->random, 50);
             call(c->s, slot,
                  exclusive ? MOE_STEP_OPTIMIZER
-                 : saving  ? MOE_STEP_SAVING_FORWARD
+                 : saving  ? MOE_STEP_FORWARD_RETAIN
                            : MOE_STEP_BACKWARD,
                  ++c->called[slot], exclusive ? 0 : 1 + rng_below(&c->random, 16));
             c->is_exclusive[c->arrived] = exclusive;
@@ -458,9 +459,9 @@ static void contest_check(struct contest *c, const struct moe_ticket *t, bool bo
             assert_true(c->since_training <= (1000 - c->permille) / c->permille + 3);
         return;
     }
-    assert_int_equal(t->order.origin, c->arrival[c->taken++]); /* in order of arrival */
-    assert_int_equal(t->order.number, ++c->ordered[t->order.origin]);
-    if (moe_step_is_exclusive(t->kind))
+    assert_int_equal(t->descriptor.origin, c->arrival[c->taken++]); /* in order of arrival */
+    assert_int_equal(t->descriptor.number, ++c->ordered[t->descriptor.origin]);
+    if (moe_step_traits(t->kind)->is_exclusive)
         c->exclusive = t->seq;
     c->training += both;
     c->since_training = 0;
@@ -539,7 +540,7 @@ static void an_exclusive_ticket_waits_for_those_who_waited_at_the_last(void **st
     }
     assert_true(moe_sequencer_next(s, &t));
     assert_int_equal(t.kind, MOE_STEP_OPTIMIZER);
-    assert_int_equal(t.order.number, 2);
+    assert_int_equal(t.descriptor.number, 2);
     moe_sequencer_destroy(s);
 }
 
@@ -571,7 +572,7 @@ static void expect(struct moe_sequencer *s, enum moe_step_kind kind, uint64_t nu
     assert_true(moe_sequencer_next(s, &t));
     assert_int_equal(t.kind, kind);
     if (kind != MOE_STEP_FORWARD)
-        assert_int_equal(t.order.number, number);
+        assert_int_equal(t.descriptor.number, number);
     done(s, 0, t.seq);
 }
 
@@ -587,25 +588,25 @@ static void what_is_held_waits_with_all_that_came_after_it_but_for_what_may_pass
     call(s, 0, MOE_STEP_ZERO_GRAD, 5, 0);
     call(s, 0, MOE_STEP_OPTIMIZER, 6, 0);
     expect(s, MOE_STEP_SAVE, 1);
-    moe_sequencer_hold(s, true);
+    moe_sequencer_block_weight_updates(s, true);
     expect(s, MOE_STEP_BACKWARD, 2);
     assert_false(moe_sequencer_next(s, &t));
     work(s, 0, &key_a, 3);
     expect(s, MOE_STEP_FORWARD, 0);
-    call(s, 0, MOE_STEP_SAVING_FORWARD, 7, 4);
-    expect(s, MOE_STEP_SAVING_FORWARD, 7);
+    call(s, 0, MOE_STEP_FORWARD_RETAIN, 7, 4);
+    expect(s, MOE_STEP_FORWARD_RETAIN, 7);
     call(s, 0, MOE_STEP_SAVE, 8, 0); /* a poke */
     assert_int_equal(moe_sequencer_calls(s), 5);
     expect(s, MOE_STEP_SAVE, 8);
     assert_false(moe_sequencer_next(s, &t));
-    moe_sequencer_hold(s, false);
+    moe_sequencer_block_weight_updates(s, false);
     expect(s, MOE_STEP_OPTIMIZER, 3);
     expect(s, MOE_STEP_BACKWARD, 4);
     expect(s, MOE_STEP_ZERO_GRAD, 5);
     expect(s, MOE_STEP_OPTIMIZER, 6);
     assert_int_equal(moe_sequencer_calls(s), 0);
     /* A view that ends takes it along. */
-    moe_sequencer_hold(s, true);
+    moe_sequencer_block_weight_updates(s, true);
     moe_sequencer_begin(s, 8, 0x1, 16);
     call(s, 0, MOE_STEP_OPTIMIZER, 1, 0);
     assert_true(moe_sequencer_next(s, &t));
@@ -619,7 +620,7 @@ static void whatever_is_held_keeps_its_order_and_comes_in_the_end(void **state)
     enum { CALLS_OF_RUN = 40, LAPS = 200 };
     static const enum moe_step_kind kinds[] = {MOE_STEP_OPTIMIZER,      MOE_STEP_BACKWARD,
                                                MOE_STEP_SAVE,           MOE_STEP_ZERO_GRAD,
-                                               MOE_STEP_SAVING_FORWARD, MOE_STEP_SET_FROZEN};
+                                               MOE_STEP_FORWARD_RETAIN, MOE_STEP_SET_FROZEN};
     struct rng random = {.state = choose_seed()};
     uint64_t passed = 0;
     (void)state;
@@ -631,11 +632,11 @@ static void whatever_is_held_keeps_its_order_and_comes_in_the_end(void **state)
             struct moe_ticket t;
             if (called < CALLS_OF_RUN && rng_chance(&random, 60)) {
                 enum moe_step_kind kind = kinds[rng_below(&random, 6)];
-                call(s, 0, kind, ++called, moe_step_has_rows(kind) ? 4 : 0);
+                call(s, 0, kind, ++called, moe_step_traits(kind)->has_rows ? 4 : 0);
             }
             if (rng_chance(&random, 20)) {
                 holding = !holding;
-                moe_sequencer_hold(s, holding);
+                moe_sequencer_block_weight_updates(s, holding);
             }
             if (rng_chance(&random, 10))
                 work(s, 0, &key_a, 1 + rng_below(&random, 20));
@@ -644,14 +645,14 @@ static void whatever_is_held_keeps_its_order_and_comes_in_the_end(void **state)
             done(s, 0, t.seq);
             if (t.kind == MOE_STEP_FORWARD)
                 continue;
-            assert_false(holding && moe_step_is_held(t.kind));
-            if (moe_step_passes_held(t.kind)) {
-                assert_true(t.order.number > last_passing);
-                last_passing = t.order.number;
-                passed += t.order.number > count + 1;
+            assert_false(holding && moe_step_traits(t.kind)->is_weight_update);
+            if (moe_step_traits(t.kind)->passes_blocked) {
+                assert_true(t.descriptor.number > last_passing);
+                last_passing = t.descriptor.number;
+                passed += t.descriptor.number > count + 1;
             } else {
-                assert_true(t.order.number > last);
-                last = t.order.number;
+                assert_true(t.descriptor.number > last);
+                last = t.descriptor.number;
             }
             count++;
         }

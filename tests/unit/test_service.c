@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of ExpertService's unary methods, over loopback, with the CPU backend. */
 #include "base/clock.h"
 #include "service_fixture.h"

@@ -1,5 +1,7 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of ForwardStream, over loopback, with the CPU backend. */
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "service_fixture.h"
 
 #include <math.h>
@@ -26,7 +28,7 @@ enum { ITEMS = 300 };
 
 struct client {
     struct moe_rpc_stream *stream;
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     Answer *answers[ITEMS]; /* by request_id */
     uint32_t count, doubles;
     struct moe_status status;
@@ -37,7 +39,7 @@ static void on_message(void *ctx, struct moe_rpc_msg *m)
 {
     struct client *c = ctx;
     Answer *answer = answer_read(m);
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     MOE_INVARIANT(answer->request_id < ITEMS);
     if (c->answers[answer->request_id] == NULL) {
         c->answers[answer->request_id] = answer;
@@ -46,7 +48,7 @@ static void on_message(void *ctx, struct moe_rpc_msg *m)
         answer_free(answer);
     }
     c->count++;
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
 }
 
 static void on_closed(void *ctx, struct moe_status status)
@@ -62,7 +64,7 @@ static void client_open(struct client *c)
     const struct moe_rpc_call_options options = {.deadline_ns = moe_clock_ns() + 60 * MOE_NS_PER_S,
                                                  .wait_for_ready = true};
     memset(c, 0, sizeof *c);
-    pthread_mutex_init(&c->lock, NULL);
+    moe_mutex_init(&c->lock);
     assert_ok(moe_rpc_stream_open(service.channel, "/moe.v1.ExpertService/ForwardStream", &options,
                                   &events, c, &c->stream));
 }
@@ -89,9 +91,9 @@ static void nap(void)
 
 static uint32_t client_count(struct client *c)
 {
-    pthread_mutex_lock(&c->lock);
+    moe_mutex_lock(&c->lock);
     uint32_t n = c->count;
-    pthread_mutex_unlock(&c->lock);
+    moe_mutex_unlock(&c->lock);
     return n;
 }
 
@@ -111,7 +113,7 @@ static void client_free(struct client *c)
     for (int i = 0; i < ITEMS; i++)
         if (c->answers[i] != NULL)
             answer_free(c->answers[i]);
-    pthread_mutex_destroy(&c->lock);
+    moe_mutex_destroy(&c->lock);
 }
 
 /* Half-closes and waits for the server's end. */

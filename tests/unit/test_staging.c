@@ -1,5 +1,6 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the staging pool. */
-#include "worker/staging.h"
+#include "service/staging.h"
 #include "worker_fixture.h"
 
 static const uint64_t budget = 1 << 20;

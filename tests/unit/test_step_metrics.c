@@ -1,6 +1,7 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Times of steps as histograms: what is registered, and what a step adds to it. */
+#include "engine/step_metrics.h"
 #include "support/check.h"
-#include "worker/step_metrics.h"
 
 #include <stdlib.h>
 

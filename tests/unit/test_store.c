@@ -1,7 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The coordinator's log: what was acknowledged survives, what was not is dropped, damage is never
  * taken for good data, and no reading of a damaged file makes an epoch fall. */
 #include "coordinator/store.h"
 #include "support/check.h"
+#include "support/directory.h"
 #include "support/random.h"
 
 #include <fcntl.h>
@@ -13,14 +15,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static char directory[] = "/tmp/moe-store-XXXXXX";
-static char log_path[64];
+static char directory[MOE_TEST_DIRECTORY_BYTES];
+static char log_path[MOE_TEST_DIRECTORY_BYTES + 16];
 
 static int fresh_directory(void **unused)
 {
     (void)unused;
-    strcpy(directory + strlen(directory) - 6, "XXXXXX");
-    if (mkdtemp(directory) == NULL)
+    if (!moe_test_directory("store", directory))
         return -1;
     snprintf(log_path, sizeof log_path, "%s/group.log", directory);
     return 0;
@@ -170,7 +171,7 @@ static void a_torn_tail_loses_no_acknowledged_epoch(void **unused)
         struct moe_store *s = NULL;
         struct moe_status st = moe_store_open(directory, &s, &found);
         if (st.code != MOE_OK) {
-            /* A log is born with a header and a record: less than that is no torn append. */
+            /* A new log has a header and a record: less than that is not an incomplete append. */
             assert_int_equal(st.code, MOE_DATA_LOSS);
             assert_true(cut < ends[0]);
             refused++;
@@ -200,13 +201,13 @@ static void no_flipped_bit_makes_an_epoch_fall(void **unused)
         memcpy(bad, image, length);
         bad[bit / 8] ^= (uint8_t)(1u << (bit % 8));
         struct moe_membership_saved found;
-        bool torn;
-        struct moe_status st = moe_store_decode(bad, length, &found, &torn);
+        bool incomplete;
+        struct moe_status st = moe_store_decode(bad, length, &found, &incomplete);
         if (st.code != MOE_OK) {
             refused++;
             continue;
         }
-        assert_true(torn);
+        assert_true(incomplete);
         assert_true(found.epoch > 12);
         assert_int_equal(found.view_epoch, 0);
         repaired++;
@@ -232,9 +233,9 @@ static void files_of_other_releases_are_refused_by_name(void **unused)
     uint8_t image[4096];
     size_t ends[3], length = make_log(image, sizeof image, ends);
     struct moe_membership_saved found;
-    bool torn;
+    bool incomplete;
     image[0] ^= 1;
-    struct moe_status st = moe_store_decode(image, length, &found, &torn);
+    struct moe_status st = moe_store_decode(image, length, &found, &incomplete);
     assert_int_equal(st.code, MOE_DATA_LOSS);
     print_message("  %s\n", st.text);
     /* Format 2, and record kind 2, with good checksums. The kind of the first record is at 20. */
@@ -256,10 +257,10 @@ static void files_of_other_releases_are_refused_by_name(void **unused)
         for (int i = 0; i < 4; i++)
             at[12 + i] = (uint8_t)(~crc >> (8 * i));
     }
-    st = moe_store_decode(newer, sizeof newer, &found, &torn);
+    st = moe_store_decode(newer, sizeof newer, &found, &incomplete);
     assert_int_equal(st.reason, MOE_REASON_VERSION_MISMATCH);
     print_message("  %s\n", st.text);
-    st = moe_store_decode(kind_2, sizeof kind_2, &found, &torn);
+    st = moe_store_decode(kind_2, sizeof kind_2, &found, &incomplete);
     assert_int_equal(st.reason, MOE_REASON_VERSION_MISMATCH);
     print_message("  %s\n", st.text);
 }
@@ -285,16 +286,58 @@ static void a_failed_write_changes_nothing(void **unused)
     assert_int_equal(st.code, MOE_UNAVAILABLE);
     print_message("  %s\n", st.text);
     uint8_t image[4096];
-    bool torn;
+    bool incomplete;
     size_t length = read_file(image, sizeof image);
-    st = moe_store_decode(image, length, &found, &torn);
+    st = moe_store_decode(image, length, &found, &incomplete);
     assert_int_equal(st.code, MOE_OK);
-    assert_false(torn);
+    assert_false(incomplete);
     assert_memory_equal(&found, &state, sizeof state);
     append(s, next);
     moe_store_close(s);
     moe_store_close(open_store(&found));
     assert_memory_equal(&found, &next, sizeof next);
+}
+
+/* Somebody cleans up /tmp, or removes the wrong directory, while the coordinator lives. */
+static void a_log_that_was_removed_is_written_anew(void **unused)
+{
+    (void)unused;
+    struct moe_membership_saved found, want = state_of(7, true);
+    for (int with_directory = 0; with_directory < 2; with_directory++) {
+        struct moe_store *s = open_store(&found), *second = NULL;
+        append(s, state_of(5, false));
+        if (with_directory)
+            assert_int_equal(remove_directory(NULL), 0);
+        else
+            assert_int_equal(unlink(log_path), 0);
+        append(s, want);
+        append(s, want);
+        struct moe_status st = moe_store_open(directory, &second, &found);
+        assert_int_equal(st.code, MOE_ALREADY_EXISTS); /* it holds the lock that is there */
+        moe_store_close(s);
+        moe_store_close(open_store(&found));
+        assert_memory_equal(&found, &want, sizeof want);
+    }
+}
+
+static void a_directory_that_cannot_be_made_again_is_an_error_until_it_can(void **unused)
+{
+    (void)unused;
+    struct moe_membership_saved found, want = state_of(7, true);
+    struct moe_store *s = open_store(&found);
+    assert_int_equal(remove_directory(NULL), 0);
+    int fd = open(directory, O_WRONLY | O_CREAT, 0600); /* a file has its name */
+    assert_true(fd >= 0);
+    close(fd);
+    for (int i = 0; i < 2; i++) {
+        struct moe_status st = moe_store_append(s, &want);
+        assert_int_equal(st.code, MOE_UNAVAILABLE);
+    }
+    assert_int_equal(unlink(directory), 0);
+    append(s, want);
+    moe_store_close(s);
+    moe_store_close(open_store(&found));
+    assert_memory_equal(&found, &want, sizeof want);
 }
 
 static void random_bytes_are_never_good_data(void **unused)
@@ -310,9 +353,9 @@ static void random_bytes_are_never_good_data(void **unused)
             bad[rng_below(&random, (uint32_t)length)] = (uint8_t)rng_next(&random);
         }
         struct moe_membership_saved found;
-        bool torn;
+        bool incomplete;
         struct moe_status st =
-            moe_store_decode(bad, rng_below(&random, (uint32_t)length + 1), &found, &torn);
+            moe_store_decode(bad, rng_below(&random, (uint32_t)length + 1), &found, &incomplete);
         if (st.code == MOE_OK)
             assert_true(found.epoch <= 12 + 64);
     }
@@ -331,6 +374,8 @@ int main(void)
         STORE_TEST(garbage_behind_the_last_record_is_dropped),
         STORE_TEST(files_of_other_releases_are_refused_by_name),
         STORE_TEST(a_failed_write_changes_nothing),
+        STORE_TEST(a_log_that_was_removed_is_written_anew),
+        STORE_TEST(a_directory_that_cannot_be_made_again_is_an_error_until_it_can),
         STORE_TEST(random_bytes_are_never_good_data),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,10 +1,12 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Training tickets in the engine, with everything of the training room real and the backend a
  * script: calls in flight when a view ends, repeats in the next ticket, versions, exclusive
  * tickets, and what members of a group decide about where they stand. */
 #include "base/clock.h"
 #include "support/check.h"
+#include "training/job_machine.h"
+#include "training/state.h" /* from within: progress tickets */
 #include "training_fixture.h"
-#include "worker/training_phases.h" /* from within: pokes, and what a phase came to */
 
 #include <pthread.h>
 #include <stdio.h>
@@ -15,9 +17,10 @@
 /* As the service does with a pass that was run. */
 static void keep_answer(int i)
 {
-    struct moe_saved_record *r;
-    assert_ok(moe_saved_reserve(moe_train_answers(test.train), 16, moe_clock_ns(), &r));
-    moe_saved_put(moe_train_answers(test.train), r, "s", test.clients[i].call.id, moe_clock_ns());
+    struct moe_pass_record *r;
+    assert_ok(moe_pass_store_reserve(moe_train_answers(test.train), 16, moe_clock_ns(), &r));
+    moe_pass_store_put(moe_train_answers(test.train), r, "s", test.clients[i].call.id,
+                       moe_clock_ns());
 }
 
 /* --------------------------------------------------------------------------- promises */
@@ -39,7 +42,8 @@ static void a_backward_brings_its_tensors_where_it_was_asked_and_none_elsewhere(
     /* Another call of another slot runs without tokens of ours. */
     struct moe_train_call other = test.clients[0].call;
     other.id = 2;
-    moe_train_call_pack(&other, test.announced[0].order.body, &test.announced[0].order.length);
+    moe_train_call_pack(&other, test.announced[0].descriptor.body,
+                        &test.announced[0].descriptor.length);
     order(0, 1);
     wait_until(&test.finished_count, 3, &test.lock);
     assert_int_equal(script.backwards, 2);
@@ -63,7 +67,7 @@ static void a_repeat_in_the_next_ticket_is_one_though_the_first_still_runs(void 
     assert_ok(test.clients[0].status);
     assert_ok(test.clients[1].status);
     assert_true(test.clients[1].answer.repeated && test.clients[1].answer.record != NULL);
-    moe_saved_release(test.clients[1].answer.record);
+    moe_pass_record_unref(test.clients[1].answer.record);
     assert_refused(test.clients[2].status, MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED);
     assert_int_equal(script.backwards, 1);
     assert_int_equal(state_now().backwards, 1);
@@ -229,13 +233,13 @@ static void a_ticket_for_a_call_of_ours_that_we_never_made_ends_the_view(void **
 {
     (void)state;
     ask(0, MOE_STEP_BACKWARD, 1, 5);
-    test.announced[0].order.number += 7;
+    test.announced[0].descriptor.number += 7;
     order(0, 0);
     wait_until(&test.finished_count, 1, &test.lock);
     assert_refused(test.last, MOE_INTERNAL, MOE_REASON_NONE);
     assert_int_equal(script.backwards, 0);
     begin_view();
-    test.announced[1].order.length = 3;
+    test.announced[1].descriptor.length = 3;
     order(1, 1);
     wait_until(&test.finished_count, 2, &test.lock);
     assert_refused(test.last, MOE_INTERNAL, MOE_REASON_MALFORMED);
@@ -333,6 +337,33 @@ static void passes_run_one_after_the_other(void **state)
 }
 
 /* The ledger has no room for a call below all of a full session's; its answer is whole even so. */
+static void hold_passes(bool hold)
+{
+    moe_mutex_lock(&script.lock);
+    script.hold_passes = hold;
+    pthread_cond_broadcast(&script.changed);
+    moe_mutex_unlock(&script.lock);
+}
+
+static void who_is_cancelled_while_a_pass_runs_beside_a_step_is_told_at_once(void **state)
+{
+    (void)state;
+    hold_passes(true);
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    order(0, 0);
+    order_forward(8);
+    wait_until(&script.backwards, 1, &script.lock);
+    wait_until(&script.forwards, 1, &script.lock);
+    forward(8, 0); /* waits for a ticket */
+    moe_engine_cancel(test.engine, &test.forward);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_int_equal(test.forward_status.code, MOE_CANCELLED);
+    assert_int_equal(test.clients[0].done, 0);
+    hold_passes(false);
+    wait_done(0);
+    assert_ok(test.clients[0].status);
+}
+
 static void a_call_that_is_forgotten_at_once_is_answered_whole(void **state)
 {
     struct moe_train_call call = {.kind = MOE_STEP_BACKWARD, .session = "full"};
@@ -382,9 +413,9 @@ static void a_view_that_ends_while_a_load_only_reads_tears_nothing(void **state)
     struct moe_train_stand stand;
     (void)state;
     begin_load();
-    pthread_mutex_lock(&script.lock);
+    moe_mutex_lock(&script.lock);
     script.aborted = true;
-    pthread_mutex_unlock(&script.lock);
+    moe_mutex_unlock(&script.lock);
     order(1, 0); /* how far are you? But the other slot is gone */
     wait_done(0);
     assert_refused(test.clients[0].status, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
@@ -423,23 +454,23 @@ static void lack_of_memory_is_the_verdict_only_where_nobody_has_another_reason(v
     const struct moe_status busy =
         moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SAVE_RUNNING, "busy");
     const struct moe_status full = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_IO, "full");
-    struct report all[MOE_MAX_SLOTS] = {0};
+    struct moe_job_report all[MOE_MAX_SLOTS] = {0};
     uint64_t bytes;
     (void)state;
-    assert_ok(moe_train__conclude(all, 7, &bytes));
-    all[2] = moe_train__report_of(&poor);
-    struct moe_status st = moe_train__conclude(all, 7, &bytes);
-    assert_true(moe_train__lacks_memory(&st));
-    all[0] = moe_train__report_of(&poor);
-    all[1] = moe_train__report_of(&busy);
-    assert_refused(moe_train__conclude(all, 7, &bytes), MOE_FAILED_PRECONDITION,
+    assert_ok(moe_job_conclude(all, 7, &bytes));
+    all[2] = moe_job_report_of(&poor);
+    struct moe_status st = moe_job_conclude(all, 7, &bytes);
+    assert_int_equal(st.reason, MOE_REASON_OUT_OF_MEMORY);
+    all[0] = moe_job_report_of(&poor);
+    all[1] = moe_job_report_of(&busy);
+    assert_refused(moe_job_conclude(all, 7, &bytes), MOE_FAILED_PRECONDITION,
                    MOE_REASON_SAVE_RUNNING);
-    all[2] = moe_train__report_of(&full); /* higher than the first reason */
-    assert_refused(moe_train__conclude(all, 7, &bytes), MOE_FAILED_PRECONDITION,
+    all[2] = moe_job_report_of(&full); /* higher than the first reason */
+    assert_refused(moe_job_conclude(all, 7, &bytes), MOE_FAILED_PRECONDITION,
                    MOE_REASON_SAVE_RUNNING);
-    all[1] = moe_train__report_of(&poor);
-    assert_refused(moe_train__conclude(all, 7, &bytes), MOE_RESOURCE_EXHAUSTED, MOE_REASON_IO);
-    assert_refused(moe_train__conclude(all, 3, &bytes), MOE_RESOURCE_EXHAUSTED,
+    all[1] = moe_job_report_of(&poor);
+    assert_refused(moe_job_conclude(all, 7, &bytes), MOE_RESOURCE_EXHAUSTED, MOE_REASON_IO);
+    assert_refused(moe_job_conclude(all, 3, &bytes), MOE_RESOURCE_EXHAUSTED,
                    MOE_REASON_OUT_OF_MEMORY);
 }
 
@@ -455,6 +486,24 @@ static struct moe_train_stand stand_at(uint64_t lineage, uint64_t version, uint6
                                 .record = record};
     strcpy(s.checkpoint, checkpoint);
     return s;
+}
+
+/* An operator names it between the exchange of stands and the end of the attempt. */
+static void a_choice_that_comes_while_a_group_forms_is_for_the_next_attempt(void **state)
+{
+    struct moe_train_stand stands[MOE_MAX_SLOTS];
+    struct moe_train_decision d;
+    (void)state;
+    moe_train_stand(test.train, &stands[0]);
+    assert_ok(moe_train_decide(stands, 1, &d));
+    moe_train_choose(test.train, "first");
+    assert_ok(moe_train_adopt(test.train, &d, 0, 2, 3));
+    moe_train_stand(test.train, &stands[0]);
+    assert_int_equal(stands[0].chosen, 1);
+    assert_string_equal(stands[0].choice, "first");
+    moe_train_in_force(test.train); /* it did not have to go back */
+    moe_train_stand(test.train, &stands[0]);
+    assert_int_equal(stands[0].chosen, 0);
 }
 
 static void a_group_decides_together_where_to_go_on(void **state)
@@ -478,6 +527,14 @@ static void a_group_decides_together_where_to_go_on(void **state)
     assert_false(d.restart);
     assert_int_equal(d.lineage, 4);
     assert_int_equal(d.weights_version, 9);
+    s[0].unsaved = 3; /* one has not yet taken note of the checkpoint that all of it is in */
+    s[2].unsaved = 1;
+    strcpy(s[2].checkpoint, "c");
+    assert_ok(moe_train_decide(s, 5, &d));
+    assert_false(d.restart);
+    assert_string_equal(d.checkpoint, "c");
+    assert_int_equal(d.lost_steps, 1);
+    s[0] = far;
     s[2] = fresh; /* one is new: back to what the other knows */
     assert_ok(moe_train_decide(s, 5, &d));
     assert_true(d.restart);
@@ -566,12 +623,14 @@ int main(void)
         with_engine(a_pass_that_all_refuse_has_not_happened),
         with_engine(an_optimizer_step_that_all_refuse_has_not_happened),
         with_engine(passes_run_one_after_the_other),
+        with_engine(who_is_cancelled_while_a_pass_runs_beside_a_step_is_told_at_once),
         with_engine(a_call_that_is_forgotten_at_once_is_answered_whole),
         with_engine(a_poke_goes_with_its_view),
         with_engine(a_view_that_ends_while_a_load_only_reads_tears_nothing),
         with_engine(more_calls_than_may_wait_are_refused),
         cmocka_unit_test(lack_of_memory_is_the_verdict_only_where_nobody_has_another_reason),
         cmocka_unit_test(a_group_decides_together_where_to_go_on),
+        with_engine(a_choice_that_comes_while_a_group_forms_is_for_the_next_attempt),
         cmocka_unit_test(what_was_loaded_is_remembered_latest_first),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

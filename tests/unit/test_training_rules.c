@@ -1,8 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the rules of training, which both backends share: what a trainer holds, what is
  * refused, and the scalars of optimizers, clipping, balance and first values. */
-#include "layer_rules.h"
+#include "common/layer_rules.h"
+#include "common/training_rules.h"
 #include "support/check.h"
-#include "training_rules.h"
 
 static struct moe_layer_spec some_spec(void)
 {
@@ -129,8 +130,8 @@ static void first_values_of_adapters_are_spread_evenly_and_depend_on_their_place
         sum += v / bound;
         squares += v * v / (bound * bound);
     }
-    assert_true(fabs(sum / N) < 0.01);
-    assert_true(fabs(squares / N - 1.0 / 3) < 0.01);
+    assert_true(fabs(sum / (double)N) < 0.01);
+    assert_true(fabs(squares / (double)N - 1.0 / 3) < 0.01);
     float here = moe_lora_initial(7, 1, 2, MOE_WEIGHT_UP, 5, IN);
     assert_true(here == moe_lora_initial(7, 1, 2, MOE_WEIGHT_UP, 5, IN));
     assert_true(here != moe_lora_initial(8, 1, 2, MOE_WEIGHT_UP, 5, IN));

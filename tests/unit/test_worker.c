@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of whole workers: a real coordinator and real workers of the CPU backend in one process,
  * asked over gRPC, held against a checkpoint's recorded output. */
 #include "base/clock.h"
@@ -79,7 +80,7 @@ static void *run_coordinator(void *arg)
     return NULL;
 }
 
-static void on_seated(void *ctx, uint32_t slot)
+static void on_slot_assigned(void *ctx, uint32_t slot)
 {
     (void)ctx;
     (void)slot;
@@ -111,7 +112,7 @@ static void start_worker(struct scene *s, uint32_t slot)
         .max_queued_tokens = 4096,
         .wait_budget_ms = 2000,
         .drain_ms = 5000,
-        .seated = on_seated,
+        .slot_assigned = on_slot_assigned,
         .ended = on_ended,
         .ctx = seat,
     };

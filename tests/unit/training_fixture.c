@@ -1,9 +1,13 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See training_fixture.h. */
 #include "training_fixture.h"
 
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "base/wait.h"
+#include "moe/v1/training.pb-c.h"
 #include "support/check.h"
+#include "training/requests.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -17,18 +21,18 @@ static void on_announce_training(void *ctx, const struct moe_ticket *call, uint3
 {
     (void)ctx;
     (void)tokens;
-    pthread_mutex_lock(&test.lock);
+    moe_mutex_lock(&test.lock);
     test.announced[test.announced_count++] = *call;
-    pthread_mutex_unlock(&test.lock);
+    moe_mutex_unlock(&test.lock);
 }
 
-static void on_hold(void *ctx, bool hold)
+static void on_block_weight_updates(void *ctx, bool block)
 {
     (void)ctx;
-    pthread_mutex_lock(&test.lock);
-    test.held = hold;
-    test.held_count++;
-    pthread_mutex_unlock(&test.lock);
+    moe_mutex_lock(&test.lock);
+    test.blocked = block;
+    test.block_count++;
+    moe_mutex_unlock(&test.lock);
 }
 
 static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
@@ -37,28 +41,28 @@ static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_s
     (void)ctx;
     (void)ticket;
     (void)lost;
-    pthread_mutex_lock(&test.lock);
+    moe_mutex_lock(&test.lock);
     test.last = status;
     test.finished_count++;
-    pthread_mutex_unlock(&test.lock);
+    moe_mutex_unlock(&test.lock);
 }
 
 static void on_done(struct moe_train_work *w, struct moe_status status)
 {
     struct client *c = w->user;
-    pthread_mutex_lock(&test.lock);
+    moe_mutex_lock(&test.lock);
     c->status = status;
     c->done++;
-    pthread_mutex_unlock(&test.lock);
+    moe_mutex_unlock(&test.lock);
 }
 
 void on_forward_done(struct moe_work *w, struct moe_status status)
 {
     (void)w;
-    pthread_mutex_lock(&test.lock);
+    moe_mutex_lock(&test.lock);
     test.forward_status = status;
     test.forward_done++;
-    pthread_mutex_unlock(&test.lock);
+    moe_mutex_unlock(&test.lock);
 }
 
 static const struct moe_layer_spec spec = {
@@ -77,9 +81,9 @@ static void agree(uint32_t slot, uint64_t live)
 void begin_view_of(uint32_t bucket)
 {
     agree(0, 3);
-    pthread_mutex_lock(&script.lock);
+    moe_mutex_lock(&script.lock);
     script.aborted = script.hold = false;
-    pthread_mutex_unlock(&script.lock);
+    moe_mutex_unlock(&script.lock);
     test.epoch++;
     test.seq = 0;
     moe_engine_start_view(test.engine,
@@ -102,8 +106,8 @@ static int open_engine_with(uint64_t saved_ns, uint32_t lora_rank)
     memset(&test, 0, sizeof test);
     announced_tokens = 0;
     moe_wait_init(&script.changed);
-    pthread_mutex_init(&script.lock, NULL);
-    pthread_mutex_init(&test.lock, NULL);
+    moe_mutex_init(&script.lock);
+    moe_mutex_init(&test.lock);
     layers[0] = (struct moe_layer *)(void *)&layer_memory;
     const struct moe_train_config train = {
         .backend = &script_backend,
@@ -129,10 +133,11 @@ static int open_engine_with(uint64_t saved_ns, uint32_t lora_rank)
         .layer_count = 1,
         .max_tokens_per_step = BUCKET,
         .max_queued_tokens = 1000,
-        .training = test.train,
+        .calls = &moe_train_call_ops,
+        .calls_ctx = test.train,
         .announce = count_announced,
         .announce_training = on_announce_training,
-        .hold = on_hold,
+        .block_weight_updates = on_block_weight_updates,
         .finished = on_finished,
         .spin_ns = spin_of_test(),
     };
@@ -144,18 +149,13 @@ static int open_engine_with(uint64_t saved_ns, uint32_t lora_rank)
 int open_engine(void **state)
 {
     (void)state;
-    return open_engine_keeping(3600 * MOE_NS_PER_S);
-}
-
-int open_engine_keeping(uint64_t saved_ns)
-{
-    return open_engine_with(saved_ns, 0);
+    return open_engine_with(KEPT_NS, 0);
 }
 
 int open_adapters(void **state)
 {
     (void)state;
-    return open_engine_with(3600 * MOE_NS_PER_S, 2);
+    return open_engine_with(KEPT_NS, 2);
 }
 
 int close_engine(void **state)
@@ -167,21 +167,42 @@ int close_engine(void **state)
     assert_int_equal(script.trainers, 0);
     assert_false(script.step_beside_optimizer);
     pthread_cond_destroy(&script.changed);
-    pthread_mutex_destroy(&script.lock);
-    pthread_mutex_destroy(&test.lock);
+    moe_mutex_destroy(&script.lock);
+    moe_mutex_destroy(&test.lock);
     return 0;
+}
+
+/* The call as a client's message says it. */
+static void write_request(struct moe_train_call *call, enum moe_step_kind kind, uint64_t id)
+{
+    static char name[] = "nosuch";
+    Moe__V1__OptimizerStepRequest step = MOE__V1__OPTIMIZER_STEP_REQUEST__INIT;
+    Moe__V1__ZeroGradRequest zero = MOE__V1__ZERO_GRAD_REQUEST__INIT;
+    Moe__V1__SetFrozenRequest frozen = MOE__V1__SET_FROZEN_REQUEST__INIT;
+    Moe__V1__SaveCheckpointRequest save = MOE__V1__SAVE_CHECKPOINT_REQUEST__INIT;
+    Moe__V1__LoadCheckpointRequest load = MOE__V1__LOAD_CHECKPOINT_REQUEST__INIT;
+    step.learning_rate = 1;
+    save.name = load.name = name;
+    step.step_id = zero.step_id = frozen.step_id = save.step_id = load.step_id = id;
+    const ProtobufCMessage *const messages[MOE_STEP_KINDS] = {
+        [MOE_STEP_OPTIMIZER] = &step.base,    [MOE_STEP_ZERO_GRAD] = &zero.base,
+        [MOE_STEP_SET_FROZEN] = &frozen.base, [MOE_STEP_SAVE] = &save.base,
+        [MOE_STEP_LOAD] = &load.base,
+    };
+    *call = (struct moe_train_call){.kind = kind};
+    if (messages[kind] != NULL)
+        assert_ok(moe_train_read_request(kind, messages[kind], call));
+    call->id = id;
 }
 
 void ask(int i, enum moe_step_kind kind, uint64_t id, float value)
 {
     struct client *c = &test.clients[i];
-    *c = (struct client){
-        .call = {.kind = kind, .id = id, .content = {.said = {(uint64_t)value, 1}}}};
+    *c = (struct client){0};
+    write_request(&c->call, kind, id);
+    c->call.content = (struct moe_content){.said = {(uint64_t)value, 1}};
     if (kind == MOE_STEP_BACKWARD)
         strcpy(c->call.session, "s");
-    if (kind == MOE_STEP_LOAD || kind == MOE_STEP_SAVE)
-        strcpy(c->call.name, "nosuch");
-    c->call.optimizer = (struct moe_optimizer_args){.learning_rate = 1, .grad_scale = 1};
     for (int e = 0; e < BUCKET * HIDDEN; e++)
         c->dy[e] = value;
     c->work = (struct moe_train_work){
@@ -208,7 +229,7 @@ void order(int n, uint32_t origin)
     struct moe_ticket t = test.announced[n];
     t.epoch = test.epoch;
     t.seq = ++test.seq;
-    t.order.origin = origin;
+    t.descriptor.origin = origin;
     t.bucket = t.kind == MOE_STEP_BACKWARD ? 4 : 0;
     moe_engine_run(test.engine, &t);
 }
@@ -239,13 +260,13 @@ void forward(uint32_t tokens, uint64_t version)
     assert_ok(moe_engine_submit(test.engine, &test.forward));
 }
 
-void wait_until(const int *value, int wanted, pthread_mutex_t *lock)
+void wait_until(const int *value, int wanted, struct moe_mutex *lock)
 {
     uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
     for (;;) {
-        pthread_mutex_lock(lock);
+        moe_mutex_lock(lock);
         int now = *value;
-        pthread_mutex_unlock(lock);
+        moe_mutex_unlock(lock);
         if (now >= wanted)
             return;
         if (moe_clock_ns() > limit)
@@ -262,10 +283,10 @@ void wait_done(int i)
 
 void hold_steps(bool hold)
 {
-    pthread_mutex_lock(&script.lock);
+    moe_mutex_lock(&script.lock);
     script.hold = hold;
     pthread_cond_broadcast(&script.changed);
-    pthread_mutex_unlock(&script.lock);
+    moe_mutex_unlock(&script.lock);
 }
 
 struct moe_train_state state_now(void)

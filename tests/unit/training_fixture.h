@@ -1,12 +1,15 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* An engine with everything of the training room real and the backend a script (training_script.h),
  * of one layer and one view after the other; tickets are the test's. One test at a time. */
 #ifndef MOE_TEST_TRAINING_FIXTURE_H
 #define MOE_TEST_TRAINING_FIXTURE_H
 
+#include "base/clock.h"
+#include "base/mutex.h"
+#include "engine/engine.h"
 #include "engine_hooks.h"
+#include "training/training.h"
 #include "training_script.h"
-#include "worker/engine.h"
-#include "worker/training.h"
 
 enum { HIDDEN = SCRIPT_HIDDEN, BUCKET = 8, CLIENTS_MAX = 72, TICKETS = 80 };
 
@@ -24,11 +27,11 @@ struct client {
 struct training_fixture {
     struct moe_engine *engine;
     struct moe_train *train;
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     struct moe_ticket announced[TICKETS]; /* calls with an order, as told */
     int announced_count, finished_count;
-    bool held; /* what `hold` was told last */
-    int held_count;
+    bool blocked; /* weight updates: last argument of block_weight_updates */
+    int block_count;
     struct moe_status last;
     struct client clients[CLIENTS_MAX];
     struct moe_work forward;
@@ -39,10 +42,10 @@ struct training_fixture {
 };
 extern struct training_fixture test;
 
-/* For cmocka; the first view is in force. What is saved or answered is kept for an hour. */
+/* For cmocka; the first view is in force. What is saved or answered is kept for an hour, by the
+ * clock of the test (support/test_clock.h). */
+#define KEPT_NS (3600 * MOE_NS_PER_S)
 int open_engine(void **state);
-/* The same, and nothing is kept for longer than that. */
-int open_engine_keeping(uint64_t saved_ns);
 /* With adapters of rank 2 in place of the experts themselves. */
 int open_adapters(void **state);
 int close_engine(void **state);
@@ -62,7 +65,7 @@ void forward(uint32_t tokens, uint64_t version);
 void on_forward_done(struct moe_work *w, struct moe_status status);
 
 /* Fails the test after half a minute. */
-void wait_until(const int *value, int wanted, pthread_mutex_t *lock);
+void wait_until(const int *value, int wanted, struct moe_mutex *lock);
 void wait_done(int i);
 void hold_steps(bool hold);
 struct moe_train_state state_now(void);

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* See training_script.h. */
 #include "training_script.h"
 
@@ -35,7 +36,7 @@ static void script_free(struct moe_device *d, enum moe_mem kind, void *p, size_t
 
 static struct moe_status start_step(struct moe_step step, struct moe_step **out)
 {
-    pthread_mutex_lock(&script.lock);
+    moe_mutex_lock(&script.lock);
     MOE_INVARIANT(script.unfinished < 2);
     script.unfinished++;
     script.forwards += !step.backward;
@@ -49,7 +50,7 @@ static struct moe_status start_step(struct moe_step step, struct moe_step **out)
     if (step.backward && script.saved != 0)
         script.in_use = script.saved;
     pthread_cond_broadcast(&script.changed);
-    pthread_mutex_unlock(&script.lock);
+    moe_mutex_unlock(&script.lock);
     *out = malloc(sizeof **out);
     MOE_INVARIANT(*out != NULL);
     **out = step;
@@ -142,12 +143,12 @@ static void script_saved_limit(struct moe_device *d, uint64_t bytes)
 static void script_saved_drop(struct moe_trainer *t, uint64_t name)
 {
     (void)t;
-    pthread_mutex_lock(&script.lock);
+    moe_mutex_lock(&script.lock);
     for (size_t i = 0; i < KEPT; i++)
         if (name == 0 || script.kept[i] == name)
             script.kept[i] = 0;
     script.dropped_in_use |= name != 0 && name == script.in_use;
-    pthread_mutex_unlock(&script.lock);
+    moe_mutex_unlock(&script.lock);
 }
 
 /* One byte each. */
@@ -163,10 +164,10 @@ static uint64_t script_saved_bytes(struct moe_device *d)
 static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns,
                                      struct moe_step_result *result)
 {
-    pthread_mutex_lock(&script.lock);
+    moe_mutex_lock(&script.lock);
     while ((script.hold || (script.hold_passes && step->backward)) && !script.aborted) {
         if (!moe_wait_until(&script.changed, &script.lock, deadline_ns)) {
-            pthread_mutex_unlock(&script.lock);
+            moe_mutex_unlock(&script.lock);
             return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still running");
         }
     }
@@ -177,7 +178,7 @@ static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns
     if (!step->backward)
         result->rows = step->forward_args.tokens + !script.nobodys;
     keep_or_use(step, aborted, result);
-    pthread_mutex_unlock(&script.lock);
+    moe_mutex_unlock(&script.lock);
     if (!aborted && !refused)
         compute(step);
     free(step);
@@ -189,10 +190,10 @@ static struct moe_status script_wait(struct moe_step *step, uint64_t deadline_ns
 static void script_abort(struct moe_session *s)
 {
     (void)s;
-    pthread_mutex_lock(&script.lock);
+    moe_mutex_lock(&script.lock);
     script.aborted = true;
     pthread_cond_broadcast(&script.changed);
-    pthread_mutex_unlock(&script.lock);
+    moe_mutex_unlock(&script.lock);
 }
 
 static uint64_t script_lost(struct moe_session *s)
@@ -241,17 +242,17 @@ static struct moe_status script_optimizer(struct moe_session *s, struct moe_trai
     (void)s;
     (void)t;
     (void)count;
-    pthread_mutex_lock(&script.lock);
+    moe_mutex_lock(&script.lock);
     script.step_beside_optimizer |= script.unfinished > 0;
     script.changed_while_read |= script.reading > 0;
     script.optimizer_steps++;
     if (script.refuse) {
-        pthread_mutex_unlock(&script.lock);
+        moe_mutex_unlock(&script.lock);
         return no_memory();
     }
     *result = (struct moe_optimizer_result){.grad_norm = (double)args->number,
                                             .nonfinite = script.nonfinite};
-    pthread_mutex_unlock(&script.lock);
+    moe_mutex_unlock(&script.lock);
     return moe_ok();
 }
 
@@ -259,7 +260,7 @@ static struct moe_status script_read(struct moe_trainer *t, const struct moe_tra
                                      float *to, size_t bytes)
 {
     (void)t;
-    pthread_mutex_lock(&script.lock);
+    moe_mutex_lock(&script.lock);
     script.reads++;
     script.reads_of_base += key->tensor == MOE_TRAIN_BASE;
     script.reading++;
@@ -267,7 +268,7 @@ static struct moe_status script_read(struct moe_trainer *t, const struct moe_tra
         (void)moe_wait_until(&script.changed, &script.lock, MOE_NEVER);
     script.reading--;
     bool poor = script.no_read_memory;
-    pthread_mutex_unlock(&script.lock);
+    moe_mutex_unlock(&script.lock);
     memset(to, 0, bytes);
     return poor ? no_memory() : moe_ok();
 }

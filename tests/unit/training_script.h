@@ -1,9 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A backend that trains, for tests of what drives one: steps and optimizer steps do nothing but be
  * counted, last as long as the test wants, and fail as it says. One device, session and layer: any
  * pointer will do for them. One test at a time. */
 #ifndef MOE_TEST_TRAINING_SCRIPT_H
 #define MOE_TEST_TRAINING_SCRIPT_H
 
+#include "base/mutex.h"
 #include "moe/backend.h"
 
 #include <pthread.h>
@@ -13,7 +15,7 @@ enum { SCRIPT_HIDDEN = 4 };
 
 /* What happened, and what shall happen. Everything is guarded by `lock` while steps run. */
 struct training_script {
-    pthread_mutex_t lock;
+    struct moe_mutex lock;
     pthread_cond_t changed;  /* made by moe_wait_init */
     bool hold;               /* steps do not end, until aborted */
     bool aborted;            /* by session_abort; the test clears it for the next session */

@@ -1,12 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
 # The request path of the worker, on the CPU backend in a group of one.
-moe_test(test_batcher SOURCES test_batcher.c USES moe_worker_core LABELS worker)
-moe_test(test_ledger SOURCES test_ledger.c USES moe_worker_core LABELS worker TIMEOUT 120)
-moe_test(test_saved_steps SOURCES test_saved_steps.c USES moe_worker_core LABELS worker)
-moe_test(test_step_metrics SOURCES test_step_metrics.c USES moe_worker_core LABELS worker)
-moe_test(test_saved SOURCES test_saved.c USES moe_worker_core LABELS worker)
-foreach(part training_engine saving_engine copying_engine)
+moe_test(test_batcher SOURCES test_batcher.c USES moe_schedule LABELS worker)
+moe_test(test_ledger SOURCES test_ledger.c USES moe_training LABELS worker TIMEOUT 120)
+moe_test(test_activation_index SOURCES test_activation_index.c USES moe_activations LABELS worker)
+moe_test(test_step_metrics SOURCES test_step_metrics.c USES moe_engine LABELS worker)
+moe_test(test_pass_store SOURCES test_pass_store.c USES moe_activations LABELS worker)
+foreach(part training_engine retain_engine copying_engine)
   moe_test(test_${part} SOURCES test_${part}.c training_fixture.c training_script.c engine_hooks.c
-           USES moe_worker_core LABELS worker)
+           USES moe_worker_core moe_test_clock LABELS worker)
 endforeach()
 foreach(part engine engine_failures staging)
   moe_test(test_${part} SOURCES test_${part}.c worker_fixture.c engine_hooks.c
@@ -14,7 +15,7 @@ foreach(part engine engine_failures staging)
 endforeach()
 # The same with an engine that stays awake after a step: briefly, so that it also falls asleep, and
 # for so long that it never does.
-foreach(part engine engine_failures training_engine saving_engine copying_engine)
+foreach(part engine engine_failures training_engine retain_engine copying_engine)
   foreach(spin 100 1000000)
     add_test(NAME test_${part}_awake_${spin} COMMAND test_${part})
     set_tests_properties(test_${part}_awake_${spin} PROPERTIES TIMEOUT 120 LABELS worker

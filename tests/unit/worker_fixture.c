@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A group of one worker; see worker_fixture.h. */
 #include "worker_fixture.h"
 
@@ -110,14 +111,14 @@ static void on_announce(void *ctx, uint32_t layer, enum moe_step_kind kind, enum
                         uint32_t tokens)
 {
     struct worker *w = ctx;
-    struct moe_sequencer_key key = {layer, kind, dtype};
-    pthread_mutex_lock(&w->lock);
+    struct moe_step_key key = {layer, kind, dtype};
+    moe_mutex_lock(&w->lock);
     if (!moe_sequencer_stopped(w->sequencer)) {
         struct moe_status st = moe_sequencer_work(w->sequencer, 0, &key, tokens);
         MOE_INVARIANT(!moe_failed(&st));
         run_due_tickets(w);
     }
-    pthread_mutex_unlock(&w->lock);
+    moe_mutex_unlock(&w->lock);
 }
 
 static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
@@ -125,14 +126,14 @@ static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_s
 {
     struct worker *w = ctx;
     MOE_INVARIANT(lost_slots == 0);
-    pthread_mutex_lock(&w->lock);
+    moe_mutex_lock(&w->lock);
     if (!moe_sequencer_stopped(w->sequencer) && ticket->epoch == w->epoch) {
         struct moe_status st =
             moe_sequencer_done(w->sequencer, 0, ticket->seq, !moe_failed(&status));
         MOE_INVARIANT(!moe_failed(&st));
         run_due_tickets(w);
     }
-    pthread_mutex_unlock(&w->lock);
+    moe_mutex_unlock(&w->lock);
 }
 
 static struct moe_status gather_alone(void *ctx, const void *mine, void *all, size_t bytes)
@@ -156,10 +157,10 @@ void worker_start_view(struct worker *w)
         .allgather = gather_alone,
     };
     assert_ok(moe_backend_cpu.session_join(w->device, &config, &w->session));
-    pthread_mutex_lock(&w->lock);
+    moe_mutex_lock(&w->lock);
     w->epoch++;
     moe_sequencer_begin(w->sequencer, w->epoch, 1, WORKER_BUCKET);
-    pthread_mutex_unlock(&w->lock);
+    moe_mutex_unlock(&w->lock);
     moe_engine_start_view(w->engine, w->session, w->epoch, WORKER_BUCKET);
 }
 
@@ -180,7 +181,7 @@ void worker_open(struct worker *w)
     describe_layers(w);
     for (int i = 0; i < WORKER_LAYERS; i++)
         create_layer(w, i);
-    assert_int_equal(pthread_mutex_init(&w->lock, NULL), 0);
+    moe_mutex_init(&w->lock);
     assert_ok(moe_sequencer_create(&w->sequencer));
     struct moe_engine_config config = {
         .backend = &moe_backend_cpu,
@@ -204,7 +205,7 @@ void worker_close(struct worker *w)
     if (w->session != NULL)
         moe_backend_cpu.session_leave(w->session);
     moe_sequencer_destroy(w->sequencer);
-    pthread_mutex_destroy(&w->lock);
+    moe_mutex_destroy(&w->lock);
     for (int i = 0; i < WORKER_LAYERS; i++) {
         moe_backend_cpu.layer_destroy(w->layers[i]);
         moe_oracle_destroy(w->oracles[i]);

@@ -1,16 +1,17 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A group of one worker for the tests of the request path: CPU backend, two small layers with
  * random weights and their oracles, an engine, and a real sequencer behind it. */
 #ifndef MOE_TEST_WORKER_FIXTURE_H
 #define MOE_TEST_WORKER_FIXTURE_H
 
+#include "base/mutex.h"
+#include "engine/engine.h"
 #include "moe/backend.h"
 #include "oracle/oracle.h"
+#include "schedule/sequencer.h"
 #include "support/check.h"
 #include "support/random.h"
-#include "worker/engine.h"
-#include "worker/sequencer.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,8 +28,8 @@ struct worker {
     struct moe_oracle_layer *oracles[WORKER_LAYERS];
     struct moe_engine *engine;
     struct moe_session *session;
-    uint64_t epoch;       /* of the last view */
-    pthread_mutex_t lock; /* of the sequencer */
+    uint64_t epoch;        /* of the last view */
+    struct moe_mutex lock; /* of the sequencer */
     struct moe_sequencer *sequencer;
     _Atomic uint64_t tickets;
 };

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fine-tunes a tiny model whose MoE layer lives on moed's workers.
 
     python finetune.py --endpoint 127.0.0.1:7600 [--steps 200] [--dtype bf16] [--plot loss.png]
@@ -5,12 +6,12 @@
 The workers must train (--training adamw); without --endpoint this starts a group of its own by
 `moectl up`, on --model, and ends it afterwards. Needs torch, and matplotlib for --plot.
 
-The model: an embedding, the remote MoE layer with a residual, a norm and a linear head. It learns to
-name the token that follows another: a random permutation says which, but for one time in twenty, when
-it is any token. The floor of the loss is the entropy of that disturbance.
+The model: an embedding, the remote MoE layer with a residual, a norm and a linear head. It learns
+to name the token that follows another: a random permutation says which, but for one time in twenty,
+when it is any token. The floor of the loss is the entropy of that disturbance.
 
-It shows a remote layer and its optimizer among local ones, and nothing more: it saves nothing and resumes
-nothing. client/README.md, "A training that can be resumed", has a loop that does.
+It shows a remote layer and its optimizer among local ones, and nothing more: it saves nothing and
+resumes nothing. client/README.md, "A training that can be resumed", has a loop that does.
 """
 
 import argparse
@@ -60,12 +61,12 @@ def own_group(model, workers, moectl):
 
 
 class TinyModel(torch.nn.Module):
-    def __init__(self, client, layer, save_for_backward, dtype):
+    def __init__(self, client, layer, retain, dtype):
         super().__init__()
         hidden = client.find_layer(layer).hidden
         self.dtype = dtype
         self.embedding = torch.nn.Embedding(TOKENS, hidden)
-        self.moe = moed.torch.RemoteMoE(layer, client, save_for_backward=save_for_backward,
+        self.moe = moed.torch.RemoteMoE(layer, client, retain=retain,
                                         aux_coeff=0.01)
         self.norm = torch.nn.LayerNorm(hidden)
         self.head = torch.nn.Linear(hidden, TOKENS)
@@ -99,7 +100,7 @@ def train(client, options):
     generator = torch.Generator().manual_seed(options.seed)
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     layer = client.layers[0] if options.layer is None else options.layer
-    model = TinyModel(client, layer, options.save_for_backward, dtype)
+    model = TinyModel(client, layer, options.retain, dtype)
     remote = moed.torch.RemoteOptimizer([model.moe], lr=options.lr, weight_decay=0.01,
                                         max_grad_norm=1.0)
     local = torch.optim.AdamW(model.parameters(), lr=options.lr)
@@ -168,8 +169,8 @@ def main():
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32",
                         help="of what travels to the layer and back")
-    parser.add_argument("--save-for-backward", action="store_true",
-                        help="the workers keep x, and what they computed of it, until backward")
+    parser.add_argument("--retain", action="store_true",
+                        help="the workers retain x and their activations until backward")
     parser.add_argument("--remote-only", action="store_true",
                         help="embedding and head stay as they are: only the remote layer learns")
     parser.add_argument("--seed", type=int, default=0)

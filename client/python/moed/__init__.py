@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """moed: Python client of the expert-parallel MoE daemon.
 
     import moed, numpy as np
@@ -19,11 +20,12 @@ the module `moed.torch`, which is imported by itself and needs PyTorch.
 Tensor files: `read_safetensors` and `write_safetensors`.
 """
 
-from ._client import Client, ForwardResult, Layer, ServerInfo, Stream
+from ._answers import (Checkpoint, CheckpointInfo, ForwardResult, Gradients, Layer, ServerInfo,
+                       StepResult, TrainState)
+from ._client import Client, Stream
 from ._dtypes import bf16, f32
 from ._errors import MoeError
 from ._safetensors import read_safetensors, write_safetensors
-from ._training import Checkpoint, CheckpointInfo, Gradients, StepResult, TrainState
 from ._version import __version__
 
 __all__ = [

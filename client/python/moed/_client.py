@@ -1,6 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
 """The client: unary calls with retries, spreading over workers, and streams."""
 
-import collections
 import itertools
 import operator
 import queue
@@ -12,8 +12,11 @@ import grpc
 import numpy as np
 
 from . import _errors, _wire
-from ._patience import Patience
+from ._answers import ForwardResult, Layer, ServerInfo
+from ._channel import open_channel
+from ._retry import RetryPolicy
 from ._proto import expert_pb2
+from ._renamed import renamed
 from ._training import TrainingCalls
 
 _SERVICE = "/moe.v1.ExpertService/"
@@ -29,49 +32,12 @@ def _check_endpoint(endpoint):
         raise ValueError("endpoint: %r is not HOST:PORT with a port from 1 to 65535" % endpoint)
 
 
-Layer = collections.namedtuple(
-    "Layer", "layer hidden experts top_k intermediate zero_experts shared_intermediate")
-Layer.__doc__ = """One MoE layer of the model.
-
-layer                index in the model, what Client.forward wants
-hidden               H, width of x and y
-experts              E, routed experts
-top_k                K, experts per token
-intermediate         inner width of one expert
-zero_experts         identity experts with ids E ... E + zero_experts - 1
-shared_intermediate  inner width of the shared expert, 0 where there is none
-"""
-
-ServerInfo = collections.namedtuple(
-    "ServerInfo",
-    "model family version backend coordinator workers epoch weights_version max_message_bytes "
-    "max_tokens_per_request max_tokens_per_step extensions")
-ServerInfo.__doc__ = """The server and its model, as of the time of connecting."""
-
-ForwardResult = collections.namedtuple(
-    "ForwardResult",
-    "y topk_ids topk_weights epoch weights_version stages saved saved_activations",
-    defaults=(False, False))
-ForwardResult.__doc__ = """An answer with the routing that was used.
-
-y                [T,H], dtype of x
-topk_ids         [T,K] int32, in the router's order
-topk_weights     [T,K] float32
-epoch            of the view under which it was computed
-weights_version  version of the weights
-stages           dict: nanoseconds on the server by stage ("queue_ns", ..., "server_ns"), and
-                 "step_tokens", "steps"
-saved            the pass is kept for Client.backward
-saved_activations  and the worker's device keeps gate and up of it, as long as it has room
-"""
-
-
 class _Worker:
     """One channel and the calls on it."""
 
     def __init__(self, endpoint):
         self.endpoint = endpoint
-        self.channel = grpc.insecure_channel(endpoint, options=[
+        self.channel = open_channel(endpoint, options=[
             ("grpc.max_receive_message_length", _MAX_MESSAGE),
             ("grpc.max_send_message_length", _MAX_MESSAGE),
             # Spread over workers is done here, and a retry of the channel's own would hold a copy.
@@ -108,7 +74,7 @@ def _result(answer, x, return_routing):
         return y
     ids, weights = _wire.read_routing(answer, x)
     return ForwardResult(y, ids, weights, answer.epoch, answer.weights_version,
-                         _wire.stages(answer), answer.saved, answer.saved_activations)
+                         _wire.stages(answer), answer.retained, answer.retained_activations)
 
 
 class Client(TrainingCalls):
@@ -146,7 +112,7 @@ class Client(TrainingCalls):
         self._layer_by_index = {layer.layer: layer for layer in self._layers}
         if spread:
             self._workers += [_Worker(each) for slot, each in enumerate(info.workers)
-                              if slot != info.slot and each]  # a seat may be empty
+                              if slot != info.slot and each]  # a slot may be empty
         self._turn = itertools.count(random.randrange(len(self._workers)))
 
     def __reduce_ex__(self, protocol):
@@ -186,8 +152,9 @@ class Client(TrainingCalls):
         _check_endpoint(endpoint)
         return _Worker(endpoint)
 
+    @renamed(save="retain")
     def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-                timeout=None, epoch=0, weights_version=0, save=None, patient=None):
+                timeout=None, epoch=0, weights_version=0, retain=None, patient=None):
         """The output of one MoE layer.
 
         layer         a Layer, or its index in the model
@@ -198,10 +165,11 @@ class Client(TrainingCalls):
         epoch, weights_version
                       answer only under this epoch, with these weights (FAILED_PRECONDITION
                       otherwise); 0: any
-        save          (session, micro_batch_id): the worker keeps the pass for Client.backward under
-                      these; then the first worker is asked, and no other
-        patient       wait for a group that lacks a worker as the calls of training do, until the time
-                      is over, instead of giving up after a few tries; None: if `save` is given
+        retain        (session, micro_batch_id): the worker retains the pass for Client.backward
+                      under these two; the call then goes to the first worker and to no other
+        patient       wait for a group that lacks a worker as the calls of training do, until the
+                      time is over, instead of giving up after a few tries; None: if `retain` is
+                      given
 
         Returns y [T,H] with x's dtype, routed plus shared experts, without the residual; or with
         `return_routing` a ForwardResult. The arrays are the caller's own.
@@ -210,11 +178,11 @@ class Client(TrainingCalls):
         Raises MoeError, and ValueError or TypeError for arguments that cannot be sent.
         """
         request = expert_pb2.ForwardRequest(epoch=epoch, weights_version=weights_version)
-        if save is not None:
-            request.save.session, request.save.micro_batch_id = save
+        if retain is not None:
+            request.retain.session, request.retain.micro_batch_id = retain
         x = self._fill(request, layer, x, topk_ids, topk_weights, return_routing)
-        patient = save is not None if patient is None else patient
-        answer = self._call(request, timeout, home=save is not None, patient=patient)
+        patient = retain is not None if patient is None else patient
+        answer = self._call(request, timeout, home=retain is not None, patient=patient)
         return _result(answer, x, return_routing)
 
     def _fill(self, request, layer, x, topk_ids, topk_weights, return_routing):
@@ -241,12 +209,12 @@ class Client(TrainingCalls):
                 "--max-message-bytes): send fewer at a time" % (request.tokens, size, limit))
 
     def _call(self, request, timeout, home=False, patient=False):
-        patience = Patience(self, "Forward", self._timeout if timeout is None else timeout,
+        retry = RetryPolicy(self, "Forward", self._timeout if timeout is None else timeout,
                             None if patient else _ATTEMPTS)
         for turn in itertools.count(next(self._turn)):
             worker = self._workers[0 if home else turn % len(self._workers)]
             try:
-                return worker.forward(request, timeout=patience.left())
+                return worker.forward(request, timeout=retry.left())
             except grpc.RpcError as error:
                 failure = _errors.from_dropped_call(error, worker.endpoint)
             except ValueError:  # gRPC's word for a channel that has been closed
@@ -254,7 +222,7 @@ class Client(TrainingCalls):
                     raise
             if self._is_closed:
                 raise _errors.closed("client")
-            patience.bear(failure, worker.endpoint)
+            retry.wait_or_raise(failure, worker.endpoint)
 
     def stream(self):
         """A Stream to one worker: less cost per call, no retries. A context manager."""

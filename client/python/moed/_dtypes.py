@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Number formats: between numpy arrays and the DataType of the protocol."""
 
 import numpy as np

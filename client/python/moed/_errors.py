@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Failures of calls, with the code and reason that the server sent."""
 
 import re
@@ -38,7 +39,8 @@ def closed(what):
 def _parse(message_type, data):
     try:
         return message_type.FromString(data)
-    except Exception:  # the bytes come from the wire, and protobuf versions differ in what they raise
+    # The bytes come from the wire, and protobuf versions differ in what they raise.
+    except Exception:
         return message_type()
 
 

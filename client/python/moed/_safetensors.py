@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor files in the safetensors format: a length, a JSON header, raw little-endian data."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of moe.v1.TrainingService: gradients, optimizer steps, checkpoints.
 
 Every call that changes something has an id, is run at most once under it, and may be asked again: a
@@ -5,7 +6,6 @@ call that fails with UNAVAILABLE is sent again, under its id, until it is answer
 over; and where the answer is recorded on another worker, that worker is asked.
 """
 
-import collections
 import itertools
 import re
 import uuid
@@ -14,112 +14,14 @@ import grpc
 import numpy as np
 
 from . import _errors, _wire
+from ._answers import Checkpoint, CheckpointInfo, Gradients, StepResult, TrainState
 from ._dtypes import to_wire
-from ._patience import Patience
+from ._retry import RetryPolicy
 from ._proto import training_pb2, types_pb2
+from ._renamed import renamed
 
 _SERVICE = "/moe.v1.TrainingService/"
 _OPTIMIZERS = {None: 0, "adamw": 1, "sgd": 2}
-
-Gradients = collections.namedtuple(
-    "Gradients", "dx weight_gradients aux_loss epoch weights_version lineage repeated used_saved "
-    "stages used_activations")
-Gradients.__doc__ = """Answer of Client.backward.
-
-dx                [T,H] gradient of x, dtype of dy
-weight_gradients  [T,K] float32 gradient of each routing weight; None where not asked for
-aux_loss          the load-balance loss; 0.0 without
-epoch             of the view under which it ran
-weights_version   version of the weights that were used
-lineage           see TrainState
-repeated          the answer is that of an earlier call
-used_saved        x and routing came from a forward pass that the worker kept
-stages            as in ForwardResult
-used_activations  with used_saved: the worker that was asked still had gate and up of that pass on its
-                  device, and did not compute them again
-"""
-
-StepResult = collections.namedtuple(
-    "StepResult", "weights_version lineage skipped_nonfinite grad_norm backwards steps repeated")
-StepResult.__doc__ = """Answer of Client.optimizer_step.
-
-weights_version    of the weights from now on; unchanged when the step was skipped
-lineage            see TrainState
-skipped_nonfinite  a gradient was NaN or infinite: nothing moved, gradients are zero
-grad_norm          of all gradients, after grad_scale and before clipping
-backwards          Backward calls whose gradients went in
-steps              optimizer steps that moved something, since the beginning
-repeated           the answer is that of an earlier call
-"""
-
-Checkpoint = collections.namedtuple(
-    "Checkpoint", "weights_version bytes lineage repeated removed steps lost_steps lost_backwards",
-    defaults=((), 0, 0, 0))
-Checkpoint.__doc__ = """Answer of save_checkpoint, load_checkpoint and export_adapter; what a call
-does not tell is 0.
-
-weights_version  of the weights in it, or from now on
-bytes            written by all workers
-lineage          of the state in it, or the new one after loading
-repeated         the answer is that of an earlier call
-removed          names that `keep` removed, newest first, 32 at most; () where `repeated`, unless
-                 the Save was still under way as this call was made
-steps            save, load: optimizer steps in it
-lost_steps       load: optimizer steps that were thrown away, for no checkpoint had them
-lost_backwards   load: backward calls whose gradients were thrown away
-"""
-
-TrainState = collections.namedtuple(
-    "TrainState", "lineage weights_version steps backwards last_step_id optimizer frozen lora_rank "
-    "lora_scale lora_targets checkpoint state_bytes saved_bytes saved_bytes_limit "
-    "saving loading problem unsaved_steps saved_device_bytes saved_device_bytes_limit "
-    "progress_bytes progress_bytes_total")
-TrainState.__doc__ = """Where training stands, as the worker that was asked knows it.
-
-lineage          of one history of the weights: a random number where a group begins, and a higher
-                 one whenever it went back to a checkpoint, or loaded one
-weights_version  1 after loading the model
-steps            optimizer steps that moved something
-backwards        Backward calls since the last step
-last_step_id     the highest step_id that was run, or that a save or load under way was given
-optimizer        "adamw" or "sgd"
-frozen           frozenset of "router", "experts", "shared"
-lora_rank        r of the adapters; 0: full training
-lora_scale       alpha / r
-lora_targets     tuple of "gate", "up", "down"
-checkpoint       that the weights last came from or went to; "" for none
-state_bytes      of gradients and optimizer state on this worker
-saved_bytes      of saved forward passes on this worker; saved_bytes_limit is their limit
-saving, loading  checkpoint that is being written, or checked; "" for none
-problem          why the group could not go back to its checkpoint, and does not serve; "" otherwise
-unsaved_steps    optimizer steps since the state of `checkpoint`, or without one since the model was loaded
-saved_device_bytes  of activations that this worker's device keeps for Backward;
-                 saved_device_bytes_limit is their limit
-progress_bytes   of `saving` or `loading`: what this worker has written or checked so far;
-                 progress_bytes_total of how many, 0 where that is not known
-"""
-
-CheckpointInfo = collections.namedtuple(
-    "CheckpointInfo", "name problem readable steps weights_version lineage parent made_s bytes "
-    "optimizer frozen lora_rank lora_alpha lora_targets")
-CheckpointInfo.__doc__ = """One entry of list_checkpoints, by its manifest and the names of its files.
-
-name             what load_checkpoint takes
-problem          why these workers cannot load it (damaged, made with other settings, no checkpoint
-                 at all); "" where nothing is known against it: hashes are checked as it is loaded
-readable         its manifest is whole; where it is not, everything below is 0 or empty
-steps            optimizer steps that moved something
-weights_version, lineage
-                 of the state in it
-parent           checkpoint that its training went to or came from last; "" for none
-made_s           when, in seconds since 1970, by the clock of the host that wrote it; 0: not known
-bytes            of its files
-optimizer        "adamw" or "sgd"; None where not known
-frozen           frozenset of "router", "experts", "shared"
-lora_rank        r of the adapters; 0: none
-lora_alpha       as --lora-alpha
-lora_targets     tuple of "gate", "up", "down"
-"""
 
 _PARTS = ("router", "experts", "shared")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
@@ -137,23 +39,41 @@ def _check_name(what, value):
     if not isinstance(value, str):
         raise TypeError("%s must be a string, not %r" % (what, value))
     if not _NAME.fullmatch(value):
-        raise ValueError("%s must be 1 to 64 characters of [A-Za-z0-9._-], not beginning with a dot, "
-                         "not %r" % (what, value))
+        raise ValueError(
+            "%s must be 1 to 64 characters of [A-Za-z0-9._-], not beginning with a dot, "
+            "not %r" % (what, value))
     return value
+
+
+_AUX_CONVENTIONS = {
+    "mean": training_pb2.AUX_CONVENTION_UNSPECIFIED,  # the same, and older groups know it
+    "transformers": training_pb2.AUX_CONVENTION_TRANSFORMERS,
+}
+
+
+def check_aux_convention(name):
+    """Its number in a message."""
+    if name not in _AUX_CONVENTIONS:
+        raise ValueError("aux_convention: %r is neither %s" % (
+            name, " nor ".join(map(repr, _AUX_CONVENTIONS))))
+    return _AUX_CONVENTIONS[name]
 
 
 class TrainingCalls:
     """The part of Client that trains.
 
-    What all changes take: `step_id` rises from change to change, in one sequence for all clients of a
-    group (train_state().last_step_id + 1 is free). `session` says whose change it is: a change that was
-    made under the same id and session before is not made again, its answer is told again; an id that
-    another session has used is refused with ID_REUSED. None: this Client's own, a random one; a program
-    that is to know its changes again after a restart names it. `lineage` 0 means any."""
+    What all changes take: `step_id` rises from change to change, in one sequence for all clients of
+    a group (train_state().last_step_id + 1 is free). `session` says whose change it is: a change
+    that was made under the same id and session before is not made again, its answer is told again;
+    an id that another session has used is refused with ID_REUSED. None: this Client's own, a random
+    one; a program that is to know its changes again after a restart names it. `lineage` 0 means
+    any."""
 
+    @renamed(saved="retained")
     def backward(self, layer, dy, x=None, topk_ids=None, topk_weights=None, *, session,
-                 micro_batch_id, saved=False, weights_version=0, lineage=0, input_only=False,
-                 return_weight_gradients=False, aux_coeff=0.0, timeout=None):
+                 micro_batch_id, retained=False, weights_version=0, lineage=0, input_only=False,
+                 return_weight_gradients=False, aux_coeff=0.0, aux_convention="mean",
+                 timeout=None):
         """Gradients of one layer for one micro batch; adds the parameters' gradients to what the
         next optimizer_step uses.
 
@@ -166,11 +86,16 @@ class TrainingCalls:
                         computed anew, and the router learns
         session         1 to 64 characters of [A-Za-z0-9._-]
         micro_batch_id  at least 1; rises with every backward of the session
-        saved           a forward pass was kept under this session and id: x is sent only if the
-                        worker no longer has it (without x: SAVED_STATE_GONE)
-        weights_version that the forward pass used; 0: any (not with `saved` and x)
+        retained        a forward pass was retained under this session and id: x is sent only if the
+                        worker no longer has it (without x: RETAINED_PASS_GONE)
+        weights_version that the forward pass used; 0: any (not with `retained` and x)
         input_only      only dx and the routing weights' gradients; parameters' stay as they are
-        aux_coeff       coefficient of the load-balance loss
+        aux_coeff       coefficient of the load-balance loss of this layer and pass; as "mean" it is
+                        K times transformers' router_aux_loss_coef for the same loss
+        aux_convention  "mean": the loss is E / (K T^2) times the sum over experts of choices times
+                        scores, 1 when all experts are chosen alike. "transformers": E / T^2, that
+                        of load_balancing_loss_func, with its coefficient as it is (it pools all
+                        layers before the product; here each layer has its own loss)
 
         Returns Gradients. Raises MoeError, and ValueError or TypeError for arguments that cannot be
         sent.
@@ -181,28 +106,30 @@ class TrainingCalls:
             layer=layer.layer, session=_check_name("session", session),
             micro_batch_id=_check_id("micro_batch_id", micro_batch_id),
             weights_version=weights_version, lineage=lineage, input_only=input_only,
-            return_weight_gradients=return_weight_gradients, aux_coeff=aux_coeff)
-        if x is None and not saved:
-            raise ValueError("x is missing, and no pass was saved")
+            return_weight_gradients=return_weight_gradients, aux_coeff=aux_coeff,
+            aux_convention=check_aux_convention(aux_convention))
+        if x is None and not retained:
+            raise ValueError("x is missing, and no pass was retained")
         if x is None and (topk_ids is not None or topk_weights is not None):
             raise ValueError("routing is given without x")
-        if saved and x is not None and weights_version == 0:
-            raise ValueError("the weights_version of the saved pass is needed, in case it is gone")
+        if retained and x is not None and weights_version == 0:
+            raise ValueError(
+                "the weights_version of the retained pass is needed, in case it is gone")
         dy = self._fill_gradient(request, layer, dy)
-        if saved:
+        if retained:
             self._check_message(request)
-        patience = self._patience("Backward", timeout)
-        if saved:
+        retry = self._retry_policy("Backward", timeout)
+        if retained:
             try:
-                answer = self._train("Backward", request, patience, home=True, once=x is not None)
+                answer = self._train("Backward", request, retry, home=True, once=x is not None)
                 return self._gradients(answer, dy, return_weight_gradients)
             except _errors.MoeError as error:
-                if x is None or (error.reason != "SAVED_STATE_GONE"
+                if x is None or (error.reason != "RETAINED_PASS_GONE"
                                  and error.code != grpc.StatusCode.UNAVAILABLE):
                     raise
         self._fill_input(request, layer, dy, x, topk_ids, topk_weights)
         self._check_message(request)
-        answer = self._train("Backward", request, patience)
+        answer = self._train("Backward", request, retry)
         return self._gradients(answer, dy, return_weight_gradients)
 
     def optimizer_step(self, learning_rate, *, step_id, session=None, lineage=0, optimizer=None,
@@ -222,7 +149,7 @@ class TrainingCalls:
             learning_rate=learning_rate, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1],
             epsilon=eps, momentum=momentum, max_grad_norm=max_grad_norm, grad_scale=grad_scale,
             balance_rate=balance_rate, expected_backwards=expected_backwards),
-            self._patience("OptimizerStep", timeout))
+            self._retry_policy("OptimizerStep", timeout))
         return StepResult(answer.weights_version, answer.lineage, answer.skipped_nonfinite,
                           answer.grad_norm, answer.backwards, answer.steps, answer.repeated)
 
@@ -230,7 +157,7 @@ class TrainingCalls:
         """Forgets all gradients since the last step; returns how many backward calls' they were."""
         return self._train("ZeroGrad", training_pb2.ZeroGradRequest(
             **self._change(step_id, session, lineage)),
-            self._patience("ZeroGrad", timeout)).backwards
+            self._retry_policy("ZeroGrad", timeout)).backwards
 
     def set_frozen(self, parts, *, step_id, session=None, lineage=0, timeout=None):
         """Freezes these of "router", "experts", "shared"; all others learn."""
@@ -239,20 +166,20 @@ class TrainingCalls:
         self._train("SetFrozen", training_pb2.SetFrozenRequest(
             **self._change(step_id, session, lineage),
             **{part: True for part in parts}),
-            self._patience("SetFrozen", timeout))
+            self._retry_policy("SetFrozen", timeout))
 
     def train_state(self, timeout=None):
         """TrainState. Raises MoeError with UNIMPLEMENTED where the group does not train."""
         answer = self._train("GetTrainState", training_pb2.GetTrainStateRequest(),
-                             self._patience("GetTrainState", timeout))
+                             self._retry_policy("GetTrainState", timeout))
         return TrainState(
             answer.lineage, answer.weights_version, answer.steps, answer.backwards,
             answer.last_step_id, "sgd" if answer.optimizer == _OPTIMIZERS["sgd"] else "adamw",
             frozenset(part for part in _PARTS if getattr(answer, part + "_frozen")),
             answer.lora_rank, answer.lora_scale, tuple(answer.lora_targets), answer.checkpoint,
-            answer.state_bytes, answer.saved_bytes, answer.saved_bytes_limit, answer.saving,
-            answer.loading, answer.problem, answer.unsaved_steps, answer.saved_device_bytes,
-            answer.saved_device_bytes_limit, answer.progress_bytes, answer.progress_bytes_total)
+            answer.state_bytes, answer.retained_bytes, answer.retained_bytes_limit, answer.saving,
+            answer.loading, answer.problem, answer.unsaved_steps, answer.retained_device_bytes,
+            answer.retained_device_bytes_limit, answer.progress_bytes, answer.progress_bytes_total)
 
     def save_checkpoint(self, name, *, step_id, session=None, lineage=0, keep=0, timeout=None):
         """Writes weights and optimizer state into directory `name` of the workers' training root,
@@ -263,27 +190,36 @@ class TrainingCalls:
         answer = self._train("SaveCheckpoint", training_pb2.SaveCheckpointRequest(
             **self._change(step_id, session, lineage),
             name=_check_name("name", name), keep=keep),
-            self._patience("SaveCheckpoint", timeout, limited=False))
+            self._retry_policy("SaveCheckpoint", timeout, limited=False))
         return Checkpoint(answer.weights_version, answer.bytes, answer.lineage, answer.repeated,
                           tuple(answer.removed), answer.steps)
 
     def load_checkpoint(self, name, *, step_id, session=None, lineage=0, timeout=None):
         """Takes weights and optimizer state from such a directory; `timeout` is as in
         save_checkpoint. Returns Checkpoint."""
-        answer = self._train("LoadCheckpoint", training_pb2.LoadCheckpointRequest(
-            **self._change(step_id, session, lineage),
-            name=_check_name("name", name)), self._patience("LoadCheckpoint", timeout, limited=False))
+        answer = self._train(
+            "LoadCheckpoint",
+            training_pb2.LoadCheckpointRequest(**self._change(step_id, session, lineage),
+                                               name=_check_name("name", name)),
+            self._retry_policy("LoadCheckpoint", timeout, limited=False))
         return Checkpoint(answer.weights_version, 0, answer.lineage, answer.repeated, (),
                           answer.steps, answer.lost_steps, answer.lost_backwards)
 
-    def export_adapter(self, name="", *, step_id, session=None, lineage=0, merge=False, timeout=None):
+    def export_adapter(self,
+                       name="",
+                       *,
+                       step_id,
+                       session=None,
+                       lineage=0,
+                       merge=False,
+                       timeout=None):
         """Writes the adapters for PEFT into directory `name`; or, with `merge` and no name, merges
         them into the weights and begins new ones; `timeout` is as in save_checkpoint. Returns
         Checkpoint."""
         answer = self._train("ExportAdapter", training_pb2.ExportAdapterRequest(
             **self._change(step_id, session, lineage),
             name=_check_name("name", name) if name or not merge else "", merge=merge),
-            self._patience("ExportAdapter", timeout, limited=False))
+            self._retry_policy("ExportAdapter", timeout, limited=False))
         return Checkpoint(0, answer.bytes, 0, answer.repeated)
 
     def list_checkpoints(self, limit=0, timeout=None):
@@ -291,7 +227,7 @@ class TrainingCalls:
         newest before the others; at most `limit` of them (0: 1000, and never more). Works where the
         group does not serve, too."""
         answer = self._train("ListCheckpoints", training_pb2.ListCheckpointsRequest(limit=limit),
-                             self._patience("ListCheckpoints", timeout))
+                             self._retry_policy("ListCheckpoints", timeout))
         names = {number: name for name, number in _OPTIMIZERS.items()}
         return [CheckpointInfo(
             c.name, c.problem, c.readable, c.steps, c.weights_version, c.lineage, c.parent,
@@ -310,7 +246,7 @@ class TrainingCalls:
             raise ValueError("either the name of a checkpoint, or as_loaded=True")
         self._train("RecoverTraining", training_pb2.RecoverTrainingRequest(
             name="" if as_loaded else _check_name("name", name), as_loaded=as_loaded),
-            self._patience("RecoverTraining", timeout))
+            self._retry_policy("RecoverTraining", timeout))
 
     # ------------------------------------------------------------------ how it is done
 
@@ -321,10 +257,10 @@ class TrainingCalls:
         return {"step_id": _check_id("step_id", step_id), "lineage": lineage,
                 "session": _check_name("session", session) if session != "" else ""}
 
-    def _patience(self, name, timeout, limited=True):
+    def _retry_policy(self, name, timeout, limited=True):
         if timeout is None and limited:
             timeout = self._timeout
-        return Patience(self, name, timeout)
+        return RetryPolicy(self, name, timeout)
 
     def _fill_gradient(self, request, layer, dy):
         if dy.ndim != 2 or dy.shape[0] == 0 or dy.shape[1] != layer.hidden:
@@ -370,9 +306,9 @@ class TrainingCalls:
         return Gradients(
             _wire.array(answer.dx, dy.dtype, dy.shape, "dx"), weights, answer.aux_loss,
             answer.epoch, answer.weights_version, answer.lineage, answer.repeated,
-            answer.used_saved, _wire.stages(answer), answer.used_activations)
+            answer.used_retained, _wire.stages(answer), answer.used_activations)
 
-    def _train(self, name, request, patience, home=False, once=False):
+    def _train(self, name, request, retry, home=False, once=False):
         """The answer. home: only the first worker has what the call needs. once: no second try."""
         answer_type = getattr(training_pb2, name + "Response")
         for attempt in itertools.count():
@@ -380,10 +316,10 @@ class TrainingCalls:
                 raise _errors.closed("client")
             worker = self._workers[0 if home else attempt % len(self._workers)]
             try:
-                return self._train_once(worker, name, request, answer_type, patience)
+                return self._train_once(worker, name, request, answer_type, retry)
             except _errors.MoeError as error:
                 failure = error
-            patience.bear(failure, worker.endpoint, once)
+            retry.wait_or_raise(failure, worker.endpoint, once)
 
     def _does_not_train(self, failure):
         """The server's word for a service that it does not offer says little to a person."""
@@ -392,25 +328,25 @@ class TrainingCalls:
         return _errors.MoeError(failure.code, failure.reason, "this group does not train: its "
                                 "workers were started without --training")
 
-    def _train_once(self, worker, name, request, answer_type, patience):
+    def _train_once(self, worker, name, request, answer_type, retry):
         try:
-            return self._train_on(worker, name, request, answer_type, patience)
+            return self._train_on(worker, name, request, answer_type, retry)
         except _errors.MoeError as error:
             if error.reason != "RECORDED_ELSEWHERE" or not error.worker:
                 raise
             elsewhere = error.worker
         worker = self._open_worker(elsewhere)
         try:
-            return self._train_on(worker, name, request, answer_type, patience)
+            return self._train_on(worker, name, request, answer_type, retry)
         finally:
             worker.channel.close()
 
-    def _train_on(self, worker, name, request, answer_type, patience):
+    def _train_on(self, worker, name, request, answer_type, retry):
         call = worker.channel.unary_unary(
             _SERVICE + name, request_serializer=type(request).SerializeToString,
             response_deserializer=answer_type.FromString)
         try:
-            return call(request, timeout=patience.left())
+            return call(request, timeout=retry.left())
         except grpc.RpcError as error:
             failure = _errors.from_dropped_call(error, worker.endpoint)
             raise self._does_not_train(failure) from None

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests and answers of Forward: from numpy arrays to messages and back."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Remote MoE layers inside a PyTorch model. Imported by itself, for it needs torch:
 
     import moed, moed.torch
@@ -16,6 +17,7 @@ function of x. A layer in a local module is used as any other: tensors are float
 any device (they travel through the host), of any shape [..., H].
 """
 
+import collections
 import threading
 import uuid
 
@@ -23,10 +25,15 @@ import grpc
 import numpy as np
 import torch
 
+from . import _graph
 from ._errors import MoeError
+from ._renamed import renamed
+from ._training import check_aux_convention
 
 _IDS_TRIED = 16  # by one change, where others make changes too
 _MESSAGE_SLACK = 8192  # bytes of a message for everything that is not a tensor
+# Passes of compiled graphs that wait for their backward pass; older ones send x anew.
+_RETAINED = 65536
 
 __all__ = ["RemoteMoE", "RemoteOptimizer", "Session"]
 
@@ -73,6 +80,7 @@ class Session:
         self.name = name or "torch-" + uuid.uuid4().hex
         self._lock = threading.Lock()
         self._batch = 0
+        self._retained = collections.OrderedDict()  # micro batches of compiled graphs
         self._asked = None  # what was asked under the next id, and has not been answered
         self.backwards = 0  # our own since the last step, which the next one should find
         self.unsure = False  # there may be gradients that `backwards` does not count
@@ -106,14 +114,27 @@ class Session:
             self._batch += 1
             return self._batch
 
+    def add_retained(self, batch):
+        """A compiled graph has run a forward pass that the workers retain."""
+        with self._lock:
+            self._retained[batch] = None
+            if len(self._retained) > _RETAINED:
+                self._retained.popitem(last=False)
+
+    def take_retained(self, batch):
+        """Whether that pass may be used: once, for its first backward pass."""
+        with self._lock:
+            return self._retained.pop(batch, self) is None
+
     def count(self, backwards):
         with self._lock:
             self.backwards += backwards
 
     def change(self, call, *arguments, **options):
         """Makes a change of the group (`call` is client.optimizer_step, client.save_checkpoint and
-        so on) under the next id and the session's name. After a failure the same change is asked again
-        under the same id, so that it is made once; an id that another session has used is passed over."""
+        so on) under the next id and the session's name. After a failure the same change is asked
+        again under the same id, so that it is made once; an id that another session has used is
+        passed over."""
         asked = (call.__name__, arguments, sorted(options.items()))
         if self._asked not in (None, asked):
             self._step_id += 1  # another change: the id of the one before stays that one's
@@ -142,70 +163,62 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, anchor, module):
-        session, save = module.session, None
-        if module.save_for_backward:
-            save = (session.name, session.next_batch())
-        answer = session.client.forward(module.layer, _to_numpy(x), return_routing=True, save=save,
-                                        patient=True)
-        ctx.module, ctx.version = module, answer.weights_version
-        ctx.batch = save[1] if save and answer.saved else None
-        ctx.save_for_backward(x, torch.from_numpy(answer.topk_ids))
-        return _to_torch(answer.y, x)
+        y, ids, ctx.version, ctx.batch = module._run_forward(x)
+        ctx.module = module
+        ctx.save_for_backward(x, ids)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        module, session = ctx.module, ctx.module.session
         x, ids = ctx.saved_tensors
-        saved, batch = ctx.batch is not None, ctx.batch or session.next_batch()
-        ctx.batch = None  # a second backward through the same graph is another micro batch
-        try:
-            gradients = session.client.backward(
-                module.layer, _to_numpy(dy.to(x.dtype)), _to_numpy(x), ids.numpy(),
-                session=session.name, micro_batch_id=batch, saved=saved,
-                weights_version=ctx.version, lineage=session.lineage,
-                input_only=module.input_only, aux_coeff=module.aux_coeff)
-        except BaseException as error:
-            session.unsure = True
-            raise _with_advice(error)
-        module.aux_loss = gradients.aux_loss
-        session.count(0 if module.input_only else 1)
-        return _to_torch(gradients.dx, x), None, None
+        batch, ctx.batch = ctx.batch, None  # a second backward pass is another micro batch
+        return ctx.module._run_backward(dy, x, ids, ctx.version, batch), None, None
 
 
 class RemoteMoE(torch.nn.Module):
     """One MoE layer of the served model: y = f(x), routed plus shared experts, without the
-    residual. It has no parameters of its own; they are the workers', and RemoteOptimizer moves them.
+    residual. It has no parameters of its own; they are the workers', and RemoteOptimizer moves
+    them.
 
     layer              a moed.Layer, or its index in the model
     client             moed.Client
     session            Session; None: the client's
-    save_for_backward  the worker keeps x until backward, so that it travels once, and, from 256 tokens
-                       on, all workers keep what they computed of it; where x has been dropped, it is
-                       sent after all. False: nothing is kept, x is sent twice.
+    retain             the worker retains x until backward, so that x travels once; from 256 tokens
+                       on all workers retain gate and up too. If the worker has dropped x, backward
+                       sends it again. False: nothing is retained, and x is sent twice.
     input_only         backward gives the gradient of x only: the layer does not learn
-    aux_coeff          coefficient of the load-balance loss, whose gradient is added on the workers
-    aux_loss           attribute: that loss, of the last backward
+    aux_coeff          coefficient of the load-balance loss, whose gradient is added on the workers;
+                       as "mean" it is K times transformers' router_aux_loss_coef for the same loss
+    aux_convention     "mean", or "transformers" for transformers' own coefficient (Client.backward)
+    aux_loss           attribute: that loss times its coefficient, of the last backward
 
-    state_dict() has nothing of it, and it cannot be copied or pickled: a checkpoint of the group is its
-    other half (client/README.md, "A training that can be resumed").
+    state_dict() has nothing of it, and it cannot be copied or pickled: a checkpoint of the group is
+    its other half (client/README.md, "A training that can be resumed").
 
-    Rows beyond info.max_tokens_per_step, or whose backward pass would not fit info.max_message_bytes,
-    go in further passes, all about as long; the load-balance loss is over one. Without a gradient to
-    compute (torch.no_grad) it is a plain forward pass, which a group that does not train serves too.
-    A pass waits for a group that lacks a worker until the client's timeout is over. Weights that another
-    trainer moves between forward and backward make backward fail with VERSION_MISMATCH.
+    Under torch.compile a layer is one operator, without a break in the graph (torch 2.4 and later).
+    There the attributes above hold as of the call, and passes, gradients and errors are the same.
+
+    Rows beyond info.max_tokens_per_step, or whose backward pass would not fit
+    info.max_message_bytes, go in further passes, all about as long; the load-balance loss is over
+    one. Without a gradient to compute (torch.no_grad) it is a plain forward pass, which a group
+    that does not train serves too. A pass waits for a group that lacks a worker until the client's
+    timeout is over. Weights that another trainer moves between forward and backward make backward
+    fail with VERSION_MISMATCH.
     """
 
     def __reduce_ex__(self, protocol):
         """copy.deepcopy, pickle and torch.save come here."""
-        raise TypeError("a RemoteMoE cannot be copied or pickled: its parameters are on the workers. "
-                        "Save those by session.change(client.save_checkpoint, NAME), and the rest of "
-                        "the model by its state_dict(), which has nothing of this layer")
+        raise TypeError(
+            "a RemoteMoE cannot be copied or pickled: its parameters are on the workers. "
+            "Save those by session.change(client.save_checkpoint, NAME), and the rest of "
+            "the model by its state_dict(), which has nothing of this layer")
 
-    def __init__(self, layer, client, session=None, save_for_backward=False, input_only=False,
-                 aux_coeff=0.0):
+    @renamed(save_for_backward="retain")
+    def __init__(self, layer, client, session=None, retain=False, input_only=False,
+                 aux_coeff=0.0, aux_convention="mean"):
         super().__init__()
+        check_aux_convention(aux_convention)
         if session is not None and session.client is not client:
             raise ValueError("the session is another client's")
         self.client = client
@@ -213,11 +226,13 @@ class RemoteMoE(torch.nn.Module):
         self._session = session
         if session is None and "training" in client.info.extensions:
             self._session = Session.of(client)
-        self.save_for_backward = save_for_backward
+        self.retain = retain
         self.input_only = input_only
         self.aux_coeff = aux_coeff
+        self.aux_convention = aux_convention
         self.aux_loss = 0.0
         self._anchor = torch.zeros((), requires_grad=True)
+        self._handle = _graph.enter(self)
 
     def forward(self, x):
         if not isinstance(x, torch.Tensor):
@@ -230,19 +245,62 @@ class RemoteMoE(torch.nn.Module):
         rows = x.reshape(-1, self.layer.hidden)
         if rows.shape[0] == 0:
             return x * 1
+        if _graph.available and torch.compiler.is_compiling():
+            return self._forward_in_graph(rows).reshape(x.shape)
         if torch.is_grad_enabled():
             self._need_session()
             parts = [_Pass.apply(part, self._anchor, self) for part in self._split(rows, True)]
         else:
-            parts = [_to_torch(self.client.forward(self.layer, _to_numpy(part), patient=True), x)
-                     for part in self._split(rows, False)]
+            parts = [self._run_plain(part) for part in self._split(rows, False)]
         return torch.cat(parts).reshape(x.shape)
+
+    def _forward_in_graph(self, rows):
+        if torch.is_grad_enabled():
+            return _graph.forward_training(rows, self._anchor, self._handle, self.layer.top_k)[0]
+        return _graph.forward(rows, self._handle)
+
+    def _run_plain(self, x):
+        """y of one pass without gradients."""
+        return _to_torch(self.client.forward(self.layer, _to_numpy(x), patient=True), x)
+
+    def _run_forward(self, x):
+        """(y, topk_ids, weights version, micro batch or None where the workers do not retain it) of
+        one pass that may have a backward pass."""
+        session, retain = self.session, None
+        if self.retain:
+            retain = (session.name, session.next_batch())
+        answer = session.client.forward(self.layer,
+                                        _to_numpy(x),
+                                        return_routing=True,
+                                        retain=retain,
+                                        patient=True)
+        return (_to_torch(answer.y, x), torch.from_numpy(answer.topk_ids), answer.weights_version,
+                retain[1] if retain and answer.retained else None)
+
+    def _run_backward(self, dy, x, ids, version, batch):
+        """dx of a pass; `batch` None: x is sent anew."""
+        session = self.session
+        try:
+            gradients = session.client.backward(
+                self.layer, _to_numpy(dy.to(x.dtype)), _to_numpy(x), ids.numpy(),
+                session=session.name, retained=batch is not None,
+                micro_batch_id=session.next_batch() if batch is None else batch,
+                weights_version=version, lineage=session.lineage,
+                input_only=self.input_only, aux_coeff=self.aux_coeff,
+                aux_convention=self.aux_convention)
+        except BaseException as error:
+            session.unsure = True
+            raise _with_advice(error)
+        self.aux_loss = gradients.aux_loss
+        session.count(0 if self.input_only else 1)
+        return _to_torch(gradients.dx, x)
 
     def _split(self, rows, gradients):
         """Rows in equal parts, of which each fits the server's limits; with `gradients` its
         backward pass, with x and dy in one message, does too."""
         info, layer = self.client.info, self.layer
-        limit = (info.max_tokens_per_step if gradients else info.max_tokens_per_request) or len(rows)
+        limit = (info.max_tokens_per_step
+                 if gradients else info.max_tokens_per_request) or len(rows)
         width = layer.hidden * rows.element_size() * (2 if gradients else 1) + 8 * layer.top_k
         if info.max_message_bytes:
             limit = min(limit, max((info.max_message_bytes - _MESSAGE_SLACK) // width, 1))
@@ -281,7 +339,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
     alone          this is the group's only trainer: a step fails with GRADIENTS_MISSING when it
                    would not use exactly the gradients of its own backward calls, and, before it
                    asks the group, when there was no backward call (torch's optimizers would do
-                   nothing). False: a step uses whatever gradients the group holds, from all trainers.
+                   nothing). False: a step uses whatever gradients the group holds, from all
+                   trainers.
     last           attribute: moed.StepResult of the last step
 
     A step that failed is asked again by the next call of `step`, under the same id. After a

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The backend interface: what a device can do for moed, as one table of functions.
  *
  * `moe_backend_cpu` (and, where built, `moe_backend_cuda`) implement it; the worker and the
@@ -14,6 +15,8 @@
  *           thread while the device is in use, and a trainer's reads beside steps
  *           (moe/training.h, trainer_read).
  * Time      every wait on a peer is bounded by the session's budget; nothing waits for ever.
+ *           step_enqueue and backward_enqueue (moe/training.h) wait for no peer, and for no step
+ *           before them; what goes wrong in a step is the answer of its step_wait.
  * Memory    "device memory" is what mem_alloc(MOE_MEM_DEVICE) gives; tensors handed to parts live
  *           there. Tensors handed to step_enqueue live in MOE_MEM_HOST (pinned on CUDA). */
 #ifndef MOE_BACKEND_H
@@ -238,13 +241,19 @@ struct moe_backend {
     /* Steps must be finished. NULL is ignored. */
     void (*session_leave)(struct moe_session *);
 
-    /* Starts one pass. All live slots must enqueue the same sequence of (layer shape, dtype,
-     * bucket). At most two steps of a session may be unfinished; a third is
-     * MOE_FAILED_PRECONDITION. The args struct is copied. */
+    /* Starts one forward step, and returns before its peers have come. Steps of a session run in
+     * the order in which they were enqueued, of whatever kind. All live slots must enqueue the same
+     * sequence of kinds and of (layer shape, dtype, bucket). At most two steps of a session may be
+     * unfinished; a third is MOE_FAILED_PRECONDITION. The args struct is copied; what it points to
+     * is the step's until step_wait has given an answer other than MOE_DEADLINE_EXCEEDED. After
+     * an error of this call there is no step: wrong arguments, a session that has ended, no memory,
+     * or a device that fails, which ends the session. */
     struct moe_status (*step_enqueue)(struct moe_session *, const struct moe_step_args *,
                                       struct moe_step **out);
     /* Waits for the step, at most until `deadline_ns` (monotonic): MOE_DEADLINE_EXCEEDED means it
-     * is still running. Any other answer finishes and frees the step. MOE_UNAVAILABLE/PEER_LOST:
+     * is still running; a deadline of 0 only looks. Any other answer finishes and frees the step,
+     * and is that of the step: also the error of one that could not start in its turn, because the
+     * step before it ended the session, or for want of memory. MOE_UNAVAILABLE/PEER_LOST:
      * result->missing_slot tells who; y is undefined; the session can only be left. */
     struct moe_status (*step_wait)(struct moe_step *, uint64_t deadline_ns,
                                    struct moe_step_result *result);
@@ -283,6 +292,11 @@ struct moe_backend {
 };
 
 extern const struct moe_backend moe_backend_cpu;
+
+/* To be called by main, once, before the process has a second thread: sets what libraries below the
+ * backends read from the environment, where it is not set. A group of GPUs is refused without.
+ * Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
+struct moe_status moe_backends_prepare(void) MOE_CHECKED;
 
 /* By name; "auto" prefers cuda where it is built and a device answers. NULL when this build has no
  * such backend. */

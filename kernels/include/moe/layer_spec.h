@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What one MoE layer computes: plain data, no pointers into weights.
  *
  * For a token x [H], with E routed experts and Z zero (identity) experts:

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Training of resident layers: gradients, optimizer state, and the passes that make and use them.
  * The second half of the backend interface (moe/backend.h); a backend offers it as one more table,
  * `moe_backend.training`, NULL where it has none.
@@ -54,7 +55,8 @@
  *          nor have zero experts
  *   n_e  = choices (t, k) of the whole group that are expert e, of tokens that went through the
  *          router: MOE_ROUTE_IDS and MOE_TOKEN_OK; Tg = how many such tokens the group has
- *   No gradient through n_e. The same n_e are the loads of the balance rule.
+ *   No gradient through n_e. The same n_e are the loads of the balance rule. transformers'
+ *   load_balancing_loss_func has no K in its divisor: aux_coeff is K times its coefficient.
  *
  * Saved  A forward step with moe_step_args.save leaves gate and up of the rows it computed on the
  *   device, before their activation, under that name, for as long as there is room (saved_limit);
@@ -160,7 +162,8 @@ struct moe_optimizer_args {
     double beta1, beta2, epsilon; /* AdamW */
     double momentum;              /* SGD: m = momentum * m + g; value -= lr * m */
     double max_grad_norm;         /* clips all gradients by their common norm: times
-                                     max_grad_norm / (norm + 1e-6) where that is below 1; 0 = never */
+                                     max_grad_norm / (norm + 1e-6) where that is below 1;
+                                     0 = never */
     double grad_scale;            /* multiplies gradients first, e.g. 1 / micro batches; not 0 */
     double balance_rate; /* select_bias_e += rate * sign(mean load - load_e) for the routed experts,
                             the mean being theirs, with the loads counted since the last optimizer
@@ -195,27 +198,34 @@ struct moe_training {
      * moments of a frozen weight, W0 of what has no adapter), MOE_INVALID_ARGUMENT for a wrong size
      * and for writing W0.
      *
-     * Between steps only, with one exception: what steps leave alone, all but gradients, may be
-     * read by one thread at a time of the whole device while another one uses session and device
-     * as if nobody read: starts and waits for steps of any kind, drops what they saved, calls
-     * zero_grad and set_frozen. The read neither waits for a step nor keeps one waiting, but for
-     * its share of the memory's bandwidth. optimizer_step, trainer_write, trainer_destroy and what
-     * else changes or frees weights wait until it has returned. */
+     * Between steps only (a backward pass lasts until step_wait has said that it ended), with one
+     * exception: what steps leave alone, all but gradients, may be read by one thread at a time of
+     * the whole device while another one uses session and device as if nobody read: starts and
+     * waits for steps of any kind, drops what they saved, calls zero_grad and set_frozen. The read
+     * neither waits for a step nor keeps one waiting, but for its share of the memory's bandwidth.
+     * optimizer_step, trainer_write, trainer_destroy and what else changes or frees weights wait
+     * until it has returned. */
     struct moe_status (*trainer_read)(struct moe_trainer *, const struct moe_train_key *,
                                       float *data, size_t bytes);
     struct moe_status (*trainer_write)(struct moe_trainer *, const struct moe_train_key *,
                                        const float *data, size_t bytes);
 
-    /* Gradients and counted loads become zero. */
+    /* Gradients and counted loads become zero. No backward pass of this trainer may be unfinished,
+     * here and in set_frozen. */
     struct moe_status (*zero_grad)(struct moe_trainer *);
     /* Gradients of a group that becomes frozen are dropped, its moments stay. Frozen from the
      * beginning means no memory was taken: such a group cannot be thawed
      * (MOE_FAILED_PRECONDITION). */
     struct moe_status (*set_frozen)(struct moe_trainer *, uint32_t frozen);
 
-    /* Starts one backward pass; to be waited for with moe_backend.step_wait, in one queue of two
-     * with the forward steps. All live slots must enqueue the same. The session must have been
-     * joined with `training` set: windows are larger then. A pass that all slots refuse
+    /* Starts one backward pass, and returns before its peers have come; to be waited for with
+     * moe_backend.step_wait, in one queue of two with the forward steps. As for those, the args
+     * struct is copied, and what it points to is the pass's until then; so are trainer, layer and
+     * gradients. Until then trainer_read of gradients, trainer_write, zero_grad, set_frozen,
+     * optimizer_step, trainer_destroy and the parts below must not be called for that trainer.
+     * All live slots must enqueue the same. The session must have been joined with `training` set:
+     * windows are larger then. Wrong arguments are errors of this call; that the session has ended
+     * may be the answer of either call; all else is that of step_wait. A pass that all slots refuse
      * (moe_step_result.refused) changes nothing; one that fails otherwise leaves the gradients
      * undefined (zero_grad). A slot that finds no memory before it has told the others anything
      * tells them so, and all refuse with MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY; one that runs out of

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Where the bytes of a weight come from when they are not in memory: a piece of a file, as a rule.
  * Whoever takes the weight reads it straight to where it wants it, in pieces, in any order. */
 #ifndef MOE_WEIGHT_SOURCE_H

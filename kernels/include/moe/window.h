@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The window: memory of one slot that all other slots can load from and store to, and its layout.
  *
  * Every slot of a session has one window of the same layout; both backends use it (sealed memfds on

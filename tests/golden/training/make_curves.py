@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Reference curves: a small MoE layer trained for 100 steps by torch's AdamW.
 
     python3 make_curves.py [DIRECTORY]      needs torch and safetensors
@@ -39,7 +40,8 @@ def softmax_layer(w, x):
 
 
 def sigmoid_layer(w, x):
-    """sigmoid of logits with bias, renormalised and scaled; GPT-OSS activation; biases; aux loss."""
+    """sigmoid of logits with bias, renormalised and scaled; GPT-OSS activation; biases; aux
+    loss."""
     score = torch.sigmoid(x @ w["router"].T + w["logit_bias"])
     s, ids = score.topk(TOP_K, dim=-1)
     weight = 1.5 * s / (s.sum(-1, keepdim=True) + 1e-20)

@@ -1,0 +1,223 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Control calls: small messages, blocking, packed by protobuf-c. */
+#include "moectl/group/link.h"
+
+#include "base/clock.h"
+#include "rpc/client.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    REQUEST_MAX = 1024,
+    GLANCE_MS = 500,          /* for a worker to answer, where there are others */
+    ANSWER_MAX = 1024 * 1024, /* bytes; a full status is some tens of KiB */
+};
+
+struct moectl_link {
+    struct moe_rpc_client *rpc;
+    struct moe_rpc_channel *channel;
+};
+
+struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **out)
+{
+    struct moectl_link *link = calloc(1, sizeof *link);
+    if (link == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
+    struct moe_rpc_channel_config config = {.target = endpoint, .max_message_bytes = ANSWER_MAX};
+    struct moe_status st = moe_rpc_client_create(&link->rpc);
+    if (st.code == MOE_OK)
+        st = moe_rpc_channel_open(link->rpc, &config, &link->channel);
+    if (st.code != MOE_OK) {
+        moectl_link_close(link);
+        return st;
+    }
+    *out = link;
+    return st;
+}
+
+void moectl_link_close(struct moectl_link *link)
+{
+    if (link == NULL)
+        return;
+    moe_rpc_channel_close(link->channel);
+    moe_rpc_client_destroy(link->rpc);
+    free(link);
+}
+
+static struct moe_status unpack(const struct moe_rpc_msg *reply,
+                                const ProtobufCMessageDescriptor *type, ProtobufCMessage **out)
+{
+    size_t length = moe_rpc_msg_length(reply);
+    uint8_t *bytes = malloc(length + 1);
+    if (bytes == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
+    struct moe_status st = moe_rpc_msg_flatten(reply, bytes, length, &length);
+    void *message = NULL;
+    if (st.code == MOE_OK)
+        st = moe_rpc_unpack(type, bytes, length, NULL, &message);
+    *out = message;
+    free(bytes);
+    if (st.reason == MOE_REASON_MALFORMED)
+        st = moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED, "broken answer of %s: %s", type->name,
+                       st.text);
+    return st;
+}
+
+struct moe_status moectl_link_call(struct moectl_link *link, const char *path,
+                                   const ProtobufCMessage *request, uint64_t deadline_ns,
+                                   const ProtobufCMessageDescriptor *type, ProtobufCMessage **out)
+{
+    uint8_t head[REQUEST_MAX];
+    *out = NULL;
+    size_t length = protobuf_c_message_get_packed_size(request);
+    if (length > sizeof head)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "the request is too long");
+    protobuf_c_message_pack(request, head);
+    struct moe_rpc_call_options options = {.deadline_ns = deadline_ns};
+    struct moe_rpc_out message = {.head = head, .head_length = length};
+    struct moe_rpc_msg *reply = NULL;
+    MOE_TRY(moe_rpc_call_wait(link->channel, path, &options, &message, &reply));
+    struct moe_status st = unpack(reply, type, out);
+    moe_rpc_msg_free(reply);
+    return st;
+}
+
+struct moe_status moectl_link_server_info(struct moectl_link *link, uint64_t deadline_ns,
+                                          Moe__V1__GetServerInfoResponse **out)
+{
+    Moe__V1__GetServerInfoRequest request = MOE__V1__GET_SERVER_INFO_REQUEST__INIT;
+    ProtobufCMessage *answer;
+    struct moe_status st =
+        moectl_link_call(link, "/moe.v1.ExpertService/GetServerInfo", &request.base, deadline_ns,
+                         &moe__v1__get_server_info_response__descriptor, &answer);
+    *out = (Moe__V1__GetServerInfoResponse *)answer;
+    return st;
+}
+
+struct moe_status moectl_link_status(struct moectl_link *link, uint64_t deadline_ns,
+                                     Moe__V1__GetStatusResponse **out)
+{
+    Moe__V1__GetStatusRequest request = MOE__V1__GET_STATUS_REQUEST__INIT;
+    ProtobufCMessage *answer;
+    struct moe_status st =
+        moectl_link_call(link, "/moe.v1.AdminService/GetStatus", &request.base, deadline_ns,
+                         &moe__v1__get_status_response__descriptor, &answer);
+    *out = (Moe__V1__GetStatusResponse *)answer;
+    return st;
+}
+
+bool moectl_link_answers(const char *endpoint, uint64_t deadline_ns)
+{
+    struct moectl_link *link = NULL;
+    Moe__V1__GetServerInfoResponse *info = NULL;
+    struct moe_status st = moectl_link_open(endpoint, &link);
+    if (st.code == MOE_OK)
+        st = moectl_link_server_info(link, deadline_ns, &info);
+    if (info != NULL)
+        moe__v1__get_server_info_response__free_unpacked(info, NULL);
+    moectl_link_close(link);
+    return st.code != MOE_UNAVAILABLE;
+}
+
+static struct moe_status open_and_ask(const char *endpoint, uint64_t deadline_ns,
+                                      struct moectl_link **out, Moe__V1__GetStatusResponse **status)
+{
+    struct moe_status st = moectl_link_open(endpoint, out);
+    if (st.code == MOE_OK)
+        st = moectl_link_status(*out, deadline_ns, status);
+    return st;
+}
+
+struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
+                                    struct moectl_link **out, Moe__V1__GetStatusResponse **status)
+{
+    struct moectl_link *link = NULL;
+    Moe__V1__GetServerInfoResponse *info = NULL;
+    *out = NULL;
+    *status = NULL;
+    struct moe_status st = open_and_ask(endpoint, deadline_ns, &link, status);
+    if (st.code == MOE_UNIMPLEMENTED) { /* a worker: it knows its coordinator */
+        st = moectl_link_server_info(link, deadline_ns, &info);
+        moectl_link_close(link);
+        link = NULL;
+        if (st.code == MOE_OK)
+            st = open_and_ask(info->coordinator, deadline_ns, &link, status);
+        if (st.code != MOE_OK && info != NULL)
+            st = moe_error_context(st, "coordinator %s", info->coordinator);
+        if (info != NULL)
+            moe__v1__get_server_info_response__free_unpacked(info, NULL);
+    }
+    if (st.code != MOE_OK) {
+        moectl_link_close(link);
+        return moe_error_context(st, "%s", endpoint);
+    }
+    *out = link;
+    return st;
+}
+
+static const char *any_worker(const Moe__V1__GetStatusResponse *status)
+{
+    for (size_t i = 0; i < status->n_workers; i++)
+        if (status->workers[i]->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE)
+            return status->workers[i]->endpoint;
+    return NULL;
+}
+
+static bool is_worker(const char *endpoint, uint64_t deadline_ns)
+{
+    struct moectl_link *link = NULL;
+    Moe__V1__GetServerInfoResponse *info = NULL;
+    uint64_t limit = moe_clock_ns() + GLANCE_MS * MOE_NS_PER_MS;
+    struct moe_status st = moectl_link_open(endpoint, &link);
+    if (st.code == MOE_OK)
+        st = moectl_link_server_info(link, limit < deadline_ns ? limit : deadline_ns, &info);
+    if (info != NULL)
+        moe__v1__get_server_info_response__free_unpacked(info, NULL);
+    moectl_link_close(link);
+    return st.code == MOE_OK;
+}
+
+/* Of the local group, whether its coordinator lives or not; false when none answers, or when it is
+ * another group or a certain worker that is asked for. */
+static bool living_worker(const struct moectl_common *common, uint64_t deadline_ns,
+                          char endpoint[MOECTL_ENDPOINT_MAX])
+{
+    struct moectl_group group;
+    struct moe_status st = moectl_state_group(common, &group);
+    if (st.code != MOE_OK)
+        return false;
+    bool found = false, any = common->endpoint == NULL ||
+                              strcmp(common->endpoint, group.processes[0].endpoint) == 0;
+    for (size_t i = 1; i < group.count && any && !found; i++) {
+        found = is_worker(group.processes[i].endpoint, deadline_ns);
+        if (found)
+            memcpy(endpoint, group.processes[i].endpoint, MOECTL_ENDPOINT_MAX);
+    }
+    moectl_group_free(&group);
+    return found;
+}
+
+struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uint64_t deadline_ns,
+                                         char endpoint[MOECTL_ENDPOINT_MAX])
+{
+    MOE_TRY(moectl_state_worker(common, endpoint));
+    if (living_worker(common, deadline_ns, endpoint))
+        return moe_ok();
+    struct moectl_link *link = NULL;
+    Moe__V1__GetStatusResponse *status = NULL;
+    struct moe_status st = open_and_ask(endpoint, deadline_ns, &link, &status);
+    moectl_link_close(link);
+    if (st.code == MOE_UNIMPLEMENTED) /* a worker, as is wanted */
+        return moe_ok();
+    if (st.code != MOE_OK)
+        return moe_error_context(st, "%s", endpoint);
+    const char *worker = any_worker(status);
+    if (worker == NULL)
+        st = moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "coordinator %.200s has no workers",
+                       endpoint);
+    else if (snprintf(endpoint, MOECTL_ENDPOINT_MAX, "%s", worker) >= MOECTL_ENDPOINT_MAX)
+        st = moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED, "the worker's endpoint is too long");
+    moe__v1__get_status_response__free_unpacked(status, NULL);
+    return st;
+}

@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A connection to one daemon, and the few calls that moectl makes on it. */
+#ifndef MOECTL_LINK_H
+#define MOECTL_LINK_H
+
+#include "moe/v1/admin.pb-c.h"
+#include "moe/v1/expert.pb-c.h"
+#include "moectl/group/state.h"
+
+struct moectl_link;
+
+struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **out) MOE_CHECKED;
+/* NULL is ignored. */
+void moectl_link_close(struct moectl_link *link);
+
+/* Calls `path` and unpacks the answer as `type`; free it with protobuf_c_message_free_unpacked. */
+struct moe_status moectl_link_call(struct moectl_link *link, const char *path,
+                                   const ProtobufCMessage *request, uint64_t deadline_ns,
+                                   const ProtobufCMessageDescriptor *type,
+                                   ProtobufCMessage **out) MOE_CHECKED;
+
+struct moe_status moectl_link_server_info(struct moectl_link *link, uint64_t deadline_ns,
+                                          Moe__V1__GetServerInfoResponse **out) MOE_CHECKED;
+struct moe_status moectl_link_status(struct moectl_link *link, uint64_t deadline_ns,
+                                     Moe__V1__GetStatusResponse **out) MOE_CHECKED;
+
+/* Whether a daemon answers at that address, whatever it says. */
+bool moectl_link_answers(const char *endpoint, uint64_t deadline_ns);
+
+/* Opens a link to the coordinator of the group that `endpoint` belongs to, be it a worker's or the
+ * coordinator's own, and asks for the group's state. */
+struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
+                                    struct moectl_link **out,
+                                    Moe__V1__GetStatusResponse **status) MOE_CHECKED;
+
+/* Where to send forward passes: a worker of the group that the command is about, for a
+ * coordinator serves none. */
+struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uint64_t deadline_ns,
+                                         char endpoint[MOECTL_ENDPOINT_MAX]) MOE_CHECKED;
+
+#endif

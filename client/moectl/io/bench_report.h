@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What moectl bench has measured, and its two renderings. */
+#ifndef MOECTL_BENCH_REPORT_H
+#define MOECTL_BENCH_REPORT_H
+
+#include "moe/client.h"
+#include "moectl/io/histogram.h"
+
+#include <stdbool.h>
+
+enum { MOECTL_BENCH_STAGES = 12, MOECTL_BENCH_RUNS_MAX = 16 };
+
+/* One concurrency. All times in ns. */
+struct moectl_bench_run {
+    uint32_t concurrency;
+    double seconds; /* of the measured window */
+    uint64_t errors;
+    struct moectl_histogram latency;         /* at the client */
+    struct moectl_histogram overhead;        /* latency minus the step's own time */
+    struct moectl_histogram server_overhead; /* on the server, minus the step's own time */
+    struct moectl_histogram stages[MOECTL_BENCH_STAGES];
+    uint64_t step_tokens; /* sum over requests */
+};
+
+struct moectl_bench_report {
+    const struct moe_client_info *info;
+    const char *dtype, *mode;
+    bool spread;
+    uint32_t layer, tokens, hidden;
+    uint64_t seed;
+    struct moectl_bench_run *runs[MOECTL_BENCH_RUNS_MAX];
+    size_t run_count;
+};
+
+/* Adds one answered request. */
+void moectl_bench_record(struct moectl_bench_run *run, uint64_t latency_ns,
+                         const struct moe_client_stages *stages);
+
+/* Both return an exit code. */
+int moectl_bench_print_json(const struct moectl_bench_report *report);
+int moectl_bench_print_table(const struct moectl_bench_report *report);
+
+#endif

@@ -1,0 +1,184 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The frame of every moectl command: options, messages, exit codes. It never talks to a group. */
+#include "moectl/io/cli.h"
+
+#include "base/clock.h"
+#include "daemon/endpoint.h"
+
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { TIMEOUT_MAX_S = 7 * 24 * 3600 };
+
+void moectl_say(const char *fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    fputs("moectl: ", stderr);
+    vfprintf(stderr, fmt, args);
+    fputc('\n', stderr);
+    va_end(args);
+}
+
+int moectl_usage_error(const char *fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    fputs("moectl: ", stderr);
+    vfprintf(stderr, fmt, args);
+    fputs("; see --help\n", stderr);
+    va_end(args);
+    return MOECTL_USAGE;
+}
+
+int moectl_exit_code(enum moe_code code)
+{
+    switch (code) {
+    case MOE_OK: return MOECTL_OK;
+    case MOE_NOT_FOUND: return MOECTL_NOT_FOUND;
+    case MOE_UNAVAILABLE:
+    case MOE_DEADLINE_EXCEEDED: return MOECTL_UNREACHABLE;
+    case MOE_PERMISSION_DENIED:
+    case MOE_UNAUTHENTICATED: return MOECTL_PERMISSION;
+    case MOE_ALREADY_EXISTS:
+    case MOE_FAILED_PRECONDITION:
+    case MOE_ABORTED: return MOECTL_CONFLICT;
+    default: return MOECTL_FAILED;
+    }
+}
+
+int moectl_fail(const struct moe_status *status)
+{
+    if (status->code == MOE_UNKNOWN && status->reason == MOE_REASON_NONE)
+        moectl_say("%s", status->text);
+    else if (status->reason != MOE_REASON_NONE)
+        moectl_say("%s (%s, %s)", status->text, moe_code_name(status->code),
+                   moe_reason_name(status->reason));
+    else
+        moectl_say("%s (%s)", status->text, moe_code_name(status->code));
+    return moectl_exit_code(status->code);
+}
+
+static void print_help(const struct moectl_command *command, const struct moe_option *table,
+                       size_t count)
+{
+    printf("usage: moectl %s %s\n\n%s\n\noptions:\n", command->name, command->usage,
+           command->summary);
+    moe_options_print(stdout, table, count);
+    printf("\nexamples:\n%s", command->examples);
+}
+
+static bool wants_help(int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++)
+        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0)
+            return true;
+    return false;
+}
+
+/* The one given, else the environment's; checked. */
+static int choose_endpoint(struct moectl_common *common)
+{
+    const char *setting = "--endpoint";
+    const char *from_environment = getenv("MOED_ENDPOINT");
+    if (common->endpoint == NULL && common->state_dir == NULL && from_environment != NULL &&
+        from_environment[0] != '\0') {
+        common->endpoint = from_environment;
+        setting = "$MOED_ENDPOINT";
+    }
+    if (common->endpoint == NULL)
+        return MOECTL_OK;
+    struct moe_status st = moe_endpoint_check(setting, common->endpoint);
+    return st.code == MOE_OK ? MOECTL_OK : moectl_usage_error("%s", st.text);
+}
+
+int moectl_require(const struct moectl_required *options, size_t count)
+{
+    char missing[256] = "";
+    size_t used = 0, found = 0;
+    for (size_t i = 0; i < count && used < sizeof missing; i++)
+        if (!options[i].given)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s--%s",
+                                     found++ > 0 ? ", " : "", options[i].name);
+    if (found == 0)
+        return MOECTL_OK;
+    return moectl_usage_error("%s %s missing", missing, found == 1 ? "is" : "are");
+}
+
+bool moectl_parse(const struct moectl_command *command, const struct moe_option *own, size_t count,
+                  struct moectl_common *common, int argc, char **argv, int *code)
+{
+    bool help = false;
+    const struct moe_option shared[] = {
+        {"format", 'o', MOE_OPTION_STRING, &common->format, 0, 0, "FORMAT", "table or json"},
+        {"state-dir", 0, MOE_OPTION_STRING, &common->state_dir, 0, 0, "DIR",
+         "of the local group; else $XDG_RUNTIME_DIR/moed or /tmp/moed-UID"},
+        {"timeout", 't', MOE_OPTION_DOUBLE, &common->timeout_s, 0, TIMEOUT_MAX_S, "SECONDS",
+         "limit for the operation (forward and bench: for each call), 0 = none"},
+        {"help", 'h', MOE_OPTION_BOOL, &help, 0, 0, NULL, "this text"},
+        {"endpoint", 'e', MOE_OPTION_STRING, &common->endpoint, 0, 0, "H:P",
+         "any worker, or the coordinator; else $MOED_ENDPOINT, else the local group"},
+    };
+    struct moe_option table[MOECTL_OPTIONS_MAX];
+    size_t shared_count = sizeof shared / sizeof *shared - (command->local ? 1 : 0);
+    MOE_INVARIANT(count + shared_count <= MOECTL_OPTIONS_MAX);
+    if (count > 0)
+        memcpy(table, own, count * sizeof *own);
+    memcpy(table + count, shared, shared_count * sizeof *shared);
+    count += shared_count;
+
+    *code = MOECTL_OK;
+    if (wants_help(argc, argv)) {
+        print_help(command, table, count);
+        return false;
+    }
+    struct moe_options owned;
+    int first;
+    struct moe_status st = moe_options_parse(table, count, NULL, argc, argv, &first, &owned);
+    if (st.code != MOE_OK) {
+        *code = moectl_usage_error("%s", st.text);
+        return false;
+    }
+    moe_options_free(&owned); /* there is no settings file, so nothing is kept in it */
+    common->json = strcmp(common->format, "json") == 0;
+    if (first < argc)
+        *code = moectl_usage_error("unexpected argument '%s'", argv[first]);
+    else if (!common->json && strcmp(common->format, "table") != 0)
+        *code = moectl_usage_error("--format must be table or json, not '%s'", common->format);
+    if (*code == MOECTL_OK && !command->local)
+        *code = choose_endpoint(common);
+    return *code == MOECTL_OK;
+}
+
+json_t *moectl_document(const char *kind)
+{
+    return json_pack("{s:s, s:s}", "apiVersion", MOECTL_API_VERSION, "kind", kind);
+}
+
+int moectl_print(json_t *document)
+{
+    int rc = document == NULL
+                 ? -1
+                 : json_dumpf(document, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
+    json_decref(document);
+    if (rc != 0 || putchar('\n') == EOF || fflush(stdout) != 0) {
+        moectl_say("cannot write the answer");
+        return MOECTL_FAILED;
+    }
+    return MOECTL_OK;
+}
+
+uint64_t moectl_timeout_ms(const struct moectl_common *common)
+{
+    /* The library takes 0 for its own default, and what overflows for no limit. */
+    uint64_t ms = (uint64_t)(common->timeout_s * 1000.0);
+    return common->timeout_s <= 0 ? UINT64_MAX : ms > 0 ? ms : 1;
+}
+
+uint64_t moectl_deadline(const struct moectl_common *common)
+{
+    return common->timeout_s > 0
+               ? moe_clock_ns() + (uint64_t)(common->timeout_s * (double)MOE_NS_PER_S)
+               : MOE_NEVER;
+}

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remote layers inside a compiled graph (torch.compile), as operators. Torch sees the shapes of
+what an operator returns, and does not look inside.
+
+An operator takes tensors and plain numbers. So a number in a tensor names the layer, and one graph
+serves all layers of a model. What a backward pass has to know of its forward pass travels in a
+tensor too, `passes` [T, 2] int64: weights version and micro batch of each row, the latter -1 where
+the workers do not retain the pass.
+"""
+
+import itertools
+import weakref
+
+import torch
+
+_NOT_RETAINED = -1
+
+_modules = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+available = hasattr(torch.library, "custom_op")  # torch 2.4 and later
+
+
+def enter(module):
+    """The tensor that names `module` to the operators, as long as it lives."""
+    number = next(_numbers)
+    _modules[number] = module
+    return torch.tensor(number)
+
+
+def _empty_ids(x, top_k):
+    return torch.empty((x.shape[0], top_k), dtype=torch.int32, device="cpu")
+
+
+if available:
+    @torch.library.custom_op("moed::remote_moe", mutates_args=())
+    def forward(x: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+        """A plain forward pass of x [T, H]."""
+        module = _modules[handle.item()]
+        return torch.cat([module._run_plain(part) for part in module._split(x, False)])
+
+    @forward.register_fake
+    def _(x, handle):
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    @torch.library.custom_op("moed::remote_moe_training", mutates_args=())
+    def forward_training(x: torch.Tensor, anchor: torch.Tensor, handle: torch.Tensor, top_k: int
+                         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A pass that may have a backward pass: (y, topk_ids, passes)."""
+        module = _modules[handle.item()]
+        module._need_session()
+        ys, ids, passes = [], [], []
+        for part in module._split(x, True):
+            y, topk_ids, version, batch = module._run_forward(part)
+            if batch is not None:
+                module.session.add_retained(batch)
+            ys.append(y)
+            ids.append(topk_ids)
+            passes.append(torch.tensor([version, _NOT_RETAINED if batch is None else batch]).expand(
+                len(part), 2))
+        return torch.cat(ys), torch.cat(ids), torch.cat(passes)
+
+    @forward_training.register_fake
+    def _(x, anchor, handle, top_k):
+        return (torch.empty(x.shape, dtype=x.dtype, device=x.device), _empty_ids(x, top_k),
+                torch.empty((x.shape[0], 2), dtype=torch.int64, device="cpu"))
+
+    @torch.library.custom_op("moed::remote_moe_backward", mutates_args=())
+    def backward(dy: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, passes: torch.Tensor,
+                 anchor: torch.Tensor, handle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(dx, the gradient of the anchor). The second is 0; a graph that asks for it alone keeps
+        the call, and with it the gradients of the workers' parameters."""
+        module = _modules[handle.item()]
+        parts, first = [], 0
+        for part in module._split(x, True):
+            rows = slice(first, first + len(part))
+            version, batch = passes[first].tolist()
+            # A second backward pass of one graph is another micro batch.
+            retained = batch != _NOT_RETAINED and module.session.take_retained(batch)
+            parts.append(module._run_backward(dy[rows], part, ids[rows], version,
+                                              batch if retained else None))
+            first += len(part)
+        return torch.cat(parts), torch.zeros_like(anchor)
+
+    @backward.register_fake
+    def _(dy, x, ids, passes, anchor, handle):
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(anchor)
+
+    def _setup_context(ctx, inputs, output):
+        x, anchor, handle, _ = inputs
+        ctx.save_for_backward(x, output[1], output[2], anchor, handle)
+
+    def _backward(ctx, dy, _ids, _passes):
+        dx, danchor = backward(dy, *ctx.saved_tensors)
+        return dx, danchor, None, None
+
+    forward_training.register_autograd(_backward, setup_context=_setup_context)

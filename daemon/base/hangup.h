@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* SIGHUP reopens the log file and does nothing else. Log rotation renames the file and then
+ * sends this signal; by default it would end the process.
+ *
+ * The signal is blocked in all threads and read from a descriptor, so one that comes while the
+ * daemon starts or ends is neither fatal nor lost before the loop runs. Process-wide. */
+#ifndef MOE_BASE_HANGUP_H
+#define MOE_BASE_HANGUP_H
+
+#include "base/status.h"
+
+#include <uv.h>
+
+/* After this call SIGHUP does not end the process. Call before any other thread exists: threads
+ * inherit the mask. Errors: MOE_INTERNAL/IO. */
+struct moe_status moe_hangup_hold(void) MOE_CHECKED;
+
+/* Serves the signal on `loop`. Close `watch` like any handle of the loop. Call after
+ * moe_hangup_hold. Errors: MOE_INTERNAL/IO. */
+struct moe_status moe_hangup_watch(uv_loop_t *loop, uv_poll_t *watch) MOE_CHECKED;
+
+#endif

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The manifest of a checkpoint: what makes a directory one, and vouches for its files. */
+#include "checkpoint/internal.h"
+
+#include "model/json_file.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+void moe_ckpt__state_file(char name[MOE_CKPT_FILE_MAX], uint32_t slot, const char *extension)
+{
+    snprintf(name, MOE_CKPT_FILE_MAX, "slot-%05" PRIu32 ".%s", slot, extension);
+}
+
+struct moe_status moe_ckpt__manifest_hash(const json_t *manifest, char sha256[MOE_SHA256_HEX])
+{
+    json_t *copy = json_copy((json_t *)manifest);
+    char *text = NULL;
+    if (copy != NULL) {
+        (void)json_object_del(copy, "sha256"); /* not there while it is made */
+        text = json_dumps(copy, JSON_COMPACT | JSON_SORT_KEYS | JSON_REAL_PRECISION(17));
+    }
+    json_decref(copy);
+    if (text == NULL)
+        return moe_ckpt__no_memory();
+    struct moe_status st = moe_sha256_of(text, strlen(text), sha256);
+    free(text);
+    return st;
+}
+
+static struct moe_status malformed_manifest(void)
+{
+    return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, MOE_CKPT_MANIFEST " is damaged");
+}
+
+struct moe_status moe_ckpt__read_manifest(int directory, json_t **out)
+{
+    char hash[MOE_SHA256_HEX];
+    json_t *m = NULL;
+    MOE_TRY(moe_ckpt__damaged(
+        moe_json_read_at(directory, MOE_CKPT_MANIFEST, MOE_CKPT_JSON_BYTES_MAX, &m)));
+    struct moe_status st = moe_ckpt__manifest_hash(m, hash);
+    const char *format = json_string_value(json_object_get(m, "format"));
+    const char *said = json_string_value(json_object_get(m, "sha256"));
+    if (!moe_failed(&st) && (format == NULL || strcmp(format, MOE_CKPT_FORMAT) != 0 ||
+                             said == NULL || strcmp(said, hash) != 0))
+        st = malformed_manifest();
+    if (!moe_failed(&st) &&
+        json_integer_value(json_object_get(m, "format_version")) != MOE_CKPT_FORMAT_VERSION)
+        st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                       "the checkpoint has another format than this version's");
+    if (moe_failed(&st)) {
+        json_decref(m);
+        return st;
+    }
+    *out = m;
+    return st;
+}

@@ -1,0 +1,258 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which checkpoints the training directory has, which of them are this group's own, and what goes
+ * when only the newest are to stay. */
+#include "checkpoint/internal.h"
+
+#include "daemon/log.h"
+#include "model/json_file.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { KEPT_MAX = 65536 };
+
+/* -------------------------------------------------------------- what was loaded by its name */
+
+void moe_checkpoint_told_add(struct moe_checkpoint_told *told, const char *name)
+{
+    uint32_t at = 0;
+    while (at < told->count && strcmp(told->names[at], name) != 0)
+        at++;
+    if (at == told->count && told->count < MOE_CHECKPOINT_TOLD_MAX)
+        told->count++;
+    at = at < MOE_CHECKPOINT_TOLD_MAX ? at : MOE_CHECKPOINT_TOLD_MAX - 1;
+    memmove(told->names[1], told->names[0], at * sizeof told->names[0]);
+    memset(told->names[0], 0, sizeof told->names[0]);
+    strncpy(told->names[0], name, MOE_CHECKPOINT_NAME_MAX);
+}
+
+bool moe_checkpoint_told_has(const struct moe_checkpoint_told *told, const char *name)
+{
+    for (uint32_t i = 0; i < told->count; i++)
+        if (strcmp(told->names[i], name) == 0)
+            return true;
+    return false;
+}
+
+void moe_checkpoint_told_join(struct moe_checkpoint_told *told,
+                              const struct moe_checkpoint_told *older)
+{
+    for (uint32_t i = 0; i < older->count && told->count < MOE_CHECKPOINT_TOLD_MAX; i++)
+        if (!moe_checkpoint_told_has(told, older->names[i]))
+            memcpy(told->names[told->count++], older->names[i], sizeof told->names[0]);
+}
+
+json_t *moe_ckpt__told(const struct moe_checkpoint_told *told)
+{
+    json_t *names = json_array();
+    for (uint32_t i = 0; i < told->count; i++)
+        if (json_array_append_new(names, json_string(told->names[i])) != 0) {
+            json_decref(names);
+            return NULL;
+        }
+    return names;
+}
+
+void moe_ckpt__read_told(const json_t *manifest, struct moe_checkpoint_told *out)
+{
+    const json_t *names = json_object_get(manifest, "told");
+    *out = (struct moe_checkpoint_told){0};
+    for (size_t i = 0; i < json_array_size(names) && out->count < MOE_CHECKPOINT_TOLD_MAX; i++) {
+        const char *name = json_string_value(json_array_get(names, i));
+        if (name != NULL && strlen(name) <= MOE_CHECKPOINT_NAME_MAX)
+            strcpy(out->names[out->count++], name);
+    }
+}
+
+/* ------------------------------------------------------------- which are there, and retention */
+
+/* A checkpoint of the root; others' directories have no manifest and are left alone. */
+struct kept {
+    char name[MOE_CHECKPOINT_NAME_MAX + 1];
+    char parent[MOE_CHECKPOINT_NAME_MAX + 1];
+    uint64_t writer;
+    json_int_t sequence; /* higher = newer */
+    bool counts;         /* for retention */
+    bool spared;         /* by it, whoever wrote it */
+};
+
+static int newest_first(const void *a, const void *b)
+{
+    const struct kept *x = a, *y = b;
+    return x->sequence > y->sequence ? -1 : x->sequence < y->sequence;
+}
+
+static bool read_kept(int root, const char *name, struct kept *out)
+{
+    int fd = -1;
+    json_t *m = NULL;
+    if (!moe_file_name_is_plain(name) || strlen(name) > MOE_CHECKPOINT_NAME_MAX)
+        return false;
+    struct moe_status st = moe_ckpt__open_dir(root, name, &fd);
+    if (moe_failed(&st))
+        return false;
+    st = moe_ckpt__read_manifest(fd, &m);
+    close(fd);
+    if (moe_failed(&st))
+        return false;
+    strcpy(out->name, name);
+    out->sequence = json_integer_value(json_object_get(m, "sequence"));
+    out->counts = out->spared = false;
+    const char *save = json_string_value(json_object_get(m, "save"));
+    out->writer = save != NULL ? strtoull(save, NULL, 16) : 0;
+    out->parent[0] = '\0';
+    const char *parent = json_string_value(json_object_get(m, "parent"));
+    if (parent != NULL && strlen(parent) <= MOE_CHECKPOINT_NAME_MAX)
+        strcpy(out->parent, parent);
+    json_decref(m);
+    return true;
+}
+
+/* All checkpoints of the root, newest first. The caller frees `*list`. */
+static struct moe_status list_kept(int root, struct kept **list, size_t *count)
+{
+    struct moe_status st = moe_ok();
+    DIR *names;
+    size_t room = 0;
+    *list = NULL;
+    *count = 0;
+    MOE_TRY(moe_ckpt__open_names(root, &names));
+    for (struct dirent *e = readdir(names); e != NULL && *count < KEPT_MAX; e = readdir(names)) {
+        if (*count == room) {
+            room = room > 0 ? 2 * room : 16;
+            struct kept *grown = reallocarray(*list, room, sizeof *grown);
+            if (grown == NULL) {
+                st = moe_ckpt__no_memory();
+                break;
+            }
+            *list = grown;
+        }
+        if (read_kept(root, e->d_name, &(*list)[*count]))
+            ++*count;
+    }
+    closedir(names);
+    if (*count > 0)
+        qsort(*list, *count, sizeof **list, newest_first);
+    return st;
+}
+
+struct moe_status moe_ckpt__next_sequence(const char *path, json_int_t *sequence)
+{
+    int root = -1;
+    struct kept *list = NULL;
+    size_t count = 0;
+    MOE_TRY(moe_ckpt__open_root(path, &root));
+    struct moe_status st = list_kept(root, &list, &count);
+    *sequence = count > 0 ? list[0].sequence + 1 : 1;
+    free(list);
+    close(root);
+    return st;
+}
+
+/* Out of sight before it is taken apart: `*gone` as soon as it is, whatever becomes of its files.
+ */
+static struct moe_status remove_kept(int root, const char *name, bool *gone)
+{
+    char hidden[MOE_CKPT_HIDDEN_MAX];
+    snprintf(hidden, sizeof hidden, ".%s.removed", name);
+    MOE_TRY(moe_ckpt__remove_tree(root, hidden));
+    if (renameat(root, name, root, hidden) != 0)
+        return moe_ckpt__io("renaming");
+    *gone = true;
+    return moe_ckpt__remove_tree(root, hidden);
+}
+
+/* What the group that wrote `name` had been told to load by then. */
+static struct moe_status read_told_of(int root, const char *name, struct moe_checkpoint_told *out)
+{
+    int fd = -1;
+    json_t *m = NULL;
+    MOE_TRY(moe_ckpt__open_dir(root, name, &fd));
+    struct moe_status st = moe_ckpt__read_manifest(fd, &m);
+    close(fd);
+    MOE_TRY(st);
+    moe_ckpt__read_told(m, out);
+    json_decref(m);
+    return st;
+}
+
+/* The checkpoint and what it came from: parents, until one is not there any more, or `stops` and is
+ * spared. Newest first, so a parent lies behind its child; one that does not is another checkpoint,
+ * which got the parent's name later. */
+static void mark_line(struct kept *list, size_t count, const char *name, bool stops,
+                      void (*mark)(struct kept *))
+{
+    for (size_t i = 0; i < count; i++) {
+        if (name[0] == '\0' || strcmp(list[i].name, name) != 0)
+            continue;
+        if (stops && list[i].spared)
+            return;
+        mark(&list[i]);
+        name = list[i].parent;
+    }
+}
+
+static void spare(struct kept *k)
+{
+    k->spared = true;
+}
+
+static void count_it(struct kept *k)
+{
+    k->counts = true;
+}
+
+/* Of a root that others use too: what this process has written, and what `newest` came from without
+ * being told. What the group was told to load was there before it, or is dear to somebody: it is
+ * spared, and so is all that it came from. */
+static void count_ours(struct kept *list, size_t count, const char *newest, uint64_t writer,
+                       const struct moe_checkpoint_told *told)
+{
+    for (uint32_t i = 0; i < told->count; i++)
+        mark_line(list, count, told->names[i], false, spare);
+    mark_line(list, count, newest, true, count_it);
+    for (size_t i = 0; i < count; i++)
+        list[i].counts = !list[i].spared && (list[i].counts || list[i].writer == writer);
+}
+
+static void note_removed(struct moe_checkpoint_removed *removed, const char *name)
+{
+    if (removed->count < MOE_CHECKPOINT_REMOVED_MAX)
+        (void)snprintf(removed->names[removed->count], sizeof removed->names[0], "%s", name);
+    removed->count++;
+}
+
+struct moe_status moe_ckpt__keep_newest(const struct moe_checkpoint_context *c, const char *newest,
+                                        uint32_t keep, struct moe_checkpoint_removed *removed)
+{
+    int root = -1;
+    struct kept *list = NULL;
+    size_t count = 0;
+    uint32_t counted = 0;
+    MOE_TRY(moe_ckpt__open_root(c->root, &root));
+    struct moe_checkpoint_told told;
+    struct moe_status st = read_told_of(root, newest, &told);
+    if (!moe_failed(&st))
+        st = list_kept(root, &list, &count);
+    count = moe_failed(&st) ? 0 : count;
+    count_ours(list, count, newest, c->writer, &told);
+    for (size_t i = 0; i < count; i++) {
+        if (!list[i].counts || counted++ < keep || strcmp(list[i].name, newest) == 0)
+            continue;
+        bool gone = false;
+        struct moe_status one = remove_kept(root, list[i].name, &gone);
+        if (moe_failed(&one))
+            st = moe_error_context(one, "checkpoint %s", list[i].name);
+        if (!gone)
+            continue;
+        note_removed(removed, list[i].name);
+        moe_log_info("checkpoint %s: removed, for %s was to leave %" PRIu32 " at most",
+                     list[i].name, newest, keep);
+    }
+    free(list);
+    close(root);
+    return st;
+}

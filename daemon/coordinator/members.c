@@ -1,0 +1,372 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Members of slots: registration, fencing, agreement on the model. Never forms epochs; ends one
+ * when its member is lost. */
+#include "coordinator/membership_state.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* ------------------------------------------------------------------ slots */
+
+bool moe_membership__find_stream(const struct moe_membership *m, uint64_t stream, uint32_t *slot)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        if (m->members[s].state == SLOT_TAKEN && m->members[s].stream == stream) {
+            *slot = s;
+            return true;
+        }
+    }
+    return false;
+}
+
+void moe_membership__lose(struct moe_membership *m, uint32_t slot, enum moe_membership_cause cause,
+                          const char *what, struct moe_status last_status)
+{
+    struct member *member = &m->members[slot];
+    char why[MOE_MEMBERSHIP_REASON_BYTES];
+    snprintf(why, sizeof why, "slot %u %s", slot, what);
+    if (member->stream != 0)
+        moe_membership__close(m, member->stream, last_status);
+    member->state = SLOT_LEFT;
+    member->stream = 0;
+    member->error = cause == MOE_CAUSE_LEFT
+                        ? moe_ok()
+                        : moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "%s", what);
+    moe_membership__log(m, MOE_LOG_WARN, "%s (%s)", why, member->worker_id);
+    moe_membership__copy_text(m->trouble, sizeof m->trouble, why);
+    moe_membership__end_epoch(m, cause, why);
+}
+
+/* Searches the history from its end. False when it does not contain the worker. */
+static bool find_latest(const struct moe_membership *m, const char *worker_id,
+                        uint64_t *incarnation)
+{
+    size_t kept = m->history_count < HISTORY_MAX ? m->history_count : HISTORY_MAX;
+    for (size_t age = 1; age <= kept; age++) {
+        size_t at = (m->history_count - age) % HISTORY_MAX;
+        if (strcmp(m->history[at].worker_id, worker_id) == 0) {
+            *incarnation = m->history[at].incarnation;
+            return true;
+        }
+    }
+    return false;
+}
+
+void moe_membership__remember(struct moe_membership *m, const struct member *member)
+{
+    uint64_t latest;
+    if (find_latest(m, member->worker_id, &latest) && latest == member->incarnation)
+        return;
+    size_t at = m->history_count++ % HISTORY_MAX;
+    memcpy(m->history[at].worker_id, member->worker_id, sizeof m->history[at].worker_id);
+    m->history[at].incarnation = member->incarnation;
+}
+
+static struct moe_status stale_process(void)
+{
+    return moe_error(MOE_ABORTED, MOE_REASON_STALE_EPOCH,
+                     "a newer process of this worker has registered");
+}
+
+/* True for a process that had a slot before a later process of the same worker had one. */
+static bool is_fenced(const struct moe_membership *m, const struct moe_membership_register *r)
+{
+    uint64_t latest;
+    if (!find_latest(m, r->worker_id, &latest) || latest == r->incarnation)
+        return false;
+    for (size_t i = 0; i < HISTORY_MAX; i++)
+        if (m->history[i].incarnation == r->incarnation &&
+            strcmp(m->history[i].worker_id, r->worker_id) == 0)
+            return true;
+    return false;
+}
+
+/* Order: the slot that the worker left, the wanted one, one that was never taken, any free one. */
+static bool pick_slot(const struct moe_membership *m, const struct moe_membership_register *r,
+                      uint32_t *slot)
+{
+    uint32_t best = 0;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct member *member = &m->members[s];
+        if (member->state == SLOT_TAKEN)
+            continue;
+        bool own = member->state == SLOT_LEFT && strcmp(member->worker_id, r->worker_id) == 0;
+        uint32_t rank = own                                ? 4
+                        : r->wanted_slot_plus_one == s + 1 ? 3
+                        : member->state == SLOT_EMPTY      ? 2
+                                                           : 1;
+        if (rank > best) {
+            best = rank;
+            *slot = s;
+        }
+    }
+    return best > 0;
+}
+
+static bool find_worker(const struct moe_membership *m, const char *worker_id, uint32_t *slot)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        if (m->members[s].state == SLOT_TAKEN && strcmp(m->members[s].worker_id, worker_id) == 0) {
+            *slot = s;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* ------------------------------------------------------------------ agreement of workers */
+
+/* One word of printable ASCII, of less than `size` bytes: logs, tables and files hold it unescaped.
+ */
+static bool is_word(const char *s, size_t size)
+{
+    size_t n = 0;
+    for (; s[n] != '\0'; n++)
+        if (n + 1 >= size || s[n] <= ' ' || s[n] > '~' || s[n] == '"' || s[n] == '\\')
+            return false;
+    return n > 0;
+}
+
+/* A name: UTF-8 without control characters. Checks only the form of sequences. */
+static bool is_name(const char *s, size_t size)
+{
+    size_t n = 0, follow = 0;
+    for (; s[n] != '\0'; n++) {
+        unsigned char c = (unsigned char)s[n];
+        bool continues = (c & 0xc0) == 0x80;
+        if (n + 1 >= size || c < ' ' || c == 0x7f || continues != (follow > 0))
+            return false;
+        if (continues)
+            follow--;
+        else
+            follow = c < 0x80 ? 0 : c >= 0xf0 ? 3 : c >= 0xe0 ? 2 : 1;
+    }
+    return n > 0 && follow == 0;
+}
+
+static struct moe_status check_register(const struct moe_membership_register *r)
+{
+    const char *bad = !is_word(r->worker_id, MOE_MEMBERSHIP_ID_BYTES)        ? "worker_id"
+                      : !is_word(r->endpoint, MOE_MEMBERSHIP_ENDPOINT_BYTES) ? "endpoint"
+                      : !is_word(r->backend, MOE_MEMBERSHIP_SHORT_BYTES)     ? "backend"
+                      : !is_name(r->model, MOE_MEMBERSHIP_ID_BYTES)          ? "model"
+                      : !is_word(r->fingerprint, MOE_MEMBERSHIP_ID_BYTES)    ? "model_fingerprint"
+                      : !is_word(r->family, MOE_MEMBERSHIP_SHORT_BYTES)      ? "family"
+                      : !is_word(r->version, MOE_MEMBERSHIP_SHORT_BYTES)     ? "version"
+                      : r->incarnation == 0                                  ? "incarnation"
+                      : r->max_tokens_per_step == 0                          ? "max_tokens_per_step"
+                      : r->layer_count == 0 || r->layer_count > LAYERS_MAX   ? "layers"
+                                                                             : NULL;
+    if (bad != NULL)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
+                         "Register.%s is missing or not acceptable", bad);
+    return moe_ok();
+}
+
+/* Length of "major.minor" in "major.minor.patch". */
+static size_t release_length(const char *version)
+{
+    const char *dot = strchr(version, '.');
+    dot = dot != NULL ? strchr(dot + 1, '.') : NULL;
+    return dot != NULL ? (size_t)(dot - version) : strlen(version);
+}
+
+static struct moe_status check_version(const struct moe_membership *m, const char *version)
+{
+    size_t n = release_length(m->config.version);
+    if (release_length(version) == n && strncmp(version, m->config.version, n) == 0)
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                     "worker release %.31s does not go with coordinator release %.31s", version,
+                     m->config.version);
+}
+
+static struct moe_status check_model(const struct moe_membership *m,
+                                     const struct moe_membership_register *r)
+{
+    const char *differs =
+        strcmp(m->fingerprint, r->fingerprint) != 0 ? "model fingerprint"
+        : strcmp(m->model, r->model) != 0           ? "model name"
+        : strcmp(m->backend, r->backend) != 0       ? "backend"
+        : strcmp(m->family, r->family) != 0         ? "model family"
+        : m->layer_count != r->layer_count ||
+                memcmp(m->layers, r->layers, r->layer_count * sizeof *r->layers) != 0
+            ? "layer list"
+            : NULL;
+    if (differs == NULL)
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                     "the %s differs from that of the workers already in the group", differs);
+}
+
+/* Makes the worker's model that of the group, and places its experts. */
+static struct moe_status adopt_model(struct moe_membership *m,
+                                     const struct moe_membership_register *r)
+{
+    struct moe_placement_layer layers[LAYERS_MAX];
+    for (size_t i = 0; i < r->layer_count; i++)
+        layers[i] = (struct moe_placement_layer){r->layers[i].layer, r->layers[i].experts};
+    m->model_known = false;
+    MOE_TRY(moe_placement_set_linear(m->placement, m->saved.placement_version, m->config.slots,
+                                     layers, r->layer_count));
+    uint64_t hash = moe_placement_content_hash(m->placement);
+    if (m->saved.placement_version == 0 || hash != m->saved.placement_hash) {
+        moe_membership__end_epoch(m, MOE_CAUSE_OUT_OF_STEP, "the model has changed");
+        m->saved.placement_version++;
+        m->saved.placement_hash = hash;
+        m->placement_durable = false;
+        m->awaited_save = 0;
+        moe_placement_set_version(m->placement, m->saved.placement_version);
+    }
+    moe_membership__copy_text(m->backend, sizeof m->backend, r->backend);
+    moe_membership__copy_text(m->family, sizeof m->family, r->family);
+    snprintf(m->model, sizeof m->model, "%s", r->model);
+    moe_membership__copy_text(m->fingerprint, sizeof m->fingerprint, r->fingerprint);
+    memcpy(m->layers, r->layers, r->layer_count * sizeof *r->layers);
+    m->layer_count = r->layer_count;
+    m->model_known = true;
+    return moe_ok();
+}
+
+/* Workers must have the model of the group. The only worker of a group may change it. */
+static struct moe_status agree_on_model(struct moe_membership *m,
+                                        const struct moe_membership_register *r)
+{
+    bool alone = true;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct member *member = &m->members[s];
+        bool here = member->state == SLOT_TAKEN && member->endpoint[0] != '\0';
+        bool replaced =
+            strcmp(member->worker_id, r->worker_id) == 0 && member->incarnation != r->incarnation;
+        if (here && !replaced)
+            alone = false;
+    }
+    return m->model_known && !alone ? check_model(m, r) : adopt_model(m, r);
+}
+
+/* ------------------------------------------------------------------ register */
+
+static void confirm(struct moe_membership *m, uint32_t slot)
+{
+    struct moe_membership_action *a = moe_membership__send(m, slot, MOE_MEMBERSHIP_REGISTERED);
+    MOE_INVARIANT(a != NULL);
+    a->epoch = m->announced_epoch;
+}
+
+static void take_slot(struct moe_membership *m, uint64_t stream, uint32_t slot,
+                      const struct moe_membership_register *r)
+{
+    struct member *member = &m->members[slot];
+    *member = (struct member){.state = SLOT_TAKEN,
+                              .incarnation = r->incarnation,
+                              .stream = stream,
+                              .last_message_ns = m->now_ns,
+                              .max_tokens = r->max_tokens_per_step};
+    moe_membership__copy_text(member->worker_id, sizeof member->worker_id, r->worker_id);
+    moe_membership__copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
+    m->attempts = 0;
+    m->waits = 0;
+    m->failed = false;
+    m->next_try_ns = m->now_ns;
+    moe_membership__log(m, MOE_LOG_INFO, "slot %u: %s at %s", slot, member->worker_id,
+                        member->endpoint);
+    moe_membership__remember(m, member);
+    confirm(m, slot);
+}
+
+void moe_membership__drain(struct moe_membership *m, uint32_t slot, const char *reason,
+                           uint32_t limit_ms)
+{
+    struct member *member = &m->members[slot];
+    member->draining = true;
+    member->drain_limit_ms = limit_ms;
+    struct moe_membership_action *a = moe_membership__send(m, slot, MOE_MEMBERSHIP_DRAIN);
+    if (a == NULL)
+        return; /* reconnect sends it */
+    a->limit_ms = limit_ms;
+    moe_membership__copy_text(a->status.text, sizeof a->status.text, reason);
+}
+
+/* The slot's process registers on a new stream, or again on the same one. Messages of the old
+ * stream may be lost: a forming epoch starts over, and the next heartbeat must confirm a view. */
+static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
+                      const struct moe_membership_register *r)
+{
+    struct member *member = &m->members[slot];
+    if (member->stream == stream) {
+        confirm(m, slot);
+        return;
+    }
+    char why[MOE_MEMBERSHIP_REASON_BYTES];
+    snprintf(why, sizeof why, "slot %u reconnected", slot);
+    if (member->stream != 0)
+        moe_membership__close(
+            m, member->stream,
+            moe_error(MOE_ABORTED, MOE_REASON_NONE, "replaced by a newer stream"));
+    member->stream = 0;
+    if (m->phase != PHASE_IDLE)
+        moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED, why);
+    member->stream = stream;
+    member->max_tokens = r->max_tokens_per_step;
+    moe_membership__copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
+    member->unverified = m->view_epoch != 0;
+    member->assigned = member->loaded || member->load_failed;
+    moe_membership__log(m, MOE_LOG_INFO, "%s", why);
+    confirm(m, slot);
+    if (member->draining)
+        moe_membership__drain(m, slot, "requested before", member->drain_limit_ms);
+}
+
+/* The error says when a slot may become free: when the lease of a disconnected worker ends. */
+static struct moe_status no_free_slot(const struct moe_membership *m)
+{
+    uint64_t first_ns = MOE_NEVER;
+    uint32_t slot = 0;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct member *member = &m->members[s];
+        if (member->stream == 0 && member->last_message_ns + m->config.lease_ns < first_ns) {
+            first_ns = member->last_message_ns + m->config.lease_ns;
+            slot = s;
+        }
+    }
+    if (first_ns == MOE_NEVER)
+        return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE,
+                               (uint32_t)(m->config.lease_ns / MOE_NS_PER_MS),
+                               "all %u slots are taken", m->config.slots);
+    uint64_t left_ns = first_ns > m->now_ns ? first_ns - m->now_ns : 0;
+    uint32_t left_ms = (uint32_t)(left_ns / MOE_NS_PER_MS) + 1;
+    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, left_ms,
+                           "all %u slots are taken; slot %u is not connected, its lease ends in "
+                           "%u.%u s",
+                           m->config.slots, slot, left_ms / 1000, left_ms % 1000 / 100);
+}
+
+struct moe_status moe_membership__register(struct moe_membership *m, uint64_t stream,
+                                           const struct moe_membership_register *r)
+{
+    MOE_TRY(check_register(r));
+    MOE_TRY(check_version(m, r->version));
+    if (is_fenced(m, r))
+        return stale_process();
+    uint32_t slot = 0, other;
+    bool known = find_worker(m, r->worker_id, &slot);
+    bool same = known && m->members[slot].incarnation == r->incarnation;
+    if (moe_membership__find_stream(m, stream, &other) && !(same && other == slot))
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                         "a stream registers one worker process");
+    if (m->shutting_down && !same)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group is shutting down");
+    if (!known && !pick_slot(m, r, &slot))
+        return no_free_slot(m);
+    MOE_TRY(agree_on_model(m, r));
+    if (same) {
+        m->members[slot].last_message_ns = m->now_ns;
+        reconnect(m, stream, slot, r);
+        return moe_ok();
+    }
+    if (known)
+        moe_membership__lose(m, slot, MOE_CAUSE_REPLACED, "was replaced by a new process",
+                             stale_process());
+    take_slot(m, stream, slot, r);
+    return moe_ok();
+}

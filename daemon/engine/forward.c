@@ -1,0 +1,131 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Forward passes: the row of MOE_STEP_FORWARD, whose steps take whatever waits for their layer and
+ * dtype; and the parts of it that retained passes (retain.c) share. */
+#include "engine/state.h"
+
+static const struct moe_layer_spec *find_spec(const struct moe_engine *e, uint32_t layer,
+                                              struct moe_layer **handle)
+{
+    size_t low = 0, high = e->config.layer_count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (e->config.specs[middle]->layer < layer)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    MOE_INVARIANT(low < e->config.layer_count && e->config.specs[low]->layer == layer);
+    *handle = e->config.layers[low];
+    return e->config.specs[low];
+}
+
+static struct moe_status claim(struct moe_engine *e, struct moe_step_slot *step_slot)
+    MOE_REQUIRES(e->lock)
+{
+    const struct moe_ticket *t = &step_slot->ticket;
+    const struct moe_step_key key = {t->layer, t->kind, t->dtype};
+    step_slot->segment_count =
+        moe_batcher_take(e->batcher, &key, t->bucket, step_slot->segments, &step_slot->tokens);
+    return moe_ok();
+}
+
+void moe_engine__begin_forward(struct moe_engine *e, struct moe_step_slot *step_slot,
+                               struct moe_session *session, uint64_t retain_as)
+{
+    struct moe_step_args args;
+    struct moe_layer *layer;
+    const struct moe_layer_spec *spec = find_spec(e, step_slot->ticket.layer, &layer);
+    moe_step_slot_gather(step_slot, spec, &args);
+    args.layer = layer;
+    args.save = retain_as;
+    step_slot->failure = e->config.backend->step_enqueue(session, &args, &step_slot->step);
+    if (moe_failed(&step_slot->failure))
+        step_slot->step = NULL;
+}
+
+static void begin(struct moe_engine *e, struct moe_step_slot *step_slot,
+                  struct moe_session *session)
+{
+    moe_engine__begin_forward(e, step_slot, session, 0);
+}
+
+/* --------------------------------------------------------------------------- ends */
+
+static void add_result(struct moe_work *w, const struct moe_step_slot *step_slot,
+                       const struct moe_step_result *r)
+{
+    for (int i = 0; i < MOE_STAGE_COUNT; i++)
+        w->step.stage_ns[i] += r->stage_ns[i];
+    w->step.total_ns += r->total_ns;
+    w->step.rows += r->rows;
+    w->step.missing_slot = -1;
+    w->answered_epoch = step_slot->ticket.epoch;
+    w->answered_version = step_slot->weights_version;
+    w->step_tokens = step_slot->tokens;
+    w->steps++;
+}
+
+/* `finished` comes before the rows are copied out: the sequencer can order the next step while they
+ * are. Where it is this worker's own, and peers send it mail, this thread reads their word: what
+ * comes while rows are copied is read after that. */
+void moe_engine__hand_out(struct moe_engine *e, struct moe_step_slot *step_slot,
+                          const struct moe_step_result *result)
+{
+    struct moe_layer *layer;
+    e->config.finished(e->config.ctx, &step_slot->ticket, moe_ok(), 0);
+    moe_step_slot_scatter(step_slot, find_spec(e, step_slot->ticket.layer, &layer));
+    moe_step_metrics_forward(e->config.metrics, result);
+}
+
+void moe_engine__finish_segments(struct moe_engine *e, const struct moe_step_slot *step_slot,
+                                 const struct moe_step_result *result)
+{
+    uint32_t row = 0;
+    for (size_t i = 0; i < step_slot->segment_count; i++) {
+        const struct moe_segment *s = &step_slot->segments[i];
+        struct moe_work *w = s->work;
+        struct moe_status outcome = moe_step_slot_outcome(step_slot, s, row);
+        row += s->count;
+        w->finished += s->count;
+        add_result(w, step_slot, result);
+        if (moe_failed(&outcome)) {
+            (void)moe_batcher_remove(e->batcher, w);
+            moe_engine__give_up(e, w, outcome);
+        } else {
+            moe_engine__settle(e, w);
+        }
+    }
+    e->counters.tokens += step_slot->tokens;
+    e->counters.steps++;
+}
+
+static void complete(struct moe_engine *e, struct moe_step_slot *step_slot,
+                     const struct moe_step_result *result) MOE_REQUIRES(e->lock)
+{
+    moe_mutex_unlock(&e->lock);
+    moe_engine__hand_out(e, step_slot, result);
+    moe_mutex_lock(&e->lock);
+    moe_engine__finish_segments(e, step_slot, result);
+}
+
+/* Undoes the takes of one step, last segment first. */
+void moe_engine__put_back(struct moe_engine *e, struct moe_step_slot *step_slot)
+{
+    for (size_t i = step_slot->segment_count; i-- > 0;) {
+        const struct moe_segment *s = &step_slot->segments[i];
+        struct moe_work *w = s->work;
+        if (!w->cancelled && !moe_failed(&w->failure)) {
+            moe_batcher_put_back(e->batcher, s);
+            continue;
+        }
+        w->finished += s->count;
+        moe_engine__give_up(e, w, moe_error(MOE_CANCELLED, MOE_REASON_NONE, "cancelled"));
+    }
+}
+
+const struct moe_step_row moe_engine__forward = {
+    .claim = claim,
+    .begin = begin,
+    .complete = complete,
+    .abandon = moe_engine__put_back,
+};

@@ -1,0 +1,71 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The queue of events for the session's thread, and the heartbeat. */
+#include "group/state.h"
+
+#include "base/clock.h"
+#include "base/wait.h"
+#include "daemon/log.h"
+#include "group/report.h"
+
+#include <stdlib.h>
+
+void moe_group__append_event(struct moe_group *g, struct event *e)
+{
+    *g->end = e;
+    g->end = &e->next;
+    g->event_count++;
+    pthread_cond_signal(&g->wake);
+}
+
+struct event *moe_group__new_event(enum event_kind kind, size_t length)
+{
+    struct event *e = calloc(1, sizeof *e + length);
+    if (e == NULL) {
+        moe_log_error("group: no memory for an event");
+        return NULL;
+    }
+    e->kind = kind;
+    e->length = length;
+    return e;
+}
+
+void moe_group__post(struct moe_group *g, enum event_kind kind, uint64_t number, uint64_t slots,
+                     struct moe_status status)
+{
+    struct event *e = moe_group__new_event(kind, 0);
+    if (e == NULL)
+        return;
+    e->number = number;
+    e->slots = slots;
+    e->status = status;
+    moe_mutex_lock(&g->lock);
+    moe_group__append_event(g, e);
+    moe_mutex_unlock(&g->lock);
+}
+
+struct event *moe_group__wait_for_event(struct moe_group *g, uint64_t deadline_ns, bool *quit)
+{
+    bool in_time = true;
+    moe_mutex_lock(&g->lock);
+    while (g->first == NULL && !g->quit && in_time)
+        in_time = moe_wait_until(&g->wake, &g->lock, deadline_ns);
+    *quit = g->quit;
+    struct event *e = g->first;
+    if (e != NULL) {
+        g->first = e->next;
+        g->event_count--;
+        if (g->first == NULL)
+            g->end = &g->first;
+    }
+    moe_mutex_unlock(&g->lock);
+    return e;
+}
+
+void moe_group__send_heartbeat(struct moe_group *g)
+{
+    struct moe_group_numbers numbers = {0};
+    g->config.hooks.numbers(g->config.hooks.ctx, &numbers);
+    moe_report_heartbeat(g->stream, g->epoch, &numbers);
+    /* Two heartbeats may be lost before the lease ends. */
+    g->heartbeat_ns = moe_clock_ns() + g->lease_ms * MOE_NS_PER_MS / 3;
+}

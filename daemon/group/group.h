@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The worker's session with the coordinator, from Register to Leaving (moe/v1/coordinator.proto).
+ * The worker's own actions are behind hooks.
+ *
+ * The coordinator is never on the request path. While it is away, the worker keeps serving the last
+ * committed view and tries to register again as the same process. Only the coordinator can take a
+ * slot away. */
+#ifndef MOE_GROUP_GROUP_H
+#define MOE_GROUP_GROUP_H
+
+#include "moe/backend.h"
+
+struct moe_group;
+struct moe_rpc_client;
+
+/* The worker that registers. Strings and specs are borrowed and outlive the group. */
+struct moe_group_identity {
+    const char *worker_id;
+    uint64_t incarnation; /* new at each process start */
+    const char *endpoint; /* where peers and clients reach this worker */
+    const char *backend, *model, *fingerprint, *family, *version;
+    const struct moe_layer_spec *const *layers;
+    size_t layer_count;
+    uint32_t max_tokens_per_step;
+    uint32_t wanted_slot_plus_one; /* 0 = any */
+};
+
+/* One layer of an assignment, unchecked. */
+struct moe_group_layer {
+    uint32_t layer;
+    const uint32_t *copies; /* [experts] */
+    size_t experts;
+    const uint32_t *slots; /* [slot_count]: slots of expert 0, then of expert 1, ... */
+    size_t slot_count;
+};
+
+struct moe_group_assignment {
+    uint32_t slot, slots;
+    uint32_t placement_version;
+    const struct moe_group_layer *layers;
+    size_t layer_count;
+};
+
+struct moe_group_member {
+    const char *worker_id, *endpoint;
+    uint64_t incarnation;
+};
+
+/* The view of a PREPARE, checked: this process is a member. */
+struct moe_group_view {
+    uint64_t epoch;
+    uint32_t slot, slots;
+    uint64_t live; /* bit s: slot s is a member */
+    uint32_t placement_version;
+    uint64_t placement_hash;
+    uint32_t max_tokens_per_step;
+    struct moe_group_member members[MOE_MAX_SLOTS];
+};
+
+struct moe_group_numbers { /* moe.v1.Heartbeat */
+    uint64_t loaded_bytes, total_bytes, tokens, steps;
+};
+
+/* The worker's actions. Pointers in arguments are valid during the call. */
+struct moe_group_hooks {
+    /* Called on the serial executor's thread, one at a time; may block. */
+
+    /* Makes the assigned experts resident; does nothing if they already are. */
+    struct moe_status (*load)(void *ctx, const struct moe_group_assignment *assignment);
+    /* Leaves the previous view, joins the session of this one, and checks that all members agree.
+     * `allgather` may be used until it returns. A failure leaves nothing behind. */
+    struct moe_status (*form)(void *ctx, const struct moe_group_view *view,
+                              moe_allgather_fn allgather, void *allgather_ctx);
+    /* The view that was formed last is in force: starts to serve. */
+    struct moe_status (*serve)(void *ctx);
+    /* Ends the view that was formed or served, if any. */
+    void (*leave)(void *ctx);
+
+    /* Called on the group's own thread; must not block. */
+
+    void (*slot_assigned)(void *ctx, uint32_t slot, uint32_t slots);
+    void (*numbers)(void *ctx, struct moe_group_numbers *out);
+    /* Makes a running `load` fail soon. */
+    void (*cancel_load)(void *ctx);
+    /* There has been no view for reform_ms: fails waiting requests with `why`. */
+    void (*give_up)(void *ctx, struct moe_status why);
+    /* Refuses new requests; accepted ones continue. */
+    void (*drain)(void *ctx);
+    bool (*drained)(void *ctx);
+    /* The session has ended for good; the last call of all hooks. Success: drained in time. */
+    void (*ended)(void *ctx, struct moe_status why);
+    void *ctx;
+};
+
+struct moe_group_config {
+    struct moe_rpc_client *client; /* borrowed */
+    const char *coordinator;       /* "host:port" */
+    struct moe_group_identity identity;
+    uint32_t drain_ms;  /* limit of a drain, unless the coordinator sets one */
+    uint32_t gather_ms; /* limit of an all-gather */
+    uint32_t reform_ms; /* how long requests wait for a new view */
+    struct moe_group_hooks hooks;
+};
+
+/* Starts connecting at once. */
+struct moe_status moe_group_start(const struct moe_group_config *config,
+                                  struct moe_group **out) MOE_CHECKED;
+/* Ends the session in any state, leaves the view, joins the threads. Not from a hook. NULL is
+ * ignored. */
+void moe_group_destroy(struct moe_group *g);
+
+/* [any thread] Drains this worker, then calls `ended`. Repeated calls change nothing. */
+void moe_group_drain(struct moe_group *g, const char *reason);
+/* [any thread] Asks the coordinator to try to form the group again without its usual wait. Used
+ * when an operator has resolved what kept the group from forming. Sent as soon as it is connected.
+ */
+void moe_group_try_again(struct moe_group *g);
+/* [any thread] Peers of the view of `epoch` are gone, or a step failed. Ends the view here and
+ * reports to the coordinator. `slots` (bit s: slot s) may be 0. Never blocks. */
+void moe_group_report_lost(struct moe_group *g, uint64_t epoch, uint64_t slots,
+                           struct moe_status why);
+
+#endif

@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Each message is built on the stack and packed at once. */
+#include "group/report.h"
+
+#include "daemon/log.h"
+#include "moe/v1/coordinator.pb-c.h"
+#include "rpc/control.h"
+
+static void send_message(struct moe_rpc_stream *stream, const Moe__V1__SessionRequest *q)
+{
+    if (stream == NULL)
+        return;
+    struct moe_status st = moe_control_send(stream, &q->base);
+    if (moe_failed(&st))
+        moe_log_debug("coordinator: %s", st.text);
+}
+
+void moe_report_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out)
+{
+    moe__v1__layer_info__init(out);
+    out->layer = spec->layer;
+    out->hidden = spec->hidden;
+    out->experts = spec->experts;
+    out->top_k = spec->router.top_k;
+    out->intermediate = spec->intermediate;
+    out->zero_experts = spec->router.zero_experts;
+    out->shared_intermediate = spec->shared_intermediate;
+}
+
+void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_identity *id,
+                         uint32_t wanted_slot_plus_one)
+{
+    Moe__V1__LayerInfo layers[MOE_MAX_LAYERS];
+    Moe__V1__LayerInfo *pointers[MOE_MAX_LAYERS];
+    for (size_t i = 0; i < id->layer_count; i++) {
+        moe_report_layer(id->layers[i], &layers[i]);
+        pointers[i] = &layers[i];
+    }
+    Moe__V1__Register r = MOE__V1__REGISTER__INIT;
+    r.worker_id = (char *)id->worker_id; /* protobuf-c has no const strings; packing only reads */
+    r.incarnation = id->incarnation;
+    r.endpoint = (char *)id->endpoint;
+    r.backend = (char *)id->backend;
+    r.model = (char *)id->model;
+    r.model_fingerprint = (char *)id->fingerprint;
+    r.family = (char *)id->family;
+    r.version = (char *)id->version;
+    r.layers = pointers;
+    r.n_layers = id->layer_count;
+    r.max_tokens_per_step = id->max_tokens_per_step;
+    r.wanted_slot_plus_one = wanted_slot_plus_one;
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_REGISTER;
+    q.register_ = &r;
+    send_message(stream, &q);
+}
+
+void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch,
+                          const struct moe_group_numbers *numbers)
+{
+    Moe__V1__Heartbeat h = MOE__V1__HEARTBEAT__INIT;
+    h.epoch = epoch;
+    h.loaded_bytes = numbers->loaded_bytes;
+    h.total_bytes = numbers->total_bytes;
+    h.tokens = numbers->tokens;
+    h.steps = numbers->steps;
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_HEARTBEAT;
+    q.heartbeat = &h;
+    send_message(stream, &q);
+}
+
+void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version,
+                       const struct moe_status *status)
+{
+    Moe__V1__Error error;
+    Moe__V1__Loaded loaded = MOE__V1__LOADED__INIT;
+    loaded.placement_version = version;
+    if (moe_failed(status)) {
+        moe_control_error(status, &error);
+        loaded.error = &error;
+    }
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_LOADED;
+    q.loaded = &loaded;
+    send_message(stream, &q);
+}
+
+void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch,
+                      const struct moe_status *status)
+{
+    Moe__V1__Error error;
+    Moe__V1__Ready ready = MOE__V1__READY__INIT;
+    ready.epoch = epoch;
+    if (moe_failed(status)) {
+        moe_control_error(status, &error);
+        ready.error = &error;
+    }
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_READY;
+    q.ready = &ready;
+    send_message(stream, &q);
+}
+
+void moe_report_peer_lost(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t slots)
+{
+    Moe__V1__PeerLost lost = MOE__V1__PEER_LOST__INIT;
+    lost.epoch = epoch;
+    lost.slots = slots;
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_PEER_LOST;
+    q.peer_lost = &lost;
+    send_message(stream, &q);
+}
+
+void moe_report_drain_notice(struct moe_rpc_stream *stream, const char *reason)
+{
+    Moe__V1__DrainNotice notice = MOE__V1__DRAIN_NOTICE__INIT;
+    notice.reason = (char *)reason;
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_DRAIN_NOTICE;
+    q.drain_notice = &notice;
+    send_message(stream, &q);
+}
+
+void moe_report_leaving(struct moe_rpc_stream *stream, const char *reason)
+{
+    Moe__V1__Leaving leaving = MOE__V1__LEAVING__INIT;
+    leaving.reason = (char *)reason;
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_LEAVING;
+    q.leaving = &leaving;
+    send_message(stream, &q);
+}
+
+void moe_report_try_again(struct moe_rpc_stream *stream)
+{
+    Moe__V1__TryAgain again = MOE__V1__TRY_AGAIN__INIT;
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_TRY_AGAIN;
+    q.try_again = &again;
+    send_message(stream, &q);
+}
+
+struct moe_status moe_report_blob(struct moe_rpc_stream *stream, uint64_t epoch, uint32_t round,
+                                  const void *data, size_t length)
+{
+    Moe__V1__Blob blob = MOE__V1__BLOB__INIT;
+    blob.epoch = epoch;
+    blob.round = round;
+    blob.data.data = (uint8_t *)data;
+    blob.data.len = length;
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_BLOB;
+    q.blob = &blob;
+    return moe_control_send(stream, &q.base);
+}

@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Messages of a worker to the coordinator: one function per message of moe.v1.SessionRequest.
+ *
+ * A failed send is only logged, because the stream's end is a separate event. If `stream` is NULL
+ * (not connected), nothing is sent. */
+#ifndef MOE_GROUP_REPORT_H
+#define MOE_GROUP_REPORT_H
+
+#include "group/group.h"
+#include "moe/v1/types.pb-c.h"
+
+struct moe_rpc_stream;
+
+/* Fills in a layer's description. */
+void moe_report_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out);
+
+void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_identity *id,
+                         uint32_t wanted_slot_plus_one);
+void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch,
+                          const struct moe_group_numbers *numbers);
+void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version,
+                       const struct moe_status *status);
+void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch,
+                      const struct moe_status *status);
+void moe_report_peer_lost(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t slots);
+void moe_report_drain_notice(struct moe_rpc_stream *stream, const char *reason);
+void moe_report_leaving(struct moe_rpc_stream *stream, const char *reason);
+void moe_report_try_again(struct moe_rpc_stream *stream);
+/* `stream` is not NULL. Returns the error, because the all-gather must not wait after a failure. */
+struct moe_status moe_report_blob(struct moe_rpc_stream *stream, uint64_t epoch, uint32_t round,
+                                  const void *data, size_t length) MOE_CHECKED;
+
+#endif

@@ -1,0 +1,129 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The session's state and events, and the functions that cross from one file into another
+ * (moe_group__*). Private to this room.
+ *
+ * One thread owns the state and never blocks. Every input reaches it as an event in a queue:
+ * messages of the coordinator, ends of tasks, evidence of lost peers, requests to drain. The serial
+ * executor runs the blocking tasks (load, form, serve, leave). `forming` and `epoch` alone say
+ * which view exists. To end a view, the thread zeroes them first and then posts `leave` behind the
+ * tasks that may still work on it. */
+#ifndef MOE_GROUP_STATE_H
+#define MOE_GROUP_STATE_H
+
+#include "base/mutex.h"
+#include "group/gather.h"
+#include "group/group.h"
+#include "group/serial_executor.h"
+#include "moe/v1/coordinator.pb-c.h"
+#include "rpc/client.h"
+
+#include <pthread.h>
+
+enum event_kind {
+    EVENT_MESSAGE, /* bytes */
+    EVENT_CLOSED,  /* status */
+    EVENT_LOADED,  /* number: placement version; status */
+    EVENT_FORMED,  /* number: epoch; status */
+    EVENT_SERVED,  /* number: epoch; status */
+    EVENT_LEFT,    /* the last task is done */
+    EVENT_LOST,    /* number: epoch; slots; status */
+    EVENT_DRAIN,   /* status.text: reason */
+    EVENT_TRY_AGAIN,
+};
+
+struct event {
+    struct event *next;
+    enum event_kind kind;
+    uint64_t number, slots;
+    struct moe_status status;
+    uint32_t generation; /* of the stream that sent or ended */
+    size_t length;
+    uint8_t bytes[];
+};
+
+enum shutdown_phase {
+    RUNNING,
+    DRAIN_REQUESTED, /* DrainNotice sent; drains at the answer, or at shutdown_ns */
+    DRAINING,        /* polls `drained`; gives up at drain_limit_ns */
+    DRAINED,         /* Leaving sent; takes part in steps until the coordinator ends the stream */
+    LEAVING,         /* the last `leave` runs */
+    LEFT,
+};
+
+struct moe_group {
+    struct moe_group_config config;
+    pthread_t thread;
+    struct moe_serial_executor *executor;
+    struct moe_gather *gather;
+    struct moe_rpc_channel *channel;
+
+    struct moe_mutex lock;
+    pthread_cond_t wake;
+    /* The group's thread alone changes these two, under the lock, and reads them without it. Other
+     * threads read them under the lock. */
+    struct moe_rpc_stream *stream;
+    uint32_t generation; /* of the stream */
+    MOE_GUARDED_BY(lock) struct {
+        struct event *first, **end;
+        size_t event_count;
+        bool quit;
+    };
+
+    /* Everything below: group's thread only. */
+    bool registered; /* on the current stream */
+    bool has_slot;   /* ever */
+    uint32_t slot, slots, lease_ms;
+    uint64_t floor;   /* lowest epoch that is accepted; only rises */
+    uint64_t forming; /* epoch that a task forms, or that waits for COMMIT; 0 = none */
+    bool committed;   /* COMMIT of `forming` has come, `serve` is under way */
+    uint64_t epoch;   /* in force here; 0 = none */
+    uint64_t heartbeat_ns, reconnect_ns, give_up_ns; /* when due; MOE_NEVER = not */
+    uint32_t backoff_ms;
+    /* TryAgains without an answer. Requests without a stream, and unanswered ones of a stream that
+     * ended, are sent as one TryAgain on the next stream. */
+    uint32_t unanswered;
+    uint64_t away_since_ns, away_logged_ns; /* coordinator is not there; 0 = it is. Log knows so */
+    enum shutdown_phase shutdown;
+    uint64_t shutdown_ns, drain_limit_ns;
+    struct moe_status outcome;
+};
+
+/* Events (events.c). */
+
+void moe_group__append_event(struct moe_group *g, struct event *e) MOE_REQUIRES(g->lock);
+/* With room for `length` bytes; NULL without memory, which is logged. */
+struct event *moe_group__new_event(enum event_kind kind, size_t length);
+/* The next event, or NULL at `deadline_ns` or when `quit` is set. */
+struct event *moe_group__wait_for_event(struct moe_group *g, uint64_t deadline_ns, bool *quit);
+/* [any thread] Without memory the event is lost, which is logged. */
+void moe_group__post(struct moe_group *g, enum event_kind kind, uint64_t number, uint64_t slots,
+                     struct moe_status status);
+void moe_group__send_heartbeat(struct moe_group *g);
+
+/* Views (view.c). on_assign and on_prepare take over `response`. */
+void moe_group__on_assign(struct moe_group *g, Moe__V1__SessionResponse *response);
+void moe_group__on_prepare(struct moe_group *g, Moe__V1__SessionResponse *response);
+void moe_group__on_blobs(struct moe_group *g, const Moe__V1__Blobs *b);
+void moe_group__on_commit(struct moe_group *g, uint64_t epoch);
+void moe_group__on_abort(struct moe_group *g, const Moe__V1__Abort *a);
+void moe_group__on_loaded(struct moe_group *g, const struct event *e);
+void moe_group__on_formed(struct moe_group *g, const struct event *e);
+void moe_group__on_served(struct moe_group *g, const struct event *e);
+void moe_group__on_lost(struct moe_group *g, const struct event *e);
+/* Ends the view that forms or is in force, if any. */
+void moe_group__end_view(struct moe_group *g, const char *why);
+/* Posts `leave`; the last one is followed by EVENT_LEFT. */
+void moe_group__post_leave(struct moe_group *g, bool last);
+/* moe_gather_send_fn; on the serial executor. */
+struct moe_status moe_group__send_blob(void *ctx, uint64_t epoch, uint32_t round, const void *data,
+                                       size_t length) MOE_CHECKED;
+
+/* Leaving (shutdown.c). */
+void moe_group__request_drain(struct moe_group *g, const char *reason);
+void moe_group__begin_drain(struct moe_group *g, uint32_t limit_ms, const char *reason);
+/* Call at shutdown_ns. */
+void moe_group__on_shutdown_timer(struct moe_group *g);
+/* Leaves the view, then calls `ended`. */
+void moe_group__begin_leave(struct moe_group *g, struct moe_status outcome);
+
+#endif

@@ -1,0 +1,284 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The life of a view: load, form, serve and leave, each a task, and the messages and events that
+ * begin and end them. The coordinator alone decides membership. */
+#include "group/state.h"
+
+#include "base/clock.h"
+#include "daemon/log.h"
+#include "group/report.h"
+
+#include <stdlib.h>
+
+/* ------------------------------------------------------------------------ tasks */
+
+struct moe_status moe_group__send_blob(void *ctx, uint64_t epoch, uint32_t round, const void *data,
+                                       size_t length)
+{
+    struct moe_group *g = ctx;
+    moe_mutex_lock(&g->lock);
+    struct moe_status st =
+        g->stream != NULL
+            ? moe_report_blob(g->stream, epoch, round, data, length)
+            : moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "the coordinator is not connected");
+    moe_mutex_unlock(&g->lock);
+    return st;
+}
+
+struct load_task {
+    uint32_t slot, slots;
+    Moe__V1__SessionResponse *response; /* holds the assignment */
+};
+
+static void run_load(void *ctx, void *argument)
+{
+    struct moe_group *g = ctx;
+    struct load_task *task = argument;
+    const Moe__V1__Assign *a = task->response->assign;
+    struct moe_group_layer *layers = calloc(a->n_layers + 1, sizeof *layers);
+    struct moe_status st;
+    if (layers == NULL) {
+        st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                       "no memory for an assignment");
+    } else {
+        for (size_t i = 0; i < a->n_layers; i++)
+            layers[i] = (struct moe_group_layer){
+                .layer = a->layers[i]->layer,
+                .copies = a->layers[i]->copies,
+                .experts = a->layers[i]->n_copies,
+                .slots = a->layers[i]->slots,
+                .slot_count = a->layers[i]->n_slots,
+            };
+        const struct moe_group_assignment assignment = {
+            task->slot, task->slots, a->placement_version, layers, a->n_layers,
+        };
+        st = g->config.hooks.load(g->config.hooks.ctx, &assignment);
+    }
+    moe_group__post(g, EVENT_LOADED, a->placement_version, 0, st);
+    free(layers);
+    moe__v1__session_response__free_unpacked(task->response, NULL);
+    free(task);
+}
+
+static struct moe_status allgather(void *ctx, const void *mine, void *all, size_t bytes)
+{
+    struct moe_group *g = ctx;
+    uint64_t deadline_ns = moe_clock_ns() + g->config.gather_ms * MOE_NS_PER_MS;
+    return moe_gather_exchange(g->gather, mine, all, bytes, deadline_ns);
+}
+
+struct form_task {
+    struct moe_group_view view;         /* points into the response */
+    Moe__V1__SessionResponse *response; /* holds the members' texts */
+};
+
+static void run_form(void *ctx, void *argument)
+{
+    struct moe_group *g = ctx;
+    struct form_task *task = argument;
+    moe_gather_begin(g->gather, task->view.epoch, task->view.slots, task->view.live);
+    struct moe_status st = g->config.hooks.form(g->config.hooks.ctx, &task->view, allgather, g);
+    moe_group__post(g, EVENT_FORMED, task->view.epoch, 0, st);
+    moe__v1__session_response__free_unpacked(task->response, NULL);
+    free(task);
+}
+
+static void run_serve(void *ctx, void *argument)
+{
+    struct moe_group *g = ctx;
+    uint64_t *epoch = argument;
+    struct moe_status st = g->config.hooks.serve(g->config.hooks.ctx);
+    moe_group__post(g, EVENT_SERVED, *epoch, 0, st);
+    free(epoch);
+}
+
+static void run_leave(void *ctx, void *argument)
+{
+    struct moe_group *g = ctx;
+    (void)argument;
+    g->config.hooks.leave(g->config.hooks.ctx);
+}
+
+static void run_last_leave(void *ctx, void *argument)
+{
+    run_leave(ctx, argument);
+    moe_group__post(ctx, EVENT_LEFT, 0, 0, moe_ok());
+}
+
+/* ------------------------------------------------------------------ ends of a view */
+
+void moe_group__post_leave(struct moe_group *g, bool last)
+{
+    struct moe_status st =
+        moe_serial_executor_post(g->executor, last ? run_last_leave : run_leave, g, NULL);
+    if (moe_failed(&st))
+        moe_log_error("group: %s", st.text);
+}
+
+void moe_group__end_view(struct moe_group *g, const char *why)
+{
+    if (g->forming == 0 && g->epoch == 0)
+        return;
+    uint64_t epoch = g->forming != 0 ? g->forming : g->epoch;
+    moe_log_write(g->shutdown == RUNNING ? MOE_LOG_WARN : MOE_LOG_INFO, "epoch %llu is over: %s",
+                  (unsigned long long)epoch, why);
+    if (g->epoch != 0 || g->committed)
+        g->give_up_ns = moe_clock_ns() + g->config.reform_ms * MOE_NS_PER_MS;
+    if (g->shutdown != RUNNING)
+        g->give_up_ns = moe_clock_ns(); /* this worker joins no further view */
+    g->forming = g->epoch = 0;
+    g->committed = false;
+    moe_gather_abort(g->gather, epoch);
+    moe_group__post_leave(g, false);
+}
+
+void moe_group__on_lost(struct moe_group *g, const struct event *e)
+{
+    bool current =
+        e->number != 0 && (e->number == g->epoch || (g->committed && e->number == g->forming));
+    if (!current)
+        return;
+    moe_report_peer_lost(g->stream, e->number, e->slots);
+    moe_group__end_view(g, e->status.text);
+}
+
+/* -------------------------------------------------------- messages of the coordinator */
+
+void moe_group__on_assign(struct moe_group *g, Moe__V1__SessionResponse *response)
+{
+    struct load_task *task = calloc(1, sizeof *task);
+    struct moe_status st =
+        moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for an assignment");
+    uint32_t version = response->assign->placement_version;
+    if (task != NULL) {
+        *task = (struct load_task){g->slot, g->slots, response};
+        st = moe_serial_executor_post(g->executor, run_load, g, task);
+    }
+    if (!moe_failed(&st))
+        return;
+    free(task);
+    moe__v1__session_response__free_unpacked(response, NULL);
+    moe_report_loaded(g->stream, version, &st);
+}
+
+static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Prepare *p,
+                                   struct moe_group_view *view)
+{
+    if (p->epoch < g->floor)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH,
+                         "this worker accepts no epoch below %llu", (unsigned long long)g->floor);
+    uint32_t bucket = p->max_tokens_per_step;
+    bool sound = p->slots == g->slots && bucket != 0 && (bucket & (bucket - 1)) == 0 &&
+                 bucket <= g->config.identity.max_tokens_per_step;
+    *view = (struct moe_group_view){
+        .epoch = p->epoch,
+        .slot = g->slot,
+        .slots = p->slots,
+        .placement_version = p->placement_version,
+        .placement_hash = p->placement_hash,
+        .max_tokens_per_step = bucket,
+    };
+    for (size_t i = 0; sound && i < p->n_members; i++) {
+        const Moe__V1__Member *m = p->members[i];
+        sound = m->slot < p->slots && (view->live >> m->slot & 1) == 0;
+        if (!sound)
+            break;
+        view->live |= UINT64_C(1) << m->slot;
+        view->members[m->slot] =
+            (struct moe_group_member){m->worker_id, m->endpoint, m->incarnation};
+    }
+    if (!sound || (view->live >> g->slot & 1) == 0 ||
+        view->members[g->slot].incarnation != g->config.identity.incarnation)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
+                         "PREPARE of epoch %llu does not fit this worker",
+                         (unsigned long long)p->epoch);
+    return moe_ok();
+}
+
+void moe_group__on_prepare(struct moe_group *g, Moe__V1__SessionResponse *response)
+{
+    uint64_t epoch = response->prepare->epoch;
+    struct form_task *task = calloc(1, sizeof *task);
+    struct moe_status st =
+        moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for a view");
+    if (task == NULL)
+        goto refuse;
+    task->response = response;
+    MOE_TRY_GOTO(st, read_view(g, response->prepare, &task->view), refuse);
+    moe_group__end_view(g, "a new epoch is prepared");
+    MOE_TRY_GOTO(st, moe_serial_executor_post(g->executor, run_form, g, task), refuse);
+    g->forming = epoch;
+    g->floor = epoch + 1;
+    return;
+refuse:
+    free(task);
+    moe__v1__session_response__free_unpacked(response, NULL);
+    moe_report_ready(g->stream, epoch, &st);
+}
+
+void moe_group__on_blobs(struct moe_group *g, const Moe__V1__Blobs *b)
+{
+    for (size_t i = 0; i < b->n_blobs; i++)
+        moe_gather_deliver(g->gather, b->epoch, b->round, b->blobs[i]->slot, b->blobs[i]->data.data,
+                           b->blobs[i]->data.len);
+}
+
+void moe_group__on_commit(struct moe_group *g, uint64_t epoch)
+{
+    if (epoch != g->forming || g->committed)
+        return;
+    struct moe_status st =
+        moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for a view");
+    uint64_t *argument = malloc(sizeof *argument);
+    g->committed = true;
+    if (argument != NULL) {
+        *argument = epoch;
+        st = moe_serial_executor_post(g->executor, run_serve, g, argument);
+    }
+    if (!moe_failed(&st))
+        return;
+    free(argument);
+    moe_group__post(g, EVENT_LOST, epoch, 0, st);
+}
+
+void moe_group__on_abort(struct moe_group *g, const Moe__V1__Abort *a)
+{
+    if (a->epoch != 0 && (a->epoch == g->forming || a->epoch == g->epoch))
+        moe_group__end_view(g, a->reason);
+}
+
+/* ------------------------------------------------------------------- ends of tasks */
+
+void moe_group__on_loaded(struct moe_group *g, const struct event *e)
+{
+    if (moe_failed(&e->status)) /* a worker that shuts down cancels its load */
+        moe_log_write(g->shutdown == RUNNING ? MOE_LOG_ERROR : MOE_LOG_INFO, "cannot load: %s",
+                      e->status.text);
+    moe_report_loaded(g->stream, (uint32_t)e->number, &e->status);
+}
+
+void moe_group__on_formed(struct moe_group *g, const struct event *e)
+{
+    if (e->number != g->forming)
+        return;
+    if (moe_failed(&e->status)) {
+        moe_log_warn("epoch %llu does not form: %s", (unsigned long long)e->number, e->status.text);
+        g->forming = 0;
+    }
+    moe_report_ready(g->stream, e->number, &e->status);
+}
+
+void moe_group__on_served(struct moe_group *g, const struct event *e)
+{
+    if (e->number != g->forming)
+        return;
+    if (moe_failed(&e->status)) {
+        moe_group__on_lost(g, e);
+        return;
+    }
+    g->epoch = e->number;
+    g->forming = 0;
+    g->committed = false;
+    g->give_up_ns = MOE_NEVER;
+    moe_log_info("serving under epoch %llu", (unsigned long long)g->epoch);
+    moe_group__send_heartbeat(g);
+}

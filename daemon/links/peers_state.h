@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The state that the files of the peers share, and the functions that cross from one file into
+ * another (moe_peers__*). Private to this room. */
+#ifndef MOE_LINKS_PEERS_STATE_H
+#define MOE_LINKS_PEERS_STATE_H
+
+#include "base/mutex.h"
+#include "links/peers.h"
+#include "links/shm_ring.h"
+#include "links/wire.h"
+#include "schedule/sequencer.h"
+
+enum { ENDPOINT_BYTES = 256 };
+
+enum phase {
+    IDLE,
+    EXPECTED, /* peers may join and announce */
+    STARTED,  /* tickets are issued and run */
+};
+
+enum role {
+    SEQUENCER, /* this worker runs the sequencer of the view */
+    MEMBER,    /* a peer runs it */
+};
+
+struct notice {
+    struct moe_step_key key;
+    uint32_t tokens;
+};
+
+struct call_notice {
+    struct moe_ticket call;
+    uint32_t tokens;
+};
+
+struct moe_peers {
+    struct moe_peers_config config;
+
+    struct moe_mutex lock;
+    MOE_GUARDED_BY(lock) struct {
+        enum phase phase;
+        enum role role;             /* undefined while IDLE, like all fields below */
+        struct moe_peers_view view; /* without endpoints */
+        char sequencer_endpoint[ENDPOINT_BYTES];
+        uint32_t sequencer_slot;
+
+        /* SEQUENCER */
+        struct moe_sequencer *sequencer;
+        uint64_t joined;                           /* bit s: slot s has said hello; own bit set */
+        struct moe_rpc_call *calls[MOE_MAX_SLOTS]; /* of joined slots; one reference each */
+
+        struct moe_shm_reader *reader; /* of this view; NULL: all messages come by the streams */
+        /* SEQUENCER: to members; MEMBER: to the sequencer. NULL: messages go by the stream. */
+        struct moe_shm_writer *writers[MOE_MAX_SLOTS];
+
+        /* MEMBER */
+        struct moe_rpc_channel *channel;
+        struct moe_rpc_stream *stream; /* set when started */
+        bool welcome; /* the sequencer has answered hello: ring or stream is decided */
+        struct notice notices[MOE_SEQUENCER_KEYS]; /* not yet sent, merged by key */
+        size_t notice_count;
+        struct call_notice call_notices[MOE_SEQUENCER_CALLS]; /* not yet sent, in order */
+        size_t call_notice_count;
+    };
+};
+
+extern const char moe_peers__path[]; /* of WorkerService.Sequence */
+
+/* From peers_common.c. */
+
+/* The view cannot go on; see moe_peers_config.lost. */
+void moe_peers__lost(struct moe_peers *p, uint64_t slots, struct moe_status why)
+    MOE_REQUIRES(p->lock);
+void moe_peers__lose_slot(struct moe_peers *p, uint32_t slot, struct moe_status why)
+    MOE_REQUIRES(p->lock);
+/* Opens this slot's ring at a peer. NULL if it is not visible from here; messages then use the
+ * stream. */
+struct moe_shm_writer *moe_peers__open_writer(const struct moe_peers *p,
+                                              const Moe__V1__ShmRings *named) MOE_REQUIRES(p->lock);
+/* Calls `read` for each message in the ring of `slot`. */
+typedef void (*moe_peers__read_fn)(struct moe_peers *p, uint32_t slot, const uint8_t *bytes,
+                                   size_t length, struct moe_rpc_arena *arena);
+void moe_peers__read_ring(struct moe_peers *p, uint32_t slot, moe_peers__read_fn read,
+                          struct moe_rpc_arena *arena) MOE_REQUIRES(p->lock);
+
+/* From peers_member.c. */
+/* Opens the stream and says hello. A failure leaves nothing open. */
+struct moe_status moe_peers__open_stream(struct moe_peers *p) MOE_REQUIRES(p->lock) MOE_CHECKED;
+/* Reads tickets from the sequencer's ring, once `welcome` says how to answer. */
+void moe_peers__read_tickets(struct moe_peers *p) MOE_REQUIRES(p->lock);
+/* Queues a notice of `tokens` that wait on this slot. */
+void moe_peers__add_notice(struct moe_peers *p, const struct moe_step_key *key, uint32_t tokens)
+    MOE_REQUIRES(p->lock);
+/* Sends queued notices while there is room. */
+void moe_peers__send_notices(struct moe_peers *p) MOE_REQUIRES(p->lock);
+void moe_peers__send_done(struct moe_peers *p, uint64_t seq, const struct moe_status *status)
+    MOE_REQUIRES(p->lock);
+
+#endif

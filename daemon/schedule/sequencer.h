@@ -1,0 +1,88 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Decides which step the group runs next. It knows how many tokens wait on each slot for each
+ * (layer, kind, dtype), issues tickets that cover them, and never has more than two tickets in
+ * flight: what arrives meanwhile is batched into the next step, so no waiting timer is needed.
+ *
+ * Training calls, and Forward requests that are saved on the devices for their Backward ("saving"),
+ * stand in one queue, in order of arrival; each gets a ticket of its own. For what follows saving
+ * is training: it is done for it, and a ticket that one slot has to itself takes from all others'.
+ *   Share       while forward work waits, at most a given share of the tickets are training's.
+ *   Latency     where forward work came lately, one training ticket is in flight at most, so that
+ *               forward work waits for one of them and not for two.
+ *   Exclusive   after a ticket that changes the state as a whole, none is issued until all slots
+ *               have run it; slots may take long for it, and different times.
+ *   Held        while a checkpoint is copied, calls that would change what is copied wait, and so
+ *               does what came after them, but for what may pass (passes_blocked).
+ *   Fairness    forward work that waits when an exclusive ticket is done is served before the next
+ *               exclusive one, so that a request that has to begin again has to do so once at most.
+ *
+ * Pure: no clock, no lock, no thread, no memory after create. It never learns what a step computes
+ * or how tickets travel. */
+#ifndef MOE_SCHEDULE_SEQUENCER_H
+#define MOE_SCHEDULE_SEQUENCER_H
+
+#include "base/status.h"
+#include "schedule/ticket.h"
+
+struct moe_sequencer;
+
+enum {
+    MOE_SEQUENCER_IN_FLIGHT = 2, /* tickets issued and not yet done on every slot */
+#ifdef MOE_SIMULATION            /* no more than a run needs: every view clears them */
+    MOE_SEQUENCER_KEYS = 4,
+    MOE_SEQUENCER_CALLS = 12,
+#else
+    MOE_SEQUENCER_KEYS = 2 * MOE_MAX_LAYERS, /* (layer, kind, dtype) combinations of one view */
+    MOE_SEQUENCER_CALLS = 100,               /* of one slot that may wait for a ticket of their own:
+                                                64 of training, 4 pokes, 32 saving */
+#endif
+    MOE_SEQUENCER_LATELY = 16, /* tickets */
+};
+
+struct moe_status moe_sequencer_create(struct moe_sequencer **out) MOE_CHECKED;
+/* NULL is ignored. */
+void moe_sequencer_destroy(struct moe_sequencer *s);
+
+/* Training's share of the tickets while forward work waits, in thousandths, 1 .. 999; 500 at first.
+ * It stays over views. */
+void moe_sequencer_set_share(struct moe_sequencer *s, uint32_t permille);
+
+/* A new view: forgets everything and starts at seq 1.
+ * live        bit s: slot s takes part and has to report each ticket
+ * max_bucket  a power of two */
+void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
+                         uint32_t max_bucket);
+
+/* While it holds, no ticket of a kind that is_weight_update is issued. Not at first, and not any
+ * more after begin. */
+void moe_sequencer_block_weight_updates(struct moe_sequencer *s, bool block);
+
+/* `tokens` more wait on `slot`. Errors: MOE_INVALID_ARGUMENT (the slot is not of this view, or the
+ * key is none), MOE_RESOURCE_EXHAUSTED (more keys than a view can have). */
+struct moe_status moe_sequencer_work(struct moe_sequencer *s, uint32_t slot,
+                                     const struct moe_step_key *key, uint32_t tokens) MOE_CHECKED;
+
+/* A call that has an order (has_descriptor) waits on `slot`. Of `call`, kind, layer, dtype and
+ * order (but for the origin) count; `tokens`: its rows, at least 1 where it has any
+ * (has_rows). Errors: MOE_INVALID_ARGUMENT,
+ * MOE_RESOURCE_EXHAUSTED (the slot has too many waiting). */
+struct moe_status moe_sequencer_call(struct moe_sequencer *s, uint32_t slot,
+                                     const struct moe_ticket *call, uint32_t tokens) MOE_CHECKED;
+
+/* `slot` has run ticket `seq`; slots report every ticket once, in order. A step that failed
+ * anywhere stops the sequencer until the next view. Errors: MOE_INVALID_ARGUMENT (not of this view,
+ * out of order, or never issued). */
+struct moe_status moe_sequencer_done(struct moe_sequencer *s, uint32_t slot, uint64_t seq,
+                                     bool ok) MOE_CHECKED;
+
+/* The next ticket, if one is due. Call until false after every input. */
+bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out);
+
+/* A step has failed in this view, or there is no view. */
+bool moe_sequencer_stopped(const struct moe_sequencer *s);
+/* Tokens that were announced and are not yet covered by a ticket, over all slots. */
+uint64_t moe_sequencer_pending(const struct moe_sequencer *s);
+/* Calls with an order that have no ticket yet, held ones included. */
+size_t moe_sequencer_calls(const struct moe_sequencer *s);
+
+#endif

@@ -1,0 +1,96 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Requests and training calls as they wait for a step: what the submitter fills in, what it gets
+ * back, and the fields by which queues link and count them. */
+#ifndef MOE_SCHEDULE_WORK_H
+#define MOE_SCHEDULE_WORK_H
+
+#include "moe/backend.h"
+#include "schedule/ticket.h"
+
+struct moe_train_answer;
+
+/* One forward request. All memory belongs to the submitter and must stay until `done`, which is
+ * called exactly once for each accepted request, on the engine's thread (it must not block). */
+struct moe_work {
+    /* in */
+    uint32_t layer; /* the model's layer index */
+    enum moe_dtype dtype;
+    uint32_t tokens; /* T >= 1; split over steps where it exceeds the bucket */
+    enum moe_routing_mode mode;
+    const void *x;            /* [T,H] host memory (backend's MOE_MEM_HOST) */
+    const int32_t *ids_in;    /* [T,K] or NULL */
+    const float *weights_in;  /* [T,K] or NULL */
+    uint64_t deadline_ns;     /* not started after this: MOE_DEADLINE_EXCEEDED */
+    uint64_t epoch;           /* serve under this epoch only; 0 = any */
+    uint64_t weights_version; /* serve with this version only; 0 = any */
+    /* Not NULL: what a Backward of (retain_session, retain_id) can use of this pass is to stay on
+     * the devices, as far as they have room; the pass gets a step of its own for that, where it
+     * fits one and not too many wait for such a step already. Needs training. */
+    const char *retain_session;
+    uint64_t retain_id;
+    /* out */
+    uint64_t retained_name; /* under which devices may have kept it, in the session of
+                            answered_epoch; 0 = none has */
+    bool retained_here;     /* this slot's device has */
+    void *y;                /* [T,H] host memory */
+    int32_t *ids_out;       /* [T,K] or NULL */
+    float *weights_out;     /* [T,K] or NULL */
+    uint64_t answered_epoch;
+    uint64_t answered_version; /* of the weights, for all tokens: a request whose steps would have
+                                  seen two versions is run again as a whole */
+    struct moe_step_result
+        step; /* of the last step that carried it; stage times summed over steps */
+    uint64_t submitted_ns, started_ns, copy_in_ns, copy_out_ns;
+    uint32_t step_tokens, steps;
+    /* A token that is not MOE_TOKEN_OK fails the whole request: NONFINITE_LOGITS,
+     * EXPERT_INDEX_RANGE or ROUTING_INVALID. */
+    void (*done)(struct moe_work *w, struct moe_status status);
+    void *user;
+    /* owned by the engine between submit and done */
+    struct moe_work *next, *prev;
+    uint32_t queue;           /* the batcher's queue that it is in, or was in last */
+    bool queued;              /* some of its tokens wait in that queue */
+    uint32_t taken, finished; /* tokens handed to steps, tokens whose step ended */
+    bool own_step;            /* waits, or has waited, for a step of its own */
+    uint64_t number;          /* of its order (see moe_call_descriptor); 0 = not announced */
+    bool cancelled;
+    struct moe_status failure;
+};
+
+/* One training call. Memory and `done` as in moe_work. Once a call has been announced it is run,
+ * even if nobody waits for its answer any more, because every slot keeps a record of it; until its
+ * ticket has begun anywhere it outlives the end of a view. A Save or Load goes on after its ticket,
+ * and is called off when nobody waits for it any more. */
+struct moe_train_work {
+    /* in */
+    enum moe_step_kind kind;
+    uint32_t layer;             /* BACKWARD: the model's layer index */
+    enum moe_dtype dtype;       /* BACKWARD */
+    uint32_t tokens;            /* BACKWARD: T, 1 .. max_tokens_per_step of the view */
+    enum moe_routing_mode mode; /* MOE_ROUTE_IDS or MOE_ROUTE_IDS_WEIGHTS */
+    const void *x, *dy;         /* [T,H] host memory (backend's MOE_MEM_HOST) */
+    const int32_t *ids;         /* [T,K] */
+    const float *weights;       /* [T,K] or NULL */
+    uint32_t body_length;
+    uint8_t body[MOE_TRAINING_BODY_MAX];
+    uint64_t deadline_ns; /* not announced (again) after this: MOE_DEADLINE_EXCEEDED */
+    /* out */
+    void *dx;        /* [T,H] host memory */
+    float *dweights; /* [T,K] or NULL */
+    double aux_loss;
+    struct moe_train_answer *answer; /* written before `done`, where the training room has one */
+    struct moe_step_result step;
+    uint64_t submitted_ns, started_ns;
+    void (*done)(struct moe_train_work *w, struct moe_status status);
+    void *user;
+    /* owned by the engine between submit and done */
+    struct moe_train_work *next;
+    uint64_t number;  /* see moe_call_descriptor */
+    uint64_t id;      /* what its order calls itself; see moe_call_ops.id_of */
+    bool is_progress; /* the engine's own: asks for a ticket on which nobody waits */
+    bool joined;      /* what it waits for was begun by an earlier call */
+    bool cancelled;
+    struct moe_status failure;
+};
+
+#endif

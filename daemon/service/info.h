@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the services tell of the worker, and what requests are checked against. */
+#ifndef MOE_SERVICE_INFO_H
+#define MOE_SERVICE_INFO_H
+
+#include "moe/layer_spec.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* What does not change while the worker runs. Strings and specs are borrowed and outlive the
+ * service. */
+struct moe_service_info {
+    const char *model, *family;                 /* as moe_model_name and moe_model_family say */
+    const char *backend;                        /* "cpu", "cuda" */
+    const struct moe_layer_spec *const *layers; /* ascending by layer */
+    size_t layer_count;
+    uint32_t slot;
+    uint32_t max_message_bytes;      /* the server's, both directions */
+    uint32_t max_tokens_per_request; /* more are refused with TOKEN_LIMIT */
+    uint32_t max_tokens_per_step;    /* largest bucket */
+    uint64_t max_bytes_in_flight;    /* the staging pool's budget */
+};
+
+#endif

@@ -1,0 +1,437 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Parsing, checking and answering; see service/request.h. The parts of a message go straight from
+ * the transport's slices into staging memory; the head goes through protobuf-c in a fixed arena.
+ * Nothing that a client says is used as a size before it has been compared with what the layer
+ * wants. */
+#include "service/request.h"
+
+#include "base/clock.h"
+#include "base/size.h"
+#include "moe/v1/expert.pb-c.h"
+#include "service/request_checks.h"
+
+typedef Moe__V1__ForwardStreamRequest Head;
+
+enum { FIELD_IDS = 12, FIELD_WEIGHTS = 13, FIELD_TOKEN_IDS = 14, FIELD_DATA = 15, FIELD_ID = 30 };
+static const uint32_t part_fields[] = {FIELD_IDS, FIELD_WEIGHTS, FIELD_TOKEN_IDS, FIELD_DATA};
+
+#define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
+
+/* ------------------------------------------------------------------------ splitting */
+
+/* A message on its way in. */
+struct parse {
+    const struct moe_request_context *context;
+    struct moe_request *request;
+    size_t x_bytes, ids_bytes, weights_bytes;
+};
+
+static struct moe_status place_part(void *ctx, uint32_t field, size_t length, void **dst)
+{
+    struct parse *p = ctx;
+    struct moe_request *r = p->request;
+    struct moe_buffer **buffer;
+    switch (field) {
+    case FIELD_IDS:
+        p->ids_bytes = length;
+        buffer = &r->ids;
+        break;
+    case FIELD_WEIGHTS:
+        p->weights_bytes = length;
+        buffer = &r->weights;
+        break;
+    case FIELD_DATA:
+        p->x_bytes = length;
+        buffer = &r->x;
+        break;
+    default:
+        return length == 0
+                   ? moe_ok()
+                   : invalid(ROUTING_INVALID, "token_ids: no layer here routes by token id");
+    }
+    return moe_request_take(p->context->info, p->context->staging, length, buffer, dst);
+}
+
+/* -------------------------------------------------------------------------- checks */
+
+static bool has_reference(const Head *h)
+{
+    return h->x_case == MOE__V1__FORWARD_STREAM_REQUEST__X_X_SHARED_MEMORY ||
+           h->x_case == MOE__V1__FORWARD_STREAM_REQUEST__X_X_CUDA;
+}
+
+static struct moe_status check_shape(struct parse *p, const Head *h)
+{
+    const struct moe_layer_spec *spec = p->request->spec;
+    struct moe_work *w = &p->request->work;
+    w->tokens = h->tokens;
+    MOE_TRY(moe_request_check_rows(spec, h->hidden, h->tokens));
+    if (h->tokens > p->context->info->max_tokens_per_request)
+        return invalid(TOKEN_LIMIT, "%u tokens; a request may have %u", h->tokens,
+                       p->context->info->max_tokens_per_request);
+    return has_reference(h) ? moe_ok()
+                            : moe_request_check_tensor("x", p->x_bytes, spec, h->tokens, w->dtype);
+}
+
+static struct moe_status check_mode(struct parse *p, const Head *h)
+{
+    struct moe_work *w = &p->request->work;
+    switch (h->routing_mode) {
+    case MOE__V1__ROUTING_MODE__ROUTING_MODE_UNSPECIFIED:
+    case MOE__V1__ROUTING_MODE__ROUTING_MODE_SERVER: w->mode = MOE_ROUTE_SERVER; break;
+    case MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS: w->mode = MOE_ROUTE_IDS; break;
+    case MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS:
+        w->mode = MOE_ROUTE_IDS_WEIGHTS;
+        break;
+    default: return invalid(ROUTING_INVALID, "unknown routing mode %d", (int)h->routing_mode);
+    }
+    if ((p->ids_bytes != 0) != (w->mode != MOE_ROUTE_SERVER))
+        return invalid(ROUTING_INVALID, w->mode == MOE_ROUTE_SERVER
+                                            ? "topk_ids are given, and the server is to route"
+                                            : "topk_ids are missing");
+    if ((p->weights_bytes != 0) != (w->mode == MOE_ROUTE_IDS_WEIGHTS))
+        return invalid(ROUTING_INVALID, w->mode == MOE_ROUTE_IDS_WEIGHTS
+                                            ? "topk_weights are missing"
+                                            : "topk_weights are given, and the server is to weigh");
+    return moe_ok();
+}
+
+static struct moe_status check_routing(struct parse *p, const Head *h)
+{
+    const struct moe_work *w = &p->request->work;
+    MOE_TRY(check_mode(p, h));
+    if (w->mode != MOE_ROUTE_SERVER)
+        MOE_TRY(moe_request_check_ids(p->request->spec, h->tokens, (int)h->topk_ids_dtype,
+                                      p->request->ids, p->ids_bytes));
+    if (w->mode == MOE_ROUTE_IDS_WEIGHTS)
+        MOE_TRY(moe_request_check_weights(p->request->spec, h->tokens, p->request->weights,
+                                          p->weights_bytes));
+    if (has_reference(h))
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "x by reference is not offered here");
+    return moe_ok();
+}
+
+static struct moe_status check_save(struct parse *p, const Head *h)
+{
+    const struct moe_request_context *c = p->context;
+    if (h->retain == NULL)
+        return moe_ok();
+    if (c->training == NULL)
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "this worker was started without training");
+    MOE_TRY(moe_request_check_pass(h->retain->session, h->retain->micro_batch_id));
+    if (h->tokens > c->info->max_tokens_per_step)
+        return invalid(TOKEN_LIMIT, "%u tokens; one Backward has at most %u", h->tokens,
+                       c->info->max_tokens_per_step);
+    memcpy(p->request->retain_session, h->retain->session, strlen(h->retain->session));
+    p->request->retain_id = h->retain->micro_batch_id;
+    return moe_ok();
+}
+
+static struct moe_status check_state(struct parse *p, const Head *h)
+{
+    const struct moe_request_context *c = p->context;
+    if (h->epoch != 0 && c->epoch != 0 && h->epoch != c->epoch)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH,
+                         "epoch %llu was asked for; the epoch is %llu",
+                         (unsigned long long)h->epoch, (unsigned long long)c->epoch);
+    if (h->weights_version != 0 && h->weights_version != c->weights_version)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                         "weights version %llu was asked for; it is %llu",
+                         (unsigned long long)h->weights_version,
+                         (unsigned long long)c->weights_version);
+    return moe_request_check_worker(c->draining, c->epoch);
+}
+
+/* -------------------------------------------------------------------------- memory */
+
+enum { ALIGN = 64 };
+
+/* Offsets into the results buffer; a part that is not needed has no bytes. */
+struct layout {
+    size_t y, ids_out, weights_out, ids_in, end;
+};
+
+static bool append_part(size_t *end, size_t bytes, size_t *offset)
+{
+    *offset = *end;
+    return moe_size_add(*end, bytes, end) && moe_size_round_up(*end, ALIGN, end);
+}
+
+static struct moe_status lay_out(const struct parse *p, const Head *h, struct layout *l)
+{
+    size_t pairs = h->tokens * (size_t)p->request->spec->router.top_k * sizeof(int32_t);
+    size_t routing = h->return_routing || h->retain != NULL ? pairs : 0;
+    size_t widened = p->ids_bytes != 0 && p->ids_bytes != pairs ? pairs : 0;
+    size_t limit = p->context->info->max_message_bytes;
+    *l = (struct layout){0};
+    if (!append_part(&l->end, p->x_bytes, &l->y) || !append_part(&l->end, routing, &l->ids_out) ||
+        !append_part(&l->end, routing, &l->weights_out) || l->end > limit - MOE_REQUEST_HEAD_MAX)
+        return invalid(TOO_LARGE, "the answer would be larger than a message may be");
+    return append_part(&l->end, widened, &l->ids_in) ? moe_ok() : invalid(TOO_LARGE, "too large");
+}
+
+/* Room for x and the routing, and x itself. Where there is none the pass is served all the same,
+ * and its answer does not say `retained`. */
+static void reserve_pass(struct parse *p, const Head *h)
+{
+    struct moe_request *r = p->request;
+    size_t pairs = h->tokens * (size_t)r->spec->router.top_k * sizeof(int32_t);
+    size_t end = 0, x_at, ids_at, weights_at;
+    if (!append_part(&end, p->x_bytes, &x_at) || !append_part(&end, pairs, &ids_at) ||
+        !append_part(&end, pairs, &weights_at))
+        return;
+    r->training = p->context->training;
+    struct moe_status st =
+        moe_pass_store_reserve(moe_train_passes(r->training), end, r->received_ns, &r->pass);
+    if (moe_failed(&st)) {
+        r->pass = NULL;
+        return;
+    }
+    const struct moe_saved_pass head = {
+        .layer = h->layer,
+        .tokens = h->tokens,
+        .top_k = r->spec->router.top_k,
+        .dtype = r->work.dtype,
+        .mode = r->work.mode == MOE_ROUTE_IDS_WEIGHTS ? MOE_ROUTE_IDS_WEIGHTS : MOE_ROUTE_IDS,
+        .x_bytes = p->x_bytes,
+        .ids_at = ids_at,
+        .weights_at = weights_at,
+    };
+    memcpy(r->pass->head, &head, sizeof head);
+    memcpy(r->pass->data, moe_buffer_data(r->x), p->x_bytes);
+    if (!moe_activations_are_worth(moe_train_activations(r->training), r->work.dtype, h->tokens))
+        return;
+    r->work.retain_session = r->retain_session;
+    r->work.retain_id = r->retain_id;
+}
+
+/* The engine's thread: the pass is complete, and can be found. */
+static void keep_pass(struct moe_request *r)
+{
+    const struct moe_work *w = &r->work;
+    size_t pairs = w->tokens * (size_t)r->spec->router.top_k * sizeof(int32_t);
+    struct moe_train_state state;
+    struct moe_saved_pass head;
+    uint8_t *data = r->pass->data;
+    moe_train_read_state(r->training, &state);
+    memcpy(&head, r->pass->head, sizeof head);
+    head.weights_version = w->answered_version;
+    head.lineage = state.lineage;
+    head.step = w->retained_name;
+    head.epoch = w->answered_epoch;
+    memcpy(r->pass->head, &head, sizeof head);
+    memcpy(data + head.ids_at, w->ids_out, pairs);
+    memcpy(data + head.weights_at, w->weights_out, pairs);
+    moe_pass_store_put(moe_train_passes(r->training), r->pass, r->retain_session, r->retain_id,
+                       moe_clock_ns());
+    r->pass = NULL;
+}
+
+static struct moe_status prepare_work(struct parse *p, const Head *h)
+{
+    struct moe_request *r = p->request;
+    struct moe_work *w = &r->work;
+    struct layout l;
+    MOE_TRY(lay_out(p, h, &l));
+    MOE_TRY(moe_staging_take(p->context->staging, l.end, &r->results));
+    uint8_t *base = moe_buffer_data(r->results);
+    w->layer = h->layer;
+    w->epoch = h->epoch;
+    w->weights_version = h->weights_version;
+    w->x = moe_buffer_data(r->x);
+    w->y = base + l.y;
+    r->return_routing = h->return_routing;
+    if (h->return_routing || h->retain != NULL) {
+        w->ids_out = (int32_t *)(void *)(base + l.ids_out);
+        w->weights_out = (float *)(void *)(base + l.weights_out);
+    }
+    if (l.ids_in != l.end) {
+        int32_t *ids = (int32_t *)(void *)(base + l.ids_in);
+        moe_request_widen_ids(ids, moe_buffer_data(r->ids),
+                              moe_request_id_bytes((int)h->topk_ids_dtype),
+                              h->tokens * (size_t)r->spec->router.top_k);
+        w->ids_in = ids;
+    } else if (r->ids != NULL) {
+        w->ids_in = moe_buffer_data(r->ids);
+    }
+    if (r->weights != NULL)
+        w->weights_in = moe_buffer_data(r->weights);
+    if (h->retain != NULL)
+        reserve_pass(p, h);
+    return moe_ok();
+}
+
+/* -------------------------------------------------------------------------- parsing */
+
+static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t length)
+{
+    struct moe_rpc_arena arena;
+    void *message;
+    MOE_TRY(moe_rpc_unpack(&moe__v1__forward_stream_request__descriptor, head, length, &arena,
+                           &message));
+    const Head *h = message;
+    p->request->id = h->request_id;
+    MOE_TRY(moe_request_find_layer(p->context->info, h->model, h->layer, (int)h->dtype,
+                                   &p->request->spec, &p->request->work.dtype));
+    MOE_TRY(check_shape(p, h));
+    MOE_TRY(check_routing(p, h));
+    MOE_TRY(check_save(p, h));
+    MOE_TRY(check_state(p, h));
+    return prepare_work(p, h);
+}
+
+struct moe_status moe_request_parse(struct moe_request *r,
+                                    const struct moe_request_context *context,
+                                    struct moe_rpc_msg *m)
+{
+    struct parse p = {.context = context, .request = r};
+    uint8_t head[MOE_RPC_HEAD_MAX];
+    size_t length;
+    *r = (struct moe_request){.received_ns = moe_clock_ns()};
+    struct moe_status st = moe_rpc_msg_split(
+        m, part_fields, sizeof part_fields / sizeof *part_fields, head, &length, place_part, &p);
+    if (!moe_failed(&st)) {
+        st = check_head(&p, head, length);
+    } else {
+        /* An item of a stream is answered by its number even if its tensors were not wanted; one
+         * too broken to have a number is answered as number 0. */
+        struct moe_status broken = moe_rpc_msg_find_uint(m, FIELD_ID, &r->id);
+        if (moe_failed(&broken))
+            r->id = 0;
+    }
+    if (moe_failed(&st))
+        moe_request_release(r);
+    return st;
+}
+
+void moe_request_release(struct moe_request *r)
+{
+    moe_buffer_release(r->x);
+    moe_buffer_release(r->ids);
+    moe_buffer_release(r->weights);
+    moe_buffer_release(r->results);
+    moe_pass_record_unref(r->pass);
+    r->pass = NULL;
+    r->x = r->ids = r->weights = r->results = NULL;
+}
+
+/* -------------------------------------------------------------------------- answers */
+
+static void release_part(void *owner)
+{
+    moe_buffer_release(owner);
+}
+
+static void add_part(struct moe_request *r, struct moe_rpc_out *out, uint32_t field,
+                     const void *data, size_t length)
+{
+    moe_buffer_hold(r->results);
+    out->parts[out->part_count++] = (struct moe_rpc_part){.field = field,
+                                                          .data = data,
+                                                          .length = length,
+                                                          .release = release_part,
+                                                          .owner = r->results};
+}
+
+/* Narrows the ids in place to the smallest format that holds them. */
+static Moe__V1__DataType narrow_ids(const struct moe_request *r, size_t pairs)
+{
+    const int32_t *ids = r->work.ids_out;
+    uint8_t *bytes = (uint8_t *)r->work.ids_out;
+    for (size_t i = 0; i < pairs; i++)
+        if (ids[i] < 0)
+            return MOE__V1__DATA_TYPE__DATA_TYPE_I32;
+    bool small = r->spec->experts + r->spec->router.zero_experts <= 256;
+    for (size_t i = 0; i < pairs; i++) {
+        uint16_t id = (uint16_t)ids[i]; /* id i is read before anything is written behind it */
+        if (small)
+            bytes[i] = (uint8_t)id;
+        else
+            memcpy(bytes + 2 * i, &id, sizeof id);
+    }
+    return small ? MOE__V1__DATA_TYPE__DATA_TYPE_U8 : MOE__V1__DATA_TYPE__DATA_TYPE_U16;
+}
+
+static void fill_stages(const struct moe_request *r, Moe__V1__StageTimes *to)
+{
+    const struct moe_work *w = &r->work;
+    const uint64_t *ns = w->step.stage_ns;
+    moe__v1__stage_times__init(to);
+    to->queue_ns = w->started_ns - w->submitted_ns;
+    to->copy_in_ns = w->copy_in_ns;
+    to->router_ns = ns[MOE_STAGE_ROUTER];
+    to->prepare_ns = ns[MOE_STAGE_PREPARE];
+    to->dispatch_ns = ns[MOE_STAGE_DISPATCH];
+    to->gemm1_ns = ns[MOE_STAGE_GEMM1];
+    to->gemm2_ns = ns[MOE_STAGE_GEMM2];
+    to->shared_ns = ns[MOE_STAGE_SHARED];
+    to->combine_ns = ns[MOE_STAGE_COMBINE];
+    to->step_ns = w->step.total_ns;
+    to->copy_out_ns = w->copy_out_ns;
+    to->server_ns = moe_clock_ns() - r->received_ns;
+    to->step_tokens = w->step_tokens;
+    to->steps = w->steps;
+}
+
+static void pack_head(const Moe__V1__ForwardStreamResponse *answer, uint8_t *head,
+                      struct moe_rpc_out *out)
+{
+    out->head = head;
+    out->head_length = moe__v1__forward_stream_response__get_packed_size(answer);
+    MOE_INVARIANT(out->head_length <= MOE_REQUEST_HEAD_MAX);
+    moe__v1__forward_stream_response__pack(answer, head);
+}
+
+void moe_request_answer(struct moe_request *r, uint8_t *head, struct moe_rpc_out *out)
+{
+    const struct moe_work *w = &r->work;
+    size_t pairs = w->tokens * (size_t)r->spec->router.top_k;
+    Moe__V1__StageTimes stages;
+    Moe__V1__ForwardStreamResponse answer;
+    *out = (struct moe_rpc_out){0};
+    moe__v1__forward_stream_response__init(&answer);
+    answer.epoch = w->answered_epoch;
+    answer.weights_version = w->answered_version;
+    if (r->pass != NULL) {
+        keep_pass(r);
+        answer.retained = true;
+        answer.retained_activations = w->retained_here;
+    }
+    answer.tokens = w->tokens;
+    answer.hidden = r->spec->hidden;
+    answer.dtype = w->dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
+                                             : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
+    answer.top_k = r->spec->router.top_k;
+    answer.request_id = r->id;
+    answer.stages = &stages;
+    if (r->return_routing) {
+        answer.topk_ids_dtype = narrow_ids(r, pairs);
+        add_part(r, out, FIELD_IDS, w->ids_out,
+                 pairs * moe_request_id_bytes((int)answer.topk_ids_dtype));
+        add_part(r, out, FIELD_WEIGHTS, w->weights_out, pairs * sizeof(float));
+    }
+    add_part(r, out, FIELD_DATA, w->y,
+             w->tokens * (size_t)r->spec->hidden * moe_dtype_bytes(w->dtype));
+    fill_stages(r, &stages);
+    pack_head(&answer, head, out);
+}
+
+void moe_request_answer_error(uint64_t id, const struct moe_status *error, uint8_t *head,
+                              struct moe_rpc_out *out)
+{
+    Moe__V1__Error e;
+    Moe__V1__ForwardStreamResponse answer;
+    *out = (struct moe_rpc_out){0};
+    moe__v1__forward_stream_response__init(&answer);
+    moe__v1__error__init(&e);
+    e.code = error->code;
+    e.reason =
+        (char *)(uintptr_t)(error->reason == MOE_REASON_NONE ? "" : moe_reason_name(error->reason));
+    e.message = (char *)(uintptr_t)error->text;
+    e.retry_after_ms = error->retry_after_ms;
+    answer.request_id = id;
+    answer.error = &e;
+    pack_head(&answer, head, out);
+}

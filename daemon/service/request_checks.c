@@ -1,0 +1,151 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* See service/request_checks.h. Nothing that a client says is used as a size before it has been
+ * compared with what the layer wants. */
+#include "service/request_checks.h"
+
+#include "base/size.h"
+#include "daemon/name.h"
+#include "moe/v1/types.pb-c.h"
+
+#include <math.h>
+
+enum { REFORMING_RETRY_MS = 100, DRAINING_RETRY_MS = 100 };
+
+#define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
+
+struct moe_status moe_request_take(const struct moe_service_info *info, struct moe_staging *staging,
+                                   size_t length, struct moe_buffer **buffer, void **dst)
+{
+    if (length == 0)
+        return moe_ok();
+    if (length > info->max_message_bytes)
+        return invalid(TOO_LARGE, "a tensor of %zu bytes where a message may have %u", length,
+                       info->max_message_bytes);
+    MOE_TRY(moe_staging_take(staging, length, buffer));
+    *dst = moe_buffer_data(*buffer);
+    return moe_ok();
+}
+
+struct moe_status moe_request_find_layer(const struct moe_service_info *info, const char *model,
+                                         uint32_t layer, int dtype,
+                                         const struct moe_layer_spec **spec, enum moe_dtype *rows)
+{
+    if (model[0] != '\0' && strcmp(model, info->model) != 0)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
+                         "this model is not served here; %s is", info->model);
+    *spec = NULL;
+    for (size_t i = 0; i < info->layer_count && *spec == NULL; i++)
+        if (info->layers[i]->layer == layer)
+            *spec = info->layers[i];
+    if (*spec == NULL)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "the model has no MoE layer %u",
+                         layer);
+    if (dtype != MOE__V1__DATA_TYPE__DATA_TYPE_F32 && dtype != MOE__V1__DATA_TYPE__DATA_TYPE_BF16)
+        return invalid(DTYPE_UNSUPPORTED, "dtype must be F32 or BF16");
+    *rows = dtype == MOE__V1__DATA_TYPE__DATA_TYPE_F32 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
+    return moe_ok();
+}
+
+struct moe_status moe_request_check_rows(const struct moe_layer_spec *spec, uint32_t hidden,
+                                         uint32_t tokens)
+{
+    if (hidden != spec->hidden)
+        return invalid(SHAPE_MISMATCH, "hidden is %u; layer %u has %u", hidden, spec->layer,
+                       spec->hidden);
+    if (tokens == 0)
+        return invalid(SHAPE_MISMATCH, "a request needs at least one token");
+    return moe_ok();
+}
+
+struct moe_status moe_request_check_tensor(const char *what, size_t bytes,
+                                           const struct moe_layer_spec *spec, uint32_t tokens,
+                                           enum moe_dtype dtype)
+{
+    size_t want;
+    if (!moe_size_mul3(tokens, spec->hidden, moe_dtype_bytes(dtype), &want))
+        return invalid(TOO_LARGE, "%s would be too large", what);
+    if (bytes != want)
+        return invalid(SHAPE_MISMATCH, "%s has %zu bytes; %u tokens of %u elements have %zu", what,
+                       bytes, tokens, spec->hidden, want);
+    return moe_ok();
+}
+
+struct moe_status moe_request_check_pass(const char *session, uint64_t micro_batch_id)
+{
+    if (!moe_training_name_ok(session))
+        return invalid(NAME_INVALID, "a session has 1 to 64 characters of A-Z a-z 0-9 . _ - and "
+                                     "begins with no dot");
+    if (micro_batch_id == 0 || micro_batch_id > INT64_MAX)
+        return invalid(VALUE_INVALID, "micro_batch_id must be from 1 to 2^63 - 1");
+    return moe_ok();
+}
+
+/* --------------------------------------------------------------------------- routing */
+
+size_t moe_request_id_bytes(int dtype)
+{
+    switch (dtype) {
+    case MOE__V1__DATA_TYPE__DATA_TYPE_U8: return 1;
+    case MOE__V1__DATA_TYPE__DATA_TYPE_U16: return 2;
+    case MOE__V1__DATA_TYPE__DATA_TYPE_I32: return 4;
+    default: return 0;
+    }
+}
+
+static int32_t read_id(const void *ids, size_t i, size_t size)
+{
+    if (size == 1)
+        return ((const uint8_t *)ids)[i];
+    return size == 2 ? ((const uint16_t *)ids)[i] : ((const int32_t *)ids)[i];
+}
+
+void moe_request_widen_ids(int32_t *to, const void *from, size_t size, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        to[i] = read_id(from, i, size);
+}
+
+struct moe_status moe_request_check_ids(const struct moe_layer_spec *spec, uint32_t tokens,
+                                        int dtype, const struct moe_buffer *ids, size_t bytes)
+{
+    size_t size = moe_request_id_bytes(dtype), k = spec->router.top_k, pairs = tokens * k;
+    int32_t all = (int32_t)(spec->experts + spec->router.zero_experts);
+    if (size == 0)
+        return invalid(DTYPE_UNSUPPORTED, "topk_ids_dtype must be U8, U16 or I32");
+    if (bytes != pairs * size)
+        return invalid(SHAPE_MISMATCH, "topk_ids has %zu bytes; %u tokens of %zu ids have %zu",
+                       bytes, tokens, k, pairs * size);
+    const void *data = moe_buffer_data(ids);
+    for (size_t i = 0; i < pairs; i++) {
+        int32_t id = read_id(data, i, size);
+        if (id < -1 || id >= all)
+            return invalid(EXPERT_INDEX_RANGE, "token %zu: expert %d; the layer has 0 to %d", i / k,
+                           id, all - 1);
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_request_check_weights(const struct moe_layer_spec *spec, uint32_t tokens,
+                                            const struct moe_buffer *weights, size_t bytes)
+{
+    size_t k = spec->router.top_k, pairs = tokens * k;
+    if (bytes != pairs * sizeof(float))
+        return invalid(SHAPE_MISMATCH, "topk_weights has %zu bytes; %u tokens of %zu have %zu",
+                       bytes, tokens, k, pairs * sizeof(float));
+    const float *data = moe_buffer_data(weights);
+    for (size_t i = 0; i < pairs; i++)
+        if (!isfinite(data[i]))
+            return invalid(ROUTING_INVALID, "token %zu: a routing weight is not finite", i / k);
+    return moe_ok();
+}
+
+struct moe_status moe_request_check_worker(bool draining, uint64_t epoch)
+{
+    if (draining)
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, DRAINING_RETRY_MS,
+                               "this worker is leaving");
+    if (epoch == 0)
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
+                               "no view is in force: the group is forming, or lacks a worker");
+    return moe_ok();
+}

@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What Forward and Backward requests have in common: memory for a tensor on its way in, and the
+ * checks of layer, routing and worker. */
+#ifndef MOE_SERVICE_REQUEST_CHECKS_H
+#define MOE_SERVICE_REQUEST_CHECKS_H
+
+#include "service/info.h"
+#include "service/staging.h"
+
+/* Memory for a tensor of `length` bytes, which a client claims: *buffer, and where to put it.
+ * Nothing is taken for 0 bytes. Errors: MOE_INVALID_ARGUMENT/TOO_LARGE, those of moe_staging_take.
+ */
+struct moe_status moe_request_take(const struct moe_service_info *info, struct moe_staging *staging,
+                                   size_t length, struct moe_buffer **buffer,
+                                   void **dst) MOE_CHECKED;
+
+/* The layer that is asked for, and the dtype of its rows; `dtype` is a moe.v1.DataType. Errors:
+ * MODEL_NOT_FOUND, LAYER_NOT_FOUND, DTYPE_UNSUPPORTED. */
+struct moe_status moe_request_find_layer(const struct moe_service_info *info, const char *model,
+                                         uint32_t layer, int dtype,
+                                         const struct moe_layer_spec **spec,
+                                         enum moe_dtype *rows) MOE_CHECKED;
+
+/* Rows as wide as the layer's, and at least one. Errors: MOE_INVALID_ARGUMENT/SHAPE_MISMATCH. */
+struct moe_status moe_request_check_rows(const struct moe_layer_spec *spec, uint32_t hidden,
+                                         uint32_t tokens) MOE_CHECKED;
+/* `bytes` of the tensor `what` are those of `tokens` rows of the layer's width. Errors:
+ * MOE_INVALID_ARGUMENT/SHAPE_MISMATCH, TOO_LARGE. */
+struct moe_status moe_request_check_tensor(const char *what, size_t bytes,
+                                           const struct moe_layer_spec *spec, uint32_t tokens,
+                                           enum moe_dtype dtype) MOE_CHECKED;
+
+/* Under which name a pass is known to training. Errors: MOE_INVALID_ARGUMENT/NAME_INVALID,
+ * VALUE_INVALID. */
+struct moe_status moe_request_check_pass(const char *session, uint64_t micro_batch_id) MOE_CHECKED;
+
+/* Bytes of one expert id on the wire, `dtype` being a moe.v1.DataType; 0 for what is no format of
+ * ids. */
+size_t moe_request_id_bytes(int dtype);
+/* n ids of `size` bytes each. */
+void moe_request_widen_ids(int32_t *to, const void *from, size_t size, size_t n);
+
+/* `bytes` of ids [T,K] in the format `dtype`, each an expert of the layer or -1. */
+struct moe_status moe_request_check_ids(const struct moe_layer_spec *spec, uint32_t tokens,
+                                        int dtype, const struct moe_buffer *ids,
+                                        size_t bytes) MOE_CHECKED;
+/* `bytes` of weights [T,K], all finite. */
+struct moe_status moe_request_check_weights(const struct moe_layer_spec *spec, uint32_t tokens,
+                                            const struct moe_buffer *weights,
+                                            size_t bytes) MOE_CHECKED;
+
+/* The worker can take requests: it is not leaving, and serves a view. */
+struct moe_status moe_request_check_worker(bool draining, uint64_t epoch) MOE_CHECKED;
+
+#endif

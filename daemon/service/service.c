@@ -1,0 +1,616 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The four methods; see service/service.h. A request lives from its message until both the
+ * transport and the engine are done with it: `references` counts them. Handlers run on the call's
+ * own thread, the engine's `done` on the engine's, and what a stream shares between the two is
+ * under its lock.
+ */
+#include "service/service.h"
+
+#include "base/build.h"
+#include "base/mutex.h"
+#include "group/report.h"
+#include "moe/v1/expert.pb-c.h"
+#include "service/request.h"
+#include "service/service_metrics.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+struct moe_service {
+    struct moe_service_info info; /* as given; `slot` is the first value of the one below */
+    struct moe_engine *engine;
+    struct moe_staging *staging;
+    struct moe_train *training; /* NULL = none */
+    struct moe_service_metrics *metrics;
+    _Atomic uint64_t epoch; /* of the committed view; 0 = none */
+    _Atomic uint32_t slot;
+    _Atomic bool draining;
+    struct moe_mutex lock; /* of the endpoints */
+    MOE_GUARDED_BY(lock) struct {
+        char **workers; /* [worker_count], by slot */
+        size_t worker_count;
+        char *coordinator;
+    };
+};
+
+/* A ForwardStream call. */
+struct stream {
+    struct moe_service *service;
+    struct moe_rpc_call *call;
+    _Atomic uint32_t references; /* the call, and each request that is with the engine */
+    struct moe_mutex lock;
+    MOE_GUARDED_BY(lock) struct {
+        struct forward *running; /* requests that are with the engine, linked by next and prev */
+        uint32_t open;           /* requests whose answer has not left yet */
+        bool paused;             /* the next message is read when `open` falls */
+        bool half_closed;        /* ends when nothing runs any more */
+        bool over;               /* cancelled: nothing new is given to the engine */
+    };
+};
+
+/* A request that is with the engine. */
+struct forward {
+    struct moe_request request;
+    struct moe_service *service;
+    struct moe_rpc_call *call;   /* held while the engine has the request */
+    struct stream *stream;       /* NULL for a unary call */
+    _Atomic uint32_t references; /* the engine; a unary call */
+    struct forward *next, *prev; /* in stream->running */
+};
+
+/* --------------------------------------------------------------- life of a request */
+
+static struct moe_request_context context_of(struct moe_service *s)
+{
+    return (struct moe_request_context){.info = &s->info,
+                                        .staging = s->staging,
+                                        .training = s->training,
+                                        .weights_version = moe_engine_weights_version(s->engine),
+                                        .epoch = atomic_load(&s->epoch),
+                                        .draining = atomic_load(&s->draining)};
+}
+
+static struct moe_status out_of_memory(void)
+{
+    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, 100, "out of memory");
+}
+
+static void drop_forward(struct forward *f)
+{
+    if (atomic_fetch_sub(&f->references, 1) != 1)
+        return;
+    moe_request_release(&f->request);
+    free(f);
+}
+
+static enum moe_service_rpc rpc_of(const struct forward *f)
+{
+    return f->stream != NULL ? MOE_SERVICE_FORWARD_STREAM : MOE_SERVICE_FORWARD;
+}
+
+static void record(struct forward *f, const struct moe_status *status)
+{
+    moe_service_metrics_end(f->service->metrics, rpc_of(f), status, f->request.received_ns);
+}
+
+static void stream_answered(struct forward *f, const struct moe_rpc_out *out);
+
+/* The engine's thread: the end of a request that it had accepted. */
+static void forward_done(struct moe_work *work, struct moe_status status)
+{
+    struct forward *f = work->user;
+    uint8_t head[MOE_REQUEST_HEAD_MAX];
+    struct moe_rpc_out out;
+    moe_service_metrics_left(f->service->metrics, work->tokens, !moe_failed(&status));
+    record(f, &status);
+    if (!moe_failed(&status))
+        moe_request_answer(&f->request, head, &out);
+    else if (f->stream != NULL)
+        moe_request_answer_error(f->request.id, &status, head, &out);
+
+    if (f->stream != NULL)
+        stream_answered(f, &out);
+    else if (moe_failed(&status))
+        moe_rpc_fail(f->call, status);
+    else
+        moe_rpc_reply(f->call, &out);
+    moe_rpc_call_unref(f->call);
+    drop_forward(f);
+}
+
+/* A checked request and a hold of its call are given to the engine, or taken back. */
+static struct moe_status submit(struct forward *f)
+{
+    uint32_t tokens = f->request.work.tokens; /* the request may be done before submit returns */
+    struct moe_service *s = f->service;
+    f->request.work.deadline_ns = moe_rpc_call_deadline(f->call);
+    f->request.work.done = forward_done;
+    f->request.work.user = f;
+    moe_rpc_call_ref(f->call);
+    moe_service_metrics_entered(s->metrics, tokens);
+    struct moe_status st = moe_engine_submit(s->engine, &f->request.work);
+    if (moe_failed(&st)) {
+        moe_service_metrics_left(s->metrics, tokens, false);
+        moe_rpc_call_unref(f->call);
+    }
+    return st;
+}
+
+/* Parses `m` into a new request that has one reference. On failure `*id` still says which item of a
+ * stream it was. */
+static struct moe_status parse_forward(struct moe_service *s, struct moe_rpc_call *call,
+                                       struct stream *stream, struct moe_rpc_msg *m,
+                                       struct forward **out, uint64_t *id)
+{
+    struct forward *f = calloc(1, sizeof *f);
+    *id = 0;
+    *out = NULL;
+    if (f == NULL)
+        return out_of_memory();
+    f->service = s;
+    f->call = call;
+    f->stream = stream;
+    atomic_store(&f->references, 1);
+    struct moe_request_context context = context_of(s);
+    struct moe_status st = moe_request_parse(&f->request, &context, m);
+    *id = f->request.id;
+    if (!moe_failed(&st)) {
+        *out = f;
+        return st;
+    }
+    record(f, &st);
+    drop_forward(f);
+    return st;
+}
+
+/* --------------------------------------------------------------------------- Forward */
+
+static void unary_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    struct forward *f;
+    uint64_t id;
+    struct moe_status st = parse_forward(ctx, call, NULL, m, &f, &id);
+    moe_rpc_msg_free(m);
+    if (moe_failed(&st)) {
+        moe_rpc_fail(call, st);
+        return;
+    }
+    f->request.id = 0; /* a field of streams only */
+    atomic_fetch_add(&f->references, 1);
+    moe_rpc_call_set_user(call, f);
+    st = submit(f);
+    if (moe_failed(&st)) {
+        record(f, &st);
+        moe_rpc_fail(call, st);
+        drop_forward(f); /* the engine's reference; the call's goes with `done` */
+    }
+}
+
+static void unary_cancelled(struct moe_rpc_call *call, void *ctx)
+{
+    struct moe_service *s = ctx;
+    struct forward *f = moe_rpc_call_user(call);
+    if (f != NULL)
+        moe_engine_cancel(s->engine, &f->request.work);
+}
+
+static void unary_done(struct moe_rpc_call *call, void *ctx)
+{
+    (void)ctx;
+    struct forward *f = moe_rpc_call_user(call);
+    if (f != NULL)
+        drop_forward(f);
+}
+
+/* --------------------------------------------------------------------- ForwardStream */
+
+static void drop_stream(struct stream *s)
+{
+    if (atomic_fetch_sub(&s->references, 1) != 1)
+        return;
+    moe_mutex_destroy(&s->lock);
+    free(s);
+}
+
+static void stream_started(struct moe_rpc_call *call, void *ctx)
+{
+    struct stream *s = calloc(1, sizeof *s);
+    if (s == NULL) {
+        moe_rpc_fail(call, out_of_memory());
+        return;
+    }
+    s->service = ctx;
+    s->call = call;
+    atomic_store(&s->references, 1);
+    moe_mutex_init(&s->lock);
+    moe_rpc_call_set_user(call, s);
+}
+
+static void link_running(struct stream *s, struct forward *f) MOE_REQUIRES(s->lock)
+{
+    f->prev = NULL;
+    f->next = s->running;
+    if (s->running != NULL)
+        s->running->prev = f;
+    s->running = f;
+}
+
+static void unlink_running(struct stream *s, struct forward *f) MOE_REQUIRES(s->lock)
+{
+    if (f->prev != NULL)
+        f->prev->next = f->next;
+    else
+        s->running = f->next;
+    if (f->next != NULL)
+        f->next->prev = f->prev;
+}
+
+/* Takes a request off the list of running ones; the last one ends a half-closed stream. */
+static void stop_running(struct stream *s, struct forward *f)
+{
+    moe_mutex_lock(&s->lock);
+    unlink_running(s, f);
+    bool finish = s->half_closed && s->running == NULL;
+    moe_mutex_unlock(&s->lock);
+    if (finish)
+        moe_rpc_finish(s->call);
+}
+
+/* The engine's thread. The answer is queued before the request leaves the list, so that the
+ * stream's end comes after it. */
+static void stream_answered(struct forward *f, const struct moe_rpc_out *out)
+{
+    struct stream *s = f->stream;
+    moe_rpc_send(s->call, out);
+    stop_running(s, f);
+    drop_stream(s);
+}
+
+static void send_error(struct stream *s, uint64_t id, const struct moe_status *error)
+{
+    uint8_t head[MOE_REQUEST_HEAD_MAX];
+    struct moe_rpc_out out;
+    moe_request_answer_error(id, error, head, &out);
+    moe_rpc_send(s->call, &out);
+}
+
+/* Gives a checked request to the engine. */
+static struct moe_status stream_submit(struct stream *s, struct forward *f)
+{
+    moe_mutex_lock(&s->lock);
+    bool over = s->over;
+    if (!over)
+        link_running(s, f);
+    moe_mutex_unlock(&s->lock);
+    if (over)
+        return moe_error(MOE_CANCELLED, MOE_REASON_NONE, "cancelled");
+    atomic_fetch_add(&s->references, 1);
+    struct moe_status st = submit(f);
+    if (moe_failed(&st)) {
+        stop_running(s, f);
+        drop_stream(s);
+    }
+    return st;
+}
+
+/* One item: answered by the engine, or at once with its error. */
+static void take_item(struct stream *s, struct moe_rpc_msg *m)
+{
+    struct forward *f;
+    uint64_t id;
+    struct moe_status st = parse_forward(s->service, s->call, s, m, &f, &id);
+    moe_rpc_msg_free(m);
+    if (!moe_failed(&st)) {
+        st = stream_submit(s, f);
+        if (moe_failed(&st)) {
+            record(f, &st);
+            drop_forward(f);
+        }
+    }
+    if (moe_failed(&st))
+        send_error(s, id, &st);
+}
+
+static void stream_half_closed(struct stream *s)
+{
+    moe_mutex_lock(&s->lock);
+    s->half_closed = true;
+    bool finish = s->running == NULL;
+    moe_mutex_unlock(&s->lock);
+    if (finish)
+        moe_rpc_finish(s->call);
+}
+
+static void stream_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    (void)ctx;
+    struct stream *s = moe_rpc_call_user(call);
+    if (s == NULL) { /* refused when it started */
+        moe_rpc_msg_free(m);
+        return;
+    }
+    if (m == NULL) {
+        stream_half_closed(s);
+        return;
+    }
+    moe_mutex_lock(&s->lock);
+    s->open++;
+    moe_mutex_unlock(&s->lock);
+    take_item(s, m);
+    moe_mutex_lock(&s->lock);
+    s->paused = s->open >= MOE_SERVICE_STREAM_REQUESTS;
+    bool read = !s->paused;
+    moe_mutex_unlock(&s->lock);
+    if (read)
+        moe_rpc_read_next(call);
+}
+
+/* Every message sent is the answer of one item. */
+static void stream_sent(struct moe_rpc_call *call, void *ctx)
+{
+    (void)ctx;
+    struct stream *s = moe_rpc_call_user(call);
+    moe_mutex_lock(&s->lock);
+    s->open--;
+    bool read = s->paused && s->open < MOE_SERVICE_STREAM_REQUESTS;
+    if (read)
+        s->paused = false;
+    moe_mutex_unlock(&s->lock);
+    if (read)
+        moe_rpc_read_next(call);
+}
+
+/* The engine ends cancelled requests on its own thread, so the list stays as it is meanwhile. */
+static void stream_cancelled(struct moe_rpc_call *call, void *ctx)
+{
+    (void)ctx;
+    struct stream *s = moe_rpc_call_user(call);
+    if (s == NULL)
+        return;
+    moe_mutex_lock(&s->lock);
+    s->over = true;
+    for (struct forward *f = s->running; f != NULL; f = f->next)
+        moe_engine_cancel(s->service->engine, &f->request.work);
+    moe_mutex_unlock(&s->lock);
+}
+
+static void stream_done(struct moe_rpc_call *call, void *ctx)
+{
+    (void)ctx;
+    struct stream *s = moe_rpc_call_user(call);
+    if (s != NULL)
+        drop_stream(s);
+}
+
+/* ------------------------------------------------------------ GetServerInfo, GetModel */
+
+static void reply_packed(struct moe_rpc_call *call, const ProtobufCMessage *answer)
+{
+    size_t length = protobuf_c_message_get_packed_size(answer);
+    uint8_t *bytes = malloc(length + 1);
+    if (bytes == NULL) {
+        moe_rpc_fail(call, out_of_memory());
+        return;
+    }
+    protobuf_c_message_pack(answer, bytes);
+    const struct moe_rpc_out out = {.head = bytes, .head_length = length};
+    moe_rpc_reply(call, &out);
+    free(bytes);
+}
+
+static void server_info_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    static char name[] = "moe-worker";
+    static char stream[] = "forward_stream", routing[] = "return_routing", ids[] = "client_routing";
+    static char training[] = "training";
+    char *extensions[] = {stream, routing, ids, training}, none[] = "";
+    struct moe_service *s = ctx;
+    moe_rpc_msg_free(m);
+    Moe__V1__GetServerInfoResponse answer;
+    moe__v1__get_server_info_response__init(&answer);
+    answer.name = name;
+    answer.version = (char *)(uintptr_t)moe_build_version();
+    answer.n_extensions = sizeof extensions / sizeof *extensions - (s->training == NULL);
+    answer.extensions = extensions;
+    answer.max_message_bytes = s->info.max_message_bytes;
+    answer.max_tokens_per_request = s->info.max_tokens_per_request;
+    answer.max_tokens_per_step = s->info.max_tokens_per_step;
+    answer.max_bytes_in_flight = s->info.max_bytes_in_flight;
+    answer.slot = atomic_load(&s->slot);
+    answer.epoch = atomic_load(&s->epoch);
+    answer.backend = (char *)(uintptr_t)s->info.backend;
+    moe_mutex_lock(&s->lock);
+    answer.n_workers = s->worker_count;
+    answer.workers = s->workers;
+    answer.coordinator = s->coordinator != NULL ? s->coordinator : none;
+    reply_packed(call, &answer.base);
+    moe_mutex_unlock(&s->lock);
+}
+
+static struct moe_status check_model(const struct moe_service *s, struct moe_rpc_msg *m)
+{
+    struct moe_rpc_arena arena;
+    void *message;
+    MOE_TRY(moe_rpc_msg_unpack(m, &moe__v1__get_model_request__descriptor, &arena, &message));
+    const Moe__V1__GetModelRequest *q = message;
+    if (q->model[0] != '\0' && strcmp(q->model, s->info.model) != 0)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
+                         "this model is not served here; %s is", s->info.model);
+    return moe_ok();
+}
+
+static void model_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    struct moe_service *s = ctx;
+    size_t n = s->info.layer_count;
+    struct moe_status st = check_model(s, m);
+    moe_rpc_msg_free(m);
+    Moe__V1__LayerInfo *layers = calloc(n + 1, sizeof *layers);
+    Moe__V1__LayerInfo **list = calloc(n + 1, sizeof *list);
+    if (!moe_failed(&st) && (layers == NULL || list == NULL))
+        st = out_of_memory();
+    if (moe_failed(&st)) {
+        moe_rpc_fail(call, st);
+        goto out;
+    }
+    for (size_t i = 0; i < n; i++) {
+        moe_report_layer(s->info.layers[i], &layers[i]);
+        list[i] = &layers[i];
+    }
+    Moe__V1__GetModelResponse answer;
+    moe__v1__get_model_response__init(&answer);
+    answer.model = (char *)(uintptr_t)s->info.model;
+    answer.family = (char *)(uintptr_t)s->info.family;
+    answer.n_layers = n;
+    answer.layers = list;
+    answer.weights_version = moe_engine_weights_version(s->engine);
+    answer.epoch = atomic_load(&s->epoch);
+    reply_packed(call, &answer.base);
+out:
+    free(layers);
+    free(list);
+}
+
+/* -------------------------------------------------------------------------- the service */
+
+void moe_service_methods(struct moe_service *s, struct moe_rpc_method out[MOE_SERVICE_METHODS])
+{
+    const struct moe_rpc_method methods[MOE_SERVICE_METHODS] = {
+        {.path = "/moe.v1.ExpertService/Forward",
+         .kind = MOE_RPC_UNARY,
+         .large = true,
+         .message = unary_message,
+         .cancelled = unary_cancelled,
+         .done = unary_done,
+         .ctx = s},
+        {.path = "/moe.v1.ExpertService/ForwardStream",
+         .kind = MOE_RPC_STREAM,
+         .large = true,
+         .endless = true, /* by then, every request on it has been answered */
+         .started = stream_started,
+         .message = stream_message,
+         .sent = stream_sent,
+         .cancelled = stream_cancelled,
+         .done = stream_done,
+         .ctx = s},
+        {.path = "/moe.v1.ExpertService/GetServerInfo",
+         .kind = MOE_RPC_UNARY,
+         .message = server_info_message,
+         .ctx = s},
+        {.path = "/moe.v1.ExpertService/GetModel",
+         .kind = MOE_RPC_UNARY,
+         .message = model_message,
+         .ctx = s},
+    };
+    memcpy(out, methods, sizeof methods);
+}
+
+struct moe_status moe_service_create(const struct moe_service_config *config,
+                                     struct moe_service **out)
+{
+    if (config->info.max_message_bytes < 2 * MOE_REQUEST_HEAD_MAX)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "messages of %u bytes are too small", config->info.max_message_bytes);
+    struct moe_service *s = calloc(1, sizeof *s);
+    if (s == NULL)
+        return out_of_memory();
+    s->info = config->info;
+    s->engine = config->engine;
+    s->staging = config->staging;
+    s->training = config->training;
+    atomic_store(&s->slot, config->info.slot);
+    struct moe_status st = moe_service_metrics_create(config->metrics, s->engine,
+                                                      config->training != NULL, &s->metrics);
+    if (moe_failed(&st)) {
+        free(s);
+        return st;
+    }
+    moe_mutex_init(&s->lock);
+    *out = s;
+    return st;
+}
+
+static void free_strings(char **strings, size_t count)
+{
+    for (size_t i = 0; strings != NULL && i < count; i++)
+        free(strings[i]);
+    free(strings);
+}
+
+void moe_service_destroy(struct moe_service *s)
+{
+    if (s == NULL)
+        return;
+    moe_mutex_not_shared(&s->lock);
+    free_strings(s->workers, s->worker_count);
+    free(s->coordinator);
+    moe_service_metrics_destroy(s->metrics);
+    moe_mutex_destroy(&s->lock);
+    free(s);
+}
+
+struct moe_status moe_service_set_view(struct moe_service *s, uint64_t epoch,
+                                       const char *const *workers, size_t count)
+{
+    char **copy = calloc(count + 1, sizeof *copy);
+    bool complete = copy != NULL;
+    for (size_t i = 0; complete && i < count; i++) {
+        copy[i] = strdup(workers[i]);
+        complete = copy[i] != NULL;
+    }
+    if (!complete) {
+        free_strings(copy, count);
+        return out_of_memory();
+    }
+    moe_mutex_lock(&s->lock);
+    char **old = s->workers;
+    size_t old_count = s->worker_count;
+    s->workers = copy;
+    s->worker_count = count;
+    atomic_store(&s->epoch, epoch);
+    moe_mutex_unlock(&s->lock);
+    free_strings(old, old_count);
+    return moe_ok();
+}
+
+struct moe_status moe_service_set_coordinator(struct moe_service *s, const char *endpoint)
+{
+    char *copy = strdup(endpoint);
+    if (copy == NULL)
+        return out_of_memory();
+    moe_mutex_lock(&s->lock);
+    char *old = s->coordinator;
+    s->coordinator = copy;
+    moe_mutex_unlock(&s->lock);
+    free(old);
+    return moe_ok();
+}
+
+void moe_service_set_slot(struct moe_service *s, uint32_t slot)
+{
+    atomic_store(&s->slot, slot);
+}
+
+void moe_service_set_draining(struct moe_service *s)
+{
+    atomic_store(&s->draining, true);
+}
+
+void moe_service_read(struct moe_service *s, uint64_t *epoch, bool *draining)
+{
+    *epoch = atomic_load(&s->epoch);
+    *draining = atomic_load(&s->draining);
+}
+
+struct moe_service_metrics *moe_service_counts(struct moe_service *s)
+{
+    return s->metrics;
+}
+
+void moe_service_worker(struct moe_service *s, uint32_t slot, char *out, size_t capacity)
+{
+    moe_mutex_lock(&s->lock);
+    (void)snprintf(out, capacity, "%s", slot < s->worker_count ? s->workers[slot] : "");
+    moe_mutex_unlock(&s->lock);
+}

@@ -1,0 +1,408 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Parsing, checking and answering of Backward; see service/training_request.h. As with Forward,
+ * nothing that a client says is used as a size before it has been compared with what the layer
+ * wants. */
+#include "service/training_request.h"
+
+#include "base/clock.h"
+#include "base/size.h"
+#include "moe/v1/training.pb-c.h"
+#include "service/request.h"
+#include "service/request_checks.h"
+
+#include <stdlib.h>
+
+typedef Moe__V1__BackwardRequest Head;
+
+enum { FIELD_IDS = 12, FIELD_WEIGHTS = 13, FIELD_DY = 14, FIELD_X = 15, ALIGN = 64 };
+static const uint32_t part_fields[] = {FIELD_IDS, FIELD_WEIGHTS, FIELD_DY, FIELD_X};
+
+#define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
+
+struct parse {
+    const struct moe_backward_context *context;
+    struct moe_backward_request *request;
+    size_t x_bytes, dy_bytes, ids_bytes, weights_bytes;
+};
+
+/* ------------------------------------------------------------------------ splitting */
+
+static struct moe_status place_part(void *ctx, uint32_t field, size_t length, void **dst)
+{
+    struct parse *p = ctx;
+    struct moe_backward_request *r = p->request;
+    struct moe_buffer **buffer;
+    switch (field) {
+    case FIELD_IDS:
+        p->ids_bytes = length;
+        buffer = &r->ids;
+        break;
+    case FIELD_WEIGHTS:
+        p->weights_bytes = length;
+        buffer = &r->weights;
+        break;
+    case FIELD_DY:
+        p->dy_bytes = length;
+        buffer = &r->dy;
+        break;
+    default:
+        p->x_bytes = length;
+        buffer = &r->x;
+        break;
+    }
+    return moe_request_take(p->context->info, p->context->staging, length, buffer, dst);
+}
+
+/* --------------------------------------------------------------------------- checks */
+
+static struct moe_status check_shape(struct parse *p, const Head *h)
+{
+    const struct moe_layer_spec *spec = p->request->spec;
+    MOE_TRY(moe_request_check_rows(spec, h->hidden, h->tokens));
+    if (h->tokens > p->context->info->max_tokens_per_step)
+        return invalid(TOKEN_LIMIT, "%u tokens; one Backward has at most %u", h->tokens,
+                       p->context->info->max_tokens_per_step);
+    enum moe_dtype dtype = p->request->work.dtype;
+    MOE_TRY(moe_request_check_tensor("dy", p->dy_bytes, spec, h->tokens, dtype));
+    if (p->x_bytes != 0)
+        MOE_TRY(moe_request_check_tensor("x", p->x_bytes, spec, h->tokens, dtype));
+    p->request->work.tokens = h->tokens;
+    return moe_ok();
+}
+
+/* From here on there is one convention, that of kernels/include/moe/training.h:
+ * AUX_CONVENTION_MEAN. *coeff is the coefficient in it. */
+static struct moe_status check_aux(const Head *h, uint32_t top_k, double *coeff)
+{
+    if (!(h->aux_coeff >= 0) || h->aux_coeff > 1e30)
+        return invalid(VALUE_INVALID, "aux_coeff must be a number of at least 0");
+    switch (h->aux_convention) {
+    case MOE__V1__AUX_CONVENTION__AUX_CONVENTION_UNSPECIFIED:
+    case MOE__V1__AUX_CONVENTION__AUX_CONVENTION_MEAN: *coeff = h->aux_coeff; return moe_ok();
+    case MOE__V1__AUX_CONVENTION__AUX_CONVENTION_TRANSFORMERS:
+        *coeff = h->aux_coeff * top_k;
+        return moe_ok();
+    default:
+        return invalid(VALUE_INVALID, "aux_convention %d is not known", (int)h->aux_convention);
+    }
+}
+
+static struct moe_status check_routing(struct parse *p, const Head *h)
+{
+    struct moe_train_work *w = &p->request->work;
+    if (p->x_bytes == 0) {
+        if (p->ids_bytes != 0 || p->weights_bytes != 0)
+            return invalid(ROUTING_INVALID, "routing without x: send both, or neither after a "
+                                            "Forward with retain");
+        return moe_ok();
+    }
+    switch (h->routing_mode) {
+    case MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS: w->mode = MOE_ROUTE_IDS; break;
+    case MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS:
+        w->mode = MOE_ROUTE_IDS_WEIGHTS;
+        break;
+    default:
+        return invalid(ROUTING_INVALID, "Backward needs the routing that the forward pass used: "
+                                        "CLIENT_IDS or CLIENT_IDS_AND_WEIGHTS");
+    }
+    if (p->ids_bytes == 0)
+        return invalid(ROUTING_INVALID, "topk_ids are missing");
+    if ((p->weights_bytes != 0) != (w->mode == MOE_ROUTE_IDS_WEIGHTS))
+        return invalid(ROUTING_INVALID, w->mode == MOE_ROUTE_IDS_WEIGHTS
+                                            ? "topk_weights are missing"
+                                            : "topk_weights are given, and the router is to weigh");
+    const struct moe_backward_request *r = p->request;
+    MOE_TRY(
+        moe_request_check_ids(r->spec, h->tokens, (int)h->topk_ids_dtype, r->ids, p->ids_bytes));
+    return w->mode == MOE_ROUTE_IDS_WEIGHTS
+               ? moe_request_check_weights(r->spec, h->tokens, r->weights, p->weights_bytes)
+               : moe_ok();
+}
+
+/* -------------------------------------------------------------------------- content */
+
+/* The version as it was sent: gradients of other weights are another answer. The lineage
+ * is no part, for one that is not the present one is refused before anything is looked up. */
+static void hash_said(struct moe_backward_request *r, const Head *h, double aux_coeff,
+                      size_t dy_bytes)
+{
+    const uint64_t numbers[] = {h->layer,
+                                h->tokens,
+                                (uint64_t)h->dtype,
+                                h->input_only != 0,
+                                h->return_weight_gradients != 0,
+                                h->weights_version};
+    moe_content_mix(r->call.content.said, numbers, sizeof numbers);
+    moe_content_mix(r->call.content.said, &aux_coeff, sizeof aux_coeff);
+    moe_content_mix(r->call.content.said, moe_buffer_data(r->dy), dy_bytes);
+}
+
+static void hash_rest(struct moe_backward_request *r, size_t x_bytes)
+{
+    const struct moe_train_work *w = &r->work;
+    size_t pairs = w->tokens * (size_t)r->spec->router.top_k * sizeof(int32_t);
+    uint64_t mode = w->mode;
+    moe_content_mix(r->call.content.rest, &mode, sizeof mode);
+    moe_content_mix(r->call.content.rest, w->ids, pairs);
+    if (w->mode == MOE_ROUTE_IDS_WEIGHTS)
+        moe_content_mix(r->call.content.rest, w->weights, pairs);
+    moe_content_mix(r->call.content.rest, w->x, x_bytes);
+}
+
+static struct moe_status use_sent(struct parse *p, const Head *h)
+{
+    struct moe_backward_request *r = p->request;
+    struct moe_train_work *w = &r->work;
+    size_t pairs = h->tokens * (size_t)r->spec->router.top_k;
+    size_t size = moe_request_id_bytes((int)h->topk_ids_dtype);
+    w->x = moe_buffer_data(r->x);
+    w->ids = moe_buffer_data(r->ids);
+    if (size != sizeof(int32_t)) {
+        MOE_TRY(moe_staging_take(p->context->staging, pairs * sizeof(int32_t), &r->wide_ids));
+        int32_t *wide = moe_buffer_data(r->wide_ids);
+        moe_request_widen_ids(wide, moe_buffer_data(r->ids), size, pairs);
+        w->ids = wide;
+    }
+    if (r->weights != NULL)
+        w->weights = moe_buffer_data(r->weights);
+    r->whole = true;
+    hash_rest(r, p->x_bytes);
+    return moe_ok();
+}
+
+/* Without a saved pass the request stays as it is: it may be a repeat. */
+static struct moe_status use_saved(struct parse *p, const Head *h)
+{
+    struct moe_backward_request *r = p->request;
+    struct moe_train_work *w = &r->work;
+    struct moe_saved_pass pass;
+    r->pass = moe_pass_store_get(moe_train_passes(p->context->training), h->session,
+                                 h->micro_batch_id, r->received_ns);
+    if (r->pass == NULL)
+        return moe_ok();
+    memcpy(&pass, r->pass->head, sizeof pass);
+    if (pass.layer != h->layer || pass.tokens != h->tokens || pass.dtype != w->dtype)
+        return invalid(SHAPE_MISMATCH,
+                       "the pass retained under this id has layer %u and %u tokens%s", pass.layer,
+                       pass.tokens, pass.dtype != w->dtype ? " of another dtype" : "");
+    if (h->weights_version != 0 && h->weights_version != pass.weights_version)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                         "weights version %llu was asked for; the retained pass used %llu",
+                         (unsigned long long)h->weights_version,
+                         (unsigned long long)pass.weights_version);
+    const uint8_t *data = r->pass->data;
+    w->mode = pass.mode;
+    w->x = data;
+    w->ids = (const int32_t *)(const void *)(data + pass.ids_at);
+    if (pass.mode == MOE_ROUTE_IDS_WEIGHTS)
+        w->weights = (const float *)(const void *)(data + pass.weights_at);
+    r->call.weights_version = pass.weights_version;
+    if (r->call.lineage == 0)
+        r->call.lineage = pass.lineage;
+    r->call.saved = pass.step;
+    r->call.saved_epoch = pass.epoch;
+    r->whole = r->used_saved = true;
+    hash_rest(r, pass.x_bytes);
+    return moe_ok();
+}
+
+static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t length)
+{
+    struct moe_backward_request *r = p->request;
+    struct moe_rpc_arena arena;
+    void *message;
+    double aux_coeff = 0;
+    MOE_TRY(moe_rpc_unpack(&moe__v1__backward_request__descriptor, head, length, &arena, &message));
+    const Head *h = message;
+    MOE_TRY(moe_request_find_layer(p->context->info, h->model, h->layer, (int)h->dtype,
+                                   &p->request->spec, &p->request->work.dtype));
+    p->request->work.layer = h->layer;
+    MOE_TRY(check_shape(p, h));
+    MOE_TRY(moe_request_check_pass(h->session, h->micro_batch_id));
+    MOE_TRY(check_aux(h, p->request->spec->router.top_k, &aux_coeff));
+    MOE_TRY(check_routing(p, h));
+    MOE_TRY(moe_request_check_worker(p->context->draining, p->context->epoch));
+    r->work.kind = r->call.kind = MOE_STEP_BACKWARD;
+    strcpy(r->call.session, h->session); /* a checked name fits */
+    r->call.id = h->micro_batch_id;
+    r->call.lineage = h->lineage;
+    r->call.weights_version = h->weights_version;
+    r->call.aux_coeff = (float)aux_coeff;
+    r->call.input_only = h->input_only;
+    r->return_weights = h->return_weight_gradients;
+    r->work.dy = moe_buffer_data(r->dy);
+    hash_said(r, h, aux_coeff, p->dy_bytes);
+    return p->x_bytes != 0 ? use_sent(p, h) : use_saved(p, h);
+}
+
+struct moe_status moe_backward_parse(struct moe_backward_request *r,
+                                     const struct moe_backward_context *context,
+                                     struct moe_rpc_msg *m)
+{
+    struct parse p = {.context = context, .request = r};
+    uint8_t head[MOE_RPC_HEAD_MAX];
+    size_t length;
+    *r = (struct moe_backward_request){.received_ns = moe_clock_ns()};
+    struct moe_status st = moe_rpc_msg_split(
+        m, part_fields, sizeof part_fields / sizeof *part_fields, head, &length, place_part, &p);
+    if (!moe_failed(&st))
+        st = check_head(&p, head, length);
+    if (moe_failed(&st))
+        moe_backward_release(r);
+    return st;
+}
+
+void moe_backward_release(struct moe_backward_request *r)
+{
+    moe_buffer_release(r->x);
+    moe_buffer_release(r->dy);
+    moe_buffer_release(r->ids);
+    moe_buffer_release(r->weights);
+    moe_buffer_release(r->wide_ids);
+    moe_pass_record_unref(r->pass);
+    moe_pass_record_unref(r->kept);
+    moe_pass_record_unref(r->answer.record);
+    r->x = r->dy = r->ids = r->weights = r->wide_ids = NULL;
+    r->pass = r->kept = r->answer.record = NULL;
+}
+
+/* ------------------------------------------------------------------------- answers */
+
+struct moe_status moe_backward_prepare(struct moe_backward_request *r,
+                                       const struct moe_backward_context *context)
+{
+    struct moe_train_work *w = &r->work;
+    size_t pairs = w->tokens * (size_t)r->spec->router.top_k * sizeof(float), dx, at, end;
+    if (!moe_size_mul3(w->tokens, r->spec->hidden, moe_dtype_bytes(w->dtype), &dx) ||
+        !moe_size_round_up(dx, ALIGN, &at) ||
+        !moe_size_add(at, r->return_weights ? pairs : 0, &end) ||
+        end > context->info->max_message_bytes - MOE_BACKWARD_HEAD_MAX)
+        return invalid(TOO_LARGE, "the answer would be larger than a message may be");
+    MOE_TRY(moe_pass_store_reserve(moe_train_answers(context->training), end, r->received_ns,
+                                   &r->kept));
+    const struct moe_kept_answer head = {
+        .content = r->call.content,
+        .tokens = w->tokens,
+        .hidden = r->spec->hidden,
+        .top_k = r->spec->router.top_k,
+        .dtype = w->dtype,
+        .used_saved = r->used_saved,
+        .dx_bytes = (uint32_t)dx,
+        .weights_at = (uint32_t)at,
+        .weights_bytes = r->return_weights ? (uint32_t)pairs : 0,
+    };
+    memcpy(r->kept->head, &head, sizeof head);
+    w->dx = r->kept->data;
+    if (r->return_weights)
+        w->dweights = (float *)(void *)((uint8_t *)r->kept->data + at);
+    w->answer = &r->answer;
+    moe_train_call_pack(&r->call, w->body, &w->body_length);
+    return moe_ok();
+}
+
+static struct moe_kept_answer head_of(const struct moe_pass_record *kept)
+{
+    struct moe_kept_answer head;
+    memcpy(&head, kept->head, sizeof head);
+    return head;
+}
+
+void moe_backward_keep(struct moe_backward_request *r, struct moe_train *training,
+                       const struct moe_status *end)
+{
+    struct moe_kept_answer head = head_of(r->kept);
+    head.outcome = r->answer.outcome;
+    head.code = end->code;
+    head.reason = end->reason;
+    head.used_activations = r->work.step.used_saved;
+    memcpy(r->kept->head, &head, sizeof head);
+    moe_pass_record_ref(r->kept); /* ours, until the answer is on its way */
+    moe_pass_store_put(moe_train_answers(training), r->kept, r->call.session, r->call.id,
+                       moe_clock_ns());
+    moe_pass_store_drop(moe_train_passes(training), r->call.session, r->call.id);
+}
+
+bool moe_backward_matches(const struct moe_pass_record *kept, const struct moe_backward_request *r)
+{
+    struct moe_kept_answer head = head_of(kept);
+    const struct moe_content *c = &r->call.content;
+    return memcmp(head.content.said, c->said, sizeof c->said) == 0 &&
+           (!r->whole || memcmp(head.content.rest, c->rest, sizeof c->rest) == 0);
+}
+
+struct moe_status moe_backward_kept_status(const struct moe_pass_record *kept)
+{
+    struct moe_kept_answer head = head_of(kept);
+    if (head.code == MOE_OK)
+        return moe_ok();
+    return moe_error(head.code, head.reason,
+                     "the pass was run, and some of its tokens could not be computed");
+}
+
+static void release_part(void *owner)
+{
+    moe_pass_record_unref(owner);
+}
+
+static void add_part(struct moe_pass_record *kept, struct moe_rpc_out *out, uint32_t field,
+                     size_t at, size_t length)
+{
+    moe_pass_record_ref(kept);
+    out->parts[out->part_count++] = (struct moe_rpc_part){.field = field,
+                                                          .data = (const uint8_t *)kept->data + at,
+                                                          .length = length,
+                                                          .release = release_part,
+                                                          .owner = kept};
+}
+
+static void fill_stages(const struct moe_backward_request *r, bool repeated,
+                        Moe__V1__StageTimes *to)
+{
+    const struct moe_train_work *w = &r->work;
+    moe__v1__stage_times__init(to);
+    to->server_ns = moe_clock_ns() - r->received_ns;
+    if (repeated)
+        return;
+    const uint64_t *ns = w->step.stage_ns;
+    to->queue_ns = w->started_ns - w->submitted_ns;
+    to->router_ns = ns[MOE_STAGE_ROUTER];
+    to->prepare_ns = ns[MOE_STAGE_PREPARE];
+    to->dispatch_ns = ns[MOE_STAGE_DISPATCH];
+    to->gemm1_ns = ns[MOE_STAGE_GEMM1];
+    to->gemm2_ns = ns[MOE_STAGE_GEMM2];
+    to->shared_ns = ns[MOE_STAGE_SHARED];
+    to->combine_ns = ns[MOE_STAGE_COMBINE];
+    to->step_ns = w->step.total_ns;
+    to->step_tokens = w->tokens;
+    to->steps = 1;
+}
+
+void moe_backward_answer(const struct moe_backward_request *r, struct moe_pass_record *kept,
+                         bool repeated, uint8_t *head, struct moe_rpc_out *out)
+{
+    const struct moe_kept_answer k = head_of(kept);
+    Moe__V1__StageTimes stages;
+    Moe__V1__BackwardResponse answer;
+    moe__v1__backward_response__init(&answer);
+    fill_stages(r, repeated, &stages);
+    answer.epoch = k.outcome.epoch;
+    answer.weights_version = k.outcome.weights_version;
+    answer.lineage = k.outcome.lineage;
+    answer.aux_loss = k.outcome.number;
+    answer.tokens = k.tokens;
+    answer.hidden = k.hidden;
+    answer.dtype = k.dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
+                                            : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
+    answer.top_k = k.top_k;
+    answer.repeated = repeated;
+    answer.used_retained = k.used_saved;
+    answer.used_activations = k.used_activations;
+    answer.stages = &stages;
+    *out = (struct moe_rpc_out){.head = head};
+    out->head_length = moe__v1__backward_response__get_packed_size(&answer);
+    MOE_INVARIANT(out->head_length <= MOE_BACKWARD_HEAD_MAX);
+    moe__v1__backward_response__pack(&answer, head);
+    if (k.weights_bytes != 0)
+        add_part(kept, out, FIELD_WEIGHTS, k.weights_at, k.weights_bytes);
+    add_part(kept, out, FIELD_X, 0, k.dx_bytes);
+}

@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* moe.v1.TrainingService: checks requests, makes training calls of them, and tells the answers. It
+ * never computes, and never waits (ListCheckpoints reads a disk, on threads of its own). Offered
+ * only by workers that train. */
+#ifndef MOE_SERVICE_TRAINING_SERVICE_H
+#define MOE_SERVICE_TRAINING_SERVICE_H
+
+#include "service/service.h"
+#include "training/training.h"
+
+struct moe_training_service;
+
+enum { MOE_TRAINING_SERVICE_METHODS = 10 };
+
+/* All borrowed. */
+struct moe_training_service_config {
+    struct moe_service_info info;
+    struct moe_service *service; /* knows the view */
+    struct moe_engine *engine;
+    struct moe_staging *staging;
+    struct moe_train *training;
+    /* An operator has said where training goes back to (RecoverTraining). Any thread; must not
+     * block. */
+    void (*told)(void *ctx);
+    void *ctx;
+};
+
+struct moe_status moe_training_service_create(const struct moe_training_service_config *config,
+                                              struct moe_training_service **out) MOE_CHECKED;
+/* As moe_service_destroy; waits for listings that still read their disk. */
+void moe_training_service_destroy(struct moe_training_service *s);
+/* The methods to start the server with; their `ctx` is the service. */
+void moe_training_service_methods(struct moe_training_service *s,
+                                  struct moe_rpc_method out[MOE_TRAINING_SERVICE_METHODS]);
+
+#endif

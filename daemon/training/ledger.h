@@ -1,0 +1,105 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a slot remembers of training calls, so that a repeat is recognised and nothing is ever run
+ * twice. Every slot sees the same tickets in the same order and records the same calls, hence the
+ * ledgers of a group are equal at every ticket, and so are their verdicts.
+ *
+ * Calls belong to sessions: Backward calls to the client's, all others to one sequence, the session
+ * "". A session keeps its latest calls; of those that are forgotten it keeps the highest id, below
+ * which nothing new is accepted. When there are too many sessions, the one that recorded least
+ * recently is forgotten, and its highest id goes into a small table by the hash of its name:
+ * another session that falls on the same place may be refused (ID_TOO_OLD) where it need not be,
+ * but a forgotten call is never run again.
+ *
+ * Pure: no clock, no lock, no memory after create. */
+#ifndef MOE_TRAINING_LEDGER_H
+#define MOE_TRAINING_LEDGER_H
+
+#include "base/status.h"
+#include "daemon/name.h"
+
+#include <stddef.h>
+
+struct moe_ledger;
+
+enum {
+#ifdef MOE_SIMULATION /* so few that a run reaches them */
+    MOE_LEDGER_SESSIONS = 4,
+    MOE_LEDGER_CALLS = 6,
+    MOE_LEDGER_FORGOTTEN = 4,
+#else
+    MOE_LEDGER_SESSIONS = 256,
+    MOE_LEDGER_CALLS = 256,       /* of one session */
+    MOE_LEDGER_FORGOTTEN = 65536, /* places for the highest ids of forgotten sessions */
+#endif
+};
+
+/* What a call says. A repeat with less in it (a Backward whose forward pass was saved comes without
+ * x) has the same `said`, and `rest` only where the call brought everything. Of a call without
+ * tensors `rest` is the session that it came from; zeros for the session "". */
+struct moe_content {
+    uint64_t said[2], rest[2];
+};
+
+/* What a call did; for calls that are the same on all slots this is the whole answer. */
+struct moe_ledger_outcome {
+    uint64_t epoch, lineage, weights_version, steps;
+    union {
+        uint64_t bytes;      /* that were written */
+        uint64_t lost_steps; /* Load: steps that no checkpoint had */
+    };
+    double number;      /* gradient norm, or load-balance loss */
+    uint32_t backwards; /* whose gradients went in, or went away */
+    bool nonfinite;
+};
+
+struct moe_ledger_call {
+    uint64_t id;
+    struct moe_content content;
+    uint32_t origin; /* slot that was asked */
+    struct moe_ledger_outcome outcome;
+};
+
+enum moe_ledger_verdict {
+    MOE_LEDGER_NEW,
+    MOE_LEDGER_REPEAT,
+    MOE_LEDGER_REUSED,  /* the id is known with other content */
+    MOE_LEDGER_TOO_OLD, /* never seen or forgotten, and lower than one that was forgotten */
+};
+
+struct moe_status moe_ledger_create(struct moe_ledger **out) MOE_CHECKED;
+/* NULL is ignored. */
+void moe_ledger_destroy(struct moe_ledger *l);
+struct moe_status moe_ledger_copy(const struct moe_ledger *from,
+                                  struct moe_ledger **out) MOE_CHECKED;
+/* Everything is forgotten, the forgotten included. */
+void moe_ledger_reset(struct moe_ledger *l);
+
+/* What a call would be. Changes nothing. On REPEAT `*call`, if asked for, is what was recorded;
+ * valid until the next change. */
+enum moe_ledger_verdict moe_ledger_look(const struct moe_ledger *l, const char *session,
+                                        uint64_t id, const struct moe_content *content,
+                                        const struct moe_ledger_call **call);
+/* The call recorded under an id, whatever its content; NULL when there is none. */
+const struct moe_ledger_call *moe_ledger_find(const struct moe_ledger *l, const char *session,
+                                              uint64_t id);
+/* Records a call that was NEW, or, after unpack, takes the place of one of the same id. Names are
+ * at most MOE_TRAINING_NAME_MAX characters. */
+void moe_ledger_record(struct moe_ledger *l, const char *session,
+                       const struct moe_ledger_call *call);
+
+/* Calls recorded since the beginning or the last reset or unpack, and a hash over all of them in
+ * order: equal exactly when two slots have seen the same. */
+uint64_t moe_ledger_count(const struct moe_ledger *l);
+uint64_t moe_ledger_hash(const struct moe_ledger *l);
+/* The highest id of a session, 0 = none known. */
+uint64_t moe_ledger_highest(const struct moe_ledger *l, const char *session);
+
+/* For checkpoints. The packed form is for machines of one byte order and is checked completely when
+ * it is read. */
+size_t moe_ledger_packed_size(const struct moe_ledger *l);
+void moe_ledger_pack(const struct moe_ledger *l, uint8_t *to); /* packed_size bytes */
+/* Replaces everything. Errors: MOE_DATA_LOSS/MALFORMED; nothing is changed then. */
+struct moe_status moe_ledger_unpack(struct moe_ledger *l, const uint8_t *from,
+                                    size_t bytes) MOE_CHECKED;
+
+#endif

@@ -1,0 +1,275 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The state of training: its parts, its trainers, and what others are told of it; see
+ * training/training.h. tickets.c changes it, agreement.c as a group forms. */
+#include "training/state.h"
+
+#include "base/random.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* -------------------------------------------------------------------------- lifetime */
+
+static uint64_t hash_config(const struct moe_trainer_config *c)
+{
+    const uint64_t words[] = {(uint64_t)c->optimizer, c->frozen, c->lora_rank, c->lora_targets,
+                              c->lora_seed};
+    uint64_t hash[2] = {0, 0};
+    moe_content_mix(hash, words, sizeof words);
+    moe_content_mix(hash, &c->lora_alpha, sizeof c->lora_alpha);
+    return hash[0] | 1; /* 0 is no training */
+}
+
+/* Without training in the backend, or with adapters that do not fit, nothing can begin. */
+static struct moe_status check_config(const struct moe_train_config *c)
+{
+    const struct moe_trainer_config *trainer = &c->trainer;
+    if (c->backend->training == NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+                         "the %s backend cannot train", c->backend->name);
+    if (trainer->lora_rank > 0 && trainer->lora_targets == 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "adapters of rank %u need a matrix to adapt", trainer->lora_rank);
+    uint32_t most = UINT32_MAX;
+    for (size_t i = 0; i < c->layer_count; i++) {
+        const struct moe_layer_spec *spec = c->specs[i];
+        uint32_t side =
+            (uint32_t)(spec->hidden < spec->intermediate ? spec->hidden : spec->intermediate);
+        most = side < most ? side : most;
+    }
+    if (trainer->lora_rank > most)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "adapters of rank %u do not fit: --lora-rank must be %u at most with this "
+                         "model",
+                         trainer->lora_rank, most);
+    return moe_ok();
+}
+
+struct moe_status moe_train_create(const struct moe_train_config *config, struct moe_train **out)
+{
+    MOE_TRY(check_config(config));
+    struct moe_train *t = calloc(1, sizeof *t);
+    if (t == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory to train");
+    moe_mutex_init(&t->lock);
+    t->config = *config;
+    t->shown = -1;
+    t->config_hash = hash_config(&config->trainer);
+    t->frozen = config->trainer.frozen;
+    t->weights_version = 1;
+    struct moe_status st;
+    MOE_TRY_GOTO(st, moe_random_id(&t->writer), fail);
+    t->trainers = calloc(config->layer_count + 1, sizeof(struct moe_trainer *));
+    MOE_TRY_GOTO(st,
+                 t->trainers != NULL ? moe_ok()
+                                     : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                                                 "no memory to train"),
+                 fail);
+    MOE_TRY_GOTO(st, moe_ledger_create(&t->ledger), fail);
+    MOE_TRY_GOTO(st,
+                 moe_pass_store_create(config->backend, config->device, config->saved_bytes,
+                                       config->saved_ns, &t->passes),
+                 fail);
+    MOE_TRY_GOTO(st,
+                 moe_pass_store_create(config->backend, config->device, config->saved_bytes,
+                                       config->saved_ns, &t->answers),
+                 fail);
+    const struct moe_activations_config activations = {.backend = config->backend,
+                                                       .device = config->device,
+                                                       .specs = config->specs,
+                                                       .trainers = t->trainers,
+                                                       .layer_count = config->layer_count,
+                                                       .keep_ns = config->saved_ns,
+                                                       .limit = config->saved_device_bytes};
+    MOE_TRY_GOTO(st, moe_activations_create(&activations, &t->activations), fail);
+    if (config->metrics != NULL)
+        MOE_TRY_GOTO(st, moe_train__add_metrics(config->metrics, &t->metrics), fail);
+    moe_train__show(t);
+    *out = t;
+    return st;
+fail:
+    moe_train_destroy(t);
+    return st;
+}
+
+void moe_train_destroy(struct moe_train *t)
+{
+    if (t == NULL)
+        return;
+    moe_train_end_jobs(t);
+    if (t->trainers != NULL)
+        moe_train__drop_trainers(t);
+    free(t->trainers);
+    moe_activations_destroy(t->activations);
+    moe_pass_store_destroy(t->passes);
+    moe_pass_store_destroy(t->answers);
+    moe_ledger_destroy(t->ledger);
+    moe_mutex_destroy(&t->lock);
+    free(t);
+}
+
+/* --------------------------------------------------------------- layers come and go */
+
+void moe_train__drop_trainers(struct moe_train *t)
+{
+    moe_train__end_copying(t);
+    for (size_t i = 0; i < t->config.layer_count; i++) {
+        t->config.backend->training->trainer_destroy(t->trainers[i]);
+        t->trainers[i] = NULL;
+    }
+}
+
+struct moe_status moe_train__make_trainers(struct moe_train *t)
+{
+    const struct moe_training *backend = t->config.backend->training;
+    for (size_t i = 0; i < t->config.layer_count; i++) {
+        struct moe_status st =
+            backend->trainer_create(t->layers[i], &t->config.trainer, &t->trainers[i]);
+        if (moe_failed(&st)) {
+            t->trainers[i] = NULL;
+            moe_train__drop_trainers(t);
+            return moe_error_context(st, "training state of layer %u", t->config.specs[i]->layer);
+        }
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_train_bytes(const struct moe_train *t, struct moe_layer *const *layers,
+                                  uint64_t *bytes)
+{
+    *bytes = 0;
+    for (size_t i = 0; i < t->config.layer_count; i++) {
+        uint64_t more;
+        MOE_TRY(t->config.backend->training->trainer_bytes(layers[i], &t->config.trainer, &more));
+        if (more > UINT64_MAX - *bytes)
+            return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                             "training state would be too large");
+        *bytes += more;
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_train_attach(struct moe_train *t, struct moe_layer *const *layers,
+                                   const struct moe_placement *placements)
+{
+    uint64_t bytes;
+    t->layers = layers;
+    t->placements = placements;
+    MOE_TRY(moe_train_bytes(t, layers, &bytes));
+    MOE_TRY(moe_train__make_trainers(t));
+    moe_activations_set_limit(t->activations, moe_activations_limit(t->activations));
+    moe_mutex_lock(&t->lock);
+    t->state_bytes = bytes;
+    moe_mutex_unlock(&t->lock);
+    moe_train__show(t);
+    return moe_ok();
+}
+
+struct moe_trainer *moe_train__find_trainer(const struct moe_train *t, uint32_t layer)
+{
+    for (size_t i = 0; i < t->config.layer_count; i++)
+        if (t->config.specs[i]->layer == layer)
+            return t->trainers[i];
+    return NULL;
+}
+
+bool moe_train_attached(const struct moe_train *t)
+{
+    return t->trainers[0] != NULL;
+}
+
+/* Anything has happened since the model was loaded. */
+static bool is_touched(const struct moe_train *t) MOE_REQUIRES(t->lock)
+{
+    return t->weights_version != 1 || moe_ledger_count(t->ledger) != 0;
+}
+
+void moe_train_detach(struct moe_train *t)
+{
+    moe_train__drop_trainers(t);
+    moe_mutex_lock(&t->lock);
+    t->torn = t->torn || is_touched(t);
+    t->state_bytes = 0;
+    moe_mutex_unlock(&t->lock);
+}
+
+/* ------------------------------------------------------------------------ any thread */
+
+uint64_t moe_train_weights_version(struct moe_train *t)
+{
+    moe_mutex_lock(&t->lock);
+    uint64_t version = t->weights_version;
+    moe_mutex_unlock(&t->lock);
+    return version;
+}
+
+uint32_t moe_train_slot(struct moe_train *t)
+{
+    moe_mutex_lock(&t->lock);
+    uint32_t slot = t->slot;
+    moe_mutex_unlock(&t->lock);
+    return slot;
+}
+
+uint64_t moe_train__highest_id(const struct moe_train *t)
+{
+    const struct moe_train_call *job = moe_train__job_call(t);
+    uint64_t highest = moe_ledger_highest(t->ledger, "");
+    return job != NULL && job->id > highest ? job->id : highest;
+}
+
+void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
+{
+    *out = (struct moe_train_state){0};
+    moe_mutex_lock(&t->lock);
+    out->lineage = t->lineage;
+    out->weights_version = t->weights_version;
+    out->steps = t->steps;
+    out->unsaved = t->unsaved;
+    out->last_step_id = moe_train__highest_id(t);
+    out->state_bytes = t->state_bytes;
+    out->backwards = t->backwards;
+    out->frozen = t->frozen;
+    memcpy(out->checkpoint, t->checkpoint, sizeof out->checkpoint);
+    memcpy(out->problem, t->problem, sizeof out->problem);
+    moe_train__read_job(t, out);
+    moe_mutex_unlock(&t->lock);
+    out->activation_bytes = moe_activations_bytes(t->activations);
+    out->activation_bytes_limit = moe_activations_limit(t->activations);
+    out->saved_bytes = moe_pass_store_bytes(t->passes);
+    out->saved_bytes_limit = moe_pass_store_budget(t->passes);
+}
+
+const struct moe_train_config *moe_train_configured(const struct moe_train *t)
+{
+    return &t->config;
+}
+
+void moe_train_expire(struct moe_train *t, uint64_t now)
+{
+    moe_pass_store_expire(t->passes, now);
+    moe_pass_store_expire(t->answers, now);
+    moe_train__show(t);
+}
+
+uint64_t moe_train_next_expiry(struct moe_train *t, uint64_t now)
+{
+    uint64_t passes = moe_pass_store_next_expiry(t->passes, now);
+    uint64_t answers = moe_pass_store_next_expiry(t->answers, now);
+    return passes < answers ? passes : answers;
+}
+
+struct moe_pass_store *moe_train_passes(struct moe_train *t)
+{
+    return t->passes;
+}
+
+struct moe_pass_store *moe_train_answers(struct moe_train *t)
+{
+    return t->answers;
+}
+
+struct moe_activations *moe_train_activations(struct moe_train *t)
+{
+    return t->activations;
+}

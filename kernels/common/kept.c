@@ -1,0 +1,340 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* See kept.h. Pieces lie in one block; the list is short, so every search is a walk. */
+#include "common/kept.h"
+
+#include "base/size.h"
+
+#include <string.h>
+
+void moe_kept_open(struct moe_kept *s, struct moe_device *device,
+                   struct moe_status (*alloc)(struct moe_device *, enum moe_mem, size_t, void **),
+                   void (*give)(struct moe_device *, enum moe_mem, void *, size_t))
+{
+    moe_mutex_not_shared(&s->lock);
+    s->device = device;
+    s->alloc = alloc;
+    s->free = give;
+    s->limit = 0;
+    s->block = NULL;
+    s->age = 0;
+    s->readers = 0;
+    s->count = 0;
+    moe_mutex_init(&s->lock);
+}
+
+static void give_block(struct moe_kept *s) MOE_REQUIRES(s->lock)
+{
+    s->free(s->device, MOE_MEM_DEVICE, s->block, s->limit);
+    s->block = NULL;
+    s->count = 0;
+}
+
+void moe_kept_close(struct moe_kept *s)
+{
+    moe_mutex_not_shared(&s->lock);
+    give_block(s);
+    moe_mutex_destroy(&s->lock);
+}
+
+void moe_kept_limit(struct moe_kept *s, size_t bytes)
+{
+    moe_mutex_lock(&s->lock);
+    give_block(s);
+    s->limit = bytes;
+    moe_mutex_unlock(&s->lock);
+}
+
+bool moe_kept_give_back(struct moe_kept *s)
+{
+    moe_mutex_lock(&s->lock);
+    bool idle = s->block != NULL && s->readers == 0;
+    for (uint32_t i = 0; i < s->count; i++)
+        idle = idle && !s->piece[i].open;
+    if (idle)
+        give_block(s);
+    moe_mutex_unlock(&s->lock);
+    return idle;
+}
+
+void moe_kept_read_begin(struct moe_kept *s)
+{
+    moe_mutex_lock(&s->lock);
+    s->readers++;
+    moe_mutex_unlock(&s->lock);
+}
+
+void moe_kept_read_end(struct moe_kept *s)
+{
+    moe_mutex_lock(&s->lock);
+    MOE_INVARIANT(s->readers > 0);
+    s->readers--;
+    moe_mutex_unlock(&s->lock);
+}
+
+uint64_t moe_kept_bytes(struct moe_kept *s)
+{
+    uint64_t bytes = 0;
+    moe_mutex_lock(&s->lock);
+    for (uint32_t i = 0; i < s->count; i++)
+        bytes += s->piece[i].bytes;
+    moe_mutex_unlock(&s->lock);
+    return bytes;
+}
+
+/* ------------------------------------------------------------ with the lock held */
+
+static bool same_name(const struct moe_kept_key *a, const struct moe_kept_key *b)
+{
+    return a->layer == b->layer && a->session == b->session && a->name == b->name;
+}
+
+static bool same_batch(const struct moe_kept_key *a, const struct moe_kept_key *b)
+{
+    return same_name(a, b) && a->dtype == b->dtype && a->bucket == b->bucket &&
+           a->tokens == b->tokens;
+}
+
+/* Open pieces are found by their own step alone. */
+static struct moe_kept_piece *find(struct moe_kept *s, const struct moe_kept_key *key,
+                                   enum moe_kept_part part, bool open) MOE_REQUIRES(s->lock)
+{
+    for (uint32_t i = 0; i < s->count; i++)
+        if (s->piece[i].part == part && s->piece[i].open == open &&
+            same_batch(&s->piece[i].key, key) && (!open || s->piece[i].key.step == key->step))
+            return &s->piece[i];
+    return NULL;
+}
+
+/* Takes out all pieces for which `goes` says so. */
+static void remove_where(struct moe_kept *s,
+                         bool (*goes)(const struct moe_kept_piece *, const void *), const void *of)
+    MOE_REQUIRES(s->lock)
+{
+    uint32_t left = 0;
+    for (uint32_t i = 0; i < s->count; i++)
+        if (!goes(&s->piece[i], of))
+            s->piece[left++] = s->piece[i];
+    s->count = left;
+}
+
+static bool is_kept_of(const struct moe_kept_piece *p, const void *key)
+{
+    return !p->open && same_name(&p->key, key);
+}
+
+static bool is_open_of(const struct moe_kept_piece *p, const void *key)
+{
+    const struct moe_kept_key *of = key;
+    return p->open && p->key.step == of->step && same_batch(&p->key, of);
+}
+
+static bool has_age(const struct moe_kept_piece *p, const void *age)
+{
+    return p->age == *(const uint64_t *)age;
+}
+
+static bool is_of_layer(const struct moe_kept_piece *p, const void *of)
+{
+    const struct moe_kept_key *key = of;
+    return p->key.layer == key->layer && (key->name == 0 || p->key.name == key->name);
+}
+
+static bool is_of_session(const struct moe_kept_piece *p, const void *session)
+{
+    return p->key.session == session;
+}
+
+/* The first place behind a piece. */
+static size_t end_of(const struct moe_kept_piece *p)
+{
+    return p->offset + (p->bytes + MOE_KEPT_ALIGN - 1) / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+}
+
+/* Where the room of all pieces ends. */
+static size_t end_of_block(const struct moe_kept *s) MOE_REQUIRES(s->lock)
+{
+    return s->limit / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+}
+
+/* Pushes out the oldest name that no step is at; false when there is none. */
+static bool push_out_oldest(struct moe_kept *s) MOE_REQUIRES(s->lock)
+{
+    const struct moe_kept_piece *oldest = NULL;
+    for (uint32_t i = 0; i < s->count; i++) {
+        const struct moe_kept_piece *p = &s->piece[i];
+        if (!p->open && (oldest == NULL || p->age < oldest->age))
+            oldest = p;
+    }
+    if (oldest == NULL)
+        return false;
+    uint64_t age = oldest->age;
+    remove_where(s, has_age, &age);
+    return true;
+}
+
+/* Where `bytes` (a multiple of MOE_KEPT_ALIGN) fit: the index that the piece will have. Small parts
+ * go to the far end, so that they do not cut the room of the large ones in two. */
+static bool find_gap(const struct moe_kept *s, enum moe_kept_part part, size_t bytes,
+                     uint32_t *index, size_t *offset) MOE_REQUIRES(s->lock)
+{
+    size_t at = 0;
+    bool found = false;
+    if (s->count == MOE_KEPT_MOST)
+        return false;
+    for (uint32_t i = 0; i <= s->count; i++) {
+        size_t end = i < s->count ? s->piece[i].offset : end_of_block(s);
+        if (end >= at && end - at >= bytes) {
+            found = true;
+            *index = i;
+            *offset = part == MOE_KEPT_SHARED ? end - bytes : at;
+            if (part != MOE_KEPT_SHARED)
+                return true;
+        }
+        if (i < s->count)
+            at = end_of(&s->piece[i]);
+    }
+    return found;
+}
+
+/* The largest gap between open pieces: what there is when all others have gone. */
+static size_t most_room(const struct moe_kept *s) MOE_REQUIRES(s->lock)
+{
+    size_t at = 0, most = 0, end = end_of_block(s);
+    uint32_t open = 0;
+    for (uint32_t i = 0; i < s->count; i++) {
+        const struct moe_kept_piece *p = &s->piece[i];
+        if (!p->open)
+            continue;
+        most = p->offset - at > most ? p->offset - at : most;
+        at = end_of(p);
+        open++;
+    }
+    most = end - at > most ? end - at : most;
+    return open < MOE_KEPT_MOST ? most : 0;
+}
+
+static bool has_block(struct moe_kept *s) MOE_REQUIRES(s->lock)
+{
+    if (s->block != NULL || s->limit == 0)
+        return s->block != NULL;
+    struct moe_status st = s->alloc(s->device, MOE_MEM_DEVICE, s->limit, &s->block);
+    if (moe_failed(&st))
+        s->block = NULL;
+    return s->block != NULL;
+}
+
+/* All parts of a name are as old as its first: they go together. */
+static uint64_t age_of(struct moe_kept *s, const struct moe_kept_key *key) MOE_REQUIRES(s->lock)
+{
+    for (uint32_t i = 0; i < s->count; i++)
+        if (is_open_of(&s->piece[i], key))
+            return s->piece[i].age;
+    return ++s->age;
+}
+
+static void *take(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
+                  size_t bytes) MOE_REQUIRES(s->lock)
+{
+    size_t room, offset = 0;
+    uint32_t at = 0;
+    remove_where(s, is_kept_of, key);
+    if (!moe_size_round_up(bytes, MOE_KEPT_ALIGN, &room) || room > most_room(s) || !has_block(s) ||
+        find(s, key, part, true) != NULL)
+        return NULL;
+    while (!find_gap(s, part, room, &at, &offset))
+        if (!push_out_oldest(s))
+            return NULL;
+    uint64_t age = age_of(s, key);
+    memmove(&s->piece[at + 1], &s->piece[at], (s->count - at) * sizeof *s->piece);
+    s->count++;
+    s->piece[at] = (struct moe_kept_piece){.key = *key,
+                                           .part = part,
+                                           .open = true,
+                                           .offset = offset,
+                                           .bytes = bytes,
+                                           .age = age,
+                                           .data = (char *)s->block + offset};
+    return s->piece[at].data;
+}
+
+/* ------------------------------------------------------------------------- calls */
+
+size_t moe_kept_begin(struct moe_kept *s, const struct moe_kept_key *key)
+{
+    moe_mutex_lock(&s->lock);
+    remove_where(s, is_kept_of, key);
+    size_t room = most_room(s);
+    moe_mutex_unlock(&s->lock);
+    return room;
+}
+
+void *moe_kept_take(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
+                    size_t bytes)
+{
+    moe_mutex_lock(&s->lock);
+    void *data = take(s, key, part, bytes);
+    moe_mutex_unlock(&s->lock);
+    return data;
+}
+
+void moe_kept_fill(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
+                   uint64_t rows, uint32_t in_use, size_t bytes)
+{
+    moe_mutex_lock(&s->lock);
+    struct moe_kept_piece *p = find(s, key, part, true);
+    if (p != NULL) {
+        MOE_INVARIANT(bytes <= p->bytes);
+        p->rows = rows;
+        p->in_use = in_use;
+        p->bytes = bytes;
+    }
+    moe_mutex_unlock(&s->lock);
+}
+
+bool moe_kept_commit(struct moe_kept *s, const struct moe_kept_key *key)
+{
+    bool any = false;
+    moe_mutex_lock(&s->lock);
+    for (uint32_t i = 0; i < s->count; i++)
+        any = any || is_open_of(&s->piece[i], key);
+    if (any) /* of another step of this name, which ended first */
+        remove_where(s, is_kept_of, key);
+    for (uint32_t i = 0; i < s->count; i++)
+        if (is_open_of(&s->piece[i], key))
+            s->piece[i].open = false;
+    moe_mutex_unlock(&s->lock);
+    return any;
+}
+
+void moe_kept_forget(struct moe_kept *s, const struct moe_kept_key *key)
+{
+    moe_mutex_lock(&s->lock);
+    remove_where(s, is_open_of, key);
+    moe_mutex_unlock(&s->lock);
+}
+
+bool moe_kept_find(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
+                   struct moe_kept_piece *out)
+{
+    moe_mutex_lock(&s->lock);
+    const struct moe_kept_piece *p = find(s, key, part, false);
+    if (p != NULL)
+        *out = *p;
+    moe_mutex_unlock(&s->lock);
+    return p != NULL;
+}
+
+void moe_kept_drop(struct moe_kept *s, const struct moe_layer *layer, uint64_t name)
+{
+    struct moe_kept_key of = {.layer = layer, .name = name};
+    moe_mutex_lock(&s->lock);
+    remove_where(s, is_of_layer, &of);
+    moe_mutex_unlock(&s->lock);
+}
+
+void moe_kept_drop_session(struct moe_kept *s, const struct moe_session *session)
+{
+    moe_mutex_lock(&s->lock);
+    remove_where(s, is_of_session, session);
+    moe_mutex_unlock(&s->lock);
+}

@@ -1,0 +1,205 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The rules of layers; see layer_rules.h. */
+#include "common/layer_rules.h"
+
+#include "base/size.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char *const weight_names[MOE_WEIGHT_COUNT] = {
+    [MOE_WEIGHT_ROUTER] = "router",
+    [MOE_WEIGHT_LOGIT_BIAS] = "logit bias",
+    [MOE_WEIGHT_SELECT_BIAS] = "selection bias",
+    [MOE_WEIGHT_GATE] = "gate",
+    [MOE_WEIGHT_UP] = "up",
+    [MOE_WEIGHT_DOWN] = "down",
+    [MOE_WEIGHT_GATE_BIAS] = "gate bias",
+    [MOE_WEIGHT_UP_BIAS] = "up bias",
+    [MOE_WEIGHT_DOWN_BIAS] = "down bias",
+    [MOE_WEIGHT_SHARED_GATE] = "shared gate",
+    [MOE_WEIGHT_SHARED_UP] = "shared up",
+    [MOE_WEIGHT_SHARED_DOWN] = "shared down",
+    [MOE_WEIGHT_SHARED_GATE_VECTOR] = "shared gate vector",
+};
+
+#define REQUIRE(cond, ...)                                                                         \
+    do {                                                                                           \
+        if (!(cond))                                                                               \
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, __VA_ARGS__);        \
+    } while (0)
+
+static struct moe_status check_router(const struct moe_layer_spec *spec)
+{
+    const struct moe_router_spec *r = &spec->router;
+    REQUIRE(r->zero_experts <= MOE_MAX_EXPERTS, "%u zero experts: at most %d", r->zero_experts,
+            MOE_MAX_EXPERTS);
+    REQUIRE(r->score <= MOE_SCORE_SQRTSOFTPLUS, "unknown score function %d", (int)r->score);
+    REQUIRE(r->renorm <= MOE_RENORM_CLAMPED, "unknown renormalisation %d", (int)r->renorm);
+    REQUIRE(r->top_k >= 1 && r->top_k <= MOE_MAX_TOP_K, "top_k is %u: 1 to %d", r->top_k,
+            MOE_MAX_TOP_K);
+    REQUIRE(r->groups >= 1 && spec->experts % r->groups == 0, "%u groups do not divide %u experts",
+            r->groups, spec->experts);
+    REQUIRE(r->topk_group >= 1 && r->topk_group <= r->groups, "%u of %u groups cannot be chosen",
+            r->topk_group, r->groups);
+    uint32_t group_size = spec->experts / r->groups;
+    REQUIRE(r->groups == 1 || r->zero_experts == 0, "zero experts belong to no expert group");
+    REQUIRE(r->groups == 1 || (r->group_best >= 1 && r->group_best <= group_size),
+            "a group of %u experts has no %u best", group_size, r->group_best);
+    REQUIRE(r->top_k <= r->topk_group * group_size + r->zero_experts,
+            "top_k is %u, but only %u experts can be chosen", r->top_k,
+            r->topk_group * group_size + r->zero_experts);
+    REQUIRE(isfinite(r->renorm_eps) && r->renorm_eps >= 0, "renorm_eps must be finite, >= 0");
+    REQUIRE(isfinite(r->scale), "the router's scale must be finite");
+    return moe_ok();
+}
+
+static struct moe_status check_spec(const struct moe_layer_spec *spec)
+{
+    REQUIRE(spec->hidden >= 1 && spec->hidden <= MOE_MAX_HIDDEN, "hidden width is %u: 1 to %d",
+            spec->hidden, MOE_MAX_HIDDEN);
+    REQUIRE(spec->experts >= 1 && spec->experts <= MOE_MAX_EXPERTS, "%u experts: 1 to %d",
+            spec->experts, MOE_MAX_EXPERTS);
+    REQUIRE(spec->intermediate >= 1, "the experts' inner width is 0");
+    REQUIRE(spec->weighting <= MOE_WEIGHT_INPUT, "unknown weighting %d", (int)spec->weighting);
+    REQUIRE(spec->activation <= MOE_ACT_SWIGLU_OAI && spec->shared_activation <= MOE_ACT_SWIGLU_OAI,
+            "unknown activation");
+    bool clamps = spec->activation != MOE_ACT_SWIGLU ||
+                  (spec->shared_intermediate != 0 && spec->shared_activation != MOE_ACT_SWIGLU);
+    REQUIRE(!clamps || (isfinite(spec->swiglu_limit) && spec->swiglu_limit > 0),
+            "the activation's limit must be finite and positive");
+    REQUIRE(isfinite(spec->swiglu_alpha), "the activation's alpha must be finite");
+    REQUIRE(!spec->shared_gated || spec->shared_intermediate != 0,
+            "a gate for a shared expert that does not exist");
+    return check_router(spec);
+}
+
+static struct moe_status check_placement(const struct moe_layer_spec *spec,
+                                         const struct moe_placement *p, uint32_t slot)
+{
+    REQUIRE(p->experts == spec->experts, "placement of %u experts for a layer of %u", p->experts,
+            spec->experts);
+    REQUIRE(p->slots >= 1 && p->slots <= MOE_MAX_SLOTS, "placement on %u slots: 1 to %d", p->slots,
+            MOE_MAX_SLOTS);
+    REQUIRE(slot < p->slots, "slot %u of %u", slot, p->slots);
+    REQUIRE(p->offset[0] == 0, "placement offsets start at %u", p->offset[0]);
+    for (uint32_t e = 0; e < p->experts; e++) {
+        REQUIRE(p->offset[e + 1] >= p->offset[e] && p->offset[e + 1] - p->offset[e] <= p->slots,
+                "placement offsets of expert %u", e);
+        for (uint32_t i = p->offset[e]; i < p->offset[e + 1]; i++)
+            REQUIRE(p->slot[i] < p->slots && (i == p->offset[e] || p->slot[i - 1] < p->slot[i]),
+                    "slot list of expert %u", e);
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_layer_check(const struct moe_layer_spec *spec,
+                                  const struct moe_placement *placement, uint32_t slot)
+{
+    MOE_TRY(check_spec(spec));
+    return check_placement(spec, placement, slot);
+}
+
+struct moe_status moe_layer_check_tensor(const struct moe_layer_spec *spec, enum moe_weight weight,
+                                         enum moe_dtype dtype, size_t bytes)
+{
+    if (weight >= MOE_WEIGHT_COUNT)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID, "unknown weight %d",
+                         (int)weight);
+    if (dtype != MOE_DTYPE_F32 && dtype != MOE_DTYPE_BF16)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
+                         "%s: neither F32 nor BF16", weight_names[weight]);
+    size_t rows, columns, want;
+    moe_weight_shape(spec, weight, &rows, &columns);
+    if (rows == 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID, "%s: this layer has none",
+                         weight_names[weight]);
+    if (!moe_size_mul3(rows, columns, moe_dtype_bytes(dtype), &want) || bytes != want)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                         "%s: %zu bytes for a %zu x %zu tensor", weight_names[weight], bytes, rows,
+                         columns);
+    return moe_ok();
+}
+
+bool moe_weight_is_bias(enum moe_weight w)
+{
+    return w == MOE_WEIGHT_LOGIT_BIAS || w == MOE_WEIGHT_SELECT_BIAS || w == MOE_WEIGHT_GATE_BIAS ||
+           w == MOE_WEIGHT_UP_BIAS || w == MOE_WEIGHT_DOWN_BIAS;
+}
+
+const char *moe_weight_name(enum moe_weight weight)
+{
+    return weight < MOE_WEIGHT_COUNT ? weight_names[weight] : "unknown weight";
+}
+
+struct moe_status moe_layer_find_entry(const struct moe_layer_spec *spec, uint32_t slot,
+                                       const int32_t *local_index, enum moe_weight weight,
+                                       uint32_t expert, uint32_t *entry)
+{
+    *entry = 0;
+    if (!moe_weight_is_expert(weight))
+        return moe_ok();
+    if (expert >= spec->experts)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
+                         "expert %u of a layer of %u", expert, spec->experts);
+    if (local_index[expert] < 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                         "expert %u is not placed on slot %u", expert, slot);
+    *entry = (uint32_t)local_index[expert];
+    return moe_ok();
+}
+
+uint64_t moe_placement_slots_of(const struct moe_placement *p, uint32_t expert)
+{
+    uint64_t holders = 0;
+    for (uint32_t i = p->offset[expert]; i < p->offset[expert + 1]; i++)
+        holders |= UINT64_C(1) << p->slot[i];
+    return holders;
+}
+
+bool moe_placement_has(const struct moe_placement *p, uint32_t expert, uint32_t slot)
+{
+    for (uint32_t i = p->offset[expert]; i < p->offset[expert + 1]; i++)
+        if (p->slot[i] == slot)
+            return true;
+    return false;
+}
+
+static void *copy_of(const void *data, size_t bytes)
+{
+    void *copy = malloc(bytes != 0 ? bytes : 1);
+    if (copy != NULL && bytes != 0)
+        memcpy(copy, data, bytes);
+    return copy;
+}
+
+struct moe_status moe_placement_copy(const struct moe_placement *p, uint32_t slot,
+                                     struct moe_placement *copy, uint32_t **local, uint32_t *locals,
+                                     int32_t **local_index)
+{
+    *copy = *p;
+    copy->offset = copy_of(p->offset, (p->experts + (size_t)1) * sizeof *p->offset);
+    copy->slot = copy_of(p->slot, p->offset[p->experts] * sizeof *p->slot);
+    *locals = 0;
+    *local = calloc(p->experts, sizeof **local);
+    *local_index = calloc(p->experts, sizeof **local_index);
+    if (copy->offset == NULL || copy->slot == NULL || *local == NULL || *local_index == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for a layer");
+    for (uint32_t e = 0; e < p->experts; e++) {
+        (*local_index)[e] = -1;
+        if (!moe_placement_has(p, e, slot))
+            continue;
+        (*local_index)[e] = (int32_t)*locals;
+        (*local)[(*locals)++] = e;
+    }
+    return moe_ok();
+}
+
+void moe_placement_free(struct moe_placement *copy, uint32_t *local, int32_t *local_index)
+{
+    free((void *)copy->offset);
+    free((void *)copy->slot);
+    free(local);
+    free(local_index);
+}

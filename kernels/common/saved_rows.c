@@ -1,0 +1,27 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* See saved_rows.h. */
+#include "common/saved_rows.h"
+
+/* More room than expected rows need, and how fast what was learnt fades: a fraction of this size.
+ */
+static const double SLACK = 8;
+
+bool moe_saved_rows_ask(const struct moe_saved_rows *of, uint32_t *rows)
+{
+    double expected = (of->learnt != 0 ? of->learnt : of->even) * of->bucket;
+    /* A block has at least one row that counts; twice, as that of few rows is no average. */
+    double blocks = 2 * expected + SLACK;
+    if (blocks > of->local_experts)
+        blocks = of->local_experts;
+    double wanted = expected * (1 + 1 / SLACK) + blocks * (double)MOE_ROW_ALIGN;
+    uint64_t room = of->room < of->most ? of->room : of->most;
+    *rows = wanted < (double)room ? (uint32_t)wanted : (uint32_t)room;
+    return of->learnt == 0 || expected <= (double)of->room;
+}
+
+double moe_saved_rows_learn(double before, uint64_t rows, uint32_t bucket)
+{
+    double now = (double)rows / bucket;
+    before -= before / SLACK;
+    return now > before ? now : before;
+}

@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Checks of sessions and steps; see session_rules.h. */
+#include "common/session_rules.h"
+
+struct moe_status moe_session_check(const struct moe_session_config *c,
+                                    struct moe_window_layout *layout)
+{
+    struct moe_window_shape shape = {.slots = c->slots,
+                                     .max_tokens = c->max_tokens,
+                                     .max_hidden = c->max_hidden,
+                                     .max_top_k = c->max_top_k,
+                                     .max_experts = c->max_experts,
+                                     .training = c->training};
+    if (!moe_window_layout_of(&shape, layout))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "no window can be laid out for %u slots, %u tokens, hidden %u, top-k %u, "
+                         "%u experts",
+                         c->slots, c->max_tokens, c->max_hidden, c->max_top_k, c->max_experts);
+    uint64_t seats = (UINT64_C(1) << c->slots) - 1;
+    if (c->slot >= c->slots || !(c->live >> c->slot & 1) || (c->live & ~seats) != 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "slot %u of %u does not fit the live slots", c->slot, c->slots);
+    if (c->epoch < 1 || c->epoch > (UINT64_C(1) << 40) - 2 || c->wait_budget_ms < 1 ||
+        c->allgather == NULL)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "a session needs an epoch, a wait budget and an all-gather");
+    return moe_ok();
+}
+
+/* As nvidia-smi -L has it: GPU-8-4-4-4-12 hexadecimal digits. */
+static struct moe_status same_gpu(uint32_t a, uint32_t b, const struct moe_gpu_uuid *gpu)
+{
+    const uint8_t *u = gpu->bytes;
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+                     "slots %u and %u use the same GPU "
+                     "(GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x): "
+                     "each needs one of its own (--device)",
+                     a, b, u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7], u[8], u[9], u[10], u[11],
+                     u[12], u[13], u[14], u[15]);
+}
+
+struct moe_status moe_session_check_gpus(uint64_t live, uint32_t slots,
+                                         const struct moe_gpu_uuid *gpu)
+{
+    for (uint32_t a = 0; a < slots; a++)
+        for (uint32_t b = a + 1; b < slots; b++)
+            if ((live >> a & 1) && (live >> b & 1) && memcmp(&gpu[a], &gpu[b], sizeof gpu[a]) == 0)
+                return same_gpu(a, b, &gpu[a]);
+    return moe_ok();
+}
+
+/* Every copy must be on a live slot: replicas are chosen by token id, the same on every run. */
+static struct moe_status check_placement(const struct moe_session_config *c,
+                                         const struct moe_placement *p, uint32_t slot)
+{
+    if (p->slots != c->slots || slot != c->slot)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
+                         "the layer was placed for slot %u of %u, the session has slot %u of %u",
+                         slot, p->slots, c->slot, c->slots);
+    for (uint32_t e = 0; e < p->experts; e++) {
+        bool available = p->offset[e] < p->offset[e + 1];
+        for (uint32_t i = p->offset[e]; i < p->offset[e + 1]; i++)
+            available = available && (c->live >> p->slot[i] & 1);
+        if (!available)
+            return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
+                             "expert %u has a copy on a slot that is not live, or none", e);
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_session_check_step(const struct moe_session_config *c,
+                                         const struct moe_layer_spec *spec,
+                                         const struct moe_placement *p, uint32_t slot,
+                                         enum moe_dtype dtype, uint32_t bucket, uint32_t tokens)
+{
+    if (moe_dtype_bytes(dtype) == 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED, "unknown dtype %d",
+                         (int)dtype);
+    if (spec->hidden > c->max_hidden || spec->router.top_k > c->max_top_k ||
+        spec->experts > c->max_experts)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "hidden %u, top-k %u, %u experts exceed the session's %u, %u, %u",
+                         spec->hidden, spec->router.top_k, spec->experts, c->max_hidden,
+                         c->max_top_k, c->max_experts);
+    if (bucket == 0 || (bucket & (bucket - 1)) != 0 || bucket > c->max_tokens || tokens > bucket)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT,
+                         "%u tokens in a bucket of %u: a bucket is a power of two, at most %u",
+                         tokens, bucket, c->max_tokens);
+    return check_placement(c, p, slot);
+}

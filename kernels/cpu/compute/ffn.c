@@ -1,0 +1,511 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The experts' feed-forward networks: gate and up with their activation, down with bias and
+ * weight, and the shared expert. Grouped: one pool job covers the rows of all experts at once.
+ *
+ * A job is a list of spans (rows of one expert). An item is a few weight panels times one block of
+ * a span's rows, so that many rows of one expert and few rows of many experts both spread over all
+ * threads. Inside an item, tiles of TILE_ROWS rows by one panel live on the stack, where bias,
+ * activation and weight are applied in fp32 before the tile is stored. Only rows inside spans are
+ * ever touched: what lies between experts may be anything. */
+#include "cpu/compute/layer.h"
+
+#include "base/size.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+    TILE_ROWS = 60,    /* a multiple of every register block's height */
+    BLOCK_ROWS = 180,  /* rows of one item: reuses a panel from cache, and bounds an item's time */
+    SHARED_ROWS = 256, /* tokens of the shared expert that are computed at a time */
+    WIDE_ROWS_BYTES = 64 << 20, /* fp32 copies of rows that exist at a time */
+};
+
+/* Some rows of one expert. All pointers are to the span's first row. */
+struct span {
+    uint32_t entry; /* of the weights: local expert index, 0 for the shared expert */
+    uint32_t rows;
+    uint32_t panels_per_item;
+    const void *narrow;     /* rows as they came; NULL when `x` needs no preparation */
+    const float *scale;     /* [rows] factor of each prepared row, or NULL */
+    float *x;               /* [rows, in] */
+    const float *weight;    /* [rows] routing weight, or NULL for 1 */
+    float *out;             /* [rows, out] */
+    struct moe_cpu_pre pre; /* [rows, I] each, or NULLs */
+};
+
+/* Where a weight enters the result of the down projection. */
+enum epilogue {
+    EPILOGUE_PLAIN,         /* acc + b: input weighting */
+    EPILOGUE_WEIGH_ALL,     /* w * (acc + b): late and early weighting */
+    EPILOGUE_WEIGH_AND_ADD, /* out += w * acc: shared expert */
+};
+
+struct ffn_job {
+    const struct moe_layer *layer;
+    const struct moe_cpu_isa *isa;
+    enum moe_dtype dtype;     /* of span.narrow */
+    enum moe_weight gate, up; /* which pair of matrices, for gate_up items */
+    enum moe_weight down;     /* which matrix, for down items */
+    enum moe_activation activation;
+    enum epilogue epilogue;
+    const struct moe_cpu_matrix *shared_gate; /* [1, H]: row weights are made of it; or NULL */
+
+    uint32_t spans;
+    uint32_t first_item[MOE_MAX_EXPERTS + 1]; /* of each span in the present phase */
+    uint32_t rows_per_item;                   /* preparation phase */
+    struct span span[MOE_MAX_EXPERTS];
+};
+
+static uint32_t min_u32(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+static uint32_t ceil_div(uint32_t a, uint32_t b)
+{
+    return (a + b - 1) / b;
+}
+
+/* The span that `item` belongs to; `*item` becomes its number inside the span. */
+static const struct span *find_span(const struct ffn_job *job, uint32_t *item)
+{
+    uint32_t low = 0, high = job->spans;
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        if (job->first_item[middle] <= *item)
+            low = middle;
+        else
+            high = middle;
+    }
+    *item -= job->first_item[low];
+    return &job->span[low];
+}
+
+/* ---------------------------------------------------------------- preparing rows */
+
+/* Row weights of the shared expert: sigmoid(gate vector . x). */
+static void weigh_shared_rows(const struct ffn_job *job, const struct span *span, uint32_t row,
+                              uint32_t rows)
+{
+    float dot[TILE_ROWS * MOE_CPU_MAX_PANEL], *weight = (float *)span->weight;
+    size_t hidden = job->layer->spec.hidden;
+    for (uint32_t end = row + rows; row < end; row += min_u32(TILE_ROWS, end - row)) {
+        uint32_t tile = min_u32(TILE_ROWS, end - row);
+        moe_cpu_matrix_panel(job->isa, job->shared_gate, 0, tile, span->x + row * hidden, hidden,
+                             dot, job->isa->panel);
+        for (uint32_t r = 0; r < tile; r++)
+            weight[row + r] = 1.0f / (1.0f + expf(-dot[r * job->isa->panel]));
+    }
+}
+
+static void prepare_item(void *ctx, uint32_t item)
+{
+    const struct ffn_job *job = ctx;
+    const struct span *span = find_span(job, &item);
+    size_t hidden = job->layer->spec.hidden, row_bytes = hidden * moe_dtype_bytes(job->dtype);
+    uint32_t first = item * job->rows_per_item;
+    uint32_t end = min_u32(span->rows, first + job->rows_per_item);
+    for (uint32_t r = first; span->narrow != NULL && r < end; r++)
+        job->isa->widen(job->dtype, hidden, (const char *)span->narrow + r * row_bytes,
+                        span->scale != NULL ? span->scale[r] : 1.0f, span->x + r * hidden);
+    if (job->shared_gate != NULL)
+        weigh_shared_rows(job, span, first, end - first);
+}
+
+static void prepare_rows(struct ffn_job *job)
+{
+    uint64_t row_work = job->layer->spec.hidden;
+    if (job->shared_gate != NULL)
+        row_work *= job->isa->panel;
+    job->rows_per_item = moe_cpu_units_per_item(row_work);
+    uint32_t items = 0;
+    for (uint32_t s = 0; s < job->spans; s++) {
+        job->first_item[s] = items;
+        items += ceil_div(job->span[s].rows, job->rows_per_item);
+    }
+    moe_cpu_parallel(job->layer->device, items, prepare_item, job);
+}
+
+/* ------------------------------------------------------------------------- items */
+
+/* What an item covers: panels [panel, panel_end) times rows [row, row_end) of its span. */
+struct block {
+    uint32_t panel, panel_end;
+    uint32_t row, row_end;
+};
+
+static struct block find_block(const struct span *span, uint32_t item, uint32_t panels)
+{
+    uint32_t row_blocks = ceil_div(span->rows, BLOCK_ROWS);
+    struct block b;
+    b.panel = item / row_blocks * span->panels_per_item; /* neighbours share panels */
+    b.panel_end = min_u32(panels, b.panel + span->panels_per_item);
+    b.row = item % row_blocks * BLOCK_ROWS;
+    b.row_end = min_u32(span->rows, b.row + BLOCK_ROWS);
+    return b;
+}
+
+/* Numbers the items of all spans for `panels` panels of `panel_work` multiply-adds a row. */
+static uint32_t number_items(struct ffn_job *job, uint32_t panels, uint64_t panel_work)
+{
+    uint32_t items = 0;
+    for (uint32_t s = 0; s < job->spans; s++) {
+        struct span *span = &job->span[s];
+        uint32_t rows = min_u32(span->rows, BLOCK_ROWS);
+        span->panels_per_item = moe_cpu_units_per_item(panel_work * rows);
+        job->first_item[s] = items;
+        items += ceil_div(panels, span->panels_per_item) * ceil_div(span->rows, BLOCK_ROWS);
+    }
+    return items;
+}
+
+static void add_bias(float *tile, uint32_t rows, uint32_t width, const float *bias,
+                     uint32_t columns)
+{
+    for (uint32_t r = 0; bias != NULL && r < rows; r++)
+        for (uint32_t c = 0; c < columns; c++)
+            tile[r * width + c] += bias[c];
+}
+
+/* Entry `entry` of a bias at output column `column`, or NULL. */
+static const float *bias_at(const struct moe_layer *layer, enum moe_weight w, uint32_t entry,
+                            uint32_t column)
+{
+    const float *bias = moe_cpu_layer_bias(layer, w, entry);
+    return bias == NULL ? NULL : bias + column;
+}
+
+/* `columns` of each row of a tile into [.., inner], from row `row` and column `column` on. */
+static void store_tile(float *to, size_t inner, uint32_t row, uint32_t rows, uint32_t column,
+                       uint32_t columns, uint32_t width, const float *tile)
+{
+    for (uint32_t r = 0; r < rows; r++)
+        memcpy(to + (row + r) * inner + column, tile + r * width, columns * sizeof *to);
+}
+
+static void gate_up_tile(const struct ffn_job *job, const struct span *span, uint32_t panel,
+                         uint32_t row, uint32_t rows)
+{
+    float gate[TILE_ROWS * MOE_CPU_MAX_PANEL], up[TILE_ROWS * MOE_CPU_MAX_PANEL];
+    const struct moe_layer *layer = job->layer;
+    const struct moe_cpu_matrix *wg = &layer->matrix[job->gate][span->entry];
+    const struct moe_cpu_matrix *wu = &layer->matrix[job->up][span->entry];
+    uint32_t width = job->isa->panel, column = panel * width;
+    uint32_t columns = min_u32(width, wg->out - column);
+    const float *x = span->x + (size_t)row * wg->in;
+
+    moe_cpu_matrix_panel(job->isa, wg, panel, rows, x, wg->in, gate, width);
+    moe_cpu_matrix_panel(job->isa, wu, panel, rows, x, wu->in, up, width);
+    if (job->gate == MOE_WEIGHT_GATE) {
+        add_bias(gate, rows, width, bias_at(layer, MOE_WEIGHT_GATE_BIAS, span->entry, column),
+                 columns);
+        add_bias(up, rows, width, bias_at(layer, MOE_WEIGHT_UP_BIAS, span->entry, column), columns);
+    }
+    if (span->pre.gate != NULL) {
+        store_tile(span->pre.gate, wg->out, row, rows, column, columns, width, gate);
+        store_tile(span->pre.up, wg->out, row, rows, column, columns, width, up);
+    }
+    job->isa->activate(job->activation, layer->spec.swiglu_limit, layer->spec.swiglu_alpha,
+                       (size_t)rows * width, gate, up);
+    store_tile(span->out, wg->out, row, rows, column, columns, width, gate);
+}
+
+static void store_down_row(enum epilogue epilogue, float w, uint32_t columns, const float *acc,
+                           const float *bias, float *out)
+{
+    for (uint32_t c = 0; c < columns; c++) {
+        float b = bias != NULL ? bias[c] : 0.0f;
+        switch (epilogue) {
+        case EPILOGUE_PLAIN: out[c] = acc[c] + b; break;
+        case EPILOGUE_WEIGH_ALL: out[c] = w * (acc[c] + b); break;
+        case EPILOGUE_WEIGH_AND_ADD: out[c] += w * acc[c]; break;
+        }
+    }
+}
+
+static void down_tile(const struct ffn_job *job, const struct span *span, uint32_t panel,
+                      uint32_t row, uint32_t rows)
+{
+    float tile[TILE_ROWS * MOE_CPU_MAX_PANEL];
+    const struct moe_cpu_matrix *wd = &job->layer->matrix[job->down][span->entry];
+    uint32_t width = job->isa->panel, column = panel * width;
+    uint32_t columns = min_u32(width, wd->out - column);
+    const float *bias = NULL;
+    if (job->down == MOE_WEIGHT_DOWN)
+        bias = bias_at(job->layer, MOE_WEIGHT_DOWN_BIAS, span->entry, column);
+
+    moe_cpu_matrix_panel(job->isa, wd, panel, rows, span->x + (size_t)row * wd->in, wd->in, tile,
+                         width);
+    for (uint32_t r = 0; r < rows; r++)
+        store_down_row(job->epilogue, span->weight != NULL ? span->weight[row + r] : 1.0f, columns,
+                       tile + r * width, bias, span->out + (size_t)(row + r) * wd->out + column);
+}
+
+typedef void tile_fn(const struct ffn_job *, const struct span *, uint32_t panel, uint32_t row,
+                     uint32_t rows);
+
+static void run_item(const struct ffn_job *job, uint32_t item, uint32_t panels, tile_fn *tile)
+{
+    const struct span *span = find_span(job, &item);
+    struct block b = find_block(span, item, panels);
+    for (uint32_t p = b.panel; p < b.panel_end; p++)
+        for (uint32_t row = b.row; row < b.row_end; row += min_u32(TILE_ROWS, b.row_end - row))
+            tile(job, span, p, row, min_u32(TILE_ROWS, b.row_end - row));
+}
+
+static void gate_up_item(void *ctx, uint32_t item)
+{
+    const struct ffn_job *job = ctx;
+    run_item(job, item, job->layer->matrix[job->gate][0].panels, gate_up_tile);
+}
+
+static void down_item(void *ctx, uint32_t item)
+{
+    const struct ffn_job *job = ctx;
+    run_item(job, item, job->layer->matrix[job->down][0].panels, down_tile);
+}
+
+static void run_gate_up(struct ffn_job *job)
+{
+    const struct moe_cpu_matrix *gate = &job->layer->matrix[job->gate][0];
+    uint32_t items = number_items(job, gate->panels, (uint64_t)2 * gate->in * job->isa->panel);
+    moe_cpu_parallel(job->layer->device, items, gate_up_item, job);
+}
+
+static void run_down(struct ffn_job *job)
+{
+    const struct moe_cpu_matrix *down = &job->layer->matrix[job->down][0];
+    uint32_t items = number_items(job, down->panels, (uint64_t)down->in * job->isa->panel);
+    moe_cpu_parallel(job->layer->device, items, down_item, job);
+}
+
+/* ------------------------------------------------------------------ routed experts */
+
+static struct moe_status check_rows(const struct moe_layer *layer, const struct moe_rows *rows)
+{
+    if (!layer->finished)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
+                         "layer %u is not finished", layer->spec.layer);
+    if (rows->local_experts > layer->local_experts)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "rows of %u experts, %u are here", rows->local_experts,
+                         layer->local_experts);
+    for (uint32_t l = 0; l < rows->local_experts; l++)
+        if (rows->expert[l] >= layer->spec.experts || layer->local_index[rows->expert[l]] < 0)
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
+                             "rows of expert %u, which is not here", rows->expert[l]);
+    return moe_ok();
+}
+
+static struct moe_status check_dtype(enum moe_dtype dtype)
+{
+    if (dtype != MOE_DTYPE_F32 && dtype != MOE_DTYPE_BF16)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
+                         "rows are neither F32 nor BF16");
+    return moe_ok();
+}
+
+static void init_job(struct ffn_job *job, struct moe_layer *layer)
+{
+    job->layer = layer;
+    job->isa = moe_cpu_device_isa(layer->device);
+    job->gate = MOE_WEIGHT_GATE;
+    job->up = MOE_WEIGHT_UP;
+    job->down = MOE_WEIGHT_DOWN;
+    job->activation = layer->spec.activation;
+    job->shared_gate = NULL;
+    job->spans = 0;
+}
+
+/* Where the next wave of rows starts. */
+struct cursor {
+    uint32_t expert; /* index into moe_rows */
+    uint32_t row;    /* rows of it that are done */
+};
+
+/* Collects spans of at most `most` rows together; false when there are none left. */
+static bool next_wave(struct ffn_job *job, const struct moe_rows *rows, struct cursor *at,
+                      uint32_t most)
+{
+    job->spans = 0;
+    while (at->expert < rows->local_experts && most > 0) {
+        uint32_t left = rows->count[at->expert] - at->row;
+        uint32_t take = min_u32(left, most);
+        size_t first = (size_t)rows->start[at->expert] + at->row;
+        if (take > 0)
+            job->span[job->spans++] = (struct span){
+                .entry = (uint32_t)job->layer->local_index[rows->expert[at->expert]],
+                .rows = take,
+                .weight = rows->weight + first,
+            };
+        most -= take;
+        at->row += take;
+        if (take == left)
+            *at = (struct cursor){.expert = at->expert + 1};
+    }
+    return job->spans > 0;
+}
+
+/* The index in `rows` that the span's first row has. */
+static size_t first_row(const struct moe_rows *rows, const struct span *span)
+{
+    return (size_t)(span->weight - rows->weight);
+}
+
+/* Row `row` of what is left for a backward pass. */
+static struct moe_cpu_pre pre_at(const struct moe_cpu_pre *pre, size_t row, uint32_t inner)
+{
+    if (pre == NULL)
+        return (struct moe_cpu_pre){0};
+    return (struct moe_cpu_pre){pre->gate + row * inner, pre->up + row * inner};
+}
+
+static void place_gate_up(struct ffn_job *job, const struct moe_rows *rows, float *wide,
+                          const struct moe_cpu_pre *pre, float *hidden)
+{
+    size_t h = job->layer->spec.hidden, used = 0;
+    for (uint32_t s = 0; s < job->spans; s++) {
+        struct span *span = &job->span[s];
+        size_t first = first_row(rows, span);
+        char *x = (char *)rows->x + first * h * moe_dtype_bytes(job->dtype);
+        span->out = hidden + first * job->layer->spec.intermediate;
+        span->pre = pre_at(pre, first, job->layer->spec.intermediate);
+        span->x = wide != NULL ? wide + used * h : (float *)(void *)x;
+        span->narrow = wide != NULL ? x : NULL;
+        span->scale = job->layer->spec.weighting == MOE_WEIGHT_INPUT ? span->weight : NULL;
+        used += span->rows;
+    }
+}
+
+struct moe_status moe_cpu_gate_up_saving(struct moe_layer *layer, enum moe_dtype dtype,
+                                         const struct moe_rows *rows, const struct moe_cpu_pre *pre,
+                                         float *hidden)
+{
+    MOE_TRY(check_rows(layer, rows));
+    MOE_TRY(check_dtype(dtype));
+    struct ffn_job job;
+    init_job(&job, layer);
+    job.dtype = dtype;
+
+    /* bf16 rows and rows with a weight on the input are copied as fp32, so many at a time. */
+    uint32_t most = UINT32_MAX;
+    void *wide = NULL;
+    if (dtype != MOE_DTYPE_F32 || layer->spec.weighting == MOE_WEIGHT_INPUT) {
+        uint64_t all = 0;
+        for (uint32_t l = 0; l < rows->local_experts; l++)
+            all += rows->count[l];
+        most = WIDE_ROWS_BYTES / (layer->spec.hidden * (uint32_t)sizeof(float));
+        if (all < most)
+            most = (uint32_t)all;
+        MOE_TRY(moe_cpu_scratch_take(layer->device,
+                                     (size_t)most * layer->spec.hidden * sizeof(float), &wide));
+    }
+    for (struct cursor at = {0}; next_wave(&job, rows, &at, most);) {
+        place_gate_up(&job, rows, wide, pre, hidden);
+        if (wide != NULL)
+            prepare_rows(&job);
+        run_gate_up(&job);
+    }
+    moe_cpu_scratch_give(layer->device, wide);
+    return moe_ok();
+}
+
+struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
+                                       const struct moe_rows *rows, float *hidden)
+{
+    return moe_cpu_gate_up_saving(layer, dtype, rows, NULL, hidden);
+}
+
+struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, enum moe_dtype dtype,
+                                    const struct moe_rows *rows, const float *hidden, float *out)
+{
+    MOE_TRY(check_rows(layer, rows));
+    MOE_TRY(check_dtype(dtype)); /* hidden is fp32 here whatever the dtype */
+    struct ffn_job job;
+    init_job(&job, layer);
+    job.epilogue = layer->spec.weighting == MOE_WEIGHT_INPUT ? EPILOGUE_PLAIN : EPILOGUE_WEIGH_ALL;
+    struct cursor at = {0};
+    if (!next_wave(&job, rows, &at, UINT32_MAX))
+        return moe_ok();
+    for (uint32_t s = 0; s < job.spans; s++) {
+        size_t first = first_row(rows, &job.span[s]);
+        job.span[s].x = (float *)hidden + first * layer->spec.intermediate;
+        job.span[s].out = out + first * layer->spec.hidden;
+    }
+    run_down(&job);
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------- shared expert */
+
+/* Scratch of one pass: fp32 rows (bf16 only), hidden activations, row weights. */
+struct shared_scratch {
+    float *x, *hidden, *weight;
+};
+
+static void shared_pass(struct ffn_job *job, const struct shared_scratch *scratch, const void *x,
+                        uint32_t rows, struct moe_cpu_pre pre, float *y)
+{
+    const struct moe_layer *layer = job->layer;
+    bool narrow = job->dtype != MOE_DTYPE_F32;
+    job->spans = 1;
+    job->span[0] = (struct span){
+        .rows = rows,
+        .narrow = narrow ? x : NULL,
+        .x = narrow ? scratch->x : (float *)x,
+        .weight = layer->spec.shared_gated ? scratch->weight : NULL,
+        .out = scratch->hidden,
+        .pre = pre,
+    };
+    if (narrow || layer->spec.shared_gated)
+        prepare_rows(job);
+    run_gate_up(job);
+    job->span[0].x = scratch->hidden;
+    job->span[0].out = y;
+    run_down(job);
+}
+
+struct moe_status moe_cpu_shared_saving(struct moe_layer *layer, enum moe_dtype dtype,
+                                        uint32_t tokens, const void *x,
+                                        const struct moe_cpu_pre *pre, float *y)
+{
+    const struct moe_layer_spec *spec = &layer->spec;
+    if (spec->shared_intermediate == 0 || tokens == 0)
+        return moe_ok();
+    const struct moe_rows none = {0};
+    MOE_TRY(check_rows(layer, &none));
+    MOE_TRY(check_dtype(dtype));
+    struct ffn_job job;
+    init_job(&job, layer);
+    job.dtype = dtype;
+    job.gate = MOE_WEIGHT_SHARED_GATE;
+    job.up = MOE_WEIGHT_SHARED_UP;
+    job.down = MOE_WEIGHT_SHARED_DOWN;
+    job.activation = spec->shared_activation;
+    job.epilogue = EPILOGUE_WEIGH_AND_ADD;
+    if (spec->shared_gated)
+        job.shared_gate = &layer->matrix[MOE_WEIGHT_SHARED_GATE_VECTOR][0];
+
+    uint32_t pass = min_u32(tokens, SHARED_ROWS);
+    size_t floats = (size_t)spec->hidden + spec->shared_intermediate + 1, bytes;
+    void *p;
+    if (!moe_size_mul3(floats, pass, sizeof(float), &bytes))
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "scratch too large");
+    MOE_TRY(moe_cpu_scratch_take(layer->device, bytes, &p));
+    struct shared_scratch scratch = {.x = p};
+    scratch.hidden = scratch.x + (size_t)pass * spec->hidden;
+    scratch.weight = scratch.hidden + (size_t)pass * spec->shared_intermediate;
+    size_t row_bytes = spec->hidden * moe_dtype_bytes(dtype);
+    for (uint32_t t = 0; t < tokens; t += min_u32(pass, tokens - t))
+        shared_pass(&job, &scratch, (const char *)x + t * row_bytes, min_u32(pass, tokens - t),
+                    pre_at(pre, t, spec->shared_intermediate), y + (size_t)t * spec->hidden);
+    moe_cpu_scratch_give(layer->device, p);
+    return moe_ok();
+}
+
+struct moe_status moe_cpu_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,
+                                         uint32_t tokens, const void *x, float *y)
+{
+    return moe_cpu_shared_saving(layer, dtype, tokens, x, NULL, y);
+}

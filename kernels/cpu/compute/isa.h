@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The kernels whose machine code depends on the instruction set, as one table per instruction set.
+ *
+ * isa_kernels.c is compiled once per table; nothing else in the backend is compiled for more than
+ * the baseline. Weights are packed for the panel width of the table that will read them
+ * (matrix.h). All arithmetic is fp32. A row's result does not depend on how many rows are computed
+ * with it: bit for bit the same. */
+#ifndef MOE_CPU_ISA_H
+#define MOE_CPU_ISA_H
+
+#include "common/training_rules.h"
+
+enum { MOE_CPU_MAX_PANEL = 32 };
+
+struct moe_cpu_isa {
+    const char *name; /* "avx512", for people */
+    uint32_t panel;   /* output columns of one weight panel, <= MOE_CPU_MAX_PANEL */
+
+    /* y[r * y_stride + c] = sum over k of x[r * x_stride + k] * w(c, k), for r < rows and all
+     * c < panel. `w` is one packed panel (matrix.h); strides are in elements. */
+    void (*panel_bf16)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
+                       float *y, size_t y_stride);
+    void (*panel_f32)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
+                      float *y, size_t y_stride);
+    /* The same added to what y holds: the sum over k first, then the addition. */
+    void (*panel_f32_add)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
+                          float *y, size_t y_stride);
+
+    /* to[i] = scale * from[i]; `from` is F32 or BF16. */
+    void (*widen)(enum moe_dtype dtype, size_t n, const void *from, float scale, float *to);
+
+    /* gate[i] = activation(gate[i], up[i]) for i < n; NaN in gives NaN out. */
+    void (*activate)(enum moe_activation activation, float limit, float alpha, size_t n,
+                     float *gate, const float *up);
+
+    /* Of a = activation(gate, up), weighted by `weight`, with the cotangent `hidden` (before its
+     * weight): gate[i] and up[i] become weight * hidden[i] times the derivative by gate and up,
+     * hidden[i] becomes a[i]. Returns the sum of hidden[i] * a[i], in an order that depends on n
+     * alone. */
+    float (*activate_backward)(enum moe_activation activation, float limit, float alpha, size_t n,
+                               float weight, float *gate, float *up, float *hidden);
+
+    /* One optimizer step of n elements (moe_train_adamw, moe_train_sgd); gradients become 0. m2 is
+     * read for AdamW only. */
+    void (*move)(const struct moe_train_update *update, size_t n, float *value, float *grad,
+                 float *m1, float *m2);
+};
+
+/* Tables this build has and this processor can run, slowest first; `*count` >= 1. */
+const struct moe_cpu_isa *const *moe_cpu_isa_list(uint32_t *count);
+
+#endif

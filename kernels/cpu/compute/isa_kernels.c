@@ -1,0 +1,360 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The inner loops, in portable GNU C vectors; built once per instruction set (CMakeLists.txt).
+ *
+ * A register block holds up to ROWS rows times two vectors of output columns. Each step takes two
+ * neighbouring inputs: one vector load brings a pair of bf16 weights for every column, a shift
+ * and a mask widen them exactly to fp32, and each row adds its two broadcast inputs times them.
+ * The fp32 multiply-add units are the wide ones on processors without a matrix unit; the bf16 dot
+ * product instructions run at half their rate, so bf16 only saves memory traffic.
+ *
+ * Every output element is one chain of multiply-adds over k in ascending order, whatever the
+ * number of rows: results are bitwise independent of the batch. */
+#include "cpu/compute/isa.h"
+
+#if defined(__AVX512F__)
+#define ISA_NAME     "avx512"
+#define VECTOR_BYTES 64
+#define ROWS         12 /* 24 accumulators + 4 weight vectors of 32 registers */
+#elif defined(__AVX2__)
+#define ISA_NAME     "avx2"
+#define VECTOR_BYTES 32
+#define ROWS         5 /* 10 accumulators + 4 weight vectors + 2 broadcasts of 16 registers */
+#elif defined(__aarch64__)
+#define ISA_NAME     "neon"
+#define VECTOR_BYTES 16
+#define ROWS         10 /* 20 accumulators + 4 weight vectors of 32 registers */
+#else
+#define ISA_NAME     "sse2"
+#define VECTOR_BYTES 16
+#define ROWS         4 /* 8 accumulators + 4 weight vectors + products of 16 registers */
+#endif
+
+#define GLUE2(a, b) a##b
+#define GLUE(a, b)  GLUE2(a, b)
+
+/* Loops over rows and vectors must disappear, or accumulators live in memory. */
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+enum {
+    LANES = VECTOR_BYTES / 4,
+    VECTORS = 2,
+    PANEL = LANES * VECTORS,
+    PREFETCH_BYTES = 6144, /* how far ahead of the loads weights are asked for */
+};
+_Static_assert((int)PANEL <= (int)MOE_CPU_MAX_PANEL, "panel buffers elsewhere are of that size");
+
+typedef float vec __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t uvec __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t ivec __attribute__((vector_size(VECTOR_BYTES)));
+
+/* One register block: `rows` is a constant wherever this is inlined. */
+#define BLOCK static inline __attribute__((always_inline)) void
+
+BLOCK store_block(uint32_t rows, vec acc[ROWS][VECTORS], float *y, size_t y_stride)
+{
+    UNROLL
+    for (uint32_t r = 0; r < rows; r++) {
+        UNROLL
+        for (int v = 0; v < VECTORS; v++)
+            memcpy(y + r * y_stride + v * LANES, &acc[r][v], sizeof(vec));
+    }
+}
+
+BLOCK block_bf16(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
+                 float *y, size_t y_stride)
+{
+    vec acc[ROWS][VECTORS] = {0};
+    const uvec *pairs = w;
+    uint32_t i = 0;
+    for (; i + 1 < k; i += 2, pairs += VECTORS) {
+        vec even[VECTORS], odd[VECTORS];
+        UNROLL
+        for (int v = 0; v < VECTORS; v++) {
+            __builtin_prefetch((const char *)(pairs + v) + PREFETCH_BYTES);
+            even[v] = (vec)(pairs[v] << 16);
+            odd[v] = (vec)(pairs[v] & UINT32_C(0xffff0000));
+        }
+        UNROLL
+        for (uint32_t r = 0; r < rows; r++) {
+            float a = x[r * x_stride + i], b = x[r * x_stride + i + 1];
+            UNROLL
+            for (int v = 0; v < VECTORS; v++) {
+                acc[r][v] += a * even[v];
+                acc[r][v] += b * odd[v];
+            }
+        }
+    }
+    if (i < k) { /* odd k: the second weight of the last pair is padding, x has no such element */
+        UNROLL
+        for (uint32_t r = 0; r < rows; r++) {
+            UNROLL
+            for (int v = 0; v < VECTORS; v++)
+                acc[r][v] += x[r * x_stride + i] * (vec)(pairs[v] << 16);
+        }
+    }
+    store_block(rows, acc, y, y_stride);
+}
+
+BLOCK add_block(uint32_t rows, vec acc[ROWS][VECTORS], float *y, size_t y_stride)
+{
+    UNROLL
+    for (uint32_t r = 0; r < rows; r++) {
+        UNROLL
+        for (int v = 0; v < VECTORS; v++) {
+            vec old;
+            memcpy(&old, y + r * y_stride + v * LANES, sizeof old);
+            acc[r][v] += old;
+        }
+    }
+    store_block(rows, acc, y, y_stride);
+}
+
+/* y of the block behind this one: it usually comes from memory, from rows far apart. */
+BLOCK prefetch_next_rows(uint32_t rows, const float *y, size_t y_stride)
+{
+    UNROLL
+    for (uint32_t r = 0; r < rows; r++) {
+        UNROLL
+        for (int v = 0; v < VECTORS; v++)
+            __builtin_prefetch(y + (rows + r) * y_stride + v * LANES, 1);
+    }
+}
+
+BLOCK sum_f32(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k, float *y,
+              size_t y_stride, bool add)
+{
+    vec acc[ROWS][VECTORS] = {0};
+    const vec *weights = w;
+    for (uint32_t i = 0; i < k; i++, weights += VECTORS) {
+        UNROLL
+        for (int v = 0; v < VECTORS; v++)
+            __builtin_prefetch((const char *)(weights + v) + PREFETCH_BYTES);
+        UNROLL
+        for (uint32_t r = 0; r < rows; r++) {
+            UNROLL
+            for (int v = 0; v < VECTORS; v++)
+                acc[r][v] += x[r * x_stride + i] * weights[v];
+        }
+    }
+    if (add)
+        add_block(rows, acc, y, y_stride);
+    else
+        store_block(rows, acc, y, y_stride);
+}
+
+BLOCK block_f32(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k, float *y,
+                size_t y_stride)
+{
+    sum_f32(rows, x, x_stride, w, k, y, y_stride, false);
+}
+
+BLOCK block_f32_add(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
+                    float *y, size_t y_stride)
+{
+    prefetch_next_rows(rows, y, y_stride);
+    sum_f32(rows, x, x_stride, w, k, y, y_stride, true);
+}
+
+/* Calls `block` with the row count as a constant, so that each count has its own unrolled loop. */
+#define ROW_CASE(block, n)                                                                         \
+    case n:                                                                                        \
+        block(n <= ROWS ? n : 1, x, x_stride, w, k, y, y_stride);                                  \
+        break;
+#define DEFINE_PANEL(name, block)                                                                  \
+    static void name##_rows(uint32_t rows, const float *x, size_t x_stride, const void *w,         \
+                            uint32_t k, float *y, size_t y_stride)                                 \
+    {                                                                                              \
+        switch (rows) {                                                                            \
+            ROW_CASE(block, 1)                                                                     \
+            ROW_CASE(block, 2)                                                                     \
+            ROW_CASE(block, 3)                                                                     \
+            ROW_CASE(block, 4)                                                                     \
+            ROW_CASE(block, 5)                                                                     \
+            ROW_CASE(block, 6)                                                                     \
+            ROW_CASE(block, 7)                                                                     \
+            ROW_CASE(block, 8)                                                                     \
+            ROW_CASE(block, 9)                                                                     \
+            ROW_CASE(block, 10)                                                                    \
+            ROW_CASE(block, 11)                                                                    \
+            ROW_CASE(block, 12)                                                                    \
+        }                                                                                          \
+    }                                                                                              \
+    static void name(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,    \
+                     float *y, size_t y_stride)                                                    \
+    {                                                                                              \
+        /* Blocks of nearly equal height: 13 rows are 7 + 6, not 12 + 1. */                        \
+        for (uint32_t blocks = (rows + ROWS - 1) / ROWS; blocks > 0; blocks--) {                   \
+            uint32_t take = (rows + blocks - 1) / blocks;                                          \
+            name##_rows(take, x, x_stride, w, k, y, y_stride);                                     \
+            rows -= take;                                                                          \
+            x += take * x_stride;                                                                  \
+            y += take * y_stride;                                                                  \
+        }                                                                                          \
+    }
+DEFINE_PANEL(panel_bf16, block_bf16)
+DEFINE_PANEL(panel_f32, block_f32)
+DEFINE_PANEL(panel_f32_add, block_f32_add)
+
+static void widen(enum moe_dtype dtype, size_t n, const void *from, float scale, float *to)
+{
+    if (dtype == MOE_DTYPE_F32) {
+        const float *f = from;
+        for (size_t i = 0; i < n; i++)
+            to[i] = scale * f[i];
+        return;
+    }
+    const uint16_t *b = from;
+    for (size_t i = 0; i < n; i++)
+        to[i] = scale * moe_bf16_to_f32(b[i]);
+}
+
+/* ----------------------------------------------------------------- activation */
+
+static inline vec vec_set(float f)
+{
+    return f - (vec){0};
+}
+
+/* Lane-wise x < bound ? bound : x (and its mirror image): NaN stays NaN. */
+static inline vec vec_at_least(vec x, float bound)
+{
+    ivec below = x < bound;
+    return (vec)((below & (ivec)vec_set(bound)) | (~below & (ivec)x));
+}
+
+static inline vec vec_at_most(vec x, float bound)
+{
+    ivec above = x > bound;
+    return (vec)((above & (ivec)vec_set(bound)) | (~above & (ivec)x));
+}
+
+/* exp(x) to about one unit in the last place, for x in [-87, 87]; clamped outside.
+ * x = n ln2 + r, |r| <= ln2 / 2; exp(r) by its Taylor series, whose next term, r^8 / 8!, is below
+ * 2^-27. Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the sum. */
+static inline vec vec_exp(vec x)
+{
+    const float round = 12582912.0f;
+    x = vec_at_most(vec_at_least(x, -87.0f), 87.0f);
+    vec shifted = x * 1.44269504f + round;
+    vec n = shifted - round;
+    vec r = x - n * 0.693359375f; /* ln2 in two parts, the first with few bits: n * it is exact */
+    r = r - n * -2.12194440e-4f;
+    vec p = vec_set(1.0f / 5040.0f);
+    p = p * r + 1.0f / 720.0f;
+    p = p * r + 1.0f / 120.0f;
+    p = p * r + 1.0f / 24.0f;
+    p = p * r + 1.0f / 6.0f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return (vec)((uvec)p + ((uvec)shifted << 23)); /* times 2^n: n added to the exponent */
+}
+
+static inline vec vec_sigmoid(vec x)
+{
+    return 1.0f / (1.0f + vec_exp(-x));
+}
+
+static inline vec vec_activate(enum moe_activation activation, float limit, float alpha, vec g,
+                               vec u)
+{
+    if (activation == MOE_ACT_SWIGLU)
+        return g * vec_sigmoid(g) * u;
+    g = vec_at_most(g, limit);
+    u = vec_at_most(vec_at_least(u, -limit), limit);
+    if (activation == MOE_ACT_SWIGLU_CLAMPED)
+        return g * vec_sigmoid(g) * u;
+    return g * vec_sigmoid(alpha * g) * (u + 1.0f);
+}
+
+static void activate(enum moe_activation activation, float limit, float alpha, size_t n,
+                     float *gate, const float *up)
+{
+    for (size_t i = 0; i < n; i += LANES) {
+        size_t bytes = (n - i < LANES ? n - i : LANES) * sizeof(float);
+        vec g = {0}, u = {0};
+        memcpy(&g, gate + i, bytes);
+        memcpy(&u, up + i, bytes);
+        g = vec_activate(activation, limit, alpha, g, u);
+        memcpy(gate + i, &g, bytes);
+    }
+}
+
+/* One vector of activate_backward: d is the cotangent and becomes the activation. */
+static inline void vec_activate_backward(enum moe_activation activation, float limit, float alpha,
+                                         float weight, vec *g, vec *u, vec *d)
+{
+    vec gate = *g, up = *u, cotangent = *d * weight;
+    ivec gate_moves = ~(ivec){0}, up_moves = gate_moves;
+    if (activation != MOE_ACT_SWIGLU) {
+        gate_moves = ~(gate > limit);
+        up_moves = ~((up > limit) | (up < -limit));
+        gate = vec_at_most(gate, limit);
+        up = vec_at_most(vec_at_least(up, -limit), limit);
+    }
+    float slope = activation == MOE_ACT_SWIGLU_OAI ? alpha : 1.0f;
+    vec sigmoid = vec_sigmoid(slope * gate);
+    vec factor = activation == MOE_ACT_SWIGLU_OAI ? up + 1.0f : up;
+    vec silu = gate * sigmoid;
+    vec derivative = sigmoid * (1.0f + slope * gate * (1.0f - sigmoid));
+    *g = (vec)((ivec)(cotangent * factor * derivative) & gate_moves);
+    *u = (vec)((ivec)(cotangent * silu) & up_moves);
+    *d = silu * factor;
+}
+
+static float activate_backward(enum moe_activation activation, float limit, float alpha, size_t n,
+                               float weight, float *gate, float *up, float *hidden)
+{
+    vec dot = {0};
+    for (size_t i = 0; i < n; i += LANES) {
+        size_t bytes = (n - i < LANES ? n - i : LANES) * sizeof(float);
+        vec g = {0}, u = {0}, d = {0}, cotangent;
+        memcpy(&g, gate + i, bytes);
+        memcpy(&u, up + i, bytes);
+        memcpy(&d, hidden + i, bytes);
+        cotangent = d;
+        vec_activate_backward(activation, limit, alpha, weight, &g, &u, &d);
+        dot += cotangent * d;
+        memcpy(gate + i, &g, bytes);
+        memcpy(up + i, &u, bytes);
+        memcpy(hidden + i, &d, bytes);
+    }
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++)
+        sum += dot[lane];
+    return sum;
+}
+
+static void move(const struct moe_train_update *update, size_t n, float *restrict value,
+                 float *restrict grad, float *restrict m1, float *restrict m2)
+{
+    const struct moe_train_update u = *update;
+    if (u.optimizer == MOE_OPTIMIZER_ADAMW) {
+        for (size_t i = 0; i < n; i++) {
+            value[i] = moe_train_adamw(&u, value[i], grad[i], &m1[i], &m2[i]);
+            grad[i] = 0;
+        }
+        return;
+    }
+    for (size_t i = 0; i < n; i++) {
+        value[i] = moe_train_sgd(&u, value[i], grad[i], &m1[i]);
+        grad[i] = 0;
+    }
+}
+
+const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA);
+const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA) = {
+    .name = ISA_NAME,
+    .panel = PANEL,
+    .panel_bf16 = panel_bf16,
+    .panel_f32 = panel_f32,
+    .panel_f32_add = panel_f32_add,
+    .widen = widen,
+    .activate = activate,
+    .activate_backward = activate_backward,
+    .move = move,
+};

@@ -1,0 +1,173 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Creates layers and takes the weights in. A layer that lacks a weight never becomes
+ * runnable. */
+#include "cpu/compute/layer.h"
+
+#include "base/size.h"
+#include "common/layer_rules.h"
+
+#include <stdlib.h>
+
+static uint32_t entries_of(const struct moe_layer *layer, enum moe_weight w)
+{
+    return moe_weight_is_expert(w) ? layer->local_experts : 1;
+}
+
+/* ------------------------------------------------------------- create, destroy */
+
+static struct moe_status out_of_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for a layer");
+}
+
+static struct moe_status bias_bytes(const struct moe_layer *layer, enum moe_weight w, size_t *bytes)
+{
+    size_t n, columns;
+    moe_weight_shape(&layer->spec, w, &n, &columns);
+    if (!moe_size_mul3(entries_of(layer, w), n, sizeof(float), bytes))
+        return out_of_memory();
+    return moe_ok();
+}
+
+static struct moe_status make_room(struct moe_layer *layer, enum moe_weight w)
+{
+    size_t rows, columns;
+    moe_weight_shape(&layer->spec, w, &rows, &columns);
+    uint32_t entries = entries_of(layer, w);
+    if (rows == 0 || entries == 0)
+        return moe_ok();
+    layer->uploaded[w] = calloc(entries, sizeof *layer->uploaded[w]);
+    if (layer->uploaded[w] == NULL)
+        return out_of_memory();
+    if (!moe_weight_is_bias(w)) {
+        layer->matrix[w] = calloc(entries, sizeof *layer->matrix[w]);
+        return layer->matrix[w] == NULL ? out_of_memory() : moe_ok();
+    }
+    size_t bytes = 0;
+    void *p;
+    MOE_TRY(bias_bytes(layer, w, &bytes));
+    MOE_TRY(moe_cpu_mem_alloc(layer->device, MOE_MEM_DEVICE, bytes, &p));
+    layer->bias[w] = p;
+    return moe_ok();
+}
+
+struct moe_status moe_cpu_layer_create(struct moe_device *device, const struct moe_layer_spec *spec,
+                                       const struct moe_placement *placement, uint32_t slot,
+                                       struct moe_layer **out)
+{
+    MOE_TRY(moe_layer_check(spec, placement, slot));
+    struct moe_layer *layer = calloc(1, sizeof *layer);
+    if (layer == NULL)
+        return out_of_memory();
+    layer->device = device;
+    layer->spec = *spec;
+    layer->slot = slot;
+    struct moe_status st;
+    MOE_TRY_GOTO(st,
+                 moe_placement_copy(placement, slot, &layer->placement, &layer->local,
+                                    &layer->local_experts, &layer->local_index),
+                 fail);
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
+        MOE_TRY_GOTO(st, make_room(layer, w), fail);
+    *out = layer;
+    return st;
+fail:
+    moe_cpu_layer_destroy(layer);
+    return st;
+}
+
+static void free_weight(struct moe_layer *layer, enum moe_weight w)
+{
+    for (uint32_t i = 0; layer->matrix[w] != NULL && i < entries_of(layer, w); i++)
+        moe_cpu_matrix_free(layer->device, &layer->matrix[w][i]);
+    free(layer->matrix[w]);
+    free(layer->uploaded[w]);
+    size_t bytes = 0;
+    struct moe_status st = bias_bytes(layer, w, &bytes);
+    MOE_INVARIANT(layer->bias[w] == NULL || !moe_failed(&st));
+    moe_cpu_mem_free(layer->device, MOE_MEM_DEVICE, layer->bias[w], bytes);
+}
+
+void moe_cpu_layer_destroy(struct moe_layer *layer)
+{
+    if (layer == NULL)
+        return;
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
+        free_weight(layer, w);
+    moe_placement_free(&layer->placement, layer->local, layer->local_index);
+    free(layer);
+}
+
+/* --------------------------------------------------------------------- weights */
+
+/* The entry that an upload is for. */
+static struct moe_status find_entry(const struct moe_layer *layer, enum moe_weight w,
+                                    uint32_t expert, uint32_t *entry)
+{
+    return moe_layer_find_entry(&layer->spec, layer->slot, layer->local_index, w, expert, entry);
+}
+
+static struct moe_status check_upload(const struct moe_layer *layer, enum moe_weight w,
+                                      enum moe_dtype dtype, size_t bytes)
+{
+    if (layer->finished)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_INVALID,
+                         "%s: the layer is finished", moe_weight_name(w));
+    return moe_layer_check_tensor(&layer->spec, w, dtype, bytes);
+}
+
+static void take_bias(float *to, size_t n, enum moe_dtype dtype, const void *data)
+{
+    if (dtype == MOE_DTYPE_F32) {
+        memcpy(to, data, n * sizeof *to);
+        return;
+    }
+    for (size_t i = 0; i < n; i++) {
+        uint16_t b;
+        memcpy(&b, (const char *)data + i * sizeof b, sizeof b);
+        to[i] = moe_bf16_to_f32(b);
+    }
+}
+
+struct moe_status moe_cpu_layer_upload(struct moe_layer *layer, enum moe_weight weight,
+                                       uint32_t expert, enum moe_dtype dtype, const void *data,
+                                       size_t bytes)
+{
+    uint32_t entry;
+    MOE_TRY(check_upload(layer, weight, dtype, bytes));
+    MOE_TRY(find_entry(layer, weight, expert, &entry));
+    if (layer->uploaded[weight][entry])
+        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_TENSOR_INVALID, "%s: uploaded twice",
+                         moe_weight_name(weight));
+    size_t rows, columns;
+    moe_weight_shape(&layer->spec, weight, &rows, &columns);
+    if (moe_weight_is_bias(weight)) {
+        take_bias(layer->bias[weight] + entry * rows, rows, dtype, data);
+    } else {
+        /* Everything that decides between experts or scales a whole token stays fp32. */
+        bool exact = weight == MOE_WEIGHT_ROUTER || weight == MOE_WEIGHT_SHARED_GATE_VECTOR;
+        MOE_TRY(moe_cpu_matrix_pack(layer->device, (uint32_t)rows, (uint32_t)columns, dtype,
+                                    exact ? MOE_DTYPE_F32 : dtype, data,
+                                    &layer->matrix[weight][entry]));
+    }
+    layer->uploaded[weight][entry] = true;
+    return moe_ok();
+}
+
+struct moe_status moe_cpu_layer_finish(struct moe_layer *layer)
+{
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
+        for (uint32_t i = 0; layer->uploaded[w] != NULL && i < entries_of(layer, w); i++) {
+            if (layer->uploaded[w][i])
+                continue;
+            if (!moe_weight_is_expert(w))
+                return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
+                                 "layer %u: %s is missing", layer->spec.layer, moe_weight_name(w));
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
+                             "layer %u: %s of expert %u is missing", layer->spec.layer,
+                             moe_weight_name(w), layer->local[i]);
+        }
+    }
+    layer->finished = true;
+    return moe_ok();
+}

@@ -1,0 +1,272 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Packs weight matrices into panels (matrix.h says how they look) and owns their memory. */
+#include "cpu/compute/matrix.h"
+
+#include "base/size.h"
+#include "cpu/compute/device.h"
+
+struct pack_job {
+    const struct moe_cpu_matrix *matrix;
+    const char *data;
+    enum moe_dtype from;
+    uint32_t width; /* output rows of a panel */
+};
+
+/* Elements k and k + 1 of one bf16 row as one word; beyond the row's end is zero. */
+static uint32_t load_pair(const char *row, uint32_t k, uint32_t in)
+{
+    uint16_t pair[2] = {0, 0};
+    memcpy(pair, row + (size_t)k * 2, k + 1 < in ? 4 : 2);
+    return (uint32_t)pair[0] | (uint32_t)pair[1] << 16;
+}
+
+/* The same of an fp32 row, rounded. */
+static uint32_t round_pair(const char *row, uint32_t k, uint32_t in)
+{
+    float pair[2] = {0, 0};
+    memcpy(pair, row + (size_t)k * sizeof *pair, k + 1 < in ? sizeof pair : sizeof *pair);
+    return (uint32_t)moe_f32_to_bf16(pair[0]) | (uint32_t)moe_f32_to_bf16(pair[1]) << 16;
+}
+
+static float load_f32(const char *row, uint32_t k, enum moe_dtype from)
+{
+    if (from == MOE_DTYPE_F32) {
+        float f;
+        memcpy(&f, row + (size_t)k * 4, sizeof f);
+        return f;
+    }
+    uint16_t b;
+    memcpy(&b, row + (size_t)k * 2, sizeof b);
+    return moe_bf16_to_f32(b);
+}
+
+/* The panel's memory was zeroed when it was new: lanes of rows that do not exist are left alone. */
+static void pack_panel(void *ctx, uint32_t p)
+{
+    const struct pack_job *job = ctx;
+    const struct moe_cpu_matrix *m = job->matrix;
+    size_t row_bytes = (size_t)m->in * moe_dtype_bytes(job->from);
+    const char *rows = job->data + (size_t)p * job->width * row_bytes;
+    char *panel = (char *)m->data + (size_t)p * m->panel_bytes;
+    uint32_t lanes = m->out - p * job->width;
+    if (lanes > job->width)
+        lanes = job->width;
+
+    if (m->dtype == MOE_DTYPE_BF16) {
+        uint32_t *words = (uint32_t *)panel;
+        for (uint32_t k = 0; k < m->in; k += 2, words += job->width)
+            for (uint32_t r = 0; r < lanes; r++)
+                words[r] = job->from == MOE_DTYPE_BF16 ? load_pair(rows + r * row_bytes, k, m->in)
+                                                       : round_pair(rows + r * row_bytes, k, m->in);
+        return;
+    }
+    float *floats = (float *)panel;
+    for (uint32_t k = 0; k < m->in; k++, floats += job->width)
+        for (uint32_t r = 0; r < lanes; r++)
+            floats[r] = load_f32(rows + r * row_bytes, k, job->from);
+}
+
+struct moe_status moe_cpu_matrix_pack(struct moe_device *device, uint32_t out, uint32_t in,
+                                      enum moe_dtype from, enum moe_dtype keep, const void *data,
+                                      struct moe_cpu_matrix *matrix)
+{
+    MOE_INVARIANT(keep == MOE_DTYPE_F32 || keep == from);
+    uint32_t width = moe_cpu_device_isa(device)->panel;
+    struct moe_cpu_matrix m = {.out = out, .in = in, .dtype = keep};
+    m.panels = (out + width - 1) / width;
+    size_t words = keep == MOE_DTYPE_BF16 ? ((size_t)in + 1) / 2 : in;
+    if (!moe_size_mul3(words, width, 4, &m.panel_bytes) ||
+        !moe_size_mul(m.panel_bytes, m.panels, &m.bytes))
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "a %u x %u matrix is too large", out, in);
+    MOE_TRY(moe_cpu_mem_alloc(device, MOE_MEM_DEVICE, m.bytes, &m.data));
+    struct pack_job job = {.matrix = &m, .data = data, .from = from, .width = width};
+    moe_cpu_parallel(device, m.panels, pack_panel, &job);
+    *matrix = m;
+    return moe_ok();
+}
+
+void moe_cpu_matrix_renew(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                          const float *data)
+{
+    struct pack_job job = {.matrix = matrix,
+                           .data = (const char *)data,
+                           .from = MOE_DTYPE_F32,
+                           .width = moe_cpu_device_isa(device)->panel};
+    moe_cpu_parallel(device, matrix->panels, pack_panel, &job);
+}
+
+/* ---------------------------------------------------------------- reading, merging */
+
+/* Input k of the panel's lanes, as fp32. */
+static void load_column(const struct moe_cpu_matrix *m, uint32_t p, uint32_t k, uint32_t width,
+                        float *lanes)
+{
+    const char *panel = (const char *)m->data + (size_t)p * m->panel_bytes;
+    if (m->dtype == MOE_DTYPE_F32) {
+        memcpy(lanes, (const float *)(const void *)panel + (size_t)k * width,
+               width * sizeof *lanes);
+        return;
+    }
+    const uint32_t *words = (const uint32_t *)(const void *)panel + (size_t)(k / 2) * width;
+    for (uint32_t r = 0; r < width; r++) {
+        uint32_t bits = k & 1 ? words[r] & UINT32_C(0xffff0000) : words[r] << 16;
+        memcpy(lanes + r, &bits, sizeof bits);
+    }
+}
+
+static void store_column(const struct moe_cpu_matrix *m, uint32_t p, uint32_t k, uint32_t width,
+                         uint32_t count, const float *lanes)
+{
+    char *panel = (char *)m->data + (size_t)p * m->panel_bytes;
+    if (m->dtype == MOE_DTYPE_F32) {
+        memcpy((float *)(void *)panel + (size_t)k * width, lanes, count * sizeof *lanes);
+        return;
+    }
+    uint32_t *words = (uint32_t *)(void *)panel + (size_t)(k / 2) * width;
+    for (uint32_t r = 0; r < count; r++) {
+        uint32_t bits = moe_f32_to_bf16(lanes[r]);
+        words[r] = k & 1 ? (words[r] & UINT32_C(0xffff)) | bits << 16 : bits;
+    }
+}
+
+static uint32_t lanes_of(const struct moe_cpu_matrix *m, uint32_t p, uint32_t width)
+{
+    uint32_t lanes = m->out - p * width;
+    return lanes < width ? lanes : width;
+}
+
+struct read_job {
+    const struct moe_cpu_matrix *matrix;
+    uint32_t width;
+    float *data;
+};
+
+static void read_panel(void *ctx, uint32_t p)
+{
+    const struct read_job *job = ctx;
+    const struct moe_cpu_matrix *m = job->matrix;
+    float lane[MOE_CPU_MAX_PANEL], *data = job->data + (size_t)p * job->width * m->in;
+    uint32_t lanes = lanes_of(m, p, job->width);
+    for (uint32_t k = 0; k < m->in; k++) {
+        load_column(m, p, k, job->width, lane);
+        for (uint32_t r = 0; r < lanes; r++)
+            data[(size_t)r * m->in + k] = lane[r];
+    }
+}
+
+void moe_cpu_matrix_read(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                         float *data)
+{
+    struct read_job job = {matrix, moe_cpu_device_isa(device)->panel, data};
+    moe_cpu_parallel(device, matrix->panels, read_panel, &job);
+}
+
+void moe_cpu_matrix_read_alone(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                               float *data)
+{
+    struct read_job job = {matrix, moe_cpu_device_isa(device)->panel, data};
+    for (uint32_t p = 0; p < matrix->panels; p++)
+        read_panel(&job, p);
+}
+
+/* Columns column .. column + width - 1 (an even number of them) of a bf16 panel's lanes, a pair of
+ * neighbours at a time: to [lanes, width]. */
+static void widen_pairs(const struct moe_cpu_matrix *m, uint32_t p, uint32_t lanes, uint32_t column,
+                        uint32_t width, float *to)
+{
+    const char *panel = (const char *)m->data + (size_t)p * m->panel_bytes;
+    const uint32_t *words = (const uint32_t *)(const void *)panel + (size_t)(column / 2) * width;
+    uint32_t left = m->in - column, pairs = (left < width ? left + 1 : width) / 2;
+    if (left < width)
+        memset(to, 0, (size_t)lanes * width * sizeof *to);
+    for (uint32_t c = 0; c < pairs; c++, words += width)
+        for (uint32_t r = 0; r < lanes; r++) {
+            const uint32_t pair[2] = {words[r] << 16, words[r] & UINT32_C(0xffff0000)};
+            memcpy(to + (size_t)r * width + 2 * c, pair, sizeof pair);
+        }
+}
+
+void moe_cpu_matrix_block(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *m,
+                          uint32_t row, uint32_t rows, uint32_t column, float *block)
+{
+    const uint32_t width = isa->panel;
+    float lane[MOE_CPU_MAX_PANEL];
+    for (uint32_t first = 0; first < rows; first += width) {
+        uint32_t lanes = rows - first < width ? rows - first : width;
+        float *to = block + (size_t)first * width;
+        if (m->dtype == MOE_DTYPE_BF16) {
+            widen_pairs(m, (row + first) / width, lanes, column, width, to);
+            continue;
+        }
+        for (uint32_t c = 0; c < width; c++) {
+            memset(lane, 0, sizeof lane);
+            if (column + c < m->in)
+                load_column(m, (row + first) / width, column + c, width, lane);
+            for (uint32_t r = 0; r < lanes; r++)
+                to[r * width + c] = lane[r];
+        }
+    }
+}
+
+struct merge_job {
+    const struct moe_cpu_matrix *matrix, *base;
+    uint32_t width, rank;
+    float scale;
+    const float *a, *b;
+};
+
+static void merge_panel(void *ctx, uint32_t p)
+{
+    const struct merge_job *job = ctx;
+    const struct moe_cpu_matrix *m = job->matrix;
+    float b[MOE_CPU_MAX_RANK * MOE_CPU_MAX_PANEL], lane[MOE_CPU_MAX_PANEL];
+    uint32_t width = job->width, lanes = lanes_of(m, p, width);
+    for (uint32_t j = 0; j < job->rank; j++)
+        for (uint32_t r = 0; r < width; r++)
+            b[j * width + r] = r < lanes ? job->b[((size_t)p * width + r) * job->rank + j] : 0.0f;
+    for (uint32_t k = 0; k < m->in; k++) {
+        float sum[MOE_CPU_MAX_PANEL] = {0};
+        for (uint32_t j = 0; j < job->rank; j++) {
+            float a = job->a[(size_t)j * m->in + k];
+            for (uint32_t r = 0; r < width; r++)
+                sum[r] += a * b[j * width + r];
+        }
+        load_column(job->base, p, k, width, lane);
+        for (uint32_t r = 0; r < width; r++)
+            lane[r] += job->scale * sum[r];
+        store_column(m, p, k, width, lanes, lane);
+    }
+}
+
+void moe_cpu_matrix_merge(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                          const struct moe_cpu_matrix *base, float scale, uint32_t rank,
+                          const float *a, const float *b)
+{
+    MOE_INVARIANT(rank <= MOE_CPU_MAX_RANK && base->bytes == matrix->bytes);
+    struct merge_job job = {.matrix = matrix,
+                            .base = base,
+                            .width = moe_cpu_device_isa(device)->panel,
+                            .rank = rank,
+                            .scale = scale,
+                            .a = a,
+                            .b = b};
+    moe_cpu_parallel(device, matrix->panels, merge_panel, &job);
+}
+
+void moe_cpu_matrix_free(struct moe_device *device, struct moe_cpu_matrix *matrix)
+{
+    moe_cpu_mem_free(device, MOE_MEM_DEVICE, matrix->data, matrix->bytes);
+    *matrix = (struct moe_cpu_matrix){0};
+}
+
+void moe_cpu_matrix_panel(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
+                          uint32_t p, uint32_t rows, const float *x, size_t x_stride, float *y,
+                          size_t y_stride)
+{
+    const void *panel = (const char *)matrix->data + (size_t)p * matrix->panel_bytes;
+    if (matrix->dtype == MOE_DTYPE_BF16)
+        isa->panel_bf16(rows, x, x_stride, panel, matrix->in, y, y_stride);
+    else
+        isa->panel_f32(rows, x, x_stride, panel, matrix->in, y, y_stride);
+}

@@ -1,0 +1,58 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A weight matrix in the form that the panel kernels read.
+ *
+ * A matrix [out, in] is cut into panels of `isa->panel` output rows; the last one is filled up
+ * with zeros. BF16 stays bf16: a panel is [ceil(in / 2)][panel][2], so that one 32-bit word holds
+ * two neighbouring inputs of one output and both widen to fp32 with a shift or a mask (an odd
+ * `in` ends with a zero). F32 is [in][panel]. */
+#ifndef MOE_CPU_MATRIX_H
+#define MOE_CPU_MATRIX_H
+
+#include "base/status.h"
+#include "cpu/compute/isa.h"
+
+struct moe_device;
+
+enum { MOE_CPU_MAX_RANK = 512 }; /* of what is added to a matrix */
+
+struct moe_cpu_matrix {
+    void *data; /* NULL: not uploaded */
+    size_t bytes;
+    size_t panel_bytes;
+    uint32_t out, in;
+    uint32_t panels;
+    enum moe_dtype dtype;
+};
+
+/* Packs `data` (row-major, `from`, any alignment) for the device's kernels, kept as `keep`:
+ * `from`, or F32. */
+struct moe_status moe_cpu_matrix_pack(struct moe_device *device, uint32_t out, uint32_t in,
+                                      enum moe_dtype from, enum moe_dtype keep, const void *data,
+                                      struct moe_cpu_matrix *matrix) MOE_CHECKED;
+/* Packs new values [out, in], rounded to the matrix's dtype, over the old ones. */
+void moe_cpu_matrix_renew(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                          const float *data);
+/* The same with base + scale * B A, summed in fp32: `base` is a matrix of the same form, A [rank,
+ * in], B [out, rank], rank <= MOE_CPU_MAX_RANK. */
+void moe_cpu_matrix_merge(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                          const struct moe_cpu_matrix *base, float scale, uint32_t rank,
+                          const float *a, const float *b);
+/* Writes the values to data [out, in]. */
+void moe_cpu_matrix_read(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                         float *data);
+/* The same on the calling thread alone, beside whatever the device's threads do. */
+void moe_cpu_matrix_read_alone(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                               float *data);
+/* block [rows, panel] = rows `row` .. row + rows - 1 times columns `column` .. column + panel - 1
+ * in fp32; `row` and `column` are multiples of the panel. Columns behind the matrix's end are 0. */
+void moe_cpu_matrix_block(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
+                          uint32_t row, uint32_t rows, uint32_t column, float *block);
+
+void moe_cpu_matrix_free(struct moe_device *device, struct moe_cpu_matrix *matrix);
+
+/* y [rows, panel] = x [rows, in] times panel `p` transposed. */
+void moe_cpu_matrix_panel(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
+                          uint32_t p, uint32_t rows, const float *x, size_t x_stride, float *y,
+                          size_t y_stride);
+
+#endif

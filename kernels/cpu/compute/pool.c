@@ -1,0 +1,199 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A pool of compute threads that run one job at a time: items claimed one by one from a counter.
+ *
+ * The idea worth knowing is the gate. A job is announced by opening the gate; a thread that wakes
+ * up first counts itself in (`inside`), and only then looks whether the gate is open. The owner of
+ * the job closes the gate and waits until `inside` is zero. With sequentially consistent
+ * operations one of the two always sees the other, so no thread touches a job that is over, and
+ * nobody has to wait for threads that slept through it: a small job is cheap on a big pool. */
+#include "cpu/compute/pool.h"
+
+#include "base/mutex.h"
+#include "base/thread.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Looks at a word this often before sleeping on it: a few microseconds, about what a sleep and a
+ * wake-up cost. Longer would steal time from other processes on a machine that is shared. */
+enum { SPINS = 200 };
+
+struct moe_cpu_pool {
+    struct moe_mutex owner; /* held by the caller whose job runs; guards the job's fields */
+
+    /* The job: written only while the gate is closed and `inside` is zero. */
+    void (*fn)(void *ctx, uint32_t item);
+    void *ctx;
+    uint32_t items;
+    _Alignas(64) atomic_uint next; /* first item not yet claimed */
+
+    _Alignas(64) atomic_uint announced; /* rises with every job; idle threads sleep on it */
+    atomic_uint sleepers;               /* threads asleep on `announced`, or about to be */
+    atomic_bool open;                   /* the gate */
+    atomic_bool quit;
+    _Alignas(64) atomic_uint inside; /* threads, without the owner, that may touch the job */
+    atomic_bool owner_sleeps;        /* the owner sleeps on `inside` */
+
+    uint32_t threads; /* started */
+    pthread_t thread[];
+};
+
+static void futex_wait(atomic_uint *word, uint32_t seen)
+{
+    /* Every reason to return (woken, interrupted, word already changed) is handled alike: the
+     * caller looks again. */
+    (void)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+}
+
+static void futex_wake(atomic_uint *word, uint32_t threads)
+{
+    (void)syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, threads, NULL, NULL, 0);
+}
+
+static inline void spin_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void claim_items(struct moe_cpu_pool *pool)
+{
+    /* `next` overshoots by at most one per thread, so items stay below 2^32 - MOE_CPU_MAX_THREADS
+     * (moe_cpu_pool_run sees to it). */
+    for (;;) {
+        uint32_t item = atomic_fetch_add_explicit(&pool->next, 1, memory_order_relaxed);
+        if (item >= pool->items)
+            return;
+        pool->fn(pool->ctx, item);
+    }
+}
+
+/* Returns the number of the newest announcement once it differs from `seen`. */
+static uint32_t await_announcement(struct moe_cpu_pool *pool, uint32_t seen)
+{
+    for (int i = 0; i < SPINS; i++) {
+        uint32_t now = atomic_load(&pool->announced);
+        if (now != seen)
+            return now;
+        spin_pause();
+    }
+    atomic_fetch_add(&pool->sleepers, 1);
+    uint32_t now = atomic_load(&pool->announced);
+    while (now == seen) {
+        futex_wait(&pool->announced, seen);
+        now = atomic_load(&pool->announced);
+    }
+    atomic_fetch_sub(&pool->sleepers, 1);
+    return now;
+}
+
+static void *pool_thread(void *arg)
+{
+    struct moe_cpu_pool *pool = arg;
+    uint32_t seen = 0;
+    for (;;) {
+        seen = await_announcement(pool, seen);
+        if (atomic_load(&pool->quit))
+            return NULL;
+        atomic_fetch_add(&pool->inside, 1);
+        if (atomic_load(&pool->open))
+            claim_items(pool);
+        uint32_t left = atomic_fetch_sub(&pool->inside, 1) - 1;
+        if (left == 0 && atomic_load(&pool->owner_sleeps))
+            futex_wake(&pool->inside, 1);
+    }
+}
+
+static void await_empty(struct moe_cpu_pool *pool)
+{
+    for (int i = 0; i < SPINS; i++) {
+        if (atomic_load(&pool->inside) == 0)
+            return;
+        spin_pause();
+    }
+    atomic_store(&pool->owner_sleeps, true);
+    uint32_t inside = atomic_load(&pool->inside);
+    while (inside != 0) {
+        futex_wait(&pool->inside, inside);
+        inside = atomic_load(&pool->inside);
+    }
+    atomic_store(&pool->owner_sleeps, false);
+}
+
+void moe_cpu_pool_run(struct moe_cpu_pool *pool, uint32_t items,
+                      void (*fn)(void *ctx, uint32_t item), void *ctx)
+{
+    MOE_INVARIANT(items <= UINT32_MAX - MOE_CPU_MAX_THREADS);
+    if (items <= 1 || pool->threads == 0 || !moe_mutex_try_lock(&pool->owner)) {
+        for (uint32_t i = 0; i < items; i++)
+            fn(ctx, i);
+        return;
+    }
+    pool->fn = fn;
+    pool->ctx = ctx;
+    pool->items = items;
+    atomic_store(&pool->next, 0);
+    atomic_store(&pool->open, true);
+    atomic_fetch_add(&pool->announced, 1);
+    uint32_t sleepers = atomic_load(&pool->sleepers);
+    if (sleepers > 0)
+        futex_wake(&pool->announced, sleepers < items - 1 ? sleepers : items - 1);
+
+    claim_items(pool);
+    atomic_store(&pool->open, false);
+    await_empty(pool);
+    moe_mutex_unlock(&pool->owner);
+}
+
+static void stop_threads(struct moe_cpu_pool *pool)
+{
+    atomic_store(&pool->quit, true);
+    atomic_fetch_add(&pool->announced, 1);
+    futex_wake(&pool->announced, INT32_MAX);
+    for (uint32_t i = 0; i < pool->threads; i++)
+        pthread_join(pool->thread[i], NULL);
+}
+
+struct moe_status moe_cpu_pool_create(uint32_t threads, struct moe_cpu_pool **out)
+{
+    MOE_INVARIANT(threads >= 1 && threads <= MOE_CPU_MAX_THREADS);
+    size_t bytes = sizeof(struct moe_cpu_pool) + (threads - 1) * sizeof(pthread_t);
+    struct moe_cpu_pool *pool = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
+    if (pool == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "no memory for the compute threads");
+    memset(pool, 0, bytes);
+    moe_mutex_init(&pool->owner);
+    int rc = 0;
+    while (rc == 0 && pool->threads < threads - 1) {
+        rc = moe_thread_create(&pool->thread[pool->threads], "moe-cpu-pool", pool_thread, pool);
+        if (rc == 0)
+            pool->threads++;
+    }
+    if (rc != 0) {
+        struct moe_status st =
+            moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                      "cannot start %u compute threads: %s", threads - 1, strerrordesc_np(rc));
+        moe_cpu_pool_destroy(pool);
+        return st;
+    }
+    *out = pool;
+    return moe_ok();
+}
+
+void moe_cpu_pool_destroy(struct moe_cpu_pool *pool)
+{
+    if (pool == NULL)
+        return;
+    stop_threads(pool);
+    moe_mutex_destroy(&pool->owner);
+    free(pool);
+}

@@ -1,0 +1,20 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The persistent threads behind moe_cpu_parallel. Internal to device.c and pool.c. */
+#ifndef MOE_CPU_POOL_H
+#define MOE_CPU_POOL_H
+
+#include "base/status.h"
+
+#include <stdint.h>
+
+enum { MOE_CPU_MAX_THREADS = 256 };
+
+struct moe_cpu_pool;
+
+/* `threads` >= 1 counts the caller of moe_cpu_pool_run, so threads - 1 are started. */
+struct moe_status moe_cpu_pool_create(uint32_t threads, struct moe_cpu_pool **out) MOE_CHECKED;
+void moe_cpu_pool_destroy(struct moe_cpu_pool *pool); /* idle; NULL is ignored */
+void moe_cpu_pool_run(struct moe_cpu_pool *pool, uint32_t items,
+                      void (*fn)(void *ctx, uint32_t item), void *ctx);
+
+#endif

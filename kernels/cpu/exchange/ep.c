@@ -1,0 +1,257 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Tables of a session's passes, and prepare: who sends what to whom; see ep.h, and moe/window.h for
+ * the words and their order. Waits only to close an earlier pass. */
+#include "common/session_rules.h"
+#include "cpu/exchange/ep_pass.h"
+
+#include <stdlib.h>
+
+enum { NOWHERE = 0xff /* target of a (token, k) that gets no row */ };
+
+/* ------------------------------------------------------------------ life */
+
+static void *array(size_t n, size_t each, bool *ok)
+{
+    void *p = calloc(n, each);
+    *ok = *ok && p != NULL;
+    return p;
+}
+
+struct moe_status moe_cpu_ep_create(struct moe_session *session, struct moe_cpu_ep **out)
+{
+    const struct moe_window_shape *w = &session->layout.shape;
+    size_t pairs = (size_t)w->max_tokens * w->max_top_k;
+    size_t experts = (size_t)w->slots * w->max_experts;
+    bool ok = true;
+    struct moe_cpu_ep *ep = array(1, sizeof *ep, &ok);
+    if (ep != NULL) {
+        ep->session = session;
+        ep->target = array(pairs, sizeof *ep->target, &ok);
+        ep->wanted = array(w->max_tokens, sizeof *ep->wanted, &ok);
+        ep->count = array(experts, sizeof *ep->count, &ok);
+        ep->start = array(w->max_experts + 1, sizeof *ep->start, &ok);
+        ep->rows = array(w->max_experts, sizeof *ep->rows, &ok);
+        ep->cursor = array(experts, sizeof *ep->cursor, &ok);
+        ep->limit = array(experts, sizeof *ep->limit, &ok);
+        ep->loads = array(w->max_experts, sizeof *ep->loads, &ok);
+        ep->of_token = array((size_t)w->slots * w->max_tokens, sizeof *ep->of_token, &ok);
+        ep->row = array(w->slots * pairs, sizeof *ep->row, &ok);
+    }
+    *out = ep;
+    if (ok)
+        return moe_ok();
+    moe_cpu_ep_destroy(ep);
+    *out = NULL;
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                     "out of memory for a session's tables");
+}
+
+void moe_cpu_ep_give_rows(struct moe_cpu_ep *ep)
+{
+    moe_cpu_scratch_give(ep->session->device, ep->x);
+    moe_cpu_scratch_give(ep->session->device, ep->dy);
+    moe_cpu_scratch_give(ep->session->device, ep->weight);
+    ep->x = NULL;
+    ep->dy = NULL;
+    ep->weight = NULL;
+}
+
+void moe_cpu_ep_destroy(struct moe_cpu_ep *ep)
+{
+    if (ep == NULL)
+        return;
+    moe_cpu_ep_give_rows(ep);
+    free(ep->target);
+    free(ep->wanted);
+    free(ep->count);
+    free(ep->start);
+    free(ep->rows);
+    free(ep->cursor);
+    free(ep->limit);
+    free(ep->loads);
+    free(ep->of_token);
+    free(ep->row);
+    free(ep);
+}
+
+bool moe_cpu_ep_take_refusal(struct moe_cpu_ep *ep)
+{
+    bool refused = ep->refused;
+    ep->refused = false;
+    return refused;
+}
+
+uint64_t moe_cpu_ep_rows(const struct moe_cpu_ep *ep)
+{
+    return ep->row_total;
+}
+
+/* --------------------------------------------------------------- prepare */
+
+struct moe_status moe_cpu_ep_check(const struct moe_session *session, const struct moe_layer *layer,
+                                   enum moe_dtype dtype, uint32_t bucket, uint32_t tokens)
+{
+    if (!layer->finished)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "layer %u has weights missing",
+                         layer->spec.layer);
+    return moe_session_check_step(&session->config, &layer->spec, &layer->placement, layer->slot,
+                                  dtype, bucket, tokens);
+}
+
+/* Where the rows of the own tokens go. Errors leave the pass unbegun. */
+static struct moe_status plan(struct moe_cpu_ep *ep, const struct moe_cpu_batch *b)
+{
+    const struct moe_layer_spec *spec = &b->layer->spec;
+    const struct moe_placement *place = &b->layer->placement;
+    const struct moe_window_shape *w = &ep->session->layout.shape;
+    uint32_t top_k = spec->router.top_k;
+    int64_t id_limit = (int64_t)spec->experts + spec->router.zero_experts;
+    memset(ep->count, 0, (size_t)w->slots * w->max_experts * sizeof *ep->count);
+    for (uint32_t t = 0; t < b->tokens; t++) {
+        bool skip = b->token_state != NULL && b->token_state[t] != MOE_TOKEN_OK;
+        ep->wanted[t] = 0;
+        for (uint32_t k = 0; k < top_k; k++) {
+            size_t pair = (size_t)t * top_k + k;
+            int32_t id = b->ids[pair];
+            if (id >= id_limit && !skip)
+                return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
+                                 "token %u is routed to expert %d of %lld", t, id,
+                                 (long long)id_limit);
+            ep->target[pair] = NOWHERE;
+            if (skip || id < 0 || id >= (int32_t)spec->experts)
+                continue;
+            uint32_t first = place->offset[id], copies = place->offset[id + 1] - first;
+            uint32_t slot = place->slot[first + t % copies];
+            ep->target[pair] = (uint8_t)slot;
+            ep->wanted[t] |= (uint16_t)(1u << slot);
+            ep->count[(size_t)slot * w->max_experts + (uint32_t)id]++;
+        }
+    }
+    return moe_ok();
+}
+
+void moe_cpu_ep_fill_head(const struct moe_cpu_batch *b, uint32_t head[MOE_HEAD_WORDS])
+{
+    const uint32_t mask = (1u << MOE_WINDOW_VALUE_BITS) - 1;
+    head[MOE_HEAD_TOKENS] = b->tokens;
+    head[MOE_HEAD_LAYER] = b->layer->spec.layer & mask;
+    head[MOE_HEAD_HIDDEN] = b->layer->spec.hidden;
+    head[MOE_HEAD_EXPERTS] = b->layer->spec.experts;
+    head[MOE_HEAD_TOP_K] = b->layer->spec.router.top_k;
+    head[MOE_HEAD_DTYPE] = b->dtype | (b->backward ? MOE_HEAD_BACKWARD : 0);
+    head[MOE_HEAD_BUCKET] =
+        (uint32_t)__builtin_ctz(b->bucket) | (b->no_memory ? MOE_HEAD_NO_MEMORY : 0);
+    head[MOE_HEAD_PLACEMENT] = b->layer->placement.version & mask;
+}
+
+void moe_cpu_ep_fill_facts(const struct moe_cpu_batch *b, uint32_t words[MOE_PASS_LOADS])
+{
+    const struct moe_cpu_pass_facts none = {0}, *facts = b->facts != NULL ? b->facts : &none;
+    uint32_t bits;
+    memcpy(&bits, &facts->aux_coeff, sizeof bits);
+    memset(words, 0, MOE_PASS_LOADS * sizeof *words);
+    words[MOE_PASS_ROUTED] = facts->routed;
+    words[MOE_PASS_ACCUMULATE] = facts->accumulate;
+    words[MOE_PASS_AUX_LOW] = bits & 0xffff;
+    words[MOE_PASS_AUX_HIGH] = bits >> 16;
+}
+
+static void announce_facts(struct moe_cpu_ep *ep, uint32_t peer)
+{
+    struct moe_session *s = ep->session;
+    const struct moe_cpu_batch *b = &ep->batch;
+    uint32_t facts[MOE_PASS_LOADS];
+    uint64_t *words =
+        moe_window_pass_of(&s->layout, s->window[peer].base, ep->parity, s->config.slot);
+    moe_cpu_ep_fill_facts(b, facts);
+    for (uint32_t i = 0; i < MOE_PASS_LOADS; i++)
+        moe_cpu_session_store(&words[i], ep->stamp, facts[i]);
+    for (uint32_t e = 0; e < b->layer->spec.experts; e++)
+        moe_cpu_session_store(&words[MOE_PASS_LOADS + e], ep->stamp,
+                              b->facts != NULL ? b->facts->loads[e] : 0);
+}
+
+static void announce(struct moe_cpu_ep *ep, uint32_t peer, const uint32_t head[MOE_HEAD_WORDS])
+{
+    struct moe_session *s = ep->session;
+    const struct moe_placement *place = &ep->batch.layer->placement;
+    uint8_t *base = s->window[peer].base;
+    uint64_t *counts = moe_window_counts_of(&s->layout, base, ep->parity, s->config.slot);
+    const uint32_t *count = ep->count + (size_t)peer * s->layout.shape.max_experts;
+    for (uint32_t e = 0; e < place->experts; e++)
+        for (uint32_t i = place->offset[e]; i < place->offset[e + 1]; i++)
+            if (place->slot[i] == peer)
+                moe_cpu_session_store(&counts[e], ep->stamp, count[e]);
+    if (ep->batch.backward)
+        announce_facts(ep, peer);
+    uint64_t *words = moe_window_head_of(&s->layout, base, ep->parity, s->config.slot);
+    for (uint32_t i = 0; i < MOE_HEAD_WORDS; i++)
+        moe_cpu_session_store(&words[i], ep->stamp, head[i]);
+}
+
+void moe_cpu_ep_store_done(struct moe_cpu_ep *ep)
+{
+    struct moe_session *s = ep->session;
+    for (uint32_t p = 0; p < s->config.slots; p++)
+        if (moe_cpu_session_has_peer(s, p)) {
+            moe_cpu_session_store(moe_window_done_of(&s->layout, s->window[p].base, s->config.slot),
+                                  ep->stamp, 0);
+            moe_cpu_session_ring(s, p);
+        }
+}
+
+struct moe_status moe_cpu_ep_await_done(struct moe_cpu_ep *ep)
+{
+    struct moe_session *s = ep->session;
+    uint32_t unused;
+    for (uint32_t p = 0; p < s->config.slots; p++)
+        if (moe_cpu_session_has_peer(s, p))
+            MOE_TRY(moe_cpu_session_wait(s,
+                                         moe_window_done_of(&s->layout, moe_cpu_session_own(s), p),
+                                         ep->stamp, p, &unused));
+    ep->open = false;
+    return moe_ok();
+}
+
+/* The step number has run through its bits: words of the first steps would look new again. All
+ * slots come here at the same step, clear their own windows, and start over. */
+static struct moe_status wipe_words(struct moe_cpu_ep *ep)
+{
+    struct moe_session *s = ep->session;
+    MOE_TRY(moe_cpu_session_barrier(s));
+    memset(moe_cpu_session_own(s) + s->layout.head, 0, s->layout.rows - s->layout.head);
+    s->step = 0;
+    return moe_cpu_session_barrier(s);
+}
+
+struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep, const struct moe_cpu_batch *batch)
+{
+    struct moe_session *s = ep->session;
+    MOE_TRY(moe_cpu_session_usable(s));
+    MOE_TRY(plan(ep, batch));
+    moe_cpu_ep_give_rows(ep);
+    ep->received = false;
+    ep->agreed = false;
+    ep->refused = false;
+    if (ep->open) {
+        moe_cpu_ep_store_done(ep);
+        MOE_TRY(moe_cpu_ep_await_done(ep));
+    }
+    if (s->step == (UINT32_C(1) << MOE_WINDOW_STEP_BITS) - 1)
+        MOE_TRY(wipe_words(ep));
+    ep->batch = *batch;
+    ep->row_bytes = batch->layer->spec.hidden * moe_dtype_bytes(batch->dtype);
+    ep->stride = moe_window_row_stride(batch->layer->spec.hidden, batch->dtype);
+    ep->pair_stride = batch->backward ? 2 * ep->stride : ep->stride;
+    ep->gradient_stride = moe_window_gradient_stride(batch->layer->spec.hidden);
+    s->step++;
+    ep->stamp = moe_window_stamp(s->config.epoch, s->step);
+    ep->parity = s->step & 1;
+    ep->open = true;
+    uint32_t head[MOE_HEAD_WORDS];
+    moe_cpu_ep_fill_head(batch, head);
+    for (uint32_t p = 0; p < s->config.slots; p++)
+        if (moe_cpu_session_has_peer(s, p))
+            announce(ep, p, head);
+    return moe_ok();
+}

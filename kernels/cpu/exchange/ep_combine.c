@@ -1,0 +1,198 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Combine: sums of expert rows home through the windows, and the tokens finished there.
+ *
+ * All sums are fp32 in one fixed order: rows of a token by k, then slots by number, so that the
+ * same inputs give the same bits. The own slot's sum is rounded as those that travel are, so that
+ * the bits do not depend on the slot that a token was given to. */
+#include "cpu/exchange/ep_pass.h"
+
+struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
+                                       const struct moe_cpu_batch *batch,
+                                       const struct moe_rows *rows)
+{
+    const struct moe_cpu_batch *b = &ep->batch;
+    if (ep->received && b->layer == batch->layer && b->dtype == batch->dtype &&
+        b->bucket == batch->bucket && b->tokens == batch->tokens && b->x == batch->x &&
+        b->backward == batch->backward && b->dy == batch->dy && b->ids == batch->ids &&
+        b->weights == batch->weights && rows->x == ep->x)
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                     "combine wants a dispatch with the same arguments before it");
+}
+
+void moe_cpu_ep_sum_rows(const struct moe_cpu_ep *ep, const struct token_rows *rows, uint32_t c,
+                         uint32_t n, float *sum)
+{
+    size_t hidden = ep->batch.layer->spec.hidden;
+    const uint32_t *row = ep->row + rows->first;
+    memcpy(sum, ep->expert_out + row[0] * hidden + c, n * sizeof *sum);
+    for (uint32_t i = 1; i < rows->n; i++) {
+        const float *from = ep->expert_out + row[i] * hidden + c;
+        for (uint32_t j = 0; j < n; j++)
+            sum[j] += from[j];
+    }
+}
+
+static void store_row(enum moe_dtype dtype, void *row, uint32_t c, uint32_t n, const float *from)
+{
+    if (dtype == MOE_DTYPE_F32) {
+        memcpy((float *)row + c, from, n * sizeof *from);
+        return;
+    }
+    uint16_t *to = (uint16_t *)row + c;
+    for (uint32_t j = 0; j < n; j++)
+        to[j] = moe_f32_to_bf16(from[j]);
+}
+
+void moe_cpu_ep_add_row(enum moe_dtype dtype, const void *row, uint32_t c, uint32_t n, float scale,
+                        float *sum)
+{
+    if (dtype == MOE_DTYPE_F32) {
+        const float *from = (const float *)row + c;
+        for (uint32_t j = 0; j < n; j++)
+            sum[j] += scale * from[j];
+        return;
+    }
+    const uint16_t *from = (const uint16_t *)row + c;
+    for (uint32_t j = 0; j < n; j++)
+        sum[j] += scale * moe_bf16_to_f32(from[j]);
+}
+
+/* One grain of the tokens of ep->source, summed here and sent home. */
+static void return_item(void *ctx, uint32_t item)
+{
+    struct moe_cpu_ep *ep = ctx;
+    struct moe_session *s = ep->session;
+    uint32_t home = ep->source;
+    uint8_t *base = s->window[home].base;
+    size_t stride = ep->batch.backward ? ep->gradient_stride : ep->stride;
+    uint32_t end = smaller((item + 1) * GRAIN, ep->tokens_of[home]);
+    for (uint32_t t = item * GRAIN; t < end; t++) {
+        const struct token_rows *rows = token_of(ep, home, t);
+        if (rows->n == 0)
+            continue;
+        ep->return_token(ep, rows,
+                         moe_window_partial_of(&s->layout, base, s->config.slot, t, stride));
+        moe_cpu_session_store(moe_window_returned_of(&s->layout, base, s->config.slot, t),
+                              ep->stamp, rows->n);
+    }
+    moe_cpu_session_ring(s, home);
+}
+
+static void return_all(struct moe_cpu_ep *ep)
+{
+    struct moe_session *s = ep->session;
+    for (uint32_t i = 1; i < s->config.slots; i++) {
+        ep->source = (s->config.slot + i) % s->config.slots;
+        if (moe_cpu_session_has_peer(s, ep->source))
+            moe_cpu_parallel(s->device, grains_of(ep->tokens_of[ep->source]), return_item, ep);
+    }
+    moe_cpu_ep_store_done(ep);
+}
+
+/* Waits until every slot that works for tokens block_first .. block_end - 1 has returned them. */
+static struct moe_status await_block(struct moe_cpu_ep *ep)
+{
+    struct moe_session *s = ep->session;
+    uint32_t unused;
+    for (uint32_t t = ep->block_first; t < ep->block_end; t++)
+        for (uint32_t p = 0; p < s->config.slots; p++)
+            if (p != s->config.slot && (ep->wanted[t] >> p & 1))
+                MOE_TRY(moe_cpu_session_wait(
+                    s, moe_window_returned_of(&s->layout, moe_cpu_session_own(s), p, t), ep->stamp,
+                    p, &unused));
+    return moe_ok();
+}
+
+struct moe_status moe_cpu_ep_bring_home(struct moe_cpu_ep *ep, moe_cpu_ep_return_fn return_token,
+                                        void (*finish_item)(void *ctx, uint32_t item))
+{
+    ep->return_token = return_token;
+    return_all(ep);
+    for (uint32_t t = 0; t < ep->batch.tokens; t += BLOCK) {
+        ep->block_first = t;
+        ep->block_end = smaller(t + BLOCK, ep->batch.tokens);
+        MOE_TRY(await_block(ep));
+        moe_cpu_parallel(ep->session->device, grains_of(ep->block_end - ep->block_first),
+                         finish_item, ep);
+    }
+    return moe_cpu_ep_await_done(ep);
+}
+
+static void return_token(const struct moe_cpu_ep *ep, const struct token_rows *rows, void *partial)
+{
+    uint32_t hidden = ep->batch.layer->spec.hidden;
+    float sum[SUM_CHUNK];
+    for (uint32_t c = 0; c < hidden; c += SUM_CHUNK) {
+        uint32_t n = smaller(SUM_CHUNK, hidden - c);
+        moe_cpu_ep_sum_rows(ep, rows, c, n, sum);
+        store_row(ep->batch.dtype, partial, c, n, sum);
+    }
+}
+
+/* What is left of the own partial once it has been stored as the peers' partials are. */
+static void round_to(enum moe_dtype dtype, uint32_t n, float *sum)
+{
+    for (uint32_t j = 0; dtype != MOE_DTYPE_F32 && j < n; j++)
+        sum[j] = moe_bf16_to_f32(moe_f32_to_bf16(sum[j]));
+}
+
+/* Columns c .. c + n - 1 of one own token: base, then the slots in order, then zero experts. */
+static void finish_columns(const struct moe_cpu_ep *ep, uint32_t t, uint32_t c, uint32_t n)
+{
+    const struct moe_session *s = ep->session;
+    const struct moe_cpu_batch *b = &ep->batch;
+    uint32_t hidden = b->layer->spec.hidden, top_k = b->layer->spec.router.top_k;
+    float sum[SUM_CHUNK] = {0}, own[SUM_CHUNK];
+    if (ep->base != NULL)
+        memcpy(sum, ep->base + (size_t)t * hidden + c, n * sizeof *sum);
+    for (uint32_t p = 0; p < s->config.slots; p++) {
+        if (!(ep->wanted[t] >> p & 1))
+            continue;
+        if (p == s->config.slot) {
+            moe_cpu_ep_sum_rows(ep, token_of(ep, p, t), c, n, own);
+            round_to(b->dtype, n, own);
+            moe_cpu_ep_add_row(MOE_DTYPE_F32, own, 0, n, 1.0f, sum);
+        } else {
+            moe_cpu_ep_add_row(
+                b->dtype,
+                moe_window_partial_of(&s->layout, moe_cpu_session_own(s), p, t, ep->stride), c, n,
+                1.0f, sum);
+        }
+    }
+    for (size_t pair = (size_t)t * top_k; pair < (size_t)(t + 1) * top_k; pair++)
+        if (b->ids[pair] >= (int32_t)b->layer->spec.experts)
+            moe_cpu_ep_add_row(b->dtype, (const uint8_t *)b->x + t * ep->row_bytes, c, n,
+                               b->weights[pair], sum);
+    store_row(b->dtype, (uint8_t *)ep->y + t * ep->row_bytes, c, n, sum);
+}
+
+static void finish_token(const struct moe_cpu_ep *ep, uint32_t t)
+{
+    uint32_t hidden = ep->batch.layer->spec.hidden;
+    if (ep->batch.token_state != NULL && ep->batch.token_state[t] != MOE_TOKEN_OK) {
+        memset((uint8_t *)ep->y + t * ep->row_bytes, 0, ep->row_bytes);
+        return;
+    }
+    for (uint32_t c = 0; c < hidden; c += SUM_CHUNK)
+        finish_columns(ep, t, c, smaller(SUM_CHUNK, hidden - c));
+}
+
+static void finish_item(void *ctx, uint32_t item)
+{
+    uint32_t end;
+    for (uint32_t t = grain_of_block(ctx, item, &end); t < end; t++)
+        finish_token(ctx, t);
+}
+
+struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_out,
+                                     const float *base, void *y)
+{
+    MOE_INVARIANT(ep->received && !ep->batch.backward);
+    MOE_TRY(moe_cpu_session_usable(ep->session));
+    ep->received = false;
+    ep->expert_out = expert_out;
+    ep->base = base;
+    ep->y = y;
+    return moe_cpu_ep_bring_home(ep, return_token, finish_item);
+}

@@ -1,0 +1,117 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What ep.c, ep_dispatch.c and ep_combine.c share: the tables of a pass. Internal to them. */
+#ifndef MOE_CPU_EP_PASS_H
+#define MOE_CPU_EP_PASS_H
+
+#include "cpu/exchange/ep.h"
+#include "cpu/exchange/session.h"
+
+enum {
+    BLOCK = 256,     /* tokens waited for before their rows are copied or summed */
+    SUM_CHUNK = 512, /* floats of a row summed at a time: stays in the first-level cache */
+    GRAIN = 32,      /* tokens that one thread copies or sums at a time */
+};
+
+/* Local rows of one token, in k order: row[first .. first + n - 1]. */
+struct token_rows {
+    uint32_t first;
+    uint32_t n;
+};
+
+/* The state of a session's passes; one at a time. */
+struct moe_cpu_ep {
+    struct moe_session *session;
+    struct moe_cpu_batch batch;
+    uint64_t stamp;
+    uint32_t parity;
+    bool open;     /* a pass has begun and its done words have not been stored */
+    bool agreed;   /* all slots have said that they run the same pass */
+    bool received; /* the pass can be combined */
+    bool refused;  /* all slots have refused the pass */
+    size_t row_bytes;
+    size_t stride;          /* of x in the windows, dy behind it; of partials in a forward pass */
+    size_t pair_stride;     /* from token to token: x, and dy in a backward pass */
+    size_t gradient_stride; /* of partials in a backward pass */
+
+    /* Sending side, by own token. */
+    uint8_t *target;  /* [max_tokens * max_top_k] slot of each (t, k), or one that does not exist */
+    uint16_t *wanted; /* [max_tokens] bit p: slot p gets the token's row */
+    uint32_t *count;  /* [slots][max_experts] rows for each expert on each slot */
+
+    /* Receiving side. */
+    uint32_t tokens_of[MOE_MAX_SLOTS];
+    uint32_t *start;  /* [max_experts + 1] first row of each local expert; the last: rows in use */
+    uint32_t *rows;   /* [max_experts] rows of each local expert */
+    uint32_t *cursor; /* [slots][max_experts] where the source's next row for the expert goes */
+    uint32_t *limit;  /* [slots][max_experts] and where it must stop */
+    struct token_rows *of_token; /* [slots][max_tokens] */
+    uint32_t *row; /* [slots * max_tokens * max_top_k] row numbers that of_token points into */
+    uint32_t row_used;
+    uint64_t row_total;
+    uint8_t *x;      /* [start[local], H] of the pass's dtype; scratch of the device */
+    uint8_t *dy;     /* the same, backward only */
+    float *weight;   /* [start[local]]; the same */
+    uint64_t *loads; /* [max_experts] choices of the group's routed tokens; backward only */
+    uint64_t routed; /* such tokens in the group */
+
+    /* Arguments of the loops that are shared among threads. */
+    uint32_t source, block_first, block_end;
+    void (*return_token)(const struct moe_cpu_ep *, const struct token_rows *, void *partial);
+    const float *expert_out, *base;
+    void *y;
+    const float *dweight_rows;
+    float *dweights;
+};
+
+static inline uint32_t grains_of(uint32_t tokens)
+{
+    return (tokens + GRAIN - 1) / GRAIN;
+}
+
+static inline uint32_t smaller(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+static inline struct token_rows *token_of(const struct moe_cpu_ep *ep, uint32_t source, uint32_t t)
+{
+    return &ep->of_token[(size_t)source * ep->session->layout.shape.max_tokens + t];
+}
+
+/* Tokens of the current block that item `item` of a shared loop works on. */
+static inline uint32_t grain_of_block(const struct moe_cpu_ep *ep, uint32_t item, uint32_t *end)
+{
+    uint32_t first = ep->block_first + item * GRAIN;
+    *end = smaller(first + GRAIN, ep->block_end);
+    return first;
+}
+
+/* Gives x, dy and weight of the rows back; where there are none, nothing. */
+void moe_cpu_ep_give_rows(struct moe_cpu_ep *ep);
+
+/* This pass as a head: what must be the same on all slots, and the own number of tokens. */
+void moe_cpu_ep_fill_head(const struct moe_cpu_batch *batch, uint32_t head[MOE_HEAD_WORDS]);
+/* What a backward pass tells besides; the loads follow. */
+void moe_cpu_ep_fill_facts(const struct moe_cpu_batch *batch, uint32_t words[MOE_PASS_LOADS]);
+
+/* Sums of rows, in ep_combine.c: sum[0 .. n-1] = columns c .. of the token's local rows, added in k
+ * order; sum[j] += scale * row[c + j]. */
+void moe_cpu_ep_sum_rows(const struct moe_cpu_ep *ep, const struct token_rows *rows, uint32_t c,
+                         uint32_t n, float *sum);
+void moe_cpu_ep_add_row(enum moe_dtype dtype, const void *row, uint32_t c, uint32_t n, float scale,
+                        float *sum);
+/* The order of every combine, in ep_combine.c: all tokens of the peers are summed and sent home,
+ * then the own ones are finished, a block at a time as they come back; closes the pass.
+ * return_token writes one token's partial, whose rows (at least one) are here. finish_item is an
+ * item of moe_cpu_parallel over the tokens of the current block. */
+typedef void (*moe_cpu_ep_return_fn)(const struct moe_cpu_ep *ep, const struct token_rows *rows,
+                                     void *partial);
+struct moe_status moe_cpu_ep_bring_home(struct moe_cpu_ep *ep, moe_cpu_ep_return_fn return_token,
+                                        void (*finish_item)(void *ctx, uint32_t item)) MOE_CHECKED;
+
+/* From here on the peers may overwrite what this pass received. */
+void moe_cpu_ep_store_done(struct moe_cpu_ep *ep);
+/* Waits until all peers have said the same; closes the pass. */
+struct moe_status moe_cpu_ep_await_done(struct moe_cpu_ep *ep) MOE_CHECKED;
+
+#endif

@@ -1,0 +1,448 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Sockets between slots: meeting, watching, taking leave; see peers.h. Owns no window.
+ *
+ * Slot s connects to all lower slots and accepts all higher ones, so each pair meets once and no
+ * order of arrival can deadlock: a listener exists before its card is known to anyone. */
+#include "cpu/exchange/peers.h"
+
+#include "base/clock.h"
+#include "base/thread.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+enum {
+    MAX_STRANGERS = 2 * MOE_MAX_SLOTS, /* accepted sockets that have not said who they are */
+};
+
+struct moe_cpu_peers {
+    uint32_t slot;
+    uint64_t live; /* the own bit is set */
+    struct moe_cpu_card card;
+    int listener;          /* -1 once all have met */
+    int fd[MOE_MAX_SLOTS]; /* to each peer, -1 where there is none */
+    int stop;              /* eventfd that ends the watcher, -1 without one */
+    bool watching;
+    pthread_t watcher;
+    void (*changed)(void *ctx);
+    void *ctx;
+    uint64_t lost, gone; /* atomic */
+    int first_lost;      /* atomic; -1 until a slot is lost */
+};
+
+struct hello {
+    uint32_t slot;      /* of the sender */
+    uint8_t secret[32]; /* of the receiver's card */
+};
+
+/* The one message after hello: slots the sender gave up; 0 is a goodbye in good order. */
+struct verdict {
+    uint64_t blamed;
+};
+
+static uint64_t bit(uint32_t slot)
+{
+    return UINT64_C(1) << slot;
+}
+
+static struct moe_status os_error(const char *what)
+{
+    return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "%s: %s", what, strerror(errno));
+}
+
+/* Length of an abstract address: the leading zero byte counts, nothing follows the name. */
+static socklen_t abstract_address(const struct moe_cpu_card *card, struct sockaddr_un *out)
+{
+    *out = (struct sockaddr_un){.sun_family = AF_UNIX};
+    memcpy(out->sun_path + 1, card->name, sizeof card->name);
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + sizeof card->name);
+}
+
+static struct moe_status draw_card(struct moe_cpu_card *card)
+{
+    static const char digits[] = "0123456789abcdef";
+    uint8_t raw[sizeof card->name + sizeof card->secret];
+    if (getrandom(raw, sizeof raw, 0) != (ssize_t)sizeof raw)
+        return os_error("no random bytes for a session");
+    for (size_t i = 0; i < sizeof card->name; i++)
+        card->name[i] = digits[raw[i] & 15];
+    memcpy(card->secret, raw + sizeof card->name, sizeof card->secret);
+    return moe_ok();
+}
+
+struct moe_status moe_cpu_peers_listen(uint32_t slot, uint64_t live, struct moe_cpu_peers **out,
+                                       struct moe_cpu_card *card)
+{
+    struct moe_cpu_peers *p = calloc(1, sizeof *p);
+    if (p == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for a session");
+    p->slot = slot;
+    p->live = live;
+    p->stop = -1;
+    p->first_lost = -1;
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        p->fd[s] = -1;
+    p->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    struct moe_status st = p->listener < 0 ? os_error("cannot make a socket") : moe_ok();
+    if (!moe_failed(&st))
+        st = draw_card(&p->card);
+    struct sockaddr_un address;
+    socklen_t length = abstract_address(&p->card, &address);
+    if (!moe_failed(&st) && (bind(p->listener, (struct sockaddr *)&address, length) != 0 ||
+                             listen(p->listener, MAX_STRANGERS) != 0))
+        st = os_error("cannot listen for the other slots");
+    if (moe_failed(&st)) {
+        moe_cpu_peers_close(p);
+        return st;
+    }
+    *card = p->card;
+    *out = p;
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------ meeting */
+
+union descriptor_message {
+    struct cmsghdr align;
+    char space[CMSG_SPACE(sizeof(int))];
+};
+
+static bool send_hello(int to, const struct hello *h, int window_fd)
+{
+    struct iovec part = {.iov_base = (void *)(uintptr_t)h, .iov_len = sizeof *h};
+    union descriptor_message control;
+    memset(&control, 0, sizeof control);
+    struct msghdr m = {.msg_iov = &part,
+                       .msg_iovlen = 1,
+                       .msg_control = control.space,
+                       .msg_controllen = sizeof control.space};
+    struct cmsghdr *c = CMSG_FIRSTHDR(&m);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(c), &window_fd, sizeof window_fd);
+    return sendmsg(to, &m, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof *h;
+}
+
+/* The descriptor that came with a whole hello, or -1; nothing is left open then. */
+static int receive_hello(int from, struct hello *h)
+{
+    struct iovec part = {.iov_base = h, .iov_len = sizeof *h};
+    union descriptor_message control;
+    struct msghdr m = {.msg_iov = &part,
+                       .msg_iovlen = 1,
+                       .msg_control = control.space,
+                       .msg_controllen = sizeof control.space};
+    ssize_t n = recvmsg(from, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    struct cmsghdr *c = n < 0 ? NULL : CMSG_FIRSTHDR(&m);
+    if (c == NULL || c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS ||
+        c->cmsg_len != CMSG_LEN(sizeof(int)))
+        return -1;
+    int fd;
+    memcpy(&fd, CMSG_DATA(c), sizeof fd);
+    if (n == (ssize_t)sizeof *h && !(m.msg_flags & (MSG_TRUNC | MSG_CTRUNC)))
+        return fd;
+    close(fd);
+    return -1;
+}
+
+static bool same_user(int fd)
+{
+    struct ucred who;
+    socklen_t length = sizeof who;
+    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
+}
+
+/* Comparison in constant time: the secret is the only thing that keeps strangers out. */
+static bool secret_matches(const uint8_t *a, const uint8_t *b)
+{
+    unsigned differ = 0;
+    for (size_t i = 0; i < sizeof((struct hello *)0)->secret; i++)
+        differ |= (unsigned)(a[i] ^ b[i]);
+    return differ == 0;
+}
+
+static struct hello hello_to(const struct moe_cpu_peers *p, const struct moe_cpu_card *card)
+{
+    struct hello h = {.slot = p->slot};
+    memcpy(h.secret, card->secret, sizeof h.secret);
+    return h;
+}
+
+static struct moe_status call_slot(struct moe_cpu_peers *p, uint32_t slot,
+                                   const struct moe_cpu_card *card, int window_fd)
+{
+    struct sockaddr_un address;
+    socklen_t length = abstract_address(card, &address);
+    struct hello h = hello_to(p, card);
+    p->fd[slot] = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (p->fd[slot] < 0)
+        return os_error("cannot make a socket");
+    if (connect(p->fd[slot], (struct sockaddr *)&address, length) != 0 || !same_user(p->fd[slot]) ||
+        !send_hello(p->fd[slot], &h, window_fd))
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u cannot be reached", slot);
+    return moe_ok();
+}
+
+/* The meeting while it lasts. */
+struct meeting {
+    struct moe_cpu_peers *peers;
+    const struct moe_cpu_card *cards;
+    int window_fd;
+    int *fds;                    /* windows that came, by slot */
+    int stranger[MAX_STRANGERS]; /* accepted, silent so far */
+    uint32_t strangers;
+};
+
+static void greet_stranger(struct meeting *m, uint32_t index)
+{
+    struct moe_cpu_peers *p = m->peers;
+    int fd = m->stranger[index];
+    m->stranger[index] = m->stranger[--m->strangers];
+    struct hello h;
+    int window = receive_hello(fd, &h);
+    bool welcome = window >= 0 && h.slot > p->slot && h.slot < MOE_MAX_SLOTS &&
+                   (p->live & bit(h.slot)) && p->fd[h.slot] < 0 &&
+                   secret_matches(h.secret, p->card.secret);
+    if (welcome) {
+        struct hello answer = hello_to(p, &m->cards[h.slot]);
+        welcome = send_hello(fd, &answer, m->window_fd);
+    }
+    if (!welcome) {
+        if (window >= 0)
+            close(window);
+        close(fd);
+        return;
+    }
+    p->fd[h.slot] = fd;
+    m->fds[h.slot] = window;
+}
+
+static void accept_strangers(struct meeting *m)
+{
+    while (m->strangers < MAX_STRANGERS) {
+        int fd = accept4(m->peers->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        if (fd < 0)
+            return;
+        if (same_user(fd))
+            m->stranger[m->strangers++] = fd;
+        else
+            close(fd);
+    }
+}
+
+static struct moe_status take_answer(struct meeting *m, uint32_t slot)
+{
+    struct hello h;
+    int window = receive_hello(m->peers->fd[slot], &h);
+    if (window < 0)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST,
+                         "slot %u went away while the session formed", slot);
+    if (h.slot != slot || !secret_matches(h.secret, m->peers->card.secret)) {
+        close(window);
+        return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_NONE,
+                         "slot %u could not prove that it belongs to the session", slot);
+    }
+    m->fds[slot] = window;
+    return moe_ok();
+}
+
+/* Waits for one round of news and takes it. */
+static struct moe_status meet_some(struct meeting *m, uint64_t missing, uint64_t deadline_ns)
+{
+    struct pollfd set[1 + MAX_STRANGERS + MOE_MAX_SLOTS];
+    uint32_t from[MOE_MAX_SLOTS], calls = 0;
+    struct moe_cpu_peers *p = m->peers;
+    uint32_t strangers = m->strangers;
+    set[0] = (struct pollfd){.fd = p->listener, .events = POLLIN};
+    for (uint32_t i = 0; i < strangers; i++)
+        set[1 + i] = (struct pollfd){.fd = m->stranger[i], .events = POLLIN};
+    for (uint32_t s = 0; s < p->slot; s++)
+        if (missing & bit(s)) {
+            set[1 + strangers + calls] = (struct pollfd){.fd = p->fd[s], .events = POLLIN};
+            from[calls++] = s;
+        }
+    uint64_t now = moe_clock_ns();
+    if (now >= deadline_ns)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %d did not join in time",
+                         __builtin_ctzll(missing));
+    int wait_ms = (int)((deadline_ns - now) / MOE_NS_PER_MS) + 1;
+    if (poll(set, 1 + strangers + calls, wait_ms) < 0)
+        return errno == EINTR ? moe_ok() : os_error("cannot wait for the other slots");
+    for (uint32_t i = 0; i < calls; i++)
+        if (set[1 + strangers + i].revents)
+            MOE_TRY(take_answer(m, from[i]));
+    /* From the last: greeting moves the last stranger into the freed place. */
+    for (uint32_t i = strangers; i-- > 0;)
+        if (set[1 + i].revents)
+            greet_stranger(m, i);
+    if (set[0].revents)
+        accept_strangers(m);
+    return moe_ok();
+}
+
+static uint64_t still_missing(const struct meeting *m)
+{
+    uint64_t missing = 0;
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if ((m->peers->live & bit(s)) && s != m->peers->slot && m->fds[s] < 0)
+            missing |= bit(s);
+    return missing;
+}
+
+struct moe_status moe_cpu_peers_meet(struct moe_cpu_peers *p, const struct moe_cpu_card *cards,
+                                     int window_fd, uint64_t deadline_ns, int fds[MOE_MAX_SLOTS])
+{
+    struct meeting m = {.peers = p, .cards = cards, .window_fd = window_fd, .fds = fds};
+    struct moe_status st = moe_ok();
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        fds[s] = -1;
+    for (uint32_t s = 0; s < p->slot; s++)
+        if (p->live & bit(s))
+            MOE_TRY_GOTO(st, call_slot(p, s, &cards[s], window_fd), out);
+    for (uint64_t missing; (missing = still_missing(&m)) != 0;)
+        MOE_TRY_GOTO(st, meet_some(&m, missing, deadline_ns), out);
+out:
+    for (uint32_t i = 0; i < m.strangers; i++)
+        close(m.stranger[i]);
+    close(p->listener);
+    p->listener = -1;
+    for (uint32_t s = 0; moe_failed(&st) && s < MOE_MAX_SLOTS; s++)
+        if (fds[s] >= 0) {
+            close(fds[s]);
+            fds[s] = -1;
+        }
+    return st;
+}
+
+/* ----------------------------------------------------------------- watching */
+
+static void mark(struct moe_cpu_peers *p, uint64_t *mask, uint64_t slots)
+{
+    if (slots == 0)
+        return;
+    if (mask == &p->lost) {
+        int none = -1;
+        __atomic_compare_exchange_n(&p->first_lost, &none, __builtin_ctzll(slots), false,
+                                    __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    }
+    __atomic_fetch_or(mask, slots, __ATOMIC_ACQ_REL);
+}
+
+/* True while the socket may have more to say. */
+static bool hear(struct moe_cpu_peers *p, uint32_t slot)
+{
+    struct verdict v;
+    ssize_t n = recv(p->fd[slot], &v, sizeof v, MSG_DONTWAIT);
+    if (n < 0 && errno == ECONNRESET) /* told once, before what the peer had said: ask again */
+        n = recv(p->fd[slot], &v, sizeof v, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR))
+        return true;
+    if (n == (ssize_t)sizeof v) {
+        /* Who gives up this slot, or leaves, is not there for it any longer. */
+        if (v.blamed == 0 || (v.blamed & bit(p->slot)))
+            mark(p, &p->gone, bit(slot));
+        mark(p, &p->lost, v.blamed & p->live & ~bit(p->slot));
+        return true;
+    }
+    if (!(moe_cpu_peers_gone(p) & bit(slot)))
+        mark(p, &p->lost, bit(slot));
+    return false;
+}
+
+static void *watch(void *arg)
+{
+    struct moe_cpu_peers *p = arg;
+    struct pollfd set[1 + MOE_MAX_SLOTS];
+    uint32_t from[1 + MOE_MAX_SLOTS], n = 1;
+    set[0] = (struct pollfd){.fd = p->stop, .events = POLLIN};
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if (p->fd[s] >= 0) {
+            set[n] = (struct pollfd){.fd = p->fd[s], .events = POLLIN};
+            from[n++] = s;
+        }
+    for (;;) {
+        if (poll(set, n, -1) < 0)
+            continue; /* EINTR; any other error would be a bad argument */
+        if (set[0].revents)
+            return NULL;
+        for (uint32_t i = 1; i < n; i++)
+            if (set[i].revents && !hear(p, from[i]))
+                set[i].fd = -1; /* poll skips it from now on */
+        p->changed(p->ctx);
+    }
+}
+
+struct moe_status moe_cpu_peers_watch(struct moe_cpu_peers *p, void (*changed)(void *ctx),
+                                      void *ctx)
+{
+    p->changed = changed;
+    p->ctx = ctx;
+    p->stop = eventfd(0, EFD_CLOEXEC);
+    if (p->stop < 0)
+        return os_error("cannot make an event descriptor");
+    int rc = moe_thread_create(&p->watcher, "moe-cpu-watch", watch, p);
+    p->watching = rc == 0;
+    return rc == 0 ? moe_ok()
+                   : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread: %s",
+                               strerror(rc));
+}
+
+uint64_t moe_cpu_peers_lost(const struct moe_cpu_peers *p)
+{
+    return __atomic_load_n(&p->lost, __ATOMIC_ACQUIRE);
+}
+
+uint64_t moe_cpu_peers_gone(const struct moe_cpu_peers *p)
+{
+    return __atomic_load_n(&p->gone, __ATOMIC_ACQUIRE);
+}
+
+int moe_cpu_peers_first_lost(const struct moe_cpu_peers *p)
+{
+    return __atomic_load_n(&p->first_lost, __ATOMIC_ACQUIRE);
+}
+
+/* A peer that cannot take the message is dead or will see the socket close. */
+static void tell_all(struct moe_cpu_peers *p, uint64_t blamed)
+{
+    struct verdict v = {.blamed = blamed};
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if (p->fd[s] >= 0)
+            (void)send(p->fd[s], &v, sizeof v, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+void moe_cpu_peers_blame(struct moe_cpu_peers *p, uint64_t slots)
+{
+    mark(p, &p->lost, slots & ~bit(p->slot));
+    tell_all(p, slots);
+}
+
+void moe_cpu_peers_close(struct moe_cpu_peers *p)
+{
+    if (p == NULL)
+        return;
+    if (p->watching) {
+        tell_all(p, 0);
+        uint64_t one = 1;
+        while (write(p->stop, &one, sizeof one) < 0 && errno == EINTR)
+            continue;
+        pthread_join(p->watcher, NULL);
+    }
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if (p->fd[s] >= 0)
+            close(p->fd[s]);
+    if (p->listener >= 0)
+        close(p->listener);
+    if (p->stop >= 0)
+        close(p->stop);
+    free(p);
+}

@@ -1,0 +1,251 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Waiting inside a session, and the small exchange; see session.h. Knows windows and peers, and
+ * nothing of layers or rows.
+ *
+ * Every wait is on one word in the own window. It first looks, then yields the processor, then
+ * sleeps on the window's bell, and at each turn checks for an abort, for lost peers and for its
+ * budget. Data that is there counts even when its writer has just died. */
+#include "cpu/exchange/session.h"
+
+#include "base/clock.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum {
+    SLEEP_MS = 20, /* longest sleep: a lost wake-up or a stopped peer costs no more than this */
+};
+
+/* ------------------------------------------------------------------ waiting */
+
+static struct moe_window_header *header_of(const struct moe_session *s, uint32_t slot)
+{
+    return (void *)s->window[slot].base;
+}
+
+static void ring(struct moe_window_header *h)
+{
+    __atomic_fetch_add(&h->bell, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&h->sleepers, __ATOMIC_SEQ_CST) != 0)
+        syscall(SYS_futex, &h->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+void moe_cpu_session_ring(struct moe_session *s, uint32_t slot)
+{
+    ring(header_of(s, slot));
+}
+
+static bool word_ready(const uint64_t *word, uint64_t stamp, uint32_t *value)
+{
+    uint64_t w = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    if (moe_window_word_stamp(w) != stamp)
+        return false;
+    *value = moe_window_word_value(w);
+    return true;
+}
+
+static struct moe_status peer_lost(struct moe_session *s, uint32_t slot, const char *how)
+{
+    s->missing = (int)slot;
+    return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u %s", slot, how);
+}
+
+/* Why a wait for `slot` cannot succeed any more, or success. A step needs all slots, so any lost
+ * slot ends it; one that left in good order is only missed when something of it is. */
+static struct moe_status hopeless(struct moe_session *s, uint32_t slot)
+{
+    if (__atomic_load_n(&s->aborted, __ATOMIC_ACQUIRE))
+        return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "the session was aborted");
+    if (moe_cpu_peers_lost(s->peers) != 0)
+        return peer_lost(s, (uint32_t)moe_cpu_peers_first_lost(s->peers), "was lost");
+    if (moe_cpu_peers_gone(s->peers) >> slot & 1)
+        return peer_lost(s, slot, "has left the session");
+    return moe_ok();
+}
+
+/* The slot that really holds `slot` up: follows who waits for whom through the windows, as far as
+ * the waiting slots are seen to be alive. */
+static uint32_t culprit(const struct moe_session *s, uint32_t slot)
+{
+    uint64_t fresh_ms = s->config.wait_budget_ms / 4 + 2 * SLEEP_MS;
+    for (uint32_t hops = 0; hops < s->config.slots; hops++) {
+        uint64_t waiting = __atomic_load_n(&header_of(s, slot)->waiting, __ATOMIC_ACQUIRE);
+        uint32_t next = (uint32_t)(waiting & 0xff) - 1;
+        bool alive = waiting != 0 && (waiting >> 8) + fresh_ms > moe_clock_ns() / MOE_NS_PER_MS;
+        if (!alive || next >= s->config.slots || !moe_cpu_session_has_peer(s, next))
+            break;
+        slot = next;
+    }
+    return slot;
+}
+
+static struct moe_status out_of_budget(struct moe_session *s, uint32_t slot)
+{
+    uint32_t guilty = culprit(s, slot);
+    moe_cpu_peers_blame(s->peers, UINT64_C(1) << guilty);
+    struct moe_status st = peer_lost(s, guilty, "did not answer");
+    return moe_error(st.code, st.reason, "%s within %u ms", st.text, s->config.wait_budget_ms);
+}
+
+/* Sleeps until the bell rings, at most SLEEP_MS or until the deadline. */
+static void sleep_on_bell(struct moe_session *s, const uint64_t *word, uint64_t stamp,
+                          uint32_t slot, uint64_t now, uint64_t deadline)
+{
+    struct moe_window_header *h = header_of(s, s->config.slot);
+    uint64_t ns = SLEEP_MS * MOE_NS_PER_MS;
+    if (deadline - now < ns)
+        ns = deadline - now;
+    struct timespec limit = {.tv_nsec = (long)ns};
+    __atomic_store_n(&h->waiting, now / MOE_NS_PER_MS << 8 | (slot + 1), __ATOMIC_RELEASE);
+    uint32_t bell = __atomic_load_n(&h->bell, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(&h->sleepers, 1, __ATOMIC_SEQ_CST);
+    uint32_t value;
+    struct moe_status st = hopeless(s, slot);
+    if (!word_ready(word, stamp, &value) && !moe_failed(&st))
+        syscall(SYS_futex, &h->bell, FUTEX_WAIT, bell, &limit, NULL, 0);
+    __atomic_fetch_sub(&h->sleepers, 1, __ATOMIC_SEQ_CST);
+}
+
+static inline void relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static struct moe_status wait_slowly(struct moe_session *s, const uint64_t *word, uint64_t stamp,
+                                     uint32_t slot, uint32_t *value)
+{
+    uint64_t deadline = moe_clock_ns() + s->config.wait_budget_ms * MOE_NS_PER_MS;
+    for (uint32_t turn = 0;; turn++) {
+        if (word_ready(word, stamp, value))
+            return moe_ok();
+        if (turn < s->spins) {
+            relax();
+            continue;
+        }
+        struct moe_status st = hopeless(s, slot);
+        if (moe_failed(&st)) /* what came before the loss was seen still counts */
+            return word_ready(word, stamp, value) ? moe_ok() : st;
+        uint64_t now = moe_clock_ns();
+        if (now >= deadline)
+            return out_of_budget(s, slot);
+        if (turn < s->spins + s->yields)
+            sched_yield();
+        else
+            sleep_on_bell(s, word, stamp, slot, now, deadline);
+    }
+}
+
+struct moe_status moe_cpu_session_wait(struct moe_session *s, const uint64_t *word, uint64_t stamp,
+                                       uint32_t slot, uint32_t *value)
+{
+    if (word_ready(word, stamp, value))
+        return moe_ok();
+    struct moe_status st = wait_slowly(s, word, stamp, slot, value);
+    /* After a failure it goes on naming the missing slot: a peer may run out of budget at the same
+     * moment, before it has heard of this one's finding. */
+    if (!moe_failed(&st))
+        __atomic_store_n(&header_of(s, s->config.slot)->waiting, 0, __ATOMIC_RELEASE);
+    return st;
+}
+
+struct moe_status moe_cpu_session_usable(const struct moe_session *s)
+{
+    if (__atomic_load_n(&s->aborted, __ATOMIC_ACQUIRE))
+        return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "the session was aborted");
+    if (!s->failed)
+        return moe_ok();
+    if (s->missing >= 0)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST,
+                         "the session broke earlier, without slot %d", s->missing);
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "the session broke earlier");
+}
+
+void moe_cpu_session_fail(struct moe_session *s, const struct moe_status *why)
+{
+    bool ours = why->reason != MOE_REASON_PEER_LOST && why->code != MOE_ABORTED;
+    if (ours && !s->failed)
+        moe_cpu_peers_blame(s->peers, UINT64_C(1) << s->config.slot);
+    s->failed = true;
+}
+
+void moe_cpu_session_abort(struct moe_session *s)
+{
+    __atomic_store_n(&s->aborted, true, __ATOMIC_SEQ_CST);
+    ring(header_of(s, s->config.slot));
+}
+
+uint64_t moe_cpu_session_lost(struct moe_session *s)
+{
+    return moe_cpu_peers_lost(s->peers);
+}
+
+const char *moe_cpu_session_transport(const struct moe_session *s)
+{
+    return (s->config.live & (s->config.live - 1)) != 0 ? "shared memory" : "none";
+}
+
+/* ----------------------------------------------------------------- exchange */
+
+static void put_exchange(struct moe_session *s, uint32_t peer, const void *data, size_t bytes)
+{
+    struct moe_window_exchange *e =
+        moe_window_exchange_of(&s->layout, s->window[peer].base, s->exchanges & 1, s->config.slot);
+    if (bytes > 0)
+        memcpy(e->data, data, bytes);
+    moe_cpu_session_store(&e->word, moe_window_stamp(s->config.epoch, s->exchanges),
+                          (uint32_t)bytes);
+    moe_cpu_session_ring(s, peer);
+}
+
+static struct moe_status get_exchange(struct moe_session *s, uint32_t peer, void *data,
+                                      size_t bytes)
+{
+    const struct moe_window_exchange *e =
+        moe_window_exchange_of(&s->layout, moe_cpu_session_own(s), s->exchanges & 1, peer);
+    uint32_t came;
+    MOE_TRY(moe_cpu_session_wait(s, &e->word, moe_window_stamp(s->config.epoch, s->exchanges), peer,
+                                 &came));
+    if (came != bytes)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
+                         "slot %u exchanges %u bytes, this slot %zu", peer, came, bytes);
+    if (bytes > 0)
+        memcpy(data, e->data, bytes);
+    return moe_ok();
+}
+
+/* Two parities are enough: a peer is at most one exchange ahead, because it needs this slot's word
+ * of each exchange to finish it. */
+static struct moe_status exchange(struct moe_session *s, const void *mine, void *all, size_t bytes)
+{
+    s->exchanges++;
+    for (uint32_t p = 0; p < s->config.slots; p++)
+        if (moe_cpu_session_has_peer(s, p))
+            put_exchange(s, p, mine, bytes);
+    for (uint32_t p = 0; p < s->config.slots; p++)
+        if (moe_cpu_session_has_peer(s, p))
+            MOE_TRY(get_exchange(s, p, bytes > 0 ? (uint8_t *)all + p * bytes : NULL, bytes));
+    return moe_ok();
+}
+
+struct moe_status moe_cpu_session_barrier(struct moe_session *s)
+{
+    return exchange(s, NULL, NULL, 0);
+}
+
+struct moe_status moe_cpu_session_gather(struct moe_session *s, const void *mine, void *all,
+                                         size_t bytes)
+{
+    if (bytes > 0) {
+        memset(all, 0, bytes * s->config.slots);
+        memcpy((uint8_t *)all + s->config.slot * bytes, mine, bytes);
+    }
+    return exchange(s, mine, all, bytes);
+}

@@ -1,0 +1,44 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The backward parts on the CPU, each for a finished layer and its trainer: what a backward pass is
+ * made of. Gradients are added to the trainer's where `keep` says so. */
+#ifndef MOE_CPU_BACKWARD_H
+#define MOE_CPU_BACKWARD_H
+
+#include "cpu/training/trainer.h"
+
+/* A batch as its parts see it. Tokens that are not `active` are neither read nor written. */
+struct moe_cpu_tokens {
+    enum moe_dtype dtype;
+    uint32_t count;        /* T */
+    const void *x;         /* [T, H] */
+    const uint8_t *active; /* [T] 0: not this one; NULL = all */
+};
+
+/* backward_router.c: members of struct moe_training, for active tokens only. */
+struct moe_status moe_cpu_router_backward(struct moe_trainer *trainer,
+                                          const struct moe_cpu_tokens *tokens, const int32_t *ids,
+                                          const float *dweights, float *dlogits) MOE_CHECKED;
+struct moe_status moe_cpu_aux_backward(struct moe_trainer *trainer,
+                                       const struct moe_cpu_tokens *tokens, const uint64_t *n,
+                                       uint64_t group_tokens, float aux_coeff, float *dlogits,
+                                       double *loss) MOE_CHECKED;
+struct moe_status moe_cpu_logits_backward(struct moe_trainer *trainer,
+                                          const struct moe_cpu_tokens *tokens, bool keep,
+                                          const float *dlogits, float *dx) MOE_CHECKED;
+
+/* backward_ffn.c: the same. `saved`: gate and up as the forward pass left them, by row, for the
+ * shared expert by token; NULL = they are computed again. */
+struct moe_status moe_cpu_experts_backward(struct moe_trainer *trainer, enum moe_dtype dtype,
+                                           bool keep, const struct moe_rows *rows,
+                                           const void *dy_rows, const struct moe_cpu_pre *saved,
+                                           float *dx_rows, float *dweight_rows) MOE_CHECKED;
+struct moe_status moe_cpu_shared_backward(struct moe_trainer *trainer,
+                                          const struct moe_cpu_tokens *tokens, bool keep,
+                                          const void *dy, const struct moe_cpu_pre *saved,
+                                          float *dx) MOE_CHECKED;
+
+/* The next tokens that are active, at most `most`, from `*at` on; moves `*at` behind them. */
+uint32_t moe_cpu_tokens_next(const struct moe_cpu_tokens *tokens, uint32_t *at, uint32_t most,
+                             uint32_t *index);
+
+#endif

@@ -1,0 +1,58 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Counting the rows for one expert in the order of the tokens: how a pass finds where each choice's
+ * row stands. */
+#ifndef MOE_CUDA_COUNT_CUH
+#define MOE_CUDA_COUNT_CUH
+
+#include "cuda/exchange/rows.cuh"
+
+constexpr uint32_t COUNT_UNROLL = 4;
+
+/* Positions of the choices in `match`, by copy; lane j has copy j's running count. */
+__device__ inline uint32_t place_matches(uint32_t match, uint32_t copy, uint32_t copies,
+                                         uint32_t *running)
+{
+    const uint32_t lane = threadIdx.x % 32, below = (1u << lane) - 1;
+    uint32_t position = 0;
+    for (uint32_t j = 0; j < copies; j++) {
+        uint32_t mine = __ballot_sync(ALL_LANES, (match >> lane & 1) && copy == j);
+        uint32_t before = __shfl_sync(ALL_LANES, *running, static_cast<int>(j));
+        if (copy == j)
+            position = before + __popc(mine & below);
+        if (lane == j)
+            *running += __popc(mine);
+    }
+    return position;
+}
+
+/* Walks over the pairs first .. end - 1 in order and counts expert e's rows by copy; with
+ * `position` their positions are stored as well. Lane j has copy j's count, before and after. */
+__device__ inline uint32_t walk_pairs(const struct moe_cuda_pass &p, uint32_t e, uint32_t copies,
+                                      uint32_t first, uint32_t end, uint32_t running,
+                                      uint32_t *position)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    for (uint32_t at = first; at < end; at += 32 * COUNT_UNROLL) {
+        int32_t id[COUNT_UNROLL];
+#pragma unroll
+        for (uint32_t u = 0; u < COUNT_UNROLL; u++) {
+            uint32_t pair = at + u * 32 + lane;
+            id[u] = pair < end ? p.ids[pair] : -1;
+        }
+#pragma unroll
+        for (uint32_t u = 0; u < COUNT_UNROLL; u++) {
+            uint32_t pair = at + u * 32 + lane;
+            bool mine = id[u] == static_cast<int32_t>(e) && token_counts(p, pair / p.top_k);
+            uint32_t match = __ballot_sync(ALL_LANES, mine);
+            if (match == 0)
+                continue;
+            uint32_t copy = copies == 1 ? 0 : pair / p.top_k % copies;
+            uint32_t place = place_matches(match, copy, copies, &running);
+            if (mine && position != nullptr)
+                position[pair] = place;
+        }
+    }
+    return running;
+}
+
+#endif

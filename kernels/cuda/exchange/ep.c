@@ -1,0 +1,477 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The host's part of passes: tables, memory for the rows, and the order of launches; see ep.h. Also
+ * dispatch and combine alone, which are passes with a wait behind them. */
+#include "cuda/exchange/ep.h"
+
+#include "common/session_rules.h"
+#include "cuda/exchange/ep_net.h"
+#include "cuda/exchange/pass.h"
+
+#include <stdlib.h>
+
+enum {
+    QUICK_COLUMNS = 8, /* that rows in the quick regions are made of */
+    QUICK_PARTS = 8,   /* that a row is summed in there */
+    ALIGNMENT = 16,    /* of the tensors that a part is given */
+};
+
+struct moe_cuda_ep {
+    struct moe_session *session;
+    struct moe_cuda_pass pass;            /* the last one that was enqueued */
+    uint32_t dispatch_ctas, combine_ctas; /* of it */
+    const struct moe_layer *layer;        /* of it */
+    bool pairs;                           /* as in its batch */
+    struct moe_cuda_facts *facts; /* device memory: of the last pass that was a part alone */
+
+    /* The last pass that was a part alone, while it can be combined. */
+    bool dispatched;
+    struct moe_cuda_batch batch;
+    uint32_t tokens;
+
+    /* As in struct moe_cuda_pass. */
+    struct moe_cuda_own_token *own;
+    uint32_t *share_tally;
+    uint64_t *share_told;
+    uint32_t *start, *count, *row_of;
+    struct moe_cuda_buffer rows, row_weight;
+};
+
+/* ------------------------------------------------------------------ tables */
+
+static uint32_t most_ctas(const struct moe_session *s)
+{
+    return (uint32_t)s->device->multiprocessors;
+}
+
+/* A CTA to each multiprocessor that a launch may take. */
+static uint32_t ctas_on(const struct moe_session *s, uint32_t processors)
+{
+    const uint32_t all = most_ctas(s);
+    if (processors == 0 || processors > all)
+        return all;
+    const uint32_t fewest = all < MOE_CUDA_EP_FEWEST ? all : MOE_CUDA_EP_FEWEST;
+    return processors < fewest ? fewest : processors;
+}
+
+struct table {
+    void **at;
+    size_t bytes;
+};
+
+enum { TABLES = 7 };
+
+static void list_tables(struct moe_cuda_ep *ep, struct table out[TABLES])
+{
+    const struct moe_window_shape *w = &ep->session->layout.shape;
+    size_t pairs = (size_t)w->max_tokens * w->max_top_k, ctas = most_ctas(ep->session);
+    out[0] = (struct table){(void **)&ep->own, w->max_tokens * sizeof *ep->own};
+    out[1] = (struct table){(void **)&ep->row_of, w->slots * pairs * sizeof(uint32_t)};
+    out[2] = (struct table){(void **)&ep->start, (w->max_experts + (size_t)1) * sizeof(uint32_t)};
+    out[3] = (struct table){(void **)&ep->count, w->max_experts * sizeof(uint32_t)};
+    out[4] = (struct table){(void **)&ep->facts, sizeof *ep->facts};
+    out[5] = (struct table){(void **)&ep->share_tally,
+                            ctas * (w->max_experts * w->slots + (size_t)3) * sizeof(uint32_t)};
+    out[6] = (struct table){(void **)&ep->share_told, ctas * sizeof(uint64_t)};
+}
+
+struct moe_status moe_cuda_ep_create(struct moe_session *session, struct moe_cuda_ep **out)
+{
+    struct moe_cuda_ep *ep = calloc(1, sizeof *ep);
+    if (ep == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for a session's tables");
+    ep->session = session;
+    struct table tables[TABLES];
+    list_tables(ep, tables);
+    struct moe_status st = moe_ok();
+    for (uint32_t i = 0; i < TABLES; i++)
+        MOE_TRY_GOTO(
+            st, moe_cuda_mem_alloc(session->device, MOE_MEM_DEVICE, tables[i].bytes, tables[i].at),
+            failed);
+    *out = ep;
+    return st;
+failed:
+    moe_cuda_ep_destroy(ep);
+    return st;
+}
+
+void moe_cuda_ep_destroy(struct moe_cuda_ep *ep)
+{
+    if (ep == NULL)
+        return;
+    struct moe_device *device = ep->session->device;
+    struct table tables[TABLES];
+    list_tables(ep, tables);
+    for (uint32_t i = 0; i < TABLES; i++)
+        moe_cuda_mem_free(device, MOE_MEM_DEVICE, *tables[i].at, tables[i].bytes);
+    moe_cuda_buffer_free(device, &ep->rows);
+    moe_cuda_buffer_free(device, &ep->row_weight);
+    free(ep);
+}
+
+/* The step number has run through its bits: words of the first steps would look new again. All
+ * slots come here at the same step, clear their own windows between two barriers, and start over.
+ * All of it in stream order, like a step. */
+static struct moe_status wipe_words(struct moe_session *s)
+{
+    cudaStream_t stream = s->device->compute;
+    const struct moe_window_layout *l = &s->layout;
+    uint8_t *own = s->window.base[s->config.slot];
+    MOE_TRY(moe_cuda_launch_exchange(s, 0, stream));
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync(own + l->head, 0, l->rows - l->head, stream)));
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->step, 0, sizeof s->control->step, stream)));
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->refused, 0, sizeof s->control->refused, stream)));
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->told, 0, sizeof s->control->told, stream)));
+    MOE_TRY(MOE_CUDA(
+        cudaMemsetAsync(s->ep->share_told, 0, most_ctas(s) * sizeof *s->ep->share_told, stream)));
+    s->step = 0;
+    return moe_cuda_launch_exchange(s, 0, stream);
+}
+
+struct moe_status moe_cuda_ep_count_step(struct moe_session *s)
+{
+    /* A network has no words that stay. */
+    if (s->net == NULL && s->step == (UINT32_C(1) << MOE_WINDOW_STEP_BITS) - 1)
+        MOE_TRY(wipe_words(s));
+    s->step++;
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------ checks */
+
+struct moe_status moe_cuda_ep_check(const struct moe_session *session,
+                                    const struct moe_layer *layer, enum moe_dtype dtype,
+                                    uint32_t bucket, uint32_t tokens)
+{
+    if (!layer->finished)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "layer %u has weights missing",
+                         layer->spec.layer);
+    return moe_session_check_step(&session->config, &layer->spec, &layer->placement, layer->slot,
+                                  dtype, bucket, tokens);
+}
+
+/* All choices of all slots may come here, each expert's rows filled up to whole blocks. */
+uint32_t moe_cuda_ep_most_rows(const struct moe_session *session, const struct moe_layer *layer,
+                               uint32_t bucket)
+{
+    uint32_t live = (uint32_t)__builtin_popcountll(session->config.live);
+    uint32_t rows = live * bucket * layer->spec.router.top_k;
+    uint32_t experts = layer->local_experts < rows ? layer->local_experts : rows;
+    if (experts == 0)
+        return 0;
+    rows += experts * (MOE_ROW_ALIGN - 1);
+    return rows / MOE_ROW_ALIGN * MOE_ROW_ALIGN;
+}
+
+struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct moe_layer *layer,
+                                      enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
+                                      bool pairs)
+{
+    struct moe_cuda_ep *ep = session->ep;
+    MOE_TRY(moe_cuda_ep_check(session, layer, dtype, bucket, tokens));
+    size_t rows = moe_cuda_ep_most_rows(session, layer, bucket);
+    size_t row_bytes = layer->spec.hidden * moe_dtype_bytes(dtype) * (pairs ? 2 : 1);
+    MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->rows, rows * row_bytes));
+    MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->row_weight, rows * sizeof(float)));
+    if (session->net == NULL)
+        return moe_ok();
+    return moe_cuda_ep_net_reserve(session->ep_net, layer, dtype, bucket, pairs);
+}
+
+bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer *layer,
+                      enum moe_dtype dtype, uint32_t bucket)
+{
+    const struct moe_cuda_ep *ep = session->ep;
+    size_t rows = moe_cuda_ep_most_rows(session, layer, bucket);
+    return rows * layer->spec.hidden * moe_dtype_bytes(dtype) <= ep->rows.bytes &&
+           rows * sizeof(float) <= ep->row_weight.bytes &&
+           (session->net == NULL || moe_cuda_ep_net_fits(session->ep_net, layer, dtype, bucket));
+}
+
+/* ------------------------------------------------------------------- passes */
+
+/* Whether all slots use the quick regions: it follows from what is equal on all of them. */
+static bool is_quick(const struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
+{
+    return ep->session->config.slots > 1 && !b->pairs && b->bucket <= MOE_WINDOW_QUICK_TOKENS &&
+           b->layer->spec.hidden % QUICK_COLUMNS == 0;
+}
+
+/* Few tokens would leave warps without work, and long rows make a warp's turn long. */
+static uint32_t parts_of(const struct moe_cuda_pass *pass)
+{
+    if (pass->quick)
+        return QUICK_PARTS;
+    return pass->bucket <= MOE_WINDOW_QUICK_TOKENS || pass->hidden > 2048 ? MOE_WINDOW_PARTS : 1;
+}
+
+static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
+{
+    const struct moe_session *s = ep->session;
+    const struct moe_layer *layer = b->layer;
+    struct moe_cuda_pass *p = &ep->pass;
+    uint32_t width = layer->spec.hidden * (b->pairs ? 2 : 1);
+    *p = (struct moe_cuda_pass){
+        .layout = s->layout,
+        .control = s->control,
+        .abort = &s->mailbox_on_device->abort,
+        .facts = b->facts,
+        .slot = s->config.slot,
+        .slots = s->config.slots,
+        .bucket = b->bucket,
+        .top_k = layer->spec.router.top_k,
+        .experts = layer->spec.experts,
+        .local_experts = layer->local_experts,
+        .hidden = width,
+        .entries = layer->placement.offset[layer->spec.experts],
+        .dtype = b->dtype,
+        .row_bytes = (uint32_t)(width * moe_dtype_bytes(b->dtype)),
+        .stride = moe_window_row_stride(width, b->dtype),
+        .x = b->x,
+        .ids = b->ids,
+        .weights = b->weights,
+        .token_state = b->token_state,
+        .began = b->began,
+        .quick = is_quick(ep, b),
+        .shared_bytes = s->device->bulk_shared_bytes,
+        .own = ep->own,
+        .share_tally = ep->share_tally,
+        .share_told = ep->share_told,
+        .start = ep->start,
+        .count = ep->count,
+        .row_of = ep->row_of,
+        .rows = ep->rows.data,
+        .row_weight = ep->row_weight.data,
+        .row_capacity = moe_cuda_ep_most_rows(s, layer, b->bucket),
+    };
+    p->parts = parts_of(p);
+}
+
+struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch)
+{
+    MOE_TRY(moe_cuda_session_usable(ep->session));
+    ep->dispatched = false;
+    ep->layer = batch->layer;
+    ep->pairs = batch->pairs;
+    fill_pass(ep, batch);
+    ep->dispatch_ctas = ctas_on(ep->session, batch->dispatch_processors);
+    ep->combine_ctas = ctas_on(ep->session, batch->combine_processors);
+    if (ep->session->net != NULL && !ep->pairs)
+        return moe_cuda_ep_net_prepare(ep->session->ep_net, &ep->pass, ep->layer, false);
+    return moe_ok();
+}
+
+/* Pairs over a network: whoever makes the pass is not the courier, so that what it enqueues itself
+ * does not hold the courier up; it waits until all rows have come. */
+static struct moe_status dispatch_pairs(void *ctx)
+{
+    struct moe_cuda_ep *ep = ctx;
+    struct moe_cuda_ep_net *net = ep->session->ep_net;
+    MOE_TRY(moe_cuda_ep_net_prepare(net, &ep->pass, ep->layer, true));
+    return moe_cuda_ep_net_dispatch(net, &ep->pass);
+}
+
+static struct moe_status combine_pairs(void *ctx)
+{
+    struct moe_cuda_ep *ep = ctx;
+    return moe_cuda_ep_net_combine(ep->session->ep_net, &ep->pass);
+}
+
+struct moe_status moe_cuda_ep_refuse(struct moe_cuda_ep *ep, const struct moe_cuda_batch *what,
+                                     cudaStream_t stream)
+{
+    struct moe_cuda_batch batch = {.layer = what->layer,
+                                   .dtype = what->dtype,
+                                   .bucket = what->bucket,
+                                   .facts = ep->facts,
+                                   .pairs = what->pairs};
+    struct moe_cuda_facts facts;
+    struct moe_rows none;
+    moe_cuda_facts_fill(what->layer, what->dtype, what->bucket, 0, &facts);
+    facts.head[MOE_HEAD_BUCKET] |= MOE_HEAD_NO_MEMORY;
+    MOE_TRY(
+        MOE_CUDA(cudaMemcpyAsync(ep->facts, &facts, sizeof facts, cudaMemcpyHostToDevice, stream)));
+    MOE_TRY(moe_cuda_ep_prepare(ep, &batch));
+    return moe_cuda_ep_dispatch(ep, &none, stream);
+}
+
+struct moe_status moe_cuda_ep_forget_rows(struct moe_cuda_ep *ep, cudaStream_t stream)
+{
+    size_t experts = ep->session->layout.shape.max_experts;
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync(ep->start, 0, (experts + 1) * sizeof *ep->start, stream)));
+    return MOE_CUDA(cudaMemsetAsync(ep->count, 0, experts * sizeof *ep->count, stream));
+}
+
+struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *out,
+                                       cudaStream_t stream)
+{
+    *out = (struct moe_rows){.local_experts = ep->pass.local_experts,
+                             .expert = ep->layer->desc.placement.local,
+                             .start = ep->start,
+                             .count = ep->count,
+                             .x = ep->pass.rows,
+                             .weight = ep->pass.row_weight};
+    if (ep->session->net != NULL)
+        return ep->pairs ? moe_cuda_session_run(ep->session, dispatch_pairs, ep)
+                         : moe_cuda_ep_net_dispatch(ep->session->ep_net, &ep->pass);
+    return moe_cuda_launch_dispatch(&ep->pass, ep->dispatch_ctas, stream);
+}
+
+struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep,
+                                      const struct moe_cuda_results *results, void *y,
+                                      struct moe_cuda_verdict *verdict, cudaStream_t stream)
+{
+    ep->dispatched = false;
+    ep->pass.expert_out = results->expert_out;
+    ep->pass.out_dtype = results->dtype;
+    ep->pass.base = results->base;
+    ep->pass.y = y;
+    ep->pass.verdict = verdict;
+    if (ep->session->net != NULL)
+        return ep->pairs ? moe_cuda_session_run(ep->session, combine_pairs, ep)
+                         : moe_cuda_ep_net_combine(ep->session->ep_net, &ep->pass);
+    return moe_cuda_launch_combine(&ep->pass, ep->combine_ctas, stream);
+}
+
+struct moe_status moe_cuda_ep_combine_gradients(struct moe_cuda_ep *ep, const float *gradients,
+                                                float *y, struct moe_cuda_verdict *verdict,
+                                                cudaStream_t stream)
+{
+    struct moe_cuda_pass *p = &ep->pass;
+    p->hidden = p->hidden / 2 + MOE_MAX_TOP_K;
+    p->dtype = MOE_DTYPE_F32;
+    p->row_bytes = p->hidden * (uint32_t)sizeof(float);
+    p->stride = moe_window_row_stride(p->hidden, MOE_DTYPE_F32);
+    struct moe_cuda_results results = {.expert_out = gradients, .dtype = MOE_DTYPE_F32};
+    return moe_cuda_ep_combine(ep, &results, y, verdict, stream);
+}
+
+const uint32_t *moe_cuda_ep_row_table(const struct moe_cuda_ep *ep)
+{
+    return ep->row_of;
+}
+
+/* -------------------------------------------------------------------- parts */
+
+/* A step's router gives legal ids; here they come from anyone. */
+struct moe_status moe_cuda_ep_check_ids(const struct moe_session *s, const struct moe_layer *layer,
+                                        uint32_t tokens, const int32_t *ids)
+{
+    uint32_t top_k = layer->spec.router.top_k;
+    int64_t limit = (int64_t)layer->spec.experts + layer->spec.router.zero_experts;
+    size_t pairs = (size_t)tokens * top_k;
+    if (pairs == 0)
+        return moe_ok();
+    int32_t *copy = malloc(pairs * sizeof *copy);
+    if (copy == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for a copy of the routing");
+    struct moe_status st = moe_cuda_mem_copy(s->device, copy, ids, pairs * sizeof *copy);
+    for (size_t i = 0; i < pairs && !moe_failed(&st); i++)
+        if (copy[i] >= limit)
+            st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
+                           "token %zu is routed to expert %d of %lld", i / top_k, copy[i],
+                           (long long)limit);
+    free(copy);
+    return st;
+}
+
+/* The arguments of a part. */
+struct part {
+    struct moe_session *session;
+    const struct moe_cuda_batch *batch;
+    uint32_t tokens;
+    struct moe_rows *out;    /* dispatch */
+    const float *expert_out; /* combine */
+    void *y;
+};
+
+static struct moe_status enqueue_dispatch(void *ctx)
+{
+    const struct part *part = ctx;
+    const struct moe_cuda_batch *batch = part->batch;
+    struct moe_session *s = part->session;
+    cudaStream_t stream = s->device->compute;
+    struct moe_cuda_facts facts;
+    moe_cuda_facts_fill(batch->layer, batch->dtype, batch->bucket, part->tokens, &facts);
+    MOE_TRY(moe_cuda_mem_copy(s->device, s->ep->facts, &facts, sizeof facts));
+    MOE_TRY(moe_cuda_ep_count_step(s));
+    MOE_TRY(moe_cuda_ep_prepare(s->ep, batch));
+    return moe_cuda_ep_dispatch(s->ep, part->out, stream);
+}
+
+static struct moe_status enqueue_combine(void *ctx)
+{
+    const struct part *part = ctx;
+    struct moe_cuda_results results = {.expert_out = part->expert_out, .dtype = MOE_DTYPE_F32};
+    return moe_cuda_ep_combine(part->session->ep, &results, part->y, NULL,
+                               part->session->device->compute);
+}
+
+static struct moe_status check_aligned(const void *a, const void *b)
+{
+    if ((uintptr_t)a % ALIGNMENT == 0 && (uintptr_t)b % ALIGNMENT == 0)
+        return moe_ok();
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
+                     "rows in device memory begin at multiples of %d bytes", ALIGNMENT);
+}
+
+static struct moe_cuda_batch batch_of(const struct moe_session *s, const struct moe_layer *layer,
+                                      enum moe_dtype dtype, uint32_t bucket, const void *x,
+                                      const int32_t *ids, const float *weights)
+{
+    return (struct moe_cuda_batch){.layer = layer,
+                                   .dtype = dtype,
+                                   .bucket = bucket,
+                                   .facts = s->ep->facts,
+                                   .x = x,
+                                   .ids = ids,
+                                   .weights = weights};
+}
+
+struct moe_status moe_cuda_ep_dispatch_alone(struct moe_session *s, struct moe_layer *layer,
+                                             enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
+                                             const void *x, const int32_t *ids,
+                                             const float *weights, struct moe_rows *out)
+{
+    struct moe_cuda_batch batch = batch_of(s, layer, dtype, bucket, x, ids, weights);
+    MOE_TRY(moe_cuda_device_use(s->device));
+    MOE_TRY(moe_cuda_session_usable(s));
+    MOE_TRY(moe_cuda_ep_reserve(s, layer, dtype, bucket, tokens, false));
+    MOE_TRY(check_aligned(x, x));
+    MOE_TRY(moe_cuda_ep_check_ids(s, layer, tokens, ids));
+    struct part part = {.session = s, .batch = &batch, .tokens = tokens, .out = out};
+    MOE_TRY(moe_cuda_session_run(s, enqueue_dispatch, &part));
+    MOE_TRY(moe_cuda_session_finish(s));
+    s->ep->batch = batch;
+    s->ep->tokens = tokens;
+    s->ep->dispatched = true;
+    return moe_ok();
+}
+
+static bool same_pass(const struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch,
+                      uint32_t tokens, const struct moe_rows *rows)
+{
+    const struct moe_cuda_batch *b = &ep->batch;
+    return ep->dispatched && b->layer == batch->layer && b->dtype == batch->dtype &&
+           b->bucket == batch->bucket && ep->tokens == tokens && b->x == batch->x &&
+           b->ids == batch->ids && b->weights == batch->weights && rows->x == ep->pass.rows;
+}
+
+struct moe_status moe_cuda_ep_combine_alone(struct moe_session *s, struct moe_layer *layer,
+                                            enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
+                                            const void *x, const int32_t *ids, const float *weights,
+                                            const struct moe_rows *rows, const float *expert_out,
+                                            void *y)
+{
+    struct moe_cuda_batch batch = batch_of(s, layer, dtype, bucket, x, ids, weights);
+    MOE_TRY(moe_cuda_device_use(s->device));
+    if (!same_pass(s->ep, &batch, tokens, rows))
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                         "combine wants a dispatch with the same arguments before it");
+    MOE_TRY(moe_cuda_session_usable(s));
+    MOE_TRY(check_aligned(expert_out, y));
+    struct part part = {.session = s, .expert_out = expert_out, .y = y};
+    MOE_TRY(moe_cuda_session_run(s, enqueue_combine, &part));
+    return moe_cuda_session_finish(s);
+}

@@ -1,0 +1,452 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Combine, one launch: sums of a token's local rows go home, and the own tokens are finished there.
+ *
+ * One CTA of 16 warps per multiprocessor that it may take, a warp per token or part of one. The
+ * first warps of each CTA sum rows for peers, the others finish own tokens; who has nothing left to
+ * sum for peers helps them. All sums are fp32 in one fixed order: rows of a token by k, then slots
+ * by number. Each slot's partial is rounded to the pass's dtype before it is added, the own one
+ * too, so that a token's bits do not depend on where it is at home. */
+#include "cuda/core/load.h"
+#include "cuda/exchange/sums.cuh"
+
+constexpr uint32_t SLOTS_AT_ONCE = 3; /* loads of different peers' partials in flight */
+
+/* What the kernel is made for: dtypes of tokens and of the experts' rows, columns of a lane, and
+ * whether partials travel through the quick regions. */
+template <typename Element_, typename Out_, uint32_t N_, bool QUICK_> struct kind {
+    using Element = Element_;
+    using Out = Out_;
+    static constexpr uint32_t N = N_, STEP = 32 * N_; /* of a warp */
+    static constexpr bool QUICK = QUICK_;
+    /* Loads in flight, as many as registers allow: of different rows, and steps of each. */
+    static constexpr uint32_t RETURN_ROWS = 4, RETURN_STEPS = sizeof(Out) != 2 ? 2 : QUICK_ ? 3 : 4;
+    static constexpr uint32_t FINISH_ROWS = QUICK_ ? 2 : 4, FINISH_STEPS = sizeof(Out) != 2 ? 1 : 2;
+};
+
+/* The slots in this pass: shared memory, since a wait empties the first level cache. */
+struct homes {
+    uint32_t tokens_of[MOE_MAX_SLOTS];
+    uint32_t most; /* of a peer */
+    uint32_t step;
+    uint64_t stamp;
+    uint8_t *window[MOE_MAX_SLOTS];
+};
+
+/* Begins to bring the columns h .. end - 1 of the rows in `lanes` nearer, `width` of them at most.
+ */
+template <typename K>
+__device__ static void expect_rows(const struct moe_cuda_pass &p, uint32_t lanes, uint32_t row,
+                                   uint32_t h, uint32_t end, uint32_t width)
+{
+    if (K::QUICK || K::N == 1 || h >= end || !(lanes >> threadIdx.x % 32 & 1))
+        return;
+    const auto *out = static_cast<const typename K::Out *>(p.expert_out);
+    bring_nearer(out + static_cast<size_t>(row) * p.hidden + h,
+                 min(width, end - h) * static_cast<uint32_t>(sizeof *out));
+}
+
+/* Where slot `source` puts the partial of token t of the slot that owns `window`. */
+template <typename K>
+__device__ static typename K::Element *partial_at(const struct moe_cuda_pass &p, uint8_t *window,
+                                                  uint32_t source, uint32_t t)
+{
+    return static_cast<typename K::Element *>(
+        K::QUICK ? moe_window_quick_partial_of(&p.layout, window, source, t, p.stride)
+                 : moe_window_partial_of(&p.layout, window, source, t, p.stride));
+}
+
+/* ------------------------------------------------------------- for peers */
+
+template <typename K>
+__device__ static void return_token(const struct moe_cuda_pass &p, const struct homes &homes,
+                                    uint32_t home, uint32_t t, uint32_t part)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t row = lane < p.top_k ? row_of_token(p, home, t)[lane] : MOE_CUDA_NO_ROW;
+    uint32_t lanes = __ballot_sync(ALL_LANES, row != MOE_CUDA_NO_ROW);
+    if (lanes == 0)
+        return;
+    uint8_t *window = homes.window[home];
+    typename K::Element *to = partial_at<K>(p, window, p.slot, t);
+    uint32_t begin, end;
+    part_columns<K::N>(p.hidden, p.parts, part, &begin, &end);
+    constexpr uint32_t WIDTH = K::STEP * K::RETURN_STEPS;
+    for (uint32_t h = begin + lane * K::N; h - lane * K::N < end; h += WIDTH) {
+        columns<K::N> sum[K::RETURN_STEPS];
+        expect_rows<K>(p, lanes, row, h - lane * K::N + WIDTH, end, WIDTH);
+        sum_rows<typename K::Out, K::N, K::RETURN_ROWS>(p, lanes, row, h, end, sum);
+#pragma unroll
+        for (uint32_t u = 0; u < K::RETURN_STEPS; u++) {
+            if (h + u * K::STEP >= end)
+                continue;
+            packed<typename K::Element, K::N> out;
+            pack(sum[u], &out);
+            if constexpr (K::QUICK)
+                put_quick(to + h + u * K::STEP, out);
+            else
+                put(to + h + u * K::STEP, out);
+        }
+    }
+    if (K::QUICK)
+        return;
+    __syncwarp();
+    if (lane != 0)
+        return;
+    fence_system();
+    store_relaxed(moe_window_returned_part_of(&p.layout, window, p.slot, t, part),
+                  moe_window_word(homes.stamp, __popc(lanes)));
+}
+
+template <typename K>
+__device__ static void return_tokens(const struct moe_cuda_pass &p, const struct homes &homes,
+                                     uint32_t returners)
+{
+    const uint32_t items = homes.most * (p.slots - 1) * p.parts;
+    struct walk w = begin_walk(&p.control->next_return, threadIdx.x / 32 * gridDim.x + blockIdx.x,
+                               returners * gridDim.x);
+    for (; w.item < items; next_item(&w)) {
+        uint32_t home, t;
+        peer_item(p, w.item / p.parts, true, &home, &t);
+        if (t < homes.tokens_of[home])
+            return_token<K>(p, homes, home, t, w.item % p.parts);
+    }
+}
+
+/* --------------------------------------------------------------- at home */
+
+/* What finishing a token needs: lane k has its k-th choice, lane s what slot s sends. */
+struct own_token {
+    uint32_t row;    /* local row of choice k, or MOE_CUDA_NO_ROW */
+    uint32_t local;  /* bit k: choice k has a local row */
+    uint32_t wanted; /* bit s: slot s has rows of this token */
+    uint32_t zero;   /* bit k: choice k is a zero expert */
+    float weight;    /* of choice k, where there are zero experts */
+};
+
+__device__ static struct own_token describe_token(const struct moe_cuda_pass &p, uint32_t t)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    struct own_token o;
+    o.row = lane < p.top_k ? row_of_token(p, p.slot, t)[lane] : MOE_CUDA_NO_ROW;
+    o.wanted = p.own[t].wanted;
+    o.zero = p.own[t].zero;
+    o.local = __ballot_sync(ALL_LANES, o.row != MOE_CUDA_NO_ROW);
+    o.weight = 0.0f;
+    if (o.zero != 0 && lane < p.top_k)
+        o.weight = p.weights[static_cast<size_t>(t) * p.top_k + lane];
+    return o;
+}
+
+/* What a lane works on: columns h, h + STEP, ... of token t, those below `end`. */
+struct stretch {
+    uint8_t *window; /* the own one */
+    uint32_t t, h, end;
+};
+
+/* A few peers' partials of a stretch, in slot order. */
+template <typename K> struct batch {
+    uint32_t n, slot[SLOTS_AT_ONCE];
+    packed<typename K::Element, K::N> part[SLOTS_AT_ONCE][K::FINISH_STEPS];
+};
+
+/* Begins to load what the next peers of `left` sent. */
+template <typename K>
+__device__ static void begin_batch(const struct moe_cuda_pass &p, const struct stretch &at,
+                                   uint32_t *left, struct batch<K> *b)
+{
+    b->n = min(SLOTS_AT_ONCE, static_cast<uint32_t>(__popc(*left)));
+#pragma unroll
+    for (uint32_t i = 0; i < SLOTS_AT_ONCE; i++) {
+        if (i >= b->n)
+            continue;
+        b->slot[i] = static_cast<uint32_t>(__ffs(*left)) - 1;
+        *left &= *left - 1;
+        const typename K::Element *from = partial_at<K>(p, at.window, b->slot[i], at.t) + at.h;
+#pragma unroll
+        for (uint32_t u = 0; u < K::FINISH_STEPS; u++) {
+            if (at.h + u * K::STEP >= at.end)
+                continue;
+            if constexpr (K::QUICK)
+                peek(from + u * K::STEP, &b->part[i][u]);
+            else
+                fetch(from + u * K::STEP, &b->part[i][u]);
+        }
+    }
+}
+
+template <typename K>
+__device__ static void add_own(columns<K::N> (&sum)[K::FINISH_STEPS],
+                               const columns<K::N> (&own)[K::FINISH_STEPS])
+{
+#pragma unroll
+    for (uint32_t u = 0; u < K::FINISH_STEPS; u++)
+        add_scaled(sum[u], rounded_to<typename K::Element>(own[u]), 1.0f);
+}
+
+/* Adds the batch's partials to `sum`, and the own one in its place. False when a wait failed. */
+template <typename K>
+__device__ static bool add_batch(const struct moe_cuda_pass &p, const struct stretch &at,
+                                 struct batch<K> *b, bool *own_left,
+                                 const columns<K::N> (&own)[K::FINISH_STEPS],
+                                 columns<K::N> (&sum)[K::FINISH_STEPS])
+{
+#pragma unroll
+    for (uint32_t i = 0; i < SLOTS_AT_ONCE; i++) {
+        if (i >= b->n)
+            continue;
+        if (*own_left && p.slot < b->slot[i]) {
+            add_own<K>(sum, own);
+            *own_left = false;
+        }
+#pragma unroll
+        for (uint32_t u = 0; u < K::FINISH_STEPS; u++) {
+            if (at.h + u * K::STEP >= at.end)
+                continue;
+            if constexpr (K::QUICK)
+                if (!take(p.control, p.abort, b->slot[i],
+                          partial_at<K>(p, at.window, b->slot[i], at.t) + at.h + u * K::STEP,
+                          &b->part[i][u]))
+                    return false;
+            add_scaled(sum[u], unpack(b->part[i][u]), 1.0f);
+        }
+    }
+    return true;
+}
+
+/* Adds w * x of the zero experts and stores y. */
+template <typename K>
+__device__ static void store_stretch(const struct moe_cuda_pass &p, const struct own_token &o,
+                                     const struct stretch &at,
+                                     columns<K::N> (&sum)[K::FINISH_STEPS])
+{
+    using Element = typename K::Element;
+    const size_t first = static_cast<size_t>(at.t) * p.hidden + at.h;
+    for (uint32_t zero = o.zero; zero != 0; zero &= zero - 1) {
+        float weight = __shfl_sync(ALL_LANES, o.weight, __ffs(zero) - 1);
+#pragma unroll
+        for (uint32_t u = 0; u < K::FINISH_STEPS; u++) {
+            packed<Element, K::N> x;
+            if (at.h + u * K::STEP >= at.end)
+                continue;
+            fetch(static_cast<const Element *>(p.x) + first + u * K::STEP, &x);
+            add_scaled(sum[u], unpack(x), weight);
+        }
+    }
+#pragma unroll
+    for (uint32_t u = 0; u < K::FINISH_STEPS; u++) {
+        packed<Element, K::N> y;
+        if (at.h + u * K::STEP >= at.end)
+            continue;
+        pack(sum[u], &y);
+        put(static_cast<Element *>(p.y) + first + u * K::STEP, y);
+    }
+}
+
+/* A stretch of an own token: base, then the slots in order, then zero experts. */
+template <typename K>
+__device__ static bool finish_stretch(const struct moe_cuda_pass &p, const struct own_token &o,
+                                      const struct stretch &at)
+{
+    columns<K::N> sum[K::FINISH_STEPS], own[K::FINISH_STEPS];
+    bool good = true, own_left = (o.wanted >> p.slot & 1) != 0;
+    uint32_t left = o.wanted & ~(1u << p.slot);
+    struct batch<K> b;
+    begin_batch(p, at, &left, &b);
+    if (own_left)
+        sum_rows<typename K::Out, K::N, K::FINISH_ROWS>(p, o.local, o.row, at.h, at.end, own);
+#pragma unroll
+    for (uint32_t u = 0; u < K::FINISH_STEPS; u++) {
+        sum[u] = {};
+        if (p.base == nullptr || at.h + u * K::STEP >= at.end)
+            continue;
+        packed<float, K::N> base;
+        fetch(p.base + static_cast<size_t>(at.t) * p.hidden + at.h + u * K::STEP, &base);
+        sum[u] = unpack(base);
+    }
+    while (good && b.n != 0) {
+        good = add_batch(p, at, &b, &own_left, own, sum);
+        begin_batch(p, at, &left, &b);
+    }
+    if (own_left)
+        add_own<K>(sum, own);
+    store_stretch<K>(p, o, at, sum);
+    return good;
+}
+
+template <typename K>
+__device__ static void write_zeros(const struct moe_cuda_pass &p, uint32_t t, uint32_t begin,
+                                   uint32_t end)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    packed<typename K::Element, K::N> nothing = {};
+    for (uint32_t h = begin + lane * K::N; h < end; h += K::STEP)
+        put(static_cast<typename K::Element *>(p.y) + static_cast<size_t>(t) * p.hidden + h,
+            nothing);
+}
+
+/* A part of an own token. False when a wait failed. */
+template <typename K>
+__device__ static bool finish_token(const struct moe_cuda_pass &p, const struct homes &homes,
+                                    uint32_t t, uint32_t part)
+{
+    uint8_t *window = homes.window[p.slot];
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t begin, end, unused = 0;
+    part_columns<K::N>(p.hidden, p.parts, part, &begin, &end);
+    if (!token_counts(p, t)) {
+        write_zeros<K>(p, t, begin, end);
+        return true;
+    }
+    const struct own_token o = describe_token(p, t);
+    bool good = true;
+    if (!K::QUICK && lane != p.slot && (o.wanted >> lane & 1))
+        good = wait_word(p.control, p.abort,
+                         moe_window_returned_part_of(&p.layout, window, lane, t, part), homes.stamp,
+                         lane, &unused);
+    good = __all_sync(ALL_LANES, good);
+    __syncwarp(); /* a vote orders no memory */
+    constexpr uint32_t WIDTH = K::STEP * K::FINISH_STEPS;
+    for (uint32_t h = begin + lane * K::N; good && h - lane * K::N < end; h += WIDTH) {
+        expect_rows<K>(p, o.local, o.row, h - lane * K::N + WIDTH, end, WIDTH);
+        good = __all_sync(ALL_LANES, finish_stretch<K>(p, o, {window, t, h, end}));
+    }
+    return good;
+}
+
+template <typename K>
+__device__ static void finish_tokens(const struct moe_cuda_pass &p, const struct homes &homes,
+                                     struct walk w)
+{
+    const uint32_t items = p.facts->tokens * p.parts;
+    bool good = true;
+    for (; good && w.item < items; next_item(&w))
+        good = finish_token<K>(p, homes, w.item / p.parts, w.item % p.parts);
+}
+
+/* ---------------------------------------------------------------- kernel */
+
+/* What the host is told at the end. Other CTAs, of this kernel or the last, have written the
+ * verdict. */
+__device__ static void report(const struct moe_cuda_pass &p)
+{
+    const struct moe_cuda_verdict *v = &p.control->verdict;
+    if (p.verdict != nullptr) {
+        p.verdict->code = load_volatile(&v->code);
+        p.verdict->slot = load_volatile(&v->slot);
+        p.verdict->rows = *static_cast<const volatile uint64_t *>(&v->rows);
+    }
+    if (p.began != nullptr)
+        p.began[MOE_STAGE_COUNT] = clock_ns();
+}
+
+/* One warp. */
+__device__ static void find_homes(const struct moe_cuda_pass &p, struct homes *homes)
+{
+    const struct moe_cuda_control *c = p.control;
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t tokens = lane < p.slots ? c->tokens_of[lane] : 0;
+    if (lane < p.slots) {
+        homes->tokens_of[lane] = tokens;
+        homes->window[lane] = c->window[lane];
+    }
+    uint32_t most = __reduce_max_sync(ALL_LANES, lane == p.slot ? 0 : tokens);
+    if (lane != 0)
+        return;
+    homes->most = most;
+    homes->step = c->step;
+    homes->stamp = moe_window_stamp(c->epoch, c->step);
+}
+
+template <typename K>
+__device__ static void combine(const struct moe_cuda_pass &p, const struct homes &homes,
+                               uint32_t returners)
+{
+    struct moe_cuda_control *c = p.control;
+    const uint32_t warp = threadIdx.x / 32, finishers = (CTA_WARPS - returners) * gridDim.x;
+    if (warp < returners) {
+        return_tokens<K>(p, homes, returners);
+        finish_tokens<K>(p, homes, join_walk(&c->next_home, finishers));
+        return;
+    }
+    /* The last warp of the last CTA is the last to get a token of its own. */
+    if (blockIdx.x == gridDim.x - 1 && warp == CTA_WARPS - 1)
+        tell_done(p, homes.step);
+    finish_tokens<K>(
+        p, homes,
+        begin_walk(&c->next_home, (warp - returners) * gridDim.x + blockIdx.x, finishers));
+}
+
+template <typename K>
+__global__ void __launch_bounds__(CTA_THREADS, 1)
+    combine_kernel(const __grid_constant__ struct moe_cuda_pass p, uint32_t returners)
+{
+    __shared__ struct homes homes;
+    struct moe_cuda_control *c = p.control;
+    stamp_stage(p, MOE_STAGE_COMBINE);
+    if (threadIdx.x / 32 == 0)
+        find_homes(p, &homes);
+    const bool off = load_volatile(&c->stop) != 0 || c->refused == c->step;
+    if (__syncthreads_or(off) == 0)
+        combine<K>(p, homes, returners);
+    if ((p.verdict != nullptr || p.began != nullptr) && last_of_grid(c))
+        report(p);
+}
+
+/* ---------------------------------------------------------------- launches */
+
+/* Warps of a CTA that sum for peers: enough for the links, and for what a few CTAs have room for;
+ * more of them make all partials come late together. */
+template <typename K> static uint32_t returners_of(const struct moe_cuda_pass *pass, uint32_t ctas)
+{
+    if (pass->quick)
+        return 8;
+    if (sizeof(typename K::Element) == sizeof(float)) {
+        const uint32_t all = 800 / ctas, fewest = 6, most = 12;
+        return all < fewest ? fewest : all < most ? all : most;
+    }
+    return pass->row_bytes > 12000 ? 6 : 10;
+}
+
+template <typename K>
+static struct moe_status launch_kind(const struct moe_cuda_pass *pass, uint32_t ctas,
+                                     cudaStream_t stream)
+{
+    const uint32_t returners = pass->slots == 1 ? 0 : returners_of<K>(pass, ctas);
+    combine_kernel<K><<<ctas, CTA_THREADS, 0, stream>>>(*pass, returners);
+    return MOE_LAUNCHED("combine_kernel");
+}
+
+template <typename Element, typename Out>
+static struct moe_status launch(const struct moe_cuda_pass *pass, uint32_t ctas,
+                                cudaStream_t stream)
+{
+    if (pass->quick)
+        return launch_kind<kind<Element, Out, WIDE, true>>(pass, ctas, stream);
+    if (pass->hidden % WIDE == 0)
+        return launch_kind<kind<Element, Out, WIDE, false>>(pass, ctas, stream);
+    return launch_kind<kind<Element, Out, 1, false>>(pass, ctas, stream);
+}
+
+extern "C" struct moe_status moe_cuda_launch_combine(const struct moe_cuda_pass *pass,
+                                                     uint32_t ctas, cudaStream_t stream)
+{
+    if (pass->dtype == MOE_DTYPE_F32)
+        return launch<float, float>(pass, ctas, stream);
+    return pass->out_dtype == MOE_DTYPE_F32
+               ? launch<__nv_bfloat16, float>(pass, ctas, stream)
+               : launch<__nv_bfloat16, __nv_bfloat16>(pass, ctas, stream);
+}
+
+template <typename Element, typename Out> static struct moe_status load_kinds(void)
+{
+    return moe_cuda_load(combine_kernel<kind<Element, Out, WIDE, true>>,
+                         combine_kernel<kind<Element, Out, WIDE, false>>,
+                         combine_kernel<kind<Element, Out, 1, false>>);
+}
+
+extern "C" struct moe_status moe_cuda_load_ep_combine(void)
+{
+    MOE_TRY((load_kinds<float, float>()));
+    MOE_TRY((load_kinds<__nv_bfloat16, float>()));
+    return load_kinds<__nv_bfloat16, __nv_bfloat16>();
+}

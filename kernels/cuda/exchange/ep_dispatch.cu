@@ -1,0 +1,368 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Dispatch, one launch: CTAs of 16 warps, one per multiprocessor that it may take. Some warps send
+ * tokens; the others first number the own choices and tell the peers (ep_announce.cuh), then wait
+ * for what these tell, and expand tokens as they come (ep_expand.cuh); warps that have nothing left
+ * to send help them.
+ *
+ * Nobody sends in a way that depends on receiving, so all slots may send and wait at once. */
+#include "cuda/core/load.h"
+#include "cuda/exchange/ep_announce.cuh"
+#include "cuda/exchange/ep_expand.cuh"
+#include "cuda/exchange/ep_tell.cuh"
+
+/* -------------------------------------------------------------- step's ends */
+
+/* A pass that ends early has no rows. CTA 0, before anything is laid out. */
+__device__ static void clear_tables(const struct moe_cuda_pass &p, uint32_t step,
+                                    const struct crew &crew)
+{
+    struct moe_cuda_control *c = p.control;
+    for (uint32_t l = crew.thread; l <= p.local_experts; l += crew.threads) {
+        p.start[l] = 0;
+        if (l < p.local_experts)
+            p.count[l] = 0;
+    }
+    if (crew.thread != 0)
+        return;
+    /* Every other verdict but this one stays for good. */
+    atomicCAS(&c->verdict.code, MOE_CUDA_PASS_REFUSED, MOE_CUDA_PASS_GOOD);
+    c->verdict.rows = 0;
+    const uint32_t next = (step + 1) & 1;
+    c->next_push[next] = c->next_expand[next] = 0;
+    c->next_return = c->next_home = 0;
+}
+
+/* The last step was refused: rows of it may be in the own quick region, or on their way. */
+__device__ static void lay_blanks(const struct moe_cuda_pass &p, uint32_t last,
+                                  const struct crew &crew)
+{
+    struct moe_cuda_control *c = p.control;
+    const uint32_t lane = threadIdx.x % 32;
+    const uint64_t stamp = moe_window_stamp(c->epoch, last);
+    uint8_t *window = c->window[p.slot];
+    if (crew.warp == 0 && lane < p.slots && lane != p.slot && is_live(c->live, lane)) {
+        fence_system(); /* the kernel that sent has ended */
+        store_relaxed(moe_window_flushed_of(&p.layout, c->window[lane], p.slot),
+                      moe_window_word(stamp, 0));
+        wait_word_reached(c, p.abort, moe_window_flushed_of(&p.layout, window, lane), stamp, lane);
+    }
+    meet(crew);
+    uint4 *from = reinterpret_cast<uint4 *>(window + p.layout.quick_rows);
+    const size_t units = p.slots * p.layout.quick_region / sizeof(uint4);
+    for (size_t i = crew.thread; i < units; i += crew.threads)
+        store_relaxed(from + i, all_blank());
+    meet(crew);
+}
+
+/* What combine has not done for the last step: for peers, where there are any. CTA 0. */
+__device__ static void close_last_step(const struct moe_cuda_pass &p, uint32_t step,
+                                       const struct crew &crew)
+{
+    struct moe_cuda_control *c = p.control;
+    const bool told = load_volatile(&c->told) == step - 1;
+    meet(crew); /* all have read it */
+    if (told || is_alone(c->live, p.slot))
+        return;
+    if (c->refused == step - 1)
+        lay_blanks(p, step - 1, crew);
+    if (crew.warp == 0)
+        tell_done(p, step - 1);
+}
+
+/* One thread of each CTA, which has read the step's number: when all have, it moves on. */
+__device__ static void count_step(struct moe_cuda_control *c, uint32_t step)
+{
+    if (atomicAdd(&c->arrived, 1u) != gridDim.x - 1)
+        return;
+    c->arrived = 0;
+    c->step = step;
+}
+
+/* ---------------------------------------------------------------- kernel */
+
+/* Receivers say that the layout is known, and go on; senders wait for that. */
+__device__ static void say_layout_known()
+{
+    asm volatile("bar.arrive 2, %0;" ::"n"(CTA_THREADS) : "memory");
+}
+
+__device__ static void await_layout()
+{
+    asm volatile("bar.sync 2, %0;" ::"n"(CTA_THREADS) : "memory");
+}
+
+/* How CTAs and their warps share the work.
+ *
+ * PLAIN, QUICK   all CTAs alike: the first warps send, the others receive.
+ * BULK           the first CTAs only send, with all rings they have room for, and their last warp
+ *                tells what has arrived; then they help. The others receive. What a multiprocessor
+ * asks its own memory for stands in line behind what it sends to others, and the path from choices
+ * to positions to counts has many such questions. */
+struct roles {
+    uint32_t sending;             /* CTAs that only send; 0 but for BULK */
+    uint32_t senders;             /* the first warps, of each CTA; 0 in BULK */
+    uint32_t movers;              /* the first warps of a CTA, senders and others: who moves rows */
+    uint32_t arrived_at, ring_at; /* BULK: where arrived rows and rings begin in shared memory */
+};
+
+/* Warps of a team that expand from the beginning. */
+__device__ static uint32_t expanders(const struct roles &roles)
+{
+    return (roles.movers - roles.senders) * (gridDim.x - roles.sending);
+}
+
+/* The ring of this warp. */
+__device__ static struct row_ring ring_of(const struct moe_cuda_pass &p, uint8_t *shared,
+                                          const struct roles &roles)
+{
+    const uint32_t warp = threadIdx.x / 32;
+    uint64_t *landed = reinterpret_cast<uint64_t *>(shared + roles.ring_at);
+    uint8_t *rows = shared + roles.ring_at + sizeof(uint64_t) * RING_ROWS * CTA_WARPS;
+    return {rows + static_cast<size_t>(warp) * RING_ROWS * p.row_bytes, landed + warp * RING_ROWS,
+            p.row_bytes, 0, 0};
+}
+
+template <typename Unit, way WAY>
+__device__ static void receive(const struct moe_cuda_pass &p, struct arrival *a,
+                               const struct roles &roles, struct row_ring *ring)
+{
+    const struct crew crew = crew_behind(roles.senders);
+    if (a->cta == 0) {
+        if (crew.warp == 0)
+            store_head(p, a);
+        clear_tables(p, a->step, crew);
+        close_last_step(p, a->step, crew);
+    }
+    announce_choices(p, a, crew);
+    if (crew.thread == crew.threads - 1)
+        count_step(p.control, a->step);
+    learn_what_comes(p, a, crew, a->cta == 0);
+    if (roles.senders != 0)
+        say_layout_known();
+    if (crew.warp >= roles.movers - roles.senders || a->failed != 0 || a->other != NOWHERE)
+        return;
+    expand_tokens<Unit, WAY>(p, a,
+                             begin_walk(&p.control->next_expand[a->step & 1],
+                                        crew.warp * a->ctas + a->cta, expanders(roles)),
+                             ring);
+}
+
+template <typename Unit, way WAY>
+__device__ static void help_expand(const struct moe_cuda_pass &p, struct arrival *a,
+                                   const struct roles &roles, struct row_ring *ring)
+{
+    if (a->failed == 0 && a->other == NOWHERE)
+        expand_tokens<Unit, WAY>(
+            p, a, join_walk(&p.control->next_expand[a->step & 1], expanders(roles)), ring);
+}
+
+/* One of the first warps, where others receive. */
+template <typename Unit, way WAY>
+__device__ static void send(const struct moe_cuda_pass &p, struct arrival *a,
+                            const struct roles &roles, uint64_t done, struct row_ring *ring)
+{
+    send_tokens<Unit, WAY>(p, a, threadIdx.x / 32, roles.senders, done, ring, nullptr);
+    await_layout();
+    help_expand<Unit, WAY>(p, a, roles, ring);
+}
+
+/* A CTA that only sends, and then learns what it needs to know to help. */
+template <typename Unit, way WAY>
+__device__ static void send_first(const struct moe_cuda_pass &p, struct arrival *a,
+                                  const struct roles &roles, uint64_t done, struct row_ring *ring,
+                                  struct arrived_rows *arrived)
+{
+    const struct crew crew = crew_behind(0);
+    const bool moves = crew.warp < roles.movers;
+    if (crew.thread == crew.threads - 1)
+        count_step(p.control, a->step);
+    if (moves) {
+        send_tokens<Unit, WAY>(p, a, crew.warp, roles.movers, done, ring, arrived);
+        end_rows(arrived);
+    } else if (crew.warp == CTA_WARPS - 1) {
+        tell_rows(p, a, arrived, roles.movers);
+    }
+    learn_what_comes(p, a, crew, false);
+    if (moves)
+        help_expand<Unit, WAY>(p, a, roles, ring);
+}
+
+/* What everybody asks for, in two trips to memory; the CTA meets after each. */
+__device__ static void begin(const struct moe_cuda_pass &p, struct arrival *a, uint32_t sending)
+{
+    const struct moe_cuda_control *c = p.control;
+    const uint32_t *facts = reinterpret_cast<const uint32_t *>(p.facts);
+    const uint32_t thread = blockDim.x - 1 - threadIdx.x;
+    for (uint32_t i = threadIdx.x; i < sizeof a->facts / sizeof *facts; i += blockDim.x)
+        reinterpret_cast<uint32_t *>(&a->facts)[i] = facts[i];
+    if (thread < MOE_MAX_SLOTS)
+        a->window[thread] = c->window[thread];
+    if (thread != 0)
+        return;
+    a->cta = blockIdx.x < sending ? blockIdx.x : blockIdx.x - sending;
+    a->ctas = blockIdx.x < sending ? sending : gridDim.x - sending;
+    a->step = load_volatile(&c->step) + 1;
+    a->stamp = moe_window_stamp(c->epoch, a->step);
+    a->live = c->live;
+    a->other = NOWHERE;
+    a->failed = 0;
+}
+
+__device__ static void copy_placement(const struct moe_cuda_pass &p, struct arrival *a)
+{
+    const struct moe_cuda_placement &placement = a->facts.placement;
+    for (uint32_t e = threadIdx.x; e < p.experts; e += blockDim.x) {
+        uint32_t first = placement.offset[e], copies = placement.offset[e + 1] - first;
+        uint16_t guess = placement.slot[e]; /* as in target_of */
+        local_indices(p, a)[e] = placement.local_index[e];
+        targets(p, a)[e] = copies == 1 && first == e ? guess : SEVERAL;
+    }
+}
+
+template <typename Unit, way WAY>
+__global__ void __launch_bounds__(CTA_THREADS, 1)
+    dispatch_kernel(const __grid_constant__ struct moe_cuda_pass p,
+                    const __grid_constant__ struct roles roles)
+{
+    extern __shared__ __align__(128) uint8_t shared[];
+    struct arrival *a = reinterpret_cast<struct arrival *>(shared);
+    const bool first = WAY == way::BULK && blockIdx.x < roles.sending;
+    const bool sends = first ? threadIdx.x / 32 < roles.movers : threadIdx.x / 32 < roles.senders;
+    stamp_stage(p, MOE_STAGE_DISPATCH);
+    struct arrived_rows *arrived =
+        reinterpret_cast<struct arrived_rows *>(shared + roles.arrived_at);
+    struct row_ring ring = {};
+    if (first)
+        clear_arrived(arrived);
+    begin(p, a, roles.sending);
+    const uint64_t done = sends ? peek_done(p) : 0;
+    if (WAY == way::BULK && threadIdx.x / 32 < roles.movers) {
+        ring = ring_of(p, shared, roles);
+        if (threadIdx.x % 32 == 0)
+            init_ring(ring);
+    }
+    /* One answer for all threads: they meet at barriers. */
+    if (__syncthreads_or(load_volatile(&p.control->stop) != 0))
+        return;
+    copy_placement(p, a);
+    __syncthreads();
+    if (first)
+        send_first<Unit, WAY>(p, a, roles, done, &ring, arrived);
+    else if (sends)
+        send<Unit, WAY>(p, a, roles, done, &ring);
+    else
+        receive<Unit, WAY>(p, a, roles, &ring);
+}
+
+/* ---------------------------------------------------------------- launches */
+
+/* Warps of a CTA that send beside others that receive: enough rows on their way to fill the links,
+ * but not so many that all come late together. */
+static uint32_t senders_of(const struct moe_cuda_pass *pass)
+{
+    if (pass->slots == 1)
+        return 0;
+    if (pass->quick)
+        return 1;
+    return pass->row_bytes > 12000 ? 2 : pass->row_bytes > 6000 ? 3 : 4;
+}
+
+/* CTAs that only send, with `rings` rows on their way each: measured. The more rows a token
+ * becomes, the more CTAs the other team needs. */
+static uint32_t sending_of(const struct moe_cuda_pass *pass, uint32_t rings, uint32_t ctas)
+{
+    const uint32_t bytes_on_their_way = pass->top_k > 4 ? 3000000 : 4500000;
+    const uint32_t each = rings * pass->row_bytes;
+    const uint32_t enough = (bytes_on_their_way + each - 1) / each;
+    return pass->slots == 1 ? 0 : enough < ctas / 2 ? enough : ctas / 2;
+}
+
+/* Few tokens would leave warps without work: pieces of rows, so that each has one. */
+static uint32_t pieces_for(uint32_t warps, uint32_t tokens)
+{
+    const uint32_t most = 8, pieces = warps / tokens;
+    return pieces < 1 ? 1 : pieces > most ? most : pieces;
+}
+
+/* Warps that have a ring in shared memory, beside `used` bytes; 0 where this way does not pay. */
+static uint32_t rings_of(const struct moe_cuda_pass *pass, size_t used)
+{
+    const size_t barriers = sizeof(uint64_t) * RING_ROWS * CTA_WARPS;
+    const size_t ring = static_cast<size_t>(RING_ROWS) * pass->row_bytes;
+    if (pass->quick || pass->row_bytes % sizeof(uint4) != 0 || pass->shared_bytes < used + barriers)
+        return 0;
+    const size_t rings = (pass->shared_bytes - used - barriers) / ring;
+    const size_t fewest = 3;
+    const size_t most = CTA_WARPS - 1; /* the last warp tells */
+    return rings < fewest ? 0 : static_cast<uint32_t>(rings < most ? rings : most);
+}
+
+static uint32_t in_lines(size_t bytes)
+{
+    return static_cast<uint32_t>((bytes + 127) / 128 * 128);
+}
+
+template <typename Unit, way WAY>
+static struct moe_status launch(const struct moe_cuda_pass &pass, const struct roles &roles,
+                                uint32_t ctas, cudaStream_t stream)
+{
+    size_t bytes = arrival_bytes(&pass);
+    if (WAY == way::BULK)
+        bytes = roles.ring_at + RING_ROWS * (sizeof(uint64_t) * CTA_WARPS +
+                                             static_cast<size_t>(roles.movers) * pass.row_bytes);
+    dispatch_kernel<Unit, WAY><<<ctas, CTA_THREADS, bytes, stream>>>(pass, roles);
+    return MOE_LAUNCHED("dispatch_kernel");
+}
+
+extern "C" struct moe_status moe_cuda_launch_dispatch(const struct moe_cuda_pass *given,
+                                                      uint32_t ctas, cudaStream_t stream)
+{
+    struct moe_cuda_pass pass = *given;
+    struct roles roles = {};
+    roles.senders = senders_of(given);
+    roles.movers = CTA_WARPS;
+    roles.arrived_at = in_lines(arrival_bytes(given));
+    roles.ring_at = roles.arrived_at + in_lines(sizeof(struct arrived_rows));
+    if (pass.quick) {
+        pass.send_pieces = pieces_for(roles.senders * ctas, pass.bucket);
+        pass.expand_pieces =
+            pieces_for((CTA_WARPS - roles.senders) * ctas, pass.slots * pass.bucket);
+        return launch<uint4, way::QUICK>(pass, roles, ctas, stream);
+    }
+    const uint32_t rings = rings_of(given, roles.ring_at);
+    if (rings != 0) {
+        roles.sending = sending_of(given, rings, ctas);
+        roles.senders = 0;
+        roles.movers = rings;
+        return launch<uint4, way::BULK>(pass, roles, ctas, stream);
+    }
+    /* The widest unit that rows can be moved by. */
+    if (pass.row_bytes % sizeof(uint4) == 0)
+        return launch<uint4, way::PLAIN>(pass, roles, ctas, stream);
+    if (pass.row_bytes % sizeof(uint32_t) == 0)
+        return launch<uint32_t, way::PLAIN>(pass, roles, ctas, stream);
+    return launch<uint16_t, way::PLAIN>(pass, roles, ctas, stream);
+}
+
+/* As much shared memory as the device has, once and for all: a captured launch must not depend on
+ * what a later shape asks for. */
+template <typename Kernel> static struct moe_status allow_shared_memory(Kernel kernel)
+{
+    int device, most;
+    struct cudaFuncAttributes have;
+    MOE_TRY(MOE_CUDA(cudaGetDevice(&device)));
+    MOE_TRY(
+        MOE_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)));
+    MOE_TRY(MOE_CUDA(cudaFuncGetAttributes(&have, kernel)));
+    return MOE_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         most - static_cast<int>(have.sharedSizeBytes)));
+}
+
+extern "C" struct moe_status moe_cuda_load_ep_dispatch(void)
+{
+    MOE_TRY(allow_shared_memory(dispatch_kernel<uint4, way::QUICK>));
+    MOE_TRY(allow_shared_memory(dispatch_kernel<uint4, way::BULK>));
+    MOE_TRY(allow_shared_memory(dispatch_kernel<uint4, way::PLAIN>));
+    MOE_TRY(allow_shared_memory(dispatch_kernel<uint32_t, way::PLAIN>));
+    return allow_shared_memory(dispatch_kernel<uint16_t, way::PLAIN>);
+}

@@ -1,0 +1,401 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The host's part of passes over a network; see ep_net.h. */
+#include "cuda/exchange/ep_net.h"
+
+#include "base/size.h"
+#include "cuda/layer/layer.h"
+#include "cuda/session/session.h"
+
+#include <stdlib.h>
+
+enum { LINE = 256 };
+
+struct moe_cuda_ep_net {
+    struct moe_session *session;
+    struct moe_cuda_net_pass pass; /* of the last one */
+    const struct moe_layer *layer;
+    bool pairs; /* the last one moves x and dy side by side */
+
+    void *letters; /* device memory: out, in, and the numbers of outgoing records */
+    size_t letters_bytes, delivered_words;
+    uint64_t *delivered; /* pinned: letters_in and outgoing as they came */
+    void *tables;        /* device memory */
+    size_t tables_bytes;
+    uint32_t *layout; /* pinned; the device's is the last of the tables */
+    size_t layout_bytes;
+    struct moe_cuda_buffer messages; /* out, then in */
+};
+
+static bool is_peer(const struct moe_session *s, uint32_t slot)
+{
+    return slot != s->config.slot && (s->config.live >> slot & 1);
+}
+
+static const struct moe_cuda_letter *letter_of(const struct moe_cuda_ep_net *n, uint32_t slot)
+{
+    return (const void *)((const uint8_t *)n->delivered + slot * n->pass.letter_bytes);
+}
+
+static uint32_t outgoing_to(const struct moe_cuda_ep_net *n, uint32_t slot)
+{
+    uint32_t slots = n->session->config.slots;
+    const void *at = (const uint8_t *)n->delivered + slots * n->pass.letter_bytes;
+    return ((const uint32_t *)at)[slot];
+}
+
+/* ------------------------------------------------------------------ memory */
+
+static size_t round_up(size_t n, size_t to)
+{
+    return (n + to - 1) / to * to;
+}
+
+static struct moe_status take_letters(struct moe_cuda_ep_net *n)
+{
+    const struct moe_window_shape *w = &n->session->layout.shape;
+    struct moe_device *device = n->session->device;
+    struct moe_cuda_net_pass *p = &n->pass;
+    size_t body = w->max_experts * sizeof(uint32_t);
+    if (body < MOE_WINDOW_EXCHANGE_BYTES)
+        body = MOE_WINDOW_EXCHANGE_BYTES;
+    p->letter_bytes =
+        round_up(sizeof(struct moe_cuda_letter) + body, MOE_CUDA_TAIL_BYTES) + MOE_CUDA_TAIL_BYTES;
+    size_t delivered = round_up(w->slots * (p->letter_bytes + sizeof(uint32_t)), sizeof(uint64_t));
+    n->delivered_words = delivered / sizeof(uint64_t);
+    n->letters_bytes = w->slots * p->letter_bytes + delivered;
+    void *pinned;
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, n->letters_bytes, &n->letters));
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, delivered, &pinned));
+    n->delivered = pinned;
+    p->letters_out = n->letters;
+    p->letters_in = p->letters_out + w->slots * p->letter_bytes;
+    p->outgoing = (void *)(p->letters_in + w->slots * p->letter_bytes);
+    return moe_ok();
+}
+
+static struct moe_status take_tables(struct moe_cuda_ep_net *n)
+{
+    const struct moe_window_shape *w = &n->session->layout.shape;
+    struct moe_device *device = n->session->device;
+    struct moe_cuda_net_pass *p = &n->pass;
+    size_t pairs = (size_t)w->max_tokens * w->max_top_k, each = (size_t)w->slots * w->max_tokens;
+    size_t layout = (w->slots + (size_t)2) * w->max_experts + 1;
+    void *pinned;
+    n->tables_bytes = (pairs + 3 * each + layout) * sizeof(uint32_t);
+    n->layout_bytes = layout * sizeof(uint32_t);
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, n->tables_bytes, &n->tables));
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, n->layout_bytes, &pinned));
+    n->layout = pinned;
+    p->position = n->tables;
+    p->send_token = p->position + pairs;
+    p->send_index = p->send_token + each;
+    p->came_token = p->send_index + each;
+    p->layout = p->came_token + each;
+    return moe_ok();
+}
+
+struct moe_status moe_cuda_ep_net_create(struct moe_session *session, struct moe_cuda_ep_net **out)
+{
+    struct moe_cuda_ep_net *n = calloc(1, sizeof *n);
+    if (n == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for a session's letters");
+    n->session = session;
+    struct moe_status st = take_letters(n);
+    if (!moe_failed(&st))
+        st = take_tables(n);
+    if (moe_failed(&st))
+        moe_cuda_ep_net_destroy(n);
+    else
+        *out = n;
+    return st;
+}
+
+void moe_cuda_ep_net_destroy(struct moe_cuda_ep_net *n)
+{
+    if (n == NULL)
+        return;
+    struct moe_device *device = n->session->device;
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, n->letters, n->letters_bytes);
+    moe_cuda_mem_free(device, MOE_MEM_HOST, n->delivered, n->delivered_words * sizeof(uint64_t));
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, n->tables, n->tables_bytes);
+    moe_cuda_mem_free(device, MOE_MEM_HOST, n->layout, n->layout_bytes);
+    moe_cuda_buffer_free(device, &n->messages);
+    free(n);
+}
+
+/* How messages of passes of this shape are made up; false when they fit no size_t. */
+static bool lay_out_messages(const struct moe_session *s, const struct moe_layer *layer,
+                             enum moe_dtype dtype, uint32_t bucket, bool pairs,
+                             struct moe_cuda_net_pass *p, size_t *bytes)
+{
+    size_t top_k = layer->spec.router.top_k, row = layer->spec.hidden * moe_dtype_bytes(dtype);
+    size_t head = round_up(sizeof(struct moe_cuda_record) + top_k * sizeof(struct moe_cuda_route),
+                           MOE_CUDA_TAIL_BYTES);
+    size_t gradients = (layer->spec.hidden + (size_t)MOE_MAX_TOP_K) * sizeof(float);
+    size_t partial = round_up(pairs ? gradients : row, MOE_CUDA_TAIL_BYTES);
+    row = round_up(pairs ? 2 * row : row, MOE_CUDA_TAIL_BYTES);
+    p->record_head = (uint32_t)head;
+    p->partial = (uint32_t)partial;
+    p->record = (uint32_t)(head + row);
+    return moe_size_mul(bucket, p->record > p->partial ? p->record : p->partial, &p->region) &&
+           moe_size_add(p->region, MOE_CUDA_TAIL_BYTES, &p->region) &&
+           moe_size_round_up(p->region, LINE, &p->region) &&
+           moe_size_mul(p->region, 2 * (size_t)s->config.slots, bytes);
+}
+
+struct moe_status moe_cuda_ep_net_reserve(struct moe_cuda_ep_net *n, const struct moe_layer *layer,
+                                          enum moe_dtype dtype, uint32_t bucket, bool pairs)
+{
+    struct moe_cuda_net_pass unused;
+    size_t bytes;
+    if (!lay_out_messages(n->session, layer, dtype, bucket, pairs, &unused, &bytes))
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "messages of %u tokens do not fit in memory", bucket);
+    return moe_cuda_buffer_reserve(n->session->device, &n->messages, bytes);
+}
+
+bool moe_cuda_ep_net_fits(const struct moe_cuda_ep_net *n, const struct moe_layer *layer,
+                          enum moe_dtype dtype, uint32_t bucket)
+{
+    struct moe_cuda_net_pass unused;
+    size_t bytes;
+    return lay_out_messages(n->session, layer, dtype, bucket, false, &unused, &bytes) &&
+           bytes <= n->messages.bytes;
+}
+
+struct moe_status moe_cuda_ep_net_borrow(struct moe_cuda_ep_net *n, size_t bytes, void **out)
+{
+    MOE_TRY(moe_cuda_buffer_reserve(n->session->device, &n->messages, bytes));
+    *out = n->messages.data;
+    return moe_ok();
+}
+
+/* ----------------------------------------------------------------- letters */
+
+static struct moe_status exchange_letters(struct moe_cuda_ep_net *n)
+{
+    const struct moe_session *s = n->session;
+    struct moe_cuda_parcel parcel[MOE_MAX_SLOTS] = {0};
+    struct moe_cuda_net_pass *p = &n->pass;
+    for (uint32_t i = 0; i < s->config.slots; i++)
+        parcel[i] = (struct moe_cuda_parcel){.send = p->letters_out + i * p->letter_bytes,
+                                             .recv = p->letters_in + i * p->letter_bytes,
+                                             .send_bytes = p->letter_bytes,
+                                             .recv_bytes = p->letter_bytes};
+    struct moe_cuda_delivery delivery = {
+        .from = (const void *)p->letters_in, .to = n->delivered, .words = n->delivered_words};
+    return moe_cuda_net_exchange(s->net, parcel, &delivery);
+}
+
+static bool refuses(struct moe_cuda_ep_net *n, uint32_t code, uint32_t slot)
+{
+    n->pass.verdict = (struct moe_cuda_verdict){.code = code, .slot = slot};
+    return false;
+}
+
+/* Whether slot p speaks of a step, and has memory for it. */
+static bool read_claim(struct moe_cuda_ep_net *n, uint32_t p)
+{
+    const struct moe_cuda_letter *theirs = letter_of(n, p);
+    if (theirs->kind != MOE_CUDA_LETTER_STEP)
+        return refuses(n, MOE_CUDA_PASS_LIE, p);
+    if (theirs->head[MOE_HEAD_BUCKET] & MOE_HEAD_NO_MEMORY)
+        return refuses(n, MOE_CUDA_PASS_REFUSED, p);
+    return true;
+}
+
+/* Whether it means the same step as this one, and can mean it. */
+static bool read_head(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass, uint32_t p)
+{
+    const struct moe_cuda_letter *theirs = letter_of(n, p), *mine = letter_of(n, pass->slot);
+    if (theirs->head[MOE_HEAD_TOKENS] > pass->bucket)
+        return refuses(n, MOE_CUDA_PASS_REFUSED, p + MOE_CUDA_MEANS_OTHER);
+    for (uint32_t w = 0; w < MOE_HEAD_WORDS; w++)
+        if (w != MOE_HEAD_TOKENS && theirs->head[w] != mine->head[w])
+            return refuses(n, MOE_CUDA_PASS_REFUSED, p + MOE_CUDA_MEANS_OTHER);
+    n->pass.tokens_of[p] = theirs->head[MOE_HEAD_TOKENS];
+    return true;
+}
+
+/* After all heads agree. */
+static bool read_sizes(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass, uint32_t p)
+{
+    const struct moe_cuda_letter *letter = letter_of(n, p);
+    const struct moe_layer *layer = n->layer;
+    uint32_t tokens = n->pass.tokens_of[p];
+    n->pass.rows_in[p] = p == pass->slot ? 0 : letter->size;
+    if (n->pass.rows_in[p] > tokens)
+        return refuses(n, MOE_CUDA_PASS_LIE, p);
+    for (uint32_t l = 0; l < pass->local_experts; l++)
+        if (letter->body[layer->local[l]] > (uint64_t)tokens * pass->top_k)
+            return refuses(n, MOE_CUDA_PASS_LIE, p);
+    return true;
+}
+
+/* Experts in ascending order, each from an aligned row; inside, sources in slot order. */
+static bool lay_out_rows(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass)
+{
+    const uint32_t local = pass->local_experts, slots = pass->slots;
+    uint32_t *first = n->layout, *start = first + slots * local, *count = start + local + 1;
+    uint64_t at = 0, rows = 0;
+    for (uint32_t l = 0; l < local; l++) {
+        start[l] = (uint32_t)at;
+        uint64_t row = at;
+        for (uint32_t p = 0; p < slots; p++) {
+            first[p * local + l] = (uint32_t)row;
+            if (n->session->config.live >> p & 1)
+                row += letter_of(n, p)->body[n->layer->local[l]];
+        }
+        count[l] = (uint32_t)(row - at);
+        rows += row - at;
+        at = round_up(row, MOE_ROW_ALIGN);
+        if (at > pass->row_capacity)
+            return refuses(n, MOE_CUDA_PASS_LIE, pass->slot);
+    }
+    start[local] = (uint32_t)at;
+    n->pass.verdict = (struct moe_cuda_verdict){.code = MOE_CUDA_PASS_GOOD, .rows = rows};
+    return true;
+}
+
+/* The verdict and the sizes of the pass. */
+static void read_letters(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass)
+{
+    uint64_t live = n->session->config.live;
+    memset(n->pass.tokens_of, 0, sizeof n->pass.tokens_of);
+    memset(n->pass.rows_in, 0, sizeof n->pass.rows_in);
+    for (uint32_t p = 0; p < pass->slots; p++)
+        if ((live >> p & 1) && !read_claim(n, p))
+            return;
+    for (uint32_t p = 0; p < pass->slots; p++)
+        if ((live >> p & 1) && !read_head(n, pass, p))
+            return;
+    for (uint32_t p = 0; p < pass->slots; p++)
+        if ((live >> p & 1) && !read_sizes(n, pass, p))
+            return;
+    (void)lay_out_rows(n, pass);
+}
+
+/* ------------------------------------------------------------------ passes */
+
+static uint32_t ctas(const struct moe_cuda_ep_net *n)
+{
+    return (uint32_t)n->session->device->multiprocessors;
+}
+
+struct moe_status moe_cuda_ep_net_prepare(struct moe_cuda_ep_net *n,
+                                          const struct moe_cuda_pass *pass,
+                                          const struct moe_layer *layer, bool pairs)
+{
+    cudaStream_t stream = n->session->device->compute;
+    struct moe_cuda_net_pass *p = &n->pass;
+    size_t bytes;
+    bool room = lay_out_messages(n->session, layer, pass->dtype, pass->bucket, pairs, p, &bytes) &&
+                bytes <= n->messages.bytes;
+    n->layer = layer;
+    n->pairs = pairs;
+    p->out = room ? n->messages.data : NULL;
+    p->in = room ? p->out + n->session->config.slots * p->region : NULL;
+    p->parts = pass->bucket <= 512 ? 8 : 1; /* few tokens would leave warps without work */
+    p->tail = moe_cuda_net_next_tail(n->session->net);
+    MOE_TRY(moe_cuda_launch_net_list(pass, p, stream));
+    MOE_TRY(exchange_letters(n));
+    if (!room)
+        return moe_ok(); /* the letters refuse the pass */
+    /* The records are put together while the letters are read. */
+    p->tail = moe_cuda_net_next_tail(n->session->net);
+    return moe_cuda_launch_net_pack(pass, p, ctas(n), stream);
+}
+
+static struct moe_status exchange_messages(struct moe_cuda_ep_net *n, uint8_t *from, uint8_t *to,
+                                           bool home)
+{
+    const struct moe_session *s = n->session;
+    const struct moe_cuda_net_pass *p = &n->pass;
+    struct moe_cuda_parcel parcel[MOE_MAX_SLOTS] = {0};
+    const size_t each = home ? p->partial : p->record;
+    for (uint32_t i = 0; i < s->config.slots; i++) {
+        size_t came = p->rows_in[i], went = is_peer(s, i) ? outgoing_to(n, i) : 0;
+        parcel[i] = (struct moe_cuda_parcel){
+            .send = from + i * p->region,
+            .recv = to + i * p->region,
+            .send_bytes = (home ? came : went) * each + MOE_CUDA_TAIL_BYTES,
+            .recv_bytes = (home ? went : came) * each + MOE_CUDA_TAIL_BYTES};
+    }
+    return moe_cuda_net_exchange(s->net, parcel, NULL);
+}
+
+/* Only tokens that come have their rows written. */
+static struct moe_status forget_rows_of_tokens(const struct moe_cuda_ep_net *n,
+                                               const struct moe_cuda_pass *pass)
+{
+    const struct moe_window_shape *w = &pass->layout.shape;
+    const size_t each = w->max_top_k * sizeof *pass->row_of;
+    static_assert(MOE_CUDA_NO_ROW == 0xffffffff, "no row is a byte repeated");
+    return MOE_CUDA(cudaMemset2DAsync(pass->row_of, w->max_tokens * each, 0xff, pass->bucket * each,
+                                      w->slots, n->session->device->compute));
+}
+
+struct moe_status moe_cuda_ep_net_dispatch(struct moe_cuda_ep_net *n,
+                                           const struct moe_cuda_pass *pass)
+{
+    cudaStream_t stream = n->session->device->compute;
+    struct moe_cuda_net_pass *p = &n->pass;
+    MOE_TRY(moe_cuda_net_settle(n->session->net));
+    read_letters(n, pass);
+    if (p->verdict.code == MOE_CUDA_PASS_GOOD) {
+        MOE_INVARIANT(p->out != NULL);
+        MOE_TRY(exchange_messages(n, p->out, p->in, false));
+        if (n->pairs)
+            MOE_TRY(forget_rows_of_tokens(n, pass));
+        size_t used = ((pass->slots + (size_t)2) * pass->local_experts + 1) * sizeof *n->layout;
+        MOE_TRY(
+            MOE_CUDA(cudaMemcpyAsync(p->layout, n->layout, used, cudaMemcpyHostToDevice, stream)));
+    }
+    return moe_cuda_launch_net_expand(pass, p, ctas(n), stream);
+}
+
+struct moe_status moe_cuda_ep_net_combine(struct moe_cuda_ep_net *n,
+                                          const struct moe_cuda_pass *pass)
+{
+    cudaStream_t stream = n->session->device->compute;
+    struct moe_cuda_net_pass *p = &n->pass;
+    if (p->verdict.code == MOE_CUDA_PASS_GOOD) {
+        p->tail = moe_cuda_net_next_tail(n->session->net);
+        MOE_TRY(moe_cuda_launch_net_sum(pass, p, ctas(n), stream));
+        MOE_TRY(exchange_messages(n, p->in, p->out, true));
+    }
+    return moe_cuda_launch_net_finish(pass, p, ctas(n), stream);
+}
+
+/* ---------------------------------------------------------------- exchange */
+
+struct moe_status moe_cuda_ep_net_exchange(struct moe_cuda_ep_net *n, const void *mine,
+                                           size_t bytes, struct moe_cuda_mailbox *mailbox)
+{
+    const struct moe_session *s = n->session;
+    const size_t each = n->pass.letter_bytes;
+    const uint64_t tail = moe_cuda_net_next_tail(s->net);
+    for (uint32_t p = 0; p < s->config.slots; p++) {
+        uint8_t *at = (uint8_t *)n->delivered + p * each;
+        struct moe_cuda_letter *letter = (void *)at;
+        *letter =
+            (struct moe_cuda_letter){.kind = MOE_CUDA_LETTER_EXCHANGE, .size = (uint32_t)bytes};
+        if (bytes > 0)
+            memcpy(letter->body, mine, bytes);
+        memcpy(at + each - sizeof tail, &tail, sizeof tail);
+    }
+    MOE_TRY(
+        moe_cuda_mem_copy(s->device, n->pass.letters_out, n->delivered, s->config.slots * each));
+    MOE_TRY(exchange_letters(n));
+    MOE_TRY(moe_cuda_net_settle(s->net));
+    for (uint32_t p = 0; p < s->config.slots; p++) {
+        if (!is_peer(s, p))
+            continue;
+        const struct moe_cuda_letter *letter = letter_of(n, p);
+        bool right = letter->kind == MOE_CUDA_LETTER_EXCHANGE;
+        mailbox->bytes_came[p] = right ? letter->size : UINT32_MAX;
+        memcpy(mailbox->all[p], letter->body, MOE_WINDOW_EXCHANGE_BYTES);
+    }
+    return moe_ok();
+}

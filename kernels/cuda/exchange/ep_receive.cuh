@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What comes: learnt from heads and counts, and laid out by expert. What comes out of a window is
+ * checked before it is used as an index. */
+#ifndef MOE_CUDA_EP_RECEIVE_CUH
+#define MOE_CUDA_EP_RECEIVE_CUH
+
+#include "cuda/exchange/arrival.cuh"
+
+__device__ static void read_heads(const struct moe_cuda_pass &p, struct arrival *a,
+                                  const struct crew &crew)
+{
+    struct moe_cuda_control *c = p.control;
+#pragma unroll 1
+    for (uint32_t i = crew.thread; i < p.slots * MOE_HEAD_WORDS; i += crew.threads) {
+        uint32_t source = i / MOE_HEAD_WORDS, word = i % MOE_HEAD_WORDS, value = 0;
+        if (!is_live(a->live, source)) {
+            if (word == MOE_HEAD_TOKENS)
+                a->tokens_of[source] = 0;
+            continue;
+        }
+        const uint64_t *at = moe_window_head_of(&p.layout, own_window(p, a), a->step & 1, source);
+        if (!wait_word(c, p.abort, at + word, a->stamp, source, &value)) {
+            a->failed = 1;
+            continue;
+        }
+        bool differs = word == MOE_HEAD_TOKENS ? value > p.bucket : value != a->facts.head[word];
+        if (differs)
+            atomicMin(&a->other, source + MOE_CUDA_MEANS_OTHER);
+        if (word == MOE_HEAD_BUCKET && (value & MOE_HEAD_NO_MEMORY) != 0)
+            atomicMin(&a->other, source);
+        if (word == MOE_HEAD_TOKENS)
+            a->tokens_of[source] = value;
+    }
+}
+
+/* The word of count i of slots * local; `expert` is that of the local index i % local. */
+__device__ static const uint64_t *count_word(const struct moe_cuda_pass &p, const struct arrival *a,
+                                             uint32_t i, uint32_t expert)
+{
+    return moe_window_counts_of(&p.layout, own_window(p, a), a->step & 1, i / p.local_experts) +
+           expert;
+}
+
+__device__ static void read_counts(const struct moe_cuda_pass &p, struct arrival *a,
+                                   const struct crew &crew)
+{
+    struct moe_cuda_control *c = p.control;
+    uint32_t *count = row_counts(p, a);
+#pragma unroll 1
+    for (uint32_t i = crew.thread; i < p.slots * p.local_experts; i += crew.threads) {
+        uint32_t source = i / p.local_experts;
+        uint32_t expert = a->facts.placement.local[i % p.local_experts];
+        count[i] = 0;
+        if (!is_live(a->live, source))
+            continue;
+        if (!wait_word(c, p.abort, count_word(p, a, i, expert), a->stamp, source, &count[i])) {
+            a->failed = 1;
+        } else if (count[i] > a->tokens_of[source] * p.top_k) {
+            give_up(c, MOE_CUDA_PASS_LIE, source);
+            a->failed = 1;
+        }
+    }
+}
+
+static_assert(MOE_MAX_SLOTS * (UINT64_C(1) << MOE_WINDOW_VALUE_BITS) + MOE_ROW_ALIGN <=
+                      UINT32_MAX &&
+                  MOE_MAX_EXPERTS *
+                          (MOE_MAX_SLOTS * (UINT64_C(1) << MOE_WINDOW_VALUE_BITS) / MOE_ROW_ALIGN +
+                           1) <=
+                      UINT32_MAX,
+              "sums of counts, and of blocks of rows");
+
+/* Experts in ascending order, each from an aligned row; inside, sources in slot order. One warp. */
+__device__ static void lay_out_rows(const struct moe_cuda_pass &p, struct arrival *a, bool writer)
+{
+    const uint32_t lane = threadIdx.x % 32, local = p.local_experts;
+    uint32_t *first = first_rows(a), *count = row_counts(p, a);
+    const uint32_t capacity = p.row_capacity / MOE_ROW_ALIGN;
+    uint32_t at = 0; /* in blocks of MOE_ROW_ALIGN rows: no lie makes their number overflow */
+    uint64_t rows = 0;
+#pragma unroll 1
+    for (uint32_t l0 = 0; l0 < local; l0 += 32) {
+        uint32_t l = l0 + lane, sum = 0;
+#pragma unroll 1
+        for (uint32_t s = 0; l < local && s < p.slots; s++)
+            sum += count[s * local + l];
+        const uint32_t blocks = (sum + MOE_ROW_ALIGN - 1) / MOE_ROW_ALIGN;
+        uint32_t end = blocks;
+#pragma unroll 1
+        for (uint32_t d = 1; d < 32; d *= 2) {
+            uint32_t before = __shfl_up_sync(ALL_LANES, end, d);
+            end += lane >= d ? before : 0;
+        }
+        uint32_t row = (at + end - blocks) * MOE_ROW_ALIGN;
+        at += __shfl_sync(ALL_LANES, end, 31);
+        rows += sum;
+        if (l >= local)
+            continue;
+#pragma unroll 1
+        for (uint32_t s = 0; s < p.slots; s++) {
+            first[s * local + l] = row;
+            row += count[s * local + l];
+        }
+        if (writer && at <= capacity) {
+            p.start[l] = first[l];
+            p.count[l] = sum;
+        }
+    }
+    bool fits = at <= capacity;
+#pragma unroll 1
+    for (uint32_t d = 1; d < 32; d *= 2)
+        rows += __shfl_xor_sync(ALL_LANES, rows, static_cast<int>(d));
+    if (lane != 0)
+        return;
+    if (!fits) {
+        /* More rows than all slots' tokens have choices: some slot's counts are made up. */
+        give_up(p.control, MOE_CUDA_PASS_LIE, p.slot);
+        a->failed = 1;
+    } else if (writer) {
+        p.start[local] = at * MOE_ROW_ALIGN;
+        p.control->verdict.rows = rows;
+    }
+}
+
+/* What combine and the host are told. */
+__device__ static void publish(const struct moe_cuda_pass &p, const struct arrival *a,
+                               const struct crew &crew)
+{
+    struct moe_cuda_control *c = p.control;
+    if (crew.thread == 0 && a->failed == 0 && a->other != NOWHERE) {
+        c->refused = a->step;
+        if (atomicCAS(&c->verdict.code, MOE_CUDA_PASS_GOOD, MOE_CUDA_PASS_REFUSED) ==
+            MOE_CUDA_PASS_GOOD)
+            c->verdict.slot = a->other;
+    }
+    if (crew.thread < p.slots)
+        c->tokens_of[crew.thread] = a->failed == 0 ? a->tokens_of[crew.thread] : 0;
+}
+
+/* Heads, counts and layout; from the `writer`, one CTA, the verdict of a refused step. */
+__device__ static void learn_what_comes(const struct moe_cuda_pass &p, struct arrival *a,
+                                        const struct crew &crew, bool writer)
+{
+    read_heads(p, a, crew);
+    meet(crew);
+    bool go_on = a->failed == 0 && a->other == NOWHERE;
+    if (go_on)
+        read_counts(p, a, crew);
+    meet(crew);
+    if (go_on && a->failed == 0 && crew.warp == 0)
+        lay_out_rows(p, a, writer);
+    meet(crew);
+    if (writer)
+        publish(p, a, crew);
+}
+
+#endif

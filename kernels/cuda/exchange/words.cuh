@@ -1,0 +1,271 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Words between GPUs: how a kernel stores one into a peer's window, and the one way to wait for one
+ * in its own; and the same for data that are their own words (quick regions, moe/window.h).
+ *
+ * A writer's lanes store data, meet in __syncwarp, and one lane fences at system scope and stores
+ * the word; the fence covers what the others stored before the meeting. A reader's lane loads the
+ * word with acquire and meets the others before they load the data, which they do past the first
+ * level cache, as it may hold lines of an earlier step.
+ *
+ * Waiting is bounded by the session's budget. The stop word in device memory is looked at often by
+ * all; the abort word in host memory once a millisecond by one of all threads that wait, since
+ * reads over PCIe by thousands of them would hold the step up for longer than that. */
+#ifndef MOE_CUDA_WORDS_CUH
+#define MOE_CUDA_WORDS_CUH
+
+#include "cuda/core/stamp.cuh"
+#include "cuda/core/warp.cuh"
+#include "cuda/exchange/pass.h"
+
+constexpr uint64_t LOOK_AT_HOST_NS = 1000000;
+constexpr uint32_t TRIES_BETWEEN_LOOKS = 64;
+
+__device__ inline uint64_t load_acquire(const uint64_t *word)
+{
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ inline uint64_t load_relaxed(const uint64_t *word)
+{
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ inline void store_relaxed(uint64_t *word, uint64_t value)
+{
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+/* Sixteen bytes that are seen all or not at all. */
+__device__ inline uint4 load_at_once(const void *from)
+{
+    unsigned __int128 v;
+    asm volatile("ld.relaxed.sys.global.b128 %0, [%1];" : "=q"(v) : "l"(from) : "memory");
+    return {static_cast<uint32_t>(v), static_cast<uint32_t>(v >> 32),
+            static_cast<uint32_t>(v >> 64), static_cast<uint32_t>(v >> 96)};
+}
+
+__device__ inline void store_at_once(void *to, uint4 u)
+{
+    unsigned __int128 v = static_cast<unsigned __int128>(u.w) << 96 |
+                          static_cast<unsigned __int128>(u.z) << 64 |
+                          static_cast<unsigned __int128>(u.y) << 32 | u.x;
+    asm volatile("st.relaxed.sys.global.b128 [%0], %1;" ::"l"(to), "q"(v) : "memory");
+}
+
+/* Four words, of which each is seen or not. */
+__device__ inline uint4 load_relaxed(const uint4 *from)
+{
+    uint4 u;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(u.x), "=r"(u.y), "=r"(u.z), "=r"(u.w)
+                 : "l"(from)
+                 : "memory");
+    return u;
+}
+
+__device__ inline void store_relaxed(uint4 *to, uint4 u)
+{
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(u.x),
+                 "r"(u.y), "r"(u.z), "r"(u.w)
+                 : "memory");
+}
+
+__device__ inline bool has_blank(uint4 u)
+{
+    return u.x == MOE_WINDOW_BLANK || u.y == MOE_WINDOW_BLANK || u.z == MOE_WINDOW_BLANK ||
+           u.w == MOE_WINDOW_BLANK;
+}
+
+__device__ inline uint4 all_blank()
+{
+    return {MOE_WINDOW_BLANK, MOE_WINDOW_BLANK, MOE_WINDOW_BLANK, MOE_WINDOW_BLANK};
+}
+
+__device__ inline uint4 without_blanks(uint4 u)
+{
+    u.x = u.x == MOE_WINDOW_BLANK ? MOE_WINDOW_NOT_BLANK : u.x;
+    u.y = u.y == MOE_WINDOW_BLANK ? MOE_WINDOW_NOT_BLANK : u.y;
+    u.z = u.z == MOE_WINDOW_BLANK ? MOE_WINDOW_NOT_BLANK : u.z;
+    u.w = u.w == MOE_WINDOW_BLANK ? MOE_WINDOW_NOT_BLANK : u.w;
+    return u;
+}
+
+__device__ inline void fence_system()
+{
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+__device__ inline uint32_t load_volatile(const uint32_t *p)
+{
+    return *(const volatile uint32_t *)p;
+}
+
+__device__ inline bool is_live(uint64_t live, uint32_t slot)
+{
+    return live >> slot & 1;
+}
+
+/* No other slot is live: such a slot's window ends before rows and blanks (window.h). */
+__device__ inline bool is_alone(uint64_t live, uint32_t slot)
+{
+    return live == UINT64_C(1) << slot;
+}
+
+/* ----------------------------------------------------------------- giving up */
+
+/* The window's `waiting` word on CUDA: {ns:55, gave up:1, slot + 1:8}. A slot that waits stores
+ * how long it has done so, and who reads the word twice knows that it is alive; one that gave up
+ * leaves the bit and whom it missed. */
+constexpr uint64_t GAVE_UP = 1 << 8;
+constexpr uint64_t ONE_NS = 1 << 9;
+
+__device__ inline uint64_t *waiting_word(const struct moe_cuda_control *c, uint32_t slot)
+{
+    return &reinterpret_cast<struct moe_window_header *>(c->window[slot])->waiting;
+}
+
+/* The slot that really holds `slot` up: follows who waits for whom through the windows, as far as
+ * the waiting slots are seen to be alive. */
+__device__ inline uint32_t culprit(const struct moe_cuda_control *c, uint32_t slot)
+{
+    for (uint32_t hops = 0; hops < MOE_MAX_SLOTS; hops++) {
+        uint64_t first = load_acquire(waiting_word(c, slot));
+        for (uint64_t until = clock_ns() + 4 * LOOK_AT_HOST_NS; clock_ns() < until;)
+            __nanosleep(1000);
+        uint64_t later = load_acquire(waiting_word(c, slot));
+        uint32_t next = static_cast<uint32_t>(later & 0xff) - 1;
+        bool alive = later != first || (later & GAVE_UP) != 0;
+        if (!alive || next >= MOE_MAX_SLOTS || next == c->slot || !is_live(c->live, next))
+            break;
+        slot = next;
+    }
+    return slot;
+}
+
+/* The session is over: the first one to say so leaves its verdict. Neither this nor what follows is
+ * inlined, as there are many waits, and a kernel of few tokens is as fast as its instructions come
+ * from memory. */
+__device__ __noinline__ inline void give_up(struct moe_cuda_control *c, uint32_t code,
+                                            uint32_t slot)
+{
+    if (atomicCAS(&c->stop, 0u, 1u) != 0)
+        return;
+    if (code == MOE_CUDA_PASS_LOST) {
+        /* Named at once: a peer may run out of patience at the same moment. */
+        store_relaxed(waiting_word(c, c->slot), GAVE_UP | (slot + 1));
+        slot = culprit(c, slot);
+        store_relaxed(waiting_word(c, c->slot), GAVE_UP | (slot + 1));
+    }
+    c->verdict.rows = 0;
+    c->verdict.slot = slot;
+    c->verdict.code = code;
+}
+
+/* Whether it is this thread that looks at the host now, of all that wait on this GPU. */
+__device__ inline bool is_lookout(struct moe_cuda_control *c, uint64_t now)
+{
+    unsigned long long *looked = reinterpret_cast<unsigned long long *>(&c->looked);
+    unsigned long long last = *const_cast<volatile unsigned long long *>(looked);
+    /* Clocks of different multiprocessors may differ a little. */
+    return static_cast<int64_t>(now - last) >= static_cast<int64_t>(LOOK_AT_HOST_NS) &&
+           atomicCAS(looked, last, now) == last;
+}
+
+/* True when the wait has failed. `since` and `looked` start at 0. */
+__device__ __noinline__ inline bool out_of_patience(struct moe_cuda_control *c,
+                                                    const uint32_t *abort, uint32_t slot,
+                                                    uint64_t *since, uint64_t *looked)
+{
+    __nanosleep(40);
+    if (load_volatile(&c->stop) != 0)
+        return true;
+    uint64_t now = clock_ns();
+    if (*since == 0)
+        *since = *looked = now;
+    if (now - *looked < LOOK_AT_HOST_NS)
+        return false;
+    *looked = now;
+    const bool lookout = is_lookout(c, now);
+    if (lookout)
+        store_relaxed(waiting_word(c, c->slot), (now - *since) * ONE_NS | (slot + 1));
+    if (lookout && load_volatile(abort) != 0)
+        give_up(c, MOE_CUDA_PASS_ABORTED, slot);
+    else if (now - *since > c->budget_ns)
+        give_up(c, MOE_CUDA_PASS_LOST, slot);
+    else
+        return false;
+    return true;
+}
+
+/* Waits until `word` carries `stamp`, which `slot` will store; false when it failed. */
+__device__ inline bool wait_word(struct moe_cuda_control *c, const uint32_t *abort,
+                                 const uint64_t *word, uint64_t stamp, uint32_t slot,
+                                 uint32_t *value)
+{
+    uint64_t since = 0, looked = 0;
+    for (uint32_t tries = 1;; tries++) {
+        uint64_t w = load_acquire(word);
+        if (moe_window_word_stamp(w) == stamp) {
+            *value = moe_window_word_value(w);
+            return true;
+        }
+        if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
+            return false;
+    }
+}
+
+/* Whether what was seen of a route is of this step. */
+__device__ inline bool has_stamp(uint4 route, uint64_t stamp)
+{
+    return moe_window_word_stamp(static_cast<uint64_t>(route.y) << 32 | route.x) == stamp;
+}
+
+/* Waits until `route` carries `stamp`, which `slot` will store, and reads all of it. */
+__device__ inline bool wait_route(struct moe_cuda_control *c, const uint32_t *abort,
+                                  const struct moe_window_route *route, uint64_t stamp,
+                                  uint32_t slot, uint4 *value)
+{
+    uint64_t since = 0, looked = 0;
+    for (uint32_t tries = 1;; tries++) {
+        *value = load_at_once(route);
+        if (has_stamp(*value, stamp))
+            return true;
+        if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
+            return false;
+    }
+}
+
+/* Waits until `word` carries `stamp` or that of a later step of the same view. */
+__device__ inline bool wait_word_reached(struct moe_cuda_control *c, const uint32_t *abort,
+                                         const uint64_t *word, uint64_t stamp, uint32_t slot)
+{
+    uint64_t since = 0, looked = 0;
+    for (uint32_t tries = 1;; tries++) {
+        uint64_t seen = moe_window_word_stamp(load_acquire(word));
+        if (seen >> MOE_WINDOW_STEP_BITS == stamp >> MOE_WINDOW_STEP_BITS && seen >= stamp)
+            return true;
+        if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
+            return false;
+    }
+}
+
+/* True in the one thread that is the last of the grid to come here, and in no other; what all CTAs
+ * did before is visible to it. All threads of a CTA must call it. */
+__device__ inline bool last_of_grid(struct moe_cuda_control *c)
+{
+    __syncthreads();
+    if (threadIdx.x != 0)
+        return false;
+    __threadfence();
+    if (atomicAdd(&c->arrived, 1u) != gridDim.x - 1)
+        return false;
+    __threadfence();
+    c->arrived = 0;
+    return true;
+}
+
+#endif

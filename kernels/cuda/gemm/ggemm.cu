@@ -1,0 +1,199 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Host side of the grouped GEMM: checks the shape, describes the buffers to the copy engine, picks
+ * the instance and launches it. The kernels are in ggemm_stream.cuh, ggemm_even.cuh and
+ * ggemm_pingpong.cuh. */
+#include "cuda/gemm/ggemm.h"
+
+#include "cuda/core/load.h"
+#include "cuda/gemm/ggemm_even.cuh"
+#include "cuda/gemm/ggemm_pingpong.cuh"
+#include "cuda/gemm/ggemm_stream.cuh"
+#include "cuda/gemm/tensor_map.cuh"
+
+#include <cuda_runtime.h>
+#include <limits>
+#include <string.h>
+
+namespace
+{
+
+constexpr uint64_t MAX_TILES = UINT64_C(1) << 31; /* tile numbers are 32 bits, with room to step */
+
+typedef void (*kernel)(const ggemm::params);
+
+/* SAVED: gated, and gate and up are left as well. */
+enum form { PLAIN, GATED, BACK, SAVED, FORMS };
+
+struct instance {
+    kernel run[FORMS][2]; /* [..][fp32 output] */
+    uint32_t threads;
+    uint32_t row_step; /* of the boxes in which rows are read */
+    size_t shared_bytes;
+};
+
+/* Indexed by enum moe_cuda_gemm_tile. */
+const instance instances[] = {
+    {{{ggemm::stream_kernel<false, false, false, false>,
+       ggemm::stream_kernel<false, true, false, false>},
+      {ggemm::stream_kernel<true, false, false, false>,
+       ggemm::stream_kernel<true, true, false, false>},
+      {ggemm::stream_kernel<false, false, true, false>,
+       ggemm::stream_kernel<false, true, true, false>},
+      {ggemm::stream_kernel<true, false, false, true>, nullptr}},
+     ggemm::STREAM_THREADS,
+     ggemm::STREAM_ROW_STEP,
+     sizeof(ggemm::stream_shared)},
+    {{{ggemm::even_kernel<false, false, false, false>,
+       ggemm::even_kernel<false, true, false, false>},
+      {ggemm::even_kernel<true, false, false, false>, ggemm::even_kernel<true, true, false, false>},
+      {ggemm::even_kernel<false, false, true, false>, ggemm::even_kernel<false, true, true, false>},
+      {ggemm::even_kernel<true, false, false, true>, nullptr}},
+     ggemm::EVEN_THREADS,
+     ggemm::EVEN_ROW_STEP,
+     sizeof(ggemm::even_shared)},
+    {{{ggemm::pingpong_kernel<false, false, false, false>,
+       ggemm::pingpong_kernel<false, true, false, false>},
+      {ggemm::pingpong_kernel<true, false, false, false>,
+       ggemm::pingpong_kernel<true, true, false, false>},
+      {ggemm::pingpong_kernel<false, false, true, false>,
+       ggemm::pingpong_kernel<false, true, true, false>},
+      {ggemm::pingpong_kernel<true, false, false, true>, nullptr}},
+     ggemm::PINGPONG_THREADS,
+     ggemm::PINGPONG_ROW_STEP,
+     sizeof(ggemm::pingpong_shared)},
+};
+static_assert(sizeof instances / sizeof *instances == MOE_CUDA_TILE_COUNT, "one instance per tile");
+
+moe_status check_shape(const moe_cuda_ggemm &g)
+{
+    const uint64_t row_tiles = uint64_t(g.row_capacity) / ggemm::MMA_ROWS + g.experts;
+    const uint64_t column_tiles =
+        (uint64_t(g.n) * 2 + ggemm::STREAM_COLUMNS - 1) / ggemm::STREAM_COLUMNS;
+    if (g.tile >= MOE_CUDA_TILE_COUNT || g.experts == 0 || g.experts > MOE_MAX_EXPERTS ||
+        g.row_capacity == 0 || g.n == 0 || g.k == 0 || g.n % 8 != 0 || g.k % 8 != 0 ||
+        g.n > UINT32_MAX / 4 || row_tiles * column_tiles > MAX_TILES ||
+        !tensor_map::fits_stride(g.x_stride, g.k) || !tensor_map::fits_stride(g.out_stride, g.n))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "grouped GEMM: %u experts, %u rows, %u x %u is out of range", g.experts,
+                         g.row_capacity, g.n, g.k);
+    if (g.gated && g.back)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "grouped GEMM: gate and up have no product with W");
+    if (g.pre != nullptr && (!g.gated || g.out_dtype != MOE_DTYPE_BF16))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "grouped GEMM: only gate and up with bf16 results can be left");
+    if (g.out_dtype != MOE_DTYPE_BF16 && g.out_dtype != MOE_DTYPE_F32)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
+                         "grouped GEMM: output dtype %d", int(g.out_dtype));
+    return moe_ok();
+}
+
+void set_activation(const moe_cuda_ggemm &g, ggemm::params *p)
+{
+    const bool oai = g.activation == MOE_ACT_SWIGLU_OAI;
+    p->limit = g.activation == MOE_ACT_SWIGLU ? std::numeric_limits<float>::infinity() : g.limit;
+    p->alpha = oai ? g.alpha : 1.0f;
+    p->shift = oai ? 1.0f : 0.0f;
+}
+
+void set_weighting(const moe_cuda_ggemm &g, ggemm::params *p)
+{
+    const bool on_input = g.weighting == MOE_WEIGHT_INPUT;
+    p->row_weight = on_input == g.gated ? g.row_weight : nullptr;
+}
+
+moe_status make_params(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::params *p)
+{
+    const instance &use = instances[tile];
+    const struct moe_cuda_tile_shape shape = moe_cuda_tile_shape(tile);
+    const uint32_t weight_rows = g.gated ? 2 * g.n : g.n;
+    const tensor_map::matrix x = {g.x, g.row_capacity, g.k, 1, g.x_stride};
+    const tensor_map::matrix out = {g.out, g.row_capacity, g.n, 1, g.out_stride};
+    for (uint32_t i = 0; i < shape.rows / use.row_step; i++)
+        MOE_TRY(tensor_map::of_rows(&p->rows[i], x, (i + 1) * use.row_step, 2));
+    if (g.out_dtype == MOE_DTYPE_BF16)
+        MOE_TRY(tensor_map::of_rows(&p->out, out, ggemm::STORE_ROWS, 2));
+    p->out_rows = g.out;
+    p->start = g.start;
+    p->count = g.count;
+    p->weights = g.weights;
+    p->has_bias = g.has_bias;
+    p->tile = tile;
+    p->pre = g.pre;
+    p->began = g.began;
+    p->experts = g.experts;
+    p->n = weight_rows;
+    p->k = g.k;
+    p->out_n = g.n;
+    p->out_stride = g.out_stride != 0 ? g.out_stride : g.n;
+    set_weighting(g, p);
+    set_activation(g, p);
+    return moe_ok();
+}
+
+} // namespace
+
+extern "C" bool moe_cuda_ggemm_serves(uint32_t n, uint32_t k)
+{
+    int major = 0, processors = 0;
+    const moe_status st = tensor_map::device_facts(&major, &processors);
+    return !moe_failed(&st) && major == 9 && n % 8 == 0 && k % 8 == 0 && n > 0 && k > 0;
+}
+
+extern "C" moe_status moe_cuda_ggemm_describe(const void *data, uint32_t experts, uint32_t rows,
+                                              uint32_t columns, moe_cuda_ggemm_weights *out)
+{
+    static_assert(sizeof(CUtensorMap) == sizeof(moe_cuda_tensor_map) &&
+                      sizeof(moe_cuda_ggemm_weights) % alignof(CUtensorMap) == 0,
+                  "maps of an array of weights are aligned");
+    for (int tile = 0; tile < MOE_CUDA_TILE_COUNT; tile++) {
+        const auto shape = moe_cuda_tile_shape(static_cast<moe_cuda_gemm_tile>(tile));
+        CUtensorMap map;
+        MOE_TRY(tensor_map::of_rows(&map, {data, rows, columns, experts}, shape.columns, 3));
+        memcpy(&out->map[tile], &map, sizeof map);
+    }
+    const tensor_map::matrix m = {data, rows, columns, experts};
+    const uint32_t slabs = ggemm::PINGPONG_COLUMNS / tensor_map::BOX_COLUMNS;
+    static_assert(ggemm::PINGPONG_COLUMNS == ggemm::STREAM_COLUMNS &&
+                      ggemm::PINGPONG_COLUMNS == ggemm::EVEN_COLUMNS,
+                  "one map for all");
+    CUtensorMap back;
+    MOE_TRY(tensor_map::has_whole_slabs(columns)
+                ? tensor_map::of_slabs(&back, m, ggemm::DEPTH, slabs, 4)
+                : tensor_map::of_rows(&back, m, ggemm::DEPTH, 3));
+    memcpy(&out->back, &back, sizeof back);
+    out->data = data;
+    return moe_ok();
+}
+
+extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_st *stream)
+{
+    int major, processors;
+    MOE_TRY(tensor_map::device_facts(&major, &processors));
+    if (major != 9)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "this grouped GEMM needs a Hopper GPU");
+    MOE_TRY(check_shape(*g));
+    const instance &use = instances[g->tile];
+    const form form = g->pre != nullptr ? SAVED : g->gated ? GATED : g->back ? BACK : PLAIN;
+    const kernel run = use.run[form][g->out_dtype == MOE_DTYPE_F32];
+    ggemm::params p = {};
+    MOE_TRY(make_params(*g, g->tile, &p));
+    MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          int(use.shared_bytes))));
+    const uint32_t all = uint32_t(processors);
+    const uint32_t ctas = g->processors == 0 || g->processors > all ? all : g->processors;
+    run<<<ctas, use.threads, use.shared_bytes, stream>>>(p);
+    return MOE_LAUNCHED("grouped GEMM");
+}
+
+extern "C" moe_status moe_cuda_load_ggemm(void)
+{
+    for (const instance &use : instances)
+        for (const auto &form : use.run)
+            for (const kernel run : form)
+                if (run != nullptr)
+                    MOE_TRY(moe_cuda_load(run));
+    return moe_ok();
+}

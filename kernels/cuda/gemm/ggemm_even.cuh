@@ -1,0 +1,147 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Grouped GEMM for any number of rows per expert above a few: little is lost to rounding.
+ *
+ * Weights are the instruction's 64-row side, and an expert's rows its other side, which comes in
+ * steps of 16: an expert's rows are cut into equal tiles of up to 192. Up to there an
+ * expert's weights are read once; beyond, the tiles that share weights stay in step because they
+ * are equal (a shorter last one would run ahead, and the weights be read from memory again).
+ *
+ * Tile     128 weight rows x up to 192 rows x 64, 5 stages in flight. Rows are read in boxes of
+ *          32, 64, ... 192.
+ * Warps    0-3 and 4-7 are two consumers that take tiles in turn: while one stores, the other
+ *          multiplies. Warp 8 keeps the copy engine busy and makes the list of tiles; 9-11 only
+ *          lend their registers.
+ * Shared   218 KB: one block per SM, persistent.
+ * Registers 24 for the last warpgroup, 240 for the consumers (64 K in all, 168 at the start).
+ *
+ * A barrier's parity tells only one phase from the one before. A consumer that skips a tile may be
+ * two phases behind the ring, so it enters only when the other has passed its last wait: the named
+ * barriers TURN and TURN + 1 hand the ring over. */
+#ifndef MOE_CUDA_GGEMM_EVEN_CUH
+#define MOE_CUDA_GGEMM_EVEN_CUH
+
+#include "cuda/gemm/ggemm_pipeline.cuh"
+#include "cuda/gemm/ggemm_transposed.cuh"
+
+namespace ggemm
+{
+
+constexpr uint32_t EVEN_ROWS = 192, EVEN_STAGES = 5;
+constexpr uint32_t EVEN_COLUMNS = 128, EVEN_ROW_STEP = 32, EVEN_CHUNK = 64;
+constexpr uint32_t EVEN_SLABS = EVEN_COLUMNS / MMA_ROWS;
+constexpr uint32_t EVEN_THREADS = 3 * WARPGROUP;
+constexpr int EVEN_TURN = 1, EVEN_OWN = 3; /* named barriers */
+
+using even_shared = shared<EVEN_ROWS, EVEN_COLUMNS, EVEN_STAGES, 2 * EVEN_CHUNK * CHUNK_ROW_BYTES>;
+static_assert(MMA_ROWS * DEPTH_BYTES == SLAB_BYTES, "64 weight rows, or 64 columns of 64");
+using even_walk = tile_walk<EVEN_ROWS, EVEN_COLUMNS, true>;
+
+/* The main loop for tiles of N rows; leaves the last product under way and returns its stage. */
+template <uint32_t N, bool BACK>
+__device__ __forceinline__ uint32_t even_multiply(even_shared &s, ring<EVEN_STAGES> &at,
+                                                  uint32_t steps,
+                                                  float (&acc)[EVEN_SLABS][EVEN_ROWS / 2])
+{
+    const bool speaks = threadIdx.x % WARP == 0;
+    uint32_t previous = 0;
+    for (uint32_t step = 0; step < steps; step++) {
+        hopper::barrier_wait(&s.full[at.stage], at.phase);
+        hopper::multiply_fence();
+        const uint32_t weights = hopper::shared_address(s.b[at.stage]);
+        const uint64_t rows = hopper::operand(hopper::shared_address(s.a[at.stage]));
+#pragma unroll
+        for (uint32_t i = 0; i < DEPTH / 16; i++)
+#pragma unroll
+            for (uint32_t slab = 0; slab < EVEN_SLABS; slab++) {
+                const uint32_t at_slab = weights + slab * SLAB_BYTES;
+                if constexpr (BACK)
+                    hopper::multiply<N>::start_a_rows(acc[slab],
+                                                      hopper::operand_rows(at_slab, SLAB_BYTES) +
+                                                          i * hopper::OPERAND_16_ROWS,
+                                                      rows + i * 2, (step | i) != 0);
+                else
+                    hopper::multiply<N>::start(acc[slab], hopper::operand(at_slab) + i * 2,
+                                               rows + i * 2, (step | i) != 0);
+            }
+        hopper::multiply_commit();
+        hopper::multiply_wait<1>();
+        if (step > 0 && speaks)
+            hopper::barrier_arrive(&s.empty[previous]);
+        previous = at.stage;
+        at.advance();
+    }
+    return previous;
+}
+
+/* Picks the smallest N that holds `rows`. */
+template <bool BACK, uint32_t N = EVEN_ROWS>
+__device__ __forceinline__ uint32_t even_multiply_rows(even_shared &s, ring<EVEN_STAGES> &at,
+                                                       uint32_t steps, uint32_t rows,
+                                                       float (&acc)[EVEN_SLABS][EVEN_ROWS / 2])
+{
+    if constexpr (N > ROW_GRAIN)
+        if (rows <= N - ROW_GRAIN)
+            return even_multiply_rows<BACK, N - ROW_GRAIN>(s, at, steps, rows, acc);
+    return even_multiply<N, BACK>(s, at, steps, acc);
+}
+
+template <bool GATED, bool F32, bool BACK, bool SAVE>
+__device__ __forceinline__ void even_consume(const params &p, even_shared &s, uint32_t group)
+{
+    const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
+    const uint32_t chunk = hopper::shared_address(s.staging) + group * EVEN_CHUNK * CHUNK_ROW_BYTES;
+    even_walk tile(p, s.first);
+    ring<EVEN_STAGES> at;
+    for (uint32_t number = 0; tile.next(); number++) {
+        if (number % 2 != group) {
+            at.skip(steps);
+            continue;
+        }
+        float acc[EVEN_SLABS][EVEN_ROWS / 2];
+        if (number > 0)
+            hopper::named_wait(EVEN_TURN + int(group), 2 * WARPGROUP);
+        const uint32_t last = even_multiply_rows<BACK>(s, at, steps, tile.height, acc);
+        hopper::named_arrive(EVEN_TURN + int(group ^ 1), 2 * WARPGROUP);
+        hopper::multiply_wait<0>();
+        if (threadIdx.x % WARP == 0)
+            hopper::barrier_arrive(&s.empty[last]);
+#pragma unroll
+        for (uint32_t slab = 0; slab < EVEN_SLABS; slab++)
+            hopper::multiply_done(acc[slab]);
+#pragma unroll
+        for (uint32_t slab = 0; slab < EVEN_SLABS; slab++)
+            store_transposed_tile<GATED, F32, SAVE, EVEN_CHUNK, EVEN_ROWS>(
+                p, tile, tile.weight_row + slab * MMA_ROWS, acc[slab], chunk,
+                EVEN_OWN + int(group));
+    }
+}
+
+template <bool GATED, bool F32, bool BACK, bool SAVE>
+__global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_constant__ params p)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) uint8_t memory[];
+    stamp_begin(p.began);
+    auto &s = *reinterpret_cast<even_shared *>(memory);
+    const uint32_t group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+    if (threadIdx.x == 0) {
+        init_barriers(s.full, s.empty, WARPGROUP / WARP);
+        s.weights = take_weight_map<BACK>(p);
+    }
+    if (threadIdx.x / WARP == 2 * WARPGROUP / WARP)
+        list_tiles<EVEN_ROWS, EVEN_COLUMNS>(p, s.first);
+    __syncthreads();
+    if (group == 2) {
+        hopper::registers_give_back<24>();
+        if (threadIdx.x == 2 * WARPGROUP)
+            produce<EVEN_ROW_STEP, true, BACK>(p, s);
+    } else {
+        hopper::registers_take<240>();
+        even_consume<GATED, F32, BACK, SAVE>(p, s, group);
+    }
+#endif
+}
+
+} // namespace ggemm
+
+#endif

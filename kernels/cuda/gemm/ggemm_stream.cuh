@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Grouped GEMM for few rows per expert, where reading the weights is the work.
+ *
+ * Tile     64 x 128 x 64, 8 stages in flight. Rows are read in boxes of 16, 32, 48 or 64.
+ * Warps    0-3 multiply and store, 4 keeps the copy engine busy and makes the list of tiles.
+ * Shared   211 KB: one block per SM, persistent.
+ * Registers no cap below 255: 160 threads need none. */
+#ifndef MOE_CUDA_GGEMM_STREAM_CUH
+#define MOE_CUDA_GGEMM_STREAM_CUH
+
+#include "cuda/gemm/ggemm_epilogue.cuh"
+#include "cuda/gemm/ggemm_pipeline.cuh"
+
+namespace ggemm
+{
+
+constexpr uint32_t STREAM_COLUMNS = 128, STREAM_STAGES = 8;
+constexpr uint32_t STREAM_THREADS = WARPGROUP + WARP, STREAM_ROW_STEP = 16;
+
+using stream_shared =
+    shared<MMA_ROWS, STREAM_COLUMNS, STREAM_STAGES, WARPGROUP / WARP * WARP_STAGING>;
+
+template <bool GATED, bool F32, bool BACK, bool SAVE>
+__device__ __forceinline__ void stream_consume(const params &p, stream_shared &s)
+{
+    const uint32_t warp = threadIdx.x / WARP;
+    const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
+    staging stage{hopper::shared_address(s.staging + warp * WARP_STAGING)};
+    tile_walk<MMA_ROWS, STREAM_COLUMNS> tile(p, s.first);
+    ring<STREAM_STAGES> at;
+    while (tile.next()) {
+        float acc[1][STREAM_COLUMNS / 2];
+        const uint32_t row = tile.row + warp * STORE_ROWS;
+        const int rows = int(tile.rows) - int(warp * STORE_ROWS);
+        const row_weights w = load_row_weights(p, row, rows > 0 ? uint32_t(rows) : 0);
+        const uint32_t last = multiply_tile<BACK>(s, at, steps, acc);
+        finish_product(s, last, acc);
+        store_tile<GATED, F32, SAVE>(p, acc[0], stage, tile.expert, row, rows, tile.weight_row, w);
+    }
+    if (threadIdx.x % WARP == 0)
+        hopper::store_wait_all();
+}
+
+template <bool GATED, bool F32, bool BACK, bool SAVE>
+__global__ void __launch_bounds__(STREAM_THREADS, 1) stream_kernel(const __grid_constant__ params p)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) uint8_t memory[];
+    stamp_begin(p.began);
+    auto &s = *reinterpret_cast<stream_shared *>(memory);
+    const uint32_t warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
+    if (threadIdx.x == 0) {
+        init_barriers(s.full, s.empty, WARPGROUP / WARP);
+        s.weights = take_weight_map<BACK>(p);
+        hopper::prefetch_map(&p.rows[0]);
+    }
+    if (warp == WARPGROUP / WARP)
+        list_tiles<MMA_ROWS, STREAM_COLUMNS>(p, s.first);
+    __syncthreads();
+    if (warp < WARPGROUP / WARP)
+        stream_consume<GATED, F32, BACK, SAVE>(p, s);
+    else if (threadIdx.x == WARPGROUP)
+        produce<STREAM_ROW_STEP, false, BACK>(p, s);
+#endif
+}
+
+} // namespace ggemm
+
+#endif

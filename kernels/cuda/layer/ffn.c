@@ -1,0 +1,414 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which kernel computes an expert, and the parts that the backend offers alone; see ffn.h. */
+#include "cuda/layer/ffn.h"
+
+#include "base/size.h"
+#include "cuda/gemm/ggemm_cublas.h"
+#include "cuda/layer/ffn_exact.h"
+
+/* ---------------------------------------------------------------------- choice */
+
+static bool is_gated(enum moe_cuda_matrices which)
+{
+    return which == MOE_CUDA_GATE_UP || which == MOE_CUDA_SHARED_GATE_UP;
+}
+
+/* Columns of the product, after the activation. */
+static uint32_t width_of(const struct moe_layer *layer, enum moe_cuda_matrices which)
+{
+    if (!is_gated(which))
+        return layer->spec.hidden;
+    return which == MOE_CUDA_GATE_UP ? layer->spec.intermediate : layer->spec.shared_intermediate;
+}
+
+static bool on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype,
+                            enum moe_cuda_matrices which)
+{
+    return dtype == MOE_DTYPE_BF16 && layer->desc.served[which];
+}
+
+enum moe_dtype moe_cuda_ffn_hidden_dtype(const struct moe_layer *layer, enum moe_dtype dtype)
+{
+    return on_tensor_cores(layer, dtype, MOE_CUDA_DOWN) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
+}
+
+enum moe_dtype moe_cuda_ffn_out_dtype(const struct moe_layer *layer, enum moe_dtype dtype)
+{
+    return moe_cuda_ffn_hidden_dtype(layer, dtype);
+}
+
+static enum moe_cuda_gemm_tile tile_of(const struct moe_layer *layer,
+                                       const struct moe_cuda_batch_rows *b,
+                                       const struct moe_cuda_matrix *m)
+{
+    struct moe_cuda_gemm_facts facts = {.bucket = b->bucket,
+                                        .slots = b->slots,
+                                        .top_k = layer->spec.router.top_k,
+                                        .experts = layer->spec.experts,
+                                        .n = m->rows,
+                                        .k = m->columns};
+    return moe_cuda_choose_tile(&facts);
+}
+
+/* Where a product's time goes. */
+static uint64_t *began_of(const struct moe_cuda_batch_rows *b, enum moe_stage stage)
+{
+    return b->began != NULL ? b->began + stage : NULL;
+}
+
+static struct moe_status multiply(const struct moe_layer *layer, const struct moe_cuda_ggemm *g,
+                                  void *scratch, cudaStream_t stream)
+{
+    struct moe_cuda_cublas *cublas = layer->device->cublas;
+    return cublas != NULL ? moe_cuda_cublas_enqueue(cublas, g, scratch, stream)
+                          : moe_cuda_ggemm_enqueue(g, stream);
+}
+
+/* Scratch of one product with a result of this dtype. */
+static size_t product_bytes(const struct moe_layer *layer, enum moe_cuda_matrices which,
+                            enum moe_dtype out_dtype, uint32_t rows)
+{
+    if (layer->device->cublas == NULL || !layer->desc.served[which] || rows == 0)
+        return 0;
+    return moe_cuda_cublas_scratch_bytes(is_gated(which), out_dtype, rows, width_of(layer, which));
+}
+
+static size_t larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+/* What both products of the routed experts have in common. */
+static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
+                                      const struct moe_cuda_batch_rows *b,
+                                      enum moe_cuda_matrices which)
+{
+    const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
+    return (struct moe_cuda_ggemm){.tile = tile_of(layer, b, m),
+                                   .gated = is_gated(which),
+                                   .experts = b->rows.local_experts,
+                                   .row_capacity = b->capacity,
+                                   .n = width_of(layer, which),
+                                   .k = m->columns,
+                                   .start = b->rows.start,
+                                   .count = b->rows.count,
+                                   .weights = &b->facts->weights[which],
+                                   .row_weight = b->rows.weight,
+                                   .weighting = layer->spec.weighting,
+                                   .activation = layer->spec.activation,
+                                   .limit = layer->spec.swiglu_limit,
+                                   .alpha = layer->spec.swiglu_alpha};
+}
+
+/* --------------------------------------------------------------- routed experts */
+
+size_t moe_cuda_ffn_scratch_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
+                                  uint32_t capacity)
+{
+    if (dtype != MOE_DTYPE_BF16)
+        return 0;
+    enum moe_dtype hidden = moe_cuda_ffn_hidden_dtype(layer, dtype);
+    return larger(
+        product_bytes(layer, MOE_CUDA_GATE_UP, hidden, capacity),
+        /* bf16 results (inside a step) need more room than fp32 ones */
+        product_bytes(layer, MOE_CUDA_DOWN, moe_cuda_ffn_out_dtype(layer, dtype), capacity));
+}
+
+struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_dtype dtype,
+                                       const struct moe_cuda_batch_rows *b, void *hidden,
+                                       enum moe_dtype hidden_dtype, cudaStream_t stream)
+{
+    if (b->rows.local_experts == 0 || b->capacity == 0)
+        return moe_ok();
+    if (!on_tensor_cores(layer, dtype, MOE_CUDA_GATE_UP)) {
+        struct moe_cuda_exact exact = {.layer = layer,
+                                       .facts = b->facts,
+                                       .rows = &b->rows,
+                                       .in_dtype = dtype,
+                                       .in = b->rows.x,
+                                       .weight = b->rows.weight,
+                                       .out = hidden,
+                                       .out_dtype = hidden_dtype,
+                                       .began = began_of(b, MOE_STAGE_GEMM1)};
+        return moe_cuda_exact_gate_up(&exact, stream);
+    }
+    struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_GATE_UP);
+    g.x = b->rows.x;
+    g.has_bias = layer->spec.gate_up_bias;
+    g.out_dtype = hidden_dtype;
+    g.out = hidden;
+    g.began = began_of(b, MOE_STAGE_GEMM1);
+    if (b->saves)
+        g.pre = &b->facts->pre[MOE_KEPT_ROUTED];
+    return multiply(layer, &g, b->scratch, stream);
+}
+
+struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
+                                    const struct moe_cuda_batch_rows *b, const void *hidden,
+                                    enum moe_dtype hidden_dtype, void *out,
+                                    enum moe_dtype out_dtype, cudaStream_t stream)
+{
+    if (b->rows.local_experts == 0 || b->capacity == 0)
+        return moe_ok();
+    if (!on_tensor_cores(layer, hidden_dtype, MOE_CUDA_DOWN)) {
+        struct moe_cuda_exact exact = {.layer = layer,
+                                       .facts = b->facts,
+                                       .rows = &b->rows,
+                                       .in_dtype = hidden_dtype,
+                                       .in = hidden,
+                                       .weight = b->rows.weight,
+                                       .out = out,
+                                       .began = began_of(b, MOE_STAGE_GEMM2)};
+        return moe_cuda_exact_down(&exact, stream);
+    }
+    struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_DOWN);
+    g.x = hidden;
+    g.has_bias = layer->spec.down_bias;
+    g.out_dtype = out_dtype;
+    g.out = out;
+    g.began = began_of(b, MOE_STAGE_GEMM2);
+    return multiply(layer, &g, b->scratch, stream);
+}
+
+/* ---------------------------------------------------------------- shared expert */
+
+/* Its scratch: the weights of the tokens, the activations, and what a product needs. */
+struct shared_scratch {
+    float *weight;
+    void *hidden, *product;
+};
+
+enum { LINE = 256 };
+
+static size_t in_lines(size_t bytes)
+{
+    return (bytes + LINE - 1) / LINE * LINE;
+}
+
+size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens)
+{
+    size_t inner = layer->spec.shared_intermediate, n = tokens;
+    if (inner == 0)
+        return 0;
+    return in_lines(n * sizeof(float)) + in_lines(n * inner * sizeof(float)) +
+           larger(product_bytes(layer, MOE_CUDA_SHARED_GATE_UP, MOE_DTYPE_BF16, tokens),
+                  product_bytes(layer, MOE_CUDA_SHARED_DOWN, MOE_DTYPE_F32, tokens));
+}
+
+static struct shared_scratch lay_out_shared(const struct moe_layer *layer,
+                                            const struct moe_cuda_shared *s)
+{
+    size_t weights = in_lines((size_t)s->capacity * sizeof(float));
+    size_t hidden = in_lines((size_t)s->capacity * layer->spec.shared_intermediate * sizeof(float));
+    char *base = s->scratch;
+    return (struct shared_scratch){
+        .weight = s->scratch, .hidden = base + weights, .product = base + weights + hidden};
+}
+
+static struct moe_status
+shared_product(const struct moe_layer *layer, const struct moe_cuda_shared *s,
+               const struct shared_scratch *at, enum moe_cuda_matrices which, const void *in,
+               enum moe_dtype out_dtype, void *out, uint64_t *began, cudaStream_t stream)
+{
+    const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
+    struct moe_cuda_gemm_facts facts = {
+        .bucket = s->bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
+    struct moe_cuda_ggemm g = {.tile = moe_cuda_choose_tile(&facts),
+                               .gated = is_gated(which),
+                               .experts = 1,
+                               .row_capacity = s->capacity,
+                               .n = width_of(layer, which),
+                               .k = m->columns,
+                               .start = &s->facts->first,
+                               .count = &s->facts->tokens,
+                               .x = in,
+                               .weights = &s->facts->weights[which],
+                               .row_weight = layer->spec.shared_gated ? at->weight : NULL,
+                               .weighting = MOE_WEIGHT_OUTPUT_LATE,
+                               .activation = layer->spec.shared_activation,
+                               .limit = layer->spec.swiglu_limit,
+                               .alpha = layer->spec.swiglu_alpha,
+                               .out_dtype = out_dtype,
+                               .out = out,
+                               .began = began,
+                               .processors = s->processors};
+    if (s->saves && is_gated(which))
+        g.pre = &s->facts->pre[MOE_KEPT_SHARED];
+    return multiply(layer, &g, at->product, stream);
+}
+
+static struct moe_status shared_exactly(const struct moe_layer *layer,
+                                        const struct moe_cuda_shared *s, const float *weight,
+                                        void *hidden, uint64_t *began, cudaStream_t stream)
+{
+    struct moe_cuda_exact up = {.layer = layer,
+                                .facts = s->facts,
+                                .in_dtype = s->dtype,
+                                .in = s->x,
+                                .out = hidden,
+                                .out_dtype = MOE_DTYPE_F32,
+                                .began = began};
+    struct moe_cuda_exact down = {.layer = layer,
+                                  .facts = s->facts,
+                                  .in_dtype = MOE_DTYPE_F32,
+                                  .in = hidden,
+                                  .weight = weight,
+                                  .out = s->out};
+    MOE_TRY(moe_cuda_exact_gate_up(&up, stream));
+    return moe_cuda_exact_down(&down, stream);
+}
+
+struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
+                                      const struct moe_cuda_shared *s, cudaStream_t stream)
+{
+    struct shared_scratch at = lay_out_shared(layer, s);
+    const float *weight = NULL;
+    uint64_t *began = s->began; /* for whichever kernel is first */
+    if (layer->spec.shared_gated) {
+        MOE_TRY(moe_cuda_shared_weights(layer, s->facts, s->dtype, s->capacity, s->x, at.weight,
+                                        began, stream));
+        weight = at.weight;
+        began = NULL;
+    }
+    if (!on_tensor_cores(layer, s->dtype, MOE_CUDA_SHARED_GATE_UP) ||
+        !on_tensor_cores(layer, MOE_DTYPE_BF16, MOE_CUDA_SHARED_DOWN))
+        return shared_exactly(layer, s, weight, at.hidden, began, stream);
+    MOE_TRY(shared_product(layer, s, &at, MOE_CUDA_SHARED_GATE_UP, s->x, MOE_DTYPE_BF16, at.hidden,
+                           began, stream));
+    return shared_product(layer, s, &at, MOE_CUDA_SHARED_DOWN, at.hidden, MOE_DTYPE_F32, s->out,
+                          NULL, stream);
+}
+
+/* ------------------------------------------------------------------- parts alone */
+
+static struct moe_status check_part(const struct moe_layer *layer)
+{
+    if (!layer->finished)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
+                         "layer %u is not finished", layer->spec.layer);
+    return moe_cuda_device_use(layer->device);
+}
+
+static struct moe_status check_dtype(enum moe_dtype dtype)
+{
+    if (dtype != MOE_DTYPE_F32 && dtype != MOE_DTYPE_BF16)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
+                         "tokens are neither F32 nor BF16");
+    return moe_ok();
+}
+
+/* A part may wait: it reads how many rows there are, and tells the layer's facts. */
+static struct moe_status measure_rows(struct moe_layer *layer, const struct moe_rows *rows,
+                                      struct moe_cuda_batch_rows *b)
+{
+    *b = (struct moe_cuda_batch_rows){.rows = *rows, .slots = 1};
+    if (rows->local_experts != layer->local_experts)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "rows of %u experts, %u are here", rows->local_experts,
+                         layer->local_experts);
+    if (rows->local_experts == 0)
+        return moe_ok();
+    MOE_TRY(moe_cuda_mem_copy(layer->device, &b->capacity, rows->start + rows->local_experts,
+                              sizeof b->capacity));
+    b->bucket = b->capacity / layer->spec.router.top_k + 1;
+    struct moe_cuda_facts facts;
+    moe_cuda_facts_fill(layer, MOE_DTYPE_NONE, 0, 0, &facts);
+    return moe_cuda_facts_tell(layer, &facts, &b->facts);
+}
+
+/* What both parts begin with, and its memory. */
+struct part {
+    struct moe_cuda_batch_rows b;
+    enum moe_dtype inner; /* of hidden inside a step */
+    size_t elements;      /* of hidden */
+    void *narrow;         /* room for hidden where `inner` is not F32, else NULL */
+    size_t narrow_bytes, scratch_bytes;
+};
+
+static void end_part(struct moe_layer *layer, struct part *p)
+{
+    moe_cuda_mem_free(layer->device, MOE_MEM_DEVICE, p->narrow, p->narrow_bytes);
+    moe_cuda_mem_free(layer->device, MOE_MEM_DEVICE, p->b.scratch, p->scratch_bytes);
+}
+
+static struct moe_status begin_part(struct moe_layer *layer, enum moe_dtype dtype,
+                                    const struct moe_rows *rows, struct part *p)
+{
+    *p = (struct part){.inner = MOE_DTYPE_F32};
+    MOE_TRY(check_part(layer));
+    MOE_TRY(check_dtype(dtype));
+    MOE_TRY(measure_rows(layer, rows, &p->b));
+    p->inner = moe_cuda_ffn_hidden_dtype(layer, dtype);
+    p->elements = (size_t)p->b.capacity * layer->spec.intermediate;
+    p->narrow_bytes = p->inner == MOE_DTYPE_F32 ? 0 : p->elements * sizeof(uint16_t);
+    p->scratch_bytes = moe_cuda_ffn_scratch_bytes(layer, dtype, p->b.capacity);
+    MOE_TRY(moe_cuda_mem_alloc(layer->device, MOE_MEM_DEVICE, p->narrow_bytes, &p->narrow));
+    struct moe_status st =
+        moe_cuda_mem_alloc(layer->device, MOE_MEM_DEVICE, p->scratch_bytes, &p->b.scratch);
+    if (moe_failed(&st))
+        end_part(layer, p);
+    return st;
+}
+
+struct moe_status moe_cuda_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
+                                        const struct moe_rows *rows, float *hidden)
+{
+    struct part p;
+    struct moe_status st;
+    MOE_TRY(begin_part(layer, dtype, rows, &p));
+    cudaStream_t stream = layer->device->compute;
+    void *to = p.narrow != NULL ? p.narrow : hidden;
+    MOE_TRY_GOTO(st, moe_cuda_ffn_gate_up(layer, dtype, &p.b, to, p.inner, stream), done);
+    if (p.narrow != NULL)
+        MOE_TRY_GOTO(st, moe_cuda_widen(p.narrow, hidden, p.elements, stream), done);
+    st = moe_cuda_device_finish(layer->device);
+done:
+    end_part(layer, &p);
+    return st;
+}
+
+struct moe_status moe_cuda_gemm_down(struct moe_layer *layer, enum moe_dtype dtype,
+                                     const struct moe_rows *rows, const float *hidden, float *out)
+{
+    struct part p;
+    struct moe_status st;
+    MOE_TRY(begin_part(layer, dtype, rows, &p));
+    cudaStream_t stream = layer->device->compute;
+    const void *from = p.narrow != NULL ? p.narrow : hidden;
+    if (p.narrow != NULL)
+        MOE_TRY_GOTO(st, moe_cuda_narrow(hidden, p.narrow, p.elements, stream), done);
+    MOE_TRY_GOTO(st, moe_cuda_ffn_down(layer, &p.b, from, p.inner, out, MOE_DTYPE_F32, stream),
+                 done);
+    st = moe_cuda_device_finish(layer->device);
+done:
+    end_part(layer, &p);
+    return st;
+}
+
+struct moe_status moe_cuda_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,
+                                          uint32_t tokens, const void *x, float *y)
+{
+    struct moe_device *device = layer->device;
+    MOE_TRY(check_part(layer));
+    MOE_TRY(check_dtype(dtype));
+    if (layer->spec.shared_intermediate == 0 || tokens == 0)
+        return moe_ok();
+    size_t n = (size_t)tokens * layer->spec.hidden, out_bytes = in_lines(n * sizeof *y);
+    size_t bytes = out_bytes + moe_cuda_ffn_shared_bytes(layer, tokens);
+    struct moe_cuda_shared s = {
+        .dtype = dtype, .bucket = moe_pow2_ceil(tokens), .capacity = tokens, .x = x};
+    struct moe_cuda_facts facts;
+    moe_cuda_facts_fill(layer, dtype, 0, tokens, &facts);
+    MOE_TRY(moe_cuda_facts_tell(layer, &facts, &s.facts));
+    void *out;
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &out));
+    s.out = out;
+    s.scratch = (char *)out + out_bytes;
+    struct moe_status st;
+    MOE_TRY_GOTO(st, moe_cuda_ffn_shared(layer, &s, device->compute), done);
+    MOE_TRY_GOTO(st, moe_cuda_add(y, out, n, device->compute), done);
+    st = moe_cuda_device_finish(device);
+done:
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, out, bytes);
+    return st;
+}

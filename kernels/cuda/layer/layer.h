@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One MoE layer on a GPU: its spec, who holds which expert, and the resident weights of the experts
+ * that its slot holds. Read-only after moe_cuda_layer_finish.
+ *
+ * Weights keep the dtype they came in: BF16 with BF16 tokens runs on tensor cores, every other
+ * combination in exact fp32. Gate and up are one matrix whose rows alternate in blocks of
+ * MOE_CUDA_INTERLEAVE: gate 0-7, up 0-7, gate 8-15, ... so that one tile of it holds both halves of
+ * an activation. */
+#ifndef MOE_CUDA_LAYER_H
+#define MOE_CUDA_LAYER_H
+
+#include "base/thread_pool.h"
+#include "cuda/core/device.h"
+#include "cuda/gemm/ggemm.h"
+#include "cuda/layer/matrix.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum moe_cuda_matrices {
+    MOE_CUDA_ROUTER,         /* [1][E+Z][H] */
+    MOE_CUDA_ROUTER_PARTS,   /* [3][E+Z][H] bf16: an F32 router as a sum; see router_logits.cu */
+    MOE_CUDA_GATE_UP,        /* [local][2 * round_up(I, 8)][H], interleaved */
+    MOE_CUDA_DOWN,           /* [local][H][I] */
+    MOE_CUDA_SHARED_GATE_UP, /* [1][2 * round_up(Is, 8)][H], interleaved */
+    MOE_CUDA_SHARED_DOWN,    /* [1][H][Is] */
+    MOE_CUDA_SHARED_VECTOR,  /* [1][1][H] */
+    MOE_CUDA_MATRICES
+};
+
+/* The placement in device memory. */
+struct moe_cuda_placement {
+    uint32_t *offset;     /* [E+1] as in struct moe_placement */
+    uint16_t *slot;       /* [offset[E]] */
+    uint32_t *local;      /* [local_experts] global ids, ascending */
+    int32_t *local_index; /* [E] global id -> index into `local`, -1 when placed elsewhere */
+};
+
+/* What kernels need of a layer; also resident in device memory, so that a captured graph serves
+ * every layer of the same shape by the descriptor it points to. */
+struct moe_cuda_layer_desc {
+    /* By enum moe_cuda_matrices, for those that tensor cores multiply (desc.served); first, because
+     * the copy engine wants it aligned, as the descriptor itself is. */
+    struct moe_cuda_ggemm_weights product[MOE_CUDA_MATRICES];
+    bool served[MOE_CUDA_MATRICES]; /* tensor cores can multiply bf16 rows with this matrix */
+    struct moe_layer_spec spec;
+    uint32_t slot, slots, local_experts;
+    struct moe_cuda_placement placement;
+    struct moe_cuda_matrix matrix[MOE_CUDA_MATRICES];
+    /* F32 [entries][n]; expert biases have an entry per local expert. NULL: the layer has none. */
+    float *bias[MOE_WEIGHT_COUNT];
+};
+
+struct moe_layer {
+    struct moe_device *device;
+    struct moe_layer_spec spec;
+    struct moe_placement placement; /* host; its arrays are this layer's own copies */
+    uint32_t slot;
+    bool finished;
+    bool trained; /* it has a trainer */
+    /* Atomic, as over a network another thread asks than learns. Of steps that were to save
+     * (saved_rows.h); 0: none. */
+    double saved_rows_per_token;
+    uint32_t local_experts;          /* experts placed on `slot`; may be 0 */
+    uint32_t *local;                 /* host [local_experts] */
+    int32_t *local_index;            /* host [E] */
+    struct moe_cuda_layer_desc desc; /* host copy; the pointers in it are to the device */
+    const struct moe_cuda_layer_desc *on_device; /* valid after finish */
+    struct moe_cuda_buffer facts;                /* for the parts that wait; see facts.h */
+    void *tables;                                /* device memory of the placement and on_device */
+    size_t tables_bytes;
+    bool *uploaded[MOE_WEIGHT_COUNT];    /* [entries] */
+    struct moe_thread_pool_batch coming; /* uploads that read for themselves */
+};
+
+/* Members of struct moe_backend. */
+struct moe_status moe_cuda_layer_create(struct moe_device *device,
+                                        const struct moe_layer_spec *spec,
+                                        const struct moe_placement *placement, uint32_t slot,
+                                        struct moe_layer **out) MOE_CHECKED;
+struct moe_status moe_cuda_layer_upload(struct moe_layer *layer, enum moe_weight weight,
+                                        uint32_t expert, enum moe_dtype dtype, const void *data,
+                                        size_t bytes) MOE_CHECKED;
+struct moe_status moe_cuda_layer_fetch(struct moe_layer *layer, enum moe_weight weight,
+                                       uint32_t expert, enum moe_dtype dtype,
+                                       const struct moe_weight_source *source,
+                                       size_t bytes) MOE_CHECKED;
+struct moe_status moe_cuda_layer_finish(struct moe_layer *layer) MOE_CHECKED;
+void moe_cuda_layer_destroy(struct moe_layer *layer); /* NULL is ignored */
+
+/* For the trainer. The matrix that holds a weight that is no bias, and which of its rows. */
+enum moe_cuda_matrices moe_cuda_layer_matrix(enum moe_weight weight, enum moe_cuda_rows *order);
+/* Enqueues: the router's parts follow the router, where the layer has them. */
+struct moe_status moe_cuda_layer_split_router(struct moe_layer *layer,
+                                              cudaStream_t stream) MOE_CHECKED;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,159 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The exact fp32 product of grouped rows with a weight matrix: any dtypes, any shape, any device.
+ *
+ * A block of 256 threads makes tiles of 64 rows x 64 weight rows, each thread 4 x 4 of it, over
+ * slices of 16 columns that are widened to fp32 in shared memory (2 x 4.25 KiB). Each output
+ * element is one chain of multiply-adds in ascending k, so a row's bits depend on that row alone.
+ * Blocks walk over the tiles until the counts in device memory say that there are no more. */
+#ifndef MOE_CUDA_SIMT_CUH
+#define MOE_CUDA_SIMT_CUH
+
+#include "cuda/layer/matrix.h"
+
+#include <cuda_bf16.h>
+
+namespace moe_simt
+{
+
+constexpr int TILE = 64, DEPTH = 16, THREADS = 256, PER_THREAD = 4;
+constexpr int PITCH = TILE + 4; /* keeps 16-byte alignment and spreads the banks */
+static_assert(MOE_ROW_ALIGN % TILE == 0, "a tile holds rows of one expert only");
+
+/* Rows in groups, one per expert. Without a table: one group of `rows` rows for entry 0. */
+struct groups {
+    const uint32_t *start, *count; /* as in struct moe_rows; group i meets entry i of the weights */
+    uint32_t groups, rows;
+};
+
+struct tile {
+    uint32_t entry;  /* of the weights */
+    size_t row;      /* first row in x and out */
+    uint32_t rows;   /* 1..TILE */
+    uint32_t column; /* first weight row */
+};
+
+static __device__ inline uint32_t rows_in_use(const groups &g)
+{
+    return g.start != nullptr ? g.start[g.groups] : g.rows;
+}
+
+/* The group that owns row `row`: the last one that starts at or before it and has rows. */
+static __device__ inline uint32_t group_of(const groups &g, uint32_t row)
+{
+    uint32_t low = 0, high = g.groups;
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        if (g.start[middle] <= row)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* False when tile number `row_tile` holds padding only. */
+static __device__ inline bool find_rows(const groups &g, uint32_t row_tile, tile *t)
+{
+    uint32_t row = row_tile * TILE;
+    t->row = row;
+    t->entry = 0;
+    uint32_t left = g.rows - row;
+    if (g.start != nullptr) {
+        uint32_t group = group_of(g, row), done = row - g.start[group];
+        if (done >= g.count[group])
+            return false;
+        t->entry = group;
+        left = g.count[group] - done;
+    }
+    t->rows = left < TILE ? left : TILE;
+    return true;
+}
+
+/* Four consecutive elements of a row, zeros behind its end. */
+template <typename T>
+static __device__ inline void load4(const T *row, uint32_t column, uint32_t columns, float *v)
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        v[i] = column + i < columns ? (float)row[column + i] : 0.0f;
+}
+
+struct shared {
+    alignas(16) float x[DEPTH][PITCH], w[DEPTH][PITCH];
+};
+
+/* acc[i][j] += x[row + 4 ty + i] . w[column + 4 tx + j]. All threads of the block call it. */
+template <typename X, typename W>
+static __device__ inline void multiply(const X *x, uint32_t x_rows, const W *w, uint32_t w_rows,
+                                       uint32_t columns, shared &s,
+                                       float acc[PER_THREAD][PER_THREAD])
+{
+    const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    const uint32_t r = threadIdx.x / 4, c = threadIdx.x % 4 * 4; /* what this thread loads */
+    const X *x_row = x + (size_t)(r < x_rows ? r : 0) * columns;
+    const W *w_row = w + (size_t)(r < w_rows ? r : 0) * columns;
+    float xv[4], wv[4];
+    load4(x_row, c, r < x_rows ? columns : 0, xv);
+    load4(w_row, c, r < w_rows ? columns : 0, wv);
+    for (uint32_t k = 0; k < columns; k += DEPTH) {
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            s.x[c + i][r] = xv[i];
+            s.w[c + i][r] = wv[i];
+        }
+        __syncthreads();
+        load4(x_row, k + DEPTH + c, r < x_rows ? columns : 0, xv);
+        load4(w_row, k + DEPTH + c, r < w_rows ? columns : 0, wv);
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) {
+            float4 a = *(const float4 *)&s.x[d][4 * ty], b = *(const float4 *)&s.w[d][4 * tx];
+            const float av[4] = {a.x, a.y, a.z, a.w}, bv[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    acc[i][j] = fmaf(av[i], bv[j], acc[i][j]);
+        }
+    }
+}
+
+/* Every tile of the product; `epilogue(tile, acc)` is called by all threads of the block. */
+template <typename X, typename W, typename Epilogue>
+static __device__ inline void product(const groups &g, const void *x, const moe_cuda_matrix &m,
+                                      Epilogue epilogue)
+{
+    __shared__ shared s;
+    const uint32_t row_tiles = (rows_in_use(g) + TILE - 1) / TILE;
+    const uint32_t column_tiles = (m.rows + TILE - 1) / TILE;
+    /* Neighbouring blocks share weights. */
+    for (size_t i = blockIdx.x; i < (size_t)row_tiles * column_tiles; i += gridDim.x) {
+        tile t;
+        if (!find_rows(g, (uint32_t)(i % row_tiles), &t))
+            continue;
+        t.column = (uint32_t)(i / row_tiles) * TILE;
+        float acc[PER_THREAD][PER_THREAD] = {};
+        const W *w = (const W *)m.data + ((size_t)t.entry * m.rows + t.column) * m.columns;
+        uint32_t w_rows = m.rows - t.column;
+        multiply((const X *)x + t.row * m.columns, t.rows, w, w_rows < TILE ? w_rows : TILE,
+                 m.columns, s, acc);
+        epilogue(t, acc);
+    }
+}
+
+} // namespace moe_simt
+
+/* Instantiates `launch<X, W>(...)` for the dtypes of x and of a matrix. */
+#define MOE_SIMT_DISPATCH(x_dtype, w_dtype, launch, ...)                                           \
+    do {                                                                                           \
+        if ((x_dtype) == MOE_DTYPE_F32 && (w_dtype) == MOE_DTYPE_F32)                              \
+            launch<float, float>(__VA_ARGS__);                                                     \
+        else if ((x_dtype) == MOE_DTYPE_F32)                                                       \
+            launch<float, __nv_bfloat16>(__VA_ARGS__);                                             \
+        else if ((w_dtype) == MOE_DTYPE_F32)                                                       \
+            launch<__nv_bfloat16, float>(__VA_ARGS__);                                             \
+        else                                                                                       \
+            launch<__nv_bfloat16, __nv_bfloat16>(__VA_ARGS__);                                     \
+    } while (0)
+
+#endif

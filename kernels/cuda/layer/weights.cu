@@ -1,0 +1,73 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The layout kernel of weights: rows to their places, dtype to dtype, one element a thread and
+ * turn. It runs at a fraction of the memory's speed, far above that of the bus the weights come
+ * over. */
+#include "cuda/layer/weights.h"
+
+#include <cuda_bf16.h>
+
+static constexpr unsigned THREADS = 256, MOST_BLOCKS = 1024;
+
+static __device__ size_t row_of(enum moe_cuda_rows order, size_t row)
+{
+    switch (order) {
+    case MOE_CUDA_ROWS_GATE: return MOE_CUDA_GATE_ROW(row);
+    case MOE_CUDA_ROWS_UP: return MOE_CUDA_GATE_ROW(row) + MOE_CUDA_INTERLEAVE;
+    default: return row;
+    }
+}
+
+template <typename From, typename To>
+static __global__ void place(const From *__restrict__ src, size_t first, size_t n, size_t columns,
+                             enum moe_cuda_rows order, To *__restrict__ dst)
+{
+    size_t stride = (size_t)gridDim.x * THREADS;
+    for (size_t i = (size_t)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
+        size_t row = (first + i) / columns, column = (first + i) % columns;
+        dst[row_of(order, row) * columns + column] = (To)src[i];
+    }
+}
+
+template <typename From, typename To>
+static void launch(const struct moe_cuda_weight *w, const void *src, size_t first, size_t n,
+                   cudaStream_t stream)
+{
+    size_t blocks = (n + THREADS - 1) / THREADS;
+    unsigned grid = blocks < MOST_BLOCKS ? (unsigned)blocks : MOST_BLOCKS;
+    place<<<grid, THREADS, 0, stream>>>((const From *)src, first, n, w->columns, w->order,
+                                        (To *)w->dst);
+}
+
+struct moe_status moe_cuda_weights_place(const struct moe_cuda_weight *w, const void *src,
+                                         size_t first, size_t n, cudaStream_t stream)
+{
+    if (n == 0)
+        return moe_ok();
+    if (w->from == MOE_DTYPE_F32)
+        launch<float, float>(w, src, first, n, stream);
+    else if (w->to == MOE_DTYPE_F32)
+        launch<__nv_bfloat16, float>(w, src, first, n, stream);
+    else
+        launch<__nv_bfloat16, __nv_bfloat16>(w, src, first, n, stream);
+    return MOE_LAUNCHED("laying out a weight");
+}
+
+static __global__ void split(const float *__restrict__ src, size_t n,
+                             __nv_bfloat16 *__restrict__ dst)
+{
+    size_t stride = (size_t)gridDim.x * THREADS;
+    for (size_t i = (size_t)blockIdx.x * THREADS + threadIdx.x; i < n; i += stride) {
+        float rest = src[i];
+        for (int part = 0; part < 3; part++) {
+            __nv_bfloat16 b = __float2bfloat16_rn(rest);
+            dst[part * n + i] = b;
+            rest -= __bfloat162float(b);
+        }
+    }
+}
+
+struct moe_status moe_cuda_weights_split(const void *src, size_t n, void *dst, cudaStream_t stream)
+{
+    split<<<MOST_BLOCKS, THREADS, 0, stream>>>((const float *)src, n, (__nv_bfloat16 *)dst);
+    return MOE_LAUNCHED("splitting a weight");
+}

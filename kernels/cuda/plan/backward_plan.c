@@ -1,0 +1,92 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The plan of a backward pass; see backward_plan.h. Rates were measured on an H200
+ * (tests/bench/results/training.md) and need only be about right: a guess that is too long costs
+ * combine's multiprocessors for that much longer, one that is too short makes all of the remaining
+ * products wait for combine. */
+#include "cuda/plan/backward_plan.h"
+
+#include "moe/types.h"
+
+/* Bytes and operations per nanosecond. */
+static const double WIRE = 330;         /* to peers */
+static const double MEMORY = 3000;      /* of gradients, to write or to read and write */
+static const double MOVED = 49;         /* by one multiprocessor that combines */
+static const double MULTIPLIED = 600e3; /* by tensor cores */
+/* Until rows move everywhere (no two slots have come equally far), and at the end: nanoseconds,
+ * once and for each token of the bucket; and by bytes sent. */
+static const double BEGIN = 60e3, BEGIN_TOKEN = 40, LAST = 2000;
+static const double SPARE = 1.15; /* how much longer combine may take than expected */
+static const double MOST = 0.75;  /* of the products, so that combine is not what all wait for */
+
+enum {
+    FEWEST = 48, /* multiprocessors: on a smaller device nothing runs beside */
+    /* Dispatch with these keeps up with the wire. Where the shared expert has one product more to
+     * make, both are through at the same time with fewer. */
+    DISPATCH = 64,
+    DISPATCH_PRE = 48,
+    /* The fewer combine gets, the less they idle. */
+    COMBINE = 24,
+    COMBINE_STEP = 8,
+};
+
+static uint32_t at_most(uint32_t n, uint32_t most)
+{
+    return n < most ? n : most;
+}
+
+static double larger(double a, double b)
+{
+    return a > b ? a : b;
+}
+
+/* Nanoseconds that combine takes on so many multiprocessors, when the routing is even. */
+static double combine_time(const struct moe_cuda_backward_facts *f, uint32_t processors)
+{
+    double row = (f->hidden + (double)MOE_MAX_TOP_K) * sizeof(float);
+    double rows = (double)f->bucket * f->top_k;
+    double each = f->top_k < f->slots ? rows / f->slots : f->bucket; /* for one peer, at most */
+    double sent = (f->slots - 1.0) * each;
+    /* Read: rows, and what peers sent. Written: what is sent, and the sums at home. */
+    double moved = (rows + 2 * sent + f->bucket) * row;
+    return BEGIN + BEGIN_TOKEN * f->bucket + sent * row / LAST +
+           larger(sent * row / WIRE, moved / (MOVED * processors));
+}
+
+/* Of the gradients of all experts' weights, on so many. */
+static double weights_time(const struct moe_cuda_backward_facts *f, uint32_t processors)
+{
+    double weights = 3.0 * f->hidden * f->intermediate;
+    double bytes = weights * f->local_experts * sizeof(float) * (f->adds ? 2 : 1);
+    double whole = larger(2 * weights * f->bucket * f->top_k / MULTIPLIED, bytes / MEMORY);
+    return whole * f->multiprocessors / processors;
+}
+
+/* Combine on as few multiprocessors as it can have without being what all wait for. */
+static void plan_combine(const struct moe_cuda_backward_facts *f, uint32_t all,
+                         struct moe_cuda_backward_plan *plan)
+{
+    double share = 0;
+    for (uint32_t n = COMBINE; n <= all / 2; n += COMBINE_STEP) {
+        share = SPARE * combine_time(f, n) / weights_time(f, all - n);
+        plan->combine = n;
+        if (share <= MOST)
+            break;
+    }
+    plan->company.processors = all - plan->combine;
+    plan->company.share = share < 1 ? share : 1;
+}
+
+struct moe_cuda_backward_plan moe_cuda_backward_plan(const struct moe_cuda_backward_facts *f)
+{
+    struct moe_cuda_backward_plan plan = {0};
+    const uint32_t all = f->multiprocessors / 2 * 2; /* a block of the gradients' has two */
+    if (f->slots < 2 || all < FEWEST)
+        return plan;
+    if (f->shared) {
+        plan.dispatch = at_most(f->shared_pre ? DISPATCH_PRE : DISPATCH, all / 2);
+        plan.shared = all - plan.dispatch;
+    }
+    if (f->weights && f->local_experts > 0)
+        plan_combine(f, all, &plan);
+    return plan;
+}

@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The rule and the shapes; see gemm_choice.h. The bounds come from measurements on an H200 with
+ * randomly routed rows, whose counts are never multiples of a tile
+ * (tests/bench/results/products.md). */
+#include "cuda/plan/gemm_choice.h"
+
+enum {
+    DECODE_MAX_ROWS = 64, /* one tile of 64 rows: only bytes of weights count */
+    EVEN_MAX_ROWS =
+        768,           /* above, half a tile of 128 lost per expert is less than even tiles cost */
+    EVEN_MIN_K = 1025, /* below, storing a tile takes longer than rounding costs */
+};
+
+struct moe_cuda_tile_shape moe_cuda_tile_shape(enum moe_cuda_gemm_tile tile)
+{
+    static const struct moe_cuda_tile_shape shape[MOE_CUDA_TILE_COUNT] = {
+        [MOE_CUDA_TILE_DECODE] = {.rows = 64, .columns = 128, .depth = 64, .stages = 8},
+        [MOE_CUDA_TILE_EVEN] = {.rows = 192, .columns = 128, .depth = 64, .stages = 5},
+        [MOE_CUDA_TILE_PINGPONG] = {.rows = 128, .columns = 128, .depth = 64, .stages = 6},
+    };
+    return shape[tile];
+}
+
+uint32_t moe_cuda_expected_rows(const struct moe_cuda_gemm_facts *facts)
+{
+    uint64_t rows = (uint64_t)facts->bucket * facts->slots * facts->top_k;
+    uint64_t experts = facts->experts > 0 ? facts->experts : 1;
+    uint64_t expected = (rows + experts - 1) / experts;
+    if (expected == 0)
+        return 1;
+    return expected < UINT32_MAX ? (uint32_t)expected : UINT32_MAX;
+}
+
+enum moe_cuda_gemm_tile moe_cuda_choose_tile(const struct moe_cuda_gemm_facts *facts)
+{
+    uint32_t rows = moe_cuda_expected_rows(facts);
+    if (rows <= DECODE_MAX_ROWS)
+        return MOE_CUDA_TILE_DECODE;
+    return rows <= EVEN_MAX_ROWS && facts->k >= EVEN_MIN_K ? MOE_CUDA_TILE_EVEN
+                                                           : MOE_CUDA_TILE_PINGPONG;
+}

@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which tile the grouped GEMM uses: a pure function of what the host knows before a step runs.
+ * It never sees real counts (they exist only on the device), so one captured graph serves all
+ * routings of a bucket, and the same bucket always gets the same kernel. */
+#ifndef MOE_CUDA_GEMM_CHOICE_H
+#define MOE_CUDA_GEMM_CHOICE_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum moe_cuda_gemm_tile {
+    MOE_CUDA_TILE_DECODE,   /* few rows per expert: streams weights at memory speed */
+    MOE_CUDA_TILE_EVEN,     /* hundreds of rows: equal tiles that lose little to rounding */
+    MOE_CUDA_TILE_PINGPONG, /* many rows, or short K: the fastest full tile */
+    MOE_CUDA_TILE_COUNT
+};
+
+/* A tile of the output (at most so many rows of an expert), one step of K, and how many steps are
+ * in flight. */
+struct moe_cuda_tile_shape {
+    uint32_t rows, columns, depth, stages;
+};
+
+struct moe_cuda_tile_shape moe_cuda_tile_shape(enum moe_cuda_gemm_tile tile);
+
+struct moe_cuda_gemm_facts {
+    uint32_t bucket;  /* tokens that one slot may bring to the step */
+    uint32_t slots;   /* live slots of the group */
+    uint32_t top_k;   /* experts per token */
+    uint32_t experts; /* routed experts of the layer, over all slots */
+    uint32_t n, k;    /* output columns (gate and up together) and depth of the product */
+};
+
+/* Rows that one expert gets when full buckets are routed evenly, rounded up; at least 1. */
+uint32_t moe_cuda_expected_rows(const struct moe_cuda_gemm_facts *facts);
+
+enum moe_cuda_gemm_tile moe_cuda_choose_tile(const struct moe_cuda_gemm_facts *facts);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,66 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* How the host learns of an exchange's progress: words in pinned memory, stored in stream order. */
+#include "cuda/core/load.h"
+#include "cuda/session/control.h"
+#include "cuda/session/net.h"
+
+constexpr uint32_t THREADS = 512;
+
+__global__ void begun_kernel(struct moe_cuda_net_progress *progress, uint64_t number)
+{
+    *const_cast<volatile uint64_t *>(&progress->begun) = number;
+}
+
+__global__ void __launch_bounds__(THREADS)
+    ended_kernel(struct moe_cuda_net_progress *progress, uint64_t number,
+                 struct moe_cuda_control *control, const struct moe_cuda_delivery delivery)
+{
+    for (size_t i = threadIdx.x; i < delivery.words; i += THREADS)
+        delivery.to[i] = delivery.from[i];
+    __syncthreads();
+    if (threadIdx.x != 0)
+        return;
+    if (*const_cast<volatile uint32_t *>(&progress->broken) != 0) {
+        control->stop = 1;
+        control->verdict = {MOE_CUDA_PASS_BROKEN, 0, 0};
+    }
+    __threadfence_system();
+    *const_cast<volatile uint64_t *>(&progress->ended) = number;
+}
+
+__global__ void tails_kernel(const struct moe_cuda_tails tails)
+{
+    if (threadIdx.x < MOE_MAX_SLOTS && tails.at[threadIdx.x] != nullptr)
+        *tails.at[threadIdx.x] = tails.tail;
+}
+
+extern "C" struct moe_status moe_cuda_launch_tails(const struct moe_cuda_tails *tails,
+                                                   cudaStream_t stream)
+{
+    tails_kernel<<<1, MOE_MAX_SLOTS, 0, stream>>>(*tails);
+    return MOE_LAUNCHED("tails_kernel");
+}
+
+extern "C" struct moe_status moe_cuda_launch_begun(struct moe_cuda_net_progress *progress,
+                                                   uint64_t number, cudaStream_t stream)
+{
+    begun_kernel<<<1, 1, 0, stream>>>(progress, number);
+    return MOE_LAUNCHED("begun_kernel");
+}
+
+extern "C" struct moe_status moe_cuda_launch_ended(struct moe_cuda_net_progress *progress,
+                                                   uint64_t number,
+                                                   struct moe_cuda_control *control,
+                                                   const struct moe_cuda_delivery *delivery,
+                                                   cudaStream_t stream)
+{
+    const struct moe_cuda_delivery nothing = {};
+    ended_kernel<<<1, THREADS, 0, stream>>>(progress, number, control,
+                                            delivery != nullptr ? *delivery : nothing);
+    return MOE_LAUNCHED("ended_kernel");
+}
+
+extern "C" struct moe_status moe_cuda_load_net(void)
+{
+    return moe_cuda_load(tails_kernel, begun_kernel, ended_kernel);
+}

@@ -1,0 +1,70 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The CUDA backend's table. */
+#include "cuda/step/backend.h"
+
+#include "cuda/exchange/ep.h"
+#include "cuda/layer/ffn.h"
+#include "cuda/router/router.h"
+#include "cuda/step/join.h"
+#include "cuda/step/open.h"
+#include "cuda/step/step.h"
+#include "cuda/step/training.h"
+
+bool moe_cuda_available(void)
+{
+    int count = 0;
+    cudaError_t rc = cudaGetDeviceCount(&count);
+    return rc == cudaSuccess && count > 0;
+}
+
+/* Parts of a pass that a caller makes alone do not overlap steps. */
+static struct moe_status dispatch(struct moe_session *s, struct moe_layer *layer,
+                                  enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
+                                  const void *x, const int32_t *ids, const float *weights,
+                                  struct moe_rows *out)
+{
+    MOE_TRY(moe_cuda_device_use(s->device));
+    MOE_TRY(moe_cuda_steps_idle(s->steps));
+    return moe_cuda_ep_dispatch_alone(s, layer, dtype, bucket, tokens, x, ids, weights, out);
+}
+
+static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
+                                 enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
+                                 const void *x, const int32_t *ids, const float *weights,
+                                 const struct moe_rows *rows, const float *expert_out, void *y)
+{
+    MOE_TRY(moe_cuda_device_use(s->device));
+    MOE_TRY(moe_cuda_steps_idle(s->steps));
+    return moe_cuda_ep_combine_alone(s, layer, dtype, bucket, tokens, x, ids, weights, rows,
+                                     expert_out, y);
+}
+
+const struct moe_backend moe_backend_cuda = {
+    .name = "cuda",
+    .training = &moe_cuda_training,
+    .device_open = moe_cuda_device_open,
+    .device_close = moe_cuda_device_close,
+    .device_info = moe_cuda_device_info,
+    .mem_alloc = moe_cuda_mem_alloc,
+    .mem_free = moe_cuda_mem_free,
+    .mem_copy = moe_cuda_mem_copy,
+    .layer_create = moe_cuda_layer_create,
+    .layer_upload = moe_cuda_layer_upload,
+    .layer_fetch = moe_cuda_layer_fetch,
+    .layer_finish = moe_cuda_layer_finish,
+    .layer_destroy = moe_cuda_layer_destroy,
+    .session_join = moe_cuda_session_join,
+    .session_exchange = moe_cuda_session_exchange,
+    .session_abort = moe_cuda_session_abort,
+    .session_lost = moe_cuda_session_lost,
+    .session_transport = moe_cuda_session_transport,
+    .session_leave = moe_cuda_session_leave,
+    .step_enqueue = moe_cuda_step_enqueue,
+    .step_wait = moe_cuda_step_wait,
+    .router_forward = moe_cuda_router_forward,
+    .dispatch = dispatch,
+    .gemm_gate_up = moe_cuda_gemm_gate_up,
+    .gemm_down = moe_cuda_gemm_down,
+    .combine = combine,
+    .shared_forward = moe_cuda_shared_forward,
+};

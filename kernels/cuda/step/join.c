@@ -1,0 +1,231 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Forms a session out of its parts, and takes it apart; see join.h. */
+#include "cuda/step/join.h"
+
+#include "base/clock.h"
+#include "common/kept.h"
+#include "common/session_rules.h"
+#include "cuda/exchange/ep.h"
+#include "cuda/exchange/ep_net.h"
+#include "cuda/exchange/exchange.h"
+#include "cuda/step/step.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    SETUP_MS = 20000, /* what NCCL may need to connect a group, on top of two wait budgets */
+};
+
+/* What the slots tell each other through the caller's all-gather. All is the same but for `slot`
+ * and what begins with `group`. */
+struct introduction {
+    uint64_t magic, epoch, live, window_bytes;
+    uint32_t version, slot, slots, max_tokens, max_hidden, max_top_k, max_experts, transport;
+    int32_t nccl_version;
+    struct moe_cuda_group_id group; /* made by the lowest live slot, zeros from the others */
+    struct moe_gpu_uuid gpu;
+};
+
+static struct moe_status introduce(const struct moe_session *s, struct introduction *out)
+{
+    const struct moe_session_config *c = &s->config;
+    *out = (struct introduction){.magic = MOE_WINDOW_MAGIC,
+                                 .epoch = c->epoch,
+                                 .live = c->live,
+                                 .window_bytes = s->layout.quick_bytes,
+                                 .version = MOE_WINDOW_VERSION,
+                                 .slot = c->slot,
+                                 .slots = c->slots,
+                                 .max_tokens = c->max_tokens,
+                                 .max_hidden = c->max_hidden,
+                                 .max_top_k = c->max_top_k,
+                                 .max_experts = c->max_experts,
+                                 .transport = c->transport,
+                                 .gpu = s->device->uuid};
+    return MOE_NCCL(ncclGetVersion(&out->nccl_version));
+}
+
+/* All slots see the same introductions, so all of them refuse, or none. */
+static struct moe_status check_introductions(const struct moe_session *s,
+                                             const struct introduction *mine,
+                                             const struct introduction *all)
+{
+    const struct moe_session_config *c = &s->config;
+    struct moe_gpu_uuid gpus[MOE_MAX_SLOTS] = {0};
+    for (uint32_t p = 0; p < c->slots; p++) {
+        gpus[p] = all[p].gpu;
+        if (!(c->live >> p & 1))
+            continue;
+        if (all[p].magic == 0)
+            return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u did not join", p);
+        struct introduction want = *mine;
+        want.slot = p;
+        if (memcmp(&want, &all[p], offsetof(struct introduction, group)) != 0)
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                             "slot %u joins with another view, transport, version or size (which "
+                             "depends on --training too)",
+                             p);
+    }
+    return moe_session_check_gpus(c->live, c->slots, gpus); /* NCCL refuses without a name */
+}
+
+/* Whether every slot reaches every other's memory: what they tell each other in a second round. */
+struct reach {
+    uint64_t magic; /* none from a slot that gave up */
+    uint32_t all;
+};
+
+static struct moe_status agree_on_reach(const struct moe_session *s, bool mine, bool *all_reach)
+{
+    const struct moe_session_config *c = &s->config;
+    struct reach reach = {.magic = MOE_WINDOW_MAGIC, .all = mine}, all[MOE_MAX_SLOTS] = {0};
+    MOE_TRY(c->allgather(c->allgather_ctx, &reach, all, sizeof reach));
+    *all_reach = true;
+    for (uint32_t p = 0; p < c->slots; p++) {
+        if (!(c->live >> p & 1))
+            continue;
+        if (all[p].magic == 0)
+            return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u did not join", p);
+        *all_reach = *all_reach && all[p].all != 0;
+    }
+    return moe_ok();
+}
+
+static struct moe_status open_network(struct moe_session *s, uint64_t deadline)
+{
+    const struct moe_session_config *c = &s->config;
+    struct moe_cuda_net_config net = {.device = s->device,
+                                      .control = s->control,
+                                      .abort = &s->mailbox->abort,
+                                      .live = c->live,
+                                      .epoch = c->epoch,
+                                      .slot = c->slot,
+                                      .slots = c->slots,
+                                      .budget_ns = c->wait_budget_ms * MOE_NS_PER_MS};
+    MOE_TRY(moe_cuda_ep_net_create(s, &s->ep_net));
+    ncclComm_t group = moe_cuda_window_give_group(&s->window, deadline);
+    return moe_cuda_net_open(&net, group, deadline, &s->net);
+}
+
+/* Windows or network: decided alike by all slots. */
+static struct moe_status choose_transport(struct moe_session *s, uint64_t deadline)
+{
+    const struct moe_session_config *c = &s->config;
+    bool reach = false;
+    if (c->transport == MOE_TRANSPORT_NETWORK)
+        return open_network(s, deadline);
+    MOE_TRY(moe_cuda_window_share(&s->window, &s->layout, &reach, deadline));
+    MOE_TRY(agree_on_reach(s, reach, &reach));
+    if (reach)
+        return moe_cuda_window_read_bases(&s->window, c->live);
+    if (c->transport == MOE_TRANSPORT_NVLINK)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "the GPUs of the group cannot all reach each other's memory");
+    return open_network(s, deadline);
+}
+
+static struct moe_status open_window(struct moe_session *s)
+{
+    const struct moe_session_config *c = &s->config;
+    struct introduction mine, all[MOE_MAX_SLOTS] = {0};
+    uint32_t lowest = (uint32_t)__builtin_ctzll(c->live);
+    bool alone = c->live == UINT64_C(1) << lowest;
+    MOE_TRY(introduce(s, &mine));
+    if (c->slot == lowest && !alone)
+        MOE_TRY(moe_cuda_window_name_group(&mine.group));
+    MOE_TRY(c->allgather(c->allgather_ctx, &mine, all, sizeof mine));
+    MOE_TRY(check_introductions(s, &mine, all));
+    uint64_t deadline =
+        moe_clock_ns() + (2 * (uint64_t)c->wait_budget_ms + SETUP_MS) * MOE_NS_PER_MS;
+    if (alone)
+        return moe_cuda_window_open_alone(&s->window, s->device, &s->layout, c->slot);
+    MOE_TRY(moe_cuda_window_form_group(&s->window, s->device, c->live, c->slot, &all[lowest].group,
+                                       deadline));
+    return choose_transport(s, deadline);
+}
+
+static struct moe_status write_control(struct moe_session *s)
+{
+    struct moe_cuda_control control = {.slot = s->config.slot,
+                                       .live = s->config.live,
+                                       .epoch = s->config.epoch,
+                                       .budget_ns = s->config.wait_budget_ms * MOE_NS_PER_MS};
+    memcpy(control.window, s->window.base, sizeof control.window);
+    return moe_cuda_mem_copy(s->device, s->control, &control, sizeof control);
+}
+
+static struct moe_status take_mailbox(struct moe_session *s)
+{
+    MOE_TRY(moe_cuda_mem_alloc(s->device, MOE_MEM_HOST, sizeof *s->mailbox, (void **)&s->mailbox));
+    return MOE_CUDA(cudaHostGetDevicePointer((void **)&s->mailbox_on_device, s->mailbox, 0));
+}
+
+struct moe_status moe_cuda_session_join(struct moe_device *device,
+                                        const struct moe_session_config *config,
+                                        struct moe_session **out)
+{
+    struct moe_window_layout layout;
+    MOE_TRY(moe_session_check(config, &layout));
+    MOE_TRY(moe_cuda_device_use(device));
+    struct moe_session *s = calloc(1, sizeof *s);
+    if (s == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "out of memory for a session");
+    s->device = device;
+    s->config = *config;
+    s->layout = layout;
+    s->missing = -1;
+    struct moe_status st;
+    MOE_TRY_GOTO(st, take_mailbox(s), failed);
+    MOE_TRY_GOTO(
+        st, moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, sizeof *s->control, (void **)&s->control),
+        failed);
+    MOE_TRY_GOTO(st, MOE_CUDA(cudaEventCreateWithFlags(&s->told, cudaEventDisableTiming)), failed);
+    MOE_TRY_GOTO(st, moe_cuda_ep_create(s, &s->ep), failed);
+    MOE_TRY_GOTO(st, open_window(s), failed);
+    MOE_TRY_GOTO(st, write_control(s), failed);
+    MOE_TRY_GOTO(st, moe_cuda_steps_create(s, &s->steps), failed);
+    *out = s;
+    return st;
+failed:
+    moe_cuda_session_fail(s);
+    moe_cuda_session_leave(s);
+    return st;
+}
+
+void moe_cuda_session_leave(struct moe_session *s)
+{
+    if (s == NULL)
+        return;
+    bool together = !__atomic_load_n(&s->failed, __ATOMIC_ACQUIRE) &&
+                    !__atomic_load_n(&s->aborted, __ATOMIC_ACQUIRE);
+    if (s->mailbox != NULL)
+        moe_cuda_session_abort(s); /* nothing may wait any longer */
+    struct moe_status st = moe_cuda_device_use(s->device);
+    moe_cuda_steps_stop(s->steps);        /* whose passes use the network */
+    moe_cuda_net_close(s->net, together); /* or it would go on enqueuing steps */
+    s->net = NULL;
+    moe_cuda_steps_destroy(s->steps);
+    moe_kept_drop_session(s->device->kept, s);
+    if (!moe_failed(&st))
+        st = moe_cuda_device_finish(s->device);
+    /* Whatever the device says, it has no work left that could use the windows. */
+    uint64_t patience = s->config.wait_budget_ms * MOE_NS_PER_MS;
+    moe_cuda_window_close(&s->window, together && !moe_failed(&st), moe_clock_ns() + patience);
+    moe_cuda_ep_destroy(s->ep);
+    moe_cuda_ep_net_destroy(s->ep_net);
+    if (s->told != NULL)
+        (void)cudaEventDestroy(s->told);
+    moe_cuda_mem_free(s->device, MOE_MEM_DEVICE, s->control, sizeof *s->control);
+    moe_cuda_mem_free(s->device, MOE_MEM_HOST, s->mailbox, sizeof *s->mailbox);
+    free(s);
+}
+
+struct moe_status moe_cuda_session_exchange(struct moe_session *s, const void *mine, void *all,
+                                            size_t bytes)
+{
+    MOE_TRY(moe_cuda_device_use(s->device));
+    MOE_TRY(moe_cuda_steps_idle(s->steps));
+    return moe_cuda_session_exchange_inside(s, mine, all, bytes);
+}

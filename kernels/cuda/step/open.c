@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A device and what belongs to it: kernels, threads that bring weights in, a way to multiply,
+ * scratch of training; see open.h. */
+#include "cuda/step/open.h"
+
+#include "cuda/core/device.h"
+#include "cuda/core/load.h"
+#include "cuda/gemm/ggemm_cublas.h"
+#include "cuda/layer/weights.h"
+#include "cuda/training/train_stages.h"
+
+static struct moe_status choose_gemm(struct moe_device *device, enum moe_gemm gemm)
+{
+    const bool hopper = device->arch / 10 == 9;
+    if (gemm == MOE_GEMM_HOPPER && !hopper)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "gemm hopper: %s is no Hopper GPU", device->gpu_name);
+    if (gemm == MOE_GEMM_HOPPER || (gemm == MOE_GEMM_AUTO && hopper))
+        return moe_ok();
+    return moe_cuda_cublas_open(&device->cublas);
+}
+
+struct moe_status moe_cuda_device_open(const struct moe_device_config *config,
+                                       struct moe_device **out)
+{
+    struct moe_device *device;
+    MOE_TRY(moe_cuda_device_create(config->ordinal, &device));
+    struct moe_status st;
+    MOE_TRY_GOTO(st, moe_cuda_load_all(device->arch), fail);
+    MOE_TRY_GOTO(st, moe_cuda_uploads_open(device), fail);
+    MOE_TRY_GOTO(st, choose_gemm(device, config->gemm), fail);
+    *out = device;
+    return st;
+fail:
+    moe_cuda_device_close(device);
+    return st;
+}
+
+/* What goes wrong here has been reported by an earlier call, or concerns nobody any more. */
+void moe_cuda_device_close(struct moe_device *device)
+{
+    if (device == NULL)
+        return;
+    struct moe_cuda_cublas *cublas = device->cublas;
+    (void)cudaSetDevice(device->ordinal);
+    moe_cuda_train_scratch_free(device);
+    moe_cuda_uploads_close(device);
+    moe_cuda_device_destroy(device);
+    moe_cuda_cublas_close(cublas); /* behind all that the streams had */
+}

@@ -1,0 +1,256 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The optimizer step of a group: gradients of what several slots hold are summed, all slots find
+ * the same norm, then each moves what it holds; see moe/training.h. All slots agree on the step
+ * before anything is changed. Within a slot everything is enqueued, a few launches per block; the
+ * host waits for its peers, and once for the norm. Sums over slots are in reduce.h; no step may run
+ * meanwhile. */
+#include "cuda/step/backward.h"
+
+#include "common/kept.h"
+#include "common/layer_rules.h"
+#include "cuda/step/join.h"
+#include "cuda/step/step.h"
+#include "cuda/training/reduce.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+    LOADS_AT_ONCE = MOE_WINDOW_EXCHANGE_BYTES / sizeof(uint64_t),
+};
+
+/* ------------------------------------------------------------- sums over slots */
+
+/* All slots walk over the same blocks and experts in the same order. */
+static struct moe_status sum_block(struct moe_cuda_reduce *r, struct moe_trainer *t,
+                                   struct moe_cuda_block *b)
+{
+    const struct moe_layer *layer = t->layer;
+    const struct moe_placement *p = &layer->placement;
+    if (!b->expert) {
+        if (r->s->config.live & (r->s->config.live - 1))
+            MOE_TRY(moe_cuda_block_clear_grad(t, b));
+        return moe_cuda_reduce_add(r, b->grad, b->n, r->s->config.live);
+    }
+    if (p->offset[p->experts] == p->experts)
+        return moe_ok(); /* one copy of each */
+    MOE_TRY(moe_cuda_block_clear_grad(t, b));
+    for (uint32_t e = 0; e < layer->spec.experts; e++) {
+        int32_t entry = layer->local_index[e];
+        float *grad = entry < 0 ? NULL : b->grad + (size_t)entry * b->n;
+        MOE_TRY(moe_cuda_reduce_add(r, grad, b->n, moe_placement_slots_of(p, e)));
+    }
+    return moe_ok();
+}
+
+/* Before a step runs all slots must meet; the norm sees to that. */
+static struct moe_status sum_gradients(struct moe_session *s, struct moe_trainer *const *trainers,
+                                       size_t count)
+{
+    struct moe_cuda_reduce r;
+    moe_cuda_reduce_begin(&r, s);
+    for (size_t i = 0; i < count; i++)
+        for (uint32_t b = 0; b < trainers[i]->blocks; b++)
+            if (moe_cuda_block_moves(trainers[i], &trainers[i]->block[b]))
+                MOE_TRY(sum_block(&r, trainers[i], &trainers[i]->block[b]));
+    return moe_cuda_reduce_flush(&r);
+}
+
+/* ------------------------------------------------------------------------ norm */
+
+/* Of experts with several copies, the first holder counts. */
+static struct moe_status add_block_squares(const struct moe_trainer *t,
+                                           const struct moe_cuda_block *b, double *sums,
+                                           cudaStream_t stream)
+{
+    const struct moe_layer *layer = t->layer;
+    const struct moe_placement *p = &layer->placement;
+    if (b->grad_is_zero)
+        return moe_ok();
+    if (!b->expert)
+        return moe_cuda_add_squares(b->grad, b->n, sums, MOE_CUDA_SQUARES_SHARED, stream);
+    for (uint32_t l = 0; l < layer->local_experts;) {
+        uint32_t end = l;
+        while (end < layer->local_experts && p->slot[p->offset[layer->local[end]]] == layer->slot)
+            end++;
+        if (end > l)
+            MOE_TRY(moe_cuda_add_squares(b->grad + l * b->n, (end - l) * b->n, sums,
+                                         MOE_CUDA_SQUARES_OWN, stream));
+        l = end + 1;
+    }
+    return moe_ok();
+}
+
+/* Of this slot: what is replicated, and what it alone counts. */
+static struct moe_status local_squares(struct moe_device *device,
+                                       struct moe_trainer *const *trainers, size_t count,
+                                       double squares[MOE_CUDA_SQUARES])
+{
+    squares[MOE_CUDA_SQUARES_SHARED] = squares[MOE_CUDA_SQUARES_OWN] = 0;
+    if (count == 0)
+        return moe_ok();
+    double *sums = trainers[0]->sums;
+    MOE_TRY(moe_cuda_clear_squares(sums, device->compute));
+    for (size_t i = 0; i < count; i++)
+        for (uint32_t b = 0; b < trainers[i]->blocks; b++)
+            if (moe_cuda_block_moves(trainers[i], &trainers[i]->block[b]))
+                MOE_TRY(
+                    add_block_squares(trainers[i], &trainers[i]->block[b], sums, device->compute));
+    return moe_cuda_read_squares(sums, squares, device->compute);
+}
+
+static struct moe_status find_norm(struct moe_session *s, struct moe_trainer *const *trainers,
+                                   size_t count, double *norm)
+{
+    double squares[MOE_CUDA_SQUARES], all[MOE_MAX_SLOTS] = {0};
+    MOE_TRY(local_squares(s->device, trainers, count, squares));
+    MOE_TRY(moe_cuda_session_exchange(s, &squares[MOE_CUDA_SQUARES_OWN], all, sizeof *squares));
+    double sum = squares[MOE_CUDA_SQUARES_SHARED];
+    for (uint32_t p = 0; p < s->config.slots; p++)
+        if (s->config.live >> p & 1)
+            sum += all[p];
+    *norm = sqrt(sum);
+    return moe_ok();
+}
+
+/* ---------------------------------------------------------------------- moving */
+
+static struct moe_status move_block(struct moe_trainer *t, struct moe_cuda_block *b,
+                                    const struct moe_train_update *u)
+{
+    struct moe_layer *layer = t->layer;
+    cudaStream_t stream = layer->device->compute;
+    enum moe_dtype dtype = MOE_DTYPE_F32;
+    void *resident = NULL;
+    if (b->kind == MOE_CUDA_BLOCK_BIAS)
+        resident = layer->desc.bias[b->weight];
+    if (b->kind == MOE_CUDA_BLOCK_MATRIX) {
+        resident = layer->desc.matrix[b->matrix].data;
+        dtype = layer->desc.matrix[b->matrix].dtype;
+    }
+    MOE_TRY(moe_cuda_block_clear_grad(t, b));
+    MOE_TRY(moe_cuda_update(u, b->entries * b->n, b->value, b->grad, b->moment1, b->moment2, dtype,
+                            resident, stream));
+    if (b->kind == MOE_CUDA_BLOCK_MATRIX && b->matrix == MOE_CUDA_ROUTER)
+        return moe_cuda_layer_split_router(layer, stream);
+    /* B comes behind A, so both have moved. */
+    return b->part == MOE_PART_LORA_B ? moe_cuda_trainer_renew(t, b, stream) : moe_ok();
+}
+
+/* loads [E] of the group. */
+static struct moe_status sum_loads(struct moe_session *s, const struct moe_trainer *t,
+                                   uint64_t *loads)
+{
+    uint32_t experts = t->layer->spec.experts;
+    uint64_t mine[MOE_MAX_EXPERTS], all[MOE_MAX_SLOTS][LOADS_AT_ONCE];
+    MOE_TRY(moe_cuda_mem_copy(t->layer->device, mine, t->loads, experts * sizeof *mine));
+    memset(loads, 0, experts * sizeof *loads);
+    for (uint32_t first = 0; first < experts; first += LOADS_AT_ONCE) {
+        uint32_t n = experts - first < LOADS_AT_ONCE ? experts - first : LOADS_AT_ONCE;
+        memset(all, 0, sizeof all);
+        MOE_TRY(moe_cuda_session_exchange(s, mine + first, all, n * sizeof *mine));
+        const uint64_t *from = &all[0][0];
+        for (uint32_t p = 0; p < s->config.slots; p++)
+            for (uint32_t i = 0; i < n; i++)
+                loads[first + i] += from[(size_t)p * n + i];
+    }
+    return moe_ok();
+}
+
+static struct moe_status balance(struct moe_session *s, struct moe_trainer *t, double rate)
+{
+    struct moe_layer *layer = t->layer;
+    uint32_t experts = layer->spec.experts;
+    uint64_t loads[MOE_MAX_EXPERTS], total = 0;
+    float bias[MOE_MAX_EXPERTS];
+    if (rate == 0 || !layer->spec.router.select_bias)
+        return moe_ok();
+    MOE_TRY(sum_loads(s, t, loads));
+    for (uint32_t e = 0; e < experts; e++)
+        total += loads[e];
+    float *resident = layer->desc.bias[MOE_WEIGHT_SELECT_BIAS];
+    MOE_TRY(moe_cuda_mem_copy(layer->device, bias, resident, experts * sizeof *bias));
+    for (uint32_t e = 0; e < experts; e++)
+        bias[e] += (float)moe_balance_change(rate, loads[e], total, experts);
+    return moe_cuda_mem_copy(layer->device, resident, bias, experts * sizeof *bias);
+}
+
+static struct moe_status move_all(struct moe_trainer *t, const struct moe_train_update *u)
+{
+    for (uint32_t b = 0; b < t->blocks; b++)
+        if (moe_cuda_block_moves(t, &t->block[b]))
+            MOE_TRY(move_block(t, &t->block[b], u));
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------------ step */
+
+static struct moe_status check(struct moe_session *s, struct moe_trainer *const *trainers,
+                               size_t count, const struct moe_optimizer_args *args)
+{
+    for (size_t i = 0; i < count; i++) {
+        const struct moe_layer *layer = trainers[i]->layer;
+        MOE_TRY(
+            moe_optimizer_check_layer(&s->config, &layer->spec, &layer->placement, layer->slot));
+        MOE_TRY(moe_optimizer_check(trainers[i]->config.optimizer, args));
+    }
+    return moe_cuda_reduce_reserve(s);
+}
+
+/* *refused: the slots have spoken, and so none of them goes on. */
+static struct moe_status agree(struct moe_session *s, struct moe_trainer *const *trainers,
+                               size_t count, const struct moe_optimizer_args *args, bool *refused)
+{
+    struct moe_status own = check(s, trainers, count, args);
+    struct moe_optimizer_opinion mine = {.refuses = moe_failed(&own)}, all[MOE_MAX_SLOTS];
+    if (mine.refuses == 0)
+        mine.hash = moe_optimizer_hash(args, count);
+    for (size_t i = 0; i < count && mine.refuses == 0; i++)
+        moe_optimizer_mix_trainer(&mine.hash, &trainers[i]->layer->spec,
+                                  &trainers[i]->layer->placement, &trainers[i]->config,
+                                  trainers[i]->frozen);
+    MOE_TRY(moe_cuda_session_exchange(s, &mine, all, sizeof mine));
+    struct moe_status st = moe_optimizer_judge(&s->config, all, &own);
+    *refused = moe_failed(&st);
+    return st;
+}
+
+static struct moe_status run(struct moe_session *s, struct moe_trainer *const *trainers,
+                             size_t count, const struct moe_optimizer_args *args,
+                             struct moe_optimizer_result *result)
+{
+    double norm;
+    MOE_TRY(sum_gradients(s, trainers, count));
+    MOE_TRY(find_norm(s, trainers, count, &norm));
+    result->grad_norm = norm * fabs(args->grad_scale);
+    result->nonfinite = !isfinite(norm);
+    for (size_t i = 0; i < count && !result->nonfinite; i++)
+        MOE_TRY(balance(s, trainers[i], args->balance_rate));
+    for (size_t i = 0; i < count && !result->nonfinite; i++) {
+        moe_kept_drop(trainers[i]->layer->device->kept, trainers[i]->layer, 0);
+        double clip = moe_clip_factor(result->grad_norm, args->max_grad_norm);
+        struct moe_train_update u = moe_train_update_of(trainers[i]->config.optimizer, args, clip);
+        MOE_TRY(move_all(trainers[i], &u));
+    }
+    for (size_t i = 0; i < count; i++)
+        MOE_TRY(moe_cuda_trainer_forget_grads(trainers[i]));
+    return moe_cuda_device_finish(s->device);
+}
+
+struct moe_status moe_cuda_optimizer_step(struct moe_session *s,
+                                          struct moe_trainer *const *trainers, size_t count,
+                                          const struct moe_optimizer_args *args,
+                                          struct moe_optimizer_result *result)
+{
+    bool refused = false;
+    MOE_TRY(moe_cuda_device_use(s->device));
+    MOE_TRY(moe_cuda_steps_idle(s->steps));
+    MOE_TRY(moe_cuda_session_usable(s));
+    MOE_TRY(moe_cuda_backward_supported(s));
+    struct moe_status st = agree(s, trainers, count, args, &refused);
+    if (!moe_failed(&st))
+        st = run(s, trainers, count, args, result);
+    if (moe_failed(&st) && !refused)
+        moe_cuda_session_fail(s);
+    return st;
+}

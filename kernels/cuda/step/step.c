@@ -1,0 +1,694 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Running whole steps; see step.h. The order of a step is the list in `capture_stages`, top to
+ * bottom: what is captured once per shape and lane (graph.h), and launched as one graph.
+ *
+ * In a session whose rows travel over a network the same list is enqueued each time, by the courier
+ * (net.h), because it waits in the middle for what the peers announce: whoever enqueues a step
+ * posts a task.
+ *
+ * A backward pass is a task of the executor (executor.h), and so are a step whose memory has to
+ * grow and what is enqueued before such a task is done: steps begin in the order in which they were
+ * enqueued.
+ *
+ * Rows come in on one stream, are computed on another and leave on a third, each waiting for an
+ * event of the one before: so the copies of two steps overlap each other's computing. A lane holds
+ * what belongs to one step; scratch is shared, because computing runs one step after the other.
+ * Memory grows with the largest step seen, so that a steady step allocates nothing. */
+#include "cuda/step/step.h"
+
+#include "base/clock.h"
+#include "base/size.h"
+#include "common/kept.h"
+#include "cuda/core/range.h"
+#include "cuda/exchange/ep.h"
+#include "cuda/layer/ffn.h"
+#include "cuda/router/router.h"
+#include "cuda/step/lanes.h"
+#include "cuda/step/saving.h"
+
+#include <time.h>
+
+enum {
+    SPIN_NS = 500 * 1000, /* a wait polls without sleeping for this long */
+    NAP_NS = 20 * 1000,   /* and then looks this often */
+    /* Up to this bucket the shared expert runs beside the routing. Above, both want all of the
+     * device, and the routed products find half of it taken (bench/results/layer.md). */
+    BESIDE_BUCKET = 512,
+};
+
+/* ---------------------------------------------------------------------- memory */
+
+/* Puts rows x columns elements of `each` bytes at `*at`, and moves `*at` behind them. */
+static bool place(size_t *at, size_t *offset, size_t rows, size_t columns, size_t each)
+{
+    size_t bytes;
+    *offset = *at;
+    return moe_size_mul3(rows, columns, each, &bytes) && moe_size_add(*at, bytes, at) &&
+           moe_size_round_up(*at, MOE_CUDA_LANE_LINE, at);
+}
+
+/* By bucket, so that all steps of a bucket fit. */
+static bool lay_out_lane(const struct moe_step_args *a, struct moe_cuda_lane_layout *l)
+{
+    const struct moe_layer_spec *spec = &a->layer->spec;
+    size_t at = 0, n = a->bucket, k = spec->router.top_k, each = moe_dtype_bytes(a->dtype);
+    return place(&at, &l->x, n, spec->hidden, each) && place(&at, &l->y, n, spec->hidden, each) &&
+           place(&at, &l->mode, n, 1, 1) && place(&at, &l->ids_in, n, k, sizeof(int32_t)) &&
+           place(&at, &l->weights_in, n, k, sizeof(float)) &&
+           place(&at, &l->ids, n, k, sizeof(int32_t)) &&
+           place(&at, &l->weights, n, k, sizeof(float)) && place(&at, &l->state, n, 1, 1) &&
+           ((l->bytes = at), true);
+}
+
+static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows,
+                            struct moe_cuda_step_scratch *l)
+{
+    const struct moe_layer_spec *spec = &a->layer->spec;
+    size_t at = 0, hidden = moe_dtype_bytes(moe_cuda_ffn_hidden_dtype(a->layer, a->dtype));
+    size_t result = moe_dtype_bytes(moe_cuda_ffn_out_dtype(a->layer, a->dtype));
+    size_t base_rows = spec->shared_intermediate != 0 ? a->bucket : 0;
+    return place(&at, &l->logits, moe_cuda_router_bytes(a->layer, a->dtype, a->bucket), 1, 1) &&
+           place(&at, &l->hidden, rows, spec->intermediate, hidden) &&
+           place(&at, &l->out, rows, spec->hidden, result) &&
+           place(&at, &l->base, base_rows, spec->hidden, sizeof(float)) &&
+           place(&at, &l->shared, moe_cuda_ffn_shared_bytes(a->layer, a->bucket), 1, 1) &&
+           place(&at, &l->products, moe_cuda_ffn_scratch_bytes(a->layer, a->dtype, rows), 1, 1) &&
+           ((l->bytes = at), true);
+}
+
+/* Memory that a step needs is there. */
+static bool fits(const struct moe_step *lane)
+{
+    const struct moe_cuda_steps *steps = lane->owner;
+    const struct moe_step_args *a = &lane->args;
+    bool all = moe_cuda_ep_fits(steps->session, a->layer, a->dtype, a->bucket) &&
+               steps->at.bytes <= steps->scratch.bytes;
+    for (uint32_t i = 0; i < MOE_CUDA_LANES; i++)
+        all = all && lane->at.bytes <= steps->lane[i].tensors.bytes;
+    return all;
+}
+
+/* Checks the step and finds out what memory it needs. */
+static struct moe_status lay_out(struct moe_step *lane)
+{
+    struct moe_cuda_steps *steps = lane->owner;
+    struct moe_session *s = steps->session;
+    const struct moe_step_args *a = &lane->args;
+    MOE_TRY(moe_cuda_ep_check(s, a->layer, a->dtype, a->bucket, a->tokens));
+    uint32_t rows = moe_cuda_ep_most_rows(s, a->layer, a->bucket);
+    if (!lay_out_lane(a, &lane->at) || !lay_out_scratch(a, rows, &steps->at))
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "a step of %u tokens does not fit in memory", a->bucket);
+    return moe_ok();
+}
+
+static struct moe_status reserve(struct moe_step *lane)
+{
+    struct moe_cuda_steps *steps = lane->owner;
+    struct moe_session *s = steps->session;
+    const struct moe_step_args *a = &lane->args;
+    MOE_TRY(lay_out(lane));
+    /* Growing waits for the device; if that waits for a peer that is gone, nobody would notice. */
+    if (s->net != NULL && !fits(lane))
+        MOE_TRY(moe_cuda_net_settle(s->net));
+    MOE_TRY(moe_cuda_ep_reserve(s, a->layer, a->dtype, a->bucket, a->tokens, false));
+    /* For all lanes at once: growing waits for the device, and so for the peers of a step that the
+     * other lane may run by the time this one is used again. */
+    for (uint32_t i = 0; i < MOE_CUDA_LANES; i++)
+        MOE_TRY(moe_cuda_buffer_reserve(s->device, &steps->lane[i].tensors, lane->at.bytes));
+    return moe_cuda_buffer_reserve(s->device, &steps->scratch, steps->at.bytes);
+}
+
+/* --------------------------------------------------------------------- capture */
+
+/* What a graph is made of, besides the lane: from one step of its shape. */
+struct shape {
+    struct moe_cuda_steps *steps;
+    const struct moe_layer *layer;
+    enum moe_dtype dtype;
+    uint32_t bucket;
+    struct moe_cuda_lane_layout at;
+    bool saves;
+};
+
+static void *tensor(const struct moe_step *lane, size_t offset)
+{
+    return (char *)lane->tensors.data + offset;
+}
+
+static void *scratch(const struct moe_cuda_steps *steps, size_t offset)
+{
+    return (char *)steps->scratch.data + offset;
+}
+
+/* The range that a profiler sees becomes that of the next stage. */
+static void next_range(const char *stage)
+{
+    moe_cuda_range_end();
+    moe_cuda_range_begin(stage);
+}
+
+static struct moe_status capture_router(const struct shape *shape, struct moe_step *lane,
+                                        cudaStream_t stream)
+{
+    const struct moe_cuda_lane_layout *at = &shape->at;
+    struct moe_cuda_routing r = {.dtype = shape->dtype,
+                                 .capacity = shape->bucket,
+                                 .facts = lane->facts,
+                                 .began = &lane->mail_on_device->began[MOE_STAGE_ROUTER],
+                                 .x = tensor(lane, at->x),
+                                 .mode = tensor(lane, at->mode),
+                                 .ids_in = tensor(lane, at->ids_in),
+                                 .weights_in = tensor(lane, at->weights_in),
+                                 .logits = scratch(shape->steps, shape->steps->at.logits),
+                                 .ids = tensor(lane, at->ids),
+                                 .weights = tensor(lane, at->weights),
+                                 .token_state = tensor(lane, at->state)};
+    return moe_cuda_router_enqueue(shape->layer, &r, stream);
+}
+
+/* The shared expert needs tokens only. At small buckets it takes few multiprocessors and most of
+ * its time for reading weights, while routing waits: for its own kernels one after the other, and
+ * for the peers. Not with cuBLAS, whose workspace products share, and not where a step is not
+ * captured. */
+static bool runs_beside(const struct shape *shape)
+{
+    const struct moe_session *s = shape->steps->session;
+    return shape->layer->spec.shared_intermediate != 0 && shape->bucket <= BESIDE_BUCKET &&
+           s->net == NULL && s->device->cublas == NULL;
+}
+
+/* Captures the shared expert's output, where there is one, as `base` of combine. */
+static struct moe_status capture_shared(const struct shape *shape, struct moe_step *lane,
+                                        cudaStream_t stream, float *base)
+{
+    const struct moe_cuda_steps *steps = shape->steps;
+    const bool beside = runs_beside(shape);
+    if (base == NULL)
+        return moe_ok();
+    struct moe_cuda_shared shared = {.facts = lane->facts,
+                                     .dtype = shape->dtype,
+                                     .bucket = shape->bucket,
+                                     .capacity = shape->bucket,
+                                     .x = tensor(lane, shape->at.x),
+                                     .scratch = scratch(steps, steps->at.shared),
+                                     .out = base,
+                                     .saves = shape->saves};
+    /* Half of the device is left to the routing, which may not begin late: peers wait for it. */
+    if (beside)
+        shared.processors = (uint32_t)steps->session->device->multiprocessors / 2;
+    else
+        shared.began = &lane->mail_on_device->began[MOE_STAGE_SHARED];
+    return moe_cuda_ffn_shared(shape->layer, &shared, stream);
+}
+
+/* The same as a branch that begins where `stream` is now. */
+static struct moe_status begin_beside(const struct shape *shape, struct moe_step *lane,
+                                      cudaStream_t stream, float *base)
+{
+    const struct moe_cuda_steps *steps = shape->steps;
+    if (!runs_beside(shape))
+        return moe_ok();
+    MOE_TRY(MOE_CUDA(cudaEventRecord(steps->parting, stream)));
+    MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(steps->beside, steps->parting, 0)));
+    MOE_TRY(capture_shared(shape, lane, steps->beside, base));
+    return MOE_CUDA(cudaEventRecord(steps->meeting, steps->beside));
+}
+
+/* `base` is there for what follows on `stream`. */
+static struct moe_status finish_shared(const struct shape *shape, struct moe_step *lane,
+                                       cudaStream_t stream, float *base)
+{
+    if (runs_beside(shape))
+        return MOE_CUDA(cudaStreamWaitEvent(stream, shape->steps->meeting, 0));
+    return capture_shared(shape, lane, stream, base);
+}
+
+static struct moe_status capture_stages(const struct shape *shape, struct moe_step *lane,
+                                        cudaStream_t stream)
+{
+    const struct moe_layer *layer = shape->layer;
+    const struct moe_cuda_steps *steps = shape->steps;
+    struct moe_session *s = steps->session;
+    enum moe_dtype inner = moe_cuda_ffn_hidden_dtype(layer, shape->dtype);
+    void *hidden = scratch(steps, steps->at.hidden);
+    struct moe_cuda_results results = {.dtype = moe_cuda_ffn_out_dtype(layer, shape->dtype)};
+    void *out = scratch(steps, steps->at.out);
+    float *base =
+        layer->spec.shared_intermediate != 0 ? scratch(steps, steps->at.base) : (float *)NULL;
+    struct moe_cuda_batch batch = {.layer = layer,
+                                   .dtype = shape->dtype,
+                                   .bucket = shape->bucket,
+                                   .facts = lane->facts,
+                                   .x = tensor(lane, shape->at.x),
+                                   .ids = tensor(lane, shape->at.ids),
+                                   .weights = tensor(lane, shape->at.weights),
+                                   .token_state = tensor(lane, shape->at.state),
+                                   .began = lane->mail_on_device->began};
+    struct moe_cuda_batch_rows b = {.facts = lane->facts,
+                                    .capacity = moe_cuda_ep_most_rows(s, layer, shape->bucket),
+                                    .bucket = shape->bucket,
+                                    .began = lane->mail_on_device->began,
+                                    .slots = (uint32_t)__builtin_popcountll(s->config.live),
+                                    .scratch = scratch(steps, steps->at.products),
+                                    .saves = shape->saves};
+    MOE_TRY(begin_beside(shape, lane, stream, base));
+    MOE_TRY(capture_router(shape, lane, stream));
+    next_range("prepare");
+    MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
+    next_range("dispatch");
+    MOE_TRY(moe_cuda_ep_dispatch(s->ep, &b.rows, stream));
+    if (shape->saves && layer->local_experts > 0)
+        MOE_TRY(MOE_CUDA(
+            cudaMemcpyAsync(&lane->mail->rows_in_use, b.rows.start + layer->local_experts,
+                            sizeof lane->mail->rows_in_use, cudaMemcpyDeviceToHost, stream)));
+    next_range("gate and up");
+    MOE_TRY(moe_cuda_ffn_gate_up(layer, shape->dtype, &b, hidden, inner, stream));
+    next_range("down");
+    MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, inner, out, results.dtype, stream));
+    next_range("shared expert");
+    MOE_TRY(finish_shared(shape, lane, stream, base));
+    next_range("combine");
+    results.expert_out = out;
+    results.base = base;
+    return moe_cuda_ep_combine(s->ep, &results, tensor(lane, shape->at.y),
+                               &lane->mail_on_device->verdict, stream);
+}
+
+static struct moe_status capture_lane(void *ctx, uint32_t lane, cudaStream_t stream)
+{
+    const struct shape *shape = ctx;
+    moe_cuda_range_begin("router");
+    struct moe_status st = capture_stages(shape, &shape->steps->lane[lane], stream);
+    moe_cuda_range_end();
+    return st;
+}
+
+static struct shape shape_of(const struct moe_step *lane)
+{
+    const struct moe_step_args *a = &lane->args;
+    return (struct shape){lane->owner, a->layer, a->dtype, a->bucket, lane->at, lane->saves};
+}
+
+static struct moe_status take_graph(struct moe_step *lane)
+{
+    struct moe_cuda_steps *steps = lane->owner;
+    const struct moe_step_args *a = &lane->args;
+    struct shape shape = shape_of(lane);
+    struct moe_cuda_graph_key key;
+    if (steps->buffers_moved != steps->session->device->buffers_moved)
+        moe_cuda_graphs_clear(&steps->graphs); /* growing has waited for the device */
+    steps->buffers_moved = steps->session->device->buffers_moved;
+    moe_cuda_graph_key_of(a->layer, a->dtype, a->bucket, lane->saves, &key);
+    return moe_cuda_graphs_take(&steps->graphs, &key, capture_lane, &shape, &lane->graph);
+}
+
+/* --------------------------------------------------------------------- enqueue */
+
+static struct moe_status copy(void *dst, const void *src, size_t bytes, cudaStream_t stream)
+{
+    if (bytes == 0 || dst == NULL || src == NULL)
+        return moe_ok();
+    return MOE_CUDA(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream));
+}
+
+static struct moe_status enqueue_copy_in(struct moe_step *lane, struct moe_device *device)
+{
+    const struct moe_step_args *a = &lane->args;
+    size_t pairs = (size_t)a->tokens * a->layer->spec.router.top_k;
+    size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
+    cudaStream_t in = device->copy_in;
+    MOE_TRY(MOE_CUDA(cudaEventRecord(lane->begun, in)));
+    MOE_TRY(copy(lane->facts, &lane->mail->facts, sizeof *lane->facts, in));
+    MOE_TRY(copy(tensor(lane, lane->at.x), a->x, rows, in));
+    if (a->mode != NULL) {
+        MOE_TRY(copy(tensor(lane, lane->at.mode), a->mode, a->tokens, in));
+        MOE_TRY(copy(tensor(lane, lane->at.ids_in), a->ids_in, pairs * sizeof *a->ids_in, in));
+        MOE_TRY(copy(tensor(lane, lane->at.weights_in), a->weights_in,
+                     pairs * sizeof *a->weights_in, in));
+    }
+    MOE_TRY(MOE_CUDA(cudaEventRecord(lane->came_in, in)));
+    return MOE_CUDA(cudaStreamWaitEvent(device->compute, lane->came_in, 0));
+}
+
+/* From here on peers may wait for this slot. */
+static struct moe_status enqueue_stages(struct moe_step *lane, struct moe_device *device)
+{
+    const struct moe_cuda_steps *steps = lane->owner;
+    uint32_t number = (uint32_t)(lane - steps->lane);
+    struct shape shape = shape_of(lane);
+    MOE_TRY(moe_cuda_ep_count_step(steps->session));
+    if (steps->session->net != NULL)
+        MOE_TRY(capture_lane(&shape, number, device->compute));
+    else
+        MOE_TRY(MOE_CUDA(cudaGraphLaunch(lane->graph->exec[number], device->compute)));
+    return MOE_CUDA(cudaEventRecord(lane->computed, device->compute));
+}
+
+static struct moe_status enqueue_copy_out(struct moe_step *lane, struct moe_device *device)
+{
+    const struct moe_step_args *a = &lane->args;
+    size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
+    size_t answer = a->tokens > 0 ? lane->at.bytes - lane->at.ids : 0;
+    cudaStream_t out = device->copy_out;
+    MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(out, lane->computed, 0)));
+    MOE_TRY(copy(a->y, tensor(lane, lane->at.y), rows, out));
+    MOE_TRY(copy(lane->answer, tensor(lane, lane->at.ids), answer, out));
+    return MOE_CUDA(cudaEventRecord(lane->left, out));
+}
+
+static struct moe_status enqueue(struct moe_step *lane)
+{
+    struct moe_device *device = lane->owner->session->device;
+    MOE_TRY(enqueue_copy_in(lane, device));
+    MOE_TRY(enqueue_stages(lane, device));
+    return enqueue_copy_out(lane, device);
+}
+
+/* ----------------------------------------------------------------------- calls */
+
+/* What can be wrong with a step must be found here: inside it would cost all slots their session.
+ */
+static struct moe_status check_args(struct moe_session *s, const struct moe_step_args *a,
+                                    bool *need_logits)
+{
+    MOE_TRY(moe_cuda_session_usable(s));
+    if (!a->layer->finished)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
+                         "layer %u is not finished", a->layer->spec.layer);
+    if (a->tokens > 0 && (a->x == NULL || a->y == NULL || a->ids_out == NULL ||
+                          a->weights_out == NULL || a->token_state == NULL))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
+                         "a step with tokens needs x, y, ids, weights and token states");
+    return moe_cuda_router_check_modes(a->tokens, a->mode, a->ids_in != NULL, a->weights_in != NULL,
+                                       need_logits);
+}
+
+static void fill_facts(struct moe_step *lane, bool need_logits)
+{
+    const struct moe_step_args *a = &lane->args;
+    struct moe_cuda_facts *facts = &lane->mail->facts;
+    moe_cuda_facts_fill(a->layer, a->dtype, a->bucket, a->tokens, facts);
+    facts->need_logits = need_logits;
+    facts->has_modes = a->mode != NULL;
+    memset(lane->mail->began, 0, sizeof lane->mail->began);
+    lane->mail->rows_in_use = 0;
+    lane->saves = false;
+}
+
+/* What the step was to save is kept, or its room free again. */
+static bool settle_saved(struct moe_step *lane, bool good)
+{
+    struct moe_session *s = lane->owner->session;
+    return lane->saves && moe_cuda_saving_end(s, &lane->args, lane->mail->facts.pre, good,
+                                              lane->mail->verdict.rows, lane->mail->rows_in_use);
+}
+
+/* What steps have saved goes where there is no memory otherwise. */
+static struct moe_status reserve_or_drop(struct moe_step *lane)
+{
+    struct moe_status st = reserve(lane);
+    if (st.code != MOE_RESOURCE_EXHAUSTED ||
+        !moe_kept_give_back(lane->owner->session->device->kept))
+        return st;
+    return reserve(lane);
+}
+
+/* With room to save, if there is any; but without, rather than that the step fails. */
+static struct moe_status prepare(struct moe_step *lane)
+{
+    struct moe_session *s = lane->owner->session;
+    lane->saves = moe_cuda_saving_begin(s, &lane->args, lane->mail->facts.pre);
+    struct moe_status st = take_graph(lane);
+    if (!moe_failed(&st) || !lane->saves)
+        return st;
+    (void)settle_saved(lane, false);
+    lane->saves = false;
+    (void)moe_kept_give_back(s->device->kept);
+    return take_graph(lane);
+}
+
+/* Its memory is there (fits). The graph first: what fails there concerns this slot alone. */
+static struct moe_status start(struct moe_step *lane)
+{
+    struct moe_session *s = lane->owner->session;
+    MOE_TRY(prepare(lane));
+    struct moe_status st = enqueue(lane);
+    if (!moe_failed(&st))
+        return st;
+    /* The peers may have begun to wait for rows that never come, and the caller's memory must be
+     * free again when this call has failed. */
+    moe_cuda_session_fail(s);
+    moe_cuda_lanes_wait(s->device);
+    moe_cuda_graphs_give(lane->graph);
+    (void)settle_saved(lane, false);
+    return st;
+}
+
+/* Room to save, if there is any. The first time it is memory that is taken, for which as for memory
+ * that grows nobody must be waited for. */
+static struct moe_status begin_saving_over_network(struct moe_step *lane)
+{
+    struct moe_session *s = lane->owner->session;
+    if (lane->args.save != 0 && moe_kept_bytes(s->device->kept) == 0)
+        MOE_TRY(moe_cuda_net_settle(s->net));
+    lane->saves = moe_cuda_saving_begin(s, &lane->args, lane->mail->facts.pre);
+    return moe_ok();
+}
+
+/* The courier's task. */
+static struct moe_status start_over_network(void *ctx)
+{
+    struct moe_step *lane = ctx;
+    struct moe_status st = reserve_or_drop(lane);
+    lane->refused = moe_failed(&st);
+    if (lane->refused)
+        return st;
+    MOE_TRY(begin_saving_over_network(lane));
+    return enqueue(lane);
+}
+
+static struct moe_status post(struct moe_step *lane)
+{
+    struct moe_session *s = lane->owner->session;
+    const struct moe_step_args *a = &lane->args;
+    MOE_TRY(moe_cuda_ep_check(s, a->layer, a->dtype, a->bucket, a->tokens));
+    lane->task = (struct moe_cuda_task){.run = start_over_network, .ctx = lane};
+    moe_cuda_net_post(s->net, &lane->task);
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------ tasks of the executor */
+
+static void post_turn(struct moe_step *lane, moe_cuda_pass_fn pass,
+                      struct moe_status (*run)(void *ctx))
+{
+    lane->deferred = true;
+    lane->pass = pass;
+    lane->result = (struct moe_step_result){.missing_slot = -1};
+    lane->turn = (struct moe_cuda_task){.run = run, .ctx = lane};
+    moe_cuda_executor_post(lane->owner->executor, &lane->turn);
+}
+
+static struct moe_status run_pass(void *ctx)
+{
+    struct moe_step *lane = ctx;
+    return lane->pass(lane->owner->session, &lane->backward, &lane->result);
+}
+
+struct moe_status moe_cuda_step_post_pass(struct moe_session *s,
+                                          const struct moe_backward_args *args,
+                                          moe_cuda_pass_fn pass, struct moe_step **out)
+{
+    struct moe_step *lane;
+    MOE_TRY(moe_cuda_lane_take(s->steps, &lane));
+    lane->backward = *args;
+    post_turn(lane, pass, run_pass);
+    *out = lane;
+    return moe_ok();
+}
+
+/* What was enqueued before this step may have ended the session, or laid out scratch anew. */
+static struct moe_status begin_in_turn(void *ctx)
+{
+    struct moe_step *lane = ctx;
+    struct moe_session *s = lane->owner->session;
+    MOE_TRY(moe_cuda_session_usable(s));
+    if (s->net != NULL)
+        return post(lane);
+    MOE_TRY(lay_out(lane));
+    if (!fits(lane))
+        MOE_TRY(reserve_or_drop(lane));
+    return start(lane);
+}
+
+/* What is wrong with the arguments is said now, as by a step that begins at once. */
+static struct moe_status defer(struct moe_step *lane)
+{
+    const struct moe_step_args *a = &lane->args;
+    MOE_TRY(moe_cuda_ep_check(lane->owner->session, a->layer, a->dtype, a->bucket, a->tokens));
+    post_turn(lane, NULL, begin_in_turn);
+    return moe_ok();
+}
+
+/* At once where that waits for nothing: no task of the executor is to come before, and no memory
+ * has to grow, which waits for the device and so for the peers of the step before. */
+static struct moe_status begin(struct moe_step *lane)
+{
+    struct moe_cuda_steps *steps = lane->owner;
+    if (moe_cuda_executor_busy(steps->executor))
+        return defer(lane);
+    lane->deferred = false;
+    if (steps->session->net != NULL)
+        return post(lane);
+    MOE_TRY(lay_out(lane));
+    return fits(lane) ? start(lane) : defer(lane);
+}
+
+/* --------------------------------------------------------------------- enqueue, wait */
+
+struct moe_status moe_cuda_step_enqueue(struct moe_session *s, const struct moe_step_args *args,
+                                        struct moe_step **out)
+{
+    bool need_logits;
+    MOE_TRY(check_args(s, args, &need_logits));
+    MOE_TRY(moe_cuda_device_use(s->device));
+    struct moe_step *lane;
+    MOE_TRY(moe_cuda_lane_take(s->steps, &lane));
+    lane->args = *args;
+    fill_facts(lane, need_logits);
+    moe_cuda_range_begin("step enqueue");
+    struct moe_status st = begin(lane);
+    moe_cuda_range_end();
+    if (moe_failed(&st))
+        moe_cuda_lane_give(lane);
+    else
+        *out = lane;
+    return st;
+}
+
+static uint64_t elapsed_ns(cudaEvent_t from, cudaEvent_t to)
+{
+    float ms = 0;
+    if (cudaEventElapsedTime(&ms, from, to) != cudaSuccess || !(ms > 0))
+        return 0;
+    return (uint64_t)((double)ms * 1e6);
+}
+
+/* A stage lasts until the next one begins, so that nothing between kernels is left out. What runs
+ * beside others has no stamp, and so no time. */
+static void read_times(const struct moe_step *lane, struct moe_step_result *r)
+{
+    uint64_t next = lane->mail->began[MOE_STAGE_COUNT];
+    for (int i = MOE_STAGE_COUNT - 1; i >= 0; i--) {
+        uint64_t began = lane->mail->began[i] != 0 ? lane->mail->began[i] : next;
+        r->stage_ns[i] = next > began ? next - began : 0;
+        next = began;
+    }
+    r->total_ns = elapsed_ns(lane->begun, lane->left);
+}
+
+/* From the lane's pinned memory to the caller's. */
+static void hand_over_answer(const struct moe_step *lane)
+{
+    const struct moe_step_args *a = &lane->args;
+    size_t pairs = (size_t)a->tokens * a->layer->spec.router.top_k;
+    const char *ids = lane->answer;
+    if (a->tokens == 0)
+        return;
+    memcpy(a->ids_out, ids, pairs * sizeof *a->ids_out);
+    memcpy(a->weights_out, ids + (lane->at.weights - lane->at.ids), pairs * sizeof(float));
+    memcpy(a->token_state, ids + (lane->at.state - lane->at.ids), a->tokens);
+}
+
+/* cudaErrorNotReady when the deadline passed first. */
+static cudaError_t await(cudaEvent_t event, uint64_t deadline_ns)
+{
+    uint64_t start = moe_clock_ns();
+    for (;;) {
+        cudaError_t rc = cudaEventQuery(event);
+        uint64_t now = moe_clock_ns();
+        if (rc != cudaErrorNotReady || now >= deadline_ns)
+            return rc;
+        if (now - start > SPIN_NS)
+            nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+    }
+}
+
+/* What became of a step whose kernels have ended. */
+static struct moe_status judge(struct moe_step *lane, cudaError_t rc, struct moe_step_result *r)
+{
+    struct moe_session *s = lane->owner->session;
+    struct moe_status st = moe_cuda_status(rc, "a step");
+    if (moe_failed(&st)) {
+        moe_cuda_session_fail(s);
+        (void)settle_saved(lane, false);
+        return st;
+    }
+    st = moe_cuda_session_judge(s, &lane->mail->verdict);
+    r->refused = lane->mail->verdict.code == MOE_CUDA_PASS_REFUSED;
+    r->saved = settle_saved(lane, !moe_failed(&st));
+    r->rows = lane->mail->verdict.rows;
+    if (!moe_failed(&st))
+        moe_cuda_saving_learn(s, &lane->args, r->rows);
+    hand_over_answer(lane);
+    read_times(lane, r);
+    return st;
+}
+
+/* The courier could not enqueue the whole step. */
+static struct moe_status judge_unfinished(struct moe_step *lane)
+{
+    struct moe_session *s = lane->owner->session;
+    if (!lane->refused) {
+        moe_cuda_session_fail(s);
+        moe_cuda_lanes_wait(s->device); /* the caller's memory must be free again */
+    }
+    (void)settle_saved(lane, false);
+    return moe_cuda_session_explain(s, lane->task.status);
+}
+
+static struct moe_status still_running(void)
+{
+    return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "the step is still running");
+}
+
+/* A pass whose task is done, or a step that its task could not start. */
+static struct moe_status end_turn(struct moe_step *lane, struct moe_step_result *result)
+{
+    struct moe_status st = lane->turn.status;
+    if (st.reason == MOE_REASON_PEER_LOST)
+        lane->result.missing_slot = moe_cuda_session_missing(lane->owner->session);
+    if (result != NULL)
+        *result = lane->result;
+    moe_cuda_lane_give(lane);
+    return st;
+}
+
+struct moe_status moe_cuda_step_wait(struct moe_step *lane, uint64_t deadline_ns,
+                                     struct moe_step_result *result)
+{
+    struct moe_session *s = lane->owner->session;
+    struct moe_step_result r = {.missing_slot = -1};
+    if (lane->deferred && !moe_cuda_executor_await(lane->owner->executor, &lane->turn, deadline_ns))
+        return still_running();
+    if (lane->deferred && (lane->pass != NULL || moe_failed(&lane->turn.status)))
+        return end_turn(lane, result);
+    MOE_TRY(moe_cuda_device_use(s->device));
+    const bool net = s->net != NULL;
+    const bool in_time = !net || moe_cuda_net_await(s->net, &lane->task, deadline_ns);
+    const bool enqueued = in_time && (!net || !moe_failed(&lane->task.status));
+    cudaError_t rc = enqueued ? await(lane->left, deadline_ns) : cudaSuccess;
+    if (!in_time || rc == cudaErrorNotReady)
+        return still_running();
+    struct moe_status st = enqueued ? judge(lane, rc, &r) : judge_unfinished(lane);
+    if (st.reason == MOE_REASON_PEER_LOST)
+        r.missing_slot = moe_cuda_session_missing(s);
+    r.refused = r.refused || moe_cuda_session_refused(s, &st);
+    if (result != NULL)
+        *result = r;
+    if (!net)
+        moe_cuda_graphs_give(lane->graph);
+    moe_cuda_lane_give(lane);
+    return st;
+}

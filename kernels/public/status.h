@@ -1,0 +1,130 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Errors as values.
+ *
+ * Every call that can fail returns a `struct moe_status`: a code (numerically a gRPC status code),
+ * a machine-readable reason, and one sentence for a person. The struct is returned by value, so its
+ * layout is fixed for all releases with the same soname. */
+#ifndef MOE_STATUS_H
+#define MOE_STATUS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Marks every function that returns a status. The compiler warns when a caller ignores it. */
+#define MOE_CHECKED __attribute__((warn_unused_result))
+
+/* Values are those of google.rpc.Code. */
+enum moe_code {
+    MOE_OK = 0,
+    MOE_CANCELLED = 1,
+    MOE_UNKNOWN = 2,
+    MOE_INVALID_ARGUMENT = 3,
+    MOE_DEADLINE_EXCEEDED = 4,
+    MOE_NOT_FOUND = 5,
+    MOE_ALREADY_EXISTS = 6,
+    MOE_PERMISSION_DENIED = 7,
+    MOE_RESOURCE_EXHAUSTED = 8,
+    MOE_FAILED_PRECONDITION = 9,
+    MOE_ABORTED = 10,
+    MOE_OUT_OF_RANGE = 11,
+    MOE_UNIMPLEMENTED = 12,
+    MOE_INTERNAL = 13,
+    MOE_UNAVAILABLE = 14,
+    MOE_DATA_LOSS = 15,
+    MOE_UNAUTHENTICATED = 16,
+};
+
+/* One list for the enum, for ErrorInfo.reason on the wire (the name without MOE_REASON_), and for
+ * metrics labels. Names and numbers are a contract with clients: add at the end, never rename. */
+#define MOE_REASONS(X)                                                                             \
+    X(NONE)               /* nothing more to say than the code */                                  \
+    X(MALFORMED)          /* not the protobuf, JSON or safetensors it claims to be */              \
+    X(TRUNCATED)          /* ends inside a field */                                                \
+    X(TOO_LARGE)          /* over a fixed size limit */                                            \
+    X(DUPLICATE_TENSOR)   /* a tensor field occurs twice in one message */                         \
+    X(SHAPE_MISMATCH)     /* tokens, hidden or top-k disagree with the layer or with the bytes */  \
+    X(DTYPE_UNSUPPORTED)  /* dtype unknown or not served */                                        \
+    X(ROUTING_INVALID)    /* ids or weights missing, superfluous or contradictory */               \
+    X(EXPERT_INDEX_RANGE) /* an expert id is >= E */                                               \
+    X(NONFINITE_LOGITS)   /* router logits of a token are NaN or infinite */                       \
+    X(MODEL_NOT_FOUND)    /* no such model is served here */                                       \
+    X(LAYER_NOT_FOUND)    /* the model has no MoE layer of that number */                          \
+    X(TOKEN_LIMIT)        /* more tokens than a request may carry */                               \
+    X(QUEUE_FULL)         /* queue, byte budget or staging memory exhausted: retry later */        \
+    X(DRAINING)           /* the worker is leaving: use another one */                             \
+    X(REFORMING)          /* no committed view at the moment: retry */                             \
+    X(EXPERT_UNAVAILABLE) /* no live slot holds a needed expert */                                 \
+    X(PEER_LOST)          /* a peer died or did not answer within its budget */                    \
+    X(STALE_EPOCH)        /* the caller speaks of an epoch that is not the current one */          \
+    X(VERSION_MISMATCH)   /* weights version, model fingerprint or protocol version differs */     \
+    X(CONFIG_UNKNOWN_KEY) /* a setting or model key that changes results and is not understood */  \
+    X(CONFIG_INVALID)     /* a setting or model key with an impossible value */                    \
+    X(TENSOR_MISSING)     /* the checkpoint lacks a tensor that the layer needs */                 \
+    X(TENSOR_INVALID)     /* a tensor has the wrong shape, dtype or place */                       \
+    X(OUT_OF_MEMORY)      /* an allocation failed or would not fit */                              \
+    X(IO)                 /* the operating system refused a file or socket operation */            \
+    X(ABORTED)            /* the waiting was called off by its owner */                            \
+    X(UNSUPPORTED)        /* well understood, and deliberately not offered */                      \
+    X(NAME_INVALID)       /* a session or checkpoint name with other characters than allowed */    \
+    X(VALUE_INVALID)      /* an id of 0, or a number that makes no sense */                        \
+    X(ID_REUSED)          /* a training call's id is known with other content */                   \
+    X(ID_TOO_OLD)         /* an id below one that has been forgotten: it may have been run */      \
+    X(RECORDED_ELSEWHERE) /* the answer is recorded on the worker that the text ends with */       \
+    X(ANSWER_GONE)        /* it has been run, and its answer is no longer kept */                  \
+    X(RETAINED_PASS_GONE) /* the worker has dropped the retained pass: send x and routing */       \
+    X(STATE_LOST)         /* the caller speaks of a lineage that is not the present one */         \
+    X(GRADIENTS_MISSING)  /* fewer or more Backward calls than the caller expects */               \
+    X(GRADIENTS_PENDING)  /* not between Backward and OptimizerStep */                             \
+    X(CHECKPOINT_EXISTS)  /* the name is taken */                                                  \
+    X(CHECKPOINT_NOT_FOUND) /* there is none of that name */                                       \
+    X(SAVE_RUNNING)         /* a checkpoint is being written or loaded: one at a time */           \
+    X(CANNOT_GO_BACK) /* the group cannot go back to where its training should: it waits for */    \
+                      /* RecoverTraining, or for the file */
+
+enum moe_reason {
+#define X(name) MOE_REASON_##name,
+    MOE_REASONS(X)
+#undef X
+        MOE_REASON_COUNT
+};
+
+enum { MOE_STATUS_TEXT = 232 };
+
+struct moe_status {
+    enum moe_code code;
+    enum moe_reason reason;
+    uint32_t retry_after_ms; /* > 0: safe to try again after this long (RetryInfo) */
+    char text[MOE_STATUS_TEXT];
+};
+
+/* Success. Only the head of the struct is meaningful then: `text` is not written. */
+static inline struct moe_status moe_ok(void)
+{
+    struct moe_status s;
+    s.code = MOE_OK;
+    s.reason = MOE_REASON_NONE;
+    s.retry_after_ms = 0;
+    s.text[0] = '\0';
+    return s;
+}
+
+static inline bool moe_failed(const struct moe_status *s)
+{
+    return s->code != MOE_OK;
+}
+
+/* "RESOURCE_EXHAUSTED", "QUEUE_FULL"; "?" for values outside the enums. Never NULL. */
+const char *moe_code_name(enum moe_code code);
+const char *moe_reason_name(enum moe_reason reason);
+/* The reverse; MOE_REASON_NONE for unknown names (a newer server). */
+enum moe_reason moe_reason_from_name(const char *name);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

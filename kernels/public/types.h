@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Number formats and the limits that every part of moed agrees on. */
+#ifndef MOE_TYPES_H
+#define MOE_TYPES_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+enum moe_dtype {
+    MOE_DTYPE_NONE = 0,
+    MOE_DTYPE_F32 = 1,
+    MOE_DTYPE_BF16 = 2,
+};
+
+/* Bytes of one element; 0 for MOE_DTYPE_NONE. */
+static inline size_t moe_dtype_bytes(enum moe_dtype d)
+{
+    return d == MOE_DTYPE_F32 ? 4 : d == MOE_DTYPE_BF16 ? 2 : 0;
+}
+
+/* bf16 <-> f32; to bf16 rounds to nearest even and keeps NaN a (canonical, positive) NaN. */
+static inline float moe_bf16_to_f32(uint16_t b)
+{
+    uint32_t u = (uint32_t)b << 16;
+    float f;
+    memcpy(&f, &u, sizeof f);
+    return f;
+}
+
+static inline uint16_t moe_f32_to_bf16(float f)
+{
+    uint32_t u;
+    memcpy(&u, &f, sizeof u);
+    if ((u & UINT32_C(0x7fffffff)) > UINT32_C(0x7f800000))
+        return UINT16_C(0x7fff);
+    u += UINT32_C(0x7fff) + ((u >> 16) & 1);
+    return (uint16_t)(u >> 16);
+}
+
+enum {
+    MOE_MAX_SLOTS = 16,     /* slots of one group */
+    MOE_MAX_EXPERTS = 512,  /* routed experts E of one layer (zero experts not counted) */
+    MOE_MAX_TOP_K = 16,     /* experts per token K */
+    MOE_MAX_HIDDEN = 16384, /* H; I is bounded by memory alone */
+    MOE_MAX_LAYERS = 256,   /* MoE layers of one model */
+    MOE_ROW_ALIGN = 128,    /* rows of one expert start at multiples of this */
+};
+
+#endif

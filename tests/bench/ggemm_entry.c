@@ -1,0 +1,126 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Plain arguments into the structs of the products; see ggemm_entry.h. */
+#include "ggemm_entry.h"
+
+#include "cuda/gemm/ggemm.h"
+#include "cuda/gemm/ggemm_cublas.h"
+#include "cuda/gemm/ggemm_wgrad.h"
+
+#include <assert.h>
+#include <string.h>
+
+#define LINE_ARGUMENT(type, name) #type " " #name ", "
+#define LINE_LAST(type, name)     #type " " #name "\n"
+#define LINE(result, name, list)  #result " " #name " " list(LINE_ARGUMENT, LINE_LAST)
+
+text moe_entry_signatures(void)
+{
+    return MOE_ENTRIES(LINE);
+}
+
+static text told(struct moe_status st)
+{
+    static _Thread_local struct moe_status last;
+    last = st;
+    return moe_failed(&st) ? last.text : NULL;
+}
+
+/* ------------------------------------------------------------------- products */
+
+/* The lists name every field at its place: a field that only the struct has does not compile. */
+#define AS_FIELD(type, name) type name;
+struct listed_ggemm {
+    MOE_GGEMM_FIELDS(AS_FIELD)
+};
+struct listed_wgrad {
+    MOE_WGRAD_FIELDS(AS_FIELD)
+};
+#define SAME_PLACE(listed, product, name)                                                          \
+    static_assert(offsetof(struct listed, name) == offsetof(struct product, name), #name);
+#define SAME_IN_GGEMM(type, name) SAME_PLACE(listed_ggemm, moe_cuda_ggemm, name)
+#define SAME_IN_WGRAD(type, name) SAME_PLACE(listed_wgrad, moe_cuda_wgrad, name)
+MOE_GGEMM_FIELDS(SAME_IN_GGEMM)
+MOE_WGRAD_FIELDS(SAME_IN_WGRAD)
+static_assert(sizeof(struct listed_ggemm) == sizeof(struct moe_cuda_ggemm), "a field is missing");
+static_assert(sizeof(struct listed_wgrad) == sizeof(struct moe_cuda_wgrad), "a field is missing");
+
+#define SET(type, name) product.name = (__typeof__(product.name))name;
+
+MOE_ENTRY_PROTOTYPE(text, ggemm, MOE_ENTRY_GGEMM)
+{
+    struct moe_cuda_ggemm product = {0};
+    MOE_GGEMM_FIELDS(SET)
+    return told(moe_cuda_ggemm_enqueue(&product, stream));
+}
+
+/* One handle for the process, of the device that is current at the first call. */
+static struct moe_status enqueue_cublas(const struct moe_cuda_ggemm *g, void *scratch, void *stream)
+{
+    static struct moe_cuda_cublas *handle;
+    if (handle == NULL)
+        MOE_TRY(moe_cuda_cublas_open(&handle));
+    return moe_cuda_cublas_enqueue(handle, g, scratch, stream);
+}
+
+MOE_ENTRY_PROTOTYPE(text, cublas, MOE_ENTRY_CUBLAS)
+{
+    struct moe_cuda_ggemm product = {0};
+    MOE_GGEMM_FIELDS(SET)
+    return told(enqueue_cublas(&product, scratch, stream));
+}
+
+MOE_ENTRY_PROTOTYPE(size_t, cublas_bytes, MOE_ENTRY_CUBLAS_BYTES)
+{
+    return moe_cuda_cublas_scratch_bytes(gated, (enum moe_dtype)out_dtype, row_capacity, n);
+}
+
+MOE_ENTRY_PROTOTYPE(text, wgrad, MOE_ENTRY_WGRAD)
+{
+    struct moe_cuda_wgrad product = {0};
+    MOE_WGRAD_FIELDS(SET)
+    return told(moe_cuda_wgrad_enqueue(&product, stream));
+}
+
+/* -------------------------------------------------------------------- weights */
+
+MOE_ENTRY_PROTOTYPE(text, describe, MOE_ENTRY_DESCRIBE)
+{
+    struct moe_cuda_ggemm_weights described = {.data = NULL};
+    struct moe_status st = moe_cuda_ggemm_describe(data, experts, rows, columns, &described);
+    if (!moe_failed(&st))
+        memcpy(out, &described, sizeof described);
+    return told(st);
+}
+
+/* -------------------------------------------------------------------- choices */
+
+MOE_ENTRY_PROTOTYPE(int, choose_tile, MOE_ENTRY_CHOOSE_TILE)
+{
+    struct moe_cuda_gemm_facts facts = {
+        .bucket = bucket, .slots = slots, .top_k = top_k, .experts = experts, .n = n, .k = k};
+    return (int)moe_cuda_choose_tile(&facts);
+}
+
+MOE_ENTRY_PROTOTYPE(text, tile_name, MOE_ENTRY_TILE_NAME)
+{
+    static const text name[MOE_CUDA_TILE_COUNT] = {[MOE_CUDA_TILE_DECODE] = "decode",
+                                                   [MOE_CUDA_TILE_EVEN] = "even",
+                                                   [MOE_CUDA_TILE_PINGPONG] = "pingpong"};
+    return tile >= 0 && tile < MOE_CUDA_TILE_COUNT ? name[tile] : NULL;
+}
+
+MOE_ENTRY_PROTOTYPE(int, constant, MOE_ENTRY_CONSTANT)
+{
+    static const struct {
+        text name;
+        int value;
+    } known[] = {{"F32", MOE_DTYPE_F32},
+                 {"BF16", MOE_DTYPE_BF16},
+                 {"SWIGLU", MOE_ACT_SWIGLU},
+                 {"LATE", MOE_WEIGHT_OUTPUT_LATE},
+                 {"WEIGHTS_BYTES", sizeof(struct moe_cuda_ggemm_weights)}};
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        if (strcmp(known[i].name, name) == 0)
+            return known[i].value;
+    return -1;
+}

@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The grouped products of kernels/cuda as functions of plain arguments, for ggemm_vs_torch.py.
+ *
+ * A list names the arguments of a function once. The prototype, the code that fills the product's
+ * struct and the text that moe_entry_signatures returns all come from that list. The Python side
+ * builds its types from the text, so the two sides cannot disagree about order, type or number.
+ *
+ * Functions return NULL, or the text of an error that is valid until the thread's next call. */
+#ifndef MOE_BENCH_GGEMM_ENTRY_H
+#define MOE_BENCH_GGEMM_ENTRY_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef void *pointer; /* of the device, where nothing else is said */
+typedef const char *text;
+
+/* struct moe_cuda_ggemm, field by field */
+#define MOE_GGEMM_FIELDS(X)                                                                        \
+    X(int, tile)                                                                                   \
+    X(bool, gated)                                                                                 \
+    X(bool, back)                                                                                  \
+    X(uint32_t, experts)                                                                           \
+    X(uint32_t, row_capacity)                                                                      \
+    X(uint32_t, n)                                                                                 \
+    X(uint32_t, k)                                                                                 \
+    X(pointer, start)                                                                              \
+    X(pointer, count)                                                                              \
+    X(pointer, x)                                                                                  \
+    X(uint32_t, x_stride)                                                                          \
+    X(pointer, weights)                                                                            \
+    X(bool, has_bias)                                                                              \
+    X(pointer, row_weight)                                                                         \
+    X(int, weighting)                                                                              \
+    X(int, activation)                                                                             \
+    X(float, limit)                                                                                \
+    X(float, alpha)                                                                                \
+    X(int, out_dtype)                                                                              \
+    X(pointer, out)                                                                                \
+    X(uint32_t, out_stride)                                                                        \
+    X(pointer, pre)                                                                                \
+    X(pointer, began)                                                                              \
+    X(uint32_t, processors)
+
+/* struct moe_cuda_wgrad, field by field */
+#define MOE_WGRAD_FIELDS(X)                                                                        \
+    X(uint32_t, experts)                                                                           \
+    X(uint32_t, row_capacity)                                                                      \
+    X(uint32_t, n)                                                                                 \
+    X(uint32_t, k)                                                                                 \
+    X(pointer, start)                                                                              \
+    X(pointer, count)                                                                              \
+    X(pointer, dy)                                                                                 \
+    X(pointer, x)                                                                                  \
+    X(uint32_t, dy_stride)                                                                         \
+    X(uint32_t, x_stride)                                                                          \
+    X(bool, accumulate)                                                                            \
+    X(pointer, dw)                                                                                 \
+    X(uint32_t, processors)
+
+/* Arguments of a function: X for all but the last one, L for that. */
+#define MOE_ENTRY_GGEMM(X, L) MOE_GGEMM_FIELDS(X) L(pointer, stream)
+#define MOE_ENTRY_WGRAD(X, L) MOE_WGRAD_FIELDS(X) L(pointer, stream)
+/* scratch: device memory of moe_entry_cublas_bytes */
+#define MOE_ENTRY_CUBLAS(X, L) MOE_GGEMM_FIELDS(X) X(pointer, scratch) L(pointer, stream)
+#define MOE_ENTRY_CUBLAS_BYTES(X, L)                                                               \
+    X(bool, gated) X(int, out_dtype) X(uint32_t, row_capacity) L(uint32_t, n)
+/* out: host memory, as many bytes as the constant WEIGHTS_BYTES */
+#define MOE_ENTRY_DESCRIBE(X, L)                                                                   \
+    X(pointer, data) X(uint32_t, experts) X(uint32_t, rows) X(uint32_t, columns) L(pointer, out)
+#define MOE_ENTRY_CHOOSE_TILE(X, L)                                                                \
+    X(uint32_t, bucket)                                                                            \
+    X(uint32_t, slots) X(uint32_t, top_k) X(uint32_t, experts) X(uint32_t, n) L(uint32_t, k)
+#define MOE_ENTRY_TILE_NAME(X, L) L(int, tile)  /* NULL behind the last one */
+#define MOE_ENTRY_CONSTANT(X, L)  L(text, name) /* -1 for a name that is not known */
+
+/* F(result, name, list) for each function moe_entry_NAME. */
+#define MOE_ENTRIES(F)                                                                             \
+    F(text, ggemm, MOE_ENTRY_GGEMM)                                                                \
+    F(text, cublas, MOE_ENTRY_CUBLAS)                                                              \
+    F(size_t, cublas_bytes, MOE_ENTRY_CUBLAS_BYTES)                                                \
+    F(text, wgrad, MOE_ENTRY_WGRAD)                                                                \
+    F(text, describe, MOE_ENTRY_DESCRIBE)                                                          \
+    F(int, choose_tile, MOE_ENTRY_CHOOSE_TILE)                                                     \
+    F(text, tile_name, MOE_ENTRY_TILE_NAME)                                                        \
+    F(int, constant, MOE_ENTRY_CONSTANT)
+
+#define MOE_ENTRY_PARAMETER(type, name) type name,
+#define MOE_ENTRY_LAST(type, name)      type name
+#define MOE_ENTRY_PROTOTYPE(result, name, list)                                                    \
+    result moe_entry_##name(list(MOE_ENTRY_PARAMETER, MOE_ENTRY_LAST))
+#define MOE_ENTRY_DECLARE(result, name, list) MOE_ENTRY_PROTOTYPE(result, name, list);
+MOE_ENTRIES(MOE_ENTRY_DECLARE)
+
+/* One line for each function: "text ggemm int tile, bool gated, ..., pointer stream". */
+text moe_entry_signatures(void);
+
+#endif

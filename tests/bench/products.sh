@@ -1,0 +1,25 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Measures the grouped products beside torch on the GPU that is here, for results/products.md: a dense
+# product as the chip's reference, all shapes with all tiles and cuBLAS, some of them sustained, and
+# the gradients.
+#
+#   tests/bench/products.sh LIBRARY TARGET_DIRECTORY
+#
+# LIBRARY is libmoe_ggemm.so of the target `ggemm_shared`. Writes {forward,backward}.{txt,md,json}.
+# About three minutes. Another python3 with torch: MOE_PYTHON.
+set -eu
+
+library=$1
+target=$2
+here=$(cd "$(dirname "$0")" && pwd)
+mkdir -p "$target"
+for kind in forward backward; do
+    flags="--all-tiles --cublas"
+    [ $kind = forward ] || flags=--backward
+    # shellcheck disable=SC2086
+    "${MOE_PYTHON:-python3}" -B "$here/ggemm_vs_torch.py" "$library" $flags \
+        --json "$target/$kind.json" --markdown "$target/$kind.md" >"$target/$kind.txt" 2>&1 ||
+        { tail -n 20 "$target/$kind.txt"; exit 1; }
+    cat "$target/$kind.md"
+done

@@ -1,0 +1,656 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Forward requests that are saved on the devices for their Backward, in the engine and the training
+ * room: their own tickets, what they leave, who uses it, and when it is dropped. */
+#include "base/clock.h"
+#include "support/check.h"
+#include "support/test_clock.h"
+#include "training_fixture.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { EXTRA = 40 };
+
+/* test.forward, to be saved as (s, id), of that version of the weights. */
+static void save_version(uint32_t tokens, uint64_t id, uint64_t version)
+{
+    test.forward = (struct moe_work){
+        .layer = 7,
+        .dtype = MOE_DTYPE_F32,
+        .tokens = tokens,
+        .x = test.x,
+        .y = test.y,
+        .retain_session = "s",
+        .retain_id = id,
+        .weights_version = version,
+        .deadline_ns = MOE_NEVER,
+        .done = on_forward_done,
+    };
+    assert_ok(moe_engine_submit(test.engine, &test.forward));
+}
+
+static void save(uint32_t tokens, uint64_t id)
+{
+    save_version(tokens, id, 0);
+}
+
+/* Ticket of announcement `n`, in a bucket for all. */
+static void order_saving(int n, uint32_t origin)
+{
+    struct moe_ticket t = test.announced[n];
+    t.epoch = test.epoch;
+    t.seq = ++test.seq;
+    t.descriptor.origin = origin;
+    t.bucket = BUCKET;
+    moe_engine_run(test.engine, &t);
+}
+
+/* Client i asks for the Backward of what was saved as `id`, by the step of that name. */
+static void ask_saved(int i, uint64_t id, uint64_t name, uint64_t epoch)
+{
+    ask(i, MOE_STEP_BACKWARD, id, 5); /* announced without the name, as it has no ticket yet */
+    struct moe_ticket *t = &test.announced[test.announced_count - 1];
+    struct moe_train_call call = test.clients[i].call;
+    call.saved = name;
+    call.saved_epoch = epoch;
+    moe_train_call_pack(&call, t->descriptor.body, &t->descriptor.length);
+}
+
+static int kept(void)
+{
+    int count = 0;
+    moe_mutex_lock(&script.lock);
+    for (size_t i = 0; i < sizeof script.kept / sizeof *script.kept; i++)
+        count += script.kept[i] != 0;
+    moe_mutex_unlock(&script.lock);
+    return count;
+}
+
+/* The watchdog of the program bounds this. */
+static void pause_briefly(void)
+{
+    nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+}
+
+static void await_kept(int count)
+{
+    while (kept() > count)
+        pause_briefly();
+    assert_int_equal(kept(), count);
+}
+
+/* A saved pass of id, by a ticket of this slot; returns its name. */
+static uint64_t save_and_run(uint64_t id)
+{
+    int before = test.forward_done;
+    script.keep = true;
+    save(5, id);
+    order_saving(test.announced_count - 1, 0);
+    wait_until(&test.forward_done, before + 1, &test.lock);
+    assert_ok(test.forward_status);
+    return test.forward.retained_name;
+}
+
+static void backward(int i, uint64_t id, uint64_t name, uint64_t epoch)
+{
+    ask_saved(i, id, name, epoch);
+    order(test.announced_count - 1, 0);
+    wait_done(i);
+}
+
+/* ------------------------------------------------------------------------ promises */
+
+static void a_saving_forward_has_a_ticket_of_its_own_and_its_name(void **state)
+{
+    (void)state;
+    script.keep = true;
+    save(5, 9);
+    assert_int_equal(announced_tokens, 0);
+    assert_int_equal(test.announced_count, 1);
+    assert_int_equal(test.announced[0].kind, MOE_STEP_FORWARD_RETAIN);
+    struct moe_train_call call;
+    assert_ok(moe_train_call_read(&test.announced[0], &call));
+    assert_string_equal(call.session, "s");
+    assert_int_equal(call.id, 9);
+    order_forward(8); /* somebody else's: takes nothing of it */
+    wait_until(&test.finished_count, 1, &test.lock);
+    assert_int_equal(script.save, 0);
+    assert_int_equal(test.forward_done, 0);
+    order_saving(0, 0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+    assert_int_equal(script.save, 2);
+    assert_int_equal(test.forward.retained_name, 2);
+    assert_true(test.forward.retained_here);
+    assert_int_equal(test.forward.answered_epoch, test.epoch);
+    assert_true(test.y[5 * HIDDEN - 1] == 1);
+    assert_int_equal(state_now().activation_bytes, 1);
+    assert_int_equal(state_now().activation_bytes_limit, 1 << 20);
+}
+
+static void where_the_device_has_no_room_the_step_is_like_any_other(void **state)
+{
+    (void)state;
+    save(5, 9);
+    order_saving(0, 0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+    assert_int_equal(test.forward.retained_name, 1); /* others may keep it */
+    assert_false(test.forward.retained_here);
+    assert_int_equal(state_now().activation_bytes, 0);
+    backward(0, 9, 1, test.epoch);
+    assert_ok(test.clients[0].status);
+    assert_int_equal(script.saved, 1);
+    assert_false(test.clients[0].work.step.used_saved);
+}
+
+static int count_worth(enum moe_dtype dtype, int tries)
+{
+    int worth = 0;
+    for (int i = 0; i < tries; i++)
+        worth += moe_activations_are_worth(moe_train_activations(test.train), dtype,
+                                           MOE_ACTIVATIONS_TOKENS_MIN);
+    return worth;
+}
+
+static void where_nothing_is_ever_kept_it_is_tried_now_and_then(void **state)
+{
+    (void)state;
+    assert_int_equal(count_worth(MOE_DTYPE_F32, 100), 100);
+    for (uint64_t id = 1; id <= 8; id++) {
+        save(5, id);
+        order_saving(test.announced_count - 1, 0);
+        wait_until(&test.forward_done, (int)id, &test.lock);
+    }
+    assert_int_equal(count_worth(MOE_DTYPE_F32, 128), 2);
+    assert_int_equal(count_worth(MOE_DTYPE_BF16, 100), 100); /* another way through the backend */
+    (void)save_and_run(9);
+    assert_int_equal(count_worth(MOE_DTYPE_F32, 100), 100);
+    moe_activations_set_limit(moe_train_activations(test.train), 0);
+    assert_int_equal(count_worth(MOE_DTYPE_F32, 100), 0);
+}
+
+/* As the service asks: for a step of its own only while that is worth it. */
+static void ask_as_the_service_does(uint64_t id)
+{
+    if (moe_activations_are_worth(moe_train_activations(test.train), MOE_DTYPE_F32,
+                                  MOE_ACTIVATIONS_TOKENS_MIN))
+        save(5, id);
+    else
+        forward(5, 0);
+}
+
+/* Three tokens that wait in the common queue. */
+static void ask_beside(struct moe_work *w)
+{
+    *w = (struct moe_work){.layer = 7,
+                           .dtype = MOE_DTYPE_F32,
+                           .tokens = 3,
+                           .x = test.x + 5 * HIDDEN,
+                           .y = test.y + 5 * HIDDEN,
+                           .deadline_ns = MOE_NEVER,
+                           .done = on_forward_done};
+    assert_ok(moe_engine_submit(test.engine, w));
+}
+
+static void check_figures(const struct moe_work *w, uint32_t step_tokens, uint64_t name)
+{
+    assert_int_equal(w->steps, 1);
+    assert_int_equal(w->step_tokens, step_tokens);
+    assert_int_equal(w->retained_name, name);
+    assert_false(w->retained_here);
+}
+
+static void after_eight_in_vain_it_shares_its_step_and_its_answer_tells_that_step(void **state)
+{
+    (void)state;
+    struct moe_work beside;
+    for (uint64_t id = 1; id <= 8; id++) {
+        int before = test.forward_done;
+        ask_beside(&beside);
+        ask_as_the_service_does(id);
+        order_saving((int)id - 1, 0);
+        wait_until(&test.forward_done, before + 1, &test.lock);
+        check_figures(&test.forward, 5, 2 * id - 1);
+        order_forward(BUCKET);
+        wait_until(&test.forward_done, before + 2, &test.lock);
+        check_figures(&beside, 3, 0);
+    }
+    ask_beside(&beside);
+    ask_as_the_service_does(9);
+    assert_int_equal(test.announced_count, 8); /* it waits in the common queue */
+    order_forward(BUCKET);
+    wait_until(&test.forward_done, 18, &test.lock);
+    check_figures(&test.forward, 8, 0);
+    check_figures(&beside, 8, 0);
+}
+
+static void its_backward_uses_it_and_takes_it_along(void **state)
+{
+    (void)state;
+    uint64_t name = save_and_run(9), other = save_and_run(10);
+    assert_int_equal(kept(), 2);
+    backward(0, 9, name, test.epoch);
+    assert_ok(test.clients[0].status);
+    assert_int_equal(script.saved, name);
+    assert_true(test.clients[0].work.step.used_saved);
+    assert_int_equal(kept(), 1);
+    assert_int_equal(state_now().activation_bytes, 1);
+    backward(1, 10, other, test.epoch);
+    assert_int_equal(kept(), 0);
+    /* A repeat finds nothing, and is not run. */
+    backward(2, 9, name, test.epoch);
+    assert_int_equal(script.backwards, 2);
+}
+
+static void a_backward_with_other_tensors_does_not_use_it_and_takes_it_along(void **state)
+{
+    (void)state;
+    (void)save_and_run(9);
+    backward(0, 9, 0, 0);
+    assert_ok(test.clients[0].status);
+    assert_int_equal(script.saved, 0);
+    assert_int_equal(kept(), 0);
+}
+
+static void slots_that_were_not_asked_keep_and_drop_it_as_well(void **state)
+{
+    (void)state;
+    script.keep = true;
+    save(5, 9);
+    order_saving(0, 1); /* the same call of slot 1: we bring nothing */
+    wait_until(&test.finished_count, 1, &test.lock);
+    assert_int_equal(script.save, 1);
+    assert_int_equal(test.forward_done, 0);
+    assert_int_equal(kept(), 1);
+    ask_saved(0, 9, 1, test.epoch);
+    order(1, 1);
+    wait_until(&test.finished_count, 2, &test.lock);
+    assert_int_equal(script.saved, 1);
+    assert_int_equal(kept(), 0);
+}
+
+static void the_same_pass_asked_for_again_takes_the_place_of_the_first(void **state)
+{
+    (void)state;
+    (void)save_and_run(9);
+    uint64_t name = save_and_run(9);
+    assert_int_equal(kept(), 1);
+    backward(0, 9, name, test.epoch);
+    assert_true(test.clients[0].work.step.used_saved);
+    assert_int_equal(kept(), 0);
+    (void)save_and_run(9); /* and after its Backward nobody will want it */
+    assert_int_equal(kept(), 0);
+}
+
+static void what_changes_the_weights_drops_everything(void **state)
+{
+    (void)state;
+    (void)save_and_run(9);
+    (void)save_and_run(10);
+    script.nonfinite = true;
+    ask(0, MOE_STEP_OPTIMIZER, 1, 0);
+    order(test.announced_count - 1, 0);
+    wait_done(0);
+    assert_int_equal(kept(), 2); /* nothing has moved */
+    ask(1, MOE_STEP_ZERO_GRAD, 2, 0);
+    order(test.announced_count - 1, 0);
+    wait_done(1);
+    assert_int_equal(kept(), 2);
+    script.nonfinite = false;
+    ask(2, MOE_STEP_OPTIMIZER, 3, 0);
+    order(test.announced_count - 1, 0);
+    wait_done(2);
+    assert_int_equal(kept(), 0);
+    assert_int_equal(state_now().activation_bytes, 0);
+}
+
+static void a_pass_that_all_refuse_leaves_it_for_the_next_try(void **state)
+{
+    (void)state;
+    uint64_t name = save_and_run(9);
+    script.refuse = true;
+    backward(0, 9, name, test.epoch);
+    assert_refused(test.clients[0].status, MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY);
+    assert_int_equal(kept(), 1);
+    script.refuse = false;
+    backward(1, 9, name, test.epoch);
+    assert_ok(test.clients[1].status);
+    assert_true(test.clients[1].work.step.used_saved);
+    assert_int_equal(kept(), 0);
+}
+
+static void time_drops_it_without_any_ticket_but_not_while_a_pass_uses_it(void **state)
+{
+    (void)state;
+    uint64_t name = save_and_run(9);
+    (void)save_and_run(10);
+    hold_steps(true);
+    ask_saved(0, 9, name, test.epoch);
+    order(test.announced_count - 1, 0);
+    wait_until(&script.backwards, 1, &script.lock);
+    moe_test_clock_advance(KEPT_NS);
+    await_kept(1);
+    assert_int_equal(state_now().activation_bytes, 1);
+    nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    assert_int_equal(kept(), 1); /* the one in use is as old */
+    hold_steps(false);
+    wait_done(0);
+    assert_true(test.clients[0].work.step.used_saved);
+    assert_int_equal(kept(), 0);
+    (void)save_and_run(11); /* and with nothing else going on */
+    moe_test_clock_advance(KEPT_NS);
+    await_kept(0);
+}
+
+static void the_end_of_a_view_takes_it_and_names_of_it_mean_nothing_later(void **state)
+{
+    (void)state;
+    uint64_t name = save_and_run(9), epoch = test.epoch;
+    moe_engine_stop_view(test.engine);
+    assert_int_equal(state_now().activation_bytes, 0);
+    begin_view();
+    backward(0, 9, name, epoch); /* its x was kept on this worker */
+    assert_ok(test.clients[0].status);
+    assert_int_equal(script.saved, 0);
+}
+
+static void one_in_flight_when_the_view_ends_runs_again_under_the_next(void **state)
+{
+    (void)state;
+    script.keep = true;
+    hold_steps(true);
+    save(5, 9);
+    order_forward(4); /* another's, so that the name is another one later */
+    order_saving(0, 0);
+    wait_until(&script.forwards, 2, &script.lock);
+    moe_engine_stop_view(test.engine);
+    assert_int_equal(test.forward_done, 0);
+    assert_int_equal(kept(), 0);
+    begin_view();
+    assert_int_equal(test.announced_count, 2); /* told again, once */
+    assert_int_equal(announced_tokens, 0);
+    order_saving(1, 0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+    assert_int_equal(test.forward.retained_name, 1);
+    assert_int_equal(test.forward.answered_epoch, test.epoch);
+}
+
+static void one_that_a_smaller_view_cannot_hold_shares_steps_like_any_other(void **state)
+{
+    (void)state;
+    moe_engine_stop_view(test.engine);
+    save(7, 9); /* while there is no view */
+    assert_int_equal(test.announced_count, 0);
+    begin_view_of(4);
+    assert_int_equal(test.announced_count, 0);
+    assert_int_equal(announced_tokens, 7);
+    order_forward(4);
+    order_forward(4);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+    assert_int_equal(test.forward.steps, 2);
+    assert_int_equal(test.forward.retained_name, 0);
+    save(5, 10); /* nor one that comes now */
+    assert_int_equal(test.announced_count, 0);
+    assert_int_equal(announced_tokens, 12);
+    order_forward(4);
+    order_forward(1);
+    wait_until(&test.forward_done, 2, &test.lock);
+}
+
+static void one_that_nobody_waits_for_leaves_an_empty_step(void **state)
+{
+    (void)state;
+    script.keep = true;
+    save(5, 9);
+    moe_engine_cancel(test.engine, &test.forward);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_refused(test.forward_status, MOE_CANCELLED, MOE_REASON_NONE);
+    order_saving(0, 0); /* others have begun it */
+    wait_until(&test.finished_count, 1, &test.lock);
+    assert_ok(test.last);
+    assert_int_equal(script.forwards, 1);
+    /* One that runs when its client goes runs to its end. */
+    hold_steps(true);
+    save(5, 10);
+    order_saving(1, 0);
+    wait_until(&script.forwards, 2, &script.lock);
+    moe_engine_cancel(test.engine, &test.forward);
+    hold_steps(false);
+    wait_until(&test.forward_done, 2, &test.lock);
+    assert_int_equal(test.forward.retained_name, 2);
+}
+
+static void empty_steps_push_out_nothing_and_say_nothing_of_what_works(void **state)
+{
+    (void)state;
+    uint64_t name = save_and_run(9);
+    script.nobodys = true;
+    for (int i = 0; i < 20; i++) { /* asked of this slot, and gone before their turn */
+        int at = test.announced_count, ended = test.finished_count;
+        save(5, 100 + (uint64_t)i);
+        moe_engine_cancel(test.engine, &test.forward);
+        order_saving(at, 0);
+        wait_until(&test.finished_count, ended + 1, &test.lock);
+    }
+    int ended = test.finished_count;
+    order_saving(test.announced_count - 1, 1); /* of the other slot, with rows there alone */
+    order_forward(4);                          /* what follows is begun after that one's end */
+    order_forward(4);
+    wait_until(&test.finished_count, ended + 3, &test.lock);
+    assert_int_equal(kept(), 1);
+    assert_int_equal(state_now().activation_bytes, 1);
+    script.keep = false; /* eight real ones in vain, beside empty ones that would be kept */
+    for (uint64_t id = 200; id < 208; id++) {
+        int before = test.forward_done;
+        save(5, id);
+        order_saving(test.announced_count - 1, 0);
+        wait_until(&test.forward_done, before + 1, &test.lock);
+        script.keep = true;
+        int at = test.announced_count;
+        ended = test.finished_count;
+        save(5, 1000 + id);
+        moe_engine_cancel(test.engine, &test.forward);
+        order_saving(at, 0);
+        wait_until(&test.finished_count, ended + 1, &test.lock);
+        script.keep = false;
+    }
+    order_forward(4);
+    order_forward(4);
+    wait_until(&test.finished_count, ended + 3, &test.lock);
+    assert_int_equal(count_worth(MOE_DTYPE_F32, 64), 1);
+    script.nobodys = false;
+    backward(0, 9, name, test.epoch);
+    assert_true(test.clients[0].work.step.used_saved);
+}
+
+static void what_a_pass_uses_that_began_before_its_step_had_ended_stays(void **state)
+{
+    (void)state;
+    script.keep = true;
+    hold_steps(true);
+    save(5, 9);
+    order_saving(0, 1); /* asked of the other slot: its Backward may come at any time */
+    ask_saved(0, 9, 1, test.epoch);
+    script.hold_passes = true;
+    order(1, 1);
+    wait_until(&script.unfinished, 2, &script.lock);
+    hold_steps(false);
+    wait_until(&test.finished_count, 1, &test.lock);
+    moe_test_clock_advance(2 * KEPT_NS); /* its time is over long since */
+    nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    assert_int_equal(kept(), 1);
+    moe_mutex_lock(&script.lock);
+    script.hold_passes = false;
+    pthread_cond_broadcast(&script.changed);
+    moe_mutex_unlock(&script.lock);
+    wait_until(&test.finished_count, 2, &test.lock);
+    assert_int_equal(script.saved, 1);
+    assert_int_equal(kept(), 0);
+}
+
+static void one_whose_time_is_over_before_its_turn_is_told_so(void **state)
+{
+    (void)state;
+    save(5, 9);
+    test.forward_done = 0;
+    struct moe_work late = test.forward;
+    late.retain_id = 10;
+    late.deadline_ns = moe_clock_ns() + 10000000;
+    assert_ok(moe_engine_submit(test.engine, &late));
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_refused(test.forward_status, MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE);
+    order_saving(1, 0);
+    order_saving(0, 0);
+    wait_until(&test.forward_done, 2, &test.lock);
+    assert_ok(test.forward_status);
+}
+
+static void it_sees_one_version_and_pins_count(void **state)
+{
+    (void)state;
+    save_version(5, 9, 1);
+    ask(0, MOE_STEP_OPTIMIZER, 1, 0);
+    order(1, 0);
+    wait_done(0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_refused(test.forward_status, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH);
+    order_saving(0, 0);
+    (void)save_and_run(10);
+    assert_int_equal(test.forward.answered_version, 2);
+}
+
+static void more_than_may_wait_for_their_own_step_share_steps(void **state)
+{
+    (void)state;
+    static struct moe_work extra[EXTRA];
+    int own = 0;
+    save(5, 1);
+    for (int i = 0; i < EXTRA; i++) {
+        extra[i] = test.forward;
+        extra[i].retain_id = 2 + (uint64_t)i;
+        assert_ok(moe_engine_submit(test.engine, &extra[i]));
+        own += extra[i].own_step;
+    }
+    assert_int_equal(own, 31);
+    assert_int_equal(test.announced_count, 32);
+    assert_int_equal(announced_tokens, (EXTRA - own) * 5);
+    order_saving(0, 0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    save(5, 100); /* there is room again */
+    assert_int_equal(test.announced_count, 33);
+    moe_engine_fail_queued(test.engine, moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING, "gone"));
+    wait_until(&test.forward_done, EXTRA + 2, &test.lock);
+}
+
+static void a_ticket_for_one_that_we_never_announced_ends_the_view(void **state)
+{
+    (void)state;
+    save(5, 9);
+    test.announced[0].descriptor.number += 7;
+    order_saving(0, 0);
+    wait_until(&test.finished_count, 1, &test.lock);
+    assert_refused(test.last, MOE_INTERNAL, MOE_REASON_NONE);
+    begin_view();
+    test.announced[1].descriptor.length = 3;
+    order_saving(1, 0);
+    wait_until(&test.finished_count, 2, &test.lock);
+    assert_refused(test.last, MOE_INTERNAL, MOE_REASON_MALFORMED);
+    begin_view();
+    struct moe_ticket small = test.announced[2]; /* than the request is */
+    small.epoch = test.epoch;
+    small.seq = ++test.seq;
+    small.bucket = 4;
+    moe_engine_run(test.engine, &small);
+    wait_until(&test.finished_count, 3, &test.lock);
+    assert_refused(test.last, MOE_INTERNAL, MOE_REASON_NONE);
+    begin_view(); /* and the request is served all the same */
+    order_saving(3, 0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+}
+
+static void a_saving_step_may_run_beside_a_pass(void **state)
+{
+    (void)state;
+    hold_steps(true);
+    ask(0, MOE_STEP_BACKWARD, 1, 5);
+    save(5, 9);
+    order(0, 0);
+    order_saving(1, 0);
+    wait_until(&script.unfinished, 2, &script.lock);
+    hold_steps(false);
+    wait_done(0);
+    wait_until(&test.forward_done, 1, &test.lock);
+    assert_ok(test.forward_status);
+}
+
+/* No call comes any more, and none has had a ticket: the worker has its memory back all the same.
+ */
+static void passes_and_answers_go_by_time_alone_and_so_does_their_memory(void **state)
+{
+    struct moe_pass_store *stores[] = {moe_train_passes(test.train), moe_train_answers(test.train)};
+    (void)state;
+    for (int i = 0; i < 2; i++)
+        for (uint64_t id = 1; id <= 3; id++) {
+            struct moe_pass_record *r;
+            assert_ok(moe_pass_store_reserve(stores[i], 20000, moe_clock_ns(), &r));
+            moe_pass_store_put(stores[i], r, "s", id, moe_clock_ns());
+        }
+    /* Records end first; their memory is idle from then on, and goes after as long again. */
+    moe_test_clock_advance(KEPT_NS);
+    for (int i = 0; i < 2; i++)
+        while (moe_pass_store_bytes(stores[i]) > 0)
+            pause_briefly();
+    moe_test_clock_advance(KEPT_NS);
+    for (int i = 0; i < 2; i++)
+        while (moe_pass_store_idle_bytes(stores[i]) > 0)
+            pause_briefly();
+}
+
+static int close_and_check(void **state)
+{
+    int failed = close_engine(state);
+    assert_false(script.dropped_in_use);
+    return failed;
+}
+
+#define saving(name) cmocka_unit_test_setup_teardown(name, open_engine, close_and_check)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        saving(a_saving_forward_has_a_ticket_of_its_own_and_its_name),
+        saving(where_the_device_has_no_room_the_step_is_like_any_other),
+        saving(where_nothing_is_ever_kept_it_is_tried_now_and_then),
+        saving(after_eight_in_vain_it_shares_its_step_and_its_answer_tells_that_step),
+        saving(its_backward_uses_it_and_takes_it_along),
+        saving(a_backward_with_other_tensors_does_not_use_it_and_takes_it_along),
+        saving(slots_that_were_not_asked_keep_and_drop_it_as_well),
+        saving(the_same_pass_asked_for_again_takes_the_place_of_the_first),
+        saving(what_changes_the_weights_drops_everything),
+        saving(a_pass_that_all_refuse_leaves_it_for_the_next_try),
+        cmocka_unit_test_setup_teardown(
+            time_drops_it_without_any_ticket_but_not_while_a_pass_uses_it, open_engine,
+            close_and_check),
+        cmocka_unit_test_setup_teardown(
+            passes_and_answers_go_by_time_alone_and_so_does_their_memory, open_engine,
+            close_and_check),
+        saving(the_end_of_a_view_takes_it_and_names_of_it_mean_nothing_later),
+        saving(one_in_flight_when_the_view_ends_runs_again_under_the_next),
+        saving(one_that_a_smaller_view_cannot_hold_shares_steps_like_any_other),
+        saving(one_that_nobody_waits_for_leaves_an_empty_step),
+        saving(empty_steps_push_out_nothing_and_say_nothing_of_what_works),
+        cmocka_unit_test_setup_teardown(what_a_pass_uses_that_began_before_its_step_had_ended_stays,
+                                        open_engine, close_and_check),
+        saving(one_whose_time_is_over_before_its_turn_is_told_so),
+        saving(it_sees_one_version_and_pins_count),
+        saving(more_than_may_wait_for_their_own_step_share_steps),
+        saving(a_ticket_for_one_that_we_never_announced_ends_the_view),
+        saving(a_saving_step_may_run_beside_a_pass),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
