@@ -64,7 +64,7 @@ static void set_bytes(struct moe_activations *a, uint64_t bytes)
 
 static void read_bytes(struct moe_activations *a)
 {
-    set_bytes(a, a->config.backend->training->saved_bytes(a->config.device));
+    set_bytes(a, a->config.backend->training->retained_bytes(a->config.device));
 }
 
 void moe_activations_set_limit(struct moe_activations *a, uint64_t bytes)
@@ -72,7 +72,7 @@ void moe_activations_set_limit(struct moe_activations *a, uint64_t bytes)
     moe_mutex_lock(&a->lock);
     a->limit = bytes;
     moe_mutex_unlock(&a->lock);
-    a->config.backend->training->saved_limit(a->config.device, bytes);
+    a->config.backend->training->retained_limit(a->config.device, bytes);
     a->index.count = 0;
     read_bytes(a);
 }
@@ -126,7 +126,7 @@ static void drop_step(struct moe_activations *a, uint32_t layer, uint64_t name)
 {
     for (size_t i = 0; i < a->config.layer_count; i++)
         if (a->config.specs[i]->layer == layer && a->config.trainers[i] != NULL)
-            a->config.backend->training->saved_drop(a->config.trainers[i], name);
+            a->config.backend->training->retained_drop(a->config.trainers[i], name);
 }
 
 static void drop_of(struct moe_activations *a, const char *session, uint64_t id, bool busy_too)
@@ -207,7 +207,7 @@ void moe_activations_drop_all(struct moe_activations *a)
 {
     for (size_t i = 0; i < a->config.layer_count; i++)
         if (a->config.trainers[i] != NULL)
-            a->config.backend->training->saved_drop(a->config.trainers[i], 0);
+            a->config.backend->training->retained_drop(a->config.trainers[i], 0);
     moe_activations_forget(a);
 }
 

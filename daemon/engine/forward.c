@@ -37,7 +37,7 @@ void moe_engine__begin_forward(struct moe_engine *e, struct moe_step_slot *step_
     const struct moe_layer_spec *spec = find_spec(e, step_slot->ticket.layer, &layer);
     moe_step_slot_gather(step_slot, spec, &args);
     args.layer = layer;
-    args.save = retain_as;
+    args.retain = retain_as;
     step_slot->failure = e->config.backend->step_enqueue(session, &args, &step_slot->step);
     if (moe_failed(&step_slot->failure))
         step_slot->step = NULL;

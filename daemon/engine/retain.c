@@ -117,7 +117,7 @@ static void complete(struct moe_engine *e, struct moe_step_slot *step_slot,
     moe_mutex_lock(&e->lock);
     for (size_t i = 0; i < step_slot->segment_count; i++) {
         step_slot->segments[i].work->retained_name = step_slot->ticket.seq;
-        step_slot->segments[i].work->retained_here = result->saved;
+        step_slot->segments[i].work->retained_here = result->retained;
     }
     moe_engine__finish_segments(e, step_slot, result);
 }

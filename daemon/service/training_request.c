@@ -199,9 +199,9 @@ static struct moe_status use_saved(struct parse *p, const Head *h)
     r->call.weights_version = pass.weights_version;
     if (r->call.lineage == 0)
         r->call.lineage = pass.lineage;
-    r->call.saved = pass.step;
-    r->call.saved_epoch = pass.epoch;
-    r->whole = r->used_saved = true;
+    r->call.retained = pass.step;
+    r->call.retained_epoch = pass.epoch;
+    r->whole = r->used_retained = true;
     hash_rest(r, pass.x_bytes);
     return moe_ok();
 }
@@ -286,7 +286,7 @@ struct moe_status moe_backward_prepare(struct moe_backward_request *r,
         .hidden = r->spec->hidden,
         .top_k = r->spec->router.top_k,
         .dtype = w->dtype,
-        .used_saved = r->used_saved,
+        .used_retained = r->used_retained,
         .dx_bytes = (uint32_t)dx,
         .weights_at = (uint32_t)at,
         .weights_bytes = r->return_weights ? (uint32_t)pairs : 0,
@@ -314,7 +314,7 @@ void moe_backward_keep(struct moe_backward_request *r, struct moe_train *trainin
     head.outcome = r->answer.outcome;
     head.code = end->code;
     head.reason = end->reason;
-    head.used_activations = r->work.step.used_saved;
+    head.used_activations = r->work.step.used_retained;
     memcpy(r->kept->head, &head, sizeof head);
     moe_pass_record_ref(r->kept); /* ours, until the answer is on its way */
     moe_pass_store_put(moe_train_answers(training), r->kept, r->call.session, r->call.id,
@@ -395,7 +395,7 @@ void moe_backward_answer(const struct moe_backward_request *r, struct moe_pass_r
                                             : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
     answer.top_k = k.top_k;
     answer.repeated = repeated;
-    answer.used_retained = k.used_saved;
+    answer.used_retained = k.used_retained;
     answer.used_activations = k.used_activations;
     answer.stages = &stages;
     *out = (struct moe_rpc_out){.head = head};

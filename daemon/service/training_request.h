@@ -24,7 +24,7 @@ struct moe_backward_request {
     uint64_t received_ns;
     bool return_weights; /* gradients of the routing weights are asked for */
     bool whole;          /* x and routing are there, sent or saved: the content is complete */
-    bool used_saved;
+    bool used_retained;
     struct moe_buffer *x, *dy, *ids, *weights,
         *wide_ids;                /* as they came; NULL where there is none */
     struct moe_pass_record *pass; /* the saved forward pass that is used */
@@ -40,7 +40,7 @@ struct moe_kept_answer {
     enum moe_dtype dtype;
     enum moe_code code; /* a pass that ended with a bad token is recorded as well */
     enum moe_reason reason;
-    bool used_saved, used_activations;
+    bool used_retained, used_activations;
     uint32_t dx_bytes, weights_at, weights_bytes;
 };
 

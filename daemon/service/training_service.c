@@ -230,7 +230,7 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
     a.progress_bytes = state.job_bytes;
     a.progress_bytes_total = state.job_bytes_total;
     a.problem = state.problem;
-    a.retained_bytes = state.saved_bytes;
+    a.retained_bytes = state.retained_bytes;
     a.retained_bytes_limit = state.saved_bytes_limit;
     a.retained_device_bytes = state.activation_bytes;
     a.retained_device_bytes_limit = state.activation_bytes_limit;

@@ -58,8 +58,8 @@ void moe_train_call_pack(const struct moe_train_call *c, uint8_t body[MOE_TRAINI
     b.input_only = c->input_only;
     b.request.len = c->request_length;
     b.request.data = (uint8_t *)(uintptr_t)c->request;
-    b.saved = c->saved;
-    b.saved_epoch = c->saved_epoch;
+    b.retained = c->retained;
+    b.retained_epoch = c->retained_epoch;
     b.poke = c->poke;
     size_t size = moe__v1__training_body__get_packed_size(&b);
     MOE_INVARIANT(size <= MOE_TRAINING_BODY_MAX);
@@ -110,8 +110,8 @@ struct moe_status moe_train_call_read(const struct moe_ticket *ticket, struct mo
     out->weights_version = b->weights_version;
     out->aux_coeff = (float)b->aux_coeff;
     out->input_only = b->input_only;
-    out->saved = b->saved;
-    out->saved_epoch = b->saved_epoch;
+    out->retained = b->retained;
+    out->retained_epoch = b->retained_epoch;
     out->poke = b->poke;
     if (out->id != 0 && (out->session[0] != '\0') == moe_step_traits(out->kind)->has_rows)
         return moe_ok();

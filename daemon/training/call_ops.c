@@ -87,7 +87,7 @@ static struct moe_status enqueue_backward(struct moe_train *t, const struct moe_
         .aux_coeff = x->call.aux_coeff,
         .accumulate = !x->call.input_only,
         .aux_loss = &x->turn.aux_loss,
-        .saved = x->turn.saved,
+        .retained = x->turn.retained,
     };
     if (w != NULL) {
         args.tokens = w->tokens;
@@ -142,7 +142,7 @@ static void end(void *ctx, const struct moe_ticket *ticket, struct moe_train_wor
     };
     if (w != NULL && out->passed)
         w->aux_loss = x->turn.aux_loss;
-    if (result->used_saved)
+    if (result->used_retained)
         moe_train_count_reused(t);
     x->changing = false;
 }
@@ -202,12 +202,12 @@ static void retained(void *ctx, const struct moe_ticket *ticket, uint32_t tokens
         .name = ticket->seq,
         .layer = ticket->layer,
         .dtype = ticket->dtype,
-        .retained = result->saved,
+        .retained = result->retained,
         .asked_here = ticket->descriptor.origin == moe_train_slot(t),
         .used = is_recorded(t, &x->call),
     };
     moe_activations_note(t->activations, &step);
-    if (result->saved)
+    if (result->retained)
         moe_train_count_retained(t);
     moe_train__show(t);
 }

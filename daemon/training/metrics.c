@@ -69,7 +69,7 @@ struct moe_status moe_train__add_metrics(struct moe_metrics *m, struct moe_train
                       &to->lineage));
     MOE_TRY(add_gauge(m, "moe_train_retained_bytes",
                       "Memory of forward passes retained for Backward on this worker.",
-                      &to->saved));
+                      &to->retained));
     MOE_TRY(add_counter(
         m, "moe_train_retained_steps_total",
         "Forward steps of which this worker's device retained activations for Backward.",
@@ -130,7 +130,7 @@ void moe_train__show(struct moe_train *t)
     moe_gauge_set(t->metrics.unsaved, unsaved);
     moe_gauge_set(t->metrics.state, state);
     moe_gauge_set(t->metrics.activations, (double)moe_activations_bytes(t->activations));
-    moe_gauge_set(t->metrics.saved, (double)moe_pass_store_bytes(t->passes));
+    moe_gauge_set(t->metrics.retained, (double)moe_pass_store_bytes(t->passes));
     moe_gauge_set(t->metrics.answers, (double)moe_pass_store_bytes(t->answers));
     moe_gauge_set(t->metrics.idle, (double)(moe_pass_store_idle_bytes(t->passes) +
                                             moe_pass_store_idle_bytes(t->answers)));

@@ -21,7 +21,7 @@ struct moe_train_metrics {
     struct moe_counter *lost;
     struct moe_gauge *unsaved;
     struct moe_counter *backwards, *steps, *skipped, *repeats, *saved_steps, *reused;
-    struct moe_gauge *version, *lineage, *saved, *answers, *idle, *state, *activations;
+    struct moe_gauge *version, *lineage, *retained, *answers, *idle, *state, *activations;
 };
 
 struct moe_train {

@@ -156,7 +156,7 @@ struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *
                          "ticket %llu would change weights that a checkpoint is read from",
                          (unsigned long long)ticket->seq);
     if (turn->run && call->kind == MOE_STEP_BACKWARD) {
-        turn->saved = call->saved_epoch == ticket->epoch ? call->saved : 0;
+        turn->retained = call->retained_epoch == ticket->epoch ? call->retained : 0;
         moe_activations_begin_use(t->activations, call->session, call->id);
     }
     return moe_ok();

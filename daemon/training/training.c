@@ -67,19 +67,19 @@ struct moe_status moe_train_create(const struct moe_train_config *config, struct
                  fail);
     MOE_TRY_GOTO(st, moe_ledger_create(&t->ledger), fail);
     MOE_TRY_GOTO(st,
-                 moe_pass_store_create(config->backend, config->device, config->saved_bytes,
-                                       config->saved_ns, &t->passes),
+                 moe_pass_store_create(config->backend, config->device, config->retained_bytes,
+                                       config->retained_ns, &t->passes),
                  fail);
     MOE_TRY_GOTO(st,
-                 moe_pass_store_create(config->backend, config->device, config->saved_bytes,
-                                       config->saved_ns, &t->answers),
+                 moe_pass_store_create(config->backend, config->device, config->retained_bytes,
+                                       config->retained_ns, &t->answers),
                  fail);
     const struct moe_activations_config activations = {.backend = config->backend,
                                                        .device = config->device,
                                                        .specs = config->specs,
                                                        .trainers = t->trainers,
                                                        .layer_count = config->layer_count,
-                                                       .keep_ns = config->saved_ns,
+                                                       .keep_ns = config->retained_ns,
                                                        .limit = config->saved_device_bytes};
     MOE_TRY_GOTO(st, moe_activations_create(&activations, &t->activations), fail);
     if (config->metrics != NULL)
@@ -236,7 +236,7 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
     moe_mutex_unlock(&t->lock);
     out->activation_bytes = moe_activations_bytes(t->activations);
     out->activation_bytes_limit = moe_activations_limit(t->activations);
-    out->saved_bytes = moe_pass_store_bytes(t->passes);
+    out->retained_bytes = moe_pass_store_bytes(t->passes);
     out->saved_bytes_limit = moe_pass_store_budget(t->passes);
 }
 

@@ -36,10 +36,10 @@ struct moe_train_config {
     const struct moe_layer_spec *const *specs; /* [layer_count], ascending; borrowed */
     size_t layer_count;
     struct moe_trainer_config trainer; /* `frozen`: what never learns */
-    uint64_t saved_bytes;              /* budget of saved passes, and of kept answers, each */
+    uint64_t retained_bytes;           /* budget of saved passes, and of kept answers, each */
     uint64_t saved_device_bytes; /* of the device, for what saving forward steps leave there; 0 =
                                     nothing is kept there */
-    uint64_t saved_ns;           /* how long any of these is kept */
+    uint64_t retained_ns;        /* how long any of these is kept */
     const char *directory;       /* root of checkpoints; NULL = none */
     struct moe_metrics *metrics; /* NULL = none */
 };
@@ -93,7 +93,7 @@ struct moe_train_call {
     bool input_only;
     /* Backward: the step, in the session of this epoch, that was saved of the same batch; 0 = none.
      * Of other epochs nothing is left. */
-    uint64_t saved, saved_epoch;
+    uint64_t retained, retained_epoch;
     /* Of kinds without tensors: the client's message, which all below is read from. */
     uint32_t request_length;
     uint8_t request[MOE_TRAINING_REQUEST_MAX];
@@ -159,7 +159,7 @@ struct moe_train_turn {
     bool changes;              /* with `run`: cut short, it would leave the state torn; `run` itself
                                   may find that out */
     uint32_t origin;           /* slot that was asked */
-    uint64_t saved;            /* moe_backward_args.saved of the pass */
+    uint64_t retained;         /* moe_backward_args.retained of the pass */
     uint64_t weights_version;  /* as it began */
     struct moe_status refusal; /* neither: why; or all slots have refused to run it, and nothing has
                                   happened */
@@ -225,7 +225,7 @@ uint64_t moe_train_weights_version(struct moe_train *t);
 /* ----------------------------------------------------------------- for the service */
 
 struct moe_train_state {
-    uint64_t lineage, weights_version, steps, last_step_id, state_bytes, saved_bytes,
+    uint64_t lineage, weights_version, steps, last_step_id, state_bytes, retained_bytes,
         saved_bytes_limit, activation_bytes, activation_bytes_limit;
     uint64_t unsaved; /* steps since the state of `checkpoint`, or since the model was loaded */
     uint32_t backwards, frozen;

@@ -111,9 +111,9 @@ static void configure_training(const struct settings *s, struct moe_worker_confi
     c->trainer.lora_alpha = (float)s->lora_alpha;
     c->trainer.lora_targets = s->lora_rank > 0 ? targets : 0;
     c->training_permille = (uint32_t)(s->training_share * 1000 + 0.5);
-    c->saved_bytes = s->retained_bytes;
+    c->retained_bytes = s->retained_bytes;
     c->saved_device_bytes = s->retained_device_bytes;
-    c->saved_ns = s->retained_seconds * MOE_NS_PER_S;
+    c->retained_ns = s->retained_seconds * MOE_NS_PER_S;
     c->training_directory = s->training_dir;
 }
 

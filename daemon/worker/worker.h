@@ -34,8 +34,8 @@ struct moe_worker_config {
     struct moe_metrics *metrics; /* NULL = none */
     bool training;               /* offer TrainingService; the rest is read only then */
     struct moe_trainer_config trainer;
-    uint32_t training_permille;     /* share of tickets while forward work waits */
-    uint64_t saved_bytes, saved_ns; /* limits of saved passes, and of kept answers, each */
+    uint32_t training_permille;           /* share of tickets while forward work waits */
+    uint64_t retained_bytes, retained_ns; /* limits of saved passes, and of kept answers, each */
     uint64_t saved_device_bytes;    /* most device memory for activations that a Backward can use;
                                        0 = none. Time as above */
     const char *training_directory; /* root of checkpoints; NULL = none */

@@ -7,7 +7,7 @@
  * one; F32 and BF16. Medians of the process's time on processors, in milliseconds, which hardly
  * depends on what else the machine does. A backward pass that computes gate and up again has 8
  * products where the forward pass has 3: a ratio of 2.67 would be the same speed; one from what a
- * forward pass saved has 6. */
+ * forward pass retained has 6. */
 #include "group.h"
 #include "plain_layer.h"
 
@@ -22,7 +22,7 @@
 
 enum { HIDDEN = 2048, INNER = 768, EXPERTS = 16, TOP_K = 4, REPEATS = 9, BUDGET_MS = 60000 };
 
-enum { SAVED_NAME = 1, SAVED_BYTES = 1 << 30 };
+enum { RETAINED_NAME = 1, RETAINED_BYTES = 1 << 30 };
 
 struct bench {
     const struct moe_backend *backend;
@@ -111,7 +111,7 @@ static double processor_ms(void)
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
 }
 
-/* `name`: of what a forward pass saves and a backward pass uses; 0 = neither. */
+/* `name`: of what a forward pass retains and a backward pass uses; 0 = neither. */
 static double run(struct bench *b, bool backward, uint64_t name)
 {
     struct moe_step *step;
@@ -125,7 +125,7 @@ static double run(struct bench *b, bool backward, uint64_t name)
                                     .ids_out = b->ids,
                                     .weights_out = b->weights,
                                     .token_state = b->state,
-                                    .save = name};
+                                    .retain = name};
     struct moe_backward_args back = {.trainer = b->trainer,
                                      .dtype = b->dtype,
                                      .bucket = tokens,
@@ -136,15 +136,15 @@ static double run(struct bench *b, bool backward, uint64_t name)
                                      .accumulate = true,
                                      .dx = b->y,
                                      .token_state = b->state,
-                                     .saved = name};
+                                     .retained = name};
     struct moe_step_result result;
     double begin = processor_ms();
     must(backward ? b->backend->training->backward_enqueue(b->session, &back, &step)
                   : b->backend->step_enqueue(b->session, &forward, &step));
     must(b->backend->step_wait(step, MOE_NEVER, &result));
     double took = processor_ms() - begin;
-    if (name != 0 && !(backward ? result.used_saved : result.saved)) {
-        fprintf(stderr, "backward_bench: this backend saves nothing of this layer\n");
+    if (name != 0 && !(backward ? result.used_retained : result.retained)) {
+        fprintf(stderr, "backward_bench: this backend retains nothing of this layer\n");
         exit(1);
     }
     return took;
@@ -167,14 +167,16 @@ static void measure(struct bench *b)
     b->dy = random_rows(b, 8);
     b->y = random_rows(b, 9);
     make_layer(b);
-    b->backend->training->saved_limit(b->device, SAVED_BYTES);
+    b->backend->training->retained_limit(b->device, RETAINED_BYTES);
     double forward = median_of(b, false, 0), backward = median_of(b, true, 0);
-    double saving = median_of(b, false, SAVED_NAME), saved = median_of(b, true, SAVED_NAME);
-    printf(
-        "%-4s T %4u%s: forward %8.2f ms, backward %8.2f ms, ratio %.2f; saving %.2f ms, from saved "
-        "%.2f ms, ratio %.2f\n",
-        b->dtype == MOE_DTYPE_F32 ? "F32" : "BF16", (unsigned)b->tokens, b->shared ? " shared" : "",
-        forward, backward, backward / forward, saving, saved, saved / forward);
+    double retaining = median_of(b, false, RETAINED_NAME),
+           retained = median_of(b, true, RETAINED_NAME);
+    printf("%-4s T %4u%s: forward %8.2f ms, backward %8.2f ms, ratio %.2f; retaining %.2f ms, from "
+           "retained "
+           "%.2f ms, ratio %.2f\n",
+           b->dtype == MOE_DTYPE_F32 ? "F32" : "BF16", (unsigned)b->tokens,
+           b->shared ? " shared" : "", forward, backward, backward / forward, retaining, retained,
+           retained / forward);
     b->backend->training->trainer_destroy(b->trainer);
     b->backend->layer_destroy(b->layer);
     void *const rows[] = {b->x, b->dy, b->y};

@@ -48,8 +48,8 @@ struct bench_shape {
 };
 
 /* Kinds of backward passes, added up: where gradients begin as zeros, so that a backend may
- * overwrite them, or add to others; from tokens alone, or from what a forward step saved. */
-enum { BENCH_ADDS = 1, BENCH_FROM_SAVED = 2, BENCH_BACKWARD_KINDS = 4 };
+ * overwrite them, or add to others; from tokens alone, or from what a forward step retained. */
+enum { BENCH_ADDS = 1, BENCH_FROM_RETAINED = 2, BENCH_BACKWARD_KINDS = 4 };
 
 /* Backward passes of one slot, in microseconds (medians), by kind. */
 struct bench_backward_report {
@@ -57,10 +57,10 @@ struct bench_backward_report {
     double layer_us[BENCH_BACKWARD_KINDS]; /* sum of the stages */
     double wall_us[BENCH_BACKWARD_KINDS];  /* from enqueue to result, copies from and to host memory
                                               included */
-    double plain_us, saving_us; /* forward steps, one in flight: sum of the stages, without and with
-                                   saving */
-    double saved_mib;           /* of one step */
-    bool saves;                 /* this slot kept it */
+    double plain_us, retaining_us; /* forward steps, one in flight: sum of the stages, without and
+                                   with retaining */
+    double retained_mib;           /* of one step */
+    bool retains;                  /* this slot kept it */
     double error;  /* of dx and sampled gradients against exact fp32, relative Frobenius */
     uint64_t rows; /* (token, expert) pairs computed here */
     bool on_tensor_cores;
@@ -139,7 +139,7 @@ bool bench_measure(struct bench *b, uint32_t tokens, enum bench_routing routing)
 bool bench_measure_backward(struct bench *b, uint32_t tokens);
 
 /* Once all slots have measured forward steps: whether all kept theirs. */
-bool bench_all_save(const struct bench *b);
+bool bench_all_retain(const struct bench *b);
 
 /* ----------------------------------------------------------------- report */
 

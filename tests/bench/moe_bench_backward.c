@@ -4,7 +4,7 @@
  * The same tokens go backward twice. As F32 tokens every backend multiplies them in exact fp32:
  * that gives dx, gradients of weights of the routing, and of some parameters, with which the BF16
  * pass is compared. What is timed after that must be the same bits where gradients begin as zeros,
- * and multiples of them where they add up; both also from what a forward step saved. */
+ * and multiples of them where they add up; both also from what a forward step retained. */
 #include "moe_bench.h"
 
 #include "base/clock.h"
@@ -16,7 +16,7 @@
 static const double TOLERANCE = 1e-2; /* bf16 against exact, relative Frobenius */
 static const double SUM_TOLERANCE = 1e-5;
 
-enum { MOST_WATCHED = 16, SAVED_NAME = 1 };
+enum { MOST_WATCHED = 16, RETAINED_NAME = 1 };
 
 /* Parameters whose gradients are compared. */
 struct watched {
@@ -90,7 +90,7 @@ static void take_tensors(struct bench *b, uint32_t tokens, struct backward_trial
     fill(t->dy, t->dy_wide, (size_t)t->tokens * spec->hidden, 277 + b->member->slot);
 }
 
-/* A forward pass, saved if `name` is not 0; the first one gives the router's choice. */
+/* A forward pass, retained if `name` is not 0; the first one gives the router's choice. */
 static struct moe_step_result forward(struct bench *b, struct backward_trial *t, uint64_t name)
 {
     struct moe_step_args a = {.layer = b->layer,
@@ -102,7 +102,7 @@ static struct moe_step_result forward(struct bench *b, struct backward_trial *t,
                               .ids_out = t->ids,
                               .weights_out = t->weights,
                               .token_state = t->state,
-                              .save = name};
+                              .retain = name};
     struct moe_step *step;
     struct moe_step_result result;
     bench_require(b, "enqueue", b->plan->backend->step_enqueue(b->session, &a, &step));
@@ -174,7 +174,7 @@ static double worse(double a, double b)
 /* -------------------------------------------------------------------- passes */
 
 static struct moe_step_result pass(struct bench *b, struct backward_trial *t, enum moe_dtype dtype,
-                                   uint64_t saved)
+                                   uint64_t retained)
 {
     bool wide = dtype == MOE_DTYPE_F32;
     struct moe_backward_args a = {.trainer = t->trainer,
@@ -188,7 +188,7 @@ static struct moe_step_result pass(struct bench *b, struct backward_trial *t, en
                                   .dx = wide ? t->dx_wide : t->dx,
                                   .dweights = wide ? t->dweights_wide : t->dweights,
                                   .token_state = t->state,
-                                  .saved = saved};
+                                  .retained = retained};
     struct moe_step *step;
     struct moe_step_result result;
     bench_require(b, "backward",
@@ -232,7 +232,7 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Fills one kind of the report: medians. False where a pass used, or did not use, what was saved
+/* Fills one kind of the report: medians. False where a pass used, or did not use, what was retained
  * other than its kind says. */
 static bool time_passes(struct bench *b, struct backward_trial *t, int kind,
                         struct bench_backward_report *r)
@@ -249,7 +249,7 @@ static bool time_passes(struct bench *b, struct backward_trial *t, int kind,
         bench_meet(b);
         uint64_t start = moe_clock_ns(), at = i < BENCH_WARM_UP ? 0 : i - BENCH_WARM_UP;
         struct moe_step_result result =
-            pass(b, t, MOE_DTYPE_BF16, kind & BENCH_FROM_SAVED ? SAVED_NAME : 0);
+            pass(b, t, MOE_DTYPE_BF16, kind & BENCH_FROM_RETAINED ? RETAINED_NAME : 0);
         of[WALL][at] = (double)(moe_clock_ns() - start) / 1e3;
         of[LAYER][at] = 0;
         for (int s = 0; s < MOE_BACKWARD_STAGE_COUNT; s++) {
@@ -258,7 +258,7 @@ static bool time_passes(struct bench *b, struct backward_trial *t, int kind,
         }
         r->rows = result.rows;
         r->on_tensor_cores = result.on_tensor_cores;
-        as_named = as_named && result.used_saved == ((kind & BENCH_FROM_SAVED) != 0);
+        as_named = as_named && result.used_retained == ((kind & BENCH_FROM_RETAINED) != 0);
     }
     for (int i = 0; i < SERIES; i++) {
         qsort(of[i], n, sizeof(double), by_value);
@@ -271,8 +271,8 @@ static bool time_passes(struct bench *b, struct backward_trial *t, int kind,
     if (r->layer_us[kind] == 0) /* a backend that does not measure its stages */
         r->layer_us[kind] = r->wall_us[kind];
     if (!as_named)
-        fprintf(stderr, "slot %u: a timed pass %s what was saved\n", b->member->slot,
-                kind & BENCH_FROM_SAVED ? "did not use" : "used");
+        fprintf(stderr, "slot %u: a timed pass %s what was retained\n", b->member->slot,
+                kind & BENCH_FROM_RETAINED ? "did not use" : "used");
     return as_named;
 }
 
@@ -293,8 +293,8 @@ static bool check_sum(struct bench *b, struct backward_trial *t, uint64_t passes
     return good;
 }
 
-/* What one step can save at most on one slot, twice. */
-static uint64_t most_saved(const struct bench *b, const struct backward_trial *t)
+/* What one step can retain at most on one slot, twice. */
+static uint64_t most_retained(const struct bench *b, const struct backward_trial *t)
 {
     const struct moe_layer_spec *spec = &b->shape->spec;
     uint64_t rows = (uint64_t)t->bucket * b->member->slots * spec->router.top_k;
@@ -304,16 +304,16 @@ static uint64_t most_saved(const struct bench *b, const struct backward_trial *t
     return 2 * (rows * columns + shared) * sizeof(float);
 }
 
-/* Forward steps, without and with saving; the last one stays saved. */
+/* Forward steps, without and with retaining; the last one stays retained. */
 static void time_forwards(struct bench *b, struct backward_trial *t,
                           struct bench_backward_report *r)
 {
     const struct moe_training *table = b->plan->backend->training;
     uint64_t n = b->plan->repeats;
     double *us = bench_alloc(b, n * sizeof *us);
-    bool saved = true;
-    table->saved_limit(b->device, most_saved(b, t));
-    for (uint64_t name = 0; name <= SAVED_NAME; name++) {
+    bool retained = true;
+    table->retained_limit(b->device, most_retained(b, t));
+    for (uint64_t name = 0; name <= RETAINED_NAME; name++) {
         for (uint64_t i = 0; i < n + BENCH_WARM_UP; i++) {
             bench_meet(b);
             struct moe_step_result result = forward(b, t, name);
@@ -321,22 +321,22 @@ static void time_forwards(struct bench *b, struct backward_trial *t,
             *of = 0;
             for (int s = 0; s < MOE_STAGE_COUNT; s++)
                 *of += (double)result.stage_ns[s] / 1e3;
-            saved = result.saved;
+            retained = result.retained;
         }
         qsort(us, n, sizeof *us, by_value);
-        *(name == 0 ? &r->plain_us : &r->saving_us) = us[n / 2];
+        *(name == 0 ? &r->plain_us : &r->retaining_us) = us[n / 2];
     }
-    r->saved_mib = (double)table->saved_bytes(b->device) / (1 << 20);
-    r->saves = saved;
+    r->retained_mib = (double)table->retained_bytes(b->device) / (1 << 20);
+    r->retains = retained;
     free(us);
     bench_meet(b);
 }
 
-bool bench_all_save(const struct bench *b)
+bool bench_all_retain(const struct bench *b)
 {
     bool all = true;
     for (uint32_t s = 0; s < b->member->slots; s++)
-        all = all && b->plan->report[s].backward.saves;
+        all = all && b->plan->report[s].backward.retains;
     return all;
 }
 
@@ -371,8 +371,8 @@ static bool measure(struct bench *b, struct backward_trial *t, struct bench_back
     bool good = measure_kinds(b, t, 0, first, r);
     if (good)
         time_forwards(b, t, r);
-    if (good && bench_all_save(b))
-        good = measure_kinds(b, t, BENCH_FROM_SAVED, first, r);
+    if (good && bench_all_retain(b))
+        good = measure_kinds(b, t, BENCH_FROM_RETAINED, first, r);
     free(first);
     return good;
 }
@@ -390,7 +390,7 @@ bool bench_measure_backward(struct bench *b, uint32_t tokens)
     bench_meet(b);
     bool good = measure(b, &t, r);
     table->trainer_destroy(t.trainer);
-    table->saved_limit(b->device, 0);
+    table->retained_limit(b->device, 0);
     for (uint32_t i = 0; i < t.watched.count; i++) {
         free(t.watched.want[i]);
         free(t.watched.first[i]);

@@ -137,9 +137,9 @@ void bench_print(const struct bench *b, uint32_t tokens, enum bench_routing rout
 
 /* -------------------------------------------------------------------- backward */
 
-static const char *const kind_names[BENCH_BACKWARD_KINDS] = {"overwritten", "accumulated",
-                                                             "overwritten, from a saved forward",
-                                                             "accumulated, from a saved forward"};
+static const char *const kind_names[BENCH_BACKWARD_KINDS] = {
+    "overwritten", "accumulated", "overwritten, from a retained forward",
+    "accumulated, from a retained forward"};
 
 /* The slot whose passes of this kind took longest. */
 static uint32_t slowest_slot(const struct bench *b, int kind)
@@ -161,11 +161,11 @@ static void write_backward(const struct bench *b, uint32_t tokens, int kind, FIL
             "\"slots\": %u, \"tokens\": %u, \"pass\": \"backward\", \"gradients\": \"%s\", "
             "\"on_tensor_cores\": %s, \"rows\": %llu, \"layer_us\": %.2f, \"wall_us\": %.2f, "
             "\"forward_layer_us\": %.2f, \"forward_alone_us\": %.2f, "
-            "\"forward_saving_us\": %.2f, \"ratio\": %.4f, \"error\": %.3e, \"stages_us\": {",
+            "\"forward_retaining_us\": %.2f, \"ratio\": %.4f, \"error\": %.3e, \"stages_us\": {",
             b->plan->backend->name, b->shape->name, b->shape->spec.experts, b->member->slots,
             tokens, kind_names[kind], r->on_tensor_cores ? "true" : "false",
             (unsigned long long)r->rows, r->layer_us[kind], r->wall_us[kind], forward,
-            LARGEST(b, backward.plain_us), LARGEST(b, backward.saving_us),
+            LARGEST(b, backward.plain_us), LARGEST(b, backward.retaining_us),
             r->layer_us[kind] / forward, LARGEST(b, backward.error));
     for (int i = 0; i < MOE_BACKWARD_STAGE_COUNT; i++)
         fprintf(to, "%s\"%s\": %.2f", i > 0 ? ", " : "", moe_backward_stage_names[i],
@@ -177,10 +177,10 @@ static void write_backward(const struct bench *b, uint32_t tokens, int kind, FIL
 void bench_print_backward(const struct bench *b, uint32_t tokens, FILE *json)
 {
     double forward = LARGEST(b, layer_us);
-    int kinds = bench_all_save(b) ? BENCH_BACKWARD_KINDS : BENCH_FROM_SAVED;
-    printf("  forward, one in flight: layer %.1f, %.1f where it saves %.1f MiB\n",
-           LARGEST(b, backward.plain_us), LARGEST(b, backward.saving_us),
-           LARGEST(b, backward.saved_mib));
+    int kinds = bench_all_retain(b) ? BENCH_BACKWARD_KINDS : BENCH_FROM_RETAINED;
+    printf("  forward, one in flight: layer %.1f, %.1f where it retains %.1f MiB\n",
+           LARGEST(b, backward.plain_us), LARGEST(b, backward.retaining_us),
+           LARGEST(b, backward.retained_mib));
     for (int kind = 0; kind < kinds; kind++) {
         const struct bench_backward_report *r = &b->plan->report[slowest_slot(b, kind)].backward;
         printf("  backward, gradients %s: layer %.1f, %.3f x forward, wall %.1f |",

@@ -16,8 +16,8 @@ struct tally {
     /* Cases with rows here whose backward passes multiplied on tensor cores, and the last of them
      * plus one. */
     uint64_t tensor_cases, last_tensor_case;
-    uint64_t saved; /* cases in which this slot saved steps for their backward passes */
-    uint64_t bits;  /* a hash of all y of whole steps */
+    uint64_t retained; /* cases in which this slot retained steps for their backward passes */
+    uint64_t bits;     /* a hash of all y of whole steps */
     /* Training: a hash of dx, gradients and aux loss of passes, and of values after steps. */
     uint64_t trained_bits;
     const char *transport;

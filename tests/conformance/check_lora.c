@@ -224,7 +224,7 @@ bool check_lora(struct subject *s)
     float *base = trained_read_all(&t, MOE_TRAIN_VALUE);
     write_adapters(&t);
     bool good = check_merged(&t, base) && follow_values(&t) && begin_again(&t) &&
-                check_gradients(&t) && check_reading(&t) && check_saved(&t) &&
+                check_gradients(&t) && check_reading(&t) && check_retained(&t) &&
                 check_optimizer(&t) && check_merged(&t, base) && check_base(&t, base);
     free(base);
     trained_end(&t);

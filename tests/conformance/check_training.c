@@ -393,10 +393,10 @@ bool check_training(struct subject *s)
     trained_begin(&t, s, &config);
     bool good = check_bytes(&t) && check_beginning(&t) && check_refusals(&t) &&
                 expect_training(&t, &e) && check_passes(&t, &e) && check_reading(&t) &&
-                check_saved(&t) && check_training_parts(&t) && check_optimizer(&t);
+                check_retained(&t) && check_training_parts(&t) && check_optimizer(&t);
     expected_free(&e);
     if (good)
-        good = check_saved_to_the_end(&t);
+        good = check_retained_to_the_end(&t);
     else
         trained_end(&t);
     return good && (s->c->seed % 3 != 2 || check_two_trainers(s));

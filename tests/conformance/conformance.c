@@ -193,11 +193,12 @@ static void report(const struct subject *s)
 
 static void report_training(const struct tally *t)
 {
-    printf("    %llu gradients compared, %llu within rounding alone, %llu of experts without "
-           "tokens; %llu cases on tensor cores, %llu from saved steps, bits of training %016llx\n",
-           (unsigned long long)t->tensors, (unsigned long long)t->rough,
-           (unsigned long long)t->idle_experts, (unsigned long long)t->tensor_cases,
-           (unsigned long long)t->saved, (unsigned long long)t->trained_bits);
+    printf(
+        "    %llu gradients compared, %llu within rounding alone, %llu of experts without "
+        "tokens; %llu cases on tensor cores, %llu from retained steps, bits of training %016llx\n",
+        (unsigned long long)t->tensors, (unsigned long long)t->rough,
+        (unsigned long long)t->idle_experts, (unsigned long long)t->tensor_cases,
+        (unsigned long long)t->retained, (unsigned long long)t->trained_bits);
 }
 
 static int run_member(struct member *m)

@@ -58,7 +58,7 @@ static void slots_that_mean_different_passes_all_refuse_and_change_nothing(void 
 
 /* ---------------------------------------------------------------------------- memory */
 
-enum { ROOM = 8 << 20 }; /* enough for all that is saved here, and more than any pass needs */
+enum { ROOM = 8 << 20 }; /* enough for all that is retained here, and more than any pass needs */
 
 /* So much memory is left, round by round, that one taking of scratch or another finds none. */
 static bool next_left(size_t *left)
@@ -68,7 +68,7 @@ static bool next_left(size_t *left)
 }
 
 struct gave_way {
-    uint32_t kept, gone; /* rounds in which what is saved stayed, or did not */
+    uint32_t kept, gone; /* rounds in which what is retained stayed, or did not */
 };
 
 /* BF16 rows are widened, which takes scratch of its own. */
@@ -82,7 +82,7 @@ static void narrow(struct moe_step_args *a)
     a->dtype = MOE_DTYPE_BF16;
 }
 
-/* A step on slot 0, which has scratch for no tokens, and a saved step that can go for more. */
+/* A step on slot 0, which has scratch for no tokens, and a retained step that can go for more. */
 static int run_poor_step(struct member *m, size_t left, struct gave_way *seen)
 {
     static struct hunger hunger;
@@ -92,26 +92,27 @@ static int run_poor_step(struct member *m, size_t left, struct gave_way *seen)
     struct seat s;
     EXPECT(sit_down(m, &s, LONG_MS, true));
     EXPECT(good(backend->training->trainer_create(s.layer, &config, &trainer)));
-    backend->training->saved_limit(s.device, ROOM);
+    backend->training->retained_limit(s.device, ROOM);
     if (left % 1024 == 0)
         narrow(&s.args);
     for (uint64_t name = 1; name < 3; name++) {
-        s.args.save = name;
+        s.args.retain = name;
         s.args.tokens = name == 1 ? 0 : TOKENS;
         if (name == 2 && m->slot == 0)
             starve(s.device, left, 1, &hunger);
         EXPECT(good(run_step(s.session, &s.args, &result)));
-        EXPECT(result.saved || (name == 2 && m->slot == 0));
-        EXPECT(result.saved || backend->training->saved_bytes(s.device) == 0);
+        EXPECT(result.retained || (name == 2 && m->slot == 0));
+        EXPECT(result.retained || backend->training->retained_bytes(s.device) == 0);
     }
     feed(s.device, &hunger);
-    seen->kept += result.saved;
-    seen->gone += !result.saved;
+    seen->kept += result.retained;
+    seen->gone += !result.retained;
     backend->training->trainer_destroy(trainer);
     return get_up(&s);
 }
 
-/* A pass from a saved step on slot 0, which has no scratch for passes; the same gradients always.
+/* A pass from a retained step on slot 0, which has no scratch for passes; the same gradients
+ * always.
  */
 static int run_poor_pass(struct member *m, size_t left, struct gave_way *seen, uint64_t *want)
 {
@@ -120,17 +121,17 @@ static int run_poor_pass(struct member *m, size_t left, struct gave_way *seen, u
     struct pupil p;
     uint64_t got;
     EXPECT(go_to_school(m, &p, LONG_MS));
-    backend->training->saved_limit(p.seat.device, ROOM);
-    p.seat.args.save = p.args.saved = 1;
+    backend->training->retained_limit(p.seat.device, ROOM);
+    p.seat.args.retain = p.args.retained = 1;
     EXPECT(good(run_step(p.seat.session, &p.seat.args, &result)));
-    EXPECT(result.saved);
+    EXPECT(result.retained);
     if (m->slot == 0)
         starve(p.seat.device, left, 1, &hunger);
     EXPECT(good(learn(&p, &result)));
     feed(p.seat.device, &hunger);
-    EXPECT(result.used_saved || m->slot == 0);
-    seen->kept += result.used_saved;
-    seen->gone += !result.used_saved;
+    EXPECT(result.used_retained || m->slot == 0);
+    seen->kept += result.used_retained;
+    seen->gone += !result.used_retained;
     EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &got));
     EXPECT(got == *want || *want == 0);
     *want = got;
@@ -144,14 +145,14 @@ static int give_way(struct member *m)
     for (size_t left = 0; next_left(&left);)
         EXPECT(run_poor_step(m, left, &steps) == 0 &&
                run_poor_pass(m, left, &passes, &gradients) == 0);
-    fprintf(stderr, "  slot %u: %u of %u steps saved nothing, %u of %u passes computed again\n",
+    fprintf(stderr, "  slot %u: %u of %u steps retained nothing, %u of %u passes computed again\n",
             m->slot, steps.gone, steps.gone + steps.kept, passes.gone, passes.gone + passes.kept);
     EXPECT(steps.kept > 0 && passes.kept > 0);
     EXPECT(m->slot != 0 || (steps.gone > 0 && passes.gone > 0));
     return 0;
 }
 
-static void what_is_saved_gives_way_wherever_a_step_or_a_pass_finds_no_memory(void **state)
+static void what_is_retained_gives_way_wherever_a_step_or_a_pass_finds_no_memory(void **state)
 {
     (void)state;
     with_shared_expert = true;
@@ -213,7 +214,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(slots_that_mean_different_passes_all_refuse_and_change_nothing),
-        cmocka_unit_test(what_is_saved_gives_way_wherever_a_step_or_a_pass_finds_no_memory),
+        cmocka_unit_test(what_is_retained_gives_way_wherever_a_step_or_a_pass_finds_no_memory),
         cmocka_unit_test(abort_ends_a_pass_and_all_that_follows),
         cmocka_unit_test(a_session_for_serving_refuses_to_train),
     };

@@ -100,9 +100,9 @@ bool check_reading(struct trained *t);
 /* W0 of each adapted weight is what `base` has at its place; and it is only read. */
 bool check_base(struct trained *t, const float *base);
 /* Before weights have moved. Leaves gradients as one pass over the case makes them. */
-bool check_saved(struct trained *t);
-/* trained_end, before which something is saved that must be gone with the trainer. */
-bool check_saved_to_the_end(struct trained *t);
+bool check_retained(struct trained *t);
+/* trained_end, before which something is retained that must be gone with the trainer. */
+bool check_retained_to_the_end(struct trained *t);
 /* From here on, the oracle computes with the values that trainers hold. Collective. */
 bool follow_values(struct trained *t);
 bool check_lora(struct subject *s);

@@ -30,8 +30,8 @@ static void open_once(void)
                                             .specs = specs,
                                             .layer_count = 1,
                                             .trainer = {.optimizer = MOE_OPTIMIZER_SGD},
-                                            .saved_bytes = 1 << 16,
-                                            .saved_ns = UINT32_MAX};
+                                            .retained_bytes = 1 << 16,
+                                            .retained_ns = UINT32_MAX};
     open_staging(&memory);
     struct moe_status st = moe_train_create(&config, &train);
     MOE_INVARIANT(!moe_failed(&st));

@@ -108,7 +108,7 @@ trained_groups() {
         MixedLoad.test_a_request_of_many_steps_sees_one_version)"
     echo "trained_kills 300 $(integration test_training_faults Faults)"
     echo "network_trained_kills 300 MOE_TEST_TRANSPORT=network $(integration test_training_faults Faults)"
-    echo "trained_saved 300 $(integration test_saved_activations \
+    echo "trained_retained 300 $(integration test_retained_activations \
         "SameBits.test_deepseek_v3_2_workers OwnStep DroppedInTime Faults Told")"
     resumed=
     for test in the_next_step_after_a_restart_is_the_undisturbed_one the_same_of_four \
@@ -139,8 +139,8 @@ beside_each_other() {
         echo "curve_$n 120 $suite/curve --backend cuda --slots $n --data $models/../training"
         echo "steady_$n 120 $build/tests/unit/test_steady $n"
         # Hopper's tensor cores are where activations are kept: that they are used, and give the same bits.
-        [ "$hopper" = no ] || echo "trained_saved_pair_$n 120 ${MOE_PYTHON:-python3} -B" \
-            "$here/../bench/saved_pair.py $build 3 1024 $n"
+        [ "$hopper" = no ] || echo "trained_retained_pair_$n 120 ${MOE_PYTHON:-python3} -B" \
+            "$here/../bench/retained_pair.py $build 3 1024 $n"
         [ "$n" -gt 1 ] || continue
         over="--transport network --slots $n --seed $n"
         # Dispatch and combine on a part of the device, another part on every slot; y and its bits are checked.

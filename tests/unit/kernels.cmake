@@ -23,13 +23,13 @@ moe_test(test_training_rules
   LABELS kernels)
 
 # What both backends keep of forward steps.
-moe_test(test_kept
-  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_kept.c
+moe_test(test_activation_cache
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_activation_cache.c
   USES moe_common
   LABELS kernels)
 
 # How much of it they ask room for.
-moe_test(test_saved_rows
-  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_saved_rows.c
+moe_test(test_activation_sizing
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_activation_sizing.c
   USES moe_common
   LABELS kernels)

@@ -37,7 +37,7 @@ struct bench {
     int32_t *ids;
     uint8_t *state, mode[MAX_TOKENS];
     float aux;
-    uint64_t save; /* of forward steps: 0, not */
+    uint64_t retain; /* of forward steps: 0, not */
 };
 
 static struct moe_session *join_alone(struct moe_device *device, const struct moe_layer_spec *spec)
@@ -72,7 +72,7 @@ static void forward(struct bench *b, const uint8_t *mode)
                               .ids_out = b->ids,
                               .weights_out = b->weights,
                               .token_state = b->state,
-                              .save = b->save};
+                              .retain = b->retain};
     struct moe_step *step;
     must(cpu->step_enqueue(b->session, &a, &step));
     must(cpu->step_wait(step, MOE_NEVER, NULL));
@@ -629,20 +629,20 @@ static void a_trainer_takes_what_it_says_and_gives_it_back(void **state)
 }
 
 /* A session of the same address may follow: it must find nothing. */
-static void what_a_session_saved_goes_with_it(void **state)
+static void what_a_session_retained_goes_with_it(void **state)
 {
     (void)state;
     struct moe_trainer_config config = {.optimizer = MOE_OPTIMIZER_SGD};
     struct moe_layer_spec spec = plain_spec();
     struct bench b = open_bench(&spec, MOE_DTYPE_F32, &config, 1, 8);
-    training->saved_limit(b.device, 1 << 20);
-    b.save = 1;
+    training->retained_limit(b.device, 1 << 20);
+    b.retain = 1;
     forward(&b, NULL);
-    assert_true(training->saved_bytes(b.device) > 0);
+    assert_true(training->retained_bytes(b.device) > 0);
     cpu->session_leave(b.session);
-    assert_int_equal(training->saved_bytes(b.device), 0);
+    assert_int_equal(training->retained_bytes(b.device), 0);
     b.session = join_alone(b.device, &spec);
-    assert_int_equal(training->saved_bytes(b.device), 0);
+    assert_int_equal(training->retained_bytes(b.device), 0);
     close_bench(&b);
 }
 
@@ -658,7 +658,7 @@ int main(void)
         cmocka_unit_test(a_step_is_the_formula),
         cmocka_unit_test(a_gradient_that_is_not_finite_moves_nothing),
         cmocka_unit_test(what_is_frozen_stays),
-        cmocka_unit_test(what_a_session_saved_goes_with_it),
+        cmocka_unit_test(what_a_session_retained_goes_with_it),
         cmocka_unit_test(a_trainer_takes_what_it_says_and_gives_it_back),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

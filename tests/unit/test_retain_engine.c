@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forward requests that are saved on the devices for their Backward, in the engine and the training
- * room: their own tickets, what they leave, who uses it, and when it is dropped. */
+/* Forward requests that are retained on the devices for their Backward, in the engine and the
+ * training room: their own tickets, what they leave, who uses it, and when it is dropped. */
 #include "base/clock.h"
 #include "support/check.h"
 #include "support/test_clock.h"
@@ -12,7 +12,7 @@
 
 enum { EXTRA = 40 };
 
-/* test.forward, to be saved as (s, id), of that version of the weights. */
+/* test.forward, to be retained as (s, id), of that version of the weights. */
 static void save_version(uint32_t tokens, uint64_t id, uint64_t version)
 {
     test.forward = (struct moe_work){
@@ -46,14 +46,14 @@ static void order_saving(int n, uint32_t origin)
     moe_engine_run(test.engine, &t);
 }
 
-/* Client i asks for the Backward of what was saved as `id`, by the step of that name. */
-static void ask_saved(int i, uint64_t id, uint64_t name, uint64_t epoch)
+/* Client i asks for the Backward of what was retained as `id`, by the step of that name. */
+static void ask_retained(int i, uint64_t id, uint64_t name, uint64_t epoch)
 {
     ask(i, MOE_STEP_BACKWARD, id, 5); /* announced without the name, as it has no ticket yet */
     struct moe_ticket *t = &test.announced[test.announced_count - 1];
     struct moe_train_call call = test.clients[i].call;
-    call.saved = name;
-    call.saved_epoch = epoch;
+    call.retained = name;
+    call.retained_epoch = epoch;
     moe_train_call_pack(&call, t->descriptor.body, &t->descriptor.length);
 }
 
@@ -80,7 +80,7 @@ static void await_kept(int count)
     assert_int_equal(kept(), count);
 }
 
-/* A saved pass of id, by a ticket of this slot; returns its name. */
+/* A retained pass of id, by a ticket of this slot; returns its name. */
 static uint64_t save_and_run(uint64_t id)
 {
     int before = test.forward_done;
@@ -94,7 +94,7 @@ static uint64_t save_and_run(uint64_t id)
 
 static void backward(int i, uint64_t id, uint64_t name, uint64_t epoch)
 {
-    ask_saved(i, id, name, epoch);
+    ask_retained(i, id, name, epoch);
     order(test.announced_count - 1, 0);
     wait_done(i);
 }
@@ -141,8 +141,8 @@ static void where_the_device_has_no_room_the_step_is_like_any_other(void **state
     assert_int_equal(state_now().activation_bytes, 0);
     backward(0, 9, 1, test.epoch);
     assert_ok(test.clients[0].status);
-    assert_int_equal(script.saved, 1);
-    assert_false(test.clients[0].work.step.used_saved);
+    assert_int_equal(script.retained, 1);
+    assert_false(test.clients[0].work.step.used_retained);
 }
 
 static int count_worth(enum moe_dtype dtype, int tries)
@@ -233,8 +233,8 @@ static void its_backward_uses_it_and_takes_it_along(void **state)
     assert_int_equal(kept(), 2);
     backward(0, 9, name, test.epoch);
     assert_ok(test.clients[0].status);
-    assert_int_equal(script.saved, name);
-    assert_true(test.clients[0].work.step.used_saved);
+    assert_int_equal(script.retained, name);
+    assert_true(test.clients[0].work.step.used_retained);
     assert_int_equal(kept(), 1);
     assert_int_equal(state_now().activation_bytes, 1);
     backward(1, 10, other, test.epoch);
@@ -250,7 +250,7 @@ static void a_backward_with_other_tensors_does_not_use_it_and_takes_it_along(voi
     (void)save_and_run(9);
     backward(0, 9, 0, 0);
     assert_ok(test.clients[0].status);
-    assert_int_equal(script.saved, 0);
+    assert_int_equal(script.retained, 0);
     assert_int_equal(kept(), 0);
 }
 
@@ -264,10 +264,10 @@ static void slots_that_were_not_asked_keep_and_drop_it_as_well(void **state)
     assert_int_equal(script.save, 1);
     assert_int_equal(test.forward_done, 0);
     assert_int_equal(kept(), 1);
-    ask_saved(0, 9, 1, test.epoch);
+    ask_retained(0, 9, 1, test.epoch);
     order(1, 1);
     wait_until(&test.finished_count, 2, &test.lock);
-    assert_int_equal(script.saved, 1);
+    assert_int_equal(script.retained, 1);
     assert_int_equal(kept(), 0);
 }
 
@@ -278,7 +278,7 @@ static void the_same_pass_asked_for_again_takes_the_place_of_the_first(void **st
     uint64_t name = save_and_run(9);
     assert_int_equal(kept(), 1);
     backward(0, 9, name, test.epoch);
-    assert_true(test.clients[0].work.step.used_saved);
+    assert_true(test.clients[0].work.step.used_retained);
     assert_int_equal(kept(), 0);
     (void)save_and_run(9); /* and after its Backward nobody will want it */
     assert_int_equal(kept(), 0);
@@ -317,7 +317,7 @@ static void a_pass_that_all_refuse_leaves_it_for_the_next_try(void **state)
     script.refuse = false;
     backward(1, 9, name, test.epoch);
     assert_ok(test.clients[1].status);
-    assert_true(test.clients[1].work.step.used_saved);
+    assert_true(test.clients[1].work.step.used_retained);
     assert_int_equal(kept(), 0);
 }
 
@@ -327,7 +327,7 @@ static void time_drops_it_without_any_ticket_but_not_while_a_pass_uses_it(void *
     uint64_t name = save_and_run(9);
     (void)save_and_run(10);
     hold_steps(true);
-    ask_saved(0, 9, name, test.epoch);
+    ask_retained(0, 9, name, test.epoch);
     order(test.announced_count - 1, 0);
     wait_until(&script.backwards, 1, &script.lock);
     moe_test_clock_advance(KEPT_NS);
@@ -337,7 +337,7 @@ static void time_drops_it_without_any_ticket_but_not_while_a_pass_uses_it(void *
     assert_int_equal(kept(), 1); /* the one in use is as old */
     hold_steps(false);
     wait_done(0);
-    assert_true(test.clients[0].work.step.used_saved);
+    assert_true(test.clients[0].work.step.used_retained);
     assert_int_equal(kept(), 0);
     (void)save_and_run(11); /* and with nothing else going on */
     moe_test_clock_advance(KEPT_NS);
@@ -353,7 +353,7 @@ static void the_end_of_a_view_takes_it_and_names_of_it_mean_nothing_later(void *
     begin_view();
     backward(0, 9, name, epoch); /* its x was kept on this worker */
     assert_ok(test.clients[0].status);
-    assert_int_equal(script.saved, 0);
+    assert_int_equal(script.retained, 0);
 }
 
 static void one_in_flight_when_the_view_ends_runs_again_under_the_next(void **state)
@@ -464,7 +464,7 @@ static void empty_steps_push_out_nothing_and_say_nothing_of_what_works(void **st
     assert_int_equal(count_worth(MOE_DTYPE_F32, 64), 1);
     script.nobodys = false;
     backward(0, 9, name, test.epoch);
-    assert_true(test.clients[0].work.step.used_saved);
+    assert_true(test.clients[0].work.step.used_retained);
 }
 
 static void what_a_pass_uses_that_began_before_its_step_had_ended_stays(void **state)
@@ -474,7 +474,7 @@ static void what_a_pass_uses_that_began_before_its_step_had_ended_stays(void **s
     hold_steps(true);
     save(5, 9);
     order_saving(0, 1); /* asked of the other slot: its Backward may come at any time */
-    ask_saved(0, 9, 1, test.epoch);
+    ask_retained(0, 9, 1, test.epoch);
     script.hold_passes = true;
     order(1, 1);
     wait_until(&script.unfinished, 2, &script.lock);
@@ -488,7 +488,7 @@ static void what_a_pass_uses_that_began_before_its_step_had_ended_stays(void **s
     pthread_cond_broadcast(&script.changed);
     moe_mutex_unlock(&script.lock);
     wait_until(&test.finished_count, 2, &test.lock);
-    assert_int_equal(script.saved, 1);
+    assert_int_equal(script.retained, 1);
     assert_int_equal(kept(), 0);
 }
 

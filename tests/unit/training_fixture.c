@@ -96,7 +96,7 @@ void begin_view(void)
     begin_view_of(BUCKET);
 }
 
-static int open_engine_with(uint64_t saved_ns, uint32_t lora_rank)
+static int open_engine_with(uint64_t retained_ns, uint32_t lora_rank)
 {
     static struct moe_layer *layers[1];
     static const uint32_t offset[] = {0, 1, 2};
@@ -118,8 +118,8 @@ static int open_engine_with(uint64_t saved_ns, uint32_t lora_rank)
                     .lora_rank = lora_rank,
                     .lora_alpha = 1,
                     .lora_targets = lora_rank > 0 ? 7 : 0},
-        .saved_bytes = 1 << 20,
-        .saved_ns = saved_ns,
+        .retained_bytes = 1 << 20,
+        .retained_ns = retained_ns,
         .saved_device_bytes = 1 << 20,
         .directory = "/nonexistent/checkpoints",
     };

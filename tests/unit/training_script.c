@@ -44,11 +44,11 @@ static struct moe_status start_step(struct moe_step step, struct moe_step **out)
     script.beside |= step.backward && script.running_passes > 0;
     script.running_passes += step.backward;
     if (step.backward)
-        script.saved = step.backward_args.saved;
+        script.retained = step.backward_args.retained;
     else
-        script.save = step.forward_args.save;
-    if (step.backward && script.saved != 0)
-        script.in_use = script.saved;
+        script.save = step.forward_args.retain;
+    if (step.backward && script.retained != 0)
+        script.in_use = script.retained;
     pthread_cond_broadcast(&script.changed);
     moe_mutex_unlock(&script.lock);
     *out = malloc(sizeof **out);
@@ -122,25 +122,25 @@ static uint64_t *find_kept(uint64_t name)
 /* Lock held. What a step leaves, and what a pass finds. */
 static void keep_or_use(const struct moe_step *step, bool aborted, struct moe_step_result *result)
 {
-    uint64_t *place = find_kept(0), saved = step->backward_args.saved;
+    uint64_t *place = find_kept(0), retained = step->backward_args.retained;
     if (step->backward)
         script.in_use = 0;
-    result->used_saved = step->backward && saved != 0 && find_kept(saved) != NULL;
-    result->saved = !step->backward && !aborted && script.keep && step->forward_args.save != 0;
-    if (!result->saved)
+    result->used_retained = step->backward && retained != 0 && find_kept(retained) != NULL;
+    result->retained = !step->backward && !aborted && script.keep && step->forward_args.retain != 0;
+    if (!result->retained)
         return;
     MOE_INVARIANT(place != NULL);
-    *place = step->forward_args.save;
+    *place = step->forward_args.retain;
 }
 
-static void script_saved_limit(struct moe_device *d, uint64_t bytes)
+static void script_retained_limit(struct moe_device *d, uint64_t bytes)
 {
     (void)d;
     script.limit = bytes;
     memset(script.kept, 0, sizeof script.kept);
 }
 
-static void script_saved_drop(struct moe_trainer *t, uint64_t name)
+static void script_retained_drop(struct moe_trainer *t, uint64_t name)
 {
     (void)t;
     moe_mutex_lock(&script.lock);
@@ -152,7 +152,7 @@ static void script_saved_drop(struct moe_trainer *t, uint64_t name)
 }
 
 /* One byte each. */
-static uint64_t script_saved_bytes(struct moe_device *d)
+static uint64_t script_retained_bytes(struct moe_device *d)
 {
     uint64_t count = 0;
     (void)d;
@@ -294,9 +294,9 @@ static const struct moe_training script_training = {
     .zero_grad = script_zero,
     .backward_enqueue = script_backward,
     .optimizer_step = script_optimizer,
-    .saved_limit = script_saved_limit,
-    .saved_drop = script_saved_drop,
-    .saved_bytes = script_saved_bytes,
+    .retained_limit = script_retained_limit,
+    .retained_drop = script_retained_drop,
+    .retained_bytes = script_retained_bytes,
 };
 
 const struct moe_backend script_backend = {

@@ -29,11 +29,11 @@ struct training_script {
     bool nobodys;               /* forward steps have no rows on this slot but for its own tokens */
     bool keep;                  /* saving steps leave something on the device */
     uint64_t save;              /* of the last forward step that was begun */
-    uint64_t saved;             /* of the last backward pass */
+    uint64_t retained;          /* of the last backward pass */
     uint64_t kept[64];          /* names of what the device keeps; 0 = a free place */
-    uint64_t in_use;            /* `saved` of the backward pass that runs */
+    uint64_t in_use;            /* `retained` of the backward pass that runs */
     bool dropped_in_use;        /* something was dropped that a running pass uses */
-    uint64_t limit;             /* saved_limit */
+    uint64_t limit;             /* retained_limit */
     bool step_beside_optimizer; /* an optimizer step began while a step ran */
     bool beside;                /* a backward pass began beside another */
     bool nonfinite;             /* what optimizer steps say of their gradients */

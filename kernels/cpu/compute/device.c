@@ -38,7 +38,7 @@ struct moe_device {
     struct moe_mutex scratch_lock;
     MOE_GUARDED_BY(scratch_lock)
     struct scratch *idle_scratch; /* as long as the most takers there were at one time */
-    struct moe_kept kept;
+    struct moe_activation_cache kept;
 };
 
 /* ---------------------------------------------------------------- open, close */
@@ -86,7 +86,7 @@ struct moe_status moe_cpu_device_open_isa(const struct moe_device_config *config
     device->memory_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
     read_cpu_name(device->cpu_name, sizeof device->cpu_name);
     moe_mutex_init(&device->scratch_lock);
-    moe_kept_open(&device->kept, device, moe_cpu_mem_alloc, moe_cpu_mem_free);
+    moe_activation_cache_open(&device->kept, device, moe_cpu_mem_alloc, moe_cpu_mem_free);
     *out = device;
     return moe_ok();
 }
@@ -103,7 +103,7 @@ void moe_cpu_device_close(struct moe_device *device)
 {
     if (device == NULL)
         return;
-    moe_kept_close(&device->kept);
+    moe_activation_cache_close(&device->kept);
     moe_mutex_not_shared(&device->scratch_lock);
     while (device->idle_scratch != NULL) {
         struct scratch *s = device->idle_scratch;
@@ -131,7 +131,7 @@ const struct moe_cpu_isa *moe_cpu_device_isa(const struct moe_device *device)
     return device->isa;
 }
 
-struct moe_kept *moe_cpu_device_kept(struct moe_device *device)
+struct moe_activation_cache *moe_cpu_device_activation_cache(struct moe_device *device)
 {
     return &device->kept;
 }
@@ -225,7 +225,7 @@ static struct moe_status make_scratch(struct moe_device *device, size_t bytes, s
 {
     void *p;
     struct moe_status st = moe_cpu_mem_alloc(device, MOE_MEM_DEVICE, bytes, &p);
-    if (st.code == MOE_RESOURCE_EXHAUSTED && moe_kept_give_back(&device->kept))
+    if (st.code == MOE_RESOURCE_EXHAUSTED && moe_activation_cache_give_back(&device->kept))
         st = moe_cpu_mem_alloc(device, MOE_MEM_DEVICE, bytes, &p);
     MOE_TRY(st);
     *out = p;

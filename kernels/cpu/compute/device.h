@@ -6,7 +6,7 @@
 #ifndef MOE_CPU_DEVICE_H
 #define MOE_CPU_DEVICE_H
 
-#include "common/kept.h"
+#include "common/activation_cache.h"
 #include "cpu/compute/isa.h"
 #include "moe/backend.h"
 
@@ -28,7 +28,7 @@ struct moe_status moe_cpu_device_open_isa(const struct moe_device_config *config
                                           struct moe_device **out) MOE_CHECKED;
 
 /* What forward steps keep for backward passes. */
-struct moe_kept *moe_cpu_device_kept(struct moe_device *device);
+struct moe_activation_cache *moe_cpu_device_activation_cache(struct moe_device *device);
 
 const struct moe_cpu_isa *moe_cpu_device_isa(const struct moe_device *device);
 
@@ -54,8 +54,8 @@ static inline uint32_t moe_cpu_units_per_item(uint64_t work)
 
 /* Temporary memory that is kept for the next taker instead of going back to the system at once;
  * contents undefined, aligned to 4096. Counts as used until the device closes. What forward steps
- * have kept goes where there is no memory otherwise, unless somebody is at it (kept.h): a taker
- * that is may try again once it has let go. */
+ * have kept goes where there is no memory otherwise, unless somebody is at it (activation_cache.h):
+ * a taker that is may try again once it has let go. */
 struct moe_status moe_cpu_scratch_take(struct moe_device *device, size_t bytes,
                                        void **out) MOE_CHECKED;
 void moe_cpu_scratch_give(struct moe_device *device, void *p); /* NULL is ignored */

@@ -378,9 +378,9 @@ static void place_gate_up(struct ffn_job *job, const struct moe_rows *rows, floa
     }
 }
 
-struct moe_status moe_cpu_gate_up_saving(struct moe_layer *layer, enum moe_dtype dtype,
-                                         const struct moe_rows *rows, const struct moe_cpu_pre *pre,
-                                         float *hidden)
+struct moe_status moe_cpu_gate_up_retaining(struct moe_layer *layer, enum moe_dtype dtype,
+                                            const struct moe_rows *rows,
+                                            const struct moe_cpu_pre *pre, float *hidden)
 {
     MOE_TRY(check_rows(layer, rows));
     MOE_TRY(check_dtype(dtype));
@@ -414,7 +414,7 @@ struct moe_status moe_cpu_gate_up_saving(struct moe_layer *layer, enum moe_dtype
 struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
                                        const struct moe_rows *rows, float *hidden)
 {
-    return moe_cpu_gate_up_saving(layer, dtype, rows, NULL, hidden);
+    return moe_cpu_gate_up_retaining(layer, dtype, rows, NULL, hidden);
 }
 
 struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, enum moe_dtype dtype,
@@ -466,9 +466,9 @@ static void shared_pass(struct ffn_job *job, const struct shared_scratch *scratc
     run_down(job);
 }
 
-struct moe_status moe_cpu_shared_saving(struct moe_layer *layer, enum moe_dtype dtype,
-                                        uint32_t tokens, const void *x,
-                                        const struct moe_cpu_pre *pre, float *y)
+struct moe_status moe_cpu_shared_retaining(struct moe_layer *layer, enum moe_dtype dtype,
+                                           uint32_t tokens, const void *x,
+                                           const struct moe_cpu_pre *pre, float *y)
 {
     const struct moe_layer_spec *spec = &layer->spec;
     if (spec->shared_intermediate == 0 || tokens == 0)
@@ -507,5 +507,5 @@ struct moe_status moe_cpu_shared_saving(struct moe_layer *layer, enum moe_dtype 
 struct moe_status moe_cpu_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,
                                          uint32_t tokens, const void *x, float *y)
 {
-    return moe_cpu_shared_saving(layer, dtype, tokens, x, NULL, y);
+    return moe_cpu_shared_retaining(layer, dtype, tokens, x, NULL, y);
 }

@@ -5,7 +5,7 @@
  * neighbouring inputs: one vector load brings a pair of bf16 weights for every column, a shift
  * and a mask widen them exactly to fp32, and each row adds its two broadcast inputs times them.
  * The fp32 multiply-add units are the wide ones on processors without a matrix unit; the bf16 dot
- * product instructions run at half their rate, so bf16 only saves memory traffic.
+ * product instructions run at half their rate, so bf16 only retains memory traffic.
  *
  * Every output element is one chain of multiply-adds over k in ascending order, whatever the
  * number of rows: results are bitwise independent of the batch. */

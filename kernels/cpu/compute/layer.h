@@ -73,11 +73,12 @@ struct moe_status moe_cpu_shared_forward(struct moe_layer *layer, enum moe_dtype
                                          uint32_t tokens, const void *x, float *y) MOE_CHECKED;
 
 /* The same, which also leave gate and up at *pre; NULL = they do not. */
-struct moe_status moe_cpu_gate_up_saving(struct moe_layer *layer, enum moe_dtype dtype,
-                                         const struct moe_rows *rows, const struct moe_cpu_pre *pre,
-                                         float *hidden) MOE_CHECKED;
-struct moe_status moe_cpu_shared_saving(struct moe_layer *layer, enum moe_dtype dtype,
-                                        uint32_t tokens, const void *x,
-                                        const struct moe_cpu_pre *pre, float *y) MOE_CHECKED;
+struct moe_status moe_cpu_gate_up_retaining(struct moe_layer *layer, enum moe_dtype dtype,
+                                            const struct moe_rows *rows,
+                                            const struct moe_cpu_pre *pre,
+                                            float *hidden) MOE_CHECKED;
+struct moe_status moe_cpu_shared_retaining(struct moe_layer *layer, enum moe_dtype dtype,
+                                           uint32_t tokens, const void *x,
+                                           const struct moe_cpu_pre *pre, float *y) MOE_CHECKED;
 
 #endif

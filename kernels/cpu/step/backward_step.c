@@ -102,55 +102,57 @@ static void count_loads(struct pass *p)
         p->args->trainer->loads[e] += p->group.loads[e];
 }
 
-/* What the forward step of this batch saved on this slot, if it is still here. */
-static bool find_saved(const struct pass *p, enum moe_kept_part part, uint32_t inner,
-                       struct moe_kept_piece *piece, struct moe_cpu_pre *pre)
+/* What the forward step of this batch retained on this slot, if it is still here. */
+static bool find_retained(const struct pass *p, enum moe_activation_part part, uint32_t inner,
+                          struct moe_activation_piece *piece, struct moe_cpu_pre *pre)
 {
     const struct moe_backward_args *a = p->args;
-    const struct moe_kept_key key = {.layer = p->layer,
-                                     .session = p->session,
-                                     .name = a->saved,
-                                     .dtype = a->dtype,
-                                     .bucket = a->bucket,
-                                     .tokens = a->tokens};
-    if (a->saved == 0 || !moe_kept_find(moe_cpu_device_kept(p->session->device), &key, part, piece))
+    const struct moe_activation_key key = {.layer = p->layer,
+                                           .session = p->session,
+                                           .name = a->retained,
+                                           .dtype = a->dtype,
+                                           .bucket = a->bucket,
+                                           .tokens = a->tokens};
+    if (a->retained == 0 ||
+        !moe_activation_cache_find(moe_cpu_device_activation_cache(p->session->device), &key, part,
+                                   piece))
         return false;
     pre->gate = piece->data;
     pre->up = pre->gate + (size_t)piece->in_use * inner;
     return true;
 }
 
-static bool find_saved_shared(const struct pass *p, struct moe_cpu_pre *pre)
+static bool find_retained_shared(const struct pass *p, struct moe_cpu_pre *pre)
 {
-    struct moe_kept_piece piece;
+    struct moe_activation_piece piece;
     return p->dx_shared != NULL &&
-           find_saved(p, MOE_KEPT_SHARED, p->layer->spec.shared_intermediate, &piece, pre);
+           find_retained(p, MOE_ACTIVATION_SHARED, p->layer->spec.shared_intermediate, &piece, pre);
 }
 
 /* Rows of another batch would not be as many: that they are the same is all that is looked at. */
-static bool find_saved_rows(const struct pass *p, struct moe_cpu_pre *pre)
+static bool find_retained_rows(const struct pass *p, struct moe_cpu_pre *pre)
 {
-    struct moe_kept_piece piece;
-    return find_saved(p, MOE_KEPT_ROUTED, p->layer->spec.intermediate, &piece, pre) &&
+    struct moe_activation_piece piece;
+    return find_retained(p, MOE_ACTIVATION_ROUTED, p->layer->spec.intermediate, &piece, pre) &&
            piece.in_use == p->rows.start[p->rows.local_experts] &&
            piece.rows == moe_cpu_ep_rows(p->session->ep);
 }
 
-/* Runs `compute` with what the forward step saved, where `find` finds it; *used says whether. That
- * stays while it is read, and goes where the memory is needed more: `compute` takes all it needs
- * before it changes anything, so it can be tried again. */
+/* Runs `compute` with what the forward step retained, where `find` finds it; *used says whether.
+ * That stays while it is read, and goes where the memory is needed more: `compute` takes all it
+ * needs before it changes anything, so it can be tried again. */
 static struct moe_status
-run_saved(struct pass *p, bool (*find)(const struct pass *, struct moe_cpu_pre *),
-          struct moe_status (*compute)(struct pass *, const struct moe_cpu_pre *), bool *used)
+run_retained(struct pass *p, bool (*find)(const struct pass *, struct moe_cpu_pre *),
+             struct moe_status (*compute)(struct pass *, const struct moe_cpu_pre *), bool *used)
 {
-    struct moe_kept *kept = moe_cpu_device_kept(p->session->device);
+    struct moe_activation_cache *kept = moe_cpu_device_activation_cache(p->session->device);
     struct moe_cpu_pre pre;
     struct moe_status st = moe_ok();
-    moe_kept_read_begin(kept);
+    moe_activation_cache_read_begin(kept);
     *used = find(p, &pre);
     if (*used)
         st = compute(p, &pre);
-    moe_kept_read_end(kept);
+    moe_activation_cache_read_end(kept);
     *used = *used && st.code != MOE_RESOURCE_EXHAUSTED;
     return *used ? st : compute(p, NULL);
 }
@@ -172,7 +174,7 @@ static struct moe_status compute_experts(struct pass *p, const struct moe_cpu_pr
 static struct moe_status run_shared(struct pass *p)
 {
     bool used;
-    return run_saved(p, find_saved_shared, compute_shared, &used);
+    return run_retained(p, find_retained_shared, compute_shared, &used);
 }
 
 static struct moe_status run_experts(struct pass *p, struct moe_step_result *r)
@@ -180,7 +182,7 @@ static struct moe_status run_experts(struct pass *p, struct moe_step_result *r)
     size_t rows = p->rows.start[p->rows.local_experts];
     MOE_TRY(take(p, rows, p->layer->spec.hidden, sizeof(float), &p->dx_rows));
     MOE_TRY(take(p, rows, 1, sizeof(float), &p->dweight_rows));
-    return run_saved(p, find_saved_rows, compute_experts, &r->used_saved);
+    return run_retained(p, find_retained_rows, compute_experts, &r->used_retained);
 }
 
 static struct moe_status run_router(struct pass *p)

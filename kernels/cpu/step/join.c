@@ -170,7 +170,7 @@ void moe_cpu_session_leave(struct moe_session *s)
     if (moe_cpu_session_own(s) != NULL)
         moe_cpu_session_abort(s); /* nothing may wait any longer */
     moe_cpu_steps_destroy(s->steps);
-    moe_kept_drop_session(moe_cpu_device_kept(s->device), s);
+    moe_activation_cache_drop_session(moe_cpu_device_activation_cache(s->device), s);
     moe_cpu_peers_close(s->peers);
     moe_cpu_ep_destroy(s->ep);
     for (uint32_t p = 0; p < MOE_MAX_SLOTS; p++)

@@ -223,7 +223,7 @@ static struct moe_status move_all(const struct step *step, double squares,
     *result = (struct moe_optimizer_result){.grad_norm = norm, .nonfinite = !isfinite(squares)};
     for (size_t i = 0; i < step->count; i++) {
         struct moe_trainer *t = step->trainers[i];
-        moe_kept_drop(moe_cpu_device_kept(t->layer->device), t->layer, 0);
+        moe_activation_cache_drop(moe_cpu_device_activation_cache(t->layer->device), t->layer, 0);
         struct moe_train_update update = moe_train_update_of(
             t->config.optimizer, step->args, moe_clip_factor(norm, step->args->max_grad_norm));
         for (uint32_t p = 0; !result->nonfinite && p < t->params; p++)

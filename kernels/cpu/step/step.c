@@ -62,109 +62,111 @@ static struct moe_status take_floats(struct moe_device *device, size_t rows, siz
 
 /* ------------------------------------------- what is left for a backward pass */
 
-static struct moe_kept_key saved_key(const struct moe_session *s, const struct moe_step_args *a)
+static struct moe_activation_key retained_key(const struct moe_session *s,
+                                              const struct moe_step_args *a)
 {
-    return (struct moe_kept_key){.layer = a->layer,
-                                 .session = s,
-                                 .name = a->save,
-                                 .dtype = a->dtype,
-                                 .bucket = a->bucket,
-                                 .tokens = a->tokens};
+    return (struct moe_activation_key){.layer = a->layer,
+                                       .session = s,
+                                       .name = a->retain,
+                                       .dtype = a->dtype,
+                                       .bucket = a->bucket,
+                                       .tokens = a->tokens};
 }
 
 /* Room for gate and up of `in_use` rows, of which `rows` count; false where there is none. */
-static bool take_pre(struct moe_session *s, const struct moe_step_args *a, enum moe_kept_part part,
-                     uint32_t in_use, uint64_t rows, struct moe_cpu_pre *pre)
+static bool take_pre(struct moe_session *s, const struct moe_step_args *a,
+                     enum moe_activation_part part, uint32_t in_use, uint64_t rows,
+                     struct moe_cpu_pre *pre)
 {
-    const struct moe_kept_key key = saved_key(s, a);
-    struct moe_kept *saved = moe_cpu_device_kept(s->device);
-    uint32_t inner =
-        part == MOE_KEPT_SHARED ? a->layer->spec.shared_intermediate : a->layer->spec.intermediate;
+    const struct moe_activation_key key = retained_key(s, a);
+    struct moe_activation_cache *retained = moe_cpu_device_activation_cache(s->device);
+    uint32_t inner = part == MOE_ACTIVATION_SHARED ? a->layer->spec.shared_intermediate
+                                                   : a->layer->spec.intermediate;
     size_t bytes;
     if (!moe_size_mul3(in_use, 2 * (size_t)inner, sizeof(float), &bytes))
         return false;
-    pre->gate = moe_kept_take(saved, &key, part, bytes);
+    pre->gate = moe_activation_cache_take(retained, &key, part, bytes);
     if (pre->gate == NULL)
         return false;
     pre->up = pre->gate + (size_t)in_use * inner;
-    moe_kept_fill(saved, &key, part, rows, in_use, bytes);
+    moe_activation_cache_fill(retained, &key, part, rows, in_use, bytes);
     return true;
 }
 
 /* All of it, or nothing; whether it is kept. */
-static bool settle_saved(struct moe_session *s, const struct moe_step_args *a, bool all)
+static bool settle_retained(struct moe_session *s, const struct moe_step_args *a, bool all)
 {
-    const struct moe_kept_key key = saved_key(s, a);
-    if (a->save == 0)
+    const struct moe_activation_key key = retained_key(s, a);
+    if (a->retain == 0)
         return false;
     if (all)
-        return moe_kept_commit(moe_cpu_device_kept(s->device), &key);
-    moe_kept_forget(moe_cpu_device_kept(s->device), &key);
+        return moe_activation_cache_commit(moe_cpu_device_activation_cache(s->device), &key);
+    moe_activation_cache_forget(moe_cpu_device_activation_cache(s->device), &key);
     return false;
 }
 
-/* What steps have saved goes where there is no memory otherwise (moe_cpu_scratch_take), also what
- * this one was to save: it must not fail for that, the less as its peers wait for it by now. True
- * where it gives that up, so that what has just found no memory can be tried again. */
-static bool gives_up_saving(struct moe_session *s, const struct moe_step_args *a,
-                            const struct moe_status *st, bool *saves)
+/* What steps have retained goes where there is no memory otherwise (moe_cpu_scratch_take), also
+ * what this one was to retain: it must not fail for that, the less as its peers wait for it by now.
+ * True where it gives that up, so that what has just found no memory can be tried again. */
+static bool gives_up_retaining(struct moe_session *s, const struct moe_step_args *a,
+                               const struct moe_status *st, bool *retains)
 {
-    if (st->code != MOE_RESOURCE_EXHAUSTED || !*saves)
+    if (st->code != MOE_RESOURCE_EXHAUSTED || !*retains)
         return false;
-    *saves = settle_saved(s, a, false);
+    *retains = settle_retained(s, a, false);
     return true;
 }
 
 static struct moe_status take_or_drop(struct moe_session *s, const struct moe_step_args *a,
-                                      size_t rows, size_t columns, float **out, bool *saves)
+                                      size_t rows, size_t columns, float **out, bool *retains)
 {
     struct moe_status st = take_floats(s->device, rows, columns, out);
-    if (gives_up_saving(s, a, &st, saves))
+    if (gives_up_retaining(s, a, &st, retains))
         st = take_floats(s->device, rows, columns, out);
     return st;
 }
 
 /* ---------------------------------------------------------------------- stages */
 
-/* *saves becomes false where gate and up were to be left and found no room. */
+/* *retains becomes false where gate and up were to be left and found no room. */
 static struct moe_status run_shared(struct moe_session *s, const struct moe_step_args *a,
-                                    struct step_memory *m, bool *saves)
+                                    struct step_memory *m, bool *retains)
 {
     const struct moe_layer_spec *spec = &a->layer->spec;
     if (spec->shared_intermediate == 0 || a->tokens == 0)
         return moe_ok();
-    MOE_TRY(take_or_drop(s, a, a->tokens, spec->hidden, &m->base, saves));
+    MOE_TRY(take_or_drop(s, a, a->tokens, spec->hidden, &m->base, retains));
     memset(m->base, 0, (size_t)a->tokens * spec->hidden * sizeof(float));
     struct moe_cpu_pre pre;
-    *saves = *saves && take_pre(s, a, MOE_KEPT_SHARED, a->tokens, a->tokens, &pre);
-    struct moe_status st =
-        moe_cpu_shared_saving(a->layer, a->dtype, a->tokens, a->x, *saves ? &pre : NULL, m->base);
-    if (gives_up_saving(s, a, &st, saves))
-        st = moe_cpu_shared_saving(a->layer, a->dtype, a->tokens, a->x, NULL, m->base);
+    *retains = *retains && take_pre(s, a, MOE_ACTIVATION_SHARED, a->tokens, a->tokens, &pre);
+    struct moe_status st = moe_cpu_shared_retaining(a->layer, a->dtype, a->tokens, a->x,
+                                                    *retains ? &pre : NULL, m->base);
+    if (gives_up_retaining(s, a, &st, retains))
+        st = moe_cpu_shared_retaining(a->layer, a->dtype, a->tokens, a->x, NULL, m->base);
     return st;
 }
 
 static struct moe_status receive(struct moe_session *s, const struct moe_step_args *a,
-                                 struct moe_rows *rows, bool *saves)
+                                 struct moe_rows *rows, bool *retains)
 {
     MOE_TRY(moe_cpu_ep_agree(s->ep, NULL));
     struct moe_status st = moe_cpu_ep_receive(s->ep, rows);
-    if (gives_up_saving(s, a, &st, saves))
+    if (gives_up_retaining(s, a, &st, retains))
         st = moe_cpu_ep_receive(s->ep, rows);
     return st;
 }
 
 static struct moe_status run_gate_up(struct moe_session *s, const struct moe_step_args *a,
                                      const struct moe_rows *rows, uint64_t count, float *hidden,
-                                     bool *saves)
+                                     bool *retains)
 {
     struct moe_cpu_pre pre;
-    *saves =
-        *saves && take_pre(s, a, MOE_KEPT_ROUTED, rows->start[rows->local_experts], count, &pre);
+    *retains = *retains &&
+               take_pre(s, a, MOE_ACTIVATION_ROUTED, rows->start[rows->local_experts], count, &pre);
     struct moe_status st =
-        moe_cpu_gate_up_saving(a->layer, a->dtype, rows, *saves ? &pre : NULL, hidden);
-    if (gives_up_saving(s, a, &st, saves))
-        st = moe_cpu_gate_up_saving(a->layer, a->dtype, rows, NULL, hidden);
+        moe_cpu_gate_up_retaining(a->layer, a->dtype, rows, *retains ? &pre : NULL, hidden);
+    if (gives_up_retaining(s, a, &st, retains))
+        st = moe_cpu_gate_up_retaining(a->layer, a->dtype, rows, NULL, hidden);
     return st;
 }
 
@@ -173,7 +175,7 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
 {
     struct moe_layer *layer = a->layer;
     uint64_t since = moe_clock_ns();
-    bool saves = a->save != 0 && layer->has_trainer && s->config.training;
+    bool retains = a->retain != 0 && layer->has_trainer && s->config.training;
     MOE_TRY(moe_cpu_session_usable(s));
     MOE_TRY(moe_cpu_router_forward(layer, a->dtype, a->tokens, a->x, a->mode, a->ids_in,
                                    a->weights_in, a->ids_out, a->weights_out, a->token_state));
@@ -191,23 +193,23 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     moe_cpu_step_lap(r, MOE_STAGE_PREPARE, &since);
     moe_cpu_ep_send(s->ep);
     moe_cpu_step_lap(r, MOE_STAGE_DISPATCH, &since);
-    MOE_TRY(run_shared(s, a, m, &saves));
+    MOE_TRY(run_shared(s, a, m, &retains));
     moe_cpu_step_lap(r, MOE_STAGE_SHARED, &since);
     struct moe_rows rows;
-    MOE_TRY(receive(s, a, &rows, &saves));
+    MOE_TRY(receive(s, a, &rows, &retains));
     r->rows = moe_cpu_ep_rows(s->ep);
     moe_cpu_step_lap(r, MOE_STAGE_DISPATCH, &since);
 
     uint32_t n = rows.start[rows.local_experts];
-    MOE_TRY(take_or_drop(s, a, n, layer->spec.intermediate, &m->hidden, &saves));
-    MOE_TRY(take_or_drop(s, a, n, layer->spec.hidden, &m->out, &saves));
-    MOE_TRY(run_gate_up(s, a, &rows, r->rows, m->hidden, &saves));
+    MOE_TRY(take_or_drop(s, a, n, layer->spec.intermediate, &m->hidden, &retains));
+    MOE_TRY(take_or_drop(s, a, n, layer->spec.hidden, &m->out, &retains));
+    MOE_TRY(run_gate_up(s, a, &rows, r->rows, m->hidden, &retains));
     moe_cpu_step_lap(r, MOE_STAGE_GEMM1, &since);
     MOE_TRY(moe_cpu_gemm_down(layer, a->dtype, &rows, m->hidden, m->out));
     moe_cpu_step_lap(r, MOE_STAGE_GEMM2, &since);
     MOE_TRY(moe_cpu_ep_combine(s->ep, m->out, m->base, a->y));
     moe_cpu_step_lap(r, MOE_STAGE_COMBINE, &since);
-    r->saved = saves;
+    r->retained = retains;
     return moe_ok();
 }
 
@@ -222,7 +224,7 @@ static void run(struct moe_session *s, struct moe_step *step)
     else
         step->status = run_stages(s, &step->args, &step->result, &memory);
     if (!step->backward)
-        step->result.saved = settle_saved(s, &step->args, step->result.saved);
+        step->result.retained = settle_retained(s, &step->args, step->result.retained);
     moe_cpu_scratch_give(s->device, memory.hidden);
     moe_cpu_scratch_give(s->device, memory.out);
     moe_cpu_scratch_give(s->device, memory.base);

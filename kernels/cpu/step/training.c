@@ -109,19 +109,21 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
     return moe_cpu_ep_combine_backward(s->ep, dx_rows, dweight_rows, dx, dweights);
 }
 
-static void saved_limit(struct moe_device *device, uint64_t bytes)
+static void retained_limit(struct moe_device *device, uint64_t bytes)
 {
-    moe_kept_limit(moe_cpu_device_kept(device), bytes < SIZE_MAX ? (size_t)bytes : SIZE_MAX);
+    moe_activation_cache_limit(moe_cpu_device_activation_cache(device),
+                               bytes < SIZE_MAX ? (size_t)bytes : SIZE_MAX);
 }
 
-static void saved_drop(struct moe_trainer *trainer, uint64_t name)
+static void retained_drop(struct moe_trainer *trainer, uint64_t name)
 {
-    moe_kept_drop(moe_cpu_device_kept(trainer->layer->device), trainer->layer, name);
+    moe_activation_cache_drop(moe_cpu_device_activation_cache(trainer->layer->device),
+                              trainer->layer, name);
 }
 
-static uint64_t saved_bytes(struct moe_device *device)
+static uint64_t retained_bytes(struct moe_device *device)
 {
-    return moe_kept_bytes(moe_cpu_device_kept(device));
+    return moe_activation_cache_bytes(moe_cpu_device_activation_cache(device));
 }
 
 const struct moe_training moe_cpu_training = {
@@ -134,9 +136,9 @@ const struct moe_training moe_cpu_training = {
     .set_frozen = moe_cpu_set_frozen,
     .backward_enqueue = moe_cpu_backward_enqueue,
     .optimizer_step = moe_cpu_optimizer_step,
-    .saved_limit = saved_limit,
-    .saved_drop = saved_drop,
-    .saved_bytes = saved_bytes,
+    .retained_limit = retained_limit,
+    .retained_drop = retained_drop,
+    .retained_bytes = retained_bytes,
     .router_backward = router_backward,
     .aux_backward = aux_backward,
     .logits_backward = logits_backward,

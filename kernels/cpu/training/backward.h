@@ -26,15 +26,15 @@ struct moe_status moe_cpu_logits_backward(struct moe_trainer *trainer,
                                           const struct moe_cpu_tokens *tokens, bool keep,
                                           const float *dlogits, float *dx) MOE_CHECKED;
 
-/* backward_ffn.c: the same. `saved`: gate and up as the forward pass left them, by row, for the
+/* backward_ffn.c: the same. `retained`: gate and up as the forward pass left them, by row, for the
  * shared expert by token; NULL = they are computed again. */
 struct moe_status moe_cpu_experts_backward(struct moe_trainer *trainer, enum moe_dtype dtype,
                                            bool keep, const struct moe_rows *rows,
-                                           const void *dy_rows, const struct moe_cpu_pre *saved,
+                                           const void *dy_rows, const struct moe_cpu_pre *retained,
                                            float *dx_rows, float *dweight_rows) MOE_CHECKED;
 struct moe_status moe_cpu_shared_backward(struct moe_trainer *trainer,
                                           const struct moe_cpu_tokens *tokens, bool keep,
-                                          const void *dy, const struct moe_cpu_pre *saved,
+                                          const void *dy, const struct moe_cpu_pre *retained,
                                           float *dx) MOE_CHECKED;
 
 /* The next tokens that are active, at most `most`, from `*at` on; moves `*at` behind them. */

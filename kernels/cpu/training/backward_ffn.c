@@ -25,7 +25,7 @@ struct span {
     const float *weight; /* [rows] routing weight, or NULL for 1 */
     float *dx;           /* [rows, H] */
     float *dweight;      /* [rows], or NULL */
-    size_t saved;        /* of the first row in job->saved; by `index` for the shared expert */
+    size_t retained;     /* of the first row in job->retained; by `index` for the shared expert */
 };
 
 struct backward_job {
@@ -39,7 +39,7 @@ struct backward_job {
     enum moe_activation activation;
     uint32_t hidden, inner;
 
-    const struct moe_cpu_pre *saved; /* NULL: gate and up are computed again */
+    const struct moe_cpu_pre *retained; /* NULL: gate and up are computed again */
 
     /* Shared expert only; NULL for routed ones. */
     const uint32_t *index;    /* [rows] token of each row of the wave */
@@ -223,10 +223,10 @@ static void compute_pre(const struct backward_job *job, struct products *list)
 
 static void fetch_pre_row(const struct backward_job *job, const struct span *span, uint32_t row)
 {
-    size_t from = span->saved + (job->index != NULL ? job->index[row] : row);
+    size_t from = span->retained + (job->index != NULL ? job->index[row] : row);
     size_t at = (span->first + row) * job->inner, bytes = job->inner * sizeof(float);
-    memcpy(job->g + at, job->saved->gate + from * job->inner, bytes);
-    memcpy(job->u + at, job->saved->up + from * job->inner, bytes);
+    memcpy(job->g + at, job->retained->gate + from * job->inner, bytes);
+    memcpy(job->u + at, job->retained->up + from * job->inner, bytes);
 }
 
 static void compute_dh(const struct backward_job *job, struct products *list)
@@ -419,7 +419,7 @@ static void run_wave(struct workspace *w)
     each_row(job, widen_row);
     if (job->gate_vector != NULL)
         each_row(job, gate_row);
-    if (job->saved != NULL)
+    if (job->retained != NULL)
         each_row(job, fetch_pre_row);
     else
         compute_pre(job, w->products);
@@ -469,7 +469,7 @@ static struct span span_of(const struct backward_job *job, const struct given_ro
                          .weight = g->rows->weight + row,
                          .dx = g->dx + at,
                          .dweight = g->dweight + row,
-                         .saved = row};
+                         .retained = row};
 }
 
 static void run_expert_waves(struct workspace *w, const struct given_rows *g)
@@ -495,7 +495,7 @@ static void run_expert_waves(struct workspace *w, const struct given_rows *g)
 
 struct moe_status moe_cpu_experts_backward(struct moe_trainer *t, enum moe_dtype dtype, bool keep,
                                            const struct moe_rows *rows, const void *dy_rows,
-                                           const struct moe_cpu_pre *saved, float *dx_rows,
+                                           const struct moe_cpu_pre *retained, float *dx_rows,
                                            float *dweight_rows)
 {
     const struct moe_layer *layer = t->layer;
@@ -512,7 +512,7 @@ struct moe_status moe_cpu_experts_backward(struct moe_trainer *t, enum moe_dtype
                                  .activation = layer->spec.activation,
                                  .hidden = layer->spec.hidden,
                                  .inner = layer->spec.intermediate,
-                                 .saved = saved};
+                                 .retained = retained};
     uint64_t all = 0;
     for (uint32_t l = 0; l < rows->local_experts; l++)
         all += rows->count[l];
@@ -585,7 +585,7 @@ static void run_shared_waves(struct workspace *w, const struct shared_buffers *b
 
 struct moe_status moe_cpu_shared_backward(struct moe_trainer *t,
                                           const struct moe_cpu_tokens *tokens, bool keep,
-                                          const void *dy, const struct moe_cpu_pre *saved,
+                                          const void *dy, const struct moe_cpu_pre *retained,
                                           float *dx)
 {
     const struct moe_layer *layer = t->layer;
@@ -602,7 +602,7 @@ struct moe_status moe_cpu_shared_backward(struct moe_trainer *t,
                                  .activation = layer->spec.shared_activation,
                                  .hidden = layer->spec.hidden,
                                  .inner = layer->spec.shared_intermediate,
-                                 .saved = saved};
+                                 .retained = retained};
     struct workspace w;
     struct shared_buffers buffers;
     MOE_TRY(open_workspace(&shape, tokens->count, &w));

@@ -175,7 +175,7 @@ void moe_cpu_trainer_destroy(struct moe_trainer *t)
     if (t == NULL)
         return;
     t->layer->has_trainer = false;
-    moe_kept_drop(moe_cpu_device_kept(t->layer->device), t->layer, 0);
+    moe_activation_cache_drop(moe_cpu_device_activation_cache(t->layer->device), t->layer, 0);
     moe_cpu_mem_free(t->layer->device, MOE_MEM_DEVICE, t->block, t->bytes);
     free(t);
 }
@@ -276,7 +276,7 @@ struct moe_status moe_cpu_trainer_write(struct moe_trainer *t, const struct moe_
     MOE_TRY(moe_train_check_writable(key));
     MOE_TRY(find_entry(t->layer, key, &entry));
     if (key->tensor == MOE_TRAIN_VALUE)
-        moe_kept_drop(moe_cpu_device_kept(t->layer->device), t->layer, 0);
+        moe_activation_cache_drop(moe_cpu_device_activation_cache(t->layer->device), t->layer, 0);
     if (at.param < 0) {
         write_resident(t, key->weight, entry, data, bytes);
         return moe_ok();

@@ -4,7 +4,7 @@
 #include "cuda/core/device.h"
 
 #include "base/memory.h"
-#include "common/kept.h"
+#include "common/activation_cache.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -87,7 +87,7 @@ struct moe_status moe_cuda_device_create(int ordinal, struct moe_device **out)
         free(device);
         return no_host_memory();
     }
-    moe_kept_open(device->kept, device, moe_cuda_mem_alloc, moe_cuda_mem_free);
+    moe_activation_cache_open(device->kept, device, moe_cuda_mem_alloc, moe_cuda_mem_free);
     moe_mutex_init(&device->memory_lock);
     struct moe_status st;
     MOE_TRY_GOTO(st, read_properties(device), fail);
@@ -109,7 +109,7 @@ void moe_cuda_device_destroy(struct moe_device *device)
                               device->copy_out, device->upload};
     cudaEvent_t events[] = {device->branch.parted, device->branch.met};
     (void)cudaSetDevice(device->ordinal);
-    moe_kept_close(device->kept);
+    moe_activation_cache_close(device->kept);
     free(device->kept);
     for (size_t i = 0; i < sizeof streams / sizeof *streams; i++)
         if (streams[i] != NULL) {

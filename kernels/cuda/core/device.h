@@ -18,7 +18,7 @@ extern "C" {
 #include "common/session_rules.h"
 #include "moe/backend.h"
 
-struct moe_kept; /* kept.h */
+struct moe_activation_cache; /* activation_cache.h */
 struct moe_cuda_moved;
 struct moe_cuda_train_scratch;
 struct moe_cuda_cublas;  /* ggemm_cublas.h */
@@ -57,7 +57,7 @@ struct moe_device {
     cudaStream_t upload;              /* zeroing of memory, copies of tables, layout of weights */
     struct moe_cuda_uploads *uploads; /* what brings weights in */
 
-    struct moe_kept *kept;                /* what forward steps keep for backward passes */
+    struct moe_activation_cache *kept;    /* what forward steps keep for backward passes */
     struct moe_cuda_train_scratch *train; /* train_stages.h; NULL until a layer is trained */
 };
 

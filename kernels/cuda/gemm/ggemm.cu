@@ -21,8 +21,8 @@ constexpr uint64_t MAX_TILES = UINT64_C(1) << 31; /* tile numbers are 32 bits, w
 
 typedef void (*kernel)(const ggemm::params);
 
-/* SAVED: gated, and gate and up are left as well. */
-enum form { PLAIN, GATED, BACK, SAVED, FORMS };
+/* RETAINED: gated, and gate and up are left as well. */
+enum form { PLAIN, GATED, BACK, RETAINED, FORMS };
 
 struct instance {
     kernel run[FORMS][2]; /* [..][fp32 output] */
@@ -175,7 +175,7 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
                          "this grouped GEMM needs a Hopper GPU");
     MOE_TRY(check_shape(*g));
     const instance &use = instances[g->tile];
-    const form form = g->pre != nullptr ? SAVED : g->gated ? GATED : g->back ? BACK : PLAIN;
+    const form form = g->pre != nullptr ? RETAINED : g->gated ? GATED : g->back ? BACK : PLAIN;
     const kernel run = use.run[form][g->out_dtype == MOE_DTYPE_F32];
     ggemm::params p = {};
     MOE_TRY(make_params(*g, g->tile, &p));

@@ -138,8 +138,8 @@ struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_d
     g.out_dtype = hidden_dtype;
     g.out = hidden;
     g.began = began_of(b, MOE_STAGE_GEMM1);
-    if (b->saves)
-        g.pre = &b->facts->pre[MOE_KEPT_ROUTED];
+    if (b->retains)
+        g.pre = &b->facts->pre[MOE_ACTIVATION_ROUTED];
     return multiply(layer, &g, b->scratch, stream);
 }
 
@@ -232,8 +232,8 @@ shared_product(const struct moe_layer *layer, const struct moe_cuda_shared *s,
                                .out = out,
                                .began = began,
                                .processors = s->processors};
-    if (s->saves && is_gated(which))
-        g.pre = &s->facts->pre[MOE_KEPT_SHARED];
+    if (s->retains && is_gated(which))
+        g.pre = &s->facts->pre[MOE_ACTIVATION_SHARED];
     return multiply(layer, &g, at->product, stream);
 }
 

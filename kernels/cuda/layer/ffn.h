@@ -23,7 +23,7 @@ struct moe_cuda_batch_rows {
     uint64_t *began; /* [MOE_STAGE_COUNT] gets the times when the two products began, or NULL */
     uint32_t bucket, slots; /* of the step: what the choice of a tile goes by */
     void *scratch;          /* moe_cuda_ffn_scratch_bytes(capacity) */
-    bool saves; /* gate and up go where the facts say (facts->pre), on tensor cores only */
+    bool retains; /* gate and up go where the facts say (facts->pre), on tensor cores only */
 };
 
 /* Bytes of scratch that a product of the routed experts needs for `capacity` rows; one after the
@@ -63,7 +63,7 @@ struct moe_cuda_shared {
     void *scratch;     /* moe_cuda_ffn_shared_bytes(capacity) */
     float *out;
     uint64_t *began;     /* gets the time when the first kernel began, or NULL */
-    bool saves;          /* as in struct moe_cuda_batch_rows */
+    bool retains;        /* as in struct moe_cuda_batch_rows */
     uint32_t processors; /* most multiprocessors to take where Hopper's kernels multiply; 0 = all */
 };
 struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,

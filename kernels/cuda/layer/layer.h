@@ -59,9 +59,9 @@ struct moe_layer {
     uint32_t slot;
     bool finished;
     bool trained; /* it has a trainer */
-    /* Atomic, as over a network another thread asks than learns. Of steps that were to save
-     * (saved_rows.h); 0: none. */
-    double saved_rows_per_token;
+    /* Atomic, as over a network another thread asks than learns. Of steps that were to retain
+     * (activation_sizing.h); 0: none. */
+    double retained_rows_per_token;
     uint32_t local_experts;          /* experts placed on `slot`; may be 0 */
     uint32_t *local;                 /* host [local_experts] */
     int32_t *local_index;            /* host [E] */

@@ -10,7 +10,7 @@
 #include "cuda/exchange/exchange.h"
 #include "cuda/plan/backward_plan.h"
 #include "cuda/router/router.h"
-#include "cuda/step/saving.h"
+#include "cuda/step/retain.h"
 #include "cuda/step/step.h"
 #include "cuda/training/train_ffn.h"
 
@@ -333,8 +333,8 @@ static struct moe_status balance_loss(struct pass *p)
 static struct moe_status begin_shared(struct pass *p, cudaStream_t stream)
 {
     const struct moe_backward_args *a = p->a;
-    struct moe_kept_piece kept;
-    bool saved = moe_cuda_saving_find(p->s, a, MOE_KEPT_SHARED, &kept);
+    struct moe_activation_piece kept;
+    bool retained = moe_cuda_retaining_find(p->s, a, MOE_ACTIVATION_SHARED, &kept);
     struct moe_cuda_train_tokens shared = {.dtype = a->dtype,
                                            .tokens = p->tokens,
                                            .bucket = a->bucket,
@@ -343,7 +343,7 @@ static struct moe_status begin_shared(struct pass *p, cudaStream_t stream)
                                            .ok = p->ok,
                                            .accumulate = a->accumulate,
                                            .dx = p->dx_shared,
-                                           .saved = saved ? kept.data : NULL,
+                                           .retained = retained ? kept.data : NULL,
                                            .stream = stream,
                                            .processors = p->plan.shared};
     return moe_cuda_train_shared_begin(a->trainer, &shared, &p->shared);
@@ -504,8 +504,8 @@ static struct moe_cuda_backward_plan make_plan(const struct pass *p)
         .intermediate = spec->intermediate,
         .local_experts = p->layer->local_experts,
         .shared = moe_cuda_train_shared_on_tensor_cores(p->layer, p->a->dtype)};
-    struct moe_kept_piece unused;
-    facts.shared_pre = !moe_cuda_saving_find(p->s, p->a, MOE_KEPT_SHARED, &unused);
+    struct moe_activation_piece unused;
+    facts.shared_pre = !moe_cuda_retaining_find(p->s, p->a, MOE_ACTIVATION_SHARED, &unused);
     facts.weights = has_weight_products(p, &facts.adds);
     return moe_cuda_backward_plan(&facts);
 }
@@ -555,10 +555,10 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
                                     .dx_stride = stride,
                                     .dweight = p->dweight_rows};
     struct moe_cuda_train_ffn experts;
-    struct moe_kept_piece kept;
-    const bool found = moe_cuda_saving_find(p->s, a, MOE_KEPT_ROUTED, &kept);
+    struct moe_activation_piece kept;
+    const bool found = moe_cuda_retaining_find(p->s, a, MOE_ACTIVATION_ROUTED, &kept);
     if (found)
-        r.saved = kept.data;
+        r.retained = kept.data;
     MOE_TRY(copy_in(p));
     moe_cuda_train_marks_begin(device);
     moe_cuda_train_mark(device, MOE_BACKWARD_ROUTER);
@@ -572,10 +572,10 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
     MOE_TRY(hear_verdict(p, &result->rows));
     /* Rows of another batch would not be as many: that they are the same is all that is looked at.
      */
-    result->used_saved =
+    result->used_retained =
         found && kept.rows == result->rows && kept.in_use == p->s->mailbox->rows_in_use;
-    if (found && !result->used_saved)
-        MOE_TRY(moe_cuda_train_experts_without_saved(&experts));
+    if (found && !result->used_retained)
+        MOE_TRY(moe_cuda_train_experts_without_retained(&experts));
     MOE_TRY(count_loads(p));
     MOE_TRY(moe_cuda_train_experts_rows(&experts));
     MOE_TRY(bring_home(p, &pairs));
@@ -631,8 +631,8 @@ static struct moe_status run(struct pass *p, struct moe_step_result *result)
     struct moe_status st = moe_cuda_session_catch_up(p->s);
     if (!moe_failed(&st))
         st = reserve(p);
-    /* What steps have saved goes where there is no memory otherwise. */
-    if (st.code == MOE_RESOURCE_EXHAUSTED && moe_kept_give_back(device->kept))
+    /* What steps have retained goes where there is no memory otherwise. */
+    if (st.code == MOE_RESOURCE_EXHAUSTED && moe_activation_cache_give_back(device->kept))
         st = reserve(p);
     if (!moe_failed(&st)) {
         p->plan = make_plan(p);

@@ -58,13 +58,13 @@ static void put_spec(struct writer *w, const struct moe_layer_spec *s)
 _Static_assert(sizeof(struct moe_layer_spec) == 88, "a new field of the spec belongs into the key");
 
 void moe_cuda_graph_key_of(const struct moe_layer *layer, enum moe_dtype dtype, uint32_t bucket,
-                           bool saves, struct moe_cuda_graph_key *out)
+                           bool retains, struct moe_cuda_graph_key *out)
 {
     *out = (struct moe_cuda_graph_key){{0}};
     struct writer w = {.key = out};
     put(&w, bucket);
     put(&w, dtype);
-    put(&w, saves);
+    put(&w, retains);
     put(&w, layer->local_experts);
     put(&w, layer->placement.offset[layer->spec.experts]);
     put_spec(&w, &layer->spec);

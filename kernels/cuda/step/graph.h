@@ -20,13 +20,13 @@ enum {
     MOE_CUDA_KEY_WORDS = 36,
 };
 
-/* All that the launches of a step depend on, but for the session's memory. `saves`: it leaves gate
- * and up for a backward pass. */
+/* All that the launches of a step depend on, but for the session's memory. `retains`: it leaves
+ * gate and up for a backward pass. */
 struct moe_cuda_graph_key {
     uint32_t word[MOE_CUDA_KEY_WORDS];
 };
 void moe_cuda_graph_key_of(const struct moe_layer *layer, enum moe_dtype dtype, uint32_t bucket,
-                           bool saves, struct moe_cuda_graph_key *out);
+                           bool retains, struct moe_cuda_graph_key *out);
 
 /* A shape's steps, ready to be launched. */
 struct moe_cuda_graph {

@@ -3,7 +3,7 @@
 #include "cuda/step/join.h"
 
 #include "base/clock.h"
-#include "common/kept.h"
+#include "common/activation_cache.h"
 #include "common/session_rules.h"
 #include "cuda/exchange/ep.h"
 #include "cuda/exchange/ep_net.h"
@@ -207,7 +207,7 @@ void moe_cuda_session_leave(struct moe_session *s)
     moe_cuda_net_close(s->net, together); /* or it would go on enqueuing steps */
     s->net = NULL;
     moe_cuda_steps_destroy(s->steps);
-    moe_kept_drop_session(s->device->kept, s);
+    moe_activation_cache_drop_session(s->device->kept, s);
     if (!moe_failed(&st))
         st = moe_cuda_device_finish(s->device);
     /* Whatever the device says, it has no work left that could use the windows. */

@@ -30,14 +30,14 @@ struct moe_cuda_lane_mail {
     /* Stored by the device: when each stage began, and when the last one ended; nanoseconds. 0: the
      * stage has no kernels. */
     uint64_t began[MOE_STAGE_COUNT + 1];
-    uint32_t rows_in_use; /* of a step that saves: by copy; padding included */
+    uint32_t rows_in_use; /* of a step that retains: by copy; padding included */
 };
 
 struct moe_step {
     struct moe_cuda_steps *owner;
     struct moe_step_args args;
     bool taken;
-    bool saves; /* it was given room for what a backward pass can use (saving.h) */
+    bool retains; /* it was given room for what a backward pass can use (retain.h) */
     /* A task of the executor, which makes the pass, or starts the forward step in its turn. */
     bool deferred;
     moe_cuda_pass_fn pass; /* NULL: a forward step */

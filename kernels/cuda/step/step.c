@@ -18,13 +18,13 @@
 
 #include "base/clock.h"
 #include "base/size.h"
-#include "common/kept.h"
+#include "common/activation_cache.h"
 #include "cuda/core/range.h"
 #include "cuda/exchange/ep.h"
 #include "cuda/layer/ffn.h"
 #include "cuda/router/router.h"
 #include "cuda/step/lanes.h"
-#include "cuda/step/saving.h"
+#include "cuda/step/retain.h"
 
 #include <time.h>
 
@@ -128,7 +128,7 @@ struct shape {
     enum moe_dtype dtype;
     uint32_t bucket;
     struct moe_cuda_lane_layout at;
-    bool saves;
+    bool retains;
 };
 
 static void *tensor(const struct moe_step *lane, size_t offset)
@@ -193,7 +193,7 @@ static struct moe_status capture_shared(const struct shape *shape, struct moe_st
                                      .x = tensor(lane, shape->at.x),
                                      .scratch = scratch(steps, steps->at.shared),
                                      .out = base,
-                                     .saves = shape->saves};
+                                     .retains = shape->retains};
     /* Half of the device is left to the routing, which may not begin late: peers wait for it. */
     if (beside)
         shared.processors = (uint32_t)steps->session->device->multiprocessors / 2;
@@ -251,14 +251,14 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
                                     .began = lane->mail_on_device->began,
                                     .slots = (uint32_t)__builtin_popcountll(s->config.live),
                                     .scratch = scratch(steps, steps->at.products),
-                                    .saves = shape->saves};
+                                    .retains = shape->retains};
     MOE_TRY(begin_beside(shape, lane, stream, base));
     MOE_TRY(capture_router(shape, lane, stream));
     next_range("prepare");
     MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
     next_range("dispatch");
     MOE_TRY(moe_cuda_ep_dispatch(s->ep, &b.rows, stream));
-    if (shape->saves && layer->local_experts > 0)
+    if (shape->retains && layer->local_experts > 0)
         MOE_TRY(MOE_CUDA(
             cudaMemcpyAsync(&lane->mail->rows_in_use, b.rows.start + layer->local_experts,
                             sizeof lane->mail->rows_in_use, cudaMemcpyDeviceToHost, stream)));
@@ -287,7 +287,7 @@ static struct moe_status capture_lane(void *ctx, uint32_t lane, cudaStream_t str
 static struct shape shape_of(const struct moe_step *lane)
 {
     const struct moe_step_args *a = &lane->args;
-    return (struct shape){lane->owner, a->layer, a->dtype, a->bucket, lane->at, lane->saves};
+    return (struct shape){lane->owner, a->layer, a->dtype, a->bucket, lane->at, lane->retains};
 }
 
 static struct moe_status take_graph(struct moe_step *lane)
@@ -299,7 +299,7 @@ static struct moe_status take_graph(struct moe_step *lane)
     if (steps->buffers_moved != steps->session->device->buffers_moved)
         moe_cuda_graphs_clear(&steps->graphs); /* growing has waited for the device */
     steps->buffers_moved = steps->session->device->buffers_moved;
-    moe_cuda_graph_key_of(a->layer, a->dtype, a->bucket, lane->saves, &key);
+    moe_cuda_graph_key_of(a->layer, a->dtype, a->bucket, lane->retains, &key);
     return moe_cuda_graphs_take(&steps->graphs, &key, capture_lane, &shape, &lane->graph);
 }
 
@@ -393,38 +393,39 @@ static void fill_facts(struct moe_step *lane, bool need_logits)
     facts->has_modes = a->mode != NULL;
     memset(lane->mail->began, 0, sizeof lane->mail->began);
     lane->mail->rows_in_use = 0;
-    lane->saves = false;
+    lane->retains = false;
 }
 
-/* What the step was to save is kept, or its room free again. */
-static bool settle_saved(struct moe_step *lane, bool good)
+/* What the step was to retain is kept, or its room free again. */
+static bool settle_retained(struct moe_step *lane, bool good)
 {
     struct moe_session *s = lane->owner->session;
-    return lane->saves && moe_cuda_saving_end(s, &lane->args, lane->mail->facts.pre, good,
-                                              lane->mail->verdict.rows, lane->mail->rows_in_use);
+    return lane->retains &&
+           moe_cuda_retaining_end(s, &lane->args, lane->mail->facts.pre, good,
+                                  lane->mail->verdict.rows, lane->mail->rows_in_use);
 }
 
-/* What steps have saved goes where there is no memory otherwise. */
+/* What steps have retained goes where there is no memory otherwise. */
 static struct moe_status reserve_or_drop(struct moe_step *lane)
 {
     struct moe_status st = reserve(lane);
     if (st.code != MOE_RESOURCE_EXHAUSTED ||
-        !moe_kept_give_back(lane->owner->session->device->kept))
+        !moe_activation_cache_give_back(lane->owner->session->device->kept))
         return st;
     return reserve(lane);
 }
 
-/* With room to save, if there is any; but without, rather than that the step fails. */
+/* With room to retain, if there is any; but without, rather than that the step fails. */
 static struct moe_status prepare(struct moe_step *lane)
 {
     struct moe_session *s = lane->owner->session;
-    lane->saves = moe_cuda_saving_begin(s, &lane->args, lane->mail->facts.pre);
+    lane->retains = moe_cuda_retaining_begin(s, &lane->args, lane->mail->facts.pre);
     struct moe_status st = take_graph(lane);
-    if (!moe_failed(&st) || !lane->saves)
+    if (!moe_failed(&st) || !lane->retains)
         return st;
-    (void)settle_saved(lane, false);
-    lane->saves = false;
-    (void)moe_kept_give_back(s->device->kept);
+    (void)settle_retained(lane, false);
+    lane->retains = false;
+    (void)moe_activation_cache_give_back(s->device->kept);
     return take_graph(lane);
 }
 
@@ -441,18 +442,18 @@ static struct moe_status start(struct moe_step *lane)
     moe_cuda_session_fail(s);
     moe_cuda_lanes_wait(s->device);
     moe_cuda_graphs_give(lane->graph);
-    (void)settle_saved(lane, false);
+    (void)settle_retained(lane, false);
     return st;
 }
 
-/* Room to save, if there is any. The first time it is memory that is taken, for which as for memory
- * that grows nobody must be waited for. */
-static struct moe_status begin_saving_over_network(struct moe_step *lane)
+/* Room to retain, if there is any. The first time it is memory that is taken, for which as for
+ * memory that grows nobody must be waited for. */
+static struct moe_status begin_retaining_over_network(struct moe_step *lane)
 {
     struct moe_session *s = lane->owner->session;
-    if (lane->args.save != 0 && moe_kept_bytes(s->device->kept) == 0)
+    if (lane->args.retain != 0 && moe_activation_cache_bytes(s->device->kept) == 0)
         MOE_TRY(moe_cuda_net_settle(s->net));
-    lane->saves = moe_cuda_saving_begin(s, &lane->args, lane->mail->facts.pre);
+    lane->retains = moe_cuda_retaining_begin(s, &lane->args, lane->mail->facts.pre);
     return moe_ok();
 }
 
@@ -464,7 +465,7 @@ static struct moe_status start_over_network(void *ctx)
     lane->refused = moe_failed(&st);
     if (lane->refused)
         return st;
-    MOE_TRY(begin_saving_over_network(lane));
+    MOE_TRY(begin_retaining_over_network(lane));
     return enqueue(lane);
 }
 
@@ -622,15 +623,15 @@ static struct moe_status judge(struct moe_step *lane, cudaError_t rc, struct moe
     struct moe_status st = moe_cuda_status(rc, "a step");
     if (moe_failed(&st)) {
         moe_cuda_session_fail(s);
-        (void)settle_saved(lane, false);
+        (void)settle_retained(lane, false);
         return st;
     }
     st = moe_cuda_session_judge(s, &lane->mail->verdict);
     r->refused = lane->mail->verdict.code == MOE_CUDA_PASS_REFUSED;
-    r->saved = settle_saved(lane, !moe_failed(&st));
+    r->retained = settle_retained(lane, !moe_failed(&st));
     r->rows = lane->mail->verdict.rows;
     if (!moe_failed(&st))
-        moe_cuda_saving_learn(s, &lane->args, r->rows);
+        moe_cuda_retaining_learn(s, &lane->args, r->rows);
     hand_over_answer(lane);
     read_times(lane, r);
     return st;
@@ -644,7 +645,7 @@ static struct moe_status judge_unfinished(struct moe_step *lane)
         moe_cuda_session_fail(s);
         moe_cuda_lanes_wait(s->device); /* the caller's memory must be free again */
     }
-    (void)settle_saved(lane, false);
+    (void)settle_retained(lane, false);
     return moe_cuda_session_explain(s, lane->task.status);
 }
 

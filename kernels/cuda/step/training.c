@@ -3,7 +3,7 @@
  * wait behind it. */
 #include "cuda/step/training.h"
 
-#include "common/kept.h"
+#include "common/activation_cache.h"
 #include "cuda/exchange/ep.h"
 #include "cuda/step/backward.h"
 #include "cuda/step/step.h"
@@ -208,19 +208,19 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
     return moe_cuda_device_finish(device);
 }
 
-static void saved_limit(struct moe_device *device, uint64_t bytes)
+static void retained_limit(struct moe_device *device, uint64_t bytes)
 {
-    moe_kept_limit(device->kept, bytes < SIZE_MAX ? (size_t)bytes : SIZE_MAX);
+    moe_activation_cache_limit(device->kept, bytes < SIZE_MAX ? (size_t)bytes : SIZE_MAX);
 }
 
-static void saved_drop(struct moe_trainer *trainer, uint64_t name)
+static void retained_drop(struct moe_trainer *trainer, uint64_t name)
 {
-    moe_kept_drop(trainer->layer->device->kept, trainer->layer, name);
+    moe_activation_cache_drop(trainer->layer->device->kept, trainer->layer, name);
 }
 
-static uint64_t saved_bytes(struct moe_device *device)
+static uint64_t retained_bytes(struct moe_device *device)
 {
-    return moe_kept_bytes(device->kept);
+    return moe_activation_cache_bytes(device->kept);
 }
 
 const struct moe_training moe_cuda_training = {
@@ -233,9 +233,9 @@ const struct moe_training moe_cuda_training = {
     .set_frozen = moe_cuda_set_frozen,
     .backward_enqueue = moe_cuda_backward_enqueue,
     .optimizer_step = moe_cuda_optimizer_step,
-    .saved_limit = saved_limit,
-    .saved_drop = saved_drop,
-    .saved_bytes = saved_bytes,
+    .retained_limit = retained_limit,
+    .retained_drop = retained_drop,
+    .retained_bytes = retained_bytes,
     .router_backward = router_backward,
     .aux_backward = aux_backward,
     .logits_backward = logits_backward,

@@ -382,7 +382,7 @@ static struct moe_status compute_pre(const struct moe_cuda_train_ffn *f)
 static struct moe_status begin(struct moe_cuda_train_ffn *f)
 {
     MOE_TRY(take_scratch(f));
-    if (f->saved == NULL) {
+    if (f->retained == NULL) {
         moe_cuda_train_ffn_mark(f, MOE_BACKWARD_PRE);
         MOE_TRY(compute_pre(f));
     }
@@ -393,8 +393,8 @@ static struct moe_status begin(struct moe_cuda_train_ffn *f)
 /* Of gradients, only those of the routed experts' biases change. */
 static struct moe_status rows_back(struct moe_cuda_train_ffn *f)
 {
-    if (f->saved != NULL)
-        f->pre = f->saved;
+    if (f->retained != NULL)
+        f->pre = f->retained;
     moe_cuda_train_ffn_mark(f, MOE_BACKWARD_ACTIVATION);
     MOE_TRY(through_activation(f, f->stream));
     if (!f->shared)
@@ -456,7 +456,7 @@ struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_d
                                    .dx = rows->dx,
                                    .dx_stride = rows->dx_stride,
                                    .dweight = rows->dweight,
-                                   .saved = rows->saved};
+                                   .retained = rows->retained};
     *out = f;
     if (!has_rows(&f))
         return moe_ok();
@@ -464,11 +464,11 @@ struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_d
     return begin(out);
 }
 
-struct moe_status moe_cuda_train_experts_without_saved(struct moe_cuda_train_ffn *f)
+struct moe_status moe_cuda_train_experts_without_retained(struct moe_cuda_train_ffn *f)
 {
-    if (f->saved == NULL || !has_rows(f))
+    if (f->retained == NULL || !has_rows(f))
         return moe_ok();
-    f->saved = NULL;
+    f->retained = NULL;
     return compute_pre(f);
 }
 
@@ -545,12 +545,12 @@ struct moe_status moe_cuda_train_shared_begin(struct moe_trainer *t,
         .dx = a->dx,
         .dx_stride = spec->hidden,
         .add = a->add,
-        .saved = a->saved};
+        .retained = a->retained};
     if (!has_rows(f))
         return moe_ok();
-    if (a->saved != NULL && a->ok != NULL)
+    if (a->retained != NULL && a->ok != NULL)
         MOE_TRY(moe_cuda_clear_rows(tokens, 2 * (size_t)spec->shared_intermediate * sizeof(float),
-                                    a->ok, a->saved, a->saved, NULL, f->stream));
+                                    a->ok, a->retained, a->retained, NULL, f->stream));
     if (spec->shared_gated)
         MOE_TRY(weigh_by_gate(f));
     MOE_TRY(tell_facts(f, tokens));

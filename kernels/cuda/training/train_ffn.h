@@ -30,9 +30,9 @@ struct moe_cuda_train_rows {
     bool accumulate;             /* to the gradients of weights; else they stay as they are */
     float *dx;                   /* [capacity, dx_stride] */
     uint32_t dx_stride;
-    float *dweight; /* [capacity] */
-    float *saved;   /* gate and up as a forward step left them, [capacity, 2 I]; NULL = computed. On
-                       tensor cores only */
+    float *dweight;  /* [capacity] */
+    float *retained; /* gate and up as a forward step left them, [capacity, 2 I]; NULL = computed.
+                     On tensor cores only */
 };
 
 /* Whether a network's backward pass runs on tensor cores. */
@@ -54,8 +54,8 @@ struct moe_cuda_train_ffn;
 struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_dtype dtype,
                                                const struct moe_cuda_train_rows *rows,
                                                struct moe_cuda_train_ffn *f) MOE_CHECKED;
-/* Behind the first part: `saved` is not what it should be after all. */
-struct moe_status moe_cuda_train_experts_without_saved(struct moe_cuda_train_ffn *f) MOE_CHECKED;
+/* Behind the first part: `retained` is not what it should be after all. */
+struct moe_status moe_cuda_train_experts_without_retained(struct moe_cuda_train_ffn *f) MOE_CHECKED;
 struct moe_status moe_cuda_train_experts_rows(struct moe_cuda_train_ffn *f) MOE_CHECKED;
 /* company: on tensor cores only; NULL = none. */
 struct moe_status
@@ -72,8 +72,8 @@ struct moe_cuda_train_tokens {
     bool accumulate;         /* as in struct moe_cuda_train_rows */
     bool add;                /* to dx */
     float *dx;               /* [T, H] */
-    float *saved;        /* [T, 2 I] as in struct moe_cuda_train_rows; rows of tokens that do not
-                            count become zeros */
+    float *retained;     /* [T, 2 I] as in struct moe_cuda_train_rows; rows of tokens that do not
+                         count become zeros */
     cudaStream_t stream; /* of the first part, on tensor cores; NULL = the compute stream */
     uint32_t processors; /* most multiprocessors that products of the first part take; 0 = all */
 };
@@ -104,8 +104,8 @@ struct moe_cuda_train_ffn {
     enum moe_weight first, last; /* gate, and with it up; down */
     enum moe_cuda_matrices gate_up, down;
     enum moe_dtype row_dtype; /* of dh and dgu: BF16 on tensor cores, else F32 */
-    float *saved;             /* pre of a forward step, or NULL */
-    float *pre;               /* scratch [rows, 2 padded], or `saved` */
+    float *retained;          /* pre of a forward step, or NULL */
+    float *pre;               /* scratch [rows, 2 padded], or `retained` */
     void *dh;                 /* scratch [rows, I]; becomes the weighted activation */
     void *dgu;                /* scratch [rows, 2 padded]; exact: pre, in its place */
     float *dx;

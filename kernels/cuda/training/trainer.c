@@ -3,7 +3,7 @@
 #include "cuda/training/trainer.h"
 
 #include "base/size.h"
-#include "common/kept.h"
+#include "common/activation_cache.h"
 #include "common/layer_rules.h"
 
 #include <stdlib.h>
@@ -308,7 +308,7 @@ void moe_cuda_trainer_destroy(struct moe_trainer *t)
     if (t == NULL)
         return;
     t->layer->trained = false;
-    moe_kept_drop(t->layer->device->kept, t->layer, 0);
+    moe_activation_cache_drop(t->layer->device->kept, t->layer, 0);
     moe_cuda_mem_free(t->layer->device, MOE_MEM_DEVICE, t->memory, t->bytes);
     free(t);
 }
@@ -484,7 +484,7 @@ struct moe_status moe_cuda_trainer_write(struct moe_trainer *t, const struct moe
     MOE_TRY(moe_cuda_device_use(device));
     MOE_TRY(moe_cuda_device_finish(device));
     if (key->tensor == MOE_TRAIN_VALUE)
-        moe_kept_drop(device->kept, t->layer, 0);
+        moe_activation_cache_drop(device->kept, t->layer, 0);
     if (b == NULL)
         return write_resident(t, key->weight, entry, data);
     if (key->tensor == MOE_TRAIN_GRAD)

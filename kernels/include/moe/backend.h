@@ -132,9 +132,9 @@ struct moe_step_args {
     float *weights_out;   /* [T, K], scale included */
     uint8_t *token_state; /* [T] enum moe_token_state */
     /* Not 0: to keep on the device, under this name, what a backward pass over this same batch can
-     * use (moe/training.h, "Saved"). The same on all slots. A step that cannot is run like any
-     * other and says so (moe_step_result.saved); it never fails for this. */
-    uint64_t save;
+     * use (moe/training.h, "Retained"). The same on all slots. A step that cannot is run like any
+     * other and says so (moe_step_result.retained); it never fails for this. */
+    uint64_t retain;
 };
 
 /* Of a backward pass. */
@@ -160,8 +160,8 @@ struct moe_step_result {
     /* Of a backward pass, which has no stage_ns; zeros where a backend does not measure. */
     uint64_t backward_ns[MOE_BACKWARD_STAGE_COUNT];
     bool on_tensor_cores; /* a backward pass multiplied the routed experts' rows there */
-    bool saved;           /* of a step with `save`: this slot keeps it. Others may not */
-    bool used_saved;      /* of a backward pass with `saved`: this slot had it, and used it */
+    bool retained;        /* of a step with `retain`: this slot keeps it. Others may not */
+    bool used_retained;   /* of a backward pass with `retained`: this slot had it, and used it */
     uint64_t total_ns;    /* from start to finish on this slot, waits on peers included */
     int missing_slot;     /* the slot that did not answer, or -1 */
     bool refused;         /* with a failure: all slots refused this step, alike and before anything

@@ -58,16 +58,16 @@
  *   No gradient through n_e. The same n_e are the loads of the balance rule. transformers'
  *   load_balancing_loss_func has no K in its divisor: aux_coeff is K times its coefficient.
  *
- * Saved  A forward step with moe_step_args.save leaves gate and up of the rows it computed on the
- *   device, before their activation, under that name, for as long as there is room (saved_limit);
- *   the oldest go first. A backward pass with moe_backward_args.saved over the same batch (x, ids
- *   and weights of the tokens of all slots, dtype and bucket) does not compute them again on a slot
- *   that has them, and does on one that has not: the same bits either way, so that each slot
- *   decides alone. What is saved stays for further passes, until it is dropped: by saved_drop, by
- *   whatever changes a weight of the layer (optimizer_step, trainer_write), with the trainer, and
- *   with the session. Nothing is saved for a layer without a trainer, in a session that was not
- *   joined for training, and by a step that fails. A name is used for one batch of a layer only; a
- *   second step of that name takes the place of the first. */
+ * Retained  A forward step with moe_step_args.retain leaves gate and up of the rows it computed on
+ * the device, before their activation, under that name, for as long as there is room
+ * (retained_limit); the oldest go first. A backward pass with moe_backward_args.retained over the
+ * same batch (x, ids and weights of the tokens of all slots, dtype and bucket) does not compute
+ * them again on a slot that has them, and does on one that has not: the same bits either way, so
+ * that each slot decides alone. What is retained stays for further passes, until it is dropped: by
+ * retained_drop, by whatever changes a weight of the layer (optimizer_step, trainer_write), with
+ * the trainer, and with the session. Nothing is retained for a layer without a trainer, in a
+ * session that was not joined for training, and by a step that fails. A name is used for one batch
+ * of a layer only; a second step of that name takes the place of the first. */
 #ifndef MOE_TRAINING_H
 #define MOE_TRAINING_H
 
@@ -151,8 +151,8 @@ struct moe_backward_args {
                              or the token is not OK; or NULL */
     uint8_t *token_state; /* [T] */
     double *aux_loss;     /* one number, or NULL: the group's loss, the same on all slots */
-    uint64_t saved; /* moe_step_args.save of the forward step over this batch, or 0 (see "Saved").
-                       The same on all slots */
+    uint64_t retained;    /* moe_step_args.retain of the forward step over this batch, or 0 (see
+                          "Retained").    The same on all slots */
 };
 
 /* Hyper-parameters of one optimizer step. */
@@ -201,10 +201,10 @@ struct moe_training {
      * Between steps only (a backward pass lasts until step_wait has said that it ended), with one
      * exception: what steps leave alone, all but gradients, may be read by one thread at a time of
      * the whole device while another one uses session and device as if nobody read: starts and
-     * waits for steps of any kind, drops what they saved, calls zero_grad and set_frozen. The read
-     * neither waits for a step nor keeps one waiting, but for its share of the memory's bandwidth.
-     * optimizer_step, trainer_write, trainer_destroy and what else changes or frees weights wait
-     * until it has returned. */
+     * waits for steps of any kind, drops what they retained, calls zero_grad and set_frozen. The
+     * read neither waits for a step nor keeps one waiting, but for its share of the memory's
+     * bandwidth. optimizer_step, trainer_write, trainer_destroy and what else changes or frees
+     * weights wait until it has returned. */
     struct moe_status (*trainer_read)(struct moe_trainer *, const struct moe_train_key *,
                                       float *data, size_t bytes);
     struct moe_status (*trainer_write)(struct moe_trainer *, const struct moe_train_key *,
@@ -250,16 +250,16 @@ struct moe_training {
                                         size_t count, const struct moe_optimizer_args *,
                                         struct moe_optimizer_result *result);
 
-    /* Most device memory for what forward steps save, over all layers; it counts as used from the
-     * first step that saves. 0, the beginning: nothing is saved. What is saved now is dropped. No
-     * step may run. Never fails: room that cannot be had when it is wanted means that nothing is
-     * saved. */
-    void (*saved_limit)(struct moe_device *, uint64_t bytes);
+    /* Most device memory for what forward steps retain, over all layers; it counts as used from the
+     * first step that retains. 0, the beginning: nothing is retained. What is retained now is
+     * dropped. No step may run. Never fails: room that cannot be had when it is wanted means that
+     * nothing is retained. */
+    void (*retained_limit)(struct moe_device *, uint64_t bytes);
     /* Drops what has this name; 0 = all of this layer. Unknown names are no error. Not while a step
      * of that name is unfinished. */
-    void (*saved_drop)(struct moe_trainer *, uint64_t name);
-    /* Bytes of what is saved on the device now, over all layers. */
-    uint64_t (*saved_bytes)(struct moe_device *);
+    void (*retained_drop)(struct moe_trainer *, uint64_t name);
+    /* Bytes of what is retained on the device now, over all layers. */
+    uint64_t (*retained_bytes)(struct moe_device *);
 
     /* Parts: what backward_enqueue is made of, callable alone, synchronous; tensors are device
      * memory. They add to the trainer's gradients where they say so. */

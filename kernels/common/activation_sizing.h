@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How much room a forward step is to ask for that saves what it computes, where how many rows come
- * is known only when it has ended (moe/training.h, "Saved"). Numbers only. */
-#ifndef MOE_SAVED_ROWS_H
-#define MOE_SAVED_ROWS_H
+/* How much room a forward step is to ask for that retains what it computes, where how many rows
+ * come is known only when it has ended (moe/training.h, "Retained"). Numbers only. */
+#ifndef MOE_ACTIVATION_SIZING_H
+#define MOE_ACTIVATION_SIZING_H
 
 #include "moe/types.h"
 
@@ -13,10 +13,10 @@
 extern "C" {
 #endif
 
-struct moe_saved_rows {
-    double
-        learnt;  /* rows per token of the bucket, of steps before (moe_saved_rows_learn); 0: none */
-    double even; /* the same of an even routing where all slots fill their buckets */
+struct moe_activation_sizing {
+    double learnt; /* rows per token of the bucket, of steps before (moe_activation_sizing_learn);
+                      0: none */
+    double even;   /* the same of an even routing where all slots fill their buckets */
     uint32_t bucket;
     uint32_t local_experts; /* each of which fills its rows up to whole blocks */
     uint32_t most;          /* rows, padding included: more never come */
@@ -25,11 +25,11 @@ struct moe_saved_rows {
 
 /* Rows to take room for, padding included: those to be expected and some more, as far as there is
  * room. False where steps before say that not even their rows alone would find any. */
-bool moe_saved_rows_ask(const struct moe_saved_rows *of, uint32_t *rows);
+bool moe_activation_sizing_ask(const struct moe_activation_sizing *of, uint32_t *rows);
 
 /* What to expect after a step of `rows` rows (without padding), whether it was kept or not, where
  * `before` was expected: more counts at once, fewer count slowly. */
-double moe_saved_rows_learn(double before, uint64_t rows, uint32_t bucket);
+double moe_activation_sizing_learn(double before, uint64_t rows, uint32_t bucket);
 
 #ifdef __cplusplus
 }

@@ -2,17 +2,17 @@
 /* Promises of the store of what steps keep: what is found is what was kept, pieces never overlap,
  * the oldest name goes first and whole, what a step is at stays, and a steady store allocates
  * nothing. Memory is the test's own. */
-#include "common/kept.h"
+#include "common/activation_cache.h"
 #include "support/check.h"
 #include "support/random.h"
 
 #include <stdlib.h>
 
-enum { LIMIT = 64 * MOE_KEPT_ALIGN };
+enum { LIMIT = 64 * MOE_ACTIVATION_ALIGN };
 
 static uint32_t allocations;
 static bool memory_is_out;
-static struct moe_kept store;
+static struct moe_activation_cache store;
 static const struct moe_layer *const layer_a = (const void *)&allocations;
 static const struct moe_layer *const layer_b = (const void *)&memory_is_out;
 
@@ -40,37 +40,40 @@ static void begin(size_t limit)
 {
     allocations = 0;
     memory_is_out = false;
-    moe_kept_open(&store, NULL, take_block, give_block);
-    moe_kept_limit(&store, limit);
+    moe_activation_cache_open(&store, NULL, take_block, give_block);
+    moe_activation_cache_limit(&store, limit);
 }
 
-static struct moe_kept_key key_of(const struct moe_layer *layer, uint64_t name)
+static struct moe_activation_key key_of(const struct moe_layer *layer, uint64_t name)
 {
-    return (struct moe_kept_key){
+    return (struct moe_activation_key){
         .layer = layer, .name = name, .dtype = MOE_DTYPE_BF16, .bucket = 8, .tokens = 5};
 }
 
 /* A step that keeps both parts, of so many units each; false where there is no room. */
 static bool keep(const struct moe_layer *layer, uint64_t name, size_t routed, size_t shared)
 {
-    struct moe_kept_key key = key_of(layer, name);
-    bool all = moe_kept_take(&store, &key, MOE_KEPT_SHARED, shared * MOE_KEPT_ALIGN) != NULL &&
-               moe_kept_take(&store, &key, MOE_KEPT_ROUTED, routed * MOE_KEPT_ALIGN) != NULL;
+    struct moe_activation_key key = key_of(layer, name);
+    bool all = moe_activation_cache_take(&store, &key, MOE_ACTIVATION_SHARED,
+                                         shared * MOE_ACTIVATION_ALIGN) != NULL &&
+               moe_activation_cache_take(&store, &key, MOE_ACTIVATION_ROUTED,
+                                         routed * MOE_ACTIVATION_ALIGN) != NULL;
     if (!all) {
-        moe_kept_forget(&store, &key);
+        moe_activation_cache_forget(&store, &key);
         return false;
     }
-    moe_kept_fill(&store, &key, MOE_KEPT_ROUTED, name, (uint32_t)routed, routed * MOE_KEPT_ALIGN);
-    moe_kept_commit(&store, &key);
+    moe_activation_cache_fill(&store, &key, MOE_ACTIVATION_ROUTED, name, (uint32_t)routed,
+                              routed * MOE_ACTIVATION_ALIGN);
+    moe_activation_cache_commit(&store, &key);
     return true;
 }
 
 static bool has(const struct moe_layer *layer, uint64_t name)
 {
-    struct moe_kept_key key = key_of(layer, name);
-    struct moe_kept_piece routed, shared;
-    bool one = moe_kept_find(&store, &key, MOE_KEPT_ROUTED, &routed);
-    bool other = moe_kept_find(&store, &key, MOE_KEPT_SHARED, &shared);
+    struct moe_activation_key key = key_of(layer, name);
+    struct moe_activation_piece routed, shared;
+    bool one = moe_activation_cache_find(&store, &key, MOE_ACTIVATION_ROUTED, &routed);
+    bool other = moe_activation_cache_find(&store, &key, MOE_ACTIVATION_SHARED, &shared);
     assert_int_equal(one, other); /* a name goes whole */
     if (one)
         assert_int_equal(routed.rows, name);
@@ -96,114 +99,127 @@ static void the_oldest_name_makes_room(void **state)
     assert_true(!has(layer_a, 1) && has(layer_a, 2) && has(layer_b, 1));
     assert_true(keep(layer_a, 3, 60, 4)); /* all of them */
     assert_true(has(layer_a, 3) && !has(layer_a, 2) && !has(layer_b, 1));
-    assert_int_equal(moe_kept_bytes(&store), LIMIT);
+    assert_int_equal(moe_activation_cache_bytes(&store), LIMIT);
     assert_false(keep(layer_a, 4, 61, 4)); /* never fits */
     assert_int_equal(allocations, 1);
-    moe_kept_close(&store);
+    moe_activation_cache_close(&store);
 }
 
 static void what_a_step_is_at_stays(void **state)
 {
     (void)state;
-    struct moe_kept_key first = key_of(layer_a, 1), second = key_of(layer_a, 2);
-    struct moe_kept_piece piece;
+    struct moe_activation_key first = key_of(layer_a, 1), second = key_of(layer_a, 2);
+    struct moe_activation_piece piece;
     begin(LIMIT);
-    assert_non_null(moe_kept_take(&store, &first, MOE_KEPT_ROUTED, 40 * MOE_KEPT_ALIGN));
-    assert_false(moe_kept_find(&store, &first, MOE_KEPT_ROUTED, &piece));
-    assert_null(moe_kept_take(&store, &second, MOE_KEPT_ROUTED, 40 * MOE_KEPT_ALIGN));
+    assert_non_null(moe_activation_cache_take(&store, &first, MOE_ACTIVATION_ROUTED,
+                                              40 * MOE_ACTIVATION_ALIGN));
+    assert_false(moe_activation_cache_find(&store, &first, MOE_ACTIVATION_ROUTED, &piece));
+    assert_null(moe_activation_cache_take(&store, &second, MOE_ACTIVATION_ROUTED,
+                                          40 * MOE_ACTIVATION_ALIGN));
     /* It needed less than it took. */
-    moe_kept_fill(&store, &first, MOE_KEPT_ROUTED, 7, 8, 10 * MOE_KEPT_ALIGN - 1);
-    moe_kept_commit(&store, &first);
-    assert_true(moe_kept_find(&store, &first, MOE_KEPT_ROUTED, &piece));
+    moe_activation_cache_fill(&store, &first, MOE_ACTIVATION_ROUTED, 7, 8,
+                              10 * MOE_ACTIVATION_ALIGN - 1);
+    moe_activation_cache_commit(&store, &first);
+    assert_true(moe_activation_cache_find(&store, &first, MOE_ACTIVATION_ROUTED, &piece));
     assert_int_equal(piece.rows, 7);
     assert_int_equal(piece.in_use, 8);
-    assert_non_null(moe_kept_take(&store, &second, MOE_KEPT_ROUTED, 54 * MOE_KEPT_ALIGN));
-    assert_true(moe_kept_find(&store, &first, MOE_KEPT_ROUTED, &piece));
-    moe_kept_forget(&store, &second);
-    assert_int_equal(moe_kept_bytes(&store), 10 * MOE_KEPT_ALIGN - 1);
-    moe_kept_close(&store);
+    assert_non_null(moe_activation_cache_take(&store, &second, MOE_ACTIVATION_ROUTED,
+                                              54 * MOE_ACTIVATION_ALIGN));
+    assert_true(moe_activation_cache_find(&store, &first, MOE_ACTIVATION_ROUTED, &piece));
+    moe_activation_cache_forget(&store, &second);
+    assert_int_equal(moe_activation_cache_bytes(&store), 10 * MOE_ACTIVATION_ALIGN - 1);
+    moe_activation_cache_close(&store);
 }
 
 /* A piece that finds no room even with all others gone costs none of them. */
 static void nothing_goes_in_vain(void **state)
 {
     (void)state;
-    struct moe_kept_key open = key_of(layer_b, 1), more = key_of(layer_b, 2);
+    struct moe_activation_key open = key_of(layer_b, 1), more = key_of(layer_b, 2);
     begin(LIMIT);
     assert_true(keep(layer_a, 1, 16, 4));
-    assert_non_null(moe_kept_take(&store, &open, MOE_KEPT_ROUTED, 20 * MOE_KEPT_ALIGN));
+    assert_non_null(
+        moe_activation_cache_take(&store, &open, MOE_ACTIVATION_ROUTED, 20 * MOE_ACTIVATION_ALIGN));
     assert_true(keep(layer_a, 2, 16, 4));
     /* 64 units: 16 of the first name, 20 of the step, 20 of the second, 4 and 4 at the end. */
-    assert_int_equal(moe_kept_begin(&store, &more), 28 * MOE_KEPT_ALIGN);
-    assert_null(moe_kept_take(&store, &more, MOE_KEPT_ROUTED, 29 * MOE_KEPT_ALIGN));
+    assert_int_equal(moe_activation_cache_begin(&store, &more), 28 * MOE_ACTIVATION_ALIGN);
+    assert_null(
+        moe_activation_cache_take(&store, &more, MOE_ACTIVATION_ROUTED, 29 * MOE_ACTIVATION_ALIGN));
     assert_false(keep(layer_a, 3, 29, 0));
     assert_true(has(layer_a, 1) && has(layer_a, 2));
     assert_false(keep(layer_a, 2, 29, 4)); /* its own name may be of another batch */
     assert_true(has(layer_a, 1) && !has(layer_a, 2));
-    assert_non_null(moe_kept_take(&store, &more, MOE_KEPT_ROUTED, 28 * MOE_KEPT_ALIGN));
-    moe_kept_close(&store);
+    assert_non_null(
+        moe_activation_cache_take(&store, &more, MOE_ACTIVATION_ROUTED, 28 * MOE_ACTIVATION_ALIGN));
+    moe_activation_cache_close(&store);
 }
 
 /* The second fails, the first is kept; then both are, and the later one counts. */
 static void steps_of_one_name_have_their_own(void **state)
 {
     (void)state;
-    struct moe_kept_key first = key_of(layer_a, 1), second = first;
-    struct moe_kept_piece piece;
+    struct moe_activation_key first = key_of(layer_a, 1), second = first;
+    struct moe_activation_piece piece;
     first.step = &first;
     second.step = &second;
     begin(LIMIT);
-    assert_non_null(moe_kept_take(&store, &first, MOE_KEPT_ROUTED, 4 * MOE_KEPT_ALIGN));
-    assert_non_null(moe_kept_take(&store, &second, MOE_KEPT_ROUTED, 4 * MOE_KEPT_ALIGN));
-    moe_kept_forget(&store, &second);
-    assert_false(moe_kept_commit(&store, &second));
-    moe_kept_fill(&store, &first, MOE_KEPT_ROUTED, 7, 8, MOE_KEPT_ALIGN);
-    assert_true(moe_kept_commit(&store, &first));
-    assert_true(moe_kept_find(&store, &second, MOE_KEPT_ROUTED, &piece));
+    assert_non_null(
+        moe_activation_cache_take(&store, &first, MOE_ACTIVATION_ROUTED, 4 * MOE_ACTIVATION_ALIGN));
+    assert_non_null(moe_activation_cache_take(&store, &second, MOE_ACTIVATION_ROUTED,
+                                              4 * MOE_ACTIVATION_ALIGN));
+    moe_activation_cache_forget(&store, &second);
+    assert_false(moe_activation_cache_commit(&store, &second));
+    moe_activation_cache_fill(&store, &first, MOE_ACTIVATION_ROUTED, 7, 8, MOE_ACTIVATION_ALIGN);
+    assert_true(moe_activation_cache_commit(&store, &first));
+    assert_true(moe_activation_cache_find(&store, &second, MOE_ACTIVATION_ROUTED, &piece));
     assert_int_equal(piece.rows, 7);
-    assert_non_null(moe_kept_take(&store, &first, MOE_KEPT_ROUTED, 4 * MOE_KEPT_ALIGN));
-    assert_non_null(moe_kept_take(&store, &second, MOE_KEPT_ROUTED, 4 * MOE_KEPT_ALIGN));
-    moe_kept_fill(&store, &first, MOE_KEPT_ROUTED, 1, 8, MOE_KEPT_ALIGN);
-    moe_kept_fill(&store, &second, MOE_KEPT_ROUTED, 2, 8, MOE_KEPT_ALIGN);
-    assert_true(moe_kept_commit(&store, &first) && moe_kept_commit(&store, &second));
-    assert_true(moe_kept_find(&store, &first, MOE_KEPT_ROUTED, &piece));
+    assert_non_null(
+        moe_activation_cache_take(&store, &first, MOE_ACTIVATION_ROUTED, 4 * MOE_ACTIVATION_ALIGN));
+    assert_non_null(moe_activation_cache_take(&store, &second, MOE_ACTIVATION_ROUTED,
+                                              4 * MOE_ACTIVATION_ALIGN));
+    moe_activation_cache_fill(&store, &first, MOE_ACTIVATION_ROUTED, 1, 8, MOE_ACTIVATION_ALIGN);
+    moe_activation_cache_fill(&store, &second, MOE_ACTIVATION_ROUTED, 2, 8, MOE_ACTIVATION_ALIGN);
+    assert_true(moe_activation_cache_commit(&store, &first) &&
+                moe_activation_cache_commit(&store, &second));
+    assert_true(moe_activation_cache_find(&store, &first, MOE_ACTIVATION_ROUTED, &piece));
     assert_int_equal(piece.rows, 2);
-    assert_int_equal(moe_kept_bytes(&store), MOE_KEPT_ALIGN);
-    moe_kept_close(&store);
+    assert_int_equal(moe_activation_cache_bytes(&store), MOE_ACTIVATION_ALIGN);
+    moe_activation_cache_close(&store);
 }
 
 static void the_block_goes_back_where_nobody_is_at_it(void **state)
 {
     (void)state;
-    struct moe_kept_key key = key_of(layer_a, 2);
+    struct moe_activation_key key = key_of(layer_a, 2);
     begin(LIMIT);
-    assert_false(moe_kept_give_back(&store)); /* there is none */
+    assert_false(moe_activation_cache_give_back(&store)); /* there is none */
     assert_true(keep(layer_a, 1, 4, 4));
-    assert_non_null(moe_kept_take(&store, &key, MOE_KEPT_ROUTED, MOE_KEPT_ALIGN));
-    assert_false(moe_kept_give_back(&store));
+    assert_non_null(
+        moe_activation_cache_take(&store, &key, MOE_ACTIVATION_ROUTED, MOE_ACTIVATION_ALIGN));
+    assert_false(moe_activation_cache_give_back(&store));
     assert_true(has(layer_a, 1));
-    moe_kept_forget(&store, &key);
-    moe_kept_read_begin(&store);
-    moe_kept_read_begin(&store);
-    moe_kept_read_end(&store);
-    assert_false(moe_kept_give_back(&store));
-    moe_kept_read_end(&store);
-    assert_true(moe_kept_give_back(&store));
+    moe_activation_cache_forget(&store, &key);
+    moe_activation_cache_read_begin(&store);
+    moe_activation_cache_read_begin(&store);
+    moe_activation_cache_read_end(&store);
+    assert_false(moe_activation_cache_give_back(&store));
+    moe_activation_cache_read_end(&store);
+    assert_true(moe_activation_cache_give_back(&store));
     assert_false(has_block());
     assert_false(has(layer_a, 1));
-    assert_int_equal(moe_kept_bytes(&store), 0);
+    assert_int_equal(moe_activation_cache_bytes(&store), 0);
     assert_true(keep(layer_a, 1, 4, 4));
     assert_int_equal(allocations, 2);
-    moe_kept_close(&store);
+    moe_activation_cache_close(&store);
 }
 
 static void another_batch_is_not_found(void **state)
 {
     (void)state;
-    struct moe_kept_piece piece;
+    struct moe_activation_piece piece;
     begin(LIMIT);
     assert_true(keep(layer_a, 1, 1, 1));
-    struct moe_kept_key other[5];
+    struct moe_activation_key other[5];
     for (int i = 0; i < 5; i++)
         other[i] = key_of(layer_a, 1);
     other[0].dtype = MOE_DTYPE_F32;
@@ -212,8 +228,8 @@ static void another_batch_is_not_found(void **state)
     other[3].session = (const void *)&store;
     other[4].name = 2;
     for (int i = 0; i < 5; i++)
-        assert_false(moe_kept_find(&store, &other[i], MOE_KEPT_ROUTED, &piece));
-    moe_kept_close(&store);
+        assert_false(moe_activation_cache_find(&store, &other[i], MOE_ACTIVATION_ROUTED, &piece));
+    moe_activation_cache_close(&store);
 }
 
 static void what_is_dropped_is_gone(void **state)
@@ -222,16 +238,16 @@ static void what_is_dropped_is_gone(void **state)
     begin(LIMIT);
     for (uint64_t name = 1; name <= 3; name++)
         assert_true(keep(layer_a, name, 2, 2) && keep(layer_b, name, 2, 2));
-    moe_kept_drop(&store, layer_a, 2);
+    moe_activation_cache_drop(&store, layer_a, 2);
     assert_true(has(layer_a, 1) && !has(layer_a, 2) && has(layer_a, 3) && has(layer_b, 2));
-    moe_kept_drop(&store, layer_a, 0);
+    moe_activation_cache_drop(&store, layer_a, 0);
     assert_true(!has(layer_a, 1) && !has(layer_a, 3) && has(layer_b, 1));
-    moe_kept_drop_session(&store, NULL);
-    assert_int_equal(moe_kept_bytes(&store), 0);
+    moe_activation_cache_drop_session(&store, NULL);
+    assert_int_equal(moe_activation_cache_bytes(&store), 0);
     assert_true(keep(layer_a, 1, 2, 2));
-    moe_kept_limit(&store, 0);
+    moe_activation_cache_limit(&store, 0);
     assert_false(has(layer_a, 1) || keep(layer_a, 1, 0, 0));
-    moe_kept_close(&store);
+    moe_activation_cache_close(&store);
 }
 
 static void no_memory_means_that_nothing_is_kept(void **state)
@@ -242,7 +258,7 @@ static void no_memory_means_that_nothing_is_kept(void **state)
     assert_false(keep(layer_a, 1, 1, 1));
     memory_is_out = false;
     assert_true(keep(layer_a, 1, 1, 1));
-    moe_kept_close(&store);
+    moe_activation_cache_close(&store);
 }
 
 /* Steps of random sizes, in two lanes: pieces stay apart, inside the block, and whole. */
@@ -268,13 +284,13 @@ static void random_steps_keep_apart(void **state)
         uint64_t some = name > 3 ? name - random_below(3) : name;
         found += has(layer_a, some) || has(layer_b, some);
         if (one_in(7))
-            moe_kept_drop(&store, layer_a, some);
+            moe_activation_cache_drop(&store, layer_a, some);
         check_apart(LIMIT + 17);
     }
     print_message("%u kept, %u found\n", kept, found);
     assert_true(kept > 4990 && found > 3000);
     assert_int_equal(allocations, 1);
-    moe_kept_close(&store);
+    moe_activation_cache_close(&store);
 }
 
 int main(void)

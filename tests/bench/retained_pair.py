@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a saved Forward and its Backward cost beside a stateless pair, through real daemons.
+"""What a retained Forward and its Backward cost beside a stateless pair, through real daemons.
 
-Usage: saved_pair.py BUILD_DIRECTORY [PAIRS [TOKENS [WORKERS]]]     TOKENS and WORKERS: lists
+Usage: retained_pair.py BUILD_DIRECTORY [PAIRS [TOKENS [WORKERS]]]     TOKENS and WORKERS: lists
 256,1024
 
-A layer of 16 experts of 2048 x 768, eight per token, is made in a temporary folder. Per line, three
-kinds of pairs by turns, so that neighbours of this machine meet all alike: stateless (Backward
-brings x and ids), saved with nothing kept on devices (asked of a group with --retained-device-bytes
-0), and saved. Prints medians: processor time of all workers per call, and the client's latency. No
-time passes or fails; it fails when the kinds' gradients differ in a bit, or when what was saved is
-not used (GPUs other than Hopper save nothing).
+Makes a layer of 16 experts of 2048 x 768, top-8, in a temporary folder. Each line takes three kinds
+of pairs by turns, so that other load of the machine affects all of them alike:
+
+  stateless         Backward brings x and ids
+  retained, x only  the group has --retained-device-bytes 0
+  retained          activations stay on the device
+
+Prints medians: processor time of all workers per call, and the client's latency. It fails when the
+gradients of two kinds differ in a bit, or when Backward does not use the retained pass. (GPUs other
+than Hopper retain nothing.) It does not judge times.
 """
 
 import glob
@@ -50,8 +54,8 @@ def processor_seconds(g):
 class Side:
     """A group and one kind of pairs."""
 
-    def __init__(self, name, g, save):
-        self.name, self.g, self.save = name, g, save
+    def __init__(self, name, g, retain):
+        self.name, self.g, self.retain = name, g, retain
         self.client = moed.Client(g.endpoints[-1])
         self.batch, self.times = 0, []
 
@@ -65,11 +69,12 @@ class Side:
         self.batch += 1
         name = ("pair", self.batch)
         routing, forward_cpu, forward_wall = self.timed(lambda: self.client.forward(
-            0, x, return_routing=True, retain=name if self.save else None))
-        sent = {} if self.save else {"x": x, "topk_ids": routing.topk_ids}
+            0, x, return_routing=True, retain=name if self.retain else None))
+        sent = {} if self.retain else {"x": x, "topk_ids": routing.topk_ids}
         answer, backward_cpu, backward_wall = self.timed(lambda: self.client.backward(
-            0, dy, session=name[0], micro_batch_id=name[1], retained=self.save, **sent))
-        if (answer.used_retained, answer.used_activations) != (self.save, self.name == "saved"):
+            0, dy, session=name[0], micro_batch_id=name[1], retained=self.retain, **sent))
+        expected = self.retain, self.name == "retained"
+        if (answer.used_retained, answer.used_activations) != expected:
             raise RuntimeError("%s: %s" % (self.name, answer))
         if keep:
             self.times.append((forward_cpu, backward_cpu, forward_wall, backward_wall))
@@ -86,8 +91,8 @@ def measure(model, workers, tokens, dtype):
     with training.training_group(
             model, workers, *common, **patient) as kept, training.training_group(
             model, workers, "--retained-device-bytes", "0", *common, **patient) as bare:
-        sides = [Side("stateless", kept, False), Side("saved, x only", bare, True),
-                 Side("saved", kept, True)]
+        sides = [Side("stateless", kept, False), Side("retained, x only", bare, True),
+                 Side("retained", kept, True)]
         sides[2].batch = 1 << 32  # a session's ids are not used twice
         for i in range(PAIRS + 1):
             results = [side.pair(x, dy, i > 0).tobytes() for side in sides]

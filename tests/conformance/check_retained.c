@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backward passes from what forward steps saved: the same bits as without, on every slot, whichever
- * of them have it; and gone when it must be. */
+/* Backward passes from what forward steps retained: the same bits as without, on every slot,
+ * whichever of them have it; and gone when it must be. */
 #include "trained.h"
 
 #include "base/clock.h"
-#include "common/kept.h"
+#include "common/activation_cache.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -19,7 +19,7 @@ struct batch {
     const void *x;
     struct pass want; /* of a pass that computes everything */
     float *gradients; /* after it */
-    bool saved;       /* this slot keeps it */
+    bool retained;    /* this slot keeps it */
     uint64_t bytes;   /* that it keeps of it, where it has room for all */
 };
 
@@ -58,23 +58,23 @@ enum use { COMPUTES, USES };
 
 static enum use use_of(const struct batch *b)
 {
-    return b->saved ? USES : COMPUTES;
+    return b->retained ? USES : COMPUTES;
 }
 
-static bool run_saved(struct trained *t, const struct batch *b, uint64_t name, bool accumulate,
-                      enum use use, struct pass *p)
+static bool run_retained(struct trained *t, const struct batch *b, uint64_t name, bool accumulate,
+                         enum use use, struct pass *p)
 {
     struct moe_step *step;
     struct moe_step_result result;
     *p = blank_pass(t);
     struct moe_backward_args a = pass_args(t, p, accumulate);
     a.x = b->x;
-    a.saved = name;
+    a.retained = name;
     t->counted += accumulate;
     return went_well(t->s, "backward", t->table->backward_enqueue(t->s->session, &a, &step)) &&
            went_well(t->s, "backward", t->s->backend->step_wait(step, MOE_NEVER, &result)) &&
-           (result.used_saved == (use == USES) ||
-            wrong(t->s, "a pass %s what a step saved", use == USES ? "did not use" : "used"));
+           (result.used_retained == (use == USES) ||
+            wrong(t->s, "a pass %s what a step retained", use == USES ? "did not use" : "used"));
 }
 
 static bool zero(struct trained *t)
@@ -88,7 +88,7 @@ static bool same_from(struct trained *t, const struct batch *b, uint64_t name, e
                       const char *what)
 {
     struct pass p;
-    if (!zero(t) || !run_saved(t, b, name, true, use, &p) || !same_pass(t, what, &b->want, &p))
+    if (!zero(t) || !run_retained(t, b, name, true, use, &p) || !same_pass(t, what, &b->want, &p))
         return false;
     float *got = trained_read_all(t, MOE_TRAIN_GRAD);
     bool same = memcmp(got, b->gradients, t->floats * sizeof *got) == 0;
@@ -98,7 +98,7 @@ static bool same_from(struct trained *t, const struct batch *b, uint64_t name, e
 
 static bool learn(struct trained *t, struct batch *b)
 {
-    bool good = zero(t) && run_saved(t, b, 0, true, COMPUTES, &b->want);
+    bool good = zero(t) && run_retained(t, b, 0, true, COMPUTES, &b->want);
     b->gradients = good ? trained_read_all(t, MOE_TRAIN_GRAD) : NULL;
     return good;
 }
@@ -120,57 +120,58 @@ static struct moe_step_args forward(struct trained *t, const struct batch *b)
                                   .ids_out = take(&s->host, pairs * sizeof(int32_t)),
                                   .weights_out = take(&s->host, pairs * sizeof(float)),
                                   .token_state = take(&s->host, s->in->tokens),
-                                  .save = b->name};
+                                  .retain = b->name};
 }
 
-static bool wait_step(struct trained *t, struct moe_step *step, bool *saved)
+static bool wait_step(struct trained *t, struct moe_step *step, bool *retained)
 {
     struct moe_step_result result = {0};
     bool good = went_well(t->s, "step", t->s->backend->step_wait(step, MOE_NEVER, &result));
-    *saved = result.saved;
+    *retained = result.retained;
     return good;
 }
 
-/* Both batches in flight together, saved if `names`; y must not depend on it. */
+/* Both batches in flight together, retained if `names`; y must not depend on it. */
 static bool run_forwards(struct trained *t, struct batch *b, bool names, void *y[2])
 {
     struct subject *s = t->s;
     struct moe_step *step[2];
-    bool saved[2];
+    bool retained[2];
     for (int i = 0; i < 2; i++) {
         struct moe_step_args a = forward(t, &b[i]);
-        a.save = names ? b[i].name : 0;
+        a.retain = names ? b[i].name : 0;
         y[i] = a.y;
         if (!went_well(s, "enqueue", s->backend->step_enqueue(s->session, &a, &step[i])))
             return false;
     }
-    bool good = wait_step(t, step[0], &saved[0]);
-    good = wait_step(t, step[1], &saved[1]) && good;
+    bool good = wait_step(t, step[0], &retained[0]);
+    good = wait_step(t, step[1], &retained[1]) && good;
     for (int i = 0; i < 2 && names; i++)
-        b[i].saved = saved[i];
-    return good && (names || !(saved[0] || saved[1]) || wrong(s, "a step saves without a name"));
+        b[i].retained = retained[i];
+    return good &&
+           (names || !(retained[0] || retained[1]) || wrong(s, "a step retains without a name"));
 }
 
 /* The first time a backend may find that more rows come than it had expected. */
-static bool save_both(struct trained *t, struct batch *b, bool able)
+static bool retain_both(struct trained *t, struct batch *b, bool able)
 {
     const struct subject *s = t->s;
-    void *plain[2], *saving[2];
-    if (!run_forwards(t, b, false, plain) || !run_forwards(t, b, true, saving) ||
-        !run_forwards(t, b, true, saving))
+    void *plain[2], *retaining[2];
+    if (!run_forwards(t, b, false, plain) || !run_forwards(t, b, true, retaining) ||
+        !run_forwards(t, b, true, retaining))
         return false;
     for (int i = 0; i < 2; i++) {
-        if (memcmp(plain[i], saving[i], tensor_bytes(s->c, s->in->tokens)) != 0)
-            return wrong(s, "y differs where a step saves");
-        if (b[i].saved != able)
-            return wrong(s, "a step %s", able ? "did not save" : "saves what it should not");
+        if (memcmp(plain[i], retaining[i], tensor_bytes(s->c, s->in->tokens)) != 0)
+            return wrong(s, "y differs where a step retains");
+        if (b[i].retained != able)
+            return wrong(s, "a step %s", able ? "did not retain" : "retains what it should not");
     }
-    t->s->tally->saved += able;
+    t->s->tally->retained += able;
     return true;
 }
 
-/* Whether this slot can save at all: by its result, as only some of CUDA's paths can. */
-static bool can_save(struct trained *t, const struct batch *b, bool *can)
+/* Whether this slot can retain at all: by its result, as only some of CUDA's paths can. */
+static bool can_retain(struct trained *t, const struct batch *b, bool *can)
 {
     struct moe_step *step;
     struct moe_step_result result = {0};
@@ -192,8 +193,8 @@ static bool dropped_by_writing(struct trained *t, const struct batch *b)
             trained_write(t, &t->list[i], MOE_TRAIN_VALUE, value);
             free(value);
         }
-    return (t->table->saved_bytes(t->s->device) == 0 ||
-            wrong(t->s, "something is saved for weights that were written")) &&
+    return (t->table->retained_bytes(t->s->device) == 0 ||
+            wrong(t->s, "something is retained for weights that were written")) &&
            same_from(t, b, b->name, COMPUTES, "after a weight was written");
 }
 
@@ -201,15 +202,15 @@ static bool check_uses(struct trained *t, struct batch *b)
 {
     struct pass p;
     /* Repeats, of either order; gradients that stay; a name that nobody has. */
-    bool good = same_from(t, &b[0], b[0].name, use_of(&b[0]), "from a saved step") &&
-                same_from(t, &b[1], b[1].name, use_of(&b[1]), "from the second saved step") &&
-                same_from(t, &b[0], b[0].name, use_of(&b[0]), "from a saved step again") &&
-                run_saved(t, &b[0], b[0].name, false, use_of(&b[0]), &p) &&
-                same_pass(t, "without gradients, from a saved step", &b[0].want, &p) &&
-                same_from(t, &b[0], 99, COMPUTES, "from a name that was never saved");
-    b[0].bytes = t->table->saved_bytes(t->s->device);
-    t->table->saved_drop(t->trainer, b[0].name);
-    b[1].bytes = t->table->saved_bytes(t->s->device);
+    bool good = same_from(t, &b[0], b[0].name, use_of(&b[0]), "from a retained step") &&
+                same_from(t, &b[1], b[1].name, use_of(&b[1]), "from the second retained step") &&
+                same_from(t, &b[0], b[0].name, use_of(&b[0]), "from a retained step again") &&
+                run_retained(t, &b[0], b[0].name, false, use_of(&b[0]), &p) &&
+                same_pass(t, "without gradients, from a retained step", &b[0].want, &p) &&
+                same_from(t, &b[0], 99, COMPUTES, "from a name that was never retained");
+    b[0].bytes = t->table->retained_bytes(t->s->device);
+    t->table->retained_drop(t->trainer, b[0].name);
+    b[1].bytes = t->table->retained_bytes(t->s->device);
     b[0].bytes -= b[1].bytes;
     good = good && same_from(t, &b[0], b[0].name, COMPUTES, "after it was dropped") &&
            same_from(t, &b[1], b[1].name, use_of(&b[1]), "beside one that was dropped");
@@ -217,43 +218,44 @@ static bool check_uses(struct trained *t, struct batch *b)
 }
 
 /* Room for one of the two, or hardly: whatever is pushed out is computed again. The second stays
- * where it was saved, as nothing comes after it; the first may have gone for it, and then all of it
- * has. */
+ * where it was retained, as nothing comes after it; the first may have gone for it, and then all of
+ * it has. */
 static bool check_little_room(struct trained *t, struct batch *b)
 {
-    const uint64_t room = (b[0].bytes + b[1].bytes) * 3 / 4, padding = 3 * MOE_KEPT_ALIGN;
+    const uint64_t room = (b[0].bytes + b[1].bytes) * 3 / 4, padding = 3 * MOE_ACTIVATION_ALIGN;
     void *y[2];
-    t->table->saved_limit(t->s->device, room);
+    t->table->retained_limit(t->s->device, room);
     if (!run_forwards(t, b, true, y))
         return false;
-    uint64_t bytes = t->table->saved_bytes(t->s->device), second = b[1].saved ? b[1].bytes : 0;
-    if (!b[0].saved && b[0].bytes > 0 && b[0].bytes + padding <= room)
-        return wrong(t->s, "a step did not save in room enough");
-    if (bytes > room || (bytes != second && !(b[0].saved && bytes == second + b[0].bytes)))
+    uint64_t bytes = t->table->retained_bytes(t->s->device),
+             second = b[1].retained ? b[1].bytes : 0;
+    if (!b[0].retained && b[0].bytes > 0 && b[0].bytes + padding <= room)
+        return wrong(t->s, "a step did not retain in room enough");
+    if (bytes > room || (bytes != second && !(b[0].retained && bytes == second + b[0].bytes)))
         return wrong(t->s,
-                     "%" PRIu64 " bytes are saved in %" PRIu64 ", of two steps with %" PRIu64
+                     "%" PRIu64 " bytes are retained in %" PRIu64 ", of two steps with %" PRIu64
                      " and %" PRIu64,
                      bytes, room, b[0].bytes, b[1].bytes);
-    b[0].saved = bytes > second;
-    return same_from(t, &b[0], b[0].name, use_of(&b[0]), "with little room to save") &&
-           same_from(t, &b[1], b[1].name, use_of(&b[1]), "with little room to save");
+    b[0].retained = bytes > second;
+    return same_from(t, &b[0], b[0].name, use_of(&b[0]), "with little room to retain") &&
+           same_from(t, &b[1], b[1].name, use_of(&b[1]), "with little room to retain");
 }
 
 /* Saves one batch, where this slot can. */
-static bool save_one(struct trained *t, struct batch *b)
+static bool retain_one(struct trained *t, struct batch *b)
 {
     struct moe_step *step;
     struct moe_step_args a = forward(t, b);
     return went_well(t->s, "enqueue", t->s->backend->step_enqueue(t->s->session, &a, &step)) &&
-           wait_step(t, step, &b->saved) &&
-           (b->saved || t->table->saved_bytes(t->s->device) == 0 || /* of no rows: no bytes */
-            wrong(t->s, "something is saved that a step did not save"));
+           wait_step(t, step, &b->retained) &&
+           (b->retained || t->table->retained_bytes(t->s->device) == 0 || /* of no rows: no bytes */
+            wrong(t->s, "something is retained that a step did not retain"));
 }
 
-static bool nothing_is_saved(struct trained *t, const char *when)
+static bool nothing_is_retained(struct trained *t, const char *when)
 {
-    return t->table->saved_bytes(t->s->device) == 0 ||
-           wrong(t->s, "something is still saved after %s", when);
+    return t->table->retained_bytes(t->s->device) == 0 ||
+           wrong(t->s, "something is still retained after %s", when);
 }
 
 /* An optimizer step that changes no value, as there is no gradient, drops like any other. */
@@ -261,27 +263,27 @@ static bool dropped_by_optimizer(struct trained *t, struct batch *b)
 {
     struct moe_optimizer_args a = {.beta2 = 0.9, .epsilon = 1, .grad_scale = 1, .number = 1};
     struct moe_optimizer_result result;
-    t->table->saved_limit(t->s->device, ROOM);
-    return save_one(t, b) && zero(t) &&
+    t->table->retained_limit(t->s->device, ROOM);
+    return retain_one(t, b) && zero(t) &&
            went_well(t->s, "optimizer",
                      t->table->optimizer_step(t->s->session, &t->trainer, 1, &a, &result)) &&
-           nothing_is_saved(t, "an optimizer step");
+           nothing_is_retained(t, "an optimizer step");
 }
 
-bool check_saved_to_the_end(struct trained *t)
+bool check_retained_to_the_end(struct trained *t)
 {
     size_t used = t->s->host.used;
     struct batch b = {.name = 3, .x = t->x};
-    t->table->saved_limit(t->s->device, ROOM);
-    bool good = save_one(t, &b);
+    t->table->retained_limit(t->s->device, ROOM);
+    bool good = retain_one(t, &b);
     t->s->host.used = used;
     trained_end(t);
-    good = good && nothing_is_saved(t, "its trainer went");
-    t->table->saved_limit(t->s->device, 0);
+    good = good && nothing_is_retained(t, "its trainer went");
+    t->table->retained_limit(t->s->device, 0);
     return good;
 }
 
-bool check_saved(struct trained *t)
+bool check_retained(struct trained *t)
 {
     struct subject *s = t->s;
     uint32_t slots = s->member->slots;
@@ -291,13 +293,13 @@ bool check_saved(struct trained *t)
     bool spared = slots > 1 && s->c->seed / 3 % slots == s->member->slot;
     bool room = s->c->seed % 3 == 2 || (s->c->seed % 3 == 1 && !spared);
     bool can = false;
-    t->table->saved_limit(s->device, room ? ROOM : 0);
-    bool good = can_save(t, &b[0], &can) && learn(t, &b[0]) && learn(t, &b[1]) &&
-                save_both(t, b, room && can);
+    t->table->retained_limit(s->device, room ? ROOM : 0);
+    bool good = can_retain(t, &b[0], &can) && learn(t, &b[0]) && learn(t, &b[1]) &&
+                retain_both(t, b, room && can);
     good = good && check_uses(t, b) && check_little_room(t, b) && dropped_by_optimizer(t, &b[0]);
     /* Leaves the gradients of one pass over the case, as it found them. */
     good = good && same_from(t, &b[0], 0, COMPUTES, "after all");
-    t->table->saved_limit(s->device, 0);
+    t->table->retained_limit(s->device, 0);
     free(b[0].gradients);
     free(b[1].gradients);
     s->host.used = used;

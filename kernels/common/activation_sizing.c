@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See saved_rows.h. */
-#include "common/saved_rows.h"
+/* See activation_sizing.h. */
+#include "common/activation_sizing.h"
 
 /* More room than expected rows need, and how fast what was learnt fades: a fraction of this size.
  */
 static const double SLACK = 8;
 
-bool moe_saved_rows_ask(const struct moe_saved_rows *of, uint32_t *rows)
+bool moe_activation_sizing_ask(const struct moe_activation_sizing *of, uint32_t *rows)
 {
     double expected = (of->learnt != 0 ? of->learnt : of->even) * of->bucket;
     /* A block has at least one row that counts; twice, as that of few rows is no average. */
@@ -19,7 +19,7 @@ bool moe_saved_rows_ask(const struct moe_saved_rows *of, uint32_t *rows)
     return of->learnt == 0 || expected <= (double)of->room;
 }
 
-double moe_saved_rows_learn(double before, uint64_t rows, uint32_t bucket)
+double moe_activation_sizing_learn(double before, uint64_t rows, uint32_t bucket)
 {
     double now = (double)rows / bucket;
     before -= before / SLACK;

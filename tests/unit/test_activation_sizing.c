@@ -1,24 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of what forward steps ask room for: never more than there can be, enough for what came
  * before whatever the bucket, and nothing where it would be in vain. */
-#include "common/saved_rows.h"
+#include "common/activation_sizing.h"
 #include "support/check.h"
 
 /* Eight choices per token over 256 experts, all of them here; rows of 32 KiB; 1 GiB. */
-static struct moe_saved_rows layer_of(uint32_t bucket, double learnt)
+static struct moe_activation_sizing layer_of(uint32_t bucket, double learnt)
 {
-    return (struct moe_saved_rows){.learnt = learnt,
-                                   .even = 8,
-                                   .bucket = bucket,
-                                   .local_experts = 256,
-                                   .most = bucket * 8 + 256 * (MOE_ROW_ALIGN - 1),
-                                   .room = 32768};
+    return (struct moe_activation_sizing){.learnt = learnt,
+                                          .even = 8,
+                                          .bucket = bucket,
+                                          .local_experts = 256,
+                                          .most = bucket * 8 + 256 * (MOE_ROW_ALIGN - 1),
+                                          .room = 32768};
 }
 
-static uint32_t asked(const struct moe_saved_rows *of)
+static uint32_t asked(const struct moe_activation_sizing *of)
 {
     uint32_t rows = 0;
-    assert_true(moe_saved_rows_ask(of, &rows));
+    assert_true(moe_activation_sizing_ask(of, &rows));
     assert_true(rows <= of->most && rows <= of->room);
     return rows;
 }
@@ -27,8 +27,8 @@ static uint32_t asked(const struct moe_saved_rows *of)
 static void a_small_step_does_not_spoil_a_large_one(void **state)
 {
     (void)state;
-    double learnt = moe_saved_rows_learn(0, 256 * 8, 256);
-    struct moe_saved_rows small = layer_of(256, learnt), large = layer_of(2048, learnt);
+    double learnt = moe_activation_sizing_learn(0, 256 * 8, 256);
+    struct moe_activation_sizing small = layer_of(256, learnt), large = layer_of(2048, learnt);
     small.room = large.room = 60000;
     assert_true(asked(&small) >= 256 * 8 + 256 * (MOE_ROW_ALIGN - 1) - 256);
     assert_in_range(asked(&large), 2048 * 8 + 256 * MOE_ROW_ALIGN / 2,
@@ -40,40 +40,40 @@ static void a_small_step_does_not_spoil_a_large_one(void **state)
 static void what_is_not_known_is_tried(void **state)
 {
     (void)state;
-    struct moe_saved_rows of = layer_of(8192, 0);
+    struct moe_activation_sizing of = layer_of(8192, 0);
     assert_int_equal(asked(&of), 32768);
-    of.learnt = moe_saved_rows_learn(0, 8192, 8192); /* what came, kept or not */
+    of.learnt = moe_activation_sizing_learn(0, 8192, 8192); /* what came, kept or not */
     assert_in_range(asked(&of), 8192, 8192 * 9 / 8 + 256 * 128);
 }
 
 static void more_than_there_is_room_for_is_not_asked(void **state)
 {
     (void)state;
-    struct moe_saved_rows of = layer_of(8192, 8);
+    struct moe_activation_sizing of = layer_of(8192, 8);
     uint32_t rows;
-    assert_false(moe_saved_rows_ask(&of, &rows));
+    assert_false(moe_activation_sizing_ask(&of, &rows));
     of.room = 8192 * 8; /* as many as rows, though padding may have none */
     assert_int_equal(asked(&of), 8192 * 8);
     of.room = 0;
-    assert_false(moe_saved_rows_ask(&of, &rows));
+    assert_false(moe_activation_sizing_ask(&of, &rows));
 }
 
 static void no_experts_no_rows(void **state)
 {
     (void)state;
-    struct moe_saved_rows of = {.bucket = 64};
+    struct moe_activation_sizing of = {.bucket = 64};
     assert_int_equal(asked(&of), 0);
 }
 
 static void more_counts_at_once_and_fades(void **state)
 {
     (void)state;
-    double learnt = moe_saved_rows_learn(1, 640, 64);
+    double learnt = moe_activation_sizing_learn(1, 640, 64);
     assert_true(learnt == 10);
-    learnt = moe_saved_rows_learn(learnt, 64, 64);
+    learnt = moe_activation_sizing_learn(learnt, 64, 64);
     assert_true(learnt < 10 && learnt > 8);
     for (int i = 0; i < 100; i++)
-        learnt = moe_saved_rows_learn(learnt, 64, 64);
+        learnt = moe_activation_sizing_learn(learnt, 64, 64);
     assert_true(learnt == 1);
 }
 

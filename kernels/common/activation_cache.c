@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See kept.h. Pieces lie in one block; the list is short, so every search is a walk. */
-#include "common/kept.h"
+/* See activation_cache.h. Pieces lie in one block; the list is short, so every search is a walk. */
+#include "common/activation_cache.h"
 
 #include "base/size.h"
 
 #include <string.h>
 
-void moe_kept_open(struct moe_kept *s, struct moe_device *device,
-                   struct moe_status (*alloc)(struct moe_device *, enum moe_mem, size_t, void **),
-                   void (*give)(struct moe_device *, enum moe_mem, void *, size_t))
+void moe_activation_cache_open(struct moe_activation_cache *s, struct moe_device *device,
+                               struct moe_status (*alloc)(struct moe_device *, enum moe_mem, size_t,
+                                                          void **),
+                               void (*give)(struct moe_device *, enum moe_mem, void *, size_t))
 {
     moe_mutex_not_shared(&s->lock);
     s->device = device;
@@ -22,21 +23,21 @@ void moe_kept_open(struct moe_kept *s, struct moe_device *device,
     moe_mutex_init(&s->lock);
 }
 
-static void give_block(struct moe_kept *s) MOE_REQUIRES(s->lock)
+static void give_block(struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
 {
     s->free(s->device, MOE_MEM_DEVICE, s->block, s->limit);
     s->block = NULL;
     s->count = 0;
 }
 
-void moe_kept_close(struct moe_kept *s)
+void moe_activation_cache_close(struct moe_activation_cache *s)
 {
     moe_mutex_not_shared(&s->lock);
     give_block(s);
     moe_mutex_destroy(&s->lock);
 }
 
-void moe_kept_limit(struct moe_kept *s, size_t bytes)
+void moe_activation_cache_limit(struct moe_activation_cache *s, size_t bytes)
 {
     moe_mutex_lock(&s->lock);
     give_block(s);
@@ -44,7 +45,7 @@ void moe_kept_limit(struct moe_kept *s, size_t bytes)
     moe_mutex_unlock(&s->lock);
 }
 
-bool moe_kept_give_back(struct moe_kept *s)
+bool moe_activation_cache_give_back(struct moe_activation_cache *s)
 {
     moe_mutex_lock(&s->lock);
     bool idle = s->block != NULL && s->readers == 0;
@@ -56,14 +57,14 @@ bool moe_kept_give_back(struct moe_kept *s)
     return idle;
 }
 
-void moe_kept_read_begin(struct moe_kept *s)
+void moe_activation_cache_read_begin(struct moe_activation_cache *s)
 {
     moe_mutex_lock(&s->lock);
     s->readers++;
     moe_mutex_unlock(&s->lock);
 }
 
-void moe_kept_read_end(struct moe_kept *s)
+void moe_activation_cache_read_end(struct moe_activation_cache *s)
 {
     moe_mutex_lock(&s->lock);
     MOE_INVARIANT(s->readers > 0);
@@ -71,7 +72,7 @@ void moe_kept_read_end(struct moe_kept *s)
     moe_mutex_unlock(&s->lock);
 }
 
-uint64_t moe_kept_bytes(struct moe_kept *s)
+uint64_t moe_activation_cache_bytes(struct moe_activation_cache *s)
 {
     uint64_t bytes = 0;
     moe_mutex_lock(&s->lock);
@@ -83,20 +84,22 @@ uint64_t moe_kept_bytes(struct moe_kept *s)
 
 /* ------------------------------------------------------------ with the lock held */
 
-static bool same_name(const struct moe_kept_key *a, const struct moe_kept_key *b)
+static bool same_name(const struct moe_activation_key *a, const struct moe_activation_key *b)
 {
     return a->layer == b->layer && a->session == b->session && a->name == b->name;
 }
 
-static bool same_batch(const struct moe_kept_key *a, const struct moe_kept_key *b)
+static bool same_batch(const struct moe_activation_key *a, const struct moe_activation_key *b)
 {
     return same_name(a, b) && a->dtype == b->dtype && a->bucket == b->bucket &&
            a->tokens == b->tokens;
 }
 
 /* Open pieces are found by their own step alone. */
-static struct moe_kept_piece *find(struct moe_kept *s, const struct moe_kept_key *key,
-                                   enum moe_kept_part part, bool open) MOE_REQUIRES(s->lock)
+static struct moe_activation_piece *find(struct moe_activation_cache *s,
+                                         const struct moe_activation_key *key,
+                                         enum moe_activation_part part, bool open)
+    MOE_REQUIRES(s->lock)
 {
     for (uint32_t i = 0; i < s->count; i++)
         if (s->piece[i].part == part && s->piece[i].open == open &&
@@ -106,9 +109,9 @@ static struct moe_kept_piece *find(struct moe_kept *s, const struct moe_kept_key
 }
 
 /* Takes out all pieces for which `goes` says so. */
-static void remove_where(struct moe_kept *s,
-                         bool (*goes)(const struct moe_kept_piece *, const void *), const void *of)
-    MOE_REQUIRES(s->lock)
+static void remove_where(struct moe_activation_cache *s,
+                         bool (*goes)(const struct moe_activation_piece *, const void *),
+                         const void *of) MOE_REQUIRES(s->lock)
 {
     uint32_t left = 0;
     for (uint32_t i = 0; i < s->count; i++)
@@ -117,51 +120,52 @@ static void remove_where(struct moe_kept *s,
     s->count = left;
 }
 
-static bool is_kept_of(const struct moe_kept_piece *p, const void *key)
+static bool is_kept_of(const struct moe_activation_piece *p, const void *key)
 {
     return !p->open && same_name(&p->key, key);
 }
 
-static bool is_open_of(const struct moe_kept_piece *p, const void *key)
+static bool is_open_of(const struct moe_activation_piece *p, const void *key)
 {
-    const struct moe_kept_key *of = key;
+    const struct moe_activation_key *of = key;
     return p->open && p->key.step == of->step && same_batch(&p->key, of);
 }
 
-static bool has_age(const struct moe_kept_piece *p, const void *age)
+static bool has_age(const struct moe_activation_piece *p, const void *age)
 {
     return p->age == *(const uint64_t *)age;
 }
 
-static bool is_of_layer(const struct moe_kept_piece *p, const void *of)
+static bool is_of_layer(const struct moe_activation_piece *p, const void *of)
 {
-    const struct moe_kept_key *key = of;
+    const struct moe_activation_key *key = of;
     return p->key.layer == key->layer && (key->name == 0 || p->key.name == key->name);
 }
 
-static bool is_of_session(const struct moe_kept_piece *p, const void *session)
+static bool is_of_session(const struct moe_activation_piece *p, const void *session)
 {
     return p->key.session == session;
 }
 
 /* The first place behind a piece. */
-static size_t end_of(const struct moe_kept_piece *p)
+static size_t end_of(const struct moe_activation_piece *p)
 {
-    return p->offset + (p->bytes + MOE_KEPT_ALIGN - 1) / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+    return p->offset +
+           (p->bytes + MOE_ACTIVATION_ALIGN - 1) / MOE_ACTIVATION_ALIGN * MOE_ACTIVATION_ALIGN;
 }
 
 /* Where the room of all pieces ends. */
-static size_t end_of_block(const struct moe_kept *s) MOE_REQUIRES(s->lock)
+static size_t end_of_block(const struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
 {
-    return s->limit / MOE_KEPT_ALIGN * MOE_KEPT_ALIGN;
+    return s->limit / MOE_ACTIVATION_ALIGN * MOE_ACTIVATION_ALIGN;
 }
 
 /* Pushes out the oldest name that no step is at; false when there is none. */
-static bool push_out_oldest(struct moe_kept *s) MOE_REQUIRES(s->lock)
+static bool push_out_oldest(struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
 {
-    const struct moe_kept_piece *oldest = NULL;
+    const struct moe_activation_piece *oldest = NULL;
     for (uint32_t i = 0; i < s->count; i++) {
-        const struct moe_kept_piece *p = &s->piece[i];
+        const struct moe_activation_piece *p = &s->piece[i];
         if (!p->open && (oldest == NULL || p->age < oldest->age))
             oldest = p;
     }
@@ -172,22 +176,22 @@ static bool push_out_oldest(struct moe_kept *s) MOE_REQUIRES(s->lock)
     return true;
 }
 
-/* Where `bytes` (a multiple of MOE_KEPT_ALIGN) fit: the index that the piece will have. Small parts
- * go to the far end, so that they do not cut the room of the large ones in two. */
-static bool find_gap(const struct moe_kept *s, enum moe_kept_part part, size_t bytes,
-                     uint32_t *index, size_t *offset) MOE_REQUIRES(s->lock)
+/* Where `bytes` (a multiple of MOE_ACTIVATION_ALIGN) fit: the index that the piece will have. Small
+ * parts go to the far end, so that they do not cut the room of the large ones in two. */
+static bool find_gap(const struct moe_activation_cache *s, enum moe_activation_part part,
+                     size_t bytes, uint32_t *index, size_t *offset) MOE_REQUIRES(s->lock)
 {
     size_t at = 0;
     bool found = false;
-    if (s->count == MOE_KEPT_MOST)
+    if (s->count == MOE_ACTIVATION_MAX)
         return false;
     for (uint32_t i = 0; i <= s->count; i++) {
         size_t end = i < s->count ? s->piece[i].offset : end_of_block(s);
         if (end >= at && end - at >= bytes) {
             found = true;
             *index = i;
-            *offset = part == MOE_KEPT_SHARED ? end - bytes : at;
-            if (part != MOE_KEPT_SHARED)
+            *offset = part == MOE_ACTIVATION_SHARED ? end - bytes : at;
+            if (part != MOE_ACTIVATION_SHARED)
                 return true;
         }
         if (i < s->count)
@@ -197,12 +201,12 @@ static bool find_gap(const struct moe_kept *s, enum moe_kept_part part, size_t b
 }
 
 /* The largest gap between open pieces: what there is when all others have gone. */
-static size_t most_room(const struct moe_kept *s) MOE_REQUIRES(s->lock)
+static size_t most_room(const struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
 {
     size_t at = 0, most = 0, end = end_of_block(s);
     uint32_t open = 0;
     for (uint32_t i = 0; i < s->count; i++) {
-        const struct moe_kept_piece *p = &s->piece[i];
+        const struct moe_activation_piece *p = &s->piece[i];
         if (!p->open)
             continue;
         most = p->offset - at > most ? p->offset - at : most;
@@ -210,10 +214,10 @@ static size_t most_room(const struct moe_kept *s) MOE_REQUIRES(s->lock)
         open++;
     }
     most = end - at > most ? end - at : most;
-    return open < MOE_KEPT_MOST ? most : 0;
+    return open < MOE_ACTIVATION_MAX ? most : 0;
 }
 
-static bool has_block(struct moe_kept *s) MOE_REQUIRES(s->lock)
+static bool has_block(struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
 {
     if (s->block != NULL || s->limit == 0)
         return s->block != NULL;
@@ -224,7 +228,8 @@ static bool has_block(struct moe_kept *s) MOE_REQUIRES(s->lock)
 }
 
 /* All parts of a name are as old as its first: they go together. */
-static uint64_t age_of(struct moe_kept *s, const struct moe_kept_key *key) MOE_REQUIRES(s->lock)
+static uint64_t age_of(struct moe_activation_cache *s, const struct moe_activation_key *key)
+    MOE_REQUIRES(s->lock)
 {
     for (uint32_t i = 0; i < s->count; i++)
         if (is_open_of(&s->piece[i], key))
@@ -232,14 +237,14 @@ static uint64_t age_of(struct moe_kept *s, const struct moe_kept_key *key) MOE_R
     return ++s->age;
 }
 
-static void *take(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
-                  size_t bytes) MOE_REQUIRES(s->lock)
+static void *take(struct moe_activation_cache *s, const struct moe_activation_key *key,
+                  enum moe_activation_part part, size_t bytes) MOE_REQUIRES(s->lock)
 {
     size_t room, offset = 0;
     uint32_t at = 0;
     remove_where(s, is_kept_of, key);
-    if (!moe_size_round_up(bytes, MOE_KEPT_ALIGN, &room) || room > most_room(s) || !has_block(s) ||
-        find(s, key, part, true) != NULL)
+    if (!moe_size_round_up(bytes, MOE_ACTIVATION_ALIGN, &room) || room > most_room(s) ||
+        !has_block(s) || find(s, key, part, true) != NULL)
         return NULL;
     while (!find_gap(s, part, room, &at, &offset))
         if (!push_out_oldest(s))
@@ -247,19 +252,20 @@ static void *take(struct moe_kept *s, const struct moe_kept_key *key, enum moe_k
     uint64_t age = age_of(s, key);
     memmove(&s->piece[at + 1], &s->piece[at], (s->count - at) * sizeof *s->piece);
     s->count++;
-    s->piece[at] = (struct moe_kept_piece){.key = *key,
-                                           .part = part,
-                                           .open = true,
-                                           .offset = offset,
-                                           .bytes = bytes,
-                                           .age = age,
-                                           .data = (char *)s->block + offset};
+    s->piece[at] = (struct moe_activation_piece){.key = *key,
+                                                 .part = part,
+                                                 .open = true,
+                                                 .offset = offset,
+                                                 .bytes = bytes,
+                                                 .age = age,
+                                                 .data = (char *)s->block + offset};
     return s->piece[at].data;
 }
 
 /* ------------------------------------------------------------------------- calls */
 
-size_t moe_kept_begin(struct moe_kept *s, const struct moe_kept_key *key)
+size_t moe_activation_cache_begin(struct moe_activation_cache *s,
+                                  const struct moe_activation_key *key)
 {
     moe_mutex_lock(&s->lock);
     remove_where(s, is_kept_of, key);
@@ -268,8 +274,9 @@ size_t moe_kept_begin(struct moe_kept *s, const struct moe_kept_key *key)
     return room;
 }
 
-void *moe_kept_take(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
-                    size_t bytes)
+void *moe_activation_cache_take(struct moe_activation_cache *s,
+                                const struct moe_activation_key *key, enum moe_activation_part part,
+                                size_t bytes)
 {
     moe_mutex_lock(&s->lock);
     void *data = take(s, key, part, bytes);
@@ -277,11 +284,12 @@ void *moe_kept_take(struct moe_kept *s, const struct moe_kept_key *key, enum moe
     return data;
 }
 
-void moe_kept_fill(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
-                   uint64_t rows, uint32_t in_use, size_t bytes)
+void moe_activation_cache_fill(struct moe_activation_cache *s, const struct moe_activation_key *key,
+                               enum moe_activation_part part, uint64_t rows, uint32_t in_use,
+                               size_t bytes)
 {
     moe_mutex_lock(&s->lock);
-    struct moe_kept_piece *p = find(s, key, part, true);
+    struct moe_activation_piece *p = find(s, key, part, true);
     if (p != NULL) {
         MOE_INVARIANT(bytes <= p->bytes);
         p->rows = rows;
@@ -291,7 +299,8 @@ void moe_kept_fill(struct moe_kept *s, const struct moe_kept_key *key, enum moe_
     moe_mutex_unlock(&s->lock);
 }
 
-bool moe_kept_commit(struct moe_kept *s, const struct moe_kept_key *key)
+bool moe_activation_cache_commit(struct moe_activation_cache *s,
+                                 const struct moe_activation_key *key)
 {
     bool any = false;
     moe_mutex_lock(&s->lock);
@@ -306,33 +315,36 @@ bool moe_kept_commit(struct moe_kept *s, const struct moe_kept_key *key)
     return any;
 }
 
-void moe_kept_forget(struct moe_kept *s, const struct moe_kept_key *key)
+void moe_activation_cache_forget(struct moe_activation_cache *s,
+                                 const struct moe_activation_key *key)
 {
     moe_mutex_lock(&s->lock);
     remove_where(s, is_open_of, key);
     moe_mutex_unlock(&s->lock);
 }
 
-bool moe_kept_find(struct moe_kept *s, const struct moe_kept_key *key, enum moe_kept_part part,
-                   struct moe_kept_piece *out)
+bool moe_activation_cache_find(struct moe_activation_cache *s, const struct moe_activation_key *key,
+                               enum moe_activation_part part, struct moe_activation_piece *out)
 {
     moe_mutex_lock(&s->lock);
-    const struct moe_kept_piece *p = find(s, key, part, false);
+    const struct moe_activation_piece *p = find(s, key, part, false);
     if (p != NULL)
         *out = *p;
     moe_mutex_unlock(&s->lock);
     return p != NULL;
 }
 
-void moe_kept_drop(struct moe_kept *s, const struct moe_layer *layer, uint64_t name)
+void moe_activation_cache_drop(struct moe_activation_cache *s, const struct moe_layer *layer,
+                               uint64_t name)
 {
-    struct moe_kept_key of = {.layer = layer, .name = name};
+    struct moe_activation_key of = {.layer = layer, .name = name};
     moe_mutex_lock(&s->lock);
     remove_where(s, is_of_layer, &of);
     moe_mutex_unlock(&s->lock);
 }
 
-void moe_kept_drop_session(struct moe_kept *s, const struct moe_session *session)
+void moe_activation_cache_drop_session(struct moe_activation_cache *s,
+                                       const struct moe_session *session)
 {
     moe_mutex_lock(&s->lock);
     remove_where(s, is_of_session, session);
