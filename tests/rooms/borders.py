@@ -40,8 +40,10 @@ def flags_by_folder(build):
             continue  # a source of a room that a test compiles for itself
         if source.suffix == ".c":
             compiler = next(w for w in words if not re.search(r"(^|/)(ccache|sccache)$", w))
-        directories = re.findall(
-            re.escape(str(build / "rooms")) + r"/[^\s\"/]+", command["command"])
+        text = command["command"]
+        for file in re.findall(r"--options-file (\S+)", text):  # nvcc's, where make is the generator
+            text += pathlib.Path(command["directory"], file).read_text()
+        directories = re.findall(re.escape(str(build / "rooms")) + r"/[^\s\"/]+", text)
         folders[folder].add(tuple(sorted(set(directories))))
     return folders, compiler
 
