@@ -238,9 +238,9 @@ struct moe_status moe_optimizer_check_layer(const struct moe_session_config *ses
     return moe_ok();
 }
 
-struct moe_status moe_optimizer_judge(const struct moe_session_config *session,
-                                      const struct moe_optimizer_opinion *all,
-                                      const struct moe_status *own)
+struct moe_status moe_optimizer_check_votes(const struct moe_session_config *session,
+                                            const struct moe_optimizer_vote *all,
+                                            const struct moe_status *own)
 {
     if (moe_failed(own))
         return *own;
@@ -307,9 +307,9 @@ struct moe_train_update moe_train_update_of(enum moe_optimizer optimizer,
         return u;
     }
     u.beta1 = (float)a->beta1;
-    u.keep1 = (float)(1 - a->beta1);
+    u.one_minus_beta1 = (float)(1 - a->beta1);
     u.beta2 = (float)a->beta2;
-    u.keep2 = (float)(1 - a->beta2);
+    u.one_minus_beta2 = (float)(1 - a->beta2);
     u.step = (float)(a->learning_rate / (1 - pow(a->beta1, (double)a->number)));
     u.root = (float)sqrt(1 - pow(a->beta2, (double)a->number));
     u.epsilon = (float)a->epsilon;

@@ -78,7 +78,7 @@ struct moe_status moe_optimizer_check(enum moe_optimizer optimizer,
 
 /* What every slot tells every other before an optimizer step changes anything, so that all take the
  * same step or none does. */
-struct moe_optimizer_opinion {
+struct moe_optimizer_vote {
     uint64_t hash;    /* of all that two slots could disagree about */
     uint64_t refuses; /* this slot cannot take the step */
 };
@@ -96,9 +96,9 @@ struct moe_status moe_optimizer_check_layer(const struct moe_session_config *ses
                                             uint32_t slot) MOE_CHECKED;
 /* Whether all live slots take the same step; `own` is this slot's refusal, or success, and goes
  * before the others'. all [slots]. Errors: own, MOE_FAILED_PRECONDITION/SHAPE_MISMATCH. */
-struct moe_status moe_optimizer_judge(const struct moe_session_config *session,
-                                      const struct moe_optimizer_opinion *all,
-                                      const struct moe_status *own) MOE_CHECKED;
+struct moe_status moe_optimizer_check_votes(const struct moe_session_config *session,
+                                            const struct moe_optimizer_vote *all,
+                                            const struct moe_status *own) MOE_CHECKED;
 
 /* A's first value at `element` of [r, in]: uniform in +-1 / sqrt(in). */
 float moe_lora_initial(uint64_t seed, uint32_t layer, uint32_t expert, enum moe_weight weight,
@@ -117,11 +117,11 @@ double moe_balance_change(double rate, uint64_t load, uint64_t total, uint32_t e
 /* An optimizer step with its scalars worked out, for each element of a parameter. */
 struct moe_train_update {
     enum moe_optimizer optimizer;
-    float scale;                      /* of gradients: grad_scale times the clipping factor */
-    float decay;                      /* 1 - learning_rate * weight_decay */
-    float beta1, keep1, beta2, keep2; /* keep = 1 - beta */
-    float step;                       /* AdamW: learning_rate / (1 - beta1^t); SGD: learning_rate */
-    float root;                       /* sqrt(1 - beta2^t) */
+    float scale; /* of gradients: grad_scale times the clipping factor */
+    float decay; /* 1 - learning_rate * weight_decay */
+    float beta1, one_minus_beta1, beta2, one_minus_beta2; /* keep = 1 - beta */
+    float step; /* AdamW: learning_rate / (1 - beta1^t); SGD: learning_rate */
+    float root; /* sqrt(1 - beta2^t) */
     float epsilon;
     float momentum;
 };
@@ -146,8 +146,8 @@ MOE_TRAINING_INLINE float moe_train_adamw(const struct moe_train_update *u, floa
                                           float *m1, float *m2)
 {
     float g = grad * u->scale;
-    *m1 = moe_train_multiply_add(u->beta1, *m1, u->keep1 * g);
-    *m2 = moe_train_multiply_add(u->beta2, *m2, u->keep2 * g * g);
+    *m1 = moe_train_multiply_add(u->beta1, *m1, u->one_minus_beta1 * g);
+    *m2 = moe_train_multiply_add(u->beta2, *m2, u->one_minus_beta2 * g * g);
     float denominator = sqrtf(*m2) / u->root + u->epsilon;
     return moe_train_multiply_add(-u->step, *m1 / denominator, value * u->decay);
 }

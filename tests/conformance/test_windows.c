@@ -177,7 +177,7 @@ static void windows_of_impossible_shapes_are_refused(void **state)
 
 static uint64_t *exchange_word(struct moe_session *s, uint32_t window, uint32_t number)
 {
-    return &moe_window_exchange_of(&s->layout, s->window[window].base, number & 1, 1)->word;
+    return &moe_window_exchange_of(&s->layout, s->window[window].base, number & 1, 1)->flag;
 }
 
 /* Slot 1 writes words of other views and steps where slot 0 waits for exchange 1 of view 7. */
@@ -277,14 +277,14 @@ static void forge_step(struct seat *s, const struct forged_step *f)
     const struct moe_window_layout *l = &s->session->layout;
     uint8_t *window = s->session->window[0].base;
     const uint64_t stamp = moe_window_stamp(7, 1);
-    const uint32_t head[MOE_HEAD_WORDS] = {1, 3, HIDDEN, 4, TOP_K, MOE_DTYPE_F32, 3, 1};
+    const uint32_t head[MOE_HEAD_COUNT] = {1, 3, HIDDEN, 4, TOP_K, MOE_DTYPE_F32, 3, 1};
     for (uint32_t e = 0; e < 4; e++)
         moe_cpu_session_store(moe_window_counts_of(l, window, 1, 1) + e, stamp,
                               e == 0 ? f->count : 0);
     struct moe_window_route *routes = moe_window_routes_of(l, window, 1, 1, 0);
-    routes[0] = (struct moe_window_route){.key = moe_window_word(f->route_stamp, f->expert)};
+    routes[0] = (struct moe_window_route){.key = moe_window_flag(f->route_stamp, f->expert)};
     moe_cpu_session_store(moe_window_sent_of(l, window, 1, 0), stamp, f->routes);
-    for (uint32_t i = 0; i < MOE_HEAD_WORDS; i++)
+    for (uint32_t i = 0; i < MOE_HEAD_COUNT; i++)
         moe_cpu_session_store(moe_window_head_of(l, window, 1, 1) + i, stamp, head[i]);
     moe_cpu_session_store(moe_window_done_of(l, window, 1), stamp, 0);
     moe_cpu_session_ring(s->session, 0);

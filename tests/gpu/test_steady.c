@@ -339,7 +339,7 @@ static int a_steady_step_allocates_and_waits_for_nothing(struct member *m)
 static void pretend_steps(struct fixture *f, uint32_t step)
 {
     struct moe_session *s = f->session;
-    const uint64_t done = moe_window_word(moe_window_stamp(s->config.epoch, step), 0);
+    const uint64_t done = moe_window_flag(moe_window_stamp(s->config.epoch, step), 0);
     s->step = step;
     ok(moe_cuda_mem_copy(f->device, &s->control->step, &step, sizeof step));
     for (uint32_t p = 0; p < s->config.slots; p++)

@@ -130,7 +130,7 @@ static struct moe_status plan(struct moe_cpu_ep *ep, const struct moe_cpu_batch 
     return moe_ok();
 }
 
-void moe_cpu_ep_fill_head(const struct moe_cpu_batch *b, uint32_t head[MOE_HEAD_WORDS])
+void moe_cpu_ep_fill_head(const struct moe_cpu_batch *b, uint32_t head[MOE_HEAD_COUNT])
 {
     const uint32_t mask = (1u << MOE_WINDOW_VALUE_BITS) - 1;
     head[MOE_HEAD_TOKENS] = b->tokens;
@@ -171,7 +171,7 @@ static void announce_facts(struct moe_cpu_ep *ep, uint32_t peer)
                               b->facts != NULL ? b->facts->loads[e] : 0);
 }
 
-static void announce(struct moe_cpu_ep *ep, uint32_t peer, const uint32_t head[MOE_HEAD_WORDS])
+static void announce(struct moe_cpu_ep *ep, uint32_t peer, const uint32_t head[MOE_HEAD_COUNT])
 {
     struct moe_session *s = ep->session;
     const struct moe_placement *place = &ep->batch.layer->placement;
@@ -185,7 +185,7 @@ static void announce(struct moe_cpu_ep *ep, uint32_t peer, const uint32_t head[M
     if (ep->batch.backward)
         announce_facts(ep, peer);
     uint64_t *words = moe_window_head_of(&s->layout, base, ep->parity, s->config.slot);
-    for (uint32_t i = 0; i < MOE_HEAD_WORDS; i++)
+    for (uint32_t i = 0; i < MOE_HEAD_COUNT; i++)
         moe_cpu_session_store(&words[i], ep->stamp, head[i]);
 }
 
@@ -248,7 +248,7 @@ struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep, const struct moe_cpu
     ep->stamp = moe_window_stamp(s->config.epoch, s->step);
     ep->parity = s->step & 1;
     ep->open = true;
-    uint32_t head[MOE_HEAD_WORDS];
+    uint32_t head[MOE_HEAD_COUNT];
     moe_cpu_ep_fill_head(batch, head);
     for (uint32_t p = 0; p < s->config.slots; p++)
         if (moe_cpu_session_has_peer(s, p))

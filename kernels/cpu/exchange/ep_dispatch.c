@@ -20,7 +20,7 @@ static void send_token(struct moe_cpu_ep *ep, uint32_t peer, uint32_t t)
             size_t pair = (size_t)t * top_k + k;
             if (ep->target[pair] == peer)
                 routes[n++] = (struct moe_window_route){
-                    .key = moe_window_word(ep->stamp, (uint32_t)b->ids[pair]),
+                    .key = moe_window_flag(ep->stamp, (uint32_t)b->ids[pair]),
                     .weight = b->weights[pair],
                     .k = k};
         }
@@ -61,14 +61,14 @@ static struct moe_status read_head(struct moe_cpu_ep *ep, uint32_t peer, bool *d
                                    bool *cannot)
 {
     struct moe_session *s = ep->session;
-    uint32_t mine[MOE_HEAD_WORDS], theirs[MOE_HEAD_WORDS];
+    uint32_t mine[MOE_HEAD_COUNT], theirs[MOE_HEAD_COUNT];
     const uint64_t *words =
         moe_window_head_of(&s->layout, moe_cpu_session_own(s), ep->parity, peer);
-    for (uint32_t i = 0; i < MOE_HEAD_WORDS; i++)
+    for (uint32_t i = 0; i < MOE_HEAD_COUNT; i++)
         MOE_TRY(moe_cpu_session_wait(s, &words[i], ep->stamp, peer, &theirs[i]));
     moe_cpu_ep_fill_head(&ep->batch, mine);
     *differs = theirs[MOE_HEAD_TOKENS] > ep->batch.bucket;
-    for (uint32_t i = MOE_HEAD_TOKENS + 1; i < MOE_HEAD_WORDS; i++)
+    for (uint32_t i = MOE_HEAD_TOKENS + 1; i < MOE_HEAD_COUNT; i++)
         *differs = *differs || theirs[i] != mine[i];
     *cannot = (theirs[MOE_HEAD_BUCKET] & MOE_HEAD_NO_MEMORY) != 0;
     ep->tokens_of[peer] = theirs[MOE_HEAD_TOKENS];
@@ -257,8 +257,8 @@ static bool assign_peer_token(struct moe_cpu_ep *ep, uint32_t source, uint32_t t
     if (n > ep->batch.layer->spec.router.top_k)
         return false;
     for (uint32_t i = 0; i < n; i++)
-        if (moe_window_word_stamp(routes[i].key) != ep->stamp ||
-            !assign_row(ep, source, moe_window_word_value(routes[i].key), routes[i].weight))
+        if (moe_window_flag_stamp(routes[i].key) != ep->stamp ||
+            !assign_row(ep, source, moe_window_flag_value(routes[i].key), routes[i].weight))
             return false;
     return true;
 }

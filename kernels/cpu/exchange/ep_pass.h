@@ -90,7 +90,7 @@ static inline uint32_t grain_of_block(const struct moe_cpu_ep *ep, uint32_t item
 void moe_cpu_ep_give_rows(struct moe_cpu_ep *ep);
 
 /* This pass as a head: what must be the same on all slots, and the own number of tokens. */
-void moe_cpu_ep_fill_head(const struct moe_cpu_batch *batch, uint32_t head[MOE_HEAD_WORDS]);
+void moe_cpu_ep_fill_head(const struct moe_cpu_batch *batch, uint32_t head[MOE_HEAD_COUNT]);
 /* What a backward pass tells besides; the loads follow. */
 void moe_cpu_ep_fill_facts(const struct moe_cpu_batch *batch, uint32_t words[MOE_PASS_LOADS]);
 

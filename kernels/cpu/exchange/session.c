@@ -29,9 +29,9 @@ static struct moe_window_header *header_of(const struct moe_session *s, uint32_t
 
 static void ring(struct moe_window_header *h)
 {
-    __atomic_fetch_add(&h->bell, 1, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(&h->wake_count, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&h->sleepers, __ATOMIC_SEQ_CST) != 0)
-        syscall(SYS_futex, &h->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+        syscall(SYS_futex, &h->wake_count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
 void moe_cpu_session_ring(struct moe_session *s, uint32_t slot)
@@ -42,9 +42,9 @@ void moe_cpu_session_ring(struct moe_session *s, uint32_t slot)
 static bool word_ready(const uint64_t *word, uint64_t stamp, uint32_t *value)
 {
     uint64_t w = __atomic_load_n(word, __ATOMIC_ACQUIRE);
-    if (moe_window_word_stamp(w) != stamp)
+    if (moe_window_flag_stamp(w) != stamp)
         return false;
-    *value = moe_window_word_value(w);
+    *value = moe_window_flag_value(w);
     return true;
 }
 
@@ -101,12 +101,12 @@ static void sleep_on_bell(struct moe_session *s, const uint64_t *word, uint64_t 
         ns = deadline - now;
     struct timespec limit = {.tv_nsec = (long)ns};
     __atomic_store_n(&h->waiting, now / MOE_NS_PER_MS << 8 | (slot + 1), __ATOMIC_RELEASE);
-    uint32_t bell = __atomic_load_n(&h->bell, __ATOMIC_SEQ_CST);
+    uint32_t seen = __atomic_load_n(&h->wake_count, __ATOMIC_SEQ_CST);
     __atomic_fetch_add(&h->sleepers, 1, __ATOMIC_SEQ_CST);
     uint32_t value;
     struct moe_status st = hopeless(s, slot);
     if (!word_ready(word, stamp, &value) && !moe_failed(&st))
-        syscall(SYS_futex, &h->bell, FUTEX_WAIT, bell, &limit, NULL, 0);
+        syscall(SYS_futex, &h->wake_count, FUTEX_WAIT, seen, &limit, NULL, 0);
     __atomic_fetch_sub(&h->sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
@@ -200,7 +200,7 @@ static void put_exchange(struct moe_session *s, uint32_t peer, const void *data,
         moe_window_exchange_of(&s->layout, s->window[peer].base, s->exchanges & 1, s->config.slot);
     if (bytes > 0)
         memcpy(e->data, data, bytes);
-    moe_cpu_session_store(&e->word, moe_window_stamp(s->config.epoch, s->exchanges),
+    moe_cpu_session_store(&e->flag, moe_window_stamp(s->config.epoch, s->exchanges),
                           (uint32_t)bytes);
     moe_cpu_session_ring(s, peer);
 }
@@ -211,7 +211,7 @@ static struct moe_status get_exchange(struct moe_session *s, uint32_t peer, void
     const struct moe_window_exchange *e =
         moe_window_exchange_of(&s->layout, moe_cpu_session_own(s), s->exchanges & 1, peer);
     uint32_t came;
-    MOE_TRY(moe_cpu_session_wait(s, &e->word, moe_window_stamp(s->config.epoch, s->exchanges), peer,
+    MOE_TRY(moe_cpu_session_wait(s, &e->flag, moe_window_stamp(s->config.epoch, s->exchanges), peer,
                                  &came));
     if (came != bytes)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,

@@ -61,7 +61,7 @@ struct moe_status moe_cpu_session_barrier(struct moe_session *s) MOE_CHECKED;
 /* Stores a word into a peer's window, after everything this thread stored there before. */
 static inline void moe_cpu_session_store(uint64_t *word, uint64_t stamp, uint32_t value)
 {
-    __atomic_store_n(word, moe_window_word(stamp, value), __ATOMIC_RELEASE);
+    __atomic_store_n(word, moe_window_flag(stamp, value), __ATOMIC_RELEASE);
 }
 
 /* Wakes whoever sleeps in `slot`; to be called after storing the last word of a batch. */

@@ -41,11 +41,11 @@ static uint64_t fingerprint(const struct step *step)
 static struct moe_status agree(const struct step *step, const struct moe_status *own, bool *refused)
 {
     struct moe_session *s = step->session;
-    struct moe_optimizer_opinion mine = {.refuses = moe_failed(own)}, all[MOE_MAX_SLOTS];
+    struct moe_optimizer_vote mine = {.refuses = moe_failed(own)}, all[MOE_MAX_SLOTS];
     if (mine.refuses == 0)
         mine.hash = fingerprint(step);
     MOE_TRY(moe_cpu_session_gather(s, &mine, all, sizeof mine));
-    struct moe_status st = moe_optimizer_judge(&s->config, all, own);
+    struct moe_status st = moe_optimizer_check_votes(&s->config, all, own);
     *refused = moe_failed(&st);
     return st;
 }

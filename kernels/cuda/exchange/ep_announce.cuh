@@ -105,7 +105,7 @@ __device__ static void tell_share(const struct moe_cuda_pass &p, struct arrival 
     if (crew.thread != 0)
         return;
     __threadfence();
-    store_relaxed(&p.share_told[a->cta], moe_window_word(a->stamp, 0));
+    store_relaxed(&p.share_told[a->cta], moe_window_flag(a->stamp, 0));
 }
 
 /* The tallies become those of all shares before this one. False when a wait failed. */
@@ -153,7 +153,7 @@ __device__ static void store_route(const struct moe_cuda_pass &p, const struct a
                                    uint32_t t, uint32_t k, uint32_t expert, float weight,
                                    uint32_t position, uint32_t slot)
 {
-    const uint64_t key = moe_window_word(a->stamp, expert);
+    const uint64_t key = moe_window_flag(a->stamp, expert);
     uint8_t *window = a->window[slot];
     if (window == nullptr)
         return;
@@ -220,7 +220,7 @@ __device__ static void store_counts(const struct moe_cuda_pass &p, struct arriva
             uint8_t *window = a->window[slot];
             if (window != nullptr)
                 store_relaxed(moe_window_counts_of(&p.layout, window, a->step & 1, p.slot) + e,
-                              moe_window_word(a->stamp, tallies(a)[entry]));
+                              moe_window_flag(a->stamp, tallies(a)[entry]));
         }
     }
 }
@@ -251,10 +251,10 @@ __device__ static void announce_choices(const struct moe_cuda_pass &p, struct ar
 __device__ static void store_head(const struct moe_cuda_pass &p, const struct arrival *a)
 {
     const uint32_t lane = threadIdx.x % 32;
-    for (uint32_t s = 0; s < p.slots && lane < MOE_HEAD_WORDS; s++)
+    for (uint32_t s = 0; s < p.slots && lane < MOE_HEAD_COUNT; s++)
         if (is_live(a->live, s))
             store_relaxed(moe_window_head_of(&p.layout, a->window[s], a->step & 1, p.slot) + lane,
-                          moe_window_word(a->stamp, a->facts.head[lane]));
+                          moe_window_flag(a->stamp, a->facts.head[lane]));
 }
 
 #endif

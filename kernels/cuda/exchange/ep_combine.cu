@@ -94,7 +94,7 @@ __device__ static void return_token(const struct moe_cuda_pass &p, const struct 
         return;
     fence_system();
     store_relaxed(moe_window_returned_part_of(&p.layout, window, p.slot, t, part),
-                  moe_window_word(homes.stamp, __popc(lanes)));
+                  moe_window_flag(homes.stamp, __popc(lanes)));
 }
 
 template <typename K>

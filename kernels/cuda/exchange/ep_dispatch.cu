@@ -43,7 +43,7 @@ __device__ static void lay_blanks(const struct moe_cuda_pass &p, uint32_t last,
     if (crew.warp == 0 && lane < p.slots && lane != p.slot && is_live(c->live, lane)) {
         fence_system(); /* the kernel that sent has ended */
         store_relaxed(moe_window_flushed_of(&p.layout, c->window[lane], p.slot),
-                      moe_window_word(stamp, 0));
+                      moe_window_flag(stamp, 0));
         wait_word_reached(c, p.abort, moe_window_flushed_of(&p.layout, window, lane), stamp, lane);
     }
     meet(crew);

@@ -71,7 +71,7 @@ __device__ static void peek_token(const struct moe_cuda_pass &p, const struct ar
 
 __device__ inline bool is_sent(const struct arrival *a, const struct incoming &in)
 {
-    return moe_window_word_stamp(in.sent) == a->stamp;
+    return moe_window_flag_stamp(in.sent) == a->stamp;
 }
 
 /* The choices that are for this slot, once the source has said so. False when the wait failed. */
@@ -79,7 +79,7 @@ __device__ static bool await_sent(const struct moe_cuda_pass &p, const struct ar
                                   struct incoming *in)
 {
     bool came = true;
-    in->choices = moe_window_word_value(in->sent);
+    in->choices = moe_window_flag_value(in->sent);
     if (!is_sent(a, *in))
         came =
             wait_word(p.control, p.abort, sent_of(p, a, *in), a->stamp, in->source, &in->choices);

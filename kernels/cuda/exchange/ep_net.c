@@ -211,7 +211,7 @@ static bool read_head(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pas
     const struct moe_cuda_letter *theirs = letter_of(n, p), *mine = letter_of(n, pass->slot);
     if (theirs->head[MOE_HEAD_TOKENS] > pass->bucket)
         return refuses(n, MOE_CUDA_PASS_REFUSED, p + MOE_CUDA_MEANS_OTHER);
-    for (uint32_t w = 0; w < MOE_HEAD_WORDS; w++)
+    for (uint32_t w = 0; w < MOE_HEAD_COUNT; w++)
         if (w != MOE_HEAD_TOKENS && theirs->head[w] != mine->head[w])
             return refuses(n, MOE_CUDA_PASS_REFUSED, p + MOE_CUDA_MEANS_OTHER);
     n->pass.tokens_of[p] = theirs->head[MOE_HEAD_TOKENS];

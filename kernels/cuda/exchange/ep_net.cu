@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(32 * SHARES)
         return;
     const uint32_t rows = slot == p.slot ? 0 : list_tokens(p, n, slot);
     struct moe_cuda_letter *letter = letter_to(p, n, slot);
-    if (threadIdx.x < MOE_HEAD_WORDS)
+    if (threadIdx.x < MOE_HEAD_COUNT)
         letter->head[threadIdx.x] = p.facts->head[threadIdx.x];
     if (threadIdx.x != 0)
         return;

@@ -32,7 +32,7 @@ enum moe_cuda_letter_kind { MOE_CUDA_LETTER_STEP = 1, MOE_CUDA_LETTER_EXCHANGE }
 struct moe_cuda_letter {
     uint32_t kind;
     uint32_t size; /* rows that follow, or bytes of the exchange */
-    uint32_t head[MOE_HEAD_WORDS];
+    uint32_t head[MOE_HEAD_COUNT];
     uint32_t body[];
 };
 

@@ -11,8 +11,8 @@ __device__ static void read_heads(const struct moe_cuda_pass &p, struct arrival 
 {
     struct moe_cuda_control *c = p.control;
 #pragma unroll 1
-    for (uint32_t i = crew.thread; i < p.slots * MOE_HEAD_WORDS; i += crew.threads) {
-        uint32_t source = i / MOE_HEAD_WORDS, word = i % MOE_HEAD_WORDS, value = 0;
+    for (uint32_t i = crew.thread; i < p.slots * MOE_HEAD_COUNT; i += crew.threads) {
+        uint32_t source = i / MOE_HEAD_COUNT, word = i % MOE_HEAD_COUNT, value = 0;
         if (!is_live(a->live, source)) {
             if (word == MOE_HEAD_TOKENS)
                 a->tokens_of[source] = 0;

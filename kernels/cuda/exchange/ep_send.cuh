@@ -59,7 +59,7 @@ __device__ static void store_sent(const struct moe_cuda_pass &p, const struct ar
     uint8_t *window = a->window[plan.peer];
     if (lane >= nearest && lane < p.slots && window != nullptr)
         store_relaxed(moe_window_sent_of(&p.layout, window, p.slot, t),
-                      moe_window_word(a->stamp, plan.choices));
+                      moe_window_flag(a->stamp, plan.choices));
 }
 
 /* Lane i: where slot i steps away wants the row of token t. */
@@ -97,7 +97,7 @@ __device__ static bool await_done(const struct moe_cuda_pass &p, uint32_t step, 
     const uint64_t last = moe_window_stamp(c->epoch, step - 1);
     bool clear = true;
     if (step > 1 && lane < p.slots && lane != p.slot && is_live(c->live, lane) &&
-        moe_window_word_stamp(peeked) != last)
+        moe_window_flag_stamp(peeked) != last)
         clear = wait_word_reached(
             c, p.abort, moe_window_done_of(&p.layout, c->window[p.slot], lane), last, lane);
     clear = __all_sync(ALL_LANES, clear);

@@ -30,12 +30,12 @@ __global__ void exchange_kernel(struct moe_window_layout layout, struct moe_cuda
     __syncwarp();
     if (lane == 0) {
         fence_system();
-        store_relaxed(&to->word, moe_window_word(stamp, bytes));
+        store_relaxed(&to->flag, moe_window_flag(stamp, bytes));
     }
     const struct moe_window_exchange *from =
         moe_window_exchange_of(&layout, c->window[slot], number & 1, peer);
     uint32_t came = 0;
-    bool here = lane != 0 || wait_word(c, &mailbox->abort, &from->word, stamp, peer, &came);
+    bool here = lane != 0 || wait_word(c, &mailbox->abort, &from->flag, stamp, peer, &came);
     if (!__all_sync(ALL_LANES, here))
         return;
     __syncwarp(); /* a vote orders no memory */

@@ -98,7 +98,7 @@ __device__ inline void tell_done(const struct moe_cuda_pass &p, uint32_t step)
     fence_system();
     if (lane < p.slots && lane != p.slot && is_live(c->live, lane))
         store_relaxed(moe_window_done_of(&p.layout, c->window[lane], p.slot),
-                      moe_window_word(moe_window_stamp(c->epoch, step), 0));
+                      moe_window_flag(moe_window_stamp(c->epoch, step), 0));
     if (lane == 0)
         c->told = step;
 }

@@ -209,8 +209,8 @@ __device__ inline bool wait_word(struct moe_cuda_control *c, const uint32_t *abo
     uint64_t since = 0, looked = 0;
     for (uint32_t tries = 1;; tries++) {
         uint64_t w = load_acquire(word);
-        if (moe_window_word_stamp(w) == stamp) {
-            *value = moe_window_word_value(w);
+        if (moe_window_flag_stamp(w) == stamp) {
+            *value = moe_window_flag_value(w);
             return true;
         }
         if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
@@ -221,7 +221,7 @@ __device__ inline bool wait_word(struct moe_cuda_control *c, const uint32_t *abo
 /* Whether what was seen of a route is of this step. */
 __device__ inline bool has_stamp(uint4 route, uint64_t stamp)
 {
-    return moe_window_word_stamp(static_cast<uint64_t>(route.y) << 32 | route.x) == stamp;
+    return moe_window_flag_stamp(static_cast<uint64_t>(route.y) << 32 | route.x) == stamp;
 }
 
 /* Waits until `route` carries `stamp`, which `slot` will store, and reads all of it. */
@@ -245,7 +245,7 @@ __device__ inline bool wait_word_reached(struct moe_cuda_control *c, const uint3
 {
     uint64_t since = 0, looked = 0;
     for (uint32_t tries = 1;; tries++) {
-        uint64_t seen = moe_window_word_stamp(load_acquire(word));
+        uint64_t seen = moe_window_flag_stamp(load_acquire(word));
         if (seen >> MOE_WINDOW_STEP_BITS == stamp >> MOE_WINDOW_STEP_BITS && seen >= stamp)
             return true;
         if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))

@@ -4,7 +4,7 @@
 
 /* This step as a head: what must be the same on all slots, and the own number of tokens. */
 static void fill_head(const struct moe_layer *layer, enum moe_dtype dtype, uint32_t bucket,
-                      uint32_t tokens, uint32_t head[MOE_HEAD_WORDS])
+                      uint32_t tokens, uint32_t head[MOE_HEAD_COUNT])
 {
     const uint32_t mask = (1u << MOE_WINDOW_VALUE_BITS) - 1;
     head[MOE_HEAD_TOKENS] = tokens;

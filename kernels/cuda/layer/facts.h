@@ -28,7 +28,7 @@ struct moe_cuda_facts {
     uint32_t need_logits; /* 0: every token brings ids and weights */
     uint32_t has_modes;   /* 0: all tokens are MOE_ROUTE_SERVER, modes are not read */
     struct moe_cuda_ggemm_pre pre[MOE_ACTIVATION_PARTS]; /* of a step that retains (retain.h) */
-    uint32_t head[MOE_HEAD_WORDS];                       /* of this slot, as in moe/window.h */
+    uint32_t head[MOE_HEAD_COUNT];                       /* of this slot, as in moe/window.h */
 };
 
 /* Facts of `tokens` tokens without modes, logits needed; the caller changes the last two where they

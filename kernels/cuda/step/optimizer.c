@@ -202,7 +202,7 @@ static struct moe_status agree(struct moe_session *s, struct moe_trainer *const 
                                size_t count, const struct moe_optimizer_args *args, bool *refused)
 {
     struct moe_status own = check(s, trainers, count, args);
-    struct moe_optimizer_opinion mine = {.refuses = moe_failed(&own)}, all[MOE_MAX_SLOTS];
+    struct moe_optimizer_vote mine = {.refuses = moe_failed(&own)}, all[MOE_MAX_SLOTS];
     if (mine.refuses == 0)
         mine.hash = moe_optimizer_hash(args, count);
     for (size_t i = 0; i < count && mine.refuses == 0; i++)
@@ -210,7 +210,7 @@ static struct moe_status agree(struct moe_session *s, struct moe_trainer *const 
                                   &trainers[i]->layer->placement, &trainers[i]->config,
                                   trainers[i]->frozen);
     MOE_TRY(moe_cuda_session_exchange(s, &mine, all, sizeof mine));
-    struct moe_status st = moe_optimizer_judge(&s->config, all, &own);
+    struct moe_status st = moe_optimizer_check_votes(&s->config, all, &own);
     *refused = moe_failed(&st);
     return st;
 }
