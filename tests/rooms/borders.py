@@ -41,7 +41,8 @@ def flags_by_folder(build):
         if source.suffix == ".c":
             compiler = next(w for w in words if not re.search(r"(^|/)(ccache|sccache)$", w))
         text = command["command"]
-        for file in re.findall(r"--options-file (\S+)", text):  # nvcc's, where make is the generator
+        # nvcc reads its options from files where make is the generator.
+        for file in re.findall(r"--options-file (\S+)", text):
             text += pathlib.Path(command["directory"], file).read_text()
         directories = re.findall(re.escape(str(build / "rooms")) + r"/[^\s\"/]+", text)
         folders[folder].add(tuple(sorted(set(directories))))
