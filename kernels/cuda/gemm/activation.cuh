@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts' activation in exact fp32, for the kernels that are not bound by it. */
+/* The experts' activation in exact fp32, for kernels that it does not limit. */
 #ifndef MOE_CUDA_ACTIVATION_CUH
 #define MOE_CUDA_ACTIVATION_CUH
 
 #include "moe/layer_spec.h"
 
-/* NaN passes through the clamps, as it does on the CPU: fminf and fmaxf would swallow it. */
+/* The clamps keep NaN, as on the CPU; fminf and fmaxf would drop it. */
 __device__ inline float moe_activate(enum moe_activation activation, float limit, float alpha,
                                      float gate, float up)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host side of the grouped GEMM: checks the shape, describes the buffers to the copy engine, picks
- * the instance and launches it. The kernels are in ggemm_stream.cuh, ggemm_even.cuh and
- * ggemm_pingpong.cuh. */
+/* Host side of the grouped GEMM: checks the shape, describes the buffers to the copy engine,
+ * chooses the kernel instance and launches it. The kernels are in ggemm_stream.cuh, ggemm_even.cuh
+ * and ggemm_pingpong.cuh. */
 #include "cuda/gemm/ggemm.h"
 
 #include "cuda/core/load.h"
@@ -17,17 +17,18 @@
 namespace
 {
 
-constexpr uint64_t MAX_TILES = UINT64_C(1) << 31; /* tile numbers are 32 bits, with room to step */
+constexpr uint64_t MAX_TILES = UINT64_C(1) << 31; /* tile numbers are 32 bits; one grid step beyond
+                                                     fits */
 
 typedef void (*kernel)(const ggemm::params);
 
-/* RETAINED: gated, and gate and up are left as well. */
+/* RETAINED: GATED, and also stores gate and up. */
 enum form { PLAIN, GATED, BACK, RETAINED, FORMS };
 
 struct instance {
-    kernel run[FORMS][2]; /* [..][fp32 output] */
+    kernel run[FORMS][2]; /* [form][fp32 output] */
     uint32_t threads;
-    uint32_t row_step; /* of the boxes in which rows are read */
+    uint32_t row_step; /* of the boxes that read rows */
     size_t shared_bytes;
 };
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See ggemm_cublas.h. A product is: addresses of all blocks; then, a wave of blocks at a time, one
- * batched call and the epilogue. Waves bound the memory of fp32 results. */
+/* See ggemm_cublas.h. One product is: the addresses of all blocks, then one batched call and the
+ * epilogue for each wave of blocks. Waves bound the memory of fp32 results. */
 #include "cuda/gemm/ggemm_cublas.h"
 
 #include "base/size.h"
@@ -17,8 +17,8 @@ namespace
 {
 
 constexpr uint32_t BLOCK_ROWS = MOE_ROW_ALIGN;
-constexpr uint32_t WAVE_BLOCKS = 64;                 /* enough tiles to fill a device; 8192 rows */
-constexpr size_t WORKSPACE_BYTES = size_t(32) << 20; /* what cuBLAS asks for on Hopper */
+constexpr uint32_t WAVE_BLOCKS = 64;                 /* 8192 rows: enough tiles to fill a device */
+constexpr size_t WORKSPACE_BYTES = size_t(32) << 20; /* cuBLAS's own size on Hopper */
 constexpr size_t LINE = 256;
 constexpr int THREADS = 256;
 constexpr int32_t NOBODY = -1;
@@ -34,20 +34,20 @@ typedef cublasStatus_t (*gemm_fn)(cublasHandle_t, cublasOperation_t, cublasOpera
                                   void *const[], cudaDataType, int, int, cublasComputeType_t,
                                   cublasGemmAlgo_t);
 
-/* Addresses of one product, by block of rows; in scratch. */
+/* Addresses of one product, by block of rows. In scratch. */
 struct addresses {
     const void **weights, **rows;
     void **results;
-    int32_t *owner; /* expert, or NOBODY */
+    int32_t *owner; /* expert; negative: none */
 };
 
-/* What the kernels are told. */
+/* Arguments of the kernels. */
 struct task {
     moe_cuda_ggemm g;
     uint32_t weight_rows; /* of an expert */
     addresses at;
     float *products; /* [WAVE_BLOCKS * BLOCK_ROWS, weight_rows], or `out` itself */
-    bool in_place;   /* products is out: every block has its own place */
+    bool in_place;   /* products is out; else each wave reuses products */
 };
 
 } // namespace
@@ -103,7 +103,7 @@ moe_status open_handle(moe_cuda_cublas *c)
     set_math_mode_fn set_math_mode = nullptr;
     MOE_TRY(load(c, &create, &set_math_mode));
     MOE_TRY(answer(create(&c->handle), "making a handle"));
-    /* Partial sums stay fp32 also where K is split. */
+    /* Partial sums stay fp32 even if K is split. */
     const int mode = CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
     return answer(set_math_mode(c->handle, static_cast<cublasMath_t>(mode)), "choosing precision");
 }
@@ -163,7 +163,7 @@ bool place(size_t *at, size_t *offset, size_t count, size_t each)
            moe_size_round_up(*at, LINE, at);
 }
 
-/* The workspace comes first. */
+/* The workspace is at offset 0. */
 bool lay_out(uint32_t row_capacity, uint32_t weight_rows, bool in_place, layout *l)
 {
     const size_t blocks = blocks_of(row_capacity);
@@ -206,7 +206,7 @@ __device__ int32_t owner_of(const moe_cuda_ggemm &g, uint32_t row)
     return NOBODY;
 }
 
-/* A thread per block of rows. A block of nobody is multiplied with the first expert's weights. */
+/* One thread per block of rows. Blocks without an owner use the first expert's weights. */
 __global__ void write_addresses(const task t, uint32_t blocks)
 {
     const uint32_t block = blockIdx.x * THREADS + threadIdx.x;
@@ -233,7 +233,7 @@ __device__ void store(const moe_cuda_ggemm &g, size_t at, float v)
         static_cast<float *>(g.out)[at] = v;
 }
 
-/* One row's product -> its row of out. */
+/* Finishes one row: product -> row of out. */
 __device__ void finish_gated(const task &t, size_t expert, const float *product, size_t row,
                              float w)
 {
@@ -260,7 +260,7 @@ __device__ void finish_plain(const task &t, size_t expert, const float *product,
         store(g, row * g.n + c, w * (product[c] + (bias != nullptr ? bias[c] : 0.0f)));
 }
 
-/* A block of threads per row of a wave that begins at `first_row`. */
+/* One CTA per row of a wave that begins at `first_row`. */
 __global__ void __launch_bounds__(THREADS) finish_rows(const task t, uint32_t first_row)
 {
     const moe_cuda_ggemm &g = t.g;
@@ -292,8 +292,8 @@ moe_status check_shape(const moe_cuda_ggemm &g)
     return moe_ok();
 }
 
-/* `count` blocks of `rows` rows each, from block `first`. cuBLAS counts columns first: its result
- * is [weight_rows] x [rows], the transpose of ours, so that ours is row-major. */
+/* Multiplies `count` blocks of `rows` rows each, from block `first`. cuBLAS is column-major: its
+ * result [weight_rows] x [rows] is our row-major one, transposed. */
 moe_status multiply(moe_cuda_cublas *c, const task &t, uint32_t first, uint32_t count,
                     uint32_t rows)
 {
@@ -301,8 +301,8 @@ moe_status multiply(moe_cuda_cublas *c, const task &t, uint32_t first, uint32_t 
     const int weight_rows = int(t.weight_rows), k = int(t.g.k);
     if (count == 0 || rows == 0)
         return moe_ok();
-    /* The library may load the kernel that it picks, which a capture in its stricter modes forbids
-     * although nothing of it is captured. */
+    /* The library may load its kernel here. Stricter capture modes forbid that, although the load
+     * is not captured. */
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     MOE_TRY(MOE_CUDA(cudaThreadExchangeStreamCaptureMode(&mode)));
     const cublasStatus_t rc = c->gemm(
@@ -319,7 +319,7 @@ bool needs_finish(const task &t)
            (t.g.row_weight != nullptr && t.g.weighting != MOE_WEIGHT_INPUT);
 }
 
-/* Blocks [first, first + count); the last block of all may be short. */
+/* Blocks [first, first + count); only the last of all may be short. */
 moe_status run_wave(moe_cuda_cublas *c, const task &t, uint32_t first, uint32_t count,
                     cudaStream_t stream)
 {
@@ -364,7 +364,7 @@ extern "C" moe_status moe_cuda_cublas_enqueue(moe_cuda_cublas *c, const moe_cuda
     const task t = make_task(*g, l, scratch);
     const uint32_t blocks = blocks_of(g->row_capacity);
     const uint32_t wave = t.in_place ? blocks : WAVE_BLOCKS;
-    /* A new stream makes a handle forget its workspace. */
+    /* A new stream resets the handle's workspace. */
     MOE_TRY(answer(c->set_stream(c->handle, stream), "choosing a stream"));
     MOE_TRY(answer(c->set_workspace(c->handle, scratch, WORKSPACE_BYTES), "giving workspace"));
     write_addresses<<<(blocks + THREADS - 1) / THREADS, THREADS, 0, stream>>>(t, blocks);

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* From accumulators to rows in memory: bias, activation, row weight, rounding, store.
  *
- * Everything is local to a warp, which holds 16 rows of the tile (hopper.cuh, multiply). Gate and
- * up rows of the weights alternate in blocks of 8, so both values of a pair sit in one thread and
- * the activation needs no exchange. Rows that do not exist are never stored: whole blocks of 16
- * rows leave through the copy engine, the last, partial one by predicated 16-byte stores. */
+ * A warp needs no other warp: it holds 16 rows of the tile (hopper.cuh, multiply). Gate and up rows
+ * of the weights alternate in blocks of 8, so one thread has both values of a pair and the
+ * activation needs no exchange. Only existing rows are stored: whole blocks of 16 rows leave
+ * through the copy engine, the last, partial block by predicated 16-byte stores. */
 #ifndef MOE_CUDA_GGEMM_EPILOGUE_CUH
 #define MOE_CUDA_GGEMM_EPILOGUE_CUH
 
@@ -16,7 +16,8 @@
 namespace ggemm
 {
 
-/* The routing weights of a thread's two rows, loaded before the main loop hides the latency. */
+/* The routing weights of a thread's two rows. Loaded before the main loop, which hides the
+ * latency. */
 struct row_weights {
     float upper, lower;
 };
@@ -47,8 +48,8 @@ __device__ __forceinline__ float max_keep_nan(float a, float b)
     return r;
 }
 
-/* All three activations are one formula: SWIGLU has limit = infinity, alpha = 1, shift = 0;
- * CLAMPED has a limit; OAI has all three, with shift = 1. */
+/* One formula for all three activations. SWIGLU: limit = infinity, alpha = 1, shift = 0. CLAMPED: a
+ * limit. OAI: limit, alpha, and shift = 1. */
 __device__ __forceinline__ float activate(const params &p, float gate, float up)
 {
     gate = min_keep_nan(gate, p.limit);
@@ -56,7 +57,7 @@ __device__ __forceinline__ float activate(const params &p, float gate, float up)
     return __fdividef(gate, 1.0f + __expf(-p.alpha * gate)) * (up + p.shift);
 }
 
-/* The bias of this thread's two columns of the output's block of 8 at `column`; zero behind the
+/* The bias of this thread's two columns of the 8 output columns at `column`; zero beyond the
  * edge. */
 __device__ __forceinline__ float2 bias_pair(const params &p, const float *bias, uint32_t expert,
                                             uint32_t column)
@@ -96,7 +97,8 @@ __device__ __forceinline__ void finish_plain(const params &p, float (&acc)[N], u
     weigh(p, acc, w);
 }
 
-/* Activation of gate (8 columns) and up (the next 8); results fill the first half of acc. */
+/* Applies the activation to gate (8 columns) and up (the next 8). Results fill the first half of
+ * acc. */
 template <uint32_t N>
 __device__ __forceinline__ void finish_gated(const params &p, float (&acc)[N], uint32_t expert,
                                              uint32_t column, row_weights w)
@@ -127,7 +129,7 @@ __device__ __forceinline__ uint32_t pack(float x, float y)
     return *reinterpret_cast<const uint32_t *>(&v);
 }
 
-/* The two staging buffers of a warp, used in turn: one is filled while the other is sent. */
+/* A warp's two staging buffers, in alternation: one fills while the other is sent. */
 struct staging {
     uint32_t address;
     uint32_t turn = 0;
@@ -143,7 +145,7 @@ struct staging {
     }
 };
 
-/* The partial block of `rows` < 16 rows, from staging. */
+/* Stores a partial block of `rows` < 16 rows from staging. */
 __device__ __forceinline__ void store_partial(const params &p, uint32_t buffer, uint32_t row,
                                               uint32_t rows, uint32_t column)
 {
@@ -158,7 +160,7 @@ __device__ __forceinline__ void store_partial(const params &p, uint32_t buffer, 
     }
 }
 
-/* `rows` (1..16) rows of COLUMNS values in accumulator layout, as bf16. */
+/* Stores `rows` (1..16) rows of COLUMNS values in accumulator layout as bf16. */
 template <uint32_t COLUMNS, uint32_t N>
 __device__ __forceinline__ void store_bf16(const params &p, const float (&v)[N], staging &stage,
                                            uint32_t row, uint32_t rows, uint32_t column)
@@ -189,7 +191,7 @@ __device__ __forceinline__ void store_bf16(const params &p, const float (&v)[N],
     }
 }
 
-/* The same as fp32, straight from registers: 32 bytes in one piece per row. `to` has n columns. */
+/* The same as fp32, directly from registers: 32 contiguous bytes per row. `to` has n columns. */
 template <uint32_t COLUMNS, uint32_t N>
 __device__ __forceinline__ void store_f32(float *to, uint32_t n, uint32_t stride,
                                           const float (&v)[N], uint32_t row, uint32_t rows,
@@ -208,15 +210,15 @@ __device__ __forceinline__ void store_f32(float *to, uint32_t n, uint32_t stride
     }
 }
 
-/* How many of `rows` rows from `row` there is room for. */
+/* How many of `rows` rows from `row` on fit. */
 __device__ __forceinline__ uint32_t rows_with_room(const params &p, uint32_t row, uint32_t rows)
 {
     const uint32_t room = __ldg(&p.pre->rows);
     return row < room ? min(rows, room - row) : 0;
 }
 
-/* One warp's 16 rows of a tile, of which `rows` exist (none or less: nothing happens).
- * `weight_row` is the tile's first; gate and up count apart there. */
+/* Stores one warp's 16 rows of a tile. Only `rows` of them exist; with none or fewer, nothing
+ * happens. `weight_row` is the tile's first weight row; gate and up count separately. */
 template <bool GATED, bool F32, bool SAVE, uint32_t N>
 __device__ __forceinline__ void store_tile(const params &p, float (&acc)[N], staging &stage,
                                            uint32_t expert, uint32_t row, int rows,

@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Grouped GEMM for any number of rows per expert above a few: little is lost to rounding.
+/* Grouped GEMM for any number of rows per expert above a few: rounding up to tiles costs little.
  *
- * Weights are the instruction's 64-row side, and an expert's rows its other side, which comes in
- * steps of 16: an expert's rows are cut into equal tiles of up to 192. Up to there an
- * expert's weights are read once; beyond, the tiles that share weights stay in step because they
- * are equal (a shorter last one would run ahead, and the weights be read from memory again).
+ * Weights are the instruction's 64-row operand. An expert's rows are the other operand, which has
+ * steps of 16, so the rows are cut into equal tiles of up to 192. Up to 192 rows, an expert's
+ * weights are read once. Beyond, tiles that share weights stay in step because they are equal; a
+ * shorter last tile would run ahead and read the weights from memory again.
  *
- * Tile     128 weight rows x up to 192 rows x 64, 5 stages in flight. Rows are read in boxes of
- *          32, 64, ... 192.
- * Warps    0-3 and 4-7 are two consumers that take tiles in turn: while one stores, the other
- *          multiplies. Warp 8 keeps the copy engine busy and makes the list of tiles; 9-11 only
- *          lend their registers.
- * Shared   218 KB: one block per SM, persistent.
- * Registers 24 for the last warpgroup, 240 for the consumers (64 K in all, 168 at the start).
+ * Tile      128 weight rows x up to 192 rows x 64, 5 stages in flight. Rows are read in boxes of
+ *           32, 64, ... 192.
+ * Warps     0-3 and 4-7 are two consumers that alternate tiles: while one stores, the other
+ *           multiplies. Warp 8 issues loads to the copy engine and lists the tiles. 9-11 only give
+ *           up their registers.
+ * Shared    218 KB: one block per SM, persistent.
+ * Registers per thread: 24 in the last warpgroup, 240 in the consumers (64 K in total; 168 at
+ * launch).
  *
- * A barrier's parity tells only one phase from the one before. A consumer that skips a tile may be
- * two phases behind the ring, so it enters only when the other has passed its last wait: the named
- * barriers TURN and TURN + 1 hand the ring over. */
+ * A barrier's parity distinguishes only two successive phases. A consumer that skips a tile may be
+ * two phases behind the ring, so it enters only after the other has passed its last wait. The named
+ * barriers TURN and TURN + 1 pass the ring between them. */
 #ifndef MOE_CUDA_GGEMM_EVEN_CUH
 #define MOE_CUDA_GGEMM_EVEN_CUH
 
@@ -36,7 +37,7 @@ using even_shared = shared<EVEN_ROWS, EVEN_COLUMNS, EVEN_STAGES, 2 * EVEN_CHUNK 
 static_assert(MMA_ROWS * DEPTH_BYTES == SLAB_BYTES, "64 weight rows, or 64 columns of 64");
 using even_walk = tile_walk<EVEN_ROWS, EVEN_COLUMNS, true>;
 
-/* The main loop for tiles of N rows; leaves the last product under way and returns its stage. */
+/* The main loop for tiles of N rows. Leaves the last product in flight and returns its stage. */
 template <uint32_t N, bool BACK>
 __device__ __forceinline__ uint32_t even_multiply(even_shared &s, ring<EVEN_STAGES> &at,
                                                   uint32_t steps,
@@ -73,7 +74,7 @@ __device__ __forceinline__ uint32_t even_multiply(even_shared &s, ring<EVEN_STAG
     return previous;
 }
 
-/* Picks the smallest N that holds `rows`. */
+/* Uses the smallest N that holds `rows`. */
 template <bool BACK, uint32_t N = EVEN_ROWS>
 __device__ __forceinline__ uint32_t even_multiply_rows(even_shared &s, ring<EVEN_STAGES> &at,
                                                        uint32_t steps, uint32_t rows,

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a grouped GEMM kernel is told, and the list of tiles that it makes of it on the device.
+/* Arguments of a grouped GEMM kernel, and the list of tiles that the kernel makes from them.
  *
- * The list is never written out: one warp scans the experts' row counts into a prefix of tile
- * numbers in shared memory, and every warp then walks the tiles blockIdx, blockIdx + gridDim, ...
- * by itself. All warps of a block see the same sequence, so none has to tell another. */
+ * The list is never stored. One warp scans the experts' row counts into a prefix of tile numbers in
+ * shared memory. Then every warp walks the tiles blockIdx, blockIdx + gridDim, ... itself. All
+ * warps of a block see the same sequence, so they need no messages. */
 #ifndef MOE_CUDA_GGEMM_PARAMS_CUH
 #define MOE_CUDA_GGEMM_PARAMS_CUH
 
@@ -15,45 +15,46 @@
 namespace ggemm
 {
 
-constexpr uint32_t DEPTH = 64; /* of one pipeline step along K: 128 bytes of bf16 */
+constexpr uint32_t DEPTH = 64; /* along K, per pipeline step: 128 bytes of bf16 */
 constexpr uint32_t DEPTH_BYTES = 2 * DEPTH;
 constexpr uint32_t WARP = 32;
 constexpr uint32_t WARPGROUP = 128;
-constexpr uint32_t MMA_ROWS = 64;   /* of one warpgroup instruction; 16 to a warp */
-constexpr uint32_t STORE_ROWS = 16; /* box of a store: what one warp holds */
+constexpr uint32_t MMA_ROWS = 64;   /* of one warpgroup instruction; 16 per warp */
+constexpr uint32_t STORE_ROWS = 16; /* box of a store: one warp's rows */
 constexpr uint32_t STORE_COLUMNS = 64;
 constexpr uint32_t STORE_BYTES = STORE_ROWS * STORE_COLUMNS * 2;
-constexpr uint32_t WARP_STAGING = 2 * STORE_BYTES; /* one is filled while one is sent */
+constexpr uint32_t WARP_STAGING = 2 * STORE_BYTES; /* one fills while the other is sent */
 
-constexpr uint32_t ROW_BOXES = 8; /* heights in which a tile's rows can be read */
+constexpr uint32_t ROW_BOXES = 8; /* heights of boxes for a tile's rows */
 
-/* Passed by value as a __grid_constant__, because the copy engine reads the maps in place. */
+/* Passed by value as a __grid_constant__: the copy engine reads the maps in place. */
 struct params {
     CUtensorMap rows[ROW_BOXES]; /* [row_capacity, k], boxes of 1, 2, ... times the row step */
     CUtensorMap out; /* [row_capacity, out_n], box of one warp's store; bf16 output only */
     void *out_rows;  /* [row_capacity, out_stride] */
     const uint32_t *start, *count;                /* [experts] */
-    const moe_cuda_ggemm_weights *const *weights; /* maps and biases of the layer of this run */
-    /* [row_capacity], or NULL = 1: multiplies gate and up before their biases; plain: the result */
+    const moe_cuda_ggemm_weights *const *weights; /* maps and biases of this run's layer */
+    /* [row_capacity], or NULL = 1. Multiplies gate and up before their biases; plain: the
+     * result. */
     const float *row_weight;
     uint32_t experts;
-    uint32_t tile;  /* which of the weights' maps; not for `back` */
+    uint32_t tile;  /* selects the weights' map; unused with `back` */
     uint32_t n, k;  /* rows and columns of an expert's weights */
-    uint32_t out_n; /* n, or n / 2 where gate and up become one */
+    uint32_t out_n; /* n; or n / 2 where gate and up become one */
     uint32_t out_stride;
     bool has_bias;
-    const moe_cuda_ggemm_pre *pre; /* of kernels that leave it */
-    uint64_t *began;               /* gets the time when the kernel began, or NULL */
-    float limit, alpha, shift;     /* activation, see ggemm_epilogue.cuh */
+    const moe_cuda_ggemm_pre *pre; /* only for kernels that store gate and up */
+    uint64_t *began;               /* receives the kernel's start time, or NULL */
+    float limit, alpha, shift;     /* of the activation; see ggemm_epilogue.cuh */
 };
 
-/* Row tiles of an expert that share a pass over its weights before the next columns come. */
+/* Row tiles of an expert that pass over its weights together, before the next columns. */
 constexpr uint32_t STRIP = 8;
 
 constexpr uint32_t ROW_GRAIN = 16; /* heights of even tiles are multiples of this */
 
-/* first[e] = number of the first tile of expert e; first[experts] = number of tiles. By one warp;
- * the block must synchronise afterwards. */
+/* first[e] = number of the first tile of expert e; first[experts] = number of tiles. Called by one
+ * warp; the block must synchronise afterwards. */
 template <uint32_t ROWS, uint32_t COLUMNS>
 __device__ __forceinline__ void list_tiles(const params &p, uint32_t *first)
 {
@@ -78,16 +79,17 @@ __device__ __forceinline__ void list_tiles(const params &p, uint32_t *first)
     }
 }
 
-/* The tiles of this block, in order. ROWS is the most that a tile has; the rows of an expert are
- * cut at multiples of ROWS, or, if EVEN, into pieces of equal height. */
+/* The tiles of this block, in order. A tile has at most ROWS rows. An expert's rows are cut at
+ * multiples of ROWS, or, if EVEN, into pieces of equal height. */
 template <uint32_t ROWS, uint32_t COLUMNS, bool EVEN = false> class tile_walk
 {
   public:
     uint32_t expert = 0;
     uint32_t row;        /* first row of the tile, in the buffer of all experts */
-    uint32_t rows;       /* of the tile that exist, 1..height */
+    uint32_t rows;       /* of the tile that exist: 1..height */
     uint32_t height;     /* rows to compute */
-    uint32_t weight_row; /* first of the expert's weight rows; one is one column of the product */
+    uint32_t weight_row; /* first of the expert's weight rows; a weight row is a column of the
+                            product */
     bool only_row_tile;  /* no other tile reads these weights */
 
     __device__ __forceinline__ tile_walk(const params &p, const uint32_t *first)
@@ -115,7 +117,7 @@ template <uint32_t ROWS, uint32_t COLUMNS, bool EVEN = false> class tile_walk
     uint32_t start_ = 0, count_ = 0;
     uint32_t row_tiles_ = 0; /* of the expert */
 
-    /* The last expert whose first tile is not behind `tile`; experts without rows have none. */
+    /* Finds the last expert with first tile <= `tile`. Experts without rows have no tiles. */
     __device__ __forceinline__ void seek(uint32_t tile)
     {
         uint32_t low = expert, high = p_.experts;
@@ -138,8 +140,8 @@ template <uint32_t ROWS, uint32_t COLUMNS, bool EVEN = false> class tile_walk
         }
     }
 
-    /* Rows fastest inside a strip of row tiles, then columns: blocks that run at the same time
-     * share weights through L2. */
+    /* Rows vary fastest inside a strip of row tiles, then columns: blocks that run at the same time
+     * share weights in L2. */
     __device__ __forceinline__ void place(uint32_t index)
     {
         const uint32_t strip = index / (STRIP * columns_);

@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Grouped GEMM for many rows per expert, where the tensor cores are the limit, and for short K,
- * where finishing a tile takes a good part of its time.
+ * where finishing a tile takes a large part of the time.
  *
- * Tile     128 x 128 x 64, 6 stages in flight. Rows are read in boxes of 64 or 128.
- * Warps    0-3 and 4-7 are two consumers that take tiles in turn: while one stores, the other
- *          multiplies. Warp 8 keeps the copy engine busy and makes the list of tiles; 9-11 only
- *          lend their registers.
- * Shared   226 KB: one block per SM, persistent.
- * Registers 40 for the last warpgroup, 232 for the consumers (64 K in all, 168 at the start).
+ * Tile      128 x 128 x 64, 6 stages in flight. Rows are read in boxes of 64 or 128.
+ * Warps     0-3 and 4-7 are two consumers that alternate tiles: while one stores, the other
+ *           multiplies. Warp 8 issues loads to the copy engine and lists the tiles. 9-11 only give
+ *           up their registers.
+ * Shared    226 KB: one block per SM, persistent.
+ * Registers per thread: 40 in the last warpgroup, 232 in the consumers (64 K in total; 168 at
+ * launch).
  *
- * A barrier's parity tells only one phase from the one before. A consumer that skips a tile may be
- * two phases behind the ring, so it enters only when the other has passed its last wait: the named
- * barriers TURN and TURN + 1 hand the ring over. */
+ * A barrier's parity distinguishes only two successive phases. A consumer that skips a tile may be
+ * two phases behind the ring, so it enters only after the other has passed its last wait. The named
+ * barriers TURN and TURN + 1 pass the ring between them. */
 #ifndef MOE_CUDA_GGEMM_PINGPONG_CUH
 #define MOE_CUDA_GGEMM_PINGPONG_CUH
 

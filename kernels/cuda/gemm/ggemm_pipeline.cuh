@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The ring of stages between the copy engine and the tensor cores: who fills a stage, who empties
- * it, and in which order. Both kernels use it; they differ only in who owns which tile. */
+/* The ring of stages between the copy engine and the tensor cores: how stages are filled and
+ * released, and in which order. All forms of the product use it; they differ in how warps share
+ * tiles. */
 #ifndef MOE_CUDA_GGEMM_PIPELINE_CUH
 #define MOE_CUDA_GGEMM_PIPELINE_CUH
 
@@ -16,7 +17,7 @@ template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING> st
     alignas(1024) uint8_t a[STAGES][ROWS * DEPTH_BYTES];
     alignas(1024) uint8_t b[STAGES][COLUMNS * DEPTH_BYTES];
     alignas(1024) uint8_t staging[STAGING]; /* results on their way out */
-    uint64_t full[STAGES];                  /* the copy engine has delivered */
+    uint64_t full[STAGES];                  /* the copy engine has filled the stage */
     uint64_t empty[STAGES];                 /* all warps that read the stage are done */
     const CUtensorMap *weights;             /* of this run */
     uint32_t first[MOE_MAX_EXPERTS + 1];
@@ -54,8 +55,9 @@ __device__ __forceinline__ void init_barriers(uint64_t (&full)[STAGES], uint64_t
     hopper::barrier_init_done();
 }
 
-/* The map of this run's weights, for the whole block: one thread calls it before the block meets.
- * The layer's maps came by a copy, which the engine's own cache may not have seen. */
+/* Returns the map of this run's weights, for the whole block; one thread calls it before the block
+ * synchronises. The acquire is needed because a copy wrote the map, and the engine's cache may hold
+ * older data. */
 template <bool BACK> __device__ __forceinline__ const CUtensorMap *take_weight_map(const params &p)
 {
     const moe_cuda_ggemm_weights *w = *p.weights;
@@ -67,8 +69,8 @@ template <bool BACK> __device__ __forceinline__ const CUtensorMap *take_weight_m
 
 constexpr uint32_t SLAB_BYTES = DEPTH * DEPTH_BYTES; /* 64 columns of 64 rows */
 
-/* Weights of one step of a product with W: 64 of their rows, COLUMNS columns in slabs of 64. One
- * instruction where slabs are a dimension of the map, else one each (tensor_map.cuh). */
+/* Loads the weights of one step of a product with W: 64 of their rows, COLUMNS columns in slabs of
+ * 64. One instruction if slabs are a dimension of the map, else one per slab (tensor_map.cuh). */
 template <uint32_t COLUMNS>
 __device__ __forceinline__ void load_weight_slabs(uint8_t *to, const CUtensorMap *map, bool whole,
                                                   uint64_t *barrier, uint32_t column, uint32_t row,
@@ -83,9 +85,9 @@ __device__ __forceinline__ void load_weight_slabs(uint8_t *to, const CUtensorMap
         hopper::load_box3(to + slab * SLAB_BYTES, map, barrier, column + slab * DEPTH, row, expert);
 }
 
-/* One thread keeps the ring full, over all tiles of the block. One box of rows and one of weights
- * per step: the engine's rate of instructions is a limit when a step lasts 512 cycles, so a short
- * tile has a map of its own (a box of the next multiple of ROW_STEP) rather than several boxes.
+/* One thread keeps the ring full, over all tiles of the block, with one box of rows and one of
+ * weights per step. The engine's instruction rate is a limit when a step lasts 512 cycles. So a
+ * short tile uses a separate map (a box of the next multiple of ROW_STEP), not several boxes.
  * Weights that no other tile reads are marked evict-first. */
 template <uint32_t ROW_STEP, bool EVEN, bool BACK, uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES,
           uint32_t STAGING>
@@ -120,9 +122,9 @@ __device__ __forceinline__ void produce(const params &p, shared<ROWS, COLUMNS, S
     }
 }
 
-/* The main loop of one tile, by one warpgroup: reads `steps` stages, leaves the last product under
- * way and returns its stage, which finish_product gives back. One product stays in flight while
- * the next is issued, so a stage is released one step late. */
+/* The main loop of one tile, by one warpgroup. Reads `steps` stages, leaves the last product in
+ * flight and returns its stage, which finish_product releases. One product stays in flight while
+ * the next is issued, so each stage is released one step late. */
 template <bool BACK, uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING>
 __device__ __forceinline__ uint32_t multiply_tile(shared<ROWS, COLUMNS, STAGES, STAGING> &s,
                                                   ring<STAGES> &at, uint32_t steps,

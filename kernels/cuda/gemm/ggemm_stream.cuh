@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Grouped GEMM for few rows per expert, where reading the weights is the work.
+/* Grouped GEMM for few rows per expert, where most of the time goes to reading the weights.
  *
- * Tile     64 x 128 x 64, 8 stages in flight. Rows are read in boxes of 16, 32, 48 or 64.
- * Warps    0-3 multiply and store, 4 keeps the copy engine busy and makes the list of tiles.
- * Shared   211 KB: one block per SM, persistent.
- * Registers no cap below 255: 160 threads need none. */
+ * Tile      64 x 128 x 64, 8 stages in flight. Rows are read in boxes of 16, 32, 48 or 64.
+ * Warps     0-3 multiply and store. Warp 4 issues loads to the copy engine and lists the tiles.
+ * Shared    211 KB: one block per SM, persistent.
+ * Registers up to 255 per thread: 160 threads need no lower limit. */
 #ifndef MOE_CUDA_GGEMM_STREAM_CUH
 #define MOE_CUDA_GGEMM_STREAM_CUH
 

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From accumulators to rows in memory where weights were the instruction's 64-row side: bias,
+/* From accumulators to rows in memory when weights were the instruction's 64-row operand: bias,
  * activation, row weight, rounding, transposition, store.
  *
- * A thread holds, for every 8 rows j of the expert, output columns t/4 and t/4 + 8 of its warp's
- * 16, rows 8j + 2 (t%4) and the next. With gate and up alternating by 8, both of a pair are its
- * own. Bf16 results are transposed on their way through shared memory, a chunk of rows at a time,
- * by one warpgroup; fp32 ones go straight from registers. */
+ * For every 8 rows j of the expert, thread t holds output columns t/4 and t/4 + 8 of its warp's 16,
+ * rows 8j + 2 (t%4) and the next. Gate and up alternate by 8, so a thread has both values of a
+ * pair. One warpgroup transposes bf16 results through shared memory, a chunk of rows at a time.
+ * fp32 results go directly from registers to memory. */
 #ifndef MOE_CUDA_GGEMM_TRANSPOSED_CUH
 #define MOE_CUDA_GGEMM_TRANSPOSED_CUH
 
@@ -14,10 +14,10 @@
 namespace ggemm
 {
 
-constexpr uint32_t FINISH_ROWS = 32;      /* rows finished together */
+constexpr uint32_t FINISH_ROWS = 32;      /* finished together */
 constexpr uint32_t CHUNK_ROW_BYTES = 128; /* 64 columns */
 
-/* What one thread's results are made with: its columns and their biases. */
+/* One thread's columns and their biases. */
 struct thread_columns {
     uint32_t first;     /* output column; plain: also first + 8 */
     float bias, bias_8; /* of both; gated: of gate and up */
@@ -42,8 +42,8 @@ __device__ __forceinline__ thread_columns load_columns(const params &p, uint32_t
     return c;
 }
 
-/* Finishes one thread's 8-row block in place: x[0], x[1] column `first`, x[2], x[3] the one 8
- * behind (gated: x[0], x[1] only), for its two rows, of which `left` exist. */
+/* Finishes one thread's 8-row block in place, for its two rows, `left` of which exist: x[0], x[1]
+ * are column `first`; x[2], x[3] are column first + 8. Gated: only x[0], x[1]. */
 template <bool GATED>
 __device__ __forceinline__ void finish_pair(const params &p, const thread_columns &c, float *x,
                                             uint32_t row, int left)
@@ -64,7 +64,7 @@ __device__ __forceinline__ void finish_pair(const params &p, const thread_column
     }
 }
 
-/* 32 rows (four blocks x of four) of a warp's columns into the chunk. */
+/* Writes 32 rows (four blocks x of four) of a warp's columns into the chunk. */
 template <bool GATED>
 __device__ __forceinline__ void stage_rows(const float *x, uint32_t chunk, uint32_t chunk_row)
 {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void stage_rows(const float *x, uint32_t chunk, uint3
     }
 }
 
-/* The chunk's first `rows` rows to memory, 16 bytes to a thread, by one warpgroup. */
+/* Writes the chunk's first `rows` rows to memory, 16 bytes per thread. Called by one warpgroup. */
 template <bool GATED>
 __device__ __forceinline__ void store_chunk(const params &p, uint32_t chunk, uint32_t row,
                                             uint32_t rows, uint32_t column)
@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_chunk(const params &p, uint32_t chunk, uin
             hopper::load_shared16(chunk + r * CHUNK_ROW_BYTES + ((part ^ (r & 7)) << 4));
 }
 
-/* Two rows of fp32 results: 8 lanes write 32 bytes of one row. */
+/* Writes two rows of fp32 results: 8 lanes write 32 bytes of one row. */
 template <bool GATED>
 __device__ __forceinline__ void store_pair_f32(const params &p, const thread_columns &c,
                                                const float *x, uint32_t row, int left)
@@ -118,7 +118,7 @@ __device__ __forceinline__ void store_pair_f32(const params &p, const thread_col
     }
 }
 
-/* The same of gate and up before anything is done to them; `column` is the weight row of x[0]. */
+/* The same for gate and up, unprocessed. `column` is the weight row of x[0]. */
 __device__ __forceinline__ void store_pair_pre(const params &p, uint32_t column, const float *x,
                                                uint32_t row, int left)
 {
@@ -133,8 +133,8 @@ __device__ __forceinline__ void store_pair_pre(const params &p, uint32_t column,
     }
 }
 
-/* One warpgroup's 64 weight rows from `weight_row` of a tile, CHUNK rows of the expert at a time.
- * `barrier`: a named barrier of this warpgroup's own. */
+/* Finishes and stores one warpgroup's 64 weight rows from `weight_row` of a tile, CHUNK rows of the
+ * expert at a time. `barrier`: a named barrier that only this warpgroup uses. */
 template <bool GATED, bool F32, bool SAVE, uint32_t CHUNK, uint32_t ROWS, class walk>
 __device__ __forceinline__ void store_transposed_tile(const params &p, const walk &tile,
                                                       uint32_t weight_row, float (&acc)[ROWS / 2],
@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_transposed_tile(const params &p, const wal
     for (uint32_t done = 0; done < ROWS; done += CHUNK) {
         if (done >= tile.rows)
             break;
-        if (!F32) /* the chunk before has left */
+        if (!F32) /* the previous chunk is stored */
             hopper::named_wait(barrier, WARPGROUP);
 #pragma unroll
         for (uint32_t r = done; r < done + CHUNK; r += FINISH_ROWS) {

@@ -10,7 +10,8 @@
 namespace
 {
 
-constexpr uint64_t MAX_TILES = UINT64_C(1) << 31; /* tile numbers are 32 bits, with room to step */
+constexpr uint64_t MAX_TILES = UINT64_C(1) << 31; /* tile numbers are 32 bits; one grid step beyond
+                                                     fits */
 constexpr uint32_t WIDE = 192, NARROW = 128;      /* columns of X in a tile */
 
 moe_status check_shape(const moe_cuda_wgrad &w)
@@ -27,8 +28,8 @@ moe_status check_shape(const moe_cuda_wgrad &w)
     return moe_ok();
 }
 
-/* dY comes 64 rows x 128 columns at a time and X 32 rows x a tile's columns, in one box where slabs
- * are whole. */
+/* A box of dY has 64 rows x 128 columns; a box of X 32 rows x a tile's columns. If slabs are not
+ * whole, one box per slab. */
 moe_status describe(const moe_cuda_wgrad &w, uint32_t columns, ggemm::wgrad_params *p)
 {
     const tensor_map::matrix dy = {w.dy, w.row_capacity, w.n, 1, w.dy_stride};
@@ -49,8 +50,8 @@ uint64_t tiled(uint32_t k, uint32_t columns)
     return (uint64_t(k) + columns - 1) / columns * columns;
 }
 
-/* A column costs some 5 % less in wide tiles, those behind the last one included. To accumulate,
- * they would leave too little room for old values. */
+/* Per column, wide tiles take some 5 % less time, counting the columns past the end. With
+ * accumulation, they would leave too little space for old values. */
 bool takes_wide_tiles(const moe_cuda_wgrad &w)
 {
     return !w.accumulate && tiled(w.k, WIDE) * 19 <= tiled(w.k, NARROW) * 20;

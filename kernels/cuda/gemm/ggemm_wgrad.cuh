@@ -1,26 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Gradient of the experts' weights: dW[e] = dY_e^T X_e, summed over the rows of expert e.
  *
- * Both operands lie in memory with the summed index, the row, as their slow one; the tensor cores
- * take them so ("transposed", hopper.cuh), and nothing is transposed on the way. A step is 64 rows
- * of an expert. Its last one reaches into rows of nobody or of the next expert, which may hold
- * anything, NaN too: they are overwritten with zeros in shared memory, in both operands.
+ * In both operands, the summed index (the row) is the slow one in memory. The tensor cores read
+ * that layout ("transposed", hopper.cuh), so nothing is transposed. A step is 64 rows of an expert.
+ * The last step may include rows without an owner, or of the next expert, with any content, NaN
+ * too. In shared memory they are overwritten with zeros, in both operands.
  *
- * Tile     128 columns of dY x 192 columns of X x 64 rows, 4 stages in flight; 128 x 128 and 5
- *          stages to accumulate, and where 192 would leave much of the last tile empty. All experts
- *          have the same tiles; an expert without rows has tiles without steps, which store zeros,
- *          or, where gradients accumulate, no tiles.
- * Cluster  two blocks, with the same columns of X and neighbouring ones of dY. Each reads half of
- *          the rows of X for both: with few rows to an expert, reading operands from L2 is what
- *          takes time. A stage is free when both blocks have read it.
- * Warps    0-3 and 4-7 are two consumers that take tiles in turn: while one sends its results off
- *          (ggemm_wgrad_out.cuh), the other multiplies. Warp 8 keeps the copy engine busy with
- *          operands and makes the list of tiles; 9-11 only lend their registers.
- * Shared   227 KB: one block per SM, persistent.
- * Registers 40 for the last warpgroup, 232 for the consumers (64 K in all, 168 at the start).
+ * Tile      128 columns of dY x 192 columns of X x 64 rows, 4 stages in flight; 128 x 128 and 5
+ *           stages to accumulate, and if 192 would leave much of the last tile empty. All experts
+ *           have the same tiles. An expert without rows has tiles without steps, which store zeros;
+ *           when gradients accumulate, it has no tiles.
+ * Cluster   two blocks, with the same columns of X and adjacent columns of dY. Each reads half of
+ *           the rows of X for both: with few rows per expert, reading operands from L2 takes most
+ *           of the time. A stage is free when both blocks have read it.
+ * Warps     0-3 and 4-7 are two consumers that alternate tiles: while one stores its results
+ *           (ggemm_wgrad_out.cuh), the other multiplies. Warp 8 issues loads of operands to the
+ *           copy engine and lists the tiles. 9-11 only give up their registers.
+ * Shared    227 KB: one block per SM, persistent.
+ * Registers per thread: 40 in the last warpgroup, 232 in the consumers (64 K in total; 168 at
+ *           launch).
  *
- * Every element is made by one block in one order: the same bits on every run. For the ring and the
- * hand-over between consumers see ggemm_pingpong.cuh. */
+ * One block computes each element in one order: the same bits on every run. ggemm_pingpong.cuh
+ * explains how the consumers share the ring. */
 #ifndef MOE_CUDA_GGEMM_WGRAD_CUH
 #define MOE_CUDA_GGEMM_WGRAD_CUH
 
@@ -29,8 +30,8 @@
 namespace ggemm
 {
 
-/* 64 rows x 128 columns of dY as two slabs. One instruction where slabs are a dimension of the map,
- * two where the last one is not whole. */
+/* Loads 64 rows x 128 columns of dY as two slabs. One instruction if slabs are a dimension of the
+ * map; two if the last slab is not whole. */
 __device__ __forceinline__ void load_dy(uint8_t *to, const wgrad_params &p, uint64_t *barrier,
                                         uint32_t column, uint32_t row)
 {
@@ -43,7 +44,7 @@ __device__ __forceinline__ void load_dy(uint8_t *to, const wgrad_params &p, uint
         hopper::load_box(to + slab * SLAB_BYTES, &p.dy, barrier, column + slab * DEPTH, row);
 }
 
-/* Half of the rows of X's slabs into both blocks; a stage has the halves one behind the other. */
+/* Loads half of the rows of X's slabs into both blocks. A stage holds one half after the other. */
 template <uint32_t SLABS>
 __device__ __forceinline__ void load_x(uint8_t *to, const wgrad_params &p, uint64_t *barrier,
                                        uint32_t column, uint32_t row)
@@ -80,7 +81,8 @@ __device__ __forceinline__ void wgrad_produce(const wgrad_params &p, wgrad_share
         }
 }
 
-/* Rows `left`.. of a stage become zeros, by one warpgroup, before the tensor cores read it. */
+/* One warpgroup sets the rows from `left` on of a stage to zero, before the tensor cores read
+ * it. */
 template <uint32_t COLUMNS>
 __device__ __forceinline__ void clear_rows(wgrad_shared<COLUMNS> &s, uint32_t stage, uint32_t left,
                                            int barrier)
@@ -98,11 +100,11 @@ __device__ __forceinline__ void clear_rows(wgrad_shared<COLUMNS> &s, uint32_t st
         for (uint32_t slab = 0; slab < SLABS; slab++)
             *reinterpret_cast<uint4 *>(x + slab * WGRAD_HALF_BYTES) = zero;
     }
-    hopper::stores_before_copies(); /* the tensor cores read as the copy engine does */
+    hopper::stores_before_copies(); /* tensor cores read through the copy engine's proxy */
     hopper::named_wait(barrier, WARPGROUP);
 }
 
-/* One warp has read a stage: both blocks may write to it again when all have. */
+/* One warp has read a stage. When all have, both blocks may write to it again. */
 template <uint32_t COLUMNS>
 __device__ __forceinline__ void wgrad_release(wgrad_shared<COLUMNS> &s, uint32_t stage)
 {
@@ -111,13 +113,13 @@ __device__ __forceinline__ void wgrad_release(wgrad_shared<COLUMNS> &s, uint32_t
         hopper::barrier_arrive_at(&s.empty[stage], lane);
 }
 
-/* The products of one stage, started. */
+/* Starts the products of one stage. */
 template <uint32_t COLUMNS>
 __device__ __forceinline__ void wgrad_start(const wgrad_shared<COLUMNS> &s, uint32_t stage,
                                             bool first, float (&acc)[WGRAD_SLABS][COLUMNS / 2])
 {
     constexpr uint32_t HALF = wgrad_shape<COLUMNS>::SLABS * WGRAD_HALF_BYTES >> 4;
-    constexpr uint32_t STEPS = WGRAD_HALF / 16; /* of an instruction, in half a stage */
+    constexpr uint32_t STEPS = WGRAD_HALF / 16; /* instructions in half a stage */
     const uint32_t dy = hopper::shared_address(s.dy[stage]);
     const uint64_t x = hopper::operand_rows(hopper::shared_address(s.x[stage]), WGRAD_HALF_BYTES);
 #pragma unroll
@@ -132,7 +134,7 @@ __device__ __forceinline__ void wgrad_start(const wgrad_shared<COLUMNS> &s, uint
     hopper::multiply_commit();
 }
 
-/* One tile with rows; leaves the last product under way and returns its stage. */
+/* Multiplies one tile with rows. Leaves the last product in flight and returns its stage. */
 template <uint32_t COLUMNS>
 __device__ __forceinline__ uint32_t wgrad_multiply(wgrad_shared<COLUMNS> &s,
                                                    ring<wgrad_shape<COLUMNS>::STAGES> &at,
@@ -208,7 +210,7 @@ __global__ void __cluster_dims__(WGRAD_CLUSTER, 1, 1) __launch_bounds__(WGRAD_TH
         wgrad_prepare(p, s);
     if (threadIdx.x / WARP == 2 * WARPGROUP / WARP)
         list_wgrad_tiles<COLUMNS, ADD>(p, s.first);
-    hopper::cluster_meet(); /* barriers of both blocks are there, and the list */
+    hopper::cluster_meet(); /* the list and both blocks' barriers are ready */
     if (group == 2) {
         hopper::registers_give_back<40>();
         if (threadIdx.x == 2 * WARPGROUP)
@@ -217,7 +219,7 @@ __global__ void __cluster_dims__(WGRAD_CLUSTER, 1, 1) __launch_bounds__(WGRAD_TH
         hopper::registers_take<232>();
         wgrad_consume<COLUMNS, ADD>(p, s, group);
     }
-    hopper::cluster_meet(); /* no copy or arrival of the other block is still to come */
+    hopper::cluster_meet(); /* the other block sends no more copies or arrivals */
 #endif
 }
 

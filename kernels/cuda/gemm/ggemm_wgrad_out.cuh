@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The weights' gradient (ggemm_wgrad.cuh): what its kernel is told, the list of tiles, and the way
- * of results out of it.
+/* The weights' gradient (ggemm_wgrad.cuh): its kernel's arguments, the list of tiles, and how
+ * results leave the kernel.
  *
- * An element of a gradient takes 4 bytes out, 8 when it is added to, and with few rows to an expert
- * that takes as long as the products. So a consumer cuts its tile into pieces of 64 rows x 32
- * columns and sends them through a few slots of shared memory that are its own: the copy engine
- * takes a piece away while the next is written. To accumulate, the old values of the first pieces
- * are on their way into the slots while the other consumer still multiplies; those of the others
- * follow as slots become free. Results are added to them in place.
+ * Each element of a gradient writes 4 bytes, and also reads 4 to accumulate. With few rows per
+ * expert this takes as long as the products. So a consumer cuts its tile into pieces of 64 rows x
+ * 32 columns and sends them through its slots in shared memory: the copy engine stores one piece
+ * while the next is written. To accumulate, old values of the first pieces load into the slots
+ * while the other consumer still multiplies; the other pieces follow as slots become free. Results
+ * are added to them in place.
  *
- * Ways that took longer: 16 bytes at a time from registers to memory; adding in L2 (the copy
- * engine's reduction); fetching old values into L2 beforehand, which pushes operands out of it. */
+ * These methods were slower: storing 16 bytes at a time from registers to memory; adding in L2 (the
+ * copy engine's reduction); prefetching old values into L2, which evicts operands. */
 #ifndef MOE_CUDA_GGEMM_WGRAD_OUT_CUH
 #define MOE_CUDA_GGEMM_WGRAD_OUT_CUH
 
@@ -19,20 +19,20 @@
 namespace ggemm
 {
 
-constexpr uint32_t WGRAD_TILE = 128; /* columns of dY of a block */
+constexpr uint32_t WGRAD_TILE = 128; /* columns of dY per block */
 constexpr uint32_t WGRAD_SLABS = WGRAD_TILE / MMA_ROWS;
 constexpr uint32_t WGRAD_THREADS = 3 * WARPGROUP;
 constexpr uint32_t WGRAD_CLUSTER = 2;
-constexpr uint32_t WGRAD_TALL = WGRAD_CLUSTER * WGRAD_TILE; /* columns of dY of a cluster */
-constexpr uint32_t WGRAD_HALF = DEPTH / WGRAD_CLUSTER;      /* rows of X that a block reads */
+constexpr uint32_t WGRAD_TALL = WGRAD_CLUSTER * WGRAD_TILE; /* columns of dY per cluster */
+constexpr uint32_t WGRAD_HALF = DEPTH / WGRAD_CLUSTER;      /* rows of X that one block reads */
 constexpr uint32_t WGRAD_HALF_BYTES = WGRAD_HALF * DEPTH_BYTES;
 constexpr int WGRAD_TURN = 1, WGRAD_OWN = 3; /* named barriers, two each */
 
 constexpr uint32_t PIECE_ROWS = MMA_ROWS, PIECE_COLUMNS = 32; /* of fp32: 128 bytes */
 constexpr uint32_t PIECE_BYTES = PIECE_ROWS * PIECE_COLUMNS * 4;
-constexpr uint32_t WGRAD_SLOTS = 4; /* of a consumer */
+constexpr uint32_t WGRAD_SLOTS = 4; /* per consumer */
 
-/* COLUMNS: of X in a tile. */
+/* COLUMNS: columns of X in a tile. */
 template <uint32_t COLUMNS> struct wgrad_shape {
     static constexpr uint32_t SLABS = COLUMNS / DEPTH;
     static constexpr uint32_t STAGES = COLUMNS == 192 ? 4 : 5;
@@ -46,26 +46,26 @@ struct wgrad_params {
     CUtensorMap dw;                /* fp32 [experts, n, k], boxes of a piece */
     const uint32_t *start, *count; /* [experts] */
     uint32_t experts, n, k;
-    bool whole_dy, whole_x; /* the map has slabs of 64 columns as a dimension */
+    bool whole_dy, whole_x; /* the map's slabs of 64 columns are a dimension */
 };
 
-/* A stage's operands are slabs of 64 columns: of dY 64 rows of 128 bytes each, of X the first 32
- * rows of all slabs, then the other 32. */
+/* A stage's operands are slabs of 64 columns. dY: 64 rows of 128 bytes each. X: the first 32 rows
+ * of all slabs, then the other 32. */
 template <uint32_t COLUMNS> struct wgrad_shared {
     using shape = wgrad_shape<COLUMNS>;
     alignas(1024) uint8_t dy[shape::STAGES][WGRAD_SLABS * SLAB_BYTES];
     alignas(1024) uint8_t x[shape::STAGES][shape::SLABS * SLAB_BYTES];
     alignas(1024) uint8_t piece[2][WGRAD_SLOTS][PIECE_BYTES];
-    uint64_t full[shape::STAGES];  /* the copy engine has delivered */
+    uint64_t full[shape::STAGES];  /* the copy engine has filled the stage */
     uint64_t empty[shape::STAGES]; /* all warps of the cluster that read the stage are done */
-    uint64_t old[2][WGRAD_SLOTS];  /* old values are in the slot */
+    uint64_t old[2][WGRAD_SLOTS];  /* the slot has its old values */
     uint32_t first[MOE_MAX_EXPERTS + 1];
 };
 
 static_assert(sizeof(wgrad_shared<128>) <= 227 * 1024 && sizeof(wgrad_shared<192>) <= 227 * 1024,
               "a CTA of sm_90 can have no more");
 
-/* first[e] = number of the first tile (of a cluster) of expert e; by one warp. */
+/* first[e] = number of the first tile (of a cluster) of expert e. Called by one warp. */
 template <uint32_t COLUMNS, bool ADD>
 __device__ __forceinline__ void list_wgrad_tiles(const wgrad_params &p, uint32_t *first)
 {
@@ -84,8 +84,8 @@ __device__ __forceinline__ void list_wgrad_tiles(const wgrad_params &p, uint32_t
         first[p.experts] = before * tiles;
 }
 
-/* Tiles of a cluster that lie along dY and share a pass over the columns of X. To overwrite, more
- * are better as long as their dY stays in L2; 16 take 5 % less time than 4 with 512 rows. */
+/* Number of a cluster's tiles along dY that share a pass over the columns of X. When overwriting,
+ * more are better while their dY stays in L2: with 512 rows, 16 take 5 % less time than 4. */
 template <bool ADD> __device__ __forceinline__ uint32_t wgrad_strip(uint32_t rows)
 {
     constexpr uint32_t LEAST = 4, MOST = 16, BYTES = 4 << 20;
@@ -94,13 +94,13 @@ template <bool ADD> __device__ __forceinline__ uint32_t wgrad_strip(uint32_t row
     return min(max(BYTES / (WGRAD_TALL * 2) / rows, LEAST), MOST);
 }
 
-/* The tiles of this block, in order: the other block of the cluster takes the same steps. */
+/* The tiles of this block, in order. The other block of the cluster takes the same steps. */
 template <uint32_t COLUMNS, bool ADD> class wgrad_walk
 {
   public:
     uint32_t expert = 0;
     uint32_t row, rows, steps; /* of the expert */
-    uint32_t n, k;             /* first column of dY (maybe behind the last) and of X */
+    uint32_t n, k;             /* first column of dY (maybe past the last) and of X */
 
     __device__ __forceinline__ wgrad_walk(const wgrad_params &p, const uint32_t *first)
         : p_(p), first_(first), tall_((p.n + WGRAD_TALL - 1) / WGRAD_TALL),
@@ -135,10 +135,10 @@ template <uint32_t COLUMNS, bool ADD> class wgrad_walk
     uint32_t tall_, wide_, tile_, rank_;
 };
 
-/* A lane's results of 32 columns and one of its two rows, as they lie in the accumulators (8
- * columns to a block of 4, two neighbouring columns to a lane), to a slot or added to what is
- * there. Odd rows take the columns in another order: 16 lanes that store at once, four rows of two
- * swizzled 16-byte places each, then meet each of the eight places once. */
+/* Stores or adds a lane's results to a slot: 32 columns of one of its two rows. In the
+ * accumulators, 8 columns are a block of 4 values, and a lane has two adjacent columns. Odd rows
+ * use another column order: 16 lanes store at once, four rows of two swizzled 16-byte places each.
+ * Then each of the eight places is used once. */
 template <bool ADD>
 __device__ __forceinline__ void put_columns(uint32_t row_address, const float *acc, uint32_t half)
 {
@@ -158,8 +158,8 @@ __device__ __forceinline__ void put_columns(uint32_t row_address, const float *a
     }
 }
 
-/* A consumer's way out: all its threads call begin, finish and end. Its first thread gives the copy
- * engine its orders; slots are taken in turn, `c % WGRAD_SLOTS` by piece c of every tile. */
+/* The output of one consumer. All its threads call begin, finish and end; its first thread issues
+ * the copies. Slots rotate: piece c of every tile uses slot `c % WGRAD_SLOTS`. */
 template <uint32_t COLUMNS, bool ADD> class wgrad_out
 {
     using shape = wgrad_shape<COLUMNS>;
@@ -174,7 +174,7 @@ template <uint32_t COLUMNS, bool ADD> class wgrad_out
     {
     }
 
-    /* Before the products of a tile. */
+    /* Call before the products of a tile. */
     __device__ __forceinline__ void begin(const walk &tile)
     {
         if (!ADD || !speaks_)
@@ -184,7 +184,7 @@ template <uint32_t COLUMNS, bool ADD> class wgrad_out
             ask(tile, c);
     }
 
-    /* After them. */
+    /* Call after the products. */
     __device__ __forceinline__ void finish(const walk &tile,
                                            const float (&acc)[WGRAD_SLABS][COLUMNS / 2])
     {
@@ -199,7 +199,7 @@ template <uint32_t COLUMNS, bool ADD> class wgrad_out
         }
     }
 
-    /* Before the block ends, whose shared memory the copy engine reads. */
+    /* Call before the block ends: the copy engine still reads its shared memory. */
     __device__ __forceinline__ void end()
     {
         if (speaks_)
@@ -213,7 +213,7 @@ template <uint32_t COLUMNS, bool ADD> class wgrad_out
     int own_; /* named barrier */
     bool speaks_;
     uint64_t once_;
-    uint32_t phases_ = 0; /* of old_, a bit each */
+    uint32_t phases_ = 0; /* of old_, one bit each */
 
     __device__ __forceinline__ uint32_t column(const walk &tile, uint32_t c) const
     {
@@ -225,7 +225,7 @@ template <uint32_t COLUMNS, bool ADD> class wgrad_out
         return tile.n + c / shape::ACROSS * PIECE_ROWS;
     }
 
-    /* Old values of piece c on their way. */
+    /* Starts loading the old values of piece c. */
     __device__ __forceinline__ void ask(const walk &tile, uint32_t c)
     {
         uint64_t *old = &old_[c % WGRAD_SLOTS];
@@ -234,7 +234,7 @@ template <uint32_t COLUMNS, bool ADD> class wgrad_out
                                tile.expert, once_);
     }
 
-    /* Until piece c's slot may be written to. */
+    /* Waits until piece c's slot may be written. */
     __device__ __forceinline__ void await(uint32_t c)
     {
         const uint32_t slot = c % WGRAD_SLOTS;
@@ -248,7 +248,7 @@ template <uint32_t COLUMNS, bool ADD> class wgrad_out
         hopper::named_wait(own_, WARPGROUP);
     }
 
-    /* acc: what this thread holds of piece c. */
+    /* acc: this thread's values of piece c. */
     __device__ __forceinline__ void put(uint32_t c, const float *acc)
     {
         const uint32_t thread = threadIdx.x % WARPGROUP;
@@ -259,7 +259,8 @@ template <uint32_t COLUMNS, bool ADD> class wgrad_out
             put_columns<ADD>(to + half * 8 * DEPTH_BYTES, acc, half);
     }
 
-    /* Piece c on its way, and the old values that will take the slot of the piece before it. */
+    /* Starts storing piece c, and loading the old values that reuse the slot of the piece before
+     * it. */
     __device__ __forceinline__ void send(const walk &tile, uint32_t c)
     {
         hopper::store_box3_once(&p_.dw, hopper::shared_address(slot_[c % WGRAD_SLOTS]),

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Describes matrices in device memory to Hopper's copy engine, from the host. All maps here are of
- * bf16 in boxes of 64 columns (128 bytes, one swizzled row of a stage) by some rows, or of fp32 in
- * boxes of 32; elements outside a matrix are read as zeros and never written. */
+/* Describes matrices in device memory to Hopper's copy engine, from the host. Maps are of bf16 in
+ * boxes of 64 columns (128 bytes, one swizzled row of a stage) by some rows, or of fp32 in boxes of
+ * 32 columns. Elements outside a matrix are read as zeros and never written. */
 #ifndef MOE_CUDA_TENSOR_MAP_CUH
 #define MOE_CUDA_TENSOR_MAP_CUH
 
@@ -47,7 +47,7 @@ inline moe_status look_up_encoder(encode_fn *out)
     return moe_ok();
 }
 
-/* Asks the driver once; it is the same function for all devices. */
+/* Asks the driver once: the function is the same for all devices. */
 inline moe_status find_encoder(encode_fn *out)
 {
     static encode_fn encoder = nullptr;
@@ -76,7 +76,7 @@ inline moe_status encode(CUtensorMap *map, const matrix &m, CUtensorMapDataType 
     return moe_ok();
 }
 
-/* Boxes of one entry, at (column, row, entry); rank 2 is for one entry: (column, row). */
+/* Boxes of one entry, at (column, row, entry). Rank 2, for matrices of one entry: (column, row). */
 inline moe_status of_rows(CUtensorMap *map, const matrix &m, uint32_t box_rows, uint32_t rank)
 {
     const cuuint64_t row = row_bytes(m);
@@ -86,7 +86,7 @@ inline moe_status of_rows(CUtensorMap *map, const matrix &m, uint32_t box_rows, 
     return encode(map, m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, sizes, strides, box);
 }
 
-/* Of fp32, otherwise as of_rows with rank 3: boxes of 32 columns at (column, row, entry). */
+/* For fp32, otherwise as of_rows with rank 3: boxes of 32 columns at (column, row, entry). */
 inline moe_status of_fp32(CUtensorMap *map, const matrix &m, uint32_t box_rows)
 {
     const cuuint64_t row = cuuint64_t(m.stride != 0 ? m.stride : m.columns) * sizeof(float);
@@ -102,8 +102,8 @@ inline bool has_whole_slabs(uint32_t columns)
     return columns % BOX_COLUMNS == 0;
 }
 
-/* Columns in slabs of 64, so that one instruction reads `slabs` of them, one slab behind the other
- * in shared memory: boxes at (0, row, slab, entry), for one entry (0, row, slab). */
+/* Columns in slabs of 64, so that one instruction reads `slabs` of them; in shared memory the slabs
+ * follow each other. Boxes at (0, row, slab, entry); rank 3, for one entry: (0, row, slab). */
 inline moe_status of_slabs(CUtensorMap *map, const matrix &m, uint32_t box_rows, uint32_t slabs,
                            uint32_t rank)
 {
@@ -114,7 +114,7 @@ inline moe_status of_slabs(CUtensorMap *map, const matrix &m, uint32_t box_rows,
     return encode(map, m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, sizes, strides, box);
 }
 
-/* Of the device that is current on this thread. */
+/* For the current device of this thread. */
 inline moe_status device_facts(int *major, int *processors)
 {
     int device;

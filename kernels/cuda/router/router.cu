@@ -1,15 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From logits to ids and weights: one warp per token.
+/* From logits to ids and weights. One warp per token, 4 warps per CTA.
  *
- * A warp keeps its token's scores and keys in shared memory and chooses by K rounds of "take the
- * best that is left" in the one total order: key descending, then id ascending (-0 equals +0). Sums
- * run in a fixed order, so the same token always gets the same bits. */
+ * Shared    three fp32 arrays per warp (scores, keys, groups), each with one value per expert and
+ *           zero expert: less than 48 KiB per CTA. No stages; registers have no limit.
+ *
+ * A warp chooses in K rounds: each takes the best remaining key. The order is total: key
+ * descending, then id ascending (-0 equals +0). Sums run in a fixed order, so the same token always
+ * gets the same bits. */
 #include "cuda/router/router.h"
 
 #include "cuda/core/load.h"
 #include "cuda/router/scores.cuh"
 
-static constexpr unsigned WARPS = 4;  /* tokens of a block */
+static constexpr unsigned WARPS = 4;  /* tokens per block */
 static constexpr unsigned ALL = ~0u;  /* lanes of a warp */
 static constexpr unsigned ARRAYS = 3; /* per warp in shared memory: scores, keys, groups */
 
@@ -29,7 +32,7 @@ struct choose_args {
     uint8_t *token_state;
 };
 
-/* [E+Z], or NULL where the layer has none. */
+/* [E+Z], or NULL if the layer has none. */
 static __device__ const float *bias_of(const choose_args &a, moe_weight which)
 {
     return a.facts->layer->bias[which];
@@ -54,7 +57,7 @@ static __device__ candidate better(candidate a, candidate b)
     return first ? a : b;
 }
 
-/* The best of v[0 .. n - 1] for all lanes; minus infinity stands for "not there". */
+/* The best of v[0 .. n - 1], returned to all lanes. Minus infinity marks an absent value. */
 static __device__ candidate best_of(const float *v, uint32_t n, uint32_t lane)
 {
     candidate best = {-INFINITY, ALL};
@@ -65,7 +68,7 @@ static __device__ candidate best_of(const float *v, uint32_t n, uint32_t lane)
     return best;
 }
 
-/* Crosses out what was taken. */
+/* Marks v[i] as taken. */
 static __device__ void take(float *v, uint32_t i, uint32_t lane)
 {
     __syncwarp();
@@ -74,7 +77,7 @@ static __device__ void take(float *v, uint32_t i, uint32_t lane)
     __syncwarp();
 }
 
-/* Sum of the `many` best of the n keys of one group, best first; by one lane. */
+/* Sum of the `many` best of one group's n keys, best first; computed by one lane. */
 static __device__ float sum_of_best(const float *key, uint32_t n, uint32_t many)
 {
     candidate last = {INFINITY, 0};
@@ -93,8 +96,8 @@ static __device__ float sum_of_best(const float *key, uint32_t n, uint32_t many)
     return sum;
 }
 
-/* Crosses out the keys of all groups but the topk_group best. Those of the others are as minus
- * infinity, never 0, which would beat an allowed expert with a negative key. */
+/* Excludes the keys of all groups but the topk_group best. Excluded keys become minus infinity; 0
+ * would beat an allowed expert with a negative key. */
 static __device__ void keep_best_groups(const choose_args &a, const seat &s)
 {
     uint32_t size = a.experts / a.spec.groups;
@@ -105,14 +108,14 @@ static __device__ void keep_best_groups(const choose_args &a, const seat &s)
         candidate best = best_of(s.group, a.spec.groups, s.lane);
         take(s.group, best.id, s.lane);
     }
-    /* What stays is what was taken. */
+    /* take() marked the best groups: exclude all others. */
     for (uint32_t i = s.lane; i < a.experts; i += 32)
         if (s.group[i / size] != -INFINITY)
             s.key[i] = -INFINITY;
     __syncwarp();
 }
 
-/* Logits in `key`, scores in `score`; false when a logit is not finite. */
+/* Writes logits to `key` and scores to `score`. False if a logit is not finite. */
 static __device__ bool score_token(const choose_args &a, const seat &s)
 {
     const float *logits = a.logits + (size_t)s.token * a.choices;
@@ -135,7 +138,7 @@ static __device__ bool score_token(const choose_args &a, const seat &s)
     return true;
 }
 
-/* Turns the logits in `key` into keys; see layer_spec.h for when a logit is one. */
+/* Turns the logits in `key` into keys. layer_spec.h says when a logit is already a key. */
 static __device__ bool make_keys(const choose_args &a, const seat &s)
 {
     const float *bias = bias_of(a, MOE_WEIGHT_SELECT_BIAS);
@@ -165,7 +168,7 @@ static __device__ int32_t choose(const choose_args &a, const seat &s)
     return id;
 }
 
-/* The weight of lane k's id, 0 for -1, from the unbiased scores; lanes from K on have id -1. */
+/* The weight of lane k's id from the unbiased scores; 0 for id -1. Lanes from K on have id -1. */
 static __device__ float weigh(const choose_args &a, const seat &s, int32_t id)
 {
     bool live = id >= 0;
@@ -187,7 +190,7 @@ static __device__ float weigh(const choose_args &a, const seat &s, int32_t id)
 
 /* ---------------------------------------------------------------------- tokens */
 
-/* The state of a token as far as what it brought can tell. */
+/* The state of a token from its input alone. */
 static __device__ moe_token_state check_given(const choose_args &a, moe_routing_mode mode,
                                               int32_t id, float weight)
 {
@@ -198,7 +201,7 @@ static __device__ moe_token_state check_given(const choose_args &a, moe_routing_
     return __any_sync(ALL, bad_weight) ? MOE_TOKEN_BAD_WEIGHT : MOE_TOKEN_OK;
 }
 
-/* Routes one token: lane k has the k-th id and weight afterwards. */
+/* Routes one token. Afterwards lane k has the k-th id and weight. */
 static __device__ moe_token_state route(const choose_args &a, const seat &s, int32_t *id,
                                         float *weight)
 {

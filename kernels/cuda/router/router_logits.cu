@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Router logits: bf16 tokens on tensor cores, everything else exactly.
+/* Router logits: bf16 tokens on tensor cores, everything else in exact fp32.
  *
- * Tensor cores: a CTA of 4 warps makes a tile of 64 tokens x 64 experts over one slice of 512
- * columns; the warps take 16 tokens each (mma.m16n8k16, fp32 accumulate). Steps of 64 columns come
- * in through 3 stages of cp.async (48 KiB of shared memory), 16-byte chunks xor-swizzled by row so
- * that ldmatrix meets no bank twice. Slices are summed later in their order. So a token's logits
- * depend neither on its batch nor on its place in it, and a few tokens still spread over the
- * device.
+ * Tile      64 tokens x 64 experts over one slice of 512 columns, in steps of 64 columns.
+ * Warps     4, each with 16 tokens (mma.m16n8k16, fp32 accumulate); all load.
+ * Stages    3, loaded by cp.async.
+ * Shared    48 KiB. 16-byte chunks are xor-swizzled by row, so ldmatrix has no bank conflicts.
+ * Registers no limit below 255 per thread.
+ *
+ * The next kernel sums slices in order. So a token's logits depend neither on its batch nor on its
+ * place there, and a few tokens still use the whole device.
  *
  * An F32 router is split into three bf16 parts with w = high + middle + low to 24 bits: three
- * products with the same tokens, accumulated in one place. */
+ * products with the same tokens, accumulated together. */
 #include "cuda/router/router.h"
 
 #include "cuda/core/load.h"
@@ -18,14 +20,14 @@
 
 static constexpr int TILE = 64; /* tokens, experts, and columns of a stage */
 static constexpr int STAGES = 3, WARPS = 4, THREADS = 32 * WARPS;
-static constexpr int CHUNKS = TILE / 8; /* of 16 bytes in a row of a stage */
+static constexpr int CHUNKS = TILE / 8; /* 16-byte chunks in a row of a stage */
 static constexpr int SLICE = MOE_CUDA_ROUTER_SLICE;
 static_assert(SLICE % TILE == 0, "stages do not cross slices");
 
 struct logits_args {
     const moe_cuda_facts *facts;
     const __nv_bfloat16 *x;   /* [T, H] */
-    moe_cuda_matrices router; /* whole or in parts: bf16 [parts][choices][H] */
+    moe_cuda_matrices router; /* one matrix, or parts: bf16 [parts][choices][H] */
     uint32_t choices, hidden, parts;
     float *logits; /* [slices][T][choices] */
     uint64_t *began;
@@ -40,13 +42,13 @@ static __device__ uint32_t shared_address(const void *p)
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* Where chunk `c` of row `r` of a stage's tile lies. */
+/* Address of chunk `c` of row `r` of a stage's tile. */
 static __device__ uint32_t chunk_address(const __nv_bfloat16 (*tile)[TILE], uint32_t r, uint32_t c)
 {
     return shared_address(&tile[r][(c ^ (r % CHUNKS)) * 8]);
 }
 
-/* Brings 64 rows x 64 columns from column `k`; zeros where there is no row or column. */
+/* Loads 64 rows x 64 columns from column `k`; zeros beyond the last row or column. */
 static __device__ void load_tile(const __nv_bfloat16 (*tile)[TILE], const __nv_bfloat16 *from,
                                  uint32_t rows, uint32_t hidden, uint32_t k)
 {
@@ -82,7 +84,7 @@ static __device__ void multiply_add(float c[4], const uint32_t a[4], uint32_t b0
 static __device__ void multiply_stage(const stage &s, float acc[TILE / 8][4])
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t row = lane % 8, matrix = lane / 8; /* of the four that ldmatrix brings */
+    const uint32_t row = lane % 8, matrix = lane / 8; /* one of the four that ldmatrix loads */
 #pragma unroll
     for (int k = 0; k < CHUNKS; k += 2) {
         uint32_t a[4];
@@ -97,10 +99,10 @@ static __device__ void multiply_stage(const stage &s, float acc[TILE / 8][4])
     }
 }
 
-/* What one CTA multiplies: `count` stages, part by part of the weights. */
+/* The work of one CTA: `count` stages, one part of the weights after the other. */
 struct walk {
     const __nv_bfloat16 *x, *w; /* first token and first expert of the tile */
-    uint32_t tokens, experts;   /* rows that exist, from there */
+    uint32_t tokens, experts;   /* that exist from there on */
     uint32_t begin, per_part, count;
 };
 
@@ -112,7 +114,7 @@ static __device__ void load_stage(const logits_args &a, const walk &v, uint32_t 
         load_tile(stages[i % STAGES].x, v.x, v.tokens, a.hidden, k);
         load_tile(stages[i % STAGES].w, w, v.experts, a.hidden, k);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory"); /* empty ones keep the count */
+    asm volatile("cp.async.commit_group;" ::: "memory"); /* empty groups keep the count */
 }
 
 static __device__ void store_tile(const logits_args &a, uint32_t tokens, uint32_t token,
@@ -156,7 +158,7 @@ static __global__ void __launch_bounds__(THREADS) tensor_logits_kernel(const log
     for (uint32_t i = 0; i < v.count; i++) {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
         __syncthreads();
-        load_stage(a, v, i + STAGES - 1, stages); /* into the stage that was read before */
+        load_stage(a, v, i + STAGES - 1, stages); /* reuses the stage read before */
         multiply_stage(stages[i % STAGES], acc);
     }
     store_tile(a, tokens, token, expert, acc);

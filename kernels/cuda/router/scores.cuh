@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From logits to scores, and sums over a warp: what the router and its gradient must do alike, bit
- * for bit. */
+/* From logits to scores, and sums over a warp. The router and its gradient share this code, so both
+ * get the same bits. */
 #ifndef MOE_CUDA_SCORES_CUH
 #define MOE_CUDA_SCORES_CUH
 
@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-/* For all lanes; the order is fixed. */
+/* Result in all lanes; the order is fixed. */
 __device__ inline float warp_sum(float v)
 {
     for (int d = 16; d > 0; d /= 2)
@@ -24,7 +24,7 @@ __device__ inline float warp_max(float v)
     return v;
 }
 
-/* exp(v - max) over the sum of these, n values of the warp, into `to`, which may be v. */
+/* Writes exp(v - max) over the sum of these to `to`, which may be v. n values, by one warp. */
 __device__ inline void warp_softmax(const float *v, float *to, uint32_t n, uint32_t lane)
 {
     float most = -INFINITY, sum = 0;
@@ -45,7 +45,7 @@ __device__ inline float sigmoid(float z)
     return 1.0f / (1.0f + expf(-z));
 }
 
-/* Of one logit; z itself where scores depend on each other (softmax). */
+/* Score of one logit; z itself if scores depend on each other (softmax). */
 __device__ inline float lone_score(moe_score kind, float z)
 {
     switch (kind) {
