@@ -24,7 +24,7 @@
 enum {
     MOE_CHECKPOINT_NAME_MAX = 64,
     MOE_CHECKPOINT_REMOVED_MAX = 32,
-    MOE_CHECKPOINT_TOLD_MAX = 32
+    MOE_CHECKPOINT_EXPLICIT_LOADS_MAX = 32
 };
 
 struct moe_checkpoint_copy;
@@ -57,15 +57,17 @@ struct moe_checkpoint_context {
 
 /* Checkpoints that the group was told to load by their names, the latest first; of more than these
  * the earliest are forgotten. */
-struct moe_checkpoint_told {
+struct moe_checkpoint_explicit_loads {
     uint32_t count;
-    char names[MOE_CHECKPOINT_TOLD_MAX][MOE_CHECKPOINT_NAME_MAX + 1];
+    char names[MOE_CHECKPOINT_EXPLICIT_LOADS_MAX][MOE_CHECKPOINT_NAME_MAX + 1];
 };
-void moe_checkpoint_told_add(struct moe_checkpoint_told *told, const char *name);
-bool moe_checkpoint_told_has(const struct moe_checkpoint_told *told, const char *name);
+void moe_checkpoint_explicit_loads_add(struct moe_checkpoint_explicit_loads *loads,
+                                       const char *name);
+bool moe_checkpoint_explicit_loads_has(const struct moe_checkpoint_explicit_loads *loads,
+                                       const char *name);
 /* `older` behind those that are there. */
-void moe_checkpoint_told_join(struct moe_checkpoint_told *told,
-                              const struct moe_checkpoint_told *older);
+void moe_checkpoint_explicit_loads_join(struct moe_checkpoint_explicit_loads *loads,
+                                        const struct moe_checkpoint_explicit_loads *older);
 
 /* What this slot would write, in host memory, so that the files can be written while what it is a
  * copy of goes on learning. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY (the host has no room: it
@@ -84,7 +86,8 @@ struct moe_checkpoint_state {
     uint64_t save[5]; /* the Save that writes it: id and content. Not after read */
     char parent[MOE_CHECKPOINT_NAME_MAX + 1]; /* the checkpoint that the state came from or went to
                                                  last; "" = none. Not after read */
-    struct moe_checkpoint_told told;          /* by the group that writes it, up to then */
+    struct moe_checkpoint_explicit_loads
+        explicit_loads;     /* by the group that writes it, up to then */
     const uint8_t *records; /* the ledger, packed (training/ledger.h); opaque. Only for commit and
                                after read */
     size_t record_bytes;

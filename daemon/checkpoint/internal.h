@@ -143,8 +143,9 @@ struct moe_status moe_ckpt__keep_newest(const struct moe_checkpoint_context *c, 
                                         uint32_t keep,
                                         struct moe_checkpoint_removed *removed) MOE_CHECKED;
 /* A list of names; NULL without memory. Reading takes what is sound, for it only spares. */
-json_t *moe_ckpt__told(const struct moe_checkpoint_told *told);
-void moe_ckpt__read_told(const json_t *manifest, struct moe_checkpoint_told *out);
+json_t *moe_ckpt__explicit_loads(const struct moe_checkpoint_explicit_loads *loads);
+void moe_ckpt__read_explicit_loads(const json_t *manifest,
+                                   struct moe_checkpoint_explicit_loads *out);
 /* What the manifest says of model, optimizer and adapters; compared as JSON when it is read. */
 json_t *moe_ckpt__settings(const struct moe_checkpoint_context *c);
 /* Whether a checkpoint of this manifest was made with the settings of these workers. Errors:

@@ -311,7 +311,7 @@ static struct moe_status read_all(const struct moe_checkpoint_context *c, const 
     MOE_TRY(read_number(s->manifest, "steps", &state->steps));
     MOE_TRY(read_number(s->manifest, "frozen", &frozen));
     state->frozen = (uint32_t)frozen;
-    moe_ckpt__read_told(s->manifest, &state->told);
+    moe_ckpt__read_explicit_loads(s->manifest, &state->explicit_loads);
     MOE_TRY(check_share(c, s));
     MOE_TRY(check_tensors(c, s));
     return read_records(c, s, state);

@@ -16,51 +16,55 @@ enum { KEPT_MAX = 65536 };
 
 /* -------------------------------------------------------------- what was loaded by its name */
 
-void moe_checkpoint_told_add(struct moe_checkpoint_told *told, const char *name)
+void moe_checkpoint_explicit_loads_add(struct moe_checkpoint_explicit_loads *loads,
+                                       const char *name)
 {
     uint32_t at = 0;
-    while (at < told->count && strcmp(told->names[at], name) != 0)
+    while (at < loads->count && strcmp(loads->names[at], name) != 0)
         at++;
-    if (at == told->count && told->count < MOE_CHECKPOINT_TOLD_MAX)
-        told->count++;
-    at = at < MOE_CHECKPOINT_TOLD_MAX ? at : MOE_CHECKPOINT_TOLD_MAX - 1;
-    memmove(told->names[1], told->names[0], at * sizeof told->names[0]);
-    memset(told->names[0], 0, sizeof told->names[0]);
-    strncpy(told->names[0], name, MOE_CHECKPOINT_NAME_MAX);
+    if (at == loads->count && loads->count < MOE_CHECKPOINT_EXPLICIT_LOADS_MAX)
+        loads->count++;
+    at = at < MOE_CHECKPOINT_EXPLICIT_LOADS_MAX ? at : MOE_CHECKPOINT_EXPLICIT_LOADS_MAX - 1;
+    memmove(loads->names[1], loads->names[0], at * sizeof loads->names[0]);
+    memset(loads->names[0], 0, sizeof loads->names[0]);
+    strncpy(loads->names[0], name, MOE_CHECKPOINT_NAME_MAX);
 }
 
-bool moe_checkpoint_told_has(const struct moe_checkpoint_told *told, const char *name)
+bool moe_checkpoint_explicit_loads_has(const struct moe_checkpoint_explicit_loads *loads,
+                                       const char *name)
 {
-    for (uint32_t i = 0; i < told->count; i++)
-        if (strcmp(told->names[i], name) == 0)
+    for (uint32_t i = 0; i < loads->count; i++)
+        if (strcmp(loads->names[i], name) == 0)
             return true;
     return false;
 }
 
-void moe_checkpoint_told_join(struct moe_checkpoint_told *told,
-                              const struct moe_checkpoint_told *older)
+void moe_checkpoint_explicit_loads_join(struct moe_checkpoint_explicit_loads *loads,
+                                        const struct moe_checkpoint_explicit_loads *older)
 {
-    for (uint32_t i = 0; i < older->count && told->count < MOE_CHECKPOINT_TOLD_MAX; i++)
-        if (!moe_checkpoint_told_has(told, older->names[i]))
-            memcpy(told->names[told->count++], older->names[i], sizeof told->names[0]);
+    for (uint32_t i = 0; i < older->count && loads->count < MOE_CHECKPOINT_EXPLICIT_LOADS_MAX; i++)
+        if (!moe_checkpoint_explicit_loads_has(loads, older->names[i]))
+            memcpy(loads->names[loads->count++], older->names[i], sizeof loads->names[0]);
 }
 
-json_t *moe_ckpt__told(const struct moe_checkpoint_told *told)
+json_t *moe_ckpt__explicit_loads(const struct moe_checkpoint_explicit_loads *loads)
 {
     json_t *names = json_array();
-    for (uint32_t i = 0; i < told->count; i++)
-        if (json_array_append_new(names, json_string(told->names[i])) != 0) {
+    for (uint32_t i = 0; i < loads->count; i++)
+        if (json_array_append_new(names, json_string(loads->names[i])) != 0) {
             json_decref(names);
             return NULL;
         }
     return names;
 }
 
-void moe_ckpt__read_told(const json_t *manifest, struct moe_checkpoint_told *out)
+void moe_ckpt__read_explicit_loads(const json_t *manifest,
+                                   struct moe_checkpoint_explicit_loads *out)
 {
     const json_t *names = json_object_get(manifest, "told");
-    *out = (struct moe_checkpoint_told){0};
-    for (size_t i = 0; i < json_array_size(names) && out->count < MOE_CHECKPOINT_TOLD_MAX; i++) {
+    *out = (struct moe_checkpoint_explicit_loads){0};
+    for (size_t i = 0; i < json_array_size(names) && out->count < MOE_CHECKPOINT_EXPLICIT_LOADS_MAX;
+         i++) {
         const char *name = json_string_value(json_array_get(names, i));
         if (name != NULL && strlen(name) <= MOE_CHECKPOINT_NAME_MAX)
             strcpy(out->names[out->count++], name);
@@ -166,7 +170,8 @@ static struct moe_status remove_kept(int root, const char *name, bool *gone)
 }
 
 /* What the group that wrote `name` had been told to load by then. */
-static struct moe_status read_told_of(int root, const char *name, struct moe_checkpoint_told *out)
+static struct moe_status read_explicit_loads_of(int root, const char *name,
+                                                struct moe_checkpoint_explicit_loads *out)
 {
     int fd = -1;
     json_t *m = NULL;
@@ -174,7 +179,7 @@ static struct moe_status read_told_of(int root, const char *name, struct moe_che
     struct moe_status st = moe_ckpt__read_manifest(fd, &m);
     close(fd);
     MOE_TRY(st);
-    moe_ckpt__read_told(m, out);
+    moe_ckpt__read_explicit_loads(m, out);
     json_decref(m);
     return st;
 }
@@ -209,10 +214,10 @@ static void count_it(struct kept *k)
  * being told. What the group was told to load was there before it, or is dear to somebody: it is
  * spared, and so is all that it came from. */
 static void count_ours(struct kept *list, size_t count, const char *newest, uint64_t writer,
-                       const struct moe_checkpoint_told *told)
+                       const struct moe_checkpoint_explicit_loads *loads)
 {
-    for (uint32_t i = 0; i < told->count; i++)
-        mark_line(list, count, told->names[i], false, spare);
+    for (uint32_t i = 0; i < loads->count; i++)
+        mark_line(list, count, loads->names[i], false, spare);
     mark_line(list, count, newest, true, count_it);
     for (size_t i = 0; i < count; i++)
         list[i].counts = !list[i].spared && (list[i].counts || list[i].writer == writer);
@@ -233,12 +238,12 @@ struct moe_status moe_ckpt__keep_newest(const struct moe_checkpoint_context *c, 
     size_t count = 0;
     uint32_t counted = 0;
     MOE_TRY(moe_ckpt__open_root(c->root, &root));
-    struct moe_checkpoint_told told;
-    struct moe_status st = read_told_of(root, newest, &told);
+    struct moe_checkpoint_explicit_loads explicit_loads;
+    struct moe_status st = read_explicit_loads_of(root, newest, &explicit_loads);
     if (!moe_failed(&st))
         st = list_kept(root, &list, &count);
     count = moe_failed(&st) ? 0 : count;
-    count_ours(list, count, newest, c->writer, &told);
+    count_ours(list, count, newest, c->writer, &explicit_loads);
     for (size_t i = 0; i < count; i++) {
         if (!list[i].counts || counted++ < keep || strcmp(list[i].name, newest) == 0)
             continue;

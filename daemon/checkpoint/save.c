@@ -256,8 +256,8 @@ static struct moe_status fill_manifest(const struct moe_checkpoint_context *c, j
     json_t *more = json_pack(
         "{s:s, s:I, s:s, s:s, s:o, s:I, s:I, s:o, s:I, s:I, s:I, s:I, s:{s:I, s:s}, s:[]}",
         "format", MOE_CKPT_FORMAT, "format_version", (json_int_t)MOE_CKPT_FORMAT_VERSION, "save",
-        save, "parent", s->parent, "told", moe_ckpt__told(&s->told), "sequence", sequence, "made",
-        (json_int_t)time(NULL), "settings", moe_ckpt__settings(c), "lineage",
+        save, "parent", s->parent, "told", moe_ckpt__explicit_loads(&s->explicit_loads), "sequence",
+        sequence, "made", (json_int_t)time(NULL), "settings", moe_ckpt__settings(c), "lineage",
         (json_int_t)s->lineage, "weights_version", (json_int_t)s->weights_version, "steps",
         (json_int_t)s->steps, "frozen", (json_int_t)s->frozen, "records", "bytes",
         (json_int_t)s->record_bytes, "sha256", records_hash, "slots");

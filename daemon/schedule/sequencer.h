@@ -34,7 +34,7 @@ enum {
 #else
     MOE_SEQUENCER_KEYS = 2 * MOE_MAX_LAYERS, /* (layer, kind, dtype) combinations of one view */
     MOE_SEQUENCER_CALLS = 100,               /* of one slot that may wait for a ticket of their own:
-                                                64 of training, 4 pokes, 32 saving */
+                                                64 of training, 4 progress tickets, 32 saving */
 #endif
     MOE_SEQUENCER_LATELY = 16, /* tickets */
 };

@@ -123,8 +123,8 @@ static struct moe_status check_routing(struct parse *p, const Head *h)
 
 /* The version as it was sent: gradients of other weights are another answer. The lineage
  * is no part, for one that is not the present one is refused before anything is looked up. */
-static void hash_said(struct moe_backward_request *r, const Head *h, double aux_coeff,
-                      size_t dy_bytes)
+static void hash_header(struct moe_backward_request *r, const Head *h, double aux_coeff,
+                        size_t dy_bytes)
 {
     const uint64_t numbers[] = {h->layer,
                                 h->tokens,
@@ -132,21 +132,21 @@ static void hash_said(struct moe_backward_request *r, const Head *h, double aux_
                                 h->input_only != 0,
                                 h->return_weight_gradients != 0,
                                 h->weights_version};
-    moe_content_mix(r->call.content.said, numbers, sizeof numbers);
-    moe_content_mix(r->call.content.said, &aux_coeff, sizeof aux_coeff);
-    moe_content_mix(r->call.content.said, moe_buffer_data(r->dy), dy_bytes);
+    moe_content_mix(r->call.content.header_hash, numbers, sizeof numbers);
+    moe_content_mix(r->call.content.header_hash, &aux_coeff, sizeof aux_coeff);
+    moe_content_mix(r->call.content.header_hash, moe_buffer_data(r->dy), dy_bytes);
 }
 
-static void hash_rest(struct moe_backward_request *r, size_t x_bytes)
+static void hash_tensors(struct moe_backward_request *r, size_t x_bytes)
 {
     const struct moe_train_work *w = &r->work;
     size_t pairs = w->tokens * (size_t)r->spec->router.top_k * sizeof(int32_t);
     uint64_t mode = w->mode;
-    moe_content_mix(r->call.content.rest, &mode, sizeof mode);
-    moe_content_mix(r->call.content.rest, w->ids, pairs);
+    moe_content_mix(r->call.content.tensor_hash, &mode, sizeof mode);
+    moe_content_mix(r->call.content.tensor_hash, w->ids, pairs);
     if (w->mode == MOE_ROUTE_IDS_WEIGHTS)
-        moe_content_mix(r->call.content.rest, w->weights, pairs);
-    moe_content_mix(r->call.content.rest, w->x, x_bytes);
+        moe_content_mix(r->call.content.tensor_hash, w->weights, pairs);
+    moe_content_mix(r->call.content.tensor_hash, w->x, x_bytes);
 }
 
 static struct moe_status use_sent(struct parse *p, const Head *h)
@@ -166,7 +166,7 @@ static struct moe_status use_sent(struct parse *p, const Head *h)
     if (r->weights != NULL)
         w->weights = moe_buffer_data(r->weights);
     r->whole = true;
-    hash_rest(r, p->x_bytes);
+    hash_tensors(r, p->x_bytes);
     return moe_ok();
 }
 
@@ -202,7 +202,7 @@ static struct moe_status use_saved(struct parse *p, const Head *h)
     r->call.retained = pass.step;
     r->call.retained_epoch = pass.epoch;
     r->whole = r->used_retained = true;
-    hash_rest(r, pass.x_bytes);
+    hash_tensors(r, pass.x_bytes);
     return moe_ok();
 }
 
@@ -231,7 +231,7 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
     r->call.input_only = h->input_only;
     r->return_weights = h->return_weight_gradients;
     r->work.dy = moe_buffer_data(r->dy);
-    hash_said(r, h, aux_coeff, p->dy_bytes);
+    hash_header(r, h, aux_coeff, p->dy_bytes);
     return p->x_bytes != 0 ? use_sent(p, h) : use_saved(p, h);
 }
 
@@ -260,10 +260,10 @@ void moe_backward_release(struct moe_backward_request *r)
     moe_buffer_release(r->weights);
     moe_buffer_release(r->wide_ids);
     moe_pass_record_unref(r->pass);
-    moe_pass_record_unref(r->kept);
+    moe_pass_record_unref(r->cached);
     moe_pass_record_unref(r->answer.record);
     r->x = r->dy = r->ids = r->weights = r->wide_ids = NULL;
-    r->pass = r->kept = r->answer.record = NULL;
+    r->pass = r->cached = r->answer.record = NULL;
 }
 
 /* ------------------------------------------------------------------------- answers */
@@ -279,8 +279,8 @@ struct moe_status moe_backward_prepare(struct moe_backward_request *r,
         end > context->info->max_message_bytes - MOE_BACKWARD_HEAD_MAX)
         return invalid(TOO_LARGE, "the answer would be larger than a message may be");
     MOE_TRY(moe_pass_store_reserve(moe_train_answers(context->training), end, r->received_ns,
-                                   &r->kept));
-    const struct moe_kept_answer head = {
+                                   &r->cached));
+    const struct moe_cached_answer head = {
         .content = r->call.content,
         .tokens = w->tokens,
         .hidden = r->spec->hidden,
@@ -291,48 +291,50 @@ struct moe_status moe_backward_prepare(struct moe_backward_request *r,
         .weights_at = (uint32_t)at,
         .weights_bytes = r->return_weights ? (uint32_t)pairs : 0,
     };
-    memcpy(r->kept->head, &head, sizeof head);
-    w->dx = r->kept->data;
+    memcpy(r->cached->head, &head, sizeof head);
+    w->dx = r->cached->data;
     if (r->return_weights)
-        w->dweights = (float *)(void *)((uint8_t *)r->kept->data + at);
+        w->dweights = (float *)(void *)((uint8_t *)r->cached->data + at);
     w->answer = &r->answer;
     moe_train_call_pack(&r->call, w->body, &w->body_length);
     return moe_ok();
 }
 
-static struct moe_kept_answer head_of(const struct moe_pass_record *kept)
+static struct moe_cached_answer head_of(const struct moe_pass_record *cached)
 {
-    struct moe_kept_answer head;
-    memcpy(&head, kept->head, sizeof head);
+    struct moe_cached_answer head;
+    memcpy(&head, cached->head, sizeof head);
     return head;
 }
 
-void moe_backward_keep(struct moe_backward_request *r, struct moe_train *training,
-                       const struct moe_status *end)
+void moe_backward_cache(struct moe_backward_request *r, struct moe_train *training,
+                        const struct moe_status *end)
 {
-    struct moe_kept_answer head = head_of(r->kept);
+    struct moe_cached_answer head = head_of(r->cached);
     head.outcome = r->answer.outcome;
     head.code = end->code;
     head.reason = end->reason;
     head.used_activations = r->work.step.used_retained;
-    memcpy(r->kept->head, &head, sizeof head);
-    moe_pass_record_ref(r->kept); /* ours, until the answer is on its way */
-    moe_pass_store_put(moe_train_answers(training), r->kept, r->call.session, r->call.id,
+    memcpy(r->cached->head, &head, sizeof head);
+    moe_pass_record_ref(r->cached); /* ours, until the answer is on its way */
+    moe_pass_store_put(moe_train_answers(training), r->cached, r->call.session, r->call.id,
                        moe_clock_ns());
     moe_pass_store_drop(moe_train_passes(training), r->call.session, r->call.id);
 }
 
-bool moe_backward_matches(const struct moe_pass_record *kept, const struct moe_backward_request *r)
+bool moe_backward_matches(const struct moe_pass_record *cached,
+                          const struct moe_backward_request *r)
 {
-    struct moe_kept_answer head = head_of(kept);
+    struct moe_cached_answer head = head_of(cached);
     const struct moe_content *c = &r->call.content;
-    return memcmp(head.content.said, c->said, sizeof c->said) == 0 &&
-           (!r->whole || memcmp(head.content.rest, c->rest, sizeof c->rest) == 0);
+    return memcmp(head.content.header_hash, c->header_hash, sizeof c->header_hash) == 0 &&
+           (!r->whole ||
+            memcmp(head.content.tensor_hash, c->tensor_hash, sizeof c->tensor_hash) == 0);
 }
 
-struct moe_status moe_backward_kept_status(const struct moe_pass_record *kept)
+struct moe_status moe_backward_cached_status(const struct moe_pass_record *cached)
 {
-    struct moe_kept_answer head = head_of(kept);
+    struct moe_cached_answer head = head_of(cached);
     if (head.code == MOE_OK)
         return moe_ok();
     return moe_error(head.code, head.reason,
@@ -344,15 +346,16 @@ static void release_part(void *owner)
     moe_pass_record_unref(owner);
 }
 
-static void add_part(struct moe_pass_record *kept, struct moe_rpc_out *out, uint32_t field,
+static void add_part(struct moe_pass_record *cached, struct moe_rpc_out *out, uint32_t field,
                      size_t at, size_t length)
 {
-    moe_pass_record_ref(kept);
-    out->parts[out->part_count++] = (struct moe_rpc_part){.field = field,
-                                                          .data = (const uint8_t *)kept->data + at,
-                                                          .length = length,
-                                                          .release = release_part,
-                                                          .owner = kept};
+    moe_pass_record_ref(cached);
+    out->parts[out->part_count++] =
+        (struct moe_rpc_part){.field = field,
+                              .data = (const uint8_t *)cached->data + at,
+                              .length = length,
+                              .release = release_part,
+                              .owner = cached};
 }
 
 static void fill_stages(const struct moe_backward_request *r, bool repeated,
@@ -377,10 +380,10 @@ static void fill_stages(const struct moe_backward_request *r, bool repeated,
     to->steps = 1;
 }
 
-void moe_backward_answer(const struct moe_backward_request *r, struct moe_pass_record *kept,
+void moe_backward_answer(const struct moe_backward_request *r, struct moe_pass_record *cached,
                          bool repeated, uint8_t *head, struct moe_rpc_out *out)
 {
-    const struct moe_kept_answer k = head_of(kept);
+    const struct moe_cached_answer k = head_of(cached);
     Moe__V1__StageTimes stages;
     Moe__V1__BackwardResponse answer;
     moe__v1__backward_response__init(&answer);
@@ -403,6 +406,6 @@ void moe_backward_answer(const struct moe_backward_request *r, struct moe_pass_r
     MOE_INVARIANT(out->head_length <= MOE_BACKWARD_HEAD_MAX);
     moe__v1__backward_response__pack(&answer, head);
     if (k.weights_bytes != 0)
-        add_part(kept, out, FIELD_WEIGHTS, k.weights_at, k.weights_bytes);
-    add_part(kept, out, FIELD_X, 0, k.dx_bytes);
+        add_part(cached, out, FIELD_WEIGHTS, k.weights_at, k.weights_bytes);
+    add_part(cached, out, FIELD_X, 0, k.dx_bytes);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One Backward request from its message to its answer: the checks, the memory of its tensors, what
- * was saved for it, and the answer that is kept. It never queues, waits or computes. */
+ * was saved for it, and the answer that is cached. It never queues, waits or computes. */
 #ifndef MOE_SERVICE_TRAINING_REQUEST_H
 #define MOE_SERVICE_TRAINING_REQUEST_H
 
@@ -26,14 +26,14 @@ struct moe_backward_request {
     bool whole;          /* x and routing are there, sent or saved: the content is complete */
     bool used_retained;
     struct moe_buffer *x, *dy, *ids, *weights,
-        *wide_ids;                /* as they came; NULL where there is none */
-    struct moe_pass_record *pass; /* the saved forward pass that is used */
-    struct moe_pass_record *kept; /* memory of the answer; see prepare */
+        *wide_ids;                  /* as they came; NULL where there is none */
+    struct moe_pass_record *pass;   /* the saved forward pass that is used */
+    struct moe_pass_record *cached; /* memory of the answer; see prepare */
 };
 
-/* What moe_pass_record.head says of a kept answer; its data are dx [T,H], and at `weights_at` the
+/* What moe_pass_record.head says of a cached answer; its data are dx [T,H], and at `weights_at` the
  * gradients of the weights [T,K]. */
-struct moe_kept_answer {
+struct moe_cached_answer {
     struct moe_ledger_outcome outcome;
     struct moe_content content;
     uint32_t tokens, hidden, top_k;
@@ -53,23 +53,24 @@ struct moe_status moe_backward_parse(struct moe_backward_request *r,
 /* Takes the memory of the answer: now the request can be given to the engine. */
 struct moe_status moe_backward_prepare(struct moe_backward_request *r,
                                        const struct moe_backward_context *context) MOE_CHECKED;
-/* The pass has been run, with this end: the answer is kept from now on, a saved pass of this id is
- * not, whether or not it was used. */
-void moe_backward_keep(struct moe_backward_request *r, struct moe_train *training,
-                       const struct moe_status *end);
+/* The pass has been run, with this end: the answer is cached from now on, a saved pass of this id
+ * is not, whether or not it was used. */
+void moe_backward_cache(struct moe_backward_request *r, struct moe_train *training,
+                        const struct moe_status *end);
 
-_Static_assert(sizeof(struct moe_kept_answer) <= MOE_PASS_RECORD_HEAD,
-               "a kept answer needs more head");
+_Static_assert(sizeof(struct moe_cached_answer) <= MOE_PASS_RECORD_HEAD,
+               "a cached answer needs more head");
 
 enum { MOE_BACKWARD_HEAD_MAX = 512 };
 
-/* Whether the kept answer is one to what `r` asks, as far as it says anything. */
-bool moe_backward_matches(const struct moe_pass_record *kept, const struct moe_backward_request *r);
-/* The end that a kept answer tells of. */
-struct moe_status moe_backward_kept_status(const struct moe_pass_record *kept);
-/* The answer out of a kept one, whose data it references; `head` has MOE_BACKWARD_HEAD_MAX bytes.
+/* Whether the cached answer is one to what `r` asks, as far as it says anything. */
+bool moe_backward_matches(const struct moe_pass_record *cached,
+                          const struct moe_backward_request *r);
+/* The end that a cached answer tells of. */
+struct moe_status moe_backward_cached_status(const struct moe_pass_record *cached);
+/* The answer out of a cached one, whose data it references; `head` has MOE_BACKWARD_HEAD_MAX bytes.
  */
-void moe_backward_answer(const struct moe_backward_request *r, struct moe_pass_record *kept,
+void moe_backward_answer(const struct moe_backward_request *r, struct moe_pass_record *cached,
                          bool repeated, uint8_t *head, struct moe_rpc_out *out);
 
 void moe_backward_release(struct moe_backward_request *r);

@@ -58,33 +58,33 @@ static void fail_backward(const struct backward *b, struct moe_status st)
     moe_rpc_fail(b->call, st);
 }
 
-static void reply_kept(struct backward *b, struct moe_pass_record *kept, bool repeated)
+static void reply_cached(struct backward *b, struct moe_pass_record *cached, bool repeated)
 {
     uint8_t head[MOE_BACKWARD_HEAD_MAX];
     struct moe_rpc_out out;
-    struct moe_status st = moe_backward_kept_status(kept);
+    struct moe_status st = moe_backward_cached_status(cached);
     if (moe_failed(&st)) {
         fail_backward(b, st);
         return;
     }
     count_backward(b, &st);
-    moe_backward_answer(&b->request, kept, repeated, head, &out);
+    moe_backward_answer(&b->request, cached, repeated, head, &out);
     moe_rpc_reply(b->call, &out);
 }
 
-/* The engine's thread. A pass that was run is kept even where it ended with bad tokens: it has been
- * recorded everywhere, and added what its other tokens give. */
+/* The engine's thread. A pass that was run is cached even where it ended with bad tokens: it has
+ * been recorded everywhere, and added what its other tokens give. */
 static void backward_done(struct moe_train_work *work, struct moe_status status)
 {
     struct backward *b = work->user;
     struct moe_backward_request *r = &b->request;
     bool was_run = r->answer.outcome.epoch != 0 && !r->answer.repeated;
     if (was_run)
-        moe_backward_keep(r, b->service->config.training, &status);
+        moe_backward_cache(r, b->service->config.training, &status);
     if (moe_failed(&status))
         fail_backward(b, name_worker(b->service, status, &r->answer));
     else
-        reply_kept(b, r->answer.repeated ? r->answer.record : r->kept, r->answer.repeated);
+        reply_cached(b, r->answer.repeated ? r->answer.record : r->cached, r->answer.repeated);
     moe_rpc_call_unref(b->call);
     drop_backward(b);
 }
@@ -112,7 +112,8 @@ static struct moe_status answer_without_x(struct backward *b)
             moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_RECORDED_ELSEWHERE, "recorded elsewhere"),
             &r->answer);
     }
-    if (memcmp(known.content.said, r->call.content.said, sizeof known.content.said) != 0)
+    if (memcmp(known.content.header_hash, r->call.content.header_hash,
+               sizeof known.content.header_hash) != 0)
         return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED,
                          "id %llu was used for something else", (unsigned long long)r->call.id);
     moe_train_count_repeat(s->config.training);
@@ -120,9 +121,9 @@ static struct moe_status answer_without_x(struct backward *b)
                                           r->call.id, r->received_ns);
     if (r->answer.record == NULL || !moe_backward_matches(r->answer.record, r))
         return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ANSWER_GONE,
-                         "id %llu has been run; its answer is not, or no longer, kept",
+                         "id %llu has been run; its answer is not, or no longer, cached",
                          (unsigned long long)r->call.id);
-    reply_kept(b, r->answer.record, true);
+    reply_cached(b, r->answer.record, true);
     return moe_ok();
 }
 
@@ -135,7 +136,7 @@ static struct moe_status serve_backward(struct backward *b)
     if (!r->whole)
         return answer_without_x(b);
     if (moe_train_recall(s->config.training, &r->call, &r->answer)) {
-        reply_kept(b, r->answer.record, true);
+        reply_cached(b, r->answer.record, true);
         return moe_ok();
     }
     MOE_TRY(moe_backward_prepare(r, &context));
@@ -281,8 +282,8 @@ static struct moe_status recover(const struct moe_training_service *s, struct mo
         moe_rpc_msg_unpack(m, &moe__v1__recover_training_request__descriptor, &arena, &message));
     const Moe__V1__RecoverTrainingRequest *q = message;
     MOE_TRY(check_recovery(s, q));
-    moe_train_choose(s->config.training, q->as_loaded ? "" : q->name);
-    s->config.told(s->config.ctx);
+    moe_train_set_recovery_target(s->config.training, q->as_loaded ? "" : q->name);
+    s->config.on_recovery_choice(s->config.ctx);
     return moe_ok();
 }
 
@@ -310,18 +311,18 @@ void moe_training_service_methods(struct moe_training_service *s,
                                      .cancelled = backward_cancelled,
                                      .done = backward_done_call,
                                      .ctx = s};
-    moe_training_service__changes(s, out + 1);
-    out[1 + MOE_TRAINING_CHANGES] =
+    moe_training_service__mutations(s, out + 1);
+    out[1 + MOE_TRAINING_MUTATIONS] =
         (struct moe_rpc_method){.path = "/moe.v1.TrainingService/GetTrainState",
                                 .kind = MOE_RPC_UNARY,
                                 .message = state_message,
                                 .ctx = s};
-    out[2 + MOE_TRAINING_CHANGES] =
+    out[2 + MOE_TRAINING_MUTATIONS] =
         (struct moe_rpc_method){.path = "/moe.v1.TrainingService/RecoverTraining",
                                 .kind = MOE_RPC_UNARY,
                                 .message = recover_message,
                                 .ctx = s};
-    out[3 + MOE_TRAINING_CHANGES] = moe_training_service__listing(s);
+    out[3 + MOE_TRAINING_MUTATIONS] = moe_training_service__listing(s);
 }
 
 struct moe_status moe_training_service_create(const struct moe_training_service_config *config,

@@ -21,7 +21,7 @@ struct moe_training_service_config {
     struct moe_train *training;
     /* An operator has said where training goes back to (RecoverTraining). Any thread; must not
      * block. */
-    void (*told)(void *ctx);
+    void (*on_recovery_choice)(void *ctx);
     void *ctx;
 };
 

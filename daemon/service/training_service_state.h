@@ -10,17 +10,17 @@
 
 #include <pthread.h>
 
-/* Methods that change something and carry no tensors (training_changes.c). */
-enum { MOE_TRAINING_CHANGES = 6, MOE_TRAINING_PATH = 64 };
+/* Methods that change something and carry no tensors (mutations.c). */
+enum { MOE_TRAINING_MUTATIONS = 6, MOE_TRAINING_PATH = 64 };
 struct moe_training_method {
     struct moe_training_service *service;
-    const struct change_row *row;
+    const struct mutation_row *row;
     char path[MOE_TRAINING_PATH];
 };
 
 struct moe_training_service {
     struct moe_training_service_config config;
-    struct moe_training_method changes[MOE_TRAINING_CHANGES];
+    struct moe_training_method mutations[MOE_TRAINING_MUTATIONS];
     struct moe_mutex lock;
     pthread_cond_t idle;                    /* `listings` has become 0 */
     MOE_GUARDED_BY(lock) unsigned listings; /* threads that read the training root */
@@ -34,8 +34,8 @@ void moe_training_service__count(struct moe_training_service *s, enum moe_servic
 /* Packs and sends the answer of a call without tensors. */
 void moe_training_service__reply(struct moe_rpc_call *call, const ProtobufCMessage *answer);
 
-void moe_training_service__changes(struct moe_training_service *s,
-                                   struct moe_rpc_method out[MOE_TRAINING_CHANGES]);
+void moe_training_service__mutations(struct moe_training_service *s,
+                                     struct moe_rpc_method out[MOE_TRAINING_MUTATIONS]);
 
 /* ListCheckpoints (training_listing.c). */
 struct moe_rpc_method moe_training_service__listing(struct moe_training_service *s);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From which state a forming group goes on: where each slot stands, what all of them decide, and
+/* From which state a forming group goes on: the digest of each slot, what all of them choose, and
  * how this one gets there; see training/training.h. */
 #include "training/state.h"
 
@@ -7,9 +7,9 @@
 
 #include <string.h>
 
-void moe_train_stand(struct moe_train *t, struct moe_train_stand *out)
+void moe_train_read_digest(struct moe_train *t, struct moe_train_digest *out)
 {
-    *out = (struct moe_train_stand){0};
+    *out = (struct moe_train_digest){0};
     if (t == NULL)
         return;
     moe_mutex_lock(&t->lock);
@@ -18,22 +18,22 @@ void moe_train_stand(struct moe_train *t, struct moe_train_stand *out)
     out->weights_version = t->weights_version;
     out->calls = moe_ledger_count(t->ledger);
     out->record = moe_ledger_hash(t->ledger);
-    out->fresh = t->writer;
-    out->torn = t->torn;
+    out->nonce = t->writer;
+    out->inconsistent = t->inconsistent;
     out->unsaved = t->unsaved;
     memcpy(out->checkpoint, t->checkpoint, sizeof t->checkpoint);
-    out->told = moe_checkpoint_told_has(&t->told, t->checkpoint);
-    out->chosen = t->chosen;
-    memcpy(out->choice, t->choice, sizeof t->choice);
+    out->explicit_load = moe_checkpoint_explicit_loads_has(&t->explicit_loads, t->checkpoint);
+    out->has_target = t->has_target;
+    memcpy(out->target, t->target, sizeof t->target);
     moe_mutex_unlock(&t->lock);
 }
 
-void moe_train_choose(struct moe_train *t, const char *checkpoint)
+void moe_train_set_recovery_target(struct moe_train *t, const char *checkpoint)
 {
     moe_mutex_lock(&t->lock);
-    t->chosen = true;
-    memset(t->choice, 0, sizeof t->choice);
-    strncpy(t->choice, checkpoint, MOE_TRAINING_NAME_MAX);
+    t->has_target = true;
+    memset(t->target, 0, sizeof t->target);
+    strncpy(t->target, checkpoint, MOE_TRAINING_NAME_MAX);
     moe_mutex_unlock(&t->lock);
 }
 
@@ -48,19 +48,19 @@ void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t ve
 
 /* The group goes on with the state that it has. A view can end when some slots have
  * taken note of a checkpoint and others have not: from here on all know the latest. */
-static void take_note(struct moe_train *t, const struct moe_train_decision *d) MOE_REQUIRES(t->lock)
+static void take_note(struct moe_train *t, const struct moe_train_recovery *d) MOE_REQUIRES(t->lock)
 {
     if (t->unsaved == d->lost_steps && strcmp(t->checkpoint, d->checkpoint) == 0)
         return;
     memset(t->checkpoint, 0, sizeof t->checkpoint);
     memcpy(t->checkpoint, d->checkpoint, MOE_TRAINING_NAME_MAX);
     t->unsaved = d->lost_steps;
-    if (d->told && d->checkpoint[0] != '\0')
-        moe_checkpoint_told_add(&t->told, d->checkpoint);
+    if (d->explicit_load && d->checkpoint[0] != '\0')
+        moe_checkpoint_explicit_loads_add(&t->explicit_loads, d->checkpoint);
 }
 
 /* The layers are as loaded, and so are the trainers. */
-static struct moe_status restart(struct moe_train *t, const struct moe_train_decision *d)
+static struct moe_status restart(struct moe_train *t, const struct moe_train_recovery *d)
 {
     moe_mutex_lock(&t->lock);
     moe_train__begin_lineage(t, d->lineage, d->weights_version);
@@ -71,14 +71,14 @@ static struct moe_status restart(struct moe_train *t, const struct moe_train_dec
     t->frozen = t->config.trainer.frozen;
     memset(t->checkpoint, 0, sizeof t->checkpoint);
     memcpy(t->checkpoint, d->checkpoint, MOE_TRAINING_NAME_MAX);
-    if (d->told && d->checkpoint[0] != '\0')
-        moe_checkpoint_told_add(&t->told, d->checkpoint);
-    t->torn = true;
+    if (d->explicit_load && d->checkpoint[0] != '\0')
+        moe_checkpoint_explicit_loads_add(&t->explicit_loads, d->checkpoint);
+    t->inconsistent = true;
     moe_mutex_unlock(&t->lock);
     if (d->checkpoint[0] != '\0')
         MOE_TRY(moe_train__load_checkpoint(t));
     moe_mutex_lock(&t->lock);
-    t->torn = false;
+    t->inconsistent = false;
     t->went_back = true;
     moe_mutex_unlock(&t->lock);
     return moe_ok();
@@ -87,7 +87,7 @@ static struct moe_status restart(struct moe_train *t, const struct moe_train_dec
 void moe_train_in_force(struct moe_train *t)
 {
     moe_mutex_lock(&t->lock);
-    t->chosen = false;
+    t->has_target = false;
     bool went_back = t->went_back;
     bool to_model = t->checkpoint[0] == '\0';
     uint64_t lost = t->lost_steps;
@@ -112,7 +112,7 @@ void moe_train_note_problem(struct moe_train *t, const char *why)
     moe_mutex_unlock(&t->lock);
 }
 
-struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_decision *d,
+struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_recovery *d,
                                   uint32_t slot, uint32_t slots, uint64_t live)
 {
     moe_train__end_copying(t);
@@ -130,9 +130,9 @@ struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_de
     struct moe_status st = d->restart ? restart(t, d) : moe_ok();
     moe_train_note_problem(t, moe_failed(&st) ? st.text : "");
     moe_mutex_lock(&t->lock);
-    /* A choice that came after the stands were exchanged is for the next time. */
-    bool used = d->restart && strcmp(t->choice, d->checkpoint) == 0;
-    t->chosen = t->chosen && (moe_failed(&st) || !used);
+    /* A choice that came after the digests were exchanged is for the next time. */
+    bool used = d->restart && strcmp(t->target, d->checkpoint) == 0;
+    t->has_target = t->has_target && (moe_failed(&st) || !used);
     moe_mutex_unlock(&t->lock);
     if (moe_failed(&st))
         moe_log_error("training cannot go back to %s: %s. The group does not form; "

@@ -46,8 +46,8 @@ void moe_train_call_pack(const struct moe_train_call *c, uint8_t body[MOE_TRAINI
     uint64_t content[4];
     Moe__V1__TrainingBody b;
     moe__v1__training_body__init(&b);
-    memcpy(content, c->content.said, sizeof c->content.said);
-    memcpy(content + 2, c->content.rest, sizeof c->content.rest);
+    memcpy(content, c->content.header_hash, sizeof c->content.header_hash);
+    memcpy(content + 2, c->content.tensor_hash, sizeof c->content.tensor_hash);
     b.session = (char *)(uintptr_t)c->session; /* packing only reads */
     b.id = c->id;
     b.content = content;
@@ -60,7 +60,7 @@ void moe_train_call_pack(const struct moe_train_call *c, uint8_t body[MOE_TRAINI
     b.request.data = (uint8_t *)(uintptr_t)c->request;
     b.retained = c->retained;
     b.retained_epoch = c->retained_epoch;
-    b.poke = c->poke;
+    b.progress = c->is_progress;
     size_t size = moe__v1__training_body__get_packed_size(&b);
     MOE_INVARIANT(size <= MOE_TRAINING_BODY_MAX);
     *length = (uint32_t)moe__v1__training_body__pack(&b, body);
@@ -103,8 +103,8 @@ struct moe_status moe_train_call_read(const struct moe_ticket *ticket, struct mo
     if (moe_failed(&st) || b->n_content != 4 || !read_request(&b->request, out) ||
         !copy_name(out->session, b->session))
         goto malformed;
-    memcpy(out->content.said, b->content, sizeof out->content.said);
-    memcpy(out->content.rest, b->content + 2, sizeof out->content.rest);
+    memcpy(out->content.header_hash, b->content, sizeof out->content.header_hash);
+    memcpy(out->content.tensor_hash, b->content + 2, sizeof out->content.tensor_hash);
     out->id = b->id;
     out->lineage = b->lineage;
     out->weights_version = b->weights_version;
@@ -112,7 +112,7 @@ struct moe_status moe_train_call_read(const struct moe_ticket *ticket, struct mo
     out->input_only = b->input_only;
     out->retained = b->retained;
     out->retained_epoch = b->retained_epoch;
-    out->poke = b->poke;
+    out->is_progress = b->progress;
     if (out->id != 0 && (out->session[0] != '\0') == moe_step_traits(out->kind)->has_rows)
         return moe_ok();
 malformed:

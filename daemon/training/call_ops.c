@@ -10,7 +10,7 @@
 /* One ticket's, from its turn to its end. */
 struct moe_call_exec {
     struct moe_train_call call;
-    struct moe_train_turn turn;
+    struct moe_train_execution turn;
     struct moe_ledger_outcome outcome;
     struct moe_train_answer answer; /* as of its end */
     bool changing; /* the state of training may be half changed until the turn ends */
@@ -31,12 +31,12 @@ static void open_calls(void *ctx, moe_call_request_fn fn, void *engine)
     struct moe_train *t = ctx;
     t->request = fn;
     t->engine = engine;
-    moe_train_set_poke(t, request, t);
+    moe_train_set_progress(t, request, t);
 }
 
 static void close_calls(void *ctx)
 {
-    moe_train_end_jobs(ctx); /* nobody pokes any more */
+    moe_train_end_jobs(ctx); /* no progress tickets from now on */
 }
 
 /* ---------------------------------------------------------------------------- orders */
@@ -51,7 +51,7 @@ static uint64_t version(void *ctx)
     return moe_train_weights_version(ctx);
 }
 
-static struct moe_status read_order(const struct moe_ticket *ticket, struct moe_call_exec *x)
+static struct moe_status read_descriptor(const struct moe_ticket *ticket, struct moe_call_exec *x)
 {
     return moe_train_call_read(ticket, &x->call);
 }
@@ -150,7 +150,7 @@ static void end(void *ctx, const struct moe_ticket *ticket, struct moe_train_wor
 static void abandon(void *ctx, struct moe_call_exec *x)
 {
     if (x->changing)
-        moe_train_torn(ctx);
+        moe_train_mark_inconsistent(ctx);
     x->changing = false;
 }
 
@@ -168,10 +168,10 @@ static bool blocks_weight_updates(void *ctx)
 static bool is_unwanted(void *ctx, enum moe_step_kind kind, uint64_t id,
                         struct moe_call_descriptor *descriptor)
 {
-    struct moe_train_call poke;
-    bool unwanted = moe_train_job_unwanted(ctx, kind, id, &poke);
+    struct moe_train_call progress;
+    bool unwanted = moe_train_job_unwanted(ctx, kind, id, &progress);
     if (unwanted)
-        moe_train_call_pack(&poke, descriptor->body, &descriptor->length);
+        moe_train_call_pack(&progress, descriptor->body, &descriptor->length);
     return unwanted;
 }
 
@@ -244,7 +244,7 @@ const struct moe_call_ops moe_train_call_ops = {
     .weights_version = version,
     .id_of = id_of,
     .describe = describe,
-    .read = read_order,
+    .read = read_descriptor,
     .begin = begin,
     .refuse = refuse,
     .end = end,

@@ -98,7 +98,7 @@ static struct moe_status create_job(struct moe_train *t, const struct moe_train_
     if (j == NULL)
         return out_of_memory();
     j->call = j->progress = *call;
-    j->progress.poke = true;
+    j->progress.is_progress = true;
     j->progress.lineage = 0; /* it speaks of the job, whatever the state is called by then */
     j->lineage = t->lineage;
     j->begun_ns = moe_clock_ns();
@@ -110,7 +110,7 @@ static struct moe_status create_job(struct moe_train *t, const struct moe_train_
                                       .steps = t->steps,
                                       .frozen = t->frozen}};
     strcpy(j->work.state.parent, t->checkpoint);
-    j->work.state.told = t->told;
+    j->work.state.explicit_loads = t->explicit_loads;
     j->work.context.cancel = &j->cancel;
     j->work.context.processed = &j->processed;
     if (!copy_placements(j, t->placements, t->config.layer_count))
@@ -177,7 +177,7 @@ static void *run_thread(void *arg)
         const struct moe_job_end end = moe_train__run_part(&j->work, j->part);
         more = end_share(t, j, &end);
     }
-    while (wants_ticket(t, j) && !t->poke(t->poke_ctx, &j->progress))
+    while (wants_ticket(t, j) && !t->request_progress(t->progress_ctx, &j->progress))
         (void)nanosleep(&(struct timespec){.tv_nsec = ASK_PAUSE_NS}, NULL);
     return NULL;
 }
@@ -194,7 +194,7 @@ static void start_thread(struct moe_train *t, struct moe_train_job *j, enum moe_
     if (part != MOE_JOB_NONE)
         (void)end_share(t, j, &end);
     if (wants_ticket(t, j))
-        (void)t->poke(t->poke_ctx, &j->progress);
+        (void)t->request_progress(t->progress_ctx, &j->progress);
 }
 
 /* --------------------------------------------------------------------------- actions */
@@ -204,7 +204,7 @@ struct execution {
     struct moe_train *train;
     struct moe_train_job *job;
     struct moe_session *session;
-    struct moe_train_turn *turn;
+    struct moe_train_execution *turn;
     struct moe_ledger_outcome *outcome;
 };
 
@@ -220,7 +220,7 @@ static struct moe_status take(struct execution *x, struct moe_job_end *end)
         return end->status;
     moe_mutex_lock(&t->lock);
     moe_train__begin_lineage(t, t->lineage + 1, t->weights_version + 1);
-    moe_checkpoint_told_add(&t->told, j->call.name);
+    moe_checkpoint_explicit_loads_add(&t->explicit_loads, j->call.name);
     moe_mutex_unlock(&t->lock);
     moe_train__note_checkpoint(t, j->call.name, t->steps);
     return moe_ok();
@@ -278,10 +278,10 @@ static void tell_end(struct moe_train *t, const struct moe_train_job *j, uint64_
                      struct moe_status st)
 {
     if (j->call.kind == MOE_STEP_SAVE)
-        moe_train__tell_saved(t, j->call.name, j->begun_ns, bytes, st);
+        moe_train__log_saved(t, j->call.name, j->begun_ns, bytes, st);
     else if (j->call.kind == MOE_STEP_LOAD)
-        moe_train__tell_loaded(t, j->call.name, j->begun_ns, atomic_load(&j->processed),
-                               j->lost_steps, st);
+        moe_train__log_loaded(t, j->call.name, j->begun_ns, atomic_load(&j->processed),
+                              j->lost_steps, st);
 }
 
 static void settle(struct execution *x, const struct moe_job_action *a)
@@ -308,8 +308,8 @@ static void run_action(struct execution *x, const struct moe_job_action *a, stru
     switch (a->kind) {
     case MOE_JOB_START: start_part(x, a, st); return;
     case MOE_JOB_CANCEL: atomic_store(&x->job->cancel, true); return;
-    case MOE_JOB_ASK:
-        if (!t->poke(t->poke_ctx, &x->job->progress))
+    case MOE_JOB_REQUEST_TICKET:
+        if (!t->request_progress(t->progress_ctx, &x->job->progress))
             start_thread(t, x->job, MOE_JOB_NONE);
         return;
     case MOE_JOB_KEEP: moe_train__note_checkpoint(t, x->job->call.name, a->steps); return;
@@ -339,21 +339,21 @@ static enum moe_job_kind job_kind(enum moe_step_kind kind)
 }
 
 static struct moe_status begin(struct moe_train *t, const struct moe_train_call *call,
-                               const struct moe_train_turn *turn)
+                               const struct moe_train_execution *turn)
 {
     struct moe_train_job *j;
     tidy_old(t, false);
     const struct moe_status prepared = create_job(t, call, &j);
     if (j == NULL)
         return prepared;
-    const struct moe_job_order order = {.kind = job_kind(call->kind),
-                                        .id = call->id,
-                                        .content = call->content,
-                                        .tidies = call->keep > 0,
-                                        .weights_version = t->weights_version,
-                                        .steps = t->steps};
+    const struct moe_job_description description = {.kind = job_kind(call->kind),
+                                                    .id = call->id,
+                                                    .content = call->content,
+                                                    .tidies = call->keep > 0,
+                                                    .weights_version = t->weights_version,
+                                                    .steps = t->steps};
     moe_mutex_lock(&t->lock);
-    moe_job_on_begin(&t->machine, &order, turn->origin, &prepared);
+    moe_job_on_begin(&t->machine, &description, turn->origin, &prepared);
     j->number = t->machine.number;
     t->job = j;
     moe_mutex_unlock(&t->lock);
@@ -379,7 +379,8 @@ static struct moe_status exchange(struct moe_train *t, struct moe_session *sessi
 }
 
 struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *session,
-                                     const struct moe_train_call *call, struct moe_train_turn *turn,
+                                     const struct moe_train_call *call,
+                                     struct moe_train_execution *turn,
                                      struct moe_ledger_outcome *outcome)
 {
     struct moe_job_report all[MOE_MAX_SLOTS];
@@ -388,7 +389,7 @@ struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *se
     if (!turn->joined)
         MOE_TRY(begin(t, call, turn));
     moe_mutex_lock(&t->lock);
-    if (turn->joined && !call->poke && turn->origin < MOE_MAX_SLOTS)
+    if (turn->joined && !call->is_progress && turn->origin < MOE_MAX_SLOTS)
         moe_job_on_join(&t->machine, turn->origin);
     moe_mutex_unlock(&t->lock);
     MOE_TRY(exchange(t, session, all));
@@ -398,7 +399,7 @@ struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *se
     take_actions(t, &next);
     moe_mutex_unlock(&t->lock);
     if (began && call->kind != MOE_STEP_EXPORT)
-        moe_train__tell_begun(t, call);
+        moe_train__log_begun(t, call);
     struct execution x = {t, t->job, session, turn, outcome};
     run_actions(&x, &next, &st);
     turn->waits = !turn->settles;
@@ -438,14 +439,14 @@ void moe_train__read_job(const struct moe_train *t, struct moe_train_state *out)
     out->job_bytes_total = j->total;
 }
 
-void moe_train_set_poke(struct moe_train *t, moe_train_poke_fn poke, void *ctx)
+void moe_train_set_progress(struct moe_train *t, moe_train_progress_fn request_progress, void *ctx)
 {
-    t->poke = poke;
-    t->poke_ctx = ctx;
+    t->request_progress = request_progress;
+    t->progress_ctx = ctx;
 }
 
 bool moe_train_job_unwanted(struct moe_train *t, enum moe_step_kind kind, uint64_t id,
-                            struct moe_train_call *poke)
+                            struct moe_train_call *progress)
 {
     struct actions asked; /* the caller asks */
     moe_mutex_lock(&t->lock);
@@ -454,7 +455,7 @@ bool moe_train_job_unwanted(struct moe_train *t, enum moe_step_kind kind, uint64
                  moe_job_on_unwanted(&t->machine, id, &j->call.content);
     take_actions(t, &asked);
     if (found)
-        *poke = j->progress;
+        *progress = j->progress;
     moe_mutex_unlock(&t->lock);
     return found;
 }

@@ -94,24 +94,24 @@ static void start(struct moe_job *j, enum moe_job_part part)
 }
 
 /* A further ticket confirms what all slots have done in this one. */
-static void ask_as_lowest(struct moe_job *j)
+static void request_ticket_as_lowest(struct moe_job *j)
 {
     if (!is_lowest(j))
         return;
-    j->untold = true;
-    (void)push(j, MOE_JOB_ASK);
+    j->unreported = true;
+    (void)push(j, MOE_JOB_REQUEST_TICKET);
 }
 
 static void settle(struct moe_job *j, struct moe_status status)
 {
     set_blocked(j, MOE_JOB_NONE);
-    bool records = j->order.kind != MOE_JOB_LOAD; /* which has recorded what it took */
+    bool records = j->call.kind != MOE_JOB_LOAD; /* which has recorded what it took */
     if (records && MOE_GUARD(RECORD_WHAT_IS_DONE, !moe_failed(&status)))
         (void)push(j, MOE_JOB_RECORD);
     push(j, MOE_JOB_SETTLE)->status = status;
     (void)push(j, MOE_JOB_FORGET);
     j->part = MOE_JOB_NONE;
-    j->running = j->untold = false;
+    j->running = j->unreported = false;
 }
 
 /* ------------------------------------------------------------------------- views */
@@ -151,7 +151,7 @@ static void make_orphan(struct moe_job *j)
 {
     j->orphan.part = j->part;
     j->orphan.number = j->number;
-    j->orphan.undo = is_lowest(j) && j->order.kind != MOE_JOB_LOAD;
+    j->orphan.undo = is_lowest(j) && j->call.kind != MOE_JOB_LOAD;
     j->orphan.reads_trainers = j->running && reads_trainers(j, j->part);
     if (j->running)
         (void)push(j, MOE_JOB_CANCEL);
@@ -167,7 +167,7 @@ void moe_job_on_view_ended(struct moe_job *j)
         make_orphan(j);
     j->part = MOE_JOB_NONE;
     j->live = 0;
-    j->running = j->untold = j->blocked = false;
+    j->running = j->unreported = j->blocked = false;
 }
 
 /* ----------------------------------------------------------------------- tickets */
@@ -178,20 +178,20 @@ static struct moe_status save_running(void)
                      "a checkpoint is being written or loaded: one at a time");
 }
 
-void moe_job_on_begin(struct moe_job *j, const struct moe_job_order *order, uint32_t origin,
-                      const struct moe_status *prepared)
+void moe_job_on_begin(struct moe_job *j, const struct moe_job_description *description,
+                      uint32_t origin, const struct moe_status *prepared)
 {
     bool clear = MOE_GUARD(ORPHAN_GOES_FIRST, j->orphan.part == MOE_JOB_NONE);
     j->part = MOE_JOB_PREPARE;
     j->number++;
-    j->order = *order;
+    j->call = *description;
     j->asked = 0;
-    j->from_trainers = order->kind == MOE_JOB_EXPORT;
-    j->called_off = j->running = j->unwanted = j->untold = false;
+    j->from_trainers = description->kind == MOE_JOB_EXPORT;
+    j->called_off = j->running = j->unwanted = j->unreported = false;
     j->failure = moe_ok();
     j->bytes = 0;
-    j->weights_version = order->weights_version;
-    j->steps = order->steps;
+    j->weights_version = description->weights_version;
+    j->steps = description->steps;
     j->end = (struct moe_job_end){.status = *prepared};
     if (!clear && !moe_failed(prepared))
         j->end.status = save_running();
@@ -220,7 +220,7 @@ void moe_job_report(struct moe_job *j, struct moe_job_report *out)
     *out = moe_job_report_of(j->running ? &none : &j->end.status);
     out->running = j->running;
     out->unwanted = j->unwanted;
-    j->untold = false;
+    j->unreported = false;
     if (j->running)
         return;
     out->bytes = j->end.bytes;
@@ -312,24 +312,24 @@ static void give_up(struct moe_job *j, struct moe_status why, bool undo)
 static void keep_checkpoint(struct moe_job *j)
 {
     (void)push(j, MOE_JOB_KEEP);
-    if (!j->order.tidies) {
+    if (!j->call.tidies) {
         settle(j, moe_ok());
         return;
     }
     start(j, MOE_GUARD(KEEP_BEFORE_TIDY, false) ? MOE_JOB_TIDY : MOE_JOB_REMEMBER);
     if (j->part == MOE_JOB_REMEMBER)
-        ask_as_lowest(j);
+        request_ticket_as_lowest(j);
 }
 
 static void go_on(struct moe_job *j, const struct moe_job_report *all)
 {
     const struct moe_job_report *lowest = &all[__builtin_ctzll(j->live)];
-    bool is_save = j->order.kind == MOE_JOB_SAVE;
+    bool is_save = j->call.kind == MOE_JOB_SAVE;
     switch (j->part) {
     case MOE_JOB_PREPARE:
-        start(j, is_save                         ? MOE_JOB_COPY
-                 : j->order.kind == MOE_JOB_LOAD ? MOE_JOB_READ
-                                                 : MOE_JOB_CREATE);
+        start(j, is_save                        ? MOE_JOB_COPY
+                 : j->call.kind == MOE_JOB_LOAD ? MOE_JOB_READ
+                                                : MOE_JOB_CREATE);
         return;
     case MOE_JOB_COPY: start(j, MOE_JOB_CREATE); return;
     case MOE_JOB_CREATE:
@@ -413,13 +413,13 @@ void moe_job_on_part_ended(struct moe_job *j, uint64_t number, enum moe_job_part
     if (part == MOE_JOB_TIDY || part == MOE_JOB_UNDO)
         j->end.status = moe_ok();
     if (part != MOE_JOB_TAKE) {
-        j->untold = true;
-        (void)push(j, MOE_JOB_ASK);
+        j->unreported = true;
+        (void)push(j, MOE_JOB_REQUEST_TICKET);
     } else if (moe_failed(&end->status)) {
         push(j, MOE_JOB_END_VIEW)->status = end->status;
     } else {
         (void)push(j, MOE_JOB_RECORD);
-        ask_as_lowest(j);
+        request_ticket_as_lowest(j);
     }
 }
 
@@ -427,8 +427,8 @@ bool moe_job_on_unwanted(struct moe_job *j, uint64_t id, const struct moe_conten
 {
     if (moe_job_judge(j, id, content) != MOE_JOB_JOINS)
         return false;
-    j->unwanted = j->untold = true;
-    (void)push(j, MOE_JOB_ASK);
+    j->unwanted = j->unreported = true;
+    (void)push(j, MOE_JOB_REQUEST_TICKET);
     return true;
 }
 
@@ -437,9 +437,9 @@ bool moe_job_on_unwanted(struct moe_job *j, uint64_t id, const struct moe_conten
 enum moe_job_verdict moe_job_judge(const struct moe_job *j, uint64_t id,
                                    const struct moe_content *content)
 {
-    if (j->part == MOE_JOB_NONE || j->order.id != id)
+    if (j->part == MOE_JOB_NONE || j->call.id != id)
         return MOE_JOB_UNKNOWN;
-    bool same = memcmp(&j->order.content, content, sizeof *content) == 0;
+    bool same = memcmp(&j->call.content, content, sizeof *content) == 0;
     return MOE_GUARD(JOIN_THE_SAME, same) ? MOE_JOB_JOINS : MOE_JOB_REUSED;
 }
 
@@ -465,7 +465,7 @@ bool moe_job_frees_trainers(const struct moe_job *j)
 
 bool moe_job_wants_ticket(const struct moe_job *j)
 {
-    return j->part != MOE_JOB_NONE && j->untold;
+    return j->part != MOE_JOB_NONE && j->unreported;
 }
 
 bool moe_job_is_in_ticket(enum moe_job_part part)

@@ -56,7 +56,7 @@ enum moe_job_part {
 };
 
 /* What a call asks for; the same on all slots. */
-struct moe_job_order {
+struct moe_job_description {
     enum moe_job_kind kind;
     uint64_t id; /* of the call that began it, in the sequence of all sessions */
     struct moe_content content;
@@ -84,13 +84,13 @@ struct moe_job_report {
 };
 
 enum moe_job_action_kind {
-    MOE_JOB_START,    /* begin this slot's share of `part`, and give its end to
-                         moe_job_on_part_ended: before the ticket ends, if moe_job_is_in_ticket */
-    MOE_JOB_CANCEL,   /* the share that runs is to end soon */
-    MOE_JOB_ASK,      /* ask for a progress ticket; again later where that is refused, as long as
-                         moe_job_wants_ticket */
-    MOE_JOB_BLOCK,    /* from now on no ticket may come that updates weights ... */
-    MOE_JOB_UNBLOCK,  /* ... not any more: before the end of this ticket is reported */
+    MOE_JOB_START,  /* begin this slot's share of `part`; moe_job_on_part_ended gets its end,
+                       before the ticket ends where moe_job_is_in_ticket */
+    MOE_JOB_CANCEL, /* the share that runs is to end soon */
+    MOE_JOB_REQUEST_TICKET, /* ask for a progress ticket; again later where that is refused, as long
+                    as moe_job_wants_ticket */
+    MOE_JOB_BLOCK,          /* from now on no ticket may come that updates weights ... */
+    MOE_JOB_UNBLOCK,        /* ... not any more: before the end of this ticket is reported */
     MOE_JOB_KEEP,     /* the checkpoint is whole, with `steps`: recovery goes to it from now on */
     MOE_JOB_RECORD,   /* the call is done: into the ledger, with `bytes`, `weights_version` and
                          `steps`; of a Load with the state that was taken */
@@ -119,7 +119,7 @@ struct moe_job {
     /* The job, while `part` is not NONE. */
     enum moe_job_part part;
     uint64_t number; /* of jobs on this slot since it started */
-    struct moe_job_order order;
+    struct moe_job_description call;
     uint64_t asked; /* bit s: a caller asked slot s; the same on all slots */
     bool from_trainers;
     bool called_off;           /* nobody waits; the same on all slots */
@@ -131,7 +131,7 @@ struct moe_job {
     /* This slot's share. */
     bool running;
     bool unwanted;          /* no caller waits at this slot */
-    bool untold;            /* something has changed that no report has said yet */
+    bool unreported;        /* something has changed that no report has said yet */
     struct moe_job_end end; /* once it does not run */
 
     /* What is left of a job whose view ended. */
@@ -156,8 +156,8 @@ void moe_job_on_view_ended(struct moe_job *j);
 
 /* The ticket of a call that begins a job: moe_job_judge has said NEW. `prepared`: whether this slot
  * can. The reports follow in the same ticket. */
-void moe_job_on_begin(struct moe_job *j, const struct moe_job_order *order, uint32_t origin,
-                      const struct moe_status *prepared);
+void moe_job_on_begin(struct moe_job *j, const struct moe_job_description *description,
+                      uint32_t origin, const struct moe_status *prepared);
 /* The ticket of a call that joins the job. The reports follow in the same ticket, as in that of a
  * progress ticket. */
 void moe_job_on_join(struct moe_job *j, uint32_t origin);
@@ -197,7 +197,7 @@ bool moe_job_may_begin(const struct moe_job *j);
 bool moe_job_blocks_weight_updates(const struct moe_job *j);
 /* No orphan reads the trainers: between views they may be replaced or freed. */
 bool moe_job_frees_trainers(const struct moe_job *j);
-/* Something is untold, and a progress ticket would tell it. */
+/* Something is unreported, and a progress ticket would tell it. */
 bool moe_job_wants_ticket(const struct moe_job *j);
 /* The part runs inside its ticket. */
 bool moe_job_is_in_ticket(enum moe_job_part part);

@@ -20,7 +20,7 @@ struct session {
 
 struct moe_ledger {
     uint64_t count, hash;
-    uint64_t turn; /* rises with every record; never starts again */
+    uint64_t sequence; /* rises with every record; never starts again */
     struct session sessions[MOE_LEDGER_SESSIONS];
     uint64_t forgotten[MOE_LEDGER_FORGOTTEN];
 };
@@ -119,10 +119,10 @@ enum moe_ledger_verdict moe_ledger_look(const struct moe_ledger *l, const char *
         return MOE_LEDGER_REPEAT;
     }
     const struct session *s = find_session(l, session);
-    bool fresh =
+    bool is_new =
         s != NULL ? MOE_GUARD(FORGOTTEN_CALLS_STAY_DONE, id > s->floor)
                   : MOE_GUARD(FORGOTTEN_SESSIONS_STAY_DONE, id > l->forgotten[place_of(session)]);
-    return fresh ? MOE_LEDGER_NEW : MOE_LEDGER_TOO_OLD;
+    return is_new ? MOE_LEDGER_NEW : MOE_LEDGER_TOO_OLD;
 }
 
 uint64_t moe_ledger_count(const struct moe_ledger *l)
@@ -206,7 +206,7 @@ static uint64_t mix_call(uint64_t hash, const char *session, const struct moe_le
     hash = mix(hash, hash_name(session));
     hash = mix(hash, call->id);
     for (int i = 0; i < 2; i++)
-        hash = mix(mix(hash, call->content.said[i]), call->content.rest[i]);
+        hash = mix(mix(hash, call->content.header_hash[i]), call->content.tensor_hash[i]);
     return mix(hash, call->origin);
 }
 
@@ -216,7 +216,7 @@ void moe_ledger_record(struct moe_ledger *l, const char *session,
     struct session *s = (struct session *)(uintptr_t)find_session(l, session);
     if (s == NULL)
         s = add_session(l, session);
-    s->recorded = ++l->turn;
+    s->recorded = ++l->sequence;
     l->count++;
     l->hash = mix_call(l->hash, session, call);
     uint32_t at = position_of(s, call->id);
@@ -250,7 +250,7 @@ struct pack_session {
 };
 
 struct pack_call {
-    uint64_t id, said[2], rest[2], origin;
+    uint64_t id, header_hash[2], tensor_hash[2], origin;
     uint64_t epoch, lineage, weights_version, steps, bytes, backwards, nonfinite;
     double number;
 };
@@ -297,8 +297,8 @@ static uint8_t *put_session(uint8_t *to, const struct session *s)
         const struct moe_ledger_outcome *o = &c->outcome;
         const struct pack_call call = {
             .id = c->id,
-            .said = {c->content.said[0], c->content.said[1]},
-            .rest = {c->content.rest[0], c->content.rest[1]},
+            .header_hash = {c->content.header_hash[0], c->content.header_hash[1]},
+            .tensor_hash = {c->content.tensor_hash[0], c->content.tensor_hash[1]},
             .origin = c->origin,
             .epoch = o->epoch,
             .lineage = o->lineage,
@@ -360,7 +360,7 @@ static bool get_call(struct cursor *c, struct moe_ledger_call *to)
         return false;
     *to = (struct moe_ledger_call){
         .id = p.id,
-        .content = {{p.said[0], p.said[1]}, {p.rest[0], p.rest[1]}},
+        .content = {{p.header_hash[0], p.header_hash[1]}, {p.tensor_hash[0], p.tensor_hash[1]}},
         .origin = (uint32_t)p.origin,
         .outcome = {.epoch = p.epoch,
                     .lineage = p.lineage,
@@ -406,7 +406,7 @@ static bool unpack(struct moe_ledger *l, struct cursor *c)
         if (!get_session(c, l, &l->sessions[i]))
             return false;
         l->sessions[i].used = true;
-        l->sessions[i].recorded = ++l->turn;
+        l->sessions[i].recorded = ++l->sequence;
     }
     for (uint32_t i = 0; i < header.places; i++) {
         struct pack_place p;
@@ -420,13 +420,13 @@ static bool unpack(struct moe_ledger *l, struct cursor *c)
 
 struct moe_status moe_ledger_unpack(struct moe_ledger *l, const uint8_t *from, size_t bytes)
 {
-    struct moe_ledger *fresh = NULL;
+    struct moe_ledger *next = NULL;
     struct cursor c = {from, bytes};
-    MOE_TRY(moe_ledger_create(&fresh));
-    bool good = unpack(fresh, &c);
+    MOE_TRY(moe_ledger_create(&next));
+    bool good = unpack(next, &c);
     if (good)
-        memcpy(l, fresh, sizeof *l);
-    moe_ledger_destroy(fresh);
+        memcpy(l, next, sizeof *l);
+    moe_ledger_destroy(next);
     return good ? moe_ok()
                 : moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED,
                             "the record of training calls is not one");

@@ -37,7 +37,7 @@ enum {
  * x) has the same `said`, and `rest` only where the call brought everything. Of a call without
  * tensors `rest` is the session that it came from; zeros for the session "". */
 struct moe_content {
-    uint64_t said[2], rest[2];
+    uint64_t header_hash[2], tensor_hash[2];
 };
 
 /* What a call did; for calls that are the same on all slots this is the whole answer. */

@@ -143,7 +143,7 @@ static double seconds_since(uint64_t begun_ns)
     return (double)(moe_clock_ns() - begun_ns) / (double)MOE_NS_PER_S;
 }
 
-void moe_train__tell_begun(const struct moe_train *t, const struct moe_train_call *call)
+void moe_train__log_begun(const struct moe_train *t, const struct moe_train_call *call)
 {
     if (call->kind == MOE_STEP_SAVE)
         moe_log_info("checkpoint %s: saving begins, of the state after step %" PRIu64
@@ -153,8 +153,8 @@ void moe_train__tell_begun(const struct moe_train *t, const struct moe_train_cal
         moe_log_info("checkpoint %s: loading begins: its files are checked first", call->name);
 }
 
-void moe_train__tell_saved(struct moe_train *t, const char *name, uint64_t begun_ns, uint64_t bytes,
-                           struct moe_status st)
+void moe_train__log_saved(struct moe_train *t, const char *name, uint64_t begun_ns, uint64_t bytes,
+                          struct moe_status st)
 {
     double seconds = seconds_since(begun_ns);
     if (moe_failed(&st)) {
@@ -169,8 +169,8 @@ void moe_train__tell_saved(struct moe_train *t, const char *name, uint64_t begun
         moe_histogram_observe(t->metrics.saves.seconds, seconds);
 }
 
-void moe_train__tell_loaded(struct moe_train *t, const char *name, uint64_t begun_ns,
-                            uint64_t checked, uint64_t lost_steps, struct moe_status st)
+void moe_train__log_loaded(struct moe_train *t, const char *name, uint64_t begun_ns,
+                           uint64_t checked, uint64_t lost_steps, struct moe_status st)
 {
     double seconds = seconds_since(begun_ns);
     if (moe_failed(&st)) {
@@ -187,7 +187,7 @@ void moe_train__tell_loaded(struct moe_train *t, const char *name, uint64_t begu
         moe_histogram_observe(t->metrics.loads.seconds, seconds);
 }
 
-void moe_train__tell_stepped(struct moe_train *t, uint64_t id, uint64_t begun_ns, bool skipped)
+void moe_train__log_stepped(struct moe_train *t, uint64_t id, uint64_t begun_ns, bool skipped)
 {
     if (t->metrics.steps != NULL) {
         moe_counter_add(skipped ? t->metrics.skipped : t->metrics.steps, 1);
@@ -197,9 +197,9 @@ void moe_train__tell_stepped(struct moe_train *t, uint64_t id, uint64_t begun_ns
         return;
     t->skips++;
     uint64_t now = moe_clock_ns();
-    if (t->skip_told_ns != 0 && now - t->skip_told_ns < SKIP_PAUSE_S * MOE_NS_PER_S)
+    if (t->skip_logged_ns != 0 && now - t->skip_logged_ns < SKIP_PAUSE_S * MOE_NS_PER_S)
         return; /* gradients that are never finite would fill the disk */
-    t->skip_told_ns = now;
+    t->skip_logged_ns = now;
     moe_log_warn("optimizer step %" PRIu64 " was skipped: a gradient was not finite (%" PRIu64
                  " skipped since this worker started)",
                  id, t->skips);

@@ -30,8 +30,8 @@ struct moe_checkpoint_context moe_train__context_of(struct moe_train *t)
 static struct moe_status save_create(struct work *w)
 {
     w->state.save[0] = w->call->id;
-    memcpy(&w->state.save[1], w->call->content.said, sizeof w->call->content.said);
-    memcpy(&w->state.save[3], w->call->content.rest, sizeof w->call->content.rest);
+    memcpy(&w->state.save[1], w->call->content.header_hash, sizeof w->call->content.header_hash);
+    memcpy(&w->state.save[3], w->call->content.tensor_hash, sizeof w->call->content.tensor_hash);
     return moe_checkpoint_save_begin(&w->context, w->call->name, &w->state, &w->found);
 }
 
@@ -170,7 +170,7 @@ struct moe_status moe_train__load_checkpoint(struct moe_train *t)
         st = take_tensors(t, &context, t->checkpoint, &state);
     if (!moe_failed(&st)) {
         moe_mutex_lock(&t->lock);
-        moe_checkpoint_told_join(&t->told, &state.told);
+        moe_checkpoint_explicit_loads_join(&t->explicit_loads, &state.explicit_loads);
         moe_mutex_unlock(&t->lock);
     }
     moe_checkpoint_state_free(&state);

@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the slots of a forming group make of where they all stand; see training/recovery.h. */
+/* What the slots of a forming group make of their digests; see training/recovery.h. */
 #include "training/recovery.h"
 
 #include <string.h>
 
-static bool same_state(const struct moe_train_stand *a, const struct moe_train_stand *b)
+static bool same_state(const struct moe_train_digest *a, const struct moe_train_digest *b)
 {
     return a->lineage == b->lineage && a->weights_version == b->weights_version &&
-           a->calls == b->calls && a->record == b->record && a->torn == 0 && b->torn == 0;
+           a->calls == b->calls && a->record == b->record && a->inconsistent == 0 &&
+           b->inconsistent == 0;
 }
 
 /* Who knows more of the latest lineage knows the latest checkpoint. Of two that know the same
  * calls, one may have taken note of a checkpoint that the other has not: a view can end between. */
-static bool knows_more(const struct moe_train_stand *a, const struct moe_train_stand *b)
+static bool knows_more(const struct moe_train_digest *a, const struct moe_train_digest *b)
 {
     if (a->lineage != b->lineage)
         return a->lineage > b->lineage;
@@ -23,10 +24,10 @@ static bool knows_more(const struct moe_train_stand *a, const struct moe_train_s
 
 enum { FIRST_LINEAGE_BITS = 32, LINEAGE_STEP_BITS = 16 };
 
-static uint64_t next_lineage(uint64_t highest, uint64_t fresh)
+static uint64_t next_lineage(uint64_t highest, uint64_t nonce)
 {
     uint64_t bits = highest == 0 ? FIRST_LINEAGE_BITS : LINEAGE_STEP_BITS;
-    return highest + 1 + fresh % ((UINT64_C(1) << bits) - 1);
+    return highest + 1 + nonce % ((UINT64_C(1) << bits) - 1);
 }
 
 const char *moe_train_recovery_name(const char *checkpoint)
@@ -34,48 +35,48 @@ const char *moe_train_recovery_name(const char *checkpoint)
     return checkpoint[0] != '\0' ? checkpoint : "the model as loaded";
 }
 
-struct moe_status moe_train_decide(const struct moe_train_stand *stands, uint64_t live,
-                                   struct moe_train_decision *out)
+struct moe_status moe_train_choose_recovery(const struct moe_train_digest *digests, uint64_t live,
+                                            struct moe_train_recovery *out)
 {
-    const struct moe_train_stand *first = &stands[__builtin_ctzll(live)], *best = first;
-    const struct moe_train_stand *told = NULL;
+    const struct moe_train_digest *first = &digests[__builtin_ctzll(live)], *best = first;
+    const struct moe_train_digest *named = NULL;
     uint64_t lineage = 0, version = 0;
     bool same = true, untouched = true;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
-        const struct moe_train_stand *stand = &stands[s];
+        const struct moe_train_digest *digest = &digests[s];
         if ((live >> s & 1) == 0)
             continue;
-        if (stand->config != first->config)
+        if (digest->config != first->config)
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
                              "slot %u was started with other settings of training than slot %d", s,
                              __builtin_ctzll(live));
-        lineage = stand->lineage > lineage ? stand->lineage : lineage;
-        version = stand->weights_version > version ? stand->weights_version : version;
-        same = same && same_state(stand, first);
-        untouched =
-            untouched && stand->weights_version == 1 && stand->calls == 0 && stand->torn == 0;
-        if (knows_more(stand, best))
-            best = stand;
-        if (stand->chosen != 0 && told != NULL && strcmp(stand->choice, told->choice) != 0)
+        lineage = digest->lineage > lineage ? digest->lineage : lineage;
+        version = digest->weights_version > version ? digest->weights_version : version;
+        same = same && same_state(digest, first);
+        untouched = untouched && digest->weights_version == 1 && digest->calls == 0 &&
+                    digest->inconsistent == 0;
+        if (knows_more(digest, best))
+            best = digest;
+        if (digest->has_target != 0 && named != NULL && strcmp(digest->target, named->target) != 0)
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
                              "workers were told to recover from %s and from %s",
-                             moe_train_recovery_name(told->choice),
-                             moe_train_recovery_name(stand->choice));
-        told = stand->chosen != 0 ? stand : told;
+                             moe_train_recovery_name(named->target),
+                             moe_train_recovery_name(digest->target));
+        named = digest->has_target != 0 ? digest : named;
     }
-    *out = (struct moe_train_decision){.lineage = lineage, .weights_version = version};
+    *out = (struct moe_train_recovery){.lineage = lineage, .weights_version = version};
     memcpy(out->checkpoint, best->checkpoint, MOE_TRAINING_NAME_MAX);
     out->lost_steps = best->unsaved;
-    out->told = best->told != 0;
+    out->explicit_load = best->explicit_load != 0;
     if (same && lineage != 0)
         return moe_ok();
-    out->lineage = next_lineage(lineage, first->fresh);
+    out->lineage = next_lineage(lineage, first->nonce);
     out->restart = !untouched;
     if (!out->restart)
         return moe_ok();
     out->weights_version = version + 1;
-    if (told != NULL)
-        memcpy(out->checkpoint, told->choice, MOE_TRAINING_NAME_MAX);
-    out->told = out->told || told != NULL;
+    if (named != NULL)
+        memcpy(out->checkpoint, named->target, MOE_TRAINING_NAME_MAX);
+    out->explicit_load = out->explicit_load || named != NULL;
     return moe_ok();
 }

@@ -19,7 +19,7 @@ static struct moe_status begin_call(struct moe_train_call *call, uint64_t step_i
         return invalid(NAME_INVALID, "a session has 1 to 64 characters of A-Z a-z 0-9 . _ - and "
                                      "begins with no dot");
     if (session[0] != '\0')
-        moe_content_mix(call->content.rest, session, strlen(session));
+        moe_content_mix(call->content.tensor_hash, session, strlen(session));
     /* The upper half would leave no id to those who take the next one. */
     return step_id != 0 && step_id <= INT64_MAX
                ? moe_ok()
@@ -158,9 +158,9 @@ static void hash_change(struct moe_train_call *c)
     const double values[] = {o->learning_rate, o->weight_decay, o->beta1,
                              o->beta2,         o->epsilon,      o->momentum,
                              o->max_grad_norm, o->grad_scale,   o->balance_rate};
-    moe_content_mix(c->content.said, numbers, sizeof numbers);
-    moe_content_mix(c->content.said, values, sizeof values);
-    moe_content_mix(c->content.said, c->name, sizeof c->name);
+    moe_content_mix(c->content.header_hash, numbers, sizeof numbers);
+    moe_content_mix(c->content.header_hash, values, sizeof values);
+    moe_content_mix(c->content.header_hash, c->name, sizeof c->name);
 }
 
 const struct ProtobufCMessageDescriptor *moe_train_request_type(enum moe_step_kind kind)

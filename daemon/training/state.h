@@ -41,16 +41,16 @@ struct moe_train {
     uint64_t steps;
     uint64_t unsaved; /* that moved something since the state of `checkpoint`, or since loading */
     uint32_t backwards, frozen;
-    struct moe_checkpoint_told told; /* by an operator or a trainer, to load */
+    struct moe_checkpoint_explicit_loads explicit_loads; /* by an operator or a trainer, to load */
     uint32_t slot, slots;
     uint64_t live;
     struct moe_train_job *job; /* the Save or Load that is under way; NULL = none */
 
     MOE_GUARDED_BY(lock) struct {
         char checkpoint[MOE_TRAINING_NAME_MAX + 1];
-        bool torn;
-        bool chosen; /* see moe_train_choose */
-        char choice[MOE_TRAINING_NAME_MAX + 1];
+        bool inconsistent;
+        bool has_target; /* see moe_train_set_recovery_target */
+        char target[MOE_TRAINING_NAME_MAX + 1];
         bool went_back;                /* and no view has been in force since */
         uint64_t lost_steps;           /* with `went_back`: those that no checkpoint had */
         char problem[MOE_STATUS_TEXT]; /* why the last restart failed; "" = it did not */
@@ -60,13 +60,13 @@ struct moe_train {
     };
 
     /* The engine's thread only. */
-    uint64_t skips, skip_told_ns; /* steps with gradients that were not finite; when the log said so
-                                     last, 0 = never */
+    uint64_t skips, skip_logged_ns; /* steps with gradients that were not finite; when the log said
+                                     so last, 0 = never */
 
     uint64_t writer; /* random; of this process */
     int shown;       /* moe_checkpoint_context.shown */
-    moe_train_poke_fn poke;
-    void *poke_ctx;
+    moe_train_progress_fn request_progress;
+    void *progress_ctx;
     moe_call_request_fn request; /* of `engine`; call_ops.c */
     void *engine;
 
@@ -87,16 +87,16 @@ struct moe_status moe_train__add_metrics(struct moe_metrics *m,
 /* Brings the series up to date. */
 void moe_train__show(struct moe_train *t);
 /* [engine's thread, as the next] A Save or Load has had its turn. */
-void moe_train__tell_begun(const struct moe_train *t, const struct moe_train_call *call);
+void moe_train__log_begun(const struct moe_train *t, const struct moe_train_call *call);
 /* It is over, well or not; `begun_ns` by moe_clock_ns. `bytes`: written by all workers. */
-void moe_train__tell_saved(struct moe_train *t, const char *name, uint64_t begun_ns, uint64_t bytes,
-                           struct moe_status st);
+void moe_train__log_saved(struct moe_train *t, const char *name, uint64_t begun_ns, uint64_t bytes,
+                          struct moe_status st);
 /* `checked`: bytes that this worker has read. */
-void moe_train__tell_loaded(struct moe_train *t, const char *name, uint64_t begun_ns,
-                            uint64_t checked, uint64_t lost_steps, struct moe_status st);
+void moe_train__log_loaded(struct moe_train *t, const char *name, uint64_t begun_ns,
+                           uint64_t checked, uint64_t lost_steps, struct moe_status st);
 /* An optimizer step, begun then, has moved the weights or was skipped for gradients that were not
  * finite. */
-void moe_train__tell_stepped(struct moe_train *t, uint64_t id, uint64_t begun_ns, bool skipped);
+void moe_train__log_stepped(struct moe_train *t, uint64_t id, uint64_t begun_ns, bool skipped);
 /* Weights and training state of `t->checkpoint`; the trainers are fresh. */
 struct moe_status moe_train__load_checkpoint(struct moe_train *t) MOE_CHECKED;
 /* Trainers that start from the weights as they are. */
@@ -109,7 +109,8 @@ void moe_train__record(struct moe_train *t, const struct moe_train_call *call, u
                        struct moe_ledger_outcome *outcome);
 /* A ticket of a Save, Load or Export (job.c). As moe_train_run. */
 struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *session,
-                                     const struct moe_train_call *call, struct moe_train_turn *turn,
+                                     const struct moe_train_call *call,
+                                     struct moe_train_execution *turn,
                                      struct moe_ledger_outcome *outcome) MOE_CHECKED;
 /* Name and kind of what is under way, how far it is; zeros where nothing is. */
 void moe_train__read_job(const struct moe_train *t, struct moe_train_state *out)

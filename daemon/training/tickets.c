@@ -56,7 +56,7 @@ static struct moe_status id_reused(const struct moe_train *t, const struct moe_t
         return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED,
                          "id %llu of session %s was used for something else",
                          (unsigned long long)c->id, c->session);
-    bool others = memcmp(used->rest, c->content.rest, sizeof used->rest) != 0;
+    bool others = memcmp(used->tensor_hash, c->content.tensor_hash, sizeof used->tensor_hash) != 0;
     return moe_error(
         MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED,
         "step id %llu was used %s: take last_step_id + 1 of GetTrainState (now %llu)%s",
@@ -68,18 +68,18 @@ static struct moe_status id_reused(const struct moe_train *t, const struct moe_t
 /* A call whose id is that of what is under way, and any progress ticket; false for
  * others. A call that began it names the lineage of then, and so does its repeat. */
 static bool judge_job(const struct moe_train *t, const struct moe_train_call *c,
-                      struct moe_train_turn *turn) MOE_REQUIRES(t->lock)
+                      struct moe_train_execution *turn) MOE_REQUIRES(t->lock)
 {
     enum moe_job_verdict verdict = MOE_JOB_UNKNOWN;
     if (c->session[0] == '\0' && moe_train__names_job_lineage(t, c->lineage))
         verdict = moe_job_judge(&t->machine, c->id, &c->content);
     if (verdict == MOE_JOB_JOINS)
         turn->run = turn->joined = true;
-    else if (verdict == MOE_JOB_REUSED && !c->poke)
+    else if (verdict == MOE_JOB_REUSED && !c->is_progress)
         turn->refusal = id_reused(t, c, &moe_train__job_call(t)->content);
-    else if (c->poke)
+    else if (c->is_progress)
         turn->refusal = moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "it is not under way");
-    return verdict != MOE_JOB_UNKNOWN || c->poke;
+    return verdict != MOE_JOB_UNKNOWN || c->is_progress;
 }
 
 /* A Load begins a new lineage, and its repeat still names the one before it: it gets
@@ -88,16 +88,16 @@ static bool repeats_load(const struct moe_train *t, const struct moe_train_call 
     MOE_REQUIRES(t->lock)
 {
     const struct moe_ledger_call *known;
-    return c->kind == MOE_STEP_LOAD && !c->poke &&
+    return c->kind == MOE_STEP_LOAD && !c->is_progress &&
            moe_ledger_look(t->ledger, c->session, c->id, &c->content, &known) ==
                MOE_LEDGER_REPEAT &&
            known->outcome.lineage == t->lineage;
 }
 
 static void judge(const struct moe_train *t, const struct moe_train_call *c,
-                  struct moe_train_turn *turn) MOE_REQUIRES(t->lock)
+                  struct moe_train_execution *turn) MOE_REQUIRES(t->lock)
 {
-    *turn = (struct moe_train_turn){0};
+    *turn = (struct moe_train_execution){0};
     turn->refusal = moe_ok();
     if (judge_job(t, c, turn))
         return;
@@ -135,8 +135,8 @@ static bool changes_state(const struct moe_train_call *call)
 }
 
 struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *ticket,
-                                  const struct moe_train_call *call, struct moe_train_turn *turn,
-                                  struct moe_trainer **trainer)
+                                  const struct moe_train_call *call,
+                                  struct moe_train_execution *turn, struct moe_trainer **trainer)
 {
     if (call->kind == MOE_STEP_BACKWARD) {
         *trainer = moe_train__find_trainer(t, ticket->layer);
@@ -214,7 +214,7 @@ static struct moe_status step_optimizer(struct moe_train *t, struct moe_session 
     t->unsaved += !result.nonfinite;
     t->weights_version += !result.nonfinite;
     moe_mutex_unlock(&t->lock);
-    moe_train__tell_stepped(t, call->id, begun_ns, result.nonfinite);
+    moe_train__log_stepped(t, call->id, begun_ns, result.nonfinite);
     return moe_ok();
 }
 
@@ -252,7 +252,8 @@ static struct moe_status check_job(const struct moe_train *t, const struct moe_t
 
 struct moe_status moe_train_run(struct moe_train *t, struct moe_session *session,
                                 const struct moe_ticket *ticket, const struct moe_train_call *call,
-                                struct moe_train_turn *turn, struct moe_ledger_outcome *outcome)
+                                struct moe_train_execution *turn,
+                                struct moe_ledger_outcome *outcome)
 {
     *outcome = (struct moe_ledger_outcome){.epoch = ticket->epoch};
     switch (call->kind) {
@@ -297,7 +298,7 @@ static struct moe_status answer_repeat(struct moe_train *t, const struct moe_tra
     if (answer->record != NULL)
         return moe_ok();
     return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ANSWER_GONE,
-                     "id %llu has been run; its answer is no longer kept",
+                     "id %llu has been run; its answer is no longer cached",
                      (unsigned long long)call->id);
 }
 
@@ -339,7 +340,7 @@ static void record_backward(struct moe_train *t, const struct moe_ticket *ticket
 
 static struct moe_status end_run(struct moe_train *t, const struct moe_ticket *ticket,
                                  const struct moe_train_call *call,
-                                 const struct moe_train_turn *turn,
+                                 const struct moe_train_execution *turn,
                                  const struct moe_ledger_outcome *outcome,
                                  struct moe_train_answer *answer)
 {
@@ -361,7 +362,7 @@ static struct moe_status end_run(struct moe_train *t, const struct moe_ticket *t
 
 /* What was kept for a Backward goes with it, and everything goes with the weights that it is of. */
 static void end_activations(struct moe_train *t, const struct moe_train_call *call,
-                            const struct moe_train_turn *turn, bool done)
+                            const struct moe_train_execution *turn, bool done)
 {
     bool merged = call->merge && done;
     bool other_weights = merged || moe_train_weights_version(t) != turn->weights_version;
@@ -375,7 +376,7 @@ static void end_activations(struct moe_train *t, const struct moe_train_call *ca
 
 struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ticket,
                                 const struct moe_train_call *call,
-                                const struct moe_train_turn *turn,
+                                const struct moe_train_execution *turn,
                                 const struct moe_ledger_outcome *outcome,
                                 struct moe_train_answer *answer)
 {
@@ -396,10 +397,10 @@ struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ti
     return st;
 }
 
-void moe_train_torn(struct moe_train *t)
+void moe_train_mark_inconsistent(struct moe_train *t)
 {
     moe_mutex_lock(&t->lock);
-    t->torn = true;
+    t->inconsistent = true;
     moe_mutex_unlock(&t->lock);
 }
 
@@ -414,7 +415,7 @@ void moe_train_count_repeat(struct moe_train *t)
 bool moe_train_recall(struct moe_train *t, const struct moe_train_call *call,
                       struct moe_train_answer *answer)
 {
-    struct moe_train_turn turn;
+    struct moe_train_execution turn;
     *answer = (struct moe_train_answer){0};
     moe_mutex_lock(&t->lock);
     judge(t, call, &turn);

@@ -188,7 +188,7 @@ void moe_train_detach(struct moe_train *t)
 {
     moe_train__drop_trainers(t);
     moe_mutex_lock(&t->lock);
-    t->torn = t->torn || is_touched(t);
+    t->inconsistent = t->inconsistent || is_touched(t);
     t->state_bytes = 0;
     moe_mutex_unlock(&t->lock);
 }

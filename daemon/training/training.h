@@ -65,15 +65,15 @@ struct moe_status moe_train_bytes(const struct moe_train *t, struct moe_layer *c
 /* --------------------------------------------------------- agreeing, as a view forms */
 
 /* `t` may be NULL: no training. */
-void moe_train_stand(struct moe_train *t, struct moe_train_stand *out);
+void moe_train_read_digest(struct moe_train *t, struct moe_train_digest *out);
 /* [any thread] In place of the last checkpoint, the next time that the group has to go back; "" =
  * the model as loaded. Forgotten as soon as a view is agreed on. */
-void moe_train_choose(struct moe_train *t, const char *checkpoint);
+void moe_train_set_recovery_target(struct moe_train *t, const char *checkpoint);
 /* Why the group did not go on, where that was found elsewhere. */
 void moe_train_note_problem(struct moe_train *t, const char *why);
 /* Takes the decision. For a restart the layers are those of the model as loaded, and attached; then
  * this reads the checkpoint and its part of the state. After a failure the state counts as torn. */
-struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_decision *d,
+struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_recovery *d,
                                   uint32_t slot, uint32_t slots, uint64_t live) MOE_CHECKED;
 /* The view that was agreed on is in force: says in the log that training went back, if it did. */
 void moe_train_in_force(struct moe_train *t);
@@ -104,7 +104,8 @@ struct moe_train_call {
     uint32_t keep;
     bool merge;
     /* Not of the message. */
-    bool poke; /* nobody waits: tells all slots to see how the Save or Load of this id stands */
+    bool is_progress; /* nobody waits: tells all slots to see how the Save or Load of this id stands
+                       */
 };
 
 /* Folds `bytes` of `data` into a content hash, 16 bytes wide; {0, 0} at first. It tells different
@@ -150,7 +151,7 @@ bool moe_train_knows(struct moe_train *t, const struct moe_train_call *call,
  * begin, then, if it says so, the pass or `run`, then end, before the next ticket of training
  * begins. */
 
-struct moe_train_turn {
+struct moe_train_execution {
     bool run;                  /* the call is new and admissible */
     bool repeat;               /* it has been run */
     bool waits;                /* with `run`: what it began goes on; a later turn settles it */
@@ -170,19 +171,20 @@ struct moe_train_turn {
 /* `trainer` gets the layer's, for a Backward that is to be run. Errors: MOE_INTERNAL where the
  * ticket fits no layer; the view ends then. */
 struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *ticket,
-                                  const struct moe_train_call *call, struct moe_train_turn *turn,
+                                  const struct moe_train_call *call,
+                                  struct moe_train_execution *turn,
                                   struct moe_trainer **trainer) MOE_CHECKED;
 /* Exclusive kinds whose turn says run; no step runs. A failure ends the view; what is wrong with
  * the call itself goes into `turn->refusal`, the same on all slots, and nothing has changed then.
  */
 struct moe_status moe_train_run(struct moe_train *t, struct moe_session *session,
                                 const struct moe_ticket *ticket, const struct moe_train_call *call,
-                                struct moe_train_turn *turn,
+                                struct moe_train_execution *turn,
                                 struct moe_ledger_outcome *outcome) MOE_CHECKED;
 /* The turn is over. Returns what the origin's client is told, and fills `answer`. */
 struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ticket,
                                 const struct moe_train_call *call,
-                                const struct moe_train_turn *turn,
+                                const struct moe_train_execution *turn,
                                 const struct moe_ledger_outcome *outcome,
                                 struct moe_train_answer *answer) MOE_CHECKED;
 /* Save, Load and Export are begun by their ticket and go on beside all that follows; a progress
@@ -195,15 +197,15 @@ bool moe_train_blocks_weight_updates(struct moe_train *t);
 
 /* [any thread but those of jobs] Gives the call a ticket; false when there is no room for it at the
  * moment. */
-typedef bool (*moe_train_poke_fn)(void *ctx, const struct moe_train_call *call);
+typedef bool (*moe_train_progress_fn)(void *ctx, const struct moe_train_call *call);
 /* Before the first ticket. */
-void moe_train_set_poke(struct moe_train *t, moe_train_poke_fn poke, void *ctx);
+void moe_train_set_progress(struct moe_train *t, moe_train_progress_fn request_progress, void *ctx);
 /* [any thread] Nobody waits at this slot for what is under way any more, until a later call joins
  * it: when that is so at all slots that were asked, it ends as soon as it can, unless that is how
- * it ends anyway. They hear of it by a ticket for `poke`. False when what is under way is another
- * call, or nothing is. */
+ * it ends anyway. They hear of it by a ticket for `progress`. False when what is under way is
+ * another call, or nothing is. */
 bool moe_train_job_unwanted(struct moe_train *t, enum moe_step_kind kind, uint64_t id,
-                            struct moe_train_call *poke);
+                            struct moe_train_call *progress);
 /* [engine's thread] The view is over. Does not wait. */
 void moe_train_give_up_job(struct moe_train *t);
 /* No ticket will come: waits for the thread of what was given up, and tidies. */
@@ -214,7 +216,7 @@ void moe_train_count_reused(struct moe_train *t);
 void moe_train_count_retained(struct moe_train *t);
 
 /* Turns that had begun will not end. */
-void moe_train_torn(struct moe_train *t);
+void moe_train_mark_inconsistent(struct moe_train *t);
 
 /* Own slot of the view that was agreed on last. */
 uint32_t moe_train_slot(struct moe_train *t);

@@ -72,20 +72,20 @@ static void run_ticket(void *ctx, const struct moe_ticket *ticket)
 }
 
 /* A client's call, which may come before the group has begun and after it has ended. */
-static void told(void *ctx)
+static void on_recovery_choice(void *ctx)
 {
     struct moe_worker *w = ctx;
-    moe_mutex_lock(&w->told_lock);
-    if (w->may_tell)
+    moe_mutex_lock(&w->wake_lock);
+    if (w->may_wake_group)
         moe_group_try_again(w->group);
-    moe_mutex_unlock(&w->told_lock);
+    moe_mutex_unlock(&w->wake_lock);
 }
 
-static void set_may_tell(struct moe_worker *w, bool may_tell)
+static void set_may_wake_group(struct moe_worker *w, bool may_wake_group)
 {
-    moe_mutex_lock(&w->told_lock);
-    w->may_tell = may_tell;
-    moe_mutex_unlock(&w->told_lock);
+    moe_mutex_lock(&w->wake_lock);
+    w->may_wake_group = may_wake_group;
+    moe_mutex_unlock(&w->wake_lock);
 }
 
 static void listen(void *ctx)
@@ -255,7 +255,7 @@ static struct moe_status create_service(struct moe_worker *w)
         .engine = w->engine,
         .staging = w->training_staging,
         .training = w->train,
-        .told = told,
+        .on_recovery_choice = on_recovery_choice,
         .ctx = w,
     };
     return moe_training_service_create(&training, &w->training_service);
@@ -410,7 +410,7 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
                          "no memory for the worker");
     struct moe_status st;
     w->config = *config;
-    moe_mutex_init(&w->told_lock);
+    moe_mutex_init(&w->wake_lock);
     MOE_TRY_GOTO(st, moe_random_id(&w->incarnation), fail);
     MOE_TRY_GOTO(st, add_metrics(w), fail);
     MOE_TRY_GOTO(st, open_model(w), fail);
@@ -420,7 +420,7 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
     MOE_TRY_GOTO(st, create_peers(w), fail);
     MOE_TRY_GOTO(st, start_server(w), fail);
     MOE_TRY_GOTO(st, start_group(w), fail);
-    set_may_tell(w, true);
+    set_may_wake_group(w, true);
     *out = w;
     return st;
 fail:
@@ -432,7 +432,7 @@ void moe_worker_stop(struct moe_worker *w)
 {
     if (w == NULL)
         return;
-    set_may_tell(w, false);
+    set_may_wake_group(w, false);
     moe_group_destroy(w->group); /* leaves the view: no step runs any more */
     if (w->server != NULL) {
         moe_service_set_draining(w->service);
@@ -456,7 +456,7 @@ void moe_worker_stop(struct moe_worker *w)
     if (w->device != NULL)
         w->config.backend->device_close(w->device);
     moe_model_close(w->model);
-    moe_mutex_destroy(&w->told_lock);
+    moe_mutex_destroy(&w->wake_lock);
     free(w);
 }
 

@@ -33,9 +33,9 @@ struct moe_worker {
     struct moe_rpc_client *client;
     struct moe_rpc_server *server;
     struct moe_group *group;
-    struct moe_mutex told_lock;
-    MOE_GUARDED_BY(told_lock)
-    bool may_tell; /* `group` is there, whatever a client asks for */
+    struct moe_mutex wake_lock;
+    MOE_GUARDED_BY(wake_lock)
+    bool may_wake_group; /* `group` is there, whatever a client asks for */
     struct moe_gauge *epoch_gauge;
 
     /* Jobs thread only. */

@@ -139,20 +139,20 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
 /* What every slot tells every other before READY, through the windows. */
 struct proof {
     uint64_t epoch, placement_hash;
-    struct moe_train_stand stand;
+    struct moe_train_digest digest;
 };
 _Static_assert(sizeof(struct proof) <= 256, "a session's exchange carries no more");
 
 static struct moe_status exchange_proofs(struct moe_worker *w, const struct moe_group_view *v,
-                                         struct moe_train_stand stands[MOE_MAX_SLOTS])
+                                         struct moe_train_digest digests[MOE_MAX_SLOTS])
 {
     struct proof mine = {.epoch = v->epoch, .placement_hash = moe_loader_placement_hash(w->loader)};
     struct proof all[MOE_MAX_SLOTS];
-    moe_train_stand(w->train, &mine.stand);
+    moe_train_read_digest(w->train, &mine.digest);
     memset(all, 0, sizeof all);
     MOE_TRY(w->config.backend->session_exchange(w->session, &mine, all, sizeof mine));
     for (uint32_t s = 0; s < v->slots; s++) {
-        stands[s] = all[s].stand;
+        digests[s] = all[s].digest;
         if ((v->live >> s & 1) != 0 &&
             (all[s].epoch != mine.epoch || all[s].placement_hash != mine.placement_hash))
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
@@ -169,11 +169,11 @@ static struct moe_status reload(struct moe_worker *w)
     return attach_training(w);
 }
 
-static struct moe_status who_could_not(const struct moe_train_stand *stands, uint64_t live,
-                                       const struct moe_train_decision *d)
+static struct moe_status who_could_not(const struct moe_train_digest *digests, uint64_t live,
+                                       const struct moe_train_recovery *d)
 {
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-        if ((live >> s & 1) != 0 && stands[s].torn != 0)
+        if ((live >> s & 1) != 0 && digests[s].inconsistent != 0)
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
                              "slot %u cannot go back to %s%s: see what slot %u says", s,
                              d->checkpoint[0] != '\0' ? "checkpoint " : "the model as loaded",
@@ -182,15 +182,15 @@ static struct moe_status who_could_not(const struct moe_train_stand *stands, uin
                      "the slots went back to different states of training");
 }
 
-/* A group that does not stand at one state of training goes back, as a whole; see training.proto.
+/* A group that has more than one state of training goes back, as a whole; see training.proto.
  * Reloading takes longer on one slot than on another, which the second exchange may not wait for:
- * the epoch does not form then, and in the next one all stand at the new state. However long all
+ * the epoch does not form then, and in the next one all have the new state. However long all
  * that takes, nobody gives up. */
 static struct moe_status agree_on_training(struct moe_worker *w, const struct moe_group_view *v,
-                                           struct moe_train_stand stands[MOE_MAX_SLOTS])
+                                           struct moe_train_digest digests[MOE_MAX_SLOTS])
 {
-    struct moe_train_decision decision, again;
-    MOE_TRY(moe_train_decide(stands, v->live, &decision));
+    struct moe_train_recovery decision, again;
+    MOE_TRY(moe_train_choose_recovery(digests, v->live, &decision));
     if (w->train == NULL)
         return moe_ok();
     if (decision.restart)
@@ -198,30 +198,30 @@ static struct moe_status agree_on_training(struct moe_worker *w, const struct mo
     struct moe_status taken = moe_train_adopt(w->train, &decision, v->slot, v->slots, v->live);
     if (!decision.restart)
         return taken;
-    struct moe_status met = exchange_proofs(w, v, stands); /* who could not tells the others so */
+    struct moe_status met = exchange_proofs(w, v, digests); /* who could not tells the others so */
     taken.reason = met.reason = MOE_REASON_CANNOT_GO_BACK;
     if (moe_failed(&taken))
         return taken;
     MOE_TRY(met);
-    MOE_TRY(moe_train_decide(stands, v->live, &again));
+    MOE_TRY(moe_train_choose_recovery(digests, v->live, &again));
     if (!again.restart)
         return moe_ok();
-    struct moe_status st = who_could_not(stands, v->live, &decision);
+    struct moe_status st = who_could_not(digests, v->live, &decision);
     moe_train_note_problem(w->train, st.text);
     return st;
 }
 
 /* The proof before READY: every slot reads from every other slot's window that it means the same
- * epoch, holds the same placement, and stands at the same state of training. */
+ * epoch, holds the same placement, and has the same state of training. */
 static struct moe_status verify(struct moe_worker *w, const struct moe_group_view *v)
 {
-    struct moe_train_stand stands[MOE_MAX_SLOTS] = {0};
+    struct moe_train_digest digests[MOE_MAX_SLOTS] = {0};
     if (moe_loader_placement_hash(w->loader) != v->placement_hash)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
                          "this worker holds another placement than epoch %llu has",
                          (unsigned long long)v->epoch);
-    MOE_TRY(exchange_proofs(w, v, stands));
-    return agree_on_training(w, v, stands);
+    MOE_TRY(exchange_proofs(w, v, digests));
+    return agree_on_training(w, v, digests);
 }
 
 static struct moe_status expect_peers(struct moe_worker *w, const struct moe_group_view *v)

@@ -79,9 +79,9 @@ static void answer(struct moe_backward_request *r)
     uint8_t head[MOE_BACKWARD_HEAD_MAX];
     struct moe_rpc_out out;
     const struct moe_status fine = moe_ok();
-    moe_backward_keep(r, train, &fine);
-    MOE_INVARIANT(moe_backward_matches(r->kept, r));
-    moe_backward_answer(r, r->kept, false, head, &out);
+    moe_backward_cache(r, train, &fine);
+    MOE_INVARIANT(moe_backward_matches(r->cached, r));
+    moe_backward_answer(r, r->cached, false, head, &out);
     moe_rpc_out_discard(&out);
 }
 

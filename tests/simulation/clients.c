@@ -49,7 +49,7 @@ static void fill_op(struct world *w, struct op *op, uint16_t number, uint32_t cl
     op->kind = choose_kind(w);
     op->client = client;
     op->lineage = chance(w, 900) ? c->lineage : 0;
-    op->content.said[0] = number;
+    op->content.header_hash[0] = number;
     op->tokens = 1 + (uint32_t)rnd(w, 40);
     op->name = 1 + (uint32_t)rnd(w, NAMES - 1);
     op->tidies = chance(w, 800);

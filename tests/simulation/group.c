@@ -131,7 +131,7 @@ static void try_to_form(struct world *w)
         return;
     w->coordinator.epoch++;
     w->coordinator.forming = true;
-    w->coordinator.digests = w->coordinator.ready = 0;
+    w->coordinator.reported = w->coordinator.ready = 0;
     TRACE(w, "coordinator: epoch %llu", (unsigned long long)w->coordinator.epoch);
     tell_all(w, E_PREPARE, 15);
 }
@@ -165,9 +165,9 @@ void coordinator_event(struct world *w, const struct event *e)
     case E_DIGEST:
         if (!present)
             return;
-        w->coordinator.stands[e->to] = e->u.digest;
-        w->coordinator.digests |= bit;
-        if (w->coordinator.digests == all_slots(w))
+        w->coordinator.digests[e->to] = e->u.digest;
+        w->coordinator.reported |= bit;
+        if (w->coordinator.reported == all_slots(w))
             tell_all(w, E_ADOPT, 15);
         return;
     case E_READY:
@@ -205,17 +205,17 @@ uint32_t checkpoint_named(const char *text)
 static void send_digest(struct world *w, struct slot *s)
 {
     struct event *e = new_event(w, E_DIGEST, s->index);
-    struct moe_train_stand *d = &e->u.digest;
+    struct moe_train_digest *d = &e->u.digest;
     e->epoch = s->forming;
-    *d = (struct moe_train_stand){.config = 1,
-                                  .lineage = s->state.lineage,
-                                  .weights_version = s->state.version,
-                                  .fresh = s->process * UINT64_C(0x9e3779b97f4a7c15),
-                                  .calls = moe_ledger_count(s->ledger),
-                                  .record = moe_ledger_hash(s->ledger),
-                                  .torn = s->torn,
-                                  .unsaved = s->unsaved,
-                                  .told = s->checkpoint_told};
+    *d = (struct moe_train_digest){.config = 1,
+                                   .lineage = s->state.lineage,
+                                   .weights_version = s->state.version,
+                                   .nonce = s->process * UINT64_C(0x9e3779b97f4a7c15),
+                                   .calls = moe_ledger_count(s->ledger),
+                                   .record = moe_ledger_hash(s->ledger),
+                                   .inconsistent = s->inconsistent,
+                                   .unsaved = s->unsaved,
+                                   .explicit_load = s->checkpoint_explicit_load};
     name_checkpoint(s->checkpoint, d->checkpoint);
     post(w, e, 1 + rnd(w, 10));
 }
@@ -223,7 +223,7 @@ static void send_digest(struct world *w, struct slot *s)
 /* Trainers are about to be replaced: a share that still reads them goes first. */
 static void adopt(struct world *w, struct slot *s)
 {
-    const struct moe_train_decision *d = &s->adopting;
+    const struct moe_train_recovery *d = &s->adopting;
     if (!moe_job_frees_trainers(&s->job)) {
         struct event *e = new_event(w, E_READY_CHECK, s->index);
         e->epoch = s->forming;
@@ -241,7 +241,7 @@ static void adopt(struct world *w, struct slot *s)
     }
     if (!d->restart) {
         s->checkpoint = checkpoint_named(d->checkpoint);
-        s->checkpoint_told = d->told;
+        s->checkpoint_explicit_load = d->explicit_load;
         s->unsaved = d->lost_steps;
     }
     TRACE(w, "slot %u: lineage %llu, version %llu%s", s->index,
@@ -266,7 +266,8 @@ void form_event(struct world *w, struct slot *s, const struct event *e)
     if (e->epoch != s->forming || e->epoch != w->coordinator.epoch)
         return;
     if (e->kind == E_ADOPT) {
-        struct moe_status st = moe_train_decide(w->coordinator.stands, all_slots(w), &s->adopting);
+        struct moe_status st =
+            moe_train_choose_recovery(w->coordinator.digests, all_slots(w), &s->adopting);
         check(w, !moe_failed(&st), "a group can always decide from where to go on");
         adopt(w, s);
     } else if (e->kind == E_READY_CHECK) {

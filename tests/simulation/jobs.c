@@ -28,7 +28,7 @@ static void pack_records(struct world *w, struct slot *s, uint16_t op)
     moe_ledger_record(s->job_records, "", &entry);
 }
 
-void begin_job_turn(struct world *w, struct slot *s, struct turn *t)
+void begin_job_execution(struct world *w, struct slot *s, struct execution *t)
 {
     if (t->progress)
         return;
@@ -37,12 +37,12 @@ void begin_job_turn(struct world *w, struct slot *s, struct turn *t)
         return;
     }
     const struct op *op = &w->ops[t->op];
-    const struct moe_job_order order = {.kind = job_kind(op->kind),
-                                        .id = op->id,
-                                        .content = op->content,
-                                        .tidies = op->tidies,
-                                        .weights_version = s->state.version,
-                                        .steps = s->state.steps};
+    const struct moe_job_description description = {.kind = job_kind(op->kind),
+                                                    .id = op->id,
+                                                    .content = op->content,
+                                                    .tidies = op->tidies,
+                                                    .weights_version = s->state.version,
+                                                    .steps = s->state.steps};
     struct moe_status prepared = moe_ok();
     if (fault(w, 15))
         prepared = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory");
@@ -54,7 +54,7 @@ void begin_job_turn(struct world *w, struct slot *s, struct turn *t)
     s->job_found = there != NULL && there->op == t->op; /* by a view that ended before it knew */
     s->part = (struct part){0};
     pack_records(w, s, t->op);
-    moe_job_on_begin(&s->job, &order, t->ticket.descriptor.origin, &prepared);
+    moe_job_on_begin(&s->job, &description, t->ticket.descriptor.origin, &prepared);
     w->totals.jobs += s->index == 0;
 }
 
@@ -65,7 +65,7 @@ static void check_called_off(struct world *w, const struct slot *s, const struct
               "a job is called off when nobody waits for it");
 }
 
-void end_job_turn(struct world *w, struct slot *s, struct turn *t)
+void end_job_execution(struct world *w, struct slot *s, struct execution *t)
 {
     const struct share *shares = s->shares[t->ticket.seq % SEQ_RING];
     struct moe_job_report all[MOE_MAX_SLOTS] = {0};
@@ -108,7 +108,8 @@ static uint64_t duration(struct world *w, enum moe_job_part part)
     }
 }
 
-static void take(struct world *w, struct slot *s, struct turn *t, const struct moe_job_action *a)
+static void take(struct world *w, struct slot *s, struct execution *t,
+                 const struct moe_job_action *a)
 {
     struct moe_job_end end = {.status = moe_ok()};
     t->changes = true;
@@ -119,7 +120,7 @@ static void take(struct world *w, struct slot *s, struct turn *t, const struct m
     moe_job_on_part_ended(&s->job, a->job, a->part, &end);
 }
 
-static void start_part(struct world *w, struct slot *s, struct turn *t,
+static void start_part(struct world *w, struct slot *s, struct execution *t,
                        const struct moe_job_action *a)
 {
     struct part *p = s->orphan.job == a->job ? &s->orphan : &s->part;
@@ -179,7 +180,7 @@ static void part_ended(struct world *w, struct slot *s, const struct event *e)
 static bool has_asked(const struct slot *s)
 {
     for (size_t i = 0; i < s->waiting_count; i++)
-        if (s->waiting[i]->progress && s->waiting[i]->id == s->job.order.id)
+        if (s->waiting[i]->progress && s->waiting[i]->id == s->job.call.id)
             return true;
     return false;
 }
@@ -199,8 +200,8 @@ static void ask(struct world *w, struct slot *s)
         return;
     c->progress = true;
     c->kind = MOE_STEP_SAVE; /* which passes what is blocked */
-    c->id = s->job.order.id;
-    c->content = s->job.order.content;
+    c->id = s->job.call.id;
+    c->content = s->job.call.content;
     add_waiting(w, s, c);
 }
 
@@ -221,8 +222,8 @@ void stop_waiting(struct world *w, struct slot *s, const struct call *c)
     for (size_t i = 0; i < s->waiting_count; i++)
         if (waits_for(s->waiting[i], op))
             return;
-    for (size_t i = 0; i < s->turn_count; i++) {
-        const struct turn *t = &s->turns[(s->turn_first + i) % LANES];
+    for (size_t i = 0; i < s->execution_count; i++) {
+        const struct execution *t = &s->executions[(s->first_execution + i) % LANES];
         if (t->call != NULL && waits_for(t->call, op))
             return;
     }
@@ -254,7 +255,8 @@ static void check_settled(struct world *w, struct slot *s, const struct moe_job_
               "a Save that failed has written none");
 }
 
-static void settle(struct world *w, struct slot *s, struct turn *t, const struct moe_job_action *a)
+static void settle(struct world *w, struct slot *s, struct execution *t,
+                   const struct moe_job_action *a)
 {
     const struct moe_ledger_call *known = moe_ledger_find(s->ledger, "", w->ops[s->job_op].id);
     struct moe_status st = a->status;
@@ -291,18 +293,18 @@ static void keep(struct slot *s, const struct world *w, const struct moe_job_act
     if (unsaved > s->unsaved) /* a Save of before, that had been written and not recorded */
         return;
     s->checkpoint = w->ops[s->job_op].name;
-    s->checkpoint_told = false;
+    s->checkpoint_explicit_load = false;
     s->unsaved = unsaved;
 }
 
-static void carry_out_one(struct world *w, struct slot *s, struct turn *t,
+static void carry_out_one(struct world *w, struct slot *s, struct execution *t,
                           const struct moe_job_action *a)
 {
     bool orders = s->epoch != 0 && s->index == (uint32_t)__builtin_ctzll(s->live);
     switch (a->kind) {
     case MOE_JOB_START: start_part(w, s, t, a); return;
     case MOE_JOB_CANCEL: s->part.cancelled = true; return;
-    case MOE_JOB_ASK: ask(w, s); return;
+    case MOE_JOB_REQUEST_TICKET: ask(w, s); return;
     case MOE_JOB_BLOCK:
     case MOE_JOB_UNBLOCK:
         check(w, t != NULL, "weight updates are blocked and let go in a ticket");
@@ -324,7 +326,7 @@ static void carry_out_one(struct world *w, struct slot *s, struct turn *t,
     }
 }
 
-void carry_out(struct world *w, struct slot *s, struct turn *t)
+void carry_out(struct world *w, struct slot *s, struct execution *t)
 {
     struct moe_job_action a;
     while (w->broken == NULL && moe_job_next_action(&s->job, &a)) {

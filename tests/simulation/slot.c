@@ -175,7 +175,7 @@ static bool repeats_load(const struct world *w, const struct slot *s, uint16_t n
            known->outcome.lineage == s->state.lineage;
 }
 
-static bool judge_job(const struct slot *s, const struct op *op, struct turn *t)
+static bool judge_job(const struct slot *s, const struct op *op, struct execution *t)
 {
     if (op->kind == OP_BACKWARD || lineage_differs(op, s->job_lineage))
         return false;
@@ -186,7 +186,7 @@ static bool judge_job(const struct slot *s, const struct op *op, struct turn *t)
     return verdict != MOE_JOB_UNKNOWN;
 }
 
-static void judge(const struct world *w, const struct slot *s, uint16_t number, struct turn *t)
+static void judge(const struct world *w, const struct slot *s, uint16_t number, struct execution *t)
 {
     const struct op *op = &w->ops[number];
     t->refusal = moe_ok();
@@ -255,7 +255,7 @@ static void submit_forward(struct world *w, struct slot *s, struct call *c)
 
 static void asked(struct world *w, struct slot *s, const struct event *e)
 {
-    struct turn t = {0};
+    struct execution t = {0};
     struct call *c = new_call(w, s);
     if (c == NULL)
         return;
@@ -343,7 +343,7 @@ static void sequencer_event(struct world *w, struct slot *s, const struct event 
 
 /* --------------------------------------------------------------------------- tickets */
 
-static void send_share(struct world *w, struct slot *s, struct turn *t)
+static void send_share(struct world *w, struct slot *s, struct execution *t)
 {
     struct share mine = {
         .seq = t->ticket.seq, .version = s->state.version, .weights = s->state.weights};
@@ -366,7 +366,7 @@ static void send_share(struct world *w, struct slot *s, struct turn *t)
     }
 }
 
-static void claim_call(struct world *w, struct slot *s, struct turn *t)
+static void claim_call(struct world *w, struct slot *s, struct execution *t)
 {
     if (t->ticket.descriptor.origin != s->index)
         return;
@@ -389,7 +389,7 @@ static void check_order(struct world *w, struct slot *s, const struct moe_ticket
     *last = t->descriptor.number;
 }
 
-static void begin_training(struct world *w, struct slot *s, struct turn *t)
+static void begin_training(struct world *w, struct slot *s, struct execution *t)
 {
     struct body body;
     memcpy(&body, t->ticket.descriptor.body, sizeof body);
@@ -407,17 +407,17 @@ static void begin_training(struct world *w, struct slot *s, struct turn *t)
     check(w, !updates || !moe_job_blocks_weight_updates(&s->job),
           "no weight update is ordered while they are blocked");
     if (t->progress || (t->run && is_of_jobs(w->ops[t->op].kind)))
-        begin_job_turn(w, s, t);
+        begin_job_execution(w, s, t);
     if (t->progress || (t->run && w->ops[t->op].kind != OP_ZERO))
         send_share(w, s, t);
 }
 
-static void begin_turn(struct world *w, struct slot *s)
+static void begin_ticket(struct world *w, struct slot *s)
 {
     const struct moe_step_key key = {LAYER, MOE_STEP_FORWARD, MOE_DTYPE_F32};
-    struct turn *t = &s->turns[(s->turn_first + s->turn_count++) % LANES];
+    struct execution *t = &s->executions[(s->first_execution + s->execution_count++) % LANES];
     uint32_t tokens;
-    *t = (struct turn){.ticket = s->tickets[s->ticket_first], .version = s->state.version};
+    *t = (struct execution){.ticket = s->tickets[s->ticket_first], .version = s->state.version};
     t->refusal = moe_ok();
     s->ticket_first = (s->ticket_first + 1) % TICKETS_MAX;
     s->ticket_count--;
@@ -433,12 +433,12 @@ static void begin_turn(struct world *w, struct slot *s)
 
 static bool may_begin(const struct slot *s)
 {
-    if (s->ticket_count == 0 || s->turn_count == LANES)
+    if (s->ticket_count == 0 || s->execution_count == LANES)
         return false;
-    if (s->turn_count == 0)
+    if (s->execution_count == 0)
         return true;
     enum moe_step_kind next = s->tickets[s->ticket_first].kind,
-                       now = s->turns[s->turn_first].ticket.kind;
+                       now = s->executions[s->first_execution].ticket.kind;
     return !moe_step_traits(next)->is_exclusive && !moe_step_traits(now)->is_exclusive &&
            !(moe_step_traits(next)->is_training && moe_step_traits(now)->is_training);
 }
@@ -447,8 +447,8 @@ static bool may_begin(const struct slot *s)
 
 static bool may_end(const struct world *w, const struct slot *s)
 {
-    const struct turn *t = &s->turns[s->turn_first];
-    if (s->turn_count == 0)
+    const struct execution *t = &s->executions[s->first_execution];
+    if (s->execution_count == 0)
         return false;
     for (uint32_t i = 0; t->collective && i < w->slot_count; i++)
         if (s->shares[t->ticket.seq % SEQ_RING][i].seq != t->ticket.seq)
@@ -456,7 +456,7 @@ static bool may_end(const struct world *w, const struct slot *s)
     return true;
 }
 
-static void check_one_version(struct world *w, const struct slot *s, const struct turn *t)
+static void check_one_version(struct world *w, const struct slot *s, const struct execution *t)
 {
     const struct share *all = s->shares[t->ticket.seq % SEQ_RING];
     for (uint32_t i = 1; t->collective && i < w->slot_count; i++)
@@ -464,7 +464,7 @@ static void check_one_version(struct world *w, const struct slot *s, const struc
               "all slots run a step with the same weights");
 }
 
-static void end_forward(struct world *w, struct slot *s, struct turn *t)
+static void end_forward(struct world *w, struct slot *s, struct execution *t)
 {
     for (size_t i = 0; i < t->segment_count; i++) {
         struct call *c = (struct call *)((char *)t->segments[i].work - offsetof(struct call, work));
@@ -490,12 +490,12 @@ static void change_version(struct world *w, struct slot *s)
             announce_tokens(w, s, &key, tokens);
 }
 
-static void end_training(struct world *w, struct slot *s, struct turn *t)
+static void end_training(struct world *w, struct slot *s, struct execution *t)
 {
     const struct moe_ledger_outcome none = {.epoch = s->epoch};
     const struct op *op = &w->ops[t->op];
     if (t->progress || (t->run && is_of_jobs(op->kind))) {
-        end_job_turn(w, s, t);
+        end_job_execution(w, s, t);
         return;
     }
     if (t->run)
@@ -510,7 +510,7 @@ static void end_training(struct world *w, struct slot *s, struct turn *t)
 }
 
 /* All slots are alike after the same ticket. */
-static void check_alike(struct world *w, const struct slot *s, const struct turn *t)
+static void check_alike(struct world *w, const struct slot *s, const struct execution *t)
 {
     size_t at = t->ticket.seq % SEQS_MAX;
     uint64_t hash = hash_state(s);
@@ -522,9 +522,9 @@ static void check_alike(struct world *w, const struct slot *s, const struct turn
     check(w, w->after[at].hash == hash, "slots have the same state after the same ticket");
 }
 
-static void end_turn(struct world *w, struct slot *s)
+static void end_ticket(struct world *w, struct slot *s)
 {
-    struct turn *t = &s->turns[s->turn_first];
+    struct execution *t = &s->executions[s->first_execution];
     check_one_version(w, s, t);
     if (t->ticket.kind == MOE_STEP_FORWARD)
         end_forward(w, s, t);
@@ -540,8 +540,8 @@ static void end_turn(struct world *w, struct slot *s)
     e->number = t->ticket.seq;
     e->ok = true;
     send_to(w, s->index, e);
-    s->turn_first = (s->turn_first + 1) % LANES;
-    s->turn_count--;
+    s->first_execution = (s->first_execution + 1) % LANES;
+    s->execution_count--;
 }
 
 static void run_tickets(struct world *w, struct slot *s)
@@ -549,13 +549,13 @@ static void run_tickets(struct world *w, struct slot *s)
     for (bool more = true; more && w->broken == NULL && s->epoch != 0;) {
         more = false;
         if (may_begin(s)) {
-            begin_turn(w, s);
+            begin_ticket(w, s);
             more = true;
         }
         if (may_end(w, s)) {
-            end_turn(w, s);
+            end_ticket(w, s);
             more = true;
-            if (s->turn_count > 0 && s->turns[s->turn_first].failed) {
+            if (s->execution_count > 0 && s->executions[s->first_execution].failed) {
                 tell_coordinator_lost(w, s);
                 end_view(w, s);
             }
@@ -584,7 +584,7 @@ void begin_view(struct world *w, struct slot *s, uint64_t epoch, uint64_t live)
     announce_calls(w, s);
 }
 
-static void undo_turn(struct world *w, struct slot *s, struct turn *t)
+static void undo_execution(struct world *w, struct slot *s, struct execution *t)
 {
     struct moe_status why = reforming();
     for (size_t i = t->segment_count; i-- > 0;) {
@@ -596,7 +596,7 @@ static void undo_turn(struct world *w, struct slot *s, struct turn *t)
         c->work.finished += t->segments[i].count;
         settle_forward(w, s, c);
     }
-    s->torn = s->torn || t->changes;
+    s->inconsistent = s->inconsistent || t->changes;
     if (t->call != NULL)
         end_call(w, s, t->call, &why, NULL);
 }
@@ -618,9 +618,9 @@ void end_view(struct world *w, struct slot *s)
 {
     struct moe_status why = reforming();
     TRACE(w, "slot %u: view %llu ends", s->index, (unsigned long long)s->epoch);
-    for (size_t i = s->turn_count; i-- > 0;)
-        undo_turn(w, s, &s->turns[(s->turn_first + i) % LANES]);
-    s->turn_count = s->ticket_count = 0;
+    for (size_t i = s->execution_count; i-- > 0;)
+        undo_execution(w, s, &s->executions[(s->first_execution + i) % LANES]);
+    s->execution_count = s->ticket_count = 0;
     s->epoch = s->live = 0;
     memset(s->shares, 0, sizeof s->shares);
     for (size_t i = 0; i < s->pending_count; i++)

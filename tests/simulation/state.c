@@ -237,7 +237,7 @@ static void tidy(struct world *w, const struct owner *o)
     enum { KEPT = 1 };
     const struct checkpoint *at = find_checkpoint(w, o->op->name, false);
     uint64_t chain = 0;
-    for (int hops = 0; at != NULL && !at->told && hops < NAMES; hops++) {
+    for (int hops = 0; at != NULL && !at->explicit_load && hops < NAMES; hops++) {
         chain |= UINT64_C(1) << at->name;
         at = at->parent != 0 ? find_checkpoint(w, at->parent, false) : NULL;
     }
@@ -245,8 +245,8 @@ static void tidy(struct world *w, const struct owner *o)
     for (uint64_t order = w->disk_order; order > 0; order--)
         for (size_t i = 0; i < CHECKPOINTS_MAX; i++) {
             struct checkpoint *c = &w->disk[i];
-            bool own = c->used && c->complete && c->order == order && !c->adapter && !c->told &&
-                       (c->writer == o->writer || (chain >> c->name & 1) != 0);
+            bool own = c->used && c->complete && c->order == order && !c->adapter &&
+                       !c->explicit_load && (c->writer == o->writer || (chain >> c->name & 1) != 0);
             if (own && kept++ >= KEPT && c->name != o->op->name)
                 remove_checkpoint(w, c);
         }
@@ -318,11 +318,11 @@ void take_checkpoint(struct world *w, struct slot *s, const struct checkpoint *c
     s->state.lineage = lineage + 1;
     s->state.version = version + 1;
     s->checkpoint = c->name;
-    s->checkpoint_told = there->told = true;
+    s->checkpoint_explicit_load = there->explicit_load = true;
 }
 
 /* The group goes back, as it forms. */
-void restart_state(struct world *w, struct slot *s, const struct moe_train_decision *d)
+void restart_state(struct world *w, struct slot *s, const struct moe_train_recovery *d)
 {
     uint32_t name = checkpoint_named(d->checkpoint);
     struct checkpoint *c = name != 0 ? find_checkpoint(w, name, false) : NULL;
@@ -336,9 +336,9 @@ void restart_state(struct world *w, struct slot *s, const struct moe_train_decis
     s->state.lineage = d->lineage;
     s->state.version = d->weights_version;
     s->unsaved = 0;
-    s->torn = false;
+    s->inconsistent = false;
     s->checkpoint = name;
-    s->checkpoint_told = d->told && name != 0;
+    s->checkpoint_explicit_load = d->explicit_load && name != 0;
     w->totals.restarts += s->index == 0;
 }
 

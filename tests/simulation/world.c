@@ -147,7 +147,7 @@ static void check_slot_at_end(struct world *w, const struct slot *s)
     bool serves = s->alive && s->epoch != 0 && s->epoch == w->slots[0].epoch;
     check(w, serves, "a group forms once faults have stopped");
     check(w, s->waiting_count == 0 && s->pending_count == 0, "what waits ends");
-    check(w, s->turn_count == 0 && s->ticket_count == 0, "tickets end");
+    check(w, s->execution_count == 0 && s->ticket_count == 0, "tickets end");
     check(w, !moe_job_is_active(&s->job), "a job ends");
     check(w, !moe_job_blocks_weight_updates(&s->job), "weight updates are let go");
     check(w, !s->part.runs && !s->orphan.runs, "parts end");

@@ -52,7 +52,7 @@ struct state {
 };
 
 struct checkpoint {
-    bool used, complete, adapter, told;
+    bool used, complete, adapter, explicit_load;
     uint32_t name, parent; /* 0 = none */
     uint64_t writer;       /* process */
     uint16_t op;           /* that writes it */
@@ -155,7 +155,7 @@ struct event {
         struct share share;
         struct answer answer;
         enum moe_job_part part;
-        struct moe_train_stand digest;
+        struct moe_train_digest digest;
     } u;
 };
 
@@ -163,7 +163,7 @@ struct event {
 
 enum { LANES = 2 };
 
-struct turn { /* a ticket that has begun */
+struct execution { /* a ticket that has begun */
     struct moe_ticket ticket;
     bool collective, run, repeat, changes, progress, joined, failed;
     struct moe_status refusal;
@@ -191,9 +191,9 @@ struct slot {
     struct moe_job job;
     struct state state;
     uint32_t checkpoint; /* where recovery goes; 0 = the model */
-    bool checkpoint_told;
+    bool checkpoint_explicit_load;
     uint64_t unsaved;
-    bool torn;
+    bool inconsistent;
     uint64_t served_version; /* of the weights, as requests know it */
 
     struct call *waiting[WAITING_MAX + PROGRESS_MAX]; /* training calls without a ticket */
@@ -204,8 +204,8 @@ struct slot {
     uint64_t last_ordered[SLOTS_MAX]; /* numbers of calls that pass no other, by origin */
     struct moe_ticket tickets[TICKETS_MAX];
     size_t ticket_first, ticket_count;
-    struct turn turns[LANES];
-    size_t turn_first, turn_count;
+    struct execution executions[LANES];
+    size_t first_execution, execution_count;
     struct share shares[SEQ_RING][SLOTS_MAX];
 
     /* The job's own. */
@@ -222,7 +222,7 @@ struct slot {
     struct state orphan_state;
     struct moe_ledger *orphan_records;
     bool ready_waits;
-    struct moe_train_decision adopting;
+    struct moe_train_recovery adopting;
 };
 
 struct client {
@@ -257,8 +257,8 @@ struct world {
     struct { /* the coordinator */
         uint64_t epoch;
         bool forming, in_force;
-        uint64_t registered, digests, ready; /* bits of slots */
-        struct moe_train_stand stands[MOE_MAX_SLOTS];
+        uint64_t registered, reported, ready; /* bits of slots */
+        struct moe_train_digest digests[MOE_MAX_SLOTS];
     } coordinator;
 
     struct checkpoint disk[CHECKPOINTS_MAX];
@@ -334,11 +334,11 @@ void add_waiting(struct world *w, struct slot *s, struct call *c);
 struct call *new_call(struct world *w, struct slot *s);
 
 /* jobs.c */
-void begin_job_turn(struct world *w, struct slot *s, struct turn *t);
-void end_job_turn(struct world *w, struct slot *s, struct turn *t);
+void begin_job_execution(struct world *w, struct slot *s, struct execution *t);
+void end_job_execution(struct world *w, struct slot *s, struct execution *t);
 void job_event(struct world *w, struct slot *s, const struct event *e);
 void give_up_job(struct world *w, struct slot *s);
-void carry_out(struct world *w, struct slot *s, struct turn *t);
+void carry_out(struct world *w, struct slot *s, struct execution *t);
 void stop_waiting(struct world *w, struct slot *s, const struct call *c);
 
 /* state.c */
@@ -353,7 +353,7 @@ void remove_checkpoint(struct world *w, struct checkpoint *c);
 struct moe_job_end disk_part(struct world *w, struct slot *s, enum moe_job_part part,
                              const struct part *p, bool orphan);
 void take_checkpoint(struct world *w, struct slot *s, const struct checkpoint *c);
-void restart_state(struct world *w, struct slot *s, const struct moe_train_decision *d);
+void restart_state(struct world *w, struct slot *s, const struct moe_train_recovery *d);
 void check_disk_at_end(struct world *w);
 
 /* clients.c */

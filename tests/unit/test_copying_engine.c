@@ -28,8 +28,8 @@ static void begin_save(void)
     assert_int_equal(state_now().job, MOE_STEP_SAVE);
 }
 
-/* The poke of announcement `n` gets its ticket, which is the `finished`-th. */
-static void order_poke(int n, int finished)
+/* The progress of announcement `n` gets its ticket, which is the `finished`-th. */
+static void order_progress(int n, int finished)
 {
     wait_until(&test.announced_count, n + 1, &test.lock);
     order(n, 0);
@@ -56,18 +56,19 @@ static void steps_run_while_a_save_copies_and_what_changes_the_state_may_come_af
     assert_int_equal(test.announced_count, 2);
     assert_true(test.blocked);
     hold_reads(false);
-    order_poke(2, 6);
+    order_progress(2, 6);
     assert_false(test.blocked);
     assert_int_equal(test.block_count, 2);
     ask(2, MOE_STEP_OPTIMIZER, 9, 1);
-    int n =
-        test.announced[3].kind == MOE_STEP_OPTIMIZER ? 3 : 4; /* another poke, before or after */
+    int n = test.announced[3].kind == MOE_STEP_OPTIMIZER
+                ? 3
+                : 4; /* another progress, before or after */
     wait_until(&test.announced_count, n + 1, &test.lock);
     order(n, 0);
     wait_done(2);
     assert_ok(test.clients[2].status);
     assert_int_equal(test.clients[2].answer.outcome.backwards, 1);
-    /* There is no directory to write into. The poke may come after the step's ticket. */
+    /* There is no directory to write into. The progress may come after the step's ticket. */
     wait_until(&test.announced_count, 5, &test.lock);
     order(7 - n, 0);
     wait_done(0);
@@ -78,7 +79,7 @@ static void steps_run_while_a_save_copies_and_what_changes_the_state_may_come_af
 
 static void a_ticket_that_would_change_what_is_copied_ends_the_view(void **state)
 {
-    struct moe_train_stand stand;
+    struct moe_train_digest digest;
     (void)state;
     begin_save();
     ask(1, MOE_STEP_OPTIMIZER, 9, 1);
@@ -89,8 +90,8 @@ static void a_ticket_that_would_change_what_is_copied_ends_the_view(void **state
     wait_done(1);
     assert_refused(test.clients[0].status, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
     assert_int_equal(script.optimizer_steps, 0);
-    moe_train_stand(test.train, &stand);
-    assert_int_equal(stand.torn, 0);
+    moe_train_read_digest(test.train, &digest);
+    assert_int_equal(digest.inconsistent, 0);
     hold_reads(false);
     begin_view();
     assert_false(script.changed_while_read);
@@ -152,13 +153,13 @@ static void a_save_is_not_called_off_under_somebody_who_has_asked_for_it_too(voi
     assert_int_equal(test.announced_count, 2); /* nobody is told that nobody waits */
     ask(2, MOE_STEP_SAVE, 6, 1);               /* waits for something else */
     moe_engine_cancel_training(test.engine, &test.clients[1].work);
-    order_poke(3, 2);
+    order_progress(3, 2);
     order(1, 0); /* it has left before it joined, and is the last again */
     wait_done(1);
     assert_int_equal(test.clients[1].status.code, MOE_CANCELLED);
-    order_poke(4, 4);
+    order_progress(4, 4);
     hold_reads(false);
-    order_poke(5, 5);
+    order_progress(5, 5);
     assert_int_equal(state_now().job, 0);
 }
 
@@ -174,7 +175,7 @@ static void a_copy_ends_behind_which_as_many_calls_wait_as_may(void **state)
     assert_refused(moe_engine_submit_training(test.engine, &one_more), MOE_RESOURCE_EXHAUSTED,
                    MOE_REASON_QUEUE_FULL);
     hold_reads(false);
-    order_poke(HELD + 1, 2);
+    order_progress(HELD + 1, 2);
     assert_false(test.blocked);
     for (int i = 1; i <= HELD; i++) {
         order(i, 0);
@@ -198,9 +199,9 @@ static void a_save_is_called_off_behind_which_as_many_calls_wait_as_may(void **s
     }
     wait_until(&test.announced_count, 1 + HELD + 1 + SAVES, &test.lock);
     assert_true(test.announced[HELD + 1].kind == MOE_STEP_SAVE);
-    order_poke(HELD + 1, 2);
+    order_progress(HELD + 1, 2);
     hold_reads(false);
-    order_poke(1 + HELD + 1 + SAVES, 3);
+    order_progress(1 + HELD + 1 + SAVES, 3);
     assert_false(test.blocked);
     assert_int_equal(state_now().job, 0);
     assert_int_equal(test.announced_count, 1 + HELD + 1 + SAVES + 1);
@@ -213,10 +214,10 @@ static void a_save_that_nobody_waits_for_stops_copying(void **state)
     moe_engine_cancel_training(test.engine, &test.clients[0].work);
     wait_done(0);
     assert_int_equal(test.clients[0].status.code, MOE_CANCELLED);
-    order_poke(1, 2); /* the others hear of it */
+    order_progress(1, 2); /* the others hear of it */
     assert_true(test.blocked);
     hold_reads(false);
-    order_poke(2, 3); /* the copy is over */
+    order_progress(2, 3); /* the copy is over */
     assert_false(test.blocked);
     assert_true(script.reads < 4);
     assert_int_equal(state_now().job, 0);
@@ -233,7 +234,7 @@ static void a_save_without_room_for_a_copy_keeps_updates_away_until_it_is_writte
     script.no_read_memory = true;
     moe_mutex_unlock(&script.lock);
     hold_reads(false);
-    order_poke(1, 2);
+    order_progress(1, 2);
     assert_true(test.blocked);
     assert_int_equal(test.clients[0].done, 0);
     assert_int_equal(state_now().job, MOE_STEP_SAVE);
@@ -242,7 +243,7 @@ static void a_save_without_room_for_a_copy_keeps_updates_away_until_it_is_writte
     wait_until(&test.forward_done, 1, &test.lock);
     assert_ok(test.forward_status);
     /* There is no directory to write into: that is what the next part finds. */
-    order_poke(2, 4);
+    order_progress(2, 4);
     wait_done(0);
     assert_refused(test.clients[0].status, MOE_FAILED_PRECONDITION, MOE_REASON_IO);
     assert_false(test.blocked);
@@ -254,7 +255,7 @@ static void what_is_under_an_adapter_is_read_and_nothing_is_written(void **state
     (void)state;
     begin_save();
     hold_reads(false);
-    order_poke(1, 2);
+    order_progress(1, 2);
     assert_int_equal(script.reads_of_base, 3); /* of the one expert that is here */
     assert_int_equal(script.writes, 0);
 }

@@ -595,7 +595,7 @@ static void what_is_held_waits_with_all_that_came_after_it_but_for_what_may_pass
     expect(s, MOE_STEP_FORWARD, 0);
     call(s, 0, MOE_STEP_FORWARD_RETAIN, 7, 4);
     expect(s, MOE_STEP_FORWARD_RETAIN, 7);
-    call(s, 0, MOE_STEP_SAVE, 8, 0); /* a poke */
+    call(s, 0, MOE_STEP_SAVE, 8, 0); /* a progress */
     assert_int_equal(moe_sequencer_calls(s), 5);
     expect(s, MOE_STEP_SAVE, 8);
     assert_false(moe_sequencer_next(s, &t));

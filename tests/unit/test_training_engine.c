@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Training tickets in the engine, with everything of the training room real and the backend a
  * script: calls in flight when a view ends, repeats in the next ticket, versions, exclusive
- * tickets, and what members of a group decide about where they stand. */
+ * tickets, and what members of a group decide about where they digest. */
 #include "base/clock.h"
 #include "support/check.h"
 #include "training/job_machine.h"
@@ -76,7 +76,7 @@ static void a_repeat_in_the_next_ticket_is_one_though_the_first_still_runs(void 
 static void a_call_in_flight_when_the_view_ends_fails_and_leaves_the_state_torn(void **state)
 {
     (void)state;
-    struct moe_train_stand stand;
+    struct moe_train_digest digest;
     hold_steps(true);
     ask(0, MOE_STEP_BACKWARD, 1, 5);
     ask(1, MOE_STEP_BACKWARD, 2, 5); /* its ticket never comes */
@@ -87,9 +87,9 @@ static void a_call_in_flight_when_the_view_ends_fails_and_leaves_the_state_torn(
     assert_refused(test.clients[0].status, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
     assert_true(test.clients[0].status.retry_after_ms > 0);
     assert_int_equal(test.clients[1].done, 0);
-    moe_train_stand(test.train, &stand);
-    assert_int_equal(stand.torn, 1);
-    uint64_t lineage = stand.lineage, version = stand.weights_version;
+    moe_train_read_digest(test.train, &digest);
+    assert_int_equal(digest.inconsistent, 1);
+    uint64_t lineage = digest.lineage, version = digest.weights_version;
     begin_view();
     assert_true(state_now().lineage > lineage && state_now().weights_version > version);
     assert_int_equal(state_now().backwards, 0);
@@ -249,17 +249,17 @@ static void a_ticket_for_a_call_of_ours_that_we_never_made_ends_the_view(void **
     wait_until(&test.finished_count, 3, &test.lock);
     assert_refused(test.last, MOE_INTERNAL, MOE_REASON_NONE);
     assert_int_equal(script.backwards, 0);
-    struct moe_train_stand stand;
-    moe_train_stand(test.train, &stand);
-    assert_int_equal(stand.torn, 0); /* none had begun to change anything */
+    struct moe_train_digest digest;
+    moe_train_read_digest(test.train, &digest);
+    assert_int_equal(digest.inconsistent, 0); /* none had begun to change anything */
 }
 
 static void assert_nothing_happened(void)
 {
-    struct moe_train_stand stand;
-    moe_train_stand(test.train, &stand);
-    assert_int_equal(stand.torn, 0);
-    assert_int_equal(stand.calls, 0);
+    struct moe_train_digest digest;
+    moe_train_read_digest(test.train, &digest);
+    assert_int_equal(digest.inconsistent, 0);
+    assert_int_equal(digest.calls, 0);
     assert_int_equal(state_now().backwards, 0);
     assert_int_equal(state_now().weights_version, 1);
     assert_ok(test.last); /* the view goes on */
@@ -299,7 +299,7 @@ static void a_pass_that_all_refuse_has_not_happened(void **state)
 static void an_optimizer_step_that_all_refuse_has_not_happened(void **state)
 {
     (void)state;
-    struct moe_train_stand stand;
+    struct moe_train_digest digest;
     script.refuse = true;
     ask(0, MOE_STEP_OPTIMIZER, 1, 0);
     order(0, 0);
@@ -319,8 +319,8 @@ static void an_optimizer_step_that_all_refuse_has_not_happened(void **state)
     order(2, 0);
     wait_done(2);
     assert_refused(test.clients[2].status, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
-    moe_train_stand(test.train, &stand);
-    assert_int_equal(stand.torn, 1);
+    moe_train_read_digest(test.train, &digest);
+    assert_int_equal(digest.inconsistent, 1);
 }
 
 static void passes_run_one_after_the_other(void **state)
@@ -370,7 +370,7 @@ static void a_call_that_is_forgotten_at_once_is_answered_whole(void **state)
     struct moe_ticket ticket = {.epoch = test.epoch, .layer = 7, .kind = MOE_STEP_BACKWARD};
     const struct moe_ledger_outcome none = {0};
     struct moe_train_answer answer;
-    struct moe_train_turn turn;
+    struct moe_train_execution turn;
     struct moe_trainer *trainer;
     (void)state;
     for (uint64_t i = 0; i <= MOE_LEDGER_CALLS; i++) {
@@ -386,11 +386,11 @@ static void a_call_that_is_forgotten_at_once_is_answered_whole(void **state)
     assert_refused(turn.refusal, MOE_ALREADY_EXISTS, MOE_REASON_ID_TOO_OLD);
 }
 
-static void a_poke_goes_with_its_view(void **state)
+static void a_progress_request_goes_with_its_view(void **state)
 {
-    const struct moe_train_call call = {.kind = MOE_STEP_SAVE, .id = 1, .poke = true};
+    const struct moe_train_call call = {.kind = MOE_STEP_SAVE, .id = 1, .is_progress = true};
     (void)state;
-    assert_true(test.train->poke(test.train->poke_ctx, &call));
+    assert_true(test.train->request_progress(test.train->progress_ctx, &call));
     assert_int_equal(test.announced_count, 1);
     moe_engine_stop_view(test.engine);
     /* Nobody waits for it, so neither does a worker that leaves. */
@@ -404,13 +404,14 @@ static void begin_load(void)
 {
     ask(0, MOE_STEP_LOAD, 5, 1);
     order(0, 0);
-    wait_until(&test.announced_count, 2, &test.lock); /* its part is over: it pokes */
+    wait_until(&test.announced_count, 2,
+               &test.lock); /* its part is over: it asks for a progress ticket */
     assert_int_equal(test.clients[0].done, 0);
 }
 
 static void a_view_that_ends_while_a_load_only_reads_tears_nothing(void **state)
 {
-    struct moe_train_stand stand;
+    struct moe_train_digest digest;
     (void)state;
     begin_load();
     moe_mutex_lock(&script.lock);
@@ -419,8 +420,8 @@ static void a_view_that_ends_while_a_load_only_reads_tears_nothing(void **state)
     order(1, 0); /* how far are you? But the other slot is gone */
     wait_done(0);
     assert_refused(test.clients[0].status, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
-    moe_train_stand(test.train, &stand);
-    assert_int_equal(stand.torn, 0);
+    moe_train_read_digest(test.train, &digest);
+    assert_int_equal(digest.inconsistent, 0);
 }
 
 static void more_calls_than_may_wait_are_refused(void **state)
@@ -474,137 +475,141 @@ static void lack_of_memory_is_the_verdict_only_where_nobody_has_another_reason(v
                    MOE_REASON_OUT_OF_MEMORY);
 }
 
-/* ------------------------------------------------------------- where a group stands */
+/* ------------------------------------------------------------- where a group digests */
 
-static struct moe_train_stand stand_at(uint64_t lineage, uint64_t version, uint64_t calls,
-                                       uint64_t record, const char *checkpoint)
+static struct moe_train_digest digest_at(uint64_t lineage, uint64_t version, uint64_t calls,
+                                         uint64_t record, const char *checkpoint)
 {
-    struct moe_train_stand s = {.config = 1,
-                                .lineage = lineage,
-                                .weights_version = version,
-                                .calls = calls,
-                                .record = record};
+    struct moe_train_digest s = {.config = 1,
+                                 .lineage = lineage,
+                                 .weights_version = version,
+                                 .calls = calls,
+                                 .record = record};
     strcpy(s.checkpoint, checkpoint);
     return s;
 }
 
-/* An operator names it between the exchange of stands and the end of the attempt. */
+/* An operator names it between the exchange of digests and the end of the attempt. */
 static void a_choice_that_comes_while_a_group_forms_is_for_the_next_attempt(void **state)
 {
-    struct moe_train_stand stands[MOE_MAX_SLOTS];
-    struct moe_train_decision d;
+    struct moe_train_digest digests[MOE_MAX_SLOTS];
+    struct moe_train_recovery d;
     (void)state;
-    moe_train_stand(test.train, &stands[0]);
-    assert_ok(moe_train_decide(stands, 1, &d));
-    moe_train_choose(test.train, "first");
+    moe_train_read_digest(test.train, &digests[0]);
+    assert_ok(moe_train_choose_recovery(digests, 1, &d));
+    moe_train_set_recovery_target(test.train, "first");
     assert_ok(moe_train_adopt(test.train, &d, 0, 2, 3));
-    moe_train_stand(test.train, &stands[0]);
-    assert_int_equal(stands[0].chosen, 1);
-    assert_string_equal(stands[0].choice, "first");
+    moe_train_read_digest(test.train, &digests[0]);
+    assert_int_equal(digests[0].has_target, 1);
+    assert_string_equal(digests[0].target, "first");
     moe_train_in_force(test.train); /* it did not have to go back */
-    moe_train_stand(test.train, &stands[0]);
-    assert_int_equal(stands[0].chosen, 0);
+    moe_train_read_digest(test.train, &digests[0]);
+    assert_int_equal(digests[0].has_target, 0);
 }
 
 static void a_group_decides_together_where_to_go_on(void **state)
 {
     (void)state;
-    struct moe_train_stand s[MOE_MAX_SLOTS] = {0};
-    struct moe_train_decision d;
-    const struct moe_train_stand fresh = stand_at(0, 1, 0, 0, ""),
-                                 far = stand_at(4, 9, 20, 77, "b"),
-                                 behind = stand_at(4, 8, 19, 70, "a");
-    s[0] = s[2] = fresh; /* all new: no reload, version 1 */
-    assert_ok(moe_train_decide(s, 5, &d));
+    struct moe_train_digest s[MOE_MAX_SLOTS] = {0};
+    struct moe_train_recovery d;
+    const struct moe_train_digest new = digest_at(0, 1, 0, 0, ""),
+                                  far = digest_at(4, 9, 20, 77, "b"),
+                                  behind = digest_at(4, 8, 19, 70, "a");
+    s[0] = s[2] = new; /* all new: no reload, version 1 */
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_false(d.restart);
     assert_int_equal(d.lineage, 1);
     assert_int_equal(d.weights_version, 1);
-    s[0].fresh = UINT64_MAX - 1; /* a random number of a process: another group begins elsewhere */
-    assert_ok(moe_train_decide(s, 5, &d));
+    s[0].nonce = UINT64_MAX - 1; /* a random number of a process: another group begins elsewhere */
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_true(d.lineage > 1 && d.lineage <= UINT64_C(1) << 32);
     s[0] = s[2] = far; /* all the same: nothing changes */
-    assert_ok(moe_train_decide(s, 5, &d));
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_false(d.restart);
     assert_int_equal(d.lineage, 4);
     assert_int_equal(d.weights_version, 9);
     s[0].unsaved = 3; /* one has not yet taken note of the checkpoint that all of it is in */
     s[2].unsaved = 1;
     strcpy(s[2].checkpoint, "c");
-    assert_ok(moe_train_decide(s, 5, &d));
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_false(d.restart);
     assert_string_equal(d.checkpoint, "c");
     assert_int_equal(d.lost_steps, 1);
     s[0] = far;
-    s[2] = fresh; /* one is new: back to what the other knows */
-    assert_ok(moe_train_decide(s, 5, &d));
+    s[2] = new; /* one is new: back to what the other knows */
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_true(d.restart);
     assert_int_equal(d.lineage, 5);
     assert_int_equal(d.weights_version, 10);
     assert_string_equal(d.checkpoint, "b");
     s[2] = behind; /* one missed the last call */
-    assert_ok(moe_train_decide(s, 5, &d));
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_true(d.restart);
     assert_int_equal(d.lineage, 5); /* above all */
-    s[0].fresh = 41;                /* and above what one that is lost may have told */
-    assert_ok(moe_train_decide(s, 5, &d));
+    s[0].nonce = 41;                /* and above what one that is lost may have told */
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_int_equal(d.lineage, 46);
     assert_string_equal(d.checkpoint, "b");
     s[2] = far;
     s[2].record++; /* as many calls, but others */
-    assert_ok(moe_train_decide(s, 5, &d));
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_true(d.restart);
     s[2] = far;
-    s[0].torn = 1;
-    assert_ok(moe_train_decide(s, 5, &d));
+    s[0].inconsistent = 1;
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_true(d.restart);
     assert_string_equal(d.checkpoint, "b");
-    assert_false(d.told);
-    s[0].told = 1; /* it had loaded it, by its name: retention has to know */
-    assert_ok(moe_train_decide(s, 5, &d));
-    assert_true(d.told);
-    s[0].told = 0;
-    s[2].chosen = 1; /* an operator has told one of them where to go */
-    strcpy(s[2].choice, "a");
-    assert_ok(moe_train_decide(s, 5, &d));
+    assert_false(d.explicit_load);
+    s[0].explicit_load = 1; /* it had loaded it, by its name: retention has to know */
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
+    assert_true(d.explicit_load);
+    s[0].explicit_load = 0;
+    s[2].has_target = 1; /* an operator has told one of them where to go */
+    strcpy(s[2].target, "a");
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_string_equal(d.checkpoint, "a");
-    assert_true(d.told);
-    s[0].chosen = 1; /* and the other something else */
-    assert_refused(moe_train_decide(s, 5, &d), MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK);
-    s[2].choice[0] = '\0'; /* both: the model as loaded */
-    assert_ok(moe_train_decide(s, 5, &d));
+    assert_true(d.explicit_load);
+    s[0].has_target = 1; /* and the other something else */
+    assert_refused(moe_train_choose_recovery(s, 5, &d), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_CANNOT_GO_BACK);
+    s[2].target[0] = '\0'; /* both: the model as loaded */
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_string_equal(d.checkpoint, "");
     s[0] = s[2] = far; /* who need not go back does not */
-    s[0].chosen = 1;
-    assert_ok(moe_train_decide(s, 5, &d));
+    s[0].has_target = 1;
+    assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_false(d.restart);
-    s[0] = fresh;
+    s[0] = new;
     s[0].config = 2;
-    assert_refused(moe_train_decide(s, 5, &d), MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID);
+    assert_refused(moe_train_choose_recovery(s, 5, &d), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_CONFIG_INVALID);
 }
 
 static void what_was_loaded_is_remembered_latest_first(void **state)
 {
     (void)state;
-    struct moe_checkpoint_told told = {0}, other = {0};
+    struct moe_checkpoint_explicit_loads explicit_loads = {0}, other = {0};
     char name[MOE_CHECKPOINT_NAME_MAX + 1];
-    for (int i = 0; i <= MOE_CHECKPOINT_TOLD_MAX; i++) {
+    for (int i = 0; i <= MOE_CHECKPOINT_EXPLICIT_LOADS_MAX; i++) {
         snprintf(name, sizeof name, "n%d", i);
-        moe_checkpoint_told_add(&told, name);
-        assert_string_equal(told.names[0], name);
+        moe_checkpoint_explicit_loads_add(&explicit_loads, name);
+        assert_string_equal(explicit_loads.names[0], name);
     }
-    assert_int_equal(told.count, MOE_CHECKPOINT_TOLD_MAX);
-    assert_false(moe_checkpoint_told_has(&told, "n0")); /* the earliest makes room */
-    assert_true(moe_checkpoint_told_has(&told, "n1"));
-    moe_checkpoint_told_add(&told, "n1"); /* again: it moves, and is there once */
-    assert_string_equal(told.names[0], "n1");
-    assert_string_equal(told.names[MOE_CHECKPOINT_TOLD_MAX - 1], "n2");
-    moe_checkpoint_told_add(&other, "mine");
-    moe_checkpoint_told_join(&other, &told);
+    assert_int_equal(explicit_loads.count, MOE_CHECKPOINT_EXPLICIT_LOADS_MAX);
+    assert_false(
+        moe_checkpoint_explicit_loads_has(&explicit_loads, "n0")); /* the earliest makes room */
+    assert_true(moe_checkpoint_explicit_loads_has(&explicit_loads, "n1"));
+    moe_checkpoint_explicit_loads_add(&explicit_loads,
+                                      "n1"); /* again: it moves, and is there once */
+    assert_string_equal(explicit_loads.names[0], "n1");
+    assert_string_equal(explicit_loads.names[MOE_CHECKPOINT_EXPLICIT_LOADS_MAX - 1], "n2");
+    moe_checkpoint_explicit_loads_add(&other, "mine");
+    moe_checkpoint_explicit_loads_join(&other, &explicit_loads);
     assert_string_equal(other.names[0], "mine");
     assert_string_equal(other.names[1], "n1");
-    assert_int_equal(other.count, MOE_CHECKPOINT_TOLD_MAX);
-    moe_checkpoint_told_join(&other, &told);
-    assert_int_equal(other.count, MOE_CHECKPOINT_TOLD_MAX);
+    assert_int_equal(other.count, MOE_CHECKPOINT_EXPLICIT_LOADS_MAX);
+    moe_checkpoint_explicit_loads_join(&other, &explicit_loads);
+    assert_int_equal(other.count, MOE_CHECKPOINT_EXPLICIT_LOADS_MAX);
 }
 
 int main(void)
@@ -625,7 +630,7 @@ int main(void)
         with_engine(passes_run_one_after_the_other),
         with_engine(who_is_cancelled_while_a_pass_runs_beside_a_step_is_told_at_once),
         with_engine(a_call_that_is_forgotten_at_once_is_answered_whole),
-        with_engine(a_poke_goes_with_its_view),
+        with_engine(a_progress_request_goes_with_its_view),
         with_engine(a_view_that_ends_while_a_load_only_reads_tears_nothing),
         with_engine(more_calls_than_may_wait_are_refused),
         cmocka_unit_test(lack_of_memory_is_the_verdict_only_where_nobody_has_another_reason),

@@ -71,10 +71,10 @@ static const struct moe_layer_spec *const specs[] = {&spec};
 
 static void agree(uint32_t slot, uint64_t live)
 {
-    struct moe_train_stand stands[MOE_MAX_SLOTS] = {0};
-    struct moe_train_decision decision;
-    moe_train_stand(test.train, &stands[slot]);
-    assert_ok(moe_train_decide(stands, UINT64_C(1) << slot, &decision));
+    struct moe_train_digest digests[MOE_MAX_SLOTS] = {0};
+    struct moe_train_recovery decision;
+    moe_train_read_digest(test.train, &digests[slot]);
+    assert_ok(moe_train_choose_recovery(digests, UINT64_C(1) << slot, &decision));
     assert_ok(moe_train_adopt(test.train, &decision, slot, 2, live));
 }
 
@@ -200,7 +200,7 @@ void ask(int i, enum moe_step_kind kind, uint64_t id, float value)
     struct client *c = &test.clients[i];
     *c = (struct client){0};
     write_request(&c->call, kind, id);
-    c->call.content = (struct moe_content){.said = {(uint64_t)value, 1}};
+    c->call.content = (struct moe_content){.header_hash = {(uint64_t)value, 1}};
     if (kind == MOE_STEP_BACKWARD)
         strcpy(c->call.session, "s");
     for (int e = 0; e < BUCKET * HIDDEN; e++)

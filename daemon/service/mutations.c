@@ -11,35 +11,35 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-struct change;
+struct mutation;
 
 /* A method that changes something. */
-struct change_row {
+struct mutation_row {
     const char *name;
     enum moe_service_rpc rpc;
     enum moe_step_kind kind;
-    void (*reply)(const struct change *c);
+    void (*reply)(const struct mutation *c);
 };
 
 /* A call without tensors. */
-struct change {
+struct mutation {
     struct moe_train_work work;
     struct moe_train_call call;
     struct moe_train_answer answer;
     struct moe_training_service *service;
     struct moe_rpc_call *rpc; /* held while the engine has it */
-    const struct change_row *row;
+    const struct mutation_row *row;
     uint64_t received_ns;
     _Atomic uint32_t references; /* the engine; the call */
 };
 
-static void drop_change(struct change *c)
+static void drop_mutation(struct mutation *c)
 {
     if (atomic_fetch_sub(&c->references, 1) == 1)
         free(c);
 }
 
-static void reply_step(const struct change *c)
+static void reply_step(const struct mutation *c)
 {
     const struct moe_ledger_outcome *o = &c->answer.outcome;
     Moe__V1__OptimizerStepResponse a;
@@ -54,7 +54,7 @@ static void reply_step(const struct change *c)
     moe_training_service__reply(c->rpc, &a.base);
 }
 
-static void reply_zero_grad(const struct change *c)
+static void reply_zero_grad(const struct mutation *c)
 {
     Moe__V1__ZeroGradResponse a;
     moe__v1__zero_grad_response__init(&a);
@@ -63,7 +63,7 @@ static void reply_zero_grad(const struct change *c)
     moe_training_service__reply(c->rpc, &a.base);
 }
 
-static void reply_set_frozen(const struct change *c)
+static void reply_set_frozen(const struct mutation *c)
 {
     Moe__V1__SetFrozenResponse a;
     moe__v1__set_frozen_response__init(&a);
@@ -71,7 +71,7 @@ static void reply_set_frozen(const struct change *c)
     moe_training_service__reply(c->rpc, &a.base);
 }
 
-static void reply_save(const struct change *c)
+static void reply_save(const struct mutation *c)
 {
     Moe__V1__SaveCheckpointResponse a;
     moe__v1__save_checkpoint_response__init(&a);
@@ -91,7 +91,7 @@ static void reply_save(const struct change *c)
     moe_training_service__reply(c->rpc, &a.base);
 }
 
-static void reply_load(const struct change *c)
+static void reply_load(const struct mutation *c)
 {
     Moe__V1__LoadCheckpointResponse a;
     moe__v1__load_checkpoint_response__init(&a);
@@ -104,7 +104,7 @@ static void reply_load(const struct change *c)
     moe_training_service__reply(c->rpc, &a.base);
 }
 
-static void reply_export(const struct change *c)
+static void reply_export(const struct mutation *c)
 {
     Moe__V1__ExportAdapterResponse a;
     moe__v1__export_adapter_response__init(&a);
@@ -113,13 +113,13 @@ static void reply_export(const struct change *c)
     moe_training_service__reply(c->rpc, &a.base);
 }
 
-static void fail_change(const struct change *c, struct moe_status st)
+static void fail_mutation(const struct mutation *c, struct moe_status st)
 {
     moe_training_service__count(c->service, c->row->rpc, &st, c->received_ns);
     moe_rpc_fail(c->rpc, st);
 }
 
-static void reply_change(const struct change *c)
+static void reply_mutation(const struct mutation *c)
 {
     const struct moe_status ok = moe_ok();
     moe_training_service__count(c->service, c->row->rpc, &ok, c->received_ns);
@@ -127,29 +127,29 @@ static void reply_change(const struct change *c)
 }
 
 /* The engine's thread. */
-static void change_done(struct moe_train_work *work, struct moe_status status)
+static void mutation_ended(struct moe_train_work *work, struct moe_status status)
 {
-    struct change *c = work->user;
+    struct mutation *c = work->user;
     if (moe_failed(&status))
-        fail_change(c, status);
+        fail_mutation(c, status);
     else
-        reply_change(c);
+        reply_mutation(c);
     moe_rpc_call_unref(c->rpc);
-    drop_change(c);
+    drop_mutation(c);
 }
 
-static struct moe_status submit_change(struct change *c)
+static struct moe_status submit_mutation(struct mutation *c)
 {
     struct moe_training_service *s = c->service;
     if (moe_train_recall(s->config.training, &c->call, &c->answer)) {
-        reply_change(c);
+        reply_mutation(c);
         return moe_ok();
     }
     c->work.kind = c->call.kind;
     moe_train_call_pack(&c->call, c->work.body, &c->work.body_length);
     c->work.answer = &c->answer;
     c->work.deadline_ns = moe_rpc_call_deadline(c->rpc);
-    c->work.done = change_done;
+    c->work.done = mutation_ended;
     c->work.user = c;
     moe_rpc_call_ref(c->rpc);
     atomic_fetch_add(&c->references, 1);
@@ -157,7 +157,7 @@ static struct moe_status submit_change(struct change *c)
     struct moe_status st = moe_engine_submit_training(s->config.engine, &c->work);
     if (moe_failed(&st)) {
         moe_rpc_call_unref(c->rpc);
-        drop_change(c);
+        drop_mutation(c);
     }
     return st;
 }
@@ -188,7 +188,7 @@ static struct moe_status check_service(const struct moe_training_service *s,
     return moe_request_check_worker(draining, epoch);
 }
 
-static struct moe_status read_change(struct change *c, struct moe_rpc_msg *m)
+static struct moe_status read_mutation(struct mutation *c, struct moe_rpc_msg *m)
 {
     const struct moe_training_service *s = c->service;
     struct moe_rpc_arena arena;
@@ -200,10 +200,10 @@ static struct moe_status read_change(struct change *c, struct moe_rpc_msg *m)
     return check_service(s, &c->call);
 }
 
-static void change_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
+static void mutation_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
     const struct moe_training_method *method = ctx;
-    struct change *c = calloc(1, sizeof *c);
+    struct mutation *c = calloc(1, sizeof *c);
     if (c == NULL) {
         moe_rpc_msg_free(m);
         moe_rpc_fail(rpc, moe_training_service__out_of_memory());
@@ -214,35 +214,35 @@ static void change_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void
     c->row = method->row;
     c->received_ns = moe_clock_ns();
     atomic_store(&c->references, 1);
-    struct moe_status st = read_change(c, m);
+    struct moe_status st = read_mutation(c, m);
     moe_rpc_msg_free(m);
     if (!moe_failed(&st))
-        st = submit_change(c);
+        st = submit_mutation(c);
     if (moe_failed(&st))
-        fail_change(c, st);
+        fail_mutation(c, st);
     if (moe_rpc_call_user(rpc) != c)
-        drop_change(c);
+        drop_mutation(c);
 }
 
-static void change_cancelled(struct moe_rpc_call *rpc, void *ctx)
+static void mutation_cancelled(struct moe_rpc_call *rpc, void *ctx)
 {
     const struct moe_training_method *method = ctx;
-    struct change *c = moe_rpc_call_user(rpc);
+    struct mutation *c = moe_rpc_call_user(rpc);
     if (c != NULL)
         moe_engine_cancel_training(method->service->config.engine, &c->work);
 }
 
-static void change_done_call(struct moe_rpc_call *rpc, void *ctx)
+static void mutation_done(struct moe_rpc_call *rpc, void *ctx)
 {
-    struct change *c = moe_rpc_call_user(rpc);
+    struct mutation *c = moe_rpc_call_user(rpc);
     (void)ctx;
     if (c != NULL)
-        drop_change(c);
+        drop_mutation(c);
 }
 
 /* ------------------------------------------------------------------------- methods */
 
-static const struct change_row rows[MOE_TRAINING_CHANGES] = {
+static const struct mutation_row rows[MOE_TRAINING_MUTATIONS] = {
     {"OptimizerStep", MOE_SERVICE_OPTIMIZER_STEP, MOE_STEP_OPTIMIZER, reply_step},
     {"ZeroGrad", MOE_SERVICE_ZERO_GRAD, MOE_STEP_ZERO_GRAD, reply_zero_grad},
     {"SetFrozen", MOE_SERVICE_SET_FROZEN, MOE_STEP_SET_FROZEN, reply_set_frozen},
@@ -251,19 +251,19 @@ static const struct change_row rows[MOE_TRAINING_CHANGES] = {
     {"ExportAdapter", MOE_SERVICE_EXPORT_ADAPTER, MOE_STEP_EXPORT, reply_export},
 };
 
-void moe_training_service__changes(struct moe_training_service *s,
-                                   struct moe_rpc_method out[MOE_TRAINING_CHANGES])
+void moe_training_service__mutations(struct moe_training_service *s,
+                                     struct moe_rpc_method out[MOE_TRAINING_MUTATIONS])
 {
-    for (size_t i = 0; i < MOE_TRAINING_CHANGES; i++) {
-        struct moe_training_method *m = &s->changes[i];
+    for (size_t i = 0; i < MOE_TRAINING_MUTATIONS; i++) {
+        struct moe_training_method *m = &s->mutations[i];
         m->service = s;
         m->row = &rows[i];
         (void)snprintf(m->path, sizeof m->path, "/moe.v1.TrainingService/%s", rows[i].name);
         out[i] = (struct moe_rpc_method){.path = m->path,
                                          .kind = MOE_RPC_UNARY,
-                                         .message = change_message,
-                                         .cancelled = change_cancelled,
-                                         .done = change_done_call,
+                                         .message = mutation_message,
+                                         .cancelled = mutation_cancelled,
+                                         .done = mutation_done,
                                          .ctx = m};
     }
 }
