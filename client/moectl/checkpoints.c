@@ -59,40 +59,40 @@ static const char *or_dash(const char *text)
 
 static void print_settings(const Moe__V1__CheckpointInfo *c)
 {
-    printf("%s", moectl_enum_name(&moe__v1__optimizer__descriptor, (int)c->optimizer));
+    moectl_put("%s", moectl_enum_name(&moe__v1__optimizer__descriptor, (int)c->optimizer));
     if (c->lora_rank != 0)
-        printf(", adapters of rank %" PRIu32 ", alpha %g", c->lora_rank, c->lora_alpha);
+        moectl_put(", adapters of rank %" PRIu32 ", alpha %g", c->lora_rank, c->lora_alpha);
     if (c->router_frozen || c->experts_frozen || c->shared_frozen)
-        printf(", frozen:%s%s%s", c->router_frozen ? " router" : "",
-               c->experts_frozen ? " experts" : "", c->shared_frozen ? " shared" : "");
+        moectl_put(", frozen:%s%s%s", c->router_frozen ? " router" : "",
+                   c->experts_frozen ? " experts" : "", c->shared_frozen ? " shared" : "");
 }
 
 static void print_row(const Moe__V1__CheckpointInfo *c, const char *present)
 {
     char made[WHEN_BYTES], size[SIZE_BYTES];
     bool is_present = strcmp(c->name, present) == 0;
-    printf("%c %-20s ", is_present ? '*' : ' ', c->name);
+    moectl_put("%c %-20s ", is_present ? '*' : ' ', c->name);
     if (!c->readable) {
-        printf("%s\n", c->problem);
+        moectl_put("%s\n", c->problem);
         return;
     }
-    printf("%6" PRIu64 " %8" PRIu64 "  %-20s  %10s  %-12s  ", c->steps, c->weights_version,
-           when(c->made_s, made), size_of(c->bytes, size), or_dash(c->parent));
+    moectl_put("%6" PRIu64 " %8" PRIu64 "  %-20s  %10s  %-12s  ", c->steps, c->weights_version,
+               when(c->made_s, made), size_of(c->bytes, size), or_dash(c->parent));
     if (c->problem[0] != '\0')
-        printf("%s", c->problem);
+        moectl_put("%s", c->problem);
     else
         print_settings(c);
-    printf("\n");
+    moectl_put("\n");
 }
 
 static int print_table(const Moe__V1__ListCheckpointsResponse *a)
 {
-    printf("  %-20s %6s %8s  %-20s  %10s  %-12s  %s\n", "NAME", "STEPS", "VERSION", "MADE", "SIZE",
-           "PARENT", "SETTINGS, OR WHY IT CANNOT BE LOADED");
+    moectl_put("  %-20s %6s %8s  %-20s  %10s  %-12s  %s\n", "NAME", "STEPS", "VERSION", "MADE",
+               "SIZE", "PARENT", "SETTINGS, OR WHY IT CANNOT BE LOADED");
     for (size_t i = 0; i < a->n_checkpoints; i++)
         print_row(a->checkpoints[i], a->checkpoint);
     if (a->count > a->n_checkpoints)
-        printf("  and %zu more\n", (size_t)a->count - a->n_checkpoints);
+        moectl_put("  and %zu more\n", (size_t)a->count - a->n_checkpoints);
     return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }
 

@@ -175,10 +175,10 @@ static int report(const struct forward *o)
     const char *dtype = o->y.dtype == MOE_DTYPE_F32 ? "f32" : "bf16";
     double p50_us = (double)moectl_histogram_percentile(&o->latency_ns, 50) / 1000.0;
     if (!o->common.json) {
-        printf("layer %" PRIu64 ", %" PRIu32 " tokens of %" PRIu32 " (%s), epoch %" PRIu64
-               ", %" PRIu64 " x %.1f us -> %s\n",
-               o->layer, o->y.tokens, o->y.width, dtype, o->call.answered_epoch, o->repeat, p50_us,
-               o->output);
+        moectl_put("layer %" PRIu64 ", %" PRIu32 " tokens of %" PRIu32 " (%s), epoch %" PRIu64
+                   ", %" PRIu64 " x %.1f us -> %s\n",
+                   o->layer, o->y.tokens, o->y.width, dtype, o->call.answered_epoch, o->repeat,
+                   p50_us, o->output);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }
     char epoch[24], version[24];

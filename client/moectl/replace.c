@@ -195,7 +195,8 @@ static int announce(const struct replace *r)
 {
     if (!r->common.json) {
         for (size_t i = 0; i < r->daemons.count; i++)
-            printf("%s %s\n", r->daemons.all[i].process.name, r->daemons.all[i].process.endpoint);
+            moectl_put("%s %s\n", r->daemons.all[i].process.name,
+                       r->daemons.all[i].process.endpoint);
         if (r->daemons.count == 0)
             moectl_say("nothing has died: all %zu daemons run", r->group.count);
         else

@@ -29,17 +29,18 @@ static bool is_serving(const Moe__V1__GetStatusResponse *s)
 
 static void print_workers(const Moe__V1__GetStatusResponse *s)
 {
-    printf("\n%4s  %-22s %-11s %12s %10s %10s %8s  %s\n", "SLOT", "ENDPOINT", "STATE", "TOKENS",
-           "STEPS", "WEIGHTS", "LEASE", "WORKER");
+    moectl_put("\n");
+    moectl_put("%4s  %-22s %-11s %12s %10s %10s %8s  %s\n", "SLOT", "ENDPOINT", "STATE", "TOKENS",
+               "STEPS", "WEIGHTS", "LEASE", "WORKER");
     for (size_t i = 0; i < s->n_workers; i++) {
         const Moe__V1__WorkerStatus *w = s->workers[i];
-        printf("%4" PRIu32 "  %-22s %-11s %12" PRIu64 " %10" PRIu64 " %6.1f MiB %6.1f s  %s\n",
-               w->slot, w->endpoint[0] != '\0' ? w->endpoint : "(none)",
-               moectl_enum_name(&moe__v1__worker_state__descriptor, (int)w->state), w->tokens,
-               w->steps, (double)w->loaded_bytes / (1024.0 * 1024.0),
-               (double)w->lease_remaining_ms / 1000.0, w->worker_id);
+        moectl_put("%4" PRIu32 "  %-22s %-11s %12" PRIu64 " %10" PRIu64 " %6.1f MiB %6.1f s  %s\n",
+                   w->slot, w->endpoint[0] != '\0' ? w->endpoint : "(none)",
+                   moectl_enum_name(&moe__v1__worker_state__descriptor, (int)w->state), w->tokens,
+                   w->steps, (double)w->loaded_bytes / (1024.0 * 1024.0),
+                   (double)w->lease_remaining_ms / 1000.0, w->worker_id);
         if (w->error != NULL)
-            printf("      %s: %s\n", w->error->reason, w->error->message);
+            moectl_put("      %s: %s\n", w->error->reason, w->error->message);
     }
 }
 
@@ -53,15 +54,15 @@ static size_t count_live(const Moe__V1__GetStatusResponse *s)
 
 static void print_table(const Moe__V1__GetStatusResponse *s)
 {
-    printf("state    %s%s%s\n", state_name(s), s->reason[0] != '\0' ? ": " : "", s->reason);
-    printf("model    %s (%s), %zu MoE layer%s\n", s->model, s->family, s->n_layers,
-           s->n_layers == 1 ? "" : "s");
+    moectl_put("state    %s%s%s\n", state_name(s), s->reason[0] != '\0' ? ": " : "", s->reason);
+    moectl_put("model    %s (%s), %zu MoE layer%s\n", s->model, s->family, s->n_layers,
+               s->n_layers == 1 ? "" : "s");
     if (s->epoch == 0)
-        printf("epoch    none\n");
+        moectl_put("epoch    none\n");
     else
-        printf("epoch    %" PRIu64 ", placement %" PRIu32 "\n", s->epoch, s->placement_version);
-    printf("workers  %zu of %" PRIu32 ", %s\n", count_live(s), s->slots, s->backend);
-    printf("release  %s, up %.0f s\n", s->version, (double)s->uptime_ms / 1000.0);
+        moectl_put("epoch    %" PRIu64 ", placement %" PRIu32 "\n", s->epoch, s->placement_version);
+    moectl_put("workers  %zu of %" PRIu32 ", %s\n", count_live(s), s->slots, s->backend);
+    moectl_put("release  %s, up %.0f s\n", s->version, (double)s->uptime_ms / 1000.0);
     if (s->n_workers > 0)
         print_workers(s);
 }

@@ -43,9 +43,11 @@ struct training {
 
 /* ---------------------------------------------------------------------------- status */
 
-static const char *frozen_or_not(protobuf_c_boolean frozen)
+static void print_frozen(bool router, bool experts, bool shared)
 {
-    return frozen ? "frozen" : "learns";
+    moectl_put("router      %s\n", router ? "frozen" : "learns");
+    moectl_put("experts     %s\n", experts ? "frozen" : "learns");
+    moectl_put("shared      %s\n", shared ? "frozen" : "learns");
 }
 
 static const char *optimizer_name(const Moe__V1__GetTrainStateResponse *s)
@@ -55,38 +57,38 @@ static const char *optimizer_name(const Moe__V1__GetTrainStateResponse *s)
 
 static void print_table(const Moe__V1__GetTrainStateResponse *s)
 {
-    printf("weights     version %" PRIu64 ", lineage %" PRIu64 "\n", s->weights_version,
-           s->lineage);
-    printf("steps       %" PRIu64 " of %s, last id %" PRIu64 "\n", s->steps, optimizer_name(s),
-           s->last_step_id);
-    printf("gradients   of %" PRIu32 " Backward calls\n", s->backwards);
-    printf("router      %s\nexperts     %s\nshared      %s\n", frozen_or_not(s->router_frozen),
-           frozen_or_not(s->experts_frozen), frozen_or_not(s->shared_frozen));
+    moectl_put("weights     version %" PRIu64 ", lineage %" PRIu64 "\n", s->weights_version,
+               s->lineage);
+    moectl_put("steps       %" PRIu64 " of %s, last id %" PRIu64 "\n", s->steps, optimizer_name(s),
+               s->last_step_id);
+    moectl_put("gradients   of %" PRIu32 " Backward calls\n", s->backwards);
+    print_frozen(s->router_frozen, s->experts_frozen, s->shared_frozen);
     if (s->lora_rank != 0) {
-        printf("adapters    rank %" PRIu32 ", alpha %g, scale %g:", s->lora_rank, s->lora_alpha,
-               s->lora_scale);
+        moectl_put("adapters    rank %" PRIu32 ", alpha %g, scale %g:", s->lora_rank, s->lora_alpha,
+                   s->lora_scale);
         for (size_t i = 0; i < s->n_lora_targets; i++)
-            printf(" %s", s->lora_targets[i]);
-        printf("\n");
+            moectl_put(" %s", s->lora_targets[i]);
+        moectl_put("\n");
     }
-    printf("checkpoint  %s", s->checkpoint[0] != '\0' ? s->checkpoint : "none");
+    moectl_put("checkpoint  %s", s->checkpoint[0] != '\0' ? s->checkpoint : "none");
     if (s->unsaved_steps != 0)
-        printf("; %" PRIu64 " step%s since", s->unsaved_steps, s->unsaved_steps == 1 ? "" : "s");
-    printf("\n");
+        moectl_put("; %" PRIu64 " step%s since", s->unsaved_steps,
+                   s->unsaved_steps == 1 ? "" : "s");
+    moectl_put("\n");
     bool saving = s->saving[0] != '\0';
     if (saving || s->loading[0] != '\0')
-        printf("%s     %s: %.1f of %.1f MiB of this worker\n", saving ? "saving " : "loading",
-               saving ? s->saving : s->loading, (double)s->progress_bytes / (1024.0 * 1024.0),
-               (double)s->progress_bytes_total / (1024.0 * 1024.0));
+        moectl_put("%s     %s: %.1f of %.1f MiB of this worker\n", saving ? "saving " : "loading",
+                   saving ? s->saving : s->loading, (double)s->progress_bytes / (1024.0 * 1024.0),
+                   (double)s->progress_bytes_total / (1024.0 * 1024.0));
     if (s->problem[0] != '\0')
-        printf("problem     %s\n", s->problem);
-    printf("memory      %.1f MiB of state, %.1f of %.1f MiB of retained passes\n",
-           (double)s->state_bytes / (1024.0 * 1024.0),
-           (double)s->retained_bytes / (1024.0 * 1024.0),
-           (double)s->retained_bytes_limit / (1024.0 * 1024.0));
-    printf("device      %.1f of %.1f MiB of activations retained for Backward\n",
-           (double)s->retained_device_bytes / (1024.0 * 1024.0),
-           (double)s->retained_device_bytes_limit / (1024.0 * 1024.0));
+        moectl_put("problem     %s\n", s->problem);
+    moectl_put("memory      %.1f MiB of state, %.1f of %.1f MiB of retained passes\n",
+               (double)s->state_bytes / (1024.0 * 1024.0),
+               (double)s->retained_bytes / (1024.0 * 1024.0),
+               (double)s->retained_bytes_limit / (1024.0 * 1024.0));
+    moectl_put("device      %.1f of %.1f MiB of activations retained for Backward\n",
+               (double)s->retained_device_bytes / (1024.0 * 1024.0),
+               (double)s->retained_device_bytes_limit / (1024.0 * 1024.0));
 }
 
 static int print_state(const struct moectl_common *common, const Moe__V1__GetTrainStateResponse *s)
@@ -178,9 +180,9 @@ static int recover(const struct moectl_common *common, const char *name)
     if (st.code != MOE_OK)
         return fail(&st);
     protobuf_c_message_free_unpacked(answer, NULL);
-    printf("the group goes back to %s as it forms, which it tries now, or once its coordinator "
-           "is there (moectl wait)\n",
-           name != NULL ? name : "the model as loaded");
+    moectl_put("the group goes back to %s as it forms, which it tries now, or once its coordinator "
+               "is there (moectl wait)\n",
+               name != NULL ? name : "the model as loaded");
     return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }
 
@@ -231,13 +233,14 @@ static uint32_t named_as_removed(const struct training *t)
 
 static void say_saved(const struct training *t)
 {
-    printf("saved %s: %" PRIu64 " step%s, weights version %" PRIu64 ", %.1f MiB\n", t->object,
-           t->checkpoint.steps, t->checkpoint.steps == 1 ? "" : "s", t->checkpoint.weights_version,
-           (double)t->checkpoint.bytes / (1024.0 * 1024.0));
+    moectl_put("saved %s: %" PRIu64 " step%s, weights version %" PRIu64 ", %.1f MiB\n", t->object,
+               t->checkpoint.steps, t->checkpoint.steps == 1 ? "" : "s",
+               t->checkpoint.weights_version, (double)t->checkpoint.bytes / (1024.0 * 1024.0));
     for (uint32_t i = 0; i < named_as_removed(t); i++)
-        printf("removed %s\n", t->checkpoint.removed[i]);
+        moectl_put("removed %s\n", t->checkpoint.removed[i]);
     if (t->checkpoint.removed_count > MOE_CLIENT_REMOVED_MAX)
-        printf("removed %" PRIu32 " more\n", t->checkpoint.removed_count - MOE_CLIENT_REMOVED_MAX);
+        moectl_put("removed %" PRIu32 " more\n",
+                   t->checkpoint.removed_count - MOE_CLIENT_REMOVED_MAX);
 }
 
 /* Beside the answer, whatever its format: nobody was asked before. */
@@ -256,30 +259,31 @@ static void say_lost(const struct training *t)
 static void say_loaded(const struct training *t)
 {
     const struct moe_client_checkpoint *c = &t->checkpoint;
-    printf("loaded %s: %" PRIu64 " step%s, weights version %" PRIu64 ", lineage %" PRIu64 "\n",
-           t->object, c->steps, c->steps == 1 ? "" : "s", c->weights_version, c->answered_lineage);
+    moectl_put("loaded %s: %" PRIu64 " step%s, weights version %" PRIu64 ", lineage %" PRIu64 "\n",
+               t->object, c->steps, c->steps == 1 ? "" : "s", c->weights_version,
+               c->answered_lineage);
 }
 
 static void say_exported(const struct training *t)
 {
-    printf("exported %s: %.1f MiB\n", t->object, (double)t->checkpoint.bytes / (1024.0 * 1024.0));
+    moectl_put("exported %s: %.1f MiB\n", t->object,
+               (double)t->checkpoint.bytes / (1024.0 * 1024.0));
 }
 
 static void say_merged(const struct training *t)
 {
     (void)t;
-    printf("merged the adapters into the weights\n");
+    moectl_put("merged the adapters into the weights\n");
 }
 
 static void say_zeroed(const struct training *t)
 {
-    printf("dropped the gradients of %" PRIu32 " Backward calls\n", t->backwards);
+    moectl_put("dropped the gradients of %" PRIu32 " Backward calls\n", t->backwards);
 }
 
 static void say_frozen(const struct training *t)
 {
-    printf("router      %s\nexperts     %s\nshared      %s\n", frozen_or_not(t->frozen.router),
-           frozen_or_not(t->frozen.experts), frozen_or_not(t->frozen.shared));
+    print_frozen(t->frozen.router, t->frozen.experts, t->frozen.shared);
 }
 
 static json_t *json_checkpoint(const struct training *t)

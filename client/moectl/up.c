@@ -257,7 +257,7 @@ static int announce(const struct up *u)
     const struct moectl_group *g = &u->group;
     if (!u->common.json) {
         for (size_t i = 1; i < g->count; i++)
-            puts(g->processes[i].endpoint);
+            moectl_put("%s\n", g->processes[i].endpoint);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }
     json_t *document = moectl_document("Group");

@@ -53,7 +53,7 @@ static int print_table(json_t *document)
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
         const char *value = json_string_value(json_object_get(document, keys[i]));
         if (value != NULL)
-            printf("%-12s %s\n", keys[i], value);
+            moectl_put("%-12s %s\n", keys[i], value);
     }
     json_decref(document);
     return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;

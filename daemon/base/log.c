@@ -148,6 +148,11 @@ static size_t put_escaped(char *line, size_t at, size_t cap, enum moe_log_format
     return at;
 }
 
+void moe_log_escape(char *to, size_t cap, const char *text)
+{
+    to[put_escaped(to, 0, cap, MOE_LOG_TEXT, text)] = '\0';
+}
+
 /* ------------------------------------------------------------------------ lines */
 
 void moe_log_write(enum moe_log_level level, const char *fmt, ...)

@@ -18,6 +18,8 @@
 
 #include "base/status.h"
 
+#include <stddef.h>
+
 enum moe_log_level { MOE_LOG_ERROR, MOE_LOG_WARN, MOE_LOG_INFO, MOE_LOG_DEBUG };
 enum moe_log_format { MOE_LOG_TEXT, MOE_LOG_JSON };
 
@@ -40,6 +42,10 @@ const char *moe_log_path(void);
 struct moe_status moe_log_reopen(void) MOE_CHECKED;
 
 void moe_log_write(enum moe_log_level level, const char *fmt, ...) MOE_PRINTF(2, 3);
+
+/* Writes `text` to `to`, escaped as in the text format above, cut where `cap` bytes (at least 9)
+ * are too few. For other output that shows strings from peers. */
+void moe_log_escape(char *to, size_t cap, const char *text);
 
 #define moe_log_error(...) moe_log_write(MOE_LOG_ERROR, __VA_ARGS__)
 #define moe_log_warn(...)  moe_log_write(MOE_LOG_WARN, __VA_ARGS__)

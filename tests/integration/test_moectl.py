@@ -241,6 +241,27 @@ class AgainstAFakeCoordinator(unittest.TestCase):
         finally:
             fake.server.stop(None).wait()
 
+    def test_a_hostile_string_controls_no_terminal(self):
+        hostile = "\x1b]0;owned\x07\r\u009b31m\x7f\nstate    SERVING"
+        escaped = r"\x1b]0;owned\x07\x0d\u009b31m\x7f\nstate    SERVING"
+        fake = FakeAdmin(version=hostile, state=admin.GROUP_STATE_FAILED, model=hostile,
+                         reason=hostile, slots=1)
+        fake.status.workers.add(slot=0, worker_id=hostile, endpoint=hostile).error.reason = hostile
+        try:
+            for arguments in (["status"], ["version"], ["wait", "--timeout", "0.3"],
+                              ["status", "-o", "json"], ["version", "-o", "json"]):
+                done = run(*arguments, "--endpoint", fake.endpoint)
+                text = done.stdout + done.stderr
+                for character in text:
+                    self.assertTrue(character == "\n" or character.isprintable(), (text, arguments))
+                if "json" in arguments:
+                    self.assertIn(hostile, json.loads(done.stdout).values())
+                else:
+                    self.assertIn(escaped, text)
+                    self.assertNotIn("\nstate    SERVING", text)
+        finally:
+            fake.server.stop(None).wait()
+
     def test_another_release_is_warned_about(self):
         fake = FakeAdmin(version="7.0.0", state=admin.GROUP_STATE_SERVING)
         try:

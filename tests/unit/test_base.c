@@ -275,6 +275,20 @@ static void a_stranger_s_string_forges_no_line_and_moves_no_cursor(void **unused
     }
 }
 
+static void an_escaped_text_fits_its_memory(void **unused)
+{
+    (void)unused;
+    char text[64];
+    moe_log_escape(text, sizeof text, "\x1b[31m\xc2\x9b \\ \n");
+    assert_string_equal(text, "\\x1b[31m\\u009b \\\\ \\n");
+    for (size_t cap = 9; cap <= sizeof text; cap++) {
+        memset(text, '#', sizeof text);
+        moe_log_escape(text, cap, "\xc2\x9b\xc2\x9b\xc2\x9b\xc2\x9b\xc2\x9b\xc2\x9b\xc2\x9b");
+        assert_true(strlen(text) < cap);
+        assert_int_equal(strlen(text) % strlen("\\u009b"), 0);
+    }
+}
+
 /* Bytes of the file, which must be shorter than `capacity`. */
 static void read_text(const char *path, char *text, size_t capacity)
 {
@@ -332,6 +346,7 @@ int main(void)
         cmocka_unit_test(lines_below_the_level_are_not_written),
         cmocka_unit_test(json_lines_parse_whatever_the_text),
         cmocka_unit_test(a_stranger_s_string_forges_no_line_and_moves_no_cursor),
+        cmocka_unit_test(an_escaped_text_fits_its_memory),
         cmocka_unit_test(a_log_file_that_was_renamed_is_opened_anew),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -137,19 +137,21 @@ int moectl_bench_print_json(const struct moectl_bench_report *report)
 
 static void print_distribution(const char *name, const struct moectl_histogram *h)
 {
-    printf("  %-16s %10.1f %10.1f %10.1f %10.1f %10.1f\n", name, mean_us(h), us(h, 50), us(h, 90),
-           us(h, 99), (double)h->max / 1000.0);
+    moectl_put("  %-16s %10.1f %10.1f %10.1f %10.1f %10.1f\n", name, mean_us(h), us(h, 50),
+               us(h, 90), us(h, 99), (double)h->max / 1000.0);
 }
 
 static void print_run(const struct moectl_bench_report *report, const struct moectl_bench_run *run)
 {
     double rate = requests_per_s(run);
-    printf("\nconcurrency %" PRIu32
-           ": %.0f requests/s, %.0f tokens/s, %.1f tokens per step, %" PRIu64 " errors in %.1f s\n",
-           run->concurrency, rate, rate * report->tokens, step_tokens_mean(run), run->errors,
-           run->seconds);
-    printf("  %-16s %10s %10s %10s %10s %10s\n", "microseconds", "mean", "p50", "p90", "p99",
-           "max");
+    moectl_put("\n");
+    moectl_put("concurrency %" PRIu32
+               ": %.0f requests/s, %.0f tokens/s, %.1f tokens per step, %" PRIu64
+               " errors in %.1f s\n",
+               run->concurrency, rate, rate * report->tokens, step_tokens_mean(run), run->errors,
+               run->seconds);
+    moectl_put("  %-16s %10s %10s %10s %10s %10s\n", "microseconds", "mean", "p50", "p90", "p99",
+               "max");
     print_distribution("latency", &run->latency);
     print_distribution("overhead", &run->overhead);
     print_distribution("server overhead", &run->server_overhead);
@@ -160,14 +162,16 @@ static void print_run(const struct moectl_bench_report *report, const struct moe
 int moectl_bench_print_table(const struct moectl_bench_report *report)
 {
     const struct moe_client_info *info = report->info;
-    printf("%s layer %" PRIu32 ", %" PRIu32 " token%s of %" PRIu32 " (%s, %s%s), %zu %s worker%s\n",
-           info->model, report->layer, report->tokens, report->tokens == 1 ? "" : "s",
-           report->hidden, report->dtype, report->mode, report->spread ? ", spread" : "",
-           info->worker_count, info->backend, info->worker_count == 1 ? "" : "s");
+    moectl_put("%s layer %" PRIu32 ", %" PRIu32 " token%s of %" PRIu32
+               " (%s, %s%s), %zu %s worker%s\n",
+               info->model, report->layer, report->tokens, report->tokens == 1 ? "" : "s",
+               report->hidden, report->dtype, report->mode, report->spread ? ", spread" : "",
+               info->worker_count, info->backend, info->worker_count == 1 ? "" : "s");
     for (size_t i = 0; i < report->run_count; i++)
         print_run(report, report->runs[i]);
-    puts("\nrouter to combine are parts of step; queue, copy in, step and copy out of server; "
-         "server\n"
-         "of latency. overhead is latency minus step, server overhead is server minus step.");
+    moectl_put("\n");
+    moectl_put("step contains router to combine; server contains queue, copy in, step and copy\n");
+    moectl_put("out; latency contains server. overhead = latency - step; server overhead =\n");
+    moectl_put("server - step.\n");
     return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }

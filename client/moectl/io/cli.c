@@ -4,19 +4,52 @@
 
 #include "base/clock.h"
 #include "daemon/endpoint.h"
+#include "daemon/log.h"
 
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { TIMEOUT_MAX_S = 7 * 24 * 3600 };
+enum {
+    TIMEOUT_MAX_S = 7 * 24 * 3600,
+    TEXT_BYTES = 8192,                  /* longer texts are cut */
+    ESCAPED_BYTES = 4 * TEXT_BYTES + 9, /* the longest escape has 4 bytes for one */
+};
+
+static bool ends_line(const char *text)
+{
+    size_t length = strlen(text);
+    return length > 0 && text[length - 1] == '\n';
+}
+
+/* Formats and escapes, because the arguments may be strings of a hostile server. */
+MOE_PRINTF(2, 0) static void write_escaped(FILE *to, const char *fmt, va_list args)
+{
+    char text[TEXT_BYTES], escaped[ESCAPED_BYTES];
+    if (vsnprintf(text, sizeof text, fmt, args) < 0)
+        text[0] = '\0';
+    if (ends_line(fmt) && ends_line(text))
+        text[strlen(text) - 1] = '\0';
+    moe_log_escape(escaped, sizeof escaped, text);
+    fputs(escaped, to);
+    if (ends_line(fmt))
+        fputc('\n', to);
+}
+
+void moectl_put(const char *fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    write_escaped(stdout, fmt, args);
+    va_end(args);
+}
 
 void moectl_say(const char *fmt, ...)
 {
     va_list args;
     va_start(args, fmt);
     fputs("moectl: ", stderr);
-    vfprintf(stderr, fmt, args);
+    write_escaped(stderr, fmt, args);
     fputc('\n', stderr);
     va_end(args);
 }
@@ -26,7 +59,7 @@ int moectl_usage_error(const char *fmt, ...)
     va_list args;
     va_start(args, fmt);
     fputs("moectl: ", stderr);
-    vfprintf(stderr, fmt, args);
+    write_escaped(stderr, fmt, args);
     fputs("; see --help\n", stderr);
     va_end(args);
     return MOECTL_USAGE;
@@ -63,10 +96,10 @@ int moectl_fail(const struct moe_status *status)
 static void print_help(const struct moectl_command *command, const struct moe_option *table,
                        size_t count)
 {
-    printf("usage: moectl %s %s\n\n%s\n\noptions:\n", command->name, command->usage,
-           command->summary);
+    fprintf(stdout, "usage: moectl %s %s\n\n%s\n\noptions:\n", command->name, command->usage,
+            command->summary);
     moe_options_print(stdout, table, count);
-    printf("\nexamples:\n%s", command->examples);
+    fprintf(stdout, "\nexamples:\n%s", command->examples);
 }
 
 static bool wants_help(int argc, char **argv)
@@ -156,13 +189,32 @@ json_t *moectl_document(const char *kind)
     return json_pack("{s:s, s:s}", "apiVersion", MOECTL_API_VERSION, "kind", kind);
 }
 
+/* Escapes DEL and C1 controls (U+0080 to U+009F), which jansson writes as they are. */
+static void write_json(const char *text)
+{
+    const unsigned char *c = (const unsigned char *)text;
+    for (; *c != '\0'; c++) {
+        bool is_c1 = c[0] == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0;
+        if (is_c1)
+            c++;
+        if (is_c1 || *c == 0x7f)
+            fprintf(stdout, "\\u%04x", *c);
+        else
+            fputc(*c, stdout);
+    }
+    fputc('\n', stdout);
+}
+
 int moectl_print(json_t *document)
 {
-    int rc = document == NULL
-                 ? -1
-                 : json_dumpf(document, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
+    char *text =
+        document == NULL ? NULL : json_dumps(document, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
     json_decref(document);
-    if (rc != 0 || putchar('\n') == EOF || fflush(stdout) != 0) {
+    if (text != NULL)
+        write_json(text);
+    bool written = text != NULL && fflush(stdout) == 0 && !ferror(stdout);
+    free(text);
+    if (!written) {
         moectl_say("cannot write the answer");
         return MOECTL_FAILED;
     }

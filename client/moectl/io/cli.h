@@ -64,7 +64,10 @@ int moectl_fail(const struct moe_status *status);
 int moectl_exit_code(enum moe_code code);
 /* "moectl: " and the text on stderr; returns MOECTL_USAGE. */
 int moectl_usage_error(const char *fmt, ...) MOE_PRINTF(1, 2);
-/* A message on stderr. */
+/* Prints on stdout. Escapes control characters as the daemons' logs do, so that a string of a
+ * server cannot control the terminal. Only a line break at the end of `fmt` stays one. */
+void moectl_put(const char *fmt, ...) MOE_PRINTF(1, 2);
+/* Prints "moectl: " and a line on stderr, escaped in the same way. */
 void moectl_say(const char *fmt, ...) MOE_PRINTF(1, 2);
 
 /* A new object with apiVersion and kind; NULL when out of memory. */
