@@ -3,7 +3,9 @@
 
 #include "base/status.h"
 
-enum { GROWTH_MAX = 4096 }; /* bytes behind the known fields; more is an uninitialised size */
+enum {
+    GROWTH_MAX = 4096
+}; /* bytes after the known fields; more means that `size` is uninitialised */
 
 static bool is_zero(const void *bytes, size_t length)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sizes of structs that the caller owns. See "Sizes" in moe/client.h.
  *
- * A struct grows at its end only. A new field begins behind all bytes of the last release, padding
- * included; the FIRST size below stays; and code touches the field only if MOE_CLIENT_HAS(s,
+ * A struct grows at its end only. A new field begins after all bytes of the last release, padding
+ * included; the FIRST size below stays; code accesses the field only if MOE_CLIENT_HAS(s,
  * field). tests/abi compares the library's interface with that of the last release. */
 #ifndef MOE_CLIENT_ABI_H
 #define MOE_CLIENT_ABI_H

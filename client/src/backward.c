@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backward: its tensors out by reference, the gradients in by one copy; and the choice between the
- * pass that the worker keeps and sending everything. */
+/* Backward: sends its tensors by reference and copies the gradients once. First tries the pass that
+ * the worker has retained; if that fails, sends x and the routing. */
 #include "abi.h"
 #include "base/size.h"
 #include "moe/v1/training.pb-c.h"
@@ -66,14 +66,14 @@ static struct moe_status check(const struct moe_client_info *info, struct moe_cl
     if (b->dy == NULL || b->dx == NULL)
         return invalid(MOE_REASON_SHAPE_MISMATCH, "dy and dx must not be NULL");
     if (b->x == NULL && !b->retained)
-        return invalid(MOE_REASON_ROUTING_INVALID, "x is missing, and no pass was saved");
+        return invalid(MOE_REASON_ROUTING_INVALID, "x is missing, and no pass was retained");
     if (b->x == NULL && (b->topk_ids != NULL || b->topk_weights != NULL))
         return invalid(MOE_REASON_ROUTING_INVALID, "routing is given without x");
     if (b->x != NULL && b->topk_ids == NULL)
         return invalid(MOE_REASON_ROUTING_INVALID, "Backward needs the ids that were used");
     if (b->retained && b->x != NULL && b->weights_version == 0)
         return invalid(MOE_REASON_VALUE_INVALID,
-                       "weights_version of the saved pass is needed, in case it is gone");
+                       "with `retained` and x, give the weights_version of the retained pass");
     return b->x != NULL ? moe_client_wire_check_ids(b->topk_ids, b->tokens, w->layer) : moe_ok();
 }
 
@@ -143,7 +143,7 @@ static struct moe_status take_part(void *ctx, uint32_t field, size_t length, voi
     }
     if (w->b->weight_gradients == NULL || length != w->pairs * sizeof(float))
         return broken(MOE_REASON_SHAPE_MISMATCH,
-                      "weight gradients of the wrong length, or unasked");
+                      "weight gradients of the wrong length, or not requested");
     *dst = w->b->weight_gradients;
     w->weights_length = length;
     return moe_ok();
@@ -192,7 +192,7 @@ static struct moe_status send_backward(struct moe_client *c, struct moe_client_g
         .request = &out,
         .deadline_ns = deadline_ns,
         .home = !whole,
-        .once = !whole && w->b->x != NULL, /* what it needs may be gone with its worker */
+        .once = !whole && w->b->x != NULL, /* the retained pass may be lost with its worker */
         .read = moe_client_gradients_read,
         .ctx = w,
     };

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ListCheckpoints. Its answer is as long as the workers' training root has entries, so unlike those
- * of other training calls it is unpacked into memory of its own. */
+/* ListCheckpoints. Its answer grows with the number of checkpoints, so it is unpacked into heap
+ * memory, not into an arena as those of other training calls. */
 #include "training.h"
 
 #include "abi.h"
@@ -28,7 +28,7 @@ static struct moe_status unpack(void *ctx, struct moe_rpc_msg *answer)
     return moe_client_wire_blame(st);
 }
 
-/* Cut where it is longer than its place. */
+/* Copies `from`, cut to `capacity`. */
 static void copy_text(char *to, size_t capacity, const char *from)
 {
     size_t length = strnlen(from, capacity - 1);

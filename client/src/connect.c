@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Birth and death of a client: asks the server who it is and what it serves, opens the connections.
- * The unpacked answers stay as they are, and moe_client_info points into them. */
+/* Creates and destroys a client: asks the server for its limits and its model, and opens the
+ * connections. Keeps the unpacked answers, because moe_client_info points into them. */
 #include "abi.h"
 #include "base/clock.h"
 #include "base/random.h"
@@ -30,8 +30,7 @@ static struct moe_status broken(const char *what)
     return moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED, "broken answer from the server: %s", what);
 }
 
-/* Calls a method without parameters and unpacks the answer with the descriptor; `*out` is freed
- * with protobuf_c_message_free_unpacked. */
+/* Calls a method without parameters. Free `*out` with protobuf_c_message_free_unpacked. */
 static struct moe_status ask(struct moe_rpc_channel *channel, const char *path, uint64_t deadline,
                              const ProtobufCMessageDescriptor *type, ProtobufCMessage **out)
 {
@@ -133,7 +132,7 @@ struct moe_status moe_client_open_connection(const char *target, uint64_t max_me
         .max_message_bytes =
             max_message_bytes <= INT32_MAX ? (uint32_t)max_message_bytes : INT32_MAX,
         .own_connection = true,
-        /* Who waits for a worker to be started again, as training does, finds it soon. */
+        /* Training waits for a worker that is restarted; a short pause finds it soon. */
         .reconnect_ms = RECONNECT_MS,
     };
     struct moe_status st = moe_rpc_channel_open(connection->rpc, &config, &connection->channel);
@@ -154,7 +153,7 @@ static struct moe_status learn(struct moe_client *c, const char *endpoint)
     answer = NULL;
     if (st.code == MOE_UNIMPLEMENTED)
         st = moe_error(MOE_UNIMPLEMENTED, MOE_REASON_NONE,
-                       "this is no worker but, it seems, a coordinator; use a worker's endpoint");
+                       "this is not a worker, perhaps a coordinator: use a worker's endpoint");
     if (st.code == MOE_OK)
         st = ask(connection.channel, "/moe.v1.ExpertService/GetModel", deadline,
                  &moe__v1__get_model_response__descriptor, &answer);
@@ -163,9 +162,8 @@ static struct moe_status learn(struct moe_client *c, const char *endpoint)
     return st;
 }
 
-/* Where the connections go: to all workers that there are (a slot may be empty) with `spread`,
- * else to `endpoint` alone. The worker that was asked is always reached as the user named it,
- * whatever it calls itself. */
+/* Endpoints of the connections: with `spread` those of all workers (a slot may be empty), else
+ * `endpoint` alone. The worker at `endpoint` keeps that address, even if it reports another one. */
 static size_t list_targets(const struct moe_client *c, const char *endpoint,
                            const char *targets[MOE_MAX_SLOTS])
 {
@@ -225,7 +223,7 @@ static void fill_defaults(struct moe_client *c, const struct moe_client_config *
     if (getrandom(&seed, sizeof seed, GRND_NONBLOCK) != sizeof seed)
         seed = moe_clock_ns();
     atomic_init(&c->jitter, seed);
-    /* Clients that start together should not all begin with the same worker. */
+    /* Clients that start at the same time begin with different workers. */
     atomic_init(&c->next_connection, (uint32_t)(seed >> 32) & 0xffff);
 }
 

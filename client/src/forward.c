@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forward calls: cut into pieces, sent, tried again, joined.
+/* Forward calls: split into pieces, sent, retried, joined.
  *
- * A call has one piece, or with `spread` up to one per worker. A piece lives through attempts, one
- * after another: send, answer, perhaps a pause and the next worker. The call is over when every
- * piece has its final answer AND the transport has let go of every byte of x; `holds` counts both,
- * because the caller may overwrite x as soon as `done` has been called. */
+ * A call has one piece, or with `spread` up to one per worker. A piece goes through attempts: send,
+ * answer, perhaps a pause and the next worker. The call is over when every piece has its final
+ * answer AND the transport has released every byte of x. `refs` counts both, because the caller may
+ * overwrite x as soon as `done` has been called. */
 #include "abi.h"
 #include "base/clock.h"
 #include "base/mutex.h"
@@ -37,19 +37,19 @@ struct call {
     moe_client_done done;
     void *ctx;
     uint64_t deadline_ns;
-    _Atomic uint32_t holds; /* pieces without a final answer + parts that the transport holds */
+    _Atomic uint32_t refs; /* pieces without a final answer + parts that the transport still uses */
     struct moe_client_timer end;
     size_t piece_count;
     struct piece pieces[];
 };
 
-/* True for whoever gave back the last hold. */
-static bool let_go(struct call *call)
+/* True if it was the last one. */
+static bool drop_ref(struct call *call)
 {
-    return atomic_fetch_sub_explicit(&call->holds, 1, memory_order_acq_rel) == 1;
+    return atomic_fetch_sub_explicit(&call->refs, 1, memory_order_acq_rel) == 1;
 }
 
-/* The call's status and answer from those of its pieces. */
+/* Computes the call's status and answer from those of its pieces. */
 static struct moe_status join(struct call *call)
 {
     struct moe_client_forward *f = call->f;
@@ -95,14 +95,14 @@ static void on_end(struct moe_client_timer *t)
 static void part_released(void *owner)
 {
     struct call *call = owner;
-    if (let_go(call))
+    if (drop_ref(call))
         moe_client_timers_set(call->client->timers, &call->end, 0, on_end);
 }
 
 static void conclude(struct piece *p, struct moe_status st)
 {
     p->status = st;
-    if (let_go(p->call))
+    if (drop_ref(p->call))
         finish(p->call);
 }
 
@@ -135,19 +135,19 @@ static void on_pause_over(struct moe_client_timer *t)
     send_piece((struct piece *)((char *)t - offsetof(struct piece, pause)));
 }
 
-/* Only UNAVAILABLE says that the request was not, and will not be, worked on. A pass of a training
- * is tried for as long as the Backward after it would be. */
+/* UNAVAILABLE alone guarantees that the server does not execute the request. A pass that is
+ * retained for Backward is retried until the deadline, as its Backward is. */
 static void retry_or_conclude(struct piece *p, struct moe_status st)
 {
     struct moe_client *c = p->call->client;
-    bool keeps_trying = p->call->f->retain_session != NULL;
+    bool until_deadline = p->call->f->retain_session != NULL;
     uint64_t at = moe_clock_ns() + moe_client_pause_ns(c, p->attempt, st.retry_after_ms);
-    if (st.code != MOE_UNAVAILABLE || (!keeps_trying && p->attempt >= c->config.max_attempts) ||
+    if (st.code != MOE_UNAVAILABLE || (!until_deadline && p->attempt >= c->config.max_attempts) ||
         at >= p->call->deadline_ns) {
         conclude(p, moe_client_blame_connection(&c->connections[p->connection], st));
         return;
     }
-    if (!keeps_trying) /* Backward looks for the pass where it belongs */
+    if (!until_deadline) /* Backward asks the home worker for the pass */
         p->connection = (p->connection + 1) % c->connection_count;
     moe_client_timers_set(c->timers, &p->pause, at, on_pause_over);
 }
@@ -167,15 +167,15 @@ static void send_piece(struct piece *p)
     uint8_t head[MOE_CLIENT_HEAD_MAX];
     struct moe_rpc_out out;
     moe_client_wire_pack(&p->rows, 0, head, part_released, call, &out);
-    atomic_fetch_add_explicit(&call->holds, (uint32_t)out.part_count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&call->refs, (uint32_t)out.part_count, memory_order_relaxed);
     p->attempt++;
     struct moe_rpc_call_options options = {.deadline_ns = call->deadline_ns};
     moe_rpc_call_unary(call->client->connections[p->connection].channel,
                        "/moe.v1.ExpertService/Forward", &options, &out, on_reply, p, NULL);
 }
 
-/* Pieces of a batch: one, or with `spread` enough that none has more than spread_tokens as long as
- * there are workers for them. */
+/* Pieces of a batch: 1, or with `spread` so many that none has more than spread_tokens, but at most
+ * one per worker. */
 static size_t count_pieces(const struct moe_client *c, const struct moe_client_forward *f)
 {
     if (!c->config.spread || f->retain_session != NULL)
@@ -225,7 +225,7 @@ void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f
         return;
     }
     call->deadline_ns = moe_client_deadline(c, f->timeout_ms);
-    atomic_init(&call->holds, (uint32_t)count);
+    atomic_init(&call->refs, (uint32_t)count);
     size_t connection = f->retain_session != NULL ? MOE_CLIENT_HOME : moe_client_take_connection(c);
     for (size_t i = 0; i < count; i++) {
         call->pieces[i].connection = (connection + i) % c->connection_count;
@@ -233,7 +233,7 @@ void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f
     }
 }
 
-/* What a blocking call waits for. */
+/* The end of a blocking call. */
 struct waiter {
     struct moe_mutex lock;
     pthread_cond_t over;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The client object, shared by the files of libmoeclient and by nobody else. */
+/* The client object; only the files of libmoeclient use it. */
 #ifndef MOE_CLIENT_INTERNAL_H
 #define MOE_CLIENT_INTERNAL_H
 
@@ -18,14 +18,14 @@ enum {
     MOE_CLIENT_DEFAULT_ATTEMPTS = 4,
     MOE_CLIENT_DEFAULT_SPREAD_TOKENS = 512,
     MOE_CLIENT_MAX_CONNECTIONS = 64, /* per worker */
-    MOE_CLIENT_HOME = 0, /* connection of training calls, and of passes that are kept for them */
+    MOE_CLIENT_HOME = 0,             /* connection of training calls and of retained passes */
 };
 
 /* One connection to one worker, with the thread that reads it. */
 struct moe_client_connection {
     struct moe_rpc_client *rpc;
     struct moe_rpc_channel *channel;
-    char *endpoint; /* where it goes; owned */
+    char *endpoint; /* owned */
 };
 
 struct moe_client {
@@ -34,44 +34,42 @@ struct moe_client {
     Moe__V1__GetModelResponse *model;
     struct moe_client_info info;
     struct moe_client_layer *layers;
-    /* Connection i belongs to worker i % worker_count, so that successive connections are of
-     * different workers: taking them in turn spreads requests, and the next connection is the other
-     * worker to try. */
+    /* Connection i goes to worker i % worker_count. Round robin over connections therefore spreads
+     * requests over workers, and a retry on the next connection reaches another worker. */
     struct moe_client_connection *connections;
     size_t connection_count, worker_count;
     _Atomic uint32_t next_connection;
-    _Atomic uint64_t jitter; /* state of the generator that spreads retries in time */
+    _Atomic uint64_t jitter; /* state of the random generator for pauses between retries */
     struct moe_client_timers *timers;
-    char session[32]; /* of changes that name none; random */
+    char session[32]; /* of changes without a session; random */
 
     struct moe_mutex lock;
     pthread_cond_t idle;
     MOE_GUARDED_BY(lock) size_t in_flight; /* calls not yet finished */
 };
 
-/* A call begins and ends; moe_client_close waits for the ends. */
+/* moe_client_close waits until each call that has entered leaves. */
 void moe_client_enter(struct moe_client *c);
 void moe_client_leave(struct moe_client *c);
 
-/* The connection whose turn it is. */
+/* The next connection, round robin. */
 size_t moe_client_take_connection(struct moe_client *c);
 
-/* A connection of its own to `target`. */
+/* Opens a connection to `target`. */
 struct moe_status moe_client_open_connection(const char *target, uint64_t max_message_bytes,
                                              struct moe_client_connection *connection) MOE_CHECKED;
-/* A connection that was never opened, all zero, is ignored. */
+/* Ignores a connection that is all zero (never opened). */
 void moe_client_close_connection(struct moe_client_connection *connection);
 
-/* A failure of a call on this connection as the caller is to see it: who could not be reached, or
- * could not serve, is named. */
+/* `st` of a call on this connection, for the caller: the text of UNAVAILABLE gets the endpoint. */
 struct moe_status moe_client_blame_connection(const struct moe_client_connection *connection,
                                               struct moe_status st);
 
-/* The pause after the given attempt (1, 2, ...): doubling, between half and all of it at random,
- * and never shorter than what the server asked for. */
+/* The pause after the given attempt (1, 2, ...). It doubles with each attempt; a random part is
+ * between half and all of it. It is never shorter than `retry_after_ms`. */
 uint64_t moe_client_pause_ns(struct moe_client *c, uint32_t attempt, uint32_t retry_after_ms);
 
-/* Now + timeout_ms, or + the client's default when that is 0. */
+/* Now + timeout_ms; 0 = the client's default. */
 uint64_t moe_client_deadline(const struct moe_client *c, uint64_t timeout_ms);
 
 #endif

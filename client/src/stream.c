@@ -27,7 +27,7 @@ struct item {
     moe_client_done done;
     void *ctx;
     struct moe_client_rows rows;
-    _Atomic uint32_t holds; /* the claim, the deadline, and parts that the transport holds */
+    _Atomic uint32_t refs; /* the claim, the deadline, and parts that the transport still uses */
     struct moe_client_timer deadline, end;
     uint64_t id; /* 0 = not in the table */
     struct moe_status status;
@@ -51,7 +51,7 @@ struct moe_client_stream {
         size_t in_flight;
         bool over;             /* takes no more requests */
         bool closed;           /* no callback of the transport runs any more */
-        struct moe_status why; /* of being over, when that is not OK */
+        struct moe_status end; /* of the stream, if it is not OK */
     };
 };
 
@@ -73,9 +73,9 @@ static void finish(struct item *it)
     moe_mutex_unlock(&s->lock);
 }
 
-static bool let_go(struct item *it)
+static bool drop_ref(struct item *it)
 {
-    return atomic_fetch_sub_explicit(&it->holds, 1, memory_order_acq_rel) == 1;
+    return atomic_fetch_sub_explicit(&it->refs, 1, memory_order_acq_rel) == 1;
 }
 
 static void on_end(struct moe_client_timer *t)
@@ -87,7 +87,7 @@ static void on_end(struct moe_client_timer *t)
 static void part_released(void *owner)
 {
     struct item *it = owner;
-    if (let_go(it))
+    if (drop_ref(it))
         moe_client_timers_set(it->stream->client->timers, &it->end, 0, on_end);
 }
 
@@ -120,8 +120,8 @@ static bool add_pending(struct moe_client_stream *s, struct item *it) MOE_REQUIR
     return true;
 }
 
-/* Takes the request of that id out of the table; only the caller may conclude it then. NULL: it is
- * finished. */
+/* Takes the request with that id out of the table; then only the caller may conclude it. NULL if it
+ * is finished. */
 static struct item *claim(struct moe_client_stream *s, uint64_t id)
 {
     struct item *it = NULL;
@@ -142,8 +142,8 @@ static void conclude(struct item *it, struct moe_status st)
 {
     it->status = st;
     if (moe_client_timers_cancel(it->stream->client->timers, &it->deadline))
-        (void)let_go(it); /* the deadline's; the claim's goes below */
-    if (let_go(it))
+        (void)drop_ref(it); /* the deadline's; the claim's ref is dropped below */
+    if (drop_ref(it))
         finish(it);
 }
 
@@ -155,33 +155,33 @@ static void on_deadline(struct moe_client_timer *t)
     if (claim(it->stream, it->id) == it) {
         it->status = moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
                                "no answer on the stream within the time limit");
-        (void)let_go(it); /* the claim's; the deadline's goes below */
+        (void)drop_ref(it); /* the claim's; the deadline's ref is dropped below */
     }
-    if (let_go(it))
+    if (drop_ref(it))
         finish(it);
 }
 
-/* Takes no more requests from here on; the first reason given counts. */
-static struct moe_rpc_stream *end_of_stream(struct moe_client_stream *s, struct moe_status why)
+/* After this the stream takes no more requests. The first status that is not OK counts. */
+static struct moe_rpc_stream *end_stream(struct moe_client_stream *s, struct moe_status end)
 {
     moe_mutex_lock(&s->lock);
-    if (s->why.code == MOE_OK)
-        s->why = why;
+    if (s->end.code == MOE_OK)
+        s->end = end;
     s->over = true;
     struct moe_rpc_stream *rpc = s->rpc;
     moe_mutex_unlock(&s->lock);
     return rpc;
 }
 
-/* Under the lock or after the end. */
-static struct moe_status why_over(const struct moe_client_stream *s) MOE_REQUIRES(s->lock)
+static struct moe_status end_status(const struct moe_client_stream *s) MOE_REQUIRES(s->lock)
 {
-    if (s->why.code != MOE_OK)
-        return s->why;
+    if (s->end.code != MOE_OK)
+        return s->end;
     return moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "the server ended the stream");
 }
 
-/* An answer without a readable id ends the stream: its request would wait for its deadline. */
+/* An answer without a readable id ends the stream; otherwise its request would wait until its
+ * deadline. */
 static void on_message(void *ctx, struct moe_rpc_msg *m)
 {
     struct moe_client_stream *s = ctx;
@@ -190,7 +190,7 @@ static void on_message(void *ctx, struct moe_rpc_msg *m)
     if (st.code != MOE_OK) {
         st.code = MOE_INTERNAL;
         st = moe_error_context(st, "broken answer from the server");
-        moe_rpc_stream_cancel(end_of_stream(s, st));
+        moe_rpc_stream_cancel(end_stream(s, st));
         moe_rpc_msg_free(m);
         return;
     }
@@ -203,10 +203,10 @@ static void on_message(void *ctx, struct moe_rpc_msg *m)
 static void on_closed(void *ctx, struct moe_status st)
 {
     struct moe_client_stream *s = ctx;
-    (void)end_of_stream(s, st);
+    (void)end_stream(s, st);
     moe_mutex_lock(&s->lock);
     uint32_t count = s->pending_capacity; /* the table grows no more */
-    struct moe_status why = why_over(s);
+    struct moe_status end = end_status(s);
     moe_mutex_unlock(&s->lock);
     for (uint32_t i = 0; i < count; i++) {
         moe_mutex_lock(&s->lock);
@@ -214,7 +214,7 @@ static void on_closed(void *ctx, struct moe_status st)
         moe_mutex_unlock(&s->lock);
         struct item *it = claim(s, id);
         if (it != NULL)
-            conclude(it, why);
+            conclude(it, end);
     }
     moe_mutex_lock(&s->lock);
     s->closed = true;
@@ -266,14 +266,14 @@ static struct moe_status admit(struct moe_client_stream *s, struct item *it)
     MOE_TRY(moe_client_wire_check(info, it->f, &it->rows.layer));
     if (it->f->retain_session != NULL)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_UNSUPPORTED,
-                         "a pass is kept for Backward by moe_client_forward, not on a stream");
+                         "retain_session: a stream cannot retain a pass, use moe_client_forward");
     it->rows.f = it->f;
     it->rows.tokens = it->f->tokens;
     MOE_TRY(moe_client_wire_check_rows(info, &it->rows));
     struct moe_status st = moe_ok();
     moe_mutex_lock(&s->lock);
     if (s->over)
-        st = why_over(s);
+        st = end_status(s);
     else if (!add_pending(s, it))
         st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL,
                        "too many requests in flight on one stream");
@@ -287,14 +287,14 @@ static void send_item(struct moe_client_stream *s, struct item *it)
     struct moe_rpc_out out;
     uint64_t id = it->id;
     moe_client_wire_pack(&it->rows, id, head, part_released, it, &out);
-    /* One hold for the claim, one for the deadline, one for this function. */
-    atomic_init(&it->holds, (uint32_t)out.part_count + 3);
+    /* One ref for the claim, one for the deadline, one for this function. */
+    atomic_init(&it->refs, (uint32_t)out.part_count + 3);
     moe_client_timers_set(s->client->timers, &it->deadline,
                           moe_client_deadline(s->client, it->f->timeout_ms), on_deadline);
     struct moe_status st = moe_rpc_stream_send(s->rpc, &out);
     if (st.code != MOE_OK && claim(s, id) != NULL)
         conclude(it, st);
-    if (let_go(it))
+    if (drop_ref(it))
         moe_client_timers_set(s->client->timers, &it->end, 0, on_end);
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Timers of one client: a list sorted by time, one mutex, one thread. It never runs user code under
- * the mutex. Nearly all timers of a client have the same length, so a new one belongs at the end of
- * the list and is put there by a search from the back. */
+ * the mutex. Nearly all timers of a client have the same length, so insertion searches from the
+ * back. */
 #include "timers.h"
 
 #include "base/clock.h"
@@ -18,7 +18,7 @@ struct moe_client_timers {
     pthread_cond_t change;
     MOE_GUARDED_BY(lock) struct {
         struct moe_client_timer *first,
-            *last; /* by due_ns, equal ones in the order of their setting */
+            *last; /* by due_ns; equal ones in the order in which they were set */
         bool stop;
     };
 };

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Training calls: sent to the home worker, tried again under their ids, asked for where the answer
- * is; and all of them but Backward, which has tensors and a file of its own.
+/* Sends training calls to the home worker, retries them under their ids, and asks the worker that
+ * recorded an answer. Also all training calls except Backward (backward.c) and ListCheckpoints
+ * (checkpoints.c).
  *
- * Trying again is safe for as long as the id stays: a group runs a call once, and answers the same
- * call as before. So the end of a call's time is the only end of trying. */
+ * A retry under the same id is safe: a group runs a call once and repeats its answer. So only the
+ * call's deadline ends the retries. */
 #include "training.h"
 
 #include "abi.h"
@@ -20,8 +21,8 @@
 
 /* ----------------------------------------------------------------- one call, one worker */
 
-/* Parts of a request that the transport still holds. */
-struct holds {
+/* Parts of a request that the transport still uses. */
+struct sent_parts {
     struct moe_mutex lock;
     pthread_cond_t none;
     MOE_GUARDED_BY(lock) size_t count;
@@ -29,23 +30,23 @@ struct holds {
 
 static void part_released(void *owner)
 {
-    struct holds *h = owner;
-    moe_mutex_lock(&h->lock);
-    if (--h->count == 0)
-        pthread_cond_signal(&h->none);
-    moe_mutex_unlock(&h->lock);
+    struct sent_parts *sent = owner;
+    moe_mutex_lock(&sent->lock);
+    if (--sent->count == 0)
+        pthread_cond_signal(&sent->none);
+    moe_mutex_unlock(&sent->lock);
 }
 
 static struct moe_status send_once(const struct moe_client_connection *connection,
                                    const struct moe_client_training_call *call)
 {
-    struct holds holds = {.lock = MOE_MUTEX_INITIALIZER,
-                          .none = PTHREAD_COND_INITIALIZER,
-                          .count = call->request->part_count};
+    struct sent_parts sent = {.lock = MOE_MUTEX_INITIALIZER,
+                              .none = PTHREAD_COND_INITIALIZER,
+                              .count = call->request->part_count};
     struct moe_rpc_out out = *call->request;
     for (size_t i = 0; i < out.part_count; i++) {
         out.parts[i].release = part_released;
-        out.parts[i].owner = &holds;
+        out.parts[i].owner = &sent;
     }
     struct moe_rpc_call_options options = {.deadline_ns = call->deadline_ns};
     struct moe_rpc_msg *answer = NULL;
@@ -55,18 +56,17 @@ static struct moe_status send_once(const struct moe_client_connection *connectio
         st = call->read(call->ctx, answer);
     moe_rpc_msg_free(answer);
 
-    moe_mutex_lock(&holds.lock);
-    while (holds.count > 0)
-        moe_wait(&holds.none, &holds.lock);
-    moe_mutex_unlock(&holds.lock);
-    pthread_cond_destroy(&holds.none);
-    moe_mutex_destroy(&holds.lock);
-    return moe_client_blame_connection(connection,
-                                       st); /* here, for another worker may be asked beside it */
+    moe_mutex_lock(&sent.lock);
+    while (sent.count > 0)
+        moe_wait(&sent.none, &sent.lock);
+    moe_mutex_unlock(&sent.lock);
+    pthread_cond_destroy(&sent.none);
+    moe_mutex_destroy(&sent.lock);
+    return moe_client_blame_connection(connection, st);
 }
 
-/* The last word of `st` names the worker that has the answer. It need not be one that this client
- * has a connection to. */
+/* The last word of `st` is the endpoint of the worker that has the answer. This client may have no
+ * connection to it. */
 static struct moe_status ask_elsewhere(const struct moe_client *c,
                                        const struct moe_client_training_call *call,
                                        struct moe_status st)
@@ -93,32 +93,32 @@ static void sleep_until(uint64_t at_ns)
     }
 }
 
-/* When a call without a limit of its own is given up: once nobody has been there for the client's
- * default time. `alone_since` begins anew with every attempt that took longer, for somebody worked
- * on it. */
-static uint64_t end_of_trying(const struct moe_client *c, uint64_t begun_ns, uint64_t *alone_since)
+/* The deadline of a call that has none: it ends if no worker answers for the client's default time.
+ * An attempt that takes longer than that was being executed, so it resets `silent_since`. */
+static uint64_t silence_deadline(const struct moe_client *c, uint64_t begun_ns,
+                                 uint64_t *silent_since)
 {
     uint64_t now = moe_clock_ns(), end;
     uint64_t limit = c->config.timeout_ms < MOE_NEVER / MOE_NS_PER_MS
                          ? c->config.timeout_ms * MOE_NS_PER_MS
                          : MOE_NEVER;
     if (now - begun_ns > limit)
-        *alone_since = now;
-    return __builtin_add_overflow(*alone_since, limit, &end) ? MOE_NEVER : end;
+        *silent_since = now;
+    return __builtin_add_overflow(*silent_since, limit, &end) ? MOE_NEVER : end;
 }
 
-static struct moe_status try_until_answered(struct moe_client *c,
-                                            const struct moe_client_training_call *call)
+static struct moe_status retry_until_answered(struct moe_client *c,
+                                              const struct moe_client_training_call *call)
 {
     size_t connection = MOE_CLIENT_HOME;
-    uint64_t alone_since = moe_clock_ns();
+    uint64_t silent_since = moe_clock_ns();
     for (uint32_t attempt = 1;; attempt++) {
         uint64_t begun = moe_clock_ns(), end = call->deadline_ns;
         struct moe_status st = send_once(&c->connections[connection], call);
         if (st.reason == MOE_REASON_RECORDED_ELSEWHERE)
             st = ask_elsewhere(c, call, st);
         if (end == MOE_NEVER)
-            end = end_of_trying(c, begun, &alone_since);
+            end = silence_deadline(c, begun, &silent_since);
         uint64_t at = moe_clock_ns() + moe_client_pause_ns(c, attempt, st.retry_after_ms);
         if (st.code != MOE_UNAVAILABLE || call->once || at >= end)
             return st;
@@ -132,14 +132,14 @@ struct moe_status moe_client_training_run(struct moe_client *c,
                                           const struct moe_client_training_call *call)
 {
     moe_client_enter(c);
-    struct moe_status st = try_until_answered(c, call);
+    struct moe_status st = retry_until_answered(c, call);
     moe_client_leave(c);
     return st;
 }
 
 /* ------------------------------------------------------------------ calls without tensors */
 
-/* Where an answer of that type is unpacked to. */
+/* The unpacked answer. */
 struct unpacked {
     const ProtobufCMessageDescriptor *type;
     void *message; /* in `arena` */
@@ -188,7 +188,7 @@ static char *session_of(const struct moe_client *c, const struct moe_client_chan
     return (char *)(uintptr_t)(change->session != NULL ? change->session : c->session);
 }
 
-/* What is not sent has its default. */
+/* The server uses its default for a field that is not sent. */
 static void fill_defaulted(const struct moe_client_optimizer_step *s,
                            Moe__V1__OptimizerStepRequest *q)
 {
@@ -273,7 +273,7 @@ struct moe_status moe_client_set_frozen(struct moe_client *c, struct moe_client_
     return moe_ok();
 }
 
-/* Cut where it is longer than its place. */
+/* Copies `from`, cut to `capacity`. */
 static void copy_text(char *to, size_t capacity, const char *from)
 {
     size_t length = strnlen(from, capacity - 1);

@@ -1,29 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How a training call is made, whatever it says: sent, tried again, asked for elsewhere. */
+/* Sends a training call, retries it, and asks another worker for a recorded answer. */
 #ifndef MOE_CLIENT_SRC_TRAINING_H
 #define MOE_CLIENT_SRC_TRAINING_H
 
 #include "internal.h"
 #include "moe/client_training.h"
 
-enum { MOE_CLIENT_TRAINING_HEAD_MAX = 512 }; /* numbers, and two names at most */
+enum { MOE_CLIENT_TRAINING_HEAD_MAX = 512 }; /* bytes: numbers and at most two names */
 
 struct moe_client_training_call {
-    const char *path;                  /* lives for ever */
-    const struct moe_rpc_out *request; /* `release` and `owner` of its parts are not looked at */
+    const char *path;                  /* static */
+    const struct moe_rpc_out *request; /* `release` and `owner` of its parts are ignored */
     uint64_t deadline_ns;
     bool home; /* only the home worker has what the call needs */
     bool once; /* do not try again */
-    /* Takes the answer, which stays the caller's; after a failure another answer may come. */
+    /* Reads the answer, which the caller owns. After a failure it may be called again. */
     struct moe_status (*read)(void *ctx, struct moe_rpc_msg *answer);
     void *ctx;
 };
 
-/* Blocks until the call is over and the transport has let go of the request's memory. */
+/* Blocks until the call is over and the transport has released the request's memory. */
 struct moe_status moe_client_training_run(struct moe_client *c,
                                           const struct moe_client_training_call *call) MOE_CHECKED;
 
-/* A Backward and where its answer goes. */
+/* One Backward: request and answer. */
 struct moe_client_gradients {
     struct moe_client_backward *b;
     const struct moe_client_layer *layer;
@@ -31,9 +31,8 @@ struct moe_client_gradients {
     size_t dx_length, weights_length; /* of the parts that came */
 };
 
-/* `read` of a Backward: moves the gradients into the caller's memory and checks that they are what
- * was asked for; `ctx` is a struct moe_client_gradients. Errors: MOE_INTERNAL when the answer is
- * broken. */
+/* `read` of a Backward: moves the gradients into the caller's memory and checks that they fit the
+ * request. `ctx` is a struct moe_client_gradients. Errors: MOE_INTERNAL if the answer is broken. */
 struct moe_status moe_client_gradients_read(void *ctx, struct moe_rpc_msg *answer) MOE_CHECKED;
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Requests to messages, answers to tensors. It never keeps state and never sends: x goes out by
- * reference, y comes in by one copy, straight to where the caller wants it. */
+/* Makes messages of requests and tensors of answers. Has no state and never sends. x goes out by
+ * reference; y is copied once, into the caller's memory. */
 #include "wire.h"
 
 #include "base/size.h"
@@ -14,7 +14,7 @@
 enum { FIELD_TOPK_IDS = 12, FIELD_TOPK_WEIGHTS = 13, FIELD_TENSOR = 15 };
 
 enum {
-    /* Room for everything in a message that is not x or y: heads, tags, lengths, errors. */
+    /* Bytes for all of a message except x or y: heads, tags, lengths, errors. */
     MESSAGE_SLACK = 8192,
 };
 
@@ -85,7 +85,7 @@ struct moe_status moe_client_wire_check(const struct moe_client_info *info,
     if (f->x == NULL || f->y == NULL)
         return invalid(MOE_REASON_SHAPE_MISMATCH, "x and y must not be NULL");
     if (f->topk_weights_in != NULL && f->topk_ids_in == NULL)
-        return invalid(MOE_REASON_ROUTING_INVALID, "weights were given without expert ids");
+        return invalid(MOE_REASON_ROUTING_INVALID, "topk_weights_in needs topk_ids_in");
     if ((f->topk_ids == NULL) != (f->topk_weights == NULL))
         return invalid(MOE_REASON_ROUTING_INVALID,
                        "topk_ids and topk_weights are returned together or not at all");
@@ -97,7 +97,7 @@ struct moe_status moe_client_wire_check(const struct moe_client_info *info,
             return invalid(MOE_REASON_VALUE_INVALID, "retain_micro_batch_id must be at least 1");
         if (f->tokens > info->max_tokens_per_step)
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT,
-                             "a pass that is kept has at most %" PRIu32 " tokens, not %" PRIu32,
+                             "a retained pass has at most %" PRIu32 " tokens, not %" PRIu32,
                              info->max_tokens_per_step, f->tokens);
     }
     *layer = l;
@@ -182,7 +182,7 @@ void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id, uint8
     out->parts[out->part_count++] = part;
 }
 
-/* Lengths of the parts that came. */
+/* Lengths of the parts that were received. */
 struct incoming {
     const struct moe_client_rows *rows;
     size_t ids_length, weights_length, y_length;
@@ -195,7 +195,7 @@ static struct moe_status broken(enum moe_reason reason, const char *what)
 
 static struct moe_status take_ids(struct incoming *in, size_t length, size_t count, void **dst)
 {
-    /* Ids of any width go to the caller's memory first and are widened in place afterwards. */
+    /* Ids of 1 or 2 bytes go to the caller's memory first; widen_ids widens them in place. */
     if (length != count && length != count * sizeof(uint16_t) && length != count * sizeof(int32_t))
         return broken(MOE_REASON_SHAPE_MISMATCH, "topk_ids has the wrong length");
     *dst = in->rows->f->topk_ids + (size_t)in->rows->first * in->rows->layer->top_k;
@@ -218,7 +218,7 @@ static struct moe_status take_part(void *ctx, uint32_t field, size_t length, voi
         return moe_ok();
     }
     if (!returns_routing(f))
-        return broken(MOE_REASON_ROUTING_INVALID, "routing that was not asked for");
+        return broken(MOE_REASON_ROUTING_INVALID, "it has routing that was not requested");
     if (field == FIELD_TOPK_IDS)
         return take_ids(in, length, count, dst);
     if (length != count * sizeof(float))
@@ -228,7 +228,7 @@ static struct moe_status take_part(void *ctx, uint32_t field, size_t length, voi
     return moe_ok();
 }
 
-/* From the last to the first: an id is read before its place is overwritten. */
+/* From the last to the first, so that each id is read before it is overwritten. */
 static void widen_ids(int32_t *ids, size_t count, size_t width)
 {
     const uint8_t *narrow = (const uint8_t *)ids;
@@ -280,20 +280,20 @@ struct moe_client_stages moe_client_wire_stages(const Moe__V1__StageTimes *t)
     };
 }
 
-/* The error of one item of a stream; never a success, whatever the server wrote. */
+/* The error of one item of a stream. Never OK: an unknown code becomes MOE_UNKNOWN. */
 static struct moe_status item_error(const Moe__V1__Error *e)
 {
     enum moe_code code =
         e->code > MOE_OK && e->code <= MOE_UNAUTHENTICATED ? (enum moe_code)e->code : MOE_UNKNOWN;
     return moe_error_retry(code, moe_reason_from_name(e->reason), e->retry_after_ms, "%s",
-                           e->message[0] != '\0' ? e->message : "the server does not say why");
+                           e->message[0] != '\0' ? e->message : "the server gave no reason");
 }
 
 struct moe_status moe_client_wire_blame(struct moe_status st)
 {
     if (st.code != MOE_INVALID_ARGUMENT)
         return st;
-    st.code = MOE_INTERNAL; /* the caller's arguments are not what is wrong */
+    st.code = MOE_INTERNAL; /* not the caller's fault */
     return moe_error_context(st, "broken answer from the server");
 }
 
@@ -318,7 +318,7 @@ struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, str
     Moe__V1__DataType dtype = f->dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
                                                         : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
     if (in.y_length == 0)
-        return broken(MOE_REASON_MALFORMED, "there is no y");
+        return broken(MOE_REASON_MALFORMED, "y is missing");
     if (a->dtype != dtype)
         return broken(MOE_REASON_DTYPE_UNSUPPORTED, "y has another dtype than x");
     if (a->tokens != rows->tokens || a->hidden != f->hidden)

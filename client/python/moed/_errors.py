@@ -82,7 +82,7 @@ def from_connect_error(error, endpoint):
     failure = from_rpc_error(error)
     message = failure.message
     if failure.code == grpc.StatusCode.UNIMPLEMENTED:
-        message = "this is no worker but, it seems, a coordinator; use a worker's endpoint"
+        message = "this is not a worker, perhaps a coordinator: use a worker's endpoint"
     return MoeError(failure.code, failure.reason, "%s: %s" % (endpoint, message),
                     failure.retry_after)
 
