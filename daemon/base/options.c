@@ -238,7 +238,9 @@ static void print_default(FILE *to, const struct moe_option *o)
     const char *text = o->kind == MOE_OPTION_STRING || o->kind == MOE_OPTION_CHOICE
                            ? *(const char *const *)o->value
                            : NULL;
-    if (text != NULL)
+    if (text == NULL && o->kind == MOE_OPTION_CHOICE)
+        fprintf(to, " [%.*s]", (int)strcspn(o->metavar, "|"), o->metavar);
+    else if (text != NULL)
         fprintf(to, " [%s]", text);
     else if (o->kind == MOE_OPTION_UINT && *(uint64_t *)o->value != MOE_OPTION_UNSET)
         fprintf(to, " [%" PRIu64 "]", *(uint64_t *)o->value);

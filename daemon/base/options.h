@@ -20,7 +20,9 @@ enum moe_option_kind {
     MOE_OPTION_DOUBLE, /* double, finite, within [min, max] */
     MOE_OPTION_BYTES,  /* uint64_t; 4096, 64K, 16M, 2G (powers of 1024) */
     MOE_OPTION_STRING, /* const char *: points into argv or into memory owned by the result */
-    MOE_OPTION_CHOICE, /* the same, one of those that `metavar` lists: "off|adamw|sgd" */
+    /* The same, one of those that `metavar` lists: "off|adamw|sgd". A preset of NULL stands for the
+     * first of them. */
+    MOE_OPTION_CHOICE,
     /* An old name. `help` holds the new name and all other fields are 0. Using the old name is an
      * error that gives the new one; the help text does not list the old name. */
     MOE_OPTION_RENAMED,

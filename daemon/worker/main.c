@@ -24,7 +24,7 @@ enum { ANY_SLOT = MOE_MAX_SLOTS };
 #define ECHO_NS (100 * MOE_NS_PER_MS)
 
 struct settings {
-    const char *model, *coordinator, *listen, *advertise, *backend, *gemm, *transport, *worker_id;
+    const char *model, *coordinator, *listen, *advertise, *backend, *worker_id;
     uint64_t device, threads, slot;
     uint64_t max_message_bytes, max_bytes_in_flight;
     uint64_t max_tokens_per_request, max_tokens_per_step, max_queued_tokens;
@@ -115,6 +115,25 @@ static void configure_training(const struct settings *s, struct moe_worker_confi
     c->saved_device_bytes = s->retained_device_bytes;
     c->retained_ns = s->retained_seconds * MOE_NS_PER_S;
     c->training_directory = s->training_dir;
+}
+
+/* ------------------------------------------------------------------------ backends */
+
+/* One after the other the tables of moe_backend_option_tables, each with its end, with the values
+ * that were given. */
+static struct moe_backend_setting backend_settings[MOE_OPTIONS_MAX];
+
+/* The part that belongs to the backend; settings of other backends mean nothing to it. */
+static const struct moe_backend_setting *settings_of(const struct moe_backend *backend)
+{
+    const struct moe_backend_setting *s = backend_settings;
+    for (size_t t = 0; moe_backend_option_tables[t] != NULL; t++, s++) {
+        if (moe_backend_option_tables[t] == backend->options)
+            return s;
+        while (s->name != NULL)
+            s++;
+    }
+    return NULL;
 }
 
 /* ------------------------------------------------------------------------ running */
@@ -249,17 +268,13 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
                          "this build has no backend \"%s\"; --backend cpu serves on the processor",
                          s->backend);
-    enum moe_gemm gemm = MOE_GEMM_AUTO;
-    (void)moe_gemm_parse(s->gemm, &gemm); /* it is one of the choices */
     struct run run = {0};
     struct moe_metrics *metrics = NULL;
-    enum moe_transport transport = MOE_TRANSPORT_AUTO;
-    if (!moe_transport_find(s->transport, &transport))
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "no such transport");
     struct moe_worker_config config = {
         .backend = backend,
-        .device = {.ordinal = (int)s->device, .threads = (uint32_t)s->threads, .gemm = gemm},
-        .transport = transport,
+        .device = {.ordinal = (int)s->device,
+                   .threads = (uint32_t)s->threads,
+                   .settings = settings_of(backend)},
         .model = s->model,
         .coordinator = s->coordinator,
         .listen = s->listen,
@@ -307,8 +322,6 @@ out:
 static struct settings settings = {
     .listen = "127.0.0.1:0",
     .backend = "auto",
-    .gemm = "auto",
-    .transport = "auto",
     .slot = ANY_SLOT,
     .max_message_bytes = UINT64_C(128) << 20,
     .max_bytes_in_flight = UINT64_C(1) << 30,
@@ -328,7 +341,7 @@ static struct settings settings = {
     .retained_seconds = 600,
 };
 
-static const struct moe_option table[] = {
+static const struct moe_option first_options[] = {
     {"model", 'm', MOE_OPTION_STRING, &settings.model, 0, 0, "DIR",
      "Model directory: config.json and safetensors"},
     {"coordinator", 'C', MOE_OPTION_STRING, &settings.coordinator, 0, 0, "HOST:PORT",
@@ -339,14 +352,16 @@ static const struct moe_option table[] = {
      "Address that clients and peers are told, where it is another"},
     {"backend", 'b', MOE_OPTION_CHOICE, &settings.backend, 0, 0, "cpu|cuda|auto",
      "What computes; auto: a GPU where there is one"},
-    {"transport", 0, MOE_OPTION_CHOICE, &settings.transport, 0, 0, "auto|nvlink|network",
-     "How rows travel between GPUs; the same on all workers"},
+};
+
+static const struct moe_option device_options[] = {
     {"device", 'd', MOE_OPTION_UINT, &settings.device, 0, 255, "N",
      "GPU to use; ignored by the CPU backend"},
     {"threads", 't', MOE_OPTION_UINT, &settings.threads, 0, 1024, "N",
      "Compute threads of the CPU backend; 0 = all cores"},
-    {"gemm", 0, MOE_OPTION_CHOICE, &settings.gemm, 0, 0, "auto|hopper|cublas",
-     "What multiplies bf16 on a GPU"},
+};
+
+static const struct moe_option other_options[] = {
     {"worker-id", 0, MOE_OPTION_STRING, &settings.worker_id, 0, 0, "NAME",
      "Stable identity; host name and port when not given"},
     {"slot", 0, MOE_OPTION_UINT, &settings.slot, 0, ANY_SLOT, "N", "Seat to ask for; 16 = any"},
@@ -393,6 +408,43 @@ static const struct moe_option table[] = {
     {"saved-device-bytes", 0, MOE_OPTION_RENAMED, NULL, 0, 0, NULL, "retained-device-bytes"},
     {"saved-seconds", 0, MOE_OPTION_RENAMED, NULL, 0, 0, NULL, "retained-seconds"},
 };
+
+/* All of them, made by make_table. */
+static struct moe_option table[MOE_OPTIONS_MAX];
+static size_t table_count;
+
+static void add_options(const struct moe_option *options, size_t count)
+{
+    MOE_INVARIANT(table_count + count <= MOE_OPTIONS_MAX);
+    memcpy(table + table_count, options, count * sizeof *options);
+    table_count += count;
+}
+
+static void add_backend_options(enum moe_backend_scope scope)
+{
+    struct moe_backend_setting *to = backend_settings;
+    for (size_t t = 0; moe_backend_option_tables[t] != NULL; t++, to++)
+        for (const struct moe_backend_option *o = moe_backend_option_tables[t]; o->name != NULL;
+             o++, to++) {
+            MOE_INVARIANT(to < backend_settings + MOE_OPTIONS_MAX - 1);
+            to->name = o->name;
+            if (o->scope == scope)
+                add_options(&(struct moe_option){o->name, 0, MOE_OPTION_CHOICE, &to->value, 0, 0,
+                                                 o->values, o->help},
+                            1);
+        }
+}
+
+#define ADD_OPTIONS(options) add_options(options, sizeof options / sizeof *options)
+
+static void make_table(void)
+{
+    ADD_OPTIONS(first_options);
+    add_backend_options(MOE_SCOPE_SESSION);
+    ADD_OPTIONS(device_options);
+    add_backend_options(MOE_SCOPE_DEVICE);
+    ADD_OPTIONS(other_options);
+}
 
 /* ---------------------------------------------------------------------- all together */
 
@@ -457,13 +509,14 @@ static const char *check_settings(const void *ctx, const bool *given)
 
 int main(int argc, char **argv)
 {
+    make_table();
     const struct moe_daemon daemon = {
         .name = "moe-worker",
         .component = "worker",
         .synopsis = "--model DIR --coordinator HOST:PORT [options]",
         .purpose = "One device's share of a model's experts, served over gRPC.",
         .options = table,
-        .option_count = sizeof table / sizeof *table,
+        .option_count = table_count,
         .check = check_settings,
         .run = run_worker,
         .ctx = &settings,

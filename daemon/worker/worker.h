@@ -13,14 +13,13 @@ struct moe_worker;
 /* Strings are borrowed and outlive the worker. */
 struct moe_worker_config {
     const struct moe_backend *backend;
-    struct moe_device_config device;
-    enum moe_transport transport; /* how rows travel to other workers; the same on all */
-    const char *model;            /* directory */
-    const char *coordinator;      /* "host:port" */
-    const char *listen;           /* "host:port"; port 0 = any */
-    const char *advertise;        /* "host:port" for peers and clients; NULL = as listened */
-    bool insecure;                /* allow an address that is not loopback without TLS */
-    const char *worker_id;        /* NULL = host name and port */
+    struct moe_device_config device; /* its settings are the sessions' too */
+    const char *model;               /* directory */
+    const char *coordinator;         /* "host:port" */
+    const char *listen;              /* "host:port"; port 0 = any */
+    const char *advertise;           /* "host:port" for peers and clients; NULL = as listened */
+    bool insecure;                   /* allow an address that is not loopback without TLS */
+    const char *worker_id;           /* NULL = host name and port */
     uint32_t wanted_slot_plus_one;
     uint32_t max_message_bytes;
     uint64_t max_bytes_in_flight; /* staging memory for requests and answers; with training, as much

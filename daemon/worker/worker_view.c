@@ -120,7 +120,7 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
         .max_tokens = v->max_tokens_per_step,
         .training = w->train != NULL,
         .wait_budget_ms = w->config.wait_budget_ms,
-        .transport = w->config.transport,
+        .settings = w->config.device.settings,
         .allgather = allgather,
         .allgather_ctx = allgather_ctx,
     };

@@ -366,7 +366,7 @@ void run_shape(struct member *m, struct moe_device *device, const shape &s)
 
 int run(struct member *m)
 {
-    struct moe_device_config config = {static_cast<int>(m->slot), 0, MOE_GEMM_AUTO};
+    struct moe_device_config config = {static_cast<int>(m->slot), 0, nullptr};
     struct moe_device *device;
     require(moe_cuda_device_open(&config, &device));
     for (const shape &s : shapes)
@@ -382,9 +382,9 @@ int main(int argc, char **argv)
     struct group group;
     int status[MOE_MAX_SLOTS] = {};
     uint32_t slots = argc > 1 ? static_cast<uint32_t>(atoi(argv[1])) : 4;
-    if (slots < 1 || slots > MOE_MAX_SLOTS ||
-        !moe_transport_find(argc > 2 ? argv[2] : "auto", &group_transport))
+    if (slots < 1 || slots > MOE_MAX_SLOTS)
         return 2;
+    group_set(&moe_backend_cuda, "transport", argc > 2 ? argv[2] : "auto");
     if (argc > 3)
         processors = argv[3];
     group_start(&group, slots, run, nullptr);

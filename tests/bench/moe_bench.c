@@ -223,9 +223,6 @@ int main(int argc, char **argv)
     struct moe_options parsed;
     int first;
     struct moe_status st = moe_options_parse(options, count, NULL, argc, argv, &first, &parsed);
-    if (!moe_failed(&st) && !moe_transport_find(transport, &group_transport))
-        st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "there is no transport %s",
-                       transport);
     /* "auto" would ask the driver, and processes forked after that could not use it. */
     if (moe_failed(&st) || strcmp(backend, "auto") == 0 ||
         (plan.backend = moe_backend_find(backend)) == NULL ||
@@ -238,6 +235,7 @@ int main(int argc, char **argv)
         moe_options_print(stderr, options, count);
         return 2;
     }
+    group_set(plan.backend, "transport", transport);
     size_t bytes = MOE_MAX_SLOTS * sizeof *plan.report;
     plan.report = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (plan.report == MAP_FAILED || !bench_pool_make(&plan.pool)) {

@@ -36,7 +36,6 @@ enum {
 
 struct plan {
     const struct moe_backend *backend;
-    enum moe_gemm gemm;
     uint64_t slots, cases, seed, first, timeout_s;
     bool skewed, training;
     void *share; /* for training: SHARE_BYTES for each slot */
@@ -167,7 +166,7 @@ static bool open_device(struct subject *s, const struct plan *plan)
 {
     struct moe_device_config config = {.ordinal = (int)s->member->slot,
                                        .threads = 1 + (uint32_t)(plan->seed + s->member->slot) % 2,
-                                       .gemm = plan->gemm};
+                                       .settings = group_settings};
     void *host, *dev;
     if (!went_well(s, "device", s->backend->device_open(&config, &s->device)) ||
         !went_well(s, "memory",
@@ -257,10 +256,8 @@ int main(int argc, char **argv)
     struct moe_options parsed;
     int first;
     struct moe_status st = moe_options_parse(options, count, NULL, argc, argv, &first, &parsed);
-    if (moe_failed(&st) || (plan.backend = moe_backend_find(backend)) == NULL ||
-        !moe_gemm_parse(gemm, &plan.gemm)) {
-        fprintf(stderr, "%s\n",
-                moe_failed(&st) ? st.text : "no such backend or gemm in this build");
+    if (moe_failed(&st) || (plan.backend = moe_backend_find(backend)) == NULL) {
+        fprintf(stderr, "%s\n", moe_failed(&st) ? st.text : "no such backend in this build");
         moe_options_print(stderr, options, count);
         return 2;
     }
@@ -270,10 +267,8 @@ int main(int argc, char **argv)
     }
     if (plan.training)
         plan.share = share_memory(plan.slots);
-    if (!moe_transport_find(transport, &group_transport)) {
-        fprintf(stderr, "there is no transport %s\n", transport);
-        return 2;
-    }
+    group_set(plan.backend, "gemm", gemm);
+    group_set(plan.backend, "transport", transport);
     printf("seed %llu\n", (unsigned long long)plan.seed);
     struct group group;
     int status[MOE_MAX_SLOTS] = {0};

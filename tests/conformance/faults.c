@@ -218,10 +218,7 @@ int main(int argc, char **argv)
         moe_options_print(stderr, options, count);
         return 2;
     }
-    if (!moe_transport_find(transport, &group_transport)) {
-        fprintf(stderr, "there is no transport %s\n", transport);
-        return 2;
-    }
+    group_set(backend, "transport", transport);
     uint32_t run = 0, n = (uint32_t)slots;
     bool all = run_all(scenarios, sizeof scenarios / sizeof *scenarios, n, only, &run);
     if (strcmp(backend->name, "cuda") == 0)

@@ -21,9 +21,9 @@ static struct moe_status gather_alone(void *ctx, const void *mine, void *all, si
     return moe_ok();
 }
 
-static void open_alone(struct golden_bench *b, enum moe_gemm gemm)
+static void open_alone(struct golden_bench *b)
 {
-    struct moe_device_config device = {.gemm = gemm};
+    struct moe_device_config device = {.settings = group_settings};
     struct moe_session_config config = {.slots = 1,
                                         .live = 1,
                                         .epoch = 1,
@@ -101,10 +101,10 @@ static bool check_model(struct golden_bench *b, const char *models, const char *
 
 int main(int argc, char **argv)
 {
-    const char *backend = "cpu", *gemm_name = "auto", *models = "tests/golden/models";
+    const char *backend = "cpu", *gemm = "auto", *models = "tests/golden/models";
     const struct moe_option options[] = {
         {"backend", 'b', MOE_OPTION_STRING, &backend, 0, 0, "NAME", "backend to test"},
-        {"gemm", 0, MOE_OPTION_STRING, &gemm_name, 0, 0, "NAME", "CUDA: auto, hopper or cublas"},
+        {"gemm", 0, MOE_OPTION_STRING, &gemm, 0, 0, "NAME", "CUDA: auto, hopper or cublas"},
         {"models", 'm', MOE_OPTION_STRING, &models, 0, 0, "DIR", "folder of the golden models"},
     };
     struct moe_options parsed;
@@ -113,12 +113,12 @@ int main(int argc, char **argv)
     must(moe_options_parse(options, sizeof options / sizeof *options, NULL, argc, argv, &first,
                            &parsed));
     b.backend = moe_backend_find(backend);
-    enum moe_gemm gemm;
-    if (b.backend == NULL || !moe_gemm_parse(gemm_name, &gemm)) {
-        fprintf(stderr, "no such backend or gemm in this build\n");
+    if (b.backend == NULL) {
+        fprintf(stderr, "no such backend in this build\n");
         return 2;
     }
-    open_alone(&b, gemm);
+    group_set(b.backend, "gemm", gemm);
+    open_alone(&b);
     bool good = true;
     for (size_t f = 0; f < GOLDEN_FAMILIES; f++)
         good &= check_model(&b, models, golden_families[f]);

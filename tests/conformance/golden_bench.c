@@ -161,10 +161,11 @@ int training_main(struct training_program *p, int argc, char **argv)
     must(moe_options_parse(options, sizeof options / sizeof *options, NULL, argc, argv, &first,
                            &parsed));
     p->backend = moe_backend_find(backend);
-    if (p->backend == NULL || !moe_transport_find(transport, &group_transport)) {
-        fprintf(stderr, "there is no such backend or transport in this build\n");
+    if (p->backend == NULL) {
+        fprintf(stderr, "there is no such backend in this build\n");
         return 2;
     }
+    group_set(p->backend, "transport", transport);
     if (p->backend->training == NULL) {
         printf("SKIPPED: the backend %s cannot train\n", backend);
         return SKIPPED;

@@ -13,7 +13,23 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum moe_transport group_transport = MOE_TRANSPORT_AUTO;
+enum { MAX_SETTINGS = 4 };
+
+struct moe_backend_setting group_settings[MAX_SETTINGS + 1];
+
+void group_set(const struct moe_backend *backend, const char *option, const char *value)
+{
+    const struct moe_backend_option *o = backend->options;
+    while (o != NULL && o->name != NULL && strcmp(o->name, option) != 0)
+        o++;
+    if (o == NULL || o->name == NULL)
+        return;
+    size_t count = 0;
+    while (group_settings[count].name != NULL)
+        count++;
+    MOE_INVARIANT(count < MAX_SETTINGS);
+    group_settings[count] = (struct moe_backend_setting){o->name, value};
+}
 
 void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), void *ctx)
 {
@@ -126,7 +142,7 @@ struct moe_session_config member_session(struct member *m, uint64_t epoch, uint3
                                        .max_top_k = MOE_MAX_TOP_K,
                                        .max_experts = 64,
                                        .wait_budget_ms = budget_ms,
-                                       .transport = group_transport,
+                                       .settings = group_settings,
                                        .allgather = board_allgather,
                                        .allgather_ctx = m};
 }

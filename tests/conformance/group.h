@@ -54,8 +54,11 @@ bool board_barrier(struct member *m, uint32_t ms);
 /* A moe_allgather_fn; ctx is a struct member. */
 struct moe_status board_allgather(void *ctx, const void *mine, void *all, size_t bytes);
 
-/* Of the sessions that member_session describes; to be set before group_start. */
-extern enum moe_transport group_transport;
+/* Settings of the backend under test, for devices, and in the sessions that member_session
+ * describes. NULL ends them. */
+extern struct moe_backend_setting group_settings[];
+/* Adds one, before group_start. A backend without this option goes without. */
+void group_set(const struct moe_backend *backend, const char *option, const char *value);
 
 /* A session of the whole group with the smallest window that suits the tests. */
 struct moe_session_config member_session(struct member *m, uint64_t epoch, uint32_t budget_ms);

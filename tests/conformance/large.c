@@ -30,7 +30,6 @@ enum {
 
 struct plan {
     const struct moe_backend *backend;
-    enum moe_gemm gemm;
     uint64_t slots, cases, seed, first, timeout_s, weights_mib, mega_products, tokens, samples;
     bool training;
     struct large_limits limits;
@@ -166,7 +165,7 @@ static int run_member(struct member *m)
     struct tally tally = {0};
     struct large l = {.s = {.backend = plan->backend, .member = m, .tally = &tally}};
     struct moe_device_config config = {
-        .ordinal = (int)m->slot, .threads = 1 + m->slot % 2, .gemm = plan->gemm};
+        .ordinal = (int)m->slot, .threads = 1 + m->slot % 2, .settings = group_settings};
     mallopt(M_MMAP_THRESHOLD, 32 << 20); /* matrices come and go: their pages stay with us */
     mallopt(M_TRIM_THRESHOLD, 1 << 30);
     m->board->gather_ms = 600000; /* others may still be busy with the oracle or an upload */
@@ -238,13 +237,13 @@ int main(int argc, char **argv)
     struct moe_options parsed;
     int first;
     struct moe_status st = moe_options_parse(options, count, NULL, argc, argv, &first, &parsed);
-    if (moe_failed(&st) || (plan.backend = moe_backend_find(backend)) == NULL ||
-        !moe_gemm_parse(gemm, &plan.gemm) || !moe_transport_find(transport, &group_transport)) {
-        fprintf(stderr, "%s\n",
-                moe_failed(&st) ? st.text : "no such backend, gemm or transport in this build");
+    if (moe_failed(&st) || (plan.backend = moe_backend_find(backend)) == NULL) {
+        fprintf(stderr, "%s\n", moe_failed(&st) ? st.text : "no such backend in this build");
         moe_options_print(stderr, options, count);
         return 2;
     }
+    group_set(plan.backend, "gemm", gemm);
+    group_set(plan.backend, "transport", transport);
     int rc = run(&plan);
     moe_options_free(&parsed);
     return rc;

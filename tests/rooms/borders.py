@@ -115,8 +115,9 @@ def main():
     headers = {r.name: a_header(r) for r in rooms.values()}
     headers = {name: h for name, h in headers.items() if h}
     folders, compiler = flags_by_folder(build)
-    if options.without_cuda:  # cuda/plan is built all the same, and nobody uses it
-        rooms = {n: r._replace(sees={s for s in r.sees if not s.startswith("cuda_")})
+    if options.without_cuda:  # cuda/plan is built all the same
+        rooms = {n: r._replace(sees={s for s in r.sees
+                                     if s == "cuda_plan" or not s.startswith("cuda_")})
                  for n, r in rooms.items()}
     complaints, jobs = [], []
     with tempfile.TemporaryDirectory() as scratch, \

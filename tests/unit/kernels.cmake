@@ -16,6 +16,12 @@ foreach(part backward training)
     LABELS kernels)
 endforeach()
 
+# Settings against the tables of options.
+moe_test(test_backend_options
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_backend_options.c
+  USES moe_backends moe_cuda_plan moe_common
+  LABELS kernels)
+
 # What both backends ask before they train.
 moe_test(test_training_rules
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_training_rules.c

@@ -221,6 +221,7 @@ static void the_help_lists_every_option_with_its_default(void **unused)
     assert_non_null(strstr(text, "[1M]"));
     assert_null(strstr(text, "[18446744073709551615]"));
     assert_non_null(strstr(text, "[default]"));
+    assert_non_null(strstr(text, "[off]")); /* the first choice: none is preset */
     free(text);
 }
 

@@ -3,6 +3,7 @@
 #include "cpu/step/join.h"
 
 #include "base/clock.h"
+#include "common/backend_options.h"
 #include "common/session_rules.h"
 #include "cpu/exchange/ep.h"
 #include "cpu/step/step.h"
@@ -132,6 +133,7 @@ struct moe_status moe_cpu_session_join(struct moe_device *device,
                                        struct moe_session **out)
 {
     struct moe_window_layout layout;
+    MOE_TRY(moe_backend_choose(NULL, config->settings, NULL));
     MOE_TRY(moe_session_check(config, &layout));
     struct moe_session *s = calloc(1, sizeof *s);
     if (s == NULL)

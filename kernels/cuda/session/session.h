@@ -9,6 +9,7 @@
 #define MOE_CUDA_SESSION_H
 
 #include "cuda/core/device.h"
+#include "cuda/plan/options.h"
 #include "cuda/session/control.h"
 #include "cuda/session/net.h"
 #include "cuda/session/window.h"
@@ -24,6 +25,7 @@ struct moe_cuda_steps;  /* whole steps: step.h */
 struct moe_session {
     struct moe_device *device;
     struct moe_session_config config;
+    enum moe_cuda_transport transport; /* as asked for */
     struct moe_window_layout layout;
     struct moe_cuda_window window;
     struct moe_cuda_control *control; /* device memory */

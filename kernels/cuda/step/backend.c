@@ -4,6 +4,7 @@
 
 #include "cuda/exchange/ep.h"
 #include "cuda/layer/ffn.h"
+#include "cuda/plan/options.h"
 #include "cuda/router/router.h"
 #include "cuda/step/join.h"
 #include "cuda/step/open.h"
@@ -41,6 +42,7 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
 
 const struct moe_backend moe_backend_cuda = {
     .name = "cuda",
+    .options = moe_cuda_options,
     .training = &moe_cuda_training,
     .device_open = moe_cuda_device_open,
     .device_close = moe_cuda_device_close,

@@ -4,10 +4,12 @@
 
 #include "base/clock.h"
 #include "common/activation_cache.h"
+#include "common/backend_options.h"
 #include "common/session_rules.h"
 #include "cuda/exchange/ep.h"
 #include "cuda/exchange/ep_net.h"
 #include "cuda/exchange/exchange.h"
+#include "cuda/plan/options.h"
 #include "cuda/step/step.h"
 
 #include <stdlib.h>
@@ -41,7 +43,7 @@ static struct moe_status introduce(const struct moe_session *s, struct introduct
                                  .max_hidden = c->max_hidden,
                                  .max_top_k = c->max_top_k,
                                  .max_experts = c->max_experts,
-                                 .transport = c->transport,
+                                 .transport = s->transport,
                                  .gpu = s->device->uuid};
     return MOE_NCCL(ncclGetVersion(&out->nccl_version));
 }
@@ -113,13 +115,13 @@ static struct moe_status choose_transport(struct moe_session *s, uint64_t deadli
 {
     const struct moe_session_config *c = &s->config;
     bool reach = false;
-    if (c->transport == MOE_TRANSPORT_NETWORK)
+    if (s->transport == MOE_CUDA_TRANSPORT_NETWORK)
         return open_network(s, deadline);
     MOE_TRY(moe_cuda_window_share(&s->window, &s->layout, &reach, deadline));
     MOE_TRY(agree_on_reach(s, reach, &reach));
     if (reach)
         return moe_cuda_window_read_bases(&s->window, c->live);
-    if (c->transport == MOE_TRANSPORT_NVLINK)
+    if (s->transport == MOE_CUDA_TRANSPORT_NVLINK)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "the GPUs of the group cannot all reach each other's memory");
     return open_network(s, deadline);
@@ -166,6 +168,8 @@ struct moe_status moe_cuda_session_join(struct moe_device *device,
                                         struct moe_session **out)
 {
     struct moe_window_layout layout;
+    uint32_t chosen[MOE_CUDA_OPTION_COUNT];
+    MOE_TRY(moe_backend_choose(moe_cuda_options, config->settings, chosen));
     MOE_TRY(moe_session_check(config, &layout));
     MOE_TRY(moe_cuda_device_use(device));
     struct moe_session *s = calloc(1, sizeof *s);
@@ -174,6 +178,7 @@ struct moe_status moe_cuda_session_join(struct moe_device *device,
                          "out of memory for a session");
     s->device = device;
     s->config = *config;
+    s->transport = (enum moe_cuda_transport)chosen[MOE_CUDA_OPTION_TRANSPORT];
     s->layout = layout;
     s->missing = -1;
     struct moe_status st;

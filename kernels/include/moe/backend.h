@@ -31,23 +31,36 @@ struct moe_layer;
 struct moe_session;
 struct moe_step;
 
-/* ------------------------------------------------------------------ device */
+/* ----------------------------------------------------------------- options */
 
-/* CUDA: what multiplies bf16 by bf16 in the experts. (Everything else in a forward pass is exact
- * fp32.) */
-enum moe_gemm {
-    MOE_GEMM_AUTO,   /* HOPPER on Hopper, CUBLAS on other GPUs */
-    MOE_GEMM_HOPPER, /* kernels of our own; device_open refuses it on other GPUs */
-    MOE_GEMM_CUBLAS, /* needs libcublas at run time */
+/* Options are choices that one backend offers, such as a library that multiplies. The backend
+ * declares them in a table and alone interprets them. The worker shows all tables as flags, and
+ * gives a backend the settings of that backend's table. */
+enum moe_backend_scope {
+    MOE_SCOPE_DEVICE,  /* read by device_open */
+    MOE_SCOPE_SESSION, /* read by session_join; the same on all slots */
 };
 
-/* "auto", "hopper" or "cublas". Returns false and leaves *out alone for any other name. */
-bool moe_gemm_parse(const char *name, enum moe_gemm *out);
+struct moe_backend_option {
+    const char *name;   /* unique among all backends; NULL ends a table */
+    const char *values; /* allowed words, as "auto|fast|exact"; the first is the default */
+    const char *help;   /* one line */
+    enum moe_backend_scope scope;
+};
+
+/* The value of one option; NULL is the default. A list of settings ends with a name of NULL and may
+ * hold options of both scopes. device_open and session_join refuse a name or value that the table
+ * lacks: MOE_INVALID_ARGUMENT. */
+struct moe_backend_setting {
+    const char *name, *value;
+};
+
+/* ------------------------------------------------------------------ device */
 
 struct moe_device_config {
-    int ordinal;        /* CUDA device; ignored by the CPU */
-    uint32_t threads;   /* CPU: compute threads; 0 = all that the process may use (base/cores.h) */
-    enum moe_gemm gemm; /* ignored by the CPU */
+    int ordinal;      /* CUDA device; ignored by the CPU */
+    uint32_t threads; /* CPU: compute threads; 0 = all that the process may use (base/cores.h) */
+    const struct moe_backend_setting *settings; /* used only inside device_open; NULL = none */
 };
 
 struct moe_device_info {
@@ -66,13 +79,6 @@ enum moe_mem { MOE_MEM_DEVICE, MOE_MEM_HOST };
  * session_join. This is how memfd names (CPU) and NCCL ids (CUDA) travel. */
 typedef struct moe_status (*moe_allgather_fn)(void *ctx, const void *mine, void *all, size_t bytes);
 
-/* How rows travel between slots. The CPU has one way and ignores it. */
-enum moe_transport {
-    MOE_TRANSPORT_AUTO,    /* windows where every slot reaches every other's memory, else network */
-    MOE_TRANSPORT_NVLINK,  /* windows, or the session is refused */
-    MOE_TRANSPORT_NETWORK, /* NCCL's sends and receives, whatever the topology */
-};
-
 struct moe_session_config {
     uint32_t slot, slots; /* own seat; seats in the group, 1..MOE_MAX_SLOTS */
     uint64_t live;        /* bit s: slot s takes part; own bit is set */
@@ -83,8 +89,8 @@ struct moe_session_config {
     uint32_t max_experts;    /* routed */
     bool training;           /* backward passes will run: windows hold x, dy and fp32 gradients */
     uint32_t wait_budget_ms; /* per wait on a peer */
-    enum moe_transport transport; /* the same on all slots */
-    moe_allgather_fn allgather;   /* used only inside session_join */
+    const struct moe_backend_setting *settings; /* used only inside session_join; NULL = none */
+    moe_allgather_fn allgather;                 /* used only inside session_join */
     void *allgather_ctx;
 };
 
@@ -187,7 +193,8 @@ struct moe_rows {
 struct moe_training; /* moe/training.h */
 
 struct moe_backend {
-    const char *name; /* "cpu", "cuda" */
+    const char *name;                         /* "cpu", "cuda" */
+    const struct moe_backend_option *options; /* NULL = it has none */
     /* NULL where this backend cannot train. */
     const struct moe_training *training;
 
@@ -293,6 +300,10 @@ struct moe_backend {
 
 extern const struct moe_backend moe_backend_cpu;
 
+/* The options of each backend that has any, also of those that this build lacks: the same command
+ * line serves every build. Ends with NULL. */
+extern const struct moe_backend_option *const moe_backend_option_tables[];
+
 /* To be called by main, once, before the process has a second thread: sets what libraries below the
  * backends read from the environment, where it is not set. A group of GPUs is refused without.
  * Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
@@ -301,8 +312,5 @@ struct moe_status moe_backends_prepare(void) MOE_CHECKED;
 /* By name; "auto" prefers cuda where it is built and a device answers. NULL when this build has no
  * such backend. */
 const struct moe_backend *moe_backend_find(const char *name);
-
-/* "auto", "nvlink" or "network"; false for anything else. */
-bool moe_transport_find(const char *name, enum moe_transport *out);
 
 #endif

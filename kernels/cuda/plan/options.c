@@ -1,0 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "cuda/plan/options.h"
+
+const struct moe_backend_option moe_cuda_options[MOE_CUDA_OPTION_COUNT + 1] = {
+    [MOE_CUDA_OPTION_TRANSPORT] = {"transport", "auto|nvlink|network",
+                                   "How rows travel between GPUs; the same on all workers",
+                                   MOE_SCOPE_SESSION},
+    [MOE_CUDA_OPTION_GEMM] = {"gemm", "auto|hopper|cublas", "What multiplies bf16 on a GPU",
+                              MOE_SCOPE_DEVICE},
+};
