@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which forward steps this slot's device still keeps the activations of, for a Backward that has
- * not come yet: the (session, id) that it will have, the name that the backend knows the step by,
- * and until when. The backend owns the memory; this list says when it is to be dropped.
+/* The list of forward steps that this slot's device retains activations of: the (session, id) of
+ * the Backward to come, the backend's name of the step, and its expiry. The backend owns the
+ * memory; this list decides when it is dropped.
  *
- * Slots keep and drop without asking each other: a pass that finds nothing computes it again, to
- * the same bits. So the list need not be the same on two slots.
+ * Slots keep and drop independently: a pass without activations computes them again, to the same
+ * bits. So the list may differ between slots.
  *
  * Pure: no clock, no lock, no thread, no memory after create. Few entries: walks are cheap. */
 #ifndef MOE_ACTIVATIONS_ACTIVATION_INDEX_H
@@ -23,7 +23,7 @@ struct moe_activation_entry {
     uint64_t id;         /* of the Backward */
     uint32_t layer;      /* the model's layer index */
     uint64_t name;       /* of the step, for the backend; not 0 */
-    uint64_t expires_ns; /* rises from entry to entry */
+    uint64_t expires_ns; /* does not fall from entry to entry */
     bool busy;           /* a pass uses it, or may */
 };
 
@@ -36,16 +36,16 @@ struct moe_activation_index {
 /* Adds a copy of `a`; the list must not be full. */
 void moe_activation_index_add(struct moe_activation_index *l, const struct moe_activation_entry *a);
 bool moe_activation_index_full(const struct moe_activation_index *l);
-/* Takes one that waits for the Backward (session, id), a busy one only if told to; false when there
- * is none (any more). */
+/* Takes one entry of the Backward (session, id), a busy one only with `busy_too`; false when there
+ * is none. */
 bool moe_activation_index_take(struct moe_activation_index *l, const char *session, uint64_t id,
                                bool busy_too, struct moe_activation_entry *out);
-/* Takes the oldest that is not busy, if its time is over at `now`. */
+/* Takes the oldest entry that is not busy, if it has expired at `now`. */
 bool moe_activation_index_take_old(struct moe_activation_index *l, uint64_t now,
                                    struct moe_activation_entry *out);
-/* When the next one's time is over; MOE_NEVER when none's is ever. */
+/* The next expiry; MOE_NEVER when all entries are busy, or there is none. */
 uint64_t moe_activation_index_next(const struct moe_activation_index *l);
-/* All that wait for the Backward (session, id). */
+/* Marks all entries of the Backward (session, id). */
 void moe_activation_index_set_busy(struct moe_activation_index *l, const char *session, uint64_t id,
                                    bool busy);
 

@@ -10,18 +10,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* So many in vain are enough to give up, until so many more have been asked for. */
+/* After this many misses in a row stop retaining; try again after this many further requests. */
 enum { RETAIN_MISSES_MAX = 8, RETAIN_SKIPS = 64 };
 
 struct moe_activations {
     struct moe_activations_config config;
 
-    struct moe_mutex lock; /* of what follows */
+    struct moe_mutex lock; /* of the next three lines */
     uint64_t bytes, limit;
-    uint32_t retain_misses[2]; /* retained steps in a row, asked of this slot, that kept nothing;
-                                  [is F32] */
-    uint32_t retain_skips[2];  /* requests since then that were to be retained and had no step of
-                             their  own */
+    uint32_t retain_misses[2]; /* [is F32] steps of this slot in a row that left nothing here */
+    uint32_t retain_skips[2];  /* [is F32] requests since then that got no separate step */
 
     /* The engine's thread only. */
     struct moe_activation_index index;
@@ -163,7 +161,7 @@ static void add_step(struct moe_activations *a, const struct moe_retained_step *
 
 void moe_activations_note(struct moe_activations *a, const struct moe_retained_step *step)
 {
-    /* The same pass asked for again: a client that has not heard the first answer. */
+    /* A repeat of the same pass: the client has not got the first answer. */
     drop_of(a, step->session, step->id, false);
     if (step->retained)
         add_step(a, step);
@@ -199,7 +197,7 @@ void moe_activations_end_use(struct moe_activations *a, const char *session, uin
 void moe_activations_drop(struct moe_activations *a, const char *session, uint64_t id)
 {
     drop_of(a, session, id, true);
-    a->in_use = false; /* one pass at a time, and this was it, or a repeat beside none */
+    a->in_use = false; /* one pass runs at a time: this one, or none while a repeat is answered */
     read_bytes(a);
 }
 

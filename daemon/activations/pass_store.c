@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One list in order of age, which is also the order of expiry; records are few and large, so that a
- * walk is cheaper than an index. */
+/* One list in order of age, which is also the order of expiry. Records are few and large, so a walk
+ * is cheaper than an index. */
 #include "activations/pass_store.h"
 
 #include "base/mutex.h"
@@ -19,9 +19,9 @@ struct moe_pass_store {
     pthread_cond_t unused; /* bytes has become 0 */
     MOE_GUARDED_BY(lock) struct {
         struct moe_pass_record *oldest, *newest;
-        uint64_t bytes; /* that all existing records cost */
+        uint64_t bytes; /* cost of all existing records */
         size_t records;
-        /* Memory of records that are gone, for new ones of the same size, newest first: taking and
+        /* Memory of dropped records, for new ones of the same size, newest first: allocating and
          * pinning memory costs more than a pass. */
         struct moe_pass_record *idle;
         uint64_t idle_bytes; /* bytes + idle_bytes <= budget */
@@ -31,8 +31,8 @@ struct moe_pass_store {
 
 enum { RETRY_MS = 50, PAGE = 4096 };
 
-/* What a record of so many bytes takes, so that many small ones are not free. `bytes` is at most
- * the budget, which is checked first. */
+/* Cost of a record, with its overhead, so that many small ones are not free. The caller has checked
+ * that `bytes` is within the budget. */
 static uint64_t cost_of(size_t bytes)
 {
     return ((uint64_t)bytes + PAGE - 1) / PAGE * PAGE + sizeof(struct moe_pass_record);
@@ -45,7 +45,7 @@ struct moe_status moe_pass_store_create(const struct moe_backend *backend,
     struct moe_pass_store *s = calloc(1, sizeof *s);
     if (s == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                         "no memory for saved passes");
+                         "no memory for retained passes");
     s->backend = backend;
     s->device = device;
     s->budget = budget;
@@ -70,7 +70,7 @@ static void retire_record(struct moe_pass_store *s, struct moe_pass_record *r) M
         pthread_cond_signal(&s->unused);
 }
 
-/* The idle one at `at`. */
+/* Frees the idle record at `at`. */
 static void free_idle(struct moe_pass_store *s, struct moe_pass_record **at) MOE_REQUIRES(s->lock)
 {
     struct moe_pass_record *r = *at;
@@ -86,7 +86,7 @@ static void free_all_idle(struct moe_pass_store *s) MOE_REQUIRES(s->lock)
         free_idle(s, &s->idle);
 }
 
-/* What has been idle for longest stands last. */
+/* The record that has been idle for longest is the last one. */
 static struct moe_pass_record **last_idle(struct moe_pass_store *s)
 {
     struct moe_pass_record **at = &s->idle;
@@ -157,7 +157,7 @@ static struct moe_pass_record *find(const struct moe_pass_store *s, const char *
     return NULL;
 }
 
-/* Nobody but the list holds it, and with the lock held nobody can begin to. */
+/* Only the list has a reference. The lock is held, so no other can be taken. */
 static bool is_idle(const struct moe_pass_record *r)
 {
     return atomic_load(&r->references) == 1;
@@ -168,9 +168,8 @@ static bool has_room(const struct moe_pass_store *s, uint64_t cost, uint64_t byt
     return bytes <= s->budget - cost && records < MOE_PASS_STORE_RECORDS;
 }
 
-/* Drops idle records, the oldest first, until `cost` (at most the budget) fits. What somebody holds
- * would free nothing, so it stays, and so do all where even dropping every idle one is not enough.
- */
+/* Drops records without other references, the oldest first, until `cost` (at most the budget) fits.
+ * Drops none if even dropping all of them would not be enough. */
 static bool make_room(struct moe_pass_store *s, uint64_t cost) MOE_REQUIRES(s->lock)
 {
     uint64_t bytes = s->bytes;
@@ -246,14 +245,14 @@ struct moe_status moe_pass_store_reserve(struct moe_pass_store *s, size_t bytes,
 {
     if (bytes == 0 || bytes > s->budget || cost_of(bytes) > s->budget)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL,
-                         "%zu bytes are more than may be kept", bytes);
+                         "%zu bytes exceed the limit of retained bytes", bytes);
     moe_mutex_lock(&s->lock);
     expire(s, now);
     struct moe_status st =
         make_room(s, cost_of(bytes))
             ? make_record(s, bytes, out)
             : moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, RETRY_MS,
-                              "too many bytes are kept for calls in flight");
+                              "calls in flight use all retained bytes");
     moe_mutex_unlock(&s->lock);
     return st;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a slot is going to write, copied to host memory beside steps: one block, and a list of
- * what lies where, ordered by what it is. */
+/* A slot's part of a Save, copied to host memory while steps run: one block of values, and a sorted
+ * list of its tensors. */
 #include "checkpoint/internal.h"
 
 #include "base/memory.h"
@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 
 enum {
-    LOOK_FLOATS = 16 << 20, /* that are copied between two looks at what the host has */
+    CHECK_FLOATS = 16 << 20, /* copied between two checks of the host's memory */
     HUGE_PAGE = 2 << 20,
 };
 
@@ -19,7 +19,7 @@ struct moe_checkpoint_copy {
     struct moe_ckpt_tensors tensors; /* ascending by layer, key, base */
     size_t *at;                      /* [tensors.count] first float of each in `values` */
     float *values;
-    uint64_t bytes; /* that are read of it in a Save */
+    uint64_t bytes; /* read from it in a Save */
 };
 
 static int compare(const void *a, const void *b)
@@ -40,7 +40,7 @@ static size_t bytes_of(const struct moe_ckpt_tensor *t)
     return (size_t)(t->rows * t->columns * sizeof(float));
 }
 
-/* A value is read twice where it is part of the state: for that, and for the model's file. */
+/* A value that is part of the state is read twice: for the state and for the model's file. */
 static uint64_t bytes_to_read(const struct moe_checkpoint_context *c,
                               const struct moe_ckpt_tensor *t)
 {
@@ -49,7 +49,7 @@ static uint64_t bytes_to_read(const struct moe_checkpoint_context *c,
     return bytes_of(t) * ((uint64_t)in_model + in_state);
 }
 
-/* Places for all of them; `*floats` in all. */
+/* Gives each tensor its place; `*floats` is the sum. */
 static struct moe_status lay_out(const struct moe_checkpoint_context *c,
                                  struct moe_checkpoint_copy *copy, size_t *floats)
 {
@@ -76,7 +76,7 @@ static struct moe_status no_room(size_t floats)
                      (unsigned long long)((uint64_t)floats * sizeof(float) >> 20));
 }
 
-/* Taking what is not there would end in the system killing somebody. */
+/* Memory beyond what is available would make the system kill a process. */
 static struct moe_status check_room(size_t floats)
 {
     return (uint64_t)floats * sizeof(float) < moe_available_memory() ? moe_ok() : no_room(floats);
@@ -88,7 +88,7 @@ static struct moe_status take_room(struct moe_checkpoint_copy *copy, size_t floa
     copy->values = aligned_alloc(HUGE_PAGE, (floats * sizeof(float) / HUGE_PAGE + 1) * HUGE_PAGE);
     if (copy->values == NULL)
         return no_room(floats);
-    /* Fewer faults as it is filled. Where there are no such pages, small ones do. */
+    /* Fewer faults as it is filled; without huge pages, small ones suffice. */
     (void)madvise(copy->values, floats * sizeof(float) / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
     return moe_ok();
 }
@@ -123,8 +123,8 @@ struct moe_status moe_ckpt__read(const struct moe_checkpoint_context *c,
     return c->backend->training->trainer_read(c->trainers[t->layer], &key, to, bytes);
 }
 
-/* Memory is taken as it is written to, and the other slots of the host, which found the same room,
- * take theirs at the same time: so the rest must go on fitting. */
+/* The system gives memory at the first write, and other slots of the host fill their copies at the
+ * same time: so check repeatedly that the rest still fits. */
 static struct moe_status fill(const struct moe_checkpoint_context *c,
                               struct moe_checkpoint_copy *copy, size_t floats)
 {
@@ -133,7 +133,7 @@ static struct moe_status fill(const struct moe_checkpoint_context *c,
         const struct moe_ckpt_tensor *t = &copy->tensors.list[i];
         if (copy->at[i] >= next) {
             MOE_TRY(check_room(floats - copy->at[i]));
-            next = copy->at[i] + LOOK_FLOATS;
+            next = copy->at[i] + CHECK_FLOATS;
         }
         MOE_TRY(moe_ckpt__read(c, t, copy->values + copy->at[i], bytes_of(t)));
     }

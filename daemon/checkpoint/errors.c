@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Failures that every file of checkpoints knows. */
+/* Errors that all files of this folder use. */
 #include "checkpoint/internal.h"
 
 #include <errno.h>
@@ -32,5 +32,5 @@ struct moe_status moe_ckpt__go_on(const struct moe_checkpoint_context *c)
 {
     return c->cancel == NULL || !atomic_load(c->cancel)
                ? moe_ok()
-               : moe_error(MOE_CANCELLED, MOE_REASON_ABORTED, "called off");
+               : moe_error(MOE_CANCELLED, MOE_REASON_ABORTED, "cancelled");
 }

@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Adapters as PEFT reads them. Each slot writes those of its experts to a file of its own; the
- * lowest then makes one of them, because PEFT reads one.
+/* Adapters in PEFT's format. Each slot writes the adapters of its experts to a separate file; the
+ * lowest joins them into one, because PEFT reads one file.
  *
- * Two layouts, after the model's own files. A checkpoint with a tensor per expert gets an A [r, in]
- * and a B [out, r] per expert and projection, under the names of its modules. One with fused
- * experts gets PEFT's adapters of parameters (target_parameters, from PEFT 0.19 on): one A [E R,
- * in], where row e R + j is rank j of expert e, and one B [out, R E], where column j E + e is. Gate
- * and up are one parameter there, so R = 2 r: the first r are gate's and reach its rows only, the
- * others up's.
+ * There are two layouts, after the model's files. A model with a tensor per expert gets an A [r,
+ * in] and a B [out, r] per expert and projection, under the names of its modules. A model with
+ * fused experts gets PEFT's adapters of parameters (target_parameters, from PEFT 0.19 on): one A [E
+ * R, in] with rank j of expert e in row e R + j, and one B [out, R E] with it in column j E + e.
+ * Gate and up are one parameter there, so R = 2 r: the first r ranks are gate's and reach its rows
+ * only, the others are up's.
  *
- * All three projections are always there: where PEFT has to fuse modules itself, because
- * transformers fuses experts in memory, it expects gate, up and down together. One that has no
- * adapter gets zeros.
+ * The export always has all three projections: when transformers fuses experts in memory, PEFT
+ * fuses the modules and expects gate, up and down together. A projection without an adapter gets
+ * zeros.
  *
- * PEFT has A on the last dimension of a parameter and B on the middle one, unless the module says
- * is_transposed; llama4's experts are transposed and do not say so, and A and B change places. */
+ * PEFT applies A to the last dimension of a parameter and B to the middle one, unless the module
+ * has is_transposed. Llama4's experts are transposed without it, so A and B change places. */
 #include "checkpoint/internal.h"
 
 #include "daemon/log.h"
@@ -46,8 +46,8 @@ static bool targeted(const struct moe_checkpoint_context *c, enum moe_weight wei
     return (c->config->lora_targets & bit) != 0;
 }
 
-/* "model.layers.0.mlp.experts.3.gate_proj", or "model.layers.0.mlp.experts" where experts are
- * fused: the tensor's name without its last component. */
+/* The tensor's name without its last component: "model.layers.0.mlp.experts.3.gate_proj", or
+ * "model.layers.0.mlp.experts" for fused experts. */
 static struct moe_status module_name(const struct moe_checkpoint_context *c, size_t layer,
                                      enum moe_weight weight, uint32_t expert,
                                      char name[MOE_MODEL_NAME_MAX])
@@ -62,7 +62,7 @@ static struct moe_status module_name(const struct moe_checkpoint_context *c, siz
     return moe_ok();
 }
 
-/* ------------------------------------------------------------------- what a slot writes */
+/* ------------------------------------------------------------------ the part of one slot */
 
 struct part {
     const struct moe_checkpoint_context *context;
@@ -120,7 +120,7 @@ struct moe_status moe_checkpoint_export_begin(const struct moe_checkpoint_contex
             moe_model_layer_fusion(c->model, 0).fused)
             return named(
                 moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
-                          "some layers of this model have fused experts and some have not"),
+                          "some layers of this model have fused experts and others do not"),
                 name);
         for (enum moe_weight w = MOE_WEIGHT_GATE; w <= MOE_WEIGHT_DOWN; w++)
             MOE_TRY(named(module_name(c, layer, w, 0, module), name));
@@ -143,18 +143,18 @@ struct moe_status moe_checkpoint_export_write(const struct moe_checkpoint_contex
 
 /* ------------------------------------------------------------------ the file that PEFT reads */
 
-/* One A or B in it. */
+/* One A or B of that file. */
 struct adapter {
     size_t layer;
     enum moe_weight weight; /* fused: down, or gate for gate and up */
-    uint32_t expert;        /* 0 where it is of all experts */
+    uint32_t expert;        /* 0 if it is of all experts */
     enum moe_train_part part;
 };
 
 struct whole {
     const struct moe_checkpoint_context *context;
     struct moe_st_file *files[MOE_MAX_SLOTS]; /* the parts */
-    struct moe_st_out *out;                   /* names are ours */
+    struct moe_st_out *out;                   /* owns the names */
     struct adapter *from;
     size_t count, room;
 };
@@ -232,7 +232,8 @@ static struct moe_status add_experts(struct whole *w, size_t layer, enum moe_wei
     return moe_ok();
 }
 
-/* PEFT wraps a module once per parameter: the first parameter's adapter is inside the second's. */
+/* PEFT wraps a module once per parameter, so the first parameter's adapter is inside the second's.
+ */
 static struct moe_status add_fused(struct whole *w, size_t layer, enum moe_weight weight)
 {
     const struct moe_checkpoint_context *c = w->context;
@@ -258,7 +259,7 @@ static struct moe_status list_whole(struct whole *w)
         for (enum moe_weight k = MOE_WEIGHT_GATE; k <= MOE_WEIGHT_DOWN; k++) {
             if (!fused)
                 MOE_TRY(add_experts(w, layer, k));
-            else if (k != MOE_WEIGHT_UP) /* is in gate's */
+            else if (k != MOE_WEIGHT_UP) /* up is part of gate's */
                 MOE_TRY(add_fused(w, layer, k));
         }
     }
@@ -282,11 +283,11 @@ static struct moe_status read_one(const struct whole *w, size_t layer, enum moe_
     return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, "no slot wrote tensor %s", name);
 }
 
-/* Where one weight's A or B goes in a fused one: rank j of expert e at `position` of the other
+/* Place of one weight's A or B in a fused one: rank j of expert e at `position` of the other
  * dimension. */
 struct place {
     size_t experts, ranks; /* E, R */
-    size_t rank;           /* first of this weight's */
+    size_t rank;           /* first rank of this weight */
     size_t first, step;    /* position p of the weight is first + p step of the parameter */
     size_t width;          /* of the other dimension */
 };
@@ -371,10 +372,10 @@ done:
 
 /* ----------------------------------------------------------------------- its configuration */
 
-/* "experts.3.gate_proj" and so on: the ends of module names, long enough to leave out dense layers'
- * and shared experts' modules of the same name. They find the experts where each projection is a
- * module; target_parameters below finds them where transformers fuses them in memory. Where the
- * checkpoint does so too, the list is empty, which keeps PEFT from choosing modules itself. */
+/* "experts.3.gate_proj" and so on: ends of module names, long enough to exclude modules of dense
+ * layers and shared experts with the same last name. They find experts with a module per
+ * projection; target_parameters below finds experts that transformers fuses in memory. If the
+ * model's files fuse experts too, the list is empty, so that PEFT chooses no modules itself. */
 static struct moe_status target_modules(const struct moe_checkpoint_context *c, json_t **out)
 {
     char module[MOE_MODEL_NAME_MAX];
@@ -403,7 +404,7 @@ static json_t *number(double value)
     return whole ? json_integer((json_int_t)value) : json_real(value);
 }
 
-/* The parameters of fused experts, and rank and alpha of gate and up, which are two in one. */
+/* The parameters of fused experts. Gate and up share one, so its rank and alpha are doubled. */
 static struct moe_status add_parameters(const struct moe_checkpoint_context *c, json_t *config)
 {
     static const char pair[] = ".*\\.gate_up_proj";
@@ -441,8 +442,8 @@ struct moe_status moe_checkpoint_export_commit(const struct moe_checkpoint_conte
     const uint32_t others = 1U << MOE_PARAMS_ROUTER | 1U << MOE_PARAMS_SHARED;
     int hidden = -1;
     if ((c->config->frozen & others) != others)
-        moe_log_warn("adapter %s has the experts' adapters only; routers and shared experts were "
-                     "not frozen from the beginning and may have learnt too",
+        moe_log_warn("adapter %s has the experts' adapters only; without --freeze router,shared, "
+                     "routers and shared experts may have learnt too",
                      name);
     MOE_TRY(named(moe_ckpt__join(c, name, &hidden), name));
     struct moe_status st = join_parts(c, hidden);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Directories of checkpoints: made hidden, filled, synced, renamed; removed as carefully.
+/* Directories of checkpoints: made hidden, filled, synced, renamed; removed with the same care.
  *
- * A reader sees a checkpoint whole or not at all. Every open is relative to the root, of a plain
- * name, and not through a link, so that nothing a client says leads out of the root. */
+ * A reader sees a complete checkpoint or none. Every open is relative to the root, of a plain name,
+ * and not through a link, so that no client's name leads out of the root. */
 #include "checkpoint/internal.h"
 
 #include "daemon/log.h"
@@ -48,15 +48,16 @@ static struct moe_status check_name(const char *name)
 {
     if (moe_file_name_is_plain(name) && strlen(name) <= MOE_CHECKPOINT_NAME_MAX)
         return moe_ok();
-    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NAME_INVALID,
-                     "the name of a checkpoint is 1 to %d of [A-Za-z0-9._-], no dot first",
-                     MOE_CHECKPOINT_NAME_MAX);
+    return moe_error(
+        MOE_INVALID_ARGUMENT, MOE_REASON_NAME_INVALID,
+        "a checkpoint's name has 1 to %d characters of A-Z a-z 0-9 . _ - and begins with no dot",
+        MOE_CHECKPOINT_NAME_MAX);
 }
 
 static struct moe_status exists(const char *name)
 {
     return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_CHECKPOINT_EXISTS,
-                     "there is a checkpoint %s already", name);
+                     "checkpoint %s exists already", name);
 }
 
 static bool ends_with(const char *text, const char *end)
@@ -65,8 +66,8 @@ static bool ends_with(const char *text, const char *end)
     return n > m && strcmp(text + n - m, end) == 0;
 }
 
-/* Out of sight of who may still write it and would give it its name: what is renamed to that is
- * whole, or is not found any more. */
+/* Renames a ".saving" directory before it removes it: a process that still writes it then fails to
+ * find it, and cannot publish an incomplete checkpoint. */
 static void sweep_one(int root, const char *name)
 {
     static const char saving[] = ".saving", removed[] = ".removed";
@@ -82,8 +83,8 @@ static void sweep_one(int root, const char *name)
     }
     if (!moe_failed(&st))
         st = moe_ckpt__remove_tree(root, doomed);
-    if (moe_failed(&st)) /* somebody writes into it: the next Save finds it again */
-        moe_log_warn("%s, which a Save left, could not be removed: %s", name, st.text);
+    if (moe_failed(&st)) /* a process writes into it: the next Save tries again */
+        moe_log_warn("%s, left by a Save, could not be removed: %s", name, st.text);
 }
 
 struct moe_status moe_ckpt__open_names(int root, DIR **names)
@@ -98,9 +99,9 @@ struct moe_status moe_ckpt__open_names(int root, DIR **names)
     return st;
 }
 
-/* What a process left that could not tidy up, whatever it was to be called. The group writes one
- * checkpoint at a time, and has waited for what its members had given up: what is there is of
- * nobody, or of another process that lives. */
+/* Removes leftovers of ended processes, for any checkpoint's name. The group writes one checkpoint
+ * at a time and has waited for abandoned ones, so a hidden directory is a leftover or belongs to
+ * another live process. */
 static struct moe_status sweep(const struct moe_checkpoint_context *c, int root)
 {
     DIR *names;
@@ -165,7 +166,7 @@ struct moe_status moe_ckpt__sync(int directory)
     return fsync(directory) == 0 ? moe_ok() : moe_ckpt__io("fsync of a directory");
 }
 
-/* Never onto something: where the file system cannot promise that, by looking first. */
+/* Does not replace an existing entry. If the file system cannot guarantee that, checks first. */
 static struct moe_status rename_new(int root, const char *from, const char *to)
 {
     struct stat there;
@@ -209,7 +210,7 @@ void moe_ckpt__abandon(const struct moe_checkpoint_context *c, const char *name)
         close(fd);
     }
     if (moe_failed(&st))
-        moe_log_warn("what is left of checkpoint %s could not be removed: %s", name, st.text);
+        moe_log_warn("the remains of checkpoint %s could not be removed: %s", name, st.text);
 }
 
 static struct moe_status remove_below(int at, const char *name, unsigned depth)
@@ -220,9 +221,10 @@ static struct moe_status remove_below(int at, const char *name, unsigned depth)
     if (errno != EISDIR && errno != EPERM)
         return moe_ckpt__io("removing a file");
     if (depth == DEPTH_MAX)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "directories without end");
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO,
+                         "directories are nested too deeply");
     struct moe_status opened = moe_ckpt__open_dir(at, name, &fd);
-    if (opened.code == MOE_NOT_FOUND) /* somebody else is at it */
+    if (opened.code == MOE_NOT_FOUND) /* another process removes it, too */
         return moe_ok();
     MOE_TRY(opened);
     DIR *list = fdopendir(fd);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What lies in a training root: told by manifests and names of files, without reading a tensor. */
+/* Lists a training root from manifests and names of files, without reading a tensor. */
 #include "checkpoint/internal.h"
 
 #include "model/json_file.h"
@@ -14,9 +14,9 @@
 
 enum { LISTED_MAX = 65536, FILES_MAX = 65536 };
 
-/* ------------------------------------------------------------------------- one of them */
+/* ----------------------------------------------------------------------- one directory */
 
-/* Bytes of the files right below `directory`; what cannot be looked at counts nothing. */
+/* Bytes of the files right below `directory`; unreadable ones count as 0. */
 static uint64_t file_bytes(int directory)
 {
     DIR *names;
@@ -124,7 +124,7 @@ static struct moe_status look_into(const struct moe_checkpoint_context *c, int d
     return st;
 }
 
-/* False for what is neither a directory nor a link, and for what has gone meanwhile. */
+/* False for an entry that is neither a directory nor a link, or was removed meanwhile. */
 static bool look_at(const struct moe_checkpoint_context *c, int root, const char *name,
                     struct moe_checkpoint_listed *out)
 {
@@ -138,7 +138,7 @@ static bool look_at(const struct moe_checkpoint_context *c, int root, const char
     strcpy(out->name, name);
     if (S_ISLNK(there.st_mode)) {
         st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
-                       "it is a link, and links are not followed");
+                       "it is a link; links are not followed");
     } else {
         st = moe_ckpt__open_dir(root, name, &directory);
         if (!moe_failed(&st)) {
@@ -151,7 +151,7 @@ static bool look_at(const struct moe_checkpoint_context *c, int root, const char
     return st.code != MOE_NOT_FOUND;
 }
 
-/* ------------------------------------------------------------------------- all of them */
+/* ------------------------------------------------------------------------ the whole root */
 
 static int by_age(const void *a, const void *b)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Taking a checkpoint: everything is looked at before anything is changed.
+/* Loading a checkpoint: all checks come before any change.
  *
- * The files say nothing about who should have what: a slot looks up each tensor that it holds, by
- * name, in all of them. Hashes are checked by all slots together, each some of the files. */
+ * The files say nothing about slots of the loading group: each slot looks up its tensors by name in
+ * all files. The slots share the checks of hashes, each some of the files. */
 #include "checkpoint/internal.h"
 
 #include "model/json_file.h"
@@ -50,7 +50,7 @@ static struct moe_status open_named(const char *path, const char *name, int *fd)
     struct moe_status st = moe_ckpt__open_dir(root, name, fd);
     close(root);
     if (st.code == MOE_NOT_FOUND)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_CHECKPOINT_NOT_FOUND, "there is none");
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_CHECKPOINT_NOT_FOUND, "no such checkpoint");
     return st;
 }
 
@@ -113,7 +113,7 @@ static struct moe_status check_range(const struct moe_checkpoint_context *c, con
                       (uint64_t)bytes, json_string_value(json_array_get(range, 3)));
 }
 
-/* Everything that one slot wrote. */
+/* The files of one slot. */
 static struct moe_status check_slot(const struct moe_checkpoint_context *c, const struct source *s,
                                     const json_t *entry)
 {
@@ -137,7 +137,7 @@ static struct moe_status check_slot(const struct moe_checkpoint_context *c, cons
     return st;
 }
 
-/* This slot's share of the files, so that each is read by one slot only. */
+/* This slot's share of the files: each file is hashed by one slot only. */
 static struct moe_status check_share(const struct moe_checkpoint_context *c, const struct source *s)
 {
     size_t i, live = (size_t)__builtin_popcountll(c->live);
@@ -167,8 +167,8 @@ static struct moe_status find(const struct source *s, const struct moe_ckpt_tens
         *tensor = found;
         return moe_ok();
     }
-    return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, "tensor %s is not there as it should be",
-                     t->name);
+    return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED,
+                     "tensor %s is missing, or has another shape or type", t->name);
 }
 
 static struct moe_status check_tensors(const struct moe_checkpoint_context *c,
@@ -214,7 +214,7 @@ done:
     return st;
 }
 
-/* ------------------------------------------- weights that the training state does not have */
+/* ----------------------------------------------------- weights outside the training state */
 
 struct plain {
     const struct moe_checkpoint_context *context;
@@ -248,7 +248,7 @@ static struct moe_status take_weight(void *ctx, enum moe_weight weight, uint32_t
     return st;
 }
 
-/* Whether all of a layer's expert weights are in the state: then none is read from the model. */
+/* True if the state has all expert weights of a layer: then none is read from the model. */
 static bool experts_in_state(const struct moe_checkpoint_context *c, size_t layer)
 {
     for (unsigned w = MOE_WEIGHT_GATE; w <= MOE_WEIGHT_DOWN_BIAS; w++) {
@@ -311,7 +311,7 @@ static struct moe_status read_all(const struct moe_checkpoint_context *c, const 
     MOE_TRY(read_number(s->manifest, "steps", &state->steps));
     MOE_TRY(read_number(s->manifest, "frozen", &frozen));
     state->frozen = (uint32_t)frozen;
-    moe_ckpt__read_explicit_loads(s->manifest, &state->explicit_loads);
+    moe_ckpt__read_loads(s->manifest, &state->explicit_loads);
     MOE_TRY(check_share(c, s));
     MOE_TRY(check_tensors(c, s));
     return read_records(c, s, state);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The manifest of a checkpoint: what makes a directory one, and vouches for its files. */
+/* The manifest of a checkpoint: it makes a directory a checkpoint and has its files' hashes. */
 #include "checkpoint/internal.h"
 
 #include "model/json_file.h"
@@ -19,7 +19,7 @@ struct moe_status moe_ckpt__manifest_hash(const json_t *manifest, char sha256[MO
     json_t *copy = json_copy((json_t *)manifest);
     char *text = NULL;
     if (copy != NULL) {
-        (void)json_object_del(copy, "sha256"); /* not there while it is made */
+        (void)json_object_del(copy, "sha256"); /* absent when the hash was computed */
         text = json_dumps(copy, JSON_COMPACT | JSON_SORT_KEYS | JSON_REAL_PRECISION(17));
     }
     json_decref(copy);
@@ -43,14 +43,14 @@ struct moe_status moe_ckpt__read_manifest(int directory, json_t **out)
         moe_json_read_at(directory, MOE_CKPT_MANIFEST, MOE_CKPT_JSON_BYTES_MAX, &m)));
     struct moe_status st = moe_ckpt__manifest_hash(m, hash);
     const char *format = json_string_value(json_object_get(m, "format"));
-    const char *said = json_string_value(json_object_get(m, "sha256"));
+    const char *stored = json_string_value(json_object_get(m, "sha256"));
     if (!moe_failed(&st) && (format == NULL || strcmp(format, MOE_CKPT_FORMAT) != 0 ||
-                             said == NULL || strcmp(said, hash) != 0))
+                             stored == NULL || strcmp(stored, hash) != 0))
         st = malformed_manifest();
     if (!moe_failed(&st) &&
         json_integer_value(json_object_get(m, "format_version")) != MOE_CKPT_FORMAT_VERSION)
         st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                       "the checkpoint has another format than this version's");
+                       "the checkpoint has a format version that this release does not read");
     if (moe_failed(&st)) {
         json_decref(m);
         return st;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which checkpoints the training directory has, which of them are this group's own, and what goes
- * when only the newest are to stay. */
+/* Retention: the checkpoints of the training directory, those that count as this group's, and the
+ * removal of older ones. */
 #include "checkpoint/internal.h"
 
 #include "daemon/log.h"
@@ -14,7 +14,7 @@
 
 enum { KEPT_MAX = 65536 };
 
-/* -------------------------------------------------------------- what was loaded by its name */
+/* ---------------------------------------------------------------------- explicit loads */
 
 void moe_checkpoint_explicit_loads_add(struct moe_checkpoint_explicit_loads *loads,
                                        const char *name)
@@ -47,7 +47,7 @@ void moe_checkpoint_explicit_loads_join(struct moe_checkpoint_explicit_loads *lo
             memcpy(loads->names[loads->count++], older->names[i], sizeof loads->names[0]);
 }
 
-json_t *moe_ckpt__explicit_loads(const struct moe_checkpoint_explicit_loads *loads)
+json_t *moe_ckpt__loads(const struct moe_checkpoint_explicit_loads *loads)
 {
     json_t *names = json_array();
     for (uint32_t i = 0; i < loads->count; i++)
@@ -58,10 +58,9 @@ json_t *moe_ckpt__explicit_loads(const struct moe_checkpoint_explicit_loads *loa
     return names;
 }
 
-void moe_ckpt__read_explicit_loads(const json_t *manifest,
-                                   struct moe_checkpoint_explicit_loads *out)
+void moe_ckpt__read_loads(const json_t *manifest, struct moe_checkpoint_explicit_loads *out)
 {
-    const json_t *names = json_object_get(manifest, "told");
+    const json_t *names = json_object_get(manifest, MOE_CKPT_LOADS);
     *out = (struct moe_checkpoint_explicit_loads){0};
     for (size_t i = 0; i < json_array_size(names) && out->count < MOE_CHECKPOINT_EXPLICIT_LOADS_MAX;
          i++) {
@@ -71,16 +70,16 @@ void moe_ckpt__read_explicit_loads(const json_t *manifest,
     }
 }
 
-/* ------------------------------------------------------------- which are there, and retention */
+/* --------------------------------------------------------------------------- retention */
 
-/* A checkpoint of the root; others' directories have no manifest and are left alone. */
+/* A checkpoint of the root. Directories without a manifest are left alone. */
 struct kept {
     char name[MOE_CHECKPOINT_NAME_MAX + 1];
     char parent[MOE_CHECKPOINT_NAME_MAX + 1];
     uint64_t writer;
     json_int_t sequence; /* higher = newer */
-    bool counts;         /* for retention */
-    bool spared;         /* by it, whoever wrote it */
+    bool counts;         /* against `keep` */
+    bool spared;         /* stays, whichever process wrote it */
 };
 
 static int newest_first(const void *a, const void *b)
@@ -156,8 +155,8 @@ struct moe_status moe_ckpt__next_sequence(const char *path, json_int_t *sequence
     return st;
 }
 
-/* Out of sight before it is taken apart: `*gone` as soon as it is, whatever becomes of its files.
- */
+/* Hides the checkpoint before it removes the files. `*gone` is set once it is hidden, even if the
+ * files cannot be removed. */
 static struct moe_status remove_kept(int root, const char *name, bool *gone)
 {
     char hidden[MOE_CKPT_HIDDEN_MAX];
@@ -169,9 +168,9 @@ static struct moe_status remove_kept(int root, const char *name, bool *gone)
     return moe_ckpt__remove_tree(root, hidden);
 }
 
-/* What the group that wrote `name` had been told to load by then. */
-static struct moe_status read_explicit_loads_of(int root, const char *name,
-                                                struct moe_checkpoint_explicit_loads *out)
+/* The explicit loads in the manifest of `name`. */
+static struct moe_status read_loads_of(int root, const char *name,
+                                       struct moe_checkpoint_explicit_loads *out)
 {
     int fd = -1;
     json_t *m = NULL;
@@ -179,14 +178,14 @@ static struct moe_status read_explicit_loads_of(int root, const char *name,
     struct moe_status st = moe_ckpt__read_manifest(fd, &m);
     close(fd);
     MOE_TRY(st);
-    moe_ckpt__read_explicit_loads(m, out);
+    moe_ckpt__read_loads(m, out);
     json_decref(m);
     return st;
 }
 
-/* The checkpoint and what it came from: parents, until one is not there any more, or `stops` and is
- * spared. Newest first, so a parent lies behind its child; one that does not is another checkpoint,
- * which got the parent's name later. */
+/* Marks the checkpoint and its parents, until one is missing, or with `stops` is spared. The list
+ * is newest first, so a parent comes after its child; an earlier one is another checkpoint, which
+ * got the parent's name later. */
 static void mark_line(struct kept *list, size_t count, const char *name, bool stops,
                       void (*mark)(struct kept *))
 {
@@ -210,9 +209,9 @@ static void count_it(struct kept *k)
     k->counts = true;
 }
 
-/* Of a root that others use too: what this process has written, and what `newest` came from without
- * being told. What the group was told to load was there before it, or is dear to somebody: it is
- * spared, and so is all that it came from. */
+/* In a root that other groups may use, those count that this process has written, and the parents
+ * of `newest` up to an explicit load. Explicit loads and their parents are spared: other trainings
+ * may need them. */
 static void count_ours(struct kept *list, size_t count, const char *newest, uint64_t writer,
                        const struct moe_checkpoint_explicit_loads *loads)
 {
@@ -238,12 +237,12 @@ struct moe_status moe_ckpt__keep_newest(const struct moe_checkpoint_context *c, 
     size_t count = 0;
     uint32_t counted = 0;
     MOE_TRY(moe_ckpt__open_root(c->root, &root));
-    struct moe_checkpoint_explicit_loads explicit_loads;
-    struct moe_status st = read_explicit_loads_of(root, newest, &explicit_loads);
+    struct moe_checkpoint_explicit_loads loads;
+    struct moe_status st = read_loads_of(root, newest, &loads);
     if (!moe_failed(&st))
         st = list_kept(root, &list, &count);
     count = moe_failed(&st) ? 0 : count;
-    count_ours(list, count, newest, c->writer, &explicit_loads);
+    count_ours(list, count, newest, c->writer, &loads);
     for (size_t i = 0; i < count; i++) {
         if (!list[i].counts || counted++ < keep || strcmp(list[i].name, newest) == 0)
             continue;
@@ -254,8 +253,8 @@ struct moe_status moe_ckpt__keep_newest(const struct moe_checkpoint_context *c, 
         if (!gone)
             continue;
         note_removed(removed, list[i].name);
-        moe_log_info("checkpoint %s: removed, for %s was to leave %" PRIu32 " at most",
-                     list[i].name, newest, keep);
+        moe_log_info("checkpoint %s: removed, because the Save of %s keeps %" PRIu32, list[i].name,
+                     newest, keep);
     }
     free(list);
     close(root);

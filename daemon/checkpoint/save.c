@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Saving: the model's files, the training state beside them, and a manifest that vouches for both.
+/* Saving: the model's files, the training state, and a manifest with hashes of both.
  *
  *   NAME/config.json, model*.safetensors, ...   the model, as daemon/model/model_write.h makes it
  *   NAME/optimizer/slot-00000.safetensors       training state that slot 0 wrote
  *   NAME/optimizer/slot-00000.json              hash of that, and of each byte range it wrote in
  *                                               the model's files
- *   NAME/optimizer/records.bin                  which calls had been run
- *   NAME/manifest.json                          everything else, and hashes of the files above */
+ *   NAME/optimizer/records.bin                  the record of calls
+ *   NAME/manifest.json                          all other state, and hashes of the files above */
 #include "checkpoint/internal.h"
 
 #include "daemon/log.h"
@@ -45,7 +45,7 @@ static struct moe_status make_frame(const struct moe_checkpoint_context *c, int 
     return moe_model_write_frame(c->model, hidden, MOE_CKPT_MANIFEST, &bytes);
 }
 
-/* Who wrote it, and for which call: hexadecimal, for JSON has no unsigned numbers. */
+/* Names the writer and its call: in hexadecimal, because JSON has no unsigned numbers. */
 static void name_save(const struct moe_checkpoint_context *c, const struct moe_checkpoint_state *s,
                       char text[SAVE_TEXT])
 {
@@ -54,7 +54,7 @@ static void name_save(const struct moe_checkpoint_context *c, const struct moe_c
         n += snprintf(text + n, SAVE_TEXT - (size_t)n, "-%016" PRIx64, s->save[i]);
 }
 
-/* The checkpoint `name` is what this Save has written before. */
+/* True if an earlier attempt of this Save wrote the checkpoint `name`. */
 static bool find_own(const struct moe_checkpoint_context *c, const char *name,
                      struct moe_checkpoint_state *s)
 {
@@ -93,7 +93,7 @@ struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context 
     *found = begun.reason == MOE_REASON_CHECKPOINT_EXISTS && find_own(c, name, state);
     if (*found)
         return moe_ok();
-    MOE_TRY(begun.reason == MOE_REASON_IO ? named(begun, name) : begun); /* others say it */
+    MOE_TRY(begun.reason == MOE_REASON_IO ? named(begun, name) : begun); /* others name it */
     struct moe_status st = make_frame(c, hidden);
     close(hidden);
     if (moe_failed(&st))
@@ -103,7 +103,7 @@ struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context 
 
 /* ----------------------------------------------------------------------------- write */
 
-/* One slot's writing of one layer. */
+/* The writing of one layer by this slot. */
 struct write {
     const struct moe_checkpoint_context *context;
     size_t layer;
@@ -226,7 +226,7 @@ struct moe_status moe_checkpoint_save_write(const struct moe_checkpoint_context 
 
 /* ---------------------------------------------------------------------------- commit */
 
-/* Reads a slot's list back and puts its hash into the manifest; its tensors must be whole. */
+/* Puts the hash of a slot's list into the manifest; its tensors must be complete. */
 static struct moe_status add_slot(const struct moe_checkpoint_context *c, json_t *slots,
                                   int directory, uint32_t slot)
 {
@@ -256,7 +256,7 @@ static struct moe_status fill_manifest(const struct moe_checkpoint_context *c, j
     json_t *more = json_pack(
         "{s:s, s:I, s:s, s:s, s:o, s:I, s:I, s:o, s:I, s:I, s:I, s:I, s:{s:I, s:s}, s:[]}",
         "format", MOE_CKPT_FORMAT, "format_version", (json_int_t)MOE_CKPT_FORMAT_VERSION, "save",
-        save, "parent", s->parent, "told", moe_ckpt__explicit_loads(&s->explicit_loads), "sequence",
+        save, "parent", s->parent, MOE_CKPT_LOADS, moe_ckpt__loads(&s->explicit_loads), "sequence",
         sequence, "made", (json_int_t)time(NULL), "settings", moe_ckpt__settings(c), "lineage",
         (json_int_t)s->lineage, "weights_version", (json_int_t)s->weights_version, "steps",
         (json_int_t)s->steps, "frozen", (json_int_t)s->frozen, "records", "bytes",
@@ -294,7 +294,7 @@ static struct moe_status write_manifest(const struct moe_checkpoint_context *c, 
     return st;
 }
 
-/* Before anybody can see it: what will be loaded opens, and is this model. */
+/* Before the rename: the written model opens, and is this model. */
 static struct moe_status check_model(const struct moe_checkpoint_context *c, int hidden)
 {
     struct moe_model *written = NULL;
@@ -303,7 +303,7 @@ static struct moe_status check_model(const struct moe_checkpoint_context *c, int
     moe_model_close(written);
     return same ? moe_ok()
                 : moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED,
-                            "what was written is not the model that was read");
+                            "the written files are not the model that was read");
 }
 
 struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context *c,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* With which settings a checkpoint was made, and whether they are these workers'. */
+/* The settings of a checkpoint, compared with those of these workers. */
 #include "checkpoint/internal.h"
 
 #include <fcntl.h>
@@ -7,7 +7,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
-/* Of a setting as an option says it; both of a text have room in a status. */
+/* Bytes of a setting in the form of an option; two of them fit into a status. */
 enum { SETTING_TEXT = 72, FINGERPRINT_SHOWN = 12 };
 
 /* All but the model. */
@@ -32,7 +32,7 @@ json_t *moe_ckpt__settings(const struct moe_checkpoint_context *c)
     return NULL;
 }
 
-/* ------------------------------------------------------------------ as options say them */
+/* ------------------------------------------------------------------ in the form of options */
 
 /* "gate,down": the names of the bits that are set. */
 static void list_bits(char text[SETTING_TEXT], json_int_t bits, const char *const *names,
@@ -131,7 +131,7 @@ void moe_checkpoint_describe(const struct moe_trainer_config *config, char *text
     json_decref(all);
 }
 
-/* -------------------------------------------------------------------- what a directory is */
+/* -------------------------------------------------------------------- kinds of directories */
 
 bool moe_ckpt__is_there(int at, const char *name)
 {
@@ -139,15 +139,15 @@ bool moe_ckpt__is_there(int at, const char *name)
     return fstatat(at, name, &unused, AT_SYMLINK_NOFOLLOW) == 0;
 }
 
-/* A directory without a manifest was never a checkpoint; what else it is helps more than that. */
+/* A directory without a manifest is no checkpoint; the error names what else it is. */
 struct moe_status moe_ckpt__check_kind(int directory)
 {
     if (moe_ckpt__is_there(directory, MOE_CKPT_MANIFEST))
         return moe_ok();
     if (moe_ckpt__is_there(directory, "adapter_config.json"))
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                         "it is an adapter that was exported for PEFT, not a checkpoint: it has no "
+                         "it is an adapter exported for PEFT, not a checkpoint: it has no "
                          "optimizer state");
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CHECKPOINT_NOT_FOUND,
-                     "it has no " MOE_CKPT_MANIFEST ": not a checkpoint of training");
+                     "it is no checkpoint: it has no " MOE_CKPT_MANIFEST);
 }

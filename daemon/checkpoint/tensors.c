@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which tensors a trainer's state consists of, what they are called, and whose they are.
+/* The tensors of a trainer's state: their names, and the slot that writes each.
  *
- * Names are of layers and experts, never of slots: a checkpoint is taken by any number of workers
- * in any placement. */
+ * Names have layers and experts, not slots, so that any number of workers in any placement can load
+ * a checkpoint. */
 #include "checkpoint/internal.h"
 
 #include "common/layer_rules.h"
@@ -44,7 +44,7 @@ bool moe_ckpt__has_master(const struct moe_checkpoint_context *c, size_t layer,
     return weight == MOE_WEIGHT_SELECT_BIAS;
 }
 
-/* The slot that writes an expert: the first of its copies that is there. */
+/* True if this slot writes the expert: it has the first live copy. */
 static bool writes_expert(const struct moe_checkpoint_context *c, size_t layer, uint32_t expert)
 {
     const struct moe_placement *p = &c->placements[layer];
@@ -101,7 +101,7 @@ static struct moe_status add(struct moe_ckpt_tensors *t, const struct moe_checkp
     return moe_ok();
 }
 
-/* One parameter: W0 before the adapter that is added to it, the value before what goes with it. */
+/* One parameter: W0 before the adapter on it, the value before its moments. */
 static struct moe_status add_param(struct moe_ckpt_tensors *t,
                                    const struct moe_checkpoint_context *c, size_t layer,
                                    const struct moe_train_param *p, uint32_t expert)
@@ -159,7 +159,7 @@ struct moe_status moe_ckpt__list(const struct moe_checkpoint_context *c, bool wr
     return moe_ok();
 }
 
-/* Weights of one layer whose value is not listed as part of the state. */
+/* Weights of one layer that have no value in the state. */
 static struct moe_status add_values(struct moe_ckpt_tensors *t,
                                     const struct moe_checkpoint_context *c, size_t layer)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which processes write checkpoints below a root, told by locks that end with their processes. */
+/* Processes that write checkpoints below a root: each holds a lock that ends with it. */
 #include "checkpoint/internal.h"
 
 #include "daemon/log.h"
@@ -21,13 +21,13 @@ static void file_of(char name[FILE_NAME], uint64_t writer)
     snprintf(name, FILE_NAME, ".%016" PRIx64 MOE_CKPT_WRITER, writer);
 }
 
-/* Opened anew for each question: a lock belongs to an opened file. */
+/* Opened for each check: a lock belongs to an open file description. */
 static int open_file(int root, const char *name, int flags)
 {
     return openat(root, name, O_RDWR | O_NOFOLLOW | O_CLOEXEC | flags, 0666);
 }
 
-/* `fd` is what has that name: nobody has removed it since it was opened. */
+/* True if `fd` still has that name: the file was not removed since it was opened. */
 static bool has_name(int root, const char *name, int fd)
 {
     struct stat opened, named;
@@ -35,8 +35,7 @@ static bool has_name(int root, const char *name, int fd)
            opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
 }
 
-/* Somebody who takes it for a file that was left may have removed it between opening and locking.
- */
+/* Another process may remove the file as a leftover between opening and locking. */
 static int create_locked(int root, const char *name)
 {
     for (int tries = 0; tries < TRIES; tries++) {
@@ -45,9 +44,10 @@ static int create_locked(int root, const char *name)
             return -1;
         bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0;
         if (!locked && errno != EWOULDBLOCK) {
-            moe_log_warn("the training directory has no locks (%s): groups that share it cannot "
-                         "tell each other's running Saves from those that a crash left",
-                         strerror(errno));
+            moe_log_warn(
+                "the training directory's file system has no locks (%s): groups that share it "
+                "cannot tell each other's running Saves from leftovers of a crash",
+                strerror(errno));
             return fd;
         }
         if (locked && has_name(root, name, fd))
@@ -75,12 +75,13 @@ void moe_ckpt__hide_writer(const struct moe_checkpoint_context *c, int root)
     if (c->shown == NULL || *c->shown < 0)
         return;
     file_of(name, c->writer);
-    (void)unlinkat(root, name, 0); /* what stays is swept by the next Save */
+    (void)unlinkat(root, name, 0); /* if it stays, the next Save removes it */
     close(*c->shown);
     *c->shown = -1;
 }
 
-/* Nobody's, as far as locks tell; then it is held here until `*fd` is closed. */
+/* True if no process holds its lock, or there is no such file. With a file, this process holds the
+ * lock until `*fd` is closed. */
 static bool take(int root, const char *name, int *fd)
 {
     *fd = open_file(root, name, 0);
@@ -100,11 +101,11 @@ bool moe_ckpt__is_written(const struct moe_checkpoint_context *c, int root, cons
     int fd;
     if (end == NULL || end - name < HEX + 1 || end[-HEX - 1] != '.' ||
         strspn(end - HEX, "0123456789abcdef") != HEX)
-        return false; /* no name of ours has another form */
+        return false; /* not a name that a Save makes */
     snprintf(file, sizeof file, ".%.*s" MOE_CKPT_WRITER, HEX, end - HEX);
     file_of(own, c->writer);
     if (strcmp(file, own) == 0)
-        return false; /* one Save at a time: it was given up, and its thread is over */
+        return false; /* one Save at a time: this one was abandoned, and its thread has ended */
     bool gone = take(root, file, &fd);
     if (fd >= 0)
         close(fd);

@@ -1,13 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tickets of training calls: the row of all training kinds. The call is on its origin only; there
- * it brings the tensors, on all other slots the ticket brings none. What a ticket means is for the
- * room behind the calls to say (schedule/call_ops.h), and the same on all slots: begin, then the
- * pass or the change, then end. */
+/* Tickets of training calls: the row of all training kinds. The call with its tensors is on the
+ * origin only; other slots run the ticket without tensors. Its meaning lies behind
+ * schedule/call_ops.h. All slots do the same: begin, then the pass or the change, then end. */
 #include "engine/state.h"
 
 #include "base/clock.h"
 
-/* Its tensors are of the shape that the ticket says. Tickets come from another process. */
+/* The call's tensors have the ticket's shape. Tickets come from another process. */
 static bool fits_ticket(const struct moe_train_work *w, const struct moe_ticket *t)
 {
     if (w->kind != t->kind)
@@ -16,7 +15,7 @@ static bool fits_ticket(const struct moe_train_work *w, const struct moe_ticket 
            (w->layer == t->layer && w->dtype == t->dtype && w->tokens <= t->bucket);
 }
 
-/* Takes the call of the lane's ticket, where it is one of ours. */
+/* Takes the call of the ticket if this slot is its origin. */
 static struct moe_status take_call(struct moe_engine *e, struct moe_step_slot *step_slot)
     MOE_REQUIRES(e->lock)
 {
@@ -61,7 +60,7 @@ static void refuse(struct moe_engine *e, struct moe_step_slot *step_slot, struct
     e->config.calls->refuse(step_slot->exec, why);
 }
 
-/* Without the lock. What the pass says about the tokens of our call counts as well. */
+/* Without the lock. A bad token of our call fails it. */
 static void end_execution(struct moe_engine *e, struct moe_step_slot *step_slot,
                           const struct moe_step_result *result, struct moe_call_end *end)
 {
@@ -72,7 +71,7 @@ static void end_execution(struct moe_engine *e, struct moe_step_slot *step_slot,
         end->status = moe_step_slot_outcome(step_slot, &all, 0);
 }
 
-/* The call of the turn has its end, or waits for a later turn's. */
+/* Ends the execution's call, or lets it wait for a later execution. */
 static void end_own_call(struct moe_engine *e, struct moe_step_slot *step_slot,
                          const struct moe_call_end *end)
 {
@@ -106,7 +105,7 @@ static void complete(struct moe_engine *e, struct moe_step_slot *step_slot,
     moe_engine__plan_expiry(e, true);
     uint64_t version = e->config.calls->weights_version(e->config.calls_ctx);
     moe_mutex_lock(&e->lock);
-    /* Tokens that have to be computed again are announced before the end of this ticket is. */
+    /* Tokens that must be computed again are announced before this ticket's end. */
     moe_engine__change_version(e, version, true);
     moe_mutex_unlock(&e->lock);
     update_block(e);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Training calls that wait. A call waits in `calls` on the worker that was asked until its ticket
- * comes; one that began what goes on after its ticket (a Save) waits in `held` until a later ticket
- * settles it. Progress tickets are asked for by the room behind the calls: calls of the engine's
- * own, on which nobody waits. */
+ * comes; a call that began a job (a Save) then waits in `pending_saves` until a later ticket
+ * settles the job. The room behind the calls requests progress tickets: calls of the engine without
+ * a client. */
 #include "engine/state.h"
 
 #include "base/clock.h"
@@ -31,7 +31,7 @@ void moe_engine__end_call(struct moe_engine *e, struct moe_train_work *w, struct
     moe_eventcount_notify(e->eventcount);
 }
 
-/* The sequencer of the view in force has it, so that its ticket will come. */
+/* The sequencer of the present view knows it, so its ticket will come. */
 static bool is_known(const struct moe_engine *e, const struct moe_train_work *w)
     MOE_REQUIRES(e->lock)
 {
@@ -116,7 +116,7 @@ static void describe(const struct moe_engine *e, const struct moe_train_work *w,
     memcpy(out->descriptor.body, w->body, w->body_length);
 }
 
-/* Gives the first call that has none a number, and describes it. */
+/* Numbers the first call without a number, and describes it. */
 static bool number_call(struct moe_engine *e, struct moe_ticket *out, uint32_t *tokens)
     MOE_REQUIRES(e->lock)
 {
@@ -149,7 +149,8 @@ static struct moe_status admit_call(const struct moe_engine *e, const struct moe
     const struct moe_step_key key = {w->layer, MOE_STEP_FORWARD, w->dtype};
     const bool has_rows = moe_step_traits(w->kind)->has_rows;
     if (e->config.calls == NULL)
-        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED, "there is no training here");
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "this worker has no training; start it with --training");
     if (e->refusing)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, LEAVING_RETRY_MS,
                                "this worker is leaving");
@@ -172,7 +173,7 @@ static struct moe_call_descriptor descriptor_of(const struct moe_train_work *w)
     return descriptor;
 }
 
-/* Gives the lock up meanwhile. */
+/* Releases the lock meanwhile. */
 static void accept_call(struct moe_engine *e, struct moe_train_work *w, bool is_progress)
     MOE_REQUIRES(e->lock)
 {
@@ -200,7 +201,7 @@ static void free_progress_ticket(struct moe_train_work *w, struct moe_status sta
     free(w);
 }
 
-/* One that says the same waits for its ticket: all that is known now will be told there. */
+/* An equal one waits: its ticket will carry all that is known now. */
 static bool has_progress_ticket(const struct moe_engine *e, const struct moe_train_work *ticket)
     MOE_REQUIRES(e->lock)
 {
@@ -212,7 +213,7 @@ static bool has_progress_ticket(const struct moe_engine *e, const struct moe_tra
     return w != NULL;
 }
 
-/* A worker that refuses new work ends what it has begun: pokes are not refused. */
+/* A worker that refuses new work finishes its jobs: progress tickets are not refused. */
 bool moe_engine__request(void *ctx, enum moe_step_kind kind,
                          const struct moe_call_descriptor *descriptor)
 {
@@ -251,8 +252,8 @@ static bool waits_for(const struct moe_train_work *w, enum moe_step_kind kind, u
     return w != NULL && !w->is_progress && !w->cancelled && w->kind == kind && w->id == id;
 }
 
-/* Also who has asked and whose ticket has not come, or has just begun: it will join. */
-static bool somebody_waits(const struct moe_engine *e, enum moe_step_kind kind, uint64_t id)
+/* Calls without a ticket, and those with a ticket that has just begun, count: they will join. */
+static bool is_waited_for(const struct moe_engine *e, enum moe_step_kind kind, uint64_t id)
     MOE_REQUIRES(e->lock)
 {
     bool found = false;
@@ -269,11 +270,11 @@ void moe_engine__stop_waiting(struct moe_engine *e, const struct moe_train_work 
 {
     const enum moe_step_kind kind = w->kind;
     struct moe_call_descriptor descriptor;
-    if (somebody_waits(e, kind, w->id) ||
+    if (is_waited_for(e, kind, w->id) ||
         !e->config.calls->is_unwanted(e->config.calls_ctx, kind, w->id, &descriptor))
         return;
     moe_mutex_unlock(&e->lock);
-    /* Without room, the next part that ends does the same. */
+    /* Without room, the next part that ends requests it again. */
     (void)moe_engine__request(e, kind, &descriptor);
     moe_mutex_lock(&e->lock);
 }
@@ -296,7 +297,7 @@ void moe_engine_cancel_training(struct moe_engine *e, struct moe_train_work *w)
     moe_mutex_unlock(&e->lock);
 }
 
-/* ------------------------------------------------------- calls that wait for their end */
+/* ------------------------------------------------------- calls that wait for a job's end */
 
 struct moe_status moe_engine__reforming(void)
 {
@@ -317,7 +318,7 @@ void moe_engine__end_pending_saves(struct moe_engine *e, struct moe_status statu
     }
 }
 
-/* They speak of a Save or Load that has ended with its view; no later one has a ticket for them. */
+/* Their Save or Load has ended with its view; no ticket will come for them. */
 static void drop_progress_tickets(struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     for (struct moe_train_work *next, *w = e->calls.head; w != NULL; w = next) {

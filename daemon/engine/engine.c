@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The engine's thread and its state; see engine/engine.h. It never knows who asks or who orders.
- *
- * One mutex guards everything that other threads may touch. The thread itself loops over "what is
- * the next thing to do" and drops the lock for every callback, every copy of rows and every call of
- * the backend. The one idea worth knowing: a request is wherever its tokens are. `queued` says that
- * some wait, `taken - finished` is the number of those in steps, and when neither is left its end
- * is reported. */
+/* The engine's thread and its state; see engine/engine.h. It knows neither clients nor the
+ * sequencer. One mutex guards all state that other threads may touch. The thread does one action
+ * per turn of its loop and releases the lock for every callback, every copy of rows and every call
+ * of the backend. The one idea worth knowing: a request is where its tokens are. `queued` is true
+ * while some wait, `taken - finished` of them are in steps. When neither is left, its end is
+ * reported. */
 #include "engine/engine.h"
 
 #include "base/clock.h"
@@ -46,7 +45,7 @@ static struct moe_status draining(void)
                            "this worker is leaving");
 }
 
-/* Engine's thread. Gives the lock up meanwhile. */
+/* Engine's thread. Releases the lock meanwhile. */
 static void report_ended(struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     struct moe_work *w = e->ended.head;
@@ -77,7 +76,7 @@ static void report_ended(struct moe_engine *e) MOE_REQUIRES(e->lock)
 
 /* --------------------------------------------------------------------------- steps */
 
-/* The operations of a lane's kind; of one that is none, those that put nothing back. */
+/* The operations of a step slot's kind. An unknown kind, which claims no tokens, gets forward's. */
 static const struct moe_step_row *row_of(const struct moe_step_slot *step_slot)
 {
     const struct moe_step_traits *kind = moe_step_traits(step_slot->ticket.kind);
@@ -123,8 +122,8 @@ static void expire(struct moe_engine *e) MOE_REQUIRES(e->lock)
     moe_engine__give_up_calls(e, false, now, why);
 }
 
-/* An exclusive ticket has the engine for itself. One of training waits for the one
- * before: until that has ended nobody knows whether it will have been run. */
+/* An exclusive ticket runs alone. A training ticket waits for the previous one, which may still
+ * fail and so decide whether this one is run. */
 static bool may_begin(const struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     if (e->ticket_count == 0 || e->in_flight == STEP_SLOTS || e->stopping)
@@ -136,7 +135,7 @@ static bool may_begin(const struct moe_engine *e) MOE_REQUIRES(e->lock)
     return !next->is_exclusive && !now->is_exclusive && !(next->is_training && now->is_training);
 }
 
-/* Fills the free lane with the next ticket's tokens. */
+/* Fills the free step slot with the next ticket's tokens. */
 static struct moe_step_slot *fill_step_slot(struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     struct moe_step_slot *step_slot = &e->step_slots[(e->oldest + e->in_flight) % STEP_SLOTS];
@@ -161,8 +160,8 @@ static struct moe_step_slot *fill_step_slot(struct moe_engine *e) MOE_REQUIRES(e
     return step_slot;
 }
 
-/* Engine's thread. Gives the lock up meanwhile. A step that cannot begin takes its lane all the
- * same, so that it fails in its turn. */
+/* Engine's thread. Releases the lock meanwhile. A step that cannot begin takes its step slot all
+ * the same, so that it fails in order. */
 static void begin_step(struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     struct moe_step_slot *step_slot = fill_step_slot(e);
@@ -174,7 +173,7 @@ static void begin_step(struct moe_engine *e) MOE_REQUIRES(e->lock)
     moe_mutex_lock(&e->lock);
 }
 
-/* Engine's thread. Gives the lock up meanwhile. */
+/* Engine's thread. Releases the lock meanwhile. */
 static void complete_oldest(struct moe_engine *e, const struct moe_step_result *result)
     MOE_REQUIRES(e->lock)
 {
@@ -186,7 +185,7 @@ static void complete_oldest(struct moe_engine *e, const struct moe_step_result *
 
 /* ------------------------------------------------------------------- end of a view */
 
-/* The thread lets go of the session. */
+/* The thread releases the session. */
 static void end_view(struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     e->session = NULL;
@@ -196,8 +195,8 @@ static void end_view(struct moe_engine *e) MOE_REQUIRES(e->lock)
     pthread_cond_broadcast(&e->idle);
 }
 
-/* Engine's thread. Gives the lock up meanwhile. The oldest step failed: no step after it can count,
- * so all of them are waited for and undone, the youngest first. */
+/* Engine's thread. Releases the lock meanwhile. The oldest step failed: later steps are invalid, so
+ * all are waited for and undone, the youngest first. */
 static void fail_view(struct moe_engine *e, struct moe_status why, int missing_slot)
     MOE_REQUIRES(e->lock)
 {
@@ -232,7 +231,7 @@ static void fail_view(struct moe_engine *e, struct moe_status why, int missing_s
     moe_mutex_lock(&e->lock);
 }
 
-/* News is expected at any moment: for a while after the last step. */
+/* For spin_ns after the last step the thread polls: news is expected soon. */
 static bool is_spinning(const struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     return e->config.spin_ns > 0 && moe_clock_ns() < e->spin_until;
@@ -244,8 +243,8 @@ static void keep_spinning(struct moe_engine *e) MOE_REQUIRES(e->lock)
         e->spin_until = moe_clock_ns() + e->config.spin_ns;
 }
 
-/* Thread, no lock. Looks at the step and at the eventcount in turns, so that the next ticket begins
- * while the step runs. MOE_DEADLINE_EXCEEDED: it still does. */
+/* Thread, no lock. Polls the step and the eventcount alternately, so that the next ticket begins
+ * while the step runs. MOE_DEADLINE_EXCEEDED: the step still runs. */
 static struct moe_status poll_step(struct moe_engine *e, struct moe_step *step, uint64_t until,
                                    struct moe_step_result *result)
 {
@@ -254,16 +253,16 @@ static struct moe_status poll_step(struct moe_engine *e, struct moe_step *step, 
         if (st.code != MOE_DEADLINE_EXCEEDED || moe_eventcount_prepare(e->eventcount) != e->seen ||
             moe_clock_ns() >= until)
             return st;
-        sched_yield(); /* who has something to do comes first */
+        sched_yield(); /* threads with work come first */
     }
 }
 
-/* Engine's thread. Gives the lock up meanwhile. */
+/* Engine's thread. Releases the lock meanwhile. */
 static void wait_for_oldest(struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     struct moe_step_slot *step_slot = &e->step_slots[e->oldest];
     const bool spinning = is_spinning(e);
-    /* A pass may be long: who is cancelled meanwhile, or late, is told, though no step can begin.
+    /* A pass may be long: cancelled and expired requests end meanwhile, though no step can begin.
      */
     const bool sliced =
         e->in_flight < STEP_SLOTS || moe_step_traits(step_slot->ticket.kind)->is_training;
@@ -298,7 +297,7 @@ static void fail_queued(struct moe_engine *e, struct moe_status reason) MOE_REQU
     moe_engine__give_up_calls(e, true, 0, reason);
 }
 
-/* Gives the lock up meanwhile. */
+/* Releases the lock meanwhile. */
 static void wait_for_notification(struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     uint64_t until = moe_batcher_next_expiry(e->batcher), call = moe_engine__next_call_expiry(e);
@@ -313,8 +312,8 @@ static void wait_for_notification(struct moe_engine *e) MOE_REQUIRES(e->lock)
     moe_mutex_lock(&e->lock);
 }
 
-/* Gives the lock up meanwhile. Everything that was told before the last ring is known then;
- * what comes while it is looked at rings again. */
+/* Releases the lock meanwhile. Reads all state that was written before the last notification; a
+ * later change notifies again. */
 static void check_notifications(struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     uint32_t count = moe_eventcount_prepare(e->eventcount);
@@ -453,8 +452,8 @@ struct moe_eventcount *moe_engine_eventcount(const struct moe_engine *e)
 
 /* ---------------------------------------------------------------------- other threads */
 
-/* Everything that is queued was lost to the sequencer with the last view. What waits for a step of
- * its own is announced one by one. */
+/* The sequencer of the new view knows no queued work. Retained Forwards are announced one by one
+ * elsewhere. */
 static void announce_queued(struct moe_engine *e)
 {
     struct moe_step_key key;
@@ -552,13 +551,13 @@ struct moe_status moe_engine_submit(struct moe_engine *e, struct moe_work *w)
     uint32_t tokens = w->tokens; /* `w` may be done, and gone, as soon as the lock is free */
     moe_mutex_lock(&e->lock);
     struct moe_status st = admit(e, w, &key);
-    bool tell = !moe_failed(&st) && e->session != NULL;
+    bool announce = !moe_failed(&st) && e->session != NULL;
     if (!moe_failed(&st))
         accept_work(e, w, &key);
-    if (tell && key.kind == MOE_STEP_FORWARD_RETAIN)
+    if (announce && key.kind == MOE_STEP_FORWARD_RETAIN)
         moe_engine__announce_calls(e);
     moe_mutex_unlock(&e->lock);
-    if (tell && key.kind == MOE_STEP_FORWARD)
+    if (announce && key.kind == MOE_STEP_FORWARD)
         e->config.announce(e->config.ctx, key.layer, key.kind, key.dtype, tokens);
     return st;
 }
@@ -579,7 +578,7 @@ void moe_engine_run(struct moe_engine *e, const struct moe_ticket *ticket)
         if (e->ticket_count < TICKETS_MAX)
             e->tickets[(e->ticket_first + e->ticket_count++) % TICKETS_MAX] = *ticket;
         else /* the gap in seq fails the view */
-            moe_log_warn("ticket %llu came while %d wait", (unsigned long long)ticket->seq,
+            moe_log_warn("ticket %llu dropped: %d tickets wait", (unsigned long long)ticket->seq,
                          TICKETS_MAX);
         moe_eventcount_notify(e->eventcount);
     }

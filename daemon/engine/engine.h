@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The engine: runs tickets. Requests are submitted to it from any thread and wait in the batcher;
- * a ticket from the sequencer takes what fits into its bucket, and the engine's thread runs the
- * step on the backend, at most two at once: rows of step n+1 are copied in and rows of step n-1 are
- * copied out while step n runs.
+/* The engine: runs tickets. Requests are submitted to it from any thread and wait in the batcher; a
+ * ticket from the sequencer takes the tokens that fit into its bucket, and the engine's thread runs
+ * the step on the backend, at most two steps at once: rows of step n+1 are copied in and rows of
+ * step n-1 are copied out while step n runs.
  *
  * The engine knows nothing of gRPC, of the coordinator, or of how tickets travel. */
 #ifndef MOE_ENGINE_ENGINE_H
@@ -21,21 +21,21 @@ struct moe_engine_config {
     struct moe_layer *const *layers;           /* runnable layers; borrowed, outlive the engine */
     const struct moe_layer_spec *const *specs; /* of the same; ascending by layer */
     size_t layer_count;
-    uint32_t max_tokens_per_step;     /* largest bucket, power of two */
-    uint64_t max_queued_tokens;       /* more are refused with QUEUE_FULL */
-    const struct moe_call_ops *calls; /* what tickets with an order mean; NULL: there are none */
-    void *calls_ctx;                  /* borrowed */
-    struct moe_step_metrics
-        *metrics; /* told of every step that ended well; borrowed, may be NULL */
-    /* Work was queued while a view is in force, or waited when it began: the sequencer should hear
-     * of it. Any thread, no lock held: moe_engine_run may be called from within, and nothing else
-     * of the engine. May tell of tokens that are gone when their ticket comes (cancelled, or taken
-     * by an earlier one), never leaves any out. */
+    uint32_t max_tokens_per_step; /* largest bucket, power of two */
+    uint64_t max_queued_tokens;   /* more are refused with QUEUE_FULL */
+    const struct moe_call_ops
+        *calls;      /* operations of tickets with a descriptor; NULL: no training */
+    void *calls_ctx; /* borrowed */
+    struct moe_step_metrics *metrics; /* gets every step that succeeded; borrowed, may be NULL */
+    /* Work was queued while a view is in force, or waited when the view began: the sequencer needs
+     * to know. Any thread, no lock held. From within, only moe_engine_run may be called. Announced
+     * tokens may be gone when their ticket comes (cancelled, or taken by an earlier one); no
+     * waiting token is left out. */
     void (*announce)(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
                      uint32_t tokens);
-    /* The same for one training call or saving Forward, each told once in a view: epoch, kind,
-     * layer, dtype and order of `call` are filled in, the order's origin is not. To be ignored in
-     * another epoch. `tokens`: its rows, 0 where it has none. May be NULL without training. */
+    /* The same for one training call or retained Forward, each once per view. Epoch, kind, layer,
+     * dtype and descriptor of `call` are filled in, but not the descriptor's origin. To be ignored
+     * in another epoch. `tokens`: its rows, 0 if it has none. May be NULL without training. */
     void (*announce_training)(void *ctx, const struct moe_ticket *call, uint32_t tokens);
     /* A ticket has been run, in order of seq. Engine's thread, no lock held; must not stop or start
      * a view, and may come while moe_engine_stop_view waits. On failure the engine has stopped the
@@ -43,25 +43,24 @@ struct moe_engine_config {
      * short, or that were never begun, are not reported. */
     void (*finished)(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
                      uint64_t lost_slots);
-    /* From now on (not any more) no ticket may be ordered whose kind is_weight_update: told on all
-     * slots, at the same ticket, before `finished` of it; the end of a view ends it unsaid.
-     * Engine's thread, no lock held; nothing of the engine may be called from within. NULL: no
-     * training. */
+    /* Starts (ends) a block of tickets of kinds that is_weight_update. All slots call it at the
+     * same ticket, before `finished` of that ticket; the end of a view ends the block without a
+     * call. Engine's thread, no lock held; no function of the engine may be called from within.
+     * NULL: no training. */
     void (*block_weight_updates)(void *ctx, bool block);
-    /* The engine's eventcount was notified, by the engine or by another process.
-     * Engine's thread, no lock held; moe_engine_run may be called from within, and nothing else of
-     * the engine. NULL: nobody else rings. */
+    /* The engine's eventcount was notified, by the engine or by another process. Engine's thread,
+     * no lock held. From within, only moe_engine_run may be called. NULL: no other process
+     * notifies. */
     void (*listen)(void *ctx);
-    /* After a step the thread waits this long without sleeping, so that the next ticket loses no
-     * time in waking it (10 to 60 us); it keeps a processor busy meanwhile. 0: it always sleeps. */
+    /* After a step the thread polls this long instead of sleeping: that saves the 10 to 60 us of
+     * waking it for the next ticket, and keeps a processor busy. 0: it always sleeps. */
     uint64_t spin_ns;
     void *ctx;
 };
 
 struct moe_status moe_engine_create(const struct moe_engine_config *config,
                                     struct moe_engine **out) MOE_CHECKED;
-/* Stops the view, fails what is queued with UNAVAILABLE/DRAINING, joins the thread. NULL is
- * ignored.
+/* Stops the view, fails queued work with UNAVAILABLE/DRAINING, joins the thread. NULL is ignored.
  */
 void moe_engine_destroy(struct moe_engine *e);
 
@@ -69,8 +68,8 @@ void moe_engine_destroy(struct moe_engine *e);
 struct moe_eventcount *moe_engine_eventcount(const struct moe_engine *e);
 
 /* A view is in force: tickets of `epoch` may come, seq without gaps. `session` is borrowed until
- * stop_view returns. Everything that is queued is announced (again), but requests that are pinned
- * to another epoch fail with STALE_EPOCH. A view that still is in force is stopped first. */
+ * stop_view returns. All queued work is announced (again), but requests pinned to another epoch
+ * fail with STALE_EPOCH. A view that is still in force is stopped first. */
 void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, uint64_t epoch,
                            uint32_t max_tokens_per_step);
 /* The view is over: aborts the session's waits, waits until no step runs. Requests that were in a
@@ -81,17 +80,18 @@ void moe_engine_stop_view(struct moe_engine *e);
  * MOE_FAILED_PRECONDITION/STALE_EPOCH, MOE_UNAVAILABLE/DRAINING; the work is not accepted then and
  * `done` is not called. On success `done` may have been called already. */
 struct moe_status moe_engine_submit(struct moe_engine *e, struct moe_work *w) MOE_CHECKED;
-/* Any thread, also after `done`: what is still queued of a request is dropped and it ends with
- * MOE_CANCELLED; one that is in a step as a whole runs to its end. `w` must be alive. */
+/* Any thread, also after `done`. If some of the request is still queued, it is dropped and the
+ * request ends with MOE_CANCELLED; a request that is in steps as a whole runs to its end. `w` must
+ * be alive. */
 void moe_engine_cancel(struct moe_engine *e, struct moe_work *w);
 
 /* Any thread. As submit; MOE_UNIMPLEMENTED/UNSUPPORTED without training, MOE_INVALID_ARGUMENT/
  * TOKEN_LIMIT for more tokens than a step may have. */
 struct moe_status moe_engine_submit_training(struct moe_engine *e,
                                              struct moe_train_work *w) MOE_CHECKED;
-/* Any thread, also after `done`: nobody waits for the answer any more. A call that has not been
- * announced under the present view ends with MOE_CANCELLED, and so does a Save or Load that has
- * begun; any other one is run. */
+/* Any thread, also after `done`: the client has left. A call that has not been announced under the
+ * present view ends with MOE_CANCELLED, and so does a Save or Load that has begun; other calls are
+ * run. */
 void moe_engine_cancel_training(struct moe_engine *e, struct moe_train_work *w);
 
 /* Any thread. Version of the weights that a step begun now would use; 1 without training. */
@@ -102,7 +102,7 @@ void moe_engine_run(struct moe_engine *e, const struct moe_ticket *ticket);
 
 /* Refuses new work from now on; true once nothing is queued or running, false at `deadline_ns`. */
 bool moe_engine_drain(struct moe_engine *e, uint64_t deadline_ns);
-/* Fails everything that waits with `reason` (a group that will not come back). */
+/* Fails all waiting work with `reason` (a group that will not come back). */
 void moe_engine_fail_queued(struct moe_engine *e, struct moe_status reason);
 
 struct moe_engine_counters {

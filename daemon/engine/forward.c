@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forward passes: the row of MOE_STEP_FORWARD, whose steps take whatever waits for their layer and
- * dtype; and the parts of it that retained passes (retain.c) share. */
+/* Forward passes: the row of MOE_STEP_FORWARD. Its steps take all waiting tokens of their layer and
+ * dtype. Retained passes (retain.c) share parts of it. */
 #include "engine/state.h"
 
 static const struct moe_layer_spec *find_spec(const struct moe_engine *e, uint32_t layer,
@@ -65,9 +65,9 @@ static void add_result(struct moe_work *w, const struct moe_step_slot *step_slot
     w->steps++;
 }
 
-/* `finished` comes before the rows are copied out: the sequencer can order the next step while they
- * are. Where it is this worker's own, and peers send it mail, this thread reads their word: what
- * comes while rows are copied is read after that. */
+/* `finished` comes before rows are copied out, so that the sequencer can issue the next ticket
+ * meanwhile. If the sequencer is this worker's, peers report through shared memory and this thread
+ * reads that after the copy. */
 void moe_engine__hand_out(struct moe_engine *e, struct moe_step_slot *step_slot,
                           const struct moe_step_result *result)
 {

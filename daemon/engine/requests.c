@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where requests stand: a request is wherever its tokens are. `queued` says that some wait in the
- * batcher, `taken - finished` is the number of those in steps, and when neither is left it has
- * ended. */
+/* Ends of requests. A request is where its tokens are: `queued` is true while some wait in the
+ * batcher, `taken - finished` of them are in steps. When neither is left, it has ended. */
 #include "engine/state.h"
 
 static void append(struct work_list *list, struct moe_work *w)

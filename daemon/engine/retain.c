@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forward requests with a step of their own, so that what it leaves on the devices is of exactly
- * the batch that their Backward will have. Such a request waits in the batcher like any other, but
- * is announced by itself, with an order that names it, and taken by that name. */
+/* Retained Forward requests: each has a separate step, so that the devices retain exactly the batch
+ * of its Backward. Such a request waits in the batcher like others, but is announced alone, with a
+ * descriptor, and taken by its number. */
 #include "engine/state.h"
 
 #include "base/clock.h"
@@ -14,7 +14,7 @@ enum moe_step_kind moe_engine__queue_of(const struct moe_engine *e, const struct
     return own ? MOE_STEP_FORWARD_RETAIN : MOE_STEP_FORWARD;
 }
 
-/* ------------------------------------------------------------------------- orders */
+/* -------------------------------------------------------------------- descriptors */
 
 static void find_unannounced(struct moe_work *w, void *arg)
 {
@@ -73,8 +73,8 @@ void moe_engine__forget_retain_numbers(struct moe_engine *e)
 
 /* ------------------------------------------------------------------------- tickets */
 
-/* One that was cancelled, or whose time was over, after it had been announced: its step runs all
- * the same, without tokens, because all slots have begun it. */
+/* A request that was cancelled, or expired, after it had been announced: its step runs without
+ * tokens, because the other slots run it. */
 static struct moe_status claim(struct moe_engine *e, struct moe_step_slot *step_slot)
     MOE_REQUIRES(e->lock)
 {

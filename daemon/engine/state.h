@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the files of the engine share: its state, and the few functions that cross from one file
- * into another (moe_engine__*). Nobody else includes this. */
+/* State that the files of the engine share, and the few functions that cross from one file into
+ * another (moe_engine__*). Only files of this folder include it. */
 #ifndef MOE_ENGINE_STATE_H
 #define MOE_ENGINE_STATE_H
 
@@ -16,21 +16,21 @@
 
 enum {
     STEP_SLOTS = 2,   /* steps in flight */
-    TICKETS_MAX = 64, /* tickets that wait; the sequencer keeps far fewer unfinished */
+    TICKETS_MAX = 64, /* tickets that wait; the sequencer has far fewer in flight */
     CALLS_MAX = 64,   /* training calls that wait */
     PROGRESS_TICKETS_MAX =
         4,           /* progress tickets have a separate quota: blocked calls wait for them */
-    RETAIN_MAX = 32, /* requests that wait for a step of their own */
-    /* While one step runs, the thread waits for its end and for notifications in turns of this
-     * length: a notification is noticed at most this much later, and never later than the end of
-     * that step. On a member this delays the start of a copy that overlaps the running step; on the
-     * sequencer, whose peers' `done` comes so, the order of the next ticket, so that copy on all
-     * slots. Turns of 50 us gained nothing that could be measured (results/serving.md). With
-     * spin_ns the thread polls all the time. */
+    RETAIN_MAX = 32, /* requests that wait for a separate step */
+    /* While one step runs, the thread waits for its end and for notifications alternately, in
+       slices of this length: it sees a notification at most this much later, and not later than the
+       end of that step. On a member this delays the copy that overlaps the running step. On the
+       sequencer it delays the next ticket, because peers report `done` by notifications, and so
+       that copy on all slots. Slices of 50 us gained nothing that could be measured
+       (results/serving.md). With spin_ns the thread polls all the time. */
     WAIT_SLICE_NS = 200000,
 };
 _Static_assert(CALLS_MAX + PROGRESS_TICKETS_MAX + RETAIN_MAX <= MOE_SEQUENCER_CALLS,
-               "the sequencer takes all that wait");
+               "the sequencer has room for all waiting calls");
 
 /* Requests linked by `next`. */
 struct work_list {
@@ -52,21 +52,21 @@ struct moe_engine {
     MOE_GUARDED_BY(lock) struct {
         struct moe_batcher *batcher;
         struct work_list ended;         /* left the queues and all steps; `done` is to be called */
-        struct call_list calls;         /* training calls whose ticket has not begun here */
-        struct call_list pending_saves; /* whose Save or Load is under way */
+        struct call_list calls;         /* training calls without a ticket begun here */
+        struct call_list pending_saves; /* calls that wait for the end of a Save or Load */
         struct call_list ended_calls;
-        uint32_t call_count;         /* of `calls`, without progress tickets */
-        uint32_t progress_count;     /* progress tickets of `calls` */
-        uint32_t retain_count;       /* requests that got an order, or are to, without a ticket yet;
-                                        cancelled ones included until their ticket comes */
-        uint64_t last_number;        /* of a call that was announced */
+        uint32_t call_count;     /* of `calls`, without progress tickets */
+        uint32_t progress_count; /* progress tickets of `calls` */
+        uint32_t retain_count; /* requests for a separate step without a ticket yet; cancelled ones
+                                  count until their ticket comes */
+        uint64_t last_number;  /* of a call that was announced */
         uint64_t weights_version;    /* of a step that begins now */
         uint64_t unfinished;         /* requests and calls accepted and not yet done */
         struct moe_session *session; /* NULL: no view is in force */
         uint64_t epoch;              /* of the view */
         uint64_t last_seq;           /* of the ticket begun last under this view; 0 = none */
         uint32_t bucket_max;         /* of the view */
-        bool stopping;               /* stop_view waits for the thread to let go of the session */
+        bool stopping;               /* stop_view waits until the thread has released the session */
         bool refusing, quit;
         struct moe_ticket tickets[TICKETS_MAX]; /* a ring */
         size_t ticket_first, ticket_count;
@@ -74,56 +74,55 @@ struct moe_engine {
     };
 
     /* The engine's thread only. */
-    bool blocks_weight_updates; /* what `hold` was told last in this view */
-    uint64_t next_expiry;       /* something may have been kept for long enough then */
+    bool blocks_weight_updates; /* last argument of config.block_weight_updates in this view */
+    uint64_t next_expiry;       /* retained memory may expire then */
     struct moe_step_slot step_slots[STEP_SLOTS];
     unsigned oldest, in_flight; /* oldest step, number of steps */
-    uint32_t seen;              /* count of the eventcount when all state was last looked at */
-    uint64_t spin_until;        /* until then the thread waits without sleeping */
+    uint32_t seen;              /* count of the eventcount when all state was last read */
+    uint64_t spin_until;        /* until then the thread polls instead of sleeping */
 };
 
-/* The operations of a kind of step. Which row a ticket has: see row_of. The lock is held unless a
+/* The operations of a kind of step; row_of chooses the row of a ticket. The lock is held unless a
  * comment says otherwise. */
 struct moe_step_row {
-    /* Takes what of this slot goes into the lane's step. */
+    /* Takes this slot's tokens, or call, into the step slot. */
     struct moe_status (*claim)(struct moe_engine *e, struct moe_step_slot *step_slot);
-    /* Without the lock. Enqueues the step (step_slot->step), or does at once what the ticket asks
-     * for; a failure is step_slot->failure, and ends the view. */
+    /* Without the lock. Enqueues the step (step_slot->step), or runs the ticket at once. A failure
+     * goes to step_slot->failure and ends the view. */
     void (*begin)(struct moe_engine *e, struct moe_step_slot *step_slot,
                   struct moe_session *session);
-    /* All slots have refused the step, and nothing has happened: the ticket ends with that. NULL:
-     * its view ends. */
+    /* All slots have refused the step and nothing has changed: the ticket ends with `why`. NULL:
+     * the view ends instead. */
     void (*refuse)(struct moe_engine *e, struct moe_step_slot *step_slot, struct moe_status why);
-    /* The oldest lane's step has ended well. Gives the lock up meanwhile, and reports `finished`.
-     */
+    /* The oldest step has succeeded. Releases the lock meanwhile, and reports `finished`. */
     void (*complete)(struct moe_engine *e, struct moe_step_slot *step_slot,
                      const struct moe_step_result *result);
-    /* The view ends with the step undone. Youngest lane first. */
+    /* The view ends before the step; undoes `claim`. The youngest step comes first. */
     void (*abandon)(struct moe_engine *e, struct moe_step_slot *step_slot);
 };
 extern const struct moe_step_row moe_engine__forward, moe_engine__retained, moe_engine__call;
 
 /* ------------------------------------------------------------------- requests.c */
 
-/* Lists `w` as ended when nothing of it waits or runs. */
+/* Lists `w` as ended when none of its tokens wait or run. */
 void moe_engine__settle(struct moe_engine *e, struct moe_work *w) MOE_REQUIRES(e->lock);
-/* Gives up a request that is not queued (any more); the first reason counts. */
+/* Ends a request that is not queued, with the first `reason` that it gets. */
 void moe_engine__give_up(struct moe_engine *e, struct moe_work *w, struct moe_status reason)
     MOE_REQUIRES(e->lock);
-/* The same of a list. */
+/* The same for a list. */
 void moe_engine__give_up_all(struct moe_engine *e, struct moe_work *evicted,
                              struct moe_status reason) MOE_REQUIRES(e->lock);
 bool moe_engine__wants_other_version(const struct moe_work *w, uint64_t version);
 struct moe_status moe_engine__other_version(uint64_t version);
-/* The weights have another version: requests pinned to the old one end, those that have seen part
- * of it begin again. Gives the lock up meanwhile. No step runs. */
+/* The weights' version has changed: requests pinned to another version end, requests with finished
+ * steps restart. Releases the lock meanwhile. No step runs. */
 void moe_engine__change_version(struct moe_engine *e, uint64_t version, bool announce)
     MOE_REQUIRES(e->lock);
 
 /* -------------------------------------------------------------------- forward.c */
 
-/* Without the lock. `retain_as`: the name under which devices keep what the pass leaves; 0 = they
- * keep nothing. */
+/* Without the lock. `retain_as`: the name under which devices retain the pass's activations; 0 =
+ * they retain none. */
 void moe_engine__begin_forward(struct moe_engine *e, struct moe_step_slot *step_slot,
                                struct moe_session *session, uint64_t retain_as);
 /* Without the lock: reports `finished`, copies rows out. */
@@ -136,54 +135,54 @@ void moe_engine__put_back(struct moe_engine *e, struct moe_step_slot *step_slot)
 
 /* --------------------------------------------------------------------- retain.c */
 
-/* The kind of the queue that a request is to wait in. */
+/* Chooses the kind of queue for a request. */
 enum moe_step_kind moe_engine__queue_of(const struct moe_engine *e, const struct moe_work *w)
     MOE_REQUIRES(e->lock);
-/* Gives the first one that has none a number, and describes it; false when there is none. */
+/* Numbers the first retained Forward without a number, and describes it; false when there is none.
+ */
 bool moe_engine__number_retain(struct moe_engine *e, struct moe_ticket *out, uint32_t *tokens)
     MOE_REQUIRES(e->lock);
-/* A view begins: what waits is to be announced again; what no step of it can hold waits with the
- * others. */
+/* A view begins: waiting requests will be announced again; those larger than its bucket join the
+ * queues of shared steps. */
 void moe_engine__forget_retain_numbers(struct moe_engine *e) MOE_REQUIRES(e->lock);
-/* [engine's thread, or before it runs; the lock may be held or not] When
- * moe_engine__expire_retained is to be called next. `view`: of a view, there may be activations;
- * without, they are others' to touch. */
+/* [engine's thread, or before it runs; the lock may be held] Computes when
+ * moe_engine__expire_retained is to be called next. `view`: one is in force; without it,
+ * activations on the device must not be touched. */
 void moe_engine__plan_expiry(struct moe_engine *e, bool view);
-/* Drops what was kept for long enough; gives the lock up meanwhile. */
+/* Drops expired memory; releases the lock meanwhile. */
 void moe_engine__expire_retained(struct moe_engine *e, uint64_t now) MOE_REQUIRES(e->lock);
 
 /* ---------------------------------------------------------------------- calls.c */
 
 void moe_engine__append_call(struct call_list *list, struct moe_train_work *w);
 void moe_engine__end_call(struct moe_engine *e, struct moe_train_work *w, struct moe_status status);
-/* Takes `w` out of those that wait for their ticket. */
+/* Takes `w` out of `calls`. */
 void moe_engine__unlink_call(struct moe_engine *e, struct moe_train_work *w);
-/* Ends calls that wait and are not known to the sequencer of a view that is in force: those for
- * which `all` or a passed deadline says so. */
+/* Ends waiting calls that the sequencer of the present view does not know: with `all` every one,
+ * else those with a deadline at or before `now`. */
 void moe_engine__give_up_calls(struct moe_engine *e, bool all, uint64_t now,
                                struct moe_status reason) MOE_REQUIRES(e->lock);
-/* When the next of these deadlines passes. */
+/* The earliest of these deadlines. */
 uint64_t moe_engine__next_call_expiry(const struct moe_engine *e) MOE_REQUIRES(e->lock);
-/* Calls of the last view are to be announced again; those that nobody waits for are dropped. */
+/* Calls of the last view will be announced again; cancelled ones end. */
 void moe_engine__forget_numbers(struct moe_engine *e) MOE_REQUIRES(e->lock);
-/* Gives calls, and requests with a step of their own, that have none a number and announces them,
- * while a view is in force; gives the lock up meanwhile. */
+/* Numbers and announces calls and retained Forwards that have no number, while a view is in force;
+ * releases the lock meanwhile. */
 void moe_engine__announce_calls(struct moe_engine *e) MOE_REQUIRES(e->lock);
-/* A ticket of this order, unless one that does as well is on its way; `ctx` is the engine. Takes
- * the lock. See moe_call_request_fn. */
+/* Requests a progress ticket with this descriptor, unless an equal one waits already; `ctx` is the
+ * engine. Takes the lock. See moe_call_request_fn. */
 bool moe_engine__request(void *ctx, enum moe_step_kind kind,
                          const struct moe_call_descriptor *descriptor);
-/* `w` waits no longer, and was perhaps the last at this slot that did. The room behind the calls
- * hears of it with the lock: who asks later is later there, too. Gives the lock up at the end: `w`
- * may be gone then. */
+/* `w` has stopped waiting. If it was the last at this slot, this calls is_unwanted with the lock
+ * held, so that a later call for the same job comes later there, too. Releases the lock at the end:
+ * `w` may be gone then. */
 void moe_engine__stop_waiting(struct moe_engine *e, const struct moe_train_work *w)
     MOE_REQUIRES(e->lock);
-/* What waits for the end of a call that goes on has it. `x`: the execution that settled it; NULL:
- * its view ended. */
+/* Ends all calls of pending_saves. `x`: the execution that settled them; NULL: the view ended. */
 void moe_engine__end_pending_saves(struct moe_engine *e, struct moe_status status,
                                    const struct moe_call_exec *x) MOE_REQUIRES(e->lock);
-/* The view is over: what is under way is lost, who waits for it is told, and pokes are forgotten.
- */
+/* The view is over: unfinished jobs are lost, calls that wait for them end, and progress tickets
+ * are dropped. */
 void moe_engine__drop_pending_saves(struct moe_engine *e) MOE_REQUIRES(e->lock);
 struct moe_status moe_engine__call_cancelled(void);
 struct moe_status moe_engine__reforming(void);

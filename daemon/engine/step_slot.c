@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Memory and row movement of one step; see engine/step_slot.h. Every tensor of a lane is sized for
- * the largest bucket and the widest layer at start-up, so that no step can fail for want of memory.
- */
+/* Memory and row movement of one step; see engine/step_slot.h. Every tensor of a step slot is sized
+ * for the largest bucket and the widest layer at start-up, so that no step can fail for want of
+ * memory. */
 #include "engine/step_slot.h"
 
 #include "base/clock.h"
@@ -95,8 +95,8 @@ static const void *const_row_of(const void *tensor, uint32_t first, size_t bytes
     return tensor == NULL ? NULL : (const uint8_t *)tensor + first * bytes;
 }
 
-/* The backend works on the request's own memory. Routing that the request does not want back goes
- * to the lane's. */
+/* The backend works on the request's memory. Routing that the request does not want back goes to
+ * the step slot's. */
 static void point_at_request(struct moe_step_slot *step_slot, const struct moe_layer_spec *spec,
                              struct moe_step_args *args)
 {
@@ -185,7 +185,7 @@ void moe_step_slot_scatter(struct moe_step_slot *step_slot, const struct moe_lay
     }
 }
 
-/* --------------------------------------------------------------------- verdict */
+/* --------------------------------------------------------------------- outcome */
 
 struct moe_status moe_step_slot_outcome(const struct moe_step_slot *step_slot,
                                         const struct moe_segment *segment, uint32_t row)
@@ -205,7 +205,7 @@ struct moe_status moe_step_slot_outcome(const struct moe_step_slot *step_slot,
                              "token %u: a routing weight is not finite", token);
         default:
             return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
-                             "token %u: the backend gave an unknown verdict", token);
+                             "token %u: the backend reported an unknown state", token);
         }
     }
     return moe_ok();

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A step slot carries one step at a time: the segments that it is made of and the host memory that
- * their rows are gathered into and scattered from. The engine has two, so that one step's rows move
- * while the other computes.
- *
- * A training ticket also takes a step slot, with or without a step, so tickets end in order.
+/* A step slot carries one step at a time: its segments, and the host memory into which their rows
+ * are gathered and from which they are scattered. The engine has two, so that one step's rows move
+ * while the other computes. A training ticket also takes a step slot, with or without a step, so
+ * that tickets end in order.
  *
  * A step with a single segment needs no rows moved: the backend reads and writes the request's own
  * buffers. A step slot takes no lock and is used by one thread. */
@@ -28,14 +27,14 @@ struct moe_step_slot {
     struct moe_segment *segments; /* [shape.tokens] */
     size_t segment_count;
     uint32_t tokens;       /* sum over the segments */
-    struct moe_step *step; /* NULL: it could not be enqueued, and `failure` says why */
+    struct moe_step *step; /* NULL with a `failure`: it could not be enqueued */
     struct moe_status failure;
-    uint64_t weights_version; /* that the step uses */
-    /* a training ticket */
-    struct moe_train_work *call; /* of a training ticket, on its origin; NULL elsewhere */
+    uint64_t weights_version;    /* used by the step */
+                                 /* a training ticket */
+    struct moe_train_work *call; /* on the origin; NULL on other slots */
     struct moe_call_exec
-        *exec; /* [shape.exec_bytes] of tickets with an order; aligned for any type */
-    /* host memory; rows of the layer at hand, packed */
+        *exec; /* [shape.exec_bytes], of tickets with a descriptor; aligned for any type */
+    /* host memory; rows of the step's layer, packed */
     void *x, *y;                     /* [tokens, hidden] F32 at most */
     int32_t *ids_in, *ids_out;       /* [tokens, top_k] */
     float *weights_in, *weights_out; /* [tokens, top_k] */
@@ -53,10 +52,10 @@ void moe_step_slot_free(struct moe_step_slot *step_slot);
  */
 void moe_step_slot_gather(struct moe_step_slot *step_slot, const struct moe_layer_spec *spec,
                           struct moe_step_args *args);
-/* Rows out, after the step has finished well. Adds to the requests' copy_out_ns. */
+/* Rows out, after the step has succeeded. Adds to the requests' copy_out_ns. */
 void moe_step_slot_scatter(struct moe_step_slot *step_slot, const struct moe_layer_spec *spec);
-/* What the step says about the tokens of one segment, whose first row in the step is `row`:
- * success, or the failure of its first bad token. */
+/* The outcome of one segment that begins at row `row` of the step: success, or the failure of its
+ * first bad token. */
 struct moe_status moe_step_slot_outcome(const struct moe_step_slot *step_slot,
                                         const struct moe_segment *segment,
                                         uint32_t row) MOE_CHECKED;

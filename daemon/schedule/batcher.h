@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Requests that wait for a step, in one first-in-first-out queue per (layer, kind, dtype). `take`
  * cuts the head of a queue into the segments of one step; a request larger than the room left is
- * split and its rest stays at the head. Requests of kind MOE_STEP_FORWARD_RETAIN are taken one by
- * one and whole, by number.
+ * split and its remainder stays at the head. Requests of kind MOE_STEP_FORWARD_RETAIN are taken
+ * whole, by number.
  *
  * Pure: no clock, no lock, no thread, and no memory after create (requests are linked through their
- * own fields). Which queue is served when is the sequencer's business. */
+ * own fields). The sequencer chooses the queue. */
 #ifndef MOE_SCHEDULE_BATCHER_H
 #define MOE_SCHEDULE_BATCHER_H
 
@@ -22,7 +22,7 @@ struct moe_segment {
 /* `layers` ascends strictly. */
 struct moe_status moe_batcher_create(const uint32_t *layers, size_t count,
                                      struct moe_batcher **out) MOE_CHECKED;
-/* Requests that are still queued are the caller's. NULL is ignored. */
+/* Requests that are still queued belong to the caller. NULL is ignored. */
 void moe_batcher_destroy(struct moe_batcher *b);
 
 /* False when there is no queue for such a key. */
@@ -32,8 +32,8 @@ bool moe_batcher_has(const struct moe_batcher *b, const struct moe_step_key *key
 void moe_batcher_push(struct moe_batcher *b, const struct moe_step_key *key, struct moe_work *w);
 
 /* Takes up to `capacity` tokens from the head of a queue; `segments` has room for `capacity`
- * entries. Returns the number of segments, `*tokens` their sum. A request whose last token is taken
- * leaves the queue. */
+ * entries. Returns the number of segments, `*tokens` their sum. A request leaves the queue with its
+ * last token. */
 size_t moe_batcher_take(struct moe_batcher *b, const struct moe_step_key *key, uint32_t capacity,
                         struct moe_segment *segments, uint32_t *tokens);
 
@@ -46,7 +46,7 @@ bool moe_batcher_take_whole(struct moe_batcher *b, const struct moe_step_key *ke
  * that were not removed meanwhile may go back. */
 void moe_batcher_put_back(struct moe_batcher *b, const struct moe_segment *segment);
 
-/* Takes what is left of `w` out of its queue. False when it was not queued. */
+/* Takes the remainder of `w` out of its queue. False when it was not queued. */
 bool moe_batcher_remove(struct moe_batcher *b, struct moe_work *w);
 
 /* Takes every request for which `match(w, arg)` holds out of its queue and returns them as a list
@@ -54,20 +54,21 @@ bool moe_batcher_remove(struct moe_batcher *b, struct moe_work *w);
 typedef bool (*moe_batcher_match)(const struct moe_work *w, uint64_t arg);
 struct moe_work *moe_batcher_evict(struct moe_batcher *b, moe_batcher_match match, uint64_t arg);
 
-/* Evicts those whose deadline is at or before `now`; costs nothing when there can be none. */
+/* Evicts requests with a deadline at or before `now`; costs nothing when none can have expired. */
 struct moe_work *moe_batcher_expire(struct moe_batcher *b, uint64_t now);
 /* No queued request expires before this time (it may be early, never late). */
 uint64_t moe_batcher_next_expiry(const struct moe_batcher *b);
 
-/* The `i`-th queue: its first request, where tokens of it were taken, begins again; no step may
- * hold any. `*tokens`: those that wait again, of `*w`. False past the last queue. */
+/* Restarts the first request of the `i`-th queue if some of its tokens were taken; none may be in a
+ * step. `*w`: that request, NULL if the queue is empty; `*tokens`: its tokens that wait again.
+ * False past the last queue. */
 bool moe_batcher_rewind(struct moe_batcher *b, size_t i, struct moe_step_key *key, uint32_t *tokens,
                         struct moe_work **w);
 
 /* Tokens queued and not taken. */
 uint64_t moe_batcher_tokens(const struct moe_batcher *b);
 
-/* Calls `visit` for every request that waits for a step of its own. It must not change queues. */
+/* Calls `visit` for every request of kind MOE_STEP_FORWARD_RETAIN. It must not change queues. */
 void moe_batcher_visit_retain(struct moe_batcher *b, void (*visit)(struct moe_work *w, void *arg),
                               void *arg);
 

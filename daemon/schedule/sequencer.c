@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Keys with waiting tokens stand in a ring, in the order in which they began to wait; a ticket
- * takes the first, and a key with tokens left goes to the end. So each key is served after at most
- * as many tickets as there are other waiting keys. */
+/* Keys with waiting tokens form a ring, in the order in which they began to wait. A ticket takes
+ * the first key; a key with tokens left goes to the end. So each key is served after at most as
+ * many tickets as there are other waiting keys. */
 #include "schedule/sequencer.h"
 
 #include "base/guard.h"
@@ -35,11 +35,12 @@ struct moe_sequencer {
     uint32_t ring[MOE_SEQUENCER_KEYS];
 
     /* Training. */
-    uint32_t permille;      /* its share; stays over views */
-    uint32_t credit;        /* what a training ticket costs while forward work waits; <= WHOLE */
+    uint32_t permille; /* its share; stays over views */
+    uint32_t
+        credit; /* forward tickets add to it; training pays while forward work waits; <= WHOLE */
     uint64_t last_forward;  /* seq of the last forward ticket; 0 = none */
-    uint64_t last_training; /* the same of training */
-    uint64_t exclusive;     /* seq of an exclusive ticket that is in flight; 0 = none is */
+    uint64_t last_training; /* seq of the last training ticket; 0 = none */
+    uint64_t exclusive;     /* seq of the exclusive ticket in flight; 0 = none */
     uint64_t owed;          /* sum over keys and slots */
     bool weight_updates_blocked;
     size_t call_first, call_count;
@@ -203,7 +204,7 @@ static uint64_t completed(const struct moe_sequencer *s)
     return least;
 }
 
-/* The smallest bucket that holds what the fullest slot can bring. */
+/* The smallest bucket that holds the pending tokens of every slot, at most max_bucket. */
 static uint32_t choose_bucket(const struct moe_sequencer *s, const struct key_state *k)
 {
     uint64_t most = 0;
@@ -218,7 +219,7 @@ static uint64_t lesser(uint64_t a, uint64_t b)
     return a < b ? a : b;
 }
 
-/* Takes what a ticket covers off the books; false when nothing is left. */
+/* Subtracts the tokens that a ticket covers; false when none are left. */
 static bool cover(struct moe_sequencer *s, struct key_state *k, uint32_t bucket)
 {
     bool left = false;
@@ -233,9 +234,10 @@ static bool cover(struct moe_sequencer *s, struct key_state *k, uint32_t bucket)
     return left;
 }
 
-/* ------------------------------------------------------- turns of forward and training */
+/* ------------------------------------------------------- shares of forward and training */
 
-/* An exclusive ticket that all slots have run is over: what waits now comes before the next one. */
+/* Once all slots have run the exclusive ticket, forward work that waits now comes before the next
+ * one. */
 static void close_exclusive(struct moe_sequencer *s)
 {
     if (s->exclusive == 0 || completed(s) < s->exclusive)
@@ -287,7 +289,7 @@ static void issue_training(struct moe_sequencer *s, size_t at, struct moe_ticket
     *out = *call_at(s, at);
     out->epoch = s->epoch;
     out->seq = ++s->issued;
-    for (; at > 0; at--) /* those that it passes */
+    for (; at > 0; at--) /* the calls that it passes */
         *call_at(s, at) = *call_at(s, at - 1);
     s->call_first = (s->call_first + 1) % CALLS;
     s->call_count--;

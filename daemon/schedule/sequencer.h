@@ -1,22 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Decides which step the group runs next. It knows how many tokens wait on each slot for each
- * (layer, kind, dtype), issues tickets that cover them, and never has more than two tickets in
- * flight: what arrives meanwhile is batched into the next step, so no waiting timer is needed.
- *
- * Training calls, and Forward requests that are saved on the devices for their Backward ("saving"),
- * stand in one queue, in order of arrival; each gets a ticket of its own. For what follows saving
- * is training: it is done for it, and a ticket that one slot has to itself takes from all others'.
+ * (layer, kind, dtype), issues tickets that cover them, and has at most two tickets in flight:
+ * tokens that arrive meanwhile are batched into the next step, so no timer is needed. Training
+ * calls and retained Forward requests wait in one queue, in order of arrival; each gets a separate
+ * ticket. The rules below count retained forward passes as training: they serve it, and such a
+ * ticket carries tokens of one slot only.
  *   Share       while forward work waits, at most a given share of the tickets are training's.
- *   Latency     where forward work came lately, one training ticket is in flight at most, so that
- *               forward work waits for one of them and not for two.
+ *   Latency     if one of the last MOE_SEQUENCER_LATELY tickets was a forward one, at most one
+ *               training ticket is in flight, so that forward work waits for one and not for two.
  *   Exclusive   after a ticket that changes the state as a whole, none is issued until all slots
  *               have run it; slots may take long for it, and different times.
- *   Held        while a checkpoint is copied, calls that would change what is copied wait, and so
- *               does what came after them, but for what may pass (passes_blocked).
+ *   Blocked     while a checkpoint is copied, calls that would change the copied state wait, and
+ *               so do the calls behind them, except kinds with passes_blocked.
  *   Fairness    forward work that waits when an exclusive ticket is done is served before the next
- *               exclusive one, so that a request that has to begin again has to do so once at most.
+ *               exclusive one, so that a request restarts at most once.
  *
- * Pure: no clock, no lock, no thread, no memory after create. It never learns what a step computes
+ * Pure: no clock, no lock, no thread, no memory after create. It does not know what a step computes
  * or how tickets travel. */
 #ifndef MOE_SCHEDULE_SEQUENCER_H
 #define MOE_SCHEDULE_SEQUENCER_H
@@ -33,8 +32,8 @@ enum {
     MOE_SEQUENCER_CALLS = 12,
 #else
     MOE_SEQUENCER_KEYS = 2 * MOE_MAX_LAYERS, /* (layer, kind, dtype) combinations of one view */
-    MOE_SEQUENCER_CALLS = 100,               /* of one slot that may wait for a ticket of their own:
-                                                64 of training, 4 progress tickets, 32 saving */
+    MOE_SEQUENCER_CALLS =
+        100, /* of one slot: 64 training calls, 4 progress tickets, 32 retained forward passes */
 #endif
     MOE_SEQUENCER_LATELY = 16, /* tickets */
 };
@@ -53,19 +52,19 @@ void moe_sequencer_set_share(struct moe_sequencer *s, uint32_t permille);
 void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
                          uint32_t max_bucket);
 
-/* While it holds, no ticket of a kind that is_weight_update is issued. Not at first, and not any
- * more after begin. */
+/* While `block` is set, no ticket of a kind that is_weight_update is issued. moe_sequencer_begin
+ * clears it. */
 void moe_sequencer_block_weight_updates(struct moe_sequencer *s, bool block);
 
-/* `tokens` more wait on `slot`. Errors: MOE_INVALID_ARGUMENT (the slot is not of this view, or the
- * key is none), MOE_RESOURCE_EXHAUSTED (more keys than a view can have). */
+/* `tokens` more wait on `slot`. Errors: MOE_INVALID_ARGUMENT (the slot is not of this view, or
+ * there is no such key), MOE_RESOURCE_EXHAUSTED (more keys than a view can have). */
 struct moe_status moe_sequencer_work(struct moe_sequencer *s, uint32_t slot,
                                      const struct moe_step_key *key, uint32_t tokens) MOE_CHECKED;
 
-/* A call that has an order (has_descriptor) waits on `slot`. Of `call`, kind, layer, dtype and
- * order (but for the origin) count; `tokens`: its rows, at least 1 where it has any
- * (has_rows). Errors: MOE_INVALID_ARGUMENT,
- * MOE_RESOURCE_EXHAUSTED (the slot has too many waiting). */
+/* A call with a descriptor (has_descriptor) waits on `slot`. Reads kind, layer, dtype and
+ * descriptor of `call`, except the descriptor's origin. `tokens`: its rows, at least 1 for kinds
+ * with has_rows. Errors: MOE_INVALID_ARGUMENT, MOE_RESOURCE_EXHAUSTED (the slot has too many
+ * waiting). */
 struct moe_status moe_sequencer_call(struct moe_sequencer *s, uint32_t slot,
                                      const struct moe_ticket *call, uint32_t tokens) MOE_CHECKED;
 
@@ -82,7 +81,7 @@ bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out);
 bool moe_sequencer_stopped(const struct moe_sequencer *s);
 /* Tokens that were announced and are not yet covered by a ticket, over all slots. */
 uint64_t moe_sequencer_pending(const struct moe_sequencer *s);
-/* Calls with an order that have no ticket yet, held ones included. */
+/* Calls with a descriptor that have no ticket yet, blocked ones included. */
 size_t moe_sequencer_calls(const struct moe_sequencer *s);
 
 #endif

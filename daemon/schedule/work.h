@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Requests and training calls as they wait for a step: what the submitter fills in, what it gets
- * back, and the fields by which queues link and count them. */
+/* Requests and training calls that wait for a step: inputs and outputs of the submitter, and the
+ * fields by which queues link and count them. */
 #ifndef MOE_SCHEDULE_WORK_H
 #define MOE_SCHEDULE_WORK_H
 
@@ -23,21 +23,21 @@ struct moe_work {
     uint64_t deadline_ns;     /* not started after this: MOE_DEADLINE_EXCEEDED */
     uint64_t epoch;           /* serve under this epoch only; 0 = any */
     uint64_t weights_version; /* serve with this version only; 0 = any */
-    /* Not NULL: what a Backward of (retain_session, retain_id) can use of this pass is to stay on
-     * the devices, as far as they have room; the pass gets a step of its own for that, where it
-     * fits one and not too many wait for such a step already. Needs training. */
+    /* Not NULL: the devices retain this pass's activations for the Backward of (retain_session,
+     * retain_id), as far as they have room. For that the pass gets a separate step if it fits one
+     * and not too many such requests wait. Needs training. */
     const char *retain_session;
     uint64_t retain_id;
     /* out */
-    uint64_t retained_name; /* under which devices may have kept it, in the session of
-                            answered_epoch; 0 = none has */
-    bool retained_here;     /* this slot's device has */
+    uint64_t retained_name; /* name under which devices may have retained it, in the session of
+                               answered_epoch; 0 = none has */
+    bool retained_here;     /* this slot's device has retained it */
     void *y;                /* [T,H] host memory */
     int32_t *ids_out;       /* [T,K] or NULL */
     float *weights_out;     /* [T,K] or NULL */
     uint64_t answered_epoch;
-    uint64_t answered_version; /* of the weights, for all tokens: a request whose steps would have
-                                  seen two versions is run again as a whole */
+    uint64_t answered_version; /* of the weights, the same for all tokens: a request restarts as a
+                                  whole if the version changes between its steps */
     struct moe_step_result
         step; /* of the last step that carried it; stage times summed over steps */
     uint64_t submitted_ns, started_ns, copy_in_ns, copy_out_ns;
@@ -48,19 +48,19 @@ struct moe_work {
     void *user;
     /* owned by the engine between submit and done */
     struct moe_work *next, *prev;
-    uint32_t queue;           /* the batcher's queue that it is in, or was in last */
+    uint32_t queue;           /* the batcher's queue, present or last */
     bool queued;              /* some of its tokens wait in that queue */
-    uint32_t taken, finished; /* tokens handed to steps, tokens whose step ended */
-    bool own_step;            /* waits, or has waited, for a step of its own */
-    uint64_t number;          /* of its order (see moe_call_descriptor); 0 = not announced */
+    uint32_t taken, finished; /* tokens handed to steps, tokens of ended steps */
+    bool own_step;            /* waits, or has waited, for a separate step */
+    uint64_t number;          /* see moe_call_descriptor; 0 = not announced */
     bool cancelled;
     struct moe_status failure;
 };
 
-/* One training call. Memory and `done` as in moe_work. Once a call has been announced it is run,
- * even if nobody waits for its answer any more, because every slot keeps a record of it; until its
- * ticket has begun anywhere it outlives the end of a view. A Save or Load goes on after its ticket,
- * and is called off when nobody waits for it any more. */
+/* One training call. Memory and `done` as in moe_work. Once a call has been announced it is run
+ * even if its client has left, because every slot keeps a record of it. Until its ticket has begun
+ * on any slot, it outlives the end of a view. A Save or Load goes on after its ticket and is
+ * cancelled when its last client leaves. */
 struct moe_train_work {
     /* in */
     enum moe_step_kind kind;
@@ -86,9 +86,9 @@ struct moe_train_work {
     /* owned by the engine between submit and done */
     struct moe_train_work *next;
     uint64_t number;  /* see moe_call_descriptor */
-    uint64_t id;      /* what its order calls itself; see moe_call_ops.id_of */
-    bool is_progress; /* the engine's own: asks for a ticket on which nobody waits */
-    bool joined;      /* what it waits for was begun by an earlier call */
+    uint64_t id;      /* of its job; see moe_call_ops.id_of */
+    bool is_progress; /* the engine's request for a progress ticket; no client waits for it */
+    bool joined;      /* an earlier call had begun the job that it waits for */
     bool cancelled;
     struct moe_status failure;
 };

@@ -240,20 +240,20 @@ class LogAndSeries(Told):
             r"checkpoint k1: saving begins, of the state after step 1, weights version 2",
             r"checkpoint k1: saved in %s, %s by all workers" % (seconds, size),
             r"checkpoint k1: saving begins, of the state after step 1, weights version 2",
-            r"checkpoint k1: not saved, after %s: there is a checkpoint k1 already" % seconds,
+            r"checkpoint k1: not saved, after %s: checkpoint k1 exists already" % seconds,
             r"checkpoint k1: loading begins: its files are checked first",
             r"checkpoint k1: loaded in %s, %s checked by this worker; lineage %s, "
             r"weights version %s; "
             r"steps that no checkpoint had and that are lost: 1" % (seconds, size, number, number),
             r"checkpoint none: loading begins: its files are checked first",
-            r"checkpoint none: not loaded, after %s: checkpoint none: there is none" % seconds,
+            r"checkpoint none: not loaded, after %s: checkpoint none: no such checkpoint" % seconds,
             r"optimizer step 30 was skipped: a gradient was not finite \(1 skipped "
             r"since this worker "
             r"started\)",
             r"checkpoint k2: saving begins, of the state after step 1, weights version %s" % number,
             r"checkpoint k2: saved in %s, %s by all workers" % (seconds, size),
             r"checkpoint k3: saving begins, of the state after step 1, weights version %s" % number,
-            r"checkpoint k2: removed, for k3 was to leave 1 at most",
+            r"checkpoint k2: removed, because the Save of k3 keeps 1",
             r"checkpoint k3: saved in %s, %s by all workers" % (seconds, size),
         ]
         self.assertEqual(len(lines), len(wanted))
