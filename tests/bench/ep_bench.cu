@@ -95,7 +95,7 @@ struct bench {
     std::vector<float> weights;
     void *dev_x, *dev_y;
     int32_t *dev_ids;
-    struct moe_cuda_facts *facts;
+    struct moe_cuda_step_params *params;
     float *dev_weights;
     __nv_bfloat16 *out;
     size_t out_bytes;
@@ -166,9 +166,9 @@ void make_inputs(bench &b)
         }
     b.dev_x = on_device(b, b.x.data(), n * 2);
     b.dev_y = on_device(b, nullptr, n * 2);
-    struct moe_cuda_facts facts;
-    moe_cuda_facts_fill(b.layer, MOE_DTYPE_BF16, b.s.tokens, b.s.tokens, &facts);
-    b.facts = static_cast<struct moe_cuda_facts *>(on_device(b, &facts, sizeof facts));
+    struct moe_cuda_step_params params;
+    moe_cuda_step_params_fill(b.layer, MOE_DTYPE_BF16, b.s.tokens, b.s.tokens, &params);
+    b.params = static_cast<struct moe_cuda_step_params *>(on_device(b, &params, sizeof params));
     b.dev_ids = static_cast<int32_t *>(on_device(b, b.ids.data(), b.ids.size() * 4));
     b.dev_weights = static_cast<float *>(on_device(b, b.weights.data(), b.weights.size() * 4));
 }
@@ -179,7 +179,7 @@ void pass(bench &b, bool combine, bool compute)
     batch.layer = b.layer;
     batch.dtype = MOE_DTYPE_BF16;
     batch.bucket = b.s.tokens;
-    batch.facts = b.facts;
+    batch.params = b.params;
     batch.x = b.dev_x;
     batch.ids = b.dev_ids;
     batch.weights = b.dev_weights;
@@ -307,12 +307,12 @@ void slowest(bench &b, double *values, uint32_t n)
 {
     double *mine = reinterpret_cast<double *>(b.member->board->weights[b.member->slot]);
     std::copy(values, values + n, mine);
-    bool met = board_barrier(b.member, 60000);
-    for (uint32_t s = 0; met && s < b.member->slots; s++)
+    bool join_event = board_barrier(b.member, 60000);
+    for (uint32_t s = 0; join_event && s < b.member->slots; s++)
         for (uint32_t i = 0; i < n; i++)
             values[i] =
                 std::max(values[i], reinterpret_cast<double *>(b.member->board->weights[s])[i]);
-    if (!met || !board_barrier(b.member, 60000))
+    if (!join_event || !board_barrier(b.member, 60000))
         exit(1);
 }
 
@@ -331,7 +331,7 @@ void run_shape(struct member *m, struct moe_device *device, const shape &s)
     make_inputs(b);
     require(moe_cuda_session_join(device, &config, &b.session));
     require(moe_cuda_ep_reserve(b.session, b.layer, MOE_DTYPE_BF16, s.tokens, s.tokens, false));
-    size_t rows = moe_cuda_ep_most_rows(b.session, b.layer, s.tokens);
+    size_t rows = moe_cuda_ep_max_rows(b.session, b.layer, s.tokens);
     b.out_bytes = rows * s.hidden * sizeof *b.out;
     b.out = static_cast<__nv_bfloat16 *>(on_device(b, nullptr, b.out_bytes));
     std::vector<uint16_t> on_all, before, after;
@@ -356,7 +356,7 @@ void run_shape(struct member *m, struct moe_device *device, const shape &s)
     }
     moe_cuda_session_leave(b.session);
     moe_cuda_layer_destroy(b.layer);
-    moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.facts, sizeof *b.facts);
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.params, sizeof *b.params);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.out, b.out_bytes);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.dev_x, b.x.size() * 2);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, b.dev_y, b.x.size() * 2);

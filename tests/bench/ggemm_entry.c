@@ -96,9 +96,9 @@ MOE_ENTRY_PROTOTYPE(text, describe, MOE_ENTRY_DESCRIBE)
 
 MOE_ENTRY_PROTOTYPE(int, choose_tile, MOE_ENTRY_CHOOSE_TILE)
 {
-    struct moe_cuda_gemm_facts facts = {
+    struct moe_cuda_gemm_params params = {
         .bucket = bucket, .slots = slots, .top_k = top_k, .experts = experts, .n = n, .k = k};
-    return (int)moe_cuda_choose_tile(&facts);
+    return (int)moe_cuda_choose_tile(&params);
 }
 
 MOE_ENTRY_PROTOTYPE(text, tile_name, MOE_ENTRY_TILE_NAME)

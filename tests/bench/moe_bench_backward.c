@@ -16,14 +16,14 @@
 static const double TOLERANCE = 1e-2; /* bf16 against exact, relative Frobenius */
 static const double SUM_TOLERANCE = 1e-5;
 
-enum { MOST_WATCHED = 16, RETAINED_NAME = 1 };
+enum { MAX_WATCHED = 16, RETAINED_NAME = 1 };
 
 /* Parameters whose gradients are compared. */
 struct watched {
-    struct moe_train_key key[MOST_WATCHED];
-    size_t n[MOST_WATCHED];
-    float *want[MOST_WATCHED];  /* of the exact pass */
-    float *first[MOST_WATCHED]; /* of the first BF16 pass */
+    struct moe_train_key key[MAX_WATCHED];
+    size_t n[MAX_WATCHED];
+    float *want[MAX_WATCHED];  /* of the exact pass */
+    float *first[MAX_WATCHED]; /* of the first BF16 pass */
     uint32_t count;
 };
 
@@ -145,7 +145,7 @@ static void choose_watched(struct bench *b, struct watched *w)
         watch(b, w, (enum moe_weight)i, 0);
 }
 
-static void read_watched(struct bench *b, struct backward_trial *t, float *const to[MOST_WATCHED])
+static void read_watched(struct bench *b, struct backward_trial *t, float *const to[MAX_WATCHED])
 {
     const struct watched *w = &t->watched;
     for (uint32_t i = 0; i < w->count; i++)
@@ -294,7 +294,7 @@ static bool check_sum(struct bench *b, struct backward_trial *t, uint64_t passes
 }
 
 /* What one step can retain at most on one slot, twice. */
-static uint64_t most_retained(const struct bench *b, const struct backward_trial *t)
+static uint64_t max_retained(const struct bench *b, const struct backward_trial *t)
 {
     const struct moe_layer_spec *spec = &b->shape->spec;
     uint64_t rows = (uint64_t)t->bucket * b->member->slots * spec->router.top_k;
@@ -312,7 +312,7 @@ static void time_forwards(struct bench *b, struct backward_trial *t,
     uint64_t n = b->plan->repeats;
     double *us = bench_alloc(b, n * sizeof *us);
     bool retained = true;
-    table->retained_limit(b->device, most_retained(b, t));
+    table->retained_limit(b->device, max_retained(b, t));
     for (uint64_t name = 0; name <= RETAINED_NAME; name++) {
         for (uint64_t i = 0; i < n + BENCH_WARM_UP; i++) {
             bench_meet(b);

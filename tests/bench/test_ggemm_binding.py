@@ -32,10 +32,10 @@ def some_values(entry, flags):
 class Binding(unittest.TestCase):
     def setUp(self):
         self.products = Products(LIBRARY)
-        self.products.library.moe_told.restype = ctypes.c_char_p
+        self.products.library.moe_recorded.restype = ctypes.c_char_p
 
     def told(self):
-        pairs = (word.split("=") for word in self.products.library.moe_told().decode().split())
+        pairs = (word.split("=") for word in self.products.library.moe_recorded().decode().split())
         return {name: float(value) for name, value in pairs}
 
     def test_every_argument_arrives_in_its_field(self):

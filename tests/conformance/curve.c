@@ -301,7 +301,7 @@ int main(int argc, char **argv)
 {
     struct training_program p = {.data = "tests/golden/training",
                                  .option = "data",
-                                 .most_slots = EXPERTS,
+                                 .max_slots = EXPERTS,
                                  .share_bytes = sizeof(struct share),
                                  .run = run_member};
     return training_main(&p, argc, argv);

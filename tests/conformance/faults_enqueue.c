@@ -23,7 +23,7 @@ struct flight {
     struct written *out; /* [2] */
 };
 
-enum { MOST_TOKENS = 512 }; /* of a session of member_session */
+enum { MAX_TOKENS = 512 }; /* of a session of member_session */
 enum { FORWARD_FORWARD, BACKWARD_FORWARD, FORWARD_BACKWARD, BACKWARD_BACKWARD, KINDS };
 
 static bool make_flight(struct pupil *p, struct flight *f)
@@ -129,7 +129,7 @@ static int grow_last(struct member *m)
     struct flight f;
     struct moe_step_result result;
     EXPECT(go_to_school(m, &p, LONG_MS) && make_flight(&p, &f));
-    for (uint32_t round = 1; BUCKET << round <= MOST_TOKENS; round++) {
+    for (uint32_t round = 1; BUCKET << round <= MAX_TOKENS; round++) {
         EXPECT(m->slot != VICTIM || await_others(m, round));
         for (uint32_t i = 0; i < 2; i++) {
             p.seat.args.bucket = (uint32_t)BUCKET << (i == 0 ? 0 : round);

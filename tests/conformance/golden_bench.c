@@ -149,7 +149,7 @@ int training_main(struct training_program *p, int argc, char **argv)
     const char *backend = "cpu", *transport = "auto";
     const struct moe_option options[] = {
         {"backend", 'b', MOE_OPTION_STRING, &backend, 0, 0, "NAME", "backend to test"},
-        {"slots", 'n', MOE_OPTION_UINT, &p->slots, 1, p->most_slots, "N", "processes"},
+        {"slots", 'n', MOE_OPTION_UINT, &p->slots, 1, p->max_slots, "N", "processes"},
         {"transport", 0, MOE_OPTION_STRING, &transport, 0, 0, "NAME",
          "how rows travel between GPUs: auto, nvlink or network"},
         {p->option, p->option[0], MOE_OPTION_STRING, &p->data, 0, 0, "DIR", "recorded data"},

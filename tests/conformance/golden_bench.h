@@ -62,7 +62,7 @@ void golden_forward(struct golden_bench *b, enum moe_dtype dtype, uint32_t token
  * cannot train. */
 struct training_program {
     const struct moe_backend *backend;
-    uint64_t slots, most_slots;
+    uint64_t slots, max_slots;
     const char *data;            /* directory; what it is before the command line was read */
     const char *option;          /* its name there */
     size_t share_bytes;          /* of what members show each other, for each slot */

@@ -242,7 +242,7 @@ int main(int argc, char **argv)
 {
     struct training_program p = {.data = "tests/golden/models",
                                  .option = "models",
-                                 .most_slots = MOE_MAX_SLOTS,
+                                 .max_slots = MOE_MAX_SLOTS,
                                  .share_bytes = SHARE_FLOATS * sizeof(float),
                                  .run = run_member};
     return training_main(&p, argc, argv);

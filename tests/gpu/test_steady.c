@@ -314,7 +314,7 @@ static int a_steady_step_allocates_and_waits_for_nothing(struct member *m)
     if (!setup(f, m))
         return SKIP_CODE;
     warm_up(f);
-    EXPECT(calls.captures == BUCKETS * MOE_CUDA_LANES); /* and not times LAYERS */
+    EXPECT(calls.captures == BUCKETS * MOE_CUDA_STEP_SLOTS); /* and not times LAYERS */
     EXPECT(memcmp(f->first[0][0], f->first[1][0], 8 * HIDDEN * 2) != 0);
     EXPECT(memcmp(f->first[1][0], f->first[2][0], 8 * HIDDEN * 2) != 0);
     __typeof__(calls) before = calls;
@@ -375,7 +375,7 @@ static int growing_memory_voids_graphs(struct member *m)
     start(f, 0, 0, bucket_of[0]);
     start(f, 1, 1, bucket_of[1]);
     finish_all(f);
-    EXPECT(calls.captures == 3 * MOE_CUDA_LANES);
+    EXPECT(calls.captures == 3 * MOE_CUDA_STEP_SLOTS);
     teardown(f);
     return 0;
 }
@@ -404,7 +404,7 @@ static int more_shapes_than_are_kept_still_run(struct member *m)
             start(f, 0, 0, bucket_of[0]); /* in the other lane: the same bits */
         }
     finish_all(f);
-    EXPECT(calls.captures == 2 * MANY * MOE_CUDA_LANES); /* none was left when it came again */
+    EXPECT(calls.captures == 2 * MANY * MOE_CUDA_STEP_SLOTS); /* none was left when it came again */
     f->layer[0] = plain;
     for (uint32_t i = 0; i < MANY; i++)
         backend->layer_destroy(layer[i]);

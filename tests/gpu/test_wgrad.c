@@ -163,14 +163,14 @@ static struct problem large_problem(bool accumulate)
 static void every_run_gives_the_same_bits(void **state)
 {
     (void)state;
-    enum { RUNS = 20, MOST_PAIRS = 70 };
+    enum { RUNS = 20, MAX_PAIRS = 70 };
     for (int accumulate = 0; accumulate < 2; accumulate++) {
         struct problem p = large_problem(accumulate);
         size_t bytes = p.elements * sizeof(float);
         char *first = malloc(bytes), *again = malloc(bytes);
         assert_true(first != NULL && again != NULL);
         for (int run = 0; run < RUNS; run++) {
-            p.w.processors = run % 2 == 0 ? 0 : 2 * (1 + random_below(MOST_PAIRS));
+            p.w.processors = run % 2 == 0 ? 0 : 2 * (1 + random_below(MAX_PAIRS));
             prepare(&p);
             ok(moe_cuda_wgrad_enqueue(&p.w, NULL));
             finish();

@@ -21,17 +21,17 @@ static uint32_t random_below(uint32_t n)
     return (uint32_t)(random_state >> 32) % n;
 }
 
-static struct moe_cuda_backward_facts deepseek_v3(void)
+static struct moe_cuda_backward_params deepseek_v3(void)
 {
-    return (struct moe_cuda_backward_facts){.multiprocessors = 132,
-                                            .slots = 4,
-                                            .bucket = 4096,
-                                            .top_k = 8,
-                                            .hidden = 7168,
-                                            .intermediate = 2048,
-                                            .local_experts = 64,
-                                            .shared = true,
-                                            .weights = true};
+    return (struct moe_cuda_backward_params){.multiprocessors = 132,
+                                             .slots = 4,
+                                             .bucket = 4096,
+                                             .top_k = 8,
+                                             .hidden = 7168,
+                                             .intermediate = 2048,
+                                             .local_experts = 64,
+                                             .shared = true,
+                                             .weights = true};
 }
 
 /* Else a kernel that waits for a peer would wait for the one beside it as well. */
@@ -39,24 +39,24 @@ static void what_runs_beside_each_other_fits_together(void **state)
 {
     (void)state;
     for (int i = 0; i < 10000; i++) {
-        struct moe_cuda_backward_facts f = {.multiprocessors = 1 + random_below(200),
-                                            .slots = 1 + random_below(16),
-                                            .bucket = 1u << random_below(16),
-                                            .top_k = 1 + random_below(16),
-                                            .hidden = 8 * (1 + random_below(2048)),
-                                            .intermediate = 1 + random_below(30000),
-                                            .local_experts = random_below(1025),
-                                            .shared = random_below(2),
-                                            .shared_pre = random_below(2),
-                                            .weights = random_below(2),
-                                            .adds = random_below(2)};
+        struct moe_cuda_backward_params f = {.multiprocessors = 1 + random_below(200),
+                                             .slots = 1 + random_below(16),
+                                             .bucket = 1u << random_below(16),
+                                             .top_k = 1 + random_below(16),
+                                             .hidden = 8 * (1 + random_below(2048)),
+                                             .intermediate = 1 + random_below(30000),
+                                             .local_experts = random_below(1025),
+                                             .shared = random_below(2),
+                                             .shared_pre = random_below(2),
+                                             .weights = random_below(2),
+                                             .adds = random_below(2)};
         struct moe_cuda_backward_plan p = moe_cuda_backward_plan(&f);
         assert_true(p.dispatch + p.shared <= f.multiprocessors);
         assert_int_equal(p.dispatch > 0, p.shared > 0);
-        assert_true(p.combine + p.company.processors <= f.multiprocessors);
-        assert_int_equal(p.combine > 0, p.company.processors > 0);
-        assert_int_equal(p.company.processors % 2, 0);
-        assert_true(p.company.share >= 0 && p.company.share <= 1);
+        assert_true(p.combine + p.overlap.processors <= f.multiprocessors);
+        assert_int_equal(p.combine > 0, p.overlap.processors > 0);
+        assert_int_equal(p.overlap.processors % 2, 0);
+        assert_true(p.overlap.share >= 0 && p.overlap.share <= 1);
         assert_true(f.shared || p.dispatch == 0);
         assert_true((f.weights && f.local_experts > 0) || p.combine == 0);
     }
@@ -65,25 +65,25 @@ static void what_runs_beside_each_other_fits_together(void **state)
 static void a_slot_alone_does_one_thing_after_the_other(void **state)
 {
     (void)state;
-    struct moe_cuda_backward_facts f = deepseek_v3();
+    struct moe_cuda_backward_params f = deepseek_v3();
     f.slots = 1;
     struct moe_cuda_backward_plan p = moe_cuda_backward_plan(&f);
     assert_int_equal(p.dispatch, 0);
     assert_int_equal(p.combine, 0);
 }
 
-static double share(const struct moe_cuda_backward_facts *f)
+static double share(const struct moe_cuda_backward_params *f)
 {
-    return moe_cuda_backward_plan(f).company.share;
+    return moe_cuda_backward_plan(f).overlap.share;
 }
 
 /* The time that combine takes decides how many gradients make room for it. */
 static void company_lasts_as_long_as_rows_travel(void **state)
 {
     (void)state;
-    const struct moe_cuda_backward_facts base = deepseek_v3();
+    const struct moe_cuda_backward_params base = deepseek_v3();
     assert_true(share(&base) > 0.05 && share(&base) < 0.5);
-    struct moe_cuda_backward_facts f = base;
+    struct moe_cuda_backward_params f = base;
     f.adds = true; /* the products take longer */
     assert_true(share(&f) < share(&base));
     f = base;

@@ -21,16 +21,16 @@ static uint32_t random_bits(void)
     return (uint32_t)(random_state >> 32);
 }
 
-static struct moe_cuda_gemm_facts deepseek_v3(uint32_t bucket)
+static struct moe_cuda_gemm_params deepseek_v3(uint32_t bucket)
 {
-    return (struct moe_cuda_gemm_facts){
+    return (struct moe_cuda_gemm_params){
         .bucket = bucket, .slots = 4, .top_k = 8, .experts = 256, .n = 4096, .k = 7168};
 }
 
 static void expected_rows_are_the_even_share_rounded_up(void **state)
 {
     (void)state;
-    struct moe_cuda_gemm_facts f = deepseek_v3(4096);
+    struct moe_cuda_gemm_params f = deepseek_v3(4096);
     assert_int_equal(moe_cuda_expected_rows(&f), 512);
     f.bucket = 1;
     assert_int_equal(moe_cuda_expected_rows(&f), 1); /* 32 rows for 256 experts */
@@ -43,7 +43,7 @@ static void expected_rows_are_the_even_share_rounded_up(void **state)
 static void expected_rows_do_not_overflow(void **state)
 {
     (void)state;
-    struct moe_cuda_gemm_facts f = {UINT32_MAX, 16, 16, 1, 8, 8};
+    struct moe_cuda_gemm_params f = {UINT32_MAX, 16, 16, 1, 8, 8};
     assert_int_equal(moe_cuda_expected_rows(&f), UINT32_MAX);
     f.experts = 0;
     assert_int_equal(moe_cuda_expected_rows(&f), UINT32_MAX);
@@ -53,7 +53,7 @@ static void few_rows_stream_weights(void **state)
 {
     (void)state;
     for (uint32_t bucket = 1; bucket <= 512; bucket *= 2) {
-        struct moe_cuda_gemm_facts f = deepseek_v3(bucket);
+        struct moe_cuda_gemm_params f = deepseek_v3(bucket);
         assert_int_equal(moe_cuda_choose_tile(&f), MOE_CUDA_TILE_DECODE);
     }
 }
@@ -62,7 +62,7 @@ static void hundreds_of_rows_use_even_tiles_unless_k_is_short(void **state)
 {
     (void)state;
     for (uint32_t bucket = 1024; bucket <= 4096; bucket *= 2) { /* 128, 256, 512 rows */
-        struct moe_cuda_gemm_facts f = deepseek_v3(bucket);
+        struct moe_cuda_gemm_params f = deepseek_v3(bucket);
         assert_int_equal(moe_cuda_choose_tile(&f), MOE_CUDA_TILE_EVEN);
         f.k = 768;
         assert_int_equal(moe_cuda_choose_tile(&f), MOE_CUDA_TILE_PINGPONG);
@@ -73,7 +73,7 @@ static void thousands_of_rows_use_full_tiles(void **state)
 {
     (void)state;
     for (uint32_t bucket = 8192; bucket <= 32768; bucket *= 2) {
-        struct moe_cuda_gemm_facts f = deepseek_v3(bucket);
+        struct moe_cuda_gemm_params f = deepseek_v3(bucket);
         assert_int_equal(moe_cuda_choose_tile(&f), MOE_CUDA_TILE_PINGPONG);
     }
 }
@@ -83,12 +83,12 @@ static void choice_is_monotonic_in_the_bucket(void **state)
 {
     (void)state;
     for (int i = 0; i < 2000; i++) {
-        struct moe_cuda_gemm_facts f = {.bucket = 1 + random_bits() % 32768,
-                                        .slots = 1 + random_bits() % 16,
-                                        .top_k = 1 + random_bits() % 16,
-                                        .experts = 1 + random_bits() % 512,
-                                        .n = 8 * (1 + random_bits() % 4096),
-                                        .k = 8 * (1 + random_bits() % 2048)};
+        struct moe_cuda_gemm_params f = {.bucket = 1 + random_bits() % 32768,
+                                         .slots = 1 + random_bits() % 16,
+                                         .top_k = 1 + random_bits() % 16,
+                                         .experts = 1 + random_bits() % 512,
+                                         .n = 8 * (1 + random_bits() % 4096),
+                                         .k = 8 * (1 + random_bits() % 2048)};
         enum moe_cuda_gemm_tile small = moe_cuda_choose_tile(&f);
         f.bucket *= 2;
         enum moe_cuda_gemm_tile large = moe_cuda_choose_tile(&f);

@@ -72,8 +72,8 @@ static struct moe_status make_branch(struct moe_cuda_branch *branch)
     MOE_TRY(MOE_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest)));
     MOE_TRY(
         MOE_CUDA(cudaStreamCreateWithPriority(&branch->stream, cudaStreamNonBlocking, highest)));
-    MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&branch->parted, cudaEventDisableTiming)));
-    return MOE_CUDA(cudaEventCreateWithFlags(&branch->met, cudaEventDisableTiming));
+    MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&branch->fork_event, cudaEventDisableTiming)));
+    return MOE_CUDA(cudaEventCreateWithFlags(&branch->join_event, cudaEventDisableTiming));
 }
 
 struct moe_status moe_cuda_device_create(int ordinal, struct moe_device **out)
@@ -82,12 +82,13 @@ struct moe_status moe_cuda_device_create(int ordinal, struct moe_device **out)
     if (device == NULL)
         return no_host_memory();
     device->ordinal = ordinal;
-    device->kept = calloc(1, sizeof *device->kept);
-    if (device->kept == NULL) {
+    device->activation_cache = calloc(1, sizeof *device->activation_cache);
+    if (device->activation_cache == NULL) {
         free(device);
         return no_host_memory();
     }
-    moe_activation_cache_open(device->kept, device, moe_cuda_mem_alloc, moe_cuda_mem_free);
+    moe_activation_cache_open(device->activation_cache, device, moe_cuda_mem_alloc,
+                              moe_cuda_mem_free);
     moe_mutex_init(&device->memory_lock);
     struct moe_status st;
     MOE_TRY_GOTO(st, read_properties(device), fail);
@@ -107,10 +108,10 @@ void moe_cuda_device_destroy(struct moe_device *device)
         return;
     cudaStream_t streams[] = {device->compute, device->branch.stream, device->copy_in,
                               device->copy_out, device->upload};
-    cudaEvent_t events[] = {device->branch.parted, device->branch.met};
+    cudaEvent_t events[] = {device->branch.fork_event, device->branch.join_event};
     (void)cudaSetDevice(device->ordinal);
-    moe_activation_cache_close(device->kept);
-    free(device->kept);
+    moe_activation_cache_close(device->activation_cache);
+    free(device->activation_cache);
     for (size_t i = 0; i < sizeof streams / sizeof *streams; i++)
         if (streams[i] != NULL) {
             (void)cudaStreamSynchronize(streams[i]);
@@ -140,18 +141,18 @@ struct moe_status moe_cuda_device_finish(struct moe_device *device)
     return MOE_CUDA(cudaStreamSynchronize(device->compute));
 }
 
-struct moe_status moe_cuda_branch_part(struct moe_device *device)
+struct moe_status moe_cuda_branch_fork(struct moe_device *device)
 {
     const struct moe_cuda_branch *b = &device->branch;
-    MOE_TRY(MOE_CUDA(cudaEventRecord(b->parted, device->compute)));
-    return MOE_CUDA(cudaStreamWaitEvent(b->stream, b->parted, 0));
+    MOE_TRY(MOE_CUDA(cudaEventRecord(b->fork_event, device->compute)));
+    return MOE_CUDA(cudaStreamWaitEvent(b->stream, b->fork_event, 0));
 }
 
-struct moe_status moe_cuda_branch_meet(struct moe_device *device)
+struct moe_status moe_cuda_branch_join(struct moe_device *device)
 {
     const struct moe_cuda_branch *b = &device->branch;
-    MOE_TRY(MOE_CUDA(cudaEventRecord(b->met, b->stream)));
-    return MOE_CUDA(cudaStreamWaitEvent(device->compute, b->met, 0));
+    MOE_TRY(MOE_CUDA(cudaEventRecord(b->join_event, b->stream)));
+    return MOE_CUDA(cudaStreamWaitEvent(device->compute, b->join_event, 0));
 }
 
 /* --------------------------------------------------------------------- account */

@@ -25,13 +25,13 @@ struct moe_cuda_cublas;  /* ggemm_cublas.h */
 struct moe_cuda_uploads; /* weights.c */
 
 /* A second way beside `compute`, for a pass that has something to do meanwhile. It begins where
- * `compute` stands (moe_cuda_branch_part) and ends before what `compute` gets next
- * (moe_cuda_branch_meet); between passes nothing runs on it, so whoever waits for `compute` has
+ * `compute` stands (moe_cuda_branch_fork) and ends before what `compute` gets next
+ * (moe_cuda_branch_join); between passes nothing runs on it, so whoever waits for `compute` has
  * waited for it. Of high priority, so that combine, for which peers wait, gets multiprocessors
  * first; the shared expert's products beside dispatch do so as well, and end without a peer. */
 struct moe_cuda_branch {
     cudaStream_t stream;
-    cudaEvent_t parted, met;
+    cudaEvent_t fork_event, join_event;
 };
 
 struct moe_device {
@@ -57,7 +57,7 @@ struct moe_device {
     cudaStream_t upload;              /* zeroing of memory, copies of tables, layout of weights */
     struct moe_cuda_uploads *uploads; /* what brings weights in */
 
-    struct moe_activation_cache *kept;    /* what forward steps keep for backward passes */
+    struct moe_activation_cache *activation_cache; /* what forward steps keep for backward passes */
     struct moe_cuda_train_scratch *train; /* train_stages.h; NULL until a layer is trained */
 };
 
@@ -83,8 +83,8 @@ struct moe_status moe_cuda_device_finish(struct moe_device *device) MOE_CHECKED;
 /* Enqueued: what the branch gets from here on runs behind what `compute` has got, beside what it
  * gets from here on; then, what `compute` gets runs behind all that the branch has got. Meeting
  * without having parted does nothing. */
-struct moe_status moe_cuda_branch_part(struct moe_device *device) MOE_CHECKED;
-struct moe_status moe_cuda_branch_meet(struct moe_device *device) MOE_CHECKED;
+struct moe_status moe_cuda_branch_fork(struct moe_device *device) MOE_CHECKED;
+struct moe_status moe_cuda_branch_join(struct moe_device *device) MOE_CHECKED;
 
 /* Puts device memory that another library takes (NCCL's windows) on the account, before it is
  * taken. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY when it cannot fit. */

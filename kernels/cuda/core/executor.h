@@ -2,7 +2,7 @@
 /* The executor: the thread of a session that makes passes which the host leads.
  *
  * A forward step over windows is one launch, and the host waits for none of its parts. A backward
- * pass is not: the host hears dispatch's verdict in its middle, and meets the peers again for the
+ * pass is not: the host hears dispatch's outcome in its middle, and meets the peers again for the
  * load-balance loss. So a task of the executor makes it, and the thread that enqueues the pass
  * waits for nothing. A step whose memory has to grow is a task as well, since growing waits for the
  * device. What is enqueued behind a task that is not done is a task too: the steps of a session

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Something for a thread of a session to do: for the executor (executor.h), or for the courier of a
- * session over a network (net.h). */
+/* Something for a thread of a session to do: for the executor (executor.h), or for the comm thread
+ * of a session over a network (net.h). */
 #ifndef MOE_CUDA_TASK_H
 #define MOE_CUDA_TASK_H
 

@@ -14,15 +14,15 @@ struct alignas(16) arrival {
     uint32_t cta, ctas; /* this one's number in its team, and how many they are: BULK has a team
                            that sends and one that receives, else one does both */
     uint32_t step;
-    uint32_t other;  /* who makes this step be refused, as in struct moe_cuda_verdict; the lowest of
-                        them, or NOWHERE */
+    uint32_t other;  /* who makes this step be refused, as in struct moe_cuda_step_outcome; the
+                        lowest of  them, or NOWHERE */
     uint32_t failed; /* a wait failed, or counts are impossible */
     uint32_t tokens_of[MOE_MAX_SLOTS];
     /* Copies of what would else be a trip to memory each time. */
     uint64_t stamp;
     uint64_t live;
     uint8_t *window[MOE_MAX_SLOTS];
-    struct moe_cuda_facts facts;
+    struct moe_cuda_step_params params;
     /* Behind it: first[slots][local], the row of the source's first row for each expert;
      * count[slots][local]; before they are known, in their place, tally[entries]; then
      * local_index[E], a copy; target[E]. */
@@ -45,21 +45,21 @@ __device__ inline uint32_t *tallies(struct arrival *a)
 }
 
 /* Of a tally: whole units of four. */
-__host__ __device__ static inline uint32_t tally_words(const struct moe_cuda_pass *p)
+__host__ __device__ static inline uint32_t tally_length(const struct moe_cuda_pass *p)
 {
     return (p->entries + 3) / 4 * 4;
 }
 
 /* Numbers in the tables of rows, and of the tallies. */
-__host__ __device__ constexpr size_t most_numbers(size_t slots, size_t local_experts,
-                                                  size_t tally_words)
+__host__ __device__ constexpr size_t max_numbers(size_t slots, size_t local_experts,
+                                                 size_t tally_length)
 {
-    return 2 * slots * local_experts > tally_words ? 2 * slots * local_experts : tally_words;
+    return 2 * slots * local_experts > tally_length ? 2 * slots * local_experts : tally_length;
 }
 
 __host__ __device__ static inline size_t arrival_numbers(const struct moe_cuda_pass *p)
 {
-    return most_numbers(p->slots, p->local_experts, tally_words(p));
+    return max_numbers(p->slots, p->local_experts, tally_length(p));
 }
 
 /* All of dispatch's tables: those, the local index of each expert, and its target. */
@@ -75,8 +75,8 @@ constexpr size_t bytes_of_tables(size_t numbers, size_t experts)
  * a limit has to refuse layers that do not fit, before a step runs. */
 constexpr size_t LEAST_SHARED_BYTES = 99 * 1024;
 static_assert(MOE_MAX_SLOTS * MOE_MAX_EXPERTS % 4 == 0, "the largest tally is whole");
-static_assert(bytes_of_tables(most_numbers(MOE_MAX_SLOTS, MOE_MAX_EXPERTS,
-                                           MOE_MAX_SLOTS *MOE_MAX_EXPERTS),
+static_assert(bytes_of_tables(max_numbers(MOE_MAX_SLOTS, MOE_MAX_EXPERTS,
+                                          MOE_MAX_SLOTS *MOE_MAX_EXPERTS),
                               MOE_MAX_EXPERTS) <= LEAST_SHARED_BYTES,
               "what dispatch keeps of the largest layer fits into a CTA's shared memory");
 
@@ -104,20 +104,20 @@ static inline size_t arrival_bytes(const struct moe_cuda_pass *p)
 }
 
 /* The warps of a CTA that do not send: the last ones. They have barrier 1 for themselves. */
-struct crew {
+struct group {
     uint32_t warp, warps;     /* this one, and how many */
     uint32_t thread, threads; /* likewise */
 };
 
-__device__ inline struct crew crew_behind(uint32_t senders)
+__device__ inline struct group group_behind(uint32_t senders)
 {
     return {threadIdx.x / 32 - senders, CTA_WARPS - senders, threadIdx.x - 32 * senders,
             CTA_THREADS - 32 * senders};
 }
 
-__device__ inline void meet(const struct crew &crew)
+__device__ inline void group_sync(const struct group &group)
 {
-    asm volatile("bar.sync 1, %0;" ::"r"(crew.threads) : "memory");
+    asm volatile("bar.sync 1, %0;" ::"r"(group.threads) : "memory");
 }
 
 #endif

@@ -3,7 +3,7 @@
 #ifndef MOE_CUDA_COLUMNS_CUH
 #define MOE_CUDA_COLUMNS_CUH
 
-#include "cuda/exchange/words.cuh"
+#include "cuda/exchange/flags.cuh"
 
 #include <cuda_bf16.h>
 
@@ -188,7 +188,7 @@ __device__ inline bool take(struct moe_cuda_control *c, const uint32_t *abort, u
 {
     uint64_t since = 0, looked = 0;
     for (uint32_t tries = 1; has_blank(*value); tries++) {
-        if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
+        if (tries % TRIES_BETWEEN_LOOKS == 0 && wait_failed(c, abort, slot, &since, &looked))
             return false;
         peek(from, value);
     }

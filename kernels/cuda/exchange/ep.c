@@ -20,8 +20,8 @@ struct moe_cuda_ep {
     struct moe_cuda_pass pass;            /* the last one that was enqueued */
     uint32_t dispatch_ctas, combine_ctas; /* of it */
     const struct moe_layer *layer;        /* of it */
-    bool pairs;                           /* as in its batch */
-    struct moe_cuda_facts *facts; /* device memory: of the last pass that was a part alone */
+    bool x_dy_rows;                       /* as in its batch */
+    struct moe_cuda_step_params *params; /* device memory: of the last pass that was a part alone */
 
     /* The last pass that was a part alone, while it can be combined. */
     bool dispatched;
@@ -31,14 +31,14 @@ struct moe_cuda_ep {
     /* As in struct moe_cuda_pass. */
     struct moe_cuda_own_token *own;
     uint32_t *share_tally;
-    uint64_t *share_told;
+    uint64_t *share_ready;
     uint32_t *start, *count, *row_of;
     struct moe_cuda_buffer rows, row_weight;
 };
 
 /* ------------------------------------------------------------------ tables */
 
-static uint32_t most_ctas(const struct moe_session *s)
+static uint32_t max_ctas(const struct moe_session *s)
 {
     return (uint32_t)s->device->multiprocessors;
 }
@@ -46,7 +46,7 @@ static uint32_t most_ctas(const struct moe_session *s)
 /* A CTA to each multiprocessor that a launch may take. */
 static uint32_t ctas_on(const struct moe_session *s, uint32_t processors)
 {
-    const uint32_t all = most_ctas(s);
+    const uint32_t all = max_ctas(s);
     if (processors == 0 || processors > all)
         return all;
     const uint32_t fewest = all < MOE_CUDA_EP_FEWEST ? all : MOE_CUDA_EP_FEWEST;
@@ -63,15 +63,15 @@ enum { TABLES = 7 };
 static void list_tables(struct moe_cuda_ep *ep, struct table out[TABLES])
 {
     const struct moe_window_shape *w = &ep->session->layout.shape;
-    size_t pairs = (size_t)w->max_tokens * w->max_top_k, ctas = most_ctas(ep->session);
+    size_t pairs = (size_t)w->max_tokens * w->max_top_k, ctas = max_ctas(ep->session);
     out[0] = (struct table){(void **)&ep->own, w->max_tokens * sizeof *ep->own};
     out[1] = (struct table){(void **)&ep->row_of, w->slots * pairs * sizeof(uint32_t)};
     out[2] = (struct table){(void **)&ep->start, (w->max_experts + (size_t)1) * sizeof(uint32_t)};
     out[3] = (struct table){(void **)&ep->count, w->max_experts * sizeof(uint32_t)};
-    out[4] = (struct table){(void **)&ep->facts, sizeof *ep->facts};
+    out[4] = (struct table){(void **)&ep->params, sizeof *ep->params};
     out[5] = (struct table){(void **)&ep->share_tally,
                             ctas * (w->max_experts * w->slots + (size_t)3) * sizeof(uint32_t)};
-    out[6] = (struct table){(void **)&ep->share_told, ctas * sizeof(uint64_t)};
+    out[6] = (struct table){(void **)&ep->share_ready, ctas * sizeof(uint64_t)};
 }
 
 struct moe_status moe_cuda_ep_create(struct moe_session *session, struct moe_cuda_ep **out)
@@ -112,7 +112,7 @@ void moe_cuda_ep_destroy(struct moe_cuda_ep *ep)
 /* The step number has run through its bits: words of the first steps would look new again. All
  * slots come here at the same step, clear their own windows between two barriers, and start over.
  * All of it in stream order, like a step. */
-static struct moe_status wipe_words(struct moe_session *s)
+static struct moe_status wipe_flags(struct moe_session *s)
 {
     cudaStream_t stream = s->device->compute;
     const struct moe_window_layout *l = &s->layout;
@@ -121,9 +121,10 @@ static struct moe_status wipe_words(struct moe_session *s)
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(own + l->head, 0, l->rows - l->head, stream)));
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->step, 0, sizeof s->control->step, stream)));
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->refused, 0, sizeof s->control->refused, stream)));
-    MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->told, 0, sizeof s->control->told, stream)));
+    MOE_TRY(
+        MOE_CUDA(cudaMemsetAsync(&s->control->done_sent, 0, sizeof s->control->done_sent, stream)));
     MOE_TRY(MOE_CUDA(
-        cudaMemsetAsync(s->ep->share_told, 0, most_ctas(s) * sizeof *s->ep->share_told, stream)));
+        cudaMemsetAsync(s->ep->share_ready, 0, max_ctas(s) * sizeof *s->ep->share_ready, stream)));
     s->step = 0;
     return moe_cuda_launch_exchange(s, 0, stream);
 }
@@ -132,7 +133,7 @@ struct moe_status moe_cuda_ep_count_step(struct moe_session *s)
 {
     /* A network has no words that stay. */
     if (s->net == NULL && s->step == (UINT32_C(1) << MOE_WINDOW_STEP_BITS) - 1)
-        MOE_TRY(wipe_words(s));
+        MOE_TRY(wipe_flags(s));
     s->step++;
     return moe_ok();
 }
@@ -151,8 +152,8 @@ struct moe_status moe_cuda_ep_check(const struct moe_session *session,
 }
 
 /* All choices of all slots may come here, each expert's rows filled up to whole blocks. */
-uint32_t moe_cuda_ep_most_rows(const struct moe_session *session, const struct moe_layer *layer,
-                               uint32_t bucket)
+uint32_t moe_cuda_ep_max_rows(const struct moe_session *session, const struct moe_layer *layer,
+                              uint32_t bucket)
 {
     uint32_t live = (uint32_t)__builtin_popcountll(session->config.live);
     uint32_t rows = live * bucket * layer->spec.router.top_k;
@@ -165,24 +166,24 @@ uint32_t moe_cuda_ep_most_rows(const struct moe_session *session, const struct m
 
 struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct moe_layer *layer,
                                       enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
-                                      bool pairs)
+                                      bool x_dy_rows)
 {
     struct moe_cuda_ep *ep = session->ep;
     MOE_TRY(moe_cuda_ep_check(session, layer, dtype, bucket, tokens));
-    size_t rows = moe_cuda_ep_most_rows(session, layer, bucket);
-    size_t row_bytes = layer->spec.hidden * moe_dtype_bytes(dtype) * (pairs ? 2 : 1);
+    size_t rows = moe_cuda_ep_max_rows(session, layer, bucket);
+    size_t row_bytes = layer->spec.hidden * moe_dtype_bytes(dtype) * (x_dy_rows ? 2 : 1);
     MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->rows, rows * row_bytes));
     MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->row_weight, rows * sizeof(float)));
     if (session->net == NULL)
         return moe_ok();
-    return moe_cuda_ep_net_reserve(session->ep_net, layer, dtype, bucket, pairs);
+    return moe_cuda_ep_net_reserve(session->ep_net, layer, dtype, bucket, x_dy_rows);
 }
 
 bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer *layer,
                       enum moe_dtype dtype, uint32_t bucket)
 {
     const struct moe_cuda_ep *ep = session->ep;
-    size_t rows = moe_cuda_ep_most_rows(session, layer, bucket);
+    size_t rows = moe_cuda_ep_max_rows(session, layer, bucket);
     return rows * layer->spec.hidden * moe_dtype_bytes(dtype) <= ep->rows.bytes &&
            rows * sizeof(float) <= ep->row_weight.bytes &&
            (session->net == NULL || moe_cuda_ep_net_fits(session->ep_net, layer, dtype, bucket));
@@ -193,7 +194,7 @@ bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer 
 /* Whether all slots use the quick regions: it follows from what is equal on all of them. */
 static bool is_quick(const struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
 {
-    return ep->session->config.slots > 1 && !b->pairs && b->bucket <= MOE_WINDOW_QUICK_TOKENS &&
+    return ep->session->config.slots > 1 && !b->x_dy_rows && b->bucket <= MOE_WINDOW_QUICK_TOKENS &&
            b->layer->spec.hidden % QUICK_COLUMNS == 0;
 }
 
@@ -210,12 +211,12 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
     const struct moe_session *s = ep->session;
     const struct moe_layer *layer = b->layer;
     struct moe_cuda_pass *p = &ep->pass;
-    uint32_t width = layer->spec.hidden * (b->pairs ? 2 : 1);
+    uint32_t width = layer->spec.hidden * (b->x_dy_rows ? 2 : 1);
     *p = (struct moe_cuda_pass){
         .layout = s->layout,
         .control = s->control,
-        .abort = &s->mailbox_on_device->abort,
-        .facts = b->facts,
+        .abort = &s->host_control_on_device->abort,
+        .params = b->params,
         .slot = s->config.slot,
         .slots = s->config.slots,
         .bucket = b->bucket,
@@ -236,13 +237,13 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .shared_bytes = s->device->bulk_shared_bytes,
         .own = ep->own,
         .share_tally = ep->share_tally,
-        .share_told = ep->share_told,
+        .share_ready = ep->share_ready,
         .start = ep->start,
         .count = ep->count,
         .row_of = ep->row_of,
         .rows = ep->rows.data,
         .row_weight = ep->row_weight.data,
-        .row_capacity = moe_cuda_ep_most_rows(s, layer, b->bucket),
+        .row_capacity = moe_cuda_ep_max_rows(s, layer, b->bucket),
     };
     p->parts = parts_of(p);
 }
@@ -252,18 +253,18 @@ struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_c
     MOE_TRY(moe_cuda_session_usable(ep->session));
     ep->dispatched = false;
     ep->layer = batch->layer;
-    ep->pairs = batch->pairs;
+    ep->x_dy_rows = batch->x_dy_rows;
     fill_pass(ep, batch);
     ep->dispatch_ctas = ctas_on(ep->session, batch->dispatch_processors);
     ep->combine_ctas = ctas_on(ep->session, batch->combine_processors);
-    if (ep->session->net != NULL && !ep->pairs)
+    if (ep->session->net != NULL && !ep->x_dy_rows)
         return moe_cuda_ep_net_prepare(ep->session->ep_net, &ep->pass, ep->layer, false);
     return moe_ok();
 }
 
-/* Pairs over a network: whoever makes the pass is not the courier, so that what it enqueues itself
- * does not hold the courier up; it waits until all rows have come. */
-static struct moe_status dispatch_pairs(void *ctx)
+/* Pairs over a network: whoever makes the pass is not the comm thread, so that what it enqueues
+ * itself does not hold the comm thread up; it waits until all rows have come. */
+static struct moe_status dispatch_x_dy_rows(void *ctx)
 {
     struct moe_cuda_ep *ep = ctx;
     struct moe_cuda_ep_net *net = ep->session->ep_net;
@@ -271,7 +272,7 @@ static struct moe_status dispatch_pairs(void *ctx)
     return moe_cuda_ep_net_dispatch(net, &ep->pass);
 }
 
-static struct moe_status combine_pairs(void *ctx)
+static struct moe_status combine_x_dy_rows(void *ctx)
 {
     struct moe_cuda_ep *ep = ctx;
     return moe_cuda_ep_net_combine(ep->session->ep_net, &ep->pass);
@@ -283,14 +284,14 @@ struct moe_status moe_cuda_ep_refuse(struct moe_cuda_ep *ep, const struct moe_cu
     struct moe_cuda_batch batch = {.layer = what->layer,
                                    .dtype = what->dtype,
                                    .bucket = what->bucket,
-                                   .facts = ep->facts,
-                                   .pairs = what->pairs};
-    struct moe_cuda_facts facts;
+                                   .params = ep->params,
+                                   .x_dy_rows = what->x_dy_rows};
+    struct moe_cuda_step_params params;
     struct moe_rows none;
-    moe_cuda_facts_fill(what->layer, what->dtype, what->bucket, 0, &facts);
-    facts.head[MOE_HEAD_BUCKET] |= MOE_HEAD_NO_MEMORY;
-    MOE_TRY(
-        MOE_CUDA(cudaMemcpyAsync(ep->facts, &facts, sizeof facts, cudaMemcpyHostToDevice, stream)));
+    moe_cuda_step_params_fill(what->layer, what->dtype, what->bucket, 0, &params);
+    params.head[MOE_HEAD_BUCKET] |= MOE_HEAD_NO_MEMORY;
+    MOE_TRY(MOE_CUDA(
+        cudaMemcpyAsync(ep->params, &params, sizeof params, cudaMemcpyHostToDevice, stream)));
     MOE_TRY(moe_cuda_ep_prepare(ep, &batch));
     return moe_cuda_ep_dispatch(ep, &none, stream);
 }
@@ -312,29 +313,29 @@ struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *
                              .x = ep->pass.rows,
                              .weight = ep->pass.row_weight};
     if (ep->session->net != NULL)
-        return ep->pairs ? moe_cuda_session_run(ep->session, dispatch_pairs, ep)
-                         : moe_cuda_ep_net_dispatch(ep->session->ep_net, &ep->pass);
+        return ep->x_dy_rows ? moe_cuda_session_run(ep->session, dispatch_x_dy_rows, ep)
+                             : moe_cuda_ep_net_dispatch(ep->session->ep_net, &ep->pass);
     return moe_cuda_launch_dispatch(&ep->pass, ep->dispatch_ctas, stream);
 }
 
 struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep,
                                       const struct moe_cuda_results *results, void *y,
-                                      struct moe_cuda_verdict *verdict, cudaStream_t stream)
+                                      struct moe_cuda_step_outcome *outcome, cudaStream_t stream)
 {
     ep->dispatched = false;
     ep->pass.expert_out = results->expert_out;
     ep->pass.out_dtype = results->dtype;
     ep->pass.base = results->base;
     ep->pass.y = y;
-    ep->pass.verdict = verdict;
+    ep->pass.outcome = outcome;
     if (ep->session->net != NULL)
-        return ep->pairs ? moe_cuda_session_run(ep->session, combine_pairs, ep)
-                         : moe_cuda_ep_net_combine(ep->session->ep_net, &ep->pass);
+        return ep->x_dy_rows ? moe_cuda_session_run(ep->session, combine_x_dy_rows, ep)
+                             : moe_cuda_ep_net_combine(ep->session->ep_net, &ep->pass);
     return moe_cuda_launch_combine(&ep->pass, ep->combine_ctas, stream);
 }
 
 struct moe_status moe_cuda_ep_combine_gradients(struct moe_cuda_ep *ep, const float *gradients,
-                                                float *y, struct moe_cuda_verdict *verdict,
+                                                float *y, struct moe_cuda_step_outcome *outcome,
                                                 cudaStream_t stream)
 {
     struct moe_cuda_pass *p = &ep->pass;
@@ -343,7 +344,7 @@ struct moe_status moe_cuda_ep_combine_gradients(struct moe_cuda_ep *ep, const fl
     p->row_bytes = p->hidden * (uint32_t)sizeof(float);
     p->stride = moe_window_row_stride(p->hidden, MOE_DTYPE_F32);
     struct moe_cuda_results results = {.expert_out = gradients, .dtype = MOE_DTYPE_F32};
-    return moe_cuda_ep_combine(ep, &results, y, verdict, stream);
+    return moe_cuda_ep_combine(ep, &results, y, outcome, stream);
 }
 
 const uint32_t *moe_cuda_ep_row_table(const struct moe_cuda_ep *ep)
@@ -392,9 +393,9 @@ static struct moe_status enqueue_dispatch(void *ctx)
     const struct moe_cuda_batch *batch = part->batch;
     struct moe_session *s = part->session;
     cudaStream_t stream = s->device->compute;
-    struct moe_cuda_facts facts;
-    moe_cuda_facts_fill(batch->layer, batch->dtype, batch->bucket, part->tokens, &facts);
-    MOE_TRY(moe_cuda_mem_copy(s->device, s->ep->facts, &facts, sizeof facts));
+    struct moe_cuda_step_params params;
+    moe_cuda_step_params_fill(batch->layer, batch->dtype, batch->bucket, part->tokens, &params);
+    MOE_TRY(moe_cuda_mem_copy(s->device, s->ep->params, &params, sizeof params));
     MOE_TRY(moe_cuda_ep_count_step(s));
     MOE_TRY(moe_cuda_ep_prepare(s->ep, batch));
     return moe_cuda_ep_dispatch(s->ep, part->out, stream);
@@ -423,7 +424,7 @@ static struct moe_cuda_batch batch_of(const struct moe_session *s, const struct 
     return (struct moe_cuda_batch){.layer = layer,
                                    .dtype = dtype,
                                    .bucket = bucket,
-                                   .facts = s->ep->facts,
+                                   .params = s->ep->params,
                                    .x = x,
                                    .ids = ids,
                                    .weights = weights};

@@ -27,7 +27,7 @@ struct share {
 
 __device__ static struct share share_of(const struct moe_cuda_pass &p, const struct arrival *a)
 {
-    const uint32_t tokens = a->facts.tokens, each = max((tokens + a->ctas - 1) / a->ctas, 1u);
+    const uint32_t tokens = a->params.tokens, each = max((tokens + a->ctas - 1) / a->ctas, 1u);
     const uint32_t begin = min(a->cta * each, tokens);
     return {begin, min(begin + each, tokens), a->cta == (max(tokens, 1u) - 1) / each,
             tokens * p.top_k <= FEW_CHOICES};
@@ -56,7 +56,7 @@ __device__ static uint32_t entry_of(const struct moe_cuda_pass &p, struct arriva
         return NOWHERE;
     if (is_plain(p))
         return static_cast<uint32_t>(id);
-    return entry_of_copy(a->facts.placement, t, static_cast<uint32_t>(id));
+    return entry_of_copy(a->params.placement, t, static_cast<uint32_t>(id));
 }
 
 /* ------------------------------------------------------------------- tallies */
@@ -71,10 +71,10 @@ __device__ static struct span counted_by(const struct moe_cuda_pass &p, const st
 
 /* Adds choices to the tallies. */
 __device__ static void tally_choices(const struct moe_cuda_pass &p, struct arrival *a,
-                                     const struct crew &crew, struct span range)
+                                     const struct group &group, struct span range)
 {
 #pragma unroll 4
-    for (uint32_t pair = range.begin + crew.thread; pair < range.end; pair += crew.threads) {
+    for (uint32_t pair = range.begin + group.thread; pair < range.end; pair += group.threads) {
         const uint32_t entry = entry_of(p, a, pair / p.top_k, p.ids[pair]);
         if (entry != NOWHERE)
             atomicAdd(&tallies(a)[entry], 1u);
@@ -82,46 +82,46 @@ __device__ static void tally_choices(const struct moe_cuda_pass &p, struct arriv
 }
 
 __device__ static void clear_tallies(const struct moe_cuda_pass &p, struct arrival *a,
-                                     const struct crew &crew)
+                                     const struct group &group)
 {
-    for (uint32_t i = crew.thread; i < tally_words(&p); i += crew.threads)
+    for (uint32_t i = group.thread; i < tally_length(&p); i += group.threads)
         tallies(a)[i] = 0;
 }
 
 /* The tally of a CTA's share, in device memory. */
 __device__ static uint4 *tally_of_share(const struct moe_cuda_pass &p, uint32_t cta)
 {
-    return reinterpret_cast<uint4 *>(p.share_tally + static_cast<size_t>(cta) * tally_words(&p));
+    return reinterpret_cast<uint4 *>(p.share_tally + static_cast<size_t>(cta) * tally_length(&p));
 }
 
 /* Tells the CTAs behind this one what its share holds. */
-__device__ static void tell_share(const struct moe_cuda_pass &p, struct arrival *a,
-                                  const struct crew &crew)
+__device__ static void publish_share(const struct moe_cuda_pass &p, struct arrival *a,
+                                     const struct group &group)
 {
     const uint4 *from = reinterpret_cast<const uint4 *>(tallies(a));
-    for (uint32_t q = crew.thread; q < tally_words(&p) / 4; q += crew.threads)
+    for (uint32_t q = group.thread; q < tally_length(&p) / 4; q += group.threads)
         __stcg(tally_of_share(p, a->cta) + q, from[q]);
-    meet(crew);
-    if (crew.thread != 0)
+    group_sync(group);
+    if (group.thread != 0)
         return;
     __threadfence();
-    store_relaxed(&p.share_told[a->cta], moe_window_flag(a->stamp, 0));
+    store_relaxed(&p.share_ready[a->cta], moe_window_flag(a->stamp, 0));
 }
 
 /* The tallies become those of all shares before this one. False when a wait failed. */
 __device__ static bool add_shares_before(const struct moe_cuda_pass &p, struct arrival *a,
-                                         const struct crew &crew)
+                                         const struct group &group)
 {
     uint32_t unused;
-    for (uint32_t cta = crew.thread; cta < a->cta; cta += crew.threads)
-        if (!wait_word(p.control, p.abort, &p.share_told[cta], a->stamp, p.slot, &unused))
+    for (uint32_t cta = group.thread; cta < a->cta; cta += group.threads)
+        if (!wait_flag(p.control, p.abort, &p.share_ready[cta], a->stamp, p.slot, &unused))
             a->failed = 1;
-    clear_tallies(p, a, crew);
-    meet(crew);
+    clear_tallies(p, a, group);
+    group_sync(group);
     if (a->failed != 0)
         return false;
-    const uint32_t quads = tally_words(&p) / 4, teams = max(crew.threads / quads, 1u);
-    for (uint32_t i = crew.thread; i < quads * teams; i += crew.threads) {
+    const uint32_t quads = tally_length(&p) / 4, teams = max(group.threads / quads, 1u);
+    for (uint32_t i = group.thread; i < quads * teams; i += group.threads) {
         const uint32_t quad = i % quads;
         uint4 sum = {};
         for (uint32_t cta = i / quads; cta < a->cta; cta += SHARES_HELD * teams) {
@@ -164,8 +164,8 @@ __device__ static void store_route(const struct moe_cuda_pass &p, const struct a
 static_assert(sizeof(struct moe_window_route) == sizeof(uint4), "a route is one store");
 
 /* 32 neighbouring choices, one per lane, get their positions; the tallies go on. */
-__device__ static void number_turn(const struct moe_cuda_pass &p, struct arrival *a, uint32_t pair,
-                                   int32_t id, float weight)
+__device__ static void number_batch(const struct moe_cuda_pass &p, struct arrival *a, uint32_t pair,
+                                    int32_t id, float weight)
 {
     const uint32_t lane = threadIdx.x % 32, t = pair / p.top_k, entry = entry_of(p, a, t, id);
     const uint32_t same = __match_any_sync(ALL_LANES, entry);
@@ -179,7 +179,7 @@ __device__ static void number_turn(const struct moe_cuda_pass &p, struct arrival
         tallies(a)[entry] = position + 1;
     const uint32_t target = targets(p, a)[id];
     store_route(p, a, t, pair - t * p.top_k, static_cast<uint32_t>(id), weight, position,
-                target != SEVERAL ? target : a->facts.placement.slot[entry]);
+                target != SEVERAL ? target : a->params.placement.slot[entry]);
 }
 
 /* One warp; the next turn's choices are asked for a turn ahead. */
@@ -195,7 +195,7 @@ __device__ static void number_share(const struct moe_cuda_pass &p, struct arriva
         const uint32_t next = pair + 32;
         const int32_t next_id = next < end ? p.ids[next] : -1;
         const float next_weight = next < end ? p.weights[next] : 0.0f;
-        number_turn(p, a, pair, id, weight);
+        number_batch(p, a, pair, id, weight);
         __syncwarp();
         pair = next;
         id = next_id;
@@ -207,11 +207,11 @@ __device__ static void number_share(const struct moe_cuda_pass &p, struct arriva
 
 /* The tallies of all tokens, to the slots of the copies. */
 __device__ static void store_counts(const struct moe_cuda_pass &p, struct arrival *a,
-                                    const struct crew &crew)
+                                    const struct group &group)
 {
-    const struct moe_cuda_placement &placement = a->facts.placement;
+    const struct moe_cuda_placement &placement = a->params.placement;
 #pragma unroll 1
-    for (uint32_t e = crew.thread; e < p.experts; e += crew.threads) {
+    for (uint32_t e = group.thread; e < p.experts; e += group.threads) {
         const uint32_t target = targets(p, a)[e];
         const uint32_t first = target != SEVERAL ? e : placement.offset[e];
         const uint32_t end = target != SEVERAL ? e + 1 : placement.offset[e + 1];
@@ -227,24 +227,24 @@ __device__ static void store_counts(const struct moe_cuda_pass &p, struct arriva
 
 /* This CTA's share of the choices, and the counts of all where it is the last. */
 __device__ static void announce_choices(const struct moe_cuda_pass &p, struct arrival *a,
-                                        const struct crew &crew)
+                                        const struct group &group)
 {
     const struct share share = share_of(p, a);
-    clear_tallies(p, a, crew);
-    meet(crew);
-    tally_choices(p, a, crew, counted_by(p, share));
-    meet(crew);
+    clear_tallies(p, a, group);
+    group_sync(group);
+    tally_choices(p, a, group, counted_by(p, share));
+    group_sync(group);
     if (!share.few) {
-        tell_share(p, a, crew);
-        if (!add_shares_before(p, a, crew))
+        publish_share(p, a, group);
+        if (!add_shares_before(p, a, group))
             return;
-        meet(crew);
+        group_sync(group);
     }
-    if (crew.warp == 0 && share.begin != share.end)
+    if (group.warp == 0 && share.begin != share.end)
         number_share(p, a, share);
-    meet(crew);
+    group_sync(group);
     if (share.last)
-        store_counts(p, a, crew);
+        store_counts(p, a, group);
 }
 
 /* Lane i: head word i to every slot, the own one included. One warp. */
@@ -254,7 +254,7 @@ __device__ static void store_head(const struct moe_cuda_pass &p, const struct ar
     for (uint32_t s = 0; s < p.slots && lane < MOE_HEAD_COUNT; s++)
         if (is_live(a->live, s))
             store_relaxed(moe_window_head_of(&p.layout, a->window[s], a->step & 1, p.slot) + lane,
-                          moe_window_flag(a->stamp, a->facts.head[lane]));
+                          moe_window_flag(a->stamp, a->params.head[lane]));
 }
 
 #endif

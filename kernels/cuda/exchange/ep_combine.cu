@@ -300,7 +300,7 @@ __device__ static bool finish_token(const struct moe_cuda_pass &p, const struct 
     const struct own_token o = describe_token(p, t);
     bool good = true;
     if (!K::QUICK && lane != p.slot && (o.wanted >> lane & 1))
-        good = wait_word(p.control, p.abort,
+        good = wait_flag(p.control, p.abort,
                          moe_window_returned_part_of(&p.layout, window, lane, t, part), homes.stamp,
                          lane, &unused);
     good = __all_sync(ALL_LANES, good);
@@ -317,7 +317,7 @@ template <typename K>
 __device__ static void finish_tokens(const struct moe_cuda_pass &p, const struct homes &homes,
                                      struct walk w)
 {
-    const uint32_t items = p.facts->tokens * p.parts;
+    const uint32_t items = p.params->tokens * p.parts;
     bool good = true;
     for (; good && w.item < items; next_item(&w))
         good = finish_token<K>(p, homes, w.item / p.parts, w.item % p.parts);
@@ -326,14 +326,14 @@ __device__ static void finish_tokens(const struct moe_cuda_pass &p, const struct
 /* ---------------------------------------------------------------- kernel */
 
 /* What the host is told at the end. Other CTAs, of this kernel or the last, have written the
- * verdict. */
+ * outcome. */
 __device__ static void report(const struct moe_cuda_pass &p)
 {
-    const struct moe_cuda_verdict *v = &p.control->verdict;
-    if (p.verdict != nullptr) {
-        p.verdict->code = load_volatile(&v->code);
-        p.verdict->slot = load_volatile(&v->slot);
-        p.verdict->rows = *static_cast<const volatile uint64_t *>(&v->rows);
+    const struct moe_cuda_step_outcome *v = &p.control->outcome;
+    if (p.outcome != nullptr) {
+        p.outcome->code = load_volatile(&v->code);
+        p.outcome->slot = load_volatile(&v->slot);
+        p.outcome->rows = *static_cast<const volatile uint64_t *>(&v->rows);
     }
     if (p.began != nullptr)
         p.began[MOE_STAGE_COUNT] = clock_ns();
@@ -370,7 +370,7 @@ __device__ static void combine(const struct moe_cuda_pass &p, const struct homes
     }
     /* The last warp of the last CTA is the last to get a token of its own. */
     if (blockIdx.x == gridDim.x - 1 && warp == CTA_WARPS - 1)
-        tell_done(p, homes.step);
+        signal_done(p, homes.step);
     finish_tokens<K>(
         p, homes,
         begin_walk(&c->next_home, (warp - returners) * gridDim.x + blockIdx.x, finishers));
@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
     const bool off = load_volatile(&c->stop) != 0 || c->refused == c->step;
     if (__syncthreads_or(off) == 0)
         combine<K>(p, homes, returners);
-    if ((p.verdict != nullptr || p.began != nullptr) && last_of_grid(c))
+    if ((p.outcome != nullptr || p.began != nullptr) && last_of_grid(c))
         report(p);
 }
 

@@ -8,25 +8,25 @@
 #include "cuda/core/load.h"
 #include "cuda/exchange/ep_announce.cuh"
 #include "cuda/exchange/ep_expand.cuh"
-#include "cuda/exchange/ep_tell.cuh"
+#include "cuda/exchange/ep_signal.cuh"
 
 /* -------------------------------------------------------------- step's ends */
 
 /* A pass that ends early has no rows. CTA 0, before anything is laid out. */
 __device__ static void clear_tables(const struct moe_cuda_pass &p, uint32_t step,
-                                    const struct crew &crew)
+                                    const struct group &group)
 {
     struct moe_cuda_control *c = p.control;
-    for (uint32_t l = crew.thread; l <= p.local_experts; l += crew.threads) {
+    for (uint32_t l = group.thread; l <= p.local_experts; l += group.threads) {
         p.start[l] = 0;
         if (l < p.local_experts)
             p.count[l] = 0;
     }
-    if (crew.thread != 0)
+    if (group.thread != 0)
         return;
-    /* Every other verdict but this one stays for good. */
-    atomicCAS(&c->verdict.code, MOE_CUDA_PASS_REFUSED, MOE_CUDA_PASS_GOOD);
-    c->verdict.rows = 0;
+    /* Every other outcome but this one stays for good. */
+    atomicCAS(&c->outcome.code, MOE_CUDA_PASS_REFUSED, MOE_CUDA_PASS_GOOD);
+    c->outcome.rows = 0;
     const uint32_t next = (step + 1) & 1;
     c->next_push[next] = c->next_expand[next] = 0;
     c->next_return = c->next_home = 0;
@@ -34,39 +34,39 @@ __device__ static void clear_tables(const struct moe_cuda_pass &p, uint32_t step
 
 /* The last step was refused: rows of it may be in the own quick region, or on their way. */
 __device__ static void lay_blanks(const struct moe_cuda_pass &p, uint32_t last,
-                                  const struct crew &crew)
+                                  const struct group &group)
 {
     struct moe_cuda_control *c = p.control;
     const uint32_t lane = threadIdx.x % 32;
     const uint64_t stamp = moe_window_stamp(c->epoch, last);
     uint8_t *window = c->window[p.slot];
-    if (crew.warp == 0 && lane < p.slots && lane != p.slot && is_live(c->live, lane)) {
+    if (group.warp == 0 && lane < p.slots && lane != p.slot && is_live(c->live, lane)) {
         fence_system(); /* the kernel that sent has ended */
         store_relaxed(moe_window_flushed_of(&p.layout, c->window[lane], p.slot),
                       moe_window_flag(stamp, 0));
-        wait_word_reached(c, p.abort, moe_window_flushed_of(&p.layout, window, lane), stamp, lane);
+        wait_flag_reached(c, p.abort, moe_window_flushed_of(&p.layout, window, lane), stamp, lane);
     }
-    meet(crew);
+    group_sync(group);
     uint4 *from = reinterpret_cast<uint4 *>(window + p.layout.quick_rows);
     const size_t units = p.slots * p.layout.quick_region / sizeof(uint4);
-    for (size_t i = crew.thread; i < units; i += crew.threads)
+    for (size_t i = group.thread; i < units; i += group.threads)
         store_relaxed(from + i, all_blank());
-    meet(crew);
+    group_sync(group);
 }
 
 /* What combine has not done for the last step: for peers, where there are any. CTA 0. */
 __device__ static void close_last_step(const struct moe_cuda_pass &p, uint32_t step,
-                                       const struct crew &crew)
+                                       const struct group &group)
 {
     struct moe_cuda_control *c = p.control;
-    const bool told = load_volatile(&c->told) == step - 1;
-    meet(crew); /* all have read it */
-    if (told || is_alone(c->live, p.slot))
+    const bool done_sent = load_volatile(&c->done_sent) == step - 1;
+    group_sync(group); /* all have read it */
+    if (done_sent || is_alone(c->live, p.slot))
         return;
     if (c->refused == step - 1)
-        lay_blanks(p, step - 1, crew);
-    if (crew.warp == 0)
-        tell_done(p, step - 1);
+        lay_blanks(p, step - 1, group);
+    if (group.warp == 0)
+        signal_done(p, step - 1);
 }
 
 /* One thread of each CTA, which has read the step's number: when all have, it moves on. */
@@ -81,7 +81,7 @@ __device__ static void count_step(struct moe_cuda_control *c, uint32_t step)
 /* ---------------------------------------------------------------- kernel */
 
 /* Receivers say that the layout is known, and go on; senders wait for that. */
-__device__ static void say_layout_known()
+__device__ static void signal_layout_known()
 {
     asm volatile("bar.arrive 2, %0;" ::"n"(CTA_THREADS) : "memory");
 }
@@ -126,24 +126,24 @@ template <typename Unit, way WAY>
 __device__ static void receive(const struct moe_cuda_pass &p, struct arrival *a,
                                const struct roles &roles, struct row_ring *ring)
 {
-    const struct crew crew = crew_behind(roles.senders);
+    const struct group group = group_behind(roles.senders);
     if (a->cta == 0) {
-        if (crew.warp == 0)
+        if (group.warp == 0)
             store_head(p, a);
-        clear_tables(p, a->step, crew);
-        close_last_step(p, a->step, crew);
+        clear_tables(p, a->step, group);
+        close_last_step(p, a->step, group);
     }
-    announce_choices(p, a, crew);
-    if (crew.thread == crew.threads - 1)
+    announce_choices(p, a, group);
+    if (group.thread == group.threads - 1)
         count_step(p.control, a->step);
-    learn_what_comes(p, a, crew, a->cta == 0);
+    learn_what_comes(p, a, group, a->cta == 0);
     if (roles.senders != 0)
-        say_layout_known();
-    if (crew.warp >= roles.movers - roles.senders || a->failed != 0 || a->other != NOWHERE)
+        signal_layout_known();
+    if (group.warp >= roles.movers - roles.senders || a->failed != 0 || a->other != NOWHERE)
         return;
     expand_tokens<Unit, WAY>(p, a,
                              begin_walk(&p.control->next_expand[a->step & 1],
-                                        crew.warp * a->ctas + a->cta, expanders(roles)),
+                                        group.warp * a->ctas + a->cta, expanders(roles)),
                              ring);
 }
 
@@ -172,17 +172,17 @@ __device__ static void send_first(const struct moe_cuda_pass &p, struct arrival 
                                   const struct roles &roles, uint64_t done, struct row_ring *ring,
                                   struct arrived_rows *arrived)
 {
-    const struct crew crew = crew_behind(0);
-    const bool moves = crew.warp < roles.movers;
-    if (crew.thread == crew.threads - 1)
+    const struct group group = group_behind(0);
+    const bool moves = group.warp < roles.movers;
+    if (group.thread == group.threads - 1)
         count_step(p.control, a->step);
     if (moves) {
-        send_tokens<Unit, WAY>(p, a, crew.warp, roles.movers, done, ring, arrived);
+        send_tokens<Unit, WAY>(p, a, group.warp, roles.movers, done, ring, arrived);
         end_rows(arrived);
-    } else if (crew.warp == CTA_WARPS - 1) {
-        tell_rows(p, a, arrived, roles.movers);
+    } else if (group.warp == CTA_WARPS - 1) {
+        signal_rows(p, a, arrived, roles.movers);
     }
-    learn_what_comes(p, a, crew, false);
+    learn_what_comes(p, a, group, false);
     if (moves)
         help_expand<Unit, WAY>(p, a, roles, ring);
 }
@@ -191,10 +191,10 @@ __device__ static void send_first(const struct moe_cuda_pass &p, struct arrival 
 __device__ static void begin(const struct moe_cuda_pass &p, struct arrival *a, uint32_t sending)
 {
     const struct moe_cuda_control *c = p.control;
-    const uint32_t *facts = reinterpret_cast<const uint32_t *>(p.facts);
+    const uint32_t *params = reinterpret_cast<const uint32_t *>(p.params);
     const uint32_t thread = blockDim.x - 1 - threadIdx.x;
-    for (uint32_t i = threadIdx.x; i < sizeof a->facts / sizeof *facts; i += blockDim.x)
-        reinterpret_cast<uint32_t *>(&a->facts)[i] = facts[i];
+    for (uint32_t i = threadIdx.x; i < sizeof a->params / sizeof *params; i += blockDim.x)
+        reinterpret_cast<uint32_t *>(&a->params)[i] = params[i];
     if (thread < MOE_MAX_SLOTS)
         a->window[thread] = c->window[thread];
     if (thread != 0)
@@ -210,7 +210,7 @@ __device__ static void begin(const struct moe_cuda_pass &p, struct arrival *a, u
 
 __device__ static void copy_placement(const struct moe_cuda_pass &p, struct arrival *a)
 {
-    const struct moe_cuda_placement &placement = a->facts.placement;
+    const struct moe_cuda_placement &placement = a->params.placement;
     for (uint32_t e = threadIdx.x; e < p.experts; e += blockDim.x) {
         uint32_t first = placement.offset[e], copies = placement.offset[e + 1] - first;
         uint16_t guess = placement.slot[e]; /* as in target_of */

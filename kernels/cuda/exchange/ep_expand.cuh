@@ -82,7 +82,7 @@ __device__ static bool await_sent(const struct moe_cuda_pass &p, const struct ar
     in->choices = moe_window_flag_value(in->sent);
     if (!is_sent(a, *in))
         came =
-            wait_word(p.control, p.abort, sent_of(p, a, *in), a->stamp, in->source, &in->choices);
+            wait_flag(p.control, p.abort, sent_of(p, a, *in), a->stamp, in->source, &in->choices);
     came = __all_sync(ALL_LANES, came);
     __syncwarp(); /* a vote orders no memory */
     /* All lanes go by one answer, and whatever it says, there are only K choices. */
@@ -114,7 +114,7 @@ __device__ static bool place_choice(const struct moe_cuda_pass &p, struct arriva
     int32_t l = expert < p.experts ? local_indices(p, a)[expert] : -1;
     uint32_t i = in->source * p.local_experts + static_cast<uint32_t>(l);
     if (l < 0 || position >= row_counts(p, a)[i]) {
-        give_up(c, MOE_CUDA_PASS_LIE, in->source);
+        give_up(c, MOE_CUDA_PASS_PROTOCOL_ERROR, in->source);
         return false;
     }
     in->row = first_rows(a)[i] + position;
@@ -122,10 +122,10 @@ __device__ static bool place_choice(const struct moe_cuda_pass &p, struct arriva
     return true;
 }
 
-/* Choices and rows of a token that was peeked at; `tell`: combine will want to know them. */
+/* Choices and rows of a token that was peeked at; `stores_rows`: combine will want to know them. */
 template <way WAY>
-__device__ static bool place_token(const struct moe_cuda_pass &p, struct arrival *a, bool tell,
-                                   struct incoming *in)
+__device__ static bool place_token(const struct moe_cuda_pass &p, struct arrival *a,
+                                   bool stores_rows, struct incoming *in)
 {
     const uint32_t lane = threadIdx.x % 32;
     if (WAY != way::QUICK && in->source == p.slot)
@@ -137,7 +137,7 @@ __device__ static bool place_token(const struct moe_cuda_pass &p, struct arrival
         good = place_choice(p, a, in);
     if (!__all_sync(ALL_LANES, good))
         return false;
-    if (tell && lane < p.top_k)
+    if (stores_rows && lane < p.top_k)
         row_of_token(p, in->source, in->t)[lane] = in->row;
     return true;
 }
@@ -261,7 +261,7 @@ __device__ static bool take_units(const struct moe_cuda_pass &p, uint32_t source
         if (here)
             break;
         if (tries % TRIES_BETWEEN_LOOKS == 0 &&
-            out_of_patience(p.control, p.abort, source, &since, &looked))
+            wait_failed(p.control, p.abort, source, &since, &looked))
             return false;
     }
 #pragma unroll

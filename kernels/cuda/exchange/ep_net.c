@@ -14,12 +14,12 @@ struct moe_cuda_ep_net {
     struct moe_session *session;
     struct moe_cuda_net_pass pass; /* of the last one */
     const struct moe_layer *layer;
-    bool pairs; /* the last one moves x and dy side by side */
+    bool x_dy_rows; /* the last one moves x and dy side by side */
 
-    void *letters; /* device memory: out, in, and the numbers of outgoing records */
-    size_t letters_bytes, delivered_words;
-    uint64_t *delivered; /* pinned: letters_in and outgoing as they came */
-    void *tables;        /* device memory */
+    void *control; /* device memory: out, in, and the numbers of outgoing records */
+    size_t control_area_bytes, received_words;
+    uint64_t *received; /* pinned: control_in and outgoing as they came */
+    void *tables;       /* device memory */
     size_t tables_bytes;
     uint32_t *layout; /* pinned; the device's is the last of the tables */
     size_t layout_bytes;
@@ -31,15 +31,16 @@ static bool is_peer(const struct moe_session *s, uint32_t slot)
     return slot != s->config.slot && (s->config.live >> slot & 1);
 }
 
-static const struct moe_cuda_letter *letter_of(const struct moe_cuda_ep_net *n, uint32_t slot)
+static const struct moe_cuda_control_message *control_of(const struct moe_cuda_ep_net *n,
+                                                         uint32_t slot)
 {
-    return (const void *)((const uint8_t *)n->delivered + slot * n->pass.letter_bytes);
+    return (const void *)((const uint8_t *)n->received + slot * n->pass.control_bytes);
 }
 
 static uint32_t outgoing_to(const struct moe_cuda_ep_net *n, uint32_t slot)
 {
     uint32_t slots = n->session->config.slots;
-    const void *at = (const uint8_t *)n->delivered + slots * n->pass.letter_bytes;
+    const void *at = (const uint8_t *)n->received + slots * n->pass.control_bytes;
     return ((const uint32_t *)at)[slot];
 }
 
@@ -50,7 +51,7 @@ static size_t round_up(size_t n, size_t to)
     return (n + to - 1) / to * to;
 }
 
-static struct moe_status take_letters(struct moe_cuda_ep_net *n)
+static struct moe_status take_control_memory(struct moe_cuda_ep_net *n)
 {
     const struct moe_window_shape *w = &n->session->layout.shape;
     struct moe_device *device = n->session->device;
@@ -58,18 +59,19 @@ static struct moe_status take_letters(struct moe_cuda_ep_net *n)
     size_t body = w->max_experts * sizeof(uint32_t);
     if (body < MOE_WINDOW_EXCHANGE_BYTES)
         body = MOE_WINDOW_EXCHANGE_BYTES;
-    p->letter_bytes =
-        round_up(sizeof(struct moe_cuda_letter) + body, MOE_CUDA_TAIL_BYTES) + MOE_CUDA_TAIL_BYTES;
-    size_t delivered = round_up(w->slots * (p->letter_bytes + sizeof(uint32_t)), sizeof(uint64_t));
-    n->delivered_words = delivered / sizeof(uint64_t);
-    n->letters_bytes = w->slots * p->letter_bytes + delivered;
+    p->control_bytes =
+        round_up(sizeof(struct moe_cuda_control_message) + body, MOE_CUDA_TRAILER_BYTES) +
+        MOE_CUDA_TRAILER_BYTES;
+    size_t received = round_up(w->slots * (p->control_bytes + sizeof(uint32_t)), sizeof(uint64_t));
+    n->received_words = received / sizeof(uint64_t);
+    n->control_area_bytes = w->slots * p->control_bytes + received;
     void *pinned;
-    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, n->letters_bytes, &n->letters));
-    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, delivered, &pinned));
-    n->delivered = pinned;
-    p->letters_out = n->letters;
-    p->letters_in = p->letters_out + w->slots * p->letter_bytes;
-    p->outgoing = (void *)(p->letters_in + w->slots * p->letter_bytes);
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, n->control_area_bytes, &n->control));
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, received, &pinned));
+    n->received = pinned;
+    p->control_out = n->control;
+    p->control_in = p->control_out + w->slots * p->control_bytes;
+    p->outgoing = (void *)(p->control_in + w->slots * p->control_bytes);
     return moe_ok();
 }
 
@@ -101,7 +103,7 @@ struct moe_status moe_cuda_ep_net_create(struct moe_session *session, struct moe
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "out of memory for a session's letters");
     n->session = session;
-    struct moe_status st = take_letters(n);
+    struct moe_status st = take_control_memory(n);
     if (!moe_failed(&st))
         st = take_tables(n);
     if (moe_failed(&st))
@@ -116,8 +118,8 @@ void moe_cuda_ep_net_destroy(struct moe_cuda_ep_net *n)
     if (n == NULL)
         return;
     struct moe_device *device = n->session->device;
-    moe_cuda_mem_free(device, MOE_MEM_DEVICE, n->letters, n->letters_bytes);
-    moe_cuda_mem_free(device, MOE_MEM_HOST, n->delivered, n->delivered_words * sizeof(uint64_t));
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, n->control, n->control_area_bytes);
+    moe_cuda_mem_free(device, MOE_MEM_HOST, n->received, n->received_words * sizeof(uint64_t));
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, n->tables, n->tables_bytes);
     moe_cuda_mem_free(device, MOE_MEM_HOST, n->layout, n->layout_bytes);
     moe_cuda_buffer_free(device, &n->messages);
@@ -126,30 +128,30 @@ void moe_cuda_ep_net_destroy(struct moe_cuda_ep_net *n)
 
 /* How messages of passes of this shape are made up; false when they fit no size_t. */
 static bool lay_out_messages(const struct moe_session *s, const struct moe_layer *layer,
-                             enum moe_dtype dtype, uint32_t bucket, bool pairs,
+                             enum moe_dtype dtype, uint32_t bucket, bool x_dy_rows,
                              struct moe_cuda_net_pass *p, size_t *bytes)
 {
     size_t top_k = layer->spec.router.top_k, row = layer->spec.hidden * moe_dtype_bytes(dtype);
     size_t head = round_up(sizeof(struct moe_cuda_record) + top_k * sizeof(struct moe_cuda_route),
-                           MOE_CUDA_TAIL_BYTES);
+                           MOE_CUDA_TRAILER_BYTES);
     size_t gradients = (layer->spec.hidden + (size_t)MOE_MAX_TOP_K) * sizeof(float);
-    size_t partial = round_up(pairs ? gradients : row, MOE_CUDA_TAIL_BYTES);
-    row = round_up(pairs ? 2 * row : row, MOE_CUDA_TAIL_BYTES);
+    size_t partial = round_up(x_dy_rows ? gradients : row, MOE_CUDA_TRAILER_BYTES);
+    row = round_up(x_dy_rows ? 2 * row : row, MOE_CUDA_TRAILER_BYTES);
     p->record_head = (uint32_t)head;
     p->partial = (uint32_t)partial;
     p->record = (uint32_t)(head + row);
     return moe_size_mul(bucket, p->record > p->partial ? p->record : p->partial, &p->region) &&
-           moe_size_add(p->region, MOE_CUDA_TAIL_BYTES, &p->region) &&
+           moe_size_add(p->region, MOE_CUDA_TRAILER_BYTES, &p->region) &&
            moe_size_round_up(p->region, LINE, &p->region) &&
            moe_size_mul(p->region, 2 * (size_t)s->config.slots, bytes);
 }
 
 struct moe_status moe_cuda_ep_net_reserve(struct moe_cuda_ep_net *n, const struct moe_layer *layer,
-                                          enum moe_dtype dtype, uint32_t bucket, bool pairs)
+                                          enum moe_dtype dtype, uint32_t bucket, bool x_dy_rows)
 {
     struct moe_cuda_net_pass unused;
     size_t bytes;
-    if (!lay_out_messages(n->session, layer, dtype, bucket, pairs, &unused, &bytes))
+    if (!lay_out_messages(n->session, layer, dtype, bucket, x_dy_rows, &unused, &bytes))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "messages of %u tokens do not fit in memory", bucket);
     return moe_cuda_buffer_reserve(n->session->device, &n->messages, bytes);
@@ -171,35 +173,35 @@ struct moe_status moe_cuda_ep_net_borrow(struct moe_cuda_ep_net *n, size_t bytes
     return moe_ok();
 }
 
-/* ----------------------------------------------------------------- letters */
+/* ----------------------------------------------------------------- control messages */
 
-static struct moe_status exchange_letters(struct moe_cuda_ep_net *n)
+static struct moe_status exchange_control_messages(struct moe_cuda_ep_net *n)
 {
     const struct moe_session *s = n->session;
-    struct moe_cuda_parcel parcel[MOE_MAX_SLOTS] = {0};
+    struct moe_cuda_transfer transfer[MOE_MAX_SLOTS] = {0};
     struct moe_cuda_net_pass *p = &n->pass;
     for (uint32_t i = 0; i < s->config.slots; i++)
-        parcel[i] = (struct moe_cuda_parcel){.send = p->letters_out + i * p->letter_bytes,
-                                             .recv = p->letters_in + i * p->letter_bytes,
-                                             .send_bytes = p->letter_bytes,
-                                             .recv_bytes = p->letter_bytes};
-    struct moe_cuda_delivery delivery = {
-        .from = (const void *)p->letters_in, .to = n->delivered, .words = n->delivered_words};
-    return moe_cuda_net_exchange(s->net, parcel, &delivery);
+        transfer[i] = (struct moe_cuda_transfer){.send = p->control_out + i * p->control_bytes,
+                                                 .recv = p->control_in + i * p->control_bytes,
+                                                 .send_bytes = p->control_bytes,
+                                                 .recv_bytes = p->control_bytes};
+    struct moe_cuda_completion completion = {
+        .from = (const void *)p->control_in, .to = n->received, .words = n->received_words};
+    return moe_cuda_net_exchange(s->net, transfer, &completion);
 }
 
 static bool refuses(struct moe_cuda_ep_net *n, uint32_t code, uint32_t slot)
 {
-    n->pass.verdict = (struct moe_cuda_verdict){.code = code, .slot = slot};
+    n->pass.outcome = (struct moe_cuda_step_outcome){.code = code, .slot = slot};
     return false;
 }
 
 /* Whether slot p speaks of a step, and has memory for it. */
 static bool read_claim(struct moe_cuda_ep_net *n, uint32_t p)
 {
-    const struct moe_cuda_letter *theirs = letter_of(n, p);
-    if (theirs->kind != MOE_CUDA_LETTER_STEP)
-        return refuses(n, MOE_CUDA_PASS_LIE, p);
+    const struct moe_cuda_control_message *theirs = control_of(n, p);
+    if (theirs->kind != MOE_CUDA_MESSAGE_STEP)
+        return refuses(n, MOE_CUDA_PASS_PROTOCOL_ERROR, p);
     if (theirs->head[MOE_HEAD_BUCKET] & MOE_HEAD_NO_MEMORY)
         return refuses(n, MOE_CUDA_PASS_REFUSED, p);
     return true;
@@ -208,7 +210,8 @@ static bool read_claim(struct moe_cuda_ep_net *n, uint32_t p)
 /* Whether it means the same step as this one, and can mean it. */
 static bool read_head(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass, uint32_t p)
 {
-    const struct moe_cuda_letter *theirs = letter_of(n, p), *mine = letter_of(n, pass->slot);
+    const struct moe_cuda_control_message *theirs = control_of(n, p),
+                                          *mine = control_of(n, pass->slot);
     if (theirs->head[MOE_HEAD_TOKENS] > pass->bucket)
         return refuses(n, MOE_CUDA_PASS_REFUSED, p + MOE_CUDA_MEANS_OTHER);
     for (uint32_t w = 0; w < MOE_HEAD_COUNT; w++)
@@ -221,15 +224,15 @@ static bool read_head(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pas
 /* After all heads agree. */
 static bool read_sizes(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass, uint32_t p)
 {
-    const struct moe_cuda_letter *letter = letter_of(n, p);
+    const struct moe_cuda_control_message *message = control_of(n, p);
     const struct moe_layer *layer = n->layer;
     uint32_t tokens = n->pass.tokens_of[p];
-    n->pass.rows_in[p] = p == pass->slot ? 0 : letter->size;
+    n->pass.rows_in[p] = p == pass->slot ? 0 : message->size;
     if (n->pass.rows_in[p] > tokens)
-        return refuses(n, MOE_CUDA_PASS_LIE, p);
+        return refuses(n, MOE_CUDA_PASS_PROTOCOL_ERROR, p);
     for (uint32_t l = 0; l < pass->local_experts; l++)
-        if (letter->body[layer->local[l]] > (uint64_t)tokens * pass->top_k)
-            return refuses(n, MOE_CUDA_PASS_LIE, p);
+        if (message->body[layer->local[l]] > (uint64_t)tokens * pass->top_k)
+            return refuses(n, MOE_CUDA_PASS_PROTOCOL_ERROR, p);
     return true;
 }
 
@@ -245,21 +248,21 @@ static bool lay_out_rows(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *
         for (uint32_t p = 0; p < slots; p++) {
             first[p * local + l] = (uint32_t)row;
             if (n->session->config.live >> p & 1)
-                row += letter_of(n, p)->body[n->layer->local[l]];
+                row += control_of(n, p)->body[n->layer->local[l]];
         }
         count[l] = (uint32_t)(row - at);
         rows += row - at;
         at = round_up(row, MOE_ROW_ALIGN);
         if (at > pass->row_capacity)
-            return refuses(n, MOE_CUDA_PASS_LIE, pass->slot);
+            return refuses(n, MOE_CUDA_PASS_PROTOCOL_ERROR, pass->slot);
     }
     start[local] = (uint32_t)at;
-    n->pass.verdict = (struct moe_cuda_verdict){.code = MOE_CUDA_PASS_GOOD, .rows = rows};
+    n->pass.outcome = (struct moe_cuda_step_outcome){.code = MOE_CUDA_PASS_GOOD, .rows = rows};
     return true;
 }
 
-/* The verdict and the sizes of the pass. */
-static void read_letters(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass)
+/* The outcome and the sizes of the pass. */
+static void read_control_messages(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass)
 {
     uint64_t live = n->session->config.live;
     memset(n->pass.tokens_of, 0, sizeof n->pass.tokens_of);
@@ -285,25 +288,26 @@ static uint32_t ctas(const struct moe_cuda_ep_net *n)
 
 struct moe_status moe_cuda_ep_net_prepare(struct moe_cuda_ep_net *n,
                                           const struct moe_cuda_pass *pass,
-                                          const struct moe_layer *layer, bool pairs)
+                                          const struct moe_layer *layer, bool x_dy_rows)
 {
     cudaStream_t stream = n->session->device->compute;
     struct moe_cuda_net_pass *p = &n->pass;
     size_t bytes;
-    bool room = lay_out_messages(n->session, layer, pass->dtype, pass->bucket, pairs, p, &bytes) &&
-                bytes <= n->messages.bytes;
+    bool room =
+        lay_out_messages(n->session, layer, pass->dtype, pass->bucket, x_dy_rows, p, &bytes) &&
+        bytes <= n->messages.bytes;
     n->layer = layer;
-    n->pairs = pairs;
+    n->x_dy_rows = x_dy_rows;
     p->out = room ? n->messages.data : NULL;
     p->in = room ? p->out + n->session->config.slots * p->region : NULL;
     p->parts = pass->bucket <= 512 ? 8 : 1; /* few tokens would leave warps without work */
-    p->tail = moe_cuda_net_next_tail(n->session->net);
+    p->trailer = moe_cuda_net_next_trailer(n->session->net);
     MOE_TRY(moe_cuda_launch_net_list(pass, p, stream));
-    MOE_TRY(exchange_letters(n));
+    MOE_TRY(exchange_control_messages(n));
     if (!room)
-        return moe_ok(); /* the letters refuse the pass */
-    /* The records are put together while the letters are read. */
-    p->tail = moe_cuda_net_next_tail(n->session->net);
+        return moe_ok(); /* the control messages refuse the pass */
+    /* The records are put together while the control messages are read. */
+    p->trailer = moe_cuda_net_next_trailer(n->session->net);
     return moe_cuda_launch_net_pack(pass, p, ctas(n), stream);
 }
 
@@ -312,17 +316,17 @@ static struct moe_status exchange_messages(struct moe_cuda_ep_net *n, uint8_t *f
 {
     const struct moe_session *s = n->session;
     const struct moe_cuda_net_pass *p = &n->pass;
-    struct moe_cuda_parcel parcel[MOE_MAX_SLOTS] = {0};
+    struct moe_cuda_transfer transfer[MOE_MAX_SLOTS] = {0};
     const size_t each = home ? p->partial : p->record;
     for (uint32_t i = 0; i < s->config.slots; i++) {
         size_t came = p->rows_in[i], went = is_peer(s, i) ? outgoing_to(n, i) : 0;
-        parcel[i] = (struct moe_cuda_parcel){
+        transfer[i] = (struct moe_cuda_transfer){
             .send = from + i * p->region,
             .recv = to + i * p->region,
-            .send_bytes = (home ? came : went) * each + MOE_CUDA_TAIL_BYTES,
-            .recv_bytes = (home ? went : came) * each + MOE_CUDA_TAIL_BYTES};
+            .send_bytes = (home ? came : went) * each + MOE_CUDA_TRAILER_BYTES,
+            .recv_bytes = (home ? went : came) * each + MOE_CUDA_TRAILER_BYTES};
     }
-    return moe_cuda_net_exchange(s->net, parcel, NULL);
+    return moe_cuda_net_exchange(s->net, transfer, NULL);
 }
 
 /* Only tokens that come have their rows written. */
@@ -342,11 +346,11 @@ struct moe_status moe_cuda_ep_net_dispatch(struct moe_cuda_ep_net *n,
     cudaStream_t stream = n->session->device->compute;
     struct moe_cuda_net_pass *p = &n->pass;
     MOE_TRY(moe_cuda_net_settle(n->session->net));
-    read_letters(n, pass);
-    if (p->verdict.code == MOE_CUDA_PASS_GOOD) {
+    read_control_messages(n, pass);
+    if (p->outcome.code == MOE_CUDA_PASS_GOOD) {
         MOE_INVARIANT(p->out != NULL);
         MOE_TRY(exchange_messages(n, p->out, p->in, false));
-        if (n->pairs)
+        if (n->x_dy_rows)
             MOE_TRY(forget_rows_of_tokens(n, pass));
         size_t used = ((pass->slots + (size_t)2) * pass->local_experts + 1) * sizeof *n->layout;
         MOE_TRY(
@@ -360,8 +364,8 @@ struct moe_status moe_cuda_ep_net_combine(struct moe_cuda_ep_net *n,
 {
     cudaStream_t stream = n->session->device->compute;
     struct moe_cuda_net_pass *p = &n->pass;
-    if (p->verdict.code == MOE_CUDA_PASS_GOOD) {
-        p->tail = moe_cuda_net_next_tail(n->session->net);
+    if (p->outcome.code == MOE_CUDA_PASS_GOOD) {
+        p->trailer = moe_cuda_net_next_trailer(n->session->net);
         MOE_TRY(moe_cuda_launch_net_sum(pass, p, ctas(n), stream));
         MOE_TRY(exchange_messages(n, p->in, p->out, true));
     }
@@ -371,31 +375,30 @@ struct moe_status moe_cuda_ep_net_combine(struct moe_cuda_ep_net *n,
 /* ---------------------------------------------------------------- exchange */
 
 struct moe_status moe_cuda_ep_net_exchange(struct moe_cuda_ep_net *n, const void *mine,
-                                           size_t bytes, struct moe_cuda_mailbox *mailbox)
+                                           size_t bytes, struct moe_cuda_host_control *host_control)
 {
     const struct moe_session *s = n->session;
-    const size_t each = n->pass.letter_bytes;
-    const uint64_t tail = moe_cuda_net_next_tail(s->net);
+    const size_t each = n->pass.control_bytes;
+    const uint64_t trailer = moe_cuda_net_next_trailer(s->net);
     for (uint32_t p = 0; p < s->config.slots; p++) {
-        uint8_t *at = (uint8_t *)n->delivered + p * each;
-        struct moe_cuda_letter *letter = (void *)at;
-        *letter =
-            (struct moe_cuda_letter){.kind = MOE_CUDA_LETTER_EXCHANGE, .size = (uint32_t)bytes};
+        uint8_t *at = (uint8_t *)n->received + p * each;
+        struct moe_cuda_control_message *message = (void *)at;
+        *message = (struct moe_cuda_control_message){.kind = MOE_CUDA_MESSAGE_EXCHANGE,
+                                                     .size = (uint32_t)bytes};
         if (bytes > 0)
-            memcpy(letter->body, mine, bytes);
-        memcpy(at + each - sizeof tail, &tail, sizeof tail);
+            memcpy(message->body, mine, bytes);
+        memcpy(at + each - sizeof trailer, &trailer, sizeof trailer);
     }
-    MOE_TRY(
-        moe_cuda_mem_copy(s->device, n->pass.letters_out, n->delivered, s->config.slots * each));
-    MOE_TRY(exchange_letters(n));
+    MOE_TRY(moe_cuda_mem_copy(s->device, n->pass.control_out, n->received, s->config.slots * each));
+    MOE_TRY(exchange_control_messages(n));
     MOE_TRY(moe_cuda_net_settle(s->net));
     for (uint32_t p = 0; p < s->config.slots; p++) {
         if (!is_peer(s, p))
             continue;
-        const struct moe_cuda_letter *letter = letter_of(n, p);
-        bool right = letter->kind == MOE_CUDA_LETTER_EXCHANGE;
-        mailbox->bytes_came[p] = right ? letter->size : UINT32_MAX;
-        memcpy(mailbox->all[p], letter->body, MOE_WINDOW_EXCHANGE_BYTES);
+        const struct moe_cuda_control_message *message = control_of(n, p);
+        bool right = message->kind == MOE_CUDA_MESSAGE_EXCHANGE;
+        host_control->bytes_came[p] = right ? message->size : UINT32_MAX;
+        memcpy(host_control->all[p], message->body, MOE_WINDOW_EXCHANGE_BYTES);
     }
     return moe_ok();
 }

@@ -3,12 +3,11 @@
  *
  *   count    a CTA per expert walks over all choices of the own tokens: first each warp counts in
  *            its share, then it knows the positions among all rows for that expert
- *   list     a CTA per slot writes down the tokens that the slot wants, in order, and the letter
- *   pack     a warp per record
- *   publish  what the host read in the letters becomes the pass's
- *   expand   a warp per own token or record that came
- *   sum      a warp per record that came, or part of its row: the partial that goes back
- *   finish   a warp per own token, or part of its row
+ *   list     a CTA per slot writes down the tokens that the slot wants, in order, and the control
+ * message pack     a warp per record publish  what the host read in the control messages becomes
+ * the pass's expand   a warp per own token or record that came sum      a warp per record that
+ * came, or part of its row: the partial that goes back finish   a warp per own token, or part of
+ * its row
  *
  * None of them waits for anything. What came from a peer is checked before it is used as an index.
  * Rows are moved in registers, 16 bytes per lane at a time where the shape allows. */
@@ -24,7 +23,7 @@ constexpr uint32_t SUM_ROWS = 4; /* loads of different rows in flight */
 /* Slot that computes expert `id` for token t, or NOWHERE. */
 __device__ static uint32_t target_of(const struct moe_cuda_pass &p, uint32_t t, int32_t id)
 {
-    return target_of(p.facts->placement, p.experts, t, id);
+    return target_of(p.params->placement, p.experts, t, id);
 }
 
 /* Copies a row to the address `to` of each lane in `lanes`. */
@@ -43,11 +42,11 @@ __device__ static bool is_stopped(const struct moe_cuda_pass &p)
     return __syncthreads_or(load_volatile(&p.control->stop) != 0) != 0;
 }
 
-__device__ static struct moe_cuda_letter *
-letter_to(const struct moe_cuda_pass &p, const struct moe_cuda_net_pass &n, uint32_t slot)
+__device__ static struct moe_cuda_control_message *
+control_to(const struct moe_cuda_pass &p, const struct moe_cuda_net_pass &n, uint32_t slot)
 {
-    uint8_t *letters = slot == p.slot ? n.letters_in : n.letters_out;
-    return reinterpret_cast<struct moe_cuda_letter *>(letters + slot * n.letter_bytes);
+    uint8_t *control = slot == p.slot ? n.control_in : n.control_out;
+    return reinterpret_cast<struct moe_cuda_control_message *>(control + slot * n.control_bytes);
 }
 
 __device__ static uint32_t *table_of(const struct moe_cuda_pass &p, uint32_t *table, uint32_t slot)
@@ -55,10 +54,10 @@ __device__ static uint32_t *table_of(const struct moe_cuda_pass &p, uint32_t *ta
     return table + static_cast<size_t>(slot) * p.layout.shape.max_tokens;
 }
 
-/* Where the tail of a message is, when `bytes` of it stand before. */
-__device__ static uint64_t *tail_at(uint8_t *message, size_t bytes)
+/* Where the trailer of a message is, when `bytes` of it stand before. */
+__device__ static uint64_t *trailer_at(uint8_t *message, size_t bytes)
 {
-    return reinterpret_cast<uint64_t *>(message + bytes + MOE_CUDA_TAIL_BYTES) - 1;
+    return reinterpret_cast<uint64_t *>(message + bytes + MOE_CUDA_TRAILER_BYTES) - 1;
 }
 
 /* ----------------------------------------------------------------- count */
@@ -71,10 +70,10 @@ __global__ void __launch_bounds__(32 * SHARES)
     stamp_stage(p, MOE_STAGE_PREPARE);
     if (is_stopped(p))
         return;
-    const struct moe_cuda_placement &placement = p.facts->placement;
+    const struct moe_cuda_placement &placement = p.params->placement;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.x;
     const uint32_t entry = placement.offset[e], copies = placement.offset[e + 1] - entry;
-    const uint32_t pairs = p.facts->tokens * p.top_k;
+    const uint32_t pairs = p.params->tokens * p.top_k;
     const uint32_t share = (pairs + 32 * SHARES - 1) / (32 * SHARES) * 32;
     const uint32_t first = min(warp * share, pairs), end = min(first + share, pairs);
     counts[warp][lane] = walk_pairs(p, e, copies, first, end, 0, nullptr);
@@ -86,7 +85,7 @@ __global__ void __launch_bounds__(32 * SHARES)
     }
     walk_pairs(p, e, copies, first, end, before, n.position);
     if (warp == 0 && lane < copies)
-        letter_to(p, n, placement.slot[entry + lane])->body[e] = all;
+        control_to(p, n, placement.slot[entry + lane])->body[e] = all;
 }
 
 /* ------------------------------------------------------------------ list */
@@ -99,10 +98,10 @@ __device__ static uint32_t list_tokens(const struct moe_cuda_pass &p,
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t *send_token = table_of(p, n.send_token, slot);
     uint32_t *send_index = table_of(p, n.send_index, slot), listed = 0;
-    for (uint32_t t0 = 0; t0 < p.facts->tokens; t0 += blockDim.x) {
+    for (uint32_t t0 = 0; t0 < p.params->tokens; t0 += blockDim.x) {
         const uint32_t t = t0 + threadIdx.x;
         bool wanted = false;
-        if (t < p.facts->tokens && token_counts(p, t))
+        if (t < p.params->tokens && token_counts(p, t))
             for (uint32_t k = 0; k < p.top_k; k++)
                 wanted |= target_of(p, t, p.ids[static_cast<size_t>(t) * p.top_k + k]) == slot;
         uint32_t those = __ballot_sync(ALL_LANES, wanted);
@@ -143,15 +142,16 @@ __global__ void __launch_bounds__(32 * SHARES)
     if (is_stopped(p) || !is_live(p.control->live, slot))
         return;
     const uint32_t rows = slot == p.slot ? 0 : list_tokens(p, n, slot);
-    struct moe_cuda_letter *letter = letter_to(p, n, slot);
+    struct moe_cuda_control_message *message = control_to(p, n, slot);
     if (threadIdx.x < MOE_HEAD_COUNT)
-        letter->head[threadIdx.x] = p.facts->head[threadIdx.x];
+        message->head[threadIdx.x] = p.params->head[threadIdx.x];
     if (threadIdx.x != 0)
         return;
-    letter->kind = MOE_CUDA_LETTER_STEP;
-    letter->size = rows;
+    message->kind = MOE_CUDA_MESSAGE_STEP;
+    message->size = rows;
     n.outgoing[slot] = rows;
-    *tail_at(reinterpret_cast<uint8_t *>(letter), n.letter_bytes - MOE_CUDA_TAIL_BYTES) = n.tail;
+    *trailer_at(reinterpret_cast<uint8_t *>(message), n.control_bytes - MOE_CUDA_TRAILER_BYTES) =
+        n.trailer;
 }
 
 /* ------------------------------------------------------------------ rows */
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
         for (uint32_t i = warp_in_grid(); i < records; i += warps_in_grid())
             pack_record<Unit>(p, n, s, i);
         if (blockIdx.x == 0 && threadIdx.x == 0)
-            *tail_at(n.out + s * n.region, static_cast<size_t>(records) * n.record) = n.tail;
+            *trailer_at(n.out + s * n.region, static_cast<size_t>(records) * n.record) = n.trailer;
     }
 }
 
@@ -221,7 +221,7 @@ __device__ static bool expand_row(const struct moe_cuda_pass &p, const struct mo
     uint32_t row = MOE_CUDA_NO_ROW;
     bool good = true;
     if (here) {
-        int32_t l = route.expert < p.experts ? p.facts->placement.local_index[route.expert] : -1;
+        int32_t l = route.expert < p.experts ? p.params->placement.local_index[route.expert] : -1;
         good = l >= 0;
         if (good) {
             uint32_t first = n.layout[source * local + static_cast<uint32_t>(l)];
@@ -275,19 +275,20 @@ __device__ static bool expand_record(const struct moe_cuda_pass &p,
     return expand_row<Unit>(p, n, source, t, here, route, record + n.record_head);
 }
 
-/* What the host read in the letters: its verdict, start and count of each expert's rows. */
+/* What the host read in the control messages: its outcome, start and count of each expert's rows.
+ */
 __global__ void net_publish_kernel(const __grid_constant__ struct moe_cuda_pass p,
                                    const __grid_constant__ struct moe_cuda_net_pass n)
 {
     if (is_stopped(p))
         return;
     if (threadIdx.x == 0)
-        p.control->verdict = n.verdict;
+        p.control->outcome = n.outcome;
     if (threadIdx.x < p.slots)
         p.control->tokens_of[threadIdx.x] =
-            n.verdict.code == MOE_CUDA_PASS_GOOD ? n.tokens_of[threadIdx.x] : 0;
+            n.outcome.code == MOE_CUDA_PASS_GOOD ? n.tokens_of[threadIdx.x] : 0;
     const uint32_t local = p.local_experts, *start = n.layout + p.slots * local;
-    for (uint32_t l = threadIdx.x; l <= local && n.verdict.code == MOE_CUDA_PASS_GOOD;
+    for (uint32_t l = threadIdx.x; l <= local && n.outcome.code == MOE_CUDA_PASS_GOOD;
          l += blockDim.x) {
         p.start[l] = start[l];
         if (l < local)
@@ -303,12 +304,12 @@ __global__ void __launch_bounds__(CTA_THREADS)
     if (is_stopped(p))
         return;
     const uint32_t warp = warp_in_grid(), warps = warps_in_grid(), lane = threadIdx.x % 32;
-    for (uint32_t t = warp; t < p.facts->tokens; t += warps)
+    for (uint32_t t = warp; t < p.params->tokens; t += warps)
         (void)expand_own<Unit>(p, n, t);
     for (uint32_t s = 0; s < p.slots; s++)
         for (uint32_t i = warp; i < n.rows_in[s]; i += warps)
             if (!expand_record<Unit>(p, n, s, i) && lane == 0)
-                give_up(p.control, MOE_CUDA_PASS_LIE, s);
+                give_up(p.control, MOE_CUDA_PASS_PROTOCOL_ERROR, s);
 }
 
 /* ------------------------------------------------------------------- sum */
@@ -344,7 +345,8 @@ __global__ void __launch_bounds__(CTA_THREADS)
         for (uint32_t i = warp_in_grid(); i < n.rows_in[s] * n.parts; i += warps_in_grid())
             sum_record<Element, Out, N>(p, n, s, i / n.parts, i % n.parts);
         if (blockIdx.x == 0 && threadIdx.x == 0 && s != p.slot && is_live(p.control->live, s))
-            *tail_at(n.in + s * n.region, static_cast<size_t>(n.rows_in[s]) * n.partial) = n.tail;
+            *trailer_at(n.in + s * n.region, static_cast<size_t>(n.rows_in[s]) * n.partial) =
+                n.trailer;
     }
 }
 
@@ -444,15 +446,15 @@ __global__ void __launch_bounds__(CTA_THREADS)
 {
     if (is_stopped(p))
         return;
-    for (uint32_t i = warp_in_grid(); i < p.facts->tokens * n.parts; i += warps_in_grid())
+    for (uint32_t i = warp_in_grid(); i < p.params->tokens * n.parts; i += warps_in_grid())
         finish_token<Element, Out, N>(p, n, i / n.parts, i % n.parts);
 }
 
 /* The pass has ended, however it did. */
 __global__ void net_report_kernel(const __grid_constant__ struct moe_cuda_pass p)
 {
-    if (p.verdict != nullptr)
-        *p.verdict = p.control->verdict;
+    if (p.outcome != nullptr)
+        *p.outcome = p.control->outcome;
     if (p.began != nullptr)
         p.began[MOE_STAGE_COUNT] = clock_ns();
 }
@@ -495,7 +497,7 @@ extern "C" struct moe_status moe_cuda_launch_net_expand(const struct moe_cuda_pa
 {
     net_publish_kernel<<<1, CTA_THREADS, 0, stream>>>(*pass, *n);
     MOE_TRY(MOE_LAUNCHED("net_publish_kernel"));
-    if (n->verdict.code != MOE_CUDA_PASS_GOOD)
+    if (n->outcome.code != MOE_CUDA_PASS_GOOD)
         return moe_ok();
     switch (unit_bytes(pass)) {
     case 16: net_expand_kernel<uint4><<<ctas, CTA_THREADS, 0, stream>>>(*pass, *n); break;
@@ -563,7 +565,7 @@ extern "C" struct moe_status moe_cuda_launch_net_finish(const struct moe_cuda_pa
                                                         const struct moe_cuda_net_pass *n,
                                                         uint32_t ctas, cudaStream_t stream)
 {
-    if (n->verdict.code == MOE_CUDA_PASS_GOOD)
+    if (n->outcome.code == MOE_CUDA_PASS_GOOD)
         MOE_TRY(launch_finish_of(pass, n, ctas, stream));
     net_report_kernel<<<1, 1, 0, stream>>>(*pass);
     return MOE_LAUNCHED("net_report_kernel");

@@ -7,11 +7,11 @@
 #include "cuda/exchange/arrival.cuh"
 
 __device__ static void read_heads(const struct moe_cuda_pass &p, struct arrival *a,
-                                  const struct crew &crew)
+                                  const struct group &group)
 {
     struct moe_cuda_control *c = p.control;
 #pragma unroll 1
-    for (uint32_t i = crew.thread; i < p.slots * MOE_HEAD_COUNT; i += crew.threads) {
+    for (uint32_t i = group.thread; i < p.slots * MOE_HEAD_COUNT; i += group.threads) {
         uint32_t source = i / MOE_HEAD_COUNT, word = i % MOE_HEAD_COUNT, value = 0;
         if (!is_live(a->live, source)) {
             if (word == MOE_HEAD_TOKENS)
@@ -19,11 +19,11 @@ __device__ static void read_heads(const struct moe_cuda_pass &p, struct arrival 
             continue;
         }
         const uint64_t *at = moe_window_head_of(&p.layout, own_window(p, a), a->step & 1, source);
-        if (!wait_word(c, p.abort, at + word, a->stamp, source, &value)) {
+        if (!wait_flag(c, p.abort, at + word, a->stamp, source, &value)) {
             a->failed = 1;
             continue;
         }
-        bool differs = word == MOE_HEAD_TOKENS ? value > p.bucket : value != a->facts.head[word];
+        bool differs = word == MOE_HEAD_TOKENS ? value > p.bucket : value != a->params.head[word];
         if (differs)
             atomicMin(&a->other, source + MOE_CUDA_MEANS_OTHER);
         if (word == MOE_HEAD_BUCKET && (value & MOE_HEAD_NO_MEMORY) != 0)
@@ -34,7 +34,7 @@ __device__ static void read_heads(const struct moe_cuda_pass &p, struct arrival 
 }
 
 /* The word of count i of slots * local; `expert` is that of the local index i % local. */
-__device__ static const uint64_t *count_word(const struct moe_cuda_pass &p, const struct arrival *a,
+__device__ static const uint64_t *count_flag(const struct moe_cuda_pass &p, const struct arrival *a,
                                              uint32_t i, uint32_t expert)
 {
     return moe_window_counts_of(&p.layout, own_window(p, a), a->step & 1, i / p.local_experts) +
@@ -42,21 +42,21 @@ __device__ static const uint64_t *count_word(const struct moe_cuda_pass &p, cons
 }
 
 __device__ static void read_counts(const struct moe_cuda_pass &p, struct arrival *a,
-                                   const struct crew &crew)
+                                   const struct group &group)
 {
     struct moe_cuda_control *c = p.control;
     uint32_t *count = row_counts(p, a);
 #pragma unroll 1
-    for (uint32_t i = crew.thread; i < p.slots * p.local_experts; i += crew.threads) {
+    for (uint32_t i = group.thread; i < p.slots * p.local_experts; i += group.threads) {
         uint32_t source = i / p.local_experts;
-        uint32_t expert = a->facts.placement.local[i % p.local_experts];
+        uint32_t expert = a->params.placement.local[i % p.local_experts];
         count[i] = 0;
         if (!is_live(a->live, source))
             continue;
-        if (!wait_word(c, p.abort, count_word(p, a, i, expert), a->stamp, source, &count[i])) {
+        if (!wait_flag(c, p.abort, count_flag(p, a, i, expert), a->stamp, source, &count[i])) {
             a->failed = 1;
         } else if (count[i] > a->tokens_of[source] * p.top_k) {
-            give_up(c, MOE_CUDA_PASS_LIE, source);
+            give_up(c, MOE_CUDA_PASS_PROTOCOL_ERROR, source);
             a->failed = 1;
         }
     }
@@ -114,44 +114,44 @@ __device__ static void lay_out_rows(const struct moe_cuda_pass &p, struct arriva
         return;
     if (!fits) {
         /* More rows than all slots' tokens have choices: some slot's counts are made up. */
-        give_up(p.control, MOE_CUDA_PASS_LIE, p.slot);
+        give_up(p.control, MOE_CUDA_PASS_PROTOCOL_ERROR, p.slot);
         a->failed = 1;
     } else if (writer) {
         p.start[local] = at * MOE_ROW_ALIGN;
-        p.control->verdict.rows = rows;
+        p.control->outcome.rows = rows;
     }
 }
 
 /* What combine and the host are told. */
 __device__ static void publish(const struct moe_cuda_pass &p, const struct arrival *a,
-                               const struct crew &crew)
+                               const struct group &group)
 {
     struct moe_cuda_control *c = p.control;
-    if (crew.thread == 0 && a->failed == 0 && a->other != NOWHERE) {
+    if (group.thread == 0 && a->failed == 0 && a->other != NOWHERE) {
         c->refused = a->step;
-        if (atomicCAS(&c->verdict.code, MOE_CUDA_PASS_GOOD, MOE_CUDA_PASS_REFUSED) ==
+        if (atomicCAS(&c->outcome.code, MOE_CUDA_PASS_GOOD, MOE_CUDA_PASS_REFUSED) ==
             MOE_CUDA_PASS_GOOD)
-            c->verdict.slot = a->other;
+            c->outcome.slot = a->other;
     }
-    if (crew.thread < p.slots)
-        c->tokens_of[crew.thread] = a->failed == 0 ? a->tokens_of[crew.thread] : 0;
+    if (group.thread < p.slots)
+        c->tokens_of[group.thread] = a->failed == 0 ? a->tokens_of[group.thread] : 0;
 }
 
-/* Heads, counts and layout; from the `writer`, one CTA, the verdict of a refused step. */
+/* Heads, counts and layout; from the `writer`, one CTA, the outcome of a refused step. */
 __device__ static void learn_what_comes(const struct moe_cuda_pass &p, struct arrival *a,
-                                        const struct crew &crew, bool writer)
+                                        const struct group &group, bool writer)
 {
-    read_heads(p, a, crew);
-    meet(crew);
+    read_heads(p, a, group);
+    group_sync(group);
     bool go_on = a->failed == 0 && a->other == NOWHERE;
     if (go_on)
-        read_counts(p, a, crew);
-    meet(crew);
-    if (go_on && a->failed == 0 && crew.warp == 0)
+        read_counts(p, a, group);
+    group_sync(group);
+    if (go_on && a->failed == 0 && group.warp == 0)
         lay_out_rows(p, a, writer);
-    meet(crew);
+    group_sync(group);
     if (writer)
-        publish(p, a, crew);
+        publish(p, a, group);
 }
 
 #endif

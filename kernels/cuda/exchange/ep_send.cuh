@@ -35,7 +35,7 @@ __device__ static struct send_plan plan_token(const struct moe_cuda_pass &p, str
     if (id >= 0 && id < static_cast<int32_t>(p.experts)) {
         target = targets(p, a)[id];
         if (target == SEVERAL)
-            target = target_of(a->facts.placement, p.experts, t, id);
+            target = target_of(a->params.placement, p.experts, t, id);
     }
     for (uint32_t s = 0; s < p.slots; s++) {
         uint32_t those = __ballot_sync(ALL_LANES, target == s);
@@ -98,7 +98,7 @@ __device__ static bool await_done(const struct moe_cuda_pass &p, uint32_t step, 
     bool clear = true;
     if (step > 1 && lane < p.slots && lane != p.slot && is_live(c->live, lane) &&
         moe_window_flag_stamp(peeked) != last)
-        clear = wait_word_reached(
+        clear = wait_flag_reached(
             c, p.abort, moe_window_done_of(&p.layout, c->window[p.slot], lane), last, lane);
     clear = __all_sync(ALL_LANES, clear);
     /* What a peer did before it said so may have been the laying of blanks. */
@@ -112,7 +112,7 @@ template <typename Unit>
 __device__ static void send_plain(const struct moe_cuda_pass &p, struct arrival *a, struct walk w)
 {
     const struct span s = {0, p.row_bytes / static_cast<uint32_t>(sizeof(Unit))};
-    for (; w.item < a->facts.tokens; next_item(&w)) {
+    for (; w.item < a->params.tokens; next_item(&w)) {
         const struct send_plan plan = plan_token(p, a, w.item, own_choice(p, w.item));
         if (plan.lanes != 0) {
             struct held_units<Unit> h;
@@ -132,7 +132,7 @@ __device__ static void send_plain(const struct moe_cuda_pass &p, struct arrival 
 __device__ static void send_quick(const struct moe_cuda_pass &p, struct arrival *a, struct walk w,
                                   uint64_t peeked)
 {
-    const uint32_t pieces = p.send_pieces, items = a->facts.tokens * pieces;
+    const uint32_t pieces = p.send_pieces, items = a->params.tokens * pieces;
     const uint32_t lane = threadIdx.x % 32;
     bool clear = false;
     for (; w.item < items; next_item(&w)) {

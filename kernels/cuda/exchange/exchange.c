@@ -8,35 +8,37 @@
 #include <string.h>
 
 /* Through the windows. */
-static struct moe_status exchange_words(struct moe_session *s, const void *mine, size_t bytes)
+static struct moe_status exchange_through_windows(struct moe_session *s, const void *mine,
+                                                  size_t bytes)
 {
     if (bytes > 0)
-        memcpy(s->mailbox->mine, mine, bytes);
+        memcpy(s->host_control->mine, mine, bytes);
     MOE_TRY(moe_cuda_launch_exchange(s, (uint32_t)bytes, s->device->compute));
     return moe_cuda_session_finish(s);
 }
 
-struct letter_exchange {
+struct network_exchange {
     struct moe_session *session;
     const void *mine;
     size_t bytes;
 };
 
 /* Over the network, into the same places. */
-static struct moe_status exchange_letters(void *ctx)
+static struct moe_status exchange_control_messages(void *ctx)
 {
-    const struct letter_exchange *x = ctx;
-    return moe_cuda_ep_net_exchange(x->session->ep_net, x->mine, x->bytes, x->session->mailbox);
+    const struct network_exchange *x = ctx;
+    return moe_cuda_ep_net_exchange(x->session->ep_net, x->mine, x->bytes,
+                                    x->session->host_control);
 }
 
 static struct moe_status exchange(struct moe_session *s, const void *mine, void *all, size_t bytes)
 {
-    struct moe_cuda_mailbox *m = s->mailbox;
-    struct letter_exchange letters = {.session = s, .mine = mine, .bytes = bytes};
+    struct moe_cuda_host_control *m = s->host_control;
+    struct network_exchange control = {.session = s, .mine = mine, .bytes = bytes};
     if (s->net != NULL)
-        MOE_TRY(moe_cuda_session_run(s, exchange_letters, &letters));
+        MOE_TRY(moe_cuda_session_run(s, exchange_control_messages, &control));
     else
-        MOE_TRY(exchange_words(s, mine, bytes));
+        MOE_TRY(exchange_through_windows(s, mine, bytes));
     for (uint32_t p = 0; p < s->config.slots; p++) {
         if (p == s->config.slot || !(s->config.live >> p & 1))
             continue;

@@ -2,13 +2,14 @@
 /* The exchange kernel: a few bytes from every slot to every slot, through the windows. One CTA, a
  * warp per peer. */
 #include "cuda/core/load.h"
-#include "cuda/exchange/words.cuh"
+#include "cuda/exchange/flags.cuh"
 #include "cuda/session/session.h"
 
 /* Two parities are enough: a peer is at most one exchange ahead, because it needs this slot's word
  * of each exchange to finish it. */
 __global__ void exchange_kernel(struct moe_window_layout layout, struct moe_cuda_control *c,
-                                struct moe_cuda_mailbox *mailbox, uint32_t slot, uint32_t bytes)
+                                struct moe_cuda_host_control *host_control, uint32_t slot,
+                                uint32_t bytes)
 {
     const uint32_t lane = threadIdx.x % 32, peer = threadIdx.x / 32;
     const uint32_t number = c->exchange + 1;
@@ -18,7 +19,7 @@ __global__ void exchange_kernel(struct moe_window_layout layout, struct moe_cuda
     if (threadIdx.x == 0) {
         c->exchange = number;
         if (!stopped)
-            c->verdict = {MOE_CUDA_PASS_GOOD, 0, 0};
+            c->outcome = {MOE_CUDA_PASS_GOOD, 0, 0};
     }
     __syncthreads();
     if (stopped || peer == slot || !is_live(c->live, peer))
@@ -26,7 +27,7 @@ __global__ void exchange_kernel(struct moe_window_layout layout, struct moe_cuda
     struct moe_window_exchange *to =
         moe_window_exchange_of(&layout, c->window[peer], number & 1, slot);
     reinterpret_cast<uint64_t *>(to->data)[lane] =
-        *const_cast<const volatile uint64_t *>(&mailbox->mine[lane]);
+        *const_cast<const volatile uint64_t *>(&host_control->mine[lane]);
     __syncwarp();
     if (lane == 0) {
         fence_system();
@@ -35,14 +36,14 @@ __global__ void exchange_kernel(struct moe_window_layout layout, struct moe_cuda
     const struct moe_window_exchange *from =
         moe_window_exchange_of(&layout, c->window[slot], number & 1, peer);
     uint32_t came = 0;
-    bool here = lane != 0 || wait_word(c, &mailbox->abort, &from->flag, stamp, peer, &came);
+    bool here = lane != 0 || wait_flag(c, &host_control->abort, &from->flag, stamp, peer, &came);
     if (!__all_sync(ALL_LANES, here))
         return;
     __syncwarp(); /* a vote orders no memory */
-    mailbox->all[peer][lane] =
+    host_control->all[peer][lane] =
         __ldcg(reinterpret_cast<const unsigned long long *>(from->data) + lane);
     if (lane == 0)
-        mailbox->bytes_came[peer] = came;
+        host_control->bytes_came[peer] = came;
 }
 static_assert(MOE_WINDOW_EXCHANGE_BYTES == 32 * 8, "a lane moves eight bytes");
 
@@ -50,7 +51,7 @@ extern "C" struct moe_status moe_cuda_launch_exchange(const struct moe_session *
                                                       cudaStream_t stream)
 {
     exchange_kernel<<<1, 32 * s->config.slots, 0, stream>>>(
-        s->layout, s->control, s->mailbox_on_device, s->config.slot, bytes);
+        s->layout, s->control, s->host_control_on_device, s->config.slot, bytes);
     return MOE_LAUNCHED("exchange_kernel");
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the kernels of a pass are given by value (what differs between passes of one shape is in the
- * facts), and the launches that ep.c strings together.
+ * step parameters), and the launches that ep.c strings together.
  * Internal to ep.c and ep_*.cu.
  *
  * What differs from the order of words in moe/window.h: `done` is stored by the kernel that follows
@@ -12,7 +12,7 @@
 #ifndef MOE_CUDA_PASS_H
 #define MOE_CUDA_PASS_H
 
-#include "cuda/layer/facts.h"
+#include "cuda/layer/step_params.h"
 #include "cuda/session/control.h"
 
 #ifdef __cplusplus
@@ -32,8 +32,8 @@ struct moe_session;
 struct moe_cuda_pass {
     struct moe_window_layout layout;
     struct moe_cuda_control *control;
-    const uint32_t *abort;              /* in the mailbox */
-    const struct moe_cuda_facts *facts; /* T, the placement and the head */
+    const uint32_t *abort;                     /* in the host control */
+    const struct moe_cuda_step_params *params; /* T, the placement and the head */
     uint32_t slot, slots;
     uint32_t bucket, top_k, experts, local_experts, hidden;
     uint32_t entries; /* of the placement: experts, each as often as it has copies */
@@ -52,7 +52,7 @@ struct moe_cuda_pass {
     /* Between the CTAs of a dispatch: choices of each one's share of the tokens, by entry of the
      * placement, [CTAs][entries in whole units of four], and words that say that they are there. */
     uint32_t *share_tally;
-    uint64_t *share_told;
+    uint64_t *share_ready;
     uint32_t *start;   /* [local + 1] as in struct moe_rows */
     uint32_t *count;   /* [local] */
     uint32_t *row_of;  /* [slots][max_tokens][max_top_k] local row of each (source, t, k) */
@@ -65,8 +65,9 @@ struct moe_cuda_pass {
     enum moe_dtype out_dtype; /* of expert_out: F32, or the pass's dtype */
     const float *base;
     void *y;
-    uint64_t *began;                  /* as in struct moe_cuda_batch */
-    struct moe_cuda_verdict *verdict; /* pinned: copy of the verdict when combine ends, or NULL */
+    uint64_t *began; /* as in struct moe_cuda_batch */
+    struct moe_cuda_step_outcome
+        *outcome; /* pinned: copy of the outcome when combine ends, or NULL */
 };
 
 /* A CTA takes a multiprocessor for itself. No more than the device has: all of them are resident at
@@ -75,7 +76,7 @@ struct moe_status moe_cuda_launch_dispatch(const struct moe_cuda_pass *pass, uin
                                            cudaStream_t stream) MOE_CHECKED;
 struct moe_status moe_cuda_launch_combine(const struct moe_cuda_pass *pass, uint32_t ctas,
                                           cudaStream_t stream) MOE_CHECKED;
-/* exchange.cu: `bytes` of the mailbox's `mine` to all slots, theirs into `all`; a barrier. */
+/* exchange.cu: `bytes` of the host control's `mine` to all slots, theirs into `all`; a barrier. */
 struct moe_status moe_cuda_launch_exchange(const struct moe_session *session, uint32_t bytes,
                                            cudaStream_t stream) MOE_CHECKED;
 

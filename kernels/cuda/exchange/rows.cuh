@@ -4,7 +4,7 @@
 #ifndef MOE_CUDA_ROWS_CUH
 #define MOE_CUDA_ROWS_CUH
 
-#include "cuda/exchange/words.cuh"
+#include "cuda/exchange/flags.cuh"
 
 constexpr uint32_t NOWHERE = 0xffffffffu;
 constexpr uint32_t CTA_THREADS = 512;
@@ -91,7 +91,7 @@ __device__ inline void peer_item(const struct moe_cuda_pass &p, uint32_t i, bool
 }
 
 /* Tells the peers that the rows of `step` are out of the own window. One warp; all lanes. */
-__device__ inline void tell_done(const struct moe_cuda_pass &p, uint32_t step)
+__device__ inline void signal_done(const struct moe_cuda_pass &p, uint32_t step)
 {
     struct moe_cuda_control *c = p.control;
     const uint32_t lane = threadIdx.x % 32;
@@ -100,7 +100,7 @@ __device__ inline void tell_done(const struct moe_cuda_pass &p, uint32_t step)
         store_relaxed(moe_window_done_of(&p.layout, c->window[lane], p.slot),
                       moe_window_flag(moe_window_stamp(c->epoch, step), 0));
     if (lane == 0)
-        c->told = step;
+        c->done_sent = step;
 }
 
 constexpr uint32_t COPY_UNROLL = 4; /* loads in flight per lane */

@@ -137,7 +137,7 @@ moe_status make_params(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::
 extern "C" bool moe_cuda_ggemm_serves(uint32_t n, uint32_t k)
 {
     int major = 0, processors = 0;
-    const moe_status st = tensor_map::device_facts(&major, &processors);
+    const moe_status st = tensor_map::read_device(&major, &processors);
     return !moe_failed(&st) && major == 9 && n % 8 == 0 && k % 8 == 0 && n > 0 && k > 0;
 }
 
@@ -170,7 +170,7 @@ extern "C" moe_status moe_cuda_ggemm_describe(const void *data, uint32_t experts
 extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_st *stream)
 {
     int major, processors;
-    MOE_TRY(tensor_map::device_facts(&major, &processors));
+    MOE_TRY(tensor_map::read_device(&major, &processors));
     if (major != 9)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "this grouped GEMM needs a Hopper GPU");

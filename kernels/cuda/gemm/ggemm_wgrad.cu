@@ -75,7 +75,7 @@ moe_status launch(const ggemm::wgrad_params &p, int processors, CUstream_st *str
 extern "C" moe_status moe_cuda_wgrad_enqueue(const moe_cuda_wgrad *w, CUstream_st *stream)
 {
     int major, processors;
-    MOE_TRY(tensor_map::device_facts(&major, &processors));
+    MOE_TRY(tensor_map::read_device(&major, &processors));
     if (major != 9)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "the weights' gradient needs a Hopper GPU");

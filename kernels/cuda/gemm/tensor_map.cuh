@@ -115,7 +115,7 @@ inline moe_status of_slabs(CUtensorMap *map, const matrix &m, uint32_t box_rows,
 }
 
 /* For the current device of this thread. */
-inline moe_status device_facts(int *major, int *processors)
+inline moe_status read_device(int *major, int *processors)
 {
     int device;
     MOE_TRY(MOE_CUDA(cudaGetDevice(&device)));

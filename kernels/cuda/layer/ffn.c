@@ -41,13 +41,13 @@ static enum moe_cuda_gemm_tile tile_of(const struct moe_layer *layer,
                                        const struct moe_cuda_batch_rows *b,
                                        const struct moe_cuda_matrix *m)
 {
-    struct moe_cuda_gemm_facts facts = {.bucket = b->bucket,
-                                        .slots = b->slots,
-                                        .top_k = layer->spec.router.top_k,
-                                        .experts = layer->spec.experts,
-                                        .n = m->rows,
-                                        .k = m->columns};
-    return moe_cuda_choose_tile(&facts);
+    struct moe_cuda_gemm_params params = {.bucket = b->bucket,
+                                          .slots = b->slots,
+                                          .top_k = layer->spec.router.top_k,
+                                          .experts = layer->spec.experts,
+                                          .n = m->rows,
+                                          .k = m->columns};
+    return moe_cuda_choose_tile(&params);
 }
 
 /* Where a product's time goes. */
@@ -92,7 +92,7 @@ static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
                                    .k = m->columns,
                                    .start = b->rows.start,
                                    .count = b->rows.count,
-                                   .weights = &b->facts->weights[which],
+                                   .weights = &b->params->weights[which],
                                    .row_weight = b->rows.weight,
                                    .weighting = layer->spec.weighting,
                                    .activation = layer->spec.activation,
@@ -122,7 +122,7 @@ struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_d
         return moe_ok();
     if (!on_tensor_cores(layer, dtype, MOE_CUDA_GATE_UP)) {
         struct moe_cuda_exact exact = {.layer = layer,
-                                       .facts = b->facts,
+                                       .params = b->params,
                                        .rows = &b->rows,
                                        .in_dtype = dtype,
                                        .in = b->rows.x,
@@ -139,7 +139,7 @@ struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_d
     g.out = hidden;
     g.began = began_of(b, MOE_STAGE_GEMM1);
     if (b->retains)
-        g.pre = &b->facts->pre[MOE_ACTIVATION_ROUTED];
+        g.pre = &b->params->pre[MOE_ACTIVATION_ROUTED];
     return multiply(layer, &g, b->scratch, stream);
 }
 
@@ -152,7 +152,7 @@ struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
         return moe_ok();
     if (!on_tensor_cores(layer, hidden_dtype, MOE_CUDA_DOWN)) {
         struct moe_cuda_exact exact = {.layer = layer,
-                                       .facts = b->facts,
+                                       .params = b->params,
                                        .rows = &b->rows,
                                        .in_dtype = hidden_dtype,
                                        .in = hidden,
@@ -211,18 +211,18 @@ shared_product(const struct moe_layer *layer, const struct moe_cuda_shared *s,
                enum moe_dtype out_dtype, void *out, uint64_t *began, cudaStream_t stream)
 {
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
-    struct moe_cuda_gemm_facts facts = {
+    struct moe_cuda_gemm_params params = {
         .bucket = s->bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
-    struct moe_cuda_ggemm g = {.tile = moe_cuda_choose_tile(&facts),
+    struct moe_cuda_ggemm g = {.tile = moe_cuda_choose_tile(&params),
                                .gated = is_gated(which),
                                .experts = 1,
                                .row_capacity = s->capacity,
                                .n = width_of(layer, which),
                                .k = m->columns,
-                               .start = &s->facts->first,
-                               .count = &s->facts->tokens,
+                               .start = &s->params->first,
+                               .count = &s->params->tokens,
                                .x = in,
-                               .weights = &s->facts->weights[which],
+                               .weights = &s->params->weights[which],
                                .row_weight = layer->spec.shared_gated ? at->weight : NULL,
                                .weighting = MOE_WEIGHT_OUTPUT_LATE,
                                .activation = layer->spec.shared_activation,
@@ -233,7 +233,7 @@ shared_product(const struct moe_layer *layer, const struct moe_cuda_shared *s,
                                .began = began,
                                .processors = s->processors};
     if (s->retains && is_gated(which))
-        g.pre = &s->facts->pre[MOE_ACTIVATION_SHARED];
+        g.pre = &s->params->pre[MOE_ACTIVATION_SHARED];
     return multiply(layer, &g, at->product, stream);
 }
 
@@ -242,14 +242,14 @@ static struct moe_status shared_exactly(const struct moe_layer *layer,
                                         void *hidden, uint64_t *began, cudaStream_t stream)
 {
     struct moe_cuda_exact up = {.layer = layer,
-                                .facts = s->facts,
+                                .params = s->params,
                                 .in_dtype = s->dtype,
                                 .in = s->x,
                                 .out = hidden,
                                 .out_dtype = MOE_DTYPE_F32,
                                 .began = began};
     struct moe_cuda_exact down = {.layer = layer,
-                                  .facts = s->facts,
+                                  .params = s->params,
                                   .in_dtype = MOE_DTYPE_F32,
                                   .in = hidden,
                                   .weight = weight,
@@ -265,7 +265,7 @@ struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
     const float *weight = NULL;
     uint64_t *began = s->began; /* for whichever kernel is first */
     if (layer->spec.shared_gated) {
-        MOE_TRY(moe_cuda_shared_weights(layer, s->facts, s->dtype, s->capacity, s->x, at.weight,
+        MOE_TRY(moe_cuda_shared_weights(layer, s->params, s->dtype, s->capacity, s->x, at.weight,
                                         began, stream));
         weight = at.weight;
         began = NULL;
@@ -297,7 +297,7 @@ static struct moe_status check_dtype(enum moe_dtype dtype)
     return moe_ok();
 }
 
-/* A part may wait: it reads how many rows there are, and tells the layer's facts. */
+/* A part may wait: it reads how many rows there are, and tells the layer's step parameters. */
 static struct moe_status measure_rows(struct moe_layer *layer, const struct moe_rows *rows,
                                       struct moe_cuda_batch_rows *b)
 {
@@ -311,9 +311,9 @@ static struct moe_status measure_rows(struct moe_layer *layer, const struct moe_
     MOE_TRY(moe_cuda_mem_copy(layer->device, &b->capacity, rows->start + rows->local_experts,
                               sizeof b->capacity));
     b->bucket = b->capacity / layer->spec.router.top_k + 1;
-    struct moe_cuda_facts facts;
-    moe_cuda_facts_fill(layer, MOE_DTYPE_NONE, 0, 0, &facts);
-    return moe_cuda_facts_tell(layer, &facts, &b->facts);
+    struct moe_cuda_step_params params;
+    moe_cuda_step_params_fill(layer, MOE_DTYPE_NONE, 0, 0, &params);
+    return moe_cuda_step_params_upload(layer, &params, &b->params);
 }
 
 /* What both parts begin with, and its memory. */
@@ -397,9 +397,9 @@ struct moe_status moe_cuda_shared_forward(struct moe_layer *layer, enum moe_dtyp
     size_t bytes = out_bytes + moe_cuda_ffn_shared_bytes(layer, tokens);
     struct moe_cuda_shared s = {
         .dtype = dtype, .bucket = moe_pow2_ceil(tokens), .capacity = tokens, .x = x};
-    struct moe_cuda_facts facts;
-    moe_cuda_facts_fill(layer, dtype, 0, tokens, &facts);
-    MOE_TRY(moe_cuda_facts_tell(layer, &facts, &s.facts));
+    struct moe_cuda_step_params params;
+    moe_cuda_step_params_fill(layer, dtype, 0, tokens, &params);
+    MOE_TRY(moe_cuda_step_params_upload(layer, &params, &s.params));
     void *out;
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &out));
     s.out = out;

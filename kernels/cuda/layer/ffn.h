@@ -5,25 +5,26 @@
 #ifndef MOE_CUDA_FFN_H
 #define MOE_CUDA_FFN_H
 
-#include "cuda/layer/facts.h"
+#include "cuda/layer/step_params.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* In every call `layer` is asked for its shape alone: the facts name the layer whose weights are
- * used, so that a captured call serves all layers of the shape. */
+/* In every call `layer` is asked for its shape alone: the step parameters name the layer whose
+ * weights are used, so that a captured call serves all layers of the shape. */
 
 /* Rows to compute on, and what the host knows of their number. */
 struct moe_cuda_batch_rows {
-    const struct moe_cuda_facts *facts; /* device memory */
+    const struct moe_cuda_step_params *params; /* device memory */
     struct moe_rows rows; /* every pointer is to device memory; one entry per local expert, whose
                              weights are this layer's in the same order; `expert` is not read */
     uint32_t capacity;    /* rows that rows.x, rows.weight and all outputs have room for */
     uint64_t *began; /* [MOE_STAGE_COUNT] gets the times when the two products began, or NULL */
     uint32_t bucket, slots; /* of the step: what the choice of a tile goes by */
     void *scratch;          /* moe_cuda_ffn_scratch_bytes(capacity) */
-    bool retains; /* gate and up go where the facts say (facts->pre), on tensor cores only */
+    bool retains; /* gate and up go where the step parameters say (params->pre), on tensor cores
+                     only */
 };
 
 /* Bytes of scratch that a product of the routed experts needs for `capacity` rows; one after the
@@ -53,9 +54,10 @@ struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
 
 /* Bytes of scratch that moe_cuda_ffn_shared needs for up to `tokens`; 0 without a shared expert. */
 size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens);
-/* out [T, H] f32 = shared(x), for the facts' T. Only for layers that have a shared expert. */
+/* out [T, H] f32 = shared(x), for the step parameters' T. Only for layers that have a shared
+ * expert. */
 struct moe_cuda_shared {
-    const struct moe_cuda_facts *facts; /* device memory */
+    const struct moe_cuda_step_params *params; /* device memory */
     enum moe_dtype dtype;
     uint32_t bucket;   /* >= T: what the choice of a tile goes by */
     uint32_t capacity; /* >= T: rows that x and out have room for */

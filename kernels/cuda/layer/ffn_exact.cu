@@ -14,9 +14,9 @@ using moe_simt::THREADS;
 using moe_simt::tile;
 
 struct exact_args {
-    const moe_cuda_facts *facts;
-    groups g;                /* g.start == nullptr: the tokens of the facts, one group */
-    moe_cuda_matrices which; /* of the layer that the facts name */
+    const moe_cuda_step_params *params;
+    groups g;                /* g.start == nullptr: the tokens of the step parameters, one group */
+    moe_cuda_matrices which; /* of the layer that the step parameters name */
     const void *in;
     const float *weight; /* of each row: of the input of gate and up, of the result of down */
     void *out;
@@ -36,7 +36,7 @@ static __device__ float sigmoid(float z)
 /* Bias `w` of an entry's column; 0 where the product has none. */
 static __device__ float bias_at(const exact_args &a, moe_weight w, uint32_t entry, uint32_t column)
 {
-    return a.has_bias ? a.facts->layer->bias[w][(size_t)entry * a.width + column] : 0.0f;
+    return a.has_bias ? a.params->layer->bias[w][(size_t)entry * a.width + column] : 0.0f;
 }
 
 /* The rows of this run. */
@@ -44,7 +44,7 @@ static __device__ groups groups_of(const exact_args &a)
 {
     groups g = a.g;
     if (g.start == nullptr)
-        g.rows = a.facts->tokens;
+        g.rows = a.params->tokens;
     return g;
 }
 
@@ -77,7 +77,7 @@ template <typename X, typename W>
 static __global__ void __launch_bounds__(THREADS) gate_up_kernel(const exact_args a)
 {
     stamp_begin(a.began);
-    const moe_cuda_matrix m = a.facts->layer->matrix[a.which];
+    const moe_cuda_matrix m = a.params->layer->matrix[a.which];
     moe_simt::product<X, W>(groups_of(a), a.in, m, [&](const tile &t, float acc[][PER_THREAD]) {
         /* Eight gates, then their eight ups: the partner of a thread's columns is two on. */
         const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
@@ -102,7 +102,7 @@ template <typename X, typename W>
 static __global__ void __launch_bounds__(THREADS) down_kernel(const exact_args a)
 {
     stamp_begin(a.began);
-    const moe_cuda_matrix m = a.facts->layer->matrix[a.which];
+    const moe_cuda_matrix m = a.params->layer->matrix[a.which];
     moe_simt::product<X, W>(groups_of(a), a.in, m, [&](const tile &t, float acc[][PER_THREAD]) {
         const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
         for (uint32_t i = 0; i < PER_THREAD && 4 * ty + i < t.rows; i++) {
@@ -137,7 +137,7 @@ static exact_args common_args(const moe_cuda_exact *e)
 {
     const moe_cuda_layer_desc *d = &e->layer->desc;
     exact_args a = {};
-    a.facts = e->facts;
+    a.params = e->params;
     a.began = e->began;
     if (e->rows != nullptr)
         a.g = {e->rows->start, e->rows->count, e->rows->local_experts, 0};
@@ -196,14 +196,14 @@ struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e, cudaStream
 
 /* A warp per token. */
 template <typename X>
-static __global__ void shared_weights_kernel(const moe_cuda_facts *facts, const X *x,
+static __global__ void shared_weights_kernel(const moe_cuda_step_params *params, const X *x,
                                              uint32_t columns, float *weight, uint64_t *began)
 {
     stamp_begin(began);
     uint32_t lane = threadIdx.x % 32, token = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
-    if (token >= facts->tokens)
+    if (token >= params->tokens)
         return;
-    const float *vector = (const float *)facts->layer->matrix[MOE_CUDA_SHARED_VECTOR].data;
+    const float *vector = (const float *)params->layer->matrix[MOE_CUDA_SHARED_VECTOR].data;
     float sum = 0;
     for (uint32_t c = lane; c < columns; c += 32)
         sum = fmaf((float)x[(size_t)token * columns + c], vector[c], sum);
@@ -214,19 +214,19 @@ static __global__ void shared_weights_kernel(const moe_cuda_facts *facts, const 
 }
 
 struct moe_status moe_cuda_shared_weights(const struct moe_layer *layer,
-                                          const struct moe_cuda_facts *facts, enum moe_dtype dtype,
-                                          uint32_t capacity, const void *x, float *weight,
-                                          uint64_t *began, cudaStream_t stream)
+                                          const struct moe_cuda_step_params *params,
+                                          enum moe_dtype dtype, uint32_t capacity, const void *x,
+                                          float *weight, uint64_t *began, cudaStream_t stream)
 {
     unsigned blocks = (capacity + THREADS / 32 - 1) / (THREADS / 32);
     uint32_t hidden = layer->spec.hidden;
     if (blocks == 0)
         return moe_ok();
     if (dtype == MOE_DTYPE_F32)
-        shared_weights_kernel<<<blocks, THREADS, 0, stream>>>(facts, (const float *)x, hidden,
+        shared_weights_kernel<<<blocks, THREADS, 0, stream>>>(params, (const float *)x, hidden,
                                                               weight, began);
     else
-        shared_weights_kernel<<<blocks, THREADS, 0, stream>>>(facts, (const __nv_bfloat16 *)x,
+        shared_weights_kernel<<<blocks, THREADS, 0, stream>>>(params, (const __nv_bfloat16 *)x,
                                                               hidden, weight, began);
     return MOE_LAUNCHED("the shared expert's weights");
 }

@@ -119,7 +119,7 @@ void moe_cuda_layer_destroy(struct moe_layer *layer)
         moe_cuda_mem_free(device, MOE_MEM_DEVICE, layer->desc.matrix[m].data,
                           layer->desc.matrix[m].bytes);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, layer->tables, layer->tables_bytes);
-    moe_cuda_buffer_free(device, &layer->facts);
+    moe_cuda_buffer_free(device, &layer->params);
     moe_placement_free(&layer->placement, layer->local, layer->local_index);
     free(layer);
 }

@@ -67,7 +67,7 @@ struct moe_layer {
     int32_t *local_index;            /* host [E] */
     struct moe_cuda_layer_desc desc; /* host copy; the pointers in it are to the device */
     const struct moe_cuda_layer_desc *on_device; /* valid after finish */
-    struct moe_cuda_buffer facts;                /* for the parts that wait; see facts.h */
+    struct moe_cuda_buffer params;               /* for the parts that wait; see step_params.h */
     void *tables;                                /* device memory of the placement and on_device */
     size_t tables_bytes;
     bool *uploaded[MOE_WEIGHT_COUNT];    /* [entries] */

@@ -6,7 +6,7 @@
 
 #include <cuda_bf16.h>
 
-static constexpr unsigned THREADS = 256, MOST_BLOCKS = 1024;
+static constexpr unsigned THREADS = 256, MAX_BLOCKS = 1024;
 
 static __device__ size_t row_of(enum moe_cuda_rows order, size_t row)
 {
@@ -33,7 +33,7 @@ static void launch(const struct moe_cuda_weight *w, const void *src, size_t firs
                    cudaStream_t stream)
 {
     size_t blocks = (n + THREADS - 1) / THREADS;
-    unsigned grid = blocks < MOST_BLOCKS ? (unsigned)blocks : MOST_BLOCKS;
+    unsigned grid = blocks < MAX_BLOCKS ? (unsigned)blocks : MAX_BLOCKS;
     place<<<grid, THREADS, 0, stream>>>((const From *)src, first, n, w->columns, w->order,
                                         (To *)w->dst);
 }
@@ -68,6 +68,6 @@ static __global__ void split(const float *__restrict__ src, size_t n,
 
 struct moe_status moe_cuda_weights_split(const void *src, size_t n, void *dst, cudaStream_t stream)
 {
-    split<<<MOST_BLOCKS, THREADS, 0, stream>>>((const float *)src, n, (__nv_bfloat16 *)dst);
+    split<<<MAX_BLOCKS, THREADS, 0, stream>>>((const float *)src, n, (__nv_bfloat16 *)dst);
     return MOE_LAUNCHED("splitting a weight");
 }

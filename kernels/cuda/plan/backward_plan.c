@@ -40,7 +40,7 @@ static double larger(double a, double b)
 }
 
 /* Nanoseconds that combine takes on so many multiprocessors, when the routing is even. */
-static double combine_time(const struct moe_cuda_backward_facts *f, uint32_t processors)
+static double combine_time(const struct moe_cuda_backward_params *f, uint32_t processors)
 {
     double row = (f->hidden + (double)MOE_MAX_TOP_K) * sizeof(float);
     double rows = (double)f->bucket * f->top_k;
@@ -53,7 +53,7 @@ static double combine_time(const struct moe_cuda_backward_facts *f, uint32_t pro
 }
 
 /* Of the gradients of all experts' weights, on so many. */
-static double weights_time(const struct moe_cuda_backward_facts *f, uint32_t processors)
+static double weights_time(const struct moe_cuda_backward_params *f, uint32_t processors)
 {
     double weights = 3.0 * f->hidden * f->intermediate;
     double bytes = weights * f->local_experts * sizeof(float) * (f->adds ? 2 : 1);
@@ -62,7 +62,7 @@ static double weights_time(const struct moe_cuda_backward_facts *f, uint32_t pro
 }
 
 /* Combine on as few multiprocessors as it can have without being what all wait for. */
-static void plan_combine(const struct moe_cuda_backward_facts *f, uint32_t all,
+static void plan_combine(const struct moe_cuda_backward_params *f, uint32_t all,
                          struct moe_cuda_backward_plan *plan)
 {
     double share = 0;
@@ -72,11 +72,11 @@ static void plan_combine(const struct moe_cuda_backward_facts *f, uint32_t all,
         if (share <= MOST)
             break;
     }
-    plan->company.processors = all - plan->combine;
-    plan->company.share = share < 1 ? share : 1;
+    plan->overlap.processors = all - plan->combine;
+    plan->overlap.share = share < 1 ? share : 1;
 }
 
-struct moe_cuda_backward_plan moe_cuda_backward_plan(const struct moe_cuda_backward_facts *f)
+struct moe_cuda_backward_plan moe_cuda_backward_plan(const struct moe_cuda_backward_params *f)
 {
     struct moe_cuda_backward_plan plan = {0};
     const uint32_t all = f->multiprocessors / 2 * 2; /* a block of the gradients' has two */

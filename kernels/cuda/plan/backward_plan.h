@@ -20,12 +20,12 @@ extern "C" {
 
 /* Something else that runs beside the weights' gradients on some multiprocessors for a while, and
  * leaves them the others. */
-struct moe_cuda_train_company {
+struct moe_cuda_overlap_plan {
     uint32_t processors; /* left to the weights' gradients meanwhile; 0 = there is no company */
     double share;        /* of their products, that have been computed when it is gone: 0 .. 1 */
 };
 
-struct moe_cuda_backward_facts {
+struct moe_cuda_backward_params {
     uint32_t multiprocessors;
     uint32_t slots;         /* live ones */
     uint32_t bucket, top_k; /* of the pass */
@@ -41,10 +41,10 @@ struct moe_cuda_backward_plan {
     /* Multiprocessors; 0 = all, and nothing runs beside. The two of a line make up the device. */
     uint32_t dispatch, shared;
     uint32_t combine;
-    struct moe_cuda_train_company company; /* of the weights' gradients: combine */
+    struct moe_cuda_overlap_plan overlap; /* of the weights' gradients: combine */
 };
 
-struct moe_cuda_backward_plan moe_cuda_backward_plan(const struct moe_cuda_backward_facts *facts);
+struct moe_cuda_backward_plan moe_cuda_backward_plan(const struct moe_cuda_backward_params *params);
 
 #ifdef __cplusplus
 }

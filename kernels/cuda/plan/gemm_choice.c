@@ -21,21 +21,21 @@ struct moe_cuda_tile_shape moe_cuda_tile_shape(enum moe_cuda_gemm_tile tile)
     return shape[tile];
 }
 
-uint32_t moe_cuda_expected_rows(const struct moe_cuda_gemm_facts *facts)
+uint32_t moe_cuda_expected_rows(const struct moe_cuda_gemm_params *params)
 {
-    uint64_t rows = (uint64_t)facts->bucket * facts->slots * facts->top_k;
-    uint64_t experts = facts->experts > 0 ? facts->experts : 1;
+    uint64_t rows = (uint64_t)params->bucket * params->slots * params->top_k;
+    uint64_t experts = params->experts > 0 ? params->experts : 1;
     uint64_t expected = (rows + experts - 1) / experts;
     if (expected == 0)
         return 1;
     return expected < UINT32_MAX ? (uint32_t)expected : UINT32_MAX;
 }
 
-enum moe_cuda_gemm_tile moe_cuda_choose_tile(const struct moe_cuda_gemm_facts *facts)
+enum moe_cuda_gemm_tile moe_cuda_choose_tile(const struct moe_cuda_gemm_params *params)
 {
-    uint32_t rows = moe_cuda_expected_rows(facts);
+    uint32_t rows = moe_cuda_expected_rows(params);
     if (rows <= DECODE_MAX_ROWS)
         return MOE_CUDA_TILE_DECODE;
-    return rows <= EVEN_MAX_ROWS && facts->k >= EVEN_MIN_K ? MOE_CUDA_TILE_EVEN
-                                                           : MOE_CUDA_TILE_PINGPONG;
+    return rows <= EVEN_MAX_ROWS && params->k >= EVEN_MIN_K ? MOE_CUDA_TILE_EVEN
+                                                            : MOE_CUDA_TILE_PINGPONG;
 }

@@ -26,7 +26,7 @@ struct moe_cuda_tile_shape {
 
 struct moe_cuda_tile_shape moe_cuda_tile_shape(enum moe_cuda_gemm_tile tile);
 
-struct moe_cuda_gemm_facts {
+struct moe_cuda_gemm_params {
     uint32_t bucket;  /* tokens that one slot may bring to the step */
     uint32_t slots;   /* live slots of the group */
     uint32_t top_k;   /* experts per token */
@@ -35,9 +35,9 @@ struct moe_cuda_gemm_facts {
 };
 
 /* Rows that one expert gets when full buckets are routed evenly, rounded up; at least 1. */
-uint32_t moe_cuda_expected_rows(const struct moe_cuda_gemm_facts *facts);
+uint32_t moe_cuda_expected_rows(const struct moe_cuda_gemm_params *params);
 
-enum moe_cuda_gemm_tile moe_cuda_choose_tile(const struct moe_cuda_gemm_facts *facts);
+enum moe_cuda_gemm_tile moe_cuda_choose_tile(const struct moe_cuda_gemm_params *params);
 
 #ifdef __cplusplus
 }

@@ -84,7 +84,7 @@ struct moe_status moe_cuda_router_forward(struct moe_layer *layer, enum moe_dtyp
                                           int32_t *ids, float *weights, uint8_t *token_state)
 {
     struct moe_device *device = layer->device;
-    struct moe_cuda_facts facts;
+    struct moe_cuda_step_params params;
     bool need_logits = true;
     struct moe_cuda_routing r = {.dtype = dtype,
                                  .capacity = tokens,
@@ -99,10 +99,10 @@ struct moe_status moe_cuda_router_forward(struct moe_layer *layer, enum moe_dtyp
     if (tokens == 0)
         return moe_ok();
     MOE_TRY(check_device_modes(device, tokens, &r, &need_logits));
-    moe_cuda_facts_fill(layer, dtype, 0, tokens, &facts);
-    facts.need_logits = need_logits;
-    facts.has_modes = mode != NULL;
-    MOE_TRY(moe_cuda_facts_tell(layer, &facts, &r.facts));
+    moe_cuda_step_params_fill(layer, dtype, 0, tokens, &params);
+    params.need_logits = need_logits;
+    params.has_modes = mode != NULL;
+    MOE_TRY(moe_cuda_step_params_upload(layer, &params, &r.params));
     size_t bytes = moe_cuda_router_bytes(layer, dtype, tokens);
     void *logits;
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, bytes, &logits));

@@ -19,7 +19,7 @@ static constexpr unsigned ARRAYS = 3; /* per warp in shared memory: scores, keys
 /* ---------------------------------------------------------------------- choice */
 
 struct choose_args {
-    const moe_cuda_facts *facts;
+    const moe_cuda_step_params *params;
     moe_router_spec spec;
     uint32_t experts, choices; /* choices: E + Z */
     const float *logits;       /* [slices][T][E+Z] */
@@ -35,11 +35,11 @@ struct choose_args {
 /* [E+Z], or NULL if the layer has none. */
 static __device__ const float *bias_of(const choose_args &a, moe_weight which)
 {
-    return a.facts->layer->bias[which];
+    return a.params->layer->bias[which];
 }
 
 /* One warp's token and its arrays in shared memory. */
-struct seat {
+struct row_slot {
     uint32_t lane, token;
     float *score; /* [choices] */
     float *key;   /* [choices] */
@@ -98,7 +98,7 @@ static __device__ float sum_of_best(const float *key, uint32_t n, uint32_t many)
 
 /* Excludes the keys of all groups but the topk_group best. Excluded keys become minus infinity; 0
  * would beat an allowed expert with a negative key. */
-static __device__ void keep_best_groups(const choose_args &a, const seat &s)
+static __device__ void keep_best_groups(const choose_args &a, const row_slot &s)
 {
     uint32_t size = a.experts / a.spec.groups;
     for (uint32_t g = s.lane; g < a.spec.groups; g += 32)
@@ -116,11 +116,11 @@ static __device__ void keep_best_groups(const choose_args &a, const seat &s)
 }
 
 /* Writes logits to `key` and scores to `score`. False if a logit is not finite. */
-static __device__ bool score_token(const choose_args &a, const seat &s)
+static __device__ bool score_token(const choose_args &a, const row_slot &s)
 {
     const float *logits = a.logits + (size_t)s.token * a.choices;
     const float *bias = bias_of(a, MOE_WEIGHT_LOGIT_BIAS);
-    size_t slice = (size_t)a.facts->tokens * a.choices;
+    size_t slice = (size_t)a.params->tokens * a.choices;
     bool finite = true;
     for (uint32_t i = s.lane; i < a.choices; i += 32) {
         float z = 0.0f;
@@ -139,7 +139,7 @@ static __device__ bool score_token(const choose_args &a, const seat &s)
 }
 
 /* Turns the logits in `key` into keys. layer_spec.h says when a logit is already a key. */
-static __device__ bool make_keys(const choose_args &a, const seat &s)
+static __device__ bool make_keys(const choose_args &a, const row_slot &s)
 {
     const float *bias = bias_of(a, MOE_WEIGHT_SELECT_BIAS);
     if (bias == nullptr && (a.spec.groups == 1 || a.spec.group_best == 1))
@@ -153,7 +153,7 @@ static __device__ bool make_keys(const choose_args &a, const seat &s)
 }
 
 /* Lane k gets the k-th best id. */
-static __device__ int32_t choose(const choose_args &a, const seat &s)
+static __device__ int32_t choose(const choose_args &a, const row_slot &s)
 {
     int32_t id = -1;
     __syncwarp();
@@ -169,7 +169,7 @@ static __device__ int32_t choose(const choose_args &a, const seat &s)
 }
 
 /* The weight of lane k's id from the unbiased scores; 0 for id -1. Lanes from K on have id -1. */
-static __device__ float weigh(const choose_args &a, const seat &s, int32_t id)
+static __device__ float weigh(const choose_args &a, const row_slot &s, int32_t id)
 {
     bool live = id >= 0;
     float score = live ? s.score[id] : 0.0f;
@@ -202,11 +202,11 @@ static __device__ moe_token_state check_given(const choose_args &a, moe_routing_
 }
 
 /* Routes one token. Afterwards lane k has the k-th id and weight. */
-static __device__ moe_token_state route(const choose_args &a, const seat &s, int32_t *id,
+static __device__ moe_token_state route(const choose_args &a, const row_slot &s, int32_t *id,
                                         float *weight)
 {
     moe_routing_mode mode =
-        a.facts->has_modes ? (moe_routing_mode)a.mode[s.token] : MOE_ROUTE_SERVER;
+        a.params->has_modes ? (moe_routing_mode)a.mode[s.token] : MOE_ROUTE_SERVER;
     size_t at = (size_t)s.token * a.spec.top_k + s.lane;
     bool has_k = s.lane < a.spec.top_k;
     *id = mode != MOE_ROUTE_SERVER && has_k ? a.ids_in[at] : -1;
@@ -230,13 +230,13 @@ static __device__ moe_token_state route(const choose_args &a, const seat &s, int
 static __global__ void __launch_bounds__(32 * WARPS) choose_kernel(const choose_args a)
 {
     extern __shared__ float arrays[];
-    seat s;
+    row_slot s;
     s.lane = threadIdx.x % 32;
     s.token = blockIdx.x * WARPS + threadIdx.x / 32;
     s.score = arrays + (size_t)(threadIdx.x / 32) * ARRAYS * a.choices;
     s.key = s.score + a.choices;
     s.group = s.key + a.choices;
-    if (s.token >= a.facts->tokens)
+    if (s.token >= a.params->tokens)
         return;
     int32_t id;
     float weight;
@@ -254,7 +254,7 @@ struct moe_status moe_cuda_router_choose(const struct moe_layer *layer,
                                          const struct moe_cuda_routing *r, cudaStream_t stream)
 {
     choose_args a = {};
-    a.facts = r->facts;
+    a.params = r->params;
     a.spec = layer->spec.router;
     a.experts = layer->spec.experts;
     a.choices = a.experts + a.spec.zero_experts;

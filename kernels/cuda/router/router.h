@@ -4,7 +4,7 @@
 #ifndef MOE_CUDA_ROUTER_H
 #define MOE_CUDA_ROUTER_H
 
-#include "cuda/layer/facts.h"
+#include "cuda/layer/step_params.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -18,7 +18,7 @@ enum { MOE_CUDA_ROUTER_SLICE = 512 };
 struct moe_cuda_routing {
     enum moe_dtype dtype;
     uint32_t capacity; /* limit of the tokens in the step parameters */
-    const struct moe_cuda_facts *facts;
+    const struct moe_cuda_step_params *params;
     const void *x;           /* [T, H] */
     const uint8_t *mode;     /* [T]; read if the step parameters say that there are modes */
     const int32_t *ids_in;   /* [T, K], or NULL if no mode needs them */

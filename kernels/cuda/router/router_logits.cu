@@ -25,7 +25,7 @@ static constexpr int SLICE = MOE_CUDA_ROUTER_SLICE;
 static_assert(SLICE % TILE == 0, "stages do not cross slices");
 
 struct logits_args {
-    const moe_cuda_facts *facts;
+    const moe_cuda_step_params *params;
     const __nv_bfloat16 *x;   /* [T, H] */
     moe_cuda_matrices router; /* one matrix, or parts: bf16 [parts][choices][H] */
     uint32_t choices, hidden, parts;
@@ -138,13 +138,13 @@ static __global__ void __launch_bounds__(THREADS) tensor_logits_kernel(const log
 {
     extern __shared__ stage stages[];
     const uint32_t token = blockIdx.y * TILE, expert = blockIdx.x * TILE;
-    const uint32_t tokens = a.facts->tokens;
+    const uint32_t tokens = a.params->tokens;
     stamp_begin(a.began);
-    if (token >= tokens || !a.facts->need_logits)
+    if (token >= tokens || !a.params->need_logits)
         return;
     walk v;
     v.x = a.x + (size_t)token * a.hidden;
-    v.w = (const __nv_bfloat16 *)a.facts->layer->matrix[a.router].data + (size_t)expert * a.hidden;
+    v.w = (const __nv_bfloat16 *)a.params->layer->matrix[a.router].data + (size_t)expert * a.hidden;
     v.tokens = tokens - token;
     v.experts = a.choices - expert;
     v.begin = blockIdx.z * SLICE;
@@ -171,7 +171,7 @@ static struct moe_status launch_tensor_logits(const struct moe_layer *layer,
     const moe_cuda_matrices router = in_parts ? MOE_CUDA_ROUTER_PARTS : MOE_CUDA_ROUTER;
     const moe_cuda_matrix &m = layer->desc.matrix[router];
     logits_args a = {
-        r->facts, (const __nv_bfloat16 *)r->x, router, m.rows, m.columns, m.entries, r->logits,
+        r->params, (const __nv_bfloat16 *)r->x, router, m.rows, m.columns, m.entries, r->logits,
         r->began};
     dim3 grid((m.rows + TILE - 1) / TILE, (r->capacity + TILE - 1) / TILE,
               moe_cuda_router_slices(layer, r->dtype));
@@ -183,15 +183,15 @@ static struct moe_status launch_tensor_logits(const struct moe_layer *layer,
 
 template <typename X, typename W>
 static __global__ void __launch_bounds__(moe_simt::THREADS)
-    logits_kernel(const moe_cuda_facts *facts, const void *x, float *logits, uint64_t *began)
+    logits_kernel(const moe_cuda_step_params *params, const void *x, float *logits, uint64_t *began)
 {
     using moe_simt::PER_THREAD;
     stamp_begin(began);
-    if (!facts->need_logits)
+    if (!params->need_logits)
         return;
     moe_simt::groups g = {};
-    g.rows = facts->tokens;
-    const moe_cuda_matrix m = facts->layer->matrix[MOE_CUDA_ROUTER];
+    g.rows = params->tokens;
+    const moe_cuda_matrix m = params->layer->matrix[MOE_CUDA_ROUTER];
     moe_simt::product<X, W>(g, x, m, [&](const moe_simt::tile &t, float acc[][PER_THREAD]) {
         const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
         for (uint32_t i = 0; i < PER_THREAD && 4 * ty + i < t.rows; i++)
@@ -207,7 +207,7 @@ template <typename X, typename W>
 static void launch_logits(const moe_cuda_routing *r, unsigned blocks, cudaStream_t stream)
 {
     logits_kernel<X, W>
-        <<<blocks, moe_simt::THREADS, 0, stream>>>(r->facts, r->x, r->logits, r->began);
+        <<<blocks, moe_simt::THREADS, 0, stream>>>(r->params, r->x, r->logits, r->began);
 }
 
 struct moe_status moe_cuda_router_logits(const struct moe_layer *layer,

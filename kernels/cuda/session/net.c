@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The courier and its watch over exchanges; see net.h. */
+/* The comm thread and its watch over exchanges; see net.h. */
 #include "cuda/session/net.h"
 
 #include "base/clock.h"
@@ -15,10 +15,10 @@
 #include <unistd.h>
 
 enum {
-    MOST_EXCHANGES = 16,         /* unfinished ones: two steps have at most six */
-    SPIN_NS = 200 * 1000,        /* the courier looks without sleeping for this long */
-    NAP_NS = 10 * 1000,          /* and then this often */
-    NAP_SLACK_NS = 1000,         /* timers are as exact as that */
+    MAX_EXCHANGES = 16,          /* unfinished ones: two steps have at most six */
+    SPIN_NS = 200 * 1000,        /* the comm thread looks without sleeping for this long */
+    IDLE_SLEEP_NS = 10 * 1000,   /* and then this often */
+    SLEEP_SLACK_NS = 1000,       /* timers are as exact as that */
     SETUP_POLL_US = 200,         /* while NCCL forms a group */
     LOOK_NS = 1000 * 1000,       /* how often NCCL is asked for errors */
     GRACE_NS = 100 * 1000 * 1000 /* what is still under way when the network fails may come */
@@ -27,7 +27,8 @@ enum {
 /* An exchange that was begun. */
 struct exchange {
     uint64_t number;
-    const uint8_t *tail[MOE_MAX_SLOTS]; /* device address of the tail that slot sends; or NULL */
+    const uint8_t
+        *trailer[MOE_MAX_SLOTS]; /* device address of the trailer that slot sends; or NULL */
 };
 
 struct moe_cuda_net {
@@ -36,7 +37,7 @@ struct moe_cuda_net {
     struct moe_cuda_net_progress *progress, *progress_on_device;
     void *warm_up; /* device memory: a message to and from each slot */
     cudaStream_t side;
-    uint64_t *tails; /* pinned; [slots] */
+    uint64_t *trailers; /* pinned; [slots] */
 
     pthread_t thread;
     bool started;
@@ -44,15 +45,15 @@ struct moe_cuda_net {
     pthread_cond_t work, done;
     MOE_GUARDED_BY(lock) struct {
         struct moe_cuda_task *first, *last;
-        bool quit, judged;
-        struct moe_cuda_verdict verdict; /* once judged */
+        bool quit, outcome_known;
+        struct moe_cuda_step_outcome outcome; /* once known */
     };
 
-    bool broken; /* atomic; before the verdict is known */
-    /* Of the courier. */
+    bool broken; /* atomic; before the outcome is known */
+    /* Of the comm thread. */
     uint64_t budget_ns;
     uint64_t last_number;
-    struct exchange flying[MOST_EXCHANGES]; /* a ring */
+    struct exchange flying[MAX_EXCHANGES]; /* a ring */
     uint32_t oldest, count;
     uint64_t since;  /* the oldest exchange was first seen to have begun; 0 = not yet */
     uint64_t failed; /* NCCL first reported an error; 0 = none */
@@ -70,12 +71,12 @@ static int rank_of(const struct moe_cuda_net *net, uint32_t slot)
     return __builtin_popcountll(net->config.live & ((UINT64_C(1) << slot) - 1));
 }
 
-static uint64_t tail_of(const struct moe_cuda_net *net, uint64_t number)
+static uint64_t trailer_of(const struct moe_cuda_net *net, uint64_t number)
 {
     return (net->config.epoch & 0xffffff) << 40 | number;
 }
 
-/* What callers see until they ask for the verdict. */
+/* What callers see until they ask for the outcome. */
 static struct moe_status is_broken(void)
 {
     return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "the network of the session broke");
@@ -89,16 +90,16 @@ static uint32_t find_missing(struct moe_cuda_net *net, const struct exchange *x)
     uint32_t missing = MOE_MAX_SLOTS, lowest = MOE_MAX_SLOTS;
     cudaError_t rc = cudaSuccess;
     for (uint32_t s = 0; s < net->config.slots && rc == cudaSuccess; s++)
-        if (x->tail[s] != NULL)
-            rc = cudaMemcpyAsync(&net->tails[s], x->tail[s], sizeof *net->tails,
+        if (x->trailer[s] != NULL)
+            rc = cudaMemcpyAsync(&net->trailers[s], x->trailer[s], sizeof *net->trailers,
                                  cudaMemcpyDeviceToHost, net->side);
     if (rc == cudaSuccess)
         rc = cudaStreamSynchronize(net->side);
     for (uint32_t s = net->config.slots; s-- > 0;) {
-        if (x->tail[s] == NULL)
+        if (x->trailer[s] == NULL)
             continue;
         lowest = s;
-        if (rc == cudaSuccess && net->tails[s] != tail_of(net, x->number))
+        if (rc == cudaSuccess && net->trailers[s] != trailer_of(net, x->number))
             missing = s;
     }
     return missing != MOE_MAX_SLOTS ? missing : lowest;
@@ -115,17 +116,17 @@ static void end_communicator(struct moe_cuda_net *net)
 /* Ends the communicator, and with it every exchange, then finds out whose fault it was. */
 static void give_up(struct moe_cuda_net *net, uint32_t code)
 {
-    struct moe_cuda_verdict verdict = {.code = code};
+    struct moe_cuda_step_outcome outcome = {.code = code};
     const struct exchange *oldest = &net->flying[net->oldest];
     __atomic_store_n(&net->progress->broken, 1, __ATOMIC_SEQ_CST);
     __atomic_store_n(&net->broken, true, __ATOMIC_SEQ_CST);
     end_communicator(net);
     if (code == MOE_CUDA_PASS_LOST && net->count > 0)
-        verdict.slot = find_missing(net, oldest);
+        outcome.slot = find_missing(net, oldest);
     net->count = 0;
     moe_mutex_lock(&net->lock);
-    net->verdict = verdict;
-    net->judged = true;
+    net->outcome = outcome;
+    net->outcome_known = true;
     pthread_cond_broadcast(&net->done);
     moe_mutex_unlock(&net->lock);
 }
@@ -150,7 +151,7 @@ static bool watch(struct moe_cuda_net *net)
         return false;
     uint64_t ended = __atomic_load_n(&net->progress->ended, __ATOMIC_ACQUIRE);
     while (net->count > 0 && net->flying[net->oldest].number <= ended) {
-        net->oldest = (net->oldest + 1) % MOST_EXCHANGES;
+        net->oldest = (net->oldest + 1) % MAX_EXCHANGES;
         net->count--;
         net->since = 0;
     }
@@ -168,23 +169,23 @@ static bool watch(struct moe_cuda_net *net)
 }
 
 /* Between two looks; `idle_since` is when they began. */
-static void rest(uint64_t idle_since)
+static void backoff(uint64_t idle_since)
 {
     if (moe_clock_ns() - idle_since < SPIN_NS)
         (void)sched_yield();
     else
-        (void)nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+        (void)nanosleep(&(struct timespec){.tv_nsec = IDLE_SLEEP_NS}, NULL);
 }
 
 /* ------------------------------------------------------------------ exchanges */
 
-uint64_t moe_cuda_net_next_tail(const struct moe_cuda_net *net)
+uint64_t moe_cuda_net_next_trailer(const struct moe_cuda_net *net)
 {
-    return tail_of(net, net->last_number + 1);
+    return trailer_of(net, net->last_number + 1);
 }
 
 static ncclResult_t send_and_receive(struct moe_cuda_net *net,
-                                     const struct moe_cuda_parcel parcel[MOE_MAX_SLOTS])
+                                     const struct moe_cuda_transfer transfer[MOE_MAX_SLOTS])
 {
     const struct moe_cuda_net_config *c = &net->config;
     ncclComm_t comm = __atomic_load_n(&net->comm, __ATOMIC_ACQUIRE);
@@ -194,42 +195,43 @@ static ncclResult_t send_and_receive(struct moe_cuda_net *net,
     for (uint32_t i = 1; i < c->slots && rc == ncclSuccess; i++) {
         uint32_t to = (c->slot + i) % c->slots, from = (c->slot + c->slots - i) % c->slots;
         if (is_peer(net, to))
-            rc = ncclSend(parcel[to].send, parcel[to].send_bytes, ncclInt8, rank_of(net, to), comm,
-                          c->device->compute);
-        if (rc == ncclSuccess && is_peer(net, from))
-            rc = ncclRecv(parcel[from].recv, parcel[from].recv_bytes, ncclInt8, rank_of(net, from),
+            rc = ncclSend(transfer[to].send, transfer[to].send_bytes, ncclInt8, rank_of(net, to),
                           comm, c->device->compute);
+        if (rc == ncclSuccess && is_peer(net, from))
+            rc = ncclRecv(transfer[from].recv, transfer[from].recv_bytes, ncclInt8,
+                          rank_of(net, from), comm, c->device->compute);
     }
     ncclResult_t end = ncclGroupEnd();
     return rc != ncclSuccess ? rc : end;
 }
 
 static void remember(struct moe_cuda_net *net, uint64_t number,
-                     const struct moe_cuda_parcel parcel[MOE_MAX_SLOTS])
+                     const struct moe_cuda_transfer transfer[MOE_MAX_SLOTS])
 {
-    MOE_INVARIANT(net->count < MOST_EXCHANGES);
-    struct exchange *x = &net->flying[(net->oldest + net->count++) % MOST_EXCHANGES];
+    MOE_INVARIANT(net->count < MAX_EXCHANGES);
+    struct exchange *x = &net->flying[(net->oldest + net->count++) % MAX_EXCHANGES];
     *x = (struct exchange){.number = number};
     for (uint32_t s = 0; s < net->config.slots; s++)
         if (is_peer(net, s))
-            x->tail[s] = (const uint8_t *)parcel[s].recv + parcel[s].recv_bytes - sizeof(uint64_t);
+            x->trailer[s] =
+                (const uint8_t *)transfer[s].recv + transfer[s].recv_bytes - sizeof(uint64_t);
 }
 
 struct moe_status moe_cuda_net_exchange(struct moe_cuda_net *net,
-                                        const struct moe_cuda_parcel parcel[MOE_MAX_SLOTS],
-                                        const struct moe_cuda_delivery *delivery)
+                                        const struct moe_cuda_transfer transfer[MOE_MAX_SLOTS],
+                                        const struct moe_cuda_completion *completion)
 {
     cudaStream_t stream = net->config.device->compute;
     if (!watch(net))
         return is_broken();
     uint64_t number = ++net->last_number;
-    remember(net, number, parcel);
+    remember(net, number, transfer);
     MOE_TRY(moe_cuda_launch_begun(net->progress_on_device, number, stream));
-    if (send_and_receive(net, parcel) != ncclSuccess) {
+    if (send_and_receive(net, transfer) != ncclSuccess) {
         give_up(net, MOE_CUDA_PASS_LOST);
         return is_broken();
     }
-    return moe_cuda_launch_ended(net->progress_on_device, number, net->config.control, delivery,
+    return moe_cuda_launch_ended(net->progress_on_device, number, net->config.control, completion,
                                  stream);
 }
 
@@ -239,12 +241,12 @@ struct moe_status moe_cuda_net_settle(struct moe_cuda_net *net)
     while (watch(net)) {
         if (net->count == 0)
             return moe_ok();
-        rest(start);
+        backoff(start);
     }
     return is_broken();
 }
 
-/* -------------------------------------------------------------------- courier */
+/* -------------------------------------------------------------------- comm thread */
 
 void moe_cuda_net_post(struct moe_cuda_net *net, struct moe_cuda_task *task)
 {
@@ -272,14 +274,14 @@ bool moe_cuda_net_await(struct moe_cuda_net *net, const struct moe_cuda_task *ta
     return done;
 }
 
-bool moe_cuda_net_verdict(struct moe_cuda_net *net, struct moe_cuda_verdict *out)
+bool moe_cuda_net_outcome(struct moe_cuda_net *net, struct moe_cuda_step_outcome *out)
 {
     if (!__atomic_load_n(&net->broken, __ATOMIC_SEQ_CST))
         return false;
     moe_mutex_lock(&net->lock);
-    while (!net->judged)
+    while (!net->outcome_known)
         moe_wait(&net->done, &net->lock);
-    *out = net->verdict;
+    *out = net->outcome;
     moe_mutex_unlock(&net->lock);
     return true;
 }
@@ -292,11 +294,11 @@ static void finish_task(struct moe_cuda_net *net, struct moe_cuda_task *task)
     pthread_cond_broadcast(&net->done);
 }
 
-static void *run_courier(void *arg)
+static void *run_comm_thread(void *arg)
 {
     struct moe_cuda_net *net = arg;
     uint64_t idle_since = moe_clock_ns();
-    (void)prctl(PR_SET_TIMERSLACK, NAP_SLACK_NS);
+    (void)prctl(PR_SET_TIMERSLACK, SLEEP_SLACK_NS);
     struct moe_status st = moe_cuda_device_use(net->config.device);
     moe_mutex_lock(&net->lock);
     for (;;) {
@@ -310,7 +312,7 @@ static void *run_courier(void *arg)
         } else if (net->count > 0) {
             moe_mutex_unlock(&net->lock);
             if (watch(net))
-                rest(idle_since);
+                backoff(idle_since);
             moe_mutex_lock(&net->lock);
         } else if (net->quit) {
             break;
@@ -363,17 +365,17 @@ static struct moe_status form_network(struct moe_cuda_net *net, ncclComm_t group
 static struct moe_status warm_up(void *ctx)
 {
     struct moe_cuda_net *net = ctx;
-    struct moe_cuda_parcel parcel[MOE_MAX_SLOTS];
+    struct moe_cuda_transfer transfer[MOE_MAX_SLOTS];
     uint8_t *at = net->warm_up;
-    uint64_t tail[2] = {0, moe_cuda_net_next_tail(net)};
-    static_assert(sizeof tail == MOE_CUDA_TAIL_BYTES, "a tail alone is a message");
-    MOE_TRY(moe_cuda_mem_copy(net->config.device, at, tail, sizeof tail));
+    uint64_t trailer[2] = {0, moe_cuda_net_next_trailer(net)};
+    static_assert(sizeof trailer == MOE_CUDA_TRAILER_BYTES, "a trailer alone is a message");
+    MOE_TRY(moe_cuda_mem_copy(net->config.device, at, trailer, sizeof trailer));
     for (uint32_t s = 0; s < net->config.slots; s++)
-        parcel[s] = (struct moe_cuda_parcel){.send = at,
-                                             .recv = at + (s + 1) * sizeof tail,
-                                             .send_bytes = sizeof tail,
-                                             .recv_bytes = sizeof tail};
-    MOE_TRY(moe_cuda_net_exchange(net, parcel, NULL));
+        transfer[s] = (struct moe_cuda_transfer){.send = at,
+                                                 .recv = at + (s + 1) * sizeof trailer,
+                                                 .send_bytes = sizeof trailer,
+                                                 .recv_bytes = sizeof trailer};
+    MOE_TRY(moe_cuda_net_exchange(net, transfer, NULL));
     return moe_cuda_net_settle(net);
 }
 
@@ -395,7 +397,7 @@ static struct moe_status connect_slots(struct moe_cuda_net *net, uint64_t deadli
 
 static size_t warm_up_bytes(const struct moe_cuda_net *net)
 {
-    return (net->config.slots + (size_t)1) * MOE_CUDA_TAIL_BYTES;
+    return (net->config.slots + (size_t)1) * MOE_CUDA_TRAILER_BYTES;
 }
 
 static struct moe_status take_memory(struct moe_cuda_net *net)
@@ -405,18 +407,18 @@ static struct moe_status take_memory(struct moe_cuda_net *net)
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, sizeof *net->progress, &p));
     net->progress = p;
     MOE_TRY(MOE_CUDA(cudaHostGetDevicePointer((void **)&net->progress_on_device, p, 0)));
-    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, MOE_MAX_SLOTS * sizeof *net->tails, &p));
-    net->tails = p;
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, MOE_MAX_SLOTS * sizeof *net->trailers, &p));
+    net->trailers = p;
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, warm_up_bytes(net), &net->warm_up));
     return MOE_CUDA(cudaStreamCreateWithFlags(&net->side, cudaStreamNonBlocking));
 }
 
-static struct moe_status start_courier(struct moe_cuda_net *net)
+static struct moe_status start_comm_thread(struct moe_cuda_net *net)
 {
     moe_mutex_init(&net->lock);
     pthread_cond_init(&net->work, NULL);
     moe_wait_init(&net->done);
-    net->started = moe_thread_create(&net->thread, "moe-net", run_courier, net) == 0;
+    net->started = moe_thread_create(&net->thread, "moe-net", run_comm_thread, net) == 0;
     return net->started ? moe_ok()
                         : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                                     "no thread for a session's network");
@@ -435,7 +437,7 @@ struct moe_status moe_cuda_net_open(const struct moe_cuda_net_config *config, nc
     struct moe_status st;
     MOE_TRY_GOTO(st, form_network(net, group, deadline_ns), failed);
     MOE_TRY_GOTO(st, take_memory(net), failed);
-    MOE_TRY_GOTO(st, start_courier(net), failed);
+    MOE_TRY_GOTO(st, start_comm_thread(net), failed);
     MOE_TRY_GOTO(st, connect_slots(net, deadline_ns), failed);
     *out = net;
     return st;
@@ -444,7 +446,7 @@ failed:
     return st;
 }
 
-static void stop_courier(struct moe_cuda_net *net)
+static void stop_comm_thread(struct moe_cuda_net *net)
 {
     if (!net->started)
         return;
@@ -462,7 +464,7 @@ void moe_cuda_net_close(struct moe_cuda_net *net, bool together)
 {
     if (net == NULL)
         return;
-    stop_courier(net);
+    stop_comm_thread(net);
     /* No exchange is under way, so nothing here waits for a peer. */
     if (together && net->comm != NULL && ncclCommFinalize(net->comm) == ncclSuccess &&
         ncclCommDestroy(net->comm) == ncclSuccess)
@@ -472,7 +474,7 @@ void moe_cuda_net_close(struct moe_cuda_net *net, bool together)
         (void)cudaStreamDestroy(net->side);
     struct moe_device *device = net->config.device;
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, net->warm_up, warm_up_bytes(net));
-    moe_cuda_mem_free(device, MOE_MEM_HOST, net->tails, MOE_MAX_SLOTS * sizeof *net->tails);
+    moe_cuda_mem_free(device, MOE_MEM_HOST, net->trailers, MOE_MAX_SLOTS * sizeof *net->trailers);
     moe_cuda_mem_free(device, MOE_MEM_HOST, net->progress, sizeof *net->progress);
     free(net);
 }

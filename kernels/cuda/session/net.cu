@@ -13,32 +13,32 @@ __global__ void begun_kernel(struct moe_cuda_net_progress *progress, uint64_t nu
 
 __global__ void __launch_bounds__(THREADS)
     ended_kernel(struct moe_cuda_net_progress *progress, uint64_t number,
-                 struct moe_cuda_control *control, const struct moe_cuda_delivery delivery)
+                 struct moe_cuda_control *control, const struct moe_cuda_completion completion)
 {
-    for (size_t i = threadIdx.x; i < delivery.words; i += THREADS)
-        delivery.to[i] = delivery.from[i];
+    for (size_t i = threadIdx.x; i < completion.words; i += THREADS)
+        completion.to[i] = completion.from[i];
     __syncthreads();
     if (threadIdx.x != 0)
         return;
     if (*const_cast<volatile uint32_t *>(&progress->broken) != 0) {
         control->stop = 1;
-        control->verdict = {MOE_CUDA_PASS_BROKEN, 0, 0};
+        control->outcome = {MOE_CUDA_PASS_BROKEN, 0, 0};
     }
     __threadfence_system();
     *const_cast<volatile uint64_t *>(&progress->ended) = number;
 }
 
-__global__ void tails_kernel(const struct moe_cuda_tails tails)
+__global__ void trailers_kernel(const struct moe_cuda_trailers trailers)
 {
-    if (threadIdx.x < MOE_MAX_SLOTS && tails.at[threadIdx.x] != nullptr)
-        *tails.at[threadIdx.x] = tails.tail;
+    if (threadIdx.x < MOE_MAX_SLOTS && trailers.at[threadIdx.x] != nullptr)
+        *trailers.at[threadIdx.x] = trailers.trailer;
 }
 
-extern "C" struct moe_status moe_cuda_launch_tails(const struct moe_cuda_tails *tails,
-                                                   cudaStream_t stream)
+extern "C" struct moe_status moe_cuda_launch_trailers(const struct moe_cuda_trailers *trailers,
+                                                      cudaStream_t stream)
 {
-    tails_kernel<<<1, MOE_MAX_SLOTS, 0, stream>>>(*tails);
-    return MOE_LAUNCHED("tails_kernel");
+    trailers_kernel<<<1, MOE_MAX_SLOTS, 0, stream>>>(*trailers);
+    return MOE_LAUNCHED("trailers_kernel");
 }
 
 extern "C" struct moe_status moe_cuda_launch_begun(struct moe_cuda_net_progress *progress,
@@ -51,16 +51,16 @@ extern "C" struct moe_status moe_cuda_launch_begun(struct moe_cuda_net_progress 
 extern "C" struct moe_status moe_cuda_launch_ended(struct moe_cuda_net_progress *progress,
                                                    uint64_t number,
                                                    struct moe_cuda_control *control,
-                                                   const struct moe_cuda_delivery *delivery,
+                                                   const struct moe_cuda_completion *completion,
                                                    cudaStream_t stream)
 {
-    const struct moe_cuda_delivery nothing = {};
+    const struct moe_cuda_completion nothing = {};
     ended_kernel<<<1, THREADS, 0, stream>>>(progress, number, control,
-                                            delivery != nullptr ? *delivery : nothing);
+                                            completion != nullptr ? *completion : nothing);
     return MOE_LAUNCHED("ended_kernel");
 }
 
 extern "C" struct moe_status moe_cuda_load_net(void)
 {
-    return moe_cuda_load(tails_kernel, begun_kernel, ended_kernel);
+    return moe_cuda_load(trailers_kernel, begun_kernel, ended_kernel);
 }

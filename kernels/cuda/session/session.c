@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The state of a session, its verdicts, and what its courier runs; see session.h. Knows nothing of
- * layers or rows. */
+/* The state of a session, its outcomes, and what its comm thread runs; see session.h. Knows nothing
+ * of layers or rows. */
 #include "cuda/session/session.h"
 
 #include "base/clock.h"
 
-/* ------------------------------------------------------------------ verdicts */
+/* ------------------------------------------------------------------ outcomes */
 
 struct moe_status moe_cuda_session_usable(const struct moe_session *s)
 {
@@ -36,12 +36,12 @@ bool moe_cuda_session_refused(const struct moe_session *s, const struct moe_stat
            !__atomic_load_n(&s->failed, __ATOMIC_ACQUIRE);
 }
 
-struct moe_status moe_cuda_session_judge(struct moe_session *s,
-                                         const struct moe_cuda_verdict *verdict)
+struct moe_status moe_cuda_session_outcome_status(struct moe_session *s,
+                                                  const struct moe_cuda_step_outcome *outcome)
 {
-    struct moe_cuda_verdict why = *verdict;
+    struct moe_cuda_step_outcome why = *outcome;
     if (why.code == MOE_CUDA_PASS_BROKEN && s->net != NULL)
-        (void)moe_cuda_net_verdict(s->net, &why);
+        (void)moe_cuda_net_outcome(s->net, &why);
     switch (why.code) {
     case MOE_CUDA_PASS_GOOD: return moe_ok();
     case MOE_CUDA_PASS_REFUSED:
@@ -69,13 +69,13 @@ struct moe_status moe_cuda_session_judge(struct moe_session *s,
 
 struct moe_status moe_cuda_session_finish(struct moe_session *s)
 {
-    struct moe_cuda_verdict *copy = &s->mailbox->verdict;
-    struct moe_status st = MOE_CUDA(cudaMemcpyAsync(copy, &s->control->verdict, sizeof *copy,
+    struct moe_cuda_step_outcome *copy = &s->host_control->outcome;
+    struct moe_status st = MOE_CUDA(cudaMemcpyAsync(copy, &s->control->outcome, sizeof *copy,
                                                     cudaMemcpyDeviceToHost, s->device->compute));
     if (!moe_failed(&st))
         st = moe_cuda_device_finish(s->device);
     if (!moe_failed(&st))
-        return moe_cuda_session_judge(s, copy);
+        return moe_cuda_session_outcome_status(s, copy);
     moe_cuda_session_fail(s);
     return st;
 }
@@ -83,7 +83,7 @@ struct moe_status moe_cuda_session_finish(struct moe_session *s)
 void moe_cuda_session_abort(struct moe_session *s)
 {
     __atomic_store_n(&s->aborted, true, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&s->mailbox->abort, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->host_control->abort, 1, __ATOMIC_SEQ_CST);
 }
 
 uint64_t moe_cuda_session_lost(struct moe_session *s)
@@ -91,17 +91,17 @@ uint64_t moe_cuda_session_lost(struct moe_session *s)
     return __atomic_load_n(&s->lost, __ATOMIC_ACQUIRE);
 }
 
-/* ------------------------------------------------------------------ courier */
+/* ------------------------------------------------------------------ comm thread */
 
-struct errand {
+struct comm_call {
     struct moe_session *session;
     struct moe_status (*fn)(void *ctx);
     void *ctx;
 };
 
-static struct moe_status run_errand(void *ctx)
+static struct moe_status run_comm_call(void *ctx)
 {
-    const struct errand *e = ctx;
+    const struct comm_call *e = ctx;
     MOE_TRY(e->fn(e->ctx));
     return moe_cuda_net_settle(e->session->net);
 }
@@ -111,8 +111,8 @@ struct moe_status moe_cuda_session_run(struct moe_session *s, struct moe_status 
 {
     if (s->net == NULL)
         return fn(ctx);
-    struct errand errand = {.session = s, .fn = fn, .ctx = ctx};
-    struct moe_cuda_task task = {.run = run_errand, .ctx = &errand};
+    struct comm_call comm_call = {.session = s, .fn = fn, .ctx = ctx};
+    struct moe_cuda_task task = {.run = run_comm_call, .ctx = &comm_call};
     moe_cuda_net_post(s->net, &task);
     (void)moe_cuda_net_await(s->net, &task, MOE_NEVER);
     return moe_cuda_session_explain(s, task.status);
@@ -131,9 +131,9 @@ struct moe_status moe_cuda_session_catch_up(struct moe_session *s)
 
 struct moe_status moe_cuda_session_explain(struct moe_session *s, struct moe_status st)
 {
-    struct moe_cuda_verdict why;
-    if (moe_failed(&st) && s->net != NULL && moe_cuda_net_verdict(s->net, &why))
-        return moe_cuda_session_judge(s, &why);
+    struct moe_cuda_step_outcome why;
+    if (moe_failed(&st) && s->net != NULL && moe_cuda_net_outcome(s->net, &why))
+        return moe_cuda_session_outcome_status(s, &why);
     return st;
 }
 

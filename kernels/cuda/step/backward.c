@@ -33,36 +33,37 @@ struct moe_status moe_cuda_backward_supported(const struct moe_session *s)
 
 /* ----------------------------------------------------------- dispatch, combine */
 
-struct moe_status moe_cuda_pairs_dispatch(struct moe_session *s, const struct moe_cuda_pairs *a,
-                                          struct moe_rows *rows, const void **dy_rows)
+struct moe_status moe_cuda_x_dy_dispatch(struct moe_session *s, const struct moe_cuda_x_dy_rows *a,
+                                         struct moe_rows *rows, const void **dy_rows)
 {
     struct moe_device *device = s->device;
     cudaStream_t stream = device->compute;
     size_t bytes = a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
-    void *pairs;
+    void *x_dy;
     MOE_TRY(moe_cuda_ep_reserve(s, a->layer, a->dtype, a->bucket, a->tokens, true));
     MOE_TRY(
-        moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_PAIRS, a->tokens * 2 * bytes, &pairs));
+        moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_X_DY, a->tokens * 2 * bytes, &x_dy));
     if (a->tokens > 0) {
-        MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync(pairs, 2 * bytes, a->x, bytes, bytes, a->tokens,
+        MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync(x_dy, 2 * bytes, a->x, bytes, bytes, a->tokens,
                                            cudaMemcpyDeviceToDevice, stream)));
-        MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync((char *)pairs + bytes, 2 * bytes, a->dy, bytes, bytes,
+        MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync((char *)x_dy + bytes, 2 * bytes, a->dy, bytes, bytes,
                                            a->tokens, cudaMemcpyDeviceToDevice, stream)));
     }
-    struct moe_cuda_facts facts;
+    struct moe_cuda_step_params params;
     struct moe_cuda_batch batch = {.layer = a->layer,
                                    .dtype = a->dtype,
                                    .bucket = a->bucket,
-                                   .pairs = true,
-                                   .x = pairs,
+                                   .x_dy_rows = true,
+                                   .x = x_dy,
                                    .ids = a->ids,
                                    .weights = a->weights,
                                    .token_state = a->token_state,
                                    .dispatch_processors = a->dispatch_processors,
                                    .combine_processors = a->combine_processors};
-    moe_cuda_facts_fill(a->layer, a->dtype, a->bucket, a->tokens, &facts);
-    facts.head[MOE_HEAD_DTYPE] |= a->flags;
-    MOE_TRY(moe_cuda_train_tell(device, MOE_CUDA_SCRATCH_FACTS, &facts, &batch.facts, stream));
+    moe_cuda_step_params_fill(a->layer, a->dtype, a->bucket, a->tokens, &params);
+    params.head[MOE_HEAD_DTYPE] |= a->flags;
+    MOE_TRY(moe_cuda_train_upload_params(device, MOE_CUDA_SCRATCH_PASS_PARAMS, &params,
+                                         &batch.params, stream));
     MOE_TRY(moe_cuda_ep_forget_rows(s->ep, stream));
     MOE_TRY(moe_cuda_ep_count_step(s));
     MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
@@ -71,38 +72,38 @@ struct moe_status moe_cuda_pairs_dispatch(struct moe_session *s, const struct mo
     return moe_ok();
 }
 
-static struct moe_status take_apart(struct moe_session *s, const struct moe_cuda_pairs *a, void **x,
-                                    void **dy)
+static struct moe_status take_apart(struct moe_session *s, const struct moe_cuda_x_dy_rows *a,
+                                    void **x, void **dy)
 {
     size_t bytes = a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
-    size_t most = moe_cuda_ep_most_rows(s, a->layer, a->bucket);
-    MOE_TRY(moe_cuda_train_scratch_take(s->device, MOE_CUDA_SCRATCH_X, most * bytes, x));
-    return moe_cuda_train_scratch_take(s->device, MOE_CUDA_SCRATCH_DY, most * bytes, dy);
+    size_t rows = moe_cuda_ep_max_rows(s, a->layer, a->bucket);
+    MOE_TRY(moe_cuda_train_scratch_take(s->device, MOE_CUDA_SCRATCH_X, rows * bytes, x));
+    return moe_cuda_train_scratch_take(s->device, MOE_CUDA_SCRATCH_DY, rows * bytes, dy);
 }
 
-struct moe_status moe_cuda_pairs_reserve_split(struct moe_session *s,
-                                               const struct moe_cuda_pairs *a)
+struct moe_status moe_cuda_x_dy_reserve_split(struct moe_session *s,
+                                              const struct moe_cuda_x_dy_rows *a)
 {
     void *x, *dy;
     return take_apart(s, a, &x, &dy);
 }
 
-struct moe_status moe_cuda_pairs_split(struct moe_session *s, const struct moe_cuda_pairs *a,
-                                       struct moe_rows *rows, const void **dy_rows)
+struct moe_status moe_cuda_x_dy_split(struct moe_session *s, const struct moe_cuda_x_dy_rows *a,
+                                      struct moe_rows *rows, const void **dy_rows)
 {
     size_t bytes = a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
     void *x, *dy;
     MOE_TRY(take_apart(s, a, &x, &dy));
-    MOE_TRY(moe_cuda_split_pairs(rows->start + rows->local_experts, bytes, rows->x, x, dy,
-                                 s->device->compute));
+    MOE_TRY(moe_cuda_split_x_dy_rows(rows->start + rows->local_experts, bytes, rows->x, x, dy,
+                                     s->device->compute));
     rows->x = x;
     *dy_rows = dy;
     return moe_ok();
 }
 
-struct moe_status moe_cuda_pairs_combine(struct moe_session *s, const struct moe_cuda_pairs *a,
-                                         float *dx_rows, const float *dweight_rows,
-                                         float **combined, cudaStream_t stream)
+struct moe_status moe_cuda_x_dy_combine(struct moe_session *s, const struct moe_cuda_x_dy_rows *a,
+                                        float *dx_rows, const float *dweight_rows, float **combined,
+                                        cudaStream_t stream)
 {
     const struct moe_window_shape *shape = &s->layout.shape;
     size_t columns = a->layer->spec.hidden + (size_t)MOE_CUDA_WEIGHT_COLUMNS;
@@ -229,7 +230,7 @@ static struct moe_status route(struct pass *p)
 {
     struct moe_layer *layer = p->layer;
     cudaStream_t stream = p->s->device->compute;
-    struct moe_cuda_facts facts;
+    struct moe_cuda_step_params params;
     void *logits;
     MOE_TRY(moe_cuda_train_scratch_take(p->s->device, MOE_CUDA_SCRATCH_LOGITS,
                                         moe_cuda_router_bytes(layer, p->a->dtype, p->tokens),
@@ -237,9 +238,9 @@ static struct moe_status route(struct pass *p)
     p->logits = logits;
     if (p->tokens == 0)
         return moe_ok();
-    moe_cuda_facts_fill(layer, p->a->dtype, 0, p->tokens, &facts);
-    facts.has_modes = 1;
-    facts.need_logits = p->need_logits;
+    moe_cuda_step_params_fill(layer, p->a->dtype, 0, p->tokens, &params);
+    params.has_modes = 1;
+    params.need_logits = p->need_logits;
     struct moe_cuda_routing r = {.dtype = p->a->dtype,
                                  .capacity = p->tokens,
                                  .x = p->x,
@@ -259,7 +260,8 @@ static struct moe_status route(struct pass *p)
                                             .ok = p->ok,
                                             .routed = p->routed,
                                             .ids_sent = p->ids_sent};
-    MOE_TRY(moe_cuda_train_tell(p->s->device, MOE_CUDA_SCRATCH_FACTS, &facts, &r.facts, stream));
+    MOE_TRY(moe_cuda_train_upload_params(p->s->device, MOE_CUDA_SCRATCH_PASS_PARAMS, &params,
+                                         &r.params, stream));
     MOE_TRY(moe_cuda_router_enqueue(layer, &r, stream));
     MOE_TRY(moe_cuda_sort_tokens(&sorted, stream));
     /* So that products may take all rows: what a refused token holds never counts. */
@@ -333,8 +335,8 @@ static struct moe_status balance_loss(struct pass *p)
 static struct moe_status begin_shared(struct pass *p, cudaStream_t stream)
 {
     const struct moe_backward_args *a = p->a;
-    struct moe_activation_piece kept;
-    bool retained = moe_cuda_retaining_find(p->s, a, MOE_ACTIVATION_SHARED, &kept);
+    struct moe_activation_piece piece;
+    bool retained = moe_cuda_retaining_find(p->s, a, MOE_ACTIVATION_SHARED, &piece);
     struct moe_cuda_train_tokens shared = {.dtype = a->dtype,
                                            .tokens = p->tokens,
                                            .bucket = a->bucket,
@@ -343,25 +345,25 @@ static struct moe_status begin_shared(struct pass *p, cudaStream_t stream)
                                            .ok = p->ok,
                                            .accumulate = a->accumulate,
                                            .dx = p->dx_shared,
-                                           .retained = retained ? kept.data : NULL,
+                                           .retained = retained ? piece.data : NULL,
                                            .stream = stream,
                                            .processors = p->plan.shared};
     return moe_cuda_train_shared_begin(a->trainer, &shared, &p->shared);
 }
 
 /* Rows home and their sums, and what the tokens' own slot adds. */
-static struct moe_status bring_home(struct pass *p, const struct moe_cuda_pairs *pairs)
+static struct moe_status bring_home(struct pass *p, const struct moe_cuda_x_dy_rows *batch)
 {
     const struct moe_layer_spec *spec = &p->layer->spec;
     struct moe_device *device = p->s->device;
-    const bool beside = p->plan.combine != 0;
-    cudaStream_t stream = beside ? device->branch.stream : device->compute;
+    const bool overlaps = p->plan.combine != 0;
+    cudaStream_t stream = overlaps ? device->branch.stream : device->compute;
     float *combined;
-    if (beside)
-        MOE_TRY(moe_cuda_branch_part(device));
+    if (overlaps)
+        MOE_TRY(moe_cuda_branch_fork(device));
     else
         moe_cuda_train_mark(device, MOE_BACKWARD_COMBINE);
-    MOE_TRY(moe_cuda_pairs_combine(p->s, pairs, p->dx_rows, p->dweight_rows, &combined, stream));
+    MOE_TRY(moe_cuda_x_dy_combine(p->s, batch, p->dx_rows, p->dweight_rows, &combined, stream));
     struct moe_cuda_home_gradients home = {.tokens = p->tokens,
                                            .hidden = spec->hidden,
                                            .top_k = p->top_k,
@@ -426,46 +428,46 @@ static struct moe_status reserve(struct pass *p)
 {
     struct moe_trainer *t = p->a->trainer;
     enum moe_dtype dtype = p->a->dtype;
-    struct moe_cuda_pairs pairs = {.layer = p->layer, .dtype = dtype, .bucket = p->a->bucket};
+    struct moe_cuda_x_dy_rows batch = {.layer = p->layer, .dtype = dtype, .bucket = p->a->bucket};
     size_t columns = p->layer->spec.hidden + (size_t)MOE_CUDA_WEIGHT_COLUMNS;
     MOE_TRY(moe_cuda_ep_reserve(p->s, p->layer, dtype, p->a->bucket, p->tokens, true));
     MOE_TRY(take_memory(p));
     MOE_TRY(take_scratch(p, MOE_CUDA_SCRATCH_LOGITS,
                          moe_cuda_router_bytes(p->layer, dtype, p->tokens)));
-    MOE_TRY(take_scratch(p, MOE_CUDA_SCRATCH_PAIRS, p->tokens * 2 * p->row_bytes));
-    MOE_TRY(take_scratch(p, MOE_CUDA_SCRATCH_FACTS, sizeof(struct moe_cuda_facts)));
+    MOE_TRY(take_scratch(p, MOE_CUDA_SCRATCH_X_DY, p->tokens * 2 * p->row_bytes));
+    MOE_TRY(take_scratch(p, MOE_CUDA_SCRATCH_PASS_PARAMS, sizeof(struct moe_cuda_step_params)));
     MOE_TRY(take_scratch(p, MOE_CUDA_SCRATCH_COMBINED, p->tokens * columns * sizeof(float)));
     MOE_TRY(moe_cuda_train_reserve_ffn(t, dtype, p->capacity, p->tokens));
     MOE_TRY(moe_cuda_train_reserve_logits(t, dtype, p->tokens));
-    if (!moe_cuda_train_reads_pairs(t, dtype))
-        MOE_TRY(moe_cuda_pairs_reserve_split(p->s, &pairs));
+    if (!moe_cuda_train_reads_x_dy_rows(t, dtype))
+        MOE_TRY(moe_cuda_x_dy_reserve_split(p->s, &batch));
     return moe_cuda_train_scratch_take(p->s->device, MOE_CUDA_SCRATCH_DX,
                                        p->capacity * columns * sizeof(float), &p->dx_rows);
 }
 
-/* Dispatch's verdict comes to the host while products are computed that change no gradient. */
-static struct moe_status send_verdict(struct pass *p, const struct moe_rows *rows)
+/* Dispatch's outcome comes to the host while products are computed that change no gradient. */
+static struct moe_status copy_outcome(struct pass *p, const struct moe_rows *rows)
 {
     struct moe_session *s = p->s;
-    struct moe_cuda_verdict *copy = &s->mailbox->verdict;
-    s->mailbox->rows_in_use = 0;
+    struct moe_cuda_step_outcome *copy = &s->host_control->outcome;
+    s->host_control->rows_in_use = 0;
     if (rows->local_experts > 0)
         MOE_TRY(MOE_CUDA(cudaMemcpyAsync(
-            &s->mailbox->rows_in_use, rows->start + rows->local_experts,
-            sizeof s->mailbox->rows_in_use, cudaMemcpyDeviceToHost, s->device->compute)));
-    MOE_TRY(MOE_CUDA(cudaMemcpyAsync(copy, &s->control->verdict, sizeof *copy,
+            &s->host_control->rows_in_use, rows->start + rows->local_experts,
+            sizeof s->host_control->rows_in_use, cudaMemcpyDeviceToHost, s->device->compute)));
+    MOE_TRY(MOE_CUDA(cudaMemcpyAsync(copy, &s->control->outcome, sizeof *copy,
                                      cudaMemcpyDeviceToHost, s->device->compute)));
-    return MOE_CUDA(cudaEventRecord(p->s->told, s->device->compute));
+    return MOE_CUDA(cudaEventRecord(p->s->outcome_ready, s->device->compute));
 }
 
-static struct moe_status hear_verdict(struct pass *p, uint64_t *rows)
+static struct moe_status await_outcome(struct pass *p, uint64_t *rows)
 {
     struct moe_session *s = p->s;
-    struct moe_status st = MOE_CUDA(cudaEventSynchronize(p->s->told));
-    *rows = s->mailbox->verdict.rows;
+    struct moe_status st = MOE_CUDA(cudaEventSynchronize(p->s->outcome_ready));
+    *rows = s->host_control->outcome.rows;
     MOE_TRY(st);
-    st = moe_cuda_session_judge(s, &s->mailbox->verdict);
-    p->refused = s->mailbox->verdict.code == MOE_CUDA_PASS_REFUSED;
+    st = moe_cuda_session_outcome_status(s, &s->host_control->outcome);
+    p->refused = s->host_control->outcome.code == MOE_CUDA_PASS_REFUSED;
     return st;
 }
 
@@ -473,12 +475,12 @@ static struct moe_status hear_verdict(struct pass *p, uint64_t *rows)
 static struct moe_status refuse(struct pass *p, struct moe_step_result *result)
 {
     const struct moe_cuda_batch batch = {
-        .layer = p->layer, .dtype = p->a->dtype, .bucket = p->a->bucket, .pairs = true};
+        .layer = p->layer, .dtype = p->a->dtype, .bucket = p->a->bucket, .x_dy_rows = true};
     const struct moe_rows none = {0};
     MOE_TRY(moe_cuda_ep_count_step(p->s));
     MOE_TRY(moe_cuda_ep_refuse(p->s->ep, &batch, p->s->device->compute));
-    MOE_TRY(send_verdict(p, &none));
-    return hear_verdict(p, &result->rows);
+    MOE_TRY(copy_outcome(p, &none));
+    return await_outcome(p, &result->rows);
 }
 
 /* Whether this pass has gradients of the experts' weights as backward_plan.h wants them. */
@@ -488,13 +490,13 @@ static bool has_weight_products(const struct pass *p, bool *adds)
     const struct moe_cuda_block *b = moe_cuda_trainer_block(t, MOE_WEIGHT_GATE, MOE_PART_WEIGHT);
     *adds = b != NULL && !b->grad_is_zero;
     return b != NULL && p->a->accumulate && moe_cuda_block_moves(t, b) &&
-           moe_cuda_train_reads_pairs(t, p->a->dtype);
+           moe_cuda_train_reads_x_dy_rows(t, p->a->dtype);
 }
 
 static struct moe_cuda_backward_plan make_plan(const struct pass *p)
 {
     const struct moe_layer_spec *spec = &p->layer->spec;
-    struct moe_cuda_backward_facts facts = {
+    struct moe_cuda_backward_params params = {
         .multiprocessors = (uint32_t)p->s->device->multiprocessors,
         /* Over a network rows travel on the compute stream, as if there were nobody else. */
         .slots = p->s->net != NULL ? 1 : (uint32_t)__builtin_popcountll(p->s->config.live),
@@ -505,25 +507,25 @@ static struct moe_cuda_backward_plan make_plan(const struct pass *p)
         .local_experts = p->layer->local_experts,
         .shared = moe_cuda_train_shared_on_tensor_cores(p->layer, p->a->dtype)};
     struct moe_activation_piece unused;
-    facts.shared_pre = !moe_cuda_retaining_find(p->s, p->a, MOE_ACTIVATION_SHARED, &unused);
-    facts.weights = has_weight_products(p, &facts.adds);
-    return moe_cuda_backward_plan(&facts);
+    params.shared_pre = !moe_cuda_retaining_find(p->s, p->a, MOE_ACTIVATION_SHARED, &unused);
+    params.weights = has_weight_products(p, &params.adds);
+    return moe_cuda_backward_plan(&params);
 }
 
 /* x and dy to the slots of their experts, beside the shared expert. */
-static struct moe_status send_out(struct pass *p, const struct moe_cuda_pairs *pairs,
+static struct moe_status send_out(struct pass *p, const struct moe_cuda_x_dy_rows *batch,
                                   struct moe_rows *rows, const void **dy_rows)
 {
     struct moe_device *device = p->s->device;
-    const bool beside = p->plan.dispatch != 0;
+    const bool overlaps = p->plan.dispatch != 0;
     moe_cuda_train_mark(device, MOE_BACKWARD_DISPATCH);
-    if (beside) {
-        MOE_TRY(moe_cuda_branch_part(device));
+    if (overlaps) {
+        MOE_TRY(moe_cuda_branch_fork(device));
         MOE_TRY(begin_shared(p, device->branch.stream));
     }
-    MOE_TRY(moe_cuda_pairs_dispatch(p->s, pairs, rows, dy_rows));
-    MOE_TRY(send_verdict(p, rows));
-    return beside ? moe_cuda_branch_meet(device) : moe_ok();
+    MOE_TRY(moe_cuda_x_dy_dispatch(p->s, batch, rows, dy_rows));
+    MOE_TRY(copy_outcome(p, rows));
+    return overlaps ? moe_cuda_branch_join(device) : moe_ok();
 }
 
 /* Refusals are known after dispatch, before any slot changes something or waits again. */
@@ -531,18 +533,18 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
 {
     const struct moe_backward_args *a = p->a;
     uint32_t stride = p->layer->spec.hidden + MOE_CUDA_WEIGHT_COLUMNS;
-    struct moe_cuda_pairs pairs = {.layer = p->layer,
-                                   .dtype = a->dtype,
-                                   .bucket = a->bucket,
-                                   .tokens = p->tokens,
-                                   .flags = flags_of(a),
-                                   .x = p->x,
-                                   .dy = p->dy,
-                                   .ids = p->ids_sent,
-                                   .weights = p->weights,
-                                   .token_state = p->state,
-                                   .dispatch_processors = p->plan.dispatch,
-                                   .combine_processors = p->plan.combine};
+    struct moe_cuda_x_dy_rows batch = {.layer = p->layer,
+                                       .dtype = a->dtype,
+                                       .bucket = a->bucket,
+                                       .tokens = p->tokens,
+                                       .flags = flags_of(a),
+                                       .x = p->x,
+                                       .dy = p->dy,
+                                       .ids = p->ids_sent,
+                                       .weights = p->weights,
+                                       .token_state = p->state,
+                                       .dispatch_processors = p->plan.dispatch,
+                                       .combine_processors = p->plan.combine};
     struct moe_device *device = p->s->device;
     struct moe_rows rows;
     struct moe_cuda_train_rows r = {.rows = &rows,
@@ -555,34 +557,34 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
                                     .dx_stride = stride,
                                     .dweight = p->dweight_rows};
     struct moe_cuda_train_ffn experts;
-    struct moe_activation_piece kept;
-    const bool found = moe_cuda_retaining_find(p->s, a, MOE_ACTIVATION_ROUTED, &kept);
+    struct moe_activation_piece retained;
+    const bool found = moe_cuda_retaining_find(p->s, a, MOE_ACTIVATION_ROUTED, &retained);
     if (found)
-        r.retained = kept.data;
+        r.retained = retained.data;
     MOE_TRY(copy_in(p));
     moe_cuda_train_marks_begin(device);
     moe_cuda_train_mark(device, MOE_BACKWARD_ROUTER);
     MOE_TRY(route(p));
-    MOE_TRY(send_out(p, &pairs, &rows, &r.dy));
-    if (!moe_cuda_train_reads_pairs(a->trainer, a->dtype)) {
-        MOE_TRY(moe_cuda_pairs_split(p->s, &pairs, &rows, &r.dy));
+    MOE_TRY(send_out(p, &batch, &rows, &r.dy));
+    if (!moe_cuda_train_reads_x_dy_rows(a->trainer, a->dtype)) {
+        MOE_TRY(moe_cuda_x_dy_split(p->s, &batch, &rows, &r.dy));
         r.stride = p->layer->spec.hidden;
     }
     MOE_TRY(moe_cuda_train_experts_begin(a->trainer, a->dtype, &r, &experts));
-    MOE_TRY(hear_verdict(p, &result->rows));
+    MOE_TRY(await_outcome(p, &result->rows));
     /* Rows of another batch would not be as many: that they are the same is all that is looked at.
      */
-    result->used_retained =
-        found && kept.rows == result->rows && kept.in_use == p->s->mailbox->rows_in_use;
+    result->used_retained = found && retained.rows == result->rows &&
+                            retained.in_use == p->s->host_control->rows_in_use;
     if (found && !result->used_retained)
         MOE_TRY(moe_cuda_train_experts_without_retained(&experts));
     MOE_TRY(count_loads(p));
     MOE_TRY(moe_cuda_train_experts_rows(&experts));
-    MOE_TRY(bring_home(p, &pairs));
-    MOE_TRY(moe_cuda_train_experts_weights(&experts, &p->plan.company));
+    MOE_TRY(bring_home(p, &batch));
+    MOE_TRY(moe_cuda_train_experts_weights(&experts, &p->plan.overlap));
     if (p->plan.combine != 0) {
         moe_cuda_train_mark(device, MOE_BACKWARD_COMBINE); /* what is left of it */
-        MOE_TRY(moe_cuda_branch_meet(device));
+        MOE_TRY(moe_cuda_branch_join(device));
     }
     if (a->aux_coeff != 0) /* what follows meets the other slots again */
         MOE_TRY(moe_cuda_session_finish(p->s));
@@ -612,7 +614,7 @@ static struct pass describe(struct moe_session *s, const struct moe_backward_arg
                          .tokens = a->tokens,
                          .top_k = layer->spec.router.top_k,
                          .choices = layer->spec.experts + layer->spec.router.zero_experts,
-                         .capacity = moe_cuda_ep_most_rows(s, layer, a->bucket),
+                         .capacity = moe_cuda_ep_max_rows(s, layer, a->bucket),
                          .row_bytes = layer->spec.hidden * moe_dtype_bytes(a->dtype),
                          .need_logits = any_logits(a)};
 }
@@ -620,7 +622,7 @@ static struct pass describe(struct moe_session *s, const struct moe_backward_arg
 /* Waits for all of a pass that failed: the caller's tensors are free when its step has ended. */
 static void leave_memory(struct moe_device *device)
 {
-    (void)moe_cuda_branch_meet(device).code;
+    (void)moe_cuda_branch_join(device).code;
     (void)moe_cuda_device_finish(device).code;
 }
 
@@ -632,7 +634,8 @@ static struct moe_status run(struct pass *p, struct moe_step_result *result)
     if (!moe_failed(&st))
         st = reserve(p);
     /* What steps have retained goes where there is no memory otherwise. */
-    if (st.code == MOE_RESOURCE_EXHAUSTED && moe_activation_cache_give_back(device->kept))
+    if (st.code == MOE_RESOURCE_EXHAUSTED &&
+        moe_activation_cache_give_back(device->activation_cache))
         st = reserve(p);
     if (!moe_failed(&st)) {
         p->plan = make_plan(p);

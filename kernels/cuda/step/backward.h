@@ -24,10 +24,10 @@ struct moe_status moe_cuda_optimizer_step(struct moe_session *session,
                                           struct moe_optimizer_result *result) MOE_CHECKED;
 
 /* Dispatch of pairs, enqueued: x's rows in *rows and dy's in *dy_rows, all in device memory, both
- * 2H elements from row to row: they lie side by side until moe_cuda_pairs_split. `flags` goes into
+ * 2H elements from row to row: they lie side by side until moe_cuda_x_dy_split. `flags` goes into
  * the head with the dtype: slots whose flags differ refuse alike. token_state as in struct
  * moe_cuda_batch. */
-struct moe_cuda_pairs {
+struct moe_cuda_x_dy_rows {
     struct moe_layer *layer;
     enum moe_dtype dtype;
     uint32_t bucket, tokens, flags;
@@ -37,22 +37,22 @@ struct moe_cuda_pairs {
     const uint8_t *token_state;
     uint32_t dispatch_processors, combine_processors; /* as in struct moe_cuda_batch */
 };
-struct moe_status moe_cuda_pairs_dispatch(struct moe_session *session,
-                                          const struct moe_cuda_pairs *pairs, struct moe_rows *rows,
-                                          const void **dy_rows) MOE_CHECKED;
-/* Scratch for moe_cuda_pairs_split, which may be taken before a peer waits. */
-struct moe_status moe_cuda_pairs_reserve_split(struct moe_session *session,
-                                               const struct moe_cuda_pairs *pairs) MOE_CHECKED;
+struct moe_status moe_cuda_x_dy_dispatch(struct moe_session *session,
+                                         const struct moe_cuda_x_dy_rows *batch,
+                                         struct moe_rows *rows, const void **dy_rows) MOE_CHECKED;
+/* Scratch for moe_cuda_x_dy_split, which may be taken before a peer waits. */
+struct moe_status moe_cuda_x_dy_reserve_split(struct moe_session *session,
+                                              const struct moe_cuda_x_dy_rows *batch) MOE_CHECKED;
 /* Enqueued: x's rows and dy's apart, H elements from row to row each. */
-struct moe_status moe_cuda_pairs_split(struct moe_session *session,
-                                       const struct moe_cuda_pairs *pairs, struct moe_rows *rows,
-                                       const void **dy_rows) MOE_CHECKED;
+struct moe_status moe_cuda_x_dy_split(struct moe_session *session,
+                                      const struct moe_cuda_x_dy_rows *batch, struct moe_rows *rows,
+                                      const void **dy_rows) MOE_CHECKED;
 /* Enqueued on `stream`, behind it: dx_rows [rows, H + MOE_CUDA_WEIGHT_COLUMNS] f32, of which this
  * writes the last columns; *combined [T, H + MOE_CUDA_WEIGHT_COLUMNS], from scratch. */
-struct moe_status moe_cuda_pairs_combine(struct moe_session *session,
-                                         const struct moe_cuda_pairs *pairs, float *dx_rows,
-                                         const float *dweight_rows, float **combined,
-                                         cudaStream_t stream) MOE_CHECKED;
+struct moe_status moe_cuda_x_dy_combine(struct moe_session *session,
+                                        const struct moe_cuda_x_dy_rows *batch, float *dx_rows,
+                                        const float *dweight_rows, float **combined,
+                                        cudaStream_t stream) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

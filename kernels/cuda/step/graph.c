@@ -83,10 +83,10 @@ struct moe_status moe_cuda_graphs_open(struct moe_cuda_graphs *g)
 
 static void forget(struct moe_cuda_graph *graph)
 {
-    for (uint32_t lane = 0; lane < MOE_CUDA_LANES; lane++) {
-        if (graph->exec[lane] != NULL)
-            (void)cudaGraphExecDestroy(graph->exec[lane]);
-        graph->exec[lane] = NULL;
+    for (uint32_t step_slot = 0; step_slot < MOE_CUDA_STEP_SLOTS; step_slot++) {
+        if (graph->exec[step_slot] != NULL)
+            (void)cudaGraphExecDestroy(graph->exec[step_slot]);
+        graph->exec[step_slot] = NULL;
     }
     graph->key = (struct moe_cuda_graph_key){{0}};
 }
@@ -107,12 +107,12 @@ void moe_cuda_graphs_close(struct moe_cuda_graphs *g)
 
 /* ------------------------------------------------------------------------ capture */
 
-static struct moe_status capture_lane(struct moe_cuda_graphs *g, uint32_t lane,
+static struct moe_status capture_slot(struct moe_cuda_graphs *g, uint32_t step_slot,
                                       moe_cuda_capture_fn capture, void *ctx, cudaGraph_t *out)
 {
     *out = NULL;
     MOE_TRY(MOE_CUDA(cudaStreamBeginCapture(g->stream, cudaStreamCaptureModeThreadLocal)));
-    struct moe_status st = capture(ctx, lane, g->stream);
+    struct moe_status st = capture(ctx, step_slot, g->stream);
     struct moe_status ended = MOE_CUDA(cudaStreamEndCapture(g->stream, out));
     if (!moe_failed(&st) && !moe_failed(&ended))
         return st;
@@ -122,11 +122,11 @@ static struct moe_status capture_lane(struct moe_cuda_graphs *g, uint32_t lane,
     return moe_failed(&st) ? st : ended;
 }
 
-static struct moe_status make_lane(struct moe_cuda_graphs *g, uint32_t lane,
+static struct moe_status make_slot(struct moe_cuda_graphs *g, uint32_t step_slot,
                                    moe_cuda_capture_fn capture, void *ctx, cudaGraphExec_t *out)
 {
     cudaGraph_t graph;
-    MOE_TRY(capture_lane(g, lane, capture, ctx, &graph));
+    MOE_TRY(capture_slot(g, step_slot, capture, ctx, &graph));
     struct moe_status st = MOE_CUDA(cudaGraphInstantiate(out, graph, 0));
     (void)cudaGraphDestroy(graph);
     MOE_TRY(st);
@@ -136,8 +136,8 @@ static struct moe_status make_lane(struct moe_cuda_graphs *g, uint32_t lane,
 static struct moe_status make(struct moe_cuda_graphs *g, moe_cuda_capture_fn capture, void *ctx,
                               struct moe_cuda_graph *graph)
 {
-    for (uint32_t lane = 0; lane < MOE_CUDA_LANES; lane++)
-        MOE_TRY(make_lane(g, lane, capture, ctx, &graph->exec[lane]));
+    for (uint32_t step_slot = 0; step_slot < MOE_CUDA_STEP_SLOTS; step_slot++)
+        MOE_TRY(make_slot(g, step_slot, capture, ctx, &graph->exec[step_slot]));
     return MOE_CUDA(cudaStreamSynchronize(g->stream));
 }
 
@@ -152,7 +152,7 @@ static struct moe_cuda_graph *find(struct moe_cuda_graphs *g, const struct moe_c
 }
 
 /* An entry that nobody holds: a free one, or the one that was not taken for longest. There is one,
- * as there are fewer lanes than entries. */
+ * as there are fewer step slots than entries. */
 static struct moe_cuda_graph *make_room(struct moe_cuda_graphs *g)
 {
     struct moe_cuda_graph *oldest = NULL;
@@ -169,7 +169,7 @@ static struct moe_cuda_graph *make_room(struct moe_cuda_graphs *g)
     forget(oldest);
     return oldest;
 }
-_Static_assert((int)MOE_CUDA_MAX_GRAPHS > (int)MOE_CUDA_LANES, "an entry that nobody holds");
+_Static_assert((int)MOE_CUDA_MAX_GRAPHS > (int)MOE_CUDA_STEP_SLOTS, "an entry that nobody holds");
 
 struct moe_status moe_cuda_graphs_take(struct moe_cuda_graphs *g,
                                        const struct moe_cuda_graph_key *key,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The captured steps of a session: one CUDA graph per shape of a step and lane, made when a shape
- * is first seen and launched from then on. It knows neither layers' weights nor tokens: those are
- * in the facts (facts.h), so all layers of a shape share a graph.
+/* The captured steps of a session: one CUDA graph per shape of a step and step slot, made when a
+ * shape is first seen and launched from then on. It knows neither layers' weights nor tokens: those
+ * are in the step parameters (step_params.h), so all layers of a shape share a graph.
  *
  * The number of shapes that are kept is bounded; the one that was not used for longest makes room.
  */
@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 enum {
-    MOE_CUDA_LANES = 2,       /* steps of a session that may be unfinished */
+    MOE_CUDA_STEP_SLOTS = 2,  /* steps of a session that may be unfinished */
     MOE_CUDA_MAX_GRAPHS = 64, /* shapes that are kept: a dozen buckets of a few kinds of layers */
     MOE_CUDA_KEY_WORDS = 36,
 };
@@ -31,8 +31,8 @@ void moe_cuda_graph_key_of(const struct moe_layer *layer, enum moe_dtype dtype, 
 /* A shape's steps, ready to be launched. */
 struct moe_cuda_graph {
     struct moe_cuda_graph_key key;
-    cudaGraphExec_t exec[MOE_CUDA_LANES]; /* NULL: the entry is free, if it has no holders */
-    uint64_t taken;                       /* number of the last take */
+    cudaGraphExec_t exec[MOE_CUDA_STEP_SLOTS]; /* NULL: the entry is free, if it has no holders */
+    uint64_t taken;                            /* number of the last take */
     uint32_t holders; /* atomic: steps that have taken it and not given it back */
 };
 
@@ -44,15 +44,16 @@ struct moe_cuda_graphs {
     struct moe_cuda_graph graph[MOE_CUDA_MAX_GRAPHS];
 };
 
-/* Puts the work of one lane on `stream`, which captures it: launches and events only. */
-typedef struct moe_status (*moe_cuda_capture_fn)(void *ctx, uint32_t lane, cudaStream_t stream);
+/* Puts the work of one step slot on `stream`, which captures it: launches and events only. */
+typedef struct moe_status (*moe_cuda_capture_fn)(void *ctx, uint32_t step_slot,
+                                                 cudaStream_t stream);
 
 /* *g is zeroed. moe_cuda_graphs_close is to be called also after a failure. */
 struct moe_status moe_cuda_graphs_open(struct moe_cuda_graphs *g) MOE_CHECKED;
 /* Nothing that was taken runs any more. */
 void moe_cuda_graphs_close(struct moe_cuda_graphs *g);
 
-/* The graph of `key`; when there is none, `capture` is called once per lane, and its work is
+/* The graph of `key`; when there is none, `capture` is called once per step slot, and its work is
  * instantiated and brought to the device. Nothing is launched, so a failure concerns nobody else.
  * Every take wants a give when the step has finished, from any thread. */
 struct moe_status moe_cuda_graphs_take(struct moe_cuda_graphs *g,

@@ -99,7 +99,7 @@ static struct moe_status open_network(struct moe_session *s, uint64_t deadline)
     const struct moe_session_config *c = &s->config;
     struct moe_cuda_net_config net = {.device = s->device,
                                       .control = s->control,
-                                      .abort = &s->mailbox->abort,
+                                      .abort = &s->host_control->abort,
                                       .live = c->live,
                                       .epoch = c->epoch,
                                       .slot = c->slot,
@@ -157,10 +157,12 @@ static struct moe_status write_control(struct moe_session *s)
     return moe_cuda_mem_copy(s->device, s->control, &control, sizeof control);
 }
 
-static struct moe_status take_mailbox(struct moe_session *s)
+static struct moe_status take_host_control(struct moe_session *s)
 {
-    MOE_TRY(moe_cuda_mem_alloc(s->device, MOE_MEM_HOST, sizeof *s->mailbox, (void **)&s->mailbox));
-    return MOE_CUDA(cudaHostGetDevicePointer((void **)&s->mailbox_on_device, s->mailbox, 0));
+    MOE_TRY(moe_cuda_mem_alloc(s->device, MOE_MEM_HOST, sizeof *s->host_control,
+                               (void **)&s->host_control));
+    return MOE_CUDA(
+        cudaHostGetDevicePointer((void **)&s->host_control_on_device, s->host_control, 0));
 }
 
 struct moe_status moe_cuda_session_join(struct moe_device *device,
@@ -182,11 +184,12 @@ struct moe_status moe_cuda_session_join(struct moe_device *device,
     s->layout = layout;
     s->missing = -1;
     struct moe_status st;
-    MOE_TRY_GOTO(st, take_mailbox(s), failed);
+    MOE_TRY_GOTO(st, take_host_control(s), failed);
     MOE_TRY_GOTO(
         st, moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, sizeof *s->control, (void **)&s->control),
         failed);
-    MOE_TRY_GOTO(st, MOE_CUDA(cudaEventCreateWithFlags(&s->told, cudaEventDisableTiming)), failed);
+    MOE_TRY_GOTO(st, MOE_CUDA(cudaEventCreateWithFlags(&s->outcome_ready, cudaEventDisableTiming)),
+                 failed);
     MOE_TRY_GOTO(st, moe_cuda_ep_create(s, &s->ep), failed);
     MOE_TRY_GOTO(st, open_window(s), failed);
     MOE_TRY_GOTO(st, write_control(s), failed);
@@ -205,14 +208,14 @@ void moe_cuda_session_leave(struct moe_session *s)
         return;
     bool together = !__atomic_load_n(&s->failed, __ATOMIC_ACQUIRE) &&
                     !__atomic_load_n(&s->aborted, __ATOMIC_ACQUIRE);
-    if (s->mailbox != NULL)
+    if (s->host_control != NULL)
         moe_cuda_session_abort(s); /* nothing may wait any longer */
     struct moe_status st = moe_cuda_device_use(s->device);
     moe_cuda_steps_stop(s->steps);        /* whose passes use the network */
     moe_cuda_net_close(s->net, together); /* or it would go on enqueuing steps */
     s->net = NULL;
     moe_cuda_steps_destroy(s->steps);
-    moe_activation_cache_drop_session(s->device->kept, s);
+    moe_activation_cache_drop_session(s->device->activation_cache, s);
     if (!moe_failed(&st))
         st = moe_cuda_device_finish(s->device);
     /* Whatever the device says, it has no work left that could use the windows. */
@@ -220,10 +223,10 @@ void moe_cuda_session_leave(struct moe_session *s)
     moe_cuda_window_close(&s->window, together && !moe_failed(&st), moe_clock_ns() + patience);
     moe_cuda_ep_destroy(s->ep);
     moe_cuda_ep_net_destroy(s->ep_net);
-    if (s->told != NULL)
-        (void)cudaEventDestroy(s->told);
+    if (s->outcome_ready != NULL)
+        (void)cudaEventDestroy(s->outcome_ready);
     moe_cuda_mem_free(s->device, MOE_MEM_DEVICE, s->control, sizeof *s->control);
-    moe_cuda_mem_free(s->device, MOE_MEM_HOST, s->mailbox, sizeof *s->mailbox);
+    moe_cuda_mem_free(s->device, MOE_MEM_HOST, s->host_control, sizeof *s->host_control);
     free(s);
 }
 

@@ -227,7 +227,8 @@ static struct moe_status run(struct moe_session *s, struct moe_trainer *const *t
     for (size_t i = 0; i < count && !result->nonfinite; i++)
         MOE_TRY(balance(s, trainers[i], args->balance_rate));
     for (size_t i = 0; i < count && !result->nonfinite; i++) {
-        moe_activation_cache_drop(trainers[i]->layer->device->kept, trainers[i]->layer, 0);
+        moe_activation_cache_drop(trainers[i]->layer->device->activation_cache, trainers[i]->layer,
+                                  0);
         double clip = moe_clip_factor(result->grad_norm, args->max_grad_norm);
         struct moe_train_update u = moe_train_update_of(trainers[i]->config.optimizer, args, clip);
         MOE_TRY(move_all(trainers[i], &u));

@@ -23,7 +23,7 @@ static struct moe_activation_key key_of_step(const struct moe_session *s,
                                              const struct moe_step_args *a)
 {
     struct moe_activation_key key = key_of(s, a->layer, a->retain, a->dtype, a->bucket, a->tokens);
-    key.step = a; /* the lane's own */
+    key.step = a; /* the step slot's own */
     return key;
 }
 
@@ -57,7 +57,7 @@ static bool ask(const struct moe_session *s, const struct moe_step_args *a, size
         .even = live * layer->spec.router.top_k * layer->local_experts / copies,
         .bucket = a->bucket,
         .local_experts = layer->local_experts,
-        .most = moe_cuda_ep_most_rows(s, layer, a->bucket),
+        .most = moe_cuda_ep_max_rows(s, layer, a->bucket),
         .room = bytes / bytes_of(layer, MOE_ACTIVATION_ROUTED, 1)};
     return moe_activation_sizing_ask(&of, rows);
 }
@@ -66,8 +66,8 @@ static bool take(struct moe_session *s, const struct moe_step_args *a,
                  enum moe_activation_part part, uint32_t rows, struct moe_cuda_ggemm_pre *pre)
 {
     const struct moe_activation_key key = key_of_step(s, a);
-    pre[part].data =
-        moe_activation_cache_take(s->device->kept, &key, part, bytes_of(a->layer, part, rows));
+    pre[part].data = moe_activation_cache_take(s->device->activation_cache, &key, part,
+                                               bytes_of(a->layer, part, rows));
     pre[part].rows = rows;
     return pre[part].data != NULL;
 }
@@ -83,9 +83,9 @@ static bool take_both(struct moe_session *s, const struct moe_step_args *a,
                       struct moe_cuda_ggemm_pre *pre)
 {
     const struct moe_activation_key key = key_of_step(s, a);
-    struct moe_activation_cache *kept = s->device->kept;
+    struct moe_activation_cache *cache = s->device->activation_cache;
     const bool shared = a->tokens > 0 && moe_cuda_train_shared_on_tensor_cores(a->layer, a->dtype);
-    size_t room = moe_activation_cache_begin(kept, &key), first = 0;
+    size_t room = moe_activation_cache_begin(cache, &key), first = 0;
     uint32_t rows;
     if (shared && !moe_size_round_up(bytes_of(a->layer, MOE_ACTIVATION_SHARED, a->tokens),
                                      MOE_ACTIVATION_ALIGN, &first))
@@ -95,7 +95,7 @@ static bool take_both(struct moe_session *s, const struct moe_step_args *a,
     if (shared && !take(s, a, MOE_ACTIVATION_SHARED, a->tokens, pre))
         return false;
     /* It may lie where it leaves less than the rest. */
-    return ask(s, a, moe_activation_cache_begin(kept, &key), &rows) &&
+    return ask(s, a, moe_activation_cache_begin(cache, &key), &rows) &&
            take(s, a, MOE_ACTIVATION_ROUTED, rows, pre);
 }
 
@@ -127,16 +127,16 @@ bool moe_cuda_retaining_end(struct moe_session *s, const struct moe_step_args *a
                             uint32_t in_use)
 {
     const struct moe_activation_key key = key_of_step(s, a);
-    struct moe_activation_cache *kept = s->device->kept;
+    struct moe_activation_cache *cache = s->device->activation_cache;
     if (!good || in_use > pre[MOE_ACTIVATION_ROUTED].rows) {
-        moe_activation_cache_forget(kept, &key);
+        moe_activation_cache_forget(cache, &key);
         return false;
     }
-    moe_activation_cache_fill(kept, &key, MOE_ACTIVATION_ROUTED, rows, in_use,
+    moe_activation_cache_fill(cache, &key, MOE_ACTIVATION_ROUTED, rows, in_use,
                               bytes_of(a->layer, MOE_ACTIVATION_ROUTED, in_use));
-    moe_activation_cache_fill(kept, &key, MOE_ACTIVATION_SHARED, a->tokens, a->tokens,
+    moe_activation_cache_fill(cache, &key, MOE_ACTIVATION_SHARED, a->tokens, a->tokens,
                               bytes_of(a->layer, MOE_ACTIVATION_SHARED, a->tokens));
-    return moe_activation_cache_commit(kept, &key);
+    return moe_activation_cache_commit(cache, &key);
 }
 
 bool moe_cuda_retaining_find(struct moe_session *s, const struct moe_backward_args *a,
@@ -144,5 +144,6 @@ bool moe_cuda_retaining_find(struct moe_session *s, const struct moe_backward_ar
 {
     struct moe_activation_key key =
         key_of(s, a->trainer->layer, a->retained, a->dtype, a->bucket, a->tokens);
-    return a->retained != 0 && moe_activation_cache_find(s->device->kept, &key, part, out);
+    return a->retained != 0 &&
+           moe_activation_cache_find(s->device->activation_cache, &key, part, out);
 }

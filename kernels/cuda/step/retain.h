@@ -11,7 +11,7 @@
 #define MOE_CUDA_RETAINING_H
 
 #include "common/activation_cache.h"
-#include "cuda/layer/facts.h"
+#include "cuda/layer/step_params.h"
 #include "cuda/session/session.h"
 #include "moe/training.h"
 

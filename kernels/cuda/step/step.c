@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Running whole steps; see step.h. The order of a step is the list in `capture_stages`, top to
- * bottom: what is captured once per shape and lane (graph.h), and launched as one graph.
+ * bottom: what is captured once per shape and step slot (graph.h), and launched as one graph.
  *
- * In a session whose rows travel over a network the same list is enqueued each time, by the courier
- * (net.h), because it waits in the middle for what the peers announce: whoever enqueues a step
- * posts a task.
+ * In a session whose rows travel over a network the same list is enqueued each time, by the comm
+ * thread (net.h), because it waits in the middle for what the peers announce: whoever enqueues a
+ * step posts a task.
  *
  * A backward pass is a task of the executor (executor.h), and so are a step whose memory has to
  * grow and what is enqueued before such a task is done: steps begin in the order in which they were
  * enqueued.
  *
  * Rows come in on one stream, are computed on another and leave on a third, each waiting for an
- * event of the one before: so the copies of two steps overlap each other's computing. A lane holds
- * what belongs to one step; scratch is shared, because computing runs one step after the other.
- * Memory grows with the largest step seen, so that a steady step allocates nothing. */
+ * event of the one before: so the copies of two steps overlap each other's computing. A step slot
+ * holds what belongs to one step; scratch is shared, because computing runs one step after the
+ * other. Memory grows with the largest step seen, so that a steady step allocates nothing. */
 #include "cuda/step/step.h"
 
 #include "base/clock.h"
@@ -23,17 +23,17 @@
 #include "cuda/exchange/ep.h"
 #include "cuda/layer/ffn.h"
 #include "cuda/router/router.h"
-#include "cuda/step/lanes.h"
 #include "cuda/step/retain.h"
+#include "cuda/step/step_slots.h"
 
 #include <time.h>
 
 enum {
-    SPIN_NS = 500 * 1000, /* a wait polls without sleeping for this long */
-    NAP_NS = 20 * 1000,   /* and then looks this often */
+    SPIN_NS = 500 * 1000,      /* a wait polls without sleeping for this long */
+    IDLE_SLEEP_NS = 20 * 1000, /* and then looks this often */
     /* Up to this bucket the shared expert runs beside the routing. Above, both want all of the
      * device, and the routed products find half of it taken (bench/results/layer.md). */
-    BESIDE_BUCKET = 512,
+    SIDE_STREAM_MAX_BUCKET = 512,
 };
 
 /* ---------------------------------------------------------------------- memory */
@@ -44,11 +44,11 @@ static bool place(size_t *at, size_t *offset, size_t rows, size_t columns, size_
     size_t bytes;
     *offset = *at;
     return moe_size_mul3(rows, columns, each, &bytes) && moe_size_add(*at, bytes, at) &&
-           moe_size_round_up(*at, MOE_CUDA_LANE_LINE, at);
+           moe_size_round_up(*at, MOE_CUDA_STEP_LINE, at);
 }
 
 /* By bucket, so that all steps of a bucket fit. */
-static bool lay_out_lane(const struct moe_step_args *a, struct moe_cuda_lane_layout *l)
+static bool lay_out_step(const struct moe_step_args *a, struct moe_cuda_step_layout *l)
 {
     const struct moe_layer_spec *spec = &a->layer->spec;
     size_t at = 0, n = a->bucket, k = spec->router.top_k, each = moe_dtype_bytes(a->dtype);
@@ -77,63 +77,63 @@ static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows,
 }
 
 /* Memory that a step needs is there. */
-static bool fits(const struct moe_step *lane)
+static bool fits(const struct moe_step *step)
 {
-    const struct moe_cuda_steps *steps = lane->owner;
-    const struct moe_step_args *a = &lane->args;
+    const struct moe_cuda_steps *steps = step->owner;
+    const struct moe_step_args *a = &step->args;
     bool all = moe_cuda_ep_fits(steps->session, a->layer, a->dtype, a->bucket) &&
                steps->at.bytes <= steps->scratch.bytes;
-    for (uint32_t i = 0; i < MOE_CUDA_LANES; i++)
-        all = all && lane->at.bytes <= steps->lane[i].tensors.bytes;
+    for (uint32_t i = 0; i < MOE_CUDA_STEP_SLOTS; i++)
+        all = all && step->at.bytes <= steps->step_slot[i].tensors.bytes;
     return all;
 }
 
 /* Checks the step and finds out what memory it needs. */
-static struct moe_status lay_out(struct moe_step *lane)
+static struct moe_status lay_out(struct moe_step *step)
 {
-    struct moe_cuda_steps *steps = lane->owner;
+    struct moe_cuda_steps *steps = step->owner;
     struct moe_session *s = steps->session;
-    const struct moe_step_args *a = &lane->args;
+    const struct moe_step_args *a = &step->args;
     MOE_TRY(moe_cuda_ep_check(s, a->layer, a->dtype, a->bucket, a->tokens));
-    uint32_t rows = moe_cuda_ep_most_rows(s, a->layer, a->bucket);
-    if (!lay_out_lane(a, &lane->at) || !lay_out_scratch(a, rows, &steps->at))
+    uint32_t rows = moe_cuda_ep_max_rows(s, a->layer, a->bucket);
+    if (!lay_out_step(a, &step->at) || !lay_out_scratch(a, rows, &steps->at))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "a step of %u tokens does not fit in memory", a->bucket);
     return moe_ok();
 }
 
-static struct moe_status reserve(struct moe_step *lane)
+static struct moe_status reserve(struct moe_step *step)
 {
-    struct moe_cuda_steps *steps = lane->owner;
+    struct moe_cuda_steps *steps = step->owner;
     struct moe_session *s = steps->session;
-    const struct moe_step_args *a = &lane->args;
-    MOE_TRY(lay_out(lane));
+    const struct moe_step_args *a = &step->args;
+    MOE_TRY(lay_out(step));
     /* Growing waits for the device; if that waits for a peer that is gone, nobody would notice. */
-    if (s->net != NULL && !fits(lane))
+    if (s->net != NULL && !fits(step))
         MOE_TRY(moe_cuda_net_settle(s->net));
     MOE_TRY(moe_cuda_ep_reserve(s, a->layer, a->dtype, a->bucket, a->tokens, false));
-    /* For all lanes at once: growing waits for the device, and so for the peers of a step that the
-     * other lane may run by the time this one is used again. */
-    for (uint32_t i = 0; i < MOE_CUDA_LANES; i++)
-        MOE_TRY(moe_cuda_buffer_reserve(s->device, &steps->lane[i].tensors, lane->at.bytes));
+    /* For all step slots at once: growing waits for the device, and so for the peers of a step that
+     * the other step slot may run by the time this one is used again. */
+    for (uint32_t i = 0; i < MOE_CUDA_STEP_SLOTS; i++)
+        MOE_TRY(moe_cuda_buffer_reserve(s->device, &steps->step_slot[i].tensors, step->at.bytes));
     return moe_cuda_buffer_reserve(s->device, &steps->scratch, steps->at.bytes);
 }
 
 /* --------------------------------------------------------------------- capture */
 
-/* What a graph is made of, besides the lane: from one step of its shape. */
+/* What a graph is made of, besides the step slot: from one step of its shape. */
 struct shape {
     struct moe_cuda_steps *steps;
     const struct moe_layer *layer;
     enum moe_dtype dtype;
     uint32_t bucket;
-    struct moe_cuda_lane_layout at;
+    struct moe_cuda_step_layout at;
     bool retains;
 };
 
-static void *tensor(const struct moe_step *lane, size_t offset)
+static void *tensor(const struct moe_step *step, size_t offset)
 {
-    return (char *)lane->tensors.data + offset;
+    return (char *)step->tensors.data + offset;
 }
 
 static void *scratch(const struct moe_cuda_steps *steps, size_t offset)
@@ -148,22 +148,22 @@ static void next_range(const char *stage)
     moe_cuda_range_begin(stage);
 }
 
-static struct moe_status capture_router(const struct shape *shape, struct moe_step *lane,
+static struct moe_status capture_router(const struct shape *shape, struct moe_step *step,
                                         cudaStream_t stream)
 {
-    const struct moe_cuda_lane_layout *at = &shape->at;
+    const struct moe_cuda_step_layout *at = &shape->at;
     struct moe_cuda_routing r = {.dtype = shape->dtype,
                                  .capacity = shape->bucket,
-                                 .facts = lane->facts,
-                                 .began = &lane->mail_on_device->began[MOE_STAGE_ROUTER],
-                                 .x = tensor(lane, at->x),
-                                 .mode = tensor(lane, at->mode),
-                                 .ids_in = tensor(lane, at->ids_in),
-                                 .weights_in = tensor(lane, at->weights_in),
+                                 .params = step->params,
+                                 .began = &step->message_on_device->began[MOE_STAGE_ROUTER],
+                                 .x = tensor(step, at->x),
+                                 .mode = tensor(step, at->mode),
+                                 .ids_in = tensor(step, at->ids_in),
+                                 .weights_in = tensor(step, at->weights_in),
                                  .logits = scratch(shape->steps, shape->steps->at.logits),
-                                 .ids = tensor(lane, at->ids),
-                                 .weights = tensor(lane, at->weights),
-                                 .token_state = tensor(lane, at->state)};
+                                 .ids = tensor(step, at->ids),
+                                 .weights = tensor(step, at->weights),
+                                 .token_state = tensor(step, at->state)};
     return moe_cuda_router_enqueue(shape->layer, &r, stream);
 }
 
@@ -171,60 +171,60 @@ static struct moe_status capture_router(const struct shape *shape, struct moe_st
  * its time for reading weights, while routing waits: for its own kernels one after the other, and
  * for the peers. Not with cuBLAS, whose workspace products share, and not where a step is not
  * captured. */
-static bool runs_beside(const struct shape *shape)
+static bool runs_on_side_stream(const struct shape *shape)
 {
     const struct moe_session *s = shape->steps->session;
-    return shape->layer->spec.shared_intermediate != 0 && shape->bucket <= BESIDE_BUCKET &&
+    return shape->layer->spec.shared_intermediate != 0 && shape->bucket <= SIDE_STREAM_MAX_BUCKET &&
            s->net == NULL && s->device->cublas == NULL;
 }
 
 /* Captures the shared expert's output, where there is one, as `base` of combine. */
-static struct moe_status capture_shared(const struct shape *shape, struct moe_step *lane,
+static struct moe_status capture_shared(const struct shape *shape, struct moe_step *step,
                                         cudaStream_t stream, float *base)
 {
     const struct moe_cuda_steps *steps = shape->steps;
-    const bool beside = runs_beside(shape);
+    const bool side_stream = runs_on_side_stream(shape);
     if (base == NULL)
         return moe_ok();
-    struct moe_cuda_shared shared = {.facts = lane->facts,
+    struct moe_cuda_shared shared = {.params = step->params,
                                      .dtype = shape->dtype,
                                      .bucket = shape->bucket,
                                      .capacity = shape->bucket,
-                                     .x = tensor(lane, shape->at.x),
+                                     .x = tensor(step, shape->at.x),
                                      .scratch = scratch(steps, steps->at.shared),
                                      .out = base,
                                      .retains = shape->retains};
     /* Half of the device is left to the routing, which may not begin late: peers wait for it. */
-    if (beside)
+    if (side_stream)
         shared.processors = (uint32_t)steps->session->device->multiprocessors / 2;
     else
-        shared.began = &lane->mail_on_device->began[MOE_STAGE_SHARED];
+        shared.began = &step->message_on_device->began[MOE_STAGE_SHARED];
     return moe_cuda_ffn_shared(shape->layer, &shared, stream);
 }
 
 /* The same as a branch that begins where `stream` is now. */
-static struct moe_status begin_beside(const struct shape *shape, struct moe_step *lane,
-                                      cudaStream_t stream, float *base)
+static struct moe_status fork_shared(const struct shape *shape, struct moe_step *step,
+                                     cudaStream_t stream, float *base)
 {
     const struct moe_cuda_steps *steps = shape->steps;
-    if (!runs_beside(shape))
+    if (!runs_on_side_stream(shape))
         return moe_ok();
-    MOE_TRY(MOE_CUDA(cudaEventRecord(steps->parting, stream)));
-    MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(steps->beside, steps->parting, 0)));
-    MOE_TRY(capture_shared(shape, lane, steps->beside, base));
-    return MOE_CUDA(cudaEventRecord(steps->meeting, steps->beside));
+    MOE_TRY(MOE_CUDA(cudaEventRecord(steps->fork_event, stream)));
+    MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(steps->side_stream, steps->fork_event, 0)));
+    MOE_TRY(capture_shared(shape, step, steps->side_stream, base));
+    return MOE_CUDA(cudaEventRecord(steps->join_event, steps->side_stream));
 }
 
 /* `base` is there for what follows on `stream`. */
-static struct moe_status finish_shared(const struct shape *shape, struct moe_step *lane,
-                                       cudaStream_t stream, float *base)
+static struct moe_status join_shared(const struct shape *shape, struct moe_step *step,
+                                     cudaStream_t stream, float *base)
 {
-    if (runs_beside(shape))
-        return MOE_CUDA(cudaStreamWaitEvent(stream, shape->steps->meeting, 0));
-    return capture_shared(shape, lane, stream, base);
+    if (runs_on_side_stream(shape))
+        return MOE_CUDA(cudaStreamWaitEvent(stream, shape->steps->join_event, 0));
+    return capture_shared(shape, step, stream, base);
 }
 
-static struct moe_status capture_stages(const struct shape *shape, struct moe_step *lane,
+static struct moe_status capture_stages(const struct shape *shape, struct moe_step *step,
                                         cudaStream_t stream)
 {
     const struct moe_layer *layer = shape->layer;
@@ -239,68 +239,68 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
     struct moe_cuda_batch batch = {.layer = layer,
                                    .dtype = shape->dtype,
                                    .bucket = shape->bucket,
-                                   .facts = lane->facts,
-                                   .x = tensor(lane, shape->at.x),
-                                   .ids = tensor(lane, shape->at.ids),
-                                   .weights = tensor(lane, shape->at.weights),
-                                   .token_state = tensor(lane, shape->at.state),
-                                   .began = lane->mail_on_device->began};
-    struct moe_cuda_batch_rows b = {.facts = lane->facts,
-                                    .capacity = moe_cuda_ep_most_rows(s, layer, shape->bucket),
+                                   .params = step->params,
+                                   .x = tensor(step, shape->at.x),
+                                   .ids = tensor(step, shape->at.ids),
+                                   .weights = tensor(step, shape->at.weights),
+                                   .token_state = tensor(step, shape->at.state),
+                                   .began = step->message_on_device->began};
+    struct moe_cuda_batch_rows b = {.params = step->params,
+                                    .capacity = moe_cuda_ep_max_rows(s, layer, shape->bucket),
                                     .bucket = shape->bucket,
-                                    .began = lane->mail_on_device->began,
+                                    .began = step->message_on_device->began,
                                     .slots = (uint32_t)__builtin_popcountll(s->config.live),
                                     .scratch = scratch(steps, steps->at.products),
                                     .retains = shape->retains};
-    MOE_TRY(begin_beside(shape, lane, stream, base));
-    MOE_TRY(capture_router(shape, lane, stream));
+    MOE_TRY(fork_shared(shape, step, stream, base));
+    MOE_TRY(capture_router(shape, step, stream));
     next_range("prepare");
     MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
     next_range("dispatch");
     MOE_TRY(moe_cuda_ep_dispatch(s->ep, &b.rows, stream));
     if (shape->retains && layer->local_experts > 0)
         MOE_TRY(MOE_CUDA(
-            cudaMemcpyAsync(&lane->mail->rows_in_use, b.rows.start + layer->local_experts,
-                            sizeof lane->mail->rows_in_use, cudaMemcpyDeviceToHost, stream)));
+            cudaMemcpyAsync(&step->message->rows_in_use, b.rows.start + layer->local_experts,
+                            sizeof step->message->rows_in_use, cudaMemcpyDeviceToHost, stream)));
     next_range("gate and up");
     MOE_TRY(moe_cuda_ffn_gate_up(layer, shape->dtype, &b, hidden, inner, stream));
     next_range("down");
     MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, inner, out, results.dtype, stream));
     next_range("shared expert");
-    MOE_TRY(finish_shared(shape, lane, stream, base));
+    MOE_TRY(join_shared(shape, step, stream, base));
     next_range("combine");
     results.expert_out = out;
     results.base = base;
-    return moe_cuda_ep_combine(s->ep, &results, tensor(lane, shape->at.y),
-                               &lane->mail_on_device->verdict, stream);
+    return moe_cuda_ep_combine(s->ep, &results, tensor(step, shape->at.y),
+                               &step->message_on_device->outcome, stream);
 }
 
-static struct moe_status capture_lane(void *ctx, uint32_t lane, cudaStream_t stream)
+static struct moe_status capture_slot(void *ctx, uint32_t step_slot, cudaStream_t stream)
 {
     const struct shape *shape = ctx;
     moe_cuda_range_begin("router");
-    struct moe_status st = capture_stages(shape, &shape->steps->lane[lane], stream);
+    struct moe_status st = capture_stages(shape, &shape->steps->step_slot[step_slot], stream);
     moe_cuda_range_end();
     return st;
 }
 
-static struct shape shape_of(const struct moe_step *lane)
+static struct shape shape_of(const struct moe_step *step)
 {
-    const struct moe_step_args *a = &lane->args;
-    return (struct shape){lane->owner, a->layer, a->dtype, a->bucket, lane->at, lane->retains};
+    const struct moe_step_args *a = &step->args;
+    return (struct shape){step->owner, a->layer, a->dtype, a->bucket, step->at, step->retains};
 }
 
-static struct moe_status take_graph(struct moe_step *lane)
+static struct moe_status take_graph(struct moe_step *step)
 {
-    struct moe_cuda_steps *steps = lane->owner;
-    const struct moe_step_args *a = &lane->args;
-    struct shape shape = shape_of(lane);
+    struct moe_cuda_steps *steps = step->owner;
+    const struct moe_step_args *a = &step->args;
+    struct shape shape = shape_of(step);
     struct moe_cuda_graph_key key;
     if (steps->buffers_moved != steps->session->device->buffers_moved)
         moe_cuda_graphs_clear(&steps->graphs); /* growing has waited for the device */
     steps->buffers_moved = steps->session->device->buffers_moved;
-    moe_cuda_graph_key_of(a->layer, a->dtype, a->bucket, lane->retains, &key);
-    return moe_cuda_graphs_take(&steps->graphs, &key, capture_lane, &shape, &lane->graph);
+    moe_cuda_graph_key_of(a->layer, a->dtype, a->bucket, step->retains, &key);
+    return moe_cuda_graphs_take(&steps->graphs, &key, capture_slot, &shape, &step->graph);
 }
 
 /* --------------------------------------------------------------------- enqueue */
@@ -312,57 +312,57 @@ static struct moe_status copy(void *dst, const void *src, size_t bytes, cudaStre
     return MOE_CUDA(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream));
 }
 
-static struct moe_status enqueue_copy_in(struct moe_step *lane, struct moe_device *device)
+static struct moe_status enqueue_copy_in(struct moe_step *step, struct moe_device *device)
 {
-    const struct moe_step_args *a = &lane->args;
+    const struct moe_step_args *a = &step->args;
     size_t pairs = (size_t)a->tokens * a->layer->spec.router.top_k;
     size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
     cudaStream_t in = device->copy_in;
-    MOE_TRY(MOE_CUDA(cudaEventRecord(lane->begun, in)));
-    MOE_TRY(copy(lane->facts, &lane->mail->facts, sizeof *lane->facts, in));
-    MOE_TRY(copy(tensor(lane, lane->at.x), a->x, rows, in));
+    MOE_TRY(MOE_CUDA(cudaEventRecord(step->begun, in)));
+    MOE_TRY(copy(step->params, &step->message->params, sizeof *step->params, in));
+    MOE_TRY(copy(tensor(step, step->at.x), a->x, rows, in));
     if (a->mode != NULL) {
-        MOE_TRY(copy(tensor(lane, lane->at.mode), a->mode, a->tokens, in));
-        MOE_TRY(copy(tensor(lane, lane->at.ids_in), a->ids_in, pairs * sizeof *a->ids_in, in));
-        MOE_TRY(copy(tensor(lane, lane->at.weights_in), a->weights_in,
+        MOE_TRY(copy(tensor(step, step->at.mode), a->mode, a->tokens, in));
+        MOE_TRY(copy(tensor(step, step->at.ids_in), a->ids_in, pairs * sizeof *a->ids_in, in));
+        MOE_TRY(copy(tensor(step, step->at.weights_in), a->weights_in,
                      pairs * sizeof *a->weights_in, in));
     }
-    MOE_TRY(MOE_CUDA(cudaEventRecord(lane->came_in, in)));
-    return MOE_CUDA(cudaStreamWaitEvent(device->compute, lane->came_in, 0));
+    MOE_TRY(MOE_CUDA(cudaEventRecord(step->came_in, in)));
+    return MOE_CUDA(cudaStreamWaitEvent(device->compute, step->came_in, 0));
 }
 
 /* From here on peers may wait for this slot. */
-static struct moe_status enqueue_stages(struct moe_step *lane, struct moe_device *device)
+static struct moe_status enqueue_stages(struct moe_step *step, struct moe_device *device)
 {
-    const struct moe_cuda_steps *steps = lane->owner;
-    uint32_t number = (uint32_t)(lane - steps->lane);
-    struct shape shape = shape_of(lane);
+    const struct moe_cuda_steps *steps = step->owner;
+    uint32_t number = (uint32_t)(step - steps->step_slot);
+    struct shape shape = shape_of(step);
     MOE_TRY(moe_cuda_ep_count_step(steps->session));
     if (steps->session->net != NULL)
-        MOE_TRY(capture_lane(&shape, number, device->compute));
+        MOE_TRY(capture_slot(&shape, number, device->compute));
     else
-        MOE_TRY(MOE_CUDA(cudaGraphLaunch(lane->graph->exec[number], device->compute)));
-    return MOE_CUDA(cudaEventRecord(lane->computed, device->compute));
+        MOE_TRY(MOE_CUDA(cudaGraphLaunch(step->graph->exec[number], device->compute)));
+    return MOE_CUDA(cudaEventRecord(step->computed, device->compute));
 }
 
-static struct moe_status enqueue_copy_out(struct moe_step *lane, struct moe_device *device)
+static struct moe_status enqueue_copy_out(struct moe_step *step, struct moe_device *device)
 {
-    const struct moe_step_args *a = &lane->args;
+    const struct moe_step_args *a = &step->args;
     size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
-    size_t answer = a->tokens > 0 ? lane->at.bytes - lane->at.ids : 0;
+    size_t answer = a->tokens > 0 ? step->at.bytes - step->at.ids : 0;
     cudaStream_t out = device->copy_out;
-    MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(out, lane->computed, 0)));
-    MOE_TRY(copy(a->y, tensor(lane, lane->at.y), rows, out));
-    MOE_TRY(copy(lane->answer, tensor(lane, lane->at.ids), answer, out));
-    return MOE_CUDA(cudaEventRecord(lane->left, out));
+    MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(out, step->computed, 0)));
+    MOE_TRY(copy(a->y, tensor(step, step->at.y), rows, out));
+    MOE_TRY(copy(step->answer, tensor(step, step->at.ids), answer, out));
+    return MOE_CUDA(cudaEventRecord(step->left, out));
 }
 
-static struct moe_status enqueue(struct moe_step *lane)
+static struct moe_status enqueue(struct moe_step *step)
 {
-    struct moe_device *device = lane->owner->session->device;
-    MOE_TRY(enqueue_copy_in(lane, device));
-    MOE_TRY(enqueue_stages(lane, device));
-    return enqueue_copy_out(lane, device);
+    struct moe_device *device = step->owner->session->device;
+    MOE_TRY(enqueue_copy_in(step, device));
+    MOE_TRY(enqueue_stages(step, device));
+    return enqueue_copy_out(step, device);
 }
 
 /* ----------------------------------------------------------------------- calls */
@@ -384,166 +384,166 @@ static struct moe_status check_args(struct moe_session *s, const struct moe_step
                                        need_logits);
 }
 
-static void fill_facts(struct moe_step *lane, bool need_logits)
+static void fill_params(struct moe_step *step, bool need_logits)
 {
-    const struct moe_step_args *a = &lane->args;
-    struct moe_cuda_facts *facts = &lane->mail->facts;
-    moe_cuda_facts_fill(a->layer, a->dtype, a->bucket, a->tokens, facts);
-    facts->need_logits = need_logits;
-    facts->has_modes = a->mode != NULL;
-    memset(lane->mail->began, 0, sizeof lane->mail->began);
-    lane->mail->rows_in_use = 0;
-    lane->retains = false;
+    const struct moe_step_args *a = &step->args;
+    struct moe_cuda_step_params *params = &step->message->params;
+    moe_cuda_step_params_fill(a->layer, a->dtype, a->bucket, a->tokens, params);
+    params->need_logits = need_logits;
+    params->has_modes = a->mode != NULL;
+    memset(step->message->began, 0, sizeof step->message->began);
+    step->message->rows_in_use = 0;
+    step->retains = false;
 }
 
 /* What the step was to retain is kept, or its room free again. */
-static bool settle_retained(struct moe_step *lane, bool good)
+static bool settle_retained(struct moe_step *step, bool good)
 {
-    struct moe_session *s = lane->owner->session;
-    return lane->retains &&
-           moe_cuda_retaining_end(s, &lane->args, lane->mail->facts.pre, good,
-                                  lane->mail->verdict.rows, lane->mail->rows_in_use);
+    struct moe_session *s = step->owner->session;
+    return step->retains &&
+           moe_cuda_retaining_end(s, &step->args, step->message->params.pre, good,
+                                  step->message->outcome.rows, step->message->rows_in_use);
 }
 
 /* What steps have retained goes where there is no memory otherwise. */
-static struct moe_status reserve_or_drop(struct moe_step *lane)
+static struct moe_status reserve_or_drop(struct moe_step *step)
 {
-    struct moe_status st = reserve(lane);
+    struct moe_status st = reserve(step);
     if (st.code != MOE_RESOURCE_EXHAUSTED ||
-        !moe_activation_cache_give_back(lane->owner->session->device->kept))
+        !moe_activation_cache_give_back(step->owner->session->device->activation_cache))
         return st;
-    return reserve(lane);
+    return reserve(step);
 }
 
 /* With room to retain, if there is any; but without, rather than that the step fails. */
-static struct moe_status prepare(struct moe_step *lane)
+static struct moe_status prepare(struct moe_step *step)
 {
-    struct moe_session *s = lane->owner->session;
-    lane->retains = moe_cuda_retaining_begin(s, &lane->args, lane->mail->facts.pre);
-    struct moe_status st = take_graph(lane);
-    if (!moe_failed(&st) || !lane->retains)
+    struct moe_session *s = step->owner->session;
+    step->retains = moe_cuda_retaining_begin(s, &step->args, step->message->params.pre);
+    struct moe_status st = take_graph(step);
+    if (!moe_failed(&st) || !step->retains)
         return st;
-    (void)settle_retained(lane, false);
-    lane->retains = false;
-    (void)moe_activation_cache_give_back(s->device->kept);
-    return take_graph(lane);
+    (void)settle_retained(step, false);
+    step->retains = false;
+    (void)moe_activation_cache_give_back(s->device->activation_cache);
+    return take_graph(step);
 }
 
 /* Its memory is there (fits). The graph first: what fails there concerns this slot alone. */
-static struct moe_status start(struct moe_step *lane)
+static struct moe_status start(struct moe_step *step)
 {
-    struct moe_session *s = lane->owner->session;
-    MOE_TRY(prepare(lane));
-    struct moe_status st = enqueue(lane);
+    struct moe_session *s = step->owner->session;
+    MOE_TRY(prepare(step));
+    struct moe_status st = enqueue(step);
     if (!moe_failed(&st))
         return st;
     /* The peers may have begun to wait for rows that never come, and the caller's memory must be
      * free again when this call has failed. */
     moe_cuda_session_fail(s);
-    moe_cuda_lanes_wait(s->device);
-    moe_cuda_graphs_give(lane->graph);
-    (void)settle_retained(lane, false);
+    moe_cuda_step_slots_wait(s->device);
+    moe_cuda_graphs_give(step->graph);
+    (void)settle_retained(step, false);
     return st;
 }
 
 /* Room to retain, if there is any. The first time it is memory that is taken, for which as for
  * memory that grows nobody must be waited for. */
-static struct moe_status begin_retaining_over_network(struct moe_step *lane)
+static struct moe_status begin_retaining_over_network(struct moe_step *step)
 {
-    struct moe_session *s = lane->owner->session;
-    if (lane->args.retain != 0 && moe_activation_cache_bytes(s->device->kept) == 0)
+    struct moe_session *s = step->owner->session;
+    if (step->args.retain != 0 && moe_activation_cache_bytes(s->device->activation_cache) == 0)
         MOE_TRY(moe_cuda_net_settle(s->net));
-    lane->retains = moe_cuda_retaining_begin(s, &lane->args, lane->mail->facts.pre);
+    step->retains = moe_cuda_retaining_begin(s, &step->args, step->message->params.pre);
     return moe_ok();
 }
 
-/* The courier's task. */
+/* The comm thread's task. */
 static struct moe_status start_over_network(void *ctx)
 {
-    struct moe_step *lane = ctx;
-    struct moe_status st = reserve_or_drop(lane);
-    lane->refused = moe_failed(&st);
-    if (lane->refused)
+    struct moe_step *step = ctx;
+    struct moe_status st = reserve_or_drop(step);
+    step->refused = moe_failed(&st);
+    if (step->refused)
         return st;
-    MOE_TRY(begin_retaining_over_network(lane));
-    return enqueue(lane);
+    MOE_TRY(begin_retaining_over_network(step));
+    return enqueue(step);
 }
 
-static struct moe_status post(struct moe_step *lane)
+static struct moe_status post(struct moe_step *step)
 {
-    struct moe_session *s = lane->owner->session;
-    const struct moe_step_args *a = &lane->args;
+    struct moe_session *s = step->owner->session;
+    const struct moe_step_args *a = &step->args;
     MOE_TRY(moe_cuda_ep_check(s, a->layer, a->dtype, a->bucket, a->tokens));
-    lane->task = (struct moe_cuda_task){.run = start_over_network, .ctx = lane};
-    moe_cuda_net_post(s->net, &lane->task);
+    step->net_task = (struct moe_cuda_task){.run = start_over_network, .ctx = step};
+    moe_cuda_net_post(s->net, &step->net_task);
     return moe_ok();
 }
 
 /* ------------------------------------------------------------ tasks of the executor */
 
-static void post_turn(struct moe_step *lane, moe_cuda_pass_fn pass,
-                      struct moe_status (*run)(void *ctx))
+static void post_deferred(struct moe_step *step, moe_cuda_pass_fn pass,
+                          struct moe_status (*run)(void *ctx))
 {
-    lane->deferred = true;
-    lane->pass = pass;
-    lane->result = (struct moe_step_result){.missing_slot = -1};
-    lane->turn = (struct moe_cuda_task){.run = run, .ctx = lane};
-    moe_cuda_executor_post(lane->owner->executor, &lane->turn);
+    step->deferred = true;
+    step->pass = pass;
+    step->result = (struct moe_step_result){.missing_slot = -1};
+    step->executor_task = (struct moe_cuda_task){.run = run, .ctx = step};
+    moe_cuda_executor_post(step->owner->executor, &step->executor_task);
 }
 
 static struct moe_status run_pass(void *ctx)
 {
-    struct moe_step *lane = ctx;
-    return lane->pass(lane->owner->session, &lane->backward, &lane->result);
+    struct moe_step *step = ctx;
+    return step->pass(step->owner->session, &step->backward, &step->result);
 }
 
 struct moe_status moe_cuda_step_post_pass(struct moe_session *s,
                                           const struct moe_backward_args *args,
                                           moe_cuda_pass_fn pass, struct moe_step **out)
 {
-    struct moe_step *lane;
-    MOE_TRY(moe_cuda_lane_take(s->steps, &lane));
-    lane->backward = *args;
-    post_turn(lane, pass, run_pass);
-    *out = lane;
+    struct moe_step *step;
+    MOE_TRY(moe_cuda_step_slot_take(s->steps, &step));
+    step->backward = *args;
+    post_deferred(step, pass, run_pass);
+    *out = step;
     return moe_ok();
 }
 
 /* What was enqueued before this step may have ended the session, or laid out scratch anew. */
-static struct moe_status begin_in_turn(void *ctx)
+static struct moe_status begin_deferred(void *ctx)
 {
-    struct moe_step *lane = ctx;
-    struct moe_session *s = lane->owner->session;
+    struct moe_step *step = ctx;
+    struct moe_session *s = step->owner->session;
     MOE_TRY(moe_cuda_session_usable(s));
     if (s->net != NULL)
-        return post(lane);
-    MOE_TRY(lay_out(lane));
-    if (!fits(lane))
-        MOE_TRY(reserve_or_drop(lane));
-    return start(lane);
+        return post(step);
+    MOE_TRY(lay_out(step));
+    if (!fits(step))
+        MOE_TRY(reserve_or_drop(step));
+    return start(step);
 }
 
 /* What is wrong with the arguments is said now, as by a step that begins at once. */
-static struct moe_status defer(struct moe_step *lane)
+static struct moe_status defer(struct moe_step *step)
 {
-    const struct moe_step_args *a = &lane->args;
-    MOE_TRY(moe_cuda_ep_check(lane->owner->session, a->layer, a->dtype, a->bucket, a->tokens));
-    post_turn(lane, NULL, begin_in_turn);
+    const struct moe_step_args *a = &step->args;
+    MOE_TRY(moe_cuda_ep_check(step->owner->session, a->layer, a->dtype, a->bucket, a->tokens));
+    post_deferred(step, NULL, begin_deferred);
     return moe_ok();
 }
 
 /* At once where that waits for nothing: no task of the executor is to come before, and no memory
  * has to grow, which waits for the device and so for the peers of the step before. */
-static struct moe_status begin(struct moe_step *lane)
+static struct moe_status begin(struct moe_step *step)
 {
-    struct moe_cuda_steps *steps = lane->owner;
+    struct moe_cuda_steps *steps = step->owner;
     if (moe_cuda_executor_busy(steps->executor))
-        return defer(lane);
-    lane->deferred = false;
+        return defer(step);
+    step->deferred = false;
     if (steps->session->net != NULL)
-        return post(lane);
-    MOE_TRY(lay_out(lane));
-    return fits(lane) ? start(lane) : defer(lane);
+        return post(step);
+    MOE_TRY(lay_out(step));
+    return fits(step) ? start(step) : defer(step);
 }
 
 /* --------------------------------------------------------------------- enqueue, wait */
@@ -554,17 +554,17 @@ struct moe_status moe_cuda_step_enqueue(struct moe_session *s, const struct moe_
     bool need_logits;
     MOE_TRY(check_args(s, args, &need_logits));
     MOE_TRY(moe_cuda_device_use(s->device));
-    struct moe_step *lane;
-    MOE_TRY(moe_cuda_lane_take(s->steps, &lane));
-    lane->args = *args;
-    fill_facts(lane, need_logits);
+    struct moe_step *step;
+    MOE_TRY(moe_cuda_step_slot_take(s->steps, &step));
+    step->args = *args;
+    fill_params(step, need_logits);
     moe_cuda_range_begin("step enqueue");
-    struct moe_status st = begin(lane);
+    struct moe_status st = begin(step);
     moe_cuda_range_end();
     if (moe_failed(&st))
-        moe_cuda_lane_give(lane);
+        moe_cuda_step_slot_give(step);
     else
-        *out = lane;
+        *out = step;
     return st;
 }
 
@@ -578,28 +578,28 @@ static uint64_t elapsed_ns(cudaEvent_t from, cudaEvent_t to)
 
 /* A stage lasts until the next one begins, so that nothing between kernels is left out. What runs
  * beside others has no stamp, and so no time. */
-static void read_times(const struct moe_step *lane, struct moe_step_result *r)
+static void read_times(const struct moe_step *step, struct moe_step_result *r)
 {
-    uint64_t next = lane->mail->began[MOE_STAGE_COUNT];
+    uint64_t next = step->message->began[MOE_STAGE_COUNT];
     for (int i = MOE_STAGE_COUNT - 1; i >= 0; i--) {
-        uint64_t began = lane->mail->began[i] != 0 ? lane->mail->began[i] : next;
+        uint64_t began = step->message->began[i] != 0 ? step->message->began[i] : next;
         r->stage_ns[i] = next > began ? next - began : 0;
         next = began;
     }
-    r->total_ns = elapsed_ns(lane->begun, lane->left);
+    r->total_ns = elapsed_ns(step->begun, step->left);
 }
 
-/* From the lane's pinned memory to the caller's. */
-static void hand_over_answer(const struct moe_step *lane)
+/* From the step slot's pinned memory to the caller's. */
+static void hand_over_answer(const struct moe_step *step)
 {
-    const struct moe_step_args *a = &lane->args;
+    const struct moe_step_args *a = &step->args;
     size_t pairs = (size_t)a->tokens * a->layer->spec.router.top_k;
-    const char *ids = lane->answer;
+    const char *ids = step->answer;
     if (a->tokens == 0)
         return;
     memcpy(a->ids_out, ids, pairs * sizeof *a->ids_out);
-    memcpy(a->weights_out, ids + (lane->at.weights - lane->at.ids), pairs * sizeof(float));
-    memcpy(a->token_state, ids + (lane->at.state - lane->at.ids), a->tokens);
+    memcpy(a->weights_out, ids + (step->at.weights - step->at.ids), pairs * sizeof(float));
+    memcpy(a->token_state, ids + (step->at.state - step->at.ids), a->tokens);
 }
 
 /* cudaErrorNotReady when the deadline passed first. */
@@ -612,41 +612,41 @@ static cudaError_t await(cudaEvent_t event, uint64_t deadline_ns)
         if (rc != cudaErrorNotReady || now >= deadline_ns)
             return rc;
         if (now - start > SPIN_NS)
-            nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+            nanosleep(&(struct timespec){.tv_nsec = IDLE_SLEEP_NS}, NULL);
     }
 }
 
 /* What became of a step whose kernels have ended. */
-static struct moe_status judge(struct moe_step *lane, cudaError_t rc, struct moe_step_result *r)
+static struct moe_status end_step(struct moe_step *step, cudaError_t rc, struct moe_step_result *r)
 {
-    struct moe_session *s = lane->owner->session;
+    struct moe_session *s = step->owner->session;
     struct moe_status st = moe_cuda_status(rc, "a step");
     if (moe_failed(&st)) {
         moe_cuda_session_fail(s);
-        (void)settle_retained(lane, false);
+        (void)settle_retained(step, false);
         return st;
     }
-    st = moe_cuda_session_judge(s, &lane->mail->verdict);
-    r->refused = lane->mail->verdict.code == MOE_CUDA_PASS_REFUSED;
-    r->retained = settle_retained(lane, !moe_failed(&st));
-    r->rows = lane->mail->verdict.rows;
+    st = moe_cuda_session_outcome_status(s, &step->message->outcome);
+    r->refused = step->message->outcome.code == MOE_CUDA_PASS_REFUSED;
+    r->retained = settle_retained(step, !moe_failed(&st));
+    r->rows = step->message->outcome.rows;
     if (!moe_failed(&st))
-        moe_cuda_retaining_learn(s, &lane->args, r->rows);
-    hand_over_answer(lane);
-    read_times(lane, r);
+        moe_cuda_retaining_learn(s, &step->args, r->rows);
+    hand_over_answer(step);
+    read_times(step, r);
     return st;
 }
 
-/* The courier could not enqueue the whole step. */
-static struct moe_status judge_unfinished(struct moe_step *lane)
+/* The comm thread could not enqueue the whole step. */
+static struct moe_status end_unfinished_step(struct moe_step *step)
 {
-    struct moe_session *s = lane->owner->session;
-    if (!lane->refused) {
+    struct moe_session *s = step->owner->session;
+    if (!step->refused) {
         moe_cuda_session_fail(s);
-        moe_cuda_lanes_wait(s->device); /* the caller's memory must be free again */
+        moe_cuda_step_slots_wait(s->device); /* the caller's memory must be free again */
     }
-    (void)settle_retained(lane, false);
-    return moe_cuda_session_explain(s, lane->task.status);
+    (void)settle_retained(step, false);
+    return moe_cuda_session_explain(s, step->net_task.status);
 }
 
 static struct moe_status still_running(void)
@@ -655,41 +655,42 @@ static struct moe_status still_running(void)
 }
 
 /* A pass whose task is done, or a step that its task could not start. */
-static struct moe_status end_turn(struct moe_step *lane, struct moe_step_result *result)
+static struct moe_status end_deferred(struct moe_step *step, struct moe_step_result *result)
 {
-    struct moe_status st = lane->turn.status;
+    struct moe_status st = step->executor_task.status;
     if (st.reason == MOE_REASON_PEER_LOST)
-        lane->result.missing_slot = moe_cuda_session_missing(lane->owner->session);
+        step->result.missing_slot = moe_cuda_session_missing(step->owner->session);
     if (result != NULL)
-        *result = lane->result;
-    moe_cuda_lane_give(lane);
+        *result = step->result;
+    moe_cuda_step_slot_give(step);
     return st;
 }
 
-struct moe_status moe_cuda_step_wait(struct moe_step *lane, uint64_t deadline_ns,
+struct moe_status moe_cuda_step_wait(struct moe_step *step, uint64_t deadline_ns,
                                      struct moe_step_result *result)
 {
-    struct moe_session *s = lane->owner->session;
+    struct moe_session *s = step->owner->session;
     struct moe_step_result r = {.missing_slot = -1};
-    if (lane->deferred && !moe_cuda_executor_await(lane->owner->executor, &lane->turn, deadline_ns))
+    if (step->deferred &&
+        !moe_cuda_executor_await(step->owner->executor, &step->executor_task, deadline_ns))
         return still_running();
-    if (lane->deferred && (lane->pass != NULL || moe_failed(&lane->turn.status)))
-        return end_turn(lane, result);
+    if (step->deferred && (step->pass != NULL || moe_failed(&step->executor_task.status)))
+        return end_deferred(step, result);
     MOE_TRY(moe_cuda_device_use(s->device));
     const bool net = s->net != NULL;
-    const bool in_time = !net || moe_cuda_net_await(s->net, &lane->task, deadline_ns);
-    const bool enqueued = in_time && (!net || !moe_failed(&lane->task.status));
-    cudaError_t rc = enqueued ? await(lane->left, deadline_ns) : cudaSuccess;
+    const bool in_time = !net || moe_cuda_net_await(s->net, &step->net_task, deadline_ns);
+    const bool enqueued = in_time && (!net || !moe_failed(&step->net_task.status));
+    cudaError_t rc = enqueued ? await(step->left, deadline_ns) : cudaSuccess;
     if (!in_time || rc == cudaErrorNotReady)
         return still_running();
-    struct moe_status st = enqueued ? judge(lane, rc, &r) : judge_unfinished(lane);
+    struct moe_status st = enqueued ? end_step(step, rc, &r) : end_unfinished_step(step);
     if (st.reason == MOE_REASON_PEER_LOST)
         r.missing_slot = moe_cuda_session_missing(s);
     r.refused = r.refused || moe_cuda_session_refused(s, &st);
     if (result != NULL)
         *result = r;
     if (!net)
-        moe_cuda_graphs_give(lane->graph);
-    moe_cuda_lane_give(lane);
+        moe_cuda_graphs_give(step->graph);
+    moe_cuda_step_slot_give(step);
     return st;
 }

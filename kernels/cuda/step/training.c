@@ -148,19 +148,19 @@ static struct moe_status dispatch(struct moe_session *s, struct moe_layer *layer
                                   const void *x, const void *dy, const int32_t *ids,
                                   const float *weights, struct moe_rows *out, const void **dy_rows)
 {
-    struct moe_cuda_pairs pairs = {.layer = layer,
-                                   .dtype = dtype,
-                                   .bucket = bucket,
-                                   .tokens = tokens,
-                                   .flags = MOE_HEAD_BACKWARD,
-                                   .x = x,
-                                   .dy = dy,
-                                   .weights = weights};
+    struct moe_cuda_x_dy_rows batch = {.layer = layer,
+                                       .dtype = dtype,
+                                       .bucket = bucket,
+                                       .tokens = tokens,
+                                       .flags = MOE_HEAD_BACKWARD,
+                                       .x = x,
+                                       .dy = dy,
+                                       .weights = weights};
     MOE_TRY(ready(s));
     MOE_TRY(moe_cuda_ep_check_ids(s, layer, tokens, ids));
-    MOE_TRY(sort_ids(layer, tokens, ids, &pairs.ids));
-    MOE_TRY(moe_cuda_pairs_dispatch(s, &pairs, out, dy_rows));
-    MOE_TRY(moe_cuda_pairs_split(s, &pairs, out, dy_rows));
+    MOE_TRY(sort_ids(layer, tokens, ids, &batch.ids));
+    MOE_TRY(moe_cuda_x_dy_dispatch(s, &batch, out, dy_rows));
+    MOE_TRY(moe_cuda_x_dy_split(s, &batch, out, dy_rows));
     return moe_cuda_session_finish(s);
 }
 
@@ -173,7 +173,7 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
 {
     struct moe_device *device = s->device;
     size_t hidden = layer->spec.hidden, columns = hidden + MOE_CUDA_WEIGHT_COLUMNS;
-    struct moe_cuda_pairs pairs = {
+    struct moe_cuda_x_dy_rows batch = {
         .layer = layer, .dtype = dtype, .bucket = bucket, .tokens = tokens};
     uint32_t n;
     void *wide, *flags;
@@ -186,7 +186,7 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
         MOE_TRY(MOE_CUDA(cudaMemcpy2DAsync(wide, columns * sizeof(float), dx_rows,
                                            hidden * sizeof(float), hidden * sizeof(float), n,
                                            cudaMemcpyDeviceToDevice, device->compute)));
-    MOE_TRY(moe_cuda_pairs_combine(s, &pairs, wide, dweight_rows, &combined, device->compute));
+    MOE_TRY(moe_cuda_x_dy_combine(s, &batch, wide, dweight_rows, &combined, device->compute));
     MOE_TRY(moe_cuda_session_finish(s));
     MOE_TRY(moe_cuda_train_scratch_take(device, MOE_CUDA_SCRATCH_TOKENS, tokens, &flags));
     if (tokens > 0)
@@ -210,17 +210,18 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
 
 static void retained_limit(struct moe_device *device, uint64_t bytes)
 {
-    moe_activation_cache_limit(device->kept, bytes < SIZE_MAX ? (size_t)bytes : SIZE_MAX);
+    moe_activation_cache_limit(device->activation_cache,
+                               bytes < SIZE_MAX ? (size_t)bytes : SIZE_MAX);
 }
 
 static void retained_drop(struct moe_trainer *trainer, uint64_t name)
 {
-    moe_activation_cache_drop(trainer->layer->device->kept, trainer->layer, name);
+    moe_activation_cache_drop(trainer->layer->device->activation_cache, trainer->layer, name);
 }
 
 static uint64_t retained_bytes(struct moe_device *device)
 {
-    return moe_activation_cache_bytes(device->kept);
+    return moe_activation_cache_bytes(device->activation_cache);
 }
 
 const struct moe_training moe_cuda_training = {

@@ -17,7 +17,7 @@ static_assert(NETWORK_ROOM % PIECE_ALIGN == 0, "whole lines");
 /* --------------------------------------------------------------------- windows */
 
 /* Every slot waits for every other, in both directions. */
-static struct moe_status meet(struct moe_session *s)
+static struct moe_status barrier(struct moe_session *s)
 {
     uint8_t nothing = 0, all[MOE_MAX_SLOTS];
     return moe_cuda_session_exchange_inside(s, &nothing, all, sizeof nothing);
@@ -51,16 +51,16 @@ static struct moe_status add_piece(struct moe_session *s, const struct moe_cuda_
 
 static struct moe_status sum_through_windows(struct moe_cuda_reduce *r)
 {
-    if (r->met)
-        MOE_TRY(meet(r->s));
+    if (r->needs_barrier)
+        MOE_TRY(barrier(r->s));
     for (uint32_t i = 0; i < r->count; i++)
         if (r->piece[i].data != NULL)
             MOE_TRY(send_piece(r->s, &r->piece[i]));
-    MOE_TRY(meet(r->s));
+    MOE_TRY(barrier(r->s));
     for (uint32_t i = 0; i < r->count; i++)
         if (r->piece[i].data != NULL)
             MOE_TRY(add_piece(r->s, &r->piece[i]));
-    r->met = true;
+    r->needs_barrier = true;
     return moe_ok();
 }
 
@@ -81,7 +81,7 @@ void moe_cuda_reduce_begin(struct moe_cuda_reduce *r, struct moe_session *sessio
     r->s = session;
     r->room = session->net != NULL ? NETWORK_ROOM : region;
     r->used = r->count = 0;
-    r->met = false;
+    r->needs_barrier = false;
 }
 
 struct moe_status moe_cuda_reduce_flush(struct moe_cuda_reduce *r)

@@ -30,7 +30,8 @@ struct moe_cuda_reduce {
     struct moe_session *s;
     size_t room, used; /* floats; the same on all slots, and whole lines of a window */
     uint32_t count;
-    bool met; /* windows: a batch went before this one, and its last reader may not have finished */
+    bool needs_barrier; /* windows: a batch went before this one, and its last reader may not have
+                           finished */
     struct moe_cuda_piece piece[MOE_CUDA_REDUCE_PIECES];
 };
 

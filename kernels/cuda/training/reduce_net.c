@@ -12,13 +12,14 @@
 #include "cuda/training/trainer.h"
 
 enum {
-    PART_ALIGN = MOE_CUDA_TAIL_BYTES / sizeof(float), /* floats; parts begin at multiples of it */
+    PART_ALIGN =
+        MOE_CUDA_TRAILER_BYTES / sizeof(float), /* floats; parts begin at multiples of it */
 };
 
 /* The messages of one exchange, one for each peer. */
 struct area {
     uint8_t *message[MOE_MAX_SLOTS];
-    size_t bytes[MOE_MAX_SLOTS]; /* without the tail */
+    size_t bytes[MOE_MAX_SLOTS]; /* without the trailer */
 };
 
 struct sums {
@@ -69,7 +70,7 @@ static bool is_common(const struct sums *u, const struct moe_cuda_piece *piece, 
 static size_t area_bytes(size_t room)
 {
     size_t padding = sizeof(float) * PART_ALIGN * MOE_CUDA_REDUCE_PIECES * (MOE_MAX_SLOTS + 1);
-    return room * sizeof(float) + padding + MOE_MAX_SLOTS * (size_t)MOE_CUDA_TAIL_BYTES;
+    return room * sizeof(float) + padding + MOE_MAX_SLOTS * (size_t)MOE_CUDA_TRAILER_BYTES;
 }
 
 size_t moe_cuda_reduce_message_bytes(size_t room)
@@ -94,8 +95,8 @@ static void lay_out(struct sums *u, uint8_t *memory)
         u->theirs.bytes[p] = to;
         u->mine.message[p] = mine;
         u->mine.bytes[p] = from;
-        theirs += to + MOE_CUDA_TAIL_BYTES;
-        mine += from + MOE_CUDA_TAIL_BYTES;
+        theirs += to + MOE_CUDA_TRAILER_BYTES;
+        mine += from + MOE_CUDA_TRAILER_BYTES;
     }
     MOE_INVARIANT(theirs <= memory + area_bytes(r->room) &&
                   mine <= memory + 2 * area_bytes(r->room));
@@ -130,19 +131,20 @@ static struct moe_status exchange(const struct sums *u, const struct area *out,
                                   const struct area *in)
 {
     struct moe_session *s = u->r->s;
-    struct moe_cuda_parcel parcel[MOE_MAX_SLOTS] = {0};
-    struct moe_cuda_tails tails = {.tail = moe_cuda_net_next_tail(s->net)};
+    struct moe_cuda_transfer transfer[MOE_MAX_SLOTS] = {0};
+    struct moe_cuda_trailers trailers = {.trailer = moe_cuda_net_next_trailer(s->net)};
     for (uint32_t p = 0; p < s->config.slots; p++) {
-        parcel[p] = (struct moe_cuda_parcel){.send = out->message[p],
-                                             .recv = in->message[p],
-                                             .send_bytes = out->bytes[p] + MOE_CUDA_TAIL_BYTES,
-                                             .recv_bytes = in->bytes[p] + MOE_CUDA_TAIL_BYTES};
+        transfer[p] =
+            (struct moe_cuda_transfer){.send = out->message[p],
+                                       .recv = in->message[p],
+                                       .send_bytes = out->bytes[p] + MOE_CUDA_TRAILER_BYTES,
+                                       .recv_bytes = in->bytes[p] + MOE_CUDA_TRAILER_BYTES};
         if (is_peer(u, p))
-            tails.at[p] =
-                (uint64_t *)(void *)(out->message[p] + out->bytes[p] + MOE_CUDA_TAIL_BYTES) - 1;
+            trailers.at[p] =
+                (uint64_t *)(void *)(out->message[p] + out->bytes[p] + MOE_CUDA_TRAILER_BYTES) - 1;
     }
-    MOE_TRY(moe_cuda_launch_tails(&tails, s->device->compute));
-    return moe_cuda_net_exchange(s->net, parcel, NULL);
+    MOE_TRY(moe_cuda_launch_trailers(&trailers, s->device->compute));
+    return moe_cuda_net_exchange(s->net, transfer, NULL);
 }
 
 /* Own parts become the sums, in slot order. */
@@ -173,7 +175,7 @@ static struct moe_status add_parts(const struct sums *u)
 
 /* ----------------------------------------------------------------------- calls */
 
-/* On the courier's thread. */
+/* On the comm thread's thread. */
 static struct moe_status add_up(void *ctx)
 {
     struct sums *u = ctx;

@@ -39,7 +39,7 @@ bool moe_cuda_train_on_tensor_cores(const struct moe_trainer *t, enum moe_dtype 
 }
 
 /* Products of adapters are exact ones, which know of no stride. */
-bool moe_cuda_train_reads_pairs(const struct moe_trainer *t, enum moe_dtype dtype)
+bool moe_cuda_train_reads_x_dy_rows(const struct moe_trainer *t, enum moe_dtype dtype)
 {
     return moe_cuda_train_on_tensor_cores(t, dtype) && t->config.lora_rank == 0;
 }
@@ -102,11 +102,11 @@ struct moe_status moe_cuda_train_reserve_ffn(struct moe_trainer *t, enum moe_dty
     } all[] = {{MOE_CUDA_SCRATCH_PRE, a.pre},
                {MOE_CUDA_SCRATCH_DH, a.dh},
                {MOE_CUDA_SCRATCH_DGU, a.dgu},
-               {MOE_CUDA_SCRATCH_FFN_FACTS, sizeof(struct moe_cuda_facts)},
+               {MOE_CUDA_SCRATCH_FFN_PARAMS, sizeof(struct moe_cuda_step_params)},
                {MOE_CUDA_SCRATCH_SHARED_PRE, b.pre},
                {MOE_CUDA_SCRATCH_SHARED_DH, b.dh},
                {MOE_CUDA_SCRATCH_SHARED_DGU, b.dgu},
-               {MOE_CUDA_SCRATCH_SHARED_FACTS, sizeof(struct moe_cuda_facts)}};
+               {MOE_CUDA_SCRATCH_SHARED_PARAMS, sizeof(struct moe_cuda_step_params)}};
     void *unused;
     float *floats;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
@@ -405,23 +405,24 @@ static struct moe_status rows_back(struct moe_cuda_train_ffn *f)
 }
 
 static struct moe_status weights_back(const struct moe_cuda_train_ffn *f,
-                                      const struct moe_cuda_train_company *company)
+                                      const struct moe_cuda_overlap_plan *overlap)
 {
     cudaStream_t stream = f->t->layer->device->compute;
-    MOE_TRY(f->tensor ? moe_cuda_train_tensor_weights(f, company) : exact_weights(f, stream));
+    MOE_TRY(f->tensor ? moe_cuda_train_tensor_weights(f, overlap) : exact_weights(f, stream));
     return adapter_gradients(f, stream);
 }
 
-/* Facts on the device, which the tensor cores' kernels read. */
-static struct moe_status tell_facts(struct moe_cuda_train_ffn *f, uint32_t tokens)
+/* Step parameters on the device, which the tensor cores' kernels read. */
+static struct moe_status upload_params(struct moe_cuda_train_ffn *f, uint32_t tokens)
 {
-    struct moe_cuda_facts facts;
+    struct moe_cuda_step_params params;
     if (!f->tensor)
         return moe_ok();
-    moe_cuda_facts_fill(f->t->layer, f->dtype, 0, tokens, &facts);
-    return moe_cuda_train_tell(
-        f->t->layer->device, f->shared ? MOE_CUDA_SCRATCH_SHARED_FACTS : MOE_CUDA_SCRATCH_FFN_FACTS,
-        &facts, &f->facts, f->stream);
+    moe_cuda_step_params_fill(f->t->layer, f->dtype, 0, tokens, &params);
+    return moe_cuda_train_upload_params(f->t->layer->device,
+                                        f->shared ? MOE_CUDA_SCRATCH_SHARED_PARAMS
+                                                  : MOE_CUDA_SCRATCH_FFN_PARAMS,
+                                        &params, &f->params, f->stream);
 }
 
 static bool has_rows(const struct moe_cuda_train_ffn *f)
@@ -460,7 +461,7 @@ struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_d
     *out = f;
     if (!has_rows(&f))
         return moe_ok();
-    MOE_TRY(tell_facts(out, 0));
+    MOE_TRY(upload_params(out, 0));
     return begin(out);
 }
 
@@ -478,9 +479,9 @@ struct moe_status moe_cuda_train_experts_rows(struct moe_cuda_train_ffn *f)
 }
 
 struct moe_status moe_cuda_train_experts_weights(struct moe_cuda_train_ffn *f,
-                                                 const struct moe_cuda_train_company *company)
+                                                 const struct moe_cuda_overlap_plan *overlap)
 {
-    return has_rows(f) ? weights_back(f, company) : moe_ok();
+    return has_rows(f) ? weights_back(f, overlap) : moe_ok();
 }
 
 /* The gate of the shared expert: its own gradient, and its part of dx. */
@@ -553,7 +554,7 @@ struct moe_status moe_cuda_train_shared_begin(struct moe_trainer *t,
                                     a->ok, a->retained, a->retained, NULL, f->stream));
     if (spec->shared_gated)
         MOE_TRY(weigh_by_gate(f));
-    MOE_TRY(tell_facts(f, tokens));
+    MOE_TRY(upload_params(f, tokens));
     MOE_TRY(begin(f));
     return rows_back(f);
 }

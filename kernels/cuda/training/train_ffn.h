@@ -41,7 +41,7 @@ bool moe_cuda_train_shared_on_tensor_cores(const struct moe_layer *layer, enum m
 /* The routed experts'. */
 bool moe_cuda_train_on_tensor_cores(const struct moe_trainer *t, enum moe_dtype dtype);
 /* Whether rows of x and dy may have a stride other than H: those of a pass lie side by side. */
-bool moe_cuda_train_reads_pairs(const struct moe_trainer *t, enum moe_dtype dtype);
+bool moe_cuda_train_reads_x_dy_rows(const struct moe_trainer *t, enum moe_dtype dtype);
 
 /* Scratch for both networks, for so many rows and tokens. */
 struct moe_status moe_cuda_train_reserve_ffn(struct moe_trainer *t, enum moe_dtype dtype,
@@ -57,10 +57,10 @@ struct moe_status moe_cuda_train_experts_begin(struct moe_trainer *t, enum moe_d
 /* Behind the first part: `retained` is not what it should be after all. */
 struct moe_status moe_cuda_train_experts_without_retained(struct moe_cuda_train_ffn *f) MOE_CHECKED;
 struct moe_status moe_cuda_train_experts_rows(struct moe_cuda_train_ffn *f) MOE_CHECKED;
-/* company: on tensor cores only; NULL = none. */
+/* overlap: on tensor cores only; NULL = none. */
 struct moe_status
 moe_cuda_train_experts_weights(struct moe_cuda_train_ffn *f,
-                               const struct moe_cuda_train_company *company) MOE_CHECKED;
+                               const struct moe_cuda_overlap_plan *overlap) MOE_CHECKED;
 
 /* Of the shared expert. */
 struct moe_cuda_train_tokens {
@@ -92,10 +92,10 @@ struct moe_cuda_train_ffn {
     bool shared, accumulate, tensor;
     cudaStream_t stream; /* of all but the weights' gradients, which the compute stream gets */
     uint32_t processors; /* most that products before those take; 0 = all. Tensor cores */
-    struct moe_cuda_row_groups rows;    /* tensor cores: no `use` */
-    const uint8_t *ok;                  /* shared: [rows], NULL = all */
-    const struct moe_cuda_facts *facts; /* tensor cores: device memory */
-    uint32_t bucket, slots;             /* tensor cores: as in struct moe_cuda_train_rows */
+    struct moe_cuda_row_groups rows;           /* tensor cores: no `use` */
+    const uint8_t *ok;                         /* shared: [rows], NULL = all */
+    const struct moe_cuda_step_params *params; /* tensor cores: device memory */
+    uint32_t bucket, slots;                    /* tensor cores: as in struct moe_cuda_train_rows */
     enum moe_dtype dtype;
     const void *x, *dy;  /* [rows, stride] */
     uint32_t stride;     /* of x and dy; exact products: H */
@@ -125,13 +125,13 @@ static inline void moe_cuda_train_ffn_mark(const struct moe_cuda_train_ffn *f,
 /* The block of a weight of the network if this pass adds to it, else NULL. */
 struct moe_cuda_block *moe_cuda_train_moving(const struct moe_cuda_train_ffn *f, enum moe_weight w);
 
-/* pre; dh; dx; gradients of both matrices: on tensor cores. `company` as above, or NULL. */
+/* pre; dh; dx; gradients of both matrices: on tensor cores. `overlap` as above, or NULL. */
 struct moe_status moe_cuda_train_tensor_pre(const struct moe_cuda_train_ffn *f) MOE_CHECKED;
 struct moe_status moe_cuda_train_tensor_dh(const struct moe_cuda_train_ffn *f) MOE_CHECKED;
 struct moe_status moe_cuda_train_tensor_dx(const struct moe_cuda_train_ffn *f) MOE_CHECKED;
 struct moe_status
 moe_cuda_train_tensor_weights(const struct moe_cuda_train_ffn *f,
-                              const struct moe_cuda_train_company *company) MOE_CHECKED;
+                              const struct moe_cuda_overlap_plan *overlap) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

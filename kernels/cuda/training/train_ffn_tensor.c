@@ -10,21 +10,21 @@ static struct moe_cuda_ggemm product_of(const struct moe_cuda_train_ffn *f,
                                         enum moe_cuda_matrices which, uint32_t n, uint32_t k)
 {
     const struct moe_layer_spec *spec = &f->t->layer->spec;
-    struct moe_cuda_gemm_facts facts = {.bucket = f->bucket,
-                                        .slots = f->slots,
-                                        .top_k = f->shared ? 1 : spec->router.top_k,
-                                        .experts = f->shared ? 1 : spec->experts,
-                                        .n = n,
-                                        .k = k};
+    struct moe_cuda_gemm_params params = {.bucket = f->bucket,
+                                          .slots = f->slots,
+                                          .top_k = f->shared ? 1 : spec->router.top_k,
+                                          .experts = f->shared ? 1 : spec->experts,
+                                          .n = n,
+                                          .k = k};
     return (struct moe_cuda_ggemm){
-        .tile = moe_cuda_choose_tile(&facts),
+        .tile = moe_cuda_choose_tile(&params),
         .experts = f->rows.groups,
         .row_capacity = f->rows.rows,
         .n = n,
         .k = k,
-        .start = f->shared ? &f->facts->first : f->rows.start,
-        .count = f->shared ? &f->facts->tokens : f->rows.count,
-        .weights = &f->facts->weights[which],
+        .start = f->shared ? &f->params->first : f->rows.start,
+        .count = f->shared ? &f->params->tokens : f->rows.count,
+        .weights = &f->params->weights[which],
         .weighting = MOE_WEIGHT_OUTPUT_LATE,
         .processors = f->processors,
     };
@@ -75,60 +75,60 @@ struct moe_status moe_cuda_train_tensor_dx(const struct moe_cuda_train_ffn *f)
 }
 
 /* How many of all experts' gradients of a weight are computed in company, and on how much. */
-struct crowd {
+struct overlapped {
     uint32_t experts, processors;
 };
 
 /* dW (+)= dy^T x. A gradient that only counts as zero is overwritten, which is much cheaper. */
 static struct moe_status weight_gradient(const struct moe_cuda_train_ffn *f, enum moe_weight weight,
-                                         struct moe_cuda_wgrad *w, struct crowd crowd)
+                                         struct moe_cuda_wgrad *w, struct overlapped overlapped)
 {
     cudaStream_t stream = f->t->layer->device->compute;
     struct moe_cuda_block *block = moe_cuda_train_moving(f, weight);
     if (block == NULL)
         return moe_ok();
     w->row_capacity = f->rows.rows;
-    w->start = f->shared ? &f->facts->first : f->rows.start;
-    w->count = f->shared ? &f->facts->tokens : f->rows.count;
+    w->start = f->shared ? &f->params->first : f->rows.start;
+    w->count = f->shared ? &f->params->tokens : f->rows.count;
     w->accumulate = !block->grad_is_zero;
     w->dw = block->grad;
     block->grad_is_zero = false;
-    if (crowd.experts > 0) {
-        w->experts = crowd.experts;
-        w->processors = crowd.processors;
+    if (overlapped.experts > 0) {
+        w->experts = overlapped.experts;
+        w->processors = overlapped.processors;
         MOE_TRY(moe_cuda_wgrad_enqueue(w, stream));
     }
-    if (crowd.experts == f->rows.groups)
+    if (overlapped.experts == f->rows.groups)
         return moe_ok();
-    w->start += crowd.experts;
-    w->count += crowd.experts;
-    w->dw += (size_t)crowd.experts * w->n * w->k;
-    w->experts = f->rows.groups - crowd.experts;
+    w->start += overlapped.experts;
+    w->count += overlapped.experts;
+    w->dw += (size_t)overlapped.experts * w->n * w->k;
+    w->experts = f->rows.groups - overlapped.experts;
     w->processors = 0;
     return moe_cuda_wgrad_enqueue(w, stream);
 }
 
 /* Of *left, counted in gradients of down, each of which takes `each`; *left is what remains. */
-static struct crowd crowd_of(const struct moe_cuda_train_ffn *f, uint32_t processors, uint32_t each,
-                             uint32_t *left)
+static struct overlapped overlapped_of(const struct moe_cuda_train_ffn *f, uint32_t processors,
+                                       uint32_t each, uint32_t *left)
 {
     uint32_t experts = (*left + each - 1) / each;
     if (experts > f->rows.groups)
         experts = f->rows.groups;
     *left -= experts * each < *left ? experts * each : *left;
-    return (struct crowd){experts, processors};
+    return (struct overlapped){experts, processors};
 }
 
 struct moe_status moe_cuda_train_tensor_weights(const struct moe_cuda_train_ffn *f,
-                                                const struct moe_cuda_train_company *company)
+                                                const struct moe_cuda_overlap_plan *overlap)
 {
-    static const struct moe_cuda_train_company alone = {0};
-    const struct moe_cuda_train_company *c = company != NULL ? company : &alone;
+    static const struct moe_cuda_overlap_plan alone = {0};
+    const struct moe_cuda_overlap_plan *c = overlap != NULL ? overlap : &alone;
     uint32_t hidden = f->t->layer->spec.hidden;
     /* gate and up together are twice as much as down */
     uint32_t left = c->processors > 0 ? (uint32_t)(c->share * 3 * f->rows.groups + 0.5) : 0;
-    struct crowd first = crowd_of(f, c->processors, 2, &left);
-    struct crowd second = crowd_of(f, c->processors, 1, &left);
+    struct overlapped first = overlapped_of(f, c->processors, 2, &left);
+    struct overlapped second = overlapped_of(f, c->processors, 1, &left);
     struct moe_cuda_wgrad gate_up = {
         .n = 2 * f->padded, .k = hidden, .dy = f->dgu, .x = f->x, .x_stride = f->stride};
     struct moe_cuda_wgrad down = {

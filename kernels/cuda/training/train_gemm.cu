@@ -14,7 +14,7 @@ using moe_simt::PER_THREAD;
 using moe_simt::THREADS;
 using moe_simt::TILE;
 
-constexpr unsigned MOST_BLOCKS = 132 * 16;
+constexpr unsigned MAX_BLOCKS = 132 * 16;
 
 moe_simt::groups groups_of(const struct moe_cuda_row_groups &r)
 {
@@ -123,7 +123,7 @@ unsigned blocks_for(uint32_t rows, uint32_t columns, uint32_t entries)
 {
     size_t tiles =
         (static_cast<size_t>(rows + TILE - 1) / TILE) * ((columns + TILE - 1) / TILE) * entries;
-    return static_cast<unsigned>(tiles < MOST_BLOCKS ? tiles : MOST_BLOCKS);
+    return static_cast<unsigned>(tiles < MAX_BLOCKS ? tiles : MAX_BLOCKS);
 }
 
 template <typename Y, typename W>

@@ -59,7 +59,7 @@ template <typename Unit>
 void launch_split(const uint32_t *rows_in_use, size_t row_bytes, const void *pairs, void *x,
                   void *dy, cudaStream_t stream)
 {
-    split_kernel<<<MOST_BLOCKS, THREADS, 0, stream>>>(
+    split_kernel<<<MAX_BLOCKS, THREADS, 0, stream>>>(
         rows_in_use, row_bytes / sizeof(Unit), static_cast<const Unit *>(pairs),
         static_cast<Unit *>(x), static_cast<Unit *>(dy));
 }
@@ -179,8 +179,9 @@ struct moe_status moe_cuda_clear_rows(uint32_t tokens, size_t row_bytes, const u
     return MOE_LAUNCHED("clearing rows");
 }
 
-struct moe_status moe_cuda_split_pairs(const uint32_t *rows_in_use, size_t row_bytes,
-                                       const void *pairs, void *x, void *dy, cudaStream_t stream)
+struct moe_status moe_cuda_split_x_dy_rows(const uint32_t *rows_in_use, size_t row_bytes,
+                                           const void *pairs, void *x, void *dy,
+                                           cudaStream_t stream)
 {
     if (row_bytes % sizeof(uint4) == 0)
         launch_split<uint4>(rows_in_use, row_bytes, pairs, x, dy, stream);
@@ -191,7 +192,7 @@ struct moe_status moe_cuda_split_pairs(const uint32_t *rows_in_use, size_t row_b
 
 struct moe_status moe_cuda_label_rows(const struct moe_cuda_label_rows *a, cudaStream_t stream)
 {
-    label_kernel<<<MOST_BLOCKS, THREADS, 0, stream>>>(*a);
+    label_kernel<<<MAX_BLOCKS, THREADS, 0, stream>>>(*a);
     return MOE_LAUNCHED("labelling rows");
 }
 
@@ -238,11 +239,11 @@ struct moe_status moe_cuda_finish_dx(uint32_t tokens, uint32_t hidden, enum moe_
         return moe_ok();
     size_t n = static_cast<size_t>(tokens) * hidden;
     if (dtype == MOE_DTYPE_BF16)
-        finish_kernel<<<MOST_BLOCKS, THREADS, 0, stream>>>(n, hidden, ok, *parts,
-                                                           static_cast<__nv_bfloat16 *>(to));
+        finish_kernel<<<MAX_BLOCKS, THREADS, 0, stream>>>(n, hidden, ok, *parts,
+                                                          static_cast<__nv_bfloat16 *>(to));
     else
-        finish_kernel<<<MOST_BLOCKS, THREADS, 0, stream>>>(n, hidden, ok, *parts,
-                                                           static_cast<float *>(to));
+        finish_kernel<<<MAX_BLOCKS, THREADS, 0, stream>>>(n, hidden, ok, *parts,
+                                                          static_cast<float *>(to));
     return MOE_LAUNCHED("rounding gradients");
 }
 

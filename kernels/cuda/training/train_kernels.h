@@ -127,9 +127,9 @@ struct moe_status moe_cuda_clear_rows(uint32_t tokens, size_t row_bytes, const u
                                       cudaStream_t stream) MOE_CHECKED;
 
 /* Rows of a pass, as long as its counts say: pairs [rows, 2H] apart into x and dy [rows, H]. */
-struct moe_status moe_cuda_split_pairs(const uint32_t *rows_in_use, size_t row_bytes,
-                                       const void *pairs, void *x, void *dy,
-                                       cudaStream_t stream) MOE_CHECKED;
+struct moe_status moe_cuda_split_x_dy_rows(const uint32_t *rows_in_use, size_t row_bytes,
+                                           const void *pairs, void *x, void *dy,
+                                           cudaStream_t stream) MOE_CHECKED;
 
 /* Writes the last MOE_CUDA_WEIGHT_COLUMNS of every row of gradients [rows, H + columns]: the row's
  * dweight where its k is, else zeros. row_of [slots][max_tokens][max_top_k] and tokens_of [slots]

@@ -10,7 +10,7 @@
 enum { LINE = 256 };
 
 /* What the kernels read from device memory: the only group, and the stacked router. */
-struct logits_facts {
+struct logits_params {
     struct moe_cuda_ggemm_weights stacked;
     const struct moe_cuda_ggemm_weights *weights; /* at `stacked`, on the device */
     uint32_t start, count;
@@ -18,7 +18,7 @@ struct logits_facts {
 
 /* Scratch, in device memory. */
 struct logits_scratch {
-    struct logits_facts *facts;
+    struct logits_params *params;
     void *dlogits; /* [T, parts * choices] bf16 */
     void *router;  /* [parts * choices, H] bf16 */
     float *sums;   /* [2 * choices, H]: what the parts of dlogits make of x */
@@ -109,7 +109,7 @@ static struct logits_scratch lay_out(const struct moe_layer *layer, uint32_t tok
 {
     size_t choices = choices_of(layer), hidden = layer->spec.hidden, parts = parts_of(layer);
     struct logits_scratch s = {.bytes = 0};
-    s.facts = place(base, &s.bytes, sizeof *s.facts);
+    s.params = place(base, &s.bytes, sizeof *s.params);
     s.dlogits = place(base, &s.bytes, tokens * parts * choices * sizeof(uint16_t));
     s.router = place(base, &s.bytes, parts * choices * hidden * sizeof(uint16_t));
     s.sums = place(base, &s.bytes, 2 * choices * hidden * sizeof(float));
@@ -141,11 +141,11 @@ static struct moe_status split(struct moe_layer *layer, const struct moe_cuda_lo
     cudaStream_t stream = layer->device->compute;
     uint32_t choices = choices_of(layer), hidden = layer->spec.hidden, parts = parts_of(layer);
     enum moe_cuda_matrices from = router_is_narrow(layer) ? MOE_CUDA_ROUTER : MOE_CUDA_ROUTER_PARTS;
-    struct logits_facts facts = {.weights = &s->facts->stacked, .count = a->tokens};
-    MOE_TRY(moe_cuda_ggemm_describe(s->router, 1, parts * choices, hidden, &facts.stacked));
+    struct logits_params params = {.weights = &s->params->stacked, .count = a->tokens};
+    MOE_TRY(moe_cuda_ggemm_describe(s->router, 1, parts * choices, hidden, &params.stacked));
     /* From pageable memory: read when this returns. */
-    MOE_TRY(
-        MOE_CUDA(cudaMemcpyAsync(s->facts, &facts, sizeof facts, cudaMemcpyHostToDevice, stream)));
+    MOE_TRY(MOE_CUDA(
+        cudaMemcpyAsync(s->params, &params, sizeof params, cudaMemcpyHostToDevice, stream)));
     MOE_TRY(
         moe_cuda_split_logits(a->tokens, choices, parts, a->use, a->dlogits, s->dlogits, stream));
     return moe_cuda_stack_router(choices, hidden, parts, layer->desc.matrix[from].data, s->router,
@@ -159,25 +159,25 @@ static struct moe_status tensor_dx(struct moe_layer *layer,
     cudaStream_t stream = layer->device->compute;
     size_t n = (size_t)a->tokens * layer->spec.hidden;
     void *apart = a->dx;
-    struct moe_cuda_gemm_facts facts = {.bucket = a->tokens,
-                                        .slots = 1,
-                                        .top_k = 1,
-                                        .experts = 1,
-                                        .n = layer->spec.hidden,
-                                        .k = parts_of(layer) * choices_of(layer)};
+    struct moe_cuda_gemm_params params = {.bucket = a->tokens,
+                                          .slots = 1,
+                                          .top_k = 1,
+                                          .experts = 1,
+                                          .n = layer->spec.hidden,
+                                          .k = parts_of(layer) * choices_of(layer)};
     if (a->add)
         MOE_TRY(moe_cuda_train_scratch_take(layer->device, MOE_CUDA_SCRATCH_ADDEND,
                                             n * sizeof(float), &apart));
-    struct moe_cuda_ggemm g = {.tile = moe_cuda_choose_tile(&facts),
+    struct moe_cuda_ggemm g = {.tile = moe_cuda_choose_tile(&params),
                                .back = true,
                                .experts = 1,
                                .row_capacity = a->tokens,
-                               .n = facts.n,
-                               .k = facts.k,
-                               .start = &s->facts->start,
-                               .count = &s->facts->count,
+                               .n = params.n,
+                               .k = params.k,
+                               .start = &s->params->start,
+                               .count = &s->params->count,
                                .x = s->dlogits,
-                               .weights = &s->facts->weights,
+                               .weights = &s->params->weights,
                                .weighting = MOE_WEIGHT_OUTPUT_LATE,
                                .out_dtype = MOE_DTYPE_F32,
                                .out = apart};
@@ -195,8 +195,8 @@ static struct moe_status tensor_gradient(struct moe_layer *layer,
                                .row_capacity = a->tokens,
                                .n = 2 * choices,
                                .k = hidden,
-                               .start = &s->facts->start,
-                               .count = &s->facts->count,
+                               .start = &s->params->start,
+                               .count = &s->params->count,
                                .dy = s->dlogits,
                                .dy_stride = parts_of(layer) * choices,
                                .x = a->x,

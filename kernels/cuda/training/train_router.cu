@@ -14,16 +14,16 @@ constexpr unsigned FLAT_BLOCKS = 132 * 8, FLAT_THREADS = 256; /* element by elem
 constexpr float TINY = 1e-20f;
 
 /* A token's place in shared memory. */
-struct seat {
+struct row_slot {
     uint32_t token, lane;
     float *z, *score, *d; /* [E+Z]: logit, score, gradient */
 };
 
-__device__ seat take_seat(const struct moe_cuda_router_backward &a)
+__device__ row_slot take_row_slot(const struct moe_cuda_router_backward &a)
 {
     extern __shared__ float arrays[];
     const uint32_t choices = a.experts + a.spec.zero_experts;
-    seat s;
+    row_slot s;
     s.lane = threadIdx.x % 32;
     s.token = blockIdx.x * WARPS + threadIdx.x / 32;
     s.z = arrays + static_cast<size_t>(threadIdx.x / 32) * 3 * choices;
@@ -47,7 +47,7 @@ __device__ bool is_softmax(moe_score kind)
 }
 
 /* The token's logits, summed as the forward pass does. */
-__device__ void load_logits(const struct moe_cuda_router_backward &a, const seat &s)
+__device__ void load_logits(const struct moe_cuda_router_backward &a, const row_slot &s)
 {
     const uint32_t choices = a.experts + a.spec.zero_experts;
     const size_t slice = static_cast<size_t>(a.tokens) * choices;
@@ -79,7 +79,7 @@ __device__ float through_renorm(const struct moe_router_spec &spec, float score,
 }
 
 /* Adds v of each live lane at d[id], one after the other: an id may occur twice. */
-__device__ void scatter(const seat &s, uint32_t top_k, int32_t id, float v)
+__device__ void scatter(const row_slot &s, uint32_t top_k, int32_t id, float v)
 {
     for (uint32_t k = 0; k < top_k; k++) {
         if (s.lane == k && id >= 0)
@@ -91,7 +91,7 @@ __device__ void scatter(const seat &s, uint32_t top_k, int32_t id, float v)
 __global__ void __launch_bounds__(32 * WARPS)
     router_backward_kernel(const struct moe_cuda_router_backward a)
 {
-    seat s = take_seat(a);
+    row_slot s = take_row_slot(a);
     if (s.token >= a.tokens)
         return;
     const uint32_t choices = a.experts + a.spec.zero_experts;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(32 * WARPS)
     aux_backward_kernel(const struct moe_cuda_aux_backward b)
 {
     const struct moe_cuda_router_backward &a = b.router;
-    seat s = take_seat(a);
+    row_slot s = take_row_slot(a);
     if (s.token >= a.tokens)
         return;
     if (a.use != nullptr && a.use[s.token] == 0) {

@@ -10,7 +10,7 @@
 namespace train_rows
 {
 
-constexpr uint32_t THREADS = 256, MOST_BLOCKS = 132 * 8;
+constexpr uint32_t THREADS = 256, MAX_BLOCKS = 132 * 8;
 
 __device__ inline float block_sum(float v)
 {
@@ -48,7 +48,7 @@ __device__ inline uint32_t rows_of(const struct moe_cuda_row_groups &r)
 
 inline unsigned blocks_of(uint32_t rows)
 {
-    return rows < MOST_BLOCKS ? rows : MOST_BLOCKS;
+    return rows < MAX_BLOCKS ? rows : MAX_BLOCKS;
 }
 
 } // namespace train_rows

@@ -37,15 +37,17 @@ struct moe_status moe_cuda_train_scratch_take(struct moe_device *device,
     return moe_ok();
 }
 
-struct moe_status moe_cuda_train_tell(struct moe_device *device, enum moe_cuda_scratch_use use,
-                                      const struct moe_cuda_facts *f,
-                                      const struct moe_cuda_facts **on_device, cudaStream_t stream)
+struct moe_status moe_cuda_train_upload_params(struct moe_device *device,
+                                               enum moe_cuda_scratch_use use,
+                                               const struct moe_cuda_step_params *f,
+                                               const struct moe_cuda_step_params **on_device,
+                                               cudaStream_t stream)
 {
-    void *facts;
-    MOE_TRY(moe_cuda_train_scratch_take(device, use, sizeof *f, &facts));
-    *on_device = facts;
+    void *params;
+    MOE_TRY(moe_cuda_train_scratch_take(device, use, sizeof *f, &params));
+    *on_device = params;
     /* From pageable memory: *f may change when this returns. */
-    return MOE_CUDA(cudaMemcpyAsync(facts, f, sizeof *f, cudaMemcpyHostToDevice, stream));
+    return MOE_CUDA(cudaMemcpyAsync(params, f, sizeof *f, cudaMemcpyHostToDevice, stream));
 }
 
 /* ----------------------------------------------------------------------- times */
@@ -89,17 +91,17 @@ struct moe_status moe_cuda_train_logits(struct moe_trainer *t, enum moe_dtype dt
                                         uint32_t tokens, const void *x, float **logits)
 {
     struct moe_layer *layer = t->layer;
-    struct moe_cuda_facts facts;
+    struct moe_cuda_step_params params;
     void *p;
     MOE_TRY(moe_cuda_train_scratch_take(layer->device, MOE_CUDA_SCRATCH_LOGITS,
                                         moe_cuda_router_bytes(layer, dtype, tokens), &p));
     *logits = p;
     if (tokens == 0)
         return moe_ok();
-    moe_cuda_facts_fill(layer, dtype, 0, tokens, &facts);
+    moe_cuda_step_params_fill(layer, dtype, 0, tokens, &params);
     struct moe_cuda_routing r = {.dtype = dtype, .capacity = tokens, .x = x, .logits = *logits};
-    MOE_TRY(moe_cuda_train_tell(layer->device, MOE_CUDA_SCRATCH_FACTS, &facts, &r.facts,
-                                layer->device->compute));
+    MOE_TRY(moe_cuda_train_upload_params(layer->device, MOE_CUDA_SCRATCH_PASS_PARAMS, &params,
+                                         &r.params, layer->device->compute));
     return moe_cuda_router_logits(layer, &r, layer->device->compute);
 }
 

@@ -6,7 +6,7 @@
 #ifndef MOE_CUDA_TRAIN_STAGES_H
 #define MOE_CUDA_TRAIN_STAGES_H
 
-#include "cuda/layer/facts.h"
+#include "cuda/layer/step_params.h"
 #include "cuda/session/session.h"
 #include "cuda/training/train_kernels.h"
 #include "cuda/training/trainer.h"
@@ -17,27 +17,27 @@ extern "C" {
 
 enum moe_cuda_scratch_use {
     MOE_CUDA_SCRATCH_LOGITS,
-    MOE_CUDA_SCRATCH_PAIRS,     /* [T, 2H]; rows of a pass are in the session */
-    MOE_CUDA_SCRATCH_X,         /* [rows, H] */
-    MOE_CUDA_SCRATCH_DY,        /* [rows, H] */
-    MOE_CUDA_SCRATCH_PRE,       /* [rows, 2 * round_up(I, 8)] f32 */
-    MOE_CUDA_SCRATCH_DH,        /* [rows, I] f32 or bf16 */
-    MOE_CUDA_SCRATCH_DGU,       /* [rows, 2 I] bf16, on tensor cores */
-    MOE_CUDA_SCRATCH_ADDEND,    /* [T, H] f32: what a part adds to dx, on tensor cores */
-    MOE_CUDA_SCRATCH_ROUTER,    /* the router's products on tensor cores: train_logits.c */
-    MOE_CUDA_SCRATCH_HALF,      /* [rows, I] f32: dg or du alone, for an adapter */
-    MOE_CUDA_SCRATCH_LOW,       /* [rows, r] f32, twice: an adapter's inner products */
-    MOE_CUDA_SCRATCH_DX,        /* [rows, H + MOE_CUDA_WEIGHT_COLUMNS] f32 */
-    MOE_CUDA_SCRATCH_COMBINED,  /* [T, H + MOE_CUDA_WEIGHT_COLUMNS] f32 */
-    MOE_CUDA_SCRATCH_TOKENS,    /* the shared expert's gates; masks */
-    MOE_CUDA_SCRATCH_FACTS,     /* of a pass, from its dispatch to its combine */
-    MOE_CUDA_SCRATCH_FFN_FACTS, /* of the routed experts' network */
-    MOE_CUDA_SCRATCH_PASS,      /* tensors of a whole pass: backward.c */
+    MOE_CUDA_SCRATCH_X_DY,        /* [T, 2H]; rows of a pass are in the session */
+    MOE_CUDA_SCRATCH_X,           /* [rows, H] */
+    MOE_CUDA_SCRATCH_DY,          /* [rows, H] */
+    MOE_CUDA_SCRATCH_PRE,         /* [rows, 2 * round_up(I, 8)] f32 */
+    MOE_CUDA_SCRATCH_DH,          /* [rows, I] f32 or bf16 */
+    MOE_CUDA_SCRATCH_DGU,         /* [rows, 2 I] bf16, on tensor cores */
+    MOE_CUDA_SCRATCH_ADDEND,      /* [T, H] f32: what a part adds to dx, on tensor cores */
+    MOE_CUDA_SCRATCH_ROUTER,      /* the router's products on tensor cores: train_logits.c */
+    MOE_CUDA_SCRATCH_HALF,        /* [rows, I] f32: dg or du alone, for an adapter */
+    MOE_CUDA_SCRATCH_LOW,         /* [rows, r] f32, twice: an adapter's inner products */
+    MOE_CUDA_SCRATCH_DX,          /* [rows, H + MOE_CUDA_WEIGHT_COLUMNS] f32 */
+    MOE_CUDA_SCRATCH_COMBINED,    /* [T, H + MOE_CUDA_WEIGHT_COLUMNS] f32 */
+    MOE_CUDA_SCRATCH_TOKENS,      /* the shared expert's gates; masks */
+    MOE_CUDA_SCRATCH_PASS_PARAMS, /* of a pass, from its dispatch to its combine */
+    MOE_CUDA_SCRATCH_FFN_PARAMS,  /* of the routed experts' network */
+    MOE_CUDA_SCRATCH_PASS,        /* tensors of a whole pass: backward.c */
     /* The shared expert's own, since both networks may be at work: as PRE, DH, DGU, FFN_FACTS. */
     MOE_CUDA_SCRATCH_SHARED_PRE,
     MOE_CUDA_SCRATCH_SHARED_DH,
     MOE_CUDA_SCRATCH_SHARED_DGU,
-    MOE_CUDA_SCRATCH_SHARED_FACTS,
+    MOE_CUDA_SCRATCH_SHARED_PARAMS,
     MOE_CUDA_SCRATCHES
 };
 
@@ -67,12 +67,13 @@ void moe_cuda_train_mark(struct moe_device *device, enum moe_backward_stage stag
 void moe_cuda_train_marks_read(const struct moe_device *device,
                                uint64_t ns[MOE_BACKWARD_STAGE_COUNT]);
 
-/* Enqueues on `stream`: *f becomes the facts at *on_device, for what is enqueued until the next
- * call with the same `use`, one of the FACTS. */
-struct moe_status moe_cuda_train_tell(struct moe_device *device, enum moe_cuda_scratch_use use,
-                                      const struct moe_cuda_facts *f,
-                                      const struct moe_cuda_facts **on_device,
-                                      cudaStream_t stream) MOE_CHECKED;
+/* Enqueues on `stream`: *f becomes the step parameters at *on_device, for what is enqueued until
+ * the next call with the same `use`, one of the FACTS. */
+struct moe_status moe_cuda_train_upload_params(struct moe_device *device,
+                                               enum moe_cuda_scratch_use use,
+                                               const struct moe_cuda_step_params *f,
+                                               const struct moe_cuda_step_params **on_device,
+                                               cudaStream_t stream) MOE_CHECKED;
 
 /* The router's logits of these tokens, from scratch; `slices` as the kernels want it. */
 struct moe_status moe_cuda_train_logits(struct moe_trainer *t, enum moe_dtype dtype,

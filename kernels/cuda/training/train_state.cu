@@ -8,12 +8,12 @@
 namespace
 {
 
-constexpr uint32_t THREADS = 256, MOST_BLOCKS = 132 * 16;
+constexpr uint32_t THREADS = 256, MAX_BLOCKS = 132 * 16;
 
 unsigned blocks_of(size_t n)
 {
     size_t blocks = (n + THREADS - 1) / THREADS;
-    return static_cast<unsigned>(blocks < MOST_BLOCKS ? blocks : MOST_BLOCKS);
+    return static_cast<unsigned>(blocks < MAX_BLOCKS ? blocks : MAX_BLOCKS);
 }
 
 __device__ size_t first_index()

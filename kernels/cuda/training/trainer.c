@@ -308,7 +308,7 @@ void moe_cuda_trainer_destroy(struct moe_trainer *t)
     if (t == NULL)
         return;
     t->layer->trained = false;
-    moe_activation_cache_drop(t->layer->device->kept, t->layer, 0);
+    moe_activation_cache_drop(t->layer->device->activation_cache, t->layer, 0);
     moe_cuda_mem_free(t->layer->device, MOE_MEM_DEVICE, t->memory, t->bytes);
     free(t);
 }
@@ -484,7 +484,7 @@ struct moe_status moe_cuda_trainer_write(struct moe_trainer *t, const struct moe
     MOE_TRY(moe_cuda_device_use(device));
     MOE_TRY(moe_cuda_device_finish(device));
     if (key->tensor == MOE_TRAIN_VALUE)
-        moe_activation_cache_drop(device->kept, t->layer, 0);
+        moe_activation_cache_drop(device->activation_cache, t->layer, 0);
     if (b == NULL)
         return write_resident(t, key->weight, entry, data);
     if (key->tensor == MOE_TRAIN_GRAD)

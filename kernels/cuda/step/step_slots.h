@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The two places of a session for steps that are not finished, and what belongs to each.
- * Internal to lanes.c and step.c. */
-#ifndef MOE_CUDA_LANES_H
-#define MOE_CUDA_LANES_H
+ * Internal to step_slots.c and step.c. */
+#ifndef MOE_CUDA_STEP_SLOTS_H
+#define MOE_CUDA_STEP_SLOTS_H
 
 #include "base/mutex.h"
 #include "cuda/core/executor.h"
-#include "cuda/layer/facts.h"
+#include "cuda/layer/step_params.h"
 #include "cuda/step/graph.h"
 #include "cuda/step/steps.h"
 
-enum { MOE_CUDA_LANE_LINE = 256 /* alignment of tensors inside a buffer */ };
+enum { MOE_CUDA_STEP_LINE = 256 /* alignment of tensors inside a buffer */ };
 
-/* Offsets in a lane's buffer. From `ids` to the end is what a step answers besides y: it leaves in
- * one piece, as small copies cost the same as each other. */
-struct moe_cuda_lane_layout {
+/* Offsets in a step slot's buffer. From `ids` to the end is what a step answers besides y: it
+ * leaves in one piece, as small copies cost the same as each other. */
+struct moe_cuda_step_layout {
     size_t x, mode, ids_in, weights_in, y, ids, weights, state, bytes;
 };
 
@@ -24,9 +24,9 @@ struct moe_cuda_step_scratch {
 };
 
 /* What host and device tell each other of a step. */
-struct moe_cuda_lane_mail {
-    struct moe_cuda_facts facts;     /* to the device, by copy */
-    struct moe_cuda_verdict verdict; /* stored by the device */
+struct moe_cuda_step_message {
+    struct moe_cuda_step_params params;   /* to the device, by copy */
+    struct moe_cuda_step_outcome outcome; /* stored by the device */
     /* Stored by the device: when each stage began, and when the last one ended; nanoseconds. 0: the
      * stage has no kernels. */
     uint64_t began[MOE_STAGE_COUNT + 1];
@@ -41,44 +41,45 @@ struct moe_step {
     /* A task of the executor, which makes the pass, or starts the forward step in its turn. */
     bool deferred;
     moe_cuda_pass_fn pass; /* NULL: a forward step */
-    struct moe_cuda_task turn;
+    struct moe_cuda_task executor_task;
     struct moe_backward_args backward; /* of the pass */
     struct moe_step_result result;     /* of the pass, or of a step that could not start */
-    struct moe_cuda_task task;         /* over a network: to enqueue this step */
+    struct moe_cuda_task net_task;     /* over a network: to enqueue this step */
     bool refused; /* by this slot: nothing was enqueued. Valid once the task is done */
-    struct moe_cuda_lane_layout at;
+    struct moe_cuda_step_layout at;
     struct moe_cuda_buffer tensors;
     char *answer;        /* pinned: `tensors` from at.ids on, when the step has finished */
     size_t answer_bytes; /* enough for every step of the session */
-    struct moe_cuda_lane_mail *mail;           /* pinned */
-    struct moe_cuda_lane_mail *mail_on_device; /* its address there */
-    struct moe_cuda_facts *facts;              /* device memory */
-    struct moe_cuda_graph *graph;              /* that it runs; held while it does */
-    cudaEvent_t begun, came_in, left;          /* on the copy streams */
-    cudaEvent_t computed;                      /* behind the graph */
+    struct moe_cuda_step_message *message;           /* pinned */
+    struct moe_cuda_step_message *message_on_device; /* its address there */
+    struct moe_cuda_step_params *params;             /* device memory */
+    struct moe_cuda_graph *graph;                    /* that it runs; held while it does */
+    cudaEvent_t begun, came_in, left;                /* on the copy streams */
+    cudaEvent_t computed;                            /* behind the graph */
 };
 
 struct moe_cuda_steps {
     struct moe_session *session;
     struct moe_cuda_executor *executor;
-    struct moe_mutex lock; /* guards `taken` of the lanes */
-    struct moe_step lane[MOE_CUDA_LANES];
+    struct moe_mutex lock; /* guards `taken` of the step slots */
+    struct moe_step step_slot[MOE_CUDA_STEP_SLOTS];
     struct moe_cuda_buffer scratch;
     struct moe_cuda_step_scratch at; /* of the step that is being enqueued */
     struct moe_cuda_graphs graphs;
     uint64_t buffers_moved; /* the device's figure when the graphs were made */
     /* While capturing: where the shared expert's kernels go, and where the branches part and meet.
      */
-    cudaStream_t beside;
-    cudaEvent_t parting, meeting;
+    cudaStream_t side_stream;
+    cudaEvent_t fork_event, join_event;
 };
 
-/* A free lane, the caller's until moe_cuda_lane_give. MOE_FAILED_PRECONDITION: there is none. */
-struct moe_status moe_cuda_lane_take(struct moe_cuda_steps *steps,
-                                     struct moe_step **out) MOE_CHECKED;
-void moe_cuda_lane_give(struct moe_step *lane);
+/* A free step slot, the caller's until moe_cuda_step_slot_give. MOE_FAILED_PRECONDITION: there is
+ * none. */
+struct moe_status moe_cuda_step_slot_take(struct moe_cuda_steps *steps,
+                                          struct moe_step **out) MOE_CHECKED;
+void moe_cuda_step_slot_give(struct moe_step *step);
 
 /* Waits for all that was enqueued on the device's streams of steps. */
-void moe_cuda_lanes_wait(struct moe_device *device);
+void moe_cuda_step_slots_wait(struct moe_device *device);
 
 #endif

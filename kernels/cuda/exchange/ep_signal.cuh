@@ -6,8 +6,8 @@
  * the last step, tokens of the next) it takes twenty: senders that wait for their own fences then
  * leave the links idle. So a sender only waits until its row has arrived, hands it over in shared
  * memory, and goes on; one warp fences for all rows that it finds there, and tells. */
-#ifndef MOE_CUDA_EP_TELL_CUH
-#define MOE_CUDA_EP_TELL_CUH
+#ifndef MOE_CUDA_EP_SIGNAL_CUH
+#define MOE_CUDA_EP_SIGNAL_CUH
 
 #include "cuda/exchange/ep_send.cuh"
 
@@ -15,9 +15,9 @@ constexpr uint32_t ROWS_AHEAD = 4; /* of a sender: handed over, and not told yet
 
 /* Shared memory of a CTA, by sender. Numbers count rows from 0 and only rise. */
 struct arrived_rows {
-    uint32_t arrived[CTA_WARPS]; /* rows handed over */
-    uint32_t told[CTA_WARPS];    /* of those, told */
-    uint32_t ended[CTA_WARPS];   /* 1: no more will come */
+    uint32_t arrived[CTA_WARPS];   /* rows handed over */
+    uint32_t signalled[CTA_WARPS]; /* of those, told */
+    uint32_t ended[CTA_WARPS];     /* 1: no more will come */
     uint32_t token[CTA_WARPS][ROWS_AHEAD];
     uint32_t choices[CTA_WARPS][ROWS_AHEAD][32]; /* as in struct send_plan, by lane */
 };
@@ -44,7 +44,7 @@ __device__ inline void store_release_shared(uint32_t *word, uint32_t value)
 __device__ inline void clear_arrived(struct arrived_rows *rows)
 {
     if (threadIdx.x < CTA_WARPS)
-        rows->arrived[threadIdx.x] = rows->told[threadIdx.x] = rows->ended[threadIdx.x] = 0;
+        rows->arrived[threadIdx.x] = rows->signalled[threadIdx.x] = rows->ended[threadIdx.x] = 0;
 }
 
 /* The calling warp's row number `n`, of token t, has arrived everywhere; lane 0 knows. */
@@ -53,7 +53,7 @@ __device__ static void hand_over(struct arrived_rows *rows, uint32_t n, uint32_t
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = n % ROWS_AHEAD;
     if (lane == 0)
-        while (n - load_acquire_shared(&rows->told[warp]) >= ROWS_AHEAD)
+        while (n - load_acquire_shared(&rows->signalled[warp]) >= ROWS_AHEAD)
             __nanosleep(20);
     __syncwarp();
     rows->choices[warp][i][lane] = plan.choices;
@@ -74,17 +74,17 @@ __device__ inline void end_rows(struct arrived_rows *rows)
 
 /* Tells of the rows of the first `senders` warps until all of them have ended. One warp; it waits
  * for no one but them, and they end when their waits for peers do. */
-__device__ static void tell_rows(const struct moe_cuda_pass &p, const struct arrival *a,
-                                 struct arrived_rows *rows, uint32_t senders)
+__device__ static void signal_rows(const struct moe_cuda_pass &p, const struct arrival *a,
+                                   struct arrived_rows *rows, uint32_t senders)
 {
     const uint32_t lane = threadIdx.x % 32;
     struct send_plan plan = {};
     plan.peer = (p.slot + lane) % p.slots;
-    uint32_t told = 0; /* lane w: rows of warp w */
+    uint32_t signalled = 0; /* lane w: rows of warp w */
     for (;;) {
         const bool ended = lane >= senders || load_acquire_shared(&rows->ended[lane]) != 0;
         const uint32_t arrived = lane < senders ? load_acquire_shared(&rows->arrived[lane]) : 0;
-        if (!__any_sync(ALL_LANES, arrived != told)) {
+        if (!__any_sync(ALL_LANES, arrived != signalled)) {
             if (__all_sync(ALL_LANES, ended))
                 return;
             __nanosleep(50);
@@ -94,15 +94,16 @@ __device__ static void tell_rows(const struct moe_cuda_pass &p, const struct arr
         fence_system(); /* one for all lanes, each of which stores words below */
         for (uint32_t w = 0; w < senders; w++) {
             const uint32_t until = __shfl_sync(ALL_LANES, arrived, static_cast<int>(w));
-            for (uint32_t n = __shfl_sync(ALL_LANES, told, static_cast<int>(w)); n != until; n++) {
+            for (uint32_t n = __shfl_sync(ALL_LANES, signalled, static_cast<int>(w)); n != until;
+                 n++) {
                 plan.choices = rows->choices[w][n % ROWS_AHEAD][lane];
                 store_sent(p, a, plan, rows->token[w][n % ROWS_AHEAD], 1);
             }
         }
         __syncwarp();
-        told = arrived;
+        signalled = arrived;
         if (lane < senders)
-            store_release_shared(&rows->told[lane], told);
+            store_release_shared(&rows->signalled[lane], signalled);
     }
 }
 
@@ -112,7 +113,7 @@ __device__ static void tell_rows(const struct moe_cuda_pass &p, const struct arr
 __device__ static void send_bulk(const struct moe_cuda_pass &p, struct arrival *a, struct walk w,
                                  struct row_ring *ring, struct arrived_rows *arrived)
 {
-    const uint32_t lane = threadIdx.x % 32, tokens = a->facts.tokens;
+    const uint32_t lane = threadIdx.x % 32, tokens = a->params.tokens;
     uint32_t sent = 0; /* rows */
     if (lane == 0 && w.item < tokens)
         begin_row(ring, own_row(p, w.item));

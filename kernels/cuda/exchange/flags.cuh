@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Words between GPUs: how a kernel stores one into a peer's window, and the one way to wait for one
- * in its own; and the same for data that are their own words (quick regions, moe/window.h).
+/* Flags between GPUs: how a kernel stores one into a peer's window, and the one way to wait for one
+ * in its own; and the same for data that are their own flags (quick regions, moe/window.h).
  *
  * A writer's lanes store data, meet in __syncwarp, and one lane fences at system scope and stores
- * the word; the fence covers what the others stored before the meeting. A reader's lane loads the
- * word with acquire and meets the others before they load the data, which they do past the first
+ * the flag; the fence covers what the others stored before the meeting. A reader's lane loads the
+ * flag with acquire and meets the others before they load the data, which they do past the first
  * level cache, as it may hold lines of an earlier step.
  *
- * Waiting is bounded by the session's budget. The stop word in device memory is looked at often by
- * all; the abort word in host memory once a millisecond by one of all threads that wait, since
+ * Waiting is bounded by the session's budget. The stop flag in device memory is looked at often by
+ * all; the abort flag in host memory once a millisecond by one of all threads that wait, since
  * reads over PCIe by thousands of them would hold the step up for longer than that. */
-#ifndef MOE_CUDA_WORDS_CUH
-#define MOE_CUDA_WORDS_CUH
+#ifndef MOE_CUDA_FLAGS_CUH
+#define MOE_CUDA_FLAGS_CUH
 
 #include "cuda/core/stamp.cuh"
 #include "cuda/core/warp.cuh"
@@ -56,7 +56,7 @@ __device__ inline void store_at_once(void *to, uint4 u)
     asm volatile("st.relaxed.sys.global.b128 [%0], %1;" ::"l"(to), "q"(v) : "memory");
 }
 
-/* Four words, of which each is seen or not. */
+/* Four flags, of which each is seen or not. */
 __device__ inline uint4 load_relaxed(const uint4 *from)
 {
     uint4 u;
@@ -117,13 +117,13 @@ __device__ inline bool is_alone(uint64_t live, uint32_t slot)
 
 /* ----------------------------------------------------------------- giving up */
 
-/* The window's `waiting` word on CUDA: {ns:55, gave up:1, slot + 1:8}. A slot that waits stores
- * how long it has done so, and who reads the word twice knows that it is alive; one that gave up
+/* The window's `waiting` flag on CUDA: {ns:55, gave up:1, slot + 1:8}. A slot that waits stores
+ * how long it has done so, and who reads the flag twice knows that it is alive; one that gave up
  * leaves the bit and whom it missed. */
 constexpr uint64_t GAVE_UP = 1 << 8;
 constexpr uint64_t ONE_NS = 1 << 9;
 
-__device__ inline uint64_t *waiting_word(const struct moe_cuda_control *c, uint32_t slot)
+__device__ inline uint64_t *waiting_flag(const struct moe_cuda_control *c, uint32_t slot)
 {
     return &reinterpret_cast<struct moe_window_header *>(c->window[slot])->waiting;
 }
@@ -133,10 +133,10 @@ __device__ inline uint64_t *waiting_word(const struct moe_cuda_control *c, uint3
 __device__ inline uint32_t culprit(const struct moe_cuda_control *c, uint32_t slot)
 {
     for (uint32_t hops = 0; hops < MOE_MAX_SLOTS; hops++) {
-        uint64_t first = load_acquire(waiting_word(c, slot));
+        uint64_t first = load_acquire(waiting_flag(c, slot));
         for (uint64_t until = clock_ns() + 4 * LOOK_AT_HOST_NS; clock_ns() < until;)
             __nanosleep(1000);
-        uint64_t later = load_acquire(waiting_word(c, slot));
+        uint64_t later = load_acquire(waiting_flag(c, slot));
         uint32_t next = static_cast<uint32_t>(later & 0xff) - 1;
         bool alive = later != first || (later & GAVE_UP) != 0;
         if (!alive || next >= MOE_MAX_SLOTS || next == c->slot || !is_live(c->live, next))
@@ -146,7 +146,7 @@ __device__ inline uint32_t culprit(const struct moe_cuda_control *c, uint32_t sl
     return slot;
 }
 
-/* The session is over: the first one to say so leaves its verdict. Neither this nor what follows is
+/* The session is over: the first one to say so leaves its outcome. Neither this nor what follows is
  * inlined, as there are many waits, and a kernel of few tokens is as fast as its instructions come
  * from memory. */
 __device__ __noinline__ inline void give_up(struct moe_cuda_control *c, uint32_t code,
@@ -156,13 +156,13 @@ __device__ __noinline__ inline void give_up(struct moe_cuda_control *c, uint32_t
         return;
     if (code == MOE_CUDA_PASS_LOST) {
         /* Named at once: a peer may run out of patience at the same moment. */
-        store_relaxed(waiting_word(c, c->slot), GAVE_UP | (slot + 1));
+        store_relaxed(waiting_flag(c, c->slot), GAVE_UP | (slot + 1));
         slot = culprit(c, slot);
-        store_relaxed(waiting_word(c, c->slot), GAVE_UP | (slot + 1));
+        store_relaxed(waiting_flag(c, c->slot), GAVE_UP | (slot + 1));
     }
-    c->verdict.rows = 0;
-    c->verdict.slot = slot;
-    c->verdict.code = code;
+    c->outcome.rows = 0;
+    c->outcome.slot = slot;
+    c->outcome.code = code;
 }
 
 /* Whether it is this thread that looks at the host now, of all that wait on this GPU. */
@@ -176,9 +176,8 @@ __device__ inline bool is_lookout(struct moe_cuda_control *c, uint64_t now)
 }
 
 /* True when the wait has failed. `since` and `looked` start at 0. */
-__device__ __noinline__ inline bool out_of_patience(struct moe_cuda_control *c,
-                                                    const uint32_t *abort, uint32_t slot,
-                                                    uint64_t *since, uint64_t *looked)
+__device__ __noinline__ inline bool wait_failed(struct moe_cuda_control *c, const uint32_t *abort,
+                                                uint32_t slot, uint64_t *since, uint64_t *looked)
 {
     __nanosleep(40);
     if (load_volatile(&c->stop) != 0)
@@ -191,7 +190,7 @@ __device__ __noinline__ inline bool out_of_patience(struct moe_cuda_control *c,
     *looked = now;
     const bool lookout = is_lookout(c, now);
     if (lookout)
-        store_relaxed(waiting_word(c, c->slot), (now - *since) * ONE_NS | (slot + 1));
+        store_relaxed(waiting_flag(c, c->slot), (now - *since) * ONE_NS | (slot + 1));
     if (lookout && load_volatile(abort) != 0)
         give_up(c, MOE_CUDA_PASS_ABORTED, slot);
     else if (now - *since > c->budget_ns)
@@ -201,8 +200,8 @@ __device__ __noinline__ inline bool out_of_patience(struct moe_cuda_control *c,
     return true;
 }
 
-/* Waits until `word` carries `stamp`, which `slot` will store; false when it failed. */
-__device__ inline bool wait_word(struct moe_cuda_control *c, const uint32_t *abort,
+/* Waits until `flag` carries `stamp`, which `slot` will store; false when it failed. */
+__device__ inline bool wait_flag(struct moe_cuda_control *c, const uint32_t *abort,
                                  const uint64_t *word, uint64_t stamp, uint32_t slot,
                                  uint32_t *value)
 {
@@ -213,7 +212,7 @@ __device__ inline bool wait_word(struct moe_cuda_control *c, const uint32_t *abo
             *value = moe_window_flag_value(w);
             return true;
         }
-        if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
+        if (tries % TRIES_BETWEEN_LOOKS == 0 && wait_failed(c, abort, slot, &since, &looked))
             return false;
     }
 }
@@ -234,13 +233,13 @@ __device__ inline bool wait_route(struct moe_cuda_control *c, const uint32_t *ab
         *value = load_at_once(route);
         if (has_stamp(*value, stamp))
             return true;
-        if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
+        if (tries % TRIES_BETWEEN_LOOKS == 0 && wait_failed(c, abort, slot, &since, &looked))
             return false;
     }
 }
 
-/* Waits until `word` carries `stamp` or that of a later step of the same view. */
-__device__ inline bool wait_word_reached(struct moe_cuda_control *c, const uint32_t *abort,
+/* Waits until `flag` carries `stamp` or that of a later step of the same view. */
+__device__ inline bool wait_flag_reached(struct moe_cuda_control *c, const uint32_t *abort,
                                          const uint64_t *word, uint64_t stamp, uint32_t slot)
 {
     uint64_t since = 0, looked = 0;
@@ -248,7 +247,7 @@ __device__ inline bool wait_word_reached(struct moe_cuda_control *c, const uint3
         uint64_t seen = moe_window_flag_stamp(load_acquire(word));
         if (seen >> MOE_WINDOW_STEP_BITS == stamp >> MOE_WINDOW_STEP_BITS && seen >= stamp)
             return true;
-        if (tries % TRIES_BETWEEN_LOOKS == 0 && out_of_patience(c, abort, slot, &since, &looked))
+        if (tries % TRIES_BETWEEN_LOOKS == 0 && wait_failed(c, abort, slot, &since, &looked))
             return false;
     }
 }

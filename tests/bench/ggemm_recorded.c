@@ -11,8 +11,8 @@
 
 static char seen[4096];
 
-const char *moe_told(void);
-const char *moe_told(void)
+const char *moe_recorded(void);
+const char *moe_recorded(void)
 {
     return seen;
 }
@@ -27,7 +27,7 @@ static int add_number(int at, const char *name, double v)
     return at + snprintf(seen + at, sizeof seen - (size_t)at, "%s=%.9g ", name, v);
 }
 
-static struct moe_status tell_ggemm(const struct moe_cuda_ggemm *g, const void *stream)
+static struct moe_status record_ggemm(const struct moe_cuda_ggemm *g, const void *stream)
 {
     int at = add_number(0, "tile", g->tile);
     at = add_number(at, "gated", g->gated);
@@ -61,7 +61,7 @@ struct moe_status moe_cuda_ggemm_enqueue(const struct moe_cuda_ggemm *g, struct 
 {
     if (g->experts == 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE, "no experts");
-    return tell_ggemm(g, stream);
+    return record_ggemm(g, stream);
 }
 
 struct moe_status moe_cuda_cublas_open(struct moe_cuda_cublas **out)
@@ -75,7 +75,7 @@ struct moe_status moe_cuda_cublas_enqueue(struct moe_cuda_cublas *cublas,
                                           struct CUstream_st *stream)
 {
     (void)cublas;
-    MOE_TRY(tell_ggemm(g, stream));
+    MOE_TRY(record_ggemm(g, stream));
     size_t at = strlen(seen);
     add_pointer((int)at, "scratch", scratch);
     return moe_ok();
