@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Inputs and outputs of the machine, and its life from the log to the shutdown. */
+/* Inputs of the machine, and its life from the log to the shutdown. */
 #include "coordinator/membership_state.h"
 
 #include <inttypes.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,97 +12,6 @@
 #define EPOCH_PLAUSIBLE (UINT64_C(1) << 48)
 
 #define REFUSALS_EVERY_NS (30 * MOE_NS_PER_S)
-
-/* ------------------------------------------------------------------ outputs */
-
-struct moe_membership_action *moe_membership__emit(struct moe_membership *m,
-                                                   enum moe_membership_action_kind kind)
-{
-    MOE_INVARIANT(m->action_count < ACTIONS_MAX);
-    size_t at = (m->action_head + m->action_count++) % ACTIONS_MAX;
-    m->actions[at] = (struct moe_membership_action){.kind = kind};
-    return &m->actions[at];
-}
-
-bool moe_membership_next_action(struct moe_membership *m, struct moe_membership_action *out)
-{
-    if (m->action_count == 0)
-        return false;
-    *out = m->actions[m->action_head];
-    m->action_head = (m->action_head + 1) % ACTIONS_MAX;
-    m->action_count--;
-    return true;
-}
-
-void moe_membership__copy_text(char *to, size_t size, const char *from)
-{
-    size_t n = 0;
-    for (; from[n] != '\0' && n + 1 < size; n++) {
-        unsigned char c = (unsigned char)from[n];
-        to[n] = c < 0x20 || c >= 0x7f ? '?' : (char)c;
-    }
-    to[n] = '\0';
-}
-
-void moe_membership__keep_error(struct member *member, const struct moe_status *error)
-{
-    member->error = *error;
-    moe_membership__copy_text(member->error.text, sizeof member->error.text, error->text);
-}
-
-void moe_membership__list_slots(char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], uint64_t mask)
-{
-    bool many = (mask & (mask - 1)) != 0;
-    size_t at = (size_t)snprintf(to, MOE_MEMBERSHIP_SLOT_LIST_BYTES, "slot%s", many ? "s" : "");
-    const char *before = " ";
-    for (unsigned s = 0; s < SLOTS_MAX; s++) {
-        if ((mask >> s & 1) == 0)
-            continue;
-        at += (size_t)snprintf(to + at, MOE_MEMBERSHIP_SLOT_LIST_BYTES - at, "%s%u", before, s);
-        before = ", ";
-    }
-}
-
-void moe_membership__log(struct moe_membership *m, enum moe_log_level level, const char *fmt, ...)
-{
-    char text[MOE_STATUS_TEXT];
-    va_list args;
-    va_start(args, fmt);
-    if (vsnprintf(text, sizeof text, fmt, args) < 0)
-        text[0] = '\0';
-    va_end(args);
-    struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_LOG);
-    a->level = level;
-    moe_membership__copy_text(a->status.text, sizeof a->status.text, text);
-}
-
-struct moe_membership_action *moe_membership__send(struct moe_membership *m, uint32_t slot,
-                                                   enum moe_membership_message message)
-{
-    const struct member *member = &m->members[slot];
-    if (member->state != SLOT_TAKEN || member->stream == 0)
-        return NULL;
-    struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_SEND);
-    a->message = message;
-    a->stream = member->stream;
-    a->slot = slot;
-    return a;
-}
-
-void moe_membership__close(struct moe_membership *m, uint64_t stream, struct moe_status status)
-{
-    struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_CLOSE);
-    a->stream = stream;
-    a->status = status;
-}
-
-void moe_membership__save(struct moe_membership *m, bool await)
-{
-    struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_SAVE);
-    a->sequence = ++m->save_sequence;
-    if (await)
-        m->awaited_save = a->sequence;
-}
 
 /* ------------------------------------------------------------------ life of the machine */
 
@@ -165,16 +73,6 @@ void moe_membership_destroy(struct moe_membership *m)
         return;
     moe_placement_destroy(m->placement);
     free(m);
-}
-
-void moe_membership__set_time(struct moe_membership *m, uint64_t now_ns)
-{
-    MOE_INVARIANT(now_ns >= m->now_ns);
-    uint64_t pause = now_ns - m->now_ns;
-    if (pause > m->config.lease_ns / 2)
-        for (uint32_t s = 0; s < m->config.slots; s++)
-            m->members[s].last_message_ns += pause;
-    m->now_ns = now_ns;
 }
 
 /* Begins every input except on_saved. False after EXIT. */

@@ -115,13 +115,13 @@ struct moe_membership {
     size_t action_head, action_count;
 };
 
-/* ------------------------------------------------------------------ time (membership.c) */
+/* ------------------------------------------------------------------ time (actions.c) */
 
 /* A long time without any input means that this process was stopped or waited for a slow disk.
  * Heartbeats of that time wait unread, so all leases grow by the pause. */
 void moe_membership__set_time(struct moe_membership *m, uint64_t now_ns);
 
-/* ------------------------------------------------------------------ outputs (membership.c) */
+/* ------------------------------------------------------------------ outputs (actions.c) */
 
 /* A zeroed action at the end of the queue; the caller fills it in. */
 struct moe_membership_action *moe_membership__emit(struct moe_membership *m,

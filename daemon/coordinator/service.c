@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Life of the service, the inbox of its owner thread, and the actions of the machine. */
+/* Life of the service, and the loop of its owner thread. */
 #include "base/build.h"
 #include "coordinator/service_state.h"
 
@@ -20,28 +20,11 @@ enum {
 #define ECHO_NS        (100 * MOE_NS_PER_MS)
 #define GOODBYE_NS     (2 * MOE_NS_PER_S) /* for answers under way when the service ends */
 
-/* ------------------------------------------------------------------ inbox */
-
-void moe_coordinator__post(struct moe_coordinator *c, struct event *e)
-{
-    moe_mutex_lock(&c->inbox_lock);
-    e->next = NULL;
-    if (c->inbox_last != NULL)
-        c->inbox_last->next = e;
-    else
-        c->inbox_first = e;
-    c->inbox_last = e;
-    moe_mutex_unlock(&c->inbox_lock);
-    (void)uv_async_send(
-        &c->wake); /* fails only on a closing handle, when no thread runs the loop */
-}
+/* ------------------------------------------------------------------ loop */
 
 static void run_inbox(struct moe_coordinator *c)
 {
-    moe_mutex_lock(&c->inbox_lock);
-    struct event *e = c->inbox_first;
-    c->inbox_first = c->inbox_last = NULL;
-    moe_mutex_unlock(&c->inbox_lock);
+    struct event *e = moe_coordinator__take_events(c);
     while (e != NULL) {
         struct event *next = e->next; /* running an event may free it */
         e->run(c, e);
@@ -49,46 +32,6 @@ static void run_inbox(struct moe_coordinator *c)
         e = next;
     }
 }
-
-/* ------------------------------------------------------------------ actions */
-
-uint8_t *moe_coordinator__pack(const ProtobufCMessage *m, size_t *length)
-{
-    *length = protobuf_c_message_get_packed_size(m);
-    uint8_t *bytes = malloc(*length > 0 ? *length : 1);
-    if (bytes != NULL)
-        (void)protobuf_c_message_pack(m, bytes);
-    return bytes;
-}
-
-static void save(struct moe_coordinator *c, uint64_t sequence)
-{
-    struct moe_status st = moe_ok();
-    uint64_t begun = moe_clock_ns();
-    if (c->store != NULL)
-        st = moe_store_append(c->store, moe_membership_to_save(c->machine));
-    uint64_t now = moe_clock_ns();
-    moe_histogram_observe(c->seen.save_seconds, (double)(now - begun) / (double)MOE_NS_PER_S);
-    if (st.code != MOE_OK)
-        moe_counter_add(c->seen.save_failures, 1);
-    moe_membership_on_saved(c->machine, now, sequence, &st);
-}
-
-void moe_coordinator__act(struct moe_coordinator *c)
-{
-    struct moe_membership_action a;
-    while (moe_membership_next_action(c->machine, &a)) {
-        switch (a.kind) {
-        case MOE_MEMBERSHIP_SAVE: save(c, a.sequence); break;
-        case MOE_MEMBERSHIP_SEND: moe_coordinator__send(c, &a); break;
-        case MOE_MEMBERSHIP_CLOSE: moe_coordinator__close(c, a.stream, &a.status); break;
-        case MOE_MEMBERSHIP_LOG: moe_log_write(a.level, "%s", a.status.text); break;
-        case MOE_MEMBERSHIP_EXIT: c->exited = true; break;
-        }
-    }
-}
-
-/* ------------------------------------------------------------------ loop */
 
 static void on_timer(uv_timer_t *timer);
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Internal state of the service: service.c (life, inbox, actions), session.c (streams of workers),
- * admin.c (operators), observe.c (metrics). Private to these files.
+/* Internal state of the service: service.c (life, loop), inbox.c (events of other threads),
+ * session.c (streams of workers, actions), admin.c (operators), observe.c (metrics). Private to
+ * these files.
  *
  * The owner thread is the one in moe_coordinator_run. Functions without another mark run there. */
 #ifndef MOE_COORDINATOR_SERVICE_STATE_H
@@ -89,10 +90,12 @@ struct moe_coordinator {
     uint8_t received[32768]; /* the current message, in one piece */
 };
 
-/* [any thread] */
+/* ------------------------------------------------------------------ inbox.c */
+
+/* [any thread] Wakes the owner thread. */
 void moe_coordinator__post(struct moe_coordinator *c, struct event *e);
-/* Carries out the machine's actions. Call after every input. */
-void moe_coordinator__act(struct moe_coordinator *c);
+/* Empties the inbox; the oldest event comes first. */
+struct event *moe_coordinator__take_events(struct moe_coordinator *c);
 /* `m` in memory that the caller frees; NULL when there is none. */
 uint8_t *moe_coordinator__pack(const ProtobufCMessage *m, size_t *length);
 
@@ -102,19 +105,20 @@ static inline char *moe_coordinator__text(const char *s)
     return (char *)(uintptr_t)s;
 }
 
-/* session.c */
+/* ------------------------------------------------------------------ session.c */
+
+/* Carries out the machine's actions. Call after every input. */
+void moe_coordinator__act(struct moe_coordinator *c);
 struct moe_rpc_method moe_coordinator__session_method(struct moe_coordinator *c);
-void moe_coordinator__send(struct moe_coordinator *c, const struct moe_membership_action *a);
-void moe_coordinator__close(struct moe_coordinator *c, uint64_t stream,
-                            const struct moe_status *status);
 void moe_coordinator__end_sessions(struct moe_coordinator *c);
 /* Ends streams that have sent no message for too long after their opening. */
 void moe_coordinator__drop_silent(struct moe_coordinator *c, uint64_t now_ns);
 
-/* admin.c; fills ADMIN_METHODS entries. */
+/* ------------------------------------------------------------------ admin.c, observe.c */
+
+/* Fills ADMIN_METHODS entries. */
 void moe_coordinator__admin_methods(struct moe_coordinator *c, struct moe_rpc_method *out);
 
-/* observe.c */
 struct moe_status moe_coordinator__observe_start(struct moe_coordinator *c,
                                                  const char *listen) MOE_CHECKED;
 void moe_coordinator__observe(struct moe_coordinator *c);

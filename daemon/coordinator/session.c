@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Session streams of workers: protobuf on the wire on one side, inputs and actions of the machine
- * on the other. Bytes of blobs pass through and are never logged. A malformed message ends its
- * stream and nothing else. */
+ * on the other. Most actions are messages to streams, so all are carried out here. Bytes of blobs
+ * pass through and are never logged. A malformed message ends its stream and nothing else. */
 #include "coordinator/service_state.h"
 
 #include "moe/v1/coordinator.pb-c.h"
@@ -35,8 +35,8 @@ static void end_session(struct session *s, const struct moe_status *status)
         moe_rpc_fail(s->call, *status);
 }
 
-void moe_coordinator__close(struct moe_coordinator *c, uint64_t stream,
-                            const struct moe_status *status)
+static void close_stream(struct moe_coordinator *c, uint64_t stream,
+                         const struct moe_status *status)
 {
     struct session *s = find_session(c, stream);
     if (s != NULL)
@@ -238,7 +238,7 @@ static void send_trying_again(struct session *s)
     send_message(s, &m);
 }
 
-void moe_coordinator__send(struct moe_coordinator *c, const struct moe_membership_action *a)
+static void send_action(struct moe_coordinator *c, const struct moe_membership_action *a)
 {
     struct session *s = find_session(c, a->stream);
     if (s == NULL || s->ended)
@@ -252,6 +252,35 @@ void moe_coordinator__send(struct moe_coordinator *c, const struct moe_membershi
     case MOE_MEMBERSHIP_ABORT: send_abort(s, a); break;
     case MOE_MEMBERSHIP_DRAIN: send_drain(s, a); break;
     case MOE_MEMBERSHIP_TRYING_AGAIN: send_trying_again(s); break;
+    }
+}
+
+/* ------------------------------------------------------------------ actions */
+
+static void save(struct moe_coordinator *c, uint64_t sequence)
+{
+    struct moe_status st = moe_ok();
+    uint64_t begun = moe_clock_ns();
+    if (c->store != NULL)
+        st = moe_store_append(c->store, moe_membership_to_save(c->machine));
+    uint64_t now = moe_clock_ns();
+    moe_histogram_observe(c->seen.save_seconds, (double)(now - begun) / (double)MOE_NS_PER_S);
+    if (st.code != MOE_OK)
+        moe_counter_add(c->seen.save_failures, 1);
+    moe_membership_on_saved(c->machine, now, sequence, &st);
+}
+
+void moe_coordinator__act(struct moe_coordinator *c)
+{
+    struct moe_membership_action a;
+    while (moe_membership_next_action(c->machine, &a)) {
+        switch (a.kind) {
+        case MOE_MEMBERSHIP_SAVE: save(c, a.sequence); break;
+        case MOE_MEMBERSHIP_SEND: send_action(c, &a); break;
+        case MOE_MEMBERSHIP_CLOSE: close_stream(c, a.stream, &a.status); break;
+        case MOE_MEMBERSHIP_LOG: moe_log_write(a.level, "%s", a.status.text); break;
+        case MOE_MEMBERSHIP_EXIT: c->exited = true; break;
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Server calls: accepting, reading, sending, ending. Every batch of the core is started on the
- * call's shard, so no call needs a lock; shard.c has the way there for other threads. */
+ * call's shard, so no call needs a lock; inbox.c has the way there for other threads. */
 #include "base/clock.h"
 #include "daemon/log.h"
 #include "rpc/serving.h"
@@ -8,44 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-struct moe_rpc_text {
-    struct moe_rpc_text *next;
-    char text[];
-};
-
 /* ------------------------------------------------------------------ life */
-
-static void call_free(struct moe_rpc_call *c)
-{
-    struct moe_rpc_server *server = c->shard->server;
-    while (c->texts != NULL) {
-        struct moe_rpc_text *next = c->texts->next;
-        free(c->texts);
-        c->texts = next;
-    }
-    grpc_metadata_array_destroy(&c->metadata);
-    grpc_call_details_destroy(&c->details);
-    if (c->end_message != NULL)
-        grpc_byte_buffer_destroy(c->end_message);
-    if (c->core != NULL)
-        grpc_call_unref(c->core);
-    free(c);
-    moe_mutex_lock(&server->lock);
-    server->allocated--;
-    pthread_cond_broadcast(&server->changed);
-    moe_mutex_unlock(&server->lock);
-}
-
-void moe_rpc_call_ref(struct moe_rpc_call *c)
-{
-    atomic_fetch_add_explicit(&c->references, 1, memory_order_relaxed);
-}
-
-void moe_rpc_call_unref(struct moe_rpc_call *c)
-{
-    if (atomic_fetch_sub_explicit(&c->references, 1, memory_order_acq_rel) == 1)
-        call_free(c);
-}
 
 static void op_drop(struct moe_rpc_op *op)
 {
@@ -464,25 +427,6 @@ uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c)
 bool moe_rpc_call_is_cancelled(const struct moe_rpc_call *c)
 {
     return atomic_load(&c->cancelled);
-}
-
-const char *moe_rpc_call_metadata(struct moe_rpc_call *c, const char *key)
-{
-    for (size_t i = 0; i < c->metadata.count; i++) {
-        const grpc_metadata *m = &c->metadata.metadata[i];
-        if (grpc_slice_str_cmp(m->key, key) != 0)
-            continue;
-        size_t length = GRPC_SLICE_LENGTH(m->value);
-        struct moe_rpc_text *text = malloc(sizeof *text + length + 1);
-        if (text == NULL)
-            return NULL;
-        memcpy(text->text, GRPC_SLICE_START_PTR(m->value), length);
-        text->text[length] = '\0';
-        text->next = c->texts;
-        c->texts = text;
-        return text->text;
-    }
-    return NULL;
 }
 
 /* Ends the call unless it has ended. Takes `message` over. */

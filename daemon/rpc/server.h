@@ -95,8 +95,6 @@ void *moe_rpc_call_user(const struct moe_rpc_call *c);
 uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c);
 /* [any thread] True from just before `cancelled` on. */
 bool moe_rpc_call_is_cancelled(const struct moe_rpc_call *c);
-/* Value of a metadata key of the request, or NULL; valid as long as the call. Shard thread. */
-const char *moe_rpc_call_metadata(struct moe_rpc_call *c, const char *key);
 /* [any thread] References keep `c` valid beyond `done`, which still runs when the call is over.
  * Each ref needs one unref. Take a reference for work that leaves the shard thread. */
 void moe_rpc_call_ref(struct moe_rpc_call *c);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the files of the server share: server.c (life), shard.c (threads), call.c (calls),
- * admission.c (permits for large messages), limits.c (time limits of clients), health.c and
- * reflection.c (built-in services).
+ * references.c (memory of calls), inbox.c (operations of other threads), admission.c (permits for
+ * large messages), limits.c (time limits of clients), health.c and reflection.c (built-in
+ * services).
  *
  * The state of a call belongs to its shard's thread. Other threads push operations to the shard's
  * inbox, a lock-free stack. A push to an empty inbox wakes the thread by an empty batch. */
@@ -76,7 +77,6 @@ struct moe_rpc_call {
     grpc_call_details details; /* unknown methods only */
     gpr_timespec core_deadline;
     uint64_t deadline_ns;
-    struct moe_rpc_text *texts; /* copies that moe_rpc_call_metadata returned */
     void *user;
 
     /* Any thread. */
@@ -158,6 +158,7 @@ struct moe_rpc_shard {
     bool started;
     _Atomic(struct moe_rpc_op *) inbox; /* newest first */
     struct moe_rpc_tag on_wake;
+    void (*apply)(struct moe_rpc_op *op);
     bool applying;       /* the inbox is being drained */
     uint64_t spin_until; /* of a server with spin_ns */
     struct moe_rpc_limits reading, taking;
@@ -168,6 +169,13 @@ struct moe_rpc_shard {
 struct moe_status moe_rpc_shard_start(struct moe_rpc_shard *shard) MOE_CHECKED;
 /* Ends and joins the thread, if there is one, and frees the queue. All calls are freed before. */
 void moe_rpc_shard_stop(struct moe_rpc_shard *shard);
+
+/* ------------------------------------------------------------------ inbox */
+
+/* `apply` runs an operation and drops its reference to the call. Before the shard's thread. */
+void moe_rpc_inbox_init(struct moe_rpc_shard *shard, void (*apply)(struct moe_rpc_op *op));
+/* The current thread becomes the shard's. */
+void moe_rpc_inbox_enter(struct moe_rpc_shard *shard);
 /* Hands `op` to its call's shard; on the shard's thread it is applied at once. The op takes one
  * reference to the call. */
 void moe_rpc_post(struct moe_rpc_op *op);

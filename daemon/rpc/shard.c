@@ -1,81 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Shards: a completion queue, the thread that polls it, and the inbox through which other threads
- * reach the calls that live here. */
+/* Shards: a completion queue and the thread that polls it; inbox.c has the way in for other
+ * threads. */
 #include "base/clock.h"
 #include "base/thread.h"
 #include "base/wait.h"
 #include "rpc/serving.h"
 
 #include <sched.h>
-
-/* The shard of the current thread; NULL on other threads. */
-static _Thread_local struct moe_rpc_shard *this_shard;
-
-/* ------------------------------------------------------------------ inbox */
-
-/* True when the inbox was empty. */
-static bool push(struct moe_rpc_shard *shard, struct moe_rpc_op *op)
-{
-    struct moe_rpc_op *head = atomic_load(&shard->inbox);
-    do {
-        op->next = head;
-    } while (!atomic_compare_exchange_weak(&shard->inbox, &head, op));
-    return head == NULL;
-}
-
-static struct moe_rpc_op *oldest_first(struct moe_rpc_op *newest)
-{
-    struct moe_rpc_op *oldest = NULL;
-    while (newest != NULL) {
-        struct moe_rpc_op *next = newest->next;
-        newest->next = oldest;
-        oldest = newest;
-        newest = next;
-    }
-    return oldest;
-}
-
-/* Applies all operations in the order of posting. An operation may post another one to this inbox
- * (a granted permit, an answer from a part's release); it runs after those already taken out. */
-static void drain_inbox(struct moe_rpc_shard *shard)
-{
-    struct moe_rpc_op *op;
-    if (shard->applying)
-        return;
-    shard->applying = true;
-    while ((op = oldest_first(atomic_exchange(&shard->inbox, NULL))) != NULL) {
-        for (struct moe_rpc_op *next; op != NULL; op = next) {
-            next = op->next;
-            moe_rpc_apply(op);
-        }
-    }
-    shard->applying = false;
-}
-
-static void on_wake(struct moe_rpc_tag *tag, bool ok)
-{
-    (void)ok;
-    drain_inbox(MOE_RPC_OWNER(struct moe_rpc_shard, on_wake, tag));
-}
-
-/* An empty batch completes at once: the core's only public way to add an event to a queue. If the
- * inbox was not empty, such an event is pending, or the inbox is being drained. */
-void moe_rpc_post(struct moe_rpc_op *op)
-{
-    struct moe_rpc_call *c = op->call;
-    struct moe_rpc_shard *shard = c->shard;
-    if (this_shard == shard) {
-        (void)push(shard, op);
-        drain_inbox(shard);
-        return;
-    }
-    moe_rpc_call_ref(c); /* the op and its reference may be gone once it is in the inbox */
-    if (push(shard, op))
-        MOE_RPC_START(c->core, NULL, 0, &shard->on_wake);
-    moe_rpc_call_unref(c);
-}
-
-/* ------------------------------------------------------------------ thread */
 
 /* False when the server could not start. */
 static bool wait_for_start(struct moe_rpc_server *server)
@@ -116,7 +47,7 @@ static grpc_event next_event(struct moe_rpc_shard *shard, uint64_t at)
 static void *shard_main(void *arg)
 {
     struct moe_rpc_shard *shard = arg;
-    this_shard = shard;
+    moe_rpc_inbox_enter(shard);
     if (!wait_for_start(shard->server))
         return NULL;
     post_accepts(shard);
@@ -136,7 +67,7 @@ struct moe_status moe_rpc_shard_start(struct moe_rpc_shard *shard)
     const struct moe_rpc_server *server = shard->server;
     moe_rpc_limits_init(&shard->reading, server->read_limit_ns, moe_rpc_reading_passed);
     moe_rpc_limits_init(&shard->taking, server->send_limit_ns, moe_rpc_taking_passed);
-    shard->on_wake.fn = on_wake;
+    moe_rpc_inbox_init(shard, moe_rpc_apply);
     if (moe_thread_create(&shard->thread, "moe-rpc-shard", shard_main, shard) != 0)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "cannot start a shard thread");

@@ -251,18 +251,34 @@ static struct moe_status serve_until_ended(struct run *run,
     return st;
 }
 
-/* The CPU backend computes on the processors that waiting would take. */
-static uint64_t spin_of(const struct settings *s, const struct moe_backend *backend)
+/* Nanoseconds. On the CPU backend a polling thread would take a processor from the computation. */
+static uint64_t spin_of(const struct settings *s, bool cuda)
 {
     enum { SPIN_US = 1000, CORES = 8 };
-    bool spare = strcmp(backend->name, "cuda") == 0 && moe_usable_cores() >= CORES;
+    bool spare = cuda && moe_usable_cores() >= CORES;
     uint64_t us = s->spin_us != MOE_OPTION_UNSET ? s->spin_us : spare ? SPIN_US : 0;
     return us * MOE_NS_PER_MS / 1000;
+}
+
+/* True if this build and --backend allow CUDA. Does not look for a GPU: that may start threads. */
+static bool may_use_cuda(const struct settings *s)
+{
+    return strcmp(s->backend, "cpu") != 0 && moe_backend_find("cuda") != NULL;
+}
+
+/* Before any thread: one of these sets the environment. Without a GPU, `auto` on a host with cores
+ * to spare polls connections with `poll` and does not spin. */
+static void tune_process(const struct settings *s)
+{
+    moe_rpc_tune_allocator();
+    if (spin_of(s, may_use_cuda(s)) > 0)
+        moe_rpc_tune_polling();
 }
 
 static struct moe_status run_worker(const struct moe_daemon_settings *common, void *ctx)
 {
     const struct settings *s = ctx;
+    tune_process(s);
     const struct moe_backend *backend = moe_backend_find(s->backend);
     if (backend == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
@@ -289,15 +305,12 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .max_queued_tokens = s->max_queued_tokens,
         .wait_budget_ms = (uint32_t)s->wait_budget_ms,
         .drain_ms = (uint32_t)s->drain_ms,
-        .spin_ns = spin_of(s, backend),
+        .spin_ns = spin_of(s, strcmp(backend->name, "cuda") == 0),
         .slot_assigned = on_slot_assigned,
         .ended = on_ended,
         .ctx = &run,
     };
     configure_training(s, &config);
-    moe_rpc_tune_allocator();
-    if (config.spin_ns > 0)
-        moe_rpc_tune_polling();
     MOE_TRY(check_uv(uv_loop_init(&run.loop)));
     struct moe_status st;
     MOE_TRY_GOTO(st, watch(&run), out);

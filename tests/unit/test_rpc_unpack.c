@@ -11,6 +11,7 @@
 #include "rpc/msg.h"
 #include "rpc_fixture.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 /* What is unpacked somewhere: what it holds is found from here. */
@@ -182,9 +183,21 @@ static void zero_bytes_elsewhere_are_data(void **state)
     protobuf_c_message_free_unpacked(message, NULL);
 }
 
+static void a_polling_strategy_of_the_user_stays(void **state)
+{
+    (void)state;
+    assert_int_equal(unsetenv("GRPC_POLL_STRATEGY"), 0);
+    moe_rpc_tune_polling();
+    assert_string_equal(getenv("GRPC_POLL_STRATEGY"), "poll");
+    assert_int_equal(setenv("GRPC_POLL_STRATEGY", "epoll1", 1), 0);
+    moe_rpc_tune_polling();
+    assert_string_equal(getenv("GRPC_POLL_STRATEGY"), "epoll1");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_polling_strategy_of_the_user_stays),
         cmocka_unit_test(no_string_of_any_message_holds_a_zero_byte),
         cmocka_unit_test(the_first_of_two_counts_as_well),
         cmocka_unit_test(zero_bytes_elsewhere_are_data),
