@@ -19,11 +19,12 @@
 
 /* --------------------------------------------------------------- strangers */
 
-static bool call_with_nonsense(const struct moe_cpu_card *card, bool speak)
+static bool call_with_nonsense(const struct moe_cpu_endpoint *endpoint, bool speak)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    memcpy(address.sun_path + 1, card->name, sizeof card->name);
-    socklen_t length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + sizeof card->name);
+    memcpy(address.sun_path + 1, endpoint->name, sizeof endpoint->name);
+    socklen_t length =
+        (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + sizeof endpoint->name);
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     bool sent = fd >= 0 && connect(fd, (struct sockaddr *)&address, length) == 0 &&
                 (!speak || send(fd, "let me in", 9, MSG_NOSIGNAL) == 9);
@@ -35,16 +36,16 @@ static bool call_with_nonsense(const struct moe_cpu_card *card, bool speak)
 static int meet_among_strangers(struct member *m)
 {
     struct moe_cpu_peers *peers;
-    struct moe_cpu_card mine, cards[MOE_MAX_SLOTS];
+    struct moe_cpu_endpoint mine, endpoints[MOE_MAX_SLOTS];
     int fds[MOE_MAX_SLOTS], window = memfd_create("test", MFD_CLOEXEC);
     EXPECT(good(moe_cpu_peers_listen(m->slot, m->live, &peers, &mine)));
-    EXPECT(good(board_allgather(m, &mine, cards, sizeof mine)));
+    EXPECT(good(board_allgather(m, &mine, endpoints, sizeof mine)));
     if (m->slot == 1) {
-        EXPECT(call_with_nonsense(&cards[0], true));
-        EXPECT(call_with_nonsense(&cards[0], false));
+        EXPECT(call_with_nonsense(&endpoints[0], true));
+        EXPECT(call_with_nonsense(&endpoints[0], false));
     }
     uint64_t deadline = moe_clock_ns() + LONG_MS * MOE_NS_PER_MS;
-    EXPECT(good(moe_cpu_peers_meet(peers, cards, window, deadline, fds)));
+    EXPECT(good(moe_cpu_peers_connect(peers, endpoints, window, deadline, fds)));
     EXPECT(fds[m->slot] == -1 && fds[1 - m->slot] >= 0);
     close(fds[1 - m->slot]);
     close(window);
@@ -55,13 +56,13 @@ static int meet_among_strangers(struct member *m)
 static int meet_a_liar(struct member *m)
 {
     struct moe_cpu_peers *peers;
-    struct moe_cpu_card mine, cards[MOE_MAX_SLOTS];
+    struct moe_cpu_endpoint mine, endpoints[MOE_MAX_SLOTS];
     int fds[MOE_MAX_SLOTS], window = memfd_create("test", MFD_CLOEXEC);
     EXPECT(good(moe_cpu_peers_listen(m->slot, m->live, &peers, &mine)));
-    EXPECT(good(board_allgather(m, &mine, cards, sizeof mine)));
-    cards[1 - m->slot].secret[5] ^= 1;
+    EXPECT(good(board_allgather(m, &mine, endpoints, sizeof mine)));
+    endpoints[1 - m->slot].secret[5] ^= 1;
     uint64_t deadline = moe_clock_ns() + SHORT_MS * MOE_NS_PER_MS;
-    struct moe_status st = moe_cpu_peers_meet(peers, cards, window, deadline, fds);
+    struct moe_status st = moe_cpu_peers_connect(peers, endpoints, window, deadline, fds);
     EXPECT(is(st, MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(fds[1 - m->slot] == -1);
     close(window);
@@ -86,27 +87,27 @@ static void ignore(void *ctx)
 static int part_in_a_hurry(struct member *m)
 {
     struct moe_cpu_peers *peers;
-    struct moe_cpu_card mine, cards[MOE_MAX_SLOTS];
+    struct moe_cpu_endpoint mine, endpoints[MOE_MAX_SLOTS];
     int fds[MOE_MAX_SLOTS], window = memfd_create("test", MFD_CLOEXEC);
     EXPECT(good(moe_cpu_peers_listen(m->slot, m->live, &peers, &mine)));
-    EXPECT(good(board_allgather(m, &mine, cards, sizeof mine)));
+    EXPECT(good(board_allgather(m, &mine, endpoints, sizeof mine)));
     uint64_t deadline = moe_clock_ns() + LONG_MS * MOE_NS_PER_MS;
-    EXPECT(good(moe_cpu_peers_meet(peers, cards, window, deadline, fds)));
+    EXPECT(good(moe_cpu_peers_connect(peers, endpoints, window, deadline, fds)));
     close(window);
     close(fds[1 - m->slot]);
     if (m->slot == 0) {
-        moe_cpu_peers_blame(peers, 0); /* never read */
+        moe_cpu_peers_report_lost(peers, 0); /* never read */
         raise_flag(m, 1);
         EXPECT(await_flag(m->board, 1, 1));
         EXPECT(good(moe_cpu_peers_watch(peers, ignore, NULL)));
-        while (moe_cpu_peers_gone(peers) == 0 && moe_cpu_peers_lost(peers) == 0)
+        while (moe_cpu_peers_left(peers) == 0 && moe_cpu_peers_lost(peers) == 0)
             usleep(1000);
         EXPECT(moe_cpu_peers_lost(peers) == 0);
         moe_cpu_peers_close(peers);
         return 0;
     }
     EXPECT(await_flag(m->board, 0, 1));
-    moe_cpu_peers_blame(peers, 0); /* a goodbye */
+    moe_cpu_peers_report_lost(peers, 0); /* a goodbye */
     moe_cpu_peers_close(peers);
     raise_flag(m, 1);
     return 0;
@@ -190,7 +191,7 @@ static int write_late(struct member *m)
                                   moe_window_stamp(7, 2), moe_window_stamp(8, 1)};
         for (size_t i = 0; i < sizeof stale / sizeof *stale; i++) {
             moe_cpu_session_store(exchange_word(s.session, 0, 1), stale[i], 8);
-            moe_cpu_session_ring(s.session, 0);
+            moe_cpu_session_wake(s.session, 0);
             usleep(20000);
         }
         EXPECT(await_flag(m->board, 0, 1));
@@ -210,7 +211,7 @@ static int write_in_time(struct member *m)
     EXPECT(sit_down(m, &s, LONG_MS, false));
     if (m->slot == 1) {
         moe_cpu_session_store(exchange_word(s.session, 0, 1), moe_window_stamp(7, 1), 8);
-        moe_cpu_session_ring(s.session, 0);
+        moe_cpu_session_wake(s.session, 0);
         EXPECT(await_flag(m->board, 0, 1));
         return get_up(&s);
     }
@@ -287,7 +288,7 @@ static void forge_step(struct seat *s, const struct forged_step *f)
     for (uint32_t i = 0; i < MOE_HEAD_COUNT; i++)
         moe_cpu_session_store(moe_window_head_of(l, window, 1, 1) + i, stamp, head[i]);
     moe_cpu_session_store(moe_window_done_of(l, window, 1), stamp, 0);
-    moe_cpu_session_ring(s->session, 0);
+    moe_cpu_session_wake(s->session, 0);
 }
 
 static int lie_about_rows(struct member *m)

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tables of a session's passes, and prepare: who sends what to whom; see ep.h, and moe/window.h for
- * the words and their order. Waits only to close an earlier pass. */
+/* Tables of a session's passes, and prepare, which plans where rows go. See ep.h, and moe/window.h
+ * for the flags and their order. Waits only to close an earlier pass, or to clear the flags. */
 #include "common/session_rules.h"
 #include "cpu/exchange/ep_pass.h"
 
 #include <stdlib.h>
 
-enum { NOWHERE = 0xff /* target of a (token, k) that gets no row */ };
+enum { NO_SLOT = 0xff /* target of a (token, k) that gets no row */ };
 
-/* ------------------------------------------------------------------ life */
+/* ------------------------------------------------------------------ create, destroy */
 
 static void *array(size_t n, size_t each, bool *ok)
 {
@@ -46,7 +46,7 @@ struct moe_status moe_cpu_ep_create(struct moe_session *session, struct moe_cpu_
                      "out of memory for a session's tables");
 }
 
-void moe_cpu_ep_give_rows(struct moe_cpu_ep *ep)
+void moe_cpu_ep_release_rows(struct moe_cpu_ep *ep)
 {
     moe_cpu_scratch_give(ep->session->device, ep->x);
     moe_cpu_scratch_give(ep->session->device, ep->dy);
@@ -60,7 +60,7 @@ void moe_cpu_ep_destroy(struct moe_cpu_ep *ep)
 {
     if (ep == NULL)
         return;
-    moe_cpu_ep_give_rows(ep);
+    moe_cpu_ep_release_rows(ep);
     free(ep->target);
     free(ep->wanted);
     free(ep->count);
@@ -98,7 +98,7 @@ struct moe_status moe_cpu_ep_check(const struct moe_session *session, const stru
                                   dtype, bucket, tokens);
 }
 
-/* Where the rows of the own tokens go. Errors leave the pass unbegun. */
+/* Plans where the rows of the local tokens go. After an error no pass has begun. */
 static struct moe_status plan(struct moe_cpu_ep *ep, const struct moe_cpu_batch *b)
 {
     const struct moe_layer_spec *spec = &b->layer->spec;
@@ -117,7 +117,7 @@ static struct moe_status plan(struct moe_cpu_ep *ep, const struct moe_cpu_batch 
                 return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
                                  "token %u is routed to expert %d of %lld", t, id,
                                  (long long)id_limit);
-            ep->target[pair] = NOWHERE;
+            ep->target[pair] = NO_SLOT;
             if (skip || id < 0 || id >= (int32_t)spec->experts)
                 continue;
             uint32_t first = place->offset[id], copies = place->offset[id + 1] - first;
@@ -144,31 +144,31 @@ void moe_cpu_ep_fill_head(const struct moe_cpu_batch *b, uint32_t head[MOE_HEAD_
     head[MOE_HEAD_PLACEMENT] = b->layer->placement.version & mask;
 }
 
-void moe_cpu_ep_fill_facts(const struct moe_cpu_batch *b, uint32_t words[MOE_PASS_LOADS])
+void moe_cpu_ep_fill_params(const struct moe_cpu_batch *b, uint32_t flags[MOE_PASS_LOADS])
 {
-    const struct moe_cpu_pass_facts none = {0}, *facts = b->facts != NULL ? b->facts : &none;
+    const struct moe_cpu_pass_params none = {0}, *params = b->params != NULL ? b->params : &none;
     uint32_t bits;
-    memcpy(&bits, &facts->aux_coeff, sizeof bits);
-    memset(words, 0, MOE_PASS_LOADS * sizeof *words);
-    words[MOE_PASS_ROUTED] = facts->routed;
-    words[MOE_PASS_ACCUMULATE] = facts->accumulate;
-    words[MOE_PASS_AUX_LOW] = bits & 0xffff;
-    words[MOE_PASS_AUX_HIGH] = bits >> 16;
+    memcpy(&bits, &params->aux_coeff, sizeof bits);
+    memset(flags, 0, MOE_PASS_LOADS * sizeof *flags);
+    flags[MOE_PASS_ROUTED] = params->routed;
+    flags[MOE_PASS_ACCUMULATE] = params->accumulate;
+    flags[MOE_PASS_AUX_LOW] = bits & 0xffff;
+    flags[MOE_PASS_AUX_HIGH] = bits >> 16;
 }
 
-static void announce_facts(struct moe_cpu_ep *ep, uint32_t peer)
+static void announce_params(struct moe_cpu_ep *ep, uint32_t peer)
 {
     struct moe_session *s = ep->session;
     const struct moe_cpu_batch *b = &ep->batch;
-    uint32_t facts[MOE_PASS_LOADS];
-    uint64_t *words =
+    uint32_t params[MOE_PASS_LOADS];
+    uint64_t *flags =
         moe_window_pass_of(&s->layout, s->window[peer].base, ep->parity, s->config.slot);
-    moe_cpu_ep_fill_facts(b, facts);
+    moe_cpu_ep_fill_params(b, params);
     for (uint32_t i = 0; i < MOE_PASS_LOADS; i++)
-        moe_cpu_session_store(&words[i], ep->stamp, facts[i]);
+        moe_cpu_session_store(&flags[i], ep->stamp, params[i]);
     for (uint32_t e = 0; e < b->layer->spec.experts; e++)
-        moe_cpu_session_store(&words[MOE_PASS_LOADS + e], ep->stamp,
-                              b->facts != NULL ? b->facts->loads[e] : 0);
+        moe_cpu_session_store(&flags[MOE_PASS_LOADS + e], ep->stamp,
+                              b->params != NULL ? b->params->loads[e] : 0);
 }
 
 static void announce(struct moe_cpu_ep *ep, uint32_t peer, const uint32_t head[MOE_HEAD_COUNT])
@@ -183,10 +183,10 @@ static void announce(struct moe_cpu_ep *ep, uint32_t peer, const uint32_t head[M
             if (place->slot[i] == peer)
                 moe_cpu_session_store(&counts[e], ep->stamp, count[e]);
     if (ep->batch.backward)
-        announce_facts(ep, peer);
-    uint64_t *words = moe_window_head_of(&s->layout, base, ep->parity, s->config.slot);
+        announce_params(ep, peer);
+    uint64_t *flags = moe_window_head_of(&s->layout, base, ep->parity, s->config.slot);
     for (uint32_t i = 0; i < MOE_HEAD_COUNT; i++)
-        moe_cpu_session_store(&words[i], ep->stamp, head[i]);
+        moe_cpu_session_store(&flags[i], ep->stamp, head[i]);
 }
 
 void moe_cpu_ep_store_done(struct moe_cpu_ep *ep)
@@ -196,7 +196,7 @@ void moe_cpu_ep_store_done(struct moe_cpu_ep *ep)
         if (moe_cpu_session_has_peer(s, p)) {
             moe_cpu_session_store(moe_window_done_of(&s->layout, s->window[p].base, s->config.slot),
                                   ep->stamp, 0);
-            moe_cpu_session_ring(s, p);
+            moe_cpu_session_wake(s, p);
         }
 }
 
@@ -213,9 +213,9 @@ struct moe_status moe_cpu_ep_await_done(struct moe_cpu_ep *ep)
     return moe_ok();
 }
 
-/* The step number has run through its bits: words of the first steps would look new again. All
- * slots come here at the same step, clear their own windows, and start over. */
-static struct moe_status wipe_words(struct moe_cpu_ep *ep)
+/* The step number has used all its bits: flags of the first steps would match new stamps. All
+ * slots call this at the same step, clear their windows, and restart at step 1. */
+static struct moe_status clear_flags(struct moe_cpu_ep *ep)
 {
     struct moe_session *s = ep->session;
     MOE_TRY(moe_cpu_session_barrier(s));
@@ -229,7 +229,7 @@ struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep, const struct moe_cpu
     struct moe_session *s = ep->session;
     MOE_TRY(moe_cpu_session_usable(s));
     MOE_TRY(plan(ep, batch));
-    moe_cpu_ep_give_rows(ep);
+    moe_cpu_ep_release_rows(ep);
     ep->received = false;
     ep->agreed = false;
     ep->refused = false;
@@ -238,11 +238,11 @@ struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep, const struct moe_cpu
         MOE_TRY(moe_cpu_ep_await_done(ep));
     }
     if (s->step == (UINT32_C(1) << MOE_WINDOW_STEP_BITS) - 1)
-        MOE_TRY(wipe_words(ep));
+        MOE_TRY(clear_flags(ep));
     ep->batch = *batch;
     ep->row_bytes = batch->layer->spec.hidden * moe_dtype_bytes(batch->dtype);
     ep->stride = moe_window_row_stride(batch->layer->spec.hidden, batch->dtype);
-    ep->pair_stride = batch->backward ? 2 * ep->stride : ep->stride;
+    ep->token_stride = batch->backward ? 2 * ep->stride : ep->stride;
     ep->gradient_stride = moe_window_gradient_stride(batch->layer->spec.hidden);
     s->step++;
     ep->stamp = moe_window_stamp(s->config.epoch, s->step);

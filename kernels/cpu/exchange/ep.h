@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Prepare, dispatch and combine on the CPU: tokens to the slots of their experts and back, through
- * the windows, as moe/window.h lays it out. Computes nothing but sums.
+ * the windows, as moe/window.h lays it out. The only computation here is sums.
  *
- * A pass is prepare, send, [agree,] receive, combine, in this order; a backward
- * pass moves two rows per token and is combined in fp32; all live slots must make
- * the same passes. A pass that ends before combine is closed by the next prepare. */
+ * A pass is prepare, send, [agree,] receive, combine, in this order. A backward pass moves two rows
+ * per token, and its combine is in fp32. All live slots must run the same passes. If a pass ends
+ * before combine, the next prepare closes it. */
 #ifndef MOE_CPU_EP_H
 #define MOE_CPU_EP_H
 
@@ -12,16 +12,16 @@
 
 struct moe_cpu_ep;
 
-/* What a backward pass tells all peers besides its rows. */
-struct moe_cpu_pass_facts {
-    uint32_t routed;       /* own tokens that went through the router */
+/* What this slot sends to all peers in a backward pass, in addition to rows. */
+struct moe_cpu_pass_params {
+    uint32_t routed;       /* local tokens that used the router */
     const uint32_t *loads; /* [E] their choices per expert */
     bool accumulate;       /* the same on all slots */
     float aux_coeff;       /* the same on all slots */
 };
 
-/* What the slots told each other. */
-struct moe_cpu_group_facts {
+/* The sums over all slots. */
+struct moe_cpu_group_params {
     uint64_t routed;
     const uint64_t *loads; /* [E] */
 };
@@ -33,62 +33,61 @@ struct moe_cpu_batch {
     uint32_t bucket, tokens;
     const void *x; /* [T, H] */
     bool backward;
-    const void *dy;                         /* [T, H]; backward only */
-    const struct moe_cpu_pass_facts *facts; /* backward only; NULL = nothing to tell */
-    const int32_t *ids;         /* [T, K]; < 0: this k is not routed; >= E: zero expert */
-    const float *weights;       /* [T, K] */
+    const void *dy;                           /* [T, H]; backward only */
+    const struct moe_cpu_pass_params *params; /* backward only; NULL = all zero */
+    const int32_t *ids;                       /* [T, K]; < 0: not routed; >= E: zero expert */
+    const float *weights;                     /* [T, K] */
     const uint8_t *token_state; /* [T] enum moe_token_state, or NULL = all MOE_TOKEN_OK */
-    bool no_memory;             /* this slot cannot: all are to refuse. T is 0 then */
+    bool no_memory;             /* this slot has no memory, so all slots refuse; T = 0 */
 };
 
 struct moe_status moe_cpu_ep_create(struct moe_session *session,
                                     struct moe_cpu_ep **out) MOE_CHECKED;
 void moe_cpu_ep_destroy(struct moe_cpu_ep *ep); /* NULL is ignored */
 
-/* Whether this session can run passes of this shape. Depends only on what is equal on all slots,
- * but for `tokens`. */
+/* Whether this session can run passes of this shape. Apart from `tokens`, the result is the same on
+ * all slots. */
 struct moe_status moe_cpu_ep_check(const struct moe_session *session, const struct moe_layer *layer,
                                    enum moe_dtype dtype, uint32_t bucket,
                                    uint32_t tokens) MOE_CHECKED;
 
-/* Decides where each (token, k) goes, and tells the peers how many rows to expect. */
+/* Decides where each (token, k) goes, and sends the counts of rows to the peers. */
 struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep,
                                      const struct moe_cpu_batch *batch) MOE_CHECKED;
-/* Moves the rows into the peers' windows. Waits for no one: other work may follow before receive.
- */
+/* Moves the rows into the peers' windows. Never waits: other work may follow before receive. */
 void moe_cpu_ep_send(struct moe_cpu_ep *ep);
-/* Waits until all slots have said what this pass is. Receive does it where nobody did before.
- * Errors: as of receive. facts: of a backward pass, valid until the next prepare; NULL is ignored.
- */
+/* Waits for the heads of all slots, which describe this pass. Receive calls it if needed. Errors:
+ * as of receive. params: of a backward pass, valid until the next prepare; NULL is ignored. */
 struct moe_status moe_cpu_ep_agree(struct moe_cpu_ep *ep,
-                                   struct moe_cpu_group_facts *facts) MOE_CHECKED;
+                                   struct moe_cpu_group_params *params) MOE_CHECKED;
 /* Waits for the peers' rows and puts all rows of local experts into `out`.
- * Errors: MOE_FAILED_PRECONDITION/SHAPE_MISMATCH when the slots do not agree on what this pass is,
- * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY when one has no memory for it; on all slots alike, and the
- * session stays usable then. After moe_cpu_ep_agree, OUT_OF_MEMORY says that this slot has none for
- * its rows: it may be tried again. */
+ * Errors: MOE_FAILED_PRECONDITION/SHAPE_MISMATCH if the slots run different passes,
+ * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY if a slot has no memory for the pass. Both are the same on
+ * all slots, and the session stays usable. After moe_cpu_ep_agree, OUT_OF_MEMORY means that this
+ * slot has no memory for its rows: the caller may try again. */
 struct moe_status moe_cpu_ep_receive(struct moe_cpu_ep *ep, struct moe_rows *out) MOE_CHECKED;
 /* After receive in a backward pass: dy of the received rows, [start[local], H]. */
 const void *moe_cpu_ep_dy_rows(const struct moe_cpu_ep *ep);
-/* Whether `batch` and `rows` are what the last receive was for. */
+/* Whether `batch` and `rows` belong to the last receive. */
 struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
                                        const struct moe_cpu_batch *batch,
                                        const struct moe_rows *rows) MOE_CHECKED;
-/* After receive. Sums the experts' rows per token, sends the sums home, and finishes the own
- * tokens: y [T,H] in the pass's dtype = base + sums in slot order, each rounded to that dtype, the
- * own one too, + zero experts' w * x, rounded once. base [T,H] or NULL = zeros. A token that is not
- * OK gets zeros. */
+/* After receive. Sums the experts' rows per token, returns the sums to the tokens' slots, and
+ * finishes the local tokens:
+ *   y [T,H] in the pass's dtype = base + sums in slot order + zero experts' w * x, rounded once
+ * Each sum is rounded to that dtype first, also this slot's. base [T,H] or NULL = zeros. A token
+ * that is not OK gets zeros. */
 struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_out,
                                      const float *base, void *y) MOE_CHECKED;
 
-/* The same of a backward pass: dx [T,H] f32 = the sums of dx_rows, in the same order, and of the
- * zero experts' w * dy; dweights [T,K] = each row's own value of dweight_rows, 0 where no row was.
- */
+/* The same for a backward pass: dx [T,H] f32 = sums of dx_rows in the same order + zero experts'
+ * w * dy, all in fp32. dweights [T,K] = the row's value of dweight_rows, x . dy for a zero expert,
+ * 0 if not routed. */
 struct moe_status moe_cpu_ep_combine_backward(struct moe_cpu_ep *ep, const float *dx_rows,
                                               const float *dweight_rows, float *dx,
                                               float *dweights) MOE_CHECKED;
 
-/* Whether the last pass since this was asked was refused by all slots. */
+/* Whether all slots refused the current pass; resets the answer to false. */
 bool moe_cpu_ep_take_refusal(struct moe_cpu_ep *ep);
 
 /* Rows computed on this slot in the current pass. */

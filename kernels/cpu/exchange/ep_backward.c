@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Combine of a backward pass: gradients of rows home through the windows, in fp32.
+/* Combine of a backward pass: returns gradients of rows through the windows, in fp32.
  *
- * The order of all sums is the forward pass's. A gradient of a routing weight belongs to one row,
- * so it travels as it is: behind the sum, in the order of the token's rows. */
+ * The order of all sums is that of the forward pass. The gradient of a routing weight belongs to
+ * one row, so it needs no sum. It travels behind the sum, in the order of the token's rows. */
 #include "cpu/exchange/ep_pass.h"
 
 static float *weights_of_partial(const struct moe_cpu_ep *ep, void *partial)
@@ -36,8 +36,7 @@ static float dot(enum moe_dtype dtype, const void *a, const void *b, uint32_t n)
     return (float)sum;
 }
 
-/* What came back from slot p for the own token t: adds its sum to dx, and puts the gradients of the
- * weights at their k. */
+/* Adds slot p's sum for the local token t to dx, and stores its gradients of weights at their k. */
 static void take_partial(const struct moe_cpu_ep *ep, uint32_t p, uint32_t t, float *dx,
                          float *dweights)
 {
@@ -104,5 +103,5 @@ struct moe_status moe_cpu_ep_combine_backward(struct moe_cpu_ep *ep, const float
     ep->dweight_rows = dweight_rows;
     ep->y = dx;
     ep->dweights = dweights;
-    return moe_cpu_ep_bring_home(ep, return_token, finish_item);
+    return moe_cpu_ep_run_combine(ep, return_token, finish_item);
 }

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Combine: sums of expert rows home through the windows, and the tokens finished there.
+/* Combine: sums expert rows per token, returns the sums through the windows, finishes the tokens.
  *
- * All sums are fp32 in one fixed order: rows of a token by k, then slots by number, so that the
- * same inputs give the same bits. The own slot's sum is rounded as those that travel are, so that
- * the bits do not depend on the slot that a token was given to. */
+ * All sums are fp32 in one fixed order: rows of a token by k, then slots by number. So the same
+ * inputs give the same bits. This slot's sum is rounded like a partial that travels, so the bits
+ * do not depend on the token's slot. */
 #include "cpu/exchange/ep_pass.h"
 
 struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
@@ -58,7 +58,7 @@ void moe_cpu_ep_add_row(enum moe_dtype dtype, const void *row, uint32_t c, uint3
         sum[j] += scale * moe_bf16_to_f32(from[j]);
 }
 
-/* One grain of the tokens of ep->source, summed here and sent home. */
+/* Sums one grain of the tokens of ep->source and returns the sums. */
 static void return_item(void *ctx, uint32_t item)
 {
     struct moe_cpu_ep *ep = ctx;
@@ -76,7 +76,7 @@ static void return_item(void *ctx, uint32_t item)
         moe_cpu_session_store(moe_window_returned_of(&s->layout, base, s->config.slot, t),
                               ep->stamp, rows->n);
     }
-    moe_cpu_session_ring(s, home);
+    moe_cpu_session_wake(s, home);
 }
 
 static void return_all(struct moe_cpu_ep *ep)
@@ -90,7 +90,7 @@ static void return_all(struct moe_cpu_ep *ep)
     moe_cpu_ep_store_done(ep);
 }
 
-/* Waits until every slot that works for tokens block_first .. block_end - 1 has returned them. */
+/* Waits for the partials of tokens block_first .. block_end - 1 from all slots that got them. */
 static struct moe_status await_block(struct moe_cpu_ep *ep)
 {
     struct moe_session *s = ep->session;
@@ -104,8 +104,8 @@ static struct moe_status await_block(struct moe_cpu_ep *ep)
     return moe_ok();
 }
 
-struct moe_status moe_cpu_ep_bring_home(struct moe_cpu_ep *ep, moe_cpu_ep_return_fn return_token,
-                                        void (*finish_item)(void *ctx, uint32_t item))
+struct moe_status moe_cpu_ep_run_combine(struct moe_cpu_ep *ep, moe_cpu_ep_return_fn return_token,
+                                         void (*finish_item)(void *ctx, uint32_t item))
 {
     ep->return_token = return_token;
     return_all(ep);
@@ -130,14 +130,14 @@ static void return_token(const struct moe_cpu_ep *ep, const struct token_rows *r
     }
 }
 
-/* What is left of the own partial once it has been stored as the peers' partials are. */
+/* Rounds this slot's partial to `dtype`, as stores of peers' partials do. */
 static void round_to(enum moe_dtype dtype, uint32_t n, float *sum)
 {
     for (uint32_t j = 0; dtype != MOE_DTYPE_F32 && j < n; j++)
         sum[j] = moe_bf16_to_f32(moe_f32_to_bf16(sum[j]));
 }
 
-/* Columns c .. c + n - 1 of one own token: base, then the slots in order, then zero experts. */
+/* Columns c .. c + n - 1 of one local token: base, then the slots in order, then zero experts. */
 static void finish_columns(const struct moe_cpu_ep *ep, uint32_t t, uint32_t c, uint32_t n)
 {
     const struct moe_session *s = ep->session;
@@ -194,5 +194,5 @@ struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_
     ep->expert_out = expert_out;
     ep->base = base;
     ep->y = y;
-    return moe_cpu_ep_bring_home(ep, return_token, finish_item);
+    return moe_cpu_ep_run_combine(ep, return_token, finish_item);
 }

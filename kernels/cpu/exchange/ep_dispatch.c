@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dispatch: rows out into the peers' windows, and from the own window into expert-major rows.
+/* Dispatch: rows into the peers' windows, and from this slot's window into expert-major rows.
  *
- * Waiting happens on the calling thread only, a block of tokens at a time; copying a block is
- * shared with the device's threads. What comes out of a window is checked before it is used as an
- * index: a peer that is wrong costs a step, never this process. */
+ * Only the calling thread waits, for a block of tokens at a time. The device's threads then copy
+ * the block. Values from a window are checked before they become an index: a faulty peer can fail
+ * a step, but not crash this process. */
 #include "cpu/exchange/ep_pass.h"
 
 static void send_token(struct moe_cpu_ep *ep, uint32_t peer, uint32_t t)
@@ -24,7 +24,7 @@ static void send_token(struct moe_cpu_ep *ep, uint32_t peer, uint32_t t)
                     .weight = b->weights[pair],
                     .k = k};
         }
-        uint8_t *to = moe_window_row_of(l, base, s->config.slot, t, ep->pair_stride);
+        uint8_t *to = moe_window_row_of(l, base, s->config.slot, t, ep->token_stride);
         memcpy(to, (const uint8_t *)b->x + t * ep->row_bytes, ep->row_bytes);
         if (b->backward)
             memcpy(to + ep->stride, (const uint8_t *)b->dy + t * ep->row_bytes, ep->row_bytes);
@@ -32,8 +32,8 @@ static void send_token(struct moe_cpu_ep *ep, uint32_t peer, uint32_t t)
     moe_cpu_session_store(moe_window_sent_of(l, base, s->config.slot, t), ep->stamp, n);
 }
 
-/* Item i: grain i / slots for the slot (own + 1 + i % slots), so that slots start with different
- * receivers and each receiver can start early. */
+/* Item i: grain i / slots for the slot (own + 1 + i % slots). Slots start with different receivers,
+ * so each receiver can start early. */
 static void send_item(void *ctx, uint32_t item)
 {
     struct moe_cpu_ep *ep = ctx;
@@ -45,27 +45,26 @@ static void send_item(void *ctx, uint32_t item)
     uint32_t end = smaller((grain + 1) * GRAIN, ep->batch.tokens);
     for (uint32_t t = grain * GRAIN; t < end; t++)
         send_token(ep, peer, t);
-    moe_cpu_session_ring(s, peer);
+    moe_cpu_session_wake(s, peer);
 }
 
 void moe_cpu_ep_send(struct moe_cpu_ep *ep)
 {
-    /* With no tokens there is still a head to be heard of. */
+    /* Without tokens the item still wakes the peer, for the head. */
     uint32_t grains = ep->batch.tokens == 0 ? 1 : grains_of(ep->batch.tokens);
     moe_cpu_parallel(ep->session->device, grains * ep->session->config.slots, send_item, ep);
 }
 
-/* Reads a peer's head; *differs says whether the peer is about to run something else, *cannot that
- * it has no memory. */
+/* Reads a peer's head. *differs: the peer runs another pass. *cannot: it has no memory. */
 static struct moe_status read_head(struct moe_cpu_ep *ep, uint32_t peer, bool *differs,
                                    bool *cannot)
 {
     struct moe_session *s = ep->session;
     uint32_t mine[MOE_HEAD_COUNT], theirs[MOE_HEAD_COUNT];
-    const uint64_t *words =
+    const uint64_t *flags =
         moe_window_head_of(&s->layout, moe_cpu_session_own(s), ep->parity, peer);
     for (uint32_t i = 0; i < MOE_HEAD_COUNT; i++)
-        MOE_TRY(moe_cpu_session_wait(s, &words[i], ep->stamp, peer, &theirs[i]));
+        MOE_TRY(moe_cpu_session_wait(s, &flags[i], ep->stamp, peer, &theirs[i]));
     moe_cpu_ep_fill_head(&ep->batch, mine);
     *differs = theirs[MOE_HEAD_TOKENS] > ep->batch.bucket;
     for (uint32_t i = MOE_HEAD_TOKENS + 1; i < MOE_HEAD_COUNT; i++)
@@ -75,45 +74,45 @@ static struct moe_status read_head(struct moe_cpu_ep *ep, uint32_t peer, bool *d
     return moe_ok();
 }
 
-/* Reads what a peer tells of a backward pass; adds its loads to the group's. */
-static struct moe_status read_facts(struct moe_cpu_ep *ep, uint32_t peer, bool *differs)
+/* Reads a peer's parameters of a backward pass; adds its loads to the group's. */
+static struct moe_status read_params(struct moe_cpu_ep *ep, uint32_t peer, bool *differs)
 {
     struct moe_session *s = ep->session;
     uint32_t mine[MOE_PASS_LOADS], theirs[MOE_PASS_LOADS], load;
-    const uint64_t *words =
+    const uint64_t *flags =
         moe_window_pass_of(&s->layout, moe_cpu_session_own(s), ep->parity, peer);
     for (uint32_t i = 0; i < MOE_PASS_LOADS; i++)
-        MOE_TRY(moe_cpu_session_wait(s, &words[i], ep->stamp, peer, &theirs[i]));
-    moe_cpu_ep_fill_facts(&ep->batch, mine);
+        MOE_TRY(moe_cpu_session_wait(s, &flags[i], ep->stamp, peer, &theirs[i]));
+    moe_cpu_ep_fill_params(&ep->batch, mine);
     for (uint32_t i = MOE_PASS_ROUTED + 1; i < MOE_PASS_LOADS; i++)
         *differs = *differs || theirs[i] != mine[i];
     for (uint32_t e = 0; e < ep->batch.layer->spec.experts; e++) {
-        MOE_TRY(moe_cpu_session_wait(s, &words[MOE_PASS_LOADS + e], ep->stamp, peer, &load));
+        MOE_TRY(moe_cpu_session_wait(s, &flags[MOE_PASS_LOADS + e], ep->stamp, peer, &load));
         ep->loads[e] += load;
     }
     ep->routed += theirs[MOE_PASS_ROUTED];
     return moe_ok();
 }
 
-/* The slots run the same kind of pass: so each has told its facts. */
-static struct moe_status gather_facts(struct moe_cpu_ep *ep, int *other)
+/* All heads are equal, so every slot has sent its parameters. */
+static struct moe_status gather_params(struct moe_cpu_ep *ep, int *other)
 {
     struct moe_session *s = ep->session;
-    const struct moe_cpu_pass_facts *own = ep->batch.facts;
+    const struct moe_cpu_pass_params *own = ep->batch.params;
     ep->routed = own != NULL ? own->routed : 0;
     for (uint32_t e = 0; e < ep->batch.layer->spec.experts; e++)
         ep->loads[e] = own != NULL ? own->loads[e] : 0;
     for (uint32_t p = 0; p < s->config.slots; p++) {
         bool differs = false;
         if (moe_cpu_session_has_peer(s, p))
-            MOE_TRY(read_facts(ep, p, &differs));
+            MOE_TRY(read_params(ep, p, &differs));
         if (differs && *other < 0)
             *other = (int)p;
     }
     return moe_ok();
 }
 
-/* The verdict that all slots have come to. */
+/* All slots refuse the pass: `other` runs a different one, or `unable` has no memory (-1: none). */
 static struct moe_status refuse(struct moe_cpu_ep *ep, int other, int unable)
 {
     ep->open = false;
@@ -126,8 +125,8 @@ static struct moe_status refuse(struct moe_cpu_ep *ep, int other, int unable)
                      ep->batch.layer->spec.layer, ep->batch.bucket);
 }
 
-/* All heads are read before the verdict, so that all slots reach the same one. */
-struct moe_status moe_cpu_ep_agree(struct moe_cpu_ep *ep, struct moe_cpu_group_facts *facts)
+/* Reads all heads before it decides, so all slots decide alike. */
+struct moe_status moe_cpu_ep_agree(struct moe_cpu_ep *ep, struct moe_cpu_group_params *params)
 {
     struct moe_session *s = ep->session;
     int other = -1, unable = -1;
@@ -142,22 +141,22 @@ struct moe_status moe_cpu_ep_agree(struct moe_cpu_ep *ep, struct moe_cpu_group_f
             unable = (int)p;
     }
     if (other < 0 && unable < 0 && ep->batch.backward)
-        MOE_TRY(gather_facts(ep, &other));
+        MOE_TRY(gather_params(ep, &other));
     if (other >= 0 || unable >= 0)
         return refuse(ep, other, unable);
     ep->agreed = true;
-    if (facts != NULL)
-        *facts = (struct moe_cpu_group_facts){.routed = ep->routed, .loads = ep->loads};
+    if (params != NULL)
+        *params = (struct moe_cpu_group_params){.routed = ep->routed, .loads = ep->loads};
     return moe_ok();
 }
 
-/* The rows that `source` sends for each local expert, into ep->limit for the moment. */
+/* Reads how many rows `source` sends for each local expert, into ep->limit. */
 static struct moe_status read_counts(struct moe_cpu_ep *ep, uint32_t source)
 {
     struct moe_session *s = ep->session;
     const struct moe_layer *layer = ep->batch.layer;
     size_t at = (size_t)source * s->layout.shape.max_experts;
-    const uint64_t *words =
+    const uint64_t *flags =
         moe_window_counts_of(&s->layout, moe_cpu_session_own(s), ep->parity, source);
     uint64_t sum = 0;
     for (uint32_t l = 0; l < layer->local_experts; l++) {
@@ -165,7 +164,7 @@ static struct moe_status read_counts(struct moe_cpu_ep *ep, uint32_t source)
         if (source == s->config.slot)
             ep->limit[at + l] = ep->count[at + e];
         else
-            MOE_TRY(moe_cpu_session_wait(s, &words[e], ep->stamp, source, &ep->limit[at + l]));
+            MOE_TRY(moe_cpu_session_wait(s, &flags[e], ep->stamp, source, &ep->limit[at + l]));
         sum += ep->limit[at + l];
     }
     if (sum > (uint64_t)ep->tokens_of[source] * layer->spec.router.top_k)
@@ -175,7 +174,7 @@ static struct moe_status read_counts(struct moe_cpu_ep *ep, uint32_t source)
 }
 
 /* All or nothing. */
-static struct moe_status take_rows(struct moe_cpu_ep *ep, size_t rows)
+static struct moe_status allocate_rows(struct moe_cpu_ep *ep, size_t rows)
 {
     struct moe_device *device = ep->session->device;
     struct moe_status st = moe_cpu_scratch_take(device, rows * ep->row_bytes, (void **)&ep->x);
@@ -184,7 +183,7 @@ static struct moe_status take_rows(struct moe_cpu_ep *ep, size_t rows)
     if (!moe_failed(&st))
         st = moe_cpu_scratch_take(device, rows * sizeof(float), (void **)&ep->weight);
     if (moe_failed(&st))
-        moe_cpu_ep_give_rows(ep);
+        moe_cpu_ep_release_rows(ep);
     return st;
 }
 
@@ -215,10 +214,10 @@ static struct moe_status lay_out_rows(struct moe_cpu_ep *ep)
     }
     ep->start[local] = at;
     ep->row_used = 0;
-    return take_rows(ep, at);
+    return allocate_rows(ep, at);
 }
 
-/* Gives the next row of `expert` to a token of `source`; false when the source has no more. */
+/* Assigns the next row of `expert` to a token of `source`; false if no announced row is left. */
 static bool assign_row(struct moe_cpu_ep *ep, uint32_t source, uint32_t expert, float weight)
 {
     const struct moe_layer *layer = ep->batch.layer;
@@ -273,7 +272,7 @@ static void copy_token_rows(const struct moe_cpu_ep *ep, uint32_t t)
         dy = ep->dy != NULL ? (const uint8_t *)ep->batch.dy + t * ep->row_bytes : NULL;
     } else {
         from =
-            moe_window_row_of(&s->layout, moe_cpu_session_own(s), ep->source, t, ep->pair_stride);
+            moe_window_row_of(&s->layout, moe_cpu_session_own(s), ep->source, t, ep->token_stride);
         dy = from + ep->stride;
     }
     for (uint32_t i = 0; i < rows->n; i++) {
@@ -302,9 +301,9 @@ static struct moe_status receive_block(struct moe_cpu_ep *ep)
         if (source == s->config.slot) {
             good = assign_own_token(ep, t);
         } else {
-            const uint64_t *word =
+            const uint64_t *flag =
                 moe_window_sent_of(&s->layout, moe_cpu_session_own(s), source, t);
-            MOE_TRY(moe_cpu_session_wait(s, word, ep->stamp, source, &n));
+            MOE_TRY(moe_cpu_session_wait(s, flag, ep->stamp, source, &n));
             good = assign_peer_token(ep, source, t, n);
         }
         if (!good)
@@ -315,7 +314,7 @@ static struct moe_status receive_block(struct moe_cpu_ep *ep)
     return moe_ok();
 }
 
-/* Own rows first, then the peers in the order in which they send to this slot. */
+/* This slot's rows first, then the peers in the order in which they send to this slot. */
 static struct moe_status receive_all(struct moe_cpu_ep *ep)
 {
     struct moe_session *s = ep->session;

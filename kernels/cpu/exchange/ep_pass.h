@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What ep.c, ep_dispatch.c and ep_combine.c share: the tables of a pass. Internal to them. */
+/* The tables of a pass. Internal to ep.c, ep_dispatch.c, ep_combine.c and ep_backward.c. */
 #ifndef MOE_CPU_EP_PASS_H
 #define MOE_CPU_EP_PASS_H
 
@@ -7,8 +7,8 @@
 #include "cpu/exchange/session.h"
 
 enum {
-    BLOCK = 256,     /* tokens waited for before their rows are copied or summed */
-    SUM_CHUNK = 512, /* floats of a row summed at a time: stays in the first-level cache */
+    BLOCK = 256,     /* tokens to wait for before their rows are copied or summed */
+    SUM_CHUNK = 512, /* floats of a row summed at a time: fits the L1 cache */
     GRAIN = 32,      /* tokens that one thread copies or sums at a time */
 };
 
@@ -24,37 +24,37 @@ struct moe_cpu_ep {
     struct moe_cpu_batch batch;
     uint64_t stamp;
     uint32_t parity;
-    bool open;     /* a pass has begun and its done words have not been stored */
-    bool agreed;   /* all slots have said that they run the same pass */
-    bool received; /* the pass can be combined */
+    bool open;     /* a pass has begun and is not closed */
+    bool agreed;   /* all slots run the same pass */
+    bool received; /* combine can run */
     bool refused;  /* all slots have refused the pass */
     size_t row_bytes;
     size_t stride;          /* of x in the windows, dy behind it; of partials in a forward pass */
-    size_t pair_stride;     /* from token to token: x, and dy in a backward pass */
+    size_t token_stride;    /* of the rows of a token in the windows: x, and dy if backward */
     size_t gradient_stride; /* of partials in a backward pass */
 
-    /* Sending side, by own token. */
-    uint8_t *target;  /* [max_tokens * max_top_k] slot of each (t, k), or one that does not exist */
+    /* Sending side, by local token. */
+    uint8_t *target;  /* [max_tokens * max_top_k] slot of each (t, k), or NO_SLOT */
     uint16_t *wanted; /* [max_tokens] bit p: slot p gets the token's row */
     uint32_t *count;  /* [slots][max_experts] rows for each expert on each slot */
 
     /* Receiving side. */
     uint32_t tokens_of[MOE_MAX_SLOTS];
-    uint32_t *start;  /* [max_experts + 1] first row of each local expert; the last: rows in use */
+    uint32_t *start;  /* [max_experts + 1] first row of each local expert; then the rows in use */
     uint32_t *rows;   /* [max_experts] rows of each local expert */
-    uint32_t *cursor; /* [slots][max_experts] where the source's next row for the expert goes */
-    uint32_t *limit;  /* [slots][max_experts] and where it must stop */
+    uint32_t *cursor; /* [slots][max_experts] the source's next row of the expert */
+    uint32_t *limit;  /* [slots][max_experts] the end of its rows */
     struct token_rows *of_token; /* [slots][max_tokens] */
-    uint32_t *row; /* [slots * max_tokens * max_top_k] row numbers that of_token points into */
+    uint32_t *row; /* [slots * max_tokens * max_top_k] row numbers, indexed by of_token */
     uint32_t row_used;
     uint64_t row_total;
     uint8_t *x;      /* [start[local], H] of the pass's dtype; scratch of the device */
     uint8_t *dy;     /* the same, backward only */
-    float *weight;   /* [start[local]]; the same */
+    float *weight;   /* [start[local]]; scratch too */
     uint64_t *loads; /* [max_experts] choices of the group's routed tokens; backward only */
     uint64_t routed; /* such tokens in the group */
 
-    /* Arguments of the loops that are shared among threads. */
+    /* Arguments of the parallel loops. */
     uint32_t source, block_first, block_end;
     void (*return_token)(const struct moe_cpu_ep *, const struct token_rows *, void *partial);
     const float *expert_out, *base;
@@ -86,13 +86,13 @@ static inline uint32_t grain_of_block(const struct moe_cpu_ep *ep, uint32_t item
     return first;
 }
 
-/* Gives x, dy and weight of the rows back; where there are none, nothing. */
-void moe_cpu_ep_give_rows(struct moe_cpu_ep *ep);
+/* Releases x, dy and weight of the rows, if any. */
+void moe_cpu_ep_release_rows(struct moe_cpu_ep *ep);
 
-/* This pass as a head: what must be the same on all slots, and the own number of tokens. */
+/* Fills the head of this pass. */
 void moe_cpu_ep_fill_head(const struct moe_cpu_batch *batch, uint32_t head[MOE_HEAD_COUNT]);
-/* What a backward pass tells besides; the loads follow. */
-void moe_cpu_ep_fill_facts(const struct moe_cpu_batch *batch, uint32_t words[MOE_PASS_LOADS]);
+/* Fills the flags of enum moe_window_pass, without the loads. */
+void moe_cpu_ep_fill_params(const struct moe_cpu_batch *batch, uint32_t flags[MOE_PASS_LOADS]);
 
 /* Sums of rows, in ep_combine.c: sum[0 .. n-1] = columns c .. of the token's local rows, added in k
  * order; sum[j] += scale * row[c + j]. */
@@ -100,18 +100,18 @@ void moe_cpu_ep_sum_rows(const struct moe_cpu_ep *ep, const struct token_rows *r
                          uint32_t n, float *sum);
 void moe_cpu_ep_add_row(enum moe_dtype dtype, const void *row, uint32_t c, uint32_t n, float scale,
                         float *sum);
-/* The order of every combine, in ep_combine.c: all tokens of the peers are summed and sent home,
- * then the own ones are finished, a block at a time as they come back; closes the pass.
- * return_token writes one token's partial, whose rows (at least one) are here. finish_item is an
- * item of moe_cpu_parallel over the tokens of the current block. */
+/* The order of every combine, in ep_combine.c: sums all tokens of the peers and returns the sums.
+ * Then finishes the local tokens, a block at a time as partials arrive, and closes the pass.
+ * return_token writes the partial of a token that has at least one row here. finish_item is an item
+ * of moe_cpu_parallel over the tokens of the current block. */
 typedef void (*moe_cpu_ep_return_fn)(const struct moe_cpu_ep *ep, const struct token_rows *rows,
                                      void *partial);
-struct moe_status moe_cpu_ep_bring_home(struct moe_cpu_ep *ep, moe_cpu_ep_return_fn return_token,
-                                        void (*finish_item)(void *ctx, uint32_t item)) MOE_CHECKED;
+struct moe_status moe_cpu_ep_run_combine(struct moe_cpu_ep *ep, moe_cpu_ep_return_fn return_token,
+                                         void (*finish_item)(void *ctx, uint32_t item)) MOE_CHECKED;
 
-/* From here on the peers may overwrite what this pass received. */
+/* Stores done: from here on the peers may overwrite the rows of this pass. */
 void moe_cpu_ep_store_done(struct moe_cpu_ep *ep);
-/* Waits until all peers have said the same; closes the pass. */
+/* Waits for done from all peers; closes the pass. */
 struct moe_status moe_cpu_ep_await_done(struct moe_cpu_ep *ep) MOE_CHECKED;
 
 #endif

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sockets between slots: meeting, watching, taking leave; see peers.h. Owns no window.
+/* Sockets between slots: connecting, watching, leaving; see peers.h.
  *
- * Slot s connects to all lower slots and accepts all higher ones, so each pair meets once and no
- * order of arrival can deadlock: a listener exists before its card is known to anyone. */
+ * Slot s connects to all lower slots and accepts all higher ones, so each pair connects once. No
+ * order of arrival can deadlock, because a slot listens before it publishes its endpoint. */
 #include "cpu/exchange/peers.h"
 
 #include "base/clock.h"
@@ -19,32 +19,32 @@
 #include <unistd.h>
 
 enum {
-    MAX_STRANGERS = 2 * MOE_MAX_SLOTS, /* accepted sockets that have not said who they are */
+    MAX_PENDING = 2 * MOE_MAX_SLOTS, /* accepted sockets that have not sent a hello */
 };
 
 struct moe_cpu_peers {
     uint32_t slot;
-    uint64_t live; /* the own bit is set */
-    struct moe_cpu_card card;
-    int listener;          /* -1 once all have met */
-    int fd[MOE_MAX_SLOTS]; /* to each peer, -1 where there is none */
+    uint64_t live; /* this slot's bit is set */
+    struct moe_cpu_endpoint endpoint;
+    int listener;          /* -1 once all are connected */
+    int fd[MOE_MAX_SLOTS]; /* to each peer; -1 = none */
     int stop;              /* eventfd that ends the watcher, -1 without one */
     bool watching;
     pthread_t watcher;
     void (*changed)(void *ctx);
     void *ctx;
-    uint64_t lost, gone; /* atomic */
+    uint64_t lost, left; /* atomic */
     int first_lost;      /* atomic; -1 until a slot is lost */
 };
 
 struct hello {
     uint32_t slot;      /* of the sender */
-    uint8_t secret[32]; /* of the receiver's card */
+    uint8_t secret[32]; /* of the receiver's endpoint */
 };
 
-/* The one message after hello: slots the sender gave up; 0 is a goodbye in good order. */
-struct verdict {
-    uint64_t blamed;
+/* The only message after hello: slots that the sender lost; 0 = the sender leaves in order. */
+struct notice {
+    uint64_t lost;
 };
 
 static uint64_t bit(uint32_t slot)
@@ -57,28 +57,28 @@ static struct moe_status os_error(const char *what)
     return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "%s: %s", what, strerror(errno));
 }
 
-/* Length of an abstract address: the leading zero byte counts, nothing follows the name. */
-static socklen_t abstract_address(const struct moe_cpu_card *card, struct sockaddr_un *out)
+/* Returns the length of the address: the leading zero byte counts, nothing follows the name. */
+static socklen_t abstract_address(const struct moe_cpu_endpoint *endpoint, struct sockaddr_un *out)
 {
     *out = (struct sockaddr_un){.sun_family = AF_UNIX};
-    memcpy(out->sun_path + 1, card->name, sizeof card->name);
-    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + sizeof card->name);
+    memcpy(out->sun_path + 1, endpoint->name, sizeof endpoint->name);
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + sizeof endpoint->name);
 }
 
-static struct moe_status draw_card(struct moe_cpu_card *card)
+static struct moe_status make_endpoint(struct moe_cpu_endpoint *endpoint)
 {
     static const char digits[] = "0123456789abcdef";
-    uint8_t raw[sizeof card->name + sizeof card->secret];
+    uint8_t raw[sizeof endpoint->name + sizeof endpoint->secret];
     if (getrandom(raw, sizeof raw, 0) != (ssize_t)sizeof raw)
         return os_error("no random bytes for a session");
-    for (size_t i = 0; i < sizeof card->name; i++)
-        card->name[i] = digits[raw[i] & 15];
-    memcpy(card->secret, raw + sizeof card->name, sizeof card->secret);
+    for (size_t i = 0; i < sizeof endpoint->name; i++)
+        endpoint->name[i] = digits[raw[i] & 15];
+    memcpy(endpoint->secret, raw + sizeof endpoint->name, sizeof endpoint->secret);
     return moe_ok();
 }
 
 struct moe_status moe_cpu_peers_listen(uint32_t slot, uint64_t live, struct moe_cpu_peers **out,
-                                       struct moe_cpu_card *card)
+                                       struct moe_cpu_endpoint *endpoint)
 {
     struct moe_cpu_peers *p = calloc(1, sizeof *p);
     if (p == NULL)
@@ -93,22 +93,22 @@ struct moe_status moe_cpu_peers_listen(uint32_t slot, uint64_t live, struct moe_
     p->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     struct moe_status st = p->listener < 0 ? os_error("cannot make a socket") : moe_ok();
     if (!moe_failed(&st))
-        st = draw_card(&p->card);
+        st = make_endpoint(&p->endpoint);
     struct sockaddr_un address;
-    socklen_t length = abstract_address(&p->card, &address);
+    socklen_t length = abstract_address(&p->endpoint, &address);
     if (!moe_failed(&st) && (bind(p->listener, (struct sockaddr *)&address, length) != 0 ||
-                             listen(p->listener, MAX_STRANGERS) != 0))
+                             listen(p->listener, MAX_PENDING) != 0))
         st = os_error("cannot listen for the other slots");
     if (moe_failed(&st)) {
         moe_cpu_peers_close(p);
         return st;
     }
-    *card = p->card;
+    *endpoint = p->endpoint;
     *out = p;
     return moe_ok();
 }
 
-/* ------------------------------------------------------------------ meeting */
+/* ------------------------------------------------------------------ connecting */
 
 union descriptor_message {
     struct cmsghdr align;
@@ -132,7 +132,7 @@ static bool send_hello(int to, const struct hello *h, int window_fd)
     return sendmsg(to, &m, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof *h;
 }
 
-/* The descriptor that came with a whole hello, or -1; nothing is left open then. */
+/* The descriptor that came with a whole hello, or -1 with nothing left open. */
 static int receive_hello(int from, struct hello *h)
 {
     struct iovec part = {.iov_base = h, .iov_len = sizeof *h};
@@ -161,7 +161,7 @@ static bool same_user(int fd)
     return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
 }
 
-/* Comparison in constant time: the secret is the only thing that keeps strangers out. */
+/* Comparison in constant time: only the secret keeps other processes of this user out. */
 static bool secret_matches(const uint8_t *a, const uint8_t *b)
 {
     unsigned differ = 0;
@@ -170,19 +170,19 @@ static bool secret_matches(const uint8_t *a, const uint8_t *b)
     return differ == 0;
 }
 
-static struct hello hello_to(const struct moe_cpu_peers *p, const struct moe_cpu_card *card)
+static struct hello hello_to(const struct moe_cpu_peers *p, const struct moe_cpu_endpoint *endpoint)
 {
     struct hello h = {.slot = p->slot};
-    memcpy(h.secret, card->secret, sizeof h.secret);
+    memcpy(h.secret, endpoint->secret, sizeof h.secret);
     return h;
 }
 
-static struct moe_status call_slot(struct moe_cpu_peers *p, uint32_t slot,
-                                   const struct moe_cpu_card *card, int window_fd)
+static struct moe_status connect_slot(struct moe_cpu_peers *p, uint32_t slot,
+                                      const struct moe_cpu_endpoint *endpoint, int window_fd)
 {
     struct sockaddr_un address;
-    socklen_t length = abstract_address(card, &address);
-    struct hello h = hello_to(p, card);
+    socklen_t length = abstract_address(endpoint, &address);
+    struct hello h = hello_to(p, endpoint);
     p->fd[slot] = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (p->fd[slot] < 0)
         return os_error("cannot make a socket");
@@ -192,28 +192,28 @@ static struct moe_status call_slot(struct moe_cpu_peers *p, uint32_t slot,
     return moe_ok();
 }
 
-/* The meeting while it lasts. */
-struct meeting {
+/* The state of moe_cpu_peers_connect. */
+struct connecting {
     struct moe_cpu_peers *peers;
-    const struct moe_cpu_card *cards;
+    const struct moe_cpu_endpoint *endpoints;
     int window_fd;
-    int *fds;                    /* windows that came, by slot */
-    int stranger[MAX_STRANGERS]; /* accepted, silent so far */
-    uint32_t strangers;
+    int *fds;                 /* received windows, by slot */
+    int pending[MAX_PENDING]; /* accepted, no hello so far */
+    uint32_t pending_count;
 };
 
-static void greet_stranger(struct meeting *m, uint32_t index)
+static void verify_pending(struct connecting *m, uint32_t index)
 {
     struct moe_cpu_peers *p = m->peers;
-    int fd = m->stranger[index];
-    m->stranger[index] = m->stranger[--m->strangers];
+    int fd = m->pending[index];
+    m->pending[index] = m->pending[--m->pending_count];
     struct hello h;
     int window = receive_hello(fd, &h);
     bool welcome = window >= 0 && h.slot > p->slot && h.slot < MOE_MAX_SLOTS &&
                    (p->live & bit(h.slot)) && p->fd[h.slot] < 0 &&
-                   secret_matches(h.secret, p->card.secret);
+                   secret_matches(h.secret, p->endpoint.secret);
     if (welcome) {
-        struct hello answer = hello_to(p, &m->cards[h.slot]);
+        struct hello answer = hello_to(p, &m->endpoints[h.slot]);
         welcome = send_hello(fd, &answer, m->window_fd);
     }
     if (!welcome) {
@@ -226,27 +226,27 @@ static void greet_stranger(struct meeting *m, uint32_t index)
     m->fds[h.slot] = window;
 }
 
-static void accept_strangers(struct meeting *m)
+static void accept_pending(struct connecting *m)
 {
-    while (m->strangers < MAX_STRANGERS) {
+    while (m->pending_count < MAX_PENDING) {
         int fd = accept4(m->peers->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (fd < 0)
             return;
         if (same_user(fd))
-            m->stranger[m->strangers++] = fd;
+            m->pending[m->pending_count++] = fd;
         else
             close(fd);
     }
 }
 
-static struct moe_status take_answer(struct meeting *m, uint32_t slot)
+static struct moe_status read_answer(struct connecting *m, uint32_t slot)
 {
     struct hello h;
     int window = receive_hello(m->peers->fd[slot], &h);
     if (window < 0)
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST,
                          "slot %u went away while the session formed", slot);
-    if (h.slot != slot || !secret_matches(h.secret, m->peers->card.secret)) {
+    if (h.slot != slot || !secret_matches(h.secret, m->peers->endpoint.secret)) {
         close(window);
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_NONE,
                          "slot %u could not prove that it belongs to the session", slot);
@@ -255,41 +255,41 @@ static struct moe_status take_answer(struct meeting *m, uint32_t slot)
     return moe_ok();
 }
 
-/* Waits for one round of news and takes it. */
-static struct moe_status meet_some(struct meeting *m, uint64_t missing, uint64_t deadline_ns)
+/* Waits for events on the sockets and handles them once. */
+static struct moe_status handle_events(struct connecting *m, uint64_t missing, uint64_t deadline_ns)
 {
-    struct pollfd set[1 + MAX_STRANGERS + MOE_MAX_SLOTS];
-    uint32_t from[MOE_MAX_SLOTS], calls = 0;
+    struct pollfd set[1 + MAX_PENDING + MOE_MAX_SLOTS];
+    uint32_t from[MOE_MAX_SLOTS], answers = 0;
     struct moe_cpu_peers *p = m->peers;
-    uint32_t strangers = m->strangers;
+    uint32_t pending_count = m->pending_count;
     set[0] = (struct pollfd){.fd = p->listener, .events = POLLIN};
-    for (uint32_t i = 0; i < strangers; i++)
-        set[1 + i] = (struct pollfd){.fd = m->stranger[i], .events = POLLIN};
+    for (uint32_t i = 0; i < pending_count; i++)
+        set[1 + i] = (struct pollfd){.fd = m->pending[i], .events = POLLIN};
     for (uint32_t s = 0; s < p->slot; s++)
         if (missing & bit(s)) {
-            set[1 + strangers + calls] = (struct pollfd){.fd = p->fd[s], .events = POLLIN};
-            from[calls++] = s;
+            set[1 + pending_count + answers] = (struct pollfd){.fd = p->fd[s], .events = POLLIN};
+            from[answers++] = s;
         }
     uint64_t now = moe_clock_ns();
     if (now >= deadline_ns)
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %d did not join in time",
                          __builtin_ctzll(missing));
     int wait_ms = (int)((deadline_ns - now) / MOE_NS_PER_MS) + 1;
-    if (poll(set, 1 + strangers + calls, wait_ms) < 0)
+    if (poll(set, 1 + pending_count + answers, wait_ms) < 0)
         return errno == EINTR ? moe_ok() : os_error("cannot wait for the other slots");
-    for (uint32_t i = 0; i < calls; i++)
-        if (set[1 + strangers + i].revents)
-            MOE_TRY(take_answer(m, from[i]));
-    /* From the last: greeting moves the last stranger into the freed place. */
-    for (uint32_t i = strangers; i-- > 0;)
+    for (uint32_t i = 0; i < answers; i++)
+        if (set[1 + pending_count + i].revents)
+            MOE_TRY(read_answer(m, from[i]));
+    /* From the last: verify_pending moves the last socket into the free place. */
+    for (uint32_t i = pending_count; i-- > 0;)
         if (set[1 + i].revents)
-            greet_stranger(m, i);
+            verify_pending(m, i);
     if (set[0].revents)
-        accept_strangers(m);
+        accept_pending(m);
     return moe_ok();
 }
 
-static uint64_t still_missing(const struct meeting *m)
+static uint64_t still_missing(const struct connecting *m)
 {
     uint64_t missing = 0;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
@@ -298,21 +298,22 @@ static uint64_t still_missing(const struct meeting *m)
     return missing;
 }
 
-struct moe_status moe_cpu_peers_meet(struct moe_cpu_peers *p, const struct moe_cpu_card *cards,
-                                     int window_fd, uint64_t deadline_ns, int fds[MOE_MAX_SLOTS])
+struct moe_status moe_cpu_peers_connect(struct moe_cpu_peers *p,
+                                        const struct moe_cpu_endpoint *endpoints, int window_fd,
+                                        uint64_t deadline_ns, int fds[MOE_MAX_SLOTS])
 {
-    struct meeting m = {.peers = p, .cards = cards, .window_fd = window_fd, .fds = fds};
+    struct connecting m = {.peers = p, .endpoints = endpoints, .window_fd = window_fd, .fds = fds};
     struct moe_status st = moe_ok();
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         fds[s] = -1;
     for (uint32_t s = 0; s < p->slot; s++)
         if (p->live & bit(s))
-            MOE_TRY_GOTO(st, call_slot(p, s, &cards[s], window_fd), out);
+            MOE_TRY_GOTO(st, connect_slot(p, s, &endpoints[s], window_fd), out);
     for (uint64_t missing; (missing = still_missing(&m)) != 0;)
-        MOE_TRY_GOTO(st, meet_some(&m, missing, deadline_ns), out);
+        MOE_TRY_GOTO(st, handle_events(&m, missing, deadline_ns), out);
 out:
-    for (uint32_t i = 0; i < m.strangers; i++)
-        close(m.stranger[i]);
+    for (uint32_t i = 0; i < m.pending_count; i++)
+        close(m.pending[i]);
     close(p->listener);
     p->listener = -1;
     for (uint32_t s = 0; moe_failed(&st) && s < MOE_MAX_SLOTS; s++)
@@ -325,7 +326,7 @@ out:
 
 /* ----------------------------------------------------------------- watching */
 
-static void mark(struct moe_cpu_peers *p, uint64_t *mask, uint64_t slots)
+static void add_slots(struct moe_cpu_peers *p, uint64_t *mask, uint64_t slots)
 {
     if (slots == 0)
         return;
@@ -337,24 +338,24 @@ static void mark(struct moe_cpu_peers *p, uint64_t *mask, uint64_t slots)
     __atomic_fetch_or(mask, slots, __ATOMIC_ACQ_REL);
 }
 
-/* True while the socket may have more to say. */
-static bool hear(struct moe_cpu_peers *p, uint32_t slot)
+/* Reads one notice. False when the socket is closed. */
+static bool read_notice(struct moe_cpu_peers *p, uint32_t slot)
 {
-    struct verdict v;
+    struct notice v;
     ssize_t n = recv(p->fd[slot], &v, sizeof v, MSG_DONTWAIT);
-    if (n < 0 && errno == ECONNRESET) /* told once, before what the peer had said: ask again */
+    if (n < 0 && errno == ECONNRESET) /* reported once, before data: read again */
         n = recv(p->fd[slot], &v, sizeof v, MSG_DONTWAIT);
     if (n < 0 && (errno == EAGAIN || errno == EINTR))
         return true;
     if (n == (ssize_t)sizeof v) {
-        /* Who gives up this slot, or leaves, is not there for it any longer. */
-        if (v.blamed == 0 || (v.blamed & bit(p->slot)))
-            mark(p, &p->gone, bit(slot));
-        mark(p, &p->lost, v.blamed & p->live & ~bit(p->slot));
+        /* A peer that leaves, or that lost this slot, serves this slot no more. */
+        if (v.lost == 0 || (v.lost & bit(p->slot)))
+            add_slots(p, &p->left, bit(slot));
+        add_slots(p, &p->lost, v.lost & p->live & ~bit(p->slot));
         return true;
     }
-    if (!(moe_cpu_peers_gone(p) & bit(slot)))
-        mark(p, &p->lost, bit(slot));
+    if (!(moe_cpu_peers_left(p) & bit(slot)))
+        add_slots(p, &p->lost, bit(slot));
     return false;
 }
 
@@ -371,11 +372,11 @@ static void *watch(void *arg)
         }
     for (;;) {
         if (poll(set, n, -1) < 0)
-            continue; /* EINTR; any other error would be a bad argument */
+            continue; /* EINTR; other errors are bad arguments */
         if (set[0].revents)
             return NULL;
         for (uint32_t i = 1; i < n; i++)
-            if (set[i].revents && !hear(p, from[i]))
+            if (set[i].revents && !read_notice(p, from[i]))
                 set[i].fd = -1; /* poll skips it from now on */
         p->changed(p->ctx);
     }
@@ -401,9 +402,9 @@ uint64_t moe_cpu_peers_lost(const struct moe_cpu_peers *p)
     return __atomic_load_n(&p->lost, __ATOMIC_ACQUIRE);
 }
 
-uint64_t moe_cpu_peers_gone(const struct moe_cpu_peers *p)
+uint64_t moe_cpu_peers_left(const struct moe_cpu_peers *p)
 {
-    return __atomic_load_n(&p->gone, __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&p->left, __ATOMIC_ACQUIRE);
 }
 
 int moe_cpu_peers_first_lost(const struct moe_cpu_peers *p)
@@ -411,19 +412,19 @@ int moe_cpu_peers_first_lost(const struct moe_cpu_peers *p)
     return __atomic_load_n(&p->first_lost, __ATOMIC_ACQUIRE);
 }
 
-/* A peer that cannot take the message is dead or will see the socket close. */
-static void tell_all(struct moe_cpu_peers *p, uint64_t blamed)
+/* Errors do not matter: such a peer is dead, or it will see the socket close. */
+static void send_notice(struct moe_cpu_peers *p, uint64_t lost)
 {
-    struct verdict v = {.blamed = blamed};
+    struct notice v = {.lost = lost};
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         if (p->fd[s] >= 0)
             (void)send(p->fd[s], &v, sizeof v, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
-void moe_cpu_peers_blame(struct moe_cpu_peers *p, uint64_t slots)
+void moe_cpu_peers_report_lost(struct moe_cpu_peers *p, uint64_t slots)
 {
-    mark(p, &p->lost, slots & ~bit(p->slot));
-    tell_all(p, slots);
+    add_slots(p, &p->lost, slots & ~bit(p->slot));
+    send_notice(p, slots);
 }
 
 void moe_cpu_peers_close(struct moe_cpu_peers *p)
@@ -431,7 +432,7 @@ void moe_cpu_peers_close(struct moe_cpu_peers *p)
     if (p == NULL)
         return;
     if (p->watching) {
-        tell_all(p, 0);
+        send_notice(p, 0);
         uint64_t one = 1;
         while (write(p->stop, &one, sizeof one) < 0 && errno == EINTR)
             continue;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Waiting inside a session, and the small exchange; see session.h. Knows windows and peers, and
- * nothing of layers or rows.
+/* Waiting inside a session, and the small exchange; see session.h. Uses windows and peers, not
+ * layers or rows.
  *
- * Every wait is on one word in the own window. It first looks, then yields the processor, then
- * sleeps on the window's bell, and at each turn checks for an abort, for lost peers and for its
- * budget. Data that is there counts even when its writer has just died. */
+ * Every wait is for one flag in this slot's window. It first spins, then yields the processor, then
+ * sleeps on the window's wake_count. After the spins, each try checks for an abort, for lost peers
+ * and for the end of the budget. A flag that has arrived counts even if its writer has died. */
 #include "cpu/exchange/session.h"
 
 #include "base/clock.h"
@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 enum {
-    SLEEP_MS = 20, /* longest sleep: a lost wake-up or a stopped peer costs no more than this */
+    SLEEP_MS = 20, /* longest sleep: bounds the cost of a lost wake-up or a stopped peer */
 };
 
 /* ------------------------------------------------------------------ waiting */
@@ -27,21 +27,21 @@ static struct moe_window_header *header_of(const struct moe_session *s, uint32_t
     return (void *)s->window[slot].base;
 }
 
-static void ring(struct moe_window_header *h)
+static void wake(struct moe_window_header *h)
 {
     __atomic_fetch_add(&h->wake_count, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&h->sleepers, __ATOMIC_SEQ_CST) != 0)
         syscall(SYS_futex, &h->wake_count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-void moe_cpu_session_ring(struct moe_session *s, uint32_t slot)
+void moe_cpu_session_wake(struct moe_session *s, uint32_t slot)
 {
-    ring(header_of(s, slot));
+    wake(header_of(s, slot));
 }
 
-static bool word_ready(const uint64_t *word, uint64_t stamp, uint32_t *value)
+static bool flag_ready(const uint64_t *flag, uint64_t stamp, uint32_t *value)
 {
-    uint64_t w = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    uint64_t w = __atomic_load_n(flag, __ATOMIC_ACQUIRE);
     if (moe_window_flag_stamp(w) != stamp)
         return false;
     *value = moe_window_flag_value(w);
@@ -54,28 +54,28 @@ static struct moe_status peer_lost(struct moe_session *s, uint32_t slot, const c
     return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u %s", slot, how);
 }
 
-/* Why a wait for `slot` cannot succeed any more, or success. A step needs all slots, so any lost
- * slot ends it; one that left in good order is only missed when something of it is. */
-static struct moe_status hopeless(struct moe_session *s, uint32_t slot)
+/* The error that ends a wait for `slot`, or success. A step needs all slots, so any lost slot ends
+ * the wait. A slot that left in order ends only waits for itself. */
+static struct moe_status check_waiting(struct moe_session *s, uint32_t slot)
 {
     if (__atomic_load_n(&s->aborted, __ATOMIC_ACQUIRE))
         return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "the session was aborted");
     if (moe_cpu_peers_lost(s->peers) != 0)
         return peer_lost(s, (uint32_t)moe_cpu_peers_first_lost(s->peers), "was lost");
-    if (moe_cpu_peers_gone(s->peers) >> slot & 1)
+    if (moe_cpu_peers_left(s->peers) >> slot & 1)
         return peer_lost(s, slot, "has left the session");
     return moe_ok();
 }
 
-/* The slot that really holds `slot` up: follows who waits for whom through the windows, as far as
- * the waiting slots are seen to be alive. */
-static uint32_t culprit(const struct moe_session *s, uint32_t slot)
+/* The slot that blocks `slot`: follows the `waiting` fields of the windows from slot to slot, as
+ * long as they are recent. */
+static uint32_t blocking_slot(const struct moe_session *s, uint32_t slot)
 {
-    uint64_t fresh_ms = s->config.wait_budget_ms / 4 + 2 * SLEEP_MS;
+    uint64_t max_age_ms = s->config.wait_budget_ms / 4 + 2 * SLEEP_MS;
     for (uint32_t hops = 0; hops < s->config.slots; hops++) {
         uint64_t waiting = __atomic_load_n(&header_of(s, slot)->waiting, __ATOMIC_ACQUIRE);
         uint32_t next = (uint32_t)(waiting & 0xff) - 1;
-        bool alive = waiting != 0 && (waiting >> 8) + fresh_ms > moe_clock_ns() / MOE_NS_PER_MS;
+        bool alive = waiting != 0 && (waiting >> 8) + max_age_ms > moe_clock_ns() / MOE_NS_PER_MS;
         if (!alive || next >= s->config.slots || !moe_cpu_session_has_peer(s, next))
             break;
         slot = next;
@@ -85,15 +85,15 @@ static uint32_t culprit(const struct moe_session *s, uint32_t slot)
 
 static struct moe_status out_of_budget(struct moe_session *s, uint32_t slot)
 {
-    uint32_t guilty = culprit(s, slot);
-    moe_cpu_peers_blame(s->peers, UINT64_C(1) << guilty);
-    struct moe_status st = peer_lost(s, guilty, "did not answer");
+    uint32_t blocking = blocking_slot(s, slot);
+    moe_cpu_peers_report_lost(s->peers, UINT64_C(1) << blocking);
+    struct moe_status st = peer_lost(s, blocking, "did not answer");
     return moe_error(st.code, st.reason, "%s within %u ms", st.text, s->config.wait_budget_ms);
 }
 
-/* Sleeps until the bell rings, at most SLEEP_MS or until the deadline. */
-static void sleep_on_bell(struct moe_session *s, const uint64_t *word, uint64_t stamp,
-                          uint32_t slot, uint64_t now, uint64_t deadline)
+/* Sleeps until a peer raises wake_count, at most SLEEP_MS or until the deadline. */
+static void sleep_until_woken(struct moe_session *s, const uint64_t *flag, uint64_t stamp,
+                              uint32_t slot, uint64_t now, uint64_t deadline)
 {
     struct moe_window_header *h = header_of(s, s->config.slot);
     uint64_t ns = SLEEP_MS * MOE_NS_PER_MS;
@@ -104,8 +104,8 @@ static void sleep_on_bell(struct moe_session *s, const uint64_t *word, uint64_t 
     uint32_t seen = __atomic_load_n(&h->wake_count, __ATOMIC_SEQ_CST);
     __atomic_fetch_add(&h->sleepers, 1, __ATOMIC_SEQ_CST);
     uint32_t value;
-    struct moe_status st = hopeless(s, slot);
-    if (!word_ready(word, stamp, &value) && !moe_failed(&st))
+    struct moe_status st = check_waiting(s, slot);
+    if (!flag_ready(flag, stamp, &value) && !moe_failed(&st))
         syscall(SYS_futex, &h->wake_count, FUTEX_WAIT, seen, &limit, NULL, 0);
     __atomic_fetch_sub(&h->sleepers, 1, __ATOMIC_SEQ_CST);
 }
@@ -119,38 +119,37 @@ static inline void relax(void)
 #endif
 }
 
-static struct moe_status wait_slowly(struct moe_session *s, const uint64_t *word, uint64_t stamp,
+static struct moe_status wait_slowly(struct moe_session *s, const uint64_t *flag, uint64_t stamp,
                                      uint32_t slot, uint32_t *value)
 {
     uint64_t deadline = moe_clock_ns() + s->config.wait_budget_ms * MOE_NS_PER_MS;
-    for (uint32_t turn = 0;; turn++) {
-        if (word_ready(word, stamp, value))
+    for (uint32_t tries = 0;; tries++) {
+        if (flag_ready(flag, stamp, value))
             return moe_ok();
-        if (turn < s->spins) {
+        if (tries < s->spins) {
             relax();
             continue;
         }
-        struct moe_status st = hopeless(s, slot);
-        if (moe_failed(&st)) /* what came before the loss was seen still counts */
-            return word_ready(word, stamp, value) ? moe_ok() : st;
+        struct moe_status st = check_waiting(s, slot);
+        if (moe_failed(&st)) /* what received before the loss was seen still counts */
+            return flag_ready(flag, stamp, value) ? moe_ok() : st;
         uint64_t now = moe_clock_ns();
         if (now >= deadline)
             return out_of_budget(s, slot);
-        if (turn < s->spins + s->yields)
+        if (tries < s->spins + s->yields)
             sched_yield();
         else
-            sleep_on_bell(s, word, stamp, slot, now, deadline);
+            sleep_until_woken(s, flag, stamp, slot, now, deadline);
     }
 }
 
-struct moe_status moe_cpu_session_wait(struct moe_session *s, const uint64_t *word, uint64_t stamp,
+struct moe_status moe_cpu_session_wait(struct moe_session *s, const uint64_t *flag, uint64_t stamp,
                                        uint32_t slot, uint32_t *value)
 {
-    if (word_ready(word, stamp, value))
+    if (flag_ready(flag, stamp, value))
         return moe_ok();
-    struct moe_status st = wait_slowly(s, word, stamp, slot, value);
-    /* After a failure it goes on naming the missing slot: a peer may run out of budget at the same
-     * moment, before it has heard of this one's finding. */
+    struct moe_status st = wait_slowly(s, flag, stamp, slot, value);
+    /* After a failure `waiting` stays: a peer that runs out of budget now can still follow it. */
     if (!moe_failed(&st))
         __atomic_store_n(&header_of(s, s->config.slot)->waiting, 0, __ATOMIC_RELEASE);
     return st;
@@ -172,14 +171,14 @@ void moe_cpu_session_fail(struct moe_session *s, const struct moe_status *why)
 {
     bool ours = why->reason != MOE_REASON_PEER_LOST && why->code != MOE_ABORTED;
     if (ours && !s->failed)
-        moe_cpu_peers_blame(s->peers, UINT64_C(1) << s->config.slot);
+        moe_cpu_peers_report_lost(s->peers, UINT64_C(1) << s->config.slot);
     s->failed = true;
 }
 
 void moe_cpu_session_abort(struct moe_session *s)
 {
     __atomic_store_n(&s->aborted, true, __ATOMIC_SEQ_CST);
-    ring(header_of(s, s->config.slot));
+    wake(header_of(s, s->config.slot));
 }
 
 uint64_t moe_cpu_session_lost(struct moe_session *s)
@@ -202,7 +201,7 @@ static void put_exchange(struct moe_session *s, uint32_t peer, const void *data,
         memcpy(e->data, data, bytes);
     moe_cpu_session_store(&e->flag, moe_window_stamp(s->config.epoch, s->exchanges),
                           (uint32_t)bytes);
-    moe_cpu_session_ring(s, peer);
+    moe_cpu_session_wake(s, peer);
 }
 
 static struct moe_status get_exchange(struct moe_session *s, uint32_t peer, void *data,
@@ -210,19 +209,19 @@ static struct moe_status get_exchange(struct moe_session *s, uint32_t peer, void
 {
     const struct moe_window_exchange *e =
         moe_window_exchange_of(&s->layout, moe_cpu_session_own(s), s->exchanges & 1, peer);
-    uint32_t came;
+    uint32_t received;
     MOE_TRY(moe_cpu_session_wait(s, &e->flag, moe_window_stamp(s->config.epoch, s->exchanges), peer,
-                                 &came));
-    if (came != bytes)
+                                 &received));
+    if (received != bytes)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
-                         "slot %u exchanges %u bytes, this slot %zu", peer, came, bytes);
+                         "slot %u exchanges %u bytes, this slot %zu", peer, received, bytes);
     if (bytes > 0)
         memcpy(data, e->data, bytes);
     return moe_ok();
 }
 
-/* Two parities are enough: a peer is at most one exchange ahead, because it needs this slot's word
- * of each exchange to finish it. */
+/* Two parities are enough: to finish an exchange, a peer needs this slot's flag of it, so it is at
+ * most one exchange ahead. */
 static struct moe_status exchange(struct moe_session *s, const void *mine, void *all, size_t bytes)
 {
     s->exchanges++;

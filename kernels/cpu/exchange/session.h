@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A session: this process's seat in an EP group on the CPU. Owns the windows of all slots, and the
- * one way to wait for a peer: bounded, abortable, and able to say who was missing. */
+/* A session: this process's slot in an EP group on the CPU. Owns the windows of all slots and the
+ * only wait for a peer. A wait is bounded and abortable, and it names the missing slot. */
 #ifndef MOE_CPU_SESSION_H
 #define MOE_CPU_SESSION_H
 
@@ -15,14 +15,14 @@ struct moe_session {
     struct moe_device *device;
     struct moe_session_config config;
     struct moe_window_layout layout;
-    struct moe_cpu_window window[MOE_MAX_SLOTS]; /* the own one at config.slot */
+    struct moe_cpu_window window[MOE_MAX_SLOTS]; /* this slot's window at config.slot */
     size_t charged;                              /* bytes on the device's account */
     struct moe_cpu_peers *peers;
     bool aborted;           /* atomic */
-    uint32_t spins, yields; /* how long a wait tries before it sleeps */
+    uint32_t spins, yields; /* tries of a wait before it sleeps */
     uint32_t step;          /* number of the last step begun, from 1; in every stamp */
-    uint32_t exchanges;     /* session_exchange calls begun */
-    int missing;            /* the slot a wait failed for, or -1. Kept by the waiting thread */
+    uint32_t exchanges;     /* exchanges begun; in their stamps */
+    int missing;            /* the slot a wait failed for, or -1. Only waiting threads use it */
     bool failed;            /* a wait failed: the session can only be left */
     struct moe_cpu_ep *ep;
     struct moe_cpu_steps *steps;
@@ -45,33 +45,33 @@ static inline bool moe_cpu_session_has_peer(const struct moe_session *s, uint32_
     return slot != s->config.slot && (s->config.live >> slot & 1);
 }
 
-/* Waits until `word` in the own window carries `stamp`, and gives its value. `slot` is the one that
- * will store it. Errors: MOE_ABORTED; MOE_UNAVAILABLE/PEER_LOST with s->missing set. */
-struct moe_status moe_cpu_session_wait(struct moe_session *s, const uint64_t *word, uint64_t stamp,
+/* Waits until `flag` in this slot's window carries `stamp`, and returns its value. `slot` stores
+ * the flag. Errors: MOE_ABORTED; MOE_UNAVAILABLE/PEER_LOST with s->missing set. */
+struct moe_status moe_cpu_session_wait(struct moe_session *s, const uint64_t *flag, uint64_t stamp,
                                        uint32_t slot, uint32_t *value) MOE_CHECKED;
 
-/* moe_cpu_session_exchange from inside a step, without its checks; all [slots * bytes] as there. A
- * failure is left to the caller to record. */
+/* moe_cpu_session_exchange from inside a step, without its checks; all [slots * bytes] as there.
+ * The caller records a failure. */
 struct moe_status moe_cpu_session_gather(struct moe_session *s, const void *mine, void *all,
                                          size_t bytes) MOE_CHECKED;
 
 /* Returns when every live slot has called it. */
 struct moe_status moe_cpu_session_barrier(struct moe_session *s) MOE_CHECKED;
 
-/* Stores a word into a peer's window, after everything this thread stored there before. */
-static inline void moe_cpu_session_store(uint64_t *word, uint64_t stamp, uint32_t value)
+/* Stores a flag into a peer's window, after everything this thread stored there before. */
+static inline void moe_cpu_session_store(uint64_t *flag, uint64_t stamp, uint32_t value)
 {
-    __atomic_store_n(word, moe_window_flag(stamp, value), __ATOMIC_RELEASE);
+    __atomic_store_n(flag, moe_window_flag(stamp, value), __ATOMIC_RELEASE);
 }
 
-/* Wakes whoever sleeps in `slot`; to be called after storing the last word of a batch. */
-void moe_cpu_session_ring(struct moe_session *s, uint32_t slot);
+/* Wakes the threads that sleep in `slot`. Call it after the last flag of a batch. */
+void moe_cpu_session_wake(struct moe_session *s, uint32_t slot);
 
 /* The failure that later calls of this session get, or success. */
 struct moe_status moe_cpu_session_usable(const struct moe_session *s) MOE_CHECKED;
 
-/* A step broke on this slot after others may have begun to wait for it: nothing can be run in this
- * session any more. Tells the peers, so that they need not use up their budget. */
+/* A step failed on this slot, and peers may wait for it: the session cannot run anything more.
+ * Notifies the peers, so that their waits end at once. */
 void moe_cpu_session_fail(struct moe_session *s, const struct moe_status *why);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making, checking and mapping windows; see window.h. Knows nothing of sockets or steps. */
+/* Making, checking and mapping windows; see window.h. */
 #include "cpu/exchange/window.h"
 
 #include <errno.h>
@@ -55,7 +55,7 @@ struct moe_status moe_cpu_window_map(const struct moe_window_layout *layout, uin
 {
     *out = (struct moe_cpu_window){0};
     struct stat file;
-    int seals = fcntl(fd, F_GET_SEALS); /* -1 where a file cannot have any */
+    int seals = fcntl(fd, F_GET_SEALS); /* -1 if a file cannot have seals */
     if (seals < 0 || (seals & WINDOW_SEALS) != WINDOW_SEALS || fstat(fd, &file) != 0 ||
         file.st_size < 0 || (size_t)file.st_size != layout->bytes)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,

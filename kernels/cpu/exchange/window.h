@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A window's memory on the CPU: a memfd that is sealed before anyone else sees it, so that a
- * mapping of it can never fault because a peer shrank it. Pages are taken when first written. */
+/* A window's memory on the CPU: a memfd, sealed before any peer has it. So a peer cannot shrink it,
+ * and a mapping never faults. The kernel allocates a page at its first write. */
 #ifndef MOE_CPU_WINDOW_H
 #define MOE_CPU_WINDOW_H
 
@@ -12,12 +12,12 @@ struct moe_cpu_window {
     size_t bytes;
 };
 
-/* Makes and maps a window of `layout`; `*fd` is the caller's to pass on and to close. */
+/* Makes and maps a window of `layout`. The caller closes `*fd`. */
 struct moe_status moe_cpu_window_create(const struct moe_window_layout *layout, uint32_t slot,
                                         uint64_t epoch, struct moe_cpu_window *out,
                                         int *fd) MOE_CHECKED;
-/* Maps slot `slot`'s window after checking its size, its seals and its header. `fd` stays the
- * caller's. Errors: MOE_FAILED_PRECONDITION when it is not what it should be. */
+/* Maps slot `slot`'s window after checking its size, its seals and its header. The caller closes
+ * `fd`. Errors: MOE_FAILED_PRECONDITION if a check fails. */
 struct moe_status moe_cpu_window_map(const struct moe_window_layout *layout, uint32_t slot,
                                      uint64_t epoch, int fd,
                                      struct moe_cpu_window *out) MOE_CHECKED;

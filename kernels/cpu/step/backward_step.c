@@ -25,8 +25,8 @@ struct pass {
     float *dlogits;              /* [T,E+Z] */
     float *dx_rows, *dweight_rows;
     uint32_t loads[MOE_MAX_EXPERTS];
-    struct moe_cpu_pass_facts facts;
-    struct moe_cpu_group_facts group;
+    struct moe_cpu_pass_params params;
+    struct moe_cpu_group_params group;
     double loss; /* of the own tokens */
     struct moe_rows rows;
 };
@@ -85,14 +85,14 @@ static struct moe_status route(struct pass *p)
     for (uint32_t t = 0; t < a->tokens; t++) {
         p->ok[t] = a->token_state[t] == MOE_TOKEN_OK;
         p->routed[t] = p->ok[t] && p->mode[t] == MOE_ROUTE_IDS;
-        p->facts.routed += p->routed[t];
+        p->params.routed += p->routed[t];
         for (size_t i = (size_t)t * top_k; p->routed[t] && i < (size_t)(t + 1) * top_k; i++)
             if (p->ids[i] >= 0 && p->ids[i] < (int32_t)p->layer->spec.experts)
                 p->loads[p->ids[i]]++;
     }
-    p->facts.loads = p->loads;
-    p->facts.accumulate = a->accumulate;
-    p->facts.aux_coeff = a->aux_coeff;
+    p->params.loads = p->loads;
+    p->params.accumulate = a->accumulate;
+    p->params.aux_coeff = a->aux_coeff;
     return moe_ok();
 }
 
@@ -287,7 +287,7 @@ static struct moe_status run_stages(struct pass *p, struct moe_step_result *r)
                                   .x = a->x,
                                   .backward = true,
                                   .dy = a->dy,
-                                  .facts = &p->facts,
+                                  .params = &p->params,
                                   .ids = p->ids,
                                   .weights = p->weights,
                                   .token_state = a->token_state};

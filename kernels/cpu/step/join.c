@@ -20,33 +20,34 @@ enum {
 };
 
 /* What the slots tell each other through the caller's all-gather. */
-struct introduction {
+struct join_record {
     uint64_t magic, epoch, live, window_bytes;
     uint32_t version, slot, slots, max_tokens, max_hidden, max_top_k, max_experts, training;
-    struct moe_cpu_card card;
+    struct moe_cpu_endpoint endpoint;
 };
 
-static struct introduction introduce(const struct moe_session *s, const struct moe_cpu_card *card)
+static struct join_record make_join_record(const struct moe_session *s,
+                                           const struct moe_cpu_endpoint *endpoint)
 {
     const struct moe_session_config *c = &s->config;
-    return (struct introduction){.magic = MOE_WINDOW_MAGIC,
-                                 .epoch = c->epoch,
-                                 .live = c->live,
-                                 .window_bytes = s->layout.bytes,
-                                 .version = MOE_WINDOW_VERSION,
-                                 .slot = c->slot,
-                                 .slots = c->slots,
-                                 .max_tokens = c->max_tokens,
-                                 .max_hidden = c->max_hidden,
-                                 .max_top_k = c->max_top_k,
-                                 .max_experts = c->max_experts,
-                                 .training = c->training,
-                                 .card = *card};
+    return (struct join_record){.magic = MOE_WINDOW_MAGIC,
+                                .epoch = c->epoch,
+                                .live = c->live,
+                                .window_bytes = s->layout.bytes,
+                                .version = MOE_WINDOW_VERSION,
+                                .slot = c->slot,
+                                .slots = c->slots,
+                                .max_tokens = c->max_tokens,
+                                .max_hidden = c->max_hidden,
+                                .max_top_k = c->max_top_k,
+                                .max_experts = c->max_experts,
+                                .training = c->training,
+                                .endpoint = *endpoint};
 }
 
 /* What of `theirs` is not as it should be: the first thing that can be told apart. */
-static struct moe_status explain(uint32_t slot, const struct introduction *want,
-                                 const struct introduction *theirs)
+static struct moe_status describe_mismatch(uint32_t slot, const struct join_record *want,
+                                           const struct join_record *theirs)
 {
     if (theirs->version != want->version || theirs->magic != want->magic)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
@@ -68,9 +69,9 @@ static struct moe_status explain(uint32_t slot, const struct introduction *want,
                      want->max_experts);
 }
 
-/* All slots see the same introductions, so all of them refuse, or none. */
-static struct moe_status check_introductions(const struct moe_session *s,
-                                             const struct introduction *all)
+/* All slots see the same join records, so all of them refuse, or none. */
+static struct moe_status check_join_records(const struct moe_session *s,
+                                            const struct join_record *all)
 {
     const struct moe_session_config *c = &s->config;
     for (uint32_t p = 0; p < c->slots; p++) {
@@ -78,22 +79,22 @@ static struct moe_status check_introductions(const struct moe_session *s,
             continue;
         if (all[p].magic == 0)
             return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u did not join", p);
-        struct introduction want = introduce(s, &all[p].card);
+        struct join_record want = make_join_record(s, &all[p].endpoint);
         want.slot = p;
         if (memcmp(&want, &all[p], sizeof want) != 0)
-            return explain(p, &want, &all[p]);
+            return describe_mismatch(p, &want, &all[p]);
     }
     return moe_ok();
 }
 
-static void ring_own(void *session)
+static void wake_own(void *session)
 {
     struct moe_session *s = session;
-    moe_cpu_session_ring(s, s->config.slot);
+    moe_cpu_session_wake(s, s->config.slot);
 }
 
 /* Spinning pays only where every slot of the host has a core for itself. */
-static void choose_patience(struct moe_session *s)
+static void choose_spinning(struct moe_session *s)
 {
     cpu_set_t cores;
     int n = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
@@ -103,20 +104,20 @@ static void choose_patience(struct moe_session *s)
 }
 
 /* Everything that involves other slots: the all-gather, the sockets, the windows. */
-static struct moe_status meet_peers(struct moe_session *s, int window_fd)
+static struct moe_status connect_peers(struct moe_session *s, int window_fd)
 {
     const struct moe_session_config *c = &s->config;
-    struct moe_cpu_card card, cards[MOE_MAX_SLOTS];
-    struct introduction all[MOE_MAX_SLOTS] = {0};
+    struct moe_cpu_endpoint endpoint, endpoints[MOE_MAX_SLOTS];
+    struct join_record all[MOE_MAX_SLOTS] = {0};
     int fds[MOE_MAX_SLOTS];
-    MOE_TRY(moe_cpu_peers_listen(c->slot, c->live, &s->peers, &card));
-    struct introduction mine = introduce(s, &card);
+    MOE_TRY(moe_cpu_peers_listen(c->slot, c->live, &s->peers, &endpoint));
+    struct join_record mine = make_join_record(s, &endpoint);
     MOE_TRY(c->allgather(c->allgather_ctx, &mine, all, sizeof mine));
-    MOE_TRY(check_introductions(s, all));
+    MOE_TRY(check_join_records(s, all));
     for (uint32_t p = 0; p < c->slots; p++)
-        cards[p] = all[p].card;
+        endpoints[p] = all[p].endpoint;
     uint64_t deadline = moe_clock_ns() + 2 * MOE_NS_PER_MS * c->wait_budget_ms;
-    MOE_TRY(moe_cpu_peers_meet(s->peers, cards, window_fd, deadline, fds));
+    MOE_TRY(moe_cpu_peers_connect(s->peers, endpoints, window_fd, deadline, fds));
     struct moe_status st = moe_ok();
     for (uint32_t p = 0; p < c->slots; p++) {
         if (fds[p] < 0)
@@ -125,7 +126,7 @@ static struct moe_status meet_peers(struct moe_session *s, int window_fd)
             st = moe_cpu_window_map(&s->layout, p, c->epoch, fds[p], &s->window[p]);
         close(fds[p]);
     }
-    return moe_failed(&st) ? st : moe_cpu_peers_watch(s->peers, ring_own, s);
+    return moe_failed(&st) ? st : moe_cpu_peers_watch(s->peers, wake_own, s);
 }
 
 struct moe_status moe_cpu_session_join(struct moe_device *device,
@@ -143,7 +144,7 @@ struct moe_status moe_cpu_session_join(struct moe_device *device,
     s->config = *config;
     s->layout = layout;
     s->missing = -1;
-    choose_patience(s);
+    choose_spinning(s);
     int window_fd = -1;
     struct moe_status st;
     MOE_TRY_GOTO(st, moe_cpu_device_charge(device, layout.bytes), failed);
@@ -153,7 +154,7 @@ struct moe_status moe_cpu_session_join(struct moe_device *device,
                                        &s->window[config->slot], &window_fd),
                  failed);
     MOE_TRY_GOTO(st, moe_cpu_ep_create(s, &s->ep), failed);
-    MOE_TRY_GOTO(st, meet_peers(s, window_fd), failed);
+    MOE_TRY_GOTO(st, connect_peers(s, window_fd), failed);
     MOE_TRY_GOTO(st, moe_cpu_steps_create(s, &s->steps), failed);
     close(window_fd);
     *out = s;
