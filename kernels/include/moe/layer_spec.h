@@ -5,9 +5,9 @@
  *
  *   logit  = W_r x + logit_bias                             [E+Z], fp32
  *   score  = score function of logit                        see enum moe_score
- *   key    = score + select_bias  (for choosing only)       [E+Z]
- *            without select_bias, and without sums of keys (groups = 1 or group_best = 1), the
- *            logit itself: the same order, but scores saturate in fp32 and would tie
+ *   key    = score + select_bias  (for the choice only)     [E+Z]
+ *            Without select_bias, and without sums of keys (groups = 1 or group_best = 1), the key
+ *            is the logit: the same order, but scores saturate in fp32 and would tie.
  *   S      = the K best by key, inside the `topk_group` best of `groups` groups;
  *            one total order: key descending, then expert id ascending; NaN refuses the token
  *   w_e    = renormalise(score_e, e in S) * scale
@@ -19,8 +19,8 @@
  *
  *   ffn_e(x) = down_e( act(gate_e x + gate_bias_e, up_e x + up_bias_e) ) + down_bias_e
  *
- * Which of this a model has is told by its family (daemon/model/README.md). The residual add, norms
- * and any outer factor belong to the caller. */
+ * The family of a model decides which of these apply (daemon/model/README.md). The caller does the
+ * residual add, norms and any outer factor. */
 #ifndef MOE_LAYER_SPEC_H
 #define MOE_LAYER_SPEC_H
 
@@ -43,8 +43,8 @@ enum moe_renorm {
 
 enum moe_weighting {
     MOE_WEIGHT_OUTPUT_LATE,  /* multiply the expert's output, bias included */
-    MOE_WEIGHT_OUTPUT_EARLY, /* multiply the activation, and the down bias by the same weight; the
-                                value is that of LATE, and forward passes compute it so */
+    MOE_WEIGHT_OUTPUT_EARLY, /* multiply the activation and the down bias; the value is that of
+                                LATE, and forward passes compute it as LATE */
     MOE_WEIGHT_INPUT,        /* multiply the expert's input */
 };
 
@@ -58,10 +58,10 @@ enum moe_activation {
 struct moe_router_spec {
     enum moe_score score;
     uint32_t top_k;      /* K, 1..MOE_MAX_TOP_K */
-    bool logit_bias;     /* a bias of the router's linear layer exists: changes weights */
-    bool select_bias;    /* a bias added to the score for choosing only exists */
+    bool logit_bias;     /* the router's linear layer has a bias, which changes weights */
+    bool select_bias;    /* the score has a bias that changes only the choice */
     uint32_t groups;     /* 1 = no groups; divides E */
-    uint32_t topk_group; /* groups that stay, 1..groups */
+    uint32_t topk_group; /* groups to choose from, 1..groups */
     uint32_t group_best; /* group score = sum of this many best keys (1 = max, 2 = DeepSeek-V3) */
     enum moe_renorm renorm;
     float renorm_eps;
@@ -77,26 +77,27 @@ struct moe_layer_spec {
     struct moe_router_spec router;
     enum moe_weighting weighting;
     enum moe_activation activation;
-    float swiglu_limit;           /* CLAMPED and OAI */
-    float swiglu_alpha;           /* OAI */
-    bool gate_up_bias;            /* gate_bias, up_bias [I] exist */
-    bool down_bias;               /* down_bias [H] exists */
-    uint32_t shared_intermediate; /* I of the shared expert, 0 = none (several are one wide one) */
-    bool shared_gated;            /* its output is multiplied by sigmoid(shared_gate . x) */
+    float swiglu_limit; /* CLAMPED and OAI */
+    float swiglu_alpha; /* OAI */
+    bool gate_up_bias;  /* gate_bias, up_bias [I] exist */
+    bool down_bias;     /* down_bias [H] exists */
+    uint32_t
+        shared_intermediate; /* I of the shared expert, 0 = none; several count as a wide one */
+    bool shared_gated;       /* its output is multiplied by sigmoid(shared_gate . x) */
     enum moe_activation shared_activation; /* with the same limit and alpha */
 };
 
-/* Expert -> slots that hold a copy. Slot lists are ascending; the first is the primary. Row r of
- * an expert with n copies goes to slot[offset[e] + (source token id) % n]. */
+/* Expert -> slots with a copy. Slot lists are ascending; the first is the primary. A row of an
+ * expert with n copies goes to slot[offset[e] + (source token id) % n]. */
 struct moe_placement {
-    uint32_t version;       /* rises with every change */
+    uint32_t version;       /* increases with every change */
     uint32_t experts;       /* E */
     uint32_t slots;         /* N */
     const uint32_t *offset; /* [E+1] into `slot` */
     const uint16_t *slot;   /* [offset[E]] */
 };
 
-/* Weights of a layer, each in one canonical form: row-major [out, in], C order. */
+/* Weights of a layer, each in its canonical form: row-major [out, in], C order. */
 enum moe_weight {
     MOE_WEIGHT_ROUTER,             /* [E+Z, H] */
     MOE_WEIGHT_LOGIT_BIAS,         /* [E+Z] */
@@ -119,8 +120,8 @@ static inline bool moe_weight_is_expert(enum moe_weight w)
     return w >= MOE_WEIGHT_GATE && w <= MOE_WEIGHT_DOWN_BIAS;
 }
 
-/* Rows and columns of a weight of this layer (columns = 1 for a vector of `rows`); rows = 0 when
- * the layer has no such weight. */
+/* Rows and columns of a weight of this layer (columns = 1 for a vector of `rows`); rows = 0 if the
+ * layer has no such weight. */
 static inline void moe_weight_shape(const struct moe_layer_spec *s, enum moe_weight w, size_t *rows,
                                     size_t *columns)
 {
