@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See activation_cache.h. Pieces lie in one block; the list is short, so every search is a walk. */
+/* See activation_cache.h. All pieces are in one block; the list is short, so searches are linear.
+ */
 #include "common/activation_cache.h"
 
 #include "base/size.h"
@@ -95,7 +96,7 @@ static bool same_batch(const struct moe_activation_key *a, const struct moe_acti
            a->tokens == b->tokens;
 }
 
-/* Open pieces are found by their own step alone. */
+/* Only its step finds an open piece. */
 static struct moe_activation_piece *find(struct moe_activation_cache *s,
                                          const struct moe_activation_key *key,
                                          enum moe_activation_part part, bool open)
@@ -108,7 +109,7 @@ static struct moe_activation_piece *find(struct moe_activation_cache *s,
     return NULL;
 }
 
-/* Takes out all pieces for which `goes` says so. */
+/* Removes all pieces for which `goes` is true. */
 static void remove_where(struct moe_activation_cache *s,
                          bool (*goes)(const struct moe_activation_piece *, const void *),
                          const void *of) MOE_REQUIRES(s->lock)
@@ -120,7 +121,7 @@ static void remove_where(struct moe_activation_cache *s,
     s->count = left;
 }
 
-static bool is_kept_of(const struct moe_activation_piece *p, const void *key)
+static bool is_committed_of(const struct moe_activation_piece *p, const void *key)
 {
     return !p->open && same_name(&p->key, key);
 }
@@ -147,21 +148,21 @@ static bool is_of_session(const struct moe_activation_piece *p, const void *sess
     return p->key.session == session;
 }
 
-/* The first place behind a piece. */
+/* The end of a piece, aligned. */
 static size_t end_of(const struct moe_activation_piece *p)
 {
     return p->offset +
            (p->bytes + MOE_ACTIVATION_ALIGN - 1) / MOE_ACTIVATION_ALIGN * MOE_ACTIVATION_ALIGN;
 }
 
-/* Where the room of all pieces ends. */
+/* The end of the room for pieces. */
 static size_t end_of_block(const struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
 {
     return s->limit / MOE_ACTIVATION_ALIGN * MOE_ACTIVATION_ALIGN;
 }
 
-/* Pushes out the oldest name that no step is at; false when there is none. */
-static bool push_out_oldest(struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
+/* Evicts the oldest committed name; false if there is none. */
+static bool evict_oldest(struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
 {
     const struct moe_activation_piece *oldest = NULL;
     for (uint32_t i = 0; i < s->count; i++) {
@@ -176,8 +177,9 @@ static bool push_out_oldest(struct moe_activation_cache *s) MOE_REQUIRES(s->lock
     return true;
 }
 
-/* Where `bytes` (a multiple of MOE_ACTIVATION_ALIGN) fit: the index that the piece will have. Small
- * parts go to the far end, so that they do not cut the room of the large ones in two. */
+/* Finds a gap for `bytes` (a multiple of MOE_ACTIVATION_ALIGN): the piece's future index, and its
+ * offset. Shared parts are small and go to the far end, so they do not split the room of the large
+ * parts. */
 static bool find_gap(const struct moe_activation_cache *s, enum moe_activation_part part,
                      size_t bytes, uint32_t *index, size_t *offset) MOE_REQUIRES(s->lock)
 {
@@ -200,21 +202,21 @@ static bool find_gap(const struct moe_activation_cache *s, enum moe_activation_p
     return found;
 }
 
-/* The largest gap between open pieces: what there is when all others have gone. */
-static size_t most_room(const struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
+/* The largest gap between open pieces: the room if all other pieces are evicted. */
+static size_t largest_room(const struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
 {
-    size_t at = 0, most = 0, end = end_of_block(s);
+    size_t at = 0, largest = 0, end = end_of_block(s);
     uint32_t open = 0;
     for (uint32_t i = 0; i < s->count; i++) {
         const struct moe_activation_piece *p = &s->piece[i];
         if (!p->open)
             continue;
-        most = p->offset - at > most ? p->offset - at : most;
+        largest = p->offset - at > largest ? p->offset - at : largest;
         at = end_of(p);
         open++;
     }
-    most = end - at > most ? end - at : most;
-    return open < MOE_ACTIVATION_MAX ? most : 0;
+    largest = end - at > largest ? end - at : largest;
+    return open < MOE_ACTIVATION_MAX ? largest : 0;
 }
 
 static bool has_block(struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
@@ -227,7 +229,7 @@ static bool has_block(struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
     return s->block != NULL;
 }
 
-/* All parts of a name are as old as its first: they go together. */
+/* All parts of a name have the age of its first part, so they are evicted together. */
 static uint64_t age_of(struct moe_activation_cache *s, const struct moe_activation_key *key)
     MOE_REQUIRES(s->lock)
 {
@@ -242,12 +244,12 @@ static void *take(struct moe_activation_cache *s, const struct moe_activation_ke
 {
     size_t room, offset = 0;
     uint32_t at = 0;
-    remove_where(s, is_kept_of, key);
-    if (!moe_size_round_up(bytes, MOE_ACTIVATION_ALIGN, &room) || room > most_room(s) ||
+    remove_where(s, is_committed_of, key);
+    if (!moe_size_round_up(bytes, MOE_ACTIVATION_ALIGN, &room) || room > largest_room(s) ||
         !has_block(s) || find(s, key, part, true) != NULL)
         return NULL;
     while (!find_gap(s, part, room, &at, &offset))
-        if (!push_out_oldest(s))
+        if (!evict_oldest(s))
             return NULL;
     uint64_t age = age_of(s, key);
     memmove(&s->piece[at + 1], &s->piece[at], (s->count - at) * sizeof *s->piece);
@@ -268,8 +270,8 @@ size_t moe_activation_cache_begin(struct moe_activation_cache *s,
                                   const struct moe_activation_key *key)
 {
     moe_mutex_lock(&s->lock);
-    remove_where(s, is_kept_of, key);
-    size_t room = most_room(s);
+    remove_where(s, is_committed_of, key);
+    size_t room = largest_room(s);
     moe_mutex_unlock(&s->lock);
     return room;
 }
@@ -306,8 +308,8 @@ bool moe_activation_cache_commit(struct moe_activation_cache *s,
     moe_mutex_lock(&s->lock);
     for (uint32_t i = 0; i < s->count; i++)
         any = any || is_open_of(&s->piece[i], key);
-    if (any) /* of another step of this name, which ended first */
-        remove_where(s, is_kept_of, key);
+    if (any) /* pieces of another step of this name, which ended first */
+        remove_where(s, is_committed_of, key);
     for (uint32_t i = 0; i < s->count; i++)
         if (is_open_of(&s->piece[i], key))
             s->piece[i].open = false;

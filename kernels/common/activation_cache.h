@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What forward steps keep on a device for backward passes (moe/training.h, "Retained"): pieces of
- * one block of device memory, found by name. Of both backends; it computes nothing and never
- * touches what is in the block.
+/* The cache of activations that forward steps retain on a device for backward passes
+ * (moe/training.h, "Retained"): pieces of one block of device memory, found by name. Both backends
+ * use it. It computes nothing and never accesses the contents of the block.
  *
- * The block is taken when something is first to be kept, as large as the limit, so that a steady
- * step allocates nothing. A piece is open from the moment a step takes its room until the step has
- * succeeded: open pieces are neither found nor pushed out. The oldest name goes first, with all its
- * pieces; none goes for a piece that would find no room anyway.
- * Threads: all functions may be called from any thread; a piece that was found must not be dropped
- * while it is read. moe_activation_cache_give_back alone may be called at any moment by somebody
- * who knows nothing of readers, where these say when they begin and end. */
+ * The first step that retains allocates the block, as large as the limit, so a steady step
+ * allocates nothing. A piece is open from moe_activation_cache_take until its step has succeeded;
+ * open pieces are neither found nor evicted. The oldest name is evicted first, with all its pieces.
+ * Nothing is evicted for a piece that cannot fit anyway.
+ * Threads: any thread may call all functions. A reader must make sure that its piece is not dropped
+ * meanwhile. Only moe_activation_cache_give_back may run at any moment: readers protect themselves
+ * with read_begin and read_end. */
 #ifndef MOE_ACTIVATION_CACHE_H
 #define MOE_ACTIVATION_CACHE_H
 
@@ -22,24 +22,24 @@ extern "C" {
 
 enum moe_activation_part {
     MOE_ACTIVATION_ROUTED, /* of the routed experts' rows */
-    MOE_ACTIVATION_SHARED, /* of the shared expert's: the own tokens */
+    MOE_ACTIVATION_SHARED, /* of the shared expert's rows: this slot's tokens */
     MOE_ACTIVATION_PARTS
 };
 
 enum {
     MOE_ACTIVATION_MAX = 512,   /* pieces at a time */
-    MOE_ACTIVATION_ALIGN = 256, /* bytes: where pieces begin */
+    MOE_ACTIVATION_ALIGN = 256, /* bytes; pieces start at multiples of it */
 };
 
-/* Whose, of which batch. All of it but `step` must be the same for a piece to be found. */
+/* Owner and batch of a piece. A search compares all fields but `step`. */
 struct moe_activation_key {
     const struct moe_layer *layer;
     const struct moe_session *session;
     uint64_t name; /* not 0 */
     enum moe_dtype dtype;
     uint32_t bucket, tokens;
-    /* Tells steps of one name apart that are in flight together: an open piece is its step's alone.
-     * Never looked into; of any value where steps come one after the other. */
+    /* Distinguishes steps of one name that run at the same time: an open piece belongs to its step.
+     * Never dereferenced. If steps do not overlap, any value will do. */
     const void *step;
 };
 
@@ -47,8 +47,8 @@ struct moe_activation_piece {
     struct moe_activation_key key;
     enum moe_activation_part part;
     bool open;
-    uint64_t rows;   /* (token, expert) pairs, or tokens, that it has */
-    uint32_t in_use; /* rows with the padding between them */
+    uint64_t rows;   /* (token, expert) pairs, or tokens */
+    uint32_t in_use; /* rows, padding included */
     size_t offset, bytes;
     uint64_t age; /* of the name: higher is younger */
     void *data;
@@ -61,7 +61,7 @@ struct moe_activation_cache {
     struct moe_mutex lock;
     MOE_GUARDED_BY(lock) struct {
         size_t limit;
-        void *block; /* [limit], or NULL while nothing was kept */
+        void *block; /* [limit], or NULL before it is allocated */
         uint64_t age;
         uint32_t readers; /* between moe_activation_cache_read_begin and _end */
         uint32_t count;
@@ -69,7 +69,7 @@ struct moe_activation_cache {
     };
 };
 
-/* The functions take and give the block: mem_alloc and mem_free of the backend. */
+/* `alloc` and `free` are mem_alloc and mem_free of the backend. */
 void moe_activation_cache_open(struct moe_activation_cache *s, struct moe_device *device,
                                struct moe_status (*alloc)(struct moe_device *, enum moe_mem, size_t,
                                                           void **),
@@ -78,43 +78,45 @@ void moe_activation_cache_close(struct moe_activation_cache *s);
 
 /* Drops everything and gives the block back. */
 void moe_activation_cache_limit(struct moe_activation_cache *s, size_t bytes);
-/* Gives the block back, with all that is kept, until something is to be kept again: for whoever
- * finds no memory otherwise. False, with nothing changed, where there is no block or a step is at
- * it. */
+/* Frees the block with all pieces, if other memory is short; the next moe_activation_cache_take
+ * allocates it again. False, with nothing changed, if there is no block, an open piece or a reader.
+ */
 bool moe_activation_cache_give_back(struct moe_activation_cache *s);
-/* Between them, the block is not given back: for who finds pieces and reads them. */
+/* A reader finds and reads pieces between these two calls; the block is not given back meanwhile.
+ */
 void moe_activation_cache_read_begin(struct moe_activation_cache *s);
 void moe_activation_cache_read_end(struct moe_activation_cache *s);
 /* Bytes of all pieces, open ones included. */
 uint64_t moe_activation_cache_bytes(struct moe_activation_cache *s);
 
-/* A step is to keep something under this name: what was kept under it goes, as it may be of another
- * batch. The bytes that a piece can have if all goes that can. */
+/* Begins a step that retains under this name: drops the pieces of this name, which may be of
+ * another batch. Returns the largest possible piece in bytes, if all committed pieces are evicted.
+ */
 size_t moe_activation_cache_begin(struct moe_activation_cache *s,
                                   const struct moe_activation_key *key);
-/* Room for a piece, which is open then: its address (not NULL, also for 0 bytes), or NULL where
- * there is none. What was kept under the same name goes first, when its first part is taken, room
- * or not; others only where that makes room. */
+/* Takes room for a piece, which is then open. Returns its address (not NULL, also for 0 bytes), or
+ * NULL without room. Drops the committed pieces of the same name in any case. Evicts others only if
+ * that makes room. */
 void *moe_activation_cache_take(struct moe_activation_cache *s,
                                 const struct moe_activation_key *key, enum moe_activation_part part,
                                 size_t bytes);
-/* What the piece has, and that it needs no more than `bytes` of its room. */
+/* Sets the rows of an open piece, and shrinks its room to `bytes`. */
 void moe_activation_cache_fill(struct moe_activation_cache *s, const struct moe_activation_key *key,
                                enum moe_activation_part part, uint64_t rows, uint32_t in_use,
                                size_t bytes);
-/* The step has succeeded: its open pieces can be found from here on, and others of its name no
- * more. False where it has none. */
+/* The step has succeeded: commits its open pieces, which replace others of its name. False if it
+ * has none. */
 bool moe_activation_cache_commit(struct moe_activation_cache *s,
                                  const struct moe_activation_key *key);
-/* The step keeps nothing: its open pieces are gone. */
+/* The step retains nothing: drops its open pieces. */
 void moe_activation_cache_forget(struct moe_activation_cache *s,
                                  const struct moe_activation_key *key);
 
-/* A piece that was kept; false where there is none. */
+/* Finds a committed piece; false if there is none. */
 bool moe_activation_cache_find(struct moe_activation_cache *s, const struct moe_activation_key *key,
                                enum moe_activation_part part, struct moe_activation_piece *out);
 
-/* Pieces of a layer: all (name 0), or those of one name. */
+/* Drops pieces of a layer: all (name 0), or those of one name. */
 void moe_activation_cache_drop(struct moe_activation_cache *s, const struct moe_layer *layer,
                                uint64_t name);
 void moe_activation_cache_drop_session(struct moe_activation_cache *s,

@@ -152,10 +152,10 @@ struct moe_status moe_layer_find_entry(const struct moe_layer_spec *spec, uint32
 
 uint64_t moe_placement_slots_of(const struct moe_placement *p, uint32_t expert)
 {
-    uint64_t holders = 0;
+    uint64_t slots = 0;
     for (uint32_t i = p->offset[expert]; i < p->offset[expert + 1]; i++)
-        holders |= UINT64_C(1) << p->slot[i];
-    return holders;
+        slots |= UINT64_C(1) << p->slot[i];
+    return slots;
 }
 
 bool moe_placement_has(const struct moe_placement *p, uint32_t expert, uint32_t slot)

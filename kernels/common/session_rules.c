@@ -16,8 +16,8 @@ struct moe_status moe_session_check(const struct moe_session_config *c,
                          "no window can be laid out for %u slots, %u tokens, hidden %u, top-k %u, "
                          "%u experts",
                          c->slots, c->max_tokens, c->max_hidden, c->max_top_k, c->max_experts);
-    uint64_t seats = (UINT64_C(1) << c->slots) - 1;
-    if (c->slot >= c->slots || !(c->live >> c->slot & 1) || (c->live & ~seats) != 0)
+    uint64_t slots = (UINT64_C(1) << c->slots) - 1;
+    if (c->slot >= c->slots || !(c->live >> c->slot & 1) || (c->live & ~slots) != 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "slot %u of %u does not fit the live slots", c->slot, c->slots);
     if (c->epoch < 1 || c->epoch > (UINT64_C(1) << 40) - 2 || c->wait_budget_ms < 1 ||
@@ -27,14 +27,14 @@ struct moe_status moe_session_check(const struct moe_session_config *c,
     return moe_ok();
 }
 
-/* As nvidia-smi -L has it: GPU-8-4-4-4-12 hexadecimal digits. */
+/* Prints the id like nvidia-smi -L: GPU-8-4-4-4-12 hexadecimal digits. */
 static struct moe_status same_gpu(uint32_t a, uint32_t b, const struct moe_gpu_uuid *gpu)
 {
     const uint8_t *u = gpu->bytes;
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
                      "slots %u and %u use the same GPU "
                      "(GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x): "
-                     "each needs one of its own (--device)",
+                     "each slot needs another GPU (--device)",
                      a, b, u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7], u[8], u[9], u[10], u[11],
                      u[12], u[13], u[14], u[15]);
 }
@@ -49,7 +49,7 @@ struct moe_status moe_session_check_gpus(uint64_t live, uint32_t slots,
     return moe_ok();
 }
 
-/* Every copy must be on a live slot: replicas are chosen by token id, the same on every run. */
+/* Every copy must be on a live slot, because the token id alone chooses the copy. */
 static struct moe_status check_placement(const struct moe_session_config *c,
                                          const struct moe_placement *p, uint32_t slot)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What every backend demands of a session and of the steps in it: pure checks of plain data, so
- * that slots of any backend refuse the same things in the same words. */
+/* The rules of every backend for sessions and steps: pure checks of plain data. So slots of any
+ * backend refuse the same input with the same text. */
 #ifndef MOE_SESSION_RULES_H
 #define MOE_SESSION_RULES_H
 
@@ -11,24 +11,25 @@
 extern "C" {
 #endif
 
-/* The seat, the live mask, the epoch and the budget are possible; lays out the session's windows.
+/* Checks slot, live mask, epoch and budget; lays out the session's windows.
  * Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID. */
 struct moe_status moe_session_check(const struct moe_session_config *config,
                                     struct moe_window_layout *layout) MOE_CHECKED;
 
-/* Which GPU this is, wherever it is: no two in the world have the same. */
+/* Globally unique id of a GPU. */
 struct moe_gpu_uuid {
     uint8_t bytes[16];
 };
 
-/* No two live slots use the same GPU; gpu [slots], those of slots that are not live do not count.
- * All slots are to ask with the same arguments, so that all refuse alike.
- * Errors: MOE_FAILED_PRECONDITION/CONFIG_INVALID, with the first two slots and their GPU. */
+/* No two live slots use the same GPU. gpu [slots]; entries of slots that are not live are ignored.
+ * All slots pass the same arguments, so all refuse alike.
+ * Errors: MOE_FAILED_PRECONDITION/CONFIG_INVALID; its text names the first two slots and the GPU.
+ */
 struct moe_status moe_session_check_gpus(uint64_t live, uint32_t slots,
                                          const struct moe_gpu_uuid *gpu) MOE_CHECKED;
 
-/* A layer placed like this for `slot` can run in the session with this bucket, and every copy of
- * its experts is on a live slot. Depends only on what is equal on all slots, but for `tokens`.
+/* A layer with this placement for `slot` can run in the session with this bucket, and every copy of
+ * its experts is on a live slot. Apart from `tokens`, the result is the same on all slots.
  * Errors: MOE_INVALID_ARGUMENT with DTYPE_UNSUPPORTED, SHAPE_MISMATCH or TOKEN_LIMIT,
  * MOE_FAILED_PRECONDITION/SHAPE_MISMATCH, MOE_UNAVAILABLE/EXPERT_UNAVAILABLE. */
 struct moe_status moe_session_check_step(const struct moe_session_config *config,

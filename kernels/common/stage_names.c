@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What stages are called, in metrics and tables. */
+/* Names of stages, for metrics and tables. */
 #include "moe/backend.h"
 
 const char *const moe_stage_names[MOE_STAGE_COUNT] = {

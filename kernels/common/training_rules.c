@@ -35,16 +35,16 @@ struct moe_status moe_trainer_check(const struct moe_layer_spec *spec,
     REQUIRE((c->lora_targets & ~(uint32_t)ALL_TARGETS) == 0, "unknown targets of adapters");
     if (c->lora_rank == 0)
         return moe_ok();
-    uint32_t most = spec->hidden < spec->intermediate ? spec->hidden : spec->intermediate;
-    if (most > MOE_TRAIN_MAX_RANK)
-        most = MOE_TRAIN_MAX_RANK;
-    REQUIRE(c->lora_rank <= most, "adapters of rank %u: at most %u", c->lora_rank, most);
+    uint32_t max_rank = spec->hidden < spec->intermediate ? spec->hidden : spec->intermediate;
+    if (max_rank > MOE_TRAIN_MAX_RANK)
+        max_rank = MOE_TRAIN_MAX_RANK;
+    REQUIRE(c->lora_rank <= max_rank, "adapters of rank %u: at most %u", c->lora_rank, max_rank);
     REQUIRE(c->lora_targets != 0, "adapters without a target");
     REQUIRE(isfinite(c->lora_alpha), "the adapters' alpha must be finite");
     return moe_ok();
 }
 
-/* One that learns; of frozen experts no W0 is kept. */
+/* An adapter that is trained; a trainer stores no W0 of frozen experts. */
 static bool has_adapter(const struct moe_trainer_config *c, enum moe_weight weight)
 {
     return moe_train_is_adapted(c, weight) && !(c->frozen >> MOE_PARAMS_EXPERTS & 1);
@@ -211,11 +211,11 @@ void moe_optimizer_mix_trainer(uint64_t *hash, const struct moe_layer_spec *s,
                                const struct moe_placement *p, const struct moe_trainer_config *c,
                                uint32_t frozen)
 {
-    const uint64_t facts[] = {
+    const uint64_t values[] = {
         s->layer,     s->hidden,    s->experts,      s->intermediate, s->shared_intermediate,
         c->optimizer, c->lora_rank, c->lora_targets, c->frozen,       frozen,
         p->version};
-    mix_bytes(hash, facts, sizeof facts);
+    mix_bytes(hash, values, sizeof values);
     mix_bytes(hash, &c->lora_alpha, sizeof c->lora_alpha);
     mix_bytes(hash, p->offset, (p->experts + (size_t)1) * sizeof *p->offset);
     mix_bytes(hash, p->slot, p->offset[p->experts] * sizeof *p->slot);
@@ -291,7 +291,7 @@ double moe_aux_constant(const struct moe_layer_spec *spec, float aux_coeff, uint
 
 double moe_balance_change(double rate, uint64_t load, uint64_t total, uint32_t experts)
 {
-    uint64_t scaled = load * experts; /* against the mean without rounding */
+    uint64_t scaled = load * experts; /* compares with the mean without rounding */
     return scaled < total ? rate : scaled > total ? -rate : 0;
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What every backend that trains has in common: which parameters a trainer has, what it demands of
- * configurations and arguments, and the scalar formulas of optimizer and balance rule. Pure: plain
- * data in, plain data out. */
+/* The rules of training for every backend: the parameters of a trainer, checks of configurations
+ * and arguments, and the scalar formulas of optimizer and balance rule. Pure: plain data in, plain
+ * data out. */
 #ifndef MOE_TRAINING_RULES_H
 #define MOE_TRAINING_RULES_H
 
@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-/* Formulas per element are evaluated by kernels too. */
+/* CUDA kernels use the formulas per element too. */
 #ifdef __CUDACC__
 #define MOE_TRAINING_INLINE __host__ __device__ static inline
 #else
@@ -37,8 +37,8 @@ struct moe_train_param {
 struct moe_status moe_trainer_check(const struct moe_layer_spec *spec,
                                     const struct moe_trainer_config *config) MOE_CHECKED;
 
-/* The parameters that a trainer with this configuration has memory for, in one fixed order (by
- * weight, A before B); what is frozen from the beginning is not among them. Returns how many. */
+/* Lists the parameters of a trainer with this configuration, in a fixed order (by weight, A before
+ * B), without weights that are frozen from the beginning. Returns their number. */
 uint32_t moe_train_params(const struct moe_layer_spec *spec,
                           const struct moe_trainer_config *config,
                           struct moe_train_param params[MOE_TRAIN_MAX_PARAMS]);
@@ -46,28 +46,29 @@ uint32_t moe_train_params(const struct moe_layer_spec *spec,
 /* Whether this weight has an adapter (and is frozen itself). */
 bool moe_train_is_adapted(const struct moe_trainer_config *config, enum moe_weight weight);
 
-/* What a key speaks of. */
+/* The tensor of a key. */
 struct moe_train_place {
     int param; /* index into moe_train_params, or -1: the resident weight itself */
     uint32_t rows, columns;
 };
 
-/* Errors: MOE_INVALID_ARGUMENT for a key or a size that is impossible, MOE_NOT_FOUND for a tensor
- * that a trainer with this configuration does not hold. Says nothing about who holds the expert. */
+/* Finds the tensor of a key. Errors: MOE_INVALID_ARGUMENT for an impossible key or size,
+ * MOE_NOT_FOUND if a trainer with this configuration has no such tensor. Does not check that the
+ * expert is local. */
 struct moe_status moe_train_find(const struct moe_layer_spec *spec,
                                  const struct moe_trainer_config *config,
                                  const struct moe_train_key *key, size_t bytes,
                                  struct moe_train_place *place) MOE_CHECKED;
 
-/* Errors: MOE_INVALID_ARGUMENT for what is only read. */
+/* Errors: MOE_INVALID_ARGUMENT for a read-only tensor. */
 struct moe_status moe_train_check_writable(const struct moe_train_key *key) MOE_CHECKED;
 
-/* Frozen groups as they may be set later: known groups, and none that was frozen from the beginning
- * and is not any more. Errors: MOE_INVALID_ARGUMENT, MOE_FAILED_PRECONDITION. */
+/* Checks a later set of frozen groups: known groups, and all that were frozen from the beginning.
+ * Errors: MOE_INVALID_ARGUMENT, MOE_FAILED_PRECONDITION. */
 struct moe_status moe_train_check_frozen(const struct moe_trainer_config *config,
                                          uint32_t frozen) MOE_CHECKED;
 
-/* Pointers, modes and the coefficient; not the step, which moe_session_check_step looks at.
+/* Checks pointers, modes and the coefficient; moe_session_check_step checks the rest.
  * Errors: MOE_INVALID_ARGUMENT, MOE_FAILED_PRECONDITION in a session without `training`. */
 struct moe_status moe_backward_check(const struct moe_session_config *session,
                                      const struct moe_backward_args *args) MOE_CHECKED;
@@ -76,50 +77,50 @@ struct moe_status moe_backward_check(const struct moe_session_config *session,
 struct moe_status moe_optimizer_check(enum moe_optimizer optimizer,
                                       const struct moe_optimizer_args *args) MOE_CHECKED;
 
-/* What every slot tells every other before an optimizer step changes anything, so that all take the
- * same step or none does. */
+/* Every slot sends its vote to all others before an optimizer step changes anything. So all slots
+ * take the same step, or none does. */
 struct moe_optimizer_vote {
-    uint64_t hash;    /* of all that two slots could disagree about */
+    uint64_t hash;    /* of everything that must be equal on all slots */
     uint64_t refuses; /* this slot cannot take the step */
 };
-/* The hash, before trainers are mixed into it in their order. */
+/* The hash without trainers; mix these in next, in their order. */
 uint64_t moe_optimizer_hash(const struct moe_optimizer_args *args, size_t trainers);
 void moe_optimizer_mix_trainer(uint64_t *hash, const struct moe_layer_spec *spec,
                                const struct moe_placement *placement,
                                const struct moe_trainer_config *config, uint32_t frozen);
-/* A layer that lies as a session of this view expects it.
- * Errors: MOE_FAILED_PRECONDITION for another slot or number of slots, MOE_UNAVAILABLE for an
- * expert that only slots hold that are not live. */
+/* The layer's placement fits the session.
+ * Errors: MOE_FAILED_PRECONDITION for another slot or number of slots, MOE_UNAVAILABLE if an expert
+ * has no copy, or a copy on a slot that is not live. */
 struct moe_status moe_optimizer_check_layer(const struct moe_session_config *session,
                                             const struct moe_layer_spec *spec,
                                             const struct moe_placement *placement,
                                             uint32_t slot) MOE_CHECKED;
-/* Whether all live slots take the same step; `own` is this slot's refusal, or success, and goes
- * before the others'. all [slots]. Errors: own, MOE_FAILED_PRECONDITION/SHAPE_MISMATCH. */
+/* Whether all live slots take the same step; all [slots]. `own` is this slot's refusal, or success;
+ * a refusal is returned first. Errors: own, MOE_FAILED_PRECONDITION/SHAPE_MISMATCH. */
 struct moe_status moe_optimizer_check_votes(const struct moe_session_config *session,
                                             const struct moe_optimizer_vote *all,
                                             const struct moe_status *own) MOE_CHECKED;
 
-/* A's first value at `element` of [r, in]: uniform in +-1 / sqrt(in). */
+/* The initial value of A at `element` of [r, in]: uniform in +-1 / sqrt(in). */
 float moe_lora_initial(uint64_t seed, uint32_t layer, uint32_t expert, enum moe_weight weight,
                        uint64_t element, uint32_t in);
 
-/* What all gradients are multiplied with to be clipped. */
+/* The factor that clips all gradients. */
 double moe_clip_factor(double norm, double max_grad_norm);
 
 /* C of the load-balance loss; 0 without tokens. */
 double moe_aux_constant(const struct moe_layer_spec *spec, float aux_coeff, uint64_t group_tokens);
 
-/* What the balance rule adds to the selection bias of an expert: `total` is the sum of `experts`
- * loads. */
+/* The balance rule's change of an expert's selection bias; `total` is the sum of `experts` loads.
+ */
 double moe_balance_change(double rate, uint64_t load, uint64_t total, uint32_t experts);
 
-/* An optimizer step with its scalars worked out, for each element of a parameter. */
+/* The scalars of an optimizer step. */
 struct moe_train_update {
     enum moe_optimizer optimizer;
     float scale; /* of gradients: grad_scale times the clipping factor */
     float decay; /* 1 - learning_rate * weight_decay */
-    float beta1, one_minus_beta1, beta2, one_minus_beta2; /* keep = 1 - beta */
+    float beta1, one_minus_beta1, beta2, one_minus_beta2;
     float step; /* AdamW: learning_rate / (1 - beta1^t); SGD: learning_rate */
     float root; /* sqrt(1 - beta2^t) */
     float epsilon;
@@ -128,10 +129,9 @@ struct moe_train_update {
 struct moe_train_update moe_train_update_of(enum moe_optimizer optimizer,
                                             const struct moe_optimizer_args *args, double clip);
 
-/* a * b + c. Which products are fused with which sums must not be the compiler's choice: it chooses
- * anew for every copy of a formula that it makes (a vectorised loop and its remainder), and then an
- * element's bits depend on its place in memory, which differs between the slots that hold copies.
- */
+/* a * b + c. The compiler must not choose which products to fuse with sums: it may choose
+ * differently in a vectorised loop and in its remainder. Then an element's bits would depend on its
+ * place in memory, which differs between the slots with copies. */
 MOE_TRAINING_INLINE float moe_train_multiply_add(float a, float b, float c)
 {
 #if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)

@@ -11,7 +11,7 @@ static struct moe_activation_sizing layer_of(uint32_t bucket, double learnt)
                                           .even = 8,
                                           .bucket = bucket,
                                           .local_experts = 256,
-                                          .most = bucket * 8 + 256 * (MOE_ROW_ALIGN - 1),
+                                          .max_rows = bucket * 8 + 256 * (MOE_ROW_ALIGN - 1),
                                           .room = 32768};
 }
 
@@ -19,7 +19,7 @@ static uint32_t asked(const struct moe_activation_sizing *of)
 {
     uint32_t rows = 0;
     assert_true(moe_activation_sizing_ask(of, &rows));
-    assert_true(rows <= of->most && rows <= of->room);
+    assert_true(rows <= of->max_rows && rows <= of->room);
     return rows;
 }
 

@@ -57,7 +57,7 @@ static bool ask(const struct moe_session *s, const struct moe_step_args *a, size
         .even = live * layer->spec.router.top_k * layer->local_experts / copies,
         .bucket = a->bucket,
         .local_experts = layer->local_experts,
-        .most = moe_cuda_ep_max_rows(s, layer, a->bucket),
+        .max_rows = moe_cuda_ep_max_rows(s, layer, a->bucket),
         .room = bytes / bytes_of(layer, MOE_ACTIVATION_ROUTED, 1)};
     return moe_activation_sizing_ask(&of, rows);
 }
