@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opens the CPU as a device: which cores, which kernels, how much memory; accounts for every byte
- * taken through it and keeps a few scratch buffers warm. It computes nothing itself. */
+/* Opens the CPU as a device: cores, kernels, memory. Accounts for every allocation and caches
+ * scratch buffers. It computes nothing. */
 #include "cpu/compute/device.h"
 
 #include "base/cores.h"
@@ -18,11 +18,11 @@
 #include <unistd.h>
 
 enum {
-    SCRATCH_HEADER = 4096, /* room of a struct scratch, so that what follows it is aligned */
+    SCRATCH_HEADER = 4096, /* room of a struct scratch; aligns the memory behind it */
     HUGE_PAGE = 2 << 20,
 };
 
-/* Head of every scratch buffer; the taker's memory begins SCRATCH_HEADER bytes later. */
+/* Head of every scratch buffer; the caller's memory begins SCRATCH_HEADER bytes later. */
 struct scratch {
     struct scratch *next; /* while idle */
     size_t bytes;         /* header included */
@@ -38,13 +38,13 @@ struct moe_device {
 
     struct moe_mutex scratch_lock;
     MOE_GUARDED_BY(scratch_lock)
-    struct scratch *idle_scratch; /* as long as the most takers there were at one time */
-    struct moe_activation_cache kept;
+    struct scratch *idle_scratch; /* buffers that are not in use */
+    struct moe_activation_cache activation_cache;
 };
 
 /* ---------------------------------------------------------------- open, close */
 
-/* "model name : AMD EPYC 9354 ..." of /proc/cpuinfo; "CPU" where there is no such line. */
+/* "model name : AMD EPYC 9354 ..." of /proc/cpuinfo; "CPU" if there is no such line. */
 static void read_cpu_name(char *name, size_t cap)
 {
     snprintf(name, cap, "CPU");
@@ -88,7 +88,8 @@ struct moe_status moe_cpu_device_open_isa(const struct moe_device_config *config
     device->memory_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
     read_cpu_name(device->cpu_name, sizeof device->cpu_name);
     moe_mutex_init(&device->scratch_lock);
-    moe_activation_cache_open(&device->kept, device, moe_cpu_mem_alloc, moe_cpu_mem_free);
+    moe_activation_cache_open(&device->activation_cache, device, moe_cpu_mem_alloc,
+                              moe_cpu_mem_free);
     *out = device;
     return moe_ok();
 }
@@ -105,7 +106,7 @@ void moe_cpu_device_close(struct moe_device *device)
 {
     if (device == NULL)
         return;
-    moe_activation_cache_close(&device->kept);
+    moe_activation_cache_close(&device->activation_cache);
     moe_mutex_not_shared(&device->scratch_lock);
     while (device->idle_scratch != NULL) {
         struct scratch *s = device->idle_scratch;
@@ -135,7 +136,7 @@ const struct moe_cpu_isa *moe_cpu_device_isa(const struct moe_device *device)
 
 struct moe_activation_cache *moe_cpu_device_activation_cache(struct moe_device *device)
 {
-    return &device->kept;
+    return &device->activation_cache;
 }
 
 void moe_cpu_parallel(struct moe_device *device, uint32_t items,
@@ -179,7 +180,7 @@ struct moe_status moe_cpu_mem_alloc(struct moe_device *device, enum moe_mem kind
                          "the system refused %zu bytes", bytes);
     }
     if (bytes >= HUGE_PAGE)
-        (void)madvise(p, bytes, MADV_HUGEPAGE); /* a wish: without it only the TLB suffers */
+        (void)madvise(p, bytes, MADV_HUGEPAGE); /* optional: fewer TLB misses */
     *out = p;
     return moe_ok();
 }
@@ -204,8 +205,8 @@ struct moe_status moe_cpu_mem_copy(struct moe_device *device, void *dst, const v
 
 /* -------------------------------------------------------------------- scratch */
 
-/* Takes an idle buffer out of the list: the smallest that is large enough, so that a small taker
- * leaves the large ones to those who need them; else the largest, else NULL. */
+/* Takes an idle buffer out of the list: the smallest that is large enough, so large buffers remain
+ * for large requests; else the largest, else NULL. */
 static struct scratch *pop_scratch(struct moe_device *device, size_t bytes)
 {
     moe_mutex_lock(&device->scratch_lock);
@@ -227,7 +228,8 @@ static struct moe_status make_scratch(struct moe_device *device, size_t bytes, s
 {
     void *p;
     struct moe_status st = moe_cpu_mem_alloc(device, MOE_MEM_DEVICE, bytes, &p);
-    if (st.code == MOE_RESOURCE_EXHAUSTED && moe_activation_cache_give_back(&device->kept))
+    if (st.code == MOE_RESOURCE_EXHAUSTED &&
+        moe_activation_cache_give_back(&device->activation_cache))
         st = moe_cpu_mem_alloc(device, MOE_MEM_DEVICE, bytes, &p);
     MOE_TRY(st);
     *out = p;

@@ -3,10 +3,10 @@
  * weight, and the shared expert. Grouped: one pool job covers the rows of all experts at once.
  *
  * A job is a list of spans (rows of one expert). An item is a few weight panels times one block of
- * a span's rows, so that many rows of one expert and few rows of many experts both spread over all
- * threads. Inside an item, tiles of TILE_ROWS rows by one panel live on the stack, where bias,
- * activation and weight are applied in fp32 before the tile is stored. Only rows inside spans are
- * ever touched: what lies between experts may be anything. */
+ * a span's rows. So many rows of one expert and few rows of many experts both spread over all
+ * threads. An item has tiles of TILE_ROWS rows by one panel on the stack. It applies bias,
+ * activation and weight in fp32 before it stores a tile. It touches only rows inside spans: padding
+ * rows may have any contents. */
 #include "cpu/compute/layer.h"
 
 #include "base/size.h"
@@ -17,8 +17,8 @@
 enum {
     TILE_ROWS = 60,    /* a multiple of every register block's height */
     BLOCK_ROWS = 180,  /* rows of one item: reuses a panel from cache, and bounds an item's time */
-    SHARED_ROWS = 256, /* tokens of the shared expert that are computed at a time */
-    WIDE_ROWS_BYTES = 64 << 20, /* fp32 copies of rows that exist at a time */
+    SHARED_ROWS = 256, /* tokens in a pass of the shared expert */
+    WIDE_ROWS_BYTES = 64 << 20, /* fp32 copies of rows at a time */
 };
 
 /* Some rows of one expert. All pointers are to the span's first row. */
@@ -26,7 +26,7 @@ struct span {
     uint32_t entry; /* of the weights: local expert index, 0 for the shared expert */
     uint32_t rows;
     uint32_t panels_per_item;
-    const void *narrow;     /* rows as they came; NULL when `x` needs no preparation */
+    const void *narrow;     /* rows in the job's dtype; NULL if `x` needs no preparation */
     const float *scale;     /* [rows] factor of each prepared row, or NULL */
     float *x;               /* [rows, in] */
     const float *weight;    /* [rows] routing weight, or NULL for 1 */
@@ -34,7 +34,7 @@ struct span {
     struct moe_cpu_pre pre; /* [rows, I] each, or NULLs */
 };
 
-/* Where a weight enters the result of the down projection. */
+/* How the down projection applies a weight. */
 enum epilogue {
     EPILOGUE_PLAIN,         /* acc + b: input weighting */
     EPILOGUE_WEIGH_ALL,     /* w * (acc + b): late and early weighting */
@@ -45,14 +45,14 @@ struct ffn_job {
     const struct moe_layer *layer;
     const struct moe_cpu_isa *isa;
     enum moe_dtype dtype;     /* of span.narrow */
-    enum moe_weight gate, up; /* which pair of matrices, for gate_up items */
-    enum moe_weight down;     /* which matrix, for down items */
+    enum moe_weight gate, up; /* for gate_up items */
+    enum moe_weight down;     /* for down items */
     enum moe_activation activation;
     enum epilogue epilogue;
-    const struct moe_cpu_matrix *shared_gate; /* [1, H]: row weights are made of it; or NULL */
+    const struct moe_cpu_matrix *shared_gate; /* [1, H]: computes row weights; or NULL */
 
     uint32_t spans;
-    uint32_t first_item[MOE_MAX_EXPERTS + 1]; /* of each span in the present phase */
+    uint32_t first_item[MOE_MAX_EXPERTS + 1]; /* of each span in the current phase */
     uint32_t rows_per_item;                   /* preparation phase */
     struct span span[MOE_MAX_EXPERTS];
 };
@@ -67,7 +67,7 @@ static uint32_t ceil_div(uint32_t a, uint32_t b)
     return (a + b - 1) / b;
 }
 
-/* The span that `item` belongs to; `*item` becomes its number inside the span. */
+/* The span of `*item`, which becomes the number inside the span. */
 static const struct span *find_span(const struct ffn_job *job, uint32_t *item)
 {
     uint32_t low = 0, high = job->spans;
@@ -129,7 +129,7 @@ static void prepare_rows(struct ffn_job *job)
 
 /* ------------------------------------------------------------------------- items */
 
-/* What an item covers: panels [panel, panel_end) times rows [row, row_end) of its span. */
+/* An item: panels [panel, panel_end) times rows [row, row_end) of its span. */
 struct block {
     uint32_t panel, panel_end;
     uint32_t row, row_end;
@@ -318,20 +318,20 @@ static void init_job(struct ffn_job *job, struct moe_layer *layer)
     job->spans = 0;
 }
 
-/* Where the next wave of rows starts. */
+/* The start of the next wave of rows. */
 struct cursor {
     uint32_t expert; /* index into moe_rows */
-    uint32_t row;    /* rows of it that are done */
+    uint32_t row;    /* number of its rows that are done */
 };
 
-/* Collects spans of at most `most` rows together; false when there are none left. */
+/* Collects spans with at most `max_rows` rows in all; false if there are none left. */
 static bool next_wave(struct ffn_job *job, const struct moe_rows *rows, struct cursor *at,
-                      uint32_t most)
+                      uint32_t max_rows)
 {
     job->spans = 0;
-    while (at->expert < rows->local_experts && most > 0) {
+    while (at->expert < rows->local_experts && max_rows > 0) {
         uint32_t left = rows->count[at->expert] - at->row;
-        uint32_t take = min_u32(left, most);
+        uint32_t take = min_u32(left, max_rows);
         size_t first = (size_t)rows->start[at->expert] + at->row;
         if (take > 0)
             job->span[job->spans++] = (struct span){
@@ -339,7 +339,7 @@ static bool next_wave(struct ffn_job *job, const struct moe_rows *rows, struct c
                 .rows = take,
                 .weight = rows->weight + first,
             };
-        most -= take;
+        max_rows -= take;
         at->row += take;
         if (take == left)
             *at = (struct cursor){.expert = at->expert + 1};
@@ -347,13 +347,13 @@ static bool next_wave(struct ffn_job *job, const struct moe_rows *rows, struct c
     return job->spans > 0;
 }
 
-/* The index in `rows` that the span's first row has. */
+/* The index in `rows` of the span's first row. */
 static size_t first_row(const struct moe_rows *rows, const struct span *span)
 {
     return (size_t)(span->weight - rows->weight);
 }
 
-/* Row `row` of what is left for a backward pass. */
+/* Row `row` of the retained gate and up. */
 static struct moe_cpu_pre pre_at(const struct moe_cpu_pre *pre, size_t row, uint32_t inner)
 {
     if (pre == NULL)
@@ -388,20 +388,20 @@ struct moe_status moe_cpu_gate_up_retaining(struct moe_layer *layer, enum moe_dt
     init_job(&job, layer);
     job.dtype = dtype;
 
-    /* bf16 rows and rows with a weight on the input are copied as fp32, so many at a time. */
-    uint32_t most = UINT32_MAX;
+    /* bf16 rows and rows with input weighting are copied as fp32, max_rows at a time. */
+    uint32_t max_rows = UINT32_MAX;
     void *wide = NULL;
     if (dtype != MOE_DTYPE_F32 || layer->spec.weighting == MOE_WEIGHT_INPUT) {
         uint64_t all = 0;
         for (uint32_t l = 0; l < rows->local_experts; l++)
             all += rows->count[l];
-        most = WIDE_ROWS_BYTES / (layer->spec.hidden * (uint32_t)sizeof(float));
-        if (all < most)
-            most = (uint32_t)all;
+        max_rows = WIDE_ROWS_BYTES / (layer->spec.hidden * (uint32_t)sizeof(float));
+        if (all < max_rows)
+            max_rows = (uint32_t)all;
         MOE_TRY(moe_cpu_scratch_take(layer->device,
-                                     (size_t)most * layer->spec.hidden * sizeof(float), &wide));
+                                     (size_t)max_rows * layer->spec.hidden * sizeof(float), &wide));
     }
-    for (struct cursor at = {0}; next_wave(&job, rows, &at, most);) {
+    for (struct cursor at = {0}; next_wave(&job, rows, &at, max_rows);) {
         place_gate_up(&job, rows, wide, pre, hidden);
         if (wide != NULL)
             prepare_rows(&job);
@@ -421,7 +421,7 @@ struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, enum moe_dtype dtyp
                                     const struct moe_rows *rows, const float *hidden, float *out)
 {
     MOE_TRY(check_rows(layer, rows));
-    MOE_TRY(check_dtype(dtype)); /* hidden is fp32 here whatever the dtype */
+    MOE_TRY(check_dtype(dtype)); /* hidden is fp32 for every dtype */
     struct ffn_job job;
     init_job(&job, layer);
     job.epilogue = layer->spec.weighting == MOE_WEIGHT_INPUT ? EPILOGUE_PLAIN : EPILOGUE_WEIGH_ALL;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Products of the backward pass; see gemm.h. An item of a job is a group of panels times a block of
- * rows of one product, large enough that packing a panel costs little beside using it. */
+ * rows of one product. It is so large that packing a panel is cheap compared with its use. */
 #include "cpu/compute/gemm.h"
 
 enum {
-    K_BLOCK = 128,      /* inputs packed at a time: a panel of them fits the first-level cache */
+    K_BLOCK = 128,      /* inputs packed at a time: a panel of them fits the L1 cache */
     TILE_ROWS = 60,     /* a multiple of every register block's height */
     PRODUCT_ROWS = 480, /* rows that use a packed panel */
     OUTER_ROWS = 240,   /* rows of an outer product that use a packed panel */
@@ -52,7 +52,7 @@ static void pack_block(const struct moe_cpu_isa *isa, const struct moe_cpu_produ
     }
 }
 
-/* Puts a tile of sums where it belongs. `first` is the first block of inputs. */
+/* Stores a tile of sums into y, or adds it. `first`: the tile is of the first block of inputs. */
 static void store_tile(const struct moe_cpu_product *p, bool first, uint32_t row, uint32_t rows,
                        uint32_t c, uint32_t width, const float *tile)
 {
@@ -69,17 +69,17 @@ static void store_tile(const struct moe_cpu_product *p, bool first, uint32_t row
     }
 }
 
-/* Sums that need nothing done to them go where they belong without a tile in between. */
+/* Whether the kernels can write sums directly to y, without a tile. */
 static bool stores_plainly(const struct moe_cpu_product *p, uint32_t c, uint32_t width)
 {
     return p->scale == 1.0f && p->bias == NULL && p->columns - c >= width;
 }
 
-/* One panel of columns times rows [row, row_end), packed as it goes. */
+/* One panel of columns times rows [row, row_end); packs the panel during the product. */
 static void multiply_packing(const struct moe_cpu_isa *isa, const struct moe_cpu_product *p,
                              uint32_t c, uint32_t row, uint32_t row_end)
 {
-    _Alignas(64) float block[K_BLOCK * MOE_CPU_MAX_PANEL]; /* as packed weights are */
+    _Alignas(64) float block[K_BLOCK * MOE_CPU_MAX_PANEL]; /* aligned like packed weights */
     float tile[TILE_ROWS * MOE_CPU_MAX_PANEL];
     for (uint32_t k = 0; k < p->k; k += K_BLOCK) {
         uint32_t n = min_u32(K_BLOCK, p->k - k);
@@ -98,7 +98,7 @@ static void multiply_packing(const struct moe_cpu_isa *isa, const struct moe_cpu
     }
 }
 
-/* The same with a weight that is in panels already. */
+/* The same with a packed weight. */
 static void multiply_packed(const struct moe_cpu_isa *isa, const struct moe_cpu_product *p,
                             uint32_t panel, uint32_t row, uint32_t row_end)
 {
@@ -145,12 +145,12 @@ void moe_cpu_gemm_products(struct moe_device *device, const struct moe_cpu_produ
                            uint32_t count)
 {
     struct product_job job = {.isa = moe_cpu_device_isa(device), .product = product};
-    uint64_t most = 0;
+    uint64_t max_work = 0;
     for (uint32_t i = 0; i < count; i++) {
         uint64_t work = (uint64_t)min_u32(product[i].rows, PRODUCT_ROWS) * product[i].k;
-        most = work > most ? work : most;
+        max_work = work > max_work ? work : max_work;
     }
-    job.panels_per_item = moe_cpu_units_per_item(most * job.isa->panel);
+    job.panels_per_item = moe_cpu_units_per_item(max_work * job.isa->panel);
     uint32_t items = 0;
     for (uint32_t i = 0; i < count; i++)
         items += product_items(&job, &product[i]);
@@ -204,11 +204,11 @@ static void add_tile(const struct moe_cpu_outer *o, uint32_t out, uint32_t outs,
     }
 }
 
-/* n rows from `row`: their part of `outs` outputs times one panel of columns. */
+/* Adds the part of n rows from `row` to `outs` outputs times one panel of columns. */
 static void outer_panel(const struct moe_cpu_isa *isa, const struct moe_cpu_outer *o, uint32_t row,
                         uint32_t n, uint32_t out, uint32_t outs, uint32_t c, const float *packed)
 {
-    _Alignas(64) float block[K_BLOCK * MOE_CPU_MAX_PANEL]; /* as packed weights are */
+    _Alignas(64) float block[K_BLOCK * MOE_CPU_MAX_PANEL]; /* aligned like packed weights */
     float tile[TILE_ROWS * MOE_CPU_MAX_PANEL];
     uint32_t width = isa->panel, columns = min_u32(width, o->in - c);
     if (columns < width)

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Matrix products of the backward pass: many at a time, of any orientation, on the panel kernels.
  *
- * The kernels multiply rows by a panel of columns. A packed weight is in panels of its outputs, as
- * the forward pass wants it; everything else is packed into panels on the way, a block of K_BLOCK
- * inputs at a time, in a buffer on the stack of the thread that uses it. So no second copy of a
- * weight exists. All sums are fp32 and go in fixed blocks: results depend neither on the number of
- * threads nor on what is computed besides. */
+ * The kernels multiply rows by a panel of columns. A packed weight has panels of its outputs, for
+ * the forward pass. Every other factor is packed into panels during the product, a block of K_BLOCK
+ * inputs at a time, in a buffer on the thread's stack. So no second copy of a weight exists. All
+ * sums are fp32 and go in fixed blocks: results depend neither on the number of threads nor on
+ * other products. */
 #ifndef MOE_CPU_GEMM_H
 #define MOE_CPU_GEMM_H
 
@@ -38,7 +38,7 @@ struct moe_cpu_outer {
     float *sum;
 };
 
-/* Products of one call may share nothing that is written. Empty ones are legal. */
+/* The outputs of one call must not overlap. Empty products are legal. */
 void moe_cpu_gemm_products(struct moe_device *device, const struct moe_cpu_product *product,
                            uint32_t count);
 void moe_cpu_gemm_outers(struct moe_device *device, const struct moe_cpu_outer *outer,

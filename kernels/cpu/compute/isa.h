@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The kernels whose machine code depends on the instruction set, as one table per instruction set.
+/* The kernels that depend on the instruction set: one table per instruction set.
  *
- * isa_kernels.c is compiled once per table; nothing else in the backend is compiled for more than
- * the baseline. Weights are packed for the panel width of the table that will read them
- * (matrix.h). All arithmetic is fp32. A row's result does not depend on how many rows are computed
- * with it: bit for bit the same. */
+ * isa_kernels.c is compiled once per table; the rest of the backend only for the baseline. Weights
+ * are packed for the panel width of the table that reads them (matrix.h). All arithmetic is fp32.
+ * The bits of a row's result do not depend on the number of rows in a call. */
 #ifndef MOE_CPU_ISA_H
 #define MOE_CPU_ISA_H
 
@@ -22,14 +21,14 @@ struct moe_cpu_isa {
                        float *y, size_t y_stride);
     void (*panel_f32)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
                       float *y, size_t y_stride);
-    /* The same added to what y holds: the sum over k first, then the addition. */
+    /* The same added to y: the sum over k first, then the addition. */
     void (*panel_f32_add)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
                           float *y, size_t y_stride);
 
     /* to[i] = scale * from[i]; `from` is F32 or BF16. */
     void (*widen)(enum moe_dtype dtype, size_t n, const void *from, float scale, float *to);
 
-    /* gate[i] = activation(gate[i], up[i]) for i < n; NaN in gives NaN out. */
+    /* gate[i] = activation(gate[i], up[i]) for i < n; a NaN input gives NaN. */
     void (*activate)(enum moe_activation activation, float limit, float alpha, size_t n,
                      float *gate, const float *up);
 
@@ -42,11 +41,11 @@ struct moe_cpu_isa {
 
     /* One optimizer step of n elements (moe_train_adamw, moe_train_sgd); gradients become 0. m2 is
      * read for AdamW only. */
-    void (*move)(const struct moe_train_update *update, size_t n, float *value, float *grad,
-                 float *m1, float *m2);
+    void (*optimize)(const struct moe_train_update *update, size_t n, float *value, float *grad,
+                     float *m1, float *m2);
 };
 
-/* Tables this build has and this processor can run, slowest first; `*count` >= 1. */
+/* The tables of this build that this processor can run, slowest first; `*count` >= 1. */
 const struct moe_cpu_isa *const *moe_cpu_isa_list(uint32_t *count);
 
 #endif

@@ -4,11 +4,11 @@
  * A register block holds up to ROWS rows times two vectors of output columns. Each step takes two
  * neighbouring inputs: one vector load brings a pair of bf16 weights for every column, a shift
  * and a mask widen them exactly to fp32, and each row adds its two broadcast inputs times them.
- * The fp32 multiply-add units are the wide ones on processors without a matrix unit; the bf16 dot
- * product instructions run at half their rate, so bf16 only retains memory traffic.
+ * On processors without a matrix unit, bf16 dot products run at half the rate of fp32
+ * multiply-adds. So bf16 only reduces memory traffic.
  *
- * Every output element is one chain of multiply-adds over k in ascending order, whatever the
- * number of rows: results are bitwise independent of the batch. */
+ * Every output element is one chain of multiply-adds over k in ascending order, for any number of
+ * rows: results are bitwise independent of the batch. */
 #include "cpu/compute/isa.h"
 
 #if defined(__AVX512F__)
@@ -32,7 +32,7 @@
 #define GLUE2(a, b) a##b
 #define GLUE(a, b)  GLUE2(a, b)
 
-/* Loops over rows and vectors must disappear, or accumulators live in memory. */
+/* Loops over rows and vectors must be unrolled, or the accumulators go to memory. */
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -43,15 +43,15 @@ enum {
     LANES = VECTOR_BYTES / 4,
     VECTORS = 2,
     PANEL = LANES * VECTORS,
-    PREFETCH_BYTES = 6144, /* how far ahead of the loads weights are asked for */
+    PREFETCH_BYTES = 6144, /* distance from a load to its prefetch */
 };
-_Static_assert((int)PANEL <= (int)MOE_CPU_MAX_PANEL, "panel buffers elsewhere are of that size");
+_Static_assert((int)PANEL <= (int)MOE_CPU_MAX_PANEL, "panel buffers elsewhere have that size");
 
 typedef float vec __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t uvec __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t ivec __attribute__((vector_size(VECTOR_BYTES)));
 
-/* One register block: `rows` is a constant wherever this is inlined. */
+/* One register block: `rows` is a constant after inlining. */
 #define BLOCK static inline __attribute__((always_inline)) void
 
 BLOCK store_block(uint32_t rows, vec acc[ROWS][VECTORS], float *y, size_t y_stride)
@@ -113,7 +113,7 @@ BLOCK add_block(uint32_t rows, vec acc[ROWS][VECTORS], float *y, size_t y_stride
     store_block(rows, acc, y, y_stride);
 }
 
-/* y of the block behind this one: it usually comes from memory, from rows far apart. */
+/* Prefetches y of the next block, which is usually not in a cache. */
 BLOCK prefetch_next_rows(uint32_t rows, const float *y, size_t y_stride)
 {
     UNROLL
@@ -219,7 +219,7 @@ static inline vec vec_set(float f)
     return f - (vec){0};
 }
 
-/* Lane-wise x < bound ? bound : x (and its mirror image): NaN stays NaN. */
+/* Lane-wise x < bound ? bound : x, and x > bound ? bound : x below: NaN stays NaN. */
 static inline vec vec_at_least(vec x, float bound)
 {
     ivec below = x < bound;
@@ -289,10 +289,10 @@ static inline void vec_activate_backward(enum moe_activation activation, float l
                                          float weight, vec *g, vec *u, vec *d)
 {
     vec gate = *g, up = *u, cotangent = *d * weight;
-    ivec gate_moves = ~(ivec){0}, up_moves = gate_moves;
+    ivec gate_unclamped = ~(ivec){0}, up_unclamped = gate_unclamped;
     if (activation != MOE_ACT_SWIGLU) {
-        gate_moves = ~(gate > limit);
-        up_moves = ~((up > limit) | (up < -limit));
+        gate_unclamped = ~(gate > limit);
+        up_unclamped = ~((up > limit) | (up < -limit));
         gate = vec_at_most(gate, limit);
         up = vec_at_most(vec_at_least(up, -limit), limit);
     }
@@ -301,8 +301,8 @@ static inline void vec_activate_backward(enum moe_activation activation, float l
     vec factor = activation == MOE_ACT_SWIGLU_OAI ? up + 1.0f : up;
     vec silu = gate * sigmoid;
     vec derivative = sigmoid * (1.0f + slope * gate * (1.0f - sigmoid));
-    *g = (vec)((ivec)(cotangent * factor * derivative) & gate_moves);
-    *u = (vec)((ivec)(cotangent * silu) & up_moves);
+    *g = (vec)((ivec)(cotangent * factor * derivative) & gate_unclamped);
+    *u = (vec)((ivec)(cotangent * silu) & up_unclamped);
     *d = silu * factor;
 }
 
@@ -329,8 +329,8 @@ static float activate_backward(enum moe_activation activation, float limit, floa
     return sum;
 }
 
-static void move(const struct moe_train_update *update, size_t n, float *restrict value,
-                 float *restrict grad, float *restrict m1, float *restrict m2)
+static void optimize(const struct moe_train_update *update, size_t n, float *restrict value,
+                     float *restrict grad, float *restrict m1, float *restrict m2)
 {
     const struct moe_train_update u = *update;
     if (u.optimizer == MOE_OPTIMIZER_ADAMW) {
@@ -356,5 +356,5 @@ const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA) = {
     .widen = widen,
     .activate = activate,
     .activate_backward = activate_backward,
-    .move = move,
+    .optimize = optimize,
 };

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Creates layers and takes the weights in. A layer that lacks a weight never becomes
- * runnable. */
+/* Creates layers and uploads weights. A layer that lacks a weight never becomes runnable. */
 #include "cpu/compute/layer.h"
 
 #include "base/size.h"
@@ -100,7 +99,7 @@ void moe_cpu_layer_destroy(struct moe_layer *layer)
 
 /* --------------------------------------------------------------------- weights */
 
-/* The entry that an upload is for. */
+/* The entry of an upload. */
 static struct moe_status find_entry(const struct moe_layer *layer, enum moe_weight w,
                                     uint32_t expert, uint32_t *entry)
 {
@@ -144,7 +143,7 @@ struct moe_status moe_cpu_layer_upload(struct moe_layer *layer, enum moe_weight 
     if (moe_weight_is_bias(weight)) {
         take_bias(layer->bias[weight] + entry * rows, rows, dtype, data);
     } else {
-        /* Everything that decides between experts or scales a whole token stays fp32. */
+        /* Weights that decide between experts or scale a whole token stay fp32. */
         bool exact = weight == MOE_WEIGHT_ROUTER || weight == MOE_WEIGHT_SHARED_GATE_VECTOR;
         MOE_TRY(moe_cpu_matrix_pack(layer->device, (uint32_t)rows, (uint32_t)columns, dtype,
                                     exact ? MOE_DTYPE_F32 : dtype, data,

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One MoE layer on the CPU: its spec, who holds which expert, and the resident weights of the
- * experts that its slot holds. Read-only after moe_cpu_layer_finish, but for its trainer, which
- * renews weights between steps. */
+/* One MoE layer on the CPU: its spec, its placement, and the resident weights of its slot.
+ * Read-only after moe_cpu_layer_finish; only a trainer changes weights, between steps. */
 #ifndef MOE_CPU_LAYER_H
 #define MOE_CPU_LAYER_H
 
@@ -11,14 +10,14 @@
 struct moe_layer {
     struct moe_device *device;
     struct moe_layer_spec spec;
-    struct moe_placement placement; /* its arrays are this layer's own copies */
+    struct moe_placement placement; /* a copy; the layer owns its arrays */
     uint32_t slot;
     bool finished;
     bool has_trainer;
 
     uint32_t local_experts; /* experts placed on `slot`; may be 0 */
     uint32_t *local;        /* [local_experts] global ids, ascending */
-    int32_t *local_index;   /* [E] global id -> index into `local`, -1 when placed elsewhere */
+    int32_t *local_index;   /* [E] global id -> index into `local`, -1 if placed elsewhere */
 
     /* Matrices are packed; biases are plain F32 [entries][n]. Expert weights have an entry for each
      * local expert, the others one. NULL for weights that the layer does not have. */
@@ -27,7 +26,7 @@ struct moe_layer {
     bool *uploaded[MOE_WEIGHT_COUNT]; /* [entries] */
 };
 
-/* Entry `index` of a bias vector, or NULL when the layer has no such bias. */
+/* Entry `index` of a bias vector, or NULL if the layer has no such bias. */
 static inline const float *moe_cpu_layer_bias(const struct moe_layer *layer, enum moe_weight weight,
                                               uint32_t index)
 {
@@ -46,7 +45,7 @@ struct moe_status moe_cpu_layer_upload(struct moe_layer *layer, enum moe_weight 
 struct moe_status moe_cpu_layer_finish(struct moe_layer *layer) MOE_CHECKED;
 void moe_cpu_layer_destroy(struct moe_layer *layer); /* NULL is ignored */
 
-/* The parts below want a finished layer. They do not change it, so several threads may run them on
+/* The parts below need a finished layer. They do not change it, so several threads may run them on
  * one layer at the same time. */
 
 /* router.c. A token that is not OK gets ids -1 and weights 0. T = 0 is legal. */
@@ -56,14 +55,14 @@ struct moe_status moe_cpu_router_forward(struct moe_layer *layer, enum moe_dtype
                                          int32_t *ids, float *weights,
                                          uint8_t *token_state) MOE_CHECKED;
 
-/* Gate and up with their biases, before the activation: where a forward pass leaves them for a
+/* Gate and up with their biases, before the activation; a forward pass can retain them for a
  * backward pass. fp32 [rows, I] each, rows as in struct moe_rows, or tokens. */
 struct moe_cpu_pre {
     float *gate, *up;
 };
 
-/* ffn.c. Input weighting is done here: rows->x holds the token as it was sent. Rows between
- * experts are neither read nor written. */
+/* ffn.c. These functions apply input weighting: rows->x has the token without its weight. They
+ * neither read nor write padding rows. */
 struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,
                                        const struct moe_rows *rows, float *hidden) MOE_CHECKED;
 struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, enum moe_dtype dtype,
@@ -72,7 +71,7 @@ struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, enum moe_dtype dtyp
 struct moe_status moe_cpu_shared_forward(struct moe_layer *layer, enum moe_dtype dtype,
                                          uint32_t tokens, const void *x, float *y) MOE_CHECKED;
 
-/* The same, which also leave gate and up at *pre; NULL = they do not. */
+/* The same, and they store gate and up at *pre, unless it is NULL. */
 struct moe_status moe_cpu_gate_up_retaining(struct moe_layer *layer, enum moe_dtype dtype,
                                             const struct moe_rows *rows,
                                             const struct moe_cpu_pre *pre,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packs weight matrices into panels (matrix.h says how they look) and owns their memory. */
+/* Packs weight matrices into panels (layout: matrix.h) and owns their memory. */
 #include "cpu/compute/matrix.h"
 
 #include "base/size.h"
@@ -12,7 +12,7 @@ struct pack_job {
     uint32_t width; /* output rows of a panel */
 };
 
-/* Elements k and k + 1 of one bf16 row as one word; beyond the row's end is zero. */
+/* Elements k and k + 1 of one bf16 row as one uint32; zero past the row's end. */
 static uint32_t load_pair(const char *row, uint32_t k, uint32_t in)
 {
     uint16_t pair[2] = {0, 0};
@@ -20,7 +20,7 @@ static uint32_t load_pair(const char *row, uint32_t k, uint32_t in)
     return (uint32_t)pair[0] | (uint32_t)pair[1] << 16;
 }
 
-/* The same of an fp32 row, rounded. */
+/* The same for an fp32 row, rounded. */
 static uint32_t round_pair(const char *row, uint32_t k, uint32_t in)
 {
     float pair[2] = {0, 0};
@@ -40,7 +40,7 @@ static float load_f32(const char *row, uint32_t k, enum moe_dtype from)
     return moe_bf16_to_f32(b);
 }
 
-/* The panel's memory was zeroed when it was new: lanes of rows that do not exist are left alone. */
+/* New memory of a panel is zero, so lanes of missing rows need no store. */
 static void pack_panel(void *ctx, uint32_t p)
 {
     const struct pack_job *job = ctx;
@@ -67,14 +67,14 @@ static void pack_panel(void *ctx, uint32_t p)
 }
 
 struct moe_status moe_cpu_matrix_pack(struct moe_device *device, uint32_t out, uint32_t in,
-                                      enum moe_dtype from, enum moe_dtype keep, const void *data,
-                                      struct moe_cpu_matrix *matrix)
+                                      enum moe_dtype from, enum moe_dtype store_as,
+                                      const void *data, struct moe_cpu_matrix *matrix)
 {
-    MOE_INVARIANT(keep == MOE_DTYPE_F32 || keep == from);
+    MOE_INVARIANT(store_as == MOE_DTYPE_F32 || store_as == from);
     uint32_t width = moe_cpu_device_isa(device)->panel;
-    struct moe_cpu_matrix m = {.out = out, .in = in, .dtype = keep};
+    struct moe_cpu_matrix m = {.out = out, .in = in, .dtype = store_as};
     m.panels = (out + width - 1) / width;
-    size_t words = keep == MOE_DTYPE_BF16 ? ((size_t)in + 1) / 2 : in;
+    size_t words = store_as == MOE_DTYPE_BF16 ? ((size_t)in + 1) / 2 : in;
     if (!moe_size_mul3(words, width, 4, &m.panel_bytes) ||
         !moe_size_mul(m.panel_bytes, m.panels, &m.bytes))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
@@ -162,16 +162,16 @@ void moe_cpu_matrix_read(struct moe_device *device, const struct moe_cpu_matrix 
     moe_cpu_parallel(device, matrix->panels, read_panel, &job);
 }
 
-void moe_cpu_matrix_read_alone(struct moe_device *device, const struct moe_cpu_matrix *matrix,
-                               float *data)
+void moe_cpu_matrix_read_serial(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                                float *data)
 {
     struct read_job job = {matrix, moe_cpu_device_isa(device)->panel, data};
     for (uint32_t p = 0; p < matrix->panels; p++)
         read_panel(&job, p);
 }
 
-/* Columns column .. column + width - 1 (an even number of them) of a bf16 panel's lanes, a pair of
- * neighbours at a time: to [lanes, width]. */
+/* Widens columns column .. column + width - 1 of a bf16 panel's lanes, a pair of neighbours at a
+ * time, to [lanes, width]; width is even. */
 static void widen_pairs(const struct moe_cpu_matrix *m, uint32_t p, uint32_t lanes, uint32_t column,
                         uint32_t width, float *to)
 {

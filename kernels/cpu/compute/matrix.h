@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A weight matrix in the form that the panel kernels read.
+/* A weight matrix in the layout of the panel kernels.
  *
- * A matrix [out, in] is cut into panels of `isa->panel` output rows; the last one is filled up
- * with zeros. BF16 stays bf16: a panel is [ceil(in / 2)][panel][2], so that one 32-bit word holds
- * two neighbouring inputs of one output and both widen to fp32 with a shift or a mask (an odd
- * `in` ends with a zero). F32 is [in][panel]. */
+ * A matrix [out, in] is cut into panels of `isa->panel` output rows; the last panel is padded with
+ * zeros. A BF16 panel is [ceil(in / 2)][panel][2] of bf16. So one uint32 has two neighbouring
+ * inputs of one output, and a shift or a mask widens them to fp32; an odd `in` ends with a zero. An
+ * F32 panel is [in][panel]. */
 #ifndef MOE_CPU_MATRIX_H
 #define MOE_CPU_MATRIX_H
 
@@ -13,7 +13,7 @@
 
 struct moe_device;
 
-enum { MOE_CPU_MAX_RANK = 512 }; /* of what is added to a matrix */
+enum { MOE_CPU_MAX_RANK = 512 }; /* of moe_cpu_matrix_merge */
 
 struct moe_cpu_matrix {
     void *data; /* NULL: not uploaded */
@@ -24,11 +24,11 @@ struct moe_cpu_matrix {
     enum moe_dtype dtype;
 };
 
-/* Packs `data` (row-major, `from`, any alignment) for the device's kernels, kept as `keep`:
- * `from`, or F32. */
+/* Packs `data` (row-major, dtype `from`, any alignment) for the device's kernels. `store_as`: the
+ * dtype in memory, `from` or F32. */
 struct moe_status moe_cpu_matrix_pack(struct moe_device *device, uint32_t out, uint32_t in,
-                                      enum moe_dtype from, enum moe_dtype keep, const void *data,
-                                      struct moe_cpu_matrix *matrix) MOE_CHECKED;
+                                      enum moe_dtype from, enum moe_dtype store_as,
+                                      const void *data, struct moe_cpu_matrix *matrix) MOE_CHECKED;
 /* Packs new values [out, in], rounded to the matrix's dtype, over the old ones. */
 void moe_cpu_matrix_renew(struct moe_device *device, const struct moe_cpu_matrix *matrix,
                           const float *data);
@@ -40,11 +40,11 @@ void moe_cpu_matrix_merge(struct moe_device *device, const struct moe_cpu_matrix
 /* Writes the values to data [out, in]. */
 void moe_cpu_matrix_read(struct moe_device *device, const struct moe_cpu_matrix *matrix,
                          float *data);
-/* The same on the calling thread alone, beside whatever the device's threads do. */
-void moe_cpu_matrix_read_alone(struct moe_device *device, const struct moe_cpu_matrix *matrix,
-                               float *data);
+/* The same on the calling thread only, while the device's threads may run something else. */
+void moe_cpu_matrix_read_serial(struct moe_device *device, const struct moe_cpu_matrix *matrix,
+                                float *data);
 /* block [rows, panel] = rows `row` .. row + rows - 1 times columns `column` .. column + panel - 1
- * in fp32; `row` and `column` are multiples of the panel. Columns behind the matrix's end are 0. */
+ * in fp32; `row` and `column` are multiples of the panel. Columns past the matrix's end are 0. */
 void moe_cpu_matrix_block(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
                           uint32_t row, uint32_t rows, uint32_t column, float *block);
 

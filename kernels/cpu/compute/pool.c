@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A pool of compute threads that run one job at a time: items claimed one by one from a counter.
+/* A pool of compute threads that run one job at a time: threads claim items from a counter.
  *
- * The idea worth knowing is the gate. A job is announced by opening the gate; a thread that wakes
- * up first counts itself in (`inside`), and only then looks whether the gate is open. The owner of
- * the job closes the gate and waits until `inside` is zero. With sequentially consistent
- * operations one of the two always sees the other, so no thread touches a job that is over, and
- * nobody has to wait for threads that slept through it: a small job is cheap on a big pool. */
+ * The important part is the gate. The owner of a job opens the gate and wakes threads. A thread
+ * first counts itself in (`inside`), and only then checks the gate. At the end, the owner closes
+ * the gate and waits until `inside` is zero. All operations are sequentially consistent, so the
+ * owner sees the thread, or the thread sees the closed gate. So no thread touches a finished job,
+ * and the owner does not wait for threads that slept through it: a small job is cheap on a big
+ * pool. */
 #include "cpu/compute/pool.h"
 
 #include "base/mutex.h"
@@ -19,12 +20,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Looks at a word this often before sleeping on it: a few microseconds, about what a sleep and a
- * wake-up cost. Longer would steal time from other processes on a machine that is shared. */
+/* Polls before a sleep: a few microseconds, about the cost of a sleep and a wake-up. More would
+ * take time from other processes on a shared machine. */
 enum { SPINS = 200 };
 
 struct moe_cpu_pool {
-    struct moe_mutex owner; /* held by the caller whose job runs; guards the job's fields */
+    struct moe_mutex owner; /* locked by the caller while its job runs; guards the job's fields */
 
     /* The job: written only while the gate is closed and `inside` is zero. */
     void (*fn)(void *ctx, uint32_t item);
@@ -32,27 +33,27 @@ struct moe_cpu_pool {
     uint32_t items;
     _Alignas(64) atomic_uint next; /* first item not yet claimed */
 
-    _Alignas(64) atomic_uint announced; /* rises with every job; idle threads sleep on it */
+    _Alignas(64) atomic_uint announced; /* increases with every job; idle threads sleep on it */
     atomic_uint sleepers;               /* threads asleep on `announced`, or about to be */
     atomic_bool open;                   /* the gate */
     atomic_bool quit;
-    _Alignas(64) atomic_uint inside; /* threads, without the owner, that may touch the job */
+    _Alignas(64) atomic_uint inside; /* threads that may touch the job, without the owner */
     atomic_bool owner_sleeps;        /* the owner sleeps on `inside` */
 
     uint32_t threads; /* started */
     pthread_t thread[];
 };
 
-static void futex_wait(atomic_uint *word, uint32_t seen)
+static void futex_wait(atomic_uint *value, uint32_t seen)
 {
-    /* Every reason to return (woken, interrupted, word already changed) is handled alike: the
-     * caller looks again. */
-    (void)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    /* After every kind of return (woken, interrupted, value already changed) the caller checks
+     * again. */
+    (void)syscall(SYS_futex, value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
 }
 
-static void futex_wake(atomic_uint *word, uint32_t threads)
+static void futex_wake(atomic_uint *value, uint32_t threads)
 {
-    (void)syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, threads, NULL, NULL, 0);
+    (void)syscall(SYS_futex, value, FUTEX_WAKE_PRIVATE, threads, NULL, NULL, 0);
 }
 
 static inline void spin_pause(void)
@@ -66,8 +67,7 @@ static inline void spin_pause(void)
 
 static void claim_items(struct moe_cpu_pool *pool)
 {
-    /* `next` overshoots by at most one per thread, so items stay below 2^32 - MOE_CPU_MAX_THREADS
-     * (moe_cpu_pool_run sees to it). */
+    /* `next` overshoots by at most one per thread. moe_cpu_pool_run checks that it cannot wrap. */
     for (;;) {
         uint32_t item = atomic_fetch_add_explicit(&pool->next, 1, memory_order_relaxed);
         if (item >= pool->items)

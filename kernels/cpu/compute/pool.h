@@ -11,7 +11,7 @@ enum { MOE_CPU_MAX_THREADS = 256 };
 
 struct moe_cpu_pool;
 
-/* `threads` >= 1 counts the caller of moe_cpu_pool_run, so threads - 1 are started. */
+/* `threads` >= 1 counts the caller of moe_cpu_pool_run, so the pool starts threads - 1. */
 struct moe_status moe_cpu_pool_create(uint32_t threads, struct moe_cpu_pool **out) MOE_CHECKED;
 void moe_cpu_pool_destroy(struct moe_cpu_pool *pool); /* idle; NULL is ignored */
 void moe_cpu_pool_run(struct moe_cpu_pool *pool, uint32_t items,

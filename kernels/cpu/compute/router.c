@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The router: logits, scores, choice and weights of every token, all in fp32. It never decides by
- * anything but the token itself, so a token's routing is the same in every batch.
+/* The router: logits, scores, choice and weights of every token, all in fp32. A token's routing
+ * depends only on the token, so it is the same in every batch.
  *
- * Tokens are taken in passes of a fixed number, which bounds the scratch: rows that need logits are
- * widened to fp32, multiplied by the packed router matrix, and each row of logits is then turned
- * into ids and weights. */
+ * Each pass has a fixed number of tokens, which bounds the scratch. A pass widens rows that need
+ * logits to fp32 and multiplies them by the packed router matrix. Then it converts each row of
+ * logits into ids and weights. */
 #include "cpu/compute/layer.h"
 
 #include <math.h>
@@ -25,7 +25,7 @@ struct router_job {
     float *weights;
     uint8_t *token_state;
 
-    /* The present pass: `scored` tokens whose logits are needed. */
+    /* The current pass: `scored` tokens that need logits. */
     uint32_t scored;
     uint32_t token[PASS];
     float *x32;    /* [scored, H] */
@@ -56,15 +56,15 @@ static void refuse_token(const struct router_job *job, uint32_t t, enum moe_toke
 
 /* --------------------------------------------------------------- one row of logits */
 
-/* A chosen set in the total order: key descending, then id ascending. */
+/* A set of choices in the total order: key descending, then id ascending. */
 struct choice {
     uint32_t count;
     float key[MOE_MAX_TOP_K];
     uint32_t id[MOE_MAX_TOP_K];
 };
 
-/* Offers an id; ids come in ascending order, so an equal key stands behind those already there.
- * (-0 and +0 compare equal.) */
+/* Inserts an id if it is among the best. Ids come in ascending order, so an equal key goes behind
+ * earlier ones. (-0 and +0 compare equal.) */
 static void offer(struct choice *c, uint32_t best, float key, uint32_t id)
 {
     if (c->count == best && !(key > c->key[best - 1]))
@@ -78,9 +78,9 @@ static void offer(struct choice *c, uint32_t best, float key, uint32_t id)
     c->id[at] = id;
 }
 
-/* Marks the `topk_group` groups whose `group_best` best keys have the largest sum. Experts of the
- * others take no part at all: the same as a key of minus infinity, never a key of 0, which would
- * beat an allowed expert with a negative key. */
+/* Allows the `topk_group` groups with the largest sum of their `group_best` best keys. Experts of
+ * other groups cannot be chosen, as with a key of minus infinity. A key of 0 would be wrong: it
+ * would win against an allowed expert with a negative key. */
 static void choose_groups(const struct moe_router_spec *r, uint32_t group_size, const float *key,
                           bool *allowed)
 {
@@ -128,7 +128,7 @@ static void choose(const struct moe_layer *layer, const float *key, int32_t *ids
             if (allowed[i / group_size])
                 offer(&chosen, r->top_k, key[i], i);
     }
-    MOE_INVARIANT(chosen.count == r->top_k); /* layer_create checked that there are enough */
+    MOE_INVARIANT(chosen.count == r->top_k); /* layer_create checks that there are enough */
     for (uint32_t k = 0; k < r->top_k; k++)
         ids[k] = (int32_t)chosen.id[k];
 }
@@ -202,8 +202,8 @@ static bool all_finite(uint32_t n, const float *v)
     return true;
 }
 
-/* Where only the order of single keys matters, logits stand for scores: every score function
- * rises with the logit, but in fp32 it saturates and would make ties that are none. */
+/* Whether logits replace scores as keys, because only the order of single keys matters. Every score
+ * function increases with the logit, but in fp32 it saturates and would make false ties. */
 static bool logits_decide(const struct moe_router_spec *r)
 {
     return !r->select_bias && (r->groups == 1 || r->group_best == 1);
@@ -245,7 +245,7 @@ static void route_row(struct router_job *job, uint32_t row)
 
 /* ------------------------------------------------------------------------- passes */
 
-/* Checks what the caller gave for token t; true when its logits are needed. */
+/* Checks the caller's routing of token t; true if the token needs logits. */
 static bool take_given(const struct router_job *job, uint32_t t)
 {
     uint32_t top_k = job->layer->spec.router.top_k;
@@ -328,7 +328,7 @@ static void route_scored(struct router_job *job)
     job->panels_per_item =
         moe_cpu_units_per_item(hidden * job->scored * moe_cpu_device_isa(device)->panel);
     moe_cpu_parallel(device, items_of(router->panels, job->panels_per_item), multiply_panels, job);
-    /* Scores and comparisons of one expert cost about as much as 32 multiply-adds. */
+    /* Scores and comparisons of one expert cost about 32 multiply-adds. */
     job->rows_per_item = moe_cpu_units_per_item((uint64_t)choices_of(job->layer) * 32);
     moe_cpu_parallel(device, items_of(job->scored, job->rows_per_item), route_rows, job);
 }

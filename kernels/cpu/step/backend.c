@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CPU backend's table. Parts that the table offers alone are put together here from the same
- * functions that a step runs. */
+/* The CPU backend's table. Parts that are callable alone are built here from the functions of a
+ * step. */
 #include "cpu/exchange/ep.h"
 #include "cpu/exchange/session.h"
 #include "cpu/step/join.h"

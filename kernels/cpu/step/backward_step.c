@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One backward pass of a layer over a batch: the order is the list in `run_stages`, top to bottom.
+/* One backward pass of a layer over a batch: `run_stages` lists the order, top to bottom.
  *
- * Nothing is added to a gradient before all slots have agreed on what this pass is. Tokens that are
- * not OK are left out everywhere: a NaN in one of them meets nothing, not even a zero. */
+ * The pass adds nothing to a gradient before all slots have agreed that they run the same pass. All
+ * stages skip tokens that are not OK: a NaN in such a token is multiplied by nothing, not even by
+ * zero. */
 #include "cpu/exchange/ep.h"
 #include "cpu/exchange/session.h"
 #include "cpu/step/step.h"
@@ -17,7 +18,7 @@ struct pass {
     struct moe_session *session;
     const struct moe_backward_args *args;
     struct moe_layer *layer;
-    uint8_t *mode, *ok, *routed; /* [T]; ok: MOE_TOKEN_OK; routed: and went through the router */
+    uint8_t *mode, *ok, *routed; /* [T]; ok: MOE_TOKEN_OK; routed: ok and used the router */
     int32_t *ids;                /* [T,K] */
     float *weights, *dweights;   /* [T,K] */
     float *dx;                   /* [T,H] */
@@ -27,43 +28,43 @@ struct pass {
     uint32_t loads[MOE_MAX_EXPERTS];
     struct moe_cpu_pass_params params;
     struct moe_cpu_group_params group;
-    double loss; /* of the own tokens */
+    double loss; /* of this slot's tokens */
     struct moe_rows rows;
 };
 
-static struct moe_status take(struct pass *p, size_t n, size_t columns, size_t each, void *out)
+static struct moe_status allocate(struct pass *p, size_t n, size_t columns, size_t each, void *out)
 {
     size_t bytes;
     if (!moe_size_mul3(n, columns, each, &bytes))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "%zu rows of %zu do not fit in memory", n, columns);
-    void *taken;
-    MOE_TRY(moe_cpu_scratch_take(p->session->device, bytes, &taken));
-    memcpy(out, &taken, sizeof taken);
+    void *memory;
+    MOE_TRY(moe_cpu_scratch_take(p->session->device, bytes, &memory));
+    memcpy(out, &memory, sizeof memory);
     return moe_ok();
 }
 
-static struct moe_status take_all(struct pass *p)
+static struct moe_status allocate_all(struct pass *p)
 {
     const struct moe_layer_spec *spec = &p->layer->spec;
     size_t tokens = p->args->tokens, top_k = spec->router.top_k;
-    MOE_TRY(take(p, tokens, 1, 1, &p->mode));
-    MOE_TRY(take(p, tokens, 1, 1, &p->ok));
-    MOE_TRY(take(p, tokens, 1, 1, &p->routed));
-    MOE_TRY(take(p, tokens, top_k, sizeof *p->ids, &p->ids));
-    MOE_TRY(take(p, tokens, top_k, sizeof(float), &p->weights));
-    MOE_TRY(take(p, tokens, top_k, sizeof(float), &p->dweights));
-    MOE_TRY(take(p, tokens, spec->hidden, sizeof(float), &p->dx));
-    MOE_TRY(take(p, tokens, (size_t)spec->experts + spec->router.zero_experts, sizeof(float),
-                 &p->dlogits));
+    MOE_TRY(allocate(p, tokens, 1, 1, &p->mode));
+    MOE_TRY(allocate(p, tokens, 1, 1, &p->ok));
+    MOE_TRY(allocate(p, tokens, 1, 1, &p->routed));
+    MOE_TRY(allocate(p, tokens, top_k, sizeof *p->ids, &p->ids));
+    MOE_TRY(allocate(p, tokens, top_k, sizeof(float), &p->weights));
+    MOE_TRY(allocate(p, tokens, top_k, sizeof(float), &p->dweights));
+    MOE_TRY(allocate(p, tokens, spec->hidden, sizeof(float), &p->dx));
+    MOE_TRY(allocate(p, tokens, (size_t)spec->experts + spec->router.zero_experts, sizeof(float),
+                     &p->dlogits));
     if (spec->shared_intermediate == 0)
         return moe_ok();
-    MOE_TRY(take(p, tokens, spec->hidden, sizeof(float), &p->dx_shared));
+    MOE_TRY(allocate(p, tokens, spec->hidden, sizeof(float), &p->dx_shared));
     memset(p->dx_shared, 0, tokens * spec->hidden * sizeof(float));
     return moe_ok();
 }
 
-static void give_all(const struct pass *p)
+static void release_all(const struct pass *p)
 {
     void *const all[] = {p->mode, p->ok,        p->routed,  p->ids,     p->weights,     p->dweights,
                          p->dx,   p->dx_shared, p->dlogits, p->dx_rows, p->dweight_rows};
@@ -73,7 +74,7 @@ static void give_all(const struct pass *p)
 
 /* ---------------------------------------------------------------------- stages */
 
-/* Weights of the given choices, verdicts, and what the group must know of them. */
+/* Computes weights of the given choices, token states, and the parameters for the peers. */
 static struct moe_status route(struct pass *p)
 {
     const struct moe_backward_args *a = p->args;
@@ -102,7 +103,7 @@ static void count_loads(struct pass *p)
         p->args->trainer->loads[e] += p->group.loads[e];
 }
 
-/* What the forward step of this batch retained on this slot, if it is still here. */
+/* Finds the activations that the forward step of this batch retained on this slot. */
 static bool find_retained(const struct pass *p, enum moe_activation_part part, uint32_t inner,
                           struct moe_activation_piece *piece, struct moe_cpu_pre *pre)
 {
@@ -129,7 +130,7 @@ static bool find_retained_shared(const struct pass *p, struct moe_cpu_pre *pre)
            find_retained(p, MOE_ACTIVATION_SHARED, p->layer->spec.shared_intermediate, &piece, pre);
 }
 
-/* Rows of another batch would not be as many: that they are the same is all that is looked at. */
+/* Compares only row counts: a different batch is assumed to give a different count. */
 static bool find_retained_rows(const struct pass *p, struct moe_cpu_pre *pre)
 {
     struct moe_activation_piece piece;
@@ -138,21 +139,21 @@ static bool find_retained_rows(const struct pass *p, struct moe_cpu_pre *pre)
            piece.rows == moe_cpu_ep_rows(p->session->ep);
 }
 
-/* Runs `compute` with what the forward step retained, where `find` finds it; *used says whether.
- * That stays while it is read, and goes where the memory is needed more: `compute` takes all it
- * needs before it changes anything, so it can be tried again. */
+/* Runs `compute` with retained activations if `find` finds them; *used: it did. They stay while
+ * `compute` reads them. If `compute` runs out of memory, it runs again without them, and the cache
+ * may give its block back. This works because `compute` allocates before it changes anything. */
 static struct moe_status
 run_retained(struct pass *p, bool (*find)(const struct pass *, struct moe_cpu_pre *),
              struct moe_status (*compute)(struct pass *, const struct moe_cpu_pre *), bool *used)
 {
-    struct moe_activation_cache *kept = moe_cpu_device_activation_cache(p->session->device);
+    struct moe_activation_cache *cache = moe_cpu_device_activation_cache(p->session->device);
     struct moe_cpu_pre pre;
     struct moe_status st = moe_ok();
-    moe_activation_cache_read_begin(kept);
+    moe_activation_cache_read_begin(cache);
     *used = find(p, &pre);
     if (*used)
         st = compute(p, &pre);
-    moe_activation_cache_read_end(kept);
+    moe_activation_cache_read_end(cache);
     *used = *used && st.code != MOE_RESOURCE_EXHAUSTED;
     return *used ? st : compute(p, NULL);
 }
@@ -180,8 +181,8 @@ static struct moe_status run_shared(struct pass *p)
 static struct moe_status run_experts(struct pass *p, struct moe_step_result *r)
 {
     size_t rows = p->rows.start[p->rows.local_experts];
-    MOE_TRY(take(p, rows, p->layer->spec.hidden, sizeof(float), &p->dx_rows));
-    MOE_TRY(take(p, rows, 1, sizeof(float), &p->dweight_rows));
+    MOE_TRY(allocate(p, rows, p->layer->spec.hidden, sizeof(float), &p->dx_rows));
+    MOE_TRY(allocate(p, rows, 1, sizeof(float), &p->dweight_rows));
     return run_retained(p, find_retained_rows, compute_experts, &r->used_retained);
 }
 
@@ -196,7 +197,7 @@ static struct moe_status run_router(struct pass *p)
     return moe_cpu_logits_backward(a->trainer, &tokens, a->accumulate, p->dlogits, p->dx);
 }
 
-/* Slots add their shares in one order, so that all report the same bits. */
+/* Adds the losses in slot order, so all slots report the same bits. */
 static struct moe_status sum_losses(struct pass *p)
 {
     double all[MOE_MAX_SLOTS], sum = 0;
@@ -249,14 +250,14 @@ static void store_results(struct pass *p)
 
 /* ------------------------------------------------------------------------ pass */
 
-/* All memory that can be known to be needed before the slots have told each other anything. */
+/* Allocates all memory of known size before this slot sends anything. */
 static struct moe_status begin(struct pass *p)
 {
-    MOE_TRY(take_all(p));
+    MOE_TRY(allocate_all(p));
     return route(p);
 }
 
-/* This slot cannot: the others are told in place of what this pass is, and refuse it too. */
+/* This slot has no memory: it sends MOE_HEAD_NO_MEMORY, and all slots refuse the pass. */
 static struct moe_status refuse(struct moe_session *s, const struct moe_backward_args *a)
 {
     const struct moe_cpu_batch batch = {.layer = a->trainer->layer,
@@ -328,7 +329,7 @@ struct moe_status moe_cpu_backward_run(struct moe_session *session,
     p->args = args;
     p->layer = args->trainer->layer;
     struct moe_status st = run_stages(p, result);
-    give_all(p);
+    release_all(p);
     free(p);
     return st;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forms a session out of its parts, and takes it apart; see join.h. */
+/* Builds a session and takes it apart; see join.h. */
 #include "cpu/step/join.h"
 
 #include "base/clock.h"
@@ -19,7 +19,7 @@ enum {
     YIELDS = 100,
 };
 
-/* What the slots tell each other through the caller's all-gather. */
+/* Travels from every slot to every other through the caller's all-gather. */
 struct join_record {
     uint64_t magic, epoch, live, window_bytes;
     uint32_t version, slot, slots, max_tokens, max_hidden, max_top_k, max_experts, training;
@@ -45,7 +45,7 @@ static struct join_record make_join_record(const struct moe_session *s,
                                 .endpoint = *endpoint};
 }
 
-/* What of `theirs` is not as it should be: the first thing that can be told apart. */
+/* The error for a record that differs from the expected one: names the first difference. */
 static struct moe_status describe_mismatch(uint32_t slot, const struct join_record *want,
                                            const struct join_record *theirs)
 {
@@ -69,7 +69,7 @@ static struct moe_status describe_mismatch(uint32_t slot, const struct join_reco
                      want->max_experts);
 }
 
-/* All slots see the same join records, so all of them refuse, or none. */
+/* All slots see the same records, so all of them refuse, or none. */
 static struct moe_status check_join_records(const struct moe_session *s,
                                             const struct join_record *all)
 {
@@ -93,7 +93,7 @@ static void wake_own(void *session)
     moe_cpu_session_wake(s, s->config.slot);
 }
 
-/* Spinning pays only where every slot of the host has a core for itself. */
+/* Spinning pays only if every slot of the host has a core for itself. */
 static void choose_spinning(struct moe_session *s)
 {
     cpu_set_t cores;
@@ -103,7 +103,7 @@ static void choose_spinning(struct moe_session *s)
     s->yields = YIELDS;
 }
 
-/* Everything that involves other slots: the all-gather, the sockets, the windows. */
+/* The part of a join that involves other slots: the all-gather, the sockets, the windows. */
 static struct moe_status connect_peers(struct moe_session *s, int window_fd)
 {
     const struct moe_session_config *c = &s->config;
@@ -171,7 +171,7 @@ void moe_cpu_session_leave(struct moe_session *s)
     if (s == NULL)
         return;
     if (moe_cpu_session_own(s) != NULL)
-        moe_cpu_session_abort(s); /* nothing may wait any longer */
+        moe_cpu_session_abort(s); /* ends all waits */
     moe_cpu_steps_destroy(s->steps);
     moe_activation_cache_drop_session(moe_cpu_device_activation_cache(s->device), s);
     moe_cpu_peers_close(s->peers);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forming a group, leaving it, and meeting in it: members of struct moe_backend. */
+/* Joining a group, leaving it, and the small exchange: members of struct moe_backend. */
 #ifndef MOE_CPU_JOIN_H
 #define MOE_CPU_JOIN_H
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The optimizer step: agree, sum over slots, measure, move. See moe/training.h.
+/* The optimizer step: agree, sum over slots, compute the norm, optimize. See moe/training.h.
  *
- * Everything that could be refused is found out and told to all slots before anything is summed, so
- * that all refuse or none. Sums of squares are taken in double over chunks of a fixed size and
- * added in order: the norm is the same bits on all slots and for any number of threads. */
+ * A slot makes all checks and sends its vote before any sum, so all slots refuse or none. Sums of
+ * squares are in double, over chunks of a fixed size, added in order. So the norm has the same bits
+ * on all slots and for any number of threads. */
 #include "cpu/step/optimizer.h"
 
 #include "common/layer_rules.h"
@@ -37,7 +37,7 @@ static uint64_t fingerprint(const struct step *step)
     return hash;
 }
 
-/* *refused: the slots have spoken, and so none of them goes on. */
+/* *refused: all slots have all votes, and all refuse. */
 static struct moe_status agree(const struct step *step, const struct moe_status *own, bool *refused)
 {
     struct moe_session *s = step->session;
@@ -80,7 +80,7 @@ static void list_pieces(struct step *step, const struct moe_trainer *t,
     }
 }
 
-/* Checks everything and takes the memory for the lists. */
+/* Checks everything and allocates the lists. */
 static struct moe_status prepare(struct step *step)
 {
     size_t pieces = 1, chunks = 1;
@@ -142,7 +142,7 @@ static double sum_of_squares(const struct step *step, struct moe_device *device,
     return sum;
 }
 
-/* Of the gradients that this slot counts: each is counted by the first slot that holds it. */
+/* Sums over the gradients that this slot counts: the first slot with a copy counts it. */
 static double own_squares(const struct step *step, const struct moe_trainer *t,
                           const struct moe_cpu_param *p)
 {
@@ -176,27 +176,27 @@ static struct moe_status measure(const struct step *step, double *squares)
 
 /* ------------------------------------------------------------------------ move */
 
-struct move_job {
+struct optimize_job {
     const struct moe_cpu_isa *isa;
     const struct moe_train_update *update;
     const struct moe_cpu_param *param;
 };
 
-static void move_item(void *ctx, uint32_t item)
+static void optimize_item(void *ctx, uint32_t item)
 {
-    const struct move_job *job = ctx;
+    const struct optimize_job *job = ctx;
     const struct moe_cpu_param *p = job->param;
     size_t first = (size_t)item * CHUNK, left = p->n * p->entries - first;
-    job->isa->move(job->update, left < CHUNK ? left : CHUNK, p->value + first, p->grad + first,
-                   p->moment1 + first, p->moment2 != NULL ? p->moment2 + first : NULL);
+    job->isa->optimize(job->update, left < CHUNK ? left : CHUNK, p->value + first, p->grad + first,
+                       p->moment1 + first, p->moment2 != NULL ? p->moment2 + first : NULL);
 }
 
-static void move_param(struct moe_trainer *t, const struct moe_cpu_param *p,
-                       const struct moe_train_update *update)
+static void optimize_param(struct moe_trainer *t, const struct moe_cpu_param *p,
+                           const struct moe_train_update *update)
 {
-    struct move_job job = {moe_cpu_device_isa(t->layer->device), update, p};
+    struct optimize_job job = {moe_cpu_device_isa(t->layer->device), update, p};
     moe_cpu_parallel(t->layer->device, (uint32_t)((p->n * p->entries + CHUNK - 1) / CHUNK),
-                     move_item, &job);
+                     optimize_item, &job);
     if (p->what.part == MOE_PART_LORA_A)
         return; /* B follows, then both are merged */
     for (uint32_t e = 0; e < p->entries; e++)
@@ -216,8 +216,8 @@ static void balance(struct moe_trainer *t, double rate)
         bias[e] += (float)moe_balance_change(rate, t->loads[e], total, experts);
 }
 
-static struct moe_status move_all(const struct step *step, double squares,
-                                  struct moe_optimizer_result *result)
+static struct moe_status optimize_all(const struct step *step, double squares,
+                                      struct moe_optimizer_result *result)
 {
     double norm = sqrt(squares) * fabs(step->args->grad_scale);
     *result = (struct moe_optimizer_result){.grad_norm = norm, .nonfinite = !isfinite(squares)};
@@ -228,7 +228,7 @@ static struct moe_status move_all(const struct step *step, double squares,
             t->config.optimizer, step->args, moe_clip_factor(norm, step->args->max_grad_norm));
         for (uint32_t p = 0; !result->nonfinite && p < t->params; p++)
             if (!is_frozen(t, &t->param[p]))
-                move_param(t, &t->param[p], &update);
+                optimize_param(t, &t->param[p], &update);
         if (!result->nonfinite)
             balance(t, step->args->balance_rate);
         MOE_TRY(moe_cpu_zero_grad(t));
@@ -249,7 +249,7 @@ static struct moe_status run(struct step *step, struct moe_optimizer_result *res
     if (!moe_failed(&st))
         st = measure(step, &squares);
     if (!moe_failed(&st))
-        st = move_all(step, squares, result);
+        st = optimize_all(step, squares, result);
     if (moe_failed(&st) && !refused)
         moe_cpu_session_fail(s, &st);
     return st;

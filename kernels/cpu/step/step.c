@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Running whole steps; see step.h. The order of a step is the list in `run`, top to bottom.
+/* Running whole steps; see step.h. `run_stages` lists the order of a step, top to bottom.
  *
- * The shared expert runs between sending and receiving rows: that is when this slot would
- * otherwise wait for its peers. */
+ * The shared expert runs between sending and receiving rows, while this slot would otherwise wait
+ * for its peers. */
 #include "cpu/step/step.h"
 
 #include "base/clock.h"
@@ -20,7 +20,7 @@ enum { MAX_STEPS = 2 };
 
 struct moe_step {
     struct moe_cpu_steps *owner;
-    bool backward; /* which of the two it is */
+    bool backward; /* backward_args is used, else args */
     struct moe_step_args args;
     struct moe_backward_args backward_args;
     struct moe_step_result result;
@@ -35,7 +35,7 @@ struct moe_cpu_steps {
     pthread_cond_t work; /* a step was enqueued, or `stop` */
     pthread_cond_t done; /* a step has finished */
     MOE_GUARDED_BY(lock) struct {
-        struct moe_step *step[MAX_STEPS]; /* in order of arrival; step_wait takes them out */
+        struct moe_step *step[MAX_STEPS]; /* in order of arrival; step_wait removes them */
         uint32_t count;
         bool stop;
     };
@@ -60,7 +60,7 @@ static struct moe_status take_floats(struct moe_device *device, size_t rows, siz
     return moe_cpu_scratch_take(device, bytes, (void **)out);
 }
 
-/* ------------------------------------------- what is left for a backward pass */
+/* ------------------------------------------- retaining for a backward pass */
 
 static struct moe_activation_key retained_key(const struct moe_session *s,
                                               const struct moe_step_args *a)
@@ -73,28 +73,29 @@ static struct moe_activation_key retained_key(const struct moe_session *s,
                                        .tokens = a->tokens};
 }
 
-/* Room for gate and up of `in_use` rows, of which `rows` count; false where there is none. */
+/* Takes room for gate and up of `in_use` rows, padding included, or `rows` without; false if there
+ * is none. */
 static bool take_pre(struct moe_session *s, const struct moe_step_args *a,
                      enum moe_activation_part part, uint32_t in_use, uint64_t rows,
                      struct moe_cpu_pre *pre)
 {
     const struct moe_activation_key key = retained_key(s, a);
-    struct moe_activation_cache *retained = moe_cpu_device_activation_cache(s->device);
+    struct moe_activation_cache *cache = moe_cpu_device_activation_cache(s->device);
     uint32_t inner = part == MOE_ACTIVATION_SHARED ? a->layer->spec.shared_intermediate
                                                    : a->layer->spec.intermediate;
     size_t bytes;
     if (!moe_size_mul3(in_use, 2 * (size_t)inner, sizeof(float), &bytes))
         return false;
-    pre->gate = moe_activation_cache_take(retained, &key, part, bytes);
+    pre->gate = moe_activation_cache_take(cache, &key, part, bytes);
     if (pre->gate == NULL)
         return false;
     pre->up = pre->gate + (size_t)in_use * inner;
-    moe_activation_cache_fill(retained, &key, part, rows, in_use, bytes);
+    moe_activation_cache_fill(cache, &key, part, rows, in_use, bytes);
     return true;
 }
 
-/* All of it, or nothing; whether it is kept. */
-static bool settle_retained(struct moe_session *s, const struct moe_step_args *a, bool all)
+/* Retains all parts or nothing; true if they are retained. */
+static bool finish_retaining(struct moe_session *s, const struct moe_step_args *a, bool all)
 {
     const struct moe_activation_key key = retained_key(s, a);
     if (a->retain == 0)
@@ -105,15 +106,15 @@ static bool settle_retained(struct moe_session *s, const struct moe_step_args *a
     return false;
 }
 
-/* What steps have retained goes where there is no memory otherwise (moe_cpu_scratch_take), also
- * what this one was to retain: it must not fail for that, the less as its peers wait for it by now.
- * True where it gives that up, so that what has just found no memory can be tried again. */
-static bool gives_up_retaining(struct moe_session *s, const struct moe_step_args *a,
-                               const struct moe_status *st, bool *retains)
+/* A step must not fail for its retained activations, also because its peers wait for it. If memory
+ * is short, moe_cpu_scratch_take frees the cache, but not while this step has open pieces. So this
+ * drops them. True: the caller tries again. */
+static bool drops_retained(struct moe_session *s, const struct moe_step_args *a,
+                           const struct moe_status *st, bool *retains)
 {
     if (st->code != MOE_RESOURCE_EXHAUSTED || !*retains)
         return false;
-    *retains = settle_retained(s, a, false);
+    *retains = finish_retaining(s, a, false);
     return true;
 }
 
@@ -121,14 +122,14 @@ static struct moe_status take_or_drop(struct moe_session *s, const struct moe_st
                                       size_t rows, size_t columns, float **out, bool *retains)
 {
     struct moe_status st = take_floats(s->device, rows, columns, out);
-    if (gives_up_retaining(s, a, &st, retains))
+    if (drops_retained(s, a, &st, retains))
         st = take_floats(s->device, rows, columns, out);
     return st;
 }
 
 /* ---------------------------------------------------------------------- stages */
 
-/* *retains becomes false where gate and up were to be left and found no room. */
+/* *retains becomes false if there is no room to retain gate and up. */
 static struct moe_status run_shared(struct moe_session *s, const struct moe_step_args *a,
                                     struct step_memory *m, bool *retains)
 {
@@ -141,7 +142,7 @@ static struct moe_status run_shared(struct moe_session *s, const struct moe_step
     *retains = *retains && take_pre(s, a, MOE_ACTIVATION_SHARED, a->tokens, a->tokens, &pre);
     struct moe_status st = moe_cpu_shared_retaining(a->layer, a->dtype, a->tokens, a->x,
                                                     *retains ? &pre : NULL, m->base);
-    if (gives_up_retaining(s, a, &st, retains))
+    if (drops_retained(s, a, &st, retains))
         st = moe_cpu_shared_retaining(a->layer, a->dtype, a->tokens, a->x, NULL, m->base);
     return st;
 }
@@ -151,7 +152,7 @@ static struct moe_status receive(struct moe_session *s, const struct moe_step_ar
 {
     MOE_TRY(moe_cpu_ep_agree(s->ep, NULL));
     struct moe_status st = moe_cpu_ep_receive(s->ep, rows);
-    if (gives_up_retaining(s, a, &st, retains))
+    if (drops_retained(s, a, &st, retains))
         st = moe_cpu_ep_receive(s->ep, rows);
     return st;
 }
@@ -165,7 +166,7 @@ static struct moe_status run_gate_up(struct moe_session *s, const struct moe_ste
                take_pre(s, a, MOE_ACTIVATION_ROUTED, rows->start[rows->local_experts], count, &pre);
     struct moe_status st =
         moe_cpu_gate_up_retaining(a->layer, a->dtype, rows, *retains ? &pre : NULL, hidden);
-    if (gives_up_retaining(s, a, &st, retains))
+    if (drops_retained(s, a, &st, retains))
         st = moe_cpu_gate_up_retaining(a->layer, a->dtype, rows, NULL, hidden);
     return st;
 }
@@ -224,12 +225,12 @@ static void run(struct moe_session *s, struct moe_step *step)
     else
         step->status = run_stages(s, &step->args, &step->result, &memory);
     if (!step->backward)
-        step->result.retained = settle_retained(s, &step->args, step->result.retained);
+        step->result.retained = finish_retaining(s, &step->args, step->result.retained);
     moe_cpu_scratch_give(s->device, memory.hidden);
     moe_cpu_scratch_give(s->device, memory.out);
     moe_cpu_scratch_give(s->device, memory.base);
-    /* A refused step leaves the session usable: all slots refuse it alike, and nothing is under
-     * way. */
+    /* A refused step leaves the session usable: all slots refuse it alike, and no row is in flight.
+     */
     step->result.refused = moe_failed(&step->status) && moe_cpu_ep_take_refusal(s->ep);
     if (moe_failed(&step->status) && !step->result.refused)
         moe_cpu_session_fail(s, &step->status);
@@ -320,7 +321,7 @@ struct moe_status moe_cpu_steps_idle(struct moe_cpu_steps *q)
 
 /* -------------------------------------------------------------------- calls */
 
-/* A bad mode must be found here: inside a step it would cost all slots their session. */
+/* Checks modes before the step: inside it, a bad mode would end the session of all slots. */
 static struct moe_status check_modes(const struct moe_step_args *a)
 {
     for (uint32_t t = 0; a->mode != NULL && t < a->tokens; t++) {
@@ -389,7 +390,7 @@ struct moe_status moe_cpu_backward_enqueue(struct moe_session *s,
     return enqueue(s, &step, out);
 }
 
-/* False when the deadline passed first. */
+/* False if the deadline passed first. */
 static bool wait_finished(struct moe_cpu_steps *q, const struct moe_step *step,
                           uint64_t deadline_ns) MOE_REQUIRES(q->lock)
 {

@@ -21,7 +21,7 @@ static inline void moe_cpu_step_lap(struct moe_step_result *r, enum moe_stage st
 
 struct moe_status moe_cpu_steps_create(struct moe_session *session,
                                        struct moe_cpu_steps **out) MOE_CHECKED;
-/* Ends and frees what was enqueued and never waited for. NULL is ignored. */
+/* Runs the steps that are still in the queue, then frees them and the queue. NULL is ignored. */
 void moe_cpu_steps_destroy(struct moe_cpu_steps *steps);
 
 /* MOE_FAILED_PRECONDITION while steps are unfinished: parts and exchanges must not overlap them. */

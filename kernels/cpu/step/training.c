@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CPU backend's table of training. Parts that it offers alone are put together here from the
- * same functions that a backward pass runs. */
+/* The CPU backend's table of training. Parts that are callable alone are built here from the
+ * functions of a backward pass. */
 #include "cpu/step/training.h"
 #include "cpu/exchange/ep.h"
 #include "cpu/exchange/session.h"

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Gradients of the experts' feed-forward networks, the shared one included.
  *
- * Rows are taken in waves of bounded memory. Of a wave, x and dy are widened to fp32, gate and up
- * are computed again, and then everything is a product (gemm.h) or goes element by element, row by
- * row. In the three inner buffers values make way for what is made of them:
+ * Rows are processed in waves of bounded memory. A wave widens x and dy to fp32, and computes gate
+ * and up again unless they were retained. The rest is products (gemm.h) and loops over the elements
+ * of rows. Results replace their inputs in these buffers:
  *   gate: g -> dg      up: u -> du      hidden: dh -> h      dy: G -> w G
- * Sums over rows are taken wave by wave in the order of rows. */
+ * Sums over rows go wave by wave in the order of rows. */
 #include "cpu/compute/gemm.h"
 #include "cpu/training/backward.h"
 
@@ -14,14 +14,14 @@
 #include <math.h>
 #include <stddef.h>
 
-enum { WAVE_BYTES = 64 << 20 }; /* of fp32 buffers that exist at a time */
+enum { WAVE_BYTES = 64 << 20 }; /* of fp32 buffers at a time */
 
 /* Rows of one expert in a wave, by their first row in each buffer. */
 struct span {
     uint32_t entry; /* local expert, 0 for the shared expert */
     uint32_t rows;
     size_t first;        /* row of the buffers */
-    const void *x, *dy;  /* the first row as it came; by `index` for the shared expert */
+    const void *x, *dy;  /* the first row in the job's dtype; by `index` for the shared expert */
     const float *weight; /* [rows] routing weight, or NULL for 1 */
     float *dx;           /* [rows, H] */
     float *dweight;      /* [rows], or NULL */
@@ -33,19 +33,19 @@ struct backward_job {
     const struct moe_layer *layer;
     const struct moe_cpu_isa *isa;
     enum moe_dtype dtype;
-    bool keep;
-    bool input; /* weighting INPUT: weights multiply x, and enter at the very end */
+    bool accumulate;
+    bool input; /* weighting INPUT: weights multiply x; their gradients come last */
     enum moe_weight gate, up, down;
     enum moe_activation activation;
     uint32_t hidden, inner;
 
-    const struct moe_cpu_pre *retained; /* NULL: gate and up are computed again */
+    const struct moe_cpu_pre *retained; /* NULL: compute gate and up again */
 
     /* Shared expert only; NULL for routed ones. */
     const uint32_t *index;    /* [rows] token of each row of the wave */
     const float *gate_vector; /* [H] */
     float *row_weight;        /* [rows] sigmoid(gate vector . x) */
-    float *sum;               /* [T, H] to which dx is added */
+    float *sum;               /* [T, H] += dx */
 
     /* Buffers of the wave, [rows, H] and [rows, I]; q and p [rows, r] for adapters. */
     float *x, *dy, *g, *u, *d, *q, *p;
@@ -91,7 +91,7 @@ static void each_row(struct backward_job *job, row_fn *fn)
     moe_cpu_parallel(job->layer->device, items, rows_item, &rows);
 }
 
-/* Row `row` of a span in what came from outside. */
+/* Row `row` of a span in a caller's tensor. */
 static const void *given_row(const struct backward_job *job, const void *rows, uint32_t row)
 {
     size_t at = job->index != NULL ? job->index[row] : row;
@@ -114,7 +114,7 @@ static float dot(uint32_t n, const float *a, const float *b)
     return (float)sum;
 }
 
-/* From dh on: the weight's gradient, dg, du, h and w G. */
+/* Computes from dh: the weight's gradient, dg, du, h and w G. */
 static void activation_row(const struct backward_job *job, const struct span *span, uint32_t row)
 {
     const struct moe_layer_spec *spec = &job->layer->spec;
@@ -134,7 +134,7 @@ static void activation_row(const struct backward_job *job, const struct span *sp
         dy[i] *= w;
 }
 
-/* Input weighting, after dx' is known. x is wanted as it came: a weight of 0 has a gradient too. */
+/* Input weighting, after dx'. Uses the caller's x, because a weight of 0 has a gradient too. */
 static void input_weight_row(const struct backward_job *job, const struct span *span, uint32_t row)
 {
     float *dx = span->dx + (size_t)row * job->hidden, w = span->weight[row];
@@ -155,8 +155,7 @@ static void gate_row(const struct backward_job *job, const struct span *span, ui
     job->row_weight[row] = 1.0f / (1.0f + expf(-logit));
 }
 
-/* After dx is known: the gate's part of it, and dweight becomes the cotangent of the gate's logit.
- */
+/* After dx: adds the gate's part to dx; dweight becomes the cotangent of the gate's logit. */
 static void gate_backward_row(const struct backward_job *job, const struct span *span, uint32_t row)
 {
     float w = job->row_weight[row], slope = span->dweight[row] * w * (1.0f - w);
@@ -176,7 +175,7 @@ static void add_to_sum_row(const struct backward_job *job, const struct span *sp
 
 /* -------------------------------------------------------------------- products */
 
-/* A product of each span of the wave, built by the callers below. */
+/* Products of the spans of a wave. */
 struct products {
     uint32_t count;
     struct moe_cpu_product product[2 * MOE_MAX_EXPERTS];
@@ -349,7 +348,7 @@ static void gradients_of_weights(const struct backward_job *job, struct products
 
 /* ------------------------------------------------------------------------ waves */
 
-/* All that a pass over waves needs, in one piece of scratch each. */
+/* Memory of a pass over waves, in two scratch buffers. */
 struct workspace {
     struct products *products;
     struct outers *outers;
@@ -364,15 +363,15 @@ static void close_workspace(struct moe_device *device, struct workspace *w)
     moe_cpu_scratch_give(device, w->lists);
 }
 
-/* The job's shape must be set in `shape`; `most` rows exist in all. */
-static struct moe_status open_workspace(const struct backward_job *shape, uint64_t most,
+/* `shape` has the fields before `span` of the job; `max_rows`: rows in all. */
+static struct moe_status open_workspace(const struct backward_job *shape, uint64_t max_rows,
                                         struct workspace *w)
 {
     struct moe_device *device = shape->layer->device;
     size_t rank = shape->down == MOE_WEIGHT_DOWN ? shape->trainer->config.lora_rank : 0;
     size_t per_row = 2 * (size_t)shape->hidden + 3 * (size_t)shape->inner + 2 * rank;
     uint64_t rows = WAVE_BYTES / (per_row * sizeof(float)) + 1;
-    *w = (struct workspace){.rows = (uint32_t)(rows < most ? rows : most)};
+    *w = (struct workspace){.rows = (uint32_t)(rows < max_rows ? rows : max_rows)};
     size_t bytes, lists = sizeof *w->products + sizeof *w->outers + sizeof *w->job;
     if (!moe_size_mul3(w->rows, per_row, sizeof(float), &bytes))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "scratch too large");
@@ -404,7 +403,7 @@ static void finish_shared(struct workspace *w)
     struct backward_job *job = w->job;
     if (job->gate_vector != NULL) {
         each_row(job, gate_backward_row);
-        if (job->keep)
+        if (job->accumulate)
             add_outer(job, w->outers, MOE_WEIGHT_SHARED_GATE_VECTOR, job->span, job->span->dweight,
                       1, job->x, job->hidden);
         moe_cpu_gemm_outers(job->layer->device, w->outers->outer, w->outers->count);
@@ -426,7 +425,7 @@ static void run_wave(struct workspace *w)
     compute_dh(job, w->products);
     each_row(job, activation_row);
     gradient_of_x(job, w->products);
-    if (job->keep)
+    if (job->accumulate)
         gradients_of_weights(job, w->products, w->outers);
     if (job->input)
         each_row(job, input_weight_row);
@@ -493,10 +492,10 @@ static void run_expert_waves(struct workspace *w, const struct given_rows *g)
         run_wave(w);
 }
 
-struct moe_status moe_cpu_experts_backward(struct moe_trainer *t, enum moe_dtype dtype, bool keep,
-                                           const struct moe_rows *rows, const void *dy_rows,
-                                           const struct moe_cpu_pre *retained, float *dx_rows,
-                                           float *dweight_rows)
+struct moe_status moe_cpu_experts_backward(struct moe_trainer *t, enum moe_dtype dtype,
+                                           bool accumulate, const struct moe_rows *rows,
+                                           const void *dy_rows, const struct moe_cpu_pre *retained,
+                                           float *dx_rows, float *dweight_rows)
 {
     const struct moe_layer *layer = t->layer;
     MOE_TRY(check_rows(layer, rows));
@@ -504,7 +503,7 @@ struct moe_status moe_cpu_experts_backward(struct moe_trainer *t, enum moe_dtype
                                  .layer = layer,
                                  .isa = moe_cpu_device_isa(layer->device),
                                  .dtype = dtype,
-                                 .keep = keep,
+                                 .accumulate = accumulate,
                                  .input = layer->spec.weighting == MOE_WEIGHT_INPUT,
                                  .gate = MOE_WEIGHT_GATE,
                                  .up = MOE_WEIGHT_UP,
@@ -528,17 +527,17 @@ struct moe_status moe_cpu_experts_backward(struct moe_trainer *t, enum moe_dtype
 
 /* ---------------------------------------------------------------- shared expert */
 
-uint32_t moe_cpu_tokens_next(const struct moe_cpu_tokens *tokens, uint32_t *at, uint32_t most,
+uint32_t moe_cpu_tokens_next(const struct moe_cpu_tokens *tokens, uint32_t *at, uint32_t max_tokens,
                              uint32_t *index)
 {
     uint32_t n = 0;
-    for (; *at < tokens->count && n < most; (*at)++)
+    for (; *at < tokens->count && n < max_tokens; (*at)++)
         if (tokens->active == NULL || tokens->active[*at])
             index[n++] = *at;
     return n;
 }
 
-/* Buffers of a wave that only the shared expert has. */
+/* Buffers of a wave, only for the shared expert. */
 struct shared_buffers {
     uint32_t *index;         /* [rows] */
     float *weight, *dweight; /* [rows] */
@@ -584,7 +583,7 @@ static void run_shared_waves(struct workspace *w, const struct shared_buffers *b
 }
 
 struct moe_status moe_cpu_shared_backward(struct moe_trainer *t,
-                                          const struct moe_cpu_tokens *tokens, bool keep,
+                                          const struct moe_cpu_tokens *tokens, bool accumulate,
                                           const void *dy, const struct moe_cpu_pre *retained,
                                           float *dx)
 {
@@ -595,7 +594,7 @@ struct moe_status moe_cpu_shared_backward(struct moe_trainer *t,
                                  .layer = layer,
                                  .isa = moe_cpu_device_isa(layer->device),
                                  .dtype = tokens->dtype,
-                                 .keep = keep,
+                                 .accumulate = accumulate,
                                  .gate = MOE_WEIGHT_SHARED_GATE,
                                  .up = MOE_WEIGHT_SHARED_UP,
                                  .down = MOE_WEIGHT_SHARED_DOWN,

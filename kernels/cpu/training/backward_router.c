@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Gradients through the router: from the weights of choices, and of the load-balance loss, to
- * logits, and from logits to the router's weights and x. Formulas of moe/training.h; scores are
- * computed again, in double precision, since differences of nearly equal terms are the rule here.
+/* Gradients through the router: from weights of choices and from the load-balance loss to logits,
+ * and from logits to the router's weights and x. Formulas are in moe/training.h. Scores are
+ * computed again, in double precision, because differences of nearly equal terms are frequent here.
  *
- * Tokens are taken in passes of a fixed number, which bounds the scratch. */
+ * Each pass has a fixed number of tokens, which bounds the scratch. */
 #include "cpu/compute/gemm.h"
 #include "cpu/training/backward.h"
 
@@ -15,7 +15,7 @@ enum {
     TOKENS_PER_ITEM = 8,
 };
 
-/* What all three parts do to a pass of tokens. */
+/* A pass of tokens; all three parts use it. */
 struct router_pass {
     const struct moe_layer *layer;
     const struct moe_cpu_tokens *tokens;
@@ -66,7 +66,7 @@ static uint32_t items_of(const struct router_pass *p)
     return (p->rows + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM;
 }
 
-/* The next pass: its tokens, and their x in fp32. False when there are none left. */
+/* Loads the tokens of the next pass and their x in fp32. False if there are none left. */
 static bool next_pass(struct router_pass *p, uint32_t *at)
 {
     p->rows = moe_cpu_tokens_next(p->tokens, at, PASS, p->index);
@@ -109,7 +109,7 @@ static double sigmoid(double z)
     return 1 / (1 + exp(-z));
 }
 
-/* The score of one logit, and its derivative, where scores do not depend on each other. */
+/* The score of one logit and its derivative, for scores that do not depend on each other. */
 static double score_of(enum moe_score kind, double z, double *slope)
 {
     if (kind == MOE_SCORE_SIGMOID) {
@@ -361,7 +361,7 @@ static void logits_gradients(struct moe_trainer *t, const struct router_pass *p)
 }
 
 struct moe_status moe_cpu_logits_backward(struct moe_trainer *t,
-                                          const struct moe_cpu_tokens *tokens, bool keep,
+                                          const struct moe_cpu_tokens *tokens, bool accumulate,
                                           const float *dlogits, float *dx)
 {
     if (tokens->count == 0)
@@ -383,7 +383,7 @@ struct moe_status moe_cpu_logits_backward(struct moe_trainer *t,
                                           .y = pass.dx};
         moe_cpu_gemm_products(device, &product, 1);
         moe_cpu_parallel(device, items_of(&pass), scatter_item, &job);
-        if (keep)
+        if (accumulate)
             logits_gradients(t, &pass);
     }
     moe_cpu_scratch_give(device, scratch);

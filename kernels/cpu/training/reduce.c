@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sums over slots; see reduce.h.
  *
- * The pieces, laid end to end, are walked through in rounds of as many floats as a region holds. In
- * a round each holder of a piece owns a part of it: all holders store their values of the part into
- * the owner's window (rows, by source), the owner adds them in slot order and stores the sum into
- * the holders' windows (partials, by source). A barrier follows each of the two. */
+ * The pieces form one sequence of floats. Each round handles as many floats as fit into a region.
+ * In a round each holder of a piece owns a part of it. All holders store their values of the part
+ * into the owner's window (rows, by source). Then the owner adds them in slot order and stores the
+ * sum into the holders' windows (partials, by source). A barrier follows each of the two. */
 #include "cpu/training/reduce.h"
 
 enum { CHUNK = 1 << 15 }; /* floats that a thread works on at a time */
@@ -14,7 +14,7 @@ struct round {
     const struct moe_cpu_shared_piece *piece;
     uint32_t pieces;
     size_t first, end; /* floats of the whole list */
-    /* What is done to floats [from, to) of a piece, `at` floats after the round's first; the part
+    /* The phase, for floats [from, to) of a piece, `at` floats after the round's first; the part
      * belongs to slot `owner`. */
     void (*fn)(const struct round *r, const struct moe_cpu_shared_piece *piece, size_t from,
                size_t to, size_t at, uint32_t owner);
@@ -78,8 +78,8 @@ static void take_part(const struct round *r, const struct moe_cpu_shared_piece *
         memcpy(p->data + from, partials_of(r, own, owner) + at, (to - from) * sizeof(float));
 }
 
-/* Floats [from, to) of a piece, `at` floats after the round's first: cut into the holders' parts. A
- * part depends on the whole round's share of the piece, not on the chunk that is looked at. */
+/* Cuts floats [from, to) of a piece, `at` floats after the round's first, into the holders' parts.
+ * A part depends on the whole round's share of the piece, not on this chunk. */
 static void each_part(const struct round *r, const struct moe_cpu_shared_piece *p, size_t share,
                       size_t share_end, size_t from, size_t to, size_t at)
 {

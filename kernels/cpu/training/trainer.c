@@ -16,7 +16,7 @@ static uint32_t entries_of(const struct moe_layer *layer, enum moe_weight w)
 
 /* ---------------------------------------------------------------------- memory */
 
-/* Hands out a block piece by piece; without a block it only counts. */
+/* Allocates arrays from a block; without a block it only counts bytes. */
 struct carver {
     char *block;
     size_t used;
@@ -48,7 +48,7 @@ static void carve_param(const struct moe_trainer *t, struct carver *c, struct mo
         p->moment2 = carve(c, p->n, sizeof(float), p->entries);
 }
 
-/* W0 of every local expert, in the form of the resident weight. */
+/* W0 of every local expert, in the layout of the resident weight. */
 static void carve_base(struct moe_trainer *t, struct carver *c, enum moe_weight w)
 {
     uint32_t entries = t->layer->local_experts;
@@ -64,7 +64,7 @@ static void carve_base(struct moe_trainer *t, struct carver *c, enum moe_weight 
     }
 }
 
-/* Lays out everything that t->layer and t->config ask for. */
+/* Lays out all arrays for t->layer and t->config. */
 static void carve_all(struct moe_trainer *t, struct carver *c)
 {
     struct moe_train_param what[MOE_TRAIN_MAX_PARAMS];
@@ -102,7 +102,7 @@ struct moe_status moe_cpu_trainer_bytes(struct moe_layer *layer,
     return moe_ok();
 }
 
-/* --------------------------------------------------------------- first values */
+/* --------------------------------------------------------------- initial values */
 
 typedef void (*read_fn)(struct moe_device *, const struct moe_cpu_matrix *, float *);
 
@@ -128,7 +128,7 @@ static void init_lora(struct moe_trainer *t, const struct moe_cpu_param *p, uint
     memcpy(base->data, t->layer->matrix[p->what.weight][entry].data, base->bytes);
 }
 
-/* The block is zero: B, gradients and moments are right already. */
+/* The block is zero: B, gradients and moments need no store. */
 static void init_values(struct moe_trainer *t)
 {
     for (uint32_t i = 0; i < t->params; i++) {
@@ -236,7 +236,7 @@ static float *tensor_of(const struct moe_cpu_param *p, enum moe_train_tensor ten
     return all[tensor] + entry * p->n;
 }
 
-/* Without the pool, which may be busy with a step. */
+/* Does not use the pool, which may be busy with a step. */
 struct moe_status moe_cpu_trainer_read(struct moe_trainer *t, const struct moe_train_key *key,
                                        float *data, size_t bytes)
 {
@@ -245,15 +245,15 @@ struct moe_status moe_cpu_trainer_read(struct moe_trainer *t, const struct moe_t
     MOE_TRY(moe_train_find(&t->layer->spec, &t->config, key, bytes, &at));
     MOE_TRY(find_entry(t->layer, key, &entry));
     if (key->tensor == MOE_TRAIN_BASE)
-        moe_cpu_matrix_read_alone(t->layer->device, &t->base[key->weight][entry], data);
+        moe_cpu_matrix_read_serial(t->layer->device, &t->base[key->weight][entry], data);
     else if (at.param < 0)
-        read_resident(t->layer, key->weight, entry, data, moe_cpu_matrix_read_alone);
+        read_resident(t->layer, key->weight, entry, data, moe_cpu_matrix_read_serial);
     else
         memcpy(data, tensor_of(&t->param[at.param], key->tensor, entry), bytes);
     return moe_ok();
 }
 
-/* A resident weight without a master, or W0 below its adapter. */
+/* Writes a resident weight without a master, or W0 of an adapter. */
 static void write_resident(struct moe_trainer *t, enum moe_weight w, uint32_t entry,
                            const float *data, size_t bytes)
 {

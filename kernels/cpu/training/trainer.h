@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What training adds to one layer on the CPU: gradients, masters and moments of its parameters, in
- * one block of memory. Between steps it also renews the layer's resident weights. */
+/* The training state of one layer on the CPU: gradients, masters and moments of its parameters, in
+ * one block of memory. Between steps it also updates the layer's resident weights. */
 #ifndef MOE_CPU_TRAINER_H
 #define MOE_CPU_TRAINER_H
 
@@ -18,7 +18,7 @@ struct moe_cpu_param {
 
 struct moe_trainer {
     struct moe_layer *layer;
-    struct moe_trainer_config config; /* `frozen`: as from the beginning */
+    struct moe_trainer_config config; /* `frozen`: the initial value */
     uint32_t frozen;                  /* now */
     uint32_t params;
     struct moe_cpu_param param[MOE_TRAIN_MAX_PARAMS];
@@ -44,14 +44,14 @@ struct moe_status moe_cpu_trainer_write(struct moe_trainer *trainer,
 struct moe_status moe_cpu_zero_grad(struct moe_trainer *trainer) MOE_CHECKED;
 struct moe_status moe_cpu_set_frozen(struct moe_trainer *trainer, uint32_t frozen) MOE_CHECKED;
 
-/* The parameter, or NULL where the trainer has none. */
+/* The parameter, or NULL if the trainer has none. */
 struct moe_cpu_param *moe_cpu_trainer_param(struct moe_trainer *trainer, enum moe_weight weight,
                                             enum moe_train_part part);
-/* Where gradients of this entry are to be added; NULL where there is none, or it is frozen. */
+/* The gradient of this entry; NULL if there is none, or it is frozen. */
 float *moe_cpu_trainer_grad(struct moe_trainer *trainer, enum moe_weight weight,
                             enum moe_train_part part, uint32_t entry);
 
-/* Makes the resident weight of `entry` what the masters say. */
+/* Computes the resident weight of `entry` from the masters. */
 void moe_cpu_trainer_renew(struct moe_trainer *trainer, enum moe_weight weight, uint32_t entry);
 
 /* alpha / r */
