@@ -233,8 +233,8 @@ static inline vec vec_at_most(vec x, float bound)
 }
 
 /* exp(x) to about one unit in the last place, for x in [-87, 87]; clamped outside.
- * x = n ln2 + r, |r| <= ln2 / 2; exp(r) by its Taylor series, whose next term, r^8 / 8!, is below
- * 2^-27. Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the sum. */
+ * x = n ln2 + r, |r| <= ln2 / 2; exp(r) by its Taylor series up to r^7. The next term, r^8 / 8!, is
+ * below 2^-27. Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the sum. */
 static inline vec vec_exp(vec x)
 {
     const float round = 12582912.0f;

@@ -53,11 +53,12 @@ static void pack_panel(void *ctx, uint32_t p)
         lanes = job->width;
 
     if (m->dtype == MOE_DTYPE_BF16) {
-        uint32_t *words = (uint32_t *)panel;
-        for (uint32_t k = 0; k < m->in; k += 2, words += job->width)
+        uint32_t *packed = (uint32_t *)panel;
+        for (uint32_t k = 0; k < m->in; k += 2, packed += job->width)
             for (uint32_t r = 0; r < lanes; r++)
-                words[r] = job->from == MOE_DTYPE_BF16 ? load_pair(rows + r * row_bytes, k, m->in)
-                                                       : round_pair(rows + r * row_bytes, k, m->in);
+                packed[r] = job->from == MOE_DTYPE_BF16
+                                ? load_pair(rows + r * row_bytes, k, m->in)
+                                : round_pair(rows + r * row_bytes, k, m->in);
         return;
     }
     float *floats = (float *)panel;
@@ -74,8 +75,8 @@ struct moe_status moe_cpu_matrix_pack(struct moe_device *device, uint32_t out, u
     uint32_t width = moe_cpu_device_isa(device)->panel;
     struct moe_cpu_matrix m = {.out = out, .in = in, .dtype = store_as};
     m.panels = (out + width - 1) / width;
-    size_t words = store_as == MOE_DTYPE_BF16 ? ((size_t)in + 1) / 2 : in;
-    if (!moe_size_mul3(words, width, 4, &m.panel_bytes) ||
+    size_t packed = store_as == MOE_DTYPE_BF16 ? ((size_t)in + 1) / 2 : in;
+    if (!moe_size_mul3(packed, width, 4, &m.panel_bytes) ||
         !moe_size_mul(m.panel_bytes, m.panels, &m.bytes))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "a %u x %u matrix is too large", out, in);
@@ -108,9 +109,9 @@ static void load_column(const struct moe_cpu_matrix *m, uint32_t p, uint32_t k, 
                width * sizeof *lanes);
         return;
     }
-    const uint32_t *words = (const uint32_t *)(const void *)panel + (size_t)(k / 2) * width;
+    const uint32_t *packed = (const uint32_t *)(const void *)panel + (size_t)(k / 2) * width;
     for (uint32_t r = 0; r < width; r++) {
-        uint32_t bits = k & 1 ? words[r] & UINT32_C(0xffff0000) : words[r] << 16;
+        uint32_t bits = k & 1 ? packed[r] & UINT32_C(0xffff0000) : packed[r] << 16;
         memcpy(lanes + r, &bits, sizeof bits);
     }
 }
@@ -123,10 +124,10 @@ static void store_column(const struct moe_cpu_matrix *m, uint32_t p, uint32_t k,
         memcpy((float *)(void *)panel + (size_t)k * width, lanes, count * sizeof *lanes);
         return;
     }
-    uint32_t *words = (uint32_t *)(void *)panel + (size_t)(k / 2) * width;
+    uint32_t *packed = (uint32_t *)(void *)panel + (size_t)(k / 2) * width;
     for (uint32_t r = 0; r < count; r++) {
         uint32_t bits = moe_f32_to_bf16(lanes[r]);
-        words[r] = k & 1 ? (words[r] & UINT32_C(0xffff)) | bits << 16 : bits;
+        packed[r] = k & 1 ? (packed[r] & UINT32_C(0xffff)) | bits << 16 : bits;
     }
 }
 
@@ -176,13 +177,13 @@ static void widen_pairs(const struct moe_cpu_matrix *m, uint32_t p, uint32_t lan
                         uint32_t width, float *to)
 {
     const char *panel = (const char *)m->data + (size_t)p * m->panel_bytes;
-    const uint32_t *words = (const uint32_t *)(const void *)panel + (size_t)(column / 2) * width;
+    const uint32_t *packed = (const uint32_t *)(const void *)panel + (size_t)(column / 2) * width;
     uint32_t left = m->in - column, pairs = (left < width ? left + 1 : width) / 2;
     if (left < width)
         memset(to, 0, (size_t)lanes * width * sizeof *to);
-    for (uint32_t c = 0; c < pairs; c++, words += width)
+    for (uint32_t c = 0; c < pairs; c++, packed += width)
         for (uint32_t r = 0; r < lanes; r++) {
-            const uint32_t pair[2] = {words[r] << 16, words[r] & UINT32_C(0xffff0000)};
+            const uint32_t pair[2] = {packed[r] << 16, packed[r] & UINT32_C(0xffff0000)};
             memcpy(to + (size_t)r * width + 2 * c, pair, sizeof pair);
         }
 }

@@ -63,12 +63,12 @@ static void return_item(void *ctx, uint32_t item)
 {
     struct moe_cpu_ep *ep = ctx;
     struct moe_session *s = ep->session;
-    uint32_t home = ep->source;
-    uint8_t *base = s->window[home].base;
+    uint32_t target = ep->source;
+    uint8_t *base = s->window[target].base;
     size_t stride = ep->batch.backward ? ep->gradient_stride : ep->stride;
-    uint32_t end = smaller((item + 1) * GRAIN, ep->tokens_of[home]);
+    uint32_t end = smaller((item + 1) * GRAIN, ep->tokens_of[target]);
     for (uint32_t t = item * GRAIN; t < end; t++) {
-        const struct token_rows *rows = token_of(ep, home, t);
+        const struct token_rows *rows = token_of(ep, target, t);
         if (rows->n == 0)
             continue;
         ep->return_token(ep, rows,
@@ -76,7 +76,7 @@ static void return_item(void *ctx, uint32_t item)
         moe_cpu_session_store(moe_window_returned_of(&s->layout, base, s->config.slot, t),
                               ep->stamp, rows->n);
     }
-    moe_cpu_session_wake(s, home);
+    moe_cpu_session_wake(s, target);
 }
 
 static void return_all(struct moe_cpu_ep *ep)

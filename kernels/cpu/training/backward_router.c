@@ -253,7 +253,7 @@ struct aux_job {
     double loss[PASS]; /* of each token of the pass */
 };
 
-/* The token's share of the loss, whose gradient by the normalised score a_e is constant * n_e. */
+/* The token's share of the loss. Its gradient by the normalised score a_e is constant * n_e. */
 static void aux_token(struct aux_job *job, uint32_t row)
 {
     const struct router_pass *p = job->pass;
