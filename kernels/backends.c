@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds a backend by name: the one place that knows which backends there are, and which of them
- * this build has. */
+/* Finds a backend by name. Only this file lists all backends and those of this build. */
 #include "moe/backend.h"
 
 #include "cuda/plan/options.h"

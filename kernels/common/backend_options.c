@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* See backend_options.h. */
 #include "common/backend_options.h"
 
 #include <string.h>
 
-/* The place of `word` in "a|b|c". */
-static bool find_word(const char *words, const char *word, uint32_t *place)
+/* Finds `value` in "a|b|c"; *index counts from 0. */
+static bool find_value(const char *values, const char *value, uint32_t *index)
 {
-    size_t length = strlen(word);
-    *place = 0;
-    for (const char *at = words; *at != '\0'; ++*place) {
+    size_t length = strlen(value);
+    *index = 0;
+    for (const char *at = values; *at != '\0'; ++*index) {
         size_t n = strcspn(at, "|");
-        if (n == length && memcmp(at, word, n) == 0)
+        if (n == length && memcmp(at, value, n) == 0)
             return true;
         at += n + (at[n] == '|');
     }
@@ -33,7 +34,7 @@ struct moe_status moe_backend_choose(const struct moe_backend_option *options,
         if (options[i].name == NULL)
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
                              "the backend has no option '%.64s'", s->name);
-        if (s->value != NULL && !find_word(options[i].values, s->value, &chosen[i]))
+        if (s->value != NULL && !find_value(options[i].values, s->value, &chosen[i]))
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                              "%s: '%.64s' is none of %s", s->name, s->value, options[i].values);
     }

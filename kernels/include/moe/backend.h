@@ -32,9 +32,9 @@ struct moe_step;
 
 /* ----------------------------------------------------------------- options */
 
-/* Options are choices that one backend offers, such as a library that multiplies. The backend
- * declares them in a table and alone interprets them. The worker shows all tables as flags, and
- * gives a backend the settings of that backend's table. */
+/* Options are choices of one backend, such as the library for products. The backend declares them
+ * in a table, and only the backend interprets them. The worker shows all tables as flags, and
+ * passes each backend the settings of its table. */
 enum moe_backend_scope {
     MOE_SCOPE_DEVICE,  /* read by device_open */
     MOE_SCOPE_SESSION, /* read by session_join; the same on all slots */
@@ -42,14 +42,14 @@ enum moe_backend_scope {
 
 struct moe_backend_option {
     const char *name;   /* unique among all backends; NULL ends a table */
-    const char *values; /* allowed words, as "auto|fast|exact"; the first is the default */
+    const char *values; /* allowed values, as "auto|fast|exact"; the first is the default */
     const char *help;   /* one line */
     enum moe_backend_scope scope;
 };
 
 /* The value of one option; NULL is the default. A list of settings ends with a name of NULL and may
- * hold options of both scopes. device_open and session_join refuse a name or value that the table
- * lacks: MOE_INVALID_ARGUMENT. */
+ * have options of both scopes. device_open and session_join refuse a name or value that is not in
+ * the table: MOE_INVALID_ARGUMENT. */
 struct moe_backend_setting {
     const char *name, *value;
 };
