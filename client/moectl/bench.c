@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* moectl bench: closed-loop load on one layer. Each of C clients sends a request, waits for the
- * answer and sends the next one, for a warm-up that is not counted and then for a measured window.
- * A client is a state on the library's threads, not a thread: what is measured is the service. */
+ * answer and sends the next one: first in a warm-up that is not counted, then in the measured time.
+ * A client is not a thread. It runs in callbacks of the library, so the figures show the service.
+ */
 #include "commands.h"
 #include "moectl/group/link.h"
 #include "moectl/io/bench_report.h"
@@ -19,7 +20,7 @@
 
 enum {
     CONCURRENCY_MAX = 4096,
-    ERRORS_MAX = 100, /* a client that has seen so many stops asking */
+    ERRORS_MAX = 100, /* per client; then it stops */
     WARM_UP_MAX_MS = 1000,
 };
 
@@ -42,7 +43,7 @@ struct bench {
 struct load {
     struct moe_client *client;
     uint64_t measure_from_ns, end_ns;
-    struct moectl_bench_run *run; /* its contents too are guarded by the lock */
+    struct moectl_bench_run *run; /* the lock guards its contents too */
     struct moe_mutex lock;
     pthread_cond_t change;
     MOE_GUARDED_BY(lock) struct {
@@ -96,7 +97,7 @@ static void send_next(struct loop *l)
         moe_client_forward_async(l->load->client, &l->call, on_answer, l);
 }
 
-/* Standard normal numbers by Box and Muller, from splitmix64: the same on every machine. */
+/* Standard normal numbers from splitmix64 by Box and Muller; the same on every machine. */
 static uint64_t next_random(uint64_t *state)
 {
     uint64_t z = *state += UINT64_C(0x9e3779b97f4a7c15);
@@ -156,7 +157,7 @@ static struct moe_status make_loop(const struct bench *b, struct load *load, uin
     return b->stream ? moe_client_stream_open(b->client, &l->stream) : moe_ok();
 }
 
-/* Runs the loops to their end. */
+/* Runs all loops and waits for their ends. */
 static void drive(struct load *load, struct loop *loops, double duration_s)
 {
     uint64_t measured = (uint64_t)(duration_s * (double)MOE_NS_PER_S);
@@ -178,8 +179,8 @@ static void drive(struct load *load, struct loop *loops, double duration_s)
     moe_mutex_unlock(&load->lock);
     if (moe_clock_ns() < load->end_ns && last_ns != 0) {
         load->run->seconds = (double)(last_ns - load->measure_from_ns) / (double)MOE_NS_PER_S;
-        moectl_say("concurrency %" PRIu32 ": every client gave up after %d errors; the figures are "
-                   "of the %.1f s to the last answer",
+        moectl_say("concurrency %" PRIu32 ": every client gave up after %d errors; the figures "
+                   "cover %.1f s, up to the last answer",
                    count, ERRORS_MAX, load->run->seconds);
     }
 }
@@ -210,7 +211,7 @@ static struct moe_status measure(struct bench *b, uint32_t concurrency)
         st = load.first_error;
     if (st.code == MOE_OK && load.run->latency.count == 0)
         st = moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
-                       "no request was answered in the measured time; try a longer --duration");
+                       "no answer within the measured time; try a longer --duration");
     free_loops(loops, concurrency);
     pthread_cond_destroy(&load.change);
     moe_mutex_destroy(&load.lock);
@@ -245,7 +246,7 @@ static struct moe_status connect_to_group(struct bench *b)
         .connections = (uint32_t)b->connections,
         .spin_us = (uint32_t)b->spin_us,
         .timeout_ms = moectl_timeout_ms(&b->common),
-        .max_attempts = 1, /* a retry would hide in the latency */
+        .max_attempts = 1, /* a retry would distort the latency */
     };
     MOE_TRY(moe_client_connect(&config, &b->client));
     const struct moe_client_info *info = moe_client_get_info(b->client);
@@ -322,20 +323,21 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     };
     const struct moe_option options[] = {
         {"layer", 'l', MOE_OPTION_UINT, &b.layer, 0, UINT32_MAX, "L",
-         "the model's layer index (required)"},
-        {"tokens", 'T', MOE_OPTION_UINT, &b.tokens, 1, 1 << 20, "T", "tokens of one request"},
+         "layer index in the model (required)"},
+        {"tokens", 'T', MOE_OPTION_UINT, &b.tokens, 1, 1 << 20, "T", "tokens per request"},
         {"concurrency", 'c', MOE_OPTION_STRING, &b.concurrency_list, 0, 0, "C[,C..]",
-         "clients, each with one request in flight; one run per number"},
+         "number of clients, each with one request in flight; one run per number"},
         {"duration", 0, MOE_OPTION_DOUBLE, &b.duration_s, 0, 86400, "SECONDS",
-         "measured time of a run; a quarter of it, at most 1 s, is spent before on warming up"},
-        {"dtype", 0, MOE_OPTION_STRING, &b.dtype_name, 0, 0, "f32|bf16", "of x and y"},
+         "measured time of each run; a warm-up of a quarter of it, at most 1 s, comes first"},
+        {"dtype", 0, MOE_OPTION_STRING, &b.dtype_name, 0, 0, "f32|bf16", "dtype of x and y"},
         {"unary", 0, MOE_OPTION_BOOL, &b.unary, 0, 0, NULL, "one call per request (default)"},
         {"stream", 0, MOE_OPTION_BOOL, &b.stream, 0, 0, NULL, "one stream per client"},
-        {"spread", 0, MOE_OPTION_BOOL, &b.spread, 0, 0, NULL, "spread over all workers"},
-        {"connections", 0, MOE_OPTION_UINT, &b.connections, 1, 64, "N", "per worker"},
+        {"spread", 0, MOE_OPTION_BOOL, &b.spread, 0, 0, NULL,
+         "send requests to all workers in turn, and split large batches"},
+        {"connections", 0, MOE_OPTION_UINT, &b.connections, 1, 64, "N", "connections per worker"},
         {"spin-us", 0, MOE_OPTION_UINT, &b.spin_us, 0, 1000000, "US",
-         "how long a connection's thread waits for the next answer without sleeping"},
-        {"seed", 0, MOE_OPTION_UINT, &b.seed, 0, UINT32_MAX, "N", "of the random inputs"},
+         "microseconds that a connection's thread spins for an answer before it sleeps"},
+        {"seed", 0, MOE_OPTION_UINT, &b.seed, 0, UINT32_MAX, "N", "seed of the random inputs"},
     };
     int code;
     if (!moectl_parse(self, options, sizeof options / sizeof *options, &b.common, argc, argv,
@@ -358,7 +360,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 
 const struct moectl_command moectl_bench = {
     .name = "bench",
-    .summary = "Measures latency, throughput and where the time goes.",
+    .summary = "Measures latency, throughput and the time of each stage.",
     .usage = "--layer L [--tokens T] [--concurrency C[,C..]] [--duration S] [options]",
     .examples =
         "  moectl bench --endpoint 127.0.0.1:7600 --layer 3 --tokens 1 --concurrency 1,8,32\n"

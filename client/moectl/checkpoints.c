@@ -88,7 +88,7 @@ static void print_row(const Moe__V1__CheckpointInfo *c, const char *present)
 static int print_table(const Moe__V1__ListCheckpointsResponse *a)
 {
     moectl_put("  %-20s %6s %8s  %-20s  %10s  %-12s  %s\n", "NAME", "STEPS", "VERSION", "MADE",
-               "SIZE", "PARENT", "SETTINGS, OR WHY IT CANNOT BE LOADED");
+               "SIZE", "PARENT", "SETTINGS OR PROBLEM");
     for (size_t i = 0; i < a->n_checkpoints; i++)
         print_row(a->checkpoints[i], a->checkpoint);
     if (a->count > a->n_checkpoints)

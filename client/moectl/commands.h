@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The commands, one or two to a file. */
+/* The commands. */
 #ifndef MOECTL_COMMANDS_H
 #define MOECTL_COMMANDS_H
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* moectl down: ends a group in peace, and waits until all of it has gone. */
+/* moectl down: drains a group and waits until all its daemons have ended. */
 #include "commands.h"
 #include "moectl/group/link.h"
 #include "moectl/group/orphaned_group.h"
@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { CALL_LIMIT_MS = 5000, POLL_MS = 50, GLANCE_MS = 200, NAMES_BYTES = 200 };
+enum { CALL_LIMIT_MS = 5000, POLL_MS = 50, PROBE_MS = 200, NAMES_BYTES = 200 };
 
 struct down {
     struct moectl_common common;
@@ -33,7 +33,7 @@ static struct moe_status ask(const struct down *d, struct moectl_link *link, uin
     ProtobufCMessage *answer = NULL;
     uint64_t now = moe_clock_ns();
     request.reason = (char *)(uintptr_t)d->reason;
-    if (deadline_ns != MOE_NEVER && deadline_ns > now) /* leave a tenth for the daemons to exit */
+    if (deadline_ns != MOE_NEVER && deadline_ns > now) /* a tenth is for the daemons to exit */
         request.limit_ms = (uint32_t)((deadline_ns - now) / MOE_NS_PER_MS * 9 / 10);
     struct moe_status st = moectl_link_call(link, "/moe.v1.AdminService/Shutdown", &request.base,
                                             call_deadline(deadline_ns),
@@ -53,7 +53,7 @@ static bool is_gone(const Moe__V1__WorkerStatus *w)
     return w->state == MOE__V1__WORKER_STATE__WORKER_STATE_GONE;
 }
 
-/* A restarted coordinator knows no address of a member that has not come back to it. */
+/* A restarted coordinator has no address of a worker that has not reconnected. */
 static bool is_away(const Moe__V1__WorkerStatus *w)
 {
     return w->endpoint[0] == '\0' && !is_gone(w);
@@ -67,9 +67,10 @@ static bool is_complete(const Moe__V1__GetStatusResponse *s)
     return true;
 }
 
-/* Until every member of the last view has come back to a restarted coordinator, or is given up by
- * it when its lease ends: who is not there cannot be told of the end, nor be watched. Half of the
- * time is left for the rest. */
+/* Waits until every worker of the last view has reconnected to a restarted coordinator or has lost
+ * its lease: the coordinator cannot shut down a worker that is away. Takes at most half of the
+ * time.
+ */
 static struct moe_status await_members(struct moectl_link *link, uint64_t deadline_ns,
                                        Moe__V1__GetStatusResponse **status)
 {
@@ -78,7 +79,7 @@ static struct moe_status await_members(struct moectl_link *link, uint64_t deadli
     uint64_t until =
         deadline_ns == MOE_NEVER || deadline_ns < now ? deadline_ns : now + (deadline_ns - now) / 2;
     if (!is_complete(*status))
-        moectl_say("the coordinator has been restarted: waiting for its workers to come back");
+        moectl_say("the coordinator was restarted: waiting for its workers to reconnect");
     while (!is_complete(*status) && moe_clock_ns() < until) {
         nanosleep(&pause, NULL);
         moe__v1__get_status_response__free_unpacked(*status, NULL);
@@ -88,13 +89,13 @@ static struct moe_status await_members(struct moectl_link *link, uint64_t deadli
     return moe_ok();
 }
 
-/* A daemon whose end is waited for. */
+/* A daemon that has to end. */
 struct watched {
     const char *endpoint;
     const Moe__V1__WorkerStatus *worker; /* NULL: the coordinator */
 };
 
-/* The endpoint that `down` was given, the coordinator's or a worker's, is the first. */
+/* The first entry is --endpoint, the coordinator's or a worker's. */
 static size_t list_watched(const struct down *d, const Moe__V1__GetStatusResponse *s,
                            struct watched all[MOE_MAX_SLOTS + 1])
 {
@@ -103,8 +104,8 @@ static size_t list_watched(const struct down *d, const Moe__V1__GetStatusRespons
     for (size_t i = 0; i < s->n_workers && count <= MOE_MAX_SLOTS; i++) {
         const Moe__V1__WorkerStatus *w = s->workers[i];
         if (w->endpoint[0] == '\0')
-            moectl_say("slot %u (worker %s) has not come back to its restarted coordinator: if its "
-                       "process lives, it does not hear of this",
+            moectl_say("slot %u (worker %s) has not reconnected to its restarted coordinator: if "
+                       "its process lives, it keeps running",
                        w->slot, w->worker_id);
         else if (strcmp(w->endpoint, d->common.endpoint) == 0)
             all[0].worker = w;
@@ -114,13 +115,13 @@ static size_t list_watched(const struct down *d, const Moe__V1__GetStatusRespons
     return count;
 }
 
-/* The time is over: who still answers, by name. */
-static struct moe_status name_silent(const struct watched *all, size_t count)
+/* The error when the time is over: it names the daemons that still answer. */
+static struct moe_status still_answering(const struct watched *all, size_t count)
 {
     char text[NAMES_BYTES] = "";
     size_t used = 0;
     for (size_t i = 0; i < count && used < sizeof text; i++) {
-        uint64_t limit = moe_clock_ns() + GLANCE_MS * MOE_NS_PER_MS;
+        uint64_t limit = moe_clock_ns() + PROBE_MS * MOE_NS_PER_MS;
         if (!moectl_link_answers(all[i].endpoint, limit))
             continue;
         const char *comma = used > 0 ? ", " : "", *endpoint = all[i].endpoint;
@@ -131,11 +132,12 @@ static struct moe_status name_silent(const struct watched *all, size_t count)
                                               "%sslot %u (worker %.60s, %.100s)", comma, w->slot,
                                               w->worker_id, endpoint));
     }
-    return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still there: %s",
-                     text[0] != '\0' ? text : "nobody by now");
+    return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                     "the time limit is over; daemons that still answer: %s",
+                     text[0] != '\0' ? text : "none by now");
 }
 
-/* Without the group's state directory, gone means that no address answers. */
+/* Without the state directory, a group has ended when none of its addresses answers. */
 static struct moe_status wait_silent(const struct watched *all, size_t count, uint64_t deadline_ns)
 {
     struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
@@ -145,7 +147,7 @@ static struct moe_status wait_silent(const struct watched *all, size_t count, ui
             continue;
         }
         if (moe_clock_ns() >= deadline_ns)
-            return name_silent(all, count);
+            return still_answering(all, count);
         nanosleep(&pause, NULL);
     }
     return moe_ok();
@@ -159,7 +161,7 @@ static struct moe_status end_by_endpoint(const struct down *d, struct moectl_lin
     size_t count = list_watched(d, *status, all);
     size_t worker = all[0].worker == NULL ? 1 : 0;
     if (worker < count)
-        moectl_train_tell_unsaved(all[worker].endpoint, deadline_ns);
+        moectl_train_report_unsaved(all[worker].endpoint, deadline_ns);
     MOE_TRY(ask(d, link, deadline_ns));
     return wait_silent(all, count, deadline_ns);
 }
@@ -185,8 +187,8 @@ static void signal_group(const struct moectl_group *group, int signal_number)
             kill(group->processes[i].pid, signal_number);
 }
 
-/* The time is over. A daemon that was started by hand is of the group, and not recorded. */
-static struct moe_status name_running(const struct moectl_group *group)
+/* The error when the time is over. group.json does not list a daemon that was started by hand. */
+static struct moe_status still_running(const struct moectl_group *group)
 {
     char text[NAMES_BYTES] = "";
     size_t used = 0;
@@ -196,7 +198,7 @@ static struct moe_status name_running(const struct moectl_group *group)
                                      used > 0 ? ", " : "", group->processes[i].name,
                                      (int)group->processes[i].pid);
     return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still running: %s",
-                     used > 0 ? text : "a daemon that this group did not start");
+                     used > 0 ? text : "a daemon that moectl did not start");
 }
 
 static struct moe_status drain_local(const struct down *d, const struct moectl_group *group,
@@ -209,14 +211,14 @@ static struct moe_status drain_local(const struct down *d, const struct moectl_g
     return st;
 }
 
-/* Workers that no signal of ours reaches, for they were not started by moectl: whoever of the group
- * still answers when those that were have gone. */
-static struct moe_status name_answering(const struct moectl_orphaned_group *r)
+/* Names workers that still answer although all daemons of group.json have ended: moectl did not
+ * start them, so it cannot send them signals. */
+static struct moe_status check_orphans(const struct moectl_orphaned_group *r)
 {
     char text[NAMES_BYTES] = "";
     size_t used = 0;
     for (size_t i = 0; i < r->count && used < sizeof text; i++) {
-        uint64_t limit = moe_clock_ns() + GLANCE_MS * MOE_NS_PER_MS;
+        uint64_t limit = moe_clock_ns() + PROBE_MS * MOE_NS_PER_MS;
         if (r->answers[i] && moectl_link_answers(r->workers[i], limit))
             used += (size_t)snprintf(text + used, sizeof text - used, "%s%s", used > 0 ? ", " : "",
                                      r->workers[i]);
@@ -224,8 +226,8 @@ static struct moe_status name_answering(const struct moectl_orphaned_group *r)
     if (used == 0)
         return moe_ok();
     return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
-                     "still there: %.150s; moectl has not started it, and the coordinator, which "
-                     "would drain it, has gone: end its process (SIGTERM)",
+                     "still running: %.150s; moectl did not start it and its coordinator has "
+                     "ended: end its process with SIGTERM",
                      text);
 }
 
@@ -235,20 +237,20 @@ static struct moe_status await_gone(const struct down *d, int directory,
     if (moectl_state_wait_gone(directory, deadline_ns))
         return moe_ok();
     if (!d->force) {
-        struct moe_status st = name_running(group);
-        moectl_say("what is left is not killed without --force");
+        struct moe_status st = still_running(group);
+        moectl_say("--force kills the daemons that still run");
         return st;
     }
     signal_group(group, SIGKILL);
     return moectl_state_wait_gone(directory, call_deadline(MOE_NEVER)) ? moe_ok()
-                                                                       : name_running(group);
+                                                                       : still_running(group);
 }
 
-/* The first worker that answers knows what was learnt. */
-static void tell_unsaved(const struct moectl_orphaned_group *r, uint64_t deadline_ns)
+/* Asks workers until one answers. */
+static void report_unsaved(const struct moectl_orphaned_group *r, uint64_t deadline_ns)
 {
     for (size_t i = 0; i < r->count; i++)
-        if (r->answers[i] && moectl_train_tell_unsaved(r->workers[i], deadline_ns))
+        if (r->answers[i] && moectl_train_report_unsaved(r->workers[i], deadline_ns))
             return;
 }
 
@@ -257,8 +259,8 @@ static struct moe_status end_local(const struct down *d, int directory, uint64_t
     struct moectl_group group;
     struct moectl_orphaned_group workers;
     MOE_TRY(moectl_state_read(directory, &group));
-    moectl_orphaned_group_look(&d->common, &workers); /* now, while they know one another */
-    tell_unsaved(&workers, deadline_ns);
+    moectl_orphaned_group_find(&d->common, &workers); /* before they end */
+    report_unsaved(&workers, deadline_ns);
     struct moe_status drained = drain_local(d, &group, deadline_ns);
     if (drained.code != MOE_OK) {
         moectl_say("the coordinator cannot drain the group: %s", drained.text);
@@ -266,7 +268,7 @@ static struct moe_status end_local(const struct down *d, int directory, uint64_t
     }
     struct moe_status st = await_gone(d, directory, &group, deadline_ns);
     moectl_group_free(&group);
-    return st.code == MOE_OK && drained.code != MOE_OK ? name_answering(&workers) : st;
+    return st.code == MOE_OK && drained.code != MOE_OK ? check_orphans(&workers) : st;
 }
 
 static struct moe_status down_by_state(const struct down *d, uint64_t deadline_ns)
@@ -276,7 +278,7 @@ static struct moe_status down_by_state(const struct down *d, uint64_t deadline_n
     struct moe_status st = moectl_state_open(d->common.state_dir, false, path, &directory);
     if (st.code == MOE_NOT_FOUND)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,
-                         "no group is running here, and no --endpoint was given");
+                         "no local group is running, and no --endpoint was given");
     if (st.code == MOE_OK) {
         if (moectl_state_is_alive(directory))
             st = end_local(d, directory, deadline_ns);
@@ -293,9 +295,9 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 {
     struct down d = {.common = {.format = "table", .timeout_s = 30}, .reason = "moectl down"};
     const struct moe_option options[] = {
-        {"reason", 'r', MOE_OPTION_STRING, &d.reason, 0, 0, "TEXT", "for the daemons' logs"},
+        {"reason", 'r', MOE_OPTION_STRING, &d.reason, 0, 0, "TEXT", "text for the daemons' logs"},
         {"force", 0, MOE_OPTION_BOOL, &d.force, 0, 0, NULL,
-         "kill what is left of the local group when the time is over"},
+         "when --timeout is over, kill the daemons of the local group that still run"},
     };
     int code;
     if (!moectl_parse(self, options, sizeof options / sizeof *options, &d.common, argc, argv,
@@ -310,13 +312,13 @@ static int run(const struct moectl_command *self, int argc, char **argv)
             moectl_orphaned_group_explain(&d.common, &st);
         return code;
     }
-    moectl_say("the group has gone");
+    moectl_say("the group has ended");
     return d.common.json ? moectl_print(moectl_document("GroupGone")) : MOECTL_OK;
 }
 
 const struct moectl_command moectl_down = {
     .name = "down",
-    .summary = "Drains a group and waits until all of it has gone.",
+    .summary = "Drains a group and waits until all its daemons have ended.",
     .usage = "[--endpoint H:P] [options]",
     .examples = "  moectl down                               # the local group\n"
                 "  moectl down --endpoint 10.0.0.7:7600 --reason \"new release\" --timeout 120\n",

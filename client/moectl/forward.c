@@ -32,7 +32,7 @@ struct forward {
 
 /* ------------------------------------------------------------------ one call */
 
-/* What the command waits for on a stream. */
+/* The end of a call on a stream. */
 struct waiter {
     struct moe_mutex lock;
     pthread_cond_t over;
@@ -86,7 +86,7 @@ static const struct moe_client_layer *find_layer(const struct moe_client_info *i
     return NULL;
 }
 
-/* Memory for the answer, and the call that fills it. */
+/* Allocates the answer and fills in the call. */
 static struct moe_status prepare(struct forward *o)
 {
     const struct moe_client_layer *layer = find_layer(moe_client_get_info(o->client), o->layer);
@@ -125,7 +125,7 @@ static struct moe_status prepare(struct forward *o)
     return moe_ok();
 }
 
-/* Calls `repeat` times; every answer must be the first one, bit for bit. */
+/* Calls `repeat` times; every answer must equal the first one, bit for bit. */
 static struct moe_status call_all(struct forward *o)
 {
     size_t bytes;
@@ -221,25 +221,26 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     o.layer = MOE_OPTION_UNSET;
     const struct moe_option options[] = {
         {"layer", 'l', MOE_OPTION_UINT, &o.layer, 0, UINT32_MAX, "L",
-         "the model's layer index (required)"},
+         "layer index in the model (required)"},
         {"input", 'i', MOE_OPTION_STRING, &o.input, 0, 0, "FILE",
-         "safetensors with the tokens (required)"},
+         "safetensors file with x (required)"},
         {"tensor", 0, MOE_OPTION_STRING, &o.names.x, 0, 0, "NAME",
-         "[T,H] tensor of the input; not needed when there is only one"},
+         "[T,H] tensor of the input; default: its only F32 or BF16 tensor with 2 dimensions"},
         {"output", 0, MOE_OPTION_STRING, &o.output, 0, 0, "FILE",
-         "safetensors to write (required)"},
+         "safetensors file to write (required)"},
         {"dtype", 0, MOE_OPTION_STRING, &o.dtype, 0, 0, "f32|bf16",
-         "convert the tokens before sending"},
+         "convert x before sending; default: as in the file"},
         {"topk-ids", 0, MOE_OPTION_STRING, &o.names.topk_ids, 0, 0, "NAME",
-         "I32 [T,K] tensor of the input: route by these ids"},
+         "I32 [T,K] tensor of the input: experts to use; default: the router chooses"},
         {"topk-weights", 0, MOE_OPTION_STRING, &o.names.topk_weights, 0, 0, "NAME",
-         "F32 [T,K] tensor of the input: and with these weights"},
+         "F32 [T,K] tensor of the input: their weights; default: the router's"},
         {"return-routing", 0, MOE_OPTION_BOOL, &o.return_routing, 0, 0, NULL,
          "also write topk_ids (I32) and topk_weights (F32)"},
         {"repeat", 0, MOE_OPTION_UINT, &o.repeat, 1, 1000000, "N",
-         "send it N times; the answers must agree bit for bit"},
+         "send N times; fail unless all answers are equal bit for bit"},
         {"stream", 0, MOE_OPTION_BOOL, &o.stream, 0, 0, NULL, "send on a stream"},
-        {"spread", 0, MOE_OPTION_BOOL, &o.spread, 0, 0, NULL, "spread over all workers"},
+        {"spread", 0, MOE_OPTION_BOOL, &o.spread, 0, 0, NULL,
+         "send requests to all workers in turn, and split large batches"},
     };
     int code;
     if (!moectl_parse(self, options, sizeof options / sizeof *options, &o.common, argc, argv,
@@ -260,7 +261,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_forward = {
     .name = "forward",
     .summary =
-        "Sends the tokens of a safetensors file through one layer; writes the output as `y`.",
+        "Sends a tensor of a safetensors file through one layer; writes the output as tensor `y`.",
     .usage = "--layer L --input FILE --output FILE [--tensor NAME] [options]",
     .examples = "  moectl forward --endpoint 127.0.0.1:7600 --layer 3 --input x.safetensors "
                 "--output y.safetensors\n"

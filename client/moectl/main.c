@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* moectl: starts, looks at, uses and ends a group of moed daemons. This file only finds the
- * command; each command's own file does the rest. */
+/* moectl: starts, inspects, uses and ends a group of moed daemons. This file finds the command;
+ * each command has a separate file. */
 #include "commands.h"
 
 #include <signal.h>
@@ -18,15 +18,15 @@ static void print_help(FILE *to)
     fputs("usage: moectl COMMAND [options]\n\n", to);
     for (size_t i = 0; i < COMMAND_COUNT; i++)
         fprintf(to, "  %-8s %s\n", commands[i]->name, commands[i]->summary);
-    fputs("  help     this text; `moectl help COMMAND` and `moectl COMMAND --help` tell more\n"
+    fputs("  help     Shows this text; `moectl help COMMAND` shows the options of a command.\n"
           "\n"
           "exit codes: 0 done, 1 failed, 2 wrong command line, 3 the group does not serve,\n"
-          "4 not found, 5 unreachable or out of time, 6 not allowed, 7 conflict\n"
-          "2 is found before anybody is asked, and nothing has happened then; 1, 4, 6 and 7 are\n"
-          "also what a daemon refuses with\n"
+          "4 not found, 5 unreachable or out of time, 6 not allowed, 7 conflict.\n"
+          "With 2 no daemon was contacted and nothing has changed. Errors of a daemon give 1, 4,\n"
+          "5, 6 or 7.\n"
           "\n"
-          "environment: MOED_ENDPOINT (default of --endpoint), XDG_RUNTIME_DIR (holds the state "
-          "directory)\n",
+          "environment: MOED_ENDPOINT = default of --endpoint; the default of --state-dir is\n"
+          "$XDG_RUNTIME_DIR/moed, else /tmp/moed-UID\n",
           to);
 }
 

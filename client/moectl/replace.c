@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* moectl replace: starts again, in its place and as it was started, whatever has died of the local
- * group. It knows the command lines from group.json, and nothing of what the daemons do.
+/* moectl replace: restarts daemons of the local group that have died, with their command lines from
+ * group.json. It does not know what the daemons do.
  *
- * A daemon that is just dying still has its process, and its port. So what the kernel is ending is
- * waited for, and so is a worker whose process runs while the coordinator says that its slot is
- * empty: it ends, or it comes back. */
+ * A dying daemon still has its process and its port, so replace waits for its end. It also waits
+ * for a worker that runs although the coordinator reports its slot as empty: the worker ends, or it
+ * reconnects. */
 #include "commands.h"
 #include "moectl/group/daemons.h"
 #include "moectl/group/process.h"
@@ -20,10 +20,10 @@ enum { POLL_MS = 50 };
 struct replace {
     struct moectl_common common;
     char state_path[MOECTL_PATH_MAX];
-    int directory, lock, turn;
+    int directory, lock, change_lock;
     struct moectl_group group;
     struct moectl_daemons daemons;
-    size_t places[MOECTL_PROCESSES_MAX]; /* of the daemons in the group */
+    size_t places[MOECTL_PROCESSES_MAX]; /* indices in `group` of the daemons that we started */
 };
 
 static struct moe_status start(struct replace *r, size_t place)
@@ -33,7 +33,7 @@ static struct moe_status start(struct replace *r, size_t place)
     size_t n = 0;
     if (p->command == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
-                         "group.json has no command line of %s: the group is of an older release",
+                         "group.json has no command line of %s: an older release wrote it",
                          p->name);
     for (; n < json_array_size(p->command); n++)
         argv[n] = json_string_value(json_array_get(p->command, n));
@@ -50,10 +50,10 @@ static struct moe_status report_ended(const struct replace *r)
     for (size_t i = 0; i < r->daemons.count; i++)
         if (!r->daemons.all[i].running)
             moectl_daemons_report(&r->daemons.all[i]);
-    return moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "a daemon ended at once");
+    return moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "a daemon ended at its start");
 }
 
-/* Until all have said their endpoints. */
+/* Waits until all that we started have reported their endpoints. */
 static struct moe_status await_ready(struct replace *r, uint64_t deadline_ns)
 {
     for (size_t i = 0; i < r->daemons.count;) {
@@ -74,7 +74,7 @@ static struct moe_status await_ready(struct replace *r, uint64_t deadline_ns)
     return moe_ok();
 }
 
-/* What has been started is the group's, and recorded as such, also when something else failed. */
+/* Writes the daemons that run into group.json, also after a failure. */
 static struct moe_status record(struct replace *r)
 {
     for (size_t i = 0; i < r->daemons.count; i++) {
@@ -97,7 +97,7 @@ static bool is_ours(const struct replace *r, size_t place)
     return false;
 }
 
-/* The coordinator first: workers look for it. */
+/* The coordinator is first, because workers connect to it. */
 static struct moe_status start_ended(struct replace *r, uint64_t deadline_ns)
 {
     for (size_t i = 0; i < r->group.count; i++) {
@@ -110,27 +110,27 @@ static struct moe_status start_ended(struct replace *r, uint64_t deadline_ns)
     return moe_ok();
 }
 
-/* Marks what is waited for in `awaited`, and says so once. A coordinator that we started does not
- * know its workers yet. While one does not answer, what it said before stands. */
+/* Marks in `awaited` the daemons to wait for, and reports each once. Does not ask a coordinator
+ * that we started, because it does not know its workers yet. Without an answer, the marks stay. */
 static struct moe_status find_awaited(struct replace *r, bool awaited[MOECTL_PROCESSES_MAX])
 {
     struct moectl_slots slots;
     bool ask = !is_ours(r, 0) && moectl_process_state(&r->group, 0) == MOECTL_PROCESS_RUNS;
     bool asked = ask && moectl_slots_ask(&r->group, &slots);
     if (ask && !asked)
-        moectl_say("the coordinator does not answer: which slots are empty is not known");
+        moectl_say("the coordinator does not answer: the empty slots are unknown");
     if (asked && slots.draining)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "the group is being ended");
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "the group is shutting down");
     for (size_t i = 0; i < r->group.count; i++) {
         const struct moectl_process *p = &r->group.processes[i];
         enum moectl_process_state state = moectl_process_state(&r->group, i);
-        bool told = awaited[i], empty = i > 0 && (asked ? !slots.held[i] : awaited[i]);
+        bool reported = awaited[i], empty = i > 0 && (asked ? !slots.filled[i] : awaited[i]);
         awaited[i] = !is_ours(r, i) && (state != MOECTL_PROCESS_RUNS || empty);
-        if (!awaited[i] || told)
+        if (!awaited[i] || reported)
             continue;
         if (state == MOECTL_PROCESS_RUNS)
-            moectl_say("%s (process %d) runs, and its slot is empty: waiting until it ends or "
-                       "comes back",
+            moectl_say("%s (process %d) runs, but its slot is empty: waiting until it ends or "
+                       "reconnects",
                        p->name, (int)p->pid);
         else
             moectl_say("waiting for the end of %s (process %d)", p->name, (int)p->pid);
@@ -138,7 +138,7 @@ static struct moe_status find_awaited(struct replace *r, bool awaited[MOECTL_PRO
     return moe_ok();
 }
 
-/* Starts what has ended, until nothing is left that is ending or without its slot. */
+/* Restarts daemons that have ended, until none is ending or without its slot. */
 static struct moe_status settle(struct replace *r, uint64_t deadline_ns)
 {
     bool awaited[MOECTL_PROCESSES_MAX] = {false};
@@ -153,8 +153,8 @@ static struct moe_status settle(struct replace *r, uint64_t deadline_ns)
         uint64_t now = moe_clock_ns();
         if (now >= deadline_ns)
             return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
-                             "%s (process %d) has neither ended nor come back within the time "
-                             "limit; `kill -9 %d` and `moectl replace` put another in its place",
+                             "%s (process %d) has neither ended nor reconnected within the time "
+                             "limit; to replace it: `kill -9 %d && moectl replace`",
                              r->group.processes[i].name, (int)r->group.processes[i].pid,
                              (int)r->group.processes[i].pid);
         enum moectl_event event = moectl_daemons_wait(&r->daemons, now + POLL_MS * MOE_NS_PER_MS);
@@ -181,13 +181,13 @@ static struct moe_status prepare(struct replace *r, uint64_t deadline_ns)
     struct moe_status st =
         moectl_state_open(r->common.state_dir, false, r->state_path, &r->directory);
     if (st.code == MOE_OK && moectl_state_is_alive(r->directory)) {
-        MOE_TRY(moectl_state_take_turn(r->directory, deadline_ns, &r->turn));
+        MOE_TRY(moectl_state_lock_changes(r->directory, deadline_ns, &r->change_lock));
         MOE_TRY(moectl_state_join(r->directory, &r->lock));
         return moectl_state_read(r->directory, &r->group);
     }
     if (st.code == MOE_OK || st.code == MOE_NOT_FOUND)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,
-                         "no process of a local group is left; `moectl up` starts one");
+                         "no local group is running; `moectl up` starts one");
     return st;
 }
 
@@ -198,9 +198,9 @@ static int announce(const struct replace *r)
             moectl_put("%s %s\n", r->daemons.all[i].process.name,
                        r->daemons.all[i].process.endpoint);
         if (r->daemons.count == 0)
-            moectl_say("nothing has died: all %zu daemons run", r->group.count);
+            moectl_say("nothing to replace: all %zu daemons run", r->group.count);
         else
-            moectl_say("`moectl wait` tells when the group serves");
+            moectl_say("`moectl wait` waits until the group serves");
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }
     json_t *document = moectl_document("Replaced"), *started = json_array();
@@ -218,7 +218,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     struct replace r = {.common = {.format = "table", .timeout_s = 60},
                         .directory = -1,
                         .lock = -1,
-                        .turn = -1,
+                        .change_lock = -1,
                         .daemons = {.signals = -1}};
     int code;
     if (!moectl_parse(self, NULL, 0, &r.common, argc, argv, &code))
@@ -232,8 +232,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     moectl_daemons_free(&r.daemons);
     if (r.lock >= 0)
         close(r.lock);
-    if (r.turn >= 0)
-        close(r.turn);
+    if (r.change_lock >= 0)
+        close(r.change_lock);
     if (r.directory >= 0)
         close(r.directory);
     return code;
@@ -241,10 +241,9 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 
 const struct moectl_command moectl_replace = {
     .name = "replace",
-    .summary = "Starts again what has died of the local group, as `moectl up` had started it.",
+    .summary = "Restarts daemons of the local group that have died, with their old options.",
     .usage = "[--state-dir DIR]",
-    .examples =
-        "  moectl replace && moectl wait --timeout 60   # a worker or the coordinator died\n",
+    .examples = "  moectl replace && moectl wait --timeout 60   # after a daemon died\n",
     .local = true,
     .run = run,
 };

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* moectl status and moectl wait: what the coordinator says about the group, now or until it is what
- * the user waits for. */
+/* moectl status: shows the state of a group. moectl wait: waits for a state. Both ask the
+ * coordinator. */
 #include "commands.h"
 #include "moectl/group/link.h"
 #include "moectl/group/orphaned_group.h"
@@ -67,9 +67,9 @@ static void print_table(const Moe__V1__GetStatusResponse *s)
         print_workers(s);
 }
 
-/* What was learnt and may be lost, where no view is in force. Only that: whoever does not answer at
- * once is not waited for, and no failure here is one of `status`. */
-static void say_at_stake(const Moe__V1__GetStatusResponse *s, uint64_t deadline_ns)
+/* Without a view in force, reports the training state that may be lost. Skips workers that do not
+ * answer at once; a failure here does not change the exit code. */
+static void report_at_stake(const Moe__V1__GetStatusResponse *s, uint64_t deadline_ns)
 {
     if (s->epoch != 0 || s->state == MOE__V1__GROUP_STATE__GROUP_STATE_DRAINING)
         return;
@@ -83,23 +83,24 @@ static void say_at_stake(const Moe__V1__GetStatusResponse *s, uint64_t deadline_
             return;
         if (st.code != MOE_OK)
             continue;
-        moectl_train_say_at_stake(state);
+        moectl_train_report_at_stake(state);
         moe__v1__get_train_state_response__free_unpacked(state, NULL);
         return;
     }
 }
 
-/* A worker has gone: how another one comes into its slot. */
+/* A worker has ended: says how to start it again. */
 static void say_replace(const struct moectl_common *common)
 {
     struct moectl_group group;
     struct moe_status st = moectl_state_group(common, &group);
     if (st.code != MOE_OK) {
-        moectl_say("a worker has gone: start one again for its slot, with the options that it was "
-                   "started with, or end the group with `moectl down` and start it anew");
+        moectl_say("a worker has ended: start it again with the same options, or end the group "
+                   "with `moectl down`");
         return;
     }
-    moectl_say("a worker has gone: `moectl replace` starts it again, `moectl down` ends the group");
+    moectl_say(
+        "a worker has ended: `moectl replace` starts it again, `moectl down` ends the group");
     moectl_group_free(&group);
 }
 
@@ -111,7 +112,7 @@ static int print_status(const struct moectl_common *common, const Moe__V1__GetSt
         fflush(stdout);
         if (count_live(s) < s->n_workers)
             say_replace(common);
-        say_at_stake(s, deadline_ns);
+        report_at_stake(s, deadline_ns);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }
     json_t *document = moectl_document("GroupStatus");
@@ -150,7 +151,7 @@ static int run_status(const struct moectl_command *self, int argc, char **argv)
 
 const struct moectl_command moectl_status = {
     .name = "status",
-    .summary = "Shows the state of a group; exit code 0 only if it serves, 3 if it does not.",
+    .summary = "Shows the state of a group. Exit code 0 if it serves, 3 if it does not.",
     .usage = "[--endpoint H:P] [-o json]",
     .examples = "  moectl status\n"
                 "  moectl status --endpoint 127.0.0.1:7600 -o json | jq -r .state\n",
@@ -159,67 +160,68 @@ const struct moectl_command moectl_status = {
 
 /* ------------------------------------------------------------------ wait */
 
-/* Where the group stands: serving, there, or gone. */
-struct sight {
+/* Result of one status call. */
+struct sample {
     bool serving, gone;
-    struct moe_status status; /* why it could not be asked */
-    char state[256]; /* what it said: "WAITING: slot 1 is empty"; empty without an answer */
+    struct moe_status status; /* of the call */
+    char state[256];          /* "WAITING: slot 1 is empty"; "" without an answer */
 };
 
-/* Gone means that nobody answers at the address, and for a local group that no process is left. */
-static struct sight look(const struct moectl_common *common, uint64_t deadline_ns)
+/* `gone`: the address does not answer, or no process of the local group is left. */
+static struct sample take_sample(const struct moectl_common *common, uint64_t deadline_ns)
 {
-    struct sight sight = {0};
+    struct sample sample = {0};
     char endpoint[MOECTL_ENDPOINT_MAX], path[MOECTL_PATH_MAX];
     int directory;
-    sight.status = moectl_state_endpoint(common, endpoint);
+    sample.status = moectl_state_endpoint(common, endpoint);
     if (common->endpoint == NULL) {
         struct moe_status st = moectl_state_open(common->state_dir, false, path, &directory);
-        sight.gone = st.code != MOE_OK || !moectl_state_is_alive(directory);
+        sample.gone = st.code != MOE_OK || !moectl_state_is_alive(directory);
         if (st.code == MOE_OK)
             close(directory);
     }
-    if (sight.status.code != MOE_OK || sight.gone)
-        return sight;
+    if (sample.status.code != MOE_OK || sample.gone)
+        return sample;
     uint64_t limit = moe_clock_ns() + CALL_LIMIT_MS * MOE_NS_PER_MS;
     struct moectl_link *link = NULL;
     Moe__V1__GetStatusResponse *status = NULL;
-    sight.status =
+    sample.status =
         moectl_admin_open(endpoint, limit < deadline_ns ? limit : deadline_ns, &link, &status);
     /* A worker answers for a while after its coordinator has gone. */
-    sight.gone = common->endpoint != NULL && sight.status.code == MOE_UNAVAILABLE &&
-                 !moectl_link_answers(endpoint, limit);
+    sample.gone = common->endpoint != NULL && sample.status.code == MOE_UNAVAILABLE &&
+                  !moectl_link_answers(endpoint, limit);
     if (status != NULL) {
-        sight.serving = is_serving(status);
-        snprintf(sight.state, sizeof sight.state, "%s%s%s", state_name(status),
+        sample.serving = is_serving(status);
+        snprintf(sample.state, sizeof sample.state, "%s%s%s", state_name(status),
                  status->reason[0] != '\0' ? ": " : "", status->reason);
         moe__v1__get_status_response__free_unpacked(status, NULL);
     }
     moectl_link_close(link);
-    return sight;
+    return sample;
 }
 
-/* `state` is the last that was heard of the group, "" for nothing. */
+/* `state`: the last state that the group reported, or "". */
 static int out_of_time(const struct moe_status *st, const char *state)
 {
     bool known = st->code == MOE_OK || st->code == MOE_DEADLINE_EXCEEDED;
     if (known && state[0] != '\0')
-        moectl_say("out of time; the group is %s", state);
+        moectl_say("the time limit is over; the group is %s", state);
     else
-        moectl_say("out of time; %s", st->code != MOE_OK ? st->text : "its daemons are ending");
+        moectl_say("the time limit is over; %s",
+                   st->code != MOE_OK ? st->text : "its daemons are ending");
     return st->code == MOE_NOT_FOUND ? MOECTL_NOT_FOUND : MOECTL_UNREACHABLE;
 }
 
-/* Told once, when nobody has said anything about the group for a while: it may be that only its
- * coordinator has gone. */
-static bool explain_silence(const struct moectl_common *common, const struct sight *sight,
+/* After SILENCE_MS without an answer, explains a group that lacks only its coordinator. Returns
+ * true if it did. */
+static bool explain_silence(const struct moectl_common *common, const struct sample *sample,
                             uint64_t *silent_since)
 {
     uint64_t now = moe_clock_ns();
-    if (sight->state[0] != '\0')
+    if (sample->state[0] != '\0')
         *silent_since = now;
     return now - *silent_since > SILENCE_MS * MOE_NS_PER_MS &&
-           moectl_orphaned_group_explain(common, &sight->status);
+           moectl_orphaned_group_explain(common, &sample->status);
 }
 
 static int wait_for(const struct moectl_common *common, bool gone)
@@ -228,19 +230,19 @@ static int wait_for(const struct moectl_common *common, bool gone)
     bool explained = gone;
     struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
     uint64_t deadline = moectl_deadline(common);
-    char last[sizeof((struct sight *)NULL)->state] = "";
+    char last[sizeof((struct sample *)NULL)->state] = "";
     for (;;) {
-        struct sight sight = look(common, deadline);
-        if (gone ? sight.gone : sight.serving)
+        struct sample sample = take_sample(common, deadline);
+        if (gone ? sample.gone : sample.serving)
             return MOECTL_OK;
-        if (sight.state[0] != '\0' && strcmp(sight.state, last) != 0) {
-            moectl_say("%s", sight.state);
-            memcpy(last, sight.state, sizeof last);
+        if (sample.state[0] != '\0' && strcmp(sample.state, last) != 0) {
+            moectl_say("%s", sample.state);
+            memcpy(last, sample.state, sizeof last);
         }
         if (!explained)
-            explained = explain_silence(common, &sight, &silent_since);
+            explained = explain_silence(common, &sample, &silent_since);
         if (moe_clock_ns() >= deadline)
-            return out_of_time(&sight.status, last);
+            return out_of_time(&sample.status, last);
         nanosleep(&pause, NULL);
     }
 }
@@ -250,7 +252,8 @@ static int run_wait(const struct moectl_command *self, int argc, char **argv)
     struct moectl_common common = {.format = "table", .timeout_s = 10};
     const char *condition = "serving";
     const struct moe_option options[] = {
-        {"for", 0, MOE_OPTION_STRING, &condition, 0, 0, "WHAT", "serving or gone"},
+        {"for", 0, MOE_OPTION_STRING, &condition, 0, 0, "STATE",
+         "serving, or gone (all daemons have ended)"},
     };
     int code;
     if (!moectl_parse(self, options, 1, &common, argc, argv, &code))
@@ -269,7 +272,7 @@ static int run_wait(const struct moectl_command *self, int argc, char **argv)
 
 const struct moectl_command moectl_wait = {
     .name = "wait",
-    .summary = "Waits until a group serves, or until it has gone.",
+    .summary = "Waits until a group serves, or until it has ended.",
     .usage = "[--for=serving|gone] [--timeout SECONDS]",
     .examples = "  moectl wait --for=serving --timeout 300 --endpoint 127.0.0.1:7600\n"
                 "  moectl wait --for=gone\n",

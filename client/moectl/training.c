@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* moectl training: where a group's training stands, and the changes that an operator makes to it by
- * hand: checkpoints, adapters, dropped gradients, what is frozen. Gradients and steps are the
- * business of programs. */
+/* moectl training: shows the state of a group's training and makes an operator's changes to it:
+ * checkpoints, adapters, discarded gradients, frozen parts. Programs, not moectl, compute gradients
+ * and steps. */
 #include "checkpoints.h"
 #include "commands.h"
 #include "moectl/group/link.h"
@@ -19,21 +19,21 @@
 #include <time.h>
 
 enum {
-    STEP_ID_TRIES = 8, /* trainers may take the id that was free a moment ago */
+    STEP_ID_TRIES = 8, /* a trainer may take the free id first */
     LATE_TRIES = 20,
-    REACH_S = 60, /* to reach a group, where a change has no limit */
+    REACH_S = 60, /* limit for reaching a group; the change itself may have none */
 };
 
 struct training {
     struct moectl_common common;
     const char *action, *object; /* "save", its NAME */
-    uint64_t keep, step_id;      /* options, MOE_OPTION_UNSET where not given until they have been
-                                    checked, then 0; step_id 0 = the next free one */
-    char endpoint[MOECTL_ENDPOINT_MAX]; /* of the worker that a change is asked of */
+    uint64_t keep, step_id;      /* options; MOE_OPTION_UNSET until check_options, which makes it 0.
+                                    step_id 0 = the next free id */
+    char endpoint[MOECTL_ENDPOINT_MAX]; /* of the worker that gets the change */
     struct moe_client *client;
-    bool keeps_state; /* the action writes the state that there was when we came, or nothing */
-    bool trains;      /* the group has told its state: */
-    struct moe_client_train_state first; /* as it was when we came */
+    bool pins_lineage; /* the change fails if the group has lost the state since `first` */
+    bool trains;       /* `first` is known */
+    struct moe_client_train_state first; /* state when the command began */
     /* answers */
     struct moe_client_change change;
     struct moe_client_checkpoint checkpoint;
@@ -61,7 +61,8 @@ static void print_table(const Moe__V1__GetTrainStateResponse *s)
                s->lineage);
     moectl_put("steps       %" PRIu64 " of %s, last id %" PRIu64 "\n", s->steps, optimizer_name(s),
                s->last_step_id);
-    moectl_put("gradients   of %" PRIu32 " Backward calls\n", s->backwards);
+    moectl_put("gradients   of %" PRIu32 " Backward call%s\n", s->backwards,
+               s->backwards == 1 ? "" : "s");
     print_frozen(s->router_frozen, s->experts_frozen, s->shared_frozen);
     if (s->lora_rank != 0) {
         moectl_put("adapters    rank %" PRIu32 ", alpha %g, scale %g:", s->lora_rank, s->lora_alpha,
@@ -105,7 +106,7 @@ static int print_state(const struct moectl_common *common, const Moe__V1__GetTra
     return moectl_print(document);
 }
 
-/* `*serves`: the worker has a view in force. */
+/* Asks a worker. `*serves`: it has a view in force. */
 static struct moe_status ask(const struct moectl_common *common,
                              Moe__V1__GetTrainStateResponse **out, bool *serves)
 {
@@ -143,8 +144,8 @@ static int show(const struct moectl_common *common)
         return fail(&st);
     int code = print_state(common, state);
     if (!serves) {
-        moectl_say("the worker has no view in force: `moectl status` says why");
-        moectl_train_say_at_stake(state);
+        moectl_say("the worker has no view in force: `moectl status` shows why");
+        moectl_train_report_at_stake(state);
     }
     moe__v1__get_train_state_response__free_unpacked(state, NULL);
     return code;
@@ -159,8 +160,8 @@ static int list(const struct moectl_common *common)
 
 /* -------------------------------------------------------------------------- recovery */
 
-/* Tells a worker whose group does not form where to go back to; `name` NULL: the model as loaded.
- */
+/* Names the checkpoint to which a group that does not form goes back. `name` NULL: to the model as
+ * loaded. */
 static int recover(const struct moectl_common *common, const char *name)
 {
     char endpoint[MOECTL_ENDPOINT_MAX];
@@ -180,15 +181,15 @@ static int recover(const struct moectl_common *common, const char *name)
     if (st.code != MOE_OK)
         return fail(&st);
     protobuf_c_message_free_unpacked(answer, NULL);
-    moectl_put("the group goes back to %s as it forms, which it tries now, or once its coordinator "
-               "is there (moectl wait)\n",
+    moectl_put("the group goes back to %s when it forms, now or when its coordinator is back "
+               "(`moectl wait` waits for it)\n",
                name != NULL ? name : "the model as loaded");
     return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }
 
 /* --------------------------------------------------------------------------- changes */
 
-/* `step_id` and `timeout_ms` are set; makes the change and keeps its answer. */
+/* Makes the change t->change and stores its answer. */
 typedef struct moe_status (*change_fn)(struct training *t);
 
 static struct moe_status do_save(struct training *t)
@@ -207,7 +208,7 @@ static struct moe_status do_load(struct training *t)
     return moe_client_load_checkpoint(t->client, &t->checkpoint);
 }
 
-/* Without a name: merge. */
+/* Merges if t->object is NULL. */
 static struct moe_status do_export(struct training *t)
 {
     t->checkpoint = (struct moe_client_checkpoint){
@@ -231,7 +232,7 @@ static uint32_t named_as_removed(const struct training *t)
     return count < MOE_CLIENT_REMOVED_MAX ? count : MOE_CLIENT_REMOVED_MAX;
 }
 
-static void say_saved(const struct training *t)
+static void report_saved(const struct training *t)
 {
     moectl_put("saved %s: %" PRIu64 " step%s, weights version %" PRIu64 ", %.1f MiB\n", t->object,
                t->checkpoint.steps, t->checkpoint.steps == 1 ? "" : "s",
@@ -243,20 +244,19 @@ static void say_saved(const struct training *t)
                    t->checkpoint.removed_count - MOE_CLIENT_REMOVED_MAX);
 }
 
-/* Beside the answer, whatever its format: nobody was asked before. */
-static void say_lost(const struct training *t)
+/* On stderr, for all formats: the load has discarded this without a question. */
+static void report_lost(const struct training *t)
 {
     const struct moe_client_checkpoint *c = &t->checkpoint;
     if (c->lost_steps != 0)
-        moectl_say("%" PRIu64 " optimizer step%s that no checkpoint had %s thrown away",
-                   c->lost_steps, c->lost_steps == 1 ? "" : "s",
-                   c->lost_steps == 1 ? "was" : "were");
+        moectl_say("%" PRIu64 " unsaved optimizer step%s %s discarded", c->lost_steps,
+                   c->lost_steps == 1 ? "" : "s", c->lost_steps == 1 ? "was" : "were");
     if (c->lost_backwards != 0)
-        moectl_say("the gradients of %" PRIu32 " Backward call%s were thrown away",
-                   c->lost_backwards, c->lost_backwards == 1 ? "" : "s");
+        moectl_say("the gradients of %" PRIu32 " Backward call%s were discarded", c->lost_backwards,
+                   c->lost_backwards == 1 ? "" : "s");
 }
 
-static void say_loaded(const struct training *t)
+static void report_loaded(const struct training *t)
 {
     const struct moe_client_checkpoint *c = &t->checkpoint;
     moectl_put("loaded %s: %" PRIu64 " step%s, weights version %" PRIu64 ", lineage %" PRIu64 "\n",
@@ -264,24 +264,25 @@ static void say_loaded(const struct training *t)
                c->answered_lineage);
 }
 
-static void say_exported(const struct training *t)
+static void report_exported(const struct training *t)
 {
     moectl_put("exported %s: %.1f MiB\n", t->object,
                (double)t->checkpoint.bytes / (1024.0 * 1024.0));
 }
 
-static void say_merged(const struct training *t)
+static void report_merged(const struct training *t)
 {
     (void)t;
     moectl_put("merged the adapters into the weights\n");
 }
 
-static void say_zeroed(const struct training *t)
+static void report_zeroed(const struct training *t)
 {
-    moectl_put("dropped the gradients of %" PRIu32 " Backward calls\n", t->backwards);
+    moectl_put("discarded the gradients of %" PRIu32 " Backward call%s\n", t->backwards,
+               t->backwards == 1 ? "" : "s");
 }
 
-static void say_frozen(const struct training *t)
+static void report_frozen(const struct training *t)
 {
     print_frozen(t->frozen.router, t->frozen.experts, t->frozen.shared);
 }
@@ -340,16 +341,16 @@ static const struct action {
     enum object object;
     const char *kind; /* of the JSON document */
     change_fn run;
-    void (*say)(const struct training *t);
+    void (*report)(const struct training *t);
     json_t *(*json)(const struct training *t);
 } actions[] = {
-    {"save", NAME, "SavedCheckpoint", do_save, say_saved, json_saved},
-    {"load", NAME, "LoadedCheckpoint", do_load, say_loaded, json_loaded},
-    {"export", NAME, "ExportedAdapter", do_export, say_exported, json_checkpoint},
-    {"merge", NO_OBJECT, "MergedAdapter", do_export, say_merged, json_checkpoint},
-    {"zero-grad", NO_OBJECT, "ZeroedGradients", do_zero_grad, say_zeroed, json_zeroed},
-    {"freeze", PARTS, "Frozen", do_freeze, say_frozen, json_frozen},
-    /* Those without `run` are no changes with an id. */
+    {"save", NAME, "SavedCheckpoint", do_save, report_saved, json_saved},
+    {"load", NAME, "LoadedCheckpoint", do_load, report_loaded, json_loaded},
+    {"export", NAME, "ExportedAdapter", do_export, report_exported, json_checkpoint},
+    {"merge", NO_OBJECT, "MergedAdapter", do_export, report_merged, json_checkpoint},
+    {"zero-grad", NO_OBJECT, "ZeroedGradients", do_zero_grad, report_zeroed, json_zeroed},
+    {"freeze", PARTS, "Frozen", do_freeze, report_frozen, json_frozen},
+    /* These make no change with an id. */
     {"status", NO_OBJECT, "TrainState", NULL, NULL, NULL},
     {"list", NO_OBJECT, "Checkpoints", NULL, NULL, NULL},
     {"recover", NAME, NULL, NULL, NULL, NULL},
@@ -384,8 +385,7 @@ static bool read_parts(const char *text, struct moe_client_frozen *out)
     }
 }
 
-/* Asked also where the id is given: it tells a group that does not train from a change that this
- * group cannot make. */
+/* Asks even if --step-id is given: the answer shows whether the group trains at all. */
 static struct moe_status next_step_id(struct training *t)
 {
     struct moe_client_train_state state = {.size = sizeof state};
@@ -395,20 +395,19 @@ static struct moe_status next_step_id(struct training *t)
     t->trains = true;
     if (t->step_id == 0 && state.last_step_id >= INT64_MAX)
         return moe_error(MOE_OUT_OF_RANGE, MOE_REASON_VALUE_INVALID,
-                         "somebody has used the highest step id there is: name one that was never "
-                         "used with --step-id");
+                         "the highest step id is used: give an unused one with --step-id");
     if (t->step_id == 0)
         t->change.step_id = state.last_step_id + 1;
-    /* What is written is what the operator saw, or nothing is. */
-    if (t->keeps_state)
+    /* Writes the state that the operator saw, or nothing. */
+    if (t->pins_lineage)
         t->change.lineage = t->first.lineage;
     return moe_ok();
 }
 
-/* An id of our own choice that someone else has taken meanwhile is given up for the next one. */
+/* Makes the change. If a trainer took the id that we chose, tries the next one. */
 static struct moe_status change(struct training *t, const struct action *a)
 {
-    /* Where the change itself has no limit, to reach a group has one. */
+    /* The change may have no limit; reaching the group always has one. */
     struct moectl_common reach = t->common;
     reach.timeout_s = reach.timeout_s > 0 ? reach.timeout_s : (double)REACH_S;
     struct moe_client_config config = {
@@ -416,7 +415,7 @@ static struct moe_status change(struct training *t, const struct action *a)
     MOE_TRY(moectl_worker_endpoint(&t->common, moectl_deadline(&reach), t->endpoint));
     MOE_TRY(moe_client_connect(&config, &t->client));
     struct moectl_watch *watch = moectl_watch_begin(t->endpoint);
-    t->keeps_state = a->run == do_save || a->run == do_export;
+    t->pins_lineage = a->run == do_save || a->run == do_export;
     t->change = (struct moe_client_change){
         .step_id = t->step_id, .session = "moectl", .timeout_ms = moectl_timeout_ms(&t->common)};
     struct moe_status st = moe_ok();
@@ -432,8 +431,8 @@ static struct moe_status change(struct training *t, const struct action *a)
     return st;
 }
 
-/* What a Save whose time is over has become: workers call it off when they next look up. */
-static int tell_late_save(const struct training *t, const struct moe_status *late)
+/* Reports the state of a Save when its time limit is over. Workers cancel it with some delay. */
+static int report_late_save(const struct training *t, const struct moe_status *late)
 {
     struct moectl_common common = t->common;
     common.timeout_s = 1;
@@ -451,18 +450,18 @@ static int tell_late_save(const struct training *t, const struct moe_status *lat
         if (running)
             nanosleep(&pause, NULL);
     }
-    moectl_say(running ? "the time is over (--timeout %g), and %s is still being written: see "
-                         "moectl training"
-               : written
-                   ? "as the time was over (--timeout %g), %s had been written"
-                   : "the time is over (--timeout %g): %s is called off, and nothing of it is "
-                     "left",
-               t->common.timeout_s, t->object);
+    moectl_say(
+        running   ? "the time limit is over (--timeout %g s); %s is still being written: see "
+                    "`moectl training`"
+        : written ? "the time limit is over (--timeout %g s); %s was written all the same"
+                  : "the time limit is over (--timeout %g s); %s is cancelled and has left nothing "
+                    "behind",
+        t->common.timeout_s, t->object);
     return moectl_exit_code(late->code);
 }
 
-/* A worker was lost while we were at it, and the group went back to what it had saved before. */
-static int tell_gone_back(const struct training *t, const struct action *a)
+/* The group lost its state during the command and went back to a checkpoint. */
+static int report_lost_state(const struct training *t, const struct action *a)
 {
     Moe__V1__GetTrainStateResponse *s = NULL;
     bool serves;
@@ -473,28 +472,28 @@ static int tell_gone_back(const struct training *t, const struct action *a)
     bool written = a->run == do_save && strcmp(s->checkpoint, t->object) == 0 &&
                    strcmp(t->first.checkpoint, t->object) != 0;
     if (written)
-        moectl_say("%s has been written whole, with %" PRIu64 " steps; then a worker was lost, and "
-                   "the group went back to it",
+        moectl_say("%s is complete, with %" PRIu64 " steps; then the group lost a worker and went "
+                   "back to it",
                    t->object, t->first.steps);
     else
-        moectl_say("the group went back to %s%s meanwhile (a worker was lost, or somebody loaded "
-                   "it): it had %" PRIu64 " steps and has %" PRIu64
-                   "; nothing was done, ask again if that is what you want to keep",
+        moectl_say("the group went back to %s%s (it lost a worker, or somebody loaded it): it had "
+                   "%" PRIu64 " steps and has %" PRIu64
+                   "; nothing was written, repeat the command to write this state",
                    of_model ? "the model as loaded" : "checkpoint ", s->checkpoint, t->first.steps,
                    s->steps);
     moe__v1__get_train_state_response__free_unpacked(s, NULL);
     return moectl_exit_code(MOE_FAILED_PRECONDITION);
 }
 
-/* With what is known of a group that could not be reached, or not in time. */
-static int tell_failed(const struct training *t, const struct moe_status *st)
+/* Reports the failure, and the state of a group that did not answer in time. */
+static int report_failure(const struct training *t, const struct moe_status *st)
 {
     int code = t->trains ? moectl_fail(st) : fail(st);
     if (st->code == MOE_DEADLINE_EXCEEDED && t->common.timeout_s > 0)
-        moectl_say("the limit is --timeout %g; 0 is none", t->common.timeout_s);
+        moectl_say("the limit is --timeout %g s; 0 = none", t->common.timeout_s);
     if ((st->code == MOE_UNAVAILABLE || st->code == MOE_DEADLINE_EXCEEDED) &&
         !moectl_orphaned_group_explain(&t->common, st) && t->endpoint[0] != '\0')
-        moectl_watch_say_group(t->endpoint);
+        moectl_watch_report_group(t->endpoint);
     return code;
 }
 
@@ -502,22 +501,22 @@ static int run_change(struct training *t, const struct action *a)
 {
     struct moe_status st = change(t, a);
     if (st.reason == MOE_REASON_STATE_LOST)
-        return tell_gone_back(t, a);
+        return report_lost_state(t, a);
     if (st.reason == MOE_REASON_GRADIENTS_PENDING) {
         int code = moectl_fail(&st);
         moectl_say(
             "a trainer is between a backward pass and its step: try again, or let the trainer "
-            "do it between its steps (Session.change of moed.torch)");
+            "make the change between its steps (Session.change of moed.torch)");
         return code;
     }
     if (st.code == MOE_DEADLINE_EXCEEDED && t->trains && a->run == do_save)
-        return tell_late_save(t, &st);
+        return report_late_save(t, &st);
     if (st.code != MOE_OK)
-        return tell_failed(t, &st);
+        return report_failure(t, &st);
     if (a->run == do_load)
-        say_lost(t);
+        report_lost(t);
     if (!t->common.json) {
-        a->say(t);
+        a->report(t);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }
     json_t *document = moectl_document(a->kind), *body = a->json(t);
@@ -531,7 +530,7 @@ static int run_change(struct training *t, const struct action *a)
 
 /* ----------------------------------------------------------------------- command line */
 
-/* Takes ACTION and its object off the front; what is left is options. */
+/* Removes ACTION and its object from the front; options remain. */
 static void take_action(struct training *t, int *argc, char ***argv)
 {
     char *program = (*argv)[0];
@@ -551,22 +550,22 @@ static int check_object(struct training *t, const struct action *a)
                                  : moectl_usage_error("unexpected argument '%s'", t->object);
     case NAME:
         if (t->object == NULL)
-            return moectl_usage_error("training %s wants a NAME", a->name);
+            return moectl_usage_error("training %s needs a NAME", a->name);
         return moe_training_name_ok(t->object)
                    ? MOECTL_OK
-                   : moectl_usage_error("'%s' is no NAME: 1 to %d characters of [A-Za-z0-9._-], "
-                                        "not beginning with a dot",
+                   : moectl_usage_error("'%s' is not a valid NAME: 1 to %d characters of "
+                                        "[A-Za-z0-9._-], no dot first",
                                         t->object, MOE_TRAINING_NAME_MAX);
     case PARTS:
         return t->object != NULL && read_parts(t->object, &t->frozen)
                    ? MOECTL_OK
-                   : moectl_usage_error("training freeze wants a list of router, experts, shared "
-                                        "(with commas between), or none");
+                   : moectl_usage_error("training freeze needs a comma-separated list of router, "
+                                        "experts, shared, or none");
     }
     return MOECTL_USAGE;
 }
 
-/* An option that the action has no use for is refused: whoever gave it expects something. */
+/* Refuses an option that the action does not use. */
 static int check_options(struct training *t, const struct action *a)
 {
     if (t->keep != MOE_OPTION_UNSET && a->run != do_save)
@@ -585,17 +584,17 @@ static int run(const struct moectl_command *self, int argc, char **argv)
                          .step_id = MOE_OPTION_UNSET};
     const struct moe_option own[] = {
         {"keep", 0, MOE_OPTION_UINT, &t.keep, 0, UINT32_MAX, "N",
-         "save: only the N newest stay of those that this group saved, 0 = all"},
+         "save: then remove all but the N newest checkpoints of this group; 0 = none (default)"},
         {"step-id", 0, MOE_OPTION_UINT, &t.step_id, 0, INT64_MAX, "ID",
-         "of the change, so that it can be repeated safely; 0 = the next free one"},
+         "id of the change: a repeat under it changes nothing; 0 = the next free id (default)"},
     };
     int code;
     take_action(&t, &argc, &argv);
     const struct action *a = find_action(t.action);
     if (a == NULL)
-        return moectl_usage_error("there is no 'training %s'", t.action);
+        return moectl_usage_error("there is no action 'training %s'", t.action);
     if (a->run == do_save || a->run == do_load || a->run == do_export)
-        t.common.timeout_s = 0; /* how long they take is the disk's business */
+        t.common.timeout_s = 0; /* their time depends on the disk */
     if (!moectl_parse(self, own, sizeof own / sizeof *own, &t.common, argc, argv, &code))
         return code;
     code = check_object(&t, a);
@@ -614,27 +613,28 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 
 const struct moectl_command moectl_training = {
     .name = "training",
-    .summary = "Shows where a group's training stands; checkpoints, adapters, freezing.",
+    .summary = "Shows the state of training; makes checkpoints, exports adapters, freezes parts.",
     .usage = "[ACTION] [--endpoint H:P] [-o json]\n"
              "\n"
              "actions:\n"
-             "  status         where training stands (without an action, too)\n"
-             "  list           checkpoints of the workers' training directory, newest first; * is\n"
-             "                 where the group would go back to\n"
-             "  save NAME      write weights and optimizer state: directory NAME of the workers'\n"
-             "                 training directory\n"
-             "  load NAME      take them from there: how a group that was started anew resumes;\n"
-             "                 gradients become zero\n"
-             "  recover NAME   where a group that cannot go back to its last checkpoint is to go\n"
-             "  recover-model  the same, to the model as loaded\n"
-             "  export NAME    write the adapters as PEFT reads them\n"
-             "  merge          merge the adapters into the weights, and begin new ones\n"
-             "  zero-grad      drop the gradients since the last step\n"
-             "  freeze PARTS   router, experts, shared (with commas between) or none; the rest "
-             "learns\n"
+             "  status         show the state of training (default)\n"
+             "  list           list the checkpoints in the workers' training directory, newest\n"
+             "                 first; * = the group goes back to this one if it loses a worker\n"
+             "  save NAME      write weights and optimizer state to checkpoint NAME in the\n"
+             "                 workers' training directory\n"
+             "  load NAME      load checkpoint NAME and zero the gradients; this resumes a\n"
+             "                 restarted group\n"
+             "  recover NAME   if the group cannot go back to its last checkpoint: go back to\n"
+             "                 checkpoint NAME\n"
+             "  recover-model  the same, but go back to the model as loaded\n"
+             "  export NAME    write the adapters for PEFT\n"
+             "  merge          merge the adapters into the weights and start new adapters\n"
+             "  zero-grad      discard the gradients since the last step\n"
+             "  freeze PARTS   freeze a comma-separated list of router, experts, shared; all\n"
+             "                 other parts learn; none = all parts learn\n"
              "\n"
-             "save, load, export and merge have no limit but a --timeout that is given; Ctrl-C\n"
-             "calls a save off",
+             "save, load, export and merge have no time limit unless --timeout is given. Ctrl-C\n"
+             "cancels a save.",
     .examples = "  moectl training\n"
                 "  moectl training -o json | jq .weightsVersion\n"
                 "  moectl training save epoch-3 --keep 5\n"

@@ -13,10 +13,10 @@
 #include <string.h>
 
 enum {
-    SILENCE_MS = 3000, /* before the first word */
-    PERIOD_MS = 5000,  /* between two of them */
+    SILENCE_MS = 3000, /* before the first report */
+    PERIOD_MS = 5000,  /* between two reports */
     ASK_LIMIT_MS = 1000,
-    WORD_BYTES = 384,
+    LINE_BYTES = 384,
 };
 
 struct moectl_watch {
@@ -27,18 +27,18 @@ struct moectl_watch {
     MOE_GUARDED_BY(lock) bool over;
 };
 
-/* "the group is DEGRADED: slot 1 is empty", or what the question failed with; "" when it serves. */
-static void describe_group(const char *endpoint, char word[WORD_BYTES])
+/* "the group is DEGRADED: slot 1 is empty", or the error of the call; "" if the group serves. */
+static void describe_group(const char *endpoint, char line[LINE_BYTES])
 {
     struct moectl_link *link = NULL;
     Moe__V1__GetStatusResponse *s = NULL;
     uint64_t limit = moe_clock_ns() + ASK_LIMIT_MS * MOE_NS_PER_MS;
     struct moe_status st = moectl_admin_open(endpoint, limit, &link, &s);
-    word[0] = '\0';
+    line[0] = '\0';
     if (st.code != MOE_OK)
-        snprintf(word, WORD_BYTES, "%s", st.text);
+        snprintf(line, LINE_BYTES, "%s", st.text);
     else if (s->state != MOE__V1__GROUP_STATE__GROUP_STATE_SERVING)
-        snprintf(word, WORD_BYTES, "the group is %s%s%.200s",
+        snprintf(line, LINE_BYTES, "the group is %s%s%.200s",
                  moectl_enum_name(&moe__v1__group_state__descriptor, (int)s->state),
                  s->reason[0] != '\0' ? ": " : "", s->reason);
     if (s != NULL)
@@ -46,16 +46,16 @@ static void describe_group(const char *endpoint, char word[WORD_BYTES])
     moectl_link_close(link);
 }
 
-void moectl_watch_say_group(const char *endpoint)
+void moectl_watch_report_group(const char *endpoint)
 {
-    char word[WORD_BYTES];
-    describe_group(endpoint, word);
-    if (word[0] != '\0')
-        moectl_say("%s; `moectl status` tells more", word);
+    char line[LINE_BYTES];
+    describe_group(endpoint, line);
+    if (line[0] != '\0')
+        moectl_say("%s; `moectl status` shows more", line);
 }
 
-/* "saving k5: 12.0 of 40.0 MiB of this worker"; false when nothing of the kind is under way. */
-static bool describe_progress(const char *endpoint, char word[WORD_BYTES])
+/* "saving k5: 12.0 of 40.0 MiB of this worker"; false if no Save or Load runs. */
+static bool describe_progress(const char *endpoint, char line[LINE_BYTES])
 {
     Moe__V1__GetTrainStateResponse *s = NULL;
     struct moe_status st =
@@ -64,7 +64,7 @@ static bool describe_progress(const char *endpoint, char word[WORD_BYTES])
         return false;
     bool saving = s->saving[0] != '\0', loading = s->loading[0] != '\0';
     if (saving || loading)
-        snprintf(word, WORD_BYTES, "%s %.64s: %.1f of %.1f MiB of this worker",
+        snprintf(line, LINE_BYTES, "%s %.64s: %.1f of %.1f MiB of this worker",
                  saving ? "saving" : "loading", saving ? s->saving : s->loading,
                  (double)s->progress_bytes / (1024.0 * 1024.0),
                  (double)s->progress_bytes_total / (1024.0 * 1024.0));
@@ -72,30 +72,30 @@ static bool describe_progress(const char *endpoint, char word[WORD_BYTES])
     return saving || loading;
 }
 
-static void say_what_is(const struct moectl_watch *w, char last[WORD_BYTES])
+static void report_progress(const struct moectl_watch *w, char last[LINE_BYTES])
 {
-    char word[WORD_BYTES], group[WORD_BYTES];
-    if (!describe_progress(w->endpoint, word)) {
+    char line[LINE_BYTES], group[LINE_BYTES];
+    if (!describe_progress(w->endpoint, line)) {
         describe_group(w->endpoint, group);
-        snprintf(word, sizeof word, "waiting%s%.300s", group[0] != '\0' ? ": " : " for an answer",
+        snprintf(line, sizeof line, "waiting%s%.300s", group[0] != '\0' ? ": " : " for an answer",
                  group);
     }
-    if (strcmp(word, last) != 0)
-        moectl_say("%s", word);
-    memcpy(last, word, WORD_BYTES);
+    if (strcmp(line, last) != 0)
+        moectl_say("%s", line);
+    memcpy(last, line, LINE_BYTES);
 }
 
 static void *watch_main(void *arg)
 {
     struct moectl_watch *w = arg;
-    char last[WORD_BYTES] = "";
+    char last[LINE_BYTES] = "";
     uint64_t at = moe_clock_ns() + SILENCE_MS * MOE_NS_PER_MS;
     moe_mutex_lock(&w->lock);
     while (!w->over) {
         if (moe_wait_until(&w->ended, &w->lock, at) || w->over)
             continue;
         moe_mutex_unlock(&w->lock);
-        say_what_is(w, last);
+        report_progress(w, last);
         at = moe_clock_ns() + PERIOD_MS * MOE_NS_PER_MS;
         moe_mutex_lock(&w->lock);
     }

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* While a call of training is under way: says on stderr, from a thread of its own, how far a Save
- * or Load is, or what keeps the group from answering. It asks for that itself, and is only a
- * remark: no failure here is one of the command. */
+/* While a training call runs, a separate thread reports on stderr how far a Save or Load is, or why
+ * the group does not answer. A failure here does not fail the command. */
 #ifndef MOECTL_TRAINING_WATCH_H
 #define MOECTL_TRAINING_WATCH_H
 
@@ -9,13 +8,13 @@
 
 struct moectl_watch;
 
-/* `endpoint` (of a worker) must live until the end. Says nothing for the first seconds. NULL where
- * there is no memory for it. */
+/* `endpoint` (of a worker) must live until moectl_watch_end. The first report comes after 3 s. NULL
+ * if memory is lacking. */
 struct moectl_watch *moectl_watch_begin(const char *endpoint);
-/* No word comes after this. NULL is ignored. */
+/* Waits until the thread has ended. NULL is ignored. */
 void moectl_watch_end(struct moectl_watch *w);
 
-/* Says what the coordinator of that worker's group says about the group, unless it serves. */
-void moectl_watch_say_group(const char *endpoint);
+/* Reports the state of that worker's group on stderr, unless it serves. */
+void moectl_watch_report_group(const char *endpoint);
 
 #endif

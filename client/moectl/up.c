@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* moectl up: a group on this machine. Starts a coordinator and N workers, waits until they serve,
- * then watches over them until the user or a death ends it; or leaves them running (--detach). */
+/* moectl up: starts a coordinator and N workers on this machine and waits until they serve. Then it
+ * runs until the user ends the group or a daemon dies. With --detach it leaves them running. */
 #include "commands.h"
 #include "moectl/group/daemons.h"
 #include "moectl/group/link.h"
@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 enum {
-    POLL_MS = 50,              /* between two looks at the group's state */
+    POLL_MS = 50,              /* between two status calls */
     STATUS_LIMIT_MS = 2000,    /* for one answer of the coordinator */
     TERMINATE_LIMIT_MS = 5000, /* between SIGTERM and SIGKILL */
     ARGUMENT_MAX = 64,         /* bytes of a number or address on a daemon's command line */
@@ -37,7 +37,7 @@ struct up {
     int directory, lock;
     struct moectl_daemons daemons;
     struct moectl_group group;
-    struct moectl_link *link; /* to the coordinator; NULL as long as daemons are being started */
+    struct moectl_link *link; /* to the coordinator; NULL while daemons start */
 };
 
 static uint64_t in_ms(uint64_t ms)
@@ -69,7 +69,7 @@ static void metrics_address(const struct up *u, uint64_t number, char out[ARGUME
         snprintf(out, ARGUMENT_MAX, "127.0.0.1:%" PRIu64, u->metrics_port + number);
 }
 
-/* The absolute name of a file, for daemons that run elsewhere. */
+/* Makes `name` absolute, for daemons with another working directory. */
 static bool find_file(const char *name, char out[MOECTL_PATH_MAX])
 {
     char *path = realpath(name, NULL);
@@ -80,11 +80,12 @@ static bool find_file(const char *name, char out[MOECTL_PATH_MAX])
     return fits;
 }
 
-/* Daemons open their logs themselves, so that SIGHUP to one of them opens its log anew. */
+/* Daemons open their logs themselves, so that they can reopen them on SIGHUP. */
 static struct moe_status log_path(const struct up *u, const char *daemon, char out[MOECTL_PATH_MAX])
 {
     if (snprintf(out, MOECTL_PATH_MAX, "%s/%s.log", u->state_path, daemon) >= MOECTL_PATH_MAX)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "the state directory's name");
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
+                         "the name of the state directory is too long");
     return moe_ok();
 }
 
@@ -97,7 +98,8 @@ static struct moe_status start_coordinator(struct up *u)
     metrics_address(u, 0, metrics);
     snprintf(workers, sizeof workers, "%" PRIu64, u->workers);
     if (snprintf(state, sizeof state, "%s/coordinator", u->state_path) >= (int)sizeof state)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "the state directory's name");
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
+                         "the name of the state directory is too long");
     if (mkdirat(u->directory, "coordinator", 0700) != 0 && access(state, W_OK) != 0)
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO, "cannot write to %s", state);
     const char *argv[] = {u->coordinator_program,
@@ -128,7 +130,7 @@ static struct moe_status start_worker(struct up *u, uint64_t number)
     snprintf(threads, sizeof threads, "%" PRIu64, threads_per_worker(u));
     snprintf(name, sizeof name, "worker-%" PRIu64, number);
     MOE_TRY(log_path(u, name, log));
-    snprintf(slot, sizeof slot, "%" PRIu64, number); /* its GPU too, where there are any */
+    snprintf(slot, sizeof slot, "%" PRIu64, number); /* also the number of its GPU */
     snprintf(drain, sizeof drain, "%" PRIu64, u->drain_s * 1000);
     const char *const options[][2] = {
         {"--model", u->group.model},
@@ -158,7 +160,7 @@ static struct moe_status start_worker(struct up *u, uint64_t number)
     return moectl_daemons_start(&u->daemons, name, u->worker_program, argv);
 }
 
-/* What an event means while the group is being started. */
+/* Turns an event during the start into an error. */
 static struct moe_status check_event(const struct up *u, enum moectl_event event,
                                      uint64_t deadline_ns)
 {
@@ -176,7 +178,7 @@ static struct moe_status check_event(const struct up *u, enum moectl_event event
     return moe_ok();
 }
 
-/* Until all daemons from number `first` on have said their endpoints. */
+/* Waits until all daemons from number `first` on have reported their endpoints. */
 static struct moe_status await_ready(struct up *u, size_t first, uint64_t deadline_ns)
 {
     for (size_t i = first; i < u->daemons.count;) {
@@ -199,7 +201,7 @@ static struct moe_status start_all(struct up *u, uint64_t deadline_ns)
     MOE_TRY(await_ready(u, 1, deadline_ns));
     u->group.count = u->daemons.count;
     for (size_t i = 0; i < u->daemons.count; i++)
-        u->group.processes[i] = u->daemons.all[i].process; /* which owns the command */
+        u->group.processes[i] = u->daemons.all[i].process; /* u->daemons owns `command` */
     return moectl_state_write(u->directory, &u->group);
 }
 
@@ -220,8 +222,8 @@ static void describe(const Moe__V1__GetStatusResponse *s, char *text, size_t siz
         snprintf(text, size, "%s%s%s", state, s->reason[0] != '\0' ? ": " : "", s->reason);
 }
 
-/* One look at the group. */
-static struct moe_status look(struct up *u, char *last, size_t size, bool *serving)
+/* Asks the coordinator once, and prints the state if it differs from `last`. */
+static struct moe_status poll_status(struct up *u, char *last, size_t size, bool *serving)
 {
     Moe__V1__GetStatusResponse *s = NULL;
     struct moe_status st = moectl_link_status(u->link, in_ms(STATUS_LIMIT_MS), &s);
@@ -234,7 +236,7 @@ static struct moe_status look(struct up *u, char *last, size_t size, bool *servi
     snprintf(last, size, "%s", text);
     *serving = s->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING;
     if (s->state == MOE__V1__GROUP_STATE__GROUP_STATE_FAILED)
-        st = moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "the group gave up: %s", s->reason);
+        st = moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "the group has failed: %s", s->reason);
     moe__v1__get_status_response__free_unpacked(s, NULL);
     return st;
 }
@@ -245,7 +247,7 @@ static struct moe_status await_serving(struct up *u, uint64_t deadline_ns)
     bool serving = false;
     MOE_TRY(moectl_link_open(u->group.processes[0].endpoint, &u->link));
     for (;;) {
-        MOE_TRY(look(u, last, sizeof last, &serving));
+        MOE_TRY(poll_status(u, last, sizeof last, &serving));
         if (serving)
             return moe_ok();
         MOE_TRY(check_event(u, moectl_daemons_wait(&u->daemons, in_ms(POLL_MS)), deadline_ns));
@@ -299,7 +301,8 @@ static bool ask_to_drain(struct up *u)
     return st.code == MOE_OK;
 }
 
-/* Drains where that can be asked for, then insists. Returns when no child is left. */
+/* Drains the group if `drain` and the coordinator answers, then sends SIGTERM, then SIGKILL.
+ * Returns when no child is left. */
 static void end_all(struct up *u, bool drain)
 {
     if (moectl_daemons_running(&u->daemons) == 0)
@@ -311,39 +314,39 @@ static void end_all(struct up *u, bool drain)
         await_end(u, TERMINATE_LIMIT_MS);
     }
     while (moectl_daemons_running(&u->daemons) > 0) {
-        moectl_say("killing what is left");
+        moectl_say("killing the daemons that still run");
         moectl_daemons_signal(&u->daemons, SIGKILL);
         await_end(u, TERMINATE_LIMIT_MS);
     }
 }
 
-/* What of the training goes with the group, by the first worker that still knows. */
-static void tell_unsaved(const struct up *u)
+/* Reports training steps that are not in a checkpoint, from the first worker that answers. */
+static void report_unsaved(const struct up *u)
 {
-    bool told = false;
-    for (size_t i = 1; i < u->daemons.count && !told; i++)
+    bool answered = false;
+    for (size_t i = 1; i < u->daemons.count && !answered; i++)
         if (u->daemons.all[i].running)
-            told = moectl_train_tell_unsaved(u->daemons.all[i].process.endpoint, MOE_NEVER);
+            answered = moectl_train_report_unsaved(u->daemons.all[i].process.endpoint, MOE_NEVER);
 }
 
-/* In the foreground, from serving to the end. */
+/* In the foreground: from serving to the end. */
 static int watch(struct up *u)
 {
     enum moectl_event event = moectl_daemons_wait(&u->daemons, MOE_NEVER);
     const struct moectl_daemon *failed = moectl_daemons_failed(&u->daemons);
     if (event == MOECTL_EVENT_STOP && failed == NULL) {
-        tell_unsaved(u);
+        report_unsaved(u);
         moectl_say("draining");
         end_all(u, true);
-    } else if (failed == NULL) { /* one has left in peace: someone has ended the group */
+    } else if (failed == NULL) { /* a daemon has exited with 0: somebody ended the group */
         moectl_say("the group is being shut down");
         await_end(u, u->drain_s * 1000);
         end_all(u, false);
     } else {
         moectl_daemons_report(failed);
-        tell_unsaved(u);
-        moectl_say("the group ends with it; one of `up --detach` goes on without it until the "
-                   "daemon is started again");
+        report_unsaved(u);
+        moectl_say("a daemon died, so moectl ends the group (with `up --detach` the other daemons "
+                   "would go on until `moectl replace`)");
         end_all(u, false);
         return MOECTL_FAILED;
     }
@@ -406,27 +409,28 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     };
     const struct moe_option options[] = {
         {"model", 'm', MOE_OPTION_STRING, &u.model, 0, 0, "DIR",
-         "directory with config.json and safetensors (required)"},
-        {"workers", 'n', MOE_OPTION_UINT, &u.workers, 1, MOE_MAX_SLOTS, "N", "workers to start"},
-        {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME", "cpu, cuda or auto"},
+         "model directory with config.json and *.safetensors (required)"},
+        {"workers", 'n', MOE_OPTION_UINT, &u.workers, 1, MOE_MAX_SLOTS, "N",
+         "number of workers, 1 to 16"},
+        {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME",
+         "cpu, cuda, or auto (cuda if there is a GPU)"},
         {"transport", 0, MOE_OPTION_STRING, &u.transport, 0, 0, "NAME",
-         "how rows travel between GPUs: nvlink, network or auto"},
+         "between GPUs: nvlink, network (NCCL), or auto (nvlink if all GPUs reach each other)"},
         {"port", 'p', MOE_OPTION_UINT, &u.port, 0, UINT16_MAX - MOE_MAX_SLOTS, "P",
-         "first port: the workers', then the coordinator's; 0 = any free ones"},
+         "workers listen on P, P+1, ..., the coordinator on the next port; 0 = any free ports"},
         {"metrics-port", 0, MOE_OPTION_UINT, &u.metrics_port, 0, UINT16_MAX - MOE_MAX_SLOTS, "P",
-         "HTTP /metrics and /healthz: the coordinator on P, the workers on P+1...; 0 = off"},
+         "HTTP /metrics and /healthz: coordinator on P, workers on P+1, ...; 0 = off"},
         {"threads", 0, MOE_OPTION_UINT, &u.threads, 0, 1024, "N",
-         "threads of each worker; 0 = its share of the processors"},
+         "CPU threads per worker; 0 = CPUs / workers, at least 1"},
         {"detach", 'd', MOE_OPTION_BOOL, &u.detach, 0, 0, NULL,
-         "return when the group serves, and leave it running"},
+         "return when the group serves; the group keeps running"},
         {"drain", 0, MOE_OPTION_UINT, &u.drain_s, 0, 3600, "SECONDS",
-         "time to finish what is in flight when the group is ended"},
+         "at the end of the group, time for requests in flight to finish"},
         {"log-level", 0, MOE_OPTION_STRING, &u.log_level, 0, 0, "LEVEL",
          "error, warn, info or debug"},
         {"worker-config", 0, MOE_OPTION_STRING, &u.worker_config, 0, 0, "FILE",
-         "further settings of the workers, one 'name = value' a line; see moe-worker --help. What "
-         "moectl sets itself (model, coordinator, listen, worker-id, slot and so on) stays as it "
-         "is"},
+         "more settings of the workers, one 'name = value' per line (see moe-worker --help); "
+         "options of moectl override them"},
     };
     int code;
     if (!moectl_parse(self, options, sizeof options / sizeof *options, &u.common, argc, argv,
@@ -454,12 +458,11 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 
 const struct moectl_command moectl_up = {
     .name = "up",
-    .summary = "Starts a group on this machine and prints the workers' endpoints when it serves.",
+    .summary = "Starts a group on this machine; prints the workers' endpoints when it serves.",
     .usage = "--model DIR [--workers N] [--detach] [options]",
-    .examples =
-        "  moectl up --model Mixtral-8x7B --workers 4      # until Ctrl-C, which drains\n"
-        "  moectl up --model Mixtral-8x7B --workers 4 --detach && moectl status\n"
-        "  moectl up --model DIR --port 0 --state-dir /tmp/second   # beside another group\n",
+    .examples = "  moectl up --model Mixtral-8x7B --workers 4      # until Ctrl-C, which drains\n"
+                "  moectl up --model Mixtral-8x7B --workers 4 --detach && moectl status\n"
+                "  moectl up --model DIR --port 0 --state-dir /tmp/second   # a second group\n",
     .local = true,
     .run = run,
 };

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* moectl version: the release of this program, of a worker and of the coordinator. */
+/* moectl version: the releases of this program, a worker and the coordinator. */
 #include "base/build.h"
 #include "commands.h"
 #include "moectl/group/link.h"
@@ -7,7 +7,7 @@
 
 #include <string.h>
 
-/* "0.1.0" and "0.1.7" go together, "0.2.0" does not. */
+/* "0.1.0" and "0.1.7" are compatible, "0.1.0" and "0.2.0" are not. */
 static bool same_minor(const char *a, const char *b)
 {
     const char *patch = strrchr(a, '.');
@@ -81,7 +81,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 
 const struct moectl_command moectl_version = {
     .name = "version",
-    .summary = "Shows the release of moectl and, where a group is known, of its daemons.",
+    .summary = "Shows the release of moectl and, if there is a group, of its daemons.",
     .usage = "[--endpoint H:P]",
     .examples = "  moectl version\n"
                 "  moectl version --endpoint 127.0.0.1:7600 -o json\n",

@@ -139,7 +139,7 @@ class DownAfterARestart(unittest.TestCase):
         g = self.restarted(1000, 1)
         done = moectl("down", "--endpoint", g.address)
         print(done.stderr)
-        self.assertIn("slot 1 (worker w1) has not come back", done.stderr)
+        self.assertIn("slot 1 (worker w1) has not reconnected", done.stderr)
         self.assertNotIn("slot 0", done.stderr)
         self.assertEqual([g.workers[0].wait(timeout=5), g.coordinator.wait(timeout=5)], [0, 0])
         self.assertIsNone(g.workers[1].poll())
@@ -149,8 +149,8 @@ class DownAfterARestart(unittest.TestCase):
         done = moectl("down", "--endpoint", g.address, "--timeout", "2", check=False)
         print(done.stderr)
         self.assertEqual(done.returncode, 5)
-        self.assertIn("slot 1 (worker w1) has not come back", done.stderr)
-        self.assertIn("still there: " + g.address, done.stderr)
+        self.assertIn("slot 1 (worker w1) has not reconnected", done.stderr)
+        self.assertIn("daemons that still answer: " + g.address, done.stderr)
         for process in [*g.workers, g.coordinator]:  # which would wait for slot 1 and its lease
             process.kill()
 

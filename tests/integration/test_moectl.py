@@ -162,7 +162,7 @@ class CommandLine(unittest.TestCase):
             self.expect(OK, "wait", "--for=gone", "--state-dir", path)
             self.expect(NOT_FOUND, "wait", "--timeout", "0.2", "--state-dir", path)
             text = self.expect(NOT_FOUND, "down", "--state-dir", os.path.join(path, "no")).stderr
-            self.assertIn("no group is running here", text)
+            self.assertIn("no local group is running", text)
             self.expect(OK, "version", "--state-dir", path)
             self.expect(NOT_FOUND, "up", "--model", os.path.join(path, "no"), "--state-dir", path)
 
@@ -224,7 +224,7 @@ class AgainstAFakeCoordinator(unittest.TestCase):
             done = run("wait", "--endpoint", fake.endpoint, "--timeout", "0.3")
             self.assertEqual(done.returncode, UNREACHABLE, done.stderr)
             self.assertEqual(done.stderr, "moectl: LOADING: slot 0 is loading\n"
-                             "moectl: out of time; the group is LOADING: slot 0 is loading\n")
+                             "moectl: the time limit is over; the group is LOADING: slot 0 is loading\n")
         finally:
             fake.server.stop(None).wait()
 
@@ -237,7 +237,7 @@ class AgainstAFakeCoordinator(unittest.TestCase):
             self.assertEqual(done.returncode, UNHEALTHY, done.stderr)
             self.assertIn("workers  1 of 2", done.stdout)
             self.assertIn("epoch    none\n", done.stdout)
-            self.assertIn("a worker has gone", done.stderr)
+            self.assertIn("a worker has ended", done.stderr)
         finally:
             fake.server.stop(None).wait()
 
@@ -469,8 +469,8 @@ class UpAndDown(unittest.TestCase):
                 down = run("down", *here)
                 print(down.stderr)
                 self.assertEqual(down.returncode, UNREACHABLE)
-                self.assertIn("still there: %s; " % victim["endpoint"], down.stderr)
-                self.assertNotIn("the group has gone", down.stderr)
+                self.assertIn("still running: %s; " % victim["endpoint"], down.stderr)
+                self.assertNotIn("the group has ended", down.stderr)
             finally:
                 if byhand is not None:
                     byhand.kill()
@@ -537,7 +537,7 @@ class UpAndDown(unittest.TestCase):
             done = run("up", "--model", model, "--port", "0", "--state-dir", state)
             self.assertEqual((done.returncode, done.stdout), (FAILED, ""), done.stderr)
             self.assertIn("worker-0 ended with exit code", done.stderr)
-            self.assertIn("--- the end of " + os.path.join(state, "worker-0.log"), done.stderr)
+            self.assertIn("--- end of " + os.path.join(state, "worker-0.log"), done.stderr)
             self.assertIn("config.json", done.stderr)
         with folder() as state, socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
@@ -646,7 +646,7 @@ class Forward(unittest.TestCase):
         self.forward("--tensor", "second", source="two")
         moed.write_safetensors(self.path("many"), {"tensor.%02d" % i: self.x for i in range(40)})
         text = self.forward(code=FAILED, source="many")
-        self.assertRegex(text, r"has 40 tensors .*:( tensor\.\d\d)+ …")  # whole names
+        self.assertRegex(text, r"has 40 2-D F32 or BF16 tensors, .*:( tensor\.\d\d)+ …")  # whole names
 
     def test_a_wrong_width_is_told(self):
         moed.write_safetensors(self.path("narrow"), {"x": self.x[:, 1:]})

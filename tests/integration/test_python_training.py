@@ -874,7 +874,7 @@ class TorchOnRealGroup(unittest.TestCase):
             for act in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
                 with self.assertRaisesRegex(TypeError, "parameters are on the workers"):
                     act(model)
-            with self.assertRaisesRegex(TypeError, "holds connections"):
+            with self.assertRaisesRegex(TypeError, "has connections"):
                 pickle.dumps(client)
             self.assertEqual(set(model.state_dict()), {"0.weight", "0.bias"})
             remote = moed.torch.RemoteOptimizer([moe], lr=1e-3)

@@ -153,7 +153,7 @@ class Saving(unittest.TestCase):
             self.moectl(g, 7, "one at a time (slow)", "save", "more")
             self.moectl(g, 7, "one at a time (slow)", "load", "more")
             self.moectl(g, 0, "router      learns", "freeze", "none")
-            self.moectl(g, 0, "dropped", "zero-grad")
+            self.moectl(g, 0, "discarded", "zero-grad")
             for _ in range(50):
                 client.ask()
                 other.ask()
@@ -356,7 +356,7 @@ class Saving(unittest.TestCase):
             Client(g).train(1)
             self.close_gate()
             late = Background(self.moectl, g, 5,
-                              "(--timeout 1): late is called off, and nothing of it is left",
+                              "(--timeout 1 s); late is cancelled and has left nothing behind",
                               "save", "late", "--timeout", "1")
             wait_until(lambda: self.saving(g) == {"late"})
             wait_until(lambda: self.ended_saves(port) == 1)  # it knows that nobody waits
@@ -415,7 +415,7 @@ class Saving(unittest.TestCase):
             self.assertEqual(done.returncode, 5)
             self.assertRegex(done.stderr, r"waiting: the group is DEGRADED: .*slot 1")
             self.assertIn(g.endpoints[0] + ": no view is in force", done.stderr)
-            self.assertIn("`moectl status` tells more", done.stderr)
+            self.assertIn("`moectl status` shows more", done.stderr)
             g.start_worker(1)
             g.wait_serving()
 
@@ -837,7 +837,7 @@ class Saving(unittest.TestCase):
             self.open_gate()
             print("   ", done.stderr.strip())
             self.assertEqual((done.returncode, done.stdout), (7, ""))
-            self.assertIn("the group went back to checkpoint first meanwhile", done.stderr)
+            self.assertIn("the group went back to checkpoint first (", done.stderr)
             self.assertIn("it had 3 steps and has 1", done.stderr)
             self.assertNotIn("k5", self.names())
             wait_until(lambda: self.saving(g) == {""})
@@ -858,8 +858,8 @@ class Saving(unittest.TestCase):
                             batch=40)
             told = moectl("training", "load", "one", *here)
             self.assertIn("loaded one: 1 step, ", told.stdout)
-            self.assertIn("2 optimizer steps that no checkpoint had were thrown away", told.stderr)
-            self.assertIn("the gradients of 1 Backward call were thrown away", told.stderr)
+            self.assertIn("2 unsaved optimizer steps were discarded", told.stderr)
+            self.assertIn("the gradients of 1 Backward call were discarded", told.stderr)
             told = moectl("training", "load", "one", "-o", "json", *here)
             self.assertEqual((told.stderr, json.loads(told.stdout)["lostSteps"]), ("", "0"))
             client.train(4)

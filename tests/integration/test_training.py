@@ -508,7 +508,7 @@ class BadInput(unittest.TestCase):
             here = ("--endpoint", g.endpoints[0])
             t = Trainer(g.endpoints[1])
             t.backward(layer, dy, x, t.forward(layer, x))
-            self.assertIn("of 1 Backward calls", moectl("training", "zero-grad", *here).stdout)
+            self.assertIn("of 1 Backward call\n", moectl("training", "zero-grad", *here).stdout)
             # Slot 0 has answered; slot 1 runs the same ticket in its own time.
             wait_until(lambda: t.state().backwards == 0)
             said = json.loads(moectl("training", "freeze", "router,shared", "-o", "json",

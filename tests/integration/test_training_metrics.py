@@ -337,7 +337,7 @@ class Ends(Told):
             save.join()
             print(done[0].stderr)
             self.assertEqual(done[0].returncode, 0)
-            self.assertIn("checkpoint k1 is being written: unless that ends well, 1 optimizer step "
+            self.assertIn("checkpoint k1 is being written: if that fails, 1 optimizer step "
                           "since the model was loaded is lost", done[0].stderr)
             self.assertNotIn("not saved", done[0].stderr)
         self.assertIn("manifest.json", os.listdir(self.path("k1")))

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See daemons.h. Nothing here knows what the daemons do. */
+/* See daemons.h. */
 #include "moectl/group/daemons.h"
 
 #include "base/clock.h"
@@ -36,8 +36,8 @@ static bool is_program(const char *path)
     return access(path, X_OK) == 0;
 }
 
-/* The folder that moectl itself lies in. */
-static bool own_folder(char path[MOECTL_PATH_MAX])
+/* The folder of the moectl program. */
+static bool moectl_folder(char path[MOECTL_PATH_MAX])
 {
     ssize_t n = readlink("/proc/self/exe", path, MOECTL_PATH_MAX - 1);
     if (n <= 0)
@@ -64,14 +64,14 @@ static bool find_in_path(const char *name, char path[MOECTL_PATH_MAX])
 
 struct moe_status moectl_daemons_find(const char *name, char path[MOECTL_PATH_MAX])
 {
-    /* Relative to moectl: installed beside it, in libexec, or in the build tree, where
-     * moe-worker is daemon/worker/moe-worker and moectl is client/moectl/moectl. */
+    /* Relative to moectl: in the same folder, in libexec, or in the build tree, where moe-worker is
+     * daemon/worker/moe-worker and moectl is client/moectl/moectl. */
     const char *room = strchr(name, '-') != NULL ? strchr(name, '-') + 1 : name;
     char folder[MOECTL_PATH_MAX], candidate[MOECTL_PATH_MAX], built[128];
     snprintf(built, sizeof built, "../../daemon/%s", room);
     const char *const places[] = {".", "../libexec/moed", built};
     bool found = false;
-    if (own_folder(folder)) {
+    if (moectl_folder(folder)) {
         for (size_t i = 0; i < sizeof places / sizeof *places && !found; i++) {
             int n = snprintf(candidate, sizeof candidate, "%s/%s/%s", folder, places[i], name);
             found = n < MOECTL_PATH_MAX && is_program(candidate);
@@ -112,8 +112,8 @@ void moectl_daemons_free(struct moectl_daemons *d)
         close(d->signals);
 }
 
-/* Descriptors of a child-to-be, all close-on-exec and above those that it is going to have. */
-struct plumbing {
+/* Descriptors for the next child, all close-on-exec, with higher numbers than the child uses. */
+struct child_fds {
     int log, nothing, ready_read, ready_write;
 };
 
@@ -126,7 +126,7 @@ static int lift(int fd)
     return high;
 }
 
-static void close_plumbing(struct plumbing *p)
+static void close_child_fds(struct child_fds *p)
 {
     int *const all[] = {&p->log, &p->nothing, &p->ready_read, &p->ready_write};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
@@ -136,12 +136,12 @@ static void close_plumbing(struct plumbing *p)
     }
 }
 
-static bool open_plumbing(const struct moectl_daemons *d, const char *name, struct plumbing *p)
+static bool open_child_fds(const struct moectl_daemons *d, const char *name, struct child_fds *p)
 {
     char log[sizeof d->all[0].process.name + 8];
     int ends[2];
     snprintf(log, sizeof log, "%s.log", name);
-    *p = (struct plumbing){-1, -1, -1, -1};
+    *p = (struct child_fds){-1, -1, -1, -1};
     int flags = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | (d->keep_logs ? 0 : O_TRUNC);
     p->log = lift(openat(d->directory, log, flags, 0600));
     p->nothing = lift(open("/dev/null", O_RDONLY | O_CLOEXEC));
@@ -152,9 +152,9 @@ static bool open_plumbing(const struct moectl_daemons *d, const char *name, stru
     return p->log >= 0 && p->nothing >= 0 && p->ready_read >= 0 && p->ready_write >= 0;
 }
 
-/* In the child: only async-signal-safe calls from here to exec. */
-_Noreturn static void become(const struct plumbing *p, bool detached, pid_t parent,
-                             const char *program, const char *const *argv)
+/* Runs in the child: only async-signal-safe calls until exec. */
+_Noreturn static void exec_daemon(const struct child_fds *p, bool detached, pid_t parent,
+                                  const char *program, const char *const *argv)
 {
     sigset_t none;
     sigemptyset(&none);
@@ -162,7 +162,7 @@ _Noreturn static void become(const struct plumbing *p, bool detached, pid_t pare
     setsid();
     if (!detached) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
-        if (getppid() != parent) /* it died before the line above */
+        if (getppid() != parent) /* the parent died before prctl */
             _exit(127);
     }
     if (dup2(p->nothing, STDIN_FILENO) >= 0 && dup2(p->log, STDOUT_FILENO) >= 0 &&
@@ -171,7 +171,7 @@ _Noreturn static void become(const struct plumbing *p, bool detached, pid_t pare
     _exit(127);
 }
 
-/* The command line without what only we can give: the descriptor that it says its endpoint on. */
+/* The command line without --ready-fd, which is valid for this process only. */
 static json_t *record_command(const char *program, const char *const *argv)
 {
     json_t *command = json_array();
@@ -185,7 +185,7 @@ static json_t *record_command(const char *program, const char *const *argv)
     return command;
 }
 
-/* Any free port has become one: who comes in its place is to be found where it was. */
+/* Replaces port 0 by the real port, so that a restarted daemon gets the same one. */
 static void record_endpoint(struct moectl_process *p)
 {
     for (size_t i = 0; i + 1 < json_array_size(p->command); i++)
@@ -202,12 +202,13 @@ struct moe_status moectl_daemons_start(struct moectl_daemons *d, const char *nam
     snprintf(daemon->process.name, sizeof daemon->process.name, "%s", name);
     if (snprintf(daemon->log, sizeof daemon->log, "%s/%s.log", d->path, name) >=
         (int)sizeof daemon->log)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "the state directory's name");
-    struct plumbing p;
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
+                         "the name of the state directory is too long");
+    struct child_fds p;
     pid_t parent = getpid();
-    pid_t child = open_plumbing(d, name, &p) ? fork() : -1;
+    pid_t child = open_child_fds(d, name, &p) ? fork() : -1;
     if (child == 0)
-        become(&p, d->detached, parent, program, argv);
+        exec_daemon(&p, d->detached, parent, program, argv);
     struct moe_status st = child > 0 ? moe_ok() : failed(name);
     if (child > 0) {
         daemon->process.pid = child;
@@ -217,13 +218,13 @@ struct moe_status moectl_daemons_start(struct moectl_daemons *d, const char *nam
         p.ready_read = -1;
         d->count++;
     }
-    close_plumbing(&p);
+    close_child_fds(&p);
     return st;
 }
 
 /* ------------------------------------------------------------------ waiting */
 
-/* Reads "host:port\n". The daemon writes it at once, so it comes in one piece. */
+/* Reads "host:port\n". The daemon writes it with one call, so it arrives in one piece. */
 static bool read_ready(struct moectl_daemon *daemon)
 {
     char *endpoint = daemon->process.endpoint;
@@ -253,7 +254,7 @@ static bool reap(struct moectl_daemons *d)
     return ended;
 }
 
-/* True when the user asked for an end. */
+/* True after a signal that asks moectl to end. */
 static bool read_signals(struct moectl_daemons *d, bool *child)
 {
     struct signalfd_siginfo info;
@@ -334,9 +335,9 @@ static void print_tail(const char *path)
     for (int lines = 0; from > text; from--)
         if (from[-1] == '\n' && from != text + n && ++lines == TAIL_LINES)
             break;
-    fprintf(stderr, "--- the end of %s:\n%s---\n", path, from);
+    fprintf(stderr, "--- end of %s:\n%s---\n", path, from);
     if (strstr(from, "cannot listen on ") != NULL)
-        moectl_say("other ports: --port P, or --port 0 for any");
+        moectl_say("use another port with --port P, or --port 0 for any free port");
 }
 
 void moectl_daemons_report(const struct moectl_daemon *daemon)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The daemons of a local group as child processes: found, started, awaited, ended.
+/* The daemons of a local group as child processes: finds, starts, awaits and ends them.
  *
- * They are forked before moectl uses gRPC for the first time (gRPC and fork do not mix). Each gets
- * a session of its own, so that Ctrl-C reaches moectl alone, and unless the group is detached the
+ * Fork them before moectl uses gRPC for the first time: a process with gRPC threads must not fork.
+ * Each gets a new session, so that Ctrl-C reaches moectl alone. Unless the group is detached, the
  * kernel kills them when moectl dies. */
 #ifndef MOECTL_DAEMONS_H
 #define MOECTL_DAEMONS_H
@@ -14,27 +14,27 @@ struct moectl_daemon {
     char log[MOECTL_PATH_MAX];
     int ready; /* read end: the daemon writes its endpoint here; -1 = read or closed */
     bool running;
-    int wait_status; /* of waitpid, once it is no longer running */
+    int wait_status; /* of waitpid; valid if not running */
 };
 
 struct moectl_daemons {
     struct moectl_daemon all[MOECTL_PROCESSES_MAX];
     size_t count;
     int signals;   /* signalfd of SIGINT, SIGTERM, SIGHUP and SIGCHLD */
-    int directory; /* state directory, and its name: where the logs go */
+    int directory; /* state directory and its name; the logs are in it */
     const char *path;
     bool detached;
-    bool keep_logs; /* append to the logs that are there instead of beginning anew */
+    bool keep_logs; /* append to existing logs instead of truncating them */
 };
 
 enum moectl_event {
     MOECTL_EVENT_TIME,  /* the deadline has passed */
-    MOECTL_EVENT_READY, /* a daemon has said its endpoint */
+    MOECTL_EVENT_READY, /* a daemon has reported its endpoint */
     MOECTL_EVENT_ENDED, /* a daemon has ended */
-    MOECTL_EVENT_STOP,  /* the user wants an end */
+    MOECTL_EVENT_STOP,  /* a signal asks moectl to end */
 };
 
-/* Path of a daemon's program: beside moectl, in the build tree, in libexec, or in PATH. */
+/* Path of a daemon's program: in moectl's folder, in the build tree, in libexec, or in PATH. */
 struct moe_status moectl_daemons_find(const char *name, char path[MOECTL_PATH_MAX]) MOE_CHECKED;
 
 /* Blocks the signals and opens the descriptor for them. */
@@ -42,20 +42,20 @@ struct moe_status moectl_daemons_init(struct moectl_daemons *d, int directory, c
                                       bool detached) MOE_CHECKED;
 void moectl_daemons_free(struct moectl_daemons *d);
 
-/* The number of the descriptor on which a daemon says that it is ready: for its command line. */
+/* Value of --ready-fd: the descriptor on which a daemon reports its endpoint. */
 #define MOECTL_READY_FD "3"
 
-/* Starts a program with arguments (NULL-terminated, argv[0] included); its log is NAME.log. The
- * daemon's process.command, which is freed with `d`, is what starts it again in its place. */
+/* Starts a program with arguments (NULL-terminated, argv[0] included); its log is NAME.log. Stores
+ * the command line for a restart in process.command; `d` owns it. */
 struct moe_status moectl_daemons_start(struct moectl_daemons *d, const char *name,
                                        const char *program, const char *const *argv) MOE_CHECKED;
 
-/* Waits for the next thing to happen. */
+/* Waits for the next event. */
 enum moectl_event moectl_daemons_wait(struct moectl_daemons *d, uint64_t deadline_ns);
 size_t moectl_daemons_running(const struct moectl_daemons *d);
-/* Of those that have ended, the first that did not end well; NULL when there is none. */
+/* The first daemon that ended with a failure or by a signal, or NULL. */
 const struct moectl_daemon *moectl_daemons_failed(const struct moectl_daemons *d);
-/* Says how `daemon` ended, and the last lines of its log. */
+/* Prints on stderr how `daemon` ended, and the last lines of its log. */
 void moectl_daemons_report(const struct moectl_daemon *daemon);
 void moectl_daemons_signal(const struct moectl_daemons *d, int signal_number);
 

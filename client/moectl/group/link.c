@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Control calls: small messages, blocking, packed by protobuf-c. */
+/* Control calls: small messages, blocking. */
 #include "moectl/group/link.h"
 
 #include "base/clock.h"
@@ -10,7 +10,7 @@
 
 enum {
     REQUEST_MAX = 1024,
-    GLANCE_MS = 500,          /* for a worker to answer, where there are others */
+    PROBE_MS = 500,           /* for one of several workers to answer */
     ANSWER_MAX = 1024 * 1024, /* bytes; a full status is some tens of KiB */
 };
 
@@ -59,7 +59,7 @@ static struct moe_status unpack(const struct moe_rpc_msg *reply,
     *out = message;
     free(bytes);
     if (st.reason == MOE_REASON_MALFORMED)
-        st = moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED, "broken answer of %s: %s", type->name,
+        st = moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED, "broken answer from %s: %s", type->name,
                        st.text);
     return st;
 }
@@ -137,7 +137,7 @@ struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
     *out = NULL;
     *status = NULL;
     struct moe_status st = open_and_ask(endpoint, deadline_ns, &link, status);
-    if (st.code == MOE_UNIMPLEMENTED) { /* a worker: it knows its coordinator */
+    if (st.code == MOE_UNIMPLEMENTED) { /* `endpoint` is a worker's: ask it for its coordinator */
         st = moectl_link_server_info(link, deadline_ns, &info);
         moectl_link_close(link);
         link = NULL;
@@ -168,7 +168,7 @@ static bool is_worker(const char *endpoint, uint64_t deadline_ns)
 {
     struct moectl_link *link = NULL;
     Moe__V1__GetServerInfoResponse *info = NULL;
-    uint64_t limit = moe_clock_ns() + GLANCE_MS * MOE_NS_PER_MS;
+    uint64_t limit = moe_clock_ns() + PROBE_MS * MOE_NS_PER_MS;
     struct moe_status st = moectl_link_open(endpoint, &link);
     if (st.code == MOE_OK)
         st = moectl_link_server_info(link, limit < deadline_ns ? limit : deadline_ns, &info);
@@ -178,8 +178,8 @@ static bool is_worker(const char *endpoint, uint64_t deadline_ns)
     return st.code == MOE_OK;
 }
 
-/* Of the local group, whether its coordinator lives or not; false when none answers, or when it is
- * another group or a certain worker that is asked for. */
+/* Finds a worker of the local group that answers, even without its coordinator. False if none
+ * answers, or if --endpoint names another group or one of its workers. */
 static bool living_worker(const struct moectl_common *common, uint64_t deadline_ns,
                           char endpoint[MOECTL_ENDPOINT_MAX])
 {
@@ -208,7 +208,7 @@ struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uin
     Moe__V1__GetStatusResponse *status = NULL;
     struct moe_status st = open_and_ask(endpoint, deadline_ns, &link, &status);
     moectl_link_close(link);
-    if (st.code == MOE_UNIMPLEMENTED) /* a worker, as is wanted */
+    if (st.code == MOE_UNIMPLEMENTED) /* `endpoint` is a worker's */
         return moe_ok();
     if (st.code != MOE_OK)
         return moe_error_context(st, "%s", endpoint);

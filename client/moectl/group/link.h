@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A connection to one daemon, and the few calls that moectl makes on it. */
+/* A connection to one daemon, and control calls on it. */
 #ifndef MOECTL_LINK_H
 #define MOECTL_LINK_H
 
@@ -24,17 +24,16 @@ struct moe_status moectl_link_server_info(struct moectl_link *link, uint64_t dea
 struct moe_status moectl_link_status(struct moectl_link *link, uint64_t deadline_ns,
                                      Moe__V1__GetStatusResponse **out) MOE_CHECKED;
 
-/* Whether a daemon answers at that address, whatever it says. */
+/* Whether a daemon answers at `endpoint`, even with an error. */
 bool moectl_link_answers(const char *endpoint, uint64_t deadline_ns);
 
-/* Opens a link to the coordinator of the group that `endpoint` belongs to, be it a worker's or the
- * coordinator's own, and asks for the group's state. */
+/* Opens a link to the coordinator of a group and asks for the group's state. `endpoint` is that of
+ * the coordinator or of any worker. */
 struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
                                     struct moectl_link **out,
                                     Moe__V1__GetStatusResponse **status) MOE_CHECKED;
 
-/* Where to send forward passes: a worker of the group that the command is about, for a
- * coordinator serves none. */
+/* The endpoint for forward passes: a worker's, because a coordinator serves none. */
 struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uint64_t deadline_ns,
                                          char endpoint[MOECTL_ENDPOINT_MAX]) MOE_CHECKED;
 

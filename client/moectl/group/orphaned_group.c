@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See orphaned_group.h. Nothing here changes anything. */
+/* See orphaned_group.h. Changes nothing. */
 #include "moectl/group/orphaned_group.h"
 
 #include "base/clock.h"
 
 #include <string.h>
 
-enum { GLANCE_MS = 500, NAMES_BYTES = 400 };
+enum { PROBE_MS = 500, NAMES_BYTES = 400 };
 
 static void add_worker(struct moectl_orphaned_group *r, const char *endpoint)
 {
@@ -25,13 +25,13 @@ static struct moe_status ask(const char *endpoint, Moe__V1__GetServerInfoRespons
     *info = NULL;
     struct moe_status st = moectl_link_open(endpoint, &link);
     if (st.code == MOE_OK)
-        st = moectl_link_server_info(link, moe_clock_ns() + GLANCE_MS * MOE_NS_PER_MS, info);
+        st = moectl_link_server_info(link, moe_clock_ns() + PROBE_MS * MOE_NS_PER_MS, info);
     moectl_link_close(link);
     return st;
 }
 
-/* Asks number `i`, which may name others. */
-static void look_at(struct moectl_orphaned_group *r, size_t i)
+/* Asks worker `i`, which may name further workers. */
+static void probe(struct moectl_orphaned_group *r, size_t i)
 {
     Moe__V1__GetServerInfoResponse *info;
     struct moe_status st = ask(r->workers[i], &info);
@@ -47,7 +47,7 @@ static void look_at(struct moectl_orphaned_group *r, size_t i)
     moe__v1__get_server_info_response__free_unpacked(info, NULL);
 }
 
-void moectl_orphaned_group_look(const struct moectl_common *common,
+void moectl_orphaned_group_find(const struct moectl_common *common,
                                 struct moectl_orphaned_group *out)
 {
     struct moectl_group group;
@@ -64,7 +64,7 @@ void moectl_orphaned_group_look(const struct moectl_common *common,
         add_worker(out, common->endpoint);
     }
     for (size_t i = 0; i < out->count; i++)
-        look_at(out, i);
+        probe(out, i);
 }
 
 static void list_answering(const struct moectl_orphaned_group *r, char *text, size_t size)
@@ -77,7 +77,7 @@ static void list_answering(const struct moectl_orphaned_group *r, char *text, si
                                      r->workers[i]);
 }
 
-bool moectl_orphaned_group_say(const struct moectl_orphaned_group *r)
+bool moectl_orphaned_group_report(const struct moectl_orphaned_group *r)
 {
     char names[NAMES_BYTES];
     if (r->answering == 0)
@@ -86,11 +86,11 @@ bool moectl_orphaned_group_say(const struct moectl_orphaned_group *r)
     moectl_say("the coordinator (%s) does not answer; %zu of %zu workers still serve (%s answer%s)",
                r->coordinator, r->serving, r->count, names, r->answering == 1 ? "s" : "");
     if (r->local)
-        moectl_say("`moectl replace` starts it again%s%s", r->command[0] != '\0' ? ": " : "",
+        moectl_say("`moectl replace` restarts it%s%s", r->command[0] != '\0' ? ": " : "",
                    r->command);
     else
-        moectl_say("start it again as it was started, with the same --state-dir: the workers come "
-                   "back to it, and go on as they were");
+        moectl_say("restart it with the same options and --state-dir: the workers reconnect and "
+                   "keep their state");
     return true;
 }
 
@@ -100,9 +100,9 @@ bool moectl_orphaned_group_explain(const struct moectl_common *common,
     struct moectl_orphaned_group r;
     if (failure->code != MOE_UNAVAILABLE && failure->code != MOE_DEADLINE_EXCEEDED)
         return false;
-    moectl_orphaned_group_look(common, &r);
+    moectl_orphaned_group_find(common, &r);
     if (r.coordinator[0] == '\0' ||
-        moectl_link_answers(r.coordinator, moe_clock_ns() + GLANCE_MS * MOE_NS_PER_MS))
+        moectl_link_answers(r.coordinator, moe_clock_ns() + PROBE_MS * MOE_NS_PER_MS))
         return false;
-    return moectl_orphaned_group_say(&r);
+    return moectl_orphaned_group_report(&r);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is left of a group whose coordinator does not answer: its workers, which go on serving. They
- * are known from the state directory of the local group, and from one another. */
+/* A group without its coordinator: its workers, which go on serving. Their endpoints come from the
+ * state directory of the local group and from the other workers. */
 #ifndef MOECTL_ORPHANED_GROUP_H
 #define MOECTL_ORPHANED_GROUP_H
 
@@ -8,25 +8,25 @@
 
 struct moectl_orphaned_group {
     char coordinator[MOECTL_ENDPOINT_MAX];            /* "" = not known */
-    char workers[MOE_MAX_SLOTS][MOECTL_ENDPOINT_MAX]; /* all that are known of */
+    char workers[MOE_MAX_SLOTS][MOECTL_ENDPOINT_MAX]; /* all known endpoints */
     bool answers[MOE_MAX_SLOTS];
     size_t count, answering;
-    size_t serving;     /* of those that answer, with a view in force */
-    bool local;         /* of this machine's state directory, for `moectl replace` */
-    char command[2048]; /* that starts the coordinator again, for a person; "" = not known */
+    size_t serving;     /* workers that answer and have a view in force */
+    bool local;         /* known from the state directory, so `moectl replace` works */
+    char command[2048]; /* restarts the coordinator; "" = not known */
 };
 
 /* Asks the local group's workers, or the one at common->endpoint, and those that they name, each
- * for half a second at most. Nobody there is no failure: the numbers say so. */
-void moectl_orphaned_group_look(const struct moectl_common *common,
+ * for at most 0.5 s. If none answers, `answering` is 0. */
+void moectl_orphaned_group_find(const struct moectl_common *common,
                                 struct moectl_orphaned_group *out);
 
-/* Says on stderr who still serves, and how the coordinator is started again; nothing where no
- * worker answers. True when something was said. */
-bool moectl_orphaned_group_say(const struct moectl_orphaned_group *r);
+/* Reports on stderr which workers still serve and how to restart the coordinator. False, without a
+ * report, if no worker answers. */
+bool moectl_orphaned_group_report(const struct moectl_orphaned_group *r);
 
-/* The same of the group that a command has failed for: with a failure that is not of a daemon that
- * cannot be reached, and where the coordinator does answer, nothing. */
+/* After a command has failed with `failure`: the same report, if a daemon could not be reached and
+ * the coordinator does not answer. */
 bool moectl_orphaned_group_explain(const struct moectl_common *common,
                                    const struct moe_status *failure);
 

@@ -10,7 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* The first line of /proc/PID/status that begins with `key`, behind the key; false without one. */
+/* Reads the value of `key` in /proc/PID/status; false if there is none. */
 static bool read_status(pid_t pid, const char *key, char value[64])
 {
     char path[64], line[256];
@@ -39,8 +39,7 @@ static bool is_killed(pid_t pid)
     return read_status(pid, "CoreDumping:", value) && strcmp(value, "1") == 0;
 }
 
-/* All of its threads have ended: its files are closed. A process whose parent has not asked for its
- * exit status yet counts as ended. */
+/* All threads have ended, so its files are closed. A zombie counts as ended. */
 static bool has_ended(pid_t pid)
 {
     int fd = (int)syscall(SYS_pidfd_open, pid, 0);
@@ -59,13 +58,13 @@ enum moectl_process_state moectl_process_state(const struct moectl_group *group,
     pid_t pid = group->processes[i].pid;
     snprintf(link, sizeof link, "/proc/%d/exe", (int)pid);
     ssize_t n = readlink(link, program, sizeof program - 1);
-    if (n > 0) { /* the number may belong to another program by now */
+    if (n > 0) { /* another program may have the same process id now */
         program[n] = '\0';
         return strstr(program, name) == NULL ? MOECTL_PROCESS_ENDED
                : is_killed(pid)              ? MOECTL_PROCESS_ENDING
                                              : MOECTL_PROCESS_RUNS;
     }
-    /* It has given up its memory, and closes its files after that. */
+    /* Without an exe link the process has released its memory; it closes its files after that. */
     if (read_status(pid, "Name:", command) && strcmp(command, name) == 0 && !has_ended(pid))
         return MOECTL_PROCESS_ENDING;
     return MOECTL_PROCESS_ENDED;

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What has become of the daemons of a local group, by what the kernel says of their processes.
- * Nothing here starts or ends one. */
+/* States of the processes of a local group, from /proc. Never starts or ends a process. */
 #ifndef MOECTL_PROCESS_H
 #define MOECTL_PROCESS_H
 
@@ -8,11 +7,11 @@
 
 enum moectl_process_state {
     MOECTL_PROCESS_RUNS,
-    MOECTL_PROCESS_ENDING, /* killed or dumping core; it may hold its port and its streams still */
+    MOECTL_PROCESS_ENDING, /* killed or dumping core; its port may still be taken */
     MOECTL_PROCESS_ENDED,
 };
-/* What has become of the daemon that was recorded as the group's number `i`. */
+/* The state of daemon `i` of the group. */
 enum moectl_process_state moectl_process_state(const struct moectl_group *group, size_t i);
-/* Whether it runs, or is still ending. */
+/* True if it runs or is ending. */
 bool moectl_process_runs(const struct moectl_group *group, size_t i);
 #endif

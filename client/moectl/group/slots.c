@@ -13,8 +13,8 @@
 
 enum { CALL_LIMIT_MS = 2000 };
 
-/* `moectl up` has named each worker after its place in the group. */
-static bool holds_slot(const Moe__V1__GetStatusResponse *status, const char *name)
+/* Worker i of `moectl up` has the id worker-i. */
+static bool fills_slot(const Moe__V1__GetStatusResponse *status, const char *name)
 {
     for (size_t i = 0; i < status->n_workers; i++) {
         const Moe__V1__WorkerStatus *w = status->workers[i];
@@ -25,7 +25,7 @@ static bool holds_slot(const Moe__V1__GetStatusResponse *status, const char *nam
     return false;
 }
 
-/* In the child. */
+/* Runs in the child. */
 static bool ask(const struct moectl_group *group, struct moectl_slots *out)
 {
     uint64_t deadline_ns = moe_clock_ns() + CALL_LIMIT_MS * MOE_NS_PER_MS;
@@ -39,7 +39,7 @@ static bool ask(const struct moectl_group *group, struct moectl_slots *out)
     memset(out, 0, sizeof *out);
     out->draining = status->state == MOE__V1__GROUP_STATE__GROUP_STATE_DRAINING;
     for (size_t i = 1; i < group->count; i++)
-        out->held[i] = holds_slot(status, group->processes[i].name);
+        out->filled[i] = fills_slot(status, group->processes[i].name);
     return true;
 }
 
@@ -50,7 +50,7 @@ bool moectl_slots_ask(const struct moectl_group *group, struct moectl_slots *out
     if (pipe(ends) != 0)
         return false;
     pid_t child = fork();
-    if (child == 0) { /* an answer is less than a pipe holds, so that it comes in one piece */
+    if (child == 0) { /* a pipe takes the whole answer at once, so it arrives in one piece */
         bool good = ask(group, &answer);
         _exit(good && write(ends[1], &answer, sizeof answer) == (ssize_t)sizeof answer ? 0 : 1);
     }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See state.h. Nothing here starts, stops or talks to a process. */
+/* See state.h. Never starts, ends or calls a daemon. */
 #include "moectl/group/state.h"
 
 #include "base/clock.h"
@@ -12,9 +12,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define GROUP_FILE "group.json"
-#define LOCK_FILE  "lock"
-#define TURN_FILE  "turn"
+#define GROUP_FILE   "group.json"
+#define LOCK_FILE    "lock"
+#define CHANGES_FILE "turn"
 
 enum { POLL_MS = 20, FIRST_FREE_FD = 10 };
 
@@ -37,7 +37,7 @@ static struct moe_status default_path(char path[MOECTL_PATH_MAX])
     return moe_ok();
 }
 
-/* /tmp is everyone's: a directory that someone else has put there must not be used. */
+/* Any user can create a directory in /tmp, so refuse one of another user. */
 static struct moe_status check_owner(int directory, const char *name)
 {
     struct stat s;
@@ -45,7 +45,7 @@ static struct moe_status check_owner(int directory, const char *name)
         return io_error("look at", name);
     if (s.st_uid != getuid() || (s.st_mode & (S_IWGRP | S_IWOTH)) != 0)
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO,
-                         "%s belongs to someone else, or others may write to it", name);
+                         "%s belongs to another user, or other users may write to it", name);
     return moe_ok();
 }
 
@@ -56,7 +56,8 @@ struct moe_status moectl_state_open(const char *named, bool create, char path[MO
     if (named == NULL)
         MOE_TRY(default_path(wanted));
     else if (snprintf(wanted, sizeof wanted, "%s", named) >= (int)sizeof wanted)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "the state directory's name");
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
+                         "the name of the state directory is too long");
     if (create && mkdir(wanted, 0700) != 0 && errno != EEXIST)
         return io_error("create", wanted);
     int fd = open(wanted, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
@@ -78,7 +79,7 @@ static struct moe_status open_lock(int directory, int *lock)
     int low = openat(directory, LOCK_FILE, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (low < 0)
         return io_error("open", LOCK_FILE);
-    /* Out of the way of the numbers that daemons are given; not close-on-exec on purpose. */
+    /* Above the descriptors of daemons. Not close-on-exec: daemons inherit the lock. */
     *lock = fcntl(low, F_DUPFD, FIRST_FREE_FD);
     close(low);
     return *lock >= 0 ? moe_ok() : io_error("open", LOCK_FILE);
@@ -88,12 +89,13 @@ struct moe_status moectl_state_lock(int directory, int *lock)
 {
     int fd = -1;
     MOE_TRY(open_lock(directory, &fd));
-    /* Alone for a moment; of two that come at once, the second step refuses one or both. */
+    /* First exclusive, then shared. Of two `up` at the same time, the second step fails for at
+     * least one. */
     if (flock(fd, LOCK_EX | LOCK_NB) != 0 || flock(fd, LOCK_SH | LOCK_NB) != 0) {
         close(fd);
         return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_NONE,
-                         "a group is running there already; `moectl down` ends it, --state-dir "
-                         "makes room for another one");
+                         "a group is already running in this state directory; `moectl down` ends "
+                         "it, --state-dir selects another one");
     }
     *lock = fd;
     return moe_ok();
@@ -105,27 +107,28 @@ struct moe_status moectl_state_join(int directory, int *lock)
     MOE_TRY(open_lock(directory, &fd));
     if (flock(fd, LOCK_SH | LOCK_NB) != 0) {
         close(fd);
-        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_NONE, "a group is being started there");
+        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_NONE,
+                         "another `moectl up` is starting a group in this state directory");
     }
     *lock = fd;
     return moe_ok();
 }
 
-struct moe_status moectl_state_take_turn(int directory, uint64_t deadline_ns, int *turn)
+struct moe_status moectl_state_lock_changes(int directory, uint64_t deadline_ns, int *lock)
 {
-    int fd = openat(directory, TURN_FILE, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    int fd = openat(directory, CHANGES_FILE, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0)
-        return io_error("open", TURN_FILE);
+        return io_error("open", CHANGES_FILE);
     struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
     while (flock(fd, LOCK_EX | LOCK_NB) != 0) {
         if (moe_clock_ns() >= deadline_ns) {
             close(fd);
             return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
-                             "another `moectl replace` was at work there all the time");
+                             "another `moectl replace` did not finish within the time limit");
         }
         nanosleep(&pause, NULL);
     }
-    *turn = fd;
+    *lock = fd;
     return moe_ok();
 }
 
@@ -209,7 +212,8 @@ static bool read_process(json_t *entry, struct moectl_process *p)
         pid <= 1 || pid > INT_MAX)
         return false;
     p->pid = (pid_t)pid;
-    p->command = json_incref(json_object_get(entry, "command")); /* releases before had none */
+    p->command =
+        json_incref(json_object_get(entry, "command")); /* absent in files of older releases */
     if (p->command != NULL && !is_command(p->command))
         return false;
     return snprintf(p->name, sizeof p->name, "%s", name) < (int)sizeof p->name &&
@@ -246,7 +250,7 @@ struct moe_status moectl_state_read(int directory, struct moectl_group *group)
         moectl_group_free(group);
     return good ? moe_ok()
                 : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MALFORMED,
-                            GROUP_FILE " is not one of ours");
+                            GROUP_FILE " is not a valid group file");
 }
 
 void moectl_state_remove(int directory)
@@ -263,7 +267,7 @@ void moectl_group_free(struct moectl_group *group)
     }
 }
 
-/* One word of a command line, in quotes where the shell would take it for something else. */
+/* Appends one word of a command line, quoted for the shell if necessary. */
 static void append_word(char *text, size_t size, const char *word)
 {
     static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -277,7 +281,7 @@ static void append_word(char *text, size_t size, const char *word)
     snprintf(text + used, size - used, "%s'", space);
     for (const char *c = word; *c != '\0'; c++) {
         used = strlen(text);
-        snprintf(text + used, size - used, *c == '\'' ? "'\\''" : "%c", *c);
+        snprintf(text + used, size - used, *c == '\'' ? "'\"'\"'" : "%c", *c);
     }
     used = strlen(text);
     snprintf(text + used, size - used, "'");
@@ -315,7 +319,7 @@ struct moe_status moectl_state_group(const struct moectl_common *common, struct 
     }
     if (st.code == MOE_NOT_FOUND)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,
-                         "no group is running here, and no --endpoint was given");
+                         "no local group is running, and no --endpoint was given");
     return st;
 }
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The state directory of a local group: who it is (group.json), whether it lives (lock), its logs.
+/* The state directory of a local group: its daemons (group.json), whether one lives (lock), logs.
  *
- * The idea worth knowing: every daemon of the group inherits an open, locked `lock` file. So the
- * lock is held exactly as long as any process of the group lives, whatever became of moectl, and no
- * process id has to be trusted to find that out. It is a shared lock, so that a daemon that is
- * started later can hold one too. */
+ * The idea worth knowing: every daemon of the group inherits the open `lock` file with a lock on
+ * it. So the file is locked exactly as long as a process of the group lives, even if moectl has
+ * ended, and process ids need not be trusted. The lock is shared, so that a daemon that starts
+ * later can lock it too. */
 #ifndef MOECTL_STATE_H
 #define MOECTL_STATE_H
 
@@ -25,53 +25,53 @@ struct moectl_process {
     char name[24]; /* "coordinator", "worker-0" */
     pid_t pid;
     char endpoint[MOECTL_ENDPOINT_MAX];
-    json_t *command; /* what starts it again in its place: array of its program, by its absolute
-                        name, and arguments; NULL = not known. Owned */
+    json_t *command; /* restarts it: array of the absolute path of its program and its arguments;
+                        NULL = not known. Owned */
 };
 
-/* What group.json holds. processes[0] is the coordinator. Freed with moectl_group_free. */
+/* Contents of group.json. processes[0] is the coordinator. Free it with moectl_group_free. */
 struct moectl_group {
     struct moectl_process processes[MOECTL_PROCESSES_MAX];
     size_t count;
     char model[MOECTL_PATH_MAX]; /* directory */
 };
 
-/* Creates the directory (0700) if need be and opens it; refuses one that others could write to.
- * `path` gets its absolute name. `named` NULL = the default one. */
+/* Opens the directory; with `create` makes it (0700) if it does not exist. Refuses one that other
+ * users can write to. `path` gets its absolute name. `named` NULL = the default one. */
 struct moe_status moectl_state_open(const char *named, bool create, char path[MOECTL_PATH_MAX],
                                     int *directory) MOE_CHECKED;
 
-/* The open lock file. Errors: MOE_ALREADY_EXISTS when a group lives. */
+/* Locks the directory for a new group. Errors: MOE_ALREADY_EXISTS if a group lives. */
 struct moe_status moectl_state_lock(int directory, int *lock) MOE_CHECKED;
-/* The same for a daemon that joins the group that lives there. */
+/* Adds a lock for a daemon that joins the living group. */
 struct moe_status moectl_state_join(int directory, int *lock) MOE_CHECKED;
-/* For who reads group.json, starts daemons and writes it again: one at a time. Waits for its turn
- * until `deadline_ns`. `*turn`, which daemons do not inherit, is the caller's to close. */
-struct moe_status moectl_state_take_turn(int directory, uint64_t deadline_ns,
-                                         int *turn) MOE_CHECKED;
+/* Excludes other commands that change group.json. Waits until `deadline_ns`. Daemons do not inherit
+ * `*lock`; the caller closes it. */
+struct moe_status moectl_state_lock_changes(int directory, uint64_t deadline_ns,
+                                            int *lock) MOE_CHECKED;
 bool moectl_state_is_alive(int directory);
-/* Waits until no process of the group is left; false when `deadline_ns` has passed. */
+/* Waits until no process of the group lives; false after `deadline_ns`. */
 bool moectl_state_wait_gone(int directory, uint64_t deadline_ns);
 
 struct moe_status moectl_state_write(int directory, const struct moectl_group *group) MOE_CHECKED;
-/* MOE_NOT_FOUND when there is no group.json; `group` need not be freed after a failure. */
+/* Errors: MOE_NOT_FOUND without group.json. After a failure `group` need not be freed. */
 struct moe_status moectl_state_read(int directory, struct moectl_group *group) MOE_CHECKED;
 void moectl_state_remove(int directory);
 void moectl_group_free(struct moectl_group *group);
 
-/* `command` as one types it in a shell, cut where it does not fit; "" where it is NULL. */
+/* `command` in shell syntax, cut to `size`; "" if it is NULL. */
 void moectl_command_text(const json_t *command, char *text, size_t size);
 
-/* The local group that a command is about: that of the state directory, where no endpoint was given
- * or it is one of that group's. MOE_NOT_FOUND when there is none. */
+/* The group of the state directory, unless common->endpoint names another group. Errors:
+ * MOE_NOT_FOUND. */
 struct moe_status moectl_state_group(const struct moectl_common *common,
                                      struct moectl_group *group) MOE_CHECKED;
 
-/* The endpoint that a command is about: the one given, or that of the local group's coordinator.
- * MOE_NOT_FOUND when there is neither. */
+/* common->endpoint, or that of the local group's coordinator. Errors: MOE_NOT_FOUND if there is
+ * neither. */
 struct moe_status moectl_state_endpoint(const struct moectl_common *common,
                                         char endpoint[MOECTL_ENDPOINT_MAX]) MOE_CHECKED;
-/* The same, but a worker's, for forward passes. */
+/* The same with the local group's first worker, for forward passes. */
 struct moe_status moectl_state_worker(const struct moectl_common *common,
                                       char endpoint[MOECTL_ENDPOINT_MAX]) MOE_CHECKED;
 

@@ -6,7 +6,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-enum { GLANCE_MS = 500, SINCE_BYTES = 96 };
+enum { PROBE_MS = 500, SINCE_BYTES = 96 };
 
 struct moe_status moectl_train_state(struct moectl_link *link, uint64_t deadline_ns,
                                      Moe__V1__GetTrainStateResponse **out)
@@ -24,7 +24,7 @@ struct moe_status moectl_train_probe(const char *worker, uint64_t deadline_ns,
                                      Moe__V1__GetTrainStateResponse **out)
 {
     struct moectl_link *link = NULL;
-    uint64_t limit = moe_clock_ns() + GLANCE_MS * MOE_NS_PER_MS;
+    uint64_t limit = moe_clock_ns() + PROBE_MS * MOE_NS_PER_MS;
     *out = NULL;
     struct moe_status st = moectl_link_open(worker, &link);
     if (st.code == MOE_OK)
@@ -33,7 +33,7 @@ struct moe_status moectl_train_probe(const char *worker, uint64_t deadline_ns,
     return st;
 }
 
-/* "checkpoint epoch-3", or what else the steps were taken from. */
+/* "checkpoint epoch-3", or `otherwise` without a checkpoint. */
 static const char *name_origin(const Moe__V1__GetTrainStateResponse *s, const char *otherwise,
                                char text[SINCE_BYTES])
 {
@@ -43,12 +43,12 @@ static const char *name_origin(const Moe__V1__GetTrainStateResponse *s, const ch
     return text;
 }
 
-void moectl_train_say_unsaved(const Moe__V1__GetTrainStateResponse *s)
+void moectl_train_report_unsaved_steps(const Moe__V1__GetTrainStateResponse *s)
 {
     char origin[SINCE_BYTES];
     bool one = s->unsaved_steps == 1;
     if (s->unsaved_steps != 0 && s->saving[0] != '\0') {
-        moectl_say("checkpoint %s is being written: unless that ends well, %" PRIu64
+        moectl_say("checkpoint %s is being written: if that fails, %" PRIu64
                    " optimizer step%s since %s %s lost",
                    s->saving, s->unsaved_steps, one ? "" : "s",
                    name_origin(s, "the model was loaded", origin), one ? "is" : "are");
@@ -60,38 +60,37 @@ void moectl_train_say_unsaved(const Moe__V1__GetTrainStateResponse *s)
                    one ? "was" : "were");
 }
 
-bool moectl_train_tell_unsaved(const char *worker, uint64_t deadline_ns)
+bool moectl_train_report_unsaved(const char *worker, uint64_t deadline_ns)
 {
     Moe__V1__GetTrainStateResponse *state;
     struct moe_status st = moectl_train_probe(worker, deadline_ns, &state);
     if (st.code != MOE_OK)
         return st.code == MOE_UNIMPLEMENTED;
-    moectl_train_say_unsaved(state);
+    moectl_train_report_unsaved_steps(state);
     if (state->checkpoint[0] != '\0')
-        moectl_say("a group that is started anew goes on from checkpoint %s after `moectl training "
-                   "load %s`",
+        moectl_say("after a restart, `moectl training load %s` continues from checkpoint %s",
                    state->checkpoint, state->checkpoint);
     moe__v1__get_train_state_response__free_unpacked(state, NULL);
     return true;
 }
 
-void moectl_train_say_at_stake(const Moe__V1__GetTrainStateResponse *s)
+void moectl_train_report_at_stake(const Moe__V1__GetTrainStateResponse *s)
 {
     char origin[SINCE_BYTES];
     if (s->problem[0] != '\0') {
         moectl_say("%s", s->problem);
         moectl_say(
-            "the group forms when it is told where to go back to: `moectl training recover "
-            "NAME` takes that checkpoint (`moectl training list` shows them), `recover-model` "
-            "the model as loaded; steps since then are lost");
+            "the group waits: `moectl training recover NAME` takes it back to a checkpoint "
+            "(`moectl training list` shows them), `moectl training recover-model` to the model as "
+            "loaded; later steps are lost");
         return;
     }
-    moectl_train_say_unsaved(s);
+    moectl_train_report_unsaved_steps(s);
     if (s->backwards != 0)
         moectl_say("the gradients of %" PRIu32 " Backward call%s wait for a step", s->backwards,
                    s->backwards == 1 ? "" : "s");
     if (s->unsaved_steps != 0 || s->backwards != 0)
-        moectl_say("with a worker that is started anew the group goes back to %s, and that is "
-                   "lost; workers that come back as they were keep it",
+        moectl_say("if a worker process is restarted, the group goes back to %s and loses them; a "
+                   "worker that only reconnects keeps them",
                    name_origin(s, "the model as loaded", origin));
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where training stands, asked of one worker, and what of it is in the workers' memory alone. */
+/* The state of training, from one worker, and reports of the part that no checkpoint has. */
 #ifndef MOECTL_TRAIN_STATE_H
 #define MOECTL_TRAIN_STATE_H
 
@@ -8,24 +8,23 @@
 #include "moectl/io/cli.h"
 
 /* Asks over `link`; free `*out` with moe__v1__get_train_state_response__free_unpacked.
- * Errors: MOE_UNIMPLEMENTED where the workers do not train. */
+ * Errors: MOE_UNIMPLEMENTED if the workers do not train. */
 struct moe_status moectl_train_state(struct moectl_link *link, uint64_t deadline_ns,
                                      Moe__V1__GetTrainStateResponse **out) MOE_CHECKED;
-/* The same of the worker at an address. For a remark that nobody has asked for: it does not wait
- * for long, nor past `deadline_ns`. */
+/* The same from the worker at `worker`; waits at most 0.5 s, and not past `deadline_ns`. */
 struct moe_status moectl_train_probe(const char *worker, uint64_t deadline_ns,
                                      Moe__V1__GetTrainStateResponse **out) MOE_CHECKED;
 
-/* Says on stderr which optimizer steps no checkpoint has; nothing where there are none. */
-void moectl_train_say_unsaved(const Moe__V1__GetTrainStateResponse *s);
+/* Reports on stderr how many optimizer steps no checkpoint has, if any. */
+void moectl_train_report_unsaved_steps(const Moe__V1__GetTrainStateResponse *s);
 
-/* The same of the group of the worker at that address, as it ends, and how to go on from its last
- * checkpoint. Only a remark: whoever does not answer at once is not waited for, and nothing is said
- * of a failure. True when the worker answered, be it that it does not train. */
-bool moectl_train_tell_unsaved(const char *worker, uint64_t deadline_ns);
+/* The same for a group that is about to end, from the worker at `worker`, and how to continue from
+ * its last checkpoint. Waits at most 0.5 s; ignores failures. True if the worker answered, also if
+ * it does not train. */
+bool moectl_train_report_unsaved(const char *worker, uint64_t deadline_ns);
 
-/* Says on stderr what is at stake for a group without a view in force: what is lost where a worker
- * has to be started anew, or, where the group cannot go back, between what an operator chooses. */
-void moectl_train_say_at_stake(const Moe__V1__GetTrainStateResponse *s);
+/* For a group without a view in force: reports on stderr the state that is lost if a worker is
+ * restarted; or, if the group cannot go back to its checkpoint, the operator's choices. */
+void moectl_train_report_at_stake(const Moe__V1__GetTrainStateResponse *s);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See bench_report.h. Times are kept in ns and shown in microseconds. */
+/* See bench_report.h. Times are stored in ns and shown in us. */
 #include "moectl/io/bench_report.h"
 
 #include "moectl/io/cli.h"

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What moectl bench has measured, and its two renderings. */
+/* Figures of moectl bench, as a table or as JSON. */
 #ifndef MOECTL_BENCH_REPORT_H
 #define MOECTL_BENCH_REPORT_H
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The frame of every moectl command: options, messages, exit codes. It never talks to a group. */
+/* Common parts of all commands: options, messages, exit codes. Never talks to a group. */
 #include "moectl/io/cli.h"
 
 #include "base/clock.h"
@@ -110,7 +110,7 @@ static bool wants_help(int argc, char **argv)
     return false;
 }
 
-/* The one given, else the environment's; checked. */
+/* --endpoint, else $MOED_ENDPOINT; checks it. */
 static int choose_endpoint(struct moectl_common *common)
 {
     const char *setting = "--endpoint";
@@ -146,12 +146,12 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
     const struct moe_option shared[] = {
         {"format", 'o', MOE_OPTION_STRING, &common->format, 0, 0, "FORMAT", "table or json"},
         {"state-dir", 0, MOE_OPTION_STRING, &common->state_dir, 0, 0, "DIR",
-         "of the local group; else $XDG_RUNTIME_DIR/moed or /tmp/moed-UID"},
+         "state directory of the local group; default: $XDG_RUNTIME_DIR/moed, else /tmp/moed-UID"},
         {"timeout", 't', MOE_OPTION_DOUBLE, &common->timeout_s, 0, TIMEOUT_MAX_S, "SECONDS",
-         "limit for the operation (forward and bench: for each call), 0 = none"},
+         "limit of the command (forward, bench: of each call), 0 = none"},
         {"help", 'h', MOE_OPTION_BOOL, &help, 0, 0, NULL, "this text"},
         {"endpoint", 'e', MOE_OPTION_STRING, &common->endpoint, 0, 0, "H:P",
-         "any worker, or the coordinator; else $MOED_ENDPOINT, else the local group"},
+         "any worker or the coordinator; default: $MOED_ENDPOINT, else the local group"},
     };
     struct moe_option table[MOECTL_OPTIONS_MAX];
     size_t shared_count = sizeof shared / sizeof *shared - (command->local ? 1 : 0);
@@ -173,7 +173,7 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
         *code = moectl_usage_error("%s", st.text);
         return false;
     }
-    moe_options_free(&owned); /* there is no settings file, so nothing is kept in it */
+    moe_options_free(&owned); /* empty, because there is no settings file */
     common->json = strcmp(common->format, "json") == 0;
     if (first < argc)
         *code = moectl_usage_error("unexpected argument '%s'", argv[first]);
@@ -223,7 +223,7 @@ int moectl_print(json_t *document)
 
 uint64_t moectl_timeout_ms(const struct moectl_common *common)
 {
-    /* The library takes 0 for its own default, and what overflows for no limit. */
+    /* For the library, 0 is its default and UINT64_MAX is no limit. */
     uint64_t ms = (uint64_t)(common->timeout_s * 1000.0);
     return common->timeout_s <= 0 ? UINT64_MAX : ms > 0 ? ms : 1;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What all commands of moectl share: exit codes, common options, errors, output.
+/* Common parts of all commands: exit codes, options, errors, output.
  *
  * Data goes to stdout, messages to stderr. A command parses its own options together with the
  * common ones, works, and returns an exit code. */
@@ -11,16 +11,16 @@
 
 #include <jansson.h>
 
-/* A contract with scripts. What moectl sees to be wrong by looking at the command line alone, a
- * NAME's characters too, is MOECTL_USAGE: nobody was asked, nothing has happened. What a daemon
- * refuses, or the file system does not have, is one of the others: moectl_exit_code. */
+/* A contract with scripts. MOECTL_USAGE: the command line is wrong (also an invalid NAME). No
+ * daemon was contacted and nothing has changed. Errors of daemons and of the file system give the
+ * other codes (moectl_exit_code). */
 enum {
     MOECTL_OK = 0,
     MOECTL_FAILED = 1,      /* the operation failed */
     MOECTL_USAGE = 2,       /* the command line is wrong */
-    MOECTL_UNHEALTHY = 3,   /* the group answers and does not serve */
+    MOECTL_UNHEALTHY = 3,   /* the group answers but does not serve */
     MOECTL_NOT_FOUND = 4,   /* no such file, layer, model or group */
-    MOECTL_UNREACHABLE = 5, /* nobody answers, or not in time */
+    MOECTL_UNREACHABLE = 5, /* no answer, or not in time */
     MOECTL_PERMISSION = 6,  /* not allowed */
     MOECTL_CONFLICT = 7,    /* stale epoch or version, or a group is already there */
 };
@@ -30,9 +30,9 @@ enum {
 struct moectl_command {
     const char *name;
     const char *summary;  /* one line of `moectl help` */
-    const char *usage;    /* what follows "moectl NAME" */
+    const char *usage;    /* after "moectl NAME" */
     const char *examples; /* lines of `moectl NAME --help`, each ending in a newline */
-    bool local;           /* has no --endpoint: it is about this machine */
+    bool local;           /* works on this machine only: no --endpoint */
     int (*run)(const struct moectl_command *self, int argc, char **argv);
 };
 
@@ -47,8 +47,8 @@ struct moectl_common {
 
 enum { MOECTL_OPTIONS_MAX = 32 };
 
-/* Parses `own` and the common options. False when there is nothing more to do: `*code` is the exit
- * code then, and the user has been told. Positional arguments are refused. */
+/* Parses `own` and the common options; refuses positional arguments. False if the command ends
+ * here, after help or a message: `*code` is its exit code. */
 bool moectl_parse(const struct moectl_command *command, const struct moe_option *own, size_t count,
                   struct moectl_common *common, int argc, char **argv, int *code);
 
@@ -56,13 +56,13 @@ struct moectl_required {
     const char *name;
     bool given;
 };
-/* MOECTL_OK, or MOECTL_USAGE after the user has been told which options are missing. */
+/* MOECTL_OK, or MOECTL_USAGE after a message that names the missing options. */
 int moectl_require(const struct moectl_required *options, size_t count);
 
 /* Prints the failure and returns the exit code for it. */
 int moectl_fail(const struct moe_status *status);
 int moectl_exit_code(enum moe_code code);
-/* "moectl: " and the text on stderr; returns MOECTL_USAGE. */
+/* Prints "moectl: " and the text on stderr; returns MOECTL_USAGE. */
 int moectl_usage_error(const char *fmt, ...) MOE_PRINTF(1, 2);
 /* Prints on stdout. Escapes control characters as the daemons' logs do, so that a string of a
  * server cannot control the terminal. Only a line break at the end of `fmt` stays one. */
@@ -72,10 +72,10 @@ void moectl_say(const char *fmt, ...) MOE_PRINTF(1, 2);
 
 /* A new object with apiVersion and kind; NULL when out of memory. */
 json_t *moectl_document(const char *kind);
-/* Prints `document` on stdout and frees it. NULL means that there was no memory to build it. */
+/* Prints `document` on stdout and frees it. NULL, if memory was lacking for it, is a failure. */
 int moectl_print(json_t *document);
 
-/* Monotonic deadline of an operation that begins now. */
+/* Monotonic deadline of a command that begins now. */
 uint64_t moectl_deadline(const struct moectl_common *common);
 /* The limit of one call of libmoeclient. */
 uint64_t moectl_timeout_ms(const struct moectl_common *common);

@@ -4,7 +4,7 @@
 
 enum { SUB_BITS = 7, SUB = 1 << SUB_BITS };
 
-/* Values below 2 * SUB have a bucket each; above, a value's leading SUB_BITS + 1 bits choose it. */
+/* Each value below 2 * SUB has a bucket. Above, the leading SUB_BITS + 1 bits give the bucket. */
 static unsigned bucket_of(uint64_t value)
 {
     unsigned bits = value == 0 ? 0 : 64 - (unsigned)__builtin_clzll(value);
@@ -12,7 +12,7 @@ static unsigned bucket_of(uint64_t value)
     return shift * SUB + (unsigned)(value >> shift);
 }
 
-/* The middle of a bucket. */
+/* The value in the middle of a bucket. */
 static uint64_t value_of(unsigned bucket)
 {
     unsigned shift = bucket < 2 * SUB ? 0 : bucket / SUB - 1;

@@ -15,7 +15,7 @@ struct moectl_histogram {
 };
 
 void moectl_histogram_add(struct moectl_histogram *h, uint64_t value);
-/* The smallest value that at least `percent` of all values do not exceed; 0 when there is none. */
+/* The smallest value that at least `percent` % of all values do not exceed; 0 without values. */
 uint64_t moectl_histogram_percentile(const struct moectl_histogram *h, double percent);
 double moectl_histogram_mean(const struct moectl_histogram *h);
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Walks a message by its descriptor. It knows no message of ours. */
+/* Walks any message by its descriptor. */
 #include "moectl/io/proto_json.h"
 
 #include <ctype.h>
@@ -25,7 +25,7 @@ static void camel_case(const char *name, char out[NAME_MAX_LENGTH])
     out[n] = '\0';
 }
 
-/* Length of the prefix of the values of an enum: its name in capitals, "GROUP_STATE_". */
+/* Length of the prefix of an enum's values, its name in capitals: "GROUP_STATE_". */
 static size_t prefix_length(const ProtobufCEnumDescriptor *type)
 {
     size_t n = 0;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Protobuf messages as JSON, by the rules of proto3 JSON: lowerCamelCase names, 64-bit integers as
- * strings, every field present. One thing differs, for people: enum values lose the prefix that
- * repeats the enum's name (GROUP_STATE_SERVING is "SERVING"). */
+ * strings, every field present. One exception, for readability: enum values lose the prefix with
+ * the enum's name (GROUP_STATE_SERVING is "SERVING"). */
 #ifndef MOECTL_PROTO_JSON_H
 #define MOECTL_PROTO_JSON_H
 

@@ -21,7 +21,7 @@ static struct moe_status invalid(const char *name, const char *what)
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID, "tensor %s %s", name, what);
 }
 
-/* A tensor that cannot be the tokens, and why. */
+/* The error for a tensor that cannot be x. */
 static struct moe_status unfit(const struct moe_tensor *t)
 {
     char shape[96] = "";
@@ -39,10 +39,10 @@ static bool is_candidate(const struct moe_tensor *t)
     return t->rank == 2 && to_dtype(t->dtype) != MOE_DTYPE_NONE;
 }
 
-/* The only candidate of the file, or an error that lists them, as far as there is room. */
-static struct moe_status choose(const struct moe_st_file *f, const struct moe_tensor **out)
+/* Finds the only candidate of the file; else the error lists as many as fit. */
+static struct moe_status find_only(const struct moe_st_file *f, const struct moe_tensor **out)
 {
-    char names[80] = ""; /* leaves room in MOE_STATUS_TEXT for the sentence and the path */
+    char names[80] = ""; /* so that sentence and path fit in MOE_STATUS_TEXT */
     size_t used = 0, found = 0;
     bool more = false;
     for (size_t i = 0; i < moe_st_count(f); i++) {
@@ -64,7 +64,7 @@ static struct moe_status choose(const struct moe_st_file *f, const struct moe_te
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_MISSING,
                          "the file has no 2-D F32 or BF16 tensor");
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
-                     "the file has %zu tensors that could be meant, say which by --tensor:%s%s",
+                     "the file has %zu 2-D F32 or BF16 tensors, choose one with --tensor:%s%s",
                      found, names, more ? " …" : "");
 }
 
@@ -93,14 +93,14 @@ static struct moe_status read_x(const struct moe_st_file *f, const char *name,
 {
     const struct moe_tensor *t = NULL;
     if (name == NULL)
-        MOE_TRY(choose(f, &t));
+        MOE_TRY(find_only(f, &t));
     else
         MOE_TRY(find(f, name, &t));
     if (!is_candidate(t))
         return unfit(t);
     if (t->shape[0] == 0 || t->shape[0] > UINT32_MAX || t->shape[1] == 0 ||
         t->shape[1] > MOE_MAX_HIDDEN)
-        return invalid(t->name, "has an impossible shape");
+        return invalid(t->name, "has an invalid shape");
     out->tokens = (uint32_t)t->shape[0];
     out->width = (uint32_t)t->shape[1];
     out->dtype = to_dtype(t->dtype);
@@ -172,8 +172,8 @@ void moectl_tokens_free(struct moectl_tokens *t)
     *t = (struct moectl_tokens){0};
 }
 
-/* Whether the directory of `path` is there. */
-static bool is_place(const char *path)
+/* Whether the directory of `path` exists. */
+static bool has_directory(const char *path)
 {
     const char *slash = strrchr(path, '/');
     char *directory =
@@ -204,8 +204,8 @@ struct moe_status moectl_tokens_write(const char *path, const struct moectl_toke
     };
     size_t count = y->topk_ids != NULL ? 3 : 1;
     struct moe_status st = moe_st_write(path, tensors, count, NULL);
-    /* For scripts a place that is not there is "not found", and a full disk no conflict. */
+    /* For the exit code: a missing directory is "not found", and a full disk is not a conflict. */
     if (st.code == MOE_FAILED_PRECONDITION)
-        st.code = is_place(path) ? MOE_UNKNOWN : MOE_NOT_FOUND;
+        st.code = has_directory(path) ? MOE_UNKNOWN : MOE_NOT_FOUND;
     return moe_error_context(st, "%s", path);
 }
