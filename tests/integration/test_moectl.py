@@ -224,7 +224,8 @@ class AgainstAFakeCoordinator(unittest.TestCase):
             done = run("wait", "--endpoint", fake.endpoint, "--timeout", "0.3")
             self.assertEqual(done.returncode, UNREACHABLE, done.stderr)
             self.assertEqual(done.stderr, "moectl: LOADING: slot 0 is loading\n"
-                             "moectl: the time limit is over; the group is LOADING: slot 0 is loading\n")
+                             "moectl: the time limit is over; the group is LOADING: slot 0 is "
+                             "loading\n")
         finally:
             fake.server.stop(None).wait()
 
@@ -646,7 +647,8 @@ class Forward(unittest.TestCase):
         self.forward("--tensor", "second", source="two")
         moed.write_safetensors(self.path("many"), {"tensor.%02d" % i: self.x for i in range(40)})
         text = self.forward(code=FAILED, source="many")
-        self.assertRegex(text, r"has 40 2-D F32 or BF16 tensors, .*:( tensor\.\d\d)+ …")  # whole names
+        # Names are listed whole.
+        self.assertRegex(text, r"has 40 2-D F32 or BF16 tensors, .*:( tensor\.\d\d)+ …")
 
     def test_a_wrong_width_is_told(self):
         moed.write_safetensors(self.path("narrow"), {"x": self.x[:, 1:]})

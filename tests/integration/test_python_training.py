@@ -912,7 +912,7 @@ class TorchOnRealGroup(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             done = self.run_example("--moectl", os.path.join(folder, "none"), folder=folder)
             self.assertEqual((done.returncode, done.stdout), (1, ""))
-            self.assertRegex(done.stderr, r"^cannot run \S+none \(--moectl says where it is\): ")
+            self.assertRegex(done.stderr, r"^cannot run \S+none \(give its path with --moectl\): ")
             self.assertEqual(os.listdir(folder), [])
             done = self.run_example("--moectl", MOECTL, "--plot",
                                     os.path.join(folder, "none", "loss.png"), folder=folder)

@@ -3,15 +3,15 @@
 
     python finetune.py --endpoint 127.0.0.1:7600 [--steps 200] [--dtype bf16] [--plot loss.png]
 
-The workers must train (--training adamw); without --endpoint this starts a group of its own by
-`moectl up`, on --model, and ends it afterwards. Needs torch, and matplotlib for --plot.
+The workers must train (--training adamw). Without --endpoint the program starts a group with
+`moectl up` for --model and ends it afterwards. Needs torch, and matplotlib for --plot.
 
 The model: an embedding, the remote MoE layer with a residual, a norm and a linear head. It learns
-to name the token that follows another: a random permutation says which, but for one time in twenty,
-when it is any token. The floor of the loss is the entropy of that disturbance.
+to predict the next token. A random permutation determines it, except that one token in twenty is
+random. The floor of the loss is the entropy of this noise.
 
-It shows a remote layer and its optimizer among local ones, and nothing more: it saves nothing and
-resumes nothing. client/README.md, "A training that can be resumed", has a loop that does.
+The example only shows a remote layer and its optimizer among local ones. It saves and resumes
+nothing; for that see client/README.md, "A training that can be resumed".
 """
 
 import argparse
@@ -34,8 +34,8 @@ TOKENS, NOISE = 64, 0.05
 
 @contextlib.contextmanager
 def own_group(model, workers, moectl):
-    """The endpoint of a local group that trains, for as long as the context lasts."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as any other end: the group goes too
+    """Starts a local group that trains; yields its endpoint; ends it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` ends the group
     folder = tempfile.mkdtemp(prefix="moed-finetune-")
     config = os.path.join(folder, "train.conf")
     with open(config, "w") as file:
@@ -47,7 +47,7 @@ def own_group(model, workers, moectl):
             stdout=subprocess.PIPE, text=True)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        sys.exit("cannot run %s (--moectl says where it is): %s" % (moectl, error.strerror))
+        sys.exit("cannot run %s (give its path with --moectl): %s" % (moectl, error.strerror))
     try:
         endpoint = process.stdout.readline().strip()
         if not endpoint:
@@ -95,7 +95,7 @@ def floor():
 
 
 def train(client, options):
-    """The loss of every step."""
+    """Returns the loss of every step."""
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
@@ -121,7 +121,7 @@ def train(client, options):
 
 
 def canvas():
-    """matplotlib.pyplot, for files alone."""
+    """matplotlib.pyplot without a display."""
     try:
         import matplotlib
     except ImportError as error:
@@ -134,13 +134,13 @@ def canvas():
 
 
 def check_plot(path):
-    """What would fail is better told before training than after it."""
+    """Fails before the training if the plot cannot be written after it."""
     canvas()
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        sys.exit("--plot: %s does not exist or cannot be written into" % folder)
+        sys.exit("--plot: %s does not exist or is not writable" % folder)
     if os.path.isdir(path) or not os.path.splitext(path)[1]:
-        sys.exit("--plot wants the name of a picture, such as loss.png, not %s" % path)
+        sys.exit("--plot needs the name of a picture file, such as loss.png, not %s" % path)
 
 
 def plot(losses, options, client):
@@ -159,25 +159,26 @@ def plot(losses, options, client):
 
 def main():
     parser = argparse.ArgumentParser(description="Fine-tunes a tiny model with a remote MoE layer.")
-    parser.add_argument("--endpoint", help="of a worker; else a group is started")
-    parser.add_argument("--model", help="model directory of the group that is started")
-    parser.add_argument("--workers", type=int, default=2, help="of the group that is started")
-    parser.add_argument("--moectl", default="moectl", help="the program that starts it")
-    parser.add_argument("--layer", type=int, help="its index in the model; else the first")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rows", type=int, default=256, help="tokens of a step")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--endpoint", help="HOST:PORT of a worker; without it a group is started")
+    parser.add_argument("--model", help="model directory of the group to start")
+    parser.add_argument("--workers", type=int, default=2,
+                        help="workers of the group to start (default 2)")
+    parser.add_argument("--moectl", default="moectl", help="path of moectl (default: in PATH)")
+    parser.add_argument("--layer", type=int, help="layer index in the model (default: the first)")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default 200)")
+    parser.add_argument("--rows", type=int, default=256, help="tokens per step (default 256)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default 0.003)")
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32",
-                        help="of what travels to the layer and back")
+                        help="dtype of the layer's input and output (default f32)")
     parser.add_argument("--retain", action="store_true",
                         help="the workers retain x and their activations until backward")
     parser.add_argument("--remote-only", action="store_true",
-                        help="embedding and head stay as they are: only the remote layer learns")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", help="write the loss curve to this PNG")
+                        help="only the remote layer learns, not embedding and head")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--plot", help="write the loss curve to this file, for example loss.png")
     options = parser.parse_args()
     if (options.endpoint is None) == (options.model is None):
-        parser.error("one of --endpoint and --model is needed")
+        parser.error("give either --endpoint or --model")
     if options.plot:
         check_plot(options.plot)
     with contextlib.ExitStack() as stack:

@@ -10,12 +10,12 @@
 
 Shapes: T tokens, H hidden width, K experts per token; arrays are row-major.
 
-bfloat16: numpy has no such dtype. Where the package ml_dtypes is installed, its bfloat16 is used;
-without it, a BF16 tensor is a numpy array of uint16 that holds the bits. Both are accepted as
-input everywhere, and the answer has the dtype of the input. `bf16` and `f32` convert.
+bfloat16: numpy has no such dtype. If the package ml_dtypes is installed, moed uses its bfloat16;
+otherwise a BF16 tensor is a numpy array of uint16 with the bits. Every function accepts both, and
+the answer has the dtype of the input. `bf16` and `f32` convert.
 
-Training: `Client.backward`, `Client.optimizer_step` and so on, for groups whose workers train; and
-the module `moed.torch`, which is imported by itself and needs PyTorch.
+Training: `Client.backward`, `Client.optimizer_step` and so on, if the workers train; and the module
+`moed.torch`, which has to be imported separately and needs PyTorch.
 
 Tensor files: `read_safetensors` and `write_safetensors`.
 """

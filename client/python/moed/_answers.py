@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls answer: frozen records. Their fields are read by name; a record is no tuple."""
+"""Answers of calls: frozen records. Read their fields by name; a record is not a tuple."""
 
 import dataclasses
 from typing import Optional
@@ -163,7 +163,7 @@ class Checkpoint:
 class TrainState:
     """The state of training, as the worker that answers knows it.
 
-    lineage           of one history of the weights. Each group begins with a random number; it
+    lineage           number of the weights' history. A group begins with a random number; it
                       increases when the group loads a checkpoint or goes back to one
     weights_version   1 after loading the model
     steps             optimizer steps that moved parameters
@@ -217,7 +217,7 @@ class CheckpointInfo:
     name             load_checkpoint takes it
     problem          why these workers cannot load it (damaged, made with other settings, no
                      checkpoint at all); "": none known. Only a load checks the hashes
-    readable         the manifest is whole; otherwise all fields below are 0 or empty
+    readable         the manifest is complete; otherwise all fields below are 0 or empty
     steps            optimizer steps that moved parameters
     weights_version, lineage
                      of the state in it

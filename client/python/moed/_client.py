@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client: unary calls with retries, spreading over workers, and streams."""
+"""The client: unary calls with retries, round robin over workers, and streams."""
 
 import itertools
 import operator
@@ -26,7 +26,7 @@ _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.]+(%[^\]]+)?\]|[A-Za-z0-9._-]+):([0-9]{1
 
 
 def _check_endpoint(endpoint):
-    """gRPC would take a port modulo 65536, and a name without a port."""
+    """Checks HOST:PORT. gRPC would take the port modulo 65536, and accept a name without a port."""
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None or not 1 <= int(match[3]) <= 65535:
         raise ValueError("endpoint: %r is not HOST:PORT with a port from 1 to 65535" % endpoint)
@@ -40,13 +40,13 @@ class _Worker:
         self.channel = open_channel(endpoint, options=[
             ("grpc.max_receive_message_length", _MAX_MESSAGE),
             ("grpc.max_send_message_length", _MAX_MESSAGE),
-            # Spread over workers is done here, and a retry of the channel's own would hold a copy.
+            # This module retries on another worker; a retry inside the channel would keep a copy.
             ("grpc.enable_retries", 0),
             ("grpc.use_local_subchannel_pool", 1),
-            # A worker that is started again is found within a second, one that vanishes is noticed.
+            # Finds a restarted worker within 1 s and notices one that vanishes.
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
-            ("grpc.dns_min_time_between_resolutions_ms", 200),  # of addresses, too
+            ("grpc.dns_min_time_between_resolutions_ms", 200),  # also of numeric addresses
             ("grpc.keepalive_time_ms", 30000),
             ("grpc.keepalive_timeout_ms", 10000),
             ("grpc.http2.max_pings_without_data", 0),
@@ -84,8 +84,8 @@ class Client(TrainingCalls):
     spread    send requests to all workers of the group in turn
     timeout   default limit of a call, in seconds
 
-    Raises MoeError when nobody answers, ValueError for what is not "host:port". Close it, or use it
-    as a context manager.
+    Raises MoeError if no worker answers, ValueError if endpoint is not "host:port". Close it, or
+    use it as a context manager.
     """
 
     def __init__(self, endpoint, spread=False, timeout=60.0):
@@ -113,10 +113,10 @@ class Client(TrainingCalls):
         if spread:
             self._workers += [_Worker(each) for slot, each in enumerate(info.workers)
                               if slot != info.slot and each]  # a slot may be empty
-        self._turn = itertools.count(random.randrange(len(self._workers)))
+        self._next_worker = itertools.count(random.randrange(len(self._workers)))
 
     def __reduce_ex__(self, protocol):
-        raise TypeError("a Client holds connections: it cannot be copied or pickled")
+        raise TypeError("a Client has connections: it cannot be copied or pickled")
 
     @property
     def info(self):
@@ -129,7 +129,7 @@ class Client(TrainingCalls):
         return self._layers
 
     def layer(self, index):
-        """The Layer with that index in the model; KeyError where it is no MoE layer."""
+        """The Layer with that index in the model; KeyError if that is not an MoE layer."""
         return self._layer_by_index[index]
 
     def find_layer(self, layer):
@@ -161,21 +161,19 @@ class Client(TrainingCalls):
         x             [T,H] float32 or bfloat16 (see the package's text on bfloat16)
         topk_ids      [T,K] integers: use these experts (-1: none); None: the layer's router chooses
         topk_weights  [T,K] floats: with these weights; None: the router's weights of those experts
-        timeout       limit in seconds, tries included; None: the client's
+        timeout       limit in seconds, retries included; None: the client's
         epoch, weights_version
-                      answer only under this epoch, with these weights (FAILED_PRECONDITION
-                      otherwise); 0: any
+                      fail with FAILED_PRECONDITION unless the server has these; 0: any
         retain        (session, micro_batch_id): the worker retains the pass for Client.backward
-                      under these two; the call then goes to the first worker and to no other
-        patient       wait for a group that lacks a worker as the calls of training do, until the
-                      time is over, instead of giving up after a few tries; None: if `retain` is
-                      given
+                      under these two. The call then goes to the first worker and to no other
+        patient       True: wait until `timeout` for a group that lacks a worker, as training calls
+                      do. False: give up after 4 attempts. None: True if `retain` is given
 
-        Returns y [T,H] with x's dtype, routed plus shared experts, without the residual; or with
-        `return_routing` a ForwardResult. The arrays are the caller's own.
+        Returns y [T,H] with x's dtype: routed plus shared experts, without the residual; or with
+        `return_routing` a ForwardResult. The caller owns the arrays.
 
-        A call that fails with UNAVAILABLE is tried again, on another worker where there is one.
-        Raises MoeError, and ValueError or TypeError for arguments that cannot be sent.
+        A call that fails with UNAVAILABLE is retried, on another worker if there is one. Raises
+        MoeError, and ValueError or TypeError for arguments that cannot be sent.
         """
         request = expert_pb2.ForwardRequest(epoch=epoch, weights_version=weights_version)
         if retain is not None:
@@ -186,7 +184,8 @@ class Client(TrainingCalls):
         return _result(answer, x, return_routing)
 
     def _fill(self, request, layer, x, topk_ids, topk_weights, return_routing):
-        """x as it is sent. What the server would refuse for its size is not sent."""
+        """Fills the request and returns x as it is sent. Refuses more tokens than the server
+        accepts."""
         if self._is_closed:
             raise _errors.closed("client")
         layer, x = self.find_layer(layer), np.asarray(x)
@@ -194,30 +193,30 @@ class Client(TrainingCalls):
         if x.ndim == 2 and 0 < limit < x.shape[0]:
             raise _errors.MoeError(
                 grpc.StatusCode.INVALID_ARGUMENT, "TOKEN_LIMIT",
-                "%d tokens; the server takes at most %d in a request" % (x.shape[0], limit))
+                "%d tokens; the server accepts at most %d in a request" % (x.shape[0], limit))
         x = _wire.fill_request(request, layer, x, topk_ids, topk_weights, return_routing)
         self._check_message(request)
         return x
 
     def _check_message(self, request):
-        """Refuses what the server would not take for its bytes, in other words than gRPC's."""
+        """Refuses a message that is too large for the server, with a clearer text than gRPC's."""
         size, limit = request.ByteSize(), self._info.max_message_bytes
         if 0 < limit < size:
             raise _errors.MoeError(
                 grpc.StatusCode.INVALID_ARGUMENT, "TOO_LARGE",
-                "%d tokens are a message of %d bytes; the server takes at most %d (its "
-                "--max-message-bytes): send fewer at a time" % (request.tokens, size, limit))
+                "%d tokens are a message of %d bytes; the server accepts at most %d (its "
+                "--max-message-bytes): send fewer tokens per call" % (request.tokens, size, limit))
 
     def _call(self, request, timeout, home=False, patient=False):
         retry = RetryPolicy(self, "Forward", self._timeout if timeout is None else timeout,
                             None if patient else _ATTEMPTS)
-        for turn in itertools.count(next(self._turn)):
-            worker = self._workers[0 if home else turn % len(self._workers)]
+        for number in itertools.count(next(self._next_worker)):
+            worker = self._workers[0 if home else number % len(self._workers)]
             try:
                 return worker.forward(request, timeout=retry.left())
             except grpc.RpcError as error:
                 failure = _errors.from_dropped_call(error, worker.endpoint)
-            except ValueError:  # gRPC's word for a channel that has been closed
+            except ValueError:  # gRPC raises it for a closed channel
                 if not self._is_closed:
                     raise
             if self._is_closed:
@@ -228,7 +227,7 @@ class Client(TrainingCalls):
         """A Stream to one worker: less cost per call, no retries. A context manager."""
         if self._is_closed:
             raise _errors.closed("client")
-        return Stream(self, self._workers[next(self._turn) % len(self._workers)])
+        return Stream(self, self._workers[next(self._next_worker) % len(self._workers)])
 
     def close(self):
         """Closes the connections; calls in flight fail."""
@@ -244,7 +243,7 @@ class Client(TrainingCalls):
 
 
 class _Pending:
-    """A request on a stream that has not been answered yet."""
+    """A request on a stream without an answer so far."""
 
     def __init__(self):
         self.over = threading.Event()
@@ -253,15 +252,15 @@ class _Pending:
 
 
 class Stream:
-    """One long-lived stream to one worker. May be shared between threads: answers find their
-    requests in any order. From Client.stream; close it, or use it as a context manager."""
+    """One long-lived stream to one worker, from Client.stream. May be shared between threads;
+    answers may come in any order. Close it, or use it as a context manager."""
 
     def __init__(self, client, worker):
         self._client = client
         self._lock = threading.Lock()
         self._pending = {}  # request id -> _Pending
         self._ids = itertools.count(1)
-        self._end = None  # MoeError once the stream is over, or is being closed
+        self._end = None  # MoeError; set when the stream is over or being closed
         self._outgoing = queue.SimpleQueue()
         self._call = worker.stream(iter(self._outgoing.get, None))
         self._reader = threading.Thread(target=self._read, name="moed-stream", daemon=True)
@@ -273,7 +272,7 @@ class Stream:
             for answer in self._call:
                 with self._lock:
                     pending = self._pending.pop(answer.request_id, None)
-                if pending is None:  # it has run out of time
+                if pending is None:  # its time is over
                     continue
                 if answer.HasField("error"):
                     pending.failure = _errors.from_item_error(answer.error)
@@ -318,7 +317,7 @@ class Stream:
         return _result(pending.answer, x, return_routing)
 
     def close(self):
-        """Ends the stream; requests in flight are still answered."""
+        """Ends the stream after the answers of requests in flight."""
         with self._lock:
             if self._end is None:
                 self._end = _errors.closed("stream")

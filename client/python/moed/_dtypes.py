@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number formats: between numpy arrays and the DataType of the protocol."""
+"""Number formats: conversion between numpy arrays and the protocol's DataType."""
 
 import numpy as np
 
@@ -16,8 +16,8 @@ except ImportError:
 def bf16(array):
     """`array` as BF16.
 
-    Floats are rounded to nearest even, NaN stays NaN. A uint16 array is taken for the bits of
-    BF16 numbers. The result is an array of ml_dtypes.bfloat16, or without that package of uint16.
+    Rounds floats to nearest even; NaN stays NaN. Interprets a uint16 array as bits of BF16 numbers.
+    Returns an array of ml_dtypes.bfloat16, or of uint16 without that package.
     """
     array = np.asarray(array)
     if array.dtype == np.uint16:
@@ -33,7 +33,7 @@ def bf16(array):
 
 
 def f32(array):
-    """`array` as float32; a uint16 array is taken for the bits of BF16 numbers."""
+    """`array` as float32. Interprets a uint16 array as bits of BF16 numbers."""
     array = np.asarray(array)
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32)
@@ -41,7 +41,7 @@ def f32(array):
 
 
 def to_wire(array, name="x"):
-    """(DataType, contiguous array) of a tensor that is to be sent."""
+    """(DataType, contiguous array) of a tensor to send."""
     if array.dtype == np.float32:
         return types_pb2.DATA_TYPE_F32, np.ascontiguousarray(array)
     if array.dtype == np.uint16 or (BFLOAT16 is not None and array.dtype == BFLOAT16):

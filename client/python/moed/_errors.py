@@ -18,7 +18,7 @@ class MoeError(Exception):
     code         grpc.StatusCode
     reason       one of the reasons of moed ("SHAPE_MISMATCH", "QUEUE_FULL", ...); "" without one
     message      one sentence for a person
-    retry_after  seconds after which the call may be sent again; None where the server says nothing
+    retry_after  seconds after which the call may be sent again; None if the server gave no hint
     worker       with RECORDED_ELSEWHERE: "host:port" of the worker to ask; otherwise ""
     """
 
@@ -32,7 +32,7 @@ class MoeError(Exception):
 
 
 def closed(what):
-    """The MoeError of what this side has closed."""
+    """The MoeError for an object that this program has closed."""
     return MoeError(grpc.StatusCode.CANCELLED, "", "the %s has been closed" % what)
 
 
@@ -47,20 +47,20 @@ def _parse(message_type, data):
 _TOO_LARGE = re.compile(r"(Received|.*Sent) message larger than max \((\d+) vs\. (\d+)\)")
 
 
-def _in_our_words(text, endpoint):
-    """A person wants "Connection refused", not the layers of gRPC that it came through."""
+def _reduce(text, endpoint):
+    """Reduces gRPC's text to its cause, such as "Connection refused"."""
     if text.startswith(("failed to connect to all addresses", "DNS resolution failed")):
         return "cannot connect%s: %s" % (" to " + endpoint if endpoint else "",
                                          text.rpartition(": ")[2])
     match = _TOO_LARGE.match(text)
     if match:
-        return "a message of %s bytes; %s are the most that may be sent" % (match[2], match[3])
+        return "a message of %s bytes; the limit is %s bytes" % (match[2], match[3])
     return text
 
 
 def from_rpc_error(error, endpoint=""):
-    """The MoeError for a grpc.RpcError, ErrorInfo and RetryInfo included. `endpoint` is named where
-    nobody could be reached there."""
+    """The MoeError for a grpc.RpcError, with its ErrorInfo and RetryInfo. The text names `endpoint`
+    if the connection failed."""
     reason, retry_after, worker = "", None, ""
     for key, value in error.trailing_metadata() or ():
         if key != _DETAILS:
@@ -73,12 +73,12 @@ def from_rpc_error(error, endpoint=""):
             elif kind == _RETRY_INFO:
                 delay = _parse(rpc_status_pb2.RetryInfo, detail.value).retry_delay
                 retry_after = delay.seconds + delay.nanos * 1e-9
-    return MoeError(error.code(), reason, _in_our_words(error.details() or "", endpoint),
+    return MoeError(error.code(), reason, _reduce(error.details() or "", endpoint),
                     retry_after, worker)
 
 
 def from_connect_error(error, endpoint):
-    """The MoeError for a server that could not be asked who it is."""
+    """The MoeError for a failed GetServerInfo."""
     failure = from_rpc_error(error)
     message = failure.message
     if failure.code == grpc.StatusCode.UNIMPLEMENTED:
@@ -88,9 +88,8 @@ def from_connect_error(error, endpoint):
 
 
 def from_dropped_call(error, endpoint=""):
-    """As from_rpc_error, for a call that this side has not cancelled: CANCELLED without a word is a
-    server that reset the call as it went down, which is UNAVAILABLE, and so is gRPC's own text
-    about a server that cancels what it has."""
+    """As from_rpc_error, for a call that this program has not cancelled. A server that shuts down
+    resets its calls with CANCELLED and no text or gRPC's text; both become UNAVAILABLE."""
     failure = from_rpc_error(error, endpoint)
     if not error.trailing_metadata() and (
             failure.code == grpc.StatusCode.CANCELLED

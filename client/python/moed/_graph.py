@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remote layers inside a compiled graph (torch.compile), as operators. Torch sees the shapes of
-what an operator returns, and does not look inside.
+"""Remote layers inside a compiled graph (torch.compile), as operators. Torch knows only the shapes
+that an operator returns.
 
-An operator takes tensors and plain numbers. So a number in a tensor names the layer, and one graph
-serves all layers of a model. What a backward pass has to know of its forward pass travels in a
-tensor too, `passes` [T, 2] int64: weights version and micro batch of each row, the latter -1 where
-the workers do not retain the pass.
+An operator takes tensors and plain numbers. So a number in a tensor identifies the layer, and one
+graph serves all layers of a model. A tensor also carries facts of a forward pass to its backward
+pass: `passes` [T, 2] int64 has each row's weights version and micro batch, -1 if the workers do not
+retain the pass.
 """
 
 import itertools
@@ -22,7 +22,7 @@ available = hasattr(torch.library, "custom_op")  # torch 2.4 and later
 
 
 def enter(module):
-    """The tensor that names `module` to the operators, as long as it lives."""
+    """A tensor with the number of `module`; the operators find the module by it while it lives."""
     number = next(_numbers)
     _modules[number] = module
     return torch.tensor(number)
@@ -68,14 +68,14 @@ if available:
     @torch.library.custom_op("moed::remote_moe_backward", mutates_args=())
     def backward(dy: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, passes: torch.Tensor,
                  anchor: torch.Tensor, handle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(dx, the gradient of the anchor). The second is 0; a graph that asks for it alone keeps
-        the call, and with it the gradients of the workers' parameters."""
+        """(dx, gradient of the anchor). The second is 0. A graph that needs only the second still
+        makes the call, so that the workers' parameters get gradients."""
         module = _modules[handle.item()]
         parts, first = [], 0
         for part in module._split(x, True):
             rows = slice(first, first + len(part))
             version, batch = passes[first].tolist()
-            # A second backward pass of one graph is another micro batch.
+            # A second backward pass of the same graph is a new micro batch.
             retained = batch != _NOT_RETAINED and module.session.take_retained(batch)
             parts.append(module._run_backward(dy[rows], part, ids[rows], version,
                                               batch if retained else None))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old names, answered by an error that gives the new name."""
+"""Old names raise an error that gives the new name."""
 
 import functools
 

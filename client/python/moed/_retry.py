@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call waits for a group that cannot answer it now: pauses that grow, until its time is over,
-and what is said meanwhile, to the log and in the error at the end."""
+"""Waits for a group that cannot answer now: growing pauses until the call's time is over, warnings
+in the log meanwhile, and the error at the end."""
 
 import logging
 import random
@@ -13,16 +13,15 @@ from ._channel import open_channel
 from ._proto import admin_pb2
 
 _PAUSE_FIRST, _PAUSE_MAX = 0.01, 1.0
-_SILENCE = 5.0  # seconds of waiting before the first word about it; then twice as long, and so on
-_PROBE = 1.0  # seconds that the coordinator has to say what is the matter
-_PROBE_MIN = 0.05  # it is not asked where less time is left
+_SILENCE = 5.0  # seconds of waiting before the first warning; then twice as long, and so on
+_PROBE = 1.0  # seconds for the coordinator's status call
+_PROBE_MIN = 0.05  # with less time left there is no status call
 
-_log = logging.getLogger("moed")  # without a configuration of its own, warnings go to stderr
+_log = logging.getLogger("moed")  # without a configuration, warnings go to stderr
 
 
 def _ask_coordinator(endpoint, seconds):
-    """What is the matter with the group, in words; "" where that cannot be found out in that
-    time."""
+    """The group's state for a message; "" if `seconds` do not suffice to find it out."""
     seconds = min(seconds, _PROBE)
     if not endpoint or seconds < _PROBE_MIN:
         return ""
@@ -44,13 +43,13 @@ def _ask_coordinator(endpoint, seconds):
 
 
 class RetryPolicy:
-    """The tries of one call, of which all but the last fail with UNAVAILABLE.
+    """The attempts of one call. All but the last fail with UNAVAILABLE.
 
     client    moed.Client
-    what      the call's name, for a person
-    limit     seconds for all of it; None: none, as long as somebody works on the call (a group that
-              cannot be reached for the client's timeout is given up)
-    attempts  tries at most; None: as many as there is time for
+    what      the call's name, for messages
+    limit     seconds for all attempts; None: no limit while a worker executes the call. If no
+              worker answers for the client's timeout, the call fails
+    attempts  limit on their number; None: none
     """
 
     def __init__(self, client, what, limit, attempts=None):
@@ -58,20 +57,21 @@ class RetryPolicy:
         self._begun = self._tried = self._alone = time.monotonic()
         self._say_at = self._begun + _SILENCE
         self._pauses = 0
-        self._missed = None  # the last failure that another try was made after
-        self._heard = ""  # the coordinator's last word
+        self._missed = None  # the last failure that was retried
+        self._coordinator_text = ""  # the coordinator's last text
 
     def left(self):
-        """Seconds for the try that begins now; None: no limit."""
+        """Seconds for the attempt that begins now; None: no limit."""
         self._tried = time.monotonic()
         return None if self._limit is None else max(self._begun + self._limit - self._tried, 0)
 
     def wait_or_raise(self, failure, endpoint, once=False):
-        """Returns when it is time for another try, after one at the worker `endpoint` that ended
-        with this MoeError; where there is to be none (`once`), raises it, with what is known."""
+        """An attempt at the worker `endpoint` has failed with this MoeError. Returns when it is
+        time for the next attempt. If there is none (also with `once`), raises the error with
+        details."""
         now = time.monotonic()
         if now - self._tried > self._client._timeout:
-            self._alone = now  # somebody has worked on it for all that time
+            self._alone = now  # a worker has executed it for all that time
         end = (self._alone + self._client._timeout if self._limit is None
                else self._begun + self._limit)
         half = min(_PAUSE_FIRST * 2**min(self._pauses, 10), _PAUSE_MAX) / 2
@@ -84,29 +84,30 @@ class RetryPolicy:
             waited = now - self._begun
             self._say_at = now + 2 * (self._say_at - self._begun)
             _log.warning(
-                "moed: %s has been waiting for %.0f s, and gives up after another %.0f s: "
+                "moed: %s has been waiting for %.0f s and gives up in %.0f s: "
                 "%s", self._what, waited, end - now, self._why(failure, endpoint,
                                                                end - now - pause))
         self._missed = failure
         time.sleep(max(now + pause - time.monotonic(), 0))
 
     def _why(self, failure, endpoint, seconds):
-        """The worker's word, the coordinator's (the last one, where it has none in that time), and
-        where to look."""
+        """The worker's text, the coordinator's (the last one if it does not answer in that time),
+        and a command that shows more."""
         coordinator = self._client.info.coordinator
-        said = self._heard = _ask_coordinator(coordinator, seconds) or self._heard
-        silent = not failure.reason  # nobody answers at the worker's address
+        text = _ask_coordinator(coordinator, seconds) or self._coordinator_text
+        self._coordinator_text = text
+        silent = not failure.reason  # the worker does not answer
         hint = "`moectl status --endpoint %s`" % (coordinator if silent and coordinator
                                                   else endpoint)
-        return "%s; %s" % (failure.message, "%s; %s shows it" % (said, hint) if said else
-                           "%s may tell more" % hint)
+        return "%s; %s" % (failure.message, "%s; %s shows it" % (text, hint) if text else
+                           "%s may show more" % hint)
 
     def _final(self, failure, endpoint, now):
-        """`failure` as the caller is to see it, within the call's time."""
+        """`failure` with details for the caller."""
         message = failure.message
         left = _PROBE if self._limit is None else self._begun + self._limit - now
         if failure.code == grpc.StatusCode.DEADLINE_EXCEEDED and not failure.reason:
-            message = "%s had no answer within its time (timeout=%g s)" % (
+            message = "%s had no answer within its time limit (timeout=%g s)" % (
                 self._what, self._limit if self._limit is not None else now - self._begun)
             if self._missed is not None:
                 message += "; " + self._why(self._missed, endpoint, left)

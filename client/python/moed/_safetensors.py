@@ -23,11 +23,10 @@ NAMES = {**{dtype: name for name, dtype in DTYPES.items()}, np.dtype(np.uint16):
 
 
 def read_safetensors(path):
-    """All tensors of a safetensors file: a dict of numpy arrays by name.
+    """Reads all tensors of a safetensors file into a dict of numpy arrays by name.
 
-    BF16 tensors come as everywhere in this package: as ml_dtypes.bfloat16, or without that
-    package as uint16 with the bits (`moed.f32` widens both). Raises ValueError for a file that is
-    damaged or holds a number format that numpy lacks.
+    BF16 tensors become ml_dtypes.bfloat16, or without that package uint16 with the bits (`moed.f32`
+    widens both). Raises ValueError if the file is damaged or has a dtype that numpy lacks.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -53,9 +52,10 @@ def read_safetensors(path):
 
 
 def write_safetensors(path, tensors):
-    """Writes a dict of numpy arrays as a safetensors file; uint16 arrays count as BF16 bits."""
+    """Writes a dict of numpy arrays as a safetensors file. Interprets uint16 arrays as BF16
+    bits."""
     header, blobs, at = {}, [], 0
-    # Wide elements first: then each tensor is aligned to the size of its elements.
+    # Wide elements first, so that each tensor is aligned to the size of its elements.
     for name, array in sorted(tensors.items(), key=lambda item: -np.asarray(item[1]).itemsize):
         array = np.asarray(array)
         if array.dtype not in NAMES:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of moe.v1.TrainingService: gradients, optimizer steps, checkpoints.
 
-Every call that changes something has an id, is run at most once under it, and may be asked again: a
-call that fails with UNAVAILABLE is sent again, under its id, until it is answered or its time is
-over; and where the answer is recorded on another worker, that worker is asked.
+Every call that changes something has an id and runs at most once under it. So a call that fails
+with UNAVAILABLE is sent again under its id until it is answered or its time is over. If another
+worker has the recorded answer, that worker is asked.
 """
 
 import itertools
@@ -40,19 +40,19 @@ def _check_name(what, value):
         raise TypeError("%s must be a string, not %r" % (what, value))
     if not _NAME.fullmatch(value):
         raise ValueError(
-            "%s must be 1 to 64 characters of [A-Za-z0-9._-], not beginning with a dot, "
+            "%s must be 1 to 64 characters of [A-Za-z0-9._-], no dot first, "
             "not %r" % (what, value))
     return value
 
 
 _AUX_CONVENTIONS = {
-    "mean": training_pb2.AUX_CONVENTION_UNSPECIFIED,  # the same, and older groups know it
+    "mean": training_pb2.AUX_CONVENTION_UNSPECIFIED,  # 0, which older groups accept too
     "transformers": training_pb2.AUX_CONVENTION_TRANSFORMERS,
 }
 
 
 def check_aux_convention(name):
-    """Its number in a message."""
+    """The number of the convention in a message."""
     if name not in _AUX_CONVENTIONS:
         raise ValueError("aux_convention: %r is neither %s" % (
             name, " nor ".join(map(repr, _AUX_CONVENTIONS))))
@@ -60,42 +60,42 @@ def check_aux_convention(name):
 
 
 class TrainingCalls:
-    """The part of Client that trains.
+    """The training calls of Client.
 
-    What all changes take: `step_id` rises from change to change, in one sequence for all clients of
-    a group (train_state().last_step_id + 1 is free). `session` says whose change it is: a change
-    that was made under the same id and session before is not made again, its answer is told again;
-    an id that another session has used is refused with ID_REUSED. None: this Client's own, a random
-    one; a program that is to know its changes again after a restart names it. `lineage` 0 means
-    any."""
+    Arguments of all changes: `step_id` increases from change to change, in one sequence for all
+    clients of a group (train_state().last_step_id + 1 is free). `session` is the owner of the
+    change. If a change is repeated under the same id and session, it does not run again: the first
+    answer comes again. An id that another session has used is refused with ID_REUSED. None: a
+    random name of this Client; a program that must find its changes after a restart gives a name.
+    `lineage` 0: any."""
 
     @renamed(saved="retained")
     def backward(self, layer, dy, x=None, topk_ids=None, topk_weights=None, *, session,
                  micro_batch_id, retained=False, weights_version=0, lineage=0, input_only=False,
                  return_weight_gradients=False, aux_coeff=0.0, aux_convention="mean",
                  timeout=None):
-        """Gradients of one layer for one micro batch; adds the parameters' gradients to what the
-        next optimizer_step uses.
+        """Gradients of one layer for one micro batch. Adds the parameters' gradients to those of
+        the next optimizer_step.
 
         layer           a Layer, or its index in the model
         dy              [T,H] float32 or bfloat16, gradient of the layer's output; T is at most
                         info.max_tokens_per_step
         x               [T,H], dtype of dy: the layer's input
-        topk_ids        [T,K] integers that the forward pass used (return_routing tells them)
-        topk_weights    [T,K] floats, where the forward pass was given them; None: weights are
-                        computed anew, and the router learns
-        session         1 to 64 characters of [A-Za-z0-9._-]
-        micro_batch_id  at least 1; rises with every backward of the session
+        topk_ids        [T,K] integers that the forward pass used (from return_routing)
+        topk_weights    [T,K] floats that the forward pass was given; None: the server computes the
+                        weights again, and the router learns
+        session         1 to 64 characters of [A-Za-z0-9._-], no dot first
+        micro_batch_id  at least 1; increases with every backward of the session
         retained        a forward pass was retained under this session and id: x is sent only if the
-                        worker no longer has it (without x: RETAINED_PASS_GONE)
-        weights_version that the forward pass used; 0: any (not with `retained` and x)
-        input_only      only dx and the routing weights' gradients; parameters' stay as they are
-        aux_coeff       coefficient of the load-balance loss of this layer and pass; as "mean" it is
-                        K times transformers' router_aux_loss_coef for the same loss
+                        worker has dropped it (without x: RETAINED_PASS_GONE)
+        weights_version of the forward pass; 0: any (not with `retained` and x)
+        input_only      only dx and the routing weights' gradients; those of the parameters stay
+        aux_coeff       coefficient of the load-balance loss of this layer and pass. With "mean" it
+                        is K times transformers' router_aux_loss_coef for the same loss
         aux_convention  "mean": the loss is E / (K T^2) times the sum over experts of choices times
-                        scores, 1 when all experts are chosen alike. "transformers": E / T^2, that
-                        of load_balancing_loss_func, with its coefficient as it is (it pools all
-                        layers before the product; here each layer has its own loss)
+                        scores: 1 if all experts are chosen equally often. "transformers": E / T^2,
+                        as load_balancing_loss_func, so its coefficient fits unchanged (it pools all
+                        layers before the product; here each layer has a separate loss)
 
         Returns Gradients. Raises MoeError, and ValueError or TypeError for arguments that cannot be
         sent.
@@ -114,7 +114,7 @@ class TrainingCalls:
             raise ValueError("routing is given without x")
         if retained and x is not None and weights_version == 0:
             raise ValueError(
-                "the weights_version of the retained pass is needed, in case it is gone")
+                "with retained and x, give the weights_version of the retained pass")
         dy = self._fill_gradient(request, layer, dy)
         if retained:
             self._check_message(request)
@@ -136,10 +136,9 @@ class TrainingCalls:
                        weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8, momentum=0.0,
                        max_grad_norm=0.0, grad_scale=1.0, balance_rate=0.0, expected_backwards=0,
                        timeout=None):
-        """Moves all parameters that are not frozen, on all workers at once, and forgets the
-        gradients. All values mean what they say: betas may be 0, eps and grad_scale must not be; of
-        max_grad_norm and balance_rate 0 is never, of expected_backwards any number. Returns
-        StepResult."""
+        """Moves all parameters that are not frozen, on all workers at once, and clears the
+        gradients. betas may be 0; eps and grad_scale must not be 0. max_grad_norm or balance_rate
+        0: never; expected_backwards 0: any number. Returns StepResult."""
         if optimizer not in _OPTIMIZERS:
             raise ValueError("optimizer must be None, 'adamw' or 'sgd', not %r" % (optimizer,))
         if momentum != 0 and optimizer == "adamw":
@@ -154,7 +153,7 @@ class TrainingCalls:
                           answer.grad_norm, answer.backwards, answer.steps, answer.repeated)
 
     def zero_grad(self, *, step_id, session=None, lineage=0, timeout=None):
-        """Forgets all gradients since the last step; returns how many backward calls' they were."""
+        """Clears all gradients since the last step. Returns the number of their backward calls."""
         return self._train("ZeroGrad", training_pb2.ZeroGradRequest(
             **self._change(step_id, session, lineage)),
             self._retry_policy("ZeroGrad", timeout)).backwards
@@ -169,7 +168,7 @@ class TrainingCalls:
             self._retry_policy("SetFrozen", timeout))
 
     def train_state(self, timeout=None):
-        """TrainState. Raises MoeError with UNIMPLEMENTED where the group does not train."""
+        """TrainState. Raises MoeError with UNIMPLEMENTED if the group does not train."""
         answer = self._train("GetTrainState", training_pb2.GetTrainStateRequest(),
                              self._retry_policy("GetTrainState", timeout))
         return TrainState(
@@ -183,10 +182,10 @@ class TrainingCalls:
 
     def save_checkpoint(self, name, *, step_id, session=None, lineage=0, keep=0, timeout=None):
         """Writes weights and optimizer state into directory `name` of the workers' training root,
-        while forward passes and training go on; afterwards only the `keep` newest stay of those
-        that this group saved (0: all; other trainings', and what was loaded, are never removed).
-        Called off when `timeout` is over; without one it may take as long as it takes, and a group
-        that cannot be reached for the client's timeout is given up. Returns Checkpoint."""
+        while forward passes and training go on. Then removes all but the `keep` newest checkpoints
+        that this group saved (0: none). Never removes a checkpoint of another training or one that
+        was loaded. After `timeout` seconds the Save is cancelled; None: no limit, but if no worker
+        answers for the client's timeout, the call fails. Returns Checkpoint."""
         answer = self._train("SaveCheckpoint", training_pb2.SaveCheckpointRequest(
             **self._change(step_id, session, lineage),
             name=_check_name("name", name), keep=keep),
@@ -195,7 +194,7 @@ class TrainingCalls:
                           tuple(answer.removed), answer.steps)
 
     def load_checkpoint(self, name, *, step_id, session=None, lineage=0, timeout=None):
-        """Takes weights and optimizer state from such a directory; `timeout` is as in
+        """Loads weights and optimizer state from checkpoint `name`. `timeout` as in
         save_checkpoint. Returns Checkpoint."""
         answer = self._train(
             "LoadCheckpoint",
@@ -213,8 +212,8 @@ class TrainingCalls:
                        lineage=0,
                        merge=False,
                        timeout=None):
-        """Writes the adapters for PEFT into directory `name`; or, with `merge` and no name, merges
-        them into the weights and begins new ones; `timeout` is as in save_checkpoint. Returns
+        """Writes the adapters for PEFT into directory `name`. With `merge` and no name, merges them
+        into the weights and starts new ones. `timeout` as in save_checkpoint. Returns
         Checkpoint."""
         answer = self._train("ExportAdapter", training_pb2.ExportAdapterRequest(
             **self._change(step_id, session, lineage),
@@ -223,9 +222,8 @@ class TrainingCalls:
         return Checkpoint(0, answer.bytes, 0, answer.repeated)
 
     def list_checkpoints(self, limit=0, timeout=None):
-        """What lies in the workers' training root: a list of CheckpointInfo, checkpoints first, the
-        newest before the others; at most `limit` of them (0: 1000, and never more). Works where the
-        group does not serve, too."""
+        """A list of CheckpointInfo for the workers' training root: checkpoints first, newest first.
+        At most `limit` entries, 1000 at most; 0: 1000. The group need not serve."""
         answer = self._train("ListCheckpoints", training_pb2.ListCheckpointsRequest(limit=limit),
                              self._retry_policy("ListCheckpoints", timeout))
         names = {number: name for name, number in _OPTIMIZERS.items()}
@@ -236,22 +234,21 @@ class TrainingCalls:
             c.lora_alpha, tuple(c.lora_targets)) for c in answer.checkpoints]
 
     def recover_training(self, name="", *, as_loaded=False, timeout=None):
-        """Says where a group goes that cannot go back to its last checkpoint (TrainState.problem
-        tells) and therefore does not form: to checkpoint `name`, or with `as_loaded` to the model
-        as it was loaded. What was learnt since is lost. The group tries at once, under a new
-        lineage; train_state().problem is empty when it has gone there. Refused with
-        FAILED_PRECONDITION where the group serves (load_checkpoint is for that), and with NOT_FOUND
-        where there is no such checkpoint."""
+        """For a group that does not form because it cannot go back to its last checkpoint
+        (TrainState.problem): chooses checkpoint `name`, or with `as_loaded` the model as loaded.
+        Later steps are lost. The group tries at once, under a new lineage; when it has succeeded,
+        train_state().problem is empty. Errors: FAILED_PRECONDITION if the group serves (use
+        load_checkpoint), NOT_FOUND if there is no such checkpoint."""
         if bool(name) == bool(as_loaded):
             raise ValueError("either the name of a checkpoint, or as_loaded=True")
         self._train("RecoverTraining", training_pb2.RecoverTrainingRequest(
             name="" if as_loaded else _check_name("name", name), as_loaded=as_loaded),
             self._retry_policy("RecoverTraining", timeout))
 
-    # ------------------------------------------------------------------ how it is done
+    # ------------------------------------------------------------------ implementation
 
     def _change(self, step_id, session, lineage):
-        """The fields that all changes have."""
+        """The common fields of all changes."""
         if session is None:
             session = self.__dict__.setdefault("_change_session", "python-" + uuid.uuid4().hex)
         return {"step_id": _check_id("step_id", step_id), "lineage": lineage,
@@ -270,7 +267,7 @@ class TrainingCalls:
         if 0 < limit < dy.shape[0]:
             raise _errors.MoeError(
                 grpc.StatusCode.INVALID_ARGUMENT, "TOKEN_LIMIT",
-                "%d tokens; the server takes at most %d in a Backward" % (dy.shape[0], limit))
+                "%d tokens; the server accepts at most %d in a Backward" % (dy.shape[0], limit))
         request.dtype, dy = to_wire(dy, "dy")
         request.tokens, request.hidden = dy.shape
         request.dy = dy.tobytes()
@@ -309,7 +306,7 @@ class TrainingCalls:
             answer.used_retained, _wire.stages(answer), answer.used_activations)
 
     def _train(self, name, request, retry, home=False, once=False):
-        """The answer. home: only the first worker has what the call needs. once: no second try."""
+        """The answer. home: only the first worker can execute the call. once: no retry."""
         answer_type = getattr(training_pb2, name + "Response")
         for attempt in itertools.count():
             if self._is_closed:
@@ -322,7 +319,7 @@ class TrainingCalls:
             retry.wait_or_raise(failure, worker.endpoint, once)
 
     def _does_not_train(self, failure):
-        """The server's word for a service that it does not offer says little to a person."""
+        """Replaces gRPC's text for a service that the server does not have."""
         if failure.code != grpc.StatusCode.UNIMPLEMENTED or "training" in self._info.extensions:
             return failure
         return _errors.MoeError(failure.code, failure.reason, "this group does not train: its "
@@ -350,7 +347,7 @@ class TrainingCalls:
         except grpc.RpcError as error:
             failure = _errors.from_dropped_call(error, worker.endpoint)
             raise self._does_not_train(failure) from None
-        except ValueError:  # gRPC's word for a channel that has been closed
+        except ValueError:  # gRPC raises it for a closed channel
             if not self._is_closed:
                 raise
             raise _errors.closed("client") from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and answers of Forward: from numpy arrays to messages and back."""
+"""Requests and answers of Forward: conversion between numpy arrays and messages."""
 
 import numpy as np
 
@@ -56,7 +56,7 @@ def array(data, dtype, shape, name):
 
 
 def read_y(answer, x):
-    """y [T,H] with the dtype of x, in memory of its own that may be written to."""
+    """y [T,H] with the dtype of x, in separate writable memory."""
     if (answer.tokens, answer.hidden) != x.shape:
         raise ValueError("broken answer from the server: y has another shape than x")
     return array(answer.y_data, x.dtype, x.shape, "y")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remote MoE layers inside a PyTorch model. Imported by itself, for it needs torch:
+"""Remote MoE layers inside a PyTorch model. Import it separately; it needs torch:
 
     import moed, moed.torch
 
@@ -12,9 +12,9 @@
         remote.step()
         local.step(); local.zero_grad()
 
-The layer's parameters, their gradients and the optimizer's state live on the workers; torch sees a
-function of x. A layer in a local module is used as any other: tensors are float32 or bfloat16, on
-any device (they travel through the host), of any shape [..., H].
+The layer's parameters, their gradients and the optimizer's state are on the workers; torch sees a
+function of x. A remote layer in a local module works as any other. Tensors are float32 or bfloat16,
+on any device (moed copies them through the host), of any shape [..., H].
 """
 
 import collections
@@ -30,22 +30,22 @@ from ._errors import MoeError
 from ._renamed import renamed
 from ._training import check_aux_convention
 
-_IDS_TRIED = 16  # by one change, where others make changes too
-_MESSAGE_SLACK = 8192  # bytes of a message for everything that is not a tensor
-# Passes of compiled graphs that wait for their backward pass; older ones send x anew.
+_IDS_TRIED = 16  # by one change, if other trainers take the ids
+_MESSAGE_SLACK = 8192  # bytes of a message that are not tensors
+# Retained passes of compiled graphs; for older ones backward sends x.
 _RETAINED = 65536
 
 __all__ = ["RemoteMoE", "RemoteOptimizer", "Session"]
 
 
 def _to_numpy(tensor):
-    """Contiguous rows on the host; bfloat16 as its bits."""
+    """Contiguous array on the host; bfloat16 as uint16 bits."""
     tensor = tensor.detach().to("cpu").contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)
     if tensor.dtype == torch.float32:
         return tensor.numpy()
-    raise TypeError("a remote layer takes float32 or bfloat16, not %s" % tensor.dtype)
+    raise TypeError("a remote layer accepts float32 or bfloat16, not %s" % tensor.dtype)
 
 
 def _to_torch(array, like):
@@ -56,8 +56,8 @@ def _to_torch(array, like):
 
 
 def _with_advice(error):
-    """The error itself; of STATE_LOST it says what to do here."""
-    advice = " (session.refresh() takes up the group's present state)"
+    """The error; the text of STATE_LOST gets the remedy."""
+    advice = " (session.refresh() adopts the group's present state)"
     if getattr(error, "reason", "") == "STATE_LOST" and not error.message.endswith(advice):
         error.message += advice
         error.args = (error.args[0] + advice,)
@@ -65,14 +65,14 @@ def _with_advice(error):
 
 
 class Session:
-    """What the layers of one model share as they train: the name that the group knows them by, the
-    numbers of micro batches and changes, and the lineage that all calls are part of. Layers that
-    are not given one share the client's. Passes may be in several threads; changes in one.
+    """The common state of a model's layers in training: the session's name, the ids of micro
+    batches and changes, and the lineage. Layers without an explicit session share the client's.
+    Several threads may run passes; only one may make changes.
 
-    client   moed.Client
-    name     1 to 64 characters of [A-Za-z0-9._-], and no other trainer's; None: a random one
-    lineage  of the weights, as of the beginning or the last `refresh`
-    optimizer  "adamw" or "sgd": the workers'
+    client     moed.Client
+    name       1 to 64 characters of [A-Za-z0-9._-], unique among trainers; None: a random name
+    lineage    attribute: lineage of the weights, as of creation or the last `refresh`
+    optimizer  attribute: the workers' optimizer, "adamw" or "sgd"
     """
 
     def __init__(self, client, name=None):
@@ -81,27 +81,26 @@ class Session:
         self._lock = threading.Lock()
         self._batch = 0
         self._retained = collections.OrderedDict()  # micro batches of compiled graphs
-        self._asked = None  # what was asked under the next id, and has not been answered
-        self.backwards = 0  # our own since the last step, which the next one should find
-        self.unsure = False  # there may be gradients that `backwards` does not count
+        self._asked = None  # the change sent under the next id, without an answer so far
+        self.backwards = 0  # of this session since the last step; the next step expects so many
+        self.unsure = False  # the group may have gradients that `backwards` does not count
         self.lineage = None
         self.refresh()
 
     @classmethod
     def of(cls, client):
-        """The client's own session, made at the first call."""
+        """The client's session. The first call creates it."""
         if not hasattr(client, "_torch_session"):
             client._torch_session = cls(client)
         return client._torch_session
 
     def refresh(self):
-        """Takes up the group's present state, after a checkpoint was loaded or STATE_LOST was told.
-        Gradients that the group holds and that are not of this session's own backward calls stay
-        where they are: a step that should use its own alone is refused until `zero_grad`. Returns
-        moed.TrainState."""
+        """Adopts the group's present state. Call it after a checkpoint was loaded or a call failed
+        with STATE_LOST. Other sessions' gradients stay in the group; until `zero_grad` a step with
+        `alone` is refused. Returns moed.TrainState."""
         state = self.client.train_state()
         if state.lineage != self.lineage or state.backwards < self.backwards:
-            self.backwards = 0  # they have gone
+            self.backwards = 0  # their gradients are lost
         self.lineage, self.optimizer = state.lineage, state.optimizer
         self._step_id = state.last_step_id + 1
         self._asked = None
@@ -109,20 +108,20 @@ class Session:
         return state
 
     def next_batch(self):
-        """A number that no micro batch of this session had."""
+        """An unused micro batch id of this session."""
         with self._lock:
             self._batch += 1
             return self._batch
 
     def add_retained(self, batch):
-        """A compiled graph has run a forward pass that the workers retain."""
+        """Records a forward pass of a compiled graph that the workers retain."""
         with self._lock:
             self._retained[batch] = None
             if len(self._retained) > _RETAINED:
                 self._retained.popitem(last=False)
 
     def take_retained(self, batch):
-        """Whether that pass may be used: once, for its first backward pass."""
+        """True once per recorded pass: for its first backward pass."""
         with self._lock:
             return self._retained.pop(batch, self) is None
 
@@ -132,25 +131,25 @@ class Session:
 
     def change(self, call, *arguments, **options):
         """Makes a change of the group (`call` is client.optimizer_step, client.save_checkpoint and
-        so on) under the next id and the session's name. After a failure the same change is asked
-        again under the same id, so that it is made once; an id that another session has used is
-        passed over."""
+        so on) under the next id and the session's name. After a failure, repeat the same change: it
+        is sent under the same id, so it runs at most once. Skips ids that another session has
+        used."""
         asked = (call.__name__, arguments, sorted(options.items()))
         if self._asked not in (None, asked):
-            self._step_id += 1  # another change: the id of the one before stays that one's
+            self._step_id += 1  # a different change must not reuse the id
         for attempt in range(_IDS_TRIED):
             again = self._asked == asked
             try:
                 answer = call(*arguments, step_id=self._step_id, session=self.name,
                               lineage=self.lineage, **options)
             except MoeError as error:
-                # A reused id is another session's, for our own change would have been recognised.
+                # Another session has used the id; our change would have been recognised.
                 if attempt < _IDS_TRIED - 1 and (error.reason == "ID_REUSED" or (
                         error.reason == "ID_TOO_OLD" and not again)):
                     self._step_id = max(self._step_id, self.client.train_state().last_step_id) + 1
                     continue
                 if error.code.name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-                    self._asked = asked  # it may have been made
+                    self._asked = asked  # the change may have run
                 raise _with_advice(error)
             self._step_id += 1
             self._asked = None
@@ -158,8 +157,8 @@ class Session:
 
 
 class _Pass(torch.autograd.Function):
-    """One pass of at most max_tokens_per_step rows. `anchor` has no value: it asks for a gradient,
-    so that backward is called where x does not."""
+    """One pass of at most max_tokens_per_step rows. `anchor` is a dummy that requires a gradient,
+    so that backward is called even if x requires none."""
 
     @staticmethod
     def forward(ctx, x, anchor, module):
@@ -172,47 +171,46 @@ class _Pass(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         x, ids = ctx.saved_tensors
-        batch, ctx.batch = ctx.batch, None  # a second backward pass is another micro batch
+        batch, ctx.batch = ctx.batch, None  # a second backward pass is a new micro batch
         return ctx.module._run_backward(dy, x, ids, ctx.version, batch), None, None
 
 
 class RemoteMoE(torch.nn.Module):
     """One MoE layer of the served model: y = f(x), routed plus shared experts, without the
-    residual. It has no parameters of its own; they are the workers', and RemoteOptimizer moves
-    them.
+    residual. It has no local parameters; RemoteOptimizer moves those on the workers.
 
     layer              a moed.Layer, or its index in the model
     client             moed.Client
     session            Session; None: the client's
-    retain             the worker retains x until backward, so that x travels once; from 256 tokens
+    retain             True: the worker retains x until backward, so x is sent once; from 256 tokens
                        on all workers retain gate and up too. If the worker has dropped x, backward
-                       sends it again. False: nothing is retained, and x is sent twice.
-    input_only         backward gives the gradient of x only: the layer does not learn
-    aux_coeff          coefficient of the load-balance loss, whose gradient is added on the workers;
-                       as "mean" it is K times transformers' router_aux_loss_coef for the same loss
-    aux_convention     "mean", or "transformers" for transformers' own coefficient (Client.backward)
+                       sends it again. False: x is sent twice
+    input_only         True: backward computes the gradient of x only; the layer does not learn
+    aux_coeff          coefficient of the load-balance loss; the workers add its gradient. With
+                       "mean" it is K times transformers' router_aux_loss_coef for the same loss
+    aux_convention     "mean", or "transformers" for that of transformers (Client.backward)
     aux_loss           attribute: that loss times its coefficient, of the last backward
 
-    state_dict() has nothing of it, and it cannot be copied or pickled: a checkpoint of the group is
-    its other half (client/README.md, "A training that can be resumed").
+    state_dict() contains nothing of it, and it cannot be copied or pickled. A checkpoint of the
+    group has its parameters (client/README.md, "A training that can be resumed").
 
-    Under torch.compile a layer is one operator, without a break in the graph (torch 2.4 and later).
-    There the attributes above hold as of the call, and passes, gradients and errors are the same.
+    Under torch.compile a layer is one operator and breaks no graph (torch 2.4 or later). The
+    attributes above then have the values of the moment of the call. Results, gradients and errors
+    are the same.
 
-    Rows beyond info.max_tokens_per_step, or whose backward pass would not fit
-    info.max_message_bytes, go in further passes, all about as long; the load-balance loss is over
-    one. Without a gradient to compute (torch.no_grad) it is a plain forward pass, which a group
-    that does not train serves too. A pass waits for a group that lacks a worker until the client's
-    timeout is over. Weights that another trainer moves between forward and backward make backward
-    fail with VERSION_MISMATCH.
+    If x has more rows than info.max_tokens_per_step, or x and dy exceed info.max_message_bytes, the
+    rows go in several passes of nearly equal length; each has a separate load-balance loss. Under
+    torch.no_grad it is a plain forward pass, which a group that does not train serves too. A pass
+    waits for a group that lacks a worker until the client's timeout is over. If another trainer
+    moves the weights between forward and backward, backward fails with VERSION_MISMATCH.
     """
 
     def __reduce_ex__(self, protocol):
-        """copy.deepcopy, pickle and torch.save come here."""
+        """copy.deepcopy, pickle and torch.save call this."""
         raise TypeError(
             "a RemoteMoE cannot be copied or pickled: its parameters are on the workers. "
-            "Save those by session.change(client.save_checkpoint, NAME), and the rest of "
-            "the model by its state_dict(), which has nothing of this layer")
+            "Save those with session.change(client.save_checkpoint, NAME), and the rest of "
+            "the model with its state_dict(), which contains nothing of this layer")
 
     @renamed(save_for_backward="retain")
     def __init__(self, layer, client, session=None, retain=False, input_only=False,
@@ -220,7 +218,7 @@ class RemoteMoE(torch.nn.Module):
         super().__init__()
         check_aux_convention(aux_convention)
         if session is not None and session.client is not client:
-            raise ValueError("the session is another client's")
+            raise ValueError("the session belongs to another client")
         self.client = client
         self.layer = client.find_layer(layer)
         self._session = session
@@ -238,7 +236,7 @@ class RemoteMoE(torch.nn.Module):
         if not isinstance(x, torch.Tensor):
             raise TypeError("x must be a tensor, not %s" % type(x).__name__)
         if x.dtype not in (torch.float32, torch.bfloat16):
-            raise TypeError("a remote layer takes float32 or bfloat16, not %s" % x.dtype)
+            raise TypeError("a remote layer accepts float32 or bfloat16, not %s" % x.dtype)
         if x.dim() == 0 or x.shape[-1] != self.layer.hidden:
             raise ValueError("x has shape %s; its last dimension must be %d"
                              % (tuple(x.shape), self.layer.hidden))
@@ -264,8 +262,8 @@ class RemoteMoE(torch.nn.Module):
         return _to_torch(self.client.forward(self.layer, _to_numpy(x), patient=True), x)
 
     def _run_forward(self, x):
-        """(y, topk_ids, weights version, micro batch or None where the workers do not retain it) of
-        one pass that may have a backward pass."""
+        """One pass that may have a backward pass: (y, topk_ids, weights version, micro batch id or
+        None if the worker does not retain it)."""
         session, retain = self.session, None
         if self.retain:
             retain = (session.name, session.next_batch())
@@ -278,7 +276,7 @@ class RemoteMoE(torch.nn.Module):
                 retain[1] if retain and answer.retained else None)
 
     def _run_backward(self, dy, x, ids, version, batch):
-        """dx of a pass; `batch` None: x is sent anew."""
+        """dx of a pass. `batch` None: sends x."""
         session = self.session
         try:
             gradients = session.client.backward(
@@ -296,8 +294,8 @@ class RemoteMoE(torch.nn.Module):
         return _to_torch(gradients.dx, x)
 
     def _split(self, rows, gradients):
-        """Rows in equal parts, of which each fits the server's limits; with `gradients` its
-        backward pass, with x and dy in one message, does too."""
+        """Splits rows into nearly equal parts within the server's limits; with `gradients` also
+        within those of the backward pass, which has x and dy in one message."""
         info, layer = self.client.info, self.layer
         limit = (info.max_tokens_per_step
                  if gradients else info.max_tokens_per_request) or len(rows)
@@ -308,7 +306,7 @@ class RemoteMoE(torch.nn.Module):
 
     @property
     def session(self):
-        """The Session; of a group that does not train, MoeError with UNIMPLEMENTED."""
+        """The Session. Raises MoeError with UNIMPLEMENTED if the group does not train."""
         if self._session is None:
             self._session = Session.of(self.client)
         return self._session
@@ -319,8 +317,8 @@ class RemoteMoE(torch.nn.Module):
         except MoeError as error:
             if error.code != grpc.StatusCode.UNIMPLEMENTED:
                 raise
-            raise MoeError(error.code, error.reason, error.message + ". A pass without gradients "
-                           "(under torch.no_grad()) needs no training") from None
+            raise MoeError(error.code, error.reason, error.message +
+                           ". A pass under torch.no_grad() needs no training") from None
 
     def extra_repr(self):
         return "layer=%d, hidden=%d, experts=%d, top_k=%d" % (
@@ -328,23 +326,23 @@ class RemoteMoE(torch.nn.Module):
 
 
 class RemoteOptimizer(torch.optim.Optimizer):
-    """Moves the parameters of remote layers, by the optimizer that the workers were started with. A
-    torch optimizer in use: `step`, `zero_grad`, and param_groups[0] that schedulers write to.
+    """Moves the parameters of remote layers with the workers' optimizer. Use it as a torch
+    optimizer: `step`, `zero_grad`, and param_groups[0] for schedulers.
 
     modules        RemoteMoE layers, all of one session
     lr, weight_decay, betas, eps, momentum
-                   as torch.optim.AdamW has them, or SGD with momentum (weight decay is decoupled)
+                   as in torch.optim.AdamW, or SGD with momentum (weight decay is decoupled)
     max_grad_norm  clips by the norm over all remote parameters; 0: never
     balance_rate   loss-free balancing: moves selection biases by this much; 0: never
-    alone          this is the group's only trainer: a step fails with GRADIENTS_MISSING when it
-                   would not use exactly the gradients of its own backward calls, and, before it
-                   asks the group, when there was no backward call (torch's optimizers would do
-                   nothing). False: a step uses whatever gradients the group holds, from all
-                   trainers.
+    alone          True: this is the group's only trainer. A step fails with GRADIENTS_MISSING
+                   unless the group has exactly the gradients of this session's backward calls.
+                   Without a backward call it fails before it sends anything (torch's optimizers
+                   would do nothing). False: a step uses all gradients in the group, from all
+                   trainers
     last           attribute: moed.StepResult of the last step
 
-    A step that failed is asked again by the next call of `step`, under the same id. After a
-    backward that failed: `zero_grad`, and the whole step again.
+    After a failed step, call `step` again: it repeats the change under the same id. After a failed
+    backward, call `zero_grad` and repeat the whole step.
     """
 
     def __init__(self, modules, lr, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8, momentum=0.0,
@@ -352,8 +350,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         modules = list(modules)
         for module in modules:
             if not isinstance(module, RemoteMoE):
-                raise TypeError("RemoteOptimizer moves RemoteMoE layers, not %s; torch's own "
-                                "optimizers move the rest" % type(module).__name__)
+                raise TypeError("RemoteOptimizer moves RemoteMoE layers, not %s; use torch's "
+                                "optimizers for other modules" % type(module).__name__)
         if not lr >= 0:
             raise ValueError("lr must not be below 0: %r" % (lr,))
         if not all(0 <= beta < 1 for beta in betas) or len(betas) != 2:
@@ -369,13 +367,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 raise ValueError("%s must be a number from 0%s: %r" % (
                     name, " to below 1" if most == 1 else "", value))
         if len({id(module.session) for module in modules}) != 1:
-            raise ValueError("RemoteOptimizer wants RemoteMoE layers of one session")
+            raise ValueError("RemoteOptimizer needs RemoteMoE layers of one session")
         self.session = modules[0].session
         if momentum != 0 and self.session.optimizer == "adamw":
-            raise ValueError("the workers' optimizer is adamw, which has betas: momentum is SGD's")
+            raise ValueError("the workers' optimizer is adamw: it has betas, not momentum")
         if self.session.optimizer == "sgd" and (tuple(betas) != (0.9, 0.999) or eps != 1e-8):
-            raise ValueError("the workers' optimizer is sgd, which has momentum: betas and eps are "
-                             "AdamW's")
+            raise ValueError("the workers' optimizer is sgd: it has momentum, not betas and eps")
         self.alone = alone
         self.last = None
         super().__init__([module._anchor for module in modules], dict(
@@ -383,24 +380,24 @@ class RemoteOptimizer(torch.optim.Optimizer):
             max_grad_norm=max_grad_norm, balance_rate=balance_rate))
 
     def add_param_group(self, param_group):
-        if self.param_groups:  # the first is this object's own
-            raise ValueError("the group's workers have one setting for all of their parameters: a "
-                             "RemoteOptimizer has one param group")
+        if self.param_groups:  # super().__init__ adds the first
+            raise ValueError("a RemoteOptimizer has one param group, because the workers have one "
+                             "setting for all parameters")
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale=1.0):
-        """grad_scale multiplies all gradients first: 1 / n after n micro batches, for example."""
+        """grad_scale multiplies all gradients first, for example 1 / n after n micro batches."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.alone and self.session.backwards == 0:  # asked for 0, the group takes any number
+        if self.alone and self.session.backwards == 0:  # expected_backwards=0 would mean any number
             raise MoeError(grpc.StatusCode.FAILED_PRECONDITION, "GRADIENTS_MISSING",
-                           "no backward call of this session since its last step: there is nothing "
-                           "to step with (nothing was sent)")
+                           "this session made no backward call since its last step; no step was "
+                           "sent")
         if grad_scale == 0:
-            raise ValueError("grad_scale must not be 0: zero_grad forgets gradients")
+            raise ValueError("grad_scale must not be 0; zero_grad clears gradients")
         group = self.param_groups[0]
         self.last = self.session.change(
             self.session.client.optimizer_step, float(group["lr"]),
@@ -412,7 +409,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none=True):
-        """Forgets the gradients on the workers; asks nobody where there are none."""
+        """Clears the gradients on the workers. Makes no call if there are none."""
         session = self.session
         if session.backwards != 0 or session.unsure or not self.alone:
             session.change(session.client.zero_grad)
