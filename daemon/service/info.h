@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the services tell of the worker, and what requests are checked against. */
+/* Figures of the worker that services report and check requests against. */
 #ifndef MOE_SERVICE_INFO_H
 #define MOE_SERVICE_INFO_H
 
@@ -8,10 +8,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* What does not change while the worker runs. Strings and specs are borrowed and outlive the
- * service. */
+/* Constant while the worker runs. Strings and specs are borrowed and outlive the service. */
 struct moe_service_info {
-    const char *model, *family;                 /* as moe_model_name and moe_model_family say */
+    const char *model, *family;                 /* see moe_model_name, moe_model_family */
     const char *backend;                        /* "cpu", "cuda" */
     const struct moe_layer_spec *const *layers; /* ascending by layer */
     size_t layer_count;

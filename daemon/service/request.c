@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Parsing, checking and answering; see service/request.h. The parts of a message go straight from
- * the transport's slices into staging memory; the head goes through protobuf-c in a fixed arena.
- * Nothing that a client says is used as a size before it has been compared with what the layer
- * wants. */
+ * the transport's slices into staging memory; the head goes through protobuf-c in a fixed arena. No
+ * number of a client is used as a size before it has been compared with the layer's. */
 #include "service/request.h"
 
 #include "base/clock.h"
@@ -19,7 +18,7 @@ static const uint32_t part_fields[] = {FIELD_IDS, FIELD_WEIGHTS, FIELD_TOKEN_IDS
 
 /* ------------------------------------------------------------------------ splitting */
 
-/* A message on its way in. */
+/* A message while it is parsed. */
 struct parse {
     const struct moe_request_context *context;
     struct moe_request *request;
@@ -67,7 +66,7 @@ static struct moe_status check_shape(struct parse *p, const Head *h)
     w->tokens = h->tokens;
     MOE_TRY(moe_request_check_rows(spec, h->hidden, h->tokens));
     if (h->tokens > p->context->info->max_tokens_per_request)
-        return invalid(TOKEN_LIMIT, "%u tokens; a request may have %u", h->tokens,
+        return invalid(TOKEN_LIMIT, "%u tokens; a request may have at most %u", h->tokens,
                        p->context->info->max_tokens_per_request);
     return has_reference(h) ? moe_ok()
                             : moe_request_check_tensor("x", p->x_bytes, spec, h->tokens, w->dtype);
@@ -87,12 +86,13 @@ static struct moe_status check_mode(struct parse *p, const Head *h)
     }
     if ((p->ids_bytes != 0) != (w->mode != MOE_ROUTE_SERVER))
         return invalid(ROUTING_INVALID, w->mode == MOE_ROUTE_SERVER
-                                            ? "topk_ids are given, and the server is to route"
+                                            ? "topk_ids are given, but the routing mode is SERVER"
                                             : "topk_ids are missing");
     if ((p->weights_bytes != 0) != (w->mode == MOE_ROUTE_IDS_WEIGHTS))
-        return invalid(ROUTING_INVALID, w->mode == MOE_ROUTE_IDS_WEIGHTS
-                                            ? "topk_weights are missing"
-                                            : "topk_weights are given, and the server is to weigh");
+        return invalid(ROUTING_INVALID,
+                       w->mode == MOE_ROUTE_IDS_WEIGHTS
+                           ? "topk_weights are missing"
+                           : "topk_weights are given, but the routing mode has none");
     return moe_ok();
 }
 
@@ -108,18 +108,18 @@ static struct moe_status check_routing(struct parse *p, const Head *h)
                                           p->weights_bytes));
     if (has_reference(h))
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
-                         "x by reference is not offered here");
+                         "x by reference is not supported");
     return moe_ok();
 }
 
-static struct moe_status check_save(struct parse *p, const Head *h)
+static struct moe_status check_retain(struct parse *p, const Head *h)
 {
     const struct moe_request_context *c = p->context;
     if (h->retain == NULL)
         return moe_ok();
     if (c->training == NULL)
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
-                         "this worker was started without training");
+                         "this worker has no training; start it with --training");
     MOE_TRY(moe_request_check_pass(h->retain->session, h->retain->micro_batch_id));
     if (h->tokens > c->info->max_tokens_per_step)
         return invalid(TOKEN_LIMIT, "%u tokens; one Backward has at most %u", h->tokens,
@@ -134,11 +134,11 @@ static struct moe_status check_state(struct parse *p, const Head *h)
     const struct moe_request_context *c = p->context;
     if (h->epoch != 0 && c->epoch != 0 && h->epoch != c->epoch)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH,
-                         "epoch %llu was asked for; the epoch is %llu",
+                         "the request wants epoch %llu; the epoch is %llu",
                          (unsigned long long)h->epoch, (unsigned long long)c->epoch);
     if (h->weights_version != 0 && h->weights_version != c->weights_version)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                         "weights version %llu was asked for; it is %llu",
+                         "the request wants weights version %llu; it is %llu",
                          (unsigned long long)h->weights_version,
                          (unsigned long long)c->weights_version);
     return moe_request_check_worker(c->draining, c->epoch);
@@ -172,8 +172,8 @@ static struct moe_status lay_out(const struct parse *p, const Head *h, struct la
     return append_part(&l->end, widened, &l->ids_in) ? moe_ok() : invalid(TOO_LARGE, "too large");
 }
 
-/* Room for x and the routing, and x itself. Where there is none the pass is served all the same,
- * and its answer does not say `retained`. */
+/* Takes memory for x and the routing, and copies x. Without room the pass is served all the same,
+ * and `retained` of its answer stays false. */
 static void reserve_pass(struct parse *p, const Head *h)
 {
     struct moe_request *r = p->request;
@@ -189,7 +189,7 @@ static void reserve_pass(struct parse *p, const Head *h)
         r->pass = NULL;
         return;
     }
-    const struct moe_saved_pass head = {
+    const struct moe_retained_pass head = {
         .layer = h->layer,
         .tokens = h->tokens,
         .top_k = r->spec->router.top_k,
@@ -207,13 +207,13 @@ static void reserve_pass(struct parse *p, const Head *h)
     r->work.retain_id = r->retain_id;
 }
 
-/* The engine's thread: the pass is complete, and can be found. */
-static void keep_pass(struct moe_request *r)
+/* The engine's thread: completes the record and lists it. */
+static void store_pass(struct moe_request *r)
 {
     const struct moe_work *w = &r->work;
     size_t pairs = w->tokens * (size_t)r->spec->router.top_k * sizeof(int32_t);
     struct moe_train_state state;
-    struct moe_saved_pass head;
+    struct moe_retained_pass head;
     uint8_t *data = r->pass->data;
     moe_train_read_state(r->training, &state);
     memcpy(&head, r->pass->head, sizeof head);
@@ -277,7 +277,7 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
                                    &p->request->spec, &p->request->work.dtype));
     MOE_TRY(check_shape(p, h));
     MOE_TRY(check_routing(p, h));
-    MOE_TRY(check_save(p, h));
+    MOE_TRY(check_retain(p, h));
     MOE_TRY(check_state(p, h));
     return prepare_work(p, h);
 }
@@ -295,8 +295,8 @@ struct moe_status moe_request_parse(struct moe_request *r,
     if (!moe_failed(&st)) {
         st = check_head(&p, head, length);
     } else {
-        /* An item of a stream is answered by its number even if its tensors were not wanted; one
-         * too broken to have a number is answered as number 0. */
+        /* The answer to a refused item of a stream has its number, or 0 if the item has no readable
+         * number. */
         struct moe_status broken = moe_rpc_msg_find_uint(m, FIELD_ID, &r->id);
         if (moe_failed(&broken))
             r->id = 0;
@@ -308,10 +308,10 @@ struct moe_status moe_request_parse(struct moe_request *r,
 
 void moe_request_release(struct moe_request *r)
 {
-    moe_buffer_release(r->x);
-    moe_buffer_release(r->ids);
-    moe_buffer_release(r->weights);
-    moe_buffer_release(r->results);
+    moe_buffer_unref(r->x);
+    moe_buffer_unref(r->ids);
+    moe_buffer_unref(r->weights);
+    moe_buffer_unref(r->results);
     moe_pass_record_unref(r->pass);
     r->pass = NULL;
     r->x = r->ids = r->weights = r->results = NULL;
@@ -321,13 +321,13 @@ void moe_request_release(struct moe_request *r)
 
 static void release_part(void *owner)
 {
-    moe_buffer_release(owner);
+    moe_buffer_unref(owner);
 }
 
 static void add_part(struct moe_request *r, struct moe_rpc_out *out, uint32_t field,
                      const void *data, size_t length)
 {
-    moe_buffer_hold(r->results);
+    moe_buffer_ref(r->results);
     out->parts[out->part_count++] = (struct moe_rpc_part){.field = field,
                                                           .data = data,
                                                           .length = length,
@@ -345,7 +345,7 @@ static Moe__V1__DataType narrow_ids(const struct moe_request *r, size_t pairs)
             return MOE__V1__DATA_TYPE__DATA_TYPE_I32;
     bool small = r->spec->experts + r->spec->router.zero_experts <= 256;
     for (size_t i = 0; i < pairs; i++) {
-        uint16_t id = (uint16_t)ids[i]; /* id i is read before anything is written behind it */
+        uint16_t id = (uint16_t)ids[i]; /* ids from i on are still in their old format */
         if (small)
             bytes[i] = (uint8_t)id;
         else
@@ -395,7 +395,7 @@ void moe_request_answer(struct moe_request *r, uint8_t *head, struct moe_rpc_out
     answer.epoch = w->answered_epoch;
     answer.weights_version = w->answered_version;
     if (r->pass != NULL) {
-        keep_pass(r);
+        store_pass(r);
         answer.retained = true;
         answer.retained_activations = w->retained_here;
     }

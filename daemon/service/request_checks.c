@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See service/request_checks.h. Nothing that a client says is used as a size before it has been
- * compared with what the layer wants. */
+/* See service/request_checks.h. No number of a client is used as a size before it has been compared
+ * with the layer's. */
 #include "service/request_checks.h"
 
 #include "base/size.h"
@@ -19,7 +19,7 @@ struct moe_status moe_request_take(const struct moe_service_info *info, struct m
     if (length == 0)
         return moe_ok();
     if (length > info->max_message_bytes)
-        return invalid(TOO_LARGE, "a tensor of %zu bytes where a message may have %u", length,
+        return invalid(TOO_LARGE, "a tensor of %zu bytes; a message may have %u", length,
                        info->max_message_bytes);
     MOE_TRY(moe_staging_take(staging, length, buffer));
     *dst = moe_buffer_data(*buffer);
@@ -32,7 +32,7 @@ struct moe_status moe_request_find_layer(const struct moe_service_info *info, co
 {
     if (model[0] != '\0' && strcmp(model, info->model) != 0)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
-                         "this model is not served here; %s is", info->model);
+                         "this worker serves the model %s only", info->model);
     *spec = NULL;
     for (size_t i = 0; i < info->layer_count && *spec == NULL; i++)
         if (info->layers[i]->layer == layer)
@@ -119,8 +119,8 @@ struct moe_status moe_request_check_ids(const struct moe_layer_spec *spec, uint3
     for (size_t i = 0; i < pairs; i++) {
         int32_t id = read_id(data, i, size);
         if (id < -1 || id >= all)
-            return invalid(EXPERT_INDEX_RANGE, "token %zu: expert %d; the layer has 0 to %d", i / k,
-                           id, all - 1);
+            return invalid(EXPERT_INDEX_RANGE, "token %zu: expert %d is not in 0 to %d", i / k, id,
+                           all - 1);
     }
     return moe_ok();
 }
@@ -146,6 +146,6 @@ struct moe_status moe_request_check_worker(bool draining, uint64_t epoch)
                                "this worker is leaving");
     if (epoch == 0)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
-                               "no view is in force: the group is forming, or lacks a worker");
+                               "no view is in force: the group is forming, or a slot is empty");
     return moe_ok();
 }

@@ -1,41 +1,41 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What Forward and Backward requests have in common: memory for a tensor on its way in, and the
- * checks of layer, routing and worker. */
+/* Common parts of Forward and Backward requests: memory for received tensors, and the checks of
+ * layer, routing and worker. */
 #ifndef MOE_SERVICE_REQUEST_CHECKS_H
 #define MOE_SERVICE_REQUEST_CHECKS_H
 
 #include "service/info.h"
 #include "service/staging.h"
 
-/* Memory for a tensor of `length` bytes, which a client claims: *buffer, and where to put it.
- * Nothing is taken for 0 bytes. Errors: MOE_INVALID_ARGUMENT/TOO_LARGE, those of moe_staging_take.
+/* Takes memory for a tensor of `length` bytes, a client's figure: *buffer, and the address of its
+ * data. Takes none for 0 bytes. Errors: MOE_INVALID_ARGUMENT/TOO_LARGE, those of moe_staging_take.
  */
 struct moe_status moe_request_take(const struct moe_service_info *info, struct moe_staging *staging,
                                    size_t length, struct moe_buffer **buffer,
                                    void **dst) MOE_CHECKED;
 
-/* The layer that is asked for, and the dtype of its rows; `dtype` is a moe.v1.DataType. Errors:
+/* Finds the requested layer, and the dtype of its rows; `dtype` is a moe.v1.DataType. Errors:
  * MODEL_NOT_FOUND, LAYER_NOT_FOUND, DTYPE_UNSUPPORTED. */
 struct moe_status moe_request_find_layer(const struct moe_service_info *info, const char *model,
                                          uint32_t layer, int dtype,
                                          const struct moe_layer_spec **spec,
                                          enum moe_dtype *rows) MOE_CHECKED;
 
-/* Rows as wide as the layer's, and at least one. Errors: MOE_INVALID_ARGUMENT/SHAPE_MISMATCH. */
+/* Checks for at least one row, of the layer's width. Errors: MOE_INVALID_ARGUMENT/SHAPE_MISMATCH.
+ */
 struct moe_status moe_request_check_rows(const struct moe_layer_spec *spec, uint32_t hidden,
                                          uint32_t tokens) MOE_CHECKED;
-/* `bytes` of the tensor `what` are those of `tokens` rows of the layer's width. Errors:
+/* Checks that the tensor `what` has the bytes of `tokens` rows of the layer's width. Errors:
  * MOE_INVALID_ARGUMENT/SHAPE_MISMATCH, TOO_LARGE. */
 struct moe_status moe_request_check_tensor(const char *what, size_t bytes,
                                            const struct moe_layer_spec *spec, uint32_t tokens,
                                            enum moe_dtype dtype) MOE_CHECKED;
 
-/* Under which name a pass is known to training. Errors: MOE_INVALID_ARGUMENT/NAME_INVALID,
+/* Checks the name under which training retains a pass. Errors: MOE_INVALID_ARGUMENT/NAME_INVALID,
  * VALUE_INVALID. */
 struct moe_status moe_request_check_pass(const char *session, uint64_t micro_batch_id) MOE_CHECKED;
 
-/* Bytes of one expert id on the wire, `dtype` being a moe.v1.DataType; 0 for what is no format of
- * ids. */
+/* Bytes of one expert id on the wire; `dtype` is a moe.v1.DataType; 0 if ids cannot have it. */
 size_t moe_request_id_bytes(int dtype);
 /* n ids of `size` bytes each. */
 void moe_request_widen_ids(int32_t *to, const void *from, size_t size, size_t n);
@@ -49,7 +49,7 @@ struct moe_status moe_request_check_weights(const struct moe_layer_spec *spec, u
                                             const struct moe_buffer *weights,
                                             size_t bytes) MOE_CHECKED;
 
-/* The worker can take requests: it is not leaving, and serves a view. */
+/* Checks that the worker takes requests: it is not leaving, and serves a view. */
 struct moe_status moe_request_check_worker(bool draining, uint64_t epoch) MOE_CHECKED;
 
 #endif

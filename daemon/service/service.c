@@ -1,9 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The four methods; see service/service.h. A request lives from its message until both the
  * transport and the engine are done with it: `references` counts them. Handlers run on the call's
- * own thread, the engine's `done` on the engine's, and what a stream shares between the two is
- * under its lock.
- */
+ * shard, `done` on the engine's thread; a stream's lock guards the state that both use. */
 #include "service/service.h"
 
 #include "base/build.h"
@@ -42,10 +40,10 @@ struct stream {
     struct moe_mutex lock;
     MOE_GUARDED_BY(lock) struct {
         struct forward *running; /* requests that are with the engine, linked by next and prev */
-        uint32_t open;           /* requests whose answer has not left yet */
+        uint32_t open;           /* requests without a sent answer */
         bool paused;             /* the next message is read when `open` falls */
-        bool half_closed;        /* ends when nothing runs any more */
-        bool over;               /* cancelled: nothing new is given to the engine */
+        bool half_closed;        /* ends with its last running request */
+        bool over;               /* cancelled: no request goes to the engine */
     };
 };
 
@@ -53,7 +51,7 @@ struct stream {
 struct forward {
     struct moe_request request;
     struct moe_service *service;
-    struct moe_rpc_call *call;   /* held while the engine has the request */
+    struct moe_rpc_call *call;   /* one reference while the engine has the request */
     struct stream *stream;       /* NULL for a unary call */
     _Atomic uint32_t references; /* the engine; a unary call */
     struct forward *next, *prev; /* in stream->running */
@@ -119,7 +117,7 @@ static void forward_done(struct moe_work *work, struct moe_status status)
     drop_forward(f);
 }
 
-/* A checked request and a hold of its call are given to the engine, or taken back. */
+/* Gives a checked request and a reference to its call to the engine; takes both back on failure. */
 static struct moe_status submit(struct forward *f)
 {
     uint32_t tokens = f->request.work.tokens; /* the request may be done before submit returns */
@@ -137,8 +135,8 @@ static struct moe_status submit(struct forward *f)
     return st;
 }
 
-/* Parses `m` into a new request that has one reference. On failure `*id` still says which item of a
- * stream it was. */
+/* Parses `m` into a new request that has one reference. `*id` is the number of a stream's item,
+ * also on failure. */
 static struct moe_status parse_forward(struct moe_service *s, struct moe_rpc_call *call,
                                        struct stream *stream, struct moe_rpc_msg *m,
                                        struct forward **out, uint64_t *id)
@@ -176,7 +174,7 @@ static void unary_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void
         moe_rpc_fail(call, st);
         return;
     }
-    f->request.id = 0; /* a field of streams only */
+    f->request.id = 0; /* for items of streams only */
     atomic_fetch_add(&f->references, 1);
     moe_rpc_call_set_user(call, f);
     st = submit(f);
@@ -246,7 +244,7 @@ static void unlink_running(struct stream *s, struct forward *f) MOE_REQUIRES(s->
         f->next->prev = f->prev;
 }
 
-/* Takes a request off the list of running ones; the last one ends a half-closed stream. */
+/* Takes a request off the running list; the last one ends a half-closed stream. */
 static void stop_running(struct stream *s, struct forward *f)
 {
     moe_mutex_lock(&s->lock);
@@ -257,8 +255,8 @@ static void stop_running(struct stream *s, struct forward *f)
         moe_rpc_finish(s->call);
 }
 
-/* The engine's thread. The answer is queued before the request leaves the list, so that the
- * stream's end comes after it. */
+/* The engine's thread. Queues the answer before the request leaves the list, so that the stream
+ * ends after it. */
 static void stream_answered(struct forward *f, const struct moe_rpc_out *out)
 {
     struct stream *s = f->stream;
@@ -361,7 +359,7 @@ static void stream_sent(struct moe_rpc_call *call, void *ctx)
         moe_rpc_read_next(call);
 }
 
-/* The engine ends cancelled requests on its own thread, so the list stays as it is meanwhile. */
+/* The engine ends cancelled requests on its thread, so the list does not change meanwhile. */
 static void stream_cancelled(struct moe_rpc_call *call, void *ctx)
 {
     (void)ctx;
@@ -436,7 +434,7 @@ static struct moe_status check_model(const struct moe_service *s, struct moe_rpc
     const Moe__V1__GetModelRequest *q = message;
     if (q->model[0] != '\0' && strcmp(q->model, s->info.model) != 0)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
-                         "this model is not served here; %s is", s->info.model);
+                         "this worker serves the model %s only", s->info.model);
     return moe_ok();
 }
 
@@ -487,7 +485,7 @@ void moe_service_methods(struct moe_service *s, struct moe_rpc_method out[MOE_SE
         {.path = "/moe.v1.ExpertService/ForwardStream",
          .kind = MOE_RPC_STREAM,
          .large = true,
-         .endless = true, /* by then, every request on it has been answered */
+         .endless = true, /* a drain ends it after the answers of all its requests */
          .started = stream_started,
          .message = stream_message,
          .sent = stream_sent,

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* moe.v1.ExpertService: checks requests, moves their tensors once into staging memory, hands them
- * to the engine, and sends the answers by reference. It never computes, and never waits.
+/* moe.v1.ExpertService: checks requests, copies their tensors once into staging memory, hands them
+ * to the engine, and sends the answers by reference. It does not compute and does not wait.
  *
- * A message is checked completely before anything is queued, in one fixed order, so that the same
- * bad message always gets the same typed error; after any error the next good request is served. */
+ * A message is checked completely, in one fixed order, before it is queued: a bad message always
+ * gets the same typed error, and after any error the next good request is served. */
 #ifndef MOE_SERVICE_SERVICE_H
 #define MOE_SERVICE_SERVICE_H
 
@@ -26,35 +26,34 @@ struct moe_service_config {
     struct moe_engine *engine; /* borrowed, as is the pool; see moe_service_destroy */
     struct moe_staging *staging;
     struct moe_train *training;  /* borrowed; NULL = none */
-    struct moe_metrics *metrics; /* where the request metrics are registered; NULL = nowhere */
+    struct moe_metrics *metrics; /* registry of the request metrics; NULL = none */
 };
 
 struct moe_status moe_service_create(const struct moe_service_config *config,
                                      struct moe_service **out) MOE_CHECKED;
-/* After moe_rpc_server_stop and moe_engine_destroy: nothing calls the service any more. The pool
- * must still be there. NULL is ignored. */
+/* After moe_rpc_server_stop and moe_engine_destroy, before moe_staging_destroy. NULL is ignored. */
 void moe_service_destroy(struct moe_service *s);
 
 /* The methods to start the server with; their `ctx` is the service. */
 void moe_service_methods(struct moe_service *s, struct moe_rpc_method out[MOE_SERVICE_METHODS]);
 
-/* [any thread] Where the training service counts its requests. */
+/* [any thread] The metrics in which the training service counts its requests. */
 struct moe_service_metrics *moe_service_counts(struct moe_service *s);
 
-/* [any thread] What the training service asks: the epoch of the committed view (0 = none) and
- * whether new requests are refused; the endpoint of a slot's worker, "" where there is none. */
+/* [any thread] For the training service: the epoch of the committed view (0 = none); whether new
+ * requests are refused; the endpoint of a slot's worker ("" = none). */
 void moe_service_read(struct moe_service *s, uint64_t *epoch, bool *draining);
 void moe_service_worker(struct moe_service *s, uint32_t slot, char *out, size_t capacity);
 
-/* [any thread] The committed view. epoch = 0: there is none, and new requests are refused with
- * UNAVAILABLE/REFORMING (those accepted before wait for the next view). `workers` are the
- * ExpertService endpoints by slot ("" where a slot is empty); copied. */
+/* [any thread] The committed view. epoch = 0: none; new requests are refused with
+ * UNAVAILABLE/REFORMING, accepted ones wait for the next view. `workers`: ExpertService endpoints
+ * by slot ("" = empty slot); copied. */
 struct moe_status moe_service_set_view(struct moe_service *s, uint64_t epoch,
                                        const char *const *workers, size_t count) MOE_CHECKED;
 /* [any thread] Endpoint of the group's coordinator; copied. */
 struct moe_status moe_service_set_coordinator(struct moe_service *s,
                                               const char *endpoint) MOE_CHECKED;
-/* [any thread] The seat that the coordinator gave; info.slot until then. */
+/* [any thread] The slot that the coordinator assigned; info.slot until then. */
 void moe_service_set_slot(struct moe_service *s, uint32_t slot);
 /* [any thread] From now on new requests are refused with UNAVAILABLE/DRAINING. */
 void moe_service_set_draining(struct moe_service *s);

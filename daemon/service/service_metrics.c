@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The series behind service/service_metrics.h. tokens / steps is the mean batch of this worker;
- * dropped tokens are registered and never counted, because nothing drops any. */
+/* The series of service/service_metrics.h. tokens / steps is the mean batch of this worker. The
+ * series of dropped tokens stays 0: no token is dropped. */
 #include "service/service_metrics.h"
 
 #include "base/clock.h"
@@ -17,7 +17,7 @@ struct moe_service_metrics {
     struct moe_histogram *seconds[MOE_SERVICE_RPC_COUNT];
     struct moe_counter *tokens, *steps, *dropped, *nonfinite;
     struct moe_gauge *queued;
-    _Atomic uint64_t steps_seen; /* of the engine's own counter */
+    _Atomic uint64_t steps_seen; /* of the engine's counter */
 };
 
 static const char *const rpc_names[MOE_SERVICE_RPC_COUNT] = {
@@ -110,7 +110,7 @@ void moe_service_metrics_entered(struct moe_service_metrics *m, uint32_t tokens)
         moe_gauge_add(m->queued, tokens);
 }
 
-/* The engine counts steps for itself; the series follows whenever a request ends. */
+/* The engine counts steps; the series follows when a request ends. */
 static void follow_steps(struct moe_service_metrics *m)
 {
     struct moe_engine_counters counters;

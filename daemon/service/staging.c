@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The pool behind service/staging.h. Size classes are four per doubling, so that rounding up wastes
- * at most a quarter; each class keeps a stack of idle buffers. When a new buffer does not fit
- * beside the idle ones, idle ones are freed, largest class first, until it does. */
+ * at most a quarter; each class keeps a stack of idle buffers. When a new buffer does not fit, idle
+ * ones are freed, largest class first, until it does. */
 #include "service/staging.h"
 
 #include "base/mutex.h"
@@ -156,7 +156,7 @@ struct moe_status moe_staging_take(struct moe_staging *s, size_t bytes, struct m
     unsigned size_class = class_of(bytes);
     if (size_class == CLASSES || class_bytes(size_class) > s->budget)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL,
-                         "a tensor of %zu bytes does not fit the limit of bytes in flight", bytes);
+                         "a tensor of %zu bytes exceeds the limit of bytes in flight", bytes);
     moe_mutex_lock(&s->lock);
     struct moe_status st = take_locked(s, size_class, out);
     s->counters.refused += moe_failed(&st);
@@ -169,12 +169,12 @@ void *moe_buffer_data(const struct moe_buffer *b)
     return b->data;
 }
 
-void moe_buffer_hold(struct moe_buffer *b)
+void moe_buffer_ref(struct moe_buffer *b)
 {
     atomic_fetch_add(&b->references, 1);
 }
 
-void moe_buffer_release(struct moe_buffer *b)
+void moe_buffer_unref(struct moe_buffer *b)
 {
     if (b == NULL || atomic_fetch_sub(&b->references, 1) != 1)
         return;

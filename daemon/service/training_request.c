@@ -175,7 +175,7 @@ static struct moe_status use_saved(struct parse *p, const Head *h)
 {
     struct moe_backward_request *r = p->request;
     struct moe_train_work *w = &r->work;
-    struct moe_saved_pass pass;
+    struct moe_retained_pass pass;
     r->pass = moe_pass_store_get(moe_train_passes(p->context->training), h->session,
                                  h->micro_batch_id, r->received_ns);
     if (r->pass == NULL)
@@ -254,11 +254,11 @@ struct moe_status moe_backward_parse(struct moe_backward_request *r,
 
 void moe_backward_release(struct moe_backward_request *r)
 {
-    moe_buffer_release(r->x);
-    moe_buffer_release(r->dy);
-    moe_buffer_release(r->ids);
-    moe_buffer_release(r->weights);
-    moe_buffer_release(r->wide_ids);
+    moe_buffer_unref(r->x);
+    moe_buffer_unref(r->dy);
+    moe_buffer_unref(r->ids);
+    moe_buffer_unref(r->weights);
+    moe_buffer_unref(r->wide_ids);
     moe_pass_record_unref(r->pass);
     moe_pass_record_unref(r->cached);
     moe_pass_record_unref(r->answer.record);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* An assignment is first copied into tables of the backend's form and checked against the model, so
- * that loading itself works on nothing that came over the wire. */
+ * that loading uses no unchecked data from the wire. */
 #include "worker/loader.h"
 
 #include "base/clock.h"
@@ -14,7 +14,7 @@
 
 enum { BYTES_TEXT = 24 };
 
-/* Who holds what, as layer_create wants it. */
+/* The placement in the form of layer_create. */
 struct table {
     uint32_t slot; /* own */
     uint64_t content_hash, hash;
@@ -34,9 +34,9 @@ struct moe_loader {
     struct table table;                  /* of the layers; placements = NULL when none is loaded */
     atomic_bool cancelled;
     _Atomic uint64_t loaded_bytes, total_bytes;
-    uint64_t begun_ns, told_ns; /* of the load at work: its start, its last progress line */
-    uint64_t layer_base;        /* bytes read before the layer at work */
-    size_t layer_at_work;
+    uint64_t begun_ns, logged_ns; /* of the present load: its start, its last progress line */
+    uint64_t layer_base;          /* bytes read before the present layer */
+    size_t current_layer;
 };
 
 /* ------------------------------------------------------------------------ tables */
@@ -82,7 +82,7 @@ static struct moe_status misfit(const struct moe_group_layer *layer)
                      "the placement of layer %u does not fit the model or the group", layer->layer);
 }
 
-/* Fills the part of one layer; `offsets` [E+1] and `slots` [slot_count] are its own. */
+/* Fills the part of one layer: `offset` [E+1] and `slot` [slot_count]. */
 static struct moe_status fill_layer(const struct moe_layer_spec *spec,
                                     const struct moe_group_layer *layer, uint32_t slots,
                                     uint32_t *offset, uint16_t *slot)
@@ -173,7 +173,7 @@ static bool same_content(const struct table *a, const struct table *b)
     return true;
 }
 
-/* Experts that `slot` holds, ascending; room for the layer's E. */
+/* Experts of `slot`, ascending; `experts` has room for the layer's E. */
 static size_t list_own(const struct moe_placement *p, uint32_t slot, uint32_t *experts)
 {
     size_t count = 0;
@@ -196,7 +196,7 @@ static void print_bytes(uint64_t bytes, char out[BYTES_TEXT])
     (void)snprintf(out, BYTES_TEXT, "%.1f %s", value, units[u]);
 }
 
-static void tell_progress(struct moe_loader *l, uint64_t now, uint64_t loaded)
+static void log_progress(struct moe_loader *l, uint64_t now, uint64_t loaded)
 {
     uint64_t total = atomic_load(&l->total_bytes);
     double seconds = (double)(now - l->begun_ns) / (double)MOE_NS_PER_S;
@@ -214,17 +214,17 @@ static void tell_progress(struct moe_loader *l, uint64_t now, uint64_t loaded)
                  rate > 0 ? (double)(total - loaded) / rate : 0);
 }
 
-/* moe_load_progress; `read_bytes` counts within the layer. What the backend reads for itself counts
- * when it is told of it: it reads that within the next few. */
+/* moe_load_progress; `read_bytes` counts within the layer. Weights that the backend reads itself
+ * count when it gets their place; it reads them soon after. */
 static void on_progress(void *ctx, uint64_t read_bytes)
 {
     struct moe_loader *l = ctx;
     uint64_t loaded = l->layer_base + read_bytes, now = moe_clock_ns();
     atomic_store(&l->loaded_bytes, loaded);
-    if (now - l->told_ns < MOE_NS_PER_S || loaded >= atomic_load(&l->total_bytes))
+    if (now - l->logged_ns < MOE_NS_PER_S || loaded >= atomic_load(&l->total_bytes))
         return;
-    l->told_ns = now;
-    tell_progress(l, now, loaded);
+    l->logged_ns = now;
+    log_progress(l, now, loaded);
 }
 
 /* ----------------------------------------------------------------------- loading */
@@ -246,9 +246,9 @@ static void drop_layers(struct moe_loader *l)
     atomic_store(&l->total_bytes, 0);
 }
 
-static struct moe_status called_off(void)
+static struct moe_status load_cancelled(void)
 {
-    return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "loading was called off");
+    return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "loading was cancelled");
 }
 
 /* moe_weight_sink */
@@ -257,20 +257,20 @@ static struct moe_status upload(void *ctx, enum moe_weight weight, uint32_t expe
 {
     struct moe_loader *l = ctx;
     if (atomic_load(&l->cancelled))
-        return called_off();
-    return l->backend->layer_upload(l->layers[l->layer_at_work], weight, expert, dtype, data,
+        return load_cancelled();
+    return l->backend->layer_upload(l->layers[l->current_layer], weight, expert, dtype, data,
                                     bytes);
 }
 
-/* moe_weight_source_sink: the backend reads for itself, from the model's files. */
+/* moe_weight_source_sink: the backend reads from the model's files itself. */
 static struct moe_status fetch(void *ctx, enum moe_weight weight, uint32_t expert,
                                enum moe_dtype dtype, const struct moe_weight_source *source,
                                size_t bytes)
 {
     struct moe_loader *l = ctx;
     if (atomic_load(&l->cancelled))
-        return called_off();
-    return l->backend->layer_fetch(l->layers[l->layer_at_work], weight, expert, dtype, source,
+        return load_cancelled();
+    return l->backend->layer_fetch(l->layers[l->current_layer], weight, expert, dtype, source,
                                    bytes);
 }
 
@@ -278,7 +278,7 @@ static struct moe_status load_layer(struct moe_loader *l, size_t i)
 {
     uint32_t experts[MOE_MAX_EXPERTS];
     size_t count = list_own(&l->table.placements[i], l->table.slot, experts);
-    l->layer_at_work = i;
+    l->current_layer = i;
     MOE_TRY(l->backend->layer_create(l->device, l->specs[i], &l->table.placements[i], l->table.slot,
                                      &l->layers[i]));
     MOE_TRY(moe_model_stream_layer(l->model, i, experts, count, upload,
@@ -322,12 +322,12 @@ static struct moe_status load_all(struct moe_loader *l)
     count_bytes(l, &total, &resident);
     MOE_TRY(moe_loader_check_room(l, resident, "the experts"));
     atomic_store(&l->total_bytes, total);
-    l->begun_ns = l->told_ns = moe_clock_ns();
+    l->begun_ns = l->logged_ns = moe_clock_ns();
     l->layer_base = 0;
     for (size_t i = 0; i < l->layer_count; i++)
         MOE_TRY(moe_error_context(load_layer(l, i), "layer %u", l->specs[i]->layer));
     atomic_store(&l->loaded_bytes, total);
-    tell_progress(l, moe_clock_ns(), total);
+    log_progress(l, moe_clock_ns(), total);
     return moe_ok();
 }
 

@@ -36,7 +36,7 @@ struct settings {
 
 /* ----------------------------------------------------------------------- training */
 
-/* Words of a list "a,b,c" as bits, by their places in `words`; false where one is none of them. */
+/* Bits of a list "a,b,c" by the indices in `words`; false for an unknown word. */
 static bool read_list(const char *list, const char *const *words, size_t count, uint32_t *bits)
 {
     *bits = 0;
@@ -66,7 +66,7 @@ static bool read_targets(const struct settings *s, uint32_t *bits)
     return read_list(s->lora_targets, targets, 3, bits);
 }
 
-/* Later is too late: what was learnt until the first Save would be lost with it. */
+/* Checked at the start: a failure of the first Save would lose all training until then. */
 static bool can_keep_checkpoints(const char *directory)
 {
     struct stat st;
@@ -75,13 +75,13 @@ static bool can_keep_checkpoints(const char *directory)
 
 enum { ALL_PARTS = 1 << MOE_PARAMS_ROUTER | 1 << MOE_PARAMS_EXPERTS | 1 << MOE_PARAMS_SHARED };
 
-/* NULL, or what is wrong. */
+/* NULL, or the error. */
 static const char *check_training(const struct settings *s)
 {
     uint32_t bits;
     static char no_directory[320]; /* outlives the answer */
     (void)snprintf(no_directory, sizeof no_directory,
-                   "--training-dir: %.240s does not exist or cannot be written into",
+                   "--training-dir: %.240s is not a writable directory",
                    s->training_dir != NULL ? s->training_dir : "");
     if (s->training_dir != NULL && !can_keep_checkpoints(s->training_dir))
         return no_directory;
@@ -112,7 +112,7 @@ static void configure_training(const struct settings *s, struct moe_worker_confi
     c->trainer.lora_targets = s->lora_rank > 0 ? targets : 0;
     c->training_permille = (uint32_t)(s->training_share * 1000 + 0.5);
     c->retained_bytes = s->retained_bytes;
-    c->saved_device_bytes = s->retained_device_bytes;
+    c->retained_device_bytes = s->retained_device_bytes;
     c->retained_ns = s->retained_seconds * MOE_NS_PER_S;
     c->training_directory = s->training_dir;
 }
@@ -169,8 +169,9 @@ static void stop_loop(uv_async_t *async)
     uv_stop(async->loop);
 }
 
-/* The first signal drains, the second gives up waiting, the third finds no handler any more. One
- * that comes right behind the first is the same wish: a group and its leader may both be told. */
+/* The first signal drains; the second cuts the drain short and removes the handlers, so that a
+ * third ends the process. A second one within ECHO_NS counts as the first: a shell may signal both
+ * a process group and its leader. */
 static void on_signal(uv_signal_t *handle, int signum)
 {
     struct run *run = handle->data;
@@ -331,7 +332,7 @@ out:
 
 /* ----------------------------------------------------------------------- options */
 
-/* As they are where nothing is said. */
+/* Defaults. */
 static struct settings settings = {
     .listen = "127.0.0.1:0",
     .backend = "auto",
@@ -360,69 +361,71 @@ static const struct moe_option first_options[] = {
     {"coordinator", 'C', MOE_OPTION_STRING, &settings.coordinator, 0, 0, "HOST:PORT",
      "The group's coordinator"},
     {"listen", 'l', MOE_OPTION_STRING, &settings.listen, 0, 0, "HOST:PORT",
-     "Address for clients and peers; port 0 = any"},
+     "Address for clients and peers; port 0 = any free port"},
     {"advertise", 0, MOE_OPTION_STRING, &settings.advertise, 0, 0, "HOST:PORT",
-     "Address that clients and peers are told, where it is another"},
+     "Address to give to clients and peers; default: the address of --listen"},
     {"backend", 'b', MOE_OPTION_CHOICE, &settings.backend, 0, 0, "cpu|cuda|auto",
-     "What computes; auto: a GPU where there is one"},
+     "Device type; auto = cuda if a GPU is there, else cpu"},
 };
 
 static const struct moe_option device_options[] = {
     {"device", 'd', MOE_OPTION_UINT, &settings.device, 0, 255, "N",
-     "GPU to use; ignored by the CPU backend"},
+     "GPU to use; the CPU backend ignores it"},
     {"threads", 't', MOE_OPTION_UINT, &settings.threads, 0, 1024, "N",
      "Compute threads of the CPU backend; 0 = all cores"},
 };
 
 static const struct moe_option other_options[] = {
     {"worker-id", 0, MOE_OPTION_STRING, &settings.worker_id, 0, 0, "NAME",
-     "Stable identity; host name and port when not given"},
-    {"slot", 0, MOE_OPTION_UINT, &settings.slot, 0, ANY_SLOT, "N", "Seat to ask for; 16 = any"},
+     "Identity that survives restarts; default: host name and port"},
+    {"slot", 0, MOE_OPTION_UINT, &settings.slot, 0, ANY_SLOT, "N",
+     "Slot to request, 0 to 15; 16 = any"},
     {"max-message-bytes", 0, MOE_OPTION_BYTES, &settings.max_message_bytes, 4096, INT32_MAX,
      "BYTES", "Largest message, in and out"},
     {"max-bytes-in-flight", 0, MOE_OPTION_BYTES, &settings.max_bytes_in_flight, 65536, 0, "BYTES",
-     "Memory for requests and answers, as much again for training; more is RESOURCE_EXHAUSTED"},
+     "Memory for requests and answers, and the same again for training; requests beyond it fail "
+     "with RESOURCE_EXHAUSTED"},
     {"max-tokens-per-request", 0, MOE_OPTION_UINT, &settings.max_tokens_per_request, 1, INT32_MAX,
-     "N", "Tokens of one request"},
+     "N", "Most tokens of one request"},
     {"max-tokens-per-step", 0, MOE_OPTION_UINT, &settings.max_tokens_per_step, 1, 65536, "N",
-     "Tokens that this worker brings to a step at most; a power of two"},
+     "Most tokens of this worker in one step, a power of two"},
     {"max-queued-tokens", 0, MOE_OPTION_UINT, &settings.max_queued_tokens, 1, 0, "N",
-     "Tokens that may wait for a step"},
+     "Most tokens that wait for a step"},
     {"wait-budget-ms", 0, MOE_OPTION_UINT, &settings.wait_budget_ms, 10, 600000, "MS",
-     "How long a step waits for a peer before it is lost"},
+     "Milliseconds that a step waits for a peer before it fails"},
     {"drain-ms", 0, MOE_OPTION_UINT, &settings.drain_ms, 0, 3600000, "MS",
-     "Time to finish requests after SIGTERM"},
+     "Milliseconds to finish requests after SIGTERM"},
     {"spin-us", 0, MOE_OPTION_UINT, &settings.spin_us, 0, 1000000, "US",
-     "How long to wait for the next step without sleeping; 1000 on GPUs where the worker may use 8 "
-     "cores or more, be they shared with other workers, else 0, when not given"},
+     "Microseconds to poll for the next step before sleeping; default 1000 on a GPU with 8 or more "
+     "usable cores (shared ones count), else 0"},
     {"training", 0, MOE_OPTION_CHOICE, &settings.training, 0, 0, "off|adamw|sgd",
-     "Offer TrainingService and keep what this optimizer needs"},
+     "Offer TrainingService, with the state of this optimizer"},
     {"freeze", 0, MOE_OPTION_STRING, &settings.freeze, 0, 0, "LIST",
-     "What never learns, of router,experts,shared; it takes no memory"},
+     "Parts that never learn and take no training memory: router,experts,shared"},
     {"lora-rank", 0, MOE_OPTION_UINT, &settings.lora_rank, 0, 512, "R",
-     "Train adapters of this rank instead of the experts; 0 = the experts themselves"},
+     "Train adapters of this rank instead of the experts; 0 = train the experts"},
     {"lora-alpha", 0, MOE_OPTION_DOUBLE, &settings.lora_alpha, 0, 0, "A",
      "Scale of the adapters times their rank"},
     {"lora-targets", 0, MOE_OPTION_STRING, &settings.lora_targets, 0, 0, "LIST",
-     "Matrices with an adapter, of gate,up,down"},
+     "Matrices with an adapter: gate,up,down"},
     {"training-share", 0, MOE_OPTION_DOUBLE, &settings.training_share, 0, 1, "SHARE",
-     "Training's part of the steps while forward requests wait, 0.01 to 0.99"},
+     "Share of steps for training while forward requests wait, 0.01 to 0.99"},
     {"training-dir", 0, MOE_OPTION_STRING, &settings.training_dir, 0, 0, "DIR",
-     "Checkpoints: DIR/NAME is a model folder with optimizer state; a directory all workers "
-     "share"},
+     "Directory for checkpoints, shared by all workers; DIR/NAME is a model folder with optimizer "
+     "state"},
     {"retained-bytes", 0, MOE_OPTION_BYTES, &settings.retained_bytes, 65536, 0, "BYTES",
-     "Memory for retained forward passes, and the same again for answers of Backward"},
+     "Host memory for retained forward passes, and the same again for answers of Backward"},
     {"retained-device-bytes", 0, MOE_OPTION_BYTES, &settings.retained_device_bytes, 0, 0, "BYTES",
      "Device memory for activations of retained passes, so that Backward does not compute them "
      "again; 0 = none"},
     {"retained-seconds", 0, MOE_OPTION_UINT, &settings.retained_seconds, 1, 86400, "S",
-     "How long retained passes, their activations and answers of Backward stay"},
+     "Seconds that retained passes, their activations and answers of Backward stay"},
     {"saved-bytes", 0, MOE_OPTION_RENAMED, NULL, 0, 0, NULL, "retained-bytes"},
     {"saved-device-bytes", 0, MOE_OPTION_RENAMED, NULL, 0, 0, NULL, "retained-device-bytes"},
     {"saved-seconds", 0, MOE_OPTION_RENAMED, NULL, 0, 0, NULL, "retained-seconds"},
 };
 
-/* All of them, made by make_table. */
+/* All options; make_table fills it. */
 static struct moe_option table[MOE_OPTIONS_MAX];
 static size_t table_count;
 
@@ -461,8 +464,7 @@ static void make_table(void)
 
 /* ---------------------------------------------------------------------- all together */
 
-/* What a setting means nothing without. Such a setting is a mistake, and taken in silence it would
- * be found when what it should have done is missed. */
+/* Settings that have no effect without another one. Without it they are refused, as a mistake. */
 static const char *const needs[][2] = {
     {"freeze", "training"},           {"lora-rank", "training"},
     {"training-share", "training"},   {"training-dir", "training"},
@@ -496,7 +498,7 @@ static const char *check_needs(const struct settings *s, const bool *given)
     return NULL;
 }
 
-/* NULL, or what is wrong. */
+/* NULL, or the error. */
 static const char *check_settings(const void *ctx, const bool *given)
 {
     const struct settings *s = ctx;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The worker's parts: made, joined to one another, ended. The hooks of the group come from its two
- * threads: what changes the view (load, form, serve, leave: worker_view.c) runs on the serial
- * executor alone, so `session` and `view` need no lock. */
+/* The worker's parts: created, connected, destroyed. Hooks of the group run on its two threads.
+ * Those that change the view (load, form, serve, leave: worker_view.c) run on the serial executor
+ * only, so `session` and `view` need no lock. */
 #include "worker/worker_state.h"
 
 #include "base/build.h"
@@ -25,17 +25,17 @@ enum {
     ENDPOINT_BYTES = MOE_WORKER_ENDPOINT_BYTES,
     METHODS = MOE_SERVICE_METHODS + 1 + MOE_TRAINING_SERVICE_METHODS,
     SERVER_SHARDS = 2,
-    WAITING_READS = 256,    /* large calls that may wait for their turn to be read */
+    WAITING_READS = 256,    /* large calls that may wait to be read */
     STREAMS_MAX = 256,      /* calls per connection */
-    READ_MS = 15000,        /* a request that takes longer to arrive gives its permit to others */
-    LAST_ANSWERS_MS = 1000, /* time for answers to leave once everything is decided */
+    READ_MS = 15000,        /* a request that takes longer to arrive loses its permit */
+    LAST_ANSWERS_MS = 1000, /* time for the last answers to leave */
     GATHER_BUDGETS = 5,     /* an all-gather may take this many wait budgets */
-    NOTICE_MS = 200,        /* while clients still get a typed refusal; a closed door gives none */
+    NOTICE_MS = 200,        /* clients get a typed refusal this long; a closed port gives none */
     REFORM_MS = 5000,       /* requests wait this long for a new view */
     LEFT_RETRY_MS = 100,
 };
 
-/* ----------------------------------------------------- engine and peers, joined together */
+/* ----------------------------------------------------- callbacks between engine and peers */
 
 static void announce(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
                      uint32_t tokens)
@@ -71,7 +71,7 @@ static void run_ticket(void *ctx, const struct moe_ticket *ticket)
     moe_engine_run(w->engine, ticket);
 }
 
-/* A client's call, which may come before the group has begun and after it has ended. */
+/* A client's call: it may come before the group exists and after its end. */
 static void on_recovery_choice(void *ctx)
 {
     struct moe_worker *w = ctx;
@@ -91,7 +91,7 @@ static void set_may_wake_group(struct moe_worker *w, bool may_wake_group)
 static void listen(void *ctx)
 {
     struct moe_worker *w = ctx;
-    if (w->peers != NULL) /* the engine was there before */
+    if (w->peers != NULL) /* the engine starts before the peers */
         moe_peers_listen(w->peers);
 }
 
@@ -183,7 +183,7 @@ static struct moe_status create_training(struct moe_worker *w)
         .trainer = c->trainer,
         .retained_bytes = c->retained_bytes,
         .retained_ns = c->retained_ns,
-        .saved_device_bytes = c->saved_device_bytes,
+        .saved_device_bytes = c->retained_device_bytes,
         .directory = c->training_directory,
         .metrics = c->metrics,
     };
@@ -192,7 +192,7 @@ static struct moe_status create_training(struct moe_worker *w)
     moe_checkpoint_describe(&c->trainer, settings, sizeof settings);
     moe_log_info("trains: %s; %s%s", settings,
                  c->training_directory != NULL ? "checkpoints below " : "no --training-dir: ",
-                 c->training_directory != NULL ? c->training_directory : "nothing can be saved");
+                 c->training_directory != NULL ? c->training_directory : "no Save is possible");
     return moe_ok();
 }
 
@@ -293,7 +293,7 @@ static struct moe_status name_worker(struct moe_worker *w)
     const struct moe_worker_config *c = &w->config;
     if (c->advertise == NULL && is_wildcard(c->listen))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "peers cannot reach a wildcard address: --advertise says which to use");
+                         "peers cannot reach a wildcard address: set --advertise");
     const char *host = c->advertise != NULL ? c->advertise : c->listen;
     unsigned port = moe_rpc_server_port(w->server);
     int n = c->advertise != NULL ? snprintf(w->endpoint, sizeof w->endpoint, "%s", c->advertise)
@@ -304,7 +304,7 @@ static struct moe_status name_worker(struct moe_worker *w)
                          "the address is too long");
     char name[128] = "worker";
     if (c->worker_id == NULL && gethostname(name, sizeof name - 1) != 0)
-        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "the host has no name: use --worker-id");
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "the host has no name: set --worker-id");
     n = c->worker_id != NULL ? snprintf(w->worker_id, sizeof w->worker_id, "%s", c->worker_id)
                              : snprintf(w->worker_id, sizeof w->worker_id, "%s:%u", name, port);
     if (n <= 0 || (size_t)n >= sizeof w->worker_id)
@@ -433,10 +433,10 @@ void moe_worker_stop(struct moe_worker *w)
     if (w == NULL)
         return;
     set_may_wake_group(w, false);
-    moe_group_destroy(w->group); /* leaves the view: no step runs any more */
+    moe_group_destroy(w->group); /* leaves the view; no step runs afterwards */
     if (w->server != NULL) {
         moe_service_set_draining(w->service);
-        (void)moe_engine_drain(w->engine, 0); /* what passed the service before is refused there */
+        (void)moe_engine_drain(w->engine, 0); /* refuses requests that passed the service before */
         moe_engine_fail_queued(w->engine, moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING,
                                                           LEFT_RETRY_MS, "this worker has left"));
         moe_sleep_until(moe_clock_ns() + NOTICE_MS * MOE_NS_PER_MS);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One worker: a device, a model, and the parts around them (engine, service, peers, group), wired
- * together and taken apart in the right order. Whoever starts it decides which backend, and what to
- * do when it has ended; nothing here reads flags or signals. */
+/* One worker: a device, a model, and the parts around them (engine, service, peers, group),
+ * created, connected and destroyed in the right order. The caller chooses the backend and handles
+ * the worker's end; options and signals are the caller's, too. */
 #ifndef MOE_WORKER_WORKER_H
 #define MOE_WORKER_WORKER_H
 
@@ -17,28 +17,30 @@ struct moe_worker_config {
     const char *model;               /* directory */
     const char *coordinator;         /* "host:port" */
     const char *listen;              /* "host:port"; port 0 = any */
-    const char *advertise;           /* "host:port" for peers and clients; NULL = as listened */
+    const char *advertise;           /* "host:port" for peers and clients; NULL = `listen` */
     bool insecure;                   /* allow an address that is not loopback without TLS */
     const char *worker_id;           /* NULL = host name and port */
     uint32_t wanted_slot_plus_one;
     uint32_t max_message_bytes;
-    uint64_t max_bytes_in_flight; /* staging memory for requests and answers; with training, as much
-                                     again for Backward calls */
+    uint64_t max_bytes_in_flight; /* staging memory for requests and answers; with training, the
+                                     same again for Backward */
     uint32_t max_tokens_per_request;
     uint32_t max_tokens_per_step; /* largest bucket, a power of two */
     uint64_t max_queued_tokens;
     uint32_t wait_budget_ms;     /* per wait on a peer */
-    uint32_t drain_ms;           /* limit of a drain that the coordinator sets none for */
+    uint32_t drain_ms;           /* limit of a drain, unless the coordinator sets one */
     uint64_t spin_ns;            /* see moe_engine_config */
     struct moe_metrics *metrics; /* NULL = none */
-    bool training;               /* offer TrainingService; the rest is read only then */
+    bool training; /* offer TrainingService; without it the fields down to training_directory are
+                      ignored */
     struct moe_trainer_config trainer;
-    uint32_t training_permille;           /* share of tickets while forward work waits */
-    uint64_t retained_bytes, retained_ns; /* limits of saved passes, and of kept answers, each */
-    uint64_t saved_device_bytes;    /* most device memory for activations that a Backward can use;
-                                       0 = none. Time as above */
+    uint32_t training_permille; /* share of tickets while forward work waits */
+    uint64_t retained_bytes,
+        retained_ns;                /* limits of retained passes, and of cached answers, each */
+    uint64_t retained_device_bytes; /* limit of device memory for retained activations; 0 = none.
+                                       They stay for retained_ns, too */
     const char *training_directory; /* root of checkpoints; NULL = none */
-    /* The coordinator gave a seat. Any thread; must not block. */
+    /* The coordinator assigned a slot. Any thread; must not block. */
     void (*slot_assigned)(void *ctx, uint32_t slot);
     /* The worker is done: drained, or refused by the coordinator. Any thread, once; must not stop
      * the worker from within. */
@@ -46,18 +48,18 @@ struct moe_worker_config {
     void *ctx;
 };
 
-/* Opens the model, listens, and begins to register; everything further happens by itself. */
+/* Opens the model, listens, and begins to register; the worker's threads do the rest. */
 struct moe_status moe_worker_start(const struct moe_worker_config *config,
                                    struct moe_worker **out) MOE_CHECKED;
-/* Cancels what is left and frees everything; drain first for a peaceful end. NULL is ignored. */
+/* Cancels remaining work and frees all; to finish it, drain first. NULL is ignored. */
 void moe_worker_stop(struct moe_worker *w);
 
 /* "host:port" of the ExpertService. */
 const char *moe_worker_endpoint(const struct moe_worker *w);
-/* [any thread] Finish what was accepted, leave the group, then `ended`; bounded by the drain limit.
- */
+/* [any thread] Finishes accepted work, leaves the group, then calls `ended`, all within the drain
+ * limit. */
 void moe_worker_drain(struct moe_worker *w, const char *reason);
-/* [any thread] Epoch that is served; 0 = none. */
+/* [any thread] The epoch in service; 0 = none. */
 uint64_t moe_worker_epoch(const struct moe_worker *w);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the files of the worker as a whole share; nobody else includes this. */
+/* State that worker.c and worker_view.c share; only these files include it. */
 #ifndef MOE_WORKER_WORKER_STATE_H
 #define MOE_WORKER_WORKER_STATE_H
 
@@ -25,17 +25,18 @@ struct moe_worker {
     struct moe_engine *engine;
     struct moe_step_metrics *step_metrics; /* NULL: none */
     struct moe_staging *staging;
-    struct moe_staging *training_staging; /* Backward calls that wait take nothing from Forward */
+    struct moe_staging *
+        training_staging; /* separate, so that waiting Backward calls take no memory from Forward */
     struct moe_service *service;
-    struct moe_train *train; /* NULL: no training, as is the next */
-    struct moe_training_service *training_service;
+    struct moe_train *train;                       /* NULL: no training */
+    struct moe_training_service *training_service; /* NULL: no training */
     struct moe_peers *peers;
     struct moe_rpc_client *client;
     struct moe_rpc_server *server;
     struct moe_group *group;
     struct moe_mutex wake_lock;
     MOE_GUARDED_BY(wake_lock)
-    bool may_wake_group; /* `group` is there, whatever a client asks for */
+    bool may_wake_group; /* `group` exists; a client's recovery choice may reach it */
     struct moe_gauge *epoch_gauge;
 
     /* Jobs thread only. */
@@ -43,10 +44,10 @@ struct moe_worker {
     struct {
         uint64_t epoch;
         uint32_t slots, max_tokens;
-        char endpoints[MOE_MAX_SLOTS][MOE_WORKER_ENDPOINT_BYTES]; /* "" where a slot is empty */
+        char endpoints[MOE_MAX_SLOTS][MOE_WORKER_ENDPOINT_BYTES]; /* "" = empty slot */
     } view;                                                       /* of the session */
 
-    _Atomic uint64_t epoch; /* served; 0 = none */
+    _Atomic uint64_t epoch; /* in service; 0 = none */
     atomic_bool draining;
 };
 
@@ -57,7 +58,7 @@ struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
                                    moe_allgather_fn allgather, void *allgather_ctx) MOE_CHECKED;
 struct moe_status moe_worker__serve(void *ctx) MOE_CHECKED;
 void moe_worker__leave_view(void *ctx);
-/* [any thread] What health checks are told. */
+/* [any thread] The answer of health checks. */
 void moe_worker__set_health(struct moe_worker *w, bool serving);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Views, on the serial executor alone: weights in, a session joined and proven, served, left. See
+/* Views, on the serial executor only: load weights, join and verify a session, serve, leave. See
  * group/group.h for when. */
 #include "worker/worker_state.h"
 
@@ -13,11 +13,11 @@ void moe_worker__set_health(struct moe_worker *w, bool serving)
 {
     moe_rpc_server_set_health(w->server, "", serving);
     moe_rpc_server_set_health(w->server, "moe.v1.ExpertService", serving);
-    if (w->training_service != NULL) /* unknown where it is not offered */
+    if (w->training_service != NULL) /* else unknown to health checks */
         moe_rpc_server_set_health(w->server, "moe.v1.TrainingService", serving);
 }
 
-static struct moe_status tell_service(struct moe_worker *w, uint64_t epoch)
+static struct moe_status update_service(struct moe_worker *w, uint64_t epoch)
 {
     const char *endpoints[MOE_MAX_SLOTS];
     for (uint32_t s = 0; s < w->view.slots; s++)
@@ -39,7 +39,7 @@ void moe_worker__leave_view(void *ctx)
         return;
     moe_worker__set_health(w, false);
     set_epoch(w, 0);
-    struct moe_status st = tell_service(w, 0);
+    struct moe_status st = update_service(w, 0);
     if (moe_failed(&st))
         moe_log_error("service: %s", st.text);
     moe_peers_stop(w->peers);
@@ -48,17 +48,18 @@ void moe_worker__leave_view(void *ctx)
     w->session = NULL;
 }
 
-/* Activations are worth having, not worth failing for: without room for them beside what must be
- * there, Backward computes them again. */
+/* Activations are optional: without room for them next to gradients and optimizer state, Backward
+ * computes them again. */
 static void leave_room(struct moe_worker *w, uint64_t state_bytes)
 {
-    uint64_t bytes = w->config.saved_device_bytes, both;
+    uint64_t bytes = w->config.retained_device_bytes, both;
     if (__builtin_add_overflow(bytes, state_bytes, &both))
         both = UINT64_MAX;
-    struct moe_status st =
-        moe_loader_check_room(w->loader, both, "gradients, optimizer state and saved activations");
+    struct moe_status st = moe_loader_check_room(
+        w->loader, both, "gradients, optimizer state and retained activations");
     if (bytes > 0 && moe_failed(&st)) {
-        moe_log_warn("no activations are kept for Backward (--retained-device-bytes): %s", st.text);
+        moe_log_warn("no activations are retained for Backward (--retained-device-bytes): %s",
+                     st.text);
         bytes = 0;
     }
     moe_activations_set_limit(moe_train_activations(w->train), bytes);
@@ -82,7 +83,7 @@ struct moe_status moe_worker__load(void *ctx, const struct moe_group_assignment 
     if (w->session != NULL && !moe_loader_holds(w->loader, assignment)) {
         moe_group_report_lost(
             w->group, w->view.epoch, 0,
-            moe_error(MOE_ABORTED, MOE_REASON_REFORMING, "another placement has to be loaded"));
+            moe_error(MOE_ABORTED, MOE_REASON_REFORMING, "another placement must be loaded"));
         moe_worker__leave_view(w);
     }
     if (moe_loader_holds(w->loader, assignment) &&
@@ -136,7 +137,7 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
     return moe_ok();
 }
 
-/* What every slot tells every other before READY, through the windows. */
+/* Data that slots exchange before READY, through the windows. */
 struct proof {
     uint64_t epoch, placement_hash;
     struct moe_train_digest digest;
@@ -161,7 +162,7 @@ static struct moe_status exchange_proofs(struct moe_worker *w, const struct moe_
     return moe_ok();
 }
 
-/* The weights as the model has them; what was learnt is lost. */
+/* Loads the model's weights again; all training is lost. */
 static struct moe_status reload(struct moe_worker *w)
 {
     moe_train_detach(w->train);
@@ -169,23 +170,22 @@ static struct moe_status reload(struct moe_worker *w)
     return attach_training(w);
 }
 
-static struct moe_status who_could_not(const struct moe_train_digest *digests, uint64_t live,
-                                       const struct moe_train_recovery *d)
+static struct moe_status recovery_error(const struct moe_train_digest *digests, uint64_t live,
+                                        const struct moe_train_recovery *d)
 {
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         if ((live >> s & 1) != 0 && digests[s].inconsistent != 0)
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
-                             "slot %u cannot go back to %s%s: see what slot %u says", s,
+                             "slot %u cannot go back to %s%s: see the log of slot %u", s,
                              d->checkpoint[0] != '\0' ? "checkpoint " : "the model as loaded",
                              d->checkpoint, s);
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                     "the slots went back to different states of training");
+                     "the slots went back to different training states");
 }
 
-/* A group that has more than one state of training goes back, as a whole; see training.proto.
- * Reloading takes longer on one slot than on another, which the second exchange may not wait for:
- * the epoch does not form then, and in the next one all have the new state. However long all
- * that takes, nobody gives up. */
+/* If slots have different training states, the whole group recovers to one; see training.proto. One
+ * slot may reload for longer than another waits in the second exchange: then the epoch does not
+ * form, and in the next one all slots have the new state. The attempts have no limit. */
 static struct moe_status agree_on_training(struct moe_worker *w, const struct moe_group_view *v,
                                            struct moe_train_digest digests[MOE_MAX_SLOTS])
 {
@@ -198,27 +198,28 @@ static struct moe_status agree_on_training(struct moe_worker *w, const struct mo
     struct moe_status taken = moe_train_adopt(w->train, &decision, v->slot, v->slots, v->live);
     if (!decision.restart)
         return taken;
-    struct moe_status met = exchange_proofs(w, v, digests); /* who could not tells the others so */
-    taken.reason = met.reason = MOE_REASON_CANNOT_GO_BACK;
+    /* A slot that could not recover tells the others by its digest. */
+    struct moe_status exchanged = exchange_proofs(w, v, digests);
+    taken.reason = exchanged.reason = MOE_REASON_CANNOT_GO_BACK;
     if (moe_failed(&taken))
         return taken;
-    MOE_TRY(met);
+    MOE_TRY(exchanged);
     MOE_TRY(moe_train_choose_recovery(digests, v->live, &again));
     if (!again.restart)
         return moe_ok();
-    struct moe_status st = who_could_not(digests, v->live, &decision);
+    struct moe_status st = recovery_error(digests, v->live, &decision);
     moe_train_note_problem(w->train, st.text);
     return st;
 }
 
-/* The proof before READY: every slot reads from every other slot's window that it means the same
- * epoch, holds the same placement, and has the same state of training. */
+/* The proof before READY: every slot reads from every other slot's window that both have the same
+ * epoch, placement and training state. */
 static struct moe_status verify(struct moe_worker *w, const struct moe_group_view *v)
 {
     struct moe_train_digest digests[MOE_MAX_SLOTS] = {0};
     if (moe_loader_placement_hash(w->loader) != v->placement_hash)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                         "this worker holds another placement than epoch %llu has",
+                         "this worker has another placement than epoch %llu",
                          (unsigned long long)v->epoch);
     MOE_TRY(exchange_proofs(w, v, digests));
     return agree_on_training(w, v, digests);
@@ -258,12 +259,12 @@ struct moe_status moe_worker__serve(void *ctx)
     MOE_INVARIANT(w->session != NULL);
     moe_engine_start_view(w->engine, w->session, w->view.epoch, w->view.max_tokens);
     MOE_TRY(moe_peers_start(w->peers));
-    MOE_TRY(tell_service(w, w->view.epoch));
+    MOE_TRY(update_service(w, w->view.epoch));
     set_epoch(w, w->view.epoch);
     if (w->train != NULL)
         moe_train_in_force(w->train);
-    /* `drain` may come at any moment: it raises the flag first, so one of the two sees the other.
-     */
+    /* `drain` may come at any moment. It sets the flag first, so either this or drain sees the
+     * other. */
     if (!atomic_load(&w->draining))
         moe_worker__set_health(w, true);
     if (atomic_load(&w->draining))

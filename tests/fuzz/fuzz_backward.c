@@ -42,16 +42,16 @@ static void save_pass(void)
 {
     struct moe_pass_record *r;
     size_t x = sizeof(float) * TOKENS * HIDDEN, pairs = sizeof(float) * TOKENS * TOP_K;
-    const struct moe_saved_pass pass = {.layer = 2,
-                                        .tokens = TOKENS,
-                                        .top_k = TOP_K,
-                                        .dtype = MOE_DTYPE_F32,
-                                        .mode = MOE_ROUTE_IDS_WEIGHTS,
-                                        .weights_version = 1,
-                                        .lineage = 1,
-                                        .x_bytes = x,
-                                        .ids_at = x,
-                                        .weights_at = x + pairs};
+    const struct moe_retained_pass pass = {.layer = 2,
+                                           .tokens = TOKENS,
+                                           .top_k = TOP_K,
+                                           .dtype = MOE_DTYPE_F32,
+                                           .mode = MOE_ROUTE_IDS_WEIGHTS,
+                                           .weights_version = 1,
+                                           .lineage = 1,
+                                           .x_bytes = x,
+                                           .ids_at = x,
+                                           .weights_at = x + pairs};
     struct moe_status st = moe_pass_store_reserve(moe_train_passes(train), x + 2 * pairs, 0, &r);
     MOE_INVARIANT(!moe_failed(&st));
     memcpy(r->head, &pass, sizeof pass);

@@ -33,15 +33,15 @@ static void a_released_buffer_is_used_again(void **state)
     assert_ok(moe_staging_take(s, 100000, &a));
     void *memory = moe_buffer_data(a);
     assert_int_equal((uintptr_t)memory % 4096, 0);
-    moe_buffer_hold(a);
-    moe_buffer_release(a);
+    moe_buffer_ref(a);
+    moe_buffer_unref(a);
     assert_ok(moe_staging_take(s, 99000, &b)); /* the first one is still held */
     assert_ptr_not_equal(moe_buffer_data(b), memory);
-    moe_buffer_release(b);
-    moe_buffer_release(a);
+    moe_buffer_unref(b);
+    moe_buffer_unref(a);
     assert_ok(moe_staging_take(s, 99500, &a));
     assert_ptr_equal(moe_buffer_data(a), memory);
-    moe_buffer_release(a);
+    moe_buffer_unref(a);
     unmake(s);
 }
 
@@ -57,7 +57,7 @@ static void the_budget_holds_and_idle_buffers_make_room(void **state)
     assert_true(full.retry_after_ms > 0);
     assert_refused(full, MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL);
     for (int i = 0; i < 8; i++)
-        moe_buffer_release(small[i]);
+        moe_buffer_unref(small[i]);
     moe_staging_read_counters(s, &c);
     assert_int_equal(c.in_use_bytes, 0);
     assert_true(c.idle_bytes >= 800 << 10);
@@ -66,7 +66,7 @@ static void the_budget_holds_and_idle_buffers_make_room(void **state)
     assert_int_equal(c.in_use_bytes, budget);
     assert_int_equal(c.idle_bytes, 0);
     assert_refused(moe_staging_take(s, 1, &more), MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL);
-    moe_buffer_release(large);
+    moe_buffer_unref(large);
     struct moe_status never = moe_staging_take(s, (1 << 20) + 1, &large);
     assert_int_equal(never.retry_after_ms, 0);
     assert_refused(never, MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL);
@@ -90,7 +90,7 @@ static void sizes_are_rounded_up_by_a_quarter_at_most(void **state)
         moe_staging_read_counters(s, &c);
         assert_true(c.in_use_bytes >= bytes && c.in_use_bytes <= bytes + bytes / 4 + 1);
         assert_true(c.in_use_bytes + c.idle_bytes <= budget);
-        moe_buffer_release(b);
+        moe_buffer_unref(b);
     }
     unmake(s);
 }
@@ -111,10 +111,10 @@ static void *take_and_release(void *arg)
         }
         uint64_t *word = moe_buffer_data(b); /* nobody else may write here now */
         *word = random.state;
-        moe_buffer_hold(b);
-        moe_buffer_release(b);
+        moe_buffer_ref(b);
+        moe_buffer_unref(b);
         MOE_INVARIANT(*word == random.state);
-        moe_buffer_release(b);
+        moe_buffer_unref(b);
     }
     return (void *)refused;
 }
