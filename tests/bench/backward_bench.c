@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a backward pass costs beside the forward pass of the same tokens, on one slot.
+/* Cost of a backward pass relative to the forward pass of the same tokens, on one slot.
  *
  *     backward_bench [--backend cpu] [--threads N] [--tokens N] [--shared]
  *
  * A layer of width 2048 with 16 experts of width 768, four per token, and with --shared a shared
- * one; F32 and BF16. Medians of the process's time on processors, in milliseconds, which hardly
- * depends on what else the machine does. A backward pass that computes gate and up again has 8
- * products where the forward pass has 3: a ratio of 2.67 would be the same speed; one from what a
- * forward pass retained has 6. */
+ * expert; F32 and BF16. Prints medians of the process's processor time in milliseconds; the
+ * machine's other load hardly changes them. A backward pass that computes gate and up again has 8
+ * products, the forward pass 3: at equal speed the ratio is 2.67. A pass that uses retained values
+ * has 6 products. */
 #include "group.h"
 #include "plain_layer.h"
 
@@ -40,7 +40,7 @@ struct bench {
     uint8_t *state;
 };
 
-/* The program has nothing to clean up that its end does not. */
+/* No clean-up: the end of the program does it. */
 static void must(struct moe_status st)
 {
     if (!moe_failed(&st))
@@ -111,7 +111,7 @@ static double processor_ms(void)
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
 }
 
-/* `name`: of what a forward pass retains and a backward pass uses; 0 = neither. */
+/* `name`: of the forward pass to retain, or to use in the backward pass; 0 = neither. */
 static double run(struct bench *b, bool backward, uint64_t name)
 {
     struct moe_step *step;

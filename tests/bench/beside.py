@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long plain forward passes take beside training, and beside saved pairs, for each share.
+"""Times of plain forward passes during training, and during saved pairs, for each share.
 
 Usage: beside.py BUILD_DIRECTORY GOLDEN_MODELS [SECONDS]
 
-Two workers with a golden model. Prints a table; nothing here passes or fails, and results that are
-worth keeping go to results/cpu.md with date, versions and settings.
+Two workers with a golden model. Prints a table and judges nothing. Put important results into
+results/cpu.md, with date, versions and settings.
 """
 
 import os
@@ -23,14 +23,14 @@ FAMILY = "deepseek_v3"
 
 
 def case(times=1):
-    """A recorded pass of 37 tokens, `times` times over."""
+    """A recorded pass of 37 tokens, repeated `times` times."""
     layer, x, dy = next((layer, x, dy) for layer, tokens, x, dy, _ in golden_gradients(FAMILY)
                         if tokens == 37)
     return layer, np.tile(x, (times, 1)), np.tile(dy, (times, 1))
 
 
 def train(endpoint):
-    """Four Backwards a step for SECONDS; the steps done."""
+    """Four Backwards per step for SECONDS. Returns the number of steps."""
     layer, x, dy = case()
     t, end, steps = Trainer(endpoint), time.monotonic() + SECONDS, 0
     routing = t.forward(layer, x)
@@ -44,7 +44,8 @@ def train(endpoint):
 
 
 def save(endpoints, load):
-    """Two clients that save and go backward, for SECONDS; the pairs done."""
+    """Two clients with saved Forwards and their Backwards, for SECONDS. Returns the number of
+    pairs."""
     load.saved_pairs(2, endpoints, *case(7))
     time.sleep(SECONDS)
     return "%d pairs" % len(load.pairs)

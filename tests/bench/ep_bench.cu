@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Speed of dispatch and combine between GPUs, with the routing known: what the wire and the row
- * moves of one layer cost, without router and experts.
+/* Speed of dispatch and combine between GPUs with given routing: the cost of the links and the row
+ * moves of one layer, without router and experts.
  *
  *   ep_bench [SLOTS [TRANSPORT [PROCESSORS]]]
  *
- * Forks one process per GPU. Each shape is first checked: experts that multiply by a number of
- * their own must give y = x * sum of weight * number. Then ten passes are captured into a graph,
- * which is replayed; printed is the median replay of the slowest slot, divided by ten, once for
- * whole passes and once without combine. PROCESSORS: most multiprocessors that either kernel may
- * take; one number for all slots, or several with commas, for slots in turn (0 = all). */
+ * Forks one process per GPU. It first checks each shape: each expert multiplies by a different
+ * number, so y must be x * sum of weight * number. Then it captures ten passes into a graph and
+ * replays it. It prints the median replay of the slowest slot, divided by ten, for whole passes and
+ * without combine. PROCESSORS: limit of multiprocessors for either kernel; one number for all
+ * slots, or several with commas, for slots in turn (0 = all). */
 extern "C" {
 #include "group.h"
 }
@@ -31,7 +31,7 @@ extern "C" {
 namespace
 {
 
-const char *processors = "0"; /* as given */
+const char *processors = "0"; /* as in the argument */
 
 constexpr uint32_t PASSES = 10, REPLAYS = 25, WARM_UP = 5, INNER = 8;
 
@@ -54,7 +54,7 @@ void require(struct moe_status st)
     exit(1);
 }
 
-/* Of `slot`: the list is gone through as often as needed. */
+/* For `slot`; the list repeats if it is too short. */
 uint32_t processors_of(uint32_t slot)
 {
     std::vector<uint32_t> list;
@@ -83,7 +83,7 @@ __global__ void expert_kernel(const struct moe_rows rows, uint32_t hidden, __nv_
     }
 }
 
-/* What one slot runs. */
+/* State of one slot. */
 struct bench {
     struct member *member;
     struct moe_device *device;
@@ -195,7 +195,7 @@ void pass(bench &b, bool combine, bool compute)
         require(moe_cuda_ep_combine(b.session->ep, &results, b.dev_y, nullptr, stream));
 }
 
-/* Some passes, as one errand of the thread that makes them. */
+/* Some passes, as one task of the thread that makes them. */
 struct passes {
     bench *b;
     uint32_t count;
@@ -212,7 +212,7 @@ struct moe_status make_passes(void *ctx)
     return moe_ok();
 }
 
-/* Relative Frobenius error of y, which gets the result of a pass. */
+/* Relative Frobenius error of y. y receives the result of a pass. */
 double check(bench &b, std::vector<uint16_t> &y)
 {
     y.resize(b.x.size());
@@ -236,7 +236,7 @@ double check(bench &b, std::vector<uint16_t> &y)
     return sqrt(difference / norm);
 }
 
-/* The same by the host's clock, for a network, whose passes cannot be captured. */
+/* The same by the host's clock: passes over a network cannot be captured. */
 double time_network_passes(bench &b, bool combine)
 {
     passes some = {&b, PASSES, combine, false};
@@ -302,7 +302,7 @@ double wire_megabytes(const bench &b)
     return static_cast<double>(rows * b.s.hidden * 2) / 1e6;
 }
 
-/* The largest of all slots' values, in place. */
+/* Replaces each value by the largest of all slots. */
 void slowest(bench &b, double *values, uint32_t n)
 {
     double *mine = reinterpret_cast<double *>(b.member->board->weights[b.member->slot]);

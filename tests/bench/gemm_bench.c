@@ -4,9 +4,9 @@
  *
  *   gemm_bench [THREADS [SECONDS_PER_LINE [INSTRUCTION_SET]]]
  *
- * Every call takes the next expert of a pool that does not fit into the caches, so that weights
- * come from memory as they do in service. Printed is the best call of each line: on a shared
- * machine the others say more about the neighbours. */
+ * Every call takes the next expert of a pool that exceeds the caches, so weights come from memory,
+ * as in service. Prints the best call of each line: on a shared machine the other calls measure the
+ * other load. */
 #include "base/clock.h"
 #include "cpu/compute/layer.h"
 
@@ -34,7 +34,8 @@ static void require_ok(struct moe_status st)
     exit(1);
 }
 
-/* Values in [-1, 1) from a small generator: speed does not depend on them, denormals would. */
+/* Values in [-1, 1) from a small generator. Speed does not depend on the values, except
+ * denormals. */
 static void *random_values(enum moe_dtype dtype, size_t n)
 {
     char *p = malloc(n * moe_dtype_bytes(dtype));
@@ -87,7 +88,7 @@ static struct moe_layer *make_layer(struct moe_device *device, const struct shap
     return layer;
 }
 
-/* `m` rows for each of `group` experts from `first` on. */
+/* `m` rows for each of `group` experts, starting at expert `first`. */
 struct batch {
     struct moe_rows rows;
     uint32_t expert[GROUP], start[GROUP + 1], count[GROUP];

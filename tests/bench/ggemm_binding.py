@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped products of kernels/cuda for Python, by plain arguments (ggemm_entry.h).
 
-The library says which functions it has and what they take; nothing of that is written here a second
-time. Calls name every argument, so an argument that only one side knows is an error before a call.
+The library describes its functions and their arguments; nothing is repeated here. Calls name every
+argument, so an argument that only one side knows is an error before the call.
 """
 import ctypes
 
@@ -12,7 +12,7 @@ C_TYPES = {"int": ctypes.c_int, "bool": ctypes.c_bool, "float": ctypes.c_float,
 
 
 class Refused(Exception):
-    """A product answered with an error."""
+    """A product returned an error."""
 
 
 class Entry:
@@ -35,7 +35,7 @@ class Entry:
 
 
 def parse(signatures):
-    """{name: (result, [(type, name), ...])} of moe_entry_signatures' text."""
+    """{name: (result, [(type, name), ...])} from the text of moe_entry_signatures."""
     entries = {}
     for line in signatures.splitlines():
         result, name, arguments = line.split(" ", 2)
@@ -44,7 +44,7 @@ def parse(signatures):
 
 
 class Products:
-    """The library's functions by their names; those whose text is an error raise Refused."""
+    """The library's functions by name. The RAISING ones return an error text and raise Refused."""
     RAISING = ("ggemm", "cublas", "wgrad", "describe")
 
     def __init__(self, path):

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Plain arguments into the structs of the products; see ggemm_entry.h. */
+/* Copies plain arguments into the structs of the products; see ggemm_entry.h. */
 #include "ggemm_entry.h"
 
 #include "cuda/gemm/ggemm.h"
@@ -27,7 +27,7 @@ static text told(struct moe_status st)
 
 /* ------------------------------------------------------------------- products */
 
-/* The lists name every field at its place: a field that only the struct has does not compile. */
+/* The lists name every field in order: a field that only the struct has does not compile. */
 #define AS_FIELD(type, name) type name;
 struct listed_ggemm {
     MOE_GGEMM_FIELDS(AS_FIELD)
@@ -53,7 +53,7 @@ MOE_ENTRY_PROTOTYPE(text, ggemm, MOE_ENTRY_GGEMM)
     return told(moe_cuda_ggemm_enqueue(&product, stream));
 }
 
-/* One handle for the process, of the device that is current at the first call. */
+/* One handle per process, for the device that is current at the first call. */
 static struct moe_status enqueue_cublas(const struct moe_cuda_ggemm *g, void *scratch, void *stream)
 {
     static struct moe_cuda_cublas *handle;

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The grouped products of kernels/cuda as functions of plain arguments, for ggemm_vs_torch.py.
+/* The grouped products of kernels/cuda as functions with plain arguments, for ggemm_vs_torch.py.
  *
  * A list names the arguments of a function once. The prototype, the code that fills the product's
- * struct and the text that moe_entry_signatures returns all come from that list. The Python side
- * builds its types from the text, so the two sides cannot disagree about order, type or number.
+ * struct and the text from moe_entry_signatures all come from that list. The Python side builds its
+ * types from the text, so both sides agree about order, type and number.
  *
- * Functions return NULL, or the text of an error that is valid until the thread's next call. */
+ * Functions return NULL or an error text, valid until the thread's next call. */
 #ifndef MOE_BENCH_GGEMM_ENTRY_H
 #define MOE_BENCH_GGEMM_ENTRY_H
 
@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef void *pointer; /* of the device, where nothing else is said */
+typedef void *pointer; /* device memory unless stated otherwise */
 typedef const char *text;
 
 /* struct moe_cuda_ggemm, field by field */
@@ -59,21 +59,21 @@ typedef const char *text;
     X(pointer, dw)                                                                                 \
     X(uint32_t, processors)
 
-/* Arguments of a function: X for all but the last one, L for that. */
+/* Arguments of a function: L for the last one, X for the others. */
 #define MOE_ENTRY_GGEMM(X, L) MOE_GGEMM_FIELDS(X) L(pointer, stream)
 #define MOE_ENTRY_WGRAD(X, L) MOE_WGRAD_FIELDS(X) L(pointer, stream)
 /* scratch: device memory of moe_entry_cublas_bytes */
 #define MOE_ENTRY_CUBLAS(X, L) MOE_GGEMM_FIELDS(X) X(pointer, scratch) L(pointer, stream)
 #define MOE_ENTRY_CUBLAS_BYTES(X, L)                                                               \
     X(bool, gated) X(int, out_dtype) X(uint32_t, row_capacity) L(uint32_t, n)
-/* out: host memory, as many bytes as the constant WEIGHTS_BYTES */
+/* out: host memory of WEIGHTS_BYTES (a constant) bytes */
 #define MOE_ENTRY_DESCRIBE(X, L)                                                                   \
     X(pointer, data) X(uint32_t, experts) X(uint32_t, rows) X(uint32_t, columns) L(pointer, out)
 #define MOE_ENTRY_CHOOSE_TILE(X, L)                                                                \
     X(uint32_t, bucket)                                                                            \
     X(uint32_t, slots) X(uint32_t, top_k) X(uint32_t, experts) X(uint32_t, n) L(uint32_t, k)
-#define MOE_ENTRY_TILE_NAME(X, L) L(int, tile)  /* NULL behind the last one */
-#define MOE_ENTRY_CONSTANT(X, L)  L(text, name) /* -1 for a name that is not known */
+#define MOE_ENTRY_TILE_NAME(X, L) L(int, tile)  /* NULL after the last one */
+#define MOE_ENTRY_CONSTANT(X, L)  L(text, name) /* -1 for an unknown name */
 
 /* F(result, name, list) for each function moe_entry_NAME. */
 #define MOE_ENTRIES(F)                                                                             \

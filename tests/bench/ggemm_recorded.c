@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Products that compute nothing and tell what they were asked, for test_ggemm_binding.py: it finds
- * each argument in the text, on machines without a GPU. */
+/* Products that compute nothing and return their arguments as text. test_ggemm_binding.py finds
+ * each argument there, on machines without a GPU. */
 #include "ggemm_entry.h"
 
 #include "cuda/gemm/ggemm.h"

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped GEMM of kernels/cuda against torch._grouped_mm and cuBLAS, in one process on one GPU.
 
-Loads the library that the target `ggemm_shared` builds, hands it torch's tensors by address, checks
-every buffer that it times, and prints one table. Each launch waits behind a short spin kernel, so
-that no launch cost counts; candidates are interleaved in random order, so that all see the same
-clock and power; figures are medians. A dense product of torch comes first, as the reference of the
-chip: cold, and sustained at the power limit.
+Loads the library of the target `ggemm_shared`, passes it torch's tensors by address, checks every
+buffer that it times, and prints one table. Each launch waits behind a short spin kernel, so launch
+costs do not count. Candidates are interleaved in random order, so all see the same clock and power.
+Figures are medians. A dense product of torch comes first, as the chip's reference: cold, and
+sustained at the power limit.
 
     ggemm_vs_torch.py path/to/libmoe_ggemm.so [--rounds 30] [--all-tiles] [--only TEXT]
                       [--sustained SECONDS] [--cublas] [--backward] [--json FILE] [--markdown FILE]
@@ -29,7 +29,7 @@ COLD_PRODUCTS = 20
 
 
 class Case:
-    """Random rows and weights of one shape; `sets` copies are used in turn against a warm L2."""
+    """Random rows and weights of one shape; `sets` copies alternate, to avoid a warm L2."""
 
     def __init__(self, lib, name, counts, k, n, sets=1):
         self.lib, self.name, self.counts, self.k, self.n, self.sets = lib, name, counts, k, n, sets
@@ -70,7 +70,7 @@ class Case:
                                     experts=self.experts, n=n, k=k)
 
     def plain(self, **changes):
-        """Arguments of a plain product of the first set; `changes` replaces some."""
+        """Arguments of a plain product of the first set. `changes` replaces some of them."""
         stream = torch.cuda.current_stream().cuda_stream
         return {"tile": 0, "gated": False, "back": False, "experts": self.experts,
                 "row_capacity": self.capacity, "n": self.n, "k": self.k,
@@ -129,7 +129,7 @@ class Case:
         return torch._grouped_mm(self.compact_dy.t(), self.compact[0], self.ends)
 
     def torch_add(self, _):
-        """What accumulating takes without a kernel for it: the product, then the sum."""
+        """Accumulation without a fused kernel: the product, then the sum."""
         self.dw.add_(self.torch_wgrad(0))
 
     def check_wgrad(self):
@@ -145,7 +145,7 @@ class Case:
             sys.exit(f"WRONG: {self.name}, gradient of weights: error {worst:.2e}")
 
     def forced_cublas(self):
-        """The products of the option `gemm cublas`, fp32 out as down has it."""
+        """The products of the option `gemm cublas`, with fp32 output as for down."""
         kind = self.lib.constant("F32")
         out = torch.empty(self.capacity, self.n, device="cuda")
         room = self.lib.cublas_bytes(gated=False, out_dtype=kind, row_capacity=self.capacity,
@@ -220,7 +220,7 @@ def time_all(candidates, sets, rounds):
 
 
 def zipf(experts, total, empty, seed=1):
-    """Row counts that fall as 1/rank, `empty` experts without any, in shuffled order."""
+    """Row counts proportional to 1/rank, with `empty` experts without rows, in shuffled order."""
     weight = [1 / (i + 1) if i < experts - empty else 0 for i in range(experts)]
     random.Random(seed).shuffle(weight)
     counts = [int(total * w / sum(weight)) for w in weight]
@@ -229,7 +229,7 @@ def zipf(experts, total, empty, seed=1):
 
 
 def routed(experts, mean, seed=1):
-    """Row counts as uniform random routing gives them."""
+    """Row counts of uniform random routing."""
     pick = random.Random(seed)
     counts = [0] * experts
     for _ in range(experts * mean):
@@ -273,14 +273,14 @@ def shapes():
 
 
 def sustain(run, seconds):
-    """Mean microseconds of a product that runs back to back for at least `seconds`, and the state
-    of the chip in the middle of that time."""
+    """Mean microseconds of a product that runs back to back for at least `seconds`, and the chip's
+    state halfway."""
     begin, end, before = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     began, done, asked = time.monotonic(), 0, None
     begin.record()
     before.record()
     while time.monotonic() - began < seconds or done == 0:
-        for i in range(COLD_PRODUCTS):  # one batch waits while the one before runs
+        for i in range(COLD_PRODUCTS):  # one batch waits while the previous one runs
             run(i)
         done += COLD_PRODUCTS
         before.synchronize()
@@ -294,7 +294,7 @@ def sustain(run, seconds):
 
 
 def ask_nvidia_smi(fields):
-    """Asks for fields of the device in use; None where there is no nvidia-smi."""
+    """Asks for fields of the device in use. None without nvidia-smi."""
     device = str(torch.cuda.get_device_properties(0).uuid)
     try:
         return subprocess.Popen(
@@ -318,7 +318,7 @@ def nvidia_smi(fields):
 
 
 def settings(args):
-    """What the figures depend on, as lines."""
+    """The settings of the run, as lines."""
     return [
         f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC, "
         f"{torch.cuda.get_device_name()}, driver {nvidia_smi('driver_version')}, "
@@ -333,7 +333,7 @@ def settings(args):
 
 
 def dense(seconds):
-    """Lines about one large product of torch: what the chip gives cold, and at its power limit."""
+    """Lines about one large product of torch: the chip cold, and at its power limit."""
     a, b = (torch.randn(DENSE, DENSE, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     out, flops = torch.empty_like(a), 2 * DENSE ** 3
     torch.matmul(a, b, out=out)
@@ -365,7 +365,7 @@ def report(case, name, us, base, kind="forward"):
 def report_sustained(case, candidates, seconds):
     """Candidates one after the other, each for `seconds`; the first one is torch."""
     rows, base = [], None
-    # So that the first one is not the coldest.
+    # Warm up, so that the first one is not the coldest.
     sustain(next(iter(candidates.values())), seconds / 4)
     for name, run in candidates.items():
         us, state = sustain(run, seconds)
@@ -431,7 +431,7 @@ def measure(case, args, gated):
 
 
 def forward_table(rows):
-    """Markdown: one line a shape, all candidates that were timed."""
+    """Markdown: one line per shape, with all timed candidates."""
     lines = ["| experts x rows, K -> N | torch us | cuBLAS us | chosen | us | TFLOP/s | GB/s | "
              "torch / ours | cuBLAS / ours | others, us |", "|" + "---|" * 10]
     for shape in dict.fromkeys(r["shape"] for r in rows if r["kind"] == "forward"):
@@ -449,7 +449,7 @@ def forward_table(rows):
 
 
 def plain_table(rows, kind):
-    """Markdown: one line a candidate."""
+    """Markdown: one line per candidate."""
     lines = [
         "| experts x rows, K -> N | candidate | us | TFLOP/s | torch / this |", "|" + "---|" * 5
     ]
@@ -469,7 +469,7 @@ def markdown(path, head, rows):
 
 
 def bandwidth():
-    """GB/s, read and written bytes, of a large copy: the ceiling of decode."""
+    """GB/s (read and written bytes) of a large copy: the limit of decode."""
     a = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
     b = torch.empty_like(a)
     return 2 * a.numel() / time_all({"copy": lambda i: b.copy_(a)}, 1, 10)["copy"] / 1e3
@@ -480,7 +480,7 @@ def main():
     args.add_argument("library")
     args.add_argument("--rounds", type=int, default=30)
     args.add_argument("--all-tiles", action="store_true", help="time every tile, * = chosen")
-    args.add_argument("--only", default="", help="shapes whose name contains this")
+    args.add_argument("--only", default="", help="shapes with a name that contains this")
     args.add_argument("--cublas", action="store_true", help="time the forced cuBLAS path too")
     args.add_argument("--backward", action="store_true", help="gradients instead")
     args.add_argument("--sustained", type=float, default=4.0,

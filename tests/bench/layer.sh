@@ -1,13 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# A whole MoE layer, moed and torch in one call on the same GPUs, and their ratios.
+# Measures a whole MoE layer with moed and torch on the same GPUs, and prints their ratios.
 #
 #   tests/bench/layer.sh BUILD_DIRECTORY [GPUS] [OUTPUT_DIRECTORY]
 #
-# SHAPES, TOKENS, ROUTINGS and REPEATS in the environment say what is run (moe_bench --help);
+# SHAPES, TOKENS, ROUTINGS and REPEATS in the environment select the runs (moe_bench --help).
 # LIKE=4 gives each GPU the experts that it would have in a group of four.
-# Writes moed.json and torch.json (one object a line) to the output directory. Fails when a result
-# is wrong. Needs a python3 with torch; multicast is off because shared hosts forbid it.
+# Writes moed.json and torch.json (one object per line) to the output directory. Fails if a result is
+# wrong. Needs a python3 with torch. Multicast is off because shared hosts forbid it.
 set -eu
 
 build=$1

@@ -4,10 +4,10 @@
 
     make_model.py SHAPE DIRECTORY [--experts E] [--layers L]
 
-SHAPE is a preset of moe_bench: deepseek-v3, qwen3-30b, mixtral-8x7b, or tiny. Only what moed reads
-is written: config.json, the MoE layers' tensors in bf16 (DeepSeek's selection bias in F32), one
-shard per layer, and the index. Weights are cut from one pool of random numbers, uniform in +-1/32,
-each at a place of its own: writing runs at the speed of the disk. Needs numpy.
+SHAPE is a preset of moe_bench: deepseek-v3, qwen3-30b, mixtral-8x7b, or tiny. Writes only the files
+that moed reads: config.json, the MoE layers' tensors in bf16 (DeepSeek's selection bias in F32),
+one shard per layer, and the index. Weights are pieces of one pool of random numbers, uniform in
++-1/32, at different offsets: writing runs at the speed of the disk. Needs numpy.
 """
 import argparse
 import json

@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A whole MoE layer on every backend: how long, where, and whether the numbers are right.
+/* A whole MoE layer on every backend: its times, by stage, and whether its results are correct.
  *
  *     moe_bench --backend cuda --slots 2 [--shapes deepseek-v3,qwen3-30b] [--tokens 1,128,4096]
  *               [--routings router,zipf] [--json FILE]
  *
- * Forks one process per slot (one GPU each). Every line is checked before and after it is timed,
- * and the call fails when a number is wrong. Times are medians of the slowest slot:
+ * Forks one process per slot (one GPU each). It checks every line before and after timing, and
+ * fails if a number is wrong. Times are medians of the slowest slot:
  *
  *   layer   device time of one step from its router to its combine, two steps in flight
- *   wall    time per step, two in flight, copies from and to host memory included
+ *   wall    time per step, two in flight, including copies from and to host memory
  *   alone   one step from step_enqueue to its result, with nothing else in flight
  *   gemm    gemm1 + gemm2 + shared; overhead = layer / gemm, both of the slowest slot
  *   enqueue the calling thread's time in step_enqueue
  *
- * --backward also times backward passes, each with gradients that begin as zeros and with gradients
- * that add up, beside the forward pass of the same line.
+ * --backward also times backward passes, with gradients that begin as zeros and with gradients that
+ * add up, compared with the forward pass of the same line.
  *
- * JSON: one object a line, appended to FILE. */
+ * JSON: one object per line, appended to FILE. */
 #include "moe_bench.h"
 
 #include "daemon/options.h"
@@ -54,7 +54,7 @@ void bench_meet(struct bench *b)
                       moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "another slot gave up"));
 }
 
-/* Whether a comma-separated list names this; "all" names everything but the toy shape. */
+/* Whether a comma-separated list contains the name; "all" contains every name but the toy shape. */
 static bool listed(const char *list, const char *name)
 {
     size_t n = strlen(name);
@@ -83,7 +83,7 @@ static void join(struct bench *b)
     bench_require(b, "join", plan->backend->session_join(b->device, &config, &b->session));
 }
 
-/* One line, and the backward passes that belong to it. */
+/* Measures one line and its backward passes. */
 static bool run_line(struct bench *b, uint32_t tokens, enum bench_routing routing, FILE *json)
 {
     bool backward = b->plan->backward && routing == BENCH_ROUTER;

@@ -2,11 +2,11 @@
 /* Benchmark of a whole MoE layer through the backend interface alone: router, prepare, dispatch,
  * both GEMMs, shared expert, combine, one process per slot.
  *
- * moe_bench.c        options, and the order of things on one slot
- * moe_bench_shape.c  presets of layers, random weights, uploading them
- * moe_bench_step.c   inputs and their routing, checking a step, timing it
- * moe_bench_backward.c  the same of backward passes
- * moe_bench_report.c what a run prints: one table row and one line of JSON */
+ * moe_bench.c           options, and the sequence on one slot
+ * moe_bench_shape.c     presets of layers, random weights, uploading them
+ * moe_bench_step.c      inputs and their routing, checking a step, timing it
+ * moe_bench_backward.c  the same for backward passes
+ * moe_bench_report.c    output: one table row and one line of JSON per measurement */
 #ifndef MOE_BENCH_H
 #define MOE_BENCH_H
 
@@ -19,7 +19,7 @@
 enum {
     BENCH_MAX_LENGTHS = 16,    /* token counts of one call */
     BENCH_MAX_REPEATS = 10000, /* timed steps of one line */
-    BENCH_SAMPLES = 16,        /* tokens whose result is compared with exact arithmetic */
+    BENCH_SAMPLES = 16,        /* tokens checked against exact arithmetic */
     BENCH_WARM_UP = 5,         /* steps before the timed ones */
     BENCH_BARRIER_MS = 10 * 60 * 1000,
 };
@@ -27,16 +27,16 @@ enum {
 /* How tokens choose experts. */
 enum bench_routing {
     BENCH_ROUTER,     /* the layer's router on random weights: near uniform */
-    BENCH_UNIFORM,    /* ids given, K different ones, uniform */
-    BENCH_ZIPF,       /* ids given: expert of rank r with weight 1 / (r + 1), ranks shuffled */
-    BENCH_ONE_EXPERT, /* ids given: every token's first choice is expert 0, the others uniform */
-    BENCH_ONE_SLOT,   /* ids given: all choices among the experts of slot 0 */
+    BENCH_UNIFORM,    /* given ids: K different ones, uniform */
+    BENCH_ZIPF,       /* given ids: expert of rank r with weight 1 / (r + 1), ranks shuffled */
+    BENCH_ONE_EXPERT, /* given ids: every token's first choice is expert 0, the others uniform */
+    BENCH_ONE_SLOT,   /* given ids: all choices among the experts of slot 0 */
     BENCH_ROUTINGS
 };
 
-/* Random bf16 numbers that all weights are cut from, each at an offset of its own: so tens of
- * gigabytes of weights need a fraction of a gigabyte of host memory, and any process can look one
- * up. Shared by all slots. */
+/* Random bf16 numbers. Each weight is a piece of them at a different offset. So tens of gigabytes
+ * of weights need a fraction of a gigabyte of host memory, and any process can look one up. Shared
+ * by all slots. */
 struct bench_pool {
     const uint16_t *values;
     size_t count;
@@ -47,28 +47,30 @@ struct bench_shape {
     struct moe_layer_spec spec;
 };
 
-/* Kinds of backward passes, added up: where gradients begin as zeros, so that a backend may
- * overwrite them, or add to others; from tokens alone, or from what a forward step retained. */
+/* Kinds of backward passes, added up. ADDS: gradients add to others; else they begin as zeros, and
+ * a backend may overwrite them. FROM_RETAINED: uses a forward step's retained values; else only
+ * tokens. */
 enum { BENCH_ADDS = 1, BENCH_FROM_RETAINED = 2, BENCH_BACKWARD_KINDS = 4 };
 
-/* Backward passes of one slot, in microseconds (medians), by kind. */
+/* Backward passes of one slot, by kind; medians in microseconds. */
 struct bench_backward_report {
     double stage_us[BENCH_BACKWARD_KINDS][MOE_BACKWARD_STAGE_COUNT];
     double layer_us[BENCH_BACKWARD_KINDS]; /* sum of the stages */
-    double wall_us[BENCH_BACKWARD_KINDS];  /* from enqueue to result, copies from and to host memory
-                                              included */
+    double wall_us[BENCH_BACKWARD_KINDS];  /* from enqueue to result, including copies from and to
+                                              host memory */
     double plain_us, retaining_us; /* forward steps, one in flight: sum of the stages, without and
-                                   with retaining */
+                                      with retaining */
     double retained_mib;           /* of one step */
-    bool retains;                  /* this slot kept it */
+    bool retains;                  /* this slot retained it */
     double error;  /* of dx and sampled gradients against exact fp32, relative Frobenius */
     uint64_t rows; /* (token, expert) pairs computed here */
     bool on_tensor_cores;
 };
 
-/* What one slot measured, in microseconds (medians) where not said otherwise. */
+/* Results of one slot; medians in microseconds unless stated otherwise. */
 struct bench_slot_report {
-    double upload_gb_s;               /* weights from plain host memory to finished layer */
+    double upload_gb_s;               /* weights from plain host memory, until the layer is
+                                         finished */
     double pinned_gb_s;               /* one copy of pinned memory to the device */
     double stage_us[MOE_STAGE_COUNT]; /* two steps in flight */
     double layer_us;                  /* sum of a step's stages: device time of the layer */
@@ -90,16 +92,16 @@ struct bench_plan {
     const char *json;              /* NULL: none */
     uint64_t slots;
     uint64_t experts;    /* overrides the preset's when not 0 */
-    uint64_t like_slots; /* not 0: as many experts per slot as a group of that many slots has */
-    uint64_t sources;    /* slots that bring tokens; the others take part without any */
+    uint64_t like_slots; /* not 0: experts per slot as in a group of that many slots */
+    uint64_t sources;    /* slots with tokens; the others take part without tokens */
     uint64_t repeats, oracle_tokens, timeout_s;
-    bool backward; /* also backward passes, where the router chooses */
+    bool backward; /* also backward passes, with the router's choices */
     uint32_t length[BENCH_MAX_LENGTHS], lengths; /* tokens per slot */
     struct bench_pool pool;
     struct bench_slot_report *report; /* [slots], shared memory */
 };
 
-/* One slot at work on one shape. */
+/* State of one slot for one shape. */
 struct bench {
     const struct bench_plan *plan;
     struct member *member;
@@ -110,11 +112,11 @@ struct bench {
     struct dealt homes; /* of the shape's experts */
 };
 
-/* Ends the process with a message when the status is an error. */
+/* If the status is an error, prints a message and ends the process. */
 void bench_require(const struct bench *b, const char *what, struct moe_status st);
-/* Likewise when memory is missing; zeroed. */
+/* The same if memory is missing; zeroed. */
 void *bench_alloc(const struct bench *b, size_t bytes);
-/* Waits for all slots; ends the process when one of them is gone. */
+/* Waits for all slots; ends the process if one of them is gone. */
 void bench_meet(struct bench *b);
 
 /* ------------------------------------------------------------------ shape */
@@ -122,23 +124,23 @@ void bench_meet(struct bench *b);
 extern const struct bench_shape bench_shapes[];
 extern const uint32_t bench_shape_count;
 
-/* The pool for all presets; false when there is no memory for it. */
+/* The pool for all presets; false without memory for it. */
 bool bench_pool_make(struct bench_pool *out);
-/* Where a weight's values begin: rows x columns of them follow. */
+/* Start of a weight's values: rows x columns of them. */
 const uint16_t *bench_weight(const struct bench *b, enum moe_weight w, uint32_t expert);
-/* b->layer with all weights of this slot, and both upload figures in the report. */
+/* Fills b->layer with all weights of this slot, and both upload figures in the report. */
 void bench_make_layer(struct bench *b);
 
 /* ------------------------------------------------------------------- step */
 
-/* Measures one (tokens, routing) on all slots together; fills the slot's report. False, with a
- * message, when a result is wrong. */
+/* Measures one (tokens, routing) on all slots together and fills the slot's report. If a result is
+ * wrong, prints a message and returns false. */
 bool bench_measure(struct bench *b, uint32_t tokens, enum bench_routing routing);
 
-/* The same for backward passes, under the router's choice. */
+/* The same for backward passes, with the router's choices. */
 bool bench_measure_backward(struct bench *b, uint32_t tokens);
 
-/* Once all slots have measured forward steps: whether all kept theirs. */
+/* Call once all slots have measured forward steps. Whether all retained theirs. */
 bool bench_all_retain(const struct bench *b);
 
 /* ----------------------------------------------------------------- report */

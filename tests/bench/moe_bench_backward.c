@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Backward passes of one line; see moe_bench.h.
  *
- * The same tokens go backward twice. As F32 tokens every backend multiplies them in exact fp32:
- * that gives dx, gradients of weights of the routing, and of some parameters, with which the BF16
- * pass is compared. What is timed after that must be the same bits where gradients begin as zeros,
- * and multiples of them where they add up; both also from what a forward step retained. */
+ * The same tokens go backward twice. First as F32 tokens, which every backend multiplies in exact
+ * fp32. This gives dx, gradients of the routing weights, and gradients of some parameters; the BF16
+ * pass is compared with them. Every later, timed pass must have the same bits if gradients begin as
+ * zeros, and give multiples of them if gradients add up. Both also with retained forward values. */
 #include "moe_bench.h"
 
 #include "base/clock.h"
@@ -18,17 +18,16 @@ static const double SUM_TOLERANCE = 1e-5;
 
 enum { MAX_WATCHED = 16, RETAINED_NAME = 1 };
 
-/* Parameters whose gradients are compared. */
+/* Parameters with compared gradients. */
 struct watched {
     struct moe_train_key key[MAX_WATCHED];
     size_t n[MAX_WATCHED];
-    float *want[MAX_WATCHED];  /* of the exact pass */
-    float *first[MAX_WATCHED]; /* of the first BF16 pass */
+    float *want[MAX_WATCHED];  /* from the exact pass */
+    float *first[MAX_WATCHED]; /* from the first BF16 pass */
     uint32_t count;
 };
 
-/* Tensors of a line, in memory that the device reads directly; of the BF16 tokens and of the same
- * as F32. */
+/* Tensors of a line, in memory that the device reads directly: BF16 tokens, and the same as F32. */
 struct backward_trial {
     uint32_t tokens, bucket;
     void *x, *dy, *dx, *x_wide, *dy_wide, *dx_wide, *y;
@@ -90,7 +89,7 @@ static void take_tensors(struct bench *b, uint32_t tokens, struct backward_trial
     fill(t->dy, t->dy_wide, (size_t)t->tokens * spec->hidden, 277 + b->member->slot);
 }
 
-/* A forward pass, retained if `name` is not 0; the first one gives the router's choice. */
+/* A forward pass; retained if `name` is not 0. The first one gives the router's choices. */
 static struct moe_step_result forward(struct bench *b, struct backward_trial *t, uint64_t name)
 {
     struct moe_step_args a = {.layer = b->layer,
@@ -126,7 +125,7 @@ static void watch(struct bench *b, struct watched *w, enum moe_weight weight, ui
     w->count++;
 }
 
-/* The first and the last expert that is here, and everything that is not an expert's. */
+/* Watches the first and the last local expert, and everything outside experts. */
 static void choose_watched(struct bench *b, struct watched *w)
 {
     uint32_t first = UINT32_MAX, last = 0;
@@ -202,7 +201,7 @@ static void zero(struct bench *b, struct backward_trial *t)
     bench_require(b, "zero_grad", b->plan->backend->training->zero_grad(t->trainer));
 }
 
-/* The exact pass, then the one that will be timed: how far the latter is off. */
+/* Runs the exact pass and then the BF16 pass; returns the error of the latter. */
 static double error_against_exact(struct bench *b, struct backward_trial *t)
 {
     const struct watched *w = &t->watched;
@@ -232,8 +231,8 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Fills one kind of the report: medians. False where a pass used, or did not use, what was retained
- * other than its kind says. */
+/* Fills one kind of the report with medians. False if a pass used retained values against its kind,
+ * or did not use them. */
 static bool time_passes(struct bench *b, struct backward_trial *t, int kind,
                         struct bench_backward_report *r)
 {
@@ -268,7 +267,7 @@ static bool time_passes(struct bench *b, struct backward_trial *t, int kind,
                       : &r->stage_us[kind][i]) = median;
         free(of[i]);
     }
-    if (r->layer_us[kind] == 0) /* a backend that does not measure its stages */
+    if (r->layer_us[kind] == 0) /* the backend does not measure stages */
         r->layer_us[kind] = r->wall_us[kind];
     if (!as_named)
         fprintf(stderr, "slot %u: a timed pass %s what was retained\n", b->member->slot,
@@ -276,8 +275,8 @@ static bool time_passes(struct bench *b, struct backward_trial *t, int kind,
     return as_named;
 }
 
-/* How far the watched gradients are from `passes` times the first pass's; with one pass they must
- * be its bits. */
+/* Distance of the watched gradients from `passes` times those of the first pass; with one pass they
+ * must have the same bits. */
 static bool check_sum(struct bench *b, struct backward_trial *t, uint64_t passes)
 {
     const struct watched *w = &t->watched;
@@ -293,7 +292,7 @@ static bool check_sum(struct bench *b, struct backward_trial *t, uint64_t passes
     return good;
 }
 
-/* What one step can retain at most on one slot, twice. */
+/* Twice the most that one step can retain on one slot. */
 static uint64_t max_retained(const struct bench *b, const struct backward_trial *t)
 {
     const struct moe_layer_spec *spec = &b->shape->spec;
@@ -304,7 +303,7 @@ static uint64_t max_retained(const struct bench *b, const struct backward_trial 
     return 2 * (rows * columns + shared) * sizeof(float);
 }
 
-/* Forward steps, without and with retaining; the last one stays retained. */
+/* Times forward steps, without and with retaining. The last one stays retained. */
 static void time_forwards(struct bench *b, struct backward_trial *t,
                           struct bench_backward_report *r)
 {
@@ -340,7 +339,8 @@ bool bench_all_retain(const struct bench *b)
     return all;
 }
 
-/* Passes that overwrite, then passes that add: of the bits of the first, and sums of them. */
+/* Measures passes that overwrite, with the first pass's bits, then passes that add, with sums of
+ * them. */
 static bool measure_kinds(struct bench *b, struct backward_trial *t, int kind, const void *dx,
                           struct bench_backward_report *r)
 {
@@ -360,7 +360,7 @@ static bool measure(struct bench *b, struct backward_trial *t, struct bench_back
 {
     size_t bytes = (size_t)t->tokens * b->shape->spec.hidden * sizeof(uint16_t);
     r->error = error_against_exact(b, t);
-    bench_meet(b); /* comparing takes seconds, a wait on a peer less */
+    bench_meet(b); /* comparing takes seconds; a wait for a peer must end sooner */
     if (!(r->error <= TOLERANCE)) {
         fprintf(stderr, "slot %u: a backward pass of %u tokens is off by %g\n", b->member->slot,
                 t->tokens, r->error);

@@ -15,7 +15,7 @@ const char *bench_routing_name(enum bench_routing routing)
     return "?";
 }
 
-/* The largest of all slots' values of a field. */
+/* Largest value of a field over all slots. */
 #define LARGEST(b, field) largest(b, offsetof(struct bench_slot_report, field))
 
 static double largest(const struct bench *b, size_t offset)
@@ -29,7 +29,7 @@ static double largest(const struct bench *b, size_t offset)
     return most;
 }
 
-/* The one that the others wait for. */
+/* The slot that the others wait for. */
 static uint32_t busiest_slot(const struct bench *b)
 {
     uint32_t busiest = 0;
@@ -141,7 +141,7 @@ static const char *const kind_names[BENCH_BACKWARD_KINDS] = {
     "overwritten", "accumulated", "overwritten, from a retained forward",
     "accumulated, from a retained forward"};
 
-/* The slot whose passes of this kind took longest. */
+/* The slot with the longest passes of this kind. */
 static uint32_t slowest_slot(const struct bench *b, int kind)
 {
     uint32_t slowest = 0;

@@ -31,7 +31,7 @@ const struct bench_shape bench_shapes[] = {
     {"qwen3-30b", {.hidden = 2048, .experts = 128, .intermediate = 768, .router = PLAIN_ROUTER(8)}},
     {"mixtral-8x7b",
      {.hidden = 4096, .experts = 8, .intermediate = 14336, .router = PLAIN_ROUTER(2)}},
-    {"tiny", /* for trying the benchmark itself */
+    {"tiny", /* to test the benchmark itself */
      {.hidden = 64,
       .experts = 16,
       .intermediate = 32,
@@ -49,7 +49,7 @@ bool bench_pool_make(struct bench_pool *out)
     struct rng r = {.state = 1};
     for (size_t i = 0; i < POOL_VALUES; i += 4) {
         uint64_t bits = rng_next(&r);
-        for (size_t j = 0; j < 4; j++) /* uniform in +-1/32: outputs of the size of the inputs */
+        for (size_t j = 0; j < 4; j++) /* uniform in +-1/32: outputs have the size of the inputs */
             values[i + j] = moe_f32_to_bf16((float)(int16_t)(bits >> (16 * j)) * 0x1p-20f);
     }
     *out = (struct bench_pool){values, POOL_VALUES};
@@ -65,7 +65,7 @@ const uint16_t *bench_weight(const struct bench *b, enum moe_weight w, uint32_t 
     return b->plan->pool.values + rng_next(&r) % room / 8 * 8;
 }
 
-/* The bias for choosing is small, or some experts would be chosen much more often. */
+/* A large selection bias would make some experts too popular, so it is small. */
 static void upload_select_bias(struct bench *b)
 {
     float bias[MOE_MAX_EXPERTS];
@@ -86,7 +86,7 @@ static struct moe_status read_pool(const void *pool, uint64_t at, size_t bytes, 
     return moe_ok();
 }
 
-/* As a worker does, but from memory: where the backend can, it reads for itself. */
+/* As a worker does, but from memory: if the backend can, it reads the weight itself. */
 static struct moe_status upload(struct bench *b, enum moe_weight w, uint32_t expert, size_t bytes)
 {
     const struct moe_backend *k = b->plan->backend;
@@ -112,8 +112,8 @@ static size_t upload_one(struct bench *b, enum moe_weight w)
     return sent;
 }
 
-/* Gigabytes a second of one large copy of pinned memory: what the bus gives. All slots at once, as
- * uploads are. */
+/* Gigabytes per second of one large copy of pinned memory: the bus's rate. All slots at the same
+ * time, as in uploads. */
 static double pinned_rate(struct bench *b)
 {
     const struct moe_backend *k = b->plan->backend;

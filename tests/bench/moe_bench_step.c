@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Inputs, checks and timing of one line; see moe_bench.h.
  *
- * What is timed is what was checked: y of the timed steps must be, bit for bit, the y that was
- * compared with exact arithmetic before. */
+ * Timed steps are checked: their y must equal, bit for bit, the y that was compared with exact
+ * arithmetic before. */
 #include "moe_bench.h"
 
 #include "base/clock.h"
@@ -17,9 +17,9 @@ enum { LANES = 2 };
 
 static const double TOLERANCE = 1e-2; /* bf16 outputs against exact ones, relative Frobenius */
 
-/* Tensors of one line, all in memory that the device reads directly. */
+/* Tensors of one line, in memory that the device reads directly. */
 struct trial {
-    uint32_t tokens; /* of this slot: 0, or the same as on all slots that bring any */
+    uint32_t tokens; /* of this slot: 0, or the same as on all slots with tokens */
     uint32_t bucket;
     enum bench_routing routing;
     enum moe_dtype dtype;
@@ -41,7 +41,7 @@ static void *place(char *block, size_t *at, size_t bytes)
     return p;
 }
 
-/* Sets all pointers into `block`, and block_bytes; with NULL only the latter. */
+/* Sets all pointers into `block`, and block_bytes. With NULL, sets only block_bytes. */
 static void lay_out(struct trial *t, const struct moe_layer_spec *spec, char *block)
 {
     size_t at = 0, row = (size_t)t->tokens * spec->hidden * moe_dtype_bytes(t->dtype);
@@ -76,7 +76,7 @@ static void give_tensors(struct bench *b, struct trial *t)
     b->plan->backend->mem_free(b->device, MOE_MEM_HOST, t->block, t->block_bytes);
 }
 
-/* Rows depend on slot and token alone. */
+/* Rows depend only on slot and token. */
 static void fill_x(struct bench *b, struct trial *t)
 {
     struct rng r = {.state = 77 + b->member->slot};
@@ -89,7 +89,7 @@ static void fill_x(struct bench *b, struct trial *t)
     }
 }
 
-/* Cumulated chances of the experts, by the line's routing. */
+/* Cumulative probabilities of the experts, by the line's routing. */
 static void chances(const struct bench *b, enum bench_routing routing, double *until)
 {
     uint32_t experts = b->shape->spec.experts;
@@ -140,7 +140,8 @@ static void fill_routing(struct bench *b, struct trial *t)
             do
                 ids[k] =
                     t->routing == BENCH_ONE_EXPERT && k == 0 ? 0 : draw(&r, until, spec->experts);
-            while (k < reachable && among(ids, k, ids[k])); /* K different ones where there are */
+            while (k < reachable && among(ids, k, ids[k])); /* K different ones if there are
+                                                               enough */
             t->weights_in[(size_t)i * k_count + k] =
                 (1.0f + 0.25f * rng_float(&r)) / (float)k_count;
         }
@@ -194,7 +195,7 @@ static uint32_t sample_count(uint32_t tokens)
     return tokens < BENCH_SAMPLES ? tokens : BENCH_SAMPLES;
 }
 
-/* Tokens spread over the batch, the first and the last among them. */
+/* Token index of sample i: spread over the batch, with the first and the last token. */
 static uint32_t sample(const struct trial *t, uint32_t i)
 {
     uint32_t n = sample_count(t->tokens);
@@ -212,8 +213,8 @@ static double frobenius(size_t n, const uint16_t *got, const float *want)
     return norm > 0 ? sqrt(difference / norm) : INFINITY;
 }
 
-/* The sampled tokens once more as F32 tokens, which every backend computes in exact fp32, under the
- * routing of the step that is checked. */
+/* Computes the sampled tokens again as F32 tokens, exact on every backend, with the routing of the
+ * checked step. */
 static double error_against_exact(struct bench *b, const struct trial *t, uint32_t tokens)
 {
     size_t hidden = b->shape->spec.hidden, k = b->shape->spec.router.top_k;
@@ -251,7 +252,7 @@ static void upload_to_oracle(struct bench *b, struct moe_oracle_layer *oracle, e
                                         bench_weight(b, w, expert), rows * columns * 2));
 }
 
-/* One token in double precision, with the weights that it needs and no others. */
+/* Computes one token in double precision, with only the weights that it needs. */
 static double token_against_oracle(struct bench *b, const struct trial *t, uint32_t token)
 {
     size_t hidden = b->shape->spec.hidden, k = b->shape->spec.router.top_k;
@@ -263,7 +264,7 @@ static double token_against_oracle(struct bench *b, const struct trial *t, uint3
     for (uint32_t w = MOE_WEIGHT_SHARED_GATE; w <= MOE_WEIGHT_SHARED_DOWN; w++)
         upload_to_oracle(b, oracle, (enum moe_weight)w, 0);
     for (uint32_t w = MOE_WEIGHT_ROUTER; w <= MOE_WEIGHT_SELECT_BIAS; w++)
-        upload_to_oracle(b, oracle, (enum moe_weight)w, 0); /* asked for, though routing is given */
+        upload_to_oracle(b, oracle, (enum moe_weight)w, 0); /* required although routing is given */
     double *y = bench_alloc(b, hidden * sizeof *y);
     float *want = bench_alloc(b, hidden * sizeof *want);
     uint8_t mode = MOE_ROUTE_IDS_WEIGHTS;
@@ -280,7 +281,7 @@ static double token_against_oracle(struct bench *b, const struct trial *t, uint3
     return error;
 }
 
-/* On the first line of a shape, on slot 0, for as many sampled tokens as were asked for. */
+/* Only for the first line of a shape, on slot 0, for the requested number of sampled tokens. */
 static double error_against_oracle(struct bench *b, const struct trial *t)
 {
     double worst = -1; /* not compared */
@@ -307,7 +308,7 @@ static bool check_first(struct bench *b, const struct trial *t, uint32_t tokens,
         }
     r->exact_error = error_against_exact(b, t, tokens);
     r->oracle_error = error_against_oracle(b, t);
-    bench_meet(b); /* the oracle takes seconds, a wait on a peer less */
+    bench_meet(b); /* the oracle takes seconds; a wait for a peer must end sooner */
     if (r->exact_error <= TOLERANCE && r->oracle_error <= TOLERANCE)
         return true;
     fprintf(stderr, "slot %u: %u tokens, %s: y is off by %g (exact), %g (oracle)\n",
@@ -338,7 +339,7 @@ static void note(struct samples *s, const struct moe_step_result *r, uint64_t en
     s->n++;
 }
 
-/* Steps one after the other, all slots starting together. */
+/* Steps one after the other; all slots start together. */
 static void time_alone(struct bench *b, struct trial *t, struct samples *s,
                        struct bench_slot_report *r)
 {
@@ -399,7 +400,7 @@ static void time_both(struct bench *b, struct trial *t, struct bench_slot_report
         free(s.of[i]);
 }
 
-/* Both lanes must hold what the first step gave. */
+/* Both step slots must hold the first step's result. */
 static bool check_last(struct bench *b, const struct trial *t, const void *first)
 {
     size_t bytes = (size_t)t->tokens * b->shape->spec.hidden * moe_dtype_bytes(t->dtype);

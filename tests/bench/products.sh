@@ -1,13 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Measures the grouped products beside torch on the GPU that is here, for results/products.md: a dense
-# product as the chip's reference, all shapes with all tiles and cuBLAS, some of them sustained, and
-# the gradients.
+# Measures the grouped products and torch's on this GPU, for results/products.md: a dense product as
+# the chip's reference, all shapes with all tiles and cuBLAS, some of them sustained, and the
+# gradients.
 #
 #   tests/bench/products.sh LIBRARY TARGET_DIRECTORY
 #
 # LIBRARY is libmoe_ggemm.so of the target `ggemm_shared`. Writes {forward,backward}.{txt,md,json}.
-# About three minutes. Another python3 with torch: MOE_PYTHON.
+# Takes about three minutes. MOE_PYTHON names another python3 with torch.
 set -eu
 
 library=$1

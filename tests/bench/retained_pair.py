@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a retained Forward and its Backward cost beside a stateless pair, through real daemons.
+"""Cost of a retained Forward and its Backward, and of a stateless pair, through real daemons.
 
 Usage: retained_pair.py BUILD_DIRECTORY [PAIRS [TOKENS [WORKERS]]]     TOKENS and WORKERS: lists
 256,1024
 
-Makes a layer of 16 experts of 2048 x 768, top-8, in a temporary folder. Each line takes three kinds
-of pairs by turns, so that other load of the machine affects all of them alike:
+Makes a layer of 16 experts of 2048 x 768, top-8, in a temporary folder. Each line alternates three
+kinds of pairs, so that other load of the machine affects them equally:
 
   stateless         Backward brings x and ids
   retained, x only  the group has --retained-device-bytes 0
   retained          activations stay on the device
 
-Prints medians: processor time of all workers per call, and the client's latency. It fails when the
-gradients of two kinds differ in a bit, or when Backward does not use the retained pass. (GPUs other
+Prints medians: processor time of all workers per call, and the client's latency. It fails if the
+gradients of two kinds differ in a bit, or if Backward does not use the retained pass. (GPUs other
 than Hopper retain nothing.) It does not judge times.
 """
 
@@ -28,7 +28,7 @@ sys.path.insert(0, os.path.join(HERE, "..", "integration"))
 PAIRS = int(sys.argv.pop(2)) if len(sys.argv) > 2 else 9
 TOKENS = [int(t) for t in sys.argv.pop(2).split(",")] if len(sys.argv) > 2 else [256, 1024]
 WORKERS = [int(w) for w in sys.argv.pop(2).split(",")] if len(sys.argv) > 2 else [1, 2]
-sys.argv.append(HERE)  # golden models, which nothing here needs
+sys.argv.append(HERE)  # golden models, unused here
 
 import numpy as np  # noqa: E402
 import group  # noqa: E402
@@ -39,7 +39,7 @@ import moed  # noqa: E402
 
 
 def processor_seconds(g):
-    """Of all threads of all workers, so far."""
+    """Processor time of all threads of all workers, so far."""
     total = 0
     for worker in g.workers:
         for path in glob.glob("/proc/%d/task/*/schedstat" % worker.pid):
@@ -116,6 +116,6 @@ if __name__ == "__main__":
                         "--experts", "16"], check=True, stdout=subprocess.DEVNULL)
         for each in WORKERS:
             for count in TOKENS:
-                # A GPU keeps what runs on its tensor cores.
+                # A GPU retains only products of its tensor cores.
                 for kind in ("f32", "bf16") if group.BACKEND == "cpu" else ("bf16",):
                     measure(folder, each, count, kind)

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What gRPC and our framing cost over a plain TCP socket: echo of 16 and 64 MiB tensors and of 256
- * bytes, client and server as two processes on loopback. Raw and gRPC take turns within every
- * round, because the machine's own speed drifts; the ratio is the median over the rounds.
+/* Cost of gRPC and our framing over a plain TCP socket: echo of 16 and 64 MiB tensors and of 256
+ * bytes, between two processes on loopback. Raw and gRPC alternate within every round, because the
+ * machine's speed drifts. The ratio is the median over the rounds.
  *
- *     rpc_bench [ROUNDS [SPIN_US]]        default 5 and 0: how long gRPC's threads stay awake
+ *     rpc_bench [ROUNDS [SPIN_US]]        default 5 and 0: how long gRPC's threads spin
  *
- * Both sides do what the product does: tensors are sent by reference from memory that is there
- * already and copied once, from the core's slices, when they arrive. */
+ * Both sides work as the product does: they send tensors by reference from existing memory, and
+ * copy them once, from the core's slices, when they arrive. */
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "base/wait.h"
@@ -161,7 +161,7 @@ static void write_all(int fd, const void *from, size_t length)
     }
 }
 
-/* Length, then as many bytes: answered by the same bytes. */
+/* Reads a length and that many bytes, and answers with the same bytes. */
 static void *raw_echo(void *arg)
 {
     int fd = accept(*(int *)arg, NULL, NULL), one = 1;
@@ -189,7 +189,7 @@ static int raw_listen(uint16_t *port)
     return fd;
 }
 
-/* Writes both ports to `tell` and serves until `stop` is closed at the other end. */
+/* Writes both ports to `tell` and serves until the other end closes `stop`. */
 static void serve(int tell, int stop)
 {
     struct moe_rpc_method methods[] = {

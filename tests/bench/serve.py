@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serving benchmarks through real daemons: overhead of a call, and what batching gains.
+"""Serving benchmarks through real daemons: overhead of a call, and gains from batching.
 
 Usage: serve.py BUILD_DIRECTORY GOLDEN_MODELS [SECONDS]
 
-Prints two tables. Nothing here passes or fails; results that are worth keeping go to
-results/serving.md with date, versions and settings.
+Prints two tables and judges nothing. Put important results into results/serving.md, with date,
+versions and settings.
 """
 
 import json
@@ -20,7 +20,7 @@ FAMILY = "qwen3_moe"
 
 
 def bench(endpoint, tokens, concurrency, *extra):
-    """One `moectl bench` run per concurrency; the rows of its JSON answer."""
+    """Runs `moectl bench` once per concurrency and returns the rows of its JSON."""
     out = moectl("bench", "--endpoint", endpoint, "--layer", "0", "--tokens", str(tokens),
                  "--concurrency", concurrency, "--duration", SECONDS, "-o", "json", *extra).stdout
     return json.loads(out)["runs"]

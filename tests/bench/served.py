@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A served layer beside the same layer without daemons: what serving adds on the device.
+"""A served layer and the same layer without daemons: the time that serving adds on the device.
 
     served.py BUILD_DIRECTORY SHAPE [--workers 2] [--experts E] [--tokens 1,32,128,4096]
               [--backend cuda] [--duration 2] [--directory DIR] [--json FILE]
 
-Writes a model of that shape (make_model.py), starts a group on it, says how fast it loaded, and
-lets one client, then two, send requests to one worker (moectl bench): one step at a time, and two
-in flight where the clients keep up. Then moe_bench runs the same, with tokens on one slot. `layer`
-is the sum of the medians of the server's stage times from router to combine, `rest` the same
-without dispatch, which waits for the other workers to hear of the step. All in microseconds. Needs
+Writes a model of that shape (make_model.py), starts a group on it, and prints how fast it loaded.
+Then one client, and later two, send requests to one worker (moectl bench): one step at a time, and
+two in flight if the clients keep up. Then moe_bench runs the same, with tokens on one slot. `layer`
+is the sum of the medians of the server's stage times from router to combine; `rest` is the same
+without dispatch, which waits until the other workers know of the step. All in microseconds. Needs
 numpy.
 """
 import argparse
@@ -35,7 +35,7 @@ def run(*command):
 
 
 def serve(args, model, state):
-    """What moectl bench measured, by number of tokens."""
+    """Results of moectl bench, by number of tokens."""
     moectl = os.path.join(args.build, "client", "moectl", "moectl")
     begin = time.monotonic()
     run(moectl, "up", "--model", model, "--workers", str(args.workers), "--backend", args.backend,

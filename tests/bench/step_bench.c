@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a decode step of one layer costs: the host's time to enqueue it, its time on the device, and
- * the time until its answer is there.
+/* Cost of a decode step of one layer: the host's time to enqueue it, its time on the device, and
+ * the time to its answer.
  *
  *     step_bench [SLOTS] [BACKEND]
  *
  * Forks one process per slot; the layers have the shape of Qwen3-30B-A3B (H 2048, E 128, K 8, I
- * 768, bf16). The first step of all is enqueued while the other slots sleep for a second:
- * enqueueing must not wait for them. Figures are medians of slot 0, in microseconds. */
+ * 768, bf16). The very first step is enqueued while the other slots sleep for a second: enqueueing
+ * must not wait for them. Figures are medians of slot 0, in microseconds. */
 #include "group.h"
 #include "plain_layer.h"
 
@@ -173,7 +173,7 @@ static void measure_alone(struct bench *b, uint32_t tokens, double out[FIGURES])
         out[f] = median(v[f], STEPS);
 }
 
-/* Two in flight all the time: microseconds per step. */
+/* Microseconds per step with two steps always in flight. */
 static double measure_two(struct bench *b, uint32_t tokens)
 {
     struct moe_step *step[2] = {start(b, 0, tokens), NULL};

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the Python side of the grouped products to the C side, without torch and without a GPU.
+"""Checks the Python side of the grouped products against the C side, without torch and a GPU.
 
     test_ggemm_binding.py LIBRARY_THAT_TELLS REPOSITORY
 
@@ -18,7 +18,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def some_values(entry, flags):
-    """A value of its own for each argument; every bool is `flags`."""
+    """A different value for each argument; every bool is `flags`."""
     kinds = {
         "bool": lambda i: flags,
         "float": lambda i: i + 0.5,
@@ -87,7 +87,7 @@ class Binding(unittest.TestCase):
                 continue
             seen.add(name)
             given = {k.arg for k in call.keywords}
-            if given == {None}:  # what `plain` made
+            if given == {None}:  # from `plain`
                 self.assertIn(name, ("ggemm", "cublas"))
             elif name != "constant":
                 self.assertEqual(given, names[name], f"line {call.lineno}: {name}")

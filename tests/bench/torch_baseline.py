@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same MoE layers as moe_bench with torch: NCCL all-to-all and torch._grouped_mm, bf16.
 
-One process per GPU, the shapes, the split of experts and the kind of inputs of moe_bench; every
-result is compared with a dense fp32 computation of sampled tokens. Two ways of moving rows, since
-either may be the better one:
+One process per GPU, with the shapes, the split of experts and the kind of inputs of moe_bench.
+Every result is compared with a dense fp32 computation of sampled tokens. Two methods move rows,
+since either may be faster:
 
-  per-choice  one row per (token, expert), as most frameworks do
-  per-rank    one row per (token, rank) with its ids and weights, expanded and summed over there:
-              what moed does
+  per-choice  one row per (token, expert), as in most frameworks
+  per-rank    one row per (token, rank) with its ids and weights, expanded and summed there,
+              as in moed
 
-Both exchange counts or routing first and read sizes on the host, because all_to_all_single wants
+Both exchange counts or routing first and read sizes on the host, because all_to_all_single needs
 them there. `layer` is the time between events around each call, calls back to back, median of the
 slowest rank; `gemm` is the same for the products alone (both grouped ones and the shared expert).
 
@@ -35,12 +35,12 @@ SHAPES = {
 }
 BF16 = torch.bfloat16
 WARM_UP = 10
-SAMPLES = 2  # tokens that are checked
+SAMPLES = 2  # checked tokens
 TOLERANCE = 1.5e-2
 
 
 def random_weight(rows, columns, seed):
-    """Uniform in +-1/32, as moe_bench's."""
+    """Uniform in +-1/32, as in moe_bench."""
     g = torch.Generator(device="cuda").manual_seed(seed)
     w = torch.empty(rows, columns, device="cuda", dtype=BF16)
     return w.uniform_(-1 / 32, 1 / 32, generator=g)
@@ -59,7 +59,7 @@ def inverse(order):
 
 
 class Layer:
-    """One rank's part of the layer; gate and up rows lie in one matrix."""
+    """One rank's part of the layer; gate and up are one matrix."""
 
     def __init__(self, shape, rank, world):
         self.__dict__.update(shape)
@@ -107,7 +107,8 @@ class Layer:
         return F.linear(gated(F.linear(x, self.shared_gate_up)), self.shared_down)
 
     def exchange_counts(self, counts):
-        """counts [world, n] of rows that go to each rank: what comes, and both sums on the host."""
+        """From counts [world, n] of rows for each rank: the incoming counts, and both sums on the
+        host."""
         came = torch.empty_like(counts)
         dist.all_to_all_single(came, counts)
         out_split, in_split = torch.stack([counts.sum(1), came.sum(1)]).tolist()
@@ -121,7 +122,7 @@ class Layer:
         came, out_split, in_split = self.exchange_counts(counts)
         rows = x.new_empty(sum(in_split), self.hidden)
         dist.all_to_all_single(rows, x[order // self.top_k], in_split, out_split)
-        # What came is ordered by (source, expert): make it expert-major, and undo it afterwards.
+        # Incoming rows are ordered by (source, expert): sort by expert, and undo it afterwards.
         expert = torch.arange(self.local, device="cuda").repeat(self.world).repeat_interleave(
             came.flatten(), output_size=len(rows))
         major = expert.argsort(stable=True)
@@ -136,7 +137,7 @@ class Layer:
 
     def per_rank(self, x):
         ids, weights = self.route(x)
-        # Everybody learns everybody's routing, from which all counts follow: one small collective
+        # Every rank gets every rank's routing, which determines all counts: one small collective
         # and one wait of the host, as with an exchange of counts.
         note = torch.cat([ids.int().view(torch.float32), weights], 1)
         notes = note.new_empty(self.world * len(x), 2 * self.top_k)
@@ -154,8 +155,8 @@ class Layer:
         token = torch.nonzero_static(wanted, size=n_out)[:, 1]
         rows = x.new_empty(n_in, self.hidden)
         dist.all_to_all_single(rows, x[token], in_split, out_split)
-        # Expand: choices of other ranks sort behind the last expert, and are cut off but for one,
-        # which stands for all of them as a row of zeros.
+        # Expand: choices of other ranks sort after the last expert. One of them stays, as a row of
+        # zeros for all of them.
         kept = torch.nonzero_static(comes, size=n_in).squeeze(1)
         flat = expert[kept].flatten()
         order = flat.argsort(stable=True)
@@ -176,7 +177,7 @@ class Layer:
     # ------------------------------------------------------------------ check
 
     def dense(self, x):
-        """y of a few tokens in fp32, from all experts' weights, drawn again."""
+        """y of a few tokens in fp32, from all experts' weights, generated again."""
         ids, weights = self.route(x)
         out = torch.zeros(len(x), self.hidden, device="cuda")
         for t in range(len(x)):
@@ -191,7 +192,7 @@ class Layer:
         return out
 
     def gemm_only(self, x):
-        """The products of this layer on the rows that its routing brings, nothing else."""
+        """Only the products of this layer, on the rows of its routing."""
         ids, _ = self.route(x)
         counts = torch.bincount(ids.flatten(), minlength=self.experts)
         came, _, in_split = self.exchange_counts(counts.view(self.world, self.local))
@@ -206,7 +207,7 @@ class Layer:
 
 
 def time_calls(run, repeats):
-    """Median microseconds between events around each call, calls back to back; slowest rank."""
+    """Median microseconds between events around each call, calls back to back, slowest rank."""
     for _ in range(WARM_UP):
         run()
     dist.barrier()
@@ -224,7 +225,7 @@ def time_calls(run, repeats):
 
 
 def check(layer, way, x):
-    """Relative error of sampled tokens; the same on all ranks, or all stop."""
+    """Relative error of sampled tokens. If it is too large on any rank, all ranks stop."""
     picked = torch.linspace(0, len(x) - 1, min(SAMPLES, len(x))).long().cuda()
     want = layer.dense(x[picked])
     got = way(x)[picked].float()

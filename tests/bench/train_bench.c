@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How fast optimizer steps go on GPUs, beside the fastest copy of the same run.
+/* Speed of optimizer steps on GPUs, compared with the fastest copy of the same run.
  *
  *     train_bench [--slots N] [--shapes LIST] [--experts E] [--repeats R]
  *
- * Forks one process per slot; each holds `experts` experts of its own of a layer, with all that
- * training adds to it, and the shared expert and the router, whose gradients are summed over the
- * slots. Every timed step finds new gradients: periodic noise, so that its norm is known, and what
- * the last timed step made of a few hundred elements of every block is compared with the oracle.
+ * Forks one process per slot. Each has `experts` different experts of a layer with their training
+ * state, and the shared expert and the router, with gradients that are summed over the slots. Every
+ * timed step gets new gradients: periodic noise, so the norm is known. The oracle checks a few
+ * hundred elements of every block after the last timed step.
  *
- * Time is what the caller of optimizer_step waits, the slowest slot's median. Bytes are those that
- * have to move: the gradient twice (norm, step), master and moments in and out, resident weights
- * out. The copy is one of device memory within the device, read and written bytes. Looks inside the
- * backend to fill gradients without the bus, and otherwise uses its interface. */
+ * Time is the caller's wait in optimizer_step, the slowest slot's median. Bytes are those that have
+ * to move: the gradient twice (norm, step), master and moments in and out, resident weights out.
+ * The copy is within device memory and counts bytes read and written. The program fills gradients
+ * inside the backend, to avoid the bus; otherwise it uses the backend's interface. */
 #include "group.h"
 #include "plain_layer.h"
 
@@ -29,11 +29,11 @@
 #include <sys/wait.h>
 
 enum {
-    PERIOD = 4 * 3999971, /* floats of noise; a prime number of fours, so that rows differ */
+    PERIOD = 4 * 3999971, /* floats of noise; a prime times four, so that rows differ */
     MAX_REPEATS = 100,
     WARM_UP = 2,
-    WINDOWS = 8, /* of a block that are checked */
-    WINDOW = 61, /* elements of each */
+    WINDOWS = 8, /* checked per block */
+    WINDOW = 61, /* elements per window */
     COPIES = 9,
     BUDGET_MS = 20000,
     BARRIER_MS = 600000,
@@ -42,7 +42,7 @@ enum {
 
 struct shape {
     const char *name;
-    uint32_t experts; /* of one slot */
+    uint32_t experts; /* per slot */
     struct moe_layer_spec spec;
 };
 
@@ -60,7 +60,7 @@ static const struct shape shapes[] = {
 };
 enum { SHAPES = sizeof shapes / sizeof *shapes };
 
-/* Ways to step. */
+/* Kinds of steps. */
 static const struct way {
     const char *name;
     enum moe_optimizer optimizer;
@@ -142,7 +142,7 @@ static void make_noise(struct bench *b)
     b->on_device = p;
 }
 
-/* Every weight is a piece of the noise, a twentieth of it. */
+/* Every weight is a piece of the noise, divided by twenty. */
 static void upload(struct bench *b, enum moe_weight w, uint32_t entry, const uint16_t *values)
 {
     size_t rows, columns;
@@ -175,7 +175,7 @@ static void make_layer(struct bench *b)
     free(values);
 }
 
-/* Whole periods in all elements of a block, one after the other. */
+/* Fills all elements of a block with whole periods, one after the other. */
 static void fill_gradient(const struct bench *b, struct moe_cuda_block *block)
 {
     size_t n = block->entries * block->n;
@@ -247,7 +247,7 @@ static void read_window(const struct bench *b, const struct moe_cuda_block *bloc
 {
     size_t n = block->entries * block->n;
     w->n = n < WINDOW ? n : WINDOW;
-    w->first = (n - w->n) / (WINDOWS - 1) * number; /* from the beginning to the end */
+    w->first = (n - w->n) / (WINDOWS - 1) * number; /* spread from the beginning to the end */
     if (number == WINDOWS - 1)
         w->first = n - w->n;
     read_floats(b, block->value + w->first, w->n, w->value);
@@ -256,7 +256,7 @@ static void read_window(const struct bench *b, const struct moe_cuda_block *bloc
         read_floats(b, block->moment2 + w->first, w->n, w->moment2);
 }
 
-/* Replicated gradients are the same on all slots, so their sum is a multiple. */
+/* Replicated gradients are equal on all slots, so their sum is a multiple. */
 static double copies_of(const struct bench *b, const struct moe_cuda_block *block)
 {
     return block->expert ? 1 : (double)b->plan->slots;
@@ -271,7 +271,7 @@ static double all_squares(const struct bench *b)
         double copies = copies_of(b, block), part = (double)(n / PERIOD) * b->squares;
         for (size_t j = 0; j < rest; j++)
             part += (double)b->noise[j] * (double)b->noise[j];
-        /* Every slot has as many experts, with the same gradients. */
+        /* Every slot has the same number of experts, with the same gradients. */
         sum += block->expert ? part * (double)b->plan->slots : part * copies * copies;
     }
     return sum;
@@ -297,7 +297,7 @@ static void compare(const struct bench *b, const char *what, size_t n, const dou
     double largest = 0;
     for (size_t i = 0; i < n; i++)
         largest = fmax(largest, fabs(want[i]));
-    for (size_t i = 0; i < n; i++) /* where terms cancel, they decide the error */
+    for (size_t i = 0; i < n; i++) /* where terms cancel, the largest ones set the error */
         if (!(fabs(got[i] - want[i]) <= 1e-5 * fabs(want[i]) + 1e-6 * largest))
             fail(b, what, got[i], want[i]);
 }
@@ -337,7 +337,7 @@ static struct moe_optimizer_args args_of(const struct way *way, uint64_t number)
                                        .number = number};
 }
 
-/* Milliseconds of one step; every slot begins it at the same time. */
+/* Milliseconds of one step; all slots begin it at the same time. */
 static double step(struct bench *b, const struct way *way, uint64_t number)
 {
     struct moe_optimizer_args args = args_of(way, number);
@@ -385,7 +385,7 @@ static double measure(struct bench *b, const struct way *way)
     return median(ms, n);
 }
 
-/* Bytes that have to move, and parameters, on this slot. */
+/* Bytes that have to move on this slot, and its number of parameters. */
 static double bytes_of(const struct bench *b, enum moe_optimizer optimizer, double *parameters)
 {
     double bytes = 0;
@@ -448,7 +448,7 @@ static void run_shape(struct bench *b)
 {
     struct moe_session_config config = member_session(b->member, 1, BUDGET_MS);
     make_layer(b);
-    config.max_tokens = 4096; /* room for sums, as a serving session has */
+    config.max_tokens = 4096; /* space for sums, as in a serving session */
     config.max_hidden = b->spec.hidden;
     config.max_experts = b->spec.experts;
     config.training = true;

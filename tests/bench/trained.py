@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Training that is served, beside the same passes without daemons; and forward passes beside a
-Save.
+"""Served training compared with the same passes without daemons; and forward passes during a Save.
 
     trained.py BUILD_DIRECTORY SHAPE [--workers 2] [--experts E] [--tokens 256,4096]
         [--clients 1,2,4]
@@ -10,19 +9,19 @@ Save.
 
 Writes a model of that shape (make_model.py) and starts a group that trains (AdamW).
 
-Pairs: one client sends Forward with `save` and its Backward, by turns, and an OptimizerStep after
-every fourth; medians of its latency, and of what the answers say of the worker that was asked:
-`server` (from arrival to answer), `step` (the device's part, copies aside). Beside them moe_bench
---backward with tokens on one slot. Then 1, 2, 4 clients, processes of their own, each with another
-worker: pairs a second.
+Pairs: one client alternates Forward with `save` and its Backward, with an OptimizerStep after every
+fourth pair. Prints medians of its latency, and of the worker's times in the answers: `server` (from
+arrival to answer), `step` (the device's part, without copies). For comparison: moe_bench --backward
+with tokens on one slot. Then 1, 2, 4 clients, separate processes, each with another worker: pairs
+per second.
 
---save: a client sends Forwards of --save-tokens tokens one after the other: at rest, while a
-checkpoint is saved, and while one is saved and another client asks for an OptimizerStep as soon as
-the Save is under way. Longest and 99th percentile of the Forwards' latency, how long the Save took,
-and the step.
+--save: a client sends Forwards of --save-tokens tokens one after the other: at rest; during a Save;
+and during a Save with an OptimizerStep from another client as soon as the Save has begun. Prints
+the longest and the 99th percentile of the Forwards' latency, and the times of the Save and the
+step.
 
-No time passes or fails; it fails when an answer is an error, or when what was saved is not used.
-Needs numpy and grpc.
+It judges no time. It fails if an answer is an error, or if a Backward does not use its saved
+Forward. Needs numpy and grpc.
 """
 import argparse
 import dataclasses
@@ -155,7 +154,7 @@ def one_client(group, tokens):
 
 
 def bare(scratch):
-    """moe_bench's lines: (tokens, gradients) -> line; and of the forward pass, (tokens, None)."""
+    """moe_bench's lines: (tokens, gradients) -> line; for the forward pass, (tokens, None)."""
     path = os.path.join(scratch, "bare.json")
     run(os.path.join(ARGS.build, "tests", "bench", "moe_bench"), "--backend", ARGS.backend,
         "--slots", str(ARGS.workers), "--sources", "1", "--shapes", ARGS.shape, "--tokens",
@@ -218,7 +217,7 @@ def show_pairs(group, scratch):
             record("many", tokens=tokens, clients=count, pairs_s=rate)
 
 
-# -------------------------------------------------------------------------------- beside a Save
+# -------------------------------------------------------------------------------- during a Save
 
 def forwards_until(client, layer, x, done, least):
     times = []
@@ -235,7 +234,7 @@ def figures(times):
 
 
 class Saver(threading.Thread):
-    """A Save, and, where asked for, an OptimizerStep as soon as it is under way."""
+    """A Save, and, if requested, an OptimizerStep as soon as the Save has begun."""
 
     def __init__(self, group, name, steps):
         super().__init__()
@@ -287,7 +286,7 @@ def show_save(group, scratch):
     rest = threading.Event()
     rest.set()
     step_id = client.train_state().last_step_id + 1
-    client.optimizer_step(1e-5, step_id=step_id)  # pages of the moments become real
+    client.optimizer_step(1e-5, step_id=step_id)  # makes pages of the moments resident
     print("state of one worker: %.2f GB" % (client.train_state().state_bytes / 1e9))
     print("%-16s %6s | %6s %9s %9s %9s | %6s %6s" % ("", "tokens", "calls", "p50 us", "p99 us",
                                                     "longest", "Save s", "Step s"))

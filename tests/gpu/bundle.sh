@@ -1,12 +1,12 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Puts what tests/gpu/run.sh and tests/bench/layer.sh need from a build into one folder, stripped and
-# with the libraries that a machine with GPUs may lack, in the places where a build has them.
+# Copies the programs of a build for tests/gpu/run.sh and tests/bench/layer.sh into one folder,
+# stripped, with the libraries that a GPU machine may lack, in the layout of a build.
 #
 #   tests/gpu/bundle.sh BUILD_DIRECTORY TARGET_DIRECTORY
 #
-# On the other machine: LD_LIBRARY_PATH=TARGET/lib (plus NCCL's folder), and TARGET as the build
-# directory. Libraries of the driver, CUDA, NCCL and the C library are left out.
+# On the other machine, set LD_LIBRARY_PATH=TARGET/lib (plus NCCL's folder), and use TARGET as the
+# build directory. Libraries of the driver, CUDA, NCCL and the C library are not included.
 set -eu
 
 build=$1

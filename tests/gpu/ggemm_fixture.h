@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the tests of the grouped products on one GPU share. Functions fail the running test. */
+/* Helpers for the tests of the grouped products on one GPU. Functions fail the running test. */
 #ifndef MOE_TESTS_GGEMM_FIXTURE_H
 #define MOE_TESTS_GGEMM_FIXTURE_H
 
@@ -11,21 +11,21 @@
 
 #include <cmocka.h>
 
-enum { SKIP_CODE = 77, GUARD = 4096 /* bytes behind a result that nobody may write */ };
+enum { SKIP_CODE = 77, GUARD = 4096 /* bytes after a result that must not be written */ };
 
-/* Prints the seed, or takes MOE_SEED, and lets an argument select tests by name ("nan*"), for tools
- * that make all of them take too long. False without a Hopper GPU, after saying so. */
+/* Prints the seed, or takes it from MOE_SEED. An argument selects tests by name ("nan*"), for tools
+ * that make all tests take too long. False without a Hopper GPU, after a message. */
 bool ggemm_test_begin(int argc, char **argv);
 extern uint64_t random_state;
 uint32_t random_below(uint32_t n);
 
 void ok(struct moe_status st);
-/* Device memory whose bytes are all `byte`; cudaFree. */
+/* Device memory with all bytes set to `byte`; free it with cudaFree. */
 void *device_alloc(size_t bytes, int byte);
 void finish(void); /* waits for the device */
 
-/* Lays groups of at most `most` rows behind each other, at multiples of 128 or, if `tight`, without
- * a gap. A third are empty or have one row. Returns the rows that they take, at least 1. */
+/* Lays out groups of at most `most` rows, each at a multiple of 128 or, if `tight`, without gaps. A
+ * third are empty or have one row. Returns the number of rows that they use, at least 1. */
 uint32_t random_groups(uint32_t experts, uint32_t most, bool tight, uint32_t *start,
                        uint32_t *count);
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See ggemm_reference.h. Clear rather than fast; shapes under test are small. */
+/* See ggemm_reference.h. Simple rather than fast; shapes under test are small. */
 #include "ggemm_reference.h"
 
 #include <cuda_bf16.h>
@@ -55,7 +55,7 @@ __device__ double dot(const moe_cuda_ggemm &g, uint32_t row, size_t weight_row)
     return sum;
 }
 
-/* Of a product with W: weights are [experts, k, n]. */
+/* For a product with W: weights are [experts, k, n]. */
 __device__ double dot_back(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint32_t column)
 {
     const auto *x = static_cast<const __nv_bfloat16 *>(g.x) + row * x_stride(g);
@@ -131,7 +131,7 @@ __device__ bool poisoned(const moe_cuda_ggemm &g, size_t i)
 struct totals {
     double squares;
     unsigned long long elements, stray;
-    unsigned long long worst; /* bits of a non-negative double, which order as it does */
+    unsigned long long worst; /* bits of a non-negative double: they have the same order */
 };
 
 __global__ void measure(moe_cuda_ggemm g, const double *want, totals *t)

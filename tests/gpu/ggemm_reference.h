@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the grouped GEMM is held to: the formulas of ggemm.h in double precision, one output
- * element to a thread, with no code of the product. All pointers are device memory; every call
- * waits for its kernel. */
+/* Reference for the grouped GEMM: the formulas of ggemm.h in double precision, one output element
+ * per thread, without code of the product. All pointers are device memory; every call waits for its
+ * kernel. */
 #ifndef MOE_TESTS_GGEMM_REFERENCE_H
 #define MOE_TESTS_GGEMM_REFERENCE_H
 
@@ -17,12 +17,12 @@ extern "C" {
 int ggemm_fill_bf16(void *to, size_t count, uint64_t seed, float scale);
 int ggemm_fill_f32(float *to, size_t count, uint64_t seed, float scale);
 
-/* want [row_capacity, n]: rows of the experts; all others are left alone. */
+/* want [row_capacity, n]: writes the experts' rows only. */
 int ggemm_reference(const struct moe_cuda_ggemm *g, double *want);
 
-/* Largest |out - want| / (|want| + rms), over the experts' rows, where rms is that of all of want;
- * infinity where one is NaN and the other is not. `stray` counts elements of other rows, and
- * between rows, that are not all ones bits, which is what the test poisons them with. */
+/* Largest |out - want| / (|want| + rms) over the experts' rows; rms is of all of want. Infinity if
+ * exactly one of the two is NaN. `stray` counts elements of other rows, and between rows, that
+ * differ from the test's poison (all bits one). */
 struct ggemm_difference {
     double worst;
     unsigned long long stray;

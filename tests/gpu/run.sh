@@ -1,24 +1,24 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Holds the CUDA backend to everything that can be asked of it on the GPUs that are here: the
-# conformance suite (plain, skewed, training) and cases of real sizes, on 1, 2 and 4 of them; sessions
-# under fault; golden outputs and gradients through the backend and through real daemons; daemons that
-# train: repeated calls, workers killed between them, checkpoints, forward clients beside; torch's
-# AdamW curves; the grouped GEMM against double precision; what a steady step may call; cuBLAS instead
-# of Hopper's kernels, and NCCL's network transport instead of windows.
+# Runs all tests of the CUDA backend that this machine's GPUs allow: the conformance suite (plain,
+# skewed, training) and cases of real sizes, on 1, 2 and 4 GPUs; sessions under fault; golden outputs
+# and gradients through the backend and through real daemons; daemons that train: repeated calls,
+# workers killed between them, checkpoints, concurrent forward clients; torch's AdamW curves; the
+# grouped GEMM against double precision; the calls of a steady step; cuBLAS instead of Hopper's
+# kernels, and NCCL's network transport instead of windows.
 #
 #   tests/gpu/run.sh BUILD_DIRECTORY [--cases N] [--jobs N] [--logs DIR] [--sanitizer] [--only TEXT]
 #
 #   --cases N     random cases per group size (default 300)
-#   --jobs N      steps at once (default 4); steps about time run alone, after the others
+#   --jobs N      concurrent steps (default 4); steps about time run alone, after the others
 #   --logs DIR    keeps one log per step there
 #   --sanitizer   also memcheck and racecheck of a few cases, on 1 and 2 GPUs: minutes
-#   --only TEXT   steps whose name contains this
+#   --only TEXT   only steps with names that contain this
 #
-# Runs all steps, prints one line each, the ends of the logs of those that failed, and a summary.
-# Exits 0 only when no step failed; one that the backend cannot do counts as skipped.
-# BUILD_DIRECTORY may be what bundle.sh made; a python3 with numpy, grpc and protobuf drives the
-# daemons (another: MOE_PYTHON).
+# Runs all steps, prints one line each, the last log lines of failed steps, and a summary. Exits 0
+# only if no step failed; a step that the backend cannot do counts as skipped. BUILD_DIRECTORY may be
+# a folder from bundle.sh. A python3 with numpy, grpc and protobuf drives the daemons (MOE_PYTHON
+# names another).
 set -eu
 
 usage() {
@@ -60,14 +60,14 @@ keep=$logs
 [ -n "$logs" ] || logs=$(mktemp -d)
 mkdir -p "$logs"
 rm -f "$logs"/*.log "$logs"/*.result
-# Programs set what NCCL needs themselves, and must do so.
+# Programs must set NCCL's variables themselves.
 unset NCCL_NVLS_ENABLE
 export MOE_TEST_BACKEND=cuda MOE_TEST_DEVICES="$gpus"
 export PYTHONUNBUFFERED=1 LOGS="$logs"
 PATH=$PATH:/usr/local/cuda/bin
 
 # One step: a name, a limit in seconds and a command, in one line. Its result is a file, so that
-# steps can run beside each other.
+# steps can run concurrently.
 run_step='
 name=${1%% *}; rest=${1#* }; limit=${rest%% *}; command=${rest#* }
 begin=$(date +%s)
@@ -77,7 +77,7 @@ case $rc in 0) word=ok ;; 77) word=skip ;; *) word=FAILED ;; esac
 printf "%-6s %4d s  %s\n" "$word" $(($(date +%s) - begin)) "$name" | tee "$LOGS/$name.result"
 '
 
-# Reads steps from standard input and runs $1 at once.
+# Reads steps from standard input and runs $1 of them concurrently.
 run_steps() {
     grep -F -- "$only" | xargs -r -d '\n' -n 1 -P "$1" sh -c "$run_step" step || true
 }
@@ -88,15 +88,15 @@ group_sizes() {
     done
 }
 
-# A program of tests/integration, and which of its tests.
+# A program of tests/integration, and the tests to run.
 integration() {
     program=$1
     shift
     echo "${MOE_PYTHON:-python3} -B $here/../integration/$program.py $build $models $*"
 }
 
-# Groups of daemons that train, through repeats, faults and restarts. Tests of more workers than there
-# are GPUs skip themselves.
+# Groups of daemons that train, through repeats, faults and restarts. Tests with more workers than
+# GPUs skip themselves.
 trained_groups() {
     if [ "$gpus" -lt 2 ]; then
         echo "trained_ids 120 $(integration test_training Repeats.test_an_id_below_a_forgotten_one_is_refused)"
@@ -131,19 +131,19 @@ beside_each_other() {
         echo "conformance_$n 300 $suite/conformance --backend cuda --slots $n --cases $cases --seed $n"
         echo "skewed_$n 300 $suite/conformance --backend cuda --slots $n --cases 80 --seed $n --skewed"
         echo "training_$n 300 $suite/conformance --backend cuda --slots $n --cases $cases --seed $n --training"
-        # Hidden sizes to 16384, 512 experts, some hundred tokens; sampled tokens against the oracle.
+        # Hidden sizes up to 16384, 512 experts, some hundred tokens; the oracle checks sampled tokens.
         echo "large_$n 600 $suite/large --backend cuda --slots $n --cases 20 --seed $n"
         echo "large_training_$n 600 $suite/large --backend cuda --slots $n --cases 8 --seed $n --training" \
             "--weights-mib 1024"
         echo "golden_training_$n 120 $suite/golden_training --backend cuda --slots $n --models $models"
         echo "curve_$n 120 $suite/curve --backend cuda --slots $n --data $models/../training"
         echo "steady_$n 120 $build/tests/unit/test_steady $n"
-        # Hopper's tensor cores are where activations are kept: that they are used, and give the same bits.
+        # Only Hopper's tensor cores retain activations: checks that they are used, with the same bits.
         [ "$hopper" = no ] || echo "trained_retained_pair_$n 120 ${MOE_PYTHON:-python3} -B" \
             "$here/../bench/retained_pair.py $build 3 1024 $n"
         [ "$n" -gt 1 ] || continue
         over="--transport network --slots $n --seed $n"
-        # Dispatch and combine on a part of the device, another part on every slot; y and its bits are checked.
+        # Dispatch and combine on a part of the device, different on every slot; checks y and its bits.
         echo "part_of_device_$n 120 $build/tests/bench/ep_bench $n nvlink 24,1,0,64"
         echo "network_$n 300 $suite/conformance --backend cuda $over --cases $cases"
         echo "network_skewed_$n 300 $suite/conformance --backend cuda $over --cases 40 --skewed"
@@ -161,7 +161,7 @@ beside_each_other() {
         done
     done
     echo "conformance_cublas 300 $suite/conformance --backend cuda --slots 1 --cases $cases --seed 1 --gemm cublas"
-    # Weights of one kind past 2^31 elements, 2^32 bytes.
+    # Weights of one kind beyond 2^31 elements and 2^32 bytes.
     echo "large_buffers 300 $suite/large --backend cuda --slots 1 --first 1 --cases 1 --weights-mib 9216"
     echo "golden_backend 120 $suite/golden --backend cuda --models $models"
     echo "golden_cublas 120 $suite/golden --backend cuda --models $models --gemm cublas"
@@ -179,7 +179,7 @@ beside_each_other() {
 alone() {
     for n in $(group_sizes); do
         [ "$n" -gt 1 ] || continue
-        # A setting that windows cannot have is refused by name.
+        # The backend refuses a setting that windows do not support, and names it.
         [ "$n" -ne 2 ] || echo "multicast_refused 60 NCCL_NVLS_ENABLE=1" \
             "$suite/faults --backend cuda --slots 2 --only joining_and_leaving 2>&1" \
             "| grep -F 'NCCL_NVLS_ENABLE = 1: a group of GPUs needs it to be 0'"
@@ -189,12 +189,12 @@ alone() {
     [ "$gpus" -lt 2 ] || echo "trained_mixed_load 120 $(integration test_training_faults \
         MixedLoad.test_forward_clients_go_on_beside_training)"
     [ "$sanitizer" = yes ] || return 0
-    # Errors that calls return are not findings: the backend and NCCL probe what the device can do.
+    # Errors that calls return are not findings: the backend and NCCL probe the device's features.
     sanitizer="compute-sanitizer --target-processes all --report-api-errors no --error-exitcode 9 --tool"
     for tool in memcheck racecheck; do
         echo "$tool 600 $sanitizer $tool $suite/conformance --backend cuda --slots 1 --cases 25 --seed 9"
     done
-    # A refused pass in a session of several seats and one live slot.
+    # A refused pass in a session of several slots, one of them live.
     echo "memcheck_alone 600 $sanitizer memcheck $suite/faults --backend cuda --slots 2 --only a_slot_alone"
     small="--weights-mib 64 --mega-products 4 --tokens 200 --samples 4 --training"
     echo "memcheck_large 600 $sanitizer memcheck $suite/large --backend cuda --slots 1 --cases 2 $small"

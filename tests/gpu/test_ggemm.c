@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of the grouped GEMM (kernels/cuda/gemm/ggemm.h), each for every tile: right on any
- * shape, nothing written outside the experts' rows, the same bits on every run, and a captured
- * launch that follows the counts. Needs a Hopper GPU; without one the tests are skipped, and say
- * so. */
+/* Promises of the grouped GEMM (kernels/cuda/gemm/ggemm.h), each for every tile: correct results
+ * for any shape, no writes outside the experts' rows, the same bits on every run, and a captured
+ * launch that follows the counts. Without a Hopper GPU the tests are skipped, with a message. */
 #include "ggemm_fixture.h"
 #include "ggemm_reference.h"
 
@@ -25,11 +24,11 @@ static void *device_copy(const void *data, size_t bytes)
     return p;
 }
 
-/* Device copies that `g` points to, and the host's view of the groups. */
+/* Device copies for `g`, and the host's view of the groups. */
 struct problem {
     struct moe_cuda_ggemm g;
     struct moe_cuda_ggemm_weights weights;
-    struct moe_cuda_ggemm_weights *weights_on_device; /* what g.weights' cell names */
+    struct moe_cuda_ggemm_weights *weights_on_device; /* `g.weights` points to this pointer */
     uint32_t start[MAX_EXPERTS], count[MAX_EXPERTS];
     size_t out_bytes;
     double *want; /* device */
@@ -48,7 +47,7 @@ static void upload_groups(struct problem *p)
     assert_int_equal(cudaMemcpy((void *)p->g.count, p->count, bytes, cudaMemcpyHostToDevice), 0);
 }
 
-/* Rows of an expert, one by one where something lies between them. */
+/* Fills rows one by one if they have gaps between them. */
 static void fill_rows(char *x, uint32_t rows, uint32_t k, uint32_t stride, uint64_t seed)
 {
     uint32_t pieces = stride == k ? (rows > 0) : rows;
@@ -58,7 +57,7 @@ static void fill_rows(char *x, uint32_t rows, uint32_t k, uint32_t stride, uint6
                          0);
 }
 
-/* Elements of x that belong to no expert are NaN, which nobody may notice. */
+/* Elements of x without an expert are NaN; they must not change a result. */
 static void make_buffers(struct problem *p)
 {
     struct moe_cuda_ggemm *g = &p->g;
@@ -125,8 +124,8 @@ static void guard_is_untouched(const struct problem *p)
         assert_int_equal(guard[i], 0xff);
 }
 
-/* Worst element against the reference; the bound is two roundings to bf16, or, for fp32, what
- * sums of a thousand products and the fast exponential leave. */
+/* Worst error against the reference. The bound is two roundings to bf16, or, for fp32, the error of
+ * sums of a thousand products and the fast exponential. */
 static double check(struct problem *p)
 {
     struct ggemm_difference d;
@@ -169,7 +168,7 @@ static void random_case(enum moe_cuda_gemm_tile tile, enum form form, enum moe_d
                         double *worst)
 {
     struct problem p = {.g = random_task(tile, form, dtype)};
-    bool apart = random_below(3) == 0; /* rows of x and out with something between them */
+    bool apart = random_below(3) == 0; /* gaps between rows of x and out */
     if (apart) {
         p.g.x_stride = p.g.k + 8 * random_below(20);
         p.g.out_stride = p.g.n + 8 * random_below(20);
@@ -205,7 +204,7 @@ static void any_shape_matches_double_precision(void **state)
         }
 }
 
-/* A problem with enough tiles for every block to meet several. */
+/* A problem with several tiles for every block. */
 static struct problem large_problem(enum moe_cuda_gemm_tile tile, enum form form)
 {
     struct problem p = {.g = {.tile = tile,
@@ -264,7 +263,8 @@ static void a_rows_bits_do_not_depend_on_its_neighbours(void **state)
         ok(moe_cuda_ggemm_enqueue(&p.g, NULL));
         finish();
         assert_int_equal(cudaMemcpy(full, p.g.out, p.out_bytes, cudaMemcpyDeviceToHost), 0);
-        for (uint32_t e = 0; e < p.g.experts; e++) /* each expert keeps some of its last rows */
+        for (uint32_t e = 0; e < p.g.experts; e++) /* keep a random number of each expert's last
+                                                      rows */
             if (p.count[e] > 0) {
                 uint32_t fewer = random_below(p.count[e] + 1);
                 p.start[e] += p.count[e] - fewer;
@@ -329,7 +329,7 @@ static void nan_stays_in_its_row(void **state)
             cudaMemcpy((uint16_t *)p.g.x + at, &nan, sizeof nan, cudaMemcpyHostToDevice), 0);
         ok(moe_cuda_ggemm_enqueue(&p.g, NULL));
         finish();
-        (void)check(&p); /* the reference has NaN in that row too, and nowhere else */
+        (void)check(&p); /* the reference has NaN in that row only */
         free_buffers(&p);
     }
 }
@@ -343,7 +343,7 @@ static char *host_copy(const void *device, size_t bytes)
     return p;
 }
 
-/* Rows up to `room` are `want`, the others and those of no expert as they were. */
+/* Rows up to `room` are `want`; all other rows are unchanged. */
 static void check_left(const struct problem *p, const char *got, const char *want, uint32_t room,
                        size_t row)
 {
@@ -357,7 +357,8 @@ static void check_left(const struct problem *p, const char *got, const char *wan
     free(expect);
 }
 
-/* What a backward pass would compute again, and the same results as without leaving it. */
+/* Stored gate and up equal the values that a backward pass would compute again. Storing them does
+ * not change the result. */
 static void what_is_left_is_the_plain_product(void **state)
 {
     (void)state;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of captured steps (kernels/cuda/step/graph.h): after warm-up a step allocates nothing,
- * waits for nothing and captures nothing, whatever its layer, bucket and number of tokens; graphs
- * are shared by layers of a shape, survive the wipe of the words, growing memory and their own
- * eviction. Every step's answer is compared bit by bit with the first one of its layer and bucket.
+/* Promises of captured steps (kernels/cuda/step/graph.h). After warm-up a step allocates nothing,
+ * waits for nothing and captures nothing, for any layer, bucket and number of tokens. Layers of a
+ * shape share graphs. Graphs survive the clearing of flags, growing memory and eviction. Every
+ * step's answer must equal the first one of its layer and bucket, bit by bit.
  *
  *     test_steady [SLOTS]
  *
- * Forks one process per slot, one GPU each. Calls of the CUDA runtime are counted by wrapping them
- * when this program is linked (--wrap). Without a GPU it says so and exits with 77. */
+ * Forks one process per slot, one GPU each. The linker wraps calls of the CUDA runtime (--wrap) to
+ * count them. Without a GPU it prints a message and exits with 77. */
 #include "group.h"
 
 #include "cuda/session/session.h"
@@ -57,7 +57,7 @@ static void ok(struct moe_status st)
 
 /* ------------------------------------------------------------------------ counting */
 
-/* Calls since the program began. */
+/* Calls since the start of the program. */
 static struct {
     uint64_t allocations, synchronisations, captures, instantiations, launches, kernels;
 } calls;
@@ -90,17 +90,17 @@ COUNTED(kernels, cudaLaunchKernel,
 
 /* -------------------------------------------------------------------------- layers */
 
-/* What one slot works with. */
+/* State of one slot. */
 struct fixture {
     struct member *member;
     struct moe_device *device;
-    uint64_t opened_bytes; /* what an open device holds */
+    uint64_t opened_bytes; /* memory of an open device */
     struct moe_session *session;
     struct moe_layer *layer[LAYERS];
     uint16_t *x;                        /* pinned [MOST][HIDDEN] */
     struct moe_step_args args[2];       /* of two steps in flight, with their tensors */
     struct moe_step *running[2];        /* NULL: none */
-    uint32_t layer_of[2], bucket_of[2]; /* of the running ones: indices */
+    uint32_t layer_of[2], bucket_of[2]; /* of the running steps: indices */
     uint64_t started;
     uint16_t *first[LAYERS][BUCKETS]; /* [MOST][HIDDEN] the first answers */
 };
@@ -189,7 +189,7 @@ static void make_tensors(struct fixture *f)
                                             .token_state = pinned(f, MOST)};
 }
 
-/* False where there is no GPU for this slot. */
+/* False if this slot has no GPU. */
 static bool setup(struct fixture *f, struct member *m)
 {
     *f = (struct fixture){.member = m};
@@ -283,7 +283,8 @@ static void finish_all(struct fixture *f)
     finish(f, 1);
 }
 
-/* Every layer and bucket twice, the largest bucket first: growing later would void the graphs. */
+/* Every layer and bucket twice, the largest bucket first: growing later would discard the
+ * graphs. */
 static void warm_up(struct fixture *f)
 {
     for (uint32_t b = BUCKETS; b-- > 0;)
@@ -294,7 +295,7 @@ static void warm_up(struct fixture *f)
     finish_all(f);
 }
 
-/* The same layers and buckets on all slots, tokens of its own on each. */
+/* The same layers and buckets on all slots, different tokens on each. */
 static void random_steps(struct fixture *f, uint32_t steps)
 {
     struct rng common = {.state = seed}, own = {.state = seed + 1 + f->member->slot};
@@ -314,7 +315,7 @@ static int a_steady_step_allocates_and_waits_for_nothing(struct member *m)
     if (!setup(f, m))
         return SKIP_CODE;
     warm_up(f);
-    EXPECT(calls.captures == BUCKETS * MOE_CUDA_STEP_SLOTS); /* and not times LAYERS */
+    EXPECT(calls.captures == BUCKETS * MOE_CUDA_STEP_SLOTS); /* BUCKETS only, not times LAYERS */
     EXPECT(memcmp(f->first[0][0], f->first[1][0], 8 * HIDDEN * 2) != 0);
     EXPECT(memcmp(f->first[1][0], f->first[2][0], 8 * HIDDEN * 2) != 0);
     __typeof__(calls) before = calls;
@@ -334,8 +335,8 @@ static int a_steady_step_allocates_and_waits_for_nothing(struct member *m)
     return 0;
 }
 
-/* As if `step` steps had been run: the numbers, and the words by which peers say that they are done
- * with the last one. Nothing is in flight. */
+/* Pretends that `step` steps have been run: sets the numbers, and the peers' flags that the last
+ * one is done. Nothing is in flight. */
 static void pretend_steps(struct fixture *f, uint32_t step)
 {
     struct moe_session *s = f->session;
@@ -371,7 +372,7 @@ static int growing_memory_voids_graphs(struct member *m)
     if (!setup(f, m))
         return SKIP_CODE;
     start(f, 0, 0, bucket_of[0]);
-    start(f, 1, 1, bucket_of[1]); /* grows while the other is in flight */
+    start(f, 1, 1, bucket_of[1]); /* grows while the other step is in flight */
     start(f, 0, 0, bucket_of[0]);
     start(f, 1, 1, bucket_of[1]);
     finish_all(f);
@@ -380,7 +381,7 @@ static int growing_memory_voids_graphs(struct member *m)
     return 0;
 }
 
-/* Layers that differ in a number that the kernels are told. */
+/* Layers that differ in one argument of the kernels. */
 static int more_shapes_than_are_kept_still_run(struct member *m)
 {
     static struct fixture fixture, *const f = &fixture;
@@ -404,7 +405,8 @@ static int more_shapes_than_are_kept_still_run(struct member *m)
             start(f, 0, 0, bucket_of[0]); /* in the other lane: the same bits */
         }
     finish_all(f);
-    EXPECT(calls.captures == 2 * MANY * MOE_CUDA_STEP_SLOTS); /* none was left when it came again */
+    EXPECT(calls.captures == 2 * MANY * MOE_CUDA_STEP_SLOTS); /* each shape was evicted before it
+                                                                 came again */
     f->layer[0] = plain;
     for (uint32_t i = 0; i < MANY; i++)
         backend->layer_destroy(layer[i]);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of the weights' gradient (kernels/cuda/gemm/ggemm_wgrad.h): right on any shape, what
- * lies between the experts' rows never counts, experts without rows get zeros or stay as they are,
- * the same bits on every run, and a captured launch follows the counts. Needs a Hopper GPU; without
- * one the tests are skipped, and say so. */
+/* Promises of the weights' gradient (kernels/cuda/gemm/ggemm_wgrad.h): correct results for any
+ * shape; data between the experts' rows never counts; experts without rows get zeros or do not
+ * change; the same bits on every run; and a captured launch that follows the counts. Without a
+ * Hopper GPU the tests are skipped, with a message. */
 #include "cuda/gemm/ggemm.h"
 #include "ggemm_fixture.h"
 #include "ggemm_reference.h"
@@ -19,7 +19,7 @@ struct problem {
     struct moe_cuda_wgrad w;
     uint32_t start[MAX_EXPERTS], count[MAX_EXPERTS];
     size_t elements; /* of dw */
-    float *before;   /* device: random, what dw holds when gradients accumulate */
+    float *before;   /* device: random; dw before accumulation */
     double *want;    /* device */
 };
 
@@ -30,7 +30,8 @@ static void upload_groups(struct problem *p)
     assert_int_equal(cudaMemcpy((void *)p->w.count, p->count, bytes, cudaMemcpyHostToDevice), 0);
 }
 
-/* bf16 [row_capacity, columns]: what belongs to no expert is NaN, which nobody may notice. */
+/* bf16 [row_capacity, columns]. Elements without an expert are NaN; they must not change a
+ * result. */
 static void *make_operand(const struct problem *p, uint32_t columns, uint32_t stride, uint64_t seed,
                           float scale)
 {
@@ -70,7 +71,7 @@ static void free_buffers(struct problem *p)
         assert_int_equal(cudaFree((void *)all[i]), cudaSuccess);
 }
 
-/* What dw holds before a launch: NaN where it is overwritten, else known values. */
+/* Sets dw before a launch: NaN if it is overwritten, else known values. */
 static void prepare(struct problem *p)
 {
     size_t bytes = p->elements * sizeof(float);
@@ -79,7 +80,7 @@ static void prepare(struct problem *p)
         assert_int_equal(cudaMemcpy(p->w.dw, p->before, bytes, cudaMemcpyDeviceToDevice), 0);
 }
 
-/* The bound is what fp32 sums of a thousand products leave. */
+/* The bound is the error of fp32 sums of a thousand products. */
 static double check(struct problem *p)
 {
     double worst;
@@ -96,7 +97,7 @@ static double check(struct problem *p)
     return worst;
 }
 
-/* The words of dw where an expert has no rows: zero, or what was there before. */
+/* dw of experts without rows: zeros, or unchanged. */
 static void experts_without_rows_are_right(struct problem *p)
 {
     size_t each = (size_t)p->w.n * p->w.k;
@@ -128,11 +129,11 @@ static void any_shape_matches_double_precision(void **state)
                   .n = 8 * (1 + random_below(48)),
                   .k = 8 * (1 + random_below(48)),
                   .accumulate = i % 2}};
-        if (i % 3 == 0) { /* whole slabs, as real shapes have */
+        if (i % 3 == 0) { /* whole slabs, like real shapes */
             p.w.n = (p.w.n + 63) / 64 * 64;
             p.w.k = (p.w.k + 63) / 64 * 64;
         }
-        if (i % 4 == 1) { /* rows with something between them */
+        if (i % 4 == 1) { /* gaps between rows */
             p.w.dy_stride = p.w.n + 8 * random_below(20);
             p.w.x_stride = p.w.k + 8 * random_below(20);
         }
@@ -150,7 +151,7 @@ static void any_shape_matches_double_precision(void **state)
     printf("  worst element of %d shapes %.2e\n", CASES, worst);
 }
 
-/* Enough tiles for every block to meet several. */
+/* Several tiles for every block. */
 static struct problem large_problem(bool accumulate)
 {
     struct problem p = {.w = {.experts = 24, .n = 520, .k = 768, .accumulate = accumulate}};
@@ -159,7 +160,7 @@ static struct problem large_problem(bool accumulate)
     return p;
 }
 
-/* On any part of the device. */
+/* On any number of multiprocessors. */
 static void every_run_gives_the_same_bits(void **state)
 {
     (void)state;
@@ -232,7 +233,7 @@ static void nan_stays_in_its_expert(void **state)
     prepare(&p);
     ok(moe_cuda_wgrad_enqueue(&p.w, NULL));
     finish();
-    (void)check(&p); /* the reference has NaN in that column of that expert, and nowhere else */
+    (void)check(&p); /* the reference has NaN in that column of that expert only */
     free_buffers(&p);
 }
 

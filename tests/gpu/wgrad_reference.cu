@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See wgrad_reference.h. Clear rather than fast; shapes under test are small. */
+/* See wgrad_reference.h. Simple rather than fast; shapes under test are small. */
 #include "wgrad_reference.h"
 
 #include <cuda_bf16.h>
@@ -26,7 +26,7 @@ __global__ void reference(moe_cuda_wgrad w, double *want)
 
 struct totals {
     double squares;
-    unsigned long long worst; /* bits of a non-negative double, which order as it does */
+    unsigned long long worst; /* bits of a non-negative double: they have the same order */
 };
 
 __global__ void measure(size_t n, const double *want, totals *t)
