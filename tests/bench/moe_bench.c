@@ -223,7 +223,7 @@ int main(int argc, char **argv)
     struct moe_options parsed;
     int first;
     struct moe_status st = moe_options_parse(options, count, NULL, argc, argv, &first, &parsed);
-    /* "auto" would ask the driver, and processes forked after that could not use it. */
+    /* "auto" would query the driver; processes forked after that could not use it. */
     if (moe_failed(&st) || strcmp(backend, "auto") == 0 ||
         (plan.backend = moe_backend_find(backend)) == NULL ||
         (plan.backward && plan.backend->training == NULL) || !parse_lengths(lengths, &plan) ||

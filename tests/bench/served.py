@@ -68,7 +68,7 @@ def bare(args, scratch):
 
 def record_of(args, tokens, run_, line):
     stages = {s: run_["stagesUs"][s]["p50"] for s in run_["stagesUs"]}
-    own = line["slot"][0]  # the slot that was asked
+    own = line["slot"][0]  # the slot that got the requests
     alone = run_["concurrency"] == 1
     layer = sum(stages[s] for s in STAGES)
     bare = own["alone_layer_us"] if alone else own["layer_us"]

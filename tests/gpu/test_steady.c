@@ -239,7 +239,7 @@ static void teardown(struct fixture *f)
 
 /* --------------------------------------------------------------------------- steps */
 
-/* Waits for the step of this lane, if there is one, and looks at its answer. */
+/* Waits for the step in this step slot, if there is one, and checks its answer. */
 static void finish(struct fixture *f, uint32_t lane)
 {
     const struct moe_step_args *a = &f->args[lane];
@@ -262,7 +262,7 @@ static void finish(struct fixture *f, uint32_t lane)
     EXPECT(memcmp(*first, a->y, bytes) == 0);
 }
 
-/* Starts a step behind the one that is running; layer and bucket are indices. */
+/* Starts a step behind the running one; layer and bucket are indices. */
 static void start(struct fixture *f, uint32_t layer, uint32_t bucket, uint32_t tokens)
 {
     uint32_t lane = f->started++ % 2;
@@ -402,7 +402,7 @@ static int more_shapes_than_are_kept_still_run(struct member *m)
             f->first[0][0] = NULL;
             start(f, 0, 0, bucket_of[0]);
             finish_all(f);
-            start(f, 0, 0, bucket_of[0]); /* in the other lane: the same bits */
+            start(f, 0, 0, bucket_of[0]); /* in the other step slot: the same bits */
         }
     finish_all(f);
     EXPECT(calls.captures == 2 * MANY * MOE_CUDA_STEP_SLOTS); /* each shape was evicted before it

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Statuses from the libraries' codes; see check.h. */
+/* Turns the libraries' codes into statuses; see check.h. */
 #include "cuda/core/check.h"
 
 #include <string.h>
@@ -15,7 +15,8 @@ struct moe_status moe_cuda_status(cudaError_t rc, const char *call)
     switch (rc) {
     case cudaSuccess: return moe_ok();
     case cudaErrorMemoryAllocation:
-        (void)cudaGetLastError(); /* a refused allocation is no fault of the next launch */
+        (void)cudaGetLastError(); /* cleared, so that a refused allocation does not fail the next
+                                     launch */
         return failure(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, call,
                        "the device has no room");
     case cudaErrorNoDevice:

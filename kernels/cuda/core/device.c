@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opens a GPU, takes and gives memory, and keeps the account of it; see device.h. It computes
- * nothing itself. */
+/* Opens a GPU, allocates and frees memory, and accounts for it; see device.h. It computes
+ * nothing. */
 #include "cuda/core/device.h"
 
 #include "base/memory.h"
@@ -11,11 +11,12 @@
 #include <string.h>
 
 enum {
-    PAGE = 4096,     /* alignment of all memory that is handed out */
+    PAGE = 4096,     /* alignment of all allocated memory */
     OLDEST_ARCH = 80 /* kernels are built for this and newer */
 };
 
-/* The driver's small allocations are not page aligned: where they were moved, and from where. */
+/* One small allocation that the driver did not align to a page: the driver's address, and the
+ * aligned one that callers get. */
 struct moe_cuda_moved {
     struct moe_cuda_moved *next;
     void *given, *base;
@@ -101,7 +102,7 @@ fail:
     return st;
 }
 
-/* What goes wrong here has been reported by an earlier call, or concerns nobody any more. */
+/* Ignores errors: an earlier call has reported them, or they no longer matter to any caller. */
 void moe_cuda_device_destroy(struct moe_device *device)
 {
     if (device == NULL)
@@ -132,7 +133,7 @@ void moe_cuda_device_info(struct moe_device *device, struct moe_device_info *out
     size_t free_bytes = 0, total = 0;
     struct moe_status st = moe_cuda_device_use(device);
     if (!moe_failed(&st) && cudaMemGetInfo(&free_bytes, &total) != cudaSuccess)
-        free_bytes = 0; /* a device that does not answer has none */
+        free_bytes = 0; /* a device that does not answer reports 0 */
     out->free_bytes = free_bytes;
 }
 
@@ -168,7 +169,7 @@ static void add_used(struct moe_device *device, size_t bytes)
     (void)__atomic_add_fetch(&device->used_bytes, bytes, __ATOMIC_RELAXED);
 }
 
-/* The driver's figure also counts what other libraries and other processes hold. */
+/* The driver's figure includes memory of other libraries and processes. */
 static struct moe_status check_room(size_t bytes)
 {
     size_t free_bytes = 0, total = 0;
@@ -197,7 +198,7 @@ static bool page_aligned(const void *p)
     return (uintptr_t)p % PAGE == 0;
 }
 
-/* Takes a page more than asked for and remembers what to give back. */
+/* Allocates one page more than asked for, and records the driver's address. */
 static struct moe_status alloc_moved(struct moe_device *device, size_t bytes, void **out)
 {
     struct moe_cuda_moved *m = malloc(sizeof *m);
@@ -217,7 +218,7 @@ static struct moe_status alloc_moved(struct moe_device *device, size_t bytes, vo
     return moe_ok();
 }
 
-/* What the driver gave for `p`. */
+/* The driver's address of `p`. */
 static void *base_of(struct moe_device *device, void *p)
 {
     moe_mutex_lock(&device->memory_lock);
@@ -249,11 +250,11 @@ static struct moe_status alloc_device(struct moe_device *device, size_t bytes, v
     return moe_failed(&st) ? st : MOE_CUDA(cudaStreamSynchronize(device->upload));
 }
 
-/* How much the machine has is the driver's to say: virtual machines get more as they use it. */
+/* Only the driver knows how much memory exists: virtual machines get more as they use it. */
 static struct moe_status alloc_host(size_t bytes, void **out)
 {
     uint64_t confined = moe_confined_memory();
-    if (bytes > confined) /* the system would kill somebody rather than refuse */
+    if (bytes > confined) /* beyond the limit, the system would kill a process */
         return does_not_fit(bytes, (size_t)confined);
     MOE_TRY(MOE_CUDA(cudaHostAlloc(out, bytes, cudaHostAllocPortable)));
     memset(*out, 0, bytes);
@@ -308,8 +309,8 @@ struct moe_status moe_cuda_buffer_reserve(struct moe_device *device, struct moe_
     if (bytes <= buffer->bytes)
         return moe_ok();
     MOE_TRY(moe_cuda_device_use(device));
-    /* Enqueued work may use what is there. What may take long, as it waits for peers, is waited for
-     * by stream, which keeps no other thread from calling CUDA. */
+    /* Enqueued work may use the old buffer. `compute` may wait for peers for long, so wait for that
+     * stream first: this does not block other threads' CUDA calls. */
     MOE_TRY(moe_cuda_device_finish(device));
     MOE_TRY(MOE_CUDA(cudaDeviceSynchronize()));
     device->buffers_moved++;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One GPU: its streams, its pinned staging and the account of all memory that
- * is taken through it. Every byte of device and pinned memory in this folder goes through
- * moe_cuda_mem_alloc, or is charged here when another library took it.
+/* One GPU: its streams, its pinned staging memory and the account of its memory. All device and
+ * pinned memory of this folder comes from moe_cuda_mem_alloc, or is charged here if another library
+ * allocated it.
  *
- * The current CUDA device belongs to a thread, so each call that can come from outside starts with
- * moe_cuda_device_use. */
+ * The current CUDA device belongs to a thread. So each function that outside callers use starts
+ * with moe_cuda_device_use. */
 #ifndef MOE_CUDA_DEVICE_H
 #define MOE_CUDA_DEVICE_H
 
@@ -24,11 +24,11 @@ struct moe_cuda_train_scratch;
 struct moe_cuda_cublas;  /* ggemm_cublas.h */
 struct moe_cuda_uploads; /* weights.c */
 
-/* A second way beside `compute`, for a pass that has something to do meanwhile. It begins where
- * `compute` stands (moe_cuda_branch_fork) and ends before what `compute` gets next
- * (moe_cuda_branch_join); between passes nothing runs on it, so whoever waits for `compute` has
- * waited for it. Of high priority, so that combine, for which peers wait, gets multiprocessors
- * first; the shared expert's products beside dispatch do so as well, and end without a peer. */
+/* A second stream next to `compute`, for passes that overlap two kinds of work. It forks from
+ * `compute` (moe_cuda_branch_fork) and joins it again (moe_cuda_branch_join). Between passes
+ * nothing runs on it, so a wait for `compute` covers it. It has high priority: peers wait for
+ * combine, which thus gets multiprocessors first. The shared expert's products next to dispatch
+ * also get them first, and need no peer to end. */
 struct moe_cuda_branch {
     cudaStream_t stream;
     cudaEvent_t fork_event, join_event;
@@ -38,31 +38,32 @@ struct moe_device {
     int ordinal;
     int arch; /* 10 * major + minor of the compute capability: 90 = Hopper */
     int multiprocessors;
-    struct moe_cuda_cublas *cublas; /* what multiplies bf16; NULL: Hopper's kernels do */
-    uint32_t bulk_shared_bytes; /* shared memory of a CTA; 0 where there is no bulk copy engine */
+    struct moe_cuda_cublas *cublas; /* multiplies bf16; NULL: Hopper's kernels do */
+    uint32_t bulk_shared_bytes;     /* shared memory of a CTA; 0 without a bulk copy engine */
     char gpu_name[48];
     struct moe_gpu_uuid uuid;
     uint64_t memory_bytes;
     uint64_t used_bytes; /* atomic */
     struct moe_mutex memory_lock;
     MOE_GUARDED_BY(memory_lock)
-    struct moe_cuda_moved *moved; /* device memory that is not what the driver gave */
-    uint64_t buffers_moved;       /* how often a buffer grew: what was captured with it is void */
+    struct moe_cuda_moved *moved; /* allocations at another address than the driver's */
+    uint64_t buffers_moved;       /* how often a buffer grew; each growth invalidates graphs that
+                                     were captured with it */
 
-    /* Parts and whole steps compute on `compute`. Rows come in and go out on streams of their own,
-     * so that they overlap the step between them. */
+    /* Parts and whole steps compute on `compute`. Rows come in and go out on separate streams, so
+     * that their copies overlap the step between them. */
     cudaStream_t compute, copy_in, copy_out;
     struct moe_cuda_branch branch; /* of a backward pass */
 
-    cudaStream_t upload;              /* zeroing of memory, copies of tables, layout of weights */
-    struct moe_cuda_uploads *uploads; /* what brings weights in */
+    cudaStream_t upload;              /* zeroes memory, copies tables, lays out weights */
+    struct moe_cuda_uploads *uploads; /* loads weights */
 
-    struct moe_activation_cache *activation_cache; /* what forward steps keep for backward passes */
+    struct moe_activation_cache *activation_cache; /* retained activations of forward steps */
     struct moe_cuda_train_scratch *train; /* train_stages.h; NULL until a layer is trained */
 };
 
-/* A device with streams and memory only; step/open.h adds what computes. Destroying it frees what
- * create made: whoever added something has taken it away before. NULL is ignored. */
+/* A device with streams and memory only; step/open.h adds the parts that compute. Destroy frees
+ * only what create made: first remove everything that was added. NULL is ignored. */
 struct moe_status moe_cuda_device_create(int ordinal, struct moe_device **out) MOE_CHECKED;
 void moe_cuda_device_destroy(struct moe_device *device);
 
@@ -77,22 +78,22 @@ struct moe_status moe_cuda_mem_copy(struct moe_device *device, void *dst, const 
 /* Makes the device current on this thread. */
 struct moe_status moe_cuda_device_use(const struct moe_device *device) MOE_CHECKED;
 
-/* Waits for all that was enqueued on `compute`; parts end with it. */
+/* Waits for all work on `compute`; backend calls for single parts end with it. */
 struct moe_status moe_cuda_device_finish(struct moe_device *device) MOE_CHECKED;
 
-/* Enqueued: what the branch gets from here on runs behind what `compute` has got, beside what it
- * gets from here on; then, what `compute` gets runs behind all that the branch has got. Meeting
- * without having parted does nothing. */
+/* Both enqueue only. Fork: the branch's next work runs after all earlier work on `compute`, and
+ * concurrently with its later work. Join: the next work on `compute` runs after all work on the
+ * branch. A join without a fork does nothing. */
 struct moe_status moe_cuda_branch_fork(struct moe_device *device) MOE_CHECKED;
 struct moe_status moe_cuda_branch_join(struct moe_device *device) MOE_CHECKED;
 
-/* Puts device memory that another library takes (NCCL's windows) on the account, before it is
- * taken. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY when it cannot fit. */
+/* Charges device memory that another library is about to allocate (NCCL's windows). Errors:
+ * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY if it cannot fit. */
 struct moe_status moe_cuda_device_charge(struct moe_device *device, size_t bytes) MOE_CHECKED;
 void moe_cuda_device_discharge(struct moe_device *device, size_t bytes);
 
-/* Device memory that grows and never shrinks, for one user at a time; contents are lost when it
- * grows. Growing waits for the device, so a steady step never grows. */
+/* Device memory that grows and never shrinks, for one user at a time. Growing loses the contents
+ * and waits for the device, so a steady step never grows. */
 struct moe_cuda_buffer {
     void *data;
     size_t bytes;

@@ -18,7 +18,7 @@ struct moe_cuda_executor {
         struct moe_cuda_task *first, *last;
         bool quit;
     };
-    uint32_t unfinished; /* tasks that are not done; atomic, so that it can be read without */
+    uint32_t unfinished; /* tasks; atomic, so that it can be read without the lock */
 };
 
 static void finish(struct moe_cuda_executor *x, struct moe_cuda_task *task) MOE_REQUIRES(x->lock)

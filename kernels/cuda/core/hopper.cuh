@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The few instructions of Hopper (sm_90a) that C++ has no words for: barriers in shared memory, the
- * bulk tensor copy engine, the warpgroup matrix multiply. Each is one inline function named after
- * what it does; nothing here knows what a GEMM is. Sources: PTX ISA 8.x, sections mbarrier,
+/* The few instructions of Hopper (sm_90a) that C++ cannot express: barriers in shared memory, the
+ * bulk tensor copy engine, the warpgroup matrix multiply. Each is one inline function, named after
+ * its effect; nothing here knows about GEMMs. Sources: PTX ISA 8.x, sections mbarrier,
  * cp.async.bulk.tensor, wgmma, stmatrix.
  *
- * Waits have no bound on purpose: a barrier here waits for copies and arithmetic of its own block
- * only, never for a peer, so it ends or the device reports an error. */
+ * Waits are unbounded on purpose: a barrier waits only for copies and arithmetic of its cluster,
+ * never for a peer. So it ends, or the device reports an error. */
 #ifndef MOE_CUDA_HOPPER_CUH
 #define MOE_CUDA_HOPPER_CUH
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t shared_address(const void *p)
 
 /* ------------------------------------------------------------------- clusters */
 
-/* Number of this block in its cluster. */
+/* Rank of this block in its cluster. */
 __device__ __forceinline__ uint32_t cluster_rank()
 {
     uint32_t rank;
@@ -30,8 +30,8 @@ __device__ __forceinline__ uint32_t cluster_rank()
     return rank;
 }
 
-/* All threads of all blocks of the cluster meet; what they wrote to shared memory before is seen
- * after it. Also before the end of a block whose shared memory others may write to. */
+/* Synchronises all threads of the cluster; earlier writes to shared memory are visible afterwards.
+ * Also needed before a block ends while others may write to its shared memory. */
 __device__ __forceinline__ void cluster_meet()
 {
     asm volatile("barrier.cluster.arrive.release;\n"
@@ -47,7 +47,7 @@ __device__ __forceinline__ void barrier_init(uint64_t *barrier, uint32_t arrival
                  "r"(arrivals));
 }
 
-/* After barrier_init, before any other thread or the copy engine uses the barriers. */
+/* Call after barrier_init, before another thread or the copy engine uses the barriers. */
 __device__ __forceinline__ void barrier_init_done()
 {
     asm volatile("fence.mbarrier_init.release.cluster;\n"
@@ -61,9 +61,9 @@ __device__ __forceinline__ void barrier_arrive(uint64_t *barrier)
                  : "memory");
 }
 
-/* Arrives at the barrier in the same place of the shared memory of block `rank` of the cluster.
- * What this thread wrote before is ordered for its own block only: releasing to the cluster would
- * wait for all its stores to global memory each time. */
+/* Arrives at the barrier at the same shared-memory address in block `rank` of the cluster. This
+ * orders earlier writes for this block only; a release to the cluster would wait for all its stores
+ * to global memory each time. */
 __device__ __forceinline__ void barrier_arrive_at(uint64_t *barrier, uint32_t rank)
 {
     asm volatile(
@@ -74,7 +74,7 @@ __device__ __forceinline__ void barrier_arrive_at(uint64_t *barrier, uint32_t ra
         : "memory");
 }
 
-/* Arrives, and makes the phase last until the copy engine has delivered `bytes` more. */
+/* Arrives, and extends the phase until the copy engine has delivered `bytes` more. */
 __device__ __forceinline__ void barrier_expect(uint64_t *barrier, uint32_t bytes)
 {
     asm volatile(
@@ -83,8 +83,8 @@ __device__ __forceinline__ void barrier_expect(uint64_t *barrier, uint32_t bytes
         : "memory");
 }
 
-/* Waits for the end of the phase of this parity. A parity tells only one phase from the previous:
- * whoever may be two phases behind must be held back by other means. */
+/* Waits for the end of the phase with this parity. A parity distinguishes only two successive
+ * phases: a thread that may be two phases behind needs another means to stay in step. */
 __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
 {
     asm volatile("{\n.reg .pred done;\n"
@@ -97,7 +97,8 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
                  : "memory");
 }
 
-/* Named barriers of a block (1..15; 0 is __syncthreads): `threads` counts both sides. */
+/* Named barriers of a block (1..15; 0 is __syncthreads). `threads` counts waiting and arriving
+ * threads. */
 __device__ __forceinline__ void named_wait(int id, int threads)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -115,8 +116,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap *map)
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/* Before a block's first use of a map in global memory that was not there when the kernel's module
- * was loaded; the others of the block need a barrier behind it. */
+/* Call before a block's first use of a map in global memory that was written after the module was
+ * loaded. The block's other threads need a barrier after it. */
 __device__ __forceinline__ void acquire_map(const CUtensorMap *map)
 {
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
@@ -129,7 +130,8 @@ __device__ __forceinline__ uint64_t policy_evict_first()
     return policy;
 }
 
-/* Box at (x, y) into `to`; elements outside the tensor arrive as zeros and count as bytes. */
+/* Loads the box at (x, y) into `to`. Elements outside the tensor arrive as zeros and count as
+ * bytes. */
 __device__ __forceinline__ void load_box(void *to, const CUtensorMap *map, uint64_t *barrier,
                                          uint32_t x, uint32_t y)
 {
@@ -139,8 +141,8 @@ __device__ __forceinline__ void load_box(void *to, const CUtensorMap *map, uint6
                  : "memory");
 }
 
-/* The same into every block of the cluster that is in `blocks` (bit: rank), at the same place, and
- * to the barrier at the same place. */
+/* The same for every block of the cluster in `blocks` (bit: rank), to the same address and barrier
+ * in each. */
 __device__ __forceinline__ void load_box_for_all(void *to, const CUtensorMap *map,
                                                  uint64_t *barrier, uint32_t x, uint32_t y,
                                                  uint16_t blocks)
@@ -151,7 +153,7 @@ __device__ __forceinline__ void load_box_for_all(void *to, const CUtensorMap *ma
                  : "memory");
 }
 
-/* Box at (x, y, z) into `to`, kept in L2 as usual. */
+/* Loads the box at (x, y, z) into `to`, with default caching in L2. */
 __device__ __forceinline__ void load_box3(void *to, const CUtensorMap *map, uint64_t *barrier,
                                           uint32_t x, uint32_t y, uint32_t z)
 {
@@ -170,7 +172,7 @@ __device__ __forceinline__ void load_box4(void *to, const CUtensorMap *map, uint
                  : "memory");
 }
 
-/* Box at (x, y, z) into every block of the cluster that is in `blocks`, as load_box_for_all. */
+/* Loads the box at (x, y, z) into every block of the cluster in `blocks`, as load_box_for_all. */
 __device__ __forceinline__ void load_box3_for_all(void *to, const CUtensorMap *map,
                                                   uint64_t *barrier, uint32_t x, uint32_t y,
                                                   uint32_t z, uint16_t blocks)
@@ -182,7 +184,7 @@ __device__ __forceinline__ void load_box3_for_all(void *to, const CUtensorMap *m
         : "memory");
 }
 
-/* As load_box3, for bytes that nobody will read again soon. */
+/* As load_box3, for data that is not read again soon. */
 __device__ __forceinline__ void load_box3_once(void *to, const CUtensorMap *map, uint64_t *barrier,
                                                uint32_t x, uint32_t y, uint32_t z, uint64_t policy)
 {
@@ -192,7 +194,7 @@ __device__ __forceinline__ void load_box3_once(void *to, const CUtensorMap *map,
                  : "memory");
 }
 
-/* Shared memory written by ordinary stores before this is what a following store_box sends. */
+/* Makes ordinary stores to shared memory visible to the store_box calls that follow. */
 __device__ __forceinline__ void stores_before_copies()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -207,7 +209,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from,
         : "memory");
 }
 
-/* Box at (x, y, z), for bytes that nobody will read again soon. */
+/* Stores the box at (x, y, z), for data that is not read again soon. */
 __device__ __forceinline__ void store_box3_once(const CUtensorMap *map, uint32_t from, uint32_t x,
                                                 uint32_t y, uint32_t z, uint64_t policy)
 {
@@ -222,7 +224,7 @@ __device__ __forceinline__ void store_commit()
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Until at most `PENDING` of this thread's committed stores still read shared memory. */
+/* Waits until at most `PENDING` of this thread's committed stores still read shared memory. */
 template <int PENDING> __device__ __forceinline__ void store_wait_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -235,16 +237,16 @@ __device__ __forceinline__ void store_wait_all()
 
 /* ------------------------------------------------------------ matrix multiply */
 
-/* Descriptor of a K-major operand in shared memory, 64 bf16 (128 bytes) to a row, with the copy
- * engine's 128-byte swizzle: 8 rows to a group of 1024 bytes. 16 further along K is +2. */
+/* Descriptor of a K-major operand in shared memory: rows of 64 bf16 (128 bytes), with the copy
+ * engine's 128-byte swizzle in groups of 8 rows (1024 bytes). Add 2 to move 16 along K. */
 __device__ __forceinline__ uint64_t operand(uint32_t address)
 {
     return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (UINT64_C(1) << 16) |
            (static_cast<uint64_t>(1024 >> 4) << 32) | (UINT64_C(1) << 62);
 }
 
-/* The same for an operand whose K runs along rows ("MN-major"): slabs of 64 columns, `slab_bytes`
- * apart, each with K rows of 128 bytes. 16 further along K is +OPERAND_16_ROWS. */
+/* The same for an operand with K along rows ("MN-major"): slabs of 64 columns, `slab_bytes` apart,
+ * each with K rows of 128 bytes. Add OPERAND_16_ROWS to move 16 along K. */
 __device__ __forceinline__ uint64_t operand_rows(uint32_t address, uint32_t slab_bytes)
 {
     return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
@@ -268,8 +270,8 @@ template <int PENDING> __device__ __forceinline__ void multiply_wait()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* The instruction's text differs in nothing but the number of columns and of accumulators, eight
- * for every 16 columns; lists of both grow by one macro per step. */
+/* The instruction's text depends only on the number of columns and of accumulators, eight for every
+ * 16 columns. Each macro adds one step to both lists. */
 #define MOE_NAMES_8   "%0, %1, %2, %3, %4, %5, %6, %7"
 #define MOE_NAMES_16  MOE_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define MOE_NAMES_24  MOE_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -306,9 +308,9 @@ template <int PENDING> __device__ __forceinline__ void multiply_wait()
 #define MOE_VALUES_120 MOE_VALUES_112, MOE_VALUES(112)
 #define MOE_VALUES_128 MOE_VALUES_120, MOE_VALUES(120)
 
-/* d [64, N] (+)= a [64, 16] b [N, 16]^T, asynchronously, by the 128 threads of a warpgroup.
- * Thread t of warp w holds, for each 8 columns j, rows 16 w + t/4 (d[4j], d[4j+1]) and 8 below
- * (d[4j+2], d[4j+3]), columns 8j + 2 (t%4) and the next. */
+/* d [64, N] (+)= a [64, 16] b [N, 16]^T, asynchronously, by the 128 threads of a warpgroup. For
+ * each 8 columns j, thread t of warp w holds columns 8j + 2 (t%4) and the next: of row 16 w + t/4
+ * in d[4j], d[4j+1], and of the row 8 below in d[4j+2], d[4j+3]. */
 template <uint32_t N> struct multiply;
 
 #define MOE_MULTIPLY_START(name, transposed, n, count, a_name, b_name, p_name)                     \
@@ -325,8 +327,8 @@ template <uint32_t N> struct multiply;
                      : "l"(a), "l"(b), "r"(accumulate));                                           \
     }
 
-/* start: both operands by `operand`; start_a_rows, start_b_rows, start_both_rows: a, b or both by
- * `operand_rows`. */
+/* start: both operands from `operand`; start_a_rows, start_b_rows, start_both_rows: a, b or both
+ * from `operand_rows`. */
 #define MOE_MULTIPLY(n, count, a_name, b_name, p_name)                                             \
     template <> struct multiply<n> {                                                               \
         MOE_MULTIPLY_START(start, "0, 0", n, count, a_name, b_name, p_name)                        \
@@ -355,7 +357,7 @@ MOE_MULTIPLY(256, 128, "128", "129", "130");
 #undef MOE_MULTIPLY
 #undef MOE_MULTIPLY_START
 
-/* Keeps the compiler from moving a read of the accumulators before the wait that precedes it. */
+/* Keeps the compiler from moving a read of the accumulators before the preceding wait. */
 template <int N> __device__ __forceinline__ void multiply_done(float (&d)[N])
 {
 #pragma unroll
@@ -363,8 +365,8 @@ template <int N> __device__ __forceinline__ void multiply_done(float (&d)[N])
         asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/* Four 8 x 8 blocks of 16-bit elements from accumulator layout to rows of 16 bytes in shared
- * memory: lane l names the place of row l%8 of block l/8. */
+/* Stores four 8 x 8 blocks of 16-bit elements from accumulator layout as rows of 16 bytes in shared
+ * memory. Lane l has the address of row l%8 of block l/8. */
 __device__ __forceinline__ void store_matrix(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                              uint32_t d)
 {
@@ -373,7 +375,7 @@ __device__ __forceinline__ void store_matrix(uint32_t to, uint32_t a, uint32_t b
                  : "memory");
 }
 
-/* The same with columns as rows. */
+/* The same, transposed. */
 __device__ __forceinline__ void store_transposed(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                                  uint32_t d)
 {

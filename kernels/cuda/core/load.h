@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Loading of kernels. CUDA loads a kernel when it is first used, and that may wait until the device
- * is idle: for a kernel that waits for a peer, and so for the peer. Hence all are loaded when a
- * device is opened; each .cu file lists its own. */
+/* Loads kernels. CUDA loads a kernel at its first use, and this may wait until the device is idle.
+ * If a running kernel waits for a peer, the load would wait for that peer. So all kernels are
+ * loaded when a device is opened; each .cu file lists its kernels. */
 #ifndef MOE_CUDA_LOAD_H
 #define MOE_CUDA_LOAD_H
 
@@ -11,10 +11,10 @@
 extern "C" {
 #endif
 
-/* Loads all kernels of this folder for the current device, of compute capability `arch` / 10. */
+/* Loads all kernels of this folder for the current device, with compute capability `arch` / 10. */
 struct moe_status moe_cuda_load_all(int arch) MOE_CHECKED;
 
-/* The lists, each in the file of that name. */
+/* One list per .cu file, named after the file. */
 struct moe_status moe_cuda_load_ep_dispatch(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_ep_combine(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_ep_net(void) MOE_CHECKED;
@@ -35,7 +35,7 @@ struct moe_status moe_cuda_load_train_state(void) MOE_CHECKED;
 #ifdef __cplusplus
 }
 
-/* Loads the kernels given as its arguments. */
+/* Loads the given kernels. */
 template <typename... Kernel> static inline struct moe_status moe_cuda_load(Kernel... kernels)
 {
     for (const void *kernel : {reinterpret_cast<const void *>(kernels)...}) {

@@ -6,7 +6,7 @@
 
 #include <nvtx3/nvToolsExt.h>
 
-/* Ranges of a thread nest; every begin wants an end. */
+/* Ranges of a thread nest; each begin needs an end. */
 static inline void moe_cuda_range_begin(const char *name)
 {
     (void)nvtxRangePushA(name);

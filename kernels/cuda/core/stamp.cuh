@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* When a kernel began, for the times of a step's stages. Events between the kernels of a captured
- * step would cost two microseconds each; this costs one store. */
+/* Start times of kernels, for the times of a step's stages. An event between the kernels of a
+ * captured step costs two microseconds; this costs one store. */
 #ifndef MOE_CUDA_STAMP_CUH
 #define MOE_CUDA_STAMP_CUH
 
 #include <stdint.h>
 
-/* The device's clock in nanoseconds; its steps may be as long as a microsecond. */
+/* The device's clock in nanoseconds; it may advance in steps of up to a microsecond. */
 __device__ inline uint64_t clock_ns()
 {
     uint64_t now;
@@ -14,7 +14,7 @@ __device__ inline uint64_t clock_ns()
     return now;
 }
 
-/* The grid's first thread stores the time at `at`, which is pinned or device memory, or NULL. */
+/* The grid's first thread stores the time at `at`: pinned or device memory, or NULL. */
 __device__ inline void stamp_begin(uint64_t *at)
 {
     if (at != nullptr && (blockIdx.x | blockIdx.y | blockIdx.z | threadIdx.x) == 0)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Words about warps. */
+/* Warp helpers. */
 #ifndef MOE_CUDA_WARP_CUH
 #define MOE_CUDA_WARP_CUH
 

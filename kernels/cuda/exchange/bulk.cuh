@@ -1,27 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows through shared memory by Hopper's copy engine: a warp's lane 0 says what goes where, and
- * neither registers nor the load and store units see the bytes. So a fence that follows a row waits
- * for this row alone, and not for what other warps of the multiprocessor have stored. */
+/* Rows through shared memory by Hopper's copy engine. A warp's lane 0 issues the copies; registers
+ * and the load and store units never see the bytes. So a fence after a row waits for this row
+ * alone, not for other warps' stores.
+ *
+ * Stages    RING_ROWS rows per warp in shared memory.
+ * Warps     each has a separate ring. */
 #ifndef MOE_CUDA_BULK_CUH
 #define MOE_CUDA_BULK_CUH
 
 #include "cuda/core/hopper.cuh"
 #include "cuda/exchange/rows.cuh"
 
-constexpr uint32_t RING_ROWS = 3; /* of a warp: one comes, one waits, one leaves */
+constexpr uint32_t RING_ROWS = 3; /* per warp: one loads, one waits, one is stored */
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-#define MOE_BULK 0 /* the host never launches these there */
+#define MOE_BULK 0 /* the host never launches these kernels there */
 #else
 #define MOE_BULK 1
 #endif
 
-/* Of one warp; all of it is lane 0's business. */
+/* One warp's ring. Only lane 0 uses it. */
 struct row_ring {
     uint8_t *rows;    /* [RING_ROWS][bytes], 16-byte aligned */
     uint64_t *landed; /* [RING_ROWS] barriers */
     uint32_t bytes;
-    uint32_t begun, taken; /* rows so far */
+    uint32_t begun, taken; /* number of rows so far */
 };
 
 __device__ inline void init_ring(const struct row_ring &ring)
@@ -33,12 +36,12 @@ __device__ inline void init_ring(const struct row_ring &ring)
 #endif
 }
 
-/* Begins to load a row. At most one that was begun before may not have been stored from yet. */
+/* Begins to load a row. At most one earlier row may still be unstored. */
 __device__ inline void begin_row(struct row_ring *ring, const void *from)
 {
 #if MOE_BULK
     const uint32_t i = ring->begun++ % RING_ROWS;
-    hopper::store_wait_read<RING_ROWS - 2>(); /* the place is free */
+    hopper::store_wait_read<RING_ROWS - 2>(); /* the ring has a free place */
     hopper::barrier_expect(&ring->landed[i], ring->bytes);
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1], %2, [%3];" ::"r"(
@@ -48,7 +51,7 @@ __device__ inline void begin_row(struct row_ring *ring, const void *from)
 #endif
 }
 
-/* Waits for the oldest row; stores of it may follow, and then end_row. */
+/* Waits for the oldest row and returns its place. Call store_row for it, then end_row. */
 __device__ inline uint32_t await_row(struct row_ring *ring)
 {
     const uint32_t i = ring->taken % RING_ROWS;
@@ -76,7 +79,7 @@ __device__ inline void end_row()
 #endif
 }
 
-/* Until all rows that were stored from have arrived. */
+/* Waits until all stores have arrived. */
 __device__ inline void await_stores()
 {
 #if MOE_BULK
@@ -84,7 +87,7 @@ __device__ inline void await_stores()
 #endif
 }
 
-/* What was seen before by ordinary loads is seen by the copy engine too. */
+/* Makes earlier ordinary loads visible to the copy engine. */
 __device__ inline void loads_before_copies()
 {
 #if MOE_BULK

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Neighbouring columns of rows: N per lane, as they lie in memory and as fp32. */
+/* Adjacent columns of rows: N per lane, as stored and as fp32. */
 #ifndef MOE_CUDA_COLUMNS_CUH
 #define MOE_CUDA_COLUMNS_CUH
 
@@ -7,7 +7,7 @@
 
 #include <cuda_bf16.h>
 
-constexpr uint32_t WIDE = 8; /* columns of a lane, where H is a multiple of it */
+constexpr uint32_t WIDE = 8; /* columns per lane if H is a multiple of it */
 
 template <uint32_t N> struct columns {
     float v[N];
@@ -94,7 +94,7 @@ __device__ inline void pack(const columns<WIDE> &from, packed<__nv_bfloat16, WID
                    pair_of(from.v[4], from.v[5]), pair_of(from.v[6], from.v[7])};
 }
 
-/* What is left of the columns after they have been stored as T. */
+/* Rounds the columns to T and back. */
 template <typename T, uint32_t N> __device__ inline columns<N> rounded_to(const columns<N> &from)
 {
     packed<T, N> stored;
@@ -113,7 +113,7 @@ __device__ inline void add_scaled(columns<N> &sum, const columns<N> &from, float
 
 /* ------------------------------------------------------------------ memory */
 
-/* Past the first level cache, which may hold lines of an earlier step. */
+/* Bypasses the first level cache, which may hold lines of an earlier step. */
 template <typename T> __device__ inline void fetch(const T *from, packed<T, WIDE> *to)
 {
 #pragma unroll
@@ -148,7 +148,7 @@ __device__ inline void put(__nv_bfloat16 *to, const packed<__nv_bfloat16, 1> &fr
     *reinterpret_cast<unsigned short *>(to) = from.one;
 }
 
-/* Begins to bring bytes nearer that will be fetched soon; both are multiples of 16. */
+/* Prefetches bytes that are fetched soon into L2; both arguments are multiples of 16. */
 __device__ inline void bring_nearer(const void *from, uint32_t bytes)
 {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -181,7 +181,7 @@ template <typename T> __device__ inline void put_quick(T *to, const packed<T, WI
         store_relaxed(reinterpret_cast<uint4 *>(to) + i, without_blanks(from.unit[i]));
 }
 
-/* Waits until what was peeked at carries data, and puts blanks back; false when the wait failed. */
+/* Waits until the peeked values are data, and writes blanks back. False if the wait failed. */
 template <typename T>
 __device__ inline bool take(struct moe_cuda_control *c, const uint32_t *abort, uint32_t slot,
                             T *from, packed<T, WIDE> *value)

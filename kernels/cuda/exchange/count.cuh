@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counting the rows for one expert in the order of the tokens: how a pass finds where each choice's
- * row stands. */
+/* Counts the rows of one expert in token order; this gives each choice's row position. */
 #ifndef MOE_CUDA_COUNT_CUH
 #define MOE_CUDA_COUNT_CUH
 
@@ -8,7 +7,7 @@
 
 constexpr uint32_t COUNT_UNROLL = 4;
 
-/* Positions of the choices in `match`, by copy; lane j has copy j's running count. */
+/* Positions of the choices in `match`, by copy. Lane j has copy j's running count. */
 __device__ inline uint32_t place_matches(uint32_t match, uint32_t copy, uint32_t copies,
                                          uint32_t *running)
 {
@@ -25,8 +24,8 @@ __device__ inline uint32_t place_matches(uint32_t match, uint32_t copy, uint32_t
     return position;
 }
 
-/* Walks over the pairs first .. end - 1 in order and counts expert e's rows by copy; with
- * `position` their positions are stored as well. Lane j has copy j's count, before and after. */
+/* Walks over choices first .. end - 1 in order and counts expert e's rows by copy. Stores their
+ * positions unless `position` is NULL. Lane j has copy j's count, before and after. */
 __device__ inline uint32_t walk_pairs(const struct moe_cuda_pass &p, uint32_t e, uint32_t copies,
                                       uint32_t first, uint32_t end, uint32_t running,
                                       uint32_t *position)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The host's part of passes: tables, memory for the rows, and the order of launches; see ep.h. Also
- * dispatch and combine alone, which are passes with a wait behind them. */
+ * dispatch and combine alone, which are passes followed by a wait. */
 #include "cuda/exchange/ep.h"
 
 #include "common/session_rules.h"
@@ -10,20 +10,20 @@
 #include <stdlib.h>
 
 enum {
-    QUICK_COLUMNS = 8, /* that rows in the quick regions are made of */
-    QUICK_PARTS = 8,   /* that a row is summed in there */
-    ALIGNMENT = 16,    /* of the tensors that a part is given */
+    QUICK_COLUMNS = 8, /* unit of columns in the quick regions */
+    QUICK_PARTS = 8,   /* pieces of a row for sums in the quick regions */
+    ALIGNMENT = 16,    /* of a part's tensors */
 };
 
 struct moe_cuda_ep {
     struct moe_session *session;
-    struct moe_cuda_pass pass;            /* the last one that was enqueued */
-    uint32_t dispatch_ctas, combine_ctas; /* of it */
-    const struct moe_layer *layer;        /* of it */
+    struct moe_cuda_pass pass;            /* the last enqueued one */
+    uint32_t dispatch_ctas, combine_ctas; /* of that pass */
+    const struct moe_layer *layer;        /* of that pass */
     bool x_dy_rows;                       /* as in its batch */
-    struct moe_cuda_step_params *params; /* device memory: of the last pass that was a part alone */
+    struct moe_cuda_step_params *params;  /* device memory; for passes that are a single part */
 
-    /* The last pass that was a part alone, while it can be combined. */
+    /* The last pass that was a single part, while it can be combined. */
     bool dispatched;
     struct moe_cuda_batch batch;
     uint32_t tokens;
@@ -43,7 +43,7 @@ static uint32_t max_ctas(const struct moe_session *s)
     return (uint32_t)s->device->multiprocessors;
 }
 
-/* A CTA to each multiprocessor that a launch may take. */
+/* One CTA per multiprocessor that a launch may use. */
 static uint32_t ctas_on(const struct moe_session *s, uint32_t processors)
 {
     const uint32_t all = max_ctas(s);
@@ -109,9 +109,9 @@ void moe_cuda_ep_destroy(struct moe_cuda_ep *ep)
     free(ep);
 }
 
-/* The step number has run through its bits: words of the first steps would look new again. All
- * slots come here at the same step, clear their own windows between two barriers, and start over.
- * All of it in stream order, like a step. */
+/* The step number has used all its bits: flags of the first steps would look new again. All slots
+ * come here at the same step, clear their windows between two barriers, and start over. All in
+ * stream order, like a step. */
 static struct moe_status wipe_flags(struct moe_session *s)
 {
     cudaStream_t stream = s->device->compute;
@@ -131,7 +131,7 @@ static struct moe_status wipe_flags(struct moe_session *s)
 
 struct moe_status moe_cuda_ep_count_step(struct moe_session *s)
 {
-    /* A network has no words that stay. */
+    /* A network has no permanent flags. */
     if (s->net == NULL && s->step == (UINT32_C(1) << MOE_WINDOW_STEP_BITS) - 1)
         MOE_TRY(wipe_flags(s));
     s->step++;
@@ -151,7 +151,7 @@ struct moe_status moe_cuda_ep_check(const struct moe_session *session,
                                   dtype, bucket, tokens);
 }
 
-/* All choices of all slots may come here, each expert's rows filled up to whole blocks. */
+/* All choices of all slots may come here, each expert's rows padded to whole blocks. */
 uint32_t moe_cuda_ep_max_rows(const struct moe_session *session, const struct moe_layer *layer,
                               uint32_t bucket)
 {
@@ -191,14 +191,14 @@ bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer 
 
 /* ------------------------------------------------------------------- passes */
 
-/* Whether all slots use the quick regions: it follows from what is equal on all of them. */
+/* Whether all slots use the quick regions. It follows from values that are equal on all slots. */
 static bool is_quick(const struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
 {
     return ep->session->config.slots > 1 && !b->x_dy_rows && b->bucket <= MOE_WINDOW_QUICK_TOKENS &&
            b->layer->spec.hidden % QUICK_COLUMNS == 0;
 }
 
-/* Few tokens would leave warps without work, and long rows make a warp's turn long. */
+/* Few tokens would leave warps without work, and long rows would take a warp too long. */
 static uint32_t parts_of(const struct moe_cuda_pass *pass)
 {
     if (pass->quick)
@@ -262,8 +262,8 @@ struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_c
     return moe_ok();
 }
 
-/* Pairs over a network: whoever makes the pass is not the comm thread, so that what it enqueues
- * itself does not hold the comm thread up; it waits until all rows have come. */
+/* x_dy_rows over a network: the caller is not the comm thread, so its own launches do not delay the
+ * comm thread. Returns when all rows have arrived. */
 static struct moe_status dispatch_x_dy_rows(void *ctx)
 {
     struct moe_cuda_ep *ep = ctx;
@@ -354,7 +354,7 @@ const uint32_t *moe_cuda_ep_row_table(const struct moe_cuda_ep *ep)
 
 /* -------------------------------------------------------------------- parts */
 
-/* A step's router gives legal ids; here they come from anyone. */
+/* A step's router gives legal ids; these ids are the caller's. */
 struct moe_status moe_cuda_ep_check_ids(const struct moe_session *s, const struct moe_layer *layer,
                                         uint32_t tokens, const int32_t *ids)
 {
@@ -377,7 +377,7 @@ struct moe_status moe_cuda_ep_check_ids(const struct moe_session *s, const struc
     return st;
 }
 
-/* The arguments of a part. */
+/* Arguments of a single part. */
 struct part {
     struct moe_session *session;
     const struct moe_cuda_batch *batch;

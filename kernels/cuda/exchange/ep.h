@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Prepare, dispatch and combine on GPUs: tokens to the slots of their experts and back, through the
- * windows, as moe/window.h lays it out. Everything is enqueued; counts stay on the device. In a
- * session whose rows travel over a network (ep_net.h), calls that enqueue come from the comm
- * thread's thread, and the stream is the device's compute stream and does not capture. Passes of
- * pairs are the exception there: their calls come from any other thread, after
- * moe_cuda_session_catch_up, have the comm thread do what concerns the peers, and return when all
- * that they send has come.
+/* Prepare, dispatch and combine on GPUs: tokens to the slots of their experts and back through the
+ * windows, as in moe/window.h. Calls only enqueue; counts stay on the device.
  *
- * A pass is prepare, dispatch, combine, in this order, on one stream; all live slots must make the
- * same passes. A pass may end before combine. A stream that captures is as good as any: what was
- * captured may be launched as often as moe_cuda_ep_count_step is called, with any layer of the
- * same shape in the step parameters. */
+ * A pass is prepare, dispatch, combine, in this order, on one stream. All live slots must make the
+ * same passes. A pass may end before combine. The stream may capture. The captured work may be
+ * launched repeatedly, after one moe_cuda_ep_count_step each, with any layer of the same shape in
+ * the step parameters.
+ *
+ * Over a network (ep_net.h), the session's comm thread makes the calls that enqueue, on the
+ * device's compute stream, which must not capture. Passes of x_dy_rows differ: another thread
+ * calls, after moe_cuda_session_catch_up. It posts the exchanges with peers to the comm thread, and
+ * each call returns when all messages from peers have arrived. */
 #ifndef MOE_CUDA_EP_H
 #define MOE_CUDA_EP_H
 
@@ -24,110 +24,109 @@ extern "C" {
 /* One slot's part of a pass. All pointers are device memory. */
 struct moe_cuda_batch {
     const struct moe_layer
-        *layer; /* for its shape; the step parameters name the layer that is run */
+        *layer; /* for its shape; the step parameters name the layer with the weights */
     enum moe_dtype dtype;
     uint32_t bucket;
     const struct moe_cuda_step_params *params;
-    bool x_dy_rows;             /* a backward pass: rows of 2H, x and dy side by side */
+    bool x_dy_rows;             /* a backward pass: rows of 2H, x followed by dy */
     const void *x;              /* [T, H] or [T, 2H] */
-    const int32_t *ids;         /* [T, K]; < 0: this k is not routed; >= E: zero expert */
+    const int32_t *ids;         /* [T, K]; < 0: choice k is not routed; >= E: zero expert */
     const float *weights;       /* [T, K] */
     const uint8_t *token_state; /* [T] enum moe_token_state, or NULL = all MOE_TOKEN_OK */
-    uint64_t *began; /* [MOE_STAGE_COUNT + 1] gets the times when prepare, dispatch and combine
-                        began and, last, when combine ended; or NULL */
-    /* Most multiprocessors that dispatch, and combine, may take; 0 = all. For callers that run
-     * something else beside them, which must leave that many free sooner or later: a kernel of a
-     * pass waits until all of its CTAs are there. Slots may choose differently, and results are the
-     * same bits. Fewer than MOE_CUDA_EP_FEWEST count as that many; without meaning over a network.
-     */
+    uint64_t *began; /* [MOE_STAGE_COUNT + 1] receives the start times of prepare, dispatch and
+                        combine and, last, the end of combine; or NULL */
+    /* Limits of multiprocessors for dispatch and for combine; 0 = all. For callers that run other
+     * kernels concurrently, which must free that many sooner or later: a kernel of a pass waits
+     * until all of its CTAs are resident. Slots may choose differently; results have the same bits.
+     * Values below MOE_CUDA_EP_FEWEST are raised to it. Ignored over a network. */
     uint32_t dispatch_processors, combine_processors;
 };
 
-/* Dispatch and combine run on no fewer multiprocessors (or all, where there are fewer). */
+/* Dispatch and combine use at least this many multiprocessors, or all if the device has fewer. */
 enum { MOE_CUDA_EP_FEWEST = 8 };
 
 struct moe_status moe_cuda_ep_create(struct moe_session *session,
                                      struct moe_cuda_ep **out) MOE_CHECKED;
 void moe_cuda_ep_destroy(struct moe_cuda_ep *ep); /* NULL is ignored */
 
-/* To be called before each step is enqueued on device->compute, also before a captured one is
- * launched. Every 2^28 steps it enqueues the wiping of words that would look new again. */
+/* Call before each step is enqueued on device->compute, and before each launch of a captured one.
+ * Every 2^28 steps it enqueues the clearing of flags: their stamps would repeat. */
 struct moe_status moe_cuda_ep_count_step(struct moe_session *s) MOE_CHECKED;
 
-/* Whether this session can run passes of this shape. */
+/* Checks that this session can run passes of this shape. */
 struct moe_status moe_cuda_ep_check(const struct moe_session *session,
                                     const struct moe_layer *layer, enum moe_dtype dtype,
                                     uint32_t bucket, uint32_t tokens) MOE_CHECKED;
 
-/* The same (`x_dy_rows` as in the batch), and memory for the most rows that such passes can bring:
- * nothing overflows later. Depends only on what is equal on all slots, but for `tokens` and for the
- * memory that is left. Waits for the device when memory has to grow. */
+/* The same check (`x_dy_rows` as in the batch); then takes memory for the most rows that such
+ * passes can bring, so nothing overflows later. Depends only on values that are equal on all slots,
+ * except `tokens` and the free memory. Waits for the device if memory must grow. */
 struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct moe_layer *layer,
                                       enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
                                       bool x_dy_rows) MOE_CHECKED;
 
-/* Whether moe_cuda_ep_reserve for this shape would find its memory there already. */
+/* Whether moe_cuda_ep_reserve for this shape needs no more memory. */
 bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer *layer,
                       enum moe_dtype dtype, uint32_t bucket);
 
-/* Most rows, padding included, that passes of this shape can bring to this slot: the size to give
- * to what is computed from moe_rows. */
+/* Largest number of rows, with padding, that passes of this shape can bring to this slot. Use it as
+ * the size of anything computed from moe_rows. */
 uint32_t moe_cuda_ep_max_rows(const struct moe_session *session, const struct moe_layer *layer,
                               uint32_t bucket);
 
-/* Says what the pass is about; nothing is enqueued yet. After moe_cuda_ep_reserve for this shape,
- * and moe_cuda_ep_count_step. */
+/* Sets up the pass; through windows, enqueues nothing yet. Call after moe_cuda_ep_reserve for this
+ * shape, and after moe_cuda_ep_count_step. */
 struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep,
                                       const struct moe_cuda_batch *batch) MOE_CHECKED;
-/* Enqueues, in place of prepare and dispatch: this slot has no memory for the pass that `what`
- * says, so that all slots refuse it. Needs no memory: of `what`, tensors and step parameters are
- * not read. After moe_cuda_ep_count_step. */
+/* Enqueues, instead of prepare and dispatch, a refusal: this slot has no memory for the pass in
+ * `what`, so all slots refuse it. Needs no memory, and does not read tensors and step parameters of
+ * `what`. Call after moe_cuda_ep_count_step. */
 struct moe_status moe_cuda_ep_refuse(struct moe_cuda_ep *ep, const struct moe_cuda_batch *what,
                                      cudaStream_t stream) MOE_CHECKED;
-/* Enqueues: no expert has rows. A session that has stopped skips dispatch and leaves the tables of
- * the pass before it; for passes whose scratch is no larger than they need, and which enqueue what
- * reads those tables before they know the outcome. */
+/* Enqueues: no expert has rows. A stopped session skips dispatch and leaves the previous pass's
+ * tables. Some passes take only as much scratch as they need, and enqueue readers of those tables
+ * before the outcome is known; they need this call. */
 struct moe_status moe_cuda_ep_forget_rows(struct moe_cuda_ep *ep, cudaStream_t stream) MOE_CHECKED;
-/* Enqueues: where each (token, k) goes, rows out, peers' rows in and expanded. `out`, all device
- * memory, is valid from here on in stream order (`expert` for the batch's layer only); a pass that
- * fails or is refused has zero rows of every expert. */
+/* Enqueues: routes each (token, k), sends rows, receives and expands peers' rows. From here on in
+ * stream order, `out` is valid (all device memory; `expert` for the batch's layer only). If the
+ * pass fails or is refused, every expert has zero rows. */
 struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *out,
                                        cudaStream_t stream) MOE_CHECKED;
 
-/* What there is to combine; device memory, 16-byte aligned. */
+/* Input of combine; device memory, 16-byte aligned. */
 struct moe_cuda_results {
     const void *expert_out; /* [start[local], H], weighted */
-    enum moe_dtype dtype;   /* of expert_out: F32, or BF16 where the pass's is */
+    enum moe_dtype dtype;   /* of expert_out: F32, or BF16 if the pass's dtype is */
     const float *base;      /* [T, H] or NULL = zeros */
 };
 
-/* Enqueues: sums of the experts' rows per token, home, and the own tokens: y [T,H] in the pass's
- * dtype = base + sums in slot order + zero experts' w * x, in fp32. Each slot's sum is fp32 in k
- * order, and rounded to the pass's dtype before it is added, on whatever slot it was made. A token
- * that is not OK gets zeros. `outcome`: device address of pinned memory that gets a copy of the
- * pass's outcome, or NULL. */
+/* Enqueues: sums each token's rows, sends the sums home, and finishes this slot's tokens: y [T,H]
+ * in the pass's dtype = base + sums in slot order + zero experts' w * x, in fp32. Each slot's sum
+ * is fp32 in k order and rounded to the pass's dtype before it is added, on every slot. A token
+ * that is not OK gets zeros. `outcome`: device address of pinned memory for a copy of the pass's
+ * outcome, or NULL. */
 struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep,
                                       const struct moe_cuda_results *results, void *y,
                                       struct moe_cuda_step_outcome *outcome,
                                       cudaStream_t stream) MOE_CHECKED;
 
 /* The same for a backward pass: gradients [start[local], H + columns] f32 per row, y [T, H +
- * columns] f32, both summed and sent in fp32; no zero experts. The last MOE_MAX_TOP_K columns are
- * for what belongs to one choice k alone. */
+ * columns] f32, both summed and sent in fp32; no zero experts. The last MOE_MAX_TOP_K columns hold
+ * values of one choice k each. */
 struct moe_status moe_cuda_ep_combine_gradients(struct moe_cuda_ep *ep, const float *gradients,
                                                 float *y, struct moe_cuda_step_outcome *outcome,
                                                 cudaStream_t stream) MOE_CHECKED;
-/* Device memory [slots][max_tokens][max_top_k]: the local row of each source's (t, k), or
- * 0xffffffff, after dispatch. */
+/* Device memory [slots][max_tokens][max_top_k]. After dispatch: the local row of each source's (t,
+ * k), or 0xffffffff. */
 const uint32_t *moe_cuda_ep_row_table(const struct moe_cuda_ep *ep);
 
-/* Ids in device memory that may come from anyone: none is beyond the layer's experts. Waits. */
+/* Checks untrusted ids in device memory: none is beyond the layer's experts. Waits. */
 struct moe_status moe_cuda_ep_check_ids(const struct moe_session *session,
                                         const struct moe_layer *layer, uint32_t tokens,
                                         const int32_t *ids) MOE_CHECKED;
 
-/* As the members of struct moe_backend, while no step is unfinished; synchronous. Of struct
- * moe_rows all pointers are device memory. */
+/* Like the members of struct moe_backend; synchronous, and only while no step is unfinished. All
+ * pointers in struct moe_rows are device memory. */
 struct moe_status moe_cuda_ep_dispatch_alone(struct moe_session *session, struct moe_layer *layer,
                                              enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
                                              const void *x, const int32_t *ids,

@@ -1,24 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a slot tells the others before and beside its rows: the head of the step, and for each of
- * its choices where the row belongs among all that it sends to this expert.
+/* What a slot announces to the others before and while it sends rows: the head of the step, and
+ * each choice's position among all its rows for that expert.
  *
- * Every CTA that receives numbers the choices of a few neighbouring tokens, its share. It must know
- * what all tokens before those chose. Where these are few it counts them for itself; else CTAs tell
- * each other, in device memory, what they counted in their shares, and each adds up those before
- * its own. Then one warp goes on counting through the share, in order. Sums of numbers do not
- * depend on their order, so neither do the positions. Choices are counted by entry of the
- * placement: a copy of an expert. Nothing here waits for a peer, and no row waits for this. */
+ * Every receiving CTA numbers the choices of some adjacent tokens, its share. For that it must know
+ * the choices of all tokens before them. If these are few, it counts them itself. Else CTAs
+ * exchange the counts of their shares in device memory, and each adds up those before its share.
+ * Then one warp numbers the share in order. Integer sums do not depend on their order, so neither
+ * do the positions. Counts are by entry of the placement: a copy of an expert. Nothing here waits
+ * for a peer, and no row waits for this. */
 #ifndef MOE_CUDA_EP_ANNOUNCE_CUH
 #define MOE_CUDA_EP_ANNOUNCE_CUH
 
 #include "cuda/exchange/arrival.cuh"
 #include "cuda/exchange/moves.cuh"
 
-constexpr uint32_t SHARES_HELD = 10;   /* loads in flight, of a thread that adds up other shares */
-constexpr uint32_t FEW_CHOICES = 2048; /* of all own tokens: up to here, a CTA counts for itself */
+constexpr uint32_t SHARES_HELD = 10;   /* loads in flight per thread that adds up shares */
+constexpr uint32_t FEW_CHOICES = 2048; /* of all this slot's tokens; up to here, each CTA counts
+                                          alone */
 
-/* The tokens that a CTA numbers. The last CTA that has any then knows all counts; with no tokens it
- * is the first. */
+/* The tokens that a CTA numbers. The last CTA with tokens then knows all counts; without tokens, it
+ * is the first CTA. */
 struct share {
     uint32_t begin, end;
     bool last;
@@ -39,8 +40,8 @@ __device__ static bool is_plain(const struct moe_cuda_pass &p)
     return p.entries == p.experts;
 }
 
-/* Entry of the placement that choice `id` of token t is for, where some expert has several copies.
- * Not inlined: what a step runs once should be small, for its instructions come from memory too. */
+/* Entry of the placement for choice `id` of token t, if some expert has several copies. Not
+ * inlined: code that a step runs once should be small, since instructions come from memory too. */
 __device__ static __noinline__ uint32_t entry_of_copy(const struct moe_cuda_placement &placement,
                                                       uint32_t t, uint32_t id)
 {
@@ -48,7 +49,7 @@ __device__ static __noinline__ uint32_t entry_of_copy(const struct moe_cuda_plac
     return first + t % (placement.offset[id + 1] - first);
 }
 
-/* Entry of the placement that choice `id` of token t is for, or NOWHERE. */
+/* Entry of the placement for choice `id` of token t, or NOWHERE. */
 __device__ static uint32_t entry_of(const struct moe_cuda_pass &p, struct arrival *a, uint32_t t,
                                     int32_t id)
 {
@@ -61,7 +62,7 @@ __device__ static uint32_t entry_of(const struct moe_cuda_pass &p, struct arriva
 
 /* ------------------------------------------------------------------- tallies */
 
-/* The choices that a CTA counts, of all own tokens' in order. */
+/* The range of choices that a CTA counts. */
 __device__ static struct span counted_by(const struct moe_cuda_pass &p, const struct share &share)
 {
     if (share.few)
@@ -94,7 +95,7 @@ __device__ static uint4 *tally_of_share(const struct moe_cuda_pass &p, uint32_t 
     return reinterpret_cast<uint4 *>(p.share_tally + static_cast<size_t>(cta) * tally_length(&p));
 }
 
-/* Tells the CTAs behind this one what its share holds. */
+/* Publishes this share's tally for the CTAs behind this one. */
 __device__ static void publish_share(const struct moe_cuda_pass &p, struct arrival *a,
                                      const struct group &group)
 {
@@ -108,7 +109,7 @@ __device__ static void publish_share(const struct moe_cuda_pass &p, struct arriv
     store_relaxed(&p.share_ready[a->cta], moe_window_flag(a->stamp, 0));
 }
 
-/* The tallies become those of all shares before this one. False when a wait failed. */
+/* Replaces the tallies with the sum of all shares before this one. False if a wait failed. */
 __device__ static bool add_shares_before(const struct moe_cuda_pass &p, struct arrival *a,
                                          const struct group &group)
 {
@@ -148,7 +149,7 @@ __device__ static bool add_shares_before(const struct moe_cuda_pass &p, struct a
 
 /* --------------------------------------------------------------- numbering */
 
-/* Tells `slot` (maybe the own one) where the row of a choice belongs. */
+/* Sends `slot` (maybe this one) the route of a choice. */
 __device__ static void store_route(const struct moe_cuda_pass &p, const struct arrival *a,
                                    uint32_t t, uint32_t k, uint32_t expert, float weight,
                                    uint32_t position, uint32_t slot)
@@ -163,7 +164,7 @@ __device__ static void store_route(const struct moe_cuda_pass &p, const struct a
 }
 static_assert(sizeof(struct moe_window_route) == sizeof(uint4), "a route is one store");
 
-/* 32 neighbouring choices, one per lane, get their positions; the tallies go on. */
+/* Numbers 32 adjacent choices, one per lane, and advances the tallies. */
 __device__ static void number_batch(const struct moe_cuda_pass &p, struct arrival *a, uint32_t pair,
                                     int32_t id, float weight)
 {
@@ -175,14 +176,14 @@ __device__ static void number_batch(const struct moe_cuda_pass &p, struct arriva
     __syncwarp();
     if (entry == NOWHERE)
         return;
-    if (same >> lane == 1) /* the last of them */
+    if (same >> lane == 1) /* the last lane with this entry */
         tallies(a)[entry] = position + 1;
     const uint32_t target = targets(p, a)[id];
     store_route(p, a, t, pair - t * p.top_k, static_cast<uint32_t>(id), weight, position,
                 target != SEVERAL ? target : a->params.placement.slot[entry]);
 }
 
-/* One warp; the next turn's choices are asked for a turn ahead. */
+/* Numbers the share. One warp; each iteration loads the next one's choices. */
 __device__ static void number_share(const struct moe_cuda_pass &p, struct arrival *a,
                                     const struct share &share)
 {
@@ -203,9 +204,9 @@ __device__ static void number_share(const struct moe_cuda_pass &p, struct arriva
     }
 }
 
-/* ------------------------------------------------------------------ telling */
+/* --------------------------------------------------------------- announcing */
 
-/* The tallies of all tokens, to the slots of the copies. */
+/* Sends the tallies of all tokens to the slots of the copies. */
 __device__ static void store_counts(const struct moe_cuda_pass &p, struct arrival *a,
                                     const struct group &group)
 {
@@ -225,7 +226,7 @@ __device__ static void store_counts(const struct moe_cuda_pass &p, struct arriva
     }
 }
 
-/* This CTA's share of the choices, and the counts of all where it is the last. */
+/* Announces this CTA's share of the choices; the last CTA also sends all counts. */
 __device__ static void announce_choices(const struct moe_cuda_pass &p, struct arrival *a,
                                         const struct group &group)
 {
@@ -247,7 +248,7 @@ __device__ static void announce_choices(const struct moe_cuda_pass &p, struct ar
         store_counts(p, a, group);
 }
 
-/* Lane i: head word i to every slot, the own one included. One warp. */
+/* Sends the head to every slot, this one included: lane i stores head word i. One warp. */
 __device__ static void store_head(const struct moe_cuda_pass &p, const struct arrival *a)
 {
     const uint32_t lane = threadIdx.x % 32;

@@ -1,39 +1,43 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Combine, one launch: sums of a token's local rows go home, and the own tokens are finished there.
+/* Combine, in one launch: sends sums of a token's local rows home, and finishes this slot's tokens.
  *
- * One CTA of 16 warps per multiprocessor that it may take, a warp per token or part of one. The
- * first warps of each CTA sum rows for peers, the others finish own tokens; who has nothing left to
- * sum for peers helps them. All sums are fp32 in one fixed order: rows of a token by k, then slots
- * by number. Each slot's partial is rounded to the pass's dtype before it is added, the own one
- * too, so that a token's bits do not depend on where it is at home. */
+ * Grid      one CTA of 16 warps per multiprocessor that it may use; one token, or part of one, per
+ *           warp.
+ * Warps     the first ones of each CTA sum rows for peers, the others finish this slot's tokens. A
+ *           warp without more sums for peers helps them.
+ * Shared    only struct homes. No stages; loads go to registers.
+ * Registers at most 128 per thread (512 threads per CTA).
+ *
+ * All sums are fp32 in one fixed order: rows of a token by k, then slots by number. Each slot's
+ * partial is rounded to the pass's dtype before it is added, this slot's too. So a token's bits do
+ * not depend on its home slot. */
 #include "cuda/core/load.h"
 #include "cuda/exchange/sums.cuh"
 
 constexpr uint32_t SLOTS_AT_ONCE = 3; /* loads of different peers' partials in flight */
 
-/* What the kernel is made for: dtypes of tokens and of the experts' rows, columns of a lane, and
- * whether partials travel through the quick regions. */
+/* Parameters of a kernel: dtypes of tokens and of the experts' rows, columns per lane, and whether
+ * partials use the quick regions. */
 template <typename Element_, typename Out_, uint32_t N_, bool QUICK_> struct kind {
     using Element = Element_;
     using Out = Out_;
-    static constexpr uint32_t N = N_, STEP = 32 * N_; /* of a warp */
+    static constexpr uint32_t N = N_, STEP = 32 * N_; /* per warp */
     static constexpr bool QUICK = QUICK_;
     /* Loads in flight, as many as registers allow: of different rows, and steps of each. */
     static constexpr uint32_t RETURN_ROWS = 4, RETURN_STEPS = sizeof(Out) != 2 ? 2 : QUICK_ ? 3 : 4;
     static constexpr uint32_t FINISH_ROWS = QUICK_ ? 2 : 4, FINISH_STEPS = sizeof(Out) != 2 ? 1 : 2;
 };
 
-/* The slots in this pass: shared memory, since a wait empties the first level cache. */
+/* The slots of this pass. In shared memory, since a wait empties the first level cache. */
 struct homes {
     uint32_t tokens_of[MOE_MAX_SLOTS];
-    uint32_t most; /* of a peer */
+    uint32_t most; /* of all peers */
     uint32_t step;
     uint64_t stamp;
     uint8_t *window[MOE_MAX_SLOTS];
 };
 
-/* Begins to bring the columns h .. end - 1 of the rows in `lanes` nearer, `width` of them at most.
- */
+/* Prefetches columns h .. end - 1 of the rows in `lanes`, at most `width` of them. */
 template <typename K>
 __device__ static void expect_rows(const struct moe_cuda_pass &p, uint32_t lanes, uint32_t row,
                                    uint32_t h, uint32_t end, uint32_t width)
@@ -45,7 +49,7 @@ __device__ static void expect_rows(const struct moe_cuda_pass &p, uint32_t lanes
                  min(width, end - h) * static_cast<uint32_t>(sizeof *out));
 }
 
-/* Where slot `source` puts the partial of token t of the slot that owns `window`. */
+/* Address of slot `source`'s partial of token t, in the window of the token's home. */
 template <typename K>
 __device__ static typename K::Element *partial_at(const struct moe_cuda_pass &p, uint8_t *window,
                                                   uint32_t source, uint32_t t)
@@ -114,13 +118,13 @@ __device__ static void return_tokens(const struct moe_cuda_pass &p, const struct
 
 /* --------------------------------------------------------------- at home */
 
-/* What finishing a token needs: lane k has its k-th choice, lane s what slot s sends. */
+/* Data to finish a token: lane k has its k-th choice, lane s the slot s. */
 struct own_token {
     uint32_t row;    /* local row of choice k, or MOE_CUDA_NO_ROW */
     uint32_t local;  /* bit k: choice k has a local row */
     uint32_t wanted; /* bit s: slot s has rows of this token */
     uint32_t zero;   /* bit k: choice k is a zero expert */
-    float weight;    /* of choice k, where there are zero experts */
+    float weight;    /* of choice k, if there are zero experts */
 };
 
 __device__ static struct own_token describe_token(const struct moe_cuda_pass &p, uint32_t t)
@@ -137,19 +141,19 @@ __device__ static struct own_token describe_token(const struct moe_cuda_pass &p,
     return o;
 }
 
-/* What a lane works on: columns h, h + STEP, ... of token t, those below `end`. */
+/* A lane's work: columns h, h + STEP, ... below `end` of token t. */
 struct stretch {
-    uint8_t *window; /* the own one */
+    uint8_t *window; /* this slot's */
     uint32_t t, h, end;
 };
 
-/* A few peers' partials of a stretch, in slot order. */
+/* Several peers' partials of a stretch, in slot order. */
 template <typename K> struct batch {
     uint32_t n, slot[SLOTS_AT_ONCE];
     packed<typename K::Element, K::N> part[SLOTS_AT_ONCE][K::FINISH_STEPS];
 };
 
-/* Begins to load what the next peers of `left` sent. */
+/* Begins to load the partials of the next peers in `left`. */
 template <typename K>
 __device__ static void begin_batch(const struct moe_cuda_pass &p, const struct stretch &at,
                                    uint32_t *left, struct batch<K> *b)
@@ -183,7 +187,8 @@ __device__ static void add_own(columns<K::N> (&sum)[K::FINISH_STEPS],
         add_scaled(sum[u], rounded_to<typename K::Element>(own[u]), 1.0f);
 }
 
-/* Adds the batch's partials to `sum`, and the own one in its place. False when a wait failed. */
+/* Adds the batch's partials to `sum`, and this slot's partial at its place in slot order. False if
+ * a wait failed. */
 template <typename K>
 __device__ static bool add_batch(const struct moe_cuda_pass &p, const struct stretch &at,
                                  struct batch<K> *b, bool *own_left,
@@ -242,7 +247,7 @@ __device__ static void store_stretch(const struct moe_cuda_pass &p, const struct
     }
 }
 
-/* A stretch of an own token: base, then the slots in order, then zero experts. */
+/* Finishes a stretch of this slot's token: base, then the slots in order, then zero experts. */
 template <typename K>
 __device__ static bool finish_stretch(const struct moe_cuda_pass &p, const struct own_token &o,
                                       const struct stretch &at)
@@ -284,7 +289,7 @@ __device__ static void write_zeros(const struct moe_cuda_pass &p, uint32_t t, ui
             nothing);
 }
 
-/* A part of an own token. False when a wait failed. */
+/* Finishes a part of this slot's token. False if a wait failed. */
 template <typename K>
 __device__ static bool finish_token(const struct moe_cuda_pass &p, const struct homes &homes,
                                     uint32_t t, uint32_t part)
@@ -325,7 +330,7 @@ __device__ static void finish_tokens(const struct moe_cuda_pass &p, const struct
 
 /* ---------------------------------------------------------------- kernel */
 
-/* What the host is told at the end. Other CTAs, of this kernel or the last, have written the
+/* Stores the results for the host at the end. Other CTAs, of this kernel or the last, wrote the
  * outcome. */
 __device__ static void report(const struct moe_cuda_pass &p)
 {
@@ -339,7 +344,7 @@ __device__ static void report(const struct moe_cuda_pass &p)
         p.began[MOE_STAGE_COUNT] = clock_ns();
 }
 
-/* One warp. */
+/* Called by one warp. */
 __device__ static void find_homes(const struct moe_cuda_pass &p, struct homes *homes)
 {
     const struct moe_cuda_control *c = p.control;
@@ -368,7 +373,7 @@ __device__ static void combine(const struct moe_cuda_pass &p, const struct homes
         finish_tokens<K>(p, homes, join_walk(&c->next_home, finishers));
         return;
     }
-    /* The last warp of the last CTA is the last to get a token of its own. */
+    /* The last warp of the last CTA gets its first token last, so it signals. */
     if (blockIdx.x == gridDim.x - 1 && warp == CTA_WARPS - 1)
         signal_done(p, homes.step);
     finish_tokens<K>(
@@ -394,8 +399,8 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
 
 /* ---------------------------------------------------------------- launches */
 
-/* Warps of a CTA that sum for peers: enough for the links, and for what a few CTAs have room for;
- * more of them make all partials come late together. */
+/* Warps per CTA that sum for peers: enough for the links, and as many as a few CTAs can hold. With
+ * more, all partials arrive late together. */
 template <typename K> static uint32_t returners_of(const struct moe_cuda_pass *pass, uint32_t ctas)
 {
     if (pass->quick)

@@ -1,18 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dispatch, one launch: CTAs of 16 warps, one per multiprocessor that it may take. Some warps send
- * tokens; the others first number the own choices and tell the peers (ep_announce.cuh), then wait
- * for what these tell, and expand tokens as they come (ep_expand.cuh); warps that have nothing left
- * to send help them.
+/* Dispatch, in one launch.
  *
- * Nobody sends in a way that depends on receiving, so all slots may send and wait at once. */
+ * Grid      one CTA of 16 warps per multiprocessor that it may use.
+ * Warps     senders send tokens. The others number this slot's choices and announce them
+ *           (ep_announce.cuh), wait for the peers' announcements, and expand tokens as they arrive
+ *           (ep_expand.cuh). Senders that have finished help to expand. `struct roles` has the
+ *           split.
+ * Shared    tables (struct arrival); BULK also has arrived_rows and a ring of 3 rows for each warp
+ *           that moves rows. All of the device's shared memory is allowed.
+ * Registers at most 128 per thread (512 threads per CTA).
+ *
+ * Sending never depends on receiving, so all slots may send and wait at the same time. */
 #include "cuda/core/load.h"
 #include "cuda/exchange/ep_announce.cuh"
 #include "cuda/exchange/ep_expand.cuh"
 #include "cuda/exchange/ep_signal.cuh"
 
-/* -------------------------------------------------------------- step's ends */
+/* ---------------------------------------------------- start and end of steps */
 
-/* A pass that ends early has no rows. CTA 0, before anything is laid out. */
+/* Clears the tables: a pass that ends early has no rows. CTA 0, before the layout. */
 __device__ static void clear_tables(const struct moe_cuda_pass &p, uint32_t step,
                                     const struct group &group)
 {
@@ -24,7 +30,7 @@ __device__ static void clear_tables(const struct moe_cuda_pass &p, uint32_t step
     }
     if (group.thread != 0)
         return;
-    /* Every other outcome but this one stays for good. */
+    /* Every outcome except this one is permanent. */
     atomicCAS(&c->outcome.code, MOE_CUDA_PASS_REFUSED, MOE_CUDA_PASS_GOOD);
     c->outcome.rows = 0;
     const uint32_t next = (step + 1) & 1;
@@ -32,7 +38,7 @@ __device__ static void clear_tables(const struct moe_cuda_pass &p, uint32_t step
     c->next_return = c->next_home = 0;
 }
 
-/* The last step was refused: rows of it may be in the own quick region, or on their way. */
+/* The last step was refused: its rows may be in this slot's quick region, or in flight. */
 __device__ static void lay_blanks(const struct moe_cuda_pass &p, uint32_t last,
                                   const struct group &group)
 {
@@ -54,13 +60,14 @@ __device__ static void lay_blanks(const struct moe_cuda_pass &p, uint32_t last,
     group_sync(group);
 }
 
-/* What combine has not done for the last step: for peers, where there are any. CTA 0. */
+/* Does combine's work for the last step if combine did not run. For peers, so only with peers. CTA
+ * 0. */
 __device__ static void close_last_step(const struct moe_cuda_pass &p, uint32_t step,
                                        const struct group &group)
 {
     struct moe_cuda_control *c = p.control;
     const bool done_sent = load_volatile(&c->done_sent) == step - 1;
-    group_sync(group); /* all have read it */
+    group_sync(group); /* all threads have read it */
     if (done_sent || is_alone(c->live, p.slot))
         return;
     if (c->refused == step - 1)
@@ -69,7 +76,8 @@ __device__ static void close_last_step(const struct moe_cuda_pass &p, uint32_t s
         signal_done(p, step - 1);
 }
 
-/* One thread of each CTA, which has read the step's number: when all have, it moves on. */
+/* Called by one thread of each CTA after it has read the step's number; the last call advances
+ * it. */
 __device__ static void count_step(struct moe_cuda_control *c, uint32_t step)
 {
     if (atomicAdd(&c->arrived, 1u) != gridDim.x - 1)
@@ -80,7 +88,7 @@ __device__ static void count_step(struct moe_cuda_control *c, uint32_t step)
 
 /* ---------------------------------------------------------------- kernel */
 
-/* Receivers say that the layout is known, and go on; senders wait for that. */
+/* Receivers signal that the layout is known, and continue; senders wait for it. */
 __device__ static void signal_layout_known()
 {
     asm volatile("bar.arrive 2, %0;" ::"n"(CTA_THREADS) : "memory");
@@ -93,19 +101,20 @@ __device__ static void await_layout()
 
 /* How CTAs and their warps share the work.
  *
- * PLAIN, QUICK   all CTAs alike: the first warps send, the others receive.
- * BULK           the first CTAs only send, with all rings they have room for, and their last warp
- *                tells what has arrived; then they help. The others receive. What a multiprocessor
- * asks its own memory for stands in line behind what it sends to others, and the path from choices
- * to positions to counts has many such questions. */
+ * PLAIN, QUICK: all CTAs are alike. The first warps send, the others receive.
+ *
+ * BULK: the first CTAs only send, with as many rings as fit, and their last warp signals arrived
+ * rows. Then they help to expand. The other CTAs receive: a multiprocessor's loads from its own
+ * memory wait behind the data that it sends, and the path from choices to positions to counts has
+ * many such loads. */
 struct roles {
-    uint32_t sending;             /* CTAs that only send; 0 but for BULK */
-    uint32_t senders;             /* the first warps, of each CTA; 0 in BULK */
-    uint32_t movers;              /* the first warps of a CTA, senders and others: who moves rows */
-    uint32_t arrived_at, ring_at; /* BULK: where arrived rows and rings begin in shared memory */
+    uint32_t sending;             /* CTAs that only send; 0 except in BULK */
+    uint32_t senders;             /* of each CTA, the first warps; 0 in BULK */
+    uint32_t movers;              /* of each CTA, the first warps: all that move rows */
+    uint32_t arrived_at, ring_at; /* BULK: offsets in shared memory of arrived rows and of rings */
 };
 
-/* Warps of a team that expand from the beginning. */
+/* Number of warps that expand from the beginning. */
 __device__ static uint32_t expanders(const struct roles &roles)
 {
     return (roles.movers - roles.senders) * (gridDim.x - roles.sending);
@@ -156,7 +165,7 @@ __device__ static void help_expand(const struct moe_cuda_pass &p, struct arrival
             p, a, join_walk(&p.control->next_expand[a->step & 1], expanders(roles)), ring);
 }
 
-/* One of the first warps, where others receive. */
+/* Work of a sending warp in a CTA that also receives. */
 template <typename Unit, way WAY>
 __device__ static void send(const struct moe_cuda_pass &p, struct arrival *a,
                             const struct roles &roles, uint64_t done, struct row_ring *ring)
@@ -166,7 +175,7 @@ __device__ static void send(const struct moe_cuda_pass &p, struct arrival *a,
     help_expand<Unit, WAY>(p, a, roles, ring);
 }
 
-/* A CTA that only sends, and then learns what it needs to know to help. */
+/* Work of a CTA that only sends at first, then reads the layout and helps to expand. */
 template <typename Unit, way WAY>
 __device__ static void send_first(const struct moe_cuda_pass &p, struct arrival *a,
                                   const struct roles &roles, uint64_t done, struct row_ring *ring,
@@ -187,7 +196,7 @@ __device__ static void send_first(const struct moe_cuda_pass &p, struct arrival 
         help_expand<Unit, WAY>(p, a, roles, ring);
 }
 
-/* What everybody asks for, in two trips to memory; the CTA meets after each. */
+/* Loads the common data, in two trips to memory; the CTA synchronises after each. */
 __device__ static void begin(const struct moe_cuda_pass &p, struct arrival *a, uint32_t sending)
 {
     const struct moe_cuda_control *c = p.control;
@@ -213,7 +222,7 @@ __device__ static void copy_placement(const struct moe_cuda_pass &p, struct arri
     const struct moe_cuda_placement &placement = a->params.placement;
     for (uint32_t e = threadIdx.x; e < p.experts; e += blockDim.x) {
         uint32_t first = placement.offset[e], copies = placement.offset[e + 1] - first;
-        uint16_t guess = placement.slot[e]; /* as in target_of */
+        uint16_t guess = placement.slot[e]; /* speculative, as in target_of */
         local_indices(p, a)[e] = placement.local_index[e];
         targets(p, a)[e] = copies == 1 && first == e ? guess : SEVERAL;
     }
@@ -241,7 +250,7 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
         if (threadIdx.x % 32 == 0)
             init_ring(ring);
     }
-    /* One answer for all threads: they meet at barriers. */
+    /* All threads must agree: they share barriers */
     if (__syncthreads_or(load_volatile(&p.control->stop) != 0))
         return;
     copy_placement(p, a);
@@ -256,8 +265,8 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
 
 /* ---------------------------------------------------------------- launches */
 
-/* Warps of a CTA that send beside others that receive: enough rows on their way to fill the links,
- * but not so many that all come late together. */
+/* Sending warps per CTA when others receive: enough rows in flight to fill the links, but not so
+ * many that all arrive late together. */
 static uint32_t senders_of(const struct moe_cuda_pass *pass)
 {
     if (pass->slots == 1)
@@ -267,8 +276,8 @@ static uint32_t senders_of(const struct moe_cuda_pass *pass)
     return pass->row_bytes > 12000 ? 2 : pass->row_bytes > 6000 ? 3 : 4;
 }
 
-/* CTAs that only send, with `rings` rows on their way each: measured. The more rows a token
- * becomes, the more CTAs the other team needs. */
+/* CTAs that only send, with `rings` rows in flight each; measured. The more rows a token becomes,
+ * the more CTAs the receiving group needs. */
 static uint32_t sending_of(const struct moe_cuda_pass *pass, uint32_t rings, uint32_t ctas)
 {
     const uint32_t bytes_on_their_way = pass->top_k > 4 ? 3000000 : 4500000;
@@ -277,14 +286,14 @@ static uint32_t sending_of(const struct moe_cuda_pass *pass, uint32_t rings, uin
     return pass->slots == 1 ? 0 : enough < ctas / 2 ? enough : ctas / 2;
 }
 
-/* Few tokens would leave warps without work: pieces of rows, so that each has one. */
+/* With few tokens, cuts rows into pieces so that each warp has one. */
 static uint32_t pieces_for(uint32_t warps, uint32_t tokens)
 {
     const uint32_t most = 8, pieces = warps / tokens;
     return pieces < 1 ? 1 : pieces > most ? most : pieces;
 }
 
-/* Warps that have a ring in shared memory, beside `used` bytes; 0 where this way does not pay. */
+/* Warps per CTA with a ring in shared memory, after `used` bytes; 0 if BULK does not pay. */
 static uint32_t rings_of(const struct moe_cuda_pass *pass, size_t used)
 {
     const size_t barriers = sizeof(uint64_t) * RING_ROWS * CTA_WARPS;
@@ -293,7 +302,7 @@ static uint32_t rings_of(const struct moe_cuda_pass *pass, size_t used)
         return 0;
     const size_t rings = (pass->shared_bytes - used - barriers) / ring;
     const size_t fewest = 3;
-    const size_t most = CTA_WARPS - 1; /* the last warp tells */
+    const size_t most = CTA_WARPS - 1; /* the last warp signals */
     return rings < fewest ? 0 : static_cast<uint32_t>(rings < most ? rings : most);
 }
 
@@ -336,7 +345,7 @@ extern "C" struct moe_status moe_cuda_launch_dispatch(const struct moe_cuda_pass
         roles.movers = rings;
         return launch<uint4, way::BULK>(pass, roles, ctas, stream);
     }
-    /* The widest unit that rows can be moved by. */
+    /* Use the widest unit that fits the rows. */
     if (pass.row_bytes % sizeof(uint4) == 0)
         return launch<uint4, way::PLAIN>(pass, roles, ctas, stream);
     if (pass.row_bytes % sizeof(uint32_t) == 0)
@@ -344,8 +353,8 @@ extern "C" struct moe_status moe_cuda_launch_dispatch(const struct moe_cuda_pass
     return launch<uint16_t, way::PLAIN>(pass, roles, ctas, stream);
 }
 
-/* As much shared memory as the device has, once and for all: a captured launch must not depend on
- * what a later shape asks for. */
+/* Allows all of the device's shared memory, once: a captured launch must not depend on a later
+ * shape's request. */
 template <typename Kernel> static struct moe_status allow_shared_memory(Kernel kernel)
 {
     int device, most;

@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows in: each token's row into the rows of its experts, as it arrives. */
+/* Receives rows: copies each token's row to the rows of its experts, as it arrives. */
 #ifndef MOE_CUDA_EP_EXPAND_CUH
 #define MOE_CUDA_EP_EXPAND_CUH
 
 #include "cuda/exchange/ep_receive.cuh"
 #include "cuda/exchange/ep_send.cuh"
 
-/* A token that comes, or an own one. It is looked at while the one before is still being moved, so
- * that nobody waits for memory and all is known in time. */
+/* An arriving token, or one of this slot. It is peeked at while the previous one still moves, so
+ * that warps do not wait for memory. */
 struct incoming {
     uint32_t source, t;
-    int32_t id;       /* own: lane k's choice */
-    uint64_t sent;    /* else: the word, as seen so far */
+    int32_t id;       /* this slot's token: lane k has choice k */
+    uint64_t sent;    /* else, and with QUICK: the `sent` flag, as seen so far */
     uint4 route;      /* lane k: the route of choice k, as seen so far */
-    uint32_t choices; /* once placed: bit k: choice k has a row here */
-    uint32_t row;     /* once placed: lane k: of choice k, or MOE_CUDA_NO_ROW */
+    uint32_t choices; /* valid once placed. bit k: choice k has a row here */
+    uint32_t row;     /* valid once placed. lane k: row of choice k, or MOE_CUDA_NO_ROW */
 };
 
 __device__ static const uint64_t *sent_of(const struct moe_cuda_pass &p, const struct arrival *a,
@@ -29,8 +29,8 @@ routes_of(const struct moe_cuda_pass &p, const struct arrival *a, const struct i
     return moe_window_routes_of(&p.layout, own_window(p, a), a->step & 1, in.source, in.t);
 }
 
-/* Items of the tokens of all slots: own ones first, then the peers' in the order in which they send
- * to this slot; some are nobody's. */
+/* Number of items: first this slot's tokens, then the peers' tokens in the order in which they send
+ * to this slot. Some items have no token. */
 __device__ static uint32_t items_of(const struct moe_cuda_pass &p, const struct arrival *a)
 {
     uint32_t most = 0;
@@ -44,7 +44,7 @@ __device__ inline bool exists(const struct arrival *a, const struct incoming &in
     return in.t < a->tokens_of[in.source];
 }
 
-/* Looks at item i. QUICK: own tokens have words too. */
+/* Peeks at item i. QUICK: this slot's tokens have flags too. */
 template <way WAY>
 __device__ static void peek_token(const struct moe_cuda_pass &p, const struct arrival *a,
                                   uint32_t i, struct incoming *in)
@@ -58,7 +58,7 @@ __device__ static void peek_token(const struct moe_cuda_pass &p, const struct ar
     in->row = MOE_CUDA_NO_ROW;
     if (!exists(a, *in))
         return;
-    /* Quick rows say themselves that they are here. */
+    /* QUICK: data mark their own arrival, so a relaxed load is enough. */
     if (WAY == way::QUICK)
         in->sent = load_relaxed(sent_of(p, a, *in));
     else if (in->source != p.slot)
@@ -74,7 +74,7 @@ __device__ inline bool is_sent(const struct arrival *a, const struct incoming &i
     return moe_window_flag_stamp(in.sent) == a->stamp;
 }
 
-/* The choices that are for this slot, once the source has said so. False when the wait failed. */
+/* Waits for the source's flag and reads the choices for this slot. False if the wait failed. */
 __device__ static bool await_sent(const struct moe_cuda_pass &p, const struct arrival *a,
                                   struct incoming *in)
 {
@@ -85,12 +85,13 @@ __device__ static bool await_sent(const struct moe_cuda_pass &p, const struct ar
             wait_flag(p.control, p.abort, sent_of(p, a, *in), a->stamp, in->source, &in->choices);
     came = __all_sync(ALL_LANES, came);
     __syncwarp(); /* a vote orders no memory */
-    /* All lanes go by one answer, and whatever it says, there are only K choices. */
+    /* All lanes use one value, limited to K choices whatever it contains. */
     in->choices = __shfl_sync(ALL_LANES, in->choices, 0) & ALL_LANES >> (32 - p.top_k);
     return came;
 }
 
-/* The choices of an own token that stay here; combine is told what else it needs to know. */
+/* Finds the choices of this slot's token that stay here, and stores the token's data for
+ * combine. */
 __device__ static void find_own_choices(const struct moe_cuda_pass &p, struct arrival *a,
                                         struct incoming *in)
 {
@@ -100,8 +101,8 @@ __device__ static void find_own_choices(const struct moe_cuda_pass &p, struct ar
         p.own[in->t] = plan.own;
 }
 
-/* The row of lane k's choice; its weight is stored. False when the wait for its route failed, or
- * when the source routes otherwise than it announced. */
+/* Finds the row of lane k's choice and stores its weight. False if the wait for its route failed,
+ * or if the source's routes contradict its counts. */
 __device__ static bool place_choice(const struct moe_cuda_pass &p, struct arrival *a,
                                     struct incoming *in)
 {
@@ -122,7 +123,7 @@ __device__ static bool place_choice(const struct moe_cuda_pass &p, struct arriva
     return true;
 }
 
-/* Choices and rows of a token that was peeked at; `stores_rows`: combine will want to know them. */
+/* Finds choices and rows of a peeked token. `stores_rows`: also stores them for combine. */
 template <way WAY>
 __device__ static bool place_token(const struct moe_cuda_pass &p, struct arrival *a,
                                    bool stores_rows, struct incoming *in)
@@ -142,7 +143,7 @@ __device__ static bool place_token(const struct moe_cuda_pass &p, struct arrival
     return true;
 }
 
-/* Lane k: where the row of choice k goes. */
+/* Lane k: address of choice k's row. */
 __device__ inline void *expanded_row(const struct moe_cuda_pass &p, const struct incoming &in)
 {
     return static_cast<uint8_t *>(p.rows) + static_cast<size_t>(in.row) * p.row_bytes;
@@ -156,7 +157,7 @@ __device__ static const void *row_in_window(const struct moe_cuda_pass &p, const
     return moe_window_row_of(&p.layout, own_window(p, a), in.source, in.t, p.stride);
 }
 
-/* ----------------------------------------------------- by words, in registers */
+/* ----------------------------------------------------- with flags, in registers */
 
 template <typename Unit>
 __device__ static void expand_plain(const struct moe_cuda_pass &p, struct arrival *a, struct walk w)
@@ -179,7 +180,7 @@ __device__ static void expand_plain(const struct moe_cuda_pass &p, struct arriva
 
 /* ------------------------------------------------------- by the copy engine */
 
-/* Stores the oldest row of the ring where its choices' rows belong. */
+/* Stores the ring's oldest row at its choices' rows. */
 __device__ static void leave_ring(const struct moe_cuda_pass &p, struct row_ring *ring,
                                   struct incoming *in)
 {
@@ -198,8 +199,7 @@ __device__ static void leave_ring(const struct moe_cuda_pass &p, struct row_ring
     in->choices = 0;
 }
 
-/* One row is loaded while the one before is stored, which does not wait for tokens that are late.
- */
+/* Loads one row while it stores the previous one. Stores do not wait for late tokens. */
 __device__ static void expand_bulk(const struct moe_cuda_pass &p, struct arrival *a, struct walk w,
                                    struct row_ring *ring)
 {
@@ -233,7 +233,7 @@ __device__ static void expand_bulk(const struct moe_cuda_pass &p, struct arrival
 
 /* -------------------------------------------------------------------- quick */
 
-/* The first units of a peer's row, whatever is there so far. */
+/* Reads the first units of a peer's row, arrived or not. */
 __device__ static void peek_units(const uint4 *row, uint32_t at, uint32_t end,
                                   struct held_units<uint4> *h)
 {
@@ -245,7 +245,7 @@ __device__ static void peek_units(const uint4 *row, uint32_t at, uint32_t end,
             h->value[u] = load_relaxed(row + at + 32 * u);
 }
 
-/* Waits until all that was peeked at is data, and puts blanks back. */
+/* Waits until all peeked units are data, and writes blanks back. */
 __device__ static bool take_units(const struct moe_cuda_pass &p, uint32_t source, uint4 *row,
                                   struct held_units<uint4> *h)
 {
@@ -271,7 +271,7 @@ __device__ static bool take_units(const struct moe_cuda_pass &p, uint32_t source
     return true;
 }
 
-/* A piece of a peer's row, of which the first units have been peeked at. */
+/* Takes a piece of a peer's row. Its first units have been peeked at. */
 __device__ static bool take_row(const struct moe_cuda_pass &p, const struct incoming &in,
                                 uint4 *row, struct span s, struct held_units<uint4> *h)
 {
@@ -287,7 +287,7 @@ __device__ static bool take_row(const struct moe_cuda_pass &p, const struct inco
     }
 }
 
-/* The data are asked for before it is known where they go. */
+/* Loads the data before their destination is known. */
 __device__ static bool expand_piece(const struct moe_cuda_pass &p, struct arrival *a,
                                     struct incoming *in, uint32_t piece)
 {

@@ -12,16 +12,17 @@ enum { LINE = 256 };
 
 struct moe_cuda_ep_net {
     struct moe_session *session;
-    struct moe_cuda_net_pass pass; /* of the last one */
+    struct moe_cuda_net_pass pass; /* of the last pass */
     const struct moe_layer *layer;
-    bool x_dy_rows; /* the last one moves x and dy side by side */
+    bool x_dy_rows; /* the last pass moves x and dy together */
 
-    void *control; /* device memory: out, in, and the numbers of outgoing records */
+    void *control; /* device memory: control messages out and in, and the numbers of outgoing
+                      records */
     size_t control_area_bytes, received_words;
-    uint64_t *received; /* pinned: control_in and outgoing as they came */
+    uint64_t *received; /* pinned: control_in and outgoing, as received */
     void *tables;       /* device memory */
     size_t tables_bytes;
-    uint32_t *layout; /* pinned; the device's is the last of the tables */
+    uint32_t *layout; /* pinned; the device's copy is the last of the tables */
     size_t layout_bytes;
     struct moe_cuda_buffer messages; /* out, then in */
 };
@@ -126,7 +127,7 @@ void moe_cuda_ep_net_destroy(struct moe_cuda_ep_net *n)
     free(n);
 }
 
-/* How messages of passes of this shape are made up; false when they fit no size_t. */
+/* Sizes of messages for passes of this shape. False if they exceed size_t. */
 static bool lay_out_messages(const struct moe_session *s, const struct moe_layer *layer,
                              enum moe_dtype dtype, uint32_t bucket, bool x_dy_rows,
                              struct moe_cuda_net_pass *p, size_t *bytes)
@@ -196,7 +197,7 @@ static bool refuses(struct moe_cuda_ep_net *n, uint32_t code, uint32_t slot)
     return false;
 }
 
-/* Whether slot p speaks of a step, and has memory for it. */
+/* Whether slot p's message is for a step, and p has memory for it. */
 static bool read_claim(struct moe_cuda_ep_net *n, uint32_t p)
 {
     const struct moe_cuda_control_message *theirs = control_of(n, p);
@@ -207,7 +208,7 @@ static bool read_claim(struct moe_cuda_ep_net *n, uint32_t p)
     return true;
 }
 
-/* Whether it means the same step as this one, and can mean it. */
+/* Whether slot p means the same step as this slot, with a possible number of tokens. */
 static bool read_head(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass, uint32_t p)
 {
     const struct moe_cuda_control_message *theirs = control_of(n, p),
@@ -221,7 +222,7 @@ static bool read_head(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pas
     return true;
 }
 
-/* After all heads agree. */
+/* Call after all heads agree. */
 static bool read_sizes(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass, uint32_t p)
 {
     const struct moe_cuda_control_message *message = control_of(n, p);
@@ -236,7 +237,8 @@ static bool read_sizes(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pa
     return true;
 }
 
-/* Experts in ascending order, each from an aligned row; inside, sources in slot order. */
+/* Lays out rows: experts in ascending order, each from an aligned row; within an expert, sources in
+ * slot order. */
 static bool lay_out_rows(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass)
 {
     const uint32_t local = pass->local_experts, slots = pass->slots;
@@ -261,7 +263,7 @@ static bool lay_out_rows(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *
     return true;
 }
 
-/* The outcome and the sizes of the pass. */
+/* Sets the outcome and the sizes of the pass. */
 static void read_control_messages(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pass)
 {
     uint64_t live = n->session->config.live;
@@ -300,13 +302,13 @@ struct moe_status moe_cuda_ep_net_prepare(struct moe_cuda_ep_net *n,
     n->x_dy_rows = x_dy_rows;
     p->out = room ? n->messages.data : NULL;
     p->in = room ? p->out + n->session->config.slots * p->region : NULL;
-    p->parts = pass->bucket <= 512 ? 8 : 1; /* few tokens would leave warps without work */
+    p->parts = pass->bucket <= 512 ? 8 : 1; /* gives each warp work when tokens are few */
     p->trailer = moe_cuda_net_next_trailer(n->session->net);
     MOE_TRY(moe_cuda_launch_net_list(pass, p, stream));
     MOE_TRY(exchange_control_messages(n));
     if (!room)
         return moe_ok(); /* the control messages refuse the pass */
-    /* The records are put together while the control messages are read. */
+    /* Pack the records while the control messages are read. */
     p->trailer = moe_cuda_net_next_trailer(n->session->net);
     return moe_cuda_launch_net_pack(pass, p, ctas(n), stream);
 }
@@ -329,7 +331,7 @@ static struct moe_status exchange_messages(struct moe_cuda_ep_net *n, uint8_t *f
     return moe_cuda_net_exchange(s->net, transfer, NULL);
 }
 
-/* Only tokens that come have their rows written. */
+/* Dispatch writes row_of only for tokens that arrive: clear the rest. */
 static struct moe_status forget_rows_of_tokens(const struct moe_cuda_ep_net *n,
                                                const struct moe_cuda_pass *pass)
 {

@@ -1,23 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Kernels of passes over a network; see ep_net.h. In the order of a pass:
  *
- *   count    a CTA per expert walks over all choices of the own tokens: first each warp counts in
- *            its share, then it knows the positions among all rows for that expert
- *   list     a CTA per slot writes down the tokens that the slot wants, in order, and the control
- * message pack     a warp per record publish  what the host read in the control messages becomes
- * the pass's expand   a warp per own token or record that came sum      a warp per record that
- * came, or part of its row: the partial that goes back finish   a warp per own token, or part of
- * its row
+ * count     a CTA of 16 warps per expert walks over all choices of this slot's tokens. First each
+ *           warp counts its share; then it knows the positions among all rows of that expert
+ * list      a CTA of 16 warps per slot lists the tokens that the slot needs, in order, and writes
+ *           the control message
+ * pack      a warp per record
+ * publish   one CTA stores the host's reading of the control messages as the pass's outcome and
+ *           tables
+ * expand    a warp per token of this slot or received record
+ * sum       a warp per received record, or part of its row: computes the partial to send back
+ * finish    a warp per token of this slot, or part of its row
  *
- * None of them waits for anything. What came from a peer is checked before it is used as an index.
- * Rows are moved in registers, 16 bytes per lane at a time where the shape allows. */
+ * Kernels that move rows use 16 warps per CTA and at most 128 registers per thread; only count and
+ * list use shared memory, at most 2 KiB. No kernel waits for a peer. Values from a peer are checked
+ * before they are used as an index. Rows move in registers, 16 bytes per lane at a time if the
+ * shape allows. */
 #include "cuda/core/load.h"
 #include "cuda/exchange/count.cuh"
 #include "cuda/exchange/ep_net.h"
 #include "cuda/exchange/moves.cuh"
 #include "cuda/exchange/sums.cuh"
 
-constexpr uint32_t SHARES = 16;  /* warps of a CTA that counts or lists */
+constexpr uint32_t SHARES = 16;  /* warps of a CTA in count and list */
 constexpr uint32_t SUM_ROWS = 4; /* loads of different rows in flight */
 
 /* Slot that computes expert `id` for token t, or NOWHERE. */
@@ -54,7 +59,7 @@ __device__ static uint32_t *table_of(const struct moe_cuda_pass &p, uint32_t *ta
     return table + static_cast<size_t>(slot) * p.layout.shape.max_tokens;
 }
 
-/* Where the trailer of a message is, when `bytes` of it stand before. */
+/* Address of the trailer that follows `bytes` of a message. */
 __device__ static uint64_t *trailer_at(uint8_t *message, size_t bytes)
 {
     return reinterpret_cast<uint64_t *>(message + bytes + MOE_CUDA_TRAILER_BYTES) - 1;
@@ -90,7 +95,8 @@ __global__ void __launch_bounds__(32 * SHARES)
 
 /* ------------------------------------------------------------------ list */
 
-/* Lists the tokens with a choice on `slot`, in order; how many. All threads of the CTA. */
+/* Lists the tokens with a choice on `slot`, in order, and returns their number. All threads of the
+ * CTA. */
 __device__ static uint32_t list_tokens(const struct moe_cuda_pass &p,
                                        const struct moe_cuda_net_pass &n, uint32_t slot)
 {
@@ -156,7 +162,7 @@ __global__ void __launch_bounds__(32 * SHARES)
 
 /* ------------------------------------------------------------------ rows */
 
-/* The number of this warp in the grid, and how many there are. */
+/* The number of this warp in the grid. */
 __device__ static uint32_t warp_in_grid()
 {
     return blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
@@ -210,8 +216,8 @@ __global__ void __launch_bounds__(CTA_THREADS)
 
 /* ---------------------------------------------------------------- expand */
 
-/* Puts a token's rows where they belong. Lane k: whether choice k is for this slot, and for which
- * row of which expert; false when that cannot be. */
+/* Copies a token's row to its experts' rows. Lane k: whether choice k is for this slot, and its
+ * route. False if the route is impossible. */
 template <typename Unit>
 __device__ static bool expand_row(const struct moe_cuda_pass &p, const struct moe_cuda_net_pass &n,
                                   uint32_t source, uint32_t t, bool here,
@@ -275,8 +281,7 @@ __device__ static bool expand_record(const struct moe_cuda_pass &p,
     return expand_row<Unit>(p, n, source, t, here, route, record + n.record_head);
 }
 
-/* What the host read in the control messages: its outcome, start and count of each expert's rows.
- */
+/* Stores the host's results: the outcome, and start and count of each expert's rows. */
 __global__ void net_publish_kernel(const __grid_constant__ struct moe_cuda_pass p,
                                    const __grid_constant__ struct moe_cuda_net_pass n)
 {
@@ -352,12 +357,12 @@ __global__ void __launch_bounds__(CTA_THREADS)
 
 /* ---------------------------------------------------------------- finish */
 
-/* What finishing a token needs: lane k has its k-th choice, lane s what slot s sent. */
+/* Data to finish a token: lane k has its k-th choice, lane s the slot s. */
 struct own_token {
     uint32_t row;    /* local row of choice k, or MOE_CUDA_NO_ROW */
     uint32_t local;  /* bit k: choice k has a local row */
     uint32_t wanted; /* bit s: slot s has rows of this token */
-    uint32_t record; /* of this token among those for slot s */
+    uint32_t record; /* index of this token among those for slot s */
     uint32_t zero;   /* bit k: choice k is a zero expert */
     float weight;    /* of choice k */
 };
@@ -380,7 +385,7 @@ __device__ static struct own_token describe_token(const struct moe_cuda_pass &p,
     return o;
 }
 
-/* Columns h .. of an own token: base, then the slots in order, then zero experts. */
+/* Finishes columns h .. of this slot's token: base, then the slots in order, then zero experts. */
 template <typename Element, typename Out, uint32_t N>
 __device__ static void finish_columns(const struct moe_cuda_pass &p,
                                       const struct moe_cuda_net_pass &n, const struct own_token &o,
@@ -450,7 +455,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
         finish_token<Element, Out, N>(p, n, i / n.parts, i % n.parts);
 }
 
-/* The pass has ended, however it did. */
+/* Runs at the end of every pass, good or not. */
 __global__ void net_report_kernel(const __grid_constant__ struct moe_cuda_pass p)
 {
     if (p.outcome != nullptr)
@@ -471,7 +476,7 @@ extern "C" struct moe_status moe_cuda_launch_net_list(const struct moe_cuda_pass
     return MOE_LAUNCHED("net_list_kernel");
 }
 
-/* Widest unit that rows of this shape can be moved by. */
+/* The widest unit that fits rows of this shape. */
 static uint32_t unit_bytes(const struct moe_cuda_pass *pass)
 {
     uintptr_t all = pass->row_bytes | reinterpret_cast<uintptr_t>(pass->x) |

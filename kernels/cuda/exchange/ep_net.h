@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Prepare, dispatch and combine of a session whose peers are reached over a network (net.h), where
- * they end in the same bits as through windows. Internal to ep.c and ep_net.*; on the comm thread's
- * thread.
+/* Prepare, dispatch and combine of a session with peers on a network (net.h). Results have the same
+ * bits as through windows. Internal to ep.c and ep_net.*; runs on the comm thread.
  *
- *   prepare    places each choice among the rows for its expert, lists the tokens that each peer
- *              wants, and exchanges control messages: what this slot believes the step to be, how
- * many rows follow, and how many of them are for which expert dispatch   the host reads the control
- * messages, the one time that it waits inside a pass: all slots see the same ones, so all refuse
- * the step or none. Then sizes are known, and records are exchanged: a token's routing and its row,
- * once per slot that wants it. They are expanded together with the own rows combine    sums of each
- * record's rows go back in the order in which the records came, and the own tokens are finished
- * from them
+ * prepare   gives each choice its position among the rows for its expert, lists the tokens that
+ *           each peer needs, and exchanges control messages: this slot's view of the step, the
+ *           number of rows that follow, and how many rows each expert gets
+ * dispatch  the host reads the control messages; this is its only wait inside a pass. All slots see
+ *           the same messages, so all refuse the step or none does. Now sizes are known, and slots
+ *           exchange records: a token's routing and its row, once per slot that needs it. They are
+ *           expanded together with this slot's rows
+ * combine   sends back sums of each record's rows, in the order of the records, and finishes this
+ *           slot's tokens from the peers' sums
  *
- * Messages are as long as what is in them and lie in two blocks of plain device memory: partials
- * leave from where their records came in, and come in where the records left from. */
+ * A message is as long as its content. Messages lie in two blocks of plain device memory. Partials
+ * leave from the block where their records arrived, and arrive in the block that the records
+ * left. */
 #ifndef MOE_CUDA_EP_NET_H
 #define MOE_CUDA_EP_NET_H
 
@@ -26,8 +27,8 @@ extern "C" {
 
 enum moe_cuda_message_kind { MOE_CUDA_MESSAGE_STEP = 1, MOE_CUDA_MESSAGE_EXCHANGE };
 
-/* Followed by the counts of rows by expert, [max_experts], valid for experts of the reader; or by
- * the bytes of a session's exchange. A message's trailer ends it. */
+/* Followed by the counts of rows by expert, [max_experts], valid for the reader's experts; or by
+ * the bytes of a session's exchange. A trailer ends the message. */
 struct moe_cuda_control_message {
     uint32_t kind;
     uint32_t size; /* rows that follow, or bytes of the exchange */
@@ -35,7 +36,7 @@ struct moe_cuda_control_message {
     uint32_t body[];
 };
 
-/* First in a record: then `top_k` routes, and from record_head on the row. */
+/* Start of a record. Then come `top_k` routes, and the row at offset record_head. */
 struct moe_cuda_record {
     uint32_t token;   /* of the source */
     uint32_t choices; /* bit k: choice k is for the reader, and route k is valid */
@@ -47,11 +48,12 @@ struct moe_cuda_route {
     float weight;
 };
 
-/* What the kernels get besides the pass, by value. Addresses are of device memory. */
+/* Arguments by value of the kernels, besides the pass. Pointers are device memory. */
 struct moe_cuda_net_pass {
     uint8_t *control_out, *control_in; /* [slots] control messages, control_bytes apart */
     size_t control_bytes;
-    uint32_t *outgoing; /* [slots] records for each; behind control_in, and read with it */
+    uint32_t *outgoing; /* [slots] number of records for each; follows control_in, and is read with
+                           it */
     uint8_t *out, *in;  /* [slots] messages, region bytes apart */
     size_t region;
     uint32_t record, record_head, partial; /* bytes of a record, its part before the row, a row */
@@ -60,11 +62,11 @@ struct moe_cuda_net_pass {
     uint32_t *send_index;                  /* [slots][max_tokens] the record of each token */
     uint32_t *came_token;                  /* [slots][max_tokens] the token of each record */
     uint32_t parts;                        /* that sums cut a row into */
-    /* Known once the control messages have been read. */
+    /* Valid once the control messages have been read. */
     uint32_t *layout; /* first row [slots][local], then start and count as in moe_rows */
     uint32_t rows_in[MOE_MAX_SLOTS], tokens_of[MOE_MAX_SLOTS];
     struct moe_cuda_step_outcome outcome;
-    uint64_t trailer; /* of the exchange that the kernel's messages are for */
+    uint64_t trailer; /* of the exchange with the kernel's messages */
 };
 
 struct moe_cuda_ep_net;
@@ -74,8 +76,8 @@ struct moe_status moe_cuda_ep_net_create(struct moe_session *session,
                                          struct moe_cuda_ep_net **out) MOE_CHECKED;
 void moe_cuda_ep_net_destroy(struct moe_cuda_ep_net *n); /* NULL is ignored */
 
-/* Memory for messages of passes of this shape; `x_dy_rows`: of backward passes, whose records carry
- * rows of 2H and whose partials are fp32 gradients. Nothing may be enqueued that uses it. */
+/* Memory for messages of passes of this shape. `x_dy_rows`: of backward passes; their records carry
+ * rows of 2H and their partials are fp32 gradients. No enqueued work may use it. */
 struct moe_status moe_cuda_ep_net_reserve(struct moe_cuda_ep_net *n, const struct moe_layer *layer,
                                           enum moe_dtype dtype, uint32_t bucket,
                                           bool x_dy_rows) MOE_CHECKED;
@@ -84,14 +86,14 @@ struct moe_status moe_cuda_ep_net_reserve(struct moe_cuda_ep_net *n, const struc
 bool moe_cuda_ep_net_fits(const struct moe_cuda_ep_net *n, const struct moe_layer *layer,
                           enum moe_dtype dtype, uint32_t bucket);
 
-/* The same memory, at least `bytes` of it, for messages of another kind. Valid until the next pass
- * or the next call, and nothing may be enqueued that uses it. */
+/* Lends the same memory, at least `bytes` of it, for messages of another kind. Valid until the next
+ * pass or the next call. No enqueued work may use it. */
 struct moe_status moe_cuda_ep_net_borrow(struct moe_cuda_ep_net *n, size_t bytes,
                                          void **out) MOE_CHECKED;
 
 /* As in ep.h, with the pass that ep.c has filled. A slot that refuses the pass needs no memory for
- * its messages; any other has reserved it. Dispatch of pairs leaves MOE_CUDA_NO_ROW in row_of
- * wherever nothing came, for whoever walks over all of it. */
+ * messages; every other slot has reserved it. Dispatch of x_dy_rows sets row_of to MOE_CUDA_NO_ROW
+ * for all choices without a row, for readers of the whole table. */
 struct moe_status moe_cuda_ep_net_prepare(struct moe_cuda_ep_net *n,
                                           const struct moe_cuda_pass *pass,
                                           const struct moe_layer *layer,
@@ -101,8 +103,8 @@ struct moe_status moe_cuda_ep_net_dispatch(struct moe_cuda_ep_net *n,
 struct moe_status moe_cuda_ep_net_combine(struct moe_cuda_ep_net *n,
                                           const struct moe_cuda_pass *pass) MOE_CHECKED;
 
-/* `bytes` of `mine` to all slots; theirs, and how many came, into the host control. Waits for them.
- */
+/* Sends `bytes` of `mine` to all slots, and stores theirs, with their lengths, in the host control.
+ * Waits for them. */
 struct moe_status moe_cuda_ep_net_exchange(struct moe_cuda_ep_net *n, const void *mine,
                                            size_t bytes,
                                            struct moe_cuda_host_control *host_control) MOE_CHECKED;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What comes: learnt from heads and counts, and laid out by expert. What comes out of a window is
- * checked before it is used as an index. */
+/* Reads the peers' heads and counts, and lays out rows by expert. Values from a window are checked
+ * before they are used as an index. */
 #ifndef MOE_CUDA_EP_RECEIVE_CUH
 #define MOE_CUDA_EP_RECEIVE_CUH
 
@@ -33,7 +33,7 @@ __device__ static void read_heads(const struct moe_cuda_pass &p, struct arrival 
     }
 }
 
-/* The word of count i of slots * local; `expert` is that of the local index i % local. */
+/* The flag of count i, with i < slots * local; `expert` is the one with local index i % local. */
 __device__ static const uint64_t *count_flag(const struct moe_cuda_pass &p, const struct arrival *a,
                                              uint32_t i, uint32_t expert)
 {
@@ -70,13 +70,14 @@ static_assert(MOE_MAX_SLOTS * (UINT64_C(1) << MOE_WINDOW_VALUE_BITS) + MOE_ROW_A
                       UINT32_MAX,
               "sums of counts, and of blocks of rows");
 
-/* Experts in ascending order, each from an aligned row; inside, sources in slot order. One warp. */
+/* Lays out rows: experts in ascending order, each from an aligned row; within an expert, sources in
+ * slot order. One warp. */
 __device__ static void lay_out_rows(const struct moe_cuda_pass &p, struct arrival *a, bool writer)
 {
     const uint32_t lane = threadIdx.x % 32, local = p.local_experts;
     uint32_t *first = first_rows(a), *count = row_counts(p, a);
     const uint32_t capacity = p.row_capacity / MOE_ROW_ALIGN;
-    uint32_t at = 0; /* in blocks of MOE_ROW_ALIGN rows: no lie makes their number overflow */
+    uint32_t at = 0; /* in blocks of MOE_ROW_ALIGN rows: false counts cannot make this overflow */
     uint64_t rows = 0;
 #pragma unroll 1
     for (uint32_t l0 = 0; l0 < local; l0 += 32) {
@@ -113,7 +114,7 @@ __device__ static void lay_out_rows(const struct moe_cuda_pass &p, struct arriva
     if (lane != 0)
         return;
     if (!fits) {
-        /* More rows than all slots' tokens have choices: some slot's counts are made up. */
+        /* More rows than all slots' tokens have choices: some slot's counts are false. */
         give_up(p.control, MOE_CUDA_PASS_PROTOCOL_ERROR, p.slot);
         a->failed = 1;
     } else if (writer) {
@@ -122,7 +123,7 @@ __device__ static void lay_out_rows(const struct moe_cuda_pass &p, struct arriva
     }
 }
 
-/* What combine and the host are told. */
+/* Stores the results for combine and the host. */
 __device__ static void publish(const struct moe_cuda_pass &p, const struct arrival *a,
                                const struct group &group)
 {
@@ -137,7 +138,8 @@ __device__ static void publish(const struct moe_cuda_pass &p, const struct arriv
         c->tokens_of[group.thread] = a->failed == 0 ? a->tokens_of[group.thread] : 0;
 }
 
-/* Heads, counts and layout; from the `writer`, one CTA, the outcome of a refused step. */
+/* Reads heads and counts and lays out rows. `writer`: this CTA also stores a refused step's
+ * outcome. */
 __device__ static void learn_what_comes(const struct moe_cuda_pass &p, struct arrival *a,
                                         const struct group &group, bool writer)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows out: a token's row once to every slot that wants it, to an address that needs no agreement.
- */
+/* Sends rows: each token's row once to every slot that needs it, to an address that needs no
+ * agreement. */
 #ifndef MOE_CUDA_EP_SEND_CUH
 #define MOE_CUDA_EP_SEND_CUH
 
@@ -10,16 +10,16 @@
 
 /* ------------------------------------------------------------------- plans */
 
-/* Where a token goes. Lanes are numbered by distance, so that slots begin with different peers;
- * lane 0 is the own slot. */
+/* Destinations of a token. Lanes are numbered by distance, so that slots begin with different
+ * peers; lane 0 is this slot. */
 struct send_plan {
     uint32_t peer;    /* lane i: the slot at distance i */
-    uint32_t choices; /* bit k: choice k goes there */
-    uint32_t lanes;   /* whose peers want the row */
+    uint32_t choices; /* bit k: choice k goes to that slot */
+    uint32_t lanes;   /* the lanes with a peer that needs the row */
     struct moe_cuda_own_token own;
 };
 
-/* Lane k: the k-th choice of an own token. */
+/* Lane k: the k-th choice of this slot's token t. */
 __device__ static int32_t own_choice(const struct moe_cuda_pass &p, uint32_t t)
 {
     const uint32_t lane = threadIdx.x % 32;
@@ -51,7 +51,7 @@ __device__ static struct send_plan plan_token(const struct moe_cuda_pass &p, str
     return plan;
 }
 
-/* `sent` of token t to every slot at a distance of `nearest` or more. */
+/* Stores `sent` of token t in every slot at a distance of `nearest` or more. */
 __device__ static void store_sent(const struct moe_cuda_pass &p, const struct arrival *a,
                                   const struct send_plan &plan, uint32_t t, uint32_t nearest)
 {
@@ -62,7 +62,7 @@ __device__ static void store_sent(const struct moe_cuda_pass &p, const struct ar
                       moe_window_flag(a->stamp, plan.choices));
 }
 
-/* Lane i: where slot i steps away wants the row of token t. */
+/* Lane i: destination of token t's row on the slot at distance i, or NULL. */
 __device__ static void *target_row(const struct moe_cuda_pass &p, const struct arrival *a,
                                    const struct send_plan &plan, uint32_t t, bool quick)
 {
@@ -80,8 +80,8 @@ __device__ inline const void *own_row(const struct moe_cuda_pass &p, uint32_t t)
 
 /* -------------------------------------------------------------------- send */
 
-/* The `done` words of the last step as a lane sees them: rows of that step must be out of the
- * peers' windows before new ones come. Looked at early, judged when it matters. */
+/* A lane's view of the last step's `done` flag: rows of that step must have left the peers' windows
+ * before new rows arrive. Loaded early, checked when needed. */
 __device__ inline uint64_t peek_done(const struct moe_cuda_pass &p)
 {
     const uint32_t lane = threadIdx.x % 32;
@@ -101,7 +101,7 @@ __device__ static bool await_done(const struct moe_cuda_pass &p, uint32_t step, 
         clear = wait_flag_reached(
             c, p.abort, moe_window_done_of(&p.layout, c->window[p.slot], lane), last, lane);
     clear = __all_sync(ALL_LANES, clear);
-    /* What a peer did before it said so may have been the laying of blanks. */
+    /* Before it set its flag, the peer may have written blanks. */
     if (c->refused == step - 1)
         fence_system();
     __syncwarp();
@@ -127,8 +127,8 @@ __device__ static void send_plain(const struct moe_cuda_pass &p, struct arrival 
     }
 }
 
-/* `sent` goes ahead of the row, which says itself that it is here; also to the own slot. The row is
- * asked for before anybody knows where it goes. */
+/* `sent` precedes the row, because the row's data mark their own arrival; also for this slot. The
+ * row is loaded before its destination is known. */
 __device__ static void send_quick(const struct moe_cuda_pass &p, struct arrival *a, struct walk w,
                                   uint64_t peeked)
 {

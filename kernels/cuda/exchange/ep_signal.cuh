@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows that have arrived, told to the peers by one warp for all that send in a CTA.
+/* One warp signals arrived rows to the peers, for all sending warps of a CTA.
  *
- * A word about a row must not be seen before the row, which takes a fence of system scope between
- * them. Alone it costs a microsecond or two, but while the host's copies keep PCIe busy (results of
- * the last step, tokens of the next) it takes twenty: senders that wait for their own fences then
+ * A peer must not see a row's flag before the row, so a fence of system scope must lie between
+ * them. Alone it takes a microsecond or two. While the host's copies keep PCIe busy (results of the
+ * last step, tokens of the next), it takes twenty: senders that wait for their own fences then
  * leave the links idle. So a sender only waits until its row has arrived, hands it over in shared
- * memory, and goes on; one warp fences for all rows that it finds there, and tells. */
+ * memory, and continues. One warp fences for all rows that it finds there, and signals them. */
 #ifndef MOE_CUDA_EP_SIGNAL_CUH
 #define MOE_CUDA_EP_SIGNAL_CUH
 
 #include "cuda/exchange/ep_send.cuh"
 
-constexpr uint32_t ROWS_AHEAD = 4; /* of a sender: handed over, and not told yet */
+constexpr uint32_t ROWS_AHEAD = 4; /* per sender: handed over, not yet signalled */
 
-/* Shared memory of a CTA, by sender. Numbers count rows from 0 and only rise. */
+/* Shared memory of a CTA, by sender. Counts start at 0 and only rise. */
 struct arrived_rows {
     uint32_t arrived[CTA_WARPS];   /* rows handed over */
-    uint32_t signalled[CTA_WARPS]; /* of those, told */
-    uint32_t ended[CTA_WARPS];     /* 1: no more will come */
+    uint32_t signalled[CTA_WARPS]; /* of those, signalled */
+    uint32_t ended[CTA_WARPS];     /* 1: no more rows */
     uint32_t token[CTA_WARPS][ROWS_AHEAD];
     uint32_t choices[CTA_WARPS][ROWS_AHEAD][32]; /* as in struct send_plan, by lane */
 };
@@ -40,14 +40,15 @@ __device__ inline void store_release_shared(uint32_t *word, uint32_t value)
                  : "memory");
 }
 
-/* All threads of the CTA, which meet afterwards. */
+/* Called by all threads of the CTA, which synchronise afterwards. */
 __device__ inline void clear_arrived(struct arrived_rows *rows)
 {
     if (threadIdx.x < CTA_WARPS)
         rows->arrived[threadIdx.x] = rows->signalled[threadIdx.x] = rows->ended[threadIdx.x] = 0;
 }
 
-/* The calling warp's row number `n`, of token t, has arrived everywhere; lane 0 knows. */
+/* Hands over the calling warp's row number `n`, of token t. Lane 0 knows that it has arrived
+ * everywhere. */
 __device__ static void hand_over(struct arrived_rows *rows, uint32_t n, uint32_t t,
                                  const struct send_plan &plan)
 {
@@ -64,7 +65,7 @@ __device__ static void hand_over(struct arrived_rows *rows, uint32_t n, uint32_t
         store_release_shared(&rows->arrived[warp], n + 1);
 }
 
-/* The calling warp hands over no more. */
+/* The calling warp hands over no more rows. */
 __device__ inline void end_rows(struct arrived_rows *rows)
 {
     __syncwarp();
@@ -72,8 +73,8 @@ __device__ inline void end_rows(struct arrived_rows *rows)
         store_release_shared(&rows->ended[threadIdx.x / 32], 1);
 }
 
-/* Tells of the rows of the first `senders` warps until all of them have ended. One warp; it waits
- * for no one but them, and they end when their waits for peers do. */
+/* Signals rows of the first `senders` warps until all of them have ended. One warp. It waits only
+ * for them, and they end when their waits for peers do. */
 __device__ static void signal_rows(const struct moe_cuda_pass &p, const struct arrival *a,
                                    struct arrived_rows *rows, uint32_t senders)
 {
@@ -91,7 +92,7 @@ __device__ static void signal_rows(const struct moe_cuda_pass &p, const struct a
             continue;
         }
         __syncwarp();
-        fence_system(); /* one for all lanes, each of which stores words below */
+        fence_system(); /* one for all lanes; each stores flags below */
         for (uint32_t w = 0; w < senders; w++) {
             const uint32_t until = __shfl_sync(ALL_LANES, arrived, static_cast<int>(w));
             for (uint32_t n = __shfl_sync(ALL_LANES, signalled, static_cast<int>(w)); n != until;
@@ -107,9 +108,9 @@ __device__ static void signal_rows(const struct moe_cuda_pass &p, const struct a
     }
 }
 
-/* -------------------------------------------------------------------- sending */
+/* ------------------------------------------------------------------- sending */
 
-/* The next row comes while the last one leaves. */
+/* Loads the next row while the last one is stored. */
 __device__ static void send_bulk(const struct moe_cuda_pass &p, struct arrival *a, struct walk w,
                                  struct row_ring *ring, struct arrived_rows *arrived)
 {
@@ -141,7 +142,8 @@ __device__ static void send_bulk(const struct moe_cuda_pass &p, struct arrival *
     }
 }
 
-/* Sends tokens until there are none; warp `warp` of `senders` in each CTA. */
+/* Sends tokens until none is left. Call with each sending warp, 0 <= `warp` < `senders`, of each
+ * CTA. */
 template <typename Unit, way WAY>
 __device__ static void send_tokens(const struct moe_cuda_pass &p, struct arrival *a, uint32_t warp,
                                    uint32_t senders, uint64_t peeked, struct row_ring *ring,

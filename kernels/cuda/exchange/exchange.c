@@ -7,7 +7,6 @@
 
 #include <string.h>
 
-/* Through the windows. */
 static struct moe_status exchange_through_windows(struct moe_session *s, const void *mine,
                                                   size_t bytes)
 {
@@ -23,7 +22,7 @@ struct network_exchange {
     size_t bytes;
 };
 
-/* Over the network, into the same places. */
+/* Over the network, with the same buffers. */
 static struct moe_status exchange_control_messages(void *ctx)
 {
     const struct network_exchange *x = ctx;

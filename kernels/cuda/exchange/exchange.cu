@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The exchange kernel: a few bytes from every slot to every slot, through the windows. One CTA, a
- * warp per peer. */
+/* The exchange kernel: a few bytes from every slot to every slot, through the windows. One CTA, one
+ * warp per slot; no shared memory. */
 #include "cuda/core/load.h"
 #include "cuda/exchange/flags.cuh"
 #include "cuda/session/session.h"
 
-/* Two parities are enough: a peer is at most one exchange ahead, because it needs this slot's word
- * of each exchange to finish it. */
+/* Two parities are enough: a peer is at most one exchange ahead, because it needs this slot's flag
+ * to finish each exchange. */
 __global__ void exchange_kernel(struct moe_window_layout layout, struct moe_cuda_control *c,
                                 struct moe_cuda_host_control *host_control, uint32_t slot,
                                 uint32_t bytes)

@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-/* As session_exchange of struct moe_backend, inside a pass that all slots make. The device is
+/* Like session_exchange of struct moe_backend, inside a pass that all slots make. The device is
  * current. */
 struct moe_status moe_cuda_session_exchange_inside(struct moe_session *s, const void *mine,
                                                    void *all, size_t bytes) MOE_CHECKED;

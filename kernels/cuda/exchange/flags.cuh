@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Flags between GPUs: how a kernel stores one into a peer's window, and the one way to wait for one
- * in its own; and the same for data that are their own flags (quick regions, moe/window.h).
+/* Flags between GPUs: how a kernel stores one in a peer's window, and the only way to wait for one
+ * in its window; and the same for data that carry their own validity (quick regions, moe/window.h).
  *
- * A writer's lanes store data, meet in __syncwarp, and one lane fences at system scope and stores
- * the flag; the fence covers what the others stored before the meeting. A reader's lane loads the
- * flag with acquire and meets the others before they load the data, which they do past the first
- * level cache, as it may hold lines of an earlier step.
+ * A writer's lanes store data and meet in __syncwarp. Then one lane fences at system scope and
+ * stores the flag; the fence covers the other lanes' stores. A reader's lane loads the flag with
+ * acquire and meets the other lanes before they load the data. These loads bypass the first level
+ * cache, which may hold lines of an earlier step.
  *
- * Waiting is bounded by the session's budget. The stop flag in device memory is looked at often by
- * all; the abort flag in host memory once a millisecond by one of all threads that wait, since
- * reads over PCIe by thousands of them would hold the step up for longer than that. */
+ * Waits are bounded by the session's budget. All waiting threads often read the stop flag in device
+ * memory. Only one of them reads the abort flag in host memory, once a millisecond: reads over PCIe
+ * by thousands of threads would delay the step for longer than that. */
 #ifndef MOE_CUDA_FLAGS_CUH
 #define MOE_CUDA_FLAGS_CUH
 
@@ -39,7 +39,7 @@ __device__ inline void store_relaxed(uint64_t *word, uint64_t value)
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-/* Sixteen bytes that are seen all or not at all. */
+/* Loads sixteen bytes atomically: all or none are seen. */
 __device__ inline uint4 load_at_once(const void *from)
 {
     unsigned __int128 v;
@@ -56,7 +56,7 @@ __device__ inline void store_at_once(void *to, uint4 u)
     asm volatile("st.relaxed.sys.global.b128 [%0], %1;" ::"l"(to), "q"(v) : "memory");
 }
 
-/* Four flags, of which each is seen or not. */
+/* Loads four values; each is seen or not. */
 __device__ inline uint4 load_relaxed(const uint4 *from)
 {
     uint4 u;
@@ -109,7 +109,7 @@ __device__ inline bool is_live(uint64_t live, uint32_t slot)
     return live >> slot & 1;
 }
 
-/* No other slot is live: such a slot's window ends before rows and blanks (window.h). */
+/* Whether no other slot is live. Such a slot's window ends before rows and blanks (window.h). */
 __device__ inline bool is_alone(uint64_t live, uint32_t slot)
 {
     return live == UINT64_C(1) << slot;
@@ -117,9 +117,9 @@ __device__ inline bool is_alone(uint64_t live, uint32_t slot)
 
 /* ----------------------------------------------------------------- giving up */
 
-/* The window's `waiting` flag on CUDA: {ns:55, gave up:1, slot + 1:8}. A slot that waits stores
- * how long it has done so, and who reads the flag twice knows that it is alive; one that gave up
- * leaves the bit and whom it missed. */
+/* The window's `waiting` flag on CUDA: {ns:55, gave up:1, slot + 1:8}. A waiting slot stores how
+ * long it has waited; a reader that sees two values knows that it is alive. A slot that gave up
+ * sets the bit and leaves the slot that it missed. */
 constexpr uint64_t GAVE_UP = 1 << 8;
 constexpr uint64_t ONE_NS = 1 << 9;
 
@@ -128,8 +128,8 @@ __device__ inline uint64_t *waiting_flag(const struct moe_cuda_control *c, uint3
     return &reinterpret_cast<struct moe_window_header *>(c->window[slot])->waiting;
 }
 
-/* The slot that really holds `slot` up: follows who waits for whom through the windows, as far as
- * the waiting slots are seen to be alive. */
+/* The slot that really blocks `slot`: follows through the windows which slot waits for which, while
+ * the waiting slots are seen alive. */
 __device__ inline uint32_t culprit(const struct moe_cuda_control *c, uint32_t slot)
 {
     for (uint32_t hops = 0; hops < MOE_MAX_SLOTS; hops++) {
@@ -146,16 +146,15 @@ __device__ inline uint32_t culprit(const struct moe_cuda_control *c, uint32_t sl
     return slot;
 }
 
-/* The session is over: the first one to say so leaves its outcome. Neither this nor what follows is
- * inlined, as there are many waits, and a kernel of few tokens is as fast as its instructions come
- * from memory. */
+/* Ends the session; the first call stores its outcome. Not inlined, like the next functions: there
+ * are many waits, and a kernel with few tokens is limited by loading its instructions. */
 __device__ __noinline__ inline void give_up(struct moe_cuda_control *c, uint32_t code,
                                             uint32_t slot)
 {
     if (atomicCAS(&c->stop, 0u, 1u) != 0)
         return;
     if (code == MOE_CUDA_PASS_LOST) {
-        /* Named at once: a peer may run out of patience at the same moment. */
+        /* Store it at once: a peer's budget may end at the same moment. */
         store_relaxed(waiting_flag(c, c->slot), GAVE_UP | (slot + 1));
         slot = culprit(c, slot);
         store_relaxed(waiting_flag(c, c->slot), GAVE_UP | (slot + 1));
@@ -165,17 +164,17 @@ __device__ __noinline__ inline void give_up(struct moe_cuda_control *c, uint32_t
     c->outcome.code = code;
 }
 
-/* Whether it is this thread that looks at the host now, of all that wait on this GPU. */
+/* Whether this thread, of all that wait on this GPU, checks the host now. */
 __device__ inline bool is_lookout(struct moe_cuda_control *c, uint64_t now)
 {
     unsigned long long *looked = reinterpret_cast<unsigned long long *>(&c->looked);
     unsigned long long last = *const_cast<volatile unsigned long long *>(looked);
-    /* Clocks of different multiprocessors may differ a little. */
+    /* Clocks of multiprocessors may differ slightly. */
     return static_cast<int64_t>(now - last) >= static_cast<int64_t>(LOOK_AT_HOST_NS) &&
            atomicCAS(looked, last, now) == last;
 }
 
-/* True when the wait has failed. `since` and `looked` start at 0. */
+/* True if the wait has failed. `since` and `looked` start at 0. */
 __device__ __noinline__ inline bool wait_failed(struct moe_cuda_control *c, const uint32_t *abort,
                                                 uint32_t slot, uint64_t *since, uint64_t *looked)
 {
@@ -200,7 +199,7 @@ __device__ __noinline__ inline bool wait_failed(struct moe_cuda_control *c, cons
     return true;
 }
 
-/* Waits until `flag` carries `stamp`, which `slot` will store; false when it failed. */
+/* Waits until `flag` carries `stamp`, which `slot` will store. False if it failed. */
 __device__ inline bool wait_flag(struct moe_cuda_control *c, const uint32_t *abort,
                                  const uint64_t *word, uint64_t stamp, uint32_t slot,
                                  uint32_t *value)
@@ -217,13 +216,14 @@ __device__ inline bool wait_flag(struct moe_cuda_control *c, const uint32_t *abo
     }
 }
 
-/* Whether what was seen of a route is of this step. */
+/* Whether a loaded route belongs to this step. */
 __device__ inline bool has_stamp(uint4 route, uint64_t stamp)
 {
     return moe_window_flag_stamp(static_cast<uint64_t>(route.y) << 32 | route.x) == stamp;
 }
 
-/* Waits until `route` carries `stamp`, which `slot` will store, and reads all of it. */
+/* Waits until `route` carries `stamp`, which `slot` will store, and reads all of it. False if it
+ * failed. */
 __device__ inline bool wait_route(struct moe_cuda_control *c, const uint32_t *abort,
                                   const struct moe_window_route *route, uint64_t stamp,
                                   uint32_t slot, uint4 *value)
@@ -238,7 +238,8 @@ __device__ inline bool wait_route(struct moe_cuda_control *c, const uint32_t *ab
     }
 }
 
-/* Waits until `flag` carries `stamp` or that of a later step of the same view. */
+/* Waits until `flag` carries `stamp` or that of a later step of the same view. False if it
+ * failed. */
 __device__ inline bool wait_flag_reached(struct moe_cuda_control *c, const uint32_t *abort,
                                          const uint64_t *word, uint64_t stamp, uint32_t slot)
 {
@@ -252,8 +253,8 @@ __device__ inline bool wait_flag_reached(struct moe_cuda_control *c, const uint3
     }
 }
 
-/* True in the one thread that is the last of the grid to come here, and in no other; what all CTAs
- * did before is visible to it. All threads of a CTA must call it. */
+/* True in exactly one thread: the last of the grid to call this. It sees all earlier work of all
+ * CTAs. All threads of a CTA must call it. */
 __device__ inline bool last_of_grid(struct moe_cuda_control *c)
 {
     __syncthreads();

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Moving rows in registers, 16 bytes per lane at a time where the shape allows: once out of memory,
- * and to as many places as want them. */
+/* Moves rows in registers, 16 bytes per lane at a time if the shape allows: loads a row once and
+ * stores it at all its destinations. */
 #ifndef MOE_CUDA_MOVES_CUH
 #define MOE_CUDA_MOVES_CUH
 
@@ -20,7 +20,7 @@ __device__ inline struct span piece_of(uint32_t units, uint32_t i, uint32_t piec
     return {min(i * width, units), min((i + 1) * width, units)};
 }
 
-/* What a lane holds of a row: units `at`, `at` + 32, ... below `end`. */
+/* A lane's part of a row: units `at`, `at` + 32, ... below `end`. */
 template <typename Unit> struct held_units {
     Unit value[MOVE_UNROLL];
     uint32_t at, end;
@@ -38,7 +38,7 @@ __device__ inline void load_units(const void *from, uint32_t at, uint32_t end,
             h->value[u] = __ldcg(static_cast<const Unit *>(from) + at + 32 * u);
 }
 
-/* Stores them to the address `to` of each lane in `lanes`; `BLANKS`: into quick regions. */
+/* Stores the units to the address `to` of each lane in `lanes`. `BLANKS`: into quick regions. */
 template <typename Unit, bool BLANKS>
 __device__ inline void scatter_units(const struct held_units<Unit> &h, uint32_t lanes, void *to)
 {
@@ -57,7 +57,7 @@ __device__ inline void scatter_units(const struct held_units<Unit> &h, uint32_t 
     }
 }
 
-/* Moves a span of a row, of which the first units are held already. */
+/* Moves a span of a row. The first units are already loaded. */
 template <typename Unit, bool BLANKS>
 __device__ inline void scatter_row(const void *from, struct span s, struct held_units<Unit> *h,
                                    uint32_t lanes, void *to)

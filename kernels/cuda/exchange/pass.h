@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the kernels of a pass are given by value (what differs between passes of one shape is in the
- * step parameters), and the launches that ep.c strings together.
- * Internal to ep.c and ep_*.cu.
+/* Arguments by value of a pass's kernels (step parameters hold the rest, which differs between
+ * passes of one shape), and the launches for ep.c. Internal to ep.c and ep_*.cu.
  *
- * What differs from the order of words in moe/window.h: `done` is stored by the kernel that follows
- * dispatch (combine, or the next dispatch), since its start says that all rows are out of the own
- * window; the next dispatch of a peer looks at it before it stores rows, and is satisfied by that
- * step's stamp or a later one. Combine waits for partials only. A step that was refused may have
- * left rows in the quick region, or still be sending some: before `done` of such a step, all slots
- * tell each other that theirs are through (`flushed`), and lay blanks anew. */
+ * The order of flags differs from moe/window.h in these points. The kernel that follows dispatch
+ * (combine, or the next dispatch) stores `done`: its start means that all rows have left this
+ * slot's window. A peer's next dispatch checks it before it stores rows, and accepts that step's
+ * stamp or a later one. Combine waits for partials only. A refused step may leave rows in the quick
+ * region, or still send some. So before `done` of such a step, each slot signals that it has sent
+ * all (`flushed`), and all slots write blanks again. */
 #ifndef MOE_CUDA_PASS_H
 #define MOE_CUDA_PASS_H
 
@@ -21,7 +20,7 @@ extern "C" {
 
 enum { MOE_CUDA_NO_ROW = 0xffffffff };
 
-/* What combine needs to know of an own token. */
+/* Combine's data about one of this slot's tokens. */
 struct moe_cuda_own_token {
     uint32_t wanted; /* bit s: slot s has rows of it */
     uint32_t zero;   /* bit k: choice k is a zero expert */
@@ -36,21 +35,22 @@ struct moe_cuda_pass {
     const struct moe_cuda_step_params *params; /* T, the placement and the head */
     uint32_t slot, slots;
     uint32_t bucket, top_k, experts, local_experts, hidden;
-    uint32_t entries; /* of the placement: experts, each as often as it has copies */
+    uint32_t entries; /* of the placement: one per copy of an expert */
     enum moe_dtype dtype;
     uint32_t row_bytes; /* H elements */
-    size_t stride;      /* of rows and partials in windows */
+    size_t stride;      /* bytes between rows and between partials in windows */
     const void *x;
     const int32_t *ids;
     const float *weights;
     const uint8_t *token_state;
 
     bool quick;                          /* through the quick regions */
-    uint32_t shared_bytes;               /* that a CTA may have; 0 where there is no copy engine */
-    uint32_t send_pieces, expand_pieces; /* that dispatch cuts rows into; set by its launch */
+    uint32_t shared_bytes;               /* limit for a CTA; 0 without a copy engine */
+    uint32_t send_pieces, expand_pieces; /* per row in dispatch; its launch sets them */
     struct moe_cuda_own_token *own;      /* [max_tokens] */
-    /* Between the CTAs of a dispatch: choices of each one's share of the tokens, by entry of the
-     * placement, [CTAs][entries in whole units of four], and words that say that they are there. */
+    /* Exchanged between the CTAs of a dispatch: the choices in each CTA's share of the tokens, by
+     * entry of the placement, [CTAs][entries, rounded up to four], and a flag per CTA that they are
+     * valid. */
     uint32_t *share_tally;
     uint64_t *share_ready;
     uint32_t *start;   /* [local + 1] as in struct moe_rows */
@@ -60,23 +60,24 @@ struct moe_cuda_pass {
     float *row_weight; /* [row_capacity] */
     uint32_t row_capacity;
 
-    uint32_t parts; /* that combine cuts a row into; at most MOE_WINDOW_PARTS unless quick */
+    uint32_t parts; /* per row in combine; at most MOE_WINDOW_PARTS unless quick */
     const void *expert_out;
     enum moe_dtype out_dtype; /* of expert_out: F32, or the pass's dtype */
     const float *base;
     void *y;
     uint64_t *began; /* as in struct moe_cuda_batch */
     struct moe_cuda_step_outcome
-        *outcome; /* pinned: copy of the outcome when combine ends, or NULL */
+        *outcome; /* pinned: copy of the outcome at the end of combine, or NULL */
 };
 
-/* A CTA takes a multiprocessor for itself. No more than the device has: all of them are resident at
- * last, or some would wait for rows that others have not been able to send. At least two. */
+/* Each CTA uses a whole multiprocessor. At least two, and no more than the device has: all CTAs
+ * must be resident in the end, or some would wait for rows that others cannot send. */
 struct moe_status moe_cuda_launch_dispatch(const struct moe_cuda_pass *pass, uint32_t ctas,
                                            cudaStream_t stream) MOE_CHECKED;
 struct moe_status moe_cuda_launch_combine(const struct moe_cuda_pass *pass, uint32_t ctas,
                                           cudaStream_t stream) MOE_CHECKED;
-/* exchange.cu: `bytes` of the host control's `mine` to all slots, theirs into `all`; a barrier. */
+/* exchange.cu: sends `bytes` of the host control's `mine` to all slots, receives theirs in `all`.
+ * Also a barrier. */
 struct moe_status moe_cuda_launch_exchange(const struct moe_session *session, uint32_t bytes,
                                            cudaStream_t stream) MOE_CHECKED;
 

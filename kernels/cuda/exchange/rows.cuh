@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Moving and naming rows inside a pass: helpers that dispatch and combine share. A warp works on a
- * token; lane k holds what concerns its k-th choice. */
+/* Helpers for rows that dispatch and combine share. A warp works on a token; lane k has its k-th
+ * choice. */
 #ifndef MOE_CUDA_ROWS_CUH
 #define MOE_CUDA_ROWS_CUH
 
@@ -18,7 +18,7 @@ __device__ inline void stamp_stage(const struct moe_cuda_pass &p, enum moe_stage
     stamp_begin(p.began != nullptr ? p.began + stage : nullptr);
 }
 
-/* Whether token t takes part at all. */
+/* Whether token t takes part in the pass. */
 __device__ inline bool token_counts(const struct moe_cuda_pass &p, uint32_t t)
 {
     return p.token_state == nullptr || p.token_state[t] == MOE_TOKEN_OK;
@@ -31,7 +31,7 @@ __device__ inline uint32_t target_of(const struct moe_cuda_placement &placement,
     if (id < 0 || id >= static_cast<int32_t>(experts))
         return NOWHERE;
     uint32_t first = placement.offset[id], copies = placement.offset[id + 1] - first;
-    /* Right where no expert has two copies, and then known without waiting for `first`. */
+    /* Correct unless an expert has two copies, and known without waiting for `first`. */
     uint32_t guess = placement.slot[id];
     if (copies == 1 && first == static_cast<uint32_t>(id))
         return guess;
@@ -44,11 +44,11 @@ __device__ inline uint32_t *row_of_token(const struct moe_cuda_pass &p, uint32_t
     return p.row_of + (static_cast<size_t>(source) * shape.max_tokens + t) * shape.max_top_k;
 }
 
-/* A warp's way through numbered items. The first may be fixed; the others come off a counter, which
- * is asked for an item ahead, so that nobody waits for it. */
+/* A warp's walk through numbered items. The first item may be fixed. The others come from a
+ * counter, which is read one item ahead, so that the warp does not wait for it. */
 struct walk {
     uint32_t *counter;
-    uint32_t fixed; /* items below are somebody's first */
+    uint32_t fixed; /* items below are some warp's first */
     uint32_t item;
     uint32_t next; /* in lane 0 */
 };
@@ -64,7 +64,7 @@ __device__ inline void next_item(struct walk *w)
     ask_ahead(w);
 }
 
-/* `warps` walk together, each with a `first` item of its own. */
+/* Begins a walk of `warps` warps; each has a different `first` item. */
 __device__ inline struct walk begin_walk(uint32_t *counter, uint32_t first, uint32_t warps)
 {
     struct walk w = {counter, warps, first, 0};
@@ -72,7 +72,7 @@ __device__ inline struct walk begin_walk(uint32_t *counter, uint32_t first, uint
     return w;
 }
 
-/* Joins a walk that `warps` others began. */
+/* Joins a walk that `warps` other warps began. */
 __device__ inline struct walk join_walk(uint32_t *counter, uint32_t warps)
 {
     struct walk w = begin_walk(counter, 0, warps);
@@ -80,8 +80,9 @@ __device__ inline struct walk join_walk(uint32_t *counter, uint32_t warps)
     return w;
 }
 
-/* (token, peer) of item i of a walk over the tokens of all peers: by token, and among peers in the
- * order in which they send to this slot (`forward` false), or in which this slot sends to them. */
+/* (token, peer) of item i of a walk over the tokens of all peers, by token. Within a token, peers
+ * are in the order in which they send to this slot (`forward` false), or this slot sends to
+ * them. */
 __device__ inline void peer_item(const struct moe_cuda_pass &p, uint32_t i, bool forward,
                                  uint32_t *source, uint32_t *t)
 {
@@ -90,7 +91,7 @@ __device__ inline void peer_item(const struct moe_cuda_pass &p, uint32_t i, bool
     *source = (forward ? p.slot + distance : p.slot + p.slots - distance) % p.slots;
 }
 
-/* Tells the peers that the rows of `step` are out of the own window. One warp; all lanes. */
+/* Signals the peers that the rows of `step` have left this slot's window. One warp, all lanes. */
 __device__ inline void signal_done(const struct moe_cuda_pass &p, uint32_t step)
 {
     struct moe_cuda_control *c = p.control;

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sums over rows by columns: what combine does with rows, whichever way they came. A lane holds N
- * neighbouring columns in fp32, 32 * N are a warp's step; all sums are made in one fixed order. */
+/* Sums over rows by columns, for combine through windows and over a network. A lane has N adjacent
+ * columns in fp32; 32 * N columns are a warp's step. All sums use one fixed order. */
 #ifndef MOE_CUDA_SUMS_CUH
 #define MOE_CUDA_SUMS_CUH
 
 #include "cuda/exchange/columns.cuh"
 #include "cuda/exchange/rows.cuh"
 
-/* Rows of the choices in `lanes`, added in k order, `STEPS` steps from column h on, with loads of
- * `ROWS` different rows in flight. Lane k holds row k. Columns from `end` on are left alone. */
+/* Adds the rows of the choices in `lanes` in k order: `STEPS` steps from column h on, with loads of
+ * `ROWS` different rows in flight. Lane k has row k's index. Columns from `end` on are not
+ * touched. */
 template <typename Out, uint32_t N, uint32_t ROWS, uint32_t STEPS>
 __device__ inline void sum_rows(const struct moe_cuda_pass &p, uint32_t lanes, uint32_t row,
                                 uint32_t h, uint32_t end, columns<N> (&sum)[STEPS])
@@ -40,7 +41,7 @@ __device__ inline void sum_rows(const struct moe_cuda_pass &p, uint32_t lanes, u
     }
 }
 
-/* Columns of a part of a row: rows are cut where there are fewer tokens than warps. */
+/* Columns of a part of a row. Rows are cut if there are fewer tokens than warps. */
 template <uint32_t N>
 __device__ inline void part_columns(uint32_t hidden, uint32_t parts, uint32_t part, uint32_t *begin,
                                     uint32_t *end)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which kernel computes an expert, and the parts that the backend offers alone; see ffn.h. */
+/* Chooses the kernels of an expert's network; the backend's single parts. See ffn.h. */
 #include "cuda/layer/ffn.h"
 
 #include "base/size.h"
@@ -50,7 +50,7 @@ static enum moe_cuda_gemm_tile tile_of(const struct moe_layer *layer,
     return moe_cuda_choose_tile(&params);
 }
 
-/* Where a product's time goes. */
+/* Where a product stores its start time. */
 static uint64_t *began_of(const struct moe_cuda_batch_rows *b, enum moe_stage stage)
 {
     return b->began != NULL ? b->began + stage : NULL;
@@ -78,7 +78,7 @@ static size_t larger(size_t a, size_t b)
     return a > b ? a : b;
 }
 
-/* What both products of the routed experts have in common. */
+/* Common arguments of the routed experts' two products. */
 static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
                                       const struct moe_cuda_batch_rows *b,
                                       enum moe_cuda_matrices which)
@@ -110,7 +110,7 @@ size_t moe_cuda_ffn_scratch_bytes(const struct moe_layer *layer, enum moe_dtype 
     enum moe_dtype hidden = moe_cuda_ffn_hidden_dtype(layer, dtype);
     return larger(
         product_bytes(layer, MOE_CUDA_GATE_UP, hidden, capacity),
-        /* bf16 results (inside a step) need more room than fp32 ones */
+        /* bf16 results (inside a step) need more scratch than fp32 ones */
         product_bytes(layer, MOE_CUDA_DOWN, moe_cuda_ffn_out_dtype(layer, dtype), capacity));
 }
 
@@ -172,7 +172,7 @@ struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
 
 /* ---------------------------------------------------------------- shared expert */
 
-/* Its scratch: the weights of the tokens, the activations, and what a product needs. */
+/* Scratch of the shared expert: the tokens' weights, the activations, a product's scratch. */
 struct shared_scratch {
     float *weight;
     void *hidden, *product;
@@ -263,7 +263,7 @@ struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
 {
     struct shared_scratch at = lay_out_shared(layer, s);
     const float *weight = NULL;
-    uint64_t *began = s->began; /* for whichever kernel is first */
+    uint64_t *began = s->began; /* for the first kernel */
     if (layer->spec.shared_gated) {
         MOE_TRY(moe_cuda_shared_weights(layer, s->params, s->dtype, s->capacity, s->x, at.weight,
                                         began, stream));
@@ -297,7 +297,7 @@ static struct moe_status check_dtype(enum moe_dtype dtype)
     return moe_ok();
 }
 
-/* A part may wait: it reads how many rows there are, and tells the layer's step parameters. */
+/* Reads the number of rows and uploads the layer's step parameters. Waits, as a single part may. */
 static struct moe_status measure_rows(struct moe_layer *layer, const struct moe_rows *rows,
                                       struct moe_cuda_batch_rows *b)
 {
@@ -316,12 +316,12 @@ static struct moe_status measure_rows(struct moe_layer *layer, const struct moe_
     return moe_cuda_step_params_upload(layer, &params, &b->params);
 }
 
-/* What both parts begin with, and its memory. */
+/* Common state of both parts, with its memory. */
 struct part {
     struct moe_cuda_batch_rows b;
     enum moe_dtype inner; /* of hidden inside a step */
     size_t elements;      /* of hidden */
-    void *narrow;         /* room for hidden where `inner` is not F32, else NULL */
+    void *narrow;         /* buffer for hidden if `inner` is not F32, else NULL */
     size_t narrow_bytes, scratch_bytes;
 };
 

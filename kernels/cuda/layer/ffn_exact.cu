@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts' networks in exact fp32, for what tensor cores do not serve: F32 tokens, F32 weights,
- * odd shapes, other devices. simt.cuh multiplies; here are the epilogues. */
+/* The experts' networks in exact fp32, for everything that tensor cores do not support: F32 tokens,
+ * F32 weights, odd shapes, other devices. simt.cuh multiplies and states tile, threads and shared
+ * memory; the epilogues are here. */
 #include "cuda/layer/ffn_exact.h"
 
 #include "cuda/core/load.h"
@@ -15,10 +16,10 @@ using moe_simt::tile;
 
 struct exact_args {
     const moe_cuda_step_params *params;
-    groups g;                /* g.start == nullptr: the tokens of the step parameters, one group */
+    groups g;                /* g.start == nullptr: one group, the step parameters' tokens */
     moe_cuda_matrices which; /* of the layer that the step parameters name */
     const void *in;
-    const float *weight; /* of each row: of the input of gate and up, of the result of down */
+    const float *weight; /* per row: of the input of gate and up, of the result of down */
     void *out;
     bool out_bf16;
     uint32_t width; /* columns of out */
@@ -33,13 +34,13 @@ static __device__ float sigmoid(float z)
     return 1.0f / (1.0f + expf(-z));
 }
 
-/* Bias `w` of an entry's column; 0 where the product has none. */
+/* Bias `w` of an entry's column; 0 without a bias. */
 static __device__ float bias_at(const exact_args &a, moe_weight w, uint32_t entry, uint32_t column)
 {
     return a.has_bias ? a.params->layer->bias[w][(size_t)entry * a.width + column] : 0.0f;
 }
 
-/* The rows of this run. */
+/* The groups of rows of this run. */
 static __device__ groups groups_of(const exact_args &a)
 {
     groups g = a.g;
@@ -58,7 +59,8 @@ static __device__ void store(const exact_args &a, size_t at, float v)
 
 /* ----------------------------------------------------------------- gate and up */
 
-/* One gate and its up. Weighting the input of a linear map is weighting its product. */
+/* Finishes one gate and its up. A weight of the input equals the same weight on the product: the
+ * map is linear. */
 static __device__ float gate_and_up(const exact_args &a, const tile &t, size_t row, uint32_t inner,
                                     float g, float u)
 {
@@ -79,7 +81,7 @@ static __global__ void __launch_bounds__(THREADS) gate_up_kernel(const exact_arg
     stamp_begin(a.began);
     const moe_cuda_matrix m = a.params->layer->matrix[a.which];
     moe_simt::product<X, W>(groups_of(a), a.in, m, [&](const tile &t, float acc[][PER_THREAD]) {
-        /* Eight gates, then their eight ups: the partner of a thread's columns is two on. */
+        /* Eight gates, then their eight ups: the partner of a thread's columns is two lanes on. */
         const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
         const bool is_gate = tx / 2 % 2 == 0;
         const uint32_t inner = t.column / 2 + tx / 4 * MOE_CUDA_INTERLEAVE + tx % 2 * PER_THREAD;
@@ -149,7 +151,7 @@ static exact_args common_args(const moe_cuda_exact *e)
     return a;
 }
 
-/* Enough to fill the device with blocks that are resident at a time. */
+/* Four blocks per multiprocessor fill the device. */
 static unsigned blocks_of(const moe_cuda_exact *e)
 {
     return 4 * (unsigned)e->layer->device->multiprocessors;
@@ -194,7 +196,7 @@ struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e, cudaStream
 
 /* --------------------------------------------------------------- shared weights */
 
-/* A warp per token. */
+/* One warp per token. */
 template <typename X>
 static __global__ void shared_weights_kernel(const moe_cuda_step_params *params, const X *x,
                                              uint32_t columns, float *weight, uint64_t *began)

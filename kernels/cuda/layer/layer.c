@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Creates layers and takes the weights in; see layer.h. Memory for a matrix is taken at its first
- * upload, when its dtype is known. A layer that lacks a weight never becomes runnable. */
+/* Creates layers and loads their weights; see layer.h. A matrix gets its memory at its first
+ * upload, when its dtype is known. A layer that lacks a weight cannot be finished. */
 #include "cuda/layer/layer.h"
 
 #include "base/size.h"
@@ -22,8 +22,7 @@ static struct moe_status out_of_memory(void)
 
 /* ------------------------------------------------------------- create, destroy */
 
-/* A matrix of `height` rows as stored; interleaved ones hold two, each filled up to whole blocks.
- */
+/* Shape of a matrix as stored. An interleaved one holds two, each padded to whole blocks. */
 static struct moe_status shape_matrix(struct moe_layer *layer, enum moe_cuda_matrices which,
                                       enum moe_weight w, bool interleaved)
 {
@@ -108,9 +107,9 @@ void moe_cuda_layer_destroy(struct moe_layer *layer)
     if (layer == NULL)
         return;
     struct moe_device *device = layer->device;
-    /* Uploads of a layer that was never finished may still be under way. */
+    /* Uploads of an unfinished layer may still be running. */
     struct moe_status st = moe_cuda_weights_finish(device, &layer->coming);
-    (void)st; /* the memory is given back all the same */
+    (void)st; /* memory is freed even after an error */
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
         moe_cuda_mem_free(device, MOE_MEM_DEVICE, layer->desc.bias[w], bias_bytes(layer, w));
         free(layer->uploaded[w]);
@@ -126,7 +125,7 @@ void moe_cuda_layer_destroy(struct moe_layer *layer)
 
 /* --------------------------------------------------------------------- weights */
 
-/* The entry that an upload is for. */
+/* Finds the entry of an upload. */
 static struct moe_status find_entry(const struct moe_layer *layer, enum moe_weight w,
                                     uint32_t expert, uint32_t *entry)
 {
@@ -144,12 +143,12 @@ static struct moe_status alloc_matrix(struct moe_layer *layer, struct moe_cuda_m
     return moe_ok();
 }
 
-/* An F32 tensor came for a matrix that began as BF16: all of it becomes F32, which is exact. */
+/* An F32 tensor arrived for a BF16 matrix: convert all of it to F32, which is exact. */
 static struct moe_status widen_matrix(struct moe_layer *layer, struct moe_cuda_matrix *m)
 {
     struct moe_device *device = layer->device;
     struct moe_cuda_matrix wide = *m;
-    MOE_TRY(moe_cuda_weights_finish(device, &layer->coming)); /* what is to be in it */
+    MOE_TRY(moe_cuda_weights_finish(device, &layer->coming)); /* uploads into the old matrix */
     MOE_TRY(alloc_matrix(layer, &wide, MOE_DTYPE_F32));
     struct moe_cuda_weight all = {.dst = wide.data,
                                   .from = MOE_DTYPE_BF16,
@@ -184,7 +183,7 @@ enum moe_cuda_matrices moe_cuda_layer_matrix(enum moe_weight w, enum moe_cuda_ro
     }
 }
 
-/* Where a weight comes from: `data`, or `source`. */
+/* Source of a weight: `data`, or `source`. */
 struct origin {
     const void *data;
     const struct moe_weight_source *source;
@@ -203,7 +202,7 @@ static struct moe_status put_matrix(struct moe_layer *layer, enum moe_weight wei
 {
     struct moe_cuda_weight w = {.from = dtype};
     struct moe_cuda_matrix *m = &layer->desc.matrix[moe_cuda_layer_matrix(weight, &w.order)];
-    /* The vector is too small to gain from bf16, and scales whole tokens. */
+    /* The vector is too small to gain from bf16, and it scales whole tokens. */
     enum moe_dtype keep = weight == MOE_WEIGHT_SHARED_GATE_VECTOR ? MOE_DTYPE_F32 : dtype;
     if (m->data == NULL)
         MOE_TRY(alloc_matrix(layer, m, keep));
@@ -277,7 +276,7 @@ static struct moe_status check_complete(const struct moe_layer *layer)
     return moe_ok();
 }
 
-/* The tables in one piece of memory; at most a few kilobytes, so that no size can overflow. */
+/* Offsets of the tables in one allocation of at most a few kilobytes, so no size can overflow. */
 struct tables {
     size_t desc, offset, slot, local, local_index, bytes;
 };
@@ -325,7 +324,7 @@ static struct moe_status copy_tables(struct moe_layer *layer)
     return st;
 }
 
-/* Lets bf16 tokens use tensor cores with a router that came as F32. */
+/* Lets bf16 tokens use tensor cores with an F32 router. */
 static struct moe_status split_router(struct moe_layer *layer)
 {
     const struct moe_cuda_matrix *whole = &layer->desc.matrix[MOE_CUDA_ROUTER];
@@ -349,7 +348,7 @@ struct moe_status moe_cuda_layer_split_router(struct moe_layer *layer, cudaStrea
                                   stream);
 }
 
-/* Columns of the product of an interleaved matrix, or of a plain one. */
+/* Columns of the product: of an interleaved matrix after the activation. */
 static uint32_t product_columns(const struct moe_layer *layer, enum moe_cuda_matrices which)
 {
     if (which == MOE_CUDA_GATE_UP)
@@ -363,7 +362,7 @@ static bool serves(const struct moe_layer *layer, uint32_t n, uint32_t k)
                                          : moe_cuda_ggemm_serves(n, k);
 }
 
-/* What the products must know of the matrices that they multiply with. */
+/* Describes the matrices for the products. */
 static struct moe_status describe_products(struct moe_layer *layer)
 {
     static const enum moe_cuda_matrices products[] = {

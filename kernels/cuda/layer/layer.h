@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One MoE layer on a GPU: its spec, who holds which expert, and the resident weights of the experts
- * that its slot holds. Read-only after moe_cuda_layer_finish.
+/* One MoE layer on a GPU: its spec, the placement of its experts, and the resident weights of this
+ * slot's experts. Read-only after moe_cuda_layer_finish.
  *
  * Weights keep the dtype they came in: BF16 with BF16 tokens runs on tensor cores, every other
- * combination in exact fp32. Gate and up are one matrix whose rows alternate in blocks of
- * MOE_CUDA_INTERLEAVE: gate 0-7, up 0-7, gate 8-15, ... so that one tile of it holds both halves of
- * an activation. */
+ * combination in exact fp32. Gate and up are one matrix; its rows alternate in blocks of
+ * MOE_CUDA_INTERLEAVE: gate 0-7, up 0-7, gate 8-15, ... So one tile holds both inputs of an
+ * activation. */
 #ifndef MOE_CUDA_LAYER_H
 #define MOE_CUDA_LAYER_H
 
@@ -37,41 +37,41 @@ struct moe_cuda_placement {
     int32_t *local_index; /* [E] global id -> index into `local`, -1 when placed elsewhere */
 };
 
-/* What kernels need of a layer; also resident in device memory, so that a captured graph serves
- * every layer of the same shape by the descriptor it points to. */
+/* The layer as kernels see it. Also in device memory: a captured graph reads it through a pointer,
+ * and so serves every layer of the same shape. */
 struct moe_cuda_layer_desc {
-    /* By enum moe_cuda_matrices, for those that tensor cores multiply (desc.served); first, because
-     * the copy engine wants it aligned, as the descriptor itself is. */
+    /* By enum moe_cuda_matrices, for matrices in `served`. First, because the copy engine needs the
+     * alignment that the descriptor has. */
     struct moe_cuda_ggemm_weights product[MOE_CUDA_MATRICES];
-    bool served[MOE_CUDA_MATRICES]; /* tensor cores can multiply bf16 rows with this matrix */
+    bool served[MOE_CUDA_MATRICES]; /* tensor cores can multiply bf16 rows by this matrix */
     struct moe_layer_spec spec;
     uint32_t slot, slots, local_experts;
     struct moe_cuda_placement placement;
     struct moe_cuda_matrix matrix[MOE_CUDA_MATRICES];
-    /* F32 [entries][n]; expert biases have an entry per local expert. NULL: the layer has none. */
+    /* F32 [entries][n]; expert biases have one entry per local expert. NULL: none. */
     float *bias[MOE_WEIGHT_COUNT];
 };
 
 struct moe_layer {
     struct moe_device *device;
     struct moe_layer_spec spec;
-    struct moe_placement placement; /* host; its arrays are this layer's own copies */
+    struct moe_placement placement; /* on the host; its arrays belong to this layer */
     uint32_t slot;
     bool finished;
     bool trained; /* it has a trainer */
-    /* Atomic, as over a network another thread asks than learns. Of steps that were to retain
-     * (activation_sizing.h); 0: none. */
+    /* Rows per token of earlier retained steps (activation_sizing.h); 0: none yet. Atomic: over a
+     * network, one thread writes it and another reads it. */
     double retained_rows_per_token;
     uint32_t local_experts;          /* experts placed on `slot`; may be 0 */
     uint32_t *local;                 /* host [local_experts] */
     int32_t *local_index;            /* host [E] */
     struct moe_cuda_layer_desc desc; /* host copy; the pointers in it are to the device */
     const struct moe_cuda_layer_desc *on_device; /* valid after finish */
-    struct moe_cuda_buffer params;               /* for the parts that wait; see step_params.h */
+    struct moe_cuda_buffer params;               /* for parts that wait; see step_params.h */
     void *tables;                                /* device memory of the placement and on_device */
     size_t tables_bytes;
     bool *uploaded[MOE_WEIGHT_COUNT];    /* [entries] */
-    struct moe_thread_pool_batch coming; /* uploads that read for themselves */
+    struct moe_thread_pool_batch coming; /* uploads still running */
 };
 
 /* Members of struct moe_backend. */
@@ -89,9 +89,9 @@ struct moe_status moe_cuda_layer_fetch(struct moe_layer *layer, enum moe_weight 
 struct moe_status moe_cuda_layer_finish(struct moe_layer *layer) MOE_CHECKED;
 void moe_cuda_layer_destroy(struct moe_layer *layer); /* NULL is ignored */
 
-/* For the trainer. The matrix that holds a weight that is no bias, and which of its rows. */
+/* For the trainer. The matrix that holds a weight (not a bias), and its rows there. */
 enum moe_cuda_matrices moe_cuda_layer_matrix(enum moe_weight weight, enum moe_cuda_rows *order);
-/* Enqueues: the router's parts follow the router, where the layer has them. */
+/* Enqueues: updates the router's bf16 parts, if the layer has them. */
 struct moe_status moe_cuda_layer_split_router(struct moe_layer *layer,
                                               cudaStream_t stream) MOE_CHECKED;
 

@@ -1,10 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The exact fp32 product of grouped rows with a weight matrix: any dtypes, any shape, any device.
  *
- * A block of 256 threads makes tiles of 64 rows x 64 weight rows, each thread 4 x 4 of it, over
- * slices of 16 columns that are widened to fp32 in shared memory (2 x 4.25 KiB). Each output
- * element is one chain of multiply-adds in ascending k, so a row's bits depend on that row alone.
- * Blocks walk over the tiles until the counts in device memory say that there are no more. */
+ * Tile      64 rows x 64 weight rows x 16 columns, widened to fp32. One stage in shared memory; the
+ *           next one loads into registers meanwhile.
+ * Threads   256 per block, each with 4 x 4 outputs; all load and multiply.
+ * Shared    2 x 4.25 KiB.
+ * Registers no limit.
+ *
+ * Each output is one chain of multiply-adds in ascending k, so a row's bits depend on that row
+ * alone. Blocks walk over the tiles; counts in device memory end the walk. */
 #ifndef MOE_CUDA_SIMT_CUH
 #define MOE_CUDA_SIMT_CUH
 
@@ -21,7 +25,7 @@ static_assert(MOE_ROW_ALIGN % TILE == 0, "a tile holds rows of one expert only")
 
 /* Rows in groups, one per expert. Without a table: one group of `rows` rows for entry 0. */
 struct groups {
-    const uint32_t *start, *count; /* as in struct moe_rows; group i meets entry i of the weights */
+    const uint32_t *start, *count; /* as in struct moe_rows; group i uses entry i of the weights */
     uint32_t groups, rows;
 };
 
@@ -37,7 +41,7 @@ static __device__ inline uint32_t rows_in_use(const groups &g)
     return g.start != nullptr ? g.start[g.groups] : g.rows;
 }
 
-/* The group that owns row `row`: the last one that starts at or before it and has rows. */
+/* The group that owns `row`: the last one that starts at or before it and has rows. */
 static __device__ inline uint32_t group_of(const groups &g, uint32_t row)
 {
     uint32_t low = 0, high = g.groups;
@@ -51,7 +55,7 @@ static __device__ inline uint32_t group_of(const groups &g, uint32_t row)
     return low;
 }
 
-/* False when tile number `row_tile` holds padding only. */
+/* False if tile number `row_tile` is only padding. */
 static __device__ inline bool find_rows(const groups &g, uint32_t row_tile, tile *t)
 {
     uint32_t row = row_tile * TILE;
@@ -69,7 +73,7 @@ static __device__ inline bool find_rows(const groups &g, uint32_t row_tile, tile
     return true;
 }
 
-/* Four consecutive elements of a row, zeros behind its end. */
+/* Loads four consecutive elements of a row; zeros past its end. */
 template <typename T>
 static __device__ inline void load4(const T *row, uint32_t column, uint32_t columns, float *v)
 {
@@ -89,7 +93,7 @@ static __device__ inline void multiply(const X *x, uint32_t x_rows, const W *w, 
                                        float acc[PER_THREAD][PER_THREAD])
 {
     const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-    const uint32_t r = threadIdx.x / 4, c = threadIdx.x % 4 * 4; /* what this thread loads */
+    const uint32_t r = threadIdx.x / 4, c = threadIdx.x % 4 * 4; /* this thread's loads */
     const X *x_row = x + (size_t)(r < x_rows ? r : 0) * columns;
     const W *w_row = w + (size_t)(r < w_rows ? r : 0) * columns;
     float xv[4], wv[4];
@@ -118,7 +122,7 @@ static __device__ inline void multiply(const X *x, uint32_t x_rows, const W *w, 
     }
 }
 
-/* Every tile of the product; `epilogue(tile, acc)` is called by all threads of the block. */
+/* Computes every tile of the product. All threads of the block call `epilogue(tile, acc)`. */
 template <typename X, typename W, typename Epilogue>
 static __device__ inline void product(const groups &g, const void *x, const moe_cuda_matrix &m,
                                       Epilogue epilogue)
@@ -126,7 +130,7 @@ static __device__ inline void product(const groups &g, const void *x, const moe_
     __shared__ shared s;
     const uint32_t row_tiles = (rows_in_use(g) + TILE - 1) / TILE;
     const uint32_t column_tiles = (m.rows + TILE - 1) / TILE;
-    /* Neighbouring blocks share weights. */
+    /* Adjacent blocks share weights. */
     for (size_t i = blockIdx.x; i < (size_t)row_tiles * column_tiles; i += gridDim.x) {
         tile t;
         if (!find_rows(g, (uint32_t)(i % row_tiles), &t))
@@ -143,7 +147,7 @@ static __device__ inline void product(const groups &g, const void *x, const moe_
 
 } // namespace moe_simt
 
-/* Instantiates `launch<X, W>(...)` for the dtypes of x and of a matrix. */
+/* Calls `launch<X, W>(...)` for the dtypes of x and of a matrix. */
 #define MOE_SIMT_DISPATCH(x_dtype, w_dtype, launch, ...)                                           \
     do {                                                                                           \
         if ((x_dtype) == MOE_DTYPE_F32 && (w_dtype) == MOE_DTYPE_F32)                              \

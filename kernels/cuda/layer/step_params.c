@@ -2,7 +2,7 @@
 /* Fills step parameters on the host; see step_params.h. */
 #include "cuda/layer/step_params.h"
 
-/* This step as a head: what must be the same on all slots, and the own number of tokens. */
+/* Fills this step's head: what must be equal on all slots, and this slot's number of tokens. */
 static void fill_head(const struct moe_layer *layer, enum moe_dtype dtype, uint32_t bucket,
                       uint32_t tokens, uint32_t head[MOE_HEAD_COUNT])
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Weights through pinned memory, by several threads; see weights.h. */
+/* Moves weights through pinned memory with several threads; see weights.h. */
 #include "cuda/layer/weights.h"
 
 #include "base/cores.h"
@@ -9,35 +9,35 @@
 
 enum {
     HALVES = 2,
-    LEAST_BYTES = 64 << 10, /* of a piece, but for the last: less is not worth a thread */
+    LEAST_BYTES = 64 << 10, /* smallest piece but the last; less is not worth a thread */
 };
 
-/* What one thread works with. */
+/* Resources of one thread. */
 struct hand {
     void *pinned[HALVES];
-    cudaEvent_t left[HALVES]; /* what this half held is on the device */
-    cudaEvent_t came;         /* what was to be read is in the first half; waited for asleep */
+    cudaEvent_t left[HALVES]; /* the copy from this half is complete */
+    cudaEvent_t came;         /* the read into the first half is complete; waits block */
     uint32_t next;            /* half */
-    void *landing;            /* device: what is to be converted */
+    void *landing;            /* device memory for data to convert */
 };
 
 struct moe_cuda_uploads {
     struct moe_device *device;
     struct moe_thread_pool *pool;
-    /* One for all: between copies of different streams the copy engine idles for more than ten
-     * microseconds. */
+    /* One stream for all: between copies of different streams the copy engine idles for more than
+     * ten microseconds. */
     cudaStream_t stream;
-    cudaStream_t back; /* for what is read: it does not stand behind a layer that is loaded */
+    cudaStream_t back; /* for reads, so that they do not wait behind a layer that loads */
     uint32_t hands;
     struct hand hand[MOE_CUDA_UPLOAD_THREADS];
 };
 
-/* A weight for the pool; an item is `piece` elements of it. */
+/* A weight for the pool. An item is `piece` elements of it. */
 struct job {
     struct moe_cuda_weight w;
     struct moe_weight_source source;
     size_t piece;
-    float *data; /* not NULL: the way back, to here; without a source */
+    float *data; /* not NULL: read the weight back to here; no source */
 };
 _Static_assert(sizeof(struct job) <= MOE_THREAD_POOL_JOB_BYTES, "a job of the pool");
 
@@ -48,13 +48,13 @@ static size_t element_bytes(const struct job *o)
     return moe_dtype_bytes(o->w.from);
 }
 
-/* Rows that lie together in the place of the weight. */
+/* Elements of one contiguous block of an interleaved weight. */
 static size_t block_elements(const struct moe_cuda_weight *w)
 {
     return MOE_CUDA_INTERLEAVE * w->columns;
 }
 
-/* The copy engine can do it alone. */
+/* Whether the copy engine alone can place the weight. */
 static bool goes_straight(const struct moe_cuda_weight *w)
 {
     return w->from == w->to &&
@@ -67,7 +67,7 @@ static size_t ratio_up(size_t a, size_t b)
     return (a + b - 1) / b;
 }
 
-/* Elements of a piece: as many as fit, or fewer, so that each thread gets some; of interleaved rows
+/* Elements per piece: as many as fit, or fewer, so that each thread gets some. Interleaved rows:
  * whole blocks. */
 static size_t piece_elements(const struct moe_cuda_weight *w, uint32_t shares)
 {
@@ -79,7 +79,7 @@ static size_t piece_elements(const struct moe_cuda_weight *w, uint32_t shares)
     return unit * (share < most ? share : most);
 }
 
-/* Whole blocks of eight rows, each behind a block of the other matrix; then what is left. */
+/* Copies whole blocks of eight rows, skipping the other matrix's blocks; then the rest. */
 static struct moe_status copy_interleaved(const struct job *o, const char *from, size_t first,
                                           size_t n, cudaStream_t stream)
 {
@@ -97,7 +97,7 @@ static struct moe_status copy_interleaved(const struct job *o, const char *from,
                                     cudaMemcpyHostToDevice, stream));
 }
 
-/* Elements [first, first + n), which lie in pinned memory; `landing` is for what is converted. */
+/* Sends elements [first, first + n) from pinned memory. `landing`: for data to convert. */
 static struct moe_status send(const struct job *o, const void *pinned, void *landing, size_t first,
                               size_t n, cudaStream_t stream)
 {
@@ -111,7 +111,7 @@ static struct moe_status send(const struct job *o, const void *pinned, void *lan
     return moe_cuda_weights_place(&o->w, landing, first, n, stream);
 }
 
-/* Lets others have the core between looks: being woken would take longer than most waits. */
+/* Yields the core between queries: a wake-up would take longer than most waits. */
 static struct moe_status await(cudaEvent_t event)
 {
     cudaError_t rc;
@@ -120,9 +120,9 @@ static struct moe_status await(cudaEvent_t event)
     return MOE_CUDA(rc);
 }
 
-/* ------------------------------------------------------------------- the way back */
+/* ----------------------------------------------------------------- reading back */
 
-/* Of interleaved rows whole blocks, or what is left behind the last whole one. */
+/* Copies an item back. Interleaved rows: whole blocks, then the rest after the last one. */
 static struct moe_status copy_back(const struct job *o, size_t first, size_t n, void *pinned,
                                    cudaStream_t stream)
 {
@@ -157,7 +157,7 @@ static struct moe_status bring(const struct moe_cuda_uploads *u, const struct ha
     size_t n = total - first < o->piece ? total - first : o->piece;
     void *pinned = hand->pinned[0];
     MOE_TRY(moe_cuda_device_use(u->device));
-    MOE_TRY(MOE_CUDA(cudaEventSynchronize(hand->left[0]))); /* an upload may still be reading it */
+    MOE_TRY(MOE_CUDA(cudaEventSynchronize(hand->left[0]))); /* an upload may still read this half */
     struct moe_status st = copy_back(o, first, n, pinned, u->back);
     struct moe_status recorded = MOE_CUDA(cudaEventRecord(hand->came, u->back));
     struct moe_status came = MOE_CUDA(cudaEventSynchronize(hand->came));
@@ -185,7 +185,7 @@ static struct moe_status carry(void *ctx, uint32_t thread, const void *what, uin
     MOE_TRY(o->source.read(o->source.ctx, o->source.at + first * element_bytes(o),
                            n * element_bytes(o), hand->pinned[half]));
     struct moe_status sent = send(o, hand->pinned[half], hand->landing, first, n, u->stream);
-    /* Also after a failure: it may have left a copy behind, which reads what is written next. */
+    /* Also after a failure: an enqueued copy may still read this half. */
     struct moe_status recorded = MOE_CUDA(cudaEventRecord(hand->left[half], u->stream));
     return moe_failed(&sent) ? sent : recorded;
 }
@@ -201,7 +201,7 @@ static struct moe_status give(struct moe_device *device, const struct moe_cuda_w
         return moe_ok();
     struct job o = {.w = *w, .source = *source, .piece = piece_elements(w, shares)};
     size_t items = ratio_up(total, o.piece);
-    MOE_INVARIANT(items <= UINT32_MAX); /* of 64 KiB at least, but for the last */
+    MOE_INVARIANT(items <= UINT32_MAX); /* at least 64 KiB each, except the last */
     return moe_thread_pool_submit(device->uploads->pool, batch, &o, sizeof o, (uint32_t)items);
 }
 

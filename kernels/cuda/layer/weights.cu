@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layout kernel of weights: rows to their places, dtype to dtype, one element a thread and
- * turn. It runs at a fraction of the memory's speed, far above that of the bus the weights come
- * over. */
+/* Kernels that lay out weights: rows to their positions, dtype to dtype, one element per thread and
+ * iteration; no shared memory. They reach a fraction of the memory's speed, far more than that of
+ * the bus that delivers the weights. */
 #include "cuda/layer/weights.h"
 
 #include <cuda_bf16.h>
