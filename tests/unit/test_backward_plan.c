@@ -78,7 +78,7 @@ static double share(const struct moe_cuda_backward_params *f)
 }
 
 /* The time that combine takes decides how many gradients make room for it. */
-static void company_lasts_as_long_as_rows_travel(void **state)
+static void overlap_lasts_as_long_as_rows_travel(void **state)
 {
     (void)state;
     const struct moe_cuda_backward_params base = deepseek_v3();
@@ -104,7 +104,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_runs_beside_each_other_fits_together),
         cmocka_unit_test(a_slot_alone_does_one_thing_after_the_other),
-        cmocka_unit_test(company_lasts_as_long_as_rows_travel),
+        cmocka_unit_test(overlap_lasts_as_long_as_rows_travel),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -102,7 +102,7 @@ struct moe_status moe_cuda_ep_net_create(struct moe_session *session, struct moe
     struct moe_cuda_ep_net *n = calloc(1, sizeof *n);
     if (n == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                         "out of memory for a session's letters");
+                         "out of memory for a session's control messages");
     n->session = session;
     struct moe_status st = take_control_memory(n);
     if (!moe_failed(&st))

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The rule and the shapes; see gemm_choice.h. The bounds come from measurements on an H200 with
- * randomly routed rows, whose counts are never multiples of a tile
+ * randomly routed rows, with counts that are never multiples of a tile
  * (tests/bench/results/products.md). */
 #include "cuda/plan/gemm_choice.h"
 
 enum {
-    DECODE_MAX_ROWS = 64, /* one tile of 64 rows: only bytes of weights count */
+    DECODE_MAX_ROWS = 64, /* one tile of 64 rows: only the bytes of weights matter */
     EVEN_MAX_ROWS =
-        768,           /* above, half a tile of 128 lost per expert is less than even tiles cost */
-    EVEN_MIN_K = 1025, /* below, storing a tile takes longer than rounding costs */
+        768, /* above, an expert's loss of half a tile of 128 costs less than even tiles */
+    EVEN_MIN_K = 1025, /* below, storing a tile costs more than rounding up */
 };
 
 struct moe_cuda_tile_shape moe_cuda_tile_shape(enum moe_cuda_gemm_tile tile)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which tile the grouped GEMM uses: a pure function of what the host knows before a step runs.
- * It never sees real counts (they exist only on the device), so one captured graph serves all
- * routings of a bucket, and the same bucket always gets the same kernel. */
+/* Which tile the grouped GEMM uses: a pure function of what the host knows before a step. It never
+ * sees real counts, which exist only on the device. So one captured graph serves all routings of a
+ * bucket, and the same bucket always gets the same kernel. */
 #ifndef MOE_CUDA_GEMM_CHOICE_H
 #define MOE_CUDA_GEMM_CHOICE_H
 
@@ -18,8 +18,8 @@ enum moe_cuda_gemm_tile {
     MOE_CUDA_TILE_COUNT
 };
 
-/* A tile of the output (at most so many rows of an expert), one step of K, and how many steps are
- * in flight. */
+/* A tile of the output (up to `rows` rows of an expert), one step of K, and how many steps are in
+ * flight. */
 struct moe_cuda_tile_shape {
     uint32_t rows, columns, depth, stages;
 };

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The options of this backend. The table is there without CUDA too, so that a worker's command line
- * is the same in every build. */
+/* The options of this backend. The table is also there without CUDA, so that a worker's command
+ * line is the same in every build. */
 #ifndef MOE_CUDA_OPTIONS_H
 #define MOE_CUDA_OPTIONS_H
 
@@ -12,21 +12,20 @@ extern "C" {
 
 enum { MOE_CUDA_OPTION_TRANSPORT, MOE_CUDA_OPTION_GEMM, MOE_CUDA_OPTION_COUNT };
 
-/* By MOE_CUDA_OPTION_*, and the end. */
+/* Indexed by MOE_CUDA_OPTION_*; the last entry ends it. */
 extern const struct moe_backend_option moe_cuda_options[MOE_CUDA_OPTION_COUNT + 1];
 
 /* How rows travel between slots. The order of values is that of the table, also below. */
 enum moe_cuda_transport {
-    MOE_CUDA_TRANSPORT_AUTO,    /* windows where every slot reaches every other's memory, else
-                                   network */
+    MOE_CUDA_TRANSPORT_AUTO,    /* windows if all slots reach each other's memory, else network */
     MOE_CUDA_TRANSPORT_NVLINK,  /* windows, or the session is refused */
-    MOE_CUDA_TRANSPORT_NETWORK, /* NCCL's sends and receives, whatever the topology */
+    MOE_CUDA_TRANSPORT_NETWORK, /* NCCL's sends and receives, on any topology */
 };
 
-/* What multiplies bf16 by bf16 in the experts. All else in a forward pass is exact fp32. */
+/* What multiplies bf16 by bf16 in the experts. Everything else in a forward pass is exact fp32. */
 enum moe_cuda_gemm {
     MOE_CUDA_GEMM_AUTO,   /* HOPPER on Hopper, CUBLAS on other GPUs */
-    MOE_CUDA_GEMM_HOPPER, /* kernels of our own; device_open refuses it on other GPUs */
+    MOE_CUDA_GEMM_HOPPER, /* our own kernels; device_open refuses it on other GPUs */
     MOE_CUDA_GEMM_CUBLAS, /* needs libcublas at run time */
 };
 

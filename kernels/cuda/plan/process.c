@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See process.h. Calls no function of CUDA, so that it is tested everywhere. */
+/* See process.h. Calls no function of CUDA, so it is tested everywhere. */
 #include "cuda/plan/process.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* Windows never use multicast of NVLink. Without this NCCL sets up its own for each of them, which
- * takes memory, and which shared hosts may forbid. */
+/* Windows never use NVLink's multicast. Without this NCCL sets up multicast for each window, which
+ * takes memory and may be forbidden on shared hosts. */
 static const char multicast[] = "NCCL_NVLS_ENABLE", off[] = "0";
 
 struct moe_status moe_cuda_process_prepare(void)

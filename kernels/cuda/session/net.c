@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The comm thread and its watch over exchanges; see net.h. */
+/* The comm thread and how it watches exchanges; see net.h. */
 #include "cuda/session/net.h"
 
 #include "base/clock.h"
@@ -16,24 +16,23 @@
 
 enum {
     MAX_EXCHANGES = 16,          /* unfinished ones: two steps have at most six */
-    SPIN_NS = 200 * 1000,        /* the comm thread looks without sleeping for this long */
-    IDLE_SLEEP_NS = 10 * 1000,   /* and then this often */
-    SLEEP_SLACK_NS = 1000,       /* timers are as exact as that */
+    SPIN_NS = 200 * 1000,        /* the comm thread spins for this long */
+    IDLE_SLEEP_NS = 10 * 1000,   /* and then sleeps this long between two polls */
+    SLEEP_SLACK_NS = 1000,       /* precision of timers */
     SETUP_POLL_US = 200,         /* while NCCL forms a group */
     LOOK_NS = 1000 * 1000,       /* how often NCCL is asked for errors */
-    GRACE_NS = 100 * 1000 * 1000 /* what is still under way when the network fails may come */
+    GRACE_NS = 100 * 1000 * 1000 /* for data under way when the network fails */
 };
 
 /* An exchange that was begun. */
 struct exchange {
     uint64_t number;
-    const uint8_t
-        *trailer[MOE_MAX_SLOTS]; /* device address of the trailer that slot sends; or NULL */
+    const uint8_t *trailer[MOE_MAX_SLOTS]; /* device address of that slot's trailer; or NULL */
 };
 
 struct moe_cuda_net {
     struct moe_cuda_net_config config;
-    ncclComm_t comm; /* atomic; its calls block; NULL once it has been ended */
+    ncclComm_t comm; /* atomic; its calls block; NULL once it was ended */
     struct moe_cuda_net_progress *progress, *progress_on_device;
     void *warm_up; /* device memory: a message to and from each slot */
     cudaStream_t side;
@@ -41,7 +40,7 @@ struct moe_cuda_net {
 
     pthread_t thread;
     bool started;
-    struct moe_mutex lock; /* guards what follows, up to the next comment */
+    struct moe_mutex lock; /* guards the following fields, up to the next comment */
     pthread_cond_t work, done;
     MOE_GUARDED_BY(lock) struct {
         struct moe_cuda_task *first, *last;
@@ -49,18 +48,18 @@ struct moe_cuda_net {
         struct moe_cuda_step_outcome outcome; /* once known */
     };
 
-    bool broken; /* atomic; before the outcome is known */
-    /* Of the comm thread. */
+    bool broken; /* atomic; set before the outcome is known */
+    /* Fields of the comm thread. */
     uint64_t budget_ns;
     uint64_t last_number;
     struct exchange flying[MAX_EXCHANGES]; /* a ring */
     uint32_t oldest, count;
-    uint64_t since;  /* the oldest exchange was first seen to have begun; 0 = not yet */
-    uint64_t failed; /* NCCL first reported an error; 0 = none */
-    uint64_t looked; /* when it was last asked */
+    uint64_t since;  /* when the oldest exchange was first seen to have begun; 0 = not yet */
+    uint64_t failed; /* when NCCL first reported an error; 0 = none */
+    uint64_t looked; /* when NCCL was last asked */
 };
 
-/* The peers, all live slots but the own one. */
+/* The peers: all live slots but this one. */
 static bool is_peer(const struct moe_cuda_net *net, uint32_t slot)
 {
     return slot != net->config.slot && (net->config.live >> slot & 1);
@@ -76,7 +75,7 @@ static uint64_t trailer_of(const struct moe_cuda_net *net, uint64_t number)
     return (net->config.epoch & 0xffffff) << 40 | number;
 }
 
-/* What callers see until they ask for the outcome. */
+/* Callers see this until they ask for the outcome. */
 static struct moe_status is_broken(void)
 {
     return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "the network of the session broke");
@@ -84,7 +83,7 @@ static struct moe_status is_broken(void)
 
 /* ------------------------------------------------------------------ giving up */
 
-/* The slot whose message of this exchange did not come; the lowest peer if all came. */
+/* Returns the slot with the message that did not arrive; the lowest peer if all arrived. */
 static uint32_t find_missing(struct moe_cuda_net *net, const struct exchange *x)
 {
     uint32_t missing = MOE_MAX_SLOTS, lowest = MOE_MAX_SLOTS;
@@ -105,7 +104,7 @@ static uint32_t find_missing(struct moe_cuda_net *net, const struct exchange *x)
     return missing != MOE_MAX_SLOTS ? missing : lowest;
 }
 
-/* Ends the communicator, unless someone has. */
+/* Ends the communicator, unless it has ended. */
 static void end_communicator(struct moe_cuda_net *net)
 {
     ncclComm_t comm = __atomic_exchange_n(&net->comm, NULL, __ATOMIC_ACQ_REL);
@@ -113,7 +112,7 @@ static void end_communicator(struct moe_cuda_net *net)
         (void)ncclCommAbort(comm);
 }
 
-/* Ends the communicator, and with it every exchange, then finds out whose fault it was. */
+/* Ends the communicator, and with it every exchange; then finds the slot that caused it. */
 static void give_up(struct moe_cuda_net *net, uint32_t code)
 {
     struct moe_cuda_step_outcome outcome = {.code = code};
@@ -131,7 +130,7 @@ static void give_up(struct moe_cuda_net *net, uint32_t code)
     moe_mutex_unlock(&net->lock);
 }
 
-/* NCCL's word on errors, asked now and then. */
+/* Asks NCCL for errors from time to time. */
 static bool network_failed(struct moe_cuda_net *net, uint64_t now)
 {
     ncclResult_t state = ncclSuccess;
@@ -144,7 +143,7 @@ static bool network_failed(struct moe_cuda_net *net, uint64_t now)
     return net->failed != 0 && now - net->failed >= GRACE_NS;
 }
 
-/* Looks after the exchanges under way. False when the network is broken. */
+/* Watches the exchanges under way. False when the network is broken. */
 static bool watch(struct moe_cuda_net *net)
 {
     if (net->broken)
@@ -168,7 +167,7 @@ static bool watch(struct moe_cuda_net *net)
     return !net->broken;
 }
 
-/* Between two looks; `idle_since` is when they began. */
+/* Waits between two polls; `idle_since` is when polling began. */
 static void backoff(uint64_t idle_since)
 {
     if (moe_clock_ns() - idle_since < SPIN_NS)
@@ -343,8 +342,9 @@ static struct moe_status await_group(ncclComm_t group, ncclResult_t rc, uint64_t
                      "the slots did not connect over the network in time");
 }
 
-/* A communicator whose calls block costs a step some 40 us less in each exchange: those of one that
- * does not start a thread each. Forming it must not block, hence the detour. */
+/* If the calls of a communicator block, each exchange of a step saves about 40 us, because NCCL
+ * starts no thread per call. Forming it must not block, so it is split off one that does not block.
+ */
 static struct moe_status form_network(struct moe_cuda_net *net, ncclComm_t group,
                                       uint64_t deadline_ns)
 {
@@ -386,7 +386,7 @@ static struct moe_status connect_slots(struct moe_cuda_net *net, uint64_t deadli
     net->budget_ns = now < deadline_ns ? deadline_ns - now : 1;
     moe_cuda_net_post(net, &task);
     if (!moe_cuda_net_await(net, &task, deadline_ns + GRACE_NS)) {
-        /* The call that connects does not come back; this ends it. */
+        /* The call that connects does not return; this ends it. */
         end_communicator(net);
         (void)moe_cuda_net_await(net, &task, MOE_NEVER);
         return is_broken();

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How the host learns of an exchange's progress: words in pinned memory, stored in stream order. */
+/* How the host follows the progress of an exchange: numbers in pinned memory, stored in stream
+ * order. */
 #include "cuda/core/load.h"
 #include "cuda/session/control.h"
 #include "cuda/session/net.h"

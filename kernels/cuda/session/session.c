@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The state of a session, its outcomes, and what its comm thread runs; see session.h. Knows nothing
- * of layers or rows. */
+/* The state of a session, its outcomes, and the calls that its comm thread runs; see session.h.
+ * Knows neither layers nor rows. */
 #include "cuda/session/session.h"
 
 #include "base/clock.h"

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A session on a GPU: this process's seat in an EP group. Owns the windows of all slots as device
- * addresses, the words by which kernels and host tell each other of failures, and the pass tables.
+/* A session on a GPU: this process as a member of an EP group. Owns the windows of all slots as
+ * device addresses, the flags by which kernels and host report failures, and the pass tables.
  *
- * Kernels wait: whatever waits for a peer is a kernel on the device's compute stream, bounded by
- * the session's budget. The first wait that fails leaves an outcome in device
- * memory and sets `stop`, and every kernel queued behind it returns at once. */
+ * Only kernels wait for peers, on the device's compute stream and within the session's budget. The
+ * first wait that fails leaves an outcome in device memory and sets `stop`. Every kernel queued
+ * behind it then returns at once. */
 #ifndef MOE_CUDA_SESSION_H
 #define MOE_CUDA_SESSION_H
 
@@ -31,15 +31,15 @@ struct moe_session {
     struct moe_cuda_control *control;           /* device memory */
     struct moe_cuda_host_control *host_control; /* host address */
     struct moe_cuda_host_control *host_control_on_device;
-    uint32_t step; /* host's count of steps enqueued: when to wipe the words */
+    uint32_t step; /* number of steps the host has enqueued: when to wipe the flags */
     bool aborted;  /* atomic */
     uint64_t lost; /* atomic; bit s: slot s did not answer */
     bool failed;   /* atomic */
-    int missing;   /* atomic; the slot that a wait failed for, or -1 */
+    int missing;   /* atomic; the slot for which a wait failed, or -1 */
     struct moe_cuda_ep *ep;
     struct moe_cuda_steps *steps;
-    cudaEvent_t outcome_ready; /* of a backward pass: dispatch's outcome has come to the host */
-    /* Where rows travel over a network; else NULL, and the window has the peers' addresses. */
+    cudaEvent_t outcome_ready; /* of a backward pass: dispatch's outcome is in host memory */
+    /* If rows travel over a network; else NULL, and the window has the peers' addresses. */
     struct moe_cuda_net *net;
     struct moe_cuda_ep_net *ep_net;
 };
@@ -51,39 +51,39 @@ const char *moe_cuda_session_transport(const struct moe_session *s);
 
 /* For ep.c, step.c and backward.c. */
 
-/* The failure that later calls of this session get, or success. */
+/* The failure for later calls of this session, or success. */
 struct moe_status moe_cuda_session_usable(const struct moe_session *s) MOE_CHECKED;
 
-/* The slot that a wait failed for, or -1. */
+/* The slot for which a wait failed, or -1. */
 int moe_cuda_session_missing(const struct moe_session *s);
 
-/* The status of an outcome that has come to the host. Marks the session as failed where it is. */
+/* The status of an outcome in host memory. Marks the session as failed if the outcome says so. */
 struct moe_status
 moe_cuda_session_outcome_status(struct moe_session *s,
                                 const struct moe_cuda_step_outcome *outcome) MOE_CHECKED;
 
-/* Whether a step that ended with this status was refused by all slots, which met with different
- * steps, and the session goes on. An outcome says more: MOE_CUDA_PASS_REFUSED. */
+/* Whether all slots refused a step that ended with this status because their steps differed, and
+ * the session goes on. An outcome says more: MOE_CUDA_PASS_REFUSED. */
 bool moe_cuda_session_refused(const struct moe_session *s, const struct moe_status *st);
 
-/* Waits for the compute stream and judges. */
+/* Waits for the compute stream and returns the status of its outcome. */
 struct moe_status moe_cuda_session_finish(struct moe_session *s) MOE_CHECKED;
 
-/* Runs fn(ctx), which makes passes outside a forward step and does not wait for them, until all
- * that comes from peers has come. In a session over a network the comm thread runs it; never to be
- * called from there. */
+/* Runs fn(ctx), which makes passes outside a forward step and does not wait for them. Returns when
+ * all data from peers has arrived. In a session over a network the comm thread runs fn; never call
+ * this from there. */
 struct moe_status moe_cuda_session_run(struct moe_session *s, struct moe_status (*fn)(void *ctx),
                                        void *ctx) MOE_CHECKED;
 
-/* Waits until all steps that were enqueued before have nothing more to exchange, so that the caller
- * may enqueue on the compute stream itself. Only a session over a network has to wait. */
+/* Waits until all earlier steps have nothing more to exchange, so that the caller may enqueue on
+ * the compute stream. Waits only in a session over a network. */
 struct moe_status moe_cuda_session_catch_up(struct moe_session *s) MOE_CHECKED;
 
-/* A failure on that thread: the outcome's status where the network broke, else `st`. */
+/* A failure of the comm thread: the outcome's status if the network broke, else `st`. */
 struct moe_status moe_cuda_session_explain(struct moe_session *s, struct moe_status st) MOE_CHECKED;
 
-/* A step broke on this slot for a reason of its own (no memory, a CUDA error): nothing can be run
- * in this session any more. */
+/* A step failed on this slot for a local reason (no memory, a CUDA error): the session can run
+ * nothing any more. */
 void moe_cuda_session_fail(struct moe_session *s);
 
 #ifdef __cplusplus

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opening and closing the windows of a session; see window.h.
  *
- * NCCL is used without blocking: each collective call is begun and then polled under a deadline, so
- * that a slot that never comes costs the others a bounded time. */
+ * NCCL is used without blocking: each collective call is begun and then polled under a deadline. So
+ * a slot that never comes costs the others a bounded time. */
 #include "cuda/session/window.h"
 
 #include "base/clock.h"
@@ -58,9 +58,9 @@ struct moe_status moe_cuda_window_form_group(struct moe_cuda_window *w, struct m
     return await(w->comm, rc, "ncclCommInitRankConfig", deadline_ns);
 }
 
-/* Memory is cleared, and blanks are laid, before it is registered: registration ends when all slots
- * have begun it, so no peer can store into a window that is still to be cleared. Where memory
- * cannot be mapped, registration gives no handle, or one for the GPUs of a part of the group. */
+/* Memory is cleared, and blanks are laid, before it is registered. Registration ends when all slots
+ * have begun it, so no peer can store into a window that is not cleared yet. If memory cannot be
+ * mapped, registration gives no handle, or one for the GPUs of a part of the group. */
 struct moe_status moe_cuda_window_share(struct moe_cuda_window *w,
                                         const struct moe_window_layout *layout, bool *reach,
                                         uint64_t deadline_ns)
@@ -113,7 +113,7 @@ struct moe_status moe_cuda_window_open_alone(struct moe_cuda_window *w, struct m
     return moe_ok();
 }
 
-/* Memory that came from NCCL. */
+/* Frees memory that came from NCCL. */
 static void drop_memory(struct moe_cuda_window *w)
 {
     if (w->memory != NULL)
@@ -123,7 +123,7 @@ static void drop_memory(struct moe_cuda_window *w)
     w->bytes = 0;
 }
 
-/* True when NCCL has been left in good order. */
+/* True when NCCL was left in good order. */
 static bool leave_group(struct moe_cuda_window *w, uint64_t deadline_ns)
 {
     struct moe_status st = moe_ok();
@@ -143,7 +143,7 @@ void moe_cuda_window_close(struct moe_cuda_window *w, bool together, uint64_t de
         moe_cuda_mem_free(w->device, MOE_MEM_DEVICE, w->memory, w->bytes);
         return;
     }
-    /* Abort reclaims without asking anyone; an error of it leaves nothing to be done. */
+    /* Abort frees everything without waiting for peers; its errors leave nothing to do. */
     if (!together || !leave_group(w, deadline_ns))
         (void)ncclCommAbort(w->comm);
     w->comm = NULL;
@@ -153,7 +153,7 @@ void moe_cuda_window_close(struct moe_cuda_window *w, bool together, uint64_t de
 ncclComm_t moe_cuda_window_give_group(struct moe_cuda_window *w, uint64_t deadline_ns)
 {
     ncclComm_t comm = w->comm;
-    /* A failure shows again when the group is used. */
+    /* A failure appears again when the group is used. */
     if (w->handle != NULL)
         (void)await(comm, ncclCommWindowDeregister(comm, w->handle), "ncclCommWindowDeregister",
                     deadline_ns);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the addresses of the peers' windows, once per session: the only code that knows NCCL's
- * device side. */
+/* Reads the addresses of the peers' windows, once per session: the only code that knows the device
+ * side of NCCL. */
 #include "cuda/session/window.h"
 
 #include <nccl_device.h>

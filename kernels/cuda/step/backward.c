@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A whole backward pass, top to bottom in `run_pass`; see backward.h. What waits for the wire and
- * what multiplies run beside each other where backward_plan.h says so: one of the two on the
- * device's branch. */
+/* A whole backward pass, top to bottom in `run_pass`; see backward.h. Where backward_plan.h allows
+ * it, work that waits for the wire and work that multiplies run at the same time: one of the two on
+ * the device's branch. */
 #include "cuda/step/backward.h"
 
 #include "base/clock.h"
@@ -18,8 +18,8 @@
 
 enum {
     LINE = 256,
-    FLAG_ACCUMULATE = 1 << 9, /* beside MOE_HEAD_BACKWARD */
-    FLAG_COEFF = 10,          /* and 14 bits made of the loss' coefficient */
+    FLAG_ACCUMULATE = 1 << 9, /* in the head, next to MOE_HEAD_BACKWARD */
+    FLAG_COEFF = 10,          /* from here on COEFF_BITS bits, a hash of the loss' coefficient */
     COEFF_BITS = 14,
 };
 
@@ -225,7 +225,7 @@ static struct moe_status copy_out(const struct pass *p)
     return bring(p, a->token_state, p->state, p->tokens);
 }
 
-/* The forward pass's routing again, and what follows from it. */
+/* Repeats the routing of the forward pass and derives masks from it. */
 static struct moe_status route(struct pass *p)
 {
     struct moe_layer *layer = p->layer;
@@ -264,7 +264,7 @@ static struct moe_status route(struct pass *p)
                                          &r.params, stream));
     MOE_TRY(moe_cuda_router_enqueue(layer, &r, stream));
     MOE_TRY(moe_cuda_sort_tokens(&sorted, stream));
-    /* So that products may take all rows: what a refused token holds never counts. */
+    /* Products take all rows, so rows of refused tokens become zeros. */
     return moe_cuda_clear_rows(p->tokens, p->row_bytes, p->ok, p->x, p->x, p->dy, stream);
 }
 
@@ -280,7 +280,8 @@ static struct moe_status count_loads(struct pass *p)
     return p->a->accumulate ? moe_cuda_add_loads(experts, t->counted, t->loads, stream) : moe_ok();
 }
 
-/* counted [E + 1] of this slot becomes the group's, on the device and in *tokens. */
+/* counted [E + 1] of this slot becomes the group's sum, on the device; *tokens gets its last entry.
+ */
 static struct moe_status sum_counts(struct pass *p, uint64_t *tokens)
 {
     enum { AT_ONCE = MOE_WINDOW_EXCHANGE_BYTES / sizeof(uint32_t) };
@@ -313,7 +314,7 @@ static struct moe_status sum_loss(struct pass *p, double *loss)
     return moe_ok();
 }
 
-/* The load-balance loss: its gradient into dlogits, and what it is. Collective. */
+/* The load-balance loss: adds its gradient to dlogits and stores its value. Collective. */
 static struct moe_status balance_loss(struct pass *p)
 {
     const struct moe_backward_args *a = p->a;
@@ -331,7 +332,8 @@ static struct moe_status balance_loss(struct pass *p)
     return moe_ok();
 }
 
-/* The shared expert as far as no gradient changes: beside dispatch, or at its turn. */
+/* The part of the shared expert that changes no gradient: while dispatch runs, or later on the
+ * compute stream. */
 static struct moe_status begin_shared(struct pass *p, cudaStream_t stream)
 {
     const struct moe_backward_args *a = p->a;
@@ -351,7 +353,7 @@ static struct moe_status begin_shared(struct pass *p, cudaStream_t stream)
     return moe_cuda_train_shared_begin(a->trainer, &shared, &p->shared);
 }
 
-/* Rows home and their sums, and what the tokens' own slot adds. */
+/* Sends rows home, sums them, and adds what the tokens' own slot computes. */
 static struct moe_status bring_home(struct pass *p, const struct moe_cuda_x_dy_rows *batch)
 {
     const struct moe_layer_spec *spec = &p->layer->spec;
@@ -380,7 +382,7 @@ static struct moe_status bring_home(struct pass *p, const struct moe_cuda_x_dy_r
     return moe_cuda_home_gradients(&home, stream);
 }
 
-/* Behind bring_home: router, shared expert, and all parts of dx. */
+/* After bring_home: router, shared expert, and all parts of dx. */
 static struct moe_status finish_tokens(struct pass *p)
 {
     const struct moe_backward_args *a = p->a;
@@ -423,7 +425,7 @@ static struct moe_status take_scratch(struct pass *p, enum moe_cuda_scratch_use 
     return moe_cuda_train_scratch_take(p->s->device, use, bytes, &unused);
 }
 
-/* All memory of a pass, so that no stage fails for want of it when peers wait. */
+/* Reserves all memory of a pass, so that no stage fails for lack of it while peers wait. */
 static struct moe_status reserve(struct pass *p)
 {
     struct moe_trainer *t = p->a->trainer;
@@ -445,7 +447,7 @@ static struct moe_status reserve(struct pass *p)
                                        p->capacity * columns * sizeof(float), &p->dx_rows);
 }
 
-/* Dispatch's outcome comes to the host while products are computed that change no gradient. */
+/* Copies dispatch's outcome to the host, while products run that change no gradient. */
 static struct moe_status copy_outcome(struct pass *p, const struct moe_rows *rows)
 {
     struct moe_session *s = p->s;
@@ -471,7 +473,7 @@ static struct moe_status await_outcome(struct pass *p, uint64_t *rows)
     return st;
 }
 
-/* This slot cannot: the others are told in place of what this pass is, and refuse it too. */
+/* This slot has no memory: it announces a refusal instead of the pass, and all slots refuse. */
 static struct moe_status refuse(struct pass *p, struct moe_step_result *result)
 {
     const struct moe_cuda_batch batch = {
@@ -483,7 +485,7 @@ static struct moe_status refuse(struct pass *p, struct moe_step_result *result)
     return await_outcome(p, &result->rows);
 }
 
-/* Whether this pass has gradients of the experts' weights as backward_plan.h wants them. */
+/* Whether this pass computes the experts' weight gradients that backward_plan.h can overlap. */
 static bool has_weight_products(const struct pass *p, bool *adds)
 {
     struct moe_trainer *t = p->a->trainer;
@@ -498,7 +500,7 @@ static struct moe_cuda_backward_plan make_plan(const struct pass *p)
     const struct moe_layer_spec *spec = &p->layer->spec;
     struct moe_cuda_backward_params params = {
         .multiprocessors = (uint32_t)p->s->device->multiprocessors,
-        /* Over a network rows travel on the compute stream, as if there were nobody else. */
+        /* Over a network rows travel on the compute stream, so the plan is that of one slot. */
         .slots = p->s->net != NULL ? 1 : (uint32_t)__builtin_popcountll(p->s->config.live),
         .bucket = p->a->bucket,
         .top_k = p->top_k,
@@ -512,7 +514,7 @@ static struct moe_cuda_backward_plan make_plan(const struct pass *p)
     return moe_cuda_backward_plan(&params);
 }
 
-/* x and dy to the slots of their experts, beside the shared expert. */
+/* Sends x and dy to the slots of their experts, and runs the shared expert at the same time. */
 static struct moe_status send_out(struct pass *p, const struct moe_cuda_x_dy_rows *batch,
                                   struct moe_rows *rows, const void **dy_rows)
 {
@@ -528,7 +530,7 @@ static struct moe_status send_out(struct pass *p, const struct moe_cuda_x_dy_row
     return overlaps ? moe_cuda_branch_join(device) : moe_ok();
 }
 
-/* Refusals are known after dispatch, before any slot changes something or waits again. */
+/* A refusal is known after dispatch, before any slot changes something or waits again. */
 static struct moe_status run_pass(struct pass *p, struct moe_step_result *result)
 {
     const struct moe_backward_args *a = p->a;
@@ -572,8 +574,7 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
     }
     MOE_TRY(moe_cuda_train_experts_begin(a->trainer, a->dtype, &r, &experts));
     MOE_TRY(await_outcome(p, &result->rows));
-    /* Rows of another batch would not be as many: that they are the same is all that is looked at.
-     */
+    /* Only row counts are compared: a different batch is assumed to give a different count. */
     result->used_retained = found && retained.rows == result->rows &&
                             retained.in_use == p->s->host_control->rows_in_use;
     if (found && !result->used_retained)
@@ -583,10 +584,10 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
     MOE_TRY(bring_home(p, &batch));
     MOE_TRY(moe_cuda_train_experts_weights(&experts, &p->plan.overlap));
     if (p->plan.combine != 0) {
-        moe_cuda_train_mark(device, MOE_BACKWARD_COMBINE); /* what is left of it */
+        moe_cuda_train_mark(device, MOE_BACKWARD_COMBINE); /* the rest of it */
         MOE_TRY(moe_cuda_branch_join(device));
     }
-    if (a->aux_coeff != 0) /* what follows meets the other slots again */
+    if (a->aux_coeff != 0) /* the following work waits for the other slots again */
         MOE_TRY(moe_cuda_session_finish(p->s));
     MOE_TRY(finish_tokens(p));
     moe_cuda_train_mark(device, MOE_BACKWARD_STAGE_COUNT);
@@ -619,21 +620,22 @@ static struct pass describe(struct moe_session *s, const struct moe_backward_arg
                          .need_logits = any_logits(a)};
 }
 
-/* Waits for all of a pass that failed: the caller's tensors are free when its step has ended. */
+/* Waits for all work of a failed pass: the caller's tensors must be free when its step has ended.
+ */
 static void leave_memory(struct moe_device *device)
 {
     (void)moe_cuda_branch_join(device).code;
     (void)moe_cuda_device_finish(device).code;
 }
 
-/* All memory first, then the pass; or the refusal of a slot that has none. */
+/* Takes all memory first, then runs the pass. Without memory this slot refuses. */
 static struct moe_status run(struct pass *p, struct moe_step_result *result)
 {
     struct moe_device *device = p->s->device;
     struct moe_status st = moe_cuda_session_catch_up(p->s);
     if (!moe_failed(&st))
         st = reserve(p);
-    /* What steps have retained goes where there is no memory otherwise. */
+    /* Without memory, retained activations are dropped. */
     if (st.code == MOE_RESOURCE_EXHAUSTED &&
         moe_activation_cache_give_back(device->activation_cache))
         st = reserve(p);
@@ -647,7 +649,7 @@ static struct moe_status run(struct pass *p, struct moe_step_result *result)
     return st;
 }
 
-/* moe_cuda_pass_fn. A step before this pass may have ended the session. */
+/* A moe_cuda_pass_fn. An earlier step may have ended the session. */
 static struct moe_status make_pass(struct moe_session *s, const struct moe_backward_args *a,
                                    struct moe_step_result *result)
 {
@@ -658,7 +660,7 @@ static struct moe_status make_pass(struct moe_session *s, const struct moe_backw
     result->total_ns = moe_clock_ns() - begun;
     result->refused = p.refused;
     if (moe_failed(&st) && !p.refused)
-        moe_cuda_session_fail(s); /* the others wait for what does not come */
+        moe_cuda_session_fail(s); /* the other slots wait for data that will not come */
     return st;
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backward passes on a GPU: whole ones, their parts, and the optimizer step; members of struct
- * moe_training. The session's executor makes a whole pass (executor.h) and waits inside it for the
- * device and for the peers; moe_cuda_backward_enqueue waits for neither. */
+/* Backward passes on a GPU: whole passes, their parts, and the optimizer step; members of struct
+ * moe_training. The session's executor runs a whole pass (executor.h) and waits inside it for the
+ * device and for the peers. moe_cuda_backward_enqueue waits for neither. */
 #ifndef MOE_CUDA_BACKWARD_H
 #define MOE_CUDA_BACKWARD_H
 
@@ -23,10 +23,10 @@ struct moe_status moe_cuda_optimizer_step(struct moe_session *session,
                                           const struct moe_optimizer_args *args,
                                           struct moe_optimizer_result *result) MOE_CHECKED;
 
-/* Dispatch of pairs, enqueued: x's rows in *rows and dy's in *dy_rows, all in device memory, both
- * 2H elements from row to row: they lie side by side until moe_cuda_x_dy_split. `flags` goes into
- * the head with the dtype: slots whose flags differ refuse alike. token_state as in struct
- * moe_cuda_batch. */
+/* Dispatch of rows of x and dy, enqueued: x's rows in *rows and dy's in *dy_rows, all in device
+ * memory. Both have a stride of 2H elements and lie next to each other until moe_cuda_x_dy_split.
+ * `flags` goes into the head with the dtype: if flags differ between slots, all slots refuse.
+ * token_state as in struct moe_cuda_batch. */
 struct moe_cuda_x_dy_rows {
     struct moe_layer *layer;
     enum moe_dtype dtype;
@@ -40,15 +40,15 @@ struct moe_cuda_x_dy_rows {
 struct moe_status moe_cuda_x_dy_dispatch(struct moe_session *session,
                                          const struct moe_cuda_x_dy_rows *batch,
                                          struct moe_rows *rows, const void **dy_rows) MOE_CHECKED;
-/* Scratch for moe_cuda_x_dy_split, which may be taken before a peer waits. */
+/* Scratch for moe_cuda_x_dy_split; may be taken before a peer waits. */
 struct moe_status moe_cuda_x_dy_reserve_split(struct moe_session *session,
                                               const struct moe_cuda_x_dy_rows *batch) MOE_CHECKED;
-/* Enqueued: x's rows and dy's apart, H elements from row to row each. */
+/* Enqueued: separates x's rows from dy's, each with a stride of H elements. */
 struct moe_status moe_cuda_x_dy_split(struct moe_session *session,
                                       const struct moe_cuda_x_dy_rows *batch, struct moe_rows *rows,
                                       const void **dy_rows) MOE_CHECKED;
-/* Enqueued on `stream`, behind it: dx_rows [rows, H + MOE_CUDA_WEIGHT_COLUMNS] f32, of which this
- * writes the last columns; *combined [T, H + MOE_CUDA_WEIGHT_COLUMNS], from scratch. */
+/* Enqueued on `stream`: dx_rows [rows, H + MOE_CUDA_WEIGHT_COLUMNS] f32, with the last columns
+ * written here; *combined [T, H + MOE_CUDA_WEIGHT_COLUMNS], from scratch. */
 struct moe_status moe_cuda_x_dy_combine(struct moe_session *session,
                                         const struct moe_cuda_x_dy_rows *batch, float *dx_rows,
                                         const float *dweight_rows, float **combined,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds, makes and forgets captured steps; see graph.h. */
+/* Finds, makes and drops captured steps; see graph.h. */
 #include "cuda/step/graph.h"
 
 #include "cuda/core/range.h"
@@ -13,7 +13,7 @@ static uint32_t bits_of(float value)
     return bits;
 }
 
-/* Appends; a key is compared as a whole, so unused words stay zero. */
+/* Appends to a key. Keys are compared as a whole, so unused words stay zero. */
 struct writer {
     struct moe_cuda_graph_key *key;
     uint32_t at;
@@ -118,7 +118,7 @@ static struct moe_status capture_slot(struct moe_cuda_graphs *g, uint32_t step_s
         return st;
     if (*out != NULL)
         (void)cudaGraphDestroy(*out);
-    (void)cudaGetLastError(); /* a capture that broke is no fault of the next launch */
+    (void)cudaGetLastError(); /* else the next launch would report this error */
     return moe_failed(&st) ? st : ended;
 }
 
@@ -151,8 +151,8 @@ static struct moe_cuda_graph *find(struct moe_cuda_graphs *g, const struct moe_c
     return NULL;
 }
 
-/* An entry that nobody holds: a free one, or the one that was not taken for longest. There is one,
- * as there are fewer step slots than entries. */
+/* Returns an entry without users: a free one, or the least recently used. There is one, because
+ * there are fewer step slots than entries. */
 static struct moe_cuda_graph *make_room(struct moe_cuda_graphs *g)
 {
     struct moe_cuda_graph *oldest = NULL;
@@ -169,7 +169,7 @@ static struct moe_cuda_graph *make_room(struct moe_cuda_graphs *g)
     forget(oldest);
     return oldest;
 }
-_Static_assert((int)MOE_CUDA_MAX_GRAPHS > (int)MOE_CUDA_STEP_SLOTS, "an entry that nobody holds");
+_Static_assert((int)MOE_CUDA_MAX_GRAPHS > (int)MOE_CUDA_STEP_SLOTS, "an entry without users");
 
 struct moe_status moe_cuda_graphs_take(struct moe_cuda_graphs *g,
                                        const struct moe_cuda_graph_key *key,

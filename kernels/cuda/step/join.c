@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forms a session out of its parts, and takes it apart; see join.h. */
+/* Forms a session out of its parts and takes it apart; see join.h. */
 #include "cuda/step/join.h"
 
 #include "base/clock.h"
@@ -16,11 +16,11 @@
 #include <string.h>
 
 enum {
-    SETUP_MS = 20000, /* what NCCL may need to connect a group, on top of two wait budgets */
+    SETUP_MS = 20000, /* time for NCCL to connect a group, on top of two wait budgets */
 };
 
-/* What the slots tell each other through the caller's all-gather. All is the same but for `slot`
- * and what begins with `group`. */
+/* The slots exchange this through the caller's all-gather. It is equal on all slots except for
+ * `slot` and everything from `group` on. */
 struct introduction {
     uint64_t magic, epoch, live, window_bytes;
     uint32_t version, slot, slots, max_tokens, max_hidden, max_top_k, max_experts, transport;
@@ -48,7 +48,7 @@ static struct moe_status introduce(const struct moe_session *s, struct introduct
     return MOE_NCCL(ncclGetVersion(&out->nccl_version));
 }
 
-/* All slots see the same introductions, so all of them refuse, or none. */
+/* All slots see the same introductions, so all refuse or none. */
 static struct moe_status check_introductions(const struct moe_session *s,
                                              const struct introduction *mine,
                                              const struct introduction *all)
@@ -69,12 +69,12 @@ static struct moe_status check_introductions(const struct moe_session *s,
                              "depends on --training too)",
                              p);
     }
-    return moe_session_check_gpus(c->live, c->slots, gpus); /* NCCL refuses without a name */
+    return moe_session_check_gpus(c->live, c->slots, gpus); /* NCCL would not name the slots */
 }
 
-/* Whether every slot reaches every other's memory: what they tell each other in a second round. */
+/* Second round: whether every slot reaches the memory of all others. */
 struct reach {
-    uint64_t magic; /* none from a slot that gave up */
+    uint64_t magic; /* zero from a slot that gave up */
     uint32_t all;
 };
 
@@ -110,7 +110,7 @@ static struct moe_status open_network(struct moe_session *s, uint64_t deadline)
     return moe_cuda_net_open(&net, group, deadline, &s->net);
 }
 
-/* Windows or network: decided alike by all slots. */
+/* Windows or network: all slots choose the same. */
 static struct moe_status choose_transport(struct moe_session *s, uint64_t deadline)
 {
     const struct moe_session_config *c = &s->config;
@@ -209,16 +209,16 @@ void moe_cuda_session_leave(struct moe_session *s)
     bool together = !__atomic_load_n(&s->failed, __ATOMIC_ACQUIRE) &&
                     !__atomic_load_n(&s->aborted, __ATOMIC_ACQUIRE);
     if (s->host_control != NULL)
-        moe_cuda_session_abort(s); /* nothing may wait any longer */
+        moe_cuda_session_abort(s); /* ends all waits */
     struct moe_status st = moe_cuda_device_use(s->device);
-    moe_cuda_steps_stop(s->steps);        /* whose passes use the network */
-    moe_cuda_net_close(s->net, together); /* or it would go on enqueuing steps */
+    moe_cuda_steps_stop(s->steps);        /* before the network: its passes use it */
+    moe_cuda_net_close(s->net, together); /* else it would go on enqueuing steps */
     s->net = NULL;
     moe_cuda_steps_destroy(s->steps);
     moe_activation_cache_drop_session(s->device->activation_cache, s);
     if (!moe_failed(&st))
         st = moe_cuda_device_finish(s->device);
-    /* Whatever the device says, it has no work left that could use the windows. */
+    /* Even if the device reports an error, it has no work left that could use the windows. */
     uint64_t patience = s->config.wait_budget_ms * MOE_NS_PER_MS;
     moe_cuda_window_close(&s->window, together && !moe_failed(&st), moe_clock_ns() + patience);
     moe_cuda_ep_destroy(s->ep);

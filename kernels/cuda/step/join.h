@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forming a group, leaving it, and meeting in it: members of struct moe_backend. */
+/* Forming a group, leaving it, and exchanging bytes in it: members of struct moe_backend. */
 #ifndef MOE_CUDA_JOIN_H
 #define MOE_CUDA_JOIN_H
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Goes through the lists of kernels; see load.h. */
+/* Loads all kernels, list by list; see load.h. */
 #include "cuda/core/load.h"
 
 enum { HOPPER = 90 };

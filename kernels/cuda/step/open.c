@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A device and what belongs to it: kernels, threads that bring weights in, a way to multiply,
- * scratch of training; see open.h. */
+/* A device and what belongs to it: kernels, upload threads, a way to multiply, scratch for
+ * training; see open.h. */
 #include "cuda/step/open.h"
 
 #include "common/backend_options.h"
@@ -40,7 +40,7 @@ fail:
     return st;
 }
 
-/* What goes wrong here has been reported by an earlier call, or concerns nobody any more. */
+/* Errors here were reported by an earlier call or no longer matter, so they are ignored. */
 void moe_cuda_device_close(struct moe_device *device)
 {
     if (device == NULL)
@@ -50,5 +50,5 @@ void moe_cuda_device_close(struct moe_device *device)
     moe_cuda_train_scratch_free(device);
     moe_cuda_uploads_close(device);
     moe_cuda_device_destroy(device);
-    moe_cuda_cublas_close(cublas); /* behind all that the streams had */
+    moe_cuda_cublas_close(cublas); /* after all work of the streams */
 }

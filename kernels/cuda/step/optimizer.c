@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The optimizer step of a group: gradients of what several slots hold are summed, all slots find
- * the same norm, then each moves what it holds; see moe/training.h. All slots agree on the step
- * before anything is changed. Within a slot everything is enqueued, a few launches per block; the
- * host waits for its peers, and once for the norm. Sums over slots are in reduce.h; no step may run
- * meanwhile. */
+/* The optimizer step of a group; see moe/training.h. Slots sum the gradients that several of them
+ * hold, find the same norm, and each updates its own weights. All slots agree on the step before
+ * anything changes. Within a slot everything is enqueued, a few launches per block; the host waits
+ * for its peers, and once for the norm. Sums over slots are in reduce.h. No step may run at the
+ * same time. */
 #include "cuda/step/backward.h"
 
 #include "common/activation_cache.h"
@@ -21,7 +21,7 @@ enum {
 
 /* ------------------------------------------------------------- sums over slots */
 
-/* All slots walk over the same blocks and experts in the same order. */
+/* All slots visit the same blocks and experts in the same order. */
 static struct moe_status sum_block(struct moe_cuda_reduce *r, struct moe_trainer *t,
                                    struct moe_cuda_block *b)
 {
@@ -33,7 +33,7 @@ static struct moe_status sum_block(struct moe_cuda_reduce *r, struct moe_trainer
         return moe_cuda_reduce_add(r, b->grad, b->n, r->s->config.live);
     }
     if (p->offset[p->experts] == p->experts)
-        return moe_ok(); /* one copy of each */
+        return moe_ok(); /* one copy of each expert */
     MOE_TRY(moe_cuda_block_clear_grad(t, b));
     for (uint32_t e = 0; e < layer->spec.experts; e++) {
         int32_t entry = layer->local_index[e];
@@ -43,7 +43,7 @@ static struct moe_status sum_block(struct moe_cuda_reduce *r, struct moe_trainer
     return moe_ok();
 }
 
-/* Before a step runs all slots must meet; the norm sees to that. */
+/* Before a step runs, all slots must synchronize; the exchange of the norm does it. */
 static struct moe_status sum_gradients(struct moe_session *s, struct moe_trainer *const *trainers,
                                        size_t count)
 {
@@ -58,7 +58,7 @@ static struct moe_status sum_gradients(struct moe_session *s, struct moe_trainer
 
 /* ------------------------------------------------------------------------ norm */
 
-/* Of experts with several copies, the first holder counts. */
+/* If an expert has several copies, the first holder counts it. */
 static struct moe_status add_block_squares(const struct moe_trainer *t,
                                            const struct moe_cuda_block *b, double *sums,
                                            cudaStream_t stream)
@@ -81,7 +81,7 @@ static struct moe_status add_block_squares(const struct moe_trainer *t,
     return moe_ok();
 }
 
-/* Of this slot: what is replicated, and what it alone counts. */
+/* Squares of this slot: of the replicated weights, and of the experts that only it counts. */
 static struct moe_status local_squares(struct moe_device *device,
                                        struct moe_trainer *const *trainers, size_t count,
                                        double squares[MOE_CUDA_SQUARES])
@@ -133,7 +133,7 @@ static struct moe_status move_block(struct moe_trainer *t, struct moe_cuda_block
                             resident, stream));
     if (b->kind == MOE_CUDA_BLOCK_MATRIX && b->matrix == MOE_CUDA_ROUTER)
         return moe_cuda_layer_split_router(layer, stream);
-    /* B comes behind A, so both have moved. */
+    /* B comes after A, so both have been updated. */
     return b->part == MOE_PART_LORA_B ? moe_cuda_trainer_renew(t, b, stream) : moe_ok();
 }
 
@@ -197,7 +197,7 @@ static struct moe_status check(struct moe_session *s, struct moe_trainer *const 
     return moe_cuda_reduce_reserve(s);
 }
 
-/* *refused: the slots have spoken, and so none of them goes on. */
+/* *refused: all slots have voted, so none of them goes on. */
 static struct moe_status agree(struct moe_session *s, struct moe_trainer *const *trainers,
                                size_t count, const struct moe_optimizer_args *args, bool *refused)
 {

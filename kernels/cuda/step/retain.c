@@ -23,7 +23,7 @@ static struct moe_activation_key key_of_step(const struct moe_session *s,
                                              const struct moe_step_args *a)
 {
     struct moe_activation_key key = key_of(s, a->layer, a->retain, a->dtype, a->bucket, a->tokens);
-    key.step = a; /* the step slot's own */
+    key.step = a; /* address in the step slot */
     return key;
 }
 
@@ -45,7 +45,7 @@ static double learnt(const struct moe_layer *layer)
     return rows;
 }
 
-/* Rows to take room for where `bytes` are left for them; false where that is for nothing. */
+/* Rows to take room for when `bytes` are left; false if room would be useless. */
 static bool ask(const struct moe_session *s, const struct moe_step_args *a, size_t bytes,
                 uint32_t *rows)
 {
@@ -78,7 +78,7 @@ static bool able(const struct moe_session *s, const struct moe_step_args *a)
            moe_cuda_train_routed_on_tensor_cores(a->layer, a->dtype);
 }
 
-/* The shared expert's first, as how much it needs is known. */
+/* Takes the shared expert's room first, because its size is known. */
 static bool take_both(struct moe_session *s, const struct moe_step_args *a,
                       struct moe_cuda_ggemm_pre *pre)
 {
@@ -94,7 +94,7 @@ static bool take_both(struct moe_session *s, const struct moe_step_args *a,
         return false;
     if (shared && !take(s, a, MOE_ACTIVATION_SHARED, a->tokens, pre))
         return false;
-    /* It may lie where it leaves less than the rest. */
+    /* Its place may leave less than the rest, so this asks again. */
     return ask(s, a, moe_activation_cache_begin(cache, &key), &rows) &&
            take(s, a, MOE_ACTIVATION_ROUTED, rows, pre);
 }

@@ -1,19 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Running whole steps; see step.h. The order of a step is the list in `capture_stages`, top to
- * bottom: what is captured once per shape and step slot (graph.h), and launched as one graph.
+/* Running whole steps; see step.h. `capture_stages` lists the order of a step, top to bottom. It is
+ * captured once per shape and step slot (graph.h) and launched as one graph.
  *
- * In a session whose rows travel over a network the same list is enqueued each time, by the comm
- * thread (net.h), because it waits in the middle for what the peers announce: whoever enqueues a
- * step posts a task.
+ * If rows travel over a network, the comm thread (net.h) enqueues the same list each time, because
+ * the list waits in the middle for what peers announce. The caller only posts a task.
  *
- * A backward pass is a task of the executor (executor.h), and so are a step whose memory has to
- * grow and what is enqueued before such a task is done: steps begin in the order in which they were
- * enqueued.
+ * A backward pass is a task of the executor (executor.h). So is a step with memory that must grow,
+ * and everything enqueued while such a task is unfinished: steps begin in the order in which they
+ * were enqueued.
  *
- * Rows come in on one stream, are computed on another and leave on a third, each waiting for an
- * event of the one before: so the copies of two steps overlap each other's computing. A step slot
- * holds what belongs to one step; scratch is shared, because computing runs one step after the
- * other. Memory grows with the largest step seen, so that a steady step allocates nothing. */
+ * Rows come in on one stream, are computed on another and leave on a third. Each stream waits for
+ * an event of the one before, so the copies of two steps overlap computation. A step slot has what
+ * belongs to one step. Scratch is shared, because steps are computed one after another. Memory
+ * grows with the largest step seen, so a steady step allocates nothing. */
 #include "cuda/step/step.h"
 
 #include "base/clock.h"
@@ -29,16 +28,16 @@
 #include <time.h>
 
 enum {
-    SPIN_NS = 500 * 1000,      /* a wait polls without sleeping for this long */
-    IDLE_SLEEP_NS = 20 * 1000, /* and then looks this often */
-    /* Up to this bucket the shared expert runs beside the routing. Above, both want all of the
-     * device, and the routed products find half of it taken (bench/results/layer.md). */
+    SPIN_NS = 500 * 1000,      /* a wait spins for this long */
+    IDLE_SLEEP_NS = 20 * 1000, /* and then sleeps this long between two polls */
+    /* Up to this bucket the shared expert overlaps the routing. Above it both want the whole
+     * device, and the routed products would find half of it taken (bench/results/layer.md). */
     SIDE_STREAM_MAX_BUCKET = 512,
 };
 
 /* ---------------------------------------------------------------------- memory */
 
-/* Puts rows x columns elements of `each` bytes at `*at`, and moves `*at` behind them. */
+/* Places rows x columns elements of `each` bytes at `*at` and moves `*at` past them. */
 static bool place(size_t *at, size_t *offset, size_t rows, size_t columns, size_t each)
 {
     size_t bytes;
@@ -76,7 +75,7 @@ static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows,
            ((l->bytes = at), true);
 }
 
-/* Memory that a step needs is there. */
+/* Whether the memory that a step needs is there. */
 static bool fits(const struct moe_step *step)
 {
     const struct moe_cuda_steps *steps = step->owner;
@@ -108,12 +107,13 @@ static struct moe_status reserve(struct moe_step *step)
     struct moe_session *s = steps->session;
     const struct moe_step_args *a = &step->args;
     MOE_TRY(lay_out(step));
-    /* Growing waits for the device; if that waits for a peer that is gone, nobody would notice. */
+    /* Growing waits for the device. If the device waits for a lost peer, that wait would not end.
+     */
     if (s->net != NULL && !fits(step))
         MOE_TRY(moe_cuda_net_settle(s->net));
     MOE_TRY(moe_cuda_ep_reserve(s, a->layer, a->dtype, a->bucket, a->tokens, false));
-    /* For all step slots at once: growing waits for the device, and so for the peers of a step that
-     * the other step slot may run by the time this one is used again. */
+    /* For all step slots at once. Growing waits for the device, and so for the peers of a step that
+     * another slot may run later. */
     for (uint32_t i = 0; i < MOE_CUDA_STEP_SLOTS; i++)
         MOE_TRY(moe_cuda_buffer_reserve(s->device, &steps->step_slot[i].tensors, step->at.bytes));
     return moe_cuda_buffer_reserve(s->device, &steps->scratch, steps->at.bytes);
@@ -121,7 +121,7 @@ static struct moe_status reserve(struct moe_step *step)
 
 /* --------------------------------------------------------------------- capture */
 
-/* What a graph is made of, besides the step slot: from one step of its shape. */
+/* What a graph depends on, apart from the step slot; from one step of its shape. */
 struct shape {
     struct moe_cuda_steps *steps;
     const struct moe_layer *layer;
@@ -141,7 +141,7 @@ static void *scratch(const struct moe_cuda_steps *steps, size_t offset)
     return (char *)steps->scratch.data + offset;
 }
 
-/* The range that a profiler sees becomes that of the next stage. */
+/* Ends the profiler's range and begins that of the next stage. */
 static void next_range(const char *stage)
 {
     moe_cuda_range_end();
@@ -167,10 +167,9 @@ static struct moe_status capture_router(const struct shape *shape, struct moe_st
     return moe_cuda_router_enqueue(shape->layer, &r, stream);
 }
 
-/* The shared expert needs tokens only. At small buckets it takes few multiprocessors and most of
- * its time for reading weights, while routing waits: for its own kernels one after the other, and
- * for the peers. Not with cuBLAS, whose workspace products share, and not where a step is not
- * captured. */
+/* The shared expert needs only the tokens. At small buckets it takes few multiprocessors and mostly
+ * reads weights, while routing waits for its own kernels and for the peers. Not with cuBLAS,
+ * because products share its workspace, and not if a step is not captured. */
 static bool runs_on_side_stream(const struct shape *shape)
 {
     const struct moe_session *s = shape->steps->session;
@@ -178,7 +177,7 @@ static bool runs_on_side_stream(const struct shape *shape)
            s->net == NULL && s->device->cublas == NULL;
 }
 
-/* Captures the shared expert's output, where there is one, as `base` of combine. */
+/* Captures the shared expert's output, if there is one, as `base` of combine. */
 static struct moe_status capture_shared(const struct shape *shape, struct moe_step *step,
                                         cudaStream_t stream, float *base)
 {
@@ -194,7 +193,8 @@ static struct moe_status capture_shared(const struct shape *shape, struct moe_st
                                      .scratch = scratch(steps, steps->at.shared),
                                      .out = base,
                                      .retains = shape->retains};
-    /* Half of the device is left to the routing, which may not begin late: peers wait for it. */
+    /* Half of the device stays free for the routing, which must not begin late: peers wait for it.
+     */
     if (side_stream)
         shared.processors = (uint32_t)steps->session->device->multiprocessors / 2;
     else
@@ -202,7 +202,7 @@ static struct moe_status capture_shared(const struct shape *shape, struct moe_st
     return moe_cuda_ffn_shared(shape->layer, &shared, stream);
 }
 
-/* The same as a branch that begins where `stream` is now. */
+/* The same on the side stream, which forks from `stream` here. */
 static struct moe_status fork_shared(const struct shape *shape, struct moe_step *step,
                                      cudaStream_t stream, float *base)
 {
@@ -215,7 +215,7 @@ static struct moe_status fork_shared(const struct shape *shape, struct moe_step 
     return MOE_CUDA(cudaEventRecord(steps->join_event, steps->side_stream));
 }
 
-/* `base` is there for what follows on `stream`. */
+/* Makes work that follows on `stream` wait for `base`. */
 static struct moe_status join_shared(const struct shape *shape, struct moe_step *step,
                                      cudaStream_t stream, float *base)
 {
@@ -367,8 +367,7 @@ static struct moe_status enqueue(struct moe_step *step)
 
 /* ----------------------------------------------------------------------- calls */
 
-/* What can be wrong with a step must be found here: inside it would cost all slots their session.
- */
+/* All errors of a step must be found here: later they would cost all slots their session. */
 static struct moe_status check_args(struct moe_session *s, const struct moe_step_args *a,
                                     bool *need_logits)
 {
@@ -396,7 +395,7 @@ static void fill_params(struct moe_step *step, bool need_logits)
     step->retains = false;
 }
 
-/* What the step was to retain is kept, or its room free again. */
+/* Keeps what the step retained, or frees its room. Returns whether it is retained. */
 static bool settle_retained(struct moe_step *step, bool good)
 {
     struct moe_session *s = step->owner->session;
@@ -405,7 +404,7 @@ static bool settle_retained(struct moe_step *step, bool good)
                                   step->message->outcome.rows, step->message->rows_in_use);
 }
 
-/* What steps have retained goes where there is no memory otherwise. */
+/* Without memory, retained activations are dropped. */
 static struct moe_status reserve_or_drop(struct moe_step *step)
 {
     struct moe_status st = reserve(step);
@@ -415,7 +414,7 @@ static struct moe_status reserve_or_drop(struct moe_step *step)
     return reserve(step);
 }
 
-/* With room to retain, if there is any; but without, rather than that the step fails. */
+/* Takes room to retain if there is any. Without room the step runs and retains nothing. */
 static struct moe_status prepare(struct moe_step *step)
 {
     struct moe_session *s = step->owner->session;
@@ -429,7 +428,8 @@ static struct moe_status prepare(struct moe_step *step)
     return take_graph(step);
 }
 
-/* Its memory is there (fits). The graph first: what fails there concerns this slot alone. */
+/* The step's memory is there (fits). The graph comes first: its failure stays local to this slot.
+ */
 static struct moe_status start(struct moe_step *step)
 {
     struct moe_session *s = step->owner->session;
@@ -437,8 +437,8 @@ static struct moe_status start(struct moe_step *step)
     struct moe_status st = enqueue(step);
     if (!moe_failed(&st))
         return st;
-    /* The peers may have begun to wait for rows that never come, and the caller's memory must be
-     * free again when this call has failed. */
+    /* Peers may already wait for rows that never come. The caller's memory must be free when this
+     * call has failed. */
     moe_cuda_session_fail(s);
     moe_cuda_step_slots_wait(s->device);
     moe_cuda_graphs_give(step->graph);
@@ -446,8 +446,8 @@ static struct moe_status start(struct moe_step *step)
     return st;
 }
 
-/* Room to retain, if there is any. The first time it is memory that is taken, for which as for
- * memory that grows nobody must be waited for. */
+/* Takes room to retain if there is any. The first time this allocates memory, which must not wait
+ * for a peer. */
 static struct moe_status begin_retaining_over_network(struct moe_step *step)
 {
     struct moe_session *s = step->owner->session;
@@ -457,7 +457,7 @@ static struct moe_status begin_retaining_over_network(struct moe_step *step)
     return moe_ok();
 }
 
-/* The comm thread's task. */
+/* A task of the comm thread. */
 static struct moe_status start_over_network(void *ctx)
 {
     struct moe_step *step = ctx;
@@ -509,7 +509,7 @@ struct moe_status moe_cuda_step_post_pass(struct moe_session *s,
     return moe_ok();
 }
 
-/* What was enqueued before this step may have ended the session, or laid out scratch anew. */
+/* An earlier step may have ended the session, or laid out scratch anew. */
 static struct moe_status begin_deferred(void *ctx)
 {
     struct moe_step *step = ctx;
@@ -523,7 +523,7 @@ static struct moe_status begin_deferred(void *ctx)
     return start(step);
 }
 
-/* What is wrong with the arguments is said now, as by a step that begins at once. */
+/* Wrong arguments are reported now, as by a step that begins at once. */
 static struct moe_status defer(struct moe_step *step)
 {
     const struct moe_step_args *a = &step->args;
@@ -532,8 +532,8 @@ static struct moe_status defer(struct moe_step *step)
     return moe_ok();
 }
 
-/* At once where that waits for nothing: no task of the executor is to come before, and no memory
- * has to grow, which waits for the device and so for the peers of the step before. */
+/* Starts at once if that waits for nothing. It waits if a task of the executor comes first, or if
+ * memory must grow: growing waits for the device, and so for the peers of the step before. */
 static struct moe_status begin(struct moe_step *step)
 {
     struct moe_cuda_steps *steps = step->owner;
@@ -576,8 +576,8 @@ static uint64_t elapsed_ns(cudaEvent_t from, cudaEvent_t to)
     return (uint64_t)((double)ms * 1e6);
 }
 
-/* A stage lasts until the next one begins, so that nothing between kernels is left out. What runs
- * beside others has no stamp, and so no time. */
+/* A stage lasts until the next one begins, so gaps between kernels count. Work on the side stream
+ * has no stamp, so its time is 0. */
 static void read_times(const struct moe_step *step, struct moe_step_result *r)
 {
     uint64_t next = step->message->began[MOE_STAGE_COUNT];
@@ -589,7 +589,7 @@ static void read_times(const struct moe_step *step, struct moe_step_result *r)
     r->total_ns = elapsed_ns(step->begun, step->left);
 }
 
-/* From the step slot's pinned memory to the caller's. */
+/* Copies from the step slot's pinned memory to the caller's. */
 static void hand_over_answer(const struct moe_step *step)
 {
     const struct moe_step_args *a = &step->args;
@@ -602,7 +602,7 @@ static void hand_over_answer(const struct moe_step *step)
     memcpy(a->token_state, ids + (step->at.state - step->at.ids), a->tokens);
 }
 
-/* cudaErrorNotReady when the deadline passed first. */
+/* cudaErrorNotReady if the deadline passes first. */
 static cudaError_t await(cudaEvent_t event, uint64_t deadline_ns)
 {
     uint64_t start = moe_clock_ns();
@@ -616,7 +616,7 @@ static cudaError_t await(cudaEvent_t event, uint64_t deadline_ns)
     }
 }
 
-/* What became of a step whose kernels have ended. */
+/* The result of a step with kernels that have ended. */
 static struct moe_status end_step(struct moe_step *step, cudaError_t rc, struct moe_step_result *r)
 {
     struct moe_session *s = step->owner->session;
@@ -654,7 +654,7 @@ static struct moe_status still_running(void)
     return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "the step is still running");
 }
 
-/* A pass whose task is done, or a step that its task could not start. */
+/* The task of a pass is done, or the task of a step could not start it. */
 static struct moe_status end_deferred(struct moe_step *step, struct moe_step_result *result)
 {
     struct moe_status st = step->executor_task.status;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Whole steps on a GPU, at most two unfinished; whoever enqueues one waits for nothing. A forward
- * step is enqueued on three streams, and the host waits for none of its parts. A pass that the host
- * leads is a task of the session's executor; so are a step whose memory has to grow, and what is
- * enqueued while such a task lasts. */
+/* Whole steps on a GPU, at most two unfinished; enqueuing waits for nothing. A forward step is
+ * enqueued on three streams, and the host waits for none of its parts. The session's executor runs
+ * passes that the host leads, steps with memory that must grow, and everything enqueued while such
+ * a task lasts. */
 #ifndef MOE_CUDA_STEP_H
 #define MOE_CUDA_STEP_H
 
@@ -12,8 +12,8 @@
 extern "C" {
 #endif
 
-/* Takes one of the two places and has the executor make the pass, behind all steps that were
- * enqueued before. `args` is copied. */
+/* Takes a step slot and has the executor run the pass, after all steps that were enqueued before.
+ * `args` is copied. */
 struct moe_status moe_cuda_step_post_pass(struct moe_session *session,
                                           const struct moe_backward_args *args,
                                           moe_cuda_pass_fn pass, struct moe_step **out) MOE_CHECKED;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Taking, giving, making and freeing step slots; see step_slots.h. */
+/* Creates, takes, gives back and frees step slots; see step_slots.h. */
 #include "cuda/step/step_slots.h"
 
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The two places of a session for steps that are not finished, and what belongs to each.
- * Internal to step_slots.c and step.c. */
+/* The two step slots of a session, one per unfinished step, and what belongs to each. Internal to
+ * step_slots.c and step.c. */
 #ifndef MOE_CUDA_STEP_SLOTS_H
 #define MOE_CUDA_STEP_SLOTS_H
 
@@ -12,8 +12,8 @@
 
 enum { MOE_CUDA_STEP_LINE = 256 /* alignment of tensors inside a buffer */ };
 
-/* Offsets in a step slot's buffer. From `ids` to the end is what a step answers besides y: it
- * leaves in one piece, as small copies cost the same as each other. */
+/* Offsets in a step slot's buffer. From `ids` to the end lies a step's answer except y; it
+ * leaves in one copy, because a small copy costs as much as a larger one. */
 struct moe_cuda_step_layout {
     size_t x, mode, ids_in, weights_in, y, ids, weights, state, bytes;
 };
@@ -23,22 +23,22 @@ struct moe_cuda_step_scratch {
     size_t logits, hidden, out, base, shared, products, bytes;
 };
 
-/* What host and device tell each other of a step. */
+/* What host and device exchange for a step. */
 struct moe_cuda_step_message {
-    struct moe_cuda_step_params params;   /* to the device, by copy */
+    struct moe_cuda_step_params params;   /* copied to the device */
     struct moe_cuda_step_outcome outcome; /* stored by the device */
-    /* Stored by the device: when each stage began, and when the last one ended; nanoseconds. 0: the
-     * stage has no kernels. */
+    /* Stored by the device: when each stage began and when the last one ended, in nanoseconds. 0:
+     * the stage has no kernels. */
     uint64_t began[MOE_STAGE_COUNT + 1];
-    uint32_t rows_in_use; /* of a step that retains: by copy; padding included */
+    uint32_t rows_in_use; /* of a step that retains: copied here; padding included */
 };
 
 struct moe_step {
     struct moe_cuda_steps *owner;
     struct moe_step_args args;
     bool taken;
-    bool retains; /* it was given room for what a backward pass can use (retain.h) */
-    /* A task of the executor, which makes the pass, or starts the forward step in its turn. */
+    bool retains; /* has room for what a backward pass can use (retain.h) */
+    /* A task of the executor makes the pass, or starts the forward step after earlier tasks. */
     bool deferred;
     moe_cuda_pass_fn pass; /* NULL: a forward step */
     struct moe_cuda_task executor_task;
@@ -53,9 +53,9 @@ struct moe_step {
     struct moe_cuda_step_message *message;           /* pinned */
     struct moe_cuda_step_message *message_on_device; /* its address there */
     struct moe_cuda_step_params *params;             /* device memory */
-    struct moe_cuda_graph *graph;                    /* that it runs; held while it does */
-    cudaEvent_t begun, came_in, left;                /* on the copy streams */
-    cudaEvent_t computed;                            /* behind the graph */
+    struct moe_cuda_graph *graph;     /* the graph that it runs, until it has finished */
+    cudaEvent_t begun, came_in, left; /* on the copy streams */
+    cudaEvent_t computed;             /* after the graph */
 };
 
 struct moe_cuda_steps {
@@ -67,19 +67,18 @@ struct moe_cuda_steps {
     struct moe_cuda_step_scratch at; /* of the step that is being enqueued */
     struct moe_cuda_graphs graphs;
     uint64_t buffers_moved; /* the device's figure when the graphs were made */
-    /* While capturing: where the shared expert's kernels go, and where the branches part and meet.
-     */
+    /* While capturing: the stream of the shared expert's kernels, and where it forks and joins. */
     cudaStream_t side_stream;
     cudaEvent_t fork_event, join_event;
 };
 
-/* A free step slot, the caller's until moe_cuda_step_slot_give. MOE_FAILED_PRECONDITION: there is
- * none. */
+/* Takes a free step slot, the caller's until moe_cuda_step_slot_give.
+ * Errors: MOE_FAILED_PRECONDITION if none is free. */
 struct moe_status moe_cuda_step_slot_take(struct moe_cuda_steps *steps,
                                           struct moe_step **out) MOE_CHECKED;
 void moe_cuda_step_slot_give(struct moe_step *step);
 
-/* Waits for all that was enqueued on the device's streams of steps. */
+/* Waits for all work on the device's streams of steps. */
 void moe_cuda_step_slots_wait(struct moe_device *device);
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The table of training, and the parts that it offers alone: stages of a backward pass, each with a
- * wait behind it. */
+/* The table of training, and the parts that it offers separately: stages of a backward pass, each
+ * followed by a wait. */
 #include "cuda/step/training.h"
 
 #include "common/activation_cache.h"
@@ -55,7 +55,7 @@ static struct moe_status logits_backward(struct moe_trainer *t, enum moe_dtype d
     return moe_cuda_device_finish(t->layer->device);
 }
 
-/* Rows in use, which only the device knows. */
+/* Rows in use; only the device knows their number. */
 static struct moe_status rows_in_use(struct moe_device *device, const struct moe_rows *rows,
                                      uint32_t *out)
 {
@@ -117,7 +117,7 @@ static struct moe_status ready(struct moe_session *s)
     return moe_cuda_backward_supported(s);
 }
 
-/* ids without zero experts, from scratch. */
+/* ids without zero experts, in scratch. */
 static struct moe_status sort_ids(struct moe_layer *layer, uint32_t tokens, const int32_t *ids,
                                   const int32_t **sent)
 {

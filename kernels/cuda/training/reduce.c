@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is summed together, and the way through windows; see reduce.h. */
+/* What is summed together, and the sums through windows; see reduce.h. */
 #include "cuda/training/reduce.h"
 
 #include "cuda/exchange/ep_net.h"
@@ -8,22 +8,22 @@
 
 enum {
     PIECE_ALIGN = MOE_WINDOW_LINE / sizeof(float), /* floats; pieces begin at multiples of it */
-    /* Floats that travel at a time over a network: much beside what an exchange costs in itself,
-     * and little beside what training needs. */
+    /* Floats that travel at a time over a network: large compared with the cost of an exchange,
+     * small compared with the memory of training. */
     NETWORK_ROOM = 4 << 20,
 };
 static_assert(NETWORK_ROOM % PIECE_ALIGN == 0, "whole lines");
 
 /* --------------------------------------------------------------------- windows */
 
-/* Every slot waits for every other, in both directions. */
+/* A barrier: every slot waits for every other. */
 static struct moe_status barrier(struct moe_session *s)
 {
     uint8_t nothing = 0, all[MOE_MAX_SLOTS];
     return moe_cuda_session_exchange_inside(s, &nothing, all, sizeof nothing);
 }
 
-/* Of the rows' regions, in which no step runs meanwhile. */
+/* In the regions of rows; no step runs at the same time. */
 static float *region_of(const struct moe_session *s, uint32_t owner, uint32_t source, size_t at)
 {
     return (float *)moe_window_row_of(&s->layout, s->window.base[owner], source, 0, 0) + at;

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sums of gradients over a network; see reduce.h.
  *
- * Each piece is cut into as many parts as it has holders, and each of them is to add up one: the
- * part's owner. Two exchanges do it. In the first every holder sends every other the part that this
- * one owns; in the second every owner sends its sum to all other holders. So a value crosses twice,
- * however many hold it. What goes to a peer in one exchange is as long as what comes from it in the
- * other: two areas of messages serve both, one for parts that the peer owns, one for own parts. */
+ * Each piece is cut into as many parts as it has holders, and each holder owns one part. There are
+ * two exchanges. In the first every holder sends each owner the part of that owner. In the second
+ * every owner sends the sum to all other holders. So a value crosses the network twice, for any
+ * number of holders. A message to a peer in one exchange is as long as the message from it in the
+ * other. So two areas of messages serve both exchanges: one for parts that the peer owns, one for
+ * own parts.
+ */
 #include "cuda/training/reduce.h"
 
 #include "cuda/exchange/ep_net.h"
@@ -25,10 +27,10 @@ struct area {
 struct sums {
     struct moe_cuda_reduce *r;
     struct area theirs; /* parts that the peer owns */
-    struct area mine;   /* parts that this slot owns: as the peer has them, or their sums */
+    struct area mine;   /* parts that this slot owns: the peer's values, or the sums */
 };
 
-/* Of a piece, in floats. */
+/* A part of a piece, in floats. */
 struct part {
     size_t begin, n;
 };
@@ -78,7 +80,7 @@ size_t moe_cuda_reduce_message_bytes(size_t room)
     return 2 * area_bytes(room);
 }
 
-/* Lays out both areas from `memory` on. */
+/* Lays out both areas, starting at `memory`. */
 static void lay_out(struct sums *u, uint8_t *memory)
 {
     const struct moe_cuda_reduce *r = u->r;
@@ -106,7 +108,7 @@ static void lay_out(struct sums *u, uint8_t *memory)
 
 enum direction { PACK, UNPACK };
 
-/* The owner's parts, from the gradients to the message with a peer or back. */
+/* Moves the owner's parts from the gradients to the message with a peer, or back. */
 static struct moe_status move_parts(const struct sums *u, const struct area *area, uint32_t peer,
                                     uint32_t owner, enum direction direction)
 {
@@ -175,7 +177,7 @@ static struct moe_status add_parts(const struct sums *u)
 
 /* ----------------------------------------------------------------------- calls */
 
-/* On the comm thread's thread. */
+/* On the comm thread. */
 static struct moe_status add_up(void *ctx)
 {
     struct sums *u = ctx;

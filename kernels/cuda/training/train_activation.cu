@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From the products of a backward pass to what the next ones take; see train_kernels.h. In fp32 a
- * block works on a row; what tensor cores take is made by a warp to a row, eight columns to a lane.
- * Sums along a row are made in one fixed tree. */
+/* From the products of a backward pass to the operands of the next ones; see train_kernels.h. In
+ * fp32 a block works on a row. For tensor cores a warp works on a row, with eight columns to a
+ * lane. Sums along a row use one fixed tree. */
 #include "cuda/core/load.h"
 #include "cuda/training/train_rows.cuh"
 

@@ -38,7 +38,7 @@ bool moe_cuda_train_on_tensor_cores(const struct moe_trainer *t, enum moe_dtype 
     return moe_cuda_train_routed_on_tensor_cores(t->layer, dtype);
 }
 
-/* Products of adapters are exact ones, which know of no stride. */
+/* Products of adapters are exact products, which have no stride. */
 bool moe_cuda_train_reads_x_dy_rows(const struct moe_trainer *t, enum moe_dtype dtype)
 {
     return moe_cuda_train_on_tensor_cores(t, dtype) && t->config.lora_rank == 0;
@@ -61,7 +61,7 @@ static struct moe_status take_grad(const struct moe_cuda_train_ffn *f, enum moe_
 
 /* --------------------------------------------------------------------- scratch */
 
-/* Of one network: bytes of pre, of dh, and of dgu where it is not `pre`. */
+/* Bytes of one network: of pre, of dh, and of dgu unless it is `pre`. */
 struct needs {
     size_t pre, dh, dgu;
 };
@@ -298,7 +298,7 @@ static struct moe_status weigh_input(const struct moe_cuda_train_ffn *f, cudaStr
 
 /* -------------------------------------------------------------------- adapters */
 
-/* One target: W [out, in] met rows `in_rows`, and d is the gradient of its product. */
+/* One target: W [out, in] was multiplied by rows x, and d is the gradient of the product. */
 static struct moe_status adapter_gradient(const struct moe_cuda_train_ffn *f, enum moe_weight w,
                                           enum moe_dtype d_dtype, const void *d,
                                           enum moe_dtype x_dtype, const void *x,
@@ -378,7 +378,7 @@ static struct moe_status compute_pre(const struct moe_cuda_train_ffn *f)
     return f->tensor ? moe_cuda_train_tensor_pre(f) : exact_pre(f, f->stream);
 }
 
-/* Gradients are as they were, all of them. */
+/* Changes no gradient. */
 static struct moe_status begin(struct moe_cuda_train_ffn *f)
 {
     MOE_TRY(take_scratch(f));
@@ -390,7 +390,7 @@ static struct moe_status begin(struct moe_cuda_train_ffn *f)
     return f->tensor ? moe_cuda_train_tensor_dh(f) : exact_dh(f, f->stream);
 }
 
-/* Of gradients, only those of the routed experts' biases change. */
+/* Of the gradients, only those of the routed experts' biases change. */
 static struct moe_status rows_back(struct moe_cuda_train_ffn *f)
 {
     if (f->retained != NULL)
@@ -412,7 +412,7 @@ static struct moe_status weights_back(const struct moe_cuda_train_ffn *f,
     return adapter_gradients(f, stream);
 }
 
-/* Step parameters on the device, which the tensor cores' kernels read. */
+/* Uploads the step parameters, which the tensor cores' kernels read. */
 static struct moe_status upload_params(struct moe_cuda_train_ffn *f, uint32_t tokens)
 {
     struct moe_cuda_step_params params;
@@ -503,7 +503,7 @@ static struct moe_status gate_gradient(const struct moe_cuda_train_ffn *f, cudaS
     return g.out != NULL ? moe_cuda_exact_wgrad(&g, stream) : moe_ok();
 }
 
-/* The shared expert is an expert whose weight is its gate. */
+/* The shared expert is an expert with its gate as its weight. */
 static struct moe_status weigh_by_gate(struct moe_cuda_train_ffn *f)
 {
     const struct moe_layer *layer = f->t->layer;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The products of a backward pass on Hopper's tensor cores; see train_ffn.h. Nothing here waits,
- * and all sizes that depend on the routing are read on the device. */
+/* The products of a backward pass on Hopper's tensor cores; see train_ffn.h. Nothing here waits.
+ * Sizes that depend on the routing are read on the device. */
 #include "cuda/gemm/ggemm_wgrad.h"
 #include "cuda/layer/ffn_exact.h"
 #include "cuda/training/train_ffn.h"
@@ -74,7 +74,8 @@ struct moe_status moe_cuda_train_tensor_dx(const struct moe_cuda_train_ffn *f)
     return moe_cuda_add(f->dx, apart, n, f->stream);
 }
 
-/* How many of all experts' gradients of a weight are computed in company, and on how much. */
+/* How many of the experts' gradients of a weight are computed during the overlap, and on how many
+ * multiprocessors. */
 struct overlapped {
     uint32_t experts, processors;
 };
@@ -108,7 +109,8 @@ static struct moe_status weight_gradient(const struct moe_cuda_train_ffn *f, enu
     return moe_cuda_wgrad_enqueue(w, stream);
 }
 
-/* Of *left, counted in gradients of down, each of which takes `each`; *left is what remains. */
+/* Takes from *left, which counts gradients of down; a gradient of this weight counts as `each` of
+ * them. */
 static struct overlapped overlapped_of(const struct moe_cuda_train_ffn *f, uint32_t processors,
                                        uint32_t each, uint32_t *left)
 {
@@ -125,7 +127,7 @@ struct moe_status moe_cuda_train_tensor_weights(const struct moe_cuda_train_ffn 
     static const struct moe_cuda_overlap_plan alone = {0};
     const struct moe_cuda_overlap_plan *c = overlap != NULL ? overlap : &alone;
     uint32_t hidden = f->t->layer->spec.hidden;
-    /* gate and up together are twice as much as down */
+    /* gate and up together are twice as large as down */
     uint32_t left = c->processors > 0 ? (uint32_t)(c->share * 3 * f->rows.groups + 0.5) : 0;
     struct overlapped first = overlapped_of(f, c->processors, 2, &left);
     struct overlapped second = overlapped_of(f, c->processors, 1, &left);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* See train_gemm.h. Tiles of 64 x 64 by 256 threads, 4 x 4 each, slices of 16 in shared memory, as
- * in simt.cuh; only where the operands come from differs. */
+ * in simt.cuh; only the source of the operands differs. */
 #include "cuda/training/train_gemm.h"
 
 #include "cuda/core/load.h"
@@ -38,8 +38,8 @@ __device__ void multiply_slice(const moe_simt::shared &s, float acc[PER_THREAD][
     }
 }
 
-/* to[d][i] = from[(first + d) * stride + column + i]: a slice whose depth runs over rows. Rows from
- * `rows` on, columns from `columns` on, and rows that `use` leaves out, are zeros. */
+/* to[d][i] = from[(first + d) * stride + column + i]: a slice with its depth over rows. Rows from
+ * `rows` on, columns from `columns` on, and rows that `use` excludes are zeros. */
 template <typename T>
 __device__ void load_down(const T *from, size_t stride, uint32_t first, uint32_t rows,
                           uint32_t column, uint32_t columns, const uint8_t *use,
@@ -55,7 +55,7 @@ __device__ void load_down(const T *from, size_t stride, uint32_t first, uint32_t
     }
 }
 
-/* to[d][i] = from[i * stride + column + d]: a slice whose depth runs along rows. */
+/* to[d][i] = from[i * stride + column + d]: a slice with its depth along rows. */
 template <typename T>
 __device__ void load_along(const T *from, size_t stride, uint32_t rows, uint32_t column,
                            uint32_t columns, float (*to)[moe_simt::PITCH])

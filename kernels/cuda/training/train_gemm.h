@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The two products of a backward pass that a forward pass has not, in exact fp32: any dtypes, any
- * shape, any device. Rows come in groups as in struct moe_rows, one weight matrix each, with counts
- * in device memory; or as one plain block of rows. Padding rows are never read. Enqueued, never
- * waiting; each output element is one chain of multiply-adds in ascending order, the same on every
- * run. */
+/* The two products that only a backward pass has, in exact fp32: any dtypes, any shape, any device.
+ * Rows come in groups as in struct moe_rows, one weight matrix each, with counts in device memory;
+ * or as one plain block of rows. Padding rows are never read. Calls enqueue and do not wait. Each
+ * output element is one chain of multiply-adds in ascending order, the same on every run. */
 #ifndef MOE_CUDA_TRAIN_GEMM_H
 #define MOE_CUDA_TRAIN_GEMM_H
 
@@ -17,9 +16,9 @@ extern "C" {
 struct moe_cuda_row_groups {
     const uint32_t *start, *count; /* device; as in struct moe_rows. NULL: one group of `rows` */
     uint32_t groups;               /* 1 without `start` */
-    uint32_t rows;                 /* without `start`: rows; with it: most rows there can be */
-    const uint8_t *use;            /* device [rows], only without `start`: 0 = a row that counts as
-                                      zeros, whatever it holds. NULL = all count */
+    uint32_t rows;      /* without `start`: number of rows; with it: maximum number of rows */
+    const uint8_t *use; /* device [rows], only without `start`: 0 = a row that counts as zeros,
+                           whatever its values. NULL = all count */
 };
 
 /* out[row][k] (+)= sum over n of y[row][n] * w[group][n][k]. */
@@ -31,8 +30,8 @@ struct moe_cuda_exact_dx {
     uint32_t n, k;
     float *out; /* [rows, out_stride], columns 0 .. K-1 */
     uint32_t out_stride;
-    bool add; /* else overwrite. Rows that do not count are left alone when adding, and
-                 become zeros otherwise */
+    bool add; /* else overwrite. Rows that do not count are unchanged when adding, and become zeros
+                 otherwise */
 };
 struct moe_status moe_cuda_exact_dgrad(const struct moe_cuda_exact_dx *g,
                                        cudaStream_t stream) MOE_CHECKED;
@@ -50,8 +49,8 @@ struct moe_cuda_exact_dw {
 struct moe_status moe_cuda_exact_wgrad(const struct moe_cuda_exact_dw *g,
                                        cudaStream_t stream) MOE_CHECKED;
 
-/* out[row][n] = sum over k of x[row][k] * w[group][n][k], fp32, nothing else: what a backward pass
- * recomputes of the forward one. */
+/* out[row][n] = sum over k of x[row][k] * w[group][n][k], in fp32: a backward pass recomputes this
+ * part of the forward pass. */
 struct moe_cuda_exact_xw {
     struct moe_cuda_row_groups rows;
     enum moe_dtype x_dtype, w_dtype;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Kernels over the tokens of a backward pass; see train_kernels.h. A block works on a row at a
- * time, and sums over a row are made by all its threads in one fixed tree. */
+ * time. All its threads sum over a row, in one fixed tree. */
 #include "cuda/core/load.h"
 #include "cuda/training/train_rows.cuh"
 

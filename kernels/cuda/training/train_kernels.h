@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The small kernels of a backward pass: everything that is no product. Enqueued, never waiting, all
- * pointers to device memory, sums in a fixed order. Formulas: moe/training.h. */
+/* The small kernels of a backward pass: everything that is not a product. Calls enqueue and do not
+ * wait; all pointers are to device memory; sums have a fixed order. Formulas: moe/training.h. */
 #ifndef MOE_CUDA_TRAIN_KERNELS_H
 #define MOE_CUDA_TRAIN_KERNELS_H
 
@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-/* Floats behind the H of a gradient row: each row's weight gradient, at the place of its k. */
+/* Floats after the H of a gradient row: each row's weight gradient, at the place of its k. */
 enum { MOE_CUDA_WEIGHT_COLUMNS = MOE_MAX_TOP_K };
 
 /* ------------------------------------------------------------------ experts */
@@ -26,7 +26,7 @@ struct moe_cuda_activation_backward {
     const float *gate_bias, *up_bias; /* [groups][I] or NULL */
     const float *down_bias;           /* [groups][H] or NULL */
     enum moe_dtype dtype;             /* of dy */
-    const void *dy;                   /* [rows, dy_stride], read where there is a down bias */
+    const void *dy;                   /* [rows, dy_stride], read only with a down bias */
     uint32_t dy_stride;
     float *pre; /* [rows, 2 * round_up(I, 8)] interleaved: x W^T before biases */
     void *dh;   /* [rows, I]: dy W_d; becomes the activation, times the weight of the output */
@@ -64,8 +64,7 @@ struct moe_cuda_router_backward {
     uint32_t tokens, experts, slices;
     const float *logits;     /* [slices, T, E+Z] partial sums, as the router left them */
     const float *logit_bias; /* [E+Z] or NULL */
-    const uint8_t *use;      /* [T]: went through the router, rows of others become zeros.
-                                NULL = all did */
+    const uint8_t *use;      /* [T]: routed tokens; rows of others become zeros. NULL = all */
     const int32_t *ids;      /* [T,K] */
     const float *dweights;   /* [T,K] */
     float *dlogits;          /* [T, E+Z] */
@@ -83,13 +82,14 @@ struct moe_cuda_aux_backward {
 struct moe_status moe_cuda_aux_backward(const struct moe_cuda_aux_backward *a,
                                         cudaStream_t stream) MOE_CHECKED;
 
-/* What tensor cores multiply in place of F32 dlogits and router weights: parts of them in bf16 side
- * by side, so that one product adds up all pairs of parts that matter. With a BF16 router the parts
- * of dlogits are high, low; with an F32 one high, low, high, to be met by its parts high, high,
- * middle. high + low has 16 bits, and so has what is left out of a product. */
+/* Operands of tensor cores in place of F32 dlogits and router weights: bf16 parts of them next to
+ * each other, so that one product adds all pairs of parts that matter. With a BF16 router the parts
+ * of dlogits are high, low. With an F32 router they are high, low, high, which are multiplied by
+ * the router's parts high, high, middle. high + low has 16 bits, and so has the part that a product
+ * leaves out. */
 enum { MOE_CUDA_LOGIT_PARTS_BF16 = 2, MOE_CUDA_LOGIT_PARTS_F32 = 3 };
 
-/* to [T, parts * choices] bf16; rows that `use` leaves out are zeros. */
+/* to [T, parts * choices] bf16; rows that `use` excludes are zeros. */
 struct moe_status moe_cuda_split_logits(uint32_t tokens, uint32_t choices, uint32_t parts,
                                         const uint8_t *use, const float *dlogits, void *to,
                                         cudaStream_t stream) MOE_CHECKED;
@@ -108,8 +108,8 @@ struct moe_status moe_cuda_count_loads(uint32_t tokens, uint32_t top_k, uint32_t
 
 /* ------------------------------------------------------------------- tokens */
 
-/* What the router made of T tokens, sorted out: ok [T] and routed [T] are 0 or 1, ids_sent [T,K]
- * are the ids without zero experts (-1 instead). */
+/* Sorts what the router returned for T tokens: ok [T] and routed [T] are 0 or 1, ids_sent [T,K] are
+ * the ids with -1 for zero experts. */
 struct moe_cuda_sorted_tokens {
     uint32_t tokens, top_k, experts;
     const uint8_t *mode, *token_state; /* mode NULL = all MOE_ROUTE_IDS */
@@ -120,20 +120,21 @@ struct moe_cuda_sorted_tokens {
 struct moe_status moe_cuda_sort_tokens(const struct moe_cuda_sorted_tokens *a,
                                        cudaStream_t stream) MOE_CHECKED;
 
-/* Rows [tokens, H] of both tensors that `use` leaves out become zeros; dy may be NULL. `from` is
- * what x is copied from, or x itself. row_bytes is even. */
+/* Rows [tokens, H] of both tensors that `use` excludes become zeros; dy may be NULL. x is copied
+ * from `from`, which may be x itself. row_bytes is even. */
 struct moe_status moe_cuda_clear_rows(uint32_t tokens, size_t row_bytes, const uint8_t *use,
                                       const void *from, void *x, void *dy,
                                       cudaStream_t stream) MOE_CHECKED;
 
-/* Rows of a pass, as long as its counts say: pairs [rows, 2H] apart into x and dy [rows, H]. */
+/* Separates the rows of a pass, as many as its counts say: x_dy [rows, 2H] becomes x and dy [rows,
+ * H]. */
 struct moe_status moe_cuda_split_x_dy_rows(const uint32_t *rows_in_use, size_t row_bytes,
                                            const void *pairs, void *x, void *dy,
                                            cudaStream_t stream) MOE_CHECKED;
 
 /* Writes the last MOE_CUDA_WEIGHT_COLUMNS of every row of gradients [rows, H + columns]: the row's
- * dweight where its k is, else zeros. row_of [slots][max_tokens][max_top_k] and tokens_of [slots]
- * as the pass left them. */
+ * dweight at its k, else zeros. row_of [slots][max_tokens][max_top_k] and tokens_of [slots] as the
+ * pass left them. */
 struct moe_cuda_label_rows {
     uint32_t slots, max_tokens, max_top_k, top_k, hidden;
     const uint32_t *row_of, *tokens_of;
@@ -143,8 +144,8 @@ struct moe_cuda_label_rows {
 struct moe_status moe_cuda_label_rows(const struct moe_cuda_label_rows *a,
                                       cudaStream_t stream) MOE_CHECKED;
 
-/* From what combine brought home, [T, H + columns]: dx [T,H] and dweights [T,K], zero experts
- * included, zeros for tokens that are not ok. */
+/* From the combined rows, [T, H + columns]: dx [T,H] and dweights [T,K], zero experts included;
+ * zeros for tokens that are not ok. */
 struct moe_cuda_home_gradients {
     uint32_t tokens, hidden, top_k, experts;
     enum moe_dtype dtype; /* of x and dy */
@@ -162,13 +163,14 @@ struct moe_status moe_cuda_home_gradients(const struct moe_cuda_home_gradients *
 struct moe_status moe_cuda_shared_gate(uint32_t tokens, uint32_t hidden, enum moe_dtype dtype,
                                        const void *x, const float *v, float *gate,
                                        cudaStream_t stream) MOE_CHECKED;
-/* From d gate (in place): its logit's gradient; rows not ok become 0; dx[t] += that * v. */
+/* From d gate (in place): the gradient of its logit; rows that are not ok become 0; dx[t] += that *
+ * v. */
 struct moe_status moe_cuda_shared_gate_backward(uint32_t tokens, uint32_t hidden, const uint8_t *ok,
                                                 const float *gate, const float *v, float *dgate,
                                                 float *dx, cudaStream_t stream) MOE_CHECKED;
 
-/* dx in the step's dtype: what experts, router and shared expert (NULL: the layer has none) gave,
- * added and rounded once; zeros where not ok. */
+/* dx in the step's dtype: the sum of the parts of experts, router and shared expert (NULL: the
+ * layer has none), rounded once; zeros for tokens that are not ok. */
 struct moe_cuda_dx_parts {
     const float *experts, *router, *shared; /* [T, H] */
 };

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* From the gradient of the logits to router, logit bias and x; see train_stages.h. On tensor cores
- * the fp32 operands go in parts side by side (train_kernels.h), so that each gradient is one
- * grouped product with one group: dx = [parts of dlogits] [parts of W_r], dW_r the sum of the rows
- * that the high and the low part of dlogits make. */
+ * the parts of the fp32 operands lie next to each other (train_kernels.h). So each gradient is one
+ * grouped product with one group: dx = [parts of dlogits] [parts of W_r]; dW_r is the sum of the
+ * rows from the high and the low part of dlogits. */
 #include "cuda/gemm/ggemm_wgrad.h"
 #include "cuda/layer/ffn_exact.h"
 #include "cuda/training/train_stages.h"
@@ -21,8 +21,8 @@ struct logits_scratch {
     struct logits_params *params;
     void *dlogits; /* [T, parts * choices] bf16 */
     void *router;  /* [parts * choices, H] bf16 */
-    float *sums;   /* [2 * choices, H]: what the parts of dlogits make of x */
-    void *x;       /* [T, H] bf16, with zeros where `use` says so */
+    float *sums;   /* [2 * choices, H]: products of the parts of dlogits with x */
+    void *x;       /* [T, H] bf16, with zeros where `use` excludes rows */
     size_t bytes;
 };
 
@@ -104,7 +104,7 @@ static void *place(char *base, size_t *at, size_t bytes)
     return p;
 }
 
-/* With NULL only `bytes`. Sizes are those of tensors that exist already, a few times. */
+/* With NULL only `bytes` is set. Sizes are small multiples of existing tensors. */
 static struct logits_scratch lay_out(const struct moe_layer *layer, uint32_t tokens, void *base)
 {
     size_t choices = choices_of(layer), hidden = layer->spec.hidden, parts = parts_of(layer);
@@ -143,7 +143,7 @@ static struct moe_status split(struct moe_layer *layer, const struct moe_cuda_lo
     enum moe_cuda_matrices from = router_is_narrow(layer) ? MOE_CUDA_ROUTER : MOE_CUDA_ROUTER_PARTS;
     struct logits_params params = {.weights = &s->params->stacked, .count = a->tokens};
     MOE_TRY(moe_cuda_ggemm_describe(s->router, 1, parts * choices, hidden, &params.stacked));
-    /* From pageable memory: read when this returns. */
+    /* From pageable memory: it has been read when this returns. */
     MOE_TRY(MOE_CUDA(
         cudaMemcpyAsync(s->params, &params, sizeof params, cudaMemcpyHostToDevice, stream)));
     MOE_TRY(
@@ -201,7 +201,7 @@ static struct moe_status tensor_gradient(struct moe_layer *layer,
                                .dy_stride = parts_of(layer) * choices,
                                .x = a->x,
                                .dw = s->sums};
-    if (a->use != NULL) { /* zeros would not stop a NaN of a token that does not count */
+    if (a->use != NULL) { /* zeros in dlogits would not stop a NaN of a token that does not count */
         MOE_TRY(moe_cuda_clear_rows(a->tokens, hidden * sizeof(uint16_t), a->use, a->x, s->x, NULL,
                                     stream));
         w.x = s->x;

@@ -13,7 +13,7 @@ constexpr uint32_t WARPS = 4;
 constexpr unsigned FLAT_BLOCKS = 132 * 8, FLAT_THREADS = 256; /* element by element */
 constexpr float TINY = 1e-20f;
 
-/* A token's place in shared memory. */
+/* A token's arrays in shared memory. */
 struct row_slot {
     uint32_t token, lane;
     float *z, *score, *d; /* [E+Z]: logit, score, gradient */
@@ -46,7 +46,7 @@ __device__ bool is_softmax(moe_score kind)
     return kind == MOE_SCORE_SOFTMAX || kind == MOE_SCORE_SOFTMAX_TOPK;
 }
 
-/* The token's logits, summed as the forward pass does. */
+/* The token's logits, summed as in the forward pass. */
 __device__ void load_logits(const struct moe_cuda_router_backward &a, const row_slot &s)
 {
     const uint32_t choices = a.experts + a.spec.zero_experts;

@@ -31,7 +31,7 @@ __device__ inline float block_sum(float v)
     return all;
 }
 
-/* A row that counts, and its group; false for padding and for rows left out. */
+/* A row that counts, and its group; false for padding and for excluded rows. */
 __device__ inline bool find_row(const struct moe_cuda_row_groups &r, uint32_t row, uint32_t *group)
 {
     *group = 0;

@@ -51,8 +51,8 @@ __device__ double square(float v)
     return static_cast<double>(v) * v;
 }
 
-/* CTA b takes every MOE_CUDA_SUM_PARTS-th piece of SQUARES fours from the b-th on and adds what it
- * finds to sums[b]. */
+/* CTA b takes every MOE_CUDA_SUM_PARTS-th piece of SQUARES fours from the b-th on and adds their
+ * squares to sums[b]. */
 constexpr uint32_t SQUARES = 4;
 __global__ void __launch_bounds__(THREADS) squares_kernel(const float *v, size_t n, double *sums)
 {
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(THREADS) squares_kernel(const float *v, size_t
 }
 static_assert(SQUARES == 4, "all partial sums are added");
 
-/* CTA w adds the partial sums of the w-th sum; the result goes behind them. */
+/* CTA w adds the partial sums of the w-th sum and stores the result after them. */
 __global__ void __launch_bounds__(THREADS) finish_squares_kernel(double *sums)
 {
     double *mine = sums + blockIdx.x * (MOE_CUDA_SUM_PARTS + 1);
@@ -139,9 +139,9 @@ __device__ void update_four(const update_args &a, T *resident, size_t i)
         store4(resident + 4 * i, value);
 }
 
-/* A thread moves four elements: of the ways tried, the fastest. Nothing is used twice, so nothing
- * is to stay in the cache. All arrays are aligned to 16 bytes; the first CTA has the few elements
- * behind the last four. */
+/* A thread updates four elements, which was the fastest of the ways tried. Nothing is used twice,
+ * so nothing should stay in the cache. All arrays are aligned to 16 bytes; the first CTA updates
+ * the few elements after the last four. */
 template <typename T, bool ADAMW>
 __global__ void __launch_bounds__(THREADS) update_kernel(const update_args a, T *resident)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A trainer's memory, and the way in and out of it; see trainer.h. */
+/* A trainer's memory, and reading and writing it; see trainer.h. */
 #include "cuda/training/trainer.h"
 
 #include "base/size.h"
@@ -45,8 +45,8 @@ static void describe_block(const struct moe_layer *layer, const struct moe_train
     }
 }
 
-/* Everything that is taken at once: offsets into one piece of memory, the blocks' as pointers from
- * NULL. Sizes are those of resident weights times a few, so only their sum is checked. */
+/* Everything that is allocated at once: offsets into one allocation, the blocks' as pointers from
+ * NULL. Sizes are small multiples of resident weights, so only their sum is checked. */
 struct plan {
     uint32_t blocks;
     struct moe_cuda_block block[MOE_TRAIN_MAX_PARAMS];
@@ -95,7 +95,7 @@ static struct moe_status make_plan(const struct moe_layer *layer,
     *p = (struct plan){0};
     for (uint32_t i = 0; i < n; i++) {
         if (params[i].part == MOE_PART_WEIGHT && is_up(params[i].weight))
-            continue; /* with gate */
+            continue; /* stored with gate */
         struct moe_cuda_block *b = &p->block[p->blocks++];
         describe_block(layer, &params[i], b);
         fits = fits && plan_block(b, c->optimizer, &at);
@@ -216,7 +216,7 @@ struct moe_status moe_cuda_trainer_renew(struct moe_trainer *t, const struct moe
 
 /* ------------------------------------------------------------- create, destroy */
 
-/* The masters begin as the resident weights. */
+/* The masters start as the resident weights. */
 static struct moe_status fill_block(struct moe_trainer *t, const struct moe_cuda_block *b,
                                     cudaStream_t stream)
 {
@@ -315,8 +315,8 @@ void moe_cuda_trainer_destroy(struct moe_trainer *t)
 
 /* ----------------------------------------------------------------- in and out */
 
-/* Where `weight` of an entry stands in memory that is laid out as its matrix or bias; `dtype` is
- * the memory's. */
+/* The place of an entry's `weight` in memory with the layout of its matrix or bias; `dtype` is the
+ * memory's. */
 static struct moe_cuda_weight place_of(const struct moe_layer *layer, enum moe_weight weight,
                                        uint32_t entry, void *memory, enum moe_dtype dtype)
 {
@@ -344,7 +344,7 @@ static struct moe_cuda_weight place_in(const struct moe_layer *layer,
                                     .columns = b->n};
 }
 
-/* In the layer, or, with `base`, in what is kept of W0. */
+/* The place in the layer, or, with `base`, in the stored W0. */
 static struct moe_cuda_weight resident_place(const struct moe_trainer *t, enum moe_weight weight,
                                              uint32_t entry, bool base)
 {
@@ -358,9 +358,9 @@ static struct moe_cuda_weight resident_place(const struct moe_trainer *t, enum m
                     m->dtype);
 }
 
-/* Enqueued with the kernels that come before and behind it: a plain cudaMemcpy returns when the
- * host's memory has been read, and what a kernel of another stream then finds on the device may be
- * old. `host` is laid out as the weight and of the place's dtype. */
+/* Enqueued in order with the kernels before and after it. A plain cudaMemcpy returns when the
+ * host's memory has been read; a kernel on another stream might then still read old values. `host`
+ * has the layout of the weight and the dtype of the place. */
 static struct moe_status put(const struct moe_cuda_weight *w, const char *host, cudaStream_t stream)
 {
     size_t row = w->columns * moe_dtype_bytes(w->to), block = MOE_CUDA_INTERLEAVE * row;
@@ -438,7 +438,7 @@ static struct moe_status find_entry(const struct moe_layer *layer, const struct 
     return moe_ok();
 }
 
-/* `*block`: the one that has the tensor; NULL where it is a resident weight, or W0. */
+/* *block: the block with the tensor; NULL for a resident weight or W0. */
 static struct moe_status find(struct moe_trainer *t, const struct moe_train_key *key, size_t bytes,
                               struct moe_cuda_block **block, uint32_t *entry)
 {
@@ -449,7 +449,7 @@ static struct moe_status find(struct moe_trainer *t, const struct moe_train_key 
     return moe_ok();
 }
 
-/* Zeros that are only counted as such become real; then what is enqueued is over. */
+/* Gradients that only count as zero become real zeros; then waits for all enqueued work. */
 static struct moe_status settle_grad(struct moe_trainer *t, struct moe_cuda_block *b)
 {
     struct moe_device *device = t->layer->device;
@@ -458,7 +458,7 @@ static struct moe_status settle_grad(struct moe_trainer *t, struct moe_cuda_bloc
     return moe_cuda_device_finish(device);
 }
 
-/* Whoever changes anything but gradients waits for the device before it returns. */
+/* Calls that change anything but gradients wait for the device before they return. */
 struct moe_status moe_cuda_trainer_read(struct moe_trainer *t, const struct moe_train_key *key,
                                         float *data, size_t bytes)
 {

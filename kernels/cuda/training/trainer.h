@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What training adds to one layer on a GPU: fp32 gradients, masters and moments, in one piece of
- * device memory. They lie in blocks that are laid out as the resident weights are (gate and up rows
- * interleaved, padding included, which stays zero), so that an optimizer step walks over memory in
+/* What training adds to one layer on a GPU: fp32 gradients, masters and moments, in one allocation
+ * of device memory. They lie in blocks with the layout of the resident weights (gate and up rows
+ * interleaved; padding included, which stays zero). So an optimizer step walks over memory in
  * order. */
 #ifndef MOE_CUDA_TRAINER_H
 #define MOE_CUDA_TRAINER_H
@@ -30,9 +30,9 @@ struct moe_cuda_block {
     uint32_t entries, columns;
     size_t n;
     float *value, *grad, *moment1, *moment2; /* moment2: AdamW, else NULL */
-    /* All of `grad` counts as zero, whatever its memory holds: so nobody writes zeros that the next
-     * pass overwrites. Who wants to add to it calls moe_cuda_block_clear_grad first, or writes
-     * every element of it (also for experts without tokens) and makes this false. */
+    /* All of `grad` counts as zero, whatever its memory has, so no zeros are written that the next
+     * pass overwrites. Before adding to it, call moe_cuda_block_clear_grad; or write every element
+     * (also for experts without tokens) and set this to false. */
     bool grad_is_zero;
 };
 
@@ -41,16 +41,16 @@ enum {
     MOE_CUDA_ADAPTED_MATRICES = 2, /* gate and up; down */
 };
 
-/* The two sums of squares that a slot has a part in. */
+/* The two sums of squares to which a slot contributes. */
 enum moe_cuda_squares {
-    MOE_CUDA_SQUARES_SHARED, /* of what is replicated: the same bits on all slots */
+    MOE_CUDA_SQUARES_SHARED, /* of replicated weights: the same bits on all slots */
     MOE_CUDA_SQUARES_OWN,    /* of the experts that this slot counts */
     MOE_CUDA_SQUARES
 };
 
 struct moe_trainer {
     struct moe_layer *layer;
-    struct moe_trainer_config config; /* `frozen`: as from the beginning */
+    struct moe_trainer_config config; /* `frozen`: the initial value */
     uint32_t frozen;                  /* now */
     uint32_t blocks;
     struct moe_cuda_block block[MOE_TRAIN_MAX_PARAMS];
@@ -79,7 +79,7 @@ struct moe_status moe_cuda_trainer_write(struct moe_trainer *trainer,
 struct moe_status moe_cuda_zero_grad(struct moe_trainer *trainer) MOE_CHECKED;
 struct moe_status moe_cuda_set_frozen(struct moe_trainer *trainer, uint32_t frozen) MOE_CHECKED;
 
-/* The block that holds this tensor (for gate or up: of both), or NULL. */
+/* The block with this tensor (for gate or up: with both), or NULL. */
 struct moe_cuda_block *moe_cuda_trainer_block(struct moe_trainer *trainer, enum moe_weight weight,
                                               enum moe_train_part part);
 /* Enqueues: gradients that only count as zero (grad_is_zero) become zeros in memory, so that they
@@ -90,7 +90,7 @@ struct moe_status moe_cuda_block_clear_grad(struct moe_trainer *trainer,
 struct moe_status moe_cuda_trainer_forget_grads(struct moe_trainer *trainer) MOE_CHECKED;
 bool moe_cuda_block_moves(const struct moe_trainer *trainer, const struct moe_cuda_block *block);
 
-/* Enqueues: the resident weights become what this block's values say. */
+/* Enqueues: updates the resident weights from this block's values. */
 struct moe_status moe_cuda_trainer_renew(struct moe_trainer *trainer,
                                          const struct moe_cuda_block *block,
                                          cudaStream_t stream) MOE_CHECKED;
@@ -101,7 +101,7 @@ struct moe_status moe_cuda_trainer_renew(struct moe_trainer *trainer,
 struct moe_status moe_cuda_store_values(const float *values, size_t n, enum moe_dtype dtype,
                                         void *to, cudaStream_t stream) MOE_CHECKED;
 /* Sums of squares, in double: cleared, added to, then read, all in one stream. Each launch adds to
- * MOE_CUDA_SUM_PARTS partial sums of one of the two (`which`); reading adds those in a fixed order
+ * MOE_CUDA_SUM_PARTS partial sums of one of the two (`which`). Reading adds those in a fixed order
  * and waits. sums [MOE_CUDA_SQUARES][MOE_CUDA_SUM_PARTS + 1]. */
 struct moe_status moe_cuda_clear_squares(double *sums, cudaStream_t stream) MOE_CHECKED;
 struct moe_status moe_cuda_add_squares(const float *v, size_t n, double *sums,
@@ -109,13 +109,13 @@ struct moe_status moe_cuda_add_squares(const float *v, size_t n, double *sums,
                                        cudaStream_t stream) MOE_CHECKED;
 struct moe_status moe_cuda_read_squares(double *sums, double squares[MOE_CUDA_SQUARES],
                                         cudaStream_t stream) MOE_CHECKED;
-/* An optimizer step of n elements, 16-byte aligned; grad is read and stays. moment2 may be NULL for
- * SGD; resident (in dtype) may be NULL. */
+/* An optimizer step of n elements, 16-byte aligned; grad is only read. moment2 may be NULL for SGD;
+ * resident (in dtype) may be NULL. */
 struct moe_status moe_cuda_update(const struct moe_train_update *u, size_t n, float *value,
                                   const float *grad, float *moment1, float *moment2,
                                   enum moe_dtype dtype, void *resident,
                                   cudaStream_t stream) MOE_CHECKED;
-/* to[i] = sum of from[s][i] over the slots s whose from[s] is not NULL, in slot order. */
+/* to[i] = sum of from[s][i] over the slots s with from[s] != NULL, in slot order. */
 struct moe_sources {
     const float *from[MOE_MAX_SLOTS];
 };
@@ -128,7 +128,7 @@ struct moe_status moe_cuda_add_loads(uint32_t experts, const uint32_t *counted, 
 struct moe_cuda_merge {
     uint32_t entries, out, in, rank; /* W [out, in] */
     uint32_t stored_rows;            /* of the resident matrix of an entry */
-    enum moe_cuda_rows order;        /* where row i of W stands in it */
+    enum moe_cuda_rows order;        /* where row i of W lies in it */
     float scale;
     const float *a, *b; /* [entries][rank, in], [entries][out, rank] */
     enum moe_dtype dtype;
