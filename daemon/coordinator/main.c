@@ -15,7 +15,7 @@ struct settings {
     uint64_t workers, lease_ms, form_timeout_ms;
 };
 
-/* NULL, or what is wrong. */
+/* NULL, or the error. */
 static const char *check_settings(const void *ctx, const bool *given)
 {
     (void)given;
@@ -66,13 +66,13 @@ int main(int argc, char **argv)
         {"listen", 'l', MOE_OPTION_STRING, &s.listen, 0, 0, "HOST:PORT",
          "Address for workers and moectl"},
         {"workers", 'n', MOE_OPTION_UINT, &s.workers, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
-         "Slots of the group"},
+         "Number of slots: workers that the group needs"},
         {"state-dir", 's', MOE_OPTION_STRING, &s.state_dir, 0, 0, "DIR",
-         "Keeps epochs across restarts; without it nothing is kept"},
+         "Directory that keeps epochs across restarts; without it a restart begins a new group"},
         {"lease-ms", 0, MOE_OPTION_UINT, &s.lease_ms, 100, 600000, "MS",
-         "A worker silent for this long loses its slot"},
+         "Milliseconds without a message after which a worker loses its slot"},
         {"form-timeout-ms", 0, MOE_OPTION_UINT, &s.form_timeout_ms, 100, 3600000, "MS",
-         "Time to form the group once all workers have loaded"},
+         "Milliseconds to form the group once all workers have loaded"},
     };
     const struct moe_daemon daemon = {
         .name = "moe-coordinator",
