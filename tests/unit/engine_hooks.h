@@ -15,7 +15,7 @@ extern _Atomic uint64_t announced_tokens;
 void count_announced(void *ctx, uint32_t layer, enum moe_step_kind kind, enum moe_dtype dtype,
                      uint32_t tokens);
 
-/* Nanoseconds of MOE_TEST_SPIN_US, with which a test runs once more with a thread that stays awake;
+/* Nanoseconds of MOE_TEST_SPIN_US, for further runs of a test with a spinning engine thread;
  * 0 where it is not set. */
 uint64_t spin_of_test(void);
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of the list of steps whose activations a device keeps: what is taken when. */
+/* Promises of the list of retained steps: which entry is taken when. */
 #include "activations/activation_index.h"
 #include "base/clock.h"
 #include "support/check.h"
@@ -17,14 +17,14 @@ static void add(struct moe_activation_index *l, const char *session, uint64_t id
     moe_activation_index_add(l, &step);
 }
 
-static void a_backward_takes_all_that_waits_for_it_and_nothing_else(void **state)
+static void a_backward_takes_its_entries_and_no_others(void **state)
 {
     (void)state;
     static struct moe_activation_index l;
     struct moe_activation_entry out;
     add(&l, "a", 1, 11, 100);
     add(&l, "b", 1, 12, 200);
-    add(&l, "a", 1, 13, 300); /* asked for twice, at two workers */
+    add(&l, "a", 1, 13, 300); /* requested twice, at two workers */
     add(&l, "a", 2, 14, 400);
     assert_true(moe_activation_index_take(&l, "a", 1, true, &out));
     assert_int_equal(out.name, 11);
@@ -35,7 +35,7 @@ static void a_backward_takes_all_that_waits_for_it_and_nothing_else(void **state
     assert_int_equal(moe_activation_index_next(&l), 200);
 }
 
-static void what_a_pass_uses_is_not_dropped_for_its_age(void **state)
+static void an_entry_in_use_does_not_expire(void **state)
 {
     (void)state;
     static struct moe_activation_index l;
@@ -57,8 +57,8 @@ static void what_a_pass_uses_is_not_dropped_for_its_age(void **state)
     assert_int_equal(l.count, 0);
 }
 
-/* Against a list of names alone. */
-static void nothing_is_lost_or_taken_twice(void **state)
+/* Compared with a plain list of names. */
+static void no_entry_is_lost_or_taken_twice(void **state)
 {
     (void)state;
     static struct moe_activation_index l;
@@ -101,9 +101,9 @@ static void nothing_is_lost_or_taken_twice(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_backward_takes_all_that_waits_for_it_and_nothing_else),
-        cmocka_unit_test(what_a_pass_uses_is_not_dropped_for_its_age),
-        cmocka_unit_test(nothing_is_lost_or_taken_twice),
+        cmocka_unit_test(a_backward_takes_its_entries_and_no_others),
+        cmocka_unit_test(an_entry_in_use_does_not_expire),
+        cmocka_unit_test(no_entry_is_lost_or_taken_twice),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

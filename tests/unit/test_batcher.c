@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of the batcher: plain cases one by one, then a seeded simulation against a model that
- * remembers every token. */
+/* Promises of the batcher: single cases, then a seeded simulation against a model that records
+ * every token. */
 #include "base/clock.h"
 #include "schedule/batcher.h"
 #include "support/check.h"
@@ -73,7 +73,7 @@ static void unknown_layers_and_dtypes_have_no_queue(void **state)
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
 }
 
-static void what_is_put_back_is_taken_first_again(void **state)
+static void returned_segments_are_taken_first_again(void **state)
 {
     (void)state;
     struct moe_batcher *b = make();
@@ -99,7 +99,7 @@ static void what_is_put_back_is_taken_first_again(void **state)
     moe_batcher_destroy(b);
 }
 
-static void removed_and_expired_requests_are_never_taken(void **state)
+static void removed_and_expired_requests_are_not_taken(void **state)
 {
     (void)state;
     struct moe_batcher *b = make();
@@ -146,8 +146,8 @@ struct sim_step {
 struct sim_work {
     struct moe_work work;
     int key;
-    bool dropped;  /* removed or expired: no token may be taken any more */
-    uint32_t done; /* tokens whose step ended well */
+    bool dropped;  /* removed or expired: no token may be taken */
+    uint32_t done; /* tokens of successful steps */
 };
 
 struct sim {
@@ -156,7 +156,7 @@ struct sim {
     struct moe_step_key keys[SIM_KEYS];
     struct sim_work works[SIM_WORKS];
     int pushed;
-    int order[SIM_KEYS]; /* per key: work index that finished tokens last; may never fall */
+    int order[SIM_KEYS]; /* per key: work index that finished tokens last; does not fall */
     struct sim_step steps[SIM_STEPS];
     unsigned first, in_flight;
     uint64_t now, queued;
@@ -187,8 +187,8 @@ static void sim_push(struct sim *s)
     s->queued += w->work.tokens;
 }
 
-/* Any that was ever pushed under this key: one that waits is taken as a whole, others are not
- * found. */
+/* Any request that was pushed under this key: a waiting one is taken whole, others are not found.
+ */
 static size_t sim_take_whole(struct sim *s, int key, struct moe_segment *segment, uint32_t *tokens)
 {
     if (s->pushed == 0)
@@ -229,7 +229,7 @@ static void sim_take(struct sim *s)
     s->queued -= tokens;
 }
 
-/* The oldest step ends well: its tokens must come in order, each once. */
+/* The oldest step succeeds: its tokens must come in order, each once. */
 static void sim_finish(struct sim *s)
 {
     if (s->in_flight == 0)
@@ -250,7 +250,7 @@ static void sim_finish(struct sim *s)
     }
 }
 
-/* The view is lost: everything in flight goes back. */
+/* The view is lost: all tokens in flight go back. */
 static void sim_lose_view(struct sim *s)
 {
     while (s->in_flight > 0) {
@@ -351,7 +351,7 @@ static void simulate(uint64_t seed, uint64_t *tokens, uint64_t *dropped)
     free(s);
 }
 
-static void no_token_is_lost_doubled_or_reordered_whatever_happens(void **state)
+static void no_token_is_lost_doubled_or_reordered(void **state)
 {
     (void)state;
     uint64_t seed = choose_seed();
@@ -368,7 +368,7 @@ static void count_tokens(struct moe_work *w, void *arg)
     *(uint32_t *)arg += w->tokens;
 }
 
-static void a_request_with_a_step_of_its_own_is_taken_whole_by_its_number(void **state)
+static void a_retained_request_is_taken_whole_by_its_number(void **state)
 {
     (void)state;
     static const struct moe_step_key own = {1, MOE_STEP_FORWARD_RETAIN, MOE_DTYPE_F32};
@@ -405,10 +405,10 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(requests_share_a_step_in_order_of_arrival),
         cmocka_unit_test(unknown_layers_and_dtypes_have_no_queue),
-        cmocka_unit_test(what_is_put_back_is_taken_first_again),
-        cmocka_unit_test(removed_and_expired_requests_are_never_taken),
-        cmocka_unit_test(a_request_with_a_step_of_its_own_is_taken_whole_by_its_number),
-        cmocka_unit_test(no_token_is_lost_doubled_or_reordered_whatever_happens),
+        cmocka_unit_test(returned_segments_are_taken_first_again),
+        cmocka_unit_test(removed_and_expired_requests_are_not_taken),
+        cmocka_unit_test(a_retained_request_is_taken_whole_by_its_number),
+        cmocka_unit_test(no_token_is_lost_doubled_or_reordered),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -171,7 +171,7 @@ static void a_full_queue_an_unknown_layer_and_a_stale_epoch_are_refused(void **s
                    MOE_REASON_LAYER_NOT_FOUND);
     more.work.layer = 4;
     pinned.work.epoch = 99;
-    assert_ok(moe_engine_submit(worker.engine, &pinned.work)); /* nobody knows the next epoch */
+    assert_ok(moe_engine_submit(worker.engine, &pinned.work)); /* the next epoch is unknown */
     worker_start_view(&worker);
     request_wait(&pinned);
     assert_refused(pinned.status, MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH);
@@ -189,7 +189,7 @@ static void a_full_queue_an_unknown_layer_and_a_stale_epoch_are_refused(void **s
     request_free(&pinned);
 }
 
-static void draining_finishes_what_was_accepted_and_refuses_the_rest(void **state)
+static void draining_finishes_accepted_requests_and_refuses_new_ones(void **state)
 {
     (void)state;
     struct request first, second;
@@ -208,7 +208,7 @@ static void draining_finishes_what_was_accepted_and_refuses_the_rest(void **stat
     request_free(&second);
 }
 
-static void destroying_the_engine_answers_what_waits(void **state)
+static void destroying_the_engine_answers_waiting_requests(void **state)
 {
     (void)state;
     struct worker w;
@@ -261,9 +261,9 @@ static void every_request_ends_once_and_rightly_while_views_come_and_go(void **s
     for (int c = 0; c < CLIENTS; c++)
         assert_int_equal(pthread_create(&threads[c], NULL, client_thread, r[c]), 0);
     for (int view = 0; view < 25; view++) {
-        struct timespec nap = {.tv_nsec = random_below(3000000)};
+        struct timespec pause = {.tv_nsec = random_below(3000000)};
         worker_start_view(&worker);
-        nanosleep(&nap, NULL);
+        nanosleep(&pause, NULL);
         worker_stop_view(&worker);
     }
     worker_start_view(&worker);
@@ -302,8 +302,8 @@ int main(void)
         with_worker(an_expert_given_twice_counts_twice),
         with_worker(a_cancelled_or_late_request_is_not_computed),
         with_worker(a_full_queue_an_unknown_layer_and_a_stale_epoch_are_refused),
-        with_worker(draining_finishes_what_was_accepted_and_refuses_the_rest),
-        cmocka_unit_test(destroying_the_engine_answers_what_waits),
+        with_worker(draining_finishes_accepted_requests_and_refuses_new_ones),
+        cmocka_unit_test(destroying_the_engine_answers_waiting_requests),
         with_worker(every_request_ends_once_and_rightly_while_views_come_and_go),
     };
     seed_random();

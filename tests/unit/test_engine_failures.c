@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the engine does when steps fail, hang or are refused. The backend here is a script: it says
- * for each step how it ends, "computes" y = x + 1, and remembers what it was given. */
+/* The engine with steps that fail, hang or are refused. The backend here is a script: it decides
+ * how each step ends, "computes" y = x + 1, and records its arguments. */
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "base/wait.h"
@@ -11,7 +11,7 @@ enum { HIDDEN = 4, BUCKET = 8, STEPS_MAX = 32, REQUESTS_MAX = 8 };
 
 enum end {
     END_WELL,
-    END_WHEN_NEXT_BEGINS, /* well, but not before the following step was enqueued */
+    END_WHEN_NEXT_BEGINS, /* successfully, after the following step was enqueued */
     END_LOST,             /* slot 2 did not answer */
     END_NEVER,            /* until aborted */
     END_REFUSED,          /* at once, by step_enqueue */
@@ -27,7 +27,7 @@ static struct {
     pthread_cond_t changed;
     enum end script[STEPS_MAX];
     struct moe_step_args seen[STEPS_MAX]; /* arguments of each step that was enqueued */
-    float first_x[STEPS_MAX];             /* its x[0], where it has tokens */
+    float first_x[STEPS_MAX];             /* its x[0], if it has tokens */
     int enqueued, unfinished;
     bool aborted;
     int aborts;
@@ -268,7 +268,7 @@ static void give_ticket(uint64_t epoch, uint64_t seq, uint32_t bucket)
 static void wait_until(int *value, int wanted, struct moe_mutex *lock)
 {
     uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
-    struct timespec nap = {.tv_nsec = 100000};
+    struct timespec pause = {.tv_nsec = 100000};
     for (;;) {
         moe_mutex_lock(lock);
         int now = *value;
@@ -277,7 +277,7 @@ static void wait_until(int *value, int wanted, struct moe_mutex *lock)
             return;
         if (moe_clock_ns() > limit)
             fail_msg("%d of %d after half a minute", now, wanted);
-        nanosleep(&nap, NULL);
+        nanosleep(&pause, NULL);
     }
 }
 
@@ -317,7 +317,7 @@ static void requests_of_a_failed_step_are_answered_under_the_next_view(void **st
     assert_int_equal(backend.aborts, 1);
     give_ticket(1, 2, 8); /* the view is over: ignored */
     begin_view(1);
-    assert_int_equal(announced_tokens, 12); /* told again */
+    assert_int_equal(announced_tokens, 12); /* reported again */
     give_ticket(1, 2, 8);                   /* of the old epoch: ignored */
     give_ticket(2, 1, 8);
     wait_done(3);
@@ -333,7 +333,7 @@ static void requests_of_a_failed_step_are_answered_under_the_next_view(void **st
 static void a_request_split_over_failing_steps_loses_no_token(void **state)
 {
     (void)state;
-    /* 30 tokens, 8 a step: the first step ends well, the next two are in flight when the older of
+    /* 30 tokens, 8 a step: the first step succeeds; two are in flight when the older of
      * them fails. */
     backend.script[1] = END_LOST;
     submit(0, 30);
@@ -366,7 +366,7 @@ static void the_next_step_is_enqueued_while_one_runs(void **state)
     begin_view(0);
     give_ticket(1, 1, 8);
     give_ticket(1, 2, 8);
-    wait_done(2); /* would never come if the second waited for the first */
+    wait_done(2); /* would not come if the second waited for the first */
     assert_answered(0);
     assert_answered(1);
     assert_int_equal(test.reports[0].seq, 1);
@@ -382,7 +382,7 @@ static void a_request_alone_in_its_step_is_computed_in_place(void **state)
     begin_view(0);
     give_ticket(1, 1, 8);
     give_ticket(1, 2, 8);
-    give_ticket(1, 3, 8); /* nothing is left: the slot takes part with no token */
+    give_ticket(1, 3, 8); /* no token is left: the slot takes part without tokens */
     wait_done(3);
     wait_reports(3);
     assert_ptr_equal(backend.seen[0].x, test.x[0]);
@@ -416,7 +416,7 @@ static void a_step_that_cannot_begin_ends_the_view(void **state)
     assert_answered(1);
 }
 
-static void tickets_that_make_no_sense_end_the_view(void **state)
+static void impossible_tickets_end_the_view(void **state)
 {
     (void)state;
     static const struct moe_ticket bad[] = {
@@ -448,7 +448,7 @@ static void tickets_that_make_no_sense_end_the_view(void **state)
     assert_answered(0);
 }
 
-static void stopping_a_view_calls_off_its_steps_without_reporting_them(void **state)
+static void stopping_a_view_aborts_its_steps_without_reporting_them(void **state)
 {
     (void)state;
     backend.script[0] = backend.script[1] = END_NEVER;
@@ -492,7 +492,7 @@ static void a_request_cancelled_in_a_step_ends_with_the_step(void **state)
     begin_view(1);
     give_ticket(2, 1, 8);
     wait_until(&backend.enqueued, 2, &backend.lock);
-    moe_engine_cancel(test.engine, &test.work[2]); /* wholly in a step that ends well */
+    moe_engine_cancel(test.engine, &test.work[2]); /* wholly in a successful step */
     give_ticket(2, 2, 8);
     wait_done(3);
     assert_answered(2);
@@ -524,8 +524,8 @@ int main(void)
         with_engine(the_next_step_is_enqueued_while_one_runs),
         with_engine(a_request_alone_in_its_step_is_computed_in_place),
         with_engine(a_step_that_cannot_begin_ends_the_view),
-        with_engine(tickets_that_make_no_sense_end_the_view),
-        with_engine(stopping_a_view_calls_off_its_steps_without_reporting_them),
+        with_engine(impossible_tickets_end_the_view),
+        with_engine(stopping_a_view_aborts_its_steps_without_reporting_them),
         with_engine(a_request_cancelled_in_a_step_ends_with_the_step),
         with_engine(destroying_the_engine_ends_a_hanging_step),
     };

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the worker's session with the coordinator: a scripted coordinator on a real server,
- * and hooks that only write down what they are asked to do. */
+ * and hooks that only record their calls. */
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "base/wait.h"
@@ -19,7 +19,7 @@
 
 enum { WAIT_MS = 20000, INCARNATION = 4711, EXPERTS = 4, LINE = 96, LINES = 64 };
 
-/* What happened, as text lines in order; lines are waited for. */
+/* Events as text lines, in order; tests wait for lines. */
 struct journal {
     struct moe_mutex lock;
     pthread_cond_t changed;
@@ -372,7 +372,7 @@ struct fake_worker {
     struct moe_rpc_client *client;
     struct moe_group *group;
     bool joins; /* `form` does an all-gather of one round */
-    bool busy;  /* under did.lock: `drained` says no */
+    bool busy;  /* under did.lock: `drained` returns false */
     struct moe_status load_result;
 };
 
@@ -549,7 +549,7 @@ static void a_worker_registers_loads_joins_and_serves(void **state)
     end_scene(&s);
 }
 
-static void an_abort_ends_a_join_at_once_and_the_next_epoch_starts_afresh(void **state)
+static void an_abort_ends_a_join_at_once_and_the_next_epoch_starts_anew(void **state)
 {
     (void)state;
     static struct scene s;
@@ -616,9 +616,8 @@ static void a_view_outlives_its_coordinator(void **state)
     end_scene(&s);
 }
 
-/* The operator has asked for another try: a coordinator that is away hears of it later,
- * and once. */
-static void what_an_operator_said_reaches_a_coordinator_that_comes_back(void **state)
+/* The operator has requested another try: an absent coordinator gets the request later, once. */
+static void an_operators_decision_reaches_a_restarted_coordinator(void **state)
 {
     (void)state;
     static struct scene s;
@@ -642,14 +641,14 @@ static void what_an_operator_said_reaches_a_coordinator_that_comes_back(void **s
         if (i == 0)
             await_line(&s.c.received, "try again");
     }
-    say_assign(&s.c, 1); /* what came before the answer to this came earlier */
+    say_assign(&s.c, 1); /* earlier messages came before the answer to this */
     await_line(&s.c.received, "loaded 1 ok");
     assert_int_equal(count_lines(&s.c.received, "try again"), 2);
     end_scene(&s);
 }
 
 /* Sent on a stream that then ends: only the answer shows that it arrived. */
-static void what_an_operator_said_is_said_again_until_it_is_answered(void **state)
+static void an_operators_decision_is_repeated_until_it_is_answered(void **state)
 {
     (void)state;
     static struct scene s;
@@ -668,10 +667,10 @@ static void what_an_operator_said_is_said_again_until_it_is_answered(void **stat
         await_line(&s.c.received, "register me 4711 127.0.0.1:9 wants 2");
         s.c.silent = i == 0;
         say_registered(&s.c);
-        if (i < 2) /* both are one request, which is answered in the end */
+        if (i < 2) /* both are one request, and it is answered */
             await_line(&s.c.received, "try again");
     }
-    say_assign(&s.c, 1); /* what came before the answer to this came earlier */
+    say_assign(&s.c, 1); /* earlier messages came before the answer to this */
     await_line(&s.c.received, "loaded 1 ok");
     assert_int_equal(count_lines(&s.c.received, "try again"), 4);
     end_scene(&s);
@@ -694,7 +693,7 @@ static void a_lost_peer_ends_the_view_here_and_is_reported(void **state)
     end_scene(&s);
 }
 
-static void what_cannot_be_loaded_is_said(void **state)
+static void a_failed_load_is_reported(void **state)
 {
     (void)state;
     static struct scene s;
@@ -772,7 +771,7 @@ static void a_process_that_was_replaced_ends(void **state)
     end_scene(&s);
 }
 
-static void a_coordinator_that_talks_nonsense_is_left_and_tried_again(void **state)
+static void after_nonsense_from_the_coordinator_the_worker_reconnects(void **state)
 {
     (void)state;
     static struct scene s;
@@ -795,18 +794,18 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_worker_registers_loads_joins_and_serves),
-        cmocka_unit_test(an_abort_ends_a_join_at_once_and_the_next_epoch_starts_afresh),
+        cmocka_unit_test(an_abort_ends_a_join_at_once_and_the_next_epoch_starts_anew),
         cmocka_unit_test(an_epoch_that_falls_is_refused),
         cmocka_unit_test(a_view_outlives_its_coordinator),
-        cmocka_unit_test(what_an_operator_said_reaches_a_coordinator_that_comes_back),
-        cmocka_unit_test(what_an_operator_said_is_said_again_until_it_is_answered),
+        cmocka_unit_test(an_operators_decision_reaches_a_restarted_coordinator),
+        cmocka_unit_test(an_operators_decision_is_repeated_until_it_is_answered),
         cmocka_unit_test(a_lost_peer_ends_the_view_here_and_is_reported),
-        cmocka_unit_test(what_cannot_be_loaded_is_said),
+        cmocka_unit_test(a_failed_load_is_reported),
         cmocka_unit_test(a_drained_worker_stays_until_the_coordinator_lets_it_go),
         cmocka_unit_test(a_drain_that_takes_too_long_is_cut_short),
         cmocka_unit_test(a_worker_without_a_coordinator_can_leave),
         cmocka_unit_test(a_process_that_was_replaced_ends),
-        cmocka_unit_test(a_coordinator_that_talks_nonsense_is_left_and_tried_again),
+        cmocka_unit_test(after_nonsense_from_the_coordinator_the_worker_reconnects),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

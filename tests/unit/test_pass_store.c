@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Saved passes and kept answers: bytes, time, and who may push out whom. */
+/* Retained passes and cached answers: bytes, time, and the order of removal. */
 #include "activations/pass_store.h"
 #include "support/check.h"
 
@@ -29,7 +29,7 @@ static void plain_free(struct moe_device *d, enum moe_mem kind, void *p, size_t 
 
 static const struct moe_backend plain = {.mem_alloc = plain_alloc, .mem_free = plain_free};
 
-static struct moe_pass_record *saved_as(struct moe_pass_store *s, uint64_t id)
+static struct moe_pass_record *retained_as(struct moe_pass_store *s, uint64_t id)
 {
     struct moe_pass_record *r;
     assert_ok(moe_pass_store_reserve(s, 20000, 0, &r));
@@ -40,21 +40,21 @@ static struct moe_pass_record *saved_as(struct moe_pass_store *s, uint64_t id)
 }
 
 /* 64 KiB take three of them. */
-static void room_is_made_by_dropping_only_what_frees_memory(void **state)
+static void only_drops_that_free_memory_make_room(void **state)
 {
     (void)state;
     struct moe_pass_store *s;
-    struct moe_pass_record *held, *reserved;
+    struct moe_pass_record *used, *reserved;
     assert_ok(moe_pass_store_create(&plain, NULL, 64 << 10, 100, &s));
-    held = saved_as(s, 1); /* the oldest, and in use */
-    moe_pass_record_unref(saved_as(s, 2));
-    moe_pass_record_unref(saved_as(s, 3));
+    used = retained_as(s, 1); /* the oldest, and in use */
+    moe_pass_record_unref(retained_as(s, 2));
+    moe_pass_record_unref(retained_as(s, 3));
     assert_ok(moe_pass_store_reserve(s, 20000, 0, &reserved));
-    moe_pass_record_unref(held);
-    held = moe_pass_store_get(s, "a", 1, 0);
-    assert_non_null(held);
+    moe_pass_record_unref(used);
+    used = moe_pass_store_get(s, "a", 1, 0);
+    assert_non_null(used);
     assert_null(moe_pass_store_get(s, "a", 2, 0));
-    /* Not even without 3 would there be room. */
+    /* Even without 3 there would be no room. */
     struct moe_pass_record *r;
     assert_refused(moe_pass_store_reserve(s, 40000, 0, &r), MOE_RESOURCE_EXHAUSTED,
                    MOE_REASON_QUEUE_FULL);
@@ -62,15 +62,15 @@ static void room_is_made_by_dropping_only_what_frees_memory(void **state)
     assert_non_null(r);
     moe_pass_record_unref(r);
     moe_pass_record_unref(reserved);
-    moe_pass_record_unref(held);
+    moe_pass_record_unref(used);
     moe_pass_store_destroy(s);
 }
 
-static void what_is_saved_stays_within_bytes_and_time(void **state)
+static void retained_passes_stay_within_bytes_and_time(void **state)
 {
     (void)state;
     struct moe_pass_store *s;
-    struct moe_pass_record *r, *held;
+    struct moe_pass_record *r, *used;
     assert_ok(moe_pass_store_create(&plain, NULL, 64 << 10, 100, &s));
     assert_refused(moe_pass_store_reserve(s, 65 << 10, 0, &r), MOE_RESOURCE_EXHAUSTED,
                    MOE_REASON_QUEUE_FULL);
@@ -82,22 +82,22 @@ static void what_is_saved_stays_within_bytes_and_time(void **state)
         moe_pass_store_put(s, r, "a", id, id);
         assert_true(moe_pass_store_bytes(s) <= 64 << 10);
     }
-    assert_null(moe_pass_store_get(s, "a", 1, 100)); /* pushed out */
+    assert_null(moe_pass_store_get(s, "a", 1, 100)); /* removed for a newer one */
     assert_null(moe_pass_store_get(s, "b", 100, 100));
-    held = moe_pass_store_get(s, "a", 100, 100);
-    assert_non_null(held);
-    assert_int_equal(((uint8_t *)held->data)[9999], 100);
+    used = moe_pass_store_get(s, "a", 100, 100);
+    assert_non_null(used);
+    assert_int_equal(((uint8_t *)used->data)[9999], 100);
     assert_null(moe_pass_store_get(s, "a", 100, 200)); /* too old */
-    assert_true(moe_pass_store_bytes(s) >= 10000);     /* but still ours */
+    assert_true(moe_pass_store_bytes(s) >= 10000);     /* but our reference is valid */
     assert_refused(moe_pass_store_reserve(s, 60000, 200, &r), MOE_RESOURCE_EXHAUSTED,
                    MOE_REASON_QUEUE_FULL);
-    moe_pass_record_unref(held);
+    moe_pass_record_unref(used);
     assert_int_equal(moe_pass_store_bytes(s), 0);
     assert_ok(moe_pass_store_reserve(s, 60000, 200, &r));
     moe_pass_store_put(s, r, "a", 1, 200);
     moe_pass_store_drop(s, "a", 1);
     assert_int_equal(moe_pass_store_bytes(s), 0);
-    for (uint64_t id = 1; id <= 3; id++) { /* the same name again takes the place of the first */
+    for (uint64_t id = 1; id <= 3; id++) { /* the same name again replaces the first */
         assert_ok(moe_pass_store_reserve(s, 10, 200, &r));
         moe_pass_store_put(s, r, "a", 7, 200);
     }
@@ -118,8 +118,8 @@ static void take_and_drop(struct moe_pass_store *s, size_t bytes, uint64_t now)
     assert_true(allocated <= 64 << 10);
 }
 
-/* Passes of one size, over and over: taking and pinning memory would cost more than they do. */
-static void memory_of_what_is_gone_serves_the_next_of_its_size(void **state)
+/* Passes of one size, repeatedly: allocating and pinning memory would cost more than a pass. */
+static void memory_of_dropped_records_serves_the_next_of_its_size(void **state)
 {
     (void)state;
     struct moe_pass_store *s;
@@ -130,11 +130,11 @@ static void memory_of_what_is_gone_serves_the_next_of_its_size(void **state)
         take_and_drop(s, 20000, i);
     assert_int_equal(allocations, 1);
     assert_int_equal(moe_pass_store_bytes(s), 0);
-    take_and_drop(s, 30000, 50); /* another size, beside it */
+    take_and_drop(s, 30000, 50); /* another size, at the same time */
     take_and_drop(s, 20000, 51);
     assert_int_equal(allocations, 2);
     assert_int_equal(allocated, 50000);
-    take_and_drop(s, 40000, 52); /* what has been idle for longest makes room */
+    take_and_drop(s, 40000, 52); /* the memory idle for longest makes room */
     assert_int_equal(allocations, 3);
     assert_int_equal(allocated, 60000);
     take_and_drop(s, 20000, 53);
@@ -146,8 +146,8 @@ static void memory_of_what_is_gone_serves_the_next_of_its_size(void **state)
     moe_pass_store_destroy(s);
 }
 
-/* Nobody saves or asks: who looks at the clock gives all of it back, a piece at a time. */
-static void time_alone_gives_memory_back(void **state)
+/* Without calls for passes, calls that only pass the time free all memory, a record at a time. */
+static void idle_memory_expires(void **state)
 {
     (void)state;
     struct moe_pass_store *s;
@@ -176,17 +176,17 @@ static void time_alone_gives_memory_back(void **state)
     moe_pass_store_destroy(s);
 }
 
-static void what_is_cleared_leaves_nothing_but_what_somebody_holds(void **state)
+static void a_clear_leaves_only_referenced_records(void **state)
 {
     (void)state;
     struct moe_pass_store *s;
     allocated = 0;
     assert_ok(moe_pass_store_create(&plain, NULL, 64 << 10, 100, &s));
-    struct moe_pass_record *held = saved_as(s, 1);
-    moe_pass_record_unref(saved_as(s, 2));
+    struct moe_pass_record *used = retained_as(s, 1);
+    moe_pass_record_unref(retained_as(s, 2));
     moe_pass_store_clear(s);
     assert_int_equal(allocated, 20000);
-    moe_pass_record_unref(held);
+    moe_pass_record_unref(used);
     assert_int_equal(moe_pass_store_bytes(s), 0);
     moe_pass_store_clear(s);
     assert_int_equal(allocated, 0);
@@ -196,11 +196,11 @@ static void what_is_cleared_leaves_nothing_but_what_somebody_holds(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(room_is_made_by_dropping_only_what_frees_memory),
-        cmocka_unit_test(what_is_saved_stays_within_bytes_and_time),
-        cmocka_unit_test(memory_of_what_is_gone_serves_the_next_of_its_size),
-        cmocka_unit_test(time_alone_gives_memory_back),
-        cmocka_unit_test(what_is_cleared_leaves_nothing_but_what_somebody_holds),
+        cmocka_unit_test(only_drops_that_free_memory_make_room),
+        cmocka_unit_test(retained_passes_stay_within_bytes_and_time),
+        cmocka_unit_test(memory_of_dropped_records_serves_the_next_of_its_size),
+        cmocka_unit_test(idle_memory_expires),
+        cmocka_unit_test(a_clear_leaves_only_referenced_records),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the peers: real servers and streams over loopback, an engine that only reports, and a
- * hand-written caller who does not keep the rules. */
+ * hand-written caller that breaks the rules. */
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "base/wait.h"
@@ -16,7 +16,7 @@
 
 enum { SLOTS = 3, TICKETS_MAX = 4096, EPOCH = 5, WAIT_MS = 20000 };
 
-/* How messages travel in the tests that follow: each runs once in every way. */
+/* The ways of messages in the tests below: each runs once in every way. */
 enum way {
     STREAMS, /* no worker has an eventcount */
     SHARED,  /* all share memory */
@@ -100,7 +100,7 @@ static bool is_over(struct node *n)
     return over;
 }
 
-/* What the engine's thread does between tickets. */
+/* The engine's thread between tickets. */
 static void *listen_for_mail(void *arg)
 {
     struct node *n = arg;
@@ -239,7 +239,7 @@ static void announce_at_random(struct node *nodes, uint64_t announced[SLOTS])
     }
 }
 
-/* Sum of the buckets is what the tickets can carry for one slot. */
+/* The sum of the buckets is the number of tokens that the tickets carry for one slot. */
 static uint64_t covered(const struct node *n, size_t tickets)
 {
     uint64_t sum = 0;
@@ -248,7 +248,7 @@ static uint64_t covered(const struct node *n, size_t tickets)
     return sum;
 }
 
-static void all_slots_get_the_same_tickets_for_all_that_was_announced(void **state)
+static void all_slots_get_the_same_tickets_for_all_announced_work(void **state)
 {
     (void)state;
     static struct node nodes[SLOTS];
@@ -357,13 +357,13 @@ static void a_sequencer_that_goes_away_is_reported_by_all_members(void **state)
     stop_group(nodes);
 }
 
-static void a_sequencer_that_is_not_there_is_reported(void **state)
+static void a_missing_sequencer_is_reported(void **state)
 {
     (void)state;
     static struct node nodes[SLOTS];
     start_group(nodes);
     struct moe_peers_view view = {.epoch = EPOCH + 1, .live = 0x3, .slot = 1, .max_bucket = 16};
-    view.members[0] = (struct moe_peer){1, "127.0.0.1:1"}; /* nobody listens */
+    view.members[0] = (struct moe_peer){1, "127.0.0.1:1"}; /* no server listens */
     view.members[1] = (struct moe_peer){nodes[1].incarnation, nodes[1].endpoint};
     assert_ok(moe_peers_expect(nodes[1].peers, &view));
     assert_ok(moe_peers_start(nodes[1].peers));
@@ -418,7 +418,7 @@ static void caller_closed(void *ctx, struct moe_status status)
     moe_mutex_unlock(&c->lock);
 }
 
-/* Sends one message on a stream of its own to slot 0, and returns how the stream ended. */
+/* Sends one message on a separate stream to slot 0, and returns the stream's status. */
 static struct moe_status say(struct node *nodes, const uint8_t *bytes, size_t length)
 {
     struct caller c = {.closed = false};
@@ -478,7 +478,7 @@ static void a_caller_of_another_epoch_or_process_is_refused(void **state)
     assert_int_equal(st.reason, MOE_REASON_STALE_EPOCH);
     st = say_hello(nodes, 77, EPOCH, nodes[1].incarnation);
     assert_int_equal(st.reason, MOE_REASON_STALE_EPOCH);
-    /* None of this has cost anyone the view. */
+    /* No node has lost the view. */
     for (uint32_t s = 0; s < SLOTS; s++)
         assert_ok(moe_peers_start(nodes[s].peers));
     moe_peers_announce(nodes[1].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_F32, 1);
@@ -490,7 +490,7 @@ static void a_caller_of_another_epoch_or_process_is_refused(void **state)
     stop_group(nodes);
 }
 
-static void a_message_that_makes_no_sense_ends_its_stream_only(void **state)
+static void a_malformed_message_ends_its_stream_only(void **state)
 {
     (void)state;
     static struct node nodes[SLOTS];
@@ -525,15 +525,15 @@ int main(void)
 {
     static enum way ways[] = {STREAMS, SHARED, BOTH};
     const struct CMUnitTest tests[] = {
-        EACH_WAY(all_slots_get_the_same_tickets_for_all_that_was_announced),
+        EACH_WAY(all_slots_get_the_same_tickets_for_all_announced_work),
         EACH_WAY(no_ticket_comes_before_all_have_joined),
         EACH_WAY(a_new_view_begins_at_the_first_ticket),
         EACH_WAY(a_member_that_goes_away_is_reported_by_the_sequencer),
         EACH_WAY(a_sequencer_that_goes_away_is_reported_by_all_members),
-        EACH_WAY(a_sequencer_that_is_not_there_is_reported),
+        EACH_WAY(a_missing_sequencer_is_reported),
         EACH_WAY(a_step_that_failed_on_a_member_stops_the_tickets),
         EACH_WAY(a_caller_of_another_epoch_or_process_is_refused),
-        EACH_WAY(a_message_that_makes_no_sense_ends_its_stream_only),
+        EACH_WAY(a_malformed_message_ends_its_stream_only),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* daemon/worker/loader: what a placement puts on a slot becomes resident, from memory or by a
- * backend that reads for itself; what cannot fit is refused before anything is taken; what breaks
- * on the way leaves nothing behind. */
+/* daemon/worker/loader: loads a slot's experts, from memory or by a backend that reads files
+ * itself. Refuses a too large share before it allocates memory; a failure leaves no layer. */
 #include "base/mutex.h"
 #include "base/thread_pool.h"
 #include "support/check.h"
@@ -23,7 +22,7 @@
 static struct {
     uint64_t free_bytes; /* 0: as it is */
     atomic_uint created, destroyed, uploaded, fetched;
-    _Atomic uint64_t content; /* sum over all weights of a hash of what arrived */
+    _Atomic uint64_t content; /* sum over all weights of a hash of the received data */
     struct moe_thread_pool *pool;
     struct moe_thread_pool_batch batch; /* of the one layer that is loaded at a time */
     struct moe_mutex lock;              /* one call at a time on a layer */
@@ -109,7 +108,7 @@ static void fake_destroy(struct moe_layer *layer)
 {
     struct moe_status st =
         fake.pool != NULL ? moe_thread_pool_wait(fake.pool, &fake.batch) : moe_ok();
-    (void)st; /* told before, or concerns nobody any more */
+    (void)st; /* reported before, or no longer relevant */
     atomic_fetch_add(&fake.destroyed, 1);
     moe_backend_cpu.layer_destroy(layer);
 }
@@ -141,7 +140,7 @@ static void copy_file(const char *directory, const char *name)
     close(out);
 }
 
-/* All experts on the one slot there is. */
+/* All experts on the only slot. */
 static void assign_all(struct resident *r)
 {
     size_t count = moe_model_layer_count(r->model);
@@ -216,7 +215,7 @@ static int teardown(void **state)
     return 0;
 }
 
-/* From here on the backend reads for itself. */
+/* From here on the backend reads files itself. */
 static void let_it_fetch(struct resident *r)
 {
     assert_ok(moe_thread_pool_create("readers", 3, read_and_upload, NULL, &fake.pool));
@@ -236,7 +235,7 @@ static void check_nothing_is_held(const struct resident *r)
 
 /* --------------------------------------------------------------------------- tests */
 
-static void both_ways_bring_the_same_weights(void **state)
+static void both_ways_load_the_same_weights(void **state)
 {
     struct resident *r = *state;
     uint64_t loaded, total;
@@ -256,7 +255,7 @@ static void both_ways_bring_the_same_weights(void **state)
     assert_int_equal(total, r->bytes);
 }
 
-static void what_cannot_fit_is_refused_before_anything_is_taken(void **state)
+static void too_large_a_share_is_refused_before_any_allocation(void **state)
 {
     struct resident *r = *state;
     fake.free_bytes = r->bytes - 1;
@@ -270,7 +269,7 @@ static void what_cannot_fit_is_refused_before_anything_is_taken(void **state)
     assert_ok(moe_loader_load(r->loader, &r->assignment));
 }
 
-static void a_file_that_shrinks_is_an_error_by_name(void **state)
+static void an_error_names_a_file_that_shrinks(void **state)
 {
     struct resident *r = *state;
     char path[128];
@@ -286,7 +285,7 @@ static void a_file_that_shrinks_is_an_error_by_name(void **state)
     check_nothing_is_held(r);
 }
 
-static void loading_can_be_called_off(void **state)
+static void loading_can_be_cancelled(void **state)
 {
     struct resident *r = *state;
     let_it_fetch(r);
@@ -299,11 +298,11 @@ static void loading_can_be_called_off(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(both_ways_bring_the_same_weights, setup, teardown),
-        cmocka_unit_test_setup_teardown(what_cannot_fit_is_refused_before_anything_is_taken, setup,
+        cmocka_unit_test_setup_teardown(both_ways_load_the_same_weights, setup, teardown),
+        cmocka_unit_test_setup_teardown(too_large_a_share_is_refused_before_any_allocation, setup,
                                         teardown),
-        cmocka_unit_test_setup_teardown(a_file_that_shrinks_is_an_error_by_name, setup, teardown),
-        cmocka_unit_test_setup_teardown(loading_can_be_called_off, setup, teardown),
+        cmocka_unit_test_setup_teardown(an_error_names_a_file_that_shrinks, setup, teardown),
+        cmocka_unit_test_setup_teardown(loading_can_be_cancelled, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forward requests that are retained on the devices for their Backward, in the engine and the
- * training room: their own tickets, what they leave, who uses it, and when it is dropped. */
+/* Retained Forward requests in the engine and the training room: their tickets, their activations,
+ * the use of these, and when they are dropped. */
 #include "base/clock.h"
 #include "support/check.h"
 #include "support/test_clock.h"
@@ -12,7 +12,7 @@
 
 enum { EXTRA = 40 };
 
-/* test.forward, to be retained as (s, id), of that version of the weights. */
+/* test.forward, to be retained as (s, id), for that version of the weights. */
 static void save_version(uint32_t tokens, uint64_t id, uint64_t version)
 {
     test.forward = (struct moe_work){
@@ -36,7 +36,7 @@ static void save(uint32_t tokens, uint64_t id)
 }
 
 /* Ticket of announcement `n`, in a bucket for all. */
-static void order_saving(int n, uint32_t origin)
+static void order_retained(int n, uint32_t origin)
 {
     struct moe_ticket t = test.announced[n];
     t.epoch = test.epoch;
@@ -46,10 +46,10 @@ static void order_saving(int n, uint32_t origin)
     moe_engine_run(test.engine, &t);
 }
 
-/* Client i asks for the Backward of what was retained as `id`, by the step of that name. */
+/* Client i calls Backward of the pass `id`, retained by the step of that name. */
 static void ask_retained(int i, uint64_t id, uint64_t name, uint64_t epoch)
 {
-    ask(i, MOE_STEP_BACKWARD, id, 5); /* announced without the name, as it has no ticket yet */
+    ask(i, MOE_STEP_BACKWARD, id, 5); /* announced without the name: it has no ticket yet */
     struct moe_ticket *t = &test.announced[test.announced_count - 1];
     struct moe_train_call call = test.clients[i].call;
     call.retained = name;
@@ -67,7 +67,7 @@ static int kept(void)
     return count;
 }
 
-/* The watchdog of the program bounds this. */
+/* The program's watchdog bounds this loop. */
 static void pause_briefly(void)
 {
     nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
@@ -80,13 +80,13 @@ static void await_kept(int count)
     assert_int_equal(kept(), count);
 }
 
-/* A retained pass of id, by a ticket of this slot; returns its name. */
+/* A retained pass of `id`, by a ticket of this slot; returns its name. */
 static uint64_t save_and_run(uint64_t id)
 {
     int before = test.forward_done;
     script.keep = true;
     save(5, id);
-    order_saving(test.announced_count - 1, 0);
+    order_retained(test.announced_count - 1, 0);
     wait_until(&test.forward_done, before + 1, &test.lock);
     assert_ok(test.forward_status);
     return test.forward.retained_name;
@@ -101,7 +101,7 @@ static void backward(int i, uint64_t id, uint64_t name, uint64_t epoch)
 
 /* ------------------------------------------------------------------------ promises */
 
-static void a_saving_forward_has_a_ticket_of_its_own_and_its_name(void **state)
+static void a_retained_forward_has_a_separate_ticket_and_its_name(void **state)
 {
     (void)state;
     script.keep = true;
@@ -113,11 +113,11 @@ static void a_saving_forward_has_a_ticket_of_its_own_and_its_name(void **state)
     assert_ok(moe_train_call_read(&test.announced[0], &call));
     assert_string_equal(call.session, "s");
     assert_int_equal(call.id, 9);
-    order_forward(8); /* somebody else's: takes nothing of it */
+    order_forward(8); /* another slot's: takes no tokens of it */
     wait_until(&test.finished_count, 1, &test.lock);
     assert_int_equal(script.save, 0);
     assert_int_equal(test.forward_done, 0);
-    order_saving(0, 0);
+    order_retained(0, 0);
     wait_until(&test.forward_done, 1, &test.lock);
     assert_ok(test.forward_status);
     assert_int_equal(script.save, 2);
@@ -129,14 +129,14 @@ static void a_saving_forward_has_a_ticket_of_its_own_and_its_name(void **state)
     assert_int_equal(state_now().activation_bytes_limit, 1 << 20);
 }
 
-static void where_the_device_has_no_room_the_step_is_like_any_other(void **state)
+static void without_room_on_the_device_the_step_runs_all_the_same(void **state)
 {
     (void)state;
     save(5, 9);
-    order_saving(0, 0);
+    order_retained(0, 0);
     wait_until(&test.forward_done, 1, &test.lock);
     assert_ok(test.forward_status);
-    assert_int_equal(test.forward.retained_name, 1); /* others may keep it */
+    assert_int_equal(test.forward.retained_name, 1); /* other slots may keep it */
     assert_false(test.forward.retained_here);
     assert_int_equal(state_now().activation_bytes, 0);
     backward(0, 9, 1, test.epoch);
@@ -154,13 +154,13 @@ static int count_worth(enum moe_dtype dtype, int tries)
     return worth;
 }
 
-static void where_nothing_is_ever_kept_it_is_tried_now_and_then(void **state)
+static void after_misses_it_is_tried_once_in_sixty_four(void **state)
 {
     (void)state;
     assert_int_equal(count_worth(MOE_DTYPE_F32, 100), 100);
     for (uint64_t id = 1; id <= 8; id++) {
         save(5, id);
-        order_saving(test.announced_count - 1, 0);
+        order_retained(test.announced_count - 1, 0);
         wait_until(&test.forward_done, (int)id, &test.lock);
     }
     assert_int_equal(count_worth(MOE_DTYPE_F32, 128), 2);
@@ -171,7 +171,7 @@ static void where_nothing_is_ever_kept_it_is_tried_now_and_then(void **state)
     assert_int_equal(count_worth(MOE_DTYPE_F32, 100), 0);
 }
 
-/* As the service asks: for a step of its own only while that is worth it. */
+/* Like the service: a separate step only while it is worth it. */
 static void ask_as_the_service_does(uint64_t id)
 {
     if (moe_activations_are_worth(moe_train_activations(test.train), MOE_DTYPE_F32,
@@ -182,7 +182,7 @@ static void ask_as_the_service_does(uint64_t id)
 }
 
 /* Three tokens that wait in the common queue. */
-static void ask_beside(struct moe_work *w)
+static void ask_shared(struct moe_work *w)
 {
     *w = (struct moe_work){.layer = 7,
                            .dtype = MOE_DTYPE_F32,
@@ -202,31 +202,31 @@ static void check_figures(const struct moe_work *w, uint32_t step_tokens, uint64
     assert_false(w->retained_here);
 }
 
-static void after_eight_in_vain_it_shares_its_step_and_its_answer_tells_that_step(void **state)
+static void after_eight_misses_it_shares_a_step_and_its_answer_has_that_step(void **state)
 {
     (void)state;
-    struct moe_work beside;
+    struct moe_work shared;
     for (uint64_t id = 1; id <= 8; id++) {
         int before = test.forward_done;
-        ask_beside(&beside);
+        ask_shared(&shared);
         ask_as_the_service_does(id);
-        order_saving((int)id - 1, 0);
+        order_retained((int)id - 1, 0);
         wait_until(&test.forward_done, before + 1, &test.lock);
         check_figures(&test.forward, 5, 2 * id - 1);
         order_forward(BUCKET);
         wait_until(&test.forward_done, before + 2, &test.lock);
-        check_figures(&beside, 3, 0);
+        check_figures(&shared, 3, 0);
     }
-    ask_beside(&beside);
+    ask_shared(&shared);
     ask_as_the_service_does(9);
     assert_int_equal(test.announced_count, 8); /* it waits in the common queue */
     order_forward(BUCKET);
     wait_until(&test.forward_done, 18, &test.lock);
     check_figures(&test.forward, 8, 0);
-    check_figures(&beside, 8, 0);
+    check_figures(&shared, 8, 0);
 }
 
-static void its_backward_uses_it_and_takes_it_along(void **state)
+static void its_backward_uses_and_drops_it(void **state)
 {
     (void)state;
     uint64_t name = save_and_run(9), other = save_and_run(10);
@@ -239,12 +239,12 @@ static void its_backward_uses_it_and_takes_it_along(void **state)
     assert_int_equal(state_now().activation_bytes, 1);
     backward(1, 10, other, test.epoch);
     assert_int_equal(kept(), 0);
-    /* A repeat finds nothing, and is not run. */
+    /* A repeat finds no activations, and is not run. */
     backward(2, 9, name, test.epoch);
     assert_int_equal(script.backwards, 2);
 }
 
-static void a_backward_with_other_tensors_does_not_use_it_and_takes_it_along(void **state)
+static void a_backward_with_other_tensors_drops_it_unused(void **state)
 {
     (void)state;
     (void)save_and_run(9);
@@ -254,12 +254,12 @@ static void a_backward_with_other_tensors_does_not_use_it_and_takes_it_along(voi
     assert_int_equal(kept(), 0);
 }
 
-static void slots_that_were_not_asked_keep_and_drop_it_as_well(void **state)
+static void other_slots_keep_and_drop_it_too(void **state)
 {
     (void)state;
     script.keep = true;
     save(5, 9);
-    order_saving(0, 1); /* the same call of slot 1: we bring nothing */
+    order_retained(0, 1); /* the same call of slot 1: this slot brings no tokens */
     wait_until(&test.finished_count, 1, &test.lock);
     assert_int_equal(script.save, 1);
     assert_int_equal(test.forward_done, 0);
@@ -271,7 +271,7 @@ static void slots_that_were_not_asked_keep_and_drop_it_as_well(void **state)
     assert_int_equal(kept(), 0);
 }
 
-static void the_same_pass_asked_for_again_takes_the_place_of_the_first(void **state)
+static void a_repeated_pass_replaces_the_first(void **state)
 {
     (void)state;
     (void)save_and_run(9);
@@ -280,11 +280,11 @@ static void the_same_pass_asked_for_again_takes_the_place_of_the_first(void **st
     backward(0, 9, name, test.epoch);
     assert_true(test.clients[0].work.step.used_retained);
     assert_int_equal(kept(), 0);
-    (void)save_and_run(9); /* and after its Backward nobody will want it */
+    (void)save_and_run(9); /* no call will use it after its Backward */
     assert_int_equal(kept(), 0);
 }
 
-static void what_changes_the_weights_drops_everything(void **state)
+static void a_change_of_the_weights_drops_all(void **state)
 {
     (void)state;
     (void)save_and_run(9);
@@ -293,7 +293,7 @@ static void what_changes_the_weights_drops_everything(void **state)
     ask(0, MOE_STEP_OPTIMIZER, 1, 0);
     order(test.announced_count - 1, 0);
     wait_done(0);
-    assert_int_equal(kept(), 2); /* nothing has moved */
+    assert_int_equal(kept(), 2); /* no weight has changed */
     ask(1, MOE_STEP_ZERO_GRAD, 2, 0);
     order(test.announced_count - 1, 0);
     wait_done(1);
@@ -306,7 +306,7 @@ static void what_changes_the_weights_drops_everything(void **state)
     assert_int_equal(state_now().activation_bytes, 0);
 }
 
-static void a_pass_that_all_refuse_leaves_it_for_the_next_try(void **state)
+static void a_refused_pass_leaves_it_for_the_next_try(void **state)
 {
     (void)state;
     uint64_t name = save_and_run(9);
@@ -321,7 +321,7 @@ static void a_pass_that_all_refuse_leaves_it_for_the_next_try(void **state)
     assert_int_equal(kept(), 0);
 }
 
-static void time_drops_it_without_any_ticket_but_not_while_a_pass_uses_it(void **state)
+static void it_expires_without_a_ticket_but_not_while_a_pass_uses_it(void **state)
 {
     (void)state;
     uint64_t name = save_and_run(9);
@@ -339,46 +339,46 @@ static void time_drops_it_without_any_ticket_but_not_while_a_pass_uses_it(void *
     wait_done(0);
     assert_true(test.clients[0].work.step.used_retained);
     assert_int_equal(kept(), 0);
-    (void)save_and_run(11); /* and with nothing else going on */
+    (void)save_and_run(11); /* and without other calls */
     moe_test_clock_advance(KEPT_NS);
     await_kept(0);
 }
 
-static void the_end_of_a_view_takes_it_and_names_of_it_mean_nothing_later(void **state)
+static void the_end_of_a_view_drops_it_and_voids_its_name(void **state)
 {
     (void)state;
     uint64_t name = save_and_run(9), epoch = test.epoch;
     moe_engine_stop_view(test.engine);
     assert_int_equal(state_now().activation_bytes, 0);
     begin_view();
-    backward(0, 9, name, epoch); /* its x was kept on this worker */
+    backward(0, 9, name, epoch); /* this worker has kept its x */
     assert_ok(test.clients[0].status);
     assert_int_equal(script.retained, 0);
 }
 
-static void one_in_flight_when_the_view_ends_runs_again_under_the_next(void **state)
+static void a_step_in_flight_at_the_end_of_a_view_runs_again_under_the_next(void **state)
 {
     (void)state;
     script.keep = true;
     hold_steps(true);
     save(5, 9);
-    order_forward(4); /* another's, so that the name is another one later */
-    order_saving(0, 0);
+    order_forward(4); /* another slot's, so that the later name differs */
+    order_retained(0, 0);
     wait_until(&script.forwards, 2, &script.lock);
     moe_engine_stop_view(test.engine);
     assert_int_equal(test.forward_done, 0);
     assert_int_equal(kept(), 0);
     begin_view();
-    assert_int_equal(test.announced_count, 2); /* told again, once */
+    assert_int_equal(test.announced_count, 2); /* announced again, once */
     assert_int_equal(announced_tokens, 0);
-    order_saving(1, 0);
+    order_retained(1, 0);
     wait_until(&test.forward_done, 1, &test.lock);
     assert_ok(test.forward_status);
     assert_int_equal(test.forward.retained_name, 1);
     assert_int_equal(test.forward.answered_epoch, test.epoch);
 }
 
-static void one_that_a_smaller_view_cannot_hold_shares_steps_like_any_other(void **state)
+static void a_request_larger_than_the_view_shares_steps(void **state)
 {
     (void)state;
     moe_engine_stop_view(test.engine);
@@ -401,7 +401,7 @@ static void one_that_a_smaller_view_cannot_hold_shares_steps_like_any_other(void
     wait_until(&test.forward_done, 2, &test.lock);
 }
 
-static void one_that_nobody_waits_for_leaves_an_empty_step(void **state)
+static void a_cancelled_request_leaves_an_empty_step(void **state)
 {
     (void)state;
     script.keep = true;
@@ -409,14 +409,14 @@ static void one_that_nobody_waits_for_leaves_an_empty_step(void **state)
     moe_engine_cancel(test.engine, &test.forward);
     wait_until(&test.forward_done, 1, &test.lock);
     assert_refused(test.forward_status, MOE_CANCELLED, MOE_REASON_NONE);
-    order_saving(0, 0); /* others have begun it */
+    order_retained(0, 0); /* other slots have begun it */
     wait_until(&test.finished_count, 1, &test.lock);
     assert_ok(test.last);
     assert_int_equal(script.forwards, 1);
-    /* One that runs when its client goes runs to its end. */
+    /* A step that runs when its client leaves runs to its end. */
     hold_steps(true);
     save(5, 10);
-    order_saving(1, 0);
+    order_retained(1, 0);
     wait_until(&script.forwards, 2, &script.lock);
     moe_engine_cancel(test.engine, &test.forward);
     hold_steps(false);
@@ -424,37 +424,37 @@ static void one_that_nobody_waits_for_leaves_an_empty_step(void **state)
     assert_int_equal(test.forward.retained_name, 2);
 }
 
-static void empty_steps_push_out_nothing_and_say_nothing_of_what_works(void **state)
+static void empty_steps_drop_none_and_count_neither_as_miss_nor_success(void **state)
 {
     (void)state;
     uint64_t name = save_and_run(9);
     script.nobodys = true;
-    for (int i = 0; i < 20; i++) { /* asked of this slot, and gone before their turn */
+    for (int i = 0; i < 20; i++) { /* of this slot, cancelled before their tickets */
         int at = test.announced_count, ended = test.finished_count;
         save(5, 100 + (uint64_t)i);
         moe_engine_cancel(test.engine, &test.forward);
-        order_saving(at, 0);
+        order_retained(at, 0);
         wait_until(&test.finished_count, ended + 1, &test.lock);
     }
     int ended = test.finished_count;
-    order_saving(test.announced_count - 1, 1); /* of the other slot, with rows there alone */
-    order_forward(4);                          /* what follows is begun after that one's end */
+    order_retained(test.announced_count - 1, 1); /* of the other slot, with rows only there */
+    order_forward(4);                            /* later tickets begin after its end */
     order_forward(4);
     wait_until(&test.finished_count, ended + 3, &test.lock);
     assert_int_equal(kept(), 1);
     assert_int_equal(state_now().activation_bytes, 1);
-    script.keep = false; /* eight real ones in vain, beside empty ones that would be kept */
+    script.keep = false; /* eight misses, mixed with empty steps that would be kept */
     for (uint64_t id = 200; id < 208; id++) {
         int before = test.forward_done;
         save(5, id);
-        order_saving(test.announced_count - 1, 0);
+        order_retained(test.announced_count - 1, 0);
         wait_until(&test.forward_done, before + 1, &test.lock);
         script.keep = true;
         int at = test.announced_count;
         ended = test.finished_count;
         save(5, 1000 + id);
         moe_engine_cancel(test.engine, &test.forward);
-        order_saving(at, 0);
+        order_retained(at, 0);
         wait_until(&test.finished_count, ended + 1, &test.lock);
         script.keep = false;
     }
@@ -467,20 +467,20 @@ static void empty_steps_push_out_nothing_and_say_nothing_of_what_works(void **st
     assert_true(test.clients[0].work.step.used_retained);
 }
 
-static void what_a_pass_uses_that_began_before_its_step_had_ended_stays(void **state)
+static void activations_stay_for_a_pass_that_began_before_their_step_ended(void **state)
 {
     (void)state;
     script.keep = true;
     hold_steps(true);
     save(5, 9);
-    order_saving(0, 1); /* asked of the other slot: its Backward may come at any time */
+    order_retained(0, 1); /* of the other slot: its Backward may come at any time */
     ask_retained(0, 9, 1, test.epoch);
     script.hold_passes = true;
     order(1, 1);
     wait_until(&script.unfinished, 2, &script.lock);
     hold_steps(false);
     wait_until(&test.finished_count, 1, &test.lock);
-    moe_test_clock_advance(2 * KEPT_NS); /* its time is over long since */
+    moe_test_clock_advance(2 * KEPT_NS); /* it expired long ago */
     nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
     assert_int_equal(kept(), 1);
     moe_mutex_lock(&script.lock);
@@ -492,7 +492,7 @@ static void what_a_pass_uses_that_began_before_its_step_had_ended_stays(void **s
     assert_int_equal(kept(), 0);
 }
 
-static void one_whose_time_is_over_before_its_turn_is_told_so(void **state)
+static void a_request_that_expires_before_its_ticket_fails(void **state)
 {
     (void)state;
     save(5, 9);
@@ -503,13 +503,13 @@ static void one_whose_time_is_over_before_its_turn_is_told_so(void **state)
     assert_ok(moe_engine_submit(test.engine, &late));
     wait_until(&test.forward_done, 1, &test.lock);
     assert_refused(test.forward_status, MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE);
-    order_saving(1, 0);
-    order_saving(0, 0);
+    order_retained(1, 0);
+    order_retained(0, 0);
     wait_until(&test.forward_done, 2, &test.lock);
     assert_ok(test.forward_status);
 }
 
-static void it_sees_one_version_and_pins_count(void **state)
+static void it_sees_one_version_and_obeys_pins(void **state)
 {
     (void)state;
     save_version(5, 9, 1);
@@ -518,12 +518,12 @@ static void it_sees_one_version_and_pins_count(void **state)
     wait_done(0);
     wait_until(&test.forward_done, 1, &test.lock);
     assert_refused(test.forward_status, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH);
-    order_saving(0, 0);
+    order_retained(0, 0);
     (void)save_and_run(10);
     assert_int_equal(test.forward.answered_version, 2);
 }
 
-static void more_than_may_wait_for_their_own_step_share_steps(void **state)
+static void requests_beyond_the_limit_share_steps(void **state)
 {
     (void)state;
     static struct moe_work extra[EXTRA];
@@ -538,7 +538,7 @@ static void more_than_may_wait_for_their_own_step_share_steps(void **state)
     assert_int_equal(own, 31);
     assert_int_equal(test.announced_count, 32);
     assert_int_equal(announced_tokens, (EXTRA - own) * 5);
-    order_saving(0, 0);
+    order_retained(0, 0);
     wait_until(&test.forward_done, 1, &test.lock);
     save(5, 100); /* there is room again */
     assert_int_equal(test.announced_count, 33);
@@ -546,17 +546,17 @@ static void more_than_may_wait_for_their_own_step_share_steps(void **state)
     wait_until(&test.forward_done, EXTRA + 2, &test.lock);
 }
 
-static void a_ticket_for_one_that_we_never_announced_ends_the_view(void **state)
+static void a_ticket_for_an_unannounced_request_ends_the_view(void **state)
 {
     (void)state;
     save(5, 9);
     test.announced[0].descriptor.number += 7;
-    order_saving(0, 0);
+    order_retained(0, 0);
     wait_until(&test.finished_count, 1, &test.lock);
     assert_refused(test.last, MOE_INTERNAL, MOE_REASON_NONE);
     begin_view();
     test.announced[1].descriptor.length = 3;
-    order_saving(1, 0);
+    order_retained(1, 0);
     wait_until(&test.finished_count, 2, &test.lock);
     assert_refused(test.last, MOE_INTERNAL, MOE_REASON_MALFORMED);
     begin_view();
@@ -568,19 +568,19 @@ static void a_ticket_for_one_that_we_never_announced_ends_the_view(void **state)
     wait_until(&test.finished_count, 3, &test.lock);
     assert_refused(test.last, MOE_INTERNAL, MOE_REASON_NONE);
     begin_view(); /* and the request is served all the same */
-    order_saving(3, 0);
+    order_retained(3, 0);
     wait_until(&test.forward_done, 1, &test.lock);
     assert_ok(test.forward_status);
 }
 
-static void a_saving_step_may_run_beside_a_pass(void **state)
+static void a_retained_step_may_run_during_a_pass(void **state)
 {
     (void)state;
     hold_steps(true);
     ask(0, MOE_STEP_BACKWARD, 1, 5);
     save(5, 9);
     order(0, 0);
-    order_saving(1, 0);
+    order_retained(1, 0);
     wait_until(&script.unfinished, 2, &script.lock);
     hold_steps(false);
     wait_done(0);
@@ -588,9 +588,8 @@ static void a_saving_step_may_run_beside_a_pass(void **state)
     assert_ok(test.forward_status);
 }
 
-/* No call comes any more, and none has had a ticket: the worker has its memory back all the same.
- */
-static void passes_and_answers_go_by_time_alone_and_so_does_their_memory(void **state)
+/* No further call comes, and none has had a ticket: the worker's memory is freed all the same. */
+static void passes_and_answers_expire_without_calls_and_so_does_their_memory(void **state)
 {
     struct moe_pass_store *stores[] = {moe_train_passes(test.train), moe_train_answers(test.train)};
     (void)state;
@@ -600,7 +599,7 @@ static void passes_and_answers_go_by_time_alone_and_so_does_their_memory(void **
             assert_ok(moe_pass_store_reserve(stores[i], 20000, moe_clock_ns(), &r));
             moe_pass_store_put(stores[i], r, "s", id, moe_clock_ns());
         }
-    /* Records end first; their memory is idle from then on, and goes after as long again. */
+    /* Records expire first; their memory is idle then, and expires after the same time again. */
     moe_test_clock_advance(KEPT_NS);
     for (int i = 0; i < 2; i++)
         while (moe_pass_store_bytes(stores[i]) > 0)
@@ -618,39 +617,39 @@ static int close_and_check(void **state)
     return failed;
 }
 
-#define saving(name) cmocka_unit_test_setup_teardown(name, open_engine, close_and_check)
+#define retain_test(name) cmocka_unit_test_setup_teardown(name, open_engine, close_and_check)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        saving(a_saving_forward_has_a_ticket_of_its_own_and_its_name),
-        saving(where_the_device_has_no_room_the_step_is_like_any_other),
-        saving(where_nothing_is_ever_kept_it_is_tried_now_and_then),
-        saving(after_eight_in_vain_it_shares_its_step_and_its_answer_tells_that_step),
-        saving(its_backward_uses_it_and_takes_it_along),
-        saving(a_backward_with_other_tensors_does_not_use_it_and_takes_it_along),
-        saving(slots_that_were_not_asked_keep_and_drop_it_as_well),
-        saving(the_same_pass_asked_for_again_takes_the_place_of_the_first),
-        saving(what_changes_the_weights_drops_everything),
-        saving(a_pass_that_all_refuse_leaves_it_for_the_next_try),
-        cmocka_unit_test_setup_teardown(
-            time_drops_it_without_any_ticket_but_not_while_a_pass_uses_it, open_engine,
-            close_and_check),
-        cmocka_unit_test_setup_teardown(
-            passes_and_answers_go_by_time_alone_and_so_does_their_memory, open_engine,
-            close_and_check),
-        saving(the_end_of_a_view_takes_it_and_names_of_it_mean_nothing_later),
-        saving(one_in_flight_when_the_view_ends_runs_again_under_the_next),
-        saving(one_that_a_smaller_view_cannot_hold_shares_steps_like_any_other),
-        saving(one_that_nobody_waits_for_leaves_an_empty_step),
-        saving(empty_steps_push_out_nothing_and_say_nothing_of_what_works),
-        cmocka_unit_test_setup_teardown(what_a_pass_uses_that_began_before_its_step_had_ended_stays,
+        retain_test(a_retained_forward_has_a_separate_ticket_and_its_name),
+        retain_test(without_room_on_the_device_the_step_runs_all_the_same),
+        retain_test(after_misses_it_is_tried_once_in_sixty_four),
+        retain_test(after_eight_misses_it_shares_a_step_and_its_answer_has_that_step),
+        retain_test(its_backward_uses_and_drops_it),
+        retain_test(a_backward_with_other_tensors_drops_it_unused),
+        retain_test(other_slots_keep_and_drop_it_too),
+        retain_test(a_repeated_pass_replaces_the_first),
+        retain_test(a_change_of_the_weights_drops_all),
+        retain_test(a_refused_pass_leaves_it_for_the_next_try),
+        cmocka_unit_test_setup_teardown(it_expires_without_a_ticket_but_not_while_a_pass_uses_it,
                                         open_engine, close_and_check),
-        saving(one_whose_time_is_over_before_its_turn_is_told_so),
-        saving(it_sees_one_version_and_pins_count),
-        saving(more_than_may_wait_for_their_own_step_share_steps),
-        saving(a_ticket_for_one_that_we_never_announced_ends_the_view),
-        saving(a_saving_step_may_run_beside_a_pass),
+        cmocka_unit_test_setup_teardown(
+            passes_and_answers_expire_without_calls_and_so_does_their_memory, open_engine,
+            close_and_check),
+        retain_test(the_end_of_a_view_drops_it_and_voids_its_name),
+        retain_test(a_step_in_flight_at_the_end_of_a_view_runs_again_under_the_next),
+        retain_test(a_request_larger_than_the_view_shares_steps),
+        retain_test(a_cancelled_request_leaves_an_empty_step),
+        retain_test(empty_steps_drop_none_and_count_neither_as_miss_nor_success),
+        cmocka_unit_test_setup_teardown(
+            activations_stay_for_a_pass_that_began_before_their_step_ended, open_engine,
+            close_and_check),
+        retain_test(a_request_that_expires_before_its_ticket_fails),
+        retain_test(it_sees_one_version_and_obeys_pins),
+        retain_test(requests_beyond_the_limit_share_steps),
+        retain_test(a_ticket_for_an_unannounced_request_ends_the_view),
+        retain_test(a_retained_step_may_run_during_a_pass),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of the sequencer: a few plain cases, then seeded simulations of a whole group whose
- * slots announce and report in random order. */
+/* Promises of the sequencer: a few single cases, then seeded simulations of a group with slots that
+ * announce and report in random order. */
 #include "base/size.h"
 #include "schedule/sequencer.h"
 #include "support/check.h"
@@ -34,7 +34,7 @@ static void done(struct moe_sequencer *s, uint32_t slot, uint64_t seq)
     assert_int_equal(st.code, MOE_OK);
 }
 
-static void nothing_is_ordered_without_work(void **state)
+static void no_ticket_is_issued_without_work(void **state)
 {
     (void)state;
     struct moe_sequencer *s = begin(0x3, 64);
@@ -119,7 +119,7 @@ static void a_failed_step_stops_everything_until_the_next_view(void **state)
     done(s, 0, 1);
     assert_false(moe_sequencer_next(s, &t));
     moe_sequencer_begin(s, 8, 0x1, 64);
-    assert_false(moe_sequencer_next(s, &t)); /* what waited is announced again by its slot */
+    assert_false(moe_sequencer_next(s, &t)); /* its slot announces waiting work again */
     work(s, 0, &key_a, 1);
     assert_true(moe_sequencer_next(s, &t));
     assert_int_equal(t.epoch, 8);
@@ -127,7 +127,7 @@ static void a_failed_step_stops_everything_until_the_next_view(void **state)
     moe_sequencer_destroy(s);
 }
 
-static void what_makes_no_sense_is_refused(void **state)
+static void nonsense_is_refused(void **state)
 {
     (void)state;
     struct moe_sequencer *s = begin(0x5, 64);
@@ -164,7 +164,7 @@ struct sim {
     struct moe_sequencer *s;
     struct rng random;
     uint32_t slots[MOE_MAX_SLOTS], slot_count, max_bucket;
-    uint64_t pending[KEYS][MOE_MAX_SLOTS]; /* announced, not covered; what the slots believe */
+    uint64_t pending[KEYS][MOE_MAX_SLOTS]; /* announced, not covered; from the slots' view */
     uint64_t waited[KEYS];                 /* tickets of other keys since this one has waited */
     uint64_t done[MOE_MAX_SLOTS], issued;
 };
@@ -206,11 +206,11 @@ static void check_ticket(struct sim *m, const struct moe_ticket *t)
     assert_true(most > 0); /* no ticket without work */
     uint64_t fits = most < m->max_bucket ? most : m->max_bucket;
     assert_true(t->bucket >= fits);
-    assert_true(t->bucket == 1 || t->bucket / 2 < fits); /* and no larger than it must be */
+    assert_true(t->bucket == 1 || t->bucket / 2 < fits); /* and no larger than necessary */
     for (uint32_t k = 0; k < KEYS; k++)
         if (k != chosen)
             m->waited[k]++;
-    assert_true(m->waited[chosen] <= KEYS); /* nobody starves */
+    assert_true(m->waited[chosen] <= KEYS); /* no key starves */
     m->waited[chosen] = 0;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         m->pending[chosen][s] -=
@@ -225,7 +225,7 @@ static void collect_tickets(struct sim *m)
         check_ticket(m, &t);
         m->issued++;
     }
-    /* Nothing that could run is held back. */
+    /* No runnable work is delayed. */
     assert_true(in_flight(m) == MOE_SEQUENCER_IN_FLIGHT || waiting_keys(m) == 0);
 }
 
@@ -270,7 +270,7 @@ static void run_simulation(struct sim *m, uint64_t seed)
             report_something(m);
         collect_tickets(m);
     }
-    /* Whatever was announced is covered once the slots go on reporting. */
+    /* All announced work is covered once the slots go on reporting. */
     while (in_flight(m) > 0) {
         report_something(m);
         collect_tickets(m);
@@ -280,7 +280,7 @@ static void run_simulation(struct sim *m, uint64_t seed)
     moe_sequencer_destroy(m->s);
 }
 
-static void every_announced_token_is_covered_in_turn_by_two_steps_at_most(void **state)
+static void every_announced_token_is_covered_with_two_steps_in_flight_at_most(void **state)
 {
     (void)state;
     uint64_t seed = choose_seed();
@@ -307,7 +307,7 @@ static void call(struct moe_sequencer *s, uint32_t slot, enum moe_step_kind kind
     assert_int_equal(st.code, MOE_OK);
 }
 
-static void a_training_call_gets_a_ticket_of_its_own_with_its_body(void **state)
+static void a_training_call_gets_a_separate_ticket_with_its_body(void **state)
 {
     (void)state;
     struct moe_sequencer *s = begin(0x3, 64);
@@ -327,8 +327,8 @@ static void a_training_call_gets_a_ticket_of_its_own_with_its_body(void **state)
     moe_sequencer_destroy(s);
 }
 
-/* Whose batch has to be that of its Backward: work of other slots goes into other steps. */
-static void a_saving_forward_shares_its_ticket_with_nobody(void **state)
+/* Its batch must be its Backward's, so work of other slots goes into other steps. */
+static void a_retained_forward_shares_no_ticket(void **state)
 {
     (void)state;
     struct moe_sequencer *s = begin(0x3, 512);
@@ -338,7 +338,7 @@ static void a_saving_forward_shares_its_ticket_with_nobody(void **state)
     call(s, 0, MOE_STEP_FORWARD_RETAIN, 1, 256);
     call(s, 1, MOE_STEP_BACKWARD, 2, 300);
     work(s, 1, &key_a, 3);
-    assert_true(moe_sequencer_next(s, &t)); /* training has no credit yet */
+    assert_true(moe_sequencer_next(s, &t)); /* training has no credit */
     assert_int_equal(t.kind, MOE_STEP_FORWARD);
     assert_int_equal(t.bucket, 8);
     assert_true(moe_sequencer_next(s, &t));
@@ -362,7 +362,7 @@ static void a_saving_forward_shares_its_ticket_with_nobody(void **state)
     assert_int_equal(t.kind, MOE_STEP_BACKWARD);
     for (uint32_t slot = 0; slot < 2; slot++)
         done(s, slot, 4);
-    /* Two of them are never in flight beside forward work. */
+    /* With forward work, two of them are not in flight at the same time. */
     call(s, 1, MOE_STEP_FORWARD_RETAIN, 3, 300);
     assert_false(moe_sequencer_next(s, &t));
     moe_sequencer_destroy(s);
@@ -394,8 +394,8 @@ static void impossible_training_calls_are_refused(void **state)
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
     st = moe_sequencer_call(s, 0, &t, 65);
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
-    const struct moe_step_key saving = {3, MOE_STEP_FORWARD_RETAIN, MOE_DTYPE_F32};
-    st = moe_sequencer_work(s, 0, &saving, 1); /* only as a call */
+    const struct moe_step_key retained = {3, MOE_STEP_FORWARD_RETAIN, MOE_DTYPE_F32};
+    st = moe_sequencer_work(s, 0, &retained, 1); /* only as a call */
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
     for (uint64_t i = 0; i < MOE_SEQUENCER_CALLS; i++)
         call(s, 0, MOE_STEP_OPTIMIZER, i + 1, 0);
@@ -405,7 +405,7 @@ static void impossible_training_calls_are_refused(void **state)
     moe_sequencer_destroy(s);
 }
 
-/* A contest: forward work that never ends, and training that never ends, on every slot. */
+/* Forward work without end competes with training without end, on every slot. */
 struct contest {
     struct moe_sequencer *s;
     struct rng random;
@@ -435,11 +435,11 @@ static void contest_feed(struct contest *c)
             work(c->s, slot, rng_chance(&c->random, 50) ? &key_a : &key_b,
                  1 + rng_below(&c->random, 20));
         if (c->called[slot] - c->ordered[slot] < 3 && c->arrived < 4096) {
-            bool exclusive = rng_chance(&c->random, 25), saving = rng_chance(&c->random, 50);
+            bool exclusive = rng_chance(&c->random, 25), retained = rng_chance(&c->random, 50);
             call(c->s, slot,
-                 exclusive ? MOE_STEP_OPTIMIZER
-                 : saving  ? MOE_STEP_FORWARD_RETAIN
-                           : MOE_STEP_BACKWARD,
+                 exclusive  ? MOE_STEP_OPTIMIZER
+                 : retained ? MOE_STEP_FORWARD_RETAIN
+                            : MOE_STEP_BACKWARD,
                  ++c->called[slot], exclusive ? 0 : 1 + rng_below(&c->random, 16));
             c->is_exclusive[c->arrived] = exclusive;
             c->arrival[c->arrived++] = slot;
@@ -450,11 +450,11 @@ static void contest_feed(struct contest *c)
 static void contest_check(struct contest *c, const struct moe_ticket *t, bool both)
 {
     assert_int_equal(t->seq, ++c->issued);
-    assert_int_equal(c->exclusive, 0); /* nothing beside an exclusive ticket */
+    assert_int_equal(c->exclusive, 0); /* an exclusive ticket is alone */
     if (t->kind == MOE_STEP_FORWARD) {
         c->forward += both;
         c->since_training += both;
-        /* An exclusive call waits for more: for all who waited at the last one. */
+        /* An exclusive call waits for more: for all work that waited at the last one. */
         if (both && !c->is_exclusive[c->taken])
             assert_true(c->since_training <= (1000 - c->permille) / c->permille + 3);
         return;
@@ -465,7 +465,7 @@ static void contest_check(struct contest *c, const struct moe_ticket *t, bool bo
         c->exclusive = t->seq;
     c->training += both;
     c->since_training = 0;
-    /* The share, but for what the credit lets happen at once. */
+    /* The share, except for a burst that the credit allows. */
     double most = (double)c->permille / 1000 * (double)(c->forward + c->training);
     assert_true((double)c->training <= most + 1000.0 / (1000 - c->permille) + 1);
 }
@@ -489,7 +489,7 @@ static void contest_run(struct contest *c)
     }
 }
 
-static void training_keeps_to_its_share_and_its_order_and_nobody_starves(void **state)
+static void training_keeps_its_share_and_order_and_no_slot_starves(void **state)
 {
     (void)state;
     static const uint32_t shares[] = {10, 100, 333, 500, 900, 990};
@@ -516,7 +516,7 @@ static void training_keeps_to_its_share_and_its_order_and_nobody_starves(void **
     }
 }
 
-static void an_exclusive_ticket_waits_for_those_who_waited_at_the_last(void **state)
+static void an_exclusive_ticket_waits_for_work_that_waited_at_the_last_one(void **state)
 {
     (void)state;
     struct moe_sequencer *s = begin(0x3, 16);
@@ -534,7 +534,7 @@ static void an_exclusive_ticket_waits_for_those_who_waited_at_the_last(void **st
     for (uint64_t seq = 2; seq <= 4; seq++) {
         assert_true(moe_sequencer_next(s, &t));
         assert_int_equal(t.kind, MOE_STEP_FORWARD);
-        work(s, 1, &key_a, 1); /* what comes later does not count */
+        work(s, 1, &key_a, 1); /* later work does not count */
         done(s, 0, seq);
         done(s, 1, seq);
     }
@@ -544,7 +544,7 @@ static void an_exclusive_ticket_waits_for_those_who_waited_at_the_last(void **st
     moe_sequencer_destroy(s);
 }
 
-static void beside_forward_work_one_training_ticket_is_in_flight_at_most(void **state)
+static void with_forward_work_one_training_ticket_is_in_flight_at_most(void **state)
 {
     (void)state;
     struct moe_sequencer *s = begin(0x1, 16);
@@ -565,7 +565,7 @@ static void beside_forward_work_one_training_ticket_is_in_flight_at_most(void **
     moe_sequencer_destroy(s);
 }
 
-/* The next ticket is of this kind and call, and is run. */
+/* The next ticket has this kind and call, and is run. */
 static void expect(struct moe_sequencer *s, enum moe_step_kind kind, uint64_t number)
 {
     struct moe_ticket t;
@@ -576,7 +576,7 @@ static void expect(struct moe_sequencer *s, enum moe_step_kind kind, uint64_t nu
     done(s, 0, t.seq);
 }
 
-static void what_is_held_waits_with_all_that_came_after_it_but_for_what_may_pass(void **state)
+static void blocked_calls_and_later_ones_wait_except_kinds_that_may_pass(void **state)
 {
     struct moe_ticket t;
     (void)state;
@@ -595,7 +595,7 @@ static void what_is_held_waits_with_all_that_came_after_it_but_for_what_may_pass
     expect(s, MOE_STEP_FORWARD, 0);
     call(s, 0, MOE_STEP_FORWARD_RETAIN, 7, 4);
     expect(s, MOE_STEP_FORWARD_RETAIN, 7);
-    call(s, 0, MOE_STEP_SAVE, 8, 0); /* a progress */
+    call(s, 0, MOE_STEP_SAVE, 8, 0); /* a progress ticket */
     assert_int_equal(moe_sequencer_calls(s), 5);
     expect(s, MOE_STEP_SAVE, 8);
     assert_false(moe_sequencer_next(s, &t));
@@ -605,7 +605,7 @@ static void what_is_held_waits_with_all_that_came_after_it_but_for_what_may_pass
     expect(s, MOE_STEP_ZERO_GRAD, 5);
     expect(s, MOE_STEP_OPTIMIZER, 6);
     assert_int_equal(moe_sequencer_calls(s), 0);
-    /* A view that ends takes it along. */
+    /* The end of the view ends the block. */
     moe_sequencer_block_weight_updates(s, true);
     moe_sequencer_begin(s, 8, 0x1, 16);
     call(s, 0, MOE_STEP_OPTIMIZER, 1, 0);
@@ -613,9 +613,9 @@ static void what_is_held_waits_with_all_that_came_after_it_but_for_what_may_pass
     moe_sequencer_destroy(s);
 }
 
-/* All orders of arrival of a few calls, held and let go at any time: what may not pass keeps its
- * order, nothing held comes while it holds, and everything comes in the end. */
-static void whatever_is_held_keeps_its_order_and_comes_in_the_end(void **state)
+/* All orders of arrival of a few calls, blocked and unblocked at any time: calls that may not pass
+ * keep their order, no blocked call comes during a block, and every call comes in the end. */
+static void blocked_calls_keep_their_order_and_come_in_the_end(void **state)
 {
     enum { CALLS_OF_RUN = 40, LAPS = 200 };
     static const enum moe_step_kind kinds[] = {MOE_STEP_OPTIMIZER,      MOE_STEP_BACKWARD,
@@ -665,21 +665,21 @@ static void whatever_is_held_keeps_its_order_and_comes_in_the_end(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(nothing_is_ordered_without_work),
+        cmocka_unit_test(no_ticket_is_issued_without_work),
         cmocka_unit_test(work_that_comes_while_two_steps_run_shares_the_next),
         cmocka_unit_test(more_than_the_largest_bucket_is_split_over_steps),
         cmocka_unit_test(kinds_of_work_take_turns),
         cmocka_unit_test(a_failed_step_stops_everything_until_the_next_view),
-        cmocka_unit_test(what_makes_no_sense_is_refused),
-        cmocka_unit_test(every_announced_token_is_covered_in_turn_by_two_steps_at_most),
-        cmocka_unit_test(a_training_call_gets_a_ticket_of_its_own_with_its_body),
-        cmocka_unit_test(a_saving_forward_shares_its_ticket_with_nobody),
+        cmocka_unit_test(nonsense_is_refused),
+        cmocka_unit_test(every_announced_token_is_covered_with_two_steps_in_flight_at_most),
+        cmocka_unit_test(a_training_call_gets_a_separate_ticket_with_its_body),
+        cmocka_unit_test(a_retained_forward_shares_no_ticket),
         cmocka_unit_test(impossible_training_calls_are_refused),
-        cmocka_unit_test(training_keeps_to_its_share_and_its_order_and_nobody_starves),
-        cmocka_unit_test(an_exclusive_ticket_waits_for_those_who_waited_at_the_last),
-        cmocka_unit_test(beside_forward_work_one_training_ticket_is_in_flight_at_most),
-        cmocka_unit_test(what_is_held_waits_with_all_that_came_after_it_but_for_what_may_pass),
-        cmocka_unit_test(whatever_is_held_keeps_its_order_and_comes_in_the_end),
+        cmocka_unit_test(training_keeps_its_share_and_order_and_no_slot_starves),
+        cmocka_unit_test(an_exclusive_ticket_waits_for_work_that_waited_at_the_last_one),
+        cmocka_unit_test(with_forward_work_one_training_ticket_is_in_flight_at_most),
+        cmocka_unit_test(blocked_calls_and_later_ones_wait_except_kinds_that_may_pass),
+        cmocka_unit_test(blocked_calls_keep_their_order_and_come_in_the_end),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -23,7 +23,7 @@ static int close_service(void **state)
 
 /* ---------------------------------------------------------------------- good requests */
 
-/* Ids as U8 or U16 where they fit; returns what has to be freed. */
+/* Ids as U8 or U16 if they fit; the caller frees the result. */
 static uint8_t *narrow(Ask *ask, const struct request *r)
 {
     size_t pairs = ask->topk_ids.len / sizeof(int32_t);
@@ -97,7 +97,7 @@ static void routing_is_returned_only_when_asked_for(void **state)
 
 enum { BAD_TOKENS = 5 };
 
-/* What a case starts from and spoils: CLIENT_IDS_AND_WEIGHTS, F32, layer 0 (H 24, E 8, K 2). */
+/* A valid request that each case spoils: CLIENT_IDS_AND_WEIGHTS, F32, layer 0 (H 24, E 8, K 2). */
 struct bad {
     Ask ask;
     float x[BAD_TOKENS * 24], weights[BAD_TOKENS * 2];
@@ -447,7 +447,7 @@ static void mutate(struct bytes *b)
     }
 }
 
-static void ten_thousand_mutated_messages_are_answered_and_none_harms(void **state)
+static void ten_thousand_mutated_messages_are_answered_without_harm(void **state)
 {
     (void)state;
     unsigned codes[17] = {0};
@@ -474,7 +474,7 @@ static void ten_thousand_mutated_messages_are_answered_and_none_harms(void **sta
 
 /* ------------------------------------------------------------------ state of the worker */
 
-static void without_a_view_clients_are_told_to_retry(void **state)
+static void without_a_view_clients_get_a_retry_hint(void **state)
 {
     (void)state;
     struct bad b;
@@ -542,7 +542,7 @@ static void wait_queued(uint64_t tokens)
     }
 }
 
-/* The service knows a view, the engine has none: requests are accepted and wait. */
+/* The service has a view, the engine has none: requests are accepted and wait. */
 static void cancelled_and_late_calls_leave_the_queue(void **state)
 {
     (void)state;
@@ -572,7 +572,7 @@ static void cancelled_and_late_calls_leave_the_queue(void **state)
     assert_serves(&service);
 }
 
-static void requests_beyond_the_byte_budget_are_told_to_retry(void **state)
+static void requests_beyond_the_byte_budget_get_a_retry_hint(void **state)
 {
     (void)state;
     enum { CALLS = 80 };
@@ -676,7 +676,7 @@ static void the_server_describes_itself_and_its_model(void **state)
                    MOE_REASON_MODEL_NOT_FOUND);
 }
 
-/* Value of the series that `line` begins with, in the rendered text. */
+/* Value of the series `line` in the rendered text. */
 static double metric(const char *line)
 {
     char *text, *end = NULL;
@@ -722,10 +722,10 @@ int main(void)
         with_service(a_tensor_given_twice_is_refused),
         with_service(a_message_cut_anywhere_is_refused),
         with_service(broken_protobuf_is_refused),
-        with_service(ten_thousand_mutated_messages_are_answered_and_none_harms),
-        with_service(without_a_view_clients_are_told_to_retry),
+        with_service(ten_thousand_mutated_messages_are_answered_without_harm),
+        with_service(without_a_view_clients_get_a_retry_hint),
         with_service(cancelled_and_late_calls_leave_the_queue),
-        with_service(requests_beyond_the_byte_budget_are_told_to_retry),
+        with_service(requests_beyond_the_byte_budget_get_a_retry_hint),
         with_service(the_server_describes_itself_and_its_model),
         with_service(requests_tokens_and_errors_are_counted),
     };

@@ -155,7 +155,7 @@ static void a_stream_answers_every_item_and_a_bad_one_does_not_end_it(void **sta
             assert_string_equal(a->error->reason, "LAYER_NOT_FOUND");
             assert_int_equal(a->y_data.len, 0);
         } else if (a->error != NULL) {
-            /* 300 items at once may be more than the byte budget: that is said, item by item. */
+            /* 300 items at once may exceed the byte budget: then each item gets that error. */
             assert_string_equal(a->error->reason, "QUEUE_FULL");
         } else {
             answer_check(&service, &r[i], a);
@@ -214,7 +214,8 @@ static void errors_of_broken_items_name_their_request_where_they_can(void **stat
     memcpy(twice + good.length, "\x7a", 2); /* an empty x_data after the first one */
     client_send(&c, &(struct bytes){twice, good.length + 2});
     client_wait(&c, 1);
-    client_send(&c, &(struct bytes){good.data, 9}); /* ends inside a field: no number to be had */
+    client_send(&c,
+                &(struct bytes){good.data, 9}); /* ends inside a field: it has no readable number */
     client_wait(&c, 2);
     client_ask(&c, &ask, 5);
     client_wait(&c, 3);
@@ -302,7 +303,7 @@ static void a_stream_is_not_read_faster_than_it_is_answered(void **state)
     client_free(&c);
 }
 
-static void a_cancelled_stream_leaves_nothing_behind(void **state)
+static void a_cancelled_stream_leaves_no_request(void **state)
 {
     (void)state;
     struct request r;
@@ -342,7 +343,7 @@ int main(void)
         with_service(errors_of_broken_items_name_their_request_where_they_can),
         with_service(a_bad_token_fails_its_item_only),
         with_service(a_stream_is_not_read_faster_than_it_is_answered),
-        with_service(a_cancelled_stream_leaves_nothing_behind),
+        with_service(a_cancelled_stream_leaves_no_request),
     };
     seed_random();
     return cmocka_run_group_tests(tests, NULL, NULL);

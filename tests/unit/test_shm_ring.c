@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Eventcounts and shared-memory rings lose no notification and no message, between threads and
- * between processes. Nothing that a peer writes or names can break the reader. */
+ * between processes. A peer's writes or names cannot break the reader. */
 #include "base/clock.h"
 #include "links/shared.h"
 #include "links/shm_ring.h"
@@ -120,7 +120,7 @@ static struct moe_shm_writer *open_as(const struct pair *p, uint32_t slot)
     return writer;
 }
 
-/* A message whose content and length follow from its number. */
+/* A message with content and length derived from its number. */
 static size_t write_message(uint32_t number, uint8_t *to)
 {
     size_t length = sizeof number + number * UINT32_C(2654435761) % (MOE_SHM_MESSAGE_MAX - 3);
@@ -290,7 +290,7 @@ static void memory_without_seals_is_refused(void **state)
     moe_shared_close(&m);
 }
 
-/* Random bytes all over the memory. */
+/* Random bytes in all of the memory. */
 static void nonsense_breaks_its_writers_ring_at_most(void **state)
 {
     (void)state;

@@ -35,7 +35,7 @@ static void a_released_buffer_is_used_again(void **state)
     assert_int_equal((uintptr_t)memory % 4096, 0);
     moe_buffer_ref(a);
     moe_buffer_unref(a);
-    assert_ok(moe_staging_take(s, 99000, &b)); /* the first one is still held */
+    assert_ok(moe_staging_take(s, 99000, &b)); /* the first one still has a reference */
     assert_ptr_not_equal(moe_buffer_data(b), memory);
     moe_buffer_unref(b);
     moe_buffer_unref(a);
@@ -61,7 +61,7 @@ static void the_budget_holds_and_idle_buffers_make_room(void **state)
     moe_staging_read_counters(s, &c);
     assert_int_equal(c.in_use_bytes, 0);
     assert_true(c.idle_bytes >= 800 << 10);
-    assert_ok(moe_staging_take(s, 1 << 20, &large)); /* all idle ones have to go */
+    assert_ok(moe_staging_take(s, 1 << 20, &large)); /* frees all idle ones */
     moe_staging_read_counters(s, &c);
     assert_int_equal(c.in_use_bytes, budget);
     assert_int_equal(c.idle_bytes, 0);
@@ -109,7 +109,7 @@ static void *take_and_release(void *arg)
             refused++;
             continue;
         }
-        uint64_t *word = moe_buffer_data(b); /* nobody else may write here now */
+        uint64_t *word = moe_buffer_data(b); /* no other thread may write here now */
         *word = random.state;
         moe_buffer_ref(b);
         moe_buffer_unref(b);
@@ -119,7 +119,7 @@ static void *take_and_release(void *arg)
     return (void *)refused;
 }
 
-static void threads_never_share_a_buffer(void **state)
+static void no_two_threads_share_a_buffer(void **state)
 {
     (void)state;
     struct moe_staging *s = make();
@@ -146,7 +146,7 @@ int main(void)
         cmocka_unit_test(a_released_buffer_is_used_again),
         cmocka_unit_test(the_budget_holds_and_idle_buffers_make_room),
         cmocka_unit_test(sizes_are_rounded_up_by_a_quarter_at_most),
-        cmocka_unit_test(threads_never_share_a_buffer),
+        cmocka_unit_test(no_two_threads_share_a_buffer),
     };
     seed_random();
     return cmocka_run_group_tests(tests, NULL, NULL);

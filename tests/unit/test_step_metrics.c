@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Times of steps as histograms: what is registered, and what a step adds to it. */
+/* Times of steps as histograms: the registered series, and the observations of a step. */
 #include "engine/step_metrics.h"
 #include "support/check.h"
 
@@ -54,7 +54,7 @@ static void stages_of_both_kinds_fall_into_their_buckets(void **state)
     moe_metrics_destroy(registry);
 }
 
-static void what_does_not_train_has_no_series_of_backward(void **state)
+static void without_training_there_are_no_backward_series(void **state)
 {
     (void)state;
     struct moe_metrics *registry;
@@ -71,7 +71,7 @@ static void what_does_not_train_has_no_series_of_backward(void **state)
     moe_metrics_destroy(registry);
 }
 
-static void without_a_registry_nothing_is_counted(void **state)
+static void without_a_registry_no_step_is_counted(void **state)
 {
     (void)state;
     struct moe_step_metrics *m;
@@ -87,8 +87,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(stages_of_both_kinds_fall_into_their_buckets),
-        cmocka_unit_test(what_does_not_train_has_no_series_of_backward),
-        cmocka_unit_test(without_a_registry_nothing_is_counted),
+        cmocka_unit_test(without_training_there_are_no_backward_series),
+        cmocka_unit_test(without_a_registry_no_step_is_counted),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of whole workers: a real coordinator and real workers of the CPU backend in one process,
- * asked over gRPC, held against a checkpoint's recorded output. */
+ * called over gRPC, compared with a checkpoint's recorded output. */
 #include "base/clock.h"
 #include "coordinator/service.h"
 #include "model/safetensors.h"
@@ -60,7 +60,7 @@ static int free_golden(void **state)
 
 struct seat {
     struct moe_worker *worker;
-    atomic_int ended; /* 1 + the code that the worker ended with */
+    atomic_int ended; /* 1 + the worker's last status code */
     char id[16];
 };
 
@@ -76,7 +76,7 @@ struct scene {
 static void *run_coordinator(void *arg)
 {
     struct moe_status st = moe_coordinator_run(arg);
-    (void)st; /* MOE_CANCELLED where the group could not be shut down in peace */
+    (void)st; /* MOE_CANCELLED if the group's shutdown was cut short */
     return NULL;
 }
 
@@ -141,7 +141,7 @@ static void pause_briefly(uint64_t deadline_ns, const char *what)
     nanosleep(&(struct timespec){0, 2000000}, NULL);
 }
 
-/* Until all workers serve an epoch above `floor`; returns it. */
+/* Waits until all workers serve an epoch above `floor`; returns it. */
 static uint64_t await_view(struct scene *s, uint64_t floor)
 {
     uint64_t deadline = moe_clock_ns() + WAIT_MS * MOE_NS_PER_MS;
@@ -281,7 +281,7 @@ static void *ask_repeatedly(void *arg)
     return NULL;
 }
 
-static void requests_to_all_workers_at_once_are_all_right(void **state)
+static void concurrent_requests_to_all_workers_get_right_answers(void **state)
 {
     (void)state;
     struct scene s;
@@ -354,7 +354,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(one_worker_serves_alone),
         cmocka_unit_test(every_worker_of_a_group_serves_the_whole_layer),
-        cmocka_unit_test(requests_to_all_workers_at_once_are_all_right),
+        cmocka_unit_test(concurrent_requests_to_all_workers_get_right_answers),
         cmocka_unit_test(a_worker_that_leaves_can_be_replaced),
         cmocka_unit_test(a_model_that_cannot_be_opened_starts_no_worker),
     };

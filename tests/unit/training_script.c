@@ -264,7 +264,7 @@ static struct moe_status script_read(struct moe_trainer *t, const struct moe_tra
     script.reads++;
     script.reads_of_base += key->tensor == MOE_TRAIN_BASE;
     script.reading++;
-    while (script.hold_reads)
+    while (script.block_reads)
         (void)moe_wait_until(&script.changed, &script.lock, MOE_NEVER);
     script.reading--;
     bool poor = script.no_read_memory;

@@ -39,7 +39,7 @@ struct training_script {
     bool nonfinite;             /* what optimizer steps say of their gradients */
     bool bad_token;             /* backward passes find logits that are not finite */
     bool refuse;                /* passes and optimizer steps are refused by all slots */
-    bool hold_reads;            /* reads of tensors of a trainer do not end */
+    bool block_reads;           /* reads of tensors of a trainer do not end */
     bool no_read_memory;        /* they fail for lack of memory */
     int reads, writes;          /* of those tensors, begun */
     int reads_of_base;

@@ -13,12 +13,12 @@ foreach(part engine engine_failures staging)
   moe_test(test_${part} SOURCES test_${part}.c worker_fixture.c engine_hooks.c
            USES moe_worker_core moe_cpu moe_oracle m LABELS worker)
 endforeach()
-# The same with an engine that stays awake after a step: briefly, so that it also falls asleep, and
-# for so long that it never does.
+# The same with an engine that spins after a step: briefly, so that it also sleeps, and
+# for so long that it does not.
 foreach(part engine engine_failures training_engine retain_engine copying_engine)
   foreach(spin 100 1000000)
-    add_test(NAME test_${part}_awake_${spin} COMMAND test_${part})
-    set_tests_properties(test_${part}_awake_${spin} PROPERTIES TIMEOUT 120 LABELS worker
+    add_test(NAME test_${part}_spin_${spin} COMMAND test_${part})
+    set_tests_properties(test_${part}_spin_${spin} PROPERTIES TIMEOUT 120 LABELS worker
       ENVIRONMENT "MOE_TEST_SPIN_US=${spin}")
   endforeach()
 endforeach()
