@@ -12,7 +12,7 @@
 
 /* ------------------------------------------------------------------ parts */
 
-/* A tensor in memory of its own that goes back when the transport is done with it. */
+/* A tensor in separate memory, which is freed when the transport is done with it. */
 struct tensor {
     struct fixture *fixture;
     size_t length;

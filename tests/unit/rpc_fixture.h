@@ -21,8 +21,8 @@
 #define UNARY_PATH  "/moe.v1.ExpertService/Forward"
 #define STREAM_PATH "/moe.v1.ExpertService/ForwardStream"
 
-/* The server answers a ForwardRequest (unary, "large") with its x as y, by reference. What else it
- * does, the request's `model` says:
+/* The server answers a ForwardRequest (unary, "large") with its x as y, by reference. The request's
+ * `model` selects the rest:
  *   ""        answer at once              "thread"  answer from a thread of its own
  *   "sink"    answer without the tensor   "hang"    keep the call until fixture_answer_hanging
  *   "fail:R"  fail with reason number R            "zeros:N" answer with N bytes of zeros
@@ -44,14 +44,14 @@ struct fixture {
 /* The server's settings before it starts: 2 shards, 64 MiB messages, 256 MiB reading. */
 struct moe_rpc_server_config fixture_config(void);
 void fixture_start(struct fixture *f, const struct moe_rpc_server_config *config);
-/* Drains, stops, and checks that every part that was lent came back once. */
+/* Drains, stops, and checks that every lent part came back once. */
 void fixture_stop(struct fixture *f);
 /* Waits until *counter >= at_least; fails the test after 20 s. */
 void fixture_await(const char *what, const atomic_uint *counter, unsigned at_least);
 void fixture_await_hanging(struct fixture *f, unsigned count);
-/* Answers (or tries to) every call that hangs. */
+/* Answers every call that hangs, or tries to. */
 void fixture_answer_hanging(struct fixture *f);
-/* A second channel to the same server, with a connection of its own. */
+/* A second channel to the same server, with a separate connection. */
 struct moe_rpc_channel *fixture_channel(struct fixture *f, uint32_t max_message_bytes);
 
 /* A request with model and x by reference; `head` is filled and referred to. */

@@ -35,7 +35,7 @@ void service_start_view(struct service *s);
 typedef Moe__V1__ForwardStreamRequest Ask;
 typedef Moe__V1__ForwardStreamResponse Answer;
 
-/* A message asking for what `r` describes, ids as I32; its tensors are borrowed from `r`. */
+/* A message for the request `r`, ids as I32; its tensors are borrowed from `r`. */
 void ask_fill(Ask *ask, const struct service *s, const struct request *r, bool return_routing);
 
 /* Bytes of one message; freed with free(). */
@@ -45,7 +45,7 @@ struct bytes {
 };
 struct bytes ask_pack(const Ask *ask);
 
-/* One unary call. On success `*answer` is to be freed with answer_free. */
+/* One unary call. On success the caller frees `*answer` with answer_free. */
 struct moe_status call_forward(struct service *s, const struct bytes *message, Answer **answer);
 struct moe_status call_ask(struct service *s, const Ask *ask, Answer **answer);
 void answer_free(Answer *answer);

@@ -211,7 +211,7 @@ static void the_number_of_shared_experts_must_be_written_down(void **state)
 }
 
 /* norm_topk_prob absent means what the class of the family means by it. */
-static void absent_settings_mean_what_the_familys_class_says(void **state)
+static void absent_settings_have_the_defaults_of_the_familys_class(void **state)
 {
     (void)state;
     static const struct {
@@ -239,7 +239,7 @@ int main(void)
         cmocka_unit_test(impossible_values_are_refused_by_name),
         cmocka_unit_test(settings_without_effect_are_accepted),
         cmocka_unit_test(the_number_of_shared_experts_must_be_written_down),
-        cmocka_unit_test(absent_settings_mean_what_the_familys_class_says),
+        cmocka_unit_test(absent_settings_have_the_defaults_of_the_familys_class),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

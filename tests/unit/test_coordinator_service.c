@@ -80,8 +80,8 @@ static void quit_coordinator(void)
     channel = NULL;
 }
 
-/* Leaves the log as it is at this moment, as a crash would: a coordinator that stops
- * shuts its group down, and that is written too. */
+/* Leaves the log as a crash at this moment would: a coordinator that stops shuts its group down,
+ * and writes that too. */
 static void crash_coordinator(void)
 {
     char path[80];
@@ -234,7 +234,7 @@ static void send_bytes(struct worker *w, const uint8_t *bytes, size_t length)
 {
     struct moe_status st =
         moe_rpc_stream_send(w->stream, &(struct moe_rpc_out){.head = bytes, .head_length = length});
-    (void)st.code; /* the stream may be over: whoever waits for `closed` sees why */
+    (void)st.code; /* the stream may be over: the thread that waits for `closed` sees why */
 }
 
 static void send_request(struct worker *w, const Moe__V1__SessionRequest *m)
@@ -243,7 +243,7 @@ static void send_request(struct worker *w, const Moe__V1__SessionRequest *m)
     send_bytes(w, bytes, moe__v1__session_request__pack(m, bytes));
 }
 
-/* The next message, which has to be of this kind; the caller frees it. */
+/* The next message, which must be of this kind; the caller frees it. */
 static Moe__V1__SessionResponse *expect(struct worker *w, Moe__V1__SessionResponse__BodyCase want)
 {
     void *item = queue_pop(w->inbox, patience());
@@ -273,7 +273,7 @@ static void expect_end(struct worker *w, enum moe_code code, enum moe_reason rea
     free_stream(w);
 }
 
-/* What a test may want to get wrong. */
+/* Settings that a test may spoil. */
 struct identity {
     const char *fingerprint, *version, *backend;
     uint32_t layers;
@@ -488,7 +488,7 @@ static void shut_down(struct worker *workers)
     wait_for_state(MOE__V1__GROUP_STATE__GROUP_STATE_DRAINING);
     for (uint32_t i = 0; i < SLOTS; i++)
         send_leaving(&workers[i]);
-    for (uint32_t i = 0; i < SLOTS; i++) /* not before the last one has said that it leaves */
+    for (uint32_t i = 0; i < SLOTS; i++) /* not before the last one has reported that it leaves */
         expect_end(&workers[i], MOE_OK, MOE_REASON_NONE);
     join_coordinator(MOE_OK);
 }
@@ -568,7 +568,7 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
     check_placement();
     check_metrics("\nmoe_group_epoch 1\n");
     check_metrics("\nmoe_group_state{state=\"serving\"} 1\n");
-    send_try_again(&w[1]); /* there is nothing to try, and it has been heard */
+    send_try_again(&w[1]); /* no attempt is possible, and the request is answered */
     expect_and_free(&w[1], MOE__V1__SESSION_RESPONSE__BODY_TRYING_AGAIN);
 
     assert_int_equal(drain(1, "").code, MOE_INVALID_ARGUMENT);
@@ -618,7 +618,8 @@ static void workers_that_do_not_fit_are_refused(void **unused)
     join(&w[2], 2, 102);
     send_register(&x, &honest);
     expect_end(&x, MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE);
-    /* A new process of worker 2 puts the old one out, and a late message of it changes nothing. */
+    /* A new process of worker 2 replaces the old one, and a late message of the old one has no
+     * effect. */
     struct worker successor;
     join(&successor, 2, 202);
     assert_int_equal(successor.slot, w[2].slot);
@@ -659,7 +660,7 @@ static void a_lost_lease_ends_the_view(void **unused)
     crash_coordinator();
     for (uint32_t i = 0; i < SLOTS; i++)
         free_stream(&w[i]);
-    start_coordinator(SLOTS, 300); /* nobody comes back within the lease */
+    start_coordinator(SLOTS, 300); /* no worker comes back within the lease */
     wait_for_state(MOE__V1__GROUP_STATE__GROUP_STATE_DEGRADED);
     quit_coordinator();
 }
@@ -748,7 +749,7 @@ static void rubbish_costs_the_stream_and_nothing_else(void **unused)
     check_metrics("moe_session_malformed_total");
     quit_coordinator();
 
-    start_coordinator(SLOTS, 60000); /* what the rubbish left in the log is good too */
+    start_coordinator(SLOTS, 60000); /* the log is intact after the rubbish, too */
     struct worker w[SLOTS];
     bring_up(w);
     shut_down(w);

@@ -109,7 +109,7 @@ static void a_good_start_runs_once_and_its_failure_is_the_exit_code(void **state
     outcome = moe_ok();
 }
 
-static void help_and_version_run_nothing(void **state)
+static void help_and_version_start_no_daemon(void **state)
 {
     (void)state;
     assert_int_equal(START("--help"), 0);
@@ -118,7 +118,7 @@ static void help_and_version_run_nothing(void **state)
     assert_int_equal(runs, 0);
 }
 
-static void what_makes_no_sense_is_refused_before_anything_runs(void **state)
+static void impossible_settings_are_refused_at_the_start(void **state)
 {
     (void)state;
     assert_int_equal(START("--log-level", "info"), 2); /* no name */
@@ -158,7 +158,7 @@ static void the_address_is_written_once_as_a_line(void **state)
     announces = false;
 }
 
-static void sighup_opens_the_log_file_anew_and_ends_nothing(void **state)
+static void sighup_reopens_the_log_file_and_the_daemon_goes_on(void **state)
 {
     (void)state;
     char directory[] = "/tmp/moe-daemon-XXXXXX";
@@ -187,10 +187,10 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_good_start_runs_once_and_its_failure_is_the_exit_code),
-        cmocka_unit_test(help_and_version_run_nothing),
-        cmocka_unit_test(what_makes_no_sense_is_refused_before_anything_runs),
+        cmocka_unit_test(help_and_version_start_no_daemon),
+        cmocka_unit_test(impossible_settings_are_refused_at_the_start),
         cmocka_unit_test(the_address_is_written_once_as_a_line),
-        cmocka_unit_test(sighup_opens_the_log_file_anew_and_ends_nothing),
+        cmocka_unit_test(sighup_reopens_the_log_file_and_the_daemon_goes_on),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -116,7 +116,7 @@ static uint64_t simulate(uint64_t seed)
     return ran;
 }
 
-static void nothing_is_run_twice_and_two_slots_always_agree(void **state)
+static void no_call_is_run_twice_and_two_slots_always_agree(void **state)
 {
     (void)state;
     uint64_t seed = choose_seed(), ran = 0;
@@ -215,7 +215,7 @@ static void names_are_plain(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(nothing_is_run_twice_and_two_slots_always_agree),
+        cmocka_unit_test(no_call_is_run_twice_and_two_slots_always_agree),
         cmocka_unit_test(a_session_that_is_forgotten_is_never_run_again),
         cmocka_unit_test(damaged_records_are_refused_and_change_nothing),
         cmocka_unit_test(names_are_plain),

@@ -295,7 +295,7 @@ static void fused_and_transposed_experts_are_turned(void **state)
 }
 
 /* Sizes at which one of the two tensors looks the same both ways. */
-static void square_fused_tensors_are_told_apart_by_the_other_one(void **state)
+static void square_fused_tensors_are_recognised_by_the_other_one(void **state)
 {
     check_fused(*state, CONFIG("qwen3_moe", 6, 6, ""), "model.layers.", 6, 6, true);
     check_fused(*state, CONFIG("qwen3_moe", 6, 6, ""), "model.layers.", 6, 6, false);
@@ -524,7 +524,7 @@ int main(void)
         TEST(llama4_columns_are_halves),
         TEST(fused_experts_are_cut_out),
         TEST(fused_and_transposed_experts_are_turned),
-        TEST(square_fused_tensors_are_told_apart_by_the_other_one),
+        TEST(square_fused_tensors_are_recognised_by_the_other_one),
         TEST(large_transposed_experts_are_turned),
         TEST(qwen3_5_with_a_gated_shared_expert),
         TEST(families_with_names_of_their_own),

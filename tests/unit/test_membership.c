@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Single stories about the membership machine, each flat enough to be read; the simulation covers
- * what nobody thought of. The world here answers every PREPARE at once and writes at once. */
+/* Single scenarios of the membership machine; the simulation covers unforeseen ones. The world here
+ * answers every PREPARE at once and writes at once. */
 #include "base/clock.h"
 #include "coordinator/membership.h"
 
@@ -17,7 +17,7 @@ enum { SLOTS = 3, LEASE_MS = 1000, ATTEMPTS = 3 };
 static struct moe_membership *m;
 static struct moe_membership_saved disk;
 static uint64_t now;
-/* What came out since the last look. */
+/* Outputs since the last look. */
 static size_t prepares, commits, aborts, drains, closes, assigns, saves, heard;
 static uint64_t last_epoch, closed_stream, last_stream;
 static struct moe_status closed_with;
@@ -99,7 +99,7 @@ static int teardown(void **unused)
 
 static uint32_t experts = 6;
 
-/* Worker `id`'s process `incarnation` registers on a new stream, whose number is returned. */
+/* Worker `id`'s process `incarnation` registers on a new stream; returns the stream's number. */
 static uint64_t join(uint32_t id, uint64_t incarnation)
 {
     char name[16];
@@ -535,11 +535,11 @@ static void a_group_that_waits_for_an_operator_never_gives_up(void **unused)
     for (uint32_t i = 0; i < SLOTS; i++)
         ready(s[i], NULL);
     expect_state(MOE_GROUP_SERVING);
-    assert_true(moe_membership_worker(m, 1, &w)); /* what was wrong is over */
+    assert_true(moe_membership_worker(m, 1, &w)); /* the failure is over */
     assert_int_equal(w.error->code, MOE_OK);
 }
 
-/* Every stage of an attempt may be the one in which the operator speaks. */
+/* The operator may ask in every stage of an attempt. */
 static void a_group_that_is_told_what_to_do_does_not_wait(void **unused)
 {
     (void)unused;
@@ -571,13 +571,13 @@ static void a_group_that_is_told_what_to_do_does_not_wait(void **unused)
     for (uint32_t i = 0; i < SLOTS; i++)
         ready(s[i], NULL);
     expect_state(MOE_GROUP_SERVING);
-    moe_membership_on_try_again(m, now, s[1]); /* nothing to try */
+    moe_membership_on_try_again(m, now, s[1]); /* no attempt is possible */
     carry_out();
     expect_state(MOE_GROUP_SERVING);
     assert_int_equal(heard, 3); /* each was answered */
 }
 
-/* The attempt that the word was spoken in succeeds: it has no bearing on what goes wrong later. */
+/* The attempt in which the operator asked succeeds: the request has no effect on later failures. */
 static void what_an_operator_said_is_over_with_its_epoch(void **unused)
 {
     (void)unused;
@@ -588,7 +588,7 @@ static void what_an_operator_said_is_over_with_its_epoch(void **unused)
     for (uint32_t i = 0; i < SLOTS; i++)
         ready(s[i], NULL);
     expect_state(MOE_GROUP_SERVING);
-    disk_full = true; /* and another model comes, whose placement is to be saved */
+    disk_full = true; /* and another model comes; its placement must be saved */
     for (uint32_t i = 0; i < SLOTS; i++) {
         moe_membership_on_leaving(m, now, s[i], "bye");
         carry_out();

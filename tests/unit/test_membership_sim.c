@@ -100,9 +100,9 @@ struct world {
     uint64_t holders[MOE_PLACEMENT_SLOTS_MAX]; /* incarnation in each slot; 0 = none */
     uint64_t respawn_at_ns[IDS_MAX];
     bool exited, crash_now;
-    /* What was seen of each epoch. */
+    /* Observations of each epoch. */
     struct {
-        uint64_t members[MOE_PLACEMENT_SLOTS_MAX]; /* incarnations told to PREPARE */
+        uint64_t members[MOE_PLACEMENT_SLOTS_MAX]; /* incarnations that got PREPARE */
         uint64_t ready[MOE_PLACEMENT_SLOTS_MAX];
         uint64_t committed[MOE_PLACEMENT_SLOTS_MAX];
         bool prepared, aborted;
@@ -270,7 +270,7 @@ static void save(struct world *w, uint64_t sequence)
     struct moe_status st = moe_ok();
     if (chance(w, 60)) {
         st = moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "disk full");
-        w->tries = 0; /* an operator's to mend: no failed attempt of the group */
+        w->tries = 0; /* an operator must act: not a failed attempt of the group */
         moe_membership_on_saved(w->machine, w->now_ns, sequence, &st);
         return;
     }
@@ -334,7 +334,7 @@ static void start_machine(struct world *w)
     struct moe_status st = moe_membership_create(&w->config, &w->durable, w->now_ns, &w->machine);
     assert_int_equal(st.code, MOE_OK);
     w->restored_epoch = w->durable.view_epoch;
-    /* Who was replaced is remembered for the life of the coordinator only. */
+    /* Replaced processes are remembered for the life of the coordinator only. */
     memset(w->latest_of, 0, sizeof w->latest_of);
     for (size_t i = 0; i < w->process_count; i++)
         w->processes[i].replaced = false;
@@ -343,7 +343,7 @@ static void start_machine(struct world *w)
     carry_out(w);
 }
 
-/* All streams break; what is durable stays. An unfinished write may or may not have happened. */
+/* All streams break; durable state stays. An unfinished write may or may not have happened. */
 static void crash_machine(struct world *w)
 {
     w->crash_now = false;
@@ -413,7 +413,7 @@ static void deliver_up(struct world *w, struct process *p, const struct message 
         break;
     case M_NOTICE: moe_membership_on_drain_notice(w->machine, w->now_ns, p->stream, "tired"); break;
     case M_TRY_AGAIN:
-        w->tries = 0; /* an operator's word: attempts start anew */
+        w->tries = 0; /* an operator's request: attempts start anew */
         moe_membership_on_try_again(w->machine, w->now_ns, p->stream);
         break;
     case M_LEAVING: moe_membership_on_leaving(w->machine, w->now_ns, p->stream, "bye"); break;
@@ -431,7 +431,7 @@ static void drop_stream(struct world *w, struct process *p)
 {
     if (p->stream == 0)
         return;
-    /* The tail of what was sent may be lost with the connection. */
+    /* The last sent messages may be lost with the connection. */
     if (p->up.count > 0)
         p->up.count -= rnd(w, p->up.count + 1);
     if (p->coordinator_end)
@@ -471,7 +471,7 @@ static void send_up(struct world *w, struct process *p, struct message m)
 static void answer_round(struct world *w, struct process *p, uint32_t round)
 {
     if (chance(w, 80))
-        return; /* says nothing until the deadline */
+        return; /* is silent until the deadline */
     if (round < w->rounds)
         send_up(w, p, (struct message){.kind = M_BLOB, .epoch = p->preparing, .round = round});
     else
@@ -534,13 +534,13 @@ static void deliver_down(struct world *w, struct process *p, const struct messag
     }
 }
 
-/* What a worker does of its own accord. */
+/* Actions of a worker without a message. */
 static void run_timers(struct world *w, struct process *p)
 {
     if (p->stream == 0 && w->now_ns >= p->connect_at_ns && !w->exited) {
         p->stream = ++w->next_stream;
         p->coordinator_end = true;
-        p->preparing = 0; /* what was being prepared on the old stream is lost */
+        p->preparing = 0; /* the epoch in preparation on the old stream is lost */
         send_up(w, p, (struct message){.kind = M_REGISTER});
         if (chance(w, 10))
             send_up(w, p, (struct message){.kind = M_REGISTER}); /* repeated: answered alike */
@@ -593,7 +593,7 @@ static void disturb(struct world *w, struct process *p)
 static void step_process(struct world *w, struct process *p)
 {
     struct message m;
-    /* What was sent arrives also when the sender sleeps or is dead. */
+    /* Sent messages arrive even if the sender sleeps or is dead. */
     while (p->stream != 0 && !w->exited && pop_due(w, &p->up, &m))
         deliver_up(w, p, &m);
     if (p->bad_stream_end && p->up.count == 0)

@@ -58,7 +58,7 @@ static void without_a_group_the_host_says(void **state)
     assert_int_equal(moe_available_memory_under(root), 4000 * 1024);
 }
 
-static void a_container_has_what_its_group_has_left(void **state)
+static void a_container_has_the_remaining_memory_of_its_group(void **state)
 {
     (void)state;
     put("/proc/meminfo", "MemAvailable: 4000 kB\n");
@@ -96,7 +96,7 @@ static void the_tightest_group_on_the_way_up_counts(void **state)
     assert_int_equal(moe_available_memory_under(root), 0);
 }
 
-static void what_confines_is_told_apart_from_what_the_host_has_now(void **state)
+static void limits_are_distinct_from_the_free_memory_of_the_host(void **state)
 {
     (void)state;
     put("/proc/meminfo", "MemTotal: 900 kB\nMemAvailable: 400 kB\n"); /* and more later */
@@ -120,9 +120,9 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         with_root(without_a_group_the_host_says),
-        with_root(a_container_has_what_its_group_has_left),
+        with_root(a_container_has_the_remaining_memory_of_its_group),
         with_root(the_tightest_group_on_the_way_up_counts),
-        with_root(what_confines_is_told_apart_from_what_the_host_has_now),
+        with_root(limits_are_distinct_from_the_free_memory_of_the_host),
         cmocka_unit_test(this_machine_has_some),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -38,7 +38,7 @@ static void a_wrong_shape_is_named_at_opening(void **state)
 }
 
 /* A scale, a bias or a fifth expert that nobody reads would mean that the outputs are wrong. */
-static void a_tensor_of_the_block_that_nobody_reads_is_refused(void **state)
+static void an_unread_tensor_of_the_block_is_refused(void **state)
 {
     static const char *const names[] = {"model.layers.1.mlp.gate.bias",
                                         "model.layers.1.mlp.experts.0.up_proj.bias",
@@ -141,7 +141,7 @@ static void formats_that_cannot_be_computed_with_are_refused_by_name(void **stat
 /* ---- fingerprint ---- */
 
 /* The form is that of files that others read. */
-static void hashes_are_sha256_in_hexadecimal_whatever_the_pieces(void **state)
+static void hashes_are_sha256_in_hexadecimal_for_any_pieces(void **state)
 {
     static const char abc[] = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
     (void)state;
@@ -203,12 +203,12 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(a_missing_tensor_is_named_at_opening),
         TEST(a_wrong_shape_is_named_at_opening),
-        TEST(a_tensor_of_the_block_that_nobody_reads_is_refused),
+        TEST(an_unread_tensor_of_the_block_is_refused),
         TEST(a_broken_directory_is_refused),
         TEST(a_bad_index_is_refused),
         TEST(a_shard_that_is_a_link_is_refused),
         TEST(formats_that_cannot_be_computed_with_are_refused_by_name),
-        TEST(hashes_are_sha256_in_hexadecimal_whatever_the_pieces),
+        TEST(hashes_are_sha256_in_hexadecimal_for_any_pieces),
         TEST(the_fingerprint_tells_checkpoints_apart),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

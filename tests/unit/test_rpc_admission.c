@@ -28,7 +28,7 @@ static void stream_closed(void *ctx, struct moe_status status)
     keep_outcome(ctx, status, NULL);
 }
 
-/* A client that opens a Forward call and does not send its message: it holds a permit. */
+/* A client that opens a Forward call and does not send its message: it has a permit. */
 static struct moe_rpc_stream *open_silent_call(struct fixture *f, struct outcome *o)
 {
     static const struct moe_rpc_stream_events events = {.message = ignore_message,
@@ -151,7 +151,7 @@ static unsigned long peak_kib(void)
     return kib;
 }
 
-/* Sends `x` itself, which must stay: what memory grows by is the server's. */
+/* Sends `x` itself, which must stay: any growth of memory is the server's. */
 static void start_call_in_place(struct moe_rpc_channel *ch, const void *x, size_t length,
                                 struct outcome *o)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Unary calls and streams over loopback: sizes, threads, deadlines, cancellation, errors. Every
- * test ends by checking that each part that was lent to the transport came back exactly once. */
+ * test ends with a check that each part lent to the transport came back exactly once. */
 #include "rpc_fixture.h"
 
 #include <arpa/inet.h>
@@ -138,7 +138,7 @@ static void a_cancelled_call_reaches_the_server(void **state)
     fixture_stop(&f);
 }
 
-static void destroying_the_client_cancels_what_is_in_flight(void **state)
+static void destroying_the_client_cancels_calls_in_flight(void **state)
 {
     struct fixture f;
     struct outcome o[8];
@@ -185,8 +185,7 @@ static void cancelling_at_any_moment_is_safe(void **state)
     fixture_stop(&f);
 }
 
-/* A call that a thread of its own makes: it may be over before that thread is back from making it.
- */
+/* A call made by another thread: it may be over before that function returns. */
 struct errand {
     struct fixture *f;
     struct moe_rpc_channel *channel;
@@ -205,7 +204,7 @@ static void *run_errand(void *arg)
 {
     struct errand *e = arg;
     uint8_t head[256];
-    struct moe_rpc_call_options options = {.deadline_ns = 1}; /* over as soon as can be */
+    struct moe_rpc_call_options options = {.deadline_ns = 1}; /* ends as early as possible */
     struct moe_rpc_out out = fixture_request(e->f, "sink", "x", 1, head);
     moe_rpc_call_unary(e->channel, UNARY_PATH, &options, &out, errand_over, e, NULL);
     return NULL;
@@ -228,7 +227,7 @@ static void a_client_may_go_as_soon_as_its_calls_are_over(void **state)
         assert_ok(moe_rpc_channel_open(client, &config, &e.channel));
         assert_int_equal(pthread_create(&thread, NULL, run_errand, &e), 0);
         while (atomic_load(&e.over) == 0)
-            ; /* the watchdog bounds this; a pause would hide what is looked for */
+            ; /* the watchdog bounds this; a pause would hide the failure */
         moe_rpc_channel_close(e.channel);
         moe_rpc_client_destroy(client);
         pthread_join(thread, NULL);
@@ -296,7 +295,7 @@ static void messages_over_the_limit_are_refused_and_the_server_goes_on(void **st
     fixture_stop(&f);
 }
 
-static void nobody_listening_is_unavailable(void **state)
+static void without_a_listener_a_call_is_unavailable(void **state)
 {
     struct fixture f;
     struct moe_rpc_channel *ch;
@@ -395,7 +394,7 @@ static void a_server_that_does_not_read_is_not_sent_to(void **state)
     for (int i = 0; i < MESSAGES; i++)
         assert_ok(stream_send(&f, &l, "", x, BYTES));
     fixture_await("the first message", &f.stream_messages, 1);
-    /* Another call on the same connection is not held up by the stream. */
+    /* The stream does not delay another call on the same connection. */
     for (int i = 0; i < 20; i++)
         assert_ok(fixture_call(&f, f.channel, "", x, 5000, 20000, x, 5000));
     size_t backlog = moe_rpc_stream_backlog(l.stream);
@@ -503,9 +502,9 @@ static void a_connection_that_fails_for_no_possible_reason_is_made_again(void **
     fixture_stop(&f);
 }
 
-/* Bound, so that nobody else takes the port, and deaf. The call's time stands for a call without an
- * end: it must not be used up. */
-static void nobody_listening_is_unavailable_after_such_a_connection_too(void **state)
+/* Bound, so that no other process takes the port, but not listening. The long time of the call
+ * stands for a call without a limit: it must not pass. */
+static void without_a_listener_a_call_is_unavailable_after_such_a_connection_too(void **state)
 {
     struct fixture f;
     struct moe_rpc_msg *m;
@@ -521,7 +520,7 @@ static void nobody_listening_is_unavailable_after_such_a_connection_too(void **s
     assert_int_equal(getsockname(deaf, (struct sockaddr *)&at, &size), 0);
     snprintf(target, sizeof target, "127.0.0.1:%u", ntohs(at.sin_port));
     fixture_start(&f, NULL);
-    for (int lost = 1; lost <= 1000; lost += 999) { /* once, and as often as it is looked */
+    for (int lost = 1; lost <= 1000; lost += 999) { /* once, and at every later look */
         assert_ok(moe_rpc_channel_open(
             f.client, &(struct moe_rpc_channel_config){.target = target, .own_connection = true},
             &ch));
@@ -546,15 +545,15 @@ int main(void)
         cmocka_unit_test(many_threads_call_at_once),
         cmocka_unit_test(a_deadline_ends_the_call_on_both_sides),
         cmocka_unit_test(a_cancelled_call_reaches_the_server),
-        cmocka_unit_test(destroying_the_client_cancels_what_is_in_flight),
+        cmocka_unit_test(destroying_the_client_cancels_calls_in_flight),
         cmocka_unit_test(cancelling_at_any_moment_is_safe),
         cmocka_unit_test(a_client_may_go_as_soon_as_its_calls_are_over),
         cmocka_unit_test(errors_keep_code_reason_text_and_retry_hint),
         cmocka_unit_test(unknown_methods_are_unimplemented),
         cmocka_unit_test(messages_over_the_limit_are_refused_and_the_server_goes_on),
-        cmocka_unit_test(nobody_listening_is_unavailable),
+        cmocka_unit_test(without_a_listener_a_call_is_unavailable),
         cmocka_unit_test(a_connection_that_fails_for_no_possible_reason_is_made_again),
-        cmocka_unit_test(nobody_listening_is_unavailable_after_such_a_connection_too),
+        cmocka_unit_test(without_a_listener_a_call_is_unavailable_after_such_a_connection_too),
         cmocka_unit_test(a_stream_carries_messages_both_ways_until_both_ends_close),
         cmocka_unit_test(a_server_that_does_not_read_is_not_sent_to),
         cmocka_unit_test(a_stream_may_be_given_back_at_any_time),

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Starting and ending servers: which addresses are accepted, what a drain waits for, and what it
- * cuts off. */
+/* Start and end of servers: accepted addresses, calls that a drain waits for, and calls that it
+ * cancels. */
 #include "rpc_fixture.h"
 
 #include <arpa/inet.h>
@@ -84,7 +84,7 @@ static void a_drain_lets_calls_in_flight_finish(void **state)
         start_call(&f, "hang", &o[i]);
     fixture_await_hanging(&f, 4);
     start_drain(&f, &d, 20000);
-    /* From some moment on nobody is let in; until then calls are answered. */
+    /* From some moment on no client is let in; until then calls are answered. */
     struct moe_status st;
     uint64_t give_up = moe_clock_ns() + 20 * MOE_NS_PER_S;
     do {
@@ -109,7 +109,7 @@ static void a_drain_lets_calls_in_flight_finish(void **state)
     fixture_stop(&f);
 }
 
-static void a_drain_cancels_what_outlasts_its_limit(void **state)
+static void a_drain_cancels_calls_beyond_its_limit(void **state)
 {
     struct fixture f;
     struct drain d;
@@ -132,7 +132,7 @@ static void a_drain_cancels_what_outlasts_its_limit(void **state)
     fixture_stop(&f);
 }
 
-/* A channel that stays asks again and again, as one that is busy does. */
+/* An existing channel repeats its call, like a busy one. */
 struct caller {
     struct fixture *f;
     struct moe_rpc_channel *channel;
@@ -155,7 +155,7 @@ static void *keep_asking(void *arg)
     return NULL;
 }
 
-static void who_calls_as_the_server_goes_down_is_answered_or_told_to_try_again(void **state)
+static void calls_during_the_end_of_a_server_are_answered_or_get_a_retry_hint(void **state)
 {
     enum { ROUNDS = 8, CALLERS = 4 };
     unsigned answered = 0, unavailable = 0, other = 0;
@@ -191,9 +191,9 @@ static void who_calls_as_the_server_goes_down_is_answered_or_told_to_try_again(v
     assert_int_equal(other, 0);
 }
 
-/* In place of the core's: after it, looks who is let in. */
+/* In place of the core's: after it, records the clients that are let in. */
 static struct {
-    uint16_t port; /* 0: nothing is to be looked at */
+    uint16_t port; /* 0: none is observed */
     unsigned turned_away, let_in;
 } newcomers;
 
@@ -228,7 +228,7 @@ void grpc_server_cancel_all_calls(grpc_server *server)
 
 /* Calls on a connection that is there when the core shuts down are reset with CANCELLED, which
  * tells clients not to try again. */
-static void nobody_is_let_in_once_a_drain_has_closed_the_connections(void **state)
+static void after_a_drain_has_closed_connections_no_client_is_let_in(void **state)
 {
     struct fixture f;
     struct drain d;
@@ -257,7 +257,8 @@ static void an_idle_server_drains_at_once_and_its_port_can_be_bound_again(void *
         fixture_start(&f, &config);
         snprintf(listen, sizeof listen, "127.0.0.1:%u", moe_rpc_server_port(f.server));
         assert_ok(fixture_call(&f, f.channel, "", "x", 1, 20000, "x", 1));
-        start_drain(&f, &d, 3600 * 1000); /* nothing is in flight: longer than the watchdog waits */
+        start_drain(&f, &d,
+                    3600 * 1000); /* no call is in flight; longer than the watchdog's time */
         end_drain(&f, &d);
         fixture_stop(&f);
     }
@@ -274,8 +275,8 @@ static struct moe_status ask(struct fixture *f, struct moe_rpc_channel *ch)
     return st;
 }
 
-/* A socket that keeps `*listen` from everybody but servers that are started at it: it is bound,
- * deaf, and lets its address be used again. */
+/* A socket that reserves `*listen` for servers started at it: it is bound, does not listen, and
+ * allows reuse of its address. */
 static int hold_port(char *listen, size_t capacity)
 {
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
@@ -311,8 +312,8 @@ int connect(int fd, const struct sockaddr *to, socklen_t length)
     return (int)syscall(SYS_connect, fd, to, length);
 }
 
-/* Whoever lost a connection finds the next server at the address about as soon as there is one,
- * also when it came late. (The core would look again after half a minute.) */
+/* A client that lost its connection finds the next server at the address soon after it starts, even
+ * a late one. (The core alone would try again after half a minute.) */
 static void a_server_that_comes_back_is_found_soon(void **state)
 {
     struct fixture first, second;
@@ -368,7 +369,7 @@ static struct moe_status try_start(const char *listen, bool insecure)
     return st;
 }
 
-static void only_loopback_is_listened_on_unless_told_otherwise(void **state)
+static void without_insecure_only_loopback_is_listened_on(void **state)
 {
     static const char *const refused[] = {"0.0.0.0:0",  "[::]:0",          "192.0.2.1:0",
                                           "example:0",  "[2001:db8::1]:0", "128.0.0.1:0",
@@ -413,7 +414,7 @@ static void a_port_in_use_and_bad_settings_are_errors(void **state)
 }
 
 /* The core would stop listening for good. */
-static void who_comes_when_no_descriptor_is_left_is_turned_away_and_may_come_back(void **state)
+static void without_a_free_descriptor_clients_are_turned_away_and_may_come_back(void **state)
 {
     enum { CROWD = 64 };
     struct fixture f;
@@ -444,12 +445,12 @@ static void who_comes_when_no_descriptor_is_left_is_turned_away_and_may_come_bac
     }
     print_message("  %u of %d turned away\n", turned_away, CROWD);
     assert_true(turned_away > CROWD / 2);
-    /* Who is there already goes on. */
+    /* Existing clients go on. */
     assert_ok(fixture_call(&f, f.channel, "", "x", 1, 20000, "x", 1));
     for (int i = 0; i < CROWD; i++)
         close(crowd[i]);
     assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
-    /* Who was waiting is still turned away, and who comes at that moment with them. */
+    /* Clients that waited are still turned away, with those that come at that moment. */
     struct moe_status st;
     do {
         struct moe_rpc_channel *late = fixture_channel(&f, 0);
@@ -465,14 +466,14 @@ int main(void)
     seed_random();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_drain_lets_calls_in_flight_finish),
-        cmocka_unit_test(a_drain_cancels_what_outlasts_its_limit),
-        cmocka_unit_test(who_calls_as_the_server_goes_down_is_answered_or_told_to_try_again),
-        cmocka_unit_test(nobody_is_let_in_once_a_drain_has_closed_the_connections),
+        cmocka_unit_test(a_drain_cancels_calls_beyond_its_limit),
+        cmocka_unit_test(calls_during_the_end_of_a_server_are_answered_or_get_a_retry_hint),
+        cmocka_unit_test(after_a_drain_has_closed_connections_no_client_is_let_in),
         cmocka_unit_test(an_idle_server_drains_at_once_and_its_port_can_be_bound_again),
         cmocka_unit_test(a_server_that_comes_back_is_found_soon),
-        cmocka_unit_test(only_loopback_is_listened_on_unless_told_otherwise),
+        cmocka_unit_test(without_insecure_only_loopback_is_listened_on),
         cmocka_unit_test(a_port_in_use_and_bad_settings_are_errors),
-        cmocka_unit_test(who_comes_when_no_descriptor_is_left_is_turned_away_and_may_come_back),
+        cmocka_unit_test(without_a_free_descriptor_clients_are_turned_away_and_may_come_back),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

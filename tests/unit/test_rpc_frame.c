@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Messages cut and joined by hand mean what protobuf-c says they mean: random messages, in random
- * pieces, against protobuf-c on the whole message. */
+/* Messages split and joined by hand have the meaning that protobuf-c reads: random messages, in
+ * random pieces, compared with protobuf-c on the whole message. */
 #include "moe/v1/expert.pb-c.h"
 #include "rpc/msg.h"
 #include "rpc_fixture.h"
@@ -12,7 +12,7 @@ enum { CASES = 100000, MESSAGE_MAX = 40960, PIECES_MAX = 64 };
 static const uint32_t part_fields[] = {12, 13, 14, 15};
 enum { PARTS = 4 };
 
-/* What the sink of one split was given. */
+/* The input of the sink in one split. */
 struct sunk {
     uint8_t *data[PARTS];
     size_t length[PARTS];
@@ -82,7 +82,7 @@ static void put_text(struct built *b, uint32_t field)
         b->bytes[b->length++] = (uint8_t)('a' + random_below(26));
 }
 
-/* A known field of ForwardRequest, or one that nobody knows, of any wire type. */
+/* A known field of ForwardRequest, or an unknown one, of any wire type. */
 static void put_head_field(struct built *b)
 {
     static const uint8_t varints[] = {2, 3, 4, 5, 6, 7, 8, 9, 10};
@@ -245,7 +245,7 @@ static void damage(struct built *b)
     }
 }
 
-static void damaged_messages_are_refused_or_mean_what_protobuf_says(void **state)
+static void damaged_messages_are_refused_or_read_as_protobuf_reads_them(void **state)
 {
     (void)state;
     static struct built b;
@@ -387,7 +387,7 @@ static void a_number_is_found_without_splitting(void **state)
 }
 
 /* 2-byte unknown fields blow up most in protobuf-c: 28 times their size. */
-static void an_arena_bounds_what_a_message_may_cost(void **state)
+static void an_arena_bounds_the_memory_of_a_message(void **state)
 {
     (void)state;
     uint8_t bytes[MOE_RPC_HEAD_MAX];
@@ -433,12 +433,12 @@ int main(void)
     seed_random();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(valid_messages_in_any_pieces_split_as_protobuf_says),
-        cmocka_unit_test(damaged_messages_are_refused_or_mean_what_protobuf_says),
+        cmocka_unit_test(damaged_messages_are_refused_or_read_as_protobuf_reads_them),
         cmocka_unit_test(each_fault_has_its_reason),
         cmocka_unit_test(parts_sent_by_reference_come_back_by_the_split),
         cmocka_unit_test(flatten_is_bounded),
         cmocka_unit_test(a_number_is_found_without_splitting),
-        cmocka_unit_test(an_arena_bounds_what_a_message_may_cost),
+        cmocka_unit_test(an_arena_bounds_the_memory_of_a_message),
         cmocka_unit_test(a_control_message_is_unpacked_whole_or_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The built-in services as a client sees them: health that says what the server was told, and
- * reflection whose answers are whole. */
+/* The built-in services as clients see them: health with the server's settings, and reflection with
+ * complete answers. */
 #include "grpc/health/v1/health.pb-c.h"
 #include "grpc/reflection/v1/reflection.pb-c.h"
 #include "proto/descriptors.h"
@@ -91,7 +91,7 @@ static struct moe_status check(struct fixture *f, const char *service, int *stat
     return moe_ok();
 }
 
-static void health_is_what_the_server_was_told(void **state)
+static void health_is_the_last_setting_of_the_server(void **state)
 {
     struct fixture f;
     int status;
@@ -139,7 +139,7 @@ static void all_services_are_listed(void **state)
     assert_string_equal(r->statuses[1]->key, "a.b");
     assert_int_equal(r->statuses[1]->value->status, NOT_SERVING);
     grpc__health__v1__health_list_response__free_unpacked(r, NULL);
-    /* More names than there is room for are refused, not a way to break the table. */
+    /* More names than the table has room for are refused and do not break it. */
     for (int i = 0; i < 64; i++) {
         char name[16];
         snprintf(name, sizeof name, "s%d", i);
@@ -345,7 +345,7 @@ static void reflection_survives_bad_questions(void **state)
     fixture_await("the refusal", &a.closed, 1);
     assert_int_equal(a.status.reason, MOE_REASON_TOO_LARGE);
     answers_free(&a);
-    open_stream(&f, reflection_paths[1], &a); /* idle: must not hold up the drain of fixture_stop */
+    open_stream(&f, reflection_paths[1], &a); /* idle: must not delay the drain of fixture_stop */
     assert_error(&a, CASE(FILE_BY_FILENAME), "none", MOE_NOT_FOUND);
     moe_rpc_server_drain(f.server, MOE_NEVER);
     moe_rpc_server_stop(f.server);
@@ -358,7 +358,7 @@ int main(void)
 {
     seed_random();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(health_is_what_the_server_was_told),
+        cmocka_unit_test(health_is_the_last_setting_of_the_server),
         cmocka_unit_test(all_services_are_listed),
         cmocka_unit_test(watchers_hear_of_every_change_and_of_the_end),
         cmocka_unit_test(watchers_may_leave_while_health_changes),

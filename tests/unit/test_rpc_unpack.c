@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* No string of any message that we read may hold a zero byte: protobuf-c would end it there, and
- * whoever checks the name would not check what was sent. */
+/* No string of a received message may contain a zero byte: protobuf-c would end it there, so a
+ * check of the name would not see all of it. */
 #include "grpc/health/v1/health.pb-c.h"
 #include "grpc/reflection/v1/reflection.pb-c.h"
 #include "moe/v1/admin.pb-c.h"
@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What is unpacked somewhere: what it holds is found from here. */
+/* Messages that the product unpacks; their fields are found from here. */
 static const ProtobufCMessageDescriptor *const types[] = {
     &moe__v1__get_status_request__descriptor,
     &moe__v1__get_status_response__descriptor,
@@ -118,7 +118,7 @@ static void check_string(const ProtobufCMessageDescriptor *type, const struct pa
     }
 }
 
-/* All strings in `type` and in what it holds; returns how many. */
+/* Checks all strings in `type` and its fields; returns their number. */
 static size_t check_below(const ProtobufCMessageDescriptor *root,
                           const ProtobufCMessageDescriptor *type, struct path *p)
 {

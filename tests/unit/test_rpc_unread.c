@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is sent to a client that does not take it is held for so long and no longer. The clients
- * here are bare sockets that speak just enough HTTP/2 to ask for an answer and to leave it: a
- * library would take it. */
+/* Data for a client that does not read is kept for a limited time. The clients here are bare
+ * sockets with just enough HTTP/2 to request an answer and leave it unread: a library would read
+ * it. */
 #include "rpc_fixture.h"
 
 #include <arpa/inet.h>
@@ -37,7 +37,7 @@ static void send_frame(int peer, enum frame type, uint8_t flags, uint32_t stream
     send_all(peer, data, length);
 }
 
-/* A connection whose streams may be sent `window` bytes each, and that is never read from. */
+/* A connection that is not read from; each of its streams accepts `window` bytes. */
 static int connect_peer(const struct fixture *f, uint32_t window)
 {
     int buffer = 4096;

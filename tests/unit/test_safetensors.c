@@ -273,7 +273,7 @@ static void a_header_of_a_million_tensors_is_refused_before_it_costs_anything(vo
     assert_int_equal(most, 0);
 }
 
-static void a_header_is_never_a_tree_as_a_whole(void **state)
+static void a_header_is_not_read_as_one_tree(void **state)
 {
     enum { COUNT = 20000 };
     struct moe_st_file *file;
@@ -485,7 +485,7 @@ static void check_same(const struct moe_st_file *file, const struct moe_st_out *
     free(bytes);
 }
 
-static void what_is_written_is_read_back(void **state)
+static void written_tensors_are_read_back(void **state)
 {
     enum { COUNT = 40, ROUNDS = 20 };
     static const char *const metadata[] = {"format", "pt", "k\"ey", "va\nlue \xe2\x82\xac", NULL};
@@ -533,7 +533,7 @@ static void writing_replaces_a_file_without_disturbing_its_readers(void **state)
     moe_st_close(after);
 }
 
-static void a_write_that_cannot_succeed_changes_nothing(void **state)
+static void a_failed_write_keeps_the_old_file(void **state)
 {
     struct fixture *f = *state;
     uint8_t one = 1, got = 0;
@@ -586,7 +586,7 @@ int main(void)
         TEST(refuses_many_tensors_on_one_range),
         TEST(refuses_a_zero_byte_behind_the_header),
         TEST(a_header_of_a_million_tensors_is_refused_before_it_costs_anything),
-        TEST(a_header_is_never_a_tree_as_a_whole),
+        TEST(a_header_is_not_read_as_one_tree),
         TEST(an_entry_and_metadata_are_bounded_as_well),
         TEST(a_json_document_has_a_bounded_number_of_values),
         TEST(refuses_links_directories_and_names_that_leave),
@@ -594,9 +594,9 @@ int main(void)
         TEST(reads_formats_narrower_than_a_byte),
         TEST(a_file_that_shrinks_while_open_is_an_error_not_a_signal),
         TEST(reads_the_golden_files_of_transformers),
-        TEST(what_is_written_is_read_back),
+        TEST(written_tensors_are_read_back),
         TEST(writing_replaces_a_file_without_disturbing_its_readers),
-        TEST(a_write_that_cannot_succeed_changes_nothing),
+        TEST(a_failed_write_keeps_the_old_file),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The coordinator's log: what was acknowledged survives, what was not is dropped, damage is never
- * taken for good data, and no reading of a damaged file makes an epoch fall. */
+/* The coordinator's log: acknowledged records survive, others are dropped, damage is not read as
+ * data, and reading a damaged file does not lower an epoch. */
 #include "coordinator/store.h"
 #include "support/check.h"
 #include "support/directory.h"
@@ -158,8 +158,7 @@ static size_t make_log(uint8_t *image, size_t capacity, size_t ends[3])
     return length;
 }
 
-/* Cut anywhere: what is whole counts, and the epoch is above all that was ever acknowledged there.
- */
+/* Truncated anywhere: complete records count, and the epoch is above all acknowledged ones. */
 static void a_torn_tail_loses_no_acknowledged_epoch(void **unused)
 {
     (void)unused;
@@ -298,7 +297,7 @@ static void a_failed_write_changes_nothing(void **unused)
     assert_memory_equal(&found, &next, sizeof next);
 }
 
-/* Somebody cleans up /tmp, or removes the wrong directory, while the coordinator lives. */
+/* A clean-up of /tmp removes the directory while the coordinator lives. */
 static void a_log_that_was_removed_is_written_anew(void **unused)
 {
     (void)unused;
@@ -313,7 +312,7 @@ static void a_log_that_was_removed_is_written_anew(void **unused)
         append(s, want);
         append(s, want);
         struct moe_status st = moe_store_open(directory, &second, &found);
-        assert_int_equal(st.code, MOE_ALREADY_EXISTS); /* it holds the lock that is there */
+        assert_int_equal(st.code, MOE_ALREADY_EXISTS); /* it has the lock */
         moe_store_close(s);
         moe_store_close(open_store(&found));
         assert_memory_equal(&found, &want, sizeof want);

@@ -296,8 +296,8 @@ static double element(enum moe_dtype dtype, const void *tensor, size_t i)
                                   : (double)moe_bf16_to_f32(((const uint16_t *)tensor)[i]);
 }
 
-/* The oracle is given the routing that was used: what is checked here is the path of the rows, and
- * a near-tie of two experts would say nothing about it. */
+/* The oracle gets the routing that was used: this checks the path of the rows, and a near-tie of
+ * two experts must not matter. */
 void request_check(const struct request *r, const struct worker *w)
 {
     const struct moe_work *work = &r->work;

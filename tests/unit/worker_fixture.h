@@ -36,7 +36,7 @@ struct worker {
 
 void worker_open(struct worker *w); /* no view yet */
 void worker_start_view(struct worker *w);
-void worker_stop_view(struct worker *w); /* when there is one */
+void worker_stop_view(struct worker *w); /* if there is one */
 void worker_close(struct worker *w);
 
 /* One request with all its tensors, filled at random. */
@@ -57,7 +57,7 @@ void request_free(struct request *r);
 void request_wait(struct request *r);
 /* Submits and waits. */
 struct moe_status request_run(struct request *r, struct worker *w);
-/* Fails unless the answer is what the oracle says, within the tolerance of its dtype. */
+/* Fails unless the answer is the oracle's, within the tolerance of its dtype. */
 void request_check(const struct request *r, const struct worker *w);
 
 #endif
