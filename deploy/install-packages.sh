@@ -1,11 +1,11 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Installs what deploy/packages.txt lists for the given purposes and this machine lacks.
+# Installs missing packages that deploy/packages.txt lists for the given purposes.
 #
 #   deploy/install-packages.sh [--yes] [--log FILE] build|run|test|format|clang ...
 #
-# Says which packages it will install. Asks first if somebody is at the terminal and --yes is not
-# given. With --log the package manager's own output goes to FILE.
+# Prints the packages that it will install. On a terminal it asks first, unless --yes is given. With
+# --log the output of the package manager goes to FILE.
 set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -35,23 +35,23 @@ echo "Packages to install:$missing" >&2
 if [ "$yes" = no ] && [ -t 0 ]; then
     printf 'Install them now? [y/N] ' >&2
     read -r answer
-    case $answer in y|Y|yes) ;; *) echo "Nothing was installed." >&2; exit 1 ;; esac
+    case $answer in y|Y|yes) ;; *) echo "No package was installed." >&2; exit 1 ;; esac
 fi
 
 sudo=
 if [ "$(id -u)" -ne 0 ]; then
-    command -v sudo >/dev/null || { echo "Not root, and there is no sudo." >&2; exit 1; }
+    command -v sudo >/dev/null || { echo "Installing needs root, and sudo is missing." >&2; exit 1; }
     sudo=sudo
 fi
 export DEBIAN_FRONTEND=noninteractive
 install_missing() {
-    # shellcheck disable=SC2086 # a list of words on purpose
+    # shellcheck disable=SC2086 # intended: one argument per package
     $sudo apt-get update -qq && $sudo apt-get install -y -qq --no-install-recommends $missing
 }
 if [ -z "$log" ]; then
     install_missing >&2
 elif ! install_missing >"$log" 2>&1; then
     tail -n 20 "$log" >&2
-    echo "Installing failed; the whole log is in $log." >&2
+    echo "apt-get failed; the complete log is in $log." >&2
     exit 1
 fi

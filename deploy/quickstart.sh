@@ -1,17 +1,18 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# From a fresh machine to a serving group with the right numbers.
+# Installs packages, builds, starts a group of CPU workers and checks its numbers.
 #
 #   deploy/quickstart.sh [--yes] [--keep] [--model DIR] [--workers N]
 #
 #   --yes        install missing packages without asking
-#   --keep       leave the group running and say what to try next
+#   --keep       leave the group running and print commands to try
 #   --model DIR  a golden model (default: tests/golden/models/qwen3_moe)
 #   --workers N  size of the group, 1 to 16 (default: 4)
 #
-# Installs the packages it needs, builds, starts a group of CPU workers on a golden checkpoint, sends
-# the checkpoint's recorded inputs through gRPC, and compares with the recorded outputs. Exits 0 only
-# if every number is right.
+# The group serves a golden checkpoint. The check sends the checkpoint's recorded inputs through gRPC
+# and compares the answers with the recorded outputs.
+#
+# Exit codes: 0 every number is right, 1 a step failed or a number is wrong, 2 wrong command line.
 set -eu
 
 usage() {
@@ -40,18 +41,19 @@ case $workers in
     *) usage "--workers must be 1 to 16, not '$workers'" ;;
 esac
 [ -z "$model" ] || model=$(cd "$model" 2>/dev/null && pwd) ||
-    usage "--model: there is no such directory"
+    usage "--model: no such directory"
 cd "$(dirname "$0")/.."
 model=${model:-tests/golden/models/qwen3_moe}
 [ -f "$model/golden.safetensors" ] || usage "--model: $model has no golden.safetensors"
 
-# Runs a command with its output in a log, and shows the end of the log if it fails.
+# Runs a command with its output in a log. If it fails, shows the end of the log and exits.
 quietly() {
     log=$1
     shift
     if ! "$@" >"$log" 2>&1; then
         tail -n 40 "$log" >&2
-        echo "That failed; the whole log is in $log." >&2
+        echo "This failed: $*" >&2
+        echo "The complete log is in $log." >&2
         exit 1
     fi
 }
@@ -73,13 +75,14 @@ stop() {
 trap clean EXIT
 trap 'exit 130' INT TERM
 
-# A group that stays gets the default state directory and ports, so that plain commands find it.
+# With --keep the group uses the default state directory and ports, so that moectl finds it without
+# options.
 up() {
     "$moectl" up --model "$model" --workers "$workers" --backend cpu --detach "$@" \
         >"$scratch/endpoints"
 }
 if [ "$keep" = yes ]; then
-    up || { echo "Trying again on any free ports ..." >&2; up --port 0; }
+    up || { echo "Trying again with --port 0 (any free ports) ..." >&2; up --port 0; }
 else
     state="--state-dir $scratch/state"
     up --port 0 --state-dir "$scratch/state"
