@@ -44,9 +44,9 @@ def train(endpoint):
 
 
 def save(endpoints, load):
-    """Two clients with saved Forwards and their Backwards, for SECONDS. Returns the number of
+    """Two clients with retained Forwards and their Backwards, for SECONDS. Returns the number of
     pairs."""
-    load.saved_pairs(2, endpoints, *case(7))
+    load.retained_pairs(2, endpoints, *case(7))
     time.sleep(SECONDS)
     return "%d pairs" % len(load.pairs)
 

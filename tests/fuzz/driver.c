@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The plain runner for fuzz targets: owns mutation and replay, never the target itself.
+/* The runner for fuzz targets without libFuzzer: mutates seeds and replays findings.
  *
  * A target is one file that includes driver.h and defines
  *
@@ -15,8 +15,8 @@
  *     fuzz_x [-n MUTATIONS] [-m MAX_BYTES] [FILE ...]    mutate the seeds and the files
  *     fuzz_x -n 0 FILE ...                               only run the files: replays a finding
  *
- * MOE_SEED chooses the random sequence (printed at the start). On a crash, the last words name the
- * number of the mutation: the same seed and `-n` lead back to it. */
+ * MOE_SEED sets the random sequence (printed at the start). On a crash the last line has the number
+ * of the mutation: the same seed with that number as -n reproduces it. */
 #include "driver.h"
 #include "support/random.h"
 
@@ -79,7 +79,7 @@ static void add_file(const char *path, size_t max)
     free(buffer);
 }
 
-/* Pieces that formats stumble over: numbers at the edge of a type, brackets, quotes. */
+/* Pieces that often break parsers: numbers at the edge of a type, brackets, quotes. */
 static const char *const tokens[] = {"0",
                                      "-1",
                                      "4294967296",
@@ -111,7 +111,7 @@ static const char *const tokens[] = {"0",
                                      "64",
                                      "1000000000000"};
 
-/* Opens a gap of `n` bytes at `at`; false when the result would be longer than `max`. */
+/* Opens a gap of `n` bytes at `at`; false if the result would be longer than `max`. */
 static int open_gap(struct input *in, size_t at, size_t n, size_t max)
 {
     if (in->size + n > max)
@@ -169,7 +169,7 @@ static void edit(struct input *in, size_t max)
     }
 }
 
-/* Only async-signal-safe calls: says how far the run had come, then dies the usual way. */
+/* Only async-signal-safe calls: prints the number of the mutation, then lets the signal kill. */
 static void on_crash(int signal_number)
 {
     char text[64] = "crash at mutation ";

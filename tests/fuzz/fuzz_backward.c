@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Any bytes as a BackwardRequest and as the body of a training ticket. A request is refused with a
- * typed error and leaves no memory behind, or it is one whose tensors all have the sizes that the
- * layer wants, from the message or from a pass that was saved; its answer is built and kept as if
- * it had been run. A body is refused, or is a call that comes out the same when it is packed again.
- */
+ * typed error and leaks no memory; or all its tensors, from the message or a retained pass, have
+ * the sizes of the layer, and its answer is built and recorded as after a run. A body is refused,
+ * or packing the unpacked call gives an equal call. */
 #include "driver.h"
 #include "request_world.h"
 
@@ -38,7 +37,7 @@ static void open_once(void)
 }
 
 /* A pass of 3 tokens under ("s", 1), which a request without x finds. */
-static void save_pass(void)
+static void retain_pass(void)
 {
     struct moe_pass_record *r;
     size_t x = sizeof(float) * TOKENS * HIDDEN, pairs = sizeof(float) * TOKENS * TOP_K;
@@ -58,7 +57,7 @@ static void save_pass(void)
     moe_pass_store_put(moe_train_passes(train), r, "s", 1, UINT64_MAX / 2);
 }
 
-/* Reads and writes all that the backend would. */
+/* Reads and writes all memory that a backend would. */
 static void run_pass(struct moe_backward_request *r)
 {
     const struct moe_train_work *w = &r->work;
@@ -93,7 +92,7 @@ static void try_request(const uint8_t *data, size_t size)
     struct moe_rpc_msg *m = moe_rpc_msg_from_pieces(&piece, 1);
     struct moe_backward_request r;
     MOE_INVARIANT(m != NULL);
-    save_pass();
+    retain_pass();
     struct moe_status st = moe_backward_parse(&r, &context, m);
     moe_rpc_msg_free(m);
     MOE_INVARIANT(!moe_failed(&st) || st.reason != MOE_REASON_NONE);

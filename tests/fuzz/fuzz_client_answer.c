@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A server's answer of any bytes, cut into any pieces: libmoeclient refuses it with a typed error,
- * or what it put into the caller's tensors is what protobuf-c reads in the answer; and not a byte
- * is written outside the rows that were asked for. */
+/* Any bytes, cut into any pieces, as a server's answer. libmoeclient refuses it with a typed error,
+ * or the caller's tensors get the values that protobuf-c reads. No byte outside the requested rows
+ * is written. */
 #include "driver.h"
 #include "moe/v1/expert.pb-c.h"
 #include "wire.h"
@@ -10,7 +10,7 @@
 
 enum { HIDDEN = 6, TOP_K = 2, ROWS = 20, PIECES_MAX = 16, POISON = 0x5c, SETTINGS = 2 };
 
-/* Tensors of ROWS rows, of which the request asks for some in the middle. */
+/* Tensors of ROWS rows; the request is for some rows in the middle. */
 struct memory {
     float y[ROWS * HIDDEN];
     int32_t ids[ROWS * TOP_K];
@@ -22,7 +22,7 @@ struct request {
     struct moe_client_layer layer;
     struct moe_client_forward f;
     struct moe_client_rows rows;
-    uint8_t piece; /* length of the pieces that the answer comes in */
+    uint8_t piece; /* length of the answer's pieces */
 };
 
 static void make_request(const uint8_t settings[SETTINGS], struct memory *m, struct request *r)
@@ -50,7 +50,7 @@ static struct moe_rpc_msg *cut(const uint8_t *data, size_t size, size_t piece)
     return moe_rpc_msg_from_pieces(pieces, count);
 }
 
-/* True when all bytes of a tensor but the given rows are as they were. */
+/* Aborts if a byte outside the given rows of a tensor has changed. */
 static void check_outside(const void *tensor, size_t row_bytes, size_t total,
                           const struct moe_client_rows *rows)
 {
@@ -68,7 +68,7 @@ static int32_t wire_id(const Moe__V1__ForwardStreamResponse *a, size_t i)
     return id;
 }
 
-/* An answer that was taken says what the tensors say. */
+/* An accepted answer has the same values as the tensors. */
 static void compare(const struct request *r, const struct memory *m, const uint8_t *data,
                     size_t size)
 {
@@ -109,7 +109,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     return 0;
 }
 
-/* Sound answers of both dtypes, without routing and with ids of each width; and an error. */
+/* Valid answers of both dtypes, without routing and with ids of each width; and an error. */
 size_t moe_fuzz_seed(size_t i, const uint8_t **data)
 {
     static uint8_t input[2048];

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A server's answer to Backward of any bytes: libmoeclient refuses it with a typed error, or what
- * it put into the caller's tensors is what protobuf-c reads in the answer; and not a byte is
- * written behind them. */
+/* Any bytes as a server's answer to Backward. libmoeclient refuses it with a typed error, or the
+ * caller's tensors get the values that protobuf-c reads. No byte after the tensors is written. */
 #include "driver.h"
 #include "moe/v1/training.pb-c.h"
 #include "training.h"
@@ -21,7 +20,7 @@ static void check_behind(const void *tensor, size_t used, size_t total)
         MOE_INVARIANT(((const uint8_t *)tensor)[i] == POISON);
 }
 
-/* An answer that was taken says what the tensors say. */
+/* An accepted answer has the same values as the tensors. */
 static void compare(const struct moe_client_gradients *w, const uint8_t *data, size_t size)
 {
     Moe__V1__BackwardResponse *a = moe__v1__backward_response__unpack(NULL, size, data);
@@ -69,7 +68,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     return 0;
 }
 
-/* Sound answers of both dtypes, with gradients of the weights and without. */
+/* Valid answers of both dtypes, with and without gradients of the weights. */
 size_t moe_fuzz_seed(size_t i, const uint8_t **data)
 {
     static uint8_t input[1024], bytes[256];

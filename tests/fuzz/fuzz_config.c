@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* config.json of any bytes: it is refused with a reason, or gives layer specs that every other part
- * may rely on. */
+/* Any bytes as config.json. It is refused with a reason, or gives valid layer specs. */
 #include "driver.h"
 #include "model/config.h"
 #include "model/json_file.h"

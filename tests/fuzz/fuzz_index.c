@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* model.safetensors.index.json of any bytes: it is refused, or every file it names stays inside the
- * model directory. */
+/* Any bytes as model.safetensors.index.json. It is refused, or every file that it names is inside
+ * the model directory. */
 #include "driver.h"
 #include "model/checkpoint.h"
 #include "model/json_file.h"

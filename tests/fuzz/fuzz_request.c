@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Any bytes as a ForwardRequest: they are refused with a typed error and leave no memory behind, or
- * they are a request whose tensors all have the sizes that the layer wants. The answer to it is
- * built as well, as if the engine had chosen expert 0 everywhere. */
+/* Any bytes as a ForwardRequest. It is refused with a typed error and leaks no memory, or all its
+ * tensors have the sizes of the layer. The answer is built too, as if the engine had chosen expert
+ * 0 everywhere. */
 #include "driver.h"
 #include "request_world.h"
 
@@ -9,7 +9,7 @@
 
 static const struct moe_backend memory = {.name = "memory", .mem_alloc = take, .mem_free = give};
 
-/* The first byte of x, y and the routing and the last: the sanitizers see whether they are there.
+/* Accesses the first and last byte of x, y and the routing, so that sanitizers check their sizes.
  */
 static void touch(const struct moe_work *w)
 {

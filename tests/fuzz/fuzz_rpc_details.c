@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* grpc-status-details-bin of any bytes, as a client may receive it: what is understood is within
- * bounds, and what this side writes is understood whole. */
+/* Any bytes as grpc-status-details-bin in a client. Decoded values are within their bounds, and
+ * encoding then decoding gives the same values. */
 #include "driver.h"
 #include "rpc/core.h"
 

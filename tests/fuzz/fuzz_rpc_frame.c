@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A received message of any bytes, cut into any pieces: the split refuses it, or head and parts
- * together mean what protobuf-c says of the whole. */
+/* Any bytes, cut into any pieces, as a received message. The split refuses it, or head and parts
+ * have the values that protobuf-c reads in the whole message. */
 #include "driver.h"
 #include "moe/v1/expert.pb-c.h"
 #include "rpc/msg.h"
@@ -28,7 +28,7 @@ static struct moe_status sink(void *ctx, uint32_t field, size_t length, void **d
     return s->data[i] != NULL ? moe_ok() : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "-");
 }
 
-/* The first byte says how long the pieces are. */
+/* The first byte gives the length of the pieces. */
 static struct moe_rpc_msg *cut(const uint8_t *data, size_t size, uint8_t how)
 {
     struct moe_rpc_piece pieces[PIECES_MAX];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A message of any bytes, of several types: it is refused, or every string of the unpacked message
- * is as long as on the wire. protobuf-c allocates a string in its wire length plus one byte, and an
- * allocator that notes sizes shows where it was cut. */
+/* Any bytes as a message of several types. It is refused, or every string of the unpacked message
+ * is as long as on the wire. protobuf-c allocates a string with its wire length plus 1 byte, so an
+ * allocator that records sizes reveals a string with a NUL inside. */
 #include "driver.h"
 #include "moe/v1/admin.pb-c.h"
 #include "moe/v1/coordinator.pb-c.h"
@@ -19,7 +19,7 @@ static const ProtobufCMessageDescriptor *const types[] = {
 };
 enum { TYPES = sizeof types / sizeof *types, NOTE_BYTES = 16 };
 
-/* The size of a piece of memory stands in front of it. */
+/* The size of an allocation is stored before it. */
 static void *note_alloc(void *ctx, size_t size)
 {
     (void)ctx;
@@ -72,7 +72,7 @@ static void check_message(const ProtobufCMessage *m)
     }
 }
 
-/* The first byte chooses the type. */
+/* The first byte selects the type. */
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     if (size == 0)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A safetensors file of any bytes: it is refused, or every promise about its tensors holds and
- * every byte can be read. */
+/* Any bytes as a safetensors file. It is refused, or every promise about its tensors holds and
+ * every byte is readable. */
 #include "driver.h"
 #include "model/safetensors.h"
 
@@ -20,7 +20,7 @@ static int file_of(const uint8_t *data, size_t size)
     return fd;
 }
 
-/* Tensors tile the end of the file, and can be found by name and read in full. */
+/* The tensors cover the rest of the file without gaps; each is found by name and is readable. */
 static void check(const struct moe_st_file *f, size_t size)
 {
     static uint8_t buffer[1 << 20];

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What requests of a worker are checked against: one layer, and a backend that is memory alone. */
+/* The world for requests of a worker: one layer, and a backend with memory only. */
 #ifndef MOE_FUZZ_REQUEST_WORLD_H
 #define MOE_FUZZ_REQUEST_WORLD_H
 

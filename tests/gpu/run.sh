@@ -187,7 +187,7 @@ alone() {
         echo "network_faults_$n 300 $suite/faults --backend cuda --slots $n --transport network"
     done
     [ "$gpus" -lt 2 ] || echo "trained_mixed_load 120 $(integration test_training_faults \
-        MixedLoad.test_forward_clients_go_on_beside_training)"
+        MixedLoad.test_forward_clients_go_on_during_training)"
     [ "$sanitizer" = yes ] || return 0
     # Errors that calls return are not findings: the backend and NCCL probe the device's features.
     sanitizer="compute-sanitizer --target-processes all --report-api-errors no --error-exitcode 9 --tool"

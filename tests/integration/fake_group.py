@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group that trains, without daemons: one layer, workers of one process, and a ledger of what
-they have run. A coordinator and a clock for those who wait. To be imported after `group`, which
+"""A group that trains, without daemons: one layer, workers in one process, and a ledger of the
+calls that they have run. Also a fake coordinator and a fake clock. Import it after `group`, which
 finds moed."""
 
 import concurrent.futures
@@ -33,7 +33,7 @@ class Silence(grpc.RpcError):
 
 
 class FakeChannel:
-    """To a coordinator that gives these answers, one a call, and then none."""
+    """A channel to a coordinator that gives these answers, one per call, and then none."""
 
     def __init__(self, clock, answers):
         self.clock, self.answers = clock, answers
@@ -78,7 +78,7 @@ def unavailable():
 
 
 class Ledger:
-    """What a group knows of the calls that it has run: id -> (content, worker, answer)."""
+    """The calls that a group has run: id -> (content, worker, answer)."""
 
     def __init__(self):
         self.calls, self.steps, self.backwards, self.lineage = {}, 0, 0, 4
@@ -88,8 +88,8 @@ class Ledger:
 
 
 class FakeWorker(grpc.GenericRpcHandler):
-    """dx = 3 dy, y = 2 x. `script` holds failures of the next calls: before they are run, or, as
-    (failure,), after."""
+    """dx = 3 dy, y = 2 x. `script` has failures for the next calls: `failure` comes before the call
+    runs, (failure,) after."""
 
     def __init__(self, ledger):
         self.ledger, self.script, self.requests, self.retained = ledger, [], [], {}
@@ -166,18 +166,18 @@ class FakeWorker(grpc.GenericRpcHandler):
         answer.topk_weights = bytes(4 * request.tokens * TOP_K)
         if request.dtype == types_pb2.DATA_TYPE_F32:
             answer.y_data = (2 * np.frombuffer(request.x_data, np.float32)).tobytes()
-        else:  # one more in the exponent
+        else:  # BF16: doubles by adding 1 to the exponent
             answer.y_data = (np.frombuffer(request.x_data, np.uint16) + 0x80).astype(
                 np.uint16).tobytes()
         return answer
 
     def once(self, key, request, make):
-        """Runs `make` unless the call is known."""
-        said = type(request).FromString(request.SerializeToString())
+        """Runs `make` unless the call has run before."""
+        call = type(request).FromString(request.SerializeToString())
         for name in ("x", "topk_ids", "topk_weights", "topk_ids_dtype", "routing_mode"):
-            if name in said.DESCRIPTOR.fields_by_name:
-                said.ClearField(name)
-        content = said.DESCRIPTOR.name, hashlib.sha256(said.SerializeToString()).digest()
+            if name in call.DESCRIPTOR.fields_by_name:
+                call.ClearField(name)
+        content = call.DESCRIPTOR.name, hashlib.sha256(call.SerializeToString()).digest()
         if key in self.ledger.calls:
             known, worker, answer = self.ledger.calls[key]
             if known != content:

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Preloaded into a worker: a file system that does not finish, and a host without memory. fsync
- * does not return while the file that MOE_TEST_GATE names exists, of everything, or, where
- * MOE_TEST_GATE_OF names a directory, of that one alone. So a test holds a checkpoint where it
- * wants it, for as long as it likes. What /proc/meminfo says is in the file that MOE_TEST_GATE,
- * ".memory." and the worker's process id name, while that exists; it cannot be opened while the
- * file exists that MOE_TEST_GATE and ".copy" name, so that a copy, which looks there first, stands
- * still. */
+/* Preloaded into a worker: simulates a slow file system and a host without memory, so that a test
+ * can stop a checkpoint at a chosen point. With G = $MOE_TEST_GATE:
+ *
+ *  - While file G exists, fsync does not return. If MOE_TEST_GATE_OF names a directory, this
+ *    applies to that directory only.
+ *  - While file G.memory.PID exists (PID of the worker), it replaces /proc/meminfo.
+ *  - While file G.copy exists, opening /proc/meminfo blocks. A copy reads it first, so it waits. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <limits.h>

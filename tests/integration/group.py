@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A local group of real daemons for tests, and the golden data to hold it against.
+"""A local group of real daemons for tests, and the golden data.
 
 Every test program here gets the build directory and the golden models as its first two arguments
 (see CMakeLists.txt) and then behaves as a unittest program.
@@ -20,10 +20,10 @@ import numpy as np
 
 BUILD = sys.argv.pop(1)
 MODELS = sys.argv.pop(1)
-BACKEND = os.environ.get("MOE_TEST_BACKEND", "cpu")  # tests/gpu/run.sh says cuda
-# How many workers the backend has devices for: one each. Tests of larger groups are skipped.
+BACKEND = os.environ.get("MOE_TEST_BACKEND", "cpu")  # tests/gpu/run.sh sets cuda
+# Number of devices; each worker needs one. Tests of larger groups are skipped.
 DEVICES = int(os.environ.get("MOE_TEST_DEVICES", "64"))
-TRANSPORT = os.environ.get("MOE_TEST_TRANSPORT", "auto")  # or network, where there are GPUs
+TRANSPORT = os.environ.get("MOE_TEST_TRANSPORT", "auto")  # "network" with GPUs
 MOECTL = os.path.join(BUILD, "client", "moectl", "moectl")
 sys.path.insert(0, os.path.join(BUILD, "python"))
 import moed  # noqa: E402 (from the build directory)
@@ -58,7 +58,7 @@ def relative_error(got, want):
 
 
 class Group:
-    """`moectl up` in the foreground, with everything it started."""
+    """`moectl up` in the foreground, with its daemons."""
 
     def __init__(self, model, workers, *extra):
         self.state = tempfile.mkdtemp(prefix="moed-test-")
@@ -79,7 +79,7 @@ class Group:
             return json.load(file)
 
     def stop(self):
-        """Ctrl-C; returns the exit code of moectl up."""
+        """Sends Ctrl-C. Returns the exit code of moectl up."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
@@ -105,7 +105,7 @@ def group(family, workers, *extra):
 
 
 def moectl(*arguments, check=True):
-    """Runs moectl; returns the finished process with text output."""
+    """Runs moectl. Returns the finished process with text output."""
     done = subprocess.run([MOECTL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True, timeout=120)
     if check and done.returncode != 0:
@@ -115,7 +115,7 @@ def moectl(*arguments, check=True):
 
 
 def wait_until(condition, seconds=60):
-    """Returns when condition() is true; the watchdog fails the test after `seconds`."""
+    """Returns when condition() is true. Fails the test after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

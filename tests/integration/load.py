@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that call again and again in threads of their own, beside what a test or benchmark
-does."""
+"""Clients that make calls in background threads while a test or benchmark runs."""
 
 import threading
 import time
@@ -10,9 +9,9 @@ from training import Trainer
 
 
 class Load:
-    """Calls until the `with` block ends. `times`: seconds of each call; `failures`: of those that
-    failed; `falls`: versions of the weights that a client saw sink; `pairs`: saved
-    passes that went backward."""
+    """Makes calls until the `with` block ends. `times`: seconds of each call; `failures`: errors of
+    calls; `falls`: pairs of weights versions that decreased; `pairs`: retained passes that went
+    backward."""
 
     def __init__(self):
         self.times, self.failures, self.falls = [], [], []
@@ -28,17 +27,17 @@ class Load:
             thread.join()
 
     def forwards(self, clients, endpoints, layer, x):
-        """`clients` clients, each asking one worker after the other."""
+        """Starts `clients` clients; each calls one worker after the other."""
         for number in range(clients):
             self._start(self._forward_client, number, endpoints, layer, x)
 
-    def saved_pairs(self, clients, endpoints, layer, x, dy):
-        """`clients` clients, each saving a Forward and going backward from it, on one worker."""
+    def retained_pairs(self, clients, endpoints, layer, x, dy):
+        """Starts `clients` clients of one worker; each retains a Forward and runs its Backward."""
         for number in range(clients):
-            self._start(self._saving_client, number, endpoints, layer, x, dy)
+            self._start(self._retaining_client, number, endpoints, layer, x, dy)
 
     def wait_for_more(self, calls=50):
-        """Until `calls` more calls have been answered, or one has failed."""
+        """Waits until `calls` more calls are answered, or one has failed."""
         enough = len(self.times) + calls
         wait_until(lambda: self.failures or len(self.times) >= enough)
 
@@ -46,7 +45,7 @@ class Load:
         def run():
             try:
                 client(*arguments)
-            except Exception as error:  # whatever it is, the test has to hear of it
+            except Exception as error:  # reported to the test
                 self.failures.append(error)
 
         self._threads.append(threading.Thread(target=run))
@@ -66,13 +65,13 @@ class Load:
         for trainer in trainers:
             trainer.close()
 
-    def _saving_client(self, number, endpoints, layer, x, dy):
-        t = Trainer(endpoints[number % len(endpoints)], "saving%d" % number)
+    def _retaining_client(self, number, endpoints, layer, x, dy):
+        t = Trainer(endpoints[number % len(endpoints)], "retaining%d" % number)
         batch = 0
         while not self._stop.is_set():
             batch += 1
             if not t.forward(layer, x, retain=batch).retained:
-                raise AssertionError("a pass was not saved")
+                raise AssertionError("a pass was not retained")
             t.backward(layer, dy, batch=batch)
             self.pairs.append(batch)
         t.close()

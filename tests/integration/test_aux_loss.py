@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load-balance loss against the formula of transformers' load_balancing_loss_func, in both
-conventions of its coefficient: value, gradient of x, and what the clients send."""
+"""Compares the load-balance loss with transformers' load_balancing_loss_func, in both conventions
+of its coefficient: value, gradient of x, and the clients' messages."""
 
 import os
 import unittest
@@ -24,9 +24,8 @@ COEFF, TOKENS = 0.02, 37
 
 
 def load_balancing_loss(logits, ids):
-    """transformers' loss of one layer, without its coefficient, and its gradient of the logits.
-    What it calls expert_mask and routing_weights are one-hot choices [T,K,E] and a softmax
-    [T,E]."""
+    """transformers' loss of one layer without its coefficient, and its gradient of the logits.
+    Its expert_mask is one-hot choices [T,K,E], and its routing_weights are a softmax [T,E]."""
     tokens, experts = logits.shape
     routing_weights = np.exp(logits - logits.max(-1, keepdims=True))
     routing_weights /= routing_weights.sum(-1, keepdims=True)
@@ -40,14 +39,14 @@ def load_balancing_loss(logits, ids):
 
 class AuxLoss(unittest.TestCase):
     def case(self, family, client):
-        """x, ids and the router's weights of the first layer."""
+        """(x, ids, router weights) of the first layer."""
         layer = client.layers[0]
         tensors = moed.read_safetensors(os.path.join(model_directory(family), "model.safetensors"))
         router = moed.f32(tensors[ROUTERS[family] % layer.layer]).astype(np.float64)
         x = np.random.default_rng(5).standard_normal((TOKENS, layer.hidden)).astype(np.float32)
         return layer, x, client.forward(layer, x, return_routing=True).topk_ids, router
 
-    def test_a_coefficient_of_transformers_weighs_what_it_weighs_there(self):
+    def test_a_coefficient_of_transformers_has_the_same_weight(self):
         for family in ROUTERS:
             with self.subTest(family), training_group(family, 2) as g, (
                     moed.Client(g.endpoints[0])) as client:

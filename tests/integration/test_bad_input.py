@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input gives one clear typed error each, and the daemon goes on serving right numbers."""
+"""Each bad input gives a clear typed error, and the daemon still serves right numbers."""
 
 import os
 import random
@@ -48,7 +48,7 @@ class BadInput(unittest.TestCase):
         return expert.ForwardRequest(**{k: v for k, v in fields.items() if v is not None})
 
     def tearDown(self):
-        """Whatever the test did, the daemon still serves, and with the right numbers."""
+        """The daemon still serves the right numbers after each test."""
         answer = wire.forward(self.channel, self.request())
         got = np.frombuffer(answer.y_data, np.float32).reshape(self.want.shape)
         self.assertLessEqual(relative_error(got, self.want), 1e-5)
@@ -170,7 +170,7 @@ class BadInput(unittest.TestCase):
                 self.refused(raw, grpc.StatusCode.INVALID_ARGUMENT, reason)
 
     def test_strings_that_hold_a_zero_byte(self):
-        """The name that is looked up would not be the name that was sent."""
+        """Otherwise the daemon would look up another name than the one sent."""
         with wire.open_channel(self.group.description()["processes"][0]["endpoint"]) as control:
             for channel, method in [
                 (self.channel, "moe.v1.ExpertService/Forward"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of training on real daemons: what is written, what comes back, what is refused."""
+"""Checkpoints of training on real daemons: writing, loading, refusals."""
 
 import fcntl
 import filecmp
@@ -33,14 +33,14 @@ def case(family=FAMILY):
 
 
 class Client(Trainer):
-    """A loop whose steps are numbered from the first one on, whoever runs them."""
+    """A training loop. Its step ids begin at 1, also for a group that continues it."""
 
     def __init__(self, g, family=FAMILY, slot=0):
         Trainer.__init__(self, g.endpoints[slot])
         self.layer, self.x, self.dy = case(family)
 
     def train(self, number):
-        """Two micro batches and a step; everything that can be seen of them."""
+        """Runs two micro batches and a step; returns all observable results."""
         seen = []
         for i in range(2):
             x = self.x * (1 + i / 4)
@@ -71,7 +71,7 @@ def is_bf16(family):
 
 
 def widened(bf16):
-    """BF16 as read_safetensors gives it -> F32."""
+    """F32 of BF16 from read_safetensors."""
     return (bf16.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -102,9 +102,9 @@ class Checkpoints(unittest.TestCase):
         return [n for n in os.listdir(model_directory(family))
                 if n.startswith("model") or n.endswith(".json")]
 
-    # ------------------------------------------------------------------ what is written
+    # ------------------------------------------------------------------ writing
 
-    def test_a_model_that_learnt_nothing_is_written_bit_for_bit(self):
+    def test_an_untrained_model_is_written_bit_for_bit(self):
         for i, family in enumerate(FAMILIES):
             with self.group((1, 2, 4)[i % 3], family=family) as g:
                 client = Client(g, family)
@@ -117,8 +117,8 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual((sorted(same), differ, missing), (sorted(names), [], []))
         self.assertEqual(sorted(os.listdir(self.root)), sorted(FAMILIES))
 
-    def test_what_was_learnt_is_in_the_model_files(self):
-        """A group that serves the checkpoint as its model computes what the trained one did."""
+    def test_the_model_files_have_the_trained_weights(self):
+        """A group that serves the checkpoint as its model computes the same as the trained one."""
         for family in (FAMILY, "gpt_oss", "llama4"):
             with self.group(2, family=family) as g:
                 client = Client(g, family)
@@ -132,14 +132,14 @@ class Checkpoints(unittest.TestCase):
                 served = Client(g, family).forward(client.layer, client.x).y_data
             error = relative_error(np.frombuffer(served, np.float32).reshape(shape),
                                    np.frombuffer(trained, np.float32).reshape(shape))
-            print("%s: %.1e from what the trained group computed" % (family, error))
-            # In BF16 files, what workers keep in fp32 (router, biases) is rounded.
+            print("%s: %.1e from the trained group" % (family, error))
+            # BF16 files round the tensors that workers have in fp32 (router, biases).
             self.assertLessEqual(error, 5e-3 if is_bf16(family) else 1e-6)
 
-    # ------------------------------------------------------------------- what comes back
+    # ------------------------------------------------------------------- loading
 
     def resumed(self, family, workers, *extra):
-        """Saves in the middle, goes on, dies; then takes the checkpoint and goes on again."""
+        """Saves in the middle, goes on, dies; a new group loads the checkpoint and goes on."""
         with self.group(workers, *extra, family=family) as g:
             client = Client(g, family)
             client.train(1)
@@ -154,18 +154,18 @@ class Checkpoints(unittest.TestCase):
             client.load("middle", 26)
             self.assertEqual(client.state().steps, 2)
             self.assertEqual(client.state().checkpoint, "middle")
-            # What the checkpoint knows was run is not run again, whatever is asked.
+            # Changes that are recorded in the checkpoint do not run again.
             self.assertTrue(client.save("middle", 25).repeated)
             self.assertEqual(client.train(3), undisturbed)
         shutil.rmtree(self.path("middle"))
 
-    def test_the_next_step_after_a_restart_is_the_undisturbed_one(self):
+    def test_the_step_after_a_restart_equals_the_undisturbed_one(self):
         for workers in (1, 2):
             self.resumed(FAMILY, workers)
         self.resumed("gpt_oss", 2)
         self.resumed("qwen2_moe", 2)
 
-    def test_the_same_of_four(self):
+    def test_the_step_after_a_restart_of_four_workers(self):
         self.resumed(FAMILY, 4)
 
     def test_the_same_with_adapters(self):
@@ -192,7 +192,7 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual(filecmp.cmpfiles(self.path("two"), self.path("again"),
                                               ["model.safetensors"], shallow=False)[1:],
                              ([], []))
-            # Sums have another order on another number of slots.
+            # With another number of slots, sums have another order.
             self.assertAlmostEqual(resumed[-3] / undisturbed[-3], 1, delta=1e-5)
             for got, want in ((resumed[0], undisturbed[0]), (resumed[-1], undisturbed[-1])):
                 self.assertLessEqual(relative_error(np.frombuffer(got, np.float32),
@@ -200,10 +200,10 @@ class Checkpoints(unittest.TestCase):
             shutil.rmtree(self.path("again"))
             shutil.rmtree(self.path("two"))
 
-    def test_a_checkpoint_of_two_workers_is_taken_by_one(self):
+    def test_one_worker_loads_a_checkpoint_of_two(self):
         self.taken_by(1)
 
-    def test_a_checkpoint_of_two_workers_is_taken_by_four(self):
+    def test_four_workers_load_a_checkpoint_of_two(self):
         self.taken_by(4)
 
     def test_a_group_that_loses_a_worker_goes_back_to_the_checkpoint(self):
@@ -224,7 +224,7 @@ class Checkpoints(unittest.TestCase):
 
     # ------------------------------------------------------------------ names, retention
 
-    def test_the_newest_are_kept(self):
+    def test_retention_leaves_the_newest(self):
         os.mkdir(self.path("notes"))
         with self.group(2) as g:
             client = Client(g)
@@ -235,13 +235,13 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual(sorted(os.listdir(self.root)), ["a", "notes", "w"])
             self.assertEqual(refusal(client.load, "x", 6)[0], ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
             client.load("w", 7)
-            # Asked elsewhere, and many.
+            # Through another worker, and with many checkpoints.
             other = Client(g, slot=1)
             longest = "n%%0%dd" % 63  # names of 64 characters
             for i in range(40):
                 self.assertEqual(list(other.save(longest % i, 100 + i).removed), [])
             answer = other.save("last", 200, keep=1)
-            self.assertEqual(answer.removed_count, 41)  # all but what was loaded by its name
+            self.assertEqual(answer.removed_count, 41)  # all but the loaded one
             self.assertEqual(list(answer.removed), [longest % i for i in range(39, 7, -1)])
             self.assertEqual(sorted(os.listdir(self.root)), ["last", "notes", "w"])
             self.assertEqual(other.save("last", 200, keep=1).removed_count, 0)  # a repeat
@@ -251,27 +251,27 @@ class Checkpoints(unittest.TestCase):
                           g.endpoints[1])
             self.assertEqual(json.loads(told.stdout)["removed"], ["m1"])
 
-    def test_one_that_cannot_be_taken_apart_is_named_and_keeps_no_other(self):
+    def test_a_checkpoint_that_cannot_be_removed_is_named_and_does_not_stop_retention(self):
         with self.group(1) as g:
             client = Client(g)
             for i, name in enumerate(["z", "y", "x"]):
                 client.save(name, i + 1)
-            os.makedirs(self.path("y", *["deep"] * 40))  # deeper than anybody goes
+            os.makedirs(self.path("y", *["deep"] * 40))  # deeper than the limit of removal
             answer = client.save("a", 4, keep=1)
             self.assertEqual((list(answer.removed), answer.removed_count), (["x", "y", "z"], 3))
             self.assertEqual(sorted(os.listdir(self.root)), [".y.removed", "a"])
 
-    def test_what_other_trainings_saved_is_kept(self):
+    def test_retention_leaves_checkpoints_of_other_trainings(self):
         with self.group(1) as g:
             client = Client(g)
             for i, name in enumerate(["full-1", "full-2"]):
                 client.save(name, i + 1)
-        with self.group(1) as g:  # begins anew, in the same directory
+        with self.group(1) as g:  # a new training in the same directory
             client = Client(g)
             client.save("other-1", 1)
             client.save("other-2", 2, keep=1)
             self.assertEqual(sorted(os.listdir(self.root)), ["full-1", "full-2", "other-2"])
-        with self.group(1) as g:  # goes on from one of them
+        with self.group(1) as g:  # continues one of them
             client = Client(g)
             client.load("full-2", 5)
             client.save("full-3", 6, keep=1)
@@ -281,7 +281,7 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual(sorted(os.listdir(self.root)),
                              ["full-1", "full-2", "full-4", "other-2"])
 
-    def test_what_was_loaded_by_its_name_is_kept_and_what_that_came_from(self):
+    def test_retention_leaves_a_loaded_checkpoint_and_its_parents(self):
         with self.group(2) as g:
             client = Client(g)
             for i, name in enumerate(["one", "two", "three", "four"]):
@@ -290,18 +290,19 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual(list(client.save("five", 6, keep=1).removed), ["four", "three"])
             client.load("one", 7)
             self.assertEqual(list(client.save("six", 8, keep=1).removed), ["five"])
-            # The loads are known to those who come later, too: the lowest worker, which writes.
+            # A replacement of the lowest worker, which writes, knows of the loads too.
             epoch = g.info(1).epoch
             g.kill_worker(0)
             g.start_worker(0)
             g.wait_serving(epoch)
             client = Client(g)
             self.assertEqual(client.state().checkpoint, "six")
-            self.assertEqual(list(client.save("seven", 9, keep=1).removed), ["six"])  # its own line
+            # Retention removes parents that the group saved.
+            self.assertEqual(list(client.save("seven", 9, keep=1).removed), ["six"])
             self.assertEqual(list(client.save("eight", 10, keep=1).removed), ["seven"])
             self.assertEqual(sorted(os.listdir(self.root)), ["eight", "one", "two"])
 
-    def test_what_it_loaded_stays_also_after_it_went_back_there(self):
+    def test_a_loaded_checkpoint_stays_after_the_group_went_back_to_it(self):
         with self.group(1) as g:
             client = Client(g)
             client.save("base", 1)
@@ -318,7 +319,7 @@ class Checkpoints(unittest.TestCase):
             client.save("last", 3, keep=1)
             self.assertEqual(sorted(os.listdir(self.root)), ["base", "last"])
 
-    def test_two_groups_may_save_below_one_root_at_once(self):
+    def test_two_groups_save_below_one_root_at_the_same_time(self):
         with self.group(2) as one, self.group(2) as two:
             clients = [Client(one), Client(two)]
             for round in range(6):
@@ -332,9 +333,9 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual(sorted(os.listdir(self.root)),
                              ["of-%d-%d" % (i, n) for i in range(2) for n in (4, 5)])
             for client, name in zip(clients, ("of-1-5", "of-0-5")):
-                client.load(name, 20)  # whole
+                client.load(name, 20)  # complete
 
-    def test_a_save_leaves_what_another_living_group_writes(self):
+    def test_a_save_leaves_files_that_another_living_group_writes(self):
         hidden = ".slow.%016x.saving" % 7
         os.mkdir(self.path(hidden))
         file = os.open(self.path(".%016x.writer" % 7), os.O_RDWR | os.O_CREAT)
@@ -372,9 +373,9 @@ class Checkpoints(unittest.TestCase):
                              ("ALREADY_EXISTS", "CHECKPOINT_EXISTS"))
         self.assertEqual(os.listdir(outside), [])
 
-    # -------------------------------------------------------------------- what goes wrong
+    # -------------------------------------------------------------------- failures
 
-    def test_what_a_crash_left_is_no_checkpoint_and_is_in_nobodys_way(self):
+    def test_leftovers_of_a_crash_are_not_a_checkpoint_and_block_no_save(self):
         """The state of the disk after a crash between the last write and the rename."""
         with self.group(2) as g:
             client = Client(g)
@@ -387,11 +388,11 @@ class Checkpoints(unittest.TestCase):
             client.load("a", 21)
             self.assertEqual(client.state().steps, 1)
 
-    def test_killed_while_saving_a_checkpoint_is_whole_or_not_there(self):
+    def test_a_checkpoint_of_a_killed_group_is_complete_or_absent(self):
         seed = int(os.environ.get("MOE_SEED", random.randrange(1 << 30)))
         print("MOE_SEED=%d" % seed)
         chance = random.Random(seed)
-        whole = 0
+        complete = 0
         for round_number in range(6):
             name = "r%d" % round_number
             with self.group(2) as g:
@@ -409,7 +410,7 @@ class Checkpoints(unittest.TestCase):
             with self.group(2) as g:
                 client = Client(g)
                 if name in visible:
-                    whole += 1
+                    complete += 1
                     client.load(name, 20)
                     self.assertEqual(client.state().steps, 1)
                 else:
@@ -417,7 +418,7 @@ class Checkpoints(unittest.TestCase):
                                      ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
                     client.save(name, 21)
             self.assertEqual([n for n in os.listdir(self.root) if n.endswith(".saving")], [])
-        print("%d of 6 were whole" % whole)
+        print("%d of 6 were complete" % complete)
 
     def save_or_fail(self, client, name):
         try:
@@ -502,8 +503,8 @@ class Checkpoints(unittest.TestCase):
 
     # ------------------------------------------------------------------------- adapters
 
-    def test_adapters_are_what_the_weights_differ_by(self):
-        """W = W0 + alpha / r B A, from the exported files and the saved model."""
+    def test_adapters_equal_the_difference_of_the_weights(self):
+        """Checks W = W0 + alpha / r B A, from the exported files and the saved model."""
         family = "qwen3_moe"
         with self.group(2, *LORA, family=family) as g:
             client = Client(g, family)
@@ -516,7 +517,7 @@ class Checkpoints(unittest.TestCase):
             merged = client.forward(client.layer, client.x).y_data
             client.export("", 27, merge=True)
             self.assertEqual(client.forward(client.layer, client.x).y_data, merged)
-            # After merging, W0 is another one; a checkpoint still brings back both.
+            # After merging, W0 is another one; a checkpoint restores both.
             third = client.train(3)
             client.save("after", 35)
             fourth = client.train(4)
@@ -547,7 +548,7 @@ class Checkpoints(unittest.TestCase):
         print("%d matrices moved" % moved)
         self.assertGreater(moved, 0)
 
-    def test_adapters_of_fused_experts_are_what_the_weights_differ_by(self):
+    def test_adapters_of_fused_experts_equal_the_difference_of_the_weights(self):
         """PEFT's layout for parameters [E, ...]: A's rows by expert, then rank; B's columns by
         rank, then expert; rank and alpha of gate and up twice those of down. See
         daemon/checkpoint/export.c."""

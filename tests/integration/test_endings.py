@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How daemons end: what clients, peers and operators see of it, whatever the daemon was doing."""
+"""How daemons end, as clients, peers and operators see it."""
 
 import os
 import queue
@@ -28,7 +28,7 @@ def request():
 
 
 class Client:
-    """Asks again and again, also after refusals, and notes when it was told what."""
+    """Makes calls in a loop, also after refusals, and records the time of each answer."""
 
     def __init__(self, endpoint):
         self.endpoint, self.seen = endpoint, []
@@ -57,7 +57,7 @@ class Client:
 
 class Signals(unittest.TestCase):
     def test_a_repeated_signal_does_not_shorten_the_notice_to_clients(self):
-        """A group that goes down tells its workers twice: the coordinator does, and a signal."""
+        """The end of a group reaches its workers twice: from the coordinator, and as a signal."""
         g = TrainingGroup(FAMILY, 1)
         client = Client(g.endpoints[0])
         try:
@@ -74,8 +74,8 @@ class Signals(unittest.TestCase):
             client.end()
             g.stop()
         refusals = client.times("UNAVAILABLE", "DRAINING")
-        # A client that gets no time to ask sees less than there was: so from the answer before the
-        # first refusal to the one after the last, which is no less.
+        # A client that gets little CPU time sees a part of the refusals. So measure from the answer
+        # before the first refusal to the one after the last: an upper bound.
         before = max(at for at, _ in client.seen if at < refusals[0])
         after = min((at for at, _ in client.seen if at > refusals[-1]), default=time.monotonic())
         print("%d typed refusals over %.0f of %.0f ms" % (
@@ -83,8 +83,9 @@ class Signals(unittest.TestCase):
         self.assertEqual(code, 0)
         self.assertGreater(after - before, 0.15)
 
-    def test_who_asks_on_is_never_told_that_the_call_was_cancelled(self):
-        """CANCELLED tells most clients not to try again; a server that goes down is UNAVAILABLE."""
+    def test_later_calls_are_never_answered_with_cancelled(self):
+        """Most clients do not retry after CANCELLED, so a server that shuts down must send
+        UNAVAILABLE."""
         g = TrainingGroup(FAMILY, 2)
         clients = [Client(endpoint) for endpoint in g.endpoints * 2]
         try:
@@ -105,7 +106,7 @@ class Signals(unittest.TestCase):
         self.assertLessEqual({code for code, _ in seen}, {"OK", "UNAVAILABLE"})
         self.assertIn(("UNAVAILABLE", "DRAINING"), seen)
 
-    def test_streams_that_stay_open_are_told_why_they_end_and_keep_nobody(self):
+    def test_open_streams_end_with_a_reason_and_delay_no_shutdown(self):
         layer, tokens, x, _ = next(each for each in golden_cases(FAMILY) if each[1] == 37)
         item = expert.ForwardStreamRequest(layer=layer, tokens=tokens, hidden=x.shape[1], dtype=1,
                                            x_data=x.tobytes(), request_id=7)
@@ -134,15 +135,15 @@ class Signals(unittest.TestCase):
 
 
 def limit_files(process, size):
-    """The largest file that `process` may write from now on, in bytes."""
+    """Limits the size of files that `process` writes, in bytes."""
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 class FullDisks(unittest.TestCase):
-    """As a limit on the size of files: it needs no disk of its own, and ends in a signal
-    besides."""
+    """Simulates a full disk by a limit on the size of files. It needs no extra disk, and also
+    raises a signal."""
 
-    def test_a_save_without_room_is_refused_and_leaves_nothing(self):
+    def test_a_save_on_a_full_disk_is_refused_and_leaves_nothing(self):
         root = tempfile.mkdtemp(prefix="moed-endings-")
         self.addCleanup(shutil.rmtree, root, ignore_errors=True)
         with training_group("deepseek_v3", 2, "--training-dir", root) as g:
@@ -162,7 +163,7 @@ class FullDisks(unittest.TestCase):
                 limit_files(g.workers[slot], resource.RLIM_INFINITY)
             self.assertFalse(save(1).repeated)
             self.assertEqual(os.listdir(root), ["tight"])
-            # A directory that goes away meanwhile (unmounted, say), and comes back.
+            # The directory disappears (as after umount) and comes back.
             os.rename(root, root + ".away")
             self.addCleanup(shutil.rmtree, root + ".away", ignore_errors=True)
             answer, error = refusal(save, 2)
@@ -174,7 +175,7 @@ class FullDisks(unittest.TestCase):
             self.assertEqual(g.info().epoch, epoch)
             client.close()
 
-    def test_a_coordinator_without_room_goes_on_when_there_is_some(self):
+    def test_a_coordinator_goes_on_when_a_full_disk_has_room_again(self):
         g = TrainingGroup(FAMILY, 2)
         try:
             epoch = g.info().epoch

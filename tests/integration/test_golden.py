@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every golden model, on groups of 1 to 4 workers, gives transformers' numbers through gRPC.
+"""Every golden model gives transformers' numbers through gRPC, on groups of 1 to 4 workers.
 
 F32 tokens within 1e-5, BF16 tokens within 1e-2 (relative Frobenius norm), unary and streamed, for
-T = 1 and T = 37. Three workers do not divide the number of experts: slots then hold unequal shares.
+T = 1 and T = 37. With three workers the slots have unequal numbers of experts.
 
-Where transformers and DeepSeek differ, DeepSeek is followed: experts of groups that were not chosen
-can never be selected (their key is -inf), while transformers masks them with 0.0 and could pick one
-when all keys of the chosen groups are negative. The recorded DeepSeek-V3 tokens have no such case,
-so both agree here; the router's own tests hold the difference.
+If transformers and DeepSeek differ, moed follows DeepSeek: it never selects experts of groups that
+were not chosen (their key is -inf). transformers masks them with 0.0, and could select one if all
+keys of the chosen groups are negative. The recorded DeepSeek-V3 tokens have no such case; the
+router's tests cover it.
 """
 
 import unittest

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stranger's C program, built against the installed libmoeclient, talks to a real group.
+"""A third-party C program, built against the installed libmoeclient, uses a real group.
 
-The program below is compiled with what pkg-config says and nothing else. It sends one recorded
-input in three ways (blocking, many at once and spread over the workers, on a stream) and writes
-what came back; the same header also has to serve C++. A second program trains one step.
-"""
+The program below is compiled with the flags of pkg-config only. It sends one recorded input in
+three ways (blocking; many at once, spread over the workers; on a stream) and writes the answers. A
+second program trains one step. C++ can use the header too. """
 
 import os
 import re
@@ -299,7 +298,7 @@ class InstalledLibrary(unittest.TestCase):
         environment = dict(os.environ, LD_LIBRARY_PATH=self.libraries)
         subprocess.run([self.path("appcc")], check=True, env=environment, timeout=60)
 
-    def test_headers_need_nothing_but_each_other(self):
+    def test_headers_include_only_each_other_and_the_standard_library(self):
         root = self.path("usr/include/moed")
         headers = {os.path.relpath(os.path.join(where, name), root)
                    for where, _, names in os.walk(root) for name in names if name.endswith(".h")}
@@ -311,7 +310,7 @@ class InstalledLibrary(unittest.TestCase):
             self.assertLessEqual(own, headers)
         self.assertIn("libmoeclient.so.1", os.listdir(self.libraries))
 
-    def test_what_headers_refer_to_is_there(self):
+    def test_files_that_headers_refer_to_are_installed(self):
         for name in ("client.h", "client_training.h"):
             with open(self.path("usr/include/moed/moe/" + name)) as file:
                 for proto in re.findall(r"moe/v1/\w+\.proto", file.read()):

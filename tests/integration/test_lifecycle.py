@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group's life as an operator sees it: start, status, drain, death of a worker, end."""
+"""A group as an operator sees it: start, status, drain, death of a worker, end."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ FAMILY = "qwen3_moe"
 
 
 def processes_of(g):
-    """Pids of the group's daemons that still run."""
+    """Process ids of the group's daemons that still run."""
     pids = [entry["pid"] for entry in g.description()["processes"]]
     return [pid for pid in pids if os.path.exists("/proc/%d" % pid)]
 
@@ -48,19 +48,20 @@ def request():
 
 
 def start_daemon(role, *arguments):
-    """A daemon without moectl; (process, its address)."""
-    ready, told = os.pipe()
+    """Starts a daemon without moectl; returns (process, address)."""
+    ready, ready_write = os.pipe()
     process = subprocess.Popen(
-        [os.path.join(BUILD, "daemon", role, "moe-" + role), *arguments, "--ready-fd", str(told),
-         "--log-level", "error"], pass_fds=[told])
-    os.close(told)
+        [os.path.join(BUILD, "daemon", role, "moe-" + role), *arguments, "--ready-fd",
+         str(ready_write), "--log-level", "error"], pass_fds=[ready_write])
+    os.close(ready_write)
     with os.fdopen(ready) as line:
         return process, line.readline().strip()
 
 
 class Coordinator(unittest.TestCase):
     def test_members_come_back_within_a_lease_after_a_long_absence(self):
-        """However long it was away (pauses between tries grow), the group goes on in its epoch."""
+        """Even if the coordinator was away for long (pauses between attempts grow), the group goes
+        on in its epoch."""
         state = tempfile.mkdtemp(prefix="moed-test-")
         self.addCleanup(shutil.rmtree, state, True)
 
@@ -86,32 +87,32 @@ class Coordinator(unittest.TestCase):
         port = int(address.rsplit(":", 1)[1])
         process.kill()
         process.wait()
-        with self.closed_door(port) as knocks:  # until pauses between tries have grown
-            wait_until(lambda: len(knocks) >= 10)
+        with self.closing_server(port) as connections:  # until pauses between attempts have grown
+            wait_until(lambda: len(connections) >= 10)
         coordinator(address)
-        wait_until(lambda: status()["state"] == "SERVING")  # as soon as both have come back
+        wait_until(lambda: status()["state"] == "SERVING")  # as soon as both have reconnected
         self.assertEqual(status()["epoch"], epoch)
 
     @contextlib.contextmanager
-    def closed_door(self, port):
-        """Ends each connection to `port` at once; yields the list of those that came."""
-        knocks = []
-        with socket.create_server(("127.0.0.1", port)) as door:
+    def closing_server(self, port):
+        """Closes each connection to `port` at once; yields the list of connections."""
+        connections = []
+        with socket.create_server(("127.0.0.1", port)) as server:
             def answer():
                 with contextlib.suppress(OSError):
                     while True:
-                        door.accept()[0].close()
-                        knocks.append(1)
+                        server.accept()[0].close()
+                        connections.append(1)
 
             thread = threading.Thread(target=answer)
             thread.start()
-            yield knocks
-            door.shutdown(socket.SHUT_RDWR)  # accept() ends
+            yield connections
+            server.shutdown(socket.SHUT_RDWR)  # accept() ends
             thread.join()
 
 
 class DownAfterARestart(unittest.TestCase):
-    """Of the coordinator, which knows no address of a worker that has not come back to it yet."""
+    """A restarted coordinator has no address of a worker that has not reconnected."""
 
     def restarted(self, lease_ms, *stopped):
         g = TrainingGroup(FAMILY, 2, lease_ms=lease_ms)
@@ -125,17 +126,17 @@ class DownAfterARestart(unittest.TestCase):
                                  "--state-dir", g.state, "--lease-ms", str(lease_ms))
         return g
 
-    def test_all_are_waited_for(self):
+    def test_down_waits_for_all_workers(self):
         for asked in ("coordinator", "worker"):
             g = self.restarted(2000)
             done = moectl("down", "--endpoint",
                           g.address if asked == "coordinator" else g.endpoints[1])
             print(done.stderr)
-            self.assertNotIn("has not come back", done.stderr)
+            self.assertNotIn("has not reconnected", done.stderr)
             self.assertEqual([each.wait(timeout=5) for each in [*g.workers, g.coordinator]],
                              [0, 0, 0])
 
-    def test_who_does_not_come_back_is_named(self):
+    def test_a_worker_that_does_not_reconnect_is_named(self):
         g = self.restarted(1000, 1)
         done = moectl("down", "--endpoint", g.address)
         print(done.stderr)
@@ -144,14 +145,14 @@ class DownAfterARestart(unittest.TestCase):
         self.assertEqual([g.workers[0].wait(timeout=5), g.coordinator.wait(timeout=5)], [0, 0])
         self.assertIsNone(g.workers[1].poll())
 
-    def test_who_is_left_when_the_time_is_over_is_named(self):
+    def test_daemons_that_still_answer_at_the_time_limit_are_named(self):
         g = self.restarted(30000, 1)
         done = moectl("down", "--endpoint", g.address, "--timeout", "2", check=False)
         print(done.stderr)
         self.assertEqual(done.returncode, 5)
         self.assertIn("slot 1 (worker w1) has not reconnected", done.stderr)
         self.assertIn("daemons that still answer: " + g.address, done.stderr)
-        for process in [*g.workers, g.coordinator]:  # which would wait for slot 1 and its lease
+        for process in [*g.workers, g.coordinator]:  # they would wait for slot 1 and its lease
             process.kill()
 
 
@@ -177,11 +178,11 @@ class Lifecycle(unittest.TestCase):
                 got = np.frombuffer(answer.y_data, np.float32).reshape(want.shape)
                 self.assertLessEqual(relative_error(got, want), 1e-5)
 
-    def test_workers_that_stay_awake_serve_right_and_fall_asleep(self):
+    def test_spinning_workers_serve_right_numbers_and_then_sleep(self):
         layer, tokens, x, want = case()
 
         def states(pids):
-            """Of all threads: R runs, or would if it were given a processor; S sleeps."""
+            """States of all threads: R runs or is runnable, S sleeps."""
             found = set()
             for pid in pids:
                 for thread in os.listdir("/proc/%d/task" % pid):
@@ -203,7 +204,7 @@ class Lifecycle(unittest.TestCase):
                             answer = wire.forward(channel, request())
                         got = np.frombuffer(answer.y_data, np.float32).reshape(want.shape)
                         self.assertLessEqual(relative_error(got, want), 1e-5)
-                # One that stays awake is seen to run, however long the wait.
+                # A spinning thread is in state R even during a long wait.
                 asleep = []
 
                 def all_sleep():
@@ -212,7 +213,7 @@ class Lifecycle(unittest.TestCase):
 
                 wait_until(all_sleep)
 
-    def test_ctrl_c_answers_what_is_in_flight_and_leaves_no_process(self):
+    def test_ctrl_c_answers_calls_in_flight_and_leaves_no_process(self):
         g = Group(model_directory(FAMILY), 2)
         pids = processes_of(g)
         self.assertEqual(len(pids), 3)
@@ -254,8 +255,8 @@ class Lifecycle(unittest.TestCase):
         moectl("down", "--state-dir", state)
         self.assertEqual(moectl("status", "--endpoint", endpoint, check=False).returncode, 5)
 
-    def test_sighup_opens_the_logs_anew_and_ends_nothing(self):
-        """Log rotation renames the logs of a group in the foreground and then sends SIGHUP."""
+    def test_sighup_reopens_the_logs_and_ends_no_daemon(self):
+        """As log rotation: renames the logs of a group in the foreground, then sends SIGHUP."""
         with group(FAMILY, 2) as g, wire.open_channel(g.endpoint) as channel:
             epoch = wire.get_server_info(channel).epoch
             daemons = g.description()["processes"]
@@ -275,10 +276,10 @@ class Lifecycle(unittest.TestCase):
             self.assertEqual(processes_of(g), [daemon["pid"] for daemon in daemons])
             self.assertEqual(wire.get_server_info(channel).epoch, epoch)
             wire.forward(channel, request())
-        # Ctrl-C ended the group with code 0: `group` looks.
+        # `group` checks that Ctrl-C ends with code 0.
 
-    def test_half_requests_to_the_metrics_ports_shut_no_probe_out(self):
-        """Sockets that send half a request and then nothing, from the host of the scraper."""
+    def test_half_requests_to_the_metrics_ports_block_no_probe(self):
+        """The host of the scraper opens sockets that send half a request and then nothing."""
         half = 1500
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -309,7 +310,7 @@ class Lifecycle(unittest.TestCase):
                             self.assertEqual(answer.status, 200)
             with wire.open_channel(g.endpoint) as channel:
                 wire.forward(channel, request())
-            self.assertEqual(g.stop(), 0)  # beside the half requests
+            self.assertEqual(g.stop(), 0)  # with the half requests still open
 
     def test_a_killed_worker_gives_typed_errors_and_no_hang(self):
         g = Group(model_directory(FAMILY), 3)
@@ -335,7 +336,7 @@ class Lifecycle(unittest.TestCase):
                                              grpc.StatusCode.DEADLINE_EXCEEDED))
         finally:
             code = g.stop()
-        self.assertEqual(code, 1, "moectl up must say that a daemon died")
+        self.assertEqual(code, 1, "moectl up must exit with 1 when a daemon dies")
 
     def test_a_worker_that_cannot_load_its_model_is_reported(self):
         with self.assertRaises(RuntimeError):

@@ -35,7 +35,7 @@ NOWHERE = tempfile.TemporaryDirectory(prefix="moed-test-")
 
 
 def run(*arguments, **more):
-    """Runs moectl away from any group of the user's, with `more` in the environment."""
+    """Runs moectl with `more` in the environment. It does not find a group of the user."""
     environment = {key: value for key, value in os.environ.items() if key != "MOED_ENDPOINT"}
     environment.update(XDG_RUNTIME_DIR=NOWHERE.name, **more)
     return subprocess.run([MOECTL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -113,7 +113,7 @@ class CommandLine(unittest.TestCase):
                 ["bench", "--layer", "0", "--tokens", "0"]):
             self.expect(USAGE, *arguments)
 
-    def test_what_is_missing_is_named(self):
+    def test_missing_options_are_named(self):
         for arguments, text in (
                 (["forward"], "--layer, --input, --output are missing"),
                 (["forward", "--layer", "0", "--input", "a"], "--output is missing"),
@@ -131,7 +131,7 @@ class CommandLine(unittest.TestCase):
         self.assertEqual(text.count("--output FILE "), 2, "in the usage, and in the list")
         self.assertIn("--format must be", self.expect(USAGE, "status", "--format", "xml").stderr)
 
-    def test_endpoints_of_another_form_are_refused(self):
+    def test_malformed_endpoints_are_refused(self):
         for endpoint in ("foo", "127.0.0.1:99999", "127.0.0.1:0", "unix:/tmp/a"):
             for command in ("status", "down", "wait", "version"):
                 text = self.expect(USAGE, command, "-e", endpoint).stderr
@@ -140,7 +140,7 @@ class CommandLine(unittest.TestCase):
         self.assertEqual(done.returncode, USAGE)
         self.assertIn("$MOED_ENDPOINT: 'foo' is not HOST:PORT", done.stderr)
 
-    def test_nobody_there(self):
+    def test_an_endpoint_without_a_server(self):
         nobody = ("--endpoint", "127.0.0.1:1")
         with folder() as path:
             x = os.path.join(path, "x.safetensors")
@@ -150,12 +150,12 @@ class CommandLine(unittest.TestCase):
                               ["forward", "--layer", "0", "--input", x, "--output", x + ".y"]):
                 done = run(*arguments, *nobody)
                 self.assertEqual(done.returncode, UNREACHABLE, (arguments, done.stderr))
-                if arguments[0] != "wait":  # its last look may be cut short
+                if arguments[0] != "wait":  # its last probe may time out
                     self.assertIn("Connection refused", done.stderr)
                 self.assertNotIn("last error", done.stderr)
         self.expect(OK, "wait", "--for=gone", *nobody)
 
-    def test_no_group_here(self):
+    def test_a_state_directory_without_a_group(self):
         with folder() as path:
             for arguments in (["status"], ["down"], ["bench", "--layer", "0"]):
                 self.expect(NOT_FOUND, *arguments, "--state-dir", path)
@@ -184,7 +184,7 @@ class CommandLine(unittest.TestCase):
 
 
 class FakeAdmin(grpc.GenericRpcHandler):
-    """A coordinator whose group is in a state of our choice."""
+    """A coordinator that reports the given status."""
 
     def __init__(self, **status):
         self.status = admin.GetStatusResponse(**status)
@@ -229,7 +229,7 @@ class AgainstAFakeCoordinator(unittest.TestCase):
         finally:
             fake.server.stop(None).wait()
 
-    def test_workers_that_have_gone_do_not_count(self):
+    def test_workers_that_have_ended_do_not_count(self):
         fake = FakeAdmin(version="0.1.0", state=admin.GROUP_STATE_WAITING, slots=2)
         fake.status.workers.add(slot=0, state=admin.WORKER_STATE_LOADED)
         fake.status.workers.add(slot=1, state=admin.WORKER_STATE_GONE)
@@ -301,7 +301,7 @@ class UpAndDown(unittest.TestCase):
             self.assertEqual(run("wait", "--for=gone", "--state-dir", state).returncode, OK)
             self.assertEqual(run("down", "--state-dir", state).returncode, NOT_FOUND)
 
-    def test_down_ends_a_group_whose_coordinator_is_gone(self):
+    def test_down_ends_a_group_without_its_coordinator(self):
         with folder() as state:
             self.assertEqual(self.up(state, "--detach").returncode, OK)
             with open(os.path.join(state, "group.json")) as file:
@@ -320,7 +320,7 @@ class UpAndDown(unittest.TestCase):
         os.kill(process["pid"], signal.SIGKILL)
         wait_until(lambda: not is_alive(process["pid"]))
 
-    def test_what_has_died_is_started_again_as_it_was(self):
+    def test_replace_restarts_dead_daemons_with_their_options(self):
         with folder() as state:
             self.assertEqual(self.up(state, "--detach", "--threads", "1").returncode, OK)
             here = ("--state-dir", state)
@@ -352,11 +352,11 @@ class UpAndDown(unittest.TestCase):
             self.assertEqual(run("replace", *here).returncode, NOT_FOUND)
 
     def start_replace(self, state, *extra):
-        """Runs `moectl replace` beside the test."""
+        """Runs `moectl replace` in the background."""
         return subprocess.Popen([MOECTL, "replace", "--state-dir", state, *extra], text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def test_a_daemon_that_is_just_dying_is_waited_for_and_replaced(self):
+    def test_replace_waits_for_a_dying_daemon(self):
         libc = ctypes.CDLL(None, use_errno=True)
         libc.ptrace.argtypes = [ctypes.c_long] * 4
         with folder() as state:
@@ -366,7 +366,7 @@ class UpAndDown(unittest.TestCase):
                 for victim in (2, 0):
                     process = self.processes(state)[victim]
                     pid = process["pid"]
-                    # Its first thread stops on its way out, with all of its files still open.
+                    # The first thread stops during its exit, with all files still open.
                     if libc.ptrace(PTRACE_SEIZE, pid, 0, PTRACE_O_TRACEEXIT) != 0:
                         self.skipTest("ptrace: " + os.strerror(ctypes.get_errno()))
                     os.kill(pid, signal.SIGKILL)
@@ -383,7 +383,7 @@ class UpAndDown(unittest.TestCase):
             finally:
                 run("down", "--force", *here)
 
-    def test_a_worker_that_runs_without_its_slot_is_waited_for(self):
+    def test_replace_waits_for_a_worker_without_its_slot(self):
         with folder() as state:
             self.assertEqual(self.up(state, "--detach").returncode, OK)
             here = ("--state-dir", state)
@@ -405,7 +405,7 @@ class UpAndDown(unittest.TestCase):
             finally:
                 run("down", "--force", *here)
 
-    def test_of_two_that_replace_at_once_the_second_waits_for_the_first(self):
+    def test_a_second_replace_waits_for_the_first(self):
         with folder() as state:
             self.assertEqual(self.up(state, "--detach").returncode, OK)
             here = ("--state-dir", state)
@@ -429,7 +429,7 @@ class UpAndDown(unittest.TestCase):
             finally:
                 run("down", "--force", *here)
 
-    def test_a_group_without_its_coordinator_is_told_from_one_that_has_gone(self):
+    def test_status_reports_workers_that_serve_without_their_coordinator(self):
         with folder() as state:
             self.assertEqual(self.up(state, "--detach").returncode, OK)
             here = ("--state-dir", state)
@@ -445,7 +445,7 @@ class UpAndDown(unittest.TestCase):
                     self.assertEqual("moe-coordinator --listen" in done.stderr,
                                      command[-2:] == here, done.stderr)
                 print(done.stderr)
-                with moed.Client(workers[0]["endpoint"]) as client:  # it is true
+                with moed.Client(workers[0]["endpoint"]) as client:  # they do serve
                     client.forward(0, np.ones((1, client.layers[0].hidden), np.float32))
                 for where in (here, ("--endpoint", workers[0]["endpoint"])):
                     self.assertIn("does not train", run("training", *where).stderr)
@@ -455,8 +455,8 @@ class UpAndDown(unittest.TestCase):
             finally:
                 self.assertEqual(run("down", "--force", *here).returncode, OK)
 
-    def test_down_without_a_coordinator_names_whom_it_does_not_reach(self):
-        """A worker that was started by hand is of no state directory."""
+    def test_down_without_a_coordinator_names_workers_that_still_run(self):
+        """The state directory does not list a worker that was started by hand."""
         with folder() as state:
             self.assertEqual(self.up(state, "--detach").returncode, OK)
             here = ("--state-dir", state)
@@ -478,7 +478,7 @@ class UpAndDown(unittest.TestCase):
                     byhand.wait()
                 run("down", "--force", *here)
 
-    def test_down_that_is_out_of_time_names_who_still_runs(self):
+    def test_down_at_its_time_limit_names_daemons_that_still_run(self):
         with folder() as state:
             self.assertEqual(self.up(state, "--detach").returncode, OK)
             with open(os.path.join(state, "group.json")) as file:
@@ -633,7 +633,7 @@ class Forward(unittest.TestCase):
                    "--input", self.path("x"), "--output", "/nosuch/y.safetensors")
         self.assertEqual(done.returncode, NOT_FOUND, done.stderr)
 
-    def test_what_is_not_there(self):
+    def test_a_missing_file_or_layer_is_not_found(self):
         self.forward(code=NOT_FOUND, source="nothing")
         self.forward(code=NOT_FOUND, layer=99)
         self.forward("--tensor", "z", code=NOT_FOUND)
@@ -650,11 +650,11 @@ class Forward(unittest.TestCase):
         # Names are listed whole.
         self.assertRegex(text, r"has 40 2-D F32 or BF16 tensors, .*:( tensor\.\d\d)+ …")
 
-    def test_a_wrong_width_is_told(self):
+    def test_a_wrong_width_is_refused(self):
         moed.write_safetensors(self.path("narrow"), {"x": self.x[:, 1:]})
         self.assertIn("SHAPE_MISMATCH", self.forward(code=FAILED, source="narrow"))
 
-    def test_bench_reports_what_scripts_read(self):
+    def test_bench_reports_the_documented_fields(self):
         for options in ([], ["--stream", "--dtype", "f32"], ["--spread", "--connections", "2"]):
             done = run("bench", "--endpoint", self.group.endpoint, "--layer", str(self.layer),
                        "--tokens", "4", "--concurrency", "1,4", "--duration", "0.3", "-o", "json",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python package against a fake worker in the same process: what it sends, what it makes of
-answers and errors, what it tries again. Real daemons are the business of test_golden.py."""
+"""The Python package against a fake worker in the same process: requests, answers, errors, retries.
+test_golden.py uses real daemons."""
 
 import concurrent.futures
 import contextlib
@@ -31,7 +31,7 @@ class Failure(Exception):
         self.code, self.reason, self.message, self.retry_s = code, reason, message, retry_s
 
     def details(self):
-        """grpc-status-details-bin as moed's server writes it."""
+        """grpc-status-details-bin as moed's server makes it."""
         status = rpc_status_pb2.Status(code=self.code.value[0], message=self.message)
         info = rpc_status_pb2.ErrorInfo(reason=self.reason, domain="moe")
         status.details.add(type_url="type.googleapis.com/google.rpc.ErrorInfo",
@@ -46,12 +46,12 @@ class Failure(Exception):
 
 
 class Fake(grpc.GenericRpcHandler):
-    """y = 2 x; `script` holds failures for the first calls, or None for none."""
+    """y = 2 x. `script` has failures of the first calls; None: success."""
 
     def __init__(self):
         self.requests, self.script, self.workers = [], [], []
         self.slot = 0
-        self.held = threading.Event()  # answers to layers' requests wait for it where `hold` is set
+        self.held = threading.Event()  # with `hold`, Forward answers wait for it
         self.hold = False
         self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(8))
         self.server.add_generic_rpc_handlers((self,))
@@ -97,7 +97,7 @@ class Fake(grpc.GenericRpcHandler):
         answer.stages.server_ns = 1234
         if request.dtype == types_pb2.DATA_TYPE_F32:
             answer.y_data = (2 * np.frombuffer(request.x_data, np.float32)).tobytes()
-        else:  # one more in the exponent
+        else:  # BF16: doubles by adding 1 to the exponent
             answer.y_data = (np.frombuffer(request.x_data, np.uint16) + 0x80).astype(
                 np.uint16).tobytes()
         if request.return_routing:
@@ -132,7 +132,7 @@ class Fake(grpc.GenericRpcHandler):
             waiting.append(answer)
             if self.hold and len(waiting) < 4:
                 continue
-            yield from reversed(waiting)  # the newest overtake the oldest
+            yield from reversed(waiting)  # newest first
             waiting = []
 
 
@@ -178,7 +178,7 @@ class Calls(unittest.TestCase):
                     np.testing.assert_array_equal(client.forward(LAYER, np.ones(
                         (1, HIDDEN), np.float32)), np.full((1, HIDDEN), 2, np.float32))
                 self.assertIn("does not answer", _ask_coordinator(fake.endpoint, 1.0))
-            with self.assertRaises(BlockingIOError):  # nobody has come
+            with self.assertRaises(BlockingIOError):  # no connection was made
                 proxy.accept()
 
     def test_f32_in_f32_out(self):
@@ -199,7 +199,7 @@ class Calls(unittest.TestCase):
                 np.testing.assert_array_equal(moed.f32(np.asarray(y).view(np.uint16)),
                                               2 * moed.f32(np.asarray(x).view(np.uint16)))
 
-    def test_bits_of_bf16_are_taken_as_they_are(self):
+    def test_bits_of_bf16_are_sent_unchanged(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client:
             bits = np.asarray(moed.bf16(rows(2))).view(np.uint16)
             y = client.forward(LAYER, bits)
@@ -235,7 +235,7 @@ class Calls(unittest.TestCase):
                 self.assertEqual(fake.requests[-1].routing_mode,
                                  types_pb2.ROUTING_MODE_CLIENT_IDS)
 
-    def test_answers_overtake_on_a_stream(self):
+    def test_answers_on_a_stream_may_come_in_any_order(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
             fake.hold = True
             inputs = [rows(3) for _ in range(8)]
@@ -244,7 +244,7 @@ class Calls(unittest.TestCase):
             for x, y in zip(inputs, outputs):
                 np.testing.assert_array_equal(y, 2 * x)
 
-    def test_requests_go_round_the_workers(self):
+    def test_requests_go_to_the_workers_in_turn(self):
         with fakes(3) as group, moed.Client(group[0].endpoint, spread=True) as client:
             for _ in range(9):
                 client.forward(LAYER, rows(1))
@@ -259,11 +259,11 @@ class Errors(unittest.TestCase):
         self.assertEqual((caught.exception.code, caught.exception.reason), (code, reason))
         return caught.exception
 
-    def test_nobody_there(self):
+    def test_an_endpoint_without_a_server(self):
         error = self.expect(grpc.StatusCode.UNAVAILABLE, "", moed.Client, "127.0.0.1:1", timeout=5)
         self.assertEqual(error.message, "127.0.0.1:1: cannot connect: Connection refused")
 
-    def test_reason_and_pause_are_read(self):
+    def test_reason_and_retry_hint_are_read(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
             for call in (client.forward, stream.forward):
                 fake.script = [
@@ -274,7 +274,7 @@ class Errors(unittest.TestCase):
                 self.assertEqual((error.message, error.retry_after), ("full", 1.5))
                 np.testing.assert_array_equal(call(LAYER, np.ones((1, HIDDEN), np.float32)), 2.0)
 
-    def test_unavailable_is_tried_again(self):
+    def test_unavailable_is_retried(self):
         unavailable = Failure(grpc.StatusCode.UNAVAILABLE, "REFORMING")
         with fakes() as fake, moed.Client(fake.endpoint) as client:
             fake.script = [unavailable, unavailable]
@@ -282,14 +282,14 @@ class Errors(unittest.TestCase):
             np.testing.assert_array_equal(client.forward(LAYER, x), 2 * x)
             self.assertEqual(len(fake.requests), 3)
 
-    def test_a_call_that_the_server_drops_is_tried_again(self):
+    def test_a_call_that_the_server_drops_is_retried(self):
         dropped = Failure(grpc.StatusCode.CANCELLED, "")
         with fakes() as fake, moed.Client(fake.endpoint) as client:
             fake.script = [dropped]
             x = rows(2)
             np.testing.assert_array_equal(client.forward(LAYER, x), 2 * x)
             self.assertEqual(len(fake.requests), 2)
-            fake.script = [Failure(grpc.StatusCode.CANCELLED, "ABORTED")]  # a server's own word
+            fake.script = [Failure(grpc.StatusCode.CANCELLED, "ABORTED")]  # the server sent it
             self.expect(grpc.StatusCode.CANCELLED, "ABORTED", client.forward, LAYER, x)
 
     def test_attempts_are_bounded(self):
@@ -298,14 +298,14 @@ class Errors(unittest.TestCase):
             self.expect(grpc.StatusCode.UNAVAILABLE, "DRAINING", client.forward, LAYER, rows(1))
             self.assertEqual(len(fake.requests), 4)
 
-    def test_another_worker_is_tried(self):
+    def test_a_retry_goes_to_another_worker(self):
         with fakes(2) as group, moed.Client(group[0].endpoint, spread=True) as client:
             group[0].script = [Failure(grpc.StatusCode.UNAVAILABLE, "DRAINING")] * 20
             for _ in range(4):
                 client.forward(LAYER, rows(1))
             self.assertEqual([len(fake.requests) for fake in group], [2, 4])
 
-    def test_nothing_else_is_tried_again(self):
+    def test_other_failures_are_not_retried(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client:
             for code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED,
                          grpc.StatusCode.INTERNAL, grpc.StatusCode.FAILED_PRECONDITION):
@@ -364,7 +364,7 @@ class Errors(unittest.TestCase):
                 self.assertEqual((fake.requests[-1].epoch, fake.requests[-1].weights_version),
                                  (7, 5))
 
-    def test_what_is_closed_says_so(self):
+    def test_calls_on_a_closed_object_say_so(self):
         with fakes() as fake:
             client = moed.Client(fake.endpoint)
             first, second = client.stream(), client.stream()
@@ -377,12 +377,12 @@ class Errors(unittest.TestCase):
                 self.assertEqual(error.message, "the client has been closed")
             second.close()
 
-    def test_endpoints_of_another_form_are_refused(self):
+    def test_malformed_endpoints_are_refused(self):
         for endpoint in ("foo", "a:0", "127.0.0.1:99999", "unix:/tmp/a", ""):
             with self.assertRaisesRegex(ValueError, "is not HOST:PORT"):
                 moed.Client(endpoint)
 
-    def test_a_server_without_experts_is_told(self):
+    def test_a_coordinators_endpoint_is_refused_with_a_remedy(self):
         server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
@@ -393,7 +393,7 @@ class Errors(unittest.TestCase):
         finally:
             server.stop(None).wait()
 
-    def test_a_stream_request_runs_out_of_time_alone(self):
+    def test_a_deadline_ends_one_request_of_a_stream_only(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
             fake.hold = True  # the first answer waits for three more requests
             self.expect(grpc.StatusCode.DEADLINE_EXCEEDED, "", stream.forward, LAYER, rows(1),
@@ -430,7 +430,7 @@ class TensorFiles(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.path = os.path.join(folder.name, "t.safetensors")
 
-    def test_what_is_written_is_read_back(self):
+    def test_a_written_file_reads_back(self):
         wide = np.random.default_rng(SEED).standard_normal((3, 5)).astype(np.float32)
         tensors = {"flags": wide > 0, "wide": wide, "half": wide.astype(np.float16),
                    "bits": moed.bf16(wide), "part": wide[:, 1:3], "ids": np.arange(7),
@@ -443,7 +443,7 @@ class TensorFiles(unittest.TestCase):
             self.assertEqual(back[name].shape, array.shape, name)
             np.testing.assert_array_equal(back[name], array)
 
-    def test_no_name_for_a_dtype(self):
+    def test_a_dtype_without_a_name_is_refused(self):
         with self.assertRaises(TypeError):
             moed.write_safetensors(self.path, {"x": np.zeros(3, np.complex64)})
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training from Python: calls against a fake group (what is sent, tried again, asked for
-elsewhere), and against real daemons (gradients, steps, checkpoints' refusals); moed.torch where
-torch is installed."""
+"""Training from Python: calls against a fake group (requests, retries, answers recorded elsewhere)
+and against real daemons (gradients, steps, refusals of checkpoints); moed.torch if torch is
+installed."""
 
 import concurrent.futures
 import copy
@@ -48,7 +48,7 @@ FAMILY = "qwen3_moe"
 
 
 class Calls(unittest.TestCase):
-    """Client against the fake."""
+    """Client against the fake group."""
 
     def expect(self, reason, call, *arguments, **options):
         with self.assertRaises(moed.MoeError) as caught:
@@ -56,7 +56,7 @@ class Calls(unittest.TestCase):
         self.assertEqual(caught.exception.reason, reason, caught.exception)
         return caught.exception
 
-    def test_gradients_come_back(self):
+    def test_backward_returns_gradients(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             dy = rows(4)
             answer = client.backward(LAYER, dy, rows(4), IDS, session="s", micro_batch_id=1,
@@ -70,7 +70,7 @@ class Calls(unittest.TestCase):
             self.assertEqual((len(sent.x), len(sent.topk_ids)), (4 * HIDDEN * 4, 4 * TOP_K * 4))
             self.assertEqual(sent.routing_mode, types_pb2.ROUTING_MODE_CLIENT_IDS)
 
-    def test_a_call_that_was_run_and_not_answered_is_run_once(self):
+    def test_a_call_without_an_answer_runs_once(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             worker.script = [unavailable(), (unavailable(),)]
             answer = client.backward(LAYER, rows(4), rows(4), IDS, session="s", micro_batch_id=1)
@@ -80,14 +80,14 @@ class Calls(unittest.TestCase):
             self.assertTrue(client.optimizer_step(0.1, step_id=1, expected_backwards=1).repeated)
             self.assertEqual(worker.ledger.steps, 1)
 
-    def test_trying_again_ends_with_the_time(self):
+    def test_retries_end_with_the_time_limit(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             worker.script = [unavailable()] * 100
             self.expect("REFORMING", client.zero_grad, step_id=1, timeout=0.5)
             self.assertGreater(len(worker.requests), 4)
             self.assertLess(len(worker.requests), 50)
 
-    def test_a_pass_that_is_kept_waits_too_and_another_does_not(self):
+    def test_a_retained_pass_waits_for_the_group_and_a_plain_one_does_not(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             worker.script = [unavailable()] * 6
             self.assertTrue(
@@ -128,8 +128,8 @@ class Calls(unittest.TestCase):
             self.assertEqual(pickle.loads(pickle.dumps(client.layers)), client.layers)
             self.assertFalse(hasattr(answer, "nothing"))
 
-    def test_who_waits_long_is_told_what_for(self):
-        """By the coordinator's word, which comes here from a fake of it."""
+    def test_a_long_wait_is_explained_in_the_log(self):
+        """With the coordinator's status, here from a fake coordinator."""
         status = admin_pb2.GetStatusResponse(
             state=admin_pb2.GROUP_STATE_DEGRADED, reason="worker w1 is lost; slot 1 is empty")
 
@@ -148,7 +148,7 @@ class Calls(unittest.TestCase):
             worker.coordinator = "127.0.0.1:%d" % port
             with moed.Client(worker.endpoint) as client:
                 worker.script = [unavailable()] * 100
-                # The coordinator has all the time of the call, so that a slow machine changes
+                # The status call has the whole time of the call, so that a slow machine changes
                 # nothing.
                 with self.assertLogs("moed", "WARNING") as log, unittest.mock.patch.multiple(
                         "moed._retry", _SILENCE=2, _PROBE=30):
@@ -164,9 +164,8 @@ class Calls(unittest.TestCase):
                 error = self.expect("", client.zero_grad, step_id=1, timeout=0.5)
                 self.assertIn("cannot connect to %s: " % worker.endpoint, error.message)
 
-    def test_who_asks_what_the_matter_is_keeps_to_the_calls_time(self):
-        """Against a coordinator that has one word at most and then is silent, by a clock of its
-        own."""
+    def test_status_calls_of_a_retry_stay_within_the_time_limit(self):
+        """Against a coordinator that answers at most once and then is silent, with a fake clock."""
         seed = random.randrange(2**32)
         print("    seed", seed)
         random.seed(seed)
@@ -189,18 +188,18 @@ class Calls(unittest.TestCase):
                         clock.sleep(min(left, random.choice((0, 0.01, 0.2))))
                         code = "UNAVAILABLE" if random.randrange(
                             30) and clock.now < began + limit else ("DEADLINE_EXCEEDED")
-                        if code == "DEADLINE_EXCEEDED":  # the worker is silent, too
+                        if code == "DEADLINE_EXCEEDED":  # the worker is silent too
                             clock.now = began + limit
                         retry.wait_or_raise(
                             moed.MoeError(grpc.StatusCode[code],
                                           "REFORMING" * (code == "UNAVAILABLE"), "no", None, ""),
                             "w:1")
             self.assertLessEqual(clock.now, began + limit + 1e-6, (limit, said, caught.exception))
-            if said and words and limit > 8:  # said in the first warning, and again at the end
+            if said and words and limit > 8:  # in the first warning, and again at the end
                 self.assertIn("the group is LOADING", said[0][-1])
                 self.assertRegex(caught.exception.message, "the group is LOADING|does not answer")
 
-    def test_a_save_has_no_limit_but_the_callers(self):
+    def test_a_save_has_only_the_callers_limit(self):
         with fakes() as (worker,), moed.Client(worker.endpoint, timeout=0.3) as client:
             gate = threading.Event()
             save = worker.SaveCheckpoint
@@ -220,10 +219,11 @@ class Calls(unittest.TestCase):
             error = self.expect("", client.save_checkpoint, "b", step_id=2, timeout=0.5)
             gate.set()
             self.assertIn("timeout=0.5 s", error.message)
-            worker.script = [unavailable()] * 1000  # nobody is there: the client's timeout holds
+            worker.script = [unavailable()] * 1000
+            # No worker answers: the client's timeout applies.
             self.expect("REFORMING", client.save_checkpoint, "c", step_id=3)
 
-    def test_what_is_too_large_is_refused_here(self):
+    def test_too_large_requests_are_refused_by_the_client(self):
         with fakes() as (worker,):
             worker.message_bytes = 600
             with moed.Client(worker.endpoint) as client:
@@ -237,7 +237,7 @@ class Calls(unittest.TestCase):
                     self.assertIn("--max-message-bytes", self.expect("TOO_LARGE", call).message)
                 self.assertEqual(worker.requests, [])
 
-    def test_other_failures_are_not_tried_again(self):
+    def test_other_failures_are_not_retried(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             for reason in ("STATE_LOST", "VERSION_MISMATCH", "GRADIENTS_PENDING"):
                 worker.requests.clear()
@@ -245,7 +245,7 @@ class Calls(unittest.TestCase):
                 self.expect(reason, client.save_checkpoint, "a", step_id=1)
                 self.assertEqual(len(worker.requests), 1)
 
-    def test_the_worker_that_has_the_answer_is_asked(self):
+    def test_a_recorded_answer_comes_from_the_worker_that_has_it(self):
         with fakes(2) as (one, two), moed.Client(one.endpoint) as first, \
                 moed.Client(two.endpoint) as second:
             dy = rows(4)
@@ -256,13 +256,13 @@ class Calls(unittest.TestCase):
             self.assertTrue(again.repeated)
             self.assertEqual((len(one.requests), len(two.requests)), (2, 1))
 
-    def test_another_worker_runs_what_the_first_cannot(self):
+    def test_another_worker_runs_a_call_that_the_first_refuses(self):
         with fakes(2) as (one, two), moed.Client(one.endpoint, spread=True) as client:
             one.script = [unavailable()] * 50
             client.backward(LAYER, rows(4), rows(4), IDS, session="s", micro_batch_id=1)
             self.assertEqual((len(one.requests), len(two.requests)), (1, 1))
 
-    def test_a_saved_pass_spares_x_and_its_loss_does_not_show(self):
+    def test_a_retained_pass_needs_no_x_and_its_loss_is_repaired(self):
         with fakes(2) as (one, two), moed.Client(one.endpoint, spread=True) as client:
             x, dy = rows(4), rows(4, 1)
             for batch in range(1, 9):  # always the same worker
@@ -361,7 +361,7 @@ class Calls(unittest.TestCase):
                 client.optimizer_step(0.1, step_id=1, optimizer="adam")
             self.assertEqual(worker.requests, [])
 
-    def test_what_is_closed_says_so(self):
+    def test_calls_on_a_closed_object_say_so(self):
         with fakes() as (worker,):
             client = moed.Client(worker.endpoint)
             client.close()
@@ -373,7 +373,7 @@ class Calls(unittest.TestCase):
 
 
 class RealGroup(unittest.TestCase):
-    def test_the_manuals_snippet_runs_twice(self):
+    def test_the_readme_snippet_runs_twice(self):
         manual = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "client",
                               "README.md")
         with open(manual, encoding="utf-8") as file:
@@ -403,7 +403,7 @@ class RealGroup(unittest.TestCase):
             self.assertEqual(two.train_state().steps, 1)
 
     def test_zero_is_a_number(self):
-        # With beta1 = 0 AdamW forgets the direction of the gradient before; with 0.9 it does not.
+        # With beta1 = 0 AdamW ignores the direction of earlier gradients; with 0.9 it does not.
         layer, _, x, dy, _ = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
 
         def step(client, n, dy, learning_rate, **options):
@@ -415,11 +415,12 @@ class RealGroup(unittest.TestCase):
         for betas in ((0.0, 0.999), (0.9, 0.999), (0.0, 0.0)):
             for first in (dy, -dy):
                 with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0]) as client:
-                    step(client, 1, first, 0.0, betas=betas)  # moves nothing but moments
+                    step(client, 1, first, 0.0, betas=betas)  # moves only moments
                     step(client, 2, dy, 1e-3, betas=betas)
                     answers[betas, first is dy] = client.forward(layer, x)
                     before = client.train_state().weights_version
-                    for zero in ("eps", "grad_scale"):  # would make NaN; would do nothing
+                    # An eps of 0 would give NaN, a grad_scale of 0 would do nothing.
+                    for zero in ("eps", "grad_scale"):
                         with self.assertRaises(moed.MoeError) as caught:
                             client.optimizer_step(1e-3, step_id=3, **{zero: 0.0})
                         self.assertEqual(caught.exception.reason, "VALUE_INVALID")
@@ -443,7 +444,7 @@ class RealGroup(unittest.TestCase):
             np.testing.assert_array_equal(again.dx, first.dx)
             self.assertEqual(other.train_state().backwards, 1)
             step = other.optimizer_step(1e-3, step_id=1, expected_backwards=1)
-            with self.assertRaises(moed.MoeError) as caught:  # no change of this client's
+            with self.assertRaises(moed.MoeError) as caught:  # not a change of this client
                 client.optimizer_step(1e-3, step_id=1, expected_backwards=1)
             self.assertEqual(caught.exception.reason, "ID_REUSED")
             self.assertTrue(other.optimizer_step(1e-3, step_id=1, expected_backwards=1).repeated)
@@ -453,7 +454,7 @@ class RealGroup(unittest.TestCase):
                                 weights_version=1)
             self.assertEqual(caught.exception.reason, "VERSION_MISMATCH")
 
-    def test_a_lost_worker_is_waited_for_and_lost_state_is_told(self):
+    def test_calls_wait_for_a_lost_worker_and_report_lost_state(self):
         layer, _, x, dy, dx = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
         with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0]) as client:
             lineage = client.train_state().lineage
@@ -479,7 +480,7 @@ class RealGroup(unittest.TestCase):
             self.assertLessEqual(relative_error(again.dx, dx), 1e-5)
             client.optimizer_step(1e-3, step_id=1, lineage=state.lineage, expected_backwards=1)
 
-    def test_a_checkpoint_takes_the_weights_back(self):
+    def test_a_load_restores_the_weights(self):
         layer, _, x, dy, _ = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
         with tempfile.TemporaryDirectory(prefix="moed-test-") as root, training_group(
                 FAMILY, 2, "--training-dir", root) as g, moed.Client(g.endpoints[0]) as client:
@@ -505,7 +506,7 @@ class RealGroup(unittest.TestCase):
             self.assertGreater(client.train_state().lineage, state.lineage)
             self.assertEqual(client.train_state().checkpoint, "start")
 
-    def test_without_training_it_says_so(self):
+    def test_a_group_that_does_not_train_says_so(self):
         with group(FAMILY, 1) as g, moed.Client(g.endpoint) as client:
             with self.assertRaises(moed.MoeError) as caught:
                 client.train_state()
@@ -517,7 +518,7 @@ class RealGroup(unittest.TestCase):
 
 @needs_torch
 class Torch(unittest.TestCase):
-    """moed.torch against the fake."""
+    """moed.torch against the fake group."""
 
     def test_a_gradient_flows_through_a_remote_layer(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
@@ -544,7 +545,7 @@ class Torch(unittest.TestCase):
                     moe(wrong)
             self.assertNotIn("Forward", [name for name, m in worker.requests])
 
-    def test_an_optimizer_of_something_else_is_refused(self):
+    def test_an_optimizer_of_other_modules_is_refused(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             moe = moed.torch.RemoteMoE(LAYER, client)
             for error, modules, lr in ((TypeError, [torch.nn.Linear(2, 2)], 1.0),
@@ -581,7 +582,7 @@ class Torch(unittest.TestCase):
             with self.assertRaises(TypeError):
                 moe(x.half())
 
-    def test_long_batches_go_in_parts_and_empty_ones_nowhere(self):
+    def test_long_batches_are_split_and_empty_ones_not_sent(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             moe = moed.torch.RemoteMoE(LAYER, client)
             x = torch.randn(2 * STEP_TOKENS + 5, HIDDEN, requires_grad=True)
@@ -594,7 +595,7 @@ class Torch(unittest.TestCase):
             self.assertEqual(moe(x[:0]).shape, (0, HIDDEN))
             self.assertEqual(worker.requests, [])
 
-    def test_what_would_not_fit_a_message_goes_in_parts(self):
+    def test_rows_that_do_not_fit_one_message_are_split(self):
         with fakes() as (worker,):
             worker.message_bytes = 8192 + 10 * (2 * HIDDEN * 4 + 8 * TOP_K)  # x and dy of 10 rows
             with moed.Client(worker.endpoint) as client:
@@ -607,7 +608,7 @@ class Torch(unittest.TestCase):
                 moe(x.detach()[:16].bfloat16())  # half as wide
                 self.assertEqual(len(worker.requests), 1)
 
-    def test_without_training_there_are_passes_without_gradients(self):
+    def test_a_group_that_does_not_train_serves_passes_without_gradients(self):
         with fakes() as (worker,):
             worker.extensions = []
             worker.GetTrainState = None
@@ -623,14 +624,14 @@ class Torch(unittest.TestCase):
                 with self.assertRaises(moed.MoeError):
                     moed.torch.RemoteOptimizer([moe], lr=1.0)
 
-    def test_a_pass_of_training_is_as_patient_as_a_step(self):
+    def test_a_training_pass_waits_as_long_as_a_step(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             moe = moed.torch.RemoteMoE(LAYER, client)
             worker.script = [unavailable()] * 6
             moe(torch.randn(4, HIDDEN))
             self.assertEqual(len(worker.requests), 7)
 
-    def test_a_second_backward_through_a_graph_is_another_micro_batch(self):
+    def test_a_second_backward_of_a_graph_is_a_new_micro_batch(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             moe = moed.torch.RemoteMoE(LAYER, client, retain=True)
             y = moe(torch.randn(4, HIDDEN)).sum()
@@ -638,7 +639,7 @@ class Torch(unittest.TestCase):
             (2 * y).backward()
             self.assertEqual(worker.ledger.backwards, 2)
 
-    def test_steps_count_their_gradients_and_schedulers_rule_them(self):
+    def test_steps_count_gradients_and_follow_schedulers(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             moe = moed.torch.RemoteMoE(LAYER, client)
             optimizer = moed.torch.RemoteOptimizer([moe], lr=0.5, betas=(0.8, 0.9))
@@ -647,7 +648,7 @@ class Torch(unittest.TestCase):
                 for _ in range(2):
                     moe(torch.randn(4, HIDDEN)).sum().backward()
                 optimizer.step(grad_scale=0.5)
-                optimizer.zero_grad()  # nothing to forget: asks nobody
+                optimizer.zero_grad()  # no gradients: makes no call
                 schedule.step()
                 sent = worker.requests[-1][1]
                 self.assertEqual((sent.step_id, sent.learning_rate, sent.expected_backwards,
@@ -657,7 +658,7 @@ class Torch(unittest.TestCase):
             optimizer.zero_grad()
             self.assertEqual((worker.requests[-1][0], worker.ledger.backwards), ("ZeroGrad", 0))
 
-    def test_a_step_that_got_no_answer_is_made_once(self):
+    def test_a_step_without_an_answer_is_made_once(self):
         with fakes() as (worker,), moed.Client(worker.endpoint, timeout=0.3) as client:
             moe = moed.torch.RemoteMoE(LAYER, client)
             optimizer = moed.torch.RemoteOptimizer([moe], lr=0.5)
@@ -670,7 +671,7 @@ class Torch(unittest.TestCase):
             self.assertTrue(optimizer.last.repeated)
             self.assertEqual(worker.ledger.steps, 1)
 
-    def test_an_id_that_another_took_is_passed_over(self):
+    def test_an_id_that_another_session_took_is_skipped(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             moe = moed.torch.RemoteMoE(LAYER, client)
             optimizer = moed.torch.RemoteOptimizer([moe], lr=0.5)
@@ -695,7 +696,7 @@ class Torch(unittest.TestCase):
                                      (False, 1))
                 self.assertEqual(worker.ledger.steps, steps + 6)
 
-    def test_after_a_backward_that_failed_zero_grad_starts_anew(self):
+    def test_zero_grad_recovers_from_a_failed_backward(self):
         with fakes() as (worker,), moed.Client(worker.endpoint, timeout=0.3) as client:
             moe = moed.torch.RemoteMoE(LAYER, client)
             optimizer = moed.torch.RemoteOptimizer([moe], lr=0.5)
@@ -704,18 +705,19 @@ class Torch(unittest.TestCase):
             with self.assertRaises(moed.MoeError):
                 y.backward()
             worker.script = []
-            self.assertEqual(worker.ledger.backwards, 1)  # run, and nobody was told
+            self.assertEqual(worker.ledger.backwards, 1)  # the call ran, its answer was lost
             optimizer.zero_grad()
             moe(torch.randn(4, HIDDEN)).sum().backward()
             optimizer.step()
             self.assertEqual(optimizer.last.backwards, 1)
 
-    def test_a_step_takes_no_gradients_but_its_own(self):
+    def test_a_step_uses_only_its_sessions_gradients(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as one, \
                 moed.Client(worker.endpoint) as two, moed.Client(worker.endpoint) as three:
             moe, other = (moed.torch.RemoteMoE(LAYER, client) for client in (one, two))
             moe(torch.randn(4, HIDDEN)).sum().backward()
-            late = moed.torch.RemoteMoE(LAYER, three)  # begins beside gradients of another
+            # This session begins while the group has gradients of another one.
+            late = moed.torch.RemoteMoE(LAYER, three)
             for module in (other, late):
                 optimizer = moed.torch.RemoteOptimizer([module], lr=0.5)
                 with self.assertRaises(moed.MoeError) as caught:
@@ -724,16 +726,16 @@ class Torch(unittest.TestCase):
                 self.assertIsNone(optimizer.last)
             self.assertNotIn("OptimizerStep", [name for name, m in worker.requests])
             self.assertEqual((worker.ledger.steps, worker.ledger.backwards), (0, 1))
-            late(torch.randn(4, HIDDEN)).sum().backward()  # two now, of which one is its own
+            late(torch.randn(4, HIDDEN)).sum().backward()  # two now; one is of this session
             with self.assertRaises(moed.MoeError) as caught:
                 optimizer.step()
             self.assertEqual(caught.exception.reason, "GRADIENTS_MISSING")
             late.session.refresh()
-            optimizer.zero_grad()  # those of the other, too: it says that it is alone
+            optimizer.zero_grad()  # clears the other session's too, because alone=True
             late(torch.randn(4, HIDDEN)).sum().backward()
             optimizer.step()
             with self.assertRaises(moed.MoeError):
-                optimizer.step()  # they have been used
+                optimizer.step()  # uses them
             self.assertEqual((optimizer.last.backwards, worker.ledger.steps), (1, 1))
             shared = moed.torch.RemoteOptimizer([moe], lr=0.5, alone=False)
             other(torch.randn(4, HIDDEN)).sum().backward()
@@ -756,8 +758,8 @@ class TorchOnRealGroup(unittest.TestCase):
                         self.assertEqual(t.grad.dtype, dtype)
                         self.assertLessEqual(error, limit)
 
-    def test_betas_of_zero_are_torchs(self):
-        # Gradients are what a step of plain SGD takes off the weights.
+    def test_betas_of_zero_equal_torchs(self):
+        # A step of plain SGD subtracts the gradients from the weights.
         layer, _, x, dy, _ = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
         rows = torch.from_numpy(x.copy())
 
@@ -806,10 +808,10 @@ class TorchOnRealGroup(unittest.TestCase):
             if wanted.norm() > 0:
                 worst = max(worst, float((ours - wanted).norm() / wanted.norm()))
         print("    %d tensors, moves differ by %.1e at most" % (len(before), worst))
-        # Gradients that SGD tells are rounded to the weights' last bits.
+        # Gradients that come from SGD steps are rounded to the weights' last bits.
         self.assertLess(worst, 1e-2)
 
-    def test_a_remote_layer_learns_what_a_fixed_head_asks_for(self):
+    def test_a_remote_layer_learns_for_a_fixed_head(self):
         torch.manual_seed(1)
         with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0], spread=True) as client:
             moe = moed.torch.RemoteMoE(client.layers[0], client, retain=True)
@@ -866,8 +868,8 @@ class TorchOnRealGroup(unittest.TestCase):
                                            done.stdout).groups())
         self.assertLess(last, 0.6 * first)
 
-    def test_what_torch_would_do_with_it_and_cannot(self):
-        """Refused with a reason, rather than ignored or failing deep inside."""
+    def test_unsupported_uses_in_torch_are_refused(self):
+        """They are refused with a reason, not ignored."""
         with training_group(FAMILY, 1) as g, moed.Client(g.endpoints[0]) as client:
             moe = moed.torch.RemoteMoE(client.layers[0], client)
             model = torch.nn.Sequential(torch.nn.Linear(2, 2), moe)
@@ -908,7 +910,7 @@ class TorchOnRealGroup(unittest.TestCase):
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=100,
             env=dict(os.environ, PYTHONPATH=os.path.join(BUILD, "python"), TMPDIR=folder))
 
-    def test_the_example_says_what_is_missing_before_it_trains(self):
+    def test_the_example_checks_its_options_before_it_trains(self):
         with tempfile.TemporaryDirectory() as folder:
             done = self.run_example("--moectl", os.path.join(folder, "none"), folder=folder)
             self.assertEqual((done.returncode, done.stdout), (1, ""))

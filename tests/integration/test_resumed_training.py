@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop of client/README.md, as it stands there, on real daemons: undisturbed, through
-the loss of a worker, and started again on another group. Needs torch."""
+"""The training loop of client/README.md, unchanged, on real daemons: undisturbed, with the loss of
+a worker, and restarted on another group. Needs torch."""
 
 import os
 import re
@@ -28,7 +28,7 @@ LORA = ("--lora-rank", "8", "--lora-alpha", "16", "--lora-targets", "gate,up,dow
 
 
 def snippet(first_line):
-    """The Python block of the README that begins so."""
+    """The Python block of the README that begins with that line."""
     with open(README) as file:
         blocks = re.findall(r"```python\n(.*?)```", file.read(), re.DOTALL)
     return next(block for block in blocks if block.startswith(first_line + "\n"))
@@ -47,7 +47,7 @@ class ResumedTraining(unittest.TestCase):
         return os.path.join(self.folder, *names)
 
     def directories(self, name):
-        """Of the workers' checkpoints, and of the local halves."""
+        """The directories of the workers' checkpoints and of the local halves."""
         for kind in ("ckpt", "local"):
             os.makedirs(self.make(name, kind), exist_ok=True)
         return self.make(name, "ckpt"), self.make(name, "local")
@@ -77,7 +77,7 @@ class ResumedTraining(unittest.TestCase):
         self.assertLess(losses[-1], losses[0])
         return losses[-1]
 
-    def test_it_learns_the_same_through_the_loss_of_a_worker_and_on_another_group(self):
+    def test_the_loop_learns_the_same_after_a_lost_worker_and_on_another_group(self):
         want = self.undisturbed()
         root, local = self.directories("disturbed")
         extra = ("--training-dir", root, *LORA)
@@ -88,16 +88,16 @@ class ResumedTraining(unittest.TestCase):
             g.start_worker(1)
             self.assertIn("went back to step 10\n", process.stdout.readline())
             self.assertIn("step 20 ", process.stdout.readline())
-            process.kill()  # and the trainer, some time behind its second checkpoint
+            process.kill()  # the trainer, some time after its second checkpoint
             process.communicate()
-        with training_group(FAMILY, 1, *extra) as g:  # of another size, which knows of nothing
+        with training_group(FAMILY, 1, *extra) as g:  # a new group of another size
             output = self.finish(self.start(g.endpoints[0], local))
         self.assertNotIn("step 20 ", output)
         got = float(re.findall(r"step 30  loss ([0-9.]+)", output)[0])
         print("    loss %.6f, undisturbed %.6f" % (got, want))
-        self.assertAlmostEqual(got, want, delta=2e-5)  # sums over one worker and over two
+        self.assertAlmostEqual(got, want, delta=2e-5)  # sums of one worker and of two
 
-    def test_a_save_beside_training(self):
+    def test_a_save_runs_during_training(self):
         root, _ = self.directories("beside")
         with training_group(FAMILY, 1, "--training-dir", root) as g:
             with moed.Client(g.endpoints[0]) as client:

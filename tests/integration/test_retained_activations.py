@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes that are saved on the devices for their Backward: alone in their steps, the same
-gradients to the last bit whoever still has what, dropped in time on all workers, and no more of the
-steps than training's share."""
+"""Forward passes with activations that devices retain for Backward: alone in their steps; the same
+gradients to the last bit, whichever workers have dropped them; dropped in time on all workers; at
+most training's share of the steps."""
 
 import random
 import re
@@ -22,14 +22,14 @@ from training import Trainer, TrainingGroup, golden_gradients, refusal, training
 from wire import expert, training
 
 FAMILY = "deepseek_v3"
-ALONE = 256  # tokens from which on a saved pass has a step of its own (activations/activations.h)
-# After so many in a row of which nothing stayed, most share steps (activations/activations.c).
+ALONE = 256  # a retained pass of at least so many tokens has a separate step (activations.h)
+# After so many misses in a row, most retained passes share steps (activations/activations.c).
 VAIN = 8
 GONE = ("FAILED_PRECONDITION", "RETAINED_PASS_GONE")
 
 
 def case(family=FAMILY, tokens=ALONE + 3):
-    """(layer, x, dy): recorded rows again and again, each time of another size."""
+    """(layer, x, dy): recorded rows, repeated with different scales."""
     layer, x, dy = next((layer, x, dy) for layer, count, x, dy, _ in golden_gradients(family)
                         if count == 37)
     times = -(-tokens // len(x))
@@ -39,7 +39,7 @@ def case(family=FAMILY, tokens=ALONE + 3):
 
 
 def device_bytes(g):
-    """What each worker's device keeps now."""
+    """Bytes that each worker's device retains now."""
     found = []
     for endpoint in g.endpoints:
         t = Trainer(endpoint)
@@ -58,13 +58,13 @@ def wait_for(condition, seconds=30):
 
 
 def all_dropped(g):
-    """The worker that answers a call may be done with its step before the others are."""
+    """Waits, because the worker that answers may finish its step before the others."""
     return wait_for(lambda: sum(device_bytes(g)) == 0)
 
 
 class Case(unittest.TestCase):
     def saved(self, t, layer, x, batch, **fields):
-        """A saved pass, which the device keeps too, where it can: a GPU does so for BF16 alone."""
+        """Makes a retained pass. The device retains its activations if it can; a GPU only BF16."""
         answer = t.forward(layer, x, retain=batch, **fields)
         self.assertTrue(answer.retained)
         if BACKEND == "cpu":
@@ -74,7 +74,7 @@ class Case(unittest.TestCase):
 
 class SameBits(Case):
     def program(self, g, at, family, save):
-        """Two steps of two micro batches; the answers, and what the last step left."""
+        """Runs two steps of two micro batches; returns the answers and the final state."""
         layer, x, dy = case(family)
         t = Trainer(g.endpoints[at])
         seen = []
@@ -111,7 +111,7 @@ class SameBits(Case):
         self.assertEqual(results[0], results[1])
 
     def test_one_worker_without_room_changes_nothing(self):
-        """Whoever is asked: the worker that keeps, or the one that computes again."""
+        """Calls go to the worker that retains, and to the one that recomputes."""
         class Uneven(TrainingGroup):
             def start_worker(self, slot, *extra):
                 limit = ("--retained-device-bytes", "0") if slot == 1 else ()
@@ -126,7 +126,7 @@ class SameBits(Case):
             self.assertEqual(self.program(g, 0, FAMILY, True), want)
             other.batch = keeper.batch = 100
             answer = other.forward(layer, x, retain=101)
-            self.assertTrue(answer.retained)  # x and the routing, that is
+            self.assertTrue(answer.retained)  # x and the routing
             self.assertFalse(answer.retained_activations)
             self.assertEqual(other.state().retained_device_bytes_limit, 0)
             passed = other.backward(layer, dy, batch=101)
@@ -140,7 +140,7 @@ class SameBits(Case):
             codes = g.stop()
         self.assertEqual(codes, [0, 0, 0])
 
-    def test_what_had_to_go_for_newer_ones_is_computed_again(self):
+    def test_evicted_activations_are_recomputed(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2) as g:
             t = Trainer(g.endpoints[0])
@@ -175,14 +175,14 @@ def add(family, workers):
 
 for each_family in FAMILIES:
     for each_count in (1, 2, 4):
-        # All on two workers; those with the most special layers on one and on four.
+        # All families on two workers; those with the most special layers also on one and on four.
         if each_count == 2 or each_family in ("deepseek_v3", "gpt_oss", "llama4"):
             add(each_family, each_count)
 
 
 class OwnStep(Case):
     def forward_beside(self, endpoint, layer, rows, stop, failures, counts):
-        """Plain forward passes, one after the other, until `stop`."""
+        """Makes plain forward passes, one after the other, until `stop`."""
         other = Trainer(endpoint)
         expect, count = other.forward(layer, rows).y_data, 0
         while not stop.is_set():
@@ -193,12 +193,11 @@ class OwnStep(Case):
         other.close()
 
     def retain_beside(self, g, x, dy, layer, batches):
-        """Passes that ask to be retained, each with its Backward, beside plain ones of all workers.
-        Returns how many the device retained.
+        """Makes retained passes, each with its Backward, while all workers get plain ones. Returns
+        the number of passes that the device retained.
 
-        Such a pass is alone in its step. When the device of its worker retained none of the last
-        VAIN, the next ones may share their steps: alone they would cost others something for
-        nothing."""
+        A retained pass is alone in its step. If the device of its worker retained none of the last
+        VAIN, the next ones may share their steps: separate steps would delay others for nothing."""
         t = Trainer(g.endpoints[0])
         want = t.forward(layer, x).y_data
         stop, failures, counts, dx = threading.Event(), [], [], set()
@@ -225,27 +224,27 @@ class OwnStep(Case):
             for thread in threads:
                 thread.join()
         t.close()
-        print("%d forward passes beside %d, of which %d retained" % (sum(counts), len(batches),
-                                                                      retained))
+        print("%d plain forward passes during %d others, %d of them retained" % (sum(counts),
+                                                                      len(batches), retained))
         self.assertEqual(failures, [])
         self.assertEqual(len(dx), 1)
         self.assertEqual(len(counts), 4)
         return retained
 
-    def test_forwards_of_all_workers_beside_it_are_in_other_steps(self):
-        """In both formats: what a GPU never retains is F32."""
+    def test_plain_forwards_do_not_share_the_step_of_a_retained_pass(self):
+        """In both dtypes, because a GPU never retains F32."""
         layer, x, dy = case()
         with training_group(FAMILY, 2) as g:
             for first, rows, grad in ((1, x, dy), (101, moed.bf16(x), moed.bf16(dy))):
                 retained = self.retain_beside(g, rows, grad, layer, range(first, first + 30))
                 self.assertTrue(retained == 30 or BACKEND != "cpu")
 
-    def test_where_the_device_never_retains_one_only_the_first_are_in_other_steps(self):
+    def test_after_vain_attempts_retained_passes_share_steps(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2, "--retained-device-bytes", "1") as g:
             self.assertEqual(self.retain_beside(g, x, dy, layer, range(1, 31)), 0)
 
-    def test_small_ones_and_those_of_many_steps_stay_as_they_were(self):
+    def test_small_passes_and_passes_of_many_steps_are_not_retained_on_devices(self):
         layer, x, dy = case(tokens=ALONE)
         with training_group(FAMILY, 2, "--max-tokens-per-step", "256") as g:
             t = Trainer(g.endpoints[0])
@@ -261,7 +260,7 @@ class OwnStep(Case):
                              ("INVALID_ARGUMENT", "TOKEN_LIMIT"))
             t.close()
 
-    def test_whoever_routes_and_in_whatever_format(self):
+    def test_all_routing_modes_and_dtypes(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2) as g:
             client, batch = moed.Client(g.endpoints[1]), 0
@@ -287,7 +286,7 @@ class OwnStep(Case):
                                      want.weight_gradients.tobytes())
             client.close()
 
-    def test_a_stream_saves_as_well(self):
+    def test_a_stream_retains_passes_too(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2) as g:
             t = Trainer(g.endpoints[1])
@@ -315,29 +314,29 @@ class DroppedInTime(Case):
         layer, x, dy = case()
         with training_group(FAMILY, 4) as g:
             one, two = Trainer(g.endpoints[0]), Trainer(g.endpoints[3])
-            for t in (one, two, one):  # asked again, here and there
+            for t in (one, two, one):  # repeated, on both workers
                 self.saved(t, layer, x, 1)
             once = device_bytes(g)
             self.assertTrue(BACKEND != "cpu" or all(once))
             first = one.backward(layer, dy, batch=1)
             self.assertTrue(first.used_retained)
             self.assertTrue(all_dropped(g))
-            again = one.backward(layer, dy, batch=1)  # without x, that too
+            again = one.backward(layer, dy, batch=1)  # also without x
             self.assertTrue(again.repeated)
             self.assertEqual((again.dx, again.used_activations), (first.dx, first.used_activations))
             self.assertEqual(refusal(two.backward, layer, dy, batch=1)[0],
                              ("FAILED_PRECONDITION", "RECORDED_ELSEWHERE"))
-            # One that sends everything does not use what is kept for its id; it goes all the same.
+            # A Backward with x does not use the retained pass of its id, but drops it.
             routing = self.saved(two, layer, x, 2)
             sent = two.backward(layer, dy, x, routing, batch=2)
             self.assertFalse(sent.used_retained or sent.used_activations)
             self.assertEqual(sent.dx, first.dx)
             self.assertTrue(all_dropped(g))
-            # One of the input alone uses up its id as well.
+            # With input_only it uses up its id as well.
             self.saved(one, layer, x, 3)
             self.assertEqual(one.backward(layer, dy, batch=3, input_only=True).dx, first.dx)
             self.assertTrue(all_dropped(g))
-            # Of two with one id, each worker has its own; what the devices have is the later one's.
+            # If two workers retain passes under one id, the devices have the later one.
             self.saved(one, layer, x, 4)
             self.saved(two, layer, x * 2, 4)
             self.assertEqual(one.backward(layer, dy, batch=4).dx, first.dx)
@@ -367,13 +366,13 @@ class DroppedInTime(Case):
         with training_group(FAMILY, 2, "--retained-seconds", "1") as g:
             t = Trainer(g.endpoints[1])
             routing = self.saved(t, layer, x, 1)
-            self.assertTrue(wait_for(lambda: sum(device_bytes(g)) == 0))  # and no call comes
+            self.assertTrue(wait_for(lambda: sum(device_bytes(g)) == 0))  # without further calls
             wait_for(lambda: False, 1)
             self.assertEqual(refusal(t.backward, layer, dy, batch=1)[0], GONE)
             self.assertFalse(t.backward(layer, dy, x, routing, batch=1).used_retained)
             t.close()
 
-    def test_what_nobody_may_keep_is_not_ordered(self):
+    def test_a_limit_of_zero_retains_no_activations(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2, "--retained-device-bytes", "0") as g:
             t = Trainer(g.endpoints[0])
@@ -386,8 +385,8 @@ class DroppedInTime(Case):
 
 class Faults(Case):
     def finish(self, g, layer, x, dy, batch, endpoint=None):
-        """What a client does with a pass that may be gone: asks for it, then sends everything.
-        Returns dx and what was seen."""
+        """Behaves as a client with a pass that may be dropped: tries without x, then sends x.
+        Returns dx and the results of the attempts."""
         t, seen = Trainer(endpoint or g.endpoints[0]), []
         end = time.monotonic() + 60
         while True:
@@ -408,7 +407,8 @@ class Faults(Case):
         return answer.dx, seen
 
     def killed(self, victim, learn):
-        """Worker `victim` dies between the two; asked is worker 0, or what comes in its place."""
+        """Worker `victim` dies between forward and backward. The calls go to worker 0 or to its
+        replacement."""
         layer, x, dy = case()
         with training_group(FAMILY, 2, "--wait-budget-ms", "500") as g:
             t = Trainer(g.endpoints[0])
@@ -424,26 +424,26 @@ class Faults(Case):
             g.start_worker(victim, "--wait-budget-ms", "500")
             dx, seen = self.finish(g, layer, x, dy, 100)
             print("worker %d killed, %s: %s" % (victim, "learnt" if learn else "untouched", seen))
-            self.assertEqual(dx, want)  # weights have gone back to the model
+            self.assertEqual(dx, want)  # the weights are those of the model again
             g.wait_serving(epoch)
             self.assertEqual(sum(device_bytes(g)), 0)
             t.close()
             t = Trainer(g.endpoints[0])
-            self.saved(t, layer, x, 101)  # and it goes on
+            self.saved(t, layer, x, 101)  # the group still works
             answer = t.backward(layer, dy, batch=101)
             self.assertEqual((answer.dx, answer.used_activations), (want, BACKEND == "cpu"))
             t.close()
 
-    def test_another_worker_killed_between_the_two(self):
+    def test_another_worker_dies_between_forward_and_backward(self):
         self.killed(1, False)
         self.killed(1, True)
 
-    def test_the_worker_that_was_asked_killed_between_the_two(self):
+    def test_the_called_worker_dies_between_forward_and_backward(self):
         self.killed(0, False)
         self.killed(0, True)
 
-    def test_killed_while_saved_passes_run(self):
-        """A saving Forward that a worker dies under is answered, like any other Forward."""
+    def test_a_worker_dies_while_retained_passes_run(self):
+        """A Forward with retain is answered although a worker dies, as any other Forward."""
         layer, x, dy = case()
         with training_group(FAMILY, 4, "--wait-budget-ms", "500") as g:
             t = Trainer(g.endpoints[0])
@@ -457,7 +457,7 @@ class Faults(Case):
                         answers.append(other.forward(layer, x, retain=batch).y_data)
                     except grpc.RpcError as error:
                         failures.append((error.code().name, wire.error_reason(error)[0]))
-                        time.sleep(0.1)  # as a client does before it tries again
+                        time.sleep(0.1)  # as a client does before a retry
                 other.close()
 
             threads = [threading.Thread(target=save, args=(i,)) for i in range(3)]
@@ -486,7 +486,7 @@ class Faults(Case):
                     routing = one.forward(layer, x)
                     calls = [(what, batch) for what in ("save", "back") * 3 for batch in (1, 2)]
                     rng.shuffle(calls)
-                    # Gradients are summed in the order of the first two that are run.
+                    # Gradients are summed in the order of execution of the first two.
                     first = calls.index(("back", 2))
                     calls.insert(first, ("back", 1))
                     for what, number in calls + [("back", 1), ("back", 2)]:
@@ -507,8 +507,9 @@ class Faults(Case):
                 one.close(), two.close()
         self.assertEqual(len(set(results)), 1)
 
-    def test_clients_that_go_away_leave_nothing_that_hurts(self):
-        """Cancelled and late ones, waiting or running, beside others that stay."""
+    def test_clients_that_go_away_leave_no_harm(self):
+        """Calls that are cancelled or exceed their time, waiting or running, among others that
+        stay."""
         layer, x, dy = case()
         with training_group(FAMILY, 2, "--retained-seconds", "5") as g:
             t = Trainer(g.endpoints[0])
@@ -551,24 +552,23 @@ class Faults(Case):
 
 
 class Share(Case):
-    def test_plain_forwards_go_on_beside_saved_pairs(self):
-        """Whatever the share: no call fails, and both sides come on. How long they wait for each
-        other is measured by tests/bench/beside.py; the share itself is the sequencer's, and tested
-        there."""
+    def test_plain_forwards_go_on_during_retained_pairs(self):
+        """With every share, no call fails, and both sides make progress. tests/bench/beside.py
+        measures how long they wait for each other; tests of the sequencer cover the share."""
         layer, x, dy = case()
         for share in ("0.1", "0.5"):
             with training_group(FAMILY, 2, "--training-share", share) as g, Load() as load:
                 load.forwards(6, g.endpoints, layer, x[:37].copy())
-                load.saved_pairs(2, g.endpoints, layer, x, dy)
+                load.retained_pairs(2, g.endpoints, layer, x, dy)
                 wait_until(lambda: load.failures or len(load.pairs) > 12)
                 load.wait_for_more()
                 self.assertEqual(load.failures, [])
 
 
 class Told(Case):
-    def test_clients_operators_and_series_are_told(self):
+    def test_answers_status_and_metrics_report_retained_passes(self):
         layer, x, dy = case()
-        with socket.socket() as s:  # the series' port has to be known beforehand
+        with socket.socket() as s:  # a free port for /metrics
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         with training_group(FAMILY, 1, "--metrics-listen", "127.0.0.1:%d" % port) as g:

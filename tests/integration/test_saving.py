@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on a file system that does not finish: what goes on beside a Save or Load, what is
-called off, and what a Save that nobody recorded leaves. Nothing here is timed: the disk waits for
-the test (gated_fsync.c)."""
+"""Checkpoints on a slow file system: calls during a Save or Load, cancelled Saves, and files of
+Saves that were not recorded. No test depends on timing: the disk waits for the test
+(gated_fsync.c)."""
 
 import concurrent.futures
 import json
@@ -38,7 +38,7 @@ class Client(Trainer):
         return self.forward(self.layer, self.x).y_data
 
     def train(self, number):
-        """A micro batch and a step; what can be seen of them."""
+        """Runs a micro batch and a step; returns their observable results."""
         routing = self.forward(self.layer, self.x)
         back = self.backward(self.layer, self.dy * number, self.x, routing, batch=number)
         step = self.optimizer_step(step=10 * number, expected_backwards=1)
@@ -53,7 +53,7 @@ class Client(Trainer):
 
 
 class Background:
-    """A call on a thread of its own."""
+    """A call on a separate thread."""
 
     def __init__(self, call, *arguments, **fields):
         self.answer = self.error = None
@@ -82,7 +82,7 @@ class Saving(unittest.TestCase):
         self.addCleanup(self.open_gate, ".copy")
 
     def close_gate(self, of=""):
-        """Of what is written, or, with ".copy", of what is copied."""
+        """Blocks writing; with ".copy", blocks copying."""
         open(self.gate + of, "w").close()
 
     def open_gate(self, of=""):
@@ -101,7 +101,7 @@ class Saving(unittest.TestCase):
                               environment=environment)
 
     def saving(self, g):
-        """What the workers are saving."""
+        """Names of checkpoints that the workers are writing."""
         names = set()
         for slot in range(len(g.workers)):
             client = Client(g, slot)
@@ -122,14 +122,13 @@ class Saving(unittest.TestCase):
         return sorted(os.listdir(self.root))
 
     def hidden(self, name):
-        """Directories in which a checkpoint `name` is being written."""
+        """Directories of a checkpoint `name` that is being written."""
         return [n for n in self.names() if n.startswith(".%s." % name) and n.endswith(".saving")]
 
-    # ---------------------------------------------------------------------- beside a Save
+    # ---------------------------------------------------------------------- during a Save
 
     def end_view_under(self, save, g, client, epoch):
-        """Worker 1 stands still for longer than the others wait: the view ends, and the Save
-        fails."""
+        """Stops worker 1 for longer than the others wait: the view ends, and the Save fails."""
         g.workers[1].send_signal(signal.SIGSTOP)
         try:
             Background(client.ask)
@@ -148,7 +147,7 @@ class Saving(unittest.TestCase):
             self.close_gate()
             save = Background(Client(g).save, "slow", 15)
             wait_until(lambda: self.saving(g) == {"slow"})
-            # Who asks for the next free id does not get that of what is under way.
+            # The id of a change that runs is not reported as free.
             self.assertEqual({client.state().last_step_id, other.state().last_step_id}, {15})
             self.moectl(g, 7, "one at a time (slow)", "save", "more")
             self.moectl(g, 7, "one at a time (slow)", "load", "more")
@@ -158,7 +157,7 @@ class Saving(unittest.TestCase):
                 client.ask()
                 other.ask()
             undisturbed = client.train(2)
-            # One at a time; the same again waits with the first.
+            # One Save at a time; a repeat of the first waits with it.
             for answer in (refusal(other.save, "more", 18), refusal(client.load, "slow", 19)):
                 self.assertEqual(answer[0], ("FAILED_PRECONDITION", "SAVE_RUNNING"))
             self.assertEqual(refusal(other.save, "more", 15)[0], ("ALREADY_EXISTS", "ID_REUSED"))
@@ -171,12 +170,12 @@ class Saving(unittest.TestCase):
             self.open_gate()
             saved = save.result()
             self.assertEqual(again.result().weights_version, saved.weights_version)
-            # It is the state of the moment in which it was asked for.
+            # It has the state of the moment in which it began.
             self.assertEqual(saved.weights_version, before.weights_version)
             self.assertEqual((self.saving(g), client.state().checkpoint), ({""}, "slow"))
             self.assertEqual(self.names(), ["slow"])
             self.assertTrue(client.save("slow", 15).repeated)
-            self.assertEqual(client.state().unsaved_steps, 1)  # beside it
+            self.assertEqual(client.state().unsaved_steps, 1)  # made during the Save
             client.load("slow", 30)
             self.assertEqual(client.state().steps, before.steps)
             self.assertEqual(client.state().unsaved_steps, 0)
@@ -190,7 +189,7 @@ class Saving(unittest.TestCase):
     def test_the_same_with_adapters(self):
         self.everything_goes_on(2, *LORA)
 
-    # ------------------------------------------------------------------ beside the copy of it
+    # ------------------------------------------------------------------ during the copy
 
     def steps_go_on_beside_the_copy(self, workers, *extra):
         with self.group(workers, *extra) as g:
@@ -204,7 +203,7 @@ class Saving(unittest.TestCase):
                 self.assertEqual((client.ask(), other.ask()), (seen, seen))
             routing = client.forward(client.layer, client.x, retain=7)
             dx = other.backward(client.layer, client.dy, client.x, routing, batch=2).dx
-            # A step waits, and so does what came after it; but nobody waits for the two.
+            # A step waits, and so do Backward calls after it; other calls do not wait for them.
             step = Background(Client(g).optimizer_step, step=20, expected_backwards=1)
             step.thread.join(0.2)
             late = Background(other.backward, client.layer, client.dy, client.x, routing, batch=3)
@@ -225,7 +224,7 @@ class Saving(unittest.TestCase):
             self.assertGreater(late.result().weights_version, before.weights_version)
             after = client.ask()
             self.assertNotEqual(after, seen)
-            # It is the state before the step, which is taken again from there to the same bits.
+            # It has the state before the step; repeating the step gives the same bits.
             client.load("slow", 30)
             self.assertEqual((client.state().steps, client.ask()), (1, seen))
             back = client.backward(client.layer, client.dy, client.x, routing, batch=4)
@@ -241,7 +240,7 @@ class Saving(unittest.TestCase):
     def test_the_same_with_adapters_while_their_state_is_copied(self):
         self.steps_go_on_beside_the_copy(2, *LORA)
 
-    def test_a_save_that_is_called_off_while_it_copies_lets_the_next_step_go(self):
+    def test_a_save_cancelled_during_its_copy_releases_the_next_step(self):
         with self.group(2) as g:
             client = Client(g, 1)
             client.train(1)
@@ -266,7 +265,7 @@ class Saving(unittest.TestCase):
             wait_until(lambda: self.saving(g) == {"last"})
             step = Background(Client(g).optimizer_step, step=20)
             step.thread.join(0.2)
-            g.workers[0].terminate()  # which was asked
+            g.workers[0].terminate()  # the worker that got the call
             with wire.open_channel(g.address) as channel:
                 wait_until(lambda: wire.get_status(channel).workers[0].state ==
                            wire.admin.WORKER_STATE_DRAINING)
@@ -276,7 +275,7 @@ class Saving(unittest.TestCase):
             g.workers[0].wait(timeout=60)
         self.assertEqual(self.names(), ["last"])
 
-    def test_a_worker_that_dies_while_the_state_is_copied_takes_the_group_back(self):
+    def test_the_group_goes_back_if_a_worker_dies_during_the_copy(self):
         with self.group(2, "--wait-budget-ms", "500") as g:
             client = Client(g)
             client.train(1)
@@ -299,7 +298,7 @@ class Saving(unittest.TestCase):
             self.assertEqual((self.names(), client.ask()), (["first"], first))
             self.assertEqual(client.train(2)[1:], undisturbed[1:])
 
-    def test_down_tells_what_was_not_saved(self):
+    def test_down_reports_unsaved_steps(self):
         with tempfile.TemporaryDirectory() as folder:
             config, state = os.path.join(folder, "train.conf"), os.path.join(folder, "state")
             os.mkdir(os.path.join(folder, "ckpt"))
@@ -325,8 +324,8 @@ class Saving(unittest.TestCase):
                 self.assertEqual("`moectl training load %s`" % saved in done.stderr,
                                  saved is not None)
 
-    def test_a_group_in_the_foreground_tells_it_as_it_ends(self):
-        """By Ctrl-C, and by the death of a worker."""
+    def test_a_group_in_the_foreground_reports_unsaved_steps(self):
+        """After Ctrl-C, and after the death of a worker."""
         layer, x, dy = next((layer, x, dy) for layer, tokens, x, dy, _
                             in golden_gradients(FAMILY) if tokens == 37)
         with tempfile.TemporaryDirectory() as folder:
@@ -350,7 +349,7 @@ class Saving(unittest.TestCase):
                 self.assertEqual(up.returncode, code)
                 self.assertIn("1 optimizer step since the model was loaded was not saved", said)
 
-    def test_a_save_that_is_late_tells_what_became_of_it(self):
+    def test_a_save_over_its_time_limit_reports_its_end(self):
         with self.group(2) as g:
             port = self.give_metrics(g)
             Client(g).train(1)
@@ -359,14 +358,14 @@ class Saving(unittest.TestCase):
                               "(--timeout 1 s); late is cancelled and has left nothing behind",
                               "save", "late", "--timeout", "1")
             wait_until(lambda: self.saving(g) == {"late"})
-            wait_until(lambda: self.ended_saves(port) == 1)  # it knows that nobody waits
+            wait_until(lambda: self.ended_saves(port) == 1)  # the worker has cancelled it
             self.open_gate()
             late.result()
             self.assertEqual(self.names(), [])
 
     def give_metrics(self, g):
-        """Starts worker 1 again with a metrics port of its own, and returns that."""
-        with socket.socket() as s:  # it has to be known beforehand
+        """Restarts worker 1 with a metrics port; returns the port."""
+        with socket.socket() as s:  # finds a free port
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         epoch = g.info().epoch
@@ -376,14 +375,14 @@ class Saving(unittest.TestCase):
         return port
 
     def ended_saves(self, port):
-        """How many Saves that worker saw called off or out of time."""
+        """Number of Saves of that worker that were cancelled or exceeded their time."""
         page = urllib.request.urlopen("http://127.0.0.1:%d/metrics" % port).read().decode()
         return sum(float(count) for count in re.findall(
             r'^moe_requests_total\{rpc="SaveCheckpoint",'
             r'code="(?:CANCELLED|DEADLINE_EXCEEDED)"\} (\S+)$',
             page, re.MULTILINE))
 
-    def test_a_save_has_no_limit_tells_how_far_it_is_and_is_called_off_by_ctrl_c(self):
+    def test_a_save_has_no_limit_reports_progress_and_ctrl_c_cancels_it(self):
         with self.group(2) as g:
             port = self.give_metrics(g)
             Client(g).train(1)
@@ -398,14 +397,14 @@ class Saving(unittest.TestCase):
                 if ended:
                     save.send_signal(signal.SIGINT)
                     save.wait()
-                    wait_until(lambda: self.ended_saves(port) == 1)  # it knows that nobody waits
+                    wait_until(lambda: self.ended_saves(port) == 1)  # the worker has cancelled it
                 self.open_gate()
                 out, _ = save.communicate(timeout=60)
                 self.assertEqual("saved slow-%d" % ended in out, not ended)
             wait_until(lambda: self.saving(g) == {""})
             self.assertEqual(self.names(), ["slow-0"])
 
-    def test_who_waits_for_a_worker_is_told_which(self):
+    def test_a_command_that_waits_names_the_missing_worker(self):
         with self.group(2) as g:
             g.kill_worker(1)
             wait_until(lambda: g.info().epoch == 0)
@@ -419,11 +418,11 @@ class Saving(unittest.TestCase):
             g.start_worker(1)
             g.wait_serving()
 
-    # ------------------------------------------------------------------- no room for a copy
+    # ------------------------------------------------------------------- no memory for a copy
 
     def without_memory(self, slots, *extra):
-        """A host that has no room for the copy of some slots, which is seen when it is asked; a
-        micro batch has come meanwhile."""
+        """A host has no memory for the copy of some slots. The worker checks it after a micro batch
+        has arrived."""
         with self.group(2, *extra) as g:
             client = Client(g)
             client.train(1)
@@ -465,22 +464,22 @@ class Saving(unittest.TestCase):
             self.assertEqual(client.optimizer_step(step=17, expected_backwards=1).grad_norm, norm)
             self.assertEqual(client.train(2), undisturbed)
             client.save("next", 35)
-            client.save("last", 36, keep=1)  # what it was told to load stays
+            client.save("last", 36, keep=1)  # the loaded checkpoint stays
             self.assertEqual((self.names(), client.state().checkpoint), (["last", "poor"], "last"))
         for name in ("last", "poor"):
             shutil.rmtree(os.path.join(self.root, name))
 
-    def test_without_room_for_a_copy_steps_wait_and_forward_passes_do_not(self):
+    def test_without_memory_for_a_copy_steps_wait_and_forward_passes_do_not(self):
         self.without_memory((0, 1))
         self.without_memory((0,))
         self.without_memory((1,))
 
-    def test_the_same_with_adapters_and_no_room(self):
+    def test_the_same_with_adapters_without_memory(self):
         self.without_memory((1,), *LORA)
 
-    # ------------------------------------------------------------------------ called off
+    # ------------------------------------------------------------------------ cancelled
 
-    def test_a_save_that_nobody_waits_for_is_called_off(self):
+    def test_a_save_without_callers_is_cancelled(self):
         with self.group(2) as g:
             client = Client(g, 1)
             client.train(1)
@@ -495,7 +494,7 @@ class Saving(unittest.TestCase):
             self.assertFalse(client.save("late", 15).repeated)
             self.assertEqual(self.names(), ["late"])
 
-    def test_while_somebody_waits_it_goes_on(self):
+    def test_a_save_with_one_caller_left_goes_on(self):
         for slot in (0, 1):
             with self.group(2) as g:
                 self.close_gate()
@@ -509,7 +508,7 @@ class Saving(unittest.TestCase):
                 self.assertEqual(self.names(), ["both"])
             shutil.rmtree(os.path.join(self.root, "both"))
 
-    def test_when_nobody_waits_at_any_worker_it_is_called_off(self):
+    def test_a_save_without_callers_at_any_worker_is_cancelled(self):
         with self.group(2) as g:
             self.close_gate()
             calls = [Background(Client(g).save, "late", 15, timeout=1)]
@@ -522,7 +521,7 @@ class Saving(unittest.TestCase):
             wait_until(lambda: self.saving(g) == {""})
             self.assertEqual(self.names(), [])
 
-    def test_a_group_that_is_stopped_while_it_saves_leaves_nothing(self):
+    def test_a_group_that_stops_during_a_save_leaves_nothing(self):
         with self.group(2, "--drain-ms", "300") as g:
             self.close_gate()
             save = Background(Client(g).save, "cut", 15)
@@ -536,11 +535,11 @@ class Saving(unittest.TestCase):
                 worker.wait(timeout=60)
         self.assertEqual(self.names(), [])
 
-    def test_a_worker_that_left_while_its_disk_hung_touches_nothing_of_its_successors(self):
+    def test_a_worker_with_a_hung_disk_touches_no_file_of_its_successor(self):
         with self.group(2, "--drain-ms", "300") as g:
             epoch = g.info().epoch
             self.close_gate()
-            first = Background(Client(g, 1).save, "cut", 15)  # hangs before slot 1 has a part in it
+            first = Background(Client(g, 1).save, "cut", 15)  # hangs before slot 1 takes part
             wait_until(lambda: self.hidden("cut"))
             left, old = g.workers[0], self.hidden("cut")
             left.terminate()
@@ -553,7 +552,7 @@ class Saving(unittest.TestCase):
             g.wait_serving(above=epoch)
             self.close_gate()
             second = Background(Client(g, 1).save, "cut", 16)
-            # That process lives, and may be writing for somebody, for all that a Save can tell.
+            # That process lives and may still be writing, so a Save must leave its files.
             wait_until(lambda: len(self.hidden("cut")) == 2)
             mine = [name for name in self.hidden("cut") if name not in old]
             self.assertIsNone(left.poll())
@@ -565,7 +564,7 @@ class Saving(unittest.TestCase):
             self.assertEqual(self.names(), ["cut"])
             Client(g, 1).load("cut", 17)
 
-    def test_adapters_are_exported_once_a_save_that_was_given_up_has_ended(self):
+    def test_an_export_waits_for_the_end_of_a_cancelled_save(self):
         with self.group(2, "--wait-budget-ms", "500", *LORA) as g:
             client = Client(g)
             epoch = g.info().epoch
@@ -593,9 +592,9 @@ class Saving(unittest.TestCase):
             self.assertEqual(wire.error_reason(error)[0], "SAVE_RUNNING")
             return False
 
-    # ---------------------------------------------------------------------- nobody recorded
+    # ---------------------------------------------------------------------- not recorded
 
-    def test_a_save_whose_view_ends_after_its_last_write_is_found_when_it_is_asked_again(self):
+    def test_a_repeat_finds_a_save_that_lost_its_view_after_the_last_write(self):
         """Slot 1 stops for longer than a step waits, between the rename and the record."""
         with self.group(2, "--wait-budget-ms", "500", of=self.root) as g:
             client = Client(g)
@@ -608,20 +607,20 @@ class Saving(unittest.TestCase):
             self.assertEqual((client.state().lineage, client.state().checkpoint),
                              (before.lineage, ""))
             self.assertEqual(refusal(client.save, "other", 16)[0],
-                             ("FAILED_PRECONDITION", "SAVE_RUNNING"))  # its thread is not back yet
+                             ("FAILED_PRECONDITION", "SAVE_RUNNING"))  # its thread still runs
             self.open_gate()
             client.train(2)
             wait_until(lambda: self.saved(client))
             state = client.state()
             self.assertEqual((state.checkpoint, state.steps), ("found", 2))
             self.assertTrue(client.save("found", 15).repeated)
-            # Another Save is not taken for it.
+            # Another Save under the same name is not a repeat.
             self.assertEqual(refusal(client.save, "found", 40)[0],
                              ("ALREADY_EXISTS", "CHECKPOINT_EXISTS"))
             client.load("found", 41)
             self.assertEqual(client.state().steps, 1)
 
-    def test_what_the_group_would_go_back_to_stays_until_it_would_go_elsewhere(self):
+    def test_retention_leaves_the_checkpoint_of_the_groups_recovery(self):
         """Retention, and a view that ends between the rename and the record."""
         with self.group(2, "--wait-budget-ms", "500", of=self.root) as g:
             client = Client(g)
@@ -643,7 +642,7 @@ class Saving(unittest.TestCase):
             g.wait_serving(epoch)
             self.assertEqual((client.state().checkpoint, client.state().steps), ("first", 1))
             self.assertEqual(client.train(2), undisturbed)
-            # One that is recorded makes room.
+            # A recorded Save lets retention remove it.
             client.save("third", 35, keep=1)
             self.assertEqual((self.names(), client.state().checkpoint), (["third"], "third"))
 
@@ -655,7 +654,7 @@ class Saving(unittest.TestCase):
             self.assertEqual(wire.error_reason(error)[0], "SAVE_RUNNING")
             return False
 
-    # --------------------------------------------------------------------- nowhere to go back to
+    # --------------------------------------------------------------------- no way back
 
     def damage(self, name):
         path = os.path.join(self.root, name, "optimizer", "slot-00001.safetensors")
@@ -670,7 +669,7 @@ class Saving(unittest.TestCase):
             name=name, as_loaded=as_loaded))
 
     def lose_a_worker(self, g, client):
-        """Returns once the group has tried to go back, and could not."""
+        """Returns when the group has failed to go back."""
         epoch = g.info().epoch
         g.kill_worker(1)
         wait_until(lambda: g.info().epoch == 0)
@@ -680,45 +679,45 @@ class Saving(unittest.TestCase):
         wait_until(lambda: client.state().problem != "")
         return epoch, last.state().problem
 
-    def test_what_a_group_without_a_worker_may_lose_is_told(self):
+    def test_status_reports_the_steps_that_a_group_may_lose(self):
         with self.group(2, "--wait-budget-ms", "500") as g:
             client = Client(g)
 
-            def told(*command):
+            def stderr_of(*command):
                 done = moectl(*command, "--endpoint", g.endpoints[0], check=False)
                 print(done.stderr)
                 return done.stderr
 
             client.train(1)
             client.train(2)
-            self.assertNotIn("optimizer step", told("status") + told("training"))
+            self.assertNotIn("optimizer step", stderr_of("status") + stderr_of("training"))
             epoch = g.info().epoch
             g.kill_worker(1)
             wait_until(lambda: g.info().epoch == 0)
             for command in (("status",), ("training",)):
-                said = told(*command)
+                said = stderr_of(*command)
                 self.assertIn("2 optimizer steps since the model was loaded were not saved", said)
                 self.assertIn("goes back to the model as loaded", said)
             g.start_worker(1, "--wait-budget-ms", "500")
             g.wait_serving(epoch)
-            self.assertEqual(client.state().steps, 0)  # it was true
+            self.assertEqual(client.state().steps, 0)  # they were lost
             Client(g).save("first", 45)
             client = Client(g)
             epoch = g.info().epoch
             g.kill_worker(1)
             wait_until(lambda: g.info().epoch == 0)
-            self.assertNotIn("optimizer step", told("status") + told("training"))
+            self.assertNotIn("optimizer step", stderr_of("status") + stderr_of("training"))
             self.damage("first")
             g.start_worker(1, "--wait-budget-ms", "500")
             wait_until(lambda: client.state().problem != "")
             for command in (("status",), ("training",)):
-                said = told(*command)
+                said = stderr_of(*command)
                 self.assertIn("moectl training recover NAME", said)
                 self.assertIn("cannot go back to checkpoint first", said)
             moectl("training", "recover-model", "--endpoint", g.endpoints[1])
             g.wait_serving(epoch)
 
-    def test_python_tells_it_too(self):
+    def test_python_reports_the_problem_too(self):
         with self.group(2, "--wait-budget-ms", "500") as g:
             client = Client(g)
             client.train(1)
@@ -728,21 +727,21 @@ class Saving(unittest.TestCase):
             client.save("second", 25)
             self.damage("second")
             epoch, problem = self.lose_a_worker(g, client)
-            with moed.Client(g.endpoints[1]) as told:
-                self.assertEqual(told.train_state().problem, problem)
+            with moed.Client(g.endpoints[1]) as other:
+                self.assertEqual(other.train_state().problem, problem)
                 with self.assertRaises(moed.MoeError) as caught:
-                    told.recover_training("nosuch")
+                    other.recover_training("nosuch")
                 self.assertEqual(caught.exception.reason, "CHECKPOINT_NOT_FOUND")
-                told.recover_training("first")
+                other.recover_training("first")
                 g.wait_serving(epoch)
-                state = told.train_state()
+                state = other.train_state()
                 self.assertEqual((state.checkpoint, state.problem), ("first", ""))
                 self.assertEqual(client.ask(), first)
                 with self.assertRaises(moed.MoeError) as caught:
-                    told.recover_training(as_loaded=True)  # the group serves
+                    other.recover_training(as_loaded=True)  # the group serves
                 self.assertEqual(caught.exception.code, grpc.StatusCode.FAILED_PRECONDITION)
 
-    def test_a_group_does_not_go_back_further_than_it_must_unless_it_is_told_to(self):
+    def test_a_group_goes_further_back_only_on_request(self):
         with self.group(2, "--wait-budget-ms", "500") as g:
             client = Client(g)
             client.train(1)
@@ -769,8 +768,7 @@ class Saving(unittest.TestCase):
                              ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
             self.assertEqual(moectl("training", "recover", "nosuch", "--endpoint", g.endpoints[1],
                                     check=False).returncode, 4)
-            # Who stands before it is told at once; the group goes on trying, however often it
-            # fails.
+            # A caller gets the reason at once, and the group keeps trying.
             answer, error = refusal(client.load, "first", 30)
             self.assertEqual(answer, ("FAILED_PRECONDITION", "CANNOT_GO_BACK"))
             self.assertIn("moectl training recover", error.details())
@@ -784,7 +782,7 @@ class Saving(unittest.TestCase):
             with wire.open_channel(g.address) as channel:
                 self.assertNotIn("slot-00001.safetensors", str(wire.get_status(channel)))
             self.assertEqual(client.ask(), first)
-            # What was said has been done: next time it is the last checkpoint again.
+            # A recovery applies once: the next time the group takes the last checkpoint again.
             client.save("third", 35)
             shutil.rmtree(os.path.join(self.root, "third"))
             epoch, problem = self.lose_a_worker(g, client)
@@ -794,9 +792,9 @@ class Saving(unittest.TestCase):
             state = client.state()
             self.assertEqual((state.checkpoint, state.steps, state.problem), ("", 0, ""))
 
-    # ------------------------------------------------------------------- what is said clearly
+    # ------------------------------------------------------------------- messages
 
-    def test_a_replacement_that_does_not_train_is_told_so(self):
+    def test_a_replacement_that_does_not_train_is_refused_with_the_reason(self):
         with training_group(FAMILY, 2) as g:
             g.kill_worker(1)
             wait_until(lambda: g.info().epoch == 0)
@@ -805,7 +803,7 @@ class Saving(unittest.TestCase):
                 wait_until(lambda: "without --training" in str(wire.get_status(channel)))
                 print([w for w in str(wire.get_status(channel)).splitlines() if "--training" in w])
 
-    def test_an_adapter_is_no_checkpoint(self):
+    def test_an_adapter_is_not_a_checkpoint(self):
         with training_group("qwen3_moe", 1, "--training-dir", self.root, *LORA) as g:
             client = Client(g)
             client.call("ExportAdapter", training.ExportAdapterRequest(step_id=1, name="adapter"))
@@ -817,7 +815,7 @@ class Saving(unittest.TestCase):
             self.assertEqual(answer, ("FAILED_PRECONDITION", "CHECKPOINT_NOT_FOUND"))
             self.assertIn("manifest.json", error.details())
 
-    def test_an_operators_save_is_of_the_state_that_was_seen_or_of_none(self):
+    def test_an_operators_save_writes_the_state_that_he_saw_or_none(self):
         with self.group(2) as g:
             client = Client(g)
             client.train(1)
@@ -841,10 +839,10 @@ class Saving(unittest.TestCase):
             self.assertIn("it had 3 steps and has 1", done.stderr)
             self.assertNotIn("k5", self.names())
             wait_until(lambda: self.saving(g) == {""})
-            told = moectl("training", "save", "k5", "--endpoint", g.endpoints[0])
-            self.assertIn("saved k5: 1 step, ", told.stdout)
+            done = moectl("training", "save", "k5", "--endpoint", g.endpoints[0])
+            self.assertIn("saved k5: 1 step, ", done.stdout)
 
-    def test_a_load_tells_what_it_throws_away(self):
+    def test_a_load_reports_the_steps_that_it_discards(self):
         with self.group(2) as g:
             client, here = Client(g), ("--endpoint", g.endpoints[1])
             client.train(1)
@@ -856,20 +854,21 @@ class Saving(unittest.TestCase):
                             client.x,
                             client.forward(client.layer, client.x),
                             batch=40)
-            told = moectl("training", "load", "one", *here)
-            self.assertIn("loaded one: 1 step, ", told.stdout)
-            self.assertIn("2 unsaved optimizer steps were discarded", told.stderr)
-            self.assertIn("the gradients of 1 Backward call were discarded", told.stderr)
-            told = moectl("training", "load", "one", "-o", "json", *here)
-            self.assertEqual((told.stderr, json.loads(told.stdout)["lostSteps"]), ("", "0"))
+            done = moectl("training", "load", "one", *here)
+            self.assertIn("loaded one: 1 step, ", done.stdout)
+            self.assertIn("2 unsaved optimizer steps were discarded", done.stderr)
+            self.assertIn("the gradients of 1 Backward call were discarded", done.stderr)
+            done = moectl("training", "load", "one", "-o", "json", *here)
+            self.assertEqual((done.stderr, json.loads(done.stdout)["lostSteps"]), ("", "0"))
             client.train(4)
             answer = client.load("one", 50)
             self.assertEqual((answer.steps, answer.lost_steps, answer.lost_backwards), (1, 1, 0))
             again = client.load("one", 50)
             self.assertEqual((again.repeated, again.lost_steps), (True, 1))
 
-    def test_a_load_that_names_its_lineage_is_answered_again(self):
-        """The lineage that it named ended with it: the answer may have been lost all the same."""
+    def test_a_repeated_load_with_a_lineage_is_answered(self):
+        """A load ends the lineage that it names. If its answer is lost, a repeat must still
+        work."""
         with self.group(2) as g:
             client = Client(g)
             client.train(1)
@@ -887,11 +886,11 @@ class Saving(unittest.TestCase):
                     python.load_checkpoint("one", step_id=51, session="mine", lineage=before)
                 self.assertEqual(caught.exception.reason, "STATE_LOST")
                 python.load_checkpoint("one", step_id=52, session="mine")
-                with self.assertRaises(moed.MoeError) as caught:  # that state is gone, too
+                with self.assertRaises(moed.MoeError) as caught:  # that state is lost too
                     python.load_checkpoint("one", step_id=50, session="mine", lineage=before)
                 self.assertEqual(caught.exception.reason, "STATE_LOST")
 
-    def test_no_id_shuts_out_those_that_take_the_next_one(self):
+    def test_the_highest_id_does_not_block_other_sessions(self):
         with training_group(FAMILY, 1) as g:
             client = Client(g)
             for step in (2 ** 63, 2 ** 64 - 1):
@@ -907,7 +906,7 @@ class Saving(unittest.TestCase):
             self.assertIn("--step-id", done.stderr)
             moectl("training", "zero-grad", "--step-id", "7", "--endpoint", g.endpoints[0])
 
-    def test_what_a_crash_left_goes_with_the_next_save_of_any_name(self):
+    def test_the_next_save_removes_leftovers_of_a_crash(self):
         for left in (".old.saving", ".old.removed", ".older.removed",
                      ".new.0123456789abcdef.saving"):
             os.makedirs(os.path.join(self.root, left, "optimizer"))

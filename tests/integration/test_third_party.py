@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that are not ours: stubs made from reflection alone, the public health protocol, and the
-health checking that is built into gRPC's own client library."""
+"""Third-party clients: stubs from reflection only, the public health protocol, and the health
+checking of gRPC's client library."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ from group import golden_cases, group, main, relative_error
 
 PUBLIC_PROTOS = "/usr/share/grpc-proto"
 FAMILY = "mixtral"
-_folders = []  # of compiled protos; they go with the process
+_folders = []  # of compiled protos; removed at exit
 
 
 def compile_public(*names):
@@ -41,7 +41,7 @@ def message_class(pool, name):
 
 
 class Reflected:
-    """A client that knows nothing but the reflection protocol."""
+    """A client that knows only the reflection protocol."""
 
     def __init__(self, channel, version):
         import importlib
@@ -94,8 +94,8 @@ class Reflected:
 class ThirdPartyClients(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        # The two reflection versions have files of the same base name: compile each apart, under
-        # a package of its own.
+        # The two reflection versions have files with the same base name: compile each as a
+        # separate package.
         for version in ("v1", "v1alpha"):
             out = compile_public("grpc/reflection/%s/reflection.proto" % version)
             source = os.path.join(out, "grpc", "reflection", version, "reflection_pb2.py")
@@ -135,7 +135,7 @@ class ThirdPartyClients(unittest.TestCase):
         self.forward_by_reflection("v1alpha")
 
     def test_the_json_of_the_readme_runs_a_layer(self):
-        """What grpcurl does with it: JSON in, JSON out, by the descriptors of reflection."""
+        """As grpcurl: JSON in, JSON out, with the descriptors from reflection."""
         client = Reflected(self.channel, "v1")
         client.learn("moe.v1.ExpertService")
         request, forward = client.method("moe.v1.ExpertService", "Forward")
@@ -152,7 +152,7 @@ class ThirdPartyClients(unittest.TestCase):
         self.assertLessEqual(
             relative_error(np.frombuffer(data, np.float32).reshape(x.shape), want), 1e-5)
 
-    def test_reflection_says_not_found_for_what_is_not_there(self):
+    def test_reflection_says_not_found_for_unknown_names(self):
         answer = Reflected(self.channel, "v1").ask(file_containing_symbol="no.such.Symbol")
         self.assertEqual(answer.error_response.error_code, grpc.StatusCode.NOT_FOUND.value[0])
 

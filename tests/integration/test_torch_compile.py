@@ -28,7 +28,8 @@ def graph(function, backend="aot_eager", **options):
 
 
 def calls(worker):
-    """Passes that the worker was asked for: tokens, and whether it retains x or gets it again."""
+    """The passes in the worker's requests: (name, tokens, whether it retains x or gets it
+    again)."""
     return [(name, m.tokens, bool(m.x) if name == "Backward" else m.HasField("retain"))
             for name, m in worker.requests]
 
@@ -81,7 +82,7 @@ class AgainstTheFake(unittest.TestCase):
                     moe.session.change(client.zero_grad)
                     moe.session.backwards = 0
                 (eager, eager_calls, _), (compiled, compiled_calls, aux_loss) = seen
-                # Sums over rows may be made in another order.
+                # Sums over rows may have another order.
                 torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
                 self.assertEqual(compiled_calls, eager_calls)
                 self.assertEqual(aux_loss, 0.5)
@@ -115,7 +116,7 @@ class AgainstTheFake(unittest.TestCase):
                 y.sum().backward()
                 self.assertTrue(torch.equal(x.grad, torch.full_like(x, 4 if tokens else 2)))
 
-    def test_a_second_backward_pass_is_another_micro_batch(self):
+    def test_a_second_backward_pass_is_a_new_micro_batch(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             moe = moed.torch.RemoteMoE(LAYER, client, retain=True)
             x = torch.randn(4, HIDDEN, requires_grad=True)

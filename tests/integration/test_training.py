@@ -35,8 +35,8 @@ def case(family=FAMILY):
 
 
 class Gradients(unittest.TestCase):
-    """dx of all recorded passes, and the norm over all parameters' gradients, which one optimizer
-    step tells."""
+    """dx of all recorded passes, and the norm of all parameters' gradients from an optimizer
+    step."""
 
     def check(self, family, workers):
         with training_group(family, workers) as g:
@@ -80,7 +80,7 @@ for each_family in FAMILIES:
 
 
 class Repeats(unittest.TestCase):
-    def test_a_repeat_is_answered_as_before_and_changes_nothing(self):
+    def test_a_repeat_gets_the_first_answer_and_changes_nothing(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2) as g:
             t = Trainer(g.endpoints[0])
@@ -96,7 +96,7 @@ class Repeats(unittest.TestCase):
             self.assertEqual(t.state().backwards, 1)
             step = t.optimizer_step()
             y = t.forward(layer, x).y_data
-            for endpoint in g.endpoints * 2:  # the answer to a step is known everywhere
+            for endpoint in g.endpoints * 2:  # every worker has the answer of a step
                 other = Trainer(endpoint)
                 again = other.optimizer_step(step=t.step)
                 self.assertTrue(again.repeated)
@@ -104,12 +104,12 @@ class Repeats(unittest.TestCase):
                 self.assertEqual(again, step)
                 self.assertEqual(other.forward(layer, x).y_data, y)
                 other.close()
-            # The Backward of the version before is still answered, and adds nothing.
+            # A repeat of a Backward of the previous version is answered and adds nothing.
             self.assertTrue(t.call("Backward", request).repeated)
             self.assertEqual(t.state().backwards, 0)
             t.close()
 
-    def test_an_answer_on_another_worker_is_told_with_its_address(self):
+    def test_an_answer_recorded_elsewhere_names_its_worker(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2) as g:
             one, two = (Trainer(endpoint) for endpoint in g.endpoints)
@@ -136,7 +136,7 @@ class Repeats(unittest.TestCase):
                                       batch=5, **fields)
                     self.assertEqual(what, ("ALREADY_EXISTS", "ID_REUSED"))
             one.optimizer_step(step=7)
-            # Of other weights it is another call, with x or without.
+            # With another weights version it is another call, with x or without.
             for t in (one, two):
                 self.assertEqual(
                     refusal(t.backward, layer, dy, x, routing, batch=5, weights_version=2)[0],
@@ -153,7 +153,7 @@ class Repeats(unittest.TestCase):
             self.assertEqual(one.state().weights_version, 2)
             one.close(), two.close()
 
-    def test_what_another_session_did_is_nobody_elses(self):
+    def test_a_repeat_by_another_session_is_refused(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2) as g:
             one, two = (Trainer(endpoint) for endpoint in g.endpoints)
@@ -161,7 +161,7 @@ class Repeats(unittest.TestCase):
             one.optimizer_step(step=3, session="a")
             for t in (one, two):
                 self.assertTrue(t.optimizer_step(step=3, session="a").repeated)
-                for session in ("b", ""):  # word for word the same but for that
+                for session in ("b", ""):  # otherwise an identical call
                     what, error = refusal(t.optimizer_step, step=3, session=session)
                     self.assertEqual(what, ("ALREADY_EXISTS", "ID_REUSED"))
                     self.assertIn("step id 3 was used by another session: take last_step_id + 1 of "
@@ -194,7 +194,7 @@ class Repeats(unittest.TestCase):
                                     re.MULTILINE).group(1)) for page in pages]
 
         with training_group(FAMILY, 2) as g:
-            # Started again with a port each, for those of a group have the same arguments.
+            # Restart with one metrics port each, because workers of a group share their arguments.
             for slot, port in enumerate(ports):
                 epoch = g.info(1 - slot).epoch
                 g.kill_worker(slot)
@@ -208,7 +208,7 @@ class Repeats(unittest.TestCase):
             for _ in range(5):
                 self.assertTrue(one.call("Backward", first).repeated)
             self.assertEqual(counts(), [5, 0])
-            # Without x it is answered from what is recorded as well.
+            # Without x the recorded answer comes too.
             for name in ("x", "topk_ids", "routing_mode", "topk_ids_dtype"):
                 first.ClearField(name)
             self.assertTrue(one.call("Backward", first).repeated)
@@ -216,7 +216,7 @@ class Repeats(unittest.TestCase):
             one.optimizer_step(step=1)
             self.assertTrue(two.optimizer_step(step=1).repeated)
             self.assertEqual(counts(), [6, 1])
-            # In flight together: those that come to a turn of their own are counted there.
+            # Repeats that are in flight at the same time count too.
             call = two.channel.unary_unary(
                 "/moe.v1.TrainingService/Backward",
                 response_deserializer=training.BackwardResponse.FromString)
@@ -269,8 +269,8 @@ class Repeats(unittest.TestCase):
             t.close()
 
     def run_program(self, endpoints, orders):
-        """The same training, every call sent as often and in such an order as `orders` says: within
-        a phase any order of repeats is right. Returns the weights' last output."""
+        """The same training with repeated calls in the order that `orders` gives; within a phase
+        any order is valid. Returns the last output of the weights."""
         layer, x, dy = case()
         clients = [Trainer(endpoint) for endpoint in endpoints]
         rng = random.Random(orders)
@@ -283,7 +283,7 @@ class Repeats(unittest.TestCase):
             calls *= 3
             rng.shuffle(calls)
             for name, request in calls:
-                # Sent to any worker: the one that has the answer is the first that was asked.
+                # Goes to any worker; the first one that got the call has the answer.
                 try:
                     clients[0].call(name, request)
                 except grpc.RpcError as error:
@@ -323,7 +323,7 @@ class Repeats(unittest.TestCase):
 
 
 class Versions(unittest.TestCase):
-    def test_a_group_that_begins_anew_is_another_one(self):
+    def test_a_restarted_group_has_a_new_lineage(self):
         layer, x, dy = case()
         lineages = []
         for _ in range(2):
@@ -331,7 +331,7 @@ class Versions(unittest.TestCase):
                 t = Trainer(g.endpoints[0])
                 lineages.append(t.state().lineage)
                 t.optimizer_step(lineage=lineages[-1])
-                if len(lineages) > 1:  # a trainer of the group that was at this address before
+                if len(lineages) > 1:  # a trainer of the previous group at this address
                     what, _ = refusal(t.backward, layer, dy, x, t.forward(layer, x),
                                       lineage=lineages[0])
                     self.assertEqual(what, ("FAILED_PRECONDITION", "STATE_LOST"))
@@ -358,13 +358,13 @@ class Versions(unittest.TestCase):
                 ("FAILED_PRECONDITION", "STATE_LOST"))
             self.assertEqual(refusal(t.optimizer_step, lineage=lineage + 1)[0],
                              ("FAILED_PRECONDITION", "STATE_LOST"))
-            # A saved pass is of its version.
+            # A retained pass belongs to its version.
             t.forward(layer, x, retain=100)
             t.optimizer_step()
             self.assertEqual(refusal(t.backward, layer, dy, batch=100)[0], mismatch)
             t.close()
 
-    def test_a_missing_gradient_is_told(self):
+    def test_a_missing_gradient_is_reported(self):
         layer, x, dy = case()
         with training_group(FAMILY, 1) as g:
             t = Trainer(g.endpoints[0])
@@ -392,7 +392,7 @@ class Versions(unittest.TestCase):
             self.assertEqual((step.weights_version, step.steps), (2, 1))
             t.close()
 
-    def test_what_is_frozen_does_not_learn(self):
+    def test_frozen_parts_do_not_learn(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2, "--freeze", "router") as g:
             t = Trainer(g.endpoints[0])
@@ -465,7 +465,7 @@ class BadInput(unittest.TestCase):
                 step_id=50, name="good"))[0], ("FAILED_PRECONDITION", "UNSUPPORTED"))
             self.assertEqual(refusal(t.call, "ExportAdapter", training.ExportAdapterRequest(
                 step_id=50, name="good"))[0], ("FAILED_PRECONDITION", "UNSUPPORTED"))
-            # None of it has left anything behind.
+            # The refused calls changed nothing.
             state = t.state()
             self.assertEqual((state.backwards, state.weights_version, state.last_step_id),
                              (0, 1, 0))
@@ -473,7 +473,7 @@ class BadInput(unittest.TestCase):
             self.assertEqual(t.backward(layer, few_dy, few, routing).weights_version, 1)
             t.close()
 
-    def test_saved_passes_stay_within_their_budget(self):
+    def test_retained_passes_stay_within_their_budget(self):
         layer, x, dy = case()
         x, dy = x[:32].copy(), dy[:32].copy()
         with training_group(FAMILY, 1, "--retained-bytes", "64K") as g:
@@ -486,7 +486,7 @@ class BadInput(unittest.TestCase):
             self.assertTrue(t.backward(layer, dy, batch=39).used_retained)
             t.close()
 
-    def test_moectl_tells_where_training_stands(self):
+    def test_moectl_shows_the_state_of_training(self):
         with tempfile.NamedTemporaryFile("w", suffix=".conf") as config:
             config.write("training = sgd\nlora-rank = 2\nlora-targets = gate,down\n")
             config.flush()
@@ -502,14 +502,14 @@ class BadInput(unittest.TestCase):
             self.assertEqual(moectl("up", "--model", model_directory(FAMILY), "--worker-config",
                                     "/nonexistent", check=False).returncode, 4)
 
-    def test_moectl_changes_what_an_operator_changes(self):
+    def test_moectl_makes_an_operators_changes(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2) as g:
             here = ("--endpoint", g.endpoints[0])
             t = Trainer(g.endpoints[1])
             t.backward(layer, dy, x, t.forward(layer, x))
             self.assertIn("of 1 Backward call\n", moectl("training", "zero-grad", *here).stdout)
-            # Slot 0 has answered; slot 1 runs the same ticket in its own time.
+            # Slot 0 has answered; slot 1 runs the same ticket later.
             wait_until(lambda: t.state().backwards == 0)
             said = json.loads(moectl("training", "freeze", "router,shared", "-o", "json",
                                      *here).stdout)
@@ -526,13 +526,13 @@ class BadInput(unittest.TestCase):
                                     check=False).returncode, 7)
             self.assertEqual(t.state().last_step_id, 9)
             self.assertIn("learns", moectl("training", "status", *here).stdout)
-            for action in ("save", "load", "export"):  # no directory for them was given
+            for action in ("save", "load", "export"):  # without --training-dir
                 self.assertEqual(moectl("training", action, "a", *here, check=False).returncode, 7)
             self.assertEqual(moectl("training", "merge", *here, check=False).returncode, 7)
             self.assertEqual(t.state().last_step_id, 9)
             t.close()
 
-    def test_moectl_refuses_wrong_command_lines_before_it_asks_anybody(self):
+    def test_moectl_refuses_wrong_command_lines_without_a_call(self):
         for words in (("nonsense", ), ("save", ), ("load", ), ("export", ), ("freeze", ),
                       ("freeze", "head"), ("freeze", "router,"), ("freeze", ""), ("zero-grad", "x"),
                       ("merge", "x"), ("status", "x"), ("save", "a", "b"), ("save", "a", "--keep",
@@ -549,10 +549,10 @@ class BadInput(unittest.TestCase):
                        "freeze PARTS", "--keep", "--step-id"):
             self.assertIn(action, said)
 
-    def test_settings_of_training_want_training(self):
+    def test_settings_of_training_need_training(self):
         start = [WORKER, "--model", model_directory(FAMILY), "--coordinator", "127.0.0.1:1"]
         with tempfile.NamedTemporaryFile("w", suffix=".conf") as config:
-            config.write("retained-bytes = 1G\n")  # the default, and all the same a wish
+            config.write("retained-bytes = 1G\n")  # the default value, but given explicitly
             config.flush()
             for options, text in (
                     (["--retained-device-bytes", "1G"], "--retained-device-bytes needs --training"),

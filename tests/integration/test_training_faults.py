@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training when a worker dies, and training beside clients that only want forward passes."""
+"""Training when a worker dies, and training next to clients that make forward passes only."""
 
 import threading
 import time
@@ -22,8 +22,8 @@ def case():
 
 
 class Client:
-    """Runs a fixed program of micro batches and steps, and begins it again, under the same ids,
-    when the state it built on is lost: what a training loop without checkpoints does."""
+    """Runs a fixed program of micro batches and steps. When its state is lost, it begins again
+    under the same ids, as a training loop without checkpoints does."""
 
     STEPS, BATCHES = 4, 3
 
@@ -41,7 +41,7 @@ class Client:
                 x = self.x * (1 + i / 4)
                 routing = t.forward(self.layer, x)
                 if routing.weights_version != version:
-                    raise LookupError("the state is another one")
+                    raise LookupError("the state is not the expected one")
                 t.backward(self.layer, self.dy * (step + i), x, routing, batch=10 * step + i,
                            weights_version=version, lineage=state.lineage, aux_coeff=0.01)
                 disturb(step, i)
@@ -50,8 +50,8 @@ class Client:
                                        balance_rate=0.001).weights_version
 
     def run(self, disturb=lambda step, i: None, seconds=60):
-        """Returns what the weights, moments and gradients have become: the answer of a forward
-        pass, and of one more Backward and step."""
+        """Returns results that depend on weights, moments and gradients: the answers of a forward
+        pass, of one more Backward and of a step."""
         end = time.monotonic() + seconds
         reasons = set()
         while True:
@@ -84,7 +84,7 @@ class Faults(unittest.TestCase):
             return Client(g.endpoints[0]).run()
 
     def killed(self, workers, victim, at):
-        """The same with worker `victim` killed behind micro batch `at`, and replaced."""
+        """The same, but worker `victim` is killed after micro batch `at` and replaced."""
         with training_group(FAMILY, workers, "--wait-budget-ms", "500") as g:
             client = Client(g.endpoints[0])
             before = client.trainer.state()
@@ -103,7 +103,7 @@ class Faults(unittest.TestCase):
             self.assertGreater(client.restarts, 0)
             self.assertGreater(after.lineage, before.lineage)
             self.assertGreater(after.weights_version, before.weights_version + Client.STEPS)
-            # Calls of the old lineage are refused, whoever is asked.
+            # Every worker refuses calls of the old lineage.
             for endpoint in g.endpoints:
                 t = Trainer(endpoint)
                 self.assertEqual(t.state().lineage, after.lineage)
@@ -112,16 +112,16 @@ class Faults(unittest.TestCase):
                 t.close()
             return result
 
-    def test_a_worker_killed_before_the_step_leaves_no_trace_after_the_replay(self):
+    def test_a_replay_after_a_killed_worker_gives_the_same_state(self):
         want = self.undisturbed(2)
         self.assertEqual(self.killed(2, 1, (3, 2)), want)  # between Backward and OptimizerStep
         self.assertEqual(self.killed(2, 1, (2, 0)), want)  # between two Backwards
 
-    def test_a_member_of_four_killed(self):
+    def test_a_worker_of_four_dies(self):
         want = self.undisturbed(4)
         self.assertEqual(self.killed(4, 2, (2, 2)), want)
 
-    def test_a_group_that_learnt_nothing_loses_nothing(self):
+    def test_an_untrained_group_loses_no_state(self):
         layer, x, _ = case()
         with training_group(FAMILY, 2, "--wait-budget-ms", "500") as g:
             t = Trainer(g.endpoints[0])
@@ -154,9 +154,9 @@ class Faults(unittest.TestCase):
 
 
 class MixedLoad(unittest.TestCase):
-    def test_forward_clients_go_on_beside_training(self):
-        """Whatever the share: no call fails, no version sinks, and both sides come on. How long
-        they wait for each other is measured by tests/bench/beside.py."""
+    def test_forward_clients_go_on_during_training(self):
+        """With every share, no call fails, no version decreases, and both sides make progress.
+        tests/bench/beside.py measures how long they wait for each other."""
         layer, x, dy = case()
         for share in ("0.1", "0.5"):
             with training_group(FAMILY, 2, "--training-share", share) as g, Load() as load:
@@ -173,7 +173,7 @@ class MixedLoad(unittest.TestCase):
                 t.close()
 
     def test_a_request_of_many_steps_sees_one_version(self):
-        """Rows of a request that an optimizer step comes between are computed again."""
+        """If an optimizer step comes between rows of a request, the rows are computed again."""
         layer, x, dy = case()
         with training_group(FAMILY, 2, "--max-tokens-per-step", "64") as g:
             many = np.tile(x, (60, 1))  # 35 steps

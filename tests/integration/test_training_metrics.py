@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a group tells of its training: which checkpoints there are, log lines, series of
-/metrics."""
+"""Reports of a group that trains: its checkpoints, log lines, /metrics."""
 
 import contextlib
 import json
@@ -28,7 +27,7 @@ FAMILY = "deepseek_v3"
 
 class Told(unittest.TestCase):
     def setUp(self):
-        self.root = tempfile.mkdtemp(prefix="moed-told-")
+        self.root = tempfile.mkdtemp(prefix="moed-test-")
         self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
 
     def path(self, *names):
@@ -79,10 +78,9 @@ class Listing(Told):
             self.assertEqual(document["checkpoints"][0]["madeS"], str(second.made_s))
             client.close()
 
-    def test_what_cannot_be_loaded_is_listed_with_its_reason(self):
-        """A link leads nowhere; files, hidden names and names that nobody may ask for are not
-        told."""
-        outside = tempfile.mkdtemp(prefix="moed-told-")
+    def test_checkpoints_that_cannot_be_loaded_are_listed_with_a_reason(self):
+        """Links are not followed. Files, hidden names and invalid names are not listed."""
+        outside = tempfile.mkdtemp(prefix="moed-test-")
         self.addCleanup(shutil.rmtree, outside, ignore_errors=True)
         with self.group(1) as g:
             client = Client(g)
@@ -127,8 +125,8 @@ class Listing(Told):
             self.assertEqual((done.returncode, done.stdout), (7, ""))
             self.assertIn("--training-dir", done.stderr)
 
-    def test_other_settings_are_named_on_both_sides(self):
-        """As options, so that one knows how to start the workers."""
+    def test_differing_settings_are_named_on_both_sides(self):
+        """As options, so that an operator can start the workers with them."""
         with self.group(1, *LORA, "--freeze", "router") as g:
             Client(g).save("lora", 1)
             with moed.Client(g.endpoints[0]) as python:
@@ -159,14 +157,14 @@ class Listing(Told):
 
 
 def free_port():
-    with socket.socket() as s:  # the series' port has to be known beforehand
+    with socket.socket() as s:  # a free port for /metrics
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 @contextlib.contextmanager
 def logged(path):
-    """What daemons that are started meanwhile say goes to `path`, information included."""
+    """Daemons that start meanwhile log to `path`, at level info."""
     file, popen = open(path, "w"), daemons.subprocess.Popen
     before = os.environ.get("MOE_TEST_LOG")
     os.environ["MOE_TEST_LOG"] = "info"
@@ -182,7 +180,7 @@ def logged(path):
 
 
 class Stopped(TrainingGroup):
-    """Workers that do not train."""
+    """A group that does not train."""
 
     def close(self):
         self.stop()
@@ -190,7 +188,7 @@ class Stopped(TrainingGroup):
 
 class LogAndSeries(Told):
     def lines(self):
-        """Of the log, about training."""
+        """Lines of the log about training."""
         with open(self.log) as file:
             lines = [line.split(": ", 1)[1].strip() for line in file if ": " in line]
         return [line for line in lines
@@ -203,11 +201,11 @@ class LogAndSeries(Told):
 
     def setUp(self):
         Told.setUp(self)
-        folder = tempfile.mkdtemp(prefix="moed-told-")
+        folder = tempfile.mkdtemp(prefix="moed-test-")
         self.addCleanup(shutil.rmtree, folder, ignore_errors=True)
         self.log = os.path.join(folder, "log")
 
-    def test_what_happens_to_a_training_is_told(self):
+    def test_logs_and_metrics_report_training(self):
         """One worker: settings, a Save, one that fails, a Load, a step that was skipped."""
         port = free_port()
         with logged(self.log), self.group(1, *LORA, "--freeze", "router", "--metrics-listen",
@@ -275,8 +273,8 @@ class LogAndSeries(Told):
                              (rpc, code))
         self.assertEqual(value['moe_request_seconds_count{rpc="Backward"}'], 5)
 
-    def test_how_many_steps_were_lost_is_told(self):
-        """By those that stayed, and by who came new as well."""
+    def test_logs_report_the_number_of_lost_steps(self):
+        """The remaining workers log it, and so does the new one."""
         port = free_port()
         with logged(self.log):
             with self.group(2, "--metrics-listen", "127.0.0.1:0") as g:
@@ -302,7 +300,7 @@ class LogAndSeries(Told):
         self.assertEqual((value["moe_train_lost_steps_total"], value["moe_train_unsaved_steps"]),
                          (2, 0))
 
-    def test_without_training_there_are_no_series_of_it(self):
+    def test_a_group_that_does_not_train_has_no_training_metrics(self):
         port = free_port()
         with contextlib.closing(Stopped(FAMILY, 1, "--metrics-listen", "127.0.0.1:%d" % port)):
             names = self.series(port)
@@ -311,7 +309,7 @@ class LogAndSeries(Told):
 
 
 class Ends(Told):
-    def test_down_does_not_call_lost_what_is_being_saved(self):
+    def test_down_does_not_report_steps_of_a_running_save_as_lost(self):
         gate = self.path(".gate")
         open(gate, "w").close()
         environment = {"LD_PRELOAD": os.path.join(BUILD, "tests", "integration",
@@ -329,7 +327,7 @@ class Ends(Told):
             down = threading.Thread(target=lambda: done.append(
                 moectl("down", "--endpoint", g.endpoints[0], check=False)))
             down.start()
-            with wire.open_channel(g.address) as channel:  # it has looked, and then asked
+            with wire.open_channel(g.address) as channel:  # a probe, then the call
                 wait_until(lambda: wire.get_status(channel).state ==
                            wire.admin.GROUP_STATE_DRAINING)
             os.remove(gate)
@@ -351,7 +349,7 @@ class Refused(Told):
         with open(self.path("log")) as file:
             return file.read()
 
-    def test_settings_that_cannot_work_say_what_would(self):
+    def test_invalid_settings_name_valid_ones(self):
         for extra, text in (
                 (("--lora-rank", "500"), "--lora-rank must be 48 at most with this model"),
                 (("--lora-rank", "4", "--lora-alpha", "0"), "--lora-alpha must be above 0"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers makes of a saved checkpoint, and PEFT of an exported adapter: each must compute
-what the group that trained computes. Runs where torch, transformers (5) and PEFT (0.21) are
-installed, e.g. in a virtual environment that sees the system's packages:
+"""transformers with a saved checkpoint, and PEFT with an exported adapter, compute the same as the
+group that trained. Needs torch, transformers (5) and PEFT (0.21), for example in a virtual
+environment that sees the system's packages:
 
     V/bin/python tests/integration/test_transformers.py build/release tests/golden/models"""
 
@@ -29,10 +29,10 @@ else:
 
 
 def load(directory):
-    """The model in fp32, with every tensor where it belongs."""
-    model, said = transformers.AutoModelForCausalLM.from_pretrained(
+    """Loads the model in fp32; no tensor may be missing or unexpected."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True)
-    wrong = {key: value for key, value in said.items() if value}
+    wrong = {key: value for key, value in report.items() if value}
     assert not wrong, wrong
     return model.eval()
 
@@ -67,7 +67,7 @@ class Transformers(unittest.TestCase):
         return os.path.join(self.root, *names)
 
     def learn(self, family, workers, *extra):
-        """Trains a little, saves and exports; what the group computes before and after."""
+        """Trains a few steps, saves and exports; returns the group's outputs before and after."""
         with training_group(family, workers, "--training-dir", self.root, *extra) as g:
             client = Client(g, family)
             before = client.forward(client.layer, client.x).y_data
@@ -84,8 +84,8 @@ class Transformers(unittest.TestCase):
             np.frombuffer(y, np.float32).reshape(client.x.shape) for y in (before, after))
 
     def check(self, what, got, before, after):
-        """Routers are frozen or BF16 on disk: where a choice is near a tie, a token may be routed
-        otherwise, so that single tokens may be far off."""
+        """Routers are frozen or BF16 on disk. Near a tie, a token may be routed to other experts,
+        so single tokens may differ much."""
         error, change = relative_error(got, after), relative_error(before, after)
         rows = [relative_error(got[i], after[i]) for i in range(len(got))]
         far = sum(row > 1e-2 for row in rows)
@@ -95,7 +95,7 @@ class Transformers(unittest.TestCase):
         self.assertLessEqual(np.median(rows), 5e-3, what)
         self.assertLessEqual(far, len(rows) // 10, what)
 
-    def test_saved_checkpoints_load_and_compute_what_the_group_does(self):
+    def test_saved_checkpoints_compute_the_same_as_the_group(self):
         for i, family in enumerate(FAMILIES):
             with self.subTest(family):
                 layer, x, before, after = self.learn(family, 1 + i % 2)
@@ -114,7 +114,7 @@ class Transformers(unittest.TestCase):
         for name in ("saved", "adapter"):
             shutil.rmtree(self.path(name), ignore_errors=True)
 
-    def test_adapters_load_and_compute_what_the_group_does(self):
+    def test_adapters_compute_the_same_as_the_group(self):
         for i, family in enumerate(FAMILIES):
             self.check_adapter(family, 1 + i % 2, "gate,up,down")
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group under ThreadSanitizer: it serves, learns, saves, loses a worker and goes on, and no
-daemon reports a race or locks in two orders. Only in builds of the preset tsan.
+"""A group under ThreadSanitizer serves, learns, saves, loses a worker and goes on. No daemon
+reports a race or an inconsistent lock order. Only in builds of the preset tsan.
 
-Every thread of a worker has a name: ours stand in daemon/CONCURRENCY.md, others belong to
-libraries."""
+Every thread of a worker has a name: in daemon/CONCURRENCY.md, or that of a library."""
 
 import glob
 import os

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that train: daemons started one by one, so that one of them can be killed and replaced,
-and clients of TrainingService."""
+"""Groups that train, and clients of TrainingService. The daemons start one by one, so that a test
+can kill and replace one."""
 
 import contextlib
 import os
@@ -24,13 +24,13 @@ F32, BF16 = 1, 2  # DataType of the protocol
 
 
 def dtype_of(x):
-    """BF16 rows are what moed.bf16 gives: ml_dtypes.bfloat16, or their bits where that is
-    missing."""
+    """The DataType of x. BF16 rows come from moed.bf16: ml_dtypes.bfloat16, or their bits without
+    that package."""
     return BF16 if x.dtype.itemsize == 2 else F32
 
 
 def start(program, *arguments, environment=None):
-    """A daemon and the address that it listens on; `environment` is beside ours."""
+    """Starts a daemon; returns it and its address. Adds `environment` to ours."""
     reader, writer = os.pipe()
     process = subprocess.Popen([program, "--ready-fd", str(writer), "--log-level",
                                 os.environ.get("MOE_TEST_LOG", "error"), *arguments],
@@ -47,8 +47,8 @@ def start(program, *arguments, environment=None):
 
 
 class TrainingGroup:
-    """`workers` workers in their seats, each on a device of its own; extra arguments are the
-    workers'."""
+    """`workers` workers in their slots, each on a separate device. Extra arguments are for the
+    workers."""
 
     def __init__(self, family, workers, *extra, lease_ms=1000, environment=None):
         if workers > DEVICES:
@@ -88,7 +88,7 @@ class TrainingGroup:
             return wire.get_server_info(channel)
 
     def wait_serving(self, above=0, seconds=60):
-        """Until all workers serve under one epoch above `above`; returns it."""
+        """Waits until all workers serve under one epoch above `above`; returns the epoch."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:
@@ -127,7 +127,7 @@ def training_group(family, workers, *extra, **options):
 
 
 class Trainer:
-    """A client of one worker that numbers its calls, in one lineage."""
+    """A client of one worker. It numbers its calls and stays in one lineage."""
 
     def __init__(self, endpoint, session="test"):
         self.channel = wire.open_channel(endpoint)
@@ -150,7 +150,7 @@ class Trainer:
         return wire.forward(self.channel, request)
 
     def backward_request(self, layer, dy, x=None, routing=None, batch=None, **fields):
-        """`routing`: a ForwardResponse whose ids are used."""
+        """`routing`: the ForwardResponse with the ids to use."""
         if batch is None:
             self.batch += 1
             batch = self.batch
@@ -179,7 +179,7 @@ class Trainer:
 
 
 def refusal(call, *arguments, **fields):
-    """(code name, reason) of a call that must fail, and the error."""
+    """Makes a call that must fail: ((code name, reason), error)."""
     try:
         call(*arguments, **fields)
     except grpc.RpcError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw access to moe.v1: our protos compiled for the test alone, calls that show the typed error."""
+"""Raw access to moe.v1 without moed: protos compiled for the test, and calls with typed errors."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import grpc
 
 PROTOS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "proto")
 
-_folder = tempfile.TemporaryDirectory(prefix="moed-wire-")  # goes with the process
+_folder = tempfile.TemporaryDirectory(prefix="moed-wire-")  # removed at exit
 _out = _folder.name
 subprocess.run(
     ["protoc", "-I", PROTOS, "--python_out", _out,
@@ -56,8 +56,7 @@ def fields(data):
 
 
 def error_reason(error):
-    """ErrorInfo.reason of a failed call ("" where there is none), and whether RetryInfo is
-    there."""
+    """(ErrorInfo.reason of a failed call or "", whether it has RetryInfo)."""
     reason, retry = "", False
     for key, value in error.trailing_metadata() or ():
         if key != "grpc-status-details-bin":
@@ -73,7 +72,7 @@ def error_reason(error):
 
 
 def error_worker(error):
-    """ErrorInfo.metadata["worker"] of a failed call; "" where there is none."""
+    """ErrorInfo.metadata["worker"] of a failed call, or ""."""
     for key, value in error.trailing_metadata() or ():
         if key != "grpc-status-details-bin":
             continue
@@ -88,7 +87,7 @@ def error_worker(error):
 
 
 def train(channel, name, request, timeout=30):
-    """One call of TrainingService; returns its answer."""
+    """Makes one call of TrainingService; returns its answer."""
     call = channel.unary_unary(
         "/moe.v1.TrainingService/" + name,
         response_deserializer=getattr(training, name + "Response").FromString)
@@ -96,7 +95,7 @@ def train(channel, name, request, timeout=30):
 
 
 def forward(channel, request, timeout=30):
-    """Forward of a message object or of raw bytes; returns the ForwardResponse."""
+    """Sends a Forward, a message object or raw bytes; returns the ForwardResponse."""
     raw = request if isinstance(request, bytes) else request.SerializeToString()
     call = channel.unary_unary(
         "/moe.v1.ExpertService/Forward",

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What tests say about a struct moe_status, and cmocka with the headers it needs before it. */
+/* Assertions on a struct moe_status, and cmocka with the headers it needs. */
 #ifndef MOE_TEST_SUPPORT_CHECK_H
 #define MOE_TEST_SUPPORT_CHECK_H
 
@@ -19,7 +19,7 @@
             fail_msg("%s: %s %s", #expr, moe_code_name(ok_status.code), ok_status.text);           \
     } while (0)
 
-/* The call fails with this code and reason; the sentence is printed. */
+/* The call fails with this code and reason. Prints its text. */
 #define assert_refused(expr, want_code, want_reason)                                               \
     do {                                                                                           \
         struct moe_status refused_status = (expr);                                                 \

@@ -10,8 +10,8 @@
 
 enum { MOE_TEST_DIRECTORY_BYTES = 64 };
 
-/* In memory where the system offers that, so that fsync costs nothing. False when it cannot be
- * made. The caller removes it. */
+/* Makes the directory, in memory (/dev/shm) if possible, so that fsync is free. False on failure.
+ * The caller removes it. */
 static inline bool moe_test_directory(const char *name, char path[MOE_TEST_DIRECTORY_BYTES])
 {
     const char *root = access("/dev/shm", W_OK | X_OK) == 0 ? "/dev/shm" : "/tmp";

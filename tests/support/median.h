@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The middle of what a benchmark measured. */
+/* The median of measured values. */
 #ifndef MOE_TEST_MEDIAN_H
 #define MOE_TEST_MEDIAN_H
 
 #include <stddef.h>
 
-/* Of n > 0 values, which it sorts; of an even number, the mean of the two in the middle. */
+/* n > 0. Sorts `values`. For an even n, the mean of the two middle values. */
 double median(double *values, size_t n);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A bounded queue of pointers between threads: for tests that wait for what another thread gets. */
+/* A bounded queue of pointers between threads, for tests that wait for events of another thread. */
 #ifndef MOE_TEST_QUEUE_H
 #define MOE_TEST_QUEUE_H
 
@@ -9,15 +9,15 @@
 
 struct queue;
 
-/* Ends the process where there is no memory. */
+/* Aborts if memory is lacking. */
 struct queue *queue_create(size_t capacity);
-/* Must be empty or hold only pointers that someone else owns. */
+/* The queue does not own pointers that are still in it. */
 void queue_destroy(struct queue *q);
 
-/* False when full; `item` (not NULL) stays with the caller then. */
+/* False if it is full; the caller then keeps `item` (not NULL). */
 bool queue_push(struct queue *q, void *item);
 
-/* The oldest item, or NULL when `deadline_ns` (monotonic; 0 = do not wait) has passed. */
+/* The oldest item, or NULL after `deadline_ns` (monotonic; 0 = do not wait). */
 void *queue_pop(struct queue *q, uint64_t deadline_ns);
 
 #endif

@@ -23,7 +23,7 @@ uint64_t choose_seed(void)
     return seed;
 }
 
-/* ------------------------------------------------------------ a sequence of its own */
+/* ------------------------------------------------------------ separate sequences */
 
 uint64_t rng_next(struct rng *r) /* splitmix64 (Steele, Lea, Flood 2014) */
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Random numbers of all tests: splitmix64, seeded so that a run can be replayed.
  *
- * MOE_SEED=n replays what a failing run has printed. Most tests draw from the one sequence of the
- * process; a test with many worlds, processes or threads gives each a sequence of its own. */
+ * A test prints its seed; MOE_SEED=n replays that run. Most tests draw from one sequence of the
+ * process. A test with many worlds, processes or threads gives each a separate sequence. */
 #ifndef MOE_TEST_SUPPORT_RANDOM_H
 #define MOE_TEST_SUPPORT_RANDOM_H
 
@@ -12,10 +12,10 @@
 
 /* MOE_SEED, or `otherwise` without it. Prints nothing. */
 uint64_t seed_from_environment(uint64_t otherwise);
-/* A seed that the clock chooses where MOE_SEED is not set; printed. */
+/* MOE_SEED, else a seed from the clock. Prints it. */
 uint64_t choose_seed(void);
 
-/* A sequence of its own: any state is a good start. One thread at a time. */
+/* A separate sequence; any state is a valid start. One thread at a time. */
 struct rng {
     uint64_t state;
 };

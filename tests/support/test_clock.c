@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Waits look at the clock again each millisecond, so moving it needs to wake nobody. */
+/* Waits read the clock every millisecond, so moving it need not wake them. */
 #include "support/test_clock.h"
 
 #include "base/clock.h"
@@ -13,7 +13,7 @@ struct moe_eventcount; /* links/eventcount.h */
 
 static _Atomic uint64_t ahead_ns;
 
-/* Named by the linker's option --wrap. */
+/* These names come from the linker's option --wrap. */
 int __real_clock_gettime(clockid_t clock, struct timespec *out);
 int __wrap_clock_gettime(clockid_t clock, struct timespec *out);
 int __real_pthread_cond_timedwait(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
@@ -32,7 +32,7 @@ static uint64_t to_ns(const struct timespec *t)
     return (uint64_t)t->tv_sec * MOE_NS_PER_S + (uint64_t)t->tv_nsec;
 }
 
-/* The system's clock in a millisecond, or at the deadline where that is earlier. */
+/* Now + 1 ms by the system's clock, or the deadline if that is earlier. */
 static uint64_t next_look(uint64_t deadline_ns)
 {
     struct timespec t;
@@ -55,7 +55,7 @@ int __wrap_clock_gettime(clockid_t clock, struct timespec *out)
     return failed;
 }
 
-/* Ends early without a reason, as waits on condition variables may. */
+/* May return early, as waits on condition variables may. */
 int __wrap_pthread_cond_timedwait(pthread_cond_t *cond, pthread_mutex_t *lock,
                                   const struct timespec *deadline)
 {
@@ -64,7 +64,7 @@ int __wrap_pthread_cond_timedwait(pthread_cond_t *cond, pthread_mutex_t *lock,
     return result == ETIMEDOUT && moe_clock_ns() < to_ns(deadline) ? 0 : result;
 }
 
-/* Sleeps by the system's clock: see links/eventcount.c. */
+/* Sleeps by the system's clock; see links/eventcount.c. */
 void __wrap_moe_eventcount_wait(struct moe_eventcount *b, uint32_t seen, uint64_t deadline_ns)
 {
     __real_moe_eventcount_wait(b, seen,
