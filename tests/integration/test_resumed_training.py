@@ -104,7 +104,7 @@ class ResumedTraining(unittest.TestCase):
                 moe = moed.torch.RemoteMoE(client.layers[0], client)
                 remote = moed.torch.RemoteOptimizer([moe], lr=1e-3)
                 names = {"moed": moed, "client": client}
-                exec(snippet("# saving beside training"), names)
+                exec(snippet("# saving during training"), names)
                 x = torch.randn(16, moe.layer.hidden)
 
                 def step():
@@ -113,14 +113,14 @@ class ResumedTraining(unittest.TestCase):
 
                 step()
                 for i in range(3):
-                    thread = names["save_beside"]("beside-%d" % i)
+                    thread = names["save_in_background"]("during-%d" % i)
                     self.assertIsInstance(thread, threading.Thread)
                     step()
                     thread.join()
                 listed = client.list_checkpoints()
         print("    steps %s" % [c.steps for c in listed])
         self.assertEqual([(c.name, c.steps) for c in listed],
-                         [("beside-2", 3), ("beside-1", 2), ("beside-0", 1)])
+                         [("during-2", 3), ("during-1", 2), ("during-0", 1)])
 
 
 if __name__ == "__main__":
