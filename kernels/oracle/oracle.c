@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The double-precision layer: weights are kept as doubles in canonical form, and each function is
- * one formula of moe/layer_spec.h. Slow on purpose wherever speed would cost clarity. */
+/* The double-precision layer: weights are doubles in canonical form, and each function is one
+ * formula of moe/layer_spec.h. Clarity counts more than speed. */
 #include "oracle/oracle_internal.h"
 
 #include "base/size.h"
@@ -183,9 +183,9 @@ void moe_oracle_scores(enum moe_score kind, uint32_t n, const double *logit, dou
     }
 }
 
-/* Group g stays: its `group_best` best keys sum to one of the `topk_group` largest sums. */
-static void keep_groups(const struct moe_layer_spec *spec, const double *key, bool *stays,
-                        double *margin)
+/* Group g is allowed: its `group_best` best keys sum to one of the `topk_group` largest sums. */
+static void choose_groups(const struct moe_layer_spec *spec, const double *key, bool *stays,
+                          double *margin)
 {
     const struct moe_router_spec *r = &spec->router;
     uint32_t size = spec->experts / r->groups;
@@ -202,7 +202,7 @@ static void keep_groups(const struct moe_layer_spec *spec, const double *key, bo
     qsort(group, r->groups, sizeof *group, compare);
     for (uint32_t i = 0; i < r->topk_group; i++)
         stays[group[i].id] = true;
-    /* Equal sums count as a margin of 0: in other arithmetic they may well differ. */
+    /* Equal sums count as a margin of 0: in other arithmetic they may differ. */
     if (r->topk_group < r->groups)
         lower(margin, group[r->topk_group - 1].key - group[r->topk_group].key);
 }
@@ -215,14 +215,14 @@ static void choose(const struct moe_layer_spec *spec, const double *key, int32_t
     bool stays[MOE_MAX_EXPERTS];
     uint32_t n = 0;
     if (r->groups > 1)
-        keep_groups(spec, key, stays, margin);
+        choose_groups(spec, key, stays, margin);
     for (uint32_t e = 0; e < spec->experts + r->zero_experts; e++)
         if (r->groups == 1 || stays[e / (spec->experts / r->groups)])
             best[n++] = (struct candidate){key[e], e};
     qsort(best, n, sizeof *best, compare);
     for (uint32_t k = 0; k < r->top_k; k++) {
         ids[k] = (int32_t)best[k].id;
-        /* Past exact ties: fp32 may tie the next key with them, and then a lower id of it wins. */
+        /* Skip exact ties: fp32 may tie the next key with them, and then its lower id wins. */
         uint32_t next = k + 1;
         while (next < n && best[next].key == best[k].key)
             next++;

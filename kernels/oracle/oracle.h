@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a MoE layer should compute, in double precision and plain loops: the yardstick of the tests.
+/* The reference of the tests: an MoE layer in double precision and plain loops.
  *
- * Written from the formulas of moe/layer_spec.h and of nothing else; it shares no code with any
- * backend, and its only merit is to be obviously right. */
+ * It follows only the formulas of moe/layer_spec.h and moe/training.h, and shares no code with a
+ * backend. Clarity counts more than speed. */
 #ifndef MOE_ORACLE_H
 #define MOE_ORACLE_H
 
@@ -25,11 +25,11 @@ double moe_oracle_activate(enum moe_activation activation, double limit, double 
                            double u);
 
 /* Routes one token. `logit` [E+Z] is final (bias added) and may be NULL for MOE_ROUTE_IDS_WEIGHTS;
- * `select_bias` [E+Z] or NULL. ids_in and weights_in [K] are read as the mode says.
+ * `select_bias` [E+Z] or NULL. The mode decides whether ids_in and weights_in [K] are read.
  *
- * margin  NULL, or: the smallest distance between two different keys, or two group scores, on whose
- *         order the chosen ids depend; infinite when there is none. An implementation in fp32 may
- *         choose otherwise where this is of the size of its rounding errors. */
+ * margin  or NULL. The ids depend on the order of keys and of group scores. `margin` is the
+ * smallest distance between two of these that differ, infinite if there is none. If it is as small
+ *         as its rounding errors, an fp32 implementation may choose other ids. */
 enum moe_token_state moe_oracle_route(const struct moe_layer_spec *spec, const double *logit,
                                       const double *select_bias, enum moe_routing_mode mode,
                                       const int32_t *ids_in, const float *weights_in, int32_t *ids,
@@ -43,14 +43,14 @@ struct moe_status moe_oracle_logits(const struct moe_oracle_layer *layer, const 
 struct moe_status moe_oracle_expert(const struct moe_oracle_layer *layer, uint32_t expert,
                                     const double *x, double *y) MOE_CHECKED;
 
-/* y [H] = shared(x), gate included; zeros when the layer has no shared expert. */
+/* y [H] = shared(x), gate included; zeros if the layer has no shared expert. */
 struct moe_status moe_oracle_shared(const struct moe_oracle_layer *layer, const double *x,
                                     double *y) MOE_CHECKED;
 
 /* The whole layer for T tokens, arguments as in struct moe_step_args; weights_out and y in double,
- * margin [T] (see moe_oracle_route), any output but y may be NULL. To force a routing, pass it as
- * MOE_ROUTE_IDS_WEIGHTS. Errors: MOE_FAILED_PRECONDITION/TENSOR_MISSING for a weight that is needed
- * and was not uploaded. */
+ * margin [T] (see moe_oracle_route). Any output but y may be NULL. To force a routing, pass it as
+ * MOE_ROUTE_IDS_WEIGHTS. Errors: MOE_FAILED_PRECONDITION/TENSOR_MISSING if a needed weight was not
+ * uploaded. */
 struct moe_status moe_oracle_forward(const struct moe_oracle_layer *layer, enum moe_dtype dtype,
                                      uint32_t tokens, const void *x, const uint8_t *mode,
                                      const int32_t *ids_in, const float *weights_in,
@@ -59,40 +59,39 @@ struct moe_status moe_oracle_forward(const struct moe_oracle_layer *layer, enum 
 
 /* ------------------------------------------------------------------------- backward */
 
-/* Gradients are kept in the shape of a layer: one double for each parameter, zeros at first. Freed
+/* Gradients have the shape of a layer: one double for each parameter, initially zero. Free them
  * with moe_oracle_destroy. */
 struct moe_status moe_oracle_create_gradients(const struct moe_layer_spec *spec,
                                               struct moe_oracle_layer **out) MOE_CHECKED;
-/* The doubles of a weight, [rows, columns], to be read or changed; NULL where the layer has no such
- * weight, or where it was not uploaded. `expert` is ignored for weights that are not an expert's.
- */
+/* The doubles of a weight, [rows, columns]; the caller may change them. NULL if the layer has no
+ * such weight, or it was not uploaded. `expert` is ignored for weights that are not an expert's. */
 double *moe_oracle_weight(struct moe_oracle_layer *layer, enum moe_weight weight, uint32_t expert);
 
-/* Random errors on every partial sum, function value and stored row: what rounding may do to a
- * result. A test runs a backward pass with and without: the distance between the two is what an
- * implementation of that precision cannot be asked to stay below, where terms cancel. Functions
- * take NULL for exact results, and advance `state` otherwise. */
+/* Simulated rounding: random errors on every partial sum, function value and stored row. A test
+ * runs a backward pass with and without them. If terms cancel, an implementation of that precision
+ * may be as far off as these two results are apart. Functions take NULL for exact results;
+ * otherwise they advance `state`. */
 struct moe_oracle_rounding {
     double arithmetic; /* relative size; errors are uniform in +- this */
-    double stored;     /* the same for rows that a backend may keep in the step's dtype */
+    double stored;     /* the same for rows that a backend may store in the step's dtype */
     double kink;       /* distance from the limit of a clamp within which `lean` decides */
-    int lean;          /* 1: what is within counts as clamped; -1: as not clamped; 0: exactly */
+    int lean;          /* 1: values within count as clamped; -1: as not clamped; 0: exact */
     uint64_t state;    /* of the random numbers; any value */
 };
 
-/* dg, du of one gate/up pair after its biases, dh being the gradient of what moe_oracle_activate
- * returns. Zero outside the clamps. */
+/* dg, du of one gate/up pair after its biases. dh is the gradient of the value that
+ * moe_oracle_activate returns. Zero outside the clamps. */
 void moe_oracle_activate_backward(enum moe_activation activation, double limit, double alpha,
                                   double g, double u, double dh, double *dg, double *du);
 
-/* dlogit [E+Z] of one token, from the gradients of its weights: dweights [K]. Entries of ids that
- * are -1 are not read. */
+/* dlogit [E+Z] of one token, from the gradients of its weights: dweights [K]. Entries with id -1
+ * are not read. */
 void moe_oracle_router_backward(const struct moe_layer_spec *spec, const double *logit,
                                 const int32_t *ids, const double *dweights, double *dlogit,
                                 struct moe_oracle_rounding *rounding);
 
-/* The load-balance loss of one token, whose gradient is added to dlogit [E+Z]. n [E], group_tokens:
- * n_e and Tg of moe/training.h. */
+/* Returns the load-balance loss of one token and adds its gradient to dlogit [E+Z]. n [E],
+ * group_tokens: n_e and Tg of moe/training.h. */
 double moe_oracle_aux_backward(const struct moe_layer_spec *spec, double aux_coeff,
                                const uint32_t *n, uint64_t group_tokens, const double *logit,
                                double *dlogit, struct moe_oracle_rounding *rounding);
@@ -112,7 +111,7 @@ struct moe_status moe_oracle_expert_backward(const struct moe_oracle_layer *laye
                                              struct moe_oracle_layer *gradients,
                                              struct moe_oracle_rounding *rounding) MOE_CHECKED;
 
-/* One token at the shared expert, gate included; nothing when the layer has none. */
+/* One token at the shared expert, gate included; does nothing if the layer has none. */
 struct moe_status moe_oracle_shared_backward(const struct moe_oracle_layer *layer, const double *x,
                                              const double *dy, double *dx,
                                              struct moe_oracle_layer *gradients,
@@ -123,11 +122,11 @@ struct moe_oracle_backward {
     enum moe_dtype dtype;
     uint32_t tokens;
     const void *x, *dy;    /* [T,H] */
-    const uint8_t *mode;   /* [T], NULL = all MOE_ROUTE_IDS; MOE_ROUTE_SERVER is no choice here */
+    const uint8_t *mode;   /* [T], NULL = all MOE_ROUTE_IDS; MOE_ROUTE_SERVER is not allowed */
     const int32_t *ids;    /* [T,K] */
-    const float *weights;  /* [T,K], read where mode == MOE_ROUTE_IDS_WEIGHTS */
+    const float *weights;  /* [T,K], read if mode == MOE_ROUTE_IDS_WEIGHTS */
     double aux_coeff;      /* 0: no load-balance loss */
-    const uint32_t *loads; /* [E] n_e of the group; read when aux_coeff != 0 */
+    const uint32_t *loads; /* [E] n_e of the group; read if aux_coeff != 0 */
     uint64_t group_tokens; /* Tg; 0 adds no loss */
     double *dx;            /* [T,H], overwritten; may be NULL, as all outputs */
     double *dweights;      /* [T,K], overwritten */
@@ -144,8 +143,8 @@ struct moe_status moe_oracle_backward(const struct moe_oracle_layer *layer,
 /* Adds the squares of grad [n] to *sum. */
 void moe_oracle_add_squares(size_t n, const double *grad, double *sum);
 
-/* What every gradient is multiplied by: grad_scale, and the clipping when `squares`, the sum over
- * all gradients before any factor, is too large. *norm as in struct moe_optimizer_result. */
+/* The factor of every gradient: grad_scale, and the clipping if `squares` is too large. `squares`
+ * is the sum over all gradients before any factor. *norm as in struct moe_optimizer_result. */
 double moe_oracle_gradient_factor(const struct moe_optimizer_args *args, double squares,
                                   double *norm);
 

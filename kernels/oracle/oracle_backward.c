@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Gradients of the double-precision layer: each function is one formula of moe/training.h, with the
- * forward values worked out again where they are needed. */
+/* Gradients of the double-precision layer: each function is one formula of moe/training.h. It
+ * computes the forward values again that it needs. */
 #include "oracle/oracle_internal.h"
 
 #include "base/size.h"
@@ -26,7 +26,7 @@ static double off(struct moe_oracle_rounding *r, double v)
     return r == NULL || r->arithmetic == 0 ? v : v * (1 + r->arithmetic * random_sign(r));
 }
 
-/* A value of a row that may be kept in the step's dtype. */
+/* A value of a row that a backend may store in the step's dtype. */
 static double stored(struct moe_oracle_rounding *r, double v)
 {
     return r == NULL || r->stored == 0 ? off(r, v) : v * (1 + r->stored * random_sign(r));
@@ -58,7 +58,7 @@ static void softmax_backward(struct moe_oracle_rounding *r, uint32_t n, const do
         dz[i] += off(r, p[i] * off(r, g[i])) - off(r, p[i] * mean);
 }
 
-/* d score / d logit, for scores of one logit alone. */
+/* d score / d logit, for scores that depend on one logit. */
 static double score_slope(struct moe_oracle_rounding *r, enum moe_score kind, double z)
 {
     double s = off(r, moe_oracle_sigmoid(z)), y;
@@ -68,7 +68,7 @@ static double score_slope(struct moe_oracle_rounding *r, enum moe_score kind, do
     return y == 0 ? 0 : off(r, (z > 20 ? 1 : s) / (2 * y));
 }
 
-/* ds [n] from dw [n]: through scale and renormalisation, s being the scores of the chosen. */
+/* ds [n] from dw [n]: through scale and renormalisation; s: scores of the choices. */
 static void renorm_backward(struct moe_oracle_rounding *r, const struct moe_router_spec *spec,
                             uint32_t n, const double *s, const double *dw, double *ds)
 {
@@ -112,7 +112,7 @@ void moe_oracle_router_backward(const struct moe_layer_spec *spec, const double 
     renorm_backward(rounding, o, n, s, dw, ds);
     if (o->score == MOE_SCORE_SOFTMAX_TOPK)
         softmax_backward(rounding, n, s, ds, dz);
-    for (uint32_t i = 0; i < n; i++) /* the same expert may have been given twice */
+    for (uint32_t i = 0; i < n; i++) /* an expert may be given twice */
         dscore[chosen[i]] += o->score == MOE_SCORE_SOFTMAX_TOPK ? dz[i] : ds[i];
     for (uint32_t e = 0; e < all; e++) {
         dlogit[e] = o->score == MOE_SCORE_SOFTMAX_TOPK ? dscore[e] : 0;
@@ -201,13 +201,13 @@ void moe_oracle_activate_backward(enum moe_activation activation, double limit, 
     activate_backward(NULL, activation, limit, alpha, g, u, dh, dg, du);
 }
 
-/* down( act(gate x + gate bias, up x + up bias) ) + down bias, and where its gradients go. */
+/* down( act(gate x + gate bias, up x + up bias) ) + down bias, and its gradients. */
 struct network {
     const struct moe_layer_spec *spec;
     enum moe_activation activation;
     size_t inner;
     const double *w[6]; /* gate, up, down, and their biases; biases may be NULL */
-    double *grad[6];    /* all NULL when there is nowhere to go */
+    double *grad[6];    /* all NULL if gradients are not wanted */
 };
 
 static const enum moe_weight expert_weight[6] = {MOE_WEIGHT_GATE,    MOE_WEIGHT_UP,
@@ -254,7 +254,7 @@ static void add(double *to, size_t n, const double *v)
 }
 
 /* Forward again and backward of weight * network(x). vec: 6 rows of [inner] and one of [H].
- * *dweight = dy . network(x); dx [H] is added to. */
+ * *dweight = dy . network(x); adds to dx [H]. */
 static void network_rows(const struct network *net, double weight, const double *x,
                          const double *dy, double *dx, double *dweight, double *vec,
                          struct moe_oracle_rounding *r)
@@ -364,7 +364,7 @@ struct moe_status moe_oracle_shared_backward(const struct moe_oracle_layer *laye
 
 /* ---------------------------------------------------------------------- layer */
 
-/* One token's rows and verdict. */
+/* One token of a pass. */
 struct token {
     enum moe_routing_mode mode;
     const int32_t *ids;

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the oracle's files share: the layer itself and the functions that forward and backward both
- * need. */
+/* Internal to the oracle: the layer, and functions for both forward and backward. */
 #ifndef MOE_ORACLE_INTERNAL_H
 #define MOE_ORACLE_INTERNAL_H
 

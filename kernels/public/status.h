@@ -59,7 +59,7 @@ enum moe_code {
     X(REFORMING)          /* no committed view at the moment: retry */                             \
     X(EXPERT_UNAVAILABLE) /* no live slot holds a needed expert */                                 \
     X(PEER_LOST)          /* a peer died or did not answer within its budget */                    \
-    X(STALE_EPOCH)        /* the caller speaks of an epoch that is not the current one */          \
+    X(STALE_EPOCH)        /* the call carries an epoch that is not the current one */              \
     X(VERSION_MISMATCH)   /* weights version, model fingerprint or protocol version differs */     \
     X(CONFIG_UNKNOWN_KEY) /* a setting or model key that changes results and is not understood */  \
     X(CONFIG_INVALID)     /* a setting or model key with an impossible value */                    \
@@ -67,23 +67,23 @@ enum moe_code {
     X(TENSOR_INVALID)     /* a tensor has the wrong shape, dtype or place */                       \
     X(OUT_OF_MEMORY)      /* an allocation failed or would not fit */                              \
     X(IO)                 /* the operating system refused a file or socket operation */            \
-    X(ABORTED)            /* the waiting was called off by its owner */                            \
+    X(ABORTED)            /* the owner cancelled the wait */                                       \
     X(UNSUPPORTED)        /* well understood, and deliberately not offered */                      \
     X(NAME_INVALID)       /* a session or checkpoint name with other characters than allowed */    \
     X(VALUE_INVALID)      /* an id of 0, or a number that makes no sense */                        \
     X(ID_REUSED)          /* a training call's id is known with other content */                   \
-    X(ID_TOO_OLD)         /* an id below one that has been forgotten: it may have been run */      \
-    X(RECORDED_ELSEWHERE) /* the answer is recorded on the worker that the text ends with */       \
-    X(ANSWER_GONE)        /* it has been run, and its answer is no longer kept */                  \
+    X(ID_TOO_OLD)         /* an id below a forgotten one: the call may have been run */            \
+    X(RECORDED_ELSEWHERE) /* the answer is on the worker at the end of the text */                 \
+    X(ANSWER_GONE)        /* the call has been run, and its answer is not cached any more */       \
     X(RETAINED_PASS_GONE) /* the worker has dropped the retained pass: send x and routing */       \
-    X(STATE_LOST)         /* the caller speaks of a lineage that is not the present one */         \
+    X(STATE_LOST)         /* the call carries a lineage that is not the current one */             \
     X(GRADIENTS_MISSING)  /* fewer or more Backward calls than the caller expects */               \
     X(GRADIENTS_PENDING)  /* not between Backward and OptimizerStep */                             \
     X(CHECKPOINT_EXISTS)  /* the name is taken */                                                  \
     X(CHECKPOINT_NOT_FOUND) /* there is none of that name */                                       \
     X(SAVE_RUNNING)         /* a checkpoint is being written or loaded: one at a time */           \
-    X(CANNOT_GO_BACK) /* the group cannot go back to where its training should: it waits for */    \
-                      /* RecoverTraining, or for the file */
+    X(CANNOT_GO_BACK)       /* the group cannot restore its recovery target: it waits for */       \
+                            /* RecoverTraining, or for the file */
 
 enum moe_reason {
 #define X(name) MOE_REASON_##name,

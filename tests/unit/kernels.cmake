@@ -8,7 +8,7 @@ foreach(part pool layer router gemm ffn training)
     LABELS kernels)
 endforeach()
 
-# The yardstick of training against differences of its own forward pass, and by hand.
+# The reference of training against differences of its own forward pass, and by hand.
 foreach(part backward training)
   moe_test(test_oracle_${part}
     SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_oracle_${part}.c
