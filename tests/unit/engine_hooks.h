@@ -8,7 +8,7 @@
 
 #include <stdatomic.h>
 
-/* Of Forward requests without a step of their own, since a test set it to 0. */
+/* Tokens of Forward requests that are not retained, since a test set it to 0. */
 extern _Atomic uint64_t announced_tokens;
 
 /* moe_engine_config.announce, for engines of one layer, number 7, that tests give F32. */

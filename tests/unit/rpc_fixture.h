@@ -23,7 +23,7 @@
 
 /* The server answers a ForwardRequest (unary, "large") with its x as y, by reference. The request's
  * `model` selects the rest:
- *   ""        answer at once              "thread"  answer from a thread of its own
+ *   ""        answer at once              "thread"  answer from another thread
  *   "sink"    answer without the tensor   "hang"    keep the call until fixture_answer_hanging
  *   "fail:R"  fail with reason number R            "zeros:N" answer with N bytes of zeros
  * A stream is echoed message by message, one at a time; a message "stop" stops reading for good. */

@@ -257,7 +257,7 @@ static void errors_keep_code_reason_text_and_retry_hint(void **state)
 
 static void unknown_methods_are_unimplemented(void **state)
 {
-    static const char *const paths[] = {"/moe.v1.ExpertService/Nothing", "/nobody/home", "/x"};
+    static const char *const paths[] = {"/moe.v1.ExpertService/Nothing", "/none/home", "/x"};
     struct fixture f;
     (void)state;
     fixture_start(&f, NULL);
@@ -467,7 +467,7 @@ static void streams_fail_with_the_servers_reason(void **state)
     fixture_stop(&f);
 }
 
-/* In place of the system's, for the core: a connection under way, whose errno was lost. */
+/* In place of the system's, for the core: a connection under way with a lost errno. */
 static atomic_int lost_answers;
 
 int connect(int fd, const struct sockaddr *to, socklen_t length)

@@ -76,7 +76,7 @@ static void ask(int peer, uint32_t stream, const char *path, const char *model)
     n += put_text(block + n, path);
     block[n++] = 0x01; /* :authority */
     n += put_text(block + n, "localhost");
-    block[n++] = 0x00; /* a name of its own */
+    block[n++] = 0x00; /* a literal name */
     n += put_text(block + n, "te");
     n += put_text(block + n, "trailers");
     block[n++] = 0x00;
