@@ -92,17 +92,19 @@ struct moe_checkpoint_state {
 void moe_checkpoint_state_free(struct moe_checkpoint_state *s);
 
 /* Save, four phases.
- *   begin   lowest slot: refuses an existing name (MOE_ALREADY_EXISTS / CHECKPOINT_EXISTS), removes
- *           what Saves of ended processes left, makes the hidden directory for all slots. Nothing
- * on the other slots. `*found`: the checkpoint exists, complete, and this same Save (writer,
- *           lineage and state->save) wrote it, but it was not recorded. Then nothing is written,
- * and version and steps in `state` become the checkpoint's. write   every slot: its part, synced to
- * disk; `*bytes` = bytes written by this slot commit  lowest slot: index, manifest, sync, rename.
- * The checkpoint exists from the rename on: a later failure is logged and not reported tidy lowest
- * slot, once all slots know that they would recover to `name`: removes all but the `keep` newest (0
- * = removes none) of those that count. Those count that this process has written, and the parents
- * of `name` up to an explicit load. Explicit loads, their parents, and checkpoints of other
- * processes stay and do not count. Logs each removal and failure */
+ *   begin   lowest slot: refuses an existing name (MOE_ALREADY_EXISTS / CHECKPOINT_EXISTS),
+ *           removes leftovers of ended processes, makes the hidden directory for all slots.
+ *           Nothing on the other slots. `*found`: the checkpoint exists, complete, and this same
+ *           Save (writer, lineage and state->save) wrote it, but it was not recorded. Then no
+ *           file is written, and version and steps in `state` become the checkpoint's.
+ *   write   every slot: its part, synced to disk; `*bytes` = bytes written by this slot
+ *   commit  lowest slot: index, manifest, sync, rename. The checkpoint exists from the rename on:
+ *           a later failure is logged and not reported
+ *   tidy    lowest slot, once all slots know that they would recover to `name`: removes all but
+ *           the `keep` newest (0 = removes none) of the checkpoints that count. A checkpoint
+ *           counts if this process has written it, or if it is an ancestor of `name` below an
+ *           explicit load. Explicit loads, their ancestors, and checkpoints of other processes
+ *           stay and do not count. Logs each removal and failure */
 struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context *c,
                                             const char *name, struct moe_checkpoint_state *state,
                                             bool *found) MOE_CHECKED;

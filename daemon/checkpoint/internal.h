@@ -68,12 +68,14 @@ struct moe_status moe_ckpt__sync(int directory) MOE_CHECKED;
 struct moe_status moe_ckpt__hash(const struct moe_checkpoint_context *c, int at, const char *name,
                                  uint64_t offset, uint64_t bytes,
                                  char sha256[MOE_SHA256_HEX]) MOE_CHECKED;
-/* ---------------------------------------------------------------- writers (writers.c) Several
- * groups may write below one root. The writing process of a group holds a lock on a file there,
- * ".WRITER.writer". The kernel releases the lock however the process ends: a hidden directory with
- * that writer's number is abandoned once the lock is gone. */
 
-#define MOE_CKPT_WRITER ".writer" /* how the name of such a file ends */
+/* ---------------------------------------------------------------- writers (writers.c)
+ *
+ * Several groups may write below one root. The writing process of a group holds a lock on a file
+ * there, ".WRITER.writer". The kernel releases the lock however the process ends: a hidden
+ * directory with that writer's number is abandoned once the lock is gone. */
+
+#define MOE_CKPT_WRITER ".writer" /* suffix of such a file */
 
 /* Creates and locks this process's file, until moe_ckpt__hide_writer. If the file system has no
  * locks, logs a warning. */

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The engine's thread and its state; see engine/engine.h. It knows neither clients nor the
- * sequencer. One mutex guards all state that other threads may touch. The thread does one action
- * per turn of its loop and releases the lock for every callback, every copy of rows and every call
- * of the backend. The one idea worth knowing: a request is where its tokens are. `queued` is true
- * while some wait, `taken - finished` of them are in steps. When neither is left, its end is
- * reported. */
+ * sequencer.
+ *
+ * One mutex guards all state that other threads may touch. The thread does one action per turn of
+ * its loop and releases the lock for every callback, every copy of rows and every call of the
+ * backend. The one idea worth knowing: a request is where its tokens are. `queued` is true while
+ * some wait, `taken - finished` of them are in steps. When neither is left, its end is reported. */
 #include "engine/engine.h"
 
 #include "base/clock.h"

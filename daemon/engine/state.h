@@ -22,11 +22,11 @@ enum {
         4,           /* progress tickets have a separate quota: blocked calls wait for them */
     RETAIN_MAX = 32, /* requests that wait for a separate step */
     /* While one step runs, the thread waits for its end and for notifications alternately, in
-       slices of this length: it sees a notification at most this much later, and not later than the
-       end of that step. On a member this delays the copy that overlaps the running step. On the
-       sequencer it delays the next ticket, because peers report `done` by notifications, and so
-       that copy on all slots. Slices of 50 us gained nothing that could be measured
-       (results/serving.md). With spin_ns the thread polls all the time. */
+     * slices of this length: it sees a notification at most this much later, and not later than the
+     * end of that step. On a member this delays the copy that overlaps the running step. On the
+     * sequencer it delays the next ticket, because peers report `done` by notifications, and so
+     * that copy on all slots. Slices of 50 us gained nothing that could be measured
+     * (results/serving.md). With spin_ns the thread polls all the time. */
     WAIT_SLICE_NS = 200000,
 };
 _Static_assert(CALLS_MAX + PROGRESS_TICKETS_MAX + RETAIN_MAX <= MOE_SEQUENCER_CALLS,

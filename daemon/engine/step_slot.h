@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A step slot carries one step at a time: its segments, and the host memory into which their rows
  * are gathered and from which they are scattered. The engine has two, so that one step's rows move
- * while the other computes. A training ticket also takes a step slot, with or without a step, so
- * that tickets end in order.
+ * while the other computes.
+ *
+ * A training ticket also takes a step slot, with or without a step, so that tickets end in order.
  *
  * A step with a single segment needs no rows moved: the backend reads and writes the request's own
  * buffers. A step slot takes no lock and is used by one thread. */

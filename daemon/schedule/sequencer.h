@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Decides which step the group runs next. It knows how many tokens wait on each slot for each
  * (layer, kind, dtype), issues tickets that cover them, and has at most two tickets in flight:
- * tokens that arrive meanwhile are batched into the next step, so no timer is needed. Training
- * calls and retained Forward requests wait in one queue, in order of arrival; each gets a separate
- * ticket. The rules below count retained forward passes as training: they serve it, and such a
- * ticket carries tokens of one slot only.
+ * tokens that arrive meanwhile are batched into the next step, so no timer is needed.
+ *
+ * Training calls and retained Forward requests wait in one queue, in order of arrival; each gets a
+ * separate ticket. The rules below count retained forward passes as training: they serve it, and
+ * such a ticket carries tokens of one slot only.
  *   Share       while forward work waits, at most a given share of the tickets are training's.
  *   Latency     if one of the last MOE_SEQUENCER_LATELY tickets was a forward one, at most one
  *               training ticket is in flight, so that forward work waits for one and not for two.

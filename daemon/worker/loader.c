@@ -304,7 +304,7 @@ struct moe_status moe_loader_check_room(const struct moe_loader *l, uint64_t nee
                      what, needed_text, free_text);
 }
 
-/* What this slot reads, and what it keeps of that. */
+/* Bytes that this slot reads, and bytes of these that it keeps. */
 static void count_bytes(const struct moe_loader *l, uint64_t *to_read, uint64_t *to_keep)
 {
     *to_read = *to_keep = 0;
