@@ -13,8 +13,8 @@
  *   gemm    gemm1 + gemm2 + shared; overhead = layer / gemm, both of the slowest slot
  *   enqueue the calling thread's time in step_enqueue
  *
- * --backward also times backward passes, with gradients that begin as zeros and with gradients that
- * add up, compared with the forward pass of the same line.
+ * --backward also times backward passes, and compares them with the line's forward pass. Gradients
+ * begin as zeros, or add up.
  *
  * JSON: one object per line, appended to FILE. */
 #include "moe_bench.h"

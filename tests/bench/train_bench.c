@@ -3,10 +3,10 @@
  *
  *     train_bench [--slots N] [--shapes LIST] [--experts E] [--repeats R]
  *
- * Forks one process per slot. Each has `experts` different experts of a layer with their training
- * state, and the shared expert and the router, with gradients that are summed over the slots. Every
- * timed step gets new gradients: periodic noise, so the norm is known. The oracle checks a few
- * hundred elements of every block after the last timed step.
+ * Forks one process per slot. Each has `experts` different experts of a layer, the shared expert
+ * and the router, with their training state. Gradients of the last two are summed over the slots.
+ * Every timed step gets new gradients: periodic noise, so the norm is known. The oracle checks a
+ * few hundred elements of every block after the last timed step.
  *
  * Time is the caller's wait in optimizer_step, the slowest slot's median. Bytes are those that have
  * to move: the gradient twice (norm, step), master and moments in and out, resident weights out.

@@ -13,7 +13,7 @@
  *           up their registers.
  * Shared    218 KB: one block per SM, persistent.
  * Registers per thread: 24 in the last warpgroup, 240 in the consumers (64 K in total; 168 at
- * launch).
+ *           launch).
  *
  * A barrier's parity distinguishes only two successive phases. A consumer that skips a tile may be
  * two phases behind the ring, so it enters only after the other has passed its last wait. The named

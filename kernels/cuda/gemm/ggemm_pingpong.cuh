@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Grouped GEMM for many rows per expert, where the tensor cores are the limit, and for short K,
- * where finishing a tile takes a large part of the time.
+/* Grouped GEMM for many rows per expert: the tensor cores are the limit. Also for short K:
+ * finishing a tile takes a large part of the time.
  *
  * Tile      128 x 128 x 64, 6 stages in flight. Rows are read in boxes of 64 or 128.
  * Warps     0-3 and 4-7 are two consumers that alternate tiles: while one stores, the other
@@ -8,10 +8,10 @@
  *           up their registers.
  * Shared    226 KB: one block per SM, persistent.
  * Registers per thread: 40 in the last warpgroup, 232 in the consumers (64 K in total; 168 at
- * launch).
+ *           launch).
  *
  * A barrier's parity distinguishes only two successive phases. A consumer that skips a tile may be
- * two phases behind the ring, so it enters only after the other has passed its last wait. The named
+ * two phases behind the ring. So it enters only after the other has passed its last wait. The named
  * barriers TURN and TURN + 1 pass the ring between them. */
 #ifndef MOE_CUDA_GGEMM_PINGPONG_CUH
 #define MOE_CUDA_GGEMM_PINGPONG_CUH

@@ -59,8 +59,8 @@ struct moe_layer {
     uint32_t slot;
     bool finished;
     bool trained; /* it has a trainer */
-    /* Rows per token of earlier retained steps (activation_sizing.h); 0: none yet. Atomic: over a
-     * network, one thread writes it and another reads it. */
+    /* Rows per token of earlier steps that were to retain (activation_sizing.h); 0: none yet.
+     * Atomic: over a network, one thread writes it and another reads it. */
     double retained_rows_per_token;
     uint32_t local_experts;          /* experts placed on `slot`; may be 0 */
     uint32_t *local;                 /* host [local_experts] */

@@ -2,7 +2,8 @@
 /* From logits to ids and weights. One warp per token, 4 warps per CTA.
  *
  * Shared    three fp32 arrays per warp (scores, keys, groups), each with one value per expert and
- *           zero expert: less than 48 KiB per CTA. No stages; registers have no limit.
+ *           zero expert: at most 48 KiB per CTA. No stages.
+ * Registers no limit.
  *
  * A warp chooses in K rounds: each takes the best remaining key. The order is total: key
  * descending, then id ascending (-0 equals +0). Sums run in a fixed order, so the same token always
