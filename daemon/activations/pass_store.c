@@ -109,7 +109,8 @@ static struct moe_pass_record *take_idle(struct moe_pass_store *s, size_t bytes)
     return r;
 }
 
-static void let_go(struct moe_pass_store *s, struct moe_pass_record *r) MOE_REQUIRES(s->lock)
+static void drop_reference(struct moe_pass_store *s, struct moe_pass_record *r)
+    MOE_REQUIRES(s->lock)
 {
     if (atomic_fetch_sub(&r->references, 1) == 1)
         retire_record(s, r);
@@ -126,7 +127,7 @@ static void unlist(struct moe_pass_store *s, struct moe_pass_record *r) MOE_REQU
     else
         s->newest = r->prev;
     r->next = r->prev = NULL;
-    let_go(s, r);
+    drop_reference(s, r);
 }
 
 static bool has_old_idle(struct moe_pass_store *s, uint64_t now) MOE_REQUIRES(s->lock)
@@ -340,7 +341,7 @@ void moe_pass_record_unref(struct moe_pass_record *r)
         return;
     struct moe_pass_store *s = r->store;
     moe_mutex_lock(&s->lock);
-    let_go(s, r);
+    drop_reference(s, r);
     moe_mutex_unlock(&s->lock);
 }
 
