@@ -41,7 +41,7 @@ static void require(struct moe_status st)
     exit(1);
 }
 
-static void meet(struct member *m)
+static void await_members(struct member *m)
 {
     if (!board_barrier(m, 120000))
         exit(1);
@@ -221,11 +221,11 @@ static int run(struct member *m)
 {
     struct bench b = {.member = m};
     setup(&b);
-    meet(m);
+    await_members(m);
     measure_first(&b);
     measure(&b, 1);
     measure(&b, BUCKET);
-    meet(m);
+    await_members(m);
     backend->session_leave(b.session);
     for (uint32_t l = 0; l < LAYERS; l++)
         backend->layer_destroy(b.layer[l]);

@@ -112,7 +112,7 @@ static void fail(const struct bench *b, const char *what, double got, double wan
     exit(1);
 }
 
-static void meet(struct bench *b)
+static void await_members(struct bench *b)
 {
     if (!board_barrier(b->member, BARRIER_MS))
         exit(1);
@@ -345,7 +345,7 @@ static double step(struct bench *b, const struct way *way, uint64_t number)
     double norm;
     (void)moe_oracle_gradient_factor(&args, all_squares(b), &norm);
     fill_gradients(b);
-    meet(b);
+    await_members(b);
     uint64_t begin = moe_clock_ns();
     require(b->plan->backend->training->optimizer_step(b->session, &b->trainer, 1, &args, &result));
     double took = (double)(moe_clock_ns() - begin) / 1e6;
@@ -426,10 +426,10 @@ static void run_way(struct bench *b, const struct way *way)
     struct moe_trainer_config config = {.optimizer = way->optimizer};
     require(b->plan->backend->training->trainer_create(b->layer, &config, &b->trainer));
     b->plan->times->ms[b->member->slot] = measure(b, way);
-    meet(b);
+    await_members(b);
     if (b->member->slot == 0)
         print(b, way);
-    meet(b);
+    await_members(b);
     b->plan->backend->training->trainer_destroy(b->trainer);
 }
 
@@ -467,7 +467,7 @@ static int run_member(struct member *m)
     require(plan->backend->device_open(&device, &b.device));
     make_noise(&b);
     plan->times->copy_gb_s[m->slot] = copy_rate(&b);
-    meet(&b);
+    await_members(&b);
     for (uint32_t i = 0; i < SHAPES; i++) {
         b.shape = &shapes[i];
         if (is_chosen(plan->shapes, b.shape->name))

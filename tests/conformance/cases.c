@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Drawing cases; see cases.h. Shapes are small, so that thousands of them take seconds, and mostly
- * odd, so that no code can rely on round numbers. */
+/* Drawing cases; see cases.h. Shapes are small, so thousands of them take seconds. Most are odd, so
+ * no code can rely on round numbers. */
 #include "cases.h"
 
 #include "base/size.h"
@@ -68,7 +68,7 @@ static void draw_spec(struct rng *r, struct moe_layer_spec *s)
     s->hidden = rng_range(r, 1, width < 70 ? 48 : width < 95 ? 150 : CASE_MAX_HIDDEN);
     s->intermediate = rng_range(r, 1, rng_chance(r, 30) ? 70 : 32);
     s->experts = rng_range(r, 1, rng_chance(r, 20) ? CASE_MAX_EXPERTS : 16);
-    bool whole = rng_chance(r, 40); /* matrix units want whole 16-byte chunks */
+    bool whole = rng_chance(r, 40); /* matrix units need whole 16-byte chunks */
     if (whole) {
         s->hidden = (s->hidden + 7) / 8 * 8;
         s->intermediate = (s->intermediate + 7) / 8 * 8;
@@ -87,7 +87,7 @@ static void draw_spec(struct rng *r, struct moe_layer_spec *s)
     draw_router(r, s);
 }
 
-/* Anything from one slot that holds all to every expert on every slot. */
+/* Draws a placement: from all experts on one slot to every expert on every slot. */
 static void draw_placement(struct rng *r, struct test_case *c, uint32_t slots)
 {
     uint32_t kind = rng_below(r, 4), lonely = rng_below(r, slots), n = 0;
@@ -115,7 +115,7 @@ static uint32_t entries_of(const struct test_case *c, enum moe_weight w)
     return moe_weight_is_expert(w) ? c->spec.experts : 1;
 }
 
-/* Experts with equal router rows and biases tie exactly: ids alone must decide between them. */
+/* Experts with equal router rows and biases tie exactly: only their ids may decide. */
 static void make_ties(struct rng *r, struct test_case *c)
 {
     static const enum moe_weight per_expert[] = {MOE_WEIGHT_ROUTER, MOE_WEIGHT_LOGIT_BIAS,
@@ -186,8 +186,8 @@ static uint32_t draw_tokens(struct rng *r, uint32_t hidden)
     return rng_range(r, 1, kind < 94 ? 50 : CASE_MAX_TOKENS);
 }
 
-/* What a client may send for one token: any experts, repeated or -1, any finite weights; a token in
- * fifty is wrong. `favourite` >= 0: everything goes to that expert. */
+/* Draws a client's routing of one token: any experts, repeated or -1, any finite weights. One token
+ * in fifty is invalid. `favourite` >= 0: all ids are that expert. */
 static void draw_given(struct rng *r, const struct test_case *c, struct case_input *in, uint32_t t,
                        int favourite)
 {
@@ -228,14 +228,14 @@ static void draw_input(struct rng *r, const struct test_case *c, struct case_inp
             set_element(c->dtype, in->x, somewhere, rng_chance(r, 50) ? NAN : INFINITY);
     }
     if (modes == 0 && rng_chance(r, 50)) {
-        free(in->mode); /* NULL says the same */
+        free(in->mode); /* NULL means the same */
         in->mode = NULL;
     }
 }
 
 /* ---------------------------------------------------------------------- skew */
 
-/* How likely each expert is, by the kind of skew; sums up to a total that is returned. */
+/* The probability of each expert, by the kind of skew; returns the sum. */
 static double likelihoods(struct rng *r, const struct test_case *c, uint32_t slots, double *of)
 {
     uint32_t experts = c->spec.experts, home = rng_below(r, slots), favourite;
@@ -253,7 +253,7 @@ static double likelihoods(struct rng *r, const struct test_case *c, uint32_t slo
     }
     if (total > 0)
         return total;
-    of[favourite] = 1; /* a slot without experts: all to another one's */
+    of[favourite] = 1; /* a slot without experts: all to the experts of another */
     return 1;
 }
 
@@ -272,8 +272,8 @@ static int32_t draw_expert(struct rng *r, const double *of, double total, uint32
     return (int32_t)last;
 }
 
-/* Given routing for all tokens. Other choices than the first are free in half of the cases, so that
- * a crowded expert has neighbours. */
+/* Given routing for all tokens. In half of the cases, choices other than the first are random, so a
+ * crowded expert has neighbours. */
 static void draw_skewed_input(struct rng *r, const struct test_case *c, struct case_input *in,
                               const double *of, double total, bool all_choices)
 {

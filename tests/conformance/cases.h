@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Random layers and inputs, drawn over everything that moe/layer_spec.h can express. The same seed
- * gives the same case in every process, so each slot knows what all slots are given. */
+/* Random layers and inputs over everything that moe/layer_spec.h can express. The same seed gives
+ * the same case in every process, so each slot knows the input of all slots. */
 #ifndef MOE_TEST_CASES_H
 #define MOE_TEST_CASES_H
 
@@ -8,21 +8,21 @@
 
 enum { CASE_MAX_TOKENS = 300, CASE_MAX_EXPERTS = 64, CASE_MAX_HIDDEN = 600 };
 
-/* How unevenly the tokens of a case choose experts. Any but CASE_PLAIN makes batches large and lets
- * some slots bring no token. */
+/* How unevenly the tokens of a case choose experts. All but CASE_PLAIN have large batches, and some
+ * slots without tokens. */
 enum case_skew {
     CASE_PLAIN,      /* what chance gives */
-    CASE_ONE_EXPERT, /* every token wants the same expert, some with each of their choices */
+    CASE_ONE_EXPERT, /* every token chooses the same expert, some with all their choices */
     CASE_ONE_SLOT,   /* every choice is an expert of the same slot */
-    CASE_ZIPF,       /* the expert of rank r is wanted with weight 1 / (r + 1) */
+    CASE_ZIPF,       /* the expert of rank r has probability 1 / (r + 1) */
     CASE_ONE_SOURCE, /* one slot brings all tokens */
     CASE_SKEWS
 };
 
-/* What one slot brings to a step. */
+/* The input of one slot in a step. */
 struct case_input {
     uint32_t tokens;
-    void *x;        /* [T, H] of the case's dtype; NULL when T = 0, as all of the below */
+    void *x;        /* [T, H] of the case's dtype; NULL if T = 0, like all below */
     uint8_t *mode;  /* [T], or NULL: the server routes all */
     int32_t *ids;   /* [T, K] */
     float *weights; /* [T, K] */
@@ -38,14 +38,14 @@ struct test_case {
     enum case_skew skew;
     uint32_t bucket;
     enum moe_dtype weight_dtype[MOE_WEIGHT_COUNT];
-    void *weight[MOE_WEIGHT_COUNT]; /* [entries, rows, columns]; NULL where the layer has none */
+    void *weight[MOE_WEIGHT_COUNT]; /* [entries, rows, columns]; NULL if the layer has none */
     struct case_input input[MOE_MAX_SLOTS];
 };
 
 struct test_case *case_draw(uint64_t seed, uint32_t slots, enum case_skew skew);
 void case_free(struct test_case *c);
 
-/* One line that says what the case is. */
+/* Describes the case in one line. */
 void case_describe(const struct test_case *c, uint32_t slots, char *text, size_t cap);
 
 /* The weight of one expert (0 for others) as uploaded. */
@@ -56,7 +56,7 @@ double case_weight_at(const struct test_case *c, enum moe_weight w, uint32_t exp
 /* Element i of a tensor. */
 double element(enum moe_dtype dtype, const void *data, size_t i);
 
-/* Where the placement sends (token, k) of a source: the slot, or -1 when it makes no row. */
+/* The slot of (token, k) of a source by the placement, or -1 if there is no row. */
 int case_target(const struct test_case *c, uint32_t token, int32_t id);
 
 #endif

@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the conformance suite checks of a backend for one case: the whole step, then each part. */
+/* The checks of the conformance suite for one case of a backend: the whole step, then each part. */
 #ifndef MOE_TEST_CHECK_H
 #define MOE_TEST_CHECK_H
 
 #include "cases.h"
 #include "oracle/oracle.h"
 
-/* What was seen, for the last line of a run. */
+/* Results for the last line of a run. */
 struct tally {
     uint64_t cases, tokens, rows, refused, swaps;
     double worst[3]; /* relative Frobenius error of y, or of gradients, by enum moe_dtype */
     /* Training: tensors compared; those for which rounding allows more than the fixed bounds;
      * gradients of experts without tokens. */
     uint64_t tensors, rough, idle_experts;
-    /* Cases with rows here whose backward passes multiplied on tensor cores, and the last of them
+    /* Cases with rows here and backward passes on tensor cores: their number, and the last of them
      * plus one. */
     uint64_t tensor_cases, last_tensor_case;
     uint64_t retained; /* cases in which this slot retained steps for their backward passes */
@@ -23,7 +23,7 @@ struct tally {
     const char *transport;
 };
 
-/* Memory of the backend that is handed out piece by piece and taken back all at once. */
+/* Memory of the backend, allocated piece by piece and freed at once. */
 struct arena {
     enum moe_mem kind;
     uint8_t *base;
@@ -41,7 +41,7 @@ struct subject {
     const struct case_input *in; /* of this slot */
     struct moe_layer *layer;
     struct moe_oracle_layer *oracle;
-    /* The step's routing, as the step gave it. */
+    /* The routing that the step returned. */
     int32_t *ids;
     float *weights;
     uint8_t *state;
@@ -53,7 +53,7 @@ struct subject {
 bool check_step(struct subject *s);
 bool check_parts(struct subject *s);
 
-/* Gives all weights of the case to s->oracle, and the local ones to s->layer, which is finished. */
+/* Uploads all weights of the case to s->oracle, and the local ones to s->layer; finishes it. */
 bool upload_all(struct subject *s);
 
 /* ---- for the checks */
@@ -62,15 +62,15 @@ bool upload_all(struct subject *s);
 bool wrong(const struct subject *s, const char *fmt, ...) MOE_PRINTF(2, 3);
 /* True for success; prints the failure otherwise. */
 bool went_well(const struct subject *s, const char *what, struct moe_status st);
-/* `bytes` of the arena, aligned; aborts when it is used up. */
+/* `bytes` of the arena, aligned; aborts if it is full. */
 void *take(struct arena *a, size_t bytes);
-/* Relative Frobenius error of `got` against `want`; the absolute one when `want` is all zeros. */
+/* Relative Frobenius error of `got` against `want`; the absolute one if `want` is all zeros. */
 double frobenius(size_t n, const double *got, const double *want);
-/* The same in proportion to what was summed, size [n] >= |want|, instead of to the sums: rounding
- * is of the size of the summands, and those of both signs can cancel. */
+/* The same relative to the size of the summands, size [n] >= |want|, instead of the sums. Rounding
+ * errors have the size of the summands, and summands of both signs can cancel. */
 double frobenius_of_summands(size_t n, const double *got, const double *want, const double *size);
 double tolerance(enum moe_dtype dtype);
-/* *hash, 0 at first, becomes a hash of what came before too. */
+/* Adds to *hash, which is 0 at first. */
 void add_to_hash(uint64_t *hash, const void *data, size_t bytes);
 size_t tensor_bytes(const struct test_case *c, uint32_t tokens); /* of x or y */
 void *must(size_t bytes);                                        /* zeroed plain memory */
@@ -83,7 +83,7 @@ struct expected_row {
     uint32_t source, token, k, expert, row;
 };
 
-/* What dispatch should leave on this slot, worked out from everybody's routing. */
+/* The expected result of dispatch on this slot, from the routing of all slots. */
 struct expected_rows {
     uint32_t local;
     uint32_t expert[CASE_MAX_EXPERTS], start[CASE_MAX_EXPERTS + 1], count[CASE_MAX_EXPERTS];
@@ -91,7 +91,7 @@ struct expected_rows {
     uint32_t n;
 };
 
-/* From the routing on the board; frees nothing, `list` is the caller's to free. */
+/* From the routing on the board; the caller frees `list`. */
 void expect_rows(const struct subject *s, struct expected_rows *e);
 
 #endif

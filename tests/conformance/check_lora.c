@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Adapters: how they begin, gradients of A and B, and the merged weight that a forward pass uses.
- */
+/* Adapters: initial values, gradients of A and B, and the merged weight of a forward pass. */
 #include "trained.h"
 
 #include <math.h>
@@ -30,8 +29,8 @@ static const struct parameter *part_of(const struct trained *t, const struct par
     return NULL;
 }
 
-/* A is small and random, B zero; the same on every slot that holds the expert, and not the same for
- * two experts. */
+/* A is small and random, B zero. They are the same on every slot with the expert, and differ
+ * between experts. */
 static bool check_beginning(struct trained *t)
 {
     const float *all[MOE_MAX_SLOTS];
@@ -92,7 +91,7 @@ static void absolute(size_t n, double *v)
         v[i] = fabs(v[i]);
 }
 
-/* The resident weight is W0 + alpha / r B A, rounded once to what it is kept in. */
+/* The resident weight is W0 + alpha / r B A, rounded once to its dtype. */
 static bool merged_is_right(const struct trained *t, const struct parameter *p, const float *base,
                             const float *now)
 {
@@ -114,7 +113,7 @@ static bool merged_is_right(const struct trained *t, const struct parameter *p, 
     bool good = true;
     for (size_t i = 0; i < p->n && good; i++) {
         double got = (double)now[p->offset + i], unit = 0x1p-8;
-        /* A matrix kept with one of F32 is F32 itself. */
+        /* A matrix that is stored together with an F32 matrix is F32. */
         if (t->s->c->weight_dtype[p->key.weight] == MOE_DTYPE_F32)
             unit = 1e-6;
         if (!(fabs(got - want[i]) <= unit * fabs(want[i]) + 1e-6 * size[i]))
@@ -196,7 +195,7 @@ static bool check_gradients(struct trained *t)
     return good;
 }
 
-/* Inputs of a pass belong to the routing that a step has just reported. */
+/* Inputs of a pass use the routing of the last step. */
 static bool begin_again(struct trained *t)
 {
     struct moe_trainer *trainer = t->trainer;

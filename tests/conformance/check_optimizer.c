@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Optimizer steps against the oracle's: sums over slots and copies, the common norm, moments,
- * masters, resident weights; what is not finite; the balance rule. */
+ * masters, resident weights; gradients that are not finite; the balance rule. */
 #include "trained.h"
 
 #include <math.h>
@@ -8,7 +8,7 @@
 
 /* ---------------------------------------------------------------- before a step */
 
-/* All there is before a step. Pointers are [floats]; `sum` and `size` over all slots. */
+/* All tensors before a step. Pointers are [floats]; `sum` and `size` over all slots. */
 struct before {
     float *grad, *value, *moment1, *moment2;
     double *sum, *size; /* of gradients, and of their magnitudes */
@@ -83,8 +83,8 @@ static double distance_to(size_t n, const double *want, const double *from)
     return sqrt(sum);
 }
 
-/* One tensor after a step. `rough` is what it is with gradients that were summed in fp32; `moved`
- * how far the exact one went. */
+/* One tensor after a step. `rough`: with gradients that were summed in fp32. `moved`: the exact
+ * change. */
 static bool tensor_is(const struct trained *t, const struct parameter *p,
                       enum moe_train_tensor tensor, const double *want, const double *rough,
                       double moved)
@@ -184,7 +184,7 @@ static bool gradients_are_zero(const struct trained *t)
     return good;
 }
 
-/* What several slots hold is the same bits on all of them. */
+/* Tensors of several slots have the same bits on all of them. */
 static bool copies_agree(const struct trained *t)
 {
     const float *all[MOE_MAX_SLOTS];
@@ -242,7 +242,7 @@ static bool one_step(struct trained *t, uint64_t number)
     return good;
 }
 
-/* Gradients that no pass made, different on every slot. */
+/* Gradients that do not come from a pass, different on every slot. */
 static void write_gradients(struct trained *t)
 {
     struct rng r = {.state = t->s->c->seed * 7 + t->s->member->slot};
@@ -258,7 +258,7 @@ static void write_gradients(struct trained *t)
     }
 }
 
-/* A trained parameter and a slot that holds it, the same on all slots; NULL when there is none. */
+/* A trained parameter and a slot that has it, the same on all slots; NULL if there is none. */
 static const struct parameter *poisoned(const struct trained *t, uint32_t *holder)
 {
     uint64_t seed = t->s->c->seed;
@@ -274,7 +274,8 @@ static const struct parameter *poisoned(const struct trained *t, uint32_t *holde
     return NULL;
 }
 
-/* One slot's gradient has one bad number: nobody moves, and all begin again from zero. */
+/* One slot's gradient has one bad number: no slot changes a parameter, and all gradients are zero.
+ */
 static bool check_nonfinite(struct trained *t)
 {
     struct before b = {0};
@@ -314,7 +315,7 @@ static bool check_nonfinite(struct trained *t)
 
 /* ------------------------------------------------------------------ resident weights */
 
-/* What a backend may keep in F32 though it was uploaded as BF16, gets values that are both. */
+/* A backend may store a BF16 upload as F32. Such weights get values that are exact in both. */
 static void round_small_weights(const struct trained *t)
 {
     for (size_t i = 0; i < t->count; i++) {
@@ -332,7 +333,7 @@ static void round_small_weights(const struct trained *t)
     }
 }
 
-/* An oracle of the values that trainers hold: of masters, rounded as resident weights are. */
+/* An oracle with the values of trainers: masters, rounded like resident weights. */
 static bool oracle_of_values(struct trained *t, struct moe_oracle_layer **out)
 {
     const struct subject *s = t->s;
@@ -371,7 +372,7 @@ bool follow_values(struct trained *t)
     return good;
 }
 
-/* Matrices that are kept together may have one dtype; with several, a test cannot know which. */
+/* Matrices that are stored together may have one dtype; with several, a test cannot know it. */
 static bool one_dtype(const struct test_case *c)
 {
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
@@ -410,7 +411,7 @@ static bool begin_one(struct subject *s, struct moe_layer **layer, struct traine
            went_well(s, "trainer", t->table->trainer_create(*layer, &config, &t->trainer));
 }
 
-/* The norm is of both together, and both move by it. */
+/* The norm is over both layers, and clips both. */
 static bool step_both(struct trained t[2])
 {
     struct before b[2] = {{0}, {0}};
@@ -442,13 +443,13 @@ static bool step_both(struct trained t[2])
 bool check_two_trainers(struct subject *s)
 {
     struct trained t[2] = {0};
-    struct moe_layer *layer[2] = {NULL, NULL}, *kept = s->layer;
+    struct moe_layer *layer[2] = {NULL, NULL}, *original = s->layer;
     bool good = begin_one(s, &layer[0], &t[0]) && begin_one(s, &layer[1], &t[1]) && step_both(t);
     for (int i = 0; i < 2; i++) {
         if (t[i].s != NULL)
             trained_end(&t[i]);
         s->backend->layer_destroy(layer[i]);
     }
-    s->layer = kept;
+    s->layer = original;
     return good;
 }

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Each part alone: the router gives what the step gave, dispatched rows are right to the byte,
- * GEMMs, the shared expert and combine are compared with sums in double precision. */
+/* Each part alone: the router gives the routing of the step, and dispatched rows are right to the
+ * byte. GEMMs, the shared expert and combine are compared with sums in double precision. */
 #include "check.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-enum { SAMPLE = 16 /* rows of which a GEMM is checked */ };
+enum { SAMPLE = 16 /* checked rows of a GEMM */ };
 
 /* Host copies of what dispatch returned. */
 struct received {
@@ -186,7 +186,7 @@ static void expect_down(const struct test_case *c, const struct expected_row *w,
     }
 }
 
-/* Compares rows picked evenly over all that came; `hidden` and `out` as the backend made them. */
+/* Compares rows, evenly spread over all received ones; `hidden` and `out` are the backend's. */
 static bool compare_gemms(struct subject *s, const struct expected_rows *e,
                           const struct received *r, const float *hidden, const float *out)
 {
@@ -236,7 +236,7 @@ static bool check_gemms(struct subject *s, const struct expected_rows *e, const 
 
 /* ------------------------------------------------------------------ combine */
 
-/* A value for each column of each (source, token, k) that every slot can work out for itself. */
+/* A value for each column of each (source, token, k); every slot can compute it. */
 static float made_up(uint32_t source, uint32_t token, uint32_t k, uint32_t column)
 {
     struct rng r = {.state = (uint64_t)source << 48 | (uint64_t)token << 24 | k << 16 | column};
@@ -269,7 +269,7 @@ static bool check_combine(struct subject *s, const struct expected_rows *e,
     uint32_t hidden = s->c->spec.hidden;
     size_t n = (size_t)s->in->tokens * hidden, made = (size_t)r->total * hidden;
     float *out = must(made * sizeof *out);
-    memset(out, 0xff, made * sizeof *out); /* NaN between the experts must not be read */
+    memset(out, 0xff, made * sizeof *out); /* NaN in padding rows must not be read */
     for (uint32_t i = 0; i < e->n; i++)
         for (uint32_t h = 0; h < hidden; h++)
             out[(size_t)e->list[i].row * hidden + h] =
@@ -343,7 +343,7 @@ bool check_parts(struct subject *s)
     struct expected_rows e;
     struct received r = {0};
     expect_rows(s, &e);
-    /* A pass that is never combined must not disturb the next one. */
+    /* A pass without combine must not disturb the next one. */
     bool again = c->placement.version % 4 == 0;
     bool good = check_router(s, x) && check_shared(s, x) && dispatch(s, x, ids, weights, &e, &r);
     if (good && again) {
@@ -356,6 +356,6 @@ bool check_parts(struct subject *s)
     free(e.list);
     free(r.x);
     free(r.weight);
-    /* The board holds everybody's routing until all have read it. */
+    /* The routing of all slots stays on the board until all have read it. */
     return good && (board_barrier(s->member, 60000) || wrong(s, "another slot gave up"));
 }

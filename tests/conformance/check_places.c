@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What becomes of an element does not depend on where it stands in memory. Slots hold different
- * experts, so that copies of one stand at different places: experts that begin alike and are given
- * the same gradients must stay the same bits, whatever their place on a slot and whichever slot.
- * Sizes are tiny and mostly odd, so that experts begin and end anywhere within a vector. */
+/* The result for an element does not depend on its place in memory. Slots have different experts,
+ * so copies of an expert are at different places. Experts with equal values and equal gradients
+ * must keep equal bits, at every place and on every slot. Sizes are tiny and mostly odd, so experts
+ * begin and end anywhere within a vector. */
 #include "trained.h"
 
 #include <stdio.h>
@@ -23,7 +23,7 @@ struct places {
     uint64_t seed;
 };
 
-/* Experts e on slots e and e + 1, counted in circles: each has as many copies as the next. */
+/* Expert e is on slots e and e + 1, modulo the slots, so all have the same number of copies. */
 static void place(struct places *p)
 {
     uint32_t slots = p->s->member->slots, n = 0;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reading a trainer beside steps: values and moments stay what they are, to the bit, whatever
- * passes run meanwhile; and W0 of what has an adapter. */
+/* Reading a trainer during steps: the bits of values, moments and W0 do not change while passes
+ * run.
+ */
 #include "trained.h"
 
 #include <pthread.h>
@@ -30,7 +31,7 @@ static bool is_held(const struct trained *t, const struct parameter *p,
     return tensor == MOE_TRAIN_VALUE || p->trained;
 }
 
-/* ------------------------------------------------------------------------ beside steps */
+/* ------------------------------------------------------------------------ during steps */
 
 struct reader {
     const struct trained *t;
@@ -81,18 +82,18 @@ static void *read_on(void *arg)
     return NULL;
 }
 
-/* The same on all slots, however long their readers take. */
-static bool run_beside(struct trained *t)
+/* The same on all slots, independent of the time of their readers. */
+static bool run_during_reads(struct trained *t)
 {
     struct pass first, second, third;
     return run_pass(t, &first, true) && run_pass(t, &second, false) &&
-           same_pass(t, "beside a reader", &first, &second) &&
+           same_pass(t, "during a read", &first, &second) &&
            went_well(t->s, "zero_grad", t->table->zero_grad(t->trainer)) &&
            run_pass(t, &third, true) &&
            went_well(t->s, "set_frozen",
                      t->table->set_frozen(t->trainer, (1u << MOE_PARAMS_COUNT) - 1)) &&
            went_well(t->s, "set_frozen", t->table->set_frozen(t->trainer, t->config.frozen)) &&
-           same_pass(t, "beside a reader, again", &first, &third);
+           same_pass(t, "during a read, again", &first, &third);
 }
 
 bool check_reading(struct trained *t)
@@ -104,7 +105,7 @@ bool check_reading(struct trained *t)
     for (int kind = 0; kind < READABLE; kind++)
         r.before[kind] = read_held(t, readable[kind]);
     MOE_INVARIANT(pthread_create(&thread, NULL, read_on, &r) == 0);
-    bool good = run_beside(t);
+    bool good = run_during_reads(t);
     atomic_store(&r.stop, true);
     pthread_join(thread, NULL);
     for (int kind = 0; kind < READABLE; kind++)
@@ -112,8 +113,8 @@ bool check_reading(struct trained *t)
     s->host.used = used;
     t->counted = 0;
     return good && went_well(s, "zero_grad", t->table->zero_grad(t->trainer)) &&
-           went_well(s, "reading beside steps", r.failure) &&
-           ((r.good && r.rounds > 0) || wrong(s, "what is read beside steps differs"));
+           went_well(s, "reading during steps", r.failure) &&
+           ((r.good && r.rounds > 0) || wrong(s, "values read during steps differ"));
 }
 
 /* ----------------------------------------------------------------------------- adapters */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backward passes from what forward steps retained: the same bits as without, on every slot,
- * whichever of them have it; and gone when it must be. */
+/* Backward passes with retained activations: the same bits as without, on every slot, for any set
+ * of slots that retain. And activations are gone when they must be. */
 #include "trained.h"
 
 #include "base/clock.h"
@@ -10,20 +10,20 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { ROOM = 64 << 20 }; /* enough for any two steps of a case, whatever a backend takes for it */
+enum { ROOM = 64 << 20 }; /* enough for any two steps of a case, on every backend */
 
-/* A batch of the case: its tokens as they are, or `turned` to their negatives with the same ids,
- * one of them NaN, which the router refuses: what it left must not come back. */
+/* A batch of the case: its tokens, or their negatives with the same ids (`turned`). One of those is
+ * NaN, which the router refuses: its old rows must not be used. */
 struct batch {
     uint64_t name;
     const void *x;
-    struct pass want; /* of a pass that computes everything */
+    struct pass want; /* of a pass without retained activations */
     float *gradients; /* after it */
-    bool retained;    /* this slot keeps it */
-    uint64_t bytes;   /* that it keeps of it, where it has room for all */
+    bool retained;    /* this slot retains */
+    uint64_t bytes;   /* retained bytes with room for all */
 };
 
-/* Of those that go through the router: elsewhere nobody would notice. */
+/* A token that uses the router: the result shows a NaN only there. */
 static void spoil_a_token(const struct trained *t, void *x)
 {
     const struct subject *s = t->s;
@@ -53,7 +53,7 @@ static void *turned(struct trained *t)
     return x;
 }
 
-/* What a pass must say of itself. */
+/* The expected used_retained of a pass. */
 enum use { COMPUTES, USES };
 
 static enum use use_of(const struct batch *b)
@@ -83,7 +83,7 @@ static bool zero(struct trained *t)
     return went_well(t->s, "zero_grad", t->table->zero_grad(t->trainer));
 }
 
-/* From zero gradients, with `name`: the bits of the pass that computes everything. */
+/* From zero gradients, with `name`: the bits of the pass without retained activations. */
 static bool same_from(struct trained *t, const struct batch *b, uint64_t name, enum use use,
                       const char *what)
 {
@@ -131,7 +131,7 @@ static bool wait_step(struct trained *t, struct moe_step *step, bool *retained)
     return good;
 }
 
-/* Both batches in flight together, retained if `names`; y must not depend on it. */
+/* Both batches in flight at the same time, retained if `names`; y must not depend on it. */
 static bool run_forwards(struct trained *t, struct batch *b, bool names, void *y[2])
 {
     struct subject *s = t->s;
@@ -152,7 +152,7 @@ static bool run_forwards(struct trained *t, struct batch *b, bool names, void *y
            (names || !(retained[0] || retained[1]) || wrong(s, "a step retains without a name"));
 }
 
-/* The first time a backend may find that more rows come than it had expected. */
+/* The first time, a backend may get more rows than it expects. */
 static bool retain_both(struct trained *t, struct batch *b, bool able)
 {
     const struct subject *s = t->s;
@@ -170,7 +170,7 @@ static bool retain_both(struct trained *t, struct batch *b, bool able)
     return true;
 }
 
-/* Whether this slot can retain at all: by its result, as only some of CUDA's paths can. */
+/* Whether this slot can retain: from a result, because only some paths of CUDA can. */
 static bool can_retain(struct trained *t, const struct batch *b, bool *can)
 {
     struct moe_step *step;
@@ -184,7 +184,7 @@ static bool can_retain(struct trained *t, const struct batch *b, bool *can)
     return good;
 }
 
-/* Whatever changes a weight drops it, though here it writes what was there. */
+/* Every write of a weight drops the activations, even a write of the same values. */
 static bool dropped_by_writing(struct trained *t, const struct batch *b)
 {
     for (size_t i = 0; i < t->count; i++)
@@ -201,7 +201,7 @@ static bool dropped_by_writing(struct trained *t, const struct batch *b)
 static bool check_uses(struct trained *t, struct batch *b)
 {
     struct pass p;
-    /* Repeats, of either order; gradients that stay; a name that nobody has. */
+    /* Repeats, in both orders; gradients that stay; an unknown name. */
     bool good = same_from(t, &b[0], b[0].name, use_of(&b[0]), "from a retained step") &&
                 same_from(t, &b[1], b[1].name, use_of(&b[1]), "from the second retained step") &&
                 same_from(t, &b[0], b[0].name, use_of(&b[0]), "from a retained step again") &&
@@ -213,13 +213,13 @@ static bool check_uses(struct trained *t, struct batch *b)
     b[1].bytes = t->table->retained_bytes(t->s->device);
     b[0].bytes -= b[1].bytes;
     good = good && same_from(t, &b[0], b[0].name, COMPUTES, "after it was dropped") &&
-           same_from(t, &b[1], b[1].name, use_of(&b[1]), "beside one that was dropped");
+           same_from(t, &b[1], b[1].name, use_of(&b[1]), "next to one that was dropped");
     return good && dropped_by_writing(t, &b[1]);
 }
 
-/* Room for one of the two, or hardly: whatever is pushed out is computed again. The second stays
- * where it was retained, as nothing comes after it; the first may have gone for it, and then all of
- * it has. */
+/* Room for one of the two, or hardly: evicted activations are computed again. The second stays if
+ * it was retained, because nothing comes after it. It may have evicted the first, then completely.
+ */
 static bool check_little_room(struct trained *t, struct batch *b)
 {
     const uint64_t room = (b[0].bytes + b[1].bytes) * 3 / 4, padding = 3 * MOE_ACTIVATION_ALIGN;
@@ -241,7 +241,7 @@ static bool check_little_room(struct trained *t, struct batch *b)
            same_from(t, &b[1], b[1].name, use_of(&b[1]), "with little room to retain");
 }
 
-/* Saves one batch, where this slot can. */
+/* Retains one batch if this slot can. */
 static bool retain_one(struct trained *t, struct batch *b)
 {
     struct moe_step *step;
@@ -258,7 +258,7 @@ static bool nothing_is_retained(struct trained *t, const char *when)
            wrong(t->s, "something is still retained after %s", when);
 }
 
-/* An optimizer step that changes no value, as there is no gradient, drops like any other. */
+/* An optimizer step without gradients changes no value, but drops activations like any other. */
 static bool dropped_by_optimizer(struct trained *t, struct batch *b)
 {
     struct moe_optimizer_args a = {.beta2 = 0.9, .epsilon = 1, .grad_scale = 1, .number = 1};
@@ -297,7 +297,7 @@ bool check_retained(struct trained *t)
     bool good = can_retain(t, &b[0], &can) && learn(t, &b[0]) && learn(t, &b[1]) &&
                 retain_both(t, b, room && can);
     good = good && check_uses(t, b) && check_little_room(t, b) && dropped_by_optimizer(t, &b[0]);
-    /* Leaves the gradients of one pass over the case, as it found them. */
+    /* Before and after: the gradients of one pass over the case. */
     good = good && same_from(t, &b[0], 0, COMPUTES, "after all");
     t->table->retained_limit(s->device, 0);
     free(b[0].gradients);

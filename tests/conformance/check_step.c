@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The whole step against the oracle: verdicts, routing, outputs, and the same again bit for bit, on
- * this slot and on any other.
+/* The whole step against the oracle: token states, routing, outputs. A repeat gives the same bits,
+ * on this slot and on any other.
  *
- * Routing is compared by a margin rule: where keys differ by less than fp32 can tell, a backend may
- * choose otherwise. y is therefore compared under the routing that the backend reports. */
+ * Routing is compared by a margin rule: if the difference of keys is within fp32 rounding, a
+ * backend may choose other ids. So y is compared under the routing of the backend. */
 #include "check.h"
 
 #include "base/clock.h"
@@ -20,7 +20,7 @@ struct outcome {
     struct moe_step_result result;
 };
 
-/* Outputs start as NaN and as ids that do not exist, so that nothing unwritten can pass. */
+/* Outputs start as NaN and as invalid ids, so an unwritten output fails. */
 static struct outcome blank_outcome(struct subject *s)
 {
     size_t pairs = (size_t)s->in->tokens * s->c->spec.router.top_k;
@@ -93,7 +93,7 @@ static bool same_outcome(struct subject *s, const struct outcome *a, const struc
     return true;
 }
 
-/* Two in flight give what one gave, and a third is refused. */
+/* Two steps in flight give the results of one, and a third is refused. */
 static bool check_two_in_flight(struct subject *s, const struct outcome *first)
 {
     struct outcome o[2] = {blank_outcome(s), blank_outcome(s)};
@@ -194,7 +194,7 @@ static bool check_routing(struct subject *s, const struct outcome *o)
 
 /* ------------------------------------------------------------------- output */
 
-/* y of the oracle with the routing that the backend chose; refused tokens are zeros. */
+/* y of the oracle with the routing of the backend; refused tokens are zeros. */
 static bool expect_output(struct subject *s, const struct outcome *o, double *want)
 {
     const struct test_case *c = s->c;
@@ -209,7 +209,7 @@ static bool expect_output(struct subject *s, const struct outcome *o, double *wa
     return went_well(s, "oracle", st);
 }
 
-/* Row `row` of a matrix times x, and the bias; 0 for a bias that there is not. */
+/* Row `row` of a matrix times x, plus the bias if there is one. */
 static double row_times(const double *w, const double *bias, size_t row, size_t n, const double *x)
 {
     double sum = bias == NULL ? 0 : bias[row];
@@ -250,7 +250,7 @@ static void add_expert_summands(struct moe_oracle_layer *o, const struct moe_lay
         size[h] += scale * fabs(bias[2][h]);
 }
 
-/* What is added up to one token's y, all positive: size [H] += ... */
+/* The sizes of the summands of one token's y: size [H] += ... */
 static void add_summands(struct subject *s, const struct outcome *o, uint32_t t, double *size)
 {
     const struct moe_layer_spec *spec = &s->c->spec;
@@ -311,7 +311,7 @@ static bool check_output(struct subject *s, const struct outcome *o)
     return good;
 }
 
-/* Rows that all slots' routing brings to this slot: what the step must have computed. */
+/* Rows on this slot by the routing of all slots: the step must have computed so many. */
 static bool check_rows(struct subject *s, const struct outcome *o)
 {
     const struct board *b = s->member->board;
@@ -328,8 +328,7 @@ static bool check_rows(struct subject *s, const struct outcome *o)
 
 /* ------------------------------------------------------------------ anywhere */
 
-/* The tokens of one slot, given to all of them in one step, come out with the same bits everywhere:
- * it does not matter who is asked. */
+/* All slots bring the tokens of one slot to a step: y has the same bits on all of them. */
 static bool check_anywhere(struct subject *s)
 {
     const struct case_input *mine = s->in;
@@ -349,13 +348,13 @@ static bool check_anywhere(struct subject *s)
         return good && wrong(s, "another slot gave up");
     for (uint32_t p = 0; p < s->member->slots; p++)
         good = good && memcmp(b->weights[p], &h, sizeof h) == 0;
-    /* The board is needed again when all have read it. */
+    /* The board is reused after all have read it. */
     if (!board_barrier(s->member, 60000))
         return wrong(s, "another slot gave up");
     return good || wrong(s, "the same tokens come out otherwise on another slot");
 }
 
-/* Shows the own routing to all slots; true when every slot has done so. */
+/* Shows this slot's routing to all slots; true when every slot has done so. */
 static bool share_routing(struct subject *s, const struct outcome *o)
 {
     struct board *b = s->member->board;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The whole backward pass against the oracle, and what must hold from pass to pass: the same bits
- * again, gradients that add, stay, vanish and freeze. */
+/* The whole backward pass against the oracle, and properties of several passes: the same bits
+ * again, gradients that add up, stay, vanish and freeze. */
 #include "trained.h"
 
 #include "base/clock.h"
@@ -166,7 +166,7 @@ static bool check_accumulation(struct trained *t, const struct pass *first, cons
 }
 
 /* A forward step and a backward pass at the same time; no third. */
-static bool check_beside_a_step(struct trained *t, const struct pass *first)
+static bool check_next_to_a_step(struct trained *t, const struct pass *first)
 {
     struct subject *s = t->s;
     size_t bytes = tensor_bytes(s->c, s->in->tokens), pairs = s->in->tokens;
@@ -196,10 +196,10 @@ static bool check_beside_a_step(struct trained *t, const struct pass *first)
         return wrong(s, "a third pass was answered with %s", moe_code_name(third.code));
     return went_well(s, "step", s->backend->step_wait(step[0], MOE_NEVER, &result)) &&
            went_well(s, "backward", s->backend->step_wait(step[1], MOE_NEVER, &result)) &&
-           same_pass(t, "beside a forward step", first, &p);
+           same_pass(t, "next to a forward step", first, &p);
 }
 
-/* One slot means another pass than the others: all refuse it, and nothing has changed. */
+/* One slot runs a different pass: all refuse it, and nothing has changed. */
 static bool check_disagreement(struct trained *t, const struct pass *first, const float *once)
 {
     const struct subject *s = t->s;
@@ -222,7 +222,7 @@ static bool check_disagreement(struct trained *t, const struct pass *first, cons
            same_pass(t, "after a refused pass", first, &p);
 }
 
-/* Freezes one group: its gradients go and stay away, nothing else changes. */
+/* Freezes one group: it has no gradients any more, and nothing else changes. */
 static bool check_freezing(struct trained *t, const struct pass *first, const float *once)
 {
     enum moe_param_group group = (enum moe_param_group)(t->s->c->seed % MOE_PARAMS_COUNT);
@@ -276,7 +276,7 @@ static bool check_passes(struct trained *t, struct expected *e)
         note_bits(t, &first, once);
     good = good && compare_aux(t, &first, e) && check_accumulation(t, &first, once, limits);
     if (good && t->s->c->seed % 3 == 0)
-        good = check_beside_a_step(t, &first);
+        good = check_next_to_a_step(t, &first);
     if (good && t->s->c->seed % 3 == 1)
         good = check_freezing(t, &first, once);
     if (good && t->s->c->seed % 3 == 2 && t->s->member->slots > 1)
@@ -321,7 +321,7 @@ static bool refused(struct trained *t, const char *what, struct moe_status st, e
     return st.code == code || wrong(t->s, "%s was answered with %s", what, moe_code_name(st.code));
 }
 
-/* What a trainer does not hold is said by name. */
+/* A trainer refuses a tensor that it does not have, by name. */
 static bool check_refusals(struct trained *t)
 {
     float *data = must(t->floats * sizeof *data);
@@ -359,7 +359,7 @@ static bool check_bytes(struct trained *t)
         return false;
     s->backend->device_info(s->device, &after);
     return after.used_bytes - before.used_bytes == bytes ||
-           wrong(s, "a trainer takes %llu bytes and said %llu",
+           wrong(s, "a trainer takes %llu bytes and reported %llu",
                  (unsigned long long)(after.used_bytes - before.used_bytes),
                  (unsigned long long)bytes);
 }

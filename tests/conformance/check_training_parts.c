@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Each part of the backward pass alone, against the oracle: router, load balance, logits, dispatch
- * of two rows, experts, combine, shared expert. What lies between the rows of experts is NaN. */
+ * of two rows, experts, combine, shared expert. Padding rows are NaN. */
 #include "trained.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-/* What the parts are given, on host and device. */
+/* Inputs of the parts, on host and device. */
 struct bench {
     struct trained *t;
     size_t tokens, hidden, top_k, all; /* all = E + Z */
@@ -161,7 +161,7 @@ static bool check_aux_backward(struct bench *b)
     return compared_end(b, "dlogits of the aux loss", &c, good);
 }
 
-/* Compares a replicated weight's gradient with the oracle's; frozen from nothing. */
+/* Compares a replicated weight's gradient with the oracle's. */
 static bool compare_weight(struct bench *b, enum moe_weight w, uint32_t expert,
                            struct moe_oracle_layer *const want[3])
 {
@@ -273,7 +273,7 @@ static bool check_shared_backward(struct bench *b)
 
 /* ----------------------------------------------------------------------- experts */
 
-/* Every slot's cotangents, and what dispatch left here. */
+/* The cotangents of all slots, and the result of dispatch here. */
 struct arrived {
     struct expected_rows rows;
     void *dy[MOE_MAX_SLOTS];
@@ -333,7 +333,7 @@ static bool dispatch_two(struct bench *b, struct arrived *a)
     return good;
 }
 
-/* A device copy of `from`, rows of `bytes`, with NaN wherever no row is. */
+/* A device copy of `from`, rows of `bytes`, with NaN in padding rows. */
 static void *with_poison(struct bench *b, const struct arrived *a, const void *from, size_t bytes)
 {
     struct subject *s = b->t->s;
@@ -405,8 +405,8 @@ static bool check_experts_backward(struct bench *b, const struct arrived *a)
     return compared_end(b, "dweight of expert rows", &dw, good);
 }
 
-/* A value for each column of each (source, token, k) that every slot can work out for itself; the
- * weight's gradient is column -1. */
+/* A value for each column of each (source, token, k); every slot can compute it. Column -1 is the
+ * weight's gradient. */
 static float made_up(uint32_t source, uint32_t token, uint32_t k, int column)
 {
     struct rng r = {.state = (uint64_t)source << 48 | (uint64_t)token << 24 | k << 16 |
@@ -414,7 +414,7 @@ static float made_up(uint32_t source, uint32_t token, uint32_t k, int column)
     return rng_float(&r);
 }
 
-/* dx and dweights of the own tokens from made-up rows; dweights exactly. */
+/* dx and dweights of this slot's tokens from generated rows; dweights exactly. */
 static void expect_combined(const struct bench *b, double *dx, double *dweights)
 {
     const struct subject *s = b->t->s;
@@ -462,7 +462,7 @@ static bool check_combine_backward(struct bench *b, const struct arrived *a)
     struct subject *s = t->s;
     size_t made = a->total * b->hidden;
     float *rows = must(made * sizeof *rows), *weights = must(a->total * sizeof *weights);
-    memset(rows, 0xff, made * sizeof *rows); /* NaN between the experts must not be read */
+    memset(rows, 0xff, made * sizeof *rows); /* NaN in padding rows must not be read */
     memset(weights, 0xff, a->total * sizeof *weights);
     for (uint32_t i = 0; i < a->rows.n; i++) {
         const struct expected_row *w = &a->rows.list[i];
@@ -485,7 +485,7 @@ static bool check_combine_backward(struct bench *b, const struct arrived *a)
     return good;
 }
 
-/* Leaves the gradients of one whole pass behind, as it found them. */
+/* Before and after: the gradients of one whole pass. */
 bool check_training_parts(struct trained *t)
 {
     struct bench b;

@@ -4,18 +4,18 @@
  *     conformance --backend cpu --slots 3 --cases 500 --seed 7 [--first 0] [--skewed]
  *                 [--transport network]
  *
- * With --skewed, large batches whose tokens crowd: all to one expert, all to one slot, by Zipf's
- * law, all from one slot, in turn.
+ * With --skewed, large batches with crowded experts: all to one expert, all to one slot, by Zipf's
+ * law, all from one slot, one after the other.
  *
  * With --training, the backward pass, its parts and optimizer steps of every case as well; exits
- * with 77 where the backend cannot train.
+ * with 77 if the backend cannot train.
  *
  * Forks one process per slot; each runs the same cases on its own part of the tokens and checks its
  * own results. Prints seed and number of a failing case: the same seed with --first N --cases 1
  * runs it again. Exits with 0 only when every slot found every case right.
  *
- * The last line of each slot ends with a hash of all of its y, and with --training another of what
- * was learnt: the same cases must give the same bits through every transport. */
+ * The last line of each slot ends with a hash of all of its y, and with --training a second one of
+ * gradients and values: the same cases must give the same bits through every transport. */
 #include "trained.h"
 
 #include "daemon/options.h"
@@ -30,7 +30,7 @@ enum {
     PLACES_PER_SESSION = 8,
     HOST_BYTES = 16 << 20,
     DEVICE_BYTES = 96 << 20,
-    SKIPPED = 77,      /* what ctest takes for "not run" */
+    SKIPPED = 77,      /* "not run" for ctest */
     BUDGET_MS = 20000, /* generous: these tests are not about time */
 };
 
@@ -59,7 +59,7 @@ static struct moe_status read_memory(const void *data, uint64_t at, size_t bytes
     return moe_ok();
 }
 
-/* Every other weight is read by the backend itself where it can. */
+/* The backend reads every other weight itself, if it can. */
 static struct moe_status upload(struct subject *s, enum moe_weight w, uint32_t e, enum moe_dtype d,
                                 const void *data, size_t bytes)
 {
@@ -124,7 +124,7 @@ static bool run_case(struct subject *s, const struct plan *plan, uint64_t number
     return good;
 }
 
-/* One session and its cases; the proof that every slot reaches every other comes first. */
+/* One session and its cases; first, an exchange proves that every slot reaches every other. */
 static bool run_session(struct subject *s, const struct plan *plan, uint64_t first, uint64_t end)
 {
     struct moe_session_config config = member_session(s->member, 1 + first * 7919, BUDGET_MS);
@@ -147,7 +147,7 @@ static bool run_session(struct subject *s, const struct plan *plan, uint64_t fir
     return good;
 }
 
-/* What cannot fit is refused before anything is taken. */
+/* A size that cannot fit is refused before any allocation. */
 static bool refuses_too_much(struct subject *s)
 {
     struct moe_device_info before, after;
@@ -225,7 +225,7 @@ static int run_member(struct member *m)
     return good ? 0 : 1;
 }
 
-/* Pages are taken when they are written, so that mostly little of this becomes real. */
+/* The kernel allocates pages when they are written, so most of this costs no memory. */
 static void *share_memory(uint64_t slots)
 {
     void *p = mmap(NULL, (size_t)slots * SHARE_BYTES, PROT_READ | PROT_WRITE,

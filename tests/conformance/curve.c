@@ -4,9 +4,9 @@
  *
  *     curve --backend cpu --slots 2 --data tests/golden/training
  *
- * Tokens and experts are dealt out over the slots. Every loss within 1e-3 of torch's (relative),
- * and the last weights within 1e-3 (relative Frobenius norm). Exits with 0 only then, and with 77
- * where the backend cannot train. */
+ * Tokens and experts are spread over the slots. Every loss must be within 1e-3 of torch's
+ * (relative), and the last weights within 1e-3 (relative Frobenius norm). Exits with 0 only then,
+ * and with 77 if the backend cannot train. */
 #include "golden_bench.h"
 #include "plain_layer.h"
 
@@ -29,7 +29,7 @@ enum {
 
 static const double allowed = 1e-3;
 
-/* What make_curves.py has under the same name. */
+/* The names and values of make_curves.py. */
 struct curve {
     const char *name;
     struct moe_layer_spec spec;
@@ -86,7 +86,7 @@ static const char *const weight_names[MOE_WEIGHT_COUNT] = {
     "router",  "logit_bias", NULL,          "gate",      "up",          "down",       "gate_bias",
     "up_bias", "down_bias",  "shared_gate", "shared_up", "shared_down", "gate_vector"};
 
-/* What a member shows the others. */
+/* A member shows this to the others. */
 struct share {
     double loss;       /* of the own tokens */
     double weights[2]; /* squares: of differences, of what torch has */
@@ -170,7 +170,7 @@ static void load_layer(struct run *r)
     must(r->backend->training->trainer_create(r->layer, &config, &r->trainer));
 }
 
-/* The mean squared error of the group, and dy of the own tokens. */
+/* The mean squared error of the group, and dy of this slot's tokens. */
 static double loss_of(struct run *r, const float *y, float *dy)
 {
     const float *target = r->target + (size_t)r->first * HIDDEN;
@@ -181,10 +181,10 @@ static double loss_of(struct run *r, const float *y, float *dy)
         dy[i] = (float)(2 * d / (double)ROWS);
     }
     r->share[r->member->slot].loss = mine;
-    meet(r->member);
+    await_members(r->member);
     for (uint64_t s = 0; s < r->plan->slots; s++)
         all += r->share[s].loss;
-    meet(r->member);
+    await_members(r->member);
     return all;
 }
 
@@ -238,7 +238,7 @@ static bool follow(struct run *r)
         worst = fmax(worst, fabs(last - (double)r->loss[i]) / (double)r->loss[i]);
     }
     for_weights(r, "last.", compare);
-    meet(r->member);
+    await_members(r->member);
     for (uint64_t s = 0; s < r->plan->slots; s++) {
         off += r->share[s].weights[0];
         size += r->share[s].weights[1];
@@ -248,7 +248,7 @@ static bool follow(struct run *r)
         printf("%s: %u slots, loss %.4g -> %.4g, off by at most %.1e; last weights off by %.1e%s\n",
                r->curve->name, r->member->slots, first, last, worst, sqrt(off / size),
                good ? "" : "  WRONG");
-    meet(r->member);
+    await_members(r->member);
     r->share[r->member->slot].weights[0] = r->share[r->member->slot].weights[1] = 0;
     return good;
 }

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sessions of any backend under fault, from start to end of a step: a peer that dies, an abort,
- * slots that mean different steps, and many joins and leaves; where the backend trains, backward
- * passes and optimizer steps likewise.
+ * slots that run different steps, and many joins and leaves. If the backend trains, the same for
+ * backward passes and optimizer steps.
  *
  *     faults --backend cuda --slots 4 [--transport network] [--only TEXT]
  *
- * Uses the backend's table alone. Forks one process per slot, anew for each scenario. Nothing is
- * decided by how long something took; where a wait must run out, its budget is short. */
+ * Uses only the backend's table. Forks one process per slot for each scenario. No result depends on
+ * time; if a wait must run out, its budget is short. */
 #include "faults.h"
-#include "seat.h"
+#include "session_fixture.h"
 
 #include "base/clock.h"
 #include "daemon/options.h"
@@ -17,7 +17,7 @@
 
 enum { CYCLES = 8 };
 
-static struct moe_status step_until_failure(struct member *m, struct seat *s,
+static struct moe_status step_until_failure(struct member *m, struct session_fixture *s,
                                             struct moe_step_result *result)
 {
     for (uint32_t n = 1;; n++) {
@@ -31,28 +31,28 @@ static struct moe_status step_until_failure(struct member *m, struct seat *s,
 /* ---------------------------------------------------------------- scenarios */
 
 /* The same weights, in a session without the victim. */
-static int go_on_without_victim(struct member *m, struct seat *s)
+static int go_on_without_victim(struct member *m, struct session_fixture *s)
 {
     struct moe_step_result result;
-    struct moe_layer *rest = NULL;
+    struct moe_layer *others = NULL;
     m->live &= ~(UINT64_C(1) << VICTIM);
-    EXPECT(good(small_layer(s->device, m, m->live, &rest)));
-    EXPECT(good(join(m, s, 8, LONG_MS, false)));
+    EXPECT(good(small_layer(s->device, m, m->live, &others)));
+    EXPECT(good(join_session(m, s, 8, LONG_MS, false)));
     EXPECT(is(run_step(s->session, &s->args, &result), MOE_UNAVAILABLE,
               MOE_REASON_EXPERT_UNAVAILABLE));
-    s->args.layer = rest;
+    s->args.layer = others;
     for (int i = 0; i < 20; i++)
         EXPECT(good(run_step(s->session, &s->args, &result)));
     EXPECT(result.missing_slot == -1);
-    backend->layer_destroy(rest);
+    backend->layer_destroy(others);
     return 0;
 }
 
 static int be_killed_or_survive(struct member *m)
 {
-    struct seat s;
+    struct session_fixture s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, SHORT_MS, false));
+    EXPECT(open_fixture(m, &s, SHORT_MS, false));
     struct moe_status st = step_until_failure(m, &s, &result);
     if (m->slot == VICTIM)
         return 1;
@@ -60,9 +60,9 @@ static int be_killed_or_survive(struct member *m)
     EXPECT(result.missing_slot == VICTIM);
     EXPECT(backend->session_lost(s.session) == 1u << VICTIM);
     EXPECT(is(run_step(s.session, &s.args, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
-    part(&s);
+    leave_session(&s);
     EXPECT(go_on_without_victim(m, &s) == 0);
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
 static bool a_killed_peer_costs_the_survivors_one_step_and_no_weights(uint32_t slots)
@@ -71,14 +71,14 @@ static bool a_killed_peer_costs_the_survivors_one_step_and_no_weights(uint32_t s
 }
 
 /* Slot 1 takes part in no more steps; the others wait for it with a budget longer than the
- * watchdog. They have run steps before: the first ones of a process may wait for its device to load
- * code. */
+ * watchdog. They have run steps before, because the first ones of a process may wait while its
+ * device loads code. */
 static int abort_a_step(struct member *m)
 {
-    struct seat s;
+    struct session_fixture s;
     struct moe_step *step[2];
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, 2 * 1000 * PATIENCE_S, false));
+    EXPECT(open_fixture(m, &s, 2 * 1000 * WATCHDOG_S, false));
     for (int i = 0; i < 2; i++)
         EXPECT(good(run_step(s.session, &s.args, &result)));
     for (int i = 0; i < 2 && m->slot != VICTIM; i++)
@@ -94,8 +94,8 @@ static int abort_a_step(struct member *m)
     EXPECT(
         is(backend->session_exchange(s.session, NULL, NULL, 0), MOE_ABORTED, MOE_REASON_ABORTED));
     EXPECT(backend->session_lost(s.session) == 0);
-    EXPECT(board_barrier(m, LONG_MS)); /* nobody leaves before all have seen this */
-    return get_up(&s);
+    EXPECT(board_barrier(m, LONG_MS)); /* no slot leaves before all have seen this */
+    return close_fixture(&s);
 }
 
 static bool abort_ends_present_and_later_waits(uint32_t slots)
@@ -105,9 +105,9 @@ static bool abort_ends_present_and_later_waits(uint32_t slots)
 
 static int mean_another_step(struct member *m)
 {
-    struct seat s;
+    struct session_fixture s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, LONG_MS, false));
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
     for (uint32_t i = 0; i < 12; i++) {
         bool odd = i % 3 == 1;
         s.args.bucket = odd && m->slot == i / 3 % m->slots ? 2 * BUCKET : BUCKET;
@@ -115,7 +115,7 @@ static int mean_another_step(struct member *m)
         EXPECT(odd ? is(st, MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH) : good(st));
     }
     EXPECT(backend->session_lost(s.session) == 0);
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
 static bool slots_that_mean_different_steps_all_refuse_and_go_on(uint32_t slots)
@@ -125,21 +125,21 @@ static bool slots_that_mean_different_steps_all_refuse_and_go_on(uint32_t slots)
 
 static int join_and_leave(struct member *m)
 {
-    struct seat s;
+    struct session_fixture s;
     struct moe_step_result result;
     struct moe_device_info before, after;
-    EXPECT(sit_down(m, &s, LONG_MS, false));
-    part(&s);
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
+    leave_session(&s);
     backend->device_info(s.device, &before);
     for (uint32_t i = 0; i < CYCLES; i++) {
-        EXPECT(good(join(m, &s, 100 + i, LONG_MS, false)));
+        EXPECT(good(join_session(m, &s, 100 + i, LONG_MS, false)));
         EXPECT(good(run_step(s.session, &s.args, &result)));
-        part(&s);
+        leave_session(&s);
     }
     backend->device_info(s.device, &after);
-    /* A device may keep what one step needed, but not once per session. */
+    /* A device may cache the memory of a step, but not once per session. */
     EXPECT(after.used_bytes <= before.used_bytes + (1 << 20));
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
 static bool joining_and_leaving_leaks_nothing(uint32_t slots)
@@ -167,7 +167,7 @@ static bool two_slots_on_one_gpu_are_refused_by_name(uint32_t slots)
     return run_group(slots, share_gpus);
 }
 
-/* GPUs alone: workers of the CPU may share it. */
+/* Only for GPUs: processes may share a CPU. */
 static const struct scenario gpu_scenarios[] = {
     SCENARIO(two_slots_on_one_gpu_are_refused_by_name),
 };
@@ -179,7 +179,7 @@ static const struct scenario scenarios[] = {
     SCENARIO(joining_and_leaving_leaks_nothing),
 };
 
-/* Those whose name contains `only`; *run counts them. */
+/* Runs the scenarios with `only` in their name; *run counts them. */
 static bool run_all(const struct scenario *list, size_t count, uint32_t slots, const char *only,
                     uint32_t *run)
 {
@@ -207,7 +207,8 @@ int main(int argc, char **argv)
         {"slots", 'n', MOE_OPTION_UINT, &slots, 2, MOE_MAX_SLOTS, "N", "processes"},
         {"transport", 0, MOE_OPTION_STRING, &transport, 0, 0, "NAME",
          "how rows travel between GPUs: auto, nvlink or network"},
-        {"only", 0, MOE_OPTION_STRING, &only, 0, 0, "TEXT", "scenarios whose name contains this"},
+        {"only", 0, MOE_OPTION_STRING, &only, 0, 0, "TEXT",
+         "only scenarios with this in their name"},
     };
     size_t count = sizeof options / sizeof *options;
     struct moe_options parsed;

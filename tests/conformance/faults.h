@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the files of `faults` share. */
+/* Internal to the files of `faults`. */
 #ifndef MOE_TEST_FAULTS_H
 #define MOE_TEST_FAULTS_H
 
@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A scenario prints what is wrong and returns false. */
+/* A scenario prints its failure and returns false. */
 struct scenario {
     const char *name;
     bool (*run)(uint32_t slots);

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What moe/backend.h promises of every enqueue: it waits for nobody. One slot, the victim, comes
- * only when all others have returned from theirs; an enqueue that waits for it ends without it, and
- * the step has failed. What goes wrong later is said by step_wait, of each step in its turn. */
+/* moe/backend.h promises that enqueueing waits for no slot. One slot, the victim, enqueues only
+ * after all others have returned from their enqueue. An enqueue that waited for it would run out of
+ * budget, and the step would fail. step_wait returns later errors, for each step in order. */
 #include "faults.h"
-#include "pupil.h"
+#include "trainer_fixture.h"
 
 #include "base/clock.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* What a step writes; in MOE_MEM_HOST. */
+/* Outputs of a step; in MOE_MEM_HOST. */
 struct written {
     float y[TOKENS * HIDDEN], dx[TOKENS * HIDDEN], weights[TOKENS * TOP_K];
     int32_t ids[TOKENS * TOP_K];
@@ -26,37 +26,37 @@ struct flight {
 enum { MAX_TOKENS = 512 }; /* of a session of member_session */
 enum { FORWARD_FORWARD, BACKWARD_FORWARD, FORWARD_BACKWARD, BACKWARD_BACKWARD, KINDS };
 
-static bool make_flight(struct pupil *p, struct flight *f)
+static bool make_flight(struct trainer_fixture *p, struct flight *f)
 {
     void *out;
-    if (!good(backend->mem_alloc(p->seat.device, MOE_MEM_HOST, 2 * sizeof *f->out, &out)))
+    if (!good(backend->mem_alloc(p->base.device, MOE_MEM_HOST, 2 * sizeof *f->out, &out)))
         return false;
     f->out = out;
     return true;
 }
 
-static int end_flight(struct pupil *p, struct flight *f)
+static int end_flight(struct trainer_fixture *p, struct flight *f)
 {
-    backend->mem_free(p->seat.device, MOE_MEM_HOST, f->out, 2 * sizeof *f->out);
-    return go_home(p);
+    backend->mem_free(p->base.device, MOE_MEM_HOST, f->out, 2 * sizeof *f->out);
+    return close_trainer_fixture(p);
 }
 
-static struct moe_status enqueue(struct pupil *p, bool backward, struct written *out,
+static struct moe_status enqueue(struct trainer_fixture *p, bool backward, struct written *out,
                                  struct moe_step **step)
 {
     struct moe_backward_args b = p->args;
-    struct moe_step_args f = p->seat.args;
+    struct moe_step_args f = p->base.args;
     memset(out, 0xff, sizeof *out);
     b.dx = out->dx;
     f.y = out->y;
     f.ids_out = out->ids;
     f.weights_out = out->weights;
     b.token_state = f.token_state = out->state;
-    return backward ? backend->training->backward_enqueue(p->seat.session, &b, step)
-                    : backend->step_enqueue(p->seat.session, &f, step);
+    return backward ? backend->training->backward_enqueue(p->base.session, &b, step)
+                    : backend->step_enqueue(p->base.session, &f, step);
 }
 
-static bool enqueue_both(struct pupil *p, uint32_t kinds, struct flight *f)
+static bool enqueue_both(struct trainer_fixture *p, uint32_t kinds, struct flight *f)
 {
     for (uint32_t i = 0; i < 2; i++)
         if (!good(enqueue(p, kinds >> i & 1, &f->out[i], &f->step[i])))
@@ -69,7 +69,7 @@ static struct moe_status wait_for(struct flight *f, uint32_t i, struct moe_step_
     return backend->step_wait(f->step[i], MOE_NEVER, result);
 }
 
-/* Both are under way, as no step ends before all slots have come. */
+/* Both are running, because no step ends before all slots have enqueued it. */
 static bool neither_has_ended(struct flight *f)
 {
     for (uint32_t i = 0; i < 2; i++)
@@ -90,14 +90,15 @@ static bool await_others(struct member *m, uint32_t round)
 
 static int come_last(struct member *m)
 {
-    struct pupil p;
+    struct trainer_fixture p;
     struct flight f;
     struct written *first;
     struct moe_step_result result;
-    EXPECT(go_to_school(m, &p, LONG_MS) && make_flight(&p, &f));
+    EXPECT(open_trainer_fixture(m, &p, LONG_MS) && make_flight(&p, &f));
     EXPECT((first = malloc(sizeof *first)) != NULL);
-    EXPECT(good(run_step(p.seat.session, &p.seat.args, &result)) && good(learn(&p, &result)));
-    memcpy(first->y, p.seat.args.y, sizeof first->y);
+    EXPECT(good(run_step(p.base.session, &p.base.args, &result)) &&
+           good(run_backward(&p, &result)));
+    memcpy(first->y, p.base.args.y, sizeof first->y);
     memcpy(first->dx, p.args.dx, sizeof first->dx);
     for (uint32_t round = 1; round <= 3 * KINDS; round++) {
         const uint32_t kinds = round % KINDS;
@@ -125,14 +126,14 @@ static bool an_enqueue_returns_before_the_peers_have_come(uint32_t slots)
 /* The second step is larger than all before it. */
 static int grow_last(struct member *m)
 {
-    struct pupil p;
+    struct trainer_fixture p;
     struct flight f;
     struct moe_step_result result;
-    EXPECT(go_to_school(m, &p, LONG_MS) && make_flight(&p, &f));
+    EXPECT(open_trainer_fixture(m, &p, LONG_MS) && make_flight(&p, &f));
     for (uint32_t round = 1; BUCKET << round <= MAX_TOKENS; round++) {
         EXPECT(m->slot != VICTIM || await_others(m, round));
         for (uint32_t i = 0; i < 2; i++) {
-            p.seat.args.bucket = (uint32_t)BUCKET << (i == 0 ? 0 : round);
+            p.base.args.bucket = (uint32_t)BUCKET << (i == 0 ? 0 : round);
             EXPECT(good(enqueue(&p, false, &f.out[i], &f.step[i])));
         }
         EXPECT(m->slot == VICTIM || neither_has_ended(&f));
@@ -150,13 +151,13 @@ static bool a_step_that_needs_more_memory_than_all_before_waits_for_nobody(uint3
 
 /* --------------------------------------------------------------- errors come later */
 
-/* The victim means another pass: all refuse it, and the step behind it is run. */
+/* The victim runs a different pass: all refuse it, and the next step runs. */
 static int mean_another_pass(struct member *m)
 {
-    struct pupil p;
+    struct trainer_fixture p;
     struct flight f;
     struct moe_step_result result;
-    EXPECT(go_to_school(m, &p, LONG_MS) && make_flight(&p, &f));
+    EXPECT(open_trainer_fixture(m, &p, LONG_MS) && make_flight(&p, &f));
     if (m->slot == VICTIM)
         p.args.aux_coeff = 0.5f;
     for (uint32_t round = 1; round <= 4; round++) {
@@ -176,23 +177,22 @@ static bool a_step_behind_a_pass_that_all_refuse_is_run(uint32_t slots)
     return run_group(slots, mean_another_pass);
 }
 
-/* The victim stays away. A session for each pair of kinds, as one that has lost a slot has ended.
- */
+/* The victim stays away. Each pair of kinds needs a session, because a lost slot ends it. */
 static int lose_two_steps(struct member *m)
 {
-    struct pupil p;
+    struct trainer_fixture p;
     struct flight f;
     struct moe_step_result result;
-    EXPECT(go_to_school(m, &p, SHORT_MS) && make_flight(&p, &f));
+    EXPECT(open_trainer_fixture(m, &p, SHORT_MS) && make_flight(&p, &f));
     for (uint32_t kinds = 0; kinds < KINDS; kinds++) {
         EXPECT(m->slot == VICTIM || enqueue_both(&p, kinds, &f));
         for (uint32_t i = 0; i < 2 && m->slot != VICTIM; i++) {
             EXPECT(is(wait_for(&f, i, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
             EXPECT(result.missing_slot == VICTIM);
         }
-        EXPECT(board_barrier(m, LONG_MS)); /* nobody leaves before all have seen this */
-        part(&p.seat);
-        EXPECT(good(join(m, &p.seat, 20 + kinds, SHORT_MS, true)));
+        EXPECT(board_barrier(m, LONG_MS)); /* no slot leaves before all have seen this */
+        leave_session(&p.base);
+        EXPECT(good(join_session(m, &p.base, 20 + kinds, SHORT_MS, true)));
     }
     return end_flight(&p, &f);
 }
@@ -205,21 +205,21 @@ static bool steps_whose_peer_stays_away_say_so_each_in_its_turn(uint32_t slots)
 /* The others wait for the victim with a budget longer than the watchdog. */
 static int abort_two_steps(struct member *m)
 {
-    const uint32_t budget_ms = 2 * 1000 * PATIENCE_S;
-    struct pupil p;
+    const uint32_t budget_ms = 2 * 1000 * WATCHDOG_S;
+    struct trainer_fixture p;
     struct flight f;
     struct moe_step_result result;
-    EXPECT(go_to_school(m, &p, budget_ms) && make_flight(&p, &f));
+    EXPECT(open_trainer_fixture(m, &p, budget_ms) && make_flight(&p, &f));
     for (uint32_t kinds = 0; kinds < KINDS; kinds++) {
         EXPECT(m->slot == VICTIM || enqueue_both(&p, kinds, &f));
         EXPECT(m->slot == VICTIM || neither_has_ended(&f));
-        backend->session_abort(p.seat.session);
+        backend->session_abort(p.base.session);
         for (uint32_t i = 0; i < 2 && m->slot != VICTIM; i++)
             EXPECT(is(wait_for(&f, i, &result), MOE_ABORTED, MOE_REASON_ABORTED));
-        EXPECT(backend->session_lost(p.seat.session) == 0);
+        EXPECT(backend->session_lost(p.base.session) == 0);
         EXPECT(board_barrier(m, LONG_MS));
-        part(&p.seat);
-        EXPECT(good(join(m, &p.seat, 40 + kinds, budget_ms, true)));
+        leave_session(&p.base);
+        EXPECT(good(join_session(m, &p.base, 40 + kinds, budget_ms, true)));
     }
     return end_flight(&p, &f);
 }

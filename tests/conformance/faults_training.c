@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Backward passes and optimizer steps of any backend under fault: a peer dies or stays away, an
- * abort, slots that mean different steps or have no memory for one. What must hold afterwards is
- * said in moe/training.h: the session has ended, the trainer is whole (gradients of a pass that
- * failed are undefined), and the next session learns as if nothing had happened. */
+ * abort, slots that run different steps or have no memory for one. moe/training.h states the
+ * result: the session has ended, the trainer is intact (gradients of a failed pass are undefined),
+ * and training goes on in the next session. */
 #include "faults.h"
-#include "pupil.h"
+#include "trainer_fixture.h"
 
 #include <pthread.h>
 #include <string.h>
@@ -12,31 +12,31 @@
 
 enum { ABORT_AFTER_MS = 300 };
 
-/* A pupil that has run its first pass; *gradients: hash of what that pass gave. */
-static bool begin_to_learn(struct member *m, struct pupil *p, uint32_t budget_ms,
+/* Opens a fixture and runs its first pass; *gradients: hash of the gradients. */
+static bool begin_to_learn(struct member *m, struct trainer_fixture *p, uint32_t budget_ms,
                            uint64_t *gradients)
 {
     struct moe_step_result result;
-    return go_to_school(m, p, budget_ms) && good(learn(p, &result)) &&
+    return open_trainer_fixture(m, p, budget_ms) && good(run_backward(p, &result)) &&
            hash_of(p, m, MOE_TRAIN_GRAD, gradients);
 }
 
 /* The next session of the same members: the same pass gives the same gradients as the `first`, and
  * the step is taken. */
-static int begin_again(struct member *m, struct pupil *p, uint64_t first, uint64_t epoch)
+static int begin_again(struct member *m, struct trainer_fixture *p, uint64_t first, uint64_t epoch)
 {
     struct moe_step_result result;
     uint64_t before[3], after[3], gradients;
-    part(&p->seat);
+    leave_session(&p->base);
     EXPECT(board_barrier(m, LONG_MS));
-    EXPECT(good(join(m, &p->seat, epoch, LONG_MS, true)));
+    EXPECT(good(join_session(m, &p->base, epoch, LONG_MS, true)));
     EXPECT(good(backend->training->zero_grad(p->trainer)));
-    EXPECT(good(learn(p, &result)));
+    EXPECT(good(run_backward(p, &result)));
     EXPECT(result.missing_slot == -1);
     EXPECT(hash_of(p, m, MOE_TRAIN_GRAD, &gradients));
     EXPECT(gradients == first);
     EXPECT(hash_state(p, m, before));
-    EXPECT(good(move(p)));
+    EXPECT(good(run_optimizer(p)));
     EXPECT(hash_state(p, m, after));
     EXPECT(before[0] != after[0] && before[1] != after[1] && before[2] != after[2]);
     return 0;
@@ -46,32 +46,32 @@ static int begin_again(struct member *m, struct pupil *p, uint64_t first, uint64
 
 static int mean_other_moves(struct member *m)
 {
-    struct pupil p;
+    struct trainer_fixture p;
     struct moe_step_result result;
     uint64_t first, before[3], after[3];
     EXPECT(begin_to_learn(m, &p, LONG_MS, &first));
     for (uint32_t round = 0; round < 9; round++) {
-        const struct moe_optimizer_args right = p.move;
+        const struct moe_optimizer_args right = p.optimizer;
         bool odd = m->slot == round % m->slots;
-        EXPECT(good(learn(&p, &result)));
+        EXPECT(good(run_backward(&p, &result)));
         EXPECT(hash_state(&p, m, before));
         if (odd && round % 3 == 0)
-            p.move.learning_rate = 0.5;
+            p.optimizer.learning_rate = 0.5;
         if (odd && round % 3 == 1)
-            p.move.number = 99;
+            p.optimizer.number = 99;
         if (odd && round % 3 == 2)
-            p.move.grad_scale = 0; /* which no slot can do */
-        struct moe_status st = move(&p);
+            p.optimizer.grad_scale = 0; /* which no slot can do */
+        struct moe_status st = run_optimizer(&p);
         EXPECT(odd && round % 3 == 2 ? is(st, MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID)
                                      : is(st, MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH));
         EXPECT(hash_state(&p, m, after));
         EXPECT(memcmp(before, after, sizeof before) == 0);
-        p.move = right;
-        EXPECT(good(move(&p)));
+        p.optimizer = right;
+        EXPECT(good(run_optimizer(&p)));
         EXPECT(hash_state(&p, m, after));
         EXPECT(before[0] != after[0]);
     }
-    return go_home(&p);
+    return close_trainer_fixture(&p);
 }
 
 static bool slots_that_mean_different_optimizer_steps_all_refuse_and_move_nothing(uint32_t slots)
@@ -81,30 +81,30 @@ static bool slots_that_mean_different_optimizer_steps_all_refuse_and_move_nothin
 
 /* -------------------------------------------------------------------------- memory */
 
-/* The first pass of a group, which has no scratch memory yet. Every subset of the slots once. */
+/* The first pass of a group, before it has scratch memory. Every subset of the slots once. */
 static int find_no_memory(struct member *m)
 {
-    static struct hunger hunger;
+    static struct memory_hog hog;
     struct moe_step_result result;
     for (uint32_t poor = 1; poor < 1u << m->slots; poor++) {
-        struct pupil p;
+        struct trainer_fixture p;
         uint64_t before, after;
-        EXPECT(go_to_school(m, &p, LONG_MS));
+        EXPECT(open_trainer_fixture(m, &p, LONG_MS));
         EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &before));
         if (poor >> m->slot & 1)
-            starve(p.seat.device, 0, 4096, &hunger);
+            exhaust_memory(p.base.device, 0, 4096, &hog);
         for (int again = 0; again < 2; again++) {
-            EXPECT(is(learn(&p, &result), MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY));
+            EXPECT(is(run_backward(&p, &result), MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY));
             EXPECT(result.refused && result.missing_slot == -1);
         }
-        feed(p.seat.device, &hunger);
+        release_memory(p.base.device, &hog);
         EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &after));
         EXPECT(before == after);
-        EXPECT(good(run_step(p.seat.session, &p.seat.args, &result))); /* the session goes on */
-        EXPECT(good(learn(&p, &result)));
+        EXPECT(good(run_step(p.base.session, &p.base.args, &result))); /* the session goes on */
+        EXPECT(good(run_backward(&p, &result)));
         EXPECT(!result.refused);
-        EXPECT(good(move(&p)));
-        EXPECT(go_home(&p) == 0);
+        EXPECT(good(run_optimizer(&p)));
+        EXPECT(close_trainer_fixture(&p) == 0);
         EXPECT(board_barrier(m, LONG_MS));
     }
     return 0;
@@ -115,31 +115,31 @@ static bool slots_without_memory_make_all_refuse_a_pass_and_change_nothing(uint3
     return run_group(slots, find_no_memory);
 }
 
-/* Alone in a group of several seats, where a slot's memory for others' rows is not there: a refused
- * pass, and what follows it, must leave alone what lies behind. */
+/* One live slot in a group of several has no window memory for rows of others. A refused pass, and
+ * the steps after it, must not write to the memory behind the window. */
 static int refuse_alone(struct member *m)
 {
-    static struct hunger hunger;
+    static struct memory_hog hog;
     static struct canaries canaries;
     struct moe_step_result result;
-    struct pupil p;
+    struct trainer_fixture p;
     if (m->slot != 0)
         return 0;
     m->live = 1;
-    EXPECT(go_to_school(m, &p, LONG_MS));
-    EXPECT(lay_canaries(p.seat.device, &canaries));
-    deny(p.seat.device, &hunger);
+    EXPECT(open_trainer_fixture(m, &p, LONG_MS));
+    EXPECT(lay_canaries(p.base.device, &canaries));
+    deny_memory(p.base.device, &hog);
     for (int again = 0; again < 3; again++) {
-        EXPECT(is(learn(&p, &result), MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY));
+        EXPECT(is(run_backward(&p, &result), MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY));
         EXPECT(result.refused && result.missing_slot == -1);
     }
-    feed(p.seat.device, &hunger);
-    EXPECT(good(run_step(p.seat.session, &p.seat.args, &result))); /* the session goes on */
-    EXPECT(good(learn(&p, &result)));
+    release_memory(p.base.device, &hog);
+    EXPECT(good(run_step(p.base.session, &p.base.args, &result))); /* the session goes on */
+    EXPECT(good(run_backward(&p, &result)));
     EXPECT(!result.refused);
-    EXPECT(good(move(&p)));
-    EXPECT(check_canaries(p.seat.device, &canaries));
-    return go_home(&p);
+    EXPECT(good(run_optimizer(&p)));
+    EXPECT(check_canaries(p.base.device, &canaries));
+    return close_trainer_fixture(&p);
 }
 
 static bool a_slot_alone_that_refuses_a_pass_writes_nowhere_else(uint32_t slots)
@@ -149,50 +149,50 @@ static bool a_slot_alone_that_refuses_a_pass_writes_nowhere_else(uint32_t slots)
 
 /* ---------------------------------------------------------------------------- loss */
 
-/* The same weights, in a group without the victim: a layer and a trainer for the rest. */
-static int learn_without_victim(struct member *m, struct pupil *p)
+/* The same weights, in a group without the victim: a layer and a trainer for the others. */
+static int learn_without_victim(struct member *m, struct trainer_fixture *p)
 {
     struct moe_step_result result;
     uint64_t before[3], after[3];
     backend->training->trainer_destroy(p->trainer);
     p->trainer = NULL;
-    backend->layer_destroy(p->seat.layer);
-    p->seat.layer = NULL;
+    backend->layer_destroy(p->base.layer);
+    p->base.layer = NULL;
     m->live &= ~(UINT64_C(1) << VICTIM);
-    EXPECT(good(small_layer(p->seat.device, m, m->live, &p->seat.layer)));
-    p->seat.args.layer = p->seat.layer;
-    EXPECT(good(join(m, &p->seat, 8, LONG_MS, true)));
-    EXPECT(open_books(p) && good(learn(p, &result)));
+    EXPECT(good(small_layer(p->base.device, m, m->live, &p->base.layer)));
+    p->base.args.layer = p->base.layer;
+    EXPECT(good(join_session(m, &p->base, 8, LONG_MS, true)));
+    EXPECT(start_training(p) && good(run_backward(p, &result)));
     EXPECT(hash_state(p, m, before));
     for (int i = 0; i < 5; i++) {
-        EXPECT(good(learn(p, &result)));
-        EXPECT(good(move(p)));
+        EXPECT(good(run_backward(p, &result)));
+        EXPECT(good(run_optimizer(p)));
     }
     EXPECT(hash_state(p, m, after));
     EXPECT(before[0] != after[0]);
-    return go_home(p);
+    return close_trainer_fixture(p);
 }
 
 static int lose_a_peer(struct member *m, bool in_step)
 {
-    struct pupil p;
+    struct trainer_fixture p;
     struct moe_step_result result = {.missing_slot = -1};
     struct moe_status st = moe_ok();
     uint64_t first, before[3], after[3];
     EXPECT(begin_to_learn(m, &p, SHORT_MS, &first));
     EXPECT(hash_state(&p, m, before));
     for (uint32_t n = 1; !moe_failed(&st); n++) {
-        st = in_step ? move(&p) : learn(&p, &result);
+        st = in_step ? run_optimizer(&p) : run_backward(&p, &result);
         __atomic_store_n(&m->board->flag[m->slot], n, __ATOMIC_RELEASE);
     }
     if (m->slot == VICTIM)
         return 1;
     EXPECT(is(st, MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(in_step || result.missing_slot == VICTIM);
-    EXPECT(backend->session_lost(p.seat.session) == 1u << VICTIM);
-    EXPECT(is(learn(&p, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
-    EXPECT(is(move(&p), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
-    part(&p.seat);
+    EXPECT(backend->session_lost(p.base.session) == 1u << VICTIM);
+    EXPECT(is(run_backward(&p, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
+    EXPECT(is(run_optimizer(&p), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
+    leave_session(&p.base);
     EXPECT(hash_state(&p, m, after));
     EXPECT(in_step || memcmp(before, after, sizeof before) == 0);
     EXPECT(good(backend->training->zero_grad(p.trainer)));
@@ -224,26 +224,26 @@ static bool a_peer_killed_in_an_optimizer_step_costs_no_trainer(uint32_t slots)
 /* The victim takes part in neither; the others run out of budget, and the group goes on. */
 static int stay_away(struct member *m)
 {
-    struct pupil p;
+    struct trainer_fixture p;
     struct moe_step_result result = {.missing_slot = -1};
     uint64_t first, before[3], after[3];
     EXPECT(begin_to_learn(m, &p, SHORT_MS, &first));
     EXPECT(hash_state(&p, m, before));
     for (uint64_t round = 0; round < 2; round++) {
         if (m->slot != VICTIM) {
-            struct moe_status st = round == 0 ? learn(&p, &result) : move(&p);
+            struct moe_status st = round == 0 ? run_backward(&p, &result) : run_optimizer(&p);
             EXPECT(is(st, MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
             EXPECT(result.missing_slot == VICTIM);
-            EXPECT(backend->session_lost(p.seat.session) == 1u << VICTIM);
+            EXPECT(backend->session_lost(p.base.session) == 1u << VICTIM);
         }
-        EXPECT(board_barrier(m, LONG_MS)); /* nobody leaves before all have seen this */
+        EXPECT(board_barrier(m, LONG_MS)); /* no slot leaves before all have seen this */
         EXPECT(hash_state(&p, m, after));
         EXPECT(memcmp(before, after, sizeof before) == 0);
-        part(&p.seat);
-        EXPECT(good(join(m, &p.seat, 20 + round, SHORT_MS, true)));
+        leave_session(&p.base);
+        EXPECT(good(join_session(m, &p.base, 20 + round, SHORT_MS, true)));
     }
     EXPECT(begin_again(m, &p, first, 30) == 0);
-    return go_home(&p);
+    return close_trainer_fixture(&p);
 }
 
 static bool a_peer_that_stays_away_ends_the_session_and_nothing_else(uint32_t slots)
@@ -260,30 +260,30 @@ static void *abort_later(void *session)
 
 static int abort_training(struct member *m)
 {
-    struct pupil p;
+    struct trainer_fixture p;
     struct moe_step_result result;
     uint64_t first, before[3], after[3];
-    EXPECT(begin_to_learn(m, &p, 2 * 1000 * PATIENCE_S, &first));
+    EXPECT(begin_to_learn(m, &p, 2 * 1000 * WATCHDOG_S, &first));
     EXPECT(hash_state(&p, m, before));
     for (uint64_t round = 0; round < 2; round++) {
         pthread_t thread;
-        EXPECT(pthread_create(&thread, NULL, abort_later, p.seat.session) == 0);
+        EXPECT(pthread_create(&thread, NULL, abort_later, p.base.session) == 0);
         struct moe_status st = moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "stayed away");
         if (m->slot != VICTIM)
-            st = round == 0 ? learn(&p, &result) : move(&p);
+            st = round == 0 ? run_backward(&p, &result) : run_optimizer(&p);
         pthread_join(thread, NULL);
         EXPECT(is(st, MOE_ABORTED, MOE_REASON_ABORTED));
-        EXPECT(is(learn(&p, &result), MOE_ABORTED, MOE_REASON_ABORTED));
-        EXPECT(is(move(&p), MOE_ABORTED, MOE_REASON_ABORTED));
-        EXPECT(backend->session_lost(p.seat.session) == 0);
+        EXPECT(is(run_backward(&p, &result), MOE_ABORTED, MOE_REASON_ABORTED));
+        EXPECT(is(run_optimizer(&p), MOE_ABORTED, MOE_REASON_ABORTED));
+        EXPECT(backend->session_lost(p.base.session) == 0);
         EXPECT(board_barrier(m, LONG_MS));
         EXPECT(hash_state(&p, m, after));
         EXPECT(memcmp(before, after, sizeof before) == 0);
-        part(&p.seat);
-        EXPECT(good(join(m, &p.seat, 20 + round, 2 * 1000 * PATIENCE_S, true)));
+        leave_session(&p.base);
+        EXPECT(good(join_session(m, &p.base, 20 + round, 2 * 1000 * WATCHDOG_S, true)));
     }
     EXPECT(begin_again(m, &p, first, 30) == 0);
-    return go_home(&p);
+    return close_trainer_fixture(&p);
 }
 
 static bool abort_ends_passes_and_optimizer_steps(uint32_t slots)

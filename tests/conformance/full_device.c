@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A GPU that says it has no memory left, without taking it: quick, and possible under a tool that
- * needs memory of its own. The program that links this wraps cudaMemGetInfo (see CMakeLists.txt),
- * which the backend asks before it takes memory. */
-#include "seat.h"
+/* Simulates a GPU without free memory, and allocates nothing. This is fast, and works under tools
+ * that need GPU memory. The program that links this wraps cudaMemGetInfo (see CMakeLists.txt); the
+ * backend calls it before an allocation. */
+#include "session_fixture.h"
 
 #include <cuda_runtime_api.h>
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The golden models through a backend, without daemons: each checkpoint is loaded as a worker loads
- * it, and whole steps of one slot must give the numbers of transformers.
+/* The golden models through a backend, without daemons. Each checkpoint is loaded as in a worker,
+ * and whole steps of one slot must give the numbers of transformers.
  *
  *     golden --backend cpu --models tests/golden/models
  *

@@ -10,7 +10,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { SKIPPED = 77, MEET_MS = 60000, PROGRAM_S = 300 };
+enum { SKIPPED = 77, AWAIT_MS = 60000, PROGRAM_S = 300 };
 
 static const size_t row_bytes = (size_t)GOLDEN_TOKENS * GOLDEN_HIDDEN * sizeof(float);
 static const size_t pair_bytes = (size_t)GOLDEN_TOKENS * MOE_MAX_TOP_K * sizeof(float);
@@ -136,9 +136,9 @@ void golden_forward(struct golden_bench *b, enum moe_dtype dtype, uint32_t token
 
 /* ------------------------------------------------------------------------ programs */
 
-void meet(struct member *m)
+void await_members(struct member *m)
 {
-    if (!board_barrier(m, MEET_MS)) {
+    if (!board_barrier(m, AWAIT_MS)) {
         fprintf(stderr, "slot %u: another slot gave up\n", m->slot);
         exit(1);
     }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where each gradient is in a golden file, and in which order its numbers are; see
- * golden_gradients.h. */
+/* The place of each gradient in a golden file, and the order of its numbers; see
+ * golden_gradients.h.
+ */
 #include "golden_gradients.h"
 
 #include <stdio.h>

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The golden models' gradients through a backend, on one slot or several: dx of every MoE layer and
- * the gradient of every parameter of the last one must be what transformers' autograd gave.
+/* The golden models' gradients through a backend, on one slot or several. dx of every MoE layer and
+ * the gradient of every parameter of the last one must match transformers' autograd.
  *
  *     golden_training --backend cpu --slots 2 --models tests/golden/models
  *
- * The tokens are dealt out over the slots, as are the experts; gradients of replicated weights are
- * added up here. F32 within 1e-5, BF16 within 1e-2 (relative Frobenius norm). Exits with 0 only
- * when everything is right, and with 77 where the backend cannot train. */
+ * Tokens and experts are spread over the slots; gradients of replicated weights are summed here.
+ * F32 within 1e-5, BF16 within 1e-2 (relative Frobenius norm). Exits with 0 only if everything is
+ * right, and with 77 if the backend cannot train. */
 #include "golden_bench.h"
 #include "golden_gradients.h"
 
@@ -24,7 +24,7 @@ struct bench {
     struct member *member;
     struct moe_trainer *trainer;
     const char *models;
-    float *share; /* [slots, SHARE_FLOATS]: dx of the own tokens, then gradients */
+    float *share; /* [slots, SHARE_FLOATS]: dx of the slot's tokens, then gradients */
     const char *family;
     uint32_t first, tokens; /* of this slot */
     bool good;
@@ -46,7 +46,7 @@ static void load_layer(struct bench *b, const struct moe_model *m, size_t i)
     must(b->g.backend->training->trainer_create(b->g.layer, &config, &b->trainer));
 }
 
-/* Floats of one entry of a weight, and where entry `e` is in a slot's share. */
+/* Floats of one entry of a weight, and the place of entry `e` in a slot's share. */
 static size_t size_of(const struct bench *b, enum moe_weight w)
 {
     size_t rows, columns;
@@ -69,7 +69,7 @@ static size_t place_of(const struct bench *b, enum moe_weight w)
 
 /* ----------------------------------------------------------------------- one pass */
 
-/* Routes the own tokens with a forward step, and runs the backward pass with that routing. */
+/* Routes this slot's tokens with a forward step, and runs the backward pass with that routing. */
 static void run_pass(struct bench *b, enum moe_dtype dtype)
 {
     struct moe_step *step;
@@ -89,7 +89,7 @@ static void run_pass(struct bench *b, enum moe_dtype dtype)
     must(b->g.backend->step_wait(step, MOE_NEVER, NULL));
 }
 
-/* dx and all local gradients, for slot 0 to look at. */
+/* dx and all local gradients, for slot 0 to check. */
 static void show_results(struct bench *b, enum moe_dtype dtype)
 {
     float *mine = b->share + (size_t)b->member->slot * SHARE_FLOATS;
@@ -187,12 +187,12 @@ static void check_batch(struct bench *b, enum moe_dtype dtype, uint32_t tokens,
     put_elements(b->g.dy, dtype, b->tokens * hidden, dy + b->first * hidden);
     run_pass(b, dtype);
     show_results(b, dtype);
-    meet(b->member);
+    await_members(b->member);
     if (s == 0)
         compare_dx(b, dtype, tokens, dx);
     if (s == 0 && last && tokens == GOLDEN_TOKENS)
         compare_weights(b, dtype, golden);
-    meet(b->member);
+    await_members(b->member);
     free(x);
     free(dy);
     free(dx);

@@ -40,7 +40,7 @@ void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), vo
     g->board->gather_ms = 20000;
     struct moe_status st = moe_backends_prepare();
     MOE_INVARIANT(!moe_failed(&st));
-    fflush(NULL); /* or every member would print what is buffered again */
+    fflush(NULL); /* or every member would print the buffer again */
     for (uint32_t s = 0; s < slots; s++) {
         g->pid[s] = fork();
         MOE_INVARIANT(g->pid[s] >= 0);
@@ -55,7 +55,7 @@ void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), vo
         int rc = fn(&m);
         if (rc != 0)
             __atomic_store_n(&g->board->failed, 1, __ATOMIC_RELEASE);
-        exit(rc); /* not _exit: leaks are looked for at exit */
+        exit(rc); /* not _exit: exit reports leaks */
     }
 }
 
@@ -101,12 +101,12 @@ bool board_barrier(struct member *m, uint32_t ms)
         __atomic_fetch_add(&b->generation, 1, __ATOMIC_ACQ_REL);
         return true;
     }
-    for (uint32_t turn = 0;; turn++) {
+    for (uint32_t tries = 0;; tries++) {
         if (__atomic_load_n(&b->generation, __ATOMIC_ACQUIRE) != generation)
             return true;
         if (__atomic_load_n(&b->failed, __ATOMIC_ACQUIRE) || moe_clock_ns() > deadline)
             return false;
-        if (turn < 1000)
+        if (tries < 1000)
             sched_yield();
         else
             usleep(200);

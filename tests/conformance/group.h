@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A group of processes for tests, one per slot, and the board they share.
  *
- * Processes are forked before the test makes any thread, as a backend's sessions connect processes;
- * for the same reason group_start calls moe_backends_prepare.
- * The board is an anonymous shared mapping: the all-gather that a session_join needs, a barrier,
- * and room for what members want to show each other outside the windows under test. */
+ * A group forks its processes before the test starts a thread; so group_start also calls
+ * moe_backends_prepare.
+ * The board is an anonymous shared mapping. It has the all-gather for session_join, a barrier, and
+ * room for data that members exchange without the windows under test. */
 #ifndef MOE_TEST_GROUP_H
 #define MOE_TEST_GROUP_H
 
@@ -21,7 +21,7 @@ enum {
 
 struct board {
     uint32_t arrived, generation; /* atomic: the barrier */
-    uint32_t failed;              /* atomic: some member gave up, nobody should wait on */
+    uint32_t failed;              /* atomic: a member gave up; all waits end */
     uint32_t flag[MOE_MAX_SLOTS]; /* atomic: free for the test */
     uint32_t gather_ms;           /* how long an all-gather waits; set before the fork */
     uint8_t blob[MOE_MAX_SLOTS][BOARD_BLOB];
@@ -33,7 +33,7 @@ struct board {
 struct member {
     struct board *board;
     uint32_t slot, slots;
-    uint64_t live; /* who takes part in the all-gather and in barriers */
+    uint64_t live; /* the slots in the all-gather and in barriers */
     void *ctx;
 };
 
@@ -43,13 +43,13 @@ struct group {
     pid_t pid[MOE_MAX_SLOTS];
 };
 
-/* Starts `slots` processes; each runs fn and exits with what it returns. */
+/* Starts `slots` processes; each runs fn and exits with its result. */
 void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), void *ctx);
-/* Waits for all; those that are still there after `seconds` are killed. status[slot] as from
- * waitpid. True when every member returned 0. Frees the board. */
+/* Waits for all; kills those that still run after `seconds`. status[slot] as from waitpid. True if
+ * every member returned 0. Frees the board. */
 bool group_finish(struct group *g, uint32_t seconds, int status[MOE_MAX_SLOTS]);
 
-/* False when a member failed or `ms` passed. */
+/* False if a member failed or `ms` passed. */
 bool board_barrier(struct member *m, uint32_t ms);
 /* A moe_allgather_fn; ctx is a struct member. */
 struct moe_status board_allgather(void *ctx, const void *mine, void *all, size_t bytes);
@@ -57,7 +57,7 @@ struct moe_status board_allgather(void *ctx, const void *mine, void *all, size_t
 /* Settings of the backend under test, for devices, and in the sessions that member_session
  * describes. NULL ends them. */
 extern struct moe_backend_setting group_settings[];
-/* Adds one, before group_start. A backend without this option goes without. */
+/* Adds one, before group_start; does nothing if the backend has no such option. */
 void group_set(const struct moe_backend *backend, const char *option, const char *value);
 
 /* A session of the whole group with the smallest window that suits the tests. */

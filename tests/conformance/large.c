@@ -4,13 +4,13 @@
  *     large --backend cuda --slots 2 --cases 20 --seed 1 [--first 0] [--training]
  *           [--transport network] [--gemm cublas] [--weights-mib 3072] [--tokens 700]
  *
- * What `conformance` draws fits into one or two steps of a tile; here hidden sizes are those of
- * models, up to the largest that is allowed, with up to 512 experts, of which some slots have few
- * or none. With --training, a backward pass of every case as well; exits with 77 where the backend
- * cannot train. Limits shrink the layers, e.g. for CPUs.
+ * The cases of `conformance` fit into one or two steps of a tile. Here hidden sizes are those of
+ * models, up to the allowed maximum, with up to 512 experts; some slots have few or none. With
+ * --training, a backward pass of every case as well; exits with 77 if the backend cannot train.
+ * Limits shrink the layers, e.g. for CPUs.
  *
- * Forks one process per slot. Prints each case, its time, and at the end what was compared; the
- * same seed and limits with --first N --cases 1 run a case again. */
+ * Forks one process per slot. Prints each case, its time, and a summary at the end; the same seed
+ * and limits with --first N --cases 1 run a case again. */
 #include "large.h"
 
 #include "base/clock.h"
@@ -23,9 +23,9 @@
 #include <sys/wait.h>
 
 enum {
-    SKIPPED = 77,       /* what ctest takes for "not run" */
+    SKIPPED = 77,       /* "not run" for ctest */
     BUDGET_MS = 120000, /* generous: these tests are not about time */
-    TENSORS = 12,       /* that a case takes of host memory, each as large as x */
+    TENSORS = 12,       /* tensors of a case in host memory, each as large as x */
 };
 
 struct plan {
@@ -99,12 +99,12 @@ static bool take_arena(struct large *l)
 
 static bool run_checks(struct large *l, const struct plan *plan, uint64_t number)
 {
-    if (!take_arena(l) || !make_layer(l) || !large_meet(l) || !join(l, plan, number))
+    if (!take_arena(l) || !make_layer(l) || !large_await_members(l) || !join(l, plan, number))
         return false;
-    bool good =
-        large_check_step(l) && large_meet(l) && (!plan->training || large_check_backward(l));
-    /* The board holds everybody's routing until all have read it. */
-    good = good && large_meet(l);
+    bool good = large_check_step(l) && large_await_members(l) &&
+                (!plan->training || large_check_backward(l));
+    /* The routing of all slots stays on the board until all have read it. */
+    good = good && large_await_members(l);
     if (good && l->s.backend->session_lost(l->s.session) != 0)
         good = wrong(&l->s, "slots are lost though all live");
     l->s.backend->session_leave(l->s.session);
@@ -166,7 +166,7 @@ static int run_member(struct member *m)
     struct large l = {.s = {.backend = plan->backend, .member = m, .tally = &tally}};
     struct moe_device_config config = {
         .ordinal = (int)m->slot, .threads = 1 + m->slot % 2, .settings = group_settings};
-    mallopt(M_MMAP_THRESHOLD, 32 << 20); /* matrices come and go: their pages stay with us */
+    mallopt(M_MMAP_THRESHOLD, 32 << 20); /* matrices are freed often: keep their pages */
     mallopt(M_TRIM_THRESHOLD, 1 << 30);
     m->board->gather_ms = 600000; /* others may still be busy with the oracle or an upload */
     if (!went_well(&l.s, "device", plan->backend->device_open(&config, &l.s.device)))

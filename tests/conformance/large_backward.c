@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A backward pass of a large case. dx and the gradients of routing weights are compared on sampled
- * tokens. Gradients of an expert's weights are compared on sampled inner units, over all rows that
- * the expert has: a unit depends on its own rows of gate and up and its own column of down alone,
- * so an expert cut down to those units has exactly their gradients. */
+ * tokens. Gradients of an expert's weights are compared on sampled inner units, over all rows of
+ * the expert. A unit depends only on its rows of gate and up and its column of down. So an expert
+ * that is reduced to those units has exactly their gradients. */
 #include "large.h"
 
 #include "base/clock.h"
@@ -29,7 +29,7 @@ struct pass {
     uint8_t *state;
 };
 
-/* In fp32, errors of three more products add up. */
+/* In fp32, the errors of three more products add up. */
 static double gradient_tolerance(const struct large_case *c)
 {
     return (c->dtype == MOE_DTYPE_F32 ? 4 : 1) * large_tolerance(c);
@@ -182,7 +182,7 @@ static bool check_tokens(struct gradients *g, const struct pass *p)
 
 /* ---------------------------------------------------------------- sampled units */
 
-/* One expert cut down to some of its inner units. */
+/* One expert, reduced to some of its inner units. */
 struct cut {
     uint32_t expert, rows, units;
     uint32_t unit[UNITS];
@@ -200,7 +200,7 @@ static uint32_t rows_of(const struct large *l, uint32_t expert)
     return n;
 }
 
-/* Where element i of a cut weight is in the whole one. */
+/* The index in the whole weight of element i of a reduced one. */
 static size_t whole(const struct large *l, const struct cut *c, enum moe_weight w, size_t i)
 {
     size_t hidden = l->c->spec.hidden;
@@ -331,7 +331,7 @@ static bool check_expert(struct gradients *g, uint32_t expert)
     return good;
 }
 
-/* Of the experts here, the busiest, the one with the fewest rows, and one without any. */
+/* Of the local experts, the one with most rows, the one with the fewest, and one without any. */
 static bool check_experts(struct gradients *g)
 {
     const struct large *l = g->l;
@@ -362,7 +362,8 @@ static bool check_passes(struct gradients *g)
         return false;
     size_t used = host->used;
     bool good = check_finite(g, &first) && check_tokens(g, &first) && check_experts(g) &&
-                large_meet(g->l) && run_pass(g, false, &again) && same_pass(g, &first, &again);
+                large_await_members(g->l) && run_pass(g, false, &again) &&
+                same_pass(g, &first, &again);
     host->used = used;
     if (good && g->l->in->tokens > 0)
         add_to_hash(&g->l->s.tally->trained_bits, first.dx,

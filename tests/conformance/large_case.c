@@ -80,7 +80,7 @@ static bool within(const struct large_case *c, const struct large_limits *limits
     return products_of(&c->spec) <= limits->products && bytes_of(c) <= limits->weight_bytes;
 }
 
-/* Inner sizes first, down to what one step of a tile takes, then experts. */
+/* Inner sizes first, down to one step of a tile, then experts. */
 static void shrink(struct large_case *c, const struct large_limits *limits)
 {
     struct moe_layer_spec *s = &c->spec;
@@ -117,11 +117,11 @@ static void draw_spec(struct rng *r, struct large_case *c, uint64_t number,
     }
     draw_router(r, s, number);
     shrink(c, limits);
-    if (rng_chance(r, 15)) /* matrix units want whole 16-byte chunks */
+    if (rng_chance(r, 15)) /* matrix units need whole 16-byte chunks */
         s->intermediate -= rng_range(r, 1, 7);
 }
 
-/* 0: in order; 1: one slot holds all; 2: one slot holds one or two; 3: anywhere, some twice. */
+/* 0: in order; 1: one slot has all; 2: one slot has one or two; 3: anywhere, some twice. */
 static void draw_placement(struct rng *r, struct large_case *c, uint32_t slots)
 {
     uint32_t kind = rng_below(r, 4), odd = rng_below(r, slots), few = rng_range(r, 1, 2), n = 0;
@@ -161,8 +161,8 @@ static void *draw_rows(struct rng *r, const struct large_case *c, uint32_t token
     return rows;
 }
 
-/* Ids by chance, or crowded on the first eighth of the experts; weights of one sign, so that sums
- * do not cancel. */
+/* Random ids, or crowded on the first eighth of the experts; weights of one sign, so sums do not
+ * cancel. */
 static void draw_input(struct rng *r, const struct large_case *c, struct large_input *in)
 {
     uint32_t ids = c->spec.experts + c->spec.router.zero_experts, modes = rng_below(r, 4);

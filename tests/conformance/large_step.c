@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A step of a large case: the same bits from run to run, rows where the placement sends them, and
+/* A step of a large case: the same bits on every run, rows on the slots of the placement, and
  * sampled tokens against the oracle. */
 #include "large.h"
 
@@ -46,7 +46,7 @@ double large_tolerance(const struct large_case *c)
     return c->dtype == MOE_DTYPE_F32 ? tolerance(c->dtype) * length : tolerance(c->dtype);
 }
 
-bool large_meet(struct large *l)
+bool large_await_members(struct large *l)
 {
     return board_barrier(l->s.member, 600000) || wrong(&l->s, "another slot gave up");
 }
@@ -79,7 +79,7 @@ bool large_oracle(struct large *l, const int32_t *ids, size_t count, struct moe_
 
 /* ----------------------------------------------------------------------- steps */
 
-/* Outputs start as NaN and as ids that do not exist, so that nothing unwritten can pass. */
+/* Outputs start as NaN and as invalid ids, so an unwritten output fails. */
 static struct outcome blank_outcome(struct large *l)
 {
     struct arena *host = &l->s.host;
@@ -96,7 +96,7 @@ static struct outcome blank_outcome(struct large *l)
     return o;
 }
 
-/* Copies what the step reads to memory that the device reads; once for all steps of a case. */
+/* Copies the inputs to memory for the device, once for all steps of a case. */
 static struct moe_step_args step_inputs(struct large *l)
 {
     const struct large_input *in = l->in;
@@ -183,7 +183,7 @@ static bool check_all(struct large *l, const struct outcome *o)
     return true;
 }
 
-/* Shows the routing to all slots, and counts the rows that all of it brings here. */
+/* Shows the routing to all slots, and counts the rows for this slot from all of them. */
 static bool check_rows(struct large *l, const struct outcome *o)
 {
     struct board *b = l->s.member->board;
@@ -191,7 +191,7 @@ static bool check_rows(struct large *l, const struct outcome *o)
     uint64_t want = 0;
     memcpy(b->ids[slot], o->ids, (size_t)l->in->tokens * top_k * sizeof *o->ids);
     memcpy(b->weights[slot], o->weights, (size_t)l->in->tokens * top_k * sizeof *o->weights);
-    if (!large_meet(l))
+    if (!large_await_members(l))
         return false;
     for (uint32_t p = 0; p < l->s.member->slots; p++)
         for (uint32_t i = 0; i < l->c->input[p].tokens * top_k; i++)
@@ -240,7 +240,7 @@ static double *token_in_double(const struct large *l, const void *rows, uint32_t
     return x;
 }
 
-/* Ids as the oracle chooses them, or others within rounding of its choice; weights near its own. */
+/* Ids of the oracle, or others within rounding of its choice; weights near those of the oracle. */
 static bool check_route(struct large *l, struct moe_oracle_layer *oracle, const struct sampled *p,
                         uint32_t i)
 {

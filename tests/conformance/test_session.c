@@ -1,17 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sessions of the CPU backend under fault: peers that die, hang, never come; abort, join and leave.
  *
- * Every test forks its group before it makes a thread. Members report by their exit status: 0 when
- * all they saw was right. Budgets are short where a wait must run out and long where it must not;
- * nothing is decided by how long something took. */
-#include "seat.h"
+ * Every test forks its group before it starts a thread. Members report by their exit status: 0 if
+ * all was right. Budgets are short if a wait must run out, else long. No result depends on time. */
+#include "session_fixture.h"
 
 #include "base/clock.h"
 #include "cpu/exchange/session.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
-/* cmocka.h wants the headers above before it. */
+/* cmocka.h needs the headers above before it. */
 #include <cmocka.h>
 
 #include <dirent.h>
@@ -22,8 +21,8 @@
 
 /* ------------------------------------------------------------- lost peers */
 
-/* Steps until one fails; the answer of that one. */
-static struct moe_status step_until_failure(struct member *m, struct seat *s,
+/* Runs steps until one fails; returns its result. */
+static struct moe_status step_until_failure(struct member *m, struct session_fixture *s,
                                             struct moe_step_result *result)
 {
     for (uint32_t n = 1;; n++) {
@@ -34,40 +33,39 @@ static struct moe_status step_until_failure(struct member *m, struct seat *s,
     }
 }
 
-/* What a survivor sees, and what it still can do: the same weights, in a session without the
- * victim. */
+/* A survivor gets the error, and can go on: the same weights, in a session without the victim. */
 static int survive(struct member *m, uint32_t budget_ms)
 {
-    struct seat s;
+    struct session_fixture s;
     struct moe_step_result result;
-    struct moe_layer *rest = NULL;
-    EXPECT(sit_down(m, &s, budget_ms, false));
+    struct moe_layer *others = NULL;
+    EXPECT(open_fixture(m, &s, budget_ms, false));
     struct moe_status st = step_until_failure(m, &s, &result);
     EXPECT(is(st, MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(result.missing_slot == VICTIM);
     EXPECT(moe_backend_cpu.session_lost(s.session) == 1u << VICTIM);
     EXPECT(is(run_step(s.session, &s.args, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(result.missing_slot == VICTIM);
-    part(&s);
+    leave_session(&s);
     m->live &= ~(UINT64_C(1) << VICTIM);
-    EXPECT(good(small_layer(s.device, m, m->live, &rest)));
-    EXPECT(good(join(m, &s, 8, LONG_MS, false)));
+    EXPECT(good(small_layer(s.device, m, m->live, &others)));
+    EXPECT(good(join_session(m, &s, 8, LONG_MS, false)));
     EXPECT(
         is(run_step(s.session, &s.args, &result), MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE));
-    s.args.layer = rest;
+    s.args.layer = others;
     EXPECT(good(run_step(s.session, &s.args, &result)));
     EXPECT(result.missing_slot == -1);
-    moe_backend_cpu.layer_destroy(rest);
-    return get_up(&s);
+    moe_backend_cpu.layer_destroy(others);
+    return close_fixture(&s);
 }
 
 static int be_killed_or_survive(struct member *m)
 {
     if (m->slot != VICTIM)
-        return survive(m, LONG_MS); /* long: only the closed socket can tell in time */
-    struct seat s;
+        return survive(m, LONG_MS); /* long: only the closed socket ends the wait in time */
+    struct session_fixture s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, LONG_MS, false));
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
     (void)step_until_failure(m, &s, &result);
     return 1;
 }
@@ -82,13 +80,13 @@ static int be_stopped_or_survive(struct member *m)
 {
     if (m->slot != VICTIM)
         return survive(m, SHORT_MS);
-    struct seat s;
+    struct session_fixture s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, SHORT_MS, false));
-    /* When it is woken up again, the others are gone. */
+    EXPECT(open_fixture(m, &s, SHORT_MS, false));
+    /* When it is resumed, the others have gone. */
     EXPECT(is(step_until_failure(m, &s, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(result.missing_slot != VICTIM);
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
 static void a_stopped_peer_is_named_by_all_when_the_budget_is_used_up(void **state)
@@ -109,58 +107,58 @@ static void a_stopped_peer_is_named_by_all_when_the_budget_is_used_up(void **sta
         assert_true(WIFEXITED(status[s]));
         assert_int_equal(WEXITSTATUS(status[s]), 0);
     }
-    assert_true(group_finish(&g, PATIENCE_S, status));
+    assert_true(group_finish(&g, WATCHDOG_S, status));
     assert_true(stepping);
 }
 
-/* Slot 1 breaks; slot 0 waits for it with a budget longer than the group's watchdog. */
-static int hear_of_a_failure(struct member *m)
+/* Slot 1 fails; slot 0 waits for it with a budget longer than the group's watchdog. */
+static int get_notice_of_a_failure(struct member *m)
 {
-    struct seat s;
+    struct session_fixture s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, 1000 * PATIENCE_S * 2, false));
+    EXPECT(open_fixture(m, &s, 1000 * WATCHDOG_S * 2, false));
     if (m->slot == 1) {
         struct moe_status broken =
             moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "made up");
         EXPECT(await_flag(m->board, 0, 1));
         moe_cpu_session_fail(s.session, &broken);
         EXPECT(await_flag(m->board, 0, 2)); /* the socket stays open until slot 0 has ended */
-        return get_up(&s);
+        return close_fixture(&s);
     }
     raise_flag(m, 1);
     EXPECT(is(run_step(s.session, &s.args, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(result.missing_slot == 1);
     raise_flag(m, 2);
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
-static void a_slot_that_breaks_ends_the_waits_of_the_others(void **state)
+static void a_failed_slot_ends_the_waits_of_the_others(void **state)
 {
     (void)state;
-    assert_true(run_group(2, hear_of_a_failure));
+    assert_true(run_group(2, get_notice_of_a_failure));
 }
 
-/* Slot 2 waits for slot 0, which waits for slot 1: slot 1 is the one to name. ctx: budget in ms of
+/* Slot 2 waits for slot 0, which waits for slot 1: the error must name slot 1. ctx: budget in ms of
  * each slot. */
 static int wait_in_a_chain(struct member *m)
 {
     const uint32_t *budget_ms = m->ctx;
-    struct seat s;
+    struct session_fixture s;
     uint32_t value;
-    EXPECT(sit_down(m, &s, budget_ms[m->slot], false));
+    EXPECT(open_fixture(m, &s, budget_ms[m->slot], false));
     if (m->slot != 1) {
         uint32_t slot = m->slot == 2 ? 0 : 1;
         raise_flag(m, 1);
         EXPECT(await_flag(m->board, 0, 1) && await_flag(m->board, 2, 1)); /* both wait from now */
-        const uint64_t *word =
+        const uint64_t *flag =
             moe_window_done_of(&s.session->layout, moe_cpu_session_own(s.session), slot);
-        EXPECT(is(moe_cpu_session_wait(s.session, word, moe_window_stamp(7, 1), slot, &value),
+        EXPECT(is(moe_cpu_session_wait(s.session, flag, moe_window_stamp(7, 1), slot, &value),
                   MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
         EXPECT(s.session->missing == 1);
         raise_flag(m, 2);
     }
     EXPECT(await_flag(m->board, 0, 2) && await_flag(m->board, 2, 2));
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
 static void who_only_waits_for_another_is_not_blamed(void **state)
@@ -183,13 +181,13 @@ static void *abort_soon(void *session)
 
 static int abort_a_step(struct member *m)
 {
-    struct seat s;
+    struct session_fixture s;
     struct moe_step *step[2];
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, 1000 * PATIENCE_S * 2, false));
+    EXPECT(open_fixture(m, &s, 1000 * WATCHDOG_S * 2, false));
     if (m->slot == 1) {
         EXPECT(await_flag(m->board, 0, 1)); /* takes part in no step */
-        return get_up(&s);
+        return close_fixture(&s);
     }
     pthread_t thread;
     for (int i = 0; i < 2; i++)
@@ -207,7 +205,7 @@ static int abort_a_step(struct member *m)
               MOE_REASON_ABORTED));
     EXPECT(moe_backend_cpu.session_lost(s.session) == 0);
     raise_flag(m, 1);
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
 static void abort_ends_present_and_later_waits(void **state)
@@ -218,8 +216,8 @@ static void abort_ends_present_and_later_waits(void **state)
 
 /* -------------------------------------------------------------------- join */
 
-/* The status of a join that nothing is expected of but an end; 0 when it is `code`. Whether a
- * member comes late or never is the same here, so the budget may be shorter than a step's. */
+/* Joins with members missing; 0 if the status is `code`. A late member counts as a missing one, so
+ * the budget may be shorter than a step's. */
 static int join_fails(struct member *m, moe_allgather_fn gather, enum moe_code code,
                       enum moe_reason reason)
 {
@@ -256,7 +254,7 @@ static int the_higher_vanishes(struct member *m)
                       MOE_REASON_PEER_LOST);
 }
 
-/* A gather that does not find everybody, as a caller would write it: zeros for who is not there. */
+/* An all-gather of a caller with missing members: their entries are zero. */
 static struct moe_status gather_alone(void *ctx, const void *mine, void *all, size_t bytes)
 {
     struct member *m = ctx;
@@ -324,25 +322,25 @@ static uint32_t window_mappings(void)
 }
 
 /* Joins, steps and leaves `times`; numbers epochs from `epoch`. */
-static bool cycle(struct member *m, struct seat *s, uint64_t epoch, uint32_t times)
+static bool cycle(struct member *m, struct session_fixture *s, uint64_t epoch, uint32_t times)
 {
     struct moe_step_result result;
     for (uint32_t i = 0; i < times; i++) {
-        if (!good(join(m, s, epoch + i, LONG_MS, false)) ||
+        if (!good(join_session(m, s, epoch + i, LONG_MS, false)) ||
             !good(run_step(s->session, &s->args, &result)) || window_mappings() != m->slots)
             return false;
-        part(s);
+        leave_session(s);
     }
     return true;
 }
 
 static int join_and_leave(struct member *m)
 {
-    struct seat s;
+    struct session_fixture s;
     struct moe_device_info before, after;
-    EXPECT(sit_down(m, &s, LONG_MS, false));
-    part(&s);
-    EXPECT(cycle(m, &s, 100, 10)); /* the device keeps scratch: it grows to what a step needs */
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
+    leave_session(&s);
+    EXPECT(cycle(m, &s, 100, 10)); /* the device caches scratch: it grows to the size of a step */
     uint32_t fds = entries_in("/proc/self/fd"), threads = entries_in("/proc/self/task");
     moe_backend_cpu.device_info(s.device, &before);
     EXPECT(cycle(m, &s, 200, 50));
@@ -351,7 +349,7 @@ static int join_and_leave(struct member *m)
     EXPECT(entries_in("/proc/self/task") == threads);
     EXPECT(window_mappings() == 0);
     EXPECT(after.used_bytes == before.used_bytes);
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
 static void fifty_joins_and_leaves_leak_nothing(void **state)
@@ -365,7 +363,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_killed_peer_costs_the_survivors_one_step_and_no_weights),
         cmocka_unit_test(a_stopped_peer_is_named_by_all_when_the_budget_is_used_up),
-        cmocka_unit_test(a_slot_that_breaks_ends_the_waits_of_the_others),
+        cmocka_unit_test(a_failed_slot_ends_the_waits_of_the_others),
         cmocka_unit_test(who_only_waits_for_another_is_not_blamed),
         cmocka_unit_test(abort_ends_present_and_later_waits),
         cmocka_unit_test(a_member_that_never_shows_up_fails_the_join_in_bounded_time),

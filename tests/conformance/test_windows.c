@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Windows of the CPU backend from the inside: who may map them, which words satisfy a wait, and
- * what happens when slots mean different things. */
-#include "seat.h"
+/* Internals of the CPU backend's windows: the checks before mapping, the flags that satisfy a wait,
+ * and slots that run different steps. */
+#include "session_fixture.h"
 
 #include "base/clock.h"
 #include "cpu/exchange/session.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
-/* cmocka.h wants the headers above before it. */
+/* cmocka.h needs the headers above before it. */
 #include <cmocka.h>
 
 #include <stdlib.h>
@@ -33,7 +33,7 @@ static bool call_with_nonsense(const struct moe_cpu_endpoint *endpoint, bool spe
     return sent;
 }
 
-static int meet_among_strangers(struct member *m)
+static int connect_among_strangers(struct member *m)
 {
     struct moe_cpu_peers *peers;
     struct moe_cpu_endpoint mine, endpoints[MOE_MAX_SLOTS];
@@ -53,7 +53,7 @@ static int meet_among_strangers(struct member *m)
     return 0;
 }
 
-static int meet_a_liar(struct member *m)
+static int connect_without_the_secret(struct member *m)
 {
     struct moe_cpu_peers *peers;
     struct moe_cpu_endpoint mine, endpoints[MOE_MAX_SLOTS];
@@ -70,11 +70,11 @@ static int meet_a_liar(struct member *m)
     return 0;
 }
 
-static void strangers_are_turned_away_and_do_not_hold_up_the_meeting(void **state)
+static void strangers_are_refused_and_do_not_delay_the_join(void **state)
 {
     (void)state;
-    assert_true(run_group(2, meet_among_strangers));
-    assert_true(run_group(2, meet_a_liar));
+    assert_true(run_group(2, connect_among_strangers));
+    assert_true(run_group(2, connect_without_the_secret));
 }
 
 static void ignore(void *ctx)
@@ -82,8 +82,8 @@ static void ignore(void *ctx)
     (void)ctx;
 }
 
-/* Slot 1 says goodbye and closes with an unread message in its socket: the kernel reports that to
- * slot 0 before the goodbye. */
+/* Slot 1 sends its last notice and closes with an unread message in its socket. The kernel reports
+ * this to slot 0 before the notice. */
 static int part_in_a_hurry(struct member *m)
 {
     struct moe_cpu_peers *peers;
@@ -107,13 +107,13 @@ static int part_in_a_hurry(struct member *m)
         return 0;
     }
     EXPECT(await_flag(m->board, 0, 1));
-    moe_cpu_peers_report_lost(peers, 0); /* a goodbye */
+    moe_cpu_peers_report_lost(peers, 0); /* leaves in order */
     moe_cpu_peers_close(peers);
     raise_flag(m, 1);
     return 0;
 }
 
-static void who_leaves_in_good_order_is_not_lost(void **state)
+static void a_slot_that_leaves_in_order_is_not_lost(void **state)
 {
     (void)state;
     assert_true(run_group(2, part_in_a_hurry));
@@ -174,66 +174,66 @@ static void windows_of_impossible_shapes_are_refused(void **state)
         }
 }
 
-/* ------------------------------------------------------------ words and steps */
+/* ------------------------------------------------------------ flags and steps */
 
-static uint64_t *exchange_word(struct moe_session *s, uint32_t window, uint32_t number)
+static uint64_t *exchange_flag(struct moe_session *s, uint32_t window, uint32_t number)
 {
     return &moe_window_exchange_of(&s->layout, s->window[window].base, number & 1, 1)->flag;
 }
 
-/* Slot 1 writes words of other views and steps where slot 0 waits for exchange 1 of view 7. */
+/* Slot 1 writes flags of other views and steps while slot 0 waits for exchange 1 of view 7. */
 static int write_late(struct member *m)
 {
-    struct seat s;
-    EXPECT(sit_down(m, &s, SHORT_MS, false));
+    struct session_fixture s;
+    EXPECT(open_fixture(m, &s, SHORT_MS, false));
     if (m->slot == 1) {
         const uint64_t stale[] = {moe_window_stamp(6, 1), moe_window_stamp(7, 0),
                                   moe_window_stamp(7, 2), moe_window_stamp(8, 1)};
         for (size_t i = 0; i < sizeof stale / sizeof *stale; i++) {
-            moe_cpu_session_store(exchange_word(s.session, 0, 1), stale[i], 8);
+            moe_cpu_session_store(exchange_flag(s.session, 0, 1), stale[i], 8);
             moe_cpu_session_wake(s.session, 0);
             usleep(20000);
         }
         EXPECT(await_flag(m->board, 0, 1));
-        return get_up(&s);
+        return close_fixture(&s);
     }
     uint64_t mine = 1, all[2];
     struct moe_status st = moe_backend_cpu.session_exchange(s.session, &mine, all, sizeof mine);
     EXPECT(is(st, MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     raise_flag(m, 1);
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
-/* The same with the one word that is right. */
+/* The same with the right flag. */
 static int write_in_time(struct member *m)
 {
-    struct seat s;
-    EXPECT(sit_down(m, &s, LONG_MS, false));
+    struct session_fixture s;
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
     if (m->slot == 1) {
-        moe_cpu_session_store(exchange_word(s.session, 0, 1), moe_window_stamp(7, 1), 8);
+        moe_cpu_session_store(exchange_flag(s.session, 0, 1), moe_window_stamp(7, 1), 8);
         moe_cpu_session_wake(s.session, 0);
         EXPECT(await_flag(m->board, 0, 1));
-        return get_up(&s);
+        return close_fixture(&s);
     }
     uint64_t mine = 1, all[2];
     EXPECT(good(moe_backend_cpu.session_exchange(s.session, &mine, all, sizeof mine)));
     raise_flag(m, 1);
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
-static void words_of_another_view_or_step_satisfy_no_wait(void **state)
+static void flags_of_another_view_or_step_satisfy_no_wait(void **state)
 {
     (void)state;
     assert_true(run_group(2, write_late));
     assert_true(run_group(2, write_in_time));
 }
 
-/* Slot 2 means another step than the others: nobody runs it, and all can go on. */
+/* Slot 2 runs a different step: all refuse it, and all can go on. */
 static int disagree(struct member *m)
 {
-    struct seat s;
+    struct session_fixture s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, LONG_MS, false));
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
     struct moe_step_args other = s.args;
     if (m->slot == 2)
         other.bucket *= 2;
@@ -244,20 +244,20 @@ static int disagree(struct member *m)
     }
     other = s.args;
     if (m->slot == 2)
-        other.dtype = MOE_DTYPE_BF16; /* x is read as half its bytes: legal, if meaningless */
+        other.dtype = MOE_DTYPE_BF16; /* reads half the bytes of x: legal, but meaningless */
     EXPECT(is(run_step(s.session, &other, &result), MOE_FAILED_PRECONDITION,
               MOE_REASON_SHAPE_MISMATCH));
     EXPECT(good(run_step(s.session, &s.args, &result)));
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
-static void slots_that_mean_different_steps_all_refuse_and_go_on(void **state)
+static void slots_with_different_steps_all_refuse_and_go_on(void **state)
 {
     (void)state;
     assert_true(run_group(3, disagree));
 }
 
-/* Slot 1 plays a step by hand, and lies. ctx: how. */
+/* Slot 1 simulates a step with false flags. ctx: which ones. */
 enum lie {
     HONEST,
     TOO_MANY_ROWS,
@@ -273,7 +273,7 @@ struct forged_step {
     uint64_t route_stamp;
 };
 
-static void forge_step(struct seat *s, const struct forged_step *f)
+static void forge_step(struct session_fixture *s, const struct forged_step *f)
 {
     const struct moe_window_layout *l = &s->session->layout;
     uint8_t *window = s->session->window[0].base;
@@ -294,9 +294,9 @@ static void forge_step(struct seat *s, const struct forged_step *f)
 static int lie_about_rows(struct member *m)
 {
     enum lie lie = *(const enum lie *)m->ctx;
-    struct seat s;
+    struct session_fixture s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, LONG_MS, false));
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
     if (m->slot == 1) {
         struct forged_step f = {
             .count = 1, .routes = 1, .expert = 0, .route_stamp = moe_window_stamp(7, 1)};
@@ -306,16 +306,16 @@ static int lie_about_rows(struct member *m)
         f.route_stamp -= lie == STALE_ROUTE;
         forge_step(&s, &f);
         EXPECT(await_flag(m->board, 0, 1));
-        return get_up(&s);
+        return close_fixture(&s);
     }
-    s.args.tokens = 0; /* nothing that slot 1 would have to send back */
+    s.args.tokens = 0; /* slot 1 has nothing to return */
     struct moe_status st = run_step(s.session, &s.args, &result);
     EXPECT(lie == HONEST ? good(st) : is(st, MOE_INTERNAL, MOE_REASON_NONE));
     raise_flag(m, 1);
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
-static void a_peer_that_lies_costs_a_step_and_not_the_process(void **state)
+static void false_flags_of_a_peer_fail_a_step_and_not_the_process(void **state)
 {
     (void)state;
     for (enum lie lie = HONEST; lie <= TOO_FEW; lie++) {
@@ -326,9 +326,9 @@ static void a_peer_that_lies_costs_a_step_and_not_the_process(void **state)
 
 static int bad_arguments(struct member *m)
 {
-    struct seat s;
+    struct session_fixture s;
     struct moe_step_result result;
-    EXPECT(sit_down(m, &s, LONG_MS, false));
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
     struct moe_step_args a = s.args;
     a.bucket = 24;
     EXPECT(is(run_step(s.session, &a, &result), MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT));
@@ -348,7 +348,7 @@ static int bad_arguments(struct member *m)
     a.mode = mode;
     EXPECT(is(run_step(s.session, &a, &result), MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID));
     EXPECT(good(run_step(s.session, &s.args, &result)));
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
 static void bad_arguments_are_refused_before_anything_is_run(void **state)
@@ -357,17 +357,17 @@ static void bad_arguments_are_refused_before_anything_is_run(void **state)
     assert_true(run_group(2, bad_arguments));
 }
 
-/* The number of a step has 28 bits; what comes after its largest value must not look old. */
+/* The number of a step has 28 bits; steps after the largest value must not match old flags. */
 static int run_through_the_last_step_number(struct member *m)
 {
-    struct seat s;
+    struct session_fixture s;
     struct moe_step_result result;
     float first[TOKENS * HIDDEN];
-    EXPECT(sit_down(m, &s, LONG_MS, false));
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
     EXPECT(good(run_step(s.session, &s.args, &result)));
     memcpy(first, s.args.y, sizeof first);
     s.session->step = (1u << MOE_WINDOW_STEP_BITS) - 4;
-    /* A word of an early step that no later one happened to overwrite. */
+    /* A flag of an early step that no later step has overwritten. */
     uint64_t *old = moe_window_sent_of(&s.session->layout, moe_cpu_session_own(s.session),
                                        (m->slot + 1) % m->slots, 200);
     moe_cpu_session_store(old, moe_window_stamp(7, 2), 1);
@@ -378,7 +378,7 @@ static int run_through_the_last_step_number(struct member *m)
     }
     EXPECT(s.session->step == 5);
     EXPECT(*old == 0);
-    return get_up(&s);
+    return close_fixture(&s);
 }
 
 static void steps_go_on_when_their_number_runs_out_of_bits(void **state)
@@ -390,13 +390,13 @@ static void steps_go_on_when_their_number_runs_out_of_bits(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(strangers_are_turned_away_and_do_not_hold_up_the_meeting),
-        cmocka_unit_test(who_leaves_in_good_order_is_not_lost),
+        cmocka_unit_test(strangers_are_refused_and_do_not_delay_the_join),
+        cmocka_unit_test(a_slot_that_leaves_in_order_is_not_lost),
         cmocka_unit_test(a_window_that_could_shrink_is_not_mapped),
         cmocka_unit_test(windows_of_impossible_shapes_are_refused),
-        cmocka_unit_test(words_of_another_view_or_step_satisfy_no_wait),
-        cmocka_unit_test(slots_that_mean_different_steps_all_refuse_and_go_on),
-        cmocka_unit_test(a_peer_that_lies_costs_a_step_and_not_the_process),
+        cmocka_unit_test(flags_of_another_view_or_step_satisfy_no_wait),
+        cmocka_unit_test(slots_with_different_steps_all_refuse_and_go_on),
+        cmocka_unit_test(false_flags_of_a_peer_fail_a_step_and_not_the_process),
         cmocka_unit_test(bad_arguments_are_refused_before_anything_is_run),
         cmocka_unit_test(steps_go_on_when_their_number_runs_out_of_bits),
     };

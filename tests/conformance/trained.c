@@ -147,7 +147,7 @@ static enum moe_routing_mode mode_of(const struct case_input *in, uint32_t token
     return in->mode != NULL ? (enum moe_routing_mode)in->mode[token] : MOE_ROUTE_SERVER;
 }
 
-/* The routing that the forward step used, or, where it refused a token, what made it refuse. */
+/* The routing of the forward step, or the invalid routing of a refused token. */
 static void draw_routing(struct trained *t, uint32_t token)
 {
     const struct subject *s = t->s;
@@ -287,7 +287,7 @@ bool same_pass(struct trained *t, const char *what, const struct pass *a, const 
     if (memcmp(a->dweights, b->dweights, pairs * sizeof(float)) != 0 ||
         memcmp(a->state, b->state, s->in->tokens) != 0 ||
         memcmp(a->aux_loss, b->aux_loss, sizeof(double)) != 0)
-        return wrong(s, "gradients of weights, verdicts or aux loss differ %s", what);
+        return wrong(s, "gradients of weights, token states or aux loss differ %s", what);
     return true;
 }
 
@@ -296,7 +296,7 @@ bool same_pass(struct trained *t, const char *what, const struct pass *a, const 
 struct moe_oracle_rounding rounding_of(const struct test_case *c, int lean)
 {
     bool bf16 = c->dtype == MOE_DTYPE_BF16;
-    /* Weighted inputs may be stored in bf16, and then decide on which side of a clamp they are. */
+    /* Weighted inputs may be stored in bf16, and the rounding may move them across a clamp. */
     double kink = bf16 && c->spec.weighting == MOE_WEIGHT_INPUT ? 1e-2 : 4e-6;
     return (struct moe_oracle_rounding){.arithmetic = 0x1p-22,
                                         .stored = bf16 ? 0x1p-9 : 0x1p-22,
@@ -335,7 +335,7 @@ static struct moe_status expect_experts(const struct trained *t, struct moe_orac
     return moe_ok();
 }
 
-/* The own tokens: dx, dweights, gradients of router and shared expert. */
+/* This slot's tokens: dx, dweights, gradients of router and shared expert. */
 static struct moe_status expect_own(const struct trained *t, double *dx, double *dweights,
                                     struct moe_oracle_layer *to,
                                     struct moe_oracle_rounding *rounding)

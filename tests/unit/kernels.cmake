@@ -8,7 +8,7 @@ foreach(part pool layer router gemm ffn training)
     LABELS kernels)
 endforeach()
 
-# The reference of training against differences of its own forward pass, and by hand.
+# The oracle of training against differences of its forward pass, and against numbers by hand.
 foreach(part backward training)
   moe_test(test_oracle_${part}
     SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_oracle_${part}.c
@@ -22,19 +22,19 @@ moe_test(test_backend_options
   USES moe_backends moe_cuda_plan moe_common
   LABELS kernels)
 
-# What both backends ask before they train.
+# Rules of training for both backends.
 moe_test(test_training_rules
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_training_rules.c
   USES moe_common
   LABELS kernels)
 
-# What both backends keep of forward steps.
+# The cache of retained activations.
 moe_test(test_activation_cache
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_activation_cache.c
   USES moe_common
   LABELS kernels)
 
-# How much of it they ask room for.
+# The room that a step asks for there.
 moe_test(test_activation_sizing
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_activation_sizing.c
   USES moe_common

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of the store of what steps keep: what is found is what was kept, pieces never overlap,
- * the oldest name goes first and whole, what a step is at stays, and a steady store allocates
- * nothing. Memory is the test's own. */
+/* Promises of the activation cache: a find returns the committed piece, pieces never overlap, the
+ * oldest name is evicted first and completely, open pieces stay, and a steady cache allocates
+ * nothing. The test provides the memory. */
 #include "common/activation_cache.h"
 #include "support/check.h"
 #include "support/random.h"
@@ -50,8 +50,8 @@ static struct moe_activation_key key_of(const struct moe_layer *layer, uint64_t 
         .layer = layer, .name = name, .dtype = MOE_DTYPE_BF16, .bucket = 8, .tokens = 5};
 }
 
-/* A step that keeps both parts, of so many units each; false where there is no room. */
-static bool keep(const struct moe_layer *layer, uint64_t name, size_t routed, size_t shared)
+/* A step that retains both parts, of so many units each; false if there is no room. */
+static bool retain(const struct moe_layer *layer, uint64_t name, size_t routed, size_t shared)
 {
     struct moe_activation_key key = key_of(layer, name);
     bool all = moe_activation_cache_take(&store, &key, MOE_ACTIVATION_SHARED,
@@ -92,15 +92,15 @@ static void the_oldest_name_makes_room(void **state)
 {
     (void)state;
     begin(LIMIT);
-    assert_true(keep(layer_a, 1, 20, 4));
-    assert_true(keep(layer_a, 2, 20, 4));
+    assert_true(retain(layer_a, 1, 20, 4));
+    assert_true(retain(layer_a, 2, 20, 4));
     assert_true(has(layer_a, 1) && has(layer_a, 2));
-    assert_true(keep(layer_b, 1, 20, 4)); /* 16 units are left: the first name goes */
+    assert_true(retain(layer_b, 1, 20, 4)); /* 16 units are left: the first name goes */
     assert_true(!has(layer_a, 1) && has(layer_a, 2) && has(layer_b, 1));
-    assert_true(keep(layer_a, 3, 60, 4)); /* all of them */
+    assert_true(retain(layer_a, 3, 60, 4)); /* all of them */
     assert_true(has(layer_a, 3) && !has(layer_a, 2) && !has(layer_b, 1));
     assert_int_equal(moe_activation_cache_bytes(&store), LIMIT);
-    assert_false(keep(layer_a, 4, 61, 4)); /* never fits */
+    assert_false(retain(layer_a, 4, 61, 4)); /* never fits */
     assert_int_equal(allocations, 1);
     moe_activation_cache_close(&store);
 }
@@ -116,7 +116,7 @@ static void what_a_step_is_at_stays(void **state)
     assert_false(moe_activation_cache_find(&store, &first, MOE_ACTIVATION_ROUTED, &piece));
     assert_null(moe_activation_cache_take(&store, &second, MOE_ACTIVATION_ROUTED,
                                           40 * MOE_ACTIVATION_ALIGN));
-    /* It needed less than it took. */
+    /* It needs less than it took. */
     moe_activation_cache_fill(&store, &first, MOE_ACTIVATION_ROUTED, 7, 8,
                               10 * MOE_ACTIVATION_ALIGN - 1);
     moe_activation_cache_commit(&store, &first);
@@ -131,30 +131,30 @@ static void what_a_step_is_at_stays(void **state)
     moe_activation_cache_close(&store);
 }
 
-/* A piece that finds no room even with all others gone costs none of them. */
+/* A piece that cannot fit even alone evicts nothing. */
 static void nothing_goes_in_vain(void **state)
 {
     (void)state;
     struct moe_activation_key open = key_of(layer_b, 1), more = key_of(layer_b, 2);
     begin(LIMIT);
-    assert_true(keep(layer_a, 1, 16, 4));
+    assert_true(retain(layer_a, 1, 16, 4));
     assert_non_null(
         moe_activation_cache_take(&store, &open, MOE_ACTIVATION_ROUTED, 20 * MOE_ACTIVATION_ALIGN));
-    assert_true(keep(layer_a, 2, 16, 4));
+    assert_true(retain(layer_a, 2, 16, 4));
     /* 64 units: 16 of the first name, 20 of the step, 20 of the second, 4 and 4 at the end. */
     assert_int_equal(moe_activation_cache_begin(&store, &more), 28 * MOE_ACTIVATION_ALIGN);
     assert_null(
         moe_activation_cache_take(&store, &more, MOE_ACTIVATION_ROUTED, 29 * MOE_ACTIVATION_ALIGN));
-    assert_false(keep(layer_a, 3, 29, 0));
+    assert_false(retain(layer_a, 3, 29, 0));
     assert_true(has(layer_a, 1) && has(layer_a, 2));
-    assert_false(keep(layer_a, 2, 29, 4)); /* its own name may be of another batch */
+    assert_false(retain(layer_a, 2, 29, 4)); /* its own name may be of another batch */
     assert_true(has(layer_a, 1) && !has(layer_a, 2));
     assert_non_null(
         moe_activation_cache_take(&store, &more, MOE_ACTIVATION_ROUTED, 28 * MOE_ACTIVATION_ALIGN));
     moe_activation_cache_close(&store);
 }
 
-/* The second fails, the first is kept; then both are, and the later one counts. */
+/* The second fails, the first is retained; then both succeed, and the later one counts. */
 static void steps_of_one_name_have_their_own(void **state)
 {
     (void)state;
@@ -193,7 +193,7 @@ static void the_block_goes_back_where_nobody_is_at_it(void **state)
     struct moe_activation_key key = key_of(layer_a, 2);
     begin(LIMIT);
     assert_false(moe_activation_cache_give_back(&store)); /* there is none */
-    assert_true(keep(layer_a, 1, 4, 4));
+    assert_true(retain(layer_a, 1, 4, 4));
     assert_non_null(
         moe_activation_cache_take(&store, &key, MOE_ACTIVATION_ROUTED, MOE_ACTIVATION_ALIGN));
     assert_false(moe_activation_cache_give_back(&store));
@@ -208,7 +208,7 @@ static void the_block_goes_back_where_nobody_is_at_it(void **state)
     assert_false(has_block());
     assert_false(has(layer_a, 1));
     assert_int_equal(moe_activation_cache_bytes(&store), 0);
-    assert_true(keep(layer_a, 1, 4, 4));
+    assert_true(retain(layer_a, 1, 4, 4));
     assert_int_equal(allocations, 2);
     moe_activation_cache_close(&store);
 }
@@ -218,7 +218,7 @@ static void another_batch_is_not_found(void **state)
     (void)state;
     struct moe_activation_piece piece;
     begin(LIMIT);
-    assert_true(keep(layer_a, 1, 1, 1));
+    assert_true(retain(layer_a, 1, 1, 1));
     struct moe_activation_key other[5];
     for (int i = 0; i < 5; i++)
         other[i] = key_of(layer_a, 1);
@@ -237,16 +237,16 @@ static void what_is_dropped_is_gone(void **state)
     (void)state;
     begin(LIMIT);
     for (uint64_t name = 1; name <= 3; name++)
-        assert_true(keep(layer_a, name, 2, 2) && keep(layer_b, name, 2, 2));
+        assert_true(retain(layer_a, name, 2, 2) && retain(layer_b, name, 2, 2));
     moe_activation_cache_drop(&store, layer_a, 2);
     assert_true(has(layer_a, 1) && !has(layer_a, 2) && has(layer_a, 3) && has(layer_b, 2));
     moe_activation_cache_drop(&store, layer_a, 0);
     assert_true(!has(layer_a, 1) && !has(layer_a, 3) && has(layer_b, 1));
     moe_activation_cache_drop_session(&store, NULL);
     assert_int_equal(moe_activation_cache_bytes(&store), 0);
-    assert_true(keep(layer_a, 1, 2, 2));
+    assert_true(retain(layer_a, 1, 2, 2));
     moe_activation_cache_limit(&store, 0);
-    assert_false(has(layer_a, 1) || keep(layer_a, 1, 0, 0));
+    assert_false(has(layer_a, 1) || retain(layer_a, 1, 0, 0));
     moe_activation_cache_close(&store);
 }
 
@@ -255,14 +255,16 @@ static void no_memory_means_that_nothing_is_kept(void **state)
     (void)state;
     begin(LIMIT);
     memory_is_out = true;
-    assert_false(keep(layer_a, 1, 1, 1));
+    assert_false(retain(layer_a, 1, 1, 1));
     memory_is_out = false;
-    assert_true(keep(layer_a, 1, 1, 1));
+    assert_true(retain(layer_a, 1, 1, 1));
     moe_activation_cache_close(&store);
 }
 
-/* Steps of random sizes, in two lanes: pieces stay apart, inside the block, and whole. */
-/* Pieces lie in order and do not overlap. */
+/* Steps of random sizes, two at a time: pieces do not overlap, stay inside the block, and are
+ * intact.
+ */
+/* Pieces are in order and do not overlap. */
 static void check_apart(size_t limit)
 {
     size_t at = 0;
@@ -277,18 +279,18 @@ static void check_apart(size_t limit)
 static void random_steps_keep_apart(void **state)
 {
     (void)state;
-    uint32_t kept = 0, found = 0;
+    uint32_t retained = 0, found = 0;
     begin(LIMIT + 17);
     for (uint64_t name = 1; name < 5000; name++) {
-        kept += keep(one_in(2) ? layer_a : layer_b, name, random_below(20), random_below(6));
+        retained += retain(one_in(2) ? layer_a : layer_b, name, random_below(20), random_below(6));
         uint64_t some = name > 3 ? name - random_below(3) : name;
         found += has(layer_a, some) || has(layer_b, some);
         if (one_in(7))
             moe_activation_cache_drop(&store, layer_a, some);
         check_apart(LIMIT + 17);
     }
-    print_message("%u kept, %u found\n", kept, found);
-    assert_true(kept > 4990 && found > 3000);
+    print_message("%u retained, %u found\n", retained, found);
+    assert_true(retained > 4990 && found > 3000);
     assert_int_equal(allocations, 1);
     moe_activation_cache_close(&store);
 }

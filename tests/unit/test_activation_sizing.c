@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of what forward steps ask room for: never more than there can be, enough for what came
- * before whatever the bucket, and nothing where it would be in vain. */
+/* Promises of the room that forward steps ask for: never more than the maximum, enough for the rows
+ * of earlier steps in any bucket, and nothing if even these would not fit. */
 #include "common/activation_sizing.h"
 #include "support/check.h"
 
@@ -36,13 +36,13 @@ static void a_small_step_does_not_spoil_a_large_one(void **state)
     assert_true(asked(&large) < large.room);
 }
 
-/* Nothing is known and all slots may bring full buckets, which has no room: one of eight does. */
-static void what_is_not_known_is_tried(void **state)
+/* No earlier step: full buckets of all slots would not fit, but one bucket of eight does. */
+static void an_unknown_size_is_tried(void **state)
 {
     (void)state;
     struct moe_activation_sizing of = layer_of(8192, 0);
     assert_int_equal(asked(&of), 32768);
-    of.learnt = moe_activation_sizing_learn(0, 8192, 8192); /* what came, kept or not */
+    of.learnt = moe_activation_sizing_learn(0, 8192, 8192); /* received rows, retained or not */
     assert_in_range(asked(&of), 8192, 8192 * 9 / 8 + 256 * 128);
 }
 
@@ -81,7 +81,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_small_step_does_not_spoil_a_large_one),
-        cmocka_unit_test(what_is_not_known_is_tried),
+        cmocka_unit_test(an_unknown_size_is_tried),
         cmocka_unit_test(more_than_there_is_room_for_is_not_asked),
         cmocka_unit_test(no_experts_no_rows),
         cmocka_unit_test(more_counts_at_once_and_fades),

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of backends' options: a setting is found or refused by name, and every build knows the
+/* Promises of backends' options: a setting is found or refused by name, and every build has the
  * options of every backend. */
 #include "common/backend_options.h"
 #include "cuda/plan/options.h"
@@ -45,14 +45,14 @@ static void the_later_of_two_settings_counts(void **state)
 }
 
 static void assert_refused_by_name(const struct moe_backend_option *options, const char *name,
-                                   const char *value, enum moe_reason reason, const char *said)
+                                   const char *value, enum moe_reason reason, const char *text)
 {
     const struct moe_backend_setting settings[] = {{name, value}, {0}};
     uint32_t chosen[2];
     struct moe_status st = moe_backend_choose(options, settings, chosen);
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
     assert_int_equal(st.reason, reason);
-    assert_non_null(strstr(st.text, said));
+    assert_non_null(strstr(st.text, text));
 }
 
 static void what_no_table_has_is_refused_by_name(void **state)
@@ -69,7 +69,7 @@ static void what_no_table_has_is_refused_by_name(void **state)
     }
 }
 
-/* What a place in the table means is an enum of the backend. */
+/* An enum of the backend gives an index in the table its meaning. */
 static void values_of_cuda_are_where_its_enums_expect_them(void **state)
 {
     (void)state;

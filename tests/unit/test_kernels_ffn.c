@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the experts' networks: every weighting, activation, bias and dtype against the
- * oracle, on every instruction set; what lies between experts is neither read nor written. */
+ * oracle, on every instruction set; padding rows are neither read nor written. */
 #include "kernels_fixture.h"
 
 static const struct moe_cpu_isa *const *isas;
@@ -23,7 +23,7 @@ static struct moe_layer_spec random_ffn(void)
     return spec;
 }
 
-/* Expert-major rows with NaN wherever nothing may be read. */
+/* Expert-major rows with NaN in padding rows, which must not be read. */
 struct rows {
     struct moe_rows view;
     uint32_t expert[MOE_MAX_EXPERTS], start[MOE_MAX_EXPERTS + 1], count[MOE_MAX_EXPERTS];
@@ -40,9 +40,9 @@ static void poison(enum moe_dtype dtype, void *p, size_t n)
     }
 }
 
-/* Row counts up to `most`, some experts empty; a gap of whole alignments here and there. */
+/* Row counts up to `max_rows`, some experts empty; some gaps of whole alignments. */
 static struct rows *random_rows(const struct moe_layer_spec *spec, enum moe_dtype dtype,
-                                uint32_t most)
+                                uint32_t max_rows)
 {
     struct rows *r = calloc(1, sizeof *r);
     assert_non_null(r);
@@ -50,7 +50,7 @@ static struct rows *random_rows(const struct moe_layer_spec *spec, enum moe_dtyp
     for (uint32_t e = 0; e < spec->experts; e++) {
         r->expert[e] = e;
         r->start[e] = used;
-        r->count[e] = one_in(4) ? 0 : random_between(1, most);
+        r->count[e] = one_in(4) ? 0 : random_between(1, max_rows);
         used += (r->count[e] + MOE_ROW_ALIGN - 1) / MOE_ROW_ALIGN * MOE_ROW_ALIGN;
         used += one_in(4) ? MOE_ROW_ALIGN : 0;
     }

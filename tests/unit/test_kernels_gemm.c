@@ -8,7 +8,7 @@ static uint32_t isa_count;
 struct product {
     uint32_t rows, out, in;
     enum moe_dtype dtype; /* of the weights */
-    float *x;             /* [rows, x_stride]: `in` values, then NaN that nobody may read */
+    float *x;             /* [rows, x_stride]: `in` values, then NaN that must not be read */
     size_t x_stride;
     void *w;      /* [out, in] */
     double *want; /* [rows, out] */
@@ -115,7 +115,7 @@ static void long_sums_stay_accurate(void **state)
     }
 }
 
-/* Bit for bit, and with rows of y that are apart. */
+/* Bit for bit, and with gaps between rows of y. */
 static void a_panel_adds_what_it_would_store(void **state)
 {
     (void)state;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of layer creation and upload: what is wrong is refused by name, nothing half-made runs.
+/* Promises of layer creation and upload: errors name the weight, and an incomplete layer never
+ * runs.
  */
 #include "kernels_fixture.h"
 

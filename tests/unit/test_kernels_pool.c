@@ -140,7 +140,7 @@ static void scratch_is_used_again_and_never_shared(void **state)
             moe_cpu_scratch_give(device, taken[i]);
         }
     }
-    print_message("  %llu bytes kept\n", (unsigned long long)used_bytes(device));
+    print_message("  %llu bytes cached\n", (unsigned long long)used_bytes(device));
     assert_true(used_bytes(device) <= 10 * ((1 << 16) + 4096));
     moe_cpu_scratch_give(device, NULL);
     moe_cpu_device_close(device);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of the router: golden values, the total order, group limits, modes and verdicts, and
- * 2,000 random routers against the oracle. Layers route x itself (identity matrix), so that the
- * logits are known exactly. */
+/* Promises of the router: golden values, the total order, group limits, modes and token states, and
+ * 2,000 random routers against the oracle. The router matrix is the identity, so x are the logits.
+ */
 #include "kernels_fixture.h"
 
 struct routed {
@@ -33,7 +33,7 @@ static struct routed route(struct moe_layer *layer, const float *x, enum moe_rou
     return out;
 }
 
-/* Routes one token by the server's own choice, with a layer made for it. */
+/* Routes one token with MOE_ROUTE_SERVER, with a new layer. */
 static struct routed route_once(const struct moe_layer_spec *spec, const float *x,
                                 const float *logit_bias, const float *select_bias)
 {
@@ -187,9 +187,9 @@ static void scores_that_all_underflow_give_distinct_experts_and_no_nan(void **st
 static void a_masked_group_stays_out_even_when_allowed_keys_are_negative(void **state)
 {
     (void)state;
-    /* DeepSeek's own code masks groups with minus infinity; transformers' port with 0.0, which
-     * would choose experts of the masked groups here: all keys of the allowed group are negative.
-     * We do what DeepSeek does. */
+    /* DeepSeek's code masks groups with minus infinity, transformers' port with 0.0. The latter
+     * would choose experts of masked groups here, because all keys of the allowed group are
+     * negative. The router follows DeepSeek. */
     const float x[8] = {0, 0, 0, 0, 1, 1, 0, 0};
     const float bias[8] = {-9, -9, -9, -9, -2, -3, -9, -9};
     struct moe_layer_spec spec = router_spec(8, 3, MOE_SCORE_SIGMOID, MOE_RENORM_SUM);
@@ -220,7 +220,7 @@ static void the_group_score_counts_as_many_experts_as_the_spec_says(void **state
     assert_ids(&got, 1, (const int32_t[]){2});
 }
 
-/* ---------------------------------------------------------------- modes and verdicts */
+/* ---------------------------------------------------------------- modes and states */
 
 static void given_ids_are_weighed_by_live_scores(void **state)
 {
@@ -378,8 +378,8 @@ static void random_given(const struct moe_layer_spec *spec, struct given *g)
     }
 }
 
-/* 1 when ids and weights of the token agree with the oracle, 0 when its choice is too close to
- * compare; fails otherwise. */
+/* 1 if ids and weights of the token agree with the oracle, 0 if its choice is too close to compare;
+ * fails otherwise. */
 static uint32_t check_token(const struct moe_layer_spec *spec, const float *x,
                             const float *logit_bias, const float *select_bias,
                             const struct given *g, uint32_t t, const int32_t *ids,
@@ -390,16 +390,16 @@ static uint32_t check_token(const struct moe_layer_spec *spec, const float *x,
     int32_t want_ids[MOE_MAX_TOP_K];
     uint32_t top_k = spec->router.top_k;
     for (uint32_t i = 0; i < spec->hidden; i++) {
-        /* NaN times the identity's zeros reaches every logit; the sum is the router's own fp32. */
+        /* NaN times the identity's zeros reaches every logit; the router sums in fp32. */
         logit[i] = (double)(spec->router.logit_bias ? x[i] + logit_bias[i] : x[i]);
         bias[i] = (double)select_bias[i];
         if (isfinite(logit[i]) && fabs(logit[i]) > largest)
             largest = fabs(logit[i]);
     }
-    enum moe_token_state verdict =
+    enum moe_token_state expected =
         moe_oracle_route(spec, logit, spec->router.select_bias ? bias : NULL, g->mode[t],
                          g->ids + t * top_k, g->weights + t * top_k, want_ids, want, &margin);
-    assert_int_equal(state, verdict);
+    assert_int_equal(state, expected);
     for (uint32_t a = 0; g->mode[t] == MOE_ROUTE_SERVER && state == MOE_TOKEN_OK && a < top_k; a++)
         for (uint32_t b = 0; b < a; b++)
             assert_int_not_equal(ids[a], ids[b]);

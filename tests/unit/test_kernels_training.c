@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of training on the CPU, one slot, whole backward passes: gradients are those of the
- * forward pass (finite differences along random directions), for every kind of layer; their bits do
- * not depend on the number of threads; frozen things stay where they are; an optimizer step is the
- * formula of its header. The oracle's own suite is in tests/conformance. */
+ * forward pass (finite differences along random directions), for every kind of layer. Their bits do
+ * not depend on the number of threads. Frozen parameters do not change. An optimizer step follows
+ * the formula of its header. The comparison with the oracle is in tests/conformance. */
 #include "kernels_fixture.h"
 
 #include "base/clock.h"
@@ -43,7 +43,7 @@ struct bench {
 static struct moe_session *join_alone(struct moe_device *device, const struct moe_layer_spec *spec)
 {
     struct moe_session_config c = {
-        .slots = 2, /* as the fixture places layers; the other one is not there */
+        .slots = 2, /* as the fixture places layers; the other slot does not exist */
         .live = 1,
         .epoch = 1,
         .max_tokens = MAX_TOKENS,
@@ -145,32 +145,32 @@ static double loss_of(struct bench *b)
     return sum;
 }
 
-/* Slope of the loss at `keep` along v [n], from a difference over 2 h. */
-static double slope_along(struct bench *b, size_t n, float *value, const float *keep,
+/* Slope of the loss at `original` along v [n], from a difference over 2 h. */
+static double slope_along(struct bench *b, size_t n, float *value, const float *original,
                           const float *v, double norm, float h,
                           void (*publish)(struct bench *, const void *), const void *ctx)
 {
     double side[2];
     for (int s = 0; s < 2; s++) {
         for (size_t i = 0; i < n; i++)
-            value[i] = keep[i] + (s == 0 ? h : -h) * v[i] / (float)norm;
+            value[i] = original[i] + (s == 0 ? h : -h) * v[i] / (float)norm;
         publish(b, ctx);
         side[s] = loss_of(b);
     }
     return (side[0] - side[1]) / (2 * (double)h);
 }
 
-/* Slope of the loss along a random direction of `value`, against the gradient there. A long step
- * bends, a short one drowns in the rounding of fp32 outputs: one of several has to agree. */
+/* Slope of the loss along a random direction of `value`, against the gradient there. Curvature
+ * spoils a long step, and the rounding of fp32 outputs a short one: one of several must agree. */
 static void check_direction(struct bench *b, const char *what, size_t n, float *value,
                             const float *grad, void (*publish)(struct bench *, const void *),
                             const void *ctx)
 {
     const float steps[] = {0.02f, 0.005f, 0.00125f, 0.0003f};
-    float *v = random_tensor(MOE_DTYPE_F32, n, 1), *keep = malloc(n * sizeof *keep);
+    float *v = random_tensor(MOE_DTYPE_F32, n, 1), *original = malloc(n * sizeof *original);
     double want = 0, size = 0, norm = 0, best = INFINITY, slope = NAN;
-    assert_non_null(keep);
-    memcpy(keep, value, n * sizeof *keep);
+    assert_non_null(original);
+    memcpy(original, value, n * sizeof *original);
     for (size_t i = 0; i < n; i++) {
         want += (double)v[i] * grad[i];
         size += (double)grad[i] * grad[i];
@@ -178,17 +178,17 @@ static void check_direction(struct bench *b, const char *what, size_t n, float *
     }
     norm = sqrt(norm);
     for (size_t i = 0; i < sizeof steps / sizeof *steps && !(best < 0.01); i++) {
-        double s = slope_along(b, n, value, keep, v, norm, steps[i], publish, ctx);
+        double s = slope_along(b, n, value, original, v, norm, steps[i], publish, ctx);
         double error = fabs(s - want / norm) / (sqrt(size) + 0.05);
         slope = error < best ? s : slope;
         best = error < best ? error : best;
     }
     if (!(best < 0.01))
-        fail_msg("%s: the loss moves by %g, its gradient says %g", what, slope, want / norm);
-    memcpy(value, keep, n * sizeof *keep);
+        fail_msg("%s: the loss changes by %g, its gradient predicts %g", what, slope, want / norm);
+    memcpy(value, original, n * sizeof *original);
     publish(b, ctx);
     free(v);
-    free(keep);
+    free(original);
 }
 
 struct published {
@@ -249,7 +249,8 @@ static struct moe_layer_spec random_spec(void)
     s.shared_intermediate = one_in(2) ? random_between(4, 60) : 0;
     s.shared_gated = s.shared_intermediate > 0 && one_in(2);
     s.shared_activation = random_below(3);
-    s.swiglu_limit = 1e9f; /* differences across a limit are no slopes: see the table's own test */
+    s.swiglu_limit =
+        1e9f; /* differences across a limit are no slopes: the test of the isa table covers them */
     s.swiglu_alpha = 1.7f;
     s.router.score = random_below(4);
     s.router.top_k = random_between(1, 4);
@@ -313,7 +314,7 @@ static void gradients_of_adapters_are_slopes_too(void **state)
 }
 
 /* The value and both derivatives of an activation in double precision. `gate_terms` is the sum of
- * the sizes of the terms of `gate`: they may cancel, and each has a rounding error of its own. */
+ * the sizes of the terms of `gate`: they may cancel, and each has a separate rounding error. */
 struct slopes {
     double value, gate, up, gate_terms;
 };
@@ -628,7 +629,7 @@ static void a_trainer_takes_what_it_says_and_gives_it_back(void **state)
     }
 }
 
-/* A session of the same address may follow: it must find nothing. */
+/* A later session may have the same address: it must find nothing. */
 static void what_a_session_retained_goes_with_it(void **state)
 {
     (void)state;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The oracle's gradients against central differences of its own forward pass: random layers by
- * seed, random cotangents, every element of every tensor. Cases near the kink of a clamp, where
- * a difference is no derivative, are drawn again. */
+/* The oracle's gradients against central differences of its forward pass: random layers by seed,
+ * random cotangents, every element of every tensor. Near the kink of a clamp a difference is no
+ * derivative; such cases are drawn again. */
 #include "oracle/oracle.h"
 #include "support/check.h"
 #include "support/random.h"
@@ -15,7 +15,7 @@ enum { CASES = 600, MAX_TOKENS = 3, MAX_HIDDEN = 6, MAX_IDS = 12, MAX_PARAMETERS
 static const double step = 0x1p-10; /* tensors are multiples of 2^-8: exact in fp32 +- 2 steps */
 static const double noise = 1e-10;  /* of slopes, where the gradient is zero */
 
-/* A layer, its tokens, and what the loss = sum of dy * y + aux loss needs. */
+/* A layer, its tokens, and the inputs of loss = sum of dy * y + aux loss. */
 struct world {
     struct moe_layer_spec spec;
     struct moe_oracle_layer *layer;
@@ -138,25 +138,25 @@ static double five_points(const double at[4])
 static double slope_at_double(const struct world *w, double *p)
 {
     static const double offset[4] = {2, 1, -1, -2};
-    double kept = *p, at[4];
+    double original = *p, at[4];
     for (int i = 0; i < 4; i++) {
-        *p = kept + offset[i] * step;
+        *p = original + offset[i] * step;
         at[i] = loss_of(w);
     }
-    *p = kept;
+    *p = original;
     return five_points(at);
 }
 
 static double slope_at_float(const struct world *w, float *p)
 {
     static const float offset[4] = {2, 1, -1, -2};
-    float kept = *p;
+    float original = *p;
     double at[4];
     for (int i = 0; i < 4; i++) {
-        *p = kept + offset[i] * (float)step;
+        *p = original + offset[i] * (float)step;
         at[i] = loss_of(w);
     }
-    *p = kept;
+    *p = original;
     return five_points(at);
 }
 
@@ -216,7 +216,7 @@ static bool near_a_kink(const struct world *w, const struct gradients *exact)
 
 static double worst; /* relative error of a tensor that is not zero */
 
-/* `floor`: what the right side cannot tell from zero. */
+/* `floor`: the right side is not more exact than this. */
 static void compare(uint64_t seed, const char *what, int which, size_t n, const double *got,
                     const double *want, double floor)
 {
@@ -356,7 +356,7 @@ static void a_refused_token_adds_nothing(void **state)
     moe_oracle_destroy(w.layer);
 }
 
-/* What the tests of backends take for rounding must be about as large as it says. */
+/* Simulated rounding errors must have about their stated size. */
 static void rounding_errors_have_the_size_that_was_asked_for(void **state)
 {
     (void)state;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Formulas of training that can be worked out by hand: what the oracle must say of them. */
+/* Formulas of training with results that can be computed by hand, against the oracle. */
 #include "oracle/oracle.h"
 #include "support/check.h"
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of the rules of training, which both backends share: what a trainer holds, what is
- * refused, and the scalars of optimizers, clipping, balance and first values. */
+/* Promises of the rules of training for both backends: the tensors of a trainer, refusals, and the
+ * scalars of optimizers, clipping, balance and initial values. */
 #include "common/layer_rules.h"
 #include "common/training_rules.h"
 #include "support/check.h"

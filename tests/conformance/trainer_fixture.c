@@ -1,64 +1,66 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See pupil.h. */
-#include "pupil.h"
+/* See trainer_fixture.h. */
+#include "trainer_fixture.h"
 
 #include "base/clock.h"
 
-bool open_books(struct pupil *p)
+bool start_training(struct trainer_fixture *p)
 {
     struct moe_trainer_config config = {.optimizer = MOE_OPTIMIZER_ADAMW};
     struct moe_step_result result;
-    if (!good(run_step(p->seat.session, &p->seat.args, &result)) ||
-        !good(backend->training->trainer_create(p->seat.layer, &config, &p->trainer)))
+    if (!good(run_step(p->base.session, &p->base.args, &result)) ||
+        !good(backend->training->trainer_create(p->base.layer, &config, &p->trainer)))
         return false;
     p->args = (struct moe_backward_args){.trainer = p->trainer,
                                          .dtype = MOE_DTYPE_F32,
                                          .bucket = BUCKET,
                                          .tokens = TOKENS,
-                                         .x = p->seat.args.x,
-                                         .dy = p->seat.dy,
-                                         .ids = p->seat.args.ids_out,
+                                         .x = p->base.args.x,
+                                         .dy = p->base.dy,
+                                         .ids = p->base.args.ids_out,
                                          .accumulate = true,
                                          .aux_coeff = 0.01f,
-                                         .dx = p->seat.dx,
-                                         .token_state = p->seat.args.token_state};
-    p->move = (struct moe_optimizer_args){.learning_rate = 0.01,
-                                          .beta1 = 0.9,
-                                          .beta2 = 0.99,
-                                          .epsilon = 1e-8,
-                                          .grad_scale = 1,
-                                          .number = 1};
+                                         .dx = p->base.dx,
+                                         .token_state = p->base.args.token_state};
+    p->optimizer = (struct moe_optimizer_args){.learning_rate = 0.01,
+                                               .beta1 = 0.9,
+                                               .beta2 = 0.99,
+                                               .epsilon = 1e-8,
+                                               .grad_scale = 1,
+                                               .number = 1};
     return true;
 }
 
-bool go_to_school(struct member *m, struct pupil *p, uint32_t budget_ms)
+bool open_trainer_fixture(struct member *m, struct trainer_fixture *p, uint32_t budget_ms)
 {
-    *p = (struct pupil){0};
-    return sit_down(m, &p->seat, budget_ms, true) && open_books(p);
+    *p = (struct trainer_fixture){0};
+    return open_fixture(m, &p->base, budget_ms, true) && start_training(p);
 }
 
-int go_home(struct pupil *p)
+int close_trainer_fixture(struct trainer_fixture *p)
 {
     backend->training->trainer_destroy(p->trainer);
-    return get_up(&p->seat);
+    return close_fixture(&p->base);
 }
 
-struct moe_status learn(struct pupil *p, struct moe_step_result *result)
+struct moe_status run_backward(struct trainer_fixture *p, struct moe_step_result *result)
 {
     struct moe_step *step;
-    MOE_TRY(backend->training->backward_enqueue(p->seat.session, &p->args, &step));
+    MOE_TRY(backend->training->backward_enqueue(p->base.session, &p->args, &step));
     return backend->step_wait(step, MOE_NEVER, result);
 }
 
-struct moe_status move(struct pupil *p)
+struct moe_status run_optimizer(struct trainer_fixture *p)
 {
     struct moe_optimizer_result result;
-    MOE_TRY(backend->training->optimizer_step(p->seat.session, &p->trainer, 1, &p->move, &result));
-    p->move.number++;
+    MOE_TRY(
+        backend->training->optimizer_step(p->base.session, &p->trainer, 1, &p->optimizer, &result));
+    p->optimizer.number++;
     return moe_ok();
 }
 
-bool hash_of(struct pupil *p, const struct member *m, enum moe_train_tensor tensor, uint64_t *hash)
+bool hash_of(struct trainer_fixture *p, const struct member *m, enum moe_train_tensor tensor,
+             uint64_t *hash)
 {
     float data[2 * MOE_MAX_SLOTS * HIDDEN];
     static const enum moe_weight weights[] = {MOE_WEIGHT_ROUTER, MOE_WEIGHT_GATE, MOE_WEIGHT_UP,
@@ -81,7 +83,7 @@ bool hash_of(struct pupil *p, const struct member *m, enum moe_train_tensor tens
     return true;
 }
 
-bool hash_state(struct pupil *p, const struct member *m, uint64_t hash[3])
+bool hash_state(struct trainer_fixture *p, const struct member *m, uint64_t hash[3])
 {
     return hash_of(p, m, MOE_TRAIN_VALUE, &hash[0]) && hash_of(p, m, MOE_TRAIN_MOMENT1, &hash[1]) &&
            hash_of(p, m, MOE_TRAIN_MOMENT2, &hash[2]);

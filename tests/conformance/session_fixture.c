@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Seats and groups; see seat.h. */
-#include "seat.h"
+/* See session_fixture.h. */
+#include "session_fixture.h"
 
 #include "base/clock.h"
 
@@ -25,7 +25,7 @@ bool good(struct moe_status st)
     return is(st, MOE_OK, MOE_REASON_NONE);
 }
 
-/* ------------------------------------------------------------------------ seats */
+/* --------------------------------------------------------------------- fixtures */
 
 static struct moe_status upload(struct moe_layer *layer, const struct moe_layer_spec *spec,
                                 enum moe_weight w, uint32_t expert)
@@ -82,7 +82,7 @@ struct moe_status small_layer(struct moe_device *device, const struct member *m,
 }
 
 /* One block of host memory for all tensors of a step. */
-static struct moe_status lay_table(struct seat *s, const struct member *m)
+static struct moe_status allocate_tensors(struct session_fixture *s, const struct member *m)
 {
     size_t rows = TOKENS * HIDDEN * sizeof(float), pairs = TOKENS * TOP_K * sizeof(float);
     s->bytes = 4 * rows + 2 * pairs + TOKENS;
@@ -105,32 +105,32 @@ static struct moe_status lay_table(struct seat *s, const struct member *m)
     return moe_ok();
 }
 
-struct moe_status join(struct member *m, struct seat *s, uint64_t epoch, uint32_t budget_ms,
-                       bool training)
+struct moe_status join_session(struct member *m, struct session_fixture *s, uint64_t epoch,
+                               uint32_t budget_ms, bool training)
 {
     struct moe_session_config config = member_session(m, epoch, budget_ms);
     config.training = training;
     return backend->session_join(s->device, &config, &s->session);
 }
 
-void part(struct seat *s)
+void leave_session(struct session_fixture *s)
 {
     backend->session_leave(s->session);
     s->session = NULL;
 }
 
-bool sit_down(struct member *m, struct seat *s, uint32_t budget_ms, bool training)
+bool open_fixture(struct member *m, struct session_fixture *s, uint32_t budget_ms, bool training)
 {
     struct moe_device_config device = {.ordinal = (int)m->slot, .threads = 1};
-    *s = (struct seat){0};
+    *s = (struct session_fixture){0};
     return good(backend->device_open(&device, &s->device)) &&
-           good(small_layer(s->device, m, m->live, &s->layer)) && good(lay_table(s, m)) &&
-           good(join(m, s, 7, budget_ms, training));
+           good(small_layer(s->device, m, m->live, &s->layer)) && good(allocate_tensors(s, m)) &&
+           good(join_session(m, s, 7, budget_ms, training));
 }
 
-int get_up(struct seat *s)
+int close_fixture(struct session_fixture *s)
 {
-    part(s);
+    leave_session(s);
     backend->mem_free(s->device, MOE_MEM_HOST, s->tensors, s->bytes);
     backend->layer_destroy(s->layer);
     backend->device_close(s->device);
@@ -147,7 +147,7 @@ struct moe_status run_step(struct moe_session *s, const struct moe_step_args *a,
 
 /* ----------------------------------------------------------------------- memory */
 
-static void take_all(struct moe_device *device, size_t least, struct hunger *h)
+static void take_memory(struct moe_device *device, size_t least, struct memory_hog *h)
 {
     struct moe_device_info info;
     backend->device_info(device, &info);
@@ -161,28 +161,28 @@ static void take_all(struct moe_device *device, size_t least, struct hunger *h)
     }
 }
 
-void starve(struct moe_device *device, size_t left, size_t least, struct hunger *h)
+void exhaust_memory(struct moe_device *device, size_t left, size_t least, struct memory_hog *h)
 {
     void *spared = NULL;
     struct moe_status st = backend->mem_alloc(device, MOE_MEM_DEVICE, left, &spared);
-    take_all(device, least, h);
+    take_memory(device, least, h);
     if (!moe_failed(&st))
         backend->mem_free(device, MOE_MEM_DEVICE, spared, left);
 }
 
-void feed(struct moe_device *device, struct hunger *h)
+void release_memory(struct moe_device *device, struct memory_hog *h)
 {
     device_is_full = false;
     for (; h->count > 0; h->count--)
         backend->mem_free(device, MOE_MEM_DEVICE, h->piece[h->count - 1], h->bytes[h->count - 1]);
 }
 
-void deny(struct moe_device *device, struct hunger *h)
+void deny_memory(struct moe_device *device, struct memory_hog *h)
 {
     if (strcmp(backend->name, "cuda") == 0)
         device_is_full = true;
     else
-        starve(device, 0, 1, h);
+        exhaust_memory(device, 0, 1, h);
 }
 
 enum { CANARY = 2 << 20, CANARIES = sizeof((struct canaries *)0)->piece / sizeof(void *) };
@@ -193,7 +193,7 @@ bool lay_canaries(struct moe_device *device, struct canaries *c)
     for (uint32_t i = 0; i < CANARIES; i++)
         if (!good(backend->mem_alloc(device, MOE_MEM_DEVICE, CANARY, &c->piece[i])))
             return false;
-    return true; /* all zeros, as memory is when it is given */
+    return true; /* all zeros, like new memory */
 }
 
 bool check_canaries(struct moe_device *device, struct canaries *c)
@@ -219,7 +219,7 @@ void raise_flag(struct member *m, uint32_t value)
 
 bool await_flag(struct board *b, uint32_t slot, uint32_t at_least)
 {
-    uint64_t deadline = moe_clock_ns() + PATIENCE_S * MOE_NS_PER_S;
+    uint64_t deadline = moe_clock_ns() + WATCHDOG_S * MOE_NS_PER_S;
     while (moe_clock_ns() < deadline && __atomic_load_n(&b->failed, __ATOMIC_ACQUIRE) == 0) {
         if (__atomic_load_n(&b->flag[slot], __ATOMIC_ACQUIRE) >= at_least)
             return true;
@@ -233,7 +233,7 @@ bool run_group_with(uint32_t slots, int (*fn)(struct member *), void *ctx)
     struct group g;
     int status[MOE_MAX_SLOTS] = {0};
     group_start(&g, slots, fn, ctx);
-    return group_finish(&g, PATIENCE_S, status);
+    return group_finish(&g, WATCHDOG_S, status);
 }
 
 bool run_group(uint32_t slots, int (*fn)(struct member *))
@@ -248,7 +248,7 @@ bool survive_a_kill(uint32_t slots, int (*fn)(struct member *), uint32_t after)
     group_start(&g, slots, fn, NULL);
     bool right = await_flag(g.board, VICTIM, after);
     kill(g.pid[VICTIM], SIGKILL);
-    (void)group_finish(&g, PATIENCE_S, status);
+    (void)group_finish(&g, WATCHDOG_S, status);
     for (uint32_t s = 0; s < slots; s++)
         right = right && (s == VICTIM ? WIFSIGNALED(status[s])
                                       : WIFEXITED(status[s]) && WEXITSTATUS(status[s]) == 0);

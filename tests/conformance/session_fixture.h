@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What tests of sessions share, whatever the backend: a member of a group with a device, a small
- * layer, tensors and a session, and ways to say what was expected of it. */
-#ifndef MOE_TEST_SEAT_H
-#define MOE_TEST_SEAT_H
+/* Shared by tests of sessions on any backend: a member of a group with a device, a small layer,
+ * tensors and a session, and checks of results. */
+#ifndef MOE_TEST_SESSION_FIXTURE_H
+#define MOE_TEST_SESSION_FIXTURE_H
 
 #include "group.h"
 
@@ -15,17 +15,17 @@ enum {
     TOKENS = 5,
     BUCKET = 8,
     VICTIM = 1,       /* the slot that is killed, or stays away */
-    SHORT_MS = 1500,  /* budget where a wait is meant to run out */
-    LONG_MS = 60000,  /* budget where it is not */
-    PATIENCE_S = 100, /* watchdog of a group */
+    SHORT_MS = 1500,  /* budget if a wait must run out */
+    LONG_MS = 60000,  /* budget if it must not */
+    WATCHDOG_S = 100, /* watchdog of a group */
 };
 
-/* Where seats are; the CPU backend unless set before a group starts. */
+/* The backend of all fixtures; the CPU backend unless set before a group starts. */
 extern const struct moe_backend *backend;
-/* Whether layers of seats have a shared expert; not unless set before a group starts. */
+/* Whether layers of fixtures have a shared expert; set it before a group starts. */
 extern bool with_shared_expert;
 
-/* In a member: ends it with a message when `cond` does not hold. */
+/* In a member: ends it with a message if `cond` is false. */
 #define EXPECT(cond)                                                                               \
     do {                                                                                           \
         if (!(cond)) {                                                                             \
@@ -34,37 +34,37 @@ extern bool with_shared_expert;
         }                                                                                          \
     } while (0)
 
-/* Whether a call ended like this; prints what it said otherwise. */
+/* Whether the status of a call has this code and reason; prints it otherwise. */
 bool is(struct moe_status st, enum moe_code code, enum moe_reason reason);
 bool good(struct moe_status st);
 
-/* ------------------------------------------------------------------------ seats */
+/* --------------------------------------------------------------------- fixtures */
 
 /* A member with a device, a layer over all live slots and a session of epoch 7. */
-struct seat {
+struct session_fixture {
     struct moe_device *device;
     struct moe_layer *layer;
     struct moe_session *session;
     void *tensors; /* MOE_MEM_HOST; those of `args`, and the two below */
     size_t bytes;
     float *dy, *dx;            /* [TOKENS, HIDDEN] */
-    struct moe_step_args args; /* a step that is right */
+    struct moe_step_args args; /* a valid step */
 };
 
-/* Layer 3 with two experts on each slot of `holders`, two experts a token; weights depend on the
- * expert alone. The caller destroys it, also after a failure if *out was set. */
+/* Layer 3 with two experts on each slot of `holders`, two experts a token; weights depend only on
+ * the expert. The caller destroys it, also after a failure if *out was set. */
 struct moe_status small_layer(struct moe_device *device, const struct member *m, uint64_t holders,
                               struct moe_layer **out) MOE_CHECKED;
 
-/* `training`: whether the session is one to train in. */
-bool sit_down(struct member *m, struct seat *s, uint32_t budget_ms, bool training);
+/* `training`: of the session's config. */
+bool open_fixture(struct member *m, struct session_fixture *s, uint32_t budget_ms, bool training);
 /* Frees everything; the session may have been left. Returns 0. */
-int get_up(struct seat *s);
-/* Another session for the seat, after `part`. */
-struct moe_status join(struct member *m, struct seat *s, uint64_t epoch, uint32_t budget_ms,
-                       bool training) MOE_CHECKED;
+int close_fixture(struct session_fixture *s);
+/* Joins another session, after leave_session. */
+struct moe_status join_session(struct member *m, struct session_fixture *s, uint64_t epoch,
+                               uint32_t budget_ms, bool training) MOE_CHECKED;
 /* Leaves the session. */
-void part(struct seat *s);
+void leave_session(struct session_fixture *s);
 
 /* One step from start to end. */
 struct moe_status run_step(struct moe_session *s, const struct moe_step_args *a,
@@ -72,44 +72,44 @@ struct moe_status run_step(struct moe_session *s, const struct moe_step_args *a,
 
 /* ----------------------------------------------------------------------- memory */
 
-/* What was taken of a device, piece by piece. */
-struct hunger {
+/* Device memory that the test has taken, piece by piece. */
+struct memory_hog {
     void *piece[4096];
     size_t bytes[4096];
     uint32_t count;
 };
 
-/* Takes what a device has but for `left` bytes and less than `least`. */
-void starve(struct moe_device *device, size_t left, size_t least, struct hunger *h);
-/* Gives all of it back. */
-void feed(struct moe_device *device, struct hunger *h);
+/* Takes all memory of a device but `left` bytes, in pieces of at least `least`. */
+void exhaust_memory(struct moe_device *device, size_t left, size_t least, struct memory_hog *h);
+/* Frees all of it. */
+void release_memory(struct moe_device *device, struct memory_hog *h);
 
-/* Until feed, the device refuses all memory that is asked for. A GPU keeps its memory and only says
- * that none is free, where the program links full_device.c; other devices starve. */
-void deny(struct moe_device *device, struct hunger *h);
+/* Until release_memory, the device refuses every allocation. In a program with full_device.c, a GPU
+ * only reports that no memory is free; on other devices this is exhaust_memory. */
+void deny_memory(struct moe_device *device, struct memory_hog *h);
 /* Read by full_device.c. */
 extern bool device_is_full;
 
-/* Device memory that nobody may write to. */
+/* Device memory that no code may write to. */
 struct canaries {
     void *piece[16];
 };
 bool lay_canaries(struct moe_device *device, struct canaries *c);
-/* Gives them back; false when one was written to. */
+/* Frees them; false if one was written to. */
 bool check_canaries(struct moe_device *device, struct canaries *c);
 
 /* ----------------------------------------------------------------------- groups */
 
-/* The board's flag of a slot, as a way to wait for one another outside the windows. */
+/* Sets the board's flag of this slot, so members can wait for each other without windows. */
 void raise_flag(struct member *m, uint32_t value);
-/* False when the group failed or PATIENCE_S passed. */
+/* False if the group failed or WATCHDOG_S passed. */
 bool await_flag(struct board *b, uint32_t slot, uint32_t at_least);
 
-/* Runs fn in a group; false when a member found something wrong or did not end. */
+/* Runs fn in a group; false if a member failed or did not end. */
 bool run_group_with(uint32_t slots, int (*fn)(struct member *), void *ctx);
 bool run_group(uint32_t slots, int (*fn)(struct member *));
-/* Runs fn in a group and kills the victim when its flag has reached `after`. True when it did and
- * all others returned 0. */
+/* Runs fn in a group and kills the victim when its flag has reached `after`. True if it was killed
+ * and all others returned 0. */
 bool survive_a_kill(uint32_t slots, int (*fn)(struct member *), uint32_t after);
 
 #endif
