@@ -51,19 +51,6 @@ static void fill(struct entry *e, struct moe_checkpoint_listed *from)
             e->targets[m->n_lora_targets++] = all[i];
 }
 
-static struct moe_status send(struct moe_rpc_call *call, const ProtobufCMessage *answer)
-{
-    size_t length = protobuf_c_message_get_packed_size(answer);
-    uint8_t *bytes = malloc(length + 1);
-    if (bytes == NULL)
-        return moe_training_service__out_of_memory();
-    protobuf_c_message_pack(answer, bytes);
-    const struct moe_rpc_out out = {.head = bytes, .head_length = length};
-    moe_rpc_reply(call, &out);
-    free(bytes);
-    return moe_ok();
-}
-
 static struct moe_status answer(const struct listing *l, struct moe_checkpoint_listed *list,
                                 size_t count)
 {
@@ -84,7 +71,8 @@ static struct moe_status answer(const struct listing *l, struct moe_checkpoint_l
         a.n_checkpoints = shown;
         a.count = (uint32_t)count;
         a.checkpoint = state.checkpoint;
-        st = send(l->call, &a.base);
+        moe_training_service__reply(l->call, &a.base);
+        st = moe_ok();
     }
     free(entries);
     free(messages);

@@ -21,7 +21,7 @@ static const uint32_t part_fields[] = {FIELD_IDS, FIELD_WEIGHTS, FIELD_DY, FIELD
 
 struct parse {
     const struct moe_backward_context *context;
-    struct moe_backward_request *request;
+    struct moe_training_request *request;
     size_t x_bytes, dy_bytes, ids_bytes, weights_bytes;
 };
 
@@ -30,7 +30,7 @@ struct parse {
 static struct moe_status place_part(void *ctx, uint32_t field, size_t length, void **dst)
 {
     struct parse *p = ctx;
-    struct moe_backward_request *r = p->request;
+    struct moe_training_request *r = p->request;
     struct moe_buffer **buffer;
     switch (field) {
     case FIELD_IDS:
@@ -111,7 +111,7 @@ static struct moe_status check_routing(struct parse *p, const Head *h)
         return invalid(ROUTING_INVALID, w->mode == MOE_ROUTE_IDS_WEIGHTS
                                             ? "topk_weights are missing"
                                             : "topk_weights are given, and the router is to weigh");
-    const struct moe_backward_request *r = p->request;
+    const struct moe_training_request *r = p->request;
     MOE_TRY(
         moe_request_check_ids(r->spec, h->tokens, (int)h->topk_ids_dtype, r->ids, p->ids_bytes));
     return w->mode == MOE_ROUTE_IDS_WEIGHTS
@@ -123,7 +123,7 @@ static struct moe_status check_routing(struct parse *p, const Head *h)
 
 /* The version as it was sent: gradients of other weights are another answer. The lineage
  * is no part, for one that is not the present one is refused before anything is looked up. */
-static void hash_header(struct moe_backward_request *r, const Head *h, double aux_coeff,
+static void hash_header(struct moe_training_request *r, const Head *h, double aux_coeff,
                         size_t dy_bytes)
 {
     const uint64_t numbers[] = {h->layer,
@@ -137,7 +137,7 @@ static void hash_header(struct moe_backward_request *r, const Head *h, double au
     moe_content_mix(r->call.content.header_hash, moe_buffer_data(r->dy), dy_bytes);
 }
 
-static void hash_tensors(struct moe_backward_request *r, size_t x_bytes)
+static void hash_tensors(struct moe_training_request *r, size_t x_bytes)
 {
     const struct moe_train_work *w = &r->work;
     size_t pairs = w->tokens * (size_t)r->spec->router.top_k * sizeof(int32_t);
@@ -151,7 +151,7 @@ static void hash_tensors(struct moe_backward_request *r, size_t x_bytes)
 
 static struct moe_status use_sent(struct parse *p, const Head *h)
 {
-    struct moe_backward_request *r = p->request;
+    struct moe_training_request *r = p->request;
     struct moe_train_work *w = &r->work;
     size_t pairs = h->tokens * (size_t)r->spec->router.top_k;
     size_t size = moe_request_id_bytes((int)h->topk_ids_dtype);
@@ -173,7 +173,7 @@ static struct moe_status use_sent(struct parse *p, const Head *h)
 /* Without a saved pass the request stays as it is: it may be a repeat. */
 static struct moe_status use_saved(struct parse *p, const Head *h)
 {
-    struct moe_backward_request *r = p->request;
+    struct moe_training_request *r = p->request;
     struct moe_train_work *w = &r->work;
     struct moe_retained_pass pass;
     r->pass = moe_pass_store_get(moe_train_passes(p->context->training), h->session,
@@ -208,7 +208,7 @@ static struct moe_status use_saved(struct parse *p, const Head *h)
 
 static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t length)
 {
-    struct moe_backward_request *r = p->request;
+    struct moe_training_request *r = p->request;
     struct moe_rpc_arena arena;
     void *message;
     double aux_coeff = 0;
@@ -222,7 +222,7 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
     MOE_TRY(check_aux(h, p->request->spec->router.top_k, &aux_coeff));
     MOE_TRY(check_routing(p, h));
     MOE_TRY(moe_request_check_worker(p->context->draining, p->context->epoch));
-    r->work.kind = r->call.kind = MOE_STEP_BACKWARD;
+    r->call.kind = MOE_STEP_BACKWARD;
     strcpy(r->call.session, h->session); /* a checked name fits */
     r->call.id = h->micro_batch_id;
     r->call.lineage = h->lineage;
@@ -235,14 +235,14 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
     return p->x_bytes != 0 ? use_sent(p, h) : use_saved(p, h);
 }
 
-struct moe_status moe_backward_parse(struct moe_backward_request *r,
+struct moe_status moe_backward_parse(struct moe_training_request *r,
                                      const struct moe_backward_context *context,
                                      struct moe_rpc_msg *m)
 {
     struct parse p = {.context = context, .request = r};
     uint8_t head[MOE_RPC_HEAD_MAX];
     size_t length;
-    *r = (struct moe_backward_request){.received_ns = moe_clock_ns()};
+    *r = (struct moe_training_request){.received_ns = moe_clock_ns()};
     struct moe_status st = moe_rpc_msg_split(
         m, part_fields, sizeof part_fields / sizeof *part_fields, head, &length, place_part, &p);
     if (!moe_failed(&st))
@@ -252,7 +252,7 @@ struct moe_status moe_backward_parse(struct moe_backward_request *r,
     return st;
 }
 
-void moe_backward_release(struct moe_backward_request *r)
+void moe_backward_release(struct moe_training_request *r)
 {
     moe_buffer_unref(r->x);
     moe_buffer_unref(r->dy);
@@ -268,7 +268,7 @@ void moe_backward_release(struct moe_backward_request *r)
 
 /* ------------------------------------------------------------------------- answers */
 
-struct moe_status moe_backward_prepare(struct moe_backward_request *r,
+struct moe_status moe_backward_prepare(struct moe_training_request *r,
                                        const struct moe_backward_context *context)
 {
     struct moe_train_work *w = &r->work;
@@ -295,8 +295,6 @@ struct moe_status moe_backward_prepare(struct moe_backward_request *r,
     w->dx = r->cached->data;
     if (r->return_weights)
         w->dweights = (float *)(void *)((uint8_t *)r->cached->data + at);
-    w->answer = &r->answer;
-    moe_train_call_pack(&r->call, w->body, &w->body_length);
     return moe_ok();
 }
 
@@ -307,7 +305,7 @@ static struct moe_cached_answer head_of(const struct moe_pass_record *cached)
     return head;
 }
 
-void moe_backward_cache(struct moe_backward_request *r, struct moe_train *training,
+void moe_backward_cache(struct moe_training_request *r, struct moe_train *training,
                         const struct moe_status *end)
 {
     struct moe_cached_answer head = head_of(r->cached);
@@ -323,7 +321,7 @@ void moe_backward_cache(struct moe_backward_request *r, struct moe_train *traini
 }
 
 bool moe_backward_matches(const struct moe_pass_record *cached,
-                          const struct moe_backward_request *r)
+                          const struct moe_training_request *r)
 {
     struct moe_cached_answer head = head_of(cached);
     const struct moe_content *c = &r->call.content;
@@ -358,7 +356,7 @@ static void add_part(struct moe_pass_record *cached, struct moe_rpc_out *out, ui
                               .owner = cached};
 }
 
-static void fill_stages(const struct moe_backward_request *r, bool repeated,
+static void fill_stages(const struct moe_training_request *r, bool repeated,
                         Moe__V1__StageTimes *to)
 {
     const struct moe_train_work *w = &r->work;
@@ -380,7 +378,7 @@ static void fill_stages(const struct moe_backward_request *r, bool repeated,
     to->steps = 1;
 }
 
-void moe_backward_answer(const struct moe_backward_request *r, struct moe_pass_record *cached,
+void moe_backward_answer(const struct moe_training_request *r, struct moe_pass_record *cached,
                          bool repeated, uint8_t *head, struct moe_rpc_out *out)
 {
     const struct moe_cached_answer k = head_of(cached);

@@ -1,197 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backward, GetTrainState and RecoverTraining; see service/training_service.h. As in service.c, a
- * call lives until both the transport and the engine are done with it; handlers run on the call's
- * own thread, ends on the engine's. */
+/* GetTrainState and RecoverTraining, and the parts of the service; see
+ * service/training_service.h. */
 #include "service/training_service_state.h"
 
-#include "base/clock.h"
-#include "service/training_request.h"
-
 #include <fcntl.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { ENDPOINT_BYTES = 256 };
-
 #define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
 
-/* The training room knows a slot; the client needs an address. */
-static struct moe_status name_worker(struct moe_training_service *s, struct moe_status st,
-                                     const struct moe_train_answer *answer)
+/* ------------------------------------------------------------------------- answers */
+
+struct moe_status moe_training_service__out_of_memory(void)
 {
-    char endpoint[ENDPOINT_BYTES];
-    if (st.reason != MOE_REASON_RECORDED_ELSEWHERE)
-        return st;
-    moe_service_worker(s->config.service, answer->recorded_at, endpoint, sizeof endpoint);
-    return moe_error(st.code, st.reason, "the answer is recorded on another worker; ask %.180s",
-                     endpoint);
+    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, 100, "out of memory");
 }
 
-/* -------------------------------------------------------------------------- Backward */
-
-struct backward {
-    struct moe_backward_request request;
-    struct moe_training_service *service;
-    struct moe_rpc_call *call; /* held while the engine has the request */
-    uint64_t received_ns;
-    _Atomic uint32_t references; /* the engine; the call */
-};
-
-static void drop_backward(struct backward *b)
+void moe_training_service__reply(struct moe_rpc_call *call, const ProtobufCMessage *answer)
 {
-    if (atomic_fetch_sub(&b->references, 1) != 1)
-        return;
-    moe_backward_release(&b->request);
-    free(b);
-}
-
-static void count_backward(const struct backward *b, const struct moe_status *st)
-{
-    moe_training_service__count(b->service, MOE_SERVICE_BACKWARD, st, b->received_ns);
-}
-
-static void fail_backward(const struct backward *b, struct moe_status st)
-{
-    count_backward(b, &st);
-    moe_rpc_fail(b->call, st);
-}
-
-static void reply_cached(struct backward *b, struct moe_pass_record *cached, bool repeated)
-{
-    uint8_t head[MOE_BACKWARD_HEAD_MAX];
-    struct moe_rpc_out out;
-    struct moe_status st = moe_backward_cached_status(cached);
-    if (moe_failed(&st)) {
-        fail_backward(b, st);
-        return;
-    }
-    count_backward(b, &st);
-    moe_backward_answer(&b->request, cached, repeated, head, &out);
-    moe_rpc_reply(b->call, &out);
-}
-
-/* The engine's thread. A pass that was run is cached even where it ended with bad tokens: it has
- * been recorded everywhere, and added what its other tokens give. */
-static void backward_done(struct moe_train_work *work, struct moe_status status)
-{
-    struct backward *b = work->user;
-    struct moe_backward_request *r = &b->request;
-    bool was_run = r->answer.outcome.epoch != 0 && !r->answer.repeated;
-    if (was_run)
-        moe_backward_cache(r, b->service->config.training, &status);
-    if (moe_failed(&status))
-        fail_backward(b, name_worker(b->service, status, &r->answer));
-    else
-        reply_cached(b, r->answer.repeated ? r->answer.record : r->cached, r->answer.repeated);
-    moe_rpc_call_unref(b->call);
-    drop_backward(b);
-}
-
-static struct moe_backward_context context_of(struct moe_training_service *s)
-{
-    struct moe_backward_context c = {
-        .info = &s->config.info, .staging = s->config.staging, .training = s->config.training};
-    moe_service_read(s->config.service, &c.epoch, &c.draining);
-    return c;
-}
-
-/* A message without x, and no saved pass: it can only be answered if it is a repeat. */
-static struct moe_status answer_without_x(struct backward *b)
-{
-    struct moe_backward_request *r = &b->request;
-    struct moe_training_service *s = b->service;
-    struct moe_train_known known;
-    if (!moe_train_knows(s->config.training, &r->call, &known))
-        return known.refusal;
-    if (known.origin_elsewhere) {
-        r->answer.recorded_at = known.origin;
-        return name_worker(
-            s,
-            moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_RECORDED_ELSEWHERE, "recorded elsewhere"),
-            &r->answer);
-    }
-    if (memcmp(known.content.header_hash, r->call.content.header_hash,
-               sizeof known.content.header_hash) != 0)
-        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED,
-                         "id %llu was used for something else", (unsigned long long)r->call.id);
-    moe_train_count_repeat(s->config.training);
-    r->answer.record = moe_pass_store_get(moe_train_answers(s->config.training), r->call.session,
-                                          r->call.id, r->received_ns);
-    if (r->answer.record == NULL || !moe_backward_matches(r->answer.record, r))
-        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ANSWER_GONE,
-                         "id %llu has been run; its answer is not, or no longer, cached",
-                         (unsigned long long)r->call.id);
-    reply_cached(b, r->answer.record, true);
-    return moe_ok();
-}
-
-/* Answers at once, or gives the request to the engine. */
-static struct moe_status serve_backward(struct backward *b)
-{
-    struct moe_backward_request *r = &b->request;
-    struct moe_training_service *s = b->service;
-    const struct moe_backward_context context = context_of(s);
-    if (!r->whole)
-        return answer_without_x(b);
-    if (moe_train_recall(s->config.training, &r->call, &r->answer)) {
-        reply_cached(b, r->answer.record, true);
-        return moe_ok();
-    }
-    MOE_TRY(moe_backward_prepare(r, &context));
-    r->work.deadline_ns = moe_rpc_call_deadline(b->call);
-    r->work.done = backward_done;
-    r->work.user = b;
-    moe_rpc_call_ref(b->call);
-    atomic_fetch_add(&b->references, 1);
-    moe_rpc_call_set_user(b->call, b);
-    struct moe_status st = moe_engine_submit_training(s->config.engine, &r->work);
-    if (moe_failed(&st)) {
-        moe_rpc_call_unref(b->call);
-        drop_backward(b); /* the engine's; the call's goes with `done` */
-    }
-    return st;
-}
-
-static void backward_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
-{
-    struct moe_training_service *s = ctx;
-    struct backward *b = calloc(1, sizeof *b);
-    if (b == NULL) {
-        moe_rpc_msg_free(m);
+    size_t length = protobuf_c_message_get_packed_size(answer);
+    uint8_t *bytes = malloc(length + 1);
+    if (bytes == NULL) {
         moe_rpc_fail(call, moe_training_service__out_of_memory());
         return;
     }
-    b->service = s;
-    b->call = call;
-    b->received_ns = moe_clock_ns();
-    atomic_store(&b->references, 1);
-    const struct moe_backward_context context = context_of(s);
-    struct moe_status st = moe_backward_parse(&b->request, &context, m);
-    moe_rpc_msg_free(m);
-    if (!moe_failed(&st))
-        st = serve_backward(b);
-    if (moe_failed(&st))
-        fail_backward(b, st);
-    if (moe_rpc_call_user(call) != b)
-        drop_backward(b);
-}
-
-static void backward_cancelled(struct moe_rpc_call *call, void *ctx)
-{
-    struct moe_training_service *s = ctx;
-    struct backward *b = moe_rpc_call_user(call);
-    if (b != NULL)
-        moe_engine_cancel_training(s->config.engine, &b->request.work);
-}
-
-static void backward_done_call(struct moe_rpc_call *call, void *ctx)
-{
-    struct backward *b = moe_rpc_call_user(call);
-    (void)ctx;
-    if (b != NULL)
-        drop_backward(b);
+    protobuf_c_message_pack(answer, bytes);
+    const struct moe_rpc_out out = {.head = bytes, .head_length = length};
+    moe_rpc_reply(call, &out);
+    free(bytes);
 }
 
 /* ---------------------------------------------------------------------- GetTrainState */
@@ -304,25 +141,18 @@ static void recover_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, voi
 void moe_training_service_methods(struct moe_training_service *s,
                                   struct moe_rpc_method out[MOE_TRAINING_SERVICE_METHODS])
 {
-    out[0] = (struct moe_rpc_method){.path = "/moe.v1.TrainingService/Backward",
-                                     .kind = MOE_RPC_UNARY,
-                                     .large = true,
-                                     .message = backward_message,
-                                     .cancelled = backward_cancelled,
-                                     .done = backward_done_call,
-                                     .ctx = s};
-    moe_training_service__mutations(s, out + 1);
-    out[1 + MOE_TRAINING_MUTATIONS] =
+    moe_training_service__calls(s, out);
+    out[MOE_TRAINING_CALLS] =
         (struct moe_rpc_method){.path = "/moe.v1.TrainingService/GetTrainState",
                                 .kind = MOE_RPC_UNARY,
                                 .message = state_message,
                                 .ctx = s};
-    out[2 + MOE_TRAINING_MUTATIONS] =
+    out[MOE_TRAINING_CALLS + 1] =
         (struct moe_rpc_method){.path = "/moe.v1.TrainingService/RecoverTraining",
                                 .kind = MOE_RPC_UNARY,
                                 .message = recover_message,
                                 .ctx = s};
-    out[3 + MOE_TRAINING_MUTATIONS] = moe_training_service__listing(s);
+    out[MOE_TRAINING_CALLS + 2] = moe_training_service__listing(s);
 }
 
 struct moe_status moe_training_service_create(const struct moe_training_service_config *config,

@@ -1,45 +1,52 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the files of the training service share; nobody else includes this. */
+/* What the files of the training service share; private to them. */
 #ifndef MOE_SERVICE_TRAINING_SERVICE_STATE_H
 #define MOE_SERVICE_TRAINING_SERVICE_STATE_H
 
 #include "base/mutex.h"
 #include "moe/v1/training.pb-c.h"
 #include "service/service_metrics.h"
+#include "service/training_request.h"
 #include "service/training_service.h"
 
 #include <pthread.h>
 
-/* Methods that change something and carry no tensors (mutations.c). */
-enum { MOE_TRAINING_MUTATIONS = 6, MOE_TRAINING_PATH = 64 };
+/* Methods with an id (training_calls.c). */
+enum { MOE_TRAINING_CALLS = 7, MOE_TRAINING_PATH = 64 };
 struct moe_training_method {
     struct moe_training_service *service;
-    const struct mutation_row *row;
+    const struct training_kind *kind;
     char path[MOE_TRAINING_PATH];
 };
 
 struct moe_training_service {
     struct moe_training_service_config config;
-    struct moe_training_method mutations[MOE_TRAINING_MUTATIONS];
+    struct moe_training_method methods[MOE_TRAINING_CALLS];
     struct moe_mutex lock;
     pthread_cond_t idle;                    /* `listings` has become 0 */
     MOE_GUARDED_BY(lock) unsigned listings; /* threads that read the training root */
 };
 
-/* From training_reply.c. */
+/* From training_service.c. */
 struct moe_status moe_training_service__out_of_memory(void) MOE_CHECKED;
-/* Counts a request that arrived at `received_ns` and is answered with `st`. */
-void moe_training_service__count(struct moe_training_service *s, enum moe_service_rpc rpc,
-                                 const struct moe_status *st, uint64_t received_ns);
-/* Packs and sends the answer of a call without tensors. */
+/* Packs and sends an answer without tensors; fails the call where memory lacks. */
 void moe_training_service__reply(struct moe_rpc_call *call, const ProtobufCMessage *answer);
 
-void moe_training_service__mutations(struct moe_training_service *s,
-                                     struct moe_rpc_method out[MOE_TRAINING_MUTATIONS]);
+void moe_training_service__calls(struct moe_training_service *s,
+                                 struct moe_rpc_method out[MOE_TRAINING_CALLS]);
+
+/* Calls without tensors (mutations.c): checks the message of a call of this kind. */
+struct moe_status moe_training_service__read_mutation(const struct moe_training_service *s,
+                                                      enum moe_step_kind kind,
+                                                      struct moe_rpc_msg *m,
+                                                      struct moe_train_call *out) MOE_CHECKED;
+/* Sends the answer of a call of this kind. */
+void moe_training_service__reply_mutation(struct moe_rpc_call *rpc, enum moe_step_kind kind,
+                                          const struct moe_train_answer *answer);
 
 /* ListCheckpoints (training_listing.c). */
 struct moe_rpc_method moe_training_service__listing(struct moe_training_service *s);
-/* Waits until no thread of one is left. */
+/* Waits until no listing has a thread. */
 void moe_training_service__end_listings(struct moe_training_service *s);
 
 #endif

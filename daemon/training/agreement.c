@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From which state a forming group goes on: the digest of each slot, what all of them choose, and
- * how this one gets there; see training/training.h. */
+/* How this slot takes the state with which a forming group continues; see training/recovery.h. */
 #include "training/state.h"
 
 #include "daemon/log.h"
@@ -37,45 +36,41 @@ void moe_train_set_recovery_target(struct moe_train *t, const char *checkpoint)
     moe_mutex_unlock(&t->lock);
 }
 
-void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t version)
+static void take_checkpoint(struct moe_train *t, const struct moe_train_recovery *r)
+    MOE_REQUIRES(t->lock)
 {
-    t->lineage = lineage;
-    t->weights_version = version;
-    t->backwards = 0;
-    moe_pass_store_clear(t->passes);
-    moe_pass_store_clear(t->answers);
+    moe_train__set_checkpoint(t, r->checkpoint);
+    if (r->explicit_load && r->checkpoint[0] != '\0')
+        moe_checkpoint_explicit_loads_add(&t->explicit_loads, r->checkpoint);
 }
 
-/* The group goes on with the state that it has. A view can end when some slots have
- * taken note of a checkpoint and others have not: from here on all know the latest. */
-static void take_note(struct moe_train *t, const struct moe_train_recovery *d) MOE_REQUIRES(t->lock)
+/* The group keeps its state. A view can end when only some slots have noted a checkpoint: from here
+ * on all know the latest. */
+static void keep_state(struct moe_train *t, const struct moe_train_recovery *r)
+    MOE_REQUIRES(t->lock)
 {
-    if (t->unsaved == d->lost_steps && strcmp(t->checkpoint, d->checkpoint) == 0)
+    if (r->lineage != t->lineage) /* nothing is learnt yet, and a member is new */
+        moe_train__begin_lineage(t, r->lineage, r->weights_version);
+    if (t->unsaved == r->lost_steps && strcmp(t->checkpoint, r->checkpoint) == 0)
         return;
-    memset(t->checkpoint, 0, sizeof t->checkpoint);
-    memcpy(t->checkpoint, d->checkpoint, MOE_TRAINING_NAME_MAX);
-    t->unsaved = d->lost_steps;
-    if (d->explicit_load && d->checkpoint[0] != '\0')
-        moe_checkpoint_explicit_loads_add(&t->explicit_loads, d->checkpoint);
+    take_checkpoint(t, r);
+    t->unsaved = r->lost_steps;
 }
 
 /* The layers are as loaded, and so are the trainers. */
-static struct moe_status restart(struct moe_train *t, const struct moe_train_recovery *d)
+static struct moe_status restart(struct moe_train *t, const struct moe_train_recovery *r)
 {
     moe_mutex_lock(&t->lock);
-    moe_train__begin_lineage(t, d->lineage, d->weights_version);
+    moe_train__begin_lineage(t, r->lineage, r->weights_version);
     moe_ledger_reset(t->ledger);
-    /* Where it could not go there, the next try has to tell of the same steps. */
-    t->lost_steps = d->lost_steps > t->lost_steps ? d->lost_steps : t->lost_steps;
+    /* After a restart that failed, the next one reports the same steps. */
+    t->lost_steps = r->lost_steps > t->lost_steps ? r->lost_steps : t->lost_steps;
     t->steps = t->unsaved = 0;
     t->frozen = t->config.trainer.frozen;
-    memset(t->checkpoint, 0, sizeof t->checkpoint);
-    memcpy(t->checkpoint, d->checkpoint, MOE_TRAINING_NAME_MAX);
-    if (d->explicit_load && d->checkpoint[0] != '\0')
-        moe_checkpoint_explicit_loads_add(&t->explicit_loads, d->checkpoint);
+    take_checkpoint(t, r);
     t->inconsistent = true;
     moe_mutex_unlock(&t->lock);
-    if (d->checkpoint[0] != '\0')
+    if (r->checkpoint[0] != '\0')
         MOE_TRY(moe_train__load_checkpoint(t));
     moe_mutex_lock(&t->lock);
     t->inconsistent = false;
@@ -100,8 +95,8 @@ void moe_train_in_force(struct moe_train *t)
                      (unsigned long long)lost, lost == 1 ? "" : "s", lost == 1 ? "is" : "are",
                      (unsigned long long)t->lineage, (unsigned long long)t->weights_version);
     moe_mutex_unlock(&t->lock);
-    if (went_back && t->metrics.lost != NULL)
-        moe_counter_add(t->metrics.lost, lost);
+    if (went_back)
+        moe_train__count(t->metrics.lost, lost);
 }
 
 void moe_train_note_problem(struct moe_train *t, const char *why)
@@ -112,7 +107,7 @@ void moe_train_note_problem(struct moe_train *t, const char *why)
     moe_mutex_unlock(&t->lock);
 }
 
-struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_recovery *d,
+struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_recovery *r,
                                   uint32_t slot, uint32_t slots, uint64_t live)
 {
     moe_train__end_copying(t);
@@ -121,23 +116,20 @@ struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_re
     t->slots = slots;
     t->live = live;
     moe_job_on_view(&t->machine, slot, live);
-    /* A group that has learnt nothing yet, and one of whose members is new. */
-    if (!d->restart && d->lineage != t->lineage)
-        moe_train__begin_lineage(t, d->lineage, d->weights_version);
-    if (!d->restart)
-        take_note(t, d);
+    if (!r->restart)
+        keep_state(t, r);
     moe_mutex_unlock(&t->lock);
-    struct moe_status st = d->restart ? restart(t, d) : moe_ok();
+    struct moe_status st = r->restart ? restart(t, r) : moe_ok();
     moe_train_note_problem(t, moe_failed(&st) ? st.text : "");
     moe_mutex_lock(&t->lock);
-    /* A choice that came after the digests were exchanged is for the next time. */
-    bool used = d->restart && strcmp(t->target, d->checkpoint) == 0;
+    /* A target that came after the exchange of digests is for the next time. */
+    bool used = r->restart && strcmp(t->target, r->checkpoint) == 0;
     t->has_target = t->has_target && (moe_failed(&st) || !used);
     moe_mutex_unlock(&t->lock);
     if (moe_failed(&st))
         moe_log_error("training cannot go back to %s: %s. The group does not form; "
                       "\"moectl training recover\" says where else to go",
-                      moe_train_recovery_name(d->checkpoint), st.text);
+                      moe_train_recovery_name(r->checkpoint), st.text);
     moe_train__show(t);
     return st;
 }

@@ -46,8 +46,7 @@ void moe_train_call_pack(const struct moe_train_call *c, uint8_t body[MOE_TRAINI
     uint64_t content[4];
     Moe__V1__TrainingBody b;
     moe__v1__training_body__init(&b);
-    memcpy(content, c->content.header_hash, sizeof c->content.header_hash);
-    memcpy(content + 2, c->content.tensor_hash, sizeof c->content.tensor_hash);
+    memcpy(content, &c->content, sizeof c->content);
     b.session = (char *)(uintptr_t)c->session; /* packing only reads */
     b.id = c->id;
     b.content = content;
@@ -103,8 +102,7 @@ struct moe_status moe_train_call_read(const struct moe_ticket *ticket, struct mo
     if (moe_failed(&st) || b->n_content != 4 || !read_request(&b->request, out) ||
         !copy_name(out->session, b->session))
         goto malformed;
-    memcpy(out->content.header_hash, b->content, sizeof out->content.header_hash);
-    memcpy(out->content.tensor_hash, b->content + 2, sizeof out->content.tensor_hash);
+    memcpy(&out->content, b->content, sizeof out->content);
     out->id = b->id;
     out->lineage = b->lineage;
     out->weights_version = b->weights_version;

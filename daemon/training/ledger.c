@@ -249,11 +249,7 @@ struct pack_session {
     uint64_t floor, calls;
 };
 
-struct pack_call {
-    uint64_t id, header_hash[2], tensor_hash[2], origin;
-    uint64_t epoch, lineage, weights_version, steps, bytes, backwards, nonfinite;
-    double number;
-};
+_Static_assert(sizeof(struct moe_ledger_call) == 14 * sizeof(uint64_t), "no gaps are packed");
 
 struct pack_place {
     uint64_t place, floor;
@@ -278,7 +274,7 @@ size_t moe_ledger_packed_size(const struct moe_ledger *l)
     size_t calls;
     count_parts(l, &sessions, &calls, &places);
     return sizeof(struct pack_header) + sessions * sizeof(struct pack_session) +
-           calls * sizeof(struct pack_call) + places * sizeof(struct pack_place);
+           calls * sizeof(struct moe_ledger_call) + places * sizeof(struct pack_place);
 }
 
 static uint8_t *put(uint8_t *to, const void *data, size_t bytes)
@@ -292,26 +288,7 @@ static uint8_t *put_session(uint8_t *to, const struct session *s)
     struct pack_session head = {.floor = s->floor, .calls = s->count};
     memcpy(head.name, s->name, sizeof s->name);
     to = put(to, &head, sizeof head);
-    for (uint32_t i = 0; i < s->count; i++) {
-        const struct moe_ledger_call *c = &s->calls[i];
-        const struct moe_ledger_outcome *o = &c->outcome;
-        const struct pack_call call = {
-            .id = c->id,
-            .header_hash = {c->content.header_hash[0], c->content.header_hash[1]},
-            .tensor_hash = {c->content.tensor_hash[0], c->content.tensor_hash[1]},
-            .origin = c->origin,
-            .epoch = o->epoch,
-            .lineage = o->lineage,
-            .weights_version = o->weights_version,
-            .steps = o->steps,
-            .bytes = o->bytes,
-            .backwards = o->backwards,
-            .nonfinite = o->nonfinite,
-            .number = o->number,
-        };
-        to = put(to, &call, sizeof call);
-    }
-    return to;
+    return put(to, s->calls, s->count * sizeof s->calls[0]);
 }
 
 void moe_ledger_pack(const struct moe_ledger *l, uint8_t *to)
@@ -352,26 +329,10 @@ static bool get(struct cursor *c, void *to, size_t bytes)
     return true;
 }
 
-static bool get_call(struct cursor *c, struct moe_ledger_call *to)
+static bool is_call(const struct moe_ledger_call *c)
 {
-    struct pack_call p;
-    if (!get(c, &p, sizeof p) || p.origin > UINT32_MAX || p.backwards > UINT32_MAX ||
-        p.nonfinite > 1)
-        return false;
-    *to = (struct moe_ledger_call){
-        .id = p.id,
-        .content = {{p.header_hash[0], p.header_hash[1]}, {p.tensor_hash[0], p.tensor_hash[1]}},
-        .origin = (uint32_t)p.origin,
-        .outcome = {.epoch = p.epoch,
-                    .lineage = p.lineage,
-                    .weights_version = p.weights_version,
-                    .steps = p.steps,
-                    .bytes = p.bytes,
-                    .number = p.number,
-                    .backwards = (uint32_t)p.backwards,
-                    .nonfinite = p.nonfinite != 0},
-    };
-    return true;
+    return c->origin <= UINT32_MAX && c->outcome.backwards <= UINT32_MAX &&
+           c->outcome.nonfinite <= 1;
 }
 
 static bool get_session(struct cursor *c, const struct moe_ledger *l, struct session *to)
@@ -385,9 +346,11 @@ static bool get_session(struct cursor *c, const struct moe_ledger *l, struct ses
     memcpy(to->name, head.name, sizeof to->name);
     to->floor = head.floor;
     to->count = (uint32_t)head.calls;
+    if (!get(c, to->calls, to->count * sizeof to->calls[0]))
+        return false;
     uint64_t last = head.floor;
     for (uint32_t i = 0; i < to->count; i++) {
-        if (!get_call(c, &to->calls[i]) || to->calls[i].id <= last)
+        if (!is_call(&to->calls[i]) || to->calls[i].id <= last)
             return false;
         last = to->calls[i].id;
     }

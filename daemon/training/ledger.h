@@ -33,9 +33,9 @@ enum {
 #endif
 };
 
-/* What a call says. A repeat with less in it (a Backward whose forward pass was saved comes without
- * x) has the same `said`, and `rest` only where the call brought everything. Of a call without
- * tensors `rest` is the session that it came from; zeros for the session "". */
+/* Hashes of what a call says. A Backward after a retained forward pass may come without x: it has
+ * the same header_hash, and no tensor_hash. Of a call without tensors, tensor_hash is that of its
+ * session's name; zeros for the session "". */
 struct moe_content {
     uint64_t header_hash[2], tensor_hash[2];
 };
@@ -47,15 +47,16 @@ struct moe_ledger_outcome {
         uint64_t bytes;      /* that were written */
         uint64_t lost_steps; /* Load: steps that no checkpoint had */
     };
+    uint64_t backwards; /* number of Backward calls with gradients that were used or dropped */
+    uint64_t nonfinite; /* 1: an optimizer step was skipped */
     double number;      /* gradient norm, or load-balance loss */
-    uint32_t backwards; /* whose gradients went in, or went away */
-    bool nonfinite;
 };
 
+/* Checkpoints have these bytes: see pack. */
 struct moe_ledger_call {
     uint64_t id;
     struct moe_content content;
-    uint32_t origin; /* slot that was asked */
+    uint64_t origin; /* slot that was asked */
     struct moe_ledger_outcome outcome;
 };
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What each part of a Save, Load or Export does on this slot, beside the engine; when it does it is
- * the job machine's to say (job_machine.h), and job.c gives it a thread. */
+/* What each part of a Save, Load or Export does on this slot. The job machine decides when
+ * (job_machine.h), and job.c gives the part a thread. */
 #include "training/parts.h"
 
 #include <stdlib.h>
@@ -27,78 +27,70 @@ struct moe_checkpoint_context moe_train__context_of(struct moe_train *t)
 
 /* ------------------------------------------------------------------------------ Save */
 
-static struct moe_status save_create(struct work *w)
+static struct moe_status save_create(struct moe_train_job *j)
 {
-    w->state.save[0] = w->call->id;
-    memcpy(&w->state.save[1], w->call->content.header_hash, sizeof w->call->content.header_hash);
-    memcpy(&w->state.save[3], w->call->content.tensor_hash, sizeof w->call->content.tensor_hash);
-    return moe_checkpoint_save_begin(&w->context, w->call->name, &w->state, &w->found);
+    j->state.save[0] = j->call.id;
+    memcpy(&j->state.save[1], &j->call.content, sizeof j->call.content);
+    return moe_checkpoint_save_begin(&j->context, j->call.name, &j->state, &j->found);
 }
 
-/* Giving gigabytes back takes the time of many steps, which the engine's thread does not have. */
-static void give_copy_back(struct work *w)
+/* To free gigabytes takes the time of many steps: too long for the engine's thread. */
+static void free_copy(struct moe_train_job *j)
 {
-    w->context.copy = NULL;
-    moe_checkpoint_copy_free(w->copy);
-    w->copy = NULL;
+    j->context.copy = NULL;
+    moe_checkpoint_copy_free(j->copy);
+    j->copy = NULL;
 }
 
-static struct moe_status save_write(struct work *w)
+static struct moe_status save_write(struct moe_train_job *j, uint64_t *bytes)
 {
-    if (w->from_trainers) { /* no slot writes from a copy unless all have one */
-        give_copy_back(w);
+    if (j->from_trainers) { /* no slot writes from a copy unless all have one */
+        free_copy(j);
     } else {
-        w->context.copy = w->copy;
-        w->context.trainers = NULL;
+        j->context.copy = j->copy;
+        j->context.trainers = NULL;
     }
-    struct moe_status st =
-        moe_checkpoint_save_write(&w->context, w->call->name, &w->state, &w->bytes);
-    give_copy_back(w);
+    struct moe_status st = moe_checkpoint_save_write(&j->context, j->call.name, &j->state, bytes);
+    free_copy(j);
     return st;
 }
 
-/* The checkpoint remembers its own Save, so that a repeat after a restart from it is one. */
-struct moe_status moe_train__pack_records(struct work *w)
+/* The checkpoint has its own Save on record: a repeat after a restart from it is a repeat. */
+struct moe_status moe_train__pack_records(struct moe_train_job *j)
 {
-    struct moe_train *t = w->train;
-    struct moe_ledger_outcome outcome = {0};
+    uint32_t lowest = (uint32_t)__builtin_ctzll(j->context.live);
+    const struct moe_ledger_call entry = {.id = j->call.id,
+                                          .content = j->call.content,
+                                          .origin = lowest,
+                                          .outcome = {.lineage = j->state.lineage,
+                                                      .weights_version = j->state.weights_version,
+                                                      .steps = j->state.steps}};
     struct moe_ledger *copy;
-    if (w->context.slot != (uint32_t)__builtin_ctzll(w->context.live))
+    if (j->context.slot != lowest)
         return moe_ok();
-    outcome.lineage = t->lineage;
-    outcome.weights_version = t->weights_version;
-    outcome.steps = t->steps;
-    const struct moe_ledger_call entry = {.id = w->call->id,
-                                          .content = w->call->content,
-                                          .origin = (uint32_t)__builtin_ctzll(t->live),
-                                          .outcome = outcome};
-    MOE_TRY(moe_ledger_copy(t->ledger, &copy));
+    MOE_TRY(moe_ledger_copy(j->train->ledger, &copy));
     moe_ledger_record(copy, "", &entry);
-    w->state.record_bytes = moe_ledger_packed_size(copy);
-    w->state.owned = malloc(w->state.record_bytes);
-    if (w->state.owned != NULL)
-        moe_ledger_pack(copy, w->state.owned);
+    j->state.record_bytes = moe_ledger_packed_size(copy);
+    j->state.records = j->state.owned = malloc(j->state.record_bytes);
+    if (j->state.owned != NULL)
+        moe_ledger_pack(copy, j->state.owned);
     moe_ledger_destroy(copy);
-    w->state.records = w->state.owned;
-    return w->state.owned != NULL
-               ? moe_ok()
-               : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
+    return j->state.owned != NULL ? moe_ok() : moe_train__out_of_memory();
 }
 
 void moe_train__note_checkpoint(struct moe_train *t, const char *name, uint64_t steps)
 {
     moe_mutex_lock(&t->lock);
-    uint64_t unsaved = t->steps - (steps < t->steps ? steps : t->steps); /* taken beside the Save */
-    bool newer = unsaved <= t->unsaved; /* not a Save of before that was written and not recorded */
+    uint64_t unsaved = t->steps - (steps < t->steps ? steps : t->steps); /* taken while it ran */
+    bool newer = unsaved <= t->unsaved; /* false for an earlier Save, not recorded then */
     if (newer) {
-        memset(t->checkpoint, 0, sizeof t->checkpoint);
-        strncpy(t->checkpoint, name, MOE_TRAINING_NAME_MAX);
+        moe_train__set_checkpoint(t, name);
         t->unsaved = unsaved;
     }
     moe_mutex_unlock(&t->lock);
 }
 
-struct moe_status moe_train__share_removed(struct work *w, struct moe_session *session,
+struct moe_status moe_train__share_removed(struct moe_train_job *j, struct moe_session *session,
                                            struct moe_checkpoint_removed *out)
 {
     enum { NAMES = 3 };
@@ -109,21 +101,19 @@ struct moe_status moe_train__share_removed(struct work *w, struct moe_session *s
     _Static_assert(sizeof(struct page) <= 256, "what a session exchanges");
     uint32_t first = 0, named = 0;
     *out = (struct moe_checkpoint_removed){0};
-    if (w->call->keep == 0)
+    if (j->call.keep == 0)
         return moe_ok();
     do {
-        struct page mine = {.count = w->removed.count}, all[MOE_MAX_SLOTS] = {0};
-        const struct page *lowest = &all[__builtin_ctzll(w->context.live)];
+        struct page mine = {.count = j->removed.count}, all[MOE_MAX_SLOTS] = {0};
+        const struct page *lowest = &all[__builtin_ctzll(j->context.live)];
         for (uint32_t i = 0; i < NAMES && first + i < MOE_CHECKPOINT_REMOVED_MAX; i++)
-            memcpy(mine.names[i], w->removed.names[first + i], sizeof mine.names[i]);
-        MOE_TRY(w->train->config.backend->session_exchange(session, &mine, all, sizeof mine));
+            memcpy(mine.names[i], j->removed.names[first + i], sizeof mine.names[i]);
+        MOE_TRY(j->train->config.backend->session_exchange(session, &mine, all, sizeof mine));
         out->count = lowest->count;
         named =
             lowest->count < MOE_CHECKPOINT_REMOVED_MAX ? lowest->count : MOE_CHECKPOINT_REMOVED_MAX;
-        for (uint32_t i = 0; i < NAMES && first + i < named; i++) {
-            memcpy(out->names[first + i], lowest->names[i], sizeof lowest->names[i]);
-            out->names[first + i][MOE_CHECKPOINT_NAME_MAX] = '\0';
-        }
+        for (uint32_t i = 0; i < NAMES && first + i < named; i++)
+            memcpy(out->names[first + i], lowest->names[i], MOE_CHECKPOINT_NAME_MAX);
         first += NAMES;
     } while (first < named);
     return moe_ok();
@@ -151,11 +141,11 @@ static struct moe_status take_tensors(struct moe_train *t,
     return st;
 }
 
-/* The view's context now: trainers may be others than when it was read. */
-static struct moe_status load_take(struct work *w)
+/* In the view's present context: trainers may have changed since it was read. */
+static struct moe_status load_take(struct moe_train_job *j)
 {
-    w->context = moe_train__context_of(w->train);
-    return take_tensors(w->train, &w->context, w->call->name, &w->state);
+    j->context = moe_train__context_of(j->train);
+    return take_tensors(j->train, &j->context, j->call.name, &j->state);
 }
 
 struct moe_status moe_train__load_checkpoint(struct moe_train *t)
@@ -179,59 +169,50 @@ struct moe_status moe_train__load_checkpoint(struct moe_train *t)
 
 /* ----------------------------------------------------------------------------- parts */
 
-static struct moe_status run_save(struct work *w, enum moe_job_part part)
+static struct moe_status run_save(struct moe_train_job *j, enum moe_job_part part, uint64_t *bytes)
 {
+    const struct moe_checkpoint_context *c = &j->context;
+    const char *name = j->call.name;
     switch (part) {
-    case MOE_JOB_COPY: return moe_checkpoint_copy_take(&w->context, &w->copy);
-    case MOE_JOB_CREATE: return save_create(w);
-    case MOE_JOB_WRITE: return save_write(w);
-    case MOE_JOB_COMMIT: return moe_checkpoint_save_commit(&w->context, w->call->name, &w->state);
-    case MOE_JOB_TIDY:
-        moe_checkpoint_save_tidy(&w->context, w->call->name, w->call->keep, &w->removed);
-        return moe_ok();
-    case MOE_JOB_UNDO: moe_checkpoint_save_abandon(&w->context, w->call->name); return moe_ok();
-    default: return moe_ok();
+    case MOE_JOB_COPY: return moe_checkpoint_copy_take(c, &j->copy);
+    case MOE_JOB_CREATE: return save_create(j);
+    case MOE_JOB_WRITE: return save_write(j, bytes);
+    case MOE_JOB_COMMIT: return moe_checkpoint_save_commit(c, name, &j->state);
+    case MOE_JOB_TIDY: moe_checkpoint_save_tidy(c, name, j->call.keep, &j->removed); break;
+    case MOE_JOB_UNDO: moe_checkpoint_save_abandon(c, name); break;
+    default: break;
     }
-}
-
-static struct moe_status run_export(struct work *w, enum moe_job_part part)
-{
-    switch (part) {
-    case MOE_JOB_CREATE: return moe_checkpoint_export_begin(&w->context, w->call->name);
-    case MOE_JOB_WRITE: return moe_checkpoint_export_write(&w->context, w->call->name, &w->bytes);
-    case MOE_JOB_COMMIT: return moe_checkpoint_export_commit(&w->context, w->call->name);
-    case MOE_JOB_UNDO: moe_checkpoint_export_abandon(&w->context, w->call->name); return moe_ok();
-    default: return moe_ok();
-    }
-}
-
-struct moe_job_end moe_train__run_part(struct work *w, enum moe_job_part part)
-{
-    struct moe_job_end end = {.status = moe_ok()};
-    w->bytes = 0;
-    if (w->call->kind == MOE_STEP_LOAD)
-        end.status = part == MOE_JOB_TAKE
-                         ? load_take(w)
-                         : moe_checkpoint_load_read(&w->context, w->call->name, &w->state);
-    else
-        end.status = w->call->kind == MOE_STEP_SAVE ? run_save(w, part) : run_export(w, part);
-    end.bytes = w->bytes;
-    end.found = w->found;
-    end.weights_version = w->state.weights_version;
-    end.steps = w->state.steps;
-    return end;
-}
-
-/* The resident weights are the merged ones already: what is new is that adapters start from them.
- */
-struct moe_status moe_train__merge(struct moe_train *t)
-{
-    moe_train__drop_trainers(t);
-    MOE_TRY(moe_train__make_trainers(t));
-    for (size_t i = 0; i < t->config.layer_count; i++)
-        MOE_TRY(t->config.backend->training->set_frozen(t->trainers[i], t->frozen));
-    moe_mutex_lock(&t->lock);
-    t->steps = 0;
-    moe_mutex_unlock(&t->lock);
     return moe_ok();
+}
+
+static struct moe_status run_export(struct moe_train_job *j, enum moe_job_part part,
+                                    uint64_t *bytes)
+{
+    const struct moe_checkpoint_context *c = &j->context;
+    const char *name = j->call.name;
+    switch (part) {
+    case MOE_JOB_CREATE: return moe_checkpoint_export_begin(c, name);
+    case MOE_JOB_WRITE: return moe_checkpoint_export_write(c, name, bytes);
+    case MOE_JOB_COMMIT: return moe_checkpoint_export_commit(c, name);
+    case MOE_JOB_UNDO: moe_checkpoint_export_abandon(c, name); break;
+    default: break;
+    }
+    return moe_ok();
+}
+
+struct moe_job_end moe_train__run_part(struct moe_train_job *j, enum moe_job_part part)
+{
+    struct moe_job_end end = {0};
+    if (j->call.kind == MOE_STEP_SAVE)
+        end.status = run_save(j, part, &end.bytes);
+    else if (j->call.kind == MOE_STEP_EXPORT)
+        end.status = run_export(j, part, &end.bytes);
+    else if (part == MOE_JOB_TAKE)
+        end.status = load_take(j);
+    else
+        end.status = moe_checkpoint_load_read(&j->context, j->call.name, &j->state);
+    end.found = j->found;
+    end.weights_version = j->state.weights_version;
+    end.steps = j->state.steps;
+    return end;
 }

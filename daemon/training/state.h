@@ -1,5 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the files of training share; nobody else includes this. */
+/* What the files of training share; private to this room. Files call only files below them:
+ *
+ *   lifetime.c   agreement.c   execution.c     create, destroy; how a view forms; tickets
+ *                                judge.c       is a call new, a repeat, or refused
+ *                job.c                         Save, Load and Export beside the engine
+ *                parts.c                       what a part of them does
+ *                metrics.c, state.c            series; elementary changes of the state */
 #ifndef MOE_TRAINING_STATE_H
 #define MOE_TRAINING_STATE_H
 
@@ -18,10 +24,8 @@ struct moe_train_checkpoint_metrics {
 struct moe_train_metrics {
     struct moe_train_checkpoint_metrics saves, loads;
     struct moe_histogram *step_seconds;
-    struct moe_counter *lost;
-    struct moe_gauge *unsaved;
-    struct moe_counter *backwards, *steps, *skipped, *repeats, *saved_steps, *reused;
-    struct moe_gauge *version, *lineage, *retained, *answers, *idle, *state, *activations;
+    struct moe_counter *backwards, *steps, *skipped, *repeats, *retained_steps, *reused, *lost;
+    struct moe_gauge *version, *lineage, *unsaved, *retained, *answers, *idle, *state, *activations;
 };
 
 struct moe_train {
@@ -33,41 +37,39 @@ struct moe_train {
 
     struct moe_mutex lock; /* trainers are used without it, between tickets */
 
-    /* Under a view the engine's thread alone changes these, and between views the thread that forms
-     * one: under the lock. It reads them without; all others take the lock to read. */
+    /* Written under the lock: by the engine's thread under a view, by the thread that forms one
+     * between views. The writer reads without the lock; all other threads lock to read. */
     struct moe_ledger *ledger;
     uint64_t lineage;         /* 0: no view has been agreed on yet */
     uint64_t weights_version; /* 1 after loading; never falls */
     uint64_t steps;
-    uint64_t unsaved; /* that moved something since the state of `checkpoint`, or since loading */
+    uint64_t unsaved; /* steps with an effect since `checkpoint`, or since loading */
     uint32_t backwards, frozen;
-    struct moe_checkpoint_explicit_loads explicit_loads; /* by an operator or a trainer, to load */
+    struct moe_checkpoint_explicit_loads explicit_loads;
     uint32_t slot, slots;
     uint64_t live;
-    struct moe_train_job *job; /* the Save or Load that is under way; NULL = none */
+    struct moe_train_job *job; /* the Save, Load or Export under way; NULL = none */
 
     MOE_GUARDED_BY(lock) struct {
-        char checkpoint[MOE_TRAINING_NAME_MAX + 1];
-        bool inconsistent;
-        bool has_target; /* see moe_train_set_recovery_target */
+        char checkpoint[MOE_TRAINING_NAME_MAX + 1]; /* latest one of this state; "" = none */
+        bool inconsistent;                          /* a change was cut short, or state was lost */
+        bool has_target;                            /* see moe_train_set_recovery_target */
         char target[MOE_TRAINING_NAME_MAX + 1];
         bool went_back;                /* and no view has been in force since */
-        uint64_t lost_steps;           /* with `went_back`: those that no checkpoint had */
+        uint64_t lost_steps;           /* with `went_back`: steps that no checkpoint had */
         char problem[MOE_STATUS_TEXT]; /* why the last restart failed; "" = it did not */
         uint64_t state_bytes;
-        struct moe_train_job *old; /* one that was given up, and may still have a thread */
+        struct moe_train_job *orphan; /* its view ended; a thread of it may still run */
         struct moe_job machine;
     };
 
     /* The engine's thread only. */
-    uint64_t skips, skip_logged_ns; /* steps with gradients that were not finite; when the log said
-                                     so last, 0 = never */
+    uint64_t skips, skip_logged_ns; /* steps with gradients that were not finite; time of the last
+                                       line about one, 0 = never */
 
-    uint64_t writer; /* random; of this process */
-    int shown;       /* moe_checkpoint_context.shown */
-    moe_train_progress_fn request_progress;
-    void *progress_ctx;
-    moe_call_request_fn request; /* of `engine`; call_ops.c */
+    uint64_t writer;             /* random; of this process */
+    int shown;                   /* moe_checkpoint_context.shown */
+    moe_call_request_fn request; /* of `engine`, while it is open */
     void *engine;
 
     /* Between attach and detach. */
@@ -76,55 +78,97 @@ struct moe_train {
     struct moe_trainer **trainers; /* [layer_count], entries NULL when not attached */
 };
 
-/* A new state under a new lineage: nothing saved or answered before means anything. */
-void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t version)
-    MOE_REQUIRES(t->lock);
-/* The layer's, or NULL. */
-struct moe_trainer *moe_train__find_trainer(const struct moe_train *t, uint32_t layer);
-/* Series and log (metrics.c). */
-struct moe_status moe_train__add_metrics(struct moe_metrics *m,
-                                         struct moe_train_metrics *to) MOE_CHECKED;
-/* Brings the series up to date. */
-void moe_train__show(struct moe_train *t);
-/* [engine's thread, as the next] A Save or Load has had its turn. */
-void moe_train__log_begun(const struct moe_train *t, const struct moe_train_call *call);
-/* It is over, well or not; `begun_ns` by moe_clock_ns. `bytes`: written by all workers. */
-void moe_train__log_saved(struct moe_train *t, const char *name, uint64_t begun_ns, uint64_t bytes,
-                          struct moe_status st);
-/* `checked`: bytes that this worker has read. */
-void moe_train__log_loaded(struct moe_train *t, const char *name, uint64_t begun_ns,
-                           uint64_t checked, uint64_t lost_steps, struct moe_status st);
-/* An optimizer step, begun then, has moved the weights or was skipped for gradients that were not
- * finite. */
-void moe_train__log_stepped(struct moe_train *t, uint64_t id, uint64_t begun_ns, bool skipped);
-/* Weights and training state of `t->checkpoint`; the trainers are fresh. */
-struct moe_status moe_train__load_checkpoint(struct moe_train *t) MOE_CHECKED;
+/* The execution of one ticket of training, from its begin to its end. */
+struct moe_call_exec {
+    struct moe_train_call call;
+    bool run;                       /* the call is new and admissible */
+    bool repeat;                    /* it has been run */
+    bool joined;                    /* with `run`: an earlier execution has begun it */
+    bool waits;                     /* with `run`: a later execution settles what it began */
+    bool settles;                   /* with `run`: the calls that wait end with this execution */
+    bool changes;                   /* until its end the state may be half changed */
+    uint64_t weights_version;       /* as it began */
+    struct moe_status refusal;      /* why it does not run; or all slots refuse, without effect */
+    double aux_loss;                /* of the pass */
+    struct moe_train_answer answer; /* complete at its end */
+};
+
+/* ------------------------------------------------------------------------ state.c */
+
 /* Trainers that start from the weights as they are. */
 struct moe_status moe_train__make_trainers(struct moe_train *t) MOE_CHECKED;
 void moe_train__drop_trainers(struct moe_train *t);
+/* The layer's, or NULL. */
+struct moe_trainer *moe_train__find_trainer(const struct moe_train *t, uint32_t layer);
+/* A new state under a new lineage: earlier retained passes and answers mean nothing. */
+void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t version)
+    MOE_REQUIRES(t->lock);
+void moe_train__set_checkpoint(struct moe_train *t, const char *name) MOE_REQUIRES(t->lock);
+/* Records a call in the ledger. Where `outcome` names no lineage, fills in the present state. */
+void moe_train__record(struct moe_train *t, const struct moe_train_call *call, uint64_t origin,
+                       struct moe_ledger_outcome *outcome) MOE_REQUIRES(t->lock);
+struct moe_status moe_train__out_of_memory(void) MOE_CHECKED;
 
-/* A Save, Load or Export has been done: into the ledger; fills in the state where `outcome` names
- * none. */
-void moe_train__record(struct moe_train *t, const struct moe_train_call *call, uint32_t origin,
-                       struct moe_ledger_outcome *outcome);
-/* A ticket of a Save, Load or Export (job.c). As moe_train_run. */
+/* ---------------------------------------------------------------------- metrics.c */
+
+struct moe_status moe_train__add_metrics(struct moe_metrics *m,
+                                         struct moe_train_metrics *to) MOE_CHECKED;
+/* Brings the gauges up to date. */
+void moe_train__show(struct moe_train *t);
+/* NULL, without a registry, is ignored. */
+void moe_train__count(struct moe_counter *counter, uint64_t more);
+/* [engine's thread, as the next two] A Save or Load has begun. */
+void moe_train__log_begun(const struct moe_train *t, const struct moe_train_call *call);
+/* A Save or Load has ended with `st`. `bytes`: written by all workers, or read by this one. */
+void moe_train__log_ended(struct moe_train *t, const struct moe_train_call *call, uint64_t begun_ns,
+                          uint64_t bytes, uint64_t lost_steps, struct moe_status st);
+/* An optimizer step has moved the weights, or was skipped for gradients that were not finite. */
+void moe_train__log_stepped(struct moe_train *t, uint64_t id, uint64_t begun_ns, bool skipped);
+
+/* ---------------------------------------------------------------- parts.c, job.c */
+
+/* Weights and training state of `t->checkpoint`; the trainers are new. */
+struct moe_status moe_train__load_checkpoint(struct moe_train *t) MOE_CHECKED;
+/* A ticket of a Save, Load or Export. `origin`: slot that was asked. */
 struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *session,
-                                     const struct moe_train_call *call,
-                                     struct moe_train_execution *turn,
-                                     struct moe_ledger_outcome *outcome) MOE_CHECKED;
-/* Name and kind of what is under way, how far it is; zeros where nothing is. */
+                                     const struct moe_ticket *ticket,
+                                     struct moe_call_exec *x) MOE_CHECKED;
+/* What is under way, or NULL; for a call that names `lineage` (0 = any), only what began with it.
+ */
+const struct moe_train_call *moe_train__job_call(const struct moe_train *t, uint64_t lineage)
+    MOE_REQUIRES(t->lock);
+/* Fills in name, kind and progress of what is under way. */
 void moe_train__read_job(const struct moe_train *t, struct moe_train_state *out)
     MOE_REQUIRES(t->lock);
-/* No view is in force: a Save that was given up with its view may still be reading trainers; waits
- * until it is not, as long as one tensor takes. Before trainers change or go. */
+/* See moe_call_ops.is_unwanted. */
+bool moe_train__is_unwanted(struct moe_train *t, enum moe_step_kind kind, uint64_t id,
+                            struct moe_call_descriptor *descriptor);
+/* [engine's thread] The view is over. Does not wait. */
+void moe_train__give_up_job(struct moe_train *t);
+/* No view is in force. Waits until no orphan reads the trainers: at most one tensor's time. */
 void moe_train__end_copying(struct moe_train *t);
-/* Of the changes that were run and the one that is under way: a step id above it is
- * free. */
+/* No ticket comes: gives up the job and waits for its thread. */
+void moe_train__end_jobs(struct moe_train *t);
+
+/* ------------------------------------------------------------------------ judge.c */
+
+/* Fills in run, repeat, joined and refusal. */
+void moe_train__judge(const struct moe_train *t, struct moe_call_exec *x) MOE_REQUIRES(t->lock);
+/* The recorded answer of x->call. */
+struct moe_status moe_train__answer_repeat(struct moe_train *t, const struct moe_train_call *call,
+                                           struct moe_train_answer *answer) MOE_REQUIRES(t->lock);
+/* The highest step id that was used. */
 uint64_t moe_train__highest_id(const struct moe_train *t) MOE_REQUIRES(t->lock);
-/* Something is under way that began with this lineage; 0 = any. */
-bool moe_train__names_job_lineage(const struct moe_train *t, uint64_t lineage)
-    MOE_REQUIRES(t->lock);
-/* What is under way, or NULL. */
-const struct moe_train_call *moe_train__job_call(const struct moe_train *t) MOE_REQUIRES(t->lock);
+
+/* -------------------------------------------------------------------- execution.c */
+
+/* Judges x->call. `trainer` gets the layer's, for a Backward. Errors: MOE_INTERNAL where the ticket
+ * fits no layer; the view ends then. */
+struct moe_status moe_train__begin(struct moe_train *t, const struct moe_ticket *ticket,
+                                   struct moe_call_exec *x,
+                                   struct moe_trainer **trainer) MOE_CHECKED;
+/* Returns what the origin's client gets, and completes x->answer. */
+struct moe_status moe_train__end(struct moe_train *t, const struct moe_ticket *ticket,
+                                 struct moe_call_exec *x) MOE_CHECKED;
 
 #endif

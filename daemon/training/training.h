@@ -104,8 +104,7 @@ struct moe_train_call {
     uint32_t keep;
     bool merge;
     /* Not of the message. */
-    bool is_progress; /* nobody waits: tells all slots to see how the Save or Load of this id stands
-                       */
+    bool is_progress; /* no client waits: all slots report on the job of this id */
 };
 
 /* Folds `bytes` of `data` into a content hash, 16 bytes wide; {0, 0} at first. It tells different
@@ -118,111 +117,24 @@ void moe_train_call_pack(const struct moe_train_call *call, uint8_t body[MOE_TRA
 struct moe_status moe_train_call_read(const struct moe_ticket *ticket,
                                       struct moe_train_call *out) MOE_CHECKED;
 
-/* Beside a status: what the answer to a call says. */
+/* The answer to a call, next to its status. */
 struct moe_train_answer {
     struct moe_ledger_outcome outcome;
     bool repeated;
     uint32_t recorded_at;                  /* slot, with RECORDED_ELSEWHERE */
     struct moe_checkpoint_removed removed; /* of a Save, as it ends */
-    struct moe_pass_record *record; /* of a repeated Backward: the kept answer, with a reference */
+    struct moe_pass_record
+        *record; /* of a repeated Backward: the cached answer, with a reference */
 };
 
-/* Any thread: one more repeat in moe_train_repeats_total, for a caller that answers one by itself;
- * recall and the tickets count theirs. Counted by the worker that was asked, and once. */
-void moe_train_count_repeat(struct moe_train *t);
-
-/* Any thread: the answer to a call that has been run, if it is known here without a ticket; false
+/* [any thread] The answer to a call that has been run, if it is known here without a ticket; false
  * means nothing. */
 bool moe_train_recall(struct moe_train *t, const struct moe_train_call *call,
                       struct moe_train_answer *answer);
-
-/* Any thread: whether the id of a Backward is recorded, whatever its content. */
-struct moe_train_known {
-    struct moe_status refusal; /* where it is not: why a call without x cannot be run */
-    struct moe_content content;
-    uint32_t origin;
-    bool origin_elsewhere; /* another slot of the view has the answer */
-};
-bool moe_train_knows(struct moe_train *t, const struct moe_train_call *call,
-                     struct moe_train_known *out);
-
-/* -------------------------------------------------- tickets: the engine's thread only
- *
- * begin, then, if it says so, the pass or `run`, then end, before the next ticket of training
- * begins. */
-
-struct moe_train_execution {
-    bool run;                  /* the call is new and admissible */
-    bool repeat;               /* it has been run */
-    bool waits;                /* with `run`: what it began goes on; a later turn settles it */
-    bool joined;               /* with `run`: an earlier turn has begun it */
-    bool settles;              /* with `run`: the calls that wait have this turn's end */
-    bool changes;              /* with `run`: cut short, it would leave the state torn; `run` itself
-                                  may find that out */
-    uint32_t origin;           /* slot that was asked */
-    uint64_t retained;         /* moe_backward_args.retained of the pass */
-    uint64_t weights_version;  /* as it began */
-    struct moe_status refusal; /* neither: why; or all slots have refused to run it, and nothing has
-                                  happened */
-    struct moe_checkpoint_removed removed; /* with `settles`, of a Save */
-    double aux_loss;                       /* of the pass, set by the engine before the end */
-};
-
-/* `trainer` gets the layer's, for a Backward that is to be run. Errors: MOE_INTERNAL where the
- * ticket fits no layer; the view ends then. */
-struct moe_status moe_train_begin(struct moe_train *t, const struct moe_ticket *ticket,
-                                  const struct moe_train_call *call,
-                                  struct moe_train_execution *turn,
-                                  struct moe_trainer **trainer) MOE_CHECKED;
-/* Exclusive kinds whose turn says run; no step runs. A failure ends the view; what is wrong with
- * the call itself goes into `turn->refusal`, the same on all slots, and nothing has changed then.
- */
-struct moe_status moe_train_run(struct moe_train *t, struct moe_session *session,
-                                const struct moe_ticket *ticket, const struct moe_train_call *call,
-                                struct moe_train_execution *turn,
-                                struct moe_ledger_outcome *outcome) MOE_CHECKED;
-/* The turn is over. Returns what the origin's client is told, and fills `answer`. */
-struct moe_status moe_train_end(struct moe_train *t, const struct moe_ticket *ticket,
-                                const struct moe_train_call *call,
-                                const struct moe_train_execution *turn,
-                                const struct moe_ledger_outcome *outcome,
-                                struct moe_train_answer *answer) MOE_CHECKED;
-/* Save, Load and Export are begun by their ticket and go on beside all that follows; a progress
- * ticket comes when something may have changed, and one of these settles the call. What is under
- * way is lost with its view (moe_train_give_up_job). */
-
-/* [any thread] A Save or Export reads the trainers, on this slot or another, from tickets on that
- * are the same on all slots: no ticket may come that updates weights (is_weight_update). */
-bool moe_train_blocks_weight_updates(struct moe_train *t);
-
-/* [any thread but those of jobs] Gives the call a ticket; false when there is no room for it at the
- * moment. */
-typedef bool (*moe_train_progress_fn)(void *ctx, const struct moe_train_call *call);
-/* Before the first ticket. */
-void moe_train_set_progress(struct moe_train *t, moe_train_progress_fn request_progress, void *ctx);
-/* [any thread] Nobody waits at this slot for what is under way any more, until a later call joins
- * it: when that is so at all slots that were asked, it ends as soon as it can, unless that is how
- * it ends anyway. They hear of it by a ticket for `progress`. False when what is under way is
- * another call, or nothing is. */
-bool moe_train_job_unwanted(struct moe_train *t, enum moe_step_kind kind, uint64_t id,
-                            struct moe_train_call *progress);
-/* [engine's thread] The view is over. Does not wait. */
-void moe_train_give_up_job(struct moe_train *t);
-/* No ticket will come: waits for the thread of what was given up, and tidies. */
-void moe_train_end_jobs(struct moe_train *t);
-
-/* A backward pass has used what was retained; one forward step more is. */
-void moe_train_count_reused(struct moe_train *t);
-void moe_train_count_retained(struct moe_train *t);
-
-/* Turns that had begun will not end. */
-void moe_train_mark_inconsistent(struct moe_train *t);
-
-/* Own slot of the view that was agreed on last. */
-uint32_t moe_train_slot(struct moe_train *t);
-
-/* Version of the weights; any thread. */
-uint64_t moe_train_weights_version(struct moe_train *t);
+/* [any thread] The same for a Backward without x, which can only be a repeat: compares the header's
+ * hash. A failure is the answer. */
+struct moe_status moe_train_recall_header(struct moe_train *t, const struct moe_train_call *call,
+                                          struct moe_train_answer *answer) MOE_CHECKED;
 
 /* ----------------------------------------------------------------- for the service */
 
@@ -240,11 +152,6 @@ struct moe_train_state {
 };
 void moe_train_read_state(struct moe_train *t, struct moe_train_state *out);
 const struct moe_train_config *moe_train_configured(const struct moe_train *t);
-/* [any thread] Gives back what saved passes and answers no longer need, a piece at a time: see
- * moe_pass_store_expire. */
-void moe_train_expire(struct moe_train *t, uint64_t now);
-/* [any thread] When to call it next, whether anything is kept now or not. */
-uint64_t moe_train_next_expiry(struct moe_train *t, uint64_t now);
 /* Saved forward passes, answers of Backward, and what devices keep. */
 struct moe_pass_store *moe_train_passes(struct moe_train *t);
 struct moe_pass_store *moe_train_answers(struct moe_train *t);

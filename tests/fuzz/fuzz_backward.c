@@ -58,7 +58,7 @@ static void retain_pass(void)
 }
 
 /* Reads and writes all memory that a backend would. */
-static void run_pass(struct moe_backward_request *r)
+static void run_pass(struct moe_training_request *r)
 {
     const struct moe_train_work *w = &r->work;
     size_t wide = (size_t)w->tokens * HIDDEN * moe_dtype_bytes(w->dtype);
@@ -73,7 +73,7 @@ static void run_pass(struct moe_backward_request *r)
     }
 }
 
-static void answer(struct moe_backward_request *r)
+static void answer(struct moe_training_request *r)
 {
     uint8_t head[MOE_BACKWARD_HEAD_MAX];
     struct moe_rpc_out out;
@@ -90,7 +90,7 @@ static void try_request(const uint8_t *data, size_t size)
         .info = &info, .staging = staging, .training = train, .epoch = 5};
     struct moe_rpc_piece piece = {data, size};
     struct moe_rpc_msg *m = moe_rpc_msg_from_pieces(&piece, 1);
-    struct moe_backward_request r;
+    struct moe_training_request r;
     MOE_INVARIANT(m != NULL);
     retain_pass();
     struct moe_status st = moe_backward_parse(&r, &context, m);

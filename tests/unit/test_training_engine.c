@@ -366,31 +366,30 @@ static void who_is_cancelled_while_a_pass_runs_beside_a_step_is_told_at_once(voi
 
 static void a_call_that_is_forgotten_at_once_is_answered_whole(void **state)
 {
-    struct moe_train_call call = {.kind = MOE_STEP_BACKWARD, .session = "full"};
+    struct moe_call_exec x = {.call = {.kind = MOE_STEP_BACKWARD, .session = "full"}};
     struct moe_ticket ticket = {.epoch = test.epoch, .layer = 7, .kind = MOE_STEP_BACKWARD};
-    const struct moe_ledger_outcome none = {0};
-    struct moe_train_answer answer;
-    struct moe_train_execution turn;
     struct moe_trainer *trainer;
     (void)state;
     for (uint64_t i = 0; i <= MOE_LEDGER_CALLS; i++) {
-        call.id = i < MOE_LEDGER_CALLS ? 1000 + i : 1;
-        assert_ok(moe_train_begin(test.train, &ticket, &call, &turn, &trainer));
-        assert_true(turn.run);
-        assert_ok(moe_train_end(test.train, &ticket, &call, &turn, &none, &answer));
-        assert_int_equal(answer.outcome.epoch, test.epoch);
-        assert_int_equal(answer.outcome.weights_version, 1);
-        assert_int_equal(answer.outcome.lineage, state_now().lineage);
+        x.call.id = i < MOE_LEDGER_CALLS ? 1000 + i : 1;
+        assert_ok(moe_train__begin(test.train, &ticket, &x, &trainer));
+        assert_true(x.run);
+        assert_ok(moe_train__end(test.train, &ticket, &x));
+        assert_int_equal(x.answer.outcome.epoch, test.epoch);
+        assert_int_equal(x.answer.outcome.weights_version, 1);
+        assert_int_equal(x.answer.outcome.lineage, state_now().lineage);
     }
-    assert_ok(moe_train_begin(test.train, &ticket, &call, &turn, &trainer));
-    assert_refused(turn.refusal, MOE_ALREADY_EXISTS, MOE_REASON_ID_TOO_OLD);
+    assert_ok(moe_train__begin(test.train, &ticket, &x, &trainer));
+    assert_refused(x.refusal, MOE_ALREADY_EXISTS, MOE_REASON_ID_TOO_OLD);
 }
 
 static void a_progress_request_goes_with_its_view(void **state)
 {
     const struct moe_train_call call = {.kind = MOE_STEP_SAVE, .id = 1, .is_progress = true};
+    struct moe_call_descriptor descriptor;
     (void)state;
-    assert_true(test.train->request_progress(test.train->progress_ctx, &call));
+    moe_train_call_pack(&call, descriptor.body, &descriptor.length);
+    assert_true(test.train->request(test.train->engine, MOE_STEP_SAVE, &descriptor));
     assert_int_equal(test.announced_count, 1);
     moe_engine_stop_view(test.engine);
     /* Nobody waits for it, so neither does a worker that leaves. */

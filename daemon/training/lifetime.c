@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The state of training: its parts, its trainers, and what others are told of it; see
- * training/training.h. tickets.c changes it, agreement.c as a group forms. */
+/* Training on this slot from create to destroy, and its state as others read it; see
+ * training/training.h. execution.c changes the state at tickets, agreement.c as a group forms. */
 #include "training/state.h"
 
 #include "base/random.h"
@@ -45,12 +45,17 @@ static struct moe_status check_config(const struct moe_train_config *c)
     return moe_ok();
 }
 
+static struct moe_status create_store(const struct moe_train_config *c, struct moe_pass_store **out)
+{
+    return moe_pass_store_create(c->backend, c->device, c->retained_bytes, c->retained_ns, out);
+}
+
 struct moe_status moe_train_create(const struct moe_train_config *config, struct moe_train **out)
 {
     MOE_TRY(check_config(config));
     struct moe_train *t = calloc(1, sizeof *t);
     if (t == NULL)
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory to train");
+        return moe_train__out_of_memory();
     moe_mutex_init(&t->lock);
     t->config = *config;
     t->shown = -1;
@@ -60,20 +65,10 @@ struct moe_status moe_train_create(const struct moe_train_config *config, struct
     struct moe_status st;
     MOE_TRY_GOTO(st, moe_random_id(&t->writer), fail);
     t->trainers = calloc(config->layer_count + 1, sizeof(struct moe_trainer *));
-    MOE_TRY_GOTO(st,
-                 t->trainers != NULL ? moe_ok()
-                                     : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                                                 "no memory to train"),
-                 fail);
+    MOE_TRY_GOTO(st, t->trainers != NULL ? moe_ok() : moe_train__out_of_memory(), fail);
     MOE_TRY_GOTO(st, moe_ledger_create(&t->ledger), fail);
-    MOE_TRY_GOTO(st,
-                 moe_pass_store_create(config->backend, config->device, config->retained_bytes,
-                                       config->retained_ns, &t->passes),
-                 fail);
-    MOE_TRY_GOTO(st,
-                 moe_pass_store_create(config->backend, config->device, config->retained_bytes,
-                                       config->retained_ns, &t->answers),
-                 fail);
+    MOE_TRY_GOTO(st, create_store(config, &t->passes), fail);
+    MOE_TRY_GOTO(st, create_store(config, &t->answers), fail);
     const struct moe_activations_config activations = {.backend = config->backend,
                                                        .device = config->device,
                                                        .specs = config->specs,
@@ -96,7 +91,7 @@ void moe_train_destroy(struct moe_train *t)
 {
     if (t == NULL)
         return;
-    moe_train_end_jobs(t);
+    moe_train__end_jobs(t);
     if (t->trainers != NULL)
         moe_train__drop_trainers(t);
     free(t->trainers);
@@ -109,30 +104,6 @@ void moe_train_destroy(struct moe_train *t)
 }
 
 /* --------------------------------------------------------------- layers come and go */
-
-void moe_train__drop_trainers(struct moe_train *t)
-{
-    moe_train__end_copying(t);
-    for (size_t i = 0; i < t->config.layer_count; i++) {
-        t->config.backend->training->trainer_destroy(t->trainers[i]);
-        t->trainers[i] = NULL;
-    }
-}
-
-struct moe_status moe_train__make_trainers(struct moe_train *t)
-{
-    const struct moe_training *backend = t->config.backend->training;
-    for (size_t i = 0; i < t->config.layer_count; i++) {
-        struct moe_status st =
-            backend->trainer_create(t->layers[i], &t->config.trainer, &t->trainers[i]);
-        if (moe_failed(&st)) {
-            t->trainers[i] = NULL;
-            moe_train__drop_trainers(t);
-            return moe_error_context(st, "training state of layer %u", t->config.specs[i]->layer);
-        }
-    }
-    return moe_ok();
-}
 
 struct moe_status moe_train_bytes(const struct moe_train *t, struct moe_layer *const *layers,
                                   uint64_t *bytes)
@@ -165,14 +136,6 @@ struct moe_status moe_train_attach(struct moe_train *t, struct moe_layer *const 
     return moe_ok();
 }
 
-struct moe_trainer *moe_train__find_trainer(const struct moe_train *t, uint32_t layer)
-{
-    for (size_t i = 0; i < t->config.layer_count; i++)
-        if (t->config.specs[i]->layer == layer)
-            return t->trainers[i];
-    return NULL;
-}
-
 bool moe_train_attached(const struct moe_train *t)
 {
     return t->trainers[0] != NULL;
@@ -186,6 +149,7 @@ static bool is_touched(const struct moe_train *t) MOE_REQUIRES(t->lock)
 
 void moe_train_detach(struct moe_train *t)
 {
+    moe_train__end_copying(t);
     moe_train__drop_trainers(t);
     moe_mutex_lock(&t->lock);
     t->inconsistent = t->inconsistent || is_touched(t);
@@ -194,29 +158,6 @@ void moe_train_detach(struct moe_train *t)
 }
 
 /* ------------------------------------------------------------------------ any thread */
-
-uint64_t moe_train_weights_version(struct moe_train *t)
-{
-    moe_mutex_lock(&t->lock);
-    uint64_t version = t->weights_version;
-    moe_mutex_unlock(&t->lock);
-    return version;
-}
-
-uint32_t moe_train_slot(struct moe_train *t)
-{
-    moe_mutex_lock(&t->lock);
-    uint32_t slot = t->slot;
-    moe_mutex_unlock(&t->lock);
-    return slot;
-}
-
-uint64_t moe_train__highest_id(const struct moe_train *t)
-{
-    const struct moe_train_call *job = moe_train__job_call(t);
-    uint64_t highest = moe_ledger_highest(t->ledger, "");
-    return job != NULL && job->id > highest ? job->id : highest;
-}
 
 void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
 {
@@ -243,20 +184,6 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
 const struct moe_train_config *moe_train_configured(const struct moe_train *t)
 {
     return &t->config;
-}
-
-void moe_train_expire(struct moe_train *t, uint64_t now)
-{
-    moe_pass_store_expire(t->passes, now);
-    moe_pass_store_expire(t->answers, now);
-    moe_train__show(t);
-}
-
-uint64_t moe_train_next_expiry(struct moe_train *t, uint64_t now)
-{
-    uint64_t passes = moe_pass_store_next_expiry(t->passes, now);
-    uint64_t answers = moe_pass_store_next_expiry(t->answers, now);
-    return passes < answers ? passes : answers;
 }
 
 struct moe_pass_store *moe_train_passes(struct moe_train *t)
