@@ -99,29 +99,21 @@ void moe_training_service__reply_mutation(struct moe_rpc_call *rpc, enum moe_ste
 
 /* -------------------------------------------------------------------------- checks */
 
-/* Trainers wait for the group as long as it takes. An operator at a command line gets the reason
+/* Trainers wait for the group as long as it takes. An operator who saves or loads gets the reason
  * why the group does not serve. */
-static struct moe_status check_stuck(const struct moe_training_service *s,
-                                     const struct moe_train_call *call)
+static struct moe_status check_service(const struct moe_training_service *s,
+                                       enum moe_step_kind kind)
 {
     struct moe_train_state state;
-    moe_train_read_state(s->config.training, &state);
-    if (state.problem[0] == '\0' || (call->kind != MOE_STEP_SAVE && call->kind != MOE_STEP_LOAD &&
-                                     call->kind != MOE_STEP_EXPORT))
-        return moe_ok();
-    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
-                     "the group does not serve: %.150s (`moectl training recover NAME`)",
-                     state.problem);
-}
-
-static struct moe_status check_service(const struct moe_training_service *s,
-                                       const struct moe_train_call *call)
-{
     uint64_t epoch;
     bool draining;
+    bool is_job = kind == MOE_STEP_SAVE || kind == MOE_STEP_LOAD || kind == MOE_STEP_EXPORT;
     moe_service_read(s->config.service, &epoch, &draining);
-    if (!draining && epoch == 0)
-        MOE_TRY(check_stuck(s, call));
+    moe_train_read_state(s->config.training, &state);
+    if (is_job && !draining && epoch == 0 && state.problem[0] != '\0')
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
+                         "the group does not serve: %.150s (`moectl training recover NAME`)",
+                         state.problem);
     return moe_request_check_worker(draining, epoch);
 }
 
@@ -135,5 +127,5 @@ struct moe_status moe_training_service__read_mutation(const struct moe_training_
     MOE_TRY(moe_rpc_msg_unpack(m, moe_train_request_type(kind), &arena, &message));
     MOE_TRY(moe_train_read_request(kind, message, out));
     MOE_TRY(moe_train_check_request(moe_train_configured(s->config.training), kind, message));
-    return check_service(s, out);
+    return check_service(s, kind);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ListCheckpoints: reads the training root, which may be slow or hang, on a thread of its own, so
- * that neither the thread of a connection nor the engine ever waits for that disk. */
+/* ListCheckpoints: reads the training root on a separate thread. The disk may be slow or hang, and
+ * neither the thread of a connection nor the engine waits for it. */
 #include "service/training_service_state.h"
 
 #include "base/thread.h"
@@ -9,24 +9,22 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LISTINGS_MAX = 4, ENTRIES_MAX = 1000, TARGETS = 3, RETRY_MS = 100 };
+enum { LISTINGS_MAX = 4, ENTRIES_MAX = 1000, RETRY_MS = 100 };
 
 struct listing {
     struct moe_training_service *service;
-    struct moe_rpc_call *call; /* held */
+    struct moe_rpc_call *call; /* referenced */
     uint32_t limit;
 };
 
-/* What one entry of the answer points into, beside the list itself. */
+/* Memory of one entry of the answer, except the list itself. */
 struct entry {
     Moe__V1__CheckpointInfo message;
-    char *targets[TARGETS];
+    char *targets[MOE_TRAINING_TARGETS];
 };
 
 static void fill(struct entry *e, struct moe_checkpoint_listed *from)
 {
-    static char gate[] = "gate", up[] = "up", down[] = "down";
-    char *all[TARGETS] = {gate, up, down};
     Moe__V1__CheckpointInfo *m = &e->message;
     moe__v1__checkpoint_info__init(m);
     m->name = from->name;
@@ -46,9 +44,7 @@ static void fill(struct entry *e, struct moe_checkpoint_listed *from)
     m->lora_rank = from->lora_rank;
     m->lora_alpha = from->lora_alpha;
     m->lora_targets = e->targets;
-    for (unsigned i = 0; i < TARGETS; i++)
-        if ((from->lora_targets >> i & 1) != 0)
-            e->targets[m->n_lora_targets++] = all[i];
+    m->n_lora_targets = moe_training_service__name_targets(from->lora_targets, e->targets);
 }
 
 static struct moe_status answer(const struct listing *l, struct moe_checkpoint_listed *list,

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Parsing, checking and answering of Backward; see service/training_request.h. As with Forward,
- * nothing that a client says is used as a size before it has been compared with what the layer
- * wants. */
+/* Parsing, checking and answering of Backward; see service/training_request.h. As with Forward, a
+ * number of the client is a size only after a comparison with the layer's. */
 #include "service/training_request.h"
 
 #include "base/clock.h"
@@ -22,7 +21,6 @@ static const uint32_t part_fields[] = {FIELD_IDS, FIELD_WEIGHTS, FIELD_DY, FIELD
 struct parse {
     const struct moe_backward_context *context;
     struct moe_training_request *request;
-    size_t x_bytes, dy_bytes, ids_bytes, weights_bytes;
 };
 
 /* ------------------------------------------------------------------------ splitting */
@@ -30,48 +28,42 @@ struct parse {
 static struct moe_status place_part(void *ctx, uint32_t field, size_t length, void **dst)
 {
     struct parse *p = ctx;
-    struct moe_training_request *r = p->request;
-    struct moe_buffer **buffer;
-    switch (field) {
-    case FIELD_IDS:
-        p->ids_bytes = length;
-        buffer = &r->ids;
-        break;
-    case FIELD_WEIGHTS:
-        p->weights_bytes = length;
-        buffer = &r->weights;
-        break;
-    case FIELD_DY:
-        p->dy_bytes = length;
-        buffer = &r->dy;
-        break;
-    default:
-        p->x_bytes = length;
-        buffer = &r->x;
-        break;
-    }
-    return moe_request_take(p->context->info, p->context->staging, length, buffer, dst);
+    uint32_t part = field - FIELD_IDS;
+    p->request->parts[part].bytes = length;
+    return moe_request_take(p->context->info, p->context->staging, length,
+                            &p->request->parts[part].buffer, dst);
+}
+
+static size_t bytes_of(const struct moe_training_request *r, int part)
+{
+    return r->parts[part].bytes;
+}
+
+static void *data_of(const struct moe_training_request *r, int part)
+{
+    return moe_buffer_data(r->parts[part].buffer);
 }
 
 /* --------------------------------------------------------------------------- checks */
 
 static struct moe_status check_shape(struct parse *p, const Head *h)
 {
-    const struct moe_layer_spec *spec = p->request->spec;
-    MOE_TRY(moe_request_check_rows(spec, h->hidden, h->tokens));
+    struct moe_training_request *r = p->request;
+    size_t x_bytes = bytes_of(r, MOE_BACKWARD_X);
+    MOE_TRY(moe_request_check_rows(r->spec, h->hidden, h->tokens));
     if (h->tokens > p->context->info->max_tokens_per_step)
         return invalid(TOKEN_LIMIT, "%u tokens; one Backward has at most %u", h->tokens,
                        p->context->info->max_tokens_per_step);
-    enum moe_dtype dtype = p->request->work.dtype;
-    MOE_TRY(moe_request_check_tensor("dy", p->dy_bytes, spec, h->tokens, dtype));
-    if (p->x_bytes != 0)
-        MOE_TRY(moe_request_check_tensor("x", p->x_bytes, spec, h->tokens, dtype));
-    p->request->work.tokens = h->tokens;
+    MOE_TRY(moe_request_check_tensor("dy", bytes_of(r, MOE_BACKWARD_DY), r->spec, h->tokens,
+                                     r->work.dtype));
+    if (x_bytes != 0)
+        MOE_TRY(moe_request_check_tensor("x", x_bytes, r->spec, h->tokens, r->work.dtype));
+    r->work.tokens = h->tokens;
     return moe_ok();
 }
 
-/* From here on there is one convention, that of kernels/include/moe/training.h:
- * AUX_CONVENTION_MEAN. *coeff is the coefficient in it. */
+/* *coeff is the coefficient under AUX_CONVENTION_MEAN, which kernels/include/moe/training.h uses.
+ */
 static struct moe_status check_aux(const Head *h, uint32_t top_k, double *coeff)
 {
     if (!(h->aux_coeff >= 0) || h->aux_coeff > 1e30)
@@ -87,15 +79,15 @@ static struct moe_status check_aux(const Head *h, uint32_t top_k, double *coeff)
     }
 }
 
-static struct moe_status check_routing(struct parse *p, const Head *h)
+static struct moe_status check_routing(struct moe_training_request *r, const Head *h)
 {
-    struct moe_train_work *w = &p->request->work;
-    if (p->x_bytes == 0) {
-        if (p->ids_bytes != 0 || p->weights_bytes != 0)
-            return invalid(ROUTING_INVALID, "routing without x: send both, or neither after a "
-                                            "Forward with retain");
-        return moe_ok();
-    }
+    struct moe_train_work *w = &r->work;
+    size_t ids = bytes_of(r, MOE_BACKWARD_IDS), weights = bytes_of(r, MOE_BACKWARD_WEIGHTS);
+    if (bytes_of(r, MOE_BACKWARD_X) == 0)
+        return ids == 0 && weights == 0
+                   ? moe_ok()
+                   : invalid(ROUTING_INVALID, "routing without x: send both, or neither after a "
+                                              "Forward with retain");
     switch (h->routing_mode) {
     case MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS: w->mode = MOE_ROUTE_IDS; break;
     case MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS:
@@ -105,26 +97,25 @@ static struct moe_status check_routing(struct parse *p, const Head *h)
         return invalid(ROUTING_INVALID, "Backward needs the routing that the forward pass used: "
                                         "CLIENT_IDS or CLIENT_IDS_AND_WEIGHTS");
     }
-    if (p->ids_bytes == 0)
+    bool weighted = w->mode == MOE_ROUTE_IDS_WEIGHTS;
+    if (ids == 0)
         return invalid(ROUTING_INVALID, "topk_ids are missing");
-    if ((p->weights_bytes != 0) != (w->mode == MOE_ROUTE_IDS_WEIGHTS))
-        return invalid(ROUTING_INVALID, w->mode == MOE_ROUTE_IDS_WEIGHTS
+    if ((weights != 0) != weighted)
+        return invalid(ROUTING_INVALID, weighted
                                             ? "topk_weights are missing"
                                             : "topk_weights are given, and the router is to weigh");
-    const struct moe_training_request *r = p->request;
-    MOE_TRY(
-        moe_request_check_ids(r->spec, h->tokens, (int)h->topk_ids_dtype, r->ids, p->ids_bytes));
-    return w->mode == MOE_ROUTE_IDS_WEIGHTS
-               ? moe_request_check_weights(r->spec, h->tokens, r->weights, p->weights_bytes)
-               : moe_ok();
+    MOE_TRY(moe_request_check_ids(r->spec, h->tokens, (int)h->topk_ids_dtype,
+                                  r->parts[MOE_BACKWARD_IDS].buffer, ids));
+    return weighted ? moe_request_check_weights(r->spec, h->tokens,
+                                                r->parts[MOE_BACKWARD_WEIGHTS].buffer, weights)
+                    : moe_ok();
 }
 
 /* -------------------------------------------------------------------------- content */
 
-/* The version as it was sent: gradients of other weights are another answer. The lineage
- * is no part, for one that is not the present one is refused before anything is looked up. */
-static void hash_header(struct moe_training_request *r, const Head *h, double aux_coeff,
-                        size_t dy_bytes)
+/* With the version as it was sent: gradients of other weights are another answer. Without the
+ * lineage: a wrong one is refused before any comparison. */
+static void hash_header(struct moe_training_request *r, const Head *h, double aux_coeff)
 {
     const uint64_t numbers[] = {h->layer,
                                 h->tokens,
@@ -134,7 +125,8 @@ static void hash_header(struct moe_training_request *r, const Head *h, double au
                                 h->weights_version};
     moe_content_mix(r->call.content.header_hash, numbers, sizeof numbers);
     moe_content_mix(r->call.content.header_hash, &aux_coeff, sizeof aux_coeff);
-    moe_content_mix(r->call.content.header_hash, moe_buffer_data(r->dy), dy_bytes);
+    moe_content_mix(r->call.content.header_hash, data_of(r, MOE_BACKWARD_DY),
+                    bytes_of(r, MOE_BACKWARD_DY));
 }
 
 static void hash_tensors(struct moe_training_request *r, size_t x_bytes)
@@ -155,23 +147,23 @@ static struct moe_status use_sent(struct parse *p, const Head *h)
     struct moe_train_work *w = &r->work;
     size_t pairs = h->tokens * (size_t)r->spec->router.top_k;
     size_t size = moe_request_id_bytes((int)h->topk_ids_dtype);
-    w->x = moe_buffer_data(r->x);
-    w->ids = moe_buffer_data(r->ids);
+    w->x = data_of(r, MOE_BACKWARD_X);
+    w->ids = data_of(r, MOE_BACKWARD_IDS);
     if (size != sizeof(int32_t)) {
         MOE_TRY(moe_staging_take(p->context->staging, pairs * sizeof(int32_t), &r->wide_ids));
         int32_t *wide = moe_buffer_data(r->wide_ids);
-        moe_request_widen_ids(wide, moe_buffer_data(r->ids), size, pairs);
+        moe_request_widen_ids(wide, w->ids, size, pairs);
         w->ids = wide;
     }
-    if (r->weights != NULL)
-        w->weights = moe_buffer_data(r->weights);
+    if (w->mode == MOE_ROUTE_IDS_WEIGHTS)
+        w->weights = data_of(r, MOE_BACKWARD_WEIGHTS);
     r->whole = true;
-    hash_tensors(r, p->x_bytes);
+    hash_tensors(r, bytes_of(r, MOE_BACKWARD_X));
     return moe_ok();
 }
 
-/* Without a saved pass the request stays as it is: it may be a repeat. */
-static struct moe_status use_saved(struct parse *p, const Head *h)
+/* If no pass is retained, the request stays incomplete: it may be a repeat. */
+static struct moe_status use_retained(struct parse *p, const Head *h)
 {
     struct moe_training_request *r = p->request;
     struct moe_train_work *w = &r->work;
@@ -214,25 +206,25 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
     double aux_coeff = 0;
     MOE_TRY(moe_rpc_unpack(&moe__v1__backward_request__descriptor, head, length, &arena, &message));
     const Head *h = message;
-    MOE_TRY(moe_request_find_layer(p->context->info, h->model, h->layer, (int)h->dtype,
-                                   &p->request->spec, &p->request->work.dtype));
-    p->request->work.layer = h->layer;
+    MOE_TRY(moe_request_find_layer(p->context->info, h->model, h->layer, (int)h->dtype, &r->spec,
+                                   &r->work.dtype));
+    r->work.layer = h->layer;
     MOE_TRY(check_shape(p, h));
     MOE_TRY(moe_request_check_pass(h->session, h->micro_batch_id));
-    MOE_TRY(check_aux(h, p->request->spec->router.top_k, &aux_coeff));
-    MOE_TRY(check_routing(p, h));
+    MOE_TRY(check_aux(h, r->spec->router.top_k, &aux_coeff));
+    MOE_TRY(check_routing(r, h));
     MOE_TRY(moe_request_check_worker(p->context->draining, p->context->epoch));
-    r->call.kind = MOE_STEP_BACKWARD;
+    r->call = (struct moe_train_call){.kind = MOE_STEP_BACKWARD,
+                                      .id = h->micro_batch_id,
+                                      .lineage = h->lineage,
+                                      .weights_version = h->weights_version,
+                                      .aux_coeff = (float)aux_coeff,
+                                      .input_only = h->input_only};
     strcpy(r->call.session, h->session); /* a checked name fits */
-    r->call.id = h->micro_batch_id;
-    r->call.lineage = h->lineage;
-    r->call.weights_version = h->weights_version;
-    r->call.aux_coeff = (float)aux_coeff;
-    r->call.input_only = h->input_only;
     r->return_weights = h->return_weight_gradients;
-    r->work.dy = moe_buffer_data(r->dy);
-    hash_header(r, h, aux_coeff, p->dy_bytes);
-    return p->x_bytes != 0 ? use_sent(p, h) : use_saved(p, h);
+    r->work.dy = data_of(r, MOE_BACKWARD_DY);
+    hash_header(r, h, aux_coeff);
+    return bytes_of(r, MOE_BACKWARD_X) != 0 ? use_sent(p, h) : use_retained(p, h);
 }
 
 struct moe_status moe_backward_parse(struct moe_training_request *r,
@@ -254,15 +246,15 @@ struct moe_status moe_backward_parse(struct moe_training_request *r,
 
 void moe_backward_release(struct moe_training_request *r)
 {
-    moe_buffer_unref(r->x);
-    moe_buffer_unref(r->dy);
-    moe_buffer_unref(r->ids);
-    moe_buffer_unref(r->weights);
+    for (size_t i = 0; i < MOE_BACKWARD_PARTS; i++) {
+        moe_buffer_unref(r->parts[i].buffer);
+        r->parts[i].buffer = NULL;
+    }
     moe_buffer_unref(r->wide_ids);
     moe_pass_record_unref(r->pass);
     moe_pass_record_unref(r->cached);
     moe_pass_record_unref(r->answer.record);
-    r->x = r->dy = r->ids = r->weights = r->wide_ids = NULL;
+    r->wide_ids = NULL;
     r->pass = r->cached = r->answer.record = NULL;
 }
 
@@ -314,7 +306,7 @@ void moe_backward_cache(struct moe_training_request *r, struct moe_train *traini
     head.reason = end->reason;
     head.used_activations = r->work.step.used_retained;
     memcpy(r->cached->head, &head, sizeof head);
-    moe_pass_record_ref(r->cached); /* ours, until the answer is on its way */
+    moe_pass_record_ref(r->cached); /* until the answer is sent */
     moe_pass_store_put(moe_train_answers(training), r->cached, r->call.session, r->call.id,
                        moe_clock_ns());
     moe_pass_store_drop(moe_train_passes(training), r->call.session, r->call.id);

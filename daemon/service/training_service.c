@@ -33,10 +33,21 @@ void moe_training_service__reply(struct moe_rpc_call *call, const ProtobufCMessa
 
 /* ---------------------------------------------------------------------- GetTrainState */
 
+size_t moe_training_service__name_targets(uint32_t targets, char *names[MOE_TRAINING_TARGETS])
+{
+    static char gate[] = "gate", up[] = "up", down[] = "down";
+    char *const all[MOE_TRAINING_TARGETS] = {gate, up, down};
+    size_t count = 0;
+    for (unsigned i = 0; i < MOE_TRAINING_TARGETS; i++)
+        if ((targets >> i & 1) != 0)
+            names[count++] = all[i];
+    return count;
+}
+
 static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
-    static char gate[] = "gate", up[] = "up", down[] = "down", none[] = "";
-    char *all[] = {gate, up, down}, *targets[3];
+    static char none[] = "";
+    char *targets[MOE_TRAINING_TARGETS];
     struct moe_training_service *s = ctx;
     const struct moe_trainer_config *c = &moe_train_configured(s->config.training)->trainer;
     struct moe_train_state state;
@@ -58,9 +69,8 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
     a.lora_alpha = c->lora_rank != 0 ? (double)c->lora_alpha : 0;
     a.lora_scale = c->lora_rank != 0 ? (double)c->lora_alpha / c->lora_rank : 0;
     a.lora_targets = targets;
-    for (unsigned i = 0; i < 3 && c->lora_rank != 0; i++)
-        if ((c->lora_targets >> i & 1) != 0)
-            targets[a.n_lora_targets++] = all[i];
+    if (c->lora_rank != 0)
+        a.n_lora_targets = moe_training_service__name_targets(c->lora_targets, targets);
     a.checkpoint = state.checkpoint;
     a.state_bytes = state.state_bytes;
     a.saving = state.job == MOE_STEP_SAVE ? state.job_name : none;
@@ -69,7 +79,7 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
     a.progress_bytes_total = state.job_bytes_total;
     a.problem = state.problem;
     a.retained_bytes = state.retained_bytes;
-    a.retained_bytes_limit = state.saved_bytes_limit;
+    a.retained_bytes_limit = state.retained_bytes_limit;
     a.retained_device_bytes = state.activation_bytes;
     a.retained_device_bytes_limit = state.activation_bytes_limit;
     moe_training_service__reply(rpc, &a.base);
@@ -77,7 +87,7 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
 
 /* --------------------------------------------------------------------- RecoverTraining */
 
-/* Only that: whether it can be taken is found out as the group forms. */
+/* Only its existence: whether it loads is found as the group forms. */
 static struct moe_status check_exists(const char *directory, const char *name)
 {
     struct stat there;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* moe.v1.TrainingService: checks requests, makes training calls of them, and tells the answers. It
- * never computes, and never waits (ListCheckpoints reads a disk, on threads of its own). Offered
- * only by workers that train. */
+/* moe.v1.TrainingService: checks requests, makes training calls of them, and sends the answers. It
+ * never computes, and never waits (ListCheckpoints reads a disk on separate threads). Only workers
+ * that train offer it. */
 #ifndef MOE_SERVICE_TRAINING_SERVICE_H
 #define MOE_SERVICE_TRAINING_SERVICE_H
 
@@ -19,8 +19,7 @@ struct moe_training_service_config {
     struct moe_engine *engine;
     struct moe_staging *staging;
     struct moe_train *training;
-    /* An operator has said where training goes back to (RecoverTraining). Any thread; must not
-     * block. */
+    /* An operator has chosen the recovery target (RecoverTraining). Any thread; must not block. */
     void (*on_recovery_choice)(void *ctx);
     void *ctx;
 };

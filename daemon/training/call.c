@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Training calls as they travel, and the hash of what they say. */
+/* Training calls as they travel, and the hash of their content. */
 #include "training/requests.h"
 
 #include "moe/v1/worker.pb-c.h"
@@ -17,7 +17,7 @@ static uint64_t stir(uint64_t hash, uint64_t word)
 
 enum { WORD = 8, CHAINS = 4 };
 
-/* Four chains side by side, because one multiplication has to wait for the one before. */
+/* Four independent chains: in one chain each multiplication waits for the previous one. */
 void moe_content_mix(uint64_t hash[2], const void *data, size_t bytes)
 {
     const uint8_t *at = data;
@@ -74,7 +74,7 @@ static bool copy_name(char to[MOE_TRAINING_NAME_MAX + 1], const char *from)
     return true;
 }
 
-/* What a kind without tensors says, which is the client's own message. */
+/* Kinds without tensors: the client's message. */
 static bool read_request(const ProtobufCBinaryData *request, struct moe_train_call *out)
 {
     const struct ProtobufCMessageDescriptor *type = moe_train_request_type(out->kind);

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The job machine; see training/job_machine.h. A part is over when no slot runs it any more; what
- * follows is decided in `decide`, from the reports alone, by all slots alike. */
+/* The job machine; see training/job_machine.h. A part is over when no slot runs it. `decide` then
+ * chooses what follows, from the reports alone, so all slots choose alike. */
 #include "training/job_machine.h"
 
 #include "base/guard.h"
 
 #include <string.h>
 
-_Static_assert(sizeof(struct moe_job_report) <= 256, "what a session exchanges");
+_Static_assert(sizeof(struct moe_job_report) <= 256, "more than a session exchanges");
 
 enum { CALLED_OFF_RETRY_MS = 100 };
 
@@ -43,26 +43,34 @@ bool moe_job_next_action(struct moe_job *j, struct moe_job_action *out)
 
 /* ------------------------------------------------------------------------- parts */
 
-/* What one slot does for all is the lowest's. */
-static bool has_share(const struct moe_job *j, enum moe_job_part part)
-{
-    switch (part) {
-    case MOE_JOB_COPY:
-    case MOE_JOB_WRITE:
-    case MOE_JOB_READ:
-    case MOE_JOB_TAKE: return true;
-    case MOE_JOB_CREATE:
-    case MOE_JOB_COMMIT:
-    case MOE_JOB_TIDY:
-    case MOE_JOB_UNDO: return is_lowest(j);
-    case MOE_JOB_NONE:
-    case MOE_JOB_PREPARE:
-    case MOE_JOB_REMEMBER: break;
-    }
-    return false;
-}
+enum share { NO_SLOT, LOWEST_SLOT, ALL_SLOTS };
 
-/* From CREATE on, for what is written later must be what the job began with. */
+/* What is fixed for each part. */
+static const struct {
+    const char *name;
+    enum share share;
+    bool is_final;             /* a job with no callers left goes on all the same */
+    enum moe_job_part next[4]; /* by kind of job; NONE = the job settles */
+} rows[] = {
+    [MOE_JOB_NONE] = {.name = "none"},
+    [MOE_JOB_PREPARE] = {"prepare", .next = {[MOE_JOB_SAVE] = MOE_JOB_COPY,
+                                             [MOE_JOB_LOAD] = MOE_JOB_READ,
+                                             [MOE_JOB_EXPORT] = MOE_JOB_CREATE}},
+    [MOE_JOB_COPY] = {"copy", ALL_SLOTS, .next = {[MOE_JOB_SAVE] = MOE_JOB_CREATE}},
+    [MOE_JOB_CREATE] = {"create", LOWEST_SLOT,
+                        .next = {[MOE_JOB_SAVE] = MOE_JOB_WRITE, [MOE_JOB_EXPORT] = MOE_JOB_WRITE}},
+    [MOE_JOB_WRITE] =
+        {"write", ALL_SLOTS,
+         .next = {[MOE_JOB_SAVE] = MOE_JOB_COMMIT, [MOE_JOB_EXPORT] = MOE_JOB_COMMIT}},
+    [MOE_JOB_COMMIT] = {"commit", LOWEST_SLOT, .is_final = true},
+    [MOE_JOB_REMEMBER] = {"remember", .is_final = true, .next = {[MOE_JOB_SAVE] = MOE_JOB_TIDY}},
+    [MOE_JOB_TIDY] = {"tidy", LOWEST_SLOT, .is_final = true},
+    [MOE_JOB_READ] = {"read", ALL_SLOTS, .next = {[MOE_JOB_LOAD] = MOE_JOB_TAKE}},
+    [MOE_JOB_TAKE] = {"take", ALL_SLOTS, .is_final = true},
+    [MOE_JOB_UNDO] = {"undo", LOWEST_SLOT},
+};
+
+/* From CREATE on: the files must have the state with which the job began. */
 static bool writes_from_trainers(const struct moe_job *j, enum moe_job_part part)
 {
     return j->from_trainers && (part == MOE_JOB_CREATE || part == MOE_JOB_WRITE);
@@ -88,12 +96,12 @@ static void start(struct moe_job *j, enum moe_job_part part)
     set_blocked(j, part);
     j->part = part;
     j->end = (struct moe_job_end){.status = moe_ok()};
-    j->running = has_share(j, part);
+    j->running = rows[part].share == ALL_SLOTS || (rows[part].share == LOWEST_SLOT && is_lowest(j));
     if (j->running)
         push(j, MOE_JOB_START)->part = part;
 }
 
-/* A further ticket confirms what all slots have done in this one. */
+/* The next ticket confirms what all slots have done in this one. */
 static void request_ticket_as_lowest(struct moe_job *j)
 {
     if (!is_lowest(j))
@@ -105,7 +113,7 @@ static void request_ticket_as_lowest(struct moe_job *j)
 static void settle(struct moe_job *j, struct moe_status status)
 {
     set_blocked(j, MOE_JOB_NONE);
-    bool records = j->call.kind != MOE_JOB_LOAD; /* which has recorded what it took */
+    bool records = j->call.kind != MOE_JOB_LOAD; /* a Load is recorded when it takes */
     if (records && MOE_GUARD(RECORD_WHAT_IS_DONE, !moe_failed(&status)))
         (void)push(j, MOE_JOB_RECORD);
     push(j, MOE_JOB_SETTLE)->status = status;
@@ -130,7 +138,7 @@ static bool leaves_files(enum moe_job_part part, const struct moe_job_end *end)
            (part == MOE_JOB_COMMIT && !done);
 }
 
-/* The orphan's share has ended, as `end` says. */
+/* The orphan's share has ended. */
 static void tidy_orphan(struct moe_job *j, const struct moe_job_end *end)
 {
     bool clean = !j->orphan.undo || !leaves_files(j->orphan.part, end);
@@ -288,14 +296,7 @@ static void note_callers(struct moe_job *j, const struct moe_job_report *all)
 static struct moe_status called_off(void)
 {
     return moe_error_retry(MOE_ABORTED, MOE_REASON_ABORTED, CALLED_OFF_RETRY_MS,
-                           "called off, as nobody waited for it: ask again");
-}
-
-/* From the commit on there is nothing left to call off. */
-static bool is_past_calling_off(const struct moe_job *j)
-{
-    return j->part == MOE_JOB_COMMIT || j->part == MOE_JOB_REMEMBER || j->part == MOE_JOB_TIDY ||
-           j->part == MOE_JOB_TAKE;
+                           "called off, because no caller waited for it: ask again");
 }
 
 static void give_up(struct moe_job *j, struct moe_status why, bool undo)
@@ -307,8 +308,8 @@ static void give_up(struct moe_job *j, struct moe_status why, bool undo)
         settle(j, why);
 }
 
-/* The checkpoint is whole. The older ones go once all slots have taken note of it: a slot that has
- * not would still recover from one of them. */
+/* The checkpoint is whole. Older ones are removed once all slots have noted it: before, a slot
+ * could still recover from one of them. */
 static void keep_checkpoint(struct moe_job *j)
 {
     (void)push(j, MOE_JOB_KEEP);
@@ -321,45 +322,26 @@ static void keep_checkpoint(struct moe_job *j)
         request_ticket_as_lowest(j);
 }
 
+static bool found_at_create(const struct moe_job *j, const struct moe_job_report *all)
+{
+    return j->part == MOE_JOB_CREATE && all[__builtin_ctzll(j->live)].found != 0;
+}
+
 static void go_on(struct moe_job *j, const struct moe_job_report *all)
 {
     const struct moe_job_report *lowest = &all[__builtin_ctzll(j->live)];
-    bool is_save = j->call.kind == MOE_JOB_SAVE;
-    switch (j->part) {
-    case MOE_JOB_PREPARE:
-        start(j, is_save                        ? MOE_JOB_COPY
-                 : j->call.kind == MOE_JOB_LOAD ? MOE_JOB_READ
-                                                : MOE_JOB_CREATE);
-        return;
-    case MOE_JOB_COPY: start(j, MOE_JOB_CREATE); return;
-    case MOE_JOB_CREATE:
-        if (lowest->found == 0) {
-            start(j, MOE_JOB_WRITE);
-            return;
-        }
+    enum moe_job_part next = rows[j->part].next[j->call.kind];
+    bool found = found_at_create(j, all);
+    if (found) {
         j->weights_version = lowest->weights_version;
         j->steps = lowest->steps;
-        keep_checkpoint(j);
-        return;
-    case MOE_JOB_WRITE: start(j, MOE_JOB_COMMIT); return;
-    case MOE_JOB_COMMIT:
-        if (is_save)
-            keep_checkpoint(j);
-        else
-            settle(j, moe_ok());
-        return;
-    case MOE_JOB_REMEMBER: start(j, MOE_JOB_TIDY); return;
-    case MOE_JOB_READ: start(j, MOE_JOB_TAKE); return;
-    case MOE_JOB_TIDY:
-    case MOE_JOB_TAKE: settle(j, moe_ok()); return;
-    case MOE_JOB_NONE:
-    case MOE_JOB_UNDO: return;
     }
-}
-
-static bool found_at_create(const struct moe_job *j, const struct moe_job_report *all)
-{
-    return all[__builtin_ctzll(j->live)].found != 0;
+    if (found || (j->part == MOE_JOB_COMMIT && j->call.kind == MOE_JOB_SAVE))
+        keep_checkpoint(j);
+    else if (next != MOE_JOB_NONE)
+        start(j, next);
+    else
+        settle(j, moe_ok());
 }
 
 /* The part is over on all slots. */
@@ -379,7 +361,7 @@ static void decide(struct moe_job *j, const struct moe_job_report *all)
     }
     bool made = j->part == MOE_JOB_WRITE || j->part == MOE_JOB_COMMIT ||
                 (j->part == MOE_JOB_CREATE && !moe_failed(&st) && !found_at_create(j, all));
-    bool counts = MOE_GUARD(COMMIT_COUNTS, !is_past_calling_off(j));
+    bool counts = MOE_GUARD(COMMIT_COUNTS, !rows[j->part].is_final);
     if (st.code == MOE_CANCELLED || (j->called_off && !moe_failed(&st) && counts))
         st = called_off();
     if (moe_failed(&st))
@@ -475,11 +457,5 @@ bool moe_job_is_in_ticket(enum moe_job_part part)
 
 const char *moe_job_part_name(enum moe_job_part part)
 {
-    static const char *const names[] = {
-        [MOE_JOB_NONE] = "none",         [MOE_JOB_PREPARE] = "prepare", [MOE_JOB_COPY] = "copy",
-        [MOE_JOB_CREATE] = "create",     [MOE_JOB_WRITE] = "write",     [MOE_JOB_COMMIT] = "commit",
-        [MOE_JOB_REMEMBER] = "remember", [MOE_JOB_TIDY] = "tidy",       [MOE_JOB_READ] = "read",
-        [MOE_JOB_TAKE] = "take",         [MOE_JOB_UNDO] = "undo",
-    };
-    return (size_t)part < sizeof names / sizeof *names ? names[part] : "?";
+    return (size_t)part < sizeof rows / sizeof *rows ? rows[part].name : "?";
 }

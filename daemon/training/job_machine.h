@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The job machine: one Save, Load or Export of the group, as one slot sees it. Pure: no I/O, no
  * clock, no thread, no memory, no lock. Inputs are tickets, ends of parts, callers that leave, and
- * ends of views; outputs are actions, which the caller carries out in order.
+ * ends of views. Outputs are actions, which the caller carries out in order.
  *
- * A job is a row of parts. Each slot has a share of a part. A share takes as long as a disk does,
- * and steps go on meanwhile. Slots meet at tickets only. A slot whose share has ended asks for a
+ * A job is a row of parts. Each slot has a share of a part. A share takes as long as the disk, and
+ * steps continue meanwhile. Slots meet at tickets only. When its share has ended, a slot requests a
  * progress ticket. At each ticket of the job every slot makes a report, and gets the reports of
  * all. All slots see the same reports, and so all decide alike: wait, start the next part, undo,
  * or settle.
@@ -14,24 +14,25 @@
  *   Load     PREPARE ─▶ READ ─▶ TAKE ────────────────────────────────────────────▶ settle
  *
  *   PREPARE, COPY, CREATE or READ fails on some slot     ─▶ settle with the failure
- *   WRITE or COMMIT fails, or nobody waits after CREATE  ─▶ UNDO ─▶ settle with the failure
+ *   WRITE or COMMIT fails, or no caller after CREATE     ─▶ UNDO ─▶ settle with the failure
  *   the view ends                                        ─▶ orphan ─▶ [UNDO] ─▶ forget
  *
  * PREPARE, REMEMBER and TAKE happen inside a ticket, while no step runs; the other parts run
- * beside the engine. REMEMBER and TAKE change a slot's state, so a further ticket confirms that all
- * slots have done it: only then are old checkpoints removed, and only then is a Load answered.
+ * at the same time as steps. REMEMBER and TAKE change a slot's state, so a further ticket confirms
+ * that all slots have done it: only then are old checkpoints removed, and only then is a Load
+ * answered.
  *
- * Weight updates are blocked on all slots while some share reads the trainers. These are COPY, and,
- * of an Export or of a Save for which some slot has no room for a copy, CREATE and WRITE. Forward
- * and Backward go on. They are blocked and unblocked at tickets, the same ones on all slots.
+ * Weight updates are blocked on all slots while some share reads the trainers: in COPY, and in
+ * CREATE and WRITE of an Export, or of a Save when some slot has no room for a copy. Forward and
+ * Backward continue. Blocks begin and end at the same tickets on all slots.
  *
  * A caller may leave. Once every caller on every slot that was asked has left, the job is called
  * off: shares that run end soon, and the job settles with MOE_ABORTED. A commit that was not
  * stopped in time counts: the job settles well.
  *
- * The end of a view gives the job up. The share that still runs then is an orphan: no other job
- * begins on this slot, and with it in the group, until the orphan has ended and its files are
- * gone. While an orphan reads the trainers, nobody may replace or free them. */
+ * The end of a view gives the job up. A share that still runs is an orphan. No other job begins on
+ * this slot, and so in the group, until the orphan has ended and its files are gone. While an
+ * orphan reads the trainers, they must not be replaced or freed. */
 #ifndef MOE_TRAINING_JOB_MACHINE_H
 #define MOE_TRAINING_JOB_MACHINE_H
 
@@ -43,12 +44,12 @@ enum moe_job_kind { MOE_JOB_SAVE = 1, MOE_JOB_LOAD, MOE_JOB_EXPORT };
 
 enum moe_job_part {
     MOE_JOB_NONE,
-    MOE_JOB_PREPARE,  /* in the ticket, all slots: nothing is in the way */
+    MOE_JOB_PREPARE,  /* in the ticket, all slots: can the job begin */
     MOE_JOB_COPY,     /* all: trainers to host memory */
     MOE_JOB_CREATE,   /* lowest slot: the directory */
     MOE_JOB_WRITE,    /* all: this slot's files, from the copy or from the trainers */
-    MOE_JOB_COMMIT,   /* lowest: the checkpoint or adapter is there, whole */
-    MOE_JOB_REMEMBER, /* in the ticket, all: an action, no share; recovery goes to it from now on */
+    MOE_JOB_COMMIT,   /* lowest: makes the checkpoint or adapter visible, whole */
+    MOE_JOB_REMEMBER, /* in the ticket, all: an action, no share; recovery goes to it now */
     MOE_JOB_TIDY,     /* lowest: removes older checkpoints */
     MOE_JOB_READ,     /* all: checks this slot's files */
     MOE_JOB_TAKE,     /* in the ticket, all: the files' values into the trainers */
@@ -69,17 +70,17 @@ struct moe_job_description {
 struct moe_job_end {
     struct moe_status status;
     uint64_t bytes; /* WRITE: written */
-    bool found;     /* CREATE: this very Save had been written whole before, and not recorded; of */
-    uint64_t weights_version, steps; /* this state */
+    bool found; /* CREATE: this Save was written whole before, but not recorded; of this state */
+    uint64_t weights_version, steps;
 };
 
-/* What one slot tells all others at a ticket of the job; exchanged as it is. */
+/* The report of one slot at a ticket of the job. Slots exchange these bytes. */
 struct moe_job_report {
     uint32_t running, code, reason;
     uint16_t unwanted, found;
     uint64_t bytes;
     uint64_t weights_version, steps; /* with `found` */
-    uint64_t writer;                 /* the caller's own: not looked at here */
+    uint64_t writer;                 /* for the caller only */
     char text[184];
 };
 
@@ -89,14 +90,14 @@ enum moe_job_action_kind {
     MOE_JOB_CANCEL, /* the share that runs is to end soon */
     MOE_JOB_REQUEST_TICKET, /* ask for a progress ticket; again later where that is refused, as long
                     as moe_job_wants_ticket */
-    MOE_JOB_BLOCK,          /* from now on no ticket may come that updates weights ... */
-    MOE_JOB_UNBLOCK,        /* ... not any more: before the end of this ticket is reported */
+    MOE_JOB_BLOCK,          /* block weight updates ... */
+    MOE_JOB_UNBLOCK,        /* ... and unblock them, before the end of this ticket is reported */
     MOE_JOB_KEEP,     /* the checkpoint is whole, with `steps`: recovery goes to it from now on */
     MOE_JOB_RECORD,   /* the call is done: into the ledger, with `bytes`, `weights_version` and
                          `steps`; of a Load with the state that was taken */
     MOE_JOB_SETTLE,   /* all callers that wait are answered with `status` */
-    MOE_JOB_END_VIEW, /* this slot can no longer be like the others: `status` says why */
-    MOE_JOB_FORGET,   /* nothing of the job is left to do on this slot: its memory may go */
+    MOE_JOB_END_VIEW, /* this slot cannot be like the others any more, for the reason `status` */
+    MOE_JOB_FORGET,   /* the job has nothing left to do on this slot: free its memory */
 };
 
 struct moe_job_action {
@@ -122,8 +123,8 @@ struct moe_job {
     struct moe_job_description call;
     uint64_t asked; /* bit s: a caller asked slot s; the same on all slots */
     bool from_trainers;
-    bool called_off;           /* nobody waits; the same on all slots */
-    bool blocked;              /* what the last BLOCK or UNBLOCK said */
+    bool called_off;           /* all callers have left; the same on all slots */
+    bool blocked;              /* weight updates, by the last BLOCK or UNBLOCK */
     struct moe_status failure; /* why it is undone */
     uint64_t bytes;            /* by all slots */
     uint64_t weights_version, steps;
@@ -131,10 +132,10 @@ struct moe_job {
     /* This slot's share. */
     bool running;
     bool unwanted;          /* no caller waits at this slot */
-    bool unreported;        /* something has changed that no report has said yet */
+    bool unreported;        /* a change is in no report yet */
     struct moe_job_end end; /* once it does not run */
 
-    /* What is left of a job whose view ended. */
+    /* The remains of a job when its view has ended. */
     struct {
         enum moe_job_part part; /* that still runs; NONE = there is no orphan */
         uint64_t number;
@@ -161,17 +162,16 @@ void moe_job_on_begin(struct moe_job *j, const struct moe_job_description *descr
 /* The ticket of a call that joins the job. The reports follow in the same ticket, as in that of a
  * progress ticket. */
 void moe_job_on_join(struct moe_job *j, uint32_t origin);
-/* What this slot says at the ticket. */
+/* This slot's report at the ticket. */
 void moe_job_report(struct moe_job *j, struct moe_job_report *out);
-/* What all slots said at this ticket; entries of slots that are not live are not looked at. */
+/* The reports of all live slots at this ticket. */
 void moe_job_on_reports(struct moe_job *j, const struct moe_job_report all[MOE_MAX_SLOTS]);
 
 /* This slot's share of `part` of job `number` has ended. `end->status` of TIDY and UNDO does not
  * count. */
 void moe_job_on_part_ended(struct moe_job *j, uint64_t number, enum moe_job_part part,
                            const struct moe_job_end *end);
-/* No caller waits at this slot any more for the job of this call. False where it is not the job's.
- */
+/* The last caller at this slot has left the job of this call. False for another call. */
 bool moe_job_on_unwanted(struct moe_job *j, uint64_t id, const struct moe_content *content);
 
 /* ----------------------------------------------------------------- outputs */
@@ -186,28 +186,28 @@ enum moe_job_verdict {
     MOE_JOB_JOINS,   /* it is the call of the job, again */
     MOE_JOB_REUSED,  /* the id is the job's, the content is not */
 };
-/* What a call of the sequence of all sessions is to the job. Changes nothing. */
+/* How a call of the sequence of all sessions relates to the job. Changes nothing. */
 enum moe_job_verdict moe_job_judge(const struct moe_job *j, uint64_t id,
                                    const struct moe_content *content);
 /* A job is under way. */
 bool moe_job_is_active(const struct moe_job *j);
-/* None is: another may begin. */
+/* None is under way: another may begin. */
 bool moe_job_may_begin(const struct moe_job *j);
 /* No ticket that updates weights may come. */
 bool moe_job_blocks_weight_updates(const struct moe_job *j);
 /* No orphan reads the trainers: between views they may be replaced or freed. */
 bool moe_job_frees_trainers(const struct moe_job *j);
-/* Something is unreported, and a progress ticket would tell it. */
+/* A change waits for a progress ticket. */
 bool moe_job_wants_ticket(const struct moe_job *j);
 /* The part runs inside its ticket. */
 bool moe_job_is_in_ticket(enum moe_job_part part);
 const char *moe_job_part_name(enum moe_job_part part);
 
-/* A report that says no more than how something has ended. */
+/* A report with nothing but a status. */
 struct moe_job_report moe_job_report_of(const struct moe_status *status);
-/* What a group makes of the reports of a part that is over: the failure of the lowest slot that
- * failed, so that all slots say the same; `*bytes` of all. Lack of memory only where no slot has
- * another reason, for a copy less can help it. */
+/* The common end of a part, from the reports of all slots: the failure of the lowest slot that
+ * failed, so all slots have the same. Lack of memory counts only where no slot has another reason,
+ * because a job without a copy may help. `*bytes` is the sum. */
 struct moe_status moe_job_conclude(const struct moe_job_report *all, uint64_t live,
                                    uint64_t *bytes) MOE_CHECKED;
 

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A session's calls stand in an array ordered by id, so that the lowest is the one to forget. The
- * packed form is the sessions in the order in which they recorded last, which is all that
- * forgetting depends on. */
+/* A session has its calls in an array ordered by id: the first is the next to forget. The packed
+ * form has the sessions in the order of their last records, on which forgetting depends. */
 #include "training/ledger.h"
 
 #include "base/guard.h"
@@ -157,8 +156,7 @@ static void forget_session(struct moe_ledger *l, struct session *s)
     s->used = false;
 }
 
-/* A free place, or the place of the session that recorded least recently. The sequence "" is never
- * the one: its calls are few, and its place is one of many. */
+/* A free place, or the place of the session that recorded least recently. The session "" stays. */
 static struct session *make_room(struct moe_ledger *l)
 {
     struct session *oldest = NULL;
@@ -184,7 +182,7 @@ static struct session *add_session(struct moe_ledger *l, const char *name)
     return s;
 }
 
-/* Forgets the lowest of a full session's calls and the new one; false when that is the new one. */
+/* If the session is full, forgets its lowest call; false if that is the new one. */
 static bool make_place(struct session *s, uint64_t id)
 {
     if (id <= s->floor)
@@ -234,8 +232,8 @@ void moe_ledger_record(struct moe_ledger *l, const char *session,
 
 /* -------------------------------------------------------------------------- packing
  *
- * header, then each session's head and calls, oldest first, then the places of forgotten ids that
- * are not 0. */
+ * Header, then head and calls of each session, oldest first, then the places of forgotten ids
+ * other than 0. */
 
 enum { PACK_MAGIC = 0x314c6d6f };
 
@@ -313,7 +311,7 @@ void moe_ledger_pack(const struct moe_ledger *l, uint8_t *to)
             to = put(to, &(struct pack_place){i, l->forgotten[i]}, sizeof(struct pack_place));
 }
 
-/* What is left of the packed form. */
+/* The rest of the packed form. */
 struct cursor {
     const uint8_t *at;
     size_t left;

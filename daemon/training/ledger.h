@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a slot remembers of training calls, so that a repeat is recognised and nothing is ever run
- * twice. Every slot sees the same tickets in the same order and records the same calls, hence the
- * ledgers of a group are equal at every ticket, and so are their verdicts.
+/* The record of training calls on a slot: it recognises repeats, so no call runs twice. All slots
+ * see the same tickets in the same order and record the same calls. So the ledgers of a group are
+ * equal at every ticket, and so are their verdicts.
  *
  * Calls belong to sessions: Backward calls to the client's, all others to one sequence, the session
- * "". A session keeps its latest calls; of those that are forgotten it keeps the highest id, below
- * which nothing new is accepted. When there are too many sessions, the one that recorded least
- * recently is forgotten, and its highest id goes into a small table by the hash of its name:
- * another session that falls on the same place may be refused (ID_TOO_OLD) where it need not be,
- * but a forgotten call is never run again.
+ * "". A session keeps its latest calls, and the highest id that it has forgotten; new ids must be
+ * higher. When there are too many sessions, the one that recorded least recently is forgotten. Its
+ * highest id goes into a small table by the hash of its name. Another session at the same place may
+ * be refused without need (ID_TOO_OLD), but a forgotten call never runs again.
  *
  * Pure: no clock, no lock, no memory after create. */
 #ifndef MOE_TRAINING_LEDGER_H
@@ -72,10 +71,10 @@ struct moe_status moe_ledger_create(struct moe_ledger **out) MOE_CHECKED;
 void moe_ledger_destroy(struct moe_ledger *l);
 struct moe_status moe_ledger_copy(const struct moe_ledger *from,
                                   struct moe_ledger **out) MOE_CHECKED;
-/* Everything is forgotten, the forgotten included. */
+/* As after create. */
 void moe_ledger_reset(struct moe_ledger *l);
 
-/* What a call would be. Changes nothing. On REPEAT `*call`, if asked for, is what was recorded;
+/* The verdict on a call. Changes nothing. On REPEAT `*call`, if asked for, is what was recorded;
  * valid until the next change. */
 enum moe_ledger_verdict moe_ledger_look(const struct moe_ledger *l, const char *session,
                                         uint64_t id, const struct moe_content *content,
@@ -83,23 +82,23 @@ enum moe_ledger_verdict moe_ledger_look(const struct moe_ledger *l, const char *
 /* The call recorded under an id, whatever its content; NULL when there is none. */
 const struct moe_ledger_call *moe_ledger_find(const struct moe_ledger *l, const char *session,
                                               uint64_t id);
-/* Records a call that was NEW, or, after unpack, takes the place of one of the same id. Names are
- * at most MOE_TRAINING_NAME_MAX characters. */
+/* Records a call that was NEW, or, after unpack, replaces the one with the same id. Names have at
+ * most MOE_TRAINING_NAME_MAX characters. */
 void moe_ledger_record(struct moe_ledger *l, const char *session,
                        const struct moe_ledger_call *call);
 
 /* Calls recorded since the beginning or the last reset or unpack, and a hash over all of them in
- * order: equal exactly when two slots have seen the same. */
+ * order: equal exactly when two slots have recorded the same. */
 uint64_t moe_ledger_count(const struct moe_ledger *l);
 uint64_t moe_ledger_hash(const struct moe_ledger *l);
 /* The highest id of a session, 0 = none known. */
 uint64_t moe_ledger_highest(const struct moe_ledger *l, const char *session);
 
-/* For checkpoints. The packed form is for machines of one byte order and is checked completely when
- * it is read. */
+/* For checkpoints. The packed form is for machines of one byte order. Unpack checks it
+ * completely. */
 size_t moe_ledger_packed_size(const struct moe_ledger *l);
 void moe_ledger_pack(const struct moe_ledger *l, uint8_t *to); /* packed_size bytes */
-/* Replaces everything. Errors: MOE_DATA_LOSS/MALFORMED; nothing is changed then. */
+/* Replaces everything. Errors: MOE_DATA_LOSS/MALFORMED, without effect. */
 struct moe_status moe_ledger_unpack(struct moe_ledger *l, const uint8_t *from,
                                     size_t bytes) MOE_CHECKED;
 

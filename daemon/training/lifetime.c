@@ -20,7 +20,6 @@ static uint64_t hash_config(const struct moe_trainer_config *c)
     return hash[0] | 1; /* 0 is no training */
 }
 
-/* Without training in the backend, or with adapters that do not fit, nothing can begin. */
 static struct moe_status check_config(const struct moe_train_config *c)
 {
     const struct moe_trainer_config *trainer = &c->trainer;
@@ -141,7 +140,7 @@ bool moe_train_attached(const struct moe_train *t)
     return t->trainers[0] != NULL;
 }
 
-/* Anything has happened since the model was loaded. */
+/* The state is not that of the model as loaded. */
 static bool is_touched(const struct moe_train *t) MOE_REQUIRES(t->lock)
 {
     return t->weights_version != 1 || moe_ledger_count(t->ledger) != 0;
@@ -178,7 +177,7 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
     out->activation_bytes = moe_activations_bytes(t->activations);
     out->activation_bytes_limit = moe_activations_limit(t->activations);
     out->retained_bytes = moe_pass_store_bytes(t->passes);
-    out->saved_bytes_limit = moe_pass_store_budget(t->passes);
+    out->retained_bytes_limit = moe_pass_store_budget(t->passes);
 }
 
 const struct moe_train_config *moe_train_configured(const struct moe_train *t)

@@ -23,11 +23,11 @@ static struct moe_status add_checkpoints(struct moe_metrics *m, const char *kind
 {
     const struct moe_metric_desc seconds = {
         .name = "moe_train_checkpoint_seconds",
-        .help = "Time from a Save's or Load's turn to its end, of those that ended well.",
+        .help = "Time from a Save's or Load's ticket to its end, of those that ended well.",
         .labels = {{"kind", kind}}};
     const struct moe_metric_desc failures = {
         .name = "moe_train_checkpoint_failures_total",
-        .help = "Saves and Loads that had their turn and did not end well, those "
+        .help = "Saves and Loads that began and did not end well, those "
                 "called off included.",
         .labels = {{"kind", kind}}};
     MOE_TRY(moe_metrics_add_histogram(m, &seconds, checkpoint_bounds,
@@ -173,7 +173,7 @@ void moe_train__log_stepped(struct moe_train *t, uint64_t id, uint64_t begun_ns,
     t->skips++;
     uint64_t now = moe_clock_ns();
     if (t->skip_logged_ns != 0 && now - t->skip_logged_ns < SKIP_PAUSE_S * MOE_NS_PER_S)
-        return; /* gradients that are never finite would fill the disk */
+        return; /* else gradients that are never finite fill the disk */
     t->skip_logged_ns = now;
     moe_log_warn("optimizer step %" PRIu64 " was skipped: a gradient was not finite (%" PRIu64
                  " skipped since this worker started)",

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the slots of a forming group make of their digests; see training/recovery.h. */
+/* The choice of a common state, from the digests of all slots; see training/recovery.h. */
 #include "training/recovery.h"
 
 #include <string.h>
@@ -11,8 +11,8 @@ static bool same_state(const struct moe_train_digest *a, const struct moe_train_
            b->inconsistent == 0;
 }
 
-/* Who knows more of the latest lineage knows the latest checkpoint. Of two that know the same
- * calls, one may have taken note of a checkpoint that the other has not: a view can end between. */
+/* The slot with most calls of the latest lineage knows the latest checkpoint. Of two with the same
+ * calls, only one may have noted a checkpoint: a view can end between. */
 static bool knows_more(const struct moe_train_digest *a, const struct moe_train_digest *b)
 {
     if (a->lineage != b->lineage)
@@ -59,7 +59,7 @@ struct moe_status moe_train_choose_recovery(const struct moe_train_digest *diges
             best = digest;
         if (digest->has_target != 0 && named != NULL && strcmp(digest->target, named->target) != 0)
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
-                             "workers were told to recover from %s and from %s",
+                             "workers got different recovery targets: %s and %s",
                              moe_train_recovery_name(named->target),
                              moe_train_recovery_name(digest->target));
         named = digest->has_target != 0 ? digest : named;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The rows of training/requests.h, and what the fields of each message may be. */
+/* The rows of training/requests.h, and the valid values of all fields. */
 #include "training/requests.h"
 
 #include "moe/v1/training.pb-c.h"
@@ -20,7 +20,7 @@ static struct moe_status begin_call(struct moe_train_call *call, uint64_t step_i
                                      "begins with no dot");
     if (session[0] != '\0')
         moe_content_mix(call->content.tensor_hash, session, strlen(session));
-    /* The upper half would leave no id to those who take the next one. */
+    /* Higher ids would leave none for the next calls. */
     return step_id != 0 && step_id <= INT64_MAX
                ? moe_ok()
                : invalid(VALUE_INVALID, "step_id must be from 1 to 2^63 - 1");
@@ -35,31 +35,33 @@ static struct moe_status take_name(struct moe_train_call *call, const char *name
     return moe_ok();
 }
 
-/* Within [low, high), and a number. */
-static struct moe_status check_range(const char *what, double value, double low, double high)
-{
-    if (value >= low && value < high)
-        return moe_ok();
-    return invalid(VALUE_INVALID, "%s is not a number from %g to below %g", what, low, high);
-}
-
 static struct moe_status check_optimizer(const struct moe_optimizer_args *o)
 {
     const double most = 1e30;
-    MOE_TRY(check_range("learning_rate", o->learning_rate, 0, most));
-    MOE_TRY(check_range("weight_decay", o->weight_decay, 0, most));
-    MOE_TRY(check_range("beta1", o->beta1, 0, 1));
-    MOE_TRY(check_range("beta2", o->beta2, 0, 1));
-    MOE_TRY(check_range("epsilon", o->epsilon, 0, most));
+    const struct {
+        const char *name;
+        double value, low, high;
+    } fields[] = {
+        {"learning_rate", o->learning_rate, 0, most},
+        {"weight_decay", o->weight_decay, 0, most},
+        {"beta1", o->beta1, 0, 1},
+        {"beta2", o->beta2, 0, 1},
+        {"epsilon", o->epsilon, 0, most},
+        {"momentum", o->momentum, 0, 1},
+        {"max_grad_norm", o->max_grad_norm, 0, most},
+        {"grad_scale", o->grad_scale, -most, most},
+        {"balance_rate", o->balance_rate, 0, most},
+    };
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (!(fields[i].value >= fields[i].low && fields[i].value < fields[i].high))
+            return invalid(VALUE_INVALID, "%s is not a number from %g to below %g", fields[i].name,
+                           fields[i].low, fields[i].high);
     if (o->epsilon == 0)
         return invalid(VALUE_INVALID, "epsilon must be above 0: a parameter that never had a "
                                       "gradient would become 0 / 0");
-    MOE_TRY(check_range("momentum", o->momentum, 0, 1));
-    MOE_TRY(check_range("max_grad_norm", o->max_grad_norm, 0, most));
-    MOE_TRY(check_range("grad_scale", o->grad_scale, -most, most));
-    if (o->grad_scale == 0)
-        return invalid(VALUE_INVALID, "grad_scale must not be 0: ZeroGrad forgets gradients");
-    return check_range("balance_rate", o->balance_rate, 0, most);
+    return o->grad_scale != 0
+               ? moe_ok()
+               : invalid(VALUE_INVALID, "grad_scale must not be 0: ZeroGrad forgets gradients");
 }
 
 /* ---------------------------------------------------------------------------- rows */
@@ -149,7 +151,7 @@ static const struct row rows[MOE_STEP_KINDS] = {
     [MOE_STEP_EXPORT] = {&moe__v1__export_adapter_request__descriptor, read_export, NULL},
 };
 
-/* Everything that says what the call is to do; not what it presumes. */
+/* Everything that the call is to do, without its conditions. */
 static void hash_change(struct moe_train_call *c)
 {
     const struct moe_optimizer_args *o = &c->optimizer;

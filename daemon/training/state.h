@@ -3,7 +3,7 @@
  *
  *   lifetime.c   agreement.c   execution.c     create, destroy; how a view forms; tickets
  *                                judge.c       is a call new, a repeat, or refused
- *                job.c                         Save, Load and Export beside the engine
+ *                job.c                         Save, Load and Export, and their threads
  *                parts.c                       what a part of them does
  *                metrics.c, state.c            series; elementary changes of the state */
 #ifndef MOE_TRAINING_STATE_H

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Training on this slot: the trainers of its layers, the lineage and version of the weights, and
- * the record of calls. Owns what training has beyond serving, and decides what a ticket of training
- * does; when tickets come, and what a client is told, is decided elsewhere.
+ * the record of calls. Decides the effect of a ticket of training. The sequencer decides when
+ * tickets come, and the service writes the answers to clients.
  *
- * One idea carries everything: tickets come in one order on all slots, so state that changes at
- * tickets only, by rules that look at nothing but the ticket and the state, is the same on all
- * slots at every ticket. What is different (tensors, answers, saved passes) belongs to the slot
- * that was asked and never decides anything that others have to know.
+ * The one idea: tickets come in one order on all slots. State changes at tickets only, by rules
+ * that depend on the ticket and the state alone. So the state is the same on all slots at every
+ * ticket. Tensors, answers and retained passes belong to the called slot, and decide nothing that
+ * other slots have to know.
  *
- * Threads: what a ticket does runs on the engine's thread; attaching, agreeing and restarting while
- * no view is in force; the rest is safe from any thread. */
+ * Threads: tickets run on the engine's thread. Attach, agreement and restart happen while no view
+ * is in force. All other functions are safe from any thread. */
 #ifndef MOE_TRAINING_TRAINING_H
 #define MOE_TRAINING_TRAINING_H
 
@@ -35,16 +35,16 @@ struct moe_train_config {
     const struct moe_model *model;
     const struct moe_layer_spec *const *specs; /* [layer_count], ascending; borrowed */
     size_t layer_count;
-    struct moe_trainer_config trainer; /* `frozen`: what never learns */
-    uint64_t retained_bytes;           /* budget of saved passes, and of kept answers, each */
-    uint64_t saved_device_bytes; /* of the device, for what saving forward steps leave there; 0 =
-                                    nothing is kept there */
-    uint64_t retained_ns;        /* how long any of these is kept */
-    const char *directory;       /* root of checkpoints; NULL = none */
-    struct moe_metrics *metrics; /* NULL = none */
+    struct moe_trainer_config trainer; /* `frozen`: parameters that never learn */
+    uint64_t retained_bytes;           /* budget of retained passes, and of cached answers, each */
+    uint64_t saved_device_bytes;       /* device memory for activations of retained forward steps;
+                                          0 = none */
+    uint64_t retained_ns;              /* life of each of these */
+    const char *directory;             /* root of checkpoints; NULL = none */
+    struct moe_metrics *metrics;       /* NULL = none */
 };
 
-/* Refuses what cannot work: LoRA with a rank above a matrix, a backend that cannot train. */
+/* Errors: CONFIG_INVALID for a LoRA rank above a matrix, or a backend that cannot train. */
 struct moe_status moe_train_create(const struct moe_train_config *config,
                                    struct moe_train **out) MOE_CHECKED;
 /* After the engine, the service and the rpc server. NULL is ignored. */
@@ -55,10 +55,10 @@ void moe_train_destroy(struct moe_train *t);
 /* Makes a trainer for each layer; `layers` and `placements` ([layer_count]) live until detach. */
 struct moe_status moe_train_attach(struct moe_train *t, struct moe_layer *const *layers,
                                    const struct moe_placement *placements) MOE_CHECKED;
-/* Frees the trainers, before their layers go. What was learnt is lost, and remembered as lost. */
+/* Frees the trainers, before their layers. Learnt weights are lost: the state is inconsistent. */
 void moe_train_detach(struct moe_train *t);
 bool moe_train_attached(const struct moe_train *t);
-/* Bytes that the trainers of layers like these will take; for a check before memory is taken. */
+/* Bytes that the trainers of such layers will take; for a check in advance. */
 struct moe_status moe_train_bytes(const struct moe_train *t, struct moe_layer *const *layers,
                                   uint64_t *bytes) MOE_CHECKED;
 
@@ -66,35 +66,35 @@ struct moe_status moe_train_bytes(const struct moe_train *t, struct moe_layer *c
 
 /* `t` may be NULL: no training. */
 void moe_train_read_digest(struct moe_train *t, struct moe_train_digest *out);
-/* [any thread] In place of the last checkpoint, the next time that the group has to go back; "" =
- * the model as loaded. Forgotten as soon as a view is agreed on. */
+/* [any thread] The next recovery goes to this checkpoint, not to the last one; "" = the model as
+ * loaded. The target is dropped when a view is in force. */
 void moe_train_set_recovery_target(struct moe_train *t, const char *checkpoint);
-/* Why the group did not go on, where that was found elsewhere. */
+/* Why the group does not continue, for a reason found outside this room. */
 void moe_train_note_problem(struct moe_train *t, const char *why);
-/* Takes the decision. For a restart the layers are those of the model as loaded, and attached; then
- * this reads the checkpoint and its part of the state. After a failure the state counts as torn. */
-struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_recovery *d,
+/* Takes the chosen state. For a restart the layers are those of the model as loaded, and attached;
+ * then this reads the checkpoint. After a failure the state is inconsistent. */
+struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_recovery *r,
                                   uint32_t slot, uint32_t slots, uint64_t live) MOE_CHECKED;
-/* The view that was agreed on is in force: says in the log that training went back, if it did. */
+/* The view is in force. If training went back, the log says so. */
 void moe_train_in_force(struct moe_train *t);
 
 /* -------------------------------------------------------------------------- calls */
 
 enum { MOE_TRAINING_REQUEST_MAX = 320 };
 
-/* What a training call is for all slots: TrainingBody, checked. */
+/* A training call as all slots see it: TrainingBody, checked. */
 struct moe_train_call {
     enum moe_step_kind kind;
-    char session[MOE_TRAINING_NAME_MAX + 1]; /* "" but for Backward, and Forward to be saved */
+    char session[MOE_TRAINING_NAME_MAX + 1]; /* of Backward and retained Forward; else "" */
     uint64_t id;
     struct moe_content content;
     uint64_t lineage, weights_version; /* 0 = any */
     float aux_coeff;
     bool input_only;
-    /* Backward: the step, in the session of this epoch, that was saved of the same batch; 0 = none.
-     * Of other epochs nothing is left. */
+    /* Backward: the retained forward step of the same batch, by ticket and epoch; 0 = none. Other
+     * epochs have left nothing. */
     uint64_t retained, retained_epoch;
-    /* Of kinds without tensors: the client's message, which all below is read from. */
+    /* Kinds without tensors: the client's message, and below its fields. */
     uint32_t request_length;
     uint8_t request[MOE_TRAINING_REQUEST_MAX];
     struct moe_optimizer_args optimizer; /* all but `number` */
@@ -107,13 +107,13 @@ struct moe_train_call {
     bool is_progress; /* no client waits: all slots report on the job of this id */
 };
 
-/* Folds `bytes` of `data` into a content hash, 16 bytes wide; {0, 0} at first. It tells different
- * contents apart; it does not withstand somebody who looks for two that collide. */
+/* Folds `bytes` of `data` into a content hash of 16 bytes; {0, 0} at first. Not cryptographic: an
+ * attacker can find collisions. */
 void moe_content_mix(uint64_t hash[2], const void *data, size_t bytes);
 
 void moe_train_call_pack(const struct moe_train_call *call, uint8_t body[MOE_TRAINING_BODY_MAX],
                          uint32_t *length);
-/* Of a ticket, which came from another process. Errors: MOE_INTERNAL/MALFORMED. */
+/* The ticket came from another process. Errors: MOE_INTERNAL/MALFORMED. */
 struct moe_status moe_train_call_read(const struct moe_ticket *ticket,
                                       struct moe_train_call *out) MOE_CHECKED;
 
@@ -123,8 +123,7 @@ struct moe_train_answer {
     bool repeated;
     uint32_t recorded_at;                  /* slot, with RECORDED_ELSEWHERE */
     struct moe_checkpoint_removed removed; /* of a Save, as it ends */
-    struct moe_pass_record
-        *record; /* of a repeated Backward: the cached answer, with a reference */
+    struct moe_pass_record *record; /* repeated Backward: the cached answer, with a reference */
 };
 
 /* [any thread] The answer to a call that has been run, if it is known here without a ticket; false
@@ -140,19 +139,19 @@ struct moe_status moe_train_recall_header(struct moe_train *t, const struct moe_
 
 struct moe_train_state {
     uint64_t lineage, weights_version, steps, last_step_id, state_bytes, retained_bytes,
-        saved_bytes_limit, activation_bytes, activation_bytes_limit;
+        retained_bytes_limit, activation_bytes, activation_bytes_limit;
     uint64_t unsaved; /* steps since the state of `checkpoint`, or since the model was loaded */
     uint32_t backwards, frozen;
     char checkpoint[MOE_TRAINING_NAME_MAX + 1];
-    enum moe_step_kind job; /* MOE_STEP_SAVE or MOE_STEP_LOAD while one is under way; 0 = none */
+    enum moe_step_kind job; /* kind of the job under way; 0 = none */
     char job_name[MOE_TRAINING_NAME_MAX + 1];
-    char problem[MOE_STATUS_TEXT];       /* of going back; "" = none */
-    uint64_t job_bytes, job_bytes_total; /* of this slot's part: written or checked; total 0 = not
-                                            known */
+    char problem[MOE_STATUS_TEXT];       /* why the group cannot go back; "" = none */
+    uint64_t job_bytes, job_bytes_total; /* of this slot: written or checked; total 0 =
+                                            not known */
 };
 void moe_train_read_state(struct moe_train *t, struct moe_train_state *out);
 const struct moe_train_config *moe_train_configured(const struct moe_train *t);
-/* Saved forward passes, answers of Backward, and what devices keep. */
+/* Retained forward passes, answers of Backward, and activations on the device. */
 struct moe_pass_store *moe_train_passes(struct moe_train *t);
 struct moe_pass_store *moe_train_answers(struct moe_train *t);
 struct moe_activations *moe_train_activations(struct moe_train *t);

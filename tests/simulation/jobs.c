@@ -62,7 +62,7 @@ static void check_called_off(struct world *w, const struct slot *s, const struct
 {
     for (uint32_t i = 0; i < w->slot_count; i++)
         check(w, (s->job.asked >> i & 1) == 0 || !all[i].waited,
-              "a job is called off when nobody waits for it");
+              "a job is called off when no caller waits for it");
 }
 
 void end_job_execution(struct world *w, struct slot *s, struct execution *t)

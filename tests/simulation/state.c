@@ -130,7 +130,7 @@ static struct moe_status io_error(const char *what)
     return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "%s", what);
 }
 
-/* Whose share it is: the job that is under way, or the orphan's. */
+/* The owner of the share: the job that is under way, or the orphan. */
 struct owner {
     const struct op *op;
     uint16_t number;

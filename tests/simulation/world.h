@@ -198,7 +198,7 @@ struct slot {
 
     struct call *waiting[WAITING_MAX + PROGRESS_MAX]; /* training calls without a ticket */
     size_t waiting_count, progress_count;
-    struct call *pending[CALLS_MAX]; /* whose job is under way */
+    struct call *pending[CALLS_MAX]; /* callers of the job under way */
     size_t pending_count;
     uint64_t last_number, last_seq;
     uint64_t last_ordered[SLOTS_MAX]; /* numbers of calls that pass no other, by origin */
