@@ -7,25 +7,24 @@
 #include "base/clock.h"
 
 #include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 enum { ENDPOINT_BYTES = 256 };
 
 struct training_kind {
-    const char *name;
+    const char *path;
     enum moe_service_rpc rpc;
     enum moe_step_kind step;
 };
 
 static const struct training_kind kinds[MOE_TRAINING_CALLS] = {
-    {"Backward", MOE_SERVICE_BACKWARD, MOE_STEP_BACKWARD},
-    {"OptimizerStep", MOE_SERVICE_OPTIMIZER_STEP, MOE_STEP_OPTIMIZER},
-    {"ZeroGrad", MOE_SERVICE_ZERO_GRAD, MOE_STEP_ZERO_GRAD},
-    {"SetFrozen", MOE_SERVICE_SET_FROZEN, MOE_STEP_SET_FROZEN},
-    {"SaveCheckpoint", MOE_SERVICE_SAVE_CHECKPOINT, MOE_STEP_SAVE},
-    {"LoadCheckpoint", MOE_SERVICE_LOAD_CHECKPOINT, MOE_STEP_LOAD},
-    {"ExportAdapter", MOE_SERVICE_EXPORT_ADAPTER, MOE_STEP_EXPORT},
+    {"/moe.v1.TrainingService/Backward", MOE_SERVICE_BACKWARD, MOE_STEP_BACKWARD},
+    {"/moe.v1.TrainingService/OptimizerStep", MOE_SERVICE_OPTIMIZER_STEP, MOE_STEP_OPTIMIZER},
+    {"/moe.v1.TrainingService/ZeroGrad", MOE_SERVICE_ZERO_GRAD, MOE_STEP_ZERO_GRAD},
+    {"/moe.v1.TrainingService/SetFrozen", MOE_SERVICE_SET_FROZEN, MOE_STEP_SET_FROZEN},
+    {"/moe.v1.TrainingService/SaveCheckpoint", MOE_SERVICE_SAVE_CHECKPOINT, MOE_STEP_SAVE},
+    {"/moe.v1.TrainingService/LoadCheckpoint", MOE_SERVICE_LOAD_CHECKPOINT, MOE_STEP_LOAD},
+    {"/moe.v1.TrainingService/ExportAdapter", MOE_SERVICE_EXPORT_ADAPTER, MOE_STEP_EXPORT},
 };
 
 struct pending_call {
@@ -234,16 +233,13 @@ void moe_training_service__calls(struct moe_training_service *s,
                                  struct moe_rpc_method out[MOE_TRAINING_CALLS])
 {
     for (size_t i = 0; i < MOE_TRAINING_CALLS; i++) {
-        struct moe_training_method *m = &s->methods[i];
-        m->service = s;
-        m->kind = &kinds[i];
-        (void)snprintf(m->path, sizeof m->path, "/moe.v1.TrainingService/%s", kinds[i].name);
-        out[i] = (struct moe_rpc_method){.path = m->path,
+        s->methods[i] = (struct moe_training_method){s, &kinds[i]};
+        out[i] = (struct moe_rpc_method){.path = kinds[i].path,
                                          .kind = MOE_RPC_UNARY,
                                          .large = kinds[i].step == MOE_STEP_BACKWARD,
                                          .message = on_message,
                                          .cancelled = on_cancelled,
                                          .done = on_done,
-                                         .ctx = m};
+                                         .ctx = &s->methods[i]};
     }
 }

@@ -12,11 +12,10 @@
 #include <pthread.h>
 
 /* Methods with an id (training_calls.c). */
-enum { MOE_TRAINING_CALLS = 7, MOE_TRAINING_PATH = 64 };
+enum { MOE_TRAINING_CALLS = 7 };
 struct moe_training_method {
     struct moe_training_service *service;
     const struct training_kind *kind;
-    char path[MOE_TRAINING_PATH];
 };
 
 struct moe_training_service {

@@ -16,11 +16,6 @@ static void open_calls(void *ctx, moe_call_request_fn request, void *engine)
     t->engine = engine;
 }
 
-static void close_calls(void *ctx)
-{
-    moe_train__end_jobs(ctx);
-}
-
 static uint32_t own_slot(void *ctx)
 {
     struct moe_train *t = ctx;
@@ -46,12 +41,6 @@ static bool blocks_weight_updates(void *ctx)
     bool blocks = moe_job_blocks_weight_updates(&t->machine);
     moe_mutex_unlock(&t->lock);
     return blocks;
-}
-
-static bool is_unwanted(void *ctx, enum moe_step_kind kind, uint64_t id,
-                        struct moe_call_descriptor *descriptor)
-{
-    return moe_train__is_unwanted(ctx, kind, id, descriptor);
 }
 
 static struct moe_status read_descriptor(const struct moe_ticket *ticket, struct moe_call_exec *x)
@@ -137,8 +126,7 @@ static struct moe_status step_optimizer(struct moe_train *t, struct moe_session 
 
 static struct moe_status zero_gradients(struct moe_train *t, struct moe_ledger_outcome *o)
 {
-    for (size_t i = 0; i < t->config.layer_count; i++)
-        MOE_TRY(t->config.backend->training->zero_grad(t->trainers[i]));
+    MOE_TRY(moe_train__zero_grad(t));
     moe_mutex_lock(&t->lock);
     o->backwards = t->backwards;
     t->backwards = 0;
@@ -146,16 +134,9 @@ static struct moe_status zero_gradients(struct moe_train *t, struct moe_ledger_o
     return moe_ok();
 }
 
-static struct moe_status freeze_trainers(struct moe_train *t, uint32_t frozen)
-{
-    for (size_t i = 0; i < t->config.layer_count; i++)
-        MOE_TRY(t->config.backend->training->set_frozen(t->trainers[i], frozen));
-    return moe_ok();
-}
-
 static struct moe_status set_frozen(struct moe_train *t, uint32_t frozen)
 {
-    MOE_TRY(freeze_trainers(t, frozen));
+    MOE_TRY(moe_train__set_frozen(t, frozen));
     moe_mutex_lock(&t->lock);
     t->frozen = frozen;
     moe_mutex_unlock(&t->lock);
@@ -169,7 +150,7 @@ static struct moe_status merge(struct moe_train *t)
     moe_train__end_copying(t);
     moe_train__drop_trainers(t);
     MOE_TRY(moe_train__make_trainers(t));
-    MOE_TRY(freeze_trainers(t, t->frozen));
+    MOE_TRY(moe_train__set_frozen(t, t->frozen));
     moe_mutex_lock(&t->lock);
     t->steps = 0;
     moe_mutex_unlock(&t->lock);
@@ -441,7 +422,7 @@ static void end_view(void *ctx)
 const struct moe_call_ops moe_train_call_ops = {
     .exec_bytes = sizeof(struct moe_call_exec),
     .open = open_calls,
-    .close = close_calls,
+    .close = moe_train__end_jobs,
     .slot = own_slot,
     .weights_version = weights_version,
     .id_of = id_of,
@@ -453,7 +434,7 @@ const struct moe_call_ops moe_train_call_ops = {
     .abandon = abandon,
     .answer = answer,
     .blocks_weight_updates = blocks_weight_updates,
-    .is_unwanted = is_unwanted,
+    .is_unwanted = moe_train__is_unwanted,
     .retained = retained,
     .next_expiry = next_expiry,
     .expire = expire,

@@ -408,9 +408,10 @@ void moe_train__read_job(const struct moe_train *t, struct moe_train_state *out)
     out->job_bytes_total = j->total;
 }
 
-bool moe_train__is_unwanted(struct moe_train *t, enum moe_step_kind kind, uint64_t id,
+bool moe_train__is_unwanted(void *train, enum moe_step_kind kind, uint64_t id,
                             struct moe_call_descriptor *descriptor)
 {
+    struct moe_train *t = train;
     struct actions requests; /* the caller makes them */
     moe_mutex_lock(&t->lock);
     struct moe_train_job *j = t->job;
@@ -457,8 +458,8 @@ void moe_train__end_copying(struct moe_train *t)
         free_orphan(t, true);
 }
 
-void moe_train__end_jobs(struct moe_train *t)
+void moe_train__end_jobs(void *train)
 {
-    moe_train__give_up_job(t);
-    free_orphan(t, true);
+    moe_train__give_up_job(train);
+    free_orphan(train, true);
 }

@@ -127,10 +127,8 @@ static struct moe_status take_tensors(struct moe_train *t,
 {
     MOE_TRY(moe_checkpoint_load_take(context, name));
     uint32_t frozen = state->frozen | t->config.trainer.frozen;
-    for (size_t i = 0; i < t->config.layer_count; i++) {
-        MOE_TRY(t->config.backend->training->zero_grad(t->trainers[i]));
-        MOE_TRY(t->config.backend->training->set_frozen(t->trainers[i], frozen));
-    }
+    MOE_TRY(moe_train__zero_grad(t));
+    MOE_TRY(moe_train__set_frozen(t, frozen));
     moe_mutex_lock(&t->lock);
     struct moe_status st = moe_ledger_unpack(t->ledger, state->records, state->record_bytes);
     t->steps = state->steps;

@@ -40,6 +40,20 @@ struct moe_trainer *moe_train__find_trainer(const struct moe_train *t, uint32_t 
     return NULL;
 }
 
+struct moe_status moe_train__zero_grad(struct moe_train *t)
+{
+    for (size_t i = 0; i < t->config.layer_count; i++)
+        MOE_TRY(t->config.backend->training->zero_grad(t->trainers[i]));
+    return moe_ok();
+}
+
+struct moe_status moe_train__set_frozen(struct moe_train *t, uint32_t frozen)
+{
+    for (size_t i = 0; i < t->config.layer_count; i++)
+        MOE_TRY(t->config.backend->training->set_frozen(t->trainers[i], frozen));
+    return moe_ok();
+}
+
 void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t version)
 {
     t->lineage = lineage;

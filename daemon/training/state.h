@@ -100,6 +100,9 @@ struct moe_status moe_train__make_trainers(struct moe_train *t) MOE_CHECKED;
 void moe_train__drop_trainers(struct moe_train *t);
 /* The layer's, or NULL. */
 struct moe_trainer *moe_train__find_trainer(const struct moe_train *t, uint32_t layer);
+/* Of all trainers. After a failure they are undefined. */
+struct moe_status moe_train__zero_grad(struct moe_train *t) MOE_CHECKED;
+struct moe_status moe_train__set_frozen(struct moe_train *t, uint32_t frozen) MOE_CHECKED;
 /* A new state under a new lineage: earlier retained passes and answers mean nothing. */
 void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t version)
     MOE_REQUIRES(t->lock);
@@ -141,14 +144,14 @@ const struct moe_train_call *moe_train__job_call(const struct moe_train *t, uint
 void moe_train__read_job(const struct moe_train *t, struct moe_train_state *out)
     MOE_REQUIRES(t->lock);
 /* See moe_call_ops.is_unwanted. */
-bool moe_train__is_unwanted(struct moe_train *t, enum moe_step_kind kind, uint64_t id,
+bool moe_train__is_unwanted(void *train, enum moe_step_kind kind, uint64_t id,
                             struct moe_call_descriptor *descriptor);
 /* [engine's thread] The view is over. Does not wait. */
 void moe_train__give_up_job(struct moe_train *t);
 /* No view is in force. Waits until no orphan reads the trainers: at most one tensor's time. */
 void moe_train__end_copying(struct moe_train *t);
 /* No ticket comes: gives up the job and waits for its thread. */
-void moe_train__end_jobs(struct moe_train *t);
+void moe_train__end_jobs(void *train);
 
 /* ------------------------------------------------------------------------ judge.c */
 
