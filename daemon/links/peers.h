@@ -81,7 +81,7 @@ void moe_peers_announce(struct moe_peers *p, uint32_t layer, enum moe_step_kind 
 /* The same for moe_engine_config.announce_training. */
 void moe_peers_announce_training(struct moe_peers *p, const struct moe_ticket *call,
                                  uint32_t tokens);
-/* For moe_engine_config.hold. */
+/* For moe_engine_config.block_weight_updates. */
 void moe_peers_block_weight_updates(struct moe_peers *p, bool block);
 /* For moe_engine_config.finished: any thread, in order of seq; may call `run`. */
 void moe_peers_finished(struct moe_peers *p, const struct moe_ticket *ticket,
