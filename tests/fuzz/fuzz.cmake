@@ -3,7 +3,7 @@ include_guard()
 
 # One fuzz target = one ctest test that mutates its seeds a fixed number of times (driver.c); with
 # -DMOE_FUZZ=ON (clang) the same source becomes a libFuzzer program.
-# At night another sequence of a hundred times as many mutations runs.
+# At night another sequence with 100 times as many mutations runs.
 #   moe_fuzz(NAME SOURCES a.c ... USES rooms ... [SEEDS files ...] [MUTATIONS n] [TIMEOUT s])
 function(moe_fuzz name)
   cmake_parse_arguments(FUZZ "" "MUTATIONS;TIMEOUT" "SOURCES;USES;SEEDS" ${ARGN})

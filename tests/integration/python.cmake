@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# The Python package against fake workers and training ones, the installed libmoeclient, and
+# The Python package against fake and training workers, the installed libmoeclient, and
 # moectl's command line.
 moe_integration_test(python)
 moe_integration_test(libmoeclient)
