@@ -168,7 +168,7 @@ int main(int argc, char **argv)
         b.used_activations)
         return 3;
     fwrite(dx, 4, count, stdout);
-    struct moe_client_forward large = f; /* a step of its own, for whose Backward more is kept */
+    struct moe_client_forward large = f; /* in a separate step; the worker retains gate and up */
     large.tokens = 256;
     large.retain_micro_batch_id = 2;
     require(moe_client_forward(c[0], &large));

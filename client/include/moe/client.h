@@ -93,8 +93,8 @@ struct moe_client_stages {
 };
 
 /* One forward pass. The caller owns all memory and keeps it until the call is finished. After a
- * failure the contents of the answer's memory are undefined. A call whose time is over finishes as
- * soon as the transport has released x. That can be later, if the server does not read. */
+ * failure the contents of the answer's memory are undefined. When its time is over, a call finishes
+ * as soon as the transport has released x. That can be later, if the server does not read. */
 struct moe_client_forward {
     size_t size;
     /* request */

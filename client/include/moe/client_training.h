@@ -44,8 +44,8 @@ enum {
 enum moe_client_aux_convention {
     MOE_CLIENT_AUX_MEAN = 0,         /* E / (K T^2): 1 when all experts are chosen alike */
     MOE_CLIENT_AUX_TRANSFORMERS = 2, /* E / T^2, K times as much: load_balancing_loss_func of
-                                        transformers, whose router_aux_loss_coef fits as it is. (It
-                                        pools all layers; here each layer has its own loss) */
+                                        transformers, so its router_aux_loss_coef fits unchanged.
+                                        (It pools all layers; here each layer has its own loss) */
 };
 
 /* Gradients of one layer for one micro batch. The caller owns all memory. */

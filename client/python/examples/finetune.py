@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tunes a tiny model whose MoE layer lives on moed's workers.
+"""Fine-tunes a tiny model with an MoE layer on moed's workers.
 
     python finetune.py --endpoint 127.0.0.1:7600 [--steps 200] [--dtype bf16] [--plot loss.png]
 
