@@ -245,11 +245,11 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual(list(answer.removed), [longest % i for i in range(39, 7, -1)])
             self.assertEqual(sorted(os.listdir(self.root)), ["last", "notes", "w"])
             self.assertEqual(other.save("last", 200, keep=1).removed_count, 0)  # a repeat
-            told = moectl("training", "save", "m1", "--keep", "1", "--endpoint", g.endpoints[1])
-            self.assertIn("removed last\n", told.stdout)
-            told = moectl("training", "save", "m2", "--keep", "1", "-o", "json", "--endpoint",
+            done = moectl("training", "save", "m1", "--keep", "1", "--endpoint", g.endpoints[1])
+            self.assertIn("removed last\n", done.stdout)
+            done = moectl("training", "save", "m2", "--keep", "1", "-o", "json", "--endpoint",
                           g.endpoints[1])
-            self.assertEqual(json.loads(told.stdout)["removed"], ["m1"])
+            self.assertEqual(json.loads(done.stdout)["removed"], ["m1"])
 
     def test_a_checkpoint_that_cannot_be_removed_is_named_and_does_not_stop_retention(self):
         with self.group(1) as g:

@@ -130,8 +130,8 @@ static void require(struct moe_status st)
     }
 }
 
-/* program ENDPOINT OTHER LAYER TOKENS HIDDEN: x and dy from stdin. Two gradients to stdout: of
- * the pass that was kept, and, of the same micro batch, what the OTHER worker says. */
+/* program ENDPOINT OTHER LAYER TOKENS HIDDEN: reads x and dy from stdin. Writes two gradients of
+ * one micro batch: that of the retained pass, and the answer of the OTHER worker. */
 int main(int argc, char **argv)
 {
     static float x[1 << 18], dy[1 << 18], y[1 << 18], dx[1 << 18];
@@ -187,7 +187,7 @@ int main(int argc, char **argv)
         require(moe_client_optimizer_step(c[i], &s));
         if (s.backwards != 1 || s.change.repeated != (i == 1) || s.weights_version != 2)
             return 5;
-        s.change.session = NULL; /* the client's own, who has made no such change */
+        s.change.session = NULL; /* the client's session; it has not made this change */
         struct moe_status st = moe_client_optimizer_step(c[i], &s);
         if (st.reason != MOE_REASON_ID_REUSED)
             return 8;
@@ -198,7 +198,7 @@ int main(int argc, char **argv)
     change.step_id = 3;
     uint32_t dropped = 9;
     require(moe_client_zero_grad(c[0], &change, &dropped));
-    do /* the worker that was not asked may be a moment behind */
+    do /* the other worker may finish a moment later */
         require(moe_client_get_train_state(c[1], 0, &state));
     while (state.last_step_id < 3);
     if (dropped != 0 || state.last_step_id != 3 || !state.frozen.router || state.steps != 1 ||

@@ -141,19 +141,19 @@ class CommandLine(unittest.TestCase):
         self.assertIn("$MOED_ENDPOINT: 'foo' is not HOST:PORT", done.stderr)
 
     def test_an_endpoint_without_a_server(self):
-        nobody = ("--endpoint", "127.0.0.1:1")
+        nowhere = ("--endpoint", "127.0.0.1:1")
         with folder() as path:
             x = os.path.join(path, "x.safetensors")
             moed.write_safetensors(x, {"x": np.zeros((1, 8), np.float32)})
             for arguments in (["status"], ["down"], ["version"], ["wait", "--timeout", "0.3"],
                               ["bench", "--layer", "0"],
                               ["forward", "--layer", "0", "--input", x, "--output", x + ".y"]):
-                done = run(*arguments, *nobody)
+                done = run(*arguments, *nowhere)
                 self.assertEqual(done.returncode, UNREACHABLE, (arguments, done.stderr))
                 if arguments[0] != "wait":  # its last probe may time out
                     self.assertIn("Connection refused", done.stderr)
                 self.assertNotIn("last error", done.stderr)
-        self.expect(OK, "wait", "--for=gone", *nobody)
+        self.expect(OK, "wait", "--for=gone", *nowhere)
 
     def test_a_state_directory_without_a_group(self):
         with folder() as path:

@@ -266,16 +266,16 @@ class Calls(unittest.TestCase):
         with fakes(2) as (one, two), moed.Client(one.endpoint, spread=True) as client:
             x, dy = rows(4), rows(4, 1)
             for batch in range(1, 9):  # always the same worker
-                kept = client.forward(LAYER, x, return_routing=True, retain=("s", batch))
-                self.assertTrue(kept.retained)
+                seen = client.forward(LAYER, x, return_routing=True, retain=("s", batch))
+                self.assertTrue(seen.retained)
             self.assertEqual((len(one.retained), len(two.retained)), (8, 0))
-            answer = client.backward(LAYER, dy, x, kept.topk_ids, session="s", micro_batch_id=8,
-                                     retained=True, weights_version=kept.weights_version)
+            answer = client.backward(LAYER, dy, x, seen.topk_ids, session="s", micro_batch_id=8,
+                                     retained=True, weights_version=seen.weights_version)
             self.assertTrue(answer.used_retained)
             self.assertEqual(one.requests[-1][1].x, b"")
             one.retained.clear()
-            answer = client.backward(LAYER, dy, x, kept.topk_ids, session="s", micro_batch_id=7,
-                                     retained=True, weights_version=kept.weights_version)
+            answer = client.backward(LAYER, dy, x, seen.topk_ids, session="s", micro_batch_id=7,
+                                     retained=True, weights_version=seen.weights_version)
             self.assertFalse(answer.used_retained)
             self.expect("RETAINED_PASS_GONE", client.backward, LAYER, dy, session="s",
                         micro_batch_id=6, retained=True)
@@ -434,12 +434,12 @@ class RealGroup(unittest.TestCase):
         layer, _, x, dy, dx = next(case for case in golden_gradients(FAMILY) if case[1] == 37)
         with training_group(FAMILY, 2) as g, moed.Client(g.endpoints[0]) as client, \
                 moed.Client(g.endpoints[1]) as other:
-            kept = client.forward(layer, x, return_routing=True, retain=("s", 1))
-            arguments = dict(session="s", micro_batch_id=1, weights_version=kept.weights_version)
-            first = client.backward(layer, dy, x, kept.topk_ids, retained=True, **arguments)
-            self.assertTrue(kept.retained and first.used_retained)
+            seen = client.forward(layer, x, return_routing=True, retain=("s", 1))
+            arguments = dict(session="s", micro_batch_id=1, weights_version=seen.weights_version)
+            first = client.backward(layer, dy, x, seen.topk_ids, retained=True, **arguments)
+            self.assertTrue(seen.retained and first.used_retained)
             self.assertLessEqual(relative_error(first.dx, dx), 1e-5)
-            again = other.backward(layer, dy, x, kept.topk_ids, **arguments)
+            again = other.backward(layer, dy, x, seen.topk_ids, **arguments)
             self.assertTrue(again.repeated)
             np.testing.assert_array_equal(again.dx, first.dx)
             self.assertEqual(other.train_state().backwards, 1)
@@ -450,7 +450,7 @@ class RealGroup(unittest.TestCase):
             self.assertTrue(other.optimizer_step(1e-3, step_id=1, expected_backwards=1).repeated)
             self.assertEqual((step.weights_version, client.train_state().steps), (2, 1))
             with self.assertRaises(moed.MoeError) as caught:
-                client.backward(layer, dy, x, kept.topk_ids, session="s", micro_batch_id=2,
+                client.backward(layer, dy, x, seen.topk_ids, session="s", micro_batch_id=2,
                                 weights_version=1)
             self.assertEqual(caught.exception.reason, "VERSION_MISMATCH")
 
@@ -497,10 +497,10 @@ class RealGroup(unittest.TestCase):
             step_id = state.last_step_id + 1
             client.optimizer_step(1e-2, step_id=step_id)
             self.assertFalse(np.array_equal(client.forward(layer, x), seen.y))
-            kept = client.save_checkpoint("after", step_id=step_id + 1)
-            self.assertEqual(kept.lineage, state.lineage)
+            saved = client.save_checkpoint("after", step_id=step_id + 1)
+            self.assertEqual(saved.lineage, state.lineage)
             self.assertEqual(client.save_checkpoint("after", step_id=step_id + 1),
-                             dataclasses.replace(kept, repeated=True))
+                             dataclasses.replace(saved, repeated=True))
             self.assertIn("loaded start", moectl("training", "load", "start", *here).stdout)
             np.testing.assert_array_equal(client.forward(layer, x), seen.y)
             self.assertGreater(client.train_state().lineage, state.lineage)

@@ -98,7 +98,7 @@ class ResumedTraining(unittest.TestCase):
         self.assertAlmostEqual(got, want, delta=2e-5)  # sums of one worker and of two
 
     def test_a_save_runs_during_training(self):
-        root, _ = self.directories("beside")
+        root, _ = self.directories("background")
         with training_group(FAMILY, 1, "--training-dir", root) as g:
             with moed.Client(g.endpoints[0]) as client:
                 moe = moed.torch.RemoteMoE(client.layers[0], client)

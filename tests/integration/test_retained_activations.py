@@ -192,7 +192,7 @@ class OwnStep(Case):
         counts.append(count)
         other.close()
 
-    def retain_beside(self, g, x, dy, layer, batches):
+    def retain_under_load(self, g, x, dy, layer, batches):
         """Makes retained passes, each with its Backward, while all workers get plain ones. Returns
         the number of passes that the device retained.
 
@@ -236,13 +236,13 @@ class OwnStep(Case):
         layer, x, dy = case()
         with training_group(FAMILY, 2) as g:
             for first, rows, grad in ((1, x, dy), (101, moed.bf16(x), moed.bf16(dy))):
-                retained = self.retain_beside(g, rows, grad, layer, range(first, first + 30))
+                retained = self.retain_under_load(g, rows, grad, layer, range(first, first + 30))
                 self.assertTrue(retained == 30 or BACKEND != "cpu")
 
     def test_after_vain_attempts_retained_passes_share_steps(self):
         layer, x, dy = case()
         with training_group(FAMILY, 2, "--retained-device-bytes", "1") as g:
-            self.assertEqual(self.retain_beside(g, x, dy, layer, range(1, 31)), 0)
+            self.assertEqual(self.retain_under_load(g, x, dy, layer, range(1, 31)), 0)
 
     def test_small_passes_and_passes_of_many_steps_are_not_retained_on_devices(self):
         layer, x, dy = case(tokens=ALONE)

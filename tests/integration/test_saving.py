@@ -421,8 +421,8 @@ class Saving(unittest.TestCase):
     # ------------------------------------------------------------------- no memory for a copy
 
     def without_memory(self, slots, *extra):
-        """A host has no memory for the copy of some slots. The worker checks it after a micro batch
-        has arrived."""
+        """The hosts of some slots have no memory for the copy. A micro batch arrives before the
+        workers find that out."""
         with self.group(2, *extra) as g:
             client = Client(g)
             client.train(1)

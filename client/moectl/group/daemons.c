@@ -114,7 +114,7 @@ void moectl_daemons_free(struct moectl_daemons *d)
 
 /* Descriptors for the next child, all close-on-exec, with higher numbers than the child uses. */
 struct child_fds {
-    int log, nothing, ready_read, ready_write;
+    int log, dev_null, ready_read, ready_write;
 };
 
 static int lift(int fd)
@@ -128,7 +128,7 @@ static int lift(int fd)
 
 static void close_child_fds(struct child_fds *p)
 {
-    int *const all[] = {&p->log, &p->nothing, &p->ready_read, &p->ready_write};
+    int *const all[] = {&p->log, &p->dev_null, &p->ready_read, &p->ready_write};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         if (*all[i] >= 0)
             close(*all[i]);
@@ -144,12 +144,12 @@ static bool open_child_fds(const struct moectl_daemons *d, const char *name, str
     *p = (struct child_fds){-1, -1, -1, -1};
     int flags = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | (d->keep_logs ? 0 : O_TRUNC);
     p->log = lift(openat(d->directory, log, flags, 0600));
-    p->nothing = lift(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    p->dev_null = lift(open("/dev/null", O_RDONLY | O_CLOEXEC));
     if (pipe2(ends, O_CLOEXEC) == 0) {
         p->ready_read = lift(ends[0]);
         p->ready_write = lift(ends[1]);
     }
-    return p->log >= 0 && p->nothing >= 0 && p->ready_read >= 0 && p->ready_write >= 0;
+    return p->log >= 0 && p->dev_null >= 0 && p->ready_read >= 0 && p->ready_write >= 0;
 }
 
 /* Runs in the child: only async-signal-safe calls until exec. */
@@ -165,7 +165,7 @@ _Noreturn static void exec_daemon(const struct child_fds *p, bool detached, pid_
         if (getppid() != parent) /* the parent died before prctl */
             _exit(127);
     }
-    if (dup2(p->nothing, STDIN_FILENO) >= 0 && dup2(p->log, STDOUT_FILENO) >= 0 &&
+    if (dup2(p->dev_null, STDIN_FILENO) >= 0 && dup2(p->log, STDOUT_FILENO) >= 0 &&
         dup2(p->log, STDERR_FILENO) >= 0 && dup2(p->ready_write, READY_FD) >= 0)
         execv(program, (char *const *)(uintptr_t)argv);
     _exit(127);
