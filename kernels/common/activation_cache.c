@@ -178,8 +178,8 @@ static bool evict_oldest(struct moe_activation_cache *s) MOE_REQUIRES(s->lock)
 }
 
 /* Finds a gap for `bytes` (a multiple of MOE_ACTIVATION_ALIGN): the piece's future index, and its
- * offset. Shared parts are small and go to the far end, so they do not split the room of the large
- * parts. */
+ * offset. Shared parts are small. They go to the far end, so they do not split the room of the
+ * large parts. */
 static bool find_gap(const struct moe_activation_cache *s, enum moe_activation_part part,
                      size_t bytes, uint32_t *index, size_t *offset) MOE_REQUIRES(s->lock)
 {

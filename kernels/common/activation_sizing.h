@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How much room a forward step asks for to retain activations (moe/training.h, "Retained"), if its
- * number of rows is known only at its end. Pure arithmetic. */
+/* How much room a forward step asks for to retain activations (moe/training.h, "Retained"). For
+ * steps with a number of rows that is known only at their end. Pure arithmetic. */
 #ifndef MOE_ACTIVATION_SIZING_H
 #define MOE_ACTIVATION_SIZING_H
 

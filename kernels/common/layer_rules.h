@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The rules of every backend for layers. They are checked when a layer is created and when its
- * weights are uploaded, so the compute parts need no checks. */
+/* The rules of every backend for layers. Creation of a layer and upload of weights check them, so
+ * the compute parts need no checks. */
 #ifndef MOE_LAYER_RULES_H
 #define MOE_LAYER_RULES_H
 

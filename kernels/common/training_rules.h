@@ -37,8 +37,8 @@ struct moe_train_param {
 struct moe_status moe_trainer_check(const struct moe_layer_spec *spec,
                                     const struct moe_trainer_config *config) MOE_CHECKED;
 
-/* Lists the parameters of a trainer with this configuration, in a fixed order (by weight, A before
- * B), without weights that are frozen from the beginning. Returns their number. */
+/* Lists the parameters of a trainer with this configuration, without weights that are frozen from
+ * the beginning. The order is fixed: by weight, A before B. Returns their number. */
 uint32_t moe_train_params(const struct moe_layer_spec *spec,
                           const struct moe_trainer_config *config,
                           struct moe_train_param params[MOE_TRAIN_MAX_PARAMS]);

@@ -40,7 +40,7 @@ void moe_cpu_device_discharge(struct moe_device *device, size_t bytes);
 /* Runs fn(ctx, 0) .. fn(ctx, items - 1), each once, on the pool and on the calling thread, in any
  * order. Returns when all are done; the caller then sees all their writes. A single item runs on
  * the calling thread. If the pool is busy, or the call comes from inside an item, the calling
- * thread runs all items, so it never waits for other callers. */
+ * thread runs all items. So it never waits for other callers. */
 void moe_cpu_parallel(struct moe_device *device, uint32_t items,
                       void (*fn)(void *ctx, uint32_t item), void *ctx);
 

@@ -2,8 +2,8 @@
 /* Matrix products of the backward pass: many at a time, of any orientation, on the panel kernels.
  *
  * The kernels multiply rows by a panel of columns. A packed weight has panels of its outputs, for
- * the forward pass. Every other factor is packed into panels during the product, a block of K_BLOCK
- * inputs at a time, in a buffer on the thread's stack. So no second copy of a weight exists. All
+ * the forward pass. Every other factor is packed into panels during the product: a block of K_BLOCK
+ * inputs at a time, on the thread's stack. So no second copy of a weight exists. All
  * sums are fp32 and go in fixed blocks: results depend neither on the number of threads nor on
  * other products. */
 #ifndef MOE_CPU_GEMM_H

@@ -2,10 +2,10 @@
 /* The inner loops, in portable GNU C vectors; built once per instruction set (CMakeLists.txt).
  *
  * A register block holds up to ROWS rows times two vectors of output columns. Each step takes two
- * neighbouring inputs: one vector load brings a pair of bf16 weights for every column, a shift
- * and a mask widen them exactly to fp32, and each row adds its two broadcast inputs times them.
- * On processors without a matrix unit, bf16 dot products run at half the rate of fp32
- * multiply-adds. So bf16 only reduces memory traffic.
+ * neighbouring inputs. One vector load brings a pair of bf16 weights for every column. A shift and
+ * a mask widen them exactly to fp32. Each row adds its two broadcast inputs times them. On
+ * processors without a matrix unit, bf16 dot products run at half the rate of fp32 multiply-adds.
+ * So bf16 only reduces memory traffic.
  *
  * Every output element is one chain of multiply-adds over k in ascending order, for any number of
  * rows: results are bitwise independent of the batch. */

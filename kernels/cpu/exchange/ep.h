@@ -74,7 +74,7 @@ struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
                                        const struct moe_rows *rows) MOE_CHECKED;
 /* After receive. Sums the experts' rows per token, returns the sums to the tokens' slots, and
  * finishes the local tokens:
- *   y [T,H] in the pass's dtype = base + sums in slot order + zero experts' w * x, rounded once
+ *   y [T,H] in the pass's dtype = base + sums in slot order + zero experts' w * x, rounded once.
  * Each sum is rounded to that dtype first, also this slot's. base [T,H] or NULL = zeros. A token
  * that is not OK gets zeros. */
 struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_out,

@@ -3,7 +3,7 @@
  *
  * `moe_backend_cpu` and, if built, `moe_backend_cuda` implement it. The worker and the conformance
  * suite use nothing else. Both backends run the same algorithm over the same window layout
- * (kernels/README.md), so findings on one hold on the other.
+ * (kernels/README.md). So findings on one hold on the other.
  *
  * Objects   device   one GPU, or the CPU cores given to this process
  *           layer    one MoE layer's spec, placement and resident weights, on one device
@@ -136,9 +136,9 @@ struct moe_step_args {
     int32_t *ids_out;     /* [T, K] as used; order: key descending, then id (given ids: as given) */
     float *weights_out;   /* [T, K], scale included */
     uint8_t *token_state; /* [T] enum moe_token_state */
-    /* If not 0, the step retains activations on the device under this name, for a backward pass
-     * over this batch (moe/training.h, "Retained"). The same on all slots. A step without room
-     * runs without it and never fails for it: see moe_step_result.retained. */
+    /* If not 0, the step retains activations on the device under this name. A backward pass over
+     * this batch can use them (moe/training.h, "Retained"). The same on all slots. A step without
+     * room runs without it and never fails for it: see moe_step_result.retained. */
     uint64_t retain;
 };
 
@@ -258,8 +258,8 @@ struct moe_backend {
                                       struct moe_step **out);
     /* Waits for the step, at most until `deadline_ns` (monotonic); a deadline of 0 only checks.
      * MOE_DEADLINE_EXCEEDED: the step is still running. Any other return is the step's result, and
-     * the step is freed. It can also be the error of a step that could not start, because an
-     * earlier step ended the session or memory was missing. MOE_UNAVAILABLE/PEER_LOST:
+     * the step is freed. A step that could not start returns its error here: an earlier step
+     * ended the session, or memory was missing. MOE_UNAVAILABLE/PEER_LOST:
      * result->missing_slot is set, y is undefined, and the session can only be left. */
     struct moe_status (*step_wait)(struct moe_step *, uint64_t deadline_ns,
                                    struct moe_step_result *result);

@@ -57,14 +57,14 @@
  *   No gradient through n_e. The same n_e are the loads of the balance rule. transformers'
  *   load_balancing_loss_func has no K in its divisor: aux_coeff is K times its coefficient.
  *
- * Retained  A forward step with moe_step_args.retain stores gate and up of its rows, before the
- * activation, on the device under that name. They stay while there is room (retained_limit); the
+ * Retained  A forward step with moe_step_args.retain stores gate and up of its rows on the device
+ * under that name, before the activation. They stay while there is room (retained_limit); the
  * oldest go first. A backward pass with moe_backward_args.retained must be over the same batch: x,
  * ids and weights of the tokens of all slots, dtype and bucket. A slot that has gate and up does
  * not compute them again. The bits are the same either way, so each slot decides alone.
- *   Retained activations serve any number of passes, until they are dropped. retained_drop drops
- * them, and so does a change of a weight of the layer (optimizer_step, trainer_write) and the end
- * of the trainer or of the session. Nothing is retained for a layer without a trainer, in a session
+ *   Retained activations serve any number of passes, until they are dropped. These drop them:
+ * retained_drop, a change of a weight of the layer (optimizer_step, trainer_write), the end of the
+ * trainer, the end of the session. Nothing is retained for a layer without a trainer, in a session
  * without `training`, or by a step that fails. A name stands for one batch of a layer; a second
  * step with the same name replaces the first. */
 #ifndef MOE_TRAINING_H
@@ -112,7 +112,7 @@ enum moe_train_part { MOE_PART_WEIGHT, MOE_PART_LORA_A, MOE_PART_LORA_B };
 enum moe_train_tensor {
     /* The fp32 master, or the resident value if there is no master (frozen from the beginning,
      * selection bias). A write also changes the resident value. For a target of an adapter, a write
-     * sets W0, to which the adapter is added, and a read returns the merged W. */
+     * sets W0 and merges the adapter again; a read returns the merged W. */
     MOE_TRAIN_VALUE,
     MOE_TRAIN_GRAD,
     MOE_TRAIN_MOMENT1,
@@ -199,9 +199,10 @@ struct moe_training {
      * Only between steps; a backward pass lasts until step_wait has returned its result. The
      * exception is a read of any tensor but a gradient: one thread of the whole device may run it
      * during steps. During the read, another thread may enqueue and wait for steps of any kind,
-     * drop retained activations, and call zero_grad and set_frozen. Read and steps do not wait for
-     * each other; they share only the memory's bandwidth. The caller must not change or free
-     * weights (optimizer_step, trainer_write, trainer_destroy) before the read has returned. */
+     * and drop retained activations. It may also call zero_grad and set_frozen. Read and steps do
+     * not wait for each other; they share only the memory's bandwidth. The caller must not change
+     * or free weights (optimizer_step, trainer_write, trainer_destroy) before the read has
+     * returned. */
     struct moe_status (*trainer_read)(struct moe_trainer *, const struct moe_train_key *,
                                       float *data, size_t bytes);
     struct moe_status (*trainer_write)(struct moe_trainer *, const struct moe_train_key *,
@@ -215,9 +216,9 @@ struct moe_training {
     struct moe_status (*set_frozen)(struct moe_trainer *, uint32_t frozen);
 
     /* Enqueues one backward pass, and does not wait for peers. It shares one queue of two with the
-     * forward steps, and moe_backend.step_wait waits for it. The args struct is copied. The memory
-     * behind its pointers, the trainer, the layer and the gradients belong to the pass until
-     * step_wait returns its result. Until then do not call for this trainer: trainer_read of
+     * forward steps, and moe_backend.step_wait waits for it. The args struct is copied. Until
+     * step_wait returns its result, the pass owns the memory behind its pointers, the trainer, the
+     * layer and the gradients. Until then do not call for this trainer: trainer_read of
      * gradients, trainer_write, zero_grad, set_frozen, optimizer_step, trainer_destroy, the parts
      * below. All live slots must enqueue the same pass, in a session with `training`.
      *
@@ -231,18 +232,18 @@ struct moe_training {
                                           struct moe_step **out);
 
     /* Collective and synchronous; no step may run. Sums gradients of replicated weights and of
-     * experts with several copies over the slots, and takes the norm over all `count` trainers and
-     * all slots. Updates every parameter that is not frozen, in fp32, and rounds it into the
+     * experts with several copies over the slots. Takes the norm over all `count` trainers and all
+     * slots. Updates every parameter that is not frozen, in fp32, and rounds it into the
      * resident weight. Gradients and loads are zero afterwards. Experts without tokens have zero
      * gradients and are updated like all others (as torch does). AdamW is torch's:
      *   m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
      *   value -= lr wd value,  value -= lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
      * The trainers must be those of the same layers, in the same order, on all slots. First the
-     * slots vote. If a slot cannot take the step, or votes for a different step, all refuse,
-     * nothing has changed and the session goes on. A slot that cannot take the step returns its
-     * error, the others MOE_FAILED_PRECONDITION/SHAPE_MISMATCH. Any other failure ends the session.
-     * If a peer is lost at the very end, some slots may have taken the step and others not. An
-     * element's bits do not depend on its place, so copies of an expert stay equal. */
+     * slots vote. If a slot cannot take the step, or votes for a different step, all refuse.
+     * Then nothing has changed and the session goes on. A slot that cannot take the step returns
+     * its error, the others MOE_FAILED_PRECONDITION/SHAPE_MISMATCH. Any other failure ends the
+     * session. If a peer is lost at the very end, some slots may have taken the step and others
+     * not. An element's bits do not depend on its place, so copies of an expert stay equal. */
     struct moe_status (*optimizer_step)(struct moe_session *, struct moe_trainer *const *trainers,
                                         size_t count, const struct moe_optimizer_args *,
                                         struct moe_optimizer_result *result);

@@ -30,7 +30,7 @@
  *             same bits whichever slot the token belongs to.
  *
  * A backward pass has the same flags in the same order. Each of its rows holds x and dy of a token,
- * one after the other. Each partial is the fp32 sum of dx rows, and behind it one fp32 gradient for
+ * one after the other. Each partial is the fp32 sum of dx rows. Behind it is one fp32 gradient for
  * each routing weight of the token on that slot, in the order of its routing entries. With the
  * counts, every slot sends to every peer the flags of enum moe_window_pass and the loads of all
  * experts. Only windows of sessions with `training` have room for this.
@@ -138,7 +138,7 @@ enum moe_window_pass {
  * tells which entries are in use.
  *
  * CPU   the first `sent` entries of a token are in use, in k order; field `k` is set.
- * CUDA  entry k belongs to k, and it is in use if bit k of the value of `sent` is set. Field
+ * CUDA  entry k belongs to k. It is in use if bit k of the value of `sent` is set. Field
  *       `position` is set: the position among the rows that the source sends to this expert. So a
  *       slot can place all rows of a pass at the same time. One store writes an entry, and the
  *       stamp in `key` makes it valid. It may arrive before or after `sent`. */
