@@ -13,7 +13,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { LANES = 2 };
+enum { STEP_SLOTS = 2 };
 
 static const double TOLERANCE = 1e-2; /* bf16 outputs against exact ones, relative Frobenius */
 
@@ -23,11 +23,11 @@ struct trial {
     uint32_t bucket;
     enum bench_routing routing;
     enum moe_dtype dtype;
-    void *x, *y[LANES];
+    void *x, *y[STEP_SLOTS];
     uint8_t *mode; /* NULL: the router chooses */
-    int32_t *ids_in, *ids[LANES];
-    float *weights_in, *weights[LANES];
-    uint8_t *state[LANES];
+    int32_t *ids_in, *ids[STEP_SLOTS];
+    float *weights_in, *weights[STEP_SLOTS];
+    uint8_t *state[STEP_SLOTS];
     void *block; /* all of the above */
     size_t block_bytes;
 };
@@ -50,7 +50,7 @@ static void lay_out(struct trial *t, const struct moe_layer_spec *spec, char *bl
     t->mode = place(block, &at, t->tokens);
     t->ids_in = place(block, &at, pairs * sizeof *t->ids_in);
     t->weights_in = place(block, &at, pairs * sizeof *t->weights_in);
-    for (int i = 0; i < LANES; i++) {
+    for (int i = 0; i < STEP_SLOTS; i++) {
         t->y[i] = place(block, &at, row);
         t->ids[i] = place(block, &at, pairs * sizeof *t->ids[i]);
         t->weights[i] = place(block, &at, pairs * sizeof *t->weights[i]);
@@ -151,17 +151,17 @@ static void fill_routing(struct bench *b, struct trial *t)
 
 /* -------------------------------------------------------------------- steps */
 
-static struct moe_step *enqueue(struct bench *b, struct trial *t, int lane)
+static struct moe_step *enqueue(struct bench *b, struct trial *t, int step_slot)
 {
     struct moe_step_args a = {.layer = b->layer,
                               .dtype = t->dtype,
                               .bucket = t->bucket,
                               .tokens = t->tokens,
                               .x = t->x,
-                              .y = t->y[lane],
-                              .ids_out = t->ids[lane],
-                              .weights_out = t->weights[lane],
-                              .token_state = t->state[lane]};
+                              .y = t->y[step_slot],
+                              .ids_out = t->ids[step_slot],
+                              .weights_out = t->weights[step_slot],
+                              .token_state = t->state[step_slot]};
     if (t->mode != NULL) {
         a.mode = t->mode;
         a.ids_in = t->ids_in;
@@ -182,7 +182,7 @@ static struct moe_step_result finish(struct bench *b, struct moe_step *step)
 static void poison(const struct bench *b, struct trial *t)
 {
     size_t bytes = (size_t)t->tokens * b->shape->spec.hidden * moe_dtype_bytes(t->dtype);
-    for (int i = 0; i < LANES; i++) {
+    for (int i = 0; i < STEP_SLOTS; i++) {
         memset(t->y[i], 0xff, bytes);
         memset(t->state[i], 0xff, t->tokens);
     }
@@ -361,24 +361,24 @@ static void time_alone(struct bench *b, struct trial *t, struct samples *s,
 static void time_steady(struct bench *b, struct trial *t, struct samples *s,
                         struct bench_slot_report *r)
 {
-    uint64_t steps = b->plan->repeats + BENCH_WARM_UP, start = 0, took[LANES] = {0};
-    struct moe_step *step[LANES];
+    uint64_t steps = b->plan->repeats + BENCH_WARM_UP, start = 0, took[STEP_SLOTS] = {0};
+    struct moe_step *step[STEP_SLOTS];
     struct moe_step_result result = {0};
     bench_meet(b);
     for (uint64_t i = 0; i <= steps; i++) {
-        int lane = (int)(i % LANES);
+        int step_slot = (int)(i % STEP_SLOTS);
         if (i == BENCH_WARM_UP + 1)
             start = moe_clock_ns(); /* step WARM_UP - 1 has just ended */
         if (i < steps) {
             uint64_t before = moe_clock_ns();
-            step[lane] = enqueue(b, t, lane);
-            took[lane] = moe_clock_ns() - before;
+            step[step_slot] = enqueue(b, t, step_slot);
+            took[step_slot] = moe_clock_ns() - before;
         }
         if (i == 0)
             continue;
-        result = finish(b, step[lane ^ 1]);
+        result = finish(b, step[step_slot ^ 1]);
         if (i > BENCH_WARM_UP)
-            note(s, &result, took[lane ^ 1]);
+            note(s, &result, took[step_slot ^ 1]);
     }
     r->wall_us = (double)(moe_clock_ns() - start) / 1e3 / (double)b->plan->repeats;
     r->rows = result.rows;
@@ -404,7 +404,7 @@ static void time_both(struct bench *b, struct trial *t, struct bench_slot_report
 static bool check_last(struct bench *b, const struct trial *t, const void *first)
 {
     size_t bytes = (size_t)t->tokens * b->shape->spec.hidden * moe_dtype_bytes(t->dtype);
-    for (int i = 0; i < LANES; i++)
+    for (int i = 0; i < STEP_SLOTS; i++)
         if (memcmp(t->y[i], first, bytes) != 0) {
             fprintf(stderr, "slot %u: %u tokens, %s: y of a timed step is another\n",
                     b->member->slot, t->tokens, bench_routing_name(t->routing));

@@ -240,18 +240,18 @@ static void teardown(struct fixture *f)
 /* --------------------------------------------------------------------------- steps */
 
 /* Waits for the step in this step slot, if there is one, and checks its answer. */
-static void finish(struct fixture *f, uint32_t lane)
+static void finish(struct fixture *f, uint32_t step_slot)
 {
-    const struct moe_step_args *a = &f->args[lane];
+    const struct moe_step_args *a = &f->args[step_slot];
     struct moe_step_result result;
-    if (f->running[lane] == NULL)
+    if (f->running[step_slot] == NULL)
         return;
-    ok(backend->step_wait(f->running[lane], UINT64_MAX, &result));
-    f->running[lane] = NULL;
+    ok(backend->step_wait(f->running[step_slot], UINT64_MAX, &result));
+    f->running[step_slot] = NULL;
     EXPECT(result.total_ns > 0 && result.stage_ns[MOE_STAGE_COMBINE] > 0);
     for (uint32_t t = 0; t < a->tokens; t++)
         EXPECT(a->token_state[t] == MOE_TOKEN_OK);
-    uint16_t **first = &f->first[f->layer_of[lane]][f->bucket_of[lane]];
+    uint16_t **first = &f->first[f->layer_of[step_slot]][f->bucket_of[step_slot]];
     size_t bytes = (size_t)a->tokens * HIDDEN * 2;
     if (*first == NULL) {
         EXPECT(a->tokens == a->bucket);
@@ -265,16 +265,16 @@ static void finish(struct fixture *f, uint32_t lane)
 /* Starts a step behind the running one; layer and bucket are indices. */
 static void start(struct fixture *f, uint32_t layer, uint32_t bucket, uint32_t tokens)
 {
-    uint32_t lane = f->started++ % 2;
-    struct moe_step_args *a = &f->args[lane];
-    finish(f, lane);
+    uint32_t step_slot = f->started++ % 2;
+    struct moe_step_args *a = &f->args[step_slot];
+    finish(f, step_slot);
     a->layer = f->layer[layer];
     a->bucket = bucket_of[bucket];
     a->tokens = tokens;
     memset(a->y, 0xff, ROWS_BYTES);
-    f->layer_of[lane] = layer;
-    f->bucket_of[lane] = bucket;
-    ok(backend->step_enqueue(f->session, a, &f->running[lane]));
+    f->layer_of[step_slot] = layer;
+    f->bucket_of[step_slot] = bucket;
+    ok(backend->step_enqueue(f->session, a, &f->running[step_slot]));
 }
 
 static void finish_all(struct fixture *f)

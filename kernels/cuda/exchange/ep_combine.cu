@@ -31,7 +31,7 @@ template <typename Element_, typename Out_, uint32_t N_, bool QUICK_> struct kin
 /* The slots of this pass. In shared memory, since a wait empties the first level cache. */
 struct homes {
     uint32_t tokens_of[MOE_MAX_SLOTS];
-    uint32_t most; /* of all peers */
+    uint32_t max_tokens; /* of all peers */
     uint32_t step;
     uint64_t stamp;
     uint8_t *window[MOE_MAX_SLOTS];
@@ -105,7 +105,7 @@ template <typename K>
 __device__ static void return_tokens(const struct moe_cuda_pass &p, const struct homes &homes,
                                      uint32_t returners)
 {
-    const uint32_t items = homes.most * (p.slots - 1) * p.parts;
+    const uint32_t items = homes.max_tokens * (p.slots - 1) * p.parts;
     struct walk w = begin_walk(&p.control->next_return, threadIdx.x / 32 * gridDim.x + blockIdx.x,
                                returners * gridDim.x);
     for (; w.item < items; next_item(&w)) {
@@ -354,10 +354,10 @@ __device__ static void find_homes(const struct moe_cuda_pass &p, struct homes *h
         homes->tokens_of[lane] = tokens;
         homes->window[lane] = c->window[lane];
     }
-    uint32_t most = __reduce_max_sync(ALL_LANES, lane == p.slot ? 0 : tokens);
+    uint32_t max_tokens = __reduce_max_sync(ALL_LANES, lane == p.slot ? 0 : tokens);
     if (lane != 0)
         return;
-    homes->most = most;
+    homes->max_tokens = max_tokens;
     homes->step = c->step;
     homes->stamp = moe_window_stamp(c->epoch, c->step);
 }
@@ -406,8 +406,8 @@ template <typename K> static uint32_t returners_of(const struct moe_cuda_pass *p
     if (pass->quick)
         return 8;
     if (sizeof(typename K::Element) == sizeof(float)) {
-        const uint32_t all = 800 / ctas, fewest = 6, most = 12;
-        return all < fewest ? fewest : all < most ? all : most;
+        const uint32_t all = 800 / ctas, fewest = 6, limit = 12;
+        return all < fewest ? fewest : all < limit ? all : limit;
     }
     return pass->row_bytes > 12000 ? 6 : 10;
 }

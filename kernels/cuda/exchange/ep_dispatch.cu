@@ -289,8 +289,8 @@ static uint32_t sending_of(const struct moe_cuda_pass *pass, uint32_t rings, uin
 /* With few tokens, cuts rows into pieces so that each warp has one. */
 static uint32_t pieces_for(uint32_t warps, uint32_t tokens)
 {
-    const uint32_t most = 8, pieces = warps / tokens;
-    return pieces < 1 ? 1 : pieces > most ? most : pieces;
+    const uint32_t limit = 8, pieces = warps / tokens;
+    return pieces < 1 ? 1 : pieces > limit ? limit : pieces;
 }
 
 /* Warps per CTA with a ring in shared memory, after `used` bytes; 0 if BULK does not pay. */
@@ -302,8 +302,8 @@ static uint32_t rings_of(const struct moe_cuda_pass *pass, size_t used)
         return 0;
     const size_t rings = (pass->shared_bytes - used - barriers) / ring;
     const size_t fewest = 3;
-    const size_t most = CTA_WARPS - 1; /* the last warp signals */
-    return rings < fewest ? 0 : static_cast<uint32_t>(rings < most ? rings : most);
+    const size_t limit = CTA_WARPS - 1; /* the last warp signals */
+    return rings < fewest ? 0 : static_cast<uint32_t>(rings < limit ? rings : limit);
 }
 
 static uint32_t in_lines(size_t bytes)
@@ -357,14 +357,14 @@ extern "C" struct moe_status moe_cuda_launch_dispatch(const struct moe_cuda_pass
  * shape's request. */
 template <typename Kernel> static struct moe_status allow_shared_memory(Kernel kernel)
 {
-    int device, most;
+    int device, max_bytes;
     struct cudaFuncAttributes have;
     MOE_TRY(MOE_CUDA(cudaGetDevice(&device)));
-    MOE_TRY(
-        MOE_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)));
+    MOE_TRY(MOE_CUDA(
+        cudaDeviceGetAttribute(&max_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)));
     MOE_TRY(MOE_CUDA(cudaFuncGetAttributes(&have, kernel)));
     return MOE_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         most - static_cast<int>(have.sharedSizeBytes)));
+                                         max_bytes - static_cast<int>(have.sharedSizeBytes)));
 }
 
 extern "C" struct moe_status moe_cuda_load_ep_dispatch(void)

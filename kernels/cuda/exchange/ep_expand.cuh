@@ -33,10 +33,10 @@ routes_of(const struct moe_cuda_pass &p, const struct arrival *a, const struct i
  * to this slot. Some items have no token. */
 __device__ static uint32_t items_of(const struct moe_cuda_pass &p, const struct arrival *a)
 {
-    uint32_t most = 0;
+    uint32_t peer_tokens = 0;
     for (uint32_t s = 0; s < p.slots; s++)
-        most = s == p.slot ? most : max(most, a->tokens_of[s]);
-    return a->tokens_of[p.slot] + most * (p.slots - 1);
+        peer_tokens = s == p.slot ? peer_tokens : max(peer_tokens, a->tokens_of[s]);
+    return a->tokens_of[p.slot] + peer_tokens * (p.slots - 1);
 }
 
 __device__ inline bool exists(const struct arrival *a, const struct incoming &in)

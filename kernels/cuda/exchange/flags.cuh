@@ -130,7 +130,7 @@ __device__ inline uint64_t *waiting_flag(const struct moe_cuda_control *c, uint3
 
 /* The slot that really blocks `slot`: follows through the windows which slot waits for which, while
  * the waiting slots are seen alive. */
-__device__ inline uint32_t culprit(const struct moe_cuda_control *c, uint32_t slot)
+__device__ inline uint32_t blocking_slot(const struct moe_cuda_control *c, uint32_t slot)
 {
     for (uint32_t hops = 0; hops < MOE_MAX_SLOTS; hops++) {
         uint64_t first = load_acquire(waiting_flag(c, slot));
@@ -156,7 +156,7 @@ __device__ __noinline__ inline void give_up(struct moe_cuda_control *c, uint32_t
     if (code == MOE_CUDA_PASS_LOST) {
         /* Store it at once: a peer's budget may end at the same moment. */
         store_relaxed(waiting_flag(c, c->slot), GAVE_UP | (slot + 1));
-        slot = culprit(c, slot);
+        slot = blocking_slot(c, slot);
         store_relaxed(waiting_flag(c, c->slot), GAVE_UP | (slot + 1));
     }
     c->outcome.rows = 0;
@@ -165,7 +165,7 @@ __device__ __noinline__ inline void give_up(struct moe_cuda_control *c, uint32_t
 }
 
 /* Whether this thread, of all that wait on this GPU, checks the host now. */
-__device__ inline bool is_lookout(struct moe_cuda_control *c, uint64_t now)
+__device__ inline bool polls_host(struct moe_cuda_control *c, uint64_t now)
 {
     unsigned long long *looked = reinterpret_cast<unsigned long long *>(&c->looked);
     unsigned long long last = *const_cast<volatile unsigned long long *>(looked);
@@ -187,10 +187,10 @@ __device__ __noinline__ inline bool wait_failed(struct moe_cuda_control *c, cons
     if (now - *looked < LOOK_AT_HOST_NS)
         return false;
     *looked = now;
-    const bool lookout = is_lookout(c, now);
-    if (lookout)
+    const bool polls = polls_host(c, now);
+    if (polls)
         store_relaxed(waiting_flag(c, c->slot), (now - *since) * ONE_NS | (slot + 1));
-    if (lookout && load_volatile(abort) != 0)
+    if (polls && load_volatile(abort) != 0)
         give_up(c, MOE_CUDA_PASS_ABORTED, slot);
     else if (now - *since > c->budget_ns)
         give_up(c, MOE_CUDA_PASS_LOST, slot);

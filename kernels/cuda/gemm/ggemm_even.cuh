@@ -17,7 +17,7 @@
  *
  * A barrier's parity distinguishes only two successive phases. A consumer that skips a tile may be
  * two phases behind the ring, so it enters only after the other has passed its last wait. The named
- * barriers TURN and TURN + 1 pass the ring between them. */
+ * barriers EVEN_RING and EVEN_RING + 1 pass the ring between them. */
 #ifndef MOE_CUDA_GGEMM_EVEN_CUH
 #define MOE_CUDA_GGEMM_EVEN_CUH
 
@@ -31,7 +31,7 @@ constexpr uint32_t EVEN_ROWS = 192, EVEN_STAGES = 5;
 constexpr uint32_t EVEN_COLUMNS = 128, EVEN_ROW_STEP = 32, EVEN_CHUNK = 64;
 constexpr uint32_t EVEN_SLABS = EVEN_COLUMNS / MMA_ROWS;
 constexpr uint32_t EVEN_THREADS = 3 * WARPGROUP;
-constexpr int EVEN_TURN = 1, EVEN_OWN = 3; /* named barriers */
+constexpr int EVEN_RING = 1, EVEN_OWN = 3; /* named barriers */
 
 using even_shared = shared<EVEN_ROWS, EVEN_COLUMNS, EVEN_STAGES, 2 * EVEN_CHUNK * CHUNK_ROW_BYTES>;
 static_assert(MMA_ROWS * DEPTH_BYTES == SLAB_BYTES, "64 weight rows, or 64 columns of 64");
@@ -100,9 +100,9 @@ __device__ __forceinline__ void even_consume(const params &p, even_shared &s, ui
         }
         float acc[EVEN_SLABS][EVEN_ROWS / 2];
         if (number > 0)
-            hopper::named_wait(EVEN_TURN + int(group), 2 * WARPGROUP);
+            hopper::named_wait(EVEN_RING + int(group), 2 * WARPGROUP);
         const uint32_t last = even_multiply_rows<BACK>(s, at, steps, tile.height, acc);
-        hopper::named_arrive(EVEN_TURN + int(group ^ 1), 2 * WARPGROUP);
+        hopper::named_arrive(EVEN_RING + int(group ^ 1), 2 * WARPGROUP);
         hopper::multiply_wait<0>();
         if (threadIdx.x % WARP == 0)
             hopper::barrier_arrive(&s.empty[last]);

@@ -24,7 +24,7 @@ namespace ggemm
 
 constexpr uint32_t PINGPONG_ROWS = 128, PINGPONG_COLUMNS = 128, PINGPONG_STAGES = 6;
 constexpr uint32_t PINGPONG_THREADS = 3 * WARPGROUP, PINGPONG_ROW_STEP = 64;
-constexpr int TURN = 1;
+constexpr int RING_BARRIER = 1;
 
 using pingpong_shared =
     shared<PINGPONG_ROWS, PINGPONG_COLUMNS, PINGPONG_STAGES, 2 * WARPGROUP / WARP * WARP_STAGING>;
@@ -54,9 +54,9 @@ __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_share
             w[slab] = load_row_weights(p, row + slab * MMA_ROWS, left > 0 ? uint32_t(left) : 0);
         }
         if (number > 0)
-            hopper::named_wait(TURN + int(group), 2 * WARPGROUP);
+            hopper::named_wait(RING_BARRIER + int(group), 2 * WARPGROUP);
         const uint32_t last = multiply_tile<BACK>(s, at, steps, acc);
-        hopper::named_arrive(TURN + int(group ^ 1), 2 * WARPGROUP);
+        hopper::named_arrive(RING_BARRIER + int(group ^ 1), 2 * WARPGROUP);
         finish_product(s, last, acc);
 #pragma unroll
         for (uint32_t slab = 0; slab < SLABS; slab++)

@@ -172,9 +172,9 @@ __device__ __forceinline__ void wgrad_consume(const wgrad_params &p, wgrad_share
         out.begin(tile);
         float acc[WGRAD_SLABS][COLUMNS / 2] = {};
         if (number > 0)
-            hopper::named_wait(WGRAD_TURN + int(group), 2 * WARPGROUP);
+            hopper::named_wait(WGRAD_RING + int(group), 2 * WARPGROUP);
         const uint32_t last = wgrad_multiply(s, at, tile.rows, WGRAD_OWN + int(group), acc);
-        hopper::named_arrive(WGRAD_TURN + int(group ^ 1), 2 * WARPGROUP);
+        hopper::named_arrive(WGRAD_RING + int(group ^ 1), 2 * WARPGROUP);
         hopper::multiply_wait<0>();
         if (tile.rows > 0)
             wgrad_release(s, last);

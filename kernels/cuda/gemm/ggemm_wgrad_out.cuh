@@ -26,7 +26,7 @@ constexpr uint32_t WGRAD_CLUSTER = 2;
 constexpr uint32_t WGRAD_TALL = WGRAD_CLUSTER * WGRAD_TILE; /* columns of dY per cluster */
 constexpr uint32_t WGRAD_HALF = DEPTH / WGRAD_CLUSTER;      /* rows of X that one block reads */
 constexpr uint32_t WGRAD_HALF_BYTES = WGRAD_HALF * DEPTH_BYTES;
-constexpr int WGRAD_TURN = 1, WGRAD_OWN = 3; /* named barriers, two each */
+constexpr int WGRAD_RING = 1, WGRAD_OWN = 3; /* named barriers, two each */
 
 constexpr uint32_t PIECE_ROWS = MMA_ROWS, PIECE_COLUMNS = 32; /* of fp32: 128 bytes */
 constexpr uint32_t PIECE_BYTES = PIECE_ROWS * PIECE_COLUMNS * 4;
@@ -88,10 +88,10 @@ __device__ __forceinline__ void list_wgrad_tiles(const wgrad_params &p, uint32_t
  * more are better while their dY stays in L2: with 512 rows, 16 take 5 % less time than 4. */
 template <bool ADD> __device__ __forceinline__ uint32_t wgrad_strip(uint32_t rows)
 {
-    constexpr uint32_t LEAST = 4, MOST = 16, BYTES = 4 << 20;
+    constexpr uint32_t LEAST = 4, LIMIT = 16, BYTES = 4 << 20;
     if (ADD || rows == 0)
         return LEAST;
-    return min(max(BYTES / (WGRAD_TALL * 2) / rows, LEAST), MOST);
+    return min(max(BYTES / (WGRAD_TALL * 2) / rows, LEAST), LIMIT);
 }
 
 /* The tiles of this block, in order. The other block of the cluster takes the same steps. */
@@ -120,12 +120,12 @@ template <uint32_t COLUMNS, bool ADD> class wgrad_walk
         row = __ldg(p_.start + expert);
         rows = __ldg(p_.count + expert);
         steps = (rows + DEPTH - 1) / DEPTH;
-        const uint32_t most = wgrad_strip<ADD>(rows), index = tile - first_[expert];
-        const uint32_t strip = index / (most * wide_);
-        const uint32_t within = index - strip * most * wide_;
-        const uint32_t deep = min(most, tall_ - strip * most);
+        const uint32_t height = wgrad_strip<ADD>(rows), index = tile - first_[expert];
+        const uint32_t strip = index / (height * wide_);
+        const uint32_t within = index - strip * height * wide_;
+        const uint32_t deep = min(height, tall_ - strip * height);
         k = within / deep * COLUMNS;
-        n = (strip * most + within % deep) * WGRAD_TALL + rank_ * WGRAD_TILE;
+        n = (strip * height + within % deep) * WGRAD_TALL + rank_ * WGRAD_TILE;
         return true;
     }
 

@@ -73,10 +73,10 @@ static size_t piece_elements(const struct moe_cuda_weight *w, uint32_t shares)
 {
     size_t unit = w->order != MOE_CUDA_ROWS_PLAIN && goes_straight(w) ? block_elements(w) : 1;
     size_t unit_bytes = unit * moe_dtype_bytes(w->from);
-    size_t most = MOE_CUDA_PIECE_BYTES / unit_bytes, least = ratio_up(LEAST_BYTES, unit_bytes);
+    size_t limit = MOE_CUDA_PIECE_BYTES / unit_bytes, least = ratio_up(LEAST_BYTES, unit_bytes);
     size_t share = ratio_up(ratio_up(w->rows * w->columns, unit), shares);
     share = share > least ? share : least;
-    return unit * (share < most ? share : most);
+    return unit * (share < limit ? share : limit);
 }
 
 /* Copies whole blocks of eight rows, skipping the other matrix's blocks; then the rest. */

@@ -175,8 +175,8 @@ static __device__ float weigh(const choose_args &a, const row_slot &s, int32_t i
     bool live = id >= 0;
     float score = live ? s.score[id] : 0.0f;
     if (a.spec.score == MOE_SCORE_SOFTMAX_TOPK && __any_sync(ALL, live)) {
-        float most = warp_max(live ? score : -INFINITY);
-        score = live ? expf(score - most) : 0.0f;
+        float largest = warp_max(live ? score : -INFINITY);
+        score = live ? expf(score - largest) : 0.0f;
         score /= warp_sum(score);
     }
     float sum = warp_sum(score), divisor = 1.0f;

@@ -27,12 +27,12 @@ __device__ inline float warp_max(float v)
 /* Writes exp(v - max) over the sum of these to `to`, which may be v. n values, by one warp. */
 __device__ inline void warp_softmax(const float *v, float *to, uint32_t n, uint32_t lane)
 {
-    float most = -INFINITY, sum = 0;
+    float largest = -INFINITY, sum = 0;
     for (uint32_t i = lane; i < n; i += 32)
-        most = fmaxf(most, v[i]);
-    most = warp_max(most);
+        largest = fmaxf(largest, v[i]);
+    largest = warp_max(largest);
     for (uint32_t i = lane; i < n; i += 32) {
-        to[i] = expf(v[i] - most);
+        to[i] = expf(v[i] - largest);
         sum += to[i];
     }
     sum = warp_sum(sum);

@@ -219,8 +219,8 @@ void moe_cuda_session_leave(struct moe_session *s)
     if (!moe_failed(&st))
         st = moe_cuda_device_finish(s->device);
     /* Even if the device reports an error, it has no work left that could use the windows. */
-    uint64_t patience = s->config.wait_budget_ms * MOE_NS_PER_MS;
-    moe_cuda_window_close(&s->window, together && !moe_failed(&st), moe_clock_ns() + patience);
+    uint64_t timeout_ns = s->config.wait_budget_ms * MOE_NS_PER_MS;
+    moe_cuda_window_close(&s->window, together && !moe_failed(&st), moe_clock_ns() + timeout_ns);
     moe_cuda_ep_destroy(s->ep);
     moe_cuda_ep_net_destroy(s->ep_net);
     if (s->outcome_ready != NULL)

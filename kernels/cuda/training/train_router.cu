@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(32 * WARPS)
     const float dweight = live ? a.dweights[at] : 0.0f;
     float score = 0.0f;
     if (kind == MOE_SCORE_SOFTMAX_TOPK) {
-        float most = warp_max(live ? s.z[id] : -INFINITY);
-        score = live ? expf(s.z[id] - most) : 0.0f;
+        float largest = warp_max(live ? s.z[id] : -INFINITY);
+        score = live ? expf(s.z[id] - largest) : 0.0f;
         float sum = warp_sum(score);
         score = live ? score / sum : 0.0f;
     } else if (live) {
