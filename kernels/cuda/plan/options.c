@@ -3,8 +3,9 @@
 
 const struct moe_backend_option moe_cuda_options[MOE_CUDA_OPTION_COUNT + 1] = {
     [MOE_CUDA_OPTION_TRANSPORT] = {"transport", "auto|nvlink|network",
-                                   "How rows travel between GPUs; the same on all workers",
+                                   "Transport of rows between GPUs; the same on all workers",
                                    MOE_SCOPE_SESSION},
-    [MOE_CUDA_OPTION_GEMM] = {"gemm", "auto|hopper|cublas", "What multiplies bf16 on a GPU",
+    [MOE_CUDA_OPTION_GEMM] = {"gemm", "auto|hopper|cublas",
+                              "Kernels for bf16 products of the experts on a GPU",
                               MOE_SCOPE_DEVICE},
 };
