@@ -3,6 +3,7 @@
 #include "common/layer_rules.h"
 
 #include "base/size.h"
+#include "common/activation_math.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -63,10 +64,11 @@ static struct moe_status check_spec(const struct moe_layer_spec *spec)
             spec->experts, MOE_MAX_EXPERTS);
     REQUIRE(spec->intermediate >= 1, "the experts' inner width is 0");
     REQUIRE(spec->weighting <= MOE_WEIGHT_INPUT, "unknown weighting %d", (int)spec->weighting);
-    REQUIRE(spec->activation <= MOE_ACT_SWIGLU_OAI && spec->shared_activation <= MOE_ACT_SWIGLU_OAI,
+    REQUIRE(spec->activation < MOE_ACT_COUNT && spec->shared_activation < MOE_ACT_COUNT,
             "unknown activation");
-    bool clamps = spec->activation != MOE_ACT_SWIGLU ||
-                  (spec->shared_intermediate != 0 && spec->shared_activation != MOE_ACT_SWIGLU);
+    bool clamps =
+        moe_activation_clamps(spec->activation) ||
+        (spec->shared_intermediate != 0 && moe_activation_clamps(spec->shared_activation));
     REQUIRE(!clamps || (isfinite(spec->swiglu_limit) && spec->swiglu_limit > 0),
             "the activation's limit must be finite and positive");
     REQUIRE(isfinite(spec->swiglu_alpha), "the activation's alpha must be finite");

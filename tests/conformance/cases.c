@@ -74,7 +74,7 @@ static void draw_spec(struct rng *r, struct moe_layer_spec *s)
         s->intermediate = (s->intermediate + 7) / 8 * 8;
     }
     s->weighting = (enum moe_weighting)rng_below(r, 3);
-    s->activation = (enum moe_activation)rng_below(r, 3);
+    s->activation = (enum moe_activation)rng_below(r, MOE_ACT_COUNT);
     s->swiglu_limit = rng_chance(r, 50) ? 7.0f : 0.4f; /* the small one clamps often */
     s->swiglu_alpha = 1.702f;
     s->gate_up_bias = rng_chance(r, 40);
@@ -82,7 +82,7 @@ static void draw_spec(struct rng *r, struct moe_layer_spec *s)
     if (rng_chance(r, 40)) {
         s->shared_intermediate = whole ? 8 * rng_range(r, 1, 5) : rng_range(r, 1, 40);
         s->shared_gated = rng_chance(r, 50);
-        s->shared_activation = (enum moe_activation)rng_below(r, 3);
+        s->shared_activation = (enum moe_activation)rng_below(r, MOE_ACT_COUNT);
     }
     draw_router(r, s);
 }

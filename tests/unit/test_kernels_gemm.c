@@ -160,7 +160,7 @@ static void activations_agree_with_the_oracle(void **state)
         u[i] = 6 * random_normal();
     }
     for (uint32_t i = 0; i < isa_count; i++) {
-        for (enum moe_activation a = MOE_ACT_SWIGLU; a <= MOE_ACT_SWIGLU_OAI; a++) {
+        for (enum moe_activation a = MOE_ACT_SWIGLU; a < MOE_ACT_COUNT; a++) {
             double worst = 0;
             memcpy(got, g, N * sizeof *g);
             isas[i]->activate(a, limit, alpha, N, got, u);
@@ -185,7 +185,7 @@ static void activations_keep_nan(void **state)
 {
     (void)state;
     for (uint32_t i = 0; i < isa_count; i++) {
-        for (enum moe_activation a = MOE_ACT_SWIGLU; a <= MOE_ACT_SWIGLU_OAI; a++) {
+        for (enum moe_activation a = MOE_ACT_SWIGLU; a < MOE_ACT_COUNT; a++) {
             float g[5] = {1, NAN, 1, -3, NAN}, u[5] = {1, 1, NAN, 1, NAN};
             isas[i]->activate(a, 7, 1.702f, 5, g, u);
             assert_true(isfinite(g[0]) && isnan(g[1]) && isnan(g[2]) && isfinite(g[3]) &&

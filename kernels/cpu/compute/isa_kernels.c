@@ -259,17 +259,11 @@ static inline vec vec_sigmoid(vec x)
     return 1.0f / (1.0f + vec_exp(-x));
 }
 
-static inline vec vec_activate(enum moe_activation activation, float limit, float alpha, vec g,
-                               vec u)
-{
-    if (activation == MOE_ACT_SWIGLU)
-        return g * vec_sigmoid(g) * u;
-    g = vec_at_most(g, limit);
-    u = vec_at_most(vec_at_least(u, -limit), limit);
-    if (activation == MOE_ACT_SWIGLU_CLAMPED)
-        return g * vec_sigmoid(g) * u;
-    return g * vec_sigmoid(alpha * g) * (u + 1.0f);
-}
+#define MOE_ACTIVATION_REAL              vec
+#define MOE_ACTIVATION_AT_MOST(x, bound) vec_at_most(x, bound)
+#define MOE_ACTIVATION_WITHIN(x, bound)  vec_at_most(vec_at_least(x, -(bound)), bound)
+#define MOE_ACTIVATION_SIGMOID(x)        vec_sigmoid(x)
+#include "common/activation_math.h"
 
 static void activate(enum moe_activation activation, float limit, float alpha, size_t n,
                      float *gate, const float *up)
@@ -279,7 +273,7 @@ static void activate(enum moe_activation activation, float limit, float alpha, s
         vec g = {0}, u = {0};
         memcpy(&g, gate + i, bytes);
         memcpy(&u, up + i, bytes);
-        g = vec_activate(activation, limit, alpha, g, u);
+        g = moe_activate(activation, limit, alpha, g, u);
         memcpy(gate + i, &g, bytes);
     }
 }
@@ -290,20 +284,18 @@ static inline void vec_activate_backward(enum moe_activation activation, float l
 {
     vec gate = *g, up = *u, cotangent = *d * weight;
     ivec gate_unclamped = ~(ivec){0}, up_unclamped = gate_unclamped;
-    if (activation != MOE_ACT_SWIGLU) {
+    if (moe_activation_clamps(activation)) {
         gate_unclamped = ~(gate > limit);
         up_unclamped = ~((up > limit) | (up < -limit));
-        gate = vec_at_most(gate, limit);
-        up = vec_at_most(vec_at_least(up, -limit), limit);
+        gate = MOE_ACTIVATION_AT_MOST(gate, limit);
+        up = MOE_ACTIVATION_WITHIN(up, limit);
     }
-    float slope = activation == MOE_ACT_SWIGLU_OAI ? alpha : 1.0f;
-    vec sigmoid = vec_sigmoid(slope * gate);
-    vec factor = activation == MOE_ACT_SWIGLU_OAI ? up + 1.0f : up;
-    vec silu = gate * sigmoid;
-    vec derivative = sigmoid * (1.0f + slope * gate * (1.0f - sigmoid));
-    *g = (vec)((ivec)(cotangent * factor * derivative) & gate_unclamped);
-    *u = (vec)((ivec)(cotangent * silu) & up_unclamped);
-    *d = silu * factor;
+    vec sigmoid = vec_sigmoid(moe_activation_z(activation, alpha, gate));
+    vec slope = moe_activation_slope(activation, alpha, gate, sigmoid);
+    vec factor = moe_activation_factor(activation, up);
+    *g = (vec)((ivec)(cotangent * factor * slope) & gate_unclamped);
+    *u = (vec)((ivec)(cotangent * (gate * sigmoid)) & up_unclamped);
+    *d = gate * sigmoid * factor;
 }
 
 static float activate_backward(enum moe_activation activation, float limit, float alpha, size_t n,

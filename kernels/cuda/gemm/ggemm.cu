@@ -91,10 +91,9 @@ moe_status check_shape(const moe_cuda_ggemm &g)
 
 void set_activation(const moe_cuda_ggemm &g, ggemm::params *p)
 {
-    const bool oai = g.activation == MOE_ACT_SWIGLU_OAI;
-    p->limit = g.activation == MOE_ACT_SWIGLU ? std::numeric_limits<float>::infinity() : g.limit;
-    p->alpha = oai ? g.alpha : 1.0f;
-    p->shift = oai ? 1.0f : 0.0f;
+    p->limit =
+        moe_activation_clamps(g.activation) ? g.limit : std::numeric_limits<float>::infinity();
+    p->activation = moe_activation_shape_of(g.activation, g.alpha);
 }
 
 void set_weighting(const moe_cuda_ggemm &g, ggemm::params *p)

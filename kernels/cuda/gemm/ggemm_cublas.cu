@@ -4,9 +4,9 @@
 #include "cuda/gemm/ggemm_cublas.h"
 
 #include "base/size.h"
+#include "common/activation_math.h"
 #include "cuda/core/load.h"
 #include "cuda/core/stamp.cuh"
-#include "cuda/gemm/activation.cuh"
 
 #include <cublas_v2.h>
 #include <cuda_bf16.h>

@@ -48,13 +48,12 @@ __device__ __forceinline__ float max_keep_nan(float a, float b)
     return r;
 }
 
-/* One formula for all three activations. SWIGLU: limit = infinity, alpha = 1, shift = 0. CLAMPED: a
- * limit. OAI: limit, alpha, and shift = 1. */
+/* The limit is infinity for an activation without clamps. */
 __device__ __forceinline__ float activate(const params &p, float gate, float up)
 {
     gate = min_keep_nan(gate, p.limit);
     up = max_keep_nan(min_keep_nan(up, p.limit), -p.limit);
-    return __fdividef(gate, 1.0f + __expf(-p.alpha * gate)) * (up + p.shift);
+    return moe_activate_fast(p.activation, gate, up);
 }
 
 /* The bias of this thread's two columns of the 8 output columns at `column`; zero beyond the

@@ -7,6 +7,7 @@
 #ifndef MOE_CUDA_GGEMM_PARAMS_CUH
 #define MOE_CUDA_GGEMM_PARAMS_CUH
 
+#include "common/activation_math.h"
 #include "cuda/gemm/ggemm.h"
 
 #include <cuda.h>
@@ -45,7 +46,8 @@ struct params {
     bool has_bias;
     const moe_cuda_ggemm_pre *pre; /* only for kernels that store gate and up */
     uint64_t *began;               /* receives the kernel's start time, or NULL */
-    float limit, alpha, shift;     /* of the activation; see ggemm_epilogue.cuh */
+    float limit;                   /* of the activation; see ggemm_epilogue.cuh */
+    struct moe_activation_shape activation;
 };
 
 /* Row tiles of an expert that pass over its weights together, before the next columns. */

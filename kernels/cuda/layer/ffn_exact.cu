@@ -4,9 +4,9 @@
  * memory; the epilogues are here. */
 #include "cuda/layer/ffn_exact.h"
 
+#include "common/activation_math.h"
 #include "cuda/core/load.h"
 #include "cuda/core/stamp.cuh"
-#include "cuda/gemm/activation.cuh"
 #include "cuda/layer/simt.cuh"
 
 using moe_simt::groups;

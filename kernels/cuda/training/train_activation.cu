@@ -2,6 +2,7 @@
 /* From the products of a backward pass to the operands of the next ones; see train_kernels.h. In
  * fp32 a block works on a row. For tensor cores a warp works on a row, with eight columns to a
  * lane. Sums along a row use one fixed tree. */
+#include "common/activation_math.h"
 #include "cuda/core/load.h"
 #include "cuda/training/train_rows.cuh"
 
@@ -19,26 +20,17 @@ __device__ float warp_sum(float v)
     return v;
 }
 
-struct slopes {
-    float value, gate, up; /* h, dh/dg, dh/du */
-};
-
-__device__ slopes activate(const struct moe_cuda_activation_backward &a, float g, float u)
+__device__ moe_activation_slopes activate(const struct moe_cuda_activation_backward &a, float g,
+                                          float u)
 {
-    float dg = 1.0f, du = 1.0f, alpha = 1.0f, shift = 0.0f;
-    if (a.activation != MOE_ACT_SWIGLU) {
+    float dg = 1.0f, du = 1.0f;
+    if (moe_activation_clamps(a.activation)) {
         dg = g > a.limit ? 0.0f : 1.0f;
         du = fabsf(u) > a.limit ? 0.0f : 1.0f;
         g = fminf(g, a.limit);
         u = fminf(fmaxf(u, -a.limit), a.limit);
     }
-    if (a.activation == MOE_ACT_SWIGLU_OAI) {
-        alpha = a.alpha;
-        shift = 1.0f;
-    }
-    float s = 1.0f / (1.0f + expf(-alpha * g));
-    return {g * s * (u + shift), dg * (u + shift) * s * (1.0f + alpha * g * (1.0f - s)),
-            du * g * s};
+    return moe_activation_slopes_of(moe_activation_shape_of(a.activation, a.alpha), g, u, dg, du);
 }
 
 template <typename T>
@@ -64,7 +56,7 @@ __global__ void __launch_bounds__(THREADS)
             }
             float gate = *g * in + (a.gate_bias != nullptr ? a.gate_bias[bias + i] : 0.0f);
             float up = *u * in + (a.up_bias != nullptr ? a.up_bias[bias + i] : 0.0f);
-            slopes s = activate(a, gate, up);
+            moe_activation_slopes s = activate(a, gate, up);
             float d = dh[i];
             dot = fmaf(d, s.value, dot);
             *g = out * d * s.gate;
@@ -124,7 +116,7 @@ __device__ float activate_eight(const struct moe_cuda_activation_backward &a, co
     for (uint32_t j = 0; j < 8; j++) {
         const float g = gate[j] * in + (a.gate_bias != nullptr ? a.gate_bias[bias + i + j] : 0.0f);
         const float u = up[j] * in + (a.up_bias != nullptr ? a.up_bias[bias + i + j] : 0.0f);
-        const slopes s = activate(a, g, u);
+        const moe_activation_slopes s = activate(a, g, u);
         const float dj = static_cast<float>(d.v[j]);
         dot = fmaf(dj, s.value, dot);
         dg.v[j] = static_cast<__nv_bfloat16>(out * dj * s.gate);

@@ -53,6 +53,7 @@ enum moe_activation {
     MOE_ACT_SWIGLU,         /* silu(g) * u */
     MOE_ACT_SWIGLU_CLAMPED, /* g = min(g, limit), u = clamp(u, +-limit), silu(g) * u */
     MOE_ACT_SWIGLU_OAI,     /* same clamps, g * sigmoid(alpha g) * (u + 1) */
+    MOE_ACT_COUNT
 };
 
 struct moe_router_spec {
