@@ -44,12 +44,6 @@ bool moe_cuda_train_reads_x_dy_rows(const struct moe_trainer *t, enum moe_dtype 
     return moe_cuda_train_on_tensor_cores(t, dtype) && t->config.lora_rank == 0;
 }
 
-struct moe_cuda_block *moe_cuda_train_moving(const struct moe_cuda_train_ffn *f, enum moe_weight w)
-{
-    struct moe_cuda_block *b = moe_cuda_trainer_block(f->t, w, MOE_PART_WEIGHT);
-    return f->accumulate && b != NULL && moe_cuda_block_moves(f->t, b) ? b : NULL;
-}
-
 /* *grad: where this pass adds to a weight's gradient, or NULL. */
 static struct moe_status take_grad(const struct moe_cuda_train_ffn *f, enum moe_weight w,
                                    float **grad)

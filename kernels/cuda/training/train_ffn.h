@@ -125,7 +125,12 @@ static inline void moe_cuda_train_ffn_mark(const struct moe_cuda_train_ffn *f,
 }
 
 /* The block of one of the network's weights if this pass adds to it, else NULL. */
-struct moe_cuda_block *moe_cuda_train_moving(const struct moe_cuda_train_ffn *f, enum moe_weight w);
+static inline struct moe_cuda_block *moe_cuda_train_moving(const struct moe_cuda_train_ffn *f,
+                                                           enum moe_weight w)
+{
+    struct moe_cuda_block *b = moe_cuda_trainer_block(f->t, w, MOE_PART_WEIGHT);
+    return f->accumulate && b != NULL && moe_cuda_block_moves(f->t, b) ? b : NULL;
+}
 
 /* pre; dh; dx; gradients of both matrices: on tensor cores. `overlap` as above, or NULL. */
 struct moe_status moe_cuda_train_tensor_pre(const struct moe_cuda_train_ffn *f) MOE_CHECKED;
