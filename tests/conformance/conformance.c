@@ -14,8 +14,8 @@
  * own results. Prints seed and number of a failing case: the same seed with --first N --cases 1
  * runs it again. Exits with 0 only when every slot found every case right.
  *
- * The last line of each slot ends with a hash of all of its y, and with --training a second one of
- * gradients and values: the same cases must give the same bits through every transport. */
+ * The last line of each slot ends with a hash of all of its y. With --training, a second hash of
+ * gradients and values follows. The same cases must give the same bits through every transport. */
 #include "trained.h"
 
 #include "daemon/options.h"

@@ -161,7 +161,7 @@ static int wait_in_a_chain(struct member *m)
     return close_fixture(&s);
 }
 
-static void who_only_waits_for_another_is_not_blamed(void **state)
+static void a_slot_that_waits_for_another_is_not_reported_lost(void **state)
 {
     (void)state;
     uint32_t one_waits_on[3] = {LONG_MS, LONG_MS, SHORT_MS};
@@ -364,7 +364,7 @@ int main(void)
         cmocka_unit_test(a_killed_peer_costs_the_survivors_one_step_and_no_weights),
         cmocka_unit_test(a_stopped_peer_is_named_by_all_when_the_budget_is_used_up),
         cmocka_unit_test(a_failed_slot_ends_the_waits_of_the_others),
-        cmocka_unit_test(who_only_waits_for_another_is_not_blamed),
+        cmocka_unit_test(a_slot_that_waits_for_another_is_not_reported_lost),
         cmocka_unit_test(abort_ends_present_and_later_waits),
         cmocka_unit_test(a_member_that_never_shows_up_fails_the_join_in_bounded_time),
         cmocka_unit_test(slots_of_different_views_do_not_join),

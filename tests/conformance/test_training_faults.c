@@ -154,7 +154,7 @@ static int give_way(struct member *m)
     return 0;
 }
 
-static void what_is_retained_gives_way_wherever_a_step_or_a_pass_finds_no_memory(void **state)
+static void retained_activations_give_way_if_a_step_or_pass_lacks_memory(void **state)
 {
     (void)state;
     with_shared_expert = true;
@@ -216,7 +216,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(slots_that_mean_different_passes_all_refuse_and_change_nothing),
-        cmocka_unit_test(what_is_retained_gives_way_wherever_a_step_or_a_pass_finds_no_memory),
+        cmocka_unit_test(retained_activations_give_way_if_a_step_or_pass_lacks_memory),
         cmocka_unit_test(abort_ends_a_pass_and_all_that_follows),
         cmocka_unit_test(a_session_for_serving_refuses_to_train),
     };

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Promises of the activation cache: a find returns the committed piece, pieces never overlap, the
- * oldest name is evicted first and completely, open pieces stay, and a steady cache allocates
+/* Promises of the activation cache. A find returns the committed piece, and pieces never overlap.
+ * The oldest name is evicted first and completely; open pieces stay. A steady cache allocates
  * nothing. The test provides the memory. */
 #include "common/activation_cache.h"
 #include "support/check.h"
@@ -105,7 +105,7 @@ static void the_oldest_name_makes_room(void **state)
     moe_activation_cache_close(&store);
 }
 
-static void what_a_step_is_at_stays(void **state)
+static void open_pieces_stay(void **state)
 {
     (void)state;
     struct moe_activation_key first = key_of(layer_a, 1), second = key_of(layer_a, 2);
@@ -232,7 +232,7 @@ static void another_batch_is_not_found(void **state)
     moe_activation_cache_close(&store);
 }
 
-static void what_is_dropped_is_gone(void **state)
+static void dropped_pieces_are_gone(void **state)
 {
     (void)state;
     begin(LIMIT);
@@ -300,12 +300,12 @@ int main(void)
     seed_random();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_oldest_name_makes_room),
-        cmocka_unit_test(what_a_step_is_at_stays),
+        cmocka_unit_test(open_pieces_stay),
         cmocka_unit_test(nothing_goes_in_vain),
         cmocka_unit_test(steps_of_one_name_have_their_own),
         cmocka_unit_test(the_block_goes_back_where_nobody_is_at_it),
         cmocka_unit_test(another_batch_is_not_found),
-        cmocka_unit_test(what_is_dropped_is_gone),
+        cmocka_unit_test(dropped_pieces_are_gone),
         cmocka_unit_test(no_memory_means_that_nothing_is_kept),
         cmocka_unit_test(random_steps_keep_apart),
     };

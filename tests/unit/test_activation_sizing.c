@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the room that forward steps ask for: never more than the maximum, enough for the rows
- * of earlier steps in any bucket, and nothing if even these would not fit. */
+ * of earlier steps in any bucket. If even these would not fit, a step asks for nothing. */
 #include "common/activation_sizing.h"
 #include "support/check.h"
 

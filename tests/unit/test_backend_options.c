@@ -23,7 +23,7 @@ static void values_are_found_by_name(void **state)
     assert_int_equal(chosen[1], 1);
 }
 
-static void what_is_not_set_is_the_first_value(void **state)
+static void an_option_that_is_not_set_has_the_first_value(void **state)
 {
     (void)state;
     const struct moe_backend_setting unset[] = {{"size", NULL}, {"colour", "red"}, {0}};
@@ -55,7 +55,7 @@ static void assert_refused_by_name(const struct moe_backend_option *options, con
     assert_non_null(strstr(st.text, text));
 }
 
-static void what_no_table_has_is_refused_by_name(void **state)
+static void an_unknown_option_is_refused_by_name(void **state)
 {
     (void)state;
     assert_refused_by_name(table, "weight", "small", MOE_REASON_CONFIG_UNKNOWN_KEY, "weight");
@@ -147,9 +147,9 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(values_are_found_by_name),
-        cmocka_unit_test(what_is_not_set_is_the_first_value),
+        cmocka_unit_test(an_option_that_is_not_set_has_the_first_value),
         cmocka_unit_test(the_later_of_two_settings_counts),
-        cmocka_unit_test(what_no_table_has_is_refused_by_name),
+        cmocka_unit_test(an_unknown_option_is_refused_by_name),
         cmocka_unit_test(values_of_cuda_are_where_its_enums_expect_them),
         cmocka_unit_test(every_build_lists_the_options_of_every_backend),
         cmocka_unit_test(no_two_options_of_any_backends_share_a_name),

@@ -576,7 +576,7 @@ static void a_gradient_that_is_not_finite_moves_nothing(void **state)
     close_bench(&b);
 }
 
-static void what_is_frozen_stays(void **state)
+static void frozen_parameters_do_not_change(void **state)
 {
     (void)state;
     struct moe_layer_spec spec = wide_spec();
@@ -630,7 +630,7 @@ static void a_trainer_takes_what_it_says_and_gives_it_back(void **state)
 }
 
 /* A later session may have the same address: it must find nothing. */
-static void what_a_session_retained_goes_with_it(void **state)
+static void retained_activations_go_with_their_session(void **state)
 {
     (void)state;
     struct moe_trainer_config config = {.optimizer = MOE_OPTIMIZER_SGD};
@@ -658,8 +658,8 @@ int main(void)
         cmocka_unit_test(the_number_of_threads_changes_no_bit),
         cmocka_unit_test(a_step_is_the_formula),
         cmocka_unit_test(a_gradient_that_is_not_finite_moves_nothing),
-        cmocka_unit_test(what_is_frozen_stays),
-        cmocka_unit_test(what_a_session_retained_goes_with_it),
+        cmocka_unit_test(frozen_parameters_do_not_change),
+        cmocka_unit_test(retained_activations_go_with_their_session),
         cmocka_unit_test(a_trainer_takes_what_it_says_and_gives_it_back),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

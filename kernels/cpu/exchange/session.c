@@ -131,7 +131,7 @@ static struct moe_status wait_slowly(struct moe_session *s, const uint64_t *flag
             continue;
         }
         struct moe_status st = check_waiting(s, slot);
-        if (moe_failed(&st)) /* what received before the loss was seen still counts */
+        if (moe_failed(&st)) /* a flag that arrived before the loss counts */
             return flag_ready(flag, stamp, value) ? moe_ok() : st;
         uint64_t now = moe_clock_ns();
         if (now >= deadline)
