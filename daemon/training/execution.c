@@ -188,7 +188,7 @@ static struct moe_status run(struct moe_train *t, struct moe_session *session,
 
 /* ------------------------------------------------------------------------ begin */
 
-/* A Save or Export only reads. A Load says so itself, in the one execution that takes it. */
+/* A Save or Export only reads. A Load changes state in its last part, which sets x->changes. */
 static bool changes_state(const struct moe_train_call *c)
 {
     return c->merge ||

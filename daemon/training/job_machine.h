@@ -96,7 +96,7 @@ enum moe_job_action_kind {
     MOE_JOB_RECORD,   /* the call is done: into the ledger, with `bytes`, `weights_version` and
                          `steps`; of a Load with the state that was taken */
     MOE_JOB_SETTLE,   /* all callers that wait are answered with `status` */
-    MOE_JOB_END_VIEW, /* this slot cannot be like the others any more, for the reason `status` */
+    MOE_JOB_END_VIEW, /* this slot differs from the others, for the reason `status` */
     MOE_JOB_FORGET,   /* the job has nothing left to do on this slot: free its memory */
 };
 
@@ -182,7 +182,7 @@ bool moe_job_next_action(struct moe_job *j, struct moe_job_action *out);
 /* ----------------------------------------------------------------- reading */
 
 enum moe_job_verdict {
-    MOE_JOB_UNKNOWN, /* no job has this id: the ledger says what the call is */
+    MOE_JOB_UNKNOWN, /* no job has this id: ask the ledger */
     MOE_JOB_JOINS,   /* it is the call of the job, again */
     MOE_JOB_REUSED,  /* the id is the job's, the content is not */
 };

@@ -32,9 +32,9 @@ enum {
 #endif
 };
 
-/* Hashes of what a call says. A Backward after a retained forward pass may come without x: it has
- * the same header_hash, and no tensor_hash. Of a call without tensors, tensor_hash is that of its
- * session's name; zeros for the session "". */
+/* Hashes of the content of a call. A Backward after a retained forward pass may come without x: it
+ * has the same header_hash, and no tensor_hash. Of a call without tensors, tensor_hash is that of
+ * its session's name; zeros for the session "". */
 struct moe_content {
     uint64_t header_hash[2], tensor_hash[2];
 };
@@ -74,7 +74,7 @@ struct moe_status moe_ledger_copy(const struct moe_ledger *from,
 /* As after create. */
 void moe_ledger_reset(struct moe_ledger *l);
 
-/* The verdict on a call. Changes nothing. On REPEAT `*call`, if asked for, is what was recorded;
+/* The verdict on a call. Changes nothing. On REPEAT `*call`, if asked for, is the record;
  * valid until the next change. */
 enum moe_ledger_verdict moe_ledger_look(const struct moe_ledger *l, const char *session,
                                         uint64_t id, const struct moe_content *content,

@@ -98,7 +98,7 @@ struct moe_status moe_train__share_removed(struct moe_train_job *j, struct moe_s
         uint32_t count;
         char names[NAMES][MOE_CHECKPOINT_NAME_MAX + 1];
     };
-    _Static_assert(sizeof(struct page) <= 256, "what a session exchanges");
+    _Static_assert(sizeof(struct page) <= 256, "more than a session exchanges");
     uint32_t first = 0, named = 0;
     *out = (struct moe_checkpoint_removed){0};
     if (j->call.keep == 0)

@@ -4,7 +4,7 @@
  *   lifetime.c   agreement.c   execution.c     create, destroy; how a view forms; tickets
  *                                judge.c       is a call new, a repeat, or refused
  *                job.c                         Save, Load and Export, and their threads
- *                parts.c                       what a part of them does
+ *                parts.c                       their parts, on this slot
  *                metrics.c, state.c            series; elementary changes of the state */
 #ifndef MOE_TRAINING_STATE_H
 #define MOE_TRAINING_STATE_H
@@ -140,7 +140,7 @@ struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *se
  */
 const struct moe_train_call *moe_train__job_call(const struct moe_train *t, uint64_t lineage)
     MOE_REQUIRES(t->lock);
-/* Fills in name, kind and progress of what is under way. */
+/* Fills in name, kind and progress of the job under way. */
 void moe_train__read_job(const struct moe_train *t, struct moe_train_state *out)
     MOE_REQUIRES(t->lock);
 /* See moe_call_ops.is_unwanted. */
@@ -170,7 +170,7 @@ uint64_t moe_train__highest_id(const struct moe_train *t) MOE_REQUIRES(t->lock);
 struct moe_status moe_train__begin(struct moe_train *t, const struct moe_ticket *ticket,
                                    struct moe_call_exec *x,
                                    struct moe_trainer **trainer) MOE_CHECKED;
-/* Returns what the origin's client gets, and completes x->answer. */
+/* Returns the status for the origin's client, and completes x->answer. */
 struct moe_status moe_train__end(struct moe_train *t, const struct moe_ticket *ticket,
                                  struct moe_call_exec *x) MOE_CHECKED;
 

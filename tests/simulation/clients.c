@@ -152,7 +152,7 @@ static void hear_answer(struct world *w, uint32_t client, const struct event *e)
         think(w, client);
 }
 
-/* It waits no longer: asks elsewhere, or gives up what it wanted. */
+/* It stops waiting: asks another slot, or gives up. */
 static void leave(struct world *w, uint32_t client)
 {
     struct client *c = &w->clients[client];

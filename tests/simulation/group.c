@@ -90,7 +90,7 @@ void crash_slot(struct world *w, struct slot *s)
     for (uint32_t i = 0; i < w->slot_count; i++) {
         if (i == s->index)
             continue;
-        if (chance(w, 500)) /* with what was on its way */
+        if (chance(w, 500)) /* with its messages in flight */
             w->link_epoch[s->index][i] = w->coordinator.epoch;
         post_lost(w, i, w->coordinator.epoch);
     }

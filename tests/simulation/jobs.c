@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A worker process's part in Save, Load and Export: it carries out what the job machine says. */
+/* A worker process's part in Save, Load and Export: it carries out the actions of the job machine.
+ */
 #include "simulation/world.h"
 
 #include <string.h>
@@ -199,7 +200,7 @@ static void ask(struct world *w, struct slot *s)
     if (c == NULL)
         return;
     c->progress = true;
-    c->kind = MOE_STEP_SAVE; /* which passes what is blocked */
+    c->kind = MOE_STEP_SAVE; /* a Save may pass blocked calls */
     c->id = s->job.call.id;
     c->content = s->job.call.content;
     add_waiting(w, s, c);

@@ -379,7 +379,7 @@ static void claim_call(struct world *w, struct slot *s, struct execution *t)
     check(w, false, "a ticket is for a call that was announced");
 }
 
-/* Calls of one slot keep their order, but for those that may pass a blocked one. */
+/* Calls of one slot keep their order; only some may pass a blocked call. */
 static void check_order(struct world *w, struct slot *s, const struct moe_ticket *t)
 {
     uint64_t *last = &s->last_ordered[t->descriptor.origin];

@@ -105,7 +105,7 @@ enum event_kind {
     E_SHARE,  /* what another slot brings to a ticket */
     /* To a slot's process. */
     E_ASKED, /* a client asks */
-    E_LEFT,  /* a client waits no longer */
+    E_LEFT,  /* a client stops waiting */
     E_PART,  /* a share of a part has ended */
     E_ASK,   /* a progress ticket is still wanted */
     E_LOST,  /* a peer has gone */
@@ -270,7 +270,7 @@ struct world {
     struct client clients[CLIENTS];
     struct call calls[CALLS_MAX];
 
-    struct { /* what the first slot found after a ticket */
+    struct { /* state of the first slot after a ticket */
         uint64_t epoch, hash;
     } after[SEQS_MAX];
 
@@ -349,7 +349,7 @@ void apply(struct world *w, struct slot *s, uint16_t op);
 struct checkpoint *find_checkpoint(struct world *w, uint32_t name, bool adapter);
 struct checkpoint *find_hidden(struct world *w, uint64_t writer, uint32_t name, bool adapter);
 void remove_checkpoint(struct world *w, struct checkpoint *c);
-/* A share of a part has done its work: what it did to the disk. */
+/* A share of a part has done its work: its effect on the disk. */
 struct moe_job_end disk_part(struct world *w, struct slot *s, enum moe_job_part part,
                              const struct part *p, bool orphan);
 void take_checkpoint(struct world *w, struct slot *s, const struct checkpoint *c);
