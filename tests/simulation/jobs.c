@@ -29,6 +29,14 @@ static void pack_records(struct world *w, struct slot *s, uint16_t op)
     moe_ledger_record(s->job_records, "", &entry);
 }
 
+static bool has_orphan(const struct world *w)
+{
+    for (uint32_t i = 0; i < w->slot_count; i++)
+        if (w->slots[i].job.orphan.part != MOE_JOB_NONE)
+            return true;
+    return false;
+}
+
 void begin_job_execution(struct world *w, struct slot *s, struct execution *t)
 {
     if (t->progress)
@@ -51,6 +59,7 @@ void begin_job_execution(struct world *w, struct slot *s, struct execution *t)
     s->job_lineage = s->state.lineage;
     s->job_state = s->state;
     s->job_live = s->live;
+    s->job_met_orphan = has_orphan(w);
     const struct checkpoint *there = find_checkpoint(w, op->name, op->kind == OP_EXPORT);
     s->job_found = there != NULL && there->op == t->op; /* by a view that ended before it knew */
     s->part = (struct part){0};
@@ -242,10 +251,9 @@ static void check_settled(struct world *w, struct slot *s, const struct moe_job_
         return;
     const struct checkpoint *c = find_checkpoint(w, op->name, adapter);
     bool ours = c != NULL && c->op == s->job_op && c->writer == s->job_writer;
-    /* What is there may be an orphan's, of an earlier view. */
-    bool orphans = a->status.reason == MOE_REASON_SAVE_RUNNING;
-    for (uint32_t i = 0; i < w->slot_count; i++)
-        orphans = orphans || w->slots[i].job.orphan.part != MOE_JOB_NONE;
+    /* The files may be an orphan's, of an earlier view, even if it has ended since. */
+    bool orphans =
+        s->job_met_orphan || a->status.reason == MOE_REASON_SAVE_RUNNING || has_orphan(w);
     check(w, orphans || find_hidden(w, s->job_writer, op->name, adapter) == NULL,
           "a job that is over leaves nothing unfinished");
     if (!moe_failed(&a->status))

@@ -214,6 +214,7 @@ struct slot {
     struct state job_state; /* as it began */
     struct moe_ledger *job_records;
     uint64_t job_writer, job_live, copied_weights;
+    bool job_met_orphan; /* an orphan ran as the job began */
     bool job_found;
     struct checkpoint taken; /* Load: what READ has seen */
     struct part part, orphan;
