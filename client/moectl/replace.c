@@ -176,6 +176,17 @@ static struct moe_status start_missing(struct replace *r, uint64_t deadline_ns)
     return st.code != MOE_OK ? st : recorded;
 }
 
+/* `up` in the foreground ends the group when a daemon ends, but does not know daemons of replace.
+ */
+static struct moe_status check_detached(const struct moectl_group *group)
+{
+    if (!group->foreground)
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                     "a `moectl up` in the foreground holds the group, and ends it when a daemon "
+                     "dies; replace works with groups of `moectl up --detach`");
+}
+
 static struct moe_status prepare(struct replace *r, uint64_t deadline_ns)
 {
     struct moe_status st =
@@ -183,7 +194,8 @@ static struct moe_status prepare(struct replace *r, uint64_t deadline_ns)
     if (st.code == MOE_OK && moectl_state_is_alive(r->directory)) {
         MOE_TRY(moectl_state_lock_changes(r->directory, deadline_ns, &r->change_lock));
         MOE_TRY(moectl_state_join(r->directory, &r->lock));
-        return moectl_state_read(r->directory, &r->group);
+        MOE_TRY(moectl_state_read(r->directory, &r->group));
+        return check_detached(&r->group);
     }
     if (st.code == MOE_OK || st.code == MOE_NOT_FOUND)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,

@@ -99,8 +99,11 @@ static void say_replace(const struct moectl_common *common)
                    "with `moectl down`");
         return;
     }
-    moectl_say(
-        "a worker has ended: `moectl replace` starts it again, `moectl down` ends the group");
+    if (group.foreground)
+        moectl_say("a worker has ended, so its `moectl up` ends the group");
+    else
+        moectl_say(
+            "a worker has ended: `moectl replace` starts it again, `moectl down` ends the group");
     moectl_group_free(&group);
 }
 

@@ -199,6 +199,7 @@ static struct moe_status start_all(struct up *u, uint64_t deadline_ns)
     for (uint64_t i = 0; i < u->workers; i++)
         MOE_TRY(start_worker(u, i));
     MOE_TRY(await_ready(u, 1, deadline_ns));
+    u->group.foreground = !u->detach;
     u->group.count = u->daemons.count;
     for (size_t i = 0; i < u->daemons.count; i++)
         u->group.processes[i] = u->daemons.all[i].process; /* u->daemons owns `command` */
@@ -368,7 +369,9 @@ static struct moe_status prepare(struct up *u)
     MOE_TRY(moectl_daemons_find("moe-coordinator", u->coordinator_program));
     MOE_TRY(moectl_daemons_find("moe-worker", u->worker_program));
     MOE_TRY(moectl_state_open(u->common.state_dir, true, u->state_path, &u->directory));
-    return moectl_state_lock(u->directory, &u->lock);
+    MOE_TRY(moectl_state_lock(u->directory, &u->lock));
+    moectl_state_remove(u->directory); /* the file of an earlier group */
+    return moe_ok();
 }
 
 static int bring_up(struct up *u)

@@ -351,6 +351,25 @@ class UpAndDown(unittest.TestCase):
             self.assertEqual([p["pid"] for p in after if is_alive(p["pid"])], [])
             self.assertEqual(run("replace", *here).returncode, NOT_FOUND)
 
+    def test_replace_refuses_a_group_in_the_foreground(self):
+        g = Group(model_directory(FAMILY), 2)
+        try:
+            self.assertTrue(g.description()["foreground"])
+            before = self.processes(g.state)
+            g.process.send_signal(signal.SIGSTOP)  # it does not see the death yet
+            os.kill(before[2]["pid"], signal.SIGKILL)
+            wait_until(lambda: not is_alive(before[2]["pid"]))
+            done = run("replace", "--state-dir", g.state)
+            self.assertEqual((done.returncode, done.stdout), (CONFLICT, ""), done.stderr)
+            self.assertIn("`moectl up` in the foreground", done.stderr)
+            self.assertEqual(self.processes(g.state), before)
+            g.process.send_signal(signal.SIGCONT)
+            self.assertEqual(g.process.wait(timeout=60), FAILED)
+            self.assertEqual([p["pid"] for p in before if is_alive(p["pid"])], [])
+        finally:
+            g.process.send_signal(signal.SIGCONT)
+            g.stop()
+
     def start_replace(self, state, *extra):
         """Runs `moectl replace` in the background."""
         return subprocess.Popen([MOECTL, "replace", "--state-dir", state, *extra], text=True,
