@@ -423,7 +423,7 @@ bool moe_job_on_unwanted(struct moe_job *j, uint64_t id, const struct moe_conten
 
 /* ----------------------------------------------------------------------- reading */
 
-enum moe_job_verdict moe_job_judge(const struct moe_job *j, uint64_t id,
+enum moe_job_outcome moe_job_judge(const struct moe_job *j, uint64_t id,
                                    const struct moe_content *content)
 {
     if (j->part == MOE_JOB_NONE || j->call.id != id)

@@ -181,13 +181,13 @@ bool moe_job_next_action(struct moe_job *j, struct moe_job_action *out);
 
 /* ----------------------------------------------------------------- reading */
 
-enum moe_job_verdict {
+enum moe_job_outcome {
     MOE_JOB_UNKNOWN, /* no job has this id: ask the ledger */
     MOE_JOB_JOINS,   /* it is the call of the job, again */
     MOE_JOB_REUSED,  /* the id is the job's, the content is not */
 };
 /* How a call of the sequence of all sessions relates to the job. Changes nothing. */
-enum moe_job_verdict moe_job_judge(const struct moe_job *j, uint64_t id,
+enum moe_job_outcome moe_job_judge(const struct moe_job *j, uint64_t id,
                                    const struct moe_content *content);
 /* A job is under way. */
 bool moe_job_is_active(const struct moe_job *j);

@@ -78,16 +78,16 @@ static struct moe_status id_reused(const struct moe_train *t, const struct moe_t
 static bool judge_job(const struct moe_train *t, struct moe_call_exec *x) MOE_REQUIRES(t->lock)
 {
     const struct moe_train_call *c = &x->call, *job = moe_train__job_call(t, c->lineage);
-    enum moe_job_verdict verdict = MOE_JOB_UNKNOWN;
+    enum moe_job_outcome outcome = MOE_JOB_UNKNOWN;
     if (c->session[0] == '\0' && job != NULL)
-        verdict = moe_job_judge(&t->machine, c->id, &c->content);
-    if (verdict == MOE_JOB_JOINS)
+        outcome = moe_job_judge(&t->machine, c->id, &c->content);
+    if (outcome == MOE_JOB_JOINS)
         x->run = x->joined = true;
-    else if (verdict == MOE_JOB_REUSED && !c->is_progress)
+    else if (outcome == MOE_JOB_REUSED && !c->is_progress)
         x->refusal = id_reused(t, c, &job->content);
     else if (c->is_progress)
         x->refusal = moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "it is not under way");
-    return verdict != MOE_JOB_UNKNOWN || c->is_progress;
+    return outcome != MOE_JOB_UNKNOWN || c->is_progress;
 }
 
 /* A Load begins a new lineage, and its repeat names the one before. The repeat gets its answer

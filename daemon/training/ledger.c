@@ -104,9 +104,9 @@ const struct moe_ledger_call *moe_ledger_find(const struct moe_ledger *l, const 
     return at < s->count && s->calls[at].id == id ? &s->calls[at] : NULL;
 }
 
-enum moe_ledger_verdict moe_ledger_look(const struct moe_ledger *l, const char *session,
-                                        uint64_t id, const struct moe_content *content,
-                                        const struct moe_ledger_call **call)
+enum moe_ledger_decision moe_ledger_look(const struct moe_ledger *l, const char *session,
+                                         uint64_t id, const struct moe_content *content,
+                                         const struct moe_ledger_call **call)
 {
     const struct moe_ledger_call *known = moe_ledger_find(l, session, id);
     if (known != NULL) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The record of training calls on a slot: it recognises repeats, so no call runs twice. All slots
  * see the same tickets in the same order and record the same calls. So the ledgers of a group are
- * equal at every ticket, and so are their verdicts.
+ * equal at every ticket, and so are their decisions.
  *
  * Calls belong to sessions: Backward calls to the client's, all others to one sequence, the session
  * "". A session keeps its latest calls, and the highest id that it has forgotten; new ids must be
@@ -59,7 +59,7 @@ struct moe_ledger_call {
     struct moe_ledger_outcome outcome;
 };
 
-enum moe_ledger_verdict {
+enum moe_ledger_decision {
     MOE_LEDGER_NEW,
     MOE_LEDGER_REPEAT,
     MOE_LEDGER_REUSED,  /* the id is known with other content */
@@ -74,11 +74,11 @@ struct moe_status moe_ledger_copy(const struct moe_ledger *from,
 /* As after create. */
 void moe_ledger_reset(struct moe_ledger *l);
 
-/* The verdict on a call. Changes nothing. On REPEAT `*call`, if asked for, is the record;
+/* The decision on a call. Changes nothing. On REPEAT `*call`, if asked for, is the record;
  * valid until the next change. */
-enum moe_ledger_verdict moe_ledger_look(const struct moe_ledger *l, const char *session,
-                                        uint64_t id, const struct moe_content *content,
-                                        const struct moe_ledger_call **call);
+enum moe_ledger_decision moe_ledger_look(const struct moe_ledger *l, const char *session,
+                                         uint64_t id, const struct moe_content *content,
+                                         const struct moe_ledger_call **call);
 /* The call recorded under an id, whatever its content; NULL when there is none. */
 const struct moe_ledger_call *moe_ledger_find(const struct moe_ledger *l, const char *session,
                                               uint64_t id);

@@ -74,7 +74,7 @@ struct moe_status moe_train_create(const struct moe_train_config *config, struct
                                                        .trainers = t->trainers,
                                                        .layer_count = config->layer_count,
                                                        .keep_ns = config->retained_ns,
-                                                       .limit = config->saved_device_bytes};
+                                                       .limit = config->retained_device_bytes};
     MOE_TRY_GOTO(st, moe_activations_create(&activations, &t->activations), fail);
     if (config->metrics != NULL)
         MOE_TRY_GOTO(st, moe_train__add_metrics(config->metrics, &t->metrics), fail);

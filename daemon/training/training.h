@@ -37,8 +37,8 @@ struct moe_train_config {
     size_t layer_count;
     struct moe_trainer_config trainer; /* `frozen`: parameters that never learn */
     uint64_t retained_bytes;           /* budget of retained passes, and of cached answers, each */
-    uint64_t saved_device_bytes;       /* device memory for activations of retained forward steps;
-                                          0 = none */
+    uint64_t retained_device_bytes;    /* device memory for activations of retained forward steps;
+                                       0 = none */
     uint64_t retained_ns;              /* life of each of these */
     const char *directory;             /* root of checkpoints; NULL = none */
     struct moe_metrics *metrics;       /* NULL = none */

@@ -183,7 +183,7 @@ static struct moe_status create_training(struct moe_worker *w)
         .trainer = c->trainer,
         .retained_bytes = c->retained_bytes,
         .retained_ns = c->retained_ns,
-        .saved_device_bytes = c->retained_device_bytes,
+        .retained_device_bytes = c->retained_device_bytes,
         .directory = c->training_directory,
         .metrics = c->metrics,
     };

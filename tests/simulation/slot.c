@@ -179,11 +179,11 @@ static bool judge_job(const struct slot *s, const struct op *op, struct executio
 {
     if (op->kind == OP_BACKWARD || lineage_differs(op, s->job_lineage))
         return false;
-    enum moe_job_verdict verdict = moe_job_judge(&s->job, op->id, &op->content);
-    t->run = t->joined = verdict == MOE_JOB_JOINS;
-    if (verdict == MOE_JOB_REUSED)
+    enum moe_job_outcome outcome = moe_job_judge(&s->job, op->id, &op->content);
+    t->run = t->joined = outcome == MOE_JOB_JOINS;
+    if (outcome == MOE_JOB_REUSED)
         t->refusal = moe_error(MOE_ALREADY_EXISTS, MOE_REASON_ID_REUSED, "the job's");
-    return verdict != MOE_JOB_UNKNOWN;
+    return outcome != MOE_JOB_UNKNOWN;
 }
 
 static void judge(const struct world *w, const struct slot *s, uint16_t number, struct execution *t)

@@ -61,11 +61,12 @@ static void crash(struct moe_ledger **l)
     free(packed);
 }
 
-static void check_verdict(const struct moe_ledger *l, uint32_t session, uint64_t id, uint64_t value,
-                          enum moe_ledger_verdict verdict, const struct moe_ledger_call *call)
+static void check_decision(const struct moe_ledger *l, uint32_t session, uint64_t id,
+                           uint64_t value, enum moe_ledger_decision decision,
+                           const struct moe_ledger_call *call)
 {
     uint64_t was = history[session][id];
-    switch (verdict) {
+    switch (decision) {
     case MOE_LEDGER_NEW: assert_int_equal(was, 0); break; /* never twice */
     case MOE_LEDGER_REPEAT:
         assert_int_equal(was, value);
@@ -94,9 +95,9 @@ static uint64_t simulate(uint64_t seed)
         name_of(s, name);
         const struct moe_content content = content_of(value);
         const struct moe_ledger_call *call = NULL, *theirs = NULL;
-        enum moe_ledger_verdict v = moe_ledger_look(l, name, id, &content, &call);
+        enum moe_ledger_decision v = moe_ledger_look(l, name, id, &content, &call);
         assert_int_equal(v, moe_ledger_look(other, name, id, &content, &theirs));
-        check_verdict(l, s, id, value, v, call);
+        check_decision(l, s, id, value, v, call);
         if (id > highest[s])
             assert_int_equal(v, MOE_LEDGER_NEW); /* rising ids are always accepted */
         if (v == MOE_LEDGER_NEW) {
@@ -137,7 +138,7 @@ static void a_session_that_is_forgotten_is_never_run_again(void **state)
     record(l, "", 3, 1);
     for (uint32_t i = 0; i < MANY; i++) {
         (void)snprintf(name, sizeof name, "flood-%u", i);
-        enum moe_ledger_verdict v = moe_ledger_look(l, name, 5, &content, NULL);
+        enum moe_ledger_decision v = moe_ledger_look(l, name, 5, &content, NULL);
         collisions += v != MOE_LEDGER_NEW;
         record(l, name, 5, 1);
         if (i % 100 == 99)
@@ -145,7 +146,7 @@ static void a_session_that_is_forgotten_is_never_run_again(void **state)
     }
     for (uint32_t i = 0; i < MANY; i++) {
         (void)snprintf(name, sizeof name, "flood-%u", i);
-        enum moe_ledger_verdict v = moe_ledger_look(l, name, 5, &content, NULL);
+        enum moe_ledger_decision v = moe_ledger_look(l, name, 5, &content, NULL);
         assert_int_equal(v, i < MANY - MOE_LEDGER_SESSIONS + 1 ? MOE_LEDGER_TOO_OLD
                                                                : MOE_LEDGER_REPEAT);
         if (v == MOE_LEDGER_TOO_OLD) { /* higher ones are welcome */
@@ -154,7 +155,7 @@ static void a_session_that_is_forgotten_is_never_run_again(void **state)
         }
     }
     /* The sequence of optimizer steps outlives any number of sessions. */
-    enum moe_ledger_verdict step = moe_ledger_look(l, "", 3, &content, NULL);
+    enum moe_ledger_decision step = moe_ledger_look(l, "", 3, &content, NULL);
     assert_int_equal(step, MOE_LEDGER_REPEAT);
     print_message("%u sessions refused that need not be\n", collisions);
     assert_true(collisions < MANY / 20);

@@ -73,7 +73,8 @@ static void a_repeat_in_the_next_ticket_is_one_though_the_first_still_runs(void 
     assert_int_equal(state_now().backwards, 1);
 }
 
-static void a_call_in_flight_when_the_view_ends_fails_and_leaves_the_state_torn(void **state)
+static void
+a_call_in_flight_when_the_view_ends_fails_and_leaves_the_state_inconsistent(void **state)
 {
     (void)state;
     struct moe_train_digest digest;
@@ -93,7 +94,8 @@ static void a_call_in_flight_when_the_view_ends_fails_and_leaves_the_state_torn(
     begin_view();
     assert_true(state_now().lineage > lineage && state_now().weights_version > version);
     assert_int_equal(state_now().backwards, 0);
-    /* The one that waited was told again, once; it is run now, and so is the first one's repeat. */
+    /* The one that waited was announced again, once; it is run now, and so is the first one's
+     * repeat. */
     assert_int_equal(test.announced_count, 3);
     ask(2, MOE_STEP_BACKWARD, 1, 5);
     order(2, 0);
@@ -208,7 +210,7 @@ static void a_bad_token_fails_its_call_which_has_been_run(void **state)
     assert_true(test.clients[0].answer.outcome.epoch != 0);
     ask(1, MOE_STEP_BACKWARD, 1, 5);
     order(1, 0);
-    wait_done(1); /* nobody kept the answer */
+    wait_done(1); /* no cache has the answer */
     assert_refused(test.clients[1].status, MOE_ALREADY_EXISTS, MOE_REASON_ANSWER_GONE);
     assert_int_equal(script.backwards, 1);
 }
@@ -274,7 +276,7 @@ static void a_pass_that_all_refuse_has_not_happened(void **state)
     ask(1, MOE_STEP_BACKWARD, 1, 5); /* asked again while the first still runs */
     forward(4, 0);
     order(0, 0);
-    order_forward(4); /* beside the one that is refused */
+    order_forward(4); /* while the refused one runs */
     order(1, 0);
     wait_until(&script.forwards, 1, &script.lock);
     hold_steps(false);
@@ -332,7 +334,7 @@ static void passes_run_one_after_the_other(void **state)
         order(i, 0);
     for (int i = 0; i < 6; i++)
         wait_done(i);
-    assert_false(script.beside);
+    assert_false(script.passes_overlap);
     assert_int_equal(script.backwards, 6);
 }
 
@@ -345,7 +347,7 @@ static void hold_passes(bool hold)
     moe_mutex_unlock(&script.lock);
 }
 
-static void who_is_cancelled_while_a_pass_runs_beside_a_step_is_told_at_once(void **state)
+static void a_cancelled_call_ends_at_once_while_a_pass_and_a_step_run(void **state)
 {
     (void)state;
     hold_passes(true);
@@ -392,7 +394,7 @@ static void a_progress_request_goes_with_its_view(void **state)
     assert_true(test.train->request(test.train->engine, MOE_STEP_SAVE, &descriptor));
     assert_int_equal(test.announced_count, 1);
     moe_engine_stop_view(test.engine);
-    /* Nobody waits for it, so neither does a worker that leaves. */
+    /* No client waits for it, so neither does a worker that leaves. */
     assert_true(moe_engine_drain(test.engine, moe_clock_ns() + 10 * MOE_NS_PER_S));
     begin_view();
     assert_int_equal(test.announced_count, 1);
@@ -447,7 +449,7 @@ static void more_calls_than_may_wait_are_refused(void **state)
 
 /* -------------------------------------------------------------- what a phase came to */
 
-static void lack_of_memory_is_the_verdict_only_where_nobody_has_another_reason(void **state)
+static void lack_of_memory_is_the_outcome_only_without_another_reason(void **state)
 {
     const struct moe_status poor =
         moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no room");
@@ -545,7 +547,7 @@ static void a_group_decides_together_where_to_go_on(void **state)
     assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_true(d.restart);
     assert_int_equal(d.lineage, 5); /* above all */
-    s[0].nonce = 41;                /* and above what one that is lost may have told */
+    s[0].nonce = 41;                /* and above what one that is lost may have reported */
     assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_int_equal(d.lineage, 46);
     assert_string_equal(d.checkpoint, "b");
@@ -563,7 +565,7 @@ static void a_group_decides_together_where_to_go_on(void **state)
     assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_true(d.explicit_load);
     s[0].explicit_load = 0;
-    s[2].has_target = 1; /* an operator has told one of them where to go */
+    s[2].has_target = 1; /* an operator has given one of them a target */
     strcpy(s[2].target, "a");
     assert_ok(moe_train_choose_recovery(s, 5, &d));
     assert_string_equal(d.checkpoint, "a");
@@ -616,7 +618,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         with_engine(a_backward_brings_its_tensors_where_it_was_asked_and_none_elsewhere),
         with_engine(a_repeat_in_the_next_ticket_is_one_though_the_first_still_runs),
-        with_engine(a_call_in_flight_when_the_view_ends_fails_and_leaves_the_state_torn),
+        with_engine(a_call_in_flight_when_the_view_ends_fails_and_leaves_the_state_inconsistent),
         with_engine(a_view_that_ends_between_calls_costs_nothing),
         with_engine(a_step_changes_the_version_for_all_that_begins_later),
         with_engine(an_exclusive_ticket_runs_alone),
@@ -627,12 +629,12 @@ int main(void)
         with_engine(a_pass_that_all_refuse_has_not_happened),
         with_engine(an_optimizer_step_that_all_refuse_has_not_happened),
         with_engine(passes_run_one_after_the_other),
-        with_engine(who_is_cancelled_while_a_pass_runs_beside_a_step_is_told_at_once),
+        with_engine(a_cancelled_call_ends_at_once_while_a_pass_and_a_step_run),
         with_engine(a_call_that_is_forgotten_at_once_is_answered_whole),
         with_engine(a_progress_request_goes_with_its_view),
         with_engine(a_view_that_ends_while_a_load_only_reads_tears_nothing),
         with_engine(more_calls_than_may_wait_are_refused),
-        cmocka_unit_test(lack_of_memory_is_the_verdict_only_where_nobody_has_another_reason),
+        cmocka_unit_test(lack_of_memory_is_the_outcome_only_without_another_reason),
         cmocka_unit_test(a_group_decides_together_where_to_go_on),
         with_engine(a_choice_that_comes_while_a_group_forms_is_for_the_next_attempt),
         cmocka_unit_test(what_was_loaded_is_remembered_latest_first),

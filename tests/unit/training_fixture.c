@@ -120,7 +120,7 @@ static int open_engine_with(uint64_t retained_ns, uint32_t lora_rank)
                     .lora_targets = lora_rank > 0 ? 7 : 0},
         .retained_bytes = 1 << 20,
         .retained_ns = retained_ns,
-        .saved_device_bytes = 1 << 20,
+        .retained_device_bytes = 1 << 20,
         .directory = "/nonexistent/checkpoints",
     };
     assert_ok(moe_train_create(&train, &test.train));
@@ -165,7 +165,7 @@ int close_engine(void **state)
     moe_train_destroy(test.train);
     assert_int_equal(script.unfinished, 0);
     assert_int_equal(script.trainers, 0);
-    assert_false(script.step_beside_optimizer);
+    assert_false(script.optimizer_overlaps_step);
     pthread_cond_destroy(&script.changed);
     moe_mutex_destroy(&script.lock);
     moe_mutex_destroy(&test.lock);

@@ -28,7 +28,7 @@ struct training_fixture {
     struct moe_engine *engine;
     struct moe_train *train;
     struct moe_mutex lock;
-    struct moe_ticket announced[TICKETS]; /* calls with an order, as told */
+    struct moe_ticket announced[TICKETS]; /* calls with an order, as announced */
     int announced_count, finished_count;
     bool blocked; /* weight updates: last argument of block_weight_updates */
     int block_count;

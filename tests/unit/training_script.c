@@ -41,7 +41,7 @@ static struct moe_status start_step(struct moe_step step, struct moe_step **out)
     script.unfinished++;
     script.forwards += !step.backward;
     script.backwards += step.backward;
-    script.beside |= step.backward && script.running_passes > 0;
+    script.passes_overlap |= step.backward && script.running_passes > 0;
     script.running_passes += step.backward;
     if (step.backward)
         script.retained = step.backward_args.retained;
@@ -243,7 +243,7 @@ static struct moe_status script_optimizer(struct moe_session *s, struct moe_trai
     (void)t;
     (void)count;
     moe_mutex_lock(&script.lock);
-    script.step_beside_optimizer |= script.unfinished > 0;
+    script.optimizer_overlaps_step |= script.unfinished > 0;
     script.changed_while_read |= script.reading > 0;
     script.optimizer_steps++;
     if (script.refuse) {
