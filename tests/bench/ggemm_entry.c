@@ -18,7 +18,7 @@ text moe_entry_signatures(void)
     return MOE_ENTRIES(LINE);
 }
 
-static text told(struct moe_status st)
+static text text_of(struct moe_status st)
 {
     static _Thread_local struct moe_status last;
     last = st;
@@ -50,7 +50,7 @@ MOE_ENTRY_PROTOTYPE(text, ggemm, MOE_ENTRY_GGEMM)
 {
     struct moe_cuda_ggemm product = {0};
     MOE_GGEMM_FIELDS(SET)
-    return told(moe_cuda_ggemm_enqueue(&product, stream));
+    return text_of(moe_cuda_ggemm_enqueue(&product, stream));
 }
 
 /* One handle per process, for the device that is current at the first call. */
@@ -66,7 +66,7 @@ MOE_ENTRY_PROTOTYPE(text, cublas, MOE_ENTRY_CUBLAS)
 {
     struct moe_cuda_ggemm product = {0};
     MOE_GGEMM_FIELDS(SET)
-    return told(enqueue_cublas(&product, scratch, stream));
+    return text_of(enqueue_cublas(&product, scratch, stream));
 }
 
 MOE_ENTRY_PROTOTYPE(size_t, cublas_bytes, MOE_ENTRY_CUBLAS_BYTES)
@@ -78,7 +78,7 @@ MOE_ENTRY_PROTOTYPE(text, wgrad, MOE_ENTRY_WGRAD)
 {
     struct moe_cuda_wgrad product = {0};
     MOE_WGRAD_FIELDS(SET)
-    return told(moe_cuda_wgrad_enqueue(&product, stream));
+    return text_of(moe_cuda_wgrad_enqueue(&product, stream));
 }
 
 /* -------------------------------------------------------------------- weights */
@@ -89,7 +89,7 @@ MOE_ENTRY_PROTOTYPE(text, describe, MOE_ENTRY_DESCRIBE)
     struct moe_status st = moe_cuda_ggemm_describe(data, experts, rows, columns, &described);
     if (!moe_failed(&st))
         memcpy(out, &described, sizeof described);
-    return told(st);
+    return text_of(st);
 }
 
 /* -------------------------------------------------------------------- choices */

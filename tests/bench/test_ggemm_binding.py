@@ -34,7 +34,7 @@ class Binding(unittest.TestCase):
         self.products = Products(LIBRARY)
         self.products.library.moe_recorded.restype = ctypes.c_char_p
 
-    def told(self):
+    def recorded(self):
         pairs = (word.split("=") for word in self.products.library.moe_recorded().decode().split())
         return {name: float(value) for name, value in pairs}
 
@@ -43,13 +43,13 @@ class Binding(unittest.TestCase):
             for flags in (False, True):
                 values = some_values(self.products.entries[name], flags)
                 getattr(self.products, name)(**values)
-                self.assertEqual(self.told(), {n: float(v) for n, v in values.items()}, name)
+                self.assertEqual(self.recorded(), {n: float(v) for n, v in values.items()}, name)
 
     def test_a_description_is_as_long_as_the_library_says(self):
         room = ctypes.create_string_buffer(self.products.constant("WEIGHTS_BYTES") + 8)
         self.products.describe(data=1 << 40, experts=3, rows=5, columns=7,
                                out=ctypes.addressof(room))
-        self.assertEqual(self.told(), {"data": 1 << 40, "experts": 3, "rows": 5, "columns": 7})
+        self.assertEqual(self.recorded(), {"data": 1 << 40, "experts": 3, "rows": 5, "columns": 7})
         self.assertEqual(room.raw, b"\x5a" * self.products.constant("WEIGHTS_BYTES") + bytes(8))
 
     def test_numbers_come_back(self):

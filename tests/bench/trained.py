@@ -269,7 +269,7 @@ class Saver(threading.Thread):
         self.other.close()
 
 
-def beside_save(group, scratch, client, x, steps):
+def step_during_save(group, scratch, client, x, steps):
     saver = Saver(group, "bench", steps)
     saver.start()
     times = figures(forwards_until(client, client.layers[0], x, saver.done, 0))
@@ -297,7 +297,7 @@ def show_save(group, scratch):
         print("%-16s %6d | %6d %9.0f %9.0f %9.0f |" % ("at rest", tokens, *idle))
         record("rest", tokens=tokens, us=idle)
         for steps in (False, True):
-            times, saver = beside_save(group, scratch, client, x, steps)
+            times, saver = step_during_save(group, scratch, client, x, steps)
             print("%-16s %6d | %6d %9.0f %9.0f %9.0f | %6.2f %6.2f  (%.2f GB)" % (
                 "saving, a step" if steps else "saving", tokens, *times, saver.save_s,
                 saver.step_s, saver.bytes / 1e9), flush=True)

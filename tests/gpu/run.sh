@@ -109,7 +109,7 @@ trained_groups() {
     echo "trained_kills 300 $(integration test_training_faults Faults)"
     echo "network_trained_kills 300 MOE_TEST_TRANSPORT=network $(integration test_training_faults Faults)"
     echo "trained_retained 300 $(integration test_retained_activations \
-        "SameBits.test_deepseek_v3_2_workers OwnStep DroppedInTime Faults Told")"
+        "SameBits.test_deepseek_v3_2_workers OwnStep DroppedInTime Faults Reported")"
     resumed=
     for test in the_next_step_after_a_restart_is_the_undisturbed_one the_same_of_four \
         the_same_with_adapters a_checkpoint_of_two_workers_is_taken_by_one \
@@ -123,7 +123,7 @@ trained_groups() {
         Saving.test_the_same_with_adapters_while_their_state_is_copied")"
 }
 
-beside_each_other() {
+jobs_at_once() {
     trained_groups
     echo "one_gpu_twice 120 $suite/faults --backend cuda --slots 2 --only two_slots_on_one_gpu"
     echo "refuse_alone 120 $suite/faults --backend cuda --slots 2 --only a_slot_alone"
@@ -207,7 +207,7 @@ alone() {
 }
 
 echo "$gpus GPUs: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)"
-beside_each_other | run_steps "$jobs"
+jobs_at_once | run_steps "$jobs"
 alone | run_steps 1
 
 passed=$(cat "$logs"/*.result 2>/dev/null | grep -c '^ok' || true)

@@ -181,7 +181,7 @@ for each_family in FAMILIES:
 
 
 class OwnStep(Case):
-    def forward_beside(self, endpoint, layer, rows, stop, failures, counts):
+    def forward_meanwhile(self, endpoint, layer, rows, stop, failures, counts):
         """Makes plain forward passes, one after the other, until `stop`."""
         other = Trainer(endpoint)
         expect, count = other.forward(layer, rows).y_data, 0
@@ -201,7 +201,7 @@ class OwnStep(Case):
         t = Trainer(g.endpoints[0])
         want = t.forward(layer, x).y_data
         stop, failures, counts, dx = threading.Event(), [], [], set()
-        threads = [threading.Thread(target=self.forward_beside,
+        threads = [threading.Thread(target=self.forward_meanwhile,
                                     args=(g.endpoints[i % 2], layer, x[:5 + 60 * i].copy(), stop,
                                           failures, counts)) for i in range(4)]
         for thread in threads:
@@ -553,8 +553,9 @@ class Faults(Case):
 
 class Share(Case):
     def test_plain_forwards_go_on_during_retained_pairs(self):
-        """With every share, no call fails, and both sides make progress. tests/bench/beside.py
-        measures how long they wait for each other; tests of the sequencer cover the share."""
+        """With every share, no call fails, and both sides make progress.
+        tests/bench/while_training.py measures how long they wait for each other; tests of the
+        sequencer cover the share."""
         layer, x, dy = case()
         for share in ("0.1", "0.5"):
             with training_group(FAMILY, 2, "--training-share", share) as g, Load() as load:
@@ -565,7 +566,7 @@ class Share(Case):
                 self.assertEqual(load.failures, [])
 
 
-class Told(Case):
+class Reported(Case):
     def test_answers_status_and_metrics_report_retained_passes(self):
         layer, x, dy = case()
         with socket.socket() as s:  # a free port for /metrics

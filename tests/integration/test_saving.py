@@ -191,7 +191,7 @@ class Saving(unittest.TestCase):
 
     # ------------------------------------------------------------------ during the copy
 
-    def steps_go_on_beside_the_copy(self, workers, *extra):
+    def steps_go_on_during_the_copy(self, workers, *extra):
         with self.group(workers, *extra) as g:
             client, other = Client(g), Client(g, workers - 1)
             client.train(1)
@@ -235,10 +235,10 @@ class Saving(unittest.TestCase):
 
     def test_forward_and_backward_go_on_while_the_state_is_copied(self):
         for workers in (1, 2, 4):
-            self.steps_go_on_beside_the_copy(workers)
+            self.steps_go_on_during_the_copy(workers)
 
     def test_the_same_with_adapters_while_their_state_is_copied(self):
-        self.steps_go_on_beside_the_copy(2, *LORA)
+        self.steps_go_on_during_the_copy(2, *LORA)
 
     def test_a_save_cancelled_during_its_copy_releases_the_next_step(self):
         with self.group(2) as g:

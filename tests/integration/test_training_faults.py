@@ -156,7 +156,7 @@ class Faults(unittest.TestCase):
 class MixedLoad(unittest.TestCase):
     def test_forward_clients_go_on_during_training(self):
         """With every share, no call fails, no version decreases, and both sides make progress.
-        tests/bench/beside.py measures how long they wait for each other."""
+        tests/bench/while_training.py measures how long they wait for each other."""
         layer, x, dy = case()
         for share in ("0.1", "0.5"):
             with training_group(FAMILY, 2, "--training-share", share) as g, Load() as load:

@@ -25,7 +25,7 @@ import wire
 FAMILY = "deepseek_v3"
 
 
-class Told(unittest.TestCase):
+class MetricsCase(unittest.TestCase):
     def setUp(self):
         self.root = tempfile.mkdtemp(prefix="moed-test-")
         self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
@@ -37,7 +37,7 @@ class Told(unittest.TestCase):
         return training_group(FAMILY, workers, "--training-dir", self.root, *extra, **options)
 
 
-class Listing(Told):
+class Listing(MetricsCase):
     def test_checkpoints_are_listed_newest_first(self):
         begin = int(time.time())
         with self.group(2) as g:
@@ -186,7 +186,7 @@ class Stopped(TrainingGroup):
         self.stop()
 
 
-class LogAndSeries(Told):
+class LogAndSeries(MetricsCase):
     def lines(self):
         """Lines of the log about training."""
         with open(self.log) as file:
@@ -200,7 +200,7 @@ class LogAndSeries(Told):
                                                                  re.MULTILINE)}
 
     def setUp(self):
-        Told.setUp(self)
+        MetricsCase.setUp(self)
         folder = tempfile.mkdtemp(prefix="moed-test-")
         self.addCleanup(shutil.rmtree, folder, ignore_errors=True)
         self.log = os.path.join(folder, "log")
@@ -308,7 +308,7 @@ class LogAndSeries(Told):
         self.assertEqual([n for n in names if "train" in n or "Backward" in n], [])
 
 
-class Ends(Told):
+class Ends(MetricsCase):
     def test_down_does_not_report_steps_of_a_running_save_as_lost(self):
         gate = self.path(".gate")
         open(gate, "w").close()
@@ -341,7 +341,7 @@ class Ends(Told):
         self.assertIn("manifest.json", os.listdir(self.path("k1")))
 
 
-class Refused(Told):
+class Refused(MetricsCase):
     def refused(self, *extra):
         with self.assertRaises(RuntimeError):
             with logged(self.path("log")), self.group(1, *extra):

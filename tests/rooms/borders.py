@@ -56,7 +56,7 @@ def a_header(room):
 
 
 def refused(compiler, directories, sources):
-    """Those of `sources` whose include the compiler does not find."""
+    """Those of `sources` that have an include that the compiler does not find."""
     run = subprocess.run(
         [compiler, "-fsyntax-only", "-w", *[f"-I{d}" for d in directories], *sources],
         capture_output=True,
@@ -132,7 +132,7 @@ def main():
             for directories in sets:
                 if options.open and options.open.startswith(room.name + ":"):
                     directories += (str(build / "rooms" / options.open.split(":")[1]),)
-                # Rooms whose main has fewer directories than the others may see less.
+                # If a room's main has fewer directories than its others, it may see less.
                 jobs.append(pool.submit(check_room, compiler, scratch, room._replace(
                     sees=room.sees if len(sets) == 1 or directories == max(sets, key=len)
                     else {s for s in room.sees if str(build / "rooms" / s) in directories}),

@@ -3,8 +3,8 @@
 
   no folder has more than 30 source files, no file more than 900 lines
   no include climbs ("../")
-  no circle of files: a file is a source with its header; headers without sources of their own
-  belong to whoever includes them, so a circle counts where two or more sources are in it
+  no circle of files: a file is a source with its header; headers without sources
+  belong to the files that include them, so a circle counts where two or more sources are in it
   gRPC's headers only in daemon/rpc, CUDA's and NCCL's only in kernels/cuda and client/cuda
   every room has a README.md, and the files in its tables exist"""
 import collections

@@ -45,9 +45,9 @@ def includes(path):
 
 def resolve(rooms, path, name):
     """The file of the product that `path` means by #include "name"; None: none of it."""
-    beside = path.parent / name
-    if (ROOT / beside).is_file():
-        return beside
+    sibling = path.parent / name
+    if (ROOT / sibling).is_file():
+        return sibling
     for room in rooms.values():
         if room.prefix and name.startswith(room.prefix + "/"):
             found = pathlib.Path(room.folder) / name[len(room.prefix) + 1:]

@@ -134,7 +134,7 @@ static void finish(struct world *w, uint32_t client)
     think(w, client);
 }
 
-static void hear_answer(struct world *w, uint32_t client, const struct event *e)
+static void receive_answer(struct world *w, uint32_t client, const struct event *e)
 {
     struct client *c = &w->clients[client];
     const struct answer *a = &e->u.answer;
@@ -175,7 +175,7 @@ void client_event(struct world *w, const struct event *e)
     if (e->number != c->attempt)
         return;
     if (e->kind == E_ANSWER) {
-        hear_answer(w, client, e);
+        receive_answer(w, client, e);
     } else if (e->kind == E_TIMEOUT) {
         if (c->waits)
             leave(w, client);

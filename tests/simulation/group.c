@@ -115,12 +115,12 @@ static uint64_t all_slots(const struct world *w)
     return (UINT64_C(1) << w->slot_count) - 1;
 }
 
-static void tell_all(struct world *w, enum event_kind kind, uint64_t most_delay)
+static void tell_all(struct world *w, enum event_kind kind, uint64_t max_delay)
 {
     for (uint32_t i = 0; i < w->slot_count; i++) {
         struct event *e = new_event(w, kind, i);
         e->epoch = w->coordinator.epoch;
-        post(w, e, 2 + rnd(w, most_delay));
+        post(w, e, 2 + rnd(w, max_delay));
     }
 }
 

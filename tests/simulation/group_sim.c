@@ -2,7 +2,7 @@
 /* Runs the group simulator; see simulation/world.h.
  *
  *   group_sim [--seeds N] [--first S] [--jobs J]   N runs from seed S on J processes
- *   group_sim --seed S [--off GUARD]               one run, told event by event
+ *   group_sim --seed S [--off GUARD]               one run, printed event by event
  *   group_sim --guards [--seeds N] [--jobs J]      each guard switched off is found within N seeds
  */
 #include "base/guard.h"

@@ -85,7 +85,7 @@ struct op {
 struct call {
     bool used, progress, cancelled, joined;
     uint16_t op;
-    uint32_t attempt; /* of the client: an answer to an older one is not heard */
+    uint32_t attempt; /* of the client: an answer to an older one is ignored */
     uint64_t number;
     uint64_t id; /* progress: the job's */
     struct moe_content content;

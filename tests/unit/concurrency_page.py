@@ -42,7 +42,7 @@ def threads_of(sources):
     """(names, complaints). A thread pool's name is where the pool is made."""
     names, complaints = set(), []
     for path, text in sources.items():
-        for m in re.finditer(r"\bmoe_(thread|crew|thread_pool)_create\((.*?)\)", text, re.S):
+        for m in re.finditer(r"\bmoe_(thread|thread_pool)_create\((.*?)\)", text, re.S):
             literal = re.search(r'"([^"]*)"', m[2])
             if literal and len(literal[1]) <= NAME_MAX:
                 names.add(literal[1])
@@ -94,11 +94,11 @@ def check_orders(orders):
 
 def compare(sources, page):
     threads, complaints = threads_of(sources)
-    for kind, there, told in (("thread", threads, rows_of(page, "Threads of ours")),
+    for kind, there, listed in (("thread", threads, rows_of(page, "Threads of ours")),
                               ("mutex", mutexes_of(sources), rows_of(page, "Mutexes"))):
-        complaints += [f"the {kind} {n} is not on the page" for n in sorted(there - told)]
+        complaints += [f"the {kind} {n} is not on the page" for n in sorted(there - listed)]
         complaints += [
-            f"the page has a {kind} {n} that does not exist" for n in sorted(told - there)]
+            f"the page has a {kind} {n} that does not exist" for n in sorted(listed - there)]
     return complaints + check_orders(orders_of(page))
 
 

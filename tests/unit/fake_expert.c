@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See fake_expert.h. Every failure of its own ends the test at once. */
+/* See fake_expert.h. If it fails itself, the test ends at once. */
 #include "fake_expert.h"
 
 #include "base/clock.h"

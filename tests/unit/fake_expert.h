@@ -25,7 +25,8 @@ enum fake_mood {
     FAKE_HELD,       /* stream: answers together with the next request, after it */
     FAKE_END,        /* stream: ends the stream instead */
     FAKE_NO_ID,      /* stream: bytes that are no message */
-    FAKE_UNKNOWN_ID, /* stream: first an answer to a request that nobody sent, then the right one */
+    FAKE_UNKNOWN_ID, /* stream: first an answer to a request that was not sent, then the right one
+                      */
     FAKE_LAST_ID,    /* stream: the id comes after the tensors */
     /* broken answers */
     FAKE_SHORT_Y,

@@ -105,29 +105,29 @@ static void reply(struct moe_rpc_call *call, struct tensor *x)
     moe_rpc_reply(call, &out);
 }
 
-struct errand {
+struct task {
     struct moe_rpc_call *call;
     struct tensor *x;
 };
 
-static void *run_errand(void *arg)
+static void *run_task(void *arg)
 {
-    struct errand *e = arg;
-    reply(e->call, e->x);
-    moe_rpc_call_unref(e->call);
-    free(e);
+    struct task *t = arg;
+    reply(t->call, t->x);
+    moe_rpc_call_unref(t->call);
+    free(t);
     return NULL;
 }
 
 static void reply_from_a_thread(struct moe_rpc_call *call, struct tensor *x)
 {
     pthread_t thread;
-    struct errand *e = malloc(sizeof *e);
-    if (e == NULL)
+    struct task *t = malloc(sizeof *t);
+    if (t == NULL)
         abort();
-    *e = (struct errand){call, x};
+    *t = (struct task){call, x};
     moe_rpc_call_ref(call);
-    if (pthread_create(&thread, NULL, run_errand, e) != 0)
+    if (pthread_create(&thread, NULL, run_task, t) != 0)
         abort();
     pthread_detach(thread);
 }

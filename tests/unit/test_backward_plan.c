@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of a backward pass's plan (kernels/cuda/plan/backward_plan.h): pure and total; what runs
- * beside each other fits on the device together, in whole pairs of multiprocessors. */
+ * at the same time fits on the device together, in whole pairs of multiprocessors. */
 #include "cuda/plan/backward_plan.h"
 
 #include <inttypes.h>
@@ -34,8 +34,8 @@ static struct moe_cuda_backward_params deepseek_v3(void)
                                              .weights = true};
 }
 
-/* Else a kernel that waits for a peer would wait for the one beside it as well. */
-static void what_runs_beside_each_other_fits_together(void **state)
+/* Else a kernel that waits for a peer would wait for the one that runs next to it as well. */
+static void what_runs_at_the_same_time_fits_together(void **state)
 {
     (void)state;
     for (int i = 0; i < 10000; i++) {
@@ -102,7 +102,7 @@ int main(int argc, char **argv)
     random_state = argc > 1 ? strtoull(argv[1], NULL, 0) : (uint64_t)time(NULL);
     printf("seed %" PRIu64 "\n", random_state);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(what_runs_beside_each_other_fits_together),
+        cmocka_unit_test(what_runs_at_the_same_time_fits_together),
         cmocka_unit_test(a_slot_alone_does_one_thing_after_the_other),
         cmocka_unit_test(overlap_lasts_as_long_as_rows_travel),
     };

@@ -154,7 +154,7 @@ static void the_servers_wish_for_a_pause_is_heeded(void **state)
     moe_client_close(c);
 }
 
-/* The pause would end after the deadline: the failure is told at once instead. */
+/* The pause would end after the deadline: the failure is reported at once instead. */
 static void no_pause_outlasts_the_deadline(void **state)
 {
     (void)state;
@@ -237,7 +237,7 @@ static void requests_go_round_the_workers(void **state)
     moe_client_close(c);
 }
 
-static void an_empty_seat_gets_no_requests(void **state)
+static void an_empty_slot_gets_no_requests(void **state)
 {
     (void)state;
     char kept[sizeof fakes[1].endpoint];
@@ -560,7 +560,7 @@ int main(void)
         TEST(nothing_else_is_tried_again),
         TEST(the_next_attempt_goes_to_another_worker),
         TEST(requests_go_round_the_workers),
-        TEST(an_empty_seat_gets_no_requests),
+        TEST(an_empty_slot_gets_no_requests),
         TEST(a_large_batch_is_cut_and_joined_exactly),
         TEST(a_failed_piece_fails_the_batch),
         TEST(pieces_of_different_weights_are_not_joined),

@@ -450,7 +450,7 @@ static void trying_again_ends_with_the_time(void **state)
     moe_client_close(c);
 }
 
-/* Without a limit of its own a call goes on as long as somebody is at it; here nobody ever is. */
+/* Without a limit, a call goes on while a worker runs it; here none does. */
 static void a_call_without_a_limit_gives_up_who_is_not_there(void **state)
 {
     (void)state;
@@ -637,7 +637,7 @@ static void wrong_arguments_are_not_sent(void **state)
     moe_client_close(c);
 }
 
-static void changes_say_what_they_were_told(void **state)
+static void changes_carry_their_arguments(void **state)
 {
     (void)state;
     struct moe_client *c = connect_spread(false);
@@ -666,7 +666,7 @@ static void changes_say_what_they_were_told(void **state)
     assert_int_equal(q->optimizer, MOE__V1__OPTIMIZER__OPTIMIZER_ADAMW);
     assert_int_equal(q->lineage, 2);
     char own[80];
-    strcpy(own, side(0).session); /* nobody else's */
+    strcpy(own, side(0).session); /* not another client's */
     assert_int_equal(strlen(own), strlen("client-0123456789abcdef"));
 
     s = (struct moe_client_optimizer_step){
@@ -824,7 +824,7 @@ int main(void)
         TEST(wrong_arguments_are_not_sent),
         TEST(structs_without_their_size_are_refused),
         TEST(larger_structs_of_a_later_program_are_filled),
-        TEST(changes_say_what_they_were_told),
+        TEST(changes_carry_their_arguments),
         TEST(checkpoints_are_listed_as_far_as_there_is_room),
     };
     return cmocka_run_group_tests(tests, start, stop);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which layers a configuration makes, what settings mean that are absent, and that settings that
- * nobody understood are refused by name. What each family computes: test_config_families.c. */
+/* Which layers a configuration makes, what settings mean that are absent, and that unknown settings
+ * are refused by name. What each family computes: test_config_families.c. */
 #include "config_fixture.h"
 #include "model_fixture.h"
 

@@ -20,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SLOTS = 3, PATIENCE_S = 20 };
+enum { SLOTS = 3, LIMIT_S = 20 };
 
 static char directory[] = "/tmp/moe-coordinator-XXXXXX";
 static struct moe_coordinator *coordinator;
@@ -29,9 +29,9 @@ static struct moe_status coordinator_end;
 static struct moe_rpc_client *client;
 static struct moe_rpc_channel *channel;
 
-static uint64_t patience(void)
+static uint64_t time_limit(void)
 {
-    return moe_clock_ns() + PATIENCE_S * MOE_NS_PER_S;
+    return moe_clock_ns() + LIMIT_S * MOE_NS_PER_S;
 }
 
 /* ------------------------------------------------------------------ the coordinator */
@@ -128,7 +128,7 @@ static size_t call_admin(const char *path, const ProtobufCMessage *request, uint
 {
     uint8_t out[512];
     size_t length = protobuf_c_message_pack(request, out);
-    struct moe_rpc_call_options options = {.deadline_ns = patience(), .wait_for_ready = true};
+    struct moe_rpc_call_options options = {.deadline_ns = time_limit(), .wait_for_ready = true};
     struct moe_rpc_msg *reply = NULL;
     *st = moe_rpc_call_wait(channel, path, &options,
                             &(struct moe_rpc_out){.head = out, .head_length = length}, &reply);
@@ -154,7 +154,7 @@ static Moe__V1__GetStatusResponse *get_status(void)
 
 static void wait_for_state(Moe__V1__GroupState want)
 {
-    uint64_t until = patience();
+    uint64_t until = time_limit();
     for (;;) {
         Moe__V1__GetStatusResponse *r = get_status();
         bool there = r->state == want;
@@ -246,7 +246,7 @@ static void send_request(struct worker *w, const Moe__V1__SessionRequest *m)
 /* The next message, which must be of this kind; the caller frees it. */
 static Moe__V1__SessionResponse *expect(struct worker *w, Moe__V1__SessionResponse__BodyCase want)
 {
-    void *item = queue_pop(w->inbox, patience());
+    void *item = queue_pop(w->inbox, time_limit());
     if (item == NULL)
         fail_msg("worker %u: no message %d in time", w->id, want);
     if (item == &the_end)
@@ -264,7 +264,7 @@ static void expect_and_free(struct worker *w, Moe__V1__SessionResponse__BodyCase
 
 static void expect_end(struct worker *w, enum moe_code code, enum moe_reason reason)
 {
-    void *item = queue_pop(w->inbox, patience());
+    void *item = queue_pop(w->inbox, time_limit());
     if (item == NULL || item != &the_end)
         fail_msg("worker %u: the stream goes on", w->id);
     print_message("  worker %u: %s %s\n", w->id, moe_code_name(w->end.code), w->end.text);
@@ -732,7 +732,7 @@ static void rubbish_costs_the_stream_and_nothing_else(void **unused)
         }
         for (uint32_t i = 0; i < STREAMS; i++) {
             void *item;
-            while ((item = queue_pop(w[i].inbox, patience())) != NULL && item != &the_end)
+            while ((item = queue_pop(w[i].inbox, time_limit())) != NULL && item != &the_end)
                 moe__v1__session_response__free_unpacked(item, NULL);
             assert_ptr_equal(item, &the_end);
             ends[w[i].end.code]++;

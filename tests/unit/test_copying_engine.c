@@ -149,7 +149,7 @@ static void a_save_is_not_cancelled_while_another_client_waits(void **state)
     moe_engine_cancel_training(test.engine, &test.clients[0].work);
     wait_done(0);
     assert_int_equal(test.clients[0].status.code, MOE_CANCELLED);
-    assert_int_equal(test.announced_count, 2); /* the other slots hear nothing: a client waits */
+    assert_int_equal(test.announced_count, 2); /* the other slots get nothing: a client waits */
     ask(2, MOE_STEP_SAVE, 6, 1);               /* waits for another job */
     moe_engine_cancel_training(test.engine, &test.clients[1].work);
     order_progress(3, 2);

@@ -38,7 +38,7 @@ static struct moe_status run(const struct moe_daemon_settings *common, void *ctx
     return outcome;
 }
 
-/* A daemon whose log file is renamed; it is told once before its loop runs, and once after. */
+/* A daemon with a renamed log file: it gets SIGHUP once before its loop runs, and once after. */
 static struct moe_status run_through_hangups(const struct moe_daemon_settings *common, void *ctx)
 {
     (void)common;
@@ -149,9 +149,9 @@ static void the_address_is_written_once_as_a_line(void **state)
     assert_string_equal(line, "127.0.0.1:4711\n");
     assert_int_equal(read(ends[0], line, sizeof line), 0); /* closed */
     close(ends[0]);
-    assert_int_equal(START("--name", "a"), 0); /* nobody wants to know */
+    assert_int_equal(START("--name", "a"), 0); /* no ready descriptor */
 
-    assert_int_equal(pipe(ends), 0); /* nobody listens any more: an error, no signal */
+    assert_int_equal(pipe(ends), 0); /* no reader: an error, no signal */
     snprintf(fd, sizeof fd, "%d", ends[1]);
     close(ends[0]);
     assert_int_equal(START("--name", "a", "--ready-fd", fd), 1);

@@ -47,7 +47,7 @@ static void slots_that_are_not_live_do_not_count(void **state)
 {
     struct moe_gpu_uuid gpu[SLOTS];
     (void)state;
-    memset(gpu, 0, sizeof gpu); /* as they are told of slots that are not there */
+    memset(gpu, 0, sizeof gpu); /* as it is for slots that are not there */
     give(gpu, 1, 7);
     give(gpu, 3, 7);
     assert_ok(moe_session_check_gpus(0x3, SLOTS, gpu));

@@ -124,7 +124,7 @@ static void say_trying_again(struct coordinator *c)
     say(c, &r);
 }
 
-static void hear(struct coordinator *c, const Moe__V1__SessionRequest *q)
+static void receive(struct coordinator *c, const Moe__V1__SessionRequest *q)
 {
     struct journal *j = &c->received;
     switch (q->body_case) {
@@ -179,7 +179,7 @@ static void session_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, vo
     if (q == NULL) {
         note(&c->received, "malformed");
     } else {
-        hear(c, q);
+        receive(c, q);
         moe__v1__session_request__free_unpacked(q, NULL);
     }
     moe_rpc_read_next(call);

@@ -269,7 +269,7 @@ static void assert_refused_token(struct routed got, enum moe_token_state want)
     assert_weights(&got, 2, (const double[]){0, 0});
 }
 
-static void each_bad_token_has_its_verdict(void **state)
+static void each_bad_token_has_its_state(void **state)
 {
     (void)state;
     struct moe_layer_spec spec = router_spec(8, 2, MOE_SCORE_SOFTMAX, MOE_RENORM_NONE);
@@ -515,7 +515,7 @@ int main(void)
         cmocka_unit_test(the_group_score_counts_as_many_experts_as_the_spec_says),
         cmocka_unit_test(given_ids_are_weighed_by_live_scores),
         cmocka_unit_test(given_weights_are_used_as_they_are_and_logits_are_not_looked_at),
-        cmocka_unit_test(each_bad_token_has_its_verdict),
+        cmocka_unit_test(each_bad_token_has_its_state),
         cmocka_unit_test(a_mode_without_its_tensors_is_refused),
         cmocka_unit_test(random_routers_agree_with_the_oracle),
         cmocka_unit_test(logits_of_a_real_matrix_are_right_and_do_not_depend_on_the_batch),

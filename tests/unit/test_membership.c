@@ -18,7 +18,7 @@ static struct moe_membership *m;
 static struct moe_membership_saved disk;
 static uint64_t now;
 /* Outputs since the last look. */
-static size_t prepares, commits, aborts, drains, closes, assigns, saves, heard;
+static size_t prepares, commits, aborts, drains, closes, assigns, saves, answers;
 static uint64_t last_epoch, closed_stream, last_stream;
 static struct moe_status closed_with;
 static bool exited, disk_full;
@@ -43,7 +43,7 @@ static void carry_out(void)
             aborts += a.message == MOE_MEMBERSHIP_ABORT;
             drains += a.message == MOE_MEMBERSHIP_DRAIN;
             assigns += a.message == MOE_MEMBERSHIP_ASSIGN;
-            heard += a.message == MOE_MEMBERSHIP_TRYING_AGAIN;
+            answers += a.message == MOE_MEMBERSHIP_TRYING_AGAIN;
             if (a.message == MOE_MEMBERSHIP_PREPARE)
                 last_epoch = a.epoch;
             break;
@@ -60,7 +60,7 @@ static void carry_out(void)
 
 static void forget(void)
 {
-    prepares = commits = aborts = drains = closes = assigns = saves = heard = 0;
+    prepares = commits = aborts = drains = closes = assigns = saves = answers = 0;
 }
 
 static void create_for(uint32_t slots)
@@ -355,7 +355,7 @@ static void a_pause_of_the_coordinator_costs_no_worker_its_slot(void **unused)
     assert_int_equal(aborts, 0);
 }
 
-static void a_worker_that_still_serves_an_ended_epoch_is_told_so(void **unused)
+static void a_worker_that_still_serves_an_ended_epoch_gets_an_answer(void **unused)
 {
     (void)unused;
     uint64_t s[SLOTS];
@@ -540,7 +540,7 @@ static void a_group_that_waits_for_an_operator_never_gives_up(void **unused)
 }
 
 /* The operator may ask in every stage of an attempt. */
-static void a_group_that_is_told_what_to_do_does_not_wait(void **unused)
+static void a_group_with_a_recovery_choice_does_not_wait(void **unused)
 {
     (void)unused;
     uint64_t s[SLOTS];
@@ -574,7 +574,7 @@ static void a_group_that_is_told_what_to_do_does_not_wait(void **unused)
     moe_membership_on_try_again(m, now, s[1]); /* no attempt is possible */
     carry_out();
     expect_state(MOE_GROUP_SERVING);
-    assert_int_equal(heard, 3); /* each was answered */
+    assert_int_equal(answers, 3); /* each was answered */
 }
 
 /* The attempt in which the operator asked succeeds: the request has no effect on later failures. */
@@ -604,7 +604,7 @@ static void what_an_operator_said_is_over_with_its_epoch(void **unused)
     assert_in_range(saves, 5, 3000 / 100);
 }
 
-static void a_group_that_has_failed_begins_again_when_it_is_told_what_to_do(void **unused)
+static void a_group_that_has_failed_begins_again_on_a_recovery_choice(void **unused)
 {
     (void)unused;
     uint64_t s[SLOTS];
@@ -678,7 +678,7 @@ int main(void)
         STORY(a_worker_too_many_learns_when_a_slot_may_become_free),
         STORY(a_silent_worker_loses_its_slot_and_not_before_its_lease),
         STORY(a_pause_of_the_coordinator_costs_no_worker_its_slot),
-        STORY(a_worker_that_still_serves_an_ended_epoch_is_told_so),
+        STORY(a_worker_that_still_serves_an_ended_epoch_gets_an_answer),
         STORY(epochs_go_on_above_what_workers_know),
         STORY(a_full_disk_announces_nothing),
         STORY(a_disk_that_is_full_for_long_does_not_end_the_group),
@@ -687,9 +687,9 @@ int main(void)
         STORY(a_group_of_another_size_starts_afresh_above_the_old_epochs),
         STORY(a_shutdown_waits_for_all_and_not_for_ever),
         STORY(a_group_that_waits_for_an_operator_never_gives_up),
-        STORY(a_group_that_is_told_what_to_do_does_not_wait),
+        STORY(a_group_with_a_recovery_choice_does_not_wait),
         STORY(what_an_operator_said_is_over_with_its_epoch),
-        STORY(a_group_that_has_failed_begins_again_when_it_is_told_what_to_do),
+        STORY(a_group_that_has_failed_begins_again_on_a_recovery_choice),
         STORY(a_view_that_keeps_breaking_is_given_up),
         STORY(blobs_out_of_turn_end_the_attempt),
     };

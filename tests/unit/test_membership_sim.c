@@ -245,7 +245,7 @@ static void send_down(struct world *w, const struct moe_membership_action *a)
     if (a->message == MOE_MEMBERSHIP_COMMIT)
         check_commit(w, a);
     if (a->message == MOE_MEMBERSHIP_REGISTERED)
-        check(w, a->epoch <= w->durable.epoch, "only durable epochs are told to newcomers");
+        check(w, a->epoch <= w->durable.epoch, "only durable epochs are sent to newcomers");
     if (a->message == MOE_MEMBERSHIP_ASSIGN) {
         m.version = moe_placement_version(moe_membership_placement(w->machine));
         check(w, m.version == w->durable.placement_version,

@@ -54,7 +54,7 @@ static void without_a_group_the_host_says(void **state)
     assert_int_equal(moe_available_memory_under(root), 4000 * 1024);
     put("/proc/self/cgroup", "4:memory:/old\n");
     assert_int_equal(moe_available_memory_under(root), 4000 * 1024);
-    put("/proc/self/cgroup", "4:memory:/old\n0::/a/b\n"); /* whose files are not there */
+    put("/proc/self/cgroup", "4:memory:/old\n0::/a/b\n"); /* its files are not there */
     assert_int_equal(moe_available_memory_under(root), 4000 * 1024);
 }
 

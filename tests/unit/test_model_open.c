@@ -37,7 +37,7 @@ static void a_wrong_shape_is_named_at_opening(void **state)
     refuse_model(*state, MOE_REASON_TENSOR_INVALID, "experts.gate_up_proj");
 }
 
-/* A scale, a bias or a fifth expert that nobody reads would mean that the outputs are wrong. */
+/* A scale, a bias or a fifth expert that is not read would mean that the outputs are wrong. */
 static void an_unread_tensor_of_the_block_is_refused(void **state)
 {
     static const char *const names[] = {"model.layers.1.mlp.gate.bias",

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Weights are written back where they were read: what nothing was done to is the same file, bit for
- * bit, in every family's layout and every dtype, whoever writes which expert. */
+ * bit, in every family's layout and every dtype, whichever slot writes which expert. */
 #include "model/model_write.h"
 #include "model_fixture.h"
 
@@ -144,7 +144,7 @@ static void every_family_is_written_back_bit_for_bit(void **state)
 
 enum { E = 4, H = 64, I = 256 };
 
-/* One layer in F16, whose gates are all 65536 numbers of the format. */
+/* One layer in F16; its gates are all 65536 numbers of the format. */
 static void make_half_model(const struct fixture *f)
 {
     static const char *const names[] = {"gate", "up", "down"};

@@ -25,7 +25,7 @@ static const struct moe_option table[] = {
     {"name", 0, MOE_OPTION_STRING, &v.name, 0, 0, "NAME", "Name"},
     {"optimizer", 0, MOE_OPTION_CHOICE, &v.optimizer, 0, 0, "off|adamw|sgd", "Optimizer"},
     {"layer", 0, MOE_OPTION_UINT, &v.layer, 0, 99, "L", "Layer (required)"},
-    {"seats", 0, MOE_OPTION_RENAMED, NULL, 0, 0, NULL, "workers"},
+    {"slots", 0, MOE_OPTION_RENAMED, NULL, 0, 0, NULL, "workers"},
     {"config", 'c', MOE_OPTION_STRING, &v.config, 0, 0, "FILE", "Settings"},
 };
 enum { COUNT = sizeof table / sizeof *table };
@@ -118,8 +118,8 @@ static void bad_flags_are_refused_with_their_name(void **unused)
         {"--optimizer", "off|adamw", "optimizer"},
         {"--optimizer", "", "optimizer"},
         {"-x", "1", "unknown"},
-        {"--seats", "4", "--seats is now --workers"},
-        {"--seats=4", "rest", "--seats is now --workers"},
+        {"--slots", "4", "--slots is now --workers"},
+        {"--slots=4", "rest", "--slots is now --workers"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char flag[32], value[32];

@@ -107,7 +107,7 @@ static void a_deadline_ends_the_call_on_both_sides(void **state)
     uint64_t took = moe_clock_ns() - began;
     print_message("  100 ms deadline ended the call after %.1f ms\n", (double)took / 1e6);
     assert_true(took >= 100 * MOE_NS_PER_MS);
-    fixture_await("the server to hear of it", &f.cancelled, 1);
+    fixture_await("the server to notice", &f.cancelled, 1);
     fixture_await("the call to be over", &f.done, 1);
     fixture_await_hanging(&f, 1);
     assert_true(moe_rpc_call_is_cancelled(f.hanging[0]));
@@ -132,7 +132,7 @@ static void a_cancelled_call_reaches_the_server(void **state)
     assert_int_equal(o.status.code, MOE_CANCELLED);
     moe_rpc_cancel(pending); /* of no effect */
     moe_rpc_pending_free(pending);
-    fixture_await("the server to hear of it", &f.cancelled, 1);
+    fixture_await("the server to notice", &f.cancelled, 1);
     fixture_await("the call to be over", &f.done, 1);
     assert_ok(fixture_call(&f, f.channel, "", "x", 1, 0, "x", 1));
     fixture_stop(&f);
@@ -186,27 +186,27 @@ static void cancelling_at_any_moment_is_safe(void **state)
 }
 
 /* A call made by another thread: it may be over before that function returns. */
-struct errand {
+struct task {
     struct fixture *f;
     struct moe_rpc_channel *channel;
     atomic_uint over;
 };
 
-static void errand_over(void *ctx, struct moe_status status, struct moe_rpc_msg *reply)
+static void task_over(void *ctx, struct moe_status status, struct moe_rpc_msg *reply)
 {
-    struct errand *e = ctx;
+    struct task *e = ctx;
     (void)status; /* the answer may be quicker than the deadline */
     moe_rpc_msg_free(reply);
     atomic_store(&e->over, 1);
 }
 
-static void *run_errand(void *arg)
+static void *run_task(void *arg)
 {
-    struct errand *e = arg;
+    struct task *e = arg;
     uint8_t head[256];
     struct moe_rpc_call_options options = {.deadline_ns = 1}; /* ends as early as possible */
     struct moe_rpc_out out = fixture_request(e->f, "sink", "x", 1, head);
-    moe_rpc_call_unary(e->channel, UNARY_PATH, &options, &out, errand_over, e, NULL);
+    moe_rpc_call_unary(e->channel, UNARY_PATH, &options, &out, task_over, e, NULL);
     return NULL;
 }
 
@@ -219,13 +219,13 @@ static void a_client_may_go_as_soon_as_its_calls_are_over(void **state)
     char target[32];
     snprintf(target, sizeof target, "127.0.0.1:%u", moe_rpc_server_port(f.server));
     for (int i = 0; i < ROUNDS; i++) {
-        struct errand e = {.f = &f};
+        struct task e = {.f = &f};
         struct moe_rpc_client *client;
         struct moe_rpc_channel_config config = {.target = target};
         pthread_t thread;
         assert_ok(moe_rpc_client_create(&client));
         assert_ok(moe_rpc_channel_open(client, &config, &e.channel));
-        assert_int_equal(pthread_create(&thread, NULL, run_errand, &e), 0);
+        assert_int_equal(pthread_create(&thread, NULL, run_task, &e), 0);
         while (atomic_load(&e.over) == 0)
             ; /* the watchdog bounds this; a pause would hide the failure */
         moe_rpc_channel_close(e.channel);

@@ -151,7 +151,7 @@ static void all_services_are_listed(void **state)
     fixture_stop(&f);
 }
 
-static void watchers_hear_of_every_change_and_of_the_end(void **state)
+static void watchers_see_every_change_and_the_end(void **state)
 {
     static const int want[] = {SERVICE_UNKNOWN, SERVING, NOT_SERVING, SERVING, NOT_SERVING};
     struct fixture f;
@@ -360,7 +360,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(health_is_the_last_setting_of_the_server),
         cmocka_unit_test(all_services_are_listed),
-        cmocka_unit_test(watchers_hear_of_every_change_and_of_the_end),
+        cmocka_unit_test(watchers_see_every_change_and_the_end),
         cmocka_unit_test(watchers_may_leave_while_health_changes),
         cmocka_unit_test(reflection_tells_services_files_and_symbols),
         cmocka_unit_test(reflection_survives_bad_questions),

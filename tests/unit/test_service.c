@@ -518,9 +518,9 @@ static void start_call(struct outcome *o, const struct bytes *message, uint64_t 
 
 static void wait_outcome(struct outcome *o)
 {
-    struct timespec nap = {.tv_nsec = 100000};
+    struct timespec interval = {.tv_nsec = 100000};
     while (atomic_load(&o->done) == 0)
-        nanosleep(&nap, NULL);
+        nanosleep(&interval, NULL);
 }
 
 static uint64_t queued_tokens(void)
@@ -532,13 +532,13 @@ static uint64_t queued_tokens(void)
 
 static void wait_queued(uint64_t tokens)
 {
-    struct timespec nap = {.tv_nsec = 100000};
+    struct timespec interval = {.tv_nsec = 100000};
     uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
     while (queued_tokens() != tokens) {
         if (moe_clock_ns() > limit)
             fail_msg("%llu tokens are queued, not %llu", (unsigned long long)queued_tokens(),
                      (unsigned long long)tokens);
-        nanosleep(&nap, NULL);
+        nanosleep(&interval, NULL);
     }
 }
 
@@ -620,7 +620,7 @@ static void requests_beyond_the_byte_budget_get_a_retry_hint(void **state)
     assert_serves(&service);
 }
 
-/* ------------------------------------------------------------------- what is told about it */
+/* ------------------------------------------------------------------- what is reported about it */
 
 static struct moe_status call_plain(const char *path, const struct bytes *message,
                                     struct bytes *reply)

@@ -83,7 +83,7 @@ static void client_ask(struct client *c, Ask *ask, uint64_t id)
     free(b.data);
 }
 
-static void nap(void)
+static void sleep_briefly(void)
 {
     struct timespec t = {.tv_nsec = 100000};
     nanosleep(&t, NULL);
@@ -103,7 +103,7 @@ static void client_wait(struct client *c, uint32_t answers)
     while (client_count(c) < answers) {
         if (moe_clock_ns() > limit)
             fail_msg("%u of %u answers came", client_count(c), answers);
-        nap();
+        sleep_briefly();
     }
 }
 
@@ -121,7 +121,7 @@ static void client_finish(struct client *c)
 {
     moe_rpc_stream_close_send(c->stream);
     while (atomic_load(&c->closed) == 0)
-        nap();
+        sleep_briefly();
 }
 
 /* -------------------------------------------------------------------------------- tests */
@@ -271,7 +271,7 @@ static void wait_queued(uint64_t tokens)
     while (queued_tokens() != tokens) {
         if (moe_clock_ns() > limit)
             fail_msg("%llu tokens are queued", (unsigned long long)queued_tokens());
-        nap();
+        sleep_briefly();
     }
 }
 
@@ -290,7 +290,7 @@ static void a_stream_is_not_read_faster_than_it_is_answered(void **state)
         client_ask(&c, &ask, i);
     wait_queued(MOE_SERVICE_STREAM_REQUESTS);
     for (int i = 0; i < 200; i++) {
-        nap();
+        sleep_briefly();
         assert_int_equal(queued_tokens(), MOE_SERVICE_STREAM_REQUESTS);
     }
     service_start_view(&service);
@@ -322,7 +322,7 @@ static void a_cancelled_stream_leaves_no_request(void **state)
             wait_queued(40);
         moe_rpc_stream_cancel(c.stream);
         while (atomic_load(&c.closed) == 0)
-            nap();
+            sleep_briefly();
         assert_int_equal(c.status.code, MOE_CANCELLED);
         wait_queued(0);
         client_free(&c);

@@ -159,7 +159,7 @@ static size_t make_log(uint8_t *image, size_t capacity, size_t ends[3])
 }
 
 /* Truncated anywhere: complete records count, and the epoch is above all acknowledged ones. */
-static void a_torn_tail_loses_no_acknowledged_epoch(void **unused)
+static void an_incomplete_tail_loses_no_acknowledged_epoch(void **unused)
 {
     (void)unused;
     uint8_t image[4096];
@@ -368,7 +368,7 @@ int main(void)
         STORE_TEST(only_one_process_has_it_open),
         STORE_TEST(a_directory_that_cannot_be_is_named),
         STORE_TEST(the_file_stays_small),
-        STORE_TEST(a_torn_tail_loses_no_acknowledged_epoch),
+        STORE_TEST(an_incomplete_tail_loses_no_acknowledged_epoch),
         STORE_TEST(no_flipped_bit_makes_an_epoch_fall),
         STORE_TEST(garbage_behind_the_last_record_is_dropped),
         STORE_TEST(files_of_other_releases_are_refused_by_name),

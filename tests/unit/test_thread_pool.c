@@ -175,7 +175,7 @@ static void givers_on_several_threads_do_not_disturb_each_other(void **state)
     moe_thread_pool_destroy(pool);
 }
 
-static void an_idle_crew_ends(void **state)
+static void an_idle_pool_ends(void **state)
 {
     (void)state;
     struct tally tally = {0};
@@ -229,7 +229,7 @@ int main(void)
         cmocka_unit_test(a_failure_ends_its_batch_and_no_other),
         cmocka_unit_test(jobs_of_a_failed_batch_are_not_taken),
         cmocka_unit_test(givers_on_several_threads_do_not_disturb_each_other),
-        cmocka_unit_test(an_idle_crew_ends),
+        cmocka_unit_test(an_idle_pool_ends),
         cmocka_unit_test(a_quota_counts_as_whole_cores),
         cmocka_unit_test(a_mask_confines),
     };

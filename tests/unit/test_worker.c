@@ -58,7 +58,7 @@ static int free_golden(void **state)
 
 /* ------------------------------------------------------------------------- group */
 
-struct seat {
+struct member {
     struct moe_worker *worker;
     atomic_int ended; /* 1 + the worker's last status code */
     char id[16];
@@ -69,7 +69,7 @@ struct scene {
     pthread_t thread;
     char endpoint[32];
     uint32_t count;
-    struct seat seats[WORKERS_MAX];
+    struct member members[WORKERS_MAX];
     struct moe_rpc_client *client;
 };
 
@@ -88,22 +88,22 @@ static void on_slot_assigned(void *ctx, uint32_t slot)
 
 static void on_ended(void *ctx, struct moe_status why)
 {
-    struct seat *seat = ctx;
-    atomic_store(&seat->ended, 1 + (int)why.code);
+    struct member *member = ctx;
+    atomic_store(&member->ended, 1 + (int)why.code);
 }
 
 static void start_worker(struct scene *s, uint32_t slot)
 {
-    struct seat *seat = &s->seats[slot];
-    atomic_store(&seat->ended, 0);
-    (void)snprintf(seat->id, sizeof seat->id, "worker-%u", slot);
+    struct member *member = &s->members[slot];
+    atomic_store(&member->ended, 0);
+    (void)snprintf(member->id, sizeof member->id, "worker-%u", slot);
     const struct moe_worker_config config = {
         .backend = &moe_backend_cpu,
         .device = {.threads = 1},
         .model = MOE_GOLDEN_MODEL,
         .coordinator = s->endpoint,
         .listen = "127.0.0.1:0",
-        .worker_id = seat->id,
+        .worker_id = member->id,
         .wanted_slot_plus_one = slot + 1,
         .max_message_bytes = 4 << 20,
         .max_bytes_in_flight = 64 << 20,
@@ -114,9 +114,9 @@ static void start_worker(struct scene *s, uint32_t slot)
         .drain_ms = 5000,
         .slot_assigned = on_slot_assigned,
         .ended = on_ended,
-        .ctx = seat,
+        .ctx = member,
     };
-    assert_ok(moe_worker_start(&config, &seat->worker));
+    assert_ok(moe_worker_start(&config, &member->worker));
 }
 
 static void start_scene(struct scene *s, uint32_t count)
@@ -148,7 +148,7 @@ static uint64_t await_view(struct scene *s, uint64_t floor)
     for (;;) {
         uint64_t least = UINT64_MAX;
         for (uint32_t i = 0; i < s->count; i++) {
-            uint64_t epoch = moe_worker_epoch(s->seats[i].worker);
+            uint64_t epoch = moe_worker_epoch(s->members[i].worker);
             least = epoch < least ? epoch : least;
         }
         if (least > floor)
@@ -162,10 +162,10 @@ static void end_scene(struct scene *s)
     uint64_t deadline = moe_clock_ns() + WAIT_MS * MOE_NS_PER_MS;
     moe_coordinator_request_stop(s->coordinator);
     for (uint32_t i = 0; i < s->count; i++) {
-        while (atomic_load(&s->seats[i].ended) == 0)
+        while (atomic_load(&s->members[i].ended) == 0)
             pause_briefly(deadline, "the end of a worker");
-        assert_int_equal(atomic_load(&s->seats[i].ended), 1 + MOE_OK);
-        moe_worker_stop(s->seats[i].worker);
+        assert_int_equal(atomic_load(&s->members[i].ended), 1 + MOE_OK);
+        moe_worker_stop(s->members[i].worker);
     }
     pthread_join(s->thread, NULL);
     moe_coordinator_destroy(s->coordinator);
@@ -178,7 +178,7 @@ static struct moe_status forward(struct scene *s, uint32_t slot, uint64_t *epoch
 {
     struct moe_rpc_channel *channel;
     const struct moe_rpc_channel_config config = {.target =
-                                                      moe_worker_endpoint(s->seats[slot].worker)};
+                                                      moe_worker_endpoint(s->members[slot].worker)};
     assert_ok(moe_rpc_channel_open(s->client, &config, &channel));
     Moe__V1__ForwardRequest q = MOE__V1__FORWARD_REQUEST__INIT;
     q.layer = LAYER;
@@ -310,13 +310,13 @@ static void a_worker_that_leaves_can_be_replaced(void **state)
     struct scene s;
     start_scene(&s, 2);
     uint64_t epoch = await_view(&s, 0);
-    moe_worker_drain(s.seats[1].worker, "replaced by the test");
+    moe_worker_drain(s.members[1].worker, "replaced by the test");
     uint64_t deadline = moe_clock_ns() + WAIT_MS * MOE_NS_PER_MS;
-    while (atomic_load(&s.seats[1].ended) == 0)
+    while (atomic_load(&s.members[1].ended) == 0)
         pause_briefly(deadline, "the end of the worker");
-    assert_int_equal(atomic_load(&s.seats[1].ended), 1 + MOE_OK);
-    moe_worker_stop(s.seats[1].worker);
-    while (moe_worker_epoch(s.seats[0].worker) != 0)
+    assert_int_equal(atomic_load(&s.members[1].ended), 1 + MOE_OK);
+    moe_worker_stop(s.members[1].worker);
+    while (moe_worker_epoch(s.members[0].worker) != 0)
         pause_briefly(deadline, "the end of the view");
     uint64_t answered = 0;
     double error = 1;

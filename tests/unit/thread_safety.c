@@ -39,9 +39,9 @@ int use(struct account *a, struct account *b, struct other *o, bool now)
     moe_mutex_lock(&total_lock);
     total += balance;
     moe_mutex_unlock(&total_lock);
-#if PLANT == 1 /* a function whose lock is not held */
+#if PLANT == 1 /* a function, its lock not held */
     deposit(a, 1);
-#elif PLANT == 2  /* a field whose lock is not held */
+#elif PLANT == 2  /* a field, its lock not held */
     a->balance = 0;
 #elif PLANT == 3  /* a field under the lock of another struct */
     moe_mutex_lock(&o->lock);
@@ -64,7 +64,7 @@ int use(struct account *a, struct account *b, struct other *o, bool now)
     moe_mutex_unlock(&b->lock);
 #elif PLANT == 8  /* a wait without the lock */
     moe_wait(&a->changed, &a->lock);
-#elif PLANT == 9  /* a variable whose lock is not held */
+#elif PLANT == 9  /* a variable, its lock not held */
     total = 0;
 #elif PLANT == 10 /* after a wait, the lock is still held */
     moe_mutex_lock(&a->lock);

@@ -275,11 +275,11 @@ void request_free(struct request *r)
 void request_wait(struct request *r)
 {
     uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
-    struct timespec nap = {.tv_nsec = 100000};
+    struct timespec interval = {.tv_nsec = 100000};
     while (atomic_load(&r->done) == 0) {
         if (moe_clock_ns() > limit)
             fail_msg("a request was not finished in half a minute");
-        nanosleep(&nap, NULL);
+        nanosleep(&interval, NULL);
     }
 }
 

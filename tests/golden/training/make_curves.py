@@ -4,7 +4,7 @@
 
     python3 make_curves.py [DIRECTORY]      needs torch and safetensors
 
-Writes softmax.safetensors and sigmoid.safetensors beside itself (or into DIRECTORY): the first
+Writes softmax.safetensors and sigmoid.safetensors next to itself (or into DIRECTORY): the first
 weights, the tokens, the targets, the loss before each step and the weights after the last, all
 float32. tests/conformance/curve.c has the same two layers and hyper-parameters and must follow.
 

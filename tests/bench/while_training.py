@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of plain forward passes during training, and during saved pairs, for each share.
 
-Usage: beside.py BUILD_DIRECTORY GOLDEN_MODELS [SECONDS]
+Usage: while_training.py BUILD_DIRECTORY GOLDEN_MODELS [SECONDS]
 
 Two workers with a golden model. Prints a table and judges nothing. Put important results into
 results/cpu.md, with date, versions and settings.
@@ -51,7 +51,7 @@ def save(endpoints, load):
     return "%d pairs" % len(load.pairs)
 
 
-def measure(share, beside, work):
+def measure(share, other, work):
     layer, x, _ = case()
     with training_group(FAMILY, 2, "--training-share", share) as g:
         with Load() as load:
@@ -59,13 +59,13 @@ def measure(share, beside, work):
             done = work(g, load)
         p50, p99 = (float(np.percentile(np.array(load.times) * 1e3, q)) for q in (50, 99))
         print("%5s  %-8s %7d %9.2f %9.2f  %s%s" % (
-            share, beside, len(load.times), p50, p99, done,
+            share, other, len(load.times), p50, p99, done,
             "; FAILED: %s" % load.failures[0] if load.failures else ""))
 
 
 if __name__ == "__main__":
     print("8 clients of 37 tokens, %g s a line; ms" % SECONDS)
-    print("share  beside    passes       p50       p99")
+    print("share  other     passes       p50       p99")
     for each in ("0.1", "0.5"):
         measure(each, "nothing", lambda g, load: time.sleep(SECONDS) or "")
         measure(each, "training", lambda g, load: train(g.endpoints[0]))
