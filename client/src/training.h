@@ -12,7 +12,7 @@ struct moe_client_training_call {
     const char *path;                  /* static */
     const struct moe_rpc_out *request; /* `release` and `owner` of its parts are ignored */
     uint64_t deadline_ns;
-    bool home; /* only the home worker has what the call needs */
+    bool home; /* only the worker of the configured endpoint has what the call needs */
     bool once; /* do not try again */
     /* Reads the answer, which the caller owns. After a failure it may be called again. */
     struct moe_status (*read)(void *ctx, struct moe_rpc_msg *answer);

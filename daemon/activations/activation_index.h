@@ -23,7 +23,7 @@ struct moe_activation_entry {
     uint64_t id;         /* of the Backward */
     uint32_t layer;      /* the model's layer index */
     uint64_t name;       /* of the step, for the backend; not 0 */
-    uint64_t expires_ns; /* does not fall from entry to entry */
+    uint64_t expires_ns; /* entries are sorted by it, earliest first */
     bool busy;           /* a pass uses it, or may */
 };
 

@@ -29,7 +29,7 @@ struct moe_activations_config {
     struct moe_trainer *const *trainers;       /* of the same; borrowed, entries may be NULL */
     size_t layer_count;
     uint64_t keep_ns; /* longest time that a step is kept */
-    uint64_t limit;   /* bytes of the device; 0: nothing is kept */
+    uint64_t limit;   /* device bytes for retained activations; 0: none are retained */
 };
 
 struct moe_status moe_activations_create(const struct moe_activations_config *config,

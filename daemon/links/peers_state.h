@@ -86,7 +86,8 @@ void moe_peers__read_ring(struct moe_peers *p, uint32_t slot, moe_peers__read_fn
 /* From peers_member.c. */
 /* Opens the stream and says hello. A failure leaves nothing open. */
 struct moe_status moe_peers__open_stream(struct moe_peers *p) MOE_REQUIRES(p->lock) MOE_CHECKED;
-/* Reads tickets from the sequencer's ring, once `welcome` says how to answer. */
+/* Reads tickets from the sequencer's ring. Does nothing before `welcome`, which says how to
+ * answer. */
 void moe_peers__read_tickets(struct moe_peers *p) MOE_REQUIRES(p->lock);
 /* Queues a notice of `tokens` that wait on this slot. */
 void moe_peers__add_notice(struct moe_peers *p, const struct moe_step_key *key, uint32_t tokens)

@@ -28,8 +28,8 @@ struct moe_rpc_method {
     enum moe_rpc_kind kind;
     bool large;   /* unary: requests may reach the size limit, and a read needs a permit. Streams
                      read when their handler asks, without a permit. */
-    bool endless; /* stream: clients never end it, so a drain does not wait for it: it fails after
-                     the queued messages */
+    bool endless; /* a stream that clients never end; a drain sends its queued messages, then
+                     fails it */
     /* Headers arrived. May be NULL. After moe_rpc_fail here, no message is read. */
     void (*started)(struct moe_rpc_call *call, void *ctx);
     /* A message; the handler owns it. Unary: called once. Stream: the next message is read after

@@ -104,7 +104,7 @@ struct moe_job_action {
     enum moe_job_action_kind kind;
     uint64_t job;           /* moe_job.number of the job that it is about */
     enum moe_job_part part; /* START */
-    bool from_trainers;     /* START of WRITE: there is no copy, or it is not to be used */
+    bool from_trainers;     /* START of CREATE and WRITE: write the trainers, not a copy */
     uint64_t bytes, weights_version, steps;
     struct moe_status status;
 };

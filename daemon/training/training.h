@@ -126,8 +126,8 @@ struct moe_train_answer {
     struct moe_pass_record *record; /* repeated Backward: the cached answer, with a reference */
 };
 
-/* [any thread] The answer to a call that has been run, if it is known here without a ticket; false
- * means nothing. */
+/* [any thread] The answer to a call that has been run, if it is known here without a ticket. False:
+ * this worker does not know; send the call for a ticket. */
 bool moe_train_recall(struct moe_train *t, const struct moe_train_call *call,
                       struct moe_train_answer *answer);
 /* [any thread] The same for a Backward without x, which can only be a repeat: compares the header's

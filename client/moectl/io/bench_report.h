@@ -10,7 +10,7 @@
 
 enum { MOECTL_BENCH_STAGES = 12, MOECTL_BENCH_RUNS_MAX = 16 };
 
-/* One concurrency. All times in ns. */
+/* Figures of one concurrency. The histograms hold ns. */
 struct moectl_bench_run {
     uint32_t concurrency;
     double seconds; /* of the measured window */

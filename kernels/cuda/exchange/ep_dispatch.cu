@@ -18,7 +18,8 @@
 
 /* ---------------------------------------------------- start and end of steps */
 
-/* Clears the tables: a pass that ends early has no rows. CTA 0, before the layout. */
+/* Clears the tables, a refused outcome, and the counters of pushes and returns. A pass that ends
+ * early has no rows. CTA 0, before the layout. */
 __device__ static void clear_tables(const struct moe_cuda_pass &p, uint32_t step,
                                     const struct group &group)
 {

@@ -66,7 +66,7 @@ struct moe_cuda_net_pass {
     uint32_t *layout; /* first row [slots][local], then start and count as in moe_rows */
     uint32_t rows_in[MOE_MAX_SLOTS], tokens_of[MOE_MAX_SLOTS];
     struct moe_cuda_step_outcome outcome;
-    uint64_t trailer; /* of the exchange with the kernel's messages */
+    uint64_t trailer; /* number of the exchange that sends this kernel's messages */
 };
 
 struct moe_cuda_ep_net;

@@ -26,7 +26,7 @@ constexpr uint32_t STORE_COLUMNS = 64;
 constexpr uint32_t STORE_BYTES = STORE_ROWS * STORE_COLUMNS * 2;
 constexpr uint32_t WARP_STAGING = 2 * STORE_BYTES; /* one fills while the other is sent */
 
-constexpr uint32_t ROW_BOXES = 8; /* heights of boxes for a tile's rows */
+constexpr uint32_t ROW_BOXES = 8; /* maps in params.rows: one per box height */
 
 /* Passed by value as a __grid_constant__: the copy engine reads the maps in place. */
 struct params {

@@ -20,7 +20,7 @@ constexpr uint32_t CHUNK_ROW_BYTES = 128; /* 64 columns */
 /* One thread's columns and their biases. */
 struct thread_columns {
     uint32_t first;     /* output column; plain: also first + 8 */
-    float bias, bias_8; /* of both; gated: of gate and up */
+    float bias, bias_8; /* plain: of columns first and first + 8; gated: of gate and up */
 };
 
 template <bool GATED>

@@ -27,7 +27,7 @@ static_assert(SLICE % TILE == 0, "stages do not cross slices");
 struct logits_args {
     const moe_cuda_step_params *params;
     const __nv_bfloat16 *x;   /* [T, H] */
-    moe_cuda_matrices router; /* one matrix, or parts: bf16 [parts][choices][H] */
+    moe_cuda_matrices router; /* bf16 [parts][choices][H]: 1, or 3 for an F32 router */
     uint32_t choices, hidden, parts;
     float *logits; /* [slices][T][choices] */
     uint64_t *began;
