@@ -126,6 +126,21 @@ static int print_status(const struct moectl_common *common, const Moe__V1__GetSt
     return moectl_print(document);
 }
 
+/* Gives up after CALL_LIMIT_MS if a worker answers: then the coordinator hangs. */
+static struct moe_status ask_coordinator(const struct moectl_common *common, const char *endpoint,
+                                         uint64_t deadline_ns, struct moectl_link **link,
+                                         Moe__V1__GetStatusResponse **status)
+{
+    struct moectl_orphaned_group orphaned;
+    uint64_t limit = moe_clock_ns() + CALL_LIMIT_MS * MOE_NS_PER_MS;
+    struct moe_status st =
+        moectl_admin_open(endpoint, limit < deadline_ns ? limit : deadline_ns, link, status);
+    if (st.code != MOE_DEADLINE_EXCEEDED || limit >= deadline_ns)
+        return st;
+    moectl_orphaned_group_find(common, &orphaned);
+    return orphaned.answering > 0 ? st : moectl_admin_open(endpoint, deadline_ns, link, status);
+}
+
 static int run_status(const struct moectl_command *self, int argc, char **argv)
 {
     struct moectl_common common = {.format = "table", .timeout_s = 10};
@@ -138,7 +153,7 @@ static int run_status(const struct moectl_command *self, int argc, char **argv)
     uint64_t deadline = moectl_deadline(&common);
     struct moe_status st = moectl_state_endpoint(&common, endpoint);
     if (st.code == MOE_OK)
-        st = moectl_admin_open(endpoint, deadline, &link, &status);
+        st = ask_coordinator(&common, endpoint, deadline, &link, &status);
     if (st.code != MOE_OK) {
         code = moectl_fail(&st);
         moectl_orphaned_group_explain(&common, &st);

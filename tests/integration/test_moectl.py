@@ -475,6 +475,31 @@ class UpAndDown(unittest.TestCase):
             finally:
                 self.assertEqual(run("down", "--force", *here).returncode, OK)
 
+    def test_status_reports_workers_that_serve_while_their_coordinator_hangs(self):
+        with folder() as state:
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            here = ("--state-dir", state)
+            coordinator, *workers = self.processes(state)
+            try:
+                os.kill(coordinator["pid"], signal.SIGSTOP)
+                for command in (("status", *here), ("wait", "--timeout", "4", *here),
+                                ("status", "--endpoint", workers[1]["endpoint"])):
+                    start = time.monotonic()
+                    done = run(*command)
+                    took = time.monotonic() - start
+                    print("%s: %.1f s\n%s" % (command[0], took, done.stderr))
+                    self.assertEqual((done.returncode, done.stdout), (UNREACHABLE, ""))
+                    self.assertIn("the coordinator (%s) does not answer; 2 of 2 workers still serve"
+                                  % coordinator["endpoint"], done.stderr)
+                    self.assertEqual("kill -9 %d && moectl replace" % coordinator["pid"]
+                                     in done.stderr, command[-2:] == here, done.stderr)
+                    self.assertLess(took, 8)
+                os.kill(coordinator["pid"], signal.SIGCONT)
+                self.assertEqual(run("wait", "--timeout", "60", *here).returncode, OK)
+            finally:
+                os.kill(coordinator["pid"], signal.SIGCONT)
+                run("down", "--force", *here)
+
     def test_down_without_a_coordinator_names_workers_that_still_run(self):
         """The state directory does not list a worker that was started by hand."""
         with folder() as state:

@@ -2,6 +2,8 @@
 /* See orphaned_group.h. Changes nothing. */
 #include "moectl/group/orphaned_group.h"
 
+#include "moectl/group/process.h"
+
 #include "base/clock.h"
 
 #include <string.h>
@@ -55,6 +57,9 @@ void moectl_orphaned_group_find(const struct moectl_common *common,
     struct moe_status st = moectl_state_group(common, &group);
     if (st.code == MOE_OK) {
         out->local = true;
+        out->foreground = group.foreground;
+        if (moectl_process_state(&group, 0) == MOECTL_PROCESS_RUNS)
+            out->process = group.processes[0].pid;
         memcpy(out->coordinator, group.processes[0].endpoint, sizeof out->coordinator);
         moectl_command_text(group.processes[0].command, out->command, sizeof out->command);
         for (size_t i = 1; i < group.count; i++)
@@ -85,13 +90,28 @@ bool moectl_orphaned_group_report(const struct moectl_orphaned_group *r)
     list_answering(r, names, sizeof names);
     moectl_say("the coordinator (%s) does not answer; %zu of %zu workers still serve (%s answer%s)",
                r->coordinator, r->serving, r->count, names, r->answering == 1 ? "s" : "");
-    if (r->local)
+    if (r->foreground)
+        moectl_say("Ctrl-C in its `moectl up`, or `moectl down --force`, ends the group");
+    else if (r->process != 0)
+        moectl_say("its process runs; to restart it: `kill -9 %d && moectl replace`",
+                   (int)r->process);
+    else if (r->local)
         moectl_say("`moectl replace` restarts it%s%s", r->command[0] != '\0' ? ": " : "",
                    r->command);
     else
         moectl_say("restart it with the same options and --state-dir: the workers reconnect and "
                    "keep their state");
     return true;
+}
+
+/* False also if it hangs: its host accepts the connection, but no answer comes. */
+static bool answers(const char *endpoint)
+{
+    Moe__V1__GetServerInfoResponse *info;
+    struct moe_status st = ask(endpoint, &info);
+    if (info != NULL)
+        moe__v1__get_server_info_response__free_unpacked(info, NULL);
+    return st.code != MOE_UNAVAILABLE && st.code != MOE_DEADLINE_EXCEEDED;
 }
 
 bool moectl_orphaned_group_explain(const struct moectl_common *common,
@@ -101,8 +121,7 @@ bool moectl_orphaned_group_explain(const struct moectl_common *common,
     if (failure->code != MOE_UNAVAILABLE && failure->code != MOE_DEADLINE_EXCEEDED)
         return false;
     moectl_orphaned_group_find(common, &r);
-    if (r.coordinator[0] == '\0' ||
-        moectl_link_answers(r.coordinator, moe_clock_ns() + PROBE_MS * MOE_NS_PER_MS))
+    if (r.coordinator[0] == '\0' || answers(r.coordinator))
         return false;
     return moectl_orphaned_group_report(&r);
 }

@@ -13,6 +13,8 @@ struct moectl_orphaned_group {
     size_t count, answering;
     size_t serving;     /* workers that answer and have a view in force */
     bool local;         /* known from the state directory, so `moectl replace` works */
+    bool foreground;    /* its `moectl up` runs, so `moectl replace` refuses it */
+    pid_t process;      /* of a local coordinator that runs, but perhaps does not answer; else 0 */
     char command[2048]; /* restarts the coordinator; "" = not known */
 };
 
