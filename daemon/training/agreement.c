@@ -21,7 +21,9 @@ void moe_train_read_digest(struct moe_train *t, struct moe_train_digest *out)
     out->inconsistent = t->inconsistent;
     out->unsaved = t->unsaved;
     memcpy(out->checkpoint, t->checkpoint, sizeof t->checkpoint);
-    out->explicit_load = moe_checkpoint_explicit_loads_has(&t->explicit_loads, t->checkpoint);
+    out->explicit_load = t->checkpoint[0] == '\0'
+                             ? t->chose_model
+                             : moe_checkpoint_explicit_loads_has(&t->explicit_loads, t->checkpoint);
     out->has_target = t->has_target;
     memcpy(out->target, t->target, sizeof t->target);
     moe_mutex_unlock(&t->lock);
@@ -40,7 +42,8 @@ static void take_checkpoint(struct moe_train *t, const struct moe_train_recovery
     MOE_REQUIRES(t->lock)
 {
     moe_train__set_checkpoint(t, r->checkpoint);
-    if (r->explicit_load && r->checkpoint[0] != '\0')
+    t->chose_model = r->explicit_load && r->checkpoint[0] == '\0';
+    if (r->explicit_load && !t->chose_model)
         moe_checkpoint_explicit_loads_add(&t->explicit_loads, r->checkpoint);
 }
 

@@ -11,15 +11,54 @@ static bool same_state(const struct moe_train_digest *a, const struct moe_train_
            b->inconsistent == 0;
 }
 
-/* The slot with most calls of the latest lineage knows the latest checkpoint. Of two with the same
- * calls, only one may have noted a checkpoint: a view can end between. */
+/* 1, 0 or -1: a > b, a == b, a < b. */
+static int compare(uint64_t a, uint64_t b)
+{
+    return (a > b) - (a < b);
+}
+
+/* It names a state to go back to: a checkpoint, or the model as loaded if somebody chose that. */
+static bool knows_state(const struct moe_train_digest *d)
+{
+    return d->checkpoint[0] != '\0' || d->explicit_load != 0;
+}
+
+/* Groups that began apart have random lineages: a new one may exceed that of a group with a
+ * checkpoint. So a known state counts first. Then the slot with most calls of the latest lineage
+ * knows the latest checkpoint. Of two with the same calls, only one may have noted a checkpoint: a
+ * view can end between. The remaining comparisons make the choice independent of the slots' order.
+ */
 static bool knows_more(const struct moe_train_digest *a, const struct moe_train_digest *b)
 {
-    if (a->lineage != b->lineage)
-        return a->lineage > b->lineage;
-    if (a->calls != b->calls)
-        return a->calls > b->calls;
-    return a->unsaved < b->unsaved;
+    const int by[] = {
+        compare(knows_state(a), knows_state(b)),
+        compare(a->lineage, b->lineage),
+        compare(a->calls, b->calls),
+        compare(b->unsaved, a->unsaved),
+        compare(a->weights_version, b->weights_version),
+        compare(a->record, b->record),
+        strcmp(a->checkpoint, b->checkpoint),
+        compare(a->explicit_load, b->explicit_load),
+    };
+    for (size_t i = 0; i < sizeof by / sizeof *by; i++)
+        if (by[i] != 0)
+            return by[i] > 0;
+    return false;
+}
+
+/* The most steps that a member had beyond its checkpoint. In the lineage of `best`, another
+ * checkpoint is an older one: the latest has some of those steps, and `best` counts the others. */
+static uint64_t max_unsaved(const struct moe_train_digest *digests, uint64_t live,
+                            const struct moe_train_digest *best)
+{
+    uint64_t most = best->unsaved;
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
+        const struct moe_train_digest *d = &digests[s];
+        bool counts = d->lineage != best->lineage || strcmp(d->checkpoint, best->checkpoint) == 0;
+        if ((live >> s & 1) != 0 && counts && d->unsaved > most)
+            most = d->unsaved;
+    }
+    return most;
 }
 
 enum { FIRST_LINEAGE_BITS = 32, LINEAGE_STEP_BITS = 16 };
@@ -75,6 +114,7 @@ struct moe_status moe_train_choose_recovery(const struct moe_train_digest *diges
     if (!out->restart)
         return moe_ok();
     out->weights_version = version + 1;
+    out->lost_steps = max_unsaved(digests, live, best);
     if (named != NULL)
         memcpy(out->checkpoint, named->target, MOE_TRAINING_NAME_MAX);
     out->explicit_load = out->explicit_load || named != NULL;

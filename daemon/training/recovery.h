@@ -20,7 +20,7 @@ struct moe_train_digest {
     uint64_t inconsistent;                      /* 1: a change was cut short, or state was lost */
     uint64_t unsaved;                           /* steps that no checkpoint has */
     char checkpoint[MOE_TRAINING_NAME_MAX + 8]; /* latest one of this state; "" = none */
-    uint64_t explicit_load;                     /* 1: somebody loaded `checkpoint` by its name */
+    uint64_t explicit_load;                     /* 1: somebody chose `checkpoint`, also "" */
     uint64_t has_target; /* 1: an operator has chosen `target`, for the next recovery */
     char target[MOE_TRAINING_NAME_MAX + 8]; /* "" = the model as loaded */
 };
@@ -31,7 +31,8 @@ struct moe_train_recovery {
     uint64_t lineage, weights_version;
     char checkpoint[MOE_TRAINING_NAME_MAX + 1]; /* the operator's target, or the latest that any
                                                    member knows; "" = the model as loaded */
-    uint64_t lost_steps; /* of the latest state, that `checkpoint` does not have */
+    uint64_t lost_steps; /* with `restart`: the most that a member had beyond its checkpoint;
+                            else: steps that `checkpoint` does not have */
     bool explicit_load;  /* somebody has named it, now or when the group loaded it */
 };
 

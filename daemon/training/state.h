@@ -52,6 +52,8 @@ struct moe_train {
 
     MOE_GUARDED_BY(lock) struct {
         char checkpoint[MOE_TRAINING_NAME_MAX + 1]; /* latest one of this state; "" = none */
+        bool chose_model;                           /* with "": an operator went back to the model
+                                                       as loaded */
         bool inconsistent;                          /* a change was cut short, or state was lost */
         bool has_target;                            /* see moe_train_set_recovery_target */
         char target[MOE_TRAINING_NAME_MAX + 1];

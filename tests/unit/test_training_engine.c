@@ -586,6 +586,73 @@ static void a_group_decides_together_where_to_go_on(void **state)
                    MOE_REASON_CONFIG_INVALID);
 }
 
+/* Three slots, in each of their orders. */
+static struct moe_train_recovery recovery_of(const struct moe_train_digest members[3])
+{
+    static const int orders[6][3] = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2},
+                                     {1, 2, 0}, {2, 0, 1}, {2, 1, 0}};
+    struct moe_train_digest digests[MOE_MAX_SLOTS] = {0};
+    struct moe_train_recovery first, d;
+    for (size_t o = 0; o < 6; o++) {
+        for (size_t s = 0; s < 3; s++)
+            digests[s] = members[orders[o][s]];
+        assert_ok(moe_train_choose_recovery(digests, 7, &d));
+        first = o == 0 ? d : first;
+        assert_memory_equal(&d, &first, sizeof d);
+    }
+    return first;
+}
+
+/* Workers of an ended group come back to one that began meanwhile: lineages of both are random. */
+static void a_checkpoint_counts_more_than_a_lineage_that_began_apart(void **state)
+{
+    (void)state;
+    struct moe_train_digest orphan = digest_at(1000, 7, 10, 77, "p1");
+    orphan.unsaved = 3;
+    for (uint64_t lineage = 999; lineage <= 1001; lineage += 2) {
+        const struct moe_train_digest untouched = digest_at(lineage, 1, 0, 0, "");
+        struct moe_train_digest trained = digest_at(lineage, 6, 9, 70, "");
+        struct moe_train_recovery d =
+            recovery_of((struct moe_train_digest[]){untouched, orphan, untouched});
+        assert_true(d.restart);
+        assert_string_equal(d.checkpoint, "p1");
+        assert_int_equal(d.lost_steps, 3);
+        assert_true(d.lineage > 1000 && d.lineage > lineage);
+        trained.unsaved = 5;
+        d = recovery_of((struct moe_train_digest[]){trained, orphan, untouched});
+        assert_string_equal(d.checkpoint, "p1");
+        assert_int_equal(d.lost_steps, 5);
+        trained.explicit_load = 1; /* an operator chose the model as loaded */
+        d = recovery_of((struct moe_train_digest[]){trained, orphan, trained});
+        assert_string_equal(d.checkpoint, lineage > 1000 ? "" : "p1");
+        assert_int_equal(d.lost_steps, 5);
+    }
+    struct moe_train_digest behind = orphan; /* same state, but it has not noted p1 */
+    behind.inconsistent = 1;
+    behind.unsaved = 6;
+    behind.checkpoint[0] = '\0';
+    const struct moe_train_recovery d =
+        recovery_of((struct moe_train_digest[]){behind, orphan, orphan});
+    assert_string_equal(d.checkpoint, "p1");
+    assert_int_equal(d.lost_steps, 3);
+}
+
+static void an_operators_choice_of_the_model_is_known_to_the_next_recovery(void **state)
+{
+    struct moe_train_digest digest;
+    const struct moe_train_recovery chosen = {
+        .restart = true, .lineage = 5, .weights_version = 2, .explicit_load = true};
+    struct moe_train_recovery fallback = chosen;
+    (void)state;
+    assert_ok(moe_train_adopt(test.train, &chosen, 0, 2, 3));
+    moe_train_read_digest(test.train, &digest);
+    assert_int_equal(digest.explicit_load, 1);
+    fallback.explicit_load = false;
+    assert_ok(moe_train_adopt(test.train, &fallback, 0, 2, 3));
+    moe_train_read_digest(test.train, &digest);
+    assert_int_equal(digest.explicit_load, 0);
+}
+
 static void what_was_loaded_is_remembered_latest_first(void **state)
 {
     (void)state;
@@ -636,6 +703,8 @@ int main(void)
         with_engine(more_calls_than_may_wait_are_refused),
         cmocka_unit_test(lack_of_memory_is_the_outcome_only_without_another_reason),
         cmocka_unit_test(a_group_decides_together_where_to_go_on),
+        cmocka_unit_test(a_checkpoint_counts_more_than_a_lineage_that_began_apart),
+        with_engine(an_operators_choice_of_the_model_is_known_to_the_next_recovery),
         with_engine(a_choice_that_comes_while_a_group_forms_is_for_the_next_attempt),
         cmocka_unit_test(what_was_loaded_is_remembered_latest_first),
     };
