@@ -13,12 +13,12 @@ static struct moe_layer_spec random_ffn(void)
     spec.experts = random_between(1, 6);
     spec.intermediate = random_between(1, 90);
     spec.weighting = random_below(3);
-    spec.activation = random_below(3);
+    spec.activation = random_below(MOE_ACT_COUNT);
     spec.gate_up_bias = one_in(2);
     spec.down_bias = one_in(2);
     spec.shared_intermediate = random_between(1, 70);
     spec.shared_gated = one_in(2);
-    spec.shared_activation = random_below(3);
+    spec.shared_activation = random_below(MOE_ACT_COUNT);
     spec.swiglu_limit = one_in(2) ? 7 : 0.5f;
     return spec;
 }

@@ -243,12 +243,12 @@ static struct moe_layer_spec random_spec(void)
     s.experts = 8;
     s.intermediate = random_between(4, 70);
     s.weighting = random_below(3);
-    s.activation = random_below(3);
+    s.activation = random_below(MOE_ACT_COUNT);
     s.gate_up_bias = one_in(2);
     s.down_bias = one_in(2);
     s.shared_intermediate = one_in(2) ? random_between(4, 60) : 0;
     s.shared_gated = s.shared_intermediate > 0 && one_in(2);
-    s.shared_activation = random_below(3);
+    s.shared_activation = random_below(MOE_ACT_COUNT);
     s.swiglu_limit =
         1e9f; /* differences across a limit are no slopes: the test of the isa table covers them */
     s.swiglu_alpha = 1.7f;
