@@ -271,6 +271,23 @@ static struct moe_status end_local(const struct down *d, int directory, uint64_t
     return st.code == MOE_OK && drained.code != MOE_OK ? check_orphans(&workers) : st;
 }
 
+/* `replace` starts no daemon meanwhile. If it takes too long, --force goes on. */
+static struct moe_status end_alone(const struct down *d, int directory, uint64_t deadline_ns)
+{
+    int lock = -1;
+    struct moe_status st =
+        moectl_state_lock_changes(directory, MOECTL_CHANGE_DOWN, deadline_ns, &lock);
+    if (st.code == MOE_DEADLINE_EXCEEDED && d->force) {
+        moectl_say("%s", st.text);
+        st = moe_ok();
+    }
+    if (st.code == MOE_OK && moectl_state_is_alive(directory))
+        st = end_local(d, directory, deadline_ns);
+    if (lock >= 0)
+        close(lock);
+    return st;
+}
+
 static struct moe_status down_by_state(const struct down *d, uint64_t deadline_ns)
 {
     char path[MOECTL_PATH_MAX];
@@ -281,7 +298,7 @@ static struct moe_status down_by_state(const struct down *d, uint64_t deadline_n
                          "no local group is running, and no --endpoint was given");
     if (st.code == MOE_OK) {
         if (moectl_state_is_alive(directory))
-            st = end_local(d, directory, deadline_ns);
+            st = end_alone(d, directory, deadline_ns);
         else
             st = moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "no group is running in %s", path);
         if (st.code == MOE_OK || st.code == MOE_NOT_FOUND)

@@ -191,8 +191,11 @@ static struct moe_status prepare(struct replace *r, uint64_t deadline_ns)
 {
     struct moe_status st =
         moectl_state_open(r->common.state_dir, false, r->state_path, &r->directory);
-    if (st.code == MOE_OK && moectl_state_is_alive(r->directory)) {
-        MOE_TRY(moectl_state_lock_changes(r->directory, deadline_ns, &r->change_lock));
+    if (st.code == MOE_OK && moectl_state_is_alive(r->directory))
+        MOE_TRY(moectl_state_lock_changes(r->directory, MOECTL_CHANGE_REPLACE, deadline_ns,
+                                          &r->change_lock));
+    if (st.code == MOE_OK &&
+        moectl_state_is_alive(r->directory)) { /* it may have ended meanwhile */
         MOE_TRY(moectl_state_join(r->directory, &r->lock));
         MOE_TRY(moectl_state_read(r->directory, &r->group));
         return check_detached(&r->group);

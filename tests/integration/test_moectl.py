@@ -449,6 +449,32 @@ class UpAndDown(unittest.TestCase):
             finally:
                 run("down", "--force", *here)
 
+    def test_down_and_replace_at_the_same_time_leave_no_daemon(self):
+        with folder() as state:
+            here = ("--state-dir", state)
+            for delay in (0, 0.02, 0.05, 0.1):
+                self.assertEqual(self.up(state, "--detach").returncode, OK)
+                try:
+                    before = self.processes(state)
+                    self.kill(before[2])
+                    if delay == 0:
+                        with open(os.path.join(state, "turn"), "w") as turn:
+                            fcntl.flock(turn, fcntl.LOCK_EX)
+                            down = run("down", "--timeout", "0.3", *here)
+                            self.assertEqual(down.returncode, UNREACHABLE)
+                            self.assertIn("another `moectl replace`", down.stderr)
+                            self.assertEqual(self.processes(state), before)
+                    with self.start_replace(state) as replace:
+                        time.sleep(delay)
+                        down = run("down", *here)
+                        _, said = replace.communicate(timeout=60)
+                    print(delay, replace.returncode, said, down.returncode, down.stderr)
+                    self.assertEqual(down.returncode, OK, down.stderr)
+                    self.assertIn(replace.returncode, (OK, NOT_FOUND))
+                    self.assertEqual(run("wait", "--for=gone", *here).returncode, OK)
+                finally:
+                    run("down", "--force", *here)
+
     def test_status_reports_workers_that_serve_without_their_coordinator(self):
         with folder() as state:
             self.assertEqual(self.up(state, "--detach").returncode, OK)

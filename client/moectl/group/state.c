@@ -114,18 +114,26 @@ struct moe_status moectl_state_join(int directory, int *lock)
     return moe_ok();
 }
 
-struct moe_status moectl_state_lock_changes(int directory, uint64_t deadline_ns, int *lock)
+struct moe_status moectl_state_lock_changes(int directory, enum moectl_change change,
+                                            uint64_t deadline_ns, int *lock)
 {
+    int kind = change == MOECTL_CHANGE_DOWN ? LOCK_SH : LOCK_EX;
+    bool reported = false;
     int fd = openat(directory, CHANGES_FILE, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0)
         return io_error("open", CHANGES_FILE);
     struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
-    while (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    while (flock(fd, kind | LOCK_NB) != 0) {
         if (moe_clock_ns() >= deadline_ns) {
             close(fd);
             return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
-                             "another `moectl replace` did not finish within the time limit");
+                             "another `moectl replace`%s did not finish within the time limit",
+                             change == MOECTL_CHANGE_DOWN ? "" : " or `moectl down`");
         }
+        if (!reported)
+            moectl_say("waiting for the end of another `moectl replace`%s",
+                       change == MOECTL_CHANGE_DOWN ? "" : " or `moectl down`");
+        reported = true;
         nanosleep(&pause, NULL);
     }
     *lock = fd;

@@ -46,10 +46,11 @@ struct moe_status moectl_state_open(const char *named, bool create, char path[MO
 struct moe_status moectl_state_lock(int directory, int *lock) MOE_CHECKED;
 /* Adds a lock for a daemon that joins the living group. */
 struct moe_status moectl_state_join(int directory, int *lock) MOE_CHECKED;
-/* Excludes other commands that change group.json. Waits until `deadline_ns`. Daemons do not inherit
- * `*lock`; the caller closes it. */
-struct moe_status moectl_state_lock_changes(int directory, uint64_t deadline_ns,
-                                            int *lock) MOE_CHECKED;
+enum moectl_change { MOECTL_CHANGE_REPLACE, MOECTL_CHANGE_DOWN };
+/* A replace excludes every other change of the group; two `down` do not exclude each other. Waits
+ * until `deadline_ns`. Daemons do not inherit `*lock`; the caller closes it. */
+struct moe_status moectl_state_lock_changes(int directory, enum moectl_change change,
+                                            uint64_t deadline_ns, int *lock) MOE_CHECKED;
 bool moectl_state_is_alive(int directory);
 /* Waits until no process of the group lives; false after `deadline_ns`. */
 bool moectl_state_wait_gone(int directory, uint64_t deadline_ns);
