@@ -163,6 +163,21 @@ void moe_train__log_ended(struct moe_train *t, const struct moe_train_call *call
         moe_histogram_observe(m->seconds, seconds);
 }
 
+void moe_train_log_leaving(struct moe_train *t)
+{
+    struct moe_train_state state;
+    if (t == NULL)
+        return;
+    moe_train_read_state(t, &state);
+    if (state.unsaved == 0)
+        return;
+    moe_log_warn("%" PRIu64 " optimizer step%s in no checkpoint and %s lost as this worker "
+                 "leaves%s",
+                 state.unsaved, state.unsaved == 1 ? " is" : "s are",
+                 state.unsaved == 1 ? "is" : "are",
+                 state.job == MOE_STEP_SAVE ? ", unless the Save under way completes" : "");
+}
+
 void moe_train__log_stepped(struct moe_train *t, uint64_t id, uint64_t begun_ns, bool skipped)
 {
     moe_train__count(skipped ? t->metrics.skipped : t->metrics.steps, 1);

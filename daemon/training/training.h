@@ -78,6 +78,10 @@ struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_re
 /* The view is in force. If training went back, the log says so. */
 void moe_train_in_force(struct moe_train *t);
 
+/* [any thread] This worker begins to leave. If a checkpoint lacks optimizer steps, the log says how
+ * many. `t` may be NULL. */
+void moe_train_log_leaving(struct moe_train *t);
+
 /* -------------------------------------------------------------------------- calls */
 
 enum { MOE_TRAINING_REQUEST_MAX = 320 };

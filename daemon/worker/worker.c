@@ -137,6 +137,7 @@ static void drain(void *ctx)
 {
     struct moe_worker *w = ctx;
     atomic_store(&w->draining, true);
+    moe_train_log_leaving(w->train);
     moe_worker__set_health(w, false);
     moe_service_set_draining(w->service);
 }
@@ -433,6 +434,8 @@ void moe_worker_stop(struct moe_worker *w)
     if (w == NULL)
         return;
     set_may_wake_group(w, false);
+    if (!atomic_load(&w->draining)) /* else the drain has logged it */
+        moe_train_log_leaving(w->train);
     moe_group_destroy(w->group); /* leaves the view; no step runs afterwards */
     if (w->server != NULL) {
         moe_service_set_draining(w->service);

@@ -300,6 +300,25 @@ class LogAndSeries(MetricsCase):
         self.assertEqual((value["moe_train_lost_steps_total"], value["moe_train_unsaved_steps"]),
                          (2, 0))
 
+    def test_a_worker_that_leaves_logs_the_steps_that_no_checkpoint_has(self):
+        for steps, wanted in ((0, []), (1, ["1 optimizer step is in no checkpoint and is lost as "
+                                            "this worker leaves"]),
+                              (2, ["2 optimizer steps are in no checkpoint and are lost as this "
+                                   "worker leaves"])):
+            with logged(self.log):
+                with self.group(1) as g:
+                    client = Client(g)
+                    client.train(1)
+                    client.save("k%d" % steps, 15)
+                    for step in range(steps):
+                        client.train(2 + step)
+                    client.close()
+            with open(self.log) as file:
+                lines = [line.strip() for line in file if "in no checkpoint" in line]
+            print("\n".join(lines))
+            self.assertEqual([line.split(": ", 1)[1] for line in lines], wanted)
+            self.assertTrue(all("WARN" in line.upper() for line in lines))
+
     def test_a_group_that_does_not_train_has_no_training_metrics(self):
         port = free_port()
         with contextlib.closing(Stopped(FAMILY, 1, "--metrics-listen", "127.0.0.1:%d" % port)):
