@@ -294,17 +294,17 @@ static struct moe_status down_by_state(const struct down *d, uint64_t deadline_n
     int directory;
     struct moe_status st = moectl_state_open(d->common.state_dir, false, path, &directory);
     if (st.code == MOE_NOT_FOUND)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,
-                         "no local group is running, and no --endpoint was given");
-    if (st.code == MOE_OK) {
-        if (moectl_state_is_alive(directory))
-            st = end_alone(d, directory, deadline_ns);
-        else
-            st = moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "no group is running in %s", path);
-        if (st.code == MOE_OK || st.code == MOE_NOT_FOUND)
-            moectl_state_remove(directory);
-        close(directory);
-    }
+        return moectl_state_no_group(path, false);
+    if (st.code != MOE_OK)
+        return st;
+    bool alive = moectl_state_is_alive(directory);
+    if (alive)
+        st = end_alone(d, directory, deadline_ns);
+    if (!alive || st.code == MOE_NOT_FOUND)
+        st = moectl_state_no_group(path, alive);
+    if (!alive || st.code == MOE_OK)
+        moectl_state_remove(directory);
+    close(directory);
     return st;
 }
 

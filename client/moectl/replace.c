@@ -197,12 +197,13 @@ static struct moe_status prepare(struct replace *r, uint64_t deadline_ns)
     if (st.code == MOE_OK &&
         moectl_state_is_alive(r->directory)) { /* it may have ended meanwhile */
         MOE_TRY(moectl_state_join(r->directory, &r->lock));
-        MOE_TRY(moectl_state_read(r->directory, &r->group));
-        return check_detached(&r->group);
+        st = moectl_state_read(r->directory, &r->group);
+        if (st.code == MOE_NOT_FOUND)
+            return moectl_state_no_group(r->state_path, true);
+        return st.code == MOE_OK ? check_detached(&r->group) : st;
     }
     if (st.code == MOE_OK || st.code == MOE_NOT_FOUND)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,
-                         "no local group is running; `moectl up` starts one");
+        return moectl_state_no_group(r->state_path, false);
     return st;
 }
 

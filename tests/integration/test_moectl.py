@@ -163,7 +163,7 @@ class CommandLine(unittest.TestCase):
             self.expect(OK, "wait", "--for=gone", "--state-dir", path)
             self.expect(NOT_FOUND, "wait", "--timeout", "0.2", "--state-dir", path)
             text = self.expect(NOT_FOUND, "down", "--state-dir", os.path.join(path, "no")).stderr
-            self.assertIn("no local group is running", text)
+            self.assertIn("no local group is running in " + os.path.join(path, "no"), text)
             self.expect(OK, "version", "--state-dir", path)
             self.expect(NOT_FOUND, "up", "--model", os.path.join(path, "no"), "--state-dir", path)
 
@@ -311,6 +311,25 @@ class UpAndDown(unittest.TestCase):
             wait_until(lambda: not is_alive(processes[0]["pid"]))
             down = run("down", "--state-dir", state, "--force")
             self.assertEqual(down.returncode, OK, down.stderr)
+            self.assertEqual([p["pid"] for p in processes if is_alive(p["pid"])], [])
+
+    def test_a_group_without_its_group_file_can_be_ended(self):
+        with folder() as state:
+            here = ("--state-dir", state)
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            processes = self.processes(state)
+            os.unlink(os.path.join(state, "group.json"))
+            for command in ("status", "replace", "down"):
+                done = run(command, *here)
+                self.assertEqual((done.returncode, done.stdout), (NOT_FOUND, ""), done.stderr)
+                self.assertIn("daemons run in " + state, done.stderr)
+                self.assertIn("`moectl down -e HOST:PORT`", done.stderr)
+            self.assertEqual(self.up(state).returncode, CONFLICT)
+            with open(os.path.join(state, "worker-1.log")) as log:
+                self.assertIn("listening on " + processes[2]["endpoint"], log.read())
+            done = run("down", "-e", processes[2]["endpoint"])
+            self.assertEqual(done.returncode, OK, done.stderr)
+            self.assertEqual(run("wait", "--for=gone", *here).returncode, OK)
             self.assertEqual([p["pid"] for p in processes if is_alive(p["pid"])], [])
 
     def processes(self, state):

@@ -58,6 +58,7 @@ struct moe_status moectl_state_open(const char *named, bool create, char path[MO
     else if (snprintf(wanted, sizeof wanted, "%s", named) >= (int)sizeof wanted)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
                          "the name of the state directory is too long");
+    memcpy(path, wanted, strlen(wanted) + 1);
     if (create && mkdir(wanted, 0700) != 0 && errno != EEXIST)
         return io_error("create", wanted);
     int fd = open(wanted, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
@@ -263,6 +264,20 @@ struct moe_status moectl_state_read(int directory, struct moectl_group *group)
                             GROUP_FILE " is not a valid group file");
 }
 
+struct moe_status moectl_state_no_group(const char *path, bool alive)
+{
+    if (alive)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,
+                         "daemons run in %.200s, but it has no group.json: `moectl up` is starting "
+                         "them, or the file was lost. `moectl down -e HOST:PORT` ends them; their "
+                         "logs in that directory name the addresses",
+                         path);
+    return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,
+                     "no local group is running in %.200s; `moectl up` starts one, --state-dir "
+                     "and --endpoint select another one",
+                     path);
+}
+
 void moectl_state_remove(int directory)
 {
     if (unlinkat(directory, GROUP_FILE, 0) != 0 && errno != ENOENT)
@@ -318,19 +333,19 @@ struct moe_status moectl_state_group(const struct moectl_common *common, struct 
 {
     char path[MOECTL_PATH_MAX];
     int directory;
+    bool alive = false;
     struct moe_status st = moectl_state_open(common->state_dir, false, path, &directory);
     if (st.code == MOE_OK) {
         st = moectl_state_read(directory, group);
+        alive = moectl_state_is_alive(directory);
         close(directory);
     }
     if (st.code == MOE_OK && common->endpoint != NULL && !is_of_group(group, common->endpoint)) {
         moectl_group_free(group);
-        st.code = MOE_NOT_FOUND;
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "%s is not of the local group",
+                         common->endpoint);
     }
-    if (st.code == MOE_NOT_FOUND)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE,
-                         "no local group is running, and no --endpoint was given");
-    return st;
+    return st.code == MOE_NOT_FOUND ? moectl_state_no_group(path, alive) : st;
 }
 
 static struct moe_status endpoint_of(const struct moectl_common *common, size_t process,

@@ -38,7 +38,8 @@ struct moectl_group {
 };
 
 /* Opens the directory; with `create` makes it (0700) if it does not exist. Refuses one that other
- * users can write to. `path` gets its absolute name. `named` NULL = the default one. */
+ * users can write to. `path` gets its absolute name; after MOE_NOT_FOUND, the name that was tried.
+ * `named` NULL = the default one. */
 struct moe_status moectl_state_open(const char *named, bool create, char path[MOECTL_PATH_MAX],
                                     int *directory) MOE_CHECKED;
 
@@ -58,6 +59,8 @@ bool moectl_state_wait_gone(int directory, uint64_t deadline_ns);
 struct moe_status moectl_state_write(int directory, const struct moectl_group *group) MOE_CHECKED;
 /* Errors: MOE_NOT_FOUND without group.json. After a failure `group` need not be freed. */
 struct moe_status moectl_state_read(int directory, struct moectl_group *group) MOE_CHECKED;
+/* MOE_NOT_FOUND with advice, for a state directory without group.json. `alive`: daemons run. */
+struct moe_status moectl_state_no_group(const char *path, bool alive) MOE_CHECKED;
 void moectl_state_remove(int directory);
 void moectl_group_free(struct moectl_group *group);
 
