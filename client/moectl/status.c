@@ -89,21 +89,24 @@ static void report_at_stake(const Moe__V1__GetStatusResponse *s, uint64_t deadli
     }
 }
 
-/* A worker has ended: says how to start it again. */
+#define GONE                                                                                       \
+    "a worker is gone or cannot be reached. One that was only stopped or cut off comes back by "   \
+    "itself. If it has ended, "
+
+/* A worker is gone: says how to start it again. */
 static void say_replace(const struct moectl_common *common)
 {
     struct moectl_group group;
     struct moe_status st = moectl_state_group(common, &group);
     if (st.code != MOE_OK) {
-        moectl_say("a worker has ended: start it again with the same options, or end the group "
-                   "with `moectl down`");
+        moectl_say(GONE "start it again with the same options, or end the group with `moectl "
+                        "down`");
         return;
     }
     if (group.foreground)
-        moectl_say("a worker has ended, so its `moectl up` ends the group");
+        moectl_say(GONE "its `moectl up` ends the group");
     else
-        moectl_say(
-            "a worker has ended: `moectl replace` starts it again, `moectl down` ends the group");
+        moectl_say(GONE "`moectl replace` starts it again, `moectl down` ends the group");
     moectl_group_free(&group);
 }
 

@@ -239,7 +239,11 @@ class AgainstAFakeCoordinator(unittest.TestCase):
             self.assertEqual(done.returncode, UNHEALTHY, done.stderr)
             self.assertIn("workers  1 of 2", done.stdout)
             self.assertIn("epoch    none\n", done.stdout)
-            self.assertIn("a worker has ended", done.stderr)
+            self.assertEqual(
+                done.stderr.splitlines()[0],
+                "moectl: a worker is gone or cannot be reached. One that was only stopped or cut "
+                "off comes back by itself. If it has ended, start it again with the same options, "
+                "or end the group with `moectl down`")
         finally:
             fake.server.stop(None).wait()
 
