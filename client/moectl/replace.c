@@ -12,10 +12,11 @@
 
 #include "base/clock.h"
 
+#include <signal.h>
 #include <string.h>
 #include <unistd.h>
 
-enum { POLL_MS = 50 };
+enum { POLL_MS = 50, TERMINATE_LIMIT_MS = 5000 };
 
 struct replace {
     struct moectl_common common;
@@ -103,6 +104,8 @@ static struct moe_status start_ended(struct replace *r, uint64_t deadline_ns)
     for (size_t i = 0; i < r->group.count; i++) {
         if (is_ours(r, i) || moectl_process_state(&r->group, i) != MOECTL_PROCESS_ENDED)
             continue;
+        if (r->daemons.count == 0) /* without a record, start nothing */
+            MOE_TRY(moectl_state_write(r->directory, &r->group));
         moectl_say("starting %s again", r->group.processes[i].name);
         MOE_TRY(start(r, i));
         MOE_TRY(await_ready(r, deadline_ns));
@@ -165,6 +168,20 @@ static struct moe_status settle(struct replace *r, uint64_t deadline_ns)
     }
 }
 
+/* Without a record, `down` would not find the daemons, and the next `replace` would start more. */
+static void end_started(struct replace *r)
+{
+    static const int signals[] = {SIGTERM, SIGKILL};
+    for (size_t i = 0; i < 2 && moectl_daemons_running(&r->daemons) > 0; i++) {
+        uint64_t deadline_ns = moe_clock_ns() + TERMINATE_LIMIT_MS * MOE_NS_PER_MS;
+        moectl_daemons_signal(&r->daemons, signals[i]);
+        while (moectl_daemons_running(&r->daemons) > 0 &&
+               moectl_daemons_wait(&r->daemons, deadline_ns) != MOECTL_EVENT_TIME)
+            ;
+    }
+    moectl_say("replace ended the daemons that it had started: group.json cannot list them");
+}
+
 static struct moe_status start_missing(struct replace *r, uint64_t deadline_ns)
 {
     MOE_TRY(moectl_daemons_init(&r->daemons, r->directory, r->state_path, true));
@@ -173,6 +190,8 @@ static struct moe_status start_missing(struct replace *r, uint64_t deadline_ns)
     if (r->daemons.count == 0)
         return st;
     struct moe_status recorded = record(r);
+    if (recorded.code != MOE_OK)
+        end_started(r);
     return st.code != MOE_OK ? st : recorded;
 }
 

@@ -370,8 +370,8 @@ static struct moe_status prepare(struct up *u)
     MOE_TRY(moectl_daemons_find("moe-worker", u->worker_program));
     MOE_TRY(moectl_state_open(u->common.state_dir, true, u->state_path, &u->directory));
     MOE_TRY(moectl_state_lock(u->directory, &u->lock));
-    moectl_state_remove(u->directory); /* the file of an earlier group */
-    return moe_ok();
+    moectl_state_remove(u->directory);                           /* the file of an earlier group */
+    return moectl_state_check_room(u->directory, u->state_path); /* for logs too */
 }
 
 static int bring_up(struct up *u)

@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -394,10 +395,60 @@ class UpAndDown(unittest.TestCase):
             g.process.send_signal(signal.SIGCONT)
             g.stop()
 
-    def start_replace(self, state, *extra):
+    def start_replace(self, state, *extra, **more):
         """Runs `moectl replace` in the background."""
         return subprocess.Popen([MOECTL, "replace", "--state-dir", state, *extra], text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+
+    def on_a_full_disk(self, *arguments):
+        """Runs moectl with a limit on the size of files."""
+        def limit():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        done = subprocess.run([MOECTL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True, timeout=120, preexec_fn=limit)
+        print(done.stderr)
+        self.assertEqual((done.returncode, done.stdout), (UNREACHABLE, ""))
+        return done.stderr
+
+    def test_up_on_a_full_disk_says_why_it_starts_nothing(self):
+        with folder() as state:
+            text = self.on_a_full_disk("up", "--model", model_directory(FAMILY), "--port", "0",
+                                       "--state-dir", state)
+            self.assertIn("cannot write in %s: File too large" % state, text)
+            self.assertFalse(os.path.exists(os.path.join(state, "coordinator.log")))
+
+    def test_replace_on_a_full_disk_leaves_no_daemon_that_group_json_lacks(self):
+        with folder() as state:
+            here = ("--state-dir", state)
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            try:
+                before = self.processes(state)
+                _, first, second = before
+                self.kill(first)
+                text = self.on_a_full_disk("replace", *here)
+                self.assertIn("cannot write group.json: File too large", text)
+                self.assertNotIn("starting", text)
+                # The disk becomes full after the start of the first worker.
+                os.kill(second["pid"], signal.SIGSTOP)
+                wait_until(lambda: all(worker["state"] == "GONE" for worker in json.loads(
+                    run("status", "-o", "json", *here).stdout)["workers"]))
+                with self.start_replace(state, preexec_fn=lambda: signal.signal(
+                        signal.SIGXFSZ, signal.SIG_IGN)) as replace:
+                    self.assertIn("starting worker-0 again", replace.stderr.readline())
+                    self.assertIn("its slot is empty", replace.stderr.readline())
+                    resource.prlimit(replace.pid, resource.RLIMIT_FSIZE,
+                                     (1, resource.RLIM_INFINITY))
+                    replace.send_signal(signal.SIGINT)
+                    _, text = replace.communicate(timeout=60)
+                print(text)
+                self.assertIn("replace ended the daemons", text)
+                self.assertEqual(self.processes(state), before)
+                self.assertFalse(run("version", "--endpoint", first["endpoint"]).returncode == OK)
+            finally:
+                os.kill(second["pid"], signal.SIGCONT)
+                down = run("down", "--force", "--timeout", "2", *here)
+            self.assertEqual(down.returncode, OK, down.stderr)
 
     def test_replace_waits_for_a_dying_daemon(self):
         libc = ctypes.CDLL(None, use_errno=True)

@@ -13,10 +13,11 @@
 #include <unistd.h>
 
 #define GROUP_FILE   "group.json"
+#define NEW_FILE     GROUP_FILE ".new"
 #define LOCK_FILE    "lock"
 #define CHANGES_FILE "turn"
 
-enum { POLL_MS = 20, FIRST_FREE_FD = 10 };
+enum { POLL_MS = 20, FIRST_FREE_FD = 10, ROOM_BYTES = 64 * 1024 };
 
 static struct moe_status io_error(const char *what, const char *name)
 {
@@ -188,17 +189,28 @@ static json_t *group_to_json(const struct moectl_group *group)
     return document;
 }
 
+struct moe_status moectl_state_check_room(int directory, const char *path)
+{
+    int fd = openat(directory, NEW_FILE, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    if (fd < 0)
+        return io_error("write in", path);
+    int error = posix_fallocate(fd, 0, ROOM_BYTES);
+    close(fd);
+    unlinkat(directory, NEW_FILE, 0);
+    errno = error;
+    return error == 0 ? moe_ok() : io_error("write in", path);
+}
+
 struct moe_status moectl_state_write(int directory, const struct moectl_group *group)
 {
-    static const char temporary[] = GROUP_FILE ".new";
     json_t *document = group_to_json(group);
     if (document == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
-    int fd = openat(directory, temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    int fd = openat(directory, NEW_FILE, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
     bool good = fd >= 0 && json_dumpfd(document, fd, JSON_INDENT(2)) == 0;
     if (fd >= 0)
         good = close(fd) == 0 && good;
-    good = good && renameat(directory, temporary, directory, GROUP_FILE) == 0;
+    good = good && renameat(directory, NEW_FILE, directory, GROUP_FILE) == 0;
     json_decref(document);
     return good ? moe_ok() : io_error("write", GROUP_FILE);
 }

@@ -56,6 +56,8 @@ bool moectl_state_is_alive(int directory);
 /* Waits until no process of the group lives; false after `deadline_ns`. */
 bool moectl_state_wait_gone(int directory, uint64_t deadline_ns);
 
+/* Fails if the file system has no room for the first files of a group. `path` is for the error. */
+struct moe_status moectl_state_check_room(int directory, const char *path) MOE_CHECKED;
 struct moe_status moectl_state_write(int directory, const struct moectl_group *group) MOE_CHECKED;
 /* Errors: MOE_NOT_FOUND without group.json. After a failure `group` need not be freed. */
 struct moe_status moectl_state_read(int directory, struct moectl_group *group) MOE_CHECKED;
