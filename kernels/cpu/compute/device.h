@@ -44,6 +44,16 @@ void moe_cpu_device_discharge(struct moe_device *device, size_t bytes);
 void moe_cpu_parallel(struct moe_device *device, uint32_t items,
                       void (*fn)(void *ctx, uint32_t item), void *ctx);
 
+static inline uint32_t moe_cpu_min(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+static inline uint32_t moe_cpu_ceil_div(uint32_t a, uint32_t b)
+{
+    return (a + b - 1) / b;
+}
+
 /* How many units of work, each of `work` multiply-adds, make an item of a few microseconds. Smaller
  * items do not justify waking another thread. */
 static inline uint32_t moe_cpu_units_per_item(uint64_t work)

@@ -57,16 +57,6 @@ struct ffn_job {
     struct span span[MOE_MAX_EXPERTS];
 };
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
-static uint32_t ceil_div(uint32_t a, uint32_t b)
-{
-    return (a + b - 1) / b;
-}
-
 /* The span of `*item`, which becomes the number inside the span. */
 static const struct span *find_span(const struct ffn_job *job, uint32_t *item)
 {
@@ -90,8 +80,8 @@ static void weigh_shared_rows(const struct ffn_job *job, const struct span *span
 {
     float dot[TILE_ROWS * MOE_CPU_MAX_PANEL], *weight = (float *)span->weight;
     size_t hidden = job->layer->spec.hidden;
-    for (uint32_t end = row + rows; row < end; row += min_u32(TILE_ROWS, end - row)) {
-        uint32_t tile = min_u32(TILE_ROWS, end - row);
+    for (uint32_t end = row + rows; row < end; row += moe_cpu_min(TILE_ROWS, end - row)) {
+        uint32_t tile = moe_cpu_min(TILE_ROWS, end - row);
         moe_cpu_matrix_panel(job->isa, job->shared_gate, 0, tile, span->x + row * hidden, hidden,
                              dot, job->isa->panel);
         for (uint32_t r = 0; r < tile; r++)
@@ -105,7 +95,7 @@ static void prepare_item(void *ctx, uint32_t item)
     const struct span *span = find_span(job, &item);
     size_t hidden = job->layer->spec.hidden, row_bytes = hidden * moe_dtype_bytes(job->dtype);
     uint32_t first = item * job->rows_per_item;
-    uint32_t end = min_u32(span->rows, first + job->rows_per_item);
+    uint32_t end = moe_cpu_min(span->rows, first + job->rows_per_item);
     for (uint32_t r = first; span->narrow != NULL && r < end; r++)
         job->isa->widen(job->dtype, hidden, (const char *)span->narrow + r * row_bytes,
                         span->scale != NULL ? span->scale[r] : 1.0f, span->x + r * hidden);
@@ -122,7 +112,7 @@ static void prepare_rows(struct ffn_job *job)
     uint32_t items = 0;
     for (uint32_t s = 0; s < job->spans; s++) {
         job->first_item[s] = items;
-        items += ceil_div(job->span[s].rows, job->rows_per_item);
+        items += moe_cpu_ceil_div(job->span[s].rows, job->rows_per_item);
     }
     moe_cpu_parallel(job->layer->device, items, prepare_item, job);
 }
@@ -137,12 +127,12 @@ struct block {
 
 static struct block find_block(const struct span *span, uint32_t item, uint32_t panels)
 {
-    uint32_t row_blocks = ceil_div(span->rows, BLOCK_ROWS);
+    uint32_t row_blocks = moe_cpu_ceil_div(span->rows, BLOCK_ROWS);
     struct block b;
     b.panel = item / row_blocks * span->panels_per_item; /* neighbours share panels */
-    b.panel_end = min_u32(panels, b.panel + span->panels_per_item);
+    b.panel_end = moe_cpu_min(panels, b.panel + span->panels_per_item);
     b.row = item % row_blocks * BLOCK_ROWS;
-    b.row_end = min_u32(span->rows, b.row + BLOCK_ROWS);
+    b.row_end = moe_cpu_min(span->rows, b.row + BLOCK_ROWS);
     return b;
 }
 
@@ -152,10 +142,11 @@ static uint32_t number_items(struct ffn_job *job, uint32_t panels, uint64_t pane
     uint32_t items = 0;
     for (uint32_t s = 0; s < job->spans; s++) {
         struct span *span = &job->span[s];
-        uint32_t rows = min_u32(span->rows, BLOCK_ROWS);
+        uint32_t rows = moe_cpu_min(span->rows, BLOCK_ROWS);
         span->panels_per_item = moe_cpu_units_per_item(panel_work * rows);
         job->first_item[s] = items;
-        items += ceil_div(panels, span->panels_per_item) * ceil_div(span->rows, BLOCK_ROWS);
+        items += moe_cpu_ceil_div(panels, span->panels_per_item) *
+                 moe_cpu_ceil_div(span->rows, BLOCK_ROWS);
     }
     return items;
 }
@@ -192,7 +183,7 @@ static void gate_up_tile(const struct ffn_job *job, const struct span *span, uin
     const struct moe_cpu_matrix *wg = &layer->matrix[job->gate][span->entry];
     const struct moe_cpu_matrix *wu = &layer->matrix[job->up][span->entry];
     uint32_t width = job->isa->panel, column = panel * width;
-    uint32_t columns = min_u32(width, wg->out - column);
+    uint32_t columns = moe_cpu_min(width, wg->out - column);
     const float *x = span->x + (size_t)row * wg->in;
 
     moe_cpu_matrix_panel(job->isa, wg, panel, rows, x, wg->in, gate, width);
@@ -230,7 +221,7 @@ static void down_tile(const struct ffn_job *job, const struct span *span, uint32
     float tile[TILE_ROWS * MOE_CPU_MAX_PANEL];
     const struct moe_cpu_matrix *wd = &job->layer->matrix[job->down][span->entry];
     uint32_t width = job->isa->panel, column = panel * width;
-    uint32_t columns = min_u32(width, wd->out - column);
+    uint32_t columns = moe_cpu_min(width, wd->out - column);
     const float *bias = NULL;
     if (job->down == MOE_WEIGHT_DOWN)
         bias = bias_at(job->layer, MOE_WEIGHT_DOWN_BIAS, span->entry, column);
@@ -250,8 +241,8 @@ static void run_item(const struct ffn_job *job, uint32_t item, uint32_t panels, 
     const struct span *span = find_span(job, &item);
     struct block b = find_block(span, item, panels);
     for (uint32_t p = b.panel; p < b.panel_end; p++)
-        for (uint32_t row = b.row; row < b.row_end; row += min_u32(TILE_ROWS, b.row_end - row))
-            tile(job, span, p, row, min_u32(TILE_ROWS, b.row_end - row));
+        for (uint32_t row = b.row; row < b.row_end; row += moe_cpu_min(TILE_ROWS, b.row_end - row))
+            tile(job, span, p, row, moe_cpu_min(TILE_ROWS, b.row_end - row));
 }
 
 static void gate_up_item(void *ctx, uint32_t item)
@@ -282,11 +273,8 @@ static void run_down(struct ffn_job *job)
 
 /* ------------------------------------------------------------------ routed experts */
 
-static struct moe_status check_rows(const struct moe_layer *layer, const struct moe_rows *rows)
+struct moe_status moe_cpu_check_rows(const struct moe_layer *layer, const struct moe_rows *rows)
 {
-    if (!layer->finished)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
-                         "layer %u is not finished", layer->spec.layer);
     if (rows->local_experts > layer->local_experts)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "rows of %u experts, %u are here", rows->local_experts,
@@ -296,6 +284,14 @@ static struct moe_status check_rows(const struct moe_layer *layer, const struct 
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
                              "rows of expert %u, which is not here", rows->expert[l]);
     return moe_ok();
+}
+
+static struct moe_status check_rows(const struct moe_layer *layer, const struct moe_rows *rows)
+{
+    if (!layer->finished)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
+                         "layer %u is not finished", layer->spec.layer);
+    return moe_cpu_check_rows(layer, rows);
 }
 
 static struct moe_status check_dtype(enum moe_dtype dtype)
@@ -331,7 +327,7 @@ static bool next_wave(struct ffn_job *job, const struct moe_rows *rows, struct c
     job->spans = 0;
     while (at->expert < rows->local_experts && max_rows > 0) {
         uint32_t left = rows->count[at->expert] - at->row;
-        uint32_t take = min_u32(left, max_rows);
+        uint32_t take = moe_cpu_min(left, max_rows);
         size_t first = (size_t)rows->start[at->expert] + at->row;
         if (take > 0)
             job->span[job->spans++] = (struct span){
@@ -487,7 +483,7 @@ struct moe_status moe_cpu_shared_retaining(struct moe_layer *layer, enum moe_dty
     if (spec->shared_gated)
         job.shared_gate = &layer->matrix[MOE_WEIGHT_SHARED_GATE_VECTOR][0];
 
-    uint32_t pass = min_u32(tokens, SHARED_ROWS);
+    uint32_t pass = moe_cpu_min(tokens, SHARED_ROWS);
     size_t floats = (size_t)spec->hidden + spec->shared_intermediate + 1, bytes;
     void *p;
     if (!moe_size_mul3(floats, pass, sizeof(float), &bytes))
@@ -497,8 +493,8 @@ struct moe_status moe_cpu_shared_retaining(struct moe_layer *layer, enum moe_dty
     scratch.hidden = scratch.x + (size_t)pass * spec->hidden;
     scratch.weight = scratch.hidden + (size_t)pass * spec->shared_intermediate;
     size_t row_bytes = spec->hidden * moe_dtype_bytes(dtype);
-    for (uint32_t t = 0; t < tokens; t += min_u32(pass, tokens - t))
-        shared_pass(&job, &scratch, (const char *)x + t * row_bytes, min_u32(pass, tokens - t),
+    for (uint32_t t = 0; t < tokens; t += moe_cpu_min(pass, tokens - t))
+        shared_pass(&job, &scratch, (const char *)x + t * row_bytes, moe_cpu_min(pass, tokens - t),
                     pre_at(pre, t, spec->shared_intermediate), y + (size_t)t * spec->hidden);
     moe_cpu_scratch_give(layer->device, p);
     return moe_ok();

@@ -13,16 +13,6 @@ enum {
     LINE = 16,          /* floats of a cache line */
 };
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
-static uint32_t ceil_div(uint32_t a, uint32_t b)
-{
-    return (a + b - 1) / b;
-}
-
 /* -------------------------------------------------------------------- products */
 
 struct product_job {
@@ -35,7 +25,7 @@ struct product_job {
 static void pack_block(const struct moe_cpu_isa *isa, const struct moe_cpu_product *p, uint32_t k,
                        uint32_t n, uint32_t c, float *block)
 {
-    uint32_t width = isa->panel, columns = min_u32(width, p->columns - c);
+    uint32_t width = isa->panel, columns = moe_cpu_min(width, p->columns - c);
     if (p->factor == MOE_CPU_WEIGHT_TRANSPOSED) {
         moe_cpu_matrix_block(isa, p->weight, k, n, c, block);
         return;
@@ -56,7 +46,7 @@ static void pack_block(const struct moe_cpu_isa *isa, const struct moe_cpu_produ
 static void store_tile(const struct moe_cpu_product *p, bool first, uint32_t row, uint32_t rows,
                        uint32_t c, uint32_t width, const float *tile)
 {
-    uint32_t columns = min_u32(width, p->columns - c);
+    uint32_t columns = moe_cpu_min(width, p->columns - c);
     for (uint32_t r = 0; r < rows; r++) {
         float *y = p->y + (size_t)(row + r) * p->columns + c;
         const float *from = tile + r * width;
@@ -82,7 +72,7 @@ static void multiply_packing(const struct moe_cpu_isa *isa, const struct moe_cpu
     _Alignas(64) float block[K_BLOCK * MOE_CPU_MAX_PANEL]; /* aligned like packed weights */
     float tile[TILE_ROWS * MOE_CPU_MAX_PANEL];
     for (uint32_t k = 0; k < p->k; k += K_BLOCK) {
-        uint32_t n = min_u32(K_BLOCK, p->k - k);
+        uint32_t n = moe_cpu_min(K_BLOCK, p->k - k);
         pack_block(isa, p, k, n, c, block);
         if (stores_plainly(p, c, isa->panel)) {
             (k == 0 && !p->add ? isa->panel_f32 : isa->panel_f32_add)(
@@ -91,7 +81,7 @@ static void multiply_packing(const struct moe_cpu_isa *isa, const struct moe_cpu
             continue;
         }
         for (uint32_t r = row; r < row_end; r += TILE_ROWS) {
-            uint32_t rows = min_u32(TILE_ROWS, row_end - r);
+            uint32_t rows = moe_cpu_min(TILE_ROWS, row_end - r);
             isa->panel_f32(rows, p->x + (size_t)r * p->k + k, p->k, block, n, tile, isa->panel);
             store_tile(p, k == 0, r, rows, c, isa->panel, tile);
         }
@@ -110,7 +100,7 @@ static void multiply_packed(const struct moe_cpu_isa *isa, const struct moe_cpu_
         return;
     }
     for (uint32_t r = row; r < row_end; r += TILE_ROWS) {
-        uint32_t rows = min_u32(TILE_ROWS, row_end - r);
+        uint32_t rows = moe_cpu_min(TILE_ROWS, row_end - r);
         moe_cpu_matrix_panel(isa, p->weight, panel, rows, p->x + (size_t)r * p->k, p->k, tile,
                              isa->panel);
         store_tile(p, true, r, rows, c, isa->panel, tile);
@@ -119,8 +109,8 @@ static void multiply_packed(const struct moe_cpu_isa *isa, const struct moe_cpu_
 
 static uint32_t product_items(const struct product_job *job, const struct moe_cpu_product *p)
 {
-    uint32_t panels = ceil_div(p->columns, job->isa->panel);
-    return ceil_div(panels, job->panels_per_item) * ceil_div(p->rows, PRODUCT_ROWS);
+    uint32_t panels = moe_cpu_ceil_div(p->columns, job->isa->panel);
+    return moe_cpu_ceil_div(panels, job->panels_per_item) * moe_cpu_ceil_div(p->rows, PRODUCT_ROWS);
 }
 
 static void product_item(void *ctx, uint32_t item)
@@ -129,11 +119,11 @@ static void product_item(void *ctx, uint32_t item)
     const struct moe_cpu_product *p = job->product;
     for (uint32_t n; item >= (n = product_items(job, p)); p++)
         item -= n;
-    uint32_t blocks = ceil_div(p->rows, PRODUCT_ROWS);
-    uint32_t panels = ceil_div(p->columns, job->isa->panel);
+    uint32_t blocks = moe_cpu_ceil_div(p->rows, PRODUCT_ROWS);
+    uint32_t panels = moe_cpu_ceil_div(p->columns, job->isa->panel);
     uint32_t panel = item / blocks * job->panels_per_item; /* neighbours share panels */
-    uint32_t end = min_u32(panels, panel + job->panels_per_item);
-    uint32_t row = item % blocks * PRODUCT_ROWS, row_end = min_u32(p->rows, row + PRODUCT_ROWS);
+    uint32_t end = moe_cpu_min(panels, panel + job->panels_per_item);
+    uint32_t row = item % blocks * PRODUCT_ROWS, row_end = moe_cpu_min(p->rows, row + PRODUCT_ROWS);
     for (; panel < end; panel++)
         if (p->factor == MOE_CPU_WEIGHT)
             multiply_packed(job->isa, p, panel, row, row_end);
@@ -147,7 +137,7 @@ void moe_cpu_gemm_products(struct moe_device *device, const struct moe_cpu_produ
     struct product_job job = {.isa = moe_cpu_device_isa(device), .product = product};
     uint64_t max_work = 0;
     for (uint32_t i = 0; i < count; i++) {
-        uint64_t work = (uint64_t)min_u32(product[i].rows, PRODUCT_ROWS) * product[i].k;
+        uint64_t work = (uint64_t)moe_cpu_min(product[i].rows, PRODUCT_ROWS) * product[i].k;
         max_work = work > max_work ? work : max_work;
     }
     job.panels_per_item = moe_cpu_units_per_item(max_work * job.isa->panel);
@@ -169,8 +159,9 @@ static uint32_t outer_items(const struct outer_job *job, const struct moe_cpu_ou
     if (o->rows == 0)
         return 0;
     if (o->in == 0)
-        return ceil_div(o->out, SUM_COLUMNS);
-    return ceil_div(o->out, OUTER_ROWS) * ceil_div(ceil_div(o->in, job->isa->panel), OUTER_PANELS);
+        return moe_cpu_ceil_div(o->out, SUM_COLUMNS);
+    return moe_cpu_ceil_div(o->out, OUTER_ROWS) *
+           moe_cpu_ceil_div(moe_cpu_ceil_div(o->in, job->isa->panel), OUTER_PANELS);
 }
 
 static void sum_columns(const struct moe_cpu_outer *o, uint32_t c, uint32_t end)
@@ -185,7 +176,7 @@ static void pack_outputs(const struct moe_cpu_outer *o, uint32_t row, uint32_t n
                          uint32_t outs, float *packed)
 {
     for (uint32_t first = 0; first < outs; first += LINE) {
-        uint32_t end = min_u32(outs, first + LINE);
+        uint32_t end = moe_cpu_min(outs, first + LINE);
         for (uint32_t i = 0; i < n; i++) {
             const float *from = o->a + (size_t)(row + i) * o->out + out;
             for (uint32_t j = first; j < end; j++)
@@ -210,7 +201,7 @@ static void outer_panel(const struct moe_cpu_isa *isa, const struct moe_cpu_oute
 {
     _Alignas(64) float block[K_BLOCK * MOE_CPU_MAX_PANEL]; /* aligned like packed weights */
     float tile[TILE_ROWS * MOE_CPU_MAX_PANEL];
-    uint32_t width = isa->panel, columns = min_u32(width, o->in - c);
+    uint32_t width = isa->panel, columns = moe_cpu_min(width, o->in - c);
     if (columns < width)
         memset(block, 0, (size_t)n * width * sizeof *block);
     for (uint32_t i = 0; i < n; i++)
@@ -221,7 +212,7 @@ static void outer_panel(const struct moe_cpu_isa *isa, const struct moe_cpu_oute
         return;
     }
     for (uint32_t r = 0; r < outs; r += TILE_ROWS) {
-        uint32_t rows = min_u32(TILE_ROWS, outs - r);
+        uint32_t rows = moe_cpu_min(TILE_ROWS, outs - r);
         isa->panel_f32(rows, packed + (size_t)r * K_BLOCK, K_BLOCK, block, n, tile, width);
         add_tile(o, out + r, rows, c, columns, width, tile);
     }
@@ -235,15 +226,16 @@ static void outer_item(void *ctx, uint32_t item)
     for (uint32_t n; item >= (n = outer_items(job, o)); o++)
         item -= n;
     if (o->in == 0) {
-        sum_columns(o, item * SUM_COLUMNS, min_u32(o->out, (item + 1) * SUM_COLUMNS));
+        sum_columns(o, item * SUM_COLUMNS, moe_cpu_min(o->out, (item + 1) * SUM_COLUMNS));
         return;
     }
-    uint32_t width = job->isa->panel, groups = ceil_div(ceil_div(o->in, width), OUTER_PANELS);
-    uint32_t out = item / groups * OUTER_ROWS, outs = min_u32(OUTER_ROWS, o->out - out);
+    uint32_t width = job->isa->panel,
+             groups = moe_cpu_ceil_div(moe_cpu_ceil_div(o->in, width), OUTER_PANELS);
+    uint32_t out = item / groups * OUTER_ROWS, outs = moe_cpu_min(OUTER_ROWS, o->out - out);
     uint32_t first = item % groups * OUTER_PANELS * width;
-    uint32_t end = min_u32(o->in, first + OUTER_PANELS * width);
+    uint32_t end = moe_cpu_min(o->in, first + OUTER_PANELS * width);
     for (uint32_t row = 0; row < o->rows; row += K_BLOCK) {
-        uint32_t n = min_u32(K_BLOCK, o->rows - row);
+        uint32_t n = moe_cpu_min(K_BLOCK, o->rows - row);
         pack_outputs(o, row, n, out, outs, packed);
         for (uint32_t c = first; c < end; c += width)
             outer_panel(job->isa, o, row, n, out, outs, c, packed);

@@ -7,11 +7,6 @@
 
 #include <stdlib.h>
 
-static uint32_t entries_of(const struct moe_layer *layer, enum moe_weight w)
-{
-    return moe_weight_is_expert(w) ? layer->local_experts : 1;
-}
-
 /* ------------------------------------------------------------- create, destroy */
 
 static struct moe_status out_of_memory(void)
@@ -23,7 +18,7 @@ static struct moe_status bias_bytes(const struct moe_layer *layer, enum moe_weig
 {
     size_t n, columns;
     moe_weight_shape(&layer->spec, w, &n, &columns);
-    if (!moe_size_mul3(entries_of(layer, w), n, sizeof(float), bytes))
+    if (!moe_size_mul3(moe_cpu_layer_entries(layer, w), n, sizeof(float), bytes))
         return out_of_memory();
     return moe_ok();
 }
@@ -32,7 +27,7 @@ static struct moe_status make_room(struct moe_layer *layer, enum moe_weight w)
 {
     size_t rows, columns;
     moe_weight_shape(&layer->spec, w, &rows, &columns);
-    uint32_t entries = entries_of(layer, w);
+    uint32_t entries = moe_cpu_layer_entries(layer, w);
     if (rows == 0 || entries == 0)
         return moe_ok();
     layer->uploaded[w] = calloc(entries, sizeof *layer->uploaded[w]);
@@ -77,7 +72,7 @@ fail:
 
 static void free_weight(struct moe_layer *layer, enum moe_weight w)
 {
-    for (uint32_t i = 0; layer->matrix[w] != NULL && i < entries_of(layer, w); i++)
+    for (uint32_t i = 0; layer->matrix[w] != NULL && i < moe_cpu_layer_entries(layer, w); i++)
         moe_cpu_matrix_free(layer->device, &layer->matrix[w][i]);
     free(layer->matrix[w]);
     free(layer->uploaded[w]);
@@ -98,13 +93,6 @@ void moe_cpu_layer_destroy(struct moe_layer *layer)
 }
 
 /* --------------------------------------------------------------------- weights */
-
-/* The entry of an upload. */
-static struct moe_status find_entry(const struct moe_layer *layer, enum moe_weight w,
-                                    uint32_t expert, uint32_t *entry)
-{
-    return moe_layer_find_entry(&layer->spec, layer->slot, layer->local_index, w, expert, entry);
-}
 
 static struct moe_status check_upload(const struct moe_layer *layer, enum moe_weight w,
                                       enum moe_dtype dtype, size_t bytes)
@@ -134,7 +122,8 @@ struct moe_status moe_cpu_layer_upload(struct moe_layer *layer, enum moe_weight 
 {
     uint32_t entry;
     MOE_TRY(check_upload(layer, weight, dtype, bytes));
-    MOE_TRY(find_entry(layer, weight, expert, &entry));
+    MOE_TRY(moe_layer_find_entry(&layer->spec, layer->slot, layer->local_index, weight, expert,
+                                 &entry));
     if (layer->uploaded[weight][entry])
         return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_TENSOR_INVALID, "%s: uploaded twice",
                          moe_weight_name(weight));
@@ -156,7 +145,8 @@ struct moe_status moe_cpu_layer_upload(struct moe_layer *layer, enum moe_weight 
 struct moe_status moe_cpu_layer_finish(struct moe_layer *layer)
 {
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
-        for (uint32_t i = 0; layer->uploaded[w] != NULL && i < entries_of(layer, w); i++) {
+        for (uint32_t i = 0; layer->uploaded[w] != NULL && i < moe_cpu_layer_entries(layer, w);
+             i++) {
             if (layer->uploaded[w][i])
                 continue;
             if (!moe_weight_is_expert(w))

@@ -26,6 +26,12 @@ struct moe_layer {
     bool *uploaded[MOE_WEIGHT_COUNT]; /* [entries] */
 };
 
+/* Entries of a weight; 1 also for a weight that the layer does not have. */
+static inline uint32_t moe_cpu_layer_entries(const struct moe_layer *layer, enum moe_weight w)
+{
+    return moe_weight_is_expert(w) ? layer->local_experts : 1;
+}
+
 /* Entry `index` of a bias vector, or NULL if the layer has no such bias. */
 static inline const float *moe_cpu_layer_bias(const struct moe_layer *layer, enum moe_weight weight,
                                               uint32_t index)
@@ -60,6 +66,11 @@ struct moe_status moe_cpu_router_forward(struct moe_layer *layer, enum moe_dtype
 struct moe_cpu_pre {
     float *gate, *up;
 };
+
+/* Checks that the experts of `rows` are here. Errors: MOE_INVALID_ARGUMENT with SHAPE_MISMATCH,
+ * EXPERT_INDEX_RANGE. */
+struct moe_status moe_cpu_check_rows(const struct moe_layer *layer,
+                                     const struct moe_rows *rows) MOE_CHECKED;
 
 /* ffn.c. These functions apply input weighting: rows->x has the token without its weight. They
  * neither read nor write padding rows. */

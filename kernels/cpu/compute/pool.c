@@ -56,15 +56,6 @@ static void futex_wake(atomic_uint *value, uint32_t threads)
     (void)syscall(SYS_futex, value, FUTEX_WAKE_PRIVATE, threads, NULL, NULL, 0);
 }
 
-static inline void spin_pause(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 static void claim_items(struct moe_cpu_pool *pool)
 {
     /* `next` overshoots by at most one per thread. moe_cpu_pool_run checks that it cannot wrap. */
@@ -83,7 +74,7 @@ static uint32_t await_announcement(struct moe_cpu_pool *pool, uint32_t seen)
         uint32_t now = atomic_load(&pool->announced);
         if (now != seen)
             return now;
-        spin_pause();
+        moe_cpu_spin_pause();
     }
     atomic_fetch_add(&pool->sleepers, 1);
     uint32_t now = atomic_load(&pool->announced);
@@ -117,7 +108,7 @@ static void await_empty(struct moe_cpu_pool *pool)
     for (int i = 0; i < SPINS; i++) {
         if (atomic_load(&pool->inside) == 0)
             return;
-        spin_pause();
+        moe_cpu_spin_pause();
     }
     atomic_store(&pool->owner_sleeps, true);
     uint32_t inside = atomic_load(&pool->inside);

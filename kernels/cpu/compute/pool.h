@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The persistent threads behind moe_cpu_parallel. Internal to device.c and pool.c. */
+/* The persistent threads behind moe_cpu_parallel. Internal to device.c and pool.c, except
+ * for the pause of a waiting thread. */
 #ifndef MOE_CPU_POOL_H
 #define MOE_CPU_POOL_H
 
@@ -16,5 +17,15 @@ struct moe_status moe_cpu_pool_create(uint32_t threads, struct moe_cpu_pool **ou
 void moe_cpu_pool_destroy(struct moe_cpu_pool *pool); /* idle; NULL is ignored */
 void moe_cpu_pool_run(struct moe_cpu_pool *pool, uint32_t items,
                       void (*fn)(void *ctx, uint32_t item), void *ctx);
+
+/* Tells the processor that this thread waits in a loop. */
+static inline void moe_cpu_spin_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
 
 #endif

@@ -276,17 +276,12 @@ static bool take_given(const struct router_job *job, uint32_t t)
     return false;
 }
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 static void widen_rows(void *ctx, uint32_t item)
 {
     struct router_job *job = ctx;
     const struct moe_cpu_isa *isa = moe_cpu_device_isa(job->layer->device);
     size_t hidden = job->layer->spec.hidden, row_bytes = hidden * moe_dtype_bytes(job->dtype);
-    uint32_t end = min_u32(job->scored, (item + 1) * job->rows_per_item);
+    uint32_t end = moe_cpu_min(job->scored, (item + 1) * job->rows_per_item);
     for (uint32_t row = item * job->rows_per_item; row < end; row++)
         isa->widen(job->dtype, hidden, (const char *)job->x + job->token[row] * row_bytes, 1.0f,
                    job->x32 + row * hidden);
@@ -298,7 +293,7 @@ static void multiply_panels(void *ctx, uint32_t item)
     const struct moe_cpu_matrix *router = job->layer->matrix[MOE_WEIGHT_ROUTER];
     const struct moe_cpu_isa *isa = moe_cpu_device_isa(job->layer->device);
     size_t hidden = job->layer->spec.hidden;
-    uint32_t end = min_u32(router->panels, (item + 1) * job->panels_per_item);
+    uint32_t end = moe_cpu_min(router->panels, (item + 1) * job->panels_per_item);
     for (uint32_t p = item * job->panels_per_item; p < end; p++)
         moe_cpu_matrix_panel(isa, router, p, job->scored, job->x32, hidden,
                              job->logits + (size_t)p * isa->panel, job->logit_stride);
@@ -307,7 +302,7 @@ static void multiply_panels(void *ctx, uint32_t item)
 static void route_rows(void *ctx, uint32_t item)
 {
     struct router_job *job = ctx;
-    uint32_t end = min_u32(job->scored, (item + 1) * job->rows_per_item);
+    uint32_t end = moe_cpu_min(job->scored, (item + 1) * job->rows_per_item);
     for (uint32_t row = item * job->rows_per_item; row < end; row++)
         route_row(job, row);
 }
@@ -370,7 +365,7 @@ struct moe_status moe_cpu_router_forward(struct moe_layer *layer, enum moe_dtype
     MOE_TRY(check_arguments(&job, tokens));
     if (tokens == 0)
         return moe_ok();
-    size_t rows = min_u32(tokens, PASS);
+    size_t rows = moe_cpu_min(tokens, PASS);
     job.logit_stride =
         (size_t)layer->matrix[MOE_WEIGHT_ROUTER]->panels * moe_cpu_device_isa(layer->device)->panel;
     void *scratch;
@@ -378,9 +373,9 @@ struct moe_status moe_cpu_router_forward(struct moe_layer *layer, enum moe_dtype
         layer->device, rows * (layer->spec.hidden + job.logit_stride) * sizeof(float), &scratch));
     job.logits = scratch;
     job.x32 = job.logits + rows * job.logit_stride;
-    for (uint32_t first = 0; first < tokens; first += min_u32(PASS, tokens - first)) {
+    for (uint32_t first = 0; first < tokens; first += moe_cpu_min(PASS, tokens - first)) {
         job.scored = 0;
-        uint32_t end = first + min_u32(PASS, tokens - first);
+        uint32_t end = first + moe_cpu_min(PASS, tokens - first);
         for (uint32_t t = first; t < end; t++)
             if (take_given(&job, t))
                 job.token[job.scored++] = t;

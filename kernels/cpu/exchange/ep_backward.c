@@ -16,7 +16,7 @@ static void return_token(const struct moe_cpu_ep *ep, const struct token_rows *r
     uint32_t hidden = ep->batch.layer->spec.hidden;
     float *to = partial;
     for (uint32_t c = 0; c < hidden; c += SUM_CHUNK)
-        moe_cpu_ep_sum_rows(ep, rows, c, smaller(SUM_CHUNK, hidden - c), to + c);
+        moe_cpu_ep_sum_rows(ep, rows, c, moe_cpu_min(SUM_CHUNK, hidden - c), to + c);
     for (uint32_t i = 0; i < rows->n; i++)
         weights_of_partial(ep, to)[i] = ep->dweight_rows[ep->row[rows->first + i]];
 }
@@ -48,7 +48,7 @@ static void take_partial(const struct moe_cpu_ep *ep, uint32_t p, uint32_t t, fl
         partial =
             moe_window_partial_of(&s->layout, moe_cpu_session_own(s), p, t, ep->gradient_stride);
     for (uint32_t c = 0; c < hidden; c += SUM_CHUNK) {
-        uint32_t n = smaller(SUM_CHUNK, hidden - c);
+        uint32_t n = moe_cpu_min(SUM_CHUNK, hidden - c);
         if (own != NULL)
             moe_cpu_ep_sum_rows(ep, own, c, n, sum);
         moe_cpu_ep_add_row(MOE_DTYPE_F32, own != NULL ? sum : partial + c, 0, n, 1.0f, dx + c);

@@ -66,7 +66,7 @@ static void return_item(void *ctx, uint32_t item)
     uint32_t target = ep->source;
     uint8_t *base = s->window[target].base;
     size_t stride = ep->batch.backward ? ep->gradient_stride : ep->stride;
-    uint32_t end = smaller((item + 1) * GRAIN, ep->tokens_of[target]);
+    uint32_t end = moe_cpu_min((item + 1) * GRAIN, ep->tokens_of[target]);
     for (uint32_t t = item * GRAIN; t < end; t++) {
         const struct token_rows *rows = token_of(ep, target, t);
         if (rows->n == 0)
@@ -111,7 +111,7 @@ struct moe_status moe_cpu_ep_run_combine(struct moe_cpu_ep *ep, moe_cpu_ep_retur
     return_all(ep);
     for (uint32_t t = 0; t < ep->batch.tokens; t += BLOCK) {
         ep->block_first = t;
-        ep->block_end = smaller(t + BLOCK, ep->batch.tokens);
+        ep->block_end = moe_cpu_min(t + BLOCK, ep->batch.tokens);
         MOE_TRY(await_block(ep));
         moe_cpu_parallel(ep->session->device, grains_of(ep->block_end - ep->block_first),
                          finish_item, ep);
@@ -124,7 +124,7 @@ static void return_token(const struct moe_cpu_ep *ep, const struct token_rows *r
     uint32_t hidden = ep->batch.layer->spec.hidden;
     float sum[SUM_CHUNK];
     for (uint32_t c = 0; c < hidden; c += SUM_CHUNK) {
-        uint32_t n = smaller(SUM_CHUNK, hidden - c);
+        uint32_t n = moe_cpu_min(SUM_CHUNK, hidden - c);
         moe_cpu_ep_sum_rows(ep, rows, c, n, sum);
         store_row(ep->batch.dtype, partial, c, n, sum);
     }
@@ -175,7 +175,7 @@ static void finish_token(const struct moe_cpu_ep *ep, uint32_t t)
         return;
     }
     for (uint32_t c = 0; c < hidden; c += SUM_CHUNK)
-        finish_columns(ep, t, c, smaller(SUM_CHUNK, hidden - c));
+        finish_columns(ep, t, c, moe_cpu_min(SUM_CHUNK, hidden - c));
 }
 
 static void finish_item(void *ctx, uint32_t item)

@@ -42,7 +42,7 @@ static void send_item(void *ctx, uint32_t item)
     uint32_t peer = (s->config.slot + 1 + item % slots) % slots;
     if (!moe_cpu_session_has_peer(s, peer))
         return;
-    uint32_t end = smaller((grain + 1) * GRAIN, ep->batch.tokens);
+    uint32_t end = moe_cpu_min((grain + 1) * GRAIN, ep->batch.tokens);
     for (uint32_t t = grain * GRAIN; t < end; t++)
         send_token(ep, peer, t);
     moe_cpu_session_wake(s, peer);
@@ -323,7 +323,7 @@ static struct moe_status receive_all(struct moe_cpu_ep *ep)
         ep->source = (s->config.slot + slots - i) % slots;
         for (uint32_t t = 0; t < ep->tokens_of[ep->source]; t += BLOCK) {
             ep->block_first = t;
-            ep->block_end = smaller(t + BLOCK, ep->tokens_of[ep->source]);
+            ep->block_end = moe_cpu_min(t + BLOCK, ep->tokens_of[ep->source]);
             MOE_TRY(receive_block(ep));
         }
     }

@@ -68,11 +68,6 @@ static inline uint32_t grains_of(uint32_t tokens)
     return (tokens + GRAIN - 1) / GRAIN;
 }
 
-static inline uint32_t smaller(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 static inline struct token_rows *token_of(const struct moe_cpu_ep *ep, uint32_t source, uint32_t t)
 {
     return &ep->of_token[(size_t)source * ep->session->layout.shape.max_tokens + t];
@@ -82,7 +77,7 @@ static inline struct token_rows *token_of(const struct moe_cpu_ep *ep, uint32_t 
 static inline uint32_t grain_of_block(const struct moe_cpu_ep *ep, uint32_t item, uint32_t *end)
 {
     uint32_t first = ep->block_first + item * GRAIN;
-    *end = smaller(first + GRAIN, ep->block_end);
+    *end = moe_cpu_min(first + GRAIN, ep->block_end);
     return first;
 }
 

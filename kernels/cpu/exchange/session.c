@@ -8,6 +8,7 @@
 #include "cpu/exchange/session.h"
 
 #include "base/clock.h"
+#include "cpu/compute/pool.h"
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -110,15 +111,6 @@ static void sleep_until_woken(struct moe_session *s, const uint64_t *flag, uint6
     __atomic_fetch_sub(&h->sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
-static inline void relax(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 static struct moe_status wait_slowly(struct moe_session *s, const uint64_t *flag, uint64_t stamp,
                                      uint32_t slot, uint32_t *value)
 {
@@ -127,7 +119,7 @@ static struct moe_status wait_slowly(struct moe_session *s, const uint64_t *flag
         if (flag_ready(flag, stamp, value))
             return moe_ok();
         if (tries < s->spins) {
-            relax();
+            moe_cpu_spin_pause();
             continue;
         }
         struct moe_status st = check_waiting(s, slot);

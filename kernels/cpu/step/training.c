@@ -62,12 +62,11 @@ static struct moe_status shared_backward(struct moe_trainer *t, enum moe_dtype d
     return moe_cpu_shared_backward(t, &tokens, true, dy, NULL, dx);
 }
 
-static struct moe_status dispatch(struct moe_session *s, struct moe_layer *layer,
-                                  enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
-                                  const void *x, const void *dy, const int32_t *ids,
-                                  const float *weights, struct moe_rows *out, const void **dy_rows)
+static struct moe_cpu_batch batch_of(struct moe_layer *layer, enum moe_dtype dtype, uint32_t bucket,
+                                     uint32_t tokens, const void *x, const void *dy,
+                                     const int32_t *ids, const float *weights)
 {
-    struct moe_cpu_batch batch = {.layer = layer,
+    return (struct moe_cpu_batch){.layer = layer,
                                   .dtype = dtype,
                                   .bucket = bucket,
                                   .tokens = tokens,
@@ -76,6 +75,14 @@ static struct moe_status dispatch(struct moe_session *s, struct moe_layer *layer
                                   .dy = dy,
                                   .ids = ids,
                                   .weights = weights};
+}
+
+static struct moe_status dispatch(struct moe_session *s, struct moe_layer *layer,
+                                  enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
+                                  const void *x, const void *dy, const int32_t *ids,
+                                  const float *weights, struct moe_rows *out, const void **dy_rows)
+{
+    struct moe_cpu_batch batch = batch_of(layer, dtype, bucket, tokens, x, dy, ids, weights);
     MOE_TRY(moe_cpu_steps_idle(s->steps));
     if (!s->config.training)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
@@ -95,15 +102,7 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
                                  const float *dx_rows, const float *dweight_rows, float *dx,
                                  float *dweights)
 {
-    struct moe_cpu_batch batch = {.layer = layer,
-                                  .dtype = dtype,
-                                  .bucket = bucket,
-                                  .tokens = tokens,
-                                  .x = x,
-                                  .backward = true,
-                                  .dy = dy,
-                                  .ids = ids,
-                                  .weights = weights};
+    struct moe_cpu_batch batch = batch_of(layer, dtype, bucket, tokens, x, dy, ids, weights);
     MOE_TRY(moe_cpu_steps_idle(s->steps));
     MOE_TRY(moe_cpu_ep_same_pass(s->ep, &batch, rows));
     return moe_cpu_ep_combine_backward(s->ep, dx_rows, dweight_rows, dx, dweights);

@@ -55,11 +55,6 @@ struct backward_job {
     struct span span[MOE_MAX_EXPERTS];
 };
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 /* ------------------------------------------------------------------ row by row */
 
 typedef void row_fn(const struct backward_job *job, const struct span *span, uint32_t row);
@@ -76,7 +71,7 @@ static void rows_item(void *ctx, uint32_t item)
     uint32_t per_item = r->job->rows_per_item;
     for (uint32_t n; item >= (n = (span->rows + per_item - 1) / per_item); span++)
         item -= n;
-    uint32_t end = min_u32(span->rows, (item + 1) * per_item);
+    uint32_t end = moe_cpu_min(span->rows, (item + 1) * per_item);
     for (uint32_t row = item * per_item; row < end; row++)
         r->fn(r->job, span, row);
 }
@@ -435,19 +430,6 @@ static void run_wave(struct workspace *w)
 
 /* -------------------------------------------------------------- routed experts */
 
-static struct moe_status check_rows(const struct moe_layer *layer, const struct moe_rows *rows)
-{
-    if (rows->local_experts > layer->local_experts)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
-                         "rows of %u experts, %u are here", rows->local_experts,
-                         layer->local_experts);
-    for (uint32_t l = 0; l < rows->local_experts; l++)
-        if (rows->expert[l] >= layer->spec.experts || layer->local_index[rows->expert[l]] < 0)
-            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
-                             "rows of expert %u, which is not here", rows->expert[l]);
-    return moe_ok();
-}
-
 struct given_rows {
     const struct moe_rows *rows;
     const void *dy;
@@ -478,7 +460,7 @@ static void run_expert_waves(struct workspace *w, const struct given_rows *g)
     job->spans = 0;
     for (uint32_t l = 0; l < g->rows->local_experts; l++) {
         for (uint32_t done = 0; done < g->rows->count[l];) {
-            uint32_t take = min_u32(g->rows->count[l] - done, w->rows - used);
+            uint32_t take = moe_cpu_min(g->rows->count[l] - done, w->rows - used);
             job->span[job->spans++] = span_of(job, g, l, done, take, used);
             done += take;
             used += take;
@@ -498,7 +480,7 @@ struct moe_status moe_cpu_experts_backward(struct moe_trainer *t, enum moe_dtype
                                            float *dx_rows, float *dweight_rows)
 {
     const struct moe_layer *layer = t->layer;
-    MOE_TRY(check_rows(layer, rows));
+    MOE_TRY(moe_cpu_check_rows(layer, rows));
     struct backward_job shape = {.trainer = t,
                                  .layer = layer,
                                  .isa = moe_cpu_device_isa(layer->device),

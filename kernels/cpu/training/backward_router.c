@@ -27,16 +27,11 @@ struct router_pass {
     float *dx;            /* [rows, H], for logits_backward */
 };
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 static struct moe_status open_pass(const struct moe_layer *layer,
                                    const struct moe_cpu_tokens *tokens, struct router_pass *p,
                                    void **scratch)
 {
-    size_t rows = min_u32(tokens->count, PASS);
+    size_t rows = moe_cpu_min(tokens->count, PASS);
     p->layer = layer;
     p->tokens = tokens;
     p->choices = layer->spec.experts + layer->spec.router.zero_experts;
@@ -54,7 +49,7 @@ static void widen_item(void *ctx, uint32_t item)
     const struct router_pass *p = ctx;
     size_t hidden = p->layer->spec.hidden;
     size_t row_bytes = hidden * moe_dtype_bytes(p->tokens->dtype);
-    uint32_t end = min_u32(p->rows, (item + 1) * TOKENS_PER_ITEM);
+    uint32_t end = moe_cpu_min(p->rows, (item + 1) * TOKENS_PER_ITEM);
     for (uint32_t r = item * TOKENS_PER_ITEM; r < end; r++)
         moe_cpu_device_isa(p->layer->device)
             ->widen(p->tokens->dtype, hidden, (const char *)p->tokens->x + p->index[r] * row_bytes,
@@ -220,7 +215,7 @@ static void weights_token(const struct weights_job *job, uint32_t row)
 static void weights_item(void *ctx, uint32_t item)
 {
     const struct weights_job *job = ctx;
-    uint32_t end = min_u32(job->pass->rows, (item + 1) * TOKENS_PER_ITEM);
+    uint32_t end = moe_cpu_min(job->pass->rows, (item + 1) * TOKENS_PER_ITEM);
     for (uint32_t row = item * TOKENS_PER_ITEM; row < end; row++)
         weights_token(job, row);
 }
@@ -284,7 +279,7 @@ static void aux_token(struct aux_job *job, uint32_t row)
 static void aux_item(void *ctx, uint32_t item)
 {
     struct aux_job *job = ctx;
-    uint32_t end = min_u32(job->pass->rows, (item + 1) * TOKENS_PER_ITEM);
+    uint32_t end = moe_cpu_min(job->pass->rows, (item + 1) * TOKENS_PER_ITEM);
     for (uint32_t row = item * TOKENS_PER_ITEM; row < end; row++)
         aux_token(job, row);
 }
@@ -324,7 +319,7 @@ static void gather_item(void *ctx, uint32_t item)
 {
     const struct scatter_job *job = ctx;
     const struct router_pass *p = job->pass;
-    uint32_t end = min_u32(p->rows, (item + 1) * TOKENS_PER_ITEM);
+    uint32_t end = moe_cpu_min(p->rows, (item + 1) * TOKENS_PER_ITEM);
     for (uint32_t r = item * TOKENS_PER_ITEM; r < end; r++)
         memcpy(p->wide + (size_t)r * p->choices, job->dlogits + (size_t)p->index[r] * p->choices,
                p->choices * sizeof(float));
@@ -335,7 +330,7 @@ static void scatter_item(void *ctx, uint32_t item)
     const struct scatter_job *job = ctx;
     const struct router_pass *p = job->pass;
     size_t hidden = p->layer->spec.hidden;
-    uint32_t end = min_u32(p->rows, (item + 1) * TOKENS_PER_ITEM);
+    uint32_t end = moe_cpu_min(p->rows, (item + 1) * TOKENS_PER_ITEM);
     for (uint32_t r = item * TOKENS_PER_ITEM; r < end; r++)
         for (size_t i = 0; i < hidden; i++)
             job->dx[p->index[r] * hidden + i] += p->dx[r * hidden + i];

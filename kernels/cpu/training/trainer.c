@@ -9,11 +9,6 @@
 
 enum { ALIGN = 64 }; /* of every array in the block */
 
-static uint32_t entries_of(const struct moe_layer *layer, enum moe_weight w)
-{
-    return moe_weight_is_expert(w) ? layer->local_experts : 1;
-}
-
 /* ---------------------------------------------------------------------- memory */
 
 /* Allocates arrays from a block; without a block it only counts bytes. */
@@ -38,7 +33,7 @@ static void *carve(struct carver *c, size_t n, size_t each, size_t entries)
 
 static void carve_param(const struct moe_trainer *t, struct carver *c, struct moe_cpu_param *p)
 {
-    p->entries = entries_of(t->layer, p->what.weight);
+    p->entries = moe_cpu_layer_entries(t->layer, p->what.weight);
     p->n = (size_t)p->what.rows * p->what.columns;
     p->value = carve(c, p->n, sizeof(float), p->entries);
     p->grad = carve(c, p->n, sizeof(float), p->entries);
