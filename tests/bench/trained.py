@@ -201,7 +201,7 @@ def show_pairs(group, scratch):
         f, b, step = one_client(group, tokens)
         lines = {kind: line["layer_us"] for (t, kind), line in direct.items()
                  if t == tokens and kind is not None}
-        saving = [line["forward_saving_us"] for (t, kind), line in direct.items()
+        saving = [line["forward_retaining_us"] for (t, kind), line in direct.items()
                   if t == tokens and kind is not None][:1]
         print(columns % ("Forward", tokens, *f, " ".join("saving %.0f" % s for s in saving)))
         print(columns % ("Backward", tokens, *b,

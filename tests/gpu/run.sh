@@ -111,9 +111,9 @@ trained_groups() {
     echo "trained_retained 300 $(integration test_retained_activations \
         "SameBits.test_deepseek_v3_2_workers OwnStep DroppedInTime Faults Reported")"
     resumed=
-    for test in the_next_step_after_a_restart_is_the_undisturbed_one the_same_of_four \
-        the_same_with_adapters a_checkpoint_of_two_workers_is_taken_by_one \
-        a_checkpoint_of_two_workers_is_taken_by_four \
+    for test in the_step_after_a_restart_equals_the_undisturbed_one \
+        the_step_after_a_restart_of_four_workers the_same_with_adapters \
+        one_worker_loads_a_checkpoint_of_two four_workers_load_a_checkpoint_of_two \
         a_group_that_loses_a_worker_goes_back_to_the_checkpoint; do
         resumed="$resumed Checkpoints.test_$test"
     done
