@@ -16,7 +16,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { POLL_MS = 50, TERMINATE_LIMIT_MS = 5000 };
+enum { POLL_MS = 50, KILL_LIMIT_MS = 5000 };
 
 struct replace {
     struct moectl_common common;
@@ -168,18 +168,16 @@ static struct moe_status settle(struct replace *r, uint64_t deadline_ns)
     }
 }
 
-/* Without a record, `down` would not find the daemons, and the next `replace` would start more. */
+/* Without a record, `down` would not find the daemons, and the next `replace` would start more.
+ * Not SIGTERM: a coordinator would drain all workers. */
 static void end_started(struct replace *r)
 {
-    static const int signals[] = {SIGTERM, SIGKILL};
-    for (size_t i = 0; i < 2 && moectl_daemons_running(&r->daemons) > 0; i++) {
-        uint64_t deadline_ns = moe_clock_ns() + TERMINATE_LIMIT_MS * MOE_NS_PER_MS;
-        moectl_daemons_signal(&r->daemons, signals[i]);
-        while (moectl_daemons_running(&r->daemons) > 0 &&
-               moectl_daemons_wait(&r->daemons, deadline_ns) != MOECTL_EVENT_TIME)
-            ;
-    }
-    moectl_say("replace ended the daemons that it had started: group.json cannot list them");
+    uint64_t deadline_ns = moe_clock_ns() + KILL_LIMIT_MS * MOE_NS_PER_MS;
+    moectl_daemons_signal(&r->daemons, SIGKILL);
+    while (moectl_daemons_running(&r->daemons) > 0 &&
+           moectl_daemons_wait(&r->daemons, deadline_ns) != MOECTL_EVENT_TIME)
+        ;
+    moectl_say("replace killed the daemons that it had started: group.json cannot list them");
 }
 
 static struct moe_status start_missing(struct replace *r, uint64_t deadline_ns)

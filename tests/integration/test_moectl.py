@@ -442,7 +442,7 @@ class UpAndDown(unittest.TestCase):
                     replace.send_signal(signal.SIGINT)
                     _, text = replace.communicate(timeout=60)
                 print(text)
-                self.assertIn("replace ended the daemons", text)
+                self.assertIn("replace killed the daemons", text)
                 self.assertEqual(self.processes(state), before)
                 self.assertFalse(run("version", "--endpoint", first["endpoint"]).returncode == OK)
             finally:
