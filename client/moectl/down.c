@@ -39,8 +39,11 @@ static struct moe_status ask(const struct down *d, struct moectl_link *link, uin
                                             call_deadline(deadline_ns),
                                             &moe__v1__shutdown_response__descriptor, &answer);
     if (answer != NULL) {
-        moectl_say("draining epoch %llu",
-                   (unsigned long long)((Moe__V1__ShutdownResponse *)answer)->epoch);
+        uint64_t epoch = ((Moe__V1__ShutdownResponse *)answer)->epoch;
+        if (epoch != 0)
+            moectl_say("draining epoch %llu", (unsigned long long)epoch);
+        else
+            moectl_say("ending the group; no epoch is in force");
         protobuf_c_message_free_unpacked(answer, NULL);
     }
     return st;
@@ -187,18 +190,24 @@ static void signal_group(const struct moectl_group *group, int signal_number)
             kill(group->processes[i].pid, signal_number);
 }
 
+static void list_running(const struct moectl_group *group, char text[NAMES_BYTES])
+{
+    size_t used = 0;
+    text[0] = '\0';
+    for (size_t i = 0; i < group->count && used < NAMES_BYTES; i++)
+        if (moectl_process_runs(group, i))
+            used += (size_t)snprintf(text + used, NAMES_BYTES - used, "%s%s (process %d)",
+                                     used > 0 ? ", " : "", group->processes[i].name,
+                                     (int)group->processes[i].pid);
+}
+
 /* The error when the time is over. group.json does not list a daemon that was started by hand. */
 static struct moe_status still_running(const struct moectl_group *group)
 {
-    char text[NAMES_BYTES] = "";
-    size_t used = 0;
-    for (size_t i = 0; i < group->count && used < sizeof text; i++)
-        if (moectl_process_runs(group, i))
-            used += (size_t)snprintf(text + used, sizeof text - used, "%s%s (process %d)",
-                                     used > 0 ? ", " : "", group->processes[i].name,
-                                     (int)group->processes[i].pid);
+    char text[NAMES_BYTES];
+    list_running(group, text);
     return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "still running: %s",
-                     used > 0 ? text : "a daemon that moectl did not start");
+                     text[0] != '\0' ? text : "a daemon that moectl did not start");
 }
 
 static struct moe_status drain_local(const struct down *d, const struct moectl_group *group,
@@ -241,7 +250,11 @@ static struct moe_status await_gone(const struct down *d, int directory,
         moectl_say("--force kills the daemons that still run");
         return st;
     }
+    char names[NAMES_BYTES];
+    list_running(group, names);
     signal_group(group, SIGKILL);
+    if (names[0] != '\0')
+        moectl_say("the time limit is over; --force killed %s", names);
     return moectl_state_wait_gone(directory, call_deadline(MOE_NEVER)) ? moe_ok()
                                                                        : still_running(group);
 }

@@ -50,7 +50,9 @@ static struct moe_status report_ended(const struct replace *r)
 {
     for (size_t i = 0; i < r->daemons.count; i++)
         if (!r->daemons.all[i].running)
-            moectl_daemons_report(&r->daemons.all[i]);
+            moectl_daemons_report(&r->daemons.all[i],
+                                  "end the program that listens on its port, then repeat "
+                                  "`moectl replace`; another port needs a new group");
     return moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "a daemon ended at its start");
 }
 

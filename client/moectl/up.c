@@ -24,6 +24,8 @@ enum {
     ARGUMENT_MAX = 64,         /* bytes of a number or address on a daemon's command line */
 };
 
+static const char port_advice[] = "use another port with --port P, or --port 0 for any free port";
+
 struct up {
     const struct moectl_command *command;
     struct moectl_common common;
@@ -169,7 +171,7 @@ static struct moe_status check_event(const struct up *u, enum moectl_event event
     if (event == MOECTL_EVENT_ENDED) {
         const struct moectl_daemon *failed = moectl_daemons_failed(&u->daemons);
         if (failed != NULL)
-            moectl_daemons_report(failed);
+            moectl_daemons_report(failed, port_advice);
         return moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "a daemon ended before the group served");
     }
     if (moe_clock_ns() >= deadline_ns)
@@ -344,7 +346,7 @@ static int watch(struct up *u)
         await_end(u, u->drain_s * 1000);
         end_all(u, false);
     } else {
-        moectl_daemons_report(failed);
+        moectl_daemons_report(failed, port_advice);
         report_unsaved(u);
         moectl_say("a daemon died, so moectl ends the group (with `up --detach` the other daemons "
                    "would go on until `moectl replace`)");
@@ -353,7 +355,7 @@ static int watch(struct up *u)
     }
     failed = moectl_daemons_failed(&u->daemons);
     if (failed != NULL)
-        moectl_daemons_report(failed);
+        moectl_daemons_report(failed, port_advice);
     return failed == NULL ? MOECTL_OK : MOECTL_FAILED;
 }
 

@@ -395,6 +395,35 @@ class UpAndDown(unittest.TestCase):
             g.process.send_signal(signal.SIGCONT)
             g.stop()
 
+    def test_replace_on_a_taken_port_says_what_to_do(self):
+        with folder() as state:
+            here = ("--state-dir", state)
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            try:
+                victim = self.processes(state)[2]
+                self.kill(victim)
+                port = int(victim["endpoint"].rpartition(":")[2])
+                with socket.socket() as taken:
+                    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+                    def take():  # the kernel closes the connections of the victim first
+                        with contextlib.suppress(OSError):
+                            taken.bind(("127.0.0.1", port))
+                            return True
+
+                    wait_until(take)
+                    taken.listen()
+                    done = run("replace", *here)
+                print(done.stderr)
+                self.assertEqual(done.returncode, FAILED)
+                self.assertIn("end the program that listens on its port", done.stderr)
+                self.assertNotIn("--port", done.stderr)
+            finally:
+                down = run("down", "--force", *here)
+            self.assertEqual(down.returncode, OK, down.stderr)
+            self.assertIn("no epoch is in force", down.stderr)
+            self.assertNotIn("killed", down.stderr)
+
     def start_replace(self, state, *extra, **more):
         """Runs `moectl replace` in the background."""
         return subprocess.Popen([MOECTL, "replace", "--state-dir", state, *extra], text=True,
@@ -634,6 +663,8 @@ class UpAndDown(unittest.TestCase):
             self.assertIn("worker-1 (process %d)" % worker["pid"], done.stderr)
             done = run("down", "--state-dir", state, "--timeout", "1", "--force")
             self.assertEqual(done.returncode, OK, done.stderr)
+            self.assertRegex(done.stderr, r"--force killed .*worker-1 \(process %d\)"
+                             % worker["pid"])
 
     def test_no_daemon_outlives_a_killed_moectl(self):
         g = Group(model_directory(FAMILY), 2)

@@ -319,7 +319,7 @@ const struct moectl_daemon *moectl_daemons_failed(const struct moectl_daemons *d
 
 /* ------------------------------------------------------------------ ending */
 
-static void print_tail(const char *path)
+static void print_tail(const char *path, const char *advice)
 {
     char text[TAIL_BYTES + 1];
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -337,10 +337,10 @@ static void print_tail(const char *path)
             break;
     fprintf(stderr, "--- end of %s:\n%s---\n", path, from);
     if (strstr(from, "cannot listen on ") != NULL)
-        moectl_say("use another port with --port P, or --port 0 for any free port");
+        moectl_say("%s", advice);
 }
 
-void moectl_daemons_report(const struct moectl_daemon *daemon)
+void moectl_daemons_report(const struct moectl_daemon *daemon, const char *advice)
 {
     const char *name = daemon->process.name;
     if (WIFSIGNALED(daemon->wait_status))
@@ -348,7 +348,7 @@ void moectl_daemons_report(const struct moectl_daemon *daemon)
                    strsignal(WTERMSIG(daemon->wait_status)));
     else
         moectl_say("%s ended with exit code %d", name, WEXITSTATUS(daemon->wait_status));
-    print_tail(daemon->log);
+    print_tail(daemon->log, advice);
 }
 
 void moectl_daemons_signal(const struct moectl_daemons *d, int signal_number)

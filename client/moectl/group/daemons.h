@@ -55,8 +55,9 @@ enum moectl_event moectl_daemons_wait(struct moectl_daemons *d, uint64_t deadlin
 size_t moectl_daemons_running(const struct moectl_daemons *d);
 /* The first daemon that ended with a failure or by a signal, or NULL. */
 const struct moectl_daemon *moectl_daemons_failed(const struct moectl_daemons *d);
-/* Prints on stderr how `daemon` ended, and the last lines of its log. */
-void moectl_daemons_report(const struct moectl_daemon *daemon);
+/* Prints on stderr how `daemon` ended, and the last lines of its log. If its address was taken,
+ * prints `advice` too. */
+void moectl_daemons_report(const struct moectl_daemon *daemon, const char *advice);
 void moectl_daemons_signal(const struct moectl_daemons *d, int signal_number);
 
 #endif
