@@ -13,7 +13,7 @@ import unittest
 import grpc
 import numpy as np
 
-from group import BACKEND, BUILD, DEVICES, model_directory
+from group import BACKEND, BUILD, DEVICES, TRANSPORT, model_directory
 import moed
 import wire
 from wire import expert, training
@@ -75,8 +75,9 @@ class TrainingGroup:
     def start_worker(self, slot, *extra):
         self.workers[slot], self.endpoints[slot] = start(
             WORKER, "--model", model_directory(self.family), "--coordinator", self.address,
-            "--backend", BACKEND, "--threads", "1", "--device", str(slot),
-            "--worker-id", "w%d" % slot, "--slot", str(slot), *self.extra, *extra,
+            "--backend", BACKEND, "--transport", TRANSPORT, "--threads", "1",
+            "--device", str(slot), "--worker-id", "w%d" % slot, "--slot", str(slot),
+            *self.extra, *extra,
             environment=self.environment)
 
     def kill_worker(self, slot):
